@@ -1,0 +1,89 @@
+# Two commands matter: `make demo` and `make test`. Each needs Python 3.11+ and nothing else;
+# it makes .venv on its first run and installs again when pyproject.toml changes.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Added to pytest's own, so `make test PYTEST_ARGS='-n0 -k norm'` is one process, one name.
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+# The first of several interpreters that really runs. (A version manager may put a
+# `python3.13` on the path that only says which versions it has.)
+first_running = $(shell for p in $(1); do \
+	"$$p" -c 'import ensurepip, venv' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
+candidates = $(foreach v,$(1),python3.$(v) $(wildcard $(HOME)/.pyenv/versions/3.$(v).*/bin/python))
+
+PYTHON_OLDEST ?= $(call first_running,$(call candidates,11 12 13))
+PYTHON_NEWEST ?= $(call first_running,$(call candidates,14 13 12))
+OLDEST_PINS := jax==0.7.0 jaxlib==0.7.0 optax==0.2.5
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-oldest test-newest lint format bench notebooks docs wheel clean \
+	print-oldest print-newest
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+demo: $(VENV)/.installed-examples  ## train on real text: no clipping, clipping, accumulation
+	$(VENV)/bin/python examples/demo.py $(DEMO_ARGS)
+
+test: $(VENV)/.installed-test  ## the whole suite, doctests, README and notebooks
+	$(VENV)/bin/python -m pytest -n logical --maxprocesses=4 $(PYTEST_ARGS)
+
+test-oldest:  ## the suite on the oldest supported JAX and Optax, in .venv-oldest
+	@test -n "$(PYTHON_OLDEST)" || \
+		{ echo "No Python 3.11 to 3.13 found. Name one: make $@ PYTHON_OLDEST=/path/to/python"; exit 1; }
+	$(MAKE) test VENV=.venv-oldest PYTHON="$(PYTHON_OLDEST)" PINS="$(OLDEST_PINS)"
+
+test-newest:  ## the suite on the newest JAX of all, in .venv-newest
+	@test -n "$(PYTHON_NEWEST)" || \
+		{ echo "No Python 3.12+ found. Name one: make $@ PYTHON_NEWEST=/path/to/python"; exit 1; }
+	$(MAKE) test VENV=.venv-newest PYTHON="$(PYTHON_NEWEST)" PINS="--upgrade jax jaxlib"
+
+lint: $(VENV)/.installed-dev  ## ruff, pyright, codespell
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+	$(VENV)/bin/codespell
+
+format: $(VENV)/.installed-dev  ## let ruff rewrite what it can
+	$(VENV)/bin/ruff check --fix
+	$(VENV)/bin/ruff format
+
+bench: $(VENV)/.installed-test  ## every script in benchmarks/
+	@set -e; for script in benchmarks/[a-z]*.py; do \
+		echo "== $$script"; $(VENV)/bin/python "$$script"; done
+
+notebooks: $(VENV)/.installed-test  ## execute every notebook
+	$(VENV)/bin/python -m pytest tests/test_notebooks.py $(PYTEST_ARGS)
+
+docs: $(VENV)/.installed-test  ## run the code shown in README.md and docs/
+	$(VENV)/bin/python -m pytest tests/test_readme.py $(PYTEST_ARGS)
+
+wheel: $(VENV)/.installed-test  ## build the wheel, install it in an empty environment, import it
+	rm -rf dist .venv-wheel
+	$(VENV)/bin/python -m build --wheel --no-isolation
+	$(VENV)/bin/python -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl
+	.venv-wheel/bin/python -I -c 'import gradclip_jax; print("imported", gradclip_jax.__file__)'
+
+clean:  ## remove environments, build outputs and caches
+	rm -rf .venv .venv-* dist build .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+print-oldest:
+	@echo $(PYTHON_OLDEST)
+
+print-newest:
+	@echo $(PYTHON_NEWEST)
+
+$(VENV)/.installed-%: pyproject.toml Makefile | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[$*]' $(PINS)
+	@touch $@
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Python 3.11 or later is needed; $(PYTHON) is not. Name one: make PYTHON=python3.12"; \
+		exit 1; }
+	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,31 @@
+"""Clipping, accumulation, guarding and monitoring of gradients for JAX and Optax."""
+
+from . import thresholds as thresholds
+from ._run_if import apply_gradients as apply_gradients
+from .accumulation._microbatch import microbatched_value_and_grad as microbatched_value_and_grad
+from .accumulation._transform import AccumulationConfig as AccumulationConfig
+from .accumulation._transform import AccumulationStats as AccumulationStats
+from .accumulation._transform import accumulate_gradients as accumulate_gradients
+from .accumulation._transform import accumulated_gradients as accumulated_gradients
+from .accumulation._transform import accumulation_stats as accumulation_stats
+from .accumulation._transform import flush as flush
+from .accumulation._transform import has_updated as has_updated
+from .accumulation._transform import reset_accumulation as reset_accumulation
+from .clipping._norm import global_norm as global_norm
+from .clipping._norm import leaf_norms as leaf_norms
+from .clipping._step import clip_grad_norm as clip_grad_norm
+from .clipping._step import clip_grad_value as clip_grad_value
+from .clipping._transform import adaptive_grad_clip as adaptive_grad_clip
+from .clipping._transform import clip_by_block_rms as clip_by_block_rms
+from .clipping._transform import clip_by_global_norm as clip_by_global_norm
+from .clipping._transform import clip_by_group_norm as clip_by_group_norm
+from .clipping._transform import clip_by_leaf_norm as clip_by_leaf_norm
+from .clipping._transform import clip_by_value as clip_by_value
+from .clipping._transform import zero_large_norm as zero_large_norm
+from .guarding._transform import skip_large_norm as skip_large_norm
+from .guarding._transform import skip_nonfinite as skip_nonfinite
+from .monitoring._measure import nonfinite_leaves as nonfinite_leaves
+from .monitoring._measure import suggest_max_norm as suggest_max_norm
+from .monitoring._metrics import metrics as metrics
+from .monitoring._record import norm_history as norm_history
+from .monitoring._record import record_norms as record_norms

@@ -1,0 +1,187 @@
+"""The one place that words an error.
+
+Every message reads
+`<function>: <argument> must be <rule>, got <value>[ at <path>]. <one next step>`.
+Numbers are checked when a thing is built, trees when it is traced; traced values never raise.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ._types import AxisName, Tree
+
+_SHOWN = 5  # bad leaves listed in a message before it only counts them
+
+
+def complaint(function: str, argument: str, rule: str, got: object, hint: str) -> str:
+    """Words one message."""
+    return f"{function}: `{argument}` must be {rule}, got {got}. {hint}"
+
+
+def describe(leaf: Any) -> str:
+    """A leaf as `dtype[shape]`."""
+    shape = ", ".join(map(str, np.shape(leaf)))
+    return f"{getattr(leaf, 'dtype', type(leaf).__name__)}[{shape}]"
+
+
+def leaf_path(argument: str, path: Any) -> str:
+    """The place of a leaf, written so that it can be pasted."""
+    return argument + jax.tree_util.keystr(path)
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a value is known only when the compiled program runs."""
+    return isinstance(value, jax.core.Tracer)
+
+
+def is_float0(leaf: Any) -> bool:
+    """Whether a leaf is the gradient of an integer: it carries nothing."""
+    return getattr(leaf, "dtype", None) == jax.dtypes.float0
+
+
+def _listed(places: Iterable[str]) -> str:
+    places = list(places)
+    rest = len(places) - _SHOWN
+    return ", ".join(places[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def check_number(
+    function: str,
+    argument: str,
+    value: Any,
+    hint: str,
+    *,
+    low: float = 0.0,
+    high: float = math.inf,
+    closed: bool = False,
+) -> None:
+    """Refuses what is not a number in (low, high], or in [low, high] if `closed`."""
+    relation = ">=" if closed else ">"
+    rule = f"a number {relation} {low:g}" + ("" if high == math.inf else f" and <= {high:g}")
+    is_number = isinstance(value, (int, float, np.number, np.ndarray, jax.Array))
+    if not is_number or isinstance(value, bool) or np.ndim(value) != 0:
+        got = describe(value) if hasattr(value, "dtype") else repr(value)
+        raise TypeError(complaint(function, argument, rule, got, hint))
+    if jnp.issubdtype(jnp.result_type(value), jnp.complexfloating):
+        raise TypeError(complaint(function, argument, rule, describe(value), hint))
+    if is_traced(value):
+        return
+    known = float(value)
+    if not ((low <= known if closed else low < known) and known <= high):
+        raise ValueError(complaint(function, argument, rule, repr(value), hint))
+
+
+def check_count(function: str, argument: str, value: Any, hint: str, *, low: int = 1) -> None:
+    """Refuses what is not an integer >= low; traced integers pass."""
+    rule = f"an integer >= {low}"
+    is_integer = hasattr(value, "__index__") or hasattr(value, "dtype")
+    if not is_integer or isinstance(value, (bool, np.bool_)) or np.ndim(value) != 0:
+        raise TypeError(complaint(function, argument, rule, repr(value), hint))
+    if not jnp.issubdtype(jnp.result_type(value), jnp.integer):
+        raise TypeError(complaint(function, argument, rule, repr(value), hint))
+    if not is_traced(value) and int(value) < low:
+        raise ValueError(complaint(function, argument, rule, repr(value), hint))
+
+
+def check_choice(function: str, argument: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Refuses a word outside `choices`."""
+    if value not in choices:
+        rule = "one of " + ", ".join(map(repr, choices))
+        raise ValueError(complaint(function, argument, rule, repr(value), "Pick one of them."))
+
+
+def check_ord(function: str, ord: Any) -> float:
+    """The order of a norm as a static Python float."""
+    if is_traced(ord) or isinstance(ord, jax.Array):
+        hint = "Under `optax.inject_hyperparams` pass `static_args=('ord',)`."
+        raise TypeError(complaint(function, "ord", "a static number > 0", describe(ord), hint))
+    check_number(function, "ord", ord, "Pass 1, 2, any other order > 0, or `jnp.inf`.")
+    return float(ord)
+
+
+def check_axis_name(function: str, axis_name: Any) -> AxisName:
+    """Axis names as a tuple, or None."""
+    if axis_name is None:
+        return None
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if not all(isinstance(name, str) for name in names):
+        rule = "a string, a tuple of strings or None"
+        hint = "Name the mapped axes over which the leaves are sharded."
+        raise TypeError(complaint(function, "axis_name", rule, repr(axis_name), hint))
+    return names
+
+
+def check_callable(function: str, argument: str, value: Any, hint: str) -> None:
+    """Refuses what cannot be called."""
+    if not callable(value):
+        raise TypeError(complaint(function, argument, "callable", repr(value), hint))
+
+
+def check_transformation(function: str, argument: str, value: Any) -> None:
+    """Refuses what is not an Optax gradient transformation."""
+    if not isinstance(value, optax.GradientTransformation):
+        hint = "Pass an Optax optimizer such as `optax.adamw(1e-3)`."
+        rule = "an `optax.GradientTransformation`"
+        raise TypeError(complaint(function, argument, rule, repr(value), hint))
+
+
+def check_inexact(function: str, argument: str, tree: Tree) -> None:
+    """Refuses leaves that are neither floating, complex nor float0."""
+    bad = [
+        f"{describe(leaf)} at {leaf_path(argument, path)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if not is_float0(leaf) and not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    ]
+    if bad:
+        raise TypeError(
+            f"{function}: every leaf of `{argument}` must be floating or complex, got "
+            f"{_listed(bad)}. Leave such leaves out with `optax.masked`."
+        )
+
+
+def check_same_structure(function: str, argument: str, tree: Tree, like: str, other: Tree) -> None:
+    """Refuses two trees whose paths or shapes differ, and names the first that does."""
+    ours = jax.tree_util.tree_leaves_with_path(tree)
+    theirs = jax.tree_util.tree_leaves_with_path(other)
+    hint = f"Pass `{argument}` with the structure of `{like}`."
+    rule = f"a tree like `{like}`"
+    for (path, leaf), (other_path, other_leaf) in zip(ours, theirs, strict=False):
+        if path != other_path:
+            place, other_place = leaf_path(argument, path), leaf_path(like, other_path)
+            got = f"{place} where {other_place} was expected"
+            raise TypeError(complaint(function, argument, rule, got, hint))
+        if np.shape(leaf) != np.shape(other_leaf):
+            got = f"{describe(leaf)} at {leaf_path(argument, path)}"
+            got += f", expected shape {list(np.shape(other_leaf))}"
+            raise TypeError(complaint(function, argument, rule, got, hint))
+    if len(ours) != len(theirs):
+        more, name = (ours, argument) if len(ours) > len(theirs) else (theirs, like)
+        place = leaf_path(name, more[min(len(ours), len(theirs))][0])
+        got = f"{len(ours)} leaves for {len(theirs)}, the first unmatched one {place}"
+        raise TypeError(complaint(function, argument, rule, got, hint))
+
+
+def broadcast_prefix(
+    function: str, argument: str, prefix: Tree, like: str, tree: Tree, is_leaf: Any = None
+) -> list[Any]:
+    """One entry of `prefix` for each leaf of `tree`, in the order of its leaves."""
+    entries: list[Any] = []
+
+    def spread(entry: Any, subtree: Any) -> None:
+        entries.extend([entry] * len(jax.tree.leaves(subtree)))
+
+    try:
+        jax.tree.map(spread, prefix, tree, is_leaf=is_leaf)
+    except (ValueError, TypeError) as mismatch:
+        rule = f"a prefix tree of `{like}`"
+        hint = f"Give one entry per leaf or per subtree of `{like}`."
+        first = str(mismatch).splitlines()[0]
+        got = f"{jax.tree.structure(prefix, is_leaf=is_leaf)} ({first})"
+        raise TypeError(complaint(function, argument, rule, got, hint)) from None
+    return entries

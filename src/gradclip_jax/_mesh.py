@@ -1,0 +1,69 @@
+"""What the type of a value says about the mesh it lives on, and the collectives that follow."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType
+
+from ._types import Array, AxisName
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The mesh axes of `shard_map` over which a value differs from device to device."""
+    type_of = jax.typeof(x)
+    manual = getattr(type_of, "manual_axis_type", None)  # JAX 0.10 and later
+    return frozenset(getattr(type_of, "vma", ()) if manual is None else manual.varying)
+
+
+def shard_axes(x: Any, axis_name: AxisName) -> frozenset[str]:
+    """The axes over which a leaf is a shard of the whole.
+
+    Its type says so inside `shard_map`. Where types are silent (`pmap`, `check_vma=False`) the
+    axes named by the user count for every leaf; the index of an axis varies over that axis, so
+    a type that does not even say this of it is silent.
+    """
+    named = axis_name or ()
+    silent = {name for name in named if name not in varying_axes(lax.axis_index(name))}
+    return varying_axes(x) | silent
+
+
+def replication(axes: frozenset[str], everywhere: frozenset[str]) -> int:
+    """How many devices along `everywhere` hold the same value, if it varies over `axes`."""
+    copies = 1
+    for name in everywhere - axes:
+        copies *= lax.axis_size(name)
+    return copies
+
+
+def is_joinable(x: Any) -> bool:
+    """Whether a leaf can be copied into a longer vector without moving it between devices."""
+    mesh = jax.typeof(x).sharding.mesh
+    return mesh.empty or all(kind == AxisType.Manual for kind in mesh.axis_types)
+
+
+def sum_over(x: Array, axes: frozenset[str]) -> Array:
+    """The sum over devices: one all-reduce, or none."""
+    return lax.psum(x, tuple(sorted(axes))) if axes else x
+
+
+def max_over(x: Array, axes: frozenset[str]) -> Array:
+    """The maximum over devices; a NaN counts as infinite, because an all-reduce may drop it."""
+    if not axes:
+        return x
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        x = jnp.where(jnp.isnan(x), jnp.inf, x)
+    return lax.pmax(x, tuple(sorted(axes)))
+
+
+def vary(x: Any, axes: frozenset[str]) -> Any:
+    """The same value, typed as one that may differ along the axes: a gradient with respect to
+    it stays on its device instead of being summed at once.
+    """
+    missing = tuple(sorted(axes - varying_axes(x)))
+    if not missing:
+        return x
+    if hasattr(lax, "pcast"):  # JAX 0.8 and later
+        return lax.pcast(x, missing, to="varying")
+    return lax.pvary(x, missing)

@@ -1,0 +1,176 @@
+"""Runs a step zero or one times, in place: what accumulation and guards share.
+
+`lax.cond` copies the branch it does not change, `jnp.where` computes both. A `while_loop` that
+makes zero or one trip does neither: its carry stays in the buffers it came in.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from ._checks import check_transformation, is_float0, is_traced
+from ._types import Array, Tree
+
+Step = Callable[[Tree], Tree]
+
+
+def run_if(predicate: Array, step: Step, carry: Tree) -> Tree:
+    """`step(carry)` where the predicate holds, else the carry itself, with no copy of it.
+
+    The carry keeps its dtypes. Differentiable in both modes: a loop is not in reverse, so its
+    derivative is that of the equivalent `lax.cond`.
+    """
+
+    def typed_step(carry: Tree) -> Tree:
+        return like_dtypes(step(carry), carry)
+
+    if not is_traced(predicate):
+        return typed_step(carry) if bool(predicate) else carry
+    # What the step closes over becomes an argument: a custom derivative needs to see it.
+    pure_step, closed_over = jax.closure_convert(typed_step, carry)
+    return _run_if(pure_step, predicate, carry, tuple(closed_over))
+
+
+def like_dtypes(tree: Tree, reference: Tree) -> Tree:
+    """The tree in the dtypes of the reference; a float0 leaf leaves the reference as it is."""
+
+    def convert(x: Any, like: Any) -> Any:
+        return like if is_float0(x) else jnp.asarray(x).astype(jnp.result_type(like))
+
+    return jax.tree.map(convert, tree, reference)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _run_if(step: Any, predicate: Array, carry: Tree, closed_over: tuple[Array, ...]) -> Tree:
+    def trip(loop: tuple[Array, Tree]) -> tuple[Array, Tree]:
+        return jnp.zeros_like(loop[0]), step(loop[1], *closed_over)
+
+    return lax.while_loop(lambda loop: loop[0], trip, (predicate, carry))[1]
+
+
+@_run_if.defjvp
+def _run_if_jvp(step: Any, primals: Any, tangents: Any) -> tuple[Tree, Tree]:
+    def by_cond(predicate: Array, carry: Tree, closed_over: tuple[Array, ...]) -> Tree:
+        return lax.cond(predicate, step, lambda carry, *_: carry, carry, *closed_over)
+
+    return jax.jvp(by_cond, primals, tangents)
+
+
+class Gate(NamedTuple):
+    """Whether the inner transformation takes its step, and on what.
+
+    Attributes:
+        is_open: bool[], the same on all devices.
+        pending: what the gradients are made from, in buffers that may be overwritten.
+        grads: makes from it the gradients that the inner transformation is to see, and what is
+            then pending: the gradients themselves, if they can take its buffers.
+        inner_state: its state.
+        extra_args: its extra arguments.
+        close: `(inner_state, pending)` after the step to the next state of the whole.
+    """
+
+    is_open: Array
+    pending: Tree
+    grads: Callable[[Tree], tuple[Tree, Tree]]
+    inner_state: Any
+    extra_args: dict[str, Any]
+    close: Callable[[Any, Tree], Any]
+
+
+class GatedTransformation(optax.GradientTransformationExtraArgs):
+    """A transformation whose inner one takes a step only when a gate is open.
+
+    Attributes:
+        inner: the inner transformation.
+        gate: `(updates, state, params, extra_args) -> Gate`.
+    """
+
+    inner: optax.GradientTransformationExtraArgs
+    gate: Callable[[Tree, Any, Tree, dict[str, Any]], Gate]
+
+
+def gated(
+    inner: optax.GradientTransformation,
+    init: Callable[[Tree], Any],
+    gate: Callable[[Tree, Any, Tree, dict[str, Any]], Gate],
+) -> GatedTransformation:
+    """Builds a transformation from its gate; updates are zero while the gate is shut."""
+    inner = optax.with_extra_args_support(inner)
+
+    def update(
+        updates: Tree, state: Any, params: Tree | None = None, **extra_args: Any
+    ) -> tuple[Tree, Any]:
+        now = gate(updates, state, params, extra_args)
+
+        def step(carry: Tree) -> Tree:
+            grads, pending = now.grads(carry[2])
+            return *inner.update(grads, carry[1], params, **now.extra_args), pending
+
+        like, _ = jax.eval_shape(
+            lambda grads, inner_state: inner.update(grads, inner_state, params, **now.extra_args),
+            updates,
+            now.inner_state,
+        )
+        zeros = jax.tree.map(lambda u, g: jnp.zeros_like(g, u.dtype), like, updates)
+        carry = (zeros, now.inner_state, now.pending)
+        emitted, inner_state, pending = run_if(now.is_open, step, carry)
+        return emitted, now.close(inner_state, pending)
+
+    made = GatedTransformation(init, update)
+    made.inner, made.gate = inner, gate
+    return made
+
+
+def apply_gradients(
+    tx: optax.GradientTransformation, grads: Tree, state: Any, params: Tree, **extra_args: Any
+) -> tuple[Tree, Any]:
+    """Takes one optimizer step: `update` and `optax.apply_updates` in one call.
+
+    The same numbers, for any transformation. For `accumulate_gradients` and the guards it is
+    the fast path: a step that is held or skipped touches neither parameters nor optimizer
+    state, where `update` must at least write a tree of zeros. Donate `params` and `state` to
+    the jitted step, or they are copied.
+
+    Args:
+        tx: any Optax transformation.
+        grads: the gradients, in the structure of `params`.
+        state: the state of `tx`.
+        params: the parameters.
+        **extra_args: passed on to `tx.update`.
+
+    Returns:
+        The new parameters, in their own dtypes, and the new state.
+
+    Raises:
+        TypeError: `tx` is no transformation.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> tx = gcx.accumulate_gradients(optax.sgd(1.0), every=2)
+        >>> params = jnp.array([0.0])
+        >>> state = tx.init(params)
+        >>> for grads in (jnp.array([1.0]), jnp.array([3.0])):
+        ...     params, state = gcx.apply_gradients(tx, grads, state, params)
+        >>> params.tolist()
+        [-2.0]
+    """
+    check_transformation("apply_gradients", "tx", tx)
+    if not isinstance(tx, GatedTransformation):
+        tx = optax.with_extra_args_support(tx)
+        updates, state = tx.update(grads, state, params, **extra_args)
+        return optax.apply_updates(params, updates), state
+    now = tx.gate(grads, state, params, extra_args)
+
+    def step(carry: Tree) -> Tree:
+        params, inner_state, pending = carry
+        grads, pending = now.grads(pending)
+        return *apply_gradients(tx.inner, grads, inner_state, params, **now.extra_args), pending
+
+    carry = (params, now.inner_state, now.pending)
+    params, inner_state, pending = run_if(now.is_open, step, carry)
+    return params, now.close(inner_state, pending)

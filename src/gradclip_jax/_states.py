@@ -1,0 +1,32 @@
+"""Finds the states of this package inside any Optax state, whatever wraps them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def find_states(state: Any, kinds: type | tuple[type, ...]) -> list[tuple[Any, Any]]:
+    """`(path, state)` of every state of the given kinds, also those inside one another."""
+    found: list[tuple[Any, Any]] = []
+
+    def search(prefix: Any, node: Any, *, inside: bool) -> None:
+        def stop(value: Any) -> bool:
+            return isinstance(value, kinds) and not (inside and value is node)
+
+        for path, value in jax.tree_util.tree_leaves_with_path(node, is_leaf=stop):
+            if isinstance(value, kinds):
+                found.append(((*prefix, *path), value))
+                search((*prefix, *path), value, inside=True)
+
+    search((), state, inside=False)
+    return found
+
+
+def replace_states(state: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
+    """The same state with the outermost states of a kind replaced."""
+
+    def visit(node: Any) -> Any:
+        return replace(node) if isinstance(node, kind) else node
+
+    return jax.tree.map(visit, state, is_leaf=lambda node: isinstance(node, kind))

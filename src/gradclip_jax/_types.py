@@ -1,0 +1,37 @@
+"""The words of this package as types, each with its shape and unit."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias
+
+import jax
+import numpy as np
+
+Array: TypeAlias = jax.Array
+"""An array or a tracer."""
+
+Scalar: TypeAlias = jax.Array
+"""An array of shape ()."""
+
+Tree: TypeAlias = Any
+"""A pytree of arrays; `None` and `optax.MaskedNode` are nodes without leaves."""
+
+Number: TypeAlias = float | np.number[Any] | np.ndarray[Any, Any] | jax.Array
+"""A Python number, NumPy scalar, or array of shape (), traced or not."""
+
+Schedule: TypeAlias = Callable[[Any], Any]
+"""Step count, int32[], to a value of shape ()."""
+
+AxisName: TypeAlias = str | tuple[str, ...] | None
+"""Mapped axes (`pmap`, `vmap`, `shard_map`) over which a tree is sharded."""
+
+Labels: TypeAlias = Any
+"""A prefix tree of group labels, or a function `params -> labels`."""
+
+Thresholds: TypeAlias = Mapping[str, Any]
+"""Group label to its threshold."""
+
+# Defaults of constructor arguments that must stay static. NumPy scalars, because
+# `optax.inject_hyperparams` turns every argument that is a Python number, defaults
+# included, into a traced array, and an order or an axis count cannot be traced.
+TWO: Final = np.float32(2.0)
+NO_AXES: Final = np.int32(0)

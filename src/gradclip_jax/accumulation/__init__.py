@@ -1,0 +1,1 @@
+"""From micro-batches to one step of the inner optimizer."""

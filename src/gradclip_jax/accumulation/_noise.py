@@ -1,0 +1,82 @@
+"""The gradient noise scale: how many micro-batches are worth accumulating.
+
+A window shows the gradient at two batch sizes, one micro-batch and all of them. With n
+micro-batches of weights w, W their sum, S the weighted mean of their squared norms and B the
+squared norm of their mean,
+
+    tr(Sigma) ~ (S - B) W / (n - 1),    |G|^2 ~ B - tr(Sigma) / W
+
+are unbiased: appendix A of McCandlish et al. 2018, arXiv 1812.06162, for weights of one. Each is
+smoothed over windows before the ratio tr(Sigma) / |G|^2 is taken.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from .._types import Scalar, Tree
+from ..clipping._norm import global_norm
+
+
+class NoiseState(NamedTuple):
+    """Sums over the open window, and averages over windows; scalars, float32[] and int32[].
+
+    Attributes:
+        weighted_squares: sum of weight times squared norm.
+        micro_batches: micro-batches with a weight.
+        squared_gradient: decaying sum of the estimates of |G|^2.
+        covariance_trace: decaying sum of the estimates of tr(Sigma).
+    """
+
+    weighted_squares: Scalar
+    micro_batches: Scalar
+    squared_gradient: Scalar
+    covariance_trace: Scalar
+
+
+def empty_noise() -> NoiseState:
+    """Nothing seen yet."""
+    zero = jnp.zeros((), jnp.float32)
+    return NoiseState(zero, jnp.zeros((), jnp.int32), zero, zero)
+
+
+def gradient_noise_scale(state: NoiseState) -> Scalar:
+    """The batch size at which noise and signal are equal, in the unit of the weights.
+
+    0 before the first window, infinite while no signal stands out of the noise.
+    """
+    signal = state.squared_gradient
+    ratio = jnp.maximum(state.covariance_trace, 0) / jnp.where(signal > 0, signal, 1)
+    seen = (signal != 0) | (state.covariance_trace != 0)
+    return jnp.where(signal > 0, ratio, jnp.where(seen, jnp.inf, 0))
+
+
+def observe_micro_batch(
+    state: NoiseState, grads: Tree, weight: Scalar, starts: Scalar
+) -> NoiseState:
+    """Adds the squared norm of one micro-batch."""
+    square = global_norm(grads).astype(jnp.float32) ** 2
+    counts = weight > 0
+    return state._replace(
+        weighted_squares=jnp.where(starts, 0, state.weighted_squares)
+        + jnp.where(counts, weight * square, 0),
+        micro_batches=jnp.where(starts, 0, state.micro_batches) + counts,
+    )
+
+
+def observe_window(state: NoiseState, mean: Tree, total_weight: Scalar, decay: float) -> NoiseState:
+    """Adds the estimates of a window; one of a single micro-batch shows none."""
+    n = state.micro_batches.astype(jnp.float32)
+    big = global_norm(mean).astype(jnp.float32) ** 2
+    small = state.weighted_squares / total_weight
+    trace = (small - big) * total_weight / (n - 1)
+    square = big - trace / total_weight
+    usable = (n > 1) & jnp.isfinite(trace) & jnp.isfinite(square)
+
+    def averaged(average: Scalar, estimate: Scalar) -> Scalar:
+        return jnp.where(usable, decay * average + (1 - decay) * estimate, average)
+
+    return state._replace(
+        squared_gradient=averaged(state.squared_gradient, square),
+        covariance_trace=averaged(state.covariance_trace, trace),
+    )

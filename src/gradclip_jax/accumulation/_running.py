@@ -1,0 +1,60 @@
+"""The running sum of a window of micro-batches: added to in place, never poisoned."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._checks import is_float0
+from .._types import Array, Scalar, Tree
+
+
+def accumulator_like(params: Tree, dtype: Any) -> Tree:
+    """Zeros to add gradients up in: of `dtype`, complex for complex leaves, never below 64 bit
+    for 64-bit leaves. An integer parameter, whose gradient is float0, gets an idle scalar.
+    """
+
+    def zeros(param: Any) -> Array:
+        kind = jnp.result_type(param)
+        if not jnp.issubdtype(kind, jnp.inexact):
+            return jnp.zeros((), dtype)
+        return jnp.zeros_like(param, accumulator_dtype(kind, dtype))
+
+    return jax.tree.map(zeros, params)
+
+
+def accumulator_dtype(kind: Any, dtype: Any) -> Any:
+    """The dtype in which gradients of dtype `kind` are added up."""
+    if jnp.finfo(kind).bits == 64:
+        return kind
+    return jnp.promote_types(dtype, kind) if jnp.issubdtype(kind, jnp.complexfloating) else dtype
+
+
+def add_weighted(acc: Tree, grads: Tree, weight: Scalar | None, is_first: Array) -> Tree:
+    """`acc + weight * grads`, from zero on the first micro-batch of a window.
+
+    Selects, never multiplies by zero: what the last window left behind and what a micro-batch
+    of no weight brings along may be NaN.
+    """
+
+    def add(total: Array, grad: Any) -> Array:
+        if is_float0(grad):
+            return total
+        term = jnp.asarray(grad).astype(total.dtype)
+        if weight is not None:
+            scaled = term * weight.astype(total.dtype)
+            term = jnp.where(weight == 0, jnp.zeros_like(term), scaled)
+        return jnp.where(is_first, jnp.zeros_like(total), total) + term
+
+    return jax.tree.map(add, acc, grads)
+
+
+def read_out(acc: Tree, grads: Tree, total_weight: Scalar, *, mean: bool) -> Tree:
+    """The gradient of the window; a float0 leaf is that of the last micro-batch."""
+
+    def read(total: Array, grad: Any) -> Any:
+        if is_float0(grad):
+            return grad
+        return total / total_weight.astype(total.dtype) if mean else total
+
+    return jax.tree.map(read, acc, grads)

@@ -1,0 +1,436 @@
+"""Gradient accumulation as an Optax gradient transformation."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._checks import (
+    check_choice,
+    check_count,
+    check_inexact,
+    check_number,
+    check_same_structure,
+    check_transformation,
+    complaint,
+    is_float0,
+    is_traced,
+)
+from .._run_if import Gate, GatedTransformation, gated, run_if
+from .._states import find_states, replace_states
+from .._types import Scalar, Tree
+from ..clipping._transform import clip_by_global_norm
+from ._noise import NoiseState, empty_noise, observe_micro_batch, observe_window
+from ._running import accumulator_like, add_weighted, read_out
+
+_FLOAT32 = np.dtype("float32")  # not `jnp.float32`: inject_hyperparams calls what is callable
+
+
+class AccumulationState(NamedTuple):
+    """A window of micro-batches, and the optimizer that waits for it.
+
+    Attributes:
+        mini_step: int32[], micro-batches in the open window.
+        gradient_step: int32[], windows that were emitted.
+        inner_opt_state: the state of the inner optimizer.
+        acc_grads: the weighted sum of the window, in the accumulator's dtype; what it holds
+            while `mini_step` is 0 means nothing.
+        total_weight: float32[], the weight in the window.
+        accumulation_steps: int32[], the length of the window.
+        micro_batch_count: int32[], all micro-batches so far.
+        emitted: bool[], whether the last call ran the inner optimizer.
+        noise: a `NoiseState`, or () if the noise scale is not measured.
+    """
+
+    mini_step: Scalar
+    gradient_step: Scalar
+    inner_opt_state: Any
+    acc_grads: Tree
+    total_weight: Scalar
+    accumulation_steps: Scalar
+    micro_batch_count: Scalar
+    emitted: Scalar
+    noise: Any
+
+
+class AccumulationStats(NamedTuple):
+    """Counts of an accumulation; integers, or traced scalars inside jit.
+
+    Attributes:
+        total_micro_batches: micro-batches so far, saturating.
+        total_updates: windows that were emitted, saturating.
+        accumulation_steps: micro-batches in a window now.
+        registered_params: leaves that are accumulated.
+        total_param_elements: their elements.
+        effective_batch_multiplier: by how much the batch is larger than a micro-batch.
+    """
+
+    total_micro_batches: Any
+    total_updates: Any
+    accumulation_steps: Any
+    registered_params: int
+    total_param_elements: int
+    effective_batch_multiplier: Any
+
+
+def accumulate_gradients(
+    inner: optax.GradientTransformation,
+    every: int | Callable[[Any], Any],
+    *,
+    reduction: str = "mean",
+    accumulator_dtype: Any = _FLOAT32,
+    noise_scale_decay: float | None = None,
+) -> GatedTransformation:
+    """Runs the inner optimizer once for every `every` micro-batches, on their mean gradient.
+
+    `sum(weight_i * g_i) / sum(weight_i)` over a window; between windows the updates are zeros
+    and the inner optimizer is not run. Weighted by its tokens, a window equals one big batch.
+    Take the steps with `apply_gradients` and a held one costs no more than the addition.
+
+    | micro-batch | effect |
+    | --- | --- |
+    | `weight=0`, even one full of NaN | counts, adds nothing |
+    | NaN gradient | spoils its own window only; wrap with `skip_nonfinite` to drop it alone |
+    | the last of an epoch, `flush=True` | emits now, divided by what was really accumulated |
+    | a window of total weight 0 | emits nothing, the inner state is left alone |
+
+    Extra arguments of `update`: `weight`, a scalar >= 0, for example the number of tokens;
+    `flush`, a bool that may be traced. All others reach the inner optimizer as the micro-batch
+    that closes the window brings them; a `value` is thus the loss of the last micro-batch.
+
+    Use `microbatched_value_and_grad` to split one batch inside one step; the two compose.
+
+    Args:
+        inner: any Optax transformation.
+        every: micro-batches in a window, an integer >= 1, or a function of the gradient step,
+            int32[], that returns one.
+        reduction: "mean" or "sum".
+        accumulator_dtype: dtype of the sum for leaves of up to 32 bit; complex leaves take the
+            complex dtype over it, 64-bit leaves keep their own.
+        noise_scale_decay: in [0, 1), 0.9 for example, measures the gradient noise scale
+            (McCandlish et al. 2018, arXiv 1812.06162) with this decay over windows, for the
+            price of one norm a micro-batch; `metrics` tell it. None does not.
+
+    Returns:
+        An Optax transformation with an `AccumulationState`. The inner optimizer sees gradients
+        in the accumulator's dtype; the updates have the dtypes it gives on plain gradients.
+
+    Raises:
+        ValueError: `every` is < 1, or `reduction` is another word.
+        TypeError: `inner` is no transformation, `every` no integer; when traced, a leaf is not
+            inexact or its shape is not the parameter's.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> tx = gcx.accumulate_gradients(optax.sgd(1.0), every=2)
+        >>> params = jnp.array([0.0])
+        >>> state = tx.init(params)
+        >>> held, state = tx.update(jnp.array([2.0]), state, params, weight=1.0)
+        >>> emitted, state = tx.update(jnp.array([6.0]), state, params, weight=3.0)
+        >>> held.tolist(), emitted.tolist(), bool(gcx.has_updated(state))
+        ([0.0], [-5.0], True)
+    """
+    name = "accumulate_gradients"
+    check_transformation(name, "inner", inner)
+    check_choice(name, "reduction", reduction, ("mean", "sum"))
+    if not callable(every):
+        check_count(name, "every", every, "Pass 1 to run the inner optimizer at every step.")
+    if noise_scale_decay is not None:
+        hint = "Pass None not to measure the noise scale."
+        check_number(name, "noise_scale_decay", noise_scale_decay, hint, high=1.0, closed=True)
+    inner = optax.with_extra_args_support(inner)
+
+    def steps(gradient_step: Scalar) -> Scalar:
+        now = every(gradient_step) if callable(every) else every
+        return jnp.maximum(jnp.asarray(now).astype(jnp.int32), 1)
+
+    def init(params: Tree) -> AccumulationState:
+        zero = jnp.zeros((), jnp.int32)
+        return AccumulationState(
+            mini_step=zero,
+            gradient_step=zero,
+            inner_opt_state=inner.init(params),
+            acc_grads=accumulator_like(params, accumulator_dtype),
+            total_weight=jnp.zeros((), jnp.float32),
+            accumulation_steps=steps(zero),
+            micro_batch_count=zero,
+            emitted=jnp.zeros((), bool),
+            noise=() if noise_scale_decay is None else empty_noise(),
+        )
+
+    def gate(
+        updates: Tree, state: AccumulationState, params: Tree, extra_args: dict[str, Any]
+    ) -> Gate:
+        check_inexact(name, "updates", updates)
+        check_same_structure(name, "updates", updates, "params", _expected(state, updates))
+        extra_args = dict(extra_args)
+        weight, flush = extra_args.pop("weight", None), extra_args.pop("flush", False)
+        weight = None if weight is None else jnp.asarray(weight).astype(jnp.float32)
+        flush = jnp.asarray(flush).astype(bool)
+        # A flush that brings no weight is not a micro-batch, only the wish to close the window.
+        arrived = jnp.array(True) if weight is None else ~(flush & (weight == 0))
+        starts = (state.mini_step == 0) & arrived
+        acc_grads = add_weighted(state.acc_grads, updates, weight, starts)
+        total_weight = jnp.where(starts, 0, state.total_weight) + (1 if weight is None else weight)
+        mini_step = state.mini_step + arrived
+        length = steps(state.gradient_step)
+        closes = (mini_step >= length) | flush
+        emits = closes & (mini_step > 0) & (total_weight > 0)
+        noise = state.noise
+        if noise_scale_decay is not None:
+            one = jnp.float32(1) if weight is None else weight
+            noise = observe_micro_batch(noise, updates, one, starts)
+
+            def observe(seen: NoiseState) -> NoiseState:
+                mean = read_out(acc_grads, updates, total_weight, mean=True)
+                return observe_window(seen, mean, total_weight, noise_scale_decay)
+
+            noise = run_if(emits, observe, noise)
+
+        def close(inner_opt_state: Any, acc_grads: Tree) -> AccumulationState:
+            emitted = jnp.where(arrived | (mini_step > 0), emits, state.emitted)
+            counted = optax.safe_increment(state.micro_batch_count)
+            stepped = optax.safe_increment(state.gradient_step)
+            return AccumulationState(
+                mini_step=jnp.where(closes, 0, mini_step),
+                gradient_step=jnp.where(emits, stepped, state.gradient_step),
+                inner_opt_state=inner_opt_state,
+                acc_grads=acc_grads,
+                total_weight=total_weight,
+                accumulation_steps=length,
+                micro_batch_count=jnp.where(arrived, counted, state.micro_batch_count),
+                emitted=emitted,
+                noise=noise,
+            )
+
+        def grads(acc_grads: Tree) -> tuple[Tree, Tree]:
+            window = read_out(acc_grads, updates, total_weight, mean=reduction == "mean")
+            return window, window
+
+        return Gate(emits, acc_grads, grads, state.inner_opt_state, extra_args, close)
+
+    return gated(inner, init, gate)
+
+
+def _expected(state: AccumulationState, updates: Tree) -> Tree:
+    """The shapes that the updates must have; a float0 leaf may have its own."""
+    leaves, structure = jax.tree.flatten(state.acc_grads)
+    given = jax.tree.leaves(updates)
+    if len(leaves) == len(given):
+        leaves = [g if is_float0(g) else x for x, g in zip(leaves, given, strict=True)]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def flush(
+    tx: optax.GradientTransformation, state: Any, params: Tree, **extra_args: Any
+) -> tuple[Tree, Any]:
+    """Emits the open window now, divided by what was really accumulated.
+
+    For the end of an epoch that is no multiple of the window. An empty window gives zero
+    updates and leaves the state alone.
+
+    Args:
+        tx: `accumulate_gradients`, or what wraps it and passes extra arguments on.
+        state: its state.
+        params: the parameters.
+        **extra_args: passed on to the inner optimizer.
+
+    Returns:
+        The updates and the new state.
+
+    Raises:
+        TypeError: the state holds no accumulation.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> tx = gcx.accumulate_gradients(optax.sgd(1.0), every=100)
+        >>> params = jnp.array([0.0])
+        >>> _, state = tx.update(jnp.array([3.0]), tx.init(params), params)
+        >>> updates, state = gcx.flush(tx, state, params)
+        >>> updates.tolist()
+        [-3.0]
+    """
+    _accumulation("flush", state)
+    nothing = jax.tree.map(lambda p: p if is_float0(p) else _zero_grad(p), params)
+    tx = optax.with_extra_args_support(tx)
+    return tx.update(nothing, state, params, weight=jnp.float32(0), flush=True, **extra_args)
+
+
+def _zero_grad(param: Any) -> Any:
+    if jnp.issubdtype(jnp.result_type(param), jnp.inexact):
+        return jnp.zeros_like(param)
+    return np.zeros(np.shape(param), jax.dtypes.float0)
+
+
+def accumulated_gradients(state: Any) -> Tree:
+    """The weighted mean of the open window so far, in the accumulator's dtype.
+
+    Args:
+        state: the state of `accumulate_gradients`, or any state around it.
+
+    Returns:
+        The mean gradient; inside jit, zeros for an empty window.
+
+    Raises:
+        ValueError: nothing was accumulated (on the host).
+        TypeError: the state holds no accumulation.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> tx = gcx.accumulate_gradients(optax.sgd(1.0), every=8)
+        >>> params = jnp.array([0.0])
+        >>> _, state = tx.update(jnp.array([3.0]), tx.init(params), params)
+        >>> gcx.accumulated_gradients(state).tolist()
+        [3.0]
+    """
+    found = _accumulation("accumulated_gradients", state)
+    empty = (found.mini_step == 0) | ~(found.total_weight > 0)
+    if not is_traced(empty) and bool(empty):
+        hint = "Call `update` with a micro-batch first."
+        rule = "a state with an open window"
+        raise ValueError(complaint("accumulated_gradients", "state", rule, "an empty one", hint))
+    weight = jnp.where(empty, 1, found.total_weight)
+    mean = read_out(found.acc_grads, found.acc_grads, weight, mean=True)
+    return jax.tree.map(lambda x: jnp.where(empty, jnp.zeros_like(x), x), mean)
+
+
+def reset_accumulation(state: Any) -> Any:
+    """Discards the open window; the inner optimizer is not stepped.
+
+    Args:
+        state: the state of `accumulate_gradients`, or any state around it.
+
+    Returns:
+        The state with an empty window; counts of past micro-batches and updates stay.
+
+    Raises:
+        TypeError: the state holds no accumulation.
+    """
+    _accumulation("reset_accumulation", state)
+
+    def discard(found: AccumulationState) -> AccumulationState:
+        return found._replace(
+            mini_step=jnp.zeros_like(found.mini_step),
+            total_weight=jnp.zeros_like(found.total_weight),
+            emitted=jnp.zeros_like(found.emitted),
+        )
+
+    return replace_states(state, AccumulationState, discard)
+
+
+def has_updated(state: Any) -> Scalar:
+    """Whether the last call of `update` ran the inner optimizer.
+
+    Args:
+        state: the state of `accumulate_gradients`, or any state around it.
+
+    Returns:
+        bool[].
+
+    Raises:
+        TypeError: the state holds no accumulation.
+    """
+    return _accumulation("has_updated", state).emitted
+
+
+def accumulation_stats(state: Any) -> AccumulationStats:
+    """Counts micro-batches, updates and parameters.
+
+    Args:
+        state: the state of `accumulate_gradients`, or any state around it.
+
+    Returns:
+        Integers on the host; the counts are traced scalars inside jit.
+
+    Raises:
+        TypeError: the state holds no accumulation.
+    """
+    found = _accumulation("accumulation_stats", state)
+    counts = (found.micro_batch_count, found.gradient_step, found.accumulation_steps)
+    micro, updates, steps = (x if is_traced(x) else int(x) for x in counts)
+    leaves = jax.tree.leaves(found.acc_grads)
+    return AccumulationStats(
+        total_micro_batches=micro,
+        total_updates=updates,
+        accumulation_steps=steps,
+        registered_params=len(leaves),
+        total_param_elements=sum(x.size for x in leaves),
+        effective_batch_multiplier=steps,
+    )
+
+
+def _accumulation(function: str, state: Any) -> AccumulationState:
+    found = find_states(state, AccumulationState)
+    if not found:
+        hint = "Pass the state that `accumulate_gradients(...).init(params)` made."
+        rule = "a state of `accumulate_gradients`, or one around it"
+        raise TypeError(complaint(function, "state", rule, type(state).__name__, hint))
+    return found[0][1]
+
+
+@dataclasses.dataclass(frozen=True)
+class AccumulationConfig:
+    """How to accumulate, as plain values that can be written to a file.
+
+    Attributes:
+        accumulation_steps: micro-batches in a window, >= 1.
+        normalize: the mean of the window if True, else the sum.
+        max_grad_norm: the accumulated, normalised gradient is clipped to this global norm,
+            > 0; None does not clip.
+
+    Example:
+        >>> import optax, gradclip_jax as gcx
+        >>> config = gcx.AccumulationConfig(accumulation_steps=8, max_grad_norm=1.0)
+        >>> config.effective_batch_size(16)
+        128
+        >>> gcx.AccumulationConfig.from_dict(config.to_dict()) == config
+        True
+        >>> tx = config.build(optax.adamw(1e-3))
+    """
+
+    accumulation_steps: int = 4
+    normalize: bool = True
+    max_grad_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        name = "AccumulationConfig"
+        check_count(name, "accumulation_steps", self.accumulation_steps, "Pass 1 for every step.")
+        if not isinstance(self.normalize, bool):
+            hint = "True takes the mean, False the sum."
+            raise TypeError(complaint(name, "normalize", "a bool", repr(self.normalize), hint))
+        if self.max_grad_norm is not None:
+            check_number(name, "max_grad_norm", self.max_grad_norm, "Pass None not to clip.")
+
+    def effective_batch_size(self, micro_batch_size: int) -> int:
+        """Examples in one optimizer step."""
+        name = "AccumulationConfig.effective_batch_size"
+        check_count(name, "micro_batch_size", micro_batch_size, "Pass the examples of one call.")
+        return int(micro_batch_size) * int(self.accumulation_steps)
+
+    def build(self, inner: optax.GradientTransformation) -> GatedTransformation:
+        """The accumulation around an inner optimizer."""
+        check_transformation("AccumulationConfig.build", "inner", inner)
+        if self.max_grad_norm is not None:
+            inner = optax.chain(clip_by_global_norm(self.max_grad_norm), inner)
+        reduction = "mean" if self.normalize else "sum"
+        return accumulate_gradients(inner, self.accumulation_steps, reduction=reduction)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON or YAML."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "AccumulationConfig":
+        """The inverse of `to_dict`; refuses keys it does not know."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = [key for key in values if key not in known]
+        if unknown:
+            rule = "a mapping with keys among " + ", ".join(known)
+            hint = "Take the key out."
+            name = "AccumulationConfig.from_dict"
+            raise ValueError(complaint(name, "values", rule, repr(unknown[0]), hint))
+        return cls(**values)

@@ -1,0 +1,1 @@
+"""From gradient tree to norm, threshold, factor and clipped tree."""

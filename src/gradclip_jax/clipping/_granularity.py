@@ -1,0 +1,229 @@
+"""From tree to units: of what the norm is taken, and which leaf each unit's factor scales.
+
+A granularity is a function `tree -> Units`, run when the tree is traced.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._checks import broadcast_prefix, check_count, complaint, describe, leaf_path
+from .._types import Array, AxisName, Tree
+from ._norm import Slots, counted_leaves, has_norm, leaf_slots, one_slot, own_norms, pooled_norms
+from ._rule import Rule, as_rule, constant
+from ._scale import Factor
+
+
+class Units(NamedTuple):
+    """A tree cut into units, for one call.
+
+    Attributes:
+        norms: the measured leaves to norms, one array of units for each rule.
+        rules: what sets the threshold of each array.
+        spread: factors, one for each array, to one that broadcasts against each leaf; None for
+            a leaf that is left alone.
+        sizes: what a norm is divided by before a rule sees it, for each array: 1, or the
+            square root of the number of elements where the measure is the RMS.
+        names: a name for each array, where metrics tell them apart.
+    """
+
+    norms: Callable[[list[Array]], list[Array]]
+    rules: Sequence[Rule]
+    spread: Callable[[Sequence[Factor]], list[Factor | None]]
+    sizes: Sequence[Any]
+    names: Sequence[str] = ()
+
+
+Granularity = Callable[[Tree], Units]
+
+
+def global_units(rule: Rule, ord: float, axis_name: AxisName) -> Granularity:
+    """All leaves are one unit."""
+
+    def units(tree: Tree) -> Units:
+        count = len(counted_leaves(tree))
+
+        def norms(leaves: list[Array]) -> list[Array]:
+            return [pooled_norms(leaves, one_slot(leaves), ord, axis_name)[0]]
+
+        return Units(norms, [rule], lambda factors: [factors[0]] * count, [1.0])
+
+    return units
+
+
+def group_units(
+    function: str, max_norms: dict[Any, Rule], labels: Any, ord: float, axis_name: AxisName
+) -> Granularity:
+    """All leaves of a label, or of the labels in a tuple, are one unit; others are left alone."""
+    group_of = {
+        label: group
+        for group, key in enumerate(max_norms)
+        for label in (key if isinstance(key, tuple) else (key,))
+    }
+
+    def units(tree: Tree) -> Units:
+        label_tree = labels(tree) if callable(labels) else labels
+        per_leaf = broadcast_prefix(function, "labels", label_tree, "updates", tree)
+        unused = [label for label in group_of if label not in per_leaf]
+        if unused and per_leaf:
+            known = ", ".join(sorted({repr(label) for label in per_leaf}))
+            hint = f"The labels of the tree are {known}."
+            rule = "a mapping from labels of the tree to thresholds"
+            raise ValueError(complaint(function, "max_norms", rule, repr(unused[0]), hint))
+        measured = zip(per_leaf, jax.tree.leaves(tree), strict=True)
+        groups = [group_of.get(label) for label, x in measured if has_norm(x)]
+        slots = tuple(group for group in groups if group is not None)
+
+        def norms(leaves: list[Array]) -> list[Array]:
+            chosen = [x for x, group in zip(leaves, groups, strict=True) if group is not None]
+            where = Slots(slots, (0,) * len(slots), len(max_norms))
+            vector = pooled_norms(chosen, where, ord, axis_name)
+            return [vector[group] for group in range(len(max_norms))]
+
+        def spread(factors: Sequence[Factor]) -> list[Factor | None]:
+            return [None if group is None else factors[group] for group in groups]
+
+        names = ["+".join(map(str, k)) if isinstance(k, tuple) else str(k) for k in max_norms]
+        return Units(norms, list(max_norms.values()), spread, [1.0] * len(names), names)
+
+    return units
+
+
+def leaf_units(
+    function: str,
+    argument: str,
+    thresholds: Any,
+    ord: float,
+    axis_name: AxisName,
+    stack_axes: Any,
+    *,
+    rms: bool = False,
+) -> Granularity:
+    """Each leaf is a unit, or each layer stacked along its leading `stack_axes`."""
+    for path, threshold in jax.tree_util.tree_leaves_with_path(thresholds, is_leaf=_is_rule):
+        as_rule(function, leaf_path(argument, path), threshold)
+
+    def units(tree: Tree) -> Units:
+        leaves = counted_leaves(tree)
+        stacked = _stack_axes(function, stack_axes, tree)
+        slots = leaf_slots(leaves, stacked)
+        prefix = broadcast_prefix(function, argument, thresholds, "updates", tree, _is_rule)
+        entries = [t for t, x in zip(prefix, jax.tree.leaves(tree), strict=True) if has_norm(x)]
+        spans = [
+            range(first, first + math.prod(x.shape[:axes]))
+            for x, first, axes in zip(leaves, slots.first, stacked, strict=True)
+        ]
+        rules, members = _distinct_rules(function, argument, entries, spans)
+        elements = np.ones(slots.size)
+        for x, span in zip(leaves, spans, strict=True):
+            elements[span.start : span.stop] = max(x.size // max(len(span), 1), 1)
+
+        def norms(leaves: list[Array]) -> list[Array]:
+            vector = pooled_norms(leaves, slots, ord, axis_name)
+            return [vector[np.asarray(m, int)] if len(rules) > 1 else vector for m in members]
+
+        def spread(factors: Sequence[Factor]) -> list[Factor | None]:
+            if not leaves:
+                return []
+            joined = Factor(*(jnp.concatenate(parts) for parts in zip(*factors, strict=True)))
+            if len(rules) > 1:
+                order = np.argsort(np.concatenate(members))
+                joined = Factor(joined.coarse[order], joined.fine[order])
+            out: list[Factor | None] = []
+            for x, span, axes in zip(leaves, spans, stacked, strict=True):
+                shape = x.shape[:axes] + (1,) * (x.ndim - axes)
+                out.append(
+                    Factor(*(part[span.start : span.stop].reshape(shape) for part in joined))
+                )
+            return out
+
+        sizes = [np.sqrt(elements[np.asarray(m, int)]) if rms else 1.0 for m in members]
+        return Units(norms, rules, spread, sizes)
+
+    return units
+
+
+def inner_units(function: str, rule: Rule, ord: float, axis: Any) -> Granularity:
+    """Rows or filters: the norm runs over `axis` of each leaf, or over Optax's choice by rank."""
+
+    def units(tree: Tree) -> Units:
+        axes = [
+            _unit_axes(function, path, x, axis)
+            for path, x in jax.tree_util.tree_leaves_with_path(tree)
+            if has_norm(x)
+        ]
+        return Units(
+            lambda leaves: own_norms(leaves, tuple(axes), ord),
+            [rule] * len(axes),
+            list,
+            [1.0] * len(axes),
+        )
+
+    return units
+
+
+def _is_rule(entry: Any) -> bool:
+    return isinstance(entry, Rule)
+
+
+def _distinct_rules(
+    function: str, argument: str, entries: Sequence[Any], spans: Sequence[range]
+) -> tuple[list[Rule], list[list[int]]]:
+    """Rules without repetition, and the slots of each; all numbers together are one rule."""
+    numbers: list[tuple[Any, range]] = []
+    rules: dict[int, tuple[Rule, list[int]]] = {}
+    for entry, span in zip(entries, spans, strict=True):
+        if isinstance(entry, Rule) or callable(entry):
+            found = rules.setdefault(id(entry), (as_rule(function, argument, entry), []))
+            found[1].extend(span)
+        else:
+            as_rule(function, argument, entry)
+            numbers.append((entry, span))
+    distinct = list(rules.values())
+    if numbers:
+        same = all(entry is numbers[0][0] for entry, _ in numbers)
+        wide = [jnp.full(len(span), entry, float) for entry, span in numbers if not same]
+        value = numbers[0][0] if same else jnp.concatenate(wide)
+        distinct.append((constant(value), [slot for _, span in numbers for slot in span]))
+    return [rule for rule, _ in distinct], [slots for _, slots in distinct]
+
+
+def _stack_axes(function: str, stack_axes: Any, tree: Tree) -> list[int]:
+    hint = "Give the number of leading axes that index layers, 0 for an ordinary leaf."
+    per_leaf = broadcast_prefix(function, "stack_axes", stack_axes, "updates", tree)
+    checked: list[int] = []
+    for axes, (path, x) in zip(per_leaf, jax.tree_util.tree_leaves_with_path(tree), strict=True):
+        check_count(function, "stack_axes", axes, hint, low=0)
+        if has_norm(x):
+            if int(axes) > np.ndim(x):
+                got = f"{axes} for {describe(x)} at {leaf_path('updates', path)}"
+                raise ValueError(complaint(function, "stack_axes", "<= the rank", got, hint))
+            checked.append(int(axes))
+    return checked
+
+
+def _unit_axes(function: str, path: Any, x: Any, axis: Any) -> tuple[int, ...]:
+    """The axes a unit's norm runs over."""
+    rank = np.ndim(x)
+    if axis is not None:
+        axes = (axis,) if isinstance(axis, int) else tuple(axis)
+        if any(not -rank <= a < rank for a in axes) or len({a % rank for a in axes}) < len(axes):
+            rule = f"distinct axes of every leaf, in [{-rank}, {rank})"
+            got = f"{axis} for {describe(x)} at {leaf_path('updates', path)}"
+            hint = "Treat leaves of another rank apart, with `optax.masked` or `optax.partition`."
+            raise ValueError(complaint(function, "axis", rule, got, hint))
+        return tuple(sorted(a % rank for a in axes))
+    if sum(n != 1 for n in np.shape(x)) <= 1:  # scalars and vectors: the whole leaf
+        return tuple(range(rank))
+    # Input axes of linear layers (IO), of attention projections, of HWIO and DHWIO filters.
+    known = {2: (0,), 3: (0,), 4: (0, 1, 2), 5: (0, 1, 2, 3)}
+    if rank not in known:
+        rule = "given for leaves of more than 5 axes"
+        got = f"None for {describe(x)} at {leaf_path('updates', path)}"
+        hint = "Pass the axes the unit-wise norm runs over."
+        raise ValueError(complaint(function, "axis", rule, got, hint))
+    return known[rank]

@@ -1,0 +1,129 @@
+"""From norm to threshold: what a `max_norm` may be, and how it remembers.
+
+A number, a schedule and a rule fed by history or parameters are all one thing here, a `Rule`.
+The published rules fed by history live in `adaptive/`; users write theirs with this class.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._checks import check_number
+from .._types import Array, Number
+
+_HINT = "Pass a positive number, a schedule, or a rule from `gcx.thresholds`; inf never clips."
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A threshold that may depend on the norms seen so far and on the parameters.
+
+    A rule works elementwise: its norms are float32 of any shape, one entry for each unit that is
+    clipped by itself, shape () for the global norm. Each array of its state has shape () or
+    ends in the shape of the norms. A non-finite norm never reaches the state: the entries of
+    its unit stay as they were, whatever `update` returns for them.
+
+    Attributes:
+        init: zeros of the shape of the norms, to the first state.
+        update: `(norm, state, param_norm) -> (threshold, state)`; `norm` is before clipping and
+            finite, `param_norm` is None unless `uses_params`. The threshold is in the unit of
+            the norm; one that is not positive gives a zero update.
+        uses_params: whether `update` needs the norms of the parameters, taken as the gradient's.
+
+    Example:
+        Twice the largest norm of the last step, and no clipping at first:
+
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> def init(norm):
+        ...     return jnp.full_like(norm, jnp.inf)
+        >>> def update(norm, last, param_norm):
+        ...     threshold = 2.0 * last
+        ...     return threshold, jnp.minimum(norm, threshold)
+        >>> clip = gcx.clip_by_global_norm(gcx.thresholds.Rule(init, update))
+    """
+
+    init: Callable[[Array], Any]
+    update: Callable[[Array, Any, Array | None], tuple[Array, Any]]
+    uses_params: bool = False
+
+
+def constant(value: Number) -> Rule:
+    """The same threshold at every step."""
+    return Rule(lambda norm: (), lambda norm, state, param_norm: (jnp.asarray(value), state))
+
+
+def scheduled(schedule: Callable[[Array], Any]) -> Rule:
+    """A threshold that depends on the step count, which the state keeps."""
+
+    def init(norm: Array) -> Array:
+        return jnp.zeros((), jnp.int32)
+
+    def update(norm: Array, count: Array, param_norm: Array | None) -> tuple[Array, Array]:
+        return jnp.asarray(schedule(count)), optax.safe_increment(count)
+
+    return Rule(init, update)
+
+
+def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
+    """A threshold of `ratio * max(norm of the parameters, eps)`, unit by unit.
+
+    Args:
+        ratio: largest ratio of gradient norm to parameter norm, dimensionless, > 0.
+        eps: what a parameter norm counts as at least, > 0: zero parameters must be able to move.
+
+    References:
+        Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171.
+    """
+    name = "relative_to_params"
+    check_number(name, "ratio", ratio, "The paper uses 0.01 for large batches.")
+    check_number(name, "eps", eps, "The paper uses 1e-3.")
+
+    def update(norm: Array, state: Any, param_norm: Array | None) -> tuple[Array, Any]:
+        assert param_norm is not None  # the clip measures it: `uses_params`
+        return ratio * jnp.maximum(param_norm, eps), state
+
+    return Rule(lambda norm: (), update, uses_params=True)
+
+
+def as_rule(function: str, argument: str, threshold: Any) -> Rule:
+    """Whatever a threshold may be, as a rule; refuses what it may not be."""
+    if isinstance(threshold, Rule):
+        return threshold
+    if callable(threshold):
+        return scheduled(threshold)
+    check_number(function, argument, threshold, _HINT)
+    return constant(threshold)
+
+
+def apply_rules(
+    rules: Sequence[Rule],
+    norms: Sequence[Array],
+    states: Sequence[Any],
+    param_norms: Sequence[Array] | None,
+) -> tuple[list[Array], tuple[Any, ...]]:
+    """Thresholds of the dtype and shape of the norms, and the next states."""
+    thresholds: list[Array] = []
+    next_states: list[Any] = []
+    for i, (rule, norm, state) in enumerate(zip(rules, norms, states, strict=True)):
+        finite = jnp.isfinite(norm)
+        seen = jnp.where(finite, norm, 0).astype(jnp.float32)
+        param_norm = (
+            param_norms[i].astype(jnp.float32) if rule.uses_params and param_norms else None
+        )
+        threshold, proposed = rule.update(seen, state, param_norm)
+        thresholds.append(jnp.broadcast_to(threshold.astype(norm.dtype), norm.shape))
+        next_states.append(_where_finite(finite, proposed, state))
+    return thresholds, tuple(next_states)
+
+
+def _where_finite(finite: Array, proposed: Any, state: Any) -> Any:
+    def select(new: Array, old: Array) -> Array:
+        per_unit = old.ndim >= finite.ndim and old.shape[old.ndim - finite.ndim :] == finite.shape
+        chosen = finite if per_unit else finite.any()
+        return jnp.where(chosen, jnp.asarray(new).astype(old.dtype), old)
+
+    return jax.tree.map(select, proposed, state)

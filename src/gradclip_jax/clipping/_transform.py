@@ -1,0 +1,309 @@
+"""Clipping as Optax gradient transformations: each a choice of granularity and threshold."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import optax
+
+from .._checks import check_axis_name, check_number, check_ord, complaint
+from .._types import NO_AXES, TWO, AxisName, Labels, Number, Tree
+from ._granularity import global_units, group_units, inner_units, leaf_units
+from ._rule import as_rule, relative_to_params
+from ._scale import drop_factor
+from ._step import clamp_tree, clip_by_units, value_bounds
+
+
+def clip_by_global_norm(
+    max_norm: Any,
+    *,
+    ord: float = TWO,
+    axis_name: AxisName = None,
+    nonfinite: str = "propagate",
+) -> optax.GradientTransformation:
+    """Scales the whole update so that its norm is at most `max_norm`.
+
+    `g * min(1, max_norm / norm(g))`, the norm taken over all leaves together.
+
+    | gradient | update |
+    | --- | --- |
+    | norm <= `max_norm`, or all zero | unchanged, bit for bit |
+    | norm > `max_norm` | scaled in float32 or wider, rounded once to the leaf's dtype |
+    | squares overflow or underflow the dtype | as exact as any other |
+    | a NaN or infinity, `nonfinite="propagate"` | every leaf NaN |
+    | a NaN or infinity, `nonfinite="zero"` | zero; `metrics` show it: a factor of 0 |
+    | traced `max_norm` <= 0 | zero |
+    | no leaves | unchanged |
+
+    Use `clip_by_leaf_norm` to bound every parameter by itself, `skip_large_norm` to drop the
+    step instead, and `autoclip` or `zclip` for a threshold that finds itself.
+
+    Args:
+        max_norm: a threshold in the unit of the gradients: a number > 0 (inf never clips), a
+            traced scalar, a schedule of the step count, or a rule from `gcx.thresholds`.
+        ord: order of the norm, 1, 2, inf or any number > 0.
+        axis_name: mapped axes over which every leaf is a shard, where types cannot tell (inside
+            `pmap`, or `shard_map` with `check_vma=False`).
+        nonfinite: "propagate" or "zero".
+
+    Returns:
+        An Optax transformation with a `ClipState`. `update(grads, None)` works unless
+        `max_norm` has a state of its own (a schedule or a rule).
+
+    Raises:
+        ValueError: `max_norm` or `ord` is not > 0, or `nonfinite` is another word.
+        TypeError: `max_norm` is no threshold; or, when traced, a leaf is not inexact.
+
+    Example:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clip = gcx.clip_by_global_norm(1.0)
+        >>> grads = {"w": jnp.float16([300.0, 400.0])}
+        >>> updates, state = clip.update(grads, clip.init(grads))
+        >>> updates["w"].tolist(), float(state.grad_norm)
+        ([0.60009765625, 0.7998046875], 500.0)
+
+    References:
+        Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063.
+    """
+    name = "clip_by_global_norm"
+    rule, order = as_rule(name, "max_norm", max_norm), check_ord(name, ord)
+    units = global_units(rule, order, check_axis_name(name, axis_name))
+    return clip_by_units(name, units, ord=order, nonfinite=nonfinite)
+
+
+def zero_large_norm(
+    max_norm: Any, *, ord: float = TWO, axis_name: AxisName = None
+) -> optax.GradientTransformation:
+    """Zeroes the whole update if its norm is above `max_norm`, or not finite.
+
+    The optimizer then takes its step with a zero gradient: its moments decay and its schedules
+    go on. `skip_large_norm` leaves the step out altogether, `clip_by_global_norm` scales.
+
+    Args:
+        max_norm: as for `clip_by_global_norm`; for `jnp.inf` only what is not finite is zeroed.
+        ord: order of the norm, 1, 2, inf or any number > 0.
+        axis_name: as for `clip_by_global_norm`.
+
+    Returns:
+        An Optax transformation with a `ClipState`.
+
+    Raises:
+        ValueError: `max_norm` or `ord` is not > 0.
+        TypeError: `max_norm` is no threshold; when traced, a leaf is not inexact.
+
+    Example:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> drop = gcx.zero_large_norm(1.0)
+        >>> drop.update(jnp.array([3.0, 4.0]), None)[0].tolist()
+        [0.0, 0.0]
+    """
+    name = "zero_large_norm"
+    rule, order = as_rule(name, "max_norm", max_norm), check_ord(name, ord)
+    units = global_units(rule, order, check_axis_name(name, axis_name))
+    return clip_by_units(name, units, ord=order, nonfinite="zero", reaction=drop_factor)
+
+
+def clip_by_leaf_norm(
+    max_norm: Any,
+    *,
+    ord: float = TWO,
+    axis_name: AxisName = None,
+    stack_axes: Any = NO_AXES,
+    nonfinite: str = "propagate",
+) -> optax.GradientTransformation:
+    """Scales each leaf by itself so that its norm is at most `max_norm`.
+
+    Args:
+        max_norm: a threshold, or a prefix tree of thresholds, in the unit of the gradients: a
+            number > 0, a traced scalar, a schedule, or a rule from `gcx.thresholds`.
+        ord: order of the norm, 1, 2, inf or any number > 0.
+        axis_name: as for `clip_by_global_norm`.
+        stack_axes: how many leading axes of a leaf index layers (1 for layers stacked for
+            `lax.scan`), each layer then being clipped by itself; an int or a prefix tree.
+            These axes must not be sharded inside `shard_map`.
+        nonfinite: "propagate" makes every leaf NaN if any is not finite, "zero" drops the
+            whole update.
+
+    Returns:
+        An Optax transformation with a `ClipState`; its scalars summarise the leaves.
+
+    Raises:
+        ValueError: a threshold or `ord` is not > 0, or `stack_axes` exceeds a leaf's rank.
+        TypeError: `max_norm` is no threshold, or no prefix of the updates; a leaf is not inexact.
+
+    Example:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clip = gcx.clip_by_leaf_norm({"w": 1.0, "b": 0.5})
+        >>> grads = {"w": jnp.array([0.0, 4.0]), "b": jnp.array([0.25])}
+        >>> updates, _ = clip.update(grads, clip.init(grads))
+        >>> updates["w"].tolist(), updates["b"].tolist()
+        ([0.0, 1.0], [0.25])
+    """
+    name = "clip_by_leaf_norm"
+    order, axes = check_ord(name, ord), check_axis_name(name, axis_name)
+    units = leaf_units(name, "max_norm", max_norm, order, axes, stack_axes)
+    return clip_by_units(name, units, ord=order, nonfinite=nonfinite)
+
+
+def clip_by_group_norm(
+    max_norms: Mapping[Any, Any],
+    labels: Labels,
+    *,
+    ord: float = TWO,
+    axis_name: AxisName = None,
+    nonfinite: str = "propagate",
+) -> optax.GradientTransformation:
+    """Scales each group of leaves so that the norm of the group is at most its threshold.
+
+    Leaves with a label that `max_norms` leaves out are not touched and not measured. A key that
+    is a tuple of labels makes those labels one group, measured together.
+
+    Args:
+        max_norms: label, or tuple of labels, to threshold: a number > 0, a traced scalar, a
+            schedule, or a rule from `gcx.thresholds`.
+        labels: a prefix tree of labels, or a function `params -> labels`; to label by path use
+            `lambda params: jax.tree_util.tree_map_with_path(label_of_path, params)`.
+        ord: order of the norm, 1, 2, inf or any number > 0.
+        axis_name: as for `clip_by_global_norm`.
+        nonfinite: "propagate" makes every leaf NaN if any measured one is not finite, "zero"
+            drops the whole update; both leave unlisted groups alone.
+
+    Returns:
+        An Optax transformation with a `ClipState`; norm, threshold and factor by group.
+
+    Raises:
+        ValueError: a threshold or `ord` is not > 0, or no leaf has a label of `max_norms`.
+        TypeError: `max_norms` is no mapping, or `labels` no prefix tree of the updates.
+
+    Example:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clip = gcx.clip_by_group_norm(
+        ...     {"body": 1.0}, {"enc": "body", "dec": "body", "fp8": "raw"}
+        ... )
+        >>> grads = {"enc": jnp.array([3.0]), "dec": jnp.array([4.0]), "fp8": jnp.array([9.0])}
+        >>> updates, state = clip.update(grads, clip.init(grads))
+        >>> float(updates["fp8"][0]), float(state.grad_norm["body"])
+        (9.0, 5.0)
+    """
+    name = "clip_by_group_norm"
+    if not isinstance(max_norms, Mapping):
+        hint = "Pass for example `{'encoder': 1.0, 'decoder': 0.5}`."
+        rule = "a mapping from label to threshold"
+        raise TypeError(complaint(name, "max_norms", rule, repr(max_norms), hint))
+    rules = {key: as_rule(name, f"max_norms[{key!r}]", value) for key, value in max_norms.items()}
+    order, axes = check_ord(name, ord), check_axis_name(name, axis_name)
+    units = group_units(name, rules, labels, order, axes)
+    return clip_by_units(name, units, ord=order, nonfinite=nonfinite)
+
+
+def clip_by_block_rms(
+    threshold: Any,
+    *,
+    axis_name: AxisName = None,
+    stack_axes: Any = NO_AXES,
+    nonfinite: str = "propagate",
+) -> optax.GradientTransformation:
+    """Scales each leaf by itself so that its root mean square is at most `threshold`.
+
+    As `optax.clip_by_block_rms`; after the preconditioner it is the update clipping of
+    Adafactor, `u / max(1, RMS(u) / threshold)`.
+
+    Args:
+        threshold: as `max_norm` of `clip_by_leaf_norm`, for the RMS of a leaf.
+        axis_name: as for `clip_by_global_norm`.
+        stack_axes: as for `clip_by_leaf_norm`.
+        nonfinite: as for `clip_by_leaf_norm`.
+
+    Returns:
+        An Optax transformation with a `ClipState`.
+
+    Raises:
+        ValueError: the threshold is not > 0.
+        TypeError: `threshold` is no threshold; a leaf is not inexact.
+
+    References:
+        Shazeer and Stern, 2018, arXiv 1804.04235, section 6.
+    """
+    name = "clip_by_block_rms"
+    axes = check_axis_name(name, axis_name)
+    units = leaf_units(name, "threshold", threshold, 2.0, axes, stack_axes, rms=True)
+    return clip_by_units(name, units, nonfinite=nonfinite)
+
+
+def adaptive_grad_clip(
+    clipping: Number,
+    eps: Number = 1e-3,
+    axis: int | Sequence[int] | None = None,
+    *,
+    nonfinite: str = "propagate",
+) -> optax.GradientTransformation:
+    """Scales each unit so that its norm is at most `clipping` times that of its parameters.
+
+    `g_i * min(1, clipping * max(norm(w_i), eps) / norm(g_i))` for each row or filter i.
+
+    Args:
+        clipping: largest ratio of gradient norm to parameter norm, dimensionless, > 0.
+        eps: what a parameter norm counts as at least, in the unit of the parameters, > 0.
+        axis: the axes the norm of a unit runs over; None takes Optax's choice by rank: all of
+            a scalar or vector, 0 of rank 2 and 3, all but the last of rank 4 and 5. Inside
+            `shard_map` they must not be sharded.
+        nonfinite: as for `clip_by_leaf_norm`.
+
+    Returns:
+        An Optax transformation with a `ClipState`; `update` needs `params`.
+
+    Raises:
+        ValueError: a number is not > 0, `axis` does not fit a leaf, or `params` is missing.
+        TypeError: an argument is no number; a leaf is not inexact.
+
+    Example:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clip = gcx.adaptive_grad_clip(0.5)
+        >>> params, grads = jnp.array([3.0, 4.0]), jnp.array([0.0, 10.0])
+        >>> updates, _ = clip.update(grads, clip.init(params), params)
+        >>> updates.tolist()
+        [0.0, 2.5]
+
+    References:
+        Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171; the last linear layer is left
+        out there: `optax.masked`.
+    """
+    name = "adaptive_grad_clip"
+    check_number(name, "clipping", clipping, "The paper uses 0.01 for large batches.")
+    check_number(name, "eps", eps, "The paper uses 1e-3.")
+    units = inner_units(name, relative_to_params(clipping, eps), 2.0, axis)
+    return clip_by_units(name, units, nonfinite=nonfinite)
+
+
+def clip_by_value(
+    max_value: Number, *, min_value: Number | None = None
+) -> optax.GradientTransformation:
+    """Clamps every element to `[-max_value, max_value]`, or from `min_value`.
+
+    It changes the direction of the gradient; `clip_by_global_norm` keeps it. A NaN stays where
+    it is, an infinity becomes a bound, a traced `max_value` <= 0 gives zeros.
+
+    Args:
+        max_value: upper bound in the unit of the gradients, > 0, a number or a traced scalar.
+        min_value: lower bound, below `max_value`; `-max_value` if None.
+
+    Returns:
+        An Optax transformation without a state.
+
+    Raises:
+        ValueError: `max_value` is not > 0, or `min_value` is not below it.
+        TypeError: a bound is no number; when traced, a leaf is not inexact.
+
+    Example:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clip = gcx.clip_by_value(1.0)
+        >>> clip.update(jnp.array([-3.0, 0.5, 2.0]), clip.init(None))[0].tolist()
+        [-1.0, 0.5, 1.0]
+    """
+    low, high = value_bounds("clip_by_value", max_value, min_value)
+
+    def update(
+        updates: Tree, state: optax.EmptyState, params: Tree | None = None
+    ) -> tuple[Tree, optax.EmptyState]:
+        return clamp_tree("clip_by_value", "updates", updates, low, high), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

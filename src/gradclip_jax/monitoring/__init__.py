@@ -1,0 +1,1 @@
+"""From states to metrics, and norms on record."""

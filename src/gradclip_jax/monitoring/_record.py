@@ -1,0 +1,123 @@
+"""Keeps the norms of the last steps in the state, and hands them back in time order."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._checks import check_axis_name, check_count, check_inexact, check_ord, complaint
+from .._states import find_states
+from .._types import TWO, Array, AxisName, Scalar, Tree
+from ..clipping._norm import counted_leaves, leaf_slots, one_slot, pooled_norms
+from ._measure import refuse_traced
+
+
+class NormRecordState(NamedTuple):
+    """A ring of norms.
+
+    Attributes:
+        norms: float32[window], or float32[window, leaves].
+        recorded: int32[], how many of its places are filled.
+        next_place: int32[], the one that is written next.
+        nonfinite_norms: int32[], steps that were left out because a norm was not finite.
+    """
+
+    norms: Array
+    recorded: Scalar
+    next_place: Scalar
+    nonfinite_norms: Scalar
+
+
+def record_norms(
+    window: int = 1024,
+    *,
+    per_leaf: bool = False,
+    ord: float = TWO,
+    axis_name: AxisName = None,
+) -> optax.GradientTransformation:
+    """Records the norms of the last `window` updates; the updates pass unchanged.
+
+    Put it before a clip to see what the clip sees. A step with a norm that is not finite is
+    counted, not recorded. Read with `norm_history`, then ask `suggest_max_norm`.
+
+    Args:
+        window: how many steps to keep, an integer >= 1.
+        per_leaf: the norm of each leaf instead of the global one.
+        ord: order of the norm, 1, 2, inf or any number > 0.
+        axis_name: as for `clip_by_global_norm`.
+
+    Returns:
+        An Optax transformation with a `NormRecordState` of 4 * window bytes, times leaves.
+
+    Raises:
+        ValueError: `window` is < 1.
+        TypeError: when traced, a leaf is not inexact.
+
+    Example:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> record = gcx.record_norms(window=2)
+        >>> state = record.init(jnp.zeros(2))
+        >>> for scale in (1.0, 2.0, 3.0):
+        ...     _, state = record.update(scale * jnp.array([3.0, 4.0]), state)
+        >>> gcx.norm_history(state).tolist()
+        [10.0, 15.0]
+    """
+    name = "record_norms"
+    check_count(name, "window", window, "Pass the number of steps to keep.")
+    order, axes = check_ord(name, ord), check_axis_name(name, axis_name)
+
+    def measure(tree: Tree) -> Array:
+        leaves = counted_leaves(tree)
+        if per_leaf:
+            return pooled_norms(leaves, leaf_slots(leaves, [0] * len(leaves)), order, axes)
+        return pooled_norms(leaves, one_slot(leaves), order, axes)[0]
+
+    def init(params: Tree) -> NormRecordState:
+        shape = (len(counted_leaves(params)),) if per_leaf else ()
+        zero = jnp.zeros((), jnp.int32)
+        return NormRecordState(jnp.zeros((int(window), *shape), jnp.float32), zero, zero, zero)
+
+    def update(
+        updates: Tree, state: NormRecordState, params: Tree | None = None
+    ) -> tuple[Tree, NormRecordState]:
+        check_inexact(name, "updates", updates)
+        norms = measure(updates).astype(jnp.float32)
+        finite = jnp.all(jnp.isfinite(norms))
+        place = state.next_place
+        row = jnp.where(finite, norms, state.norms[place])
+        left_out = optax.safe_increment(state.nonfinite_norms)
+        return updates, NormRecordState(
+            norms=state.norms.at[place].set(row),
+            recorded=jnp.minimum(state.recorded + finite, window),
+            next_place=(place + finite) % window,
+            nonfinite_norms=jnp.where(finite, state.nonfinite_norms, left_out),
+        )
+
+    return optax.GradientTransformation(init, update)
+
+
+def norm_history(state: Any) -> np.ndarray[Any, Any]:
+    """Hands back the recorded norms, the oldest first.
+
+    Args:
+        state: the state of `record_norms`, or any state around it.
+
+    Returns:
+        A NumPy array, float32[steps] or float32[steps, leaves] with the leaves in the order of
+        `jax.tree.leaves(params)`; at most `window` steps.
+
+    Raises:
+        TypeError: the state holds no record, or is traced: call it outside jit.
+    """
+    found = find_states(state, NormRecordState)
+    if not found:
+        hint = "Put `record_norms()` into the chain."
+        rule = "a state with a record of norms"
+        raise TypeError(complaint("norm_history", "state", rule, type(state).__name__, hint))
+    record = found[0][1]
+    refuse_traced("norm_history", "state", record.norms)
+    norms, recorded = np.asarray(record.norms), int(record.recorded)
+    if recorded < len(norms):
+        return norms[:recorded]
+    return np.roll(norms, -int(record.next_place), axis=0)

@@ -1,0 +1,71 @@
+"""What XLA made of a function: its instructions, with those behind a branch told apart."""
+
+import re
+
+import jax
+
+_HEADER = re.compile(r"^\s*(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_CALLED = re.compile(r"(?:to_apply|calls|body|condition)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"(?:true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCH_LIST = re.compile(r"branch_computations=\{([^}]*)\}")
+
+
+def compiled(fun, *args, **kwargs) -> str:
+    """The optimised HLO of a function."""
+    return jax.jit(fun).lower(*args, **kwargs).compile().as_text()
+
+
+def instructions(text: str, *, branches: bool = False) -> list[str]:
+    """The instructions that always run, or with `branches` also those of conditionals."""
+    computations: dict[str, list[str]] = {}
+    entry = name = None
+    for line in text.splitlines():
+        header = _HEADER.match(line)
+        if header:
+            name = header.group(2)
+            computations[name] = []
+            entry = name if header.group(1) else entry
+        elif name is not None and " = " in line:
+            computations[name].append(line.strip())
+    assert entry is not None, "no ENTRY computation"
+    found: list[str] = []
+    waiting, seen = [entry], set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for line in computations[name]:
+            found.append(line)
+            waiting += _CALLED.findall(line)
+            if branches:
+                waiting += _BRANCHES.findall(line)
+                for names in _BRANCH_LIST.findall(line):
+                    waiting += [n.strip().lstrip("%") for n in names.split(",")]
+    return found
+
+
+def count(text: str, operation: str, *, branches: bool = False) -> int:
+    """How many instructions of a kind there are; an asynchronous pair counts once."""
+    pattern = re.compile(rf"[ )}}]{operation}(-start)?\(")
+    return sum(bool(pattern.search(line)) for line in instructions(text, branches=branches))
+
+
+def reductions_of(text: str, elements: int, *, branches: bool = False) -> int:
+    """How many reductions read an array of at least that many elements."""
+    shapes: dict[str, int] = {}
+    lines = instructions(text, branches=branches)
+    for line in lines:
+        made = re.match(r"(?:ROOT )?%?([\w.\-]+) = \w+\[([\d,]*)\]", line)
+        if made:
+            size = 1
+            for n in filter(None, made.group(2).split(",")):
+                size *= int(n)
+            shapes[made.group(1)] = size
+    found = 0
+    for line in lines:
+        called = re.search(r"[ )}](?:reduce|reduce-window)\((.*)", line)
+        if called:
+            operands = re.findall(r"%([\w.\-]+)", called.group(1).split("), ")[0])
+            found += any(shapes.get(name, 0) >= elements for name in operands)
+    return found

@@ -1,0 +1,50 @@
+"""Every ```python block of README.md and docs/*.md runs, in order, in one namespace per file.
+
+A block with `<!-- not run -->` on the line before it is left out.
+"""
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+BLOCK = re.compile(
+    r"^(?P<skip><!-- not run -->\n)?^(?P<indent> *)```python\n(?P<code>.*?)^(?P=indent)```",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def blocks(page: Path) -> list[tuple[int, str]]:
+    """The blocks of `page` that are to run, each with the line number it starts on."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        (text.count("\n", 0, found.start("code")) + 1, textwrap.dedent(found["code"]))
+        for found in BLOCK.finditer(text)
+        if not found["skip"]
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a block may write a file
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    namespace = {"__name__": page.stem}
+    for line, code in blocks(page):
+        # Blank lines in front: a traceback then names the line of the page itself.
+        exec(compile("\n" * (line - 1) + code, str(page), "exec"), namespace)
+
+
+def test_readme_shows_code_that_runs():
+    assert blocks(ROOT / "README.md")
+
+
+def test_blocks_are_found_with_their_line_numbers(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Title\n\n```python\na = 1\n```\n\n<!-- not run -->\n```python\n1 / 0\n```\n"
+        "- item\n\n  ```python\n  b = a\n  ```\n\n```bash\nls\n```\n"
+    )
+    assert blocks(page) == [(4, "a = 1\n"), (14, "b = a\n")]
