@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from ._types import AxisName, Tree
 
@@ -37,7 +38,7 @@ def leaf_path(argument: str, path: Any) -> str:
 
 def is_traced(value: Any) -> bool:
     """Whether a value is known only when the compiled program runs."""
-    return isinstance(value, jax.core.Tracer)
+    return isinstance(value, Tracer)
 
 
 def is_float0(leaf: Any) -> bool:

@@ -58,12 +58,13 @@ def max_over(x: Array, axes: frozenset[str]) -> Array:
 
 
 def vary(x: Any, axes: frozenset[str]) -> Any:
-    """The same value, typed as one that may differ along the axes: a gradient with respect to
-    it stays on its device instead of being summed at once.
+    """The same value, typed as one that may differ along the axes.
+
+    A gradient with respect to it stays on its device instead of being summed at once.
     """
     missing = tuple(sorted(axes - varying_axes(x)))
     if not missing:
         return x
     if hasattr(lax, "pcast"):  # JAX 0.8 and later
         return lax.pcast(x, missing, to="varying")
-    return lax.pvary(x, missing)
+    return lax.pvary(x, missing)  # pyright: ignore[reportAttributeAccessIssue]

@@ -96,7 +96,7 @@ class GatedTransformation(optax.GradientTransformationExtraArgs):
 
 def gated(
     inner: optax.GradientTransformation,
-    init: Callable[[Tree], Any],
+    init: optax.TransformInitFn,
     gate: Callable[[Tree, Any, Tree, dict[str, Any]], Gate],
 ) -> GatedTransformation:
     """Builds a transformation from its gate; updates are zero while the gate is shut."""

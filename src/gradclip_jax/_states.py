@@ -1,9 +1,18 @@
-"""Finds the states of this package inside any Optax state, whatever wraps them."""
+"""States: their counters, and how to find them inside any Optax state, whatever wraps them."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
+
+from ._types import Array
+
+
+def counted(count: Array, happened: Array | bool = True) -> Array:
+    """A counter one higher where something happened; it saturates instead of wrapping."""
+    return jnp.where(happened, jnp.asarray(optax.safe_increment(count)), count)
 
 
 def find_states(state: Any, kinds: type | tuple[type, ...]) -> list[tuple[Any, Any]]:

@@ -1,6 +1,6 @@
 """The words of this package as types, each with its shape and unit."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 import jax
@@ -18,6 +18,12 @@ Tree: TypeAlias = Any
 Number: TypeAlias = float | np.number[Any] | np.ndarray[Any, Any] | jax.Array
 """A Python number, NumPy scalar, or array of shape (), traced or not."""
 
+Order: TypeAlias = float | np.floating[Any]
+"""The order p of a p-norm, static."""
+
+Count: TypeAlias = int | np.integer[Any]
+"""A static whole number."""
+
 Schedule: TypeAlias = Callable[[Any], Any]
 """Step count, int32[], to a value of shape ()."""
 
@@ -27,11 +33,9 @@ AxisName: TypeAlias = str | tuple[str, ...] | None
 Labels: TypeAlias = Any
 """A prefix tree of group labels, or a function `params -> labels`."""
 
-Thresholds: TypeAlias = Mapping[str, Any]
-"""Group label to its threshold."""
-
 # Defaults of constructor arguments that must stay static. NumPy scalars, because
 # `optax.inject_hyperparams` turns every argument that is a Python number, defaults
 # included, into a traced array, and an order or an axis count cannot be traced.
 TWO: Final = np.float32(2.0)
 NO_AXES: Final = np.int32(0)
+FLOAT32: Final = np.dtype("float32")  # `jnp.float32` is callable, and so taken for a schedule

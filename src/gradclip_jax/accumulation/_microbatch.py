@@ -11,7 +11,7 @@ from jax import lax
 from .._checks import check_callable, check_count, complaint, describe, leaf_path
 from .._mesh import sum_over, vary, varying_axes
 from .._run_if import like_dtypes
-from .._types import Array, Tree
+from .._types import FLOAT32, Array, Tree
 from ._running import accumulator_like, add_weighted, read_out
 
 
@@ -24,7 +24,7 @@ def microbatched_value_and_grad(
     batch_argnums: int | Sequence[int] = 1,
     rng_argnums: int | Sequence[int] = (),
     has_weight: bool = False,
-    accumulator_dtype: Any = np.dtype("float32"),
+    accumulator_dtype: Any = FLOAT32,
 ) -> Callable[..., Any]:
     """Makes `jax.value_and_grad(fun)` need the memory of a micro-batch, not of the batch.
 

@@ -10,8 +10,9 @@ from .._types import Array, Scalar, Tree
 
 
 def accumulator_like(params: Tree, dtype: Any) -> Tree:
-    """Zeros to add gradients up in: of `dtype`, complex for complex leaves, never below 64 bit
-    for 64-bit leaves. An integer parameter, whose gradient is float0, gets an idle scalar.
+    """Zeros to add gradients up in, of the dtype of `accumulator_dtype`.
+
+    An integer parameter, whose gradient is float0, gets an idle scalar.
     """
 
     def zeros(param: Any) -> Array:
@@ -24,7 +25,7 @@ def accumulator_like(params: Tree, dtype: Any) -> Tree:
 
 
 def accumulator_dtype(kind: Any, dtype: Any) -> Any:
-    """The dtype in which gradients of dtype `kind` are added up."""
+    """What gradients of dtype `kind` are added up in: `dtype`, or their own 64 bit."""
     if jnp.finfo(kind).bits == 64:
         return kind
     return jnp.promote_types(dtype, kind) if jnp.issubdtype(kind, jnp.complexfloating) else dtype

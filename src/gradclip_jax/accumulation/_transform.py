@@ -21,13 +21,11 @@ from .._checks import (
     is_traced,
 )
 from .._run_if import Gate, GatedTransformation, gated, run_if
-from .._states import find_states, replace_states
-from .._types import Scalar, Tree
+from .._states import counted, find_states, replace_states
+from .._types import FLOAT32, Scalar, Tree
 from ..clipping._transform import clip_by_global_norm
 from ._noise import NoiseState, empty_noise, observe_micro_batch, observe_window
 from ._running import accumulator_like, add_weighted, read_out
-
-_FLOAT32 = np.dtype("float32")  # not `jnp.float32`: inject_hyperparams calls what is callable
 
 
 class AccumulationState(NamedTuple):
@@ -82,7 +80,7 @@ def accumulate_gradients(
     every: int | Callable[[Any], Any],
     *,
     reduction: str = "mean",
-    accumulator_dtype: Any = _FLOAT32,
+    accumulator_dtype: Any = FLOAT32,
     noise_scale_decay: float | None = None,
 ) -> GatedTransformation:
     """Runs the inner optimizer once for every `every` micro-batches, on their mean gradient.
@@ -181,28 +179,27 @@ def accumulate_gradients(
         closes = (mini_step >= length) | flush
         emits = closes & (mini_step > 0) & (total_weight > 0)
         noise = state.noise
-        if noise_scale_decay is not None:
+        decay = noise_scale_decay
+        if decay is not None:
             one = jnp.float32(1) if weight is None else weight
             noise = observe_micro_batch(noise, updates, one, starts)
 
             def observe(seen: NoiseState) -> NoiseState:
                 mean = read_out(acc_grads, updates, total_weight, mean=True)
-                return observe_window(seen, mean, total_weight, noise_scale_decay)
+                return observe_window(seen, mean, total_weight, decay)
 
             noise = run_if(emits, observe, noise)
 
         def close(inner_opt_state: Any, acc_grads: Tree) -> AccumulationState:
             emitted = jnp.where(arrived | (mini_step > 0), emits, state.emitted)
-            counted = optax.safe_increment(state.micro_batch_count)
-            stepped = optax.safe_increment(state.gradient_step)
             return AccumulationState(
                 mini_step=jnp.where(closes, 0, mini_step),
-                gradient_step=jnp.where(emits, stepped, state.gradient_step),
+                gradient_step=counted(state.gradient_step, emits),
                 inner_opt_state=inner_opt_state,
                 acc_grads=acc_grads,
                 total_weight=total_weight,
                 accumulation_steps=length,
-                micro_batch_count=jnp.where(arrived, counted, state.micro_batch_count),
+                micro_batch_count=counted(state.micro_batch_count, arrived),
                 emitted=emitted,
                 noise=noise,
             )

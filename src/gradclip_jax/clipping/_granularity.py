@@ -159,7 +159,7 @@ def inner_units(function: str, rule: Rule, ord: float, axis: Any) -> Granularity
         return Units(
             lambda leaves: own_norms(leaves, tuple(axes), ord),
             [rule] * len(axes),
-            list,
+            lambda factors: [*factors],
             [1.0] * len(axes),
         )
 

@@ -23,8 +23,10 @@ PowerSums = Callable[[list[Array] | None], list[Array]]
 
 
 def magnitude_rank(x: Array, dtype: Any) -> Array:
-    """The bits of a magnitude as a float: zero for zero only, though XLA on most backends takes
-    subnormal numbers for zero; and never NaN, which an all-reduce may drop.
+    """The bits of a magnitude as a float: a number of the same order.
+
+    Zero for zero only, though XLA on most backends takes subnormal numbers for zero; and never
+    NaN, which an all-reduce may drop.
     """
     return _bits(x.astype(dtype)).astype(dtype)
 

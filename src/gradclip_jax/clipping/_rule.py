@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from .._checks import check_number
+from .._states import counted
 from .._types import Array, Number
 
 _HINT = "Pass a positive number, a schedule, or a rule from `gcx.thresholds`; inf never clips."
@@ -63,7 +63,7 @@ def scheduled(schedule: Callable[[Array], Any]) -> Rule:
         return jnp.zeros((), jnp.int32)
 
     def update(norm: Array, count: Array, param_norm: Array | None) -> tuple[Array, Array]:
-        return jnp.asarray(schedule(count)), optax.safe_increment(count)
+        return jnp.asarray(schedule(count)), counted(count)
 
     return Rule(init, update)
 
@@ -84,7 +84,7 @@ def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
 
     def update(norm: Array, state: Any, param_norm: Array | None) -> tuple[Array, Any]:
         assert param_norm is not None  # the clip measures it: `uses_params`
-        return ratio * jnp.maximum(param_norm, eps), state
+        return jnp.maximum(param_norm, eps) * ratio, state
 
     return Rule(lambda norm: (), update, uses_params=True)
 

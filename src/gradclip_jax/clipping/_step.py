@@ -70,9 +70,7 @@ def clip_by_units(
         state = _told(units, nothing, [one * jnp.inf for one in ones], ones, ord, jnp.array(False))
         return state._replace(rules=tuple(states))
 
-    def update(
-        updates: Tree, state: ClipState | None, params: Tree | None = None
-    ) -> tuple[Tree, ClipState]:
+    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, ClipState]:
         check_inexact(function, "updates", updates)
         units = granularity(updates)
         leaves = counted_leaves(updates)
@@ -81,7 +79,7 @@ def clip_by_units(
         seen = [norm / size for norm, size in zip(norms, units.sizes, strict=True)]
         params_seen = _param_norms(function, units, updates, params)
         thresholds, states = apply_rules(units.rules, seen, states, params_seen)
-        factors = [reaction(*pair) for pair in zip(seen, thresholds, strict=True)]
+        factors = [reaction(n, t) for n, t in zip(seen, thresholds, strict=True)]
         bad = _is_bad(norms)
         factors = [replace_factor(factor, bad, replacement) for factor in factors]
         told = _told(units, norms, thresholds, [f.value for f in factors], ord, bad)
@@ -136,22 +134,23 @@ def _told(
     bad: Array,
 ) -> ClipState:
     """The scalars of the state, alike on all devices."""
-    if units.names:
-        columns = [
-            {name: x.astype(jnp.float32) for name, x in zip(units.names, column, strict=True)}
-            for column in (norms, thresholds, factors)
-        ]
-    else:
-        norm = norms[0] if len(norms) == 1 and norms[0].ndim == 0 else _pooled(norms, ord)
-        axes = _shared_axes(norms)
-        lowest = [-max_over(_largest([-x for x in xs]), axes) for xs in (thresholds, factors)]
-        lowest[1] = jnp.where(bad, _largest(factors), lowest[1])
-        columns = [x.astype(jnp.float32) for x in (norm, *lowest)]
-    axes = _shared_axes(factors)
+    axes = _shared_axes(norms)
     clipped = sum((jnp.sum(~(x >= 1), dtype=jnp.float32) for x in factors), jnp.float32(0))
     count = jnp.float32(sum(x.size for x in factors))
-    counts = sum_over(jnp.stack([clipped, count]), axes)
-    return ClipState(*columns, counts[0] / jnp.maximum(counts[1], 1), ())
+    clipped, count = sum_over(jnp.stack([clipped, count]), axes)
+    fraction = clipped / jnp.maximum(count, 1)
+    if units.names:
+        norm, threshold, factor = (
+            {name: x.astype(jnp.float32) for name, x in zip(units.names, column, strict=True)}
+            for column in (norms, thresholds, factors)
+        )
+        return ClipState(norm, threshold, factor, fraction, ())
+    norm = norms[0] if len(norms) == 1 and norms[0].ndim == 0 else _pooled(norms, ord)
+    threshold = -max_over(_largest([-x for x in thresholds]), axes)
+    factor = -max_over(_largest([-x for x in factors]), axes)
+    factor = jnp.where(bad, _largest(factors), factor)  # NaN, which has no order, or zero
+    scalars = (x.astype(jnp.float32) for x in (norm, threshold, factor))
+    return ClipState(*scalars, clip_fraction=fraction, rules=())
 
 
 def _pooled(norms: Sequence[Array], ord: float) -> Array:

@@ -6,7 +6,7 @@ from typing import Any
 import optax
 
 from .._checks import check_axis_name, check_number, check_ord, complaint
-from .._types import NO_AXES, TWO, AxisName, Labels, Number, Tree
+from .._types import NO_AXES, TWO, AxisName, Labels, Number, Order, Tree
 from ._granularity import global_units, group_units, inner_units, leaf_units
 from ._rule import as_rule, relative_to_params
 from ._scale import drop_factor
@@ -16,7 +16,7 @@ from ._step import clamp_tree, clip_by_units, value_bounds
 def clip_by_global_norm(
     max_norm: Any,
     *,
-    ord: float = TWO,
+    ord: Order = TWO,
     axis_name: AxisName = None,
     nonfinite: str = "propagate",
 ) -> optax.GradientTransformation:
@@ -71,7 +71,7 @@ def clip_by_global_norm(
 
 
 def zero_large_norm(
-    max_norm: Any, *, ord: float = TWO, axis_name: AxisName = None
+    max_norm: Any, *, ord: Order = TWO, axis_name: AxisName = None
 ) -> optax.GradientTransformation:
     """Zeroes the whole update if its norm is above `max_norm`, or not finite.
 
@@ -105,7 +105,7 @@ def zero_large_norm(
 def clip_by_leaf_norm(
     max_norm: Any,
     *,
-    ord: float = TWO,
+    ord: Order = TWO,
     axis_name: AxisName = None,
     stack_axes: Any = NO_AXES,
     nonfinite: str = "propagate",
@@ -148,7 +148,7 @@ def clip_by_group_norm(
     max_norms: Mapping[Any, Any],
     labels: Labels,
     *,
-    ord: float = TWO,
+    ord: Order = TWO,
     axis_name: AxisName = None,
     nonfinite: str = "propagate",
 ) -> optax.GradientTransformation:
@@ -301,9 +301,7 @@ def clip_by_value(
     """
     low, high = value_bounds("clip_by_value", max_value, min_value)
 
-    def update(
-        updates: Tree, state: optax.EmptyState, params: Tree | None = None
-    ) -> tuple[Tree, optax.EmptyState]:
+    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:
         return clamp_tree("clip_by_value", "updates", updates, low, high), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

@@ -16,7 +16,8 @@ from .._checks import (
     check_transformation,
 )
 from .._run_if import Gate, GatedTransformation, gated
-from .._types import TWO, AxisName, Scalar, Tree
+from .._states import counted
+from .._types import TWO, AxisName, Count, Order, Scalar, Tree
 from ..clipping._norm import counted_leaves, one_slot, pooled_norms
 from ..clipping._rule import Rule, apply_rules, as_rule
 from ._detect import all_finite, is_finite_step
@@ -80,7 +81,7 @@ def skip_nonfinite(
 
     | step | effect |
     | --- | --- |
-    | a NaN or infinity in gradient, loss, update or next state | zero updates, inner state untouched |
+    | a NaN or infinity in gradient, loss, update or next state | no update, no change of state |
     | float16 gradient that overflowed | the same |
     | gradient of 1e20 that makes a second moment infinite | the same |
     | bad steps without end | all skipped; `guard_failed` says so; no NaN is ever let through |
@@ -126,7 +127,7 @@ def skip_nonfinite(
 
         def close(inner_state: Any, pending: Tree) -> SkipNonfiniteState:
             return SkipNonfiniteState(
-                skipped_nonfinite=_counted(state.skipped_nonfinite, ~is_open),
+                skipped_nonfinite=counted(state.skipped_nonfinite, ~is_open),
                 consecutive_skips=streak,
                 guard_failed=state.guard_failed | (streak >= limit),
                 inner_state=inner_state,
@@ -141,9 +142,9 @@ def skip_large_norm(
     inner: optax.GradientTransformation,
     max_norm: Any,
     *,
-    ord: float = TWO,
+    ord: Order = TWO,
     axis_name: AxisName = None,
-    relearn_after: int = _RELEARN_AFTER,
+    relearn_after: Count = _RELEARN_AFTER,
     max_consecutive_skips: int | None = None,
 ) -> GatedTransformation:
     """Leaves out every step whose gradient norm is above a threshold, or not finite.
@@ -232,10 +233,10 @@ def skip_large_norm(
             return SkipLargeNormState(
                 grad_norm=norm.astype(jnp.float32),
                 clip_threshold=threshold.astype(jnp.float32),
-                skipped_large_norm=_counted(state.skipped_large_norm, is_large),
-                skipped_nonfinite=_counted(state.skipped_nonfinite, ~finite),
+                skipped_large_norm=counted(state.skipped_large_norm, is_large),
+                skipped_nonfinite=counted(state.skipped_nonfinite, ~finite),
                 consecutive_skips=streak,
-                large_streak=jnp.where(is_open, 0, _counted(state.large_streak, is_large)),
+                large_streak=jnp.where(is_open, 0, counted(state.large_streak, is_large)),
                 guard_failed=state.guard_failed | (streak >= limit),
                 rules=jax.tree.map(functools.partial(jnp.where, relearns), fresh, rules),
                 inner_state=inner_state,
@@ -258,9 +259,5 @@ def _checked(
     return max_consecutive_skips, check_axis_name(function, axis_name)
 
 
-def _counted(count: Scalar, happened: Scalar) -> Scalar:
-    return jnp.where(happened, optax.safe_increment(count), count)
-
-
 def _streak(count: Scalar, is_open: Scalar) -> Scalar:
-    return jnp.where(is_open, 0, optax.safe_increment(count))
+    return jnp.where(is_open, 0, counted(count))

@@ -47,8 +47,8 @@ def metrics(state: Any) -> dict[str, Array]:
     | `nonfinite_norms` | steps that `record_norms` left out |
 
     A name that occurs once is its own key. Where it occurs twice, each key carries the place in
-    the state, as `grad_norm/inner_opt_state/0`, the outermost none; one of several groups, its label, as
-    `grad_norm/body`.
+    the state, as `grad_norm/inner_opt_state/0`, the outermost
+    none; one of several groups, its label, as `grad_norm/body`.
 
     Args:
         state: any pytree that holds optimizer states: that of `optax.chain`, `masked`,

@@ -7,8 +7,8 @@ import numpy as np
 import optax
 
 from .._checks import check_axis_name, check_count, check_inexact, check_ord, complaint
-from .._states import find_states
-from .._types import TWO, Array, AxisName, Scalar, Tree
+from .._states import counted, find_states
+from .._types import TWO, Array, AxisName, Order, Scalar, Tree
 from ..clipping._norm import counted_leaves, leaf_slots, one_slot, pooled_norms
 from ._measure import refuse_traced
 
@@ -33,7 +33,7 @@ def record_norms(
     window: int = 1024,
     *,
     per_leaf: bool = False,
-    ord: float = TWO,
+    ord: Order = TWO,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformation:
     """Records the norms of the last `window` updates; the updates pass unchanged.
@@ -79,19 +79,18 @@ def record_norms(
         return NormRecordState(jnp.zeros((int(window), *shape), jnp.float32), zero, zero, zero)
 
     def update(
-        updates: Tree, state: NormRecordState, params: Tree | None = None
+        updates: Tree, state: Any, params: Tree | None = None
     ) -> tuple[Tree, NormRecordState]:
         check_inexact(name, "updates", updates)
         norms = measure(updates).astype(jnp.float32)
         finite = jnp.all(jnp.isfinite(norms))
         place = state.next_place
         row = jnp.where(finite, norms, state.norms[place])
-        left_out = optax.safe_increment(state.nonfinite_norms)
         return updates, NormRecordState(
             norms=state.norms.at[place].set(row),
             recorded=jnp.minimum(state.recorded + finite, window),
             next_place=(place + finite) % window,
-            nonfinite_norms=jnp.where(finite, state.nonfinite_norms, left_out),
+            nonfinite_norms=counted(state.nonfinite_norms, ~finite),
         )
 
     return optax.GradientTransformation(init, update)

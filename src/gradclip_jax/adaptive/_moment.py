@@ -1,0 +1,346 @@
+"""Clips whose thresholds come from moments of the gradient, element by element or leaf by leaf."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._checks import check_count, check_inexact, check_number, complaint, is_float0
+from .._states import counted
+from .._types import Array, Number, Scalar, Tree
+from ..accumulation._running import accumulator_like
+from ..clipping._norm import counted_leaves, has_norm, leaf_slots, pooled_norms
+from ..clipping._scale import Factor, clip_factor, scale_leaf
+
+
+class MomentState(NamedTuple):
+    """Moments of the gradient, float32 or wider, in the structure of the parameters.
+
+    Attributes:
+        steps: int32[], steps so far, saturating.
+        first: a decaying average of the gradient, or () where there is none.
+        second: a decaying average of a power of its magnitude.
+    """
+
+    steps: Scalar
+    first: Any
+    second: Tree
+
+
+class LevelsState(NamedTuple):
+    """Decaying averages of each leaf, int32[leaves] and float32[leaves].
+
+    Attributes:
+        steps: steps so far, saturating.
+        largest: of the largest magnitude.
+        norm: of the norm.
+        square: of the squared norm.
+    """
+
+    steps: Array
+    largest: Array
+    norm: Array
+    square: Array
+
+
+def acclip(
+    b1: Number = 0.9, b2: Number = 0.99, alpha: Number = 1.0, eps: Number = 1e-5
+) -> optax.GradientTransformation:
+    """Clips the momentum elementwise by a running average of gradient magnitudes (ACClip).
+
+    `m = b1 m + (1 - b1) g`, `tau^alpha = b2 tau^alpha + (1 - b2) |g|^alpha`,
+    `update = min(tau / (|m| + eps), 1) m`: the momentum is clipped, not the gradient, and there
+    is no bias correction, so that the first steps are up to ten times shorter. Follow it with
+    `optax.scale_by_learning_rate` or SGD without momentum. Published for heavy-tailed noise.
+
+    Args:
+        b1: decay of the momentum, 0 to 1.
+        b2: decay of the threshold, 0 to 1.
+        alpha: the moment that is averaged, > 0; the paper uses 1.
+        eps: > 0, in the unit of the gradients.
+
+    Returns:
+        An Optax transformation; an element that is not finite leaves its moments as they were.
+
+    Raises:
+        ValueError: a number is out of range.
+        TypeError: an argument is no number; when traced, a leaf is not inexact.
+
+    References:
+        Zhang et al., 2020, arXiv 1912.03194, algorithm 2.
+    """
+    name = "acclip"
+    _check_decays(name, b1=b1, b2=b2)
+    check_number(name, "alpha", alpha, "The paper uses 1.")
+    check_number(name, "eps", eps, "The paper uses 1e-5.")
+
+    def init(params: Tree) -> MomentState:
+        zeros = accumulator_like(params, jnp.float32)
+        return MomentState(jnp.zeros((), jnp.int32), zeros, jax.tree.map(jnp.abs, zeros))
+
+    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, MomentState]:
+        check_inexact(name, "updates", updates)
+
+        def clip(grad: Any, first: Array, second: Array) -> Any:
+            if is_float0(grad):
+                return grad, first, second
+            g = grad.astype(first.dtype)
+            new_first = b1 * first + (1 - b1) * g
+            new_second = b2 * second + (1 - b2) * jnp.abs(g) ** alpha
+            threshold: Any = new_second ** (1 / alpha)
+            factor = clip_factor(jnp.abs(new_first) + eps, threshold)
+            clipped = scale_leaf(new_first, factor).astype(grad.dtype)
+            return clipped, *_where_finite(g, (new_first, new_second), (first, second))
+
+        out, first, second = _by_leaf(clip, updates, state.first, state.second)
+        return out, MomentState(counted(state.steps), first, second)
+
+    return optax.GradientTransformation(init, update)
+
+
+def spam_clip(
+    spike_threshold: Number = 5000.0,
+    decay: Number = 0.999,
+    warmup_steps: int = 20,
+    reset_every: int | None = 500,
+) -> optax.GradientTransformation:
+    """Clamps elements whose square is far above their running second moment (SPAM).
+
+    Where `g^2 > spike_threshold * v`, g becomes `sign(g) sqrt(spike_threshold * v)`, v being the
+    second moment before the step, not bias-corrected; what is left of g feeds v. As in the
+    authors' code nothing is clipped in the first `warmup_steps` and after each reset of v.
+    Added: an element whose v is 0 is not clipped, or it would stay 0. Put it before Adam, and
+    give it the `b2` of Adam as `decay`. SPAM's reset of momentum is not part of a clip.
+
+    Args:
+        spike_threshold: dimensionless, > 0.
+        decay: of the second moment, 0 to 1.
+        warmup_steps: steps without clipping after the start and after each reset, >= 1.
+        reset_every: the second moment starts afresh every so many steps, >= 1; None for never.
+
+    Returns:
+        An Optax transformation; an element that is not finite leaves its moment as it was.
+
+    Raises:
+        ValueError: a number is out of range.
+        TypeError: an argument is no number; when traced, a leaf is not inexact.
+
+    References:
+        Huang et al., 2025, arXiv 2501.06842, algorithm 1.
+    """
+    name = "spam_clip"
+    check_number(name, "spike_threshold", spike_threshold, "The paper uses 5000.")
+    _check_decays(name, decay=decay)
+    check_count(name, "warmup_steps", warmup_steps, "The authors' code uses 20.")
+    if reset_every is not None:
+        check_count(name, "reset_every", reset_every, "Pass None for no reset.")
+
+    def init(params: Tree) -> MomentState:
+        zeros = jax.tree.map(jnp.abs, accumulator_like(params, jnp.float32))
+        return MomentState(jnp.zeros((), jnp.int32), (), zeros)
+
+    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, MomentState]:
+        check_inexact(name, "updates", updates)
+        count = counted(state.steps)
+        since_reset = count if reset_every is None else count % reset_every
+        resets = jnp.array(False) if reset_every is None else since_reset == 0
+        clips = (count >= warmup_steps) & (since_reset >= warmup_steps)
+
+        def clip(grad: Any, moment: Array) -> Any:
+            if is_float0(grad):
+                return grad, moment
+            moment = jnp.where(resets, 0, moment)
+            is_bounded = clips & (moment > 0)
+            bound = jnp.sqrt(spike_threshold * jnp.where(is_bounded, moment, 1))
+            threshold = jnp.where(is_bounded, bound, jnp.inf)
+            magnitude = jnp.abs(grad).astype(moment.dtype)
+            clipped = scale_leaf(grad, clip_factor(magnitude, threshold))
+            left = jnp.minimum(magnitude, threshold)
+            fed = decay * moment + (1 - decay) * left**2
+            return clipped, *_where_finite(magnitude, (fed,), (moment,))
+
+        out, second = _by_leaf(clip, updates, state.second)
+        return out, MomentState(count, (), second)
+
+    return optax.GradientTransformation(init, update)
+
+
+def stable_spam_clip(
+    max_decay: Number = 0.999,
+    norm_decay: Number = 0.7,
+    square_decay: Number = 0.9,
+    eps: Number = 1e-8,
+) -> optax.GradientTransformation:
+    """Scales spikes down and normalises each leaf by the history of its norm (Stable-SPAM).
+
+    AdaClip: T is the bias-corrected average of the largest magnitude of the leaf, this step's
+    included; elements above it are multiplied by T / max|g|. AdaGN: the leaf is then scaled to
+    the norm `a / (sqrt(b) + eps)`, the bias-corrected averages of its norm and squared norm,
+    about 1. **It rescales every step**, also one without spikes: made for use before Adam, which
+    does not mind. Where the authors' code resets Adam it also resets the bias correction but
+    not the averages, which turns clipping off for hundreds of steps; not followed here.
+
+    Args:
+        max_decay: of the largest magnitude (gamma 3 of the paper), 0 to 1.
+        norm_decay: of the norm (gamma 1), 0 to 1.
+        square_decay: of the squared norm (gamma 2), 0 to 1.
+        eps: > 0.
+
+    Returns:
+        An Optax transformation; a leaf that is not finite leaves its averages as they were.
+
+    Raises:
+        ValueError: a number is out of range.
+        TypeError: an argument is no number; when traced, a leaf is not inexact.
+
+    References:
+        Huang et al., 2025, arXiv 2502.17055.
+    """
+    name = "stable_spam_clip"
+    _check_decays(name, max_decay=max_decay, norm_decay=norm_decay, square_decay=square_decay)
+    check_number(name, "eps", eps, "The authors' code uses 1e-8.")
+
+    def norms(leaves: list[Array], ord: float) -> Array:
+        return pooled_norms(leaves, leaf_slots(leaves, [0] * len(leaves)), ord, None)
+
+    def init(params: Tree) -> LevelsState:
+        zeros = jnp.zeros(len(counted_leaves(params)), jnp.float32)
+        return LevelsState(zeros.astype(jnp.int32), zeros, zeros, zeros)
+
+    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, LevelsState]:
+        check_inexact(name, "updates", updates)
+        leaves = counted_leaves(updates)
+        count = counted(state.steps)
+        steps = count.astype(jnp.float32)
+
+        peaks = norms(leaves, np.inf)
+        largest = max_decay * state.largest + (1 - max_decay) * peaks.astype(jnp.float32)
+        bound = (largest / (1 - max_decay**steps)).astype(peaks.dtype)
+        leaves = [
+            jnp.where(jnp.abs(x) > top, scale_leaf(x, Factor(*parts)), x)
+            for x, top, *parts in zip(leaves, bound, *clip_factor(peaks, bound), strict=True)
+        ]
+
+        lengths = norms(leaves, 2.0)
+        norm = norm_decay * state.norm + (1 - norm_decay) * lengths.astype(jnp.float32)
+        square = square_decay * state.square + (1 - square_decay) * lengths.astype(jnp.float32) ** 2
+        wanted = norm / (1 - norm_decay**steps)
+        wanted = wanted / (_root(square / (1 - square_decay**steps)) + eps)
+        factors = jnp.where(lengths > 0, wanted / jnp.where(lengths > 0, lengths, 1), 1)
+        factors = jnp.where(jnp.isfinite(peaks), factors, jnp.nan).astype(peaks.dtype)
+
+        scaled = iter(
+            [
+                scale_leaf(x, Factor(jnp.ones_like(f), f))
+                for x, f in zip(leaves, factors, strict=True)
+            ]
+        )
+        out = jax.tree.map(lambda x: next(scaled) if has_norm(x) else x, updates)
+        proposed = LevelsState(count, largest, norm, square)
+        return out, LevelsState(*_where_finite(peaks, proposed, state))
+
+    return optax.GradientTransformation(init, update)
+
+
+def stable_adamw(
+    learning_rate: Number | optax.Schedule,
+    b1: Number = 0.9,
+    b2: Number = 0.99,
+    eps: Number = 1e-6,
+    weight_decay: Number = 0.0,
+    clipping: Number = 1.0,
+) -> optax.GradientTransformation:
+    """AdamW whose step is shortened, leaf by leaf, when its second moment lags the gradient.
+
+    The learning rate of a leaf is divided by `max(1, RMS / clipping)`, where RMS is the root
+    mean square of `g / sqrt(max(u, eps^2))` and u the second moment with g in it; weight decay
+    is shortened alike, as in version 2 of the authors' code. Bias correction is inside the
+    decays. It needs gradient and moment at once, so it is an optimizer, not a clip around one.
+
+    Args:
+        learning_rate: a number > 0 or a schedule.
+        b1: decay of the first moment, 0 to 1.
+        b2: decay of the second moment, 0 to 1.
+        eps: > 0.
+        weight_decay: decoupled, times the learning rate, >= 0.
+        clipping: the RMS above which a step is shortened, > 0.
+
+    Returns:
+        An Optax optimizer; `update` needs `params`. Wrap it in `skip_nonfinite`: like Adam it
+        keeps a NaN in its moments.
+
+    Raises:
+        ValueError: a number is out of range, or `params` is missing.
+        TypeError: an argument is no number; when traced, a leaf is not inexact.
+
+    References:
+        Wortsman et al., 2023, arXiv 2304.13013, algorithm 2.
+    """
+    name = "stable_adamw"
+    _check_decays(name, b1=b1, b2=b2)
+    check_number(name, "eps", eps, "The paper uses 1e-6.")
+    check_number(name, "weight_decay", weight_decay, "Pass 0 for none.", closed=True)
+    check_number(name, "clipping", clipping, "The paper uses 1.")
+    if not callable(learning_rate):
+        check_number(name, "learning_rate", learning_rate, "The paper uses 0.002.")
+
+    def init(params: Tree) -> MomentState:
+        zeros = accumulator_like(params, jnp.float32)
+        return MomentState(jnp.zeros((), jnp.int32), zeros, jax.tree.map(jnp.abs, zeros))
+
+    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, MomentState]:
+        check_inexact(name, "updates", updates)
+        if params is None:
+            hint = "Pass it: `update(grads, state, params)`."
+            raise ValueError(complaint(name, "params", "given", "None", hint))
+        rate = learning_rate(state.steps) if callable(learning_rate) else learning_rate
+        count = counted(state.steps)
+        steps = count.astype(jnp.float32)
+        decay1, decay2 = (b * (1 - b ** (steps - 1)) / (1 - b**steps) for b in (b1, b2))
+
+        def step(grad: Any, param: Any, first: Array, second: Array) -> Any:
+            if is_float0(grad):
+                return grad, first, second
+            g = grad.astype(first.dtype)
+            first = first * decay1 + g * (1 - decay1)
+            second = second * decay2 + jnp.abs(g) ** 2 * (1 - decay2)
+            ratio = g / jnp.sqrt(jnp.maximum(second, eps**2))
+            slots = leaf_slots([ratio], [0])
+            rms = pooled_norms([ratio], slots, 2.0, None)[0] / np.sqrt(max(ratio.size, 1))
+            shortened = rate / jnp.maximum(1, rms / clipping)
+            direction = first / (_root(second) + eps) + weight_decay * param.astype(first.dtype)
+            return (-shortened * direction).astype(grad.dtype), first, second
+
+        out, first, second = _by_leaf(step, updates, params, state.first, state.second)
+        return out, MomentState(count, first, second)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _root(x: Array) -> Array:
+    """The square root, differentiable at zero."""
+    return jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1)), x)
+
+
+def _check_decays(function: str, **decays: Any) -> None:
+    for argument, value in decays.items():
+        hint = "A decay is a number below 1, such as 0.99."
+        check_number(function, argument, value, hint, high=1.0, closed=True)
+
+
+def _where_finite(seen: Array, proposed: Any, before: Any) -> list[Array]:
+    """What is proposed where a finite gradient was seen, what was before elsewhere."""
+    finite = jnp.isfinite(seen)
+    pairs = zip(proposed, before, strict=True)
+    return [jnp.where(finite, new.astype(old.dtype), old) for new, old in pairs]
+
+
+def _by_leaf(fun: Any, tree: Tree, *others: Tree) -> list[Tree]:
+    """Maps a function with several results over leaves that share a place."""
+    leaves, structure = jax.tree.flatten(tree)
+    rows = [fun(*xs) for xs in zip(leaves, *map(jax.tree.leaves, others), strict=True)]
+    if not rows:
+        return [tree, *others[-2:]]
+    return [jax.tree.unflatten(structure, column) for column in zip(*rows, strict=True)]

@@ -1,0 +1,170 @@
+"""The published methods, each one line over granularity, threshold and reaction."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+from .._checks import check_count, check_number
+from .._types import Array, AxisName, Number
+from ..clipping._transform import adaptive_grad_clip, clip_by_global_norm, clip_by_leaf_norm
+from . import _history as thresholds
+
+
+def agc(clipping: Number = 0.01, eps: Number = 1e-3) -> optax.GradientTransformation:
+    """Clips each unit to a fraction of the norm of its parameters (adaptive gradient clipping).
+
+    Unit norm, relative to parameters, scaled. The paper leaves the weights of the last linear
+    layer out: `optax.masked(gcx.agc(), mask)`. Use `adaptive_grad_clip` for other axes.
+
+    Args:
+        clipping: as for `adaptive_grad_clip`.
+        eps: as for `adaptive_grad_clip`.
+
+    Returns:
+        An Optax transformation with a `ClipState`; `update` needs `params`.
+
+    Raises:
+        ValueError: a number is not > 0.
+
+    References:
+        Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171.
+    """
+    return adaptive_grad_clip(clipping, eps)
+
+
+def autoclip(
+    percentile: Number = 10.0,
+    window: int = 1000,
+    *,
+    axis_name: AxisName = None,
+    nonfinite: str = "propagate",
+) -> optax.GradientTransformation:
+    """Clips to a percentile of the global norms seen so far (AutoClip).
+
+    Args:
+        percentile: as for `thresholds.percentile`.
+        window: likewise; the paper keeps the whole history.
+        axis_name: as for `clip_by_global_norm`.
+        nonfinite: as for `clip_by_global_norm`.
+
+    Returns:
+        An Optax transformation with a `ClipState`.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    References:
+        Seetharaman, Wichern, Pardo and Le Roux, 2020, arXiv 2007.14469.
+    """
+    rule = thresholds.percentile(percentile, window)
+    return clip_by_global_norm(rule, axis_name=axis_name, nonfinite=nonfinite)
+
+
+def zclip(
+    z_threshold: Number = 2.5,
+    decay: Number = 0.97,
+    warmup_steps: int = 25,
+    max_norm: Number | None = 1.0,
+    *,
+    axis_name: AxisName = None,
+    nonfinite: str = "propagate",
+) -> optax.GradientTransformation:
+    """Clips global norms that are outliers among the recent ones (ZClip).
+
+    Args:
+        z_threshold: as for `thresholds.zscore`.
+        decay: likewise.
+        warmup_steps: likewise.
+        max_norm: a hard cap as well, from the first step on, in the unit of the gradients,
+            > 0; None for none. The statistics do not see it.
+        axis_name: as for `clip_by_global_norm`.
+        nonfinite: as for `clip_by_global_norm`.
+
+    Returns:
+        An Optax transformation with a `ClipState`.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    References:
+        Kumar, Owen, Chowdhury and Guera, 2025, arXiv 2504.02507.
+    """
+    rule = thresholds.zscore(z_threshold, decay, warmup_steps)
+    rule = rule if max_norm is None else thresholds.capped(rule, max_norm)
+    return clip_by_global_norm(rule, axis_name=axis_name, nonfinite=nonfinite)
+
+
+def adagc(
+    relative: Number = 1.05,
+    absolute: Number = 1.0,
+    decay: Number = 0.98,
+    warmup_steps: int = 100,
+    *,
+    axis_name: AxisName = None,
+    stack_axes: Any = 0,
+    nonfinite: str = "propagate",
+) -> optax.GradientTransformation:
+    """Clips each leaf to a little above the average of its clipped norms (AdaGC).
+
+    In the warm-up the global norm is clipped to `absolute`, and each leaf notes its smallest.
+
+    Args:
+        relative: `factor` of `thresholds.ema`.
+        absolute: of the global norm during the warm-up, in the unit of the gradients, > 0.
+        decay: as for `thresholds.ema`.
+        warmup_steps: likewise.
+        axis_name: as for `clip_by_global_norm`.
+        stack_axes: as for `clip_by_leaf_norm`.
+        nonfinite: as for `clip_by_leaf_norm`.
+
+    Returns:
+        An Optax transformation; the states of both clips, the global one first.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    References:
+        Wang et al., 2025, arXiv 2502.11034.
+    """
+    check_number("adagc", "absolute", absolute, "The paper uses 1.")
+    check_count("adagc", "warmup_steps", warmup_steps, "The paper uses 100.")
+
+    def warmup(step: Array) -> Array:
+        return jnp.where(step < warmup_steps, absolute, jnp.inf)
+
+    rule = thresholds.ema(relative, decay, warmup_steps, warmup_max=jnp.inf)
+    return optax.chain(
+        clip_by_global_norm(warmup, axis_name=axis_name, nonfinite=nonfinite),
+        clip_by_leaf_norm(rule, axis_name=axis_name, stack_axes=stack_axes, nonfinite=nonfinite),
+    )
+
+
+def quantile_clip(
+    target: Number = 0.5,
+    rate: Number = 0.2,
+    initial: Number = 1.0,
+    *,
+    axis_name: AxisName = None,
+    nonfinite: str = "propagate",
+) -> optax.GradientTransformation:
+    """Clips to a threshold that follows a quantile of the global norms.
+
+    Args:
+        target: as for `thresholds.quantile`.
+        rate: likewise.
+        initial: likewise.
+        axis_name: as for `clip_by_global_norm`.
+        nonfinite: as for `clip_by_global_norm`.
+
+    Returns:
+        An Optax transformation with a `ClipState`.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    References:
+        Andrew, Thakkar, McMahan and Ramaswamy, 2021 (first 2019), arXiv 1905.03871.
+    """
+    rule = thresholds.quantile(target, rate, initial)
+    return clip_by_global_norm(rule, axis_name=axis_name, nonfinite=nonfinite)
