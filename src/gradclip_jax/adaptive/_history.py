@@ -1,11 +1,15 @@
 """Rules fed by the history of norms: elementwise on norms of any shape, float32, finite-only.
 
 None of them can lock up. Where a published rule can (a zero variance, a lasting rise of the
-level, a zero norm in the warm-up), what is added says so, and changes nothing elsewhere.
+level), what is added says so, and changes nothing elsewhere. Norms of zero are part of no history:
+with them a leaf that is seldom used, such as an expert, would be clipped to zero when it is.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from .._checks import check_count, check_number
@@ -29,18 +33,18 @@ class WindowState(NamedTuple):
 
 
 class ZscoreState(NamedTuple):
-    """Mean and variance of each unit, float32[...], and counts, int32[...], saturating.
+    """Mean and spread of each unit, float32[...], and counts, int32[...], saturating.
 
     Attributes:
         seen: norms seen so far.
         mean: of the norms; a decaying average after the warm-up.
-        variance: likewise.
+        std: standard deviation of the norms, the root of a decaying average after the warm-up.
         streak: norms above the threshold in a row.
     """
 
     seen: Array
     mean: Array
-    variance: Array
+    std: Array
     streak: Array
 
 
@@ -70,8 +74,7 @@ def percentile(percentile: Number = 10.0, window: int = 1000) -> Rule:
         Seetharaman, Wichern, Pardo and Le Roux, 2020, arXiv 2007.14469.
     """
     name = "percentile"
-    hint = "The paper uses 10."
-    check_number(name, "percentile", percentile, hint, high=100.0, closed=True)
+    check_number(name, "percentile", percentile, "The paper uses 10.", high=100.0, closed=True)
     check_count(name, "window", window, "Pass the number of norms to keep.")
 
     def update(norm: Array, state: WindowState, param_norm: Any) -> tuple[Array, WindowState]:
@@ -86,7 +89,7 @@ def percentile(percentile: Number = 10.0, window: int = 1000) -> Rule:
         )
         return low + (high - low) * (position - below.astype(jnp.float32)), state
 
-    return Rule(lambda norm: _empty_window(norm, int(window)), update)
+    return _of_nonzero(lambda norm: _empty_window(norm, int(window)), update)
 
 
 def mean_std(z_threshold: Number = 6.0, window: int = 128, warmup_steps: int = 64) -> Rule:
@@ -117,7 +120,7 @@ def mean_std(z_threshold: Number = 6.0, window: int = 128, warmup_steps: int = 6
         warm = state.seen >= warmup_steps
         return jnp.where(warm, threshold, jnp.inf), _recorded(state, norm)
 
-    return Rule(lambda norm: _empty_window(norm, int(window)), update)
+    return _of_nonzero(lambda norm: _empty_window(norm, int(window)), update)
 
 
 def zscore(
@@ -157,27 +160,25 @@ def zscore(
 
     def update(norm: Array, state: ZscoreState, param_norm: Any) -> tuple[Array, ZscoreState]:
         warm = state.seen >= warmup_steps
-        std = jnp.sqrt(state.variance)
-        z = (norm - state.mean) / (std + 1e-6)
+        z = (norm - state.mean) / (state.std + 1e-6)
         is_spike = warm & (z > z_threshold)
         safe_z = jnp.where(is_spike, z, 1)
-        threshold = jnp.where(is_spike, state.mean + z_threshold**2 / safe_z * std, jnp.inf)
+        threshold = jnp.where(is_spike, state.mean + z_threshold**2 / safe_z * state.std, jnp.inf)
         fed = jnp.where(is_spike & (state.streak < relearn_after), threshold, norm)
 
-        # In the warm-up: mean and population variance of the norms so far.
+        # In the warm-up all norms weigh the same: the mean and population variance so far.
         n = state.seen.astype(jnp.float32)
-        mean = state.mean + (norm - state.mean) / (n + 1)
-        variance = (n * state.variance + (norm - state.mean) * (norm - mean)) / (n + 1)
-        mean = jnp.where(warm, decay * state.mean + (1 - decay) * fed, mean)
-        average = decay * state.variance + (1 - decay) * (fed - mean) ** 2
+        weight = jnp.where(warm, 1 - decay, 1 / (n + 1))
+        mean = state.mean + weight * (fed - state.mean)
+        from_mean = jnp.where(warm, fed - mean, jnp.sqrt(n / (n + 1)) * (norm - state.mean))
         return threshold, ZscoreState(
             seen=counted(state.seen),
             mean=mean,
-            variance=jnp.where(warm, average, variance),
+            std=hypotenuse(jnp.sqrt(1 - weight) * state.std, jnp.sqrt(weight) * from_mean),
             streak=jnp.where(is_spike, counted(state.streak), 0),
         )
 
-    return Rule(init, update)
+    return _of_nonzero(init, update)
 
 
 def ema(
@@ -189,8 +190,8 @@ def ema(
     """`factor` times a decaying average of the clipped norms.
 
     In the warm-up the threshold is `warmup_max`, and the level is the smallest clipped norm, as
-    in AdaGC. Added: norms of zero never count, or one in the warm-up would clip a leaf to zero
-    for ever. A lasting rise is followed slowly, by 0.1 % a step with the defaults.
+    in AdaGC; norms of zero count towards the warm-up only. A lasting rise is followed slowly, by
+    0.1 % a step with the defaults.
 
     Args:
         factor: how far above the average a norm may be, > 0.
@@ -249,7 +250,7 @@ def quantile(target: Number = 0.5, rate: Number = 0.2, initial: Number = 1.0) ->
         below = (norm <= threshold).astype(jnp.float32)
         return threshold, jnp.clip(threshold * jnp.exp(-rate * (below - target)), 1e-30, 1e30)
 
-    return Rule(init, update)
+    return _of_nonzero(init, update)
 
 
 def capped(rule: Rule, max_threshold: Number) -> Rule:
@@ -267,6 +268,22 @@ def capped(rule: Rule, max_threshold: Number) -> Rule:
         return jnp.minimum(threshold, max_threshold), state
 
     return Rule(rule.init, update, rule.uses_params)
+
+
+def hypotenuse(x: Array, y: Array) -> Array:
+    """`sqrt(x^2 + y^2)` without overflow, and differentiable at zero."""
+    unit = jax.lax.stop_gradient(jnp.maximum(jnp.maximum(jnp.abs(x), jnp.abs(y)), 1e-30))
+    return unit * jnp.sqrt(jnp.maximum((x / unit) ** 2 + (y / unit) ** 2, 1e-30))
+
+
+def _of_nonzero(init: Callable[..., Any], update: Callable[..., tuple[Array, Any]]) -> Rule:
+    """A rule whose state is that of the norms above zero."""
+
+    def update_nonzero(norm: Array, state: Any, param_norm: Any) -> tuple[Array, Any]:
+        threshold, proposed = update(norm, state, param_norm)
+        return threshold, jax.tree.map(functools.partial(jnp.where, norm > 0), proposed, state)
+
+    return Rule(init, update_nonzero)
 
 
 def _empty_window(norm: Array, window: int) -> WindowState:

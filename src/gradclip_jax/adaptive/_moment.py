@@ -1,5 +1,6 @@
-"""Clips whose thresholds come from moments of the gradient, element by element or leaf by leaf."""
+"""Clips whose thresholds come from moments of the gradient, element by element."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -7,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import check_count, check_inexact, check_number, complaint, is_float0
+from .._checks import check_count, check_inexact, check_number, complaint, is_float0, is_traced
+from .._mesh import replication, shard_axes
 from .._states import counted
 from .._types import Array, Number, Scalar, Tree
 from ..accumulation._running import accumulator_like
-from ..clipping._norm import counted_leaves, has_norm, leaf_slots, pooled_norms
-from ..clipping._scale import Factor, clip_factor, scale_leaf
+from ..clipping._norm import leaf_slots, pooled_norms
+from ..clipping._scale import clip_factor, scale_leaf
 
 
 class MomentState(NamedTuple):
@@ -27,22 +29,6 @@ class MomentState(NamedTuple):
     steps: Scalar
     first: Any
     second: Tree
-
-
-class LevelsState(NamedTuple):
-    """Decaying averages of each leaf, int32[leaves] and float32[leaves].
-
-    Attributes:
-        steps: steps so far, saturating.
-        largest: of the largest magnitude.
-        norm: of the norm.
-        square: of the squared norm.
-    """
-
-    steps: Array
-    largest: Array
-    norm: Array
-    square: Array
 
 
 def acclip(
@@ -72,7 +58,7 @@ def acclip(
         Zhang et al., 2020, arXiv 1912.03194, algorithm 2.
     """
     name = "acclip"
-    _check_decays(name, b1=b1, b2=b2)
+    check_decays(name, b1=b1, b2=b2)
     check_number(name, "alpha", alpha, "The paper uses 1.")
     check_number(name, "eps", eps, "The paper uses 1e-5.")
 
@@ -89,10 +75,11 @@ def acclip(
             g = grad.astype(first.dtype)
             new_first = b1 * first + (1 - b1) * g
             new_second = b2 * second + (1 - b2) * jnp.abs(g) ** alpha
-            threshold: Any = new_second ** (1 / alpha)
-            factor = clip_factor(jnp.abs(new_first) + eps, threshold)
-            clipped = scale_leaf(new_first, factor).astype(grad.dtype)
-            return clipped, *_where_finite(g, (new_first, new_second), (first, second))
+            # Not zero: neither its root nor its quotient would have a slope there.
+            tau = jnp.maximum(new_second, jnp.finfo(new_second.dtype).tiny) ** (1 / alpha)
+            clipped = scale_leaf(new_first, clip_factor(jnp.abs(new_first) + eps, tau))
+            moments = where_finite(g, (new_first, new_second), (first, second))
+            return clipped.astype(grad.dtype), *moments
 
         out, first, second = _by_leaf(clip, updates, state.first, state.second)
         return out, MomentState(counted(state.steps), first, second)
@@ -132,7 +119,7 @@ def spam_clip(
     """
     name = "spam_clip"
     check_number(name, "spike_threshold", spike_threshold, "The paper uses 5000.")
-    _check_decays(name, decay=decay)
+    check_decays(name, decay=decay)
     check_count(name, "warmup_steps", warmup_steps, "The authors' code uses 20.")
     if reset_every is not None:
         check_count(name, "reset_every", reset_every, "Pass None for no reset.")
@@ -159,87 +146,10 @@ def spam_clip(
             clipped = scale_leaf(grad, clip_factor(magnitude, threshold))
             left = jnp.minimum(magnitude, threshold)
             fed = decay * moment + (1 - decay) * left**2
-            return clipped, *_where_finite(magnitude, (fed,), (moment,))
+            return clipped, *where_finite(magnitude, (fed,), (moment,))
 
         out, second = _by_leaf(clip, updates, state.second)
         return out, MomentState(count, (), second)
-
-    return optax.GradientTransformation(init, update)
-
-
-def stable_spam_clip(
-    max_decay: Number = 0.999,
-    norm_decay: Number = 0.7,
-    square_decay: Number = 0.9,
-    eps: Number = 1e-8,
-) -> optax.GradientTransformation:
-    """Scales spikes down and normalises each leaf by the history of its norm (Stable-SPAM).
-
-    AdaClip: T is the bias-corrected average of the largest magnitude of the leaf, this step's
-    included; elements above it are multiplied by T / max|g|. AdaGN: the leaf is then scaled to
-    the norm `a / (sqrt(b) + eps)`, the bias-corrected averages of its norm and squared norm,
-    about 1. **It rescales every step**, also one without spikes: made for use before Adam, which
-    does not mind. Where the authors' code resets Adam it also resets the bias correction but
-    not the averages, which turns clipping off for hundreds of steps; not followed here.
-
-    Args:
-        max_decay: of the largest magnitude (gamma 3 of the paper), 0 to 1.
-        norm_decay: of the norm (gamma 1), 0 to 1.
-        square_decay: of the squared norm (gamma 2), 0 to 1.
-        eps: > 0.
-
-    Returns:
-        An Optax transformation; a leaf that is not finite leaves its averages as they were.
-
-    Raises:
-        ValueError: a number is out of range.
-        TypeError: an argument is no number; when traced, a leaf is not inexact.
-
-    References:
-        Huang et al., 2025, arXiv 2502.17055.
-    """
-    name = "stable_spam_clip"
-    _check_decays(name, max_decay=max_decay, norm_decay=norm_decay, square_decay=square_decay)
-    check_number(name, "eps", eps, "The authors' code uses 1e-8.")
-
-    def norms(leaves: list[Array], ord: float) -> Array:
-        return pooled_norms(leaves, leaf_slots(leaves, [0] * len(leaves)), ord, None)
-
-    def init(params: Tree) -> LevelsState:
-        zeros = jnp.zeros(len(counted_leaves(params)), jnp.float32)
-        return LevelsState(zeros.astype(jnp.int32), zeros, zeros, zeros)
-
-    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, LevelsState]:
-        check_inexact(name, "updates", updates)
-        leaves = counted_leaves(updates)
-        count = counted(state.steps)
-        steps = count.astype(jnp.float32)
-
-        peaks = norms(leaves, np.inf)
-        largest = max_decay * state.largest + (1 - max_decay) * peaks.astype(jnp.float32)
-        bound = (largest / (1 - max_decay**steps)).astype(peaks.dtype)
-        leaves = [
-            jnp.where(jnp.abs(x) > top, scale_leaf(x, Factor(*parts)), x)
-            for x, top, *parts in zip(leaves, bound, *clip_factor(peaks, bound), strict=True)
-        ]
-
-        lengths = norms(leaves, 2.0)
-        norm = norm_decay * state.norm + (1 - norm_decay) * lengths.astype(jnp.float32)
-        square = square_decay * state.square + (1 - square_decay) * lengths.astype(jnp.float32) ** 2
-        wanted = norm / (1 - norm_decay**steps)
-        wanted = wanted / (_root(square / (1 - square_decay**steps)) + eps)
-        factors = jnp.where(lengths > 0, wanted / jnp.where(lengths > 0, lengths, 1), 1)
-        factors = jnp.where(jnp.isfinite(peaks), factors, jnp.nan).astype(peaks.dtype)
-
-        scaled = iter(
-            [
-                scale_leaf(x, Factor(jnp.ones_like(f), f))
-                for x, f in zip(leaves, factors, strict=True)
-            ]
-        )
-        out = jax.tree.map(lambda x: next(scaled) if has_norm(x) else x, updates)
-        proposed = LevelsState(count, largest, norm, square)
-        return out, LevelsState(*_where_finite(peaks, proposed, state))
 
     return optax.GradientTransformation(init, update)
 
@@ -279,7 +189,7 @@ def stable_adamw(
         Wortsman et al., 2023, arXiv 2304.13013, algorithm 2.
     """
     name = "stable_adamw"
-    _check_decays(name, b1=b1, b2=b2)
+    check_decays(name, b1=b1, b2=b2)
     check_number(name, "eps", eps, "The paper uses 1e-6.")
     check_number(name, "weight_decay", weight_decay, "Pass 0 for none.", closed=True)
     check_number(name, "clipping", clipping, "The paper uses 1.")
@@ -298,7 +208,7 @@ def stable_adamw(
         rate = learning_rate(state.steps) if callable(learning_rate) else learning_rate
         count = counted(state.steps)
         steps = count.astype(jnp.float32)
-        decay1, decay2 = (b * (1 - b ** (steps - 1)) / (1 - b**steps) for b in (b1, b2))
+        decay1, decay2 = (b * filled(b, steps - 1) / filled(b, steps) for b in (b1, b2))
 
         def step(grad: Any, param: Any, first: Array, second: Array) -> Any:
             if is_float0(grad):
@@ -307,9 +217,9 @@ def stable_adamw(
             first = first * decay1 + g * (1 - decay1)
             second = second * decay2 + jnp.abs(g) ** 2 * (1 - decay2)
             ratio = g / jnp.sqrt(jnp.maximum(second, eps**2))
-            slots = leaf_slots([ratio], [0])
-            rms = pooled_norms([ratio], slots, 2.0, None)[0] / np.sqrt(max(ratio.size, 1))
-            shortened = rate / jnp.maximum(1, rms / clipping)
+            norm = pooled_norms([ratio], leaf_slots([ratio]), 2.0, None)[0]
+            size = ratio.size * replication(frozenset(), shard_axes(ratio, None))
+            shortened = rate / jnp.maximum(1, norm / np.sqrt(max(size, 1)) / clipping)
             direction = first / (_root(second) + eps) + weight_decay * param.astype(first.dtype)
             return (-shortened * direction).astype(grad.dtype), first, second
 
@@ -324,15 +234,23 @@ def _root(x: Array) -> Array:
     return jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1)), x)
 
 
-def _check_decays(function: str, **decays: Any) -> None:
+def filled(decay: Any, steps: Array) -> Array:
+    """`1 - decay^steps`, to float32 rounding: how much of an average comes from data."""
+    return -jnp.expm1(steps * jnp.log(jnp.maximum(decay, 1e-30)))
+
+
+def check_decays(function: str, **decays: Any) -> None:
+    """Refuses what is not a number in [0, 1)."""
     for argument, value in decays.items():
         hint = "A decay is a number below 1, such as 0.99."
         check_number(function, argument, value, hint, high=1.0, closed=True)
+        if not is_traced(value) and float(value) == 1.0:
+            raise ValueError(complaint(function, argument, "a number < 1", repr(value), hint))
 
 
-def _where_finite(seen: Array, proposed: Any, before: Any) -> list[Array]:
-    """What is proposed where a finite gradient was seen, what was before elsewhere."""
-    finite = jnp.isfinite(seen)
+def where_finite(seen: Array, proposed: Any, before: Any) -> list[Array]:
+    """What is proposed where all of it and the gradient are finite, what was before elsewhere."""
+    finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, proposed), jnp.isfinite(seen))
     pairs = zip(proposed, before, strict=True)
     return [jnp.where(finite, new.astype(old.dtype), old) for new, old in pairs]
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import optax
 
 from .._checks import check_count, check_number
-from .._types import Array, AxisName, Number
+from .._types import NO_AXES, Array, AxisName, Number
 from ..clipping._transform import adaptive_grad_clip, clip_by_global_norm, clip_by_leaf_norm
 from . import _history as thresholds
 
@@ -102,7 +102,7 @@ def adagc(
     warmup_steps: int = 100,
     *,
     axis_name: AxisName = None,
-    stack_axes: Any = 0,
+    stack_axes: Any = NO_AXES,
     nonfinite: str = "propagate",
 ) -> optax.GradientTransformation:
     """Clips each leaf to a little above the average of its clipped norms (AdaGC).

@@ -3,17 +3,24 @@
 A granularity is a function `tree -> Units`, run when the tree is traced.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .._checks import broadcast_prefix, check_count, complaint, describe, leaf_path
 from .._types import Array, AxisName, Tree
-from ._norm import Slots, counted_leaves, has_norm, leaf_slots, one_slot, own_norms, pooled_norms
+from ._norm import (
+    Slots,
+    counted_leaves,
+    has_norm,
+    one_slot,
+    pooled_norms,
+    unit_slots,
+)
 from ._rule import Rule, as_rule, constant
 from ._scale import Factor
 
@@ -80,7 +87,8 @@ def group_units(
 
         def norms(leaves: list[Array]) -> list[Array]:
             chosen = [x for x, group in zip(leaves, groups, strict=True) if group is not None]
-            where = Slots(slots, (0,) * len(slots), len(max_norms))
+            axes = tuple(tuple(range(x.ndim)) for x in chosen)
+            where = Slots(slots, axes, len(max_norms))
             vector = pooled_norms(chosen, where, ord, axis_name)
             return [vector[group] for group in range(len(max_norms))]
 
@@ -110,39 +118,12 @@ def leaf_units(
     def units(tree: Tree) -> Units:
         leaves = counted_leaves(tree)
         stacked = _stack_axes(function, stack_axes, tree)
-        slots = leaf_slots(leaves, stacked)
+        axes = [tuple(range(n, x.ndim)) for x, n in zip(leaves, stacked, strict=True)]
         prefix = broadcast_prefix(function, argument, thresholds, "updates", tree, _is_rule)
         entries = [t for t, x in zip(prefix, jax.tree.leaves(tree), strict=True) if has_norm(x)]
-        spans = [
-            range(first, first + math.prod(x.shape[:axes]))
-            for x, first, axes in zip(leaves, slots.first, stacked, strict=True)
-        ]
-        rules, members = _distinct_rules(function, argument, entries, spans)
-        elements = np.ones(slots.size)
-        for x, span in zip(leaves, spans, strict=True):
-            elements[span.start : span.stop] = max(x.size // max(len(span), 1), 1)
-
-        def norms(leaves: list[Array]) -> list[Array]:
-            vector = pooled_norms(leaves, slots, ord, axis_name)
-            return [vector[np.asarray(m, int)] if len(rules) > 1 else vector for m in members]
-
-        def spread(factors: Sequence[Factor]) -> list[Factor | None]:
-            if not leaves:
-                return []
-            joined = Factor(*(jnp.concatenate(parts) for parts in zip(*factors, strict=True)))
-            if len(rules) > 1:
-                order = np.argsort(np.concatenate(members))
-                joined = Factor(joined.coarse[order], joined.fine[order])
-            out: list[Factor | None] = []
-            for x, span, axes in zip(leaves, spans, stacked, strict=True):
-                shape = x.shape[:axes] + (1,) * (x.ndim - axes)
-                out.append(
-                    Factor(*(part[span.start : span.stop].reshape(shape) for part in joined))
-                )
-            return out
-
-        sizes = [np.sqrt(elements[np.asarray(m, int)]) if rms else 1.0 for m in members]
-        return Units(norms, rules, spread, sizes)
+        slots = unit_slots(leaves, axes)
+        rules, members = _distinct_rules(function, argument, entries, _spans(slots))
+        return _vector_units(leaves, slots, rules, members, ord, axis_name, rms=rms)
 
     return units
 
@@ -151,19 +132,65 @@ def inner_units(function: str, rule: Rule, ord: float, axis: Any) -> Granularity
     """Rows or filters: the norm runs over `axis` of each leaf, or over Optax's choice by rank."""
 
     def units(tree: Tree) -> Units:
+        leaves = counted_leaves(tree)
         axes = [
             _unit_axes(function, path, x, axis)
             for path, x in jax.tree_util.tree_leaves_with_path(tree)
             if has_norm(x)
         ]
-        return Units(
-            lambda leaves: own_norms(leaves, tuple(axes), ord),
-            [rule] * len(axes),
-            lambda factors: [*factors],
-            [1.0] * len(axes),
-        )
+        slots = unit_slots(leaves, axes, within_device=True)
+        return _vector_units(leaves, slots, [rule], [list(range(slots.size))], ord, None)
 
     return units
+
+
+def _vector_units(
+    leaves: Sequence[Array],
+    slots: Slots,
+    rules: Sequence[Rule],
+    members: Sequence[list[int]],
+    ord: float,
+    axis_name: AxisName,
+    *,
+    rms: bool = False,
+) -> Units:
+    """Units with a slot each; `members` are the slots of each rule."""
+    counts = [len(span) for span in _spans(slots)]
+    elements = np.repeat([x.size / max(n, 1) for x, n in zip(leaves, counts, strict=True)], counts)
+    places = [np.asarray(slots_of_rule, int) for slots_of_rule in members]
+    order = np.argsort(np.concatenate(places)) if len(rules) > 1 else None
+
+    def norms(leaves: list[Array]) -> list[Array]:
+        vector = pooled_norms(leaves, slots, ord, axis_name)
+        return [vector] if order is None else [vector[at] for at in places]
+
+    def spread(factors: Sequence[Factor]) -> list[Factor | None]:
+        columns = [
+            factors[0][i]
+            if order is None
+            else jnp.concatenate([factor[i] for factor in factors])[order]
+            for i in range(len(Factor._fields))
+        ]
+        parts = [lax.split(column, counts) for column in columns] if counts else []
+        return [
+            Factor(*(_against(x, over, part) for part in pieces))
+            for x, over, *pieces in zip(leaves, slots.axes, *parts, strict=True)
+        ]
+
+    sizes = [np.sqrt(np.maximum(elements[at], 1)) if rms else 1.0 for at in places]
+    return Units(norms, rules, spread, sizes)
+
+
+def _spans(slots: Slots) -> list[range]:
+    """The slots of each leaf."""
+    return [range(*ends) for ends in zip(slots.first, (*slots.first[1:], slots.size), strict=True)]
+
+
+def _against(x: Any, axes: Sequence[int], units: Array) -> Array:
+    """One value for each unit of x, shaped to broadcast against x."""
+    if units.size == 1:
+        return units.reshape(())
+    return units.reshape([1 if axis in axes else n for axis, n in enumerate(x.shape)])
 
 
 def _is_rule(entry: Any) -> bool:

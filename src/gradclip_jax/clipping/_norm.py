@@ -1,8 +1,7 @@
 """Norms at any granularity: right for every dtype, magnitude, tree and mesh.
 
-A tree is cut into units, and one norm is taken of each. `pooled_norms` serves units made of
-whole leaves, or of the layers stacked in them (global, group, leaf), and returns one vector;
-`own_norms` serves units inside the leaves (rows, filters), and returns one array a leaf.
+A tree is cut into units, and `pooled_norms` returns the norm of each as one vector, whether a
+unit is the whole tree, a group of leaves, a leaf, a layer stacked in a leaf, or a row of one.
 How a sum of powers survives overflow and underflow is the business of `_power_sum.py`.
 """
 
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .._checks import check_axis_name, check_inexact, check_ord, is_float0
 from .._mesh import is_joinable, max_over, replication, shard_axes, sum_over
@@ -31,26 +31,40 @@ class Slots:
     """Which entries of the norm vector the leaves of a tree count towards.
 
     Attributes:
-        first: for each leaf, the entry of its first layer.
-        stack_axes: for each leaf, how many of its leading axes index layers.
+        first: for each leaf, the entry of its first unit; the others follow.
+        axes: for each leaf, the axes its norms run over; the remaining ones index its units.
         size: how many entries there are.
+        within_device: whether a unit is never spread over the devices of a `shard_map`.
     """
 
     first: tuple[int, ...]
-    stack_axes: tuple[int, ...]
+    axes: tuple[tuple[int, ...], ...]
     size: int
+    within_device: bool = False
 
 
 def one_slot(leaves: Sequence[Any]) -> Slots:
     """All leaves are one unit: the global norm."""
-    return Slots((0,) * len(leaves), (0,) * len(leaves), 1)
+    return Slots((0,) * len(leaves), tuple(tuple(range(np.ndim(x))) for x in leaves), 1)
 
 
-def leaf_slots(leaves: Sequence[Any], stack_axes: Sequence[int]) -> Slots:
-    """Each leaf, or each layer stacked in it, is a unit."""
-    layers = [math.prod(np.shape(x)[:axes]) for x, axes in zip(leaves, stack_axes, strict=True)]
-    bounds = [0, *np.cumsum(layers).tolist()]
-    return Slots(tuple(bounds[:-1]), tuple(stack_axes), int(bounds[-1]))
+def unit_slots(
+    leaves: Sequence[Any], axes: Sequence[tuple[int, ...]], *, within_device: bool = False
+) -> Slots:
+    """Each leaf has units of its own, norms running over the given axes."""
+    counts = [math.prod(unit_shape(x, over)) for x, over in zip(leaves, axes, strict=True)]
+    bounds = [0, *np.cumsum(counts, dtype=int).tolist()]
+    return Slots(tuple(bounds[:-1]), tuple(axes), bounds[-1], within_device)
+
+
+def leaf_slots(leaves: Sequence[Any]) -> Slots:
+    """Each leaf is a unit."""
+    return unit_slots(leaves, [tuple(range(np.ndim(x))) for x in leaves])
+
+
+def unit_shape(x: Any, axes: Sequence[int]) -> tuple[int, ...]:
+    """The shape that indexes the units of a leaf."""
+    return tuple(n for axis, n in enumerate(np.shape(x)) if axis not in axes)
 
 
 def global_norm(tree: Tree, *, ord: float = 2.0, axis_name: AxisName = None) -> Scalar:
@@ -119,7 +133,7 @@ def leaf_norms(tree: Tree, *, ord: float = 2.0, axis_name: AxisName = None) -> T
     """
     check_inexact("leaf_norms", "tree", tree)
     leaves = counted_leaves(tree)
-    slots = leaf_slots(leaves, [0] * len(leaves))
+    slots = leaf_slots(leaves)
     norms = iter(
         pooled_norms(
             leaves,
@@ -148,94 +162,86 @@ def norm_dtype(leaves: Iterable[Any]) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def pooled_norms(leaves: list[Array], slots: Slots, ord: float, axis_name: AxisName) -> Array:
-    """One norm for each slot, as a vector: one pass, and one all-reduce for all of them."""
+    """The norms of all units: one pass over the leaves, and one all-reduce."""
     dtype = norm_dtype(leaves)
-    pieces = _joined(_pieces(leaves, slots, ord, axis_name), dtype)
-    everywhere = frozenset[str]().union(*(piece.shard_axes for piece in pieces))
-    if not pieces:
+    blocks = _joined(list(_blocks(leaves, slots, ord, axis_name)), dtype)
+    if not blocks:
         return jnp.zeros(slots.size, dtype)
+    everywhere = frozenset[str]()
+    if not slots.within_device:
+        everywhere = everywhere.union(*(block.shard_axes for block in blocks))
+    rows_of = _rows_of_slots([block.slots for block in blocks], slots.size)
 
     def pool(totals: list[Array], combine: Any) -> Array:
-        rows: dict[int, list[Array]] = {}
-        for piece, total in zip(pieces, totals, strict=True):
-            rows.setdefault(piece.slot, []).append(total.reshape(-1))
-        pooled = [combine(jnp.stack(row), axis=0) for _, row in sorted(rows.items())]
-        return jnp.concatenate(pooled)
+        rows = jnp.concatenate([total.reshape(-1) for total in totals])
+        if slots.size == 1:
+            return combine(rows, keepdims=True)
+        padded = jnp.concatenate([rows, jnp.zeros(1, rows.dtype)])
+        return combine(padded[rows_of], axis=1)
 
     def largest(of: Callable[[Array], Array]) -> Array:
-        tops = [jnp.max(of(piece.values), axis=piece.inner, initial=0) for piece in pieces]
+        tops = [jnp.max(of(block.values), axis=block.over, initial=0) for block in blocks]
         return max_over(pool(tops, jnp.max), everywhere)
 
-    def power_sums(exponents: list[Array] | None) -> list[Array]:
+    def power_sums(exponents: Array | None) -> Array:
         totals: list[Array] = []
-        for piece in pieces:
-            exponent = None if exponents is None else piece.entries(exponents[0])
-            total = jnp.sum(power(piece.values, ord, dtype, exponent), axis=piece.inner)
-            copies = replication(piece.shard_axes, everywhere)
+        for block in blocks:
+            exponent = None if exponents is None else block.entries(exponents)
+            total = jnp.sum(power(block.values, ord, dtype, exponent), axis=block.over)
+            copies = replication(block.shard_axes, everywhere)
             totals.append(total if copies == 1 else total / copies)
-        return [sum_over(pool(totals, jnp.sum), everywhere)]
+        return sum_over(pool(totals, jnp.sum), everywhere)
 
     if math.isinf(ord):
         return largest(lambda x: jnp.abs(x.astype(dtype)))
     elements = np.zeros(slots.size)
-    for piece in pieces:
-        elements[piece.slot : piece.slot + piece.layers] += piece.values.size / piece.layers
+    for block in blocks:
+        np.add.at(elements, block.slots, block.values.size / len(block.slots))
     peak_ranks = functools.partial(largest, lambda x: magnitude_rank(x, dtype))
-    return robust_norms(power_sums, lambda: [peak_ranks()], ord, [elements])[0]
+    return robust_norms(power_sums, peak_ranks, ord, elements)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def own_norms(leaves: list[Array], axes: Sequence[tuple[int, ...]], ord: float) -> list[Array]:
-    """The norms of the units inside each leaf, over the given axes, which are kept as 1."""
-    dtype = norm_dtype(leaves)
-    values = [_real(x, ord) for x in leaves]
+class _Block(NamedTuple):
+    """Real values whose rows count towards slots, by the axes that are not reduced.
 
-    def reduced(reduce: Any, of: Callable[..., Array], exponents: list[Any]) -> list[Array]:
-        out: list[Array] = []
-        for x, leaf, over, exponent in zip(values, leaves, axes, exponents, strict=True):
-            pairs = tuple(range(leaf.ndim, x.ndim))  # real and imaginary parts
-            scale = exponent if exponent is None else jnp.expand_dims(exponent, pairs)
-            total = reduce(of(x, scale), axis=(*over, *pairs), keepdims=True)
-            out.append(total.reshape(total.shape[: leaf.ndim]))
-        return out
-
-    nothing = [None] * len(leaves)
-    largest = functools.partial(jnp.max, initial=0)
-    if math.isinf(ord):
-        return reduced(largest, lambda x, _: jnp.abs(x.astype(dtype)), nothing)
-    return robust_norms(
-        lambda exponents: reduced(
-            jnp.sum,
-            lambda x, k: power(x, ord, dtype, k),
-            nothing if exponents is None else exponents,
-        ),
-        lambda: reduced(largest, lambda x, _: magnitude_rank(x, dtype), nothing),
-        ord,
-        [math.prod(x.shape[axis] for axis in over) for x, over in zip(leaves, axes, strict=True)],
-    )
-
-
-class _Piece(NamedTuple):
-    """Real values that count towards consecutive slots, one for each layer stacked in them."""
+    Attributes:
+        values: the values.
+        over: the axes a row runs over.
+        slots: the slot of each row, in the order of the remaining axes.
+        shard_axes: the mapped axes over which the values are a shard of the whole.
+        is_small: whether it may be joined with others: two axes, rows first.
+    """
 
     values: Array
-    slot: int
-    stack_axes: int
+    over: tuple[int, ...]
+    slots: list[int]
     shard_axes: frozenset[str]
-
-    @property
-    def inner(self) -> tuple[int, ...]:
-        """The axes within a layer."""
-        return tuple(range(self.stack_axes, self.values.ndim))
-
-    @property
-    def layers(self) -> int:
-        return math.prod(self.values.shape[: self.stack_axes])
+    is_small: bool
 
     def entries(self, vector: Array) -> Array:
-        """This piece's entries of a vector with one entry a slot, shaped to broadcast."""
-        stack = self.values.shape[: self.stack_axes]
-        return vector[self.slot : self.slot + self.layers].reshape(stack + (1,) * len(self.inner))
+        """This block's entries of a vector with one entry a slot, shaped to broadcast."""
+        shape = [1 if axis in self.over else n for axis, n in enumerate(self.values.shape)]
+        return vector[np.asarray(self.slots)].reshape(shape)
+
+
+def _blocks(
+    leaves: Sequence[Array], slots: Slots, ord: float, axis_name: AxisName
+) -> Iterable[_Block]:
+    for x, first, over in zip(leaves, slots.first, slots.axes, strict=True):
+        rows = math.prod(unit_shape(x, over))
+        if rows == 0:
+            continue
+        values = _real(x, ord)
+        over = (*over, *range(x.ndim, values.ndim))
+        kept = tuple(axis for axis in range(values.ndim) if axis not in over)
+        joinable = is_joinable(x)
+        is_small = joinable and values.size <= _SMALL
+        # A flat reduction is the most exact one; but a shard must not be moved for it.
+        if is_small or (joinable and kept == tuple(range(len(kept)))):
+            values = values.transpose(*kept, *over).reshape(rows, -1)
+            over = (1,)
+        places = list(range(first, first + rows))
+        yield _Block(values, over, places, shard_axes(x, axis_name), is_small)
 
 
 def _real(x: Array, ord: float) -> Array:
@@ -245,30 +251,60 @@ def _real(x: Array, ord: float) -> Array:
     return jnp.stack([x.real, x.imag], axis=-1) if ord == 2.0 else jnp.abs(x)
 
 
-def _pieces(
-    leaves: Sequence[Array], slots: Slots, ord: float, axis_name: AxisName
-) -> Iterable[_Piece]:
-    for x, slot, stack_axes in zip(leaves, slots.first, slots.stack_axes, strict=True):
-        values = _real(x, ord)
-        if 0 in x.shape[:stack_axes]:
-            continue
-        if is_joinable(x):  # a flat reduction is the most exact, and moves no shard
-            values = values.reshape(*x.shape[:stack_axes], -1)
-        yield _Piece(values, slot, stack_axes, shard_axes(x, axis_name))
+def _joined(blocks: list[_Block], dtype: Any) -> list[_Block]:
+    """The same rows in fewer blocks, because a reduction per block is most of compile time.
+
+    Small blocks of one slot are put end to end, then small ones with rows of like lengths under
+    one another, padded with zeros.
+    """
+
+    def same_slot(block: _Block) -> Any:
+        is_one = block.is_small and len(block.slots) == 1
+        return (block.slots[0], block.shard_axes) if is_one else None
+
+    def like_length(block: _Block) -> Any:
+        is_small = block.is_small and block.values.size <= _SMALL
+        return (_rounded_up(block.values.shape[1]), block.shard_axes) if is_small else None
+
+    blocks = [_concatenated(group, 1, dtype) for group in _grouped(blocks, same_slot)]
+    return [_concatenated(group, 0, dtype) for group in _grouped(blocks, like_length)]
 
 
-def _joined(pieces: Iterable[_Piece], dtype: Any) -> list[_Piece]:
-    """The pieces with the small ones of a slot joined into one, to compile one reduction."""
-    small: dict[tuple[int, frozenset[str]], list[Array]] = {}
-    joined: list[_Piece] = []
-    for piece in pieces:
-        values = piece.values
-        if piece.stack_axes == 0 and values.size <= _SMALL and is_joinable(values):
-            small.setdefault((piece.slot, piece.shard_axes), []).append(values.astype(dtype))
-        else:
-            joined.append(piece)
-    for (slot, axes), parts in small.items():
-        joined.append(
-            _Piece(parts[0] if len(parts) == 1 else jnp.concatenate(parts), slot, 0, axes)
-        )
-    return joined
+def _grouped(blocks: list[_Block], key: Callable[[_Block], Any]) -> list[list[_Block]]:
+    """Blocks with a key together, those without one by themselves."""
+    groups: dict[Any, list[_Block]] = {}
+    for place, block in enumerate(blocks):
+        found = key(block)
+        groups.setdefault(("alone", place) if found is None else found, []).append(block)
+    return list(groups.values())
+
+
+def _rounded_up(length: int) -> int:
+    """The next of four lengths in each octave: a quarter of padding at most."""
+    step = max(1 << max(length.bit_length() - 3, 0), 1)
+    return -(-length // step) * step
+
+
+def _concatenated(group: list[_Block], axis: int, dtype: Any) -> _Block:
+    if len(group) == 1:
+        return group[0]
+    values = [block.values.astype(dtype) for block in group]
+    if axis == 0:
+        length = _rounded_up(values[0].shape[1])
+        values = [lax.pad(x, x.dtype.type(0), _to_length(x, length)) for x in values]
+    slots = group[0].slots if axis == 1 else [slot for block in group for slot in block.slots]
+    return group[0]._replace(values=jnp.concatenate(values, axis), slots=slots)
+
+
+def _to_length(x: Array, length: int) -> list[tuple[int, int, int]]:
+    return [(0, 0, 0), (0, length - x.shape[1], 0)]
+
+
+def _rows_of_slots(slots: list[list[int]], size: int) -> np.ndarray[Any, Any]:
+    """For each slot its rows, filled up with the number of a row of zero."""
+    rows: list[list[int]] = [[] for _ in range(size)]
+    flat = [slot for block in slots for slot in block]
+    for row, slot in enumerate(flat):
+        rows[slot].append(row)
+    width = max(map(len, rows), default=0)
+    return np.asarray([row + [len(flat)] * (width - len(row)) for row in rows], np.int32)

@@ -5,7 +5,7 @@ have been flushed to zero, is it taken again with the elements scaled by the pow
 brings the largest of the unit to about 1. Scaling by a power of two is exact.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,9 +17,6 @@ from .._types import Array
 # A sum below `elements * smallest normal number * _MARGIN` may have lost more than half an ulp
 # to flushed terms: 2^26 for the ulp of float32, 2^10 for the shards of other devices.
 _MARGIN = 2.0**36
-
-PowerSums = Callable[[list[Array] | None], list[Array]]
-"""Exponents of the scaling (None: no scaling) to sums of powers, one array of units each."""
 
 
 def magnitude_rank(x: Array, dtype: Any) -> Array:
@@ -56,42 +53,35 @@ def _plain_power(x: Array, ord: float) -> Array:
 
 
 def robust_norms(
-    power_sums: PowerSums,
-    peak_ranks: Callable[[], list[Array]],
+    power_sums: Callable[[Array | None], Array],
+    peak_ranks: Callable[[], Array],
     ord: float,
-    elements: Sequence[Any],
-) -> list[Array]:
+    elements: np.ndarray[Any, Any],
+) -> Array:
     """The norm of each unit, from one pass over the data in the ordinary case.
 
     Args:
-        power_sums: sums of powers of the elements, scaled or not.
+        power_sums: sums of powers of the elements times 2^exponent, None for no scaling.
         peak_ranks: the largest `magnitude_rank` of each unit.
         ord: order of the norm, finite.
-        elements: how many elements each unit has, broadcastable to the sums.
+        elements: how many elements each unit has.
     """
     sums = power_sums(None)
-    unsafe = [~_is_safe(s, n, ord) for s, n in zip(sums, elements, strict=True)]
+    unsafe = ~_is_safe(sums, elements, ord)
 
-    def plain() -> list[Array]:
-        return [_root(s, ord) for s in sums]
-
-    def again() -> list[Array]:
+    def again() -> Array:
         peaks = peak_ranks()
-        lost = [u & (peak > 0) for u, peak in zip(unsafe, peaks, strict=True)]
+        lost = unsafe & (peaks > 0)
 
-        def rescaled() -> list[Array]:
-            exponents = [_exponent(peak, s.dtype) for peak, s in zip(peaks, sums, strict=True)]
-            norms = zip(lost, power_sums(exponents), exponents, plain(), strict=True)
-            return [jnp.where(at, _unscaled(_root(s, ord), k), norm) for at, s, k, norm in norms]
+        def rescaled() -> Array:
+            exponents = _exponent(peaks, sums.dtype)
+            norms = _unscaled(_root(power_sums(exponents), ord), exponents)
+            return jnp.where(lost, norms, _root(sums, ord))
 
         # Units that are truly zero cost one more look at their largest element, no more.
-        return lax.cond(_any(lost), rescaled, plain)
+        return lax.cond(jnp.any(lost), rescaled, lambda: _root(sums, ord))
 
-    return lax.cond(_any(unsafe), again, plain)
-
-
-def _any(flags: list[Array]) -> Array:
-    return jnp.stack([jnp.any(flag) for flag in flags]).any() if flags else jnp.array(False)
+    return lax.cond(jnp.any(unsafe), again, lambda: _root(sums, ord))
 
 
 def _is_safe(total: Array, elements: Any, ord: float) -> Array:

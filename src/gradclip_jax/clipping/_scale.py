@@ -15,9 +15,13 @@ _COARSE = 2.0**-96
 class Factor(NamedTuple):
     """A factor as the product of two, so that threshold / norm cannot underflow.
 
-    Exactly one where nothing is clipped, exactly zero where the update is dropped.
+    Attributes:
+        keep: whether nothing is scaled; the factor is then one.
+        coarse: a power of two.
+        fine: the rest; zero drops the update, NaN poisons it.
     """
 
+    keep: Array
     coarse: Array
     fine: Array
 
@@ -35,30 +39,53 @@ def clip_factor(norm: Array, threshold: Array) -> Factor:
     is_small = threshold / safe_norm < jnp.finfo(norm.dtype).tiny
     coarse = jnp.where(is_small & ~within, jnp.asarray(_COARSE, norm.dtype), 1)
     fine = jnp.where(within, 1, threshold / (safe_norm * coarse))
-    return Factor(coarse, jnp.where(jnp.isfinite(norm), fine, jnp.nan))
+    return _poisoned(norm, Factor(within, coarse, fine))
 
 
 def drop_factor(norm: Array, threshold: Array) -> Factor:
     """One up to the threshold, zero above it: NaN for a NaN of either."""
-    within = jnp.where(norm <= jnp.maximum(threshold, 0), 1.0, 0.0).astype(norm.dtype)
-    is_number = jnp.isfinite(norm) & ~jnp.isnan(threshold)
-    return Factor(jnp.ones_like(norm), jnp.where(is_number, within, jnp.nan))
+    within = norm <= jnp.maximum(threshold, 0)
+    fine = jnp.where(within, 1, jnp.where(jnp.isnan(threshold), jnp.nan, 0)).astype(norm.dtype)
+    return _poisoned(norm, Factor(within, jnp.ones_like(norm), fine))
+
+
+def scaled_to(norm: Array, wanted: Array) -> Factor:
+    """`wanted / norm`, up or down; one for a norm of zero."""
+    fine = wanted / jnp.where(norm > 0, norm, 1)
+    zero = norm == 0
+    return _poisoned(norm, Factor(zero, jnp.ones_like(norm), jnp.where(zero, 1, fine)))
+
+
+def _poisoned(norm: Array, factor: Factor) -> Factor:
+    return replace_factor(factor, ~jnp.isfinite(norm), jnp.nan)
 
 
 def replace_factor(factor: Factor, where: Array, value: float) -> Factor:
     """Another factor where the update is not to be trusted: NaN, or zero."""
-    return Factor(jnp.where(where, 1, factor.coarse), jnp.where(where, value, factor.fine))
+    return Factor(
+        factor.keep & ~where,
+        jnp.where(where, 1, factor.coarse),
+        jnp.where(where, value, factor.fine),
+    )
 
 
-def scale_leaf(x: Any, factor: Factor) -> Any:
+def scale_leaf(x: Any, factor: Factor, *, drops: bool = False) -> Any:
     """`x * factor`, multiplied in at least float32 and rounded once.
 
-    Unchanged bit for bit where the factor is one, zero even for an infinite x where it is zero.
+    Unchanged bit for bit where the factor is one; with `drops`, zero where the factor is zero,
+    even for an infinite x.
     """
     wide = jnp.promote_types(x.dtype, factor.fine.dtype)
     scaled = x.astype(wide) * factor.coarse.astype(wide) * factor.fine.astype(wide)
-    scaled = jnp.where(factor.fine == 0, jnp.zeros_like(x), _rounded(scaled, x.dtype))
-    return jnp.where((factor.fine == 1) & (factor.coarse == 1), x, scaled)
+    scaled = _rounded(scaled, x.dtype)
+    if drops:
+        scaled = _select(factor.fine == 0, jnp.zeros_like(x), scaled)
+    return _select(factor.keep, x, scaled)
+
+
+def _select(where: Array, x: Array, y: Array) -> Array:
+    # `lax.select` takes a scalar as it is: a third of the trace of `jnp.where`.
+    return lax.select(where, x, y) if where.ndim == 0 else jnp.where(where, x, y)
 
 
 def clamp_leaf(x: Any, low: Any, high: Any) -> Any:

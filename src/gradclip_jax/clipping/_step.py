@@ -83,7 +83,8 @@ def clip_by_units(
         bad = _is_bad(norms)
         factors = [replace_factor(factor, bad, replacement) for factor in factors]
         told = _told(units, norms, thresholds, [f.value for f in factors], ord, bad)
-        return scale_tree(updates, units.spread(factors)), told._replace(rules=states)
+        scaled = scale_tree(updates, units.spread(factors), drops=nonfinite == "zero")
+        return scaled, told._replace(rules=states)
 
     return optax.GradientTransformation(init, update)
 
@@ -163,13 +164,13 @@ def _largest(arrays: Sequence[Array]) -> Array:
     return jnp.max(jnp.stack(tops)) if tops else jnp.float32(-jnp.inf)
 
 
-def scale_tree(tree: Tree, factors: Sequence[Factor | None]) -> Tree:
+def scale_tree(tree: Tree, factors: Sequence[Factor | None], *, drops: bool) -> Tree:
     """Each measured leaf times its factor; None leaves it alone."""
     remaining = iter(factors)
 
     def scale(x: Any) -> Any:
         factor = next(remaining) if has_norm(x) else None
-        return x if factor is None else scale_leaf(x, factor)
+        return x if factor is None else scale_leaf(x, factor, drops=drops)
 
     return jax.tree.map(scale, tree)
 
@@ -218,7 +219,7 @@ def clip_grad_norm(
         check_number(name, "norm", norm, "Pass the norm of `grads`.", closed=True)
         total = jnp.asarray(norm).astype(norm_dtype(leaves))
     factor = clip_factor(total, jnp.asarray(max_norm).astype(total.dtype))
-    return scale_tree(grads, [factor] * len(leaves)), total
+    return scale_tree(grads, [factor] * len(leaves), drops=False), total
 
 
 def clip_grad_value(grads: Tree, max_value: Number) -> Tree:

@@ -70,13 +70,13 @@ def record_norms(
     def measure(tree: Tree) -> Array:
         leaves = counted_leaves(tree)
         if per_leaf:
-            return pooled_norms(leaves, leaf_slots(leaves, [0] * len(leaves)), order, axes)
+            return pooled_norms(leaves, leaf_slots(leaves), order, axes)
         return pooled_norms(leaves, one_slot(leaves), order, axes)[0]
 
     def init(params: Tree) -> NormRecordState:
         shape = (len(counted_leaves(params)),) if per_leaf else ()
-        zero = jnp.zeros((), jnp.int32)
-        return NormRecordState(jnp.zeros((int(window), *shape), jnp.float32), zero, zero, zero)
+        counts = (jnp.zeros((), jnp.int32) for _ in range(3))  # no shared buffer: donation
+        return NormRecordState(jnp.zeros((int(window), *shape), jnp.float32), *counts)
 
     def update(
         updates: Tree, state: Any, params: Tree | None = None
@@ -88,8 +88,8 @@ def record_norms(
         row = jnp.where(finite, norms, state.norms[place])
         return updates, NormRecordState(
             norms=state.norms.at[place].set(row),
-            recorded=jnp.minimum(state.recorded + finite, window),
-            next_place=(place + finite) % window,
+            recorded=jnp.minimum(state.recorded + finite.astype(jnp.int32), window),
+            next_place=(place + finite.astype(jnp.int32)) % window,
             nonfinite_norms=counted(state.nonfinite_norms, ~finite),
         )
 
