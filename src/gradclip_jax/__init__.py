@@ -12,10 +12,10 @@ from .accumulation._transform import flush as flush
 from .accumulation._transform import has_updated as has_updated
 from .accumulation._transform import reset_accumulation as reset_accumulation
 from .adaptive._carry import u_clip as u_clip
+from .adaptive._levels import stable_spam_clip as stable_spam_clip
 from .adaptive._moment import acclip as acclip
 from .adaptive._moment import spam_clip as spam_clip
 from .adaptive._moment import stable_adamw as stable_adamw
-from .adaptive._moment import stable_spam_clip as stable_spam_clip
 from .adaptive._transform import adagc as adagc
 from .adaptive._transform import agc as agc
 from .adaptive._transform import autoclip as autoclip
@@ -25,7 +25,7 @@ from .clipping._norm import global_norm as global_norm
 from .clipping._norm import leaf_norms as leaf_norms
 from .clipping._step import clip_grad_norm as clip_grad_norm
 from .clipping._step import clip_grad_value as clip_grad_value
-from .clipping._transform import adaptive_grad_clip as adaptive_grad_clip
+from .adaptive._transform import adaptive_grad_clip as adaptive_grad_clip
 from .clipping._transform import clip_by_block_rms as clip_by_block_rms
 from .clipping._transform import clip_by_global_norm as clip_by_global_norm
 from .clipping._transform import clip_by_group_norm as clip_by_group_norm

@@ -93,8 +93,9 @@ def stable_spam_clip(
         norm = norm_decay * state.norm + (1 - norm_decay) * seen
         kept, added = jnp.sqrt(square_decay), jnp.sqrt(1 - square_decay)
         root_square = hypotenuse(kept * state.root_square, added * seen)
-        wanted = norm / filled(norm_decay, steps)
-        wanted = wanted / (root_square / jnp.sqrt(filled(square_decay, steps)) + eps)
+        root = root_square / jnp.sqrt(filled(square_decay, steps)) + eps
+        # Not `a / b / c`, which XLA makes `a / (b * c)`: that overflows from norms of 1e19 on.
+        wanted = norm / filled(norm_decay, steps) * (1 / root)
         factor = scaled_to(lengths, wanted.astype(lengths.dtype))
         by_leaf = zip(leaves, *factor, strict=True)
         scaled = iter([scale_leaf(x, Factor(*parts)) for x, *parts in by_leaf])

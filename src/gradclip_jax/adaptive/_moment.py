@@ -13,7 +13,8 @@ from .._mesh import replication, shard_axes
 from .._states import counted
 from .._types import Array, Number, Scalar, Tree
 from ..accumulation._running import accumulator_like
-from ..clipping._norm import leaf_slots, pooled_norms
+from ..clipping._layout import leaf_slots
+from ..clipping._norm import pooled_norms
 from ..clipping._scale import clip_factor, scale_leaf
 
 

@@ -13,14 +13,8 @@ from jax import lax
 
 from .._checks import broadcast_prefix, check_count, complaint, describe, leaf_path
 from .._types import Array, AxisName, Tree
-from ._norm import (
-    Slots,
-    counted_leaves,
-    has_norm,
-    one_slot,
-    pooled_norms,
-    unit_slots,
-)
+from ._layout import Slots, one_slot, unit_slots
+from ._norm import counted_leaves, has_norm, pooled_norms
 from ._rule import Rule, as_rule, constant
 from ._scale import Factor
 

@@ -24,7 +24,8 @@ from .._checks import (
 from .._mesh import max_over, sum_over, varying_axes
 from .._types import Array, AxisName, Number, Scalar, Tree
 from ._granularity import Granularity, Units
-from ._norm import counted_leaves, has_norm, norm_dtype, one_slot, pooled_norms
+from ._layout import one_slot
+from ._norm import counted_leaves, has_norm, norm_dtype, pooled_norms
 from ._rule import apply_rules
 from ._scale import Factor, clamp_leaf, clip_factor, replace_factor, scale_leaf
 

@@ -1,14 +1,14 @@
 """Clipping as Optax gradient transformations: each a choice of granularity and threshold."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import optax
 
-from .._checks import check_axis_name, check_number, check_ord, complaint
+from .._checks import check_axis_name, check_ord, complaint
 from .._types import NO_AXES, TWO, AxisName, Labels, Number, Order, Tree
-from ._granularity import global_units, group_units, inner_units, leaf_units
-from ._rule import as_rule, relative_to_params
+from ._granularity import global_units, group_units, leaf_units
+from ._rule import as_rule
 from ._scale import drop_factor
 from ._step import clamp_tree, clip_by_units, value_bounds
 
@@ -226,51 +226,6 @@ def clip_by_block_rms(
     name = "clip_by_block_rms"
     axes = check_axis_name(name, axis_name)
     units = leaf_units(name, "threshold", threshold, 2.0, axes, stack_axes, rms=True)
-    return clip_by_units(name, units, nonfinite=nonfinite)
-
-
-def adaptive_grad_clip(
-    clipping: Number,
-    eps: Number = 1e-3,
-    axis: int | Sequence[int] | None = None,
-    *,
-    nonfinite: str = "propagate",
-) -> optax.GradientTransformation:
-    """Scales each unit so that its norm is at most `clipping` times that of its parameters.
-
-    `g_i * min(1, clipping * max(norm(w_i), eps) / norm(g_i))` for each row or filter i.
-
-    Args:
-        clipping: largest ratio of gradient norm to parameter norm, dimensionless, > 0.
-        eps: what a parameter norm counts as at least, in the unit of the parameters, > 0.
-        axis: the axes the norm of a unit runs over; None takes Optax's choice by rank: all of
-            a scalar or vector, 0 of rank 2 and 3, all but the last of rank 4 and 5. Inside
-            `shard_map` they must not be sharded.
-        nonfinite: as for `clip_by_leaf_norm`.
-
-    Returns:
-        An Optax transformation with a `ClipState`; `update` needs `params`.
-
-    Raises:
-        ValueError: a number is not > 0, `axis` does not fit a leaf, or `params` is missing.
-        TypeError: an argument is no number; a leaf is not inexact.
-
-    Example:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
-        >>> clip = gcx.adaptive_grad_clip(0.5)
-        >>> params, grads = jnp.array([3.0, 4.0]), jnp.array([0.0, 10.0])
-        >>> updates, _ = clip.update(grads, clip.init(params), params)
-        >>> updates.tolist()
-        [0.0, 2.5]
-
-    References:
-        Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171; the last linear layer is left
-        out there: `optax.masked`.
-    """
-    name = "adaptive_grad_clip"
-    check_number(name, "clipping", clipping, "The paper uses 0.01 for large batches.")
-    check_number(name, "eps", eps, "The paper uses 1e-3.")
-    units = inner_units(name, relative_to_params(clipping, eps), 2.0, axis)
     return clip_by_units(name, units, nonfinite=nonfinite)
 
 

@@ -5,6 +5,7 @@ good while its update still looks harmless. So the update and the next state are
 They are computed only to be reduced to one flag, never written: no scratch, no copy to restore.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,8 @@ from jax import lax
 from .._checks import is_traced
 from .._run_if import GatedTransformation
 from .._types import Array, AxisName, Scalar, Tree
-from ..clipping._norm import has_norm, one_slot, pooled_norms
+from ..clipping._layout import one_slot
+from ..clipping._norm import counted_leaves, has_norm, norm_dtype, pooled_norms
 
 
 def all_finite(trees: Sequence[Tree], axis_name: AxisName) -> Scalar:
@@ -39,7 +41,8 @@ def is_finite_step(
 ) -> Scalar:
     """Whether gradient, update and next state of a step are finite.
 
-    What was not finite in the state before, such as an initial best loss of infinity, may stay.
+    What was not finite in the state before, such as an initial best loss of infinity, may stay,
+    and a threshold may become infinite: it then clips nothing.
     """
     if isinstance(tx, GatedTransformation):
         gate = tx.gate(grads, state, params, extra_args)
@@ -52,9 +55,8 @@ def is_finite_step(
         return all_finite([grads, gate.pending], axis_name) & _if(gate.is_open, look_inside)
     update = optax.with_extra_args_support(tx).update
     updates, next_state = update(grads, state, params, **extra_args)
-    return _is_finite(
-        _columns([(grads, grads), (updates, updates), (next_state, state)]), axis_name
-    )
+    states = _without_thresholds(next_state), _without_thresholds(state)
+    return _is_finite(_columns([(grads, grads), (updates, updates), states]), axis_name)
 
 
 def _if(predicate: Array, look: Any) -> Scalar:
@@ -64,13 +66,16 @@ def _if(predicate: Array, look: Any) -> Scalar:
 
 
 def _is_finite(columns: list[Array], axis_name: AxisName) -> Scalar:
-    return jnp.isfinite(pooled_norms(columns, one_slot(columns), np.inf, axis_name)[0])
+    # The largest of many: XLA on the CPU drops a NaN from a maximum over 65,536 elements or more.
+    columns = [jnp.where(x < jnp.inf, x, jnp.full_like(x, jnp.inf)) for x in columns]
+    return pooled_norms(columns, one_slot(columns), np.inf, axis_name)[0] < jnp.inf
 
 
 def _columns(pairs: Sequence[tuple[Tree, Tree]]) -> list[Array]:
     """Largest magnitudes, element by element, over the leaves that share a place and a shape."""
     structure = jax.tree.structure(pairs[0][0])
-    columns: list[Array] = [jnp.zeros(())] * structure.num_leaves
+    dtype = norm_dtype(leaf for tree, _ in pairs for leaf in counted_leaves(tree))
+    columns: list[Array] = [jnp.zeros((), dtype)] * structure.num_leaves
     others: list[Array] = []
 
     def is_column(node: Any) -> bool:
@@ -86,19 +91,35 @@ def _columns(pairs: Sequence[tuple[Tree, Tree]]) -> list[Array]:
             for i, (x, was) in enumerate(leaves):
                 if not has_norm(x):
                     continue
-                magnitude = _newly_large(jnp.asarray(x), jnp.asarray(was), same=new is old)
+                magnitude = _newly_large(jnp.asarray(x), jnp.asarray(was), dtype, same=new is old)
                 if is_column(subtree) and columns[i].shape in ((), magnitude.shape):
-                    columns[i] = jnp.maximum(columns[i].astype(magnitude.dtype), magnitude)
+                    columns[i] = jnp.maximum(columns[i], magnitude)
                 else:
                     others.append(magnitude)
     return columns + others
 
 
-def _newly_large(x: Array, before: Array, *, same: bool) -> Array:
-    """The magnitude in at least float32; zero where it was not finite before either."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        magnitude = jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag))
-    else:
-        magnitude = jnp.abs(x)
-    magnitude = magnitude.astype(jnp.promote_types(magnitude.dtype, jnp.float32))
-    return magnitude if same else jnp.where(jnp.isfinite(before), magnitude, 0)
+def _newly_large(x: Array, before: Array, dtype: Any, *, same: bool) -> Array:
+    """The magnitude as the leaf's dtype rounds it; zero where it was not finite before either."""
+    parts = (x.real, x.imag) if jnp.issubdtype(x.dtype, jnp.complexfloating) else (x,)
+    magnitude = functools.reduce(jnp.maximum, [jnp.abs(part.astype(dtype)) for part in parts])
+    info = jnp.finfo(x.dtype)
+    if info.bits < 32:
+        # XLA leaves out a rounding whose result is widened again, and with it an overflow.
+        magnitude = lax.reduce_precision(magnitude, jnp.finfo(dtype).nexp, info.nmant)
+        magnitude = jnp.where(magnitude > float(info.max), jnp.inf, magnitude)
+    if same:
+        return magnitude
+    return jnp.where(jnp.isfinite(before), magnitude, jnp.zeros_like(magnitude))
+
+
+def _without_thresholds(state: Any) -> Any:
+    """The state without what a clip or guard tells, which may become infinite and harms nothing."""
+
+    def tells(node: Any) -> bool:
+        return hasattr(node, "clip_threshold")
+
+    def strip(node: Any) -> Any:
+        return _without_thresholds(getattr(node, "inner_state", ())) if tells(node) else node
+
+    return jax.tree.map(strip, state, is_leaf=tells)

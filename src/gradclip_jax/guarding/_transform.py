@@ -18,7 +18,8 @@ from .._checks import (
 from .._run_if import Gate, GatedTransformation, gated
 from .._states import counted
 from .._types import TWO, AxisName, Count, Order, Scalar, Tree
-from ..clipping._norm import counted_leaves, one_slot, pooled_norms
+from ..clipping._layout import one_slot
+from ..clipping._norm import counted_leaves, pooled_norms
 from ..clipping._rule import Rule, apply_rules, as_rule
 from ._detect import all_finite, is_finite_step
 
@@ -114,8 +115,7 @@ def skip_nonfinite(
     limit, axes = _checked(name, inner, max_consecutive_skips, axis_name)
 
     def init(params: Tree) -> SkipNonfiniteState:
-        zero = jnp.zeros((), jnp.int32)
-        return SkipNonfiniteState(zero, zero, jnp.zeros((), bool), inner.init(params))
+        return SkipNonfiniteState(_zero(), _zero(), _zero(bool), inner.init(params))
 
     def gate(
         updates: Tree, state: SkipNonfiniteState, params: Tree, extra_args: dict[str, Any]
@@ -193,25 +193,27 @@ def skip_large_norm(
     hint = "It bounds how long a new level of the norm is mistaken for spikes."
     check_count(name, "relearn_after", relearn_after, hint)
     order, rule = check_ord(name, ord), as_rule(name, "max_norm", max_norm)
-    nothing = jnp.zeros((), jnp.float32)
+
+    def fresh() -> Any:
+        return rule.init(_zero(jnp.float32))
+
     # A number or a schedule has no level to learn anew, and keeps its count.
-    learns = isinstance(max_norm, Rule) and bool(jax.tree.leaves(rule.init(nothing)))
+    learns = isinstance(max_norm, Rule) and bool(jax.tree.leaves(fresh()))
 
     def measure(tree: Tree) -> Scalar:
         leaves = counted_leaves(tree)
         return pooled_norms(leaves, one_slot(leaves), order, axes)[0]
 
     def init(params: Tree) -> SkipLargeNormState:
-        zero = jnp.zeros((), jnp.int32)
         return SkipLargeNormState(
-            grad_norm=nothing,
-            clip_threshold=nothing + jnp.inf,
-            skipped_large_norm=zero,
-            skipped_nonfinite=zero,
-            consecutive_skips=zero,
-            large_streak=zero,
-            guard_failed=jnp.zeros((), bool),
-            rules=(rule.init(nothing),),
+            grad_norm=_zero(jnp.float32),
+            clip_threshold=jnp.full((), jnp.inf, jnp.float32),
+            skipped_large_norm=_zero(),
+            skipped_nonfinite=_zero(),
+            consecutive_skips=_zero(),
+            large_streak=_zero(),
+            guard_failed=_zero(bool),
+            rules=(fresh(),),
             inner_state=inner.init(params),
         )
 
@@ -224,7 +226,7 @@ def skip_large_norm(
         (threshold,), rules = apply_rules([rule], [norm], state.rules, param_norms)
         finite, within = jnp.isfinite(norm), norm <= threshold
         relearns = finite & ~within & (state.large_streak >= relearn_after) & learns
-        _, fresh = apply_rules([rule], [norm], (rule.init(nothing),), param_norms)
+        _, relearned = apply_rules([rule], [norm], (fresh(),), param_norms)
         is_open = finite & (within | relearns)
         streak = _streak(state.consecutive_skips, is_open)
         is_large = finite & ~is_open
@@ -238,7 +240,7 @@ def skip_large_norm(
                 consecutive_skips=streak,
                 large_streak=jnp.where(is_open, 0, counted(state.large_streak, is_large)),
                 guard_failed=state.guard_failed | (streak >= limit),
-                rules=jax.tree.map(functools.partial(jnp.where, relearns), fresh, rules),
+                rules=jax.tree.map(functools.partial(jnp.where, relearns), relearned, rules),
                 inner_state=inner_state,
             )
 
@@ -261,3 +263,8 @@ def _checked(
 
 def _streak(count: Scalar, is_open: Scalar) -> Scalar:
     return jnp.where(is_open, 0, counted(count))
+
+
+def _zero(dtype: Any = jnp.int32) -> Scalar:
+    # A call for each field: a buffer that two fields share cannot be donated.
+    return jnp.zeros((), dtype)

@@ -9,7 +9,8 @@ import optax
 from .._checks import check_axis_name, check_count, check_inexact, check_ord, complaint
 from .._states import counted, find_states
 from .._types import TWO, Array, AxisName, Order, Scalar, Tree
-from ..clipping._norm import counted_leaves, leaf_slots, one_slot, pooled_norms
+from ..clipping._layout import leaf_slots, one_slot
+from ..clipping._norm import counted_leaves, pooled_norms
 from ._measure import refuse_traced
 
 
