@@ -61,12 +61,16 @@ def check_number(
     low: float = 0.0,
     high: float = math.inf,
     closed: bool = False,
+    or_nan: bool = False,
 ) -> None:
-    """Refuses what is not a number in (low, high], or in [low, high] if `closed`."""
+    """Refuses what is not a number in (low, high], or in [low, high] if `closed`; or NaN."""
     relation = ">=" if closed else ">"
     rule = f"a number {relation} {low:g}" + ("" if high == math.inf else f" and <= {high:g}")
-    is_number = isinstance(value, (int, float, np.number, np.ndarray, jax.Array))
-    if not is_number or isinstance(value, bool) or np.ndim(value) != 0:
+    is_array = isinstance(value, (np.generic, np.ndarray, jax.Array))
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_array:  # by dtype: the scalars of bfloat16 are no `np.number`
+        is_number = jnp.issubdtype(value.dtype, jnp.number)
+    if not is_number or np.ndim(value) != 0:
         got = describe(value) if hasattr(value, "dtype") else repr(value)
         raise TypeError(complaint(function, argument, rule, got, hint))
     if jnp.issubdtype(jnp.result_type(value), jnp.complexfloating):
@@ -74,6 +78,8 @@ def check_number(
     if is_traced(value):
         return
     known = float(value)
+    if or_nan and math.isnan(known):
+        return
     if not ((low <= known if closed else low < known) and known <= high):
         raise ValueError(complaint(function, argument, rule, repr(value), hint))
 
@@ -110,7 +116,7 @@ def check_axis_name(function: str, axis_name: Any) -> AxisName:
     """Axis names as a tuple, or None."""
     if axis_name is None:
         return None
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     if not all(isinstance(name, str) for name in names):
         rule = "a string, a tuple of strings or None"
         hint = "Name the mapped axes over which the leaves are sharded."
@@ -132,17 +138,18 @@ def check_transformation(function: str, argument: str, value: Any) -> None:
         raise TypeError(complaint(function, argument, rule, repr(value), hint))
 
 
-def check_inexact(function: str, argument: str, tree: Tree) -> None:
-    """Refuses leaves that are neither floating, complex nor float0."""
+def check_inexact(function: str, argument: str, tree: Tree, *, real: bool = False) -> None:
+    """Refuses leaves that are neither floating, complex (unless `real`) nor float0."""
+    kind, rule = (jnp.floating, "floating") if real else (jnp.inexact, "floating or complex")
     bad = [
         f"{describe(leaf)} at {leaf_path(argument, path)}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if not is_float0(leaf) and not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+        if not is_float0(leaf) and not jnp.issubdtype(jnp.result_type(leaf), kind)
     ]
     if bad:
         raise TypeError(
-            f"{function}: every leaf of `{argument}` must be floating or complex, got "
-            f"{_listed(bad)}. Leave such leaves out with `optax.masked`."
+            f"{function}: every leaf of `{argument}` must be {rule}, got {_listed(bad)}. "
+            "Leave such leaves out with `optax.masked`."
         )
 
 

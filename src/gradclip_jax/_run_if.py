@@ -4,6 +4,7 @@
 makes zero or one trip does neither: its carry stays in the buffers it came in.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import optax
 from jax import lax
 
 from ._checks import check_transformation, is_float0, is_traced
+from ._mesh import vary, varying_axes
 from ._types import Array, Tree
 
 Step = Callable[[Tree], Tree]
@@ -40,7 +42,12 @@ def like_dtypes(tree: Tree, reference: Tree) -> Tree:
     """The tree in the dtypes of the reference; a float0 leaf leaves the reference as it is."""
 
     def convert(x: Any, like: Any) -> Any:
-        return like if is_float0(x) else jnp.asarray(x).astype(jnp.result_type(like))
+        if is_float0(x):
+            return like
+        dtype = jnp.result_type(like)
+        # A typed random key has no `astype`, and is never of another dtype.
+        is_key = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+        return x if is_key else jnp.asarray(x).astype(dtype)
 
     return jax.tree.map(convert, tree, reference)
 
@@ -82,8 +89,12 @@ class Gate(NamedTuple):
     close: Callable[[Any, Tree], Any]
 
 
-class GatedTransformation(optax.GradientTransformationExtraArgs):
-    """A transformation whose inner one takes a step only when a gate is open.
+@dataclasses.dataclass(frozen=True)
+class GatedUpdate:
+    """The `update` of a transformation whose inner one takes a step only when a gate is open.
+
+    An object, so that `apply_gradients` can look behind it wherever the transformation has
+    been: some trainers take a transformation apart and put it together again.
 
     Attributes:
         inner: the inner transformation.
@@ -93,37 +104,42 @@ class GatedTransformation(optax.GradientTransformationExtraArgs):
     inner: optax.GradientTransformationExtraArgs
     gate: Callable[[Tree, Any, Tree, dict[str, Any]], Gate]
 
+    def __call__(
+        self, updates: Tree, state: Any, params: Tree | None = None, **extra_args: Any
+    ) -> tuple[Tree, Any]:
+        """The update of the inner transformation, or zeros while the gate is shut."""
+        now = self.gate(updates, state, params, extra_args)
+
+        def inner_update(grads: Tree, inner_state: Any) -> tuple[Tree, Any]:
+            return self.inner.update(grads, inner_state, params, **now.extra_args)
+
+        def step(carry: Tree) -> Tree:
+            grads, pending = now.grads(carry[2])
+            return *inner_update(grads, carry[1]), pending
+
+        like, _ = jax.eval_shape(inner_update, updates, now.inner_state)
+        zeros = jax.tree.map(_zeros, like, updates)
+        carry = (zeros, now.inner_state, now.pending)
+        emitted, inner_state, pending = run_if(now.is_open, step, carry)
+        return emitted, now.close(inner_state, pending)
+
 
 def gated(
     inner: optax.GradientTransformation,
     init: optax.TransformInitFn,
     gate: Callable[[Tree, Any, Tree, dict[str, Any]], Gate],
-) -> GatedTransformation:
-    """Builds a transformation from its gate; updates are zero while the gate is shut."""
-    inner = optax.with_extra_args_support(inner)
+) -> optax.GradientTransformationExtraArgs:
+    """Builds a transformation from its gate."""
+    update = GatedUpdate(optax.with_extra_args_support(inner), gate)
+    return optax.GradientTransformationExtraArgs(init, update)
 
-    def update(
-        updates: Tree, state: Any, params: Tree | None = None, **extra_args: Any
-    ) -> tuple[Tree, Any]:
-        now = gate(updates, state, params, extra_args)
 
-        def step(carry: Tree) -> Tree:
-            grads, pending = now.grads(carry[2])
-            return *inner.update(grads, carry[1], params, **now.extra_args), pending
-
-        like, _ = jax.eval_shape(
-            lambda grads, inner_state: inner.update(grads, inner_state, params, **now.extra_args),
-            updates,
-            now.inner_state,
-        )
-        zeros = jax.tree.map(lambda u, g: jnp.zeros_like(g, u.dtype), like, updates)
-        carry = (zeros, now.inner_state, now.pending)
-        emitted, inner_state, pending = run_if(now.is_open, step, carry)
-        return emitted, now.close(inner_state, pending)
-
-    made = GatedTransformation(init, update)
-    made.inner, made.gate = inner, gate
-    return made
+def _zeros(update: Any, grad: Any) -> Array:
+    """Zeros typed as the update: a mean over devices in the inner chain makes it vary less."""
+    axes = varying_axes(update)
+    if varying_axes(grad) == axes:
+        return jnp.zeros_like(grad, update.dtype)
+    return vary(jnp.zeros(update.shape, update.dtype), axes)
 
 
 def apply_gradients(
@@ -131,7 +147,8 @@ def apply_gradients(
 ) -> tuple[Tree, Any]:
     """Takes one optimizer step: `update` and `optax.apply_updates` in one call.
 
-    The same numbers, for any transformation. For `accumulate_gradients` and the guards it is
+    The same numbers, for any transformation; what `accumulate_gradients` gathers from bfloat16
+    gradients is rounded once, when it is added to the parameters. For it and the guards this is
     the fast path: a step that is held or skipped touches neither parameters nor optimizer
     state, where `update` must at least write a tree of zeros. Donate `params` and `state` to
     the jitted step, or they are copied.
@@ -160,16 +177,18 @@ def apply_gradients(
         [-2.0]
     """
     check_transformation("apply_gradients", "tx", tx)
-    if not isinstance(tx, GatedTransformation):
-        tx = optax.with_extra_args_support(tx)
-        updates, state = tx.update(grads, state, params, **extra_args)
+    gated_update = tx.update
+    if not isinstance(gated_update, GatedUpdate):
+        update = optax.with_extra_args_support(tx).update
+        updates, state = update(grads, state, params, **extra_args)
         return optax.apply_updates(params, updates), state
-    now = tx.gate(grads, state, params, extra_args)
+    inner = gated_update.inner
+    now = gated_update.gate(grads, state, params, extra_args)
 
     def step(carry: Tree) -> Tree:
         params, inner_state, pending = carry
         grads, pending = now.grads(pending)
-        return *apply_gradients(tx.inner, grads, inner_state, params, **now.extra_args), pending
+        return *apply_gradients(inner, grads, inner_state, params, **now.extra_args), pending
 
     carry = (params, now.inner_state, now.pending)
     params, inner_state, pending = run_if(now.is_open, step, carry)

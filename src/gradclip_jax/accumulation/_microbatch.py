@@ -1,5 +1,6 @@
 """Value and gradient of a batch, one micro-batch in memory at a time."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from .._checks import check_callable, check_count, complaint, describe, leaf_pat
 from .._mesh import sum_over, vary, varying_axes
 from .._run_if import like_dtypes
 from .._types import FLOAT32, Array, Tree
-from ._running import accumulator_like, add_weighted, read_out
+from ._running import accumulator_like, add_weighted, as_weight, read_out
 
 
 def microbatched_value_and_grad(
@@ -67,8 +68,8 @@ def microbatched_value_and_grad(
 
     Raises:
         ValueError: `num_microbatches` is < 1 or does not divide the batch; the message names
-            both numbers and the leaf.
-        TypeError: `fun` cannot be called, or the value is no scalar.
+            both numbers and the leaf. Or an auxiliary array grows along another axis.
+        TypeError: `fun` cannot be called, or the value or the weight is no scalar.
 
     Example:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -102,7 +103,8 @@ def microbatched_value_and_grad(
         apart = frozenset[str]().union(
             *(varying_axes(x) for i in batches for x in jax.tree.leaves(args[i]))
         )
-        local = [vary_tree(x, apart) if i in wanted else x for i, x in enumerate(args)]
+        differentiated = [i % len(args) for i in wanted]
+        local = [vary_tree(x, apart) if i in differentiated else x for i, x in enumerate(args)]
 
         def micro_batch(index: Array) -> Any:
             chosen = list(local)
@@ -113,8 +115,11 @@ def microbatched_value_and_grad(
             return value_and_grad(*chosen, **kwargs)
 
         (value, (weight, aux)), grads = jax.eval_shape(micro_batch, 0)
-        (_, (_, whole_aux)), _ = jax.eval_shape(value_and_grad, *local, **kwargs)
-        kinds = jax.tree.map(_aux_kind, aux, whole_aux)
+        # Closed over, not passed: an argument may be anything, such as a flag or a model.
+        _, (_, whole_aux) = jax.eval_shape(lambda: weighted(*local, **kwargs))
+        kinds = jax.tree_util.tree_map_with_path(
+            functools.partial(_aux_kind, name, parts), aux, whole_aux
+        )
 
         def pick(tree: Tree, *wanted_kinds: str) -> list[Any]:
             leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(kinds), strict=True)
@@ -123,7 +128,7 @@ def microbatched_value_and_grad(
         def step(carry: Any, index: Array) -> tuple[Any, list[Array]]:
             sums, counts, total = carry
             (value, (weight, aux)), grads = micro_batch(index)
-            weight = None if weight is None else jnp.asarray(weight).astype(jnp.float32)
+            weight = as_weight(name, weight)
             terms = (value, grads, pick(aux, "mean"))
             sums = add_weighted(sums, terms, weight, jnp.array(False))
             counts = [old + new for old, new in zip(counts, pick(aux, "sum", "any"), strict=True)]
@@ -131,8 +136,11 @@ def microbatched_value_and_grad(
             return (sums, counts, total), pick(aux, "rows")
 
         terms = (value, grads, pick(aux, "mean"))
-        counts = [jnp.zeros(x.shape, x.dtype) for x in pick(aux, "sum", "any")]
-        start = (accumulator_like(terms, accumulator_dtype), counts, jnp.float32(0))
+        counts = [jnp.zeros_like(x) for x in pick(aux, "sum", "any")]
+        total = jnp.float32(0) if weight is None else jnp.zeros_like(weight, jnp.float32)
+        # A sum varies over the devices over which its weights do.
+        sums = vary_tree(accumulator_like(terms, accumulator_dtype), varying_axes(total))
+        start = (sums, counts, total)
         (sums, counts, total), rows = lax.scan(step, start, jnp.arange(parts))
 
         divisor = jnp.where(total > 0, total, 1)
@@ -143,7 +151,8 @@ def microbatched_value_and_grad(
         words = {"mean": "mean", "sum": "count", "any": "count", "rows": "rows"}
         aux = jax.tree.map(lambda kind: next(found[words[kind]]), kinds)
         if has_weight:
-            return (value, (total.astype(weight.dtype), aux) if has_aux else total), grads
+            total = total.astype(weight.dtype)
+            return (value, (total, aux) if has_aux else total), grads
         return ((value, aux) if has_aux else value), grads
 
     return run
@@ -183,9 +192,15 @@ def _in_order(rows: Array) -> Array:
     return by_example.reshape(-1, *by_example.shape[2:])
 
 
-def _aux_kind(micro: Any, whole: Any) -> str:
+def _aux_kind(function: str, parts: int, path: Any, micro: Any, whole: Any) -> str:
     """How an auxiliary array of micro-batches becomes that of the batch."""
     if micro.shape != whole.shape:
+        if not micro.shape or whole.shape != (parts * micro.shape[0], *micro.shape[1:]):
+            rule = "of one shape for every batch, or grow with it along the first axis"
+            got = f"{describe(micro)} for a micro-batch and {describe(whole)} for the batch"
+            got += f" at {leaf_path('aux', path)}"
+            hint = "Move its batch axis to the front."
+            raise ValueError(complaint(function, "aux", rule, got, hint))
         return "rows"
     if micro.dtype == jnp.bool_:
         return "any"

@@ -36,8 +36,8 @@ class NoiseState(NamedTuple):
 
 def empty_noise() -> NoiseState:
     """Nothing seen yet."""
-    zero = jnp.zeros((), jnp.float32)
-    return NoiseState(zero, jnp.zeros((), jnp.int32), zero, zero)
+    kinds = (jnp.float32, jnp.int32, jnp.float32, jnp.float32)
+    return NoiseState(*(jnp.zeros((), kind) for kind in kinds))
 
 
 def gradient_noise_scale(state: NoiseState) -> Scalar:

@@ -4,8 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from .._checks import is_float0
+from .._checks import complaint, describe, is_float0
 from .._types import Array, Scalar, Tree
 
 
@@ -29,6 +30,16 @@ def accumulator_dtype(kind: Any, dtype: Any) -> Any:
     if jnp.finfo(kind).bits == 64:
         return kind
     return jnp.promote_types(dtype, kind) if jnp.issubdtype(kind, jnp.complexfloating) else dtype
+
+
+def as_weight(function: str, weight: Any) -> Scalar | None:
+    """The weight of a micro-batch as float32[]; None counts as one."""
+    if weight is None:
+        return None
+    if np.ndim(weight):
+        hint = "Pass the number of examples or tokens in the micro-batch."
+        raise TypeError(complaint(function, "weight", "a scalar", describe(weight), hint))
+    return jnp.asarray(weight).astype(jnp.float32)
 
 
 def add_weighted(acc: Tree, grads: Tree, weight: Scalar | None, is_first: Array) -> Tree:

@@ -1,7 +1,6 @@
 """Gradient accumulation as an Optax gradient transformation."""
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,12 +19,11 @@ from .._checks import (
     is_float0,
     is_traced,
 )
-from .._run_if import Gate, GatedTransformation, gated, run_if
+from .._run_if import Gate, gated, like_dtypes, run_if
 from .._states import counted, find_states, replace_states
 from .._types import FLOAT32, Scalar, Tree
-from ..clipping._transform import clip_by_global_norm
 from ._noise import NoiseState, empty_noise, observe_micro_batch, observe_window
-from ._running import accumulator_like, add_weighted, read_out
+from ._running import accumulator_like, add_weighted, as_weight, read_out
 
 
 class AccumulationState(NamedTuple):
@@ -82,7 +80,7 @@ def accumulate_gradients(
     reduction: str = "mean",
     accumulator_dtype: Any = FLOAT32,
     noise_scale_decay: float | None = None,
-) -> GatedTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Runs the inner optimizer once for every `every` micro-batches, on their mean gradient.
 
     `sum(weight_i * g_i) / sum(weight_i)` over a window; between windows the updates are zeros
@@ -109,13 +107,14 @@ def accumulate_gradients(
         reduction: "mean" or "sum".
         accumulator_dtype: dtype of the sum for leaves of up to 32 bit; complex leaves take the
             complex dtype over it, 64-bit leaves keep their own.
-        noise_scale_decay: in [0, 1), 0.9 for example, measures the gradient noise scale
+        noise_scale_decay: in [0, 1], 0.9 for example, measures the gradient noise scale
             (McCandlish et al. 2018, arXiv 1812.06162) with this decay over windows, for the
             price of one norm a micro-batch; `metrics` tell it. None does not.
 
     Returns:
         An Optax transformation with an `AccumulationState`. The inner optimizer sees gradients
-        in the accumulator's dtype; the updates have the dtypes it gives on plain gradients.
+        in the accumulator's dtype, or, if it refuses them, in their own; the updates have the
+        dtypes it gives on plain gradients.
 
     Raises:
         ValueError: `every` is < 1, or `reduction` is another word.
@@ -147,15 +146,14 @@ def accumulate_gradients(
         return jnp.maximum(jnp.asarray(now).astype(jnp.int32), 1)
 
     def init(params: Tree) -> AccumulationState:
-        zero = jnp.zeros((), jnp.int32)
         return AccumulationState(
-            mini_step=zero,
-            gradient_step=zero,
+            mini_step=jnp.zeros((), jnp.int32),
+            gradient_step=jnp.zeros((), jnp.int32),
             inner_opt_state=inner.init(params),
             acc_grads=accumulator_like(params, accumulator_dtype),
             total_weight=jnp.zeros((), jnp.float32),
-            accumulation_steps=steps(zero),
-            micro_batch_count=zero,
+            accumulation_steps=steps(jnp.zeros((), jnp.int32)),
+            micro_batch_count=jnp.zeros((), jnp.int32),
             emitted=jnp.zeros((), bool),
             noise=() if noise_scale_decay is None else empty_noise(),
         )
@@ -166,12 +164,12 @@ def accumulate_gradients(
         check_inexact(name, "updates", updates)
         check_same_structure(name, "updates", updates, "params", _expected(state, updates))
         extra_args = dict(extra_args)
-        weight, flush = extra_args.pop("weight", None), extra_args.pop("flush", False)
-        weight = None if weight is None else jnp.asarray(weight).astype(jnp.float32)
-        flush = jnp.asarray(flush).astype(bool)
+        weight = as_weight(name, extra_args.pop("weight", None))
+        flush = jnp.asarray(extra_args.pop("flush", False)).astype(bool)
         # A flush that brings no weight is not a micro-batch, only the wish to close the window.
         arrived = jnp.array(True) if weight is None else ~(flush & (weight == 0))
-        starts = (state.mini_step == 0) & arrived
+        empty = state.mini_step == 0
+        starts, idle = empty & arrived, empty & ~arrived
         acc_grads = add_weighted(state.acc_grads, updates, weight, starts)
         total_weight = jnp.where(starts, 0, state.total_weight) + (1 if weight is None else weight)
         mini_step = state.mini_step + arrived
@@ -191,26 +189,49 @@ def accumulate_gradients(
             noise = run_if(emits, observe, noise)
 
         def close(inner_opt_state: Any, acc_grads: Tree) -> AccumulationState:
-            emitted = jnp.where(arrived | (mini_step > 0), emits, state.emitted)
             return AccumulationState(
                 mini_step=jnp.where(closes, 0, mini_step),
                 gradient_step=counted(state.gradient_step, emits),
                 inner_opt_state=inner_opt_state,
                 acc_grads=acc_grads,
                 total_weight=total_weight,
-                accumulation_steps=length,
+                accumulation_steps=jnp.where(idle, state.accumulation_steps, length),
                 micro_batch_count=counted(state.micro_batch_count, arrived),
-                emitted=emitted,
+                emitted=jnp.where(idle, state.emitted, emits),
                 noise=noise,
             )
 
         def grads(acc_grads: Tree) -> tuple[Tree, Tree]:
             window = read_out(acc_grads, updates, total_weight, mean=reduction == "mean")
-            return window, window
+            step = (state.inner_opt_state, params, extra_args)
+            return _as_taken(inner, window, updates, *step), window
 
         return Gate(emits, acc_grads, grads, state.inner_opt_state, extra_args, close)
 
     return gated(inner, init, gate)
+
+
+def _as_taken(
+    inner: optax.GradientTransformationExtraArgs,
+    window: Tree,
+    updates: Tree,
+    state: Any,
+    params: Tree,
+    extra_args: dict[str, Any],
+) -> Tree:
+    """The gradient of the window in the accumulator's dtype, if the inner optimizer takes it.
+
+    Some, `optax.novograd` and `optax.apply_if_finite` among them, cannot be traced on gradients
+    whose dtype is not that of the parameters.
+    """
+    plain = like_dtypes(window, updates)
+    if [x.dtype for x in jax.tree.leaves(plain)] == [x.dtype for x in jax.tree.leaves(window)]:
+        return window
+    try:
+        jax.eval_shape(lambda: inner.update(window, state, params, **extra_args))
+    except TypeError:
+        return plain
+    return window
 
 
 def _expected(state: AccumulationState, updates: Tree) -> Tree:
@@ -367,67 +388,3 @@ def _accumulation(function: str, state: Any) -> AccumulationState:
         rule = "a state of `accumulate_gradients`, or one around it"
         raise TypeError(complaint(function, "state", rule, type(state).__name__, hint))
     return found[0][1]
-
-
-@dataclasses.dataclass(frozen=True)
-class AccumulationConfig:
-    """How to accumulate, as plain values that can be written to a file.
-
-    Attributes:
-        accumulation_steps: micro-batches in a window, >= 1.
-        normalize: the mean of the window if True, else the sum.
-        max_grad_norm: the accumulated, normalised gradient is clipped to this global norm,
-            > 0; None does not clip.
-
-    Example:
-        >>> import optax, gradclip_jax as gcx
-        >>> config = gcx.AccumulationConfig(accumulation_steps=8, max_grad_norm=1.0)
-        >>> config.effective_batch_size(16)
-        128
-        >>> gcx.AccumulationConfig.from_dict(config.to_dict()) == config
-        True
-        >>> tx = config.build(optax.adamw(1e-3))
-    """
-
-    accumulation_steps: int = 4
-    normalize: bool = True
-    max_grad_norm: float | None = None
-
-    def __post_init__(self) -> None:
-        name = "AccumulationConfig"
-        check_count(name, "accumulation_steps", self.accumulation_steps, "Pass 1 for every step.")
-        if not isinstance(self.normalize, bool):
-            hint = "True takes the mean, False the sum."
-            raise TypeError(complaint(name, "normalize", "a bool", repr(self.normalize), hint))
-        if self.max_grad_norm is not None:
-            check_number(name, "max_grad_norm", self.max_grad_norm, "Pass None not to clip.")
-
-    def effective_batch_size(self, micro_batch_size: int) -> int:
-        """Examples in one optimizer step."""
-        name = "AccumulationConfig.effective_batch_size"
-        check_count(name, "micro_batch_size", micro_batch_size, "Pass the examples of one call.")
-        return int(micro_batch_size) * int(self.accumulation_steps)
-
-    def build(self, inner: optax.GradientTransformation) -> GatedTransformation:
-        """The accumulation around an inner optimizer."""
-        check_transformation("AccumulationConfig.build", "inner", inner)
-        if self.max_grad_norm is not None:
-            inner = optax.chain(clip_by_global_norm(self.max_grad_norm), inner)
-        reduction = "mean" if self.normalize else "sum"
-        return accumulate_gradients(inner, self.accumulation_steps, reduction=reduction)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON or YAML."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "AccumulationConfig":
-        """The inverse of `to_dict`; refuses keys it does not know."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        unknown = [key for key in values if key not in known]
-        if unknown:
-            rule = "a mapping with keys among " + ", ".join(known)
-            hint = "Take the key out."
-            name = "AccumulationConfig.from_dict"
-            raise ValueError(complaint(name, "values", rule, repr(unknown[0]), hint))
-        return cls(**values)

@@ -96,9 +96,9 @@ def mean_std(z_threshold: Number = 6.0, window: int = 128, warmup_steps: int = 6
     """The mean of the last norms plus `z_threshold` standard deviations, the present one apart.
 
     The rule by which OLMo-core and levanter skip steps, in levanter's arithmetic: population
-    variance, clipping from the norm after `warmup_steps` on. Norms above the threshold stay in
-    the history, so that a lasting rise is learned at once. Added: a standard deviation counts
-    as at least a hundredth of the mean, or a constant norm would make a threshold of itself.
+    variance, clipping after `warmup_steps` norms. Norms above the threshold stay in the history:
+    a lasting rise is learned at once. Added: the deviation counts as at least a hundredth of the
+    mean, or a constant norm would make a threshold of itself.
 
     Args:
         z_threshold: in standard deviations, > 0.
@@ -113,12 +113,13 @@ def mean_std(z_threshold: Number = 6.0, window: int = 128, warmup_steps: int = 6
     def update(norm: Array, state: WindowState, param_norm: Any) -> tuple[Array, WindowState]:
         known = jnp.isfinite(state.norms)
         n = jnp.maximum(jnp.sum(known, axis=0), 1).astype(jnp.float32)
-        mean = jnp.sum(jnp.where(known, state.norms, 0) / n, axis=0)
-        deviation = jnp.where(known, state.norms - mean, 0)
-        std = jnp.sqrt(jnp.sum(deviation**2 / n, axis=0))
-        threshold = mean + z_threshold * jnp.maximum(std, 0.01 * mean)
+        norms = jnp.where(known, state.norms, 0)
+        mean = jnp.sum(norms / n, axis=0)
+        # In units of the mean, so that squares cannot overflow.
+        deviation = jnp.where(known, norms / jnp.where(mean > 0, mean, 1) - 1, 0)
+        std = jnp.sqrt(jnp.maximum(jnp.sum(deviation**2 / n, axis=0), 0.01**2))
         warm = state.seen >= warmup_steps
-        return jnp.where(warm, threshold, jnp.inf), _recorded(state, norm)
+        return jnp.where(warm, mean + z_threshold * std * mean, jnp.inf), _recorded(state, norm)
 
     return _of_nonzero(lambda norm: _empty_window(norm, int(window)), update)
 
@@ -151,8 +152,7 @@ def zscore(
     check_number(name, "z_threshold", z_threshold, "The paper uses 2.5.")
     check_number(name, "decay", decay, "The paper uses 0.97.", high=1.0, closed=True)
     check_count(name, "warmup_steps", warmup_steps, "The paper uses 25.")
-    hint = "It bounds how long a new level of the norm is mistaken for spikes."
-    check_count(name, "relearn_after", relearn_after, hint)
+    check_count(name, "relearn_after", relearn_after, "So long a new level is taken for spikes.")
 
     def init(norm: Array) -> ZscoreState:
         nothing, zeros = jnp.zeros(norm.shape, jnp.int32), jnp.zeros_like(norm)
@@ -190,8 +190,7 @@ def ema(
     """`factor` times a decaying average of the clipped norms.
 
     In the warm-up the threshold is `warmup_max`, and the level is the smallest clipped norm, as
-    in AdaGC; norms of zero count towards the warm-up only. A lasting rise is followed slowly, by
-    0.1 % a step with the defaults.
+    in AdaGC; zeros count there only. A lasting rise is followed by 0.1 % a step, as published.
 
     Args:
         factor: how far above the average a norm may be, > 0.
@@ -267,7 +266,7 @@ def capped(rule: Rule, max_threshold: Number) -> Rule:
         threshold, state = rule.update(norm, state, param_norm)
         return jnp.minimum(threshold, max_threshold), state
 
-    return Rule(rule.init, update, rule.uses_params)
+    return Rule(rule.init, update, rule.uses_params, rule.counts_steps)
 
 
 def hypotenuse(x: Array, y: Array) -> Array:

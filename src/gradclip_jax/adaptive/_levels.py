@@ -71,8 +71,8 @@ def stable_spam_clip(
         return pooled_norms(leaves, leaf_slots(leaves), ord, None)
 
     def init(params: Tree) -> LevelsState:
-        zeros = jnp.zeros(len(counted_leaves(params)), jnp.float32)
-        return LevelsState(zeros.astype(jnp.int32), zeros, zeros, zeros)
+        kinds = (jnp.int32, jnp.float32, jnp.float32, jnp.float32)
+        return LevelsState(*(jnp.zeros(len(counted_leaves(params)), kind) for kind in kinds))
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, LevelsState]:
         check_inexact(name, "updates", updates)

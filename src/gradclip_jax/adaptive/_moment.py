@@ -1,6 +1,7 @@
 """Clips whose thresholds come from moments of the gradient, element by element."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -237,7 +238,9 @@ def _root(x: Array) -> Array:
 
 def filled(decay: Any, steps: Array) -> Array:
     """`1 - decay^steps`, to float32 rounding: how much of an average comes from data."""
-    return -jnp.expm1(steps * jnp.log(jnp.maximum(decay, 1e-30)))
+    if isinstance(decay, jax.Array):
+        return -jnp.expm1(steps * jnp.log(jnp.maximum(decay, 1e-30)))
+    return -jnp.expm1(steps * math.log(max(float(decay), 1e-30)))
 
 
 def check_decays(function: str, **decays: Any) -> None:

@@ -69,7 +69,7 @@ class Block(NamedTuple):
         over: the axes a row runs over.
         slots: the slot of each row, in the order of the remaining axes.
         shard_axes: the mapped axes over which the values are a shard of the whole.
-        is_small: whether it may be joined with others: two axes, rows first.
+        is_small: whether it may be joined with others: one row, or two axes, rows first.
     """
 
     values: Array
@@ -103,10 +103,12 @@ def _by_leaf(
         kept = tuple(axis for axis in range(values.ndim) if axis not in over)
         joinable = is_joinable(x)
         is_small = joinable and values.size <= _SMALL
-        # A flat reduction is the most exact one; but a shard must not be moved for it.
-        if is_small or (joinable and kept == tuple(range(len(kept)))):
-            values = values.transpose(*kept, *over).reshape(rows, -1)
-            over = (1,)
+        # A flat reduction is the most exact one, and on CPU ten times faster than one row of
+        # two axes; but a shard must not be moved for it.
+        if joinable and rows == 1:
+            values, over = values.reshape(-1), (0,)
+        elif is_small or (joinable and kept == tuple(range(len(kept)))):
+            values, over = values.transpose(*kept, *over).reshape(rows, -1), (1,)
         places = list(range(first, first + rows))
         yield Block(values, over, places, shard_axes(x, axis_name), is_small)
 
@@ -131,10 +133,10 @@ def _joined(blocks: list[Block], dtype: Any) -> list[Block]:
 
     def like_length(block: Block) -> Any:
         is_small = block.is_small and block.values.size <= _SMALL
-        return (_rounded_up(block.values.shape[1]), block.shard_axes) if is_small else None
+        return (_rounded_up(block.values.shape[-1]), block.shard_axes) if is_small else None
 
-    blocks = [_concatenated(group, 1, dtype) for group in _grouped(blocks, same_slot)]
-    return [_concatenated(group, 0, dtype) for group in _grouped(blocks, like_length)]
+    blocks = [_end_to_end(group, dtype) for group in _grouped(blocks, same_slot)]
+    return [_stacked(group, dtype) for group in _grouped(blocks, like_length)]
 
 
 def _grouped(blocks: list[Block], key: Callable[[Block], Any]) -> list[list[Block]]:
@@ -152,19 +154,23 @@ def _rounded_up(length: int) -> int:
     return -(-length // step) * step
 
 
-def _concatenated(group: list[Block], axis: int, dtype: Any) -> Block:
+def _end_to_end(group: list[Block], dtype: Any) -> Block:
     if len(group) == 1:
         return group[0]
     values = [block.values.astype(dtype) for block in group]
-    if axis == 0:
-        length = _rounded_up(values[0].shape[1])
-        values = [lax.pad(x, x.dtype.type(0), _to_length(x, length)) for x in values]
-    slots = group[0].slots if axis == 1 else [slot for block in group for slot in block.slots]
-    return group[0]._replace(values=jnp.concatenate(values, axis), slots=slots)
+    return group[0]._replace(values=jnp.concatenate(values))
 
 
-def _to_length(x: Array, length: int) -> list[tuple[int, int, int]]:
-    return [(0, 0, 0), (0, length - x.shape[1], 0)]
+def _stacked(group: list[Block], dtype: Any) -> Block:
+    if len(group) == 1:
+        return group[0]
+    length = _rounded_up(group[0].values.shape[-1])
+    rows: list[Array] = []
+    for block in group:
+        x = block.values.astype(dtype).reshape(len(block.slots), -1)
+        rows.append(lax.pad(x, dtype(0), [(0, 0, 0), (0, length - x.shape[1], 0)]))
+    slots = [slot for block in group for slot in block.slots]
+    return group[0]._replace(values=jnp.concatenate(rows), over=(1,), slots=slots)
 
 
 def rows_of_slots(slots: list[list[int]], size: int) -> np.ndarray[Any, Any]:

@@ -31,7 +31,7 @@ def global_norm(tree: Tree, *, ord: float = 2.0, axis_name: AxisName = None) -> 
     | float16 `[300, 400]` | 500, though its squares overflow float16 |
     | float32 `[1e20, 1e20]`, `[3e-23, 4e-23]` | 1.4142e20, 5e-23 |
     | empty, or only `None`, masked or zero-size leaves | 0 |
-    | any NaN | NaN |
+    | any NaN | NaN; inf for `ord=inf` |
     | an infinity and no NaN | inf |
     | sharded | that of the whole, see `axis_name` |
 
@@ -147,7 +147,8 @@ def pooled_norms(leaves: list[Array], slots: Slots, ord: float, axis_name: AxisN
         return sum_over(pool(totals, jnp.sum), everywhere)
 
     if math.isinf(ord):
-        return largest(lambda x: jnp.abs(x.astype(dtype)))
+        # XLA on CPU drops a NaN from a maximum over many elements, an infinity it keeps.
+        return largest(lambda x: jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)).astype(dtype))
     elements = np.zeros(slots.size)
     for block in blocks:
         np.add.at(elements, block.slots, block.values.size / len(block.slots))

@@ -33,6 +33,8 @@ class Rule:
             finite, `param_norm` is None unless `uses_params`. The threshold is in the unit of
             the norm; one that is not positive gives a zero update.
         uses_params: whether `update` needs the norms of the parameters, taken as the gradient's.
+        counts_steps: whether the state is a count of all steps and no memory of norms; it then
+            goes on at a step whose norm is not finite.
 
     Example:
         Twice the largest norm of the last step, and no clipping at first:
@@ -49,6 +51,7 @@ class Rule:
     init: Callable[[Array], Any]
     update: Callable[[Array, Any, Array | None], tuple[Array, Any]]
     uses_params: bool = False
+    counts_steps: bool = False
 
 
 def constant(value: Number) -> Rule:
@@ -65,7 +68,7 @@ def scheduled(schedule: Callable[[Array], Any]) -> Rule:
     def update(norm: Array, count: Array, param_norm: Array | None) -> tuple[Array, Array]:
         return jnp.asarray(schedule(count)), counted(count)
 
-    return Rule(init, update)
+    return Rule(init, update, counts_steps=True)
 
 
 def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
@@ -84,7 +87,8 @@ def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
 
     def update(norm: Array, state: Any, param_norm: Array | None) -> tuple[Array, Any]:
         assert param_norm is not None  # the clip measures it: `uses_params`
-        return jnp.maximum(param_norm, eps) * ratio, state
+        floor, slope = (jnp.asarray(x).astype(param_norm.dtype) for x in (eps, ratio))
+        return jnp.maximum(param_norm, floor) * slope, state
 
     return Rule(lambda norm: (), update, uses_params=True)
 
@@ -97,6 +101,11 @@ def as_rule(function: str, argument: str, threshold: Any) -> Rule:
         return scheduled(threshold)
     check_number(function, argument, threshold, _HINT)
     return constant(threshold)
+
+
+def first_state(rule: Rule, shape: Sequence[int] = ()) -> Any:
+    """The state before the first norm, each array in a buffer of its own: it may be donated."""
+    return jax.tree.map(jnp.array, rule.init(jnp.zeros(shape, jnp.float32)))
 
 
 def apply_rules(
@@ -115,8 +124,10 @@ def apply_rules(
             param_norms[i].astype(jnp.float32) if rule.uses_params and param_norms else None
         )
         threshold, proposed = rule.update(seen, state, param_norm)
-        thresholds.append(jnp.broadcast_to(threshold.astype(norm.dtype), norm.shape))
-        next_states.append(_where_finite(finite, proposed, state))
+        threshold = jnp.asarray(threshold).astype(norm.dtype)
+        thresholds.append(jnp.broadcast_to(threshold, norm.shape))
+        keeps = jnp.ones_like(finite) if rule.counts_steps else finite
+        next_states.append(_where_finite(keeps, proposed, state))
     return thresholds, tuple(next_states)
 
 

@@ -75,7 +75,7 @@ def scale_leaf(x: Any, factor: Factor, *, drops: bool = False) -> Any:
     Unchanged bit for bit where the factor is one; with `drops`, zero where the factor is zero,
     even for an infinite x.
     """
-    wide = jnp.promote_types(x.dtype, factor.fine.dtype)
+    wide = _wide(x.dtype, factor.fine.dtype)
     scaled = x.astype(wide) * factor.coarse.astype(wide) * factor.fine.astype(wide)
     scaled = _rounded(scaled, x.dtype)
     if drops:
@@ -92,10 +92,18 @@ def clamp_leaf(x: Any, low: Any, high: Any) -> Any:
     """X within [low, high], compared in at least float32; a NaN stays NaN."""
     if is_float0(x):
         return x
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = _wide(x.dtype, jnp.float32)
     low, high = (jnp.asarray(bound).astype(wide) for bound in (low, high))
     clamped = _rounded(jnp.clip(x.astype(wide), low, high), x.dtype)
     return jnp.where((x.astype(wide) < low) | (x.astype(wide) > high), clamped, x)
+
+
+def _wide(dtype: Any, other: Any) -> Any:
+    """The dtype of 32 bit or more that holds both; JAX promotes no float8, and strict, nothing."""
+    bits = max(jnp.finfo(dtype).bits, jnp.finfo(other).bits)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return jnp.complex128 if bits == 64 else jnp.complex64
+    return jnp.float64 if bits == 64 else jnp.float32
 
 
 def _rounded(x: Array, dtype: Any) -> Array:
@@ -106,6 +114,9 @@ def _rounded(x: Array, dtype: Any) -> Array:
     info = jnp.finfo(dtype)
     if float(info.tiny) <= float(jnp.finfo(x.dtype).tiny):
         return x.astype(dtype)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        parts = (_rounded(part, info.dtype) for part in (x.real, x.imag))
+        return lax.complex(*parts)
     spacing = float(info.tiny) * float(info.eps)
     coarse = lax.mul(jnp.trunc(x / spacing), jnp.asarray(spacing, x.dtype))
     return jnp.where(jnp.abs(x) < float(info.tiny), coarse, x).astype(dtype)

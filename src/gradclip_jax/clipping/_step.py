@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 from .._checks import (
     check_axis_name,
@@ -26,7 +27,7 @@ from .._types import Array, AxisName, Number, Scalar, Tree
 from ._granularity import Granularity, Units
 from ._layout import one_slot
 from ._norm import counted_leaves, has_norm, norm_dtype, pooled_norms
-from ._rule import apply_rules
+from ._rule import apply_rules, first_state
 from ._scale import Factor, clamp_leaf, clip_factor, replace_factor, scale_leaf
 
 
@@ -66,7 +67,7 @@ def clip_by_units(
         units = granularity(params)
         norms = jax.eval_shape(units.norms, counted_leaves(params))
         nothing = [jnp.zeros(norm.shape, jnp.float32) for norm in norms]
-        states = [rule.init(zeros) for rule, zeros in zip(units.rules, nothing, strict=True)]
+        states = [first_state(rule, x.shape) for rule, x in zip(units.rules, nothing, strict=True)]
         ones = [jnp.ones(norm.shape, jnp.float32) for norm in norms]
         state = _told(units, nothing, [one * jnp.inf for one in ones], ones, ord, jnp.array(False))
         return state._replace(rules=tuple(states))
@@ -83,6 +84,8 @@ def clip_by_units(
         factors = [reaction(n, t) for n, t in zip(seen, thresholds, strict=True)]
         bad = _is_bad(norms)
         factors = [replace_factor(factor, bad, replacement) for factor in factors]
+        # Otherwise the arithmetic above is compiled anew into the scaling of every leaf.
+        factors = lax.optimization_barrier(factors)
         told = _told(units, norms, thresholds, [f.value for f in factors], ord, bad)
         scaled = scale_tree(updates, units.spread(factors), drops=nonfinite == "zero")
         return scaled, told._replace(rules=states)
@@ -217,7 +220,7 @@ def clip_grad_norm(
     if norm is None:
         total = pooled_norms(leaves, one_slot(leaves), order, axes)[0]
     else:
-        check_number(name, "norm", norm, "Pass the norm of `grads`.", closed=True)
+        check_number(name, "norm", norm, "Pass the norm of `grads`.", closed=True, or_nan=True)
         total = jnp.asarray(norm).astype(norm_dtype(leaves))
     factor = clip_factor(total, jnp.asarray(max_norm).astype(total.dtype))
     return scale_tree(grads, [factor] * len(leaves), drops=False), total
@@ -227,7 +230,7 @@ def clip_grad_value(grads: Tree, max_value: Number) -> Tree:
     """Clamps every element of a gradient tree to `[-max_value, max_value]`.
 
     Args:
-        grads: floating or complex leaves of any shape.
+        grads: floating leaves of any shape.
         max_value: the bound in the unit of the gradients, > 0; may be traced.
 
     Returns:
@@ -261,5 +264,5 @@ def value_bounds(function: str, max_value: Any, min_value: Any) -> tuple[Any, An
 
 def clamp_tree(function: str, argument: str, tree: Tree, low: Any, high: Any) -> Tree:
     """Every element within the bounds."""
-    check_inexact(function, argument, tree)
+    check_inexact(function, argument, tree, real=True)
     return jax.tree.map(lambda x: clamp_leaf(x, low, high), tree)

@@ -16,7 +16,7 @@ import optax
 from jax import lax
 
 from .._checks import is_traced
-from .._run_if import GatedTransformation
+from .._run_if import GatedUpdate
 from .._types import Array, AxisName, Scalar, Tree
 from ..clipping._layout import one_slot
 from ..clipping._norm import counted_leaves, has_norm, norm_dtype, pooled_norms
@@ -44,12 +44,14 @@ def is_finite_step(
     What was not finite in the state before, such as an initial best loss of infinity, may stay,
     and a threshold may become infinite: it then clips nothing.
     """
-    if isinstance(tx, GatedTransformation):
-        gate = tx.gate(grads, state, params, extra_args)
+    gated_update = tx.update
+    if isinstance(gated_update, GatedUpdate):
+        inner = gated_update.inner
+        gate = gated_update.gate(grads, state, params, extra_args)
 
         def look_inside() -> Scalar:
             seen, _ = gate.grads(gate.pending)
-            inside = (tx.inner, seen, gate.inner_state, params, gate.extra_args, axis_name)
+            inside = (inner, seen, gate.inner_state, params, gate.extra_args, axis_name)
             return is_finite_step(*inside)
 
         return all_finite([grads, gate.pending], axis_name) & _if(gate.is_open, look_inside)
@@ -66,8 +68,6 @@ def _if(predicate: Array, look: Any) -> Scalar:
 
 
 def _is_finite(columns: list[Array], axis_name: AxisName) -> Scalar:
-    # The largest of many: XLA on the CPU drops a NaN from a maximum over 65,536 elements or more.
-    columns = [jnp.where(x < jnp.inf, x, jnp.full_like(x, jnp.inf)) for x in columns]
     return pooled_norms(columns, one_slot(columns), np.inf, axis_name)[0] < jnp.inf
 
 

@@ -15,12 +15,12 @@ from .._checks import (
     check_ord,
     check_transformation,
 )
-from .._run_if import Gate, GatedTransformation, gated
+from .._run_if import Gate, gated, run_if
 from .._states import counted
 from .._types import TWO, AxisName, Count, Order, Scalar, Tree
 from ..clipping._layout import one_slot
 from ..clipping._norm import counted_leaves, pooled_norms
-from ..clipping._rule import Rule, apply_rules, as_rule
+from ..clipping._rule import apply_rules, as_rule
 from ._detect import all_finite, is_finite_step
 
 _RELEARN_AFTER = np.int32(25)  # NumPy, so that `optax.inject_hyperparams` leaves it alone
@@ -73,7 +73,7 @@ def skip_nonfinite(
     *,
     max_consecutive_skips: int | None = None,
     axis_name: AxisName = None,
-) -> GatedTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Leaves out every step that is not finite: as if its batch had never been.
 
     A step is taken only if the gradient, the loss (where it is given to `update` as `value`),
@@ -146,11 +146,12 @@ def skip_large_norm(
     axis_name: AxisName = None,
     relearn_after: Count = _RELEARN_AFTER,
     max_consecutive_skips: int | None = None,
-) -> GatedTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Leaves out every step whose gradient norm is above a threshold, or not finite.
 
-    It cannot lock up: after `relearn_after` skips for the norm in a row, a rule that learns
-    its level from history starts afresh from the norm at hand, and the step is taken.
+    It cannot lock up: after `relearn_after` skips for the norm in a row the step is taken, and
+    a rule that learns its level from history starts afresh from the norm at hand, unless it has
+    come to a higher threshold by itself.
 
     | gradient norm | effect |
     | --- | --- |
@@ -195,10 +196,10 @@ def skip_large_norm(
     order, rule = check_ord(name, ord), as_rule(name, "max_norm", max_norm)
 
     def fresh() -> Any:
-        return rule.init(_zero(jnp.float32))
+        return first_state(rule)
 
     # A number or a schedule has no level to learn anew, and keeps its count.
-    learns = isinstance(max_norm, Rule) and bool(jax.tree.leaves(fresh()))
+    learns = bool(jax.tree.leaves(fresh())) and not rule.counts_steps
 
     def measure(tree: Tree) -> Scalar:
         leaves = counted_leaves(tree)
@@ -226,7 +227,15 @@ def skip_large_norm(
         (threshold,), rules = apply_rules([rule], [norm], state.rules, param_norms)
         finite, within = jnp.isfinite(norm), norm <= threshold
         relearns = finite & ~within & (state.large_streak >= relearn_after) & learns
-        _, relearned = apply_rules([rule], [norm], (fresh(),), param_norms)
+
+        def relearn(rules: tuple[Any, ...]) -> tuple[Any, ...]:
+            # Not below what the rule has climbed to: a start of 1 never gets to a level of 1e4.
+            _, afresh = apply_rules([rule], [norm], (fresh(),), param_norms)
+            (low,), _ = apply_rules([rule], [norm], rules, param_norms)
+            (high,), _ = apply_rules([rule], [norm], afresh, param_norms)
+            return jax.tree.map(functools.partial(jnp.where, high > low), afresh, rules)
+
+        rules = run_if(relearns, relearn, rules) if learns else rules
         is_open = finite & (within | relearns)
         streak = _streak(state.consecutive_skips, is_open)
         is_large = finite & ~is_open
@@ -240,7 +249,7 @@ def skip_large_norm(
                 consecutive_skips=streak,
                 large_streak=jnp.where(is_open, 0, counted(state.large_streak, is_large)),
                 guard_failed=state.guard_failed | (streak >= limit),
-                rules=jax.tree.map(functools.partial(jnp.where, relearns), relearned, rules),
+                rules=rules,
                 inner_state=inner_state,
             )
 
