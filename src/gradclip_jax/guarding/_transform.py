@@ -20,7 +20,7 @@ from .._states import counted
 from .._types import TWO, AxisName, Count, Order, Scalar, Tree
 from ..clipping._layout import one_slot
 from ..clipping._norm import counted_leaves, pooled_norms
-from ..clipping._rule import apply_rules, as_rule
+from ..clipping._rule import apply_rules, as_rule, first_state
 from ._detect import all_finite, is_finite_step
 
 _RELEARN_AFTER = np.int32(25)  # NumPy, so that `optax.inject_hyperparams` leaves it alone
@@ -195,11 +195,8 @@ def skip_large_norm(
     check_count(name, "relearn_after", relearn_after, hint)
     order, rule = check_ord(name, ord), as_rule(name, "max_norm", max_norm)
 
-    def fresh() -> Any:
-        return first_state(rule)
-
     # A number or a schedule has no level to learn anew, and keeps its count.
-    learns = bool(jax.tree.leaves(fresh())) and not rule.counts_steps
+    learns = bool(jax.tree.leaves(first_state(rule))) and not rule.counts_steps
 
     def measure(tree: Tree) -> Scalar:
         leaves = counted_leaves(tree)
@@ -214,7 +211,7 @@ def skip_large_norm(
             consecutive_skips=_zero(),
             large_streak=_zero(),
             guard_failed=_zero(bool),
-            rules=(fresh(),),
+            rules=(first_state(rule),),
             inner_state=inner.init(params),
         )
 
@@ -230,7 +227,7 @@ def skip_large_norm(
 
         def relearn(rules: tuple[Any, ...]) -> tuple[Any, ...]:
             # Not below what the rule has climbed to: a start of 1 never gets to a level of 1e4.
-            _, afresh = apply_rules([rule], [norm], (fresh(),), param_norms)
+            _, afresh = apply_rules([rule], [norm], (first_state(rule),), param_norms)
             (low,), _ = apply_rules([rule], [norm], rules, param_norms)
             (high,), _ = apply_rules([rule], [norm], afresh, param_norms)
             return jax.tree.map(functools.partial(jnp.where, high > low), afresh, rules)
