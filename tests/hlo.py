@@ -1,11 +1,13 @@
 """What XLA made of a function: its instructions, with those behind a branch told apart."""
 
+import math
 import re
 
 import jax
 
 _HEADER = re.compile(r"^\s*(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
-_CALLED = re.compile(r"(?:to_apply|calls|body|condition)=%?([\w.\-]+)")
+_CALLED = re.compile(r"(?:to_apply|calls)=%?([\w.\-]+)")
+_LOOPED = re.compile(r"(?:body|condition)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"(?:true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCH_LIST = re.compile(r"branch_computations=\{([^}]*)\}")
 
@@ -15,8 +17,11 @@ def compiled(fun, *args, **kwargs) -> str:
     return jax.jit(fun).lower(*args, **kwargs).compile().as_text()
 
 
-def instructions(text: str, *, branches: bool = False) -> list[str]:
-    """The instructions that always run, or with `branches` also those of conditionals."""
+def instructions(text: str, *, branches: bool = False, loops: bool = True) -> list[str]:
+    """The instructions that always run, or with `branches` also those of conditionals.
+
+    Without `loops` those of loops are left out: a loop may make no trip at all.
+    """
     computations: dict[str, list[str]] = {}
     entry = name = None
     for line in text.splitlines():
@@ -38,6 +43,8 @@ def instructions(text: str, *, branches: bool = False) -> list[str]:
         for line in computations[name]:
             found.append(line)
             waiting += _CALLED.findall(line)
+            if loops:
+                waiting += _LOOPED.findall(line)
             if branches:
                 waiting += _BRANCHES.findall(line)
                 for names in _BRANCH_LIST.findall(line):
@@ -45,10 +52,22 @@ def instructions(text: str, *, branches: bool = False) -> list[str]:
     return found
 
 
-def count(text: str, operation: str, *, branches: bool = False) -> int:
+def count(text: str, operation: str, *, branches: bool = False, loops: bool = True) -> int:
     """How many instructions of a kind there are; an asynchronous pair counts once."""
     pattern = re.compile(rf"[ )}}]{operation}(-start)?\(")
-    return sum(bool(pattern.search(line)) for line in instructions(text, branches=branches))
+    lines = instructions(text, branches=branches, loops=loops)
+    return sum(bool(pattern.search(line)) for line in lines)
+
+
+def all_reduced(text: str, *, branches: bool = False, loops: bool = True) -> list[int]:
+    """How many elements each all-reduce adds up over devices."""
+    sizes: list[int] = []
+    for line in instructions(text, branches=branches, loops=loops):
+        made = re.search(r" = (.*?[ )}])all-reduce(?:-start)?\(", line)
+        if made:
+            shapes = re.findall(r"\w+\[([\d,]*)\]", made.group(1))
+            sizes.append(sum(math.prod(int(n) for n in s.split(",") if n) for s in shapes))
+    return sizes
 
 
 def reductions_of(text: str, elements: int, *, branches: bool = False) -> int:

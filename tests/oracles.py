@@ -7,7 +7,7 @@ test sees beyond that is the error of the library.
 import math
 from collections.abc import Sequence
 
-import ml_dtypes  # noqa: F401  teaches NumPy bfloat16 and the float8 types
+import ml_dtypes
 import numpy as np
 
 EXACT_BELOW = 2_000_000  # elements that `math.fsum` adds up in a fraction of a second
@@ -17,7 +17,8 @@ def wide(x) -> np.ndarray:
     """The values of an array in float64 or complex128; exact for every dtype."""
     x = np.asarray(x)
     is_complex = np.issubdtype(x.dtype, np.complexfloating)
-    return x.astype(np.complex128 if is_complex else np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        return x.astype(np.complex128 if is_complex else np.float64)
 
 
 def vector_norm(vector, ord: float = 2.0) -> float:
@@ -50,7 +51,9 @@ def leaf_norms(leaves: Sequence, ord: float = 2.0) -> list[float]:
 
 def group_norms(leaves: Sequence, labels: Sequence, ord: float = 2.0) -> dict:
     """The norm of all leaves with a label, for each label."""
-    members = {name: [x for x, la in zip(leaves, labels, strict=True) if la == name] for name in labels}
+    members = {
+        name: [x for x, la in zip(leaves, labels, strict=True) if la == name] for name in labels
+    }
     return {name: global_norm(group, ord) for name, group in members.items()}
 
 
@@ -85,7 +88,9 @@ def clip_by_group_norm(
 ) -> list[np.ndarray]:
     """Labels that `max_norms` leaves out are not clipped."""
     norms = group_norms(leaves, labels, ord)
-    factors = {name: clip_factor(norm, max_norms.get(name, math.inf)) for name, norm in norms.items()}
+    factors = {
+        name: clip_factor(norm, max_norms.get(name, math.inf)) for name, norm in norms.items()
+    }
     return [wide(x) * factors[label] for x, label in zip(leaves, labels, strict=True)]
 
 

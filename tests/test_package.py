@@ -17,17 +17,22 @@ each_module = pytest.mark.parametrize(
 )
 
 # Each part may import the parts it names, and itself. `__init__` may import everything.
-FOUNDATION = {"_types", "_checks", "_mesh", "_run_if"}
+FOUNDATION = {"_types", "_checks", "_mesh", "_run_if", "_states", "_plain"}
 MAY_IMPORT = {
     "_types": set(),
     "_checks": {"_types"},
     "_mesh": {"_types", "_checks"},
-    "_run_if": {"_types", "_checks"},
+    "_states": {"_types"},
+    "_run_if": {"_types", "_checks", "_mesh"},
+    "_plain": {"_types", "_checks"},
     "clipping": FOUNDATION,
-    "thresholds": FOUNDATION | {"clipping"},
-    "guarding": FOUNDATION | {"clipping"},
     "accumulation": FOUNDATION | {"clipping"},
+    "adaptive": FOUNDATION | {"clipping", "accumulation"},
+    "thresholds": FOUNDATION | {"clipping", "adaptive"},
+    "guarding": FOUNDATION | {"clipping"},
     "monitoring": FOUNDATION | {"clipping", "guarding", "accumulation"},
+    "_config": FOUNDATION
+    | {"clipping", "accumulation", "adaptive", "thresholds", "guarding", "monitoring"},
 }
 
 

@@ -9,7 +9,13 @@ import ml_dtypes
 import numpy as np
 import optax
 
-FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz")
+FLOAT8 = (
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e4m3b11fnuz",
+)
 LOW = ("float16", "bfloat16", *FLOAT8)
 REAL = ("float32", *LOW)
 
@@ -31,7 +37,10 @@ def normal(shape, dtype="float32", *, seed=0, scale=1.0):
 def _dense() -> Any:
     return {
         "embed": normal((7, 4), seed=1),
-        "layers": [Layer(normal((4, 5), seed=2), normal((5,), seed=3)), Layer(normal((5, 2)), None)],
+        "layers": [
+            Layer(normal((4, 5), seed=2), normal((5,), seed=3)),
+            Layer(normal((5, 2)), None),
+        ],
         "scale": normal((), seed=4),
     }
 

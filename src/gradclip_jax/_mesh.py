@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ._types import Array, AxisName
 
@@ -41,6 +41,17 @@ def is_joinable(x: Any) -> bool:
     """Whether a leaf can be copied into a longer vector without moving it between devices."""
     mesh = jax.typeof(x).sharding.mesh
     return mesh.empty or all(kind == AxisType.Manual for kind in mesh.axis_types)
+
+
+def gathered(x: Array) -> Array:
+    """The same value, whole on each device where its type says how it is sharded.
+
+    Arrays that are sharded in different ways cannot be joined under explicit axes.
+    """
+    sharding = jax.typeof(x).sharding
+    if all(axis is None for axis in sharding.spec):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 def sum_over(x: Array, axes: frozenset[str]) -> Array:

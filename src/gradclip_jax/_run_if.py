@@ -46,7 +46,7 @@ def like_dtypes(tree: Tree, reference: Tree) -> Tree:
             return like
         dtype = jnp.result_type(like)
         # A typed random key has no `astype`, and is never of another dtype.
-        is_key = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+        is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
         return x if is_key else jnp.asarray(x).astype(dtype)
 
     return jax.tree.map(convert, tree, reference)
@@ -181,7 +181,7 @@ def apply_gradients(
     if not isinstance(gated_update, GatedUpdate):
         update = optax.with_extra_args_support(tx).update
         updates, state = update(grads, state, params, **extra_args)
-        return optax.apply_updates(params, updates), state
+        return _moved(params, updates), state
     inner = gated_update.inner
     now = gated_update.gate(grads, state, params, extra_args)
 
@@ -193,3 +193,12 @@ def apply_gradients(
     carry = (params, now.inner_state, now.pending)
     params, inner_state, pending = run_if(now.is_open, step, carry)
     return params, now.close(inner_state, pending)
+
+
+def _moved(params: Tree, updates: Tree) -> Tree:
+    """`optax.apply_updates`, which cannot add a float0: a parameter without gradient stays."""
+
+    def addend(update: Any, param: Any) -> Any:
+        return jnp.zeros_like(param) if is_float0(update) else update
+
+    return optax.apply_updates(params, jax.tree.map(addend, updates, params))

@@ -151,7 +151,7 @@ def microbatched_value_and_grad(
         words = {"mean": "mean", "sum": "count", "any": "count", "rows": "rows"}
         aux = jax.tree.map(lambda kind: next(found[words[kind]]), kinds)
         if has_weight:
-            total = total.astype(weight.dtype)
+            total = total.astype(jnp.result_type(weight))
             return (value, (total, aux) if has_aux else total), grads
         return ((value, aux) if has_aux else value), grads
 

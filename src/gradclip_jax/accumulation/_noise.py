@@ -60,7 +60,7 @@ def observe_micro_batch(
     return state._replace(
         weighted_squares=jnp.where(starts, 0, state.weighted_squares)
         + jnp.where(counts, weight * square, 0),
-        micro_batches=jnp.where(starts, 0, state.micro_batches) + counts,
+        micro_batches=jnp.where(starts, 0, state.micro_batches) + counts.astype(jnp.int32),
     )
 
 

@@ -146,10 +146,12 @@ def accumulate_gradients(
         return jnp.maximum(jnp.asarray(now).astype(jnp.int32), 1)
 
     def init(params: Tree) -> AccumulationState:
+        inner_state = inner.init(params)
         return AccumulationState(
             mini_step=jnp.zeros((), jnp.int32),
             gradient_step=jnp.zeros((), jnp.int32),
-            inner_opt_state=inner.init(params),
+            # Not weakly typed, as what comes out of a step is not: one trace for all steps.
+            inner_opt_state=like_dtypes(inner_state, inner_state),
             acc_grads=accumulator_like(params, accumulator_dtype),
             total_weight=jnp.zeros((), jnp.float32),
             accumulation_steps=steps(jnp.zeros((), jnp.int32)),
@@ -172,7 +174,7 @@ def accumulate_gradients(
         starts, idle = empty & arrived, empty & ~arrived
         acc_grads = add_weighted(state.acc_grads, updates, weight, starts)
         total_weight = jnp.where(starts, 0, state.total_weight) + (1 if weight is None else weight)
-        mini_step = state.mini_step + arrived
+        mini_step = state.mini_step + arrived.astype(jnp.int32)
         length = steps(state.gradient_step)
         closes = (mini_step >= length) | flush
         emits = closes & (mini_step > 0) & (total_weight > 0)

@@ -84,7 +84,7 @@ def stable_spam_clip(
         largest = max_decay * state.largest + (1 - max_decay) * peaks.astype(jnp.float32)
         bound = (largest / filled(max_decay, steps)).astype(peaks.dtype)
         leaves = [
-            jnp.where(jnp.abs(x) > top, scale_leaf(x, Factor(*parts)), x)
+            jnp.where(jnp.abs(x).astype(top.dtype) > top, scale_leaf(x, Factor(*parts)), x)
             for x, top, *parts in zip(leaves, bound, *clip_factor(peaks, bound), strict=True)
         ]
 

@@ -3,6 +3,7 @@
 A granularity is a function `tree -> Units`, run when the tree is traced.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from .._checks import broadcast_prefix, check_count, complaint, describe, leaf_path
+from .._mesh import replication, shard_axes, varying_axes
 from .._types import Array, AxisName, Tree
 from ._layout import Slots, one_slot, unit_slots
 from ._norm import counted_leaves, has_norm, pooled_norms
@@ -27,15 +29,16 @@ class Units(NamedTuple):
         rules: what sets the threshold of each array.
         spread: factors, one for each array, to one that broadcasts against each leaf; None for
             a leaf that is left alone.
-        sizes: what a norm is divided by before a rule sees it, for each array: 1, or the
-            square root of the number of elements where the measure is the RMS.
+        shapes: the shape of each array; known where `axis_name` is not bound, as in `init`.
+        seen: what the rules see of the norms: themselves, or the RMS.
         names: a name for each array, where metrics tell them apart.
     """
 
     norms: Callable[[list[Array]], list[Array]]
     rules: Sequence[Rule]
     spread: Callable[[Sequence[Factor]], list[Factor | None]]
-    sizes: Sequence[Any]
+    shapes: Sequence[tuple[int, ...]]
+    seen: Callable[[list[Array]], list[Array]] = list
     names: Sequence[str] = ()
 
 
@@ -51,7 +54,7 @@ def global_units(rule: Rule, ord: float, axis_name: AxisName) -> Granularity:
         def norms(leaves: list[Array]) -> list[Array]:
             return [pooled_norms(leaves, one_slot(leaves), ord, axis_name)[0]]
 
-        return Units(norms, [rule], lambda factors: [factors[0]] * count, [1.0])
+        return Units(norms, [rule], lambda factors: [factors[0]] * count, [()])
 
     return units
 
@@ -90,7 +93,7 @@ def group_units(
             return [None if group is None else factors[group] for group in groups]
 
         names = ["+".join(map(str, k)) if isinstance(k, tuple) else str(k) for k in max_norms]
-        return Units(norms, list(max_norms.values()), spread, [1.0] * len(names), names)
+        return Units(norms, list(max_norms.values()), spread, [()] * len(names), names=names)
 
     return units
 
@@ -123,7 +126,11 @@ def leaf_units(
 
 
 def inner_units(function: str, rule: Rule, ord: float, axis: Any) -> Granularity:
-    """Rows or filters: the norm runs over `axis` of each leaf, or over Optax's choice by rank."""
+    """Rows or filters: the norm runs over `axis` of each leaf, or over Optax's choice by rank.
+
+    Leaves that vary over different axes of a `shard_map` are kept apart, or all would seem to
+    vary over all of them. The rule must have no state, which would depend on that.
+    """
 
     def units(tree: Tree) -> Units:
         leaves = counted_leaves(tree)
@@ -132,10 +139,35 @@ def inner_units(function: str, rule: Rule, ord: float, axis: Any) -> Granularity
             for path, x in jax.tree_util.tree_leaves_with_path(tree)
             if has_norm(x)
         ]
-        slots = unit_slots(leaves, axes, within_device=True)
-        return _vector_units(leaves, slots, [rule], [list(range(slots.size))], ord, None)
+        groups: dict[frozenset[str], list[int]] = {}
+        for i, x in enumerate(leaves):
+            groups.setdefault(varying_axes(x), []).append(i)
+        parts = [
+            _own_units([leaves[i] for i in group], [axes[i] for i in group], rule, ord)
+            for group in groups.values()
+        ]
+
+        def norms(leaves: list[Array]) -> list[Array]:
+            pairs = zip(groups.values(), parts, strict=True)
+            return [part.norms([leaves[i] for i in group])[0] for group, part in pairs]
+
+        def spread(factors: Sequence[Factor]) -> list[Factor | None]:
+            by_leaf: dict[int, Factor | None] = {}
+            for group, part, factor in zip(groups.values(), parts, factors, strict=True):
+                by_leaf |= dict(zip(group, part.spread([factor]), strict=True))
+            return [by_leaf[i] for i in range(len(leaves))]
+
+        shapes = [part.shapes[0] for part in parts]
+        return Units(norms, [rule] * len(parts), spread, shapes, list)
 
     return units
+
+
+def _own_units(
+    leaves: Sequence[Array], axes: Sequence[tuple[int, ...]], rule: Rule, ord: float
+) -> Units:
+    slots = unit_slots(leaves, axes, within_device=True)
+    return _vector_units(leaves, slots, [rule], [list(range(slots.size))], ord, None)
 
 
 def _vector_units(
@@ -150,34 +182,38 @@ def _vector_units(
 ) -> Units:
     """Units with a slot each; `members` are the slots of each rule."""
     counts = [len(span) for span in _spans(slots)]
-    elements = np.repeat([x.size / max(n, 1) for x, n in zip(leaves, counts, strict=True)], counts)
     places = [np.asarray(slots_of_rule, int) for slots_of_rule in members]
     order = np.argsort(np.concatenate(places)) if len(rules) > 1 else None
 
     def norms(leaves: list[Array]) -> list[Array]:
         vector = pooled_norms(leaves, slots, ord, axis_name)
-        return [vector] if order is None else [vector[at] for at in places]
+        return [vector] if len(rules) == 1 else [vector[at] for at in places]
 
     def spread(factors: Sequence[Factor]) -> list[Factor | None]:
-        columns = [
-            factors[0][i]
-            if order is None
-            else jnp.concatenate([factor[i] for factor in factors])[order]
-            for i in range(len(Factor._fields))
-        ]
-        parts = [lax.split(column, counts) for column in columns] if counts else []
+        if not leaves:
+            return []
+        columns = [jnp.concatenate(column) for column in zip(*factors, strict=True)]
+        if order is not None:
+            columns = [column[order] for column in columns]
+        parts = [lax.split(column, counts) for column in columns]
         return [
             Factor(*(_against(x, over, part) for part in pieces))
             for x, over, *pieces in zip(leaves, slots.axes, *parts, strict=True)
         ]
 
-    sizes = [np.sqrt(np.maximum(elements[at], 1)) if rms else 1.0 for at in places]
-    return Units(norms, rules, spread, sizes)
+    def root_mean_squares(norms: list[Array]) -> list[Array]:
+        shards = [replication(frozenset(), shard_axes(x, axis_name)) for x in leaves]
+        whole = [x.size * n / max(c, 1) for x, n, c in zip(leaves, shards, counts, strict=True)]
+        roots = np.sqrt(np.maximum(np.repeat(whole, counts), 1))
+        return [x / roots[at].astype(x.dtype) for x, at in zip(norms, places, strict=True)]
+
+    shapes = [(len(at),) for at in places]
+    return Units(norms, rules, spread, shapes, root_mean_squares if rms else list)
 
 
 def _spans(slots: Slots) -> list[range]:
     """The slots of each leaf."""
-    return [range(*ends) for ends in zip(slots.first, (*slots.first[1:], slots.size), strict=True)]
+    return [range(*ends) for ends in itertools.pairwise((*slots.first, slots.size))]
 
 
 def _against(x: Any, axes: Sequence[int], units: Array) -> Array:

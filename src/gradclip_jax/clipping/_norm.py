@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._checks import check_axis_name, check_inexact, check_ord, is_float0
-from .._mesh import max_over, replication, sum_over
+from .._mesh import gathered, max_over, replication, sum_over
 from .._types import Array, AxisName, Scalar, Tree
 from ._layout import Slots, blocks_of, leaf_slots, one_slot, rows_of_slots
 from ._power_sum import magnitude_rank, power, robust_norms
@@ -127,7 +127,7 @@ def pooled_norms(leaves: list[Array], slots: Slots, ord: float, axis_name: AxisN
     rows_of = rows_of_slots([block.slots for block in blocks], slots.size)
 
     def pool(totals: list[Array], combine: Any) -> Array:
-        rows = jnp.concatenate([total.reshape(-1) for total in totals])
+        rows = jnp.concatenate([gathered(total).reshape(-1) for total in totals])
         if slots.size == 1:
             return combine(rows, keepdims=True)
         padded = jnp.concatenate([rows, jnp.zeros(1, rows.dtype)])

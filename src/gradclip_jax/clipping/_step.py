@@ -65,44 +65,51 @@ def clip_by_units(
 
     def init(params: Tree) -> ClipState:
         units = granularity(params)
-        norms = jax.eval_shape(units.norms, counted_leaves(params))
-        nothing = [jnp.zeros(norm.shape, jnp.float32) for norm in norms]
-        states = [first_state(rule, x.shape) for rule, x in zip(units.rules, nothing, strict=True)]
-        ones = [jnp.ones(norm.shape, jnp.float32) for norm in norms]
-        state = _told(units, nothing, [one * jnp.inf for one in ones], ones, ord, jnp.array(False))
-        return state._replace(rules=tuple(states))
+        nothing = [jnp.zeros(shape, jnp.float32) for shape in units.shapes]
+        ones = [jnp.ones(shape, jnp.float32) for shape in units.shapes]
+        state = _told(units, nothing, [one * jnp.inf for one in ones], ones, ord)
+        return state._replace(rules=_remembered(_first_states(units)))
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, ClipState]:
         check_inexact(function, "updates", updates)
         units = granularity(updates)
         leaves = counted_leaves(updates)
-        states = _rule_states(function, units, state, lambda: init(updates))
+        states = _rule_states(function, units, state)
         norms = units.norms(leaves)
-        seen = [norm / size for norm, size in zip(norms, units.sizes, strict=True)]
+        seen = units.seen(norms)
         params_seen = _param_norms(function, units, updates, params)
         thresholds, states = apply_rules(units.rules, seen, states, params_seen)
         factors = [reaction(n, t) for n, t in zip(seen, thresholds, strict=True)]
         bad = _is_bad(norms)
         factors = [replace_factor(factor, bad, replacement) for factor in factors]
         # Otherwise the arithmetic above is compiled anew into the scaling of every leaf.
-        factors = lax.optimization_barrier(factors)
-        told = _told(units, norms, thresholds, [f.value for f in factors], ord, bad)
+        factors = [Factor(*lax.optimization_barrier(tuple(factor))) for factor in factors]
+        told = _told(units, norms, thresholds, [f.value for f in factors], ord)
+        told = told._replace(clip_factor=_where(bad, replacement, told.clip_factor))
         scaled = scale_tree(updates, units.spread(factors), drops=nonfinite == "zero")
-        return scaled, told._replace(rules=states)
+        return scaled, told._replace(rules=_remembered(states))
 
     return optax.GradientTransformation(init, update)
 
 
-def _rule_states(
-    function: str, units: Units, state: ClipState | None, fresh: Any
-) -> tuple[Any, ...]:
-    if state is not None:
-        return state.rules
-    states = fresh().rules
-    if jax.tree.leaves(states):
+def _first_states(units: Units) -> tuple[Any, ...]:
+    pairs = zip(units.rules, units.shapes, strict=True)
+    return tuple(first_state(rule, shape) for rule, shape in pairs)
+
+
+def _remembered(states: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What the state keeps: nothing of rules without a memory, however many there are."""
+    return states if jax.tree.leaves(states) else ()
+
+
+def _rule_states(function: str, units: Units, state: ClipState | None) -> tuple[Any, ...]:
+    first = _first_states(units)
+    if not _remembered(first):
+        return first
+    if state is None:
         hint = "Call `init(params)` first: this threshold remembers earlier steps."
         raise ValueError(complaint(function, "state", "a `ClipState`", "None", hint))
-    return states
+    return state.rules
 
 
 def _param_norms(
@@ -114,8 +121,7 @@ def _param_norms(
         hint = "Pass it: `update(grads, state, params)`."
         raise ValueError(complaint(function, "params", "given for this threshold", "None", hint))
     check_same_structure(function, "updates", updates, "params", params)
-    norms = units.norms(counted_leaves(params))
-    return [norm / size for norm, size in zip(norms, units.sizes, strict=True)]
+    return units.seen(units.norms(counted_leaves(params)))
 
 
 def _is_bad(norms: Sequence[Array]) -> Array:
@@ -136,9 +142,8 @@ def _told(
     thresholds: Sequence[Array],
     factors: Sequence[Array],
     ord: float,
-    bad: Array,
 ) -> ClipState:
-    """The scalars of the state, alike on all devices."""
+    """The scalars of the state, alike on all devices; a NaN factor has no order here."""
     axes = _shared_axes(norms)
     clipped = sum((jnp.sum(~(x >= 1), dtype=jnp.float32) for x in factors), jnp.float32(0))
     count = jnp.float32(sum(x.size for x in factors))
@@ -153,9 +158,12 @@ def _told(
     norm = norms[0] if len(norms) == 1 and norms[0].ndim == 0 else _pooled(norms, ord)
     threshold = -max_over(_largest([-x for x in thresholds]), axes)
     factor = -max_over(_largest([-x for x in factors]), axes)
-    factor = jnp.where(bad, _largest(factors), factor)  # NaN, which has no order, or zero
     scalars = (x.astype(jnp.float32) for x in (norm, threshold, factor))
     return ClipState(*scalars, clip_fraction=fraction, rules=())
+
+
+def _where(bad: Array, value: float, told: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.where(bad, value, x), told)
 
 
 def _pooled(norms: Sequence[Array], ord: float) -> Array:

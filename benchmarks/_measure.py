@@ -1,0 +1,100 @@
+"""Interleaved timing, the bandwidth of this machine, and what a compiled program needs."""
+
+import gc
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to time.
+
+    Attributes:
+        step: `carry -> carry`, jitted here with the carry donated.
+        carry: makes the first carry.
+    """
+
+    step: Callable[..., Any]
+    carry: Callable[[], Any]
+    args: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of the repetitions, and what the compiler says of the program."""
+
+    seconds: np.ndarray[Any, Any]
+    compile_seconds: float
+    trace_seconds: float
+    scratch_bytes: int
+    collectives: int
+
+    @property
+    def median(self) -> float:
+        """Seconds of the middle repetition."""
+        return float(np.median(self.seconds))
+
+    @property
+    def spread(self) -> float:
+        """Half the distance of the quartiles, relative to the median."""
+        low, high = np.percentile(self.seconds, [25, 75])
+        return float((high - low) / 2 / self.median)
+
+
+def interleaved(cases: dict[str, Case], repetitions: int, group: int = 1) -> dict[str, Timing]:
+    """Times all cases in turn, A B C A B C, in one process; `group` steps make a repetition."""
+    programs: dict[str, Any] = {}
+    facts: dict[str, tuple[float, float, int, int]] = {}
+    for name, case in cases.items():
+        carry = case.carry()
+        start = time.perf_counter()
+        traced = jax.jit(case.step, donate_argnums=0).trace(carry, *case.args)
+        lowered = traced.lower()
+        middle = time.perf_counter()
+        compiled = lowered.compile()
+        end = time.perf_counter()
+        memory = compiled.memory_analysis()
+        scratch = 0 if memory is None else int(memory.temp_size_in_bytes)
+        collectives = len(
+            re.findall(r" all-(?:reduce|gather|to-all)(?:-start)?\(", compiled.as_text())
+        )
+        facts[name] = (middle - start, end - middle, scratch, collectives)
+        programs[name] = (compiled, jax.block_until_ready(compiled(carry, *case.args)))
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    gc.collect()
+    for _ in range(repetitions):
+        for name, (compiled, carry) in programs.items():
+            start = time.perf_counter()
+            for _ in range(group):
+                carry = compiled(carry, *cases[name].args)
+            jax.block_until_ready(carry)
+            seconds[name].append(time.perf_counter() - start)
+            programs[name] = (compiled, carry)
+    return {
+        name: Timing(np.asarray(seconds[name]), compile_, trace, scratch, collectives)
+        for name, (trace, compile_, scratch, collectives) in facts.items()
+    }
+
+
+def copy_bandwidth(num_bytes: int = 1 << 28) -> float:
+    """Bytes a second that this machine moves while it scales an array in place."""
+    case = Case(lambda x: x * jnp.float32(1.0001), lambda: jnp.ones(num_bytes // 4, jnp.float32))
+    timing = interleaved({"copy": case}, 9)["copy"]
+    return 2 * num_bytes / timing.median
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all leaves."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def fresh(tree: Any) -> Callable[[], Any]:
+    """A maker of copies, for carries that are donated."""
+    return lambda: jax.tree.map(jnp.copy, tree)

@@ -1,0 +1,579 @@
+"""`microbatched_value_and_grad`: the whole batch's value, gradient and aux, in parts."""
+
+import re
+
+import chex
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import compat
+import gradclip_jax as gcx
+import hlo
+import oracles
+import trees
+
+BATCH = 24
+X, Y = trees.normal((BATCH, 4), seed=1), trees.normal((BATCH, 3), seed=2)
+PARAMS = {"w": trees.normal((4, 3), seed=3), "b": trees.normal((3,), seed=4)}
+TOKENS = jnp.asarray(np.random.default_rng(5).integers(0, 9, BATCH), jnp.float32)
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+def errors(params, batch):
+    """One error for each example."""
+    return jnp.mean((jnp.tanh(batch["x"] @ params["w"] + params["b"]) - batch["y"]) ** 2, axis=-1)
+
+
+def loss(params, batch):
+    return jnp.mean(errors(params, batch))
+
+
+def token_loss(params, batch):
+    """The mean over tokens, and their number."""
+    count = jnp.sum(batch["tokens"])
+    total = jnp.sum(errors(params, batch) * batch["tokens"])
+    return total / jnp.where(count > 0, count, 1), count
+
+
+def batch_of(size=BATCH):
+    return {"x": X[:size], "y": Y[:size], "tokens": TOKENS[:size]}
+
+
+def both(fun, parts, *args, has_aux=False, **kwargs):
+    """What comes back in parts, and from the whole batch."""
+    ours = jax.jit(gcx.microbatched_value_and_grad(fun, parts, has_aux=has_aux, **kwargs))
+    has_aux = has_aux or kwargs.get("has_weight", False)
+    argnums = kwargs.get("argnums", 0)
+    return ours(*args), jax.jit(jax.value_and_grad(fun, argnums, has_aux=has_aux))(*args)
+
+
+def agree(ours, wanted):
+    chex.assert_trees_all_equal_shapes_and_dtypes(ours, wanted)
+    chex.assert_trees_all_close(ours, wanted, rtol=1e-5, atol=1e-6)
+
+
+# --- equal to the whole batch ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 24])
+def test_value_and_gradient_are_those_of_the_whole_batch(parts):
+    agree(*both(loss, parts, PARAMS, batch_of()))
+
+
+def test_eager_and_jit_agree():
+    fun = gcx.microbatched_value_and_grad(loss, 3)
+    agree(fun(PARAMS, batch_of()), jax.jit(fun)(PARAMS, batch_of()))
+
+
+def test_it_is_differentiable_itself():
+    def norm(params, take):
+        return optax.tree.norm(take(params, batch_of())[1])
+
+    ours = jax.grad(lambda p: norm(p, gcx.microbatched_value_and_grad(loss, 3)))(PARAMS)
+    agree(ours, jax.grad(lambda p: norm(p, jax.value_and_grad(loss)))(PARAMS))
+
+
+def test_it_can_be_vmapped_over_parameters():
+    stacked = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), PARAMS)
+    fun = gcx.microbatched_value_and_grad(loss, 3)
+    ours = jax.jit(jax.vmap(fun, (0, None)))(stacked, batch_of())
+    agree(ours, jax.vmap(jax.value_and_grad(loss), (0, None))(stacked, batch_of()))
+
+
+def test_batches_may_be_several_arguments_and_any_pytree():
+    def fun(params, x, scale, rest):
+        return loss(params, {"x": x * scale, "y": rest[0]["y"]})
+
+    ours, wanted = both(fun, 4, PARAMS, X, 2.0, [{"y": Y}, None], batch_argnums=(1, 3))
+    agree(ours, wanted)
+    ours, wanted = both(fun, 4, PARAMS, X, 2.0, [{"y": Y}, None], batch_argnums=(1, -1))
+    agree(ours, wanted)
+
+
+@pytest.mark.parametrize("argnums", [1, -2, (0, 1), (1, 0), (0,)])
+def test_argnums_are_those_of_jax(argnums):
+    def fun(shift, params, batch):
+        return loss(params, {**batch, "x": batch["x"] + shift})
+
+    agree(*both(fun, 4, jnp.ones(4), PARAMS, batch_of(), argnums=argnums, batch_argnums=2))
+
+
+def test_other_arguments_may_be_anything():
+    def fun(params, batch, model, *, train, name):
+        assert train is True and name == "mse"
+        return model(params, batch)
+
+    fun = gcx.microbatched_value_and_grad(fun, 4)
+    ours = jax.jit(lambda p, b: fun(p, b, loss, train=True, name="mse"))(PARAMS, batch_of())
+    agree(ours, jax.value_and_grad(loss)(PARAMS, batch_of()))
+
+
+def test_complex_parameters():
+    def fun(params, batch):
+        return jnp.mean(jnp.abs(batch["x"] @ params) ** 2)
+
+    params = trees.normal((4, 2), "complex64")
+    agree(*both(fun, 4, params, batch_of()))
+
+
+def test_64_bit_sums_stay_64_bit():
+    with compat.x64():
+        params = jax.tree.map(lambda p: p.astype(jnp.float64), PARAMS)
+        batch = jax.tree.map(lambda x: x.astype(jnp.float64), batch_of())
+        ours, wanted = both(loss, 6, params, batch)
+        chex.assert_trees_all_equal_dtypes(ours, wanted)
+        chex.assert_trees_all_close(ours, wanted, rtol=1e-13, atol=1e-14)
+
+
+def test_bfloat16_gradients_are_added_up_in_float32():
+    # 1, then 255 times 2^-9: in bfloat16 each addition would be lost.
+    values = jnp.full((256,), 2.0**-9, jnp.bfloat16).at[0].set(1.0)
+
+    def fun(w, x):
+        return jnp.sum(w * x)
+
+    value, grad = gcx.microbatched_value_and_grad(fun, 256)(jnp.bfloat16(1), values)
+    assert value.dtype == grad.dtype == jnp.bfloat16
+    wanted = np.mean(np.asarray(values, np.float64))
+    np.testing.assert_allclose(float(grad), wanted, rtol=2.0**-8)
+
+
+# --- aux ------------------------------------------------------------------------------------
+
+
+def test_aux_comes_back_as_the_table_says():
+    def fun(params, batch):
+        each = errors(params, batch)
+        aux = {
+            "rows": each,
+            "pairs": (batch["x"], jnp.arange(len(each)) * 0 + jnp.int8(3)),
+            "mean": jnp.mean(batch["x"], axis=0),
+            "count": jnp.sum(batch["x"] > 0),
+            "any": jnp.any(batch["x"] > 2.5),
+            "none": None,
+        }
+        return jnp.mean(each), aux
+
+    ours, wanted = both(fun, 4, PARAMS, batch_of(), has_aux=True)
+    agree(ours, wanted)  # rows in the order of the examples, mean, sum, any
+    assert ours[0][1]["count"].dtype == jnp.int32
+
+
+def test_an_auxiliary_flag_is_true_if_any_micro_batch_raised_it():
+    def fun(params, batch):
+        return loss(params, batch), jnp.any(batch["x"] == X[7, 0])
+
+    (_, flag), _ = gcx.microbatched_value_and_grad(fun, 4, has_aux=True)(PARAMS, batch_of())
+    assert flag.dtype == bool and bool(flag)
+
+
+def test_an_auxiliary_array_that_grows_along_another_axis_is_refused():
+    def fun(params, batch):
+        return loss(params, batch), {"t": batch["x"].T}
+
+    message = (
+        "microbatched_value_and_grad: `aux` must be of one shape for every batch, or grow with "
+        "it along the first axis, got float32[4, 6] for a micro-batch and float32[4, 24] for "
+        "the batch at aux['t']. Move its batch axis to the front."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        gcx.microbatched_value_and_grad(fun, 4, has_aux=True)(PARAMS, batch_of())
+
+
+def test_an_auxiliary_array_whose_batch_axis_is_squeezed_away_is_refused():
+    def fun(params, batch):
+        return loss(params, batch), jnp.squeeze(errors(params, batch))
+
+    with pytest.raises(ValueError, match=r"got float32\[\] for a micro-batch and float32\[24\]"):
+        gcx.microbatched_value_and_grad(fun, BATCH, has_aux=True)(PARAMS, batch_of())
+
+
+# --- weights --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", [1, 3, 24])
+def test_weighted_micro_batches_are_the_weighted_whole(parts):
+    agree(*both(token_loss, parts, PARAMS, batch_of(), has_weight=True))
+
+
+def test_unweighted_means_of_unequal_micro_batches_would_be_wrong():
+    ours, wanted = both(token_loss, 3, PARAMS, batch_of(), has_aux=True)
+    assert abs(float(ours[0][0] - wanted[0][0])) > 1e-3
+
+
+def test_weight_and_aux_come_back_together():
+    def fun(params, batch):
+        value, count = token_loss(params, batch)
+        return value, (count, {"rows": errors(params, batch), "examples": jnp.int32(len(X))})
+
+    (value, (weight, aux)), _ = gcx.microbatched_value_and_grad(
+        fun, 4, has_weight=True, has_aux=True
+    )(PARAMS, batch_of())
+    assert float(weight) == float(jnp.sum(TOKENS))
+    np.testing.assert_allclose(value, token_loss(PARAMS, batch_of())[0], rtol=1e-5)
+    np.testing.assert_allclose(aux["rows"], errors(PARAMS, batch_of()), rtol=1e-5)
+    assert int(aux["examples"]) == 4 * len(X)
+
+
+def test_auxiliary_means_are_weighted():
+    def fun(params, batch):
+        value, count = token_loss(params, batch)
+        return value, (count, value * 2)
+
+    (value, (_, twice)), _ = gcx.microbatched_value_and_grad(fun, 4, has_weight=True, has_aux=True)(
+        PARAMS, batch_of()
+    )
+    np.testing.assert_allclose(twice, 2 * value, rtol=1e-6)
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_the_weight_keeps_its_dtype(has_aux):
+    def fun(params, batch):
+        count = jnp.sum(batch["tokens"]).astype(jnp.int32)
+        return loss(params, batch), (count, ()) if has_aux else count
+
+    (_, rest), _ = gcx.microbatched_value_and_grad(fun, 4, has_weight=True, has_aux=has_aux)(
+        PARAMS, batch_of()
+    )
+    weight = rest[0] if has_aux else rest
+    assert weight.dtype == jnp.int32 and int(weight) == int(jnp.sum(TOKENS))
+
+
+def test_a_micro_batch_of_zero_weight_adds_nothing_even_if_it_is_nan():
+    # Every third example is bad and has no tokens: with three parts, one micro-batch.
+    bad = jnp.arange(BATCH) % 3 == 1
+    batch = {
+        "x": jnp.where(bad[:, None], jnp.nan, X),
+        "y": Y,
+        "tokens": jnp.where(bad, 0, TOKENS + 1),
+    }
+    ours = gcx.microbatched_value_and_grad(token_loss, 3, has_weight=True)(PARAMS, batch)
+    good = jax.tree.map(lambda x: x[~np.asarray(bad)], batch)
+    agree(ours, jax.value_and_grad(token_loss, has_aux=True)(PARAMS, good))
+
+
+def test_a_batch_padded_with_zero_weight_is_the_batch_without_padding():
+    padded = jax.tree.map(lambda x: jnp.concatenate([x[:22], jnp.zeros_like(x[:2])]), batch_of())
+    ours = gcx.microbatched_value_and_grad(token_loss, 4, has_weight=True)(PARAMS, padded)
+    agree(ours, jax.value_and_grad(token_loss, has_aux=True)(PARAMS, batch_of(22)))
+
+
+def test_a_batch_of_zero_weight_has_value_and_gradient_zero():
+    batch = {**batch_of(), "x": X * jnp.nan, "tokens": 0 * TOKENS}
+    (value, weight), grads = gcx.microbatched_value_and_grad(token_loss, 4, has_weight=True)(
+        PARAMS, batch
+    )
+    assert float(value) == float(weight) == 0
+    assert not any(np.any(g) for g in jax.tree.leaves(grads))
+
+
+# --- random keys ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey], ids=["typed", "raw"])
+def test_each_micro_batch_gets_its_own_key(make_key):
+    def fun(params, batch, key):
+        noise = jax.random.normal(key, batch["y"].shape)
+        return loss(params, batch), noise
+
+    (_, noise), _ = gcx.microbatched_value_and_grad(fun, 4, has_aux=True, rng_argnums=2)(
+        PARAMS, batch_of(), make_key(0)
+    )
+    assert len(np.unique(np.asarray(noise))) == noise.size
+    keys = jax.random.split(make_key(0), 4)
+    own = jnp.stack([jax.random.normal(k, (BATCH // 4, 3)) for k in keys], axis=1)
+    np.testing.assert_array_equal(noise, own.reshape(BATCH, 3))
+
+
+def test_the_same_key_gives_the_same_gradient():
+    def fun(params, batch, key):
+        kept = jax.random.bernoulli(key, 0.5, batch["x"].shape)
+        return loss(params, {**batch, "x": batch["x"] * kept})
+
+    take = jax.jit(gcx.microbatched_value_and_grad(fun, 4, rng_argnums=(2,)))
+    first, again = (take(PARAMS, batch_of(), jax.random.key(1)) for _ in range(2))
+    chex.assert_trees_all_equal(first, again)
+    other = take(PARAMS, batch_of(), jax.random.key(2))
+    assert np.any(other[1]["w"] != first[1]["w"])
+
+
+# --- properties -----------------------------------------------------------------------------
+
+
+@st.composite
+def problems(draw):
+    """Parameters, examples of any number of tokens, and how they are split."""
+    parts, size = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    dtypes = draw(
+        st.lists(st.sampled_from(["float32", "bfloat16", "float16"]), min_size=1, max_size=3)
+    )
+    shapes = [draw(st.sampled_from([(), (3,), (2, 2)])) for _ in dtypes]
+    seed = draw(st.integers(0, 2**16))
+    tokens = draw(st.lists(st.integers(0, 50), min_size=parts * size, max_size=parts * size))
+    params = {
+        f"p{i}": trees.normal(shape, dtype, seed=seed + i)
+        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+    }
+    examples = {
+        name: trees.normal((parts * size, *p.shape), seed=seed + 10 + i)
+        for i, (name, p) in enumerate(params.items())
+    }
+    return parts, params, examples, jnp.asarray(tokens, jnp.float32)
+
+
+def wave_loss(params, examples, tokens):
+    """The mean over tokens of `sum tanh(p x)`; the count of tokens."""
+    terms = [
+        jnp.sum(jnp.tanh(p.astype(jnp.float32) * x).reshape(len(tokens), -1), axis=1)
+        for p, x in zip(jax.tree.leaves(params), jax.tree.leaves(examples), strict=True)
+    ]
+    count = jnp.sum(tokens)
+    return jnp.sum(sum(terms) * tokens) / jnp.where(count > 0, count, 1), count
+
+
+def wave_gradient(param, x, tokens):
+    """The same by hand, in float64: `sum t x (1 - tanh^2(p x)) / sum t`, and its largest term."""
+    p, x = oracles.wide(param), oracles.wide(x)
+    terms = x * (1 - np.tanh(p * x) ** 2)
+    if tokens.sum() == 0:
+        return 0 * p, 1.0
+    return np.average(terms, axis=0, weights=oracles.wide(tokens)), float(np.abs(terms).max())
+
+
+@hypothesis.settings(derandomize=True, max_examples=15, deadline=None)
+@hypothesis.given(problems())
+def test_weighted_micro_batches_across_calls_are_one_step_is_the_big_batch(problem):
+    parts, params, examples, tokens = problem
+    in_one_step = jax.jit(
+        gcx.microbatched_value_and_grad(wave_loss, parts, batch_argnums=(1, 2), has_weight=True)
+    )
+    (_, total), one_step = in_one_step(params, examples, tokens)
+    assert float(total) == float(tokens.sum())
+
+    value_and_grad = jax.jit(jax.value_and_grad(wave_loss, has_aux=True))
+    tx = gcx.accumulate_gradients(optax.identity(), parts)
+    update, state = jax.jit(tx.update), tx.init(params)
+    for i in range(parts):
+        mine = jax.tree.map(lambda x, i=i: x[i::parts], examples)
+        (_, weight), grads = value_and_grad(params, mine, tokens[i::parts])
+        across_calls, state = update(grads, state, params, weight=weight)
+    assert bool(gcx.has_updated(state)) == (float(tokens.sum()) > 0)
+
+    _, big_batch = value_and_grad(params, examples, tokens)
+    for name, param in params.items():
+        wanted, largest = wave_gradient(param, examples[name], tokens)
+        # A gradient of each micro-batch and the result are rounded to the dtype of the
+        # parameter; the arithmetic in between is that of float32.
+        bound = largest * (oracles.eps(param.dtype) + 40 * 2.0**-23)
+        for got in (one_step, across_calls, big_batch):
+            assert got[name].dtype == param.dtype
+            assert np.all(np.abs(oracles.wide(got[name]) - wanted) <= bound)
+
+
+# --- memory and devices ---------------------------------------------------------------------
+
+
+def scratch(fun, *args):
+    return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_scratch_is_one_micro_batch_and_one_accumulator():
+    def deep(params, batch):
+        x = batch
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    params, batch = [jnp.ones((64, 64))] * 6, jnp.ones((1024, 64))
+    size = sum(p.nbytes for p in params)
+    whole = scratch(jax.value_and_grad(deep), params, batch)
+    micro = scratch(jax.value_and_grad(deep), params, batch[: 1024 // 16])
+    ours = scratch(gcx.microbatched_value_and_grad(deep, 16), params, batch)
+    # And the micro-batch itself, which is cut out of the batch.
+    assert ours <= micro + size + batch.nbytes // 16 + 4096
+    assert ours < 0.3 * whole
+
+
+def mesh_of(*, explicit=False):
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    return jax.make_mesh((8,), ("data",), axis_types=(kind,))
+
+
+def sharded_batch(mesh):
+    batch = jax.tree.map(lambda x: jnp.concatenate([x, x, x, x]), batch_of(16))
+    return jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_a_sharded_batch_stays_where_it_is_under_jit(explicit):
+    mesh = mesh_of(explicit=explicit)
+    use = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
+    with use(mesh):
+        batch = sharded_batch(mesh)
+        params = jax.device_put(PARAMS, NamedSharding(mesh, PartitionSpec()))
+
+        def fun(params, batch):
+            each = errors(params, batch)
+            return jnp.mean(each), each
+
+        take = jax.jit(gcx.microbatched_value_and_grad(fun, 4, has_aux=True))
+        text = take.lower(params, batch).compile().as_text()
+        (value, rows), grads = take(params, batch)
+    for collective in COLLECTIVES[1:]:
+        assert hlo.count(text, collective) == 0
+    assert rows.sharding.is_equivalent_to(batch["tokens"].sharding, 1)
+    wanted = jax.value_and_grad(fun, has_aux=True)(PARAMS, jax.device_get(batch))
+    agree(jax.device_get(((value, rows), grads)), jax.device_get(wanted))
+
+
+def in_shard_map(fun, take, **specs):
+    """`take(fun)` on each device's part of the batch, averaged over devices."""
+
+    def step(params, batch):
+        out, grads = take(fun)(params, batch)
+        return jax.lax.pmean(out, "data"), jax.tree.map(lambda g: g / 8, grads)
+
+    spec = PartitionSpec
+    return jax.jit(
+        jax.shard_map(
+            step, mesh=mesh_of(), in_specs=(spec(), spec("data")), out_specs=(spec(), spec())
+        )
+    )
+
+
+@pytest.mark.parametrize("argnums", [0, -2])
+def test_inside_shard_map_the_gradient_is_reduced_once_after_the_loop(argnums):
+    batch = sharded_batch(mesh_of())
+    run = in_shard_map(loss, lambda fun: gcx.microbatched_value_and_grad(fun, 4, argnums=argnums))
+    text = run.lower(PARAMS, batch).compile().as_text()
+    for collective in COLLECTIVES[1:]:
+        assert hlo.count(text, collective) == 0
+    inside = hlo.count(text, "all-reduce") - hlo.count(text, "all-reduce", loops=False)
+    assert inside == 0
+    # Each element of the gradient once, and the mean of the value. On the CPU, JAX 0.7 leaves
+    # each array its own all-reduce.
+    sizes = hlo.all_reduced(text, loops=False)
+    assert sum(sizes) == sum(p.size for p in jax.tree.leaves(PARAMS)) + 1
+    assert len([s for s in sizes if s > 1]) == (1 if compat.VERSION >= (0, 10) else 2)
+    agree(run(PARAMS, batch), jax.value_and_grad(loss)(PARAMS, jax.device_get(batch)))
+
+
+def test_in_a_loop_jax_reduces_the_gradient_for_every_micro_batch():
+    # What the transformation is for: the same loop, written by hand.
+    def by_hand(fun):
+        def take(params, batch):
+            parts = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), batch)
+
+            def step(sums, part):
+                return jax.tree.map(jnp.add, sums, jax.grad(fun)(params, part)), None
+
+            grads, _ = jax.lax.scan(step, jax.tree.map(jnp.zeros_like, params), parts)
+            return fun(params, batch), jax.tree.map(lambda g: g / 4, grads)
+
+        return take
+
+    text = in_shard_map(loss, by_hand).lower(PARAMS, sharded_batch(mesh_of())).compile().as_text()
+    assert hlo.count(text, "all-reduce") > hlo.count(text, "all-reduce", loops=False)
+
+
+def test_inside_shard_map_weights_and_aux_come_back_for_each_device():
+    batch = sharded_batch(mesh_of())
+
+    def fun(params, batch):
+        value, count = token_loss(params, batch)
+        aux = {
+            "rows": errors(params, batch),
+            "count": jnp.sum(batch["x"] > 0),
+            "any": jnp.any(batch["x"] > 2),
+            "mean": value,
+        }
+        return value, (count, aux)
+
+    def step(params, batch, take):
+        (value, (count, aux)), grads = take(params, batch)
+        return jax.tree.map(lambda x: x[None], (value, count, aux)), grads
+
+    def run(take):
+        spec = PartitionSpec
+        mapped = jax.shard_map(
+            lambda params, batch: step(params, batch, take),
+            mesh=mesh_of(),
+            in_specs=(spec(), spec("data")),
+            out_specs=(spec("data"), spec()),
+        )
+        return jax.jit(mapped)(PARAMS, batch)
+
+    ours = run(gcx.microbatched_value_and_grad(fun, 4, has_weight=True, has_aux=True))
+    agree(ours, run(jax.value_and_grad(fun, has_aux=True)))
+
+
+def test_inside_pmap_each_device_has_its_own_gradient():
+    batch = jax.tree.map(lambda x: x.reshape(8, 3, *x.shape[1:]), batch_of())
+    take = gcx.microbatched_value_and_grad(token_loss, 3, has_weight=True)
+    ours = jax.pmap(take, in_axes=(None, 0))(PARAMS, batch)
+    wanted = jax.vmap(jax.value_and_grad(token_loss, has_aux=True), (None, 0))(PARAMS, batch)
+    agree(jax.device_get(ours), jax.device_get(wanted))
+
+
+# --- with accumulate_gradients, and errors --------------------------------------------------
+
+
+def test_it_composes_with_accumulate_gradients():
+    take = gcx.microbatched_value_and_grad(token_loss, 3, has_weight=True)
+    tx = gcx.accumulate_gradients(optax.identity(), 2)
+    state = tx.init(PARAMS)
+    for half in (slice(0, 12), slice(12, 24)):
+        (_, weight), grads = take(PARAMS, jax.tree.map(lambda x, s=half: x[s], batch_of()))
+        updates, state = tx.update(grads, state, PARAMS, weight=weight)
+    agree(updates, jax.grad(token_loss, has_aux=True)(PARAMS, batch_of())[0])
+
+
+@pytest.mark.parametrize(
+    ("batch", "got"),
+    [
+        ({"x": jnp.zeros((10, 3))}, "float32[10, 3] at args[1]['x']"),
+        ({"a": jnp.zeros((8, 2)), "b": jnp.zeros((9,))}, "float32[9] at args[1]['b']"),
+        ({"n": jnp.int32(7)}, "int32[] at args[1]['n']"),
+    ],
+)
+def test_a_batch_that_does_not_divide_names_both_numbers(batch, got):
+    message = (
+        "microbatched_value_and_grad: `batch` must be split evenly by num_microbatches=4 along "
+        f"its first axis, got {got}. Change one of the two, or pad the batch with examples of "
+        "weight 0."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        gcx.microbatched_value_and_grad(lambda w, b: w, 4)(jnp.ones(()), batch)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((loss, 0), ValueError, "`num_microbatches` must be an integer >= 1, got 0. Pass 1 not to"),
+        ((loss, 2.0), TypeError, "`num_microbatches` must be an integer >= 1, got 2.0."),
+        ((None, 2), TypeError, "`fun` must be callable, got None. Pass the loss function."),
+    ],
+)
+def test_bad_arguments_are_refused_when_built(arguments, error, message):
+    with pytest.raises(error, match=re.escape("microbatched_value_and_grad: " + message)):
+        gcx.microbatched_value_and_grad(*arguments)
+
+
+def test_a_value_that_is_no_scalar_is_refused():
+    with pytest.raises(TypeError, match="scalar-output functions"):
+        gcx.microbatched_value_and_grad(errors, 4)(PARAMS, batch_of())
+
+
+def test_a_weight_that_is_no_scalar_is_refused():
+    message = "microbatched_value_and_grad: `weight` must be a scalar, got float32[6]."
+    take = gcx.microbatched_value_and_grad(
+        lambda p, b: (loss(p, b), b["tokens"]), 4, has_weight=True
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        take(PARAMS, batch_of())

@@ -1,0 +1,195 @@
+"""The gradient noise scale, against a synthetic problem whose noise is known."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradclip_jax as gcx
+from gradclip_jax.accumulation._noise import (
+    empty_noise,
+    gradient_noise_scale,
+    observe_micro_batch,
+    observe_window,
+)
+
+SIZE = 64
+WINDOWS = 2_000
+SCALES = np.linspace(0.5, 1.5, SIZE)  # standard deviation of an example, by coordinate
+MEAN = np.full(SIZE, 0.5)
+TRACE = float(np.sum(SCALES**2))
+SQUARE = float(np.sum(MEAN**2))
+
+
+def micro_batches(weights, seed=0):
+    """float32[WINDOWS, n, SIZE]: mean gradients of `weights` examples each."""
+    rng = np.random.default_rng(seed)
+    noise = rng.standard_normal((WINDOWS, len(weights), SIZE)) * SCALES
+    return jnp.asarray(MEAN + noise / np.sqrt(weights)[:, None], jnp.float32)
+
+
+def estimates(grads, weights):
+    """(|G|^2, tr(Sigma)) of a window, by appendix A.1 of McCandlish et al. 2018, weighted."""
+    total = sum(weights)
+    small = sum(w * np.sum(np.square(g)) for w, g in zip(weights, grads, strict=True)) / total
+    big = np.sum(np.square(sum(w * g for w, g in zip(weights, grads, strict=True)) / total))
+    trace = (small - big) * total / (len(weights) - 1)
+    return big - trace / total, trace
+
+
+def two_batch_sizes(grads):
+    """The same as the paper words it, for micro-batches of one example."""
+    b_small, b_big = 1, len(grads)
+    g_small = np.mean(np.sum(np.square(grads), axis=1))
+    g_big = np.sum(np.square(np.mean(grads, axis=0)))
+    square = (b_big * g_big - b_small * g_small) / (b_big - b_small)
+    trace = (g_small - g_big) / (1 / b_small - 1 / b_big)
+    return square, trace
+
+
+def observed(grads, weights, decay=0.0, state=None):
+    """The state after one window."""
+    state = empty_noise() if state is None else state
+    weights = jnp.asarray(weights, jnp.float32)
+    for i, (g, w) in enumerate(zip(grads, weights, strict=True)):
+        state = observe_micro_batch(state, {"g": g}, w, jnp.array(i == 0))
+    mean = sum(w * g for w, g in zip(weights, grads, strict=True)) / weights.sum()
+    return observe_window(state, {"g": mean}, weights.sum(), decay)
+
+
+@pytest.mark.parametrize("weights", [(1, 1, 1, 1), (1, 3, 2, 10), (5, 5)])
+def test_estimates_of_one_window_are_those_of_the_paper(weights):
+    grads = micro_batches(weights)[0]
+    state = observed(grads, weights)
+    square, trace = estimates(np.float64(grads), weights)
+    np.testing.assert_allclose(state.squared_gradient, square, rtol=1e-5)
+    np.testing.assert_allclose(state.covariance_trace, trace, rtol=1e-5)
+    if set(weights) == {1}:
+        np.testing.assert_allclose((square, trace), two_batch_sizes(np.float64(grads)))
+
+
+@pytest.mark.parametrize("weights", [(1, 1, 1, 1), (1, 3, 2, 10)], ids=["equal", "weighted"])
+def test_estimates_are_unbiased_for_a_known_covariance(weights):
+    states = jax.jit(jax.vmap(lambda grads: observed(grads, weights)))(micro_batches(weights))
+    traces, squares = map(np.float64, (states.covariance_trace, states.squared_gradient))
+    # Within five standard errors of the mean, which are 0.2% and 2% or less.
+    for sample, truth, close in ((traces, TRACE, 0.005), (squares, SQUARE, 0.03)):
+        error = np.std(sample) / np.sqrt(WINDOWS)
+        assert error < close * truth
+        assert abs(np.mean(sample) - truth) <= 5 * error
+
+
+@pytest.mark.parametrize("weights", [(1, 1, 1, 1), (4, 12, 8, 40)], ids=["equal", "weighted"])
+def test_metrics_tell_the_noise_scale_in_the_unit_of_the_weights(weights):
+    weighted = weights != (1, 1, 1, 1)
+    tx = gcx.accumulate_gradients(optax.sgd(0.0), len(weights), noise_scale_decay=0.995)
+    params = {"g": jnp.zeros(SIZE)}
+    stream = micro_batches(weights, seed=1).reshape(-1, SIZE)
+    by_step = jnp.tile(jnp.asarray(weights, jnp.float32), WINDOWS)
+
+    def step(state, now):
+        extra_args = {"weight": now[1]} if weighted else {}
+        _, state = tx.update({"g": now[0]}, state, params, **extra_args)
+        return state, None
+
+    run = jax.jit(lambda state: jax.lax.scan(step, state, (stream, by_step))[0])
+    measured = float(gcx.metrics(run(tx.init(params)))["gradient_noise_scale"])
+    # About 200 windows count, so the standard error is some 5%.
+    np.testing.assert_allclose(measured, TRACE / SQUARE, rtol=0.2)
+
+
+def told(grads, weights=None, decay=0.9, every=2):
+    """The metric after each micro-batch."""
+    tx = gcx.accumulate_gradients(optax.sgd(0.1), every, noise_scale_decay=decay)
+    params = jnp.zeros_like(grads[0])
+    state, update, out = tx.init(params), jax.jit(tx.update), []
+    for i, g in enumerate(grads):
+        extra_args = {} if weights is None else {"weight": jnp.float32(weights[i])}
+        _, state = update(g, state, params, **extra_args)
+        out.append(float(gcx.metrics(state)["gradient_noise_scale"]))
+    return out, state
+
+
+A, B = jnp.array([1.0, 0.0]), jnp.array([0.8, 0.6])
+# Window (A, B): S = 1, B = 0.9, so tr(Sigma) = 0.1 * 2 / 1 = 0.2, |G|^2 = 0.9 - 0.1 = 0.8.
+SCALE_AB = 0.25
+
+
+def test_it_is_zero_before_the_first_window():
+    seen, _ = told([A, B])
+    assert seen[0] == 0
+    np.testing.assert_allclose(seen[1], SCALE_AB, rtol=1e-5)
+
+
+def test_it_is_infinite_while_no_signal_stands_out():
+    assert told([A, -A])[0][-1] == np.inf
+    assert float(gradient_noise_scale(observed([A, -A], [1, 1]))) == np.inf
+
+
+def test_gradients_without_noise_have_a_scale_of_zero():
+    np.testing.assert_allclose(told([A, A])[0][-1], 0.0, atol=1e-6)
+
+
+def test_zero_gradients_have_a_scale_of_zero():
+    assert told([0 * A, 0 * A])[0][-1] == 0
+
+
+def test_windows_are_averaged_with_the_decay():
+    # Window (2A, 2A): tr(Sigma) = 0, |G|^2 = 4.
+    seen, state = told([A, B, 2 * A, 2 * A], decay=0.75)
+    trace, square = 0.25 * 0.75 * 0.2, 0.25 * (0.75 * 0.8 + 4.0)
+    np.testing.assert_allclose(state.noise.covariance_trace, trace, rtol=1e-5)
+    np.testing.assert_allclose(state.noise.squared_gradient, square, rtol=1e-5)
+    np.testing.assert_allclose(seen[-1], trace / square, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_a_bad_window_is_left_out(bad):
+    seen, _ = told([A, B, bad * A, B, 0 * A])
+    np.testing.assert_allclose(seen[1:], SCALE_AB, rtol=1e-5)
+
+
+def test_a_window_of_one_micro_batch_shows_no_noise():
+    seen, _ = told([A, B, A], every=1)
+    assert seen == [0, 0, 0]
+
+
+def test_a_micro_batch_of_zero_weight_is_not_counted():
+    seen, _ = told([A, jnp.nan * A, B], [1, 0, 1], every=3)
+    np.testing.assert_allclose(seen[-1], SCALE_AB, rtol=1e-5)
+    seen, _ = told([A, jnp.nan * A], [1, 0])  # one that counts: no estimate
+    assert seen == [0, 0]
+
+
+def test_a_flushed_window_counts_by_what_it_holds():
+    tx = gcx.accumulate_gradients(optax.sgd(0.1), 100, noise_scale_decay=0.9)
+    state = tx.init(A)
+    for g in (A, B):
+        _, state = tx.update(g, state, A)
+    _, state = gcx.flush(tx, state, A)
+    np.testing.assert_allclose(gcx.metrics(state)["gradient_noise_scale"], SCALE_AB, rtol=1e-5)
+
+
+def test_it_does_not_change_the_updates():
+    plain = gcx.accumulate_gradients(optax.adam(0.1), 2)
+    measuring = gcx.accumulate_gradients(optax.adam(0.1), 2, noise_scale_decay=0.9)
+    ours, theirs = measuring.init(A), plain.init(A)
+    for g in (A, B, A):
+        updates, ours = measuring.update(g, ours, A)
+        wanted, theirs = plain.update(g, theirs, A)
+        np.testing.assert_array_equal(updates, wanted)
+
+
+def test_without_a_decay_nothing_is_measured():
+    state = gcx.accumulate_gradients(optax.sgd(0.1), 2).init(A)
+    assert state.noise == () and "gradient_noise_scale" not in gcx.metrics(state)
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.5, np.nan])
+def test_a_decay_outside_zero_to_one_is_refused(decay):
+    message = "accumulate_gradients: `noise_scale_decay` must be a number >= 0 and <= 1, got "
+    with pytest.raises(ValueError, match=re.escape(message)):
+        gcx.accumulate_gradients(optax.sgd(0.1), 2, noise_scale_decay=decay)

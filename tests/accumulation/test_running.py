@@ -1,0 +1,131 @@
+"""The running sum of a window: right in every dtype, never poisoned, weighted."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import oracles
+import trees
+from gradclip_jax.accumulation._running import (
+    accumulator_dtype,
+    accumulator_like,
+    add_weighted,
+    as_weight,
+    read_out,
+)
+
+FIRST, LATER = jnp.array(True), jnp.array(False)
+
+
+def window(grads, weights, dtype=jnp.float32):
+    """Sum and total weight of a window of weighted micro-batches."""
+    acc = jax.tree.map(lambda x: x * jnp.nan, accumulator_like(grads[0], dtype))
+    for i, (g, w) in enumerate(zip(grads, weights, strict=True)):
+        acc = add_weighted(acc, g, jnp.float32(w), jnp.array(i == 0))
+    return acc, jnp.float32(sum(weights))
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        *((kind, "float32") for kind in trees.REAL),
+        ("complex64", "complex64"),
+    ],
+)
+def test_accumulator_is_float32_or_the_complex_type_over_it(kind, wanted):
+    acc = accumulator_like({"a": trees.normal((2, 3), kind)}, np.dtype("float32"))["a"]
+    assert acc.dtype == wanted and acc.shape == (2, 3) and not acc.any()
+    lower = jnp.dtype(accumulator_dtype(jnp.dtype(kind), jnp.bfloat16))
+    assert lower == ("complex64" if kind == "complex64" else "bfloat16")
+
+
+@pytest.mark.parametrize("kind", ["float64", "complex128"])
+def test_64_bit_leaves_keep_their_precision(kind):
+    wide = 64 if kind == "float64" else 128
+    assert jnp.dtype(accumulator_dtype(jnp.dtype(kind), jnp.float32)).itemsize * 8 == wide
+
+
+def test_nodes_without_leaves_and_integer_parameters_pass_through():
+    params = {"a": jnp.ones(2), "b": None, "c": optax.MaskedNode(), "n": jnp.ones((3,), jnp.int32)}
+    acc = accumulator_like(params, jnp.float32)
+    assert acc["b"] is None and acc["c"] == optax.MaskedNode()
+    assert acc["n"].shape == () and acc["n"].dtype == jnp.float32
+    grads = {**params, "n": np.zeros((3,), jax.dtypes.float0)}
+    acc = add_weighted(acc, grads, None, FIRST)
+    out = read_out(acc, grads, jnp.float32(1), mean=True)
+    assert out["n"].dtype == jax.dtypes.float0
+    np.testing.assert_array_equal(out["a"], jnp.ones(2))
+
+
+def test_the_first_micro_batch_overwrites_what_the_last_window_left():
+    acc = add_weighted(jnp.array([jnp.nan, jnp.inf, 7.0]), jnp.ones(3), None, FIRST)
+    np.testing.assert_array_equal(acc, jnp.ones(3))
+
+
+@pytest.mark.parametrize("first", [FIRST, LATER])
+def test_a_micro_batch_of_zero_weight_adds_nothing_even_if_it_is_nan(first):
+    bad = jnp.array([jnp.nan, jnp.inf, -jnp.inf])
+    acc = add_weighted(jnp.array([1.0, 2.0, 3.0]), bad, jnp.float32(0), first)
+    np.testing.assert_array_equal(acc, jnp.zeros(3) if first else jnp.array([1.0, 2.0, 3.0]))
+
+
+def test_no_weight_is_a_weight_of_one():
+    acc, grads = jnp.array([1.0, 2.0]), jnp.array([0.5, jnp.inf])
+    one = add_weighted(acc, grads, jnp.float32(1), LATER)
+    np.testing.assert_array_equal(add_weighted(acc, grads, None, LATER), one)
+
+
+def test_two_thousand_bfloat16_gradients_add_up_to_float32_precision():
+    # In bfloat16 the sum would stop growing at 256.
+    count = 2_000
+    grads = jnp.ones((3,), jnp.bfloat16)
+    total = jax.lax.fori_loop(
+        0, count, lambda i, acc: add_weighted(acc, grads, None, i == 0), jnp.zeros(3)
+    )
+    np.testing.assert_array_equal(total, jnp.full(3, count))
+
+
+def test_float16_gradients_may_add_up_beyond_float16():
+    acc, weight = window([jnp.float16([6e4])] * 4, [1, 1, 1, 1])
+    np.testing.assert_array_equal(acc, np.float32([4 * 6e4]))
+    np.testing.assert_array_equal(read_out(acc, acc, weight, mean=True), np.float32([6e4]))
+
+
+@hypothesis.settings(derandomize=True, max_examples=40, deadline=None)
+@hypothesis.given(
+    dtype=st.sampled_from(["float32", "bfloat16", "float16", "complex64", "float8_e4m3fn"]),
+    weights=st.lists(st.integers(0, 1_000), min_size=1, max_size=6),
+    seed=st.integers(0, 2**16),
+    mean=st.booleans(),
+)
+def test_read_out_is_the_weighted_mean_or_sum(dtype, weights, seed, mean):
+    hypothesis.assume(sum(weights) > 0)
+    grads = [{"a": trees.normal((4,), dtype, seed=seed + i)} for i in range(len(weights))]
+    acc, total = window(grads, weights)
+    out = np.asarray(read_out(acc, grads[0], total, mean=mean)["a"])
+    terms = [w * oracles.wide(g["a"]) for w, g in zip(weights, grads, strict=True)]
+    divisor = sum(weights) if mean else 1
+    # Each product, sum and quotient rounds once, to half an eps of the largest partial sum.
+    size = sum(np.abs(t) for t in terms) / divisor
+    bound = (len(weights) + 2) * 2.0**-23 * size
+    assert np.all(np.abs(out - sum(terms) / divisor) <= bound)
+
+
+@pytest.mark.parametrize("weight", [3, 2.5, np.int64(7), np.float16(2), jnp.int32(4), True])
+def test_weight_is_a_float32_scalar_whatever_number_it_was(weight):
+    out = as_weight("f", weight)
+    assert out.dtype == jnp.float32 and out.shape == () and float(out) == float(weight)
+
+
+def test_weight_of_none_stays_none():
+    assert as_weight("f", None) is None
+
+
+def test_weight_that_is_no_scalar_is_refused():
+    message = r"f: `weight` must be a scalar, got float32\[2\]. Pass the number of examples or"
+    with pytest.raises(TypeError, match=message):
+        as_weight("f", jnp.ones((2,)))

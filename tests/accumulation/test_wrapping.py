@@ -1,0 +1,284 @@
+"""`accumulate_gradients` around any optimizer, and inside any wrapper."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradclip_jax as gcx
+import hlo
+import trees
+
+VALUE = jnp.float32(1.0)
+
+
+def params_like(dtype):
+    return {"w": trees.normal((4, 3), dtype, seed=7), "b": trees.normal((3,), dtype, seed=8)}
+
+
+def gradients(count, params):
+    make = [
+        jax.tree.map(lambda p, s=seed: trees.normal(p.shape, p.dtype, seed=s), params)
+        for seed in range(count)
+    ]
+    return make
+
+
+def train(tx, params, grads, *, value=VALUE):
+    """Parameters, updates and states after each step; one compiled program, traced once."""
+    tx = optax.with_extra_args_support(tx)
+    traces, updates, states = [], [], []
+
+    @jax.jit
+    def step(grads, state, params):
+        traces.append(1)
+        out, state = tx.update(grads, state, params, value=value)
+        return optax.apply_updates(params, out), out, state
+
+    state = tx.init(params)
+    for g in grads:
+        params, out, state = step(g, state, params)
+        updates.append(out)
+        states.append(state)
+    assert len(traces) == 1
+    return params, updates, states
+
+
+# --- any optimizer inside -------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "low_precision_momentum": lambda: optax.sgd(0.1, momentum=0.9, accumulator_dtype="bfloat16"),
+    "adamw": lambda: optax.adamw(optax.cosine_decay_schedule(0.1, 10), mu_dtype="bfloat16"),
+    "adafactor": lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
+    "lion": lambda: optax.lion(0.1),
+    "lamb": lambda: optax.lamb(0.1),
+    "rmsprop": lambda: optax.rmsprop(0.1),
+    "sm3": lambda: optax.sm3(0.1),
+    "novograd": lambda: optax.novograd(0.1),
+    "polyak_sgd": lambda: optax.polyak_sgd(),
+    "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)),
+    "centralize": lambda: optax.chain(optax.centralize(), optax.sgd(0.1)),
+    "ema": lambda: optax.chain(optax.ema(0.9, accumulator_dtype=jnp.float32), optax.sgd(0.1)),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(0.1), 3),
+    "skip_nonfinite": lambda: gcx.skip_nonfinite(optax.adam(0.1)),
+    "multi_steps": lambda: optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+    "masked": lambda: optax.masked(optax.adam(0.1), {"w": True, "b": False}),
+    "partition": lambda: optax.partition(
+        {"a": optax.adam(0.1), "b": optax.set_to_zero()}, {"w": "a", "b": "b"}
+    ),
+    "muon": lambda: optax.contrib.muon(0.1),
+    "schedule_free": lambda: optax.contrib.schedule_free_adamw(0.1),
+    "ademamix": lambda: optax.contrib.ademamix(0.1),
+    "prodigy": lambda: optax.contrib.prodigy(),
+    "dadapt_adamw": lambda: optax.contrib.dadapt_adamw(),
+    "dog": lambda: optax.contrib.dog(1.0),
+    "cocob": lambda: optax.contrib.cocob(),
+    "momo": lambda: optax.contrib.momo(1.0),
+    "adopt": lambda: optax.contrib.adopt(0.1),
+    "madgrad": lambda: optax.contrib.madgrad(0.1),
+    "reduce_on_plateau": lambda: optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()),
+    "split_real_and_imaginary": lambda: optax.contrib.split_real_and_imaginary(optax.adam(0.1)),
+}
+# They cannot be traced on float32 gradients of bfloat16 parameters, and get them rounded.
+SAME_DTYPE_ONLY = {"novograd", "apply_if_finite"}
+# Their update is the difference of two parameters, each rounded to bfloat16.
+DIFFERENCES = {"schedule_free", "madgrad"}
+
+
+def optimizer(name):
+    if name in {"adopt", "madgrad"} and not hasattr(optax.contrib, name):
+        pytest.skip(f"this Optax has no {name}")
+    return OPTIMIZERS[name]()
+
+
+def first_update(inner, grads, params):
+    """What the inner optimizer makes of a gradient at its first step."""
+    inner = optax.with_extra_args_support(inner)
+    update = jax.jit(lambda grads: inner.update(grads, inner.init(params), params, value=VALUE)[0])
+    return update(grads)
+
+
+def wide(tree):
+    return jax.tree.map(lambda x: np.asarray(x, np.float32), tree)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_takes_the_mean_of_bfloat16_gradients(name):
+    # In MultiSteps this raised errors for years: Optax issues 377, 1038, 1039.
+    inner, params = optimizer(name), params_like("bfloat16")
+    grads = gradients(4, params)
+    tx = gcx.accumulate_gradients(inner, 2)
+    trained, updates, states = train(tx, params, grads)
+    chex.assert_trees_all_equal_shapes_and_dtypes(states[-1], tx.init(params))
+    chex.assert_trees_all_equal_dtypes(trained, params)
+    assert [bool(gcx.has_updated(s)) for s in states] == [False, True] * 2
+    for held in (updates[0], updates[2]):
+        assert not any(np.any(x) for x in jax.tree.leaves(held))
+    # The mean of two bfloat16 numbers is exact in float32.
+    mean = jax.tree.map(lambda *g: sum(x.astype(jnp.float32) for x in g) / 2, *grads[:2])
+    narrow = jax.tree.map(lambda m, p: m.astype(p.dtype), mean, params)
+    plain = first_update(inner, narrow, params)
+    chex.assert_trees_all_equal_dtypes(*updates, plain)
+    wanted = plain if name in SAME_DTYPE_ONLY else first_update(inner, mean, params)
+    # One rounding to bfloat16, and one of what an optimizer keeps in it.
+    rounded = params if name in DIFFERENCES else wanted
+    bound = 2 * 2.0**-8 * max(np.abs(x).max() for x in jax.tree.leaves(wide(rounded)))
+    chex.assert_trees_all_close(wide(updates[1]), wide(wanted), atol=float(bound))
+
+
+def test_a_weakly_typed_inner_state_costs_no_second_trace():
+    inner = optax.GradientTransformation(
+        lambda params: jnp.asarray(1.0), lambda updates, state, params=None: (updates, state * 2)
+    )
+    params = params_like("float32")
+    tx = gcx.accumulate_gradients(inner, 2)
+    assert not tx.init(params).inner_opt_state.weak_type
+    train(tx, params, gradients(3, params))
+
+
+def test_muon_does_nothing_expensive_while_the_window_is_open():
+    # Its five matrix products per step are inside the loop that makes no trip.
+    params = {"w": jnp.ones((32, 32))}
+    tx = gcx.accumulate_gradients(optax.contrib.muon(0.1), 2)
+    text = hlo.compiled(
+        lambda g, s, p: gcx.apply_gradients(tx, g, s, p), params, tx.init(params), params
+    )
+    assert hlo.count(text, "dot") + hlo.count(text, "custom-call") > 0
+    assert hlo.count(text, "dot", loops=False) + hlo.count(text, "custom-call", loops=False) == 0
+
+
+# --- inside any wrapper ---------------------------------------------------------------------
+
+
+def accumulated(inner=None):
+    return gcx.accumulate_gradients(optax.sgd(0.1) if inner is None else inner, 3)
+
+
+WRAPPERS = {
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), accumulated(), optax.scale(2.0)),
+    "named_chain": lambda: optax.named_chain(
+        ("clip", gcx.clip_by_global_norm(1.0)), ("accumulate", accumulated())
+    ),
+    "masked": lambda: optax.masked(accumulated(), {"w": True, "b": False}),
+    "partition": lambda: optax.partition(
+        {"a": accumulated(), "b": optax.set_to_zero()}, {"w": "a", "b": "b"}
+    ),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(
+        lambda learning_rate: accumulated(optax.adam(learning_rate))
+    )(learning_rate=optax.linear_schedule(0.1, 0.0, 10)),
+    "flatten": lambda: optax.flatten(accumulated(optax.adam(0.1))),
+    "apply_if_finite": lambda: optax.apply_if_finite(accumulated(), 3),
+    "skip_nonfinite": lambda: gcx.skip_nonfinite(accumulated()),
+    "skip_large_norm": lambda: gcx.skip_large_norm(accumulated(), 1e6),
+    "schedule_free": lambda: optax.contrib.schedule_free(accumulated(), 0.1),
+    "mechanize": lambda: optax.contrib.mechanize(accumulated()),
+    "split_real_and_imaginary": lambda: optax.contrib.split_real_and_imaginary(accumulated()),
+    "conditionally_mask": lambda: optax.conditionally_mask(accumulated(), lambda step: step >= 0),
+    "weight_decay": lambda: optax.chain(optax.add_decayed_weights(0.1), accumulated()),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_any_wrapper_can_hold_it(name):
+    tx, params = WRAPPERS[name](), params_like("float32")
+    grads = gradients(7, params)
+    trained, _, states = train(tx, params, grads)
+    assert [bool(gcx.has_updated(s)) for s in states] == [False, False, True] * 2 + [False]
+    assert gcx.accumulation_stats(states[-1]).total_updates == 2
+    chex.assert_tree_all_finite(trained)
+    assert np.any(trained["w"] != params["w"])
+
+
+def test_masked_accumulates_its_own_leaves_only():
+    params = params_like("float32")
+    _, updates, states = train(WRAPPERS["masked"](), params, gradients(1, params))
+    assert not np.any(updates[0]["w"])
+    np.testing.assert_array_equal(updates[0]["b"], gradients(1, params)[0]["b"])
+    assert gcx.accumulation_stats(states[0]).registered_params == 1
+
+
+def test_two_accumulations_in_a_partition_keep_their_own_windows():
+    params = params_like("float32")
+    tx = optax.partition(
+        {
+            "a": gcx.accumulate_gradients(optax.sgd(0.1), 2),
+            "b": gcx.accumulate_gradients(optax.sgd(0.1), 3),
+        },
+        {"w": "a", "b": "b"},
+    )
+    _, updates, states = train(tx, params, gradients(6, params))
+    assert [bool(np.any(u["w"])) for u in updates] == [False, True] * 3
+    assert [bool(np.any(u["b"])) for u in updates] == [False, False, True] * 2
+    told = [v for k, v in gcx.metrics(states[-1]).items() if k.startswith("gradient_step")]
+    assert sorted(int(v) for v in told) == [2, 3]
+
+
+def test_schedules_count_optimizer_steps_not_micro_batches():
+    params = {"w": jnp.zeros(())}
+    schedule = optax.piecewise_constant_schedule(-1.0, {1: 10.0, 2: 10.0})
+    tx = gcx.accumulate_gradients(optax.scale_by_schedule(schedule), 3)
+    _, updates, _ = train(tx, params, [{"w": jnp.ones(())}] * 9)
+    assert [float(u["w"]) for u in updates] == [0, 0, -1, 0, 0, -10, 0, 0, -100]
+
+
+def test_clipping_before_it_clips_the_micro_batch_and_inside_it_the_window():
+    params = {"w": jnp.zeros(2)}
+    grads = [{"w": jnp.array([30.0, 40.0])}, {"w": jnp.array([0.0, 0.0])}]
+    clip = gcx.clip_by_global_norm(1.0)
+    accumulate = gcx.accumulate_gradients(optax.identity(), 2)
+    _, updates, _ = train(optax.chain(clip, accumulate), params, grads)
+    np.testing.assert_allclose(updates[-1]["w"], [0.3, 0.4], rtol=1e-6)
+    _, updates, _ = train(gcx.accumulate_gradients(clip, 2), params, grads)
+    np.testing.assert_allclose(updates[-1]["w"], [0.6, 0.8], rtol=1e-6)
+
+
+# --- Flax -----------------------------------------------------------------------------------
+
+
+def test_flax_train_state_counts_optimizer_steps():
+    flax_state = pytest.importorskip("flax.training.train_state")
+
+    class TrainState(flax_state.TrainState):
+        def apply_gradients(self, *, grads, **extra_args):
+            params, opt_state = gcx.apply_gradients(
+                self.tx, grads, self.opt_state, self.params, **extra_args
+            )
+            return self.replace(step=opt_state.gradient_step, params=params, opt_state=opt_state)
+
+    params = params_like("float32")
+    state = TrainState.create(apply_fn=None, params=params, tx=accumulated(optax.adam(0.1)))
+    step = jax.jit(lambda state, g: state.apply_gradients(grads=g, weight=jnp.float32(2)))
+    for g in gradients(7, params):
+        state = step(state, g)
+    assert int(state.step) == 2
+    assert int(optax.tree.get(state.opt_state.inner_opt_state, "count")) == 2
+
+
+def test_nnx_optimizer_counts_optimizer_steps():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Optimizer(nnx.Optimizer):
+        def update(self, model, grads, /, **extra_args):
+            super().update(model, grads, **extra_args)
+            self.step[...] = self.opt_state.gradient_step[...].astype(jnp.uint32)
+
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    before = np.asarray(model.kernel[...])
+    optimizer = Optimizer(model, accumulated(optax.adam(0.1)), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, grads, weight=jnp.float32(2))
+
+    for i in range(7):
+        assert np.array_equal(model.kernel[...], before) == (i < 3)
+        step(model, optimizer, jnp.ones((4, 2)))
+    assert int(optimizer.step[...]) == 2
+    assert gcx.accumulation_stats(optimizer.opt_state).total_micro_batches == 7
+    assert not bool(gcx.has_updated(optimizer.opt_state)[...])

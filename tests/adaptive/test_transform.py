@@ -1,0 +1,427 @@
+"""The published methods: against the authors' numbers, on several devices, and in company."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import gradclip_jax as gcx
+import oracles as clip_oracles
+import recorded
+import rule_oracles as oracles
+from gradclip_jax import thresholds
+
+EPS = float(np.finfo(np.float32).eps)
+
+METHODS = {
+    "agc": gcx.agc(0.05),
+    "autoclip": gcx.autoclip(30.0, window=12),
+    "zclip": gcx.zclip(2.0, 0.9, warmup_steps=8, max_norm=None),
+    "zclip_capped": gcx.zclip(2.0, 0.9, warmup_steps=8, max_norm=3.0),
+    "adagc": gcx.adagc(1.05, 1.0, 0.95, warmup_steps=8),
+    "quantile": gcx.quantile_clip(initial=5.0),
+    "u_clip": gcx.u_clip(gcx.clip_by_global_norm(2.0)),
+    "acclip": gcx.acclip(),
+    "spam": gcx.spam_clip(20.0, warmup_steps=5),
+    "stable_spam": gcx.stable_spam_clip(),
+    "stable_adamw": gcx.stable_adamw(1e-2, weight_decay=0.1, clipping=0.7),
+}
+each_method = pytest.mark.parametrize("tx", METHODS.values(), ids=METHODS)
+
+
+def steps_of(tx, grads, params, state):
+    """The updates of all steps, and the last state."""
+
+    def step(state, grad):
+        updates, state = tx.update(grad, state, params)
+        return state, updates
+
+    return jax.lax.scan(step, state, grads)[::-1]
+
+
+jitted = jax.jit(steps_of, static_argnums=0)
+
+
+def train(tx, grads, params, state=None, *, between=lambda state: state):
+    """In pieces of ten steps, which compile once a method; `between` them the state is at rest."""
+    state = tx.init(params) if state is None else state
+    pieces = []
+    for start in range(0, len(jax.tree.leaves(grads)[0]), 10):
+        piece = jax.tree.map(lambda x, start=start: x[start : start + 10], grads)
+        updates, state = jitted(tx, piece, params, state)
+        pieces.append(updates)
+        state = between(state)
+    return jax.tree.map(lambda *xs: np.concatenate(xs), *pieces), state
+
+
+def gradients(steps=30, *, seed=0):
+    """Two leaves, one of them to be shared between devices; spikes at 12 and 20."""
+    rng = np.random.default_rng(seed)
+    grads = {"b": rng.standard_normal((30, 3)), "w": rng.standard_normal((30, 2, 16))}
+    grads["w"][12] *= 50
+    grads["b"][20] *= 50
+    return jax.tree.map(lambda x: jnp.asarray(x[:steps], jnp.float32), grads)
+
+
+PARAMS = {"b": jnp.ones(3), "w": jnp.linspace(0.5, 2.0, 32).reshape(2, 16)}
+
+
+def recordings(method, *chosen):
+    names = chosen or recorded.names(method)
+    return pytest.mark.parametrize(
+        "run", [recorded.recording(method, name) for name in names], ids=names
+    )
+
+
+def clipped_norms(tx, run):
+    """The norms after clipping, of gradients with one element and the recorded norms."""
+    grads = jnp.asarray(run.norms, jnp.float32)[:, None]
+    updates, _ = train(tx, grads, jnp.ones(1))
+    return np.asarray(updates)[:, 0]
+
+
+# against the authors
+
+
+@recordings("agc")
+def test_agc_gives_what_the_authors_code_gives(run):
+    tx = gcx.agc(run.given["clip"], run.given["eps"])
+    for given, gave in zip(run.raw["inputs"]["steps"], run.gave["steps"], strict=True):
+        params, grads = (
+            {name: jnp.asarray(x, jnp.float32) for name, x in given[kind].items()}
+            for kind in ("params", "grads")
+        )
+        updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+        for name, theirs in gave["clipped"].items():
+            # They divide by max(norm, 1e-6); no unit here is clipped that is as small.
+            np.testing.assert_allclose(updates[name], theirs, rtol=8 * EPS)
+        np.testing.assert_array_equal(updates["zero_g"], 0.0)
+        assert 0 < float(state.clip_fraction) < 1
+
+
+def test_agc_lets_a_parameter_of_zero_move():
+    params, grads = jnp.zeros((4, 3)), jnp.ones((4, 3))
+    updates, _ = gcx.agc().update(grads, gcx.agc().init(params), params)
+    norms = clip_oracles.unit_norms(updates, [0])
+    np.testing.assert_allclose(norms, 0.01 * 1e-3, rtol=4 * EPS)
+
+
+@recordings("autoclip")
+def test_autoclip_gives_what_the_authors_code_gives(run):
+    found = clipped_norms(gcx.autoclip(run.given["clip_percentile"]), run)
+    until = len(run.norms) if (run.norms > 0).all() else int(np.argmin(run.norms))
+    # They divide by norm + 1e-6, the norms are about 1 and not below 0.03.
+    theirs = recorded.numbers(run.gave["clipped_norm"])
+    np.testing.assert_allclose(found[:until], theirs[:until], rtol=4e-5)
+    assert found[0] == np.float32(run.norms[0])
+
+
+@recordings("zclip", "spiky", "spiky_cap1", "spiky_a9_z2_w10", "constant")
+def test_zclip_gives_what_the_authors_code_gives(run):
+    given = run.given
+    tx = gcx.zclip(given["z_thresh"], given["alpha"], given["warmup_steps"], given["max_grad_norm"])
+    until = len(run.norms) if (run.norms > 0).all() else int(np.argmin(run.norms))
+    theirs = recorded.numbers(run.gave["clipped_norm"])
+    # They divide by norm + 1e-6.
+    np.testing.assert_allclose(clipped_norms(tx, run)[:until], theirs[:until], rtol=4e-5)
+
+
+def test_zclip_caps_from_the_first_step_on():
+    found, _ = train(gcx.zclip(), jnp.full((3, 1), 7.0), jnp.ones(1))
+    np.testing.assert_allclose(found, 1.0, rtol=2 * EPS)
+    found, _ = train(gcx.zclip(max_norm=None), jnp.full((3, 1), 7.0), jnp.ones(1))
+    np.testing.assert_array_equal(found, 7.0)
+
+
+@recordings("adagc")
+def test_adagc_gives_what_the_authors_code_gives(run):
+    given = run.given
+    leaves = [leaf.copy() for leaf in run.leaves]
+    if run.raw["name"] == "zero_gradient_in_warmup_locks":
+        leaves[1][3] = 0.0
+    norms = np.stack([np.linalg.norm(x.reshape(len(x), -1), axis=1) for x in leaves], axis=1)
+    arguments = (given["clip_ratio"], given["beta"], given["start_clip_steps"], given["max_norm"])
+    tx = gcx.adagc(arguments[0], arguments[3], arguments[1], arguments[2])
+    grads = [jnp.asarray(x, jnp.float32) for x in leaves]
+
+    @jax.jit
+    def follow(grads):
+        def step(state, grad):
+            updates, state = tx.update(grad, state)
+            norms = jnp.stack([jnp.linalg.norm(x.ravel()) for x in updates])
+            return state, (norms, state[1].rules[0].level)
+
+        return jax.lax.scan(step, tx.init([x[0] for x in grads]), grads)[1]
+
+    clipped, level = follow(grads)
+    want = oracles.adagc(norms, *arguments, zeros=False)
+    np.testing.assert_allclose(clipped, want["clipped"], rtol=100 * EPS)
+    np.testing.assert_allclose(level, want["level"], rtol=100 * EPS)
+    # Theirs: 1e-6 in each denominator, and zeros are part of the average.
+    theirs = recorded.numbers(run.gave["clipped_norm"]), recorded.numbers(run.gave["gamma_after"])
+    for leaf in range(2):
+        zeros = norms[:, leaf] == 0
+        until = int(np.argmax(zeros)) if zeros.any() else len(norms)
+        np.testing.assert_allclose(clipped[:until, leaf], theirs[0][:until, leaf], rtol=5e-5)
+        np.testing.assert_allclose(level[:until, leaf], theirs[1][:until, leaf], rtol=5e-5)
+
+
+def test_adagc_is_not_locked_by_a_zero_gradient_in_the_warm_up():
+    run = recorded.recording("adagc", "zero_gradient_in_warmup_locks")
+    assert recorded.numbers(run.gave["clipped_norm"])[10:, 1].max() == 0
+    grads = [jnp.asarray(x, jnp.float32) for x in run.leaves]
+    grads[1] = grads[1].at[3].set(0.0)
+    updates, _ = train(gcx.adagc(warmup_steps=10), grads, [x[0] for x in grads])
+    assert np.linalg.norm(updates[1][4:].reshape(-1, 5), axis=1).min() > 0.01
+
+
+def test_adagc_clips_the_whole_gradient_in_the_warm_up():
+    grads = {"a": jnp.full((1, 1), 3.0), "b": jnp.full((1, 1), 4.0)}
+    updates, _ = train(gcx.adagc(), grads, {"a": jnp.ones(1), "b": jnp.ones(1)})
+    np.testing.assert_allclose([updates["a"][0, 0], updates["b"][0, 0]], [0.6, 0.8], rtol=4 * EPS)
+
+
+@recordings("quantile", "spiky_median", "spiky_q90", "level_shift_median", "constant_median")
+def test_quantile_clip_clips_to_what_the_authors_code_estimates(run):
+    given = run.given
+    initial = given["initial_estimate"]
+    tx = gcx.quantile_clip(given["target_quantile"], given["learning_rate"], initial)
+    until = len(run.norms) if (run.norms > 0).all() else int(np.argmin(run.norms))
+    before = np.r_[initial, recorded.numbers(run.gave["estimate_after"])[:-1]]
+    want = np.minimum(run.norms, before)
+    np.testing.assert_allclose(clipped_norms(tx, run)[:until], want[:until], rtol=150 * EPS)
+
+
+def test_quantile_clip_leaves_half_of_the_steps_alone():
+    norms = np.exp(0.5 * np.random.default_rng(0).standard_normal(3000))
+    found, _ = train(gcx.quantile_clip(), jnp.asarray(norms, jnp.float32)[:, None], jnp.ones(1))
+    kept = np.mean(np.asarray(found)[100:, 0] == norms[100:].astype(np.float32))
+    assert 0.47 < kept < 0.53
+
+
+# in any company
+
+
+@each_method
+def test_a_spike_is_cut(tx):
+    grads = gradients()
+    updates, _ = train(tx, grads, PARAMS)
+    norms = np.sqrt(sum((np.asarray(x) ** 2).reshape(30, -1).sum(1) for x in updates.values()))
+    # Fifty times the usual gradient: what is left of it is no more than a few usual updates.
+    usual = np.median(norms[5:])
+    assert norms[12] < 8 * usual and norms[20] < 8 * usual
+
+
+@each_method
+def test_a_bad_step_does_not_stay(tx):
+    grads = gradients()
+    grads = grads | {"w": grads["w"].at[10, 0, 3].set(math.nan)}
+    if tx is METHODS["stable_adamw"]:
+        tx = gcx.skip_nonfinite(tx)  # like Adam it is not safe alone, and says so
+    updates, state = train(tx, grads, PARAMS)
+    for leaf in jax.tree.leaves(updates):
+        assert np.isfinite(np.delete(leaf, 10, axis=0)).all()
+    remembered = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert not any(np.isnan(x).any() for x in remembered)
+
+
+@pytest.mark.parametrize("name", ["agc", "autoclip", "zclip", "adagc", "quantile"])
+def test_a_bad_step_poisons_the_whole_update(name):
+    grads = gradients()
+    grads = grads | {"w": grads["w"].at[10, 0, 3].set(math.inf)}
+    updates, _ = train(METHODS[name], grads, PARAMS)
+    assert all(np.isnan(x[10]).all() for x in updates.values())
+
+
+@pytest.mark.parametrize(
+    "make", [gcx.autoclip, gcx.zclip, gcx.adagc, gcx.quantile_clip], ids=lambda f: f.__name__
+)
+def test_a_bad_step_can_be_made_zero(make):
+    tx = make(nonfinite="zero")
+    grads = gradients()
+    grads = grads | {"w": grads["w"].at[10, 0, 3].set(math.inf)}
+    updates, _ = train(tx, grads, PARAMS)
+    assert not any(np.asarray(x[10]).any() for x in updates.values())
+    assert all(np.isfinite(x).all() for x in updates.values())
+
+
+@each_method
+def test_training_goes_on_from_a_checkpoint(tx):
+    def saved_and_restored(state):
+        # What a checkpoint keeps: arrays in order, without a single type of ours.
+        leaves, structure = jax.tree.flatten(state)
+        saved = [np.asarray(x).copy() for x in leaves]
+        return jax.tree.unflatten(structure, [jnp.asarray(x) for x in saved])
+
+    grads = gradients()
+    want, last = train(tx, grads, PARAMS)
+    found, state = train(tx, grads, PARAMS, between=saved_and_restored)
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+    jax.tree.map(np.testing.assert_array_equal, state, last)
+
+
+def test_a_state_at_rest_is_all_there_is():
+    tx = METHODS["adagc"]
+    found, _ = train(tx, gradients(), PARAMS)
+    want, _ = jitted(tx, gradients(), PARAMS, tx.init(PARAMS))
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=8 * EPS)
+
+
+@each_method
+def test_eight_devices_do_what_one_does(tx):
+    grads = gradients()
+    want, want_state = train(tx, grads, PARAMS)
+    mesh = Mesh(np.array(jax.devices()[:8]), ("shards",))
+    # `w` is sharded, `b` is on every device.
+    of_params = {"b": P(), "w": P(None, "shards")}
+    of_grads = {"b": P(), "w": P(None, None, "shards")}
+    axes = {(2, 16): P(None, "shards")}
+    of_state = jax.tree.map(lambda x: axes.get(x.shape, P()), want_state)
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(of_grads, of_params), out_specs=(of_grads, of_state)
+    )
+    def sharded(grads, params):
+        return steps_of(tx, grads, params, tx.init(params))
+
+    found, state = sharded(grads, PARAMS)
+    for name, whole in want.items():
+        scale = np.abs(whole).max()
+        np.testing.assert_allclose(found[name], whole, rtol=20 * EPS, atol=20 * EPS * scale)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=40 * EPS, atol=1e-5), state, want_state
+    )
+
+
+def test_every_method_says_what_it_did():
+    keys = {"clip_factor", "clip_fraction", "clip_threshold", "grad_norm"}
+    for name in ("agc", "autoclip", "zclip", "quantile", "u_clip"):
+        assert set(gcx.metrics(METHODS[name].init(PARAMS))) == keys
+    state = METHODS["adagc"].init(PARAMS)  # two clips, so two of each
+    assert {key.split("/")[0] for key in gcx.metrics(state)} == keys
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [
+        (gcx.agc, {"clipping": 0.1}),
+        (gcx.autoclip, {"percentile": 20.0}),
+        (gcx.zclip, {"z_threshold": 2.0}),
+        (gcx.adagc, {"relative": 1.1}),
+        (gcx.quantile_clip, {"rate": 0.1}),
+        (gcx.acclip, {"b1": 0.8}),
+        (gcx.spam_clip, {"spike_threshold": 50.0}),
+        (gcx.stable_spam_clip, {"max_decay": 0.9}),
+        (gcx.stable_adamw, {"learning_rate": 0.1}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_numbers_may_be_injected_as_hyperparameters(make, arguments):
+    grads, params = jnp.array([3.0, -4.0]), jnp.ones(2)
+    tx, plain = optax.inject_hyperparams(make)(**arguments), make(**arguments)
+
+    @jax.jit
+    def both(grads, state, plain_state):
+        found, _ = tx.update(grads, state, params)
+        return found, plain.update(grads, plain_state, params)[0]
+
+    found, want = both(grads, tx.init(params), plain.init(params))
+    np.testing.assert_allclose(found, want, rtol=1e-4)
+
+
+def test_adagc_measures_the_layers_of_a_stacked_leaf_one_by_one():
+    rng = np.random.default_rng(0)
+    stacked = jnp.asarray(rng.standard_normal((40, 3, 5)), jnp.float32)
+    stacked = stacked.at[30, 1].multiply(100)
+    updates, _ = train(gcx.adagc(stack_axes=1, warmup_steps=5), [stacked], [stacked[0]])
+    apart = [stacked[:, i] for i in range(3)]
+    want, _ = train(gcx.adagc(warmup_steps=5), apart, [x[0] for x in apart])
+    for i in range(3):
+        np.testing.assert_allclose(updates[0][:, i], want[i], rtol=8 * EPS, atol=1e-7)
+
+
+# errors
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda: gcx.agc(0.0),
+            "adaptive_grad_clip: `clipping` must be a number > 0, got 0.0. "
+            "The paper uses 0.01 for large batches.",
+        ),
+        (
+            lambda: gcx.agc(eps=-1.0),
+            "adaptive_grad_clip: `eps` must be a number > 0, got -1.0. The paper uses 1e-3.",
+        ),
+        (
+            lambda: gcx.autoclip(-1.0),
+            "percentile: `percentile` must be a number >= 0 and <= 100, got -1.0. "
+            "The paper uses 10.",
+        ),
+        (
+            lambda: gcx.zclip(max_norm=0.0),
+            "capped: `max_threshold` must be a number > 0, got 0.0. Leave the cap out for none.",
+        ),
+        (
+            lambda: gcx.adagc(absolute=0.0),
+            "adagc: `absolute` must be a number > 0, got 0.0. The paper uses 1.",
+        ),
+        (
+            lambda: gcx.adagc(warmup_steps=0),
+            "adagc: `warmup_steps` must be an integer >= 1, got 0. The paper uses 100.",
+        ),
+        (
+            lambda: gcx.adagc(relative=-1.0),
+            "ema: `factor` must be a number > 0, got -1.0. The paper uses 1.05.",
+        ),
+        (
+            lambda: gcx.quantile_clip(target=-0.1),
+            "quantile: `target` must be a number >= 0 and <= 1, got -0.1. 0.5 aims at the median.",
+        ),
+        (
+            lambda: gcx.zclip(nonfinite="ignore"),
+            "clip_by_global_norm: `nonfinite` must be one of 'propagate', 'zero', got 'ignore'. "
+            "Pick one of them.",
+        ),
+        (
+            lambda: gcx.agc().update(jnp.ones(2), gcx.agc().init(jnp.ones(2))),
+            "adaptive_grad_clip: `params` must be given for this threshold, got None. "
+            "Pass it: `update(grads, state, params)`.",
+        ),
+    ],
+)
+def test_a_number_out_of_range_is_refused(build, message):
+    with pytest.raises(ValueError) as error:
+        build()
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: gcx.agc("0.01"),
+        lambda: gcx.autoclip(None),
+        lambda: gcx.zclip(decay=jnp.ones(2)),
+        lambda: gcx.adagc(warmup_steps=1.5),
+        lambda: gcx.quantile_clip(rate=1j),
+    ],
+)
+def test_what_is_no_number_is_a_type_error(build):
+    with pytest.raises(TypeError, match="must be an? (number|integer)"):
+        build()
+
+
+def test_rules_are_listed_under_thresholds():
+    listed = {name for name in vars(thresholds) if not name.startswith("_")}
+    wanted = {"percentile", "mean_std", "zscore", "ema", "quantile", "relative_to_params"}
+    assert wanted | {"capped", "Rule"} == listed

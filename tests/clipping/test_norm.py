@@ -1,0 +1,380 @@
+"""`global_norm` and `leaf_norms`: right for every dtype, magnitude, order and tree."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import compat
+import gradclip_jax as gcx
+import hlo
+import oracles
+import trees
+from gradclip_jax.clipping._layout import unit_slots
+from gradclip_jax.clipping._norm import pooled_norms
+
+ULPS = 2.0  # of float32: invariant 4
+ULPS_64 = 4.0  # of float64
+ORDERS = (0.5, 1.0, 1.5, 2.0, 3.0, 7.0, math.inf)
+
+tree_norm = jax.jit(gcx.global_norm, static_argnames=("ord", "axis_name"))
+
+
+def worst(tree, ord=2.0) -> float:
+    """Distance from the oracle in ulp."""
+    return oracles.ulps(tree_norm(tree, ord=ord), oracles.global_norm(trees.leaves(tree), ord))
+
+
+def own_norms(x, axes, ord=2.0):
+    """The norms of the units inside a leaf, over the given axes: one vector."""
+    return pooled_norms([x], unit_slots([x], [axes], within_device=True), ord, None)
+
+
+def tolerance(ord: float) -> float:
+    # A root amplifies the relative error of the sum by 1/ord, and so does the last power.
+    return ULPS * max(1.0, 1.0 / ord)
+
+
+# --- accuracy -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64", *trees.LOW])
+def test_norm_is_right_to_two_ulp_in_every_dtype(dtype):
+    for seed in range(5):
+        tree = [trees.normal((50, 60), dtype, seed=seed), trees.normal((7,), dtype, seed=seed)]
+        assert worst(tree) <= ULPS
+
+
+@pytest.mark.parametrize("ord", ORDERS)
+def test_norm_of_mixed_dtypes_is_right(ord):
+    assert worst(trees.build("mixed_dtypes"), ord) <= tolerance(ord)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 17, 32, 33, 64, 512, 900, 1024, 4000, 4096, 20_000])
+def test_norm_of_a_small_constant_array_is_right(size):
+    # Constants are the hardest case: each rounding of a running sum errs to the same side.
+    for value in (0.1, 1 / 3, 0.7, 1.1, 1.9, 1.3):
+        tree = np.full(size, value, np.float32)
+        for ord in (1.0, 2.0):
+            assert worst(tree, ord) <= ULPS, (value, ord)
+
+
+@pytest.mark.parametrize("size", [65_536, 65_537, 1_000_000, 10_000_000])
+def test_norm_of_a_large_array_is_right(size):
+    for value in (0.1, 1 / 3):
+        assert worst(jnp.full(size, value)) <= ULPS, value
+    assert worst(trees.normal((size,))) <= ULPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", [0.1, 1 / 3, None], ids=["0.1", "1/3", "normal"])
+def test_norm_of_a_hundred_million_elements_is_right(value):
+    size = 100_000_000
+    if value is None:
+        x = np.random.default_rng(0).standard_normal(size, np.float32)
+    else:
+        x = np.full(size, value, np.float32)
+    squares = sum(np.sum(np.square(part, dtype=np.float64)) for part in np.array_split(x, 100))
+    assert oracles.ulps(tree_norm(jnp.asarray(x)), math.sqrt(squares)) <= ULPS
+
+
+@pytest.mark.parametrize("count", [1, 10, 500, pytest.param(4_000, marks=pytest.mark.slow)])
+def test_norm_of_many_leaves_is_right(count):
+    assert worst([np.full((3, 2), 0.1 + 1e-4 * i, np.float32) for i in range(count)]) <= ULPS
+
+
+def test_leaf_sums_are_not_added_in_bfloat16():
+    # Added up in bfloat16, 2,000 sums of 10 stick at 4,096, and the norm at 64.
+    leaves = [jnp.ones((10,), "bfloat16")] * 2_000
+    assert float(tree_norm(leaves)) == oracles.global_norm(leaves[:1]) * math.sqrt(2_000)
+
+
+@pytest.mark.parametrize("shape", [(7, 300), (2_000, 16), (16, 2_000), (3, 4, 5, 6)])
+def test_leaf_and_unit_norms_are_right(shape):
+    x = trees.normal(shape)
+    constant = jnp.full(shape, 0.1)
+    for leaf in (x, constant):
+        assert oracles.ulps(gcx.leaf_norms([leaf])[0], oracles.vector_norm(leaf)) <= ULPS
+        for axes in ((0,), (len(shape) - 1,)):
+            exact = oracles.unit_norms(leaf, axes)
+            assert oracles.ulps(own_norms(leaf, axes), exact.ravel()) <= ULPS
+
+
+def test_float64_norms_are_right_to_four_ulp():
+    rng = np.random.default_rng(0)
+    cases = {
+        "normal": rng.standard_normal(30_000),
+        "constant": np.full(1_000, 0.1),
+        "huge": np.array([1e300, 1e300]),
+        "tiny": np.array([3e-310, 4e-310]),
+        "complex": rng.standard_normal(100) + 1j * rng.standard_normal(100),
+        "complex tiny": np.array([3e-200 + 4e-200j]),
+    }
+    with compat.x64():
+        for name, x in cases.items():
+            for ord in (1.0, 2.0, 3.0, math.inf):
+                norm = gcx.global_norm(jnp.asarray(x), ord=ord)
+                assert norm.dtype == jnp.float64
+                exact = oracles.vector_norm(x, ord)
+                assert oracles.ulps(norm, exact) <= ULPS_64, (name, ord)
+        # One float64 leaf is enough, and a float32 tree stays float32.
+        mixed = [jnp.float32([3.0]), jnp.asarray(np.float64([4.0]))]
+        assert gcx.global_norm(mixed).dtype == jnp.float64
+        assert gcx.global_norm(mixed[0]).dtype == jnp.float32
+        assert gcx.leaf_norms(mixed)[0].dtype == jnp.float64
+
+
+# --- range ----------------------------------------------------------------------------------
+
+RANGE = {
+    "float16 whose squares overflow": np.float16([300, 400]),
+    "float16 N(0, 1000)": (np.random.default_rng(0).standard_normal(1_000) * 1_000).astype("float16"),
+    "float16 whose sum of squares overflows": np.float16(np.full(100, 300)),
+    "float16 whose squares underflow": np.float16([1e-4] * 4),
+    "float16 subnormal": np.float16([6e-8, 1.2e-7]),
+    "float32 whose squares underflow": np.float32([3e-23, 4e-23]),
+    "float32 whose squares are subnormal": np.float32([1e-20, 2e-20, 3e-20]),
+    "float32 whose squares overflow": np.float32([1e20, 1e20]),
+    "float32 smallest normal": np.float32([1e-38, 1.2e-38]),
+    "float32 subnormal": np.float32([3e-45, 4e-42, 1e-40]),
+    "float32 smallest": np.float32([1.4e-45]),
+    "float32 largest": np.float32([3e38, 1e30]),
+    "float32 from end to end": np.float32([1e-38, 1e-20, 1.0, 1e20, 3e38]),
+    "many flushed terms beside one that is not": np.float32([2e-19] + [3e-23] * 5_000),
+    "many of 1e20": np.full(10_000, 1e20, np.float32),
+    "bfloat16 from end to end": np.array([1e-38, 1e-30, 1e30], trees.normal((), "bfloat16").dtype),
+    "bfloat16 subnormal": np.array([1e-40, 2e-40], trees.normal((), "bfloat16").dtype),
+    "float8 largest": np.array([448, 448, 448], np.dtype("float8_e4m3fn")),
+    "float8 smallest": np.array([2.0**-9, 2.0**-9], np.dtype("float8_e4m3fn")),
+    "complex64 huge": np.complex64([3e30 + 4e30j]),
+    "complex64 tiny": np.complex64([3e-30 + 4e-30j]),
+    "negative": np.float32([-3e30, -4e30]),
+}
+
+
+@pytest.mark.parametrize("values", RANGE.values(), ids=RANGE)
+@pytest.mark.parametrize("ord", [1.0, 2.0, 3.0, math.inf])
+def test_norm_is_right_over_the_whole_range(values, ord):
+    if values.size < 8:  # one shape, to compile once
+        values = np.concatenate([values, np.zeros(8 - values.size, values.dtype)])
+    assert worst({"a": values, "b": np.zeros((3, 2), np.float32)}, ord) <= ULPS
+
+
+def test_one_overflowing_float16_leaf_among_float32_leaves():
+    tree = {"half": jnp.float16([300, 400]), "single": jnp.float32([1200.0])}
+    assert float(tree_norm(tree)) == 1300.0
+
+
+def test_true_norm_of_the_float16_example_is_right():
+    # 100 elements of N(0, 1) times 1000, the first seed whose norm is near 1000 * sqrt(100).
+    half = np.float16(np.random.default_rng(0).standard_normal(100) * 1_000)
+    assert np.isinf(np.sqrt(np.sum(half * half, dtype=np.float16)))
+    assert worst(half) <= ULPS
+
+
+def test_norm_beyond_float32_is_infinite():
+    assert float(tree_norm(jnp.float32([3e38, 3e38]))) == math.inf
+
+
+@pytest.mark.parametrize("ord", [0.3, 0.5, 1.7, 10.0, 100.0])
+def test_any_order_is_robust(ord):
+    for scale in (1e-30, 1e-6, 1.0, 1e6, 1e30):
+        x = np.float32(np.random.default_rng(0).uniform(0.1, 1.0, 20) * scale)
+        assert worst(x, ord) <= tolerance(ord), scale
+
+
+def test_leaves_of_other_magnitudes_keep_their_own_norms():
+    tree = [jnp.float32([3e-30, 4e-30]), jnp.float32([3.0, 4.0]), jnp.float32([3e30, 4e30])]
+    exact = oracles.leaf_norms(trees.leaves(tree))
+    assert oracles.ulps(jnp.stack(gcx.leaf_norms(tree)), exact) <= ULPS
+
+
+def test_unit_norms_of_other_magnitudes():
+    x = jnp.float32([[3e-30, 4e-30], [3.0, 4.0], [3e30, 4e30], [0, 0], [math.inf, 1], [math.nan, 1]])
+    exact = [5e-30, 5.0, 5e30, 0.0, math.inf, math.nan]
+    norms = own_norms(x, (1,))
+    assert oracles.ulps(norms[:3], [oracles.vector_norm(row) for row in x[:3]]) <= ULPS
+    np.testing.assert_allclose(norms, exact, rtol=1e-6)
+
+
+# --- one pass -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ord", [1.0, 2.0, 3.0, math.inf])
+def test_ordinary_norm_reads_the_gradients_once(ord):
+    big = {"a": jnp.ones((500, 300)), "b": jnp.ones((200_000,))}
+    text = hlo.compiled(lambda tree: gcx.global_norm(tree, ord=ord), big)
+    once = hlo.compiled(lambda tree: optax.tree.norm(tree), big)
+    size = 150_000
+    assert hlo.reductions_of(text, size) == hlo.reductions_of(once, size) == 2
+    # The rescaled sum and its largest magnitude are there, behind a branch.
+    retaken = 0 if math.isinf(ord) else 4
+    assert hlo.reductions_of(text, size, branches=True) == 2 + retaken
+
+
+def test_leaf_norms_read_the_gradients_once():
+    big = {"a": jnp.ones((500, 300)), "b": jnp.ones((200_000,))}
+    assert hlo.reductions_of(hlo.compiled(gcx.leaf_norms, big), 150_000) == 2
+
+
+def test_small_leaves_share_one_reduction():
+    leaves = [jnp.ones((8, 8)) for _ in range(100)]
+    text = hlo.compiled(gcx.global_norm, leaves)
+    # On the CPU XLA cuts one reduction into a few of up to 32 elements.
+    assert hlo.count(text, "reduce") + hlo.count(text, "reduce-window") < 10
+
+
+# --- what is not an ordinary number ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("ord", ORDERS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_bad_value_shows_at_every_position(bad, ord):
+    for position in range(5):
+        flat = np.float32([1e20, 1.0, -2.0, 1e-30, 0.0])
+        flat[position] = bad
+        norm = float(tree_norm({"a": flat[:3], "b": flat[3:]}, ord=ord))
+        assert math.isnan(norm) if math.isnan(bad) else norm == math.inf
+
+
+@pytest.mark.parametrize("ord", ORDERS)
+def test_nan_is_seen_beside_an_infinity(ord):
+    for x in ([math.nan, math.inf], [math.inf, math.nan]):
+        assert math.isnan(float(tree_norm(np.float32(x), ord=ord)))
+        assert math.isnan(float(tree_norm([np.float32(v) for v in x], ord=ord)))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e5m2", "complex64"])
+def test_bad_value_shows_in_every_dtype(dtype):
+    for bad in (math.nan, math.inf):
+        norm = float(tree_norm(jnp.asarray(np.array([1.0, bad], np.dtype(dtype)))))
+        assert math.isnan(norm) if math.isnan(bad) else norm == math.inf
+
+
+@pytest.mark.parametrize("ord", ORDERS)
+@pytest.mark.parametrize("name", ["empty", "only_none", "only_zero_size", "zeros"])
+def test_norm_of_nothing_is_zero(name, ord):
+    norm = tree_norm(trees.build(name), ord=ord)
+    assert norm == 0 and norm.dtype == jnp.float32 and norm.shape == ()
+
+
+@pytest.mark.parametrize("name", [n for n in trees.TREES if n != "extreme"])
+def test_norm_of_every_tree_is_right(name):
+    tree = trees.build(name)
+    exact = oracles.global_norm(trees.leaves(tree))
+    assert oracles.ulps(gcx.global_norm(tree), exact) <= ULPS
+    if name in trees.SLOW_TO_COMPILE:
+        return
+    norms = gcx.leaf_norms(tree)
+    assert jax.tree.structure(norms) == jax.tree.structure(tree)
+    exact = [
+        0.0 if x.dtype == jax.dtypes.float0 else oracles.vector_norm(x) for x in jax.tree.leaves(tree)
+    ]
+    for norm, value in zip(jax.tree.leaves(norms), exact, strict=True):
+        assert norm.shape == () and norm.dtype == jnp.float32
+        assert oracles.ulps(norm, value) <= ULPS
+
+
+def test_none_and_masked_leaves_keep_their_place():
+    norms = gcx.leaf_norms(trees.build("masked"))
+    assert norms["b"] is None and norms["c"] == optax.MaskedNode()
+
+
+def test_python_numbers_are_leaves():
+    assert float(gcx.global_norm({"a": 3.0, "b": 4.0})) == 5.0
+
+
+# --- transformations of JAX -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ord", [1.0, 1.5, 2.0, 3.0, math.inf])
+def test_gradient_of_the_norm_is_right(ord):
+    slope = jax.jit(jax.grad(lambda x: gcx.global_norm(x, ord=ord)))
+    forward = jax.jit(lambda x: jax.jvp(lambda x: gcx.global_norm(x, ord=ord), (x,), (x,))[1])
+    plain = np.array([3.0, -4.0, 1.0])
+    norm = oracles.vector_norm(plain, ord)
+    if math.isinf(ord):
+        exact = np.sign(plain) * (np.abs(plain) == norm)
+    else:
+        exact = np.sign(plain) * (np.abs(plain) / norm) ** (ord - 1)
+    for scale in (1e-25, 1.0, 1e25):
+        x = np.float32(plain * scale)
+        np.testing.assert_allclose(slope(x), exact, rtol=1e-5, atol=1e-6, err_msg=str(scale))
+        # A norm is homogeneous: its slope along x itself is the norm.
+        np.testing.assert_allclose(forward(x), norm * scale, rtol=1e-5, err_msg=str(scale))
+
+
+@pytest.mark.parametrize("ord", ORDERS)
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_gradient_at_zero_is_finite(ord, dtype):
+    zero = jnp.zeros((2, 3), dtype)
+
+    def measure(x):
+        return gcx.global_norm(x, ord=ord) + jnp.sum(own_norms(x, (0,), ord))
+
+    slope = np.asarray(jax.grad(measure)(zero))
+    assert np.isfinite(slope).all()
+    assert np.isfinite(float(jax.jvp(measure, (zero,), (zero + 1,))[1]))
+
+
+def test_vmap_keeps_ordinary_and_rescaled_norms_apart():
+    batch = jnp.float32([[3, 4], [3e-23, 4e-23], [1e20, 1e20], [0, 0], [math.nan, 1]])
+    norms = jax.vmap(gcx.global_norm)(batch)
+    alone = jnp.stack([gcx.global_norm(row) for row in batch])
+    np.testing.assert_array_equal(norms, alone)
+    assert oracles.ulps(norms[:4], [oracles.vector_norm(row) for row in batch[:4]]) <= ULPS
+
+
+def test_strict_promotion_of_dtypes_and_ranks():
+    with compat.strict():
+        for ord in (1.0, 2.0, 2.5, math.inf):  # promotion is checked when a function is traced
+            jax.eval_shape(lambda t, p=ord: gcx.global_norm(t, ord=p), trees.build("mixed_dtypes"))
+            jax.eval_shape(lambda t, p=ord: gcx.leaf_norms(t, ord=p), trees.build("mixed_dtypes"))
+            jax.eval_shape(lambda x, p=ord: own_norms(x, (0,), p), trees.normal((3, 4)))
+
+
+# --- errors ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", [gcx.global_norm, gcx.leaf_norms])
+def test_integer_leaf_is_named(function):
+    tree = {"enc": {"n": jnp.zeros((2, 3), "int32"), "w": jnp.ones(2)}, "on": jnp.array(True)}
+    with pytest.raises(TypeError) as error:
+        function(tree)
+    assert str(error.value) == (
+        f"{function.__name__}: every leaf of `tree` must be floating or complex, got int32[2, 3] "
+        "at tree['enc']['n'], bool[] at tree['on']. Leave such leaves out with `optax.masked`."
+    )
+
+
+def test_only_the_first_five_bad_leaves_are_listed():
+    with pytest.raises(TypeError, match=r"at tree\[4\] and 3 more\. Leave"):
+        gcx.global_norm([jnp.zeros((), int)] * 8)
+
+
+@pytest.mark.parametrize("function", [gcx.global_norm, gcx.leaf_norms])
+@pytest.mark.parametrize("ord", [0, -1.0, math.nan, -math.inf])
+def test_order_must_be_positive(function, ord):
+    with pytest.raises(ValueError, match="`ord` must be a number > 0, got .* Pass 1, 2, any"):
+        function(jnp.ones(2), ord=ord)
+
+
+@pytest.mark.parametrize("ord", ["2", None, True, np.ones(2), 1j])
+def test_order_must_be_a_number(ord):
+    with pytest.raises(TypeError, match="global_norm: `ord` must be a number > 0, got"):
+        gcx.global_norm(jnp.ones(2), ord=ord)
+
+
+def test_order_must_be_static():
+    expected = r"`ord` must be a static number > 0, got float32\[\].*static_args=\('ord',\)"
+    with pytest.raises(TypeError, match=expected):
+        jax.jit(lambda p: gcx.global_norm(jnp.ones(2), ord=p))(2.0)
+
+
+@pytest.mark.parametrize("axis_name", [3, ("a", 1), [None]])
+def test_axis_name_must_be_strings(axis_name):
+    with pytest.raises(TypeError, match="`axis_name` must be a string, a tuple of strings or None"):
+        gcx.global_norm(jnp.ones(2), axis_name=axis_name)

@@ -1,0 +1,22 @@
+"""What the supported releases of JAX spell in different ways."""
+
+import contextlib
+
+import jax
+
+VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3])
+
+
+@contextlib.contextmanager
+def x64():
+    """64-bit types inside the block, whatever is set outside."""
+    enable = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+    with enable(True):
+        yield
+
+
+@contextlib.contextmanager
+def strict():
+    """Nothing is promoted: not dtypes, not ranks."""
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield

@@ -1,0 +1,339 @@
+"""Faults of every kind, at every step and place: the run ends as if the batch had never been.
+
+Thousands of runs of a small regression, each with one fault, inside one jitted scan. What they
+must equal, bit for bit, is the same program without the fault, from which the batch is left out.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradclip_jax as gcx
+
+GRAD, SCALE, LOSS, UPDATE, STATE = range(5)
+BAD = (np.nan, np.inf, -np.inf)
+PLACES = 9  # elements of the parameters below
+WINDOW = 3
+
+
+class Fault(NamedTuple):
+    """`value` goes into one element of a target, or scales all of the gradient, for some steps."""
+
+    target: Any
+    place: Any
+    value: Any
+    step: Any
+    steps: Any
+
+
+class Outcome(NamedTuple):
+    params: Any
+    state: Any
+
+
+def faults(target, *, steps, values=BAD, places=(0,), length=1):
+    grid = [(target, p, v, s, length) for p in places for v in values for s in steps]
+    return [np.asarray(column) for column in zip(*grid, strict=True)]
+
+
+def joined(*groups):
+    target, place, value, step, steps = (np.concatenate(c) for c in zip(*groups, strict=True))
+    return Fault(target, place, value.astype(np.float32), step, steps)
+
+
+# The problem: linear regression with parameters of two dtypes
+
+
+def initial_params(dtype):
+    half = dtype if dtype == "float16" else "bfloat16"
+    rng = np.random.default_rng(0)
+    return {
+        "w": jnp.asarray(rng.standard_normal((3, 2)), dtype),
+        "b": jnp.zeros(2, half),
+        "s": jnp.ones((), dtype),
+    }
+
+
+def batches(count):
+    rng = np.random.default_rng(1)
+    return (
+        jnp.asarray(rng.standard_normal((count, 4, 3)), jnp.float32),
+        jnp.asarray(rng.standard_normal((count, 4, 2)), jnp.float32),
+    )
+
+
+def loss_fn(params, x, y):
+    p = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+    return jnp.mean((x @ p["w"] * p["s"] + p["b"] - y) ** 2)
+
+
+# The faults
+
+
+def poked(tree, place, value, hit):
+    """The tree with one element replaced, where it is hit."""
+    leaves, structure = jax.tree.flatten(tree)
+    out, offset = [], 0
+    for leaf in leaves:
+        at = (jnp.arange(leaf.size).reshape(leaf.shape) + offset == place) & hit
+        out.append(jnp.where(at, value.astype(leaf.dtype), leaf))
+        offset += leaf.size
+    return jax.tree.unflatten(structure, out)
+
+
+def saboteur():
+    """Spoils the update, or its own state, when an extra argument tells it to."""
+
+    def init(params):
+        return jax.tree.map(jnp.zeros_like, params)
+
+    def update(updates, state, params=None, *, fault, hit, **extra_args):
+        state = jax.tree.map(lambda s, u: (0.5 * s + u).astype(s.dtype), state, updates)
+        state = poked(state, fault.place, fault.value, hit & (fault.target == STATE))
+        return poked(updates, fault.place, fault.value, hit & (fault.target == UPDATE)), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def optimizer():
+    """Moments, a schedule, weight decay, and an update that can be spoiled."""
+    schedule = optax.cosine_decay_schedule(0.1, 20)
+    # The usual eps of 1e-8 is zero in float16.
+    return optax.chain(optax.adamw(schedule, eps=1e-3, weight_decay=0.1), saboteur())
+
+
+def run(tx, case, count, *, fast, dtype):
+    """The last outcome of a run over some batches, with a fault, or without some of them."""
+    fault, absent_from, absent = case
+    params = initial_params(dtype)
+
+    def step(outcome, now):
+        i, x, y = now
+        params, state = outcome
+        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+        hit = (i >= fault.step) & (i < fault.step + fault.steps)
+        grads = poked(grads, fault.place, fault.value, hit & (fault.target == GRAD))
+        scale = jnp.where(hit & (fault.target == SCALE), fault.value, 1)
+        grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+        loss = jnp.where(hit & (fault.target == LOSS), fault.value, loss)
+        extra = {"value": loss, "fault": fault, "hit": hit}
+        if fast:
+            params, state = gcx.apply_gradients(tx, grads, state, params, **extra)
+        else:
+            updates, state = tx.update(grads, state, params, **extra)
+            params = optax.apply_updates(params, updates)
+        is_absent = (i >= absent_from) & (i < absent_from + absent)
+        after = Outcome(params, state)
+        return jax.tree.map(lambda old, new: jnp.where(is_absent, old, new), outcome, after), None
+
+    steps = (jnp.arange(count), *batches(count))
+    return jax.lax.scan(step, Outcome(params, tx.init(params)), steps)[0]
+
+
+def outcomes(tx, cases, count, *, fast, dtype="float32", window=1):
+    """The outcome of each faulty run, and that of the run in which its bad batches never were.
+
+    The batches of a window are lost together; without windows one is lost alone.
+    """
+
+    def one(case):
+        return run(tx, case, count, fast=fast, dtype=dtype)
+
+    # `apply_gradients` one case after the other takes the loop that makes zero or one trip;
+    # under `vmap` all cases go through it together. One program for both runs: the bits of two
+    # differ, because XLA fuses them differently.
+    program = jax.jit(functools.partial(jax.lax.map, one) if fast else jax.vmap(one))
+    nothing = np.zeros_like(cases.steps)
+    first = cases.step // window * window
+    faulty = program((cases, nothing, nothing))
+    clean = program((cases._replace(steps=nothing), first, np.maximum(cases.steps, window)))
+    return jax.tree.map(np.asarray, (faulty, clean))
+
+
+def bits(tree):
+    leaves = map(np.atleast_1d, jax.tree.leaves(tree))
+    return [np.ascontiguousarray(x).view(np.uint8) for x in leaves]
+
+
+def assert_bitwise_equal(actual, expected, cases):
+    for a, b in zip(bits(actual), bits(expected), strict=True):
+        different = np.any((a != b).reshape(len(cases.step), -1), axis=1)
+        assert not different.any(), [
+            tuple(column[i] for column in cases) for i in np.flatnonzero(different)[:3]
+        ]
+
+
+def finite_cases(tree):
+    """For each case, whether all of a tree is finite."""
+    leaves = [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
+    return np.all([np.isfinite(x.reshape(len(x), -1)).all(1) for x in leaves], axis=0)
+
+
+each_path = pytest.mark.parametrize("fast", [False, True], ids=["update", "apply_gradients"])
+
+STEPS = 7
+EVERY_STEP, EVERY_PLACE = range(STEPS), range(PLACES)
+NONFINITE = joined(
+    faults(GRAD, steps=EVERY_STEP, places=EVERY_PLACE),
+    faults(UPDATE, steps=EVERY_STEP, places=EVERY_PLACE),
+    faults(STATE, steps=EVERY_STEP, places=EVERY_PLACE),
+    faults(LOSS, steps=EVERY_STEP),
+    # Finite, but their squares are not: the second moment of Adam would be infinite for good.
+    faults(GRAD, steps=EVERY_STEP, places=EVERY_PLACE, values=(1e20, -1e20)),
+    faults(SCALE, steps=EVERY_STEP, values=(1e20, 1e30, 1e38, np.inf)),
+    faults(GRAD, steps=range(STEPS - 2), places=EVERY_PLACE, length=3),
+)
+LARGE = joined(
+    faults(GRAD, steps=EVERY_STEP, places=EVERY_PLACE),
+    faults(GRAD, steps=EVERY_STEP, places=EVERY_PLACE, values=(1e3, -1e3, 1e20, 3e38)),
+    faults(SCALE, steps=EVERY_STEP, values=(1e3, 1e20, 1e38)),
+    faults(GRAD, steps=range(STEPS - 2), places=EVERY_PLACE, values=(1e3, np.nan), length=3),
+)
+
+
+def _follow(norm, level, param_norm):
+    threshold = 30.0 * level
+    return threshold, jnp.where(norm <= threshold, jnp.maximum(level, norm), level)
+
+
+# 30 times the largest norm that was let through, at first 100.
+LEVEL = gcx.thresholds.Rule(lambda norm: jnp.full_like(norm, 100 / 30), _follow)
+
+
+def test_every_fault_ruins_an_optimizer_without_guards():
+    cases = jax.tree.map(lambda column: column[NONFINITE.target != LOSS], NONFINITE)
+    faulty, _ = outcomes(optimizer(), cases, STEPS, fast=False)
+    assert not finite_cases(faulty).any()
+
+
+@each_path
+def test_what_is_not_finite_leaves_no_trace(fast):
+    tx = gcx.skip_nonfinite(optimizer())
+    faulty, clean = outcomes(tx, NONFINITE, STEPS, fast=fast)
+    assert finite_cases((faulty.params, faulty.state.inner_state)).all()
+    assert_bitwise_equal(
+        (faulty.params, faulty.state.inner_state),
+        (clean.params, clean.state.inner_state),
+        NONFINITE,
+    )
+    np.testing.assert_array_equal(faulty.state.skipped_nonfinite, NONFINITE.steps)
+    assert not clean.state.skipped_nonfinite.any()
+
+
+@each_path
+@pytest.mark.parametrize("max_norm", [50.0, LEVEL], ids=["number", "rule"])
+def test_spikes_leave_no_trace(max_norm, fast):
+    tx = gcx.skip_large_norm(optimizer(), max_norm)
+    faulty, clean = outcomes(tx, LARGE, STEPS, fast=fast)
+    assert finite_cases((faulty.params, faulty.state.inner_state, faulty.state.rules)).all()
+    assert_bitwise_equal(
+        (faulty.params, faulty.state.inner_state), (clean.params, clean.state.inner_state), LARGE
+    )
+    is_large = np.isfinite(LARGE.value) & ~np.isnan(LARGE.value)
+    np.testing.assert_array_equal(
+        faulty.state.skipped_large_norm, np.where(is_large, LARGE.steps, 0)
+    )
+    np.testing.assert_array_equal(
+        faulty.state.skipped_nonfinite, np.where(is_large, 0, LARGE.steps)
+    )
+
+
+@each_path
+def test_guards_in_one_another_leave_no_trace_of_either(fast):
+    cases = joined(NONFINITE, LARGE)
+    tx = gcx.skip_nonfinite(gcx.skip_large_norm(optimizer(), LEVEL))
+    faulty, clean = outcomes(tx, cases, STEPS, fast=fast)
+
+    def innermost(outcome):
+        return outcome.params, outcome.state.inner_state.inner_state
+
+    assert finite_cases((innermost(faulty), faulty.state.inner_state.rules)).all()
+    assert_bitwise_equal(innermost(faulty), innermost(clean), cases)
+    skips = faulty.state.skipped_nonfinite + faulty.state.inner_state.skipped_large_norm
+    np.testing.assert_array_equal(skips, cases.steps)
+
+
+@each_path
+def test_an_overflow_of_float16_leaves_no_trace(fast):
+    cases = joined(
+        faults(GRAD, steps=EVERY_STEP, places=EVERY_PLACE),
+        faults(SCALE, steps=EVERY_STEP, values=(1e7,)),  # overflows where the gradient is cast
+        faults(GRAD, steps=EVERY_STEP, places=EVERY_PLACE, values=(60000.0,)),  # its square does
+    )
+    tx = gcx.skip_nonfinite(optimizer())
+    faulty, clean = outcomes(tx, cases, STEPS, fast=fast, dtype="float16")
+    assert finite_cases((faulty.params, faulty.state)).all()
+    assert_bitwise_equal(
+        (faulty.params, faulty.state.inner_state), (clean.params, clean.state.inner_state), cases
+    )
+    np.testing.assert_array_equal(faulty.state.skipped_nonfinite, cases.steps)
+
+
+@pytest.mark.parametrize(
+    "guard", [gcx.skip_nonfinite, lambda inner: gcx.skip_large_norm(inner, LEVEL)]
+)
+def test_zero_gradients_are_no_fault(guard):
+    cases = joined(
+        faults(SCALE, steps=EVERY_STEP, values=(0.0,)),
+        faults(SCALE, steps=(0,), values=(0.0,), length=STEPS),
+    )
+    guarded, _ = outcomes(guard(optimizer()), cases, STEPS, fast=True)
+    bare, _ = outcomes(optimizer(), cases, STEPS, fast=True)
+    assert finite_cases((guarded.params, guarded.state)).all()
+    assert not guarded.state.skipped_nonfinite.any() and not guarded.state.consecutive_skips.any()
+    # Two programs round differently; the coarsest leaf is bfloat16.
+    close = functools.partial(np.testing.assert_allclose, atol=STEPS * 2.0**-8, rtol=0)
+    got, want = (guarded.params, guarded.state.inner_state), (bare.params, bare.state)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        close(a.astype(np.float64), b.astype(np.float64))
+
+
+MICRO = 4 * WINDOW
+EVERY_MICRO, EVERY_CLOSE = range(MICRO), range(WINDOW - 1, MICRO, WINDOW)
+
+
+@each_path
+def test_a_bad_window_leaves_no_trace(fast):
+    cases = joined(
+        faults(GRAD, steps=EVERY_MICRO, places=EVERY_PLACE),
+        faults(GRAD, steps=EVERY_MICRO, places=EVERY_PLACE, values=(1e25,)),
+        faults(UPDATE, steps=EVERY_CLOSE, places=EVERY_PLACE),
+        faults(STATE, steps=EVERY_CLOSE, places=EVERY_PLACE),
+        faults(LOSS, steps=EVERY_CLOSE),
+        faults(GRAD, steps=range(0, MICRO, WINDOW), places=EVERY_PLACE, length=WINDOW),
+        faults(SCALE, steps=range(0, MICRO, WINDOW), values=(np.inf, 1e38), length=WINDOW),
+    )
+    tx = gcx.accumulate_gradients(gcx.skip_nonfinite(optimizer()), WINDOW)
+    faulty, clean = outcomes(tx, cases, MICRO, fast=fast, window=WINDOW)
+
+    def innermost(outcome):
+        return outcome.params, outcome.state.inner_opt_state.inner_state
+
+    assert finite_cases(innermost(faulty)).all()
+    assert_bitwise_equal(innermost(faulty), innermost(clean), cases)
+    assert (faulty.state.inner_opt_state.skipped_nonfinite == 1).all()
+
+
+@each_path
+def test_a_bad_micro_batch_leaves_no_trace(fast):
+    cases = joined(
+        faults(GRAD, steps=EVERY_MICRO, places=EVERY_PLACE),
+        faults(SCALE, steps=EVERY_MICRO, values=(np.inf,)),
+        faults(LOSS, steps=EVERY_MICRO),
+        faults(UPDATE, steps=EVERY_CLOSE, places=EVERY_PLACE),
+        faults(STATE, steps=EVERY_CLOSE, places=EVERY_PLACE),
+        faults(GRAD, steps=range(0, MICRO, WINDOW), places=EVERY_PLACE, length=WINDOW),
+        faults(GRAD, steps=range(MICRO - 4), places=EVERY_PLACE, length=5),
+    )
+    tx = gcx.skip_nonfinite(gcx.accumulate_gradients(optimizer(), WINDOW))
+    faulty, clean = outcomes(tx, cases, MICRO, fast=fast)
+    assert finite_cases((faulty.params, faulty.state)).all()
+    assert_bitwise_equal(
+        (faulty.params, faulty.state.inner_state), (clean.params, clean.state.inner_state), cases
+    )
+    np.testing.assert_array_equal(faulty.state.skipped_nonfinite, cases.steps)

@@ -1,0 +1,268 @@
+"""Metrics from any state: every scalar, fixed keys, and the place where a name comes twice."""
+
+import functools
+import io
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from tqdm import tqdm
+
+import gradclip_jax as gcx
+
+CLIP = {"clip_factor", "clip_fraction", "clip_threshold", "grad_norm"}
+ACCUMULATION = {"mini_step", "gradient_step"}
+NONFINITE = {"skipped_nonfinite", "consecutive_skips", "guard_failed"}
+LARGE = NONFINITE | {"skipped_large_norm", "grad_norm", "clip_threshold"}
+
+PARAMS = {"w": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])}
+
+
+class Wrapped(NamedTuple):
+    """The state of a wrapper this package knows nothing of."""
+
+    inner: Any
+    steps: Any
+
+
+@jax.tree_util.register_pytree_node_class
+class Box:
+    """A pytree node that has no names for its parts."""
+
+    def __init__(self, content):
+        self.content = content
+
+    def tree_flatten(self):
+        return [self.content], None
+
+    @classmethod
+    def tree_unflatten(cls, _, parts):
+        return cls(*parts)
+
+
+def wrapped(inner, wrap):
+    def init(params):
+        return wrap(inner.init(params))
+
+    def update(updates, state, params=None):
+        content = state.inner if isinstance(state, Wrapped) else state.content
+        updates, content = inner.update(updates, content, params)
+        return updates, wrap(content)
+
+    return optax.GradientTransformation(init, update)
+
+
+def clip(max_norm=1.0):
+    return gcx.clip_by_global_norm(max_norm)
+
+
+def labels(params):
+    return {"w": "body", "b": "head"}
+
+
+PLACES = {
+    "alone": (clip(), CLIP),
+    "chain": (optax.chain(optax.scale(1.0), clip(), optax.adam(0.1)), CLIP),
+    "named_chain": (optax.named_chain(("clip", clip()), ("adam", optax.adam(0.1))), CLIP),
+    "masked": (optax.masked(clip(), {"w": True, "b": False}), CLIP),
+    "partition": (optax.partition({"body": clip(), "head": optax.sgd(0.1)}, labels), CLIP),
+    "inject_hyperparams": (optax.inject_hyperparams(gcx.clip_by_global_norm)(max_norm=1.0), CLIP),
+    "accumulation": (gcx.accumulate_gradients(clip(), 2), CLIP | ACCUMULATION),
+    "accumulation_with_noise": (
+        gcx.accumulate_gradients(clip(), 2, noise_scale_decay=0.9),
+        CLIP | ACCUMULATION | {"gradient_noise_scale"},
+    ),
+    "multi_steps": (optax.MultiSteps(clip(), 2), CLIP),
+    "apply_if_finite": (optax.apply_if_finite(clip(), 3), CLIP),
+    "skip_nonfinite": (gcx.skip_nonfinite(clip()), CLIP | NONFINITE),
+    "skip_large_norm": (gcx.skip_large_norm(optax.sgd(0.1), 9.0), LARGE),
+    "record_norms": (gcx.record_norms(2), {"nonfinite_norms"}),
+    "zero_large_norm": (gcx.zero_large_norm(9.0), CLIP),
+    "named_tuple": (wrapped(clip(), lambda s: Wrapped(s, jnp.zeros(()))), CLIP),
+    "unknown_pytree": (wrapped(clip(), Box), CLIP),
+    "nothing_of_ours": (optax.adam(0.1), set()),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_metrics_are_found_wherever_the_state_is(name):
+    tx, keys = PLACES[name]
+    state = tx.init(PARAMS)
+    assert set(gcx.metrics(state)) == keys  # from `init` on
+    update = jax.jit(tx.update)
+    for _ in range(3):
+        _, state = update(PARAMS, state, PARAMS)
+        found = gcx.metrics(state)
+        assert set(found) == keys
+        assert all(x.shape == () and isinstance(x, jax.Array) for x in found.values())
+    assert list(found) == sorted(found)
+    inside = jax.jit(gcx.metrics)(state)
+    chex.assert_trees_all_equal(inside, found)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_keys_and_dtypes_are_fixed_so_that_metrics_can_be_scanned(name):
+    tx, keys = PLACES[name]
+    state = tx.init(PARAMS)
+
+    def step(state, scale):
+        grads = jax.tree.map(lambda p: p * scale, PARAMS)
+        _, state = tx.update(grads, state, PARAMS)
+        return state, gcx.metrics(state)
+
+    _, rows = jax.lax.scan(step, state, jnp.arange(1.0, 5.0))
+    assert {key: row.shape for key, row in rows.items()} == dict.fromkeys(keys, (4,))
+    before = {key: x.dtype for key, x in gcx.metrics(state).items()}
+    assert {key: row.dtype for key, row in rows.items()} == before
+
+
+def test_the_values_are_those_of_the_last_step():
+    tx = optax.chain(gcx.clip_by_global_norm(2.0), optax.adam(0.1))
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    expected = {"grad_norm": 5.0, "clip_threshold": 2.0, "clip_factor": 0.4, "clip_fraction": 1.0}
+    found = gcx.metrics(state)
+    assert {key: pytest.approx(float(x)) for key, x in found.items()} == expected
+    _, state = tx.update(jax.tree.map(lambda p: p / 10, PARAMS), state, PARAMS)
+    found = gcx.metrics(state)
+    assert found["clip_factor"] == 1.0 and found["clip_fraction"] == 0.0
+    assert found["grad_norm"] == pytest.approx(0.5)
+
+
+def test_steps_and_skips_are_counted_by_cause():
+    inner = gcx.skip_large_norm(optax.sgd(0.1), 10.0, max_consecutive_skips=2)
+    tx = gcx.skip_nonfinite(gcx.accumulate_gradients(inner, 2), max_consecutive_skips=3)
+    state = tx.init(jnp.zeros(2))
+    for norm in (1.0, 1.0, np.nan, 1.0, 50.0, 50.0, 50.0, np.inf):
+        _, state = tx.update(jnp.array([norm, 0.0]), state, jnp.zeros(2))
+    found = {key: int(x) for key, x in gcx.metrics(state).items() if x.dtype != jnp.float32}
+    assert found == {
+        "consecutive_skips": 1,  # the outermost has no place in its key
+        "consecutive_skips/inner_state/inner_opt_state": 2,
+        "gradient_step": 3,
+        "guard_failed": False,
+        "guard_failed/inner_state/inner_opt_state": True,
+        "mini_step": 0,
+        "skipped_large_norm": 2,
+        "skipped_nonfinite": 2,
+        "skipped_nonfinite/inner_state/inner_opt_state": 0,
+    }
+
+
+def test_a_name_that_comes_twice_carries_its_place():
+    tx = optax.chain(clip(10.0), optax.adam(0.1), clip(0.01))
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    found = gcx.metrics(state)
+    assert set(found) == {f"{key}/{place}" for key in CLIP for place in (0, 2)}
+    assert found["clip_threshold/0"] == 10.0 and found["grad_norm/0"] == 5.0
+    assert found["clip_threshold/2"] == np.float32(0.01)
+    assert found["grad_norm/2"] == pytest.approx(0.1 * np.sqrt(2), rel=1e-3)
+
+
+def test_a_name_that_comes_once_does_not_carry_its_place_beside_one_that_does():
+    tx = gcx.accumulate_gradients(optax.chain(clip(), gcx.skip_nonfinite(clip())), 2)
+    found = gcx.metrics(tx.init(PARAMS))
+    assert {"mini_step", "gradient_step", "skipped_nonfinite"} < set(found)
+    assert {"grad_norm/inner_opt_state/0", "grad_norm/inner_opt_state/1/inner_state"} < set(found)
+
+
+def test_places_are_the_names_of_named_states():
+    tx = optax.named_chain(
+        ("first", clip()),
+        ("split", optax.partition({"body": clip(), "head": optax.sgd(0.1)}, labels)),
+    )
+    found = gcx.metrics(tx.init(PARAMS))
+    assert "grad_norm/first" in found
+    assert "grad_norm/split/inner_states/body/inner_state" in found
+
+
+def test_groups_carry_their_label():
+    tx = gcx.clip_by_group_norm({"body": 1.0, "head": 8.0}, labels)
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    found = {key: float(x) for key, x in gcx.metrics(state).items()}
+    assert found == {
+        "clip_factor/body": pytest.approx(1 / 3),
+        "clip_factor/head": 1.0,
+        "clip_fraction": 0.5,
+        "clip_threshold/body": 1.0,
+        "clip_threshold/head": 8.0,
+        "grad_norm/body": 3.0,
+        "grad_norm/head": 4.0,
+    }
+    twice = optax.chain(tx, tx)
+    found = gcx.metrics(twice.init(PARAMS))
+    assert {"grad_norm/0/body", "grad_norm/1/head", "clip_fraction/0"} < set(found)
+
+
+def test_a_train_state_is_searched():
+    state = TrainState.create(
+        apply_fn=lambda params, x: x, params=PARAMS, tx=optax.chain(clip(), optax.sgd(0.1))
+    )
+    assert set(gcx.metrics(state)) == CLIP
+    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+    assert gcx.metrics(step(state, PARAMS))["grad_norm"] == 5.0
+
+
+def test_injected_hyperparameters_are_no_metrics_of_ours_and_hide_none():
+    tx = optax.inject_hyperparams(
+        lambda learning_rate: optax.chain(clip(), optax.sgd(learning_rate))
+    )(learning_rate=0.1)
+    _, state = jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
+    assert set(gcx.metrics(state)) == CLIP and gcx.metrics(state)["grad_norm"] == 5.0
+
+
+def test_nothing_is_computed_inside_jit():
+    tx = optax.chain(clip(), gcx.skip_large_norm(optax.adam(0.1), 1.0))
+    jaxpr = jax.make_jaxpr(gcx.metrics)(tx.init(PARAMS))
+    assert not jaxpr.eqns
+
+
+def test_metrics_of_each_member_of_a_vmap():
+    tx = clip()
+    grads = jnp.array([[3.0, 4.0], [0.6, 0.8]])
+    state = jax.vmap(tx.init)(grads)
+    _, state = jax.vmap(tx.update)(grads, state)
+    np.testing.assert_allclose(jax.vmap(gcx.metrics)(state)["grad_norm"], [5.0, 1.0], rtol=1e-6)
+
+
+def test_the_noise_scale_is_that_of_a_problem_with_known_covariance():
+    # Micro-gradients G + Sigma^(1/2) x: the simple noise scale is tr(Sigma) / |G|^2, in
+    # micro-batches (McCandlish et al. 2018, equation 2.9).
+    rng = np.random.default_rng(0)
+    mean, scale = rng.standard_normal(50), rng.uniform(0.5, 1.5, 50)
+    expected = np.sum(scale**2) / np.sum(mean**2)
+    every, windows = 8, 2000
+    tx = gcx.accumulate_gradients(optax.sgd(0.0), every, noise_scale_decay=0.999)
+
+    def step(state, noise):
+        return tx.update(jnp.float32(mean) + jnp.float32(scale) * noise, state)[1], None
+
+    noise = jnp.asarray(rng.standard_normal((every * windows, 50)), jnp.float32)
+    state, _ = jax.jit(lambda s: jax.lax.scan(step, s, noise))(tx.init(jnp.zeros(50)))
+    # Each window estimates |G|^2 and tr(Sigma) to about 10%; 2,000 of them to about 0.5%.
+    assert gcx.metrics(state)["gradient_noise_scale"] == pytest.approx(expected, rel=0.02)
+
+
+def test_a_progress_bar_can_show_them():
+    tx = optax.chain(clip(), optax.sgd(0.1))
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    screen = io.StringIO()
+    with tqdm(total=1, file=screen) as bar:
+        bar.set_postfix({key: float(x) for key, x in gcx.metrics(state).items()})
+    assert "grad_norm=5" in screen.getvalue()
+
+
+def test_metrics_survive_a_step_that_is_skipped():
+    tx = gcx.skip_nonfinite(optax.chain(clip(), optax.sgd(0.1)))
+    step = jax.jit(functools.partial(gcx.apply_gradients, tx))
+    params, state = step(PARAMS, tx.init(PARAMS), PARAMS)
+    before = gcx.metrics(state)
+    bad = jax.tree.map(lambda p: p * jnp.nan, PARAMS)
+    _, state = step(bad, state, params)
+    after = gcx.metrics(state)
+    assert after.keys() == before.keys()
+    assert after["skipped_nonfinite"] == 1 and after["grad_norm"] == before["grad_norm"]

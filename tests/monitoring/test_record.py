@@ -1,0 +1,206 @@
+"""The ring of norms: in time order, finite only, of fixed shape."""
+
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import gradclip_jax as gcx
+from compat import strict
+from oracles import eps, vector_norm
+from trees import build
+
+
+def feed(record, norms):
+    """The state after gradients of the given norms."""
+
+    def step(state, norm):
+        grads = {"a": jnp.stack([norm * 0.6, norm * 0.0]), "b": norm * 0.8}
+        return record.update(grads, state)[1], None
+
+    state = record.init({"a": jnp.zeros(2), "b": jnp.zeros(())})
+    return jax.jit(lambda s, n: jax.lax.scan(step, s, n)[0])(state, jnp.float32(norms))
+
+
+@pytest.mark.parametrize("window", [1, 3, 7])
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 7, 8, 20])
+def test_the_last_norms_come_back_in_time_order(window, steps):
+    norms = np.arange(1.0, steps + 1)
+    history = gcx.norm_history(feed(gcx.record_norms(window), norms))
+    assert history.dtype == np.float32 and isinstance(history, np.ndarray)
+    np.testing.assert_allclose(history, norms[-window:], rtol=4 * eps("float32"))
+
+
+def test_what_is_not_finite_is_counted_and_not_recorded():
+    norms = [1.0, np.nan, 2.0, np.inf, -np.inf, 3.0, np.nan]
+    state = feed(gcx.record_norms(4), norms)
+    np.testing.assert_allclose(gcx.norm_history(state), [1, 2, 3], rtol=1e-6)
+    assert state.nonfinite_norms == 4 and state.recorded == 3
+    assert np.isfinite(state.norms).all()
+    state = feed(gcx.record_norms(2), norms)
+    np.testing.assert_allclose(gcx.norm_history(state), [2, 3], rtol=1e-6)
+
+
+@pytest.mark.parametrize("ord", [1, 2, np.inf])
+@pytest.mark.parametrize("size", [3, 70_000])
+def test_a_nan_is_counted_whatever_the_order_of_the_norm(ord, size):
+    record = gcx.record_norms(4, ord=ord)
+    grads = jnp.ones(size).at[size // 2].set(jnp.nan)
+    _, state = jax.jit(record.update)(grads, record.init(grads))
+    assert state.nonfinite_norms == 1 and gcx.norm_history(state).size == 0
+
+
+def test_per_leaf_norms_are_in_the_order_of_the_leaves():
+    tree = build("mixed_dtypes")
+    record = gcx.record_norms(3, per_leaf=True)
+    _, state = jax.jit(record.update)(tree, record.init(tree))
+    history = gcx.norm_history(state)
+    assert history.shape == (1, len(jax.tree.leaves(tree)))
+    expected = [vector_norm(leaf) for leaf in jax.tree.leaves(tree)]
+    np.testing.assert_allclose(history[0], expected, rtol=4 * eps("float32"))
+
+
+def test_per_leaf_a_step_with_one_bad_leaf_is_left_out_whole():
+    record = gcx.record_norms(3, per_leaf=True)
+    state = record.init({"a": jnp.ones(1), "b": jnp.ones(1)})
+    for a, b in ((1.0, 2.0), (np.nan, 3.0), (4.0, 5.0)):
+        _, state = record.update({"a": jnp.array([a]), "b": jnp.array([b])}, state)
+    np.testing.assert_array_equal(gcx.norm_history(state), [[1, 2], [4, 5]])
+    assert state.nonfinite_norms == 1
+
+
+@pytest.mark.parametrize("per_leaf", [False, True])
+@pytest.mark.parametrize("name", ["dense", "masked", "zero_size", "float0", "empty", "only_none"])
+def test_updates_pass_unchanged_and_the_state_keeps_its_shape(name, per_leaf):
+    tree = build(name)
+    record = gcx.record_norms(5, per_leaf=per_leaf)
+    start = record.init(tree)
+    updates, state = jax.jit(record.update)(tree, start)
+    chex.assert_trees_all_equal(updates, tree)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, start)
+    assert len(gcx.norm_history(state)) == 1
+
+
+def test_the_order_of_the_norm_is_a_choice():
+    grads = jnp.array([3.0, -4.0])
+    for ord, norm in ((1, 7.0), (2, 5.0), (np.inf, 4.0)):
+        record = gcx.record_norms(2, ord=ord)
+        assert gcx.norm_history(record.update(grads, record.init(grads))[1]) == [norm]
+
+
+def test_the_record_before_a_clip_is_what_the_clip_saw():
+    tx = optax.chain(gcx.record_norms(8), gcx.clip_by_global_norm(1.0), gcx.record_norms(8))
+    grads = jnp.array([3.0, 4.0])
+    _, state = tx.update(grads, tx.init(grads))
+    assert gcx.norm_history(state) == [5.0]  # of several records, the first
+    assert gcx.norm_history(state[2]) == pytest.approx(1.0, rel=1e-6)
+    assert gcx.metrics(state)["grad_norm"] == 5.0
+
+
+def test_a_record_is_found_inside_any_state():
+    inner = optax.chain(gcx.record_norms(4), optax.sgd(0.1))
+    tx = gcx.accumulate_gradients(gcx.skip_nonfinite(inner), 2)
+    grads = jnp.array([3.0, 4.0])
+    state = tx.init(grads)
+    for _ in range(4):
+        _, state = tx.update(grads, state, grads)
+    np.testing.assert_array_equal(gcx.norm_history(state), [5.0, 5.0])
+
+
+def test_the_norm_over_shards_is_recorded_on_all_devices():
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    record = gcx.record_norms(2)
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec()
+    )
+    def step(grads):
+        return record.update(grads, record.init(grads))[1]
+
+    np.testing.assert_allclose(gcx.norm_history(step(jnp.full(16, 2.0))), [8.0], rtol=1e-6)
+    state = step(jnp.ones(16).at[11].set(jnp.nan))
+    assert state.nonfinite_norms == 1
+
+
+def test_counters_saturate_and_the_ring_goes_on():
+    record = gcx.record_norms(2)
+    full = np.iinfo(np.int32).max
+    state = record.init(jnp.zeros(1))._replace(nonfinite_norms=jnp.int32(full))
+    _, state = record.update(jnp.array([jnp.nan]), state)
+    assert state.nonfinite_norms == full
+    for norm in (1.0, 2.0, 3.0):
+        _, state = record.update(jnp.array([norm]), state)
+    assert state.recorded == 2 and gcx.norm_history(state).tolist() == [2.0, 3.0]
+
+
+def test_nothing_is_promoted_and_a_fresh_state_can_be_donated():
+    tree = build("mixed_dtypes")
+    for per_leaf in (False, True):
+        record = gcx.record_norms(3, per_leaf=per_leaf)
+        with strict():
+            update = jax.jit(lambda g, s, record=record: record.update(g, s)[1], donate_argnums=1)
+            update(tree, update(tree, record.init(tree)))
+
+
+def test_the_history_is_what_suggest_max_norm_takes():
+    state = feed(gcx.record_norms(100), np.arange(1.0, 12.0))
+    assert gcx.suggest_max_norm(gcx.norm_history(state), 50.0) == pytest.approx(6.0, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (
+            lambda: gcx.record_norms(0),
+            ValueError,
+            "record_norms: `window` must be an integer >= 1, got 0. "
+            "Pass the number of steps to keep.",
+        ),
+        (
+            lambda: gcx.record_norms(2.0),
+            TypeError,
+            "record_norms: `window` must be an integer >= 1, got 2.0. "
+            "Pass the number of steps to keep.",
+        ),
+        (
+            lambda: gcx.record_norms(ord=-1),
+            ValueError,
+            "record_norms: `ord` must be a number > 0, got -1. "
+            "Pass 1, 2, any other order > 0, or `jnp.inf`.",
+        ),
+        (
+            lambda: gcx.record_norms(axis_name=0),
+            TypeError,
+            "record_norms: `axis_name` must be a string, a tuple of strings or None, got 0. "
+            "Name the mapped axes over which the leaves are sharded.",
+        ),
+        (
+            lambda: gcx.record_norms().update(jnp.arange(2), gcx.record_norms().init(jnp.ones(2))),
+            TypeError,
+            "record_norms: every leaf of `updates` must be floating or complex, got int32[2] at "
+            "updates. Leave such leaves out with `optax.masked`.",
+        ),
+        (
+            lambda: gcx.norm_history(optax.sgd(0.1).init(jnp.ones(2))),
+            TypeError,
+            "norm_history: `state` must be a state with a record of norms, got tuple. "
+            "Put `record_norms()` into the chain.",
+        ),
+        (
+            lambda: jax.jit(gcx.norm_history)(gcx.record_norms().init(jnp.ones(2))),
+            TypeError,
+            "norm_history: `state` must be known on the host, got a tracer. "
+            "Call it outside jit, on what the step returned.",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_named(build, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        build()

@@ -1,0 +1,260 @@
+"""One of several processes of tests/test_processes.py: trains by every layout, writes what it saw.
+
+Run by hand: `python process_worker.py train --process 0 --of 1 --port 12345 --out seen.json`.
+"""
+
+import argparse
+import inspect
+import json
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradclip_jax as gcx
+from gradclip_jax._mesh import vary
+
+DEVICES = 8  # of all processes together
+CALLS, BATCH, BAD_CALL, DEATH = 6, 16, 2, 3
+SHAPES = {"w": (16, 8), "b": (8,), "v": (8, 8)}
+
+
+def values(shape, seed):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+PARAMS = {name: values(shape, i) for i, (name, shape) in enumerate(SHAPES.items())}
+XS, YS = values((CALLS, BATCH, 16), 7), values((CALLS, BATCH, 8), 8)
+XS[BAD_CALL, -1, 0] = np.nan  # one number, on the last device, so on the last process
+HUGE = values((16, 4), 9)
+HUGE[-1] *= 1e30  # overflows a sum of squares, on the last process alone
+
+
+def loss_fn(params, x, y):
+    hidden = jnp.tanh(x @ params["w"] + params["b"])
+    return jnp.mean((hidden @ params["v"] - y) ** 2)
+
+
+OPTIMIZER = optax.chain(gcx.clip_by_global_norm(0.5), optax.adam(1e-2))
+# The whole batch is lost, or the whole window: guard outside or inside.
+GUARDED_CALLS = gcx.skip_nonfinite(gcx.accumulate_gradients(OPTIMIZER, 2))
+GUARDED_WINDOWS = gcx.accumulate_gradients(gcx.skip_nonfinite(OPTIMIZER), 2)
+MEAN = optax.stateless(lambda grads, _: lax.pmean(grads, "data"))
+LOCAL_WINDOWS = gcx.accumulate_gradients(optax.chain(MEAN, gcx.skip_nonfinite(OPTIMIZER)), 2)
+
+LAYOUTS = {  # mesh axes, where the parameters are, where the batch is
+    "data_parallel": ({"data": 8}, {"w": P(), "b": P(), "v": P()}, P("data")),
+    "fsdp": ({"data": 8}, {"w": P("data"), "b": P("data"), "v": P(None, "data")}, P("data")),
+    "tensor_parallel": (
+        {"model": 8},
+        {"w": P(None, "model"), "b": P("model"), "v": P("model")},
+        P(),
+    ),
+    "mixed": (
+        {"data": 4, "model": 2},
+        {"w": P("data", "model"), "b": P("model"), "v": P("model", "data")},
+        P("data"),
+    ),
+}
+
+
+def make_mesh(axes):
+    kinds = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
+
+
+def spread(tree, mesh, specs):
+    """Host values as global arrays: each process gives the shards that it holds."""
+
+    def put(x, spec):
+        x = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda at: x[at])
+
+    return jax.tree.map(put, tree, specs)
+
+
+def specs_like(tree, specs, accumulator=None):
+    """The spec of each leaf of a state: that of the parameter it belongs to, or none."""
+
+    def spec(path, _):
+        name = getattr(path[-1], "key", None) if path else None
+        is_local = accumulator is not None and "acc_grads" in jax.tree_util.keystr(path)
+        return accumulator if is_local else specs.get(name, P())
+
+    return jax.tree_util.tree_map_with_path(spec, tree)
+
+
+def train(step, params, state, batches):
+    """Losses, all metrics of every call, and the last parameters."""
+    losses, told = [], []
+    for x, y in batches:
+        params, state, loss = step(params, state, x, y)
+        losses.append(float(loss))
+        told.append({name: float(value) for name, value in gcx.metrics(state).items()})
+    return {"loss": losses, "metrics": told, "params": whole(params)}
+
+
+def whole(tree):
+    """The values of global arrays as lists, on every process."""
+    leaves, structure = jax.tree.flatten(tree)
+    if isinstance(leaves[0].sharding, NamedSharding):
+        everywhere = NamedSharding(leaves[0].sharding.mesh, P())
+        leaves = jax.jit(lambda *xs: xs, out_shardings=everywhere)(*leaves)
+    return jax.tree.unflatten(structure, [np.asarray(x).tolist() for x in leaves])
+
+
+def reference(tx):
+    """The same training on one device."""
+
+    @jax.jit
+    def step(params, state, x, y):
+        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+        params, state = gcx.apply_gradients(tx, grads, state, params)
+        return params, state, loss
+
+    return train(step, PARAMS, tx.init(PARAMS), zip(XS, YS, strict=True))
+
+
+def by_jit(layout):
+    axes, specs, batch = LAYOUTS[layout]
+    mesh, tx = make_mesh(axes), GUARDED_CALLS
+
+    @jax.jit
+    def step(params, state, x, y):
+        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+        params, state = gcx.apply_gradients(tx, grads, state, params)
+        return params, state, loss
+
+    state = tx.init(PARAMS)
+    params, state = spread((PARAMS, state), mesh, (specs, specs_like(state, specs)))
+    return train(step, params, state, spread_batches(mesh, batch))
+
+
+def spread_batches(mesh, spec):
+    return [spread(pair, mesh, (spec, spec)) for pair in zip(XS, YS, strict=True)]
+
+
+def mapped(step, mesh, specs, state_specs):
+    return jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(specs, state_specs, P("data"), P("data")),
+            out_specs=(specs, state_specs, P()),
+        )
+    )
+
+
+def shard_map_fsdp():
+    """Parameters are gathered for the loss; their gradients come back as shards."""
+    axes, specs, _ = LAYOUTS["fsdp"]
+    mesh, tx = make_mesh(axes), GUARDED_CALLS
+    specs = specs | {"v": P("data")}
+
+    def gathered_loss(shards, x, y):
+        params = jax.tree.map(lambda p: lax.all_gather(p, "data", tiled=True), shards)
+        return loss_fn(params, x, y) / DEVICES
+
+    def step(params, state, x, y):
+        loss, grads = jax.value_and_grad(gathered_loss)(params, x, y)
+        params, state = gcx.apply_gradients(tx, grads, state, params)
+        return params, state, lax.psum(loss, "data")
+
+    state = tx.init(PARAMS)
+    state_specs = specs_like(state, specs)
+    params, state = spread((PARAMS, state), mesh, (specs, state_specs))
+    step = mapped(step, mesh, specs, state_specs)
+    return train(step, params, state, spread_batches(mesh, P("data")))
+
+
+def shard_map_window():
+    """Micro-gradients stay on their device; one mean over devices where a window closes."""
+    mesh, tx = make_mesh({"data": DEVICES}), LOCAL_WINDOWS
+    specs = jax.tree.map(lambda _: P(), PARAMS)
+
+    def step(params, state, x, y):
+        local = jax.tree.map(lambda p: vary(p, frozenset({"data"})), params)
+        loss, grads = jax.value_and_grad(loss_fn)(local, x, y)
+        params, state = gcx.apply_gradients(tx, grads, state, params)
+        return params, state, lax.pmean(loss, "data")
+
+    # The accumulators of all devices, one after the other along the first axis.
+    state = tx.init(PARAMS)
+    stacked = jax.tree.map(lambda x: np.concatenate([x] * DEVICES), state.acc_grads)
+    state = state._replace(acc_grads=stacked)
+    state_specs = specs_like(state, specs, accumulator=P("data"))
+    params, state = spread((PARAMS, state), mesh, (specs, state_specs))
+    step = mapped(step, mesh, specs, state_specs)
+    return train(step, params, state, spread_batches(mesh, P("data")))
+
+
+def rescued_norm():
+    """Only one process sees the overflow; all have to enter the branch that rescales."""
+    mesh = make_mesh({"data": DEVICES})
+    tree = spread(HUGE, mesh, P("data"))
+    inside = jax.shard_map(gcx.global_norm, mesh=mesh, in_specs=P("data"), out_specs=P())
+    return {"norm": [float(jax.jit(gcx.global_norm)(tree)), float(jax.jit(inside)(tree))]}
+
+
+def pmap_norm():
+    """`pmap` over all devices of all processes: types are silent, `axis_name` is not."""
+    ours = [i for i, device in enumerate(jax.devices()) if device in jax.local_devices()]
+    rows = values((DEVICES, 5), 10)[ours]
+    clip = jax.pmap(lambda g: gcx.clip_grad_norm(g, 1.0, axis_name="all")[1], axis_name="all")
+    return {"norm": [float(clip(rows).addressable_shards[0].data.ravel()[0])]}
+
+
+CASES = {
+    **{layout: lambda layout=layout: by_jit(layout) for layout in LAYOUTS},
+    "shard_map_fsdp": shard_map_fsdp,
+    "shard_map_window": shard_map_window,
+    "rescued_norm": rescued_norm,
+    "pmap_norm": pmap_norm,
+}
+
+
+def die(who, process):
+    """Clips in step with the others until one process is gone; the others must not hang."""
+    mesh = make_mesh({"data": DEVICES})
+    clip = jax.jit(lambda g: gcx.clip_grad_norm(g, 1.0))
+    grads = spread(values((DEVICES, 4), 0), mesh, P("data"))
+    for call in range(2 * DEATH):
+        if call == DEATH and process == who:
+            os._exit(7)
+        grads, norm = clip(grads)
+        print(call, float(norm), flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["train", "die"])
+    parser.add_argument("--process", type=int, required=True)
+    parser.add_argument("--of", type=int, required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--who", type=int, default=0, help="the process that dies")
+    parser.add_argument("--heartbeat", type=int, default=100, help="seconds")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES // args.of)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    timeouts = {"initialization_timeout": 60, "heartbeat_timeout_seconds": args.heartbeat}
+    if "shutdown_timeout_seconds" in inspect.signature(jax.distributed.initialize).parameters:
+        timeouts["shutdown_timeout_seconds"] = 60  # JAX 0.8 and later
+    jax.distributed.initialize(f"127.0.0.1:{args.port}", args.of, args.process, **timeouts)
+    assert jax.process_count() == args.of and len(jax.devices()) == DEVICES
+    if args.what == "die":
+        die(args.who, args.process)
+    else:
+        args.out.write_text(json.dumps({name: CASES[name]() for name in args.cases}))
+
+
+if __name__ == "__main__":
+    main()

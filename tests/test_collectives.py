@@ -1,0 +1,293 @@
+"""What moves between devices, counted in the compiled program: docs/sharding.md says no less."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import compat
+import gradclip_jax as gcx
+import hlo
+from gradclip_jax._mesh import vary
+
+pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
+
+# JAX 0.7 leaves each scalar its own all-reduce on the CPU.
+MERGES = compat.VERSION >= (0, 10)
+MOVES = ("all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+SHAPES = {"w": (16, 8), "b": (8,), "v": (8, 4)}
+ELEMENTS = sum(int(np.prod(shape)) for shape in SHAPES.values())
+WINDOW, CALLS, BATCH = 3, 6, 32
+
+
+def make_mesh(**axes):
+    kinds = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
+
+
+def values(shape, seed):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+# --- one clip -------------------------------------------------------------------------------
+
+
+MIXED = {  # sharded over one axis, the other, both, none
+    "data": P("data"),
+    "model": P(None, "model"),
+    "both": P("data", "model"),
+    "merged": P(("data", "model")),
+    "none": P(),
+}
+TREE = {name: values((16, 16), i) for i, name in enumerate(MIXED)}
+CLIPS = {
+    "clip_grad_norm": lambda g: gcx.clip_grad_norm(g, 1.0)[0],
+    "clip_by_global_norm": lambda g: gcx.clip_by_global_norm(1.0).update(g, None)[0],
+    "1-norm": lambda g: gcx.clip_by_global_norm(1.0, ord=1.0).update(g, None)[0],
+    "inf-norm": lambda g: gcx.clip_by_global_norm(1.0, ord=np.inf).update(g, None)[0],
+}
+
+
+@pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
+def test_clip_inside_shard_map_is_one_scalar_all_reduce(clip):
+    mesh = make_mesh(data=4, model=2)
+    sharded = jax.shard_map(clip, mesh=mesh, in_specs=(MIXED,), out_specs=MIXED)
+    text = hlo.compiled(sharded, TREE)
+    assert hlo.all_reduced(text) == [1]
+    # The largest magnitude, then the rescaled sum: only after an overflow or underflow.
+    assert hlo.all_reduced(text, branches=True) in ([1], [1, 1, 1])
+    assert not any(hlo.count(text, op, branches=True) for op in MOVES)
+
+
+@pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
+def test_clip_under_jit_is_one_scalar_all_reduce_for_a_set_of_axes(clip):
+    mesh = make_mesh(data=4, model=2)
+    tree = {k: jax.device_put(x, NamedSharding(mesh, MIXED[k])) for k, x in TREE.items()}
+    text = hlo.compiled(clip, tree)
+    sizes = hlo.all_reduced(text)
+    assert sum(sizes) <= len(MIXED)
+    if MERGES:
+        assert len(sizes) <= 3  # data; model; data and model
+    assert not any(hlo.count(text, op, branches=True) for op in MOVES)
+
+
+def test_leaf_norms_inside_shard_map_are_one_all_reduce():
+    mesh = make_mesh(data=4, model=2)
+    sharded = jax.shard_map(gcx.leaf_norms, mesh=mesh, in_specs=(MIXED,), out_specs=P())
+    assert hlo.all_reduced(hlo.compiled(sharded, TREE)) == [len(MIXED)]
+
+
+def test_guard_inside_shard_map_is_one_scalar_all_reduce():
+    mesh = make_mesh(data=8)
+    tx = gcx.skip_nonfinite(optax.sgd(1.0))
+    spec = {"data": P("data"), "none": P()}
+    tree = {name: TREE[name] for name in spec}
+    state = tx.init(tree)
+
+    def step(params, state, grads):
+        return gcx.apply_gradients(tx, grads, state, params)
+
+    sharded = jax.shard_map(step, mesh=mesh, in_specs=(spec, P(), spec), out_specs=(spec, P()))
+    text = hlo.compiled(sharded, tree, state, tree)
+    assert hlo.all_reduced(text) == [1]
+    assert not any(hlo.count(text, op) for op in MOVES)
+
+
+# --- one gradient reduction per window --------------------------------------------------------
+
+
+def loss_fn(params, x, y):
+    hidden = jnp.tanh(x @ params["w"] + params["b"])
+    return jnp.mean((hidden @ params["v"] - y) ** 2)
+
+
+PARAMS = {name: values(shape, i) for i, (name, shape) in enumerate(SHAPES.items())}
+XS, YS = values((CALLS, BATCH, 16), 7), values((CALLS, BATCH, 4), 8)
+OPTIMIZER = optax.chain(gcx.clip_by_global_norm(0.5), optax.adam(1e-2))
+MEAN = optax.stateless(lambda grads, _: lax.pmean(grads, "data"))
+MODES = {
+    "plain": gcx.accumulate_gradients(optax.chain(MEAN, OPTIMIZER), WINDOW),
+    "guarded": gcx.accumulate_gradients(optax.chain(MEAN, gcx.skip_nonfinite(OPTIMIZER)), WINDOW),
+}
+each_mode = pytest.mark.parametrize("mode", MODES)
+TENSOR_PARALLEL = {"w": P(None, "model"), "b": P("model"), "v": P("model")}
+
+
+def specs_of(tx):
+    """The accumulator differs from device to device, all else is the same everywhere."""
+
+    def spec(path, _):
+        return P("data") if "acc_grads" in jax.tree_util.keystr(path) else P()
+
+    return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(tx.init, PARAMS))
+
+
+def by_apply(tx, grads, state, params):
+    return gcx.apply_gradients(tx, grads, state, params)
+
+
+def by_update(tx, grads, state, params):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+@functools.cache
+def compiled_step(mode, take=by_apply, *, is_local=True, model=1):
+    """The step inside `shard_map` over "data", with its first parameters and state."""
+    tx = MODES[mode]
+    mesh = make_mesh(data=8 // model, model=model)
+    specs = specs_of(tx)
+
+    def step(params, state, x, y):
+        # As varying, so that the gradient stays on its device instead of being summed at once.
+        local = jax.tree.map(lambda p: vary(p, frozenset({"data"})), params)
+        grads = jax.grad(loss_fn)(local if is_local else params, x, y)
+        return take(tx, grads, state, params)
+
+    # Where there is a model axis, XLA partitions over it inside the `shard_map`.
+    shard = functools.partial(jax.shard_map, mesh=mesh, axis_names={"data"})
+    params = {k: put(x, mesh, TENSOR_PARALLEL[k]) for k, x in PARAMS.items()}
+    state = jax.jit(shard(tx.init, in_specs=P(), out_specs=specs))(params)
+    in_specs = (P(), specs, P("data"), P("data"))
+    step = jax.jit(shard(step, in_specs=in_specs, out_specs=(P(), specs)))
+    example = put((XS[0], YS[0]), mesh, P("data"))
+    # XLA may find better places for the state than where it starts, which `compile` fixes.
+    step = step if model > 1 else step.lower(params, state, *example).compile()
+    return step, params, state
+
+
+def put(tree, mesh, spec):
+    return jax.device_put(tree, NamedSharding(mesh, spec))
+
+
+def trained(step, params, state):
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+    for x, y in zip(XS, YS, strict=True):
+        params, state = step(params, state, *put((x, y), mesh, P("data")))
+    return params, state
+
+
+@functools.cache
+def on_one_device():
+    tx = gcx.accumulate_gradients(OPTIMIZER, WINDOW)
+    params, state = PARAMS, tx.init(PARAMS)
+    step = jax.jit(lambda p, s, x, y: by_apply(tx, jax.grad(loss_fn)(p, x, y), s, p))
+    for x, y in zip(XS, YS, strict=True):
+        params, state = step(params, state, x, y)
+    return params, gcx.metrics(state)
+
+
+def assert_like_one_device(params, state):
+    expected, told = on_one_device()
+    for name, leaf in expected.items():
+        np.testing.assert_allclose(params[name], leaf, rtol=0, atol=1e-5)
+    found = gcx.metrics(state)
+    for name, value in told.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5)
+
+
+@pytest.mark.parametrize("take", [by_apply, by_update])
+@each_mode
+def test_window_inside_shard_map_reduces_the_gradient_once(mode, take):
+    text = compiled_step(mode, take)[0].as_text()
+    # A held step moves nothing. The step that closes the window is a loop of one trip, and adds
+    # up each element of the gradient once.
+    assert hlo.all_reduced(text, loops=False, branches=True) == []
+    sizes = hlo.all_reduced(text, branches=True)
+    assert sum(sizes) == ELEMENTS and (len(sizes) == 1 or not MERGES)
+    assert not any(hlo.count(text, op, branches=True) for op in MOVES)
+
+
+@pytest.mark.parametrize("take", [by_apply, by_update])
+@each_mode
+def test_window_inside_shard_map_is_that_of_one_device(mode, take):
+    assert_like_one_device(*trained(*compiled_step(mode, take)))
+
+
+def test_window_beside_tensor_parallel_parameters_is_that_of_one_device():
+    params, state = trained(*compiled_step("guarded", model=2))
+    assert_like_one_device(params, state)
+    for name, leaf in params.items():
+        kept = NamedSharding(leaf.sharding.mesh, TENSOR_PARALLEL[name])
+        assert leaf.sharding.is_equivalent_to(kept, leaf.ndim)
+
+
+def test_gradient_of_replicated_parameters_is_reduced_for_every_micro_batch():
+    # What the documented mode avoids: without `vary` JAX sums each micro-gradient at once.
+    text = compiled_step("plain", is_local=False)[0].as_text()
+    assert sum(hlo.all_reduced(text, loops=False)) == ELEMENTS
+
+
+def test_gradient_under_jit_is_reduced_for_every_micro_batch():
+    mesh = make_mesh(data=8)
+    tx = gcx.accumulate_gradients(OPTIMIZER, WINDOW)
+    params, state = jax.device_put((PARAMS, tx.init(PARAMS)), NamedSharding(mesh, P()))
+    x, y = jax.device_put((XS[0], YS[0]), NamedSharding(mesh, P("data")))
+    step = jax.jit(lambda p, s, x, y: by_apply(tx, jax.grad(loss_fn)(p, x, y), s, p))
+    text = step.lower(params, state, x, y).compile().as_text()
+    assert sum(hlo.all_reduced(text, loops=False)) == ELEMENTS
+
+
+def test_weighted_window_inside_shard_map_is_that_of_one_device():
+    # Each device has its own number of tokens: the loss is divided by the sum over devices,
+    # which is the weight as well, and the gradients are summed where the window closes.
+    counts = np.random.default_rng(3).integers(0, 2, (CALLS, BATCH)).astype(np.float32)
+    total = optax.stateless(lambda grads, _: lax.psum(grads, "data"))
+
+    def errors(params, x, y):
+        hidden = jnp.tanh(x @ params["w"] + params["b"])
+        return jnp.mean((hidden @ params["v"] - y) ** 2, axis=-1)
+
+    def weighted_loss(params, x, y, count, tokens):
+        return jnp.sum(count * errors(params, x, y)) / tokens
+
+    def step(tx, params, state, x, y, count, axes):
+        tokens = lax.psum(count.sum(), tuple(axes)) if axes else count.sum()
+        local = jax.tree.map(lambda p: vary(p, axes), params)
+        grads = jax.grad(weighted_loss)(local, x, y, count, tokens)
+        return gcx.apply_gradients(tx, grads, state, params, weight=tokens)
+
+    mesh = make_mesh(data=8)
+    parallel = gcx.accumulate_gradients(optax.chain(total, OPTIMIZER), WINDOW)
+    specs = specs_of(parallel)
+    many = jax.jit(
+        jax.shard_map(
+            functools.partial(step, parallel, axes=frozenset({"data"})),
+            mesh=mesh,
+            in_specs=(P(), specs, *[P("data")] * 3),
+            out_specs=(P(), specs),
+        )
+    )
+    init = jax.shard_map(parallel.init, mesh=mesh, in_specs=P(), out_specs=specs)
+    single = gcx.accumulate_gradients(OPTIMIZER, WINDOW)
+    one = jax.jit(functools.partial(step, single, axes=frozenset()))
+    params, state = PARAMS, jax.jit(init)(PARAMS)
+    expected, expected_state = PARAMS, single.init(PARAMS)
+    for x, y, count in zip(XS, YS, counts, strict=True):
+        params, state = many(params, state, x, y, count)
+        expected, expected_state = one(expected, expected_state, x, y, count)
+    for name, leaf in expected.items():
+        np.testing.assert_allclose(params[name], leaf, rtol=0, atol=1e-5)
+    text = many.lower(params, state, XS[0], YS[0], counts[0]).compile().as_text()
+    assert hlo.all_reduced(text, loops=False, branches=True) == [1]  # the tokens
+    assert sum(hlo.all_reduced(text, branches=True)) == ELEMENTS + 1
+
+
+def test_microbatches_inside_shard_map_reduce_the_gradient_once():
+    mesh = make_mesh(data=8)
+    value_and_grad = gcx.microbatched_value_and_grad(loss_fn, 4, batch_argnums=(1, 2))
+    sharded = jax.shard_map(
+        lambda p, x, y: value_and_grad(p, x, y)[1],
+        mesh=mesh,
+        in_specs=(P(), P("data"), P("data")),
+        out_specs=P(),
+    )
+    text = hlo.compiled(sharded, PARAMS, XS[0], YS[0])
+    assert sum(hlo.all_reduced(text, loops=False)) == ELEMENTS
+    assert sum(hlo.all_reduced(text)) == ELEMENTS
