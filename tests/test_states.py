@@ -9,7 +9,7 @@ import pytest
 
 import gradclip_jax as gcx
 from gradclip_jax._states import counted, find_states, replace_states
-from gradclip_jax.accumulation._transform import AccumulationState
+from gradclip_jax.accumulation._state import AccumulationState
 from gradclip_jax.clipping._step import ClipState
 from gradclip_jax.guarding._transform import SkipLargeNormState, SkipNonfiniteState
 

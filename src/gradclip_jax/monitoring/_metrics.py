@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from .._states import find_states
 from .._types import Array
 from ..accumulation._noise import NoiseState, gradient_noise_scale
-from ..accumulation._transform import AccumulationState
+from ..accumulation._state import AccumulationState
 from ..clipping._step import ClipState
 from ..guarding._transform import SkipLargeNormState, SkipNonfiniteState
 from ._record import NormRecordState
