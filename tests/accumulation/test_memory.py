@@ -59,13 +59,13 @@ def scratch(program):
     return program.memory_analysis().temp_size_in_bytes / N
 
 
-def large(text, *, loops):
+def large(text, **also):
     """The additions, other arithmetic and copies of arrays as large as a parameter."""
     made = re.compile(
         rf"= f32\[{SIDE},{SIDE}\]\S* (add|subtract|multiply|divide|sqrt|rsqrt|negate|copy)"
         r"(?:-start)?\("
     )
-    found = map(made.search, hlo.instructions(text, loops=loops))
+    found = map(made.search, hlo.instructions(text, **also))
     return [line.group(1) for line in found if line]
 
 
@@ -98,11 +98,11 @@ def test_a_held_step_adds_to_the_accumulator_and_does_nothing_else(name):
     # The rest is in the body of the loop, which makes no trip.
     text = compiled(apply_step, name).as_text()
     assert large(text, loops=False) == ["add"] * len(PARAMS)
-    assert "copy" not in large(text, loops=True)
+    assert "copy" not in large(text, branches=True)
 
 
 def test_a_step_inside_scan_copies_nothing():
-    assert "copy" not in large(compiled(scanned, "adamw").as_text(), loops=True)
+    assert "copy" not in large(compiled(scanned, "adamw").as_text(), branches=True)
 
 
 def test_sharded_parameters_keep_their_sharding_and_need_no_collective():

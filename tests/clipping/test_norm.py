@@ -34,8 +34,8 @@ def own_norms(x, axes, ord=2.0):
 
 
 def tolerance(ord: float) -> float:
-    # A root amplifies the relative error of the sum by 1/ord, and so does the last power.
-    return ULPS * max(1.0, 1.0 / ord)
+    # A root of order below one is a power above one: it amplifies the errors of the terms.
+    return ULPS if ord >= 1 else 2 * ULPS / ord
 
 
 # --- accuracy -------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def test_norm_of_many_leaves_is_right(count):
 def test_leaf_sums_are_not_added_in_bfloat16():
     # Added up in bfloat16, 2,000 sums of 10 stick at 4,096, and the norm at 64.
     leaves = [jnp.ones((10,), "bfloat16")] * 2_000
-    assert float(tree_norm(leaves)) == oracles.global_norm(leaves[:1]) * math.sqrt(2_000)
+    assert worst(leaves) <= ULPS
 
 
 @pytest.mark.parametrize("shape", [(7, 300), (2_000, 16), (16, 2_000), (3, 4, 5, 6)])

@@ -93,6 +93,15 @@ def test_what_was_infinite_before_may_stay():
     assert verdict(optax.chain(optax.sgd(0.1), plateau), jnp.ones(2), value=1.0)
 
 
+def test_large_numbers_that_mark_a_start_are_finite():
+    # Two elements whose norm overflows, though they do not.
+    best = optax.GradientTransformation(
+        lambda params: jnp.full((2,), jnp.finfo("float32").max),
+        lambda updates, state, params=None: (updates, state),
+    )
+    assert verdict(best, jnp.ones(3))
+
+
 def test_a_state_that_was_bad_at_one_place_is_looked_at_in_the_others():
     inner = optax.trace(0.9)
     params, grads = jnp.zeros(2), jnp.ones(2)

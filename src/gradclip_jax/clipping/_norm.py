@@ -18,7 +18,7 @@ from .._checks import check_axis_name, check_inexact, check_ord, is_float0
 from .._mesh import gathered, max_over, replication, sum_over
 from .._types import Array, AxisName, Scalar, Tree
 from ._layout import Slots, blocks_of, leaf_slots, one_slot, rows_of_slots
-from ._power_sum import magnitude_rank, power, robust_norms
+from ._power_sum import exact_sum, magnitude_rank, power, robust_norms, robust_peaks
 
 
 def global_norm(tree: Tree, *, ord: float = 2.0, axis_name: AxisName = None) -> Scalar:
@@ -129,7 +129,7 @@ def pooled_norms(leaves: list[Array], slots: Slots, ord: float, axis_name: AxisN
     def pool(totals: list[Array], combine: Any) -> Array:
         rows = jnp.concatenate([gathered(total).reshape(-1) for total in totals])
         if slots.size == 1:
-            return combine(rows, keepdims=True)
+            return combine(rows, axis=0, keepdims=True)
         padded = jnp.concatenate([rows, jnp.zeros(1, rows.dtype)])
         return combine(padded[rows_of], axis=1)
 
@@ -141,16 +141,17 @@ def pooled_norms(leaves: list[Array], slots: Slots, ord: float, axis_name: AxisN
         totals: list[Array] = []
         for block in blocks:
             exponent = None if exponents is None else block.entries(exponents)
-            total = jnp.sum(power(block.values, ord, dtype, exponent), axis=block.over)
+            total = exact_sum(power(block.values, ord, dtype, exponent), block.over)
             copies = replication(block.shard_axes, everywhere)
             totals.append(total if copies == 1 else total / copies)
-        return sum_over(pool(totals, jnp.sum), everywhere)
+        return sum_over(pool(totals, exact_sum), everywhere)
 
+    peak_ranks = functools.partial(largest, lambda x: magnitude_rank(x, dtype))
     if math.isinf(ord):
         # XLA on CPU drops a NaN from a maximum over many elements, an infinity it keeps.
-        return largest(lambda x: jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)).astype(dtype))
+        tops = largest(lambda x: jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)).astype(dtype))
+        return robust_peaks(tops, peak_ranks)
     elements = np.zeros(slots.size)
     for block in blocks:
         np.add.at(elements, block.slots, block.values.size / len(block.slots))
-    peak_ranks = functools.partial(largest, lambda x: magnitude_rank(x, dtype))
     return robust_norms(power_sums, peak_ranks, ord, elements)

@@ -6,11 +6,12 @@ They are computed only to be reduced to one flag, never written: no scratch, no 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -53,22 +54,23 @@ def is_finite_step(
             inside = (inner, seen, gate.inner_state, params, gate.extra_args, axis_name)
             return is_finite_step(*inside)
 
-        return all_finite([grads, gate.pending], axis_name) & _if(gate.is_open, look_inside)
+        return all_finite([grads, gate.pending], axis_name) & look_if(gate.is_open, look_inside)
     update = optax.with_extra_args_support(tx).update
     updates, next_state = update(grads, state, params, **extra_args)
     states = _without_thresholds(next_state), _without_thresholds(state)
     return _is_finite(_columns([(grads, grads), (updates, updates), states]), axis_name)
 
 
-def _if(predicate: Array, look: Any) -> Scalar:
+def look_if(predicate: Array, look: Callable[[], Scalar]) -> Scalar:
+    """What a look finds, taken only where the predicate holds; True elsewhere."""
     if not is_traced(predicate):
         return look() if bool(predicate) else jnp.array(True)
     return lax.cond(predicate, look, lambda: jnp.array(True))
 
 
 def _is_finite(columns: list[Array], axis_name: AxisName) -> Scalar:
-    # The 2-norm, because it is the fastest reduction, and sums keep a NaN where maxima drop it.
-    return jnp.isfinite(pooled_norms(columns, one_slot(columns), 2.0, axis_name)[0])
+    # Not the 2-norm, which overflows on two elements of 3e38, such as an initial best loss.
+    return pooled_norms(columns, one_slot(columns), np.inf, axis_name)[0] < jnp.inf
 
 
 def _columns(pairs: Sequence[tuple[Tree, Tree]]) -> list[Array]:

@@ -21,7 +21,7 @@ from .._types import TWO, AxisName, Count, Order, Scalar, Tree
 from ..clipping._layout import one_slot
 from ..clipping._norm import counted_leaves, pooled_norms
 from ..clipping._rule import apply_rules, as_rule, first_state
-from ._detect import all_finite, is_finite_step
+from ._detect import all_finite, is_finite_step, look_if
 
 _RELEARN_AFTER = np.int32(25)  # NumPy, so that `optax.inject_hyperparams` leaves it alone
 
@@ -87,7 +87,8 @@ def skip_nonfinite(
     | gradient of 1e20 that makes a second moment infinite | the same |
     | bad steps without end | all skipped; `guard_failed` says so; no NaN is ever let through |
 
-    Inside `accumulate_gradients` it drops a window, around it a single micro-batch.
+    Inside `accumulate_gradients` it drops a window, around it a single micro-batch; the window as
+    well if it has to refuse one whose gradient and loss are finite right after another.
 
     Args:
         inner: any Optax transformation.
@@ -122,15 +123,27 @@ def skip_nonfinite(
     ) -> Gate:
         check_inexact(name, "updates", updates)
         step = (inner, updates, state.inner_state, params, extra_args, axes)
-        is_open = is_finite_step(*step) & all_finite([extra_args.get("value")], axes)
+        value = extra_args.get("value")
+        is_open = is_finite_step(*step) & all_finite([value], axes)
         streak = _streak(state.consecutive_skips, is_open)
+
+        def empty(window: Any) -> Any:
+            # 1e25 is let into a window whose step is then refused, whatever closes it. So where
+            # the guard refuses a finite micro-batch right after another, the window goes.
+            again = ~is_open & (state.consecutive_skips > 0)
+            is_sound = look_if(again, lambda: all_finite([updates, value], axes))
+            return window._replace(mini_step=jnp.where(again & is_sound, 0, window.mini_step))
 
         def close(inner_state: Any, pending: Tree) -> SkipNonfiniteState:
             return SkipNonfiniteState(
                 skipped_nonfinite=counted(state.skipped_nonfinite, ~is_open),
                 consecutive_skips=streak,
                 guard_failed=state.guard_failed | (streak >= limit),
-                inner_state=inner_state,
+                inner_state=jax.tree.map(
+                    lambda node: empty(node) if _is_window(node) else node,
+                    inner_state,
+                    is_leaf=_is_window,
+                ),
             )
 
         return Gate(is_open, (), lambda _: (updates, ()), state.inner_state, extra_args, close)
@@ -265,6 +278,11 @@ def _checked(
     hint = "Pass None for no limit."
     check_count(function, "max_consecutive_skips", max_consecutive_skips, hint)
     return max_consecutive_skips, check_axis_name(function, axis_name)
+
+
+def _is_window(node: Any) -> bool:
+    """Whether this is the state of an accumulation, ours or that of Optax."""
+    return isinstance(node, tuple) and hasattr(node, "mini_step")
 
 
 def _streak(count: Scalar, is_open: Scalar) -> Scalar:
