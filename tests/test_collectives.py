@@ -116,6 +116,7 @@ MODES = {
     "guarded": gcx.accumulate_gradients(optax.chain(MEAN, gcx.skip_nonfinite(OPTIMIZER)), WINDOW),
 }
 each_mode = pytest.mark.parametrize("mode", MODES)
+MODES_TO_AVOID = {"guard_around": gcx.skip_nonfinite(MODES["plain"])}
 TENSOR_PARALLEL = {"w": P(None, "model"), "b": P("model"), "v": P("model")}
 
 
@@ -140,7 +141,7 @@ def by_update(tx, grads, state, params):
 @functools.cache
 def compiled_step(mode, take=by_apply, *, is_local=True, model=1):
     """The step inside `shard_map` over "data", with its first parameters and state."""
-    tx = MODES[mode]
+    tx = (MODES | MODES_TO_AVOID)[mode]
     mesh = make_mesh(data=8 // model, model=model)
     specs = specs_of(tx)
 
@@ -222,6 +223,13 @@ def test_gradient_of_replicated_parameters_is_reduced_for_every_micro_batch():
     # What the documented mode avoids: without `vary` JAX sums each micro-gradient at once.
     text = compiled_step("plain", is_local=False)[0].as_text()
     assert sum(hlo.all_reduced(text, loops=False)) == ELEMENTS
+
+
+def test_guard_around_the_window_reduces_the_gradient_twice_at_the_emission():
+    text = compiled_step("guard_around")[0].as_text()
+    assert hlo.all_reduced(text, loops=False) == [1]  # whether the micro-gradient is finite
+    assert sum(hlo.all_reduced(text, branches=True)) >= 2 * ELEMENTS
+    assert sum(hlo.all_reduced(text, branches=True)) <= 2 * ELEMENTS + 3
 
 
 def test_gradient_under_jit_is_reduced_for_every_micro_batch():

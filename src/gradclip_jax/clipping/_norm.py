@@ -31,7 +31,7 @@ def global_norm(tree: Tree, *, ord: float = 2.0, axis_name: AxisName = None) -> 
     | float16 `[300, 400]` | 500, though its squares overflow float16 |
     | float32 `[1e20, 1e20]`, `[3e-23, 4e-23]` | 1.4142e20, 5e-23 |
     | empty, or only `None`, masked or zero-size leaves | 0 |
-    | any NaN | NaN; inf for `ord=inf` |
+    | any NaN | NaN; inf for `ord=inf` over several devices |
     | an infinity and no NaN | inf |
     | sharded | that of the whole, see `axis_name` |
 

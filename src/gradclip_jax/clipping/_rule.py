@@ -118,8 +118,11 @@ def apply_rules(
     thresholds: list[Array] = []
     next_states: list[Any] = []
     for i, (rule, norm, state) in enumerate(zip(rules, norms, states, strict=True)):
-        finite = jnp.isfinite(norm)
-        seen = jnp.where(finite, norm, 0).astype(jnp.float32)
+        # Histories are float32: a larger norm, of float64 leaves, is seen as the largest there.
+        largest = jnp.asarray(jnp.finfo(jnp.float32).max, norm.dtype)
+        finite = norm <= largest
+        capped = jnp.where(jnp.isfinite(norm), jnp.minimum(norm, largest), 0)
+        seen = capped.astype(jnp.float32)
         param_norm = (
             param_norms[i].astype(jnp.float32) if rule.uses_params and param_norms else None
         )
