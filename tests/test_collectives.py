@@ -61,7 +61,8 @@ def test_clip_inside_shard_map_is_one_scalar_all_reduce(clip):
     text = hlo.compiled(sharded, TREE)
     assert hlo.all_reduced(text) == [1]
     # The largest magnitude, then the rescaled sum: only after an overflow or underflow.
-    assert hlo.all_reduced(text, branches=True) in ([1], [1, 1, 1])
+    in_branches = hlo.all_reduced(text, branches=True)[1:]
+    assert len(in_branches) <= 2 and set(in_branches) <= {1}
     assert not any(hlo.count(text, op, branches=True) for op in MOVES)
 
 
@@ -71,7 +72,7 @@ def test_clip_under_jit_is_one_scalar_all_reduce_for_a_set_of_axes(clip):
     tree = {k: jax.device_put(x, NamedSharding(mesh, MIXED[k])) for k, x in TREE.items()}
     text = hlo.compiled(clip, tree)
     sizes = hlo.all_reduced(text)
-    assert sum(sizes) <= len(MIXED)
+    assert sum(sizes) <= 2 * len(MIXED)  # small leaves are summed in two parts, to be exact
     if MERGES:
         assert len(sizes) <= 3  # data; model; data and model
     assert not any(hlo.count(text, op, branches=True) for op in MOVES)
@@ -228,8 +229,8 @@ def test_gradient_of_replicated_parameters_is_reduced_for_every_micro_batch():
 def test_guard_around_the_window_reduces_the_gradient_twice_at_the_emission():
     text = compiled_step("guard_around")[0].as_text()
     assert hlo.all_reduced(text, loops=False) == [1]  # whether the micro-gradient is finite
-    assert sum(hlo.all_reduced(text, branches=True)) >= 2 * ELEMENTS
-    assert sum(hlo.all_reduced(text, branches=True)) <= 2 * ELEMENTS + 3
+    sizes = hlo.all_reduced(text, branches=True)
+    assert sum(size for size in sizes if size > 1) == 2 * ELEMENTS
 
 
 def test_gradient_under_jit_is_reduced_for_every_micro_batch():

@@ -54,6 +54,17 @@ def gathered(x: Array) -> Array:
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
+def replicated(x: Array, beside: Any) -> Array:
+    """The same value, whole on each device of the mesh of another array, if XLA shards that.
+
+    Said of a small array, it keeps XLA from sharding a large one after it.
+    """
+    mesh = jax.typeof(beside).sharding.mesh
+    if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
+        return x
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
+
+
 def sum_over(x: Array, axes: frozenset[str]) -> Array:
     """The sum over devices: one all-reduce, or none."""
     return lax.psum(x, tuple(sorted(axes))) if axes else x

@@ -4,15 +4,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from .._checks import check_count, check_number
-from .._types import NO_AXES, Array, AxisName, Number
+from .._types import NO_AXES, Array, AxisName, Count, Number
 from ..clipping._granularity import inner_units
 from ..clipping._rule import relative_to_params
 from ..clipping._step import clip_by_units
 from ..clipping._transform import clip_by_global_norm, clip_by_leaf_norm
 from . import _history as thresholds
+
+_WINDOW = np.int32(1000)  # NumPy, so that `optax.inject_hyperparams` leaves it alone
 
 
 def adaptive_grad_clip(
@@ -84,7 +87,7 @@ def agc(clipping: Number = 0.01, eps: Number = 1e-3) -> optax.GradientTransforma
 
 def autoclip(
     percentile: Number = 10.0,
-    window: int = 1000,
+    window: Count = _WINDOW,
     *,
     axis_name: AxisName = None,
     nonfinite: str = "propagate",

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from .._checks import broadcast_prefix, check_count, complaint, describe, leaf_path
-from .._mesh import replication, shard_axes, varying_axes
+from .._mesh import replicated, replication, shard_axes, varying_axes
 from .._types import Array, AxisName, Tree
 from ._layout import Slots, one_slot, unit_slots
 from ._norm import counted_leaves, has_norm, pooled_norms
@@ -218,6 +218,7 @@ def _spans(slots: Slots) -> list[range]:
 
 def _against(x: Any, axes: Sequence[int], units: Array) -> Array:
     """One value for each unit of x, shaped to broadcast against x."""
+    units = replicated(units, x)
     if units.size == 1:
         return units.reshape(())
     return units.reshape([1 if axis in axes else n for axis, n in enumerate(x.shape)])
