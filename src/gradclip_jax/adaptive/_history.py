@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from .._checks import check_count, check_number
 from .._states import counted
-from .._types import Array, Number
+from .._types import Array, Count, Number
 from ..clipping._rule import Rule, as_rule
 
 
@@ -60,7 +60,7 @@ class EmaState(NamedTuple):
     level: Array
 
 
-def percentile(percentile: Number = 10.0, window: int = 1000) -> Rule:
+def percentile(percentile: Number = 10.0, window: Count = 1000) -> Rule:
     """A percentile of the last norms, the present one included.
 
     AutoClip keeps the whole history; here it is a window, and the same up to its length. The

@@ -11,15 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
 from .._checks import is_traced
 from .._run_if import GatedUpdate
 from .._types import Array, AxisName, Scalar, Tree
-from ..clipping._layout import one_slot
-from ..clipping._norm import counted_leaves, has_norm, norm_dtype, pooled_norms
+from ..clipping._norm import counted_leaves, has_norm, is_finite, norm_dtype
 
 
 def all_finite(trees: Sequence[Tree], axis_name: AxisName) -> Scalar:
@@ -28,7 +26,7 @@ def all_finite(trees: Sequence[Tree], axis_name: AxisName) -> Scalar:
     Leaves at the same place of trees with the structure of the first are looked at together:
     one reduction for a gradient, its update and its moments.
     """
-    return _is_finite(_columns([(tree, tree) for tree in trees]), axis_name)
+    return is_finite(_columns([(tree, tree) for tree in trees]), axis_name)
 
 
 def is_finite_step(
@@ -58,7 +56,7 @@ def is_finite_step(
     update = optax.with_extra_args_support(tx).update
     updates, next_state = update(grads, state, params, **extra_args)
     states = _without_thresholds(next_state), _without_thresholds(state)
-    return _is_finite(_columns([(grads, grads), (updates, updates), states]), axis_name)
+    return is_finite(_columns([(grads, grads), (updates, updates), states]), axis_name)
 
 
 def look_if(predicate: Array, look: Callable[[], Scalar]) -> Scalar:
@@ -66,11 +64,6 @@ def look_if(predicate: Array, look: Callable[[], Scalar]) -> Scalar:
     if not is_traced(predicate):
         return look() if bool(predicate) else jnp.array(True)
     return lax.cond(predicate, look, lambda: jnp.array(True))
-
-
-def _is_finite(columns: list[Array], axis_name: AxisName) -> Scalar:
-    # Not the 2-norm, which overflows on two elements of 3e38, such as an initial best loss.
-    return pooled_norms(columns, one_slot(columns), np.inf, axis_name)[0] < jnp.inf
 
 
 def _columns(pairs: Sequence[tuple[Tree, Tree]]) -> list[Array]:
