@@ -62,7 +62,11 @@ def test_leaf_norm_of_any_order(ord):
 
 
 def test_one_overflowing_leaf_does_not_change_the_others():
-    grads = {"a": jnp.float32([3.0, 4.0]), "b": jnp.float32([3e30, 4e30]), "c": jnp.float32([1e-30])}
+    grads = {
+        "a": jnp.float32([3.0, 4.0]),
+        "b": jnp.float32([3e30, 4e30]),
+        "c": jnp.float32([1e-30]),
+    }
     updates, _ = step(gcx.clip_by_leaf_norm(1.0), grads)
     assert_close(updates, [[0.6, 0.8], [0.6, 0.8], [1e-30]])
     assert bits(updates["c"]) == bits(grads["c"])
@@ -75,7 +79,11 @@ def test_one_overflowing_leaf_does_not_change_the_others():
         {"embed": 0.5, "layers": [0.25, 0.25], "scale": jnp.float32(2.0)},
         {"embed": np.float64(0.5), "layers": [trees.Layer(0.25, 0.25), 0.25], "scale": 2},
         {"embed": 0.5, "layers": lambda count: 0.25, "scale": optax.constant_schedule(2.0)},
-        {"embed": 0.5, "layers": gcx.thresholds.Rule(lambda n: (), lambda n, s, p: (n * 0 + 0.25, s)), "scale": 2.0},
+        {
+            "embed": 0.5,
+            "layers": gcx.thresholds.Rule(lambda n: (), lambda n, s, p: (n * 0 + 0.25, s)),
+            "scale": 2.0,
+        },
     ],
     ids=["subtrees", "list", "leaves", "schedules", "rule"],
 )
@@ -133,7 +141,9 @@ def test_stacked_layers_are_clipped_by_themselves(stack_axes):
     norms = [oracles.vector_norm(x) for n in ("bias", "kernel") for x in grads[n]]
     norms.append(oracles.vector_norm(grads["head"]))
     assert float(state.clip_fraction) == pytest.approx(np.mean([n > 1.0 for n in norms]))
-    assert float(state.grad_norm) == pytest.approx(oracles.global_norm(trees.leaves(grads)), rel=1e-6)
+    assert float(state.grad_norm) == pytest.approx(
+        oracles.global_norm(trees.leaves(grads)), rel=1e-6
+    )
 
 
 def test_a_small_layer_is_unchanged_bit_for_bit_beside_a_clipped_one():
@@ -267,7 +277,9 @@ def test_thresholds_of_groups_may_be_schedules_and_rules():
 
 
 def test_labels_may_be_integers():
-    updates, state = step(gcx.clip_by_group_norm({0: 1.0, 1: 2.0}, [0, 1]), [jnp.ones(4), jnp.ones(9)])
+    updates, state = step(
+        gcx.clip_by_group_norm({0: 1.0, 1: 2.0}, [0, 1]), [jnp.ones(4), jnp.ones(9)]
+    )
     assert_close(updates, [np.full(4, 0.5), np.full(9, 2 / 3)])
     assert sorted(state.grad_norm) == ["0", "1"]
 
@@ -300,7 +312,9 @@ def test_units_follow_the_axis_rules_of_optax(shape, axes):
     exact = oracles.adaptive_grad_clip([grads], [params], 0.3, 0.5, [axes])
     assert_close([updates], exact)
     theirs = optax.adaptive_grad_clip(0.3, eps=0.5)
-    np.testing.assert_allclose(updates, theirs.update(grads, theirs.init(params), params)[0], rtol=1e-6)
+    np.testing.assert_allclose(
+        updates, theirs.update(grads, theirs.init(params), params)[0], rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("axis", [0, -1, 2, (0, 2), [-1, 1], ()])
@@ -431,7 +445,9 @@ def test_stack_axes_beyond_the_rank_are_named():
     )
 
 
-@pytest.mark.parametrize(("stack_axes", "error"), [(-1, ValueError), (1.5, TypeError), ("1", TypeError)])
+@pytest.mark.parametrize(
+    ("stack_axes", "error"), [(-1, ValueError), (1.5, TypeError), ("1", TypeError)]
+)
 def test_stack_axes_must_be_counts(stack_axes, error):
     with pytest.raises(error, match="`stack_axes` must be an integer >= 0, got"):
         fails(gcx.clip_by_leaf_norm(1.0, stack_axes=stack_axes), [jnp.ones((2, 2))])
@@ -481,7 +497,9 @@ def test_bad_axis_is_named(axis):
 
 def test_more_than_five_axes_need_an_axis():
     x = jnp.ones((2,) * 6)
-    expected = "`axis` must be given for leaves of more than 5 axes, got None for float32.*Pass the axes"
+    expected = (
+        "`axis` must be given for leaves of more than 5 axes, got None for float32.*Pass the axes"
+    )
     with pytest.raises(ValueError, match=expected):
         fails(gcx.adaptive_grad_clip(0.1), x, x)
     fails(gcx.adaptive_grad_clip(0.1, axis=(4, 5)), x, x)

@@ -131,7 +131,9 @@ def test_float64_norms_are_right_to_four_ulp():
 
 RANGE = {
     "float16 whose squares overflow": np.float16([300, 400]),
-    "float16 N(0, 1000)": (np.random.default_rng(0).standard_normal(1_000) * 1_000).astype("float16"),
+    "float16 N(0, 1000)": (np.random.default_rng(0).standard_normal(1_000) * 1_000).astype(
+        "float16"
+    ),
     "float16 whose sum of squares overflows": np.float16(np.full(100, 300)),
     "float16 whose squares underflow": np.float16([1e-4] * 4),
     "float16 subnormal": np.float16([6e-8, 1.2e-7]),
@@ -193,7 +195,9 @@ def test_leaves_of_other_magnitudes_keep_their_own_norms():
 
 
 def test_unit_norms_of_other_magnitudes():
-    x = jnp.float32([[3e-30, 4e-30], [3.0, 4.0], [3e30, 4e30], [0, 0], [math.inf, 1], [math.nan, 1]])
+    x = jnp.float32(
+        [[3e-30, 4e-30], [3.0, 4.0], [3e30, 4e30], [0, 0], [math.inf, 1], [math.nan, 1]]
+    )
     exact = [5e-30, 5.0, 5e30, 0.0, math.inf, math.nan]
     norms = own_norms(x, (1,))
     assert oracles.ulps(norms[:3], [oracles.vector_norm(row) for row in x[:3]]) <= ULPS
@@ -271,7 +275,8 @@ def test_norm_of_every_tree_is_right(name):
     norms = gcx.leaf_norms(tree)
     assert jax.tree.structure(norms) == jax.tree.structure(tree)
     exact = [
-        0.0 if x.dtype == jax.dtypes.float0 else oracles.vector_norm(x) for x in jax.tree.leaves(tree)
+        0.0 if x.dtype == jax.dtypes.float0 else oracles.vector_norm(x)
+        for x in jax.tree.leaves(tree)
     ]
     for norm, value in zip(jax.tree.leaves(norms), exact, strict=True):
         assert norm.shape == () and norm.dtype == jnp.float32

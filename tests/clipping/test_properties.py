@@ -55,7 +55,9 @@ def test_norm_is_bounded(clip, norms, grads, threshold):
 
 @clips
 @hypothesis.given(grads=gradients, threshold=thresholds)
-def test_small_gradients_are_unchanged_and_large_ones_reach_the_bound(clip, norms, grads, threshold):
+def test_small_gradients_are_unchanged_and_large_ones_reach_the_bound(
+    clip, norms, grads, threshold
+):
     clipped = apply(clip, grads, threshold)
     for norm, after in zip(norms(grads), norms(clipped), strict=True):
         if norm >= threshold * (1 + 4 * EPS):
@@ -85,13 +87,17 @@ def test_clipping_twice_is_clipping_once(clip, norms, grads, threshold):
 
 
 @clips
-@hypothesis.given(grads=gradients, threshold=st.floats(2.0**-20, 2.0**20, width=32), exponent=exponents)
+@hypothesis.given(
+    grads=gradients, threshold=st.floats(2.0**-20, 2.0**20, width=32), exponent=exponents
+)
 def test_clip_is_equivariant_to_scale(clip, norms, grads, threshold, exponent):
     """clip(c g, c t) = c clip(g, t); c a power of two, so that c g is exact."""
     c = np.float32(2.0**exponent)
     largest = max(float(np.abs(x).max()) for x in grads.values())
     hypothesis.assume(largest * float(c) < 1e37)
-    grads = {name: np.where(np.abs(x) * min(c, 1) < 1e-25, np.float32(0), x) for name, x in grads.items()}
+    grads = {
+        name: np.where(np.abs(x) * min(c, 1) < 1e-25, np.float32(0), x) for name, x in grads.items()
+    }
     scaled = apply(clip, {name: c * x for name, x in grads.items()}, c * np.float32(threshold))
     for name, x in apply(clip, grads, threshold).items():
         tiny = 1.2e-38 * max(1.0, float(c))
@@ -146,7 +152,9 @@ def test_norm_is_bounded_in_low_precision(dtype, data):
     assert oracles.vector_norm(clipped) <= bound * (1 + 2 * oracles.eps(dtype))
 
 
-@hypothesis.given(x=vectors((16,)), low=st.floats(-10, -0.125, width=32), width=st.floats(0.125, 10, width=32))
+@hypothesis.given(
+    x=vectors((16,)), low=st.floats(-10, -0.125, width=32), width=st.floats(0.125, 10, width=32)
+)
 def test_clamp_is_right(x, low, width):
     high = np.float32(low + width)
     clamped = np.asarray(_CLAMP(x, np.float32(low), high))

@@ -76,7 +76,14 @@ def test_factor_works_elementwise():
 
 @pytest.mark.parametrize(
     ("norm", "threshold", "factor"),
-    [(0.5, 1, 1), (1, 1, 1), (2, 1, 0), (2, -1, 0), (math.nan, 1, math.nan), (2, math.nan, math.nan)],
+    [
+        (0.5, 1, 1),
+        (1, 1, 1),
+        (2, 1, 0),
+        (2, -1, 0),
+        (math.nan, 1, math.nan),
+        (2, math.nan, math.nan),
+    ],
 )
 def test_drop_factor_table(norm, threshold, factor):
     value = drop_factor(jnp.float32(norm), jnp.float32(threshold)).value
@@ -151,7 +158,9 @@ def test_scaled_norm_is_at_most_a_threshold_near_the_smallest_number(dtype):
 def test_scaling_rounds_once(dtype):
     x = trees.normal((4_000,), dtype)
     factor = np.float32(0.3)
-    scaled = np.asarray(scale_leaf(x, Factor(jnp.array(False), jnp.float32(1), jnp.asarray(factor))))
+    scaled = np.asarray(
+        scale_leaf(x, Factor(jnp.array(False), jnp.float32(1), jnp.asarray(factor)))
+    )
     exact = oracles.wide(x) * np.float64(factor)
     once = (np.asarray(x).astype(np.float32) * factor).astype(np.dtype(dtype))
     normal = np.abs(exact) >= float(jnp.finfo(dtype).tiny)

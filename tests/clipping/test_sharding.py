@@ -28,8 +28,18 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 # FSDP shards every parameter over the data axis, tensor parallelism over the other one.
 SPECS = {
     "fsdp": {"embed": P("data"), "in": P("data", None), "out": P(None, "data"), "norm": P()},
-    "tensor": {"embed": P(None, "model"), "in": P(None, "model"), "out": P("model", None), "norm": P()},
-    "both": {"embed": P("data"), "in": P("data", "model"), "out": P("model", "data"), "norm": P("model")},
+    "tensor": {
+        "embed": P(None, "model"),
+        "in": P(None, "model"),
+        "out": P("model", None),
+        "norm": P(),
+    },
+    "both": {
+        "embed": P("data"),
+        "in": P("data", "model"),
+        "out": P("model", "data"),
+        "norm": P("model"),
+    },
 }
 SHAPES = {"embed": (16, 8), "in": (8, 32), "out": (32, 8), "norm": (8,)}
 layouts = pytest.mark.parametrize("layout", SPECS)
@@ -41,7 +51,10 @@ def mesh(kind="auto"):
 
 
 def grads(scale=1.0, dtype="float32"):
-    return {name: trees.normal(shape, dtype, seed=i, scale=scale) for i, (name, shape) in enumerate(SHAPES.items())}
+    return {
+        name: trees.normal(shape, dtype, seed=i, scale=scale)
+        for i, (name, shape) in enumerate(SHAPES.items())
+    }
 
 
 def shard(tree, specs, kind="auto"):
@@ -51,7 +64,10 @@ def shard(tree, specs, kind="auto"):
 
 def sizes_of_axes(specs):
     """How many distinct sets of mesh axes there are that a norm has to be summed over."""
-    return len({frozenset(a for a in jax.tree.leaves(tuple(s)) if a) for s in specs.values()} - {frozenset()})
+    return len(
+        {frozenset(a for a in jax.tree.leaves(tuple(s)) if a) for s in specs.values()}
+        - {frozenset()}
+    )
 
 
 CLIPS = {
@@ -59,7 +75,9 @@ CLIPS = {
     "global 3-norm": gcx.clip_by_global_norm(0.5, ord=3.0),
     "global inf": gcx.clip_by_global_norm(0.5, ord=math.inf),
     "leaf": gcx.clip_by_leaf_norm(0.5),
-    "group": gcx.clip_by_group_norm({"body": 0.5, "rest": 0.1}, {"embed": "rest", "in": "body", "out": "body", "norm": "rest"}),
+    "group": gcx.clip_by_group_norm(
+        {"body": 0.5, "rest": 0.1}, {"embed": "rest", "in": "body", "out": "body", "norm": "rest"}
+    ),
     "block rms": gcx.clip_by_block_rms(0.5),
     "value": gcx.clip_by_value(0.5),
     "unit": gcx.adaptive_grad_clip(0.1),
@@ -197,7 +215,9 @@ def test_norms_inside_shard_map_are_right(layout, ord):
     specs = SPECS[layout]
     leaf_specs = dict.fromkeys(specs, P())
     fun = mapped(
-        lambda g: (gcx.global_norm(g, ord=ord), gcx.leaf_norms(g, ord=ord)), (specs,), (P(), leaf_specs)
+        lambda g: (gcx.global_norm(g, ord=ord), gcx.leaf_norms(g, ord=ord)),
+        (specs,),
+        (P(), leaf_specs),
     )
     norm, norms = fun(grads())
     exact = {name: oracles.vector_norm(x, ord) for name, x in grads().items()}
@@ -265,7 +285,11 @@ def test_bad_value_on_one_device_reaches_all(name, bad):
         "unit": gcx.adaptive_grad_clip,
     }[name]
     # Units must not be sharded inside `shard_map`: their norm runs over axis 0.
-    specs = SPECS["both"] if name != "unit" else {**dict.fromkeys(SHAPES, P(None, "model")), "norm": P()}
+    specs = (
+        SPECS["both"]
+        if name != "unit"
+        else {**dict.fromkeys(SHAPES, P(None, "model")), "norm": P()}
+    )
     tree = grads()
     tree["in"] = tree["in"].at[7, 31].set(bad)
     for nonfinite, value in (("propagate", math.nan), ("zero", 0.0)):
@@ -296,7 +320,9 @@ def test_a_local_norm_is_wrong():
         g = {name: x * jnp.minimum(1, 0.5 / norm) for name, x in g.items()}
         return g, norm[None, None]
 
-    fun = mapped(local, (specs,), ({**specs, "norm": P("data")}, P("data", "model")), check_vma=False)
+    fun = mapped(
+        local, (specs,), ({**specs, "norm": P("data")}, P("data", "model")), check_vma=False
+    )
     updates, norms = fun(grads())
     exact = oracles.global_norm(trees.leaves(grads()))
     assert (np.abs(np.asarray(norms) - exact) > 0.2 * exact).all()
@@ -349,7 +375,11 @@ def test_axis_name_where_types_are_not_checked(axis_name):
     specs = dict.fromkeys(tree, spec)
     clip = gcx.clip_by_global_norm(0.5, axis_name=axis_name)
     fun = mapped(
-        lambda g: (clip.update(g, None)[0], gcx.global_norm(g, axis_name=axis_name), gcx.leaf_norms(g, axis_name=axis_name)),
+        lambda g: (
+            clip.update(g, None)[0],
+            gcx.global_norm(g, axis_name=axis_name),
+            gcx.leaf_norms(g, axis_name=axis_name),
+        ),
         (specs,),
         (specs, P(), dict.fromkeys(tree, P())),
         check_vma=False,

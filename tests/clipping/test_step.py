@@ -32,14 +32,18 @@ SIZE = 150_000  # elements of the smaller leaf of `big`
 # --- clip_grad_norm -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["array", "dense", "mixed_dtypes", "masked", "stacked", "float0", "numpy"])
+@pytest.mark.parametrize(
+    "name", ["array", "dense", "mixed_dtypes", "masked", "stacked", "float0", "numpy"]
+)
 def test_clip_grad_norm_is_right(name):
     grads = trees.build(name)
     clipped, norm = gcx.clip_grad_norm(grads, 0.5)
     leaves = trees.leaves(grads)
     assert oracles.ulps(norm, oracles.global_norm(leaves)) <= 2
     assert jax.tree.structure(clipped) == jax.tree.structure(grads)
-    for got, exact in zip(trees.leaves(clipped), oracles.clip_by_global_norm(leaves, 0.5), strict=True):
+    for got, exact in zip(
+        trees.leaves(clipped), oracles.clip_by_global_norm(leaves, 0.5), strict=True
+    ):
         eps = oracles.eps(got.dtype)
         step = float(jnp.finfo(got.dtype).tiny) * eps
         np.testing.assert_allclose(oracles.wide(got), exact, rtol=max(eps, 3e-7), atol=step)
@@ -60,7 +64,9 @@ def test_gradients_within_bounds_come_back_as_they_are():
         assert bits(got) == bits(wanted)
     # The threshold itself is within bounds.
     at_bound, _ = clip_jitted(grads, norm)
-    assert all(bits(a) == bits(b) for a, b in zip(*map(jax.tree.leaves, (at_bound, grads)), strict=True))
+    assert all(
+        bits(a) == bits(b) for a, b in zip(*map(jax.tree.leaves, (at_bound, grads)), strict=True)
+    )
 
 
 def test_infinite_threshold_only_measures():
@@ -137,7 +143,9 @@ def test_64_bit_trees_are_clipped_in_64_bits():
 # --- clip_grad_value ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["dense", "masked", "stacked", "zero_size", "float0", "extreme", "scalars"])
+@pytest.mark.parametrize(
+    "name", ["dense", "masked", "stacked", "zero_size", "float0", "extreme", "scalars"]
+)
 def test_clip_grad_value_is_right(name):
     grads = trees.build(name)
     clipped = gcx.clip_grad_value(grads, 0.5)
@@ -148,7 +156,9 @@ def test_clip_grad_value_is_right(name):
         np.testing.assert_array_equal(got, exact)
 
 
-@pytest.mark.parametrize("function", [gcx.clip_grad_value, lambda g, v: gcx.clip_by_value(v).update(g, None)[0]])
+@pytest.mark.parametrize(
+    "function", [gcx.clip_grad_value, lambda g, v: gcx.clip_by_value(v).update(g, None)[0]]
+)
 def test_clip_value_edges(function):
     x = jnp.float32([math.nan, math.inf, -math.inf, -2.0, 0.25])
     jitted = jax.jit(function)
@@ -214,7 +224,9 @@ def test_reading_the_norm_from_the_state_costs_no_second_reduction(make):
     clip = make()
     state = clip.init(big())
     silent = hlo.compiled(lambda g, s: clip.update(g, s)[0], big(), state)
-    told = hlo.compiled(lambda g, s: (clip.update(g, s)[0], gcx.metrics(clip.update(g, s)[1])), big(), state)
+    told = hlo.compiled(
+        lambda g, s: (clip.update(g, s)[0], gcx.metrics(clip.update(g, s)[1])), big(), state
+    )
     assert hlo.reductions_of(told, SIZE) == hlo.reductions_of(silent, SIZE) == 2
 
 
@@ -236,9 +248,13 @@ def test_metrics_are_found_in_any_nested_state():
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
 def test_threshold_must_be_positive(value):
-    with pytest.raises(ValueError, match="clip_grad_norm: `max_norm` must be a number > 0, got .* Pass inf"):
+    with pytest.raises(
+        ValueError, match="clip_grad_norm: `max_norm` must be a number > 0, got .* Pass inf"
+    ):
         gcx.clip_grad_norm(jnp.ones(2), value)
-    with pytest.raises(ValueError, match="clip_grad_value: `max_value` must be a number > 0, got .* Pass inf"):
+    with pytest.raises(
+        ValueError, match="clip_grad_value: `max_value` must be a number > 0, got .* Pass inf"
+    ):
         gcx.clip_grad_value(jnp.ones(2), value)
 
 
@@ -251,7 +267,9 @@ def test_threshold_must_be_a_number(value):
 
 
 def test_known_norm_must_be_a_norm():
-    with pytest.raises(ValueError, match="`norm` must be a number >= 0, got -1.0. Pass the norm of `grads`"):
+    with pytest.raises(
+        ValueError, match="`norm` must be a number >= 0, got -1.0. Pass the norm of `grads`"
+    ):
         gcx.clip_grad_norm(jnp.ones(2), 1.0, norm=-1.0)
     with pytest.raises(TypeError, match="`norm` must be a number >= 0, got 'x'"):
         gcx.clip_grad_norm(jnp.ones(2), 1.0, norm="x")
@@ -267,7 +285,9 @@ def test_known_norm_may_be_what_global_norm_returned(bad):
 
 
 def test_integer_leaf_is_named():
-    expected = r"must be floating or complex, got int32\[2\] at grads\['n'\]\. Leave such leaves out"
+    expected = (
+        r"must be floating or complex, got int32\[2\] at grads\['n'\]\. Leave such leaves out"
+    )
     with pytest.raises(TypeError, match="clip_grad_norm: every leaf of `grads` " + expected):
         gcx.clip_grad_norm({"n": jnp.zeros(2, "int32")}, 1.0)
     with pytest.raises(TypeError, match="clip_grad_value: every leaf of `grads` "):
@@ -279,8 +299,16 @@ def test_integer_leaf_is_named():
     [
         ({"max_value": 0.0}, ValueError, "`max_value` must be a number > 0, got 0.0. Pass inf"),
         ({"max_value": "1"}, TypeError, "`max_value` must be a number > 0, got '1'"),
-        ({"max_value": 1.0, "min_value": 1.0}, ValueError, "`min_value` must be < max_value, got 1.0"),
-        ({"max_value": 1.0, "min_value": math.nan}, ValueError, "`min_value` must be a number >= -inf"),
+        (
+            {"max_value": 1.0, "min_value": 1.0},
+            ValueError,
+            "`min_value` must be < max_value, got 1.0",
+        ),
+        (
+            {"max_value": 1.0, "min_value": math.nan},
+            ValueError,
+            "`min_value` must be a number >= -inf",
+        ),
         ({"max_value": 1.0, "min_value": "0"}, TypeError, "`min_value` must be a number >= -inf"),
     ],
 )

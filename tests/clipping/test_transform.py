@@ -25,7 +25,9 @@ def assert_same_bits(updates, grads):
 
 
 def assert_close(updates, exact, rtol=1e-6):
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rtol, atol=1e-30), updates, exact)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=rtol, atol=1e-30), updates, exact
+    )
 
 
 def step(tx, grads, params=None, state=None):
@@ -46,7 +48,13 @@ NORM_CLIPS = {
 @pytest.mark.parametrize("clip", NORM_CLIPS.values(), ids=NORM_CLIPS)
 @pytest.mark.parametrize(
     "threshold",
-    [6.5, np.float64(6.5), np.array(6.5), *(jnp.asarray(6.5, d) for d in FLOATS), lambda count: 6.5],
+    [
+        6.5,
+        np.float64(6.5),
+        np.array(6.5),
+        *(jnp.asarray(6.5, d) for d in FLOATS),
+        lambda count: 6.5,
+    ],
     ids=["float", "numpy scalar", "numpy array", *FLOATS, "schedule"],
 )
 def test_threshold_may_be(clip, threshold):
@@ -156,7 +164,9 @@ def test_update_without_a_state_is_the_same(clip):
 
 @pytest.mark.parametrize("threshold", [lambda count: 1.0, optax.constant_schedule(1.0)])
 def test_schedule_needs_a_state(threshold):
-    expected = r"clip_by_global_norm: `state` must be a `ClipState`, got None. Call `init\(params\)`"
+    expected = (
+        r"clip_by_global_norm: `state` must be a `ClipState`, got None. Call `init\(params\)`"
+    )
     with pytest.raises(ValueError, match=expected):
         gcx.clip_by_global_norm(threshold).update(GRADS, None)
 
@@ -174,7 +184,13 @@ pairs = pytest.mark.parametrize(("ours", "theirs"), PAIRS.values(), ids=PAIRS)
 
 def ordinary(seed=0, scale=1.0):
     """Ordinary float32 gradients, with every rank that Optax's unit-wise norm knows."""
-    shapes = {"scalar": (), "bias": (7,), "dense": (6, 7), "attention": (6, 2, 3), "conv": (3, 3, 2, 4)}
+    shapes = {
+        "scalar": (),
+        "bias": (7,),
+        "dense": (6, 7),
+        "attention": (6, 2, 3),
+        "conv": (3, 3, 2, 4),
+    }
     return {
         name: trees.normal(shape, seed=seed + i, scale=scale)
         for i, (name, shape) in enumerate(shapes.items())
@@ -252,7 +268,9 @@ def test_threshold_may_be_injected_and_changed(ours, theirs, name):
 
 
 def test_injected_threshold_may_be_a_schedule():
-    tx = optax.inject_hyperparams(gcx.clip_by_global_norm)(max_norm=optax.linear_schedule(1.0, 3.0, 2))
+    tx = optax.inject_hyperparams(gcx.clip_by_global_norm)(
+        max_norm=optax.linear_schedule(1.0, 3.0, 2)
+    )
     params, grads = ordinary(seed=50), ordinary()
     state, norms = tx.init(params), []
     for _ in range(3):
@@ -293,7 +311,9 @@ def test_zero_large_norm():
     assert_same_bits(updates, small)
     assert float(state.clip_fraction) == 0.0
     for scale in (1.0, 1e30, math.inf, math.nan):
-        updates, state = update(jax.tree.map(lambda x, s=scale: x * jnp.asarray(s, x.dtype), GRADS), state)
+        updates, state = update(
+            jax.tree.map(lambda x, s=scale: x * jnp.asarray(s, x.dtype), GRADS), state
+        )
         for x in jax.tree.leaves(updates):
             np.testing.assert_array_equal(np.float32(x), np.zeros(x.shape))
         assert float(state.clip_factor) == 0.0 and float(state.clip_fraction) == 1.0
@@ -325,7 +345,9 @@ def test_threshold_must_be_positive_when_built(make, argument, value):
 @builders
 @pytest.mark.parametrize("value", ["1.0", True, np.ones(3), 1j])
 def test_threshold_must_be_a_number_when_built(make, argument, value):
-    with pytest.raises(TypeError, match=f"{make.__name__}: `{argument}.?` must be a number > 0, got "):
+    with pytest.raises(
+        TypeError, match=f"{make.__name__}: `{argument}.?` must be a number > 0, got "
+    ):
         make(value)
 
 
@@ -358,7 +380,9 @@ WITH_WORDS = {
 
 @pytest.mark.parametrize("name", WITH_WORDS)
 def test_nonfinite_is_one_of_two_words(name):
-    expected = f"{name}: `nonfinite` must be one of 'propagate', 'zero', got 'skip'. Pick one of them."
+    expected = (
+        f"{name}: `nonfinite` must be one of 'propagate', 'zero', got 'skip'. Pick one of them."
+    )
     with pytest.raises(ValueError, match=expected):
         WITH_WORDS[name](nonfinite="skip")
 
@@ -384,14 +408,21 @@ def test_axis_name_is_checked_when_built(name):
 @pytest.mark.parametrize("clip", STATELESS.values(), ids=STATELESS)
 def test_integer_leaf_is_named_when_traced(clip):
     grads = {"enc": {"n": jnp.zeros((2, 3), "int32")}}
-    expected = r"of `updates` must be floating.*, got int32\[2, 3\] at updates\['enc'\]\['n'\]\. Leave"
+    expected = (
+        r"of `updates` must be floating.*, got int32\[2, 3\] at updates\['enc'\]\['n'\]\. Leave"
+    )
     with pytest.raises(TypeError, match=expected):
         jax.eval_shape(lambda g: clip.update(g, None, g), grads)
 
 
 def test_parameters_must_be_given():
-    for clip in (gcx.adaptive_grad_clip(0.1), gcx.clip_by_global_norm(gcx.thresholds.relative_to_params())):
-        with pytest.raises(ValueError, match=r"`params` must be given for this threshold, got None\. Pass"):
+    for clip in (
+        gcx.adaptive_grad_clip(0.1),
+        gcx.clip_by_global_norm(gcx.thresholds.relative_to_params()),
+    ):
+        with pytest.raises(
+            ValueError, match=r"`params` must be given for this threshold, got None\. Pass"
+        ):
             clip.update(GRADS, None)
 
 
@@ -406,7 +437,11 @@ def test_parameters_must_match():
     )
     with pytest.raises(TypeError, match=r"got updates\['a'\] where params\['c'\] was expected\."):
         clip.update(grads, None, {"c": jnp.ones((2, 3)), "d": jnp.ones(4)})
-    with pytest.raises(TypeError, match=r"got 2 leaves for 1, the first unmatched one updates\['b'\]\."):
+    with pytest.raises(
+        TypeError, match=r"got 2 leaves for 1, the first unmatched one updates\['b'\]\."
+    ):
         clip.update(grads, None, {"a": jnp.ones((2, 3))})
-    with pytest.raises(TypeError, match=r"got 1 leaves for 2, the first unmatched one params\['b'\]\."):
+    with pytest.raises(
+        TypeError, match=r"got 1 leaves for 2, the first unmatched one params\['b'\]\."
+    ):
         clip.update({"a": jnp.ones((2, 3))}, None, grads)
