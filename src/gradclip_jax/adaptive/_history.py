@@ -80,16 +80,18 @@ def percentile(percentile: Number = 10.0, window: Count = 1000) -> Rule:
     def update(norm: Array, state: WindowState, param_norm: Any) -> tuple[Array, WindowState]:
         state = _recorded(state, norm)
         ordered = jnp.sort(state.norms, axis=0)
-        last = jnp.minimum(state.seen, window) - 1
+        last = jnp.clip(state.seen - 1, 0, window - 1)
         position = jnp.asarray(percentile, jnp.float32) / 100 * last.astype(jnp.float32)
         below = jnp.floor(position).astype(jnp.int32)
         low, high = (
             jnp.take_along_axis(ordered, jnp.minimum(i, last)[None], axis=0)[0]
             for i in (below, below + 1)
         )
-        return low + (high - low) * (position - below.astype(jnp.float32)), state
+        part = position - below.astype(jnp.float32)
+        # Before the first norm both are infinite, and their difference would be NaN.
+        return jnp.where(part > 0, low + (high - low) * part, low), state
 
-    return _of_nonzero(lambda norm: _empty_window(norm, int(window)), update)
+    return Rule(lambda norm: _empty_window(norm, int(window)), update)
 
 
 def mean_std(z_threshold: Number = 6.0, window: int = 128, warmup_steps: int = 64) -> Rule:
@@ -121,7 +123,7 @@ def mean_std(z_threshold: Number = 6.0, window: int = 128, warmup_steps: int = 6
         warm = state.seen >= warmup_steps
         return jnp.where(warm, mean + z_threshold * std * mean, jnp.inf), _recorded(state, norm)
 
-    return _of_nonzero(lambda norm: _empty_window(norm, int(window)), update)
+    return Rule(lambda norm: _empty_window(norm, int(window)), update)
 
 
 def zscore(
@@ -291,10 +293,12 @@ def _empty_window(norm: Array, window: int) -> WindowState:
 
 
 def _recorded(state: WindowState, norm: Array) -> WindowState:
+    """With one more norm, unless it is zero."""
     window = state.norms.shape[0]
     places = jnp.arange(window).reshape(-1, *(1,) * norm.ndim)
+    is_new = norm > 0
     return WindowState(
-        norms=jnp.where(places == state.place, norm, state.norms),
-        seen=counted(state.seen),
-        place=(state.place + 1) % window,
+        norms=jnp.where(is_new & (places == state.place), norm, state.norms),
+        seen=jnp.where(is_new, counted(state.seen), state.seen),
+        place=jnp.where(is_new, (state.place + 1) % window, state.place),
     )
