@@ -65,22 +65,35 @@ def interleaved(cases: dict[str, Case], repetitions: int, group: int = 1) -> dic
         collectives = len(
             re.findall(r" all-(?:reduce|gather|to-all)(?:-start)?\(", compiled.as_text())
         )
-        facts[name] = (middle - start, end - middle, scratch, collectives)
+        facts[name] = (end - middle, middle - start, scratch, collectives)
         programs[name] = (compiled, jax.block_until_ready(compiled(carry, *case.args)))
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    gc.collect()
-    for _ in range(repetitions):
-        for name, (compiled, carry) in programs.items():
-            start = time.perf_counter()
+
+    def call(name: str) -> Callable[[], Any]:
+        def repetition() -> Any:
+            compiled, carry = programs[name]
             for _ in range(group):
                 carry = compiled(carry, *cases[name].args)
-            jax.block_until_ready(carry)
-            seconds[name].append(time.perf_counter() - start)
             programs[name] = (compiled, carry)
-    return {
-        name: Timing(np.asarray(seconds[name]), compile_, trace, scratch, collectives)
-        for name, (trace, compile_, scratch, collectives) in facts.items()
-    }
+            return carry
+
+        return repetition
+
+    seconds = in_turn({name: call(name) for name in cases}, repetitions)
+    return {name: Timing(seconds[name], *facts[name]) for name in cases}
+
+
+def in_turn(
+    calls: dict[str, Callable[[], Any]], repetitions: int
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Seconds of each call, A B C A B C; what it returns is waited for."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    gc.collect()
+    for _ in range(repetitions):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            seconds[name].append(time.perf_counter() - start)
+    return {name: np.asarray(found) for name, found in seconds.items()}
 
 
 def copy_bandwidth(num_bytes: int = 1 << 28) -> float:

@@ -43,15 +43,18 @@ def environment() -> dict[str, Any]:
     }
 
 
-def write(sections: dict[str, Rows], bandwidth: float) -> pathlib.Path:
-    """Writes results/<device>.json and the tables of this device into README.md."""
-    about = environment() | {"copy_bandwidth_GB_per_s": round(bandwidth / 1e9, 2)}
-    name = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
+def write(sections: dict[str, Rows], part: str = "", **facts: Any) -> pathlib.Path:
+    """Writes results/<device>.json and the tables of this device into README.md.
+
+    With a `part`, beside those of the device in a file and in tables of their own.
+    """
+    about = environment() | facts
+    title = f"{about['device']} {part}".strip()
+    name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
     path = HERE / "results" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"environment": about, "sections": sections}, indent=1) + "\n")
-    facts = ", ".join(f"{key} {value}" for key, value in about.items())
-    text = f"### {about['device']}\n\n{facts}\n\n"
+    text = f"### {title}\n\n" + ", ".join(f"{key} {value}" for key, value in about.items()) + "\n\n"
     text += "\n\n".join(f"**{title}**\n\n{table(rows)}" for title, rows in sections.items())
     replace_between(HERE / "README.md", f"results {name}", text)
     return path

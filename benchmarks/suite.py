@@ -6,6 +6,7 @@ benchmarks/README.md. Nothing here assumes a CPU.
 
 import argparse
 import functools
+import importlib.util
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +15,9 @@ import _report
 import _trees as trees
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from _measure import Case, Timing, copy_bandwidth, fresh, interleaved, tree_bytes
+from _measure import Case, Timing, copy_bandwidth, fresh, in_turn, interleaved, tree_bytes
 from _report import Rows
 
 import gradclip_jax as gcx
@@ -199,6 +201,66 @@ def _optax_microbatch(total: Callable[..., Any], size: int) -> Callable[..., Any
     return microbatching.microbatch(jax.value_and_grad(total), 1, size)
 
 
+def beside(models: dict[str, Tree]) -> Rows:
+    """Clips of other libraries, where they are installed: `pip install torch jax_privacy`."""
+    rows: Rows = []
+    clips: dict[str, Callable[[Tree], Tree]] = {
+        "gcx.clip_grad_norm": lambda t: gcx.clip_grad_norm(t, 1.0)[0],
+        "optax.clip_by_global_norm": lambda t: _optax_clip(t, optax.EmptyState())[0],
+    }
+    if importlib.util.find_spec("jax_privacy"):
+        from jax_privacy.clipping import clip_pytree
+
+        clips["jax_privacy clip_pytree"] = lambda t: clip_pytree(t, 1.0)[0]
+    for model, tree in models.items():
+        calls = {name: _in_place(clip, tree) for name, clip in clips.items()}
+        if importlib.util.find_spec("torch"):
+            calls["torch clip_grad_norm_(foreach=True)"] = _torch_clip(tree)
+        for call in calls.values():  # to compile
+            jax.block_until_ready(call())
+        seconds = in_turn(calls, REPETITIONS)
+        ours = np.median(next(iter(seconds.values())))
+        rows += [
+            {
+                "what": f"{model}: {name}",
+                "ms": round(float(np.median(times)) * 1e3, 3),
+                "ratio to ours": round(float(np.median(times) / ours), 2),
+            }
+            for name, times in seconds.items()
+        ]
+    return rows
+
+
+_optax_clip = optax.clip_by_global_norm(1.0).update
+
+
+def _in_place(clip: Callable[[Tree], Tree], tree: Tree) -> Callable[[], Tree]:
+    """A call that clips a tree of its own again and again, donated."""
+    own = fresh(tree)()
+    program = jax.jit(clip, donate_argnums=0)
+
+    def call() -> Tree:
+        nonlocal own
+        own = program(own)
+        return own
+
+    return call
+
+
+def _torch_clip(tree: Tree) -> Callable[[], None]:
+    import torch
+
+    parameters = [torch.empty(x.shape) for x in jax.tree.leaves(tree)]
+    for parameter, x in zip(parameters, jax.tree.leaves(tree), strict=True):
+        parameter.grad = torch.from_numpy(np.array(x))
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def call() -> None:
+        clip(parameters, 1.0, foreach=True)
+
+    return call
+
+
 def compile_times(counts: list[int]) -> Rows:
     """Trace and compile time of trees of many small leaves."""
     rows: Rows = []
@@ -312,6 +374,12 @@ def main() -> None:
         ),
         "Accumulation, muon (4 x 512 x 512)": lambda: accumulation(small, small, muon, "muon"),
         "Micro-batches in one step": lambda: micro_batches(1024 // scale, 512, 8),
+        "Clips of other libraries, in place, float32": lambda: beside(
+            {
+                name: models[name]()
+                for name in ("GPT-2 124M, float32", "ResNet-50", "2,000 small leaves")
+            }
+        ),
         "Trace and compile": lambda: compile_times([1000 // scale, 2000 // scale]),
         "Growth": lambda: growth(bandwidth),
     }
@@ -320,7 +388,8 @@ def main() -> None:
         sections[title] = run()
         print(f"\n{title}\n{_report.table(sections[title])}", flush=True)
     if not options.no_write:
-        print(f"\nwritten to {_report.write(sections, bandwidth)}")
+        path = _report.write(sections, copy_bandwidth_GB_per_s=round(bandwidth / 1e9, 2))
+        print(f"\nwritten to {path}")
 
 
 if __name__ == "__main__":

@@ -565,6 +565,12 @@ def test_bad_arguments_are_refused_when_built(arguments, error, message):
         gcx.microbatched_value_and_grad(*arguments)
 
 
+def test_a_batch_that_is_missing_or_passed_by_name_is_refused():
+    message = "microbatched_value_and_grad: `args` must be at least 2 positional arguments, got 1."
+    with pytest.raises(TypeError, match=re.escape(message)):
+        gcx.microbatched_value_and_grad(lambda w, x: w, 2)(1.0, x=jnp.ones(4))
+
+
 def test_a_value_that_is_no_scalar_is_refused():
     with pytest.raises(TypeError, match="scalar-output functions"):
         gcx.microbatched_value_and_grad(errors, 4)(PARAMS, batch_of())

@@ -99,6 +99,7 @@ def microbatched_value_and_grad(
     value_and_grad = jax.value_and_grad(weighted, argnums, has_aux=True)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        _check_positions(name, args, (*batches, *keys, *wanted))
         _check_batch(name, args, batches, parts)
         apart = frozenset[str]().union(
             *(varying_axes(x) for i in batches for x in jax.tree.leaves(args[i]))
@@ -165,6 +166,15 @@ def vary_tree(tree: Tree, axes: frozenset[str]) -> Tree:
 
 def _positions(argnums: int | Sequence[int]) -> tuple[int, ...]:
     return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+
+def _check_positions(function: str, args: Sequence[Any], positions: Sequence[int]) -> None:
+    """Refuses a call without one of the arguments that are split or differentiated by."""
+    needed = max(i if i >= 0 else -i - 1 for i in positions) + 1
+    if len(args) < needed:
+        hint = "What is split or differentiated by cannot be passed by name."
+        rule = f"at least {needed} positional arguments"
+        raise TypeError(complaint(function, "args", rule, f"{len(args)}", hint))
 
 
 def _check_batch(function: str, args: Sequence[Any], batches: Sequence[int], parts: int) -> None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from .._checks import check_count, check_number
 from .._states import counted
 from .._types import Array, Count, Number
-from ..clipping._rule import Rule, as_rule
+from ..clipping._rule import Rule
 
 
 class WindowState(NamedTuple):
@@ -252,23 +252,6 @@ def quantile(target: Number = 0.5, rate: Number = 0.2, initial: Number = 1.0) ->
         return threshold, jnp.clip(threshold * jnp.exp(-rate * (below - target)), 1e-30, 1e30)
 
     return _of_nonzero(init, update)
-
-
-def capped(rule: Rule, max_threshold: Number) -> Rule:
-    """The threshold of another rule, but never above a number.
-
-    Args:
-        rule: any rule.
-        max_threshold: in the unit of the norm, > 0.
-    """
-    rule = as_rule("capped", "rule", rule)
-    check_number("capped", "max_threshold", max_threshold, "Leave the cap out for none.")
-
-    def update(norm: Array, state: Any, param_norm: Any) -> tuple[Array, Any]:
-        threshold, state = rule.update(norm, state, param_norm)
-        return jnp.minimum(threshold, max_threshold), state
-
-    return Rule(rule.init, update, rule.uses_params, rule.counts_steps)
 
 
 def hypotenuse(x: Array, y: Array) -> Array:

@@ -10,7 +10,7 @@ import optax
 from .._checks import check_count, check_number
 from .._types import NO_AXES, Array, AxisName, Count, Number
 from ..clipping._granularity import inner_units
-from ..clipping._rule import relative_to_params
+from ..clipping._rule import capped, relative_to_params
 from ..clipping._step import clip_by_units
 from ..clipping._transform import clip_by_global_norm, clip_by_leaf_norm
 from . import _history as thresholds
@@ -143,7 +143,7 @@ def zclip(
         Kumar, Owen, Chowdhury and Guera, 2025, arXiv 2504.02507.
     """
     rule = thresholds.zscore(z_threshold, decay, warmup_steps)
-    rule = rule if max_norm is None else thresholds.capped(rule, max_norm)
+    rule = rule if max_norm is None else capped(rule, max_norm)
     return clip_by_global_norm(rule, axis_name=axis_name, nonfinite=nonfinite)
 
 

@@ -19,6 +19,9 @@ from .._types import Array, AxisName
 # than to compile and launch a reduction of its own.
 _SMALL = 65_536
 
+# To join more at once compiles slower: XLA's time for one concatenation grows with the square.
+_MANY = 128
+
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
@@ -140,12 +143,12 @@ def _joined(blocks: list[Block], dtype: Any) -> list[Block]:
 
 
 def _grouped(blocks: list[Block], key: Callable[[Block], Any]) -> list[list[Block]]:
-    """Blocks with a key together, those without one by themselves."""
+    """Blocks with a key together, `_MANY` at most, and those without one by themselves."""
     groups: dict[Any, list[Block]] = {}
     for place, block in enumerate(blocks):
         found = key(block)
         groups.setdefault(("alone", place) if found is None else found, []).append(block)
-    return list(groups.values())
+    return [group[i : i + _MANY] for group in groups.values() for i in range(0, len(group), _MANY)]
 
 
 def _rounded_up(length: int) -> int:

@@ -155,21 +155,3 @@ def pooled_norms(leaves: list[Array], slots: Slots, ord: float, axis_name: AxisN
     for block in blocks:
         np.add.at(elements, block.slots, block.values.size / len(block.slots))
     return robust_norms(power_sums, peak_ranks, ord, elements)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def is_finite(leaves: list[Array], axis_name: AxisName) -> Scalar:
-    """Whether every number is finite: one pass, one all-reduce, and no branch.
-
-    XLA on CPU drops a NaN from a maximum over many elements; an infinity it keeps.
-    """
-    dtype = norm_dtype(leaves)
-    blocks = blocks_of(leaves, one_slot(leaves), math.inf, axis_name, dtype)
-    if not blocks:
-        return jnp.array(True)
-    everywhere = frozenset[str]().union(*(block.shard_axes for block in blocks))
-    tops = [
-        jnp.max(jnp.where(x < jnp.inf, x, jnp.inf), initial=0).astype(dtype)
-        for x in (jnp.abs(block.values) for block in blocks)
-    ]
-    return max_over(jnp.max(jnp.stack(tops)), everywhere) < jnp.inf

@@ -103,6 +103,23 @@ def as_rule(function: str, argument: str, threshold: Any) -> Rule:
     return constant(threshold)
 
 
+def capped(rule: Rule, max_threshold: Number) -> Rule:
+    """The threshold of another rule, but never above a number.
+
+    Args:
+        rule: any rule.
+        max_threshold: in the unit of the norm, > 0.
+    """
+    rule = as_rule("capped", "rule", rule)
+    check_number("capped", "max_threshold", max_threshold, "Leave the cap out for none.")
+
+    def update(norm: Array, state: Any, param_norm: Any) -> tuple[Array, Any]:
+        threshold, state = rule.update(norm, state, param_norm)
+        return jnp.minimum(threshold, max_threshold), state
+
+    return Rule(rule.init, update, rule.uses_params, rule.counts_steps)
+
+
 def first_state(rule: Rule, shape: Sequence[int] = ()) -> Any:
     """The state before the first norm, each array in a buffer of its own: it may be donated."""
     return jax.tree.map(jnp.array, rule.init(jnp.zeros(shape, jnp.float32)))

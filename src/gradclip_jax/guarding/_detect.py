@@ -2,10 +2,11 @@
 
 Finite gradients do not make a finite step: 1e20 makes the second moment of Adam infinite for
 good while its update still looks harmless. So the update and the next state are looked at too.
-They are computed only to be reduced to one flag, never written: no scratch, no copy to restore.
+They are computed only to be reduced to one flag, never written, and there is no copy to restore.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,9 +16,11 @@ import optax
 from jax import lax
 
 from .._checks import is_traced
+from .._mesh import max_over
 from .._run_if import GatedUpdate
 from .._types import Array, AxisName, Scalar, Tree
-from ..clipping._norm import counted_leaves, has_norm, is_finite, norm_dtype
+from ..clipping._layout import blocks_of, one_slot
+from ..clipping._norm import has_norm
 
 
 def all_finite(trees: Sequence[Tree], axis_name: AxisName) -> Scalar:
@@ -26,7 +29,7 @@ def all_finite(trees: Sequence[Tree], axis_name: AxisName) -> Scalar:
     Leaves at the same place of trees with the structure of the first are looked at together:
     one reduction for a gradient, its update and its moments.
     """
-    return is_finite(_columns([(tree, tree) for tree in trees]), axis_name)
+    return ~_any_up(_columns([(tree, tree) for tree in trees]), axis_name)
 
 
 def is_finite_step(
@@ -48,15 +51,22 @@ def is_finite_step(
         gate = gated_update.gate(grads, state, params, extra_args)
 
         def look_inside() -> Scalar:
+            # Once more, or what is pending would be written down for it at every step.
+            gate = gated_update.gate(grads, state, params, extra_args)
             seen, _ = gate.grads(gate.pending)
             inside = (inner, seen, gate.inner_state, params, gate.extra_args, axis_name)
             return is_finite_step(*inside)
 
         return all_finite([grads, gate.pending], axis_name) & look_if(gate.is_open, look_inside)
-    update = optax.with_extra_args_support(tx).update
-    updates, next_state = update(grads, state, params, **extra_args)
-    states = _without_thresholds(next_state), _without_thresholds(state)
-    return is_finite(_columns([(grads, grads), (updates, updates), states]), axis_name)
+
+    def look_ahead() -> Scalar:
+        update = optax.with_extra_args_support(tx).update
+        updates, next_state = update(grads, state, params, **extra_args)
+        states = _without_thresholds(next_state), _without_thresholds(state)
+        return ~_any_up(_columns([(updates, updates), states]), axis_name)
+
+    is_finite_gradient = all_finite([grads], axis_name)
+    return is_finite_gradient & look_if(is_finite_gradient, look_ahead)
 
 
 def look_if(predicate: Array, look: Callable[[], Scalar]) -> Scalar:
@@ -67,10 +77,9 @@ def look_if(predicate: Array, look: Callable[[], Scalar]) -> Scalar:
 
 
 def _columns(pairs: Sequence[tuple[Tree, Tree]]) -> list[Array]:
-    """Largest magnitudes, element by element, over the leaves that share a place and a shape."""
+    """Flags of what is not finite, one array for all leaves that share a place and a shape."""
     structure = jax.tree.structure(pairs[0][0])
-    dtype = norm_dtype(leaf for tree, _ in pairs for leaf in counted_leaves(tree))
-    columns: list[Array] = [jnp.zeros((), dtype)] * structure.num_leaves
+    columns: list[Array] = [jnp.zeros((), bool)] * structure.num_leaves
     others: list[Array] = []
 
     def is_column(node: Any) -> bool:
@@ -86,26 +95,35 @@ def _columns(pairs: Sequence[tuple[Tree, Tree]]) -> list[Array]:
             for i, (x, was) in enumerate(leaves):
                 if not has_norm(x):
                     continue
-                magnitude = _newly_large(jnp.asarray(x), jnp.asarray(was), dtype, same=new is old)
-                if is_column(subtree) and columns[i].shape in ((), magnitude.shape):
-                    columns[i] = jnp.maximum(columns[i], magnitude)
+                bad = _is_bad(jnp.asarray(x))
+                if new is not old:
+                    bad &= ~_is_bad(jnp.asarray(was))
+                if is_column(subtree) and columns[i].shape in ((), bad.shape):
+                    columns[i] |= bad
                 else:
-                    others.append(magnitude)
+                    others.append(bad)
     return columns + others
 
 
-def _newly_large(x: Array, before: Array, dtype: Any, *, same: bool) -> Array:
-    """The magnitude as the leaf's dtype rounds it; zero where it was not finite before either."""
-    parts = (x.real, x.imag) if jnp.issubdtype(x.dtype, jnp.complexfloating) else (x,)
-    magnitude = functools.reduce(jnp.maximum, [jnp.abs(part.astype(dtype)) for part in parts])
+def _is_bad(x: Array) -> Array:
+    """What is not finite, as the dtype of x rounds it."""
     info = jnp.finfo(x.dtype)
-    if info.bits < 32:
-        # XLA leaves out a rounding whose result is widened again, and with it an overflow.
-        magnitude = lax.reduce_precision(magnitude, jnp.finfo(dtype).nexp, info.nmant)
-        magnitude = jnp.where(magnitude > float(info.max), jnp.inf, magnitude)
-    if same:
-        return magnitude
-    return jnp.where(jnp.isfinite(before), magnitude, jnp.zeros_like(magnitude))
+    if info.bits >= 32:
+        return ~jnp.isfinite(x)
+    # XLA leaves out a rounding whose result is widened again, and with it an overflow.
+    rounded = lax.reduce_precision(x.astype(jnp.float32), jnp.finfo(jnp.float32).nexp, info.nmant)
+    return ~(jnp.abs(rounded) <= float(info.max))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _any_up(flags: list[Array], axis_name: AxisName) -> Scalar:
+    """Whether any flag is up, on any device: one pass, one all-reduce, and no branch."""
+    blocks = blocks_of(flags, one_slot(flags), math.inf, axis_name, jnp.bool_)
+    if not blocks:
+        return jnp.array(False)
+    found = jnp.stack([jnp.any(block.values) for block in blocks]).any()
+    everywhere = frozenset[str]().union(*(block.shard_axes for block in blocks))
+    return max_over(found.astype(jnp.int32), everywhere) > 0
 
 
 def _without_thresholds(state: Any) -> Any:

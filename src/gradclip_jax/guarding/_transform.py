@@ -77,8 +77,9 @@ def skip_nonfinite(
     """Leaves out every step that is not finite: as if its batch had never been.
 
     A step is taken only if the gradient, the loss (where it is given to `update` as `value`),
-    the update and the next inner state are all finite. They are computed twice for it, the
-    first time only to be looked at: about half more time for Adam, and no memory.
+    the update and the next inner state are all finite. Update and state are computed twice for
+    it, the first time only to be looked at: about twice the time of Adam, and one byte of scratch
+    for each parameter. A gradient that is not finite costs one look at it, and nothing else.
 
     | step | effect |
     | --- | --- |

@@ -1,0 +1,99 @@
+"""How a clip grows with the devices: time and collectives, ours and Optax's, side by side.
+
+Runs on the devices there are; on a machine with one CPU, on eight virtual ones. These share its
+cores, so the times there tell only what the collectives cost beside each other.
+"""
+
+import argparse
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+# Has no effect on a GPU or TPU. JAX reads it at its first use.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import _report
+import _trees as trees
+import jax
+import numpy as np
+import optax
+from _measure import in_turn
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradclip_jax as gcx
+
+Tree = Any
+REPETITIONS = 15
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def collectives(compiled: Any) -> str:
+    """How many of each kind the compiled program has."""
+    text = compiled.as_text()
+    counts = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in KINDS}
+    return ", ".join(f"{n} {kind}" for kind, n in counts.items() if n) or "none"
+
+
+def clips(mesh: Any, specs: Tree) -> dict[str, Callable[[Tree], Tree]]:
+    """A clip by global norm under jit and inside shard_map."""
+    ours = gcx.clip_by_global_norm(1.0).update
+    theirs = optax.clip_by_global_norm(1.0).update
+    inside = jax.shard_map(
+        lambda tree: ours(tree, None)[0], mesh=mesh, in_specs=(specs,), out_specs=specs
+    )
+    return {
+        "gcx, jit": lambda tree: ours(tree, None)[0],
+        "optax, jit": lambda tree: theirs(tree, optax.EmptyState())[0],
+        # Optax clips by a norm of each device's own in there.
+        "gcx, shard_map": inside,
+    }
+
+
+def on_devices(count: int, shapes: trees.Shapes) -> _report.Rows:
+    """The rows of one number of devices: matrices sharded, vectors replicated."""
+    devices = jax.devices()[:count]
+    mesh = jax.make_mesh((count,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+    specs = {name: P("data") if len(shape) > 1 else P() for name, shape in shapes.items()}
+    places = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    tree = jax.device_put(trees.random_tree(shapes), places)
+    compiled = {
+        name: jax.jit(clip).lower(tree).compile() for name, clip in clips(mesh, specs).items()
+    }
+
+    def call(program: Any) -> Callable[[], Tree]:
+        return lambda: program(tree)
+
+    for program in compiled.values():
+        jax.block_until_ready(program(tree))
+    seconds = in_turn({name: call(program) for name, program in compiled.items()}, REPETITIONS)
+    ours = np.median(seconds["gcx, jit"])
+    return [
+        {
+            "what": f"{count} devices: {name}",
+            "ms": round(float(np.median(times)) * 1e3, 3),
+            "ratio to ours": round(float(np.median(times) / ours), 2),
+            "collectives": collectives(compiled[name]),
+        }
+        for name, times in seconds.items()
+    ]
+
+
+def main() -> None:
+    """Runs 1, 2, 4, ... devices and writes the report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a small tree, to see that it runs")
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    options = parser.parse_args()
+    shapes = trees.gpt2(layers=2, width=96, vocabulary=1024) if options.quick else trees.gpt2(4)
+    counts = [2**i for i in range(len(jax.devices()).bit_length())]
+    rows = [line for count in counts for line in on_devices(count, shapes)]
+    title = f"Clip of {trees.num_elements(shapes):,} elements in {len(shapes)} leaves"
+    print(f"{title}\n{_report.table(rows)}", flush=True)
+    if not options.no_write:
+        print(f"\nwritten to {_report.write({title: rows}, 'devices')}")
+
+
+if __name__ == "__main__":
+    main()
