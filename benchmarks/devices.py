@@ -1,5 +1,8 @@
 """How a clip grows with the devices: time and collectives, ours and Optax's, side by side.
 
+`1 all-reduce (+2)` is one at every step, and two in the branches that rescale a norm whose squares
+overflow or underflow.
+
 Runs on the devices there are; on a machine with one CPU, on eight virtual ones. These share its
 cores, so the times there tell only what the collectives cost beside each other.
 """
@@ -30,10 +33,14 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective
 
 
 def collectives(compiled: Any) -> str:
-    """How many of each kind the compiled program has."""
-    text = compiled.as_text()
-    counts = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in KINDS}
-    return ", ".join(f"{n} {kind}" for kind, n in counts.items() if n) or "none"
+    """How many of each kind run at every step, and how many more in branches seldom taken."""
+    branches, _, always = compiled.as_text().partition("\nENTRY")
+    told: list[str] = []
+    for kind in KINDS:
+        found = [len(re.findall(rf" {kind}(?:-start)?\(", text)) for text in (always, branches)]
+        if any(found):
+            told.append(f"{found[0]} {kind}" + (f" (+{found[1]})" if found[1] else ""))
+    return ", ".join(told) or "none"
 
 
 def clips(mesh: Any, specs: Tree) -> dict[str, Callable[[Tree], Tree]]:
@@ -52,10 +59,10 @@ def clips(mesh: Any, specs: Tree) -> dict[str, Callable[[Tree], Tree]]:
 
 
 def on_devices(count: int, shapes: trees.Shapes) -> _report.Rows:
-    """The rows of one number of devices: matrices sharded, vectors replicated."""
+    """The rows of one number of devices: matrices sharded by columns, vectors replicated."""
     devices = jax.devices()[:count]
     mesh = jax.make_mesh((count,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
-    specs = {name: P("data") if len(shape) > 1 else P() for name, shape in shapes.items()}
+    specs = {name: P(None, "data") if len(shape) > 1 else P() for name, shape in shapes.items()}
     places = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
     tree = jax.device_put(trees.random_tree(shapes), places)
     compiled = {

@@ -289,23 +289,24 @@ def compile_times(counts: list[int]) -> Rows:
     return rows
 
 
-def growth(bandwidth: float) -> Rows:
+def growth(bandwidth: float, scale: int) -> Rows:
     """Cost of a clip against the number of leaves, of elements, and of a window against k."""
     rows: Rows = []
     clip = gcx.clip_by_global_norm(1.0)
     for leaves in (1, 10, 100, 1000):
-        tree = trees.random_tree({f"l{i}": (1_000_000 // leaves,) for i in range(leaves)})
+        tree = trees.random_tree({f"l{i}": (1_000_000 // scale // leaves,) for i in range(leaves)})
         case = Case(lambda t: clip.update(t, None)[0], fresh(tree))
         timing = interleaved({"clip": case}, REPETITIONS)["clip"]
         floor = 3 * tree_bytes(tree) / bandwidth
         rows.append(
             {
-                "what": f"clip, 1e6 elements in {leaves} leaves",
+                "what": f"clip, {1e6 / scale:.0e} elements in {leaves} leaves",
                 "ms": timing.median * 1e3,
                 "time/floor": timing.median / floor,
             }
         )
     for elements in (10**5, 10**6, 10**7, 5 * 10**7):
+        elements //= scale
         tree = trees.random_tree({"x": (elements,)})
         case = Case(lambda t: clip.update(t, None)[0], fresh(tree))
         timing = interleaved({"clip": case}, REPETITIONS)["clip"]
@@ -317,7 +318,7 @@ def growth(bandwidth: float) -> Rows:
                 "time/floor": timing.median / floor,
             }
         )
-    params = trees.random_tree(trees.few_large(4, 1024))
+    params = trees.random_tree(trees.few_large(4, 1024 // scale))
     for k in (1, 2, 4, 8, 16):
         tx = gcx.accumulate_gradients(optax.adamw(1e-4), k)
         case = Case(_fast(tx), _start(tx, params), (params,))
@@ -337,6 +338,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small trees, to see that it runs")
     parser.add_argument("--no-write", action="store_true", help="print only")
+    parser.add_argument("--only", default="", help="sections with this in their title, printed")
     options = parser.parse_args()
     scale = 8 if options.quick else 1
     bandwidth = copy_bandwidth((1 << 28) // scale)
@@ -381,13 +383,16 @@ def main() -> None:
             }
         ),
         "Trace and compile": lambda: compile_times([1000 // scale, 2000 // scale]),
-        "Growth": lambda: growth(bandwidth),
+        "Growth": lambda: growth(bandwidth, scale),
     }
     sections: dict[str, Rows] = {}
-    for title, run in plan.items():
+    chosen = {title: run for title, run in plan.items() if options.only in title}
+    if not chosen:
+        parser.error(f"argument --only: {options.only!r} is in none of {list(plan)}")
+    for title, run in chosen.items():
         sections[title] = run()
         print(f"\n{title}\n{_report.table(sections[title])}", flush=True)
-    if not options.no_write:
+    if not (options.no_write or options.only):
         path = _report.write(sections, copy_bandwidth_GB_per_s=round(bandwidth / 1e9, 2))
         print(f"\nwritten to {path}")
 

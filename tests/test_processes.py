@@ -113,22 +113,14 @@ def test_two_processes_see_what_one_device_sees(tmp_path):
         assert_bad_call_is_skipped(seen[0][case])  # the NaN came in on the other process
 
 
-def test_four_processes_see_what_one_device_sees(tmp_path):
-    trained = ["mixed", "shard_map_window"]
-    seen = launch_training(4, tmp_path, *trained, "rescued_norm", "pmap_norm")
-    assert_alike(seen)
-    assert_norms_are_of_the_whole(seen[0])
-    for case in trained:
-        assert_like_one_device(case, seen[0][case])
-        assert_bad_call_is_skipped(seen[0][case])
-
-
 @pytest.mark.slow
-def test_four_processes_see_what_one_device_sees_in_every_layout(tmp_path):
+def test_four_processes_see_what_one_device_sees(tmp_path):
     seen = launch_training(4, tmp_path, *process_worker.CASES)
     assert_alike(seen)
+    assert_norms_are_of_the_whole(seen[0])
     for case in TRAINED:
         assert_like_one_device(case, seen[0][case])
+        assert_bad_call_is_skipped(seen[0][case])
 
 
 @pytest.mark.parametrize("who", [0, 1], ids=["coordinator", "other"])

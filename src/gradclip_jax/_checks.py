@@ -94,6 +94,9 @@ def check_count(function: str, argument: str, value: Any, hint: str, *, low: int
         raise TypeError(complaint(function, argument, rule, repr(value), hint))
     if not is_traced(value) and int(value) < low:
         raise ValueError(complaint(function, argument, rule, repr(value), hint))
+    if not is_traced(value) and int(value) > np.iinfo(np.int32).max:
+        rule = "an integer that fits 32 bit"  # what the counters of states are
+        raise ValueError(complaint(function, argument, rule, repr(value), hint))
 
 
 def check_choice(function: str, argument: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -775,6 +775,11 @@ MODEL_FLUSH = jax.jit(lambda state, params: gcx.flush(MODEL, state, params))
             "Pass 1 to run the inner optimizer at every step.",
         ),
         ({"every": -2}, ValueError, "`every` must be an integer >= 1, got -2."),
+        (
+            {"every": 2**31},
+            ValueError,
+            "`every` must be an integer that fits 32 bit, got 2147483648.",
+        ),
         ({"every": 2.0}, TypeError, "`every` must be an integer >= 1, got 2.0."),
         ({"every": True}, TypeError, "`every` must be an integer >= 1, got True."),
         ({"every": np.array([2])}, TypeError, "`every` must be an integer >= 1, got array([2])."),
