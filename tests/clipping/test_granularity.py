@@ -311,6 +311,8 @@ def test_units_follow_the_axis_rules_of_optax(shape, axes):
     updates, _ = step(gcx.adaptive_grad_clip(0.3, eps=0.5), grads, params)
     exact = oracles.adaptive_grad_clip([grads], [params], 0.3, 0.5, [axes])
     assert_close([updates], exact)
+    if len(shape) == 5 and optax.__version__ == "0.2.5":
+        return  # it refuses rank 5
     theirs = optax.adaptive_grad_clip(0.3, eps=0.5)
     np.testing.assert_allclose(
         updates, theirs.update(grads, theirs.init(params), params)[0], rtol=1e-6

@@ -11,6 +11,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+import compat
 import gradclip_jax as gcx
 from compat import strict, x64
 from hlo import compiled
@@ -68,7 +69,9 @@ def spoiled(grads, value=np.nan):
 
 def adamw():
     schedule = optax.cosine_decay_schedule(0.1, 10)
-    return optax.inject_hyperparams(optax.adamw)(schedule, weight_decay=0.1)
+    # Old releases of Optax round b2 to the dtype of the first gradient: in bfloat16 to one.
+    make = optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)
+    return make(schedule, weight_decay=0.1)
 
 
 def feed(tx, norms):
@@ -426,9 +429,10 @@ def test_a_skip_copies_no_buffer(guard):
 
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), params)
     memory = lowered.compile().memory_analysis()
-    # One temporary of the size of the parameters, which is that of Adam, and all donated
-    # buffers reused: parameters and two moments.
-    assert memory.temp_size_in_bytes <= 1.1 * 4 * n
+    # One temporary of the size of the parameters, in the branch that rescales a norm, or one flag
+    # for each; both for the XLA of JAX 0.7. And all donated buffers reused: parameters, moments.
+    limit = 1.1 if compat.VERSION >= (0, 8) else 1.3
+    assert memory.temp_size_in_bytes <= limit * 4 * n
     assert memory.alias_size_in_bytes >= 3 * 4 * n
     copies = re.findall(r"= f32\[([\d,]+)\]\S* copy\(", lowered.compile().as_text())
     assert not [shape for shape in copies if np.prod(list(map(int, shape.split(",")))) > 100]

@@ -8,6 +8,7 @@ brings the largest of the unit to about 1. Scaling by a power of two is exact.
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -20,6 +21,9 @@ _MARGIN = 2.0**36
 
 _FEW = 65_536  # elements that fit the cache: a second pass over them costs next to nothing
 _COARSE_BITS = 7
+
+# On CPU, XLA adds large arrays up in parallel, and so exactly enough, since this JAX or before.
+_ADDS_IN_PARALLEL = jax.__version_info__ >= (0, 10)
 
 
 def magnitude_rank(x: Array, dtype: Any) -> Array:
@@ -64,15 +68,31 @@ def exact_sum(terms: Array, axis: int | tuple[int, ...], *, keepdims: bool = Fal
 
     XLA on CPU adds up to 32 terms one after the other, and 32 such sums: 1,024 equal terms err
     by 12 ulp, all roundings to one side. The first 8 bits of each term add up without rounding,
-    and of what is left all roundings are 128 times smaller. Large sums XLA takes in parallel,
-    exactly enough; there the second pass would cost.
+    and of what is left all roundings are 128 times smaller. Of large sums, where the second pass
+    would cost, the rows are taken first.
     """
     if terms.size > _FEW:
-        return jnp.sum(terms, axis, keepdims=keepdims)
+        return _sum_of_rows(terms, axis, keepdims=keepdims)
     info = jnp.finfo(terms.dtype)
     coarse = lax.reduce_precision(terms, exponent_bits=info.nexp, mantissa_bits=_COARSE_BITS)
     rest = jnp.where(jnp.isfinite(coarse), terms - coarse, 0)
     return jnp.sum(coarse, axis, keepdims=keepdims) + jnp.sum(rest, axis, keepdims=keepdims)
+
+
+def _sum_of_rows(terms: Array, axis: int | tuple[int, ...], *, keepdims: bool) -> Array:
+    """The sum of a large array, where XLA would add thousands of terms one after the other."""
+    axes = (axis,) if isinstance(axis, int) else axis
+    if _ADDS_IN_PARALLEL or (len(axes) == 1 and terms.ndim > 1):
+        return jnp.sum(terms, axis, keepdims=keepdims)
+    if terms.ndim == 1:
+        whole = terms.size // 64 * 64
+        rows = jnp.sum(terms[:whole].reshape(-1, 64), axis=1)
+        return exact_sum(jnp.concatenate([rows, terms[whole:]]), 0, keepdims=keepdims)
+    longest = max(axes, key=lambda i: terms.shape[i])
+    rows = jnp.sum(terms, longest)
+    others = tuple(i - (i > longest) for i in axes if i != longest)
+    total = exact_sum(rows, others)
+    return jnp.expand_dims(total, axes) if keepdims else total
 
 
 def robust_peaks(tops: Array, peak_ranks: Callable[[], Array]) -> Array:
