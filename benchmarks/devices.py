@@ -90,7 +90,7 @@ def on_devices(count: int, shapes: trees.Shapes) -> _report.Rows:
 def main() -> None:
     """Runs 1, 2, 4, ... devices and writes the report."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a small tree, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="a small tree, printed only")
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args()
     shapes = trees.gpt2(layers=2, width=96, vocabulary=1024) if options.quick else trees.gpt2(4)
@@ -98,7 +98,7 @@ def main() -> None:
     rows = [line for count in counts for line in on_devices(count, shapes)]
     title = f"Clip of {trees.num_elements(shapes):,} elements in {len(shapes)} leaves"
     print(f"{title}\n{_report.table(rows)}", flush=True)
-    if not options.no_write:
+    if not (options.no_write or options.quick):
         print(f"\nwritten to {_report.write({title: rows}, 'devices')}")
 
 

@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=1, help="stretches in a micro-batch (1)")
     parser.add_argument("--steps", type=int, default=65, help="micro-batches (65)")
     parser.add_argument("--repetitions", type=int, default=3, help="runs of each (3)")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, printed only")
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args()
     if options.quick:
@@ -65,7 +65,7 @@ def main() -> None:
         f"of {options.batch_size} x {options.length} tokens"
     )
     print(f"\n{title}\n{_report.table(rows)}")
-    if not options.no_write:
+    if not (options.no_write or options.quick):
         print(f"\nwritten to {_report.write({title: rows}, 'end to end')}")
 
 

@@ -1,0 +1,196 @@
+"""Norms and clips, alone, beside those of other libraries, and in a step of an optimizer."""
+
+import importlib.util
+import time
+from collections.abc import Callable
+
+import _trees as trees
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from _compare import REPETITIONS, Tree, compare, fast, start, train
+from _measure import Case, fresh, in_turn, interleaved, tree_bytes
+from _report import Rows
+
+import gradclip_jax as gcx
+
+
+def _zero() -> jax.Array:
+    return jnp.zeros(())
+
+
+def norms_and_clips(models: dict[str, Tree], bandwidth: float) -> Rows:
+    """Norm: one read. Clip: two reads and a write."""
+    rows: Rows = []
+    clip, theirs = gcx.clip_by_global_norm(1.0), optax.clip_by_global_norm(1.0)
+    for model, tree in models.items():
+        size = tree_bytes(tree)
+        norms = {
+            "gcx.global_norm": Case(lambda _, t: gcx.global_norm(t), _zero, (tree,)),
+            "optax.tree.norm": Case(
+                lambda _, t: optax.tree.norm(t).astype(jnp.float32), _zero, (tree,)
+            ),
+        }
+        # The bandwidth is that of read + write; reading alone is at least as fast.
+        rows += compare(model, norms, size / bandwidth, unit=size)
+        clips = {
+            "gcx.clip_by_global_norm": Case(
+                lambda t: jax.tree.map(jnp.negative, clip.update(t, None)[0]), fresh(tree)
+            ),
+            "optax.clip_by_global_norm": Case(
+                lambda t: jax.tree.map(jnp.negative, theirs.update(t, optax.EmptyState())[0]),
+                fresh(tree),
+            ),
+        }
+        rows += compare(model, clips, 3 * size / bandwidth, unit=size)
+    return rows
+
+
+def optimizer_steps(params: Tree, grads: Tree) -> Rows:
+    """What a clip, a guard and the alternatives add to a step of AdamW."""
+    size = tree_bytes(params)
+    adamw = optax.adamw(1e-4)
+    choices = {
+        "gcx clip + adamw": optax.chain(gcx.clip_by_global_norm(1.0), adamw),
+        "adamw alone": adamw,
+        "optax clip + adamw": optax.chain(optax.clip_by_global_norm(1.0), adamw),
+        "zclip + adamw": optax.chain(gcx.zclip(), adamw),
+        "record_norms + gcx clip + adamw": optax.chain(
+            gcx.record_norms(), gcx.clip_by_global_norm(1.0), adamw
+        ),
+    }
+    cases = {n: Case(train(tx), start(tx, params), (grads,)) for n, tx in choices.items()}
+    return compare("step", cases, unit=size)
+
+
+def beside(models: dict[str, Tree]) -> Rows:
+    """Clips of other libraries, where they are installed: `pip install torch jax_privacy`."""
+    rows: Rows = []
+    clips: dict[str, Callable[[Tree], Tree]] = {
+        "gcx.clip_grad_norm": lambda t: gcx.clip_grad_norm(t, 1.0)[0],
+        "optax.clip_by_global_norm": lambda t: _optax_clip(t, optax.EmptyState())[0],
+    }
+    if importlib.util.find_spec("jax_privacy"):
+        from jax_privacy.clipping import clip_pytree
+
+        clips["jax_privacy clip_pytree"] = lambda t: clip_pytree(t, 1.0)[0]
+    for model, tree in models.items():
+        calls = {name: _in_place(clip, tree) for name, clip in clips.items()}
+        if importlib.util.find_spec("torch"):
+            calls["torch clip_grad_norm_(foreach=True)"] = _torch_clip(tree)
+        for call in calls.values():  # to compile
+            jax.block_until_ready(call())
+        seconds = in_turn(calls, REPETITIONS)
+        ours = np.median(next(iter(seconds.values())))
+        rows += [
+            {
+                "what": f"{model}: {name}",
+                "ms": round(float(np.median(times)) * 1e3, 3),
+                "ratio to ours": round(float(np.median(times) / ours), 2),
+            }
+            for name, times in seconds.items()
+        ]
+    return rows
+
+
+_optax_clip = optax.clip_by_global_norm(1.0).update
+
+
+def _in_place(clip: Callable[[Tree], Tree], tree: Tree) -> Callable[[], Tree]:
+    """A call that clips a tree of its own again and again, donated."""
+    own = fresh(tree)()
+    program = jax.jit(clip, donate_argnums=0)
+
+    def call() -> Tree:
+        nonlocal own
+        own = program(own)
+        return own
+
+    return call
+
+
+def _torch_clip(tree: Tree) -> Callable[[], None]:
+    import torch
+
+    parameters = [torch.empty(x.shape) for x in jax.tree.leaves(tree)]
+    for parameter, x in zip(parameters, jax.tree.leaves(tree), strict=True):
+        parameter.grad = torch.from_numpy(np.array(x))
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def call() -> None:
+        clip(parameters, 1.0, foreach=True)
+
+    return call
+
+
+def compile_times(counts: list[int]) -> Rows:
+    """Trace and compile time of trees of many small leaves."""
+    rows: Rows = []
+    for count in counts:
+        tree = trees.random_tree(trees.many_small(count))
+        choices = {
+            "gcx.global_norm": gcx.global_norm,
+            "optax.tree.norm": optax.tree.norm,
+            "gcx clip": lambda t: gcx.clip_by_global_norm(1.0).update(t, None),
+            "optax clip": lambda t: optax.clip_by_global_norm(1.0).update(t, optax.EmptyState()),
+            "gcx leaf clip": lambda t: gcx.clip_by_leaf_norm(1.0).update(t, None),
+        }
+        for name, function in choices.items():
+            start = time.perf_counter()
+            lowered = jax.jit(function).trace(tree).lower()
+            middle = time.perf_counter()
+            lowered.compile()
+            end = time.perf_counter()
+            rows.append(
+                {
+                    "what": f"{count} leaves: {name}",
+                    "trace s": round(middle - start, 2),
+                    "compile s": round(end - middle, 2),
+                }
+            )
+    return rows
+
+
+def growth(bandwidth: float, scale: int) -> Rows:
+    """Cost of a clip against the number of leaves, of elements, and of a window against k."""
+    rows: Rows = []
+    clip = gcx.clip_by_global_norm(1.0)
+    for leaves in (1, 10, 100, 1000):
+        tree = trees.random_tree({f"l{i}": (1_000_000 // scale // leaves,) for i in range(leaves)})
+        case = Case(lambda t: clip.update(t, None)[0], fresh(tree))
+        timing = interleaved({"clip": case}, REPETITIONS)["clip"]
+        floor = 3 * tree_bytes(tree) / bandwidth
+        rows.append(
+            {
+                "what": f"clip, {1e6 / scale:.0e} elements in {leaves} leaves",
+                "ms": timing.median * 1e3,
+                "time/floor": timing.median / floor,
+            }
+        )
+    for elements in (10**5, 10**6, 10**7, 5 * 10**7):
+        elements //= scale
+        tree = trees.random_tree({"x": (elements,)})
+        case = Case(lambda t: clip.update(t, None)[0], fresh(tree))
+        timing = interleaved({"clip": case}, REPETITIONS)["clip"]
+        floor = 3 * tree_bytes(tree) / bandwidth
+        rows.append(
+            {
+                "what": f"clip, {elements:.0e} elements",
+                "ms": timing.median * 1e3,
+                "time/floor": timing.median / floor,
+            }
+        )
+    params = trees.random_tree(trees.few_large(4, 1024 // scale))
+    for k in (1, 2, 4, 8, 16):
+        tx = gcx.accumulate_gradients(optax.adamw(1e-4), k)
+        case = Case(fast(tx), start(tx, params), (params,))
+        timing = interleaved({"window": case}, REPETITIONS, group=k)["window"]
+        rows.append(
+            {
+                "what": f"window of {k}, a micro-batch",
+                "ms": timing.median * 1e3 / k,
+                "time/floor": "",
+            }
+        )
+    return rows
