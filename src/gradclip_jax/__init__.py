@@ -16,7 +16,7 @@ from .adaptive._carry import u_clip as u_clip
 from .adaptive._levels import stable_spam_clip as stable_spam_clip
 from .adaptive._moment import acclip as acclip
 from .adaptive._moment import spam_clip as spam_clip
-from .adaptive._moment import stable_adamw as stable_adamw
+from .adaptive._optimizer import stable_adamw as stable_adamw
 from .adaptive._transform import adagc as adagc
 from .adaptive._transform import agc as agc
 from .adaptive._transform import autoclip as autoclip

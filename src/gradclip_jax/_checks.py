@@ -99,6 +99,17 @@ def check_count(function: str, argument: str, value: Any, hint: str, *, low: int
         raise ValueError(complaint(function, argument, rule, repr(value), hint))
 
 
+def check_dtype(function: str, argument: str, value: Any) -> None:
+    """Refuses what is no real floating dtype."""
+    try:
+        is_floating = value is not None and jnp.issubdtype(jnp.dtype(value), jnp.floating)
+    except TypeError:
+        is_floating = False
+    if not is_floating:
+        hint = "Pass jnp.float32, or jnp.bfloat16 to save memory."
+        raise TypeError(complaint(function, argument, "a real floating dtype", repr(value), hint))
+
+
 def check_choice(function: str, argument: str, value: Any, choices: tuple[str, ...]) -> None:
     """Refuses a word outside `choices`."""
     if value not in choices:
@@ -178,6 +189,22 @@ def check_same_structure(function: str, argument: str, tree: Tree, like: str, ot
         raise TypeError(complaint(function, argument, rule, got, hint))
 
 
+def check_state(function: str, state: Any, kind: type) -> None:
+    """Refuses no state where the last steps are remembered."""
+    if state is None:
+        hint = "Call `init(params)` first: earlier steps are remembered."
+        raise ValueError(complaint(function, "state", f"a `{kind.__name__}`", "None", hint))
+
+
+def check_axis(function: str, axis: Any) -> None:
+    """Refuses what is neither None, an axis, nor a sequence of axes."""
+    axes = () if axis is None else (axis,) if np.ndim(axis) == 0 else tuple(axis)
+    if not all(hasattr(a, "__index__") and not isinstance(a, bool) for a in axes):
+        hint = "Pass for example 0, or (0, 1), or None for the choice by rank."
+        rule = "an integer, a sequence of integers or None"
+        raise TypeError(complaint(function, "axis", rule, repr(axis), hint))
+
+
 def broadcast_prefix(
     function: str, argument: str, prefix: Tree, like: str, tree: Tree, is_leaf: Any = None
 ) -> list[Any]:
@@ -190,9 +217,16 @@ def broadcast_prefix(
     try:
         jax.tree.map(spread, prefix, tree, is_leaf=is_leaf)
     except (ValueError, TypeError) as mismatch:
+        given = jax.tree_util.tree_leaves_with_path(prefix, is_leaf=is_leaf)
+        wanted = jax.tree_util.tree_leaves_with_path(tree)
         rule = f"a prefix tree of `{like}`"
         hint = f"Give one entry per leaf or per subtree of `{like}`."
-        first = str(mismatch).splitlines()[0]
-        got = f"{jax.tree.structure(prefix, is_leaf=is_leaf)} ({first})"
+        got = str(mismatch).splitlines()[0]
+        for path, _ in reversed(given):
+            if not any(place[: len(path)] == path for place, _ in wanted):
+                got = f"an entry at {leaf_path(argument, path)}, where `{like}` has no leaf"
+        for place, _ in reversed(wanted):
+            if not any(place[: len(path)] == path for path, _ in given):
+                got = f"no entry for {leaf_path(like, place)}"
         raise TypeError(complaint(function, argument, rule, got, hint)) from None
     return entries

@@ -20,6 +20,7 @@ from .accumulation import _transform as accumulation
 from .adaptive import _carry as carry
 from .adaptive import _levels as levels
 from .adaptive import _moment as moment
+from .adaptive import _optimizer as optimizer
 from .adaptive import _transform as adaptive
 from .clipping import _transform as clipping
 from .guarding import _transform as guarding
@@ -37,7 +38,7 @@ _TRANSFORMATIONS: Final = _table(
     *(clipping.clip_by_group_norm, clipping.clip_by_block_rms, clipping.zero_large_norm),
     *(adaptive.adaptive_grad_clip, adaptive.agc, adaptive.autoclip, adaptive.zclip),
     *(adaptive.adagc, adaptive.quantile_clip, carry.u_clip, moment.acclip, moment.spam_clip),
-    *(levels.stable_spam_clip, moment.stable_adamw, accumulation.accumulate_gradients),
+    *(levels.stable_spam_clip, optimizer.stable_adamw, accumulation.accumulate_gradients),
     *(guarding.skip_nonfinite, guarding.skip_large_norm, monitoring.record_norms),
 )
 _RULES: Final = _table(

@@ -583,3 +583,33 @@ def test_a_weight_that_is_no_scalar_is_refused():
     )
     with pytest.raises(TypeError, match=re.escape(message)):
         take(PARAMS, batch_of())
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, "float33", None, jnp.complex64])
+def test_an_accumulator_that_is_not_floating_is_refused_when_built(dtype):
+    for name, build in {
+        "microbatched_value_and_grad": lambda: gcx.microbatched_value_and_grad(
+            loss, 2, accumulator_dtype=dtype
+        ),
+        "accumulate_gradients": lambda: gcx.accumulate_gradients(
+            optax.sgd(1.0), 2, accumulator_dtype=dtype
+        ),
+    }.items():
+        expected = f"{name}: `accumulator_dtype` must be a real floating dtype, got {dtype!r}."
+        with pytest.raises(TypeError, match=re.escape(expected)):
+            build()
+
+
+@pytest.mark.parametrize("pair", ["has_weight", "has_aux"])
+def test_a_function_that_returns_no_pair_is_named(pair):
+    expected = "microbatched_value_and_grad: `fun` must be a function that returns a pair, with "
+    with pytest.raises(TypeError, match=expected):
+        gcx.microbatched_value_and_grad(lambda w, x: w, 2, **{pair: True})(1.0, jnp.ones(4))
+
+
+def test_without_aux_the_function_only_ever_sees_a_micro_batch():
+    def fixed(w, x):
+        return jnp.sum(w * x.reshape(2))
+
+    value, grad = gcx.microbatched_value_and_grad(fixed, 3)(2.0, jnp.arange(6.0))
+    assert float(value) == 10.0 and float(grad) == 5.0

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+import gradclip_jax as gcx
 import oracles
 import trees
 from gradclip_jax.accumulation._running import (
@@ -129,3 +130,14 @@ def test_weight_that_is_no_scalar_is_refused():
     message = r"f: `weight` must be a scalar, got float32\[2\]. Pass the number of examples or"
     with pytest.raises(TypeError, match=message):
         as_weight("f", jnp.ones((2,)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_weights_may_be_larger_than_the_accumulator_can_hold(dtype):
+    tx = gcx.accumulate_gradients(optax.sgd(1.0), 2, accumulator_dtype=dtype)
+    params = jnp.zeros(3)
+    state = tx.init(params)
+    for weight in (40_001.0, 40_003.0):
+        updates, state = tx.update(jnp.full(3, 0.5), state, params, weight=weight)
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(updates, -0.5, rtol=2 * eps)

@@ -880,3 +880,10 @@ def test_flush_of_a_state_without_accumulation_is_refused():
     tx = optax.adam(0.1)
     with pytest.raises(TypeError, match="flush: `state` must be a state of"):
         gcx.flush(tx, tx.init(jnp.zeros(2)), jnp.zeros(2))
+
+
+def test_flush_of_what_is_no_transformation_is_refused():
+    tx = gcx.accumulate_gradients(optax.sgd(1.0), 2)
+    state = tx.init(jnp.zeros(2))
+    with pytest.raises(TypeError, match="flush: `tx` must be"):
+        gcx.flush(optax.sgd, state, jnp.zeros(2))

@@ -261,3 +261,30 @@ def test_an_integer_leaf_is_refused_by_its_path():
         "u_clip: every leaf of `updates` must be floating or complex, got int32[2] at "
         "updates['n']. Leave such leaves out with `optax.masked`."
     )
+
+
+def test_a_bad_value_on_one_device_poisons_no_carry():
+    clip = gcx.u_clip(gcx.clip_by_global_norm(1.0, axis_name="i"))
+
+    def run(grads):
+        state = clip.init(grads[0])
+        for grad in grads:
+            update, state = clip.update(grad, state)
+        return update, state.carry
+
+    grads = jnp.ones((8, 3, 4)).at[5, 1, 2].set(jnp.nan)
+    update, carry = jax.pmap(run, axis_name="i")(grads)
+    assert np.isfinite(update).all() and np.isfinite(carry).all()
+
+
+def test_an_update_that_overflows_its_dtype_leaves_the_carry():
+    clip = gcx.u_clip(gcx.clip_by_global_norm(7e4))
+    state = clip.init(jnp.zeros(3, jnp.float16))
+    for grad in ([6e4, 6e4, 6e4], [6e4, 0, 0], [0, 0, 0]):
+        update, state = clip.update(jnp.asarray(grad, jnp.float16), state)
+        assert np.isfinite(state.carry).all()
+
+
+def test_no_state_is_named():
+    with pytest.raises(ValueError, match="u_clip: `state` must be a `CarryState`, got None"):
+        gcx.u_clip(gcx.clip_by_value(1.0)).update(jnp.ones(2), None)

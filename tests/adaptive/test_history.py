@@ -828,5 +828,5 @@ def test_a_rule_with_a_history_needs_its_state():
         clip.update(jnp.ones(2), None)
     assert str(error.value) == (
         "clip_by_global_norm: `state` must be a `ClipState`, got None. "
-        "Call `init(params)` first: this threshold remembers earlier steps."
+        "Call `init(params)` first: earlier steps are remembered."
     )

@@ -554,3 +554,62 @@ def test_an_integer_leaf_is_refused_by_its_path(tx, name):
         f"{name}: every leaf of `updates` must be floating or complex, got int32[2] at "
         "updates['n']. Leave such leaves out with `optax.masked`."
     )
+
+
+def test_a_low_moment_has_a_slope_at_zero():
+    tx = gcx.acclip(alpha=0.5)
+    state = tx.init(jnp.zeros(2))
+    slope = jax.grad(lambda g: jnp.sum(tx.update(g, state)[0]))(jnp.array([0.0, 1.0]))
+    assert np.isfinite(slope).all()
+
+
+def test_a_reset_before_the_end_of_each_warm_up_is_refused():
+    expected = "spam_clip: `reset_every` must be > warmup_steps=20, got 20. Nothing would ever be"
+    with pytest.raises(ValueError, match=expected):
+        gcx.spam_clip(warmup_steps=20, reset_every=20)
+
+
+@pytest.mark.parametrize("name", ["acclip", "spam_clip", "stable_adamw", "u_clip"])
+def test_a_tree_of_another_structure_is_named_by_path(name):
+    tx = (
+        gcx.u_clip(gcx.clip_by_value(1.0))
+        if name == "u_clip"
+        else {
+            "acclip": gcx.acclip,
+            "spam_clip": gcx.spam_clip,
+            "stable_adamw": lambda: gcx.stable_adamw(1.0),
+        }[name]()
+    )
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    expected = rf"{name}: `updates` must be a tree like `params`, got updates\['c'\] where params"
+    with pytest.raises(TypeError, match=expected):
+        tx.update({"a": jnp.ones(2), "c": jnp.ones(2)}, tx.init(params), params)
+
+
+@pytest.mark.parametrize("name", ["acclip", "spam_clip", "stable_adamw", "stable_spam_clip"])
+def test_no_state_is_named(name):
+    tx = gcx.stable_adamw(1.0) if name == "stable_adamw" else getattr(gcx, name)()
+    with pytest.raises(
+        ValueError, match=f"{name}: `state` must be a `(Moment|Levels)State`, got N"
+    ):
+        tx.update(jnp.ones(2), None, jnp.ones(2))
+
+
+@pytest.mark.parametrize("name", ["stable_adamw", "stable_spam_clip"])
+def test_pmap_with_the_axis_named_is_one_device(name):
+    def make(**options):
+        return (
+            gcx.stable_adamw(0.1, **options)
+            if name == "stable_adamw"
+            else getattr(gcx, name)(**options)
+        )
+
+    def two_steps(tx, grads, params):
+        state = tx.init(params)
+        _, state = tx.update(grads, state, params)
+        return tx.update(3 * grads, state, params)[0]
+
+    grads = jnp.asarray(np.random.default_rng(0).standard_normal((8, 5)), jnp.float32)
+    whole = two_steps(make(), grads, grads)
+    apart = jax.pmap(functools.partial(two_steps, make(axis_name="i")), axis_name="i")(grads, grads)
+    np.testing.assert_allclose(apart, whole, rtol=2e-6)

@@ -1,6 +1,7 @@
 """Of what the norm is taken: global, group, leaf, layer, row or filter, element."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -461,10 +462,19 @@ def test_stack_axes_must_be_a_prefix():
         fails(gcx.clip_by_leaf_norm(1.0, stack_axes={"x": 1}), {"w": jnp.ones(2)})
 
 
-@pytest.mark.parametrize("max_norm", [{"x": 1.0}, [1.0, 2.0], {"w": {"v": 1.0}, "b": 1.0}])
-def test_thresholds_must_be_a_prefix(max_norm):
-    expected = "clip_by_leaf_norm: `max_norm` must be a prefix tree of `updates`, got PyTreeDef"
-    with pytest.raises(TypeError, match=expected):
+@pytest.mark.parametrize(
+    ("max_norm", "got"),
+    [
+        ({"w": 1.0}, "no entry for updates['b']"),
+        ({"x": 1.0}, "no entry for updates['b']"),
+        ([1.0, 2.0], "no entry for updates['b']"),
+        ({"w": {"v": 1.0}, "b": 1.0}, "no entry for updates['w']"),
+        ({"w": 1.0, "b": 1.0, "c": 1.0}, "an entry at max_norm['c'], where `updates` has no leaf"),
+    ],
+)
+def test_thresholds_must_be_a_prefix(max_norm, got):
+    expected = f"clip_by_leaf_norm: `max_norm` must be a prefix tree of `updates`, got {got}."
+    with pytest.raises(TypeError, match=re.escape(expected)):
         fails(gcx.clip_by_leaf_norm(max_norm), {"w": jnp.ones(2), "b": jnp.ones(2)})
 
 
@@ -485,7 +495,7 @@ def test_unknown_label_is_named():
 
 
 def test_labels_must_be_a_prefix():
-    expected = "clip_by_group_norm: `labels` must be a prefix tree of `updates`, got PyTreeDef"
+    expected = "clip_by_group_norm: `labels` must be a prefix tree of `updates`, got no entry for "
     with pytest.raises(TypeError, match=expected):
         fails(gcx.clip_by_group_norm({"a": 1.0}, {"enc": "a"}), grouped_grads())
 
@@ -505,3 +515,27 @@ def test_more_than_five_axes_need_an_axis():
     with pytest.raises(ValueError, match=expected):
         fails(gcx.adaptive_grad_clip(0.1), x, x)
     fails(gcx.adaptive_grad_clip(0.1, axis=(4, 5)), x, x)
+
+
+@pytest.mark.parametrize(
+    "max_norms", [{"a": 1.0, ("a", "b"): 2.0}, {("a", "a"): 1.0}, {1: 1.0, "1": 2.0}]
+)
+def test_a_label_that_stands_twice_is_refused(max_norms):
+    expected = "clip_by_group_norm: `max_norms` must be a mapping in which each label stands once"
+    with pytest.raises(ValueError, match=expected):
+        gcx.clip_by_group_norm(max_norms, "a")
+
+
+@pytest.mark.parametrize("axis", [1.5, True, "0", (0, None)])
+def test_an_axis_that_is_no_integer_is_refused_when_built(axis):
+    expected = "adaptive_grad_clip: `axis` must be an integer, a sequence of integers or None"
+    with pytest.raises(TypeError, match=expected):
+        gcx.adaptive_grad_clip(0.1, axis=axis)
+
+
+def test_an_axis_may_be_a_numpy_integer():
+    grads, params = trees.normal((4, 2), seed=1), trees.normal((4, 2), seed=2)
+    for axis in (np.int64(1), [np.int32(1)]):
+        updates, _ = step(gcx.adaptive_grad_clip(0.3, axis=axis), grads, params)
+        same, _ = step(gcx.adaptive_grad_clip(0.3, axis=1), grads, params)
+        np.testing.assert_array_equal(updates, same)

@@ -386,3 +386,7 @@ def test_order_must_be_static():
 def test_axis_name_must_be_strings(axis_name):
     with pytest.raises(TypeError, match="`axis_name` must be a string, a tuple of strings or None"):
         gcx.global_norm(jnp.ones(2), axis_name=axis_name)
+
+
+def test_a_norm_beyond_the_largest_number_is_infinite():
+    assert float(tree_norm(jnp.ones(10_000), ord=0.1)) == math.inf  # 1e40

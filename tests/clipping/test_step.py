@@ -322,3 +322,28 @@ def test_bounds_of_a_value_need_not_be_symmetric_or_positive():
     for low, high in ((-2.0, 1.0), (0.0, 1.0), (0.25, 1.0), (-math.inf, 1.0)):
         clipped, _ = gcx.clip_by_value(high, min_value=low).update(x, optax.EmptyState())
         np.testing.assert_array_equal(clipped, oracles.clip_by_value([x], low, high)[0])
+
+
+@pytest.mark.parametrize("norm", [1e-30, 1e-12, 1.0, 1e30])
+@pytest.mark.parametrize("max_norm", [0.0, -1.0])
+def test_a_traced_threshold_that_is_not_positive_gives_zeros(norm, max_norm):
+    clip = jax.jit(lambda x, limit: gcx.clip_grad_norm(x, limit)[0])
+    assert clip(jnp.float32([norm, 0.0]), max_norm).tolist() == [0.0, 0.0]
+
+
+def test_python_numbers_are_leaves():
+    clipped, norm = gcx.clip_grad_norm({"a": 3.0, "b": 4.0}, 1.0)
+    assert float(norm) == 5.0
+    np.testing.assert_allclose([clipped["a"], clipped["b"]], [0.6, 0.8], rtol=1e-6)
+    assert float(gcx.clip_grad_value(3.0, 1.0)) == 1.0
+
+
+def test_a_clip_by_value_built_inside_jit_works_outside():
+    built = []
+
+    def build(x):
+        built.append(gcx.clip_by_value(0.5))
+        return x
+
+    jax.jit(build)(1.0)
+    assert built[0].update(jnp.ones(1), built[0].init(None))[0].tolist() == [0.5]

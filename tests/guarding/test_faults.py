@@ -333,7 +333,10 @@ def test_a_bad_micro_batch_leaves_no_trace(fast):
     tx = gcx.skip_nonfinite(gcx.accumulate_gradients(optimizer(), WINDOW))
     faulty, clean = outcomes(tx, cases, MICRO, fast=fast)
     assert finite_cases((faulty.params, faulty.state)).all()
-    assert_bitwise_equal(
-        (faulty.params, faulty.state.inner_state), (clean.params, clean.state.inner_state), cases
-    )
+
+    def left(outcome):
+        # Whether the last call updated is told of the call, and a skipped one is a call.
+        return outcome.params, outcome.state.inner_state._replace(emitted=())
+
+    assert_bitwise_equal(left(faulty), left(clean), cases)
     np.testing.assert_array_equal(faulty.state.skipped_nonfinite, cases.steps)

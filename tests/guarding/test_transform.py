@@ -881,3 +881,26 @@ def test_an_integer_leaf_is_named_by_its_path(guard):
         ),
     ):
         tx.update(grads, tx.init(grads), grads)
+
+
+@each_guard
+def test_a_skip_right_after_an_emission_is_no_update(guard):
+    params, grads = params_and_grads()
+    tx = guard(gcx.accumulate_gradients(optax.sgd(0.1), 1))
+    updates, state = tx.update(grads, tx.init(params), params)
+    assert gcx.has_updated(state)
+    updates, skipped = tx.update(spoiled(grads), state, params)
+    assert not gcx.has_updated(skipped)
+    chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, grads))
+    _, state = tx.update(grads, skipped, params)
+    assert gcx.has_updated(state)
+
+
+def test_a_rule_that_looks_at_parameters_needs_them():
+    params, grads = params_and_grads()
+    tx = gcx.skip_large_norm(optax.sgd(0.1), gcx.thresholds.relative_to_params(0.1))
+    expected = "skip_large_norm: `params` must be given for this threshold, got None."
+    with pytest.raises(ValueError, match=expected):
+        tx.update(grads, tx.init(params))
+    with pytest.raises(TypeError, match=r"skip_large_norm: `updates` must be a tree like `params`"):
+        tx.update(grads, tx.init(params), {"w": params["w"]})

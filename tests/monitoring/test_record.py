@@ -204,3 +204,8 @@ def test_the_history_is_what_suggest_max_norm_takes():
 def test_a_wrong_argument_is_named(build, error, message):
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         build()
+
+
+def test_no_state_is_named():
+    with pytest.raises(ValueError, match="record_norms: `state` must be a `NormRecordState`, got"):
+        gcx.record_norms().update(jnp.ones(2), None)

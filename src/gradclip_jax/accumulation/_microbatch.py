@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import check_callable, check_count, complaint, describe, leaf_path
+from .._checks import check_callable, check_count, check_dtype, complaint, describe, leaf_path
 from .._mesh import sum_over, vary, varying_axes
 from .._run_if import like_dtypes
 from .._types import FLOAT32, Array, Tree
@@ -83,6 +83,7 @@ def microbatched_value_and_grad(
     name = "microbatched_value_and_grad"
     check_callable(name, "fun", fun, "Pass the loss function.")
     check_count(name, "num_microbatches", num_microbatches, "Pass 1 not to split.")
+    check_dtype(name, "accumulator_dtype", accumulator_dtype)
     parts = int(num_microbatches)
     batches, keys, wanted = map(_positions, (batch_argnums, rng_argnums, argnums))
 
@@ -90,6 +91,10 @@ def microbatched_value_and_grad(
         out = fun(*args, **kwargs)
         if not (has_weight or has_aux):
             return out, (None, None)
+        if not (isinstance(out, tuple) and len(out) == 2):
+            rule = "a function that returns a pair, with `has_weight` or `has_aux`"
+            hint = "Return `(value, weight)`, `(value, aux)` or `(value, (weight, aux))`."
+            raise TypeError(complaint(name, "fun", rule, type(out).__name__, hint))
         value, rest = out
         weight, aux = (
             rest if has_weight and has_aux else (rest, None) if has_weight else (None, rest)
@@ -116,8 +121,10 @@ def microbatched_value_and_grad(
             return value_and_grad(*chosen, **kwargs)
 
         (value, (weight, aux)), grads = jax.eval_shape(micro_batch, 0)
-        # Closed over, not passed: an argument may be anything, such as a flag or a model.
-        _, (_, whole_aux) = jax.eval_shape(lambda: weighted(*local, **kwargs))
+        whole_aux = None
+        if has_aux:
+            # Closed over, not passed: an argument may be anything, such as a flag or a model.
+            _, (_, whole_aux) = jax.eval_shape(lambda: weighted(*local, **kwargs))
         kinds = jax.tree_util.tree_map_with_path(
             functools.partial(_aux_kind, name, parts), aux, whole_aux
         )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import complaint, describe, is_float0
+from .._checks import check_same_structure, complaint, describe, is_float0
 from .._types import Array, Scalar, Tree
 
 
@@ -32,6 +32,16 @@ def accumulator_dtype(kind: Any, dtype: Any) -> Any:
     return jnp.promote_types(dtype, kind) if jnp.issubdtype(kind, jnp.complexfloating) else dtype
 
 
+def check_fits(function: str, updates: Tree, acc: Tree) -> None:
+    """Refuses gradients unlike what they are added to; a float0 leaf may have its own shape."""
+    leaves, structure = jax.tree.flatten(acc)
+    given = jax.tree.leaves(updates)
+    if len(leaves) == len(given):
+        leaves = [g if is_float0(g) else x for x, g in zip(leaves, given, strict=True)]
+    expected = jax.tree.unflatten(structure, leaves)
+    check_same_structure(function, "updates", updates, "params", expected)
+
+
 def as_weight(function: str, weight: Any) -> Scalar | None:
     """The weight of a micro-batch as float32[]; None counts as one."""
     if weight is None:
@@ -54,7 +64,9 @@ def add_weighted(acc: Tree, grads: Tree, weight: Scalar | None, is_first: Array)
             return total
         term = jnp.asarray(grad).astype(total.dtype)
         if weight is not None:
-            scaled = term * weight.astype(total.dtype)
+            # A weight of 40,000 fits no float16, and 1,001 no bfloat16.
+            wide = jnp.promote_types(total.dtype, jnp.float32)
+            scaled = (term.astype(wide) * weight.astype(wide)).astype(total.dtype)
             term = jnp.where(weight == 0, jnp.zeros_like(term), scaled)
         return jnp.where(is_first, jnp.zeros_like(total), total) + term
 
@@ -67,6 +79,8 @@ def read_out(acc: Tree, grads: Tree, total_weight: Scalar, *, mean: bool) -> Tre
     def read(total: Array, grad: Any) -> Any:
         if is_float0(grad):
             return grad
-        return total / total_weight.astype(total.dtype) if mean else total
+        wide = jnp.promote_types(total.dtype, jnp.float32)
+        quotient = total.astype(wide) / total_weight.astype(wide)
+        return quotient.astype(total.dtype) if mean else total
 
     return jax.tree.map(read, acc, grads)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import complaint, is_float0, is_traced
+from .._checks import check_transformation, complaint, is_traced
 from .._states import find_states, replace_states
 from .._types import Scalar, Tree
 from ._running import read_out
@@ -89,8 +89,9 @@ def flush(
         >>> updates.tolist()
         [-3.0]
     """
+    check_transformation("flush", "tx", tx)
     _accumulation("flush", state)
-    nothing = jax.tree.map(lambda p: p if is_float0(p) else _zero_grad(p), params)
+    nothing = jax.tree.map(_zero_grad, params)
     tx = optax.with_extra_args_support(tx)
     return tx.update(nothing, state, params, weight=jnp.float32(0), flush=True, **extra_args)
 
@@ -144,6 +145,15 @@ def reset_accumulation(state: Any) -> Any:
 
     Raises:
         TypeError: the state holds no accumulation.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> tx = gcx.accumulate_gradients(optax.sgd(1.0), every=8)
+        >>> params = jnp.array([0.0])
+        >>> _, state = tx.update(jnp.array([3.0]), tx.init(params), params)
+        >>> _, state = tx.update(jnp.array([5.0]), gcx.reset_accumulation(state), params)
+        >>> gcx.accumulated_gradients(state).tolist()
+        [5.0]
     """
     _accumulation("reset_accumulation", state)
 
@@ -168,6 +178,15 @@ def has_updated(state: Any) -> Scalar:
 
     Raises:
         TypeError: the state holds no accumulation.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> tx = gcx.accumulate_gradients(optax.sgd(1.0), every=2)
+        >>> params = jnp.array([0.0])
+        >>> _, held = tx.update(jnp.array([3.0]), tx.init(params), params)
+        >>> _, emitted = tx.update(jnp.array([5.0]), held, params)
+        >>> bool(gcx.has_updated(held)), bool(gcx.has_updated(emitted))
+        (False, True)
     """
     return _accumulation("has_updated", state).emitted
 
@@ -183,6 +202,15 @@ def accumulation_stats(state: Any) -> AccumulationStats:
 
     Raises:
         TypeError: the state holds no accumulation.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> tx = gcx.accumulate_gradients(optax.sgd(1.0), every=8)
+        >>> params = jnp.zeros((2, 3))
+        >>> _, state = tx.update(jnp.ones((2, 3)), tx.init(params), params)
+        >>> stats = gcx.accumulation_stats(state)
+        >>> stats.total_micro_batches, stats.total_updates, stats.total_param_elements
+        (1, 0, 6)
     """
     found = _accumulation("accumulation_stats", state)
     counts = (found.micro_batch_count, found.gradient_step, found.accumulation_steps)

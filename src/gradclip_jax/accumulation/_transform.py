@@ -10,17 +10,16 @@ import optax
 from .._checks import (
     check_choice,
     check_count,
+    check_dtype,
     check_inexact,
     check_number,
-    check_same_structure,
     check_transformation,
-    is_float0,
 )
 from .._run_if import Gate, gated, like_dtypes, run_if
 from .._states import counted
 from .._types import FLOAT32, Scalar, Tree
 from ._noise import NoiseState, empty_noise, observe_micro_batch, observe_window
-from ._running import accumulator_like, add_weighted, as_weight, read_out
+from ._running import accumulator_like, add_weighted, as_weight, check_fits, read_out
 from ._state import AccumulationState
 
 
@@ -85,6 +84,7 @@ def accumulate_gradients(
     name = "accumulate_gradients"
     check_transformation(name, "inner", inner)
     check_choice(name, "reduction", reduction, ("mean", "sum"))
+    check_dtype(name, "accumulator_dtype", accumulator_dtype)
     if not callable(every):
         check_count(name, "every", every, "Pass 1 to run the inner optimizer at every step.")
     if noise_scale_decay is not None:
@@ -115,7 +115,7 @@ def accumulate_gradients(
         updates: Tree, state: AccumulationState, params: Tree, extra_args: dict[str, Any]
     ) -> Gate:
         check_inexact(name, "updates", updates)
-        check_same_structure(name, "updates", updates, "params", _expected(state, updates))
+        check_fits(name, updates, state.acc_grads)
         extra_args = dict(extra_args)
         weight = as_weight(name, extra_args.pop("weight", None))
         flush = jnp.asarray(extra_args.pop("flush", False)).astype(bool)
@@ -185,12 +185,3 @@ def _as_taken(
     except TypeError:
         return plain
     return window
-
-
-def _expected(state: AccumulationState, updates: Tree) -> Tree:
-    """The shapes that the updates must have; a float0 leaf may have its own."""
-    leaves, structure = jax.tree.flatten(state.acc_grads)
-    given = jax.tree.leaves(updates)
-    if len(leaves) == len(given):
-        leaves = [g if is_float0(g) else x for x, g in zip(leaves, given, strict=True)]
-    return jax.tree.unflatten(structure, leaves)

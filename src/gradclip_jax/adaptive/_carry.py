@@ -6,9 +6,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_inexact, check_transformation, is_float0
+from .._checks import (
+    check_inexact,
+    check_state,
+    check_transformation,
+    is_float0,
+)
 from .._types import Tree
-from ..accumulation._running import accumulator_like
+from ..accumulation._running import accumulator_like, check_fits
 from ..clipping._norm import global_norm
 
 
@@ -62,10 +67,13 @@ def u_clip(clip: optax.GradientTransformation) -> optax.GradientTransformationEx
         updates: Tree, state: Any, params: Tree | None = None, **extra_args: Any
     ) -> tuple[Tree, CarryState]:
         check_inexact("u_clip", "updates", updates)
+        check_state("u_clip", state, CarryState)
+        check_fits("u_clip", updates, state.carry)
         owed = jax.tree.map(_plus, updates, state.carry)
         clipped, clip_state = clip.update(owed, state.clip_state, params, **extra_args)
         emitted = jax.tree.map(_like, clipped, updates)
-        finite = jnp.isfinite(global_norm(owed, ord=jnp.inf))
+        # Both: the clip may clamp an infinity, and make all NaN for one on another device.
+        finite = jnp.isfinite(global_norm([owed, emitted], ord=jnp.inf))
 
         def left(owed: Any, emitted: Any, carry: Any) -> Any:
             if is_float0(emitted):
@@ -79,8 +87,8 @@ def u_clip(clip: optax.GradientTransformation) -> optax.GradientTransformationEx
 
 
 def _plus(grad: Any, carry: Any) -> Any:
-    return grad if is_float0(grad) else grad.astype(carry.dtype) + carry
+    return grad if is_float0(grad) else jnp.asarray(grad).astype(carry.dtype) + carry
 
 
 def _like(update: Any, grad: Any) -> Any:
-    return update if is_float0(grad) else update.astype(grad.dtype)
+    return update if is_float0(grad) else update.astype(jnp.result_type(grad))

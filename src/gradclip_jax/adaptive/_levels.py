@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import check_inexact, check_number
+from .._checks import check_axis_name, check_inexact, check_number, check_state
 from .._states import counted
-from .._types import Array, Number, Tree
-from ..clipping._norm import counted_leaves, has_norm, leaf_slots, pooled_norms
+from .._types import Array, AxisName, Number, Tree
+from ..clipping._layout import leaf_slots
+from ..clipping._norm import counted_leaves, has_norm, pooled_norms
 from ..clipping._scale import Factor, clip_factor, scale_leaf, scaled_to
 from ._history import hypotenuse
 from ._moment import check_decays, filled, where_finite
@@ -37,6 +38,8 @@ def stable_spam_clip(
     norm_decay: Number = 0.7,
     square_decay: Number = 0.9,
     eps: Number = 1e-8,
+    *,
+    axis_name: AxisName = None,
 ) -> optax.GradientTransformation:
     """Scales spikes down and normalises each leaf by the history of its norm (Stable-SPAM).
 
@@ -52,6 +55,7 @@ def stable_spam_clip(
         norm_decay: of the norm (gamma 1), 0 to 1.
         square_decay: of the squared norm (gamma 2), 0 to 1.
         eps: > 0.
+        axis_name: as for `clip_by_global_norm`.
 
     Returns:
         An Optax transformation; a leaf that is not finite leaves its averages as they were.
@@ -60,15 +64,23 @@ def stable_spam_clip(
         ValueError: a number is out of range.
         TypeError: an argument is no number; when traced, a leaf is not inexact.
 
+    Example:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clip = gcx.stable_spam_clip()
+        >>> updates, _ = clip.update(jnp.array([30.0, 40.0]), clip.init(jnp.zeros(2)))
+        >>> [round(x, 4) for x in updates.tolist()]
+        [0.6, 0.8]
+
     References:
         Huang et al., 2025, arXiv 2502.17055.
     """
     name = "stable_spam_clip"
     check_decays(name, max_decay=max_decay, norm_decay=norm_decay, square_decay=square_decay)
     check_number(name, "eps", eps, "The authors' code uses 1e-8.")
+    axes = check_axis_name(name, axis_name)
 
     def norms(leaves: list[Array], ord: float) -> Array:
-        return pooled_norms(leaves, leaf_slots(leaves), ord, None)
+        return pooled_norms(leaves, leaf_slots(leaves), ord, axes)
 
     def init(params: Tree) -> LevelsState:
         kinds = (jnp.int32, jnp.float32, jnp.float32, jnp.float32)
@@ -76,6 +88,7 @@ def stable_spam_clip(
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, LevelsState]:
         check_inexact(name, "updates", updates)
+        check_state(name, state, LevelsState)
         leaves = counted_leaves(updates)
         count = counted(state.steps)
         steps = count.astype(jnp.float32)

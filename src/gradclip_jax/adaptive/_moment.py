@@ -6,16 +6,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from .._checks import check_count, check_inexact, check_number, complaint, is_float0, is_traced
-from .._mesh import replication, shard_axes
+from .._checks import (
+    check_count,
+    check_inexact,
+    check_number,
+    check_state,
+    complaint,
+    is_float0,
+    is_traced,
+)
 from .._states import counted
 from .._types import Array, Number, Scalar, Tree
-from ..accumulation._running import accumulator_like
-from ..clipping._layout import leaf_slots
-from ..clipping._norm import pooled_norms
+from ..accumulation._running import accumulator_like, check_fits
 from ..clipping._scale import clip_factor, scale_leaf
 
 
@@ -56,6 +60,13 @@ def acclip(
         ValueError: a number is out of range.
         TypeError: an argument is no number; when traced, a leaf is not inexact.
 
+    Example:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clip = gcx.acclip(b1=0.0, b2=0.5)
+        >>> _, state = clip.update(jnp.array([4.0, 4.0]), clip.init(jnp.zeros(2)))
+        >>> [round(x, 3) for x in clip.update(jnp.array([2.0, 100.0]), state)[0].tolist()]
+        [2.0, 51.0]
+
     References:
         Zhang et al., 2020, arXiv 1912.03194, algorithm 2.
     """
@@ -70,20 +81,22 @@ def acclip(
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, MomentState]:
         check_inexact(name, "updates", updates)
+        check_state(name, state, MomentState)
+        check_fits(name, updates, state.second)
 
         def clip(grad: Any, first: Array, second: Array) -> Any:
             if is_float0(grad):
                 return grad, first, second
             g = grad.astype(first.dtype)
             new_first = b1 * first + (1 - b1) * g
-            new_second = b2 * second + (1 - b2) * jnp.abs(g) ** alpha
+            new_second = b2 * second + (1 - b2) * power_of(jnp.abs(g), alpha)
             # Not zero: neither its root nor its quotient would have a slope there.
             tau = jnp.maximum(new_second, jnp.finfo(new_second.dtype).tiny) ** (1 / alpha)
             clipped = scale_leaf(new_first, clip_factor(jnp.abs(new_first) + eps, tau))
             moments = where_finite(g, (new_first, new_second), (first, second))
             return clipped.astype(grad.dtype), *moments
 
-        out, first, second = _by_leaf(clip, updates, state.first, state.second)
+        out, first, second = by_leaf(clip, updates, state.first, state.second)
         return out, MomentState(counted(state.steps), first, second)
 
     return optax.GradientTransformation(init, update)
@@ -116,6 +129,13 @@ def spam_clip(
         ValueError: a number is out of range.
         TypeError: an argument is no number; when traced, a leaf is not inexact.
 
+    Example:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clip = gcx.spam_clip(4.0, decay=0.75, warmup_steps=1)
+        >>> _, state = clip.update(jnp.array([4.0, 4.0]), clip.init(jnp.zeros(2)))
+        >>> [round(x, 3) for x in clip.update(jnp.array([1.0, 100.0]), state)[0].tolist()]
+        [1.0, 4.0]
+
     References:
         Huang et al., 2025, arXiv 2501.06842, algorithm 1.
     """
@@ -125,6 +145,10 @@ def spam_clip(
     check_count(name, "warmup_steps", warmup_steps, "The authors' code uses 20.")
     if reset_every is not None:
         check_count(name, "reset_every", reset_every, "Pass None for no reset.")
+        if not (is_traced(reset_every) or is_traced(warmup_steps) or reset_every > warmup_steps):
+            hint = "Nothing would ever be clipped."
+            rule = f"> warmup_steps={warmup_steps}"
+            raise ValueError(complaint(name, "reset_every", rule, reset_every, hint))
 
     def init(params: Tree) -> MomentState:
         zeros = jax.tree.map(jnp.abs, accumulator_like(params, jnp.float32))
@@ -132,6 +156,8 @@ def spam_clip(
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, MomentState]:
         check_inexact(name, "updates", updates)
+        check_state(name, state, MomentState)
+        check_fits(name, updates, state.second)
         count = counted(state.steps)
         since_reset = count if reset_every is None else count % reset_every
         resets = jnp.array(False) if reset_every is None else since_reset == 0
@@ -150,90 +176,15 @@ def spam_clip(
             fed = decay * moment + (1 - decay) * left**2
             return clipped, *where_finite(magnitude, (fed,), (moment,))
 
-        out, second = _by_leaf(clip, updates, state.second)
+        out, second = by_leaf(clip, updates, state.second)
         return out, MomentState(count, (), second)
 
     return optax.GradientTransformation(init, update)
 
 
-def stable_adamw(
-    learning_rate: Number | optax.Schedule,
-    b1: Number = 0.9,
-    b2: Number = 0.99,
-    eps: Number = 1e-6,
-    weight_decay: Number = 0.0,
-    clipping: Number = 1.0,
-) -> optax.GradientTransformation:
-    """AdamW whose step is shortened, leaf by leaf, when its second moment lags the gradient.
-
-    The learning rate of a leaf is divided by `max(1, RMS / clipping)`, where RMS is the root
-    mean square of `g / sqrt(max(u, eps^2))` and u the second moment with g in it; weight decay
-    is shortened alike, as in version 2 of the authors' code. Bias correction is inside the
-    decays. It needs gradient and moment at once, so it is an optimizer, not a clip around one.
-
-    Args:
-        learning_rate: a number > 0 or a schedule.
-        b1: decay of the first moment, 0 to 1.
-        b2: decay of the second moment, 0 to 1.
-        eps: > 0.
-        weight_decay: decoupled, times the learning rate, >= 0.
-        clipping: the RMS above which a step is shortened, > 0.
-
-    Returns:
-        An Optax optimizer; `update` needs `params`. Wrap it in `skip_nonfinite`: like Adam it
-        keeps a NaN in its moments.
-
-    Raises:
-        ValueError: a number is out of range, or `params` is missing.
-        TypeError: an argument is no number; when traced, a leaf is not inexact.
-
-    References:
-        Wortsman et al., 2023, arXiv 2304.13013, algorithm 2.
-    """
-    name = "stable_adamw"
-    check_decays(name, b1=b1, b2=b2)
-    check_number(name, "eps", eps, "The paper uses 1e-6.")
-    check_number(name, "weight_decay", weight_decay, "Pass 0 for none.", closed=True)
-    check_number(name, "clipping", clipping, "The paper uses 1.")
-    if not callable(learning_rate):
-        check_number(name, "learning_rate", learning_rate, "The paper uses 0.002.")
-
-    def init(params: Tree) -> MomentState:
-        zeros = accumulator_like(params, jnp.float32)
-        return MomentState(jnp.zeros((), jnp.int32), zeros, jax.tree.map(jnp.abs, zeros))
-
-    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, MomentState]:
-        check_inexact(name, "updates", updates)
-        if params is None:
-            hint = "Pass it: `update(grads, state, params)`."
-            raise ValueError(complaint(name, "params", "given", "None", hint))
-        rate = learning_rate(state.steps) if callable(learning_rate) else learning_rate
-        count = counted(state.steps)
-        steps = count.astype(jnp.float32)
-        decay1, decay2 = (b * filled(b, steps - 1) / filled(b, steps) for b in (b1, b2))
-
-        def step(grad: Any, param: Any, first: Array, second: Array) -> Any:
-            if is_float0(grad):
-                return grad, first, second
-            g = grad.astype(first.dtype)
-            first = first * decay1 + g * (1 - decay1)
-            second = second * decay2 + jnp.abs(g) ** 2 * (1 - decay2)
-            ratio = g / jnp.sqrt(jnp.maximum(second, eps**2))
-            norm = pooled_norms([ratio], leaf_slots([ratio]), 2.0, None)[0]
-            size = ratio.size * replication(frozenset(), shard_axes(ratio, None))
-            shortened = rate / jnp.maximum(1, norm / np.sqrt(max(size, 1)) / clipping)
-            direction = first / (_root(second) + eps) + weight_decay * param.astype(first.dtype)
-            return (-shortened * direction).astype(grad.dtype), first, second
-
-        out, first, second = _by_leaf(step, updates, params, state.first, state.second)
-        return out, MomentState(count, first, second)
-
-    return optax.GradientTransformation(init, update)
-
-
-def _root(x: Array) -> Array:
-    """The square root, differentiable at zero."""
-    return jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1)), x)
+def power_of(x: Array, exponent: Any) -> Array:
+    """`x^exponent` of x >= 0, differentiable at zero."""
+    return jnp.where(x > 0, jnp.where(x > 0, x, 1) ** exponent, x)
 
 
 def filled(decay: Any, steps: Array) -> Array:
@@ -259,7 +210,7 @@ def where_finite(seen: Array, proposed: Any, before: Any) -> list[Array]:
     return [jnp.where(finite, new.astype(old.dtype), old) for new, old in pairs]
 
 
-def _by_leaf(fun: Any, tree: Tree, *others: Tree) -> list[Tree]:
+def by_leaf(fun: Any, tree: Tree, *others: Tree) -> list[Tree]:
     """Maps a function with several results over leaves that share a place."""
     leaves, structure = jax.tree.flatten(tree)
     rows = [fun(*xs) for xs in zip(leaves, *map(jax.tree.leaves, others), strict=True)]

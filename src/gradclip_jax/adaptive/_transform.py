@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import check_count, check_number
+from .._checks import check_axis, check_count, check_number
 from .._types import NO_AXES, Array, AxisName, Count, Number
 from ..clipping._granularity import inner_units
 from ..clipping._rule import capped, relative_to_params
@@ -59,6 +59,7 @@ def adaptive_grad_clip(
     name = "adaptive_grad_clip"
     check_number(name, "clipping", clipping, "The paper uses 0.01 for large batches.")
     check_number(name, "eps", eps, "The paper uses 1e-3.")
+    check_axis(name, axis)
     units = inner_units(name, relative_to_params(clipping, eps), 2.0, axis)
     return clip_by_units(name, units, nonfinite=nonfinite)
 
@@ -78,6 +79,14 @@ def agc(clipping: Number = 0.01, eps: Number = 1e-3) -> optax.GradientTransforma
 
     Raises:
         ValueError: a number is not > 0.
+
+    Example:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> params = jnp.array([[3.0, 0.0], [4.0, 1.0]])
+        >>> grads = jnp.array([[0.0, 0.25], [10.0, 0.0]])
+        >>> clip = gcx.agc(0.5)  # a unit is a column here
+        >>> clip.update(grads, clip.init(params), params)[0].tolist()
+        [[0.0, 0.25], [2.5, 0.0]]
 
     References:
         Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171.
@@ -105,6 +114,15 @@ def autoclip(
 
     Raises:
         ValueError: a number is out of range.
+
+    Example:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clip = gcx.autoclip(percentile=50.0)
+        >>> state = clip.init(jnp.zeros(1))
+        >>> for grad in (2.0, 4.0, 60.0):
+        ...     updates, state = clip.update(jnp.array([grad]), state)
+        >>> updates.tolist()
+        [4.0]
 
     References:
         Seetharaman, Wichern, Pardo and Le Roux, 2020, arXiv 2007.14469.
@@ -138,6 +156,15 @@ def zclip(
 
     Raises:
         ValueError: a number is out of range.
+
+    Example:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clip = gcx.zclip(2.0, warmup_steps=2, max_norm=None)
+        >>> state = clip.init(jnp.zeros(1))
+        >>> for grad in (2.0, 4.0, 11.0):  # 11 is 8 deviations above the mean
+        ...     updates, state = clip.update(jnp.array([grad]), state)
+        >>> round(updates.item(), 4)
+        3.5
 
     References:
         Kumar, Owen, Chowdhury and Guera, 2025, arXiv 2504.02507.
@@ -175,6 +202,15 @@ def adagc(
 
     Raises:
         ValueError: a number is out of range.
+
+    Example:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clip = gcx.adagc(2.0, warmup_steps=1)
+        >>> grads = {"w": jnp.array(0.5), "b": jnp.array(0.25)}
+        >>> _, state = clip.update(grads, clip.init(grads))
+        >>> updates, _ = clip.update({"w": jnp.array(0.75), "b": jnp.array(9.0)}, state)
+        >>> float(updates["w"]), float(updates["b"])
+        (0.75, 0.5)
 
     References:
         Wang et al., 2025, arXiv 2502.11034.
@@ -214,6 +250,15 @@ def quantile_clip(
 
     Raises:
         ValueError: a number is out of range.
+
+    Example:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clip = gcx.quantile_clip(target=0.5, rate=0.2, initial=1.0)
+        >>> state = clip.init(jnp.zeros(1))
+        >>> for _ in range(3):
+        ...     updates, state = clip.update(jnp.array([3.0]), state)
+        >>> round(updates.item(), 4)  # exp(2 * 0.2 * 0.5)
+        1.2214
 
     References:
         Andrew, Thakkar, McMahan and Ramaswamy, 2021 (first 2019), arXiv 1905.03871.

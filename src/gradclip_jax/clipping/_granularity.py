@@ -268,7 +268,7 @@ def _unit_axes(function: str, path: Any, x: Any, axis: Any) -> tuple[int, ...]:
     """The axes a unit's norm runs over."""
     rank = np.ndim(x)
     if axis is not None:
-        axes = (axis,) if isinstance(axis, int) else tuple(axis)
+        axes = (axis,) if np.ndim(axis) == 0 else tuple(axis)
         if any(not -rank <= a < rank for a in axes) or len({a % rank for a in axes}) < len(axes):
             rule = f"distinct axes of every leaf, in [{-rank}, {rank})"
             got = f"{axis} for {describe(x)} at {leaf_path('updates', path)}"

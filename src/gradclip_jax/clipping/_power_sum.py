@@ -165,7 +165,8 @@ def _root(total: Array, ord: float) -> Array:
         root = jnp.sqrt(safe)
     else:  # one Newton step mends the last digits of the library's power
         root = safe ** (1.0 / ord)
-        root = root * (1 + (safe / _plain_power(root, ord) - 1) / ord)
+        better = root * (1 + (safe / _plain_power(root, ord) - 1) / ord)
+        root = jnp.where(jnp.isfinite(better), better, root)
     return jnp.where(regular, root, total)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._checks import check_number
+from .._checks import check_number, check_same_structure, complaint
 from .._states import counted
-from .._types import Array, Number
+from .._types import Array, Number, Tree
 
 _HINT = "Pass a positive number, a schedule, or a rule from `gcx.thresholds`; inf never clips."
 
@@ -78,6 +78,13 @@ def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
         ratio: largest ratio of gradient norm to parameter norm, dimensionless, > 0.
         eps: what a parameter norm counts as at least, > 0: zero parameters must be able to move.
 
+    Example:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clip = gcx.clip_by_global_norm(gcx.thresholds.relative_to_params(0.5))
+        >>> params, grads = jnp.array([3.0, 4.0]), jnp.array([0.0, 10.0])
+        >>> clip.update(grads, clip.init(params), params)[0].tolist()
+        [0.0, 2.5]
+
     References:
         Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171.
     """
@@ -109,6 +116,13 @@ def capped(rule: Rule, max_threshold: Number) -> Rule:
     Args:
         rule: any rule.
         max_threshold: in the unit of the norm, > 0.
+
+    Example:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> rule = gcx.thresholds.capped(gcx.thresholds.quantile(initial=4.0), 1.0)
+        >>> clip = gcx.clip_by_global_norm(rule)
+        >>> clip.update(jnp.array([3.0]), clip.init(jnp.zeros(1)))[0].tolist()
+        [1.0]
     """
     rule = as_rule("capped", "rule", rule)
     check_number("capped", "max_threshold", max_threshold, "Leave the cap out for none.")
@@ -125,6 +139,14 @@ def first_state(rule: Rule, shape: Sequence[int] = ()) -> Any:
     return jax.tree.map(jnp.array, rule.init(jnp.zeros(shape, jnp.float32)))
 
 
+def check_params(function: str, updates: Tree, params: Tree | None) -> None:
+    """Refuses a step without the parameters that a rule looks at, or with others."""
+    if params is None:
+        hint = "Pass it: `update(grads, state, params)`."
+        raise ValueError(complaint(function, "params", "given for this threshold", "None", hint))
+    check_same_structure(function, "updates", updates, "params", params)
+
+
 def apply_rules(
     rules: Sequence[Rule],
     norms: Sequence[Array],
@@ -138,8 +160,7 @@ def apply_rules(
         # Histories are float32: a larger norm, of float64 leaves, is seen as the largest there.
         largest = jnp.asarray(jnp.finfo(jnp.float32).max, norm.dtype)
         finite = norm <= largest
-        capped = jnp.where(jnp.isfinite(norm), jnp.minimum(norm, largest), 0)
-        seen = capped.astype(jnp.float32)
+        seen = jnp.where(jnp.isfinite(norm), jnp.minimum(norm, largest), 0).astype(jnp.float32)
         param_norm = (
             param_norms[i].astype(jnp.float32) if rule.uses_params and param_norms else None
         )

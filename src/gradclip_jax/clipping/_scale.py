@@ -36,7 +36,7 @@ def clip_factor(norm: Array, threshold: Array) -> Factor:
     threshold = jnp.maximum(threshold, 0)
     within = norm <= threshold
     safe_norm = jnp.where(within, 1, norm)
-    is_small = threshold / safe_norm < jnp.finfo(norm.dtype).tiny
+    is_small = (threshold > 0) & (threshold / safe_norm < jnp.finfo(norm.dtype).tiny)
     coarse = jnp.where(is_small & ~within, jnp.asarray(_COARSE, norm.dtype), 1)
     fine = jnp.where(within, 1, threshold / (safe_norm * coarse))
     return _poisoned(norm, Factor(within, coarse, fine))
@@ -75,6 +75,7 @@ def scale_leaf(x: Any, factor: Factor, *, drops: bool = False) -> Any:
     Unchanged bit for bit where the factor is one; with `drops`, zero where the factor is zero,
     even for an infinite x.
     """
+    x = jnp.asarray(x)
     wide = _wide(x.dtype, factor.fine.dtype)
     scaled = x.astype(wide) * factor.coarse.astype(wide) * factor.fine.astype(wide)
     scaled = _rounded(scaled, x.dtype)
@@ -92,6 +93,7 @@ def clamp_leaf(x: Any, low: Any, high: Any) -> Any:
     """X within [low, high], compared in at least float32; a NaN stays NaN."""
     if is_float0(x):
         return x
+    x = jnp.asarray(x)
     wide = _wide(x.dtype, jnp.float32)
     low, high = (jnp.asarray(bound).astype(wide) for bound in (low, high))
     clamped = _rounded(jnp.clip(x.astype(wide), low, high), x.dtype)

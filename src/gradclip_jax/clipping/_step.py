@@ -18,7 +18,7 @@ from .._checks import (
     check_inexact,
     check_number,
     check_ord,
-    check_same_structure,
+    check_state,
     complaint,
     is_traced,
 )
@@ -27,7 +27,7 @@ from .._types import Array, AxisName, Number, Scalar, Tree
 from ._granularity import Granularity, Units
 from ._layout import one_slot
 from ._norm import counted_leaves, has_norm, norm_dtype, pooled_norms
-from ._rule import apply_rules, first_state
+from ._rule import apply_rules, check_params, first_state
 from ._scale import Factor, clamp_leaf, clip_factor, replace_factor, scale_leaf
 
 
@@ -106,9 +106,8 @@ def _rule_states(function: str, units: Units, state: ClipState | None) -> tuple[
     first = _first_states(units)
     if not _remembered(first):
         return first
-    if state is None:
-        hint = "Call `init(params)` first: this threshold remembers earlier steps."
-        raise ValueError(complaint(function, "state", "a `ClipState`", "None", hint))
+    check_state(function, state, ClipState)
+    assert state is not None
     return state.rules
 
 
@@ -117,10 +116,7 @@ def _param_norms(
 ) -> list[Array] | None:
     if not any(rule.uses_params for rule in units.rules):
         return None
-    if params is None:
-        hint = "Pass it: `update(grads, state, params)`."
-        raise ValueError(complaint(function, "params", "given for this threshold", "None", hint))
-    check_same_structure(function, "updates", updates, "params", params)
+    check_params(function, updates, params)
     return units.seen(units.norms(counted_leaves(params)))
 
 
@@ -261,7 +257,8 @@ def value_bounds(function: str, max_value: Any, min_value: Any) -> tuple[Any, An
     """Lower and upper bound of a clamp, checked."""
     check_number(function, "max_value", max_value, "Pass inf to turn clipping off.")
     if min_value is None:
-        high = jnp.maximum(max_value, 0)
+        # Nothing is computed of a plain number: built inside a jit, it would be a tracer.
+        high = jnp.maximum(max_value, 0) if is_traced(max_value) else max_value
         return -high, high
     hint = "Leave it out for `-max_value`."
     check_number(function, "min_value", min_value, hint, low=-np.inf, closed=True)

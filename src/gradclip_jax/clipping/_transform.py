@@ -171,7 +171,7 @@ def clip_by_group_norm(
         An Optax transformation with a `ClipState`; norm, threshold and factor by group.
 
     Raises:
-        ValueError: a threshold or `ord` is not > 0, or no leaf has a label of `max_norms`.
+        ValueError: a threshold or `ord` is not > 0, or a label of `max_norms` that no leaf has.
         TypeError: `max_norms` is no mapping, or `labels` no prefix tree of the updates.
 
     Example:
@@ -189,6 +189,12 @@ def clip_by_group_norm(
         hint = "Pass for example `{'encoder': 1.0, 'decoder': 0.5}`."
         rule = "a mapping from label to threshold"
         raise TypeError(complaint(name, "max_norms", rule, repr(max_norms), hint))
+    members = [x for key in max_norms for x in (key if isinstance(key, tuple) else (key,))]
+    if len({str(label) for label in members}) < len(members):
+        twice = next(x for x in members if [str(y) for y in members].count(str(x)) > 1)
+        hint = "A label has one threshold, and a name of its own in the metrics."
+        rule = "a mapping in which each label stands once"
+        raise ValueError(complaint(name, "max_norms", rule, f"{twice!r} twice", hint))
     rules = {key: as_rule(name, f"max_norms[{key!r}]", value) for key, value in max_norms.items()}
     order, axes = check_ord(name, ord), check_axis_name(name, axis_name)
     units = group_units(name, rules, labels, order, axes)
@@ -219,6 +225,14 @@ def clip_by_block_rms(
     Raises:
         ValueError: the threshold is not > 0.
         TypeError: `threshold` is no threshold; a leaf is not inexact.
+
+    Example:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clip = gcx.clip_by_block_rms(1.0)
+        >>> grads = {"w": jnp.array([1.0, 7.0]), "b": jnp.array([0.5])}
+        >>> updates, _ = clip.update(grads, clip.init(grads))
+        >>> [round(x, 4) for x in updates["w"].tolist()], updates["b"].tolist()
+        ([0.2, 1.4], [0.5])
 
     References:
         Shazeer and Stern, 2018, arXiv 1804.04235, section 6.

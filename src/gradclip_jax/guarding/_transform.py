@@ -20,8 +20,9 @@ from .._states import counted
 from .._types import TWO, AxisName, Count, Order, Scalar, Tree
 from ..clipping._layout import one_slot
 from ..clipping._norm import counted_leaves, pooled_norms
-from ..clipping._rule import apply_rules, as_rule, first_state
+from ..clipping._rule import apply_rules, as_rule, check_params, first_state
 from ._detect import all_finite, is_finite_step, look_if
+from ._window import emptied, not_updated
 
 _RELEARN_AFTER = np.int32(25)  # NumPy, so that `optax.inject_hyperparams` leaves it alone
 
@@ -88,8 +89,8 @@ def skip_nonfinite(
     | gradient of 1e20 that makes a second moment infinite | the same |
     | bad steps without end | all skipped; `guard_failed` says so; no NaN is ever let through |
 
-    Inside `accumulate_gradients` it drops a window, around it a single micro-batch; the window as
-    well if it has to refuse one whose gradient and loss are finite right after another.
+    Inside `accumulate_gradients` it drops a window, around it a single micro-batch. If it refuses
+    two micro-batches in a row, and the second is finite, the window goes as well.
 
     Args:
         inner: any Optax transformation.
@@ -128,22 +129,18 @@ def skip_nonfinite(
         is_open = is_finite_step(*step) & all_finite([value], axes)
         streak = _streak(state.consecutive_skips, is_open)
 
-        def empty(window: Any) -> Any:
-            # 1e25 is let into a window whose step is then refused, whatever closes it. So where
-            # the guard refuses a finite micro-batch right after another, the window goes.
-            again = ~is_open & (state.consecutive_skips > 0)
-            is_sound = look_if(again, lambda: all_finite([updates, value], axes))
-            return window._replace(mini_step=jnp.where(again & is_sound, 0, window.mini_step))
+        # 1e25 is let into a window whose step is then refused, whatever closes it. So where the
+        # guard refuses a finite micro-batch right after another skip, the window goes.
+        again = ~is_open & (state.consecutive_skips > 0)
 
         def close(inner_state: Any, pending: Tree) -> SkipNonfiniteState:
             return SkipNonfiniteState(
                 skipped_nonfinite=counted(state.skipped_nonfinite, ~is_open),
                 consecutive_skips=streak,
                 guard_failed=state.guard_failed | (streak >= limit),
-                inner_state=jax.tree.map(
-                    lambda node: empty(node) if _is_window(node) else node,
-                    inner_state,
-                    is_leaf=_is_window,
+                inner_state=emptied(
+                    not_updated(inner_state, is_open),
+                    lambda: again & look_if(again, lambda: all_finite([updates, value], axes)),
                 ),
             )
 
@@ -165,7 +162,8 @@ def skip_large_norm(
 
     It cannot lock up: after `relearn_after` skips for the norm in a row the step is taken, and
     a rule that learns its level from history starts afresh from the norm at hand, unless it has
-    come to a higher threshold by itself.
+    come to a higher threshold by itself. A bound that the rule keeps for good, such as that of
+    `capped` or the `warmup_max` of `ema` (pass inf here), holds as a fixed number does.
 
     | gradient norm | effect |
     | --- | --- |
@@ -234,6 +232,8 @@ def skip_large_norm(
     ) -> Gate:
         check_inexact(name, "updates", updates)
         norm = measure(updates)
+        if rule.uses_params:
+            check_params(name, updates, params)
         param_norms = [measure(params)] if rule.uses_params else None
         (threshold,), rules = apply_rules([rule], [norm], state.rules, param_norms)
         finite, within = jnp.isfinite(norm), norm <= threshold
@@ -261,7 +261,7 @@ def skip_large_norm(
                 large_streak=jnp.where(is_open, 0, counted(state.large_streak, is_large)),
                 guard_failed=state.guard_failed | (streak >= limit),
                 rules=rules,
-                inner_state=inner_state,
+                inner_state=not_updated(inner_state, is_open),
             )
 
         return Gate(is_open, (), lambda _: (updates, ()), state.inner_state, extra_args, close)
@@ -279,11 +279,6 @@ def _checked(
     hint = "Pass None for no limit."
     check_count(function, "max_consecutive_skips", max_consecutive_skips, hint)
     return max_consecutive_skips, check_axis_name(function, axis_name)
-
-
-def _is_window(node: Any) -> bool:
-    """Whether this is the state of an accumulation, ours or that of Optax."""
-    return isinstance(node, tuple) and hasattr(node, "mini_step")
 
 
 def _streak(count: Scalar, is_open: Scalar) -> Scalar:

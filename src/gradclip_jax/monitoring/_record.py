@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import check_axis_name, check_count, check_inexact, check_ord, complaint
+from .._checks import check_axis_name, check_count, check_inexact, check_ord, check_state, complaint
 from .._states import counted, find_states
 from .._types import TWO, Array, AxisName, Order, Scalar, Tree
 from ..clipping._layout import leaf_slots, one_slot
@@ -83,6 +83,7 @@ def record_norms(
         updates: Tree, state: Any, params: Tree | None = None
     ) -> tuple[Tree, NormRecordState]:
         check_inexact(name, "updates", updates)
+        check_state(name, state, NormRecordState)
         norms = measure(updates).astype(jnp.float32)
         finite = jnp.all(jnp.isfinite(norms))
         place = state.next_place
@@ -109,6 +110,13 @@ def norm_history(state: Any) -> np.ndarray[Any, Any]:
 
     Raises:
         TypeError: the state holds no record, or is traced: call it outside jit.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> tx = optax.chain(gcx.record_norms(), gcx.clip_by_global_norm(1.0))
+        >>> _, state = tx.update(jnp.array([3.0, 4.0]), tx.init(jnp.zeros(2)))
+        >>> gcx.norm_history(state).tolist()  # before the clip
+        [5.0]
     """
     found = find_states(state, NormRecordState)
     if not found:

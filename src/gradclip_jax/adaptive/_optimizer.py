@@ -1,0 +1,114 @@
+"""An optimizer that shortens its step where its second moment lags the gradient."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._checks import (
+    check_axis_name,
+    check_inexact,
+    check_number,
+    check_same_structure,
+    check_state,
+    complaint,
+    is_float0,
+)
+from .._mesh import replication, shard_axes
+from .._states import counted
+from .._types import Array, AxisName, Number, Tree
+from ..accumulation._running import accumulator_like
+from ..clipping._layout import leaf_slots
+from ..clipping._norm import pooled_norms
+from ._moment import MomentState, by_leaf, check_decays, filled, power_of
+
+
+def stable_adamw(
+    learning_rate: Number | optax.Schedule,
+    b1: Number = 0.9,
+    b2: Number = 0.99,
+    eps: Number = 1e-6,
+    weight_decay: Number = 0.0,
+    clipping: Number = 1.0,
+    *,
+    axis_name: AxisName = None,
+) -> optax.GradientTransformation:
+    """AdamW whose step is shortened, leaf by leaf, when its second moment lags the gradient.
+
+    The learning rate of a leaf is divided by `max(1, RMS / clipping)`, where RMS is the root
+    mean square of `g / sqrt(max(u, eps^2))` and u the second moment with g in it; weight decay
+    is shortened alike, as in version 2 of the authors' code. Bias correction is inside the
+    decays. It needs gradient and moment at once, so it is an optimizer, not a clip around one.
+
+    Args:
+        learning_rate: a number > 0 or a schedule.
+        b1: decay of the first moment, 0 to 1.
+        b2: decay of the second moment, 0 to 1.
+        eps: > 0.
+        weight_decay: decoupled, times the learning rate, >= 0.
+        clipping: the RMS above which a step is shortened, > 0.
+        axis_name: as for `clip_by_global_norm`.
+
+    Returns:
+        An Optax optimizer; `update` needs `params`. Wrap it in `skip_nonfinite`: like Adam it
+        keeps a NaN in its moments.
+
+    Raises:
+        ValueError: a number is out of range, or `params` is missing.
+        TypeError: an argument is no number; when traced, a leaf is not inexact.
+
+    Example:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> tx, params = gcx.stable_adamw(0.1, b1=0.0), jnp.zeros(1)
+        >>> _, state = tx.update(jnp.array([1.0]), tx.init(params), params)
+        >>> round(tx.update(jnp.array([1000.0]), state, params)[0].item(), 3)  # AdamW: -0.141
+        -0.1
+
+    References:
+        Wortsman et al., 2023, arXiv 2304.13013, algorithm 2.
+    """
+    name = "stable_adamw"
+    check_decays(name, b1=b1, b2=b2)
+    check_number(name, "eps", eps, "The paper uses 1e-6.")
+    check_number(name, "weight_decay", weight_decay, "Pass 0 for none.", closed=True)
+    check_number(name, "clipping", clipping, "The paper uses 1.")
+    axes = check_axis_name(name, axis_name)
+    if not callable(learning_rate):
+        check_number(name, "learning_rate", learning_rate, "The paper uses 0.002.")
+
+    def init(params: Tree) -> MomentState:
+        zeros = accumulator_like(params, jnp.float32)
+        return MomentState(jnp.zeros((), jnp.int32), zeros, jax.tree.map(jnp.abs, zeros))
+
+    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, MomentState]:
+        check_inexact(name, "updates", updates)
+        check_state(name, state, MomentState)
+        if params is None:
+            hint = "Pass it: `update(grads, state, params)`."
+            raise ValueError(complaint(name, "params", "given", "None", hint))
+        check_same_structure(name, "updates", updates, "params", params)
+        rate = learning_rate(state.steps) if callable(learning_rate) else learning_rate
+        count = counted(state.steps)
+        steps = count.astype(jnp.float32)
+        decay1, decay2 = (b * filled(b, steps - 1) / filled(b, steps) for b in (b1, b2))
+
+        def step(grad: Any, param: Any, first: Array, second: Array) -> Any:
+            if is_float0(grad):
+                return grad, first, second
+            g = grad.astype(first.dtype)
+            first = first * decay1 + g * (1 - decay1)
+            second = second * decay2 + jnp.abs(g) ** 2 * (1 - decay2)
+            ratio = g / jnp.sqrt(jnp.maximum(second, eps**2))
+            norm = pooled_norms([ratio], leaf_slots([ratio]), 2.0, axes)[0]
+            size = ratio.size * replication(frozenset(), shard_axes(ratio, axes))
+            shortened = rate / jnp.maximum(1, norm / np.sqrt(max(size, 1)) / clipping)
+            decayed = weight_decay * param.astype(first.dtype)
+            direction = first / (power_of(second, 0.5) + eps) + decayed
+            return (-shortened * direction).astype(grad.dtype), first, second
+
+        out, first, second = by_leaf(step, updates, params, state.first, state.second)
+        return out, MomentState(count, first, second)
+
+    return optax.GradientTransformation(init, update)
