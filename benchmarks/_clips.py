@@ -77,7 +77,7 @@ def beside(models: dict[str, Tree]) -> Rows:
         clips["jax_privacy clip_pytree"] = lambda t: clip_pytree(t, 1.0)[0]
     for model, tree in models.items():
         calls = {name: _in_place(clip, tree) for name, clip in clips.items()}
-        if importlib.util.find_spec("torch"):
+        if importlib.util.find_spec("torch") and jax.default_backend() == "cpu":
             calls["torch clip_grad_norm_(foreach=True)"] = _torch_clip(tree)
         for call in calls.values():  # to compile
             jax.block_until_ready(call())
@@ -156,18 +156,26 @@ def growth(bandwidth: float, scale: int) -> Rows:
     """Cost of a clip against the number of leaves, of elements, and of a window against k."""
     rows: Rows = []
     clip = gcx.clip_by_global_norm(1.0)
-    for leaves in (1, 10, 100, 1000):
-        tree = trees.random_tree({f"l{i}": (1_000_000 // scale // leaves,) for i in range(leaves)})
-        case = Case(lambda t: clip.update(t, None)[0], fresh(tree))
-        timing = interleaved({"clip": case}, REPETITIONS)["clip"]
-        floor = 3 * tree_bytes(tree) / bandwidth
-        rows.append(
-            {
-                "what": f"clip, {1e6 / scale:.0e} elements in {leaves} leaves",
-                "ms": timing.median * 1e3,
-                "time/floor": timing.median / floor,
-            }
-        )
+    held = gcx.accumulate_gradients(optax.sgd(1e-4), 10**9)
+    for leaves in (1, 10, 100, 1000, 2000):
+        tree = trees.random_tree({f"l{i}": (4_000_000 // scale // leaves,) for i in range(leaves)})
+        cases = {
+            "norm": Case(lambda _, t: gcx.global_norm(t), _zero, (tree,)),
+            "optax norm": Case(lambda _, t: optax.tree.norm(t), _zero, (tree,)),
+            "clip": Case(lambda t: clip.update(t, None)[0], fresh(tree)),
+            "optax clip": Case(lambda t: _optax_clip(t, optax.EmptyState())[0], fresh(tree)),
+            "hold step": Case(fast(held), start(held, tree), (tree,)),
+        }
+        for name, timing in interleaved(cases, REPETITIONS).items():
+            reads_and_writes = 1 if "norm" in name else 3
+            floor = reads_and_writes * tree_bytes(tree) / bandwidth
+            rows.append(
+                {
+                    "what": f"{name}, {4e6 / scale:.0e} elements in {leaves} leaves",
+                    "ms": timing.median * 1e3,
+                    "time/floor": timing.median / floor,
+                }
+            )
     for elements in (10**5, 10**6, 10**7, 5 * 10**7):
         elements //= scale
         tree = trees.random_tree({"x": (elements,)})

@@ -32,7 +32,10 @@ def compare(
     ours = next(iter(timings.values()))
     rows: Rows = []
     for name, timing in timings.items():
-        more: dict[str, Any] = {"scratch/N": round(timing.scratch_bytes / unit, 3)}
+        more: dict[str, Any] = {
+            "scratch/N": round(timing.scratch_bytes / unit, 3),
+            "moved/N": round(timing.moved_bytes / unit, 2),
+        }
         if floor is not None:
             more["time/floor"] = round(timing.median / floor, 2)
         rows.append(row(f"{title}: {name}", timing, ours, **more))

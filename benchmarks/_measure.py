@@ -1,6 +1,7 @@
 """Interleaved timing, the bandwidth of this machine, and what a compiled program needs."""
 
 import gc
+import math
 import re
 import time
 from collections.abc import Callable
@@ -34,7 +35,7 @@ class Timing:
     compile_seconds: float
     trace_seconds: float
     scratch_bytes: int
-    collectives: int
+    moved_bytes: int
 
     @property
     def median(self) -> float:
@@ -62,10 +63,8 @@ def interleaved(cases: dict[str, Case], repetitions: int, group: int = 1) -> dic
         end = time.perf_counter()
         memory = compiled.memory_analysis()
         scratch = 0 if memory is None else int(memory.temp_size_in_bytes)
-        collectives = len(
-            re.findall(r" all-(?:reduce|gather|to-all)(?:-start)?\(", compiled.as_text())
-        )
-        facts[name] = (end - middle, middle - start, scratch, collectives)
+        moved = moved_bytes(compiled.as_text())
+        facts[name] = (end - middle, middle - start, scratch, moved)
         programs[name] = (compiled, jax.block_until_ready(compiled(carry, *case.args)))
 
     def call(name: str) -> Callable[[], Any]:
@@ -94,6 +93,30 @@ def in_turn(
             jax.block_until_ready(call())
             seconds[name].append(time.perf_counter() - start)
     return {name: np.asarray(found) for name, found in seconds.items()}
+
+
+_SIZES = {"pred": 1, "f16": 2, "bf16": 2, "f64": 8, "s64": 8, "u64": 8, "s8": 1, "u8": 1}
+_IN_PLACE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "conditional")
+
+
+def moved_bytes(hlo: str) -> int:
+    """Bytes that the operations of a compiled program read and write.
+
+    XLA's own `bytes accessed` also counts the branches of conditionals that are seldom taken;
+    this leaves conditionals out. Loops and calls count as one read and one write.
+    """
+    sizes: dict[str, int] = {}
+    total = 0
+    line = r"\s*(?:ROOT )?%?([\w.-]+) = (\S+) ([\w-]+)\(([^)]*)\)"
+    for name, shape, operation, operands in re.findall(line, hlo.partition("\nENTRY")[2]):
+        sizes[name] = sum(
+            _SIZES.get(kind, 4) * math.prod(map(int, filter(None, dims.split(","))))
+            for kind, dims in re.findall(r"(\w+)\[([\d,]*)\]", shape)
+        )
+        if operation not in _IN_PLACE:
+            total += sizes[name]
+            total += sum(sizes.get(x, 0) for x in re.findall(r"%([\w.-]+)", operands))
+    return total
 
 
 def copy_bandwidth(num_bytes: int = 1 << 28) -> float:

@@ -30,7 +30,14 @@ def guards(params: Tree, grads: Tree) -> Rows:
             "adamw alone": Case(train(adamw), start(adamw, params), (given,)),
         }
         rows += compare(kind, cases, unit=size)
-    return rows
+    held = gcx.accumulate_gradients(adamw, 10**9)
+    around = {
+        "accumulate_gradients alone": held,
+        "skip_nonfinite around it": gcx.skip_nonfinite(held),
+        "skip_large_norm around it": gcx.skip_large_norm(held, 1e9),
+    }
+    cases = {name: Case(fast(tx), start(tx, params), (grads,)) for name, tx in around.items()}
+    return rows + compare("hold step", cases, unit=size)
 
 
 def accumulation(params: Tree, grads: Tree, inner: Any, label: str) -> Rows:
@@ -38,12 +45,14 @@ def accumulation(params: Tree, grads: Tree, inner: Any, label: str) -> Rows:
     size, k = tree_bytes(params), 8
     ours, theirs = gcx.accumulate_gradients(inner, k), optax.MultiSteps(inner, k)
     held = gcx.accumulate_gradients(inner, 10**9)
+    plain = gcx.accumulate_gradients(optax.sgd(1e-4), 10**9)
     held_theirs = optax.MultiSteps(inner, 10**9)
     addition = Case(lambda a, g: jax.tree.map(jnp.add, a, g), fresh(params), (grads,))
     holds = {
         "apply_gradients": Case(fast(held), start(held, params), (grads,)),
         "update + apply_updates": Case(train(held), start(held, params), (grads,)),
         "optax.MultiSteps": Case(train(held_theirs), start(held_theirs, params), (grads,)),
+        "apply_gradients, inner sgd": Case(fast(plain), start(plain, params), (grads,)),
         "floor: acc += g": addition,
     }
     windows = {
@@ -58,7 +67,9 @@ def accumulation(params: Tree, grads: Tree, inner: Any, label: str) -> Rows:
     for line in windows_rows:
         if "one inner step" in line["what"]:
             line["what"] += " x 8"
-    return rows + windows_rows
+    hold, window = rows[0]["ms"], windows_rows[0]["ms"]
+    emission = {"what": f"{label}, emission: window less 7 hold steps", "ms": window - 7 * hold}
+    return [*rows, *windows_rows, emission]
 
 
 def _select(emits: jax.Array, step: Callable[[Tree], Tree], carry: Tree) -> Tree:
