@@ -72,15 +72,10 @@ def u_clip(clip: optax.GradientTransformation) -> optax.GradientTransformationEx
         owed = jax.tree.map(_plus, updates, state.carry)
         clipped, clip_state = clip.update(owed, state.clip_state, params, **extra_args)
         emitted = jax.tree.map(_like, clipped, updates)
-        # Both: the clip may clamp an infinity, and make all NaN for one on another device.
-        finite = jnp.isfinite(global_norm([owed, emitted], ord=jnp.inf))
-
-        def left(owed: Any, emitted: Any, carry: Any) -> Any:
-            if is_float0(emitted):
-                return carry
-            return jnp.where(finite, owed - emitted.astype(owed.dtype), carry)
-
-        carry = jax.tree.map(left, owed, emitted, state.carry)
+        left = jax.tree.map(_minus, owed, emitted, state.carry)
+        # Not finite if the gradient or the update is not; alike on all devices where the clip is.
+        finite = jnp.isfinite(global_norm(left, ord=jnp.inf))
+        carry = jax.tree.map(lambda new, old: jnp.where(finite, new, old), left, state.carry)
         return emitted, CarryState(carry, clip_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -88,6 +83,10 @@ def u_clip(clip: optax.GradientTransformation) -> optax.GradientTransformationEx
 
 def _plus(grad: Any, carry: Any) -> Any:
     return grad if is_float0(grad) else jnp.asarray(grad).astype(carry.dtype) + carry
+
+
+def _minus(owed: Any, update: Any, carry: Any) -> Any:
+    return carry if is_float0(update) else owed - update.astype(owed.dtype)
 
 
 def _like(update: Any, grad: Any) -> Any:

@@ -19,11 +19,12 @@ from .._types import Array
 # to flushed terms: 2^26 for the ulp of float32, 2^10 for the shards of other devices.
 _MARGIN = 2.0**36
 
-_FEW = 65_536  # elements that fit the cache: a second pass over them costs next to nothing
 _COARSE_BITS = 7
 
 # On CPU, XLA adds large arrays up in parallel, and so exactly enough, since this JAX or before.
 _ADDS_IN_PARALLEL = jax.__version_info__ >= (0, 10)
+# Up to so many elements they are added up in two passes; what fits the cache is read once.
+_FEW = 4_096 if _ADDS_IN_PARALLEL else 65_536
 
 
 def magnitude_rank(x: Array, dtype: Any) -> Array:
