@@ -53,6 +53,8 @@ def write(sections: dict[str, Rows], part: str = "", **facts: Any) -> pathlib.Pa
     name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
     path = HERE / "results" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
+    if path.exists():  # sections that were not run again stay
+        sections = json.loads(path.read_text())["sections"] | sections
     path.write_text(json.dumps({"environment": about, "sections": sections}, indent=1) + "\n")
     text = f"### {title}\n\n" + ", ".join(f"{key} {value}" for key, value in about.items()) + "\n\n"
     text += "\n\n".join(f"**{title}**\n\n{table(rows)}" for title, rows in sections.items())

@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small trees, printed only")
     parser.add_argument("--no-write", action="store_true", help="print only")
-    parser.add_argument("--only", default="", help="sections with this in their title, printed")
+    parser.add_argument("--only", default="", help="sections with this in their title")
     options = parser.parse_args()
     scale = 8 if options.quick else 1
     bandwidth = copy_bandwidth((1 << 28) // scale)
@@ -83,7 +83,7 @@ def main() -> None:
     for title, run in chosen.items():
         sections[title] = run()
         print(f"\n{title}\n{_report.table(sections[title])}", flush=True)
-    if not (options.no_write or options.only or options.quick):
+    if not (options.no_write or options.quick):
         path = _report.write(sections, copy_bandwidth_GB_per_s=round(bandwidth / 1e9, 2))
         print(f"\nwritten to {path}")
 
