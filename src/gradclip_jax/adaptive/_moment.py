@@ -37,6 +37,12 @@ class MomentState(NamedTuple):
     second: Tree
 
 
+def two_moments(params: Tree) -> MomentState:
+    """The state before the first step; the second moment of a complex leaf is real."""
+    zeros = accumulator_like(params, jnp.float32)
+    return MomentState(jnp.zeros((), jnp.int32), zeros, jax.tree.map(jnp.abs, zeros))
+
+
 def acclip(
     b1: Number = 0.9, b2: Number = 0.99, alpha: Number = 1.0, eps: Number = 1e-5
 ) -> optax.GradientTransformation:
@@ -75,10 +81,6 @@ def acclip(
     check_number(name, "alpha", alpha, "The paper uses 1.")
     check_number(name, "eps", eps, "The paper uses 1e-5.")
 
-    def init(params: Tree) -> MomentState:
-        zeros = accumulator_like(params, jnp.float32)
-        return MomentState(jnp.zeros((), jnp.int32), zeros, jax.tree.map(jnp.abs, zeros))
-
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, MomentState]:
         check_inexact(name, "updates", updates)
         check_state(name, state, MomentState)
@@ -99,7 +101,7 @@ def acclip(
         out, first, second = by_leaf(clip, updates, state.first, state.second)
         return out, MomentState(counted(state.steps), first, second)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(two_moments, update)
 
 
 def spam_clip(

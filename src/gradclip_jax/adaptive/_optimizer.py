@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -19,10 +18,9 @@ from .._checks import (
 from .._mesh import replication, shard_axes
 from .._states import counted
 from .._types import Array, AxisName, Number, Tree
-from ..accumulation._running import accumulator_like
 from ..clipping._layout import leaf_slots
 from ..clipping._norm import pooled_norms
-from ._moment import MomentState, by_leaf, check_decays, filled, power_of
+from ._moment import MomentState, by_leaf, check_decays, filled, power_of, two_moments
 
 
 def stable_adamw(
@@ -78,10 +76,6 @@ def stable_adamw(
     if not callable(learning_rate):
         check_number(name, "learning_rate", learning_rate, "The paper uses 0.002.")
 
-    def init(params: Tree) -> MomentState:
-        zeros = accumulator_like(params, jnp.float32)
-        return MomentState(jnp.zeros((), jnp.int32), zeros, jax.tree.map(jnp.abs, zeros))
-
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, MomentState]:
         check_inexact(name, "updates", updates)
         check_state(name, state, MomentState)
@@ -111,4 +105,4 @@ def stable_adamw(
         out, first, second = by_leaf(step, updates, params, state.first, state.second)
         return out, MomentState(count, first, second)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(two_moments, update)

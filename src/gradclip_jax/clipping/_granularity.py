@@ -15,8 +15,8 @@ from jax import lax
 from .._checks import broadcast_prefix, check_count, complaint, describe, leaf_path
 from .._mesh import replicated, replication, shard_axes, varying_axes
 from .._types import Array, AxisName, Tree
-from ._layout import Slots, one_slot, unit_slots
-from ._norm import counted_leaves, has_norm, pooled_norms
+from ._layout import Slots, unit_slots
+from ._norm import counted_leaves, has_norm, joint_norm, pooled_norms
 from ._rule import Rule, as_rule, constant
 from ._scale import Factor
 
@@ -52,7 +52,7 @@ def global_units(rule: Rule, ord: float, axis_name: AxisName) -> Granularity:
         count = len(counted_leaves(tree))
 
         def norms(leaves: list[Array]) -> list[Array]:
-            return [pooled_norms(leaves, one_slot(leaves), ord, axis_name)[0]]
+            return [joint_norm(leaves, ord, axis_name)]
 
         return Units(norms, [rule], lambda factors: [factors[0]] * count, [()])
 

@@ -54,13 +54,8 @@ def global_norm(tree: Tree, *, ord: float = 2.0, axis_name: AxisName = None) -> 
         500.0
     """
     check_inexact("global_norm", "tree", tree)
-    leaves = counted_leaves(tree)
-    return pooled_norms(
-        leaves,
-        one_slot(leaves),
-        check_ord("global_norm", ord),
-        check_axis_name("global_norm", axis_name),
-    )[0]
+    order, axes = check_ord("global_norm", ord), check_axis_name("global_norm", axis_name)
+    return joint_norm(counted_leaves(tree), order, axes)
 
 
 def leaf_norms(tree: Tree, *, ord: float = 2.0, axis_name: AxisName = None) -> Tree:
@@ -112,6 +107,11 @@ def counted_leaves(tree: Tree) -> list[Array]:
 def norm_dtype(leaves: Iterable[Any]) -> Any:
     """float32, or float64 when a leaf is float64 or complex128."""
     return jnp.float64 if any(jnp.finfo(x.dtype).bits == 64 for x in leaves) else jnp.float32
+
+
+def joint_norm(leaves: list[Array], ord: float, axis_name: AxisName) -> Scalar:
+    """The norm of all leaves as one unit."""
+    return pooled_norms(leaves, one_slot(leaves), ord, axis_name)[0]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

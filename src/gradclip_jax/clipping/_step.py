@@ -25,8 +25,7 @@ from .._checks import (
 from .._mesh import max_over, sum_over, varying_axes
 from .._types import Array, AxisName, Number, Scalar, Tree
 from ._granularity import Granularity, Units
-from ._layout import one_slot
-from ._norm import counted_leaves, has_norm, norm_dtype, pooled_norms
+from ._norm import counted_leaves, has_norm, joint_norm, norm_dtype
 from ._rule import apply_rules, check_params, first_state
 from ._scale import Factor, clamp_leaf, clip_factor, replace_factor, scale_leaf
 
@@ -164,7 +163,7 @@ def _where(bad: Array, value: float, told: Any) -> Any:
 
 def _pooled(norms: Sequence[Array], ord: float) -> Array:
     """The norm of the whole from the norms of its parts."""
-    return pooled_norms(list(norms), one_slot(norms), ord, None)[0]
+    return joint_norm(list(norms), ord, None)
 
 
 def _largest(arrays: Sequence[Array]) -> Array:
@@ -222,7 +221,7 @@ def clip_grad_norm(
     check_inexact(name, "grads", grads)
     leaves = counted_leaves(grads)
     if norm is None:
-        total = pooled_norms(leaves, one_slot(leaves), order, axes)[0]
+        total = joint_norm(leaves, order, axes)
     else:
         check_number(name, "norm", norm, "Pass the norm of `grads`.", closed=True, or_nan=True)
         total = jnp.asarray(norm).astype(norm_dtype(leaves))

@@ -18,8 +18,7 @@ from .._checks import (
 from .._run_if import Gate, gated, run_if
 from .._states import counted
 from .._types import TWO, AxisName, Count, Order, Scalar, Tree
-from ..clipping._layout import one_slot
-from ..clipping._norm import counted_leaves, pooled_norms
+from ..clipping._norm import counted_leaves, joint_norm
 from ..clipping._rule import apply_rules, as_rule, check_params, first_state
 from ._detect import all_finite, is_finite_step, look_if
 from ._window import emptied, not_updated
@@ -211,8 +210,7 @@ def skip_large_norm(
     learns = bool(jax.tree.leaves(first_state(rule))) and not rule.counts_steps
 
     def measure(tree: Tree) -> Scalar:
-        leaves = counted_leaves(tree)
-        return pooled_norms(leaves, one_slot(leaves), order, axes)[0]
+        return joint_norm(counted_leaves(tree), order, axes)
 
     def init(params: Tree) -> SkipLargeNormState:
         return SkipLargeNormState(

@@ -9,8 +9,8 @@ import optax
 from .._checks import check_axis_name, check_count, check_inexact, check_ord, check_state, complaint
 from .._states import counted, find_states
 from .._types import TWO, Array, AxisName, Order, Scalar, Tree
-from ..clipping._layout import leaf_slots, one_slot
-from ..clipping._norm import counted_leaves, pooled_norms
+from ..clipping._layout import leaf_slots
+from ..clipping._norm import counted_leaves, joint_norm, pooled_norms
 from ._measure import refuse_traced
 
 
@@ -72,7 +72,7 @@ def record_norms(
         leaves = counted_leaves(tree)
         if per_leaf:
             return pooled_norms(leaves, leaf_slots(leaves), order, axes)
-        return pooled_norms(leaves, one_slot(leaves), order, axes)[0]
+        return joint_norm(leaves, order, axes)
 
     def init(params: Tree) -> NormRecordState:
         shape = (len(counted_leaves(params)),) if per_leaf else ()
