@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gradclip_jax as gcx
 from compat import strict, x64
+from gradclip_jax.clipping._power_sum import ADDS_IN_PARALLEL
 from gradclip_jax.guarding._detect import all_finite, is_finite_step
 from trees import build
 
@@ -71,6 +72,23 @@ def test_an_update_that_overflows_when_it_is_rounded_is_found(dtype, size):
     half_step = 1 + 0.75 * float(jnp.finfo(dtype).eps)
     assert not verdict(widened(lambda u: u * half_step), largest)
     assert verdict(widened(lambda u: u * (1 - 1e-3)), largest)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("size", [4, 1000, 2 * BLOCK])
+def test_a_gradient_that_overflows_when_it_is_rounded_is_found(dtype, size):
+    largest = jnp.full(size, float(jnp.finfo(dtype).max), jnp.float32)
+    look = jax.jit(lambda x, factor: all_finite([(x * factor).astype(dtype)], None))
+    assert not look(largest, 1 + 0.75 * float(jnp.finfo(dtype).eps))
+    assert look(largest, 1 - 1e-3)
+
+
+@pytest.mark.skipif(not ADDS_IN_PARALLEL, reason="older JAX writes down what it adds up on CPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_look_at_a_gradient_writes_nothing(dtype):
+    grads = {"a": jnp.ones((1000, 1000), dtype), "b": jnp.ones(500_000, dtype)}
+    compiled = jax.jit(lambda g: all_finite(g, None)).lower(grads).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.01 * grads["a"].nbytes
 
 
 def test_a_bad_update_is_found():

@@ -22,9 +22,9 @@ _MARGIN = 2.0**36
 _COARSE_BITS = 7
 
 # On CPU, XLA adds large arrays up in parallel, and so exactly enough, since this JAX or before.
-_ADDS_IN_PARALLEL = jax.__version_info__ >= (0, 10)
+ADDS_IN_PARALLEL = jax.__version_info__ >= (0, 10)
 # Up to so many elements they are added up in two passes; what fits the cache is read once.
-_FEW = 4_096 if _ADDS_IN_PARALLEL else 65_536
+_FEW = 4_096 if ADDS_IN_PARALLEL else 65_536
 
 
 def magnitude_rank(x: Array, dtype: Any) -> Array:
@@ -83,7 +83,7 @@ def exact_sum(terms: Array, axis: int | tuple[int, ...], *, keepdims: bool = Fal
 def _sum_of_rows(terms: Array, axis: int | tuple[int, ...], *, keepdims: bool) -> Array:
     """The sum of a large array, where XLA would add thousands of terms one after the other."""
     axes = (axis,) if isinstance(axis, int) else axis
-    if _ADDS_IN_PARALLEL or (len(axes) == 1 and terms.ndim > 1):
+    if ADDS_IN_PARALLEL or (len(axes) == 1 and terms.ndim > 1):
         return jnp.sum(terms, axis, keepdims=keepdims)
     if terms.ndim == 1:
         whole = terms.size // 64 * 64

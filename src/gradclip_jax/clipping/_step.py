@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
 from .._checks import (
     check_axis_name,
@@ -27,7 +26,14 @@ from .._types import Array, AxisName, Number, Scalar, Tree
 from ._granularity import Granularity, Units
 from ._norm import counted_leaves, has_norm, joint_norm, norm_dtype
 from ._rule import apply_rules, check_params, first_state
-from ._scale import Factor, clamp_leaf, clip_factor, replace_factor, scale_leaf
+from ._scale import (
+    Factor,
+    clamp_leaf,
+    clip_factor,
+    computed_once,
+    replace_factor,
+    scale_leaf,
+)
 
 
 class ClipState(NamedTuple):
@@ -81,8 +87,7 @@ def clip_by_units(
         factors = [reaction(n, t) for n, t in zip(seen, thresholds, strict=True)]
         bad = _is_bad(norms)
         factors = [replace_factor(factor, bad, replacement) for factor in factors]
-        # Otherwise the arithmetic above is compiled anew into the scaling of every leaf.
-        factors = [Factor(*lax.optimization_barrier(tuple(factor))) for factor in factors]
+        factors = [computed_once(factor) for factor in factors]
         told = _told(units, norms, thresholds, [f.value for f in factors], ord)
         told = told._replace(clip_factor=_where(bad, replacement, told.clip_factor))
         scaled = scale_tree(updates, units.spread(factors), drops=nonfinite == "zero")
@@ -225,7 +230,7 @@ def clip_grad_norm(
     else:
         check_number(name, "norm", norm, "Pass the norm of `grads`.", closed=True, or_nan=True)
         total = jnp.asarray(norm).astype(norm_dtype(leaves))
-    factor = clip_factor(total, jnp.asarray(max_norm).astype(total.dtype))
+    factor = computed_once(clip_factor(total, jnp.asarray(max_norm).astype(total.dtype)))
     return scale_tree(grads, [factor] * len(leaves), drops=False), total
 
 

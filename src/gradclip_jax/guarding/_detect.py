@@ -20,16 +20,19 @@ from .._mesh import max_over
 from .._run_if import GatedUpdate
 from .._types import Array, AxisName, Scalar, Tree
 from ..clipping._layout import blocks_of, one_slot
-from ..clipping._norm import has_norm
+from ..clipping._norm import counted_leaves, has_norm, norm_dtype
+from ..clipping._power_sum import ADDS_IN_PARALLEL
 
 
-def all_finite(trees: Sequence[Tree], axis_name: AxisName) -> Scalar:
-    """Whether every number of the trees is finite, alike on all devices.
+def all_finite(tree: Tree, axis_name: AxisName) -> Scalar:
+    """Whether every number of a tree is finite, alike on all devices: one read of it.
 
-    Leaves at the same place of trees with the structure of the first are looked at together:
-    one reduction for a gradient, its update and its moments.
+    For arrays that are there anyway: XLA may write down what it adds up.
     """
-    return ~_any_up(_columns([(tree, tree) for tree in trees]), axis_name)
+    leaves = counted_leaves(tree)
+    added = [x for x in leaves if _is_added_fast(x.dtype)]
+    flags = [_is_bad(x) for x in leaves if not _is_added_fast(x.dtype)]
+    return ~_any_bad(added, flags, axis_name)
 
 
 def is_finite_step(
@@ -45,28 +48,40 @@ def is_finite_step(
     What was not finite in the state before, such as an initial best loss of infinity, may stay,
     and a threshold may become infinite: it then clips nothing.
     """
-    gated_update = tx.update
-    if isinstance(gated_update, GatedUpdate):
-        inner = gated_update.inner
-        gate = gated_update.gate(grads, state, params, extra_args)
-
-        def look_inside() -> Scalar:
-            # Once more, or what is pending would be written down for it at every step.
-            gate = gated_update.gate(grads, state, params, extra_args)
-            seen, _ = gate.grads(gate.pending)
-            inside = (inner, seen, gate.inner_state, params, gate.extra_args, axis_name)
-            return is_finite_step(*inside)
-
-        return all_finite([grads, gate.pending], axis_name) & look_if(gate.is_open, look_inside)
 
     def look_ahead() -> Scalar:
+        step = (grads, state, params, extra_args)
+        if isinstance(tx.update, GatedUpdate):
+            return _is_finite_behind(tx.update, *step, axis_name)
         update = optax.with_extra_args_support(tx).update
         updates, next_state = update(grads, state, params, **extra_args)
         states = _without_thresholds(next_state), _without_thresholds(state)
-        return ~_any_up(_columns([(updates, updates), states]), axis_name)
+        return _none_bad([(updates, updates), states], axis_name)
 
-    is_finite_gradient = all_finite([grads], axis_name)
+    is_finite_gradient = all_finite(grads, axis_name)
     return is_finite_gradient & look_if(is_finite_gradient, look_ahead)
+
+
+def _is_finite_behind(
+    gated_update: GatedUpdate,
+    grads: Tree,
+    state: Any,
+    params: Tree,
+    extra_args: dict[str, Any],
+    axis_name: AxisName,
+) -> Scalar:
+    """Whether what is pending stays finite, and the step behind the gate if that is open."""
+    gate = gated_update.gate(grads, state, params, extra_args)
+
+    def look_inside() -> Scalar:
+        # Once more, or what is pending would be written down for it at every step.
+        gate = gated_update.gate(grads, state, params, extra_args)
+        seen, _ = gate.grads(gate.pending)
+        inside = (gated_update.inner, seen, gate.inner_state, params, gate.extra_args, axis_name)
+        return is_finite_step(*inside)
+
+    is_finite = _none_bad([(gate.pending, gate.pending)], axis_name)
+    return is_finite & look_if(gate.is_open, look_inside)
 
 
 def look_if(predicate: Array, look: Callable[[], Scalar]) -> Scalar:
@@ -74,6 +89,15 @@ def look_if(predicate: Array, look: Callable[[], Scalar]) -> Scalar:
     if not is_traced(predicate):
         return look() if bool(predicate) else jnp.array(True)
     return lax.cond(predicate, look, lambda: jnp.array(True))
+
+
+def _none_bad(pairs: Sequence[tuple[Tree, Tree]], axis_name: AxisName) -> Scalar:
+    """Whether the first tree of each pair is finite wherever the second one is.
+
+    For what is only computed to be looked at. Leaves at the same place of trees with the
+    structure of the first share their flags: one reduction for an update and its moments.
+    """
+    return ~_any_bad([], _columns(pairs), axis_name)
 
 
 def _columns(pairs: Sequence[tuple[Tree, Tree]]) -> list[Array]:
@@ -115,15 +139,24 @@ def _is_bad(x: Array) -> Array:
     return ~(jnp.abs(rounded) <= float(info.max))
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _any_up(flags: list[Array], axis_name: AxisName) -> Scalar:
-    """Whether any flag is up, on any device: one pass, one all-reduce, and no branch."""
-    blocks = blocks_of(flags, one_slot(flags), math.inf, axis_name, jnp.bool_)
-    if not blocks:
+def _is_added_fast(dtype: Any) -> bool:
+    """Whether XLA on CPU adds up such an array as fast as it reads it, with nothing written."""
+    return ADDS_IN_PARALLEL and (jnp.finfo(dtype).bits >= 32 or dtype == jnp.bfloat16)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _any_bad(values: list[Array], flags: list[Array], axis_name: AxisName) -> Scalar:
+    """Whether a value is not finite or a flag up, on any device: one all-reduce, no branch."""
+    numbers = blocks_of(values, one_slot(values), 2.0, axis_name, norm_dtype(values))
+    bits = blocks_of(flags, one_slot(flags), math.inf, axis_name, jnp.bool_)
+    # x - x is 0, and NaN where x is not finite.
+    found = [jnp.isnan(jnp.sum(block.values - block.values)) for block in numbers]
+    # A third faster than `jnp.any`, which XLA on CPU does not vectorize.
+    found += [jnp.max(block.values.astype(jnp.uint8), initial=0) > 0 for block in bits]
+    if not found:
         return jnp.array(False)
-    found = jnp.stack([jnp.any(block.values) for block in blocks]).any()
-    everywhere = frozenset[str]().union(*(block.shard_axes for block in blocks))
-    return max_over(found.astype(jnp.int32), everywhere) > 0
+    everywhere = frozenset[str]().union(*(block.shard_axes for block in (*numbers, *bits)))
+    return max_over(jnp.stack(found).any().astype(jnp.int32), everywhere) > 0
 
 
 def _without_thresholds(state: Any) -> Any:

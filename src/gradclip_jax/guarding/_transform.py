@@ -125,7 +125,7 @@ def skip_nonfinite(
         check_inexact(name, "updates", updates)
         step = (inner, updates, state.inner_state, params, extra_args, axes)
         value = extra_args.get("value")
-        is_open = is_finite_step(*step) & all_finite([value], axes)
+        is_open = is_finite_step(*step) & all_finite(value, axes)
         streak = _streak(state.consecutive_skips, is_open)
 
         # 1e25 is let into a window whose step is then refused, whatever closes it. So where the
