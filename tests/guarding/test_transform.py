@@ -779,6 +779,25 @@ def test_a_window_whose_step_would_not_be_finite_does_not_lock_up(inner, bad):
     assert state.consecutive_skips == 0
 
 
+def test_a_window_whose_sum_overflows_does_not_lock_up():
+    # What is only being added up is not looked at, which would cost more than the addition. The
+    # sum is, when the window closes: the last batch of it is refused, the next one too, and then
+    # the window goes.
+    tx = gcx.skip_nonfinite(gcx.accumulate_gradients(optax.sgd(0.1), 4))
+
+    def step(carry, grad):
+        params, state = gcx.apply_gradients(tx, jnp.full(2, grad), carry[1], carry[0])
+        return (params, state), (params, state.skipped_nonfinite)
+
+    stream = jnp.ones(16).at[1:3].set(3e38)
+    start = (jnp.zeros(2), tx.init(jnp.zeros(2)))
+    (_, state), (params, skipped) = jax.jit(lambda s: jax.lax.scan(step, s, stream))(start)
+    steps = np.repeat([0, 1, 2], [8, 4, 4])
+    np.testing.assert_allclose(params, -0.1 * np.stack([steps, steps], 1), rtol=1e-6)
+    assert skipped.tolist() == [0] * 3 + [1] + [2] * 12
+    assert not gcx.nonfinite_leaves(state)
+
+
 def test_a_guard_may_stand_anywhere_in_a_chain():
     params, grads = params_and_grads()
     tx = optax.chain(

@@ -70,8 +70,11 @@ def _is_finite_behind(
     extra_args: dict[str, Any],
     axis_name: AxisName,
 ) -> Scalar:
-    """Whether what is pending stays finite, and the step behind the gate if that is open."""
-    gate = gated_update.gate(grads, state, params, extra_args)
+    """Whether the step behind a gate is finite, where the gate is open.
+
+    What is pending is looked at then, as part of the gradient: to look at a sum that is only
+    being built would cost more than to build it.
+    """
 
     def look_inside() -> Scalar:
         # Once more, or what is pending would be written down for it at every step.
@@ -80,8 +83,8 @@ def _is_finite_behind(
         inside = (gated_update.inner, seen, gate.inner_state, params, gate.extra_args, axis_name)
         return is_finite_step(*inside)
 
-    is_finite = _none_bad([(gate.pending, gate.pending)], axis_name)
-    return is_finite & look_if(gate.is_open, look_inside)
+    gate = gated_update.gate(grads, state, params, extra_args)
+    return look_if(gate.is_open, look_inside)
 
 
 def look_if(predicate: Array, look: Callable[[], Scalar]) -> Scalar:

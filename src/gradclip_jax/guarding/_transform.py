@@ -88,8 +88,9 @@ def skip_nonfinite(
     | gradient of 1e20 that makes a second moment infinite | the same |
     | bad steps without end | all skipped; `guard_failed` says so; no NaN is ever let through |
 
-    Inside `accumulate_gradients` it drops a window, around it a single micro-batch. If it refuses
-    two micro-batches in a row, and the second is finite, the window goes as well.
+    Inside `accumulate_gradients` it drops a window, around it a single micro-batch. Gradients
+    that are finite, but whose sum is not, or whose step, are noticed when their window closes: if
+    it refuses two micro-batches in a row, and the second is finite, the window goes as well.
 
     Args:
         inner: any Optax transformation.
