@@ -12,7 +12,7 @@ What has only one place in the library is tested there, in depth:
 | 6 fixed states | keeps_structure, can_be_donated | accumulation/test_resume |
 | 7 eager, jit, scan, vmap, pmap | agree_on_one_trace, vmap_is | clipping/test_transform |
 | 8 extra arguments | reach_the_inner_one | accumulation/test_wrapping |
-| 9 many devices | eight_devices | clipping/test_sharding, test_collectives, test_processes |
+| 9 many devices | eight_devices, pmap_over | clipping/test_sharding, test_collectives, test_processes |
 | 10 micro-batches are the batch | | accumulation/test_microbatch |
 | 11 derivatives | finite_also_at_zero | clipping/test_norm |
 | 12 scratch | at_most_one_params_size | accumulation/test_memory |
@@ -32,13 +32,13 @@ from jax.sharding import PartitionSpec as P
 
 import compat
 import gradclip_jax as gcx
-from registry import ALWAYS_SCALES, NORM_CLIPS, TRANSFORMATIONS, WRAPPERS
+from registry import ALWAYS_SCALES, TRANSFORMATIONS, WRAPPERS
 
 every = pytest.mark.parametrize("name", list(TRANSFORMATIONS))
 
 
-def make(name):
-    return optax.with_extra_args_support(TRANSFORMATIONS[name]())
+def make(name, **axes):
+    return optax.with_extra_args_support(TRANSFORMATIONS[name](**axes))
 
 
 def example(dtype="float32", scale=1.0):
@@ -268,6 +268,29 @@ def test_eight_devices_give_what_one_gives(name, mode):
 
 
 @every
+def test_pmap_over_a_named_axis_gives_what_one_device_gives(name):
+    rng = np.random.default_rng(1)
+    params = {"w": jnp.asarray(rng.standard_normal((8, 4)), jnp.float32)}
+    axis = 0
+    if name in ("adaptive_grad_clip", "agc"):  # their units must not be spread over devices
+        axis = 1
+    else:
+        params["b"] = jnp.asarray(rng.standard_normal(8), jnp.float32)
+    grads = jax.tree.map(lambda x: 3 * x, params)
+    tx = make(name)
+    alone, _ = tx.update(grads, tx.init(params), params)
+
+    def cut(tree):
+        return jax.tree.map(lambda x: jnp.stack(jnp.split(x, x.shape[axis], axis)), tree)
+
+    mapped = make(name, axis_name="data")
+    step = jax.pmap(lambda g, p: mapped.update(g, mapped.init(p), p)[0], axis_name="data")
+    parts = step(cut(grads), cut(params))
+    updates = jax.tree.map(lambda x: jnp.concatenate(list(x), axis), parts)
+    chex.assert_trees_all_close(updates, alone, rtol=3e-6, atol=1e-7)
+
+
+@every
 def test_forward_and_reverse_derivatives_are_finite_also_at_zero(name):
     tx, params = make(name), example()
     if name == "accumulate_gradients":
@@ -315,20 +338,47 @@ def test_scratch_is_at_most_one_params_size(name):
     assert scratch <= SCRATCH.get(name, 1.1)
 
 
-@pytest.mark.parametrize("name", sorted(NORM_CLIPS - {"zero_large_norm"}))
+# What a unit is, and its threshold, or the metric that tells it.
+BOUNDS = {
+    "clip_by_global_norm": ("tree", 1.0),
+    "autoclip": ("tree", "clip_threshold"),
+    "zclip": ("tree", "clip_threshold"),
+    "quantile_clip": ("tree", "clip_threshold"),
+    "u_clip": ("tree", 1.0),
+    "clip_by_group_norm": ("leaf", 1.0),
+    "clip_by_leaf_norm": ("leaf", 1.0),
+    "adagc": ("leaf", "clip_threshold/1"),
+    "clip_by_block_rms": ("leaf", 0.5 * np.sqrt(64 * 8)),
+    "adaptive_grad_clip": ("column", 0.1),
+    "agc": ("column", 0.01),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn"])
 def test_norms_are_bounded_after_clipping(name, dtype):
-    grads = {"w": jnp.full((64, 8), 0.7).astype(dtype), "b": jnp.linspace(-3, 3, 64).astype(dtype)}
-    updates, _ = TRANSFORMATIONS[name]().update(grads, None)
-    eps = float(jnp.finfo(dtype).eps)
-    exact = {k: np.asarray(x, np.float64) for k, x in updates.items()}
-    leaf = {k: np.linalg.norm(x.ravel()) for k, x in exact.items()}
-    if name == "clip_by_global_norm":
-        assert np.linalg.norm(list(leaf.values())) <= 1 + 2 * eps
-    elif name == "clip_by_leaf_norm":
-        assert max(leaf.values()) <= 1 + 2 * eps
+    rng = np.random.default_rng(2)
+    w = jnp.asarray(rng.uniform(0.1, 0.7, (64, 8)), dtype)
+    params = {"w": w} if name == "clip_by_group_norm" else {"v": -w, "w": w}
+    tx = make(name)
+    state = tx.init(params)
+    for scale in (0.5, 0.5, 4.0):  # a level to learn, where there is one, and a spike
+        grads = jax.tree.map(lambda x, scale=scale: (scale * x).astype(dtype), params)
+        updates, state = tx.update(grads, state, params)
+    unit, threshold = BOUNDS[name]
+    if isinstance(threshold, str):
+        threshold = float(gcx.metrics(state)[threshold])
+    exact = np.stack([np.asarray(x, np.float64) for x in updates.values()])
+    if unit == "tree":
+        norms = np.linalg.norm(exact)
+    elif unit == "leaf":
+        norms = np.linalg.norm(exact, axis=(1, 2))
     else:
-        assert all(n / np.sqrt(exact[k].size) <= 0.5 * (1 + 2 * eps) for k, n in leaf.items())
+        norms = np.linalg.norm(exact, axis=1)
+        threshold *= np.linalg.norm(np.asarray(w, np.float64), axis=0)
+    eps = float(jnp.finfo(dtype).eps)
+    assert np.all(norms <= threshold * (1 + 2 * eps))
+    assert np.any(norms > 0.8 * threshold)  # it was clipped to the threshold, not far below
 
 
 @every
