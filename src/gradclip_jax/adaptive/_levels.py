@@ -13,7 +13,7 @@ from .._types import Array, AxisName, Number, Tree
 from ..clipping._layout import leaf_slots
 from ..clipping._norm import counted_leaves, has_norm, pooled_norms
 from ..clipping._scale import Factor, clip_factor, scale_leaf, scaled_to
-from ._history import hypotenuse
+from ._average import hypotenuse
 from ._moment import check_decays, filled, where_finite
 
 

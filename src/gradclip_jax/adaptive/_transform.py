@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from .. import thresholds
 from .._checks import check_axis, check_count, check_number
 from .._types import NO_AXES, Array, AxisName, Count, Number
 from ..clipping._granularity import inner_units
 from ..clipping._rule import capped, relative_to_params
 from ..clipping._step import clip_by_units
 from ..clipping._transform import clip_by_global_norm, clip_by_leaf_norm
-from . import _history as thresholds
 
 _WINDOW = np.int32(1000)  # NumPy, so that `optax.inject_hyperparams` leaves it alone
 
