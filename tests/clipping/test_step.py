@@ -13,6 +13,7 @@ import gradclip_jax as gcx
 import hlo
 import oracles
 import trees
+from gradclip_jax.clipping._power_sum import ADDS_IN_PARALLEL
 from gradclip_jax.clipping._step import ClipState
 
 clip_jitted = jax.jit(gcx.clip_grad_norm, static_argnames=("ord", "axis_name"))
@@ -117,6 +118,15 @@ def test_a_leaf_is_scaled_with_one_select_and_the_factor_computed_once():
         lambda g: transformation.update(g, state)[0],
     ):
         assert selections(40, clip) == selections(20, clip) + 20
+
+
+@pytest.mark.skipif(not ADDS_IN_PARALLEL, reason="XLA on CPU widens before it adds in older JAX")
+def test_a_bfloat16_leaf_is_never_written_down_in_float32():
+    grads = jax.tree.map(lambda x: x.astype(jnp.bfloat16), big())
+    text = hlo.compiled(lambda g: gcx.clip_grad_norm(g, 1.0), grads)
+    written = text.partition("\nENTRY")[2]
+    assert "bf16[500,300]" in written
+    assert "f32[500,300]" not in written.replace("bf16", "") and "f32[200000]" not in written
 
 
 def test_norm_and_clip_read_the_gradients_twice_at_most():

@@ -93,6 +93,9 @@ def scale_leaf(x: Any, factor: Factor, *, drops: bool = False) -> Any:
     """
     x = jnp.asarray(x)
     wide = _wide(x.dtype, factor.fine.dtype)
+    if wide != x.dtype:
+        # XLA on CPU would write down the widened leaf, to share it with the norm.
+        x = lax.platform_dependent(x, cpu=lax.optimization_barrier, default=lambda x: x)
     scaled = x.astype(wide) * factor.coarse.astype(wide) * factor.fine.astype(wide)
     scaled = _rounded(scaled, x.dtype)
     if drops:
