@@ -798,6 +798,50 @@ def test_a_window_whose_sum_overflows_does_not_lock_up():
     assert not gcx.nonfinite_leaves(state)
 
 
+@pytest.mark.parametrize("bad", [3e38, 1e25])
+def test_a_window_that_a_flush_cannot_close_goes(bad):
+    # `every` is never reached, and what comes after a refused flush is only held.
+    tx = gcx.skip_nonfinite(gcx.accumulate_gradients(optax.adam(0.1), 10_000))
+
+    @jax.jit
+    def step(params, state, grad, flush):
+        return gcx.apply_gradients(tx, jnp.full(2, grad), state, params, flush=flush)
+
+    params = jnp.zeros(2)
+    state = tx.init(params)
+    for i, grad in enumerate([bad, bad] + [1.0] * 10):
+        before = params
+        params, state = step(params, state, grad, i % 4 == 3)
+        if i > 3:
+            assert bool((params != before).any()) == (i % 4 == 3)
+    assert int(state.skipped_nonfinite) == 1
+    assert not gcx.nonfinite_leaves((params, state))
+
+
+@pytest.mark.parametrize("weight", [np.nan, np.inf])
+def test_a_weight_that_is_not_finite_drops_its_micro_batch(weight):
+    tx = gcx.skip_nonfinite(gcx.accumulate_gradients(optax.sgd(1.0), 2))
+    params = jnp.zeros(1)
+    state = tx.init(params)
+    for grad, w in ((1.0, 1.0), (7.0, weight), (3.0, 1.0)):
+        params, state = gcx.apply_gradients(tx, jnp.array([grad]), state, params, weight=w)
+    assert params.tolist() == [-2.0] and int(state.skipped_nonfinite) == 1
+
+
+def test_a_sum_that_overflows_when_it_is_rounded_is_not_taken():
+    # 2^119 is a quarter of a step at the largest bfloat16: in float32 the sum would be finite.
+    tx = gcx.skip_nonfinite(
+        gcx.accumulate_gradients(optax.sgd(1.0), 2, accumulator_dtype=jnp.bfloat16)
+    )
+    largest = float(jnp.finfo(jnp.bfloat16).max)
+    step = jax.jit(lambda p, s, g: gcx.apply_gradients(tx, g, s, p))
+    params = jnp.zeros(3)
+    state = tx.init(params)
+    for grad in (largest, 2.0**119):
+        params, state = step(params, state, jnp.full(3, grad))
+    assert not params.any() and int(state.skipped_nonfinite) == 1
+
+
 def test_a_guard_may_stand_anywhere_in_a_chain():
     params, grads = params_and_grads()
     tx = optax.chain(

@@ -71,6 +71,7 @@ def replace_factor(factor: Factor, where: Array, value: float) -> Factor:
     )
 
 
+@jax.jit
 def computed_once(factor: Factor) -> Factor:
     """The same factor, its arithmetic not compiled anew into the scaling of every leaf.
 

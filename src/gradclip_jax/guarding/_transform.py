@@ -76,10 +76,11 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
     """Leaves out every step that is not finite: as if its batch had never been.
 
-    A step is taken only if the gradient, the loss (where it is given to `update` as `value`),
-    the update and the next inner state are all finite. Update and state are computed twice for
-    it, the first time only to be looked at: about twice the time of Adam, and one byte of scratch
-    for each parameter. A gradient that is not finite costs one look at it, and nothing else.
+    A step is taken only if the gradient, the loss and the weight (where they are given to
+    `update` as `value` and `weight`), the update and the next inner state are all finite. Update
+    and state are computed twice for it, the first time only to be looked at: up to twice the time
+    of Adam, and one byte of scratch for each parameter. A gradient that is not finite costs one
+    look at it, and nothing else.
 
     | step | effect |
     | --- | --- |
@@ -90,7 +91,8 @@ def skip_nonfinite(
 
     Inside `accumulate_gradients` it drops a window, around it a single micro-batch. Gradients
     that are finite, but whose sum is not, or whose step, are noticed when their window closes: if
-    it refuses two micro-batches in a row, and the second is finite, the window goes as well.
+    it refuses two micro-batches in a row, or one at a flush, and the last of them is finite, the
+    window goes as well.
 
     Args:
         inner: any Optax transformation.
@@ -125,13 +127,15 @@ def skip_nonfinite(
     ) -> Gate:
         check_inexact(name, "updates", updates)
         step = (inner, updates, state.inner_state, params, extra_args, axes)
-        value = extra_args.get("value")
-        is_open = is_finite_step(*step) & all_finite(value, axes)
+        told = extra_args.get("value"), extra_args.get("weight")
+        is_open = is_finite_step(*step) & all_finite(told, axes)
         streak = _streak(state.consecutive_skips, is_open)
 
         # 1e25 is let into a window whose step is then refused, whatever closes it. So where the
-        # guard refuses a finite micro-batch right after another skip, the window goes.
-        again = ~is_open & (state.consecutive_skips > 0)
+        # guard refuses a finite micro-batch right after another skip, or at a flush, which the
+        # next one need not be, the window goes.
+        flushes = jnp.asarray(extra_args.get("flush", False)).astype(bool)
+        hopeless = ~is_open & ((state.consecutive_skips > 0) | flushes)
 
         def close(inner_state: Any, pending: Tree) -> SkipNonfiniteState:
             return SkipNonfiniteState(
@@ -140,7 +144,7 @@ def skip_nonfinite(
                 guard_failed=state.guard_failed | (streak >= limit),
                 inner_state=emptied(
                     not_updated(inner_state, is_open),
-                    lambda: again & look_if(again, lambda: all_finite([updates, value], axes)),
+                    lambda: hopeless & look_if(hopeless, lambda: all_finite((updates, told), axes)),
                 ),
             )
 
