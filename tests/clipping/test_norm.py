@@ -213,7 +213,7 @@ def test_ordinary_norm_reads_the_gradients_once(ord):
     big = {"a": jnp.ones((500, 300)), "b": jnp.ones((200_000,))}
     text = hlo.compiled(lambda tree: gcx.global_norm(tree, ord=ord), big)
     once = hlo.compiled(lambda tree: optax.tree.norm(tree), big)
-    size = 150_000
+    size = 149_900  # older JAX adds up the last few of a leaf apart
     assert hlo.reductions_of(text, size) == hlo.reductions_of(once, size) == 2
     # The rescaled sum and its largest magnitude are there, behind a branch.
     retaken = 2 if math.isinf(ord) else 4
@@ -222,7 +222,7 @@ def test_ordinary_norm_reads_the_gradients_once(ord):
 
 def test_leaf_norms_read_the_gradients_once():
     big = {"a": jnp.ones((500, 300)), "b": jnp.ones((200_000,))}
-    assert hlo.reductions_of(hlo.compiled(gcx.leaf_norms, big), 150_000) == 2
+    assert hlo.reductions_of(hlo.compiled(gcx.leaf_norms, big), 149_900) == 2
 
 
 def test_small_leaves_share_one_reduction():

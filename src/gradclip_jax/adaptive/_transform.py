@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .. import thresholds
 from .._checks import check_axis, check_count, check_number
 from .._types import NO_AXES, Array, AxisName, Count, Number
 from ..clipping._granularity import inner_units
 from ..clipping._rule import capped, relative_to_params
 from ..clipping._step import clip_by_units
 from ..clipping._transform import clip_by_global_norm, clip_by_leaf_norm
+from . import _average, _history
 
 _WINDOW = np.int32(1000)  # NumPy, so that `optax.inject_hyperparams` leaves it alone
 
@@ -127,7 +127,7 @@ def autoclip(
     References:
         Seetharaman, Wichern, Pardo and Le Roux, 2020, arXiv 2007.14469.
     """
-    rule = thresholds.percentile(percentile, window)
+    rule = _history.percentile(percentile, window)
     return clip_by_global_norm(rule, axis_name=axis_name, nonfinite=nonfinite)
 
 
@@ -169,7 +169,7 @@ def zclip(
     References:
         Kumar, Owen, Chowdhury and Guera, 2025, arXiv 2504.02507.
     """
-    rule = thresholds.zscore(z_threshold, decay, warmup_steps)
+    rule = _average.zscore(z_threshold, decay, warmup_steps)
     rule = rule if max_norm is None else capped(rule, max_norm)
     return clip_by_global_norm(rule, axis_name=axis_name, nonfinite=nonfinite)
 
@@ -221,7 +221,7 @@ def adagc(
     def warmup(step: Array) -> Array:
         return jnp.where(step < warmup_steps, absolute, jnp.inf)
 
-    rule = thresholds.ema(relative, decay, warmup_steps, warmup_max=jnp.inf)
+    rule = _average.ema(relative, decay, warmup_steps, warmup_max=jnp.inf)
     return optax.chain(
         clip_by_global_norm(warmup, axis_name=axis_name, nonfinite=nonfinite),
         clip_by_leaf_norm(rule, axis_name=axis_name, stack_axes=stack_axes, nonfinite=nonfinite),
@@ -263,5 +263,5 @@ def quantile_clip(
     References:
         Andrew, Thakkar, McMahan and Ramaswamy, 2021 (first 2019), arXiv 1905.03871.
     """
-    rule = thresholds.quantile(target, rate, initial)
+    rule = _average.quantile(target, rate, initial)
     return clip_by_global_norm(rule, axis_name=axis_name, nonfinite=nonfinite)
