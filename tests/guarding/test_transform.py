@@ -818,6 +818,63 @@ def test_a_window_that_a_flush_cannot_close_goes(bad):
     assert not gcx.nonfinite_leaves((params, state))
 
 
+def test_a_flush_that_one_micro_batch_spoils_leaves_the_window_alone():
+    tx = gcx.skip_nonfinite(gcx.accumulate_gradients(optax.scale_by_adam(), 10_000))
+    params = jnp.zeros(1)
+    step = jax.jit(lambda s, g, flush: tx.update(g, s, params, flush=flush))
+    state = tx.init(params)
+    for grad, flush in ((1.0, False), (3.0, False), (1e25, True)):
+        _, state = step(state, jnp.array([grad]), flush)
+    assert int(state.skipped_nonfinite) == 1
+    assert gcx.accumulated_gradients(state).tolist() == [2.0]
+    assert int(gcx.metrics(state)["mini_step"]) == 2
+    updates, _ = step(state, jnp.array([2.0]), True)
+    np.testing.assert_allclose(updates, [1.0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("use_grad_mean", [True, False])
+def test_a_window_of_optax_that_is_lost_starts_from_zero(use_grad_mean):
+    seen = optax.chain(optax.scale_by_adam(), optax.stateless(lambda u, p: u))
+    multi = optax.MultiSteps(seen, 2, use_grad_mean=use_grad_mean)
+    tx = gcx.skip_nonfinite(multi.gradient_transformation())
+    params = jnp.zeros(1)
+    state = tx.init(params)
+    for grad in (1e25, 1.0, 1.0):
+        _, state = tx.update(jnp.array([grad]), state, params)
+    assert int(state.skipped_nonfinite) == 2
+    assert not state.inner_state.acc_grads.any() and int(state.inner_state.mini_step) == 0
+    _, state = tx.update(jnp.array([3.0]), state, params)
+    assert state.inner_state.acc_grads.tolist() == [3.0]
+
+
+def test_a_window_inside_a_window_that_is_lost_goes_too():
+    inside = gcx.accumulate_gradients(optax.adam(0.1), 2)
+    tx = gcx.skip_nonfinite(gcx.accumulate_gradients(inside, 2))
+
+    def step(carry, grad):
+        params, state = gcx.apply_gradients(tx, jnp.full(2, grad), carry[1], carry[0])
+        return (params, state), state.skipped_nonfinite
+
+    stream = jnp.ones(24).at[0].set(1e25)
+    start = (jnp.zeros(2), tx.init(jnp.zeros(2)))
+    (params, state), skipped = jax.jit(lambda s: jax.lax.scan(step, s, stream))(start)
+    assert int(skipped[-1]) == 2 and params.all()
+    assert not gcx.nonfinite_leaves((params, state))
+
+
+@pytest.mark.parametrize("extra", [{"flush": None}, {"weight": "mean"}, {"weight": [-np.inf]}])
+def test_extra_arguments_of_another_meaning_are_left_to_the_inner_one(extra):
+    def update(updates, state, params=None, **extra_args):
+        assert extra_args == extra
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    tx = gcx.skip_nonfinite(inner)
+    params = jnp.ones(1)
+    updates, _ = tx.update(params, tx.init(params), params, **extra)
+    assert updates.tolist() == [1.0]
+
+
 @pytest.mark.parametrize("weight", [np.nan, np.inf])
 def test_a_weight_that_is_not_finite_drops_its_micro_batch(weight):
     tx = gcx.skip_nonfinite(gcx.accumulate_gradients(optax.sgd(1.0), 2))
@@ -829,7 +886,7 @@ def test_a_weight_that_is_not_finite_drops_its_micro_batch(weight):
 
 
 def test_a_sum_that_overflows_when_it_is_rounded_is_not_taken():
-    # 2^119 is a quarter of a step at the largest bfloat16: in float32 the sum would be finite.
+    # 2^119 is half a step at the largest bfloat16: in float32 the sum would be finite.
     tx = gcx.skip_nonfinite(
         gcx.accumulate_gradients(optax.sgd(1.0), 2, accumulator_dtype=jnp.bfloat16)
     )

@@ -30,7 +30,7 @@ def all_finite(tree: Tree, axis_name: AxisName) -> Scalar:
     For arrays that are there anyway: XLA may write down what it adds up.
     """
     leaves = counted_leaves(tree)
-    values = [_raised(x) for x in leaves if _is_added_fast(x.dtype)]
+    values = [x for x in leaves if _is_added_fast(x.dtype)]
     flags = [_is_bad(x) for x in leaves if not _is_added_fast(x.dtype)]
     return ~_any_bad(values, flags, axis_name)
 
@@ -161,10 +161,11 @@ def _raised(x: Array) -> Array:
 @functools.partial(jax.jit, static_argnums=2)
 def _any_bad(values: list[Array], flags: list[Array], axis_name: AxisName) -> Scalar:
     """Whether a value is not finite or a flag up, on any device: one all-reduce, no branch."""
-    numbers = blocks_of(values, one_slot(values), 2.0, axis_name, norm_dtype(values))
+    raised = [_raised(x) for x in values]
+    numbers = blocks_of(raised, one_slot(raised), 2.0, axis_name, norm_dtype(raised))
     bits = blocks_of(flags, one_slot(flags), math.inf, axis_name, jnp.bool_)
-    # x - x is 0, and NaN where x is not finite.
-    found = [jnp.isnan(jnp.sum(block.values - block.values)) for block in numbers]
+    # x - x is 0, and NaN where x is not finite; or infinite, where a fused x = a * b overflows.
+    found = [~jnp.isfinite(jnp.sum(block.values - block.values)) for block in numbers]
     # A third faster than `jnp.any`, which XLA on CPU does not vectorize.
     found += [jnp.max(block.values.astype(jnp.uint8), initial=0) > 0 for block in bits]
     if not found:

@@ -14,6 +14,7 @@ from .._checks import (
     check_inexact,
     check_ord,
     check_transformation,
+    is_float0,
 )
 from .._run_if import Gate, gated, run_if
 from .._states import counted
@@ -84,15 +85,15 @@ def skip_nonfinite(
 
     | step | effect |
     | --- | --- |
-    | a NaN or infinity in gradient, loss, update or next state | no update, no change of state |
+    | a NaN or infinity in gradient, loss, weight, update, next state | no update, state unchanged |
     | float16 gradient that overflowed | the same |
     | gradient of 1e20 that makes a second moment infinite | the same |
     | bad steps without end | all skipped; `guard_failed` says so; no NaN is ever let through |
 
     Inside `accumulate_gradients` it drops a window, around it a single micro-batch. Gradients
     that are finite, but whose sum is not, or whose step, are noticed when their window closes: if
-    it refuses two micro-batches in a row, or one at a flush, and the last of them is finite, the
-    window goes as well.
+    it refuses two micro-batches in a row, and the second is finite, the window goes as well; at a
+    flush it goes at once, if it cannot be closed without the micro-batch either.
 
     Args:
         inner: any Optax transformation.
@@ -127,25 +128,30 @@ def skip_nonfinite(
     ) -> Gate:
         check_inexact(name, "updates", updates)
         step = (inner, updates, state.inner_state, params, extra_args, axes)
-        told = extra_args.get("value"), extra_args.get("weight")
+        told = _told(extra_args)
         is_open = is_finite_step(*step) & all_finite(told, axes)
         streak = _streak(state.consecutive_skips, is_open)
 
-        # 1e25 is let into a window whose step is then refused, whatever closes it. So where the
-        # guard refuses a finite micro-batch right after another skip, or at a flush, which the
-        # next one need not be, the window goes.
-        flushes = jnp.asarray(extra_args.get("flush", False)).astype(bool)
-        hopeless = ~is_open & ((state.consecutive_skips > 0) | flushes)
+        def is_lost() -> Scalar:
+            # 1e25 is let into a window whose step is then refused, whatever closes it. So where
+            # the guard refuses a finite micro-batch right after another skip, the window goes;
+            # and at a flush, which the next one need not be, if it is no better without it.
+            again = ~is_open & (state.consecutive_skips > 0)
+            lost = again & look_if(again, lambda: all_finite((updates, told), axes))
+            if "flush" not in extra_args:
+                return lost
+            closed = ~is_open & jnp.asarray(extra_args["flush"]).astype(bool)
+            nothing = jax.tree.map(lambda x: x if is_float0(x) else jnp.zeros_like(x), updates)
+            weightless = {**extra_args, "weight": jnp.float32(0)}
+            without = (inner, nothing, state.inner_state, params, weightless, axes)
+            return lost | (closed & ~look_if(closed, lambda: is_finite_step(*without)))
 
         def close(inner_state: Any, pending: Tree) -> SkipNonfiniteState:
             return SkipNonfiniteState(
                 skipped_nonfinite=counted(state.skipped_nonfinite, ~is_open),
                 consecutive_skips=streak,
                 guard_failed=state.guard_failed | (streak >= limit),
-                inner_state=emptied(
-                    not_updated(inner_state, is_open),
-                    lambda: hopeless & look_if(hopeless, lambda: all_finite((updates, told), axes)),
-                ),
+                inner_state=emptied(not_updated(inner_state, is_open), is_lost),
             )
 
         return Gate(is_open, (), lambda _: (updates, ()), state.inner_state, extra_args, close)
@@ -282,6 +288,13 @@ def _checked(
     hint = "Pass None for no limit."
     check_count(function, "max_consecutive_skips", max_consecutive_skips, hint)
     return max_consecutive_skips, check_axis_name(function, axis_name)
+
+
+def _told(extra_args: dict[str, Any]) -> list[Any]:
+    """The loss, and what can be the weight of a micro-batch."""
+    weight = extra_args.get("weight")
+    is_number = isinstance(weight, (float, np.generic, np.ndarray, jax.Array))
+    return [extra_args.get("value"), weight if is_number and np.ndim(weight) == 0 else None]
 
 
 def _streak(count: Scalar, is_open: Scalar) -> Scalar:
