@@ -41,7 +41,8 @@ def _each_window(change: Callable[[Any], Any], state: Any) -> Any:
     """The state with all its windows changed, those inside another one too."""
 
     def is_window(node: Any) -> bool:
-        return isinstance(node, tuple) and hasattr(node, "mini_step")
+        fields = getattr(node, "_fields", ())
+        return "mini_step" in fields and "acc_grads" in fields
 
     def visit(node: Any) -> Any:
         if not is_window(node):
