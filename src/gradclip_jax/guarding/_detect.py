@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -85,6 +86,13 @@ def _is_finite_behind(
 
     gate = gated_update.gate(grads, state, params, extra_args)
     return look_if(gate.is_open, look_inside)
+
+
+def what_is_told(extra_args: dict[str, Any]) -> list[Any]:
+    """The loss, and what can be the weight of a micro-batch."""
+    weight = extra_args.get("weight")
+    is_number = isinstance(weight, (float, np.generic, np.ndarray, jax.Array))
+    return [extra_args.get("value"), weight if is_number and np.ndim(weight) == 0 else None]
 
 
 def look_if(predicate: Array, look: Callable[[], Scalar]) -> Scalar:

@@ -21,7 +21,7 @@ from .._states import counted
 from .._types import TWO, AxisName, Count, Order, Scalar, Tree
 from ..clipping._norm import counted_leaves, joint_norm
 from ..clipping._rule import apply_rules, as_rule, check_params, first_state
-from ._detect import all_finite, is_finite_step, look_if
+from ._detect import all_finite, is_finite_step, look_if, what_is_told
 from ._window import emptied, not_updated
 
 _RELEARN_AFTER = np.int32(25)  # NumPy, so that `optax.inject_hyperparams` leaves it alone
@@ -128,7 +128,7 @@ def skip_nonfinite(
     ) -> Gate:
         check_inexact(name, "updates", updates)
         step = (inner, updates, state.inner_state, params, extra_args, axes)
-        told = _told(extra_args)
+        told = what_is_told(extra_args)
         is_open = is_finite_step(*step) & all_finite(told, axes)
         streak = _streak(state.consecutive_skips, is_open)
 
@@ -288,13 +288,6 @@ def _checked(
     hint = "Pass None for no limit."
     check_count(function, "max_consecutive_skips", max_consecutive_skips, hint)
     return max_consecutive_skips, check_axis_name(function, axis_name)
-
-
-def _told(extra_args: dict[str, Any]) -> list[Any]:
-    """The loss, and what can be the weight of a micro-batch."""
-    weight = extra_args.get("weight")
-    is_number = isinstance(weight, (float, np.generic, np.ndarray, jax.Array))
-    return [extra_args.get("value"), weight if is_number and np.ndim(weight) == 0 else None]
 
 
 def _streak(count: Scalar, is_open: Scalar) -> Scalar:
