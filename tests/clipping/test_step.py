@@ -103,6 +103,8 @@ def test_known_norm_is_used_and_not_computed_again():
     text = hlo.compiled(lambda g, n: gcx.clip_grad_norm(g, 1.0, norm=n), big(), 10.0)
     for operation in ("reduce", "reduce-window", "dot"):
         assert hlo.count(text, operation, branches=True) == 0
+    # That of the factor on CPU, none of a norm that is taken again.
+    assert hlo.count(text, "conditional", branches=True) <= 1
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA fuses there is its own affair")

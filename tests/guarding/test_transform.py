@@ -92,6 +92,18 @@ def feed(tx, norms):
     return np.asarray(skipped), jax.tree.map(np.asarray, state)
 
 
+def train(tx, stream):
+    """Takes a step on a gradient of each number; the parameters and skips so far, last state."""
+
+    def step(carry, grad):
+        params, state = gcx.apply_gradients(tx, jnp.full(2, grad), carry[1], carry[0])
+        return (params, state), (params, state.skipped_nonfinite)
+
+    start = (jnp.zeros(2), tx.init(jnp.zeros(2)))
+    (_, state), (params, skipped) = jax.jit(lambda s: jax.lax.scan(step, s, stream))(start)
+    return params, skipped, state
+
+
 # What a skip is
 
 
@@ -764,16 +776,9 @@ ACCUMULATIONS = {
 def test_a_window_whose_step_would_not_be_finite_does_not_lock_up(inner, bad):
     # 1e25 is finite and so is the mean of its window, but not its square in Adam. The guard
     # cannot know before the window closes; then the window has to go, or it refuses for ever.
-    tx = gcx.skip_nonfinite(inner)
-
-    def step(carry, grad):
-        params, state = gcx.apply_gradients(tx, jnp.full(2, grad), carry[1], carry[0])
-        return (params, state), state.skipped_nonfinite
-
     stream = jnp.ones(16).at[bad].set(1e25)
-    start = (jnp.zeros(2), tx.init(jnp.zeros(2)))
-    (params, state), skipped = jax.jit(lambda s: jax.lax.scan(step, s, stream))(start)
-    assert not gcx.nonfinite_leaves((params, state.inner_state)) and params.all()
+    params, skipped, state = train(gcx.skip_nonfinite(inner), stream)
+    assert not gcx.nonfinite_leaves((params[-1], state.inner_state)) and params[-1].all()
     # At the end of the window it goes alone; before, it takes the window and one more with it.
     assert skipped[-1] == (1 if bad == 3 else 2)
     assert state.consecutive_skips == 0
@@ -784,14 +789,7 @@ def test_a_window_whose_sum_overflows_does_not_lock_up():
     # sum is, when the window closes: the last batch of it is refused, the next one too, and then
     # the window goes.
     tx = gcx.skip_nonfinite(gcx.accumulate_gradients(optax.sgd(0.1), 4))
-
-    def step(carry, grad):
-        params, state = gcx.apply_gradients(tx, jnp.full(2, grad), carry[1], carry[0])
-        return (params, state), (params, state.skipped_nonfinite)
-
-    stream = jnp.ones(16).at[1:3].set(3e38)
-    start = (jnp.zeros(2), tx.init(jnp.zeros(2)))
-    (_, state), (params, skipped) = jax.jit(lambda s: jax.lax.scan(step, s, stream))(start)
+    params, skipped, state = train(tx, jnp.ones(16).at[1:3].set(3e38))
     steps = np.repeat([0, 1, 2], [8, 4, 4])
     np.testing.assert_allclose(params, -0.1 * np.stack([steps, steps], 1), rtol=1e-6)
     assert skipped.tolist() == [0] * 3 + [1] + [2] * 12
@@ -850,16 +848,9 @@ def test_a_window_of_optax_that_is_lost_starts_from_zero(use_grad_mean):
 def test_a_window_inside_a_window_that_is_lost_goes_too():
     inside = gcx.accumulate_gradients(optax.adam(0.1), 2)
     tx = gcx.skip_nonfinite(gcx.accumulate_gradients(inside, 2))
-
-    def step(carry, grad):
-        params, state = gcx.apply_gradients(tx, jnp.full(2, grad), carry[1], carry[0])
-        return (params, state), state.skipped_nonfinite
-
-    stream = jnp.ones(24).at[0].set(1e25)
-    start = (jnp.zeros(2), tx.init(jnp.zeros(2)))
-    (params, state), skipped = jax.jit(lambda s: jax.lax.scan(step, s, stream))(start)
-    assert int(skipped[-1]) == 2 and params.all()
-    assert not gcx.nonfinite_leaves((params, state))
+    params, skipped, state = train(tx, jnp.ones(24).at[0].set(1e25))
+    assert int(skipped[-1]) == 2 and params[-1].all()
+    assert not gcx.nonfinite_leaves((params[-1], state))
 
 
 @pytest.mark.parametrize("extra", [{"flush": None}, {"weight": "mean"}, {"weight": [-np.inf]}])

@@ -18,7 +18,7 @@ from jax import lax
 
 from .._checks import is_traced
 from .._mesh import max_over
-from .._run_if import GatedUpdate
+from .._run_if import Gate, GatedUpdate
 from .._types import Array, AxisName, Scalar, Tree
 from ..clipping._layout import blocks_of, one_slot
 from ..clipping._norm import counted_leaves, has_norm, norm_dtype
@@ -51,9 +51,9 @@ def is_finite_step(
     """
 
     def look_ahead() -> Scalar:
-        step = (grads, state, params, extra_args)
         if isinstance(tx.update, GatedUpdate):
-            return _is_finite_behind(tx.update, *step, axis_name)
+            gate = functools.partial(tx.update.gate, grads, state, params, extra_args)
+            return _is_finite_behind(gate, tx.update.inner, params, axis_name)
         update = optax.with_extra_args_support(tx).update
         updates, next_state = update(grads, state, params, **extra_args)
         states = _without_thresholds(next_state), _without_thresholds(state)
@@ -64,11 +64,9 @@ def is_finite_step(
 
 
 def _is_finite_behind(
-    gated_update: GatedUpdate,
-    grads: Tree,
-    state: Any,
+    gate: Callable[[], Gate],
+    inner: optax.GradientTransformation,
     params: Tree,
-    extra_args: dict[str, Any],
     axis_name: AxisName,
 ) -> Scalar:
     """Whether the step behind a gate is finite, and what is pending, where the gate is open.
@@ -78,14 +76,13 @@ def _is_finite_behind(
 
     def look_inside() -> Scalar:
         # Once more, or what is pending would be written down for it at every step.
-        gate = gated_update.gate(grads, state, params, extra_args)
-        seen, _ = gate.grads(gate.pending)
-        inside = (gated_update.inner, seen, gate.inner_state, params, gate.extra_args, axis_name)
+        now = gate()
+        seen, _ = now.grads(now.pending)
+        inside = (inner, seen, now.inner_state, params, now.extra_args, axis_name)
         # The gradient may be made of a sum that XLA has not rounded, the sum itself is.
-        return _none_bad([(gate.pending, gate.pending)], axis_name) & is_finite_step(*inside)
+        return _none_bad([(now.pending, now.pending)], axis_name) & is_finite_step(*inside)
 
-    gate = gated_update.gate(grads, state, params, extra_args)
-    return look_if(gate.is_open, look_inside)
+    return look_if(gate().is_open, look_inside)
 
 
 def what_is_told(extra_args: dict[str, Any]) -> list[Any]:
