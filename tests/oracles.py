@@ -114,7 +114,7 @@ def adaptive_grad_clip(
     return clipped
 
 
-def clip_by_value(leaves: Sequence, low: float, high: float) -> list[np.ndarray]:
+def clip(leaves: Sequence, low: float, high: float) -> list[np.ndarray]:
     return [np.clip(wide(x), low, high) for x in leaves]
 
 

@@ -9,7 +9,7 @@ SGD = optax.sgd(0.5)
 # Name to a maker, which is told the mapped axes where types do not tell them. Wrappers are given
 # an inner optimizer, `u_clip` a clip.
 TRANSFORMATIONS = {
-    "clip_by_value": lambda **_: gcx.clip_by_value(0.5),
+    "clip": lambda **_: gcx.clip(0.5),
     "clip_by_global_norm": lambda **axes: gcx.clip_by_global_norm(1.0, **axes),
     "clip_by_leaf_norm": lambda **axes: gcx.clip_by_leaf_norm(1.0, **axes),
     "clip_by_group_norm": lambda **axes: gcx.clip_by_group_norm(
@@ -18,7 +18,6 @@ TRANSFORMATIONS = {
     "clip_by_block_rms": lambda **axes: gcx.clip_by_block_rms(0.5, **axes),
     "adaptive_grad_clip": lambda **_: gcx.adaptive_grad_clip(0.1),
     "zero_large_norm": lambda **axes: gcx.zero_large_norm(100.0, **axes),
-    "agc": lambda **_: gcx.agc(),
     "autoclip": lambda **axes: gcx.autoclip(window=8, **axes),
     "zclip": lambda **axes: gcx.zclip(warmup_steps=2, **axes),
     "adagc": lambda **axes: gcx.adagc(warmup_steps=2, **axes),

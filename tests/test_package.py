@@ -17,14 +17,14 @@ each_module = pytest.mark.parametrize(
 )
 
 # Each part may import the parts it names, and itself. `__init__` may import everything.
-FOUNDATION = {"_types", "_checks", "_mesh", "_run_if", "_states", "_plain"}
+FOUNDATION = {"_types", "_checks", "_mesh", "_run_if", "_states", "_serialize"}
 MAY_IMPORT = {
     "_types": set(),
     "_checks": {"_types"},
     "_mesh": {"_types", "_checks"},
     "_states": {"_types"},
     "_run_if": {"_types", "_checks", "_mesh"},
-    "_plain": {"_types", "_checks"},
+    "_serialize": {"_types", "_checks"},
     "clipping": FOUNDATION,
     "accumulation": FOUNDATION | {"clipping"},
     "adaptive": FOUNDATION | {"clipping", "accumulation"},

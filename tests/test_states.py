@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import gradclip_jax as gcx
-from gradclip_jax._states import counted, find_states, replace_states
+from gradclip_jax._states import find_states, increment_where, replace_states
 from gradclip_jax.accumulation._state import AccumulationState
 from gradclip_jax.clipping._step import ClipState
 from gradclip_jax.guarding._transform import SkipLargeNormState, SkipNonfiniteState
@@ -92,10 +92,10 @@ def test_nothing_is_replaced_where_there_is_nothing():
 @pytest.mark.parametrize("count", [0, 5, np.iinfo(np.int32).max - 1, np.iinfo(np.int32).max])
 def test_a_counter_saturates(count, happened):
     expected = min(count + happened, np.iinfo(np.int32).max)
-    for run in (counted, jax.jit(counted)):
+    for run in (increment_where, jax.jit(increment_where)):
         new = run(jnp.int32(count), jnp.array(happened))
         assert new == expected and new.dtype == jnp.int32
 
 
 def test_a_counter_counts_without_a_condition():
-    assert counted(jnp.array([1, 2])).tolist() == [2, 3]
+    assert increment_where(jnp.array([1, 2])).tolist() == [2, 3]

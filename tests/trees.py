@@ -85,7 +85,7 @@ TREES: dict[str, Callable[[], Any]] = {
     "many": lambda: {f"leaf{i}": normal((i % 5 + 1,), "bfloat16", seed=i) for i in range(2_000)},
 }
 
-# Optax has no `clip_by_value` or unit-wise norm for everything: what a test may leave out.
+# Optax has no `clip` or unit-wise norm for everything: what a test may leave out.
 WITH_COMPLEX = frozenset({"mixed_dtypes", "complex"})
 SLOW_TO_COMPILE = frozenset({"many"})
 

@@ -12,13 +12,12 @@ from .accumulation._state import accumulation_stats as accumulation_stats
 from .accumulation._state import flush as flush
 from .accumulation._state import has_updated as has_updated
 from .accumulation._state import reset_accumulation as reset_accumulation
-from .adaptive._carry import u_clip as u_clip
-from .adaptive._levels import stable_spam_clip as stable_spam_clip
+from .adaptive._u_clip import u_clip as u_clip
+from .adaptive._stable_spam import stable_spam_clip as stable_spam_clip
 from .adaptive._moment import acclip as acclip
 from .adaptive._moment import spam_clip as spam_clip
-from .adaptive._optimizer import stable_adamw as stable_adamw
+from .adaptive._stable_adamw import stable_adamw as stable_adamw
 from .adaptive._transform import adagc as adagc
-from .adaptive._transform import agc as agc
 from .adaptive._transform import autoclip as autoclip
 from .adaptive._transform import quantile_clip as quantile_clip
 from .adaptive._transform import zclip as zclip
@@ -31,7 +30,7 @@ from .clipping._transform import clip_by_block_rms as clip_by_block_rms
 from .clipping._transform import clip_by_global_norm as clip_by_global_norm
 from .clipping._transform import clip_by_group_norm as clip_by_group_norm
 from .clipping._transform import clip_by_leaf_norm as clip_by_leaf_norm
-from .clipping._transform import clip_by_value as clip_by_value
+from .clipping._transform import clip as clip
 from .clipping._transform import zero_large_norm as zero_large_norm
 from .guarding._transform import skip_large_norm as skip_large_norm
 from .guarding._transform import skip_nonfinite as skip_nonfinite

@@ -20,7 +20,7 @@ from ._types import AxisName, Tree
 _SHOWN = 5  # bad leaves listed in a message before it only counts them
 
 
-def complaint(function: str, argument: str, rule: str, got: object, hint: str) -> str:
+def error_message(function: str, argument: str, rule: str, got: object, hint: str) -> str:
     """Words one message."""
     return f"{function}: `{argument}` must be {rule}, got {got}. {hint}"
 
@@ -72,16 +72,16 @@ def check_number(
         is_number = jnp.issubdtype(value.dtype, jnp.number)
     if not is_number or np.ndim(value) != 0:
         got = describe(value) if hasattr(value, "dtype") else repr(value)
-        raise TypeError(complaint(function, argument, rule, got, hint))
+        raise TypeError(error_message(function, argument, rule, got, hint))
     if jnp.issubdtype(jnp.result_type(value), jnp.complexfloating):
-        raise TypeError(complaint(function, argument, rule, describe(value), hint))
+        raise TypeError(error_message(function, argument, rule, describe(value), hint))
     if is_traced(value):
         return
     known = float(value)
     if or_nan and math.isnan(known):
         return
     if not ((low <= known if closed else low < known) and known <= high):
-        raise ValueError(complaint(function, argument, rule, repr(value), hint))
+        raise ValueError(error_message(function, argument, rule, repr(value), hint))
 
 
 def check_count(function: str, argument: str, value: Any, hint: str, *, low: int = 1) -> None:
@@ -89,14 +89,14 @@ def check_count(function: str, argument: str, value: Any, hint: str, *, low: int
     rule = f"an integer >= {low}"
     is_integer = hasattr(value, "__index__") or hasattr(value, "dtype")
     if not is_integer or isinstance(value, (bool, np.bool_)) or np.ndim(value) != 0:
-        raise TypeError(complaint(function, argument, rule, repr(value), hint))
+        raise TypeError(error_message(function, argument, rule, repr(value), hint))
     if not jnp.issubdtype(jnp.result_type(value), jnp.integer):
-        raise TypeError(complaint(function, argument, rule, repr(value), hint))
+        raise TypeError(error_message(function, argument, rule, repr(value), hint))
     if not is_traced(value) and int(value) < low:
-        raise ValueError(complaint(function, argument, rule, repr(value), hint))
+        raise ValueError(error_message(function, argument, rule, repr(value), hint))
     if not is_traced(value) and int(value) > np.iinfo(np.int32).max:
         rule = "an integer that fits 32 bit"  # what the counters of states are
-        raise ValueError(complaint(function, argument, rule, repr(value), hint))
+        raise ValueError(error_message(function, argument, rule, repr(value), hint))
 
 
 def check_dtype(function: str, argument: str, value: Any) -> None:
@@ -107,21 +107,23 @@ def check_dtype(function: str, argument: str, value: Any) -> None:
         is_floating = False
     if not is_floating:
         hint = "Pass jnp.float32, or jnp.bfloat16 to save memory."
-        raise TypeError(complaint(function, argument, "a real floating dtype", repr(value), hint))
+        raise TypeError(
+            error_message(function, argument, "a real floating dtype", repr(value), hint)
+        )
 
 
 def check_choice(function: str, argument: str, value: Any, choices: tuple[str, ...]) -> None:
     """Refuses a word outside `choices`."""
     if value not in choices:
         rule = "one of " + ", ".join(map(repr, choices))
-        raise ValueError(complaint(function, argument, rule, repr(value), "Pick one of them."))
+        raise ValueError(error_message(function, argument, rule, repr(value), "Pick one of them."))
 
 
 def check_ord(function: str, ord: Any) -> float:
     """The order of a norm as a static Python float."""
     if is_traced(ord) or isinstance(ord, jax.Array):
         hint = "Under `optax.inject_hyperparams` pass `static_args=('ord',)`."
-        raise TypeError(complaint(function, "ord", "a static number > 0", describe(ord), hint))
+        raise TypeError(error_message(function, "ord", "a static number > 0", describe(ord), hint))
     check_number(function, "ord", ord, "Pass 1, 2, any other order > 0, or `jnp.inf`.")
     return float(ord)
 
@@ -134,14 +136,14 @@ def check_axis_name(function: str, axis_name: Any) -> AxisName:
     if not all(isinstance(name, str) for name in names):
         rule = "a string, a tuple of strings or None"
         hint = "Name the mapped axes over which the leaves are sharded."
-        raise TypeError(complaint(function, "axis_name", rule, repr(axis_name), hint))
+        raise TypeError(error_message(function, "axis_name", rule, repr(axis_name), hint))
     return names
 
 
 def check_callable(function: str, argument: str, value: Any, hint: str) -> None:
     """Refuses what cannot be called."""
     if not callable(value):
-        raise TypeError(complaint(function, argument, "callable", repr(value), hint))
+        raise TypeError(error_message(function, argument, "callable", repr(value), hint))
 
 
 def check_transformation(function: str, argument: str, value: Any) -> None:
@@ -149,7 +151,7 @@ def check_transformation(function: str, argument: str, value: Any) -> None:
     if not isinstance(value, optax.GradientTransformation):
         hint = "Pass an Optax optimizer such as `optax.adamw(1e-3)`."
         rule = "an `optax.GradientTransformation`"
-        raise TypeError(complaint(function, argument, rule, repr(value), hint))
+        raise TypeError(error_message(function, argument, rule, repr(value), hint))
 
 
 def check_inexact(function: str, argument: str, tree: Tree, *, real: bool = False) -> None:
@@ -177,23 +179,23 @@ def check_same_structure(function: str, argument: str, tree: Tree, like: str, ot
         if path != other_path:
             place, other_place = leaf_path(argument, path), leaf_path(like, other_path)
             got = f"{place} where {other_place} was expected"
-            raise TypeError(complaint(function, argument, rule, got, hint))
+            raise TypeError(error_message(function, argument, rule, got, hint))
         if np.shape(leaf) != np.shape(other_leaf):
             got = f"{describe(leaf)} at {leaf_path(argument, path)}"
             got += f", expected shape {list(np.shape(other_leaf))}"
-            raise TypeError(complaint(function, argument, rule, got, hint))
+            raise TypeError(error_message(function, argument, rule, got, hint))
     if len(ours) != len(theirs):
         more, name = (ours, argument) if len(ours) > len(theirs) else (theirs, like)
         place = leaf_path(name, more[min(len(ours), len(theirs))][0])
         got = f"{len(ours)} leaves for {len(theirs)}, the first unmatched one {place}"
-        raise TypeError(complaint(function, argument, rule, got, hint))
+        raise TypeError(error_message(function, argument, rule, got, hint))
 
 
 def check_state(function: str, state: Any, kind: type) -> None:
     """Refuses no state where the last steps are remembered."""
     if state is None:
         hint = "Call `init(params)` first: earlier steps are remembered."
-        raise ValueError(complaint(function, "state", f"a `{kind.__name__}`", "None", hint))
+        raise ValueError(error_message(function, "state", f"a `{kind.__name__}`", "None", hint))
 
 
 def check_axis(function: str, axis: Any) -> None:
@@ -202,7 +204,7 @@ def check_axis(function: str, axis: Any) -> None:
     if not all(hasattr(a, "__index__") and not isinstance(a, bool) for a in axes):
         hint = "Pass for example 0, or (0, 1), or None for the choice by rank."
         rule = "an integer, a sequence of integers or None"
-        raise TypeError(complaint(function, "axis", rule, repr(axis), hint))
+        raise TypeError(error_message(function, "axis", rule, repr(axis), hint))
 
 
 def broadcast_prefix(
@@ -228,5 +230,5 @@ def broadcast_prefix(
         for place, _ in reversed(wanted):
             if not any(place[: len(path)] == path for path, _ in given):
                 got = f"no entry for {leaf_path(like, place)}"
-        raise TypeError(complaint(function, argument, rule, got, hint)) from None
+        raise TypeError(error_message(function, argument, rule, got, hint)) from None
     return entries

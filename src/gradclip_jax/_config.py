@@ -14,14 +14,14 @@ from typing import Any, Final, TypeAlias
 import optax
 
 from . import thresholds
-from ._checks import check_choice, check_transformation, complaint
-from ._plain import check_arguments, from_plain, to_plain
+from ._checks import check_choice, check_transformation, error_message
+from ._serialize import check_arguments, from_plain, to_plain
 from .accumulation import _transform as accumulation
-from .adaptive import _carry as carry
-from .adaptive import _levels as levels
 from .adaptive import _moment as moment
-from .adaptive import _optimizer as optimizer
+from .adaptive import _stable_adamw as optimizer
+from .adaptive import _stable_spam as levels
 from .adaptive import _transform as adaptive
+from .adaptive import _u_clip as carry
 from .clipping import _transform as clipping
 from .guarding import _transform as guarding
 from .monitoring import _record as monitoring
@@ -34,9 +34,9 @@ def _table(*constructors: Callable[..., Any]) -> Table:
 
 
 _TRANSFORMATIONS: Final = _table(
-    *(clipping.clip_by_value, clipping.clip_by_global_norm, clipping.clip_by_leaf_norm),
+    *(clipping.clip, clipping.clip_by_global_norm, clipping.clip_by_leaf_norm),
     *(clipping.clip_by_group_norm, clipping.clip_by_block_rms, clipping.zero_large_norm),
-    *(adaptive.adaptive_grad_clip, adaptive.agc, adaptive.autoclip, adaptive.zclip),
+    *(adaptive.adaptive_grad_clip, adaptive.autoclip, adaptive.zclip),
     *(adaptive.adagc, adaptive.quantile_clip, carry.u_clip, moment.acclip, moment.spam_clip),
     *(levels.stable_spam_clip, optimizer.stable_adamw, accumulation.accumulate_gradients),
     *(guarding.skip_nonfinite, guarding.skip_large_norm, monitoring.record_norms),
@@ -113,7 +113,7 @@ class TransformConfig:
         if not isinstance(values, Mapping) or "name" not in values:
             rule, hint = "a mapping with the key 'name'", "Write it as `to_dict` does."
             function = "TransformConfig.from_dict"
-            raise TypeError(complaint(function, "values", rule, repr(values), hint))
+            raise TypeError(error_message(function, "values", rule, repr(values), hint))
         return cls(values["name"], {key: x for key, x in values.items() if key != "name"})
 
 
@@ -128,10 +128,12 @@ def _call(table: Table, values: Mapping[str, Any], *, inner: Any = None, dry: bo
     required = [key for key, x in parameters.items() if x.default is x.empty and key not in wraps]
     for key in required:
         if key not in given:
-            raise ValueError(complaint(name, key, "given", "nothing", "Add it to the arguments."))
+            raise ValueError(
+                error_message(name, key, "given", "nothing", "Add it to the arguments.")
+            )
     if inner is not None and not wraps:
         hint = "Join the two with `optax.chain`."
-        raise ValueError(complaint(name, "inner", "left out", "a transformation", hint))
+        raise ValueError(error_message(name, "inner", "left out", "a transformation", hint))
 
     def make(key: str, call: Mapping[str, Any]) -> Any:
         if key in wraps:
@@ -140,7 +142,7 @@ def _call(table: Table, values: Mapping[str, Any], *, inner: Any = None, dry: bo
 
     # Labels are words: what looks like a call there is a tree with a parameter called "name".
     arguments = {
-        key: from_plain(x, None if key == "labels" else functools.partial(make, key))
+        key: from_plain(x, None if key == "param_labels" else functools.partial(make, key))
         for key, x in given.items()
     }
     if dry:
@@ -148,6 +150,6 @@ def _call(table: Table, values: Mapping[str, Any], *, inner: Any = None, dry: bo
     for key in wraps - given.keys():
         if inner is None:
             hint = "Pass it to `build`, or name it in the arguments."
-            raise ValueError(complaint(name, key, "given", "nothing", hint))
+            raise ValueError(error_message(name, key, "given", "nothing", hint))
         arguments[key] = inner
     return table[name](**arguments)

@@ -29,7 +29,7 @@ def shard_axes(x: Any, axis_name: AxisName) -> frozenset[str]:
     return varying_axes(x) | silent
 
 
-def replication(axes: frozenset[str], everywhere: frozenset[str]) -> int:
+def replica_count(axes: frozenset[str], everywhere: frozenset[str]) -> int:
     """How many devices along `everywhere` hold the same value, if it varies over `axes`."""
     copies = 1
     for name in everywhere - axes:
@@ -43,7 +43,7 @@ def is_joinable(x: Any) -> bool:
     return mesh.empty or all(kind == AxisType.Manual for kind in mesh.axis_types)
 
 
-def gathered(x: Array) -> Array:
+def reshard_replicated(x: Array) -> Array:
     """The same value, whole on each device where its type says how it is sharded.
 
     Arrays that are sharded in different ways cannot be joined under explicit axes.
@@ -54,7 +54,7 @@ def gathered(x: Array) -> Array:
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
-def replicated(x: Array, beside: Any) -> Array:
+def constrain_replicated(x: Array, beside: Any) -> Array:
     """The same value, whole on each device of the mesh of another array, if XLA shards that.
 
     Said of a small array, it keeps XLA from sharding a large one after it.

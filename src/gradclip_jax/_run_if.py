@@ -181,7 +181,7 @@ def apply_gradients(
     if not isinstance(gated_update, GatedUpdate):
         update = optax.with_extra_args_support(tx).update
         updates, state = update(grads, state, params, **extra_args)
-        return _moved(params, updates), state
+        return _apply_updates(params, updates), state
     inner = gated_update.inner
     now = gated_update.gate(grads, state, params, extra_args)
 
@@ -195,7 +195,7 @@ def apply_gradients(
     return params, now.close(inner_state, pending)
 
 
-def _moved(params: Tree, updates: Tree) -> Tree:
+def _apply_updates(params: Tree, updates: Tree) -> Tree:
     """`optax.apply_updates`, which cannot add a float0: a parameter without gradient stays."""
 
     def addend(update: Any, param: Any) -> Any:

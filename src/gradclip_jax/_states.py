@@ -10,7 +10,7 @@ import optax
 from ._types import Array
 
 
-def counted(count: Array, happened: Array | bool = True) -> Array:
+def increment_where(count: Array, happened: Array | bool = True) -> Array:
     """A counter one higher where something happened; it saturates instead of wrapping."""
     return jnp.where(happened, jnp.asarray(optax.safe_increment(count)), count)
 

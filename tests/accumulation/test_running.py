@@ -16,7 +16,7 @@ from gradclip_jax.accumulation._running import (
     accumulator_like,
     add_weighted,
     as_weight,
-    read_out,
+    window_gradient,
 )
 
 FIRST, LATER = jnp.array(True), jnp.array(False)
@@ -57,7 +57,7 @@ def test_nodes_without_leaves_and_integer_parameters_pass_through():
     assert acc["n"].shape == () and acc["n"].dtype == jnp.float32
     grads = {**params, "n": np.zeros((3,), jax.dtypes.float0)}
     acc = add_weighted(acc, grads, None, FIRST)
-    out = read_out(acc, grads, jnp.float32(1), mean=True)
+    out = window_gradient(acc, grads, jnp.float32(1), mean=True)
     assert out["n"].dtype == jax.dtypes.float0
     np.testing.assert_array_equal(out["a"], jnp.ones(2))
 
@@ -93,7 +93,7 @@ def test_two_thousand_bfloat16_gradients_add_up_to_float32_precision():
 def test_float16_gradients_may_add_up_beyond_float16():
     acc, weight = window([jnp.float16([6e4])] * 4, [1, 1, 1, 1])
     np.testing.assert_array_equal(acc, np.float32([4 * 6e4]))
-    np.testing.assert_array_equal(read_out(acc, acc, weight, mean=True), np.float32([6e4]))
+    np.testing.assert_array_equal(window_gradient(acc, acc, weight, mean=True), np.float32([6e4]))
 
 
 @hypothesis.settings(derandomize=True, max_examples=40, deadline=None)
@@ -107,7 +107,7 @@ def test_read_out_is_the_weighted_mean_or_sum(dtype, weights, seed, mean):
     hypothesis.assume(sum(weights) > 0)
     grads = [{"a": trees.normal((4,), dtype, seed=seed + i)} for i in range(len(weights))]
     acc, total = window(grads, weights)
-    out = np.asarray(read_out(acc, grads[0], total, mean=mean)["a"])
+    out = np.asarray(window_gradient(acc, grads[0], total, mean=mean)["a"])
     terms = [w * oracles.wide(g["a"]) for w, g in zip(weights, grads, strict=True)]
     divisor = sum(weights) if mean else 1
     # Each product, sum and quotient rounds once, to half an eps of the largest partial sum.

@@ -26,7 +26,7 @@ def gradients(seed, params):
     return jax.tree.map(lambda p: trees.normal(p.shape, p.dtype, seed=seed), params)
 
 
-def filled(params, value):
+def bias_correction(params, value):
     return jax.tree.map(lambda p: jnp.full_like(p, value), params)
 
 
@@ -236,10 +236,10 @@ def test_small_bfloat16_gradients_are_not_lost_in_a_long_window():
     params = {"w": jnp.zeros((2,), jnp.bfloat16)}
     tx = gcx.accumulate_gradients(optax.sgd(1.0), 257, reduction="sum")
     state = tx.init(params)
-    _, state = tx.update(filled(params, 1.0), state, params)
+    _, state = tx.update(bias_correction(params, 1.0), state, params)
     update = jax.jit(tx.update)
     for _ in range(256):
-        updates, state = update(filled(params, 2.0**-9), state, params)
+        updates, state = update(bias_correction(params, 2.0**-9), state, params)
     np.testing.assert_array_equal(updates["w"], jnp.full((2,), -1.5, jnp.bfloat16))
 
 
@@ -314,7 +314,7 @@ def test_a_nan_micro_batch_of_zero_weight_counts_but_adds_nothing(place):
     params = params_like()
     grads = [gradients(i, params) for i in range(3)]
     weights = [1.0, 2.0, 3.0]
-    grads[place], weights[place] = filled(params, jnp.nan), 0.0
+    grads[place], weights[place] = bias_correction(params, jnp.nan), 0.0
     tx = gcx.accumulate_gradients(optax.identity(), 3)
     updates, states = run(tx, params, grads, [{"weight": jnp.float32(w)} for w in weights])
     assert emissions(states) == [False, False, True]
@@ -327,7 +327,7 @@ def test_a_window_of_zero_weight_emits_nothing_and_leaves_the_inner_state_alone(
     seen, params = [], params_like()
     tx = gcx.accumulate_gradients(optax.chain(optax.adam(0.1), watcher(seen)), 2)
     grads = [gradients(i, params) for i in range(6)]
-    grads[2] = grads[3] = filled(params, jnp.nan)
+    grads[2] = grads[3] = bias_correction(params, jnp.nan)
     extra = [{"weight": jnp.float32(w)} for w in (1, 1, 0, 0, 1, 1)]
     updates, states = run(tx, params, grads, extra)
     jax.effects_barrier()
@@ -349,7 +349,7 @@ def test_a_bad_micro_batch_spoils_only_its_own_window(bad, place):
     params = params_like()
     grads = [gradients(i, params) for i in range(6)]
     clean = list(grads)
-    grads[place] = filled(params, bad)
+    grads[place] = bias_correction(params, bad)
     tx = gcx.accumulate_gradients(optax.sgd(0.1), 3)
     updates, _ = run(tx, params, grads)
     wanted, _ = run(tx, params, clean)
@@ -370,7 +370,7 @@ def test_a_nan_weight_spoils_only_its_own_window():
 def test_a_guard_inside_drops_the_window():
     params = params_like()
     grads = [gradients(i, params) for i in range(6)]
-    grads[1] = filled(params, jnp.nan)
+    grads[1] = bias_correction(params, jnp.nan)
     tx = gcx.accumulate_gradients(gcx.skip_nonfinite(optax.adam(0.1)), 3)
     updates, states = run(tx, params, grads)
     assert is_zero(updates[:3])
@@ -396,7 +396,7 @@ def test_a_guard_outside_drops_the_micro_batch_alone(by_value):
     if by_value:
         values[1] = {"value": jnp.float32(jnp.nan)}
     else:
-        grads[1] = filled(params, jnp.nan)
+        grads[1] = bias_correction(params, jnp.nan)
     tx = gcx.skip_nonfinite(gcx.accumulate_gradients(optax.adam(0.1), 3))
     updates, states = run(tx, params, grads, values)
     wanted, _ = run(gcx.accumulate_gradients(optax.adam(0.1), 3), params, good)
@@ -444,9 +444,9 @@ def test_flush_emits_the_open_window_by_its_weights():
 def test_flush_of_a_sum_is_the_sum_so_far():
     params = params_like()
     tx = gcx.accumulate_gradients(optax.identity(), 5, reduction="sum")
-    _, states = run(tx, params, [filled(params, 1.5)] * 2)
+    _, states = run(tx, params, [bias_correction(params, 1.5)] * 2)
     updates, _ = gcx.flush(tx, states[-1], params)
-    chex.assert_trees_all_equal(updates, filled(params, 3.0))
+    chex.assert_trees_all_equal(updates, bias_correction(params, 3.0))
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -585,7 +585,7 @@ def test_accumulated_gradients_of_an_empty_window_is_an_error_on_the_host_and_ze
         _, states = run(tx, params, [params] * 2)
         state = states[-1]
     if case == "zero weight":
-        _, state = tx.update(filled(params, jnp.nan), state, params, weight=0)
+        _, state = tx.update(bias_correction(params, jnp.nan), state, params, weight=0)
     message = (
         "accumulated_gradients: `state` must be a state with an open window, got an empty one. "
         "Call `update` with a micro-batch first."
@@ -688,12 +688,12 @@ def test_differentiable_through_update_in_both_modes(emits):
         updates, state_after = tx.update(grads, state, params, weight=weight)
         return sum(jnp.sum(u) for u in jax.tree.leaves((updates, state_after.acc_grads)))
 
-    zero, weight = filled(params, 0.0), jnp.float32(3)
+    zero, weight = bias_correction(params, 0.0), jnp.float32(3)
     grads = jax.jit(jax.grad(out))(zero, weight)
     # Emitted: the mean, of which 3/4 is ours, less half of it in the update. Held: the sum.
     wanted = (1 - 0.5) * 3 / 4 if emits else 3.0
-    chex.assert_trees_all_close(grads, filled(params, wanted), rtol=1e-6)
-    slope = jax.jvp(lambda g: out(g, weight), (zero,), (filled(params, 1.0),))[1]
+    chex.assert_trees_all_close(grads, bias_correction(params, wanted), rtol=1e-6)
+    slope = jax.jvp(lambda g: out(g, weight), (zero,), (bias_correction(params, 1.0),))[1]
     np.testing.assert_allclose(slope, 7 * wanted, rtol=1e-6)  # 7 elements
 
 
@@ -750,7 +750,9 @@ def test_any_sequence_of_steps_flushes_and_resets_follows_the_definition(calls):
             window.append((grads, weight))
             closes = flush or len(window) == 3
         emits = closes and sum(w for _, w in window) > 0
-        wanted.append(weighted_mean(*zip(*window, strict=True)) if emits else filled(params, 0.0))
+        wanted.append(
+            weighted_mean(*zip(*window, strict=True)) if emits else bias_correction(params, 0.0)
+        )
         got.append(jax.tree.map(np.float64, updates))
         window = [] if closes else window
         assert int(state.mini_step) in (0, len(window))

@@ -572,7 +572,7 @@ def test_a_reset_before_the_end_of_each_warm_up_is_refused():
 @pytest.mark.parametrize("name", ["acclip", "spam_clip", "stable_adamw", "u_clip"])
 def test_a_tree_of_another_structure_is_named_by_path(name):
     tx = (
-        gcx.u_clip(gcx.clip_by_value(1.0))
+        gcx.u_clip(gcx.clip(1.0))
         if name == "u_clip"
         else {
             "acclip": gcx.acclip,

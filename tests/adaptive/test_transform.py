@@ -20,7 +20,7 @@ from gradclip_jax import thresholds
 EPS = float(np.finfo(np.float32).eps)
 
 METHODS = {
-    "agc": gcx.agc(0.05),
+    "agc": gcx.adaptive_grad_clip(0.05),
     "autoclip": gcx.autoclip(30.0, window=12),
     "zclip": gcx.zclip(2.0, 0.9, warmup_steps=8, max_norm=None),
     "zclip_capped": gcx.zclip(2.0, 0.9, warmup_steps=8, max_norm=3.0),
@@ -91,7 +91,7 @@ def clipped_norms(tx, run):
 
 @recordings("agc")
 def test_agc_gives_what_the_authors_code_gives(run):
-    tx = gcx.agc(run.given["clip"], run.given["eps"])
+    tx = gcx.adaptive_grad_clip(run.given["clip"], run.given["eps"])
     for given, gave in zip(run.raw["inputs"]["steps"], run.gave["steps"], strict=True):
         params, grads = (
             {name: jnp.asarray(x, jnp.float32) for name, x in given[kind].items()}
@@ -107,7 +107,9 @@ def test_agc_gives_what_the_authors_code_gives(run):
 
 def test_agc_lets_a_parameter_of_zero_move():
     params, grads = jnp.zeros((4, 3)), jnp.ones((4, 3))
-    updates, _ = gcx.agc().update(grads, gcx.agc().init(params), params)
+    updates, _ = gcx.adaptive_grad_clip().update(
+        grads, gcx.adaptive_grad_clip().init(params), params
+    )
     norms = clip_oracles.unit_norms(updates, [0])
     np.testing.assert_allclose(norms, 0.01 * 1e-3, rtol=4 * EPS)
 
@@ -312,7 +314,7 @@ def test_every_method_says_what_it_did():
 @pytest.mark.parametrize(
     ("make", "arguments"),
     [
-        (gcx.agc, {"clipping": 0.1}),
+        (gcx.adaptive_grad_clip, {"clipping": 0.1}),
         (gcx.autoclip, {"percentile": 20.0}),
         (gcx.zclip, {"z_threshold": 2.0}),
         (gcx.adagc, {"relative": 1.1}),
@@ -355,12 +357,12 @@ def test_adagc_measures_the_layers_of_a_stacked_leaf_one_by_one():
     ("build", "message"),
     [
         (
-            lambda: gcx.agc(0.0),
+            lambda: gcx.adaptive_grad_clip(0.0),
             "adaptive_grad_clip: `clipping` must be a number > 0, got 0.0. "
             "The paper uses 0.01 for large batches.",
         ),
         (
-            lambda: gcx.agc(eps=-1.0),
+            lambda: gcx.adaptive_grad_clip(eps=-1.0),
             "adaptive_grad_clip: `eps` must be a number > 0, got -1.0. The paper uses 1e-3.",
         ),
         (
@@ -394,7 +396,9 @@ def test_adagc_measures_the_layers_of_a_stacked_leaf_one_by_one():
             "Pick one of them.",
         ),
         (
-            lambda: gcx.agc().update(jnp.ones(2), gcx.agc().init(jnp.ones(2))),
+            lambda: gcx.adaptive_grad_clip().update(
+                jnp.ones(2), gcx.adaptive_grad_clip().init(jnp.ones(2))
+            ),
             "adaptive_grad_clip: `params` must be given for this threshold, got None. "
             "Pass it: `update(grads, state, params)`.",
         ),
@@ -409,7 +413,7 @@ def test_a_number_out_of_range_is_refused(build, message):
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: gcx.agc("0.01"),
+        lambda: gcx.adaptive_grad_clip("0.01"),
         lambda: gcx.autoclip(None),
         lambda: gcx.zclip(decay=jnp.ones(2)),
         lambda: gcx.adagc(warmup_steps=1.5),

@@ -495,7 +495,9 @@ def test_unknown_label_is_named():
 
 
 def test_labels_must_be_a_prefix():
-    expected = "clip_by_group_norm: `labels` must be a prefix tree of `updates`, got no entry for "
+    expected = (
+        "clip_by_group_norm: `param_labels` must be a prefix tree of `updates`, got no entry for "
+    )
     with pytest.raises(TypeError, match=expected):
         fails(gcx.clip_by_group_norm({"a": 1.0}, {"enc": "a"}), grouped_grads())
 

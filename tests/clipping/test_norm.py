@@ -15,7 +15,7 @@ import hlo
 import oracles
 import trees
 from gradclip_jax.clipping._layout import unit_slots
-from gradclip_jax.clipping._norm import pooled_norms
+from gradclip_jax.clipping._norm import unit_norms
 
 ULPS = 2.0  # of float32: invariant 4
 ULPS_64 = 4.0  # of float64
@@ -31,7 +31,7 @@ def worst(tree, ord=2.0) -> float:
 
 def own_norms(x, axes, ord=2.0):
     """The norms of the units inside a leaf, over the given axes: one vector."""
-    return pooled_norms([x], unit_slots([x], [axes], within_device=True), ord, None)
+    return unit_norms([x], unit_slots([x], [axes], within_device=True), ord, None)
 
 
 def tolerance(ord: float) -> float:

@@ -79,7 +79,7 @@ CLIPS = {
         {"body": 0.5, "rest": 0.1}, {"embed": "rest", "in": "body", "out": "body", "norm": "rest"}
     ),
     "block rms": gcx.clip_by_block_rms(0.5),
-    "value": gcx.clip_by_value(0.5),
+    "value": gcx.clip(0.5),
     "unit": gcx.adaptive_grad_clip(0.1),
 }
 clips = pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
@@ -332,7 +332,7 @@ def test_a_local_norm_is_wrong():
 
 
 def test_a_norm_that_counts_replicas_is_wrong():
-    """Summed over all devices without dividing by the replication, as `axis_name` alone would."""
+    """Summed over all devices without dividing by the replica_count, as `axis_name` alone would."""
     specs = {**SPECS["fsdp"]}
 
     def careless(g):

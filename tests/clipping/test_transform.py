@@ -89,7 +89,7 @@ def traced_clip(dtype):
         gcx.clip_by_global_norm,
         gcx.clip_by_leaf_norm,
         gcx.clip_by_block_rms,
-        gcx.clip_by_value,
+        gcx.clip,
         NORM_CLIPS["group"],
         gcx.zero_large_norm,
     ],
@@ -148,7 +148,7 @@ STATELESS = {
     "leaf": gcx.clip_by_leaf_norm(1.0),
     "group": gcx.clip_by_group_norm({"all": 1.0}, "all"),
     "block rms": gcx.clip_by_block_rms(0.5),
-    "value": gcx.clip_by_value(0.5),
+    "value": gcx.clip(0.5),
     "unit": gcx.adaptive_grad_clip(0.1),
     "zero": gcx.zero_large_norm(1.0),
 }
@@ -175,7 +175,7 @@ def test_schedule_needs_a_state(threshold):
 
 PAIRS = {
     "global": (lambda c: gcx.clip_by_global_norm(c), lambda c: optax.clip_by_global_norm(c)),
-    "value": (lambda c: gcx.clip_by_value(c), lambda c: optax.clip(c)),
+    "value": (lambda c: gcx.clip(c), lambda c: optax.clip(c)),
     "block rms": (lambda c: gcx.clip_by_block_rms(c), lambda c: optax.clip_by_block_rms(c)),
     "unit": (lambda c: gcx.adaptive_grad_clip(c), lambda c: optax.adaptive_grad_clip(c)),
 }
@@ -247,7 +247,7 @@ INJECTED = {
     "leaf": (gcx.clip_by_leaf_norm, None, "max_norm"),
     "block rms": (gcx.clip_by_block_rms, optax.clip_by_block_rms, "threshold"),
     "unit": (gcx.adaptive_grad_clip, optax.adaptive_grad_clip, "clipping"),
-    "value": (gcx.clip_by_value, None, "max_value"),
+    "value": (gcx.clip, None, "max_delta"),
     "zero": (gcx.zero_large_norm, None, "max_norm"),
 }
 
@@ -329,7 +329,7 @@ BUILDERS = {
     "clip_by_leaf_norm": (gcx.clip_by_leaf_norm, "max_norm"),
     "clip_by_block_rms": (gcx.clip_by_block_rms, "threshold"),
     "adaptive_grad_clip": (gcx.adaptive_grad_clip, "clipping"),
-    "clip_by_value": (gcx.clip_by_value, "max_value"),
+    "clip": (gcx.clip, "max_delta"),
 }
 builders = pytest.mark.parametrize(("make", "argument"), BUILDERS.values(), ids=BUILDERS)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import optax
 
-from .._checks import check_count, check_number, check_transformation, complaint
-from .._plain import check_arguments, from_plain, to_plain
+from .._checks import check_count, check_number, check_transformation, error_message
+from .._serialize import check_arguments, from_plain, to_plain
 from ..clipping._transform import clip_by_global_norm
 from ._transform import accumulate_gradients
 
@@ -43,7 +43,7 @@ class AccumulationConfig:
         check_count(name, "accumulation_steps", self.accumulation_steps, "Pass 1 for every step.")
         if not isinstance(self.normalize, bool):
             hint = "True takes the mean, False the sum."
-            raise TypeError(complaint(name, "normalize", "a bool", repr(self.normalize), hint))
+            raise TypeError(error_message(name, "normalize", "a bool", repr(self.normalize), hint))
         if self.max_grad_norm is not None:
             check_number(name, "max_grad_norm", self.max_grad_norm, "Pass None not to clip.")
 

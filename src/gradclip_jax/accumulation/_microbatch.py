@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import check_callable, check_count, check_dtype, complaint, describe, leaf_path
+from .._checks import check_callable, check_count, check_dtype, describe, error_message, leaf_path
 from .._mesh import sum_over, vary, varying_axes
 from .._run_if import like_dtypes
 from .._types import FLOAT32, Array, Tree
-from ._running import accumulator_like, add_weighted, as_weight, read_out
+from ._running import accumulator_like, add_weighted, as_weight, window_gradient
 
 
 def microbatched_value_and_grad(
@@ -94,7 +94,7 @@ def microbatched_value_and_grad(
         if not (isinstance(out, tuple) and len(out) == 2):
             rule = "a function that returns a pair, with `has_weight` or `has_aux`"
             hint = "Return `(value, weight)`, `(value, aux)` or `(value, (weight, aux))`."
-            raise TypeError(complaint(name, "fun", rule, type(out).__name__, hint))
+            raise TypeError(error_message(name, "fun", rule, type(out).__name__, hint))
         value, rest = out
         weight, aux = (
             rest if has_weight and has_aux else (rest, None) if has_weight else (None, rest)
@@ -152,7 +152,7 @@ def microbatched_value_and_grad(
         (sums, counts, total), rows = lax.scan(step, start, jnp.arange(parts))
 
         divisor = jnp.where(total > 0, total, 1)
-        averages = like_dtypes(read_out(sums, sums, divisor, mean=True), terms)
+        averages = like_dtypes(window_gradient(sums, sums, divisor, mean=True), terms)
         value, grads, means = averages
         grads = _summed_once(grads, args, argnums, apart)
         found = {"mean": iter(means), "count": iter(counts), "rows": iter(map(_in_order, rows))}
@@ -181,7 +181,7 @@ def _check_positions(function: str, args: Sequence[Any], positions: Sequence[int
     if len(args) < needed:
         hint = "What is split or differentiated by cannot be passed by name."
         rule = f"at least {needed} positional arguments"
-        raise TypeError(complaint(function, "args", rule, f"{len(args)}", hint))
+        raise TypeError(error_message(function, "args", rule, f"{len(args)}", hint))
 
 
 def _check_batch(function: str, args: Sequence[Any], batches: Sequence[int], parts: int) -> None:
@@ -193,7 +193,7 @@ def _check_batch(function: str, args: Sequence[Any], batches: Sequence[int], par
                 place = leaf_path(f"args[{i}]", path)
                 rule = f"split evenly by num_microbatches={parts} along its first axis"
                 raise ValueError(
-                    complaint(function, "batch", rule, f"{describe(x)} at {place}", hint)
+                    error_message(function, "batch", rule, f"{describe(x)} at {place}", hint)
                 )
 
 
@@ -217,7 +217,7 @@ def _aux_kind(function: str, parts: int, path: Any, micro: Any, whole: Any) -> s
             got = f"{describe(micro)} for a micro-batch and {describe(whole)} for the batch"
             got += f" at {leaf_path('aux', path)}"
             hint = "Move its batch axis to the front."
-            raise ValueError(complaint(function, "aux", rule, got, hint))
+            raise ValueError(error_message(function, "aux", rule, got, hint))
         return "rows"
     if micro.dtype == jnp.bool_:
         return "any"

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_same_structure, complaint, describe, is_float0
+from .._checks import check_same_structure, describe, error_message, is_float0
 from .._types import Array, Scalar, Tree
 
 
@@ -32,7 +32,7 @@ def accumulator_dtype(kind: Any, dtype: Any) -> Any:
     return jnp.promote_types(dtype, kind) if jnp.issubdtype(kind, jnp.complexfloating) else dtype
 
 
-def check_fits(function: str, updates: Tree, acc: Tree) -> None:
+def check_matches_accumulator(function: str, updates: Tree, acc: Tree) -> None:
     """Refuses gradients unlike what they are added to; a float0 leaf may have its own shape."""
     leaves, structure = jax.tree.flatten(acc)
     given = jax.tree.leaves(updates)
@@ -48,7 +48,7 @@ def as_weight(function: str, weight: Any) -> Scalar | None:
         return None
     if np.ndim(weight):
         hint = "Pass the number of examples or tokens in the micro-batch."
-        raise TypeError(complaint(function, "weight", "a scalar", describe(weight), hint))
+        raise TypeError(error_message(function, "weight", "a scalar", describe(weight), hint))
     return jnp.asarray(weight).astype(jnp.float32)
 
 
@@ -73,7 +73,7 @@ def add_weighted(acc: Tree, grads: Tree, weight: Scalar | None, is_first: Array)
     return jax.tree.map(add, acc, grads)
 
 
-def read_out(acc: Tree, grads: Tree, total_weight: Scalar, *, mean: bool) -> Tree:
+def window_gradient(acc: Tree, grads: Tree, total_weight: Scalar, *, mean: bool) -> Tree:
     """The gradient of the window; a float0 leaf is that of the last micro-batch."""
 
     def read(total: Array, grad: Any) -> Any:

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import check_transformation, complaint, is_traced
+from .._checks import check_transformation, error_message, is_traced
 from .._states import find_states, replace_states
 from .._types import Scalar, Tree
-from ._running import read_out
+from ._running import window_gradient
 
 
 class AccumulationState(NamedTuple):
@@ -128,9 +128,11 @@ def accumulated_gradients(state: Any) -> Tree:
     if not is_traced(empty) and bool(empty):
         hint = "Call `update` with a micro-batch first."
         rule = "a state with an open window"
-        raise ValueError(complaint("accumulated_gradients", "state", rule, "an empty one", hint))
+        raise ValueError(
+            error_message("accumulated_gradients", "state", rule, "an empty one", hint)
+        )
     weight = jnp.where(empty, 1, found.total_weight)
-    mean = read_out(found.acc_grads, found.acc_grads, weight, mean=True)
+    mean = window_gradient(found.acc_grads, found.acc_grads, weight, mean=True)
     return jax.tree.map(lambda x: jnp.where(empty, jnp.zeros_like(x), x), mean)
 
 
@@ -231,5 +233,5 @@ def _accumulation(function: str, state: Any) -> AccumulationState:
     if not found:
         hint = "Pass the state that `accumulate_gradients(...).init(params)` made."
         rule = "a state of `accumulate_gradients`, or one around it"
-        raise TypeError(complaint(function, "state", rule, type(state).__name__, hint))
+        raise TypeError(error_message(function, "state", rule, type(state).__name__, hint))
     return found[0][1]

@@ -16,10 +16,16 @@ from .._checks import (
     check_transformation,
 )
 from .._run_if import Gate, gated, like_dtypes, run_if
-from .._states import counted
+from .._states import increment_where
 from .._types import FLOAT32, Scalar, Tree
 from ._noise import NoiseState, empty_noise, observe_micro_batch, observe_window
-from ._running import accumulator_like, add_weighted, as_weight, check_fits, read_out
+from ._running import (
+    accumulator_like,
+    add_weighted,
+    as_weight,
+    check_matches_accumulator,
+    window_gradient,
+)
 from ._state import AccumulationState
 
 
@@ -115,7 +121,7 @@ def accumulate_gradients(
         updates: Tree, state: AccumulationState, params: Tree, extra_args: dict[str, Any]
     ) -> Gate:
         check_inexact(name, "updates", updates)
-        check_fits(name, updates, state.acc_grads)
+        check_matches_accumulator(name, updates, state.acc_grads)
         extra_args = dict(extra_args)
         weight = as_weight(name, extra_args.pop("weight", None))
         flush = jnp.asarray(extra_args.pop("flush", False)).astype(bool)
@@ -136,7 +142,7 @@ def accumulate_gradients(
             noise = observe_micro_batch(noise, updates, one, starts)
 
             def observe(seen: NoiseState) -> NoiseState:
-                mean = read_out(acc_grads, updates, total_weight, mean=True)
+                mean = window_gradient(acc_grads, updates, total_weight, mean=True)
                 return observe_window(seen, mean, total_weight, decay)
 
             noise = run_if(emits, observe, noise)
@@ -144,27 +150,27 @@ def accumulate_gradients(
         def close(inner_opt_state: Any, acc_grads: Tree) -> AccumulationState:
             return AccumulationState(
                 mini_step=jnp.where(closes, 0, mini_step),
-                gradient_step=counted(state.gradient_step, emits),
+                gradient_step=increment_where(state.gradient_step, emits),
                 inner_opt_state=inner_opt_state,
                 acc_grads=acc_grads,
                 total_weight=total_weight,
                 accumulation_steps=jnp.where(idle, state.accumulation_steps, length),
-                micro_batch_count=counted(state.micro_batch_count, arrived),
+                micro_batch_count=increment_where(state.micro_batch_count, arrived),
                 emitted=jnp.where(idle, state.emitted, emits),
                 noise=noise,
             )
 
         def grads(acc_grads: Tree) -> tuple[Tree, Tree]:
-            window = read_out(acc_grads, updates, total_weight, mean=reduction == "mean")
+            window = window_gradient(acc_grads, updates, total_weight, mean=reduction == "mean")
             step = (state.inner_opt_state, params, extra_args)
-            return _as_taken(inner, window, updates, *step), window
+            return _cast_if_refused(inner, window, updates, *step), window
 
         return Gate(emits, acc_grads, grads, state.inner_opt_state, extra_args, close)
 
     return gated(inner, init, gate)
 
 
-def _as_taken(
+def _cast_if_refused(
     inner: optax.GradientTransformationExtraArgs,
     window: Tree,
     updates: Tree,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from .._checks import check_count, check_number
-from .._states import counted
+from .._states import increment_where
 from .._types import Array, Number
 from ..clipping._rule import Rule
 
@@ -101,10 +101,10 @@ def zscore(
         mean = state.mean + weight * (fed - state.mean)
         from_mean = jnp.where(warm, fed - mean, jnp.sqrt(n / (n + 1)) * (norm - state.mean))
         return threshold, ZscoreState(
-            seen=counted(state.seen),
+            seen=increment_where(state.seen),
             mean=mean,
             std=hypotenuse(jnp.sqrt(1 - weight) * state.std, jnp.sqrt(weight) * from_mean),
-            streak=jnp.where(is_spike, counted(state.streak), 0),
+            streak=jnp.where(is_spike, increment_where(state.streak), 0),
         )
 
     return _of_nonzero(init, update)
@@ -158,7 +158,7 @@ def ema(
         smallest = jnp.minimum(state.level, clipped)
         level = jnp.where(warm & jnp.isfinite(state.level), average, smallest)
         kept = jnp.where(norm > 0, level, state.level)
-        return threshold, EmaState(counted(state.seen), kept)
+        return threshold, EmaState(increment_where(state.seen), kept)
 
     return Rule(init, update)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from .._checks import check_count, check_number
-from .._states import counted
+from .._states import increment_where
 from .._types import Array, Count, Number
 from ..clipping._rule import Rule
 
@@ -125,6 +125,6 @@ def _recorded(state: WindowState, norm: Array) -> WindowState:
     is_new = norm > 0
     return WindowState(
         norms=jnp.where(is_new & (places == state.place), norm, state.norms),
-        seen=jnp.where(is_new, counted(state.seen), state.seen),
+        seen=jnp.where(is_new, increment_where(state.seen), state.seen),
         place=jnp.where(is_new, (state.place + 1) % window, state.place),
     )

@@ -13,13 +13,13 @@ from .._checks import (
     check_inexact,
     check_number,
     check_state,
-    complaint,
+    error_message,
     is_float0,
     is_traced,
 )
-from .._states import counted
+from .._states import increment_where
 from .._types import Array, Number, Scalar, Tree
-from ..accumulation._running import accumulator_like, check_fits
+from ..accumulation._running import accumulator_like, check_matches_accumulator
 from ..clipping._scale import clip_factor, scale_leaf
 
 
@@ -84,7 +84,7 @@ def acclip(
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, MomentState]:
         check_inexact(name, "updates", updates)
         check_state(name, state, MomentState)
-        check_fits(name, updates, state.second)
+        check_matches_accumulator(name, updates, state.second)
 
         def clip(grad: Any, first: Array, second: Array) -> Any:
             if is_float0(grad):
@@ -99,7 +99,7 @@ def acclip(
             return clipped.astype(grad.dtype), *moments
 
         out, first, second = by_leaf(clip, updates, state.first, state.second)
-        return out, MomentState(counted(state.steps), first, second)
+        return out, MomentState(increment_where(state.steps), first, second)
 
     return optax.GradientTransformation(two_moments, update)
 
@@ -150,7 +150,7 @@ def spam_clip(
         if not (is_traced(reset_every) or is_traced(warmup_steps) or reset_every > warmup_steps):
             hint = "Nothing would ever be clipped."
             rule = f"> warmup_steps={warmup_steps}"
-            raise ValueError(complaint(name, "reset_every", rule, reset_every, hint))
+            raise ValueError(error_message(name, "reset_every", rule, reset_every, hint))
 
     def init(params: Tree) -> MomentState:
         zeros = jax.tree.map(jnp.abs, accumulator_like(params, jnp.float32))
@@ -159,8 +159,8 @@ def spam_clip(
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, MomentState]:
         check_inexact(name, "updates", updates)
         check_state(name, state, MomentState)
-        check_fits(name, updates, state.second)
-        count = counted(state.steps)
+        check_matches_accumulator(name, updates, state.second)
+        count = increment_where(state.steps)
         since_reset = count if reset_every is None else count % reset_every
         resets = jnp.array(False) if reset_every is None else since_reset == 0
         clips = (count >= warmup_steps) & (since_reset >= warmup_steps)
@@ -189,7 +189,7 @@ def power_of(x: Array, exponent: Any) -> Array:
     return jnp.where(x > 0, jnp.where(x > 0, x, 1) ** exponent, x)
 
 
-def filled(decay: Any, steps: Array) -> Array:
+def bias_correction(decay: Any, steps: Array) -> Array:
     """`1 - decay^steps`, to float32 rounding: how much of an average comes from data."""
     if isinstance(decay, jax.Array):
         return -jnp.expm1(steps * jnp.log(jnp.maximum(decay, 1e-30)))
@@ -202,7 +202,7 @@ def check_decays(function: str, **decays: Any) -> None:
         hint = "A decay is a number below 1, such as 0.99."
         check_number(function, argument, value, hint, high=1.0, closed=True)
         if not is_traced(value) and float(value) == 1.0:
-            raise ValueError(complaint(function, argument, "a number < 1", repr(value), hint))
+            raise ValueError(error_message(function, argument, "a number < 1", repr(value), hint))
 
 
 def where_finite(seen: Array, proposed: Any, before: Any) -> list[Array]:

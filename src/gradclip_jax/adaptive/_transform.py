@@ -19,13 +19,13 @@ _WINDOW = np.int32(1000)  # NumPy, so that `optax.inject_hyperparams` leaves it 
 
 
 def adaptive_grad_clip(
-    clipping: Number,
+    clipping: Number = 0.01,
     eps: Number = 1e-3,
     axis: int | Sequence[int] | None = None,
     *,
     nonfinite: str = "propagate",
 ) -> optax.GradientTransformation:
-    """Scales each unit so that its norm is at most `clipping` times that of its parameters.
+    """Clips each row or filter to a fraction of the norm of its parameters (AGC).
 
     `g_i * min(1, clipping * max(norm(w_i), eps) / norm(g_i))` for each row or filter i.
 
@@ -62,36 +62,6 @@ def adaptive_grad_clip(
     check_axis(name, axis)
     units = inner_units(name, relative_to_params(clipping, eps), 2.0, axis)
     return clip_by_units(name, units, nonfinite=nonfinite)
-
-
-def agc(clipping: Number = 0.01, eps: Number = 1e-3) -> optax.GradientTransformation:
-    """Clips each unit to a fraction of the norm of its parameters (adaptive gradient clipping).
-
-    Unit norm, relative to parameters, scaled. The paper leaves the weights of the last linear
-    layer out: `optax.masked(gcx.agc(), mask)`. Use `adaptive_grad_clip` for other axes.
-
-    Args:
-        clipping: as for `adaptive_grad_clip`.
-        eps: as for `adaptive_grad_clip`.
-
-    Returns:
-        An Optax transformation with a `ClipState`; `update` needs `params`.
-
-    Raises:
-        ValueError: a number is not > 0.
-
-    Example:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
-        >>> params = jnp.array([[3.0, 0.0], [4.0, 1.0]])
-        >>> grads = jnp.array([[0.0, 0.25], [10.0, 0.0]])
-        >>> clip = gcx.agc(0.5)  # a unit is a column here
-        >>> clip.update(grads, clip.init(params), params)[0].tolist()
-        [[0.0, 0.25], [2.5, 0.0]]
-
-    References:
-        Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171.
-    """
-    return adaptive_grad_clip(clipping, eps)
 
 
 def autoclip(

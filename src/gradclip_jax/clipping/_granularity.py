@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import broadcast_prefix, check_count, complaint, describe, leaf_path
-from .._mesh import replicated, replication, shard_axes, varying_axes
+from .._checks import broadcast_prefix, check_count, describe, error_message, leaf_path
+from .._mesh import constrain_replicated, replica_count, shard_axes, varying_axes
 from .._types import Array, AxisName, Tree
 from ._layout import Slots, unit_slots
-from ._norm import counted_leaves, has_norm, joint_norm, pooled_norms
+from ._norm import is_measured, measured_leaves, norm_of_leaves, unit_norms
 from ._rule import Rule, as_rule, constant
 from ._scale import Factor
 
@@ -49,10 +49,10 @@ def global_units(rule: Rule, ord: float, axis_name: AxisName) -> Granularity:
     """All leaves are one unit."""
 
     def units(tree: Tree) -> Units:
-        count = len(counted_leaves(tree))
+        count = len(measured_leaves(tree))
 
         def norms(leaves: list[Array]) -> list[Array]:
-            return [joint_norm(leaves, ord, axis_name)]
+            return [norm_of_leaves(leaves, ord, axis_name)]
 
         return Units(norms, [rule], lambda factors: [factors[0]] * count, [()])
 
@@ -60,7 +60,7 @@ def global_units(rule: Rule, ord: float, axis_name: AxisName) -> Granularity:
 
 
 def group_units(
-    function: str, max_norms: dict[Any, Rule], labels: Any, ord: float, axis_name: AxisName
+    function: str, max_norms: dict[Any, Rule], param_labels: Any, ord: float, axis_name: AxisName
 ) -> Granularity:
     """All leaves of a label, or of the labels in a tuple, are one unit; others are left alone."""
     group_of = {
@@ -70,23 +70,23 @@ def group_units(
     }
 
     def units(tree: Tree) -> Units:
-        label_tree = labels(tree) if callable(labels) else labels
-        per_leaf = broadcast_prefix(function, "labels", label_tree, "updates", tree)
+        label_tree = param_labels(tree) if callable(param_labels) else param_labels
+        per_leaf = broadcast_prefix(function, "param_labels", label_tree, "updates", tree)
         unused = [label for label in group_of if label not in per_leaf]
         if unused and per_leaf:
             known = ", ".join(sorted({repr(label) for label in per_leaf}))
             hint = f"The labels of the tree are {known}."
             rule = "a mapping from labels of the tree to thresholds"
-            raise ValueError(complaint(function, "max_norms", rule, repr(unused[0]), hint))
+            raise ValueError(error_message(function, "max_norms", rule, repr(unused[0]), hint))
         measured = zip(per_leaf, jax.tree.leaves(tree), strict=True)
-        groups = [group_of.get(label) for label, x in measured if has_norm(x)]
+        groups = [group_of.get(label) for label, x in measured if is_measured(x)]
         slots = tuple(group for group in groups if group is not None)
 
         def norms(leaves: list[Array]) -> list[Array]:
             chosen = [x for x, group in zip(leaves, groups, strict=True) if group is not None]
             axes = tuple(tuple(range(x.ndim)) for x in chosen)
             where = Slots(slots, axes, len(max_norms))
-            vector = pooled_norms(chosen, where, ord, axis_name)
+            vector = unit_norms(chosen, where, ord, axis_name)
             return [vector[group] for group in range(len(max_norms))]
 
         def spread(factors: Sequence[Factor]) -> list[Factor | None]:
@@ -113,11 +113,11 @@ def leaf_units(
         as_rule(function, leaf_path(argument, path), threshold)
 
     def units(tree: Tree) -> Units:
-        leaves = counted_leaves(tree)
+        leaves = measured_leaves(tree)
         stacked = _stack_axes(function, stack_axes, tree)
         axes = [tuple(range(n, x.ndim)) for x, n in zip(leaves, stacked, strict=True)]
         prefix = broadcast_prefix(function, argument, thresholds, "updates", tree, _is_rule)
-        entries = [t for t, x in zip(prefix, jax.tree.leaves(tree), strict=True) if has_norm(x)]
+        entries = [t for t, x in zip(prefix, jax.tree.leaves(tree), strict=True) if is_measured(x)]
         slots = unit_slots(leaves, axes)
         rules, members = _distinct_rules(function, argument, entries, _spans(slots))
         return _vector_units(leaves, slots, rules, members, ord, axis_name, rms=rms)
@@ -133,11 +133,11 @@ def inner_units(function: str, rule: Rule, ord: float, axis: Any) -> Granularity
     """
 
     def units(tree: Tree) -> Units:
-        leaves = counted_leaves(tree)
+        leaves = measured_leaves(tree)
         axes = [
             _unit_axes(function, path, x, axis)
             for path, x in jax.tree_util.tree_leaves_with_path(tree)
-            if has_norm(x)
+            if is_measured(x)
         ]
         groups: dict[frozenset[str], list[int]] = {}
         for i, x in enumerate(leaves):
@@ -186,7 +186,7 @@ def _vector_units(
     order = np.argsort(np.concatenate(places)) if len(rules) > 1 else None
 
     def norms(leaves: list[Array]) -> list[Array]:
-        vector = pooled_norms(leaves, slots, ord, axis_name)
+        vector = unit_norms(leaves, slots, ord, axis_name)
         return [vector] if len(rules) == 1 else [vector[at] for at in places]
 
     def spread(factors: Sequence[Factor]) -> list[Factor | None]:
@@ -202,7 +202,7 @@ def _vector_units(
         ]
 
     def root_mean_squares(norms: list[Array]) -> list[Array]:
-        shards = [replication(frozenset(), shard_axes(x, axis_name)) for x in leaves]
+        shards = [replica_count(frozenset(), shard_axes(x, axis_name)) for x in leaves]
         whole = [x.size * n / max(c, 1) for x, n, c in zip(leaves, shards, counts, strict=True)]
         roots = np.sqrt(np.maximum(np.repeat(whole, counts), 1))
         return [x / roots[at].astype(x.dtype) for x, at in zip(norms, places, strict=True)]
@@ -218,7 +218,7 @@ def _spans(slots: Slots) -> list[range]:
 
 def _against(x: Any, axes: Sequence[int], units: Array) -> Array:
     """One value for each unit of x, shaped to broadcast against x."""
-    units = replicated(units, x)
+    units = constrain_replicated(units, x)
     if units.size == 1:
         return units.reshape(())
     return units.reshape([1 if axis in axes else n for axis, n in enumerate(x.shape)])
@@ -256,10 +256,10 @@ def _stack_axes(function: str, stack_axes: Any, tree: Tree) -> list[int]:
     checked: list[int] = []
     for axes, (path, x) in zip(per_leaf, jax.tree_util.tree_leaves_with_path(tree), strict=True):
         check_count(function, "stack_axes", axes, hint, low=0)
-        if has_norm(x):
+        if is_measured(x):
             if int(axes) > np.ndim(x):
                 got = f"{axes} for {describe(x)} at {leaf_path('updates', path)}"
-                raise ValueError(complaint(function, "stack_axes", "<= the rank", got, hint))
+                raise ValueError(error_message(function, "stack_axes", "<= the rank", got, hint))
             checked.append(int(axes))
     return checked
 
@@ -273,7 +273,7 @@ def _unit_axes(function: str, path: Any, x: Any, axis: Any) -> tuple[int, ...]:
             rule = f"distinct axes of every leaf, in [{-rank}, {rank})"
             got = f"{axis} for {describe(x)} at {leaf_path('updates', path)}"
             hint = "Treat leaves of another rank apart, with `optax.masked` or `optax.partition`."
-            raise ValueError(complaint(function, "axis", rule, got, hint))
+            raise ValueError(error_message(function, "axis", rule, got, hint))
         return tuple(sorted(a % rank for a in axes))
     if sum(n != 1 for n in np.shape(x)) <= 1:  # scalars and vectors: the whole leaf
         return tuple(range(rank))
@@ -283,5 +283,5 @@ def _unit_axes(function: str, path: Any, x: Any, axis: Any) -> tuple[int, ...]:
         rule = "given for leaves of more than 5 axes"
         got = f"None for {describe(x)} at {leaf_path('updates', path)}"
         hint = "Pass the axes the unit-wise norm runs over."
-        raise ValueError(complaint(function, "axis", rule, got, hint))
+        raise ValueError(error_message(function, "axis", rule, got, hint))
     return known[rank]

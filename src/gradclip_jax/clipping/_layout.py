@@ -179,7 +179,7 @@ def _stacked(group: list[Block], dtype: Any) -> Block:
 
 
 def rows_of_slots(slots: list[list[int]], size: int) -> np.ndarray[Any, Any]:
-    """For each slot its rows, filled up with the number of a row of zero."""
+    """For each slot its rows, bias_correction up with the number of a row of zero."""
     rows: list[list[int]] = [[] for _ in range(size)]
     flat = [slot for block in slots for slot in block]
     for row, slot in enumerate(flat):

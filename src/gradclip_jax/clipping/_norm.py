@@ -1,6 +1,6 @@
 """Norms at any granularity: right for every dtype, magnitude, tree and mesh.
 
-A tree is cut into units, and `pooled_norms` returns the norm of each as one vector, whether a
+A tree is cut into units, and `unit_norms` returns the norm of each as one vector, whether a
 unit is the whole tree, a group of leaves, a leaf, a layer stacked in a leaf, or a row of one.
 How a sum of powers survives overflow and underflow is the business of `_power_sum.py`.
 """
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._checks import check_axis_name, check_inexact, check_ord, is_float0
-from .._mesh import gathered, max_over, replication, sum_over
+from .._mesh import max_over, replica_count, reshard_replicated, sum_over
 from .._types import Array, AxisName, Scalar, Tree
 from ._layout import Slots, blocks_of, leaf_slots, one_slot, rows_of_slots
 from ._power_sum import exact_sum, magnitude_rank, power, robust_norms, robust_peaks
@@ -55,7 +55,7 @@ def global_norm(tree: Tree, *, ord: float = 2.0, axis_name: AxisName = None) -> 
     """
     check_inexact("global_norm", "tree", tree)
     order, axes = check_ord("global_norm", ord), check_axis_name("global_norm", axis_name)
-    return joint_norm(counted_leaves(tree), order, axes)
+    return norm_of_leaves(measured_leaves(tree), order, axes)
 
 
 def leaf_norms(tree: Tree, *, ord: float = 2.0, axis_name: AxisName = None) -> Tree:
@@ -81,27 +81,27 @@ def leaf_norms(tree: Tree, *, ord: float = 2.0, axis_name: AxisName = None) -> T
         (5.0, 2.0)
     """
     check_inexact("leaf_norms", "tree", tree)
-    leaves = counted_leaves(tree)
+    leaves = measured_leaves(tree)
     slots = leaf_slots(leaves)
     norms = iter(
-        pooled_norms(
+        unit_norms(
             leaves,
             slots,
             check_ord("leaf_norms", ord),
             check_axis_name("leaf_norms", axis_name),
         )
     )
-    return jax.tree.map(lambda x: next(norms) if has_norm(x) else jnp.float32(0), tree)
+    return jax.tree.map(lambda x: next(norms) if is_measured(x) else jnp.float32(0), tree)
 
 
-def has_norm(leaf: Any) -> bool:
+def is_measured(leaf: Any) -> bool:
     """Whether a leaf is measured: a float0, or the integer parameter it belongs to, is not."""
     return not is_float0(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
-def counted_leaves(tree: Tree) -> list[Array]:
+def measured_leaves(tree: Tree) -> list[Array]:
     """The leaves that are measured, in order."""
-    return [jnp.asarray(x) for x in jax.tree.leaves(tree) if has_norm(x)]
+    return [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_measured(x)]
 
 
 def norm_dtype(leaves: Iterable[Any]) -> Any:
@@ -109,13 +109,13 @@ def norm_dtype(leaves: Iterable[Any]) -> Any:
     return jnp.float64 if any(jnp.finfo(x.dtype).bits == 64 for x in leaves) else jnp.float32
 
 
-def joint_norm(leaves: list[Array], ord: float, axis_name: AxisName) -> Scalar:
+def norm_of_leaves(leaves: list[Array], ord: float, axis_name: AxisName) -> Scalar:
     """The norm of all leaves as one unit."""
-    return pooled_norms(leaves, one_slot(leaves), ord, axis_name)[0]
+    return unit_norms(leaves, one_slot(leaves), ord, axis_name)[0]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def pooled_norms(leaves: list[Array], slots: Slots, ord: float, axis_name: AxisName) -> Array:
+def unit_norms(leaves: list[Array], slots: Slots, ord: float, axis_name: AxisName) -> Array:
     """The norms of all units: one pass over the leaves, and one all-reduce."""
     dtype = norm_dtype(leaves)
     blocks = blocks_of(leaves, slots, ord, axis_name, dtype)
@@ -127,7 +127,7 @@ def pooled_norms(leaves: list[Array], slots: Slots, ord: float, axis_name: AxisN
     rows_of = rows_of_slots([block.slots for block in blocks], slots.size)
 
     def pool(totals: list[Array], combine: Any) -> Array:
-        rows = jnp.concatenate([gathered(total).reshape(-1) for total in totals])
+        rows = jnp.concatenate([reshard_replicated(total).reshape(-1) for total in totals])
         if slots.size == 1:
             return combine(rows, axis=0, keepdims=True)
         padded = jnp.concatenate([rows, jnp.zeros(1, rows.dtype)])
@@ -142,7 +142,7 @@ def pooled_norms(leaves: list[Array], slots: Slots, ord: float, axis_name: AxisN
         for block in blocks:
             exponent = None if exponents is None else block.entries(exponents)
             total = exact_sum(power(block.values, ord, dtype, exponent), block.over)
-            copies = replication(block.shard_axes, everywhere)
+            copies = replica_count(block.shard_axes, everywhere)
             totals.append(total if copies == 1 else total / copies)
         return sum_over(pool(totals, exact_sum), everywhere)
 

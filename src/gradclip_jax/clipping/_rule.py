@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._checks import check_number, check_same_structure, complaint
-from .._states import counted
+from .._checks import check_number, check_same_structure, error_message
+from .._states import increment_where
 from .._types import Array, Number, Tree
 
 _HINT = "Pass a positive number, a schedule, or a rule from `gcx.thresholds`; inf never clips."
@@ -66,7 +66,7 @@ def scheduled(schedule: Callable[[Array], Any]) -> Rule:
         return jnp.zeros((), jnp.int32)
 
     def update(norm: Array, count: Array, param_norm: Array | None) -> tuple[Array, Array]:
-        return jnp.asarray(schedule(count)), counted(count)
+        return jnp.asarray(schedule(count)), increment_where(count)
 
     return Rule(init, update, counts_steps=True)
 
@@ -143,7 +143,9 @@ def check_params(function: str, updates: Tree, params: Tree | None) -> None:
     """Refuses a step without the parameters that a rule looks at, or with others."""
     if params is None:
         hint = "Pass it: `update(grads, state, params)`."
-        raise ValueError(complaint(function, "params", "given for this threshold", "None", hint))
+        raise ValueError(
+            error_message(function, "params", "given for this threshold", "None", hint)
+        )
     check_same_structure(function, "updates", updates, "params", params)
 
 

@@ -72,7 +72,7 @@ def replace_factor(factor: Factor, where: Array, value: float) -> Factor:
 
 
 @jax.jit
-def computed_once(factor: Factor) -> Factor:
+def fusion_barrier(factor: Factor) -> Factor:
     """The same factor, its arithmetic not compiled anew into the scaling of every leaf.
 
     XLA on CPU drops an optimization barrier before it fuses, but keeps a branch (JAX 0.7, 0.10).

@@ -18,19 +18,19 @@ from .._checks import (
     check_number,
     check_ord,
     check_state,
-    complaint,
+    error_message,
     is_traced,
 )
 from .._mesh import max_over, sum_over, varying_axes
 from .._types import Array, AxisName, Number, Scalar, Tree
 from ._granularity import Granularity, Units
-from ._norm import counted_leaves, has_norm, joint_norm, norm_dtype
+from ._norm import is_measured, measured_leaves, norm_dtype, norm_of_leaves
 from ._rule import apply_rules, check_params, first_state
 from ._scale import (
     Factor,
     clamp_leaf,
     clip_factor,
-    computed_once,
+    fusion_barrier,
     replace_factor,
     scale_leaf,
 )
@@ -78,7 +78,7 @@ def clip_by_units(
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, ClipState]:
         check_inexact(function, "updates", updates)
         units = granularity(updates)
-        leaves = counted_leaves(updates)
+        leaves = measured_leaves(updates)
         states = _rule_states(function, units, state)
         norms = units.norms(leaves)
         seen = units.seen(norms)
@@ -87,7 +87,7 @@ def clip_by_units(
         factors = [reaction(n, t) for n, t in zip(seen, thresholds, strict=True)]
         bad = _is_bad(norms)
         factors = [replace_factor(factor, bad, replacement) for factor in factors]
-        factors = [computed_once(factor) for factor in factors]
+        factors = [fusion_barrier(factor) for factor in factors]
         told = _told(units, norms, thresholds, [f.value for f in factors], ord)
         told = told._replace(clip_factor=_where(bad, replacement, told.clip_factor))
         scaled = scale_tree(updates, units.spread(factors), drops=nonfinite == "zero")
@@ -121,7 +121,7 @@ def _param_norms(
     if not any(rule.uses_params for rule in units.rules):
         return None
     check_params(function, updates, params)
-    return units.seen(units.norms(counted_leaves(params)))
+    return units.seen(units.norms(measured_leaves(params)))
 
 
 def _is_bad(norms: Sequence[Array]) -> Array:
@@ -168,7 +168,7 @@ def _where(bad: Array, value: float, told: Any) -> Any:
 
 def _pooled(norms: Sequence[Array], ord: float) -> Array:
     """The norm of the whole from the norms of its parts."""
-    return joint_norm(list(norms), ord, None)
+    return norm_of_leaves(list(norms), ord, None)
 
 
 def _largest(arrays: Sequence[Array]) -> Array:
@@ -181,7 +181,7 @@ def scale_tree(tree: Tree, factors: Sequence[Factor | None], *, drops: bool) -> 
     remaining = iter(factors)
 
     def scale(x: Any) -> Any:
-        factor = next(remaining) if has_norm(x) else None
+        factor = next(remaining) if is_measured(x) else None
         return x if factor is None else scale_leaf(x, factor, drops=drops)
 
     return jax.tree.map(scale, tree)
@@ -224,13 +224,13 @@ def clip_grad_norm(
     check_number(name, "max_norm", max_norm, "Pass inf to only measure.")
     order, axes = check_ord(name, ord), check_axis_name(name, axis_name)
     check_inexact(name, "grads", grads)
-    leaves = counted_leaves(grads)
+    leaves = measured_leaves(grads)
     if norm is None:
-        total = joint_norm(leaves, order, axes)
+        total = norm_of_leaves(leaves, order, axes)
     else:
         check_number(name, "norm", norm, "Pass the norm of `grads`.", closed=True, or_nan=True)
         total = jnp.asarray(norm).astype(norm_dtype(leaves))
-    factor = computed_once(clip_factor(total, jnp.asarray(max_norm).astype(total.dtype)))
+    factor = fusion_barrier(clip_factor(total, jnp.asarray(max_norm).astype(total.dtype)))
     return scale_tree(grads, [factor] * len(leaves), drops=False), total
 
 
@@ -253,21 +253,23 @@ def clip_grad_value(grads: Tree, max_value: Number) -> Tree:
         >>> gcx.clip_grad_value(jnp.array([-3.0, 0.5]), 1.0).tolist()
         [-1.0, 0.5]
     """
-    low, high = value_bounds("clip_grad_value", max_value, None)
+    low, high = value_bounds("clip_grad_value", max_value, None, "max_value")
     return clamp_tree("clip_grad_value", "grads", grads, low, high)
 
 
-def value_bounds(function: str, max_value: Any, min_value: Any) -> tuple[Any, Any]:
+def value_bounds(
+    function: str, max_value: Any, min_value: Any, argument: str = "max_delta"
+) -> tuple[Any, Any]:
     """Lower and upper bound of a clamp, checked."""
-    check_number(function, "max_value", max_value, "Pass inf to turn clipping off.")
+    check_number(function, argument, max_value, "Pass inf to turn clipping off.")
     if min_value is None:
         # Nothing is computed of a plain number: built inside a jit, it would be a tracer.
         high = jnp.maximum(max_value, 0) if is_traced(max_value) else max_value
         return -high, high
-    hint = "Leave it out for `-max_value`."
-    check_number(function, "min_value", min_value, hint, low=-np.inf, closed=True)
+    hint = "Leave it out for `-max_delta`."
+    check_number(function, "min_delta", min_value, hint, low=-np.inf, closed=True)
     if not (is_traced(min_value) or is_traced(max_value) or min_value < max_value):
-        raise ValueError(complaint(function, "min_value", "< max_value", repr(min_value), hint))
+        raise ValueError(error_message(function, "min_delta", "< max_delta", repr(min_value), hint))
     return min_value, max_value
 
 

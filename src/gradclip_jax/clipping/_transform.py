@@ -5,7 +5,7 @@ from typing import Any
 
 import optax
 
-from .._checks import check_axis_name, check_ord, complaint
+from .._checks import check_axis_name, check_ord, error_message
 from .._types import NO_AXES, TWO, AxisName, Labels, Number, Order, Tree
 from ._granularity import global_units, group_units, leaf_units
 from ._rule import as_rule
@@ -146,7 +146,7 @@ def clip_by_leaf_norm(
 
 def clip_by_group_norm(
     max_norms: Mapping[Any, Any],
-    labels: Labels,
+    param_labels: Labels,
     *,
     ord: Order = TWO,
     axis_name: AxisName = None,
@@ -160,7 +160,7 @@ def clip_by_group_norm(
     Args:
         max_norms: label, or tuple of labels, to threshold: a number > 0, a traced scalar, a
             schedule, or a rule from `gcx.thresholds`.
-        labels: a prefix tree of labels, or a function `params -> labels`; to label by path use
+        param_labels: a prefix tree of labels, or a function `params -> labels`. By path:
             `lambda params: jax.tree_util.tree_map_with_path(label_of_path, params)`.
         ord: order of the norm, 1, 2, inf or any number > 0.
         axis_name: as for `clip_by_global_norm`.
@@ -172,7 +172,7 @@ def clip_by_group_norm(
 
     Raises:
         ValueError: a threshold or `ord` is not > 0, or a label of `max_norms` that no leaf has.
-        TypeError: `max_norms` is no mapping, or `labels` no prefix tree of the updates.
+        TypeError: `max_norms` is no mapping, or `param_labels` no prefix tree of the updates.
 
     Example:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -188,16 +188,16 @@ def clip_by_group_norm(
     if not isinstance(max_norms, Mapping):
         hint = "Pass for example `{'encoder': 1.0, 'decoder': 0.5}`."
         rule = "a mapping from label to threshold"
-        raise TypeError(complaint(name, "max_norms", rule, repr(max_norms), hint))
+        raise TypeError(error_message(name, "max_norms", rule, repr(max_norms), hint))
     members = [x for key in max_norms for x in (key if isinstance(key, tuple) else (key,))]
     if len({str(label) for label in members}) < len(members):
         twice = next(x for x in members if [str(y) for y in members].count(str(x)) > 1)
         hint = "A label has one threshold, and a name of its own in the metrics."
         rule = "a mapping in which each label stands once"
-        raise ValueError(complaint(name, "max_norms", rule, f"{twice!r} twice", hint))
+        raise ValueError(error_message(name, "max_norms", rule, f"{twice!r} twice", hint))
     rules = {key: as_rule(name, f"max_norms[{key!r}]", value) for key, value in max_norms.items()}
     order, axes = check_ord(name, ord), check_axis_name(name, axis_name)
-    units = group_units(name, rules, labels, order, axes)
+    units = group_units(name, rules, param_labels, order, axes)
     return clip_by_units(name, units, ord=order, nonfinite=nonfinite)
 
 
@@ -243,34 +243,32 @@ def clip_by_block_rms(
     return clip_by_units(name, units, nonfinite=nonfinite)
 
 
-def clip_by_value(
-    max_value: Number, *, min_value: Number | None = None
-) -> optax.GradientTransformation:
-    """Clamps every element to `[-max_value, max_value]`, or from `min_value`.
+def clip(max_delta: Number, *, min_delta: Number | None = None) -> optax.GradientTransformation:
+    """Clamps every element to `[-max_delta, max_delta]`, or from `min_delta`.
 
     It changes the direction of the gradient; `clip_by_global_norm` keeps it. A NaN stays where
-    it is, an infinity becomes a bound, a traced `max_value` <= 0 gives zeros.
+    it is, an infinity becomes a bound, a traced `max_delta` <= 0 gives zeros.
 
     Args:
-        max_value: upper bound in the unit of the gradients, > 0, a number or a traced scalar.
-        min_value: lower bound, below `max_value`; `-max_value` if None.
+        max_delta: upper bound in the unit of the gradients, > 0, a number or a traced scalar.
+        min_delta: lower bound, below `max_delta`; `-max_delta` if None.
 
     Returns:
         An Optax transformation without a state.
 
     Raises:
-        ValueError: `max_value` is not > 0, or `min_value` is not below it.
+        ValueError: `max_delta` is not > 0, or `min_delta` is not below it.
         TypeError: a bound is no number; when traced, a leaf is not inexact.
 
     Example:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
-        >>> clip = gcx.clip_by_value(1.0)
+        >>> clip = gcx.clip(1.0)
         >>> clip.update(jnp.array([-3.0, 0.5, 2.0]), clip.init(None))[0].tolist()
         [-1.0, 0.5, 1.0]
     """
-    low, high = value_bounds("clip_by_value", max_value, min_value)
+    low, high = value_bounds("clip", max_delta, min_delta)
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:
-        return clamp_tree("clip_by_value", "updates", updates, low, high), state
+        return clamp_tree("clip", "updates", updates, low, high), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

@@ -21,7 +21,7 @@ from .._mesh import max_over
 from .._run_if import Gate, GatedUpdate
 from .._types import Array, AxisName, Scalar, Tree
 from ..clipping._layout import blocks_of, one_slot
-from ..clipping._norm import counted_leaves, has_norm, norm_dtype
+from ..clipping._norm import is_measured, measured_leaves, norm_dtype
 from ..clipping._power_sum import ADDS_IN_PARALLEL
 
 
@@ -30,7 +30,7 @@ def all_finite(tree: Tree, axis_name: AxisName) -> Scalar:
 
     For arrays that are there anyway: XLA may write down what it adds up.
     """
-    leaves = counted_leaves(tree)
+    leaves = measured_leaves(tree)
     values = [x for x in leaves if _is_added_fast(x.dtype)]
     flags = [_is_bad(x) for x in leaves if not _is_added_fast(x.dtype)]
     return ~_any_bad(values, flags, axis_name)
@@ -50,7 +50,7 @@ def is_finite_step(
     and a threshold may become infinite: it then clips nothing.
     """
 
-    def look_ahead() -> Scalar:
+    def check_step() -> Scalar:
         if isinstance(tx.update, GatedUpdate):
             gate = functools.partial(tx.update.gate, grads, state, params, extra_args)
             return _is_finite_behind(gate, tx.update.inner, params, axis_name)
@@ -60,7 +60,7 @@ def is_finite_step(
         return _none_bad([(updates, updates), states], axis_name)
 
     is_finite_gradient = all_finite(grads, axis_name)
-    return is_finite_gradient & look_if(is_finite_gradient, look_ahead)
+    return is_finite_gradient & check_if(is_finite_gradient, check_step)
 
 
 def _is_finite_behind(
@@ -74,7 +74,7 @@ def _is_finite_behind(
     To look at a sum that is only being built would cost more than to build it.
     """
 
-    def look_inside() -> Scalar:
+    def check_inner_step() -> Scalar:
         # Once more, or what is pending would be written down for it at every step.
         now = gate()
         seen, _ = now.grads(now.pending)
@@ -82,17 +82,17 @@ def _is_finite_behind(
         # The gradient may be made of a sum that XLA has not rounded, the sum itself is.
         return _none_bad([(now.pending, now.pending)], axis_name) & is_finite_step(*inside)
 
-    return look_if(gate().is_open, look_inside)
+    return check_if(gate().is_open, check_inner_step)
 
 
-def what_is_told(extra_args: dict[str, Any]) -> list[Any]:
+def guarded_extra_args(extra_args: dict[str, Any]) -> list[Any]:
     """The loss, and what can be the weight of a micro-batch."""
     weight = extra_args.get("weight")
     is_number = isinstance(weight, (float, np.generic, np.ndarray, jax.Array))
     return [extra_args.get("value"), weight if is_number and np.ndim(weight) == 0 else None]
 
 
-def look_if(predicate: Array, look: Callable[[], Scalar]) -> Scalar:
+def check_if(predicate: Array, look: Callable[[], Scalar]) -> Scalar:
     """What a look finds, taken only where the predicate holds; True elsewhere."""
     if not is_traced(predicate):
         return look() if bool(predicate) else jnp.array(True)
@@ -125,7 +125,7 @@ def _columns(pairs: Sequence[tuple[Tree, Tree]]) -> list[Array]:
         ):
             leaves = zip(jax.tree.leaves(subtree), jax.tree.leaves(before), strict=True)
             for i, (x, was) in enumerate(leaves):
-                if not has_norm(x):
+                if not is_measured(x):
                     continue
                 bad = _is_bad(jnp.asarray(x))
                 if new is not old:

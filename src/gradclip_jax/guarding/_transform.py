@@ -17,11 +17,11 @@ from .._checks import (
     is_float0,
 )
 from .._run_if import Gate, gated, run_if
-from .._states import counted
+from .._states import increment_where
 from .._types import TWO, AxisName, Count, Order, Scalar, Tree
-from ..clipping._norm import counted_leaves, joint_norm
+from ..clipping._norm import measured_leaves, norm_of_leaves
 from ..clipping._rule import apply_rules, as_rule, check_params, first_state
-from ._detect import all_finite, is_finite_step, look_if, what_is_told
+from ._detect import all_finite, check_if, guarded_extra_args, is_finite_step
 from ._window import emptied, not_updated
 
 _RELEARN_AFTER = np.int32(25)  # NumPy, so that `optax.inject_hyperparams` leaves it alone
@@ -128,7 +128,7 @@ def skip_nonfinite(
     ) -> Gate:
         check_inexact(name, "updates", updates)
         step = (inner, updates, state.inner_state, params, extra_args, axes)
-        told = what_is_told(extra_args)
+        told = guarded_extra_args(extra_args)
         is_open = is_finite_step(*step) & all_finite(told, axes)
         streak = _streak(state.consecutive_skips, is_open)
 
@@ -137,18 +137,18 @@ def skip_nonfinite(
             # the guard refuses a finite micro-batch right after another skip, the window goes;
             # and at a flush, which the next one need not be, if it is no better without it.
             again = ~is_open & (state.consecutive_skips > 0)
-            lost = again & look_if(again, lambda: all_finite((updates, told), axes))
+            lost = again & check_if(again, lambda: all_finite((updates, told), axes))
             if "flush" not in extra_args:
                 return lost
             closed = ~is_open & jnp.asarray(extra_args["flush"]).astype(bool)
             nothing = jax.tree.map(lambda x: x if is_float0(x) else jnp.zeros_like(x), updates)
             weightless = {**extra_args, "weight": jnp.float32(0)}
             without = (inner, nothing, state.inner_state, params, weightless, axes)
-            return lost | (closed & ~look_if(closed, lambda: is_finite_step(*without)))
+            return lost | (closed & ~check_if(closed, lambda: is_finite_step(*without)))
 
         def close(inner_state: Any, pending: Tree) -> SkipNonfiniteState:
             return SkipNonfiniteState(
-                skipped_nonfinite=counted(state.skipped_nonfinite, ~is_open),
+                skipped_nonfinite=increment_where(state.skipped_nonfinite, ~is_open),
                 consecutive_skips=streak,
                 guard_failed=state.guard_failed | (streak >= limit),
                 inner_state=emptied(not_updated(inner_state, is_open), is_lost),
@@ -221,7 +221,7 @@ def skip_large_norm(
     learns = bool(jax.tree.leaves(first_state(rule))) and not rule.counts_steps
 
     def measure(tree: Tree) -> Scalar:
-        return joint_norm(counted_leaves(tree), order, axes)
+        return norm_of_leaves(measured_leaves(tree), order, axes)
 
     def init(params: Tree) -> SkipLargeNormState:
         return SkipLargeNormState(
@@ -264,10 +264,10 @@ def skip_large_norm(
             return SkipLargeNormState(
                 grad_norm=norm.astype(jnp.float32),
                 clip_threshold=threshold.astype(jnp.float32),
-                skipped_large_norm=counted(state.skipped_large_norm, is_large),
-                skipped_nonfinite=counted(state.skipped_nonfinite, ~finite),
+                skipped_large_norm=increment_where(state.skipped_large_norm, is_large),
+                skipped_nonfinite=increment_where(state.skipped_nonfinite, ~finite),
                 consecutive_skips=streak,
-                large_streak=jnp.where(is_open, 0, counted(state.large_streak, is_large)),
+                large_streak=jnp.where(is_open, 0, increment_where(state.large_streak, is_large)),
                 guard_failed=state.guard_failed | (streak >= limit),
                 rules=rules,
                 inner_state=not_updated(inner_state, is_open),
@@ -291,7 +291,7 @@ def _checked(
 
 
 def _streak(count: Scalar, is_open: Scalar) -> Scalar:
-    return jnp.where(is_open, 0, counted(count))
+    return jnp.where(is_open, 0, increment_where(count))
 
 
 def _zero(dtype: Any = jnp.int32) -> Scalar:

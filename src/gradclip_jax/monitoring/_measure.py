@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_number, complaint, is_float0, is_traced
+from .._checks import check_number, error_message, is_float0, is_traced
 from .._types import Tree
 
 
@@ -69,7 +69,7 @@ def suggest_max_norm(norms: Any, percentile: float = 90.0) -> float:
     if not finite.size:
         hint = "Record some steps with `record_norms` first."
         got = f"{values.size} of which none is finite"
-        raise ValueError(complaint(name, "norms", "finite norms", got, hint))
+        raise ValueError(error_message(name, "norms", "finite norms", got, hint))
     return float(np.percentile(finite, percentile))
 
 
@@ -77,4 +77,4 @@ def refuse_traced(function: str, argument: str, value: Any) -> None:
     """Refuses a tracer where a value on the host is needed."""
     if is_traced(value):
         hint = "Call it outside jit, on what the step returned."
-        raise TypeError(complaint(function, argument, "known on the host", "a tracer", hint))
+        raise TypeError(error_message(function, argument, "known on the host", "a tracer", hint))

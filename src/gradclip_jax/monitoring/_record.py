@@ -6,11 +6,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import check_axis_name, check_count, check_inexact, check_ord, check_state, complaint
-from .._states import counted, find_states
+from .._checks import (
+    check_axis_name,
+    check_count,
+    check_inexact,
+    check_ord,
+    check_state,
+    error_message,
+)
+from .._states import find_states, increment_where
 from .._types import TWO, Array, AxisName, Order, Scalar, Tree
 from ..clipping._layout import leaf_slots
-from ..clipping._norm import counted_leaves, joint_norm, pooled_norms
+from ..clipping._norm import measured_leaves, norm_of_leaves, unit_norms
 from ._measure import refuse_traced
 
 
@@ -40,7 +47,7 @@ def record_norms(
     """Records the norms of the last `window` updates; the updates pass unchanged.
 
     Put it before a clip to see what the clip sees. A step with a norm that is not finite is
-    counted, not recorded. Read with `norm_history`, then ask `suggest_max_norm`.
+    increment_where, not recorded. Read with `norm_history`, then ask `suggest_max_norm`.
 
     Args:
         window: how many steps to keep, an integer >= 1.
@@ -69,13 +76,13 @@ def record_norms(
     order, axes = check_ord(name, ord), check_axis_name(name, axis_name)
 
     def measure(tree: Tree) -> Array:
-        leaves = counted_leaves(tree)
+        leaves = measured_leaves(tree)
         if per_leaf:
-            return pooled_norms(leaves, leaf_slots(leaves), order, axes)
-        return joint_norm(leaves, order, axes)
+            return unit_norms(leaves, leaf_slots(leaves), order, axes)
+        return norm_of_leaves(leaves, order, axes)
 
     def init(params: Tree) -> NormRecordState:
-        shape = (len(counted_leaves(params)),) if per_leaf else ()
+        shape = (len(measured_leaves(params)),) if per_leaf else ()
         counts = (jnp.zeros((), jnp.int32) for _ in range(3))  # no shared buffer: donation
         return NormRecordState(jnp.zeros((int(window), *shape), jnp.float32), *counts)
 
@@ -92,7 +99,7 @@ def record_norms(
             norms=state.norms.at[place].set(row),
             recorded=jnp.minimum(state.recorded + finite.astype(jnp.int32), window),
             next_place=(place + finite.astype(jnp.int32)) % window,
-            nonfinite_norms=counted(state.nonfinite_norms, ~finite),
+            nonfinite_norms=increment_where(state.nonfinite_norms, ~finite),
         )
 
     return optax.GradientTransformation(init, update)
@@ -122,7 +129,7 @@ def norm_history(state: Any) -> np.ndarray[Any, Any]:
     if not found:
         hint = "Put `record_norms()` into the chain."
         rule = "a state with a record of norms"
-        raise TypeError(complaint("norm_history", "state", rule, type(state).__name__, hint))
+        raise TypeError(error_message("norm_history", "state", rule, type(state).__name__, hint))
     record = found[0][1]
     refuse_traced("norm_history", "state", record.norms)
     norms, recorded = np.asarray(record.norms), int(record.recorded)

@@ -13,7 +13,7 @@ from .._checks import (
     is_float0,
 )
 from .._types import Tree
-from ..accumulation._running import accumulator_like, check_fits
+from ..accumulation._running import accumulator_like, check_matches_accumulator
 from ..clipping._norm import global_norm
 
 
@@ -37,7 +37,7 @@ def u_clip(clip: optax.GradientTransformation) -> optax.GradientTransformationEx
     the size of the parameters and one more pass over the gradients.
 
     Args:
-        clip: any clip; in the paper elementwise, `clip_by_value`, or `clip_by_global_norm`.
+        clip: any clip; in the paper elementwise, `clip`, or `clip_by_global_norm`.
 
     Returns:
         An Optax transformation with a `CarryState`.
@@ -47,7 +47,7 @@ def u_clip(clip: optax.GradientTransformation) -> optax.GradientTransformationEx
 
     Example:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
-        >>> clip = gcx.u_clip(gcx.clip_by_value(1.0))
+        >>> clip = gcx.u_clip(gcx.clip(1.0))
         >>> state = clip.init(jnp.zeros(1))
         >>> first, state = clip.update(jnp.array([2.5]), state)
         >>> second, state = clip.update(jnp.array([-1.0]), state)
@@ -68,7 +68,7 @@ def u_clip(clip: optax.GradientTransformation) -> optax.GradientTransformationEx
     ) -> tuple[Tree, CarryState]:
         check_inexact("u_clip", "updates", updates)
         check_state("u_clip", state, CarryState)
-        check_fits("u_clip", updates, state.carry)
+        check_matches_accumulator("u_clip", updates, state.carry)
         owed = jax.tree.map(_plus, updates, state.carry)
         clipped, clip_state = clip.update(owed, state.clip_state, params, **extra_args)
         emitted = jax.tree.map(_like, clipped, updates)

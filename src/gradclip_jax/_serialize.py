@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._checks import complaint, is_traced
+from ._checks import error_message, is_traced
 
 _HINT = "Call the constructor itself with a function, an array or an object."
 
@@ -35,7 +35,7 @@ def to_plain(function: str, argument: str, value: Any) -> Any:
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     rule = "a plain value, or lists, tuples and mappings of such"
-    raise TypeError(complaint(function, argument, rule, repr(value), _HINT))
+    raise TypeError(error_message(function, argument, rule, repr(value), _HINT))
 
 
 def from_plain(plain: Any, make: Callable[[Mapping[str, Any]], Any] | None = None) -> Any:
@@ -70,7 +70,9 @@ def check_arguments(
     rule = "a mapping with keys among " + ", ".join(known)
     if not isinstance(given, Mapping):
         hint = "Write it as `to_dict` does."
-        raise TypeError(complaint(function, argument, rule, repr(given), hint))
+        raise TypeError(error_message(function, argument, rule, repr(given), hint))
     unknown = [key for key in given if key not in known]
     if unknown:
-        raise ValueError(complaint(function, argument, rule, repr(unknown[0]), "Take the key out."))
+        raise ValueError(
+            error_message(function, argument, rule, repr(unknown[0]), "Take the key out.")
+        )

@@ -12,15 +12,15 @@ from .._checks import (
     check_number,
     check_same_structure,
     check_state,
-    complaint,
+    error_message,
     is_float0,
 )
-from .._mesh import replication, shard_axes
-from .._states import counted
+from .._mesh import replica_count, shard_axes
+from .._states import increment_where
 from .._types import Array, AxisName, Number, Tree
 from ..clipping._layout import leaf_slots
-from ..clipping._norm import pooled_norms
-from ._moment import MomentState, by_leaf, check_decays, filled, power_of, two_moments
+from ..clipping._norm import unit_norms
+from ._moment import MomentState, bias_correction, by_leaf, check_decays, power_of, two_moments
 
 
 def stable_adamw(
@@ -81,12 +81,14 @@ def stable_adamw(
         check_state(name, state, MomentState)
         if params is None:
             hint = "Pass it: `update(grads, state, params)`."
-            raise ValueError(complaint(name, "params", "given", "None", hint))
+            raise ValueError(error_message(name, "params", "given", "None", hint))
         check_same_structure(name, "updates", updates, "params", params)
         rate = learning_rate(state.steps) if callable(learning_rate) else learning_rate
-        count = counted(state.steps)
+        count = increment_where(state.steps)
         steps = count.astype(jnp.float32)
-        decay1, decay2 = (b * filled(b, steps - 1) / filled(b, steps) for b in (b1, b2))
+        decay1, decay2 = (
+            b * bias_correction(b, steps - 1) / bias_correction(b, steps) for b in (b1, b2)
+        )
 
         def step(grad: Any, param: Any, first: Array, second: Array) -> Any:
             if is_float0(grad):
@@ -95,8 +97,8 @@ def stable_adamw(
             first = first * decay1 + g * (1 - decay1)
             second = second * decay2 + jnp.abs(g) ** 2 * (1 - decay2)
             ratio = g / jnp.sqrt(jnp.maximum(second, eps**2))
-            norm = pooled_norms([ratio], leaf_slots([ratio]), 2.0, axes)[0]
-            size = ratio.size * replication(frozenset(), shard_axes(ratio, axes))
+            norm = unit_norms([ratio], leaf_slots([ratio]), 2.0, axes)[0]
+            size = ratio.size * replica_count(frozenset(), shard_axes(ratio, axes))
             shortened = rate / jnp.maximum(1, norm / np.sqrt(max(size, 1)) / clipping)
             decayed = weight_decay * param.astype(first.dtype)
             direction = first / (power_of(second, 0.5) + eps) + decayed

@@ -8,13 +8,13 @@ import numpy as np
 import optax
 
 from .._checks import check_axis_name, check_inexact, check_number, check_state
-from .._states import counted
+from .._states import increment_where
 from .._types import Array, AxisName, Number, Tree
 from ..clipping._layout import leaf_slots
-from ..clipping._norm import counted_leaves, has_norm, pooled_norms
+from ..clipping._norm import is_measured, measured_leaves, unit_norms
 from ..clipping._scale import Factor, clip_factor, scale_leaf, scaled_to
 from ._average import hypotenuse
-from ._moment import check_decays, filled, where_finite
+from ._moment import bias_correction, check_decays, where_finite
 
 
 class LevelsState(NamedTuple):
@@ -80,22 +80,22 @@ def stable_spam_clip(
     axes = check_axis_name(name, axis_name)
 
     def norms(leaves: list[Array], ord: float) -> Array:
-        return pooled_norms(leaves, leaf_slots(leaves), ord, axes)
+        return unit_norms(leaves, leaf_slots(leaves), ord, axes)
 
     def init(params: Tree) -> LevelsState:
         kinds = (jnp.int32, jnp.float32, jnp.float32, jnp.float32)
-        return LevelsState(*(jnp.zeros(len(counted_leaves(params)), kind) for kind in kinds))
+        return LevelsState(*(jnp.zeros(len(measured_leaves(params)), kind) for kind in kinds))
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, LevelsState]:
         check_inexact(name, "updates", updates)
         check_state(name, state, LevelsState)
-        leaves = counted_leaves(updates)
-        count = counted(state.steps)
+        leaves = measured_leaves(updates)
+        count = increment_where(state.steps)
         steps = count.astype(jnp.float32)
 
         peaks = norms(leaves, np.inf)
         largest = max_decay * state.largest + (1 - max_decay) * peaks.astype(jnp.float32)
-        bound = (largest / filled(max_decay, steps)).astype(peaks.dtype)
+        bound = (largest / bias_correction(max_decay, steps)).astype(peaks.dtype)
         leaves = [
             jnp.where(jnp.abs(x).astype(top.dtype) > top, scale_leaf(x, Factor(*parts)), x)
             for x, top, *parts in zip(leaves, bound, *clip_factor(peaks, bound), strict=True)
@@ -106,13 +106,13 @@ def stable_spam_clip(
         norm = norm_decay * state.norm + (1 - norm_decay) * seen
         kept, added = jnp.sqrt(square_decay), jnp.sqrt(1 - square_decay)
         root_square = hypotenuse(kept * state.root_square, added * seen)
-        root = root_square / jnp.sqrt(filled(square_decay, steps)) + eps
+        root = root_square / jnp.sqrt(bias_correction(square_decay, steps)) + eps
         # Not `a / b / c`, which XLA makes `a / (b * c)`: that overflows from norms of 1e19 on.
-        wanted = norm / filled(norm_decay, steps) * (1 / root)
+        wanted = norm / bias_correction(norm_decay, steps) * (1 / root)
         factor = scaled_to(lengths, wanted.astype(lengths.dtype))
         by_leaf = zip(leaves, *factor, strict=True)
         scaled = iter([scale_leaf(x, Factor(*parts)) for x, *parts in by_leaf])
-        out = jax.tree.map(lambda x: next(scaled) if has_norm(x) else x, updates)
+        out = jax.tree.map(lambda x: next(scaled) if is_measured(x) else x, updates)
         proposed = LevelsState(count, largest, norm, root_square)
         return out, LevelsState(*where_finite(peaks, proposed, state))
 
