@@ -73,7 +73,7 @@ class TransformConfig:
         ValueError: a name or an argument that does not exist, or one that is missing.
         TypeError: an argument is not plain.
 
-    Example:
+    Examples:
         >>> import json, optax, gradclip_jax as gcx
         >>> rule = {"name": "zscore", "decay": 0.9}
         >>> config = gcx.TransformConfig("clip_by_global_norm", {"max_norm": rule})

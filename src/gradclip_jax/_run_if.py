@@ -73,20 +73,20 @@ class Gate(NamedTuple):
 
     Attributes:
         is_open: bool[], the same on all devices.
-        pending: what the gradients are made from, in buffers that may be overwritten.
-        grads: makes from it the gradients that the inner transformation is to see, and what is
-            then pending: the gradients themselves, if they can take its buffers.
+        accumulator: what the gradients are read from, in buffers that may be overwritten.
+        read_gradient: makes from it the gradients of the inner transformation, and the next
+            accumulator: the gradients themselves, if they can take its buffers.
         inner_state: its state.
         extra_args: its extra arguments.
-        close: `(inner_state, pending)` after the step to the next state of the whole.
+        next_state: `(inner_state, accumulator)` after the step to the next state of the whole.
     """
 
     is_open: Array
-    pending: Tree
-    grads: Callable[[Tree], tuple[Tree, Tree]]
+    accumulator: Tree
+    read_gradient: Callable[[Tree], tuple[Tree, Tree]]
     inner_state: Any
     extra_args: dict[str, Any]
-    close: Callable[[Any, Tree], Any]
+    next_state: Callable[[Any, Tree], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,14 +114,14 @@ class GatedUpdate:
             return self.inner.update(grads, inner_state, params, **now.extra_args)
 
         def step(carry: Tree) -> Tree:
-            grads, pending = now.grads(carry[2])
-            return *inner_update(grads, carry[1]), pending
+            grads, accumulator = now.read_gradient(carry[2])
+            return *inner_update(grads, carry[1]), accumulator
 
         like, _ = jax.eval_shape(inner_update, updates, now.inner_state)
         zeros = jax.tree.map(_zeros, like, updates)
-        carry = (zeros, now.inner_state, now.pending)
-        emitted, inner_state, pending = run_if(now.is_open, step, carry)
-        return emitted, now.close(inner_state, pending)
+        carry = (zeros, now.inner_state, now.accumulator)
+        emitted, inner_state, accumulator = run_if(now.is_open, step, carry)
+        return emitted, now.next_state(inner_state, accumulator)
 
 
 def gated(
@@ -166,7 +166,7 @@ def apply_gradients(
     Raises:
         TypeError: `tx` is no transformation.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
         >>> tx = gcx.accumulate_gradients(optax.sgd(1.0), every=2)
         >>> params = jnp.array([0.0])
@@ -186,13 +186,13 @@ def apply_gradients(
     now = gated_update.gate(grads, state, params, extra_args)
 
     def step(carry: Tree) -> Tree:
-        params, inner_state, pending = carry
-        grads, pending = now.grads(pending)
-        return *apply_gradients(inner, grads, inner_state, params, **now.extra_args), pending
+        params, inner_state, accumulator = carry
+        grads, accumulator = now.read_gradient(accumulator)
+        return *apply_gradients(inner, grads, inner_state, params, **now.extra_args), accumulator
 
-    carry = (params, now.inner_state, now.pending)
-    params, inner_state, pending = run_if(now.is_open, step, carry)
-    return params, now.close(inner_state, pending)
+    carry = (params, now.inner_state, now.accumulator)
+    params, inner_state, accumulator = run_if(now.is_open, step, carry)
+    return params, now.next_state(inner_state, accumulator)
 
 
 def _apply_updates(params: Tree, updates: Tree) -> Tree:

@@ -24,7 +24,7 @@ class AccumulationConfig:
         max_grad_norm: the accumulated, normalised gradient is clipped to this global norm,
             > 0; None does not clip.
 
-    Example:
+    Examples:
         >>> import optax, gradclip_jax as gcx
         >>> config = gcx.AccumulationConfig(accumulation_steps=8, max_grad_norm=1.0)
         >>> config.effective_batch_size(16)

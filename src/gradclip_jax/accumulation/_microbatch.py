@@ -71,7 +71,7 @@ def microbatched_value_and_grad(
             both numbers and the leaf. Or an auxiliary array grows along another axis.
         TypeError: `fun` cannot be called, or the value or the weight is no scalar.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> def loss(w, x):
         ...     return jnp.mean((w * x) ** 2)

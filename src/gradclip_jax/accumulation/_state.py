@@ -80,7 +80,7 @@ def flush(
     Raises:
         TypeError: the state holds no accumulation.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
         >>> tx = gcx.accumulate_gradients(optax.sgd(1.0), every=100)
         >>> params = jnp.array([0.0])
@@ -115,7 +115,7 @@ def accumulated_gradients(state: Any) -> Tree:
         ValueError: nothing was accumulated (on the host).
         TypeError: the state holds no accumulation.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
         >>> tx = gcx.accumulate_gradients(optax.sgd(1.0), every=8)
         >>> params = jnp.array([0.0])
@@ -148,7 +148,7 @@ def reset_accumulation(state: Any) -> Any:
     Raises:
         TypeError: the state holds no accumulation.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
         >>> tx = gcx.accumulate_gradients(optax.sgd(1.0), every=8)
         >>> params = jnp.array([0.0])
@@ -181,7 +181,7 @@ def has_updated(state: Any) -> Scalar:
     Raises:
         TypeError: the state holds no accumulation.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
         >>> tx = gcx.accumulate_gradients(optax.sgd(1.0), every=2)
         >>> params = jnp.array([0.0])
@@ -205,7 +205,7 @@ def accumulation_stats(state: Any) -> AccumulationStats:
     Raises:
         TypeError: the state holds no accumulation.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
         >>> tx = gcx.accumulate_gradients(optax.sgd(1.0), every=8)
         >>> params = jnp.zeros((2, 3))

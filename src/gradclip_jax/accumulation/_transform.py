@@ -77,7 +77,7 @@ def accumulate_gradients(
         TypeError: `inner` is no transformation, `every` no integer; when traced, a leaf is not
             inexact or its shape is not the parameter's.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
         >>> tx = gcx.accumulate_gradients(optax.sgd(1.0), every=2)
         >>> params = jnp.array([0.0])
@@ -141,13 +141,13 @@ def accumulate_gradients(
             one = jnp.float32(1) if weight is None else weight
             noise = observe_micro_batch(noise, updates, one, starts)
 
-            def observe(seen: NoiseState) -> NoiseState:
+            def observe(noise: NoiseState) -> NoiseState:
                 mean = window_gradient(acc_grads, updates, total_weight, mean=True)
-                return observe_window(seen, mean, total_weight, decay)
+                return observe_window(noise, mean, total_weight, decay)
 
             noise = run_if(emits, observe, noise)
 
-        def close(inner_opt_state: Any, acc_grads: Tree) -> AccumulationState:
+        def next_state(inner_opt_state: Any, acc_grads: Tree) -> AccumulationState:
             return AccumulationState(
                 mini_step=jnp.where(closes, 0, mini_step),
                 gradient_step=increment_where(state.gradient_step, emits),
@@ -160,12 +160,12 @@ def accumulate_gradients(
                 noise=noise,
             )
 
-        def grads(acc_grads: Tree) -> tuple[Tree, Tree]:
+        def read_gradient(acc_grads: Tree) -> tuple[Tree, Tree]:
             window = window_gradient(acc_grads, updates, total_weight, mean=reduction == "mean")
             step = (state.inner_opt_state, params, extra_args)
             return _cast_if_refused(inner, window, updates, *step), window
 
-        return Gate(emits, acc_grads, grads, state.inner_opt_state, extra_args, close)
+        return Gate(emits, acc_grads, read_gradient, state.inner_opt_state, extra_args, next_state)
 
     return gated(inner, init, gate)
 

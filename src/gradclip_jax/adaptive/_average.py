@@ -65,7 +65,7 @@ def zscore(
         warmup_steps: norms that the first mean and variance are taken of, >= 1.
         relearn_after: >= 1.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.clip_by_global_norm(gcx.thresholds.zscore(2.0, warmup_steps=2))
         >>> state = clip.init(jnp.zeros(1))
@@ -127,7 +127,7 @@ def ema(
         warmup_steps: >= 1.
         warmup_max: threshold during the warm-up, in the unit of the norm, > 0; inf for none.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.clip_by_global_norm(
         ...     gcx.thresholds.ema(2.0, warmup_steps=1, warmup_max=jnp.inf)
@@ -174,7 +174,7 @@ def quantile(target: Number = 0.5, rate: Number = 0.2, initial: Number = 1.0) ->
         rate: learning rate of log C, > 0.
         initial: the first C, in the unit of the norm, > 0; the paper starts at 0.1.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.clip_by_global_norm(gcx.thresholds.quantile(initial=1.0))
         >>> state = clip.init(jnp.zeros(1))

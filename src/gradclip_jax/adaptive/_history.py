@@ -39,7 +39,7 @@ def percentile(percentile: Number = 10.0, window: Count = 1000) -> Rule:
         percentile: 0 to 100, linearly interpolated as by `numpy.percentile`.
         window: how many norms are kept, >= 1; 4 * window bytes a unit.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.clip_by_global_norm(gcx.thresholds.percentile(50.0, window=3))
         >>> state = clip.init(jnp.zeros(1))
@@ -85,7 +85,7 @@ def mean_std(z_threshold: Number = 6.0, window: int = 128, warmup_steps: int = 6
         window: how many norms are kept, >= 1.
         warmup_steps: how many norms are seen before the first is clipped, >= 1.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.clip_by_global_norm(gcx.thresholds.mean_std(2.0, warmup_steps=2))
         >>> state = clip.init(jnp.zeros(1))

@@ -66,7 +66,7 @@ def acclip(
         ValueError: a number is out of range.
         TypeError: an argument is no number; when traced, a leaf is not inexact.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.acclip(b1=0.0, b2=0.5)
         >>> _, state = clip.update(jnp.array([4.0, 4.0]), clip.init(jnp.zeros(2)))
@@ -131,7 +131,7 @@ def spam_clip(
         ValueError: a number is out of range.
         TypeError: an argument is no number; when traced, a leaf is not inexact.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.spam_clip(4.0, decay=0.75, warmup_steps=1)
         >>> _, state = clip.update(jnp.array([4.0, 4.0]), clip.init(jnp.zeros(2)))

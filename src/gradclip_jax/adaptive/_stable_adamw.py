@@ -57,7 +57,7 @@ def stable_adamw(
         ValueError: a number is out of range, or `params` is missing.
         TypeError: an argument is no number; when traced, a leaf is not inexact.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> tx, params = gcx.stable_adamw(0.1, b1=0.0), jnp.zeros(1)
         >>> _, state = tx.update(jnp.array([1.0]), tx.init(params), params)

@@ -64,7 +64,7 @@ def stable_spam_clip(
         ValueError: a number is out of range.
         TypeError: an argument is no number; when traced, a leaf is not inexact.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.stable_spam_clip()
         >>> updates, _ = clip.update(jnp.array([30.0, 40.0]), clip.init(jnp.zeros(2)))

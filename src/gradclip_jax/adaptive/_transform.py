@@ -44,7 +44,7 @@ def adaptive_grad_clip(
         ValueError: a number is not > 0, `axis` does not fit a leaf, or `params` is missing.
         TypeError: an argument is no number; a leaf is not inexact.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.adaptive_grad_clip(0.5)
         >>> params, grads = jnp.array([3.0, 4.0]), jnp.array([0.0, 10.0])
@@ -85,7 +85,7 @@ def autoclip(
     Raises:
         ValueError: a number is out of range.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.autoclip(percentile=50.0)
         >>> state = clip.init(jnp.zeros(1))
@@ -127,7 +127,7 @@ def zclip(
     Raises:
         ValueError: a number is out of range.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.zclip(2.0, warmup_steps=2, max_norm=None)
         >>> state = clip.init(jnp.zeros(1))
@@ -173,7 +173,7 @@ def adagc(
     Raises:
         ValueError: a number is out of range.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.adagc(2.0, warmup_steps=1)
         >>> grads = {"w": jnp.array(0.5), "b": jnp.array(0.25)}
@@ -221,7 +221,7 @@ def quantile_clip(
     Raises:
         ValueError: a number is out of range.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.quantile_clip(target=0.5, rate=0.2, initial=1.0)
         >>> state = clip.init(jnp.zeros(1))

@@ -45,7 +45,7 @@ def u_clip(clip: optax.GradientTransformation) -> optax.GradientTransformationEx
     Raises:
         TypeError: `clip` is no transformation; when traced, a leaf is not inexact.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.u_clip(gcx.clip(1.0))
         >>> state = clip.init(jnp.zeros(1))

@@ -48,7 +48,7 @@ def global_norm(tree: Tree, *, ord: float = 2.0, axis_name: AxisName = None) -> 
         TypeError: a leaf is an integer or a boolean; the message names its path.
         ValueError: `ord` is not > 0.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> float(gcx.global_norm({"w": jnp.float16([300, 0]), "b": jnp.float16([400])}))
         500.0
@@ -74,7 +74,7 @@ def leaf_norms(tree: Tree, *, ord: float = 2.0, axis_name: AxisName = None) -> T
         TypeError: a leaf is an integer or a boolean; the message names its path.
         ValueError: `ord` is not > 0.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> norms = gcx.leaf_norms({"w": jnp.array([3.0, 4.0]), "b": jnp.array(-2.0)})
         >>> float(norms["w"]), float(norms["b"])

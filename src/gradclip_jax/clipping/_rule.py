@@ -36,7 +36,7 @@ class Rule:
         counts_steps: whether the state is a count of all steps and no memory of norms; it then
             goes on at a step whose norm is not finite.
 
-    Example:
+    Examples:
         Twice the largest norm of the last step, and no clipping at first:
 
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -78,7 +78,7 @@ def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
         ratio: largest ratio of gradient norm to parameter norm, dimensionless, > 0.
         eps: what a parameter norm counts as at least, > 0: zero parameters must be able to move.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.clip_by_global_norm(gcx.thresholds.relative_to_params(0.5))
         >>> params, grads = jnp.array([3.0, 4.0]), jnp.array([0.0, 10.0])
@@ -117,7 +117,7 @@ def capped(rule: Rule, max_threshold: Number) -> Rule:
         rule: any rule.
         max_threshold: in the unit of the norm, > 0.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> rule = gcx.thresholds.capped(gcx.thresholds.quantile(initial=4.0), 1.0)
         >>> clip = gcx.clip_by_global_norm(rule)

@@ -214,7 +214,7 @@ def clip_grad_norm(
         ValueError: `max_norm` or `ord` is not > 0.
         TypeError: a leaf is an integer or a boolean; the message names its path.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clipped, norm = gcx.clip_grad_norm({"w": jnp.array([3.0, 4.0])}, 1.0)
         >>> float(norm), [round(x, 4) for x in clipped["w"].tolist()]
@@ -248,7 +248,7 @@ def clip_grad_value(grads: Tree, max_value: Number) -> Tree:
         ValueError: `max_value` is not > 0.
         TypeError: a leaf is an integer, a boolean or complex; the message names its path.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> gcx.clip_grad_value(jnp.array([-3.0, 0.5]), 1.0).tolist()
         [-1.0, 0.5]

@@ -53,7 +53,7 @@ def clip_by_global_norm(
         ValueError: `max_norm` or `ord` is not > 0, or `nonfinite` is another word.
         TypeError: `max_norm` is no threshold; or, when traced, a leaf is not inexact.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.clip_by_global_norm(1.0)
         >>> grads = {"w": jnp.float16([300.0, 400.0])}
@@ -90,7 +90,7 @@ def zero_large_norm(
         ValueError: `max_norm` or `ord` is not > 0.
         TypeError: `max_norm` is no threshold; when traced, a leaf is not inexact.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> drop = gcx.zero_large_norm(1.0)
         >>> drop.update(jnp.array([3.0, 4.0]), None)[0].tolist()
@@ -130,7 +130,7 @@ def clip_by_leaf_norm(
         ValueError: a threshold or `ord` is not > 0, or `stack_axes` exceeds a leaf's rank.
         TypeError: `max_norm` is no threshold, or no prefix of the updates; a leaf is not inexact.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.clip_by_leaf_norm({"w": 1.0, "b": 0.5})
         >>> grads = {"w": jnp.array([0.0, 4.0]), "b": jnp.array([0.25])}
@@ -174,7 +174,7 @@ def clip_by_group_norm(
         ValueError: a threshold or `ord` is not > 0, or a label of `max_norms` that no leaf has.
         TypeError: `max_norms` is no mapping, or `param_labels` no prefix tree of the updates.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.clip_by_group_norm(
         ...     {"body": 1.0}, {"enc": "body", "dec": "body", "fp8": "raw"}
@@ -226,7 +226,7 @@ def clip_by_block_rms(
         ValueError: the threshold is not > 0.
         TypeError: `threshold` is no threshold; a leaf is not inexact.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.clip_by_block_rms(1.0)
         >>> grads = {"w": jnp.array([1.0, 7.0]), "b": jnp.array([0.5])}
@@ -260,7 +260,7 @@ def clip(max_delta: Number, *, min_delta: Number | None = None) -> optax.Gradien
         ValueError: `max_delta` is not > 0, or `min_delta` is not below it.
         TypeError: a bound is no number; when traced, a leaf is not inexact.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.clip(1.0)
         >>> clip.update(jnp.array([-3.0, 0.5, 2.0]), clip.init(None))[0].tolist()

@@ -77,10 +77,10 @@ def _is_finite_behind(
     def check_inner_step() -> Scalar:
         # Once more, or what is pending would be written down for it at every step.
         now = gate()
-        seen, _ = now.grads(now.pending)
-        inside = (inner, seen, now.inner_state, params, now.extra_args, axis_name)
+        inner_grads, _ = now.read_gradient(now.accumulator)
+        inside = (inner, inner_grads, now.inner_state, params, now.extra_args, axis_name)
         # The gradient may be made of a sum that XLA has not rounded, the sum itself is.
-        return _none_bad([(now.pending, now.pending)], axis_name) & is_finite_step(*inside)
+        return _none_bad([(now.accumulator, now.accumulator)], axis_name) & is_finite_step(*inside)
 
     return check_if(gate().is_open, check_inner_step)
 

@@ -109,7 +109,7 @@ def skip_nonfinite(
         TypeError: `inner` is no transformation; when traced, a leaf is not inexact.
         ValueError: `max_consecutive_skips` is < 1.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
         >>> tx = gcx.skip_nonfinite(optax.adam(0.1))
         >>> params = jnp.array([1.0])
@@ -128,8 +128,8 @@ def skip_nonfinite(
     ) -> Gate:
         check_inexact(name, "updates", updates)
         step = (inner, updates, state.inner_state, params, extra_args, axes)
-        told = guarded_extra_args(extra_args)
-        is_open = is_finite_step(*step) & all_finite(told, axes)
+        guarded = guarded_extra_args(extra_args)
+        is_open = is_finite_step(*step) & all_finite(guarded, axes)
         streak = _streak(state.consecutive_skips, is_open)
 
         def is_lost() -> Scalar:
@@ -137,7 +137,7 @@ def skip_nonfinite(
             # the guard refuses a finite micro-batch right after another skip, the window goes;
             # and at a flush, which the next one need not be, if it is no better without it.
             again = ~is_open & (state.consecutive_skips > 0)
-            lost = again & check_if(again, lambda: all_finite((updates, told), axes))
+            lost = again & check_if(again, lambda: all_finite((updates, guarded), axes))
             if "flush" not in extra_args:
                 return lost
             closed = ~is_open & jnp.asarray(extra_args["flush"]).astype(bool)
@@ -146,7 +146,7 @@ def skip_nonfinite(
             without = (inner, nothing, state.inner_state, params, weightless, axes)
             return lost | (closed & ~check_if(closed, lambda: is_finite_step(*without)))
 
-        def close(inner_state: Any, pending: Tree) -> SkipNonfiniteState:
+        def next_state(inner_state: Any, accumulator: Tree) -> SkipNonfiniteState:
             return SkipNonfiniteState(
                 skipped_nonfinite=increment_where(state.skipped_nonfinite, ~is_open),
                 consecutive_skips=streak,
@@ -154,7 +154,7 @@ def skip_nonfinite(
                 inner_state=emptied(not_updated(inner_state, is_open), is_lost),
             )
 
-        return Gate(is_open, (), lambda _: (updates, ()), state.inner_state, extra_args, close)
+        return Gate(is_open, (), lambda _: (updates, ()), state.inner_state, extra_args, next_state)
 
     return gated(inner, init, gate)
 
@@ -203,7 +203,7 @@ def skip_large_norm(
         ValueError: a number is out of range.
         TypeError: `inner` is no transformation, `max_norm` no threshold; a leaf is not inexact.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
         >>> tx = gcx.skip_large_norm(optax.sgd(1.0), max_norm=10.0)
         >>> params = jnp.array([1.0])
@@ -260,7 +260,7 @@ def skip_large_norm(
         streak = _streak(state.consecutive_skips, is_open)
         is_large = finite & ~is_open
 
-        def close(inner_state: Any, pending: Tree) -> SkipLargeNormState:
+        def next_state(inner_state: Any, accumulator: Tree) -> SkipLargeNormState:
             return SkipLargeNormState(
                 grad_norm=norm.astype(jnp.float32),
                 clip_threshold=threshold.astype(jnp.float32),
@@ -273,7 +273,7 @@ def skip_large_norm(
                 inner_state=not_updated(inner_state, is_open),
             )
 
-        return Gate(is_open, (), lambda _: (updates, ()), state.inner_state, extra_args, close)
+        return Gate(is_open, (), lambda _: (updates, ()), state.inner_state, extra_args, next_state)
 
     return gated(inner, init, gate)
 

@@ -25,7 +25,7 @@ def nonfinite_leaves(tree: Tree) -> dict[str, int]:
     Raises:
         TypeError: called inside jit.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> gcx.nonfinite_leaves({"w": jnp.array([1.0, jnp.nan, jnp.inf]), "b": jnp.zeros(3)})
         {"['w']": 2}
@@ -55,7 +55,7 @@ def suggest_max_norm(norms: Any, percentile: float = 90.0) -> float:
         ValueError: no norm is finite, or `percentile` is outside [0, 100].
         TypeError: called inside jit.
 
-    Example:
+    Examples:
         >>> import gradclip_jax as gcx
         >>> gcx.suggest_max_norm([1.0, 2.0, 3.0, float("nan")], percentile=50.0)
         2.0

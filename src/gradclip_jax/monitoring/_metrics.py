@@ -57,7 +57,7 @@ def metrics(state: Any) -> dict[str, Array]:
     Returns:
         Name to scalar, sorted; empty if no state of this package is found.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
         >>> tx = optax.chain(gcx.clip_by_global_norm(1.0), optax.adam(1e-3))
         >>> params = jnp.array([3.0, 4.0])

@@ -62,7 +62,7 @@ def record_norms(
         ValueError: `window` is < 1.
         TypeError: when traced, a leaf is not inexact.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> record = gcx.record_norms(window=2)
         >>> state = record.init(jnp.zeros(2))
@@ -118,7 +118,7 @@ def norm_history(state: Any) -> np.ndarray[Any, Any]:
     Raises:
         TypeError: the state holds no record, or is traced: call it outside jit.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
         >>> tx = optax.chain(gcx.record_norms(), gcx.clip_by_global_norm(1.0))
         >>> _, state = tx.update(jnp.array([3.0, 4.0]), tx.init(jnp.zeros(2)))
