@@ -40,7 +40,6 @@ UNBOUNDED: Final = float(np.finfo(np.float32).max)
 """No threshold yet. Not infinity, which `jax_debug_infs` would take for a fault."""
 
 
-
 class _Float(np.float32):
     """A default that `help` shows as a plain number, and `optax.inject_hyperparams` leaves alone.
 

@@ -84,9 +84,7 @@ def pool_sums(sums: Sequence[Array], blocks: Sequence[Block], units: Units, dtyp
     return sum_over(_by_unit(shares, blocks, units, jnp.sum), everywhere)
 
 
-def pool_largest(
-    tops: Sequence[Array], blocks: Sequence[Block], units: Units, dtype: Any
-) -> Array:
+def pool_largest(tops: Sequence[Array], blocks: Sequence[Block], units: Units, dtype: Any) -> Array:
     """As `pool_sums`, the largest of values >= 0."""
     if not blocks:
         return jnp.zeros(units.count, dtype)

@@ -215,7 +215,9 @@ def norm_clip(
             result, states = clip_units(*both, part.units, of_part, states)
             clipped.append(result)
         clipped = _replace_if_bad(clipped, root_when_bad)
-        report = _report(units, clipped, order)._replace(rules=states if jax.tree.leaves(states) else ())
+        report = _report(units, clipped, order)._replace(
+            rules=states if jax.tree.leaves(states) else ()
+        )
         return scale_tree(updates, parts, [result.roots for result in clipped]), report
 
     return optax.GradientTransformation(init, update)

@@ -143,9 +143,7 @@ def _largest(leaves: list[Array], units: Units, axis_name: AxisName) -> Array:
     """
     dtype = norm_dtype(leaves)
     sizes = [_magnitude(x, dtype) for x in leaves]
-    blocks = pack(
-        [jnp.where(jnp.isnan(x), jnp.inf, x) for x in sizes], units, axis_name, JOINED
-    )
+    blocks = pack([jnp.where(jnp.isnan(x), jnp.inf, x) for x in sizes], units, axis_name, JOINED)
     tops = [jnp.max(block.values, block.axes).reshape(-1) for block in blocks]
     return pool_largest(tops, blocks, units, dtype)
 

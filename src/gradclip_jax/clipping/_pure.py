@@ -58,5 +58,3 @@ def clip_grad_norm(
     root = scale_root(finite, jnp.asarray(max_norm).astype(total.dtype))
     root = jnp.where(jnp.isfinite(total), root, jnp.nan)
     return scale_tree(grads, split_by_sharding(tree_units(leaves), leaves), [root[None]]), total
-
-

@@ -6,7 +6,6 @@ GPU and a TPU all three sums are taken in one read. XLA on a CPU does not vector
 all numbers are scaled alike, and added up again only if the sum was out of range.
 """
 
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
