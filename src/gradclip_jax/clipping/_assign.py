@@ -90,11 +90,11 @@ def first_states(served: Served) -> tuple[Any, ...]:
     return states if jax.tree.leaves(states) else ()
 
 
-def current_states(function: str, served: Served, state: Any) -> tuple[Any, ...]:
+def current_states(function: str, served: Served, state: Any, kind: type) -> tuple[Any, ...]:
     """The states of all rules; refuses no state where one of them remembers something."""
     if not first_states(served):
         return tuple(first_state(rule, np.shape(units)) for rule, units in served)
-    check_state(function, state, "ClipState")
+    check_state(function, state, kind)
     return state.rules
 
 

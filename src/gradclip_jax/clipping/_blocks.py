@@ -95,7 +95,7 @@ def elements_of_units(blocks: Sequence[Block], units: Units) -> np.ndarray[Any, 
     """How many elements each unit has on this device."""
     elements = np.zeros(units.count)
     for block in blocks:
-        np.add.at(elements, block.units, block.values.size / len(block.units))
+        np.add.at(elements, list(block.units), block.values.size / len(block.units))
     return elements
 
 

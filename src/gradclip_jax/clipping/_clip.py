@@ -9,6 +9,7 @@ import optax
 
 from .._checks import check_axis_name, check_choice, check_inexact, check_ord
 from .._mesh import max_over, sum_over, varying_axes
+from .._states import register_metrics
 from .._types import TWO, UNBOUNDED, Array, AxisName, Order, Scalar, Threshold, Tree
 from .._xla import fusion_barrier
 from ._assign import (
@@ -39,6 +40,7 @@ from ._units import (
 )
 
 
+@register_metrics("grad_norm", "clip_threshold", "clip_factor", "clip_fraction")
 class ClipState(NamedTuple):
     """What a clip reports of its last step, and what its threshold rules remember.
 
@@ -205,7 +207,7 @@ def norm_clip(
         check_inexact(function, "updates", updates)
         units, leaves = units_of(updates), measured_leaves(updates)
         served = assign_rules(function, argument, threshold, units, updates)
-        states = current_states(function, served, state)
+        states = current_states(function, served, state, ClipState)
         param_leaves = needed_params(function, served, updates, params)
         parts = split_by_sharding(units, leaves)
         clipped: list[_Clipped] = []

@@ -19,6 +19,7 @@ from .._checks import (
     check_axis,
     check_choice,
     check_count,
+    check_static,
     describe,
     error_message,
     is_float0,
@@ -332,7 +333,8 @@ def _stack_depths(function: str, stack_axes: Any, tree: Tree) -> list[int]:
     per_leaf = broadcast_prefix(function, "stack_axes", stack_axes, "updates", tree)
     depths: list[int] = []
     for depth, (path, x) in zip(per_leaf, jax.tree_util.tree_leaves_with_path(tree), strict=True):
-        check_count(function, "stack_axes", depth, hint, low=0, static=True)
+        check_static(function, "stack_axes", depth)
+        check_count(function, "stack_axes", depth, hint, low=0)
         if is_measured(x):
             if int(depth) > np.ndim(x):
                 got = f"{depth} for {describe(x)} at {leaf_path('updates', path)}"
