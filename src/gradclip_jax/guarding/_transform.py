@@ -17,7 +17,7 @@ from .._checks import (
     is_float0,
 )
 from .._run_if import Gate, gated, run_if
-from .._states import increment_where
+from .._states import increment_where, register_metrics
 from .._types import TWO, AxisName, Count, Order, Scalar, Tree
 from ..clipping._norm import measured_leaves, norm_of_leaves
 from ..clipping._rule import apply_rules, as_rule, check_params, first_state
@@ -27,6 +27,7 @@ from ._window import emptied, not_updated
 _RELEARN_AFTER = np.int32(25)  # NumPy, so that `optax.inject_hyperparams` leaves it alone
 
 
+@register_metrics("skipped_nonfinite", "consecutive_skips", "guard_failed")
 class SkipNonfiniteState(NamedTuple):
     """What `skip_nonfinite` counts; int32[], saturating, and bool[].
 
@@ -43,6 +44,14 @@ class SkipNonfiniteState(NamedTuple):
     inner_state: Any
 
 
+@register_metrics(
+    "grad_norm",
+    "clip_threshold",
+    "skipped_large_norm",
+    "skipped_nonfinite",
+    "consecutive_skips",
+    "guard_failed",
+)
 class SkipLargeNormState(NamedTuple):
     """What `skip_large_norm` measures and counts; float32[], int32[] saturating, and bool[].
 
