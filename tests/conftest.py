@@ -33,6 +33,16 @@ hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=10_000_
 hypothesis.settings.load_profile("fuzz" if os.environ.get("FUZZ") else "suite")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # One process for each file, and for each row of the conformance suite: what they have
+    # compiled is then compiled once. Only of use with `--dist loadgroup`.
+    for item in items:
+        group = item.nodeid.split("::")[0]
+        if group.endswith("test_conformance.py") and hasattr(item, "callspec"):
+            group += str(item.callspec.params.get("name"))
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     # Asked per test and not at collection, so that collecting does not start a backend.
     if item.get_closest_marker("gpu") and not _has_gpu():
