@@ -19,7 +19,8 @@ from .._checks import is_traced
 from .._mesh import max_over
 from .._run_if import Gate, GatedUpdate
 from .._types import Array, AxisName, Scalar, Tree
-from ..clipping._blocks import JOINED_ON_CPU, pack
+from .._xla import JOINED_ON_CPU
+from ..clipping._blocks import pack
 from ..clipping._norm import is_measured, measured_leaves
 from ..clipping._units import tree_units
 
