@@ -15,27 +15,35 @@ import optax
 from jax import lax
 
 from ._checks import check_transformation, is_float0, is_traced
-from ._mesh import vary, varying_axes
+from ._mesh import reshard_like, zeros_of_type
 from ._types import Array, Tree
 
 Step = Callable[[Tree], Tree]
 
 
-def run_if(predicate: Array, step: Step, carry: Tree) -> Tree:
+def run_if(predicate: Array | bool, step: Step, carry: Tree) -> Tree:
     """`step(carry)` where the predicate holds, else the carry itself, with no copy of it.
 
-    The carry keeps its dtypes. Differentiable in both modes: a loop is not in reverse, so its
-    derivative is that of the equivalent `lax.cond`.
+    A Python bool decides when the program is traced. The carry keeps its dtypes and its
+    sharding. Differentiable in both modes: a loop is not in reverse, so its derivative is that of
+    the equivalent `lax.cond`.
     """
 
     def typed_step(carry: Tree) -> Tree:
-        return like_dtypes(step(carry), carry)
+        out = like_dtypes(step(carry), carry)
+        return jax.tree.map(
+            lambda x, like: x if is_float0(x) else reshard_like(x, like), out, carry
+        )
 
     if not is_traced(predicate):
         return typed_step(carry) if bool(predicate) else carry
     # What the step closes over becomes an argument: a custom derivative needs to see it.
     pure_step, closed_over = jax.closure_convert(typed_step, carry)
     return _run_if(pure_step, predicate, carry, tuple(closed_over))
+
+
+def _reshard(x: Any, like: Any) -> Any:
+    return x if is_float0(x) else reshard_like(x, like)
 
 
 def like_dtypes(tree: Tree, reference: Tree) -> Tree:
@@ -72,7 +80,7 @@ class Gate(NamedTuple):
     """Whether the inner transformation takes its step, and on what.
 
     Attributes:
-        is_open: bool[], the same on all devices.
+        is_open: bool[], the same on all devices; or a bool that is known when traced.
         accumulator: what the gradients are read from, in buffers that may be overwritten.
         read_gradient: makes from it the gradients of the inner transformation, and the next
             accumulator: the gradients themselves, if they can take its buffers.
@@ -81,7 +89,7 @@ class Gate(NamedTuple):
         next_state: `(inner_state, accumulator)` after the step to the next state of the whole.
     """
 
-    is_open: Array
+    is_open: Array | bool
     accumulator: Tree
     read_gradient: Callable[[Tree], tuple[Tree, Tree]]
     inner_state: Any
@@ -117,8 +125,12 @@ class GatedUpdate:
             grads, accumulator = now.read_gradient(carry[2])
             return *inner_update(grads, carry[1]), accumulator
 
-        like, _ = jax.eval_shape(inner_update, updates, now.inner_state)
-        zeros = jax.tree.map(_zeros, like, updates)
+        def plain_step() -> Tree:
+            grads, _ = now.read_gradient(now.accumulator)
+            return inner_update(like_dtypes(grads, updates), now.inner_state)
+
+        # Their type is that of the update, which may be sharded otherwise, or vary less.
+        zeros = jax.tree.map(zeros_of_type, jax.eval_shape(plain_step)[0])
         carry = (zeros, now.inner_state, now.accumulator)
         emitted, inner_state, accumulator = run_if(now.is_open, step, carry)
         return emitted, now.next_state(inner_state, accumulator)
@@ -132,14 +144,6 @@ def gated(
     """Builds a transformation from its gate."""
     update = GatedUpdate(optax.with_extra_args_support(inner), gate)
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _zeros(update: Any, grad: Any) -> Array:
-    """Zeros typed as the update: a mean over devices in the inner chain makes it vary less."""
-    axes = varying_axes(update)
-    if varying_axes(grad) == axes:
-        return jnp.zeros_like(grad, update.dtype)
-    return vary(jnp.zeros(update.shape, update.dtype), axes)
 
 
 def apply_gradients(
