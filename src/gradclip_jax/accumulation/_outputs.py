@@ -51,11 +51,12 @@ def first_totals(kinds: Sequence[Kind], shapes: Sequence[Any], weight: Any) -> l
 
 
 def add_outputs(
-    kinds: Sequence[Kind], totals: Sequence[Any], leaves: Sequence[Array], weight: Scalar | None
+    kinds: Sequence[Kind], totals: Sequence[Any], leaves: Sequence[Any], weight: Scalar | None
 ) -> tuple[list[Any], list[Any]]:
     """The totals with one micro-batch in them, and its rows."""
 
-    def add(kind: Kind, total: Any, x: Array) -> tuple[Any, Any]:
+    def add(kind: Kind, total: Any, x: Any) -> tuple[Any, Any]:
+        x = jnp.asarray(x)  # aux may be a number
         factor = weight if kind.is_weighted else None
         if not kind.has_rows:
             return round_to(total.dtype, combine(kind.word, total, x, factor), None), None
