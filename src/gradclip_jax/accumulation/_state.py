@@ -158,15 +158,35 @@ def reset_accumulation(state: Any) -> Any:
         [5.0]
     """
     _accumulation("reset_accumulation", state)
+    return discard_windows(state)
+
+
+def discard_windows(state: Any, where: Any = True) -> Any:
+    """The state with every open window emptied, also those inside another one.
+
+    `where`, bool[], may be traced. Only states of this package are touched.
+    """
 
     def discard(found: AccumulationState) -> AccumulationState:
-        return found._replace(
-            mini_step=jnp.zeros_like(found.mini_step),
-            total_weight=jnp.zeros_like(found.total_weight),
-            emitted=jnp.zeros_like(found.emitted),
+        return clear_emitted(found, where)._replace(
+            mini_step=jnp.where(where, 0, found.mini_step),
+            total_weight=jnp.where(where, 0, found.total_weight),
+            inner_opt_state=discard_windows(found.inner_opt_state, where),
         )
 
     return replace_states(state, AccumulationState, discard)
+
+
+def clear_emitted(state: Any, where: Any = True) -> Any:
+    """The state in which `has_updated` says no, also that of a window inside another one."""
+
+    def clear(found: AccumulationState) -> AccumulationState:
+        return found._replace(
+            emitted=found.emitted & ~jnp.asarray(where),
+            inner_opt_state=clear_emitted(found.inner_opt_state, where),
+        )
+
+    return replace_states(state, AccumulationState, clear)
 
 
 def has_updated(state: Any) -> Scalar:
