@@ -1,5 +1,6 @@
 """Gradient accumulation as an Optax gradient transformation."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from .._checks import (
 )
 from .._run_if import Gate, gated, like_dtypes, run_if
 from .._states import increment_where
-from .._types import FLOAT32, Scalar, Tree
+from .._types import FLOAT32, Array, Scalar, Tree
 from ._noise import NoiseState, empty_noise, observe_micro_batch, observe_window
 from ._running import (
     accumulator_like,
@@ -118,28 +119,35 @@ def accumulate_gradients(
         )
 
     def gate(
-        updates: Tree, state: AccumulationState, params: Tree, extra_args: dict[str, Any]
+        updates: Tree,
+        state: AccumulationState,
+        params: Tree,
+        extra_args: dict[str, Any],
+        admitted: Array | bool,
     ) -> Gate:
         check_inexact(name, "updates", updates)
         check_matches_accumulator(name, updates, state.acc_grads)
         extra_args = dict(extra_args)
         weight = as_weight(name, extra_args.pop("weight", None))
-        flush = jnp.asarray(extra_args.pop("flush", False)).astype(bool)
+        flush = admitted & jnp.asarray(extra_args.pop("flush", False)).astype(bool)
         # A flush that brings no weight is not a micro-batch, only the wish to close the window.
-        arrived = jnp.array(True) if weight is None else ~(flush & (weight == 0))
+        arrived = jnp.asarray(admitted)
+        arrived &= jnp.array(True) if weight is None else ~(flush & (weight == 0))
         empty = state.mini_step == 0
         starts, idle = empty & arrived, empty & ~arrived
         acc_grads = add_weighted(state.acc_grads, updates, weight, starts)
+        acc_grads = _where(admitted, acc_grads, state.acc_grads)
         total_weight = jnp.where(starts, 0, state.total_weight) + (1 if weight is None else weight)
+        total_weight = jnp.where(admitted, total_weight, state.total_weight)
         mini_step = state.mini_step + arrived.astype(jnp.int32)
         length = steps(state.gradient_step)
-        closes = (mini_step >= length) | flush
+        closes = (admitted & (mini_step >= length)) | flush
         emits = closes & (mini_step > 0) & (total_weight > 0)
         noise = state.noise
         decay = noise_scale_decay
         if decay is not None:
             one = jnp.float32(1) if weight is None else weight
-            noise = observe_micro_batch(noise, updates, one, starts)
+            noise = _where(admitted, observe_micro_batch(noise, updates, one, starts), noise)
 
             def observe(noise: NoiseState) -> NoiseState:
                 mean = window_gradient(acc_grads, updates, total_weight, mean=True)
@@ -147,16 +155,18 @@ def accumulate_gradients(
 
             noise = run_if(emits, observe, noise)
 
-        def next_state(inner_opt_state: Any, acc_grads: Tree) -> AccumulationState:
+        def next_state(
+            inner_opt_state: Any, acc_grads: Tree, stepped: Array
+        ) -> AccumulationState:
             return AccumulationState(
                 mini_step=jnp.where(closes, 0, mini_step),
-                gradient_step=increment_where(state.gradient_step, emits),
+                gradient_step=increment_where(state.gradient_step, stepped),
                 inner_opt_state=inner_opt_state,
                 acc_grads=acc_grads,
                 total_weight=total_weight,
                 accumulation_steps=jnp.where(idle, state.accumulation_steps, length),
                 micro_batch_count=increment_where(state.micro_batch_count, arrived),
-                emitted=jnp.where(idle, state.emitted, emits),
+                emitted=jnp.where(idle & admitted, state.emitted, stepped),
                 noise=noise,
             )
 
@@ -168,6 +178,12 @@ def accumulate_gradients(
         return Gate(emits, acc_grads, read_gradient, state.inner_opt_state, extra_args, next_state)
 
     return gated(inner, init, gate)
+
+
+def _where(predicate: Array | bool, new: Tree, old: Tree) -> Tree:
+    if predicate is True:
+        return new  # nothing is around it that could have left the micro-batch out
+    return jax.tree.map(functools.partial(jnp.where, predicate), new, old)
 
 
 def _cast_if_refused(
