@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.core import Tracer
 
 from ._types import AxisName, Tree
@@ -147,8 +146,8 @@ def check_callable(function: str, argument: str, value: Any, hint: str) -> None:
 
 
 def check_transformation(function: str, argument: str, value: Any) -> None:
-    """Refuses what is not an Optax gradient transformation."""
-    if not isinstance(value, optax.GradientTransformation):
+    """Refuses what has no `init` and `update`, as `optax.chain` would when it calls them."""
+    if not all(callable(getattr(value, method, None)) for method in ("init", "update")):
         hint = "Pass an Optax optimizer such as `optax.adamw(1e-3)`."
         rule = "an `optax.GradientTransformation`"
         raise TypeError(error_message(function, argument, rule, repr(value), hint))
@@ -192,10 +191,14 @@ def check_same_structure(function: str, argument: str, tree: Tree, like: str, ot
 
 
 def check_state(function: str, state: Any, kind: type) -> None:
-    """Refuses no state where the last steps are remembered."""
+    """Refuses no state, or that of something else, where the last steps are remembered."""
     if state is None:
         hint = "Call `init(params)` first: earlier steps are remembered."
         raise ValueError(error_message(function, "state", f"a `{kind.__name__}`", "None", hint))
+    if not isinstance(state, kind):
+        hint = "Call `update(grads, state, params)` with the state that `init(params)` made."
+        got = f"a `{type(state).__name__}`" if jax.tree.leaves(state) else repr(state)
+        raise TypeError(error_message(function, "state", f"a `{kind.__name__}`", got, hint))
 
 
 def check_axis(function: str, axis: Any) -> None:

@@ -10,17 +10,21 @@ from .._types import Array
 from ..accumulation._noise import NoiseState, gradient_noise_scale
 from ..accumulation._state import AccumulationState
 from ..clipping._step import ClipState
-from ..guarding._transform import SkipLargeNormState, SkipNonfiniteState
+from ..guarding._skip_nonfinite import SkipNonfiniteState
+from ..guarding._skip_spikes import SkipSpikesState
 from ._record import NormRecordState
 
 _FIELDS: dict[type, tuple[str, ...]] = {
     ClipState: ("grad_norm", "clip_threshold", "clip_factor", "clip_fraction"),
     AccumulationState: ("mini_step", "gradient_step"),
     SkipNonfiniteState: ("skipped_nonfinite", "consecutive_skips", "guard_failed"),
-    SkipLargeNormState: (
+    SkipSpikesState: (
         "grad_norm",
-        "clip_threshold",
+        "skip_threshold",
         "skipped_large_norm",
+        "loss",
+        "loss_threshold",
+        "skipped_large_loss",
         "skipped_nonfinite",
         "consecutive_skips",
         "guard_failed",
@@ -41,7 +45,8 @@ def metrics(state: Any) -> dict[str, Array]:
     | `grad_norm` | before clipping, in the unit of the gradients |
     | `clip_threshold`, `clip_factor`, `clip_fraction` | the smallest of the units; a fraction |
     | `mini_step`, `gradient_step` | of the accumulation |
-    | `skipped_nonfinite`, `skipped_large_norm`, `consecutive_skips` | counts |
+    | `skip_threshold`, `loss`, `loss_threshold` | of a guard against spikes |
+    | `skipped_nonfinite`, `skipped_large_norm`, `skipped_large_loss`, `consecutive_skips` | counts |
     | `guard_failed` | whether the limit of consecutive skips was ever reached |
     | `gradient_noise_scale` | in micro-batches, or in the unit of the weights |
     | `nonfinite_norms` | steps that `record_norms` left out |
@@ -71,7 +76,8 @@ def metrics(state: Any) -> dict[str, Array]:
     for path, found in find_states(state, tuple(_FIELDS)):
         for name in _FIELDS[type(found)]:
             value = _value(found, name)
-            told.setdefault(name, []).append((path, value))
+            if value is not None:
+                told.setdefault(name, []).append((path, value))
     out: dict[str, Array] = {}
     for name, places in told.items():
         for path, value in places:
