@@ -13,9 +13,9 @@ from .accumulation._state import flush as flush
 from .accumulation._state import has_updated as has_updated
 from .accumulation._state import reset_accumulation as reset_accumulation
 from .adaptive._u_clip import u_clip as u_clip
-from .adaptive._stable_spam import stable_spam_clip as stable_spam_clip
-from .adaptive._moment import acclip as acclip
-from .adaptive._moment import spam_clip as spam_clip
+from .adaptive._stable_spam_clip import stable_spam_clip as stable_spam_clip
+from .adaptive._acclip import acclip as acclip
+from .adaptive._spam_clip import spam_clip as spam_clip
 from .adaptive._stable_adamw import stable_adamw as stable_adamw
 from .adaptive._transform import adagc as adagc
 from .adaptive._transform import autoclip as autoclip

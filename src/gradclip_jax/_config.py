@@ -17,9 +17,10 @@ from . import thresholds
 from ._checks import check_choice, check_transformation, error_message
 from ._serialize import check_arguments, from_plain, to_plain
 from .accumulation import _transform as accumulation
-from .adaptive import _moment as moment
+from .adaptive import _acclip as moment
+from .adaptive import _spam_clip as spam
 from .adaptive import _stable_adamw as optimizer
-from .adaptive import _stable_spam as levels
+from .adaptive import _stable_spam_clip as levels
 from .adaptive import _transform as adaptive
 from .adaptive import _u_clip as carry
 from .clipping import _transform as clipping
@@ -38,7 +39,7 @@ _TRANSFORMATIONS: Final = _table(
     *(clipping.clip, clipping.clip_by_global_norm, clipping.clip_by_leaf_norm),
     *(clipping.clip_by_group_norm, clipping.clip_by_block_rms, clipping.zero_large_norm),
     *(adaptive.adaptive_grad_clip, adaptive.autoclip, adaptive.zclip),
-    *(adaptive.adagc, adaptive.quantile_clip, carry.u_clip, moment.acclip, moment.spam_clip),
+    *(adaptive.adagc, adaptive.quantile_clip, carry.u_clip, moment.acclip, spam.spam_clip),
     *(levels.stable_spam_clip, optimizer.stable_adamw, accumulation.accumulate_gradients),
     *(nonfinite.skip_nonfinite, spikes.skip_large_norm, spikes.skip_spikes),
     *(monitoring.record_norms,),

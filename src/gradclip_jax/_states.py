@@ -1,13 +1,28 @@
 """States: their counters, and how to find them inside any Optax state, whatever wraps them."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from ._types import Array
+
+METRICS: Final[dict[type, tuple[str, ...]]] = {}
+"""Each state of this package that `metrics` reads, and the fields or properties it reports."""
+
+_State = TypeVar("_State", bound=type)
+
+
+def register_metrics(*names: str) -> Callable[[_State], _State]:
+    """A class decorator: `metrics` reports these fields or properties of the state."""
+
+    def register(kind: _State) -> _State:
+        METRICS[kind] = names
+        return kind
+
+    return register
 
 
 def increment_where(count: Array, happened: Array | bool = True) -> Array:

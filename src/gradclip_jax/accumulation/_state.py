@@ -8,11 +8,12 @@ import numpy as np
 import optax
 
 from .._checks import check_transformation, error_message, is_traced
-from .._states import find_states, replace_states
+from .._states import find_states, register_metrics, replace_states
 from .._types import Scalar, Tree
 from ._running import window_gradient
 
 
+@register_metrics("mini_step", "gradient_step")
 class AccumulationState(NamedTuple):
     """A window of micro-batches, and the optimizer that waits for it.
 

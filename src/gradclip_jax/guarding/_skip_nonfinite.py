@@ -6,12 +6,13 @@ from typing import Any, Literal, NamedTuple
 import optax
 
 from .._checks import check_choice
-from .._states import increment_where
+from .._states import increment_where, register_metrics
 from .._types import AxisName, Scalar, Tree
 from ._detect import all_finite, finite_extra_args, has_finite_squares, is_finite_step
 from ._guard import check_guard, guard, zero
 
 
+@register_metrics("skipped_nonfinite", "consecutive_skips", "guard_failed")
 class SkipNonfiniteState(NamedTuple):
     """What `skip_nonfinite` counts; int32[], saturating, and bool[].
 

@@ -12,8 +12,8 @@ import optax
 from .._checks import check_count, check_number, check_ord, describe, error_message
 from .._mesh import replica_count, shard_axes, sum_over
 from .._run_if import run_if
-from .._states import increment_where
-from .._types import TWO, Array, AxisName, Count, Order, Scalar, Tree
+from .._states import increment_where, register_metrics
+from .._types import TWO, UNBOUNDED, Array, AxisName, Count, Order, Scalar, Tree
 from ..clipping._norm import measured_leaves, norm_of_leaves
 from ..clipping._rule import Rule, apply_rules, as_rule, check_params, constant, first_state
 from ._guard import check_guard, guard, zero
@@ -21,12 +21,23 @@ from ._guard import check_guard, guard, zero
 _RELEARN_AFTER = np.int32(25)  # NumPy, so that `optax.inject_hyperparams` leaves it alone
 
 
+@register_metrics(
+    "grad_norm",
+    "skip_threshold",
+    "skipped_large_norm",
+    "loss",
+    "loss_threshold",
+    "skipped_large_loss",
+    "skipped_nonfinite",
+    "consecutive_skips",
+    "guard_failed",
+)
 class SkipSpikesState(NamedTuple):
     """What `skip_spikes` measures and counts; float32[], int32[] saturating, and bool[].
 
     Attributes:
         grad_norm: the norm of the last gradient.
-        skip_threshold: the norm above which the last step was skipped; inf where none is set.
+        skip_threshold: the norm above which the last step was skipped; the largest float32 is none.
         skipped_large_norm: steps that were skipped for their norm.
         loss: the last loss; this and the next two are None where the loss is not watched.
         loss_threshold: the loss above which the last step was skipped.
@@ -199,10 +210,10 @@ def _skip_beyond(
         has_loss = "loss" in rules
         return SkipSpikesState(
             grad_norm=zero(jnp.float32),
-            skip_threshold=jnp.full((), jnp.inf, jnp.float32),
+            skip_threshold=jnp.full((), UNBOUNDED),
             skipped_large_norm=zero(),
             loss=zero(jnp.float32) if has_loss else None,
-            loss_threshold=jnp.full((), jnp.inf, jnp.float32) if has_loss else None,
+            loss_threshold=jnp.full((), UNBOUNDED) if has_loss else None,
             skipped_large_loss=zero() if has_loss else None,
             skipped_nonfinite=zero(),
             consecutive_skips=zero(),
