@@ -20,27 +20,25 @@ import optax
 from jax import lax
 
 from ._checks import check_transformation, is_float0, is_traced
-from ._mesh import vary, varying_axes
+from ._mesh import reshard_like, varying_axes, zeros_of_type
 from ._types import Array, Scalar, Tree
 
 Step = Callable[[Tree], Tree]
 
 
-def run_if(predicate: Array, step: Step, carry: Tree, *, usually: bool = False) -> Tree:
+def run_if(predicate: Array | bool, step: Step, carry: Tree, *, usually: bool = False) -> Tree:
     """`step(carry)` where the predicate holds, else the carry itself, with no copy of it.
 
-    The carry keeps its dtypes, and takes the sharding of the result where types tell it.
-    Differentiable in both modes: a loop is not in reverse, so its derivative is that of the
-    equivalent `lax.cond`. With `usually` a GPU and a TPU select instead of looping.
+    A Python bool decides when the program is traced. The carry keeps its dtypes and its
+    sharding. Differentiable in both modes: a loop is not in reverse, so its derivative is that of
+    the equivalent `lax.cond`. With `usually` a GPU and a TPU select instead of looping.
     """
 
     def typed_step(carry: Tree) -> Tree:
         return jax.tree.map(_on_mesh_like, like_dtypes(step(carry), carry), carry)
 
     if not is_traced(predicate):
-        return like_dtypes(step(carry), carry) if bool(predicate) else carry
-    if any(_has_mesh(x) for x in jax.tree.leaves(carry)):
-        carry = jax.tree.map(_on_mesh_like, carry, jax.eval_shape(step, carry))
+        return typed_step(carry) if bool(predicate) else carry
     # What the step closes over becomes an argument: a custom derivative needs to see it.
     pure_step, closed_over = jax.closure_convert(typed_step, carry)
     return _run_if(pure_step, usually, predicate, carry, tuple(closed_over))
@@ -60,21 +58,8 @@ def like_dtypes(tree: Tree, reference: Tree) -> Tree:
     return jax.tree.map(convert, tree, reference)
 
 
-def _has_mesh(x: Any) -> bool:
-    return not is_float0(x) and not jax.typeof(x).sharding.mesh.empty
-
-
 def _on_mesh_like(x: Any, like: Any) -> Any:
-    """The same value in the sharding of another type, and varying over its axes.
-
-    Where types tell neither, as under plain jit, this is the value itself.
-    """
-    if is_float0(x) or is_float0(like) or not _has_mesh(x):
-        return x
-    wanted = jax.typeof(like).sharding
-    if jax.typeof(x).sharding.spec != wanted.spec:
-        x = jax.sharding.reshard(x, wanted)
-    return vary(x, varying_axes(like))
+    return x if is_float0(x) else reshard_like(x, like)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -136,7 +121,7 @@ class Gate(NamedTuple):
     """Whether the inner transformation takes its step, and on what.
 
     Attributes:
-        is_open: bool[], the same on all devices.
+        is_open: bool[], the same on all devices; or a bool that is known when traced.
         accumulator: what the gradients are read from, in buffers that may be overwritten.
         read_gradient: makes from it the gradients of the inner transformation, and the next
             accumulator: the gradients themselves, if they can take its buffers.
@@ -149,7 +134,7 @@ class Gate(NamedTuple):
         usually_open: whether the gate is open but for accidents.
     """
 
-    is_open: Array
+    is_open: Array | bool
     accumulator: Tree
     read_gradient: Callable[[Tree], tuple[Tree, Tree]]
     inner_state: Any
@@ -188,8 +173,12 @@ class GatedUpdate:
         def inner_update(grads: Tree, inner_state: Any) -> tuple[Tree, Any]:
             return self.inner.update(grads, inner_state, params, **now.extra_args)
 
-        like, _ = jax.eval_shape(inner_update, updates, now.inner_state)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        def plain_step() -> Tree:
+            grads, _ = now.read_gradient(now.accumulator)
+            return inner_update(like_dtypes(grads, updates), now.inner_state)
+
+        # Their type is that of the update, which may be sharded otherwise, or vary less.
+        zeros = jax.tree.map(zeros_of_type, jax.eval_shape(plain_step)[0])
 
         def take(grads: Tree, inner_state: Any, output: Tree) -> tuple[Tree, Any]:
             return inner_update(grads, inner_state)
@@ -227,7 +216,7 @@ def _pass_gate(
     elif now.usually_open:
         carry, stepped = checked(stepped, carry)
     else:
-        start = (carry, jnp.zeros_like(stepped))
+        start = (carry, jnp.array(False))
         carry, stepped = run_if(stepped, lambda pair: checked(jnp.array(True), pair[0]), start)
     output, inner_state, accumulator = carry
     return output, now.next_state(inner_state, accumulator, stepped)

@@ -80,7 +80,7 @@ def guard(
             return passed if now.check is None else passed & now.check(*step[2:5])
 
         def next_state(inner_state: Any, accumulator: Tree, stepped: Array) -> Any:
-            refused = now.is_open & ~stepped
+            refused = jnp.asarray(now.is_open) & ~jnp.asarray(stepped)
             skipped = ~is_good if own_check is None else ~is_good | refused
             seen = admitted if own_check or admitted is True else admitted & ~refused
             inner_state = now.next_state(inner_state, accumulator, stepped)
