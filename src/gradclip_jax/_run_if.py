@@ -302,8 +302,10 @@ def apply_gradients(
 
 
 def _apply_updates(params: Tree, updates: Tree) -> Tree:
-    """`optax.apply_updates` with float0 updates, which leave an integer parameter as it is, and
-    in the wider of two dtypes, also where JAX is told not to promote any."""
+    """`optax.apply_updates`, also of float0, and where JAX is told not to promote dtypes.
+
+    A float0 update leaves its integer parameter as it is.
+    """
 
     def addend(update: Any, param: Any) -> Any:
         return jnp.zeros_like(param) if is_float0(update) else update

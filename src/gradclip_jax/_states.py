@@ -47,10 +47,12 @@ def find_states(state: Any, kinds: type | tuple[type, ...]) -> list[tuple[Any, A
     return found
 
 
-def replace_states(state: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
-    """The same state with the outermost states of a kind replaced."""
+def replace_states(
+    state: Any, kinds: type | tuple[type, ...], replace: Callable[[Any], Any]
+) -> Any:
+    """The same state with the outermost states of the given kinds replaced."""
 
     def visit(node: Any) -> Any:
-        return replace(node) if isinstance(node, kind) else node
+        return replace(node) if isinstance(node, kinds) else node
 
-    return jax.tree.map(visit, state, is_leaf=lambda node: isinstance(node, kind))
+    return jax.tree.map(visit, state, is_leaf=lambda node: isinstance(node, kinds))

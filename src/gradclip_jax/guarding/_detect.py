@@ -20,6 +20,7 @@ from jax import lax
 from .._mesh import is_joinable, max_over, shard_axes
 from .._states import replace_states
 from .._types import Array, AxisName, Scalar, Tree
+from ..accumulation._noise import NoiseState
 from ..clipping._norm import is_measured, measured_leaves, norm_of_leaves
 from ..clipping._step import ClipState
 
@@ -92,7 +93,7 @@ def is_finite_step(
         if is_measured(x)
     }
     flags: dict[Any, Array] = {}
-    states = _without_clips(next_state), _without_clips(state)
+    states = _without_statistics(next_state), _without_statistics(state)
     pairs = [(accumulator, None), (grads, None), (updates, None), states]
     for number, (new, old) in enumerate(pairs):
         before = itertools.repeat(None) if old is None else jax.tree.leaves(old)
@@ -118,9 +119,9 @@ def finite_extra_args(extra_args: dict[str, Any], axis_name: AxisName) -> Scalar
     return ~_any_up([_is_bad(x) for x in measured_leaves(numbers)], axis_name)
 
 
-def _without_clips(state: Any) -> Any:
-    """The state without that of clips: thresholds may become infinite, and no NaN gets in."""
-    return replace_states(state, ClipState, lambda clip: ())
+def _without_statistics(state: Any) -> Any:
+    """The state without our own statistics, which may overflow and harm no step."""
+    return replace_states(state, (ClipState, NoiseState), lambda statistics: ())
 
 
 def _place(path: Any, shape: tuple[int, ...], shapes: dict[Any, tuple[int, ...]]) -> Any:
