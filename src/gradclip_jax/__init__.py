@@ -13,9 +13,9 @@ from .accumulation._state import flush as flush
 from .accumulation._state import has_updated as has_updated
 from .accumulation._state import reset_accumulation as reset_accumulation
 from .adaptive._u_clip import u_clip as u_clip
-from .adaptive._stable_spam import stable_spam_clip as stable_spam_clip
-from .adaptive._moment import acclip as acclip
-from .adaptive._moment import spam_clip as spam_clip
+from .adaptive._stable_spam_clip import stable_spam_clip as stable_spam_clip
+from .adaptive._acclip import acclip as acclip
+from .adaptive._spam_clip import spam_clip as spam_clip
 from .adaptive._stable_adamw import stable_adamw as stable_adamw
 from .adaptive._transform import adagc as adagc
 from .adaptive._transform import autoclip as autoclip
@@ -32,8 +32,9 @@ from .clipping._transform import clip_by_group_norm as clip_by_group_norm
 from .clipping._transform import clip_by_leaf_norm as clip_by_leaf_norm
 from .clipping._transform import clip as clip
 from .clipping._transform import zero_large_norm as zero_large_norm
-from .guarding._transform import skip_large_norm as skip_large_norm
-from .guarding._transform import skip_nonfinite as skip_nonfinite
+from .guarding._skip_nonfinite import skip_nonfinite as skip_nonfinite
+from .guarding._skip_spikes import skip_large_norm as skip_large_norm
+from .guarding._skip_spikes import skip_spikes as skip_spikes
 from .monitoring._measure import nonfinite_leaves as nonfinite_leaves
 from .monitoring._measure import suggest_max_norm as suggest_max_norm
 from .monitoring._metrics import metrics as metrics

@@ -65,11 +65,15 @@ def check_number(
     low: float = 0.0,
     high: float = math.inf,
     closed: bool = False,
+    below_high: bool = False,
     or_nan: bool = False,
 ) -> None:
-    """Refuses what is not a number in (low, high], or in [low, high] if `closed`; or NaN."""
-    relation = ">=" if closed else ">"
-    rule = f"a number {relation} {low:g}" + ("" if high == math.inf else f" and <= {high:g}")
+    """Refuses what is not a number in (low, high].
+
+    The interval includes `low` if `closed`, and excludes `high` if `below_high`.
+    """
+    relation, upper = (">=" if closed else ">"), ("<" if below_high else "<=")
+    rule = f"a number {relation} {low:g}" + ("" if high == math.inf else f" and {upper} {high:g}")
     is_array = isinstance(value, (np.generic, np.ndarray, jax.Array))
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if is_array:  # by dtype: the scalars of bfloat16 are no `np.number`
@@ -77,15 +81,28 @@ def check_number(
     if not is_number or np.ndim(value) != 0:
         got = describe(value) if hasattr(value, "dtype") else repr(value)
         raise TypeError(error_message(function, argument, rule, got, hint))
-    if jnp.issubdtype(jnp.result_type(value), jnp.complexfloating):
+    if is_array and jnp.issubdtype(value.dtype, jnp.complexfloating):
         raise TypeError(error_message(function, argument, rule, describe(value), hint))
     if is_traced(value):
         return
-    known = float(value)
+    try:
+        known = float(value)
+    except OverflowError:
+        got = "an integer too large for a float"
+        raise ValueError(error_message(function, argument, rule, got, hint)) from None
     if or_nan and math.isnan(known):
         return
-    if not ((low <= known if closed else low < known) and known <= high):
+    is_above = low <= known if closed else low < known
+    is_below = known < high if below_high else known <= high
+    if not (is_above and is_below):
         raise ValueError(error_message(function, argument, rule, repr(value), hint))
+
+
+def check_decays(function: str, **decays: Any) -> None:
+    """Refuses a decay that is not a number in [0, 1)."""
+    hint = "A decay is a number below 1, such as 0.99."
+    for argument, value in decays.items():
+        check_number(function, argument, value, hint, high=1.0, closed=True, below_high=True)
 
 
 def check_count(function: str, argument: str, value: Any, hint: str, *, low: int = 1) -> None:
@@ -94,13 +111,44 @@ def check_count(function: str, argument: str, value: Any, hint: str, *, low: int
     is_integer = hasattr(value, "__index__") or hasattr(value, "dtype")
     if not is_integer or isinstance(value, (bool, np.bool_)) or np.ndim(value) != 0:
         raise TypeError(error_message(function, argument, rule, repr(value), hint))
-    if not jnp.issubdtype(jnp.result_type(value), jnp.integer):
+    if hasattr(value, "dtype") and not jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(error_message(function, argument, rule, repr(value), hint))
-    if not is_traced(value) and int(value) < low:
-        raise ValueError(error_message(function, argument, rule, repr(value), hint))
-    if not is_traced(value) and int(value) > np.iinfo(np.int32).max:
+    if is_traced(value):
+        return
+    known = int(value)
+    bits = known.bit_length()
+    got = repr(value) if bits <= 64 else f"one of {bits} bits"
+    if known < low:
+        raise ValueError(error_message(function, argument, rule, got, hint))
+    if known > np.iinfo(np.int32).max:
         rule = "an integer that fits 32 bit"  # what the counters of states are
-        raise ValueError(error_message(function, argument, rule, repr(value), hint))
+        raise ValueError(error_message(function, argument, rule, got, hint))
+
+
+def check_static(function: str, argument: str, value: Any) -> None:
+    """Refuses an array where the shape of the program depends on the value."""
+    if is_traced(value) or isinstance(value, jax.Array):
+        rule = "a static Python value"
+        hint = f"Under `optax.inject_hyperparams` pass `static_args=({argument!r},)`."
+        raise TypeError(error_message(function, argument, rule, describe(value), hint))
+
+
+def check_window(function: str, argument: str, value: Any) -> None:
+    """Refuses a length of history that is no static integer from 1 to 2^20."""
+    check_static(function, argument, value)
+    check_count(function, argument, value, "Pass the number of steps to keep.")
+    if int(value) > 2**20:  # a file may hold any number, and a state of gigabytes is no use
+        hint = "Pass a shorter window, such as 1000."
+        raise ValueError(
+            error_message(function, argument, "an integer <= 2**20", repr(value), hint)
+        )
+
+
+def refuse_traced(function: str, argument: str, value: Any) -> None:
+    """Refuses a tracer where a value on the host is needed."""
+    if is_traced(value):
+        hint = "Call it outside jit, on what the step returned."
+        raise TypeError(error_message(function, argument, "known on the host", "a tracer", hint))
 
 
 def check_dtype(function: str, argument: str, value: Any) -> None:
@@ -197,7 +245,10 @@ def check_reduced(function: str, argument: str, tree: Tree) -> None:
 
 
 def check_same_structure(function: str, argument: str, tree: Tree, like: str, other: Tree) -> None:
-    """Refuses two trees whose paths or shapes differ, and names the first that does."""
+    """Refuses two trees whose paths or shapes differ, and names the first that does.
+
+    The gradient of an integer, float0, carries nothing and may have any shape.
+    """
     ours = jax.tree_util.tree_leaves_with_path(tree)
     theirs = jax.tree_util.tree_leaves_with_path(other)
     hint = f"Pass `{argument}` with the structure of `{like}`."
@@ -207,7 +258,7 @@ def check_same_structure(function: str, argument: str, tree: Tree, like: str, ot
             place, other_place = leaf_path(argument, path), leaf_path(like, other_path)
             got = f"{place} where {other_place} was expected"
             raise TypeError(error_message(function, argument, rule, got, hint))
-        if np.shape(leaf) != np.shape(other_leaf):
+        if np.shape(leaf) != np.shape(other_leaf) and not is_float0(leaf):
             got = f"{describe(leaf)} at {leaf_path(argument, path)}"
             got += f", expected shape {list(np.shape(other_leaf))}"
             raise TypeError(error_message(function, argument, rule, got, hint))

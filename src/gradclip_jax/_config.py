@@ -17,13 +17,15 @@ from . import thresholds
 from ._checks import check_choice, check_transformation, error_message
 from ._serialize import check_arguments, from_plain, to_plain
 from .accumulation import _transform as accumulation
-from .adaptive import _moment as moment
+from .adaptive import _acclip as moment
+from .adaptive import _spam_clip as spam
 from .adaptive import _stable_adamw as optimizer
-from .adaptive import _stable_spam as levels
+from .adaptive import _stable_spam_clip as levels
 from .adaptive import _transform as adaptive
 from .adaptive import _u_clip as carry
 from .clipping import _transform as clipping
-from .guarding import _transform as guarding
+from .guarding import _skip_nonfinite as nonfinite
+from .guarding import _skip_spikes as spikes
 from .monitoring import _record as monitoring
 
 Table: TypeAlias = Mapping[str, Callable[..., Any]]
@@ -37,9 +39,10 @@ _TRANSFORMATIONS: Final = _table(
     *(clipping.clip, clipping.clip_by_global_norm, clipping.clip_by_leaf_norm),
     *(clipping.clip_by_group_norm, clipping.clip_by_block_rms, clipping.zero_large_norm),
     *(adaptive.adaptive_grad_clip, adaptive.autoclip, adaptive.zclip),
-    *(adaptive.adagc, adaptive.quantile_clip, carry.u_clip, moment.acclip, moment.spam_clip),
+    *(adaptive.adagc, adaptive.quantile_clip, carry.u_clip, moment.acclip, spam.spam_clip),
     *(levels.stable_spam_clip, optimizer.stable_adamw, accumulation.accumulate_gradients),
-    *(guarding.skip_nonfinite, guarding.skip_large_norm, monitoring.record_norms),
+    *(nonfinite.skip_nonfinite, spikes.skip_large_norm, spikes.skip_spikes),
+    *(monitoring.record_norms,),
 )
 _RULES: Final = _table(
     *(thresholds.percentile, thresholds.mean_std, thresholds.zscore, thresholds.ema),

@@ -39,3 +39,6 @@ Labels: TypeAlias = Any
 TWO: Final = np.float32(2.0)
 NO_AXES: Final = np.int32(0)
 FLOAT32: Final = np.dtype("float32")  # `jnp.float32` is callable, and so taken for a schedule
+
+UNBOUNDED: Final = float(np.finfo(np.float32).max)
+"""A threshold that clips nothing: no infinity, so that `jax_debug_infs` has nothing to report."""

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from .._run_if import run_if
+from .._states import register_metrics
 from .._types import Scalar, Tree
 from ..clipping._norm import global_norm
 from ._reduction import is_summed
@@ -23,6 +24,7 @@ from ._running import MicroBatch, window_gradient
 from ._window import WindowStep
 
 
+@register_metrics("gradient_noise_scale")
 class NoiseState(NamedTuple):
     """Sums over the open window, and averages over windows; scalars, float32[] and int32[].
 
@@ -38,22 +40,22 @@ class NoiseState(NamedTuple):
     squared_gradient: Scalar
     covariance_trace: Scalar
 
+    @property
+    def gradient_noise_scale(self) -> Scalar:
+        """The batch size at which noise and signal are equal, in the unit of the weights.
+
+        0 before the first window, infinite while no signal stands out of the noise.
+        """
+        signal = self.squared_gradient
+        ratio = jnp.maximum(self.covariance_trace, 0) / jnp.where(signal > 0, signal, 1)
+        measured = (signal != 0) | (self.covariance_trace != 0)
+        return jnp.where(signal > 0, ratio, jnp.where(measured, jnp.inf, 0))
+
 
 def empty_noise() -> NoiseState:
     """No window measured yet."""
     kinds = (jnp.float32, jnp.int32, jnp.float32, jnp.float32)
     return NoiseState(*(jnp.zeros((), kind) for kind in kinds))
-
-
-def gradient_noise_scale(state: NoiseState) -> Scalar:
-    """The batch size at which noise and signal are equal, in the unit of the weights.
-
-    0 before the first window, infinite while no signal stands out of the noise.
-    """
-    signal = state.squared_gradient
-    ratio = jnp.maximum(state.covariance_trace, 0) / jnp.where(signal > 0, signal, 1)
-    is_measured = (signal != 0) | (state.covariance_trace != 0)
-    return jnp.where(signal > 0, ratio, jnp.where(is_measured, jnp.inf, 0))
 
 
 def observe_noise(

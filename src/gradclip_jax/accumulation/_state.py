@@ -11,12 +11,19 @@ import optax
 from .._checks import check_transformation, error_message, is_traced
 from .._mesh import zeros_of_type
 from .._run_if import run_if
-from .._states import find_states, plain_arrays, replace_states, with_structure_of
+from .._states import (
+    find_states,
+    plain_arrays,
+    register_metrics,
+    replace_states,
+    with_structure_of,
+)
 from .._types import Scalar, Tree
 from ._reduction import leaf_reductions
 from ._running import MicroBatch, params_of, window_gradient
 
 
+@register_metrics("mini_step", "gradient_step")
 class AccumulationState(NamedTuple):
     """A window of micro-batches, and the optimizer that waits for it.
 
@@ -176,13 +183,43 @@ def reset_accumulation(state: Any) -> Any:
         [5.0]
     """
     _accumulations("reset_accumulation", state)
+    return discard_windows(state)
+
+
+def discard_windows(state: Any, where: Any = True) -> Any:
+    """The state with every open window emptied, also those inside another one.
+
+    `where`, bool[], may be traced. Only states of this package are touched.
+    """
 
     def discard(found: AccumulationState) -> AccumulationState:
-        emptied = (found.mini_step, found.total_weight, found.emitted)
-        mini_step, total_weight, emitted = jax.tree.map(jnp.zeros_like, emptied)
-        return found._replace(mini_step=mini_step, total_weight=total_weight, emitted=emitted)
+        mini_step, total_weight, emitted = _zero_where(
+            where, (found.mini_step, found.total_weight, found.emitted)
+        )
+        return found._replace(
+            mini_step=mini_step,
+            total_weight=total_weight,
+            emitted=emitted,
+            inner_opt_state=discard_windows(found.inner_opt_state, where),
+        )
 
     return replace_states(state, AccumulationState, discard)
+
+
+def clear_emitted(state: Any, where: Any = True) -> Any:
+    """The state in which `has_updated` says no, also that of a window inside another one."""
+
+    def clear(found: AccumulationState) -> AccumulationState:
+        return found._replace(
+            emitted=_zero_where(where, found.emitted),
+            inner_opt_state=clear_emitted(found.inner_opt_state, where),
+        )
+
+    return replace_states(state, AccumulationState, clear)
+
+
+def _zero_where(where: Any, tree: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.where(where, jnp.zeros_like(x), x), tree)
 
 
 def has_updated(state: Any) -> Scalar:

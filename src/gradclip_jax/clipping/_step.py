@@ -22,6 +22,7 @@ from .._checks import (
     is_traced,
 )
 from .._mesh import max_over, sum_over, varying_axes
+from .._states import register_metrics
 from .._types import Array, AxisName, Number, Scalar, Tree
 from ._granularity import Granularity, Units
 from ._norm import is_measured, measured_leaves, norm_dtype, norm_of_leaves
@@ -36,6 +37,7 @@ from ._scale import (
 )
 
 
+@register_metrics("grad_norm", "clip_threshold", "clip_factor", "clip_fraction")
 class ClipState(NamedTuple):
     """What a clip has to tell about its last step, and what its rules remember.
 
