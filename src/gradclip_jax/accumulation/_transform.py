@@ -32,6 +32,7 @@ from ._running import (
     check_matches_accumulator,
     only_gradient,
     params_of,
+    spent_accumulator,
     window_gradient,
 )
 from ._state import AccumulationState
@@ -165,8 +166,9 @@ def accumulate_gradients(
         def read_gradient(acc: Tree) -> tuple[Tree, Tree]:
             inner_state = state.inner_opt_state
             if keeps_sum:
-                # The last micro-batch is added where the step reads the sum, which is not written.
-                window = window_gradient(add(acc), micro_batch, step.total_weight, inner_state)
+                total = add(acc)
+                window = window_gradient(total, micro_batch, step.total_weight, inner_state)
+                acc = spent_accumulator(acc, window)
             else:
                 window = only_gradient(micro_batch, inner_state)
             return _in_accepted_dtypes(inner, window, updates, inner_state, params, others), acc
