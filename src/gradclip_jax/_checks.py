@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ._mesh import unreduced_axes
+from ._mesh import sharding_with, unreduced_axes
 from ._types import AxisName, Tree
 
 _SHOWN = 5  # bad leaves listed in a message before it only counts them
@@ -236,7 +236,7 @@ def check_reduced(function: str, argument: str, tree: Tree) -> None:
         if axes:
             got = f"a leaf that is unreduced over {', '.join(map(repr, axes))}"
             got += f" at {leaf_path(argument, path)}"
-            spec = jax.sharding.PartitionSpec(*jax.typeof(leaf).sharding.spec)
+            spec = sharding_with(leaf).spec
             hint = (
                 f"Sum it over devices first, `jax.sharding.reshard(leaf, {spec})`, or do this "
                 "inside `accumulate_gradients`, which sums once a window."

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from .. import _mesh as mesh
 from .._checks import is_float0
@@ -24,16 +24,23 @@ def without_reduced_axes(params: Tree) -> Tree:
     def plain(param: Any) -> Any:
         if is_float0(param) or not reduced_axes(param):
             return param
-        sharding = jax.typeof(param).sharding
-        spec = PartitionSpec(*sharding.spec)
-        return jax.sharding.reshard(param, NamedSharding(sharding.mesh, spec))
+        return jax.sharding.reshard(param, mesh.sharding_with(param))
 
     return jax.tree.map(plain, params)
 
 
+def is_unreduced(tree: Tree) -> bool:
+    """Whether each device holds a summand of a leaf.
+
+    JAX 0.10.2 adds such arrays wrongly inside a `while_loop`, with a second sum over devices,
+    where `scan` and straight code are right. So they are only added outside of one.
+    """
+    return any(unreduced_axes(x) for x in jax.tree.leaves(tree) if not is_float0(x))
+
+
 def reduce_over_devices(grads: Tree, inner_state: Any) -> Tree:
     """Unreduced leaves summed over devices, to the sharding of the inner optimizer's state."""
-    if not any(unreduced_axes(x) for x in jax.tree.leaves(grads) if not is_float0(x)):
+    if not is_unreduced(grads):
         return grads
     structure = jax.tree.structure(grads)
 
@@ -47,11 +54,20 @@ def reduce_over_devices(grads: Tree, inner_state: Any) -> Tree:
         if is_float0(grad) or not unreduced_axes(grad):
             return grad
         alike = [m[place] for m in moments if np.shape(m[place]) == grad.shape]
-        sharding = jax.typeof(grad).sharding
-        spec = jax.typeof(alike[0]).sharding.spec if alike else sharding.spec
-        return jax.sharding.reshard(grad, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+        return jax.sharding.reshard(grad, mesh.sharding_with(alike[0] if alike else grad))
 
     return jax.tree.unflatten(structure, [reduce(*x) for x in enumerate(jax.tree.leaves(grads))])
+
+
+def zeros_like_unreduced(grads: Tree, acc: Tree) -> Tree:
+    """Zero gradients, unreduced where the accumulator is."""
+    if not is_unreduced(acc):
+        return grads
+
+    def zeros(grad: Any, total: Any) -> Any:
+        return mesh.zeros_of_type(total, grad.dtype) if unreduced_axes(total) else grad
+
+    return jax.tree.map(zeros, grads, acc)
 
 
 def batch_axes(args: Sequence[Any], batches: Sequence[int]) -> frozenset[str]:
@@ -63,7 +79,8 @@ def batch_axes(args: Sequence[Any], batches: Sequence[int]) -> frozenset[str]:
 def _sharded_axes(x: Any) -> frozenset[str]:
     """The explicit axes in the type of an array."""
     sharding = jax.typeof(x).sharding
-    names = [n for entry in sharding.spec for n in (entry if isinstance(entry, tuple) else [entry])]
+    entries = mesh.sharding_with(x).spec
+    names = [n for entry in entries for n in (entry if isinstance(entry, tuple) else [entry])]
     kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
     return frozenset(n for n in names if kinds.get(n) == AxisType.Explicit)
 
@@ -97,9 +114,7 @@ def sum_over(
         grad = mesh.max_over(grad, missing) if word == "max" else mesh.sum_over(grad, missing)
         if unreduced_axes(grad) == reduced_axes(arg):
             return grad
-        sharding = jax.typeof(arg).sharding
-        spec = PartitionSpec(*sharding.spec, unreduced=reduced_axes(arg))
-        return jax.sharding.reshard(grad, NamedSharding(sharding.mesh, spec))
+        return jax.sharding.reshard(grad, mesh.sharding_with(arg, unreduced=reduced_axes(arg)))
 
     leaves, structure = jax.tree.flatten(grads)
     columns = zip(leaves, jax.tree.leaves(args), words, strict=True)
@@ -123,5 +138,4 @@ def _reduced(x: Any, axes: frozenset[str]) -> Any:
     missing = explicit - _sharded_axes(x) - reduced_axes(x)
     if not missing:
         return x
-    spec = PartitionSpec(*sharding.spec, reduced=missing | reduced_axes(x))
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))
+    return jax.sharding.reshard(x, mesh.sharding_with(x, reduced=missing | reduced_axes(x)))

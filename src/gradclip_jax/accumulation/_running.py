@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from .._checks import check_same_structure, error_message, is_float0, leaf_path
-from .._mesh import reduced_axes, reshard_like, unreduced_axes
+from .._mesh import reduced_axes, reshard_like, sharding_with, unreduced_axes
 from .._types import Array, Scalar, Tree
 from ._devices import reduce_over_devices
 from ._reduction import combine, divide, identity_of, round_to
@@ -35,9 +34,7 @@ def accumulator_like(params: Tree, dtype: Any) -> Tree:
         kind, axes = accumulator_dtype(kind, dtype), reduced_axes(param)
         if not axes:
             return jnp.zeros_like(param, kind)
-        sharding = jax.typeof(param).sharding
-        spec = PartitionSpec(*sharding.spec, unreduced=axes)
-        return lax.full(param.shape, 0, kind, sharding=NamedSharding(sharding.mesh, spec))
+        return lax.full(param.shape, 0, kind, sharding=sharding_with(param, unreduced=axes))
 
     return jax.tree.map(zeros, params)
 
@@ -125,8 +122,6 @@ def spent_accumulator(acc: Tree, window: Tree) -> Tree:
     emission of AdamW moves 8 N, not 10 (JAX 0.10.2, H100). On a CPU it makes an array of it, for
     which the accumulator has room: 0 N of scratch, not 2.
     """
-    if any(unreduced_axes(x) for x in jax.tree.leaves(acc)):
-        return acc
     return lax.platform_dependent(
         acc, window, cpu=lambda acc, window: window, default=lambda acc, window: acc
     )
