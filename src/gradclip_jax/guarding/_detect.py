@@ -80,10 +80,10 @@ def is_finite_step(
 ) -> Scalar:
     """Whether what the gradients are read from, update and next state of a step are finite.
 
-    | in the next state | |
+    | in the next state | verdict |
     | --- | --- |
-    | a NaN that was not there before | not finite |
-    | an infinity that was not there before, in an array or in the moment of a parameter | the same |
+    | a new NaN | not finite |
+    | a new infinity in an array, or in the moment of a parameter | not finite |
     | an infinity in any other scalar: a hyperparameter, a threshold | finite |
     """
     updates, next_state = tx.update(grads, state, params, **extra_args)
