@@ -24,7 +24,8 @@ from .adaptive import _stable_spam_clip as levels
 from .adaptive import _transform as adaptive
 from .adaptive import _u_clip as carry
 from .clipping import _transform as clipping
-from .guarding import _transform as guarding
+from .guarding import _skip_nonfinite as nonfinite
+from .guarding import _skip_spikes as spikes
 from .monitoring import _record as monitoring
 
 Table: TypeAlias = Mapping[str, Callable[..., Any]]
@@ -40,7 +41,8 @@ _TRANSFORMATIONS: Final = _table(
     *(adaptive.adaptive_grad_clip, adaptive.autoclip, adaptive.zclip),
     *(adaptive.adagc, adaptive.quantile_clip, carry.u_clip, moment.acclip, spam.spam_clip),
     *(levels.stable_spam_clip, optimizer.stable_adamw, accumulation.accumulate_gradients),
-    *(guarding.skip_nonfinite, guarding.skip_large_norm, monitoring.record_norms),
+    *(nonfinite.skip_nonfinite, spikes.skip_large_norm, spikes.skip_spikes),
+    *(monitoring.record_norms,),
 )
 _RULES: Final = _table(
     *(thresholds.percentile, thresholds.mean_std, thresholds.zscore, thresholds.ema),
