@@ -157,7 +157,7 @@ def test_adagc_gives_what_the_authors_code_gives(run):
         def step(state, grad):
             updates, state = tx.update(grad, state)
             norms = jnp.stack([jnp.linalg.norm(x.ravel()) for x in updates])
-            return state, (norms, state[1].rules[0].level)
+            return state, (norms, state[1].rules[0].average)
 
         return jax.lax.scan(step, tx.init([x[0] for x in grads]), grads)[1]
 
