@@ -243,10 +243,14 @@ def check_same_structure(function: str, argument: str, tree: Tree, like: str, ot
 
 
 def check_state(function: str, state: Any, kind: type) -> None:
-    """Rejects `state=None` where history is kept."""
+    """Refuses no state, or the state of another transformation, where history is kept."""
+    rule = f"a `{kind.__name__}`"
     if state is None:
         hint = "Call `init(params)` first: earlier steps are remembered."
-        raise ValueError(error_message(function, "state", f"a `{kind.__name__}`", "None", hint))
+        raise ValueError(error_message(function, "state", rule, "None", hint))
+    if not isinstance(state, kind):
+        hint = "Call `update(grads, state, params)` with the state that `init(params)` made."
+        raise TypeError(error_message(function, "state", rule, type(state).__name__, hint))
 
 
 def check_axis(function: str, axis: Any) -> None:

@@ -810,14 +810,14 @@ def test_what_is_no_number_is_a_type_error(name, arguments):
 
 
 def test_a_traced_window_is_refused_with_the_way_out():
-    clip = optax.inject_hyperparams(gcx.autoclip)(percentile=50.0)
+    clip = optax.inject_hyperparams(gcx.autoclip)(percentile=50.0, window=8)
     with pytest.raises(TypeError) as error:
         clip.init(jnp.ones(1))
     assert str(error.value) == (
         "percentile: `window` must be a static Python value, got int32[]. "
         "Under `optax.inject_hyperparams` pass `static_args=('window',)`."
     )
-    optax.inject_hyperparams(gcx.autoclip, static_args=("window",))(50.0).init(jnp.ones(1))
+    optax.inject_hyperparams(gcx.autoclip, static_args=("window",))(50.0, 8).init(jnp.ones(1))
 
 
 def test_a_rule_with_a_history_needs_its_state():

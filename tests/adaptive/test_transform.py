@@ -1,5 +1,6 @@
 """The published methods: against the authors' numbers, and as lines over the grid."""
 
+import ast
 import inspect
 import math
 
@@ -280,8 +281,8 @@ def test_defaults_print_as_plain_numbers():
     constructors = [getattr(gcx, name) for name in dir(gcx) if name.endswith("clip")]
     for make in [*constructors, gcx.record_norms, thresholds.percentile, thresholds.mean_std]:
         for parameter in inspect.signature(make).parameters.values():
-            kinds = (int, float, bool, str, type(None))
-            assert parameter.default is parameter.empty or type(parameter.default) in kinds
+            if parameter.default is not parameter.empty:
+                ast.literal_eval(repr(parameter.default))
 
 
 def test_every_method_says_what_it_did():
@@ -296,9 +297,9 @@ def test_every_method_says_what_it_did():
     ("make", "arguments", "static"),
     [
         (gcx.adaptive_grad_clip, {"clipping": 0.1}, ()),
-        (gcx.autoclip, {"percentile": 20.0}, ("window",)),
+        (gcx.autoclip, {"percentile": 20.0}, ()),
         (gcx.zclip, {"z_threshold": 2.0}, ()),
-        (gcx.adagc, {"relative": 1.1}, ("stack_axes",)),
+        (gcx.adagc, {"relative": 1.1}, ()),
         (gcx.quantile_clip, {"rate": 0.1}, ()),
         (gcx.acclip, {"b1": 0.8}, ()),
         (gcx.spam_clip, {"spike_threshold": 50.0}, ()),

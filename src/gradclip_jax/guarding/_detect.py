@@ -6,7 +6,6 @@ They are computed only to be reduced to one flag, never written, and there is no
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,9 +19,9 @@ from .._checks import is_traced
 from .._mesh import max_over
 from .._run_if import Gate, GatedUpdate
 from .._types import Array, AxisName, Scalar, Tree
-from ..clipping._layout import blocks_of, one_slot
-from ..clipping._norm import is_measured, measured_leaves, norm_dtype
-from ..clipping._power_sum import ADDS_IN_PARALLEL
+from ..clipping._blocks import JOINED_ON_CPU, pack
+from ..clipping._norm import is_measured, measured_leaves
+from ..clipping._units import tree_units
 
 
 def all_finite(tree: Tree, axis_name: AxisName) -> Scalar:
@@ -150,7 +149,7 @@ def _is_bad(x: Array) -> Array:
 def _is_added_fast(dtype: Any) -> bool:
     """Whether XLA on CPU adds up such an array as fast as it reads it, and writes little."""
     is_wide = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 32
-    return ADDS_IN_PARALLEL and (is_wide or dtype == jnp.bfloat16)
+    return jax.__version_info__ >= (0, 10) and (is_wide or dtype == jnp.bfloat16)
 
 
 def _raised(x: Array) -> Array:
@@ -167,8 +166,8 @@ def _raised(x: Array) -> Array:
 def _any_bad(values: list[Array], flags: list[Array], axis_name: AxisName) -> Scalar:
     """Whether a value is not finite or a flag up, on any device: one all-reduce, no branch."""
     raised = [_raised(x) for x in values]
-    numbers = blocks_of(raised, one_slot(raised), 2.0, axis_name, norm_dtype(raised))
-    bits = blocks_of(flags, one_slot(flags), math.inf, axis_name, jnp.bool_)
+    numbers = pack(raised, tree_units(raised), axis_name, JOINED_ON_CPU)
+    bits = pack(flags, tree_units(flags), axis_name, JOINED_ON_CPU)
     # x - x is 0, and NaN where x is not finite; or infinite, where a fused x = a * b overflows.
     found = [~jnp.isfinite(jnp.sum(block.values - block.values)) for block in numbers]
     # A third faster than `jnp.any`, which XLA on CPU does not vectorize.
