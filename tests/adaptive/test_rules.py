@@ -310,6 +310,12 @@ def test_signed_values_shift_the_threshold_by_their_offset(name, offset):
     assert found[50] < offset + 40.0
 
 
+def test_rules_say_whether_they_take_signed_values():
+    assert all(rule.signed for rule in SIGNED.values())
+    assert thresholds.capped(SIGNED["zscore"], 1.0).signed
+    assert not any(rule.signed for rule in RULES.values())
+
+
 def test_signed_values_of_zero_count():
     losses = np.r_[np.zeros(30), 0.5]
     for rule in (SIGNED["mean_std"], SIGNED["zscore"]):

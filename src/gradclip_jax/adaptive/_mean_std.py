@@ -82,4 +82,4 @@ def mean_std(
         is_warm = state.count >= warmup_steps
         return jnp.where(is_warm, threshold, UNBOUNDED), record(state, norm, signed=signed)
 
-    return Rule(init, update)
+    return Rule(init, update, signed=signed)
