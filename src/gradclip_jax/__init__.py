@@ -4,7 +4,7 @@ from . import granularities as granularities
 from . import thresholds as thresholds
 from ._config import TransformConfig as TransformConfig
 from ._run_if import apply_gradients as apply_gradients
-from .accumulation._config import AccumulationConfig as AccumulationConfig
+from ._config import AccumulationConfig as AccumulationConfig
 from .accumulation._microbatch import microbatched_value_and_grad as microbatched_value_and_grad
 from .accumulation._state import AccumulationStats as AccumulationStats
 from .accumulation._transform import accumulate_gradients as accumulate_gradients

@@ -164,8 +164,8 @@ def check_dtype(function: str, argument: str, value: Any) -> None:
         )
 
 
-def check_choice(function: str, argument: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Refuses a word outside `choices`."""
+def check_choice(function: str, argument: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Refuses a value outside `choices`."""
     if value not in choices:
         rule = "one of " + ", ".join(map(repr, choices))
         raise ValueError(error_message(function, argument, rule, repr(value), "Pick one of them."))

@@ -35,6 +35,7 @@ class Rule:
         uses_params: whether `update` needs the norms of the parameters, taken as the gradient's.
         counts_steps: whether the state is a count of all steps and no memory of norms; it then
             goes on at a step whose norm is not finite.
+        signed: whether `update` takes values that may be zero or negative, such as losses.
 
     Examples:
         Twice the largest norm of the last step, and no clipping at first:
@@ -52,6 +53,7 @@ class Rule:
     update: Callable[[Array, Any, Array | None], tuple[Array, Any]]
     uses_params: bool = False
     counts_steps: bool = False
+    signed: bool = False
 
 
 def constant(value: Number) -> Rule:
@@ -131,7 +133,7 @@ def capped(rule: Rule, max_threshold: Number) -> Rule:
         threshold, state = rule.update(norm, state, param_norm)
         return jnp.minimum(threshold, max_threshold), state
 
-    return Rule(rule.init, update, rule.uses_params, rule.counts_steps)
+    return dataclasses.replace(rule, update=update)
 
 
 def first_state(rule: Rule, shape: Sequence[int] = ()) -> Any:

@@ -17,7 +17,7 @@ from .._checks import (
     refuse_traced,
 )
 from .._states import find_states, increment_where, register_metrics
-from .._types import Array, AxisName, Count, Order, Scalar, Tree
+from .._types import TWO, Array, AxisName, Count, Order, Scalar, Tree
 from ..clipping._norm import measured_leaves, norm_of_leaves, unit_norms
 from ..clipping._units import leaf_units
 
@@ -43,7 +43,7 @@ def record_norms(
     window: Count = 1024,
     *,
     per_leaf: bool = False,
-    ord: Order = 2.0,
+    ord: Order = TWO,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformation:
     """Records the norms of the last `window` updates; the updates pass unchanged.
