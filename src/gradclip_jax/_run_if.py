@@ -20,7 +20,7 @@ import optax
 from jax import lax
 
 from ._checks import check_transformation, is_float0, is_traced
-from ._mesh import reshard_like, varying_axes, zeros_of_type
+from ._mesh import is_unreduced, reshard_like, varying_axes, zeros_of_type
 from ._types import Array, Scalar, Tree
 
 Step = Callable[[Tree], Tree]
@@ -41,6 +41,10 @@ def run_if(predicate: Array | bool, step: Step, carry: Tree, *, usually: bool = 
         return typed_step(carry) if bool(predicate) else carry
     # What the step closes over becomes an argument: a custom derivative needs to see it.
     pure_step, closed_over = jax.closure_convert(typed_step, carry)
+    if is_unreduced((carry, closed_over)):
+        # XLA (JAX 0.10.2) sums what is unreduced over devices before it enters a loop, and what
+        # is added to it there once more.
+        return lax.cond(predicate, pure_step, lambda carry, *_: carry, carry, *closed_over)
     return _run_if(pure_step, usually, predicate, carry, tuple(closed_over))
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from .. import _mesh as mesh
 from .._checks import is_float0
-from .._mesh import reduced_axes, unreduced_axes, varying_axes
+from .._mesh import is_unreduced, reduced_axes, unreduced_axes, varying_axes
 from .._types import Array, Tree
 from ._reduction import is_summed
 
@@ -27,15 +27,6 @@ def without_reduced_axes(params: Tree) -> Tree:
         return jax.sharding.reshard(param, mesh.sharding_with(param))
 
     return jax.tree.map(plain, params)
-
-
-def is_unreduced(tree: Tree) -> bool:
-    """Whether each device holds a summand of a leaf.
-
-    JAX 0.10.2 adds such arrays wrongly inside a `while_loop`, with a second sum over devices,
-    where `scan` and straight code are right. So they are only added outside of one.
-    """
-    return any(unreduced_axes(x) for x in jax.tree.leaves(tree) if not is_float0(x))
 
 
 def reduce_over_devices(grads: Tree, inner_state: Any) -> Tree:
