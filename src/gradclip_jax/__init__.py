@@ -1,9 +1,10 @@
 """Clipping, accumulation, guarding and monitoring of gradients for JAX and Optax."""
 
+from . import granularities as granularities
 from . import thresholds as thresholds
 from ._config import TransformConfig as TransformConfig
 from ._run_if import apply_gradients as apply_gradients
-from .accumulation._config import AccumulationConfig as AccumulationConfig
+from ._config import AccumulationConfig as AccumulationConfig
 from .accumulation._microbatch import microbatched_value_and_grad as microbatched_value_and_grad
 from .accumulation._state import AccumulationStats as AccumulationStats
 from .accumulation._transform import accumulate_gradients as accumulate_gradients
@@ -23,8 +24,9 @@ from .adaptive._transform import quantile_clip as quantile_clip
 from .adaptive._transform import zclip as zclip
 from .clipping._norm import global_norm as global_norm
 from .clipping._norm import leaf_norms as leaf_norms
-from .clipping._step import clip_grad_norm as clip_grad_norm
-from .clipping._step import clip_grad_value as clip_grad_value
+from .clipping._pure import clip_grad_norm as clip_grad_norm
+from .clipping._clamp import clip_grad_value as clip_grad_value
+from .clipping._clip import clip_by_norm as clip_by_norm
 from .adaptive._transform import adaptive_grad_clip as adaptive_grad_clip
 from .clipping._transform import clip_by_block_rms as clip_by_block_rms
 from .clipping._transform import clip_by_global_norm as clip_by_global_norm

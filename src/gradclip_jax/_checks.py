@@ -164,8 +164,8 @@ def check_dtype(function: str, argument: str, value: Any) -> None:
         )
 
 
-def check_choice(function: str, argument: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Refuses a word outside `choices`."""
+def check_choice(function: str, argument: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Refuses a value outside `choices`."""
     if value not in choices:
         rule = "one of " + ", ".join(map(repr, choices))
         raise ValueError(error_message(function, argument, rule, repr(value), "Pick one of them."))
@@ -309,14 +309,14 @@ def renamed(**names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 
 
 def check_state(function: str, state: Any, kind: type) -> None:
-    """Refuses what is no state of its kind; there is none where gradients are in its place."""
-    if state is not None and not isinstance(state, kind):
-        hint = "Pass what `init` made: `update(updates, state, params)`."
-        got = type(state).__name__
-        raise TypeError(error_message(function, "state", f"a `{kind.__name__}`", got, hint))
+    """Refuses no state, or the state of another transformation, where history is kept."""
+    rule = f"a `{kind.__name__}`"
     if state is None:
         hint = "Call `init(params)` first: earlier steps are remembered."
-        raise ValueError(error_message(function, "state", f"a `{kind.__name__}`", "None", hint))
+        raise ValueError(error_message(function, "state", rule, "None", hint))
+    if not isinstance(state, kind):
+        hint = "Call `update(grads, state, params)` with the state that `init(params)` made."
+        raise TypeError(error_message(function, "state", rule, type(state).__name__, hint))
 
 
 def check_axis(function: str, axis: Any) -> None:

@@ -15,7 +15,7 @@ from .._checks import (
 )
 from .._states import increment_where
 from .._types import Array, Number, Tree
-from ..clipping._scale import clip_factor, scale_leaf
+from ..clipping._scale import scale_leaf, scale_root
 from ._averages import power_of, where_finite
 from ._moments import MomentState, map_leaves, zero_moments
 
@@ -78,7 +78,7 @@ def acclip(
             new_second = b2 * second + (1 - b2) * power_of(jnp.abs(safe), alpha)
             # Not zero: neither its root nor its quotient has a derivative there.
             tau = jnp.maximum(new_second, jnp.finfo(new_second.dtype).tiny) ** (1 / alpha)
-            clipped = scale_leaf(new_first, clip_factor(jnp.abs(new_first) + eps, tau))
+            clipped = scale_leaf(new_first, scale_root(jnp.abs(new_first) + eps, tau))
             moments = where_finite(finite, (new_first, new_second), (first, second))
             return jnp.where(finite, clipped, jnp.nan).astype(grad.dtype), *moments
 

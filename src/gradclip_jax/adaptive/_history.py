@@ -33,7 +33,7 @@ def record(state: WindowState, value: Array, *, signed: bool) -> WindowState:
     """Replaces the oldest value of each unit by the new one."""
     window = state.values.shape[0]
     next_state = WindowState(
-        values=jnp.where(_positions(state) == state.position, value, state.values),
+        values=jnp.where(_positions(state) == state.position[None], value[None], state.values),
         count=increment_where(state.count),
         position=(state.position + 1) % window,
     )
@@ -42,7 +42,7 @@ def record(state: WindowState, value: Array, *, signed: bool) -> WindowState:
 
 def is_recorded(state: WindowState) -> Array:
     """Which entries of `values` hold a value."""
-    return _positions(state) < state.count
+    return _positions(state) < state.count[None]
 
 
 def where_nonzero(norm: Array, next_state: Any, state: Any) -> Any:

@@ -71,9 +71,10 @@ def mean_std(
         # In units of the largest value, so that squares cannot overflow.
         largest = jax.lax.stop_gradient(jnp.max(jnp.abs(values), axis=0))
         unit = jnp.where(largest > 0, largest, 1)
-        mean = jnp.sum(values / unit / n, axis=0)
-        deviations = jnp.where(recorded, values / unit - mean, 0)
-        variance = jnp.sum(deviations**2 / jnp.maximum(n - ddof, 1), axis=0)
+        values = values / unit[None]
+        mean = jnp.sum(values / n[None], axis=0)
+        deviations = jnp.where(recorded, values - mean[None], 0)
+        variance = jnp.sum(deviations**2 / jnp.maximum(n - ddof, 1)[None], axis=0)
         # Without a floor a constant norm would be its own threshold.
         floor = 1e-6 if signed else jnp.maximum(0.01 * mean, 1e-6)
         std = jnp.sqrt(jnp.maximum(variance, floor**2))
@@ -81,4 +82,4 @@ def mean_std(
         is_warm = state.count >= warmup_steps
         return jnp.where(is_warm, threshold, UNBOUNDED), record(state, norm, signed=signed)
 
-    return Rule(init, update)
+    return Rule(init, update, signed=signed)

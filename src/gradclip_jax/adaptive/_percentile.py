@@ -64,4 +64,4 @@ def percentile(percentile: Number = 10.0, window: Count = 1000, *, signed: bool 
         )
         return low + (high - low) * (position - below.astype(jnp.float32)), state
 
-    return Rule(init, update)
+    return Rule(init, update, signed=signed)

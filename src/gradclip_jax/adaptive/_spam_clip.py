@@ -19,7 +19,7 @@ from .._checks import (
 )
 from .._states import increment_where
 from .._types import UNBOUNDED, Array, Number, Tree
-from ..clipping._scale import clip_factor, scale_leaf
+from ..clipping._scale import scale_leaf, scale_root
 from ._averages import where_finite
 from ._moments import MomentState, map_leaves, wide_zeros
 
@@ -101,7 +101,7 @@ def spam_clip(
             is_clamped = is_warm & (moment > 0)
             bound = jnp.sqrt(spike_threshold * jnp.where(is_clamped, moment, 1))
             threshold = jnp.where(is_clamped, bound, UNBOUNDED)
-            clamped = scale_leaf(safe, clip_factor(magnitude, threshold))
+            clamped = scale_leaf(safe, scale_root(magnitude, threshold))
             second = decay * moment + (1 - decay) * jnp.minimum(magnitude, threshold) ** 2
             clamped = jnp.where(finite, clamped, jnp.full_like(grad, jnp.nan))
             return clamped, *where_finite(finite, (second,), (moment,))

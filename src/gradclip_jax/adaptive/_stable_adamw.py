@@ -17,8 +17,7 @@ from .._checks import (
 from .._mesh import replica_count, shard_axes
 from .._states import increment_where
 from .._types import Array, AxisName, Number, Tree
-from ..clipping._layout import leaf_slots
-from ..clipping._norm import unit_norms
+from ..clipping._norm import norm_of_leaves
 from ..clipping._rule import check_params
 from ._averages import bias_correction, power_of
 from ._moments import MomentState, map_leaves, zero_moments
@@ -95,7 +94,7 @@ def stable_adamw(
             first = first * decay1 + g * (1 - decay1)
             second = second * decay2 + jnp.abs(g) ** 2 * (1 - decay2)
             ratio = g / jnp.sqrt(jnp.maximum(second, eps**2))
-            norm = unit_norms([ratio], leaf_slots([ratio]), 2.0, axes)[0]
+            norm = norm_of_leaves([ratio], 2.0, axes)
             size = ratio.size * replica_count(frozenset(), shard_axes(ratio, axes))
             shortened = rate / jnp.maximum(1, norm / np.sqrt(max(size, 1)) / clipping)
             decayed = weight_decay * param.astype(first.dtype)

@@ -111,4 +111,4 @@ def zscore(
         )
         return threshold, next_state if signed else where_nonzero(norm, next_state, state)
 
-    return Rule(init, update)
+    return Rule(init, update, signed=signed)

@@ -17,9 +17,9 @@ from .._checks import (
     refuse_traced,
 )
 from .._states import find_states, increment_where, register_metrics
-from .._types import Array, AxisName, Count, Order, Scalar, Tree
-from ..clipping._layout import leaf_slots
+from .._types import TWO, Array, AxisName, Count, Order, Scalar, Tree
 from ..clipping._norm import measured_leaves, norm_of_leaves, unit_norms
+from ..clipping._units import leaf_units
 
 
 @register_metrics("nonfinite_norms")
@@ -43,7 +43,7 @@ def record_norms(
     window: Count = 1024,
     *,
     per_leaf: bool = False,
-    ord: Order = 2.0,
+    ord: Order = TWO,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformation:
     """Records the norms of the last `window` updates; the updates pass unchanged.
@@ -83,7 +83,7 @@ def record_norms(
     def measure(tree: Tree) -> Array:
         leaves = measured_leaves(tree)
         if per_leaf:
-            return unit_norms(leaves, leaf_slots(leaves), order, axes)
+            return unit_norms(leaves, leaf_units(leaves), order, axes)
         return norm_of_leaves(leaves, order, axes)
 
     def init(params: Tree) -> NormRecordState:
