@@ -241,7 +241,7 @@ def test_norms_that_are_not_finite_do_not_enter_the_history(rule):
     _, clean = feed(tx, stream)
     holes = np.insert(stream, [0, 5, 5, 30, 59], [np.nan, np.inf, np.nan, -np.inf, np.nan])
     skipped, state = feed(tx, holes)
-    chex.assert_trees_all_equal(state.signals, clean.rules)
+    chex.assert_trees_all_equal(state.signals, clean.signals)
     assert skipped[~np.isfinite(holes)].all()
 
 
@@ -292,7 +292,8 @@ def test_reactions_to_a_large_norm_are_uniform():
         _, before = reaction.update(grads / 10, reaction.init(grads))
         updates, after = reaction.update(grads, before)
         found = gcx.metrics(after)
-        assert found["grad_norm"] == 5.0 and found["skip_threshold"] == 1.0
+        assert found["grad_norm"] == 5.0
+        assert found["clip_threshold" if seen else "skip_threshold"] == 1.0
         if seen is None:
             chex.assert_trees_all_equal(after.inner_state, before.inner_state)
             assert updates.tolist() == [0.0, 0.0] and found["skipped_large_norm"] == 1
