@@ -80,9 +80,14 @@ def _run_if(
         # XLA (JAX 0.10.2, H100) merges the step with an earlier look at it, and writes its result
         # down for both: 14 N moved where a second computation behind the barrier makes it 11 N.
         # What the step closes over is not behind it: the norm of a gradient is taken once.
-        carry = _after(predicate, carry)
-        result = step(carry, *closed_over)
-        return jax.tree.map(functools.partial(jnp.where, predicate), result, carry)
+        known = _after(predicate, carry)
+        result = step(known, *closed_over)
+
+        def choose(new: Any, same: Any, old: Any) -> Any:
+            # What the step hands through must stay what it was, or a TPU copies it.
+            return old if new is same else jnp.where(predicate, new, same)
+
+        return jax.tree.map(choose, result, known, carry)
 
     if not usually:
         return loop(predicate, carry, closed_over)
@@ -212,7 +217,7 @@ def _pass_gate(
         assert check is not None
         passed = check_if(is_open, lambda: check(accumulator, inner_state, params_of(output)))
         passed = is_open & passed
-        return run_if(passed, step, carry, usually=True), passed
+        return run_if(passed, step, carry, usually=now.usually_open), passed
 
     carry, stepped = (output, now.inner_state, now.accumulator), now.is_open
     if check is None:

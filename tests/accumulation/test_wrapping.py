@@ -290,23 +290,46 @@ def test_clipping_before_it_clips_the_micro_batch_and_inside_it_the_window():
 # --- Flax -----------------------------------------------------------------------------------
 
 
-def test_flax_train_state_counts_optimizer_steps():
-    flax_state = pytest.importorskip("flax.training.train_state")
+@pytest.mark.parametrize("in_one_call", [False, True], ids=["over calls", "in one call"])
+def test_a_flax_fp8_layer_trains_to_the_statistics_of_the_big_batch(in_one_call):
+    nn = pytest.importorskip("flax.linen")
+    model = nn.Dense(8, dot_general_cls=nn.Fp8DotGeneralOp)
+    data = trees.normal((3, 16, 4), seed=1) * jnp.array([1.0, 3.0, 2.0])[:, None, None]
+    start = model.init(jax.random.key(0), data[0])
 
-    class TrainState(flax_state.TrainState):
-        def apply_gradients(self, *, grads, **extra_args):
-            params, opt_state = gcx.apply_gradients(
-                self.tx, grads, self.opt_state, self.params, **extra_args
-            )
-            return self.replace(step=opt_state.gradient_step, params=params, opt_state=opt_state)
+    def loss(variables, x):
+        # A sum over examples: the gradient of an output is that of the big batch.
+        return jnp.sum(model.apply(variables, x) ** 2) / 16
 
-    params = params_like("float32")
-    state = TrainState.create(apply_fn=None, params=params, tx=accumulated(optax.adam(0.1)))
-    step = jax.jit(lambda state, g: state.apply_gradients(grads=g, weight=jnp.float32(2)))
-    for g in gradients(7, params):
-        state = step(state, g)
-    assert int(state.step) == 2
-    assert int(optax.tree.get(state.opt_state.inner_opt_state, "count")) == 2
+    overwrite = optax.stateless(lambda new, old: jax.tree.map(jnp.subtract, new, old))
+    inner = optax.partition(
+        {"train": optax.sgd(0.1), "overwrite": overwrite},
+        {"params": "train", "_overwrite_with_gradient": "overwrite"},
+    )
+    reduction = {"params": "sum", "_overwrite_with_gradient": "max"}
+    tx = gcx.accumulate_gradients(inner, 1 if in_one_call else 4, reduction=reduction)
+    take = gcx.microbatched_value_and_grad(loss, 4, reduction=reduction)
+
+    @jax.jit
+    def parts(variables, state, x):
+        if in_one_call:
+            return gcx.apply_gradients(tx, take(variables, x)[1], state, variables)
+        for i in range(4):
+            grads = jax.grad(loss)(variables, x[i::4])
+            variables, state = gcx.apply_gradients(tx, grads, state, variables)
+        return variables, state
+
+    @jax.jit
+    def whole(variables, state, x):
+        return gcx.apply_gradients(inner, jax.grad(loss)(variables, x), state, variables)
+
+    ours, state, wanted, inner_state = start, tx.init(start), start, inner.init(start)
+    for x in data:
+        ours, state = parts(ours, state, x)
+        wanted, inner_state = whole(wanted, inner_state, x)
+        chex.assert_trees_all_close(ours, wanted, rtol=1e-4, atol=1e-6)
+    statistics = jax.tree.leaves(ours["_overwrite_with_gradient"])
+    assert all(np.any(x != 0) for x in statistics)
 
 
 @pytest.fixture
