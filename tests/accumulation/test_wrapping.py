@@ -180,10 +180,9 @@ def test_lookahead_may_be_inside(fast):
     np.testing.assert_allclose(updates.fast["w"], -0.1 * grads[0]["w"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("inner", ["sgd", "adamw"])
-def test_strict_dtype_promotion(inner):
+def test_strict_dtype_promotion():
     params = params_like("bfloat16")
-    tx = gcx.accumulate_gradients(OPTIMIZERS[inner](), 2)
+    tx = gcx.accumulate_gradients(optax.sgd(0.1), 2)
     with jax.numpy_dtype_promotion("strict"):
         state = tx.init(params)
         for g in gradients(2, params):

@@ -225,8 +225,8 @@ def _in_accepted_dtypes(
     """The gradient of the window in the accumulator's dtype, if the inner optimizer takes it.
 
     Some, `optax.novograd` and `optax.apply_if_finite` among them, cannot be traced on gradients
-    whose dtype is not that of the parameters; where JAX promotes no dtypes `optax.adamw` cannot.
-    What cannot be traced on either has another fault, which is then the user's to see.
+    whose dtype is not that of the parameters. What cannot be traced on either has another fault,
+    which is then the user's to see.
     """
     plain = like_dtypes(window, updates)
     if [x.dtype for x in jax.tree.leaves(plain)] == [x.dtype for x in jax.tree.leaves(window)]:
