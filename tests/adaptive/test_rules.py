@@ -318,9 +318,9 @@ def test_rules_say_whether_they_take_signed_values():
 
 def test_signed_values_of_zero_count():
     losses = np.r_[np.zeros(30), 0.5]
-    for rule in (SIGNED["mean_std"], SIGNED["zscore"]):
-        found, states = follow(rule, losses)
-        assert states.count[-1] == 31 and found[-1] < 0.5
+    for name, count in (("mean_std", "value_count"), ("zscore", "norm_count")):
+        found, states = follow(SIGNED[name], losses)
+        assert getattr(states, count)[-1] == 31 and found[-1] < 0.5
     assert follow(SIGNED["percentile"], np.r_[1.0, np.zeros(30)])[0][-1] == 0.0
 
 

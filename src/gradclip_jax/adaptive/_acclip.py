@@ -83,6 +83,6 @@ def acclip(
             return jnp.where(finite, clipped, jnp.nan).astype(grad.dtype), *moments
 
         out, first, second = map_leaves(clip, 3, updates, state.first, state.second)
-        return out, MomentState(increment_where(state.count), first, second)
+        return out, MomentState(increment_where(state.step_count), first, second)
 
     return optax.GradientTransformation(zero_moments, update)

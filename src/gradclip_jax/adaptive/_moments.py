@@ -13,12 +13,12 @@ class MomentState(NamedTuple):
     """Moments of the gradient, float32 or wider, in the structure of the parameters.
 
     Attributes:
-        count: int32[], steps so far, saturating.
+        step_count: int32[], steps so far, saturating.
         first: exponential moving average of the gradient, or () where it is not needed.
         second: exponential moving average of a power of its magnitude.
     """
 
-    count: Scalar
+    step_count: Scalar
     first: Any
     second: Tree
 

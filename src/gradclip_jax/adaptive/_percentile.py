@@ -55,7 +55,7 @@ def percentile(percentile: Number = 10.0, window: Count = 1000, *, signed: bool 
     def update(norm: Array, state: WindowState, param_norm: Any) -> tuple[Array, WindowState]:
         state = record(state, norm, signed=signed)
         ordered = jnp.sort(state.values, axis=0)
-        last = jnp.clip(state.count - 1, 0, window - 1)
+        last = jnp.clip(state.value_count - 1, 0, window - 1)
         position = jnp.asarray(percentile, jnp.float32) / 100 * last.astype(jnp.float32)
         below = jnp.floor(position).astype(jnp.int32)
         low, high = (

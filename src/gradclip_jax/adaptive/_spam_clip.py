@@ -85,7 +85,7 @@ def spam_clip(
         check_inexact(name, "updates", updates)
         check_state(name, state, MomentState)
         check_same_structure(name, "updates", updates, "params", state.second)
-        count = increment_where(state.count)
+        count = increment_where(state.step_count)
         since_reset = count if reset_every is None else count % reset_every
         resets = jnp.array(False) if reset_every is None else since_reset == 0
         is_warm = (count >= warmup_steps) & (since_reset >= warmup_steps)

@@ -80,8 +80,8 @@ def stable_adamw(
         check_inexact(name, "updates", updates)
         check_state(name, state, MomentState)
         check_params(name, updates, params)
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        count = increment_where(state.count)
+        rate = learning_rate(state.step_count) if callable(learning_rate) else learning_rate
+        count = increment_where(state.step_count)
         steps = count.astype(jnp.float32)
         decay1, decay2 = (
             b * bias_correction(b, steps - 1) / bias_correction(b, steps) for b in (b1, b2)

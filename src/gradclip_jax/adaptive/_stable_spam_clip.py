@@ -20,13 +20,13 @@ class LeafAverageState(NamedTuple):
     """Exponential moving averages of each leaf, int32[leaves] and float32[leaves].
 
     Attributes:
-        count: steps so far, saturating.
+        step_count: steps so far, saturating.
         largest: of the largest magnitude.
         norm: of the norm.
         root_square: square root of that of the squared norm, which cannot overflow.
     """
 
-    count: Array
+    step_count: Array
     largest: Array
     norm: Array
     root_square: Array
@@ -96,7 +96,7 @@ def stable_spam_clip(
     ) -> tuple[Tree, LeafAverageState]:
         check_inexact(name, "updates", updates)
         check_state(name, state, LeafAverageState)
-        count = increment_where(state.count)
+        count = increment_where(state.step_count)
         steps = count.astype(jnp.float32)
         leaves = measured_leaves(updates)
         peaks = norms(leaves, np.inf)
