@@ -30,7 +30,8 @@ def ema(
 ) -> Rule:
     """A threshold of `factor` times the exponential moving average of the clipped norms.
 
-    `average = decay * average + (1 - decay) * min(norm, threshold)`.
+    `average = decay * average + (1 - decay) * min(norm, threshold)`. For norms only: it has no
+    meaning for values that may be negative.
 
     | step | threshold and average |
     | --- | --- |
@@ -44,12 +45,6 @@ def ema(
         decay: of the average, at least 0 and below 1.
         warmup_steps: >= 1.
         warmup_max: threshold during the warm-up, in the unit of the norm, > 0; inf for none.
-
-    Returns:
-        A rule for any clip or guard of norms; not for values that may be negative.
-
-    Raises:
-        ValueError: a number is out of range.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx

@@ -39,13 +39,6 @@ def mean_std(
         ddof: 0 for the population variance (levanter), 1 for the sample variance (OLMo-core).
         signed: the values may be zero or negative, such as losses.
 
-    Returns:
-        A rule for any clip or guard.
-
-    Raises:
-        ValueError: a number is out of range.
-        TypeError: `window` is traced.
-
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.clip_by_global_norm(gcx.thresholds.mean_std(2.0, warmup_steps=2))

@@ -120,7 +120,9 @@ def stable_spam_clip(
         root = root_square / jnp.sqrt(bias_correction(square_decay, steps)) + eps
         # Not `a / b / c`, which XLA makes `a / (b * c)`: that overflows from norms of 1e19 on.
         target = norm / bias_correction(norm_decay, steps) * (1 / root)
-        roots = root_to(lengths, target.astype(lengths.dtype))
+        # A norm of zero is not scaled; the root of a target of zero would have no derivative.
+        target = jnp.where(lengths > 0, target.astype(lengths.dtype), 1)
+        roots = root_to(lengths, target)
         scaled = iter(
             jnp.where(ok, scale_leaf(x, root), jnp.full_like(x, jnp.nan))
             for ok, x, root in zip(finite, leaves, roots, strict=True)

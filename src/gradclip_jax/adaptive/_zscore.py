@@ -59,12 +59,6 @@ def zscore(
         relearn_after: consecutive outliers before the averages get unclipped norms, >= 1.
         signed: the values may be zero or negative, such as losses.
 
-    Returns:
-        A rule for any clip or guard.
-
-    Raises:
-        ValueError: a number is out of range.
-
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.clip_by_global_norm(gcx.thresholds.zscore(2.0, warmup_steps=2))
