@@ -34,8 +34,9 @@ from .clipping._transform import clip_by_group_norm as clip_by_group_norm
 from .clipping._transform import clip_by_leaf_norm as clip_by_leaf_norm
 from .clipping._transform import clip as clip
 from .clipping._transform import zero_large_norm as zero_large_norm
-from .guarding._transform import skip_large_norm as skip_large_norm
-from .guarding._transform import skip_nonfinite as skip_nonfinite
+from .guarding._skip_nonfinite import skip_nonfinite as skip_nonfinite
+from .guarding._skip_spikes import skip_large_norm as skip_large_norm
+from .guarding._skip_spikes import skip_spikes as skip_spikes
 from .monitoring._measure import nonfinite_leaves as nonfinite_leaves
 from .monitoring._measure import suggest_max_norm as suggest_max_norm
 from .monitoring._metrics import metrics as metrics

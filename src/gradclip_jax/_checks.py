@@ -5,19 +5,23 @@ Every message reads
 Numbers are checked when a thing is built, trees when it is traced; traced values never raise.
 """
 
+import functools
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.core import Tracer
 
+from ._mesh import sharding_with, unreduced_axes
 from ._types import AxisName, Tree
 
 _SHOWN = 5  # bad leaves listed in a message before it only counts them
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def error_message(function: str, argument: str, rule: str, got: object, hint: str) -> str:
@@ -195,15 +199,23 @@ def check_callable(function: str, argument: str, value: Any, hint: str) -> None:
 
 
 def check_transformation(function: str, argument: str, value: Any) -> None:
-    """Refuses what is not an Optax gradient transformation."""
-    if not isinstance(value, optax.GradientTransformation):
+    """Refuses what has no `init` and `update`, as an Optax gradient transformation has."""
+    is_pair = callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
+    if isinstance(value, type) or not is_pair:
         hint = "Pass an Optax optimizer such as `optax.adamw(1e-3)`."
         rule = "an `optax.GradientTransformation`"
         raise TypeError(error_message(function, argument, rule, repr(value), hint))
 
 
-def check_inexact(function: str, argument: str, tree: Tree, *, real: bool = False) -> None:
-    """Refuses leaves that are neither floating, complex (unless `real`) nor float0."""
+def check_inexact(
+    function: str, argument: str, tree: Tree, *, real: bool = False, unreduced: bool = False
+) -> None:
+    """Refuses leaves that are neither floating, complex (unless `real`) nor float0.
+
+    And leaves of which each device holds a summand, unless `unreduced`.
+    """
+    if not unreduced:
+        check_reduced(function, argument, tree)
     kind, rule = (jnp.floating, "floating") if real else (jnp.inexact, "floating or complex")
     bad = [
         f"{describe(leaf)} at {leaf_path(argument, path)}"
@@ -215,6 +227,21 @@ def check_inexact(function: str, argument: str, tree: Tree, *, real: bool = Fals
             f"{function}: every leaf of `{argument}` must be {rule}, got {_listed(bad)}. "
             "Leave such leaves out with `optax.masked`."
         )
+
+
+def check_reduced(function: str, argument: str, tree: Tree) -> None:
+    """Refuses leaves that have not been summed over devices, under explicit axes."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        axes = () if is_float0(leaf) else sorted(unreduced_axes(leaf))
+        if axes:
+            got = f"a leaf that is unreduced over {', '.join(map(repr, axes))}"
+            got += f" at {leaf_path(argument, path)}"
+            spec = sharding_with(leaf).spec
+            hint = (
+                f"Sum it over devices first, `jax.sharding.reshard(leaf, {spec})`, or do this "
+                "inside `accumulate_gradients`, which sums once a window."
+            )
+            raise TypeError(error_message(function, argument, "reduced", got, hint))
 
 
 def check_same_structure(function: str, argument: str, tree: Tree, like: str, other: Tree) -> None:
@@ -240,6 +267,45 @@ def check_same_structure(function: str, argument: str, tree: Tree, like: str, ot
         place = leaf_path(name, more[min(len(ours), len(theirs))][0])
         got = f"{len(ours)} leaves for {len(theirs)}, the first unmatched one {place}"
         raise TypeError(error_message(function, argument, rule, got, hint))
+    if jax.tree.structure(tree) != jax.tree.structure(other):
+        path, node, other_node = _first_other_container(tree, other)
+        got = f"a {type(node).__name__} at {leaf_path(argument, path)}"
+        got += f", expected a {type(other_node).__name__}"
+        raise TypeError(error_message(function, argument, rule, got, hint))
+
+
+def _first_other_container(tree: Tree, other: Tree) -> tuple[Any, Any, Any]:
+    """The path to the first nodes of two trees that hold their children otherwise, and both."""
+
+    def children(node: Tree) -> list[tuple[Any, Any]]:
+        return jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
+
+    path: tuple[Any, ...] = ()
+    while True:
+        pairs = list(zip(children(tree), children(other), strict=False))
+        deeper = [p for p in pairs if jax.tree.structure(p[0][1]) != jax.tree.structure(p[1][1])]
+        if type(tree) is not type(other) or not deeper:
+            return path, tree, other
+        (key, tree), (_, other) = deeper[0]
+        path = (*path, *key)
+
+
+def renamed(**names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Answers the keywords that Optax has for arguments of a function with our own."""
+
+    def decorate(fun: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(fun)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            for theirs in kwargs.keys() & names.keys():
+                rule = "an argument of this function"
+                hint = f"It is called {names[theirs]} here."
+                got = f"{theirs}={kwargs[theirs]!r}"
+                raise TypeError(error_message(fun.__name__, theirs, rule, got, hint))
+            return fun(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 def check_state(function: str, state: Any, kind: type) -> None:

@@ -47,10 +47,29 @@ def find_states(state: Any, kinds: type | tuple[type, ...]) -> list[tuple[Any, A
     return found
 
 
-def replace_states(state: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
-    """The same state with the outermost states of a kind replaced."""
+def replace_states(
+    state: Any, kinds: type | tuple[type, ...], replace: Callable[[Any], Any]
+) -> Any:
+    """The same state with the outermost states of the given kinds replaced."""
 
     def visit(node: Any) -> Any:
-        return replace(node) if isinstance(node, kind) else node
+        return replace(node) if isinstance(node, kinds) else node
 
-    return jax.tree.map(visit, state, is_leaf=lambda node: isinstance(node, kind))
+    return jax.tree.map(visit, state, is_leaf=lambda node: isinstance(node, kinds))
+
+
+def plain_arrays(tree: Any) -> Any:
+    """The same tree with arrays in the place of what holds one, such as Flax's `nnx.Variable`."""
+
+    def holds_array(node: Any) -> bool:
+        return hasattr(type(node), "__jax_array__") and not isinstance(node, jax.Array)
+
+    def unwrap(node: Any) -> Any:
+        return jax.tree.leaves(node)[0] if holds_array(node) else node
+
+    return jax.tree.map(unwrap, tree, is_leaf=holds_array)
+
+
+def with_structure_of(reference: Any, tree: Any) -> Any:
+    """The arrays of a tree, in what holds those of the reference."""
+    return jax.tree.unflatten(jax.tree.structure(reference), jax.tree.leaves(tree))

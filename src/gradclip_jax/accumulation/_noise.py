@@ -12,11 +12,16 @@ smoothed over windows before the ratio tr(Sigma) / |G|^2 is taken.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
+from .._run_if import run_if
 from .._states import register_metrics
 from .._types import Scalar, Tree
 from ..clipping._norm import global_norm
+from ._reduction import is_summed
+from ._running import MicroBatch, window_gradient
+from ._window import WindowStep
 
 
 @register_metrics("gradient_noise_scale")
@@ -48,9 +53,31 @@ class NoiseState(NamedTuple):
 
 
 def empty_noise() -> NoiseState:
-    """Nothing seen yet."""
+    """No window measured yet."""
     kinds = (jnp.float32, jnp.int32, jnp.float32, jnp.float32)
     return NoiseState(*(jnp.zeros((), kind) for kind in kinds))
+
+
+def observe_noise(
+    state: NoiseState, micro_batch: MicroBatch, step: WindowStep, acc: Tree, decay: float
+) -> NoiseState:
+    """Adds a micro-batch, and the window if it closes; only leaves that are gradients count."""
+    words = micro_batch.words
+    grads = [
+        g for g, w in zip(jax.tree.leaves(micro_batch.grads), words, strict=True) if is_summed(w)
+    ]
+    weight = jnp.float32(1) if micro_batch.weight is None else micro_batch.weight
+    observed = observe_micro_batch(state, grads, weight, step.starts)
+    state = run_if(step.arrived, lambda _: observed, state)
+
+    def observe(state: NoiseState) -> NoiseState:
+        sums = [x for x, w in zip(jax.tree.leaves(acc), words, strict=True) if is_summed(w)]
+        means = MicroBatch(sums, ["mean"] * len(sums))
+        return observe_window(
+            state, window_gradient(sums, means, step.total_weight), step.total_weight, decay
+        )
+
+    return run_if(step.emits, observe, state)
 
 
 def observe_micro_batch(

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_count, check_number
+from .._checks import check_axis, check_count, check_number
 from .._types import NO_AXES, THOUSAND, UNBOUNDED, Array, AxisName, Count, Number
 from ..clipping._clip import norm_clip
 from ..clipping._rule import capped, relative_to_params
@@ -62,6 +62,7 @@ def adaptive_grad_clip(
     name = "adaptive_grad_clip"
     check_number(name, "clipping", clipping, "The paper uses 0.01 for large batches.")
     check_number(name, "eps", eps, "The paper uses 1e-3.")
+    check_axis(name, axis)
     rule, units = relative_to_params(clipping, eps), unit_axis(axis)
     return norm_clip((name, "clipping"), rule, units, nonfinite=nonfinite)
 

@@ -31,6 +31,10 @@ Served: TypeAlias = list[Assignment]
 
 def check_thresholds(function: str, argument: str, threshold: Any) -> None:
     """Refuses what is no threshold, and no tree of thresholds."""
+    if isinstance(threshold, Mapping):  # its keys may be of several types, and have no order
+        for key, entry in threshold.items():
+            check_thresholds(function, f"{argument}[{key!r}]", entry)
+        return
     for path, entry in jax.tree_util.tree_leaves_with_path(threshold, is_leaf=_is_rule):
         as_rule(function, leaf_path(argument, path), entry)
 
@@ -39,6 +43,8 @@ def assign_rules(
     function: str, argument: str, threshold: Threshold, units: Units, tree: Tree
 ) -> Served:
     """The rules of a tree; every unit is served by one of them."""
+    if units.count == 0:
+        return []
     if _is_single(threshold):
         rule = as_rule(function, argument, threshold)
         is_one = units.is_scalar and units.count == 1 and not units.names

@@ -1,6 +1,6 @@
 """Packs the leaves of a tree into blocks that XLA reduces well, and pools rows to units.
 
-This is about speed and compile time alone: which unit a row counts to is said in `_units.py`.
+For speed and compile time alone: which unit a row counts to is said in `_units.py`.
 """
 
 import math
@@ -12,19 +12,8 @@ import numpy as np
 
 from .._mesh import is_joinable, max_over, replica_count, reshard_replicated, shard_axes, sum_over
 from .._types import Array, AxisName
+from .._xla import SMALL
 from ._units import Units, take_units, unit_shape
-
-# Up to this many elements a leaf is cheaper to copy into a longer vector, and to reduce there,
-# than to compile and launch a reduction of its own. On a CPU the copy costs more than it saves
-# from 10,000 elements on, up to twice the time of the norm (JAX 0.10.2, two cores).
-SMALL = 8_192
-
-# So many small leaves are joined at once. On an H100 more are not fused with their sum and are
-# written down (JAX 0.10.2: 34 launches and 1.0 N moved for 1,000 leaves of 64 elements, 7 N from
-# 64 on). On a CPU the time to compile a concatenation grows with the square of their number, and
-# each one more costs a kernel: least at 1,000 leaves from 384 to 512.
-JOINED = 32
-JOINED_ON_CPU = 512
 
 
 class Block(NamedTuple):
@@ -172,7 +161,14 @@ def _grouped(
     for i, block in enumerate(blocks):
         found = key(block)
         groups.setdefault((i,) if found is None else (found,), []).append(block)
-    return [group[i : i + size] for group in groups.values() for i in range(0, len(group), size)]
+    return [part for group in groups.values() for part in _evenly(group, size)]
+
+
+def _evenly(group: list[Block], size: int) -> list[list[Block]]:
+    """Parts of like length, `size` at most: XLA compiles parts that are alike once."""
+    parts = -(-len(group) // size)
+    length = -(-len(group) // parts)
+    return [group[i : i + length] for i in range(0, len(group), length)]
 
 
 def _end_to_end(group: list[Block]) -> Block:

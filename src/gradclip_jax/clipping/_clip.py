@@ -11,7 +11,6 @@ from .._checks import check_axis_name, check_choice, check_inexact, check_ord
 from .._mesh import max_over, sum_over, varying_axes
 from .._states import register_metrics
 from .._types import TWO, UNBOUNDED, Array, AxisName, Order, Scalar, Threshold, Tree
-from .._xla import fusion_barrier
 from ._assign import (
     Served,
     apply_assigned,
@@ -25,7 +24,7 @@ from ._assign import (
     needed_params,
 )
 from ._norm import measured_leaves, norm_of_leaves, unit_norms
-from ._scale import Reaction, as_root, scale_leaves
+from ._scale import Reaction, as_root, scale_units
 from ._units import (
     Granularity,
     Part,
@@ -35,7 +34,6 @@ from ._units import (
     named_units,
     select_groups,
     split_by_sharding,
-    spread_over_leaves,
     unit_sizes,
 )
 
@@ -173,12 +171,12 @@ def norm_clip(
     """`clip_by_norm`, under the name of the function and the argument that errors begin with."""
     function, argument = named
     check_choice(function, "nonfinite", nonfinite, ("propagate", "zero"))
-    check_thresholds(function, argument, threshold)
     cut, root_of = as_granularity(function, granularity), as_root(function, reaction)
     order, axes = check_ord(function, ord), check_axis_name(function, axis_name)
     by_label = cut.is_group and isinstance(threshold, Mapping)
     if by_label:
         check_labels(function, argument, threshold)
+    check_thresholds(function, argument, threshold)
     root_when_bad = 0.0 if nonfinite == "zero" else jnp.nan
 
     def units_of(tree: Tree) -> Units:
@@ -238,9 +236,8 @@ def scale_tree(tree: Tree, parts: Sequence[Part], roots: Sequence[Array]) -> Tre
     leaves = measured_leaves(tree)
     scaled: dict[int, Array] = {}
     for part, of_units in zip(parts, roots, strict=True):
-        of_part = part.pick(leaves)
-        of_leaves = spread_over_leaves(fusion_barrier(of_units), part.units, of_part)
-        scaled |= dict(zip(part.positions, scale_leaves(of_part, of_leaves), strict=True))
+        of_leaves = scale_units(part.pick(leaves), of_units, part.units)
+        scaled |= dict(zip(part.positions, of_leaves, strict=True))
     in_order = (scaled[i] for i in range(len(leaves)))
     return jax.tree.map(lambda x: next(in_order) if is_measured(x) else x, tree)
 
@@ -258,7 +255,7 @@ def _report(units: Units, clipped: Sequence[_Clipped], ord: float) -> ClipState:
         columns = (x[0].astype(jnp.float32) for x in (norms, thresholds, factors))
         by_name = (dict(zip(names, column, strict=True)) for column in columns)
         return ClipState(*by_name, clip_fraction=fraction, rules=())
-    norm = norms[0][0] if units.is_scalar else norm_of_leaves(norms, ord, None)
+    norm = norms[0][0] if units.is_scalar and units.count else norm_of_leaves(norms, ord, None)
     threshold, factor = _smallest(thresholds, UNBOUNDED, axes), _smallest(factors, 1.0, axes)
     scalars = (x.astype(jnp.float32) for x in (norm, threshold, factor))
     return ClipState(*scalars, clip_fraction=fraction, rules=())

@@ -15,8 +15,9 @@ from jax import lax
 
 from .._checks import check_axis_name, check_inexact, check_ord
 from .._types import TWO, Array, AxisName, Order, Scalar, Tree
-from ._blocks import JOINED, JOINED_ON_CPU, pack, pool_largest, pool_sums
-from ._squares import norms_in_one_read, norms_rescaled
+from .._xla import JOINED, JOINED_ON_CPU
+from ._blocks import pack, pool_largest, pool_sums
+from ._squares import norms_in_one_read, norms_read_again
 from ._units import Units, is_measured, leaf_units, spread_over_leaves, tree_units
 
 
@@ -111,7 +112,7 @@ def unit_norms(leaves: list[Array], units: Units, ord: float, axis_name: AxisNam
         squares = functools.partial(_by_squares, units=units, axis_name=axis_name)
         return lax.platform_dependent(
             leaves,
-            cpu=functools.partial(squares, norms=norms_rescaled, joined=JOINED_ON_CPU),
+            cpu=functools.partial(squares, norms=norms_read_again, joined=JOINED_ON_CPU),
             default=functools.partial(squares, norms=norms_in_one_read, joined=JOINED),
         )
     if math.isinf(ord):
@@ -133,7 +134,8 @@ def _by_squares(
     leaves: list[Array], *, units: Units, axis_name: AxisName, norms: Any, joined: int
 ) -> Array:
     blocks = pack(leaves, units, axis_name, joined, values_of=_real_parts)
-    return norms(blocks, units, norm_dtype(leaves))
+    dtype = norm_dtype(leaves)
+    return norms(blocks, units, dtype) if blocks else jnp.zeros(units.count, dtype)
 
 
 def _largest(leaves: list[Array], units: Units, axis_name: AxisName) -> Array:

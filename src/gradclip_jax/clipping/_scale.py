@@ -6,7 +6,7 @@ smaller than the smallest normal number, and `x / norm * threshold` is compiled 
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -15,6 +15,8 @@ from jax import lax
 
 from .._checks import check_callable, check_choice, is_float0
 from .._types import Array
+from .._xla import SCALED_TOGETHER, fusion_barrier
+from ._units import Units, spread_over_leaves
 
 Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Array]
 """What happens to a unit: a name, or `(norm, threshold) -> factor`, elementwise, in [0, 1]."""
@@ -65,9 +67,32 @@ def root_to(norm: Array, wanted: Array) -> Array:
     return jnp.where(is_zero, 1, jnp.where(jnp.isfinite(norm), root, jnp.nan))
 
 
-def scale_leaves(leaves: Sequence[Array], roots: Sequence[Array]) -> list[Array]:
-    """Each leaf times its factor, given as its root."""
-    return [scale_leaf(x, root) for x, root in zip(leaves, roots, strict=True)]
+def scale_units(leaves: list[Array], roots: Array, units: Units) -> list[Array]:
+    """Each leaf times the factors of its units, given as their roots: a vector."""
+    return lax.platform_dependent(
+        leaves,
+        roots,
+        cpu=functools.partial(_scale_on_cpu, units),
+        default=functools.partial(_scale_on_accelerators, units),
+    )
+
+
+def _scale_on_cpu(units: Units, leaves: list[Array], roots: Array) -> list[Array]:
+    of_leaves = spread_over_leaves(fusion_barrier(roots), units, leaves)
+    return [scale_leaf(x, root) for x, root in zip(leaves, of_leaves, strict=True)]
+
+
+def _scale_on_accelerators(units: Units, leaves: list[Array], roots: Array) -> list[Array]:
+    if units.count != 1:
+        of_leaves = spread_over_leaves(lax.optimization_barrier(roots), units, leaves)
+        return [scale_leaf(x, root) for x, root in zip(leaves, of_leaves, strict=True)]
+    scaled: list[Array] = []
+    for start in range(0, len(leaves), SCALED_TOGETHER):
+        together = leaves[start : start + SCALED_TOGETHER]
+        copies = lax.optimization_barrier(jnp.broadcast_to(roots, (len(together),)))
+        for x, root in zip(together, lax.split(copies, [1] * len(together)), strict=True):
+            scaled.append(scale_leaf(x, root.reshape(())))
+    return scaled
 
 
 @jax.jit

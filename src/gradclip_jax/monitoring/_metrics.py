@@ -21,7 +21,9 @@ def metrics(state: Any) -> dict[str, Array]:
     | `clip_threshold`, `clip_factor` | the smallest of all units |
     | `clip_fraction` | the fraction of units that were clipped |
     | `mini_step`, `gradient_step` | of the accumulation |
-    | `skipped_nonfinite`, `skipped_large_norm`, `consecutive_skips` | counts |
+    | `skip_threshold`, `loss`, `loss_threshold` | of a guard against spikes |
+    | `skipped_nonfinite`, `skipped_large_norm`, `skipped_large_loss` | counts |
+    | `consecutive_skips` | skips since the last step that was taken |
     | `guard_failed` | whether the limit of consecutive skips was ever reached |
     | `gradient_noise_scale` | in micro-batches, or in the unit of the weights |
     | `nonfinite_norms` | steps that `record_norms` left out |
@@ -52,7 +54,9 @@ def metrics(state: Any) -> dict[str, Array]:
         place = jax.tree_util.keystr(path, simple=True, separator="/")
         kind = next(kind for kind in type(found).__mro__ if kind in METRICS)
         for name in METRICS[kind]:
-            by_name.setdefault(name, []).append((place, getattr(found, name)))
+            value = getattr(found, name)
+            if value is not None:  # a guard that does not watch the loss has none to report
+                by_name.setdefault(name, []).append((place, value))
     out: dict[str, Array] = {}
     for name, entries in by_name.items():
         for place, value in entries:
