@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from .._checks import broadcast_prefix, check_choice, describe, error_message, leaf_path
 from .._mesh import vary, varying_axes, zeros_of_type
 from .._types import Array, Scalar, Tree
+from ..clipping._scale import wide_dtype
 from ._reduction import REDUCTIONS, combine, divide, identity_of, round_to
 from ._split import in_order
 
@@ -86,7 +87,7 @@ def batch_outputs(
 
 def value_kind(parts: int, value: Any) -> Kind:
     """The weighted mean; of a single micro-batch its own value."""
-    dtype = jnp.promote_types(value.dtype, jnp.float32)
+    dtype = wide_dtype(value.dtype)
     return Kind("last" if parts == 1 else "mean", True, dtype)
 
 
@@ -102,7 +103,7 @@ def aux_kinds(
 
     def kind_of(word: str, leaf: Any) -> Kind:
         is_sum = word in ("mean", "sum") and jnp.issubdtype(leaf.dtype, jnp.inexact)
-        dtype = jnp.promote_types(leaf.dtype, jnp.float32) if is_sum else leaf.dtype
+        dtype = wide_dtype(leaf.dtype) if is_sum else leaf.dtype
         return Kind(word, word == "mean", dtype)
 
     leaves = [leaf for _, leaf in paths]

@@ -11,6 +11,7 @@ from jax import lax
 from .._checks import check_same_structure, error_message, is_float0, leaf_path
 from .._mesh import is_unreduced, reduced_axes, reshard_like, sharding_with, unreduced_axes
 from .._types import Array, Scalar, Tree
+from ..clipping._scale import wide_dtype
 from ._devices import reduce_over_devices
 from ._reduction import combine, divide, identity_of, round_to
 
@@ -43,7 +44,7 @@ def accumulator_dtype(kind: Any, dtype: Any) -> Any:
     """What gradients of dtype `kind` are added up in: `dtype`, or their own 64 bit."""
     if jnp.finfo(kind).bits == 64:
         return kind
-    return jnp.promote_types(dtype, kind) if jnp.issubdtype(kind, jnp.complexfloating) else dtype
+    return wide_dtype(kind, dtype) if jnp.issubdtype(kind, jnp.complexfloating) else dtype
 
 
 def check_matches_accumulator(function: str, updates: Tree, acc: Tree) -> None:

@@ -55,4 +55,6 @@ def where_nonzero(norm: Array, next_state: Any, state: Any) -> Any:
 
 
 def _positions(state: WindowState) -> Array:
-    return jnp.arange(state.values.shape[0]).reshape(-1, *(1,) * state.value_count.ndim)
+    return jnp.arange(state.values.shape[0], dtype=jnp.int32).reshape(
+        -1, *(1,) * state.value_count.ndim
+    )

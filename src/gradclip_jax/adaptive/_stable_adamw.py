@@ -1,9 +1,9 @@
 """StableAdamW: an optimizer that shortens its step where its second moment lags the gradient."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from .._checks import check_axis_name, check_decays, check_number, is_float0
@@ -83,12 +83,13 @@ def stable_adamw(
             if is_float0(grad):
                 return grad, first, second
             g = grad.astype(first.dtype)
-            first = first * decay1 + g * (1 - decay1)
-            second = second * decay2 + jnp.abs(g) ** 2 * (1 - decay2)
+            d1, d2 = (decay.astype(second.dtype) for decay in (decay1, decay2))
+            first = first * d1 + g * (1 - d1)
+            second = second * d2 + jnp.abs(g) ** 2 * (1 - d2)
             ratio = g / jnp.sqrt(jnp.maximum(second, eps**2))
             norm = norm_of_leaves([ratio], 2.0, axes)
             size = ratio.size * replica_count(frozenset(), shard_axes(ratio, axes))
-            shortened = rate / jnp.maximum(1, norm / np.sqrt(max(size, 1)) / clipping)
+            shortened = rate / jnp.maximum(1, norm / math.sqrt(max(size, 1)) / clipping)
             decayed = weight_decay * param.astype(first.dtype)
             direction = first / (power_of(second, 0.5) + eps) + decayed
             return (-shortened * direction).astype(grad.dtype), first, second

@@ -102,7 +102,7 @@ def scale_leaf(x: Any, root: Array) -> Any:
     Unchanged bit for bit where the root is one, zero where it is zero, even for an infinite x.
     """
     x = jnp.asarray(x)
-    wide = _wide(x.dtype, root.dtype)
+    wide = wide_dtype(x.dtype, root.dtype)
     if wide != x.dtype:
         # XLA on a CPU would write the widened leaf down, to share it with the norm.
         x = lax.platform_dependent(x, cpu=lax.optimization_barrier, default=lambda x: x)
@@ -122,13 +122,13 @@ def clamp_leaf(x: Any, low: Any, high: Any) -> Any:
     if is_float0(x):
         return x
     x = jnp.asarray(x)
-    wide = _wide(x.dtype, jnp.float32)
+    wide = wide_dtype(x.dtype, jnp.float32)
     low, high = (jnp.asarray(bound).astype(wide) for bound in (low, high))
     clamped = _rounded(jnp.clip(x.astype(wide), low, high), x.dtype)
     return jnp.where((x.astype(wide) < low) | (x.astype(wide) > high), clamped, x)
 
 
-def _wide(dtype: Any, other: Any) -> Any:
+def wide_dtype(dtype: Any, other: Any = jnp.float32) -> Any:
     """The dtype of 32 bit or more that holds both; JAX promotes no float8, and strict, nothing."""
     bits = max(jnp.finfo(dtype).bits, jnp.finfo(other).bits)
     if jnp.issubdtype(dtype, jnp.complexfloating):

@@ -16,6 +16,7 @@ from .._states import increment_where, register_metrics
 from .._types import TWO, UNBOUNDED, Array, AxisName, Count, Order, Scalar, Tree
 from ..clipping._norm import measured_leaves, norm_of_leaves
 from ..clipping._rule import Rule, apply_rules, as_rule, check_params, constant, first_state
+from ..clipping._scale import wide_dtype
 from ._guard import check_guard, guard, zero
 
 _RELEARN_AFTER = np.int32(25)  # NumPy, so that `optax.inject_hyperparams` leaves it alone
@@ -332,6 +333,6 @@ def _mean_loss(name: str, value: Any, axis_name: AxisName) -> Scalar:
         hint = "Pass the mean over the batch."
         raise TypeError(error_message(name, "value", "a scalar", describe(value), hint))
     loss = jnp.asarray(value)
-    loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
+    loss = loss.astype(wide_dtype(loss.dtype))
     axes = shard_axes(loss, axis_name)
     return sum_over(loss / replica_count(frozenset(), axes), axes)
