@@ -76,6 +76,10 @@ CASES = {
         {"max_norm": Config("mean_std", {"window": 4, "warmup_steps": 2})},
         lambda: gcx.skip_large_norm(SGD, thresholds.mean_std(window=4, warmup_steps=2)),
     ),
+    "skip_spikes": (
+        {"norm": Config("zscore"), "max_consecutive_skips": 3},
+        lambda: gcx.skip_spikes(SGD, norm=thresholds.zscore(), max_consecutive_skips=3),
+    ),
 }
 # Each rule as a threshold of `clip_by_global_norm`.
 RULES = {

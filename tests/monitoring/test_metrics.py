@@ -19,7 +19,7 @@ from gradclip_jax._states import METRICS, register_metrics
 CLIP = {"clip_factor", "clip_fraction", "clip_threshold", "grad_norm"}
 ACCUMULATION = {"mini_step", "gradient_step"}
 NONFINITE = {"skipped_nonfinite", "consecutive_skips", "guard_failed"}
-LARGE = NONFINITE | {"skipped_large_norm", "grad_norm", "clip_threshold"}
+LARGE = NONFINITE | {"skipped_large_norm", "grad_norm", "skip_threshold"}
 
 PARAMS = {"w": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])}
 
