@@ -43,12 +43,12 @@ def assign_rules(
     function: str, argument: str, threshold: Threshold, units: Units, tree: Tree
 ) -> Served:
     """The rules of a tree; every unit is served by one of them."""
-    if units.count == 0:
-        return []
     if _is_single(threshold):
         rule = as_rule(function, argument, threshold)
         is_one = units.is_scalar and units.count == 1 and not units.names
         return [Assignment(rule, 0 if is_one else np.arange(units.count))]
+    if units.count == 0:
+        return []
     if units.names and isinstance(threshold, Mapping) and set(threshold) == set(units.names):
         return [
             Assignment(as_rule(function, argument, threshold[name]), i)
