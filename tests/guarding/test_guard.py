@@ -343,7 +343,8 @@ def test_replicated_gradients_with_sharded_moments_keep_their_types():
     state = jax.tree.map(lambda x: jax.device_put(x, sharded) if x.ndim else x, tx.init(params))
     updates, after = jax.jit(tx.update)(params, state, params)
     assert jax.typeof(updates).sharding.spec == PartitionSpec("data")
-    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
+    for new, old in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True):
+        assert jax.typeof(new).sharding.spec == jax.typeof(old).sharding.spec
     moved, _ = jax.jit(functools.partial(gcx.apply_gradients, tx))(params, state, params)
     assert jax.typeof(moved) == jax.typeof(params)
     np.testing.assert_allclose(moved, params + updates, rtol=1e-6)
@@ -422,7 +423,7 @@ def test_an_object_with_init_and_update_is_taken():
 @pytest.mark.parametrize("wrap", [optax.chain, lambda tx: gcx.accumulate_gradients(tx, 2)])
 def test_an_accelerator_takes_the_same_steps_as_a_cpu(monkeypatch, check, wrap):
     tx = gcx.skip_nonfinite(wrap(optax.adamw(0.1)), check=check)
-    bad = [np.nan, np.inf, 1e20, 3e38]
+    bad = [np.nan, np.inf, 1e20, 1e38]
     stream = jnp.asarray([1.0, 0.5, bad[0], 2.0, 1.0, bad[1], 1.0, bad[2], 1.0, bad[3], 3.0, 1.0])
     expected = train(tx, stream)
     on_an_accelerator(monkeypatch)
