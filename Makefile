@@ -4,7 +4,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 # Added to pytest's own, so `make test PYTEST_ARGS='-n0 -k norm'` is one process, one name.
+# With FULL_COMPILE=1 tests compile as users do, not as cheaply as they can: see tests/conftest.py.
 PYTEST_ARGS ?=
+PYTEST = $(VENV)/bin/python -m pytest -n logical --maxprocesses=4 --dist loadgroup
 DEMO_ARGS ?=
 
 # The first of several interpreters that really runs. (A version manager may put a
@@ -19,8 +21,8 @@ OLDEST_PINS := jax==0.7.0 jaxlib==0.7.0 optax==0.2.5
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-oldest test-newest lint format bench bench-compiled notebooks docs \
-	wheel clean test-compiled-tpu test-compiled-cuda \
+.PHONY: help demo test test-slow test-all test-oldest test-newest test-compiled-tpu \
+	test-compiled-cuda fuzz lint format bench bench-compiled notebooks docs wheel clean \
 	print-oldest print-newest
 
 help:  ## this list
@@ -29,8 +31,17 @@ help:  ## this list
 demo: $(VENV)/.installed-examples  ## train on real text: no clipping, clipping, accumulation
 	$(VENV)/bin/python examples/demo.py $(DEMO_ARGS)
 
-test: $(VENV)/.installed-test  ## the whole suite, doctests, README and notebooks
-	$(VENV)/bin/python -m pytest -n logical --maxprocesses=4 $(PYTEST_ARGS)
+test: $(VENV)/.installed-test  ## the suite with doctests and README, in less than five minutes
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.installed-test  ## what is slow and rare: notebooks, processes, benchmarks
+	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+test-all: $(VENV)/.installed-test  ## both
+	$(PYTEST) $(PYTEST_ARGS)
+
+fuzz: $(VENV)/.installed-test  ## random programs against plain Python, until one fails or Ctrl-C
+	FUZZ=1 $(VENV)/bin/python -m pytest -n0 -x tests/test_fuzz.py $(PYTEST_ARGS)
 
 test-oldest:  ## the suite on the oldest supported JAX and Optax, in .venv-oldest
 	@test -n "$(PYTHON_OLDEST)" || \
@@ -81,10 +92,10 @@ test-compiled-cuda: .venv-cuda/.compiled  ## the same on an H100
 	@touch $@
 
 notebooks: $(VENV)/.installed-test  ## execute every notebook
-	$(VENV)/bin/python -m pytest tests/test_notebooks.py $(PYTEST_ARGS)
+	$(PYTEST) tests/test_notebooks.py $(PYTEST_ARGS)
 
 docs: $(VENV)/.installed-test  ## run the code shown in README.md and docs/
-	$(VENV)/bin/python -m pytest tests/test_readme.py $(PYTEST_ARGS)
+	$(PYTEST) tests/test_readme.py $(PYTEST_ARGS)
 
 wheel: $(VENV)/.installed-test  ## build the wheel, install it in an empty environment, import it
 	rm -rf dist .venv-wheel

@@ -1,9 +1,10 @@
 """Clipping, accumulation, guarding and monitoring of gradients for JAX and Optax."""
 
+from . import granularities as granularities
 from . import thresholds as thresholds
 from ._config import TransformConfig as TransformConfig
 from ._run_if import apply_gradients as apply_gradients
-from .accumulation._config import AccumulationConfig as AccumulationConfig
+from ._config import AccumulationConfig as AccumulationConfig
 from .accumulation._microbatch import microbatched_value_and_grad as microbatched_value_and_grad
 from .accumulation._state import AccumulationStats as AccumulationStats
 from .accumulation._transform import accumulate_gradients as accumulate_gradients
@@ -13,9 +14,9 @@ from .accumulation._state import flush as flush
 from .accumulation._state import has_updated as has_updated
 from .accumulation._state import reset_accumulation as reset_accumulation
 from .adaptive._u_clip import u_clip as u_clip
-from .adaptive._stable_spam import stable_spam_clip as stable_spam_clip
-from .adaptive._moment import acclip as acclip
-from .adaptive._moment import spam_clip as spam_clip
+from .adaptive._stable_spam_clip import stable_spam_clip as stable_spam_clip
+from .adaptive._acclip import acclip as acclip
+from .adaptive._spam_clip import spam_clip as spam_clip
 from .adaptive._stable_adamw import stable_adamw as stable_adamw
 from .adaptive._transform import adagc as adagc
 from .adaptive._transform import autoclip as autoclip
@@ -23,8 +24,9 @@ from .adaptive._transform import quantile_clip as quantile_clip
 from .adaptive._transform import zclip as zclip
 from .clipping._norm import global_norm as global_norm
 from .clipping._norm import leaf_norms as leaf_norms
-from .clipping._step import clip_grad_norm as clip_grad_norm
-from .clipping._step import clip_grad_value as clip_grad_value
+from .clipping._pure import clip_grad_norm as clip_grad_norm
+from .clipping._clamp import clip_grad_value as clip_grad_value
+from .clipping._clip import clip_by_norm as clip_by_norm
 from .adaptive._transform import adaptive_grad_clip as adaptive_grad_clip
 from .clipping._transform import clip_by_block_rms as clip_by_block_rms
 from .clipping._transform import clip_by_global_norm as clip_by_global_norm
@@ -32,8 +34,9 @@ from .clipping._transform import clip_by_group_norm as clip_by_group_norm
 from .clipping._transform import clip_by_leaf_norm as clip_by_leaf_norm
 from .clipping._transform import clip as clip
 from .clipping._transform import zero_large_norm as zero_large_norm
-from .guarding._transform import skip_large_norm as skip_large_norm
-from .guarding._transform import skip_nonfinite as skip_nonfinite
+from .guarding._skip_nonfinite import skip_nonfinite as skip_nonfinite
+from .guarding._skip_spikes import skip_large_norm as skip_large_norm
+from .guarding._skip_spikes import skip_spikes as skip_spikes
 from .monitoring._measure import nonfinite_leaves as nonfinite_leaves
 from .monitoring._measure import suggest_max_norm as suggest_max_norm
 from .monitoring._metrics import metrics as metrics

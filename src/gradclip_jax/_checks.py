@@ -5,19 +5,23 @@ Every message reads
 Numbers are checked when a thing is built, trees when it is traced; traced values never raise.
 """
 
+import functools
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.core import Tracer
 
+from ._mesh import sharding_with, unreduced_axes
 from ._types import AxisName, Tree
 
 _SHOWN = 5  # bad leaves listed in a message before it only counts them
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def error_message(function: str, argument: str, rule: str, got: object, hint: str) -> str:
@@ -61,11 +65,15 @@ def check_number(
     low: float = 0.0,
     high: float = math.inf,
     closed: bool = False,
+    below_high: bool = False,
     or_nan: bool = False,
 ) -> None:
-    """Refuses what is not a number in (low, high], or in [low, high] if `closed`; or NaN."""
-    relation = ">=" if closed else ">"
-    rule = f"a number {relation} {low:g}" + ("" if high == math.inf else f" and <= {high:g}")
+    """Refuses what is not a number in (low, high].
+
+    The interval includes `low` if `closed`, and excludes `high` if `below_high`.
+    """
+    relation, upper = (">=" if closed else ">"), ("<" if below_high else "<=")
+    rule = f"a number {relation} {low:g}" + ("" if high == math.inf else f" and {upper} {high:g}")
     is_array = isinstance(value, (np.generic, np.ndarray, jax.Array))
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if is_array:  # by dtype: the scalars of bfloat16 are no `np.number`
@@ -73,15 +81,28 @@ def check_number(
     if not is_number or np.ndim(value) != 0:
         got = describe(value) if hasattr(value, "dtype") else repr(value)
         raise TypeError(error_message(function, argument, rule, got, hint))
-    if jnp.issubdtype(jnp.result_type(value), jnp.complexfloating):
+    if is_array and jnp.issubdtype(value.dtype, jnp.complexfloating):
         raise TypeError(error_message(function, argument, rule, describe(value), hint))
     if is_traced(value):
         return
-    known = float(value)
+    try:
+        known = float(value)
+    except OverflowError:
+        got = "an integer too large for a float"
+        raise ValueError(error_message(function, argument, rule, got, hint)) from None
     if or_nan and math.isnan(known):
         return
-    if not ((low <= known if closed else low < known) and known <= high):
+    is_above = low <= known if closed else low < known
+    is_below = known < high if below_high else known <= high
+    if not (is_above and is_below):
         raise ValueError(error_message(function, argument, rule, repr(value), hint))
+
+
+def check_decays(function: str, **decays: Any) -> None:
+    """Refuses a decay that is not a number in [0, 1)."""
+    hint = "A decay is a number below 1, such as 0.99."
+    for argument, value in decays.items():
+        check_number(function, argument, value, hint, high=1.0, closed=True, below_high=True)
 
 
 def check_count(function: str, argument: str, value: Any, hint: str, *, low: int = 1) -> None:
@@ -90,13 +111,44 @@ def check_count(function: str, argument: str, value: Any, hint: str, *, low: int
     is_integer = hasattr(value, "__index__") or hasattr(value, "dtype")
     if not is_integer or isinstance(value, (bool, np.bool_)) or np.ndim(value) != 0:
         raise TypeError(error_message(function, argument, rule, repr(value), hint))
-    if not jnp.issubdtype(jnp.result_type(value), jnp.integer):
+    if hasattr(value, "dtype") and not jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(error_message(function, argument, rule, repr(value), hint))
-    if not is_traced(value) and int(value) < low:
-        raise ValueError(error_message(function, argument, rule, repr(value), hint))
-    if not is_traced(value) and int(value) > np.iinfo(np.int32).max:
+    if is_traced(value):
+        return
+    known = int(value)
+    bits = known.bit_length()
+    got = repr(value) if bits <= 64 else f"one of {bits} bits"
+    if known < low:
+        raise ValueError(error_message(function, argument, rule, got, hint))
+    if known > np.iinfo(np.int32).max:
         rule = "an integer that fits 32 bit"  # what the counters of states are
-        raise ValueError(error_message(function, argument, rule, repr(value), hint))
+        raise ValueError(error_message(function, argument, rule, got, hint))
+
+
+def check_static(function: str, argument: str, value: Any) -> None:
+    """Refuses an array where the shape of the program depends on the value."""
+    if is_traced(value) or isinstance(value, jax.Array):
+        rule = "a static Python value"
+        hint = f"Under `optax.inject_hyperparams` pass `static_args=({argument!r},)`."
+        raise TypeError(error_message(function, argument, rule, describe(value), hint))
+
+
+def check_window(function: str, argument: str, value: Any) -> None:
+    """Refuses a length of history that is no static integer from 1 to 2^20."""
+    check_static(function, argument, value)
+    check_count(function, argument, value, "Pass the number of steps to keep.")
+    if int(value) > 2**20:  # a file may hold any number, and a state of gigabytes is no use
+        hint = "Pass a shorter window, such as 1000."
+        raise ValueError(
+            error_message(function, argument, "an integer <= 2**20", repr(value), hint)
+        )
+
+
+def refuse_traced(function: str, argument: str, value: Any) -> None:
+    """Refuses a tracer where a value on the host is needed."""
+    if is_traced(value):
+        hint = "Call it outside jit, on what the step returned."
+        raise TypeError(error_message(function, argument, "known on the host", "a tracer", hint))
 
 
 def check_dtype(function: str, argument: str, value: Any) -> None:
@@ -112,8 +164,8 @@ def check_dtype(function: str, argument: str, value: Any) -> None:
         )
 
 
-def check_choice(function: str, argument: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Refuses a word outside `choices`."""
+def check_choice(function: str, argument: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Refuses a value outside `choices`."""
     if value not in choices:
         rule = "one of " + ", ".join(map(repr, choices))
         raise ValueError(error_message(function, argument, rule, repr(value), "Pick one of them."))
@@ -147,15 +199,23 @@ def check_callable(function: str, argument: str, value: Any, hint: str) -> None:
 
 
 def check_transformation(function: str, argument: str, value: Any) -> None:
-    """Refuses what is not an Optax gradient transformation."""
-    if not isinstance(value, optax.GradientTransformation):
+    """Refuses what has no `init` and `update`, as an Optax gradient transformation has."""
+    is_pair = callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
+    if isinstance(value, type) or not is_pair:
         hint = "Pass an Optax optimizer such as `optax.adamw(1e-3)`."
         rule = "an `optax.GradientTransformation`"
         raise TypeError(error_message(function, argument, rule, repr(value), hint))
 
 
-def check_inexact(function: str, argument: str, tree: Tree, *, real: bool = False) -> None:
-    """Refuses leaves that are neither floating, complex (unless `real`) nor float0."""
+def check_inexact(
+    function: str, argument: str, tree: Tree, *, real: bool = False, unreduced: bool = False
+) -> None:
+    """Refuses leaves that are neither floating, complex (unless `real`) nor float0.
+
+    And leaves of which each device holds a summand, unless `unreduced`.
+    """
+    if not unreduced:
+        check_reduced(function, argument, tree)
     kind, rule = (jnp.floating, "floating") if real else (jnp.inexact, "floating or complex")
     bad = [
         f"{describe(leaf)} at {leaf_path(argument, path)}"
@@ -169,8 +229,26 @@ def check_inexact(function: str, argument: str, tree: Tree, *, real: bool = Fals
         )
 
 
+def check_reduced(function: str, argument: str, tree: Tree) -> None:
+    """Refuses leaves that have not been summed over devices, under explicit axes."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        axes = () if is_float0(leaf) else sorted(unreduced_axes(leaf))
+        if axes:
+            got = f"a leaf that is unreduced over {', '.join(map(repr, axes))}"
+            got += f" at {leaf_path(argument, path)}"
+            spec = sharding_with(leaf).spec
+            hint = (
+                f"Sum it over devices first, `jax.sharding.reshard(leaf, {spec})`, or do this "
+                "inside `accumulate_gradients`, which sums once a window."
+            )
+            raise TypeError(error_message(function, argument, "reduced", got, hint))
+
+
 def check_same_structure(function: str, argument: str, tree: Tree, like: str, other: Tree) -> None:
-    """Refuses two trees whose paths or shapes differ, and names the first that does."""
+    """Refuses two trees whose paths or shapes differ, and names the first that does.
+
+    The gradient of an integer, float0, carries nothing and may have any shape.
+    """
     ours = jax.tree_util.tree_leaves_with_path(tree)
     theirs = jax.tree_util.tree_leaves_with_path(other)
     hint = f"Pass `{argument}` with the structure of `{like}`."
@@ -180,7 +258,7 @@ def check_same_structure(function: str, argument: str, tree: Tree, like: str, ot
             place, other_place = leaf_path(argument, path), leaf_path(like, other_path)
             got = f"{place} where {other_place} was expected"
             raise TypeError(error_message(function, argument, rule, got, hint))
-        if np.shape(leaf) != np.shape(other_leaf):
+        if np.shape(leaf) != np.shape(other_leaf) and not is_float0(leaf):
             got = f"{describe(leaf)} at {leaf_path(argument, path)}"
             got += f", expected shape {list(np.shape(other_leaf))}"
             raise TypeError(error_message(function, argument, rule, got, hint))
@@ -189,13 +267,56 @@ def check_same_structure(function: str, argument: str, tree: Tree, like: str, ot
         place = leaf_path(name, more[min(len(ours), len(theirs))][0])
         got = f"{len(ours)} leaves for {len(theirs)}, the first unmatched one {place}"
         raise TypeError(error_message(function, argument, rule, got, hint))
+    if jax.tree.structure(tree) != jax.tree.structure(other):
+        path, node, other_node = _first_other_container(tree, other)
+        got = f"a {type(node).__name__} at {leaf_path(argument, path)}"
+        got += f", expected a {type(other_node).__name__}"
+        raise TypeError(error_message(function, argument, rule, got, hint))
+
+
+def _first_other_container(tree: Tree, other: Tree) -> tuple[Any, Any, Any]:
+    """The path to the first nodes of two trees that hold their children otherwise, and both."""
+
+    def children(node: Tree) -> list[tuple[Any, Any]]:
+        return jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
+
+    path: tuple[Any, ...] = ()
+    while True:
+        pairs = list(zip(children(tree), children(other), strict=False))
+        deeper = [p for p in pairs if jax.tree.structure(p[0][1]) != jax.tree.structure(p[1][1])]
+        if type(tree) is not type(other) or not deeper:
+            return path, tree, other
+        (key, tree), (_, other) = deeper[0]
+        path = (*path, *key)
+
+
+def renamed(**names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Answers the keywords that Optax has for arguments of a function with our own."""
+
+    def decorate(fun: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(fun)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            for theirs in kwargs.keys() & names.keys():
+                rule = "an argument of this function"
+                hint = f"It is called {names[theirs]} here."
+                got = f"{theirs}={kwargs[theirs]!r}"
+                raise TypeError(error_message(fun.__name__, theirs, rule, got, hint))
+            return fun(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 def check_state(function: str, state: Any, kind: type) -> None:
-    """Refuses no state where the last steps are remembered."""
+    """Refuses no state, or the state of another transformation, where history is kept."""
+    rule = f"a `{kind.__name__}`"
     if state is None:
         hint = "Call `init(params)` first: earlier steps are remembered."
-        raise ValueError(error_message(function, "state", f"a `{kind.__name__}`", "None", hint))
+        raise ValueError(error_message(function, "state", rule, "None", hint))
+    if not isinstance(state, kind):
+        hint = "Call `update(grads, state, params)` with the state that `init(params)` made."
+        raise TypeError(error_message(function, "state", rule, type(state).__name__, hint))
 
 
 def check_axis(function: str, axis: Any) -> None:

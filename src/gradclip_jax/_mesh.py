@@ -54,6 +54,45 @@ def reshard_replicated(x: Array) -> Array:
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
+def reshard_like(x: Any, like: Any) -> Any:
+    """The same value, sharded as the type of another array says, under explicit axes."""
+    ours, theirs = jax.typeof(x).sharding, jax.typeof(like).sharding
+    if ours == theirs or not is_explicit(theirs):
+        return x
+    return jax.sharding.reshard(x, theirs)
+
+
+def is_explicit(sharding: Any) -> bool:
+    """Whether a type says over which mesh axes an array is sharded."""
+    return any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types)
+
+
+def zeros_of_type(like: Any, dtype: Any = None) -> Array:
+    """Zeros that are sharded, and vary, as the type of an array or of its shape says."""
+    sharding = jax.typeof(like).sharding
+    zeros = lax.full(
+        like.shape, 0, dtype or like.dtype, sharding=sharding if is_explicit(sharding) else None
+    )
+    return vary(zeros, varying_axes(like))
+
+
+def sharding_with(x: Any, **axes: frozenset[str]) -> NamedSharding:
+    """How an array is sharded, with other `reduced` and `unreduced` axes, or none of them."""
+    sharding = jax.typeof(x).sharding
+    entries = getattr(sharding.spec, "partitions", sharding.spec)  # JAX 0.10 and later
+    return NamedSharding(sharding.mesh, PartitionSpec(*entries, **axes))
+
+
+def unreduced_axes(x: Any) -> frozenset[str]:
+    """The mesh axes over which each device holds a summand of the value, under explicit axes."""
+    return frozenset(getattr(jax.typeof(x).sharding.spec, "unreduced", None) or ())
+
+
+def reduced_axes(x: Any) -> frozenset[str]:
+    """The mesh axes over which a gradient with respect to a value stays unreduced."""
+    return frozenset(getattr(jax.typeof(x).sharding.spec, "reduced", None) or ())
+
+
 def constrain_replicated(x: Array, beside: Any) -> Array:
     """The same value, whole on each device of the mesh of another array, if XLA shards that.
 

@@ -1,13 +1,31 @@
-"""Rules that set a threshold by themselves: `gcx.thresholds`.
+"""Rules that choose the threshold of a clip or guard, from earlier norms or from the parameters.
 
-Each can stand where a `max_norm` can, at any granularity and in `skip_large_norm`.
+| rule | threshold |
+| --- | --- |
+| `zscore` | for outliers only, by their distance from the recent mean |
+| `mean_std` | mean plus standard deviations of a window |
+| `percentile` | a percentile of a window |
+| `quantile` | a quantile, tracked with one number of state |
+| `ema` | a multiple of the average of the clipped norms |
+| `relative_to_params` | a fraction of the norm of the parameters |
+| `capped` | that of another rule, with an upper bound |
+| `Rule` | your own |
 """
 
-from .adaptive._average import ema as ema
-from .adaptive._average import quantile as quantile
-from .adaptive._average import zscore as zscore
-from .adaptive._history import mean_std as mean_std
-from .adaptive._history import percentile as percentile
-from .clipping._rule import Rule as Rule
-from .clipping._rule import capped as capped
-from .clipping._rule import relative_to_params as relative_to_params
+from .adaptive._ema import ema
+from .adaptive._mean_std import mean_std
+from .adaptive._percentile import percentile
+from .adaptive._quantile import quantile
+from .adaptive._zscore import zscore
+from .clipping._rule import Rule, capped, relative_to_params
+
+__all__ = [
+    "Rule",
+    "capped",
+    "ema",
+    "mean_std",
+    "percentile",
+    "quantile",
+    "relative_to_params",
+    "zscore",
+]

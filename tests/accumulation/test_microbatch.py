@@ -48,7 +48,7 @@ def batch_of(size=BATCH):
 def both(fun, parts, *args, has_aux=False, **kwargs):
     """What comes back in parts, and from the whole batch."""
     ours = jax.jit(gcx.microbatched_value_and_grad(fun, parts, has_aux=has_aux, **kwargs))
-    has_aux = has_aux or kwargs.get("has_weight", False)
+    has_aux = has_aux or kwargs.pop("has_weight", False)
     argnums = kwargs.get("argnums", 0)
     return ours(*args), jax.jit(jax.value_and_grad(fun, argnums, has_aux=has_aux))(*args)
 
@@ -147,51 +147,105 @@ def test_bfloat16_gradients_are_added_up_in_float32():
 # --- aux ------------------------------------------------------------------------------------
 
 
-def test_aux_comes_back_as_the_table_says():
+def run_aux(aux_of, parts=4, *, aux_reduction=None, **kwargs):
+    """What aux becomes in parts."""
+
     def fun(params, batch):
-        each = errors(params, batch)
-        aux = {
-            "rows": each,
-            "pairs": (batch["x"], jnp.arange(len(each)) * 0 + jnp.int8(3)),
-            "mean": jnp.mean(batch["x"], axis=0),
-            "count": jnp.sum(batch["x"] > 0),
+        return loss(params, batch), aux_of(batch)
+
+    take = gcx.microbatched_value_and_grad(
+        fun, parts, has_aux=True, aux_reduction=aux_reduction, **kwargs
+    )
+    return jax.jit(take)(PARAMS, batch_of())[0][1]
+
+
+def test_rows_come_back_in_order_and_floating_scalars_as_their_mean():
+    def aux_of(batch):
+        rows = (batch["x"], jnp.arange(len(batch["x"])) * 0 + jnp.int8(3))
+        return {"rows": rows, "mean": jnp.mean(batch["x"]), "none": None}
+
+    agree(run_aux(aux_of), aux_of(batch_of()))
+
+
+def test_aux_reduction_says_what_becomes_of_all_else():
+    def aux_of(batch):
+        positive = batch["x"] > 0
+        return {
+            "count": jnp.sum(positive),
             "any": jnp.any(batch["x"] > 2.5),
-            "none": None,
+            "each": jnp.mean(batch["x"], axis=0),
+            "most": {"low": jnp.max(batch["x"]).astype(jnp.bfloat16), "n": jnp.int8(3)},
+            "classes": 10,
+            "rows": positive,
         }
-        return jnp.mean(each), aux
 
-    ours, wanted = both(fun, 4, PARAMS, batch_of(), has_aux=True)
-    agree(ours, wanted)  # rows in the order of the examples, mean, sum, any
-    assert ours[0][1]["count"].dtype == jnp.int32
-
-
-def test_an_auxiliary_flag_is_true_if_any_micro_batch_raised_it():
-    def fun(params, batch):
-        return loss(params, batch), jnp.any(batch["x"] == X[7, 0])
-
-    (_, flag), _ = gcx.microbatched_value_and_grad(fun, 4, has_aux=True)(PARAMS, batch_of())
-    assert flag.dtype == bool and bool(flag)
+    words = {"count": "sum", "any": "max", "each": "mean", "most": "max", "classes": "last"}
+    ours = run_aux(aux_of, aux_reduction={**words, "rows": None})
+    agree(ours, jax.tree.map(jnp.asarray, aux_of(batch_of())))
+    agree(run_aux(aux_of, aux_reduction={**words, "rows": "concatenate"}), ours)
 
 
-def test_an_auxiliary_array_that_grows_along_another_axis_is_refused():
-    def fun(params, batch):
-        return loss(params, batch), {"t": batch["x"].T}
-
+@pytest.mark.parametrize(
+    ("leaf", "got"),
+    [
+        (lambda x: 10, "int32[] for a micro-batch and int32[] for the batch"),
+        (lambda x: jnp.any(x > 2), "bool[] for a micro-batch and bool[] for the batch"),
+        (lambda x: x[0], "float32[4] for a micro-batch and float32[4] for the batch"),
+        (lambda x: x.T, "float32[4, 6] for a micro-batch and float32[4, 24] for the batch"),
+        (lambda x: jax.random.key(0), "key<fry>[] for a micro-batch and key<fry>[] for the batch"),
+    ],
+)
+def test_what_has_no_default_must_be_said(leaf, got):
     message = (
-        "microbatched_value_and_grad: `aux` must be of one shape for every batch, or grow with "
-        "it along the first axis, got float32[4, 6] for a micro-batch and float32[4, 24] for "
-        "the batch at aux['t']. Move its batch axis to the front."
+        "microbatched_value_and_grad: `aux_reduction` must be said for what neither grows along "
+        f"its first axis nor is a floating scalar, got {got} at aux['t']. Pass `aux_reduction`, a "
+        "prefix tree of 'mean', 'sum', 'max', 'last', 'concatenate' and, for what its shape "
+        "decides, None."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        gcx.microbatched_value_and_grad(fun, 4, has_aux=True)(PARAMS, batch_of())
+        run_aux(lambda batch: {"t": leaf(batch["x"])})
 
 
 def test_an_auxiliary_array_whose_batch_axis_is_squeezed_away_is_refused():
-    def fun(params, batch):
-        return loss(params, batch), jnp.squeeze(errors(params, batch))
-
     with pytest.raises(ValueError, match=r"got float32\[\] for a micro-batch and float32\[24\]"):
-        gcx.microbatched_value_and_grad(fun, BATCH, has_aux=True)(PARAMS, batch_of())
+        run_aux(lambda batch: jnp.squeeze(batch["x"][:, 0]), BATCH)
+
+
+@pytest.mark.parametrize(
+    ("word", "leaf"), [("mean", 10), ("sum", True), ("max", 1j), ("concatenate", 1.0)]
+)
+def test_a_reduction_that_a_leaf_does_not_have_is_refused(word, leaf):
+    message = rf"`aux_reduction` must be a reduction that .*\[\] has, got '{word}' for aux\['t'\]"
+    with pytest.raises(TypeError, match=message):
+        run_aux(lambda batch: {"t": jnp.asarray(leaf)}, aux_reduction=word)
+
+
+def test_another_word_is_refused():
+    with pytest.raises(ValueError, match="`aux_reduction` must be one of 'mean', .* got 'any'"):
+        run_aux(lambda batch: jnp.any(batch["x"] > 2), aux_reduction="any")
+
+
+def test_a_random_key_may_be_aux():
+    keys = jax.random.split(jax.random.key(0), BATCH)
+
+    def fun(params, batch, keys):
+        return loss(params, batch), {"rows": keys, "last": keys[-1]}
+
+    take = gcx.microbatched_value_and_grad(
+        fun, 4, has_aux=True, batch_argnums=(1, 2), aux_reduction={"rows": None, "last": "last"}
+    )
+    (_, aux), _ = jax.jit(take)(PARAMS, batch_of(), keys)
+    chex.assert_trees_all_equal(aux, {"rows": keys, "last": keys[-1]})
+
+
+@pytest.mark.parametrize("weight", [0, 3, 2**24 + 1, 1e30])
+def test_aux_of_a_single_part_is_what_the_function_returned(weight):
+    def fun(params, batch):
+        aux = {"rows": batch["x"], "each": batch["x"][0], "n": 10, "key": jax.random.key(1)}
+        return loss(params, batch), (jnp.asarray(weight), aux)
+
+    ours, wanted = both(fun, 1, PARAMS, batch_of(), has_aux=True, has_weight=True)
+    chex.assert_trees_all_equal(ours[0][1], wanted[0][1])
 
 
 # --- weights --------------------------------------------------------------------------------
@@ -210,15 +264,16 @@ def test_unweighted_means_of_unequal_micro_batches_would_be_wrong():
 def test_weight_and_aux_come_back_together():
     def fun(params, batch):
         value, count = token_loss(params, batch)
-        return value, (count, {"rows": errors(params, batch), "examples": jnp.int32(len(X))})
+        return value, (count, {"rows": errors(params, batch), "examples": len(batch["x"])})
 
+    words = {"rows": None, "examples": "sum"}
     (value, (weight, aux)), _ = gcx.microbatched_value_and_grad(
-        fun, 4, has_weight=True, has_aux=True
+        fun, 4, has_weight=True, has_aux=True, aux_reduction=words
     )(PARAMS, batch_of())
     assert float(weight) == float(jnp.sum(TOKENS))
     np.testing.assert_allclose(value, token_loss(PARAMS, batch_of())[0], rtol=1e-5)
     np.testing.assert_allclose(aux["rows"], errors(PARAMS, batch_of()), rtol=1e-5)
-    assert int(aux["examples"]) == 4 * len(X)
+    assert int(aux["examples"]) == BATCH
 
 
 def test_auxiliary_means_are_weighted():
@@ -243,6 +298,14 @@ def test_the_weight_keeps_its_dtype(has_aux):
     )
     weight = rest[0] if has_aux else rest
     assert weight.dtype == jnp.int32 and int(weight) == int(jnp.sum(TOKENS))
+
+
+def test_integer_weights_add_up_exactly():
+    def fun(params, batch):
+        return loss(params, batch), jnp.int32(2**23 + 1)
+
+    (_, weight), _ = gcx.microbatched_value_and_grad(fun, 4, has_weight=True)(PARAMS, batch_of())
+    assert int(weight) == 4 * (2**23 + 1)  # odd beyond 2^24: no float32
 
 
 def test_a_micro_batch_of_zero_weight_adds_nothing_even_if_it_is_nan():
@@ -271,6 +334,75 @@ def test_a_batch_of_zero_weight_has_value_and_gradient_zero():
     )
     assert float(value) == float(weight) == 0
     assert not any(np.any(g) for g in jax.tree.leaves(grads))
+
+
+# --- gradients by the batch, reductions, a transformation for each micro-gradient ------------
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("argnums", [1, (0, 1), -1])
+def test_a_gradient_by_the_batch_has_a_row_for_each_example(argnums, parts):
+    def fun(params, batch):
+        return token_loss(params, {**batch, "tokens": TOKENS[: len(batch["x"])] * 0 + 2})
+
+    batch = {"x": X, "y": Y}
+    agree(*both(fun, parts, PARAMS, batch, argnums=argnums, has_weight=True))
+
+
+@pytest.mark.parametrize("has_weight", [False, True])
+def test_leaves_that_are_not_gradients_have_a_reduction_of_their_own(has_weight):
+    @jax.custom_vjp
+    def with_statistics(x, statistics):
+        return x
+
+    def backward(x, cotangent):
+        return cotangent, {"most": jnp.max(x), "last": jnp.sum(x)}
+
+    with_statistics.defvjp(lambda x, statistics: (x, x), backward)
+    params = {"w": PARAMS["w"], "statistics": {"most": jnp.zeros(()), "last": jnp.zeros(())}}
+
+    def fun(params, x):
+        value = jnp.mean(with_statistics(x @ params["w"], params["statistics"]))
+        return (value, jnp.sum(x > 0)) if has_weight else value
+
+    def word(path):
+        return {"most": "max", "last": "last"}.get(path.split("/")[-1], "mean")
+
+    out = X @ params["w"]
+    for reduction in (word, {"w": "mean", "statistics": {"most": "max", "last": "last"}}):
+        take = gcx.microbatched_value_and_grad(fun, 4, has_weight=has_weight, reduction=reduction)
+        _, grads = take(params, X)
+        np.testing.assert_allclose(grads["statistics"]["most"], out.max(), rtol=1e-6)
+        np.testing.assert_allclose(grads["statistics"]["last"], out[3::4].sum(), rtol=1e-5)
+    if not has_weight:
+        agree(grads["w"], jax.grad(fun)(params, X)["w"])
+
+
+def test_each_micro_gradient_is_transformed_before_it_is_added():
+    clip = gcx.clip_by_global_norm(0.1)
+    for transform in (clip, lambda grads: clip.update(grads, clip.init(PARAMS))[0]):
+        take = gcx.microbatched_value_and_grad(loss, 4, micro_transform=transform)
+        _, ours = jax.jit(take)(PARAMS, batch_of())
+        parts = [jax.tree.map(lambda x, i=i: x[i::4], batch_of()) for i in range(4)]
+        clipped = [clip.update(jax.grad(loss)(PARAMS, b), clip.init(PARAMS))[0] for b in parts]
+        agree(ours, jax.tree.map(lambda *g: sum(g) / 4, *clipped))
+
+
+@pytest.mark.parametrize("has_weight", [False, True])
+def test_a_micro_batch_that_is_not_finite_can_be_dropped(has_weight):
+    fun = token_loss if has_weight else loss
+    is_bad = jnp.arange(BATCH) == 5  # in micro-batch 1 of 4
+    batch = {**batch_of(), "x": jnp.where(is_bad[:, None], jnp.inf, X)}
+    take = gcx.microbatched_value_and_grad(fun, 4, has_weight=has_weight, drop_nonfinite=True)
+    good = jax.tree.map(lambda x: x[np.arange(BATCH) % 4 != 1], batch)
+    batch["x"] = jnp.where(is_bad[:, None], jnp.nan, batch["x"])
+    agree(jax.jit(take)(PARAMS, batch), jax.value_and_grad(fun, has_aux=has_weight)(PARAMS, good))
+
+
+def test_a_batch_of_which_every_part_is_dropped_gives_nan():
+    batch = {**batch_of(), "x": X * jnp.nan}
+    value, grads = gcx.microbatched_value_and_grad(loss, 4, drop_nonfinite=True)(PARAMS, batch)
+    assert all(np.isnan(x).all() for x in jax.tree.leaves((value, grads)))
 
 
 # --- random keys ----------------------------------------------------------------------------
@@ -495,6 +627,8 @@ def test_inside_shard_map_weights_and_aux_come_back_for_each_device():
         }
         return value, (count, aux)
 
+    words = {"rows": None, "count": "sum", "any": "max", "mean": "mean"}
+
     def step(params, batch, take):
         (value, (count, aux)), grads = take(params, batch)
         return jax.tree.map(lambda x: x[None], (value, count, aux)), grads
@@ -509,7 +643,9 @@ def test_inside_shard_map_weights_and_aux_come_back_for_each_device():
         )
         return jax.jit(mapped)(PARAMS, batch)
 
-    ours = run(gcx.microbatched_value_and_grad(fun, 4, has_weight=True, has_aux=True))
+    ours = run(
+        gcx.microbatched_value_and_grad(fun, 4, has_weight=True, has_aux=True, aux_reduction=words)
+    )
     agree(ours, run(jax.value_and_grad(fun, has_aux=True)))
 
 
@@ -577,7 +713,7 @@ def test_a_value_that_is_no_scalar_is_refused():
 
 
 def test_a_weight_that_is_no_scalar_is_refused():
-    message = "microbatched_value_and_grad: `weight` must be a scalar, got float32[6]."
+    message = "microbatched_value_and_grad: `weight` must be a real scalar >= 0, got float32[6]."
     take = gcx.microbatched_value_and_grad(
         lambda p, b: (loss(p, b), b["tokens"]), 4, has_weight=True
     )

@@ -11,7 +11,6 @@ import pytest
 import gradclip_jax as gcx
 from gradclip_jax.accumulation._noise import (
     empty_noise,
-    gradient_noise_scale,
     observe_micro_batch,
     observe_window,
 )
@@ -126,7 +125,7 @@ def test_it_is_zero_before_the_first_window():
 
 def test_it_is_infinite_while_no_signal_stands_out():
     assert told([A, -A])[0][-1] == np.inf
-    assert float(gradient_noise_scale(observed([A, -A], [1, 1]))) == np.inf
+    assert float(observed([A, -A], [1, 1]).gradient_noise_scale) == np.inf
 
 
 def test_gradients_without_noise_have_a_scale_of_zero():

@@ -685,13 +685,13 @@ def test_differentiable_through_update_in_both_modes(emits):
         _, state = tx.update(params, state, params, weight=1.0)
 
     def out(grads, weight):
-        updates, state_after = tx.update(grads, state, params, weight=weight)
-        return sum(jnp.sum(u) for u in jax.tree.leaves((updates, state_after.acc_grads)))
+        updates, after = tx.update(grads, state, params, weight=weight)
+        # After an emission the sum means nothing.
+        return sum(jnp.sum(u) for u in jax.tree.leaves(updates if emits else after.acc_grads))
 
     zero, weight = bias_correction(params, 0.0), jnp.float32(3)
     grads = jax.jit(jax.grad(out))(zero, weight)
-    # Emitted: the mean, of which 3/4 is ours, less half of it in the update. Held: the sum.
-    wanted = (1 - 0.5) * 3 / 4 if emits else 3.0
+    wanted = -0.5 * 3 / 4 if emits else 3.0
     chex.assert_trees_all_close(grads, bias_correction(params, wanted), rtol=1e-6)
     slope = jax.jvp(lambda g: out(g, weight), (zero,), (bias_correction(params, 1.0),))[1]
     np.testing.assert_allclose(slope, 7 * wanted, rtol=1e-6)  # 7 elements
@@ -786,11 +786,23 @@ MODEL_FLUSH = jax.jit(lambda state, params: gcx.flush(MODEL, state, params))
         ({"every": True}, TypeError, "`every` must be an integer >= 1, got True."),
         ({"every": np.array([2])}, TypeError, "`every` must be an integer >= 1, got array([2])."),
         (
-            {"reduction": "max"},
+            {"reduction": {"w": "mean", "b": "median"}},
             ValueError,
-            "accumulate_gradients: `reduction` must be one of 'mean', 'sum', got 'max'. "
-            "Pick one of them.",
+            "accumulate_gradients: `reduction` must be one of 'mean', 'sum', 'max', 'last', got "
+            "'median'. Pick one of them.",
         ),
+        (
+            {"rounding": "up"},
+            ValueError,
+            "accumulate_gradients: `rounding` must be one of 'nearest', 'stochastic', got 'up'.",
+        ),
+        (
+            {"every_k_schedule": 4},
+            TypeError,
+            "accumulate_gradients: `every_k_schedule` must be an argument of this function, got "
+            "every_k_schedule=4. It is called `every` here.",
+        ),
+        ({"use_grad_mean": False}, TypeError, 'It is called `reduction="mean"` or `"sum"` here.'),
         (
             {"inner": "adam"},
             TypeError,
@@ -859,8 +871,8 @@ def test_a_weight_per_example_is_refused():
     refused(
         {"enc": {"w": jnp.zeros((2, 3))}, "b": jnp.zeros(4)},
         TypeError,
-        "accumulate_gradients: `weight` must be a scalar, got float32[8]. Pass the number of "
-        "examples or tokens in the micro-batch.",
+        "accumulate_gradients: `weight` must be a real scalar >= 0, got float32[8]. Pass the "
+        "number of examples or tokens in the micro-batch.",
         weight=jnp.ones(8),
     )
 

@@ -2,18 +2,38 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from .._checks import check_callable, check_count, check_dtype, describe, error_message, leaf_path
-from .._mesh import sum_over, vary, varying_axes
-from .._run_if import like_dtypes
-from .._types import FLOAT32, Array, Tree
-from ._running import accumulator_like, add_weighted, as_weight, window_gradient
+from .._checks import (
+    check_callable,
+    check_count,
+    check_dtype,
+    check_transformation,
+    error_message,
+)
+from .._mesh import max_over, vary, varying_axes
+from .._types import FLOAT32, Array, Scalar, Tree
+from . import _devices as devices
+from ._outputs import Kind, add_outputs, aux_kinds, batch_outputs, first_totals, value_kind
+from ._reduction import check_reduction, leaf_reductions
+from ._running import accumulator_dtype as sum_dtype
+from ._split import Split, counted_from_zero, micro_arguments, positions
+from ._window import as_weight
+
+_NAME = "microbatched_value_and_grad"
+
+
+class _Outputs(NamedTuple):
+    """What a micro-batch, or a batch, gives; grads is a tuple, one for each position."""
+
+    value: Scalar
+    grads: tuple[Tree, ...]
+    aux: Tree
+    weight: Scalar | None
 
 
 def microbatched_value_and_grad(
@@ -26,6 +46,10 @@ def microbatched_value_and_grad(
     rng_argnums: int | Sequence[int] = (),
     has_weight: bool = False,
     accumulator_dtype: Any = FLOAT32,
+    reduction: Any = "mean",
+    aux_reduction: Any = None,
+    micro_transform: Any = None,
+    drop_nonfinite: bool = False,
 ) -> Callable[..., Any]:
     """Makes `jax.value_and_grad(fun)` need the memory of a micro-batch, not of the batch.
 
@@ -33,18 +57,22 @@ def microbatched_value_and_grad(
     averaged: the same as for the whole batch when `fun` is a mean over examples, or, with
     `has_weight`, a mean over whatever the weight counts, tokens for example.
 
-    | what `fun` returns as aux | what comes back |
+    | what `fun` returns as aux | what comes back, unless `aux_reduction` says otherwise |
     | --- | --- |
     | an array whose first axis grows with the batch | those of all examples, in their order |
-    | a floating scalar or array that does not | the (weighted) mean over micro-batches |
-    | an integer that does not, such as a count | the sum |
-    | a boolean that does not | whether any is true |
+    | a floating scalar | the (weighted) mean over micro-batches |
+    | anything else: a count, a flag, statistics, a random key | an error that asks for a word |
+
+    | micro-batch | effect |
+    | --- | --- |
+    | of weight 0, even one full of NaN | adds nothing to value, gradient and means |
+    | not finite, with `drop_nonfinite` | the same; all of them: value and gradient are NaN |
 
     Micro-batch i holds every `num_microbatches`-th example from i on, so that under jit each
-    device splits the part of a sharded batch that it holds. Inside `shard_map` gradients with
-    respect to replicated arguments are summed over devices once, after the last micro-batch,
-    where `jax.value_and_grad` in a loop would do it for each. Under plain jit XLA places that
-    sum inside the loop: wrap the function in `shard_map` over the data axis to have it once.
+    device splits the part of a sharded batch that it holds. Gradients with respect to arguments
+    that are replicated over the devices of the batch are summed over them once, after the last
+    micro-batch, inside `shard_map` and under explicit axes (JAX 0.10, if `fun` can be traced on
+    arguments with `reduced` axes). Under plain jit XLA places that sum inside the loop.
 
     Use `accumulate_gradients` to add up over calls; the two compose.
 
@@ -52,14 +80,22 @@ def microbatched_value_and_grad(
         fun: as for `jax.value_and_grad`: returns a scalar value, `(value, aux)` with `has_aux`,
             `(value, weight)` with `has_weight`, `(value, (weight, aux))` with both.
         num_microbatches: into how many parts the batch is split, an integer >= 1.
-        argnums: positions of the arguments to differentiate by.
+        argnums: positions of the arguments to differentiate by. By what is split: one row of
+            the gradient for each example.
         has_aux: whether `fun` returns auxiliary data.
         batch_argnums: positions of the arguments that are split along the first axis of each
             of their leaves.
         rng_argnums: positions of random keys; each micro-batch gets its own.
         has_weight: whether `fun` returns a weight, a scalar >= 0; value and gradient are then
-            the weighted means. A micro-batch of weight 0 adds nothing, even if it is NaN.
-        accumulator_dtype: dtype of the sums, as for `accumulate_gradients`.
+            the weighted means.
+        accumulator_dtype: dtype of the sums of gradients, as for `accumulate_gradients`.
+        reduction: of gradients, as for `accumulate_gradients`.
+        aux_reduction: a prefix tree of aux of "mean" (weighted), "sum", "max", "last",
+            "concatenate", and None for what the table says.
+        micro_transform: applied to the gradient of each micro-batch: a function, or an Optax
+            transformation such as a clip, every time as at its first step.
+        drop_nonfinite: whether a micro-batch whose value or gradient is not finite is left out.
+            With this or `micro_transform` devices sum the gradient of each micro-batch.
 
     Returns:
         A function that is called, and returns, as
@@ -68,7 +104,7 @@ def microbatched_value_and_grad(
 
     Raises:
         ValueError: `num_microbatches` is < 1 or does not divide the batch; the message names
-            both numbers and the leaf. Or an auxiliary array grows along another axis.
+            both numbers and the leaf. Or a leaf of aux needs a word.
         TypeError: `fun` cannot be called, or the value or the weight is no scalar.
 
     Examples:
@@ -80,158 +116,148 @@ def microbatched_value_and_grad(
         >>> float(value), float(grad)
         (7.5, 15.0)
     """
-    name = "microbatched_value_and_grad"
-    check_callable(name, "fun", fun, "Pass the loss function.")
-    check_count(name, "num_microbatches", num_microbatches, "Pass 1 not to split.")
-    check_dtype(name, "accumulator_dtype", accumulator_dtype)
-    parts = int(num_microbatches)
-    batches, keys, wanted = map(_positions, (batch_argnums, rng_argnums, argnums))
+    check_callable(_NAME, "fun", fun, "Pass the loss function.")
+    check_count(_NAME, "num_microbatches", num_microbatches, "Pass 1 not to split.")
+    check_dtype(_NAME, "accumulator_dtype", accumulator_dtype)
+    check_reduction(_NAME, reduction)
+    if micro_transform is not None and not callable(micro_transform):
+        check_transformation(_NAME, "micro_transform", micro_transform)
+    takes_one = isinstance(argnums, int)
+    given = Split(int(num_microbatches), *map(positions, (batch_argnums, rng_argnums, argnums)))
+    one_form = _in_one_form(fun, has_weight=has_weight, has_aux=has_aux)
+    value_and_grad = jax.value_and_grad(one_form, given.differentiated, has_aux=True)
 
-    def weighted(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        split = counted_from_zero(_NAME, given, args)
+
+        def micro_batch(args: Sequence[Any], index: Array) -> _Outputs:
+            chosen = micro_arguments(args, split, index)
+            (value, (weight, aux)), grads = value_and_grad(*chosen, **kwargs)
+            if micro_transform is not None:
+                params = tuple(chosen[i] for i in split.differentiated)
+                grads = _transformed(micro_transform, grads, params, takes_one=takes_one)
+            if drop_nonfinite:
+                weight = _weight_if_finite(weight, value, grads)
+            return _Outputs(value, grads, aux, weight)
+
+        def whole_aux() -> Tree:
+            # Closed over, not passed: an argument may be anything, such as a flag or a model.
+            return jax.eval_shape(lambda: one_form(*args, **kwargs))[1][1]
+
+        by = tuple(args[i] for i in split.differentiated)
+        words = leaf_reductions(_NAME, reduction, by[0] if takes_one else by)
+        own_sums = micro_transform is None and not drop_nonfinite
+        axes = devices.batch_axes(args, split.batches) if own_sums else frozenset[str]()
+        local = devices.keep_apart(args, split.differentiated, axes, words, micro_batch)
+        per_micro_batch = functools.partial(micro_batch, local)
+        shapes = jax.eval_shape(per_micro_batch, 0)
+        kinds = _Outputs(
+            value=value_kind(split.parts, shapes.value),
+            grads=_gradient_kinds(split, words, shapes.grads, accumulator_dtype),
+            aux=aux_kinds(_NAME, aux_reduction, split.parts, shapes.aux, whole_aux),
+            weight=None if shapes.weight is None else Kind("sum", False, shapes.weight.dtype),
+        )
+        out = _whole_batch(per_micro_batch, kinds, shapes, split.parts, nan_if_empty=drop_nonfinite)
+        grads = devices.sum_over(out.grads, by, axes, words)
+        rest = (
+            (out.weight, out.aux)
+            if has_weight and has_aux
+            else out.weight
+            if has_weight
+            else out.aux
+        )
+        value = (out.value, rest) if has_weight or has_aux else out.value
+        return value, grads[0] if takes_one else grads
+
+    return run
+
+
+def _in_one_form(fun: Callable[..., Any], *, has_weight: bool, has_aux: bool) -> Callable[..., Any]:
+    """The function with `(value, (weight, aux))` as its result, None for what it has not."""
+
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
         out = fun(*args, **kwargs)
         if not (has_weight or has_aux):
             return out, (None, None)
         if not (isinstance(out, tuple) and len(out) == 2):
             rule = "a function that returns a pair, with `has_weight` or `has_aux`"
             hint = "Return `(value, weight)`, `(value, aux)` or `(value, (weight, aux))`."
-            raise TypeError(error_message(name, "fun", rule, type(out).__name__, hint))
+            raise TypeError(error_message(_NAME, "fun", rule, type(out).__name__, hint))
         value, rest = out
-        weight, aux = (
-            rest if has_weight and has_aux else (rest, None) if has_weight else (None, rest)
-        )
-        return value, (weight, aux)
-
-    value_and_grad = jax.value_and_grad(weighted, argnums, has_aux=True)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        _check_positions(name, args, (*batches, *keys, *wanted))
-        _check_batch(name, args, batches, parts)
-        apart = frozenset[str]().union(
-            *(varying_axes(x) for i in batches for x in jax.tree.leaves(args[i]))
-        )
-        differentiated = [i % len(args) for i in wanted]
-        local = [vary_tree(x, apart) if i in differentiated else x for i, x in enumerate(args)]
-
-        def micro_batch(index: Array) -> Any:
-            chosen = list(local)
-            for i in batches:
-                chosen[i] = jax.tree.map(lambda x: _every_nth(x, index, parts), args[i])
-            for i in keys:
-                chosen[i] = jax.random.split(args[i], parts)[index]
-            return value_and_grad(*chosen, **kwargs)
-
-        (value, (weight, aux)), grads = jax.eval_shape(micro_batch, 0)
-        whole_aux = None
-        if has_aux:
-            # Closed over, not passed: an argument may be anything, such as a flag or a model.
-            _, (_, whole_aux) = jax.eval_shape(lambda: weighted(*local, **kwargs))
-        kinds = jax.tree_util.tree_map_with_path(
-            functools.partial(_aux_kind, name, parts), aux, whole_aux
+        return value, rest if has_weight and has_aux else (rest, None) if has_weight else (
+            None,
+            rest,
         )
 
-        def pick(tree: Tree, *wanted_kinds: str) -> list[Any]:
-            leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(kinds), strict=True)
-            return [x for x, kind in leaves if kind in wanted_kinds]
-
-        def step(carry: Any, index: Array) -> tuple[Any, list[Array]]:
-            sums, counts, total = carry
-            (value, (weight, aux)), grads = micro_batch(index)
-            weight = as_weight(name, weight)
-            terms = (value, grads, pick(aux, "mean"))
-            sums = add_weighted(sums, terms, weight, jnp.array(False))
-            counts = [old + new for old, new in zip(counts, pick(aux, "sum", "any"), strict=True)]
-            total = total + (1 if weight is None else weight)
-            return (sums, counts, total), pick(aux, "rows")
-
-        terms = (value, grads, pick(aux, "mean"))
-        counts = [jnp.zeros_like(x) for x in pick(aux, "sum", "any")]
-        total = jnp.float32(0) if weight is None else jnp.zeros_like(weight, jnp.float32)
-        # A sum varies over the devices over which its weights do.
-        sums = vary_tree(accumulator_like(terms, accumulator_dtype), varying_axes(total))
-        start = (sums, counts, total)
-        (sums, counts, total), rows = lax.scan(step, start, jnp.arange(parts))
-
-        divisor = jnp.where(total > 0, total, 1)
-        averages = like_dtypes(window_gradient(sums, sums, divisor, mean=True), terms)
-        value, grads, means = averages
-        grads = _summed_once(grads, args, argnums, apart)
-        found = {"mean": iter(means), "count": iter(counts), "rows": iter(map(_in_order, rows))}
-        words = {"mean": "mean", "sum": "count", "any": "count", "rows": "rows"}
-        aux = jax.tree.map(lambda kind: next(found[words[kind]]), kinds)
-        if has_weight:
-            total = total.astype(jnp.result_type(weight))
-            return (value, (total, aux) if has_aux else total), grads
-        return ((value, aux) if has_aux else value), grads
-
-    return run
+    return call
 
 
-def vary_tree(tree: Tree, axes: frozenset[str]) -> Tree:
-    """Every leaf as one that may differ along the axes."""
-    return jax.tree.map(lambda x: vary(x, axes), tree)
+def _transformed(
+    transform: Any, grads: tuple[Tree, ...], params: tuple[Tree, ...], *, takes_one: bool
+) -> tuple[Tree, ...]:
+    """The gradient of a micro-batch after a function or a transformation at its first step."""
+    tree, like = (grads[0], params[0]) if takes_one else (grads, params)
+    if hasattr(transform, "update"):
+        tree, _ = transform.update(tree, transform.init(like), like)
+    else:
+        tree = transform(tree)
+    return (tree,) if takes_one else tuple(tree)
 
 
-def _positions(argnums: int | Sequence[int]) -> tuple[int, ...]:
-    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+def _weight_if_finite(weight: Any, value: Scalar, grads: Tree) -> Scalar:
+    """The weight, or 0 if a number of the micro-batch is not finite on any device."""
+    weight = jnp.float32(1) if weight is None else jnp.asarray(weight)
+    flags = [~jnp.isfinite(x).all() for x in jax.tree.leaves((weight, value, grads))]
+    is_bad = functools.reduce(jnp.logical_or, flags)
+    is_bad = max_over(is_bad.astype(jnp.int32), varying_axes(is_bad)) > 0
+    return jnp.where(is_bad, jnp.zeros_like(weight), weight)
 
 
-def _check_positions(function: str, args: Sequence[Any], positions: Sequence[int]) -> None:
-    """Refuses a call without one of the arguments that are split or differentiated by."""
-    needed = max(i if i >= 0 else -i - 1 for i in positions) + 1
-    if len(args) < needed:
-        hint = "What is split or differentiated by cannot be passed by name."
-        rule = f"at least {needed} positional arguments"
-        raise TypeError(error_message(function, "args", rule, f"{len(args)}", hint))
+def _gradient_kinds(
+    split: Split, words: Sequence[str], grads: tuple[Tree, ...], dtype: Any
+) -> tuple[Tree, ...]:
+    """Gradients by what is split have rows, all others are added up."""
+    names = iter(words)
+
+    def kind_of(is_batch: bool, leaf: Any) -> Kind:
+        word = next(names)
+        if split.parts == 1 and word != "sum":
+            word = "last"
+        elif is_batch:
+            word = "concatenate"
+        is_sum = word in ("mean", "sum")
+        return Kind(word, True, sum_dtype(leaf.dtype, dtype) if is_sum else leaf.dtype)
+
+    return tuple(
+        jax.tree.map(functools.partial(kind_of, i in split.batches), grad)
+        for i, grad in zip(split.differentiated, grads, strict=True)
+    )
 
 
-def _check_batch(function: str, args: Sequence[Any], batches: Sequence[int], parts: int) -> None:
-    """Refuses leaves that have no batch axis, or one that the parts do not divide."""
-    for i in batches:
-        hint = "Change one of the two, or pad the batch with examples of weight 0."
-        for path, x in jax.tree_util.tree_leaves_with_path(args[i]):
-            if not np.ndim(x) or np.shape(x)[0] % parts:
-                place = leaf_path(f"args[{i}]", path)
-                rule = f"split evenly by num_microbatches={parts} along its first axis"
-                raise ValueError(
-                    error_message(function, "batch", rule, f"{describe(x)} at {place}", hint)
-                )
+def _whole_batch(
+    micro_batch: Callable[[Array], _Outputs],
+    kinds: _Outputs,
+    shapes: _Outputs,
+    parts: int,
+    *,
+    nan_if_empty: bool,
+) -> _Outputs:
+    """Runs one micro-batch after the other and puts together what they give."""
+    kind_list = jax.tree.leaves(kinds, is_leaf=lambda x: isinstance(x, Kind))
+    shape_list, structure = jax.tree.flatten(shapes)
 
+    def step(carry: Any, index: Array) -> Any:
+        totals, total_weight = carry
+        outputs = micro_batch(index)
+        weight = as_weight(_NAME, outputs.weight)
+        totals, rows = add_outputs(kind_list, totals, jax.tree.leaves(outputs), weight)
+        return (totals, total_weight + (1 if weight is None else weight)), rows
 
-def _every_nth(x: Array, index: Array, parts: int) -> Array:
-    """Examples index, index + parts, ...: each device takes them from the part that it holds."""
-    split = jnp.reshape(x, (x.shape[0] // parts, parts, *x.shape[1:]))
-    return lax.dynamic_index_in_dim(split, index, axis=1, keepdims=False)
-
-
-def _in_order(rows: Array) -> Array:
-    """Undoes `_every_nth` for rows stacked by micro-batch."""
-    by_example = jnp.swapaxes(rows, 0, 1)
-    return by_example.reshape(-1, *by_example.shape[2:])
-
-
-def _aux_kind(function: str, parts: int, path: Any, micro: Any, whole: Any) -> str:
-    """How an auxiliary array of micro-batches becomes that of the batch."""
-    if micro.shape != whole.shape:
-        if not micro.shape or whole.shape != (parts * micro.shape[0], *micro.shape[1:]):
-            rule = "of one shape for every batch, or grow with it along the first axis"
-            got = f"{describe(micro)} for a micro-batch and {describe(whole)} for the batch"
-            got += f" at {leaf_path('aux', path)}"
-            hint = "Move its batch axis to the front."
-            raise ValueError(error_message(function, "aux", rule, got, hint))
-        return "rows"
-    if micro.dtype == jnp.bool_:
-        return "any"
-    return "mean" if jnp.issubdtype(micro.dtype, jnp.inexact) else "sum"
-
-
-def _summed_once(
-    grads: Tree, args: Sequence[Any], argnums: int | Sequence[int], apart: frozenset[str]
-) -> Tree:
-    """What `jax.value_and_grad` sums over devices for each micro-batch, summed here."""
-
-    def total(grad: Array, arg: Any) -> Array:
-        return sum_over(grad, apart - varying_axes(arg))
-
-    if isinstance(argnums, int):
-        return jax.tree.map(total, grads, args[argnums])
-    return tuple(jax.tree.map(total, grad, args[i]) for grad, i in zip(grads, argnums, strict=True))
+    totals = first_totals(kind_list, shape_list, shapes.weight)
+    total_weight = jnp.float32(0)
+    if shapes.weight is not None:
+        total_weight = vary(total_weight, varying_axes(shapes.weight))
+    (totals, total_weight), rows = lax.scan(step, (totals, total_weight), jnp.arange(parts))
+    divisor = total_weight if nan_if_empty else jnp.where(total_weight > 0, total_weight, 1)
+    leaves = batch_outputs(kind_list, totals, rows, divisor, shape_list)
+    return jax.tree.unflatten(structure, leaves)

@@ -12,12 +12,19 @@ smoothed over windows before the ratio tr(Sigma) / |G|^2 is taken.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
+from .._run_if import run_if
+from .._states import register_metrics
 from .._types import Scalar, Tree
 from ..clipping._norm import global_norm
+from ._reduction import is_summed
+from ._running import MicroBatch, window_gradient
+from ._window import WindowStep
 
 
+@register_metrics("gradient_noise_scale")
 class NoiseState(NamedTuple):
     """Sums over the open window, and averages over windows; scalars, float32[] and int32[].
 
@@ -33,22 +40,44 @@ class NoiseState(NamedTuple):
     squared_gradient: Scalar
     covariance_trace: Scalar
 
+    @property
+    def gradient_noise_scale(self) -> Scalar:
+        """The batch size at which noise and signal are equal, in the unit of the weights.
+
+        0 before the first window, infinite while no signal stands out of the noise.
+        """
+        signal = self.squared_gradient
+        ratio = jnp.maximum(self.covariance_trace, 0) / jnp.where(signal > 0, signal, 1)
+        measured = (signal != 0) | (self.covariance_trace != 0)
+        return jnp.where(signal > 0, ratio, jnp.where(measured, jnp.inf, 0))
+
 
 def empty_noise() -> NoiseState:
-    """Nothing seen yet."""
+    """No window measured yet."""
     kinds = (jnp.float32, jnp.int32, jnp.float32, jnp.float32)
     return NoiseState(*(jnp.zeros((), kind) for kind in kinds))
 
 
-def gradient_noise_scale(state: NoiseState) -> Scalar:
-    """The batch size at which noise and signal are equal, in the unit of the weights.
+def observe_noise(
+    state: NoiseState, micro_batch: MicroBatch, step: WindowStep, acc: Tree, decay: float
+) -> NoiseState:
+    """Adds a micro-batch, and the window if it closes; only leaves that are gradients count."""
+    words = micro_batch.words
+    grads = [
+        g for g, w in zip(jax.tree.leaves(micro_batch.grads), words, strict=True) if is_summed(w)
+    ]
+    weight = jnp.float32(1) if micro_batch.weight is None else micro_batch.weight
+    observed = observe_micro_batch(state, grads, weight, step.starts)
+    state = run_if(step.arrived, lambda _: observed, state)
 
-    0 before the first window, infinite while no signal stands out of the noise.
-    """
-    signal = state.squared_gradient
-    ratio = jnp.maximum(state.covariance_trace, 0) / jnp.where(signal > 0, signal, 1)
-    seen = (signal != 0) | (state.covariance_trace != 0)
-    return jnp.where(signal > 0, ratio, jnp.where(seen, jnp.inf, 0))
+    def observe(state: NoiseState) -> NoiseState:
+        sums = [x for x, w in zip(jax.tree.leaves(acc), words, strict=True) if is_summed(w)]
+        means = MicroBatch(sums, ["mean"] * len(sums))
+        return observe_window(
+            state, window_gradient(sums, means, step.total_weight), step.total_weight, decay
+        )
+
+    return run_if(step.emits, observe, state)
 
 
 def observe_micro_batch(

@@ -1,5 +1,6 @@
 """The state of an accumulation, and what can be asked and done between micro-batches."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -8,11 +9,22 @@ import numpy as np
 import optax
 
 from .._checks import check_transformation, error_message, is_traced
-from .._states import find_states, replace_states
+from .._mesh import zeros_of_type
+from .._run_if import run_if
+from .._states import (
+    find_states,
+    plain_arrays,
+    register_metrics,
+    replace_states,
+    with_structure_of,
+)
 from .._types import Scalar, Tree
-from ._running import window_gradient
+from ._devices import is_unreduced, zeros_like_unreduced
+from ._reduction import leaf_reductions
+from ._running import MicroBatch, params_of, window_gradient
 
 
+@register_metrics("mini_step", "gradient_step")
 class AccumulationState(NamedTuple):
     """A window of micro-batches, and the optimizer that waits for it.
 
@@ -20,8 +32,8 @@ class AccumulationState(NamedTuple):
         mini_step: int32[], micro-batches in the open window.
         gradient_step: int32[], windows that were emitted.
         inner_opt_state: the state of the inner optimizer.
-        acc_grads: the weighted sum of the window, in the accumulator's dtype; what it holds
-            while `mini_step` is 0 means nothing.
+        acc_grads: the weighted sum of the window, in the accumulator's dtype, or () with
+            `every=1`; what it holds while `mini_step` is 0 means nothing.
         total_weight: float32[], the weight in the window.
         accumulation_steps: int32[], the length of the window.
         micro_batch_count: int32[], all micro-batches so far.
@@ -47,7 +59,7 @@ class AccumulationStats(NamedTuple):
         total_micro_batches: micro-batches so far, saturating.
         total_updates: windows that were emitted, saturating.
         accumulation_steps: micro-batches in a window now.
-        registered_params: leaves that are accumulated.
+        registered_params: leaves that are accumulated; none with `every=1`.
         total_param_elements: their elements.
         effective_batch_multiplier: by how much the batch is larger than a micro-batch.
     """
@@ -65,8 +77,8 @@ def flush(
 ) -> tuple[Tree, Any]:
     """Emits the open window now, divided by what was really accumulated.
 
-    For the end of an epoch that is no multiple of the window. An empty window gives zero
-    updates and leaves the state alone.
+    For the end of an epoch that is no multiple of the window. Where every window is empty the
+    updates are zero and no state changes, also none of what is around the accumulation.
 
     Args:
         tx: `accumulate_gradients`, or what wraps it and passes extra arguments on.
@@ -90,10 +102,23 @@ def flush(
         [-3.0]
     """
     check_transformation("flush", "tx", tx)
-    _accumulation("flush", state)
-    nothing = jax.tree.map(_zero_grad, params)
-    tx = optax.with_extra_args_support(tx)
-    return tx.update(nothing, state, params, weight=jnp.float32(0), flush=True, **extra_args)
+    arrays, params = plain_arrays(state), plain_arrays(params)
+    found = _accumulations("flush", arrays)
+    is_open = jnp.stack([x.mini_step > 0 for x in found]).any()
+    adds_in_loop = not is_unreduced(found[0].acc_grads)
+    nothing = jax.tree.map(_zero_grad, params_of(params))
+    nothing = zeros_like_unreduced(nothing, found[0].acc_grads)
+    update = optax.with_extra_args_support(tx).update
+
+    def step(carry: Any) -> Any:
+        none = jnp.float32(0)
+        return update(nothing, carry[1], params, weight=none, flush=True, **extra_args)
+
+    like, _ = jax.eval_shape(step, (None, arrays))
+    updates, flushed = run_if(
+        is_open if adds_in_loop else True, step, (jax.tree.map(zeros_of_type, like), arrays)
+    )
+    return updates, with_structure_of(state, flushed)
 
 
 def _zero_grad(param: Any) -> Any:
@@ -102,11 +127,15 @@ def _zero_grad(param: Any) -> Any:
     return np.zeros(np.shape(param), jax.dtypes.float0)
 
 
-def accumulated_gradients(state: Any) -> Tree:
+def accumulated_gradients(
+    state: Any, *, reduction: str | Tree | Callable[[str], str] = "mean"
+) -> Tree:
     """The weighted mean of the open window so far, in the accumulator's dtype.
 
     Args:
         state: the state of `accumulate_gradients`, or any state around it.
+        reduction: as given to `accumulate_gradients`, if it takes the maximum or the last of
+            some leaves. What it sums comes back as a mean, unless "sum" is said here.
 
     Returns:
         The mean gradient; inside jit, zeros for an empty window.
@@ -123,17 +152,19 @@ def accumulated_gradients(state: Any) -> Tree:
         >>> gcx.accumulated_gradients(state).tolist()
         [3.0]
     """
-    found = _accumulation("accumulated_gradients", state)
-    empty = (found.mini_step == 0) | ~(found.total_weight > 0)
+    name = "accumulated_gradients"
+    found = _accumulations(name, state)[0]
+    count, total_weight = plain_arrays((found.mini_step, found.total_weight))
+    empty = (count == 0) | ~(total_weight > 0)
     if not is_traced(empty) and bool(empty):
         hint = "Call `update` with a micro-batch first."
         rule = "a state with an open window"
-        raise ValueError(
-            error_message("accumulated_gradients", "state", rule, "an empty one", hint)
-        )
-    weight = jnp.where(empty, 1, found.total_weight)
-    mean = window_gradient(found.acc_grads, found.acc_grads, weight, mean=True)
-    return jax.tree.map(lambda x: jnp.where(empty, jnp.zeros_like(x), x), mean)
+        raise ValueError(error_message(name, "state", rule, "an empty one", hint))
+    acc = plain_arrays(found.acc_grads)
+    window = MicroBatch(acc, leaf_reductions(name, reduction, acc))
+    mean = window_gradient(acc, window, jnp.where(empty, 1, total_weight))
+    mean = jax.tree.map(lambda x: jnp.where(empty, jnp.zeros_like(x), x), mean)
+    return with_structure_of(found.acc_grads, mean)
 
 
 def reset_accumulation(state: Any) -> Any:
@@ -157,16 +188,44 @@ def reset_accumulation(state: Any) -> Any:
         >>> gcx.accumulated_gradients(state).tolist()
         [5.0]
     """
-    _accumulation("reset_accumulation", state)
+    _accumulations("reset_accumulation", state)
+    return discard_windows(state)
+
+
+def discard_windows(state: Any, where: Any = True) -> Any:
+    """The state with every open window emptied, also those inside another one.
+
+    `where`, bool[], may be traced. Only states of this package are touched.
+    """
 
     def discard(found: AccumulationState) -> AccumulationState:
+        mini_step, total_weight, emitted = _zero_where(
+            where, (found.mini_step, found.total_weight, found.emitted)
+        )
         return found._replace(
-            mini_step=jnp.zeros_like(found.mini_step),
-            total_weight=jnp.zeros_like(found.total_weight),
-            emitted=jnp.zeros_like(found.emitted),
+            mini_step=mini_step,
+            total_weight=total_weight,
+            emitted=emitted,
+            inner_opt_state=discard_windows(found.inner_opt_state, where),
         )
 
     return replace_states(state, AccumulationState, discard)
+
+
+def clear_emitted(state: Any, where: Any = True) -> Any:
+    """The state in which `has_updated` says no, also that of a window inside another one."""
+
+    def clear(found: AccumulationState) -> AccumulationState:
+        return found._replace(
+            emitted=_zero_where(where, found.emitted),
+            inner_opt_state=clear_emitted(found.inner_opt_state, where),
+        )
+
+    return replace_states(state, AccumulationState, clear)
+
+
+def _zero_where(where: Any, tree: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.where(where, jnp.zeros_like(x), x), tree)
 
 
 def has_updated(state: Any) -> Scalar:
@@ -190,7 +249,7 @@ def has_updated(state: Any) -> Scalar:
         >>> bool(gcx.has_updated(held)), bool(gcx.has_updated(emitted))
         (False, True)
     """
-    return _accumulation("has_updated", state).emitted
+    return plain_arrays(_accumulations("has_updated", state)[0].emitted)
 
 
 def accumulation_stats(state: Any) -> AccumulationStats:
@@ -214,7 +273,7 @@ def accumulation_stats(state: Any) -> AccumulationStats:
         >>> stats.total_micro_batches, stats.total_updates, stats.total_param_elements
         (1, 0, 6)
     """
-    found = _accumulation("accumulation_stats", state)
+    found = plain_arrays(_accumulations("accumulation_stats", state)[0])
     counts = (found.micro_batch_count, found.gradient_step, found.accumulation_steps)
     micro, updates, steps = (x if is_traced(x) else int(x) for x in counts)
     leaves = jax.tree.leaves(found.acc_grads)
@@ -228,10 +287,10 @@ def accumulation_stats(state: Any) -> AccumulationStats:
     )
 
 
-def _accumulation(function: str, state: Any) -> AccumulationState:
+def _accumulations(function: str, state: Any) -> list[AccumulationState]:
     found = find_states(state, AccumulationState)
     if not found:
         hint = "Pass the state that `accumulate_gradients(...).init(params)` made."
         rule = "a state of `accumulate_gradients`, or one around it"
         raise TypeError(error_message(function, "state", rule, type(state).__name__, hint))
-    return found[0][1]
+    return [accumulation for _, accumulation in found]

@@ -1,10 +1,11 @@
 """Gradient accumulation as an Optax gradient transformation."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from .._checks import (
@@ -13,28 +14,41 @@ from .._checks import (
     check_dtype,
     check_inexact,
     check_number,
+    check_state,
     check_transformation,
+    error_message,
+    renamed,
 )
 from .._run_if import Gate, gated, like_dtypes, run_if
-from .._states import increment_where
+from .._states import find_states
 from .._types import FLOAT32, Scalar, Tree
-from ._noise import NoiseState, empty_noise, observe_micro_batch, observe_window
+from ._devices import is_unreduced, without_reduced_axes
+from ._noise import empty_noise, observe_noise
+from ._reduction import check_reduction, leaf_reductions
 from ._running import (
+    MicroBatch,
     accumulator_like,
-    add_weighted,
-    as_weight,
+    add_micro_batch,
     check_matches_accumulator,
+    only_gradient,
+    params_of,
+    spent_accumulator,
     window_gradient,
 )
 from ._state import AccumulationState
+from ._window import Flag, advance_window, count_step, read_call
+
+_NAME = "accumulate_gradients"
 
 
+@renamed(every_k_schedule="`every`", use_grad_mean='`reduction="mean"` or `"sum"`')
 def accumulate_gradients(
     inner: optax.GradientTransformation,
     every: int | Callable[[Any], Any],
     *,
-    reduction: str = "mean",
+    reduction: str | Tree | Callable[[str], str] = "mean",
     accumulator_dtype: Any = FLOAT32,
+    rounding: Literal["nearest", "stochastic"] = "nearest",
     noise_scale_decay: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Runs the inner optimizer once for every `every` micro-batches, on their mean gradient.
@@ -49,23 +63,35 @@ def accumulate_gradients(
     | NaN gradient | spoils its own window only; wrap with `skip_nonfinite` to drop it alone |
     | the last of an epoch, `flush=True` | emits now, divided by what was really accumulated |
     | a window of total weight 0 | emits nothing, the inner state is left alone |
+    | unreduced over a mesh axis | added up so, and summed over devices when the window closes |
 
-    Extra arguments of `update`: `weight`, a scalar >= 0, for example the number of tokens;
-    `flush`, a bool that may be traced. All others reach the inner optimizer as the micro-batch
-    that closes the window brings them; a `value` is thus the loss of the last micro-batch.
+    Extra arguments of `update`:
+
+    - `weight`, a scalar >= 0, for example the number of tokens.
+    - `flush`, a bool that may be traced: whether to emit now.
+    - `closes`, a Python bool, known when traced: whether this micro-batch closes the window, in
+      place of counting. The two programs have no branch, so a GPU does not wait for the host;
+      but with a traced `weight` the one that emits still leaves out a window of total weight 0.
+
+    All others reach the inner optimizer as the micro-batch that closes the window brings them; a
+    `value` is thus the loss of the last micro-batch.
 
     Use `microbatched_value_and_grad` to split one batch inside one step; the two compose.
 
     Args:
-        inner: any Optax transformation.
+        inner: any Optax transformation without an accumulation in it.
         every: micro-batches in a window, an integer >= 1, or a function of the gradient step,
-            int32[], that returns one.
-        reduction: "mean" or "sum".
+            int32[], that returns one. The integer 1 keeps no buffer.
+        reduction: "mean" or "sum"; for leaves that are no gradients, such as the statistics of
+            an fp8 layer, "max" or "last", which no weight multiplies. A prefix tree of these
+            words, or a function of the path of a leaf, "layer/kernel", that returns one.
         accumulator_dtype: dtype of the sum for leaves of up to 32 bit; complex leaves take the
             complex dtype over it, 64-bit leaves keep their own.
+        rounding: of sums in bfloat16: "stochastic" rounds up or down at random, so that their
+            mean is right however long the window; alike in every run and on every replica.
         noise_scale_decay: in [0, 1], 0.9 for example, measures the gradient noise scale
             (McCandlish et al. 2018, arXiv 1812.06162) with this decay over windows, for the
-            price of one norm a micro-batch; `metrics` tell it. None does not.
+            price of one norm a micro-batch; `metrics` report it. None does not.
 
     Returns:
         An Optax transformation with an `AccumulationState`. The inner optimizer sees gradients
@@ -73,9 +99,9 @@ def accumulate_gradients(
         dtypes it gives on plain gradients.
 
     Raises:
-        ValueError: `every` is < 1, or `reduction` is another word.
-        TypeError: `inner` is no transformation, `every` no integer; when traced, a leaf is not
-            inexact or its shape is not the parameter's.
+        ValueError: `every` is < 1, or `reduction` or `rounding` is another word.
+        TypeError: `inner` is no transformation, or holds an accumulation; `every` is no integer;
+            when traced, a leaf is not inexact or its shape is not the parameter's.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -87,90 +113,111 @@ def accumulate_gradients(
         >>> held.tolist(), emitted.tolist(), bool(gcx.has_updated(state))
         ([0.0], [-5.0], True)
     """
-    name = "accumulate_gradients"
-    check_transformation(name, "inner", inner)
-    check_choice(name, "reduction", reduction, ("mean", "sum"))
-    check_dtype(name, "accumulator_dtype", accumulator_dtype)
-    if not callable(every):
-        check_count(name, "every", every, "Pass 1 to run the inner optimizer at every step.")
-    if noise_scale_decay is not None:
-        hint = "Pass None not to measure the noise scale."
-        check_number(name, "noise_scale_decay", noise_scale_decay, hint, high=1.0, closed=True)
+    _check_arguments(inner, every, noise_scale_decay)
+    check_reduction(_NAME, reduction)
+    check_dtype(_NAME, "accumulator_dtype", accumulator_dtype)
+    check_choice(_NAME, "rounding", rounding, ("nearest", "stochastic"))
     inner = optax.with_extra_args_support(inner)
+    # Static: a traced one must work with the state that a longer window has.
+    keeps_sum = not (isinstance(every, (int, np.integer)) and every == 1)
 
-    def steps(gradient_step: Scalar) -> Scalar:
+    def length_of(gradient_step: Scalar) -> Scalar:
         now = every(gradient_step) if callable(every) else every
         return jnp.maximum(jnp.asarray(now).astype(jnp.int32), 1)
 
     def init(params: Tree) -> AccumulationState:
-        inner_state = inner.init(params)
+        inner_state = inner.init(without_reduced_axes(params))
+        _check_not_nested(inner_state)
         return AccumulationState(
             mini_step=jnp.zeros((), jnp.int32),
             gradient_step=jnp.zeros((), jnp.int32),
             # Not weakly typed, as what comes out of a step is not: one trace for all steps.
             inner_opt_state=like_dtypes(inner_state, inner_state),
-            acc_grads=accumulator_like(params, accumulator_dtype),
+            acc_grads=accumulator_like(params_of(params), accumulator_dtype) if keeps_sum else (),
             total_weight=jnp.zeros((), jnp.float32),
-            accumulation_steps=steps(jnp.zeros((), jnp.int32)),
+            accumulation_steps=length_of(jnp.zeros((), jnp.int32)),
             micro_batch_count=jnp.zeros((), jnp.int32),
             emitted=jnp.zeros((), bool),
             noise=() if noise_scale_decay is None else empty_noise(),
         )
 
     def gate(
-        updates: Tree, state: AccumulationState, params: Tree, extra_args: dict[str, Any]
+        updates: Tree,
+        state: AccumulationState,
+        params: Tree,
+        extra_args: dict[str, Any],
+        admitted: Flag = True,
     ) -> Gate:
-        check_inexact(name, "updates", updates)
-        check_matches_accumulator(name, updates, state.acc_grads)
-        extra_args = dict(extra_args)
-        weight = as_weight(name, extra_args.pop("weight", None))
-        flush = jnp.asarray(extra_args.pop("flush", False)).astype(bool)
-        # A flush that brings no weight is not a micro-batch, only the wish to close the window.
-        arrived = jnp.array(True) if weight is None else ~(flush & (weight == 0))
-        empty = state.mini_step == 0
-        starts, idle = empty & arrived, empty & ~arrived
-        acc_grads = add_weighted(state.acc_grads, updates, weight, starts)
-        total_weight = jnp.where(starts, 0, state.total_weight) + (1 if weight is None else weight)
-        mini_step = state.mini_step + arrived.astype(jnp.int32)
-        length = steps(state.gradient_step)
-        closes = (mini_step >= length) | flush
-        emits = closes & (mini_step > 0) & (total_weight > 0)
+        check_state(_NAME, state, AccumulationState)
+        check_inexact(_NAME, "updates", updates, unreduced=True)
+        if keeps_sum:
+            check_matches_accumulator(_NAME, updates, state.acc_grads)
+        call, others = read_call(_NAME, extra_args, always_closes=not keeps_sum)
+        step, advanced = advance_window(state, length_of(state.gradient_step), call, admitted)
+        key = None
+        if rounding == "stochastic":
+            key = jax.random.fold_in(jax.random.key(0), state.micro_batch_count)
+        words = leaf_reductions(_NAME, reduction, updates)
+        micro_batch = MicroBatch(updates, words, call.weight, key)
+
+        def add(acc: Tree) -> Tree:
+            return add_micro_batch(acc, micro_batch, step.starts)
+
+        adds_first = is_unreduced(state.acc_grads)
+
+        def read_gradient(acc: Tree) -> tuple[Tree, Tree]:
+            inner_state = state.inner_opt_state
+            if keeps_sum:
+                total = acc if adds_first else add(acc)
+                window = window_gradient(total, micro_batch, step.total_weight, inner_state)
+                acc = acc if adds_first else spent_accumulator(acc, window)
+            else:
+                window = only_gradient(micro_batch, inner_state)
+            return _in_accepted_dtypes(inner, window, updates, inner_state, params, others), acc
+
         noise = state.noise
-        decay = noise_scale_decay
-        if decay is not None:
-            one = jnp.float32(1) if weight is None else weight
-            noise = observe_micro_batch(noise, updates, one, starts)
+        if noise_scale_decay is not None:
+            total = add(state.acc_grads) if keeps_sum else updates
+            noise = observe_noise(noise, micro_batch, step, total, noise_scale_decay)
 
-            def observe(noise: NoiseState) -> NoiseState:
-                mean = window_gradient(acc_grads, updates, total_weight, mean=True)
-                return observe_window(noise, mean, total_weight, decay)
-
-            noise = run_if(emits, observe, noise)
-
-        def next_state(inner_opt_state: Any, acc_grads: Tree) -> AccumulationState:
-            return AccumulationState(
-                mini_step=jnp.where(closes, 0, mini_step),
-                gradient_step=increment_where(state.gradient_step, emits),
+        def next_state(
+            inner_opt_state: Any, acc: Tree, stepped: Flag = step.emits
+        ) -> AccumulationState:
+            return count_step(advanced, step, stepped)._replace(
                 inner_opt_state=inner_opt_state,
-                acc_grads=acc_grads,
-                total_weight=total_weight,
-                accumulation_steps=jnp.where(idle, state.accumulation_steps, length),
-                micro_batch_count=increment_where(state.micro_batch_count, arrived),
-                emitted=jnp.where(idle, state.emitted, emits),
+                acc_grads=acc if adds_first or not keeps_sum else run_if(step.holds, add, acc),
                 noise=noise,
             )
 
-        def read_gradient(acc_grads: Tree) -> tuple[Tree, Tree]:
-            window = window_gradient(acc_grads, updates, total_weight, mean=reduction == "mean")
-            step = (state.inner_opt_state, params, extra_args)
-            return _cast_if_refused(inner, window, updates, *step), window
-
-        return Gate(emits, acc_grads, read_gradient, state.inner_opt_state, extra_args, next_state)
+        return Gate(
+            is_open=step.emits,
+            accumulator=add(state.acc_grads) if adds_first else state.acc_grads,
+            read_gradient=read_gradient,
+            inner_state=state.inner_opt_state,
+            extra_args=others,
+            next_state=next_state,
+        )
 
     return gated(inner, init, gate)
 
 
-def _cast_if_refused(
+def _check_arguments(inner: Any, every: Any, noise_scale_decay: Any) -> None:
+    check_transformation(_NAME, "inner", inner)
+    if not callable(every):
+        check_count(_NAME, "every", every, "Pass 1 to run the inner optimizer at every step.")
+    if noise_scale_decay is not None:
+        hint = "Pass None not to measure the noise scale."
+        check_number(_NAME, "noise_scale_decay", noise_scale_decay, hint, high=1.0, closed=True)
+
+
+def _check_not_nested(inner_state: Any) -> None:
+    """Refuses an accumulation inside another: `weight` and `flush` would stop at the outer one."""
+    if find_states(inner_state, AccumulationState):
+        rule, hint = "without an accumulation in it", "Multiply the two lengths: `every=a * b`."
+        raise TypeError(error_message(_NAME, "inner", rule, "one that accumulates", hint))
+
+
+def _in_accepted_dtypes(
     inner: optax.GradientTransformationExtraArgs,
     window: Tree,
     updates: Tree,
@@ -181,13 +228,17 @@ def _cast_if_refused(
     """The gradient of the window in the accumulator's dtype, if the inner optimizer takes it.
 
     Some, `optax.novograd` and `optax.apply_if_finite` among them, cannot be traced on gradients
-    whose dtype is not that of the parameters.
+    whose dtype is not that of the parameters. What cannot be traced on either has another fault.
     """
     plain = like_dtypes(window, updates)
     if [x.dtype for x in jax.tree.leaves(plain)] == [x.dtype for x in jax.tree.leaves(window)]:
         return window
     try:
         jax.eval_shape(lambda: inner.update(window, state, params, **extra_args))
-    except TypeError:
+    except TypeError as refusal:
+        try:
+            jax.eval_shape(lambda: inner.update(plain, state, params, **extra_args))
+        except TypeError:
+            raise refusal from None
         return plain
     return window

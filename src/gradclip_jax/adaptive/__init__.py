@@ -1,1 +1,1 @@
-"""From the history of norms, carries and moments to thresholds that find themselves."""
+"""Adaptive clipping: threshold rules fed by earlier norms, and clips with larger state."""

@@ -1,4 +1,4 @@
-"""An optimizer that shortens its step where its second moment lags the gradient."""
+"""StableAdamW: an optimizer that shortens its step where its second moment lags the gradient."""
 
 from typing import Any
 
@@ -8,19 +8,19 @@ import optax
 
 from .._checks import (
     check_axis_name,
+    check_decays,
     check_inexact,
     check_number,
-    check_same_structure,
     check_state,
-    error_message,
     is_float0,
 )
 from .._mesh import replica_count, shard_axes
 from .._states import increment_where
 from .._types import Array, AxisName, Number, Tree
-from ..clipping._layout import leaf_slots
-from ..clipping._norm import unit_norms
-from ._moment import MomentState, bias_correction, by_leaf, check_decays, power_of, two_moments
+from ..clipping._norm import norm_of_leaves
+from ..clipping._rule import check_params
+from ._averages import bias_correction, power_of
+from ._moments import MomentState, map_leaves, zero_moments
 
 
 def stable_adamw(
@@ -35,23 +35,23 @@ def stable_adamw(
 ) -> optax.GradientTransformation:
     """AdamW whose step is shortened, leaf by leaf, when its second moment lags the gradient.
 
-    The learning rate of a leaf is divided by `max(1, RMS / clipping)`, where RMS is the root
-    mean square of `g / sqrt(max(u, eps^2))` and u the second moment with g in it; weight decay
-    is shortened alike, as in version 2 of the authors' code. Bias correction is inside the
-    decays. It needs gradient and moment at once, so it is an optimizer, not a clip around one.
+    The learning rate of a leaf is divided by `max(1, RMS / clipping)`, with the root mean square
+    of `g / sqrt(max(u, eps^2))`, where the second moment u includes g. Weight decay is shortened
+    alike, as in version 2 of the authors' code. The decays include the bias correction. Gradient
+    and moment are needed at once, so it is an optimizer, not a clip around one.
 
     Args:
         learning_rate: a number > 0 or a schedule.
-        b1: decay of the first moment, 0 to 1.
-        b2: decay of the second moment, 0 to 1.
-        eps: > 0.
+        b1: decay of the first moment, at least 0 and below 1.
+        b2: decay of the second moment, at least 0 and below 1.
+        eps: added to the root of the second moment, in the unit of the gradients, > 0.
         weight_decay: decoupled, times the learning rate, >= 0.
-        clipping: the RMS above which a step is shortened, > 0.
-        axis_name: as for `clip_by_global_norm`.
+        clipping: the RMS above which a step is shortened, dimensionless, > 0.
+        axis_name: mapped axes over which the leaves are sharded, where types do not tell.
 
     Returns:
-        An Optax optimizer; `update` needs `params`. Wrap it in `skip_nonfinite`: like Adam it
-        keeps a NaN in its moments.
+        An Optax optimizer; `update` needs `params`. Like Adam it keeps a NaN in its moments: wrap
+        it in `skip_nonfinite`.
 
     Raises:
         ValueError: a number is out of range, or `params` is missing.
@@ -79,32 +79,29 @@ def stable_adamw(
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, MomentState]:
         check_inexact(name, "updates", updates)
         check_state(name, state, MomentState)
-        if params is None:
-            hint = "Pass it: `update(grads, state, params)`."
-            raise ValueError(error_message(name, "params", "given", "None", hint))
-        check_same_structure(name, "updates", updates, "params", params)
-        rate = learning_rate(state.steps) if callable(learning_rate) else learning_rate
-        count = increment_where(state.steps)
+        check_params(name, updates, params)
+        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        count = increment_where(state.count)
         steps = count.astype(jnp.float32)
         decay1, decay2 = (
             b * bias_correction(b, steps - 1) / bias_correction(b, steps) for b in (b1, b2)
         )
 
-        def step(grad: Any, param: Any, first: Array, second: Array) -> Any:
+        def step(grad: Any, param: Any, first: Array, second: Array) -> tuple[Any, ...]:
             if is_float0(grad):
                 return grad, first, second
             g = grad.astype(first.dtype)
             first = first * decay1 + g * (1 - decay1)
             second = second * decay2 + jnp.abs(g) ** 2 * (1 - decay2)
             ratio = g / jnp.sqrt(jnp.maximum(second, eps**2))
-            norm = unit_norms([ratio], leaf_slots([ratio]), 2.0, axes)[0]
+            norm = norm_of_leaves([ratio], 2.0, axes)
             size = ratio.size * replica_count(frozenset(), shard_axes(ratio, axes))
             shortened = rate / jnp.maximum(1, norm / np.sqrt(max(size, 1)) / clipping)
             decayed = weight_decay * param.astype(first.dtype)
             direction = first / (power_of(second, 0.5) + eps) + decayed
             return (-shortened * direction).astype(grad.dtype), first, second
 
-        out, first, second = by_leaf(step, updates, params, state.first, state.second)
+        out, first, second = map_leaves(step, 3, updates, params, state.first, state.second)
         return out, MomentState(count, first, second)
 
-    return optax.GradientTransformation(two_moments, update)
+    return optax.GradientTransformation(zero_moments, update)

@@ -1,21 +1,23 @@
 """The published methods, each one line over granularity, threshold and reaction."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from .._checks import check_axis, check_count, check_number
-from .._types import NO_AXES, Array, AxisName, Count, Number
-from ..clipping._granularity import inner_units
+from .._types import NO_AXES, THOUSAND, UNBOUNDED, Array, AxisName, Count, Number
+from ..clipping._clip import norm_clip
 from ..clipping._rule import capped, relative_to_params
-from ..clipping._step import clip_by_units
-from ..clipping._transform import clip_by_global_norm, clip_by_leaf_norm
-from . import _average, _history
+from ..clipping._units import axis as unit_axis
+from ..clipping._units import layer
+from ._ema import ema
+from ._percentile import percentile as percentile_rule
+from ._quantile import quantile
+from ._zscore import zscore
 
-_WINDOW = np.int32(1000)  # NumPy, so that `optax.inject_hyperparams` leaves it alone
+Nonfinite: TypeAlias = Literal["propagate", "zero"]
 
 
 def adaptive_grad_clip(
@@ -23,26 +25,29 @@ def adaptive_grad_clip(
     eps: Number = 1e-3,
     axis: int | Sequence[int] | None = None,
     *,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformation:
     """Clips each row or filter to a fraction of the norm of its parameters (AGC).
 
-    `g_i * min(1, clipping * max(norm(w_i), eps) / norm(g_i))` for each row or filter i.
+    `g_i * min(1, clipping * max(norm(w_i), eps) / norm(g_i))` for each row or filter i. The
+    paper leaves out the last linear layer: use `optax.masked`.
 
     Args:
         clipping: largest ratio of gradient norm to parameter norm, dimensionless, > 0.
-        eps: what a parameter norm counts as at least, in the unit of the parameters, > 0.
-        axis: the axes the norm of a unit runs over; None takes Optax's choice by rank: all of
-            a scalar or vector, 0 of rank 2 and 3, all but the last of rank 4 and 5. Inside
-            `shard_map` they must not be sharded.
-        nonfinite: as for `clip_by_leaf_norm`.
+        eps: smallest parameter norm, in the unit of the parameters, > 0: parameters of zero
+            must be able to move.
+        axis: the axes that the norm of a unit runs over, static. None chooses by rank as Optax
+            does: all axes of a scalar or vector, 0 of rank 2 and 3, all but the last of rank 4
+            and 5. Inside `shard_map` these axes must not be sharded.
+        nonfinite: what a NaN or infinite norm makes of the whole update: "propagate" NaN,
+            "zero" zeros.
 
     Returns:
         An Optax transformation with a `ClipState`; `update` needs `params`.
 
     Raises:
         ValueError: a number is not > 0, `axis` does not fit a leaf, or `params` is missing.
-        TypeError: an argument is no number; a leaf is not inexact.
+        TypeError: an argument is no number, or `axis` is traced; a leaf is not inexact.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -53,37 +58,40 @@ def adaptive_grad_clip(
         [0.0, 2.5]
 
     References:
-        Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171; the last linear layer is left
-        out there: `optax.masked`.
+        Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171.
     """
     name = "adaptive_grad_clip"
     check_number(name, "clipping", clipping, "The paper uses 0.01 for large batches.")
     check_number(name, "eps", eps, "The paper uses 1e-3.")
     check_axis(name, axis)
-    units = inner_units(name, relative_to_params(clipping, eps), 2.0, axis)
-    return clip_by_units(name, units, nonfinite=nonfinite)
+    rule, units = relative_to_params(clipping, eps), unit_axis(axis)
+    return norm_clip((name, "clipping"), rule, units, nonfinite=nonfinite)
 
 
 def autoclip(
     percentile: Number = 10.0,
-    window: Count = _WINDOW,
+    window: Count = THOUSAND,
     *,
     axis_name: AxisName = None,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformation:
-    """Clips to a percentile of the global norms seen so far (AutoClip).
+    """Clips to a percentile of the recent global norms (AutoClip).
+
+    It works at every scale of the norm. The paper's 10 clips nine steps of ten; 90 clips one.
 
     Args:
-        percentile: as for `thresholds.percentile`.
-        window: likewise; the paper keeps the whole history.
-        axis_name: as for `clip_by_global_norm`.
-        nonfinite: as for `clip_by_global_norm`.
+        percentile: 0 to 100, linearly interpolated as in `numpy.percentile`.
+        window: how many norms are kept, 1 to 2^20, static; the paper keeps all.
+        axis_name: mapped axes over which the leaves are sharded, where types do not tell.
+        nonfinite: what a NaN or infinite norm makes of the whole update: "propagate" NaN,
+            "zero" zeros.
 
     Returns:
         An Optax transformation with a `ClipState`.
 
     Raises:
         ValueError: a number is out of range.
+        TypeError: `window` is traced.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -97,8 +105,8 @@ def autoclip(
     References:
         Seetharaman, Wichern, Pardo and Le Roux, 2020, arXiv 2007.14469.
     """
-    rule = _history.percentile(percentile, window)
-    return clip_by_global_norm(rule, axis_name=axis_name, nonfinite=nonfinite)
+    named, rule = ("autoclip", "percentile"), percentile_rule(percentile, window)
+    return norm_clip(named, rule, axis_name=axis_name, nonfinite=nonfinite)
 
 
 def zclip(
@@ -108,18 +116,23 @@ def zclip(
     max_norm: Number | None = 1.0,
     *,
     axis_name: AxisName = None,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformation:
     """Clips global norms that are outliers among the recent ones (ZClip).
 
+    `zclip(max_norm=None)` works at every scale of the norm and alters only outliers: a good
+    first choice. The paper's `max_norm` of 1 is a fixed bound on top of that. It is made for
+    language models with norms below 1; where norms are 30, it clips every step.
+
     Args:
-        z_threshold: as for `thresholds.zscore`.
-        decay: likewise.
-        warmup_steps: likewise.
-        max_norm: a hard cap as well, from the first step on, in the unit of the gradients,
-            > 0; None for none. The statistics do not see it.
-        axis_name: as for `clip_by_global_norm`.
-        nonfinite: as for `clip_by_global_norm`.
+        z_threshold: norms more than so many standard deviations above the mean are clipped, > 0.
+        decay: of the moving averages of mean and variance, at least 0 and below 1.
+        warmup_steps: how many norms the first mean and variance are taken of, >= 1.
+        max_norm: upper bound of the threshold from the first step on, in the unit of the
+            gradients, > 0; None for no bound. The averages do not depend on it.
+        axis_name: mapped axes over which the leaves are sharded, where types do not tell.
+        nonfinite: what a NaN or infinite norm makes of the whole update: "propagate" NaN,
+            "zero" zeros.
 
     Returns:
         An Optax transformation with a `ClipState`.
@@ -139,9 +152,9 @@ def zclip(
     References:
         Kumar, Owen, Chowdhury and Guera, 2025, arXiv 2504.02507.
     """
-    rule = _average.zscore(z_threshold, decay, warmup_steps)
+    named, rule = ("zclip", "max_norm"), zscore(z_threshold, decay, warmup_steps)
     rule = rule if max_norm is None else capped(rule, max_norm)
-    return clip_by_global_norm(rule, axis_name=axis_name, nonfinite=nonfinite)
+    return norm_clip(named, rule, axis_name=axis_name, nonfinite=nonfinite)
 
 
 def adagc(
@@ -152,26 +165,33 @@ def adagc(
     *,
     axis_name: AxisName = None,
     stack_axes: Any = NO_AXES,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformation:
     """Clips each leaf to a little above the average of its clipped norms (AdaGC).
 
-    In the warm-up the global norm is clipped to `absolute`, and each leaf notes its smallest.
+    In the warm-up the global norm is clipped to `absolute`, and each leaf keeps its smallest norm
+    as the first average. That 1 is the paper's, for language models with norms below 1. Where
+    norms are 30, it clips every step of the warm-up, and the averages need thousands of steps to
+    rise from there: pass `absolute=jnp.inf`, which works at every scale.
 
     Args:
-        relative: `factor` of `thresholds.ema`.
-        absolute: of the global norm during the warm-up, in the unit of the gradients, > 0.
-        decay: as for `thresholds.ema`.
-        warmup_steps: likewise.
-        axis_name: as for `clip_by_global_norm`.
-        stack_axes: as for `clip_by_leaf_norm`.
-        nonfinite: as for `clip_by_leaf_norm`.
+        relative: how far above its average a norm may be, dimensionless, > 0.
+        absolute: largest global norm during the warm-up, in the unit of the gradients, > 0; inf
+            for none.
+        decay: of the average, at least 0 and below 1.
+        warmup_steps: >= 1.
+        axis_name: mapped axes over which the leaves are sharded, where types do not tell.
+        stack_axes: how many leading axes of a leaf index separate layers, static; a number, or
+            a prefix tree of numbers.
+        nonfinite: what a NaN or infinite norm makes of the whole update: "propagate" NaN,
+            "zero" zeros.
 
     Returns:
-        An Optax transformation; the states of both clips, the global one first.
+        An Optax transformation with the states of both clips, the global one first.
 
     Raises:
         ValueError: a number is out of range.
+        TypeError: `stack_axes` is traced.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -185,16 +205,16 @@ def adagc(
     References:
         Wang et al., 2025, arXiv 2502.11034.
     """
-    check_number("adagc", "absolute", absolute, "The paper uses 1.")
+    check_number("adagc", "absolute", absolute, "The paper uses 1; inf is none.")
     check_count("adagc", "warmup_steps", warmup_steps, "The paper uses 100.")
 
     def warmup(step: Array) -> Array:
-        return jnp.where(step < warmup_steps, absolute, jnp.inf)
+        return jnp.where(step < warmup_steps, jnp.minimum(absolute, UNBOUNDED), UNBOUNDED)
 
-    rule = _average.ema(relative, decay, warmup_steps, warmup_max=jnp.inf)
+    named, rule = ("adagc", "relative"), ema(relative, decay, warmup_steps, warmup_max=UNBOUNDED)
     return optax.chain(
-        clip_by_global_norm(warmup, axis_name=axis_name, nonfinite=nonfinite),
-        clip_by_leaf_norm(rule, axis_name=axis_name, stack_axes=stack_axes, nonfinite=nonfinite),
+        norm_clip(named, warmup, axis_name=axis_name, nonfinite=nonfinite),
+        norm_clip(named, rule, layer(stack_axes), axis_name=axis_name, nonfinite=nonfinite),
     )
 
 
@@ -204,16 +224,20 @@ def quantile_clip(
     initial: Number = 1.0,
     *,
     axis_name: AxisName = None,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformation:
-    """Clips to a threshold that follows a quantile of the global norms.
+    """Clips to a threshold that tracks a quantile of the global norms.
+
+    After each step the threshold C becomes `C * exp(-rate * ([norm <= C] - target))`: it finds
+    every scale of the norm, by up to 10 % a step with the defaults.
 
     Args:
-        target: as for `thresholds.quantile`.
-        rate: likewise.
-        initial: likewise.
-        axis_name: as for `clip_by_global_norm`.
-        nonfinite: as for `clip_by_global_norm`.
+        target: the fraction of steps that should not be clipped, 0 to 1.
+        rate: learning rate of log C, > 0.
+        initial: the first C, in the unit of the gradients, > 0; the paper starts at 0.1.
+        axis_name: mapped axes over which the leaves are sharded, where types do not tell.
+        nonfinite: what a NaN or infinite norm makes of the whole update: "propagate" NaN,
+            "zero" zeros.
 
     Returns:
         An Optax transformation with a `ClipState`.
@@ -233,5 +257,5 @@ def quantile_clip(
     References:
         Andrew, Thakkar, McMahan and Ramaswamy, 2021 (first 2019), arXiv 1905.03871.
     """
-    rule = _average.quantile(target, rate, initial)
-    return clip_by_global_norm(rule, axis_name=axis_name, nonfinite=nonfinite)
+    named, rule = ("quantile_clip", "target"), quantile(target, rate, initial)
+    return norm_clip(named, rule, axis_name=axis_name, nonfinite=nonfinite)

@@ -1,4 +1,4 @@
-"""The carry reaction: what was clipped away comes again at the next step."""
+"""U-Clip: what a clip cuts off is added to the next gradient."""
 
 from typing import Any, NamedTuple
 
@@ -8,20 +8,21 @@ import optax
 
 from .._checks import (
     check_inexact,
+    check_same_structure,
     check_state,
     check_transformation,
     is_float0,
 )
 from .._types import Tree
-from ..accumulation._running import accumulator_like, check_matches_accumulator
 from ..clipping._norm import global_norm
+from ._moments import wide_zeros
 
 
 class CarryState(NamedTuple):
-    """What was clipped away so far.
+    """The part of the gradients that was clipped away so far.
 
     Attributes:
-        carry: float32 (or wider) leaves, in the unit of the gradients.
+        carry: float32 or wider leaves, in the unit of the gradients.
         clip_state: the state of the clip.
     """
 
@@ -30,14 +31,19 @@ class CarryState(NamedTuple):
 
 
 def u_clip(clip: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Carries what a clip cuts off over to the next step: unbiased on average.
+    """Adds what a clip cuts off to the next gradient, so that the mean update is unbiased.
 
-    `u = clip(g + carry)`, then `carry = g + carry - u`; the updates and the carry add up to all
-    gradients so far. A step that is not finite leaves the carry as it was. Costs one buffer of
-    the size of the parameters and one more pass over the gradients.
+    `u = clip(g + carry)`, then `carry = g + carry - u`: updates and carry sum to all gradients so
+    far. It needs a buffer of the size of the parameters and another pass over the gradients. A
+    spike is also carried over in full; for bad batches use `skip_large_norm`.
+
+    | step | effect |
+    | --- | --- |
+    | gradient or update not finite | the update is that of the clip, the carry stays as it was |
+    | update rounded to bfloat16 | the rounding error is carried over |
 
     Args:
-        clip: any clip; in the paper elementwise, `clip`, or `clip_by_global_norm`.
+        clip: any Optax transformation that clips; the paper uses `clip` and `clip_by_global_norm`.
 
     Returns:
         An Optax transformation with a `CarryState`.
@@ -61,33 +67,33 @@ def u_clip(clip: optax.GradientTransformation) -> optax.GradientTransformationEx
     clip = optax.with_extra_args_support(clip)
 
     def init(params: Tree) -> CarryState:
-        return CarryState(accumulator_like(params, jnp.float32), clip.init(params))
+        return CarryState(wide_zeros(params), clip.init(params))
 
     def update(
         updates: Tree, state: Any, params: Tree | None = None, **extra_args: Any
     ) -> tuple[Tree, CarryState]:
         check_inexact("u_clip", "updates", updates)
         check_state("u_clip", state, CarryState)
-        check_matches_accumulator("u_clip", updates, state.carry)
-        owed = jax.tree.map(_plus, updates, state.carry)
-        clipped, clip_state = clip.update(owed, state.clip_state, params, **extra_args)
-        emitted = jax.tree.map(_like, clipped, updates)
-        left = jax.tree.map(_minus, owed, emitted, state.carry)
+        check_same_structure("u_clip", "updates", updates, "params", state.carry)
+        total = jax.tree.map(_add, updates, state.carry)
+        clipped, clip_state = clip.update(total, state.clip_state, params, **extra_args)
+        out = jax.tree.map(_cast_like, clipped, updates)
+        remainder = jax.tree.map(_subtract, total, out, state.carry)
         # Not finite if the gradient or the update is not; alike on all devices where the clip is.
-        finite = jnp.isfinite(global_norm(left, ord=jnp.inf))
-        carry = jax.tree.map(lambda new, old: jnp.where(finite, new, old), left, state.carry)
-        return emitted, CarryState(carry, clip_state)
+        finite = jnp.isfinite(global_norm(remainder, ord=jnp.inf))
+        carry = jax.tree.map(lambda new, old: jnp.where(finite, new, old), remainder, state.carry)
+        return out, CarryState(carry, clip_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _plus(grad: Any, carry: Any) -> Any:
+def _add(grad: Any, carry: Any) -> Any:
     return grad if is_float0(grad) else jnp.asarray(grad).astype(carry.dtype) + carry
 
 
-def _minus(owed: Any, update: Any, carry: Any) -> Any:
-    return carry if is_float0(update) else owed - update.astype(owed.dtype)
+def _subtract(total: Any, update: Any, carry: Any) -> Any:
+    return carry if is_float0(update) else total - update.astype(total.dtype)
 
 
-def _like(update: Any, grad: Any) -> Any:
+def _cast_like(update: Any, grad: Any) -> Any:
     return update if is_float0(grad) else update.astype(jnp.result_type(grad))

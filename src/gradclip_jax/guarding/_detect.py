@@ -1,13 +1,14 @@
-"""Whether a step would stay finite, found out without taking it.
+"""What is not finite: in a gradient that comes in, and in the step that would be taken on it.
 
 Finite gradients do not make a finite step: 1e20 makes the second moment of Adam infinite for
-good while its update still looks harmless. So the update and the next state are looked at too.
-They are computed only to be reduced to one flag, never written, and there is no copy to restore.
+good while its update still looks harmless. So update and next state are checked as well. They are
+computed only to be reduced to one flag, never written, and there is no copy to restore.
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -16,176 +17,160 @@ import numpy as np
 import optax
 from jax import lax
 
-from .._checks import is_traced
-from .._mesh import max_over
-from .._run_if import Gate, GatedUpdate
+from .._mesh import max_over, shard_axes
+from .._states import replace_states
 from .._types import Array, AxisName, Scalar, Tree
-from ..clipping._layout import blocks_of, one_slot
-from ..clipping._norm import is_measured, measured_leaves, norm_dtype
-from ..clipping._power_sum import ADDS_IN_PARALLEL
+from .._xla import JOINED_ON_CPU
+from ..accumulation._noise import NoiseState
+from ..clipping._blocks import pack
+from ..clipping._clip import ClipState
+from ..clipping._norm import measured_leaves, norm_of_leaves
+from ..clipping._units import is_measured, tree_units
 
 
 def all_finite(tree: Tree, axis_name: AxisName) -> Scalar:
-    """Whether every number of a tree is finite, alike on all devices: one read of it.
+    """Whether every number of a tree is finite, alike on all devices: one read of it."""
+    return _all_finite(measured_leaves(tree), axis_name)
 
-    For arrays that are there anyway: XLA may write down what it adds up.
+
+@functools.partial(jax.jit, static_argnums=1)
+def _all_finite(leaves: list[Array], axis_name: AxisName) -> Scalar:
+    def by_difference(leaves: list[Array]) -> Scalar:
+        # x - x is 0, and NaN where x is not finite; or infinite, where a fused x = a * b
+        # overflows. XLA on a CPU vectorizes this sum, but not `jnp.isfinite(x).all()`.
+        blocks = _joined([_overflowing(x) for x in leaves], axis_name)
+        bad = [~jnp.isfinite(jnp.sum(block - block)) for block in blocks]
+        return ~_any(bad, leaves, axis_name)
+
+    def by_norm(leaves: list[Array]) -> Scalar:
+        # XLA (JAX 0.10.2, H100 and TPU v5e) takes the norm of a clip behind the guard and this
+        # one in a single read, because both are the same computation.
+        return jnp.isfinite(norm_of_leaves([_rounded(x) for x in leaves], 2.0, axis_name))
+
+    return lax.platform_dependent(leaves, cpu=by_difference, default=by_norm)
+
+
+def has_finite_squares(tree: Tree, axis_name: AxisName) -> Scalar:
+    """Whether the sum of all squares is finite: no second moment can then become infinite.
+
+    A dtype narrower than float32 in range has to hold each of its squares, but not their sum.
     """
     leaves = measured_leaves(tree)
-    values = [x for x in leaves if _is_added_fast(x.dtype)]
-    flags = [_is_bad(x) for x in leaves if not _is_added_fast(x.dtype)]
-    return ~_any_bad(values, flags, axis_name)
+    wide, narrow = (
+        [x for x in leaves if (float(jnp.finfo(x.dtype).max) > 1e38) is is_wide]
+        for is_wide in (True, False)
+    )
+    bounds = [math.sqrt(float(jnp.finfo(x.dtype).max)) for x in wide]
+    norm = norm_of_leaves(leaves, 2.0, axis_name)
+    ok = norm <= min(bounds, default=math.inf)
+    if narrow:
+        bound = math.sqrt(min(float(jnp.finfo(x.dtype).max) for x in narrow))
+        ok &= norm_of_leaves([_rounded(x) for x in narrow], math.inf, axis_name) <= bound
+    return ok & jnp.isfinite(norm)
 
 
 def is_finite_step(
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformationExtraArgs,
     grads: Tree,
+    accumulator: Tree,
     state: Any,
     params: Tree,
     extra_args: dict[str, Any],
     axis_name: AxisName,
 ) -> Scalar:
-    """Whether gradient, update and next state of a step are finite.
+    """Whether what the gradients are read from, update and next state of a step are finite.
 
-    What was not finite in the state before, such as an initial best loss of infinity, may stay,
-    and a threshold may become infinite: it then clips nothing.
+    | in the next state | verdict |
+    | --- | --- |
+    | a new NaN | not finite |
+    | a new infinity in an array, or in the moment of a parameter | not finite |
+    | an infinity in any other scalar: a hyperparameter, a threshold | finite |
     """
-
-    def check_step() -> Scalar:
-        if isinstance(tx.update, GatedUpdate):
-            gate = functools.partial(tx.update.gate, grads, state, params, extra_args)
-            return _is_finite_behind(gate, tx.update.inner, params, axis_name)
-        update = optax.with_extra_args_support(tx).update
-        updates, next_state = update(grads, state, params, **extra_args)
-        states = _without_thresholds(next_state), _without_thresholds(state)
-        return _none_bad([(updates, updates), states], axis_name)
-
-    is_finite_gradient = all_finite(grads, axis_name)
-    return is_finite_gradient & check_if(is_finite_gradient, check_step)
-
-
-def _is_finite_behind(
-    gate: Callable[[], Gate],
-    inner: optax.GradientTransformation,
-    params: Tree,
-    axis_name: AxisName,
-) -> Scalar:
-    """Whether the step behind a gate is finite, and what is pending, where the gate is open.
-
-    To look at a sum that is only being built would cost more than to build it.
-    """
-
-    def check_inner_step() -> Scalar:
-        # Once more, or what is pending would be written down for it at every step.
-        now = gate()
-        inner_grads, _ = now.read_gradient(now.accumulator)
-        inside = (inner, inner_grads, now.inner_state, params, now.extra_args, axis_name)
-        # The gradient may be made of a sum that XLA has not rounded, the sum itself is.
-        return _none_bad([(now.accumulator, now.accumulator)], axis_name) & is_finite_step(*inside)
-
-    return check_if(gate().is_open, check_inner_step)
+    updates, next_state = tx.update(grads, state, params, **extra_args)
+    shapes = {
+        path: np.shape(x)
+        for path, x in jax.tree_util.tree_leaves_with_path(grads)
+        if is_measured(x)
+    }
+    flags: dict[Any, Array] = {}
+    states = _without_statistics(next_state), _without_statistics(state)
+    pairs = [(accumulator, None), (grads, None), (updates, None), states]
+    for number, (new, old) in enumerate(pairs):
+        before = itertools.repeat(None) if old is None else jax.tree.leaves(old)
+        for (path, x), was in zip(jax.tree_util.tree_leaves_with_path(new), before, strict=False):
+            if not is_measured(x):
+                continue
+            place = _place(path, np.shape(x), shapes)
+            is_moment = place is not None or np.ndim(x) > 0 or old is None
+            bad = _is_bad(x) if is_moment else jnp.isnan(x)
+            if was is not None:
+                bad &= ~_is_bad(was)
+            # One reduction for all that belongs to a parameter: its update and its moments.
+            key = (number, path) if place is None else (place, jax.typeof(bad))
+            flags[key] = flags[key] | bad if key in flags else bad
+    return ~_any_up(list(flags.values()), axis_name)
 
 
-def guarded_extra_args(extra_args: dict[str, Any]) -> list[Any]:
-    """The loss, and what can be the weight of a micro-batch."""
+def finite_extra_args(extra_args: dict[str, Any], axis_name: AxisName) -> Scalar:
+    """Whether the loss and the weight of a micro-batch are finite, where they are given."""
     weight = extra_args.get("weight")
     is_number = isinstance(weight, (float, np.generic, np.ndarray, jax.Array))
-    return [extra_args.get("value"), weight if is_number and np.ndim(weight) == 0 else None]
+    numbers = [extra_args.get("value"), weight if is_number and np.ndim(weight) == 0 else None]
+    return ~_any_up([_is_bad(x) for x in measured_leaves(numbers)], axis_name)
 
 
-def check_if(predicate: Array, look: Callable[[], Scalar]) -> Scalar:
-    """What a look finds, taken only where the predicate holds; True elsewhere."""
-    if not is_traced(predicate):
-        return look() if bool(predicate) else jnp.array(True)
-    return lax.cond(predicate, look, lambda: jnp.array(True))
+def _without_statistics(state: Any) -> Any:
+    """The state without our own statistics, which may overflow and harm no step."""
+    return replace_states(state, (ClipState, NoiseState), lambda statistics: ())
 
 
-def _none_bad(pairs: Sequence[tuple[Tree, Tree]], axis_name: AxisName) -> Scalar:
-    """Whether the first tree of each pair is finite wherever the second one is.
-
-    For what is only computed to be looked at. Leaves at the same place of trees with the
-    structure of the first share their flags: one reduction for an update and its moments.
-    """
-    return ~_any_bad([], _columns(pairs), axis_name)
-
-
-def _columns(pairs: Sequence[tuple[Tree, Tree]]) -> list[Array]:
-    """Flags of what is not finite, one array for all leaves that share a place and a shape."""
-    structure = jax.tree.structure(pairs[0][0])
-    columns: list[Array] = [jnp.zeros((), bool)] * structure.num_leaves
-    others: list[Array] = []
-
-    def is_column(node: Any) -> bool:
-        return jax.tree.structure(node) == structure
-
-    for new, old in pairs:
-        for subtree, before in zip(
-            jax.tree.leaves(new, is_leaf=is_column),
-            jax.tree.leaves(old, is_leaf=is_column),
-            strict=True,
-        ):
-            leaves = zip(jax.tree.leaves(subtree), jax.tree.leaves(before), strict=True)
-            for i, (x, was) in enumerate(leaves):
-                if not is_measured(x):
-                    continue
-                bad = _is_bad(jnp.asarray(x))
-                if new is not old:
-                    bad &= ~_is_bad(jnp.asarray(was))
-                if is_column(subtree) and columns[i].shape in ((), bad.shape):
-                    columns[i] |= bad
-                else:
-                    others.append(bad)
-    return columns + others
+def _place(path: Any, shape: tuple[int, ...], shapes: dict[Any, tuple[int, ...]]) -> Any:
+    """The path of the parameter that an array of the state belongs to: the end of its own."""
+    for start in range(len(path) + 1):
+        if shapes.get(path[start:]) == shape:
+            return path[start:]
+    return None
 
 
-def _is_bad(x: Array) -> Array:
-    """What is not finite, as the dtype of x rounds it."""
-    info = jnp.finfo(x.dtype)
-    if info.bits >= 32:
-        return ~jnp.isfinite(x)
-    # XLA leaves out a rounding whose result is widened again, and with it an overflow.
-    rounded = lax.reduce_precision(x.astype(jnp.float32), jnp.finfo(jnp.float32).nexp, info.nmant)
-    return ~(jnp.abs(rounded) <= float(info.max))
-
-
-def _is_added_fast(dtype: Any) -> bool:
-    """Whether XLA on CPU adds up such an array as fast as it reads it, and writes little."""
-    is_wide = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 32
-    return ADDS_IN_PARALLEL and (is_wide or dtype == jnp.bfloat16)
-
-
-def _raised(x: Array) -> Array:
-    """X, where it is bfloat16 in float32 and 0.3 % larger: what rounds to infinity overflows.
+def _overflowing(x: Array) -> Array:
+    """X; in a low precision widened, and scaled so that what is infinite in it overflows.
 
     XLA leaves out a rounding whose result is widened again, and with it an overflow.
     """
-    if x.dtype != jnp.bfloat16:
+    info = jnp.finfo(x.dtype)
+    if info.bits >= 32:
         return x
-    return x.astype(jnp.float32) * jnp.float32(1 + 0.375 * float(jnp.finfo(x.dtype).eps))
+    # Between the largest number and the first that is rounded to infinity.
+    largest = float(info.max) * (1 + float(info.eps) / 8)
+    return x.astype(jnp.float32) * jnp.float32(float(jnp.finfo(jnp.float32).max) / largest)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _any_bad(values: list[Array], flags: list[Array], axis_name: AxisName) -> Scalar:
-    """Whether a value is not finite or a flag up, on any device: one all-reduce, no branch."""
-    raised = [_raised(x) for x in values]
-    numbers = blocks_of(raised, one_slot(raised), 2.0, axis_name, norm_dtype(raised))
-    bits = blocks_of(flags, one_slot(flags), math.inf, axis_name, jnp.bool_)
-    # x - x is 0, and NaN where x is not finite; or infinite, where a fused x = a * b overflows.
-    found = [~jnp.isfinite(jnp.sum(block.values - block.values)) for block in numbers]
-    # A third faster than `jnp.any`, which XLA on CPU does not vectorize.
-    found += [jnp.max(block.values.astype(jnp.uint8), initial=0) > 0 for block in bits]
-    if not found:
-        return jnp.array(False)
-    everywhere = frozenset[str]().union(*(block.shard_axes for block in (*numbers, *bits)))
-    return max_over(jnp.stack(found).any().astype(jnp.int32), everywhere) > 0
+def _rounded(x: Array) -> Array:
+    """X, behind a barrier where XLA could leave out the rounding to a narrow range."""
+    return lax.optimization_barrier(x) if float(jnp.finfo(x.dtype).max) < 1e38 else x
 
 
-def _without_thresholds(state: Any) -> Any:
-    """The state without what a clip or guard tells, which may become infinite and harms nothing."""
+def _is_bad(x: Any) -> Array:
+    return ~jnp.isfinite(_overflowing(jnp.asarray(x)))
 
-    def tells(node: Any) -> bool:
-        return hasattr(node, "clip_threshold")
 
-    def strip(node: Any) -> Any:
-        return _without_thresholds(getattr(node, "inner_state", ())) if tells(node) else node
+@functools.partial(jax.jit, static_argnums=1)
+def _any_up(flags: list[Array], axis_name: AxisName) -> Scalar:
+    """Whether a flag is up, on any device."""
+    # A third faster than `jnp.any`, which XLA on a CPU does not vectorize.
+    bits = _joined([x.astype(jnp.uint8) for x in flags], axis_name)
+    found = [jnp.max(x, initial=0) > 0 for x in bits]
+    return _any(found, flags, axis_name)
 
-    return jax.tree.map(strip, state, is_leaf=tells)
+
+def _any(found: list[Array], leaves: Iterable[Any], axis_name: AxisName) -> Scalar:
+    """Whether one of the scalars is up on any device over which the leaves are sharded."""
+    axes = frozenset[str]().union(*(shard_axes(x, axis_name) for x in leaves))
+    up = functools.reduce(jnp.logical_or, found, jnp.array(False))
+    return max_over(up.astype(jnp.int32), axes) > 0
+
+
+def _joined(arrays: list[Array], axis_name: AxisName) -> list[Array]:
+    """The same elements in fewer arrays: small ones of one dtype end to end."""
+    blocks = pack(arrays, tree_units(arrays), axis_name, JOINED_ON_CPU)
+    return [block.values for block in blocks]

@@ -1,4 +1,4 @@
-"""Looks at trees and norms on the host: which leaves are bad, and what max_norm to set."""
+"""Host-side questions: which leaves are not finite, and which max_norm to choose."""
 
 from typing import Any
 
@@ -6,21 +6,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_number, error_message, is_float0, is_traced
+from .._checks import check_number, error_message, is_float0, refuse_traced
 from .._types import Tree
 
 
 def nonfinite_leaves(tree: Tree) -> dict[str, int]:
-    """Tells which leaves hold NaN or infinities, and how many.
+    """Counts the NaN and infinite elements of each leaf that has any.
 
-    For the moment after `guard_failed`: call it on gradients, parameters or a whole optimizer
-    state. On the host only; it waits for the values.
+    Call it outside jit when `guard_failed` becomes True, on gradients, parameters or a whole
+    optimizer state. It waits for the values.
 
     Args:
         tree: any pytree of arrays; integer leaves are finite.
 
     Returns:
-        Path to count of bad elements, for bad leaves only, the worst first.
+        Path to number of bad elements, the largest number first; empty if all are finite.
 
     Raises:
         TypeError: called inside jit.
@@ -41,15 +41,15 @@ def nonfinite_leaves(tree: Tree) -> dict[str, int]:
 
 
 def suggest_max_norm(norms: Any, percentile: float = 90.0) -> float:
-    """Answers "what should I set max_norm to?" from recorded norms.
+    """Suggests a `max_norm`: a percentile of recorded norms.
 
     Args:
-        norms: norms of any shape, for example `norm_history(state)`, in the unit of the
-            gradients; those that are not finite are left out.
-        percentile: the share of steps, 0 to 100, that should not be clipped.
+        norms: norms of any shape, such as `norm_history(state)`, in the unit of the gradients;
+            NaN and infinite ones are ignored.
+        percentile: the percentage of steps, 0 to 100, that should not be clipped.
 
     Returns:
-        That percentile of the norms.
+        That percentile of the finite norms.
 
     Raises:
         ValueError: no norm is finite, or `percentile` is outside [0, 100].
@@ -71,10 +71,3 @@ def suggest_max_norm(norms: Any, percentile: float = 90.0) -> float:
         got = f"{values.size} of which none is finite"
         raise ValueError(error_message(name, "norms", "finite norms", got, hint))
     return float(np.percentile(finite, percentile))
-
-
-def refuse_traced(function: str, argument: str, value: Any) -> None:
-    """Refuses a tracer where a value on the host is needed."""
-    if is_traced(value):
-        hint = "Call it outside jit, on what the step returned."
-        raise TypeError(error_message(function, argument, "known on the host", "a tracer", hint))

@@ -1,37 +1,16 @@
-"""Every scalar that the states of this package have to tell, from any nested Optax state."""
+"""Every scalar that the states of this package report, from any nested Optax state."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._states import find_states
+from .._states import METRICS, find_states
 from .._types import Array
-from ..accumulation._noise import NoiseState, gradient_noise_scale
-from ..accumulation._state import AccumulationState
-from ..clipping._step import ClipState
-from ..guarding._transform import SkipLargeNormState, SkipNonfiniteState
-from ._record import NormRecordState
-
-_FIELDS: dict[type, tuple[str, ...]] = {
-    ClipState: ("grad_norm", "clip_threshold", "clip_factor", "clip_fraction"),
-    AccumulationState: ("mini_step", "gradient_step"),
-    SkipNonfiniteState: ("skipped_nonfinite", "consecutive_skips", "guard_failed"),
-    SkipLargeNormState: (
-        "grad_norm",
-        "clip_threshold",
-        "skipped_large_norm",
-        "skipped_nonfinite",
-        "consecutive_skips",
-        "guard_failed",
-    ),
-    NormRecordState: ("nonfinite_norms",),
-    NoiseState: ("gradient_noise_scale",),
-}
 
 
 def metrics(state: Any) -> dict[str, Array]:
-    """Collects what there is to log from an optimizer state, however it is nested.
+    """Collects the scalars to log from an optimizer state, however it is nested.
 
     Nothing is computed: the numbers are from the pass that clipped or guarded. The keys depend
     on the structure of the state alone, so they are the same at every step, from `init` on.
@@ -39,23 +18,26 @@ def metrics(state: Any) -> dict[str, Array]:
     | key | meaning |
     | --- | --- |
     | `grad_norm` | before clipping, in the unit of the gradients |
-    | `clip_threshold`, `clip_factor`, `clip_fraction` | the smallest of the units; a fraction |
+    | `clip_threshold`, `clip_factor` | the smallest of all units |
+    | `clip_fraction` | the fraction of units that were clipped |
     | `mini_step`, `gradient_step` | of the accumulation |
-    | `skipped_nonfinite`, `skipped_large_norm`, `consecutive_skips` | counts |
+    | `skip_threshold`, `loss`, `loss_threshold` | of a guard against spikes |
+    | `skipped_nonfinite`, `skipped_large_norm`, `skipped_large_loss` | counts |
+    | `consecutive_skips` | skips since the last step that was taken |
     | `guard_failed` | whether the limit of consecutive skips was ever reached |
     | `gradient_noise_scale` | in micro-batches, or in the unit of the weights |
     | `nonfinite_norms` | steps that `record_norms` left out |
 
-    A name that occurs once is its own key. Where it occurs twice, each key carries the place in
-    the state, as `grad_norm/inner_opt_state/0`, the outermost
-    none; one of several groups, its label, as `grad_norm/body`.
+    A name that occurs once is its own key. If it occurs more often, the path in the state is
+    appended, as in `grad_norm/inner_opt_state/0`, except for a state that is not nested. A clip
+    by groups appends the label of the group, as in `grad_norm/body`.
 
     Args:
-        state: any pytree that holds optimizer states: that of `optax.chain`, `masked`,
-            `partition`, `inject_hyperparams`, of a wrapper unknown here, or a train state.
+        state: any pytree that contains optimizer states, such as the state of `optax.chain`,
+            `masked`, `partition`, `inject_hyperparams` or of a foreign wrapper, or a train state.
 
     Returns:
-        Name to scalar, sorted; empty if no state of this package is found.
+        Name to scalar, sorted; empty if the state contains no state of this package.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -67,22 +49,19 @@ def metrics(state: Any) -> dict[str, Array]:
         >>> float(gcx.metrics(state)["grad_norm"])
         5.0
     """
-    told: dict[str, list[tuple[Any, Any]]] = {}
-    for path, found in find_states(state, tuple(_FIELDS)):
-        for name in _FIELDS[type(found)]:
-            value = _value(found, name)
-            told.setdefault(name, []).append((path, value))
+    by_name: dict[str, list[tuple[str, Any]]] = {}
+    for path, found in find_states(state, tuple(METRICS)):
+        place = jax.tree_util.keystr(path, simple=True, separator="/")
+        kind = next(kind for kind in type(found).__mro__ if kind in METRICS)
+        for name in METRICS[kind]:
+            value = getattr(found, name)
+            if value is not None:  # a guard that does not watch the loss has none to report
+                by_name.setdefault(name, []).append((place, value))
     out: dict[str, Array] = {}
-    for name, places in told.items():
-        for path, value in places:
-            place = jax.tree_util.keystr(path, simple=True, separator="/")
-            key = name if len(places) == 1 or not place else f"{name}/{place}"
-            if isinstance(value, dict):
-                out.update({f"{key}/{group}": jnp.asarray(x) for group, x in value.items()})
-            else:
-                out[key] = jnp.asarray(value)
+    for name, entries in by_name.items():
+        for place, value in entries:
+            key = name if len(entries) == 1 or not place else f"{name}/{place}"
+            groups = value.items() if isinstance(value, dict) else [(None, value)]
+            for group, scalar in groups:
+                out[key if group is None else f"{key}/{group}"] = jnp.asarray(scalar)
     return dict(sorted(out.items()))
-
-
-def _value(state: Any, name: str) -> Any:
-    return gradient_noise_scale(state) if isinstance(state, NoiseState) else getattr(state, name)

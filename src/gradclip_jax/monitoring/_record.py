@@ -1,4 +1,4 @@
-"""Keeps the norms of the last steps in the state, and hands them back in time order."""
+"""A record of the norms of the last steps, kept in the optimizer state."""
 
 from typing import Any, NamedTuple
 
@@ -8,37 +8,39 @@ import optax
 
 from .._checks import (
     check_axis_name,
-    check_count,
     check_inexact,
     check_ord,
     check_state,
+    check_static,
+    check_window,
     error_message,
+    refuse_traced,
 )
-from .._states import find_states, increment_where
-from .._types import TWO, Array, AxisName, Order, Scalar, Tree
-from ..clipping._layout import leaf_slots
+from .._states import find_states, increment_where, register_metrics
+from .._types import TWO, Array, AxisName, Count, Order, Scalar, Tree
 from ..clipping._norm import measured_leaves, norm_of_leaves, unit_norms
-from ._measure import refuse_traced
+from ..clipping._units import leaf_units
 
 
+@register_metrics("nonfinite_norms")
 class NormRecordState(NamedTuple):
-    """A ring of norms.
+    """A ring buffer of norms.
 
     Attributes:
         norms: float32[window], or float32[window, leaves].
-        recorded: int32[], how many of its places are filled.
-        next_place: int32[], the one that is written next.
-        nonfinite_norms: int32[], steps that were left out because a norm was not finite.
+        count: int32[], steps in the buffer, at most `window`.
+        position: int32[], where the next step goes.
+        nonfinite_norms: int32[], steps left out because a norm was not finite, saturating.
     """
 
     norms: Array
-    recorded: Scalar
-    next_place: Scalar
+    count: Scalar
+    position: Scalar
     nonfinite_norms: Scalar
 
 
 def record_norms(
-    window: int = 1024,
+    window: Count = 1024,
     *,
     per_leaf: bool = False,
     ord: Order = TWO,
@@ -46,21 +48,23 @@ def record_norms(
 ) -> optax.GradientTransformation:
     """Records the norms of the last `window` updates; the updates pass unchanged.
 
-    Put it before a clip to see what the clip sees. A step with a norm that is not finite is
-    increment_where, not recorded. Read with `norm_history`, then ask `suggest_max_norm`.
+    Put it before a clip to record norms before clipping. A step whose norm is NaN or infinite is
+    counted but not recorded. Read the norms with `norm_history`, and pass them to
+    `suggest_max_norm`.
 
     Args:
-        window: how many steps to keep, an integer >= 1.
-        per_leaf: the norm of each leaf instead of the global one.
-        ord: order of the norm, 1, 2, inf or any number > 0.
-        axis_name: as for `clip_by_global_norm`.
+        window: how many steps are kept, 1 to 2^20, static.
+        per_leaf: record the norm of each leaf instead of the global norm; static.
+        ord: order of the norm, 1, 2, inf or any number > 0, static.
+        axis_name: mapped axes over which the leaves are sharded, where types do not tell.
 
     Returns:
-        An Optax transformation with a `NormRecordState` of 4 * window bytes, times leaves.
+        An Optax transformation with a `NormRecordState`: 4 * window bytes, for each leaf if
+        `per_leaf`.
 
     Raises:
-        ValueError: `window` is < 1.
-        TypeError: when traced, a leaf is not inexact.
+        ValueError: `window` is out of range.
+        TypeError: a static argument is traced; when traced, a leaf is not inexact.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -72,18 +76,20 @@ def record_norms(
         [10.0, 15.0]
     """
     name = "record_norms"
-    check_count(name, "window", window, "Pass the number of steps to keep.")
+    check_window(name, "window", window)
+    check_static(name, "per_leaf", per_leaf)
     order, axes = check_ord(name, ord), check_axis_name(name, axis_name)
 
     def measure(tree: Tree) -> Array:
         leaves = measured_leaves(tree)
         if per_leaf:
-            return unit_norms(leaves, leaf_slots(leaves), order, axes)
+            return unit_norms(leaves, leaf_units(leaves), order, axes)
         return norm_of_leaves(leaves, order, axes)
 
     def init(params: Tree) -> NormRecordState:
         shape = (len(measured_leaves(params)),) if per_leaf else ()
-        counts = (jnp.zeros((), jnp.int32) for _ in range(3))  # no shared buffer: donation
+        # A buffer for each count: one buffer cannot be donated twice.
+        counts = (jnp.zeros((), jnp.int32) for _ in range(3))
         return NormRecordState(jnp.zeros((int(window), *shape), jnp.float32), *counts)
 
     def update(
@@ -93,12 +99,11 @@ def record_norms(
         check_state(name, state, NormRecordState)
         norms = measure(updates).astype(jnp.float32)
         finite = jnp.all(jnp.isfinite(norms))
-        place = state.next_place
-        row = jnp.where(finite, norms, state.norms[place])
+        row = jnp.where(finite, norms, state.norms[state.position])
         return updates, NormRecordState(
-            norms=state.norms.at[place].set(row),
-            recorded=jnp.minimum(state.recorded + finite.astype(jnp.int32), window),
-            next_place=(place + finite.astype(jnp.int32)) % window,
+            norms=state.norms.at[state.position].set(row),
+            count=jnp.minimum(state.count + finite.astype(jnp.int32), window),
+            position=(state.position + finite.astype(jnp.int32)) % window,
             nonfinite_norms=increment_where(state.nonfinite_norms, ~finite),
         )
 
@@ -106,17 +111,18 @@ def record_norms(
 
 
 def norm_history(state: Any) -> np.ndarray[Any, Any]:
-    """Hands back the recorded norms, the oldest first.
+    """The recorded norms, the oldest first.
 
     Args:
-        state: the state of `record_norms`, or any state around it.
+        state: the state of `record_norms`, or any state that contains it. If it contains
+            several, the first is read.
 
     Returns:
         A NumPy array, float32[steps] or float32[steps, leaves] with the leaves in the order of
         `jax.tree.leaves(params)`; at most `window` steps.
 
     Raises:
-        TypeError: the state holds no record, or is traced: call it outside jit.
+        TypeError: the state contains no record, or it is traced: call this outside jit.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -125,14 +131,13 @@ def norm_history(state: Any) -> np.ndarray[Any, Any]:
         >>> gcx.norm_history(state).tolist()  # before the clip
         [5.0]
     """
+    name = "norm_history"
     found = find_states(state, NormRecordState)
     if not found:
         hint = "Put `record_norms()` into the chain."
         rule = "a state with a record of norms"
-        raise TypeError(error_message("norm_history", "state", rule, type(state).__name__, hint))
-    record = found[0][1]
-    refuse_traced("norm_history", "state", record.norms)
-    norms, recorded = np.asarray(record.norms), int(record.recorded)
-    if recorded < len(norms):
-        return norms[:recorded]
-    return np.roll(norms, -int(record.next_place), axis=0)
+        raise TypeError(error_message(name, "state", rule, type(state).__name__, hint))
+    _, record = found[0]
+    refuse_traced(name, "state", record.norms)
+    norms, count = np.asarray(record.norms), int(record.count)
+    return norms[:count] if count < len(norms) else np.roll(norms, -int(record.position), axis=0)

@@ -1,0 +1,74 @@
+"""Which examples a micro-batch holds, and the order in which their rows come back."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._checks import describe, error_message, leaf_path
+from .._types import Array
+
+
+class Split(NamedTuple):
+    """The positions of arguments, and into how many parts a batch is split.
+
+    Attributes:
+        parts: micro-batches.
+        batches: what is split along the first axis of its leaves.
+        keys: random keys, one for each micro-batch.
+        differentiated: what gradients are taken by.
+    """
+
+    parts: int
+    batches: tuple[int, ...]
+    keys: tuple[int, ...]
+    differentiated: tuple[int, ...]
+
+
+def positions(argnums: int | Sequence[int]) -> tuple[int, ...]:
+    """One position or several as a tuple."""
+    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+
+def counted_from_zero(function: str, split: Split, args: Sequence[Any]) -> Split:
+    """The same positions, none negative; refuses arguments that cannot be split so."""
+    groups = (split.batches, split.keys, split.differentiated)
+    needed = max((i if i >= 0 else -i - 1 for group in groups for i in group), default=-1) + 1
+    if len(args) < needed:
+        hint = "What is split or differentiated by cannot be passed by name."
+        rule = f"at least {needed} positional arguments"
+        raise TypeError(error_message(function, "args", rule, f"{len(args)}", hint))
+    batches, keys, differentiated = (tuple(i % len(args) for i in group) for group in groups)
+    for i in batches:
+        for path, x in jax.tree_util.tree_leaves_with_path(args[i]):
+            if not np.ndim(x) or np.shape(x)[0] % split.parts:
+                rule = f"split evenly by num_microbatches={split.parts} along its first axis"
+                got = f"{describe(x)} at {leaf_path(f'args[{i}]', path)}"
+                hint = "Change one of the two, or pad the batch with examples of weight 0."
+                raise ValueError(error_message(function, "batch", rule, got, hint))
+    return Split(split.parts, batches, keys, differentiated)
+
+
+def micro_arguments(args: Sequence[Any], split: Split, index: Array) -> list[Any]:
+    """The arguments for one micro-batch."""
+    chosen = list(args)
+    for i in split.batches:
+        chosen[i] = jax.tree.map(lambda x: _every_nth(x, index, split.parts), chosen[i])
+    for i in split.keys:
+        chosen[i] = jax.random.split(chosen[i], split.parts)[index]
+    return chosen
+
+
+def in_order(rows: Array) -> Array:
+    """Rows stacked by micro-batch, in the order of the examples."""
+    by_example = jnp.swapaxes(rows, 0, 1)
+    return by_example.reshape(-1, *by_example.shape[2:])
+
+
+def _every_nth(x: Array, index: Array, parts: int) -> Array:
+    """Examples index, index + parts, ...: each device takes them from the part that it holds."""
+    split = jnp.reshape(x, (x.shape[0] // parts, parts, *x.shape[1:]))
+    return lax.dynamic_index_in_dim(split, index, axis=1, keepdims=False)

@@ -1,0 +1,132 @@
+"""Stable-SPAM: each leaf clipped and normalised by the history of its magnitude and norm."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._checks import check_axis_name, check_decays, check_inexact, check_number, check_state
+from .._states import increment_where
+from .._types import Array, AxisName, Number, Tree
+from ..clipping._norm import is_measured, measured_leaves, unit_norms
+from ..clipping._scale import root_to, scale_leaf, scale_root
+from ..clipping._units import leaf_units
+from ._averages import bias_correction, hypotenuse, where_finite
+
+
+class LeafAverageState(NamedTuple):
+    """Exponential moving averages of each leaf, int32[leaves] and float32[leaves].
+
+    Attributes:
+        count: steps so far, saturating.
+        largest: of the largest magnitude.
+        norm: of the norm.
+        root_square: square root of that of the squared norm, which cannot overflow.
+    """
+
+    count: Array
+    largest: Array
+    norm: Array
+    root_square: Array
+
+
+def stable_spam_clip(
+    max_decay: Number = 0.999,
+    norm_decay: Number = 0.7,
+    square_decay: Number = 0.9,
+    eps: Number = 1e-8,
+    *,
+    axis_name: AxisName = None,
+) -> optax.GradientTransformation:
+    """Scales spikes down and normalises each leaf by the history of its norm (Stable-SPAM).
+
+    AdaClip: T is the bias-corrected average of the largest magnitude of the leaf, with this step;
+    elements above it are multiplied by T / max|g|. AdaGN: the leaf is then scaled to the norm
+    `a / (sqrt(b) + eps)`, about 1, with the bias-corrected averages of its norm and squared norm.
+    **It rescales every step**, also one without spikes: use it before Adam, which is invariant to
+    scale. The authors' code resets the bias correction without the averages, which turns
+    clipping off for hundreds of steps; here neither is reset.
+
+    | leaf | effect |
+    | --- | --- |
+    | all zeros | unchanged |
+    | a NaN or infinite element | the leaf becomes NaN, its averages stay as they were |
+
+    Args:
+        max_decay: of the largest magnitude (gamma 3 of the paper), at least 0 and below 1.
+        norm_decay: of the norm (gamma 1), at least 0 and below 1.
+        square_decay: of the squared norm (gamma 2), at least 0 and below 1.
+        eps: added to the root of the squared norm, in the unit of the gradients, > 0.
+        axis_name: mapped axes over which the leaves are sharded, where types do not tell.
+
+    Returns:
+        An Optax transformation with a `LeafAverageState`.
+
+    Raises:
+        ValueError: a number is out of range.
+        TypeError: an argument is no number; when traced, a leaf is not inexact.
+
+    Examples:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clip = gcx.stable_spam_clip()
+        >>> updates, _ = clip.update(jnp.array([30.0, 40.0]), clip.init(jnp.zeros(2)))
+        >>> [round(x, 4) for x in updates.tolist()]
+        [0.6, 0.8]
+
+    References:
+        Huang et al., 2025, arXiv 2502.17055.
+    """
+    name = "stable_spam_clip"
+    check_decays(name, max_decay=max_decay, norm_decay=norm_decay, square_decay=square_decay)
+    check_number(name, "eps", eps, "The authors' code uses 1e-8.")
+    axes = check_axis_name(name, axis_name)
+
+    def norms(leaves: list[Array], ord: float) -> Array:
+        return unit_norms(leaves, leaf_units(leaves), ord, axes)
+
+    def init(params: Tree) -> LeafAverageState:
+        dtypes = (jnp.int32, jnp.float32, jnp.float32, jnp.float32)
+        num_leaves = len(measured_leaves(params))
+        return LeafAverageState(*(jnp.zeros(num_leaves, dtype) for dtype in dtypes))
+
+    def update(
+        updates: Tree, state: Any, params: Tree | None = None
+    ) -> tuple[Tree, LeafAverageState]:
+        check_inexact(name, "updates", updates)
+        check_state(name, state, LeafAverageState)
+        count = increment_where(state.count)
+        steps = count.astype(jnp.float32)
+        leaves = measured_leaves(updates)
+        peaks = norms(leaves, np.inf)
+        # Double `where`: 0 * nan in the unused branch would give NaN derivatives.
+        finite = jnp.isfinite(peaks)
+        peaks = jnp.where(finite, peaks, 0)
+        leaves = [jnp.where(ok, x, jnp.zeros_like(x)) for ok, x in zip(finite, leaves, strict=True)]
+
+        largest = max_decay * state.largest + (1 - max_decay) * peaks.astype(jnp.float32)
+        bound = (largest / bias_correction(max_decay, steps)).astype(peaks.dtype)
+        leaves = [
+            jnp.where(jnp.abs(x).astype(top.dtype) > top, scale_leaf(x, root), x)
+            for x, top, root in zip(leaves, bound, scale_root(peaks, bound), strict=True)
+        ]
+
+        lengths = norms(leaves, 2.0)
+        narrow = lengths.astype(jnp.float32)
+        norm = norm_decay * state.norm + (1 - norm_decay) * narrow
+        old_weight, new_weight = jnp.sqrt(square_decay), jnp.sqrt(1 - square_decay)
+        root_square = hypotenuse(old_weight * state.root_square, new_weight * narrow)
+        root = root_square / jnp.sqrt(bias_correction(square_decay, steps)) + eps
+        # Not `a / b / c`, which XLA makes `a / (b * c)`: that overflows from norms of 1e19 on.
+        target = norm / bias_correction(norm_decay, steps) * (1 / root)
+        roots = root_to(lengths, target.astype(lengths.dtype))
+        scaled = iter(
+            jnp.where(ok, scale_leaf(x, root), jnp.full_like(x, jnp.nan))
+            for ok, x, root in zip(finite, leaves, roots, strict=True)
+        )
+        out = jax.tree.map(lambda x: next(scaled) if is_measured(x) else x, updates)
+        next_state = LeafAverageState(count, largest, norm, root_square)
+        return out, LeafAverageState(*where_finite(finite, next_state, state))
+
+    return optax.GradientTransformation(init, update)

@@ -1,0 +1,114 @@
+"""Threshold rule: the z-score of a norm among the recent ones (ZClip)."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from .._checks import check_count, check_decays, check_number
+from .._states import increment_where
+from .._types import UNBOUNDED, Array, Number
+from ..clipping._rule import Rule
+from ._averages import hypotenuse
+from ._history import where_nonzero
+
+
+class ZscoreState(NamedTuple):
+    """Mean and standard deviation of the norms of each unit.
+
+    Attributes:
+        count: int32[...], norms so far, saturating.
+        mean: float32[...], of all norms in the warm-up, then an exponential moving average.
+        std: float32[...], the standard deviation, averaged in the same way as a variance.
+        outlier_streak: int32[...], consecutive norms above the threshold, saturating.
+    """
+
+    count: Array
+    mean: Array
+    std: Array
+    outlier_streak: Array
+
+
+def zscore(
+    z_threshold: Number = 2.5,
+    decay: Number = 0.97,
+    warmup_steps: int = 25,
+    *,
+    relearn_after: int = 25,
+    signed: bool = False,
+) -> Rule:
+    """Clips norms whose z-score exceeds `z_threshold`; larger outliers get lower thresholds.
+
+    With `z = (norm - mean) / std`, the threshold of an outlier is
+    `mean + z_threshold^2 / z * std`. The clipped norm then enters both moving averages; the
+    variance is taken about the new mean, as in the authors' code.
+
+    | step | threshold |
+    | --- | --- |
+    | the first `warmup_steps` | none |
+    | z <= z_threshold | none |
+    | constant norms, then any rise | the old mean, for `relearn_after` steps |
+    | then more outliers in a row | as before, but unclipped norms enter the averages |
+    | a norm of zero | does not enter the averages, unless `signed` |
+
+    The fourth row is not in the paper, where the mean never follows a jump after constant norms.
+
+    Args:
+        z_threshold: in standard deviations, > 0.
+        decay: of the moving averages, at least 0 and below 1.
+        warmup_steps: how many norms the first mean and variance are taken of, >= 1.
+        relearn_after: consecutive outliers before the averages get unclipped norms, >= 1.
+        signed: the values may be zero or negative, such as losses.
+
+    Returns:
+        A rule for any clip or guard.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Examples:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clip = gcx.clip_by_global_norm(gcx.thresholds.zscore(2.0, warmup_steps=2))
+        >>> state = clip.init(jnp.zeros(1))
+        >>> for norm in (1.0, 3.0, 9.0):
+        ...     updates, state = clip.update(jnp.array([norm]), state)
+        >>> round(float(updates[0]), 2)  # 2 + 2^2 / 7 * 1
+        2.57
+
+    References:
+        Kumar, Owen, Chowdhury and Guera, 2025, arXiv 2504.02507.
+    """
+    name = "zscore"
+    check_number(name, "z_threshold", z_threshold, "The paper uses 2.5.")
+    check_decays(name, decay=decay)
+    check_count(name, "warmup_steps", warmup_steps, "The paper uses 25.")
+    check_count(name, "relearn_after", relearn_after, "A new level counts as spikes this long.")
+
+    def init(norm: Array) -> ZscoreState:
+        count, zeros = jnp.zeros(norm.shape, jnp.int32), jnp.zeros_like(norm)
+        return ZscoreState(count, zeros, zeros, count)
+
+    def update(norm: Array, state: ZscoreState, param_norm: Any) -> tuple[Array, ZscoreState]:
+        is_warm = state.count >= warmup_steps
+        z = (norm - state.mean) / (state.std + 1e-6)
+        is_outlier = is_warm & (z > z_threshold)
+        safe_z = jnp.where(is_outlier, z, 1)
+        bound = state.mean + z_threshold**2 / safe_z * state.std
+        threshold = jnp.where(is_outlier, bound, UNBOUNDED)
+        is_clipped = is_outlier & (state.outlier_streak < relearn_after)
+        observed = jnp.where(is_clipped, threshold, norm)
+
+        # In the warm-up all norms weigh the same: mean and population variance so far.
+        n = state.count.astype(jnp.float32)
+        weight = jnp.where(is_warm, 1 - decay, 1 / (n + 1))
+        mean = state.mean + weight * (observed - state.mean)
+        warmup_deviation = jnp.sqrt(n / (n + 1)) * (norm - state.mean)
+        deviation = jnp.where(is_warm, observed - mean, warmup_deviation)
+        next_state = ZscoreState(
+            count=increment_where(state.count),
+            mean=mean,
+            std=hypotenuse(jnp.sqrt(1 - weight) * state.std, jnp.sqrt(weight) * deviation),
+            outlier_streak=jnp.where(is_outlier, increment_where(state.outlier_streak), 0),
+        )
+        return threshold, next_state if signed else where_nonzero(norm, next_state, state)
+
+    return Rule(init, update, signed=signed)

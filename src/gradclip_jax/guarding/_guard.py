@@ -1,0 +1,133 @@
+"""What all guards share: a verdict on what comes in, the check of the step, the counts.
+
+A micro-batch that is not finite is left out; a window whose step is not finite is dropped.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._checks import (
+    check_axis_name,
+    check_count,
+    check_inexact,
+    check_state,
+    check_transformation,
+    error_message,
+)
+from .._run_if import Gate, gate_of, gated, like_dtypes
+from .._states import find_states, increment_where
+from .._types import Array, AxisName, Scalar, Tree
+from ..accumulation._state import clear_emitted, discard_windows
+
+Judge = Callable[[Tree, Any, Tree, dict[str, Any]], tuple[Scalar, Callable[[Scalar], Any]]]
+"""`(updates, state, params, extra_args)` to whether they may be stepped on, and to a function of
+`skipped`, bool[], that returns the state with the guard's own fields brought up to date."""
+
+StepCheck = Callable[..., Scalar]
+"""`(inner, grads, accumulator, inner_state, params, extra_args)` to whether the step is finite."""
+
+
+def guard(
+    name: str,
+    inner: optax.GradientTransformation,
+    first: Callable[[Any], Any],
+    judge: Judge,
+    *,
+    check_step: StepCheck | None = None,
+    check_window: StepCheck | None = None,
+    max_consecutive_skips: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Builds a guard from its verdict.
+
+    `first` makes the first state from that of `inner`. A state has the fields `inner_state`,
+    `consecutive_skips` and `guard_failed`, which are kept here, and those of the guard. What is
+    not admitted, or refused by the check of a guard around this one, leaves no trace in it.
+    Before the step `check_step` is asked, or `check_window` where an accumulation makes the
+    gradient of it.
+    """
+    limit = _limit(name, max_consecutive_skips)
+    innermost, inner_gate = gate_of(inner)
+    kind = type(jax.eval_shape(lambda: first(())))
+
+    def init(params: Tree) -> Any:
+        inner_state = inner.init(params)
+        if check_step is not None:
+            _refuse_multi_steps(name, inner_state)
+        # Not weakly typed, as what comes out of a step is not: one trace for all steps.
+        return first(like_dtypes(inner_state, inner_state))
+
+    def gate(
+        updates: Tree, state: Any, params: Tree, extra_args: dict[str, Any], admitted: Any
+    ) -> Gate:
+        check_inexact(name, "updates", updates)
+        check_state(name, state, kind)
+        is_good, own_fields = judge(updates, state, params, extra_args)
+        taken = is_good & admitted
+        now = inner_gate(updates, state.inner_state, params, extra_args, taken)
+
+        own_check = check_step if now.usually_open else check_window
+
+        def check(accumulator: Tree, inner_state: Any, params: Tree) -> Scalar:
+            assert own_check is not None
+            grads, _ = now.read_gradient(accumulator)
+            step = (innermost, grads, accumulator, inner_state, params, now.extra_args)
+            passed = own_check(*step)
+            return passed if now.check is None else passed & now.check(*step[2:5])
+
+        def next_state(inner_state: Any, accumulator: Tree, stepped: Array) -> Any:
+            refused = jnp.asarray(now.is_open) & ~jnp.asarray(stepped)
+            skipped = ~is_good if own_check is None else ~is_good | refused
+            seen = admitted if own_check or admitted is True else admitted & ~refused
+            inner_state = now.next_state(inner_state, accumulator, stepped)
+            inner_state = discard_windows(clear_emitted(inner_state, ~taken), refused)
+            streak = jnp.where(skipped, increment_where(state.consecutive_skips), 0)
+            after = own_fields(skipped)._replace(
+                consecutive_skips=streak,
+                guard_failed=state.guard_failed | (streak >= limit),
+            )
+            return _where(seen, after, state)._replace(inner_state=inner_state)
+
+        return now._replace(check=check if own_check else now.check, next_state=next_state)
+
+    return gated(innermost, init, gate)
+
+
+def check_guard(name: str, inner: Any, axis_name: Any) -> AxisName:
+    """Refuses what is no transformation; returns the axes."""
+    check_transformation(name, "inner", inner)
+    return check_axis_name(name, axis_name)
+
+
+def zero(dtype: Any = jnp.int32) -> Scalar:
+    """A call for each field: a buffer that two fields share cannot be donated."""
+    return jnp.zeros((), dtype)
+
+
+def _limit(name: str, max_consecutive_skips: Any) -> Any:
+    """The limit of skips in a row, the largest integer for none."""
+    if max_consecutive_skips is None:
+        return jnp.iinfo(jnp.int32).max
+    check_count(name, "max_consecutive_skips", max_consecutive_skips, "Pass None for no limit.")
+    return max_consecutive_skips
+
+
+def _refuse_multi_steps(name: str, inner_state: Any) -> None:
+    """A window of `optax.MultiSteps` whose sum overflows stays so, and every step is refused."""
+    if find_states(inner_state, optax.MultiStepsState):
+        hint = "Use `accumulate_gradients`: a guard can empty its window. Or guard its optimizer."
+        raise TypeError(
+            error_message(name, "inner", "free of `optax.MultiSteps`", "a state of one", hint)
+        )
+
+
+def _where(seen: Array | bool, after: Any, before: Any) -> Any:
+    """The state after a step that was seen; `inner_state` apart."""
+    after, before = after._replace(inner_state=()), before._replace(inner_state=())
+    if seen is True:
+        return after  # nothing is around the guard that could have left it out
+    return jax.tree.map(functools.partial(jnp.where, seen), after, before)

@@ -1,0 +1,337 @@
+"""Guards against spikes of the gradient norm and of the loss."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._checks import check_count, check_number, check_ord, describe, error_message
+from .._mesh import replica_count, shard_axes, sum_over
+from .._run_if import run_if
+from .._states import increment_where, register_metrics
+from .._types import TWO, UNBOUNDED, Array, AxisName, Count, Order, Scalar, Tree
+from ..clipping._norm import measured_leaves, norm_of_leaves
+from ..clipping._rule import Rule, apply_rules, as_rule, check_params, constant, first_state
+from ._guard import check_guard, guard, zero
+
+_RELEARN_AFTER = np.int32(25)  # NumPy, so that `optax.inject_hyperparams` leaves it alone
+
+
+@register_metrics(
+    "grad_norm",
+    "skip_threshold",
+    "skipped_large_norm",
+    "loss",
+    "loss_threshold",
+    "skipped_large_loss",
+    "skipped_nonfinite",
+    "consecutive_skips",
+    "guard_failed",
+)
+class SkipSpikesState(NamedTuple):
+    """What `skip_spikes` measures and counts; float32[], int32[] saturating, and bool[].
+
+    Attributes:
+        grad_norm: the norm of the last gradient.
+        skip_threshold: the norm above which the last step was skipped; the largest float32 is none.
+        skipped_large_norm: steps that were skipped for their norm.
+        loss: the last loss; this and the next two are None where the loss is not watched.
+        loss_threshold: the loss above which the last step was skipped.
+        skipped_large_loss: steps that were skipped for their loss; one can count in both.
+        skipped_nonfinite: steps that were skipped because norm or loss were not finite.
+        consecutive_skips: steps that were skipped since the last one that was taken.
+        guard_failed: whether `max_consecutive_skips` was ever reached.
+        signals: for "norm" and "loss", spikes in a row and the state of the rule.
+        inner_state: the state of the inner optimizer.
+    """
+
+    grad_norm: Scalar
+    skip_threshold: Scalar
+    skipped_large_norm: Scalar
+    loss: Any
+    loss_threshold: Any
+    skipped_large_loss: Any
+    skipped_nonfinite: Scalar
+    consecutive_skips: Scalar
+    guard_failed: Scalar
+    signals: dict[str, tuple[Scalar, Any]]
+    inner_state: Any
+
+
+def skip_large_norm(
+    inner: optax.GradientTransformation,
+    max_norm: Any,
+    *,
+    ord: Order = TWO,
+    axis_name: AxisName = None,
+    relearn_after: Count = _RELEARN_AFTER,
+    max_consecutive_skips: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Leaves out every step whose gradient norm is above a threshold, or not finite.
+
+    `skip_spikes` with a threshold for the norm alone, and with its guarantees.
+
+    | gradient norm | effect |
+    | --- | --- |
+    | <= threshold | the step is taken |
+    | > threshold | zero updates, inner state untouched |
+    | NaN or infinite, also during the warm-up of a rule | the same; history does not see it |
+    | above the level of a rule for good | skipped `relearn_after` times, then the new level |
+    | above a fixed number for good | always skipped; `guard_failed` says so |
+
+    It measures the gradient alone; wrap it in `skip_nonfinite` to check the update as well. Use
+    `clip_by_global_norm` to scale large gradients down instead, `zero_large_norm` to step with
+    a zero gradient.
+
+    Args:
+        inner: any Optax transformation.
+        max_norm: a threshold in the unit of the gradients: a number > 0, a traced scalar, a
+            schedule of the step count, or a rule from `gcx.thresholds`.
+        ord: order of the norm, 1, 2, inf or any number > 0.
+        axis_name: as for `clip_by_global_norm`.
+        relearn_after: large norms in a row after which a rule starts afresh, an integer >= 1.
+        max_consecutive_skips: as for `skip_nonfinite`.
+
+    Returns:
+        An Optax transformation with a `SkipSpikesState`.
+
+    Raises:
+        ValueError: a number is out of range.
+        TypeError: `inner` is no transformation, `max_norm` no threshold; a leaf is not inexact.
+
+    Examples:
+        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> tx = gcx.skip_large_norm(optax.sgd(1.0), max_norm=10.0)
+        >>> params = jnp.array([1.0])
+        >>> updates, state = tx.update(jnp.array([50.0]), tx.init(params), params)
+        >>> updates.tolist(), int(state.skipped_large_norm)
+        ([0.0], 1)
+    """
+    name = "skip_large_norm"
+    rules = {"norm": as_rule(name, "max_norm", max_norm)}
+    return _skip_beyond(name, inner, rules, ord, axis_name, relearn_after, max_consecutive_skips)
+
+
+def skip_spikes(
+    inner: optax.GradientTransformation,
+    *,
+    norm: Any = None,
+    loss: Any = None,
+    ord: Order = TWO,
+    axis_name: AxisName = None,
+    relearn_after: Count = _RELEARN_AFTER,
+    max_consecutive_skips: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Leaves out every step whose gradient norm or whose loss is above its own threshold.
+
+    A step is taken if norm and loss are finite and neither is above its threshold. The loss is
+    the extra argument `value` of `update`. `metrics` tell which of the two it was.
+
+    It cannot lock up: after `relearn_after` spikes of one of them in a row its rule, if it learns
+    from history, starts afresh from the value at hand, unless it has come to a higher threshold
+    by itself. A bound that the rule keeps for good, such as that of `capped` or the `warmup_max`
+    of `ema` (pass inf here), holds as a fixed number does.
+
+    | step | effect |
+    | --- | --- |
+    | norm and loss at most their thresholds | taken |
+    | one of them above | zero updates, inner state untouched |
+    | NaN or infinite norm or loss | the same, and neither history sees the step |
+    | above the level of a rule for good | skipped `relearn_after` times, then the new level |
+    | above a fixed number for good | always skipped; `guard_failed` says so |
+    | the loss differs from device to device | their mean decides, on all of them alike |
+
+    Args:
+        inner: any Optax transformation.
+        norm: a threshold for the gradient norm, as `max_norm` of `skip_large_norm`; None for
+            none.
+        loss: a threshold for the loss, in its unit: a number, also a negative one, a schedule, or
+            a rule. A loss may be negative, so take a rule of spread, `thresholds.mean_std` or
+            `thresholds.zscore`; a multiple of the level, as in `ema`, has no meaning there.
+        ord: order of the norm, 1, 2, inf or any number > 0.
+        axis_name: as for `clip_by_global_norm`.
+        relearn_after: spikes in a row after which a rule starts afresh, an integer >= 1.
+        max_consecutive_skips: as for `skip_nonfinite`.
+
+    Returns:
+        An Optax transformation with a `SkipSpikesState`; `update` needs `value` if the loss is
+        watched.
+
+    Raises:
+        ValueError: a number is out of range, neither threshold is given, or `value` is missing.
+        TypeError: `inner` is no transformation; a leaf is not inexact; `value` is no scalar.
+
+    Examples:
+        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> tx = gcx.skip_spikes(optax.sgd(1.0), norm=10.0, loss=4.0)
+        >>> params = jnp.array([1.0])
+        >>> updates, state = tx.update(jnp.array([3.0]), tx.init(params), params, value=50.0)
+        >>> updates.tolist(), int(state.skipped_large_loss), int(state.skipped_large_norm)
+        ([0.0], 1, 0)
+
+    References:
+        The rule of OLMo-core's `SkipStepOptimizer`, levanter's `skipstep` and MaxText's
+        `skip_step_on_spikes` is `mean_std` for both.
+    """
+    name = "skip_spikes"
+    rules: dict[str, Rule] = {}
+    if norm is not None:
+        rules["norm"] = as_rule(name, "norm", norm)
+    if loss is not None:
+        rules["loss"] = _loss_rule(name, loss)
+    if not rules:
+        hint = "Pass for example `loss=gcx.thresholds.mean_std()`."
+        raise ValueError(error_message(name, "norm", "given, or `loss`", "None for both", hint))
+    return _skip_beyond(name, inner, rules, ord, axis_name, relearn_after, max_consecutive_skips)
+
+
+def _skip_beyond(
+    name: str,
+    inner: optax.GradientTransformation,
+    rules: dict[str, Rule],
+    ord: Any,
+    axis_name: Any,
+    relearn_after: Any,
+    max_consecutive_skips: Any,
+) -> optax.GradientTransformationExtraArgs:
+    axes = check_guard(name, inner, axis_name)
+    order = check_ord(name, ord)
+    hint = "It bounds how long a new level is mistaken for spikes."
+    check_count(name, "relearn_after", relearn_after, hint)
+
+    def measure(tree: Tree) -> Scalar:
+        return norm_of_leaves(measured_leaves(tree), order, axes)
+
+    def first(inner_state: Any) -> SkipSpikesState:
+        has_loss = "loss" in rules
+        return SkipSpikesState(
+            grad_norm=zero(jnp.float32),
+            skip_threshold=jnp.full((), UNBOUNDED),
+            skipped_large_norm=zero(),
+            loss=zero(jnp.float32) if has_loss else None,
+            loss_threshold=jnp.full((), UNBOUNDED) if has_loss else None,
+            skipped_large_loss=zero() if has_loss else None,
+            skipped_nonfinite=zero(),
+            consecutive_skips=zero(),
+            guard_failed=zero(bool),
+            signals={key: (zero(), first_state(rule)) for key, rule in rules.items()},
+            inner_state=inner_state,
+        )
+
+    def judge(
+        updates: Tree, state: SkipSpikesState, params: Tree, extra_args: dict[str, Any]
+    ) -> tuple[Scalar, Callable[[Scalar], SkipSpikesState]]:
+        values = {"norm": measure(updates)}
+        if "loss" in rules:
+            values["loss"] = _mean_loss(name, extra_args.get("value"), axes)
+        param_norm = None
+        if any(rule.uses_params for rule in rules.values()):
+            check_params(name, updates, params)
+            param_norm = measure(params)
+        finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, values.values()))
+        signals = {
+            key: _judge_signal(
+                rule,
+                jnp.where(finite, values[key], jnp.nan),
+                state.signals[key],
+                param_norm,
+                relearn_after,
+            )
+            for key, rule in rules.items()
+        }
+        spikes = {key: finite & signal.is_spike for key, signal in signals.items()}
+        is_good = functools.reduce(jnp.logical_and, (~x for x in spikes.values()), finite)
+
+        def streak(key: str) -> Scalar:
+            # A step that is not finite says nothing about the level.
+            longer = increment_where(state.signals[key][0], spikes[key])
+            return jnp.where(finite & ~spikes[key], 0, longer)
+
+        def own_fields(skipped: Scalar) -> SkipSpikesState:
+            seen: dict[str, Any] = {"grad_norm": values["norm"].astype(jnp.float32)}
+            for key, field, threshold, count in _FIELDS:
+                if key in signals:
+                    seen[field] = values[key].astype(jnp.float32)
+                    seen[threshold] = signals[key].threshold.astype(jnp.float32)
+                    seen[count] = increment_where(getattr(state, count), spikes[key])
+            return state._replace(
+                skipped_nonfinite=increment_where(state.skipped_nonfinite, ~finite),
+                signals={key: (streak(key), signals[key].rule_state) for key in rules},
+                **seen,
+            )
+
+        return is_good, own_fields
+
+    return guard(name, inner, first, judge, max_consecutive_skips=max_consecutive_skips)
+
+
+_FIELDS = (
+    ("norm", "grad_norm", "skip_threshold", "skipped_large_norm"),
+    ("loss", "loss", "loss_threshold", "skipped_large_loss"),
+)
+
+
+class _Signal(NamedTuple):
+    """Whether a norm or a loss is a spike, beyond which threshold, and what its rule learnt."""
+
+    is_spike: Scalar
+    threshold: Scalar
+    rule_state: Any
+
+
+def _judge_signal(
+    rule: Rule, value: Scalar, state: tuple[Scalar, Any], param_norm: Any, relearn_after: Any
+) -> _Signal:
+    streak, rule_state = state
+    param_norms = [param_norm] if rule.uses_params else None
+    # A number or a schedule has no level to learn anew, and keeps its count.
+    learns = bool(jax.tree.leaves(rule_state)) and not rule.counts_steps
+
+    def apply(rule_state: Any) -> tuple[Array, Any]:
+        (threshold,), (after,) = apply_rules([rule], [value], (rule_state,), param_norms)
+        return threshold, after
+
+    threshold, after = apply(rule_state)
+    is_spike = ~(value <= threshold)
+    if not learns:
+        return _Signal(is_spike, threshold, after)
+    relearns = is_spike & (streak >= relearn_after)
+
+    def relearn(after: Any) -> Any:
+        # Not below what the rule has climbed to: a start of 1 never gets to a level of 1e4.
+        _, afresh = apply(first_state(rule))
+        is_higher = apply(afresh)[0] > apply(after)[0]
+        return jax.tree.map(functools.partial(jnp.where, is_higher), afresh, after)
+
+    return _Signal(is_spike & ~relearns, threshold, run_if(relearns, relearn, after))
+
+
+def _loss_rule(name: str, loss: Any) -> Rule:
+    """A threshold for losses as a rule; a number may be negative."""
+    if isinstance(loss, Rule) and loss.uses_params:
+        hint = "Pass a number, a schedule, or a rule of spread such as `gcx.thresholds.mean_std()`."
+        rule = "a threshold that does not follow the parameters"
+        raise ValueError(error_message(name, "loss", rule, "one that does", hint))
+    if isinstance(loss, Rule) or callable(loss):
+        return as_rule(name, "loss", loss)
+    hint = "Pass a number, a schedule, or a rule from `gcx.thresholds`."
+    check_number(name, "loss", loss, hint, low=-np.inf)
+    return constant(loss)
+
+
+def _mean_loss(name: str, value: Any, axis_name: AxisName) -> Scalar:
+    """The loss, alike on all devices: the mean of theirs where they differ."""
+    if value is None:
+        hint = "Pass the loss: `update(grads, state, params, value=loss)`."
+        raise ValueError(error_message(name, "value", "given to watch the loss", "None", hint))
+    if np.ndim(value) != 0:
+        hint = "Pass the mean over the batch."
+        raise TypeError(error_message(name, "value", "a scalar", describe(value), hint))
+    loss = jnp.asarray(value)
+    loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
+    axes = shard_axes(loss, axis_name)
+    return sum_over(loss / replica_count(frozenset(), axes), axes)

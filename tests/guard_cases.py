@@ -1,0 +1,132 @@
+"""What the tests of guards share: guards, rules, and small runs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import gradclip_jax as gcx
+from trees import normal
+
+INT_MAX = np.iinfo(np.int32).max
+
+
+GUARDS = {
+    "skip_nonfinite": gcx.skip_nonfinite,
+    "skip_large_norm": functools.partial(gcx.skip_large_norm, max_norm=1e4),
+    "both": lambda inner, **kwargs: gcx.skip_nonfinite(
+        gcx.skip_large_norm(inner, 1e4, **kwargs), **kwargs
+    ),
+}
+
+
+RULES = {
+    "percentile": gcx.thresholds.percentile(90.0, window=50),
+    "mean_std": gcx.thresholds.mean_std(6.0, window=50, warmup_steps=10),
+    "zscore": gcx.thresholds.zscore(),
+    "ema": gcx.thresholds.ema(2.0, warmup_steps=10, warmup_max=jnp.inf),
+    "quantile": gcx.thresholds.quantile(0.9),
+}
+
+
+each_guard = pytest.mark.parametrize("guard", GUARDS.values(), ids=GUARDS)
+
+
+each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+
+
+def naive_zscore(z=3.0, decay=0.9, warmup=5):
+    """As published ones lock up: a zero variance, and a level that skipped norms never move."""
+
+    def init(norm):
+        return {"count": jnp.zeros((), jnp.int32), "mean": norm, "var": jnp.zeros_like(norm)}
+
+    def update(norm, s, param_norm):
+        threshold = jnp.where(s["count"] < warmup, jnp.inf, s["mean"] + z * jnp.sqrt(s["var"]))
+        first = s["count"] == 0
+        mean = jnp.where(first, norm, decay * s["mean"] + (1 - decay) * norm)
+        var = jnp.where(first, 0.0, decay * s["var"] + (1 - decay) * (norm - mean) ** 2)
+        learned = {"count": s["count"] + 1, "mean": mean, "var": var}
+        return threshold, jax.tree.map(
+            lambda new, old: jnp.where(norm <= threshold, new, old), learned, s
+        )
+
+    return gcx.thresholds.Rule(init, update)
+
+
+def params_and_grads():
+    params = {"w": normal((4, 3), seed=1), "b": normal((3,), "bfloat16", seed=2)}
+    return params, jax.tree.map(lambda p: (p * 0.5 + 0.1).astype(p.dtype), params)
+
+
+def spoiled(grads, value=np.nan):
+    return {**grads, "w": grads["w"].at[1, 2].set(value)}
+
+
+def adamw():
+    schedule = optax.cosine_decay_schedule(0.1, 10)
+    # Old releases of Optax round b2 to the dtype of the first gradient: in bfloat16 to one.
+    make = optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)
+    return make(schedule, weight_decay=0.1)
+
+
+def feed(tx, norms):
+    """Runs a guard on gradients of the given norms; the skips of each step, and the last state.
+
+    Several streams of norms, one a row, are fed by one program.
+    """
+
+    def step(state, norm):
+        _, state = tx.update(jnp.stack([norm * 0.6, norm * 0.8]), state)
+        return state, state.consecutive_skips > 0
+
+    def run(stream):
+        return jax.lax.scan(step, tx.init(jnp.zeros(2)), stream)
+
+    norms = jnp.asarray(np.asarray(norms), jnp.float32)
+    state, skipped = jax.jit(run if norms.ndim == 1 else jax.vmap(run))(norms)
+    return np.asarray(skipped), jax.tree.map(np.asarray, state)
+
+
+def train(tx, stream):
+    """Takes a step on a gradient of each number; the parameters and skips so far, last state."""
+
+    def step(carry, grad):
+        params, state = gcx.apply_gradients(tx, jnp.full(2, grad), carry[1], carry[0])
+        return (params, state), (params, state.skipped_nonfinite)
+
+    start = (jnp.zeros(2), tx.init(jnp.zeros(2)))
+    (_, state), (params, skipped) = jax.jit(lambda s: jax.lax.scan(step, s, stream))(start)
+    return params, skipped, state
+
+
+def dtypes(tree):
+    return [x.dtype.name for x in jax.tree.leaves(tree)]
+
+
+def spoiled_all(tree):
+    return jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), tree)
+
+
+def on_shards(tx, check_vma=True):
+    """One step on a sharded and a replicated leaf; what each device decided, and the updates."""
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    shards, whole = PartitionSpec("data"), PartitionSpec()
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=({"s": shards, "w": whole},) * 2,
+        out_specs=({"s": shards, "w": whole}, shards, shards),
+        check_vma=check_vma,
+    )
+    def step(grads, params):
+        params, state = gcx.apply_gradients(tx, grads, tx.init(params), params)
+        mine = jnp.zeros(1, jnp.int32) + (jax.lax.axis_index("data") * 0).astype(jnp.int32)
+        return params, mine + state.skipped_nonfinite, mine + state.consecutive_skips
+
+    return jax.jit(step)

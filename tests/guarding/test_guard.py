@@ -1,0 +1,327 @@
+"""What all guards share: what a skip leaves untouched, the counters, devices, errors."""
+
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import compat
+import gradclip_jax as gcx
+from guard_cases import (
+    GUARDS,
+    INT_MAX,
+    adamw,
+    dtypes,
+    each_guard,
+    feed,
+    on_shards,
+    params_and_grads,
+    spoiled,
+    spoiled_all,
+)
+
+
+@each_guard
+def test_a_skip_changes_nothing(guard):
+    params, grads = params_and_grads()
+    tx = guard(adamw())
+    for run in (lambda f: f, jax.jit):
+        update, apply = run(tx.update), run(functools.partial(gcx.apply_gradients, tx))
+        moved, state = update(grads, tx.init(params), params)
+        for bad in (np.nan, np.inf, -np.inf):
+            updates, after = update(spoiled(grads, bad), state, params)
+            # No step of momentum, no weight decay, no step of the schedule.
+            chex.assert_trees_all_equal(after.inner_state, state.inner_state)
+            chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, moved))
+            stay, again = apply(spoiled(grads, bad), state, params)
+            chex.assert_trees_all_equal((stay, again), (params, after))
+            assert dtypes((updates, after, stay)) == dtypes((moved, state, params))
+
+
+@each_guard
+def test_a_good_step_is_that_of_the_inner_optimizer(guard):
+    params, grads = params_and_grads()
+    inner = optax.adamw(optax.cosine_decay_schedule(0.1, 10))
+    tx = guard(inner)
+    state, bare = tx.init(params), inner.init(params)
+    for _ in range(3):
+        updates, state = tx.update(grads, state, params)
+        expected, bare = inner.update(grads, bare, params)
+        chex.assert_trees_all_equal(updates, expected)
+        assert state.skipped_nonfinite == state.consecutive_skips == 0
+        grads = jax.tree.map(lambda g: (g * 1.5).astype(g.dtype), grads)
+
+
+def test_gradients_and_parameters_may_differ_in_dtype():
+    params = {"w": jnp.ones((2, 2), jnp.bfloat16), "b": jnp.ones(2, jnp.float32)}
+    grads = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    for inner in (adamw(), optax.lion(0.1)):
+        tx = GUARDS["both"](inner)
+        state = tx.init(params)
+        update, apply = jax.jit(tx.update), jax.jit(functools.partial(gcx.apply_gradients, tx))
+        for batch in (grads, spoiled_all(grads), grads):
+            updates, _ = update(batch, state, params)
+            after, next_state = apply(batch, state, params)
+            assert dtypes((after, next_state)) == dtypes((params, state))
+            assert not gcx.nonfinite_leaves((updates, after, next_state))
+            state = next_state
+        assert state.skipped_nonfinite == 1
+
+
+@each_guard
+def test_a_bad_step_is_never_applied_whatever_the_limit(guard):
+    params, grads = params_and_grads()
+    tx = guard(optax.sgd(0.1), max_consecutive_skips=2)
+    state, failed = tx.init(params), []
+    for batch in [grads] + 5 * [spoiled(grads)] + [grads, grads]:
+        before = params
+        params, state = gcx.apply_gradients(tx, batch, state, params)
+        is_bad = bool(jnp.isnan(batch["w"]).any())
+        assert all(jax.tree.leaves(jax.tree.map(jnp.array_equal, params, before))) == is_bad
+        failed.append(bool(state.guard_failed))
+    assert failed == [False, False, True, True, True, True, True, True]
+    assert state.skipped_nonfinite == 5 and state.consecutive_skips == 0
+
+
+@each_guard
+def test_without_a_limit_the_guard_does_not_fail(guard):
+    params, grads = params_and_grads()
+    tx = guard(optax.sgd(0.1))
+    state = tx.init(params)
+    for _ in range(30):
+        _, state = tx.update(spoiled(grads), state, params)
+    assert state.consecutive_skips == 30 and not state.guard_failed
+
+
+@each_guard
+def test_counters_saturate(guard):
+    params, grads = params_and_grads()
+    tx = guard(optax.sgd(0.1), max_consecutive_skips=INT_MAX)
+    state = tx.init(params)
+    full = {"skipped_nonfinite": INT_MAX, "consecutive_skips": INT_MAX - 1}
+    state = state._replace(**{name: jnp.int32(value) for name, value in full.items()})
+    for _ in range(2):
+        _, state = jax.jit(tx.update)(spoiled(grads), state, params)
+        assert state.skipped_nonfinite == INT_MAX and state.consecutive_skips == INT_MAX
+    assert state.guard_failed
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, np.float16("inf"), jnp.array([1.0, jnp.nan])])
+def test_a_loss_that_is_not_finite_is_skipped(value):
+    params, grads = params_and_grads()
+    tx = gcx.skip_nonfinite(adamw())
+    for run in (lambda f: f, jax.jit):
+        updates, state = run(tx.update)(grads, tx.init(params), params, value=value)
+        assert state.skipped_nonfinite == 1
+        chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, grads))
+    _, state = tx.update(grads, tx.init(params), params, value=3)
+    assert state.skipped_nonfinite == 0
+
+
+def test_a_bad_update_of_a_good_gradient_is_skipped():
+    params, grads = params_and_grads()
+    tx = gcx.skip_nonfinite(optax.chain(optax.adam(0.1), optax.scale(np.inf)))
+    start = tx.init(params)
+    updates, state = tx.update(grads, start, params)
+    chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, grads))
+    chex.assert_trees_all_equal(state.inner_state, start.inner_state)
+
+
+@pytest.mark.parametrize("ord", [1, 2, 3.5, np.inf])
+def test_a_nan_is_skipped_in_a_large_leaf_whatever_the_order_of_the_norm(ord):
+    # From 65,536 elements on, JAX on the CPU drops a NaN from a maximum.
+    grads = jnp.ones(70_000).at[30_000].set(jnp.nan)
+    for tx in (gcx.skip_nonfinite, functools.partial(gcx.skip_large_norm, max_norm=1e9, ord=ord)):
+        updates, state = jax.jit(tx(optax.sgd(0.1)).update)(grads, tx(optax.sgd(0.1)).init(grads))
+        assert state.skipped_nonfinite == 1 and not updates.any()
+
+
+def test_the_guard_does_not_take_a_threshold_that_is_turned_off_for_a_fault():
+    # ZClip has no threshold for norms that are no spikes, AdaGC none for the whole tree after
+    # its warm-up: both go from a number to infinity.
+    for clip in (gcx.zclip(max_norm=None, warmup_steps=3), gcx.adagc(warmup_steps=3)):
+        tx = gcx.skip_nonfinite(optax.chain(clip, optax.sgd(0.1)))
+        skipped, _ = feed(tx, [1.0, 1.1, 0.9, 1.0, 50.0, 1.0, 1.1, 0.9])
+        assert not skipped.any()
+
+
+@each_guard
+def test_members_of_a_vmap_decide_for_themselves(guard):
+    tx = guard(optax.sgd(1.0))
+    grads = jnp.ones((4, 3)).at[2, 1].set(jnp.nan)
+    state = jax.vmap(tx.init)(jnp.zeros((4, 3)))
+    updates, state = jax.jit(jax.vmap(tx.update))(grads, state)
+    assert state.skipped_nonfinite.tolist() == [0, 0, 1, 0]
+    assert updates.sum(1).tolist() == [-3.0, -3.0, 0.0, -3.0]
+
+
+@each_guard
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_nan_on_one_shard_is_skipped_by_all_devices(guard, check_vma):
+    axis_name = None if check_vma else "data"
+    tx = guard(optax.adam(0.1), axis_name=axis_name)
+    params = {"s": jnp.zeros(16), "w": jnp.zeros(3)}
+    grads = {"s": jnp.ones(16), "w": jnp.ones(3)}
+    step = on_shards(tx, check_vma)
+    after, nonfinite, streak = step(grads, params)
+    assert nonfinite.tolist() == streak.tolist() == [0] * 8
+    assert (after["s"] != 0).all() and (after["w"] != 0).all()
+    for place in (0, 7, 15):
+        bad = {**grads, "s": grads["s"].at[place].set(jnp.nan)}
+        after, nonfinite, streak = step(bad, params)
+        assert nonfinite.tolist() == [1] * 8 or streak.tolist() == [1] * 8
+        chex.assert_trees_all_equal(after, params)
+
+
+def test_devices_of_a_pmap_decide_alike():
+    for guard in GUARDS.values():
+        tx = guard(optax.sgd(1.0), axis_name="data")
+        grads = jnp.ones((8, 2)).at[3, 1].set(jnp.nan)
+        state = jax.pmap(tx.init)(grads)
+        updates, state = jax.pmap(tx.update, axis_name="data")(grads, state)
+        assert not updates.any() and (state.skipped_nonfinite == 1).all()
+
+
+@each_guard
+def test_a_skip_copies_no_buffer(guard):
+    n = 300_000
+    params = {"w": jnp.zeros((n // 100, 100)), "b": jnp.zeros(100)}
+    tx = guard(optax.adamw(0.1))
+
+    def step(params, state, grads):
+        return gcx.apply_gradients(tx, grads, state, params)
+
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), params)
+    memory = lowered.compile().memory_analysis()
+    # One temporary of the size of the parameters, in the branch that rescales a norm, or one flag
+    # for each; both for the XLA of JAX 0.7. And all donated buffers reused: parameters, moments.
+    limit = 1.1 if compat.VERSION >= (0, 8) else 1.3
+    assert memory.temp_size_in_bytes <= limit * 4 * n
+    assert memory.alias_size_in_bytes >= 3 * 4 * n
+    copies = re.findall(r"= f32\[([\d,]+)\]\S* copy\(", lowered.compile().as_text())
+    assert not [shape for shape in copies if np.prod(list(map(int, shape.split(",")))) > 100]
+
+
+def test_a_guard_may_stand_anywhere_in_a_chain():
+    params, grads = params_and_grads()
+    tx = optax.chain(
+        gcx.clip_by_global_norm(1.0), gcx.skip_nonfinite(optax.scale_by_adam()), optax.scale(-0.1)
+    )
+    updates, state = tx.update(spoiled(grads), tx.init(params), params)
+    chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, grads))
+    assert gcx.metrics(state)["skipped_nonfinite"] == 1
+
+
+@each_guard
+def test_a_guard_is_differentiable(guard):
+    tx = guard(optax.sgd(0.5))
+
+    def loss(grads):
+        updates, _ = tx.update(grads, tx.init(grads))
+        return jnp.sum(updates**2)
+
+    slope = jax.jit(jax.grad(loss))
+    assert slope(jnp.array([2.0, 0.0])).tolist() == [1.0, 0.0]
+    assert slope(jnp.array([jnp.nan, 1.0]))[1] == 0.0
+
+
+@pytest.mark.parametrize("extra", [{"flush": None}, {"weight": "mean"}, {"weight": [-np.inf]}])
+def test_extra_arguments_of_another_meaning_are_left_to_the_inner_one(extra):
+    def update(updates, state, params=None, **extra_args):
+        assert extra_args == extra
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    tx = gcx.skip_nonfinite(inner)
+    params = jnp.ones(1)
+    updates, _ = tx.update(params, tx.init(params), params, **extra)
+    assert updates.tolist() == [1.0]
+
+
+def test_reactions_to_what_is_not_finite_are_uniform():
+    params, grads = params_and_grads()
+    bad = spoiled(grads)
+    adam = optax.adam(0.1)
+    _, moved = adam.update(jax.tree.map(jnp.zeros_like, grads), adam.init(params))
+
+    skip = gcx.skip_nonfinite(adam)  # the optimizer does not run
+    updates, state = skip.update(bad, skip.init(params), params)
+    assert state.inner_state[0].count == 0 and not updates["w"].any()
+
+    for clip in (  # the optimizer runs on a zero gradient
+        gcx.clip_by_global_norm(1.0, nonfinite="zero"),
+        gcx.zero_large_norm(jnp.inf),
+    ):
+        zero = optax.chain(clip, adam)
+        updates, state = zero.update(bad, zero.init(params), params)
+        chex.assert_trees_all_equal(state[1], moved)
+        assert not gcx.nonfinite_leaves((updates, state[1]))
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (
+            lambda: gcx.skip_nonfinite(0.1),
+            TypeError,
+            "skip_nonfinite: `inner` must be an `optax.GradientTransformation`, got 0.1. "
+            "Pass an Optax optimizer such as `optax.adamw(1e-3)`.",
+        ),
+        (
+            lambda: gcx.skip_large_norm(None, 1.0),
+            TypeError,
+            "skip_large_norm: `inner` must be an `optax.GradientTransformation`, got None. "
+            "Pass an Optax optimizer such as `optax.adamw(1e-3)`.",
+        ),
+        (
+            lambda: gcx.skip_nonfinite(optax.sgd(1.0), max_consecutive_skips=0),
+            ValueError,
+            "skip_nonfinite: `max_consecutive_skips` must be an integer >= 1, got 0. "
+            "Pass None for no limit.",
+        ),
+        (
+            lambda: gcx.skip_large_norm(optax.sgd(1.0), 1.0, max_consecutive_skips=2.5),
+            TypeError,
+            "skip_large_norm: `max_consecutive_skips` must be an integer >= 1, got 2.5. "
+            "Pass None for no limit.",
+        ),
+        (
+            lambda: gcx.skip_large_norm(optax.sgd(1.0), 1.0, relearn_after=0),
+            ValueError,
+            "skip_large_norm: `relearn_after` must be an integer >= 1, got 0. "
+            "It bounds how long a new level is mistaken for spikes.",
+        ),
+        (
+            lambda: gcx.skip_large_norm(optax.sgd(1.0), -1.0),
+            ValueError,
+            "skip_large_norm: `max_norm` must be a number > 0, got -1.0. "
+            "Pass a positive number, a schedule, or a rule from `gcx.thresholds`; inf never clips.",
+        ),
+        (
+            lambda: gcx.skip_large_norm(optax.sgd(1.0), "big"),
+            TypeError,
+            "skip_large_norm: `max_norm` must be a number > 0, got 'big'. "
+            "Pass a positive number, a schedule, or a rule from `gcx.thresholds`; inf never clips.",
+        ),
+        (
+            lambda: gcx.skip_large_norm(optax.sgd(1.0), 1.0, ord=0),
+            ValueError,
+            "skip_large_norm: `ord` must be a number > 0, got 0. "
+            "Pass 1, 2, any other order > 0, or `jnp.inf`.",
+        ),
+        (
+            lambda: gcx.skip_nonfinite(optax.sgd(1.0), axis_name=3),
+            TypeError,
+            "skip_nonfinite: `axis_name` must be a string, a tuple of strings or None, got 3. "
+            "Name the mapped axes over which the leaves are sharded.",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_named(build, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        build()
