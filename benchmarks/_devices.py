@@ -15,10 +15,8 @@ from typing import Any
 
 import _hlo
 import jax
-import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Sharding, SingleDeviceSharding
 
 Tree = Any
 _H100 = pathlib.Path(__file__).parent / "h100_target_config.pbtxt"
@@ -63,15 +61,15 @@ def devices(platform: str, topology: str = "v5e:4x4") -> list[Any]:
     return list(made.devices)
 
 
-def one_device(platform: str) -> NamedSharding:
-    """A sharding on one device."""
-    return NamedSharding(Mesh(np.array(devices(platform)[:1]), ("x",)), P())
+def one_device(platform: str) -> Sharding:
+    """A sharding on one device, as that of arrays that were never sharded."""
+    return SingleDeviceSharding(devices(platform)[0])
 
 
 def placed(tree: Tree, sharding: Any) -> Tree:
     """The shapes of a tree, on a sharding or a tree of them."""
     shardings = sharding
-    if isinstance(sharding, NamedSharding):
+    if isinstance(sharding, Sharding):
         shardings = jax.tree.map(lambda _: sharding, tree)
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
