@@ -51,6 +51,9 @@ optimizer = functools.partial(Row, is_identity_below=False)
 
 TRANSFORMATIONS: dict[str, Row] = {
     "clip": Row(lambda **_: gcx.clip(0.5)),
+    "clip_by_norm": Row(
+        lambda **axes: gcx.clip_by_norm(100.0, granularity="leaf", reaction="zero", **axes)
+    ),
     "clip_by_global_norm": Row(
         lambda **axes: gcx.clip_by_global_norm(1.0, **axes), bound=("tree", 1.0)
     ),
@@ -109,6 +112,10 @@ TRANSFORMATIONS: dict[str, Row] = {
     "skip_large_norm": optimizer(
         lambda **axes: gcx.skip_large_norm(SGD, 100.0, **axes),
         around=lambda inner: gcx.skip_large_norm(inner, 100.0),
+    ),
+    "skip_spikes": optimizer(
+        lambda **axes: gcx.skip_spikes(SGD, norm=100.0, **axes),
+        around=lambda inner: gcx.skip_spikes(inner, norm=100.0),
     ),
     "record_norms": Row(lambda **axes: gcx.record_norms(4, **axes)),
 }

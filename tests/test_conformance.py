@@ -107,8 +107,8 @@ def test_updates_have_the_types_of_the_input_and_states_those_of_init(name, dtyp
         params = example(dtype)
         first = tx.init(params)
         updates, state = jax.eval_shape(tx.update, params, first, params)
-    assert types(updates) == types(params)
-    assert types(state) == types(first)
+        assert types(updates) == types(params)
+        assert types(state) == types(first)
 
 
 @every

@@ -9,10 +9,12 @@ import numpy as np
 import optax
 import pytest
 
+import compat
 import gradclip_jax as gcx
 import hlo
 import trees
 from gradclip_jax._run_if import run_if
+from guard_cases import on_an_accelerator
 
 X, Y = jnp.array([1.0, -2.0, 3.0]), jnp.float32(0.5)
 TAKEN = pytest.mark.parametrize("taken", [True, False])
@@ -186,9 +188,6 @@ TRANSFORMATIONS = {
     "skip_large_norm": lambda: gcx.skip_large_norm(optax.adam(0.1), 2.5),
     "accumulate_of_guard": lambda: gcx.accumulate_gradients(gcx.skip_nonfinite(optax.adam(0.1)), 2),
     "guard_of_accumulate": lambda: gcx.skip_nonfinite(gcx.accumulate_gradients(optax.adam(0.1), 2)),
-    "accumulate_of_accumulate": lambda: gcx.accumulate_gradients(
-        gcx.accumulate_gradients(optax.adam(0.1), 2), 2
-    ),
     "chain_of_accumulate": lambda: optax.chain(
         gcx.clip_by_global_norm(1.0), gcx.accumulate_gradients(optax.adam(0.1), 2)
     ),
@@ -303,3 +302,25 @@ def test_a_parameter_without_gradient_stays_as_it_is(every):
         after, state = jax.jit(lambda p, s: gcx.apply_gradients(tx, grads, s, p))(after, state)
     np.testing.assert_array_equal(after["w"], 0.5 * X)
     np.testing.assert_array_equal(after["n"], params["n"])
+
+
+def test_strict_promotion_takes_float32_updates_to_bfloat16_parameters():
+    tx = gcx.accumulate_gradients(optax.sgd(0.5), 1)
+    params = jnp.ones(3, jnp.bfloat16)
+    with compat.strict():
+        step = jax.jit(lambda p, s, g: gcx.apply_gradients(tx, g, s, p))
+        after, _ = step(params, tx.init(params), params)
+    assert after.tolist() == [0.5] * 3 and after.dtype == params.dtype
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_step_that_is_usually_taken_is_selected_on_an_accelerator(monkeypatch, taken):
+    def run(predicate, x, key):
+        return run_if(predicate, lambda c: (c[0] + 1, c[1]), (x, key), usually=True)
+
+    args = (jnp.array(taken), X, jax.random.key(0))
+    expected = jax.jit(run)(*args)
+    on_an_accelerator(monkeypatch)
+    selected = jax.jit(run).lower(*args)
+    assert "while" not in selected.as_text() and "optimization_barrier" in selected.as_text()
+    chex.assert_trees_all_equal(selected.compile()(*args), expected)

@@ -11,7 +11,8 @@ import gradclip_jax as gcx
 from gradclip_jax._states import find_states, increment_where, replace_states
 from gradclip_jax.accumulation._state import AccumulationState
 from gradclip_jax.clipping._step import ClipState
-from gradclip_jax.guarding._transform import SkipLargeNormState, SkipNonfiniteState
+from gradclip_jax.guarding._skip_nonfinite import SkipNonfiniteState
+from gradclip_jax.guarding._skip_spikes import SkipSpikesState
 
 PARAMS = {"w": jnp.ones(2)}
 
@@ -37,13 +38,13 @@ def test_states_inside_one_another_are_all_found_the_outermost_first():
             2,
         )
     )
-    kinds = (ClipState, AccumulationState, SkipNonfiniteState, SkipLargeNormState)
+    kinds = (ClipState, AccumulationState, SkipNonfiniteState, SkipSpikesState)
     accumulation = ".inner_state"
     large = ".inner_state.inner_opt_state[0]"
     assert paths(tx.init(PARAMS), kinds) == [
         ("", "SkipNonfiniteState"),
         (accumulation, "AccumulationState"),
-        (large, "SkipLargeNormState"),
+        (large, "SkipSpikesState"),
         (f"{large}.inner_state", "SkipNonfiniteState"),
         (f"{large}.inner_state.inner_state", "ClipState"),
         (".inner_state.inner_opt_state[1]", "ClipState"),

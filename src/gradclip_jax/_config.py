@@ -154,17 +154,15 @@ class AccumulationConfig:
 @functools.cache
 def _constructors() -> dict[str, Callable[..., Any]]:
     """The public functions that make a transformation, or a part of one such as a rule."""
-    package = vars(sys.modules[__package__ or ""])
-    public = {key: x for key, x in package.items() if key[0] != "_"}
-    spaces = [vars(x) for x in public.values() if inspect.ismodule(x)]
-    parts = {key: x for space in spaces for key, x in space.items() if inspect.isfunction(x)}
-    functions = {key: x for key, x in public.items() if inspect.isfunction(x)}
-    return parts | {key: x for key, x in functions.items() if _makes_transformation(x)}
-
-
-def _makes_transformation(function: Callable[..., Any]) -> bool:
-    made = inspect.get_annotations(function).get("return")
-    return isinstance(made, type) and issubclass(made, optax.GradientTransformation)
+    found: dict[str, Callable[..., Any]] = {}
+    for name, value in vars(sys.modules[__package__ or ""]).items():
+        if inspect.isfunction(value):
+            made = inspect.get_annotations(value).get("return")
+            if isinstance(made, type) and issubclass(made, optax.GradientTransformation):
+                found[name] = value
+        elif inspect.ismodule(value) and name[0] != "_":  # a namespace, such as `thresholds`
+            found |= {key: x for key, x in vars(value).items() if inspect.isfunction(x)}
+    return found
 
 
 def _check_arguments(function: str, constructor: Callable[..., Any], given: Any) -> None:

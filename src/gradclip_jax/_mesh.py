@@ -88,6 +88,12 @@ def unreduced_axes(x: Any) -> frozenset[str]:
     return frozenset(getattr(jax.typeof(x).sharding.spec, "unreduced", None) or ())
 
 
+def is_unreduced(tree: Any) -> bool:
+    """Whether each device holds a summand of a leaf."""
+    leaves = [x for x in jax.tree.leaves(tree) if hasattr(x, "shape")]
+    return any(unreduced_axes(x) for x in leaves if x.dtype != jax.dtypes.float0)
+
+
 def reduced_axes(x: Any) -> frozenset[str]:
     """The mesh axes over which a gradient with respect to a value stays unreduced."""
     return frozenset(getattr(jax.typeof(x).sharding.spec, "reduced", None) or ())

@@ -20,7 +20,7 @@ import optax
 from jax import lax
 
 from ._checks import check_transformation, is_float0, is_traced
-from ._mesh import reshard_like, varying_axes, zeros_of_type
+from ._mesh import is_unreduced, reshard_like, varying_axes, zeros_of_type
 from ._types import Array, Scalar, Tree
 
 Step = Callable[[Tree], Tree]
@@ -41,6 +41,10 @@ def run_if(predicate: Array | bool, step: Step, carry: Tree, *, usually: bool = 
         return typed_step(carry) if bool(predicate) else carry
     # What the step closes over becomes an argument: a custom derivative needs to see it.
     pure_step, closed_over = jax.closure_convert(typed_step, carry)
+    if is_unreduced((carry, closed_over)):
+        # XLA (JAX 0.10.2) sums what is unreduced over devices before it enters a loop, and what
+        # is added to it there once more.
+        return lax.cond(predicate, pure_step, lambda carry, *_: carry, carry, *closed_over)
     return _run_if(pure_step, usually, predicate, carry, tuple(closed_over))
 
 
@@ -76,9 +80,14 @@ def _run_if(
         # XLA (JAX 0.10.2, H100) merges the step with an earlier look at it, and writes its result
         # down for both: 14 N moved where a second computation behind the barrier makes it 11 N.
         # What the step closes over is not behind it: the norm of a gradient is taken once.
-        carry = _after(predicate, carry)
-        result = step(carry, *closed_over)
-        return jax.tree.map(functools.partial(jnp.where, predicate), result, carry)
+        known = _after(predicate, carry)
+        result = step(known, *closed_over)
+
+        def choose(new: Any, same: Any, old: Any) -> Any:
+            # What the step hands through must stay what it was, or a TPU copies it.
+            return old if new is same else jnp.where(predicate, new, same)
+
+        return jax.tree.map(choose, result, known, carry)
 
     if not usually:
         return loop(predicate, carry, closed_over)
@@ -208,7 +217,7 @@ def _pass_gate(
         assert check is not None
         passed = check_if(is_open, lambda: check(accumulator, inner_state, params_of(output)))
         passed = is_open & passed
-        return run_if(passed, step, carry, usually=True), passed
+        return run_if(passed, step, carry, usually=now.usually_open), passed
 
     carry, stepped = (output, now.inner_state, now.accumulator), now.is_open
     if check is None:

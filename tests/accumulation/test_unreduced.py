@@ -102,10 +102,12 @@ def test_a_window_is_reduced_once_and_equals_that_of_one_device(mesh, name, zero
 
     held = step.lower(params, state, xs[0], WEIGHTS[0], closes=False).compile().as_text()
     assert collectives(held) == {}
-    closing = step.lower(params, state, xs[0], WEIGHTS[0], closes=True).compile().as_text()
-    moved = hlo.all_reduced(closing)
-    if not zero:  # each element once, and perhaps a few scalars
-        assert N <= sum(moved) <= N + 4 and set(collectives(closing)) == {"all-reduce"}
+    for closes in (True, None):  # known to close, and counted: then behind a branch
+        text = step.lower(params, state, xs[0], WEIGHTS[0], closes=closes).compile().as_text()
+        assert collectives(text) == {}
+        if not zero:  # each element once, and perhaps a few scalars
+            assert N <= sum(hlo.all_reduced(text, branches=True)) <= N + 4
+            assert set(collectives(text, branches=True)) == {"all-reduce"}
 
     with jax.set_mesh(jax.make_mesh((1,), ("one",), axis_types=(AxisType.Auto,))):
         one = {k: jnp.asarray(p) for k, p in plain.items()}
@@ -119,6 +121,38 @@ def test_a_window_is_reduced_once_and_equals_that_of_one_device(mesh, name, zero
         jax.tree.map(np.asarray, (wanted, wanted_flush)),
         rtol=1e-4,
         atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["update", "apply_gradients"])
+@pytest.mark.parametrize("grads_spec", [(), ("data",), (None, "data")])
+def test_gradients_state_and_parameters_may_be_sharded_each_in_its_own_way(mesh, grads_spec, fast):
+    tx = gcx.accumulate_gradients(optax.adam(0.1), 2)
+    plain = {k: np.asarray(p) for k, p in PARAMS.items()}
+    params = place(plain, mesh)
+    inner = jax.tree.map(
+        lambda x: place(x, mesh, "data") if x.ndim else x, optax.adam(0.1).init(params)
+    )
+    state = tx.init(params)._replace(inner_opt_state=inner)
+    wanted, one = plain, tx.init(plain)
+
+    @jax.jit
+    def step(params, state, grads):
+        if fast:
+            return gcx.apply_gradients(tx, grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return params, state, updates
+
+    for _ in range(2):
+        grads = place(plain, mesh, *grads_spec)
+        params, after, *updates = step(params, state, grads)
+        assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
+        state = after
+        updates_of_one, one = tx.update(plain, one, wanted)
+        wanted = optax.apply_updates(wanted, updates_of_one) if fast else wanted
+    got, wanted = (params, wanted) if fast else (updates[0], updates_of_one)
+    chex.assert_trees_all_close(
+        jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, wanted), rtol=1e-5, atol=1e-6
     )
 
 
@@ -142,6 +176,22 @@ def test_inside_one_step_the_gradient_is_reduced_once_after_the_loop(mesh, has_w
         (wanted[0][0] if has_weight else wanted[0], wanted[1]),
         rtol=1e-5,
         atol=1e-6,
+    )
+
+
+def test_a_bias_is_reduced_for_each_micro_batch_and_a_matrix_is_not(mesh):
+    def fun(params, x):
+        return loss(params, x) + jnp.mean((x @ params["w"] + params["b"]) ** 2)
+
+    params = {**{k: np.asarray(p) for k, p in PARAMS.items()}, "b": np.ones(8, np.float32)}
+    params = place(params, mesh)
+    batch = place(np.asarray(X).reshape(-1, 16)[:64], mesh, "data")
+    take = jax.jit(gcx.microbatched_value_and_grad(fun, 4))
+    text = take.lower(params, batch).compile().as_text()
+    inside = sum(hlo.all_reduced(text)) - sum(hlo.all_reduced(text, loops=False))
+    assert inside < N
+    chex.assert_trees_all_close(
+        take(params, batch), jax.value_and_grad(fun)(params, batch), rtol=1e-5, atol=1e-6
     )
 
 

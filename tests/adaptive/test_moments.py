@@ -269,7 +269,7 @@ def test_stable_adamw_takes_a_schedule():
     np.testing.assert_allclose(updates[0][:, 0], [-0.1, 0.0, -0.3], rtol=1e-5)
 
 
-# whatever comes
+# any sequence
 
 
 @each_clip
@@ -291,7 +291,7 @@ def test_no_gradient_makes_a_state_bad(clip, sizes, seed):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["acclip", "acclip_2", "spam"])
-def test_a_bad_element_leaves_its_own_moments_as_they_were(name, bad):
+def test_a_bad_element_keeps_its_moments(name, bad):
     grads = gradients(30)[1]
     poisoned = grads.copy()
     poisoned[10, 2] = bad
@@ -307,7 +307,7 @@ def test_a_bad_element_leaves_its_own_moments_as_they_were(name, bad):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_bad_leaf_leaves_its_own_levels_as_they_were(bad):
+def test_a_bad_leaf_keeps_its_averages(bad):
     grads = gradients(30)
     poisoned = [grads[0].copy(), grads[1]]
     poisoned[0][10, 1, 1] = bad

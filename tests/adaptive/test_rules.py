@@ -162,7 +162,7 @@ def test_zscore_is_the_paper_with_our_addition_over_the_whole_recording(run):
 
 
 @pytest.mark.parametrize("name", ["nan", "inf"])
-def test_zscore_goes_on_as_if_a_step_that_is_not_finite_had_not_been(name):
+def test_zscore_ignores_steps_that_are_not_finite(name):
     run = recorded.recording("zclip", name)
     rule, want = zscore_of(run)
     bad = ~np.isfinite(run.norms)
@@ -270,7 +270,7 @@ def test_mean_std_lets_a_constant_norm_rise_a_little():
     np.testing.assert_allclose(found[8:], 0.1 * 1.06, rtol=20 * EPS)
 
 
-def test_mean_std_goes_on_after_a_nan_where_both_projects_skip_a_window():
+def test_mean_std_ignores_a_nan_for_which_both_projects_skip_a_window():
     run = recorded.recording("levanter_skip_step", "nan_16")
     assert run.gave["step_factor"][35:52] == [0] * 17
     found, _ = follow(thresholds.mean_std(6.0, 16, 8), run.norms)
@@ -318,9 +318,9 @@ def test_rules_say_whether_they_take_signed_values():
 
 def test_signed_values_of_zero_count():
     losses = np.r_[np.zeros(30), 0.5]
-    for rule in (SIGNED["mean_std"], SIGNED["zscore"]):
-        found, states = follow(rule, losses)
-        assert states.count[-1] == 31 and found[-1] < 0.5
+    for name, count in (("mean_std", "value_count"), ("zscore", "norm_count")):
+        found, states = follow(SIGNED[name], losses)
+        assert getattr(states, count)[-1] == 31 and found[-1] < 0.5
     assert follow(SIGNED["percentile"], np.r_[1.0, np.zeros(30)])[0][-1] == 0.0
 
 
@@ -412,7 +412,7 @@ def test_quantile_comes_back_from_either_end():
 # capped
 
 
-def test_cap_bounds_the_threshold_and_is_not_seen_by_the_history():
+def test_cap_bounds_the_threshold_and_leaves_the_history_alone():
     norms = lognormal(60)
     free, free_states = follow(thresholds.zscore(), norms)
     found, states = follow(thresholds.capped(thresholds.zscore(), 0.7), norms)
@@ -436,7 +436,7 @@ def test_cap_holds_for_numbers_schedules_and_rules_that_look_at_parameters(rule,
     assert float(threshold) == want
 
 
-# whatever comes
+# any sequence
 
 
 def is_sound(found, states):
@@ -544,7 +544,7 @@ def test_a_spike_in_the_warm_up_is_forgotten(rule):
 
 
 @each_rule
-def test_a_rule_treats_units_of_any_shape_one_by_one(rule):
+def test_a_rule_is_elementwise(rule):
     norms = lognormal(80).reshape(40, 2) * [1.0, 50.0]
     norms[10:, 1] *= 3
     norms[20, 0] = math.nan
@@ -716,10 +716,10 @@ def test_a_guard_skips_spikes_by_any_rule_and_finds_a_new_level(rule):
     assert states.skipped_nonfinite[-1] == 1
 
 
-# a rule of one's own
+# a user's rule
 
 
-def own_rule(slack=2.0):
+def users_rule(slack=2.0):
     """At most `slack` times the largest norm so far, once there is one."""
 
     def update(norm, largest, param_norm):
@@ -732,13 +732,13 @@ def own_rule(slack=2.0):
 @pytest.mark.parametrize(
     ("tx", "kept"),
     [
-        (gcx.clip_by_leaf_norm({"a": own_rule(), "b": 1e6}), True),
-        (gcx.clip_by_global_norm(thresholds.capped(own_rule(), 1e6)), True),
-        (gcx.zero_large_norm(own_rule()), False),
-        (gcx.skip_large_norm(optax.identity(), own_rule()), False),
+        (gcx.clip_by_leaf_norm({"a": users_rule(), "b": 1e6}), True),
+        (gcx.clip_by_global_norm(thresholds.capped(users_rule(), 1e6)), True),
+        (gcx.zero_large_norm(users_rule()), False),
+        (gcx.skip_large_norm(optax.identity(), users_rule()), False),
     ],
 )
-def test_a_rule_of_ones_own_works_wherever_a_threshold_does(tx, kept):
+def test_a_users_rule_works_wherever_a_threshold_does(tx, kept):
     grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([[0.5]])}
     update = jax.jit(tx.update)
     _, state = update(grads, tx.init(grads), grads)
@@ -747,7 +747,7 @@ def test_a_rule_of_ones_own_works_wherever_a_threshold_does(tx, kept):
     np.testing.assert_allclose(updates["a"], 2 * grads["a"] * kept, rtol=8 * EPS)
 
 
-def test_a_rule_of_ones_own_may_look_at_the_parameters():
+def test_a_users_rule_can_use_the_norms_of_the_parameters():
     rule = thresholds.Rule(
         lambda norm: (), lambda norm, state, param_norm: (0.1 * param_norm, state), True
     )

@@ -164,7 +164,7 @@ def test_a_sum_that_overflows_does_not_stay():
     )
 )
 @hypothesis.settings(max_examples=30)
-def test_nothing_is_lost_whatever_comes(sizes):
+def test_nothing_is_lost_for_any_sequence(sizes):
     sizes = np.array(sizes, np.float32)
     grads = {
         "a": jnp.asarray(np.ones((30, 3, 2)), jnp.float32),

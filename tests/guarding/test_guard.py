@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import compat
 import gradclip_jax as gcx
@@ -19,10 +20,12 @@ from guard_cases import (
     dtypes,
     each_guard,
     feed,
+    on_an_accelerator,
     on_shards,
     params_and_grads,
     spoiled,
     spoiled_all,
+    train,
 )
 
 
@@ -325,3 +328,116 @@ def test_reactions_to_what_is_not_finite_are_uniform():
 def test_a_wrong_argument_is_named(build, error, message):
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         build()
+
+
+# Other inputs
+
+
+@pytest.mark.skipif(compat.VERSION < (0, 8), reason="XLA of JAX 0.7 aborts on the reshard")
+def test_replicated_gradients_with_sharded_moments_keep_their_types():
+    explicit = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=explicit)
+    sharded = NamedSharding(mesh, PartitionSpec("data"))
+    params = jax.device_put(jnp.ones(16), NamedSharding(mesh, PartitionSpec()))
+    tx = gcx.skip_nonfinite(optax.adam(0.1))
+    state = jax.tree.map(lambda x: jax.device_put(x, sharded) if x.ndim else x, tx.init(params))
+    updates, after = jax.jit(tx.update)(params, state, params)
+    assert jax.typeof(updates).sharding.spec == PartitionSpec("data")
+    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
+    moved, _ = jax.jit(functools.partial(gcx.apply_gradients, tx))(params, state, params)
+    assert jax.typeof(moved) == jax.typeof(params)
+    np.testing.assert_allclose(moved, params + updates, rtol=1e-6)
+    _, after = jax.jit(tx.update)(params * jnp.nan, state, params)
+    assert int(after.skipped_nonfinite) == 1
+
+
+@each_guard
+def test_a_weakly_typed_inner_state_is_traced_once(guard):
+    traces = []
+
+    def update(updates, state, params=None):
+        traces.append(1)
+        return updates, {"scale": state["scale"] * jnp.float32(2)}
+
+    inner = optax.GradientTransformation(lambda params: {"scale": jnp.asarray(1.0)}, update)
+    tx = guard(inner)
+    step, params = jax.jit(tx.update), jnp.ones(2)
+    _, state = step(params, tx.init(params), params)
+    first = len(traces)
+    for _ in range(3):
+        _, state = step(params, state, params)
+    assert len(traces) == first
+
+
+@each_guard
+def test_swapped_state_and_gradients_are_named(guard):
+    params, grads = params_and_grads()
+    tx = guard(optax.sgd(0.1))
+    state = tx.init(params)
+    name = type(state).__name__
+    with pytest.raises(TypeError, match=f"skip_.*: `state` must be a `{name}`, got dict."):
+        tx.update(grads, grads, params)
+    with pytest.raises(ValueError, match=f"skip_.*: `state` must be a `{name}`, got None."):
+        tx.update(grads, None, params)
+
+
+@each_guard
+def test_lookahead_is_guarded(guard):
+    bare = optax.lookahead(optax.sgd(0.5), sync_period=2, slow_step_size=0.5)
+    tx = guard(bare)
+    params = {"w": jnp.array([4.0, 2.0])}
+    expected = pair = optax.LookaheadParams.init_synced(params)
+    state, bare_state = tx.init(pair), bare.init(pair)
+    step = jax.jit(tx.update)
+    for i in range(5):
+        grads = jax.tree.map(lambda x: x * 0.5, pair.fast)
+        if i == 2:
+            updates, state = step(jax.tree.map(lambda x: x * jnp.nan, grads), state, pair)
+            chex.assert_trees_all_equal(optax.apply_updates(pair, updates), pair)
+        updates, state = step(grads, state, pair)
+        pair = optax.apply_updates(pair, updates)
+        updates, bare_state = bare.update(grads, bare_state, expected)
+        expected = optax.apply_updates(expected, updates)
+    chex.assert_trees_all_close(pair, expected, rtol=1e-6)
+
+
+def test_an_object_with_init_and_update_is_taken():
+    class Plain:
+        def init(self, params):
+            return ()
+
+        def update(self, updates, state, params=None):
+            return jax.tree.map(jnp.negative, updates), state
+
+    for guard in GUARDS.values():
+        tx = guard(Plain())
+        updates, _ = tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+        assert updates.tolist() == [-1.0, -1.0]
+
+
+# What a GPU and a TPU run
+
+
+@pytest.mark.parametrize("check", ["step", "gradient"])
+@pytest.mark.parametrize("wrap", [optax.chain, lambda tx: gcx.accumulate_gradients(tx, 2)])
+def test_an_accelerator_takes_the_same_steps_as_a_cpu(monkeypatch, check, wrap):
+    tx = gcx.skip_nonfinite(wrap(optax.adamw(0.1)), check=check)
+    bad = [np.nan, np.inf, 1e20, 3e38]
+    stream = jnp.asarray([1.0, 0.5, bad[0], 2.0, 1.0, bad[1], 1.0, bad[2], 1.0, bad[3], 3.0, 1.0])
+    expected = train(tx, stream)
+    on_an_accelerator(monkeypatch)
+    chex.assert_trees_all_close(train(tx, stream), expected, rtol=1e-6)
+
+
+def test_a_guard_neither_loops_nor_branches_on_an_accelerator(monkeypatch):
+    on_an_accelerator(monkeypatch)
+    params = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}
+    branches_of_norm = str(jax.make_jaxpr(gcx.global_norm)(params)).count("cond[")
+    for tx in (
+        gcx.skip_nonfinite(optax.adamw(0.1)),
+        gcx.skip_nonfinite(optax.adamw(0.1), check="gradient"),
+        gcx.skip_large_norm(optax.adamw(0.1), 1.0),
+    ):
+        step = functools.partial(gcx.apply_gradients, tx)
+        text = str(jax.make_jaxpr(step)(params, tx.init(params), params))
+        assert "while[" not in text and text.count("cond[") <= branches_of_norm

@@ -1,7 +1,9 @@
 """Guards against spikes: thresholds, what a rule learns, and that nothing locks up."""
 
 import functools
+import json
 import re
+from pathlib import Path
 
 import chex
 import jax
@@ -239,7 +241,7 @@ def test_norms_that_are_not_finite_do_not_enter_the_history(rule):
     _, clean = feed(tx, stream)
     holes = np.insert(stream, [0, 5, 5, 30, 59], [np.nan, np.inf, np.nan, -np.inf, np.nan])
     skipped, state = feed(tx, holes)
-    chex.assert_trees_all_equal(state.signals, clean.rules)
+    chex.assert_trees_all_equal(state.signals, clean.signals)
     assert skipped[~np.isfinite(holes)].all()
 
 
@@ -290,7 +292,8 @@ def test_reactions_to_a_large_norm_are_uniform():
         _, before = reaction.update(grads / 10, reaction.init(grads))
         updates, after = reaction.update(grads, before)
         found = gcx.metrics(after)
-        assert found["grad_norm"] == 5.0 and found["skip_threshold"] == 1.0
+        assert found["grad_norm"] == 5.0
+        assert found["clip_threshold" if seen else "skip_threshold"] == 1.0
         if seen is None:
             chex.assert_trees_all_equal(after.inner_state, before.inner_state)
             assert updates.tolist() == [0.0, 0.0] and found["skipped_large_norm"] == 1
@@ -308,3 +311,155 @@ def test_a_rule_that_looks_at_parameters_needs_them():
         tx.update(grads, tx.init(params))
     with pytest.raises(TypeError, match=r"skip_large_norm: `updates` must be a tree like `params`"):
         tx.update(grads, tx.init(params), {"w": params["w"]})
+
+
+# Loss and norm
+
+
+def feed_both(tx, losses, norms):
+    """Which steps a guard skips on a stream of losses and norms, and its last state."""
+
+    def step(state, now):
+        loss, norm = now
+        _, state = tx.update(jnp.stack([norm * 0.6, norm * 0.8]), state, value=loss)
+        return state, state.consecutive_skips > 0
+
+    stream = jnp.asarray(losses, jnp.float32), jnp.asarray(norms, jnp.float32)
+    run = jax.jit(lambda stream: jax.lax.scan(step, tx.init(jnp.zeros(2)), stream))
+    state, skipped = run(stream)
+    return np.flatnonzero(skipped).tolist(), state
+
+
+RECORDED = json.loads((Path(__file__).parents[1] / "data" / "spike_guards.json").read_text())
+PUBLISHED = {  # window, values before the first threshold, divisor of the variance
+    "levanter": {"window": 17, "warmup_steps": 8, "ddof": 0},
+    "maxtext": {"window": 16, "warmup_steps": 7, "ddof": 1},  # and OLMo-core
+}
+
+
+def published(name):
+    rule = functools.partial(gcx.thresholds.mean_std, 4.0, **PUBLISHED[name])
+    return gcx.skip_spikes(optax.identity(), norm=rule(), loss=rule(signed=True))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("stream", ["spikes", "rise"])
+def test_published_guards_are_reproduced_step_by_step(name, stream):
+    recorded = RECORDED["streams"][stream]
+    skipped, _ = feed_both(published(name), recorded["losses"], recorded["norms"])
+    assert skipped == recorded["skipped"][name]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_nan_costs_one_step_where_published_guards_let_it_through_or_lock_up(name):
+    recorded = RECORDED["streams"]["nan"]
+    theirs = recorded["skipped"][name]
+    assert 5 not in theirs  # in their warm-up they step on it
+    assert set(range(35, 52)) <= set(theirs)  # and skip until it has left their window
+    losses = [float(x) for x in recorded["losses"]]
+    skipped, state = feed_both(published(name), losses, recorded["norms"])
+    assert skipped == [5, 30, 35, 40, 60]
+    assert state.skipped_nonfinite == 2
+
+
+def test_the_counts_say_whether_it_was_the_loss_or_the_norm():
+    tx = gcx.skip_spikes(optax.sgd(0.1), norm=10.0, loss=-1.0)
+    losses, norms = [-2.0, -0.5, -2.0, 3.0, np.nan], [1.0, 1.0, 20.0, 20.0, 1.0]
+    skipped, state = feed_both(tx, losses, norms)
+    assert skipped == [1, 2, 3, 4]
+    found = {key: float(value) for key, value in gcx.metrics(state).items()}
+    assert found["skipped_large_loss"] == found["skipped_large_norm"] == 2
+    assert found["skipped_nonfinite"] == 1 and found["consecutive_skips"] == 4
+    assert found["loss_threshold"] == -1.0 and found["skip_threshold"] == 10.0
+
+
+def test_a_loss_that_is_not_watched_is_not_reported():
+    found = gcx.metrics(gcx.skip_large_norm(optax.sgd(0.1), 1.0).init(jnp.zeros(2)))
+    assert "skipped_large_norm" in found and not any("loss" in key for key in found)
+
+
+def test_a_guard_of_the_loss_alone_skips_a_gradient_that_is_not_finite():
+    skipped, state = feed_both(gcx.skip_spikes(optax.sgd(0.1), loss=5.0), [1.0] * 3, [1, np.inf, 1])
+    assert skipped == [1] and state.skipped_nonfinite == 1
+
+
+@pytest.mark.parametrize("level", [-3.0, 0.0, 2.0])
+def test_a_lasting_rise_of_the_loss_is_learned(level):
+    noise = 0.1 * np.random.default_rng(0).standard_normal(200)
+    losses = level + noise + np.r_[np.zeros(100), np.full(100, 50.0)]
+    for rule in (
+        gcx.thresholds.mean_std(6.0, window=50, warmup_steps=10, signed=True),
+        gcx.thresholds.zscore(6.0, signed=True),
+    ):
+        tx = gcx.skip_spikes(optax.sgd(0.1), loss=rule)
+        skipped, _ = feed_both(tx, losses, np.ones(200))
+        assert skipped and skipped[0] == 100 and skipped[-1] <= 126
+
+
+def test_both_histories_are_blind_to_a_step_that_is_not_finite():
+    rule = gcx.thresholds.mean_std(4.0, window=8, warmup_steps=3)
+    tx = gcx.skip_spikes(optax.sgd(0.1), norm=rule, loss=rule)
+    _, clean = feed_both(tx, [1.0, 1.1, 0.9], [2.0, 2.1, 1.9])
+    _, state = feed_both(tx, [1.0, np.nan, 1.1, 7.0, 0.9], [2.0, 9.0, 2.1, np.inf, 1.9])
+    chex.assert_trees_all_equal(state.signals, clean.signals)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_the_mean_loss_of_all_devices_decides(check_vma):
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    axis_name = None if check_vma else "data"
+    tx = gcx.skip_spikes(optax.sgd(1.0), loss=4.4, axis_name=axis_name)
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(PartitionSpec("data"), PartitionSpec("data")),
+        out_specs=PartitionSpec(),
+        check_vma=check_vma,
+    )
+    def step(grads, losses):
+        _, state = tx.update(grads, tx.init(grads), value=losses[0])
+        return state.skipped_large_loss, state.loss
+
+    skipped, loss = jax.jit(step)(jnp.ones(8), jnp.arange(1.0, 9.0))
+    assert skipped == 1 and loss == 4.5
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda tx: tx.update(jnp.ones(2), tx.init(jnp.ones(2))),
+            ValueError,
+            "skip_spikes: `value` must be given to watch the loss, got None. "
+            "Pass the loss: `update(grads, state, params, value=loss)`.",
+        ),
+        (
+            lambda tx: tx.update(jnp.ones(2), tx.init(jnp.ones(2)), value=jnp.ones(3)),
+            TypeError,
+            "skip_spikes: `value` must be a scalar, got float32[3]. Pass the mean over the batch.",
+        ),
+        (
+            lambda tx: gcx.skip_spikes(optax.sgd(1.0)),
+            ValueError,
+            "skip_spikes: `norm` must be given, or `loss`, got None for both. "
+            "Pass for example `loss=gcx.thresholds.mean_std()`.",
+        ),
+        (
+            lambda tx: gcx.skip_spikes(optax.sgd(1.0), loss="big"),
+            TypeError,
+            "skip_spikes: `loss` must be a number > -inf, got 'big'. "
+            "Pass a number, a schedule, or a rule from `gcx.thresholds`.",
+        ),
+        (
+            lambda tx: gcx.skip_spikes(optax.sgd(1.0), loss=gcx.thresholds.relative_to_params(0.1)),
+            ValueError,
+            "skip_spikes: `loss` must be a threshold that does not follow the parameters, got one "
+            "that does. Pass a number, a schedule, or a rule of spread such as "
+            "`gcx.thresholds.mean_std()`.",
+        ),
+    ],
+)
+def test_what_a_loss_may_not_be_is_named(call, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        call(gcx.skip_spikes(optax.sgd(1.0), loss=1.0))

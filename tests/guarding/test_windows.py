@@ -111,14 +111,6 @@ def test_a_flush_whose_step_is_not_finite_drops_the_window():
     assert gcx.has_updated(state)
 
 
-def test_a_window_inside_a_window_is_dropped_with_it():
-    inside = gcx.accumulate_gradients(optax.adam(0.1), 2)
-    tx = gcx.skip_nonfinite(gcx.accumulate_gradients(inside, 2))
-    params, skipped, state = train(tx, jnp.ones(24).at[0].set(1e25))
-    assert int(skipped[-1]) == 1 and params[-1].all()
-    assert not gcx.nonfinite_leaves((params[-1], state))
-
-
 @pytest.mark.parametrize("weight", [np.nan, np.inf])
 def test_a_weight_that_is_not_finite_drops_its_micro_batch(weight):
     tx = gcx.skip_nonfinite(gcx.accumulate_gradients(optax.sgd(1.0), 2))

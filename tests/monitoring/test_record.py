@@ -41,7 +41,7 @@ def test_what_is_not_finite_is_counted_and_not_recorded():
     norms = [1.0, np.nan, 2.0, np.inf, -np.inf, 3.0, np.nan]
     state = feed(gcx.record_norms(4), norms)
     np.testing.assert_allclose(gcx.norm_history(state), [1, 2, 3], rtol=1e-6)
-    assert state.nonfinite_norms == 4 and state.count == 3
+    assert state.nonfinite_norms == 4 and state.step_count == 3
     assert np.isfinite(state.norms).all()
     state = feed(gcx.record_norms(2), norms)
     np.testing.assert_allclose(gcx.norm_history(state), [2, 3], rtol=1e-6)
@@ -136,7 +136,7 @@ def test_counters_saturate_and_the_ring_goes_on():
     assert state.nonfinite_norms == full
     for norm in (1.0, 2.0, 3.0):
         _, state = record.update(jnp.array([norm]), state)
-    assert state.count == 2 and gcx.norm_history(state).tolist() == [2.0, 3.0]
+    assert state.step_count == 2 and gcx.norm_history(state).tolist() == [2.0, 3.0]
 
 
 def test_nothing_is_promoted_and_a_fresh_state_can_be_donated():

@@ -4,6 +4,7 @@ Inside `shard_map` a gradient stays on its device if the parameter is typed as v
 explicit axes if the parameter is typed as reduced: the gradient is then *unreduced*, a summand.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from .. import _mesh as mesh
 from .._checks import is_float0
-from .._mesh import reduced_axes, unreduced_axes, varying_axes
+from .._mesh import is_unreduced, reduced_axes, unreduced_axes, varying_axes
 from .._types import Array, Tree
 from ._reduction import is_summed
 
@@ -27,15 +28,6 @@ def without_reduced_axes(params: Tree) -> Tree:
         return jax.sharding.reshard(param, mesh.sharding_with(param))
 
     return jax.tree.map(plain, params)
-
-
-def is_unreduced(tree: Tree) -> bool:
-    """Whether each device holds a summand of a leaf.
-
-    JAX 0.10.2 adds such arrays wrongly inside a `while_loop`, with a second sum over devices,
-    where `scan` and straight code are right. So they are only added outside of one.
-    """
-    return any(unreduced_axes(x) for x in jax.tree.leaves(tree) if not is_float0(x))
 
 
 def reduce_over_devices(grads: Tree, inner_state: Any) -> Tree:
@@ -78,11 +70,9 @@ def batch_axes(args: Sequence[Any], batches: Sequence[int]) -> frozenset[str]:
 
 def _sharded_axes(x: Any) -> frozenset[str]:
     """The explicit axes in the type of an array."""
-    sharding = jax.typeof(x).sharding
     entries = mesh.sharding_with(x).spec
     names = [n for entry in entries for n in (entry if isinstance(entry, tuple) else [entry])]
-    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-    return frozenset(n for n in names if kinds.get(n) == AxisType.Explicit)
+    return _axes_of(x, AxisType.Explicit).intersection(names)
 
 
 def keep_apart(
@@ -93,15 +83,28 @@ def keep_apart(
     micro_batch: Callable[[Sequence[Any], int], Any],
 ) -> list[Any]:
     """The arguments, typed so that gradients by some of them are not summed over the axes."""
-    varying = [_each(x, _vary, axes) if i in differentiated else x for i, x in enumerate(args)]
-    if not (hasattr(PartitionSpec(), "reduced") and all(map(is_summed, words))):
+    varying = list(args)
+    for i in differentiated:
+        varying[i] = jax.tree.map(lambda x: _vary(x, axes), args[i])
+    is_typed = hasattr(PartitionSpec(), "reduced") and not axes.isdisjoint(_explicit_axes(args))
+    if not (is_typed and all(map(is_summed, words))):
         return varying
-    local = [_each(x, _reduced, axes) if i in differentiated else x for i, x in enumerate(varying)]
-    try:
-        out = jax.eval_shape(lambda: micro_batch(local, 0))
-    except Exception:  # not every operation has a rule for what is reduced
-        return varying
-    return varying if any(map(unreduced_axes, jax.tree.leaves((out.value, out.aux)))) else local
+    # JAX 0.10.2 cannot add a reduced bias to activations that are sharded.
+    for least_ndim in (0, 2):
+
+        def reduced(x: Any, least_ndim: int = least_ndim) -> Any:
+            return _reduced(x, axes) if np.ndim(x) >= least_ndim else x
+
+        local = list(varying)
+        for i in differentiated:
+            local[i] = jax.tree.map(reduced, varying[i])
+        try:
+            out = jax.eval_shape(functools.partial(micro_batch, local), 0)
+        except Exception:  # an operation has no rule for what is reduced; or the user's own fault
+            continue
+        if not mesh.is_unreduced((out.value, out.aux)):
+            return local
+    return varying
 
 
 def sum_over(
@@ -121,21 +124,23 @@ def sum_over(
     return jax.tree.unflatten(structure, [total(*column) for column in columns])
 
 
-def _each(tree: Tree, change: Callable[[Any, frozenset[str]], Any], axes: frozenset[str]) -> Tree:
-    return jax.tree.map(lambda x: change(x, axes), tree)
+def _explicit_axes(tree: Tree) -> frozenset[str]:
+    return frozenset[str]().union(*(_axes_of(x, AxisType.Explicit) for x in jax.tree.leaves(tree)))
+
+
+def _axes_of(x: Any, kind: AxisType) -> frozenset[str]:
+    """The axes of one kind of the mesh of an array."""
+    own = jax.typeof(x).sharding.mesh
+    kinds = zip(own.axis_names, own.axis_types, strict=True)
+    return frozenset(name for name, its_kind in kinds if its_kind == kind)
 
 
 def _vary(x: Any, axes: frozenset[str]) -> Any:
-    sharding = jax.typeof(x).sharding
-    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-    return mesh.vary(x, frozenset(n for n in axes if kinds.get(n) == AxisType.Manual))
+    return mesh.vary(x, axes & _axes_of(x, AxisType.Manual))
 
 
 def _reduced(x: Any, axes: frozenset[str]) -> Any:
-    sharding = jax.typeof(x).sharding
-    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-    explicit = frozenset(n for n in axes if kinds.get(n) == AxisType.Explicit)
-    missing = explicit - _sharded_axes(x) - reduced_axes(x)
+    missing = (axes & _axes_of(x, AxisType.Explicit)) - _sharded_axes(x) - reduced_axes(x)
     if not missing:
         return x
     return jax.sharding.reshard(x, mesh.sharding_with(x, reduced=missing | reduced_axes(x)))

@@ -9,7 +9,7 @@ import optax
 from jax import lax
 
 from .._checks import check_same_structure, error_message, is_float0, leaf_path
-from .._mesh import reduced_axes, reshard_like, sharding_with, unreduced_axes
+from .._mesh import is_unreduced, reduced_axes, reshard_like, sharding_with, unreduced_axes
 from .._types import Array, Scalar, Tree
 from ._devices import reduce_over_devices
 from ._reduction import combine, divide, identity_of, round_to
@@ -122,6 +122,8 @@ def spent_accumulator(acc: Tree, window: Tree) -> Tree:
     emission of AdamW moves 8 N, not 10 (JAX 0.10.2, H100). On a CPU it makes an array of it, for
     which the accumulator has room: 0 N of scratch, not 2.
     """
+    if is_unreduced(acc):
+        return acc
     return lax.platform_dependent(
         acc, window, cpu=lambda acc, window: window, default=lambda acc, window: acc
     )

@@ -19,7 +19,7 @@ from .._states import (
     with_structure_of,
 )
 from .._types import Scalar, Tree
-from ._devices import is_unreduced, zeros_like_unreduced
+from ._devices import zeros_like_unreduced
 from ._reduction import leaf_reductions
 from ._running import MicroBatch, params_of, window_gradient
 
@@ -105,7 +105,6 @@ def flush(
     arrays, params = plain_arrays(state), plain_arrays(params)
     found = _accumulations("flush", arrays)
     is_open = jnp.stack([x.mini_step > 0 for x in found]).any()
-    adds_in_loop = not is_unreduced(found[0].acc_grads)
     nothing = jax.tree.map(_zero_grad, params_of(params))
     nothing = zeros_like_unreduced(nothing, found[0].acc_grads)
     update = optax.with_extra_args_support(tx).update
@@ -115,9 +114,7 @@ def flush(
         return update(nothing, carry[1], params, weight=none, flush=True, **extra_args)
 
     like, _ = jax.eval_shape(step, (None, arrays))
-    updates, flushed = run_if(
-        is_open if adds_in_loop else True, step, (jax.tree.map(zeros_of_type, like), arrays)
-    )
+    updates, flushed = run_if(is_open, step, (jax.tree.map(zeros_of_type, like), arrays))
     return updates, with_structure_of(state, flushed)
 
 

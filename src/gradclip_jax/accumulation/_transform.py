@@ -22,7 +22,7 @@ from .._checks import (
 from .._run_if import Gate, gated, like_dtypes, run_if
 from .._states import find_states
 from .._types import FLOAT32, Scalar, Tree
-from ._devices import is_unreduced, without_reduced_axes
+from ._devices import without_reduced_axes
 from ._noise import empty_noise, observe_noise
 from ._reduction import check_reduction, leaf_reductions
 from ._running import (
@@ -163,14 +163,11 @@ def accumulate_gradients(
         def add(acc: Tree) -> Tree:
             return add_micro_batch(acc, micro_batch, step.starts)
 
-        adds_first = is_unreduced(state.acc_grads)
-
         def read_gradient(acc: Tree) -> tuple[Tree, Tree]:
             inner_state = state.inner_opt_state
             if keeps_sum:
-                total = acc if adds_first else add(acc)
-                window = window_gradient(total, micro_batch, step.total_weight, inner_state)
-                acc = acc if adds_first else spent_accumulator(acc, window)
+                window = window_gradient(add(acc), micro_batch, step.total_weight, inner_state)
+                acc = spent_accumulator(acc, window)
             else:
                 window = only_gradient(micro_batch, inner_state)
             return _in_accepted_dtypes(inner, window, updates, inner_state, params, others), acc
@@ -185,13 +182,13 @@ def accumulate_gradients(
         ) -> AccumulationState:
             return count_step(advanced, step, stepped)._replace(
                 inner_opt_state=inner_opt_state,
-                acc_grads=acc if adds_first or not keeps_sum else run_if(step.holds, add, acc),
+                acc_grads=run_if(step.holds, add, acc) if keeps_sum else (),
                 noise=noise,
             )
 
         return Gate(
             is_open=step.emits,
-            accumulator=add(state.acc_grads) if adds_first else state.acc_grads,
+            accumulator=state.acc_grads,
             read_gradient=read_gradient,
             inner_state=state.inner_opt_state,
             extra_args=others,
@@ -228,17 +225,18 @@ def _in_accepted_dtypes(
     """The gradient of the window in the accumulator's dtype, if the inner optimizer takes it.
 
     Some, `optax.novograd` and `optax.apply_if_finite` among them, cannot be traced on gradients
-    whose dtype is not that of the parameters. What cannot be traced on either has another fault.
+    whose dtype is not that of the parameters. What cannot be traced on either has another fault,
+    which is then the user's to see.
     """
     plain = like_dtypes(window, updates)
     if [x.dtype for x in jax.tree.leaves(plain)] == [x.dtype for x in jax.tree.leaves(window)]:
         return window
     try:
         jax.eval_shape(lambda: inner.update(window, state, params, **extra_args))
-    except TypeError as refusal:
+    except (TypeError, ValueError) as refusal:
         try:
             jax.eval_shape(lambda: inner.update(plain, state, params, **extra_args))
-        except TypeError:
+        except (TypeError, ValueError):
             raise refusal from None
         return plain
     return window

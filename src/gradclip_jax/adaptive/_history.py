@@ -14,12 +14,12 @@ class WindowState(NamedTuple):
 
     Attributes:
         values: float32[window, ...]; UNBOUNDED where nothing is recorded yet.
-        count: int32[...], values recorded so far, saturating.
+        value_count: int32[...], values recorded so far, saturating.
         position: int32[...], where the next value goes.
     """
 
     values: Array
-    count: Array
+    value_count: Array
     position: Array
 
 
@@ -34,7 +34,7 @@ def record(state: WindowState, value: Array, *, signed: bool) -> WindowState:
     window = state.values.shape[0]
     next_state = WindowState(
         values=jnp.where(_positions(state) == state.position[None], value[None], state.values),
-        count=increment_where(state.count),
+        value_count=increment_where(state.value_count),
         position=(state.position + 1) % window,
     )
     return next_state if signed else where_nonzero(value, next_state, state)
@@ -42,7 +42,7 @@ def record(state: WindowState, value: Array, *, signed: bool) -> WindowState:
 
 def is_recorded(state: WindowState) -> Array:
     """Which entries of `values` hold a value."""
-    return _positions(state) < state.count[None]
+    return _positions(state) < state.value_count[None]
 
 
 def where_nonzero(norm: Array, next_state: Any, state: Any) -> Any:
@@ -55,4 +55,4 @@ def where_nonzero(norm: Array, next_state: Any, state: Any) -> Any:
 
 
 def _positions(state: WindowState) -> Array:
-    return jnp.arange(state.values.shape[0]).reshape(-1, *(1,) * state.count.ndim)
+    return jnp.arange(state.values.shape[0]).reshape(-1, *(1,) * state.value_count.ndim)

@@ -6,21 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import (
-    check_axis_name,
-    check_decays,
-    check_inexact,
-    check_number,
-    check_state,
-    is_float0,
-)
+from .._checks import check_axis_name, check_decays, check_number, is_float0
 from .._mesh import replica_count, shard_axes
 from .._states import increment_where
 from .._types import Array, AxisName, Number, Tree
 from ..clipping._norm import norm_of_leaves
 from ..clipping._rule import check_params
 from ._averages import bias_correction, power_of
-from ._moments import MomentState, map_leaves, zero_moments
+from ._moments import MomentState, check_update, map_leaves, zero_moments
 
 
 def stable_adamw(
@@ -77,11 +70,10 @@ def stable_adamw(
         check_number(name, "learning_rate", learning_rate, "The paper uses 0.002.")
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, MomentState]:
-        check_inexact(name, "updates", updates)
-        check_state(name, state, MomentState)
+        check_update(name, updates, state, MomentState, "second")
         check_params(name, updates, params)
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        count = increment_where(state.count)
+        rate = learning_rate(state.step_count) if callable(learning_rate) else learning_rate
+        count = increment_where(state.step_count)
         steps = count.astype(jnp.float32)
         decay1, decay2 = (
             b * bias_correction(b, steps - 1) / bias_correction(b, steps) for b in (b1, b2)

@@ -20,13 +20,13 @@ class LeafAverageState(NamedTuple):
     """Exponential moving averages of each leaf, int32[leaves] and float32[leaves].
 
     Attributes:
-        count: steps so far, saturating.
+        step_count: steps so far, saturating.
         largest: of the largest magnitude.
         norm: of the norm.
         root_square: square root of that of the squared norm, which cannot overflow.
     """
 
-    count: Array
+    step_count: Array
     largest: Array
     norm: Array
     root_square: Array
@@ -96,7 +96,7 @@ def stable_spam_clip(
     ) -> tuple[Tree, LeafAverageState]:
         check_inexact(name, "updates", updates)
         check_state(name, state, LeafAverageState)
-        count = increment_where(state.count)
+        count = increment_where(state.step_count)
         steps = count.astype(jnp.float32)
         leaves = measured_leaves(updates)
         peaks = norms(leaves, np.inf)
@@ -120,7 +120,9 @@ def stable_spam_clip(
         root = root_square / jnp.sqrt(bias_correction(square_decay, steps)) + eps
         # Not `a / b / c`, which XLA makes `a / (b * c)`: that overflows from norms of 1e19 on.
         target = norm / bias_correction(norm_decay, steps) * (1 / root)
-        roots = root_to(lengths, target.astype(lengths.dtype))
+        # A norm of zero is not scaled; the root of a target of zero would have no derivative.
+        target = jnp.where(lengths > 0, target.astype(lengths.dtype), 1)
+        roots = root_to(lengths, target)
         scaled = iter(
             jnp.where(ok, scale_leaf(x, root), jnp.full_like(x, jnp.nan))
             for ok, x, root in zip(finite, leaves, roots, strict=True)

@@ -39,8 +39,7 @@ def adaptive_grad_clip(
         axis: the axes that the norm of a unit runs over, static. None chooses by rank as Optax
             does: all axes of a scalar or vector, 0 of rank 2 and 3, all but the last of rank 4
             and 5. Inside `shard_map` these axes must not be sharded.
-        nonfinite: what a NaN or infinite norm makes of the whole update: "propagate" NaN,
-            "zero" zeros.
+        nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
 
     Returns:
         An Optax transformation with a `ClipState`; `update` needs `params`.
@@ -83,8 +82,7 @@ def autoclip(
         percentile: 0 to 100, linearly interpolated as in `numpy.percentile`.
         window: how many norms are kept, 1 to 2^20, static; the paper keeps all.
         axis_name: mapped axes over which the leaves are sharded, where types do not tell.
-        nonfinite: what a NaN or infinite norm makes of the whole update: "propagate" NaN,
-            "zero" zeros.
+        nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
 
     Returns:
         An Optax transformation with a `ClipState`.
@@ -131,8 +129,7 @@ def zclip(
         max_norm: upper bound of the threshold from the first step on, in the unit of the
             gradients, > 0; None for no bound. The averages do not depend on it.
         axis_name: mapped axes over which the leaves are sharded, where types do not tell.
-        nonfinite: what a NaN or infinite norm makes of the whole update: "propagate" NaN,
-            "zero" zeros.
+        nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
 
     Returns:
         An Optax transformation with a `ClipState`.
@@ -183,8 +180,7 @@ def adagc(
         axis_name: mapped axes over which the leaves are sharded, where types do not tell.
         stack_axes: how many leading axes of a leaf index separate layers, static; a number, or
             a prefix tree of numbers.
-        nonfinite: what a NaN or infinite norm makes of the whole update: "propagate" NaN,
-            "zero" zeros.
+        nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
 
     Returns:
         An Optax transformation with the states of both clips, the global one first.
@@ -236,8 +232,7 @@ def quantile_clip(
         rate: learning rate of log C, > 0.
         initial: the first C, in the unit of the gradients, > 0; the paper starts at 0.1.
         axis_name: mapped axes over which the leaves are sharded, where types do not tell.
-        nonfinite: what a NaN or infinite norm makes of the whole update: "propagate" NaN,
-            "zero" zeros.
+        nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
 
     Returns:
         An Optax transformation with a `ClipState`.

@@ -28,13 +28,13 @@ class NormRecordState(NamedTuple):
 
     Attributes:
         norms: float32[window], or float32[window, leaves].
-        count: int32[], steps in the buffer, at most `window`.
+        step_count: int32[], steps in the buffer, at most `window`.
         position: int32[], where the next step goes.
         nonfinite_norms: int32[], steps left out because a norm was not finite, saturating.
     """
 
     norms: Array
-    count: Scalar
+    step_count: Scalar
     position: Scalar
     nonfinite_norms: Scalar
 
@@ -102,7 +102,7 @@ def record_norms(
         row = jnp.where(finite, norms, state.norms[state.position])
         return updates, NormRecordState(
             norms=state.norms.at[state.position].set(row),
-            count=jnp.minimum(state.count + finite.astype(jnp.int32), window),
+            step_count=jnp.minimum(state.step_count + finite.astype(jnp.int32), window),
             position=(state.position + finite.astype(jnp.int32)) % window,
             nonfinite_norms=increment_where(state.nonfinite_norms, ~finite),
         )
@@ -139,5 +139,5 @@ def norm_history(state: Any) -> np.ndarray[Any, Any]:
         raise TypeError(error_message(name, "state", rule, type(state).__name__, hint))
     _, record = found[0]
     refuse_traced(name, "state", record.norms)
-    norms, count = np.asarray(record.norms), int(record.count)
+    norms, count = np.asarray(record.norms), int(record.step_count)
     return norms[:count] if count < len(norms) else np.roll(norms, -int(record.position), axis=0)
