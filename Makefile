@@ -21,11 +21,12 @@ OLDEST_PINS := jax==0.7.0 jaxlib==0.7.0 optax==0.2.5
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-all test-oldest test-newest fuzz lint format bench \
-	notebooks docs wheel clean print-oldest print-newest
+.PHONY: help demo test test-slow test-all test-oldest test-newest test-compiled-tpu \
+	test-compiled-cuda fuzz lint format bench bench-compiled notebooks docs wheel clean \
+	print-oldest print-newest
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.installed-examples  ## train on real text: no clipping, clipping, accumulation
 	$(VENV)/bin/python examples/demo.py $(DEMO_ARGS)
@@ -62,9 +63,33 @@ format: $(VENV)/.installed-dev  ## let ruff rewrite what it can
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 
-bench: $(VENV)/.installed-test  ## every script in benchmarks/
-	@set -e; for script in benchmarks/[a-z]*.py; do \
+bench: $(VENV)/.installed-test  ## every script in benchmarks/ that measures this machine
+	@set -e; for script in $(filter-out %/compiled.py,$(wildcard benchmarks/[a-z]*.py)); do \
 		echo "== $$script"; $(VENV)/bin/python "$$script"; done
+
+# Programs compiled for devices that are not there, each in an environment of its own: 1 GB for
+# TPUs, 3 GB for CUDA. `make bench-compiled BENCH_ARGS='--only "clip + AdamW"'` runs a part.
+BENCH_ARGS ?=
+COMPILED_PINS := jax==0.10.2 jaxlib==0.10.2 optax==0.2.8
+compiled_pytest = -m pytest -p no:cacheprovider --confcutdir=tests/compiled tests/compiled
+
+bench-compiled: .venv-tpu/.compiled .venv-cuda/.compiled  ## compile for TPUs and an H100
+	JAX_PLATFORMS=cpu .venv-cuda/bin/python benchmarks/compiled.py $(BENCH_ARGS)
+	JAX_PLATFORMS=cpu .venv-tpu/bin/python benchmarks/compiled.py $(BENCH_ARGS)
+
+test-compiled-tpu: .venv-tpu/.compiled  ## what must hold of the programs on TPUs
+	JAX_PLATFORMS=cpu .venv-tpu/bin/python $(compiled_pytest) $(PYTEST_ARGS)
+
+test-compiled-cuda: .venv-cuda/.compiled  ## the same on an H100
+	JAX_PLATFORMS=cpu .venv-cuda/bin/python $(compiled_pytest) $(PYTEST_ARGS)
+
+.venv-tpu/.compiled: EXTRA = tpu
+.venv-cuda/.compiled: EXTRA = cuda12
+.venv-%/.compiled: pyproject.toml
+	@test -x .venv-$*/bin/python || $(MAKE) VENV=.venv-$* .venv-$*/bin/python
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -e . pytest \
+		'jax[$(EXTRA)]' $(COMPILED_PINS)
+	@touch $@
 
 notebooks: $(VENV)/.installed-test  ## execute every notebook
 	$(PYTEST) tests/test_notebooks.py $(PYTEST_ARGS)
