@@ -20,6 +20,7 @@ each_module = pytest.mark.parametrize(
 FOUNDATION = {"_types", "_checks", "_mesh", "_run_if", "_states", "_serialize"}
 MAY_IMPORT = {
     "_types": set(),
+    "_version": set(),
     "_checks": {"_types"},
     "_mesh": {"_types", "_checks"},
     "_states": {"_types"},

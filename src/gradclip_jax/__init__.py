@@ -1,5 +1,6 @@
 """Clipping, accumulation, guarding and monitoring of gradients for JAX and Optax."""
 
+from ._version import __version__ as __version__
 from . import thresholds as thresholds
 from ._config import TransformConfig as TransformConfig
 from ._run_if import apply_gradients as apply_gradients
