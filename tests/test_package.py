@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "thresholds": FOUNDATION | {"clipping", "adaptive"},
     "guarding": FOUNDATION | {"clipping"},
     "monitoring": FOUNDATION | {"clipping", "guarding", "accumulation"},
+    "_convert": FOUNDATION | {"clipping", "guarding", "accumulation"},
     "_config": FOUNDATION
     | {"clipping", "accumulation", "adaptive", "thresholds", "guarding", "monitoring"},
 }
