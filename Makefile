@@ -63,11 +63,11 @@ bench: $(VENV)/.installed-test  ## every script in benchmarks/
 	@set -e; for script in benchmarks/[a-z]*.py; do \
 		echo "== $$script"; $(VENV)/bin/python "$$script"; done
 
-notebooks: $(VENV)/.installed-test  ## execute every notebook
-	$(VENV)/bin/python -m pytest tests/test_notebooks.py $(PYTEST_ARGS)
+notebooks: $(VENV)/.installed-test  ## execute every notebook; `make docs-site` then shows the outputs
+	NOTEBOOK_OUTPUTS="$(CURDIR)/build/notebooks" $(VENV)/bin/python -m pytest tests/test_notebooks.py $(PYTEST_ARGS)
 
 docs: $(VENV)/.installed-test  ## run the code shown in README.md and docs/
-	$(VENV)/bin/python -m pytest tests/test_readme.py $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest tests/test_readme.py tests/test_docs_pages.py $(PYTEST_ARGS)
 
 wheel: $(VENV)/.installed-test  ## build the wheel, install it in an empty environment, import it
 	rm -rf dist .venv-wheel
@@ -90,6 +90,7 @@ check-release:  ## refuse a TAG that is not the version, or has no dated changel
 		{ echo "CITATION.cff has another version than $(VERSION). Change it."; exit 1; }
 
 docs-site: $(VENV)/.installed-docs  ## build the documentation site in site/, offline; any warning fails
+	$(VENV)/bin/python docs/render_notebooks.py docs/notebooks
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 	@! grep -rlE --include="*.html" "(src|href)=\"(https?:)?//[^\"]*\.(js|css|woff2?)" site || \
 		{ echo "These pages load something from elsewhere."; exit 1; }
