@@ -19,7 +19,7 @@ def as_page(notebook: nbformat.NotebookNode, stem: str, folder: Path) -> str:
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             parts.append(cell.source.replace("](../docs/", "](../"))
-        elif cell.source.startswith("%pip"):
+        elif "%pip install" in cell.source:
             continue
         elif cell.cell_type == "code":
             # `py`, not `python`: blocks of `python` in pages are run by the tests.

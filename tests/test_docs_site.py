@@ -56,6 +56,19 @@ def test_the_site_fetches_nothing():
     assert not re.search(r"https?://", CONFIG)
 
 
+def test_notebooks_install_the_clone_they_are_in():
+    first = {
+        next(
+            cell.source
+            for cell in nbformat.read(path, as_version=4).cells
+            if cell.cell_type == "code"
+        )
+        for path in (ROOT / "notebooks").glob("*.ipynb")
+    }
+    (source,) = first
+    assert '"src" / "gradclip_jax"' in source and "%pip install" in source
+
+
 @pytest.fixture(scope="module")
 def render():
     spec = importlib.util.spec_from_file_location("render", DOCS / "render_notebooks.py")
