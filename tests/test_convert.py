@@ -171,14 +171,12 @@ def test_sums_go_on_as_sums():
 
 
 def test_accumulators_of_another_dtype_are_cast():
-    theirs = optax.MultiSteps(optax.sgd(0.1), EVERY, accumulator_dtype=jnp.bfloat16)
-    ours = gcx.accumulate_gradients(optax.sgd(0.1), EVERY)
+    theirs = optax.MultiSteps(optax.sgd(0.1), EVERY)
+    ours = gcx.accumulate_gradients(optax.sgd(0.1), EVERY, accumulator_dtype=jnp.bfloat16)
     _, state = run(theirs, theirs.init(PARAMS), PARAMS, range(2))
-    converted = gcx.convert_state(ours, state, PARAMS)
-    assert converted.acc_grads["w"].dtype == jnp.float32
-    np.testing.assert_array_equal(
-        converted.acc_grads["w"], 2 * state.acc_grads["w"].astype(jnp.float32)
-    )
+    found = gcx.convert_state(ours, state, PARAMS).acc_grads["w"]
+    expected = (2 * state.acc_grads["w"]).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(found, expected, strict=True)
 
 
 def test_counts_of_a_window_are_carried_over():

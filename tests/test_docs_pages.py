@@ -29,6 +29,7 @@ for name in sys.argv[2:]:
 def test_pages_run_on_one_device(tmp_path):
     pages = [str(path) for path in RUNS if path.relative_to(ROOT).as_posix() not in NEEDS_EIGHT]
     environment = {**os.environ, "XLA_FLAGS": "", "MPLBACKEND": "agg", "JAX_PLATFORMS": "cpu"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     command = [sys.executable, "-c", RUNNER, str(ROOT / "tests"), *pages]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
