@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "per_example": FOUNDATION | {"clipping"},
     "guarding": FOUNDATION | {"clipping", "accumulation"},
     "monitoring": FOUNDATION | {"clipping", "guarding", "accumulation"},
+    "_convert": FOUNDATION | {"clipping", "guarding", "accumulation"},
     "_config": FOUNDATION
     | {"clipping", "accumulation", "adaptive", "thresholds", "granularities", "guarding"}
     | {"monitoring", "per_example"},

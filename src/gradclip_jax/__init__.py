@@ -1,8 +1,10 @@
 """Clipping, accumulation, guarding and monitoring of gradients for JAX and Optax."""
 
 from . import granularities as granularities
+from ._version import __version__ as __version__
 from . import thresholds as thresholds
 from ._config import TransformConfig as TransformConfig
+from ._convert import convert_state as convert_state
 from ._run_if import apply_gradients as apply_gradients
 from ._config import AccumulationConfig as AccumulationConfig
 from .accumulation._microbatch import microbatched_value_and_grad as microbatched_value_and_grad
