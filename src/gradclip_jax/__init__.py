@@ -39,3 +39,10 @@ from .monitoring._measure import suggest_max_norm as suggest_max_norm
 from .monitoring._metrics import metrics as metrics
 from .monitoring._record import norm_history as norm_history
 from .monitoring._record import record_norms as record_norms
+from .per_example._clip import ExampleStats as ExampleStats
+from .per_example._clip import clipped_grad_and_stats as clipped_grad_and_stats
+from .per_example._clip import clipped_value_and_grad as clipped_value_and_grad
+from .per_example._norms import LeafCost as LeafCost
+from .per_example._norms import per_example_costs as per_example_costs
+from .per_example._norms import per_example_leaf_norms as per_example_leaf_norms
+from .per_example._norms import per_example_norms as per_example_norms
