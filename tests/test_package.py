@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "adaptive": FOUNDATION | {"clipping", "accumulation"},
     "thresholds": FOUNDATION | {"clipping", "adaptive"},
     "guarding": FOUNDATION | {"clipping"},
+    "per_example": FOUNDATION | {"clipping", "accumulation"},
     "monitoring": FOUNDATION | {"clipping", "guarding", "accumulation"},
     "_config": FOUNDATION
     | {"clipping", "accumulation", "adaptive", "thresholds", "guarding", "monitoring"},

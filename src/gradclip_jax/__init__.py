@@ -46,3 +46,6 @@ from .per_example._norms import LeafCost as LeafCost
 from .per_example._norms import per_example_costs as per_example_costs
 from .per_example._norms import per_example_leaf_norms as per_example_leaf_norms
 from .per_example._norms import per_example_norms as per_example_norms
+from .per_example._noise import clipped_sum_sensitivity as clipped_sum_sensitivity
+from .per_example._noise import noise_scale_from_norms as noise_scale_from_norms
+from .per_example._transform import noisy_mean as noisy_mean

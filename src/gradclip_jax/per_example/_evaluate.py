@@ -5,7 +5,7 @@ forwards: those are computed by their rules, everything else as it stands. A laz
 needed in another place as well, or by an operation without a rule, is multiplied out for it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -44,7 +44,8 @@ def evaluate(
     arrays: dict[Any, Array] = {}
 
     def read(v: Any) -> Any:
-        return v.val if isinstance(v, core.Literal) else values[v]
+        # A literal as a NumPy value, whose zeros can be seen.
+        return np.asarray(v.val) if isinstance(v, core.Literal) else values[v]
 
     def read_array(v: Any) -> Any:
         if isinstance(v, core.Literal) or not is_lazy(values[v]):
@@ -55,25 +56,16 @@ def evaluate(
 
     for eqn in jaxpr.eqns:
         outs = None
-        if any(v in wanted for v in eqn.outvars):
-            # What is not wanted lazily, such as the activations of a product, is an array.
-            inner = [
-                read(v)
-                if not isinstance(v, core.Literal) and v in wanted
-                else _known(v, read_array)
-                for v in eqn.invars
-            ]
-            outs = _follow(eqn, inner, [v in wanted for v in eqn.outvars], varying)
+        flags = [v in wanted for v in eqn.outvars]
+        if any(flags):
+            linear = _linear_operands(eqn, flags, varying)
+            mixed = [read(v) if i in linear else read_array(v) for i, v in enumerate(eqn.invars)]
+            outs = _follow(eqn, mixed, flags, varying)
         if outs is None:
             outs = _as_it_stands(jaxpr, eqn, [read_array(v) for v in eqn.invars])
         values.update(zip(eqn.outvars, outs, strict=True))
     results = zip(jaxpr.outvars, chosen, strict=True)
     return [read(v) if lazily else read_array(v) for v, lazily in results]
-
-
-def _known(v: Any, read: Callable[[Any], Any]) -> Any:
-    """A literal as a NumPy value, whose zeros can be seen; anything else as it is read."""
-    return np.asarray(v.val) if isinstance(v, core.Literal) else read(v)
 
 
 def _as_it_stands(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:

@@ -89,6 +89,8 @@ def _pad(eqn: Any, x: Any, padding: Any) -> Lazy | None:
 
 
 def _concatenate(eqn: Any, *values: Any) -> Lazy | None:
+    if not any(map(is_lazy, values)):
+        return None
     return _layout.concatenate(values, eqn.outvars[0].aval, eqn.params["dimension"])
 
 
