@@ -1,7 +1,6 @@
 """What the norms and clipped means must equal: every gradient written down, in 64 bit."""
 
 import jax
-
 import numpy as np
 
 from compat import x64

@@ -92,7 +92,9 @@ def test_noise_scale_agrees_with_that_of_micro_batches_of_one():
     state = tx.init(params)
     for g in grads:
         _, state = tx.update(jnp.asarray(g), state, params)
-    assert float(found) == pytest.approx(float(gcx.metrics(state)["gradient_noise_scale"]), rel=1e-4)
+    assert float(found) == pytest.approx(
+        float(gcx.metrics(state)["gradient_noise_scale"]), rel=1e-4
+    )
 
 
 def test_one_example_shows_no_noise_scale():

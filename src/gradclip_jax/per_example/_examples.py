@@ -76,27 +76,35 @@ def as_batch(function: str, batch: Tree, batch_axis: int) -> tuple[Tree, int]:
     return jax.tree.map(lambda x: jnp.moveaxis(jnp.asarray(x), batch_axis, 0), batch), size
 
 
+def on_measured(params: Tree) -> tuple[list[Array], Callable[[list[Array]], Tree]]:
+    """The leaves that are differentiated by, and how to put others in their place."""
+    leaves, structure = jax.tree.flatten(params)
+    places = [i for i, x in enumerate(leaves) if is_measured(x)]
+
+    def rebuild(chosen: list[Array]) -> Tree:
+        whole = list(leaves)
+        for i, x in zip(places, chosen, strict=True):
+            whole[i] = x
+        return jax.tree.unflatten(structure, whole)
+
+    return [jnp.asarray(leaves[i]) for i in places], rebuild
+
+
 def lazy_gradient(loss: Loss, params: Tree, example: Tree) -> tuple[Any, Any, list[Any]]:
     """Value, auxiliary output and the gradient of one example, a lazy array for each leaf."""
-    leaves, structure = jax.tree.flatten(params)
-    measured = [i for i, x in enumerate(leaves) if is_measured(x)]
+    chosen, rebuild = on_measured(params)
 
     def gradient(chosen: list[Array], example: Tree) -> Any:
         def of_chosen(chosen: list[Array]) -> Any:
-            full = list(leaves)
-            for i, x in zip(measured, chosen, strict=True):
-                full[i] = x
-            return loss(jax.tree.unflatten(structure, full), example)
+            return loss(rebuild(chosen), example)
 
         (value, aux), grads = jax.value_and_grad(of_chosen, has_aux=True)(chosen)
         return grads, value, aux
 
-    chosen = [jnp.asarray(leaves[i]) for i in measured]
     closed, shapes = jax.make_jaxpr(gradient, return_shape=True)(chosen, example)
-    inputs = [*chosen, *jax.tree.leaves(example)]
-    count, varies = len(measured), [i >= len(measured) for i in range(len(inputs))]
+    count, inputs = len(chosen), [*chosen, *jax.tree.leaves(example)]
     flags = [i < count for i in range(len(closed.jaxpr.outvars))]
-    outs = evaluate(closed, inputs, flags, varies)
+    outs = evaluate(closed, inputs, flags, [i >= count for i in range(len(inputs))])
     value, aux = jax.tree.unflatten(jax.tree.structure(shapes[1:]), outs[count:])
     return value, aux, outs[:count]
 

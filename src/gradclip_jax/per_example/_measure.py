@@ -1,6 +1,6 @@
 """The norm of a lazy array from its factors.
 
-The squared norm of `sum over t of F1_t F2_t` is the sum over s and t of `(F1_s . F1_t)(F2_s . F2_t)`:
+The squared norm of `sum over t of F1_t F2_t` is that over s and t of `(F1_s . F1_t)(F2_s . F2_t)`:
 two Gram matrices multiplied elementwise. Terms of one array are multiplied with each other the same
 way. Each factor is divided by a power of two first, so that no square overflows or underflows.
 """
@@ -231,10 +231,10 @@ def _picked(factor: Factor, numbers: Factor) -> Factor:
     if numbers.hot not in factor.labels:
         return factor
     axis = factor.labels.index(numbers.hot)
-    rest = tuple(k for k in factor.labels if k != numbers.hot)
-    picked = jnp.moveaxis(factor.array, axis, 0)[jnp.maximum(numbers.array, 0)]
-    valid = (numbers.array >= 0).reshape(*numbers.array.shape, *(1 for _ in rest))
-    return Factor(jnp.where(valid, picked, 0), (*numbers.labels, *rest))
+    before, after = factor.labels[:axis], factor.labels[axis + 1 :]
+    picked = jnp.take(factor.array, numbers.array, axis=axis, mode="clip")
+    valid = (numbers.array >= 0).reshape(*numbers.array.shape, *(1 for _ in after))
+    return Factor(jnp.where(valid, picked, 0), (*before, *numbers.labels, *after))
 
 
 # Tiles

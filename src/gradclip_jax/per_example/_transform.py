@@ -34,9 +34,9 @@ def noisy_mean(
 ) -> optax.GradientTransformation:
     """Turns a sum of clipped gradients into a private mean: adds noise, divides by a public number.
 
-    `(sum + sensitivity * noise_multiplier * N(0, I)) / expected_batch_size`, drawn in float32. Place it
-    before the optimizer and inside `accumulate_gradients(..., reduction="sum")`, so that noise is drawn
-    once for all micro-batches and devices:
+    `(sum + sensitivity * noise_multiplier * N(0, I)) / expected_batch_size`, drawn in float32.
+    Place it before the optimizer and inside `accumulate_gradients(..., reduction="sum")`, so that
+    noise is drawn once for all micro-batches and devices:
 
         accumulate_gradients(optax.chain(noisy_mean(...), optimizer), every, reduction="sum")
 
