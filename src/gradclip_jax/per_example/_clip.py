@@ -230,7 +230,8 @@ def _sums_of_parts(
 
     def part(i: Array) -> tuple[Sums, ExampleStats]:
         chosen = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 1, keepdims=False), rows)
-        return clipped_sums(clip, params, *chosen, step)
+        examples, own_weights = chosen
+        return clipped_sums(clip, params, examples, own_weights, step)
 
     def add(sums: Sums, i: Array) -> tuple[Sums, ExampleStats]:
         new, stats = part(i)

@@ -169,7 +169,10 @@ def scale(lazy: Lazy, scalar: Any) -> Lazy:
             factors=(*term.factors[:i], f.replace(array=array), *term.factors[i + 1 :])
         )
 
-    return lazy.replace(terms=tuple(map(scaled, lazy.terms)), norms=None)
+    norms = lazy.norms
+    if norms is not None:
+        norms = norms * jnp.abs(jnp.asarray(scalar)).astype(norms.dtype)
+    return lazy.replace(terms=tuple(map(scaled, lazy.terms)), norms=norms)
 
 
 def add(x: Lazy, y: Lazy) -> Lazy:

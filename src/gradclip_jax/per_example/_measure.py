@@ -13,13 +13,13 @@ from jax import lax
 
 from .._types import Array, Scalar
 from ._cost import elements, is_dense, prefers_gram, rows, tile_elements
-from ._factors import Factor, Lazy, Term, as_array, einsum, is_lazy, wide_dtype
+from ._factors import Factor, Lazy, Term, as_array, einsum, wide_dtype
 from ._layout import split_labels
 
 
 def norm(value: Array | Lazy) -> Scalar:
     """The 2-norm of an array or a lazy one: float32[], or float64[] for 64 bit."""
-    if not is_lazy(value):
+    if not isinstance(value, Lazy):
         return joint_norm([value])
     if value.norms is not None:
         return joint_norm([value.norms])

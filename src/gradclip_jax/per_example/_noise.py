@@ -73,7 +73,7 @@ def clipped_sum_sensitivity(max_norm: Any, adjacency: str = "add_or_remove_one")
     | "replace_one" | one example exchanged for another | `2 max_norm` |
 
     Groups clipped to thresholds of their own count as `sqrt(sum of max_norm^2)`. Weights, if any,
-    must be 0 or 1; the bound does not hold for a `reaction` of one's own that lets a norm exceed it.
+    must be 0 or 1; a `reaction` of your own must not let a norm exceed the threshold.
 
     Args:
         max_norm: the threshold, or a mapping from label to threshold.

@@ -1,5 +1,6 @@
 """Norms of each example's gradient: global, by group, by leaf; and what they cost."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from .._types import Array, Labels, Tree
 from ..clipping._norm import is_measured
 from ._cost import elements, gram_cost, product_cost, rows, tile_elements
 from ._examples import as_batch, as_loss, groups_of, lazy_gradient, measure
-from ._factors import Lazy, is_lazy
+from ._factors import Lazy
 from ._measure import method, separate
 
 
@@ -199,9 +200,9 @@ def per_example_costs(
 
 
 def _cost(value: Array | Lazy) -> LeafCost:
-    parts = separate(value) if is_lazy(value) else None
+    parts = separate(value) if isinstance(value, Lazy) else None
     if parts is None:
-        size = value.size if not is_lazy(value) else elements(value.terms[0])
+        size = math.prod(value.shape)
         return LeafCost("written out", size, size)
     costs = [_part_cost(part) for part in parts]
     worst = max(costs, key=lambda cost: cost.elements, default=LeafCost("gram", 0, 0))

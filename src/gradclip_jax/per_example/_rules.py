@@ -33,6 +33,10 @@ def _is_zero(x: Any) -> bool:
     return bool(known and np.all(x == 0))
 
 
+def _is_scalar(x: Any) -> bool:
+    return not is_lazy(x) and np.ndim(x) == 0
+
+
 def _lazy_only(apply: Callable[[Any, Lazy], Lazy | None]) -> Callable[..., Lazy | None]:
     """A rule that moves lazy arrays; ordinary ones are moved as they are."""
     return lambda eqn, x: apply(eqn, x) if is_lazy(x) else None
@@ -68,16 +72,15 @@ def _subtract(eqn: Any, x: Any, y: Any) -> Lazy | None:
 
 
 def _multiply(_: Any, x: Any, y: Any) -> Lazy | None:
-    if is_lazy(x) and not is_lazy(y) and np.ndim(y) == 0:
+    if is_lazy(x) and _is_scalar(y):
         return _layout.scale(x, y)
-    if is_lazy(y) and not is_lazy(x) and np.ndim(x) == 0:
+    if is_lazy(y) and _is_scalar(x):
         return _layout.scale(y, x)
     return None
 
 
 def _divide(_: Any, x: Any, y: Any) -> Lazy | None:
-    is_scaling = is_lazy(x) and not is_lazy(y) and np.ndim(y) == 0
-    return _layout.scale(x, 1 / jnp.asarray(y)) if is_scaling else None
+    return _layout.scale(x, 1 / jnp.asarray(y)) if is_lazy(x) and _is_scalar(y) else None
 
 
 def _pad(eqn: Any, x: Any, padding: Any) -> Lazy | None:

@@ -156,9 +156,9 @@ def convolution(eqn: Any, lhs: Any, rhs: Any) -> Lazy | None:
     lazy = product(aval, [patches, Factor(right, (g, o, c, *k))], out)
     if _unless_small(lazy) is None:
         return None
-    padding = [(0, 0, 0), (0, 0, 0)]
-    padding += [(*p, d - 1) for p, d in zip(p["padding"], p["lhs_dilation"], strict=True)]
-    image = lax.pad(lhs, jnp.zeros((), lhs.dtype), [tuple(map(int, w)) for w in padding])
+    pairs = zip(p["padding"], p["lhs_dilation"], strict=True)
+    widths = [(0, 0, 0), (0, 0, 0), *((int(a), int(b), int(d) - 1) for (a, b), d in pairs)]
+    image = lax.pad(lhs, jnp.zeros((), lhs.dtype), widths)
     cut = [
         _window(image, corner, window, p["window_strides"], p["rhs_dilation"])
         for corner in itertools.product(*map(range, positions))

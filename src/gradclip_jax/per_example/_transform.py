@@ -19,11 +19,11 @@ class NoisyMeanState(NamedTuple):
 
     Attributes:
         key: the random key it began with.
-        count: steps so far, int32[].
+        step: updates so far, int32[].
     """
 
     key: Array
-    count: Scalar
+    step: Scalar
 
 
 def noisy_mean(
@@ -91,7 +91,7 @@ def noisy_mean(
     ) -> tuple[Tree, NoisyMeanState]:
         check_inexact(name, "updates", updates)
         leaves, structure = jax.tree.flatten(updates)
-        step_key = jax.random.fold_in(state.key, state.count)
+        step_key = jax.random.fold_in(state.key, state.step)
         deviation = jnp.float32(noise_multiplier) * jnp.float32(sensitivity)
         noisy = [
             _noisy(x, jax.random.fold_in(step_key, i), deviation, expected_batch_size)
@@ -100,7 +100,7 @@ def noisy_mean(
             for i, x in enumerate(leaves)
         ]
         return jax.tree.unflatten(structure, noisy), NoisyMeanState(
-            state.key, increment_where(state.count)
+            state.key, increment_where(state.step)
         )
 
     return optax.GradientTransformation(init, update)
