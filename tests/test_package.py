@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "adaptive": FOUNDATION | {"clipping"},
     "thresholds": FOUNDATION | {"clipping", "adaptive"},
     "accumulation": FOUNDATION | {"clipping"},
-    "per_example": FOUNDATION | {"clipping"},
+    "per_example": FOUNDATION | {"clipping", "accumulation"},
     "guarding": FOUNDATION | {"clipping", "accumulation"},
     "monitoring": FOUNDATION | {"clipping", "guarding", "accumulation"},
     "_convert": FOUNDATION | {"clipping", "guarding", "accumulation"},

@@ -20,7 +20,7 @@ import optax
 from jax import lax
 
 from ._checks import check_transformation, is_float0, is_traced
-from ._mesh import is_unreduced, reshard_like, varying_axes, zeros_of_type
+from ._mesh import is_unreduced, reshard_like, zeros_of_type
 from ._types import Array, Scalar, Tree
 
 Step = Callable[[Tree], Tree]
