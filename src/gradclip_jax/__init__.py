@@ -29,7 +29,7 @@ from .adaptive._stable_spam_clip import stable_spam_clip as stable_spam_clip
 from .adaptive._stable_adamw import stable_adamw as stable_adamw
 
 from .accumulation._transform import accumulate_gradients as accumulate_gradients
-from ._run_if import apply_gradients as apply_gradients
+from ._gate import apply_gradients as apply_gradients
 from .accumulation._microbatch import microbatched_value_and_grad as microbatched_value_and_grad
 from .accumulation._state import flush as flush
 from .accumulation._state import reset_accumulation as reset_accumulation

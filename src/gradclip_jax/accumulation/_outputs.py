@@ -6,8 +6,9 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._checks import broadcast_prefix, check_choice, describe, error_message, leaf_path
+from .._checks import check_choice, describe, error_message, leaf_path
 from .._mesh import vary, varying_axes, zeros_of_type
+from .._tree_checks import broadcast_prefix
 from .._types import Array, Scalar, Tree
 from ..clipping._scale import wide_dtype
 from ._reduction import REDUCTIONS, combine, divide, identity_of, round_to

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._checks import broadcast_prefix, check_choice, leaf_path
+from .._checks import check_choice, leaf_path
 from .._mesh import unreduced_axes
+from .._tree_checks import broadcast_prefix
 from .._types import Array, Scalar, Tree
 from ..clipping._scale import wide_dtype
 

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from .._checks import check_same_structure, error_message, is_float0, leaf_path
+from .._checks import error_message, is_float0, leaf_path
 from .._mesh import is_unreduced, reduced_axes, reshard_like, sharding_with, unreduced_axes
+from .._tree_checks import check_same_structure
 from .._types import Array, Scalar, Tree
 from ..clipping._scale import wide_dtype
 from ._devices import reduce_over_devices

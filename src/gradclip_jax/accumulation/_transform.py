@@ -12,15 +12,16 @@ from .._checks import (
     check_choice,
     check_count,
     check_dtype,
-    check_inexact,
     check_number,
     check_state,
     check_transformation,
     error_message,
     renamed,
 )
-from .._run_if import Gate, gated, like_dtypes, run_if
+from .._gate import Gate, gated
+from .._run_if import like_dtypes, run_if
 from .._states import find_states
+from .._tree_checks import check_inexact
 from .._types import FLOAT32, Scalar, Tree
 from ._devices import without_reduced_axes
 from ._noise import empty_noise, observe_noise

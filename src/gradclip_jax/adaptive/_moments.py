@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._checks import check_inexact, check_same_structure, check_state
+from .._checks import check_state
+from .._tree_checks import check_inexact, check_same_structure
 from .._types import Array, Scalar, Tree
 
 

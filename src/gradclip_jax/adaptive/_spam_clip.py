@@ -6,14 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import (
-    check_count,
-    check_decays,
-    check_number,
-    error_message,
-    is_float0,
-    is_traced,
-)
+from .._checks import check_count, check_decays, check_number, error_message, is_float0, is_traced
 from .._states import increment_where
 from .._types import Array, Number, Tree
 from ..clipping._scale import scale_leaf, scale_root

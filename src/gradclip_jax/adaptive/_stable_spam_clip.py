@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import check_axis_name, check_decays, check_inexact, check_number, check_state
+from .._checks import check_axis_name, check_decays, check_number, check_state
 from .._states import increment_where
+from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Number, Tree
 from ..clipping._norm import is_measured, measured_leaves, unit_norms
 from ..clipping._scale import root_to, scale_leaf, scale_root

@@ -9,9 +9,9 @@ import optax
 from .._checks import check_axis, check_count, check_number
 from .._types import NO_AXES, THOUSAND, UNBOUNDED, Array, AxisName, Count, Number
 from ..clipping._clip import norm_clip
+from ..clipping._granularity import axis as unit_axis
+from ..clipping._granularity import layer
 from ..clipping._rule import capped, relative_to_params
-from ..clipping._units import axis as unit_axis
-from ..clipping._units import layer
 from ._ema import ema
 from ._percentile import percentile as percentile_rule
 from ._quantile import quantile

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import broadcast_prefix, check_state, error_message, leaf_path
+from .._checks import check_state, error_message, leaf_path
+from .._tree_checks import broadcast_prefix
 from .._types import Array, Threshold, Tree
 from ._rule import Rule, apply_rules, as_rule, check_params, constant, first_state
 from ._units import Units, is_measured, unit_shape

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_inexact, check_number, error_message, is_traced
+from .._checks import check_number, error_message, is_traced
+from .._tree_checks import check_inexact
 from .._types import Number, Tree
 from ._scale import clamp_leaf
 

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_axis_name, check_choice, check_inexact, check_ord
+from .._checks import check_axis_name, check_choice, check_ord
 from .._mesh import max_over, sum_over, varying_axes
 from .._states import register_metrics
+from .._tree_checks import check_inexact
 from .._types import TWO, UNBOUNDED, Array, AxisName, Order, Scalar, Threshold, Tree
 from ._assign import (
     Served,
@@ -23,13 +24,12 @@ from ._assign import (
     group_name,
     needed_params,
 )
+from ._granularity import Granularity, as_granularity
 from ._norm import measured_leaves, norm_of_leaves, unit_norms
 from ._scale import Reaction, as_root, scale_units
 from ._units import (
-    Granularity,
     Part,
     Units,
-    as_granularity,
     is_measured,
     named_units,
     select_groups,

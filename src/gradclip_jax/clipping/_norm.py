@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._checks import check_axis_name, check_inexact, check_ord
+from .._checks import check_axis_name, check_ord
+from .._tree_checks import check_inexact
 from .._types import TWO, Array, AxisName, Order, Scalar, Tree
 from .._xla import JOINED, JOINED_ON_CPU
 from ._blocks import pack, pool_largest, pool_sums

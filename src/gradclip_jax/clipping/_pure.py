@@ -2,7 +2,8 @@
 
 import jax.numpy as jnp
 
-from .._checks import check_axis_name, check_inexact, check_number, check_ord
+from .._checks import check_axis_name, check_number, check_ord
+from .._tree_checks import check_inexact
 from .._types import TWO, AxisName, Number, Order, Scalar, Tree
 from ._clip import scale_tree
 from ._norm import measured_leaves, norm_dtype, norm_of_leaves

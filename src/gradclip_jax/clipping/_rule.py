@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._checks import check_number, check_same_structure, error_message
+from .._checks import check_number, error_message
 from .._states import increment_where
+from .._tree_checks import check_same_structure
 from .._types import UNBOUNDED, Array, Number, Tree
 
 _HINT = "Pass a positive number, a schedule, or a rule from `gcx.thresholds`; inf never clips."

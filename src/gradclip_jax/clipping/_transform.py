@@ -9,7 +9,7 @@ from .._checks import error_message
 from .._types import NO_AXES, TWO, AxisName, Labels, Number, Order, Threshold, Tree
 from ._clamp import clamp_tree, value_bounds
 from ._clip import norm_clip
-from ._units import group, layer
+from ._granularity import group, layer
 
 
 def clip_by_global_norm(

@@ -1,12 +1,11 @@
-"""Granularity: which unit each part of a tree counts to. A unit is what one norm is taken of.
+"""Units: what one norm is taken of, and which part of a tree counts to which.
 
 `Units` is data, known when a tree is traced. Norm, threshold and factor are vectors with one
 entry for each unit; nothing here knows them.
 """
 
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,19 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import (
-    broadcast_prefix,
-    check_axis,
-    check_choice,
-    check_count,
-    check_static,
-    describe,
-    error_message,
-    is_float0,
-    leaf_path,
-)
+from .._checks import error_message, is_float0
 from .._mesh import constrain_replicated, replica_count, shard_axes, varying_axes
-from .._types import Array, AxisName, Labels, Tree
+from .._types import Array, AxisName, Tree
 
 
 class Units(NamedTuple):
@@ -50,139 +39,6 @@ class Units(NamedTuple):
     is_scalar: bool = False
     is_rms: bool = False
     is_local: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Granularity:
-    """Of what norms are taken: cuts a tree into units.
-
-    Attributes:
-        cut: `(function, tree) -> Units`, run when the tree is traced; `function` is the name
-            that errors begin with.
-        is_group: whether units have names, which a mapping of thresholds can use.
-    """
-
-    cut: Callable[[str, Tree], Units]
-    is_group: bool = False
-
-
-def as_granularity(function: str, granularity: Any) -> Granularity:
-    """A granularity by name, or as it is."""
-    if isinstance(granularity, Granularity):
-        return granularity
-    check_choice(function, "granularity", granularity, ("global", "leaf"))
-    whole = Granularity(lambda function, tree: tree_units(_measured(tree)))
-    return whole if granularity == "global" else layer(0)
-
-
-def group(param_labels: Labels) -> Granularity:
-    """The leaves that share a label are one unit.
-
-    With a mapping from label to threshold, leaves with another label are left alone, and a key
-    that is a tuple of labels makes these labels one unit.
-
-    Args:
-        param_labels: a prefix tree of labels, or a function `params -> labels`. By path:
-            `lambda params: jax.tree_util.tree_map_with_path(label_of_path, params)`.
-
-    Returns:
-        A granularity for `clip_by_norm`.
-
-    Raises:
-        TypeError: when traced, `param_labels` is no prefix tree of the updates.
-
-    Examples:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
-        >>> parts = gcx.granularities.group({"enc": "body", "dec": "body", "out": "head"})
-        >>> clip = gcx.clip_by_norm({"body": 1.0, "head": 0.5}, granularity=parts)
-        >>> grads = {"enc": jnp.array([3.0]), "dec": jnp.array([4.0]), "out": jnp.array([0.5])}
-        >>> updates, _ = clip.update(grads, clip.init(grads))
-        >>> [round(updates[key].item(), 2) for key in ("enc", "dec", "out")]
-        [0.6, 0.8, 0.5]
-    """
-
-    def cut(function: str, tree: Tree) -> Units:
-        label_tree = param_labels(tree) if callable(param_labels) else param_labels
-        labels = broadcast_prefix(function, "param_labels", label_tree, "updates", tree)
-        names = tuple(dict.fromkeys(labels))
-        pairs = [
-            (names.index(label), _all_axes(x))
-            for label, x in zip(labels, jax.tree.leaves(tree), strict=True)
-            if is_measured(x)
-        ]
-        first, axes = zip(*pairs, strict=True) if pairs else ((), ())
-        return Units(axes, first, len(names), names, is_scalar=True)
-
-    return Granularity(cut, is_group=True)
-
-
-def layer(stack_axes: Any = 1, *, rms: bool = False) -> Granularity:
-    """Each leaf is a unit, or each layer of a leaf in which layers are stacked for `lax.scan`.
-
-    Args:
-        stack_axes: how many leading axes of a leaf index layers, 0 for an ordinary leaf; an
-            integer >= 0 or a prefix tree of integers. These axes must not be sharded inside
-            `shard_map`.
-        rms: compares thresholds with the root mean square of a unit, not with its norm.
-
-    Returns:
-        A granularity for `clip_by_norm`.
-
-    Raises:
-        ValueError: when traced, `stack_axes` exceeds the rank of a leaf.
-        TypeError: when traced, `stack_axes` holds no static integers.
-
-    Examples:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
-        >>> clip = gcx.clip_by_norm(1.0, granularity=gcx.granularities.layer(1))
-        >>> grads = jnp.array([[0.0, 4.0], [0.5, 0.0]])  # two layers
-        >>> clip.update(grads, clip.init(grads))[0].tolist()
-        [[0.0, 1.0], [0.5, 0.0]]
-    """
-
-    def cut(function: str, tree: Tree) -> Units:
-        leaves = _measured(tree)
-        depths = _stack_depths(function, stack_axes, tree)
-        axes = [tuple(range(n, np.ndim(x))) for n, x in zip(depths, leaves, strict=True)]
-        return _units_within_leaves(leaves, axes)._replace(is_rms=rms)
-
-    return Granularity(cut)
-
-
-def axis(axis: int | Sequence[int] | None = None) -> Granularity:
-    """Each row, column or filter of a leaf is a unit.
-
-    Args:
-        axis: the axes that a norm runs over. None takes the axes that `optax.adaptive_grad_clip`
-            takes: all of a scalar or vector, 0 of rank 2 and 3, all but the last of rank 4 and
-            5. Inside `shard_map` these axes must not be sharded.
-
-    Returns:
-        A granularity for `clip_by_norm`.
-
-    Raises:
-        TypeError: `axis` is neither None, an integer, nor a sequence of integers.
-        ValueError: when traced, `axis` does not fit a leaf.
-
-    Examples:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
-        >>> clip = gcx.clip_by_norm(1.0, granularity=gcx.granularities.axis(-1))
-        >>> grads = jnp.array([[3.0, 4.0], [0.5, 0.0]])
-        >>> [[round(x, 4) for x in row] for row in clip.update(grads, None)[0].tolist()]
-        [[0.6, 0.8], [0.5, 0.0]]
-    """
-    check_axis("axis", axis)
-
-    def cut(function: str, tree: Tree) -> Units:
-        pairs = [
-            (_unit_axes(function, path, x, axis), x)
-            for path, x in jax.tree_util.tree_leaves_with_path(tree)
-            if is_measured(x)
-        ]
-        axes, leaves = zip(*pairs, strict=True) if pairs else ((), ())
-        return _units_within_leaves(leaves, axes)._replace(is_local=True)
-
-    return Granularity(cut)
 
 
 def select_groups(function: str, argument: str, units: Units, keys: Sequence[Any]) -> Units:
@@ -240,7 +96,7 @@ def split_by_sharding(units: Units, leaves: Sequence[Array]) -> list[Part]:
     parts: list[Part] = []
     for chosen in positions.values():
         axes = [units.axes[i] or () for i in chosen]
-        part = _units_within_leaves([leaves[i] for i in chosen], axes)
+        part = units_within_leaves([leaves[i] for i in chosen], axes)
         parts.append(Part(chosen, part._replace(is_local=True)))
     return parts
 
@@ -274,12 +130,12 @@ def is_measured(leaf: Any) -> bool:
 
 def tree_units(leaves: Sequence[Any]) -> Units:
     """All leaves together are one unit: the global norm."""
-    return Units(tuple(map(_all_axes, leaves)), (0,) * len(leaves), 1, is_scalar=True)
+    return Units(tuple(map(all_axes, leaves)), (0,) * len(leaves), 1, is_scalar=True)
 
 
 def leaf_units(leaves: Sequence[Any]) -> Units:
     """Each leaf is a unit."""
-    return _units_within_leaves(leaves, list(map(_all_axes, leaves)))
+    return units_within_leaves(leaves, list(map(all_axes, leaves)))
 
 
 def take_units(vector: Array, units: Sequence[int]) -> Array:
@@ -312,55 +168,17 @@ def unit_shape(x: Any, axes: Sequence[int]) -> tuple[int, ...]:
     return tuple(n for i, n in enumerate(np.shape(x)) if i not in axes)
 
 
-def _measured(tree: Tree) -> list[Any]:
+def measured_shapes(tree: Tree) -> list[Any]:
     """The measured leaves for their shapes; in `init` they may be placeholders."""
     return [x for x in jax.tree.leaves(tree) if is_measured(x)]
 
 
-def _all_axes(x: Any) -> tuple[int, ...]:
+def all_axes(x: Any) -> tuple[int, ...]:
     return tuple(range(np.ndim(x)))
 
 
-def _units_within_leaves(leaves: Sequence[Any], axes: Sequence[tuple[int, ...]]) -> Units:
-    """Each leaf has units of its own, their norms running over the given axes."""
+def units_within_leaves(leaves: Sequence[Any], axes: Sequence[tuple[int, ...]]) -> Units:
+    """Each leaf has units of its own, the norms running over the given axes."""
     counts = [math.prod(unit_shape(x, over)) for x, over in zip(leaves, axes, strict=True)]
     bounds = np.cumsum([0, *counts], dtype=int).tolist()
     return Units(tuple(axes), tuple(bounds[:-1]), bounds[-1])
-
-
-def _stack_depths(function: str, stack_axes: Any, tree: Tree) -> list[int]:
-    hint = "Give the number of leading axes that index layers, 0 for an ordinary leaf."
-    per_leaf = broadcast_prefix(function, "stack_axes", stack_axes, "updates", tree)
-    depths: list[int] = []
-    for depth, (path, x) in zip(per_leaf, jax.tree_util.tree_leaves_with_path(tree), strict=True):
-        check_static(function, "stack_axes", depth)
-        check_count(function, "stack_axes", depth, hint, low=0)
-        if is_measured(x):
-            if int(depth) > np.ndim(x):
-                got = f"{depth} for {describe(x)} at {leaf_path('updates', path)}"
-                raise ValueError(error_message(function, "stack_axes", "<= the rank", got, hint))
-            depths.append(int(depth))
-    return depths
-
-
-def _unit_axes(function: str, path: Any, x: Any, axis: Any) -> tuple[int, ...]:
-    """The axes that the norm of a unit runs over."""
-    rank = np.ndim(x)
-    if axis is not None:
-        axes = (axis,) if np.ndim(axis) == 0 else tuple(axis)
-        if any(not -rank <= a < rank for a in axes) or len({a % rank for a in axes}) < len(axes):
-            rule = f"distinct axes of every leaf, in [{-rank}, {rank})"
-            got = f"{axis} for {describe(x)} at {leaf_path('updates', path)}"
-            hint = "Treat leaves of another rank apart, with `optax.masked` or `optax.partition`."
-            raise ValueError(error_message(function, "axis", rule, got, hint))
-        return tuple(sorted(int(a) % rank for a in axes))
-    if sum(n != 1 for n in np.shape(x)) <= 1:  # scalars and vectors: the whole leaf
-        return tuple(range(rank))
-    # Input axes of linear layers (IO), of attention projections, of HWIO and DHWIO filters.
-    known = {2: (0,), 3: (0,), 4: (0, 1, 2), 5: (0, 1, 2, 3)}
-    if rank not in known:
-        rule = "given for leaves of more than 5 axes"
-        got = f"None for {describe(x)} at {leaf_path('updates', path)}"
-        hint = "Pass the axes that the norm of a unit runs over."
-        raise ValueError(error_message(function, "axis", rule, got, hint))
-    return known[rank]

@@ -8,7 +8,6 @@ import optax
 
 from .._checks import (
     check_axis_name,
-    check_inexact,
     check_ord,
     check_state,
     check_static,
@@ -17,6 +16,7 @@ from .._checks import (
     refuse_traced,
 )
 from .._states import find_states, increment_where, register_metrics
+from .._tree_checks import check_inexact
 from .._types import TWO, Array, AxisName, Count, Order, Scalar, Tree
 from ..clipping._norm import measured_leaves, norm_of_leaves, unit_norms
 from ..clipping._units import leaf_units

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import broadcast_prefix, check_callable, describe, error_message, leaf_path
+from .._checks import check_callable, describe, error_message, leaf_path
 from .._mesh import max_over, sum_over, vary, varying_axes
+from .._tree_checks import broadcast_prefix
 from .._types import Array, Labels, Scalar, Tree
 from ..clipping._norm import is_measured
 from ._evaluate import evaluate

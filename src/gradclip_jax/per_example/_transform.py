@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from .._checks import check_inexact, check_number
+from .._checks import check_number
 from .._mesh import varying_axes
 from .._states import increment_where
+from .._tree_checks import check_inexact
 from .._types import Array, Number, Scalar, Tree
 from ..clipping._norm import is_measured
 
