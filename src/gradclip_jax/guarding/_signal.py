@@ -26,6 +26,7 @@ class Signal(NamedTuple):
 def judge_signal(
     rule: Rule, value: Scalar, state: tuple[Scalar, Any], param_norm: Any, relearn_after: Any
 ) -> Signal:
+    """Holds a value against its rule, which learns anew after `relearn_after` spikes in a row."""
     streak, rule_state = state
     param_norms = [param_norm] if rule.uses_params else None
     # A number or a schedule has no level to learn anew, and keeps its count.
@@ -57,7 +58,12 @@ def loss_rule(name: str, loss: Any) -> Rule:
         rule = "a threshold that does not follow the parameters"
         raise ValueError(error_message(name, "loss", rule, "one that does", hint))
     if isinstance(loss, Rule) or callable(loss):
-        return as_rule(name, "loss", loss)
+        found = as_rule(name, "loss", loss)
+        if not (found.signed or found.counts_steps) and jax.tree.leaves(first_state(found)):
+            hint = "Pass `signed=True` to the rule: it would leave out losses that are not > 0."
+            rule = "a rule that takes negative values"
+            raise ValueError(error_message(name, "loss", rule, "one for norms", hint))
+        return found
     hint = "Pass a number, a schedule, or a rule from `gcx.thresholds`."
     check_number(name, "loss", loss, hint, low=-np.inf)
     return constant(loss)

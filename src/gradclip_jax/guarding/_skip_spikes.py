@@ -14,9 +14,9 @@ from .._types import TWO, UNBOUNDED, AxisName, Count, Order, Scalar, Tree
 from ..clipping._norm import measured_leaves, norm_of_leaves
 from ..clipping._rule import Rule, as_rule, check_params, first_state
 from ._guard import check_guard, guard, zero
+from ._signal import judge_signal, loss_rule, mean_loss
 
 _RELEARN_AFTER = np.int32(25)  # NumPy, so that `optax.inject_hyperparams` leaves it alone
-from ._signal import judge_signal, loss_rule, mean_loss
 
 
 @register_metrics(
