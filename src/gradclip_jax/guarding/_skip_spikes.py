@@ -210,10 +210,10 @@ def _skip_beyond(
         has_loss = "loss" in rules
         return SkipSpikesState(
             grad_norm=zero(jnp.float32),
-            skip_threshold=jnp.full((), UNBOUNDED),
+            skip_threshold=jnp.full((), UNBOUNDED, jnp.float32),
             skipped_large_norm=zero(),
             loss=zero(jnp.float32) if has_loss else None,
-            loss_threshold=jnp.full((), UNBOUNDED) if has_loss else None,
+            loss_threshold=jnp.full((), UNBOUNDED, jnp.float32) if has_loss else None,
             skipped_large_loss=zero() if has_loss else None,
             skipped_nonfinite=zero(),
             consecutive_skips=zero(),
