@@ -239,12 +239,16 @@ def test_eight_devices_give_what_one_gives(name, mode):
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     placed = [jax.device_put(tree, shardings) for tree in (grads, params)]
 
-    def update(grads, params):
-        return tx.update(grads, tx.init(params), params)[0]
-
-    if mode == "shard_map":
-        update = jax.shard_map(update, mesh=mesh, in_specs=(specs, specs), out_specs=specs)
-    updates = jax.jit(update)(*placed)
+    if mode == "jit":
+        updates, _ = jax.jit(tx.update)(placed[0], tx.init(placed[1]), placed[1])
+    else:
+        step_of_shard = jax.shard_map(
+            lambda g, p: tx.update(g, tx.init(p), p)[0],
+            mesh=mesh,
+            in_specs=(specs, specs),
+            out_specs=specs,
+        )
+        updates = jax.jit(step_of_shard)(*placed)
     close(updates, expected)
     for key, x in updates.items():
         assert x.sharding.is_equivalent_to(shardings[key], x.ndim)
