@@ -1,6 +1,6 @@
 """Devices that are not there, to compile for: an H100, and TPUs of any number of chips.
 
-`make .venv-cuda/.installed` and `make .venv-tpu/.installed` make an environment for each.
+`make bench-compiled` makes an environment for each.
 """
 
 import importlib.util
