@@ -1,12 +1,9 @@
 """Runs a step zero or one times, in place: what accumulation and guards share.
 
-Where the step is rarely taken, as that of an accumulation, it is the body of a `while_loop` that
-makes zero or one trip. `lax.cond` copies the branch it does not change (9.0 N moved and 3.0 N of
-scratch for a held step of AdamW on an H100, against 3.0 N and none), `jnp.where` computes both.
-
-Where it is usually taken, as behind a guard, the loop stays on a CPU, where a skipped step then
-costs nothing. A GPU would have to wait for the host at every step, so there, and on a TPU, the
-step is always computed and its result selected.
+A step that is rarely taken, as that of an accumulation, is the body of a `while_loop` that makes
+zero or one trip. `lax.cond` copies the branch it does not change, `jnp.where` computes both.
+Where a step is usually taken, as behind a guard, a GPU would wait for the host at every one: there,
+and on a TPU, it is always computed and its result selected.
 """
 
 import dataclasses
@@ -94,7 +91,7 @@ def _run_if_jvp(step: Any, usually: bool, primals: Any, tangents: Any) -> tuple[
     return jax.jvp(by_cond, primals, tangents)
 
 
-def check_if(predicate: Array, check: Callable[[], Scalar]) -> Scalar:
+def check_if(predicate: Array | bool, check: Callable[[], Scalar]) -> Scalar:
     """What a check finds; where the predicate does not hold, a CPU is spared it and gets True."""
     if not is_traced(predicate):
         return check() if bool(predicate) else jnp.array(True)
@@ -117,8 +114,8 @@ class Gate(NamedTuple):
         extra_args: its extra arguments.
         next_state: `(inner_state, accumulator, stepped)` after the step to the next state of the
             whole; `stepped`, bool[], is whether the inner transformation took its step.
-        check: `(accumulator, inner_state, params)` before the step to whether it may be taken;
-            None is always.
+        check: `(accumulator, inner_state, params)` to whether the step may be taken, bool[];
+            None where there is nothing to check.
         usually_open: whether the gate is open but for accidents.
     """
 
@@ -127,8 +124,8 @@ class Gate(NamedTuple):
     read_gradient: Callable[[Tree], tuple[Tree, Tree]]
     inner_state: Any
     extra_args: dict[str, Any]
-    next_state: Callable[[Any, Tree, Array], Any]
-    check: Callable[[Tree, Any, Tree], Scalar] | None = None
+    next_state: Callable[[Any, Tree, Array | bool], Any]
+    check: Any = None
     usually_open: bool = False
 
 
@@ -184,22 +181,20 @@ def _pass_gate(
 
     The check of a gate that is seldom open runs inside the loop, so that there is one loop.
     """
-    check = now.check
 
     def step(carry: Tree) -> Tree:
         output, inner_state, accumulator = carry
         grads, accumulator = now.read_gradient(accumulator)
         return *take(grads, inner_state, output), accumulator
 
-    def checked(is_open: Array, carry: Tree) -> tuple[Tree, Array]:
+    def checked(is_open: Array | bool, carry: Tree) -> tuple[Tree, Array | bool]:
         output, inner_state, accumulator = carry
-        assert check is not None
-        passed = check_if(is_open, lambda: check(accumulator, inner_state, params_of(output)))
-        passed = is_open & passed
+        check = functools.partial(now.check, accumulator, inner_state, params_of(output))
+        passed = is_open & check_if(is_open, check)
         return run_if(passed, step, carry, usually=now.usually_open), passed
 
     carry, stepped = (output, now.inner_state, now.accumulator), now.is_open
-    if check is None:
+    if now.check is None:
         carry = run_if(stepped, step, carry, usually=now.usually_open)
     elif now.usually_open:
         carry, stepped = checked(stepped, carry)

@@ -4,20 +4,22 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import check_count, check_number, check_ord, describe, error_message
-from .._mesh import replica_count, shard_axes, sum_over
-from .._run_if import run_if
+from .._checks import check_count, check_ord, error_message
 from .._states import increment_where, register_metrics
-from .._types import TWO, UNBOUNDED, Array, AxisName, Count, Order, Scalar, Tree
+from .._types import TWO, UNBOUNDED, AxisName, Count, Order, Scalar, Tree
 from ..clipping._norm import measured_leaves, norm_of_leaves
-from ..clipping._rule import Rule, apply_rules, as_rule, check_params, constant, first_state
+from ..clipping._rule import Rule, as_rule, check_params, first_state
 from ._guard import check_guard, guard, zero
+from ._spikes import judge_signal, loss_rule, mean_loss
 
+_FIELDS = (
+    ("norm", "grad_norm", "skip_threshold", "skipped_large_norm"),
+    ("loss", "loss", "loss_threshold", "skipped_large_loss"),
+)
 _RELEARN_AFTER = np.int32(25)  # NumPy, so that `optax.inject_hyperparams` leaves it alone
 
 
@@ -182,7 +184,7 @@ def skip_spikes(
     if norm is not None:
         rules["norm"] = as_rule(name, "norm", norm)
     if loss is not None:
-        rules["loss"] = _loss_rule(name, loss)
+        rules["loss"] = loss_rule(name, loss)
     if not rules:
         hint = "Pass for example `loss=gcx.thresholds.mean_std()`."
         raise ValueError(error_message(name, "norm", "given, or `loss`", "None for both", hint))
@@ -227,14 +229,14 @@ def _skip_beyond(
     ) -> tuple[Scalar, Callable[[Scalar], SkipSpikesState]]:
         values = {"norm": measure(updates)}
         if "loss" in rules:
-            values["loss"] = _mean_loss(name, extra_args.get("value"), axes)
+            values["loss"] = mean_loss(name, extra_args.get("value"), axes)
         param_norm = None
         if any(rule.uses_params for rule in rules.values()):
             check_params(name, updates, params)
             param_norm = measure(params)
         finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, values.values()))
         signals = {
-            key: _judge_signal(
+            key: judge_signal(
                 rule,
                 jnp.where(finite, values[key], jnp.nan),
                 state.signals[key],
@@ -267,71 +269,3 @@ def _skip_beyond(
         return is_good, own_fields
 
     return guard(name, inner, first, judge, max_consecutive_skips=max_consecutive_skips)
-
-
-_FIELDS = (
-    ("norm", "grad_norm", "skip_threshold", "skipped_large_norm"),
-    ("loss", "loss", "loss_threshold", "skipped_large_loss"),
-)
-
-
-class _Signal(NamedTuple):
-    """Whether a norm or a loss is a spike, beyond which threshold, and what its rule learnt."""
-
-    is_spike: Scalar
-    threshold: Scalar
-    rule_state: Any
-
-
-def _judge_signal(
-    rule: Rule, value: Scalar, state: tuple[Scalar, Any], param_norm: Any, relearn_after: Any
-) -> _Signal:
-    streak, rule_state = state
-    param_norms = [param_norm] if rule.uses_params else None
-    # A number or a schedule has no level to learn anew, and keeps its count.
-    learns = bool(jax.tree.leaves(rule_state)) and not rule.counts_steps
-
-    def apply(rule_state: Any) -> tuple[Array, Any]:
-        (threshold,), (after,) = apply_rules([rule], [value], (rule_state,), param_norms)
-        return threshold, after
-
-    threshold, after = apply(rule_state)
-    is_spike = ~(value <= threshold)
-    if not learns:
-        return _Signal(is_spike, threshold, after)
-    relearns = is_spike & (streak >= relearn_after)
-
-    def relearn(after: Any) -> Any:
-        # Not below what the rule has climbed to: a start of 1 never gets to a level of 1e4.
-        _, afresh = apply(first_state(rule))
-        is_higher = apply(afresh)[0] > apply(after)[0]
-        return jax.tree.map(functools.partial(jnp.where, is_higher), afresh, after)
-
-    return _Signal(is_spike & ~relearns, threshold, run_if(relearns, relearn, after))
-
-
-def _loss_rule(name: str, loss: Any) -> Rule:
-    """A threshold for losses as a rule; a number may be negative."""
-    if isinstance(loss, Rule) and loss.uses_params:
-        hint = "Pass a number, a schedule, or a rule of spread such as `gcx.thresholds.mean_std()`."
-        rule = "a threshold that does not follow the parameters"
-        raise ValueError(error_message(name, "loss", rule, "one that does", hint))
-    if isinstance(loss, Rule) or callable(loss):
-        return as_rule(name, "loss", loss)
-    hint = "Pass a number, a schedule, or a rule from `gcx.thresholds`."
-    check_number(name, "loss", loss, hint, low=-np.inf)
-    return constant(loss)
-
-
-def _mean_loss(name: str, value: Any, axis_name: AxisName) -> Scalar:
-    """The loss, alike on all devices: the mean of theirs where they differ."""
-    if value is None:
-        hint = "Pass the loss: `update(grads, state, params, value=loss)`."
-        raise ValueError(error_message(name, "value", "given to watch the loss", "None", hint))
-    if np.ndim(value) != 0:
-        hint = "Pass the mean over the batch."
-        raise TypeError(error_message(name, "value", "a scalar", describe(value), hint))
-    loss = jnp.asarray(value)
-    loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
-    axes = shard_axes(loss, axis_name)
-    return sum_over(loss / replica_count(frozenset(), axes), axes)
