@@ -4,7 +4,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 # Added to pytest's own, so `make test PYTEST_ARGS='-n0 -k norm'` is one process, one name.
+# With FULL_COMPILE=1 tests compile as users do, not as cheaply as they can: see tests/conftest.py.
 PYTEST_ARGS ?=
+PYTEST = $(VENV)/bin/python -m pytest -n logical --maxprocesses=4 --dist loadgroup
 DEMO_ARGS ?=
 
 # The first of several interpreters that really runs. (A version manager may put a
@@ -16,20 +18,35 @@ candidates = $(foreach v,$(1),python3.$(v) $(wildcard $(HOME)/.pyenv/versions/3.
 PYTHON_OLDEST ?= $(call first_running,$(call candidates,11 12 13))
 PYTHON_NEWEST ?= $(call first_running,$(call candidates,14 13 12))
 OLDEST_PINS := jax==0.7.0 jaxlib==0.7.0 optax==0.2.5
+NIGHTLY_PINS := --pre --upgrade jax jaxlib git+https://github.com/google-deepmind/optax \
+	--extra-index-url https://us-python.pkg.dev/ml-oss-artifacts-published/jax/simple/
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/gradclip_jax/_version.py)
+# Empty until it is known; then the site links to it as well.
+export REPOSITORY_URL ?= $(shell sed -n 's/^repository = "\(.*\)"/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-oldest test-newest lint format bench notebooks docs wheel clean \
-	print-oldest print-newest
+.PHONY: help demo test test-slow test-all test-oldest test-newest test-nightly test-compiled-tpu \
+	test-compiled-cuda fuzz lint format bench bench-compiled notebooks docs docs-site wheel package \
+	check-release clean print-oldest print-newest
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.installed-examples  ## train on real text: no clipping, clipping, accumulation
 	$(VENV)/bin/python examples/demo.py $(DEMO_ARGS)
 
-test: $(VENV)/.installed-test  ## the whole suite, doctests, README and notebooks
-	$(VENV)/bin/python -m pytest -n logical --maxprocesses=4 $(PYTEST_ARGS)
+test: $(VENV)/.installed-test  ## the suite with doctests and README, in less than five minutes
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.installed-test  ## what is slow and rare: notebooks, processes, benchmarks
+	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+test-all: $(VENV)/.installed-test  ## both
+	$(PYTEST) $(PYTEST_ARGS)
+
+fuzz: $(VENV)/.installed-test  ## random programs against plain Python, until one fails or Ctrl-C
+	FUZZ=1 $(VENV)/bin/python -m pytest -n0 -x tests/test_fuzz.py $(PYTEST_ARGS)
 
 test-oldest:  ## the suite on the oldest supported JAX and Optax, in .venv-oldest
 	@test -n "$(PYTHON_OLDEST)" || \
@@ -41,6 +58,9 @@ test-newest:  ## the suite on the newest JAX of all, in .venv-newest
 		{ echo "No Python 3.12+ found. Name one: make $@ PYTHON_NEWEST=/path/to/python"; exit 1; }
 	$(MAKE) test VENV=.venv-newest PYTHON="$(PYTHON_NEWEST)" PINS="--upgrade jax jaxlib"
 
+test-nightly:  ## the suite on the nightly builds of JAX and Optax, in .venv-nightly
+	$(MAKE) test VENV=.venv-nightly PINS="$(NIGHTLY_PINS)"
+
 lint: $(VENV)/.installed-dev  ## ruff, pyright, codespell
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
@@ -51,15 +71,39 @@ format: $(VENV)/.installed-dev  ## let ruff rewrite what it can
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 
-bench: $(VENV)/.installed-test  ## every script in benchmarks/
-	@set -e; for script in benchmarks/[a-z]*.py; do \
+bench: $(VENV)/.installed-test  ## every script in benchmarks/ that measures this machine
+	@set -e; for script in $(filter-out %/compiled.py,$(wildcard benchmarks/[a-z]*.py)); do \
 		echo "== $$script"; $(VENV)/bin/python "$$script"; done
 
-notebooks: $(VENV)/.installed-test  ## execute every notebook
-	$(VENV)/bin/python -m pytest tests/test_notebooks.py $(PYTEST_ARGS)
+# Programs compiled for devices that are not there, each in an environment of its own: 1 GB for
+# TPUs, 3 GB for CUDA. `make bench-compiled BENCH_ARGS='--only "clip + AdamW"'` runs a part.
+BENCH_ARGS ?=
+COMPILED_PINS := jax==0.10.2 jaxlib==0.10.2 optax==0.2.8
+compiled_pytest = -m pytest -p no:cacheprovider --confcutdir=tests/compiled tests/compiled
+
+bench-compiled: .venv-tpu/.compiled .venv-cuda/.compiled  ## compile for TPUs and an H100
+	JAX_PLATFORMS=cpu .venv-cuda/bin/python benchmarks/compiled.py $(BENCH_ARGS)
+	JAX_PLATFORMS=cpu .venv-tpu/bin/python benchmarks/compiled.py $(BENCH_ARGS)
+
+test-compiled-tpu: .venv-tpu/.compiled  ## what must hold of the programs on TPUs
+	JAX_PLATFORMS=cpu .venv-tpu/bin/python $(compiled_pytest) $(PYTEST_ARGS)
+
+test-compiled-cuda: .venv-cuda/.compiled  ## the same on an H100
+	JAX_PLATFORMS=cpu .venv-cuda/bin/python $(compiled_pytest) $(PYTEST_ARGS)
+
+.venv-tpu/.compiled: EXTRA = tpu
+.venv-cuda/.compiled: EXTRA = cuda12
+.venv-%/.compiled: pyproject.toml
+	@test -x .venv-$*/bin/python || $(MAKE) VENV=.venv-$* .venv-$*/bin/python
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -e . pytest \
+		'jax[$(EXTRA)]' $(COMPILED_PINS)
+	@touch $@
+
+notebooks: $(VENV)/.installed-test  ## execute every notebook; `make docs-site` then shows the outputs
+	NOTEBOOK_OUTPUTS="$(CURDIR)/build/notebooks" $(PYTEST) tests/test_notebooks.py $(PYTEST_ARGS)
 
 docs: $(VENV)/.installed-test  ## run the code shown in README.md and docs/
-	$(VENV)/bin/python -m pytest tests/test_readme.py $(PYTEST_ARGS)
+	$(PYTEST) tests/test_readme.py tests/test_docs_pages.py $(PYTEST_ARGS)
 
 wheel: $(VENV)/.installed-test  ## build the wheel, install it in an empty environment, import it
 	rm -rf dist .venv-wheel
@@ -68,8 +112,27 @@ wheel: $(VENV)/.installed-test  ## build the wheel, install it in an empty envir
 	.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl
 	.venv-wheel/bin/python -I -c 'import gradclip_jax; print("imported", gradclip_jax.__file__)'
 
+package: $(VENV)/.installed-release  ## what is uploaded: sdist, and the wheel built from it
+	rm -rf dist
+	$(VENV)/bin/python -m build
+	$(VENV)/bin/twine check --strict dist/*
+
+check-release:  ## refuse a TAG that is not the version, or has no dated changelog section
+	@test "$(TAG)" = "v$(VERSION)" || \
+		{ echo "The tag is '$(TAG)', the version is '$(VERSION)'. Tag it v$(VERSION)."; exit 1; }
+	@grep -Eq '^## \[$(VERSION)\] - [0-9]{4}-[0-9]{2}-[0-9]{2}$$' CHANGELOG.md || \
+		{ echo "CHANGELOG.md has no line '## [$(VERSION)] - YYYY-MM-DD'. Add it."; exit 1; }
+	@grep -q '^version: $(VERSION)$$' CITATION.cff || \
+		{ echo "CITATION.cff has another version than $(VERSION). Change it."; exit 1; }
+
+docs-site: $(VENV)/.installed-docs  ## build the documentation site in site/, offline; any warning fails
+	$(VENV)/bin/python docs/render_notebooks.py docs/notebooks
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+	@! grep -rlE --include="*.html" "(src|href)=\"(https?:)?//[^\"]*\.(js|css|woff2?)" site || \
+		{ echo "These pages load something from elsewhere."; exit 1; }
+
 clean:  ## remove environments, build outputs and caches
-	rm -rf .venv .venv-* dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* dist build site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 print-oldest:

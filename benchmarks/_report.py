@@ -53,13 +53,21 @@ def write(sections: dict[str, Rows], part: str = "", **facts: Any) -> pathlib.Pa
     name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
     path = HERE / "results" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    if path.exists():  # sections that were not run again stay
-        sections = json.loads(path.read_text())["sections"] | sections
+    if path.exists():  # sections and rows that were not run again stay
+        sections = _merged(json.loads(path.read_text())["sections"], sections)
     path.write_text(json.dumps({"environment": about, "sections": sections}, indent=1) + "\n")
     text = f"### {title}\n\n" + ", ".join(f"{key} {value}" for key, value in about.items()) + "\n\n"
     text += "\n\n".join(f"**{title}**\n\n{table(rows)}" for title, rows in sections.items())
     replace_between(HERE / "README.md", f"results {name}", text)
     return path
+
+
+def _merged(old: dict[str, Rows], new: dict[str, Rows]) -> dict[str, Rows]:
+    merged = dict(old)
+    for title, rows in new.items():
+        by_name = {row["what"]: row for row in old.get(title, [])}
+        merged[title] = list((by_name | {row["what"]: row for row in rows}).values())
+    return merged
 
 
 def replace_between(path: pathlib.Path, label: str, text: str) -> None:

@@ -264,6 +264,8 @@ def read_arguments(words: list[str] | None) -> tuple[argparse.Namespace, Mesh]:
     args = parser.parse_args(words)
     if args.resume and not args.checkpoint_dir:
         parser.error("argument --resume: needs --checkpoint-dir")
+    if args.resume and not args.checkpoint_dir.is_dir():
+        parser.error(f"argument --resume: there is no folder {args.checkpoint_dir}")
     join_processes(args)
     devices = jax.devices()
     args.data = args.data or max(len(devices) // args.model, 1)

@@ -14,6 +14,8 @@ import pytest
 
 import process_worker
 
+pytestmark = pytest.mark.slow  # each launch starts JAX anew in several processes
+
 WORKER = Path(process_worker.__file__)
 PATIENCE = 180  # seconds before a launch is given up; a quiet machine needs a tenth of it
 HEARTBEAT = 5  # seconds until the death of a process counts
@@ -113,7 +115,6 @@ def test_two_processes_see_what_one_device_sees(tmp_path):
         assert_bad_call_is_skipped(seen[0][case])  # the NaN came in on the other process
 
 
-@pytest.mark.slow
 def test_four_processes_see_what_one_device_sees(tmp_path):
     seen = launch_training(4, tmp_path, *process_worker.CASES)
     assert_alike(seen)

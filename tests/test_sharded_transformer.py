@@ -129,6 +129,15 @@ def test_both_accumulations_train_alike(tmp_path):
     np.testing.assert_allclose(ours["losses"], theirs["losses"], rtol=0.005)
 
 
+def test_resume_from_a_folder_that_is_not_there_is_refused_and_creates_nothing(tmp_path, capsys):
+    missing = tmp_path / "missing"
+    with pytest.raises(SystemExit) as stopped:
+        load().main([*TINY, "--data", "1", "--checkpoint-dir", str(missing), "--resume"])
+    assert stopped.value.code == 2
+    assert f"argument --resume: there is no folder {missing}" in capsys.readouterr().err
+    assert not missing.exists()
+
+
 def test_resume_without_a_checkpoint_is_refused(tmp_path):
     words = [*TINY, "--data", "1", "--checkpoint-dir", str(tmp_path), "--resume"]
     with pytest.raises(SystemExit, match="--resume: no checkpoint in"):

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ._mesh import unreduced_axes
-from ._types import AxisName, Tree
+from ._types import AxisName
 
 _SHOWN = 5  # bad leaves listed in a message before it only counts them
 
@@ -50,7 +49,7 @@ def is_float0(leaf: Any) -> bool:
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
-def _listed(places: Iterable[str]) -> str:
+def listed(places: Iterable[str]) -> str:
     places = list(places)
     rest = len(places) - _SHOWN
     return ", ".join(places[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
@@ -164,8 +163,8 @@ def check_dtype(function: str, argument: str, value: Any) -> None:
         )
 
 
-def check_choice(function: str, argument: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Refuses a word outside `choices`."""
+def check_choice(function: str, argument: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Refuses a value outside `choices`."""
     if value not in choices:
         rule = "one of " + ", ".join(map(repr, choices))
         raise ValueError(error_message(function, argument, rule, repr(value), "Pick one of them."))
@@ -207,89 +206,6 @@ def check_transformation(function: str, argument: str, value: Any) -> None:
         raise TypeError(error_message(function, argument, rule, repr(value), hint))
 
 
-def check_inexact(
-    function: str, argument: str, tree: Tree, *, real: bool = False, unreduced: bool = False
-) -> None:
-    """Refuses leaves that are neither floating, complex (unless `real`) nor float0.
-
-    And leaves of which each device holds a summand, unless `unreduced`.
-    """
-    if not unreduced:
-        check_reduced(function, argument, tree)
-    kind, rule = (jnp.floating, "floating") if real else (jnp.inexact, "floating or complex")
-    bad = [
-        f"{describe(leaf)} at {leaf_path(argument, path)}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if not is_float0(leaf) and not jnp.issubdtype(jnp.result_type(leaf), kind)
-    ]
-    if bad:
-        raise TypeError(
-            f"{function}: every leaf of `{argument}` must be {rule}, got {_listed(bad)}. "
-            "Leave such leaves out with `optax.masked`."
-        )
-
-
-def check_reduced(function: str, argument: str, tree: Tree) -> None:
-    """Refuses leaves that have not been summed over devices, under explicit axes."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        axes = () if is_float0(leaf) else sorted(unreduced_axes(leaf))
-        if axes:
-            got = f"a leaf that is unreduced over {', '.join(map(repr, axes))}"
-            got += f" at {leaf_path(argument, path)}"
-            spec = jax.sharding.PartitionSpec(*jax.typeof(leaf).sharding.spec)
-            hint = (
-                f"Sum it over devices first, `jax.sharding.reshard(leaf, {spec})`, or do this "
-                "inside `accumulate_gradients`, which sums once a window."
-            )
-            raise TypeError(error_message(function, argument, "reduced", got, hint))
-
-
-def check_same_structure(function: str, argument: str, tree: Tree, like: str, other: Tree) -> None:
-    """Refuses two trees whose paths or shapes differ, and names the first that does.
-
-    The gradient of an integer, float0, carries nothing and may have any shape.
-    """
-    ours = jax.tree_util.tree_leaves_with_path(tree)
-    theirs = jax.tree_util.tree_leaves_with_path(other)
-    hint = f"Pass `{argument}` with the structure of `{like}`."
-    rule = f"a tree like `{like}`"
-    for (path, leaf), (other_path, other_leaf) in zip(ours, theirs, strict=False):
-        if path != other_path:
-            place, other_place = leaf_path(argument, path), leaf_path(like, other_path)
-            got = f"{place} where {other_place} was expected"
-            raise TypeError(error_message(function, argument, rule, got, hint))
-        if np.shape(leaf) != np.shape(other_leaf) and not is_float0(leaf):
-            got = f"{describe(leaf)} at {leaf_path(argument, path)}"
-            got += f", expected shape {list(np.shape(other_leaf))}"
-            raise TypeError(error_message(function, argument, rule, got, hint))
-    if len(ours) != len(theirs):
-        more, name = (ours, argument) if len(ours) > len(theirs) else (theirs, like)
-        place = leaf_path(name, more[min(len(ours), len(theirs))][0])
-        got = f"{len(ours)} leaves for {len(theirs)}, the first unmatched one {place}"
-        raise TypeError(error_message(function, argument, rule, got, hint))
-    if jax.tree.structure(tree) != jax.tree.structure(other):
-        path, node, other_node = _first_other_container(tree, other)
-        got = f"a {type(node).__name__} at {leaf_path(argument, path)}"
-        got += f", expected a {type(other_node).__name__}"
-        raise TypeError(error_message(function, argument, rule, got, hint))
-
-
-def _first_other_container(tree: Tree, other: Tree) -> tuple[Any, Any, Any]:
-    """The path to the first nodes of two trees that hold their children otherwise, and both."""
-
-    def children(node: Tree) -> list[tuple[Any, Any]]:
-        return jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
-
-    path: tuple[Any, ...] = ()
-    while True:
-        pairs = list(zip(children(tree), children(other), strict=False))
-        deeper = [p for p in pairs if jax.tree.structure(p[0][1]) != jax.tree.structure(p[1][1])]
-        if type(tree) is not type(other) or not deeper:
-            return path, tree, other
-        (key, tree), (_, other) = deeper[0]
-        path = (*path, *key)
-
-
 def renamed(**names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Answers the keywords that Optax has for arguments of a function with our own."""
 
@@ -309,14 +225,14 @@ def renamed(**names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 
 
 def check_state(function: str, state: Any, kind: type) -> None:
-    """Refuses what is no state of its kind; there is none where gradients are in its place."""
-    if state is not None and not isinstance(state, kind):
-        hint = "Pass what `init` made: `update(updates, state, params)`."
-        got = type(state).__name__
-        raise TypeError(error_message(function, "state", f"a `{kind.__name__}`", got, hint))
+    """Refuses no state, or the state of another transformation, where history is kept."""
+    rule = f"a `{kind.__name__}`"
     if state is None:
         hint = "Call `init(params)` first: earlier steps are remembered."
-        raise ValueError(error_message(function, "state", f"a `{kind.__name__}`", "None", hint))
+        raise ValueError(error_message(function, "state", rule, "None", hint))
+    if not isinstance(state, kind):
+        hint = "Call `update(grads, state, params)` with the state that `init(params)` made."
+        raise TypeError(error_message(function, "state", rule, type(state).__name__, hint))
 
 
 def check_axis(function: str, axis: Any) -> None:
@@ -326,30 +242,3 @@ def check_axis(function: str, axis: Any) -> None:
         hint = "Pass for example 0, or (0, 1), or None for the choice by rank."
         rule = "an integer, a sequence of integers or None"
         raise TypeError(error_message(function, "axis", rule, repr(axis), hint))
-
-
-def broadcast_prefix(
-    function: str, argument: str, prefix: Tree, like: str, tree: Tree, is_leaf: Any = None
-) -> list[Any]:
-    """One entry of `prefix` for each leaf of `tree`, in the order of its leaves."""
-    entries: list[Any] = []
-
-    def spread(entry: Any, subtree: Any) -> None:
-        entries.extend([entry] * len(jax.tree.leaves(subtree)))
-
-    try:
-        jax.tree.map(spread, prefix, tree, is_leaf=is_leaf)
-    except (ValueError, TypeError) as mismatch:
-        given = jax.tree_util.tree_leaves_with_path(prefix, is_leaf=is_leaf)
-        wanted = jax.tree_util.tree_leaves_with_path(tree)
-        rule = f"a prefix tree of `{like}`"
-        hint = f"Give one entry per leaf or per subtree of `{like}`."
-        got = str(mismatch).splitlines()[0]
-        for path, _ in reversed(given):
-            if not any(place[: len(path)] == path for place, _ in wanted):
-                got = f"an entry at {leaf_path(argument, path)}, where `{like}` has no leaf"
-        for place, _ in reversed(wanted):
-            if not any(place[: len(path)] == path for path, _ in given):
-                got = f"no entry for {leaf_path(like, place)}"
-        raise TypeError(error_message(function, argument, rule, got, hint)) from None
-    return entries

@@ -1,110 +1,86 @@
-"""Configs: transformations as plain values that can be written to a file and read back.
-
-One idea: `{"name": "zscore", "decay": 0.9}` is a call of the function of that name, and its
-arguments may hold such dicts again. Only what the two tables list can be named.
-"""
+"""Configs: calls of this package as plain values that can be written to a file and read back."""
 
 import copy
 import dataclasses
 import functools
 import inspect
+import math
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeAlias
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
-from . import thresholds
-from ._checks import check_choice, check_transformation, error_message
-from ._serialize import check_arguments, from_plain, to_plain
-from .accumulation import _transform as accumulation
-from .adaptive import _acclip as moment
-from .adaptive import _spam_clip as spam
-from .adaptive import _stable_adamw as optimizer
-from .adaptive import _stable_spam_clip as levels
-from .adaptive import _transform as adaptive
-from .adaptive import _u_clip as carry
-from .clipping import _transform as clipping
-from .guarding import _skip_nonfinite as nonfinite
-from .guarding import _skip_spikes as spikes
-from .monitoring import _record as monitoring
+from ._checks import check_choice, check_count, check_number, check_transformation, error_message
+from .accumulation._transform import accumulate_gradients
+from .clipping._transform import clip_by_global_norm
 
-Table: TypeAlias = Mapping[str, Callable[..., Any]]
-
-
-def _table(*constructors: Callable[..., Any]) -> Table:
-    return {constructor.__name__: constructor for constructor in constructors}
-
-
-_TRANSFORMATIONS: Final = _table(
-    *(clipping.clip, clipping.clip_by_global_norm, clipping.clip_by_leaf_norm),
-    *(clipping.clip_by_group_norm, clipping.clip_by_block_rms, clipping.zero_large_norm),
-    *(adaptive.adaptive_grad_clip, adaptive.autoclip, adaptive.zclip),
-    *(adaptive.adagc, adaptive.quantile_clip, carry.u_clip, moment.acclip, spam.spam_clip),
-    *(levels.stable_spam_clip, optimizer.stable_adamw, accumulation.accumulate_gradients),
-    *(nonfinite.skip_nonfinite, spikes.skip_large_norm, spikes.skip_spikes),
-    *(monitoring.record_norms,),
-)
-_RULES: Final = _table(
-    *(thresholds.percentile, thresholds.mean_std, thresholds.zscore, thresholds.ema),
-    *(thresholds.quantile, thresholds.capped, thresholds.relative_to_params),
-)
-_INNER: Final = {"inner", "clip"}  # what a wrapper calls the transformation that it wraps
+_INNER = {"inner", "clip"}  # what a wrapper calls the transformation that it wraps
+_BUILTINS = {"float": float, "tuple": tuple, "dict": dict}
+_MAX_DEPTH = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class TransformConfig:
-    """A transformation of this package as plain values, for JSON or YAML, and back.
+    """A call of a public function of this package, as plain values for JSON or YAML.
 
-    | instead of | the dict holds |
+    | value | as plain values |
     | --- | --- |
-    | `gcx.thresholds.zscore(decay=0.9)` | `{"name": "zscore", "decay": 0.9}` |
-    | an inner transformation of this package | its dict |
-    | any other inner transformation | nothing: give it to `build` |
-    | infinity, which JSON lacks | `"inf"` or `"-inf"` |
+    | a transformation or rule of this package | `{"name": "zscore", "decay": 0.9}` |
+    | an inner transformation from elsewhere | nothing: pass it to `build` |
+    | infinity, which JSON lacks | `{"name": "float", "value": "inf"}` |
+    | `(1.0, 2.0)` | `{"name": "tuple", "value": [1.0, 2.0]}` |
+    | a mapping with the key "name", or one that is no string | `{"name": "dict", "value": [...]}` |
     | `jnp.float32` | `"float32"` |
-    | `(1.0, 2.0)` | `{"tuple": [1.0, 2.0]}` |
-    | a mapping with keys other than strings | `{"items": [[key, value], ...]}` |
-    | a schedule, any other function or array | an error: call the constructor itself |
-
-    Names are checked at once, numbers by `build`, as if the constructor had been called.
+    | any other object, such as a schedule or an array | an error: call the function itself |
 
     Attributes:
-        name: of a public transformation, such as "clip_by_global_norm".
-        arguments: its arguments by name; kept as the dict holds them.
+        name: of a public function that makes a transformation or a threshold rule.
+        arguments: by name; they may contain other configs. Kept as plain values.
 
     Raises:
-        ValueError: a name or an argument that does not exist, or one that is missing.
-        TypeError: an argument is not plain.
+        ValueError: the name or an argument does not exist, or an argument is missing; `build`
+            raises what the function raises.
+        TypeError: an argument cannot be written as plain values.
 
     Examples:
         >>> import json, optax, gradclip_jax as gcx
-        >>> rule = {"name": "zscore", "decay": 0.9}
+        >>> rule = gcx.TransformConfig("zscore", {"decay": 0.9})
         >>> config = gcx.TransformConfig("clip_by_global_norm", {"max_norm": rule})
         >>> text = json.dumps(config.to_dict())
         >>> text
         '{"name": "clip_by_global_norm", "max_norm": {"name": "zscore", "decay": 0.9}}'
         >>> gcx.TransformConfig.from_dict(json.loads(text)) == config
         True
-        >>> clip = config.build()
-        >>> accumulate = gcx.TransformConfig("accumulate_gradients", {"every": 4})
-        >>> tx = accumulate.build(optax.chain(clip, optax.adam(1e-3)))
+        >>> tx = optax.chain(config.build(), optax.adam(1e-3))
     """
 
     name: str
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any], hash=False)
 
     def __post_init__(self) -> None:
-        check_choice("TransformConfig", "name", self.name, tuple(_TRANSFORMATIONS))
-        check_arguments(self.name, "arguments", self.arguments, _TRANSFORMATIONS[self.name])
-        plain = {key: to_plain(self.name, key, x) for key, x in self.arguments.items()}
-        object.__setattr__(self, "arguments", plain)
-        _call(_TRANSFORMATIONS, self.to_dict(), dry=True)
+        check_choice("TransformConfig", "name", self.name, tuple(_constructors()))
+        _check_arguments(self.name, _constructors()[self.name], self.arguments)
+        object.__setattr__(self, "arguments", {k: _to_plain(x) for k, x in self.arguments.items()})
 
     def build(self, inner: optax.GradientTransformation | None = None) -> Any:
-        """The transformation; `inner` goes to the innermost wrapper, which then names none."""
-        if inner is not None:
-            check_transformation("TransformConfig.build", "inner", inner)
-        return _call(_TRANSFORMATIONS, self.to_dict(), inner=inner)
+        """Calls the function; the innermost wrapper gets `inner`."""
+        unused = [] if inner is None else [inner]
+
+        def call(name: str, arguments: dict[str, Any]) -> Any:
+            constructor = _constructors()[name]
+            for key in _INNER & (inspect.signature(constructor).parameters.keys() - arguments):
+                arguments[key] = unused.pop() if unused else None
+            return constructor(**arguments)
+
+        built = _from_plain(self.to_dict(), call)
+        if unused:
+            hint = "Combine the two with `optax.chain`."
+            raise ValueError(error_message(self.name, "inner", "omitted", "one", hint))
+        return built
 
     def to_dict(self) -> dict[str, Any]:
         """`{"name": ..., argument: value, ...}`, a copy."""
@@ -112,47 +88,146 @@ class TransformConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "TransformConfig":
-        """The inverse of `to_dict`."""
-        if not isinstance(values, Mapping) or "name" not in values:
+        """The inverse of `to_dict`; it calls nothing that it reads."""
+        made = _from_plain(values, cls)
+        if not isinstance(made, cls):
             rule, hint = "a mapping with the key 'name'", "Write it as `to_dict` does."
-            function = "TransformConfig.from_dict"
-            raise TypeError(error_message(function, "values", rule, repr(values), hint))
-        return cls(values["name"], {key: x for key, x in values.items() if key != "name"})
+            raise TypeError(error_message("TransformConfig", "values", rule, repr(values), hint))
+        return made
 
 
-def _call(table: Table, values: Mapping[str, Any], *, inner: Any = None, dry: bool = False) -> Any:
-    """Calls what a dict names, its arguments first; a dry run only checks the names."""
-    name = values["name"]
-    check_choice("TransformConfig", "name", name, tuple(table))
-    given = {key: x for key, x in values.items() if key != "name"}
-    check_arguments(name, "arguments", given, table[name])
-    parameters = inspect.signature(table[name]).parameters
-    wraps = _INNER & parameters.keys()
-    required = [key for key, x in parameters.items() if x.default is x.empty and key not in wraps]
-    for key in required:
-        if key not in given:
-            raise ValueError(
-                error_message(name, key, "given", "nothing", "Add it to the arguments.")
-            )
-    if inner is not None and not wraps:
-        hint = "Join the two with `optax.chain`."
-        raise ValueError(error_message(name, "inner", "left out", "a transformation", hint))
+@dataclasses.dataclass(frozen=True)
+class AccumulationConfig:
+    """Accumulation as plain values; `TransformConfig("accumulate_gradients")` has all arguments.
 
-    def make(key: str, call: Mapping[str, Any]) -> Any:
-        if key in wraps:
-            return _call(_TRANSFORMATIONS, call, inner=inner, dry=dry)
-        return _call(_RULES, call, dry=dry)
+    Attributes:
+        accumulation_steps: micro-batches in a window, >= 1.
+        normalize: True averages the window, False sums it.
+        max_grad_norm: largest global norm of the accumulated gradient, > 0; None does not clip.
 
-    # Labels are words: what looks like a call there is a tree with a parameter called "name".
-    arguments = {
-        key: from_plain(x, None if key == "param_labels" else functools.partial(make, key))
-        for key, x in given.items()
-    }
-    if dry:
-        return None
-    for key in wraps - given.keys():
-        if inner is None:
-            hint = "Pass it to `build`, or name it in the arguments."
-            raise ValueError(error_message(name, key, "given", "nothing", hint))
-        arguments[key] = inner
-    return table[name](**arguments)
+    Examples:
+        >>> import optax, gradclip_jax as gcx
+        >>> config = gcx.AccumulationConfig(accumulation_steps=8, max_grad_norm=1.0)
+        >>> config.effective_batch_size(16)
+        128
+        >>> gcx.AccumulationConfig.from_dict(config.to_dict()) == config
+        True
+        >>> tx = config.build(optax.adamw(1e-3))
+    """
+
+    accumulation_steps: int = 4
+    normalize: bool = True
+    max_grad_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        name = "AccumulationConfig"
+        check_count(name, "accumulation_steps", self.accumulation_steps, "1 is every step.")
+        check_choice(name, "normalize", self.normalize, (True, False))
+        if self.max_grad_norm is not None:
+            check_number(name, "max_grad_norm", self.max_grad_norm, "Pass None not to clip.")
+
+    def effective_batch_size(self, micro_batch_size: int) -> int:
+        """Examples in one optimizer step."""
+        name = "AccumulationConfig.effective_batch_size"
+        check_count(name, "micro_batch_size", micro_batch_size, "Pass the examples of one call.")
+        return int(micro_batch_size) * int(self.accumulation_steps)
+
+    def build(self, inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+        """Wraps an inner optimizer."""
+        check_transformation("AccumulationConfig.build", "inner", inner)
+        if self.max_grad_norm is not None:
+            inner = optax.chain(clip_by_global_norm(self.max_grad_norm), inner)
+        reduction = "mean" if self.normalize else "sum"
+        return accumulate_gradients(inner, self.accumulation_steps, reduction=reduction)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as in `TransformConfig`."""
+        return _to_plain(dataclasses.asdict(self))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "AccumulationConfig":
+        """The inverse of `to_dict`; refuses unknown keys."""
+        _check_arguments("AccumulationConfig", cls, values)
+        return cls(**_from_plain(dict(values), TransformConfig))
+
+
+@functools.cache
+def _constructors() -> dict[str, Callable[..., Any]]:
+    """The public functions that make a transformation, or a part of one such as a rule."""
+    found: dict[str, Callable[..., Any]] = {}
+    for name, value in vars(sys.modules[__package__ or ""]).items():
+        if inspect.isfunction(value):
+            made = inspect.get_annotations(value).get("return")
+            if isinstance(made, type) and issubclass(made, optax.GradientTransformation):
+                found[name] = value
+        elif inspect.ismodule(value) and name[0] != "_":  # a namespace, such as `thresholds`
+            found |= {key: x for key, x in vars(value).items() if inspect.isfunction(x)}
+    return found
+
+
+def _check_arguments(function: str, constructor: Callable[..., Any], given: Any) -> None:
+    signature = inspect.signature(constructor)
+    inner = dict.fromkeys(_INNER & signature.parameters.keys())
+    try:
+        signature.bind(**(inner | given))
+    except TypeError as error:
+        rule = f"a mapping for {function}{signature}"
+        hint = "Name the arguments as in its signature."
+        message = error_message(function, "arguments", rule, f"{given!r}: {error}", hint)
+        raise ValueError(message) from None
+
+
+def _deeper(depth: int) -> int:
+    if depth < _MAX_DEPTH:
+        return depth + 1
+    rule, hint = f"nested at most {_MAX_DEPTH} deep", "Call the functions themselves."
+    raise ValueError(error_message("TransformConfig", "arguments", rule, "more", hint))
+
+
+def _to_plain(value: Any, depth: int = 0) -> Any:
+    """A copy made of strings, numbers, bools, None, lists and dicts with string keys."""
+    again = functools.partial(_to_plain, depth=_deeper(depth))
+    if isinstance(value, (np.generic, np.ndarray, jax.Array)) and value.ndim == 0:
+        value = value.item()
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"name": "float", "value": str(value)}
+    if isinstance(value, TransformConfig):
+        return value.to_dict()
+    if isinstance(value, list):
+        return [again(x) for x in value]
+    if type(value) is tuple:  # a NamedTuple would come back as another type
+        return {"name": "tuple", "value": [again(x) for x in value]}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and key != "name" for key in value):
+            return {key: again(x) for key, x in value.items()}
+        return {"name": "dict", "value": [[again(key), again(x)] for key, x in value.items()]}
+    if isinstance(value, (np.dtype, type)) and jnp.issubdtype(value, jnp.number):
+        return jnp.dtype(value).name
+    rule = "a plain value, or lists, tuples and mappings of such"
+    hint = "Call the function itself with a function, an array or an object."
+    raise TypeError(error_message("TransformConfig", "arguments", rule, repr(value), hint))
+
+
+def _from_plain(plain: Any, make: Callable[[Any, dict[str, Any]], Any], depth: int = 0) -> Any:
+    """The inverse of `_to_plain`; `make` is called with each name and its arguments."""
+    again = functools.partial(_from_plain, make=make, depth=_deeper(depth))
+    if isinstance(plain, list):
+        return [again(x) for x in plain]
+    if not isinstance(plain, Mapping):
+        return plain
+    values = {key: again(x) for key, x in plain.items()}
+    if "name" not in values:
+        return values
+    name = values.pop("name")
+    if not isinstance(name, str) or name not in _BUILTINS:
+        return make(name, values)
+    try:
+        (value,) = values.values()
+        return _BUILTINS[name](value)
+    except (TypeError, ValueError):
+        rule, hint = f"the value of a {name}", "Write it as `to_dict` does."
+        raise ValueError(
+            error_message("TransformConfig", "arguments", rule, repr(plain), hint)
+        ) from None

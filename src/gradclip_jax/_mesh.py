@@ -76,9 +76,22 @@ def zeros_of_type(like: Any, dtype: Any = None) -> Array:
     return vary(zeros, varying_axes(like))
 
 
+def sharding_with(x: Any, **axes: frozenset[str]) -> NamedSharding:
+    """How an array is sharded, with other `reduced` and `unreduced` axes, or none of them."""
+    sharding = jax.typeof(x).sharding
+    entries = getattr(sharding.spec, "partitions", sharding.spec)  # JAX 0.10 and later
+    return NamedSharding(sharding.mesh, PartitionSpec(*entries, **axes))
+
+
 def unreduced_axes(x: Any) -> frozenset[str]:
     """The mesh axes over which each device holds a summand of the value, under explicit axes."""
     return frozenset(getattr(jax.typeof(x).sharding.spec, "unreduced", None) or ())
+
+
+def is_unreduced(tree: Any) -> bool:
+    """Whether each device holds a summand of a leaf."""
+    leaves = [x for x in jax.tree.leaves(tree) if hasattr(x, "shape")]
+    return any(unreduced_axes(x) for x in leaves if x.dtype != jax.dtypes.float0)
 
 
 def reduced_axes(x: Any) -> frozenset[str]:

@@ -30,15 +30,35 @@ Schedule: TypeAlias = Callable[[Any], Any]
 AxisName: TypeAlias = str | tuple[str, ...] | None
 """Mapped axes (`pmap`, `vmap`, `shard_map`) over which a tree is sharded."""
 
+Threshold: TypeAlias = Any
+"""A number > 0, a traced scalar, a schedule, a rule from `gcx.thresholds`, or a tree of those."""
+
 Labels: TypeAlias = Any
 """A prefix tree of group labels, or a function `params -> labels`."""
 
-# Defaults of constructor arguments that must stay static. NumPy scalars, because
-# `optax.inject_hyperparams` turns every argument that is a Python number, defaults
-# included, into a traced array, and an order or an axis count cannot be traced.
-TWO: Final = np.float32(2.0)
-NO_AXES: Final = np.int32(0)
-FLOAT32: Final = np.dtype("float32")  # `jnp.float32` is callable, and so taken for a schedule
-
 UNBOUNDED: Final = float(np.finfo(np.float32).max)
-"""A threshold that clips nothing: no infinity, so that `jax_debug_infs` has nothing to report."""
+"""No threshold yet. Not infinity, which `jax_debug_infs` would take for a fault."""
+
+
+class _Float(np.float32):
+    """A default that `help` shows as a plain number, and `optax.inject_hyperparams` leaves alone.
+
+    It makes a traced array of every Python number, defaults included, and what is static, such as
+    the order of a norm, cannot be traced.
+    """
+
+    def __repr__(self) -> str:
+        return repr(float(self))
+
+
+class _Int(np.int32):
+    """As `_Float`, a whole number."""
+
+    def __repr__(self) -> str:
+        return repr(int(self))
+
+
+TWO: Final = _Float(2.0)
+NO_AXES: Final = _Int(0)
+THOUSAND: Final = _Int(1000)
+FLOAT32: Final = np.dtype("float32")  # `jnp.float32` is callable, and so taken for a schedule

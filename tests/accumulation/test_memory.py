@@ -47,9 +47,21 @@ def scanned(tx):
     return epoch
 
 
+def known(closes):
+    """A step of which it is known when traced whether it closes the window."""
+
+    def make_step(tx):
+        return lambda p, s, g: gcx.apply_gradients(tx, g, s, p, closes=closes)
+
+    return make_step
+
+
+holds, closes = known(closes=False), known(closes=True)
+
+
 @functools.cache
-def compiled(make_step, name):
-    tx = gcx.accumulate_gradients(INNER[name](), 4)
+def compiled(make_step, name, every=4):
+    tx = gcx.accumulate_gradients(INNER[name](), every)
     step = jax.jit(make_step(tx), donate_argnums=(0, 1))
     return step.lower(PARAMS, tx.init(PARAMS), PARAMS).compile()
 
@@ -69,10 +81,11 @@ def large(text, **also):
     return [line.group(1) for line in found if line]
 
 
-@pytest.mark.parametrize("make_step", [apply_step, scanned])
 @pytest.mark.parametrize("name", INNER)
-def test_scratch_is_at_most_the_parameters(name, make_step):
-    assert scratch(compiled(make_step, name)) <= 1.05
+def test_scratch_is_at_most_the_parameters(name):
+    assert scratch(compiled(apply_step, name)) <= 1.05
+    # The gradient is made inside the scan.
+    assert scratch(compiled(scanned, name)) <= 2.05
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
@@ -94,11 +107,36 @@ def test_every_state_buffer_is_reused(name):
 
 
 @pytest.mark.parametrize("name", INNER)
-def test_a_held_step_adds_to_the_accumulator_and_does_nothing_else(name):
-    # The rest is in the body of the loop, which makes no trip.
+def test_a_step_does_nothing_but_in_two_loops_of_zero_or_one_trip(name):
+    # One takes the step of the optimizer, the other adds to the accumulator.
     text = compiled(apply_step, name).as_text()
-    assert large(text, loops=False) == ["add"] * len(PARAMS)
+    assert large(text, loops=False) == [] and hlo.count(text, "while") == 2
     assert "copy" not in large(text, branches=True)
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_a_step_known_to_hold_adds_to_the_accumulator_and_does_nothing_else(name):
+    program = compiled(holds, name)
+    assert large(program.as_text(), branches=True) == ["add"] * len(PARAMS)
+    assert hlo.count(program.as_text(), "while") == 0 and scratch(program) <= 0.01
+
+
+def test_a_step_known_to_close_the_window_has_no_branch_and_writes_no_sum():
+    program = compiled(closes, "adamw")
+    text = program.as_text()
+    assert hlo.count(text, "while") + hlo.count(text, "conditional") == 0
+    assert "copy" not in large(text) and scratch(program) <= 0.01
+
+
+def test_a_window_of_one_keeps_no_buffer_and_is_the_step_of_the_optimizer():
+    tx = gcx.accumulate_gradients(optax.adamw(1e-3), 1)
+    assert tx.init(PARAMS).acc_grads == ()
+    program, bare = compiled(apply_step, "adamw", 1), optax.adamw(1e-3)
+    plain = jax.jit(update_step(bare), donate_argnums=(0, 1))
+    plain = plain.lower(PARAMS, bare.init(PARAMS), PARAMS).compile()
+    assert sorted(large(program.as_text())) == sorted(large(plain.as_text()))
+    assert scratch(program) <= scratch(plain) + 0.01
+    assert hlo.count(program.as_text(), "while") == 0
 
 
 def test_a_step_inside_scan_copies_nothing():

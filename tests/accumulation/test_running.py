@@ -1,5 +1,7 @@
 """The running sum of a window: right in every dtype, never poisoned, weighted."""
 
+import re
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -11,15 +13,26 @@ import pytest
 import gradclip_jax as gcx
 import oracles
 import trees
+from gradclip_jax.accumulation import _running
 from gradclip_jax.accumulation._running import (
+    MicroBatch,
     accumulator_dtype,
     accumulator_like,
-    add_weighted,
-    as_weight,
-    window_gradient,
+    add_micro_batch,
 )
+from gradclip_jax.accumulation._window import as_weight
 
 FIRST, LATER = jnp.array(True), jnp.array(False)
+
+
+def add_weighted(acc, grads, weight, is_first, word="sum"):
+    words = [word] * len(jax.tree.leaves(grads))
+    return add_micro_batch(acc, MicroBatch(grads, words, weight), is_first)
+
+
+def window_gradient(acc, grads, total_weight, *, mean):
+    words = ["mean" if mean else "sum"] * len(jax.tree.leaves(grads))
+    return _running.window_gradient(acc, MicroBatch(grads, words), total_weight)
 
 
 def window(grads, weights, dtype=jnp.float32):
@@ -74,6 +87,17 @@ def test_a_micro_batch_of_zero_weight_adds_nothing_even_if_it_is_nan(first):
     np.testing.assert_array_equal(acc, jnp.zeros(3) if first else jnp.array([1.0, 2.0, 3.0]))
 
 
+@pytest.mark.parametrize(
+    ("word", "wanted"), [("max", [1.0, 4.0, -3.0]), ("last", [-1.0, 4.0, -5.0])]
+)
+def test_what_is_no_gradient_is_not_multiplied_by_its_weight(word, wanted):
+    values = [[1.0, 2.0, -3.0], [-1.0, 4.0, -5.0], [9.0, 9.0, 9.0]]
+    acc = jnp.array([jnp.nan, jnp.inf, 7.0])
+    for i, (value, weight) in enumerate(zip(values, (2, 3, 0), strict=True)):
+        acc = add_weighted(acc, jnp.array(value), jnp.float32(weight), jnp.array(i == 0), word)
+    np.testing.assert_array_equal(acc, wanted)
+
+
 def test_no_weight_is_a_weight_of_one():
     acc, grads = jnp.array([1.0, 2.0]), jnp.array([0.5, jnp.inf])
     one = add_weighted(acc, grads, jnp.float32(1), LATER)
@@ -116,7 +140,7 @@ def test_read_out_is_the_weighted_mean_or_sum(dtype, weights, seed, mean):
     assert np.all(np.abs(out - sum(terms) / divisor) <= bound)
 
 
-@pytest.mark.parametrize("weight", [3, 2.5, np.int64(7), np.float16(2), jnp.int32(4), True])
+@pytest.mark.parametrize("weight", [3, 2.5, np.int64(7), np.float16(2), jnp.int32(4), 2**40, 0])
 def test_weight_is_a_float32_scalar_whatever_number_it_was(weight):
     out = as_weight("f", weight)
     assert out.dtype == jnp.float32 and out.shape == () and float(out) == float(weight)
@@ -126,10 +150,49 @@ def test_weight_of_none_stays_none():
     assert as_weight("f", None) is None
 
 
-def test_weight_that_is_no_scalar_is_refused():
-    message = r"f: `weight` must be a scalar, got float32\[2\]. Pass the number of examples or"
-    with pytest.raises(TypeError, match=message):
-        as_weight("f", jnp.ones((2,)))
+@pytest.mark.parametrize(
+    ("weight", "error", "got"),
+    [
+        (jnp.ones(2), TypeError, "float32[2]"),
+        (np.ones((1,)), TypeError, "float64[1]"),
+        (1j, TypeError, "complex[]"),
+        (jnp.complex64(1), TypeError, "complex64[]"),
+        (-1, ValueError, "-1"),
+        (jnp.float32(-2), ValueError, "Array(-2., dtype=float32)"),
+    ],
+)
+def test_a_weight_that_is_no_scalar_at_least_zero_is_refused(weight, error, got):
+    message = f"f: `weight` must be a real scalar >= 0, got {got}. Pass the number of examples or"
+    with pytest.raises(error, match=re.escape(message)):
+        as_weight("f", weight)
+
+
+def test_stochastic_rounding_of_a_long_sum_is_right_in_the_mean():
+    # 1.001 a thousand times: in bfloat16 the sum stops growing at 256, where 1.001 is half an eps.
+    params, count = jnp.zeros(512), 1_000
+    wanted = count * 1.001
+
+    def run(**kwargs):
+        tx = gcx.accumulate_gradients(
+            optax.identity(), 2 * count, reduction="sum", accumulator_dtype=jnp.bfloat16, **kwargs
+        )
+        step = lambda state, _: (tx.update(jnp.full(512, 1.001), state, params)[1], None)  # noqa: E731
+        state = jax.jit(lambda s: jax.lax.scan(step, s, length=count)[0])(tx.init(params))
+        assert state.acc_grads.dtype == jnp.bfloat16
+        return np.asarray(state.acc_grads, np.float64)
+
+    first, again = run(rounding="stochastic"), run(rounding="stochastic")
+    np.testing.assert_array_equal(first, again)
+    # Five standard errors of the mean.
+    assert abs(first.mean() - wanted) < 5 * first.std() / np.sqrt(first.size)
+    assert run().max() < 0.6 * wanted
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+def test_stochastic_rounding_keeps_what_is_not_finite(bad):
+    micro_batch = MicroBatch(jnp.full(64, bad), ["sum"], None, jax.random.key(0))
+    out = add_micro_batch(jnp.zeros(64, jnp.bfloat16), micro_batch, LATER)
+    np.testing.assert_array_equal(np.float32(out), np.full(64, bad, np.float32))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])

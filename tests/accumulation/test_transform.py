@@ -284,6 +284,93 @@ def test_updates_are_zero_between_emissions():
     assert emissions(states) == [False, False, True] * 2
 
 
+# --- windows of one, and windows that the host closes ----------------------------------------
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["update", "apply_gradients"])
+@pytest.mark.parametrize("make", [lambda tx: tx, gcx.skip_nonfinite], ids=["plain", "guarded"])
+def test_the_host_may_say_when_a_window_closes(make, fast):
+    params = params_like()
+    counting = make(gcx.accumulate_gradients(optax.adam(0.1), 3))
+    told = make(gcx.accumulate_gradients(optax.adam(0.1), 1_000))
+
+    def run_with(tx, **extra_args):
+        def step(params, state, grads, **extra_args):
+            if fast:
+                return gcx.apply_gradients(tx, grads, state, params, **extra_args)
+            updates, state = tx.update(grads, state, params, **extra_args)
+            return optax.apply_updates(params, updates), state
+
+        step = jax.jit(step, static_argnames="closes")
+        now, state = params, tx.init(params)
+        for i in range(7):
+            given = {"closes": i % 3 == 2} if extra_args else {}
+            now, state = step(now, state, gradients(i, params), weight=1.0 + i, **given)
+        return now, state
+
+    ours, state = run_with(told, closes=True)
+    wanted, _ = run_with(counting)
+    chex.assert_trees_all_close(ours, wanted, rtol=1e-5, atol=1e-7)
+    assert gcx.accumulation_stats(state).total_updates == 2
+
+
+def test_a_window_of_zero_weight_that_the_host_closes_emits_nothing():
+    params = params_like()
+    tx = gcx.accumulate_gradients(optax.adam(0.1), 2)
+    step = jax.jit(tx.update, static_argnames="closes")
+    updates, state = step(params, tx.init(params), params, weight=jnp.float32(0), closes=True)
+    assert is_zero(updates) and not bool(gcx.has_updated(state))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_every_of_one_weighs_and_skips_as_a_longer_window_does(reduction):
+    params = params_like()
+    grads = [gradients(i, params) for i in range(4)]
+    grads[1] = bias_correction(params, jnp.nan)
+    extra = [{"weight": jnp.float32(w), "flush": jnp.array(w == 2)} for w in (3, 0, 2, 1)]
+    one = gcx.accumulate_gradients(optax.trace(0.9), 1, reduction=reduction)
+    scheduled = gcx.accumulate_gradients(optax.trace(0.9), lambda step: 1, reduction=reduction)
+    ours, states = run(one, params, grads, extra)
+    wanted, theirs = run(scheduled, params, grads, extra)
+    chex.assert_trees_all_close(ours, wanted, rtol=1e-6)
+    assert states[-1].acc_grads == () and emissions(states) == [True, False, True, True]
+    for name in ("mini_step", "gradient_step", "micro_batch_count", "emitted"):
+        chex.assert_trees_all_equal(getattr(states[-1], name), getattr(theirs[-1], name))
+    updates, flushed = gcx.flush(one, states[-1], params)
+    assert is_zero(updates)
+    chex.assert_trees_all_equal(flushed, states[-1])
+
+
+# --- leaves that are not gradients ----------------------------------------------------------
+
+
+def by_leaf(path):
+    return {"most": "max", "now": "last", "count": "sum"}.get(path.split("/")[-1], "mean")
+
+
+@pytest.mark.parametrize(
+    "reduction", [by_leaf, {"w": "mean", "stats": {"most": "max", "now": "last", "count": "sum"}}]
+)
+def test_each_leaf_may_have_its_own_reduction(reduction):
+    zero = jnp.zeros(())
+    params = {"w": zero, "stats": {"most": zero, "now": zero, "count": zero}}
+    tx = gcx.accumulate_gradients(optax.identity(), 3, reduction=reduction)
+    grads = [jax.tree.map(lambda _, v=v: jnp.float32(v), params) for v in (-1, -4, 7, -2, 5, 3)]
+    extra = [{"weight": jnp.float32(w)} for w in (1, 3, 0, 2, 1, 0)]
+    updates, _ = run(tx, params, grads, extra)
+    first = {"w": -13 / 4, "stats": {"most": -1.0, "now": -4.0, "count": -13.0}}
+    second = {"w": 1 / 3, "stats": {"most": 5.0, "now": 5.0, "count": 1.0}}
+    chex.assert_trees_all_close([updates[2], updates[5]], [first, second], rtol=1e-6)
+
+
+def test_accumulated_gradients_takes_the_same_reduction():
+    params = {"w": jnp.zeros(()), "most": jnp.zeros(())}
+    tx = gcx.accumulate_gradients(optax.identity(), 3, reduction=by_leaf)
+    _, states = run(tx, params, [{"w": jnp.float32(v), "most": jnp.float32(v)} for v in (4, 2)])
+    mean = gcx.accumulated_gradients(states[-1], reduction=by_leaf)
+    assert (float(mean["w"]), float(mean["most"])) == (3, 4)
+
+
 # --- weights --------------------------------------------------------------------------------
 
 
@@ -463,6 +550,19 @@ def test_flush_of_an_empty_window_is_no_op(wrap, seen):
     jax.effects_barrier()
     assert is_zero(updates) and len(calls) == seen // 2
     chex.assert_trees_all_equal(flushed, state)
+
+
+@pytest.mark.parametrize("guard", [gcx.skip_nonfinite, lambda tx: gcx.skip_large_norm(tx, 1.0)])
+def test_flush_of_an_empty_window_changes_nothing_around_it(guard):
+    params = params_like()
+    tx = optax.chain(optax.trace(0.9), guard(gcx.accumulate_gradients(optax.adam(0.1), 3)))
+    _, states = run(tx, params, [bias_correction(params, jnp.nan)] * 2)
+    assert int(gcx.metrics(states[-1])["consecutive_skips"]) == 2
+    for flush in (gcx.flush, jax.jit(gcx.flush, static_argnums=0)):
+        updates, flushed = flush(tx, states[-1], params)
+        assert is_zero(updates)
+        for ours, before in zip(jax.tree.leaves(flushed), jax.tree.leaves(states[-1]), strict=True):
+            np.testing.assert_array_equal(ours, before)
 
 
 def test_training_goes_on_after_a_flush():
@@ -685,13 +785,13 @@ def test_differentiable_through_update_in_both_modes(emits):
         _, state = tx.update(params, state, params, weight=1.0)
 
     def out(grads, weight):
-        updates, state_after = tx.update(grads, state, params, weight=weight)
-        return sum(jnp.sum(u) for u in jax.tree.leaves((updates, state_after.acc_grads)))
+        updates, after = tx.update(grads, state, params, weight=weight)
+        # After an emission the sum means nothing.
+        return sum(jnp.sum(u) for u in jax.tree.leaves(updates if emits else after.acc_grads))
 
     zero, weight = bias_correction(params, 0.0), jnp.float32(3)
     grads = jax.jit(jax.grad(out))(zero, weight)
-    # Emitted: the mean, of which 3/4 is ours, less half of it in the update. Held: the sum.
-    wanted = (1 - 0.5) * 3 / 4 if emits else 3.0
+    wanted = -0.5 * 3 / 4 if emits else 3.0
     chex.assert_trees_all_close(grads, bias_correction(params, wanted), rtol=1e-6)
     slope = jax.jvp(lambda g: out(g, weight), (zero,), (bias_correction(params, 1.0),))[1]
     np.testing.assert_allclose(slope, 7 * wanted, rtol=1e-6)  # 7 elements
@@ -786,11 +886,23 @@ MODEL_FLUSH = jax.jit(lambda state, params: gcx.flush(MODEL, state, params))
         ({"every": True}, TypeError, "`every` must be an integer >= 1, got True."),
         ({"every": np.array([2])}, TypeError, "`every` must be an integer >= 1, got array([2])."),
         (
-            {"reduction": "max"},
+            {"reduction": {"w": "mean", "b": "median"}},
             ValueError,
-            "accumulate_gradients: `reduction` must be one of 'mean', 'sum', got 'max'. "
-            "Pick one of them.",
+            "accumulate_gradients: `reduction` must be one of 'mean', 'sum', 'max', 'last', got "
+            "'median'. Pick one of them.",
         ),
+        (
+            {"rounding": "up"},
+            ValueError,
+            "accumulate_gradients: `rounding` must be one of 'nearest', 'stochastic', got 'up'.",
+        ),
+        (
+            {"every_k_schedule": 4},
+            TypeError,
+            "accumulate_gradients: `every_k_schedule` must be an argument of this function, got "
+            "every_k_schedule=4. It is called `every` here.",
+        ),
+        ({"use_grad_mean": False}, TypeError, 'It is called `reduction="mean"` or `"sum"` here.'),
         (
             {"inner": "adam"},
             TypeError,
@@ -859,10 +971,73 @@ def test_a_weight_per_example_is_refused():
     refused(
         {"enc": {"w": jnp.zeros((2, 3))}, "b": jnp.zeros(4)},
         TypeError,
-        "accumulate_gradients: `weight` must be a scalar, got float32[8]. Pass the number of "
-        "examples or tokens in the micro-batch.",
+        "accumulate_gradients: `weight` must be a real scalar >= 0, got float32[8]. Pass the "
+        "number of examples or tokens in the micro-batch.",
         weight=jnp.ones(8),
     )
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "error", "message"),
+    [
+        ({"flush": np.array([True])}, TypeError, "`flush` must be a bool scalar, got bool[1]."),
+        ({"flush": 1.0}, TypeError, "`flush` must be a bool scalar, got float[]."),
+        (
+            {"closes": jnp.array(True)},
+            TypeError,
+            "`closes` must be a Python bool, got bool[]. Make it static under jit, or leave it out",
+        ),
+        (
+            {"closes": True, "flush": False},
+            TypeError,
+            "`flush` must be left out beside `closes`, got False.",
+        ),
+        ({"weight": -1}, ValueError, "`weight` must be a real scalar >= 0, got -1."),
+    ],
+)
+def test_what_is_said_of_a_micro_batch_is_checked(extra_args, error, message):
+    grads = {"enc": {"w": jnp.zeros((2, 3))}, "b": jnp.zeros(4)}
+    refused(grads, error, "accumulate_gradients: " + message, **extra_args)
+
+
+def test_a_list_for_a_tuple_is_named():
+    params = {"a": (jnp.zeros(2), jnp.zeros(2))}
+    tx = gcx.accumulate_gradients(optax.sgd(0.1), 2)
+    message = "got a list at updates['a'], expected a tuple. Pass `updates` with the structure of"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        tx.update({"a": list(params["a"])}, tx.init(params), params)
+
+
+def test_state_and_gradients_the_wrong_way_round_are_named():
+    params = params_like()
+    tx = gcx.accumulate_gradients(optax.sgd(0.1), 2)
+    message = (
+        "accumulate_gradients: `state` must be a `AccumulationState`, got dict. Pass what `init` "
+        "made: `update(updates, state, params)`."
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        tx.update(tx.init(params), params, params)
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: optax.chain(gcx.clip(1.0), tx)])
+def test_an_accumulation_inside_another_is_refused(wrap):
+    inner = wrap(gcx.accumulate_gradients(optax.sgd(0.1), 2))
+    message = (
+        "accumulate_gradients: `inner` must be without an accumulation in it, got one that "
+        "accumulates. Multiply the two lengths: `every=a * b`."
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        gcx.accumulate_gradients(inner, 3).init(params_like())
+
+
+def test_an_error_of_the_inner_optimizer_is_its_own():
+    def update(updates, state, params=None):
+        raise TypeError(f"mine on {jax.tree.leaves(updates)[0].dtype}")
+
+    params = params_like("bfloat16")
+    tx = gcx.accumulate_gradients(optax.GradientTransformation(lambda params: (), update), 2)
+    with pytest.raises(TypeError, match="mine on float32"):
+        tx.update(params, tx.init(params), params)
 
 
 @pytest.mark.parametrize(

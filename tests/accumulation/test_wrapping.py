@@ -141,6 +141,55 @@ def test_a_weakly_typed_inner_state_costs_no_second_trace():
     train(tx, params, gradients(3, params))
 
 
+def test_an_object_with_init_and_update_may_be_inside():
+    params = params_like("float32")
+    grads = gradients(4, params)
+    ours, _, _ = train(
+        gcx.accumulate_gradients(optax.MultiSteps(optax.sgd(0.1), 2), 2), params, grads
+    )
+    wanted, _, _ = train(gcx.accumulate_gradients(optax.sgd(0.1), 4), params, grads)
+    chex.assert_trees_all_close(ours, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["update", "apply_gradients"])
+def test_lookahead_may_be_inside(fast):
+    fast_params = params_like("float32")
+    grads = gradients(4, fast_params)
+    lookahead = optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5)
+    tx = gcx.accumulate_gradients(lookahead, 2)
+
+    @jax.jit
+    def step(params, state, g):
+        if fast:
+            return gcx.apply_gradients(tx, g, state, params)
+        updates, state = tx.update(g, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = optax.LookaheadParams.init_synced(fast_params)
+    state, wanted = tx.init(params), params
+    for g in grads:
+        params, state = step(params, state, g)
+    lookahead_state = lookahead.init(wanted)
+    for i in (0, 2):
+        mean = jax.tree.map(lambda a, b: (a + b) / 2, *grads[i : i + 2])
+        updates, lookahead_state = lookahead.update(mean, lookahead_state, wanted)
+        wanted = optax.apply_updates(wanted, updates)
+    chex.assert_trees_all_close(params, wanted, rtol=1e-5)
+    _, state = step(params, state, grads[0])
+    updates, _ = gcx.flush(tx, state, params)
+    np.testing.assert_allclose(updates.fast["w"], -0.1 * grads[0]["w"], rtol=1e-6)
+
+
+def test_strict_dtype_promotion():
+    params = params_like("bfloat16")
+    tx = gcx.accumulate_gradients(optax.sgd(0.1), 2)
+    with jax.numpy_dtype_promotion("strict"):
+        state = tx.init(params)
+        for g in gradients(2, params):
+            params, state = gcx.apply_gradients(tx, g, state, params)
+    assert bool(gcx.has_updated(state))
+
+
 def test_muon_does_nothing_expensive_while_the_window_is_open():
     # Its five matrix products per step are inside the loop that makes no trip.
     params = {"w": jnp.ones((32, 32))}
@@ -240,45 +289,88 @@ def test_clipping_before_it_clips_the_micro_batch_and_inside_it_the_window():
 # --- Flax -----------------------------------------------------------------------------------
 
 
-def test_flax_train_state_counts_optimizer_steps():
-    flax_state = pytest.importorskip("flax.training.train_state")
+@pytest.mark.parametrize("in_one_call", [False, True], ids=["over calls", "in one call"])
+def test_a_flax_fp8_layer_trains_to_the_statistics_of_the_big_batch(in_one_call):
+    nn = pytest.importorskip("flax.linen")
+    model = nn.Dense(8, dot_general_cls=nn.Fp8DotGeneralOp)
+    data = trees.normal((3, 16, 4), seed=1) * jnp.array([1.0, 3.0, 2.0])[:, None, None]
+    start = model.init(jax.random.key(0), data[0])
 
-    class TrainState(flax_state.TrainState):
-        def apply_gradients(self, *, grads, **extra_args):
-            params, opt_state = gcx.apply_gradients(
-                self.tx, grads, self.opt_state, self.params, **extra_args
-            )
-            return self.replace(step=opt_state.gradient_step, params=params, opt_state=opt_state)
+    def loss(variables, x):
+        # A sum over examples: the gradient of an output is that of the big batch.
+        return jnp.sum(model.apply(variables, x) ** 2) / 16
 
-    params = params_like("float32")
-    state = TrainState.create(apply_fn=None, params=params, tx=accumulated(optax.adam(0.1)))
-    step = jax.jit(lambda state, g: state.apply_gradients(grads=g, weight=jnp.float32(2)))
-    for g in gradients(7, params):
-        state = step(state, g)
-    assert int(state.step) == 2
-    assert int(optax.tree.get(state.opt_state.inner_opt_state, "count")) == 2
+    overwrite = optax.stateless(lambda new, old: jax.tree.map(jnp.subtract, new, old))
+    inner = optax.partition(
+        {"train": optax.sgd(0.1), "overwrite": overwrite},
+        {"params": "train", "_overwrite_with_gradient": "overwrite"},
+    )
+    reduction = {"params": "sum", "_overwrite_with_gradient": "max"}
+    tx = gcx.accumulate_gradients(inner, 1 if in_one_call else 4, reduction=reduction)
+    take = gcx.microbatched_value_and_grad(loss, 4, reduction=reduction)
+
+    @jax.jit
+    def parts(variables, state, x):
+        if in_one_call:
+            return gcx.apply_gradients(tx, take(variables, x)[1], state, variables)
+        for i in range(4):
+            grads = jax.grad(loss)(variables, x[i::4])
+            variables, state = gcx.apply_gradients(tx, grads, state, variables)
+        return variables, state
+
+    @jax.jit
+    def whole(variables, state, x):
+        return gcx.apply_gradients(inner, jax.grad(loss)(variables, x), state, variables)
+
+    ours, state, wanted, inner_state = start, tx.init(start), start, inner.init(start)
+    for x in data:
+        ours, state = parts(ours, state, x)
+        wanted, inner_state = whole(wanted, inner_state, x)
+        chex.assert_trees_all_close(ours, wanted, rtol=1e-4, atol=1e-6)
+    statistics = jax.tree.leaves(ours["_overwrite_with_gradient"])
+    assert all(np.any(x != 0) for x in statistics)
 
 
-def test_nnx_optimizer_counts_optimizer_steps():
+@pytest.fixture
+def nnx_training():
+    """A model, its optimizer, and a jitted step."""
     nnx = pytest.importorskip("flax.nnx")
-
-    class Optimizer(nnx.Optimizer):
-        def update(self, model, grads, /, **extra_args):
-            super().update(model, grads, **extra_args)
-            self.step[...] = self.opt_state.gradient_step[...].astype(jnp.uint32)
-
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    before = np.asarray(model.kernel[...])
-    optimizer = Optimizer(model, accumulated(optax.adam(0.1)), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, accumulated(optax.adam(0.1)), wrt=nnx.Param)
 
     @nnx.jit
     def step(model, optimizer, x):
         grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
         optimizer.update(model, grads, weight=jnp.float32(2))
 
+    return nnx, model, optimizer, lambda: step(model, optimizer, jnp.ones((4, 2)))
+
+
+def test_the_state_inside_an_nnx_optimizer_can_be_asked(nnx_training):
+    _, model, optimizer, step = nnx_training
+    before = np.asarray(model.kernel[...])
     for i in range(7):
         assert np.array_equal(model.kernel[...], before) == (i < 3)
-        step(model, optimizer, jnp.ones((4, 2)))
-    assert int(optimizer.step[...]) == 2
+        step()
     assert gcx.accumulation_stats(optimizer.opt_state).total_micro_batches == 7
-    assert not bool(gcx.has_updated(optimizer.opt_state)[...])
+    assert not bool(gcx.has_updated(optimizer.opt_state))
+    assert int(gcx.metrics(optimizer.opt_state)["gradient_step"]) == 2
+    mean = gcx.accumulated_gradients(optimizer.opt_state)
+    assert jax.tree.structure(mean) == jax.tree.structure(optimizer.opt_state.acc_grads)
+
+
+def test_an_nnx_optimizer_can_be_reset_and_flushed(nnx_training):
+    nnx, model, optimizer, step = nnx_training
+    step()
+    optimizer.opt_state = nnx.data(gcx.reset_accumulation(optimizer.opt_state))
+    step()
+    assert int(gcx.metrics(optimizer.opt_state)["mini_step"]) == 1
+    params = nnx.state(model, nnx.Param)
+    updates, state = gcx.flush(optimizer.tx, optimizer.opt_state, params)
+    assert jax.tree.structure(state) == jax.tree.structure(optimizer.opt_state)
+    before = np.asarray(model.kernel[...])
+    nnx.update(model, optax.apply_updates(nnx.as_pure(params), updates))
+    optimizer.opt_state = nnx.data(state)
+    assert np.any(before != model.kernel[...])
+    step()  # the types of the state are what they were
+    assert gcx.accumulation_stats(optimizer.opt_state).total_updates == 1

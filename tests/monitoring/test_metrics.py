@@ -1,4 +1,4 @@
-"""Metrics from any state: every scalar, fixed keys, and the place where a name comes twice."""
+"""Metrics of any state: registered fields, fixed keys, and a path where a name occurs twice."""
 
 import functools
 import io
@@ -14,11 +14,12 @@ from flax.training.train_state import TrainState
 from tqdm import tqdm
 
 import gradclip_jax as gcx
+from gradclip_jax._states import METRICS, register_metrics
 
 CLIP = {"clip_factor", "clip_fraction", "clip_threshold", "grad_norm"}
 ACCUMULATION = {"mini_step", "gradient_step"}
 NONFINITE = {"skipped_nonfinite", "consecutive_skips", "guard_failed"}
-LARGE = NONFINITE | {"skipped_large_norm", "grad_norm", "clip_threshold"}
+LARGE = NONFINITE | {"skipped_large_norm", "grad_norm", "skip_threshold"}
 
 PARAMS = {"w": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])}
 
@@ -90,35 +91,52 @@ PLACES = {
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_metrics_are_found_wherever_the_state_is(name):
+def test_keys_and_dtypes_are_the_same_at_every_step_wherever_the_state_is(name):
     tx, keys = PLACES[name]
     state = tx.init(PARAMS)
-    assert set(gcx.metrics(state)) == keys  # from `init` on
-    update = jax.jit(tx.update)
-    for _ in range(3):
-        _, state = update(PARAMS, state, PARAMS)
-        found = gcx.metrics(state)
-        assert set(found) == keys
-        assert all(x.shape == () and isinstance(x, jax.Array) for x in found.values())
-    assert list(found) == sorted(found)
-    inside = jax.jit(gcx.metrics)(state)
-    chex.assert_trees_all_equal(inside, found)
+    first = gcx.metrics(state)
+    assert list(first) == sorted(keys)
+    assert all(x.shape == () and isinstance(x, jax.Array) for x in first.values())
+
+    @jax.jit
+    def train(state):
+        def step(state, scale):
+            grads = jax.tree.map(lambda p: p * scale, PARAMS)
+            _, state = tx.update(grads, state, PARAMS)
+            return state, gcx.metrics(state)
+
+        return jax.lax.scan(step, state, jnp.arange(1.0, 4.0))
+
+    state, rows = train(state)
+    assert {key: row.dtype for key, row in rows.items()} == {k: x.dtype for k, x in first.items()}
+    chex.assert_trees_all_equal(jax.tree.map(lambda row: row[-1], rows), gcx.metrics(state))
 
 
-@pytest.mark.parametrize("name", PLACES)
-def test_keys_and_dtypes_are_fixed_so_that_metrics_can_be_scanned(name):
-    tx, keys = PLACES[name]
-    state = tx.init(PARAMS)
+def test_a_foreign_state_with_fields_of_ours_reports_nothing():
+    class Foreign(NamedTuple):
+        grad_norm: Any
+        clip_threshold: Any
 
-    def step(state, scale):
-        grads = jax.tree.map(lambda p: p * scale, PARAMS)
-        _, state = tx.update(grads, state, PARAMS)
-        return state, gcx.metrics(state)
+    assert gcx.metrics(Foreign(jnp.ones(()), jnp.ones(()))) == {}
 
-    _, rows = jax.lax.scan(step, state, jnp.arange(1.0, 5.0))
-    assert {key: row.shape for key, row in rows.items()} == dict.fromkeys(keys, (4,))
-    before = {key: x.dtype for key, x in gcx.metrics(state).items()}
-    assert {key: row.dtype for key, row in rows.items()} == before
+
+def test_a_state_reports_what_it_registers():
+    @register_metrics("value", "twice")
+    class State(NamedTuple):
+        value: Any
+
+        @property
+        def twice(self):
+            return 2 * self.value
+
+    class Derived(State):
+        pass
+
+    try:
+        for kind in (State, Derived):
+            assert gcx.metrics((kind(jnp.float32(2.0)),)) == {"value": 2.0, "twice": 4.0}
+    finally:
+        del METRICS[State]
 
 
 def test_the_values_are_those_of_the_last_step():
@@ -141,7 +159,7 @@ def test_steps_and_skips_are_counted_by_cause():
         _, state = tx.update(jnp.array([norm, 0.0]), state, jnp.zeros(2))
     found = {key: int(x) for key, x in gcx.metrics(state).items() if x.dtype != jnp.float32}
     assert found == {
-        "consecutive_skips": 1,  # the outermost has no place in its key
+        "consecutive_skips": 1,  # the outermost has no path in its key
         "consecutive_skips/inner_state/inner_opt_state": 2,
         "gradient_step": 3,
         "guard_failed": False,
@@ -153,7 +171,7 @@ def test_steps_and_skips_are_counted_by_cause():
     }
 
 
-def test_a_name_that_comes_twice_carries_its_place():
+def test_a_name_that_occurs_twice_carries_its_path():
     tx = optax.chain(clip(10.0), optax.adam(0.1), clip(0.01))
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
     found = gcx.metrics(state)
@@ -163,14 +181,14 @@ def test_a_name_that_comes_twice_carries_its_place():
     assert found["grad_norm/2"] == pytest.approx(0.1 * np.sqrt(2), rel=1e-3)
 
 
-def test_a_name_that_comes_once_does_not_carry_its_place_beside_one_that_does():
+def test_a_name_that_occurs_once_carries_no_path():
     tx = gcx.accumulate_gradients(optax.chain(clip(), gcx.skip_nonfinite(clip())), 2)
     found = gcx.metrics(tx.init(PARAMS))
     assert {"mini_step", "gradient_step", "skipped_nonfinite"} < set(found)
     assert {"grad_norm/inner_opt_state/0", "grad_norm/inner_opt_state/1/inner_state"} < set(found)
 
 
-def test_places_are_the_names_of_named_states():
+def test_a_path_uses_the_names_of_named_states():
     tx = optax.named_chain(
         ("first", clip()),
         ("split", optax.partition({"body": clip(), "head": optax.sgd(0.1)}, labels)),
@@ -227,24 +245,6 @@ def test_metrics_of_each_member_of_a_vmap():
     state = jax.vmap(tx.init)(grads)
     _, state = jax.vmap(tx.update)(grads, state)
     np.testing.assert_allclose(jax.vmap(gcx.metrics)(state)["grad_norm"], [5.0, 1.0], rtol=1e-6)
-
-
-def test_the_noise_scale_is_that_of_a_problem_with_known_covariance():
-    # Micro-gradients G + Sigma^(1/2) x: the simple noise scale is tr(Sigma) / |G|^2, in
-    # micro-batches (McCandlish et al. 2018, equation 2.9).
-    rng = np.random.default_rng(0)
-    mean, scale = rng.standard_normal(50), rng.uniform(0.5, 1.5, 50)
-    expected = np.sum(scale**2) / np.sum(mean**2)
-    every, windows = 8, 2000
-    tx = gcx.accumulate_gradients(optax.sgd(0.0), every, noise_scale_decay=0.999)
-
-    def step(state, noise):
-        return tx.update(jnp.float32(mean) + jnp.float32(scale) * noise, state)[1], None
-
-    noise = jnp.asarray(rng.standard_normal((every * windows, 50)), jnp.float32)
-    state, _ = jax.jit(lambda s: jax.lax.scan(step, s, noise))(tx.init(jnp.zeros(50)))
-    # Each window estimates |G|^2 and tr(Sigma) to about 10%; 2,000 of them to about 0.5%.
-    assert gcx.metrics(state)["gradient_noise_scale"] == pytest.approx(expected, rel=0.02)
 
 
 def test_a_progress_bar_can_show_them():

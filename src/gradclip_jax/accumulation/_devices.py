@@ -4,16 +4,17 @@ Inside `shard_map` a gradient stays on its device if the parameter is typed as v
 explicit axes if the parameter is typed as reduced: the gradient is then *unreduced*, a summand.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from .. import _mesh as mesh
 from .._checks import is_float0
-from .._mesh import reduced_axes, unreduced_axes, varying_axes
+from .._mesh import is_unreduced, reduced_axes, unreduced_axes, varying_axes
 from .._types import Array, Tree
 from ._reduction import is_summed
 
@@ -24,16 +25,14 @@ def without_reduced_axes(params: Tree) -> Tree:
     def plain(param: Any) -> Any:
         if is_float0(param) or not reduced_axes(param):
             return param
-        sharding = jax.typeof(param).sharding
-        spec = PartitionSpec(*sharding.spec)
-        return jax.sharding.reshard(param, NamedSharding(sharding.mesh, spec))
+        return jax.sharding.reshard(param, mesh.sharding_with(param))
 
     return jax.tree.map(plain, params)
 
 
 def reduce_over_devices(grads: Tree, inner_state: Any) -> Tree:
     """Unreduced leaves summed over devices, to the sharding of the inner optimizer's state."""
-    if not any(unreduced_axes(x) for x in jax.tree.leaves(grads) if not is_float0(x)):
+    if not is_unreduced(grads):
         return grads
     structure = jax.tree.structure(grads)
 
@@ -47,11 +46,20 @@ def reduce_over_devices(grads: Tree, inner_state: Any) -> Tree:
         if is_float0(grad) or not unreduced_axes(grad):
             return grad
         alike = [m[place] for m in moments if np.shape(m[place]) == grad.shape]
-        sharding = jax.typeof(grad).sharding
-        spec = jax.typeof(alike[0]).sharding.spec if alike else sharding.spec
-        return jax.sharding.reshard(grad, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+        return jax.sharding.reshard(grad, mesh.sharding_with(alike[0] if alike else grad))
 
     return jax.tree.unflatten(structure, [reduce(*x) for x in enumerate(jax.tree.leaves(grads))])
+
+
+def zeros_like_unreduced(grads: Tree, acc: Tree) -> Tree:
+    """Zero gradients, unreduced where the accumulator is."""
+    if not is_unreduced(acc):
+        return grads
+
+    def zeros(grad: Any, total: Any) -> Any:
+        return mesh.zeros_of_type(total, grad.dtype) if unreduced_axes(total) else grad
+
+    return jax.tree.map(zeros, grads, acc)
 
 
 def batch_axes(args: Sequence[Any], batches: Sequence[int]) -> frozenset[str]:
@@ -62,10 +70,9 @@ def batch_axes(args: Sequence[Any], batches: Sequence[int]) -> frozenset[str]:
 
 def _sharded_axes(x: Any) -> frozenset[str]:
     """The explicit axes in the type of an array."""
-    sharding = jax.typeof(x).sharding
-    names = [n for entry in sharding.spec for n in (entry if isinstance(entry, tuple) else [entry])]
-    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-    return frozenset(n for n in names if kinds.get(n) == AxisType.Explicit)
+    entries = mesh.sharding_with(x).spec
+    names = [n for entry in entries for n in (entry if isinstance(entry, tuple) else [entry])]
+    return _axes_of(x, AxisType.Explicit).intersection(names)
 
 
 def keep_apart(
@@ -76,15 +83,28 @@ def keep_apart(
     micro_batch: Callable[[Sequence[Any], int], Any],
 ) -> list[Any]:
     """The arguments, typed so that gradients by some of them are not summed over the axes."""
-    varying = [_each(x, _vary, axes) if i in differentiated else x for i, x in enumerate(args)]
-    if not (hasattr(PartitionSpec(), "reduced") and all(map(is_summed, words))):
+    varying = list(args)
+    for i in differentiated:
+        varying[i] = jax.tree.map(lambda x: _vary(x, axes), args[i])
+    is_typed = hasattr(PartitionSpec(), "reduced") and not axes.isdisjoint(_explicit_axes(args))
+    if not (is_typed and all(map(is_summed, words))):
         return varying
-    local = [_each(x, _reduced, axes) if i in differentiated else x for i, x in enumerate(varying)]
-    try:
-        out = jax.eval_shape(lambda: micro_batch(local, 0))
-    except Exception:  # not every operation has a rule for what is reduced
-        return varying
-    return varying if any(map(unreduced_axes, jax.tree.leaves((out.value, out.aux)))) else local
+    # JAX 0.10.2 cannot add a reduced bias to activations that are sharded.
+    for least_ndim in (0, 2):
+
+        def reduced(x: Any, least_ndim: int = least_ndim) -> Any:
+            return _reduced(x, axes) if np.ndim(x) >= least_ndim else x
+
+        local = list(varying)
+        for i in differentiated:
+            local[i] = jax.tree.map(reduced, varying[i])
+        try:
+            out = jax.eval_shape(functools.partial(micro_batch, local), 0)
+        except Exception:  # an operation has no rule for what is reduced; or the user's own fault
+            continue
+        if not mesh.is_unreduced((out.value, out.aux)):
+            return local
+    return varying
 
 
 def sum_over(
@@ -97,31 +117,30 @@ def sum_over(
         grad = mesh.max_over(grad, missing) if word == "max" else mesh.sum_over(grad, missing)
         if unreduced_axes(grad) == reduced_axes(arg):
             return grad
-        sharding = jax.typeof(arg).sharding
-        spec = PartitionSpec(*sharding.spec, unreduced=reduced_axes(arg))
-        return jax.sharding.reshard(grad, NamedSharding(sharding.mesh, spec))
+        return jax.sharding.reshard(grad, mesh.sharding_with(arg, unreduced=reduced_axes(arg)))
 
     leaves, structure = jax.tree.flatten(grads)
     columns = zip(leaves, jax.tree.leaves(args), words, strict=True)
     return jax.tree.unflatten(structure, [total(*column) for column in columns])
 
 
-def _each(tree: Tree, change: Callable[[Any, frozenset[str]], Any], axes: frozenset[str]) -> Tree:
-    return jax.tree.map(lambda x: change(x, axes), tree)
+def _explicit_axes(tree: Tree) -> frozenset[str]:
+    return frozenset[str]().union(*(_axes_of(x, AxisType.Explicit) for x in jax.tree.leaves(tree)))
+
+
+def _axes_of(x: Any, kind: AxisType) -> frozenset[str]:
+    """The axes of one kind of the mesh of an array."""
+    own = jax.typeof(x).sharding.mesh
+    kinds = zip(own.axis_names, own.axis_types, strict=True)
+    return frozenset(name for name, its_kind in kinds if its_kind == kind)
 
 
 def _vary(x: Any, axes: frozenset[str]) -> Any:
-    sharding = jax.typeof(x).sharding
-    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-    return mesh.vary(x, frozenset(n for n in axes if kinds.get(n) == AxisType.Manual))
+    return mesh.vary(x, axes & _axes_of(x, AxisType.Manual))
 
 
 def _reduced(x: Any, axes: frozenset[str]) -> Any:
-    sharding = jax.typeof(x).sharding
-    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-    explicit = frozenset(n for n in axes if kinds.get(n) == AxisType.Explicit)
-    missing = explicit - _sharded_axes(x) - reduced_axes(x)
+    missing = (axes & _axes_of(x, AxisType.Explicit)) - _sharded_axes(x) - reduced_axes(x)
     if not missing:
         return x
-    spec = PartitionSpec(*sharding.spec, reduced=missing | reduced_axes(x))
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))
+    return jax.sharding.reshard(x, mesh.sharding_with(x, reduced=missing | reduced_axes(x)))

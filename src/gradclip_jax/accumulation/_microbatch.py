@@ -8,13 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._checks import (
-    check_callable,
-    check_count,
-    check_dtype,
-    check_transformation,
-    error_message,
-)
+from .._checks import check_callable, check_count, check_dtype, check_transformation, error_message
 from .._mesh import max_over, vary, varying_axes
 from .._types import FLOAT32, Array, Scalar, Tree
 from . import _devices as devices

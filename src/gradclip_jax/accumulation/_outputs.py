@@ -6,9 +6,11 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._checks import broadcast_prefix, check_choice, describe, error_message, leaf_path
+from .._checks import check_choice, describe, error_message, leaf_path
 from .._mesh import vary, varying_axes, zeros_of_type
+from .._tree_checks import broadcast_prefix
 from .._types import Array, Scalar, Tree
+from ..clipping._scale import wide_dtype
 from ._reduction import REDUCTIONS, combine, divide, identity_of, round_to
 from ._split import in_order
 
@@ -51,11 +53,12 @@ def first_totals(kinds: Sequence[Kind], shapes: Sequence[Any], weight: Any) -> l
 
 
 def add_outputs(
-    kinds: Sequence[Kind], totals: Sequence[Any], leaves: Sequence[Array], weight: Scalar | None
+    kinds: Sequence[Kind], totals: Sequence[Any], leaves: Sequence[Any], weight: Scalar | None
 ) -> tuple[list[Any], list[Any]]:
     """The totals with one micro-batch in them, and its rows."""
 
-    def add(kind: Kind, total: Any, x: Array) -> tuple[Any, Any]:
+    def add(kind: Kind, total: Any, x: Any) -> tuple[Any, Any]:
+        x = jnp.asarray(x)  # aux may be a number
         factor = weight if kind.is_weighted else None
         if not kind.has_rows:
             return round_to(total.dtype, combine(kind.word, total, x, factor), None), None
@@ -85,7 +88,7 @@ def batch_outputs(
 
 def value_kind(parts: int, value: Any) -> Kind:
     """The weighted mean; of a single micro-batch its own value."""
-    dtype = jnp.promote_types(value.dtype, jnp.float32)
+    dtype = wide_dtype(value.dtype)
     return Kind("last" if parts == 1 else "mean", True, dtype)
 
 
@@ -101,7 +104,7 @@ def aux_kinds(
 
     def kind_of(word: str, leaf: Any) -> Kind:
         is_sum = word in ("mean", "sum") and jnp.issubdtype(leaf.dtype, jnp.inexact)
-        dtype = jnp.promote_types(leaf.dtype, jnp.float32) if is_sum else leaf.dtype
+        dtype = wide_dtype(leaf.dtype) if is_sum else leaf.dtype
         return Kind(word, word == "mean", dtype)
 
     leaves = [leaf for _, leaf in paths]

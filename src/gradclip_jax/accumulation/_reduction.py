@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._checks import broadcast_prefix, check_choice, leaf_path
+from .._checks import check_choice, leaf_path
 from .._mesh import unreduced_axes
+from .._tree_checks import broadcast_prefix
 from .._types import Array, Scalar, Tree
+from ..clipping._scale import wide_dtype
 
 REDUCTIONS: Final = ("mean", "sum", "max", "last")
 
@@ -54,7 +56,7 @@ def combine(word: str, total: Array, value: Array, weight: Scalar | None = None)
         return value  # also a random key, which has no arithmetic
     # A weight of 40,000 fits no float16, and 1,001 no bfloat16.
     is_inexact = jnp.issubdtype(total.dtype, jnp.inexact)
-    wide = jnp.promote_types(total.dtype, jnp.float32) if is_inexact else total.dtype
+    wide = wide_dtype(total.dtype) if is_inexact else total.dtype
     old, new = total.astype(wide), value.astype(wide)
     if is_summed(word):
         new = old + (new if weight is None else new * _factor(weight.astype(wide), new))
@@ -65,7 +67,7 @@ def combine(word: str, total: Array, value: Array, weight: Scalar | None = None)
 
 def divide(total: Array, weight: Scalar) -> Array:
     """The weighted mean."""
-    wide = jnp.promote_types(total.dtype, jnp.float32)
+    wide = wide_dtype(total.dtype)
     total, weight = total.astype(wide), weight.astype(wide)
     return total * _factor(1 / weight, total) if unreduced_axes(total) else total / weight
 

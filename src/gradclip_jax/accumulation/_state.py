@@ -19,6 +19,7 @@ from .._states import (
     with_structure_of,
 )
 from .._types import Scalar, Tree
+from ._devices import zeros_like_unreduced
 from ._reduction import leaf_reductions
 from ._running import MicroBatch, params_of, window_gradient
 
@@ -102,9 +103,11 @@ def flush(
     """
     check_transformation("flush", "tx", tx)
     arrays, params = plain_arrays(state), plain_arrays(params)
-    is_open = jnp.stack([x.mini_step > 0 for x in _accumulations("flush", arrays)]).any()
-    update = optax.with_extra_args_support(tx).update
+    found = _accumulations("flush", arrays)
+    is_open = jnp.stack([x.mini_step > 0 for x in found]).any()
     nothing = jax.tree.map(_zero_grad, params_of(params))
+    nothing = zeros_like_unreduced(nothing, found[0].acc_grads)
+    update = optax.with_extra_args_support(tx).update
 
     def step(carry: Any) -> Any:
         none = jnp.float32(0)

@@ -12,15 +12,16 @@ from .._checks import (
     check_choice,
     check_count,
     check_dtype,
-    check_inexact,
     check_number,
     check_state,
     check_transformation,
     error_message,
     renamed,
 )
-from .._run_if import Gate, gated, like_dtypes, run_if
+from .._gate import Gate, gated
+from .._run_if import like_dtypes, run_if
 from .._states import find_states
+from .._tree_checks import check_inexact
 from .._types import FLOAT32, Scalar, Tree
 from ._devices import without_reduced_axes
 from ._noise import empty_noise, observe_noise
@@ -32,6 +33,7 @@ from ._running import (
     check_matches_accumulator,
     only_gradient,
     params_of,
+    spent_accumulator,
     window_gradient,
 )
 from ._state import AccumulationState
@@ -165,8 +167,8 @@ def accumulate_gradients(
         def read_gradient(acc: Tree) -> tuple[Tree, Tree]:
             inner_state = state.inner_opt_state
             if keeps_sum:
-                # The last micro-batch is added where the step reads the sum, which is not written.
                 window = window_gradient(add(acc), micro_batch, step.total_weight, inner_state)
+                acc = spent_accumulator(acc, window)
             else:
                 window = only_gradient(micro_batch, inner_state)
             return _in_accepted_dtypes(inner, window, updates, inner_state, params, others), acc
@@ -224,17 +226,18 @@ def _in_accepted_dtypes(
     """The gradient of the window in the accumulator's dtype, if the inner optimizer takes it.
 
     Some, `optax.novograd` and `optax.apply_if_finite` among them, cannot be traced on gradients
-    whose dtype is not that of the parameters. What cannot be traced on either has another fault.
+    whose dtype is not that of the parameters. What cannot be traced on either has another fault,
+    which is then the user's to see.
     """
     plain = like_dtypes(window, updates)
     if [x.dtype for x in jax.tree.leaves(plain)] == [x.dtype for x in jax.tree.leaves(window)]:
         return window
     try:
         jax.eval_shape(lambda: inner.update(window, state, params, **extra_args))
-    except TypeError as refusal:
+    except (TypeError, ValueError) as refusal:
         try:
             jax.eval_shape(lambda: inner.update(plain, state, params, **extra_args))
-        except TypeError:
+        except (TypeError, ValueError):
             raise refusal from None
         return plain
     return window

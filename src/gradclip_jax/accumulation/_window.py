@@ -56,7 +56,7 @@ def as_weight(function: str, weight: Any) -> Any:
         raise TypeError(error_message(function, "weight", rule, describe(weight), hint))
     is_array = isinstance(weight, jax.Array)
     value = weight.astype(jnp.float32) if is_array else np.float32(weight)
-    if not is_traced(value) and bool(value < 0):
+    if not is_traced(value) and float(value) < 0:
         raise ValueError(error_message(function, "weight", rule, repr(weight), hint))
     return value
 
@@ -115,7 +115,7 @@ def advance_window(
     else:
         closing = both(admitted, closes)
     # A window that closes with a micro-batch of known weight is not empty.
-    weighs = weight is None or (not is_traced(weight) and bool(weight > 0))
+    weighs = weight is None or (not is_traced(weight) and float(weight) > 0)
     filled = True if closes and weighs else (mini_step > 0) & (total_weight > 0)
     step = WindowStep(
         arrived=arrived,

@@ -5,19 +5,12 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from .._checks import (
-    check_decays,
-    check_inexact,
-    check_number,
-    check_same_structure,
-    check_state,
-    is_float0,
-)
+from .._checks import check_decays, check_number, is_float0
 from .._states import increment_where
 from .._types import Array, Number, Tree
-from ..clipping._scale import clip_factor, scale_leaf
+from ..clipping._scale import scale_leaf, scale_root
 from ._averages import power_of, where_finite
-from ._moments import MomentState, map_leaves, zero_moments
+from ._moments import MomentState, check_update, map_leaves, zero_moments
 
 
 def acclip(
@@ -63,9 +56,7 @@ def acclip(
     check_number(name, "eps", eps, "The paper uses 1e-5.")
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, MomentState]:
-        check_inexact(name, "updates", updates)
-        check_state(name, state, MomentState)
-        check_same_structure(name, "updates", updates, "params", state.second)
+        check_update(name, updates, state, MomentState, "second")
 
         def clip(grad: Any, first: Array, second: Array) -> tuple[Any, ...]:
             if is_float0(grad):
@@ -78,11 +69,11 @@ def acclip(
             new_second = b2 * second + (1 - b2) * power_of(jnp.abs(safe), alpha)
             # Not zero: neither its root nor its quotient has a derivative there.
             tau = jnp.maximum(new_second, jnp.finfo(new_second.dtype).tiny) ** (1 / alpha)
-            clipped = scale_leaf(new_first, clip_factor(jnp.abs(new_first) + eps, tau))
+            clipped = scale_leaf(new_first, scale_root(jnp.abs(new_first) + eps, tau))
             moments = where_finite(finite, (new_first, new_second), (first, second))
             return jnp.where(finite, clipped, jnp.nan).astype(grad.dtype), *moments
 
         out, first, second = map_leaves(clip, 3, updates, state.first, state.second)
-        return out, MomentState(increment_where(state.count), first, second)
+        return out, MomentState(increment_where(state.step_count), first, second)
 
     return optax.GradientTransformation(zero_moments, update)

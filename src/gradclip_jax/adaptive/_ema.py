@@ -14,11 +14,11 @@ class EmaState(NamedTuple):
     """The average norm of each unit.
 
     Attributes:
-        count: int32[...], steps so far, saturating.
+        step_count: int32[...], steps so far, saturating.
         average: float32[...], of the clipped norms; 0 before the first norm above 0.
     """
 
-    count: Array
+    step_count: Array
     average: Array
 
 
@@ -30,7 +30,8 @@ def ema(
 ) -> Rule:
     """A threshold of `factor` times the exponential moving average of the clipped norms.
 
-    `average = decay * average + (1 - decay) * min(norm, threshold)`.
+    `average = decay * average + (1 - decay) * min(norm, threshold)`. For norms only: it has no
+    meaning for values that may be negative.
 
     | step | threshold and average |
     | --- | --- |
@@ -44,12 +45,6 @@ def ema(
         decay: of the average, at least 0 and below 1.
         warmup_steps: >= 1.
         warmup_max: threshold during the warm-up, in the unit of the norm, > 0; inf for none.
-
-    Returns:
-        A rule for any clip or guard of norms; not for values that may be negative.
-
-    Raises:
-        ValueError: a number is out of range.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -74,7 +69,7 @@ def ema(
         return EmaState(jnp.zeros(norm.shape, jnp.int32), jnp.zeros_like(norm))
 
     def update(norm: Array, state: EmaState, param_norm: Any) -> tuple[Array, EmaState]:
-        is_warm = state.count >= warmup_steps
+        is_warm = state.step_count >= warmup_steps
         has_average = state.average > 0
         bound = jnp.where(has_average, factor * state.average, UNBOUNDED)
         threshold = jnp.where(is_warm, bound, jnp.minimum(warmup_max, UNBOUNDED))
@@ -83,6 +78,6 @@ def ema(
         average = jnp.where(is_warm, moving, jnp.minimum(state.average, clipped))
         average = jnp.where(has_average, average, clipped)
         average = jnp.where(norm > 0, average, state.average)
-        return threshold, EmaState(increment_where(state.count), average)
+        return threshold, EmaState(increment_where(state.step_count), average)
 
     return Rule(init, update)

@@ -14,12 +14,12 @@ class WindowState(NamedTuple):
 
     Attributes:
         values: float32[window, ...]; UNBOUNDED where nothing is recorded yet.
-        count: int32[...], values recorded so far, saturating.
+        value_count: int32[...], values recorded so far, saturating.
         position: int32[...], where the next value goes.
     """
 
     values: Array
-    count: Array
+    value_count: Array
     position: Array
 
 
@@ -33,8 +33,8 @@ def record(state: WindowState, value: Array, *, signed: bool) -> WindowState:
     """Replaces the oldest value of each unit by the new one."""
     window = state.values.shape[0]
     next_state = WindowState(
-        values=jnp.where(_positions(state) == state.position, value, state.values),
-        count=increment_where(state.count),
+        values=jnp.where(_positions(state) == state.position[None], value[None], state.values),
+        value_count=increment_where(state.value_count),
         position=(state.position + 1) % window,
     )
     return next_state if signed else where_nonzero(value, next_state, state)
@@ -42,7 +42,7 @@ def record(state: WindowState, value: Array, *, signed: bool) -> WindowState:
 
 def is_recorded(state: WindowState) -> Array:
     """Which entries of `values` hold a value."""
-    return _positions(state) < state.count
+    return _positions(state) < state.value_count[None]
 
 
 def where_nonzero(norm: Array, next_state: Any, state: Any) -> Any:
@@ -55,4 +55,6 @@ def where_nonzero(norm: Array, next_state: Any, state: Any) -> Any:
 
 
 def _positions(state: WindowState) -> Array:
-    return jnp.arange(state.values.shape[0]).reshape(-1, *(1,) * state.count.ndim)
+    return jnp.arange(state.values.shape[0], dtype=jnp.int32).reshape(
+        -1, *(1,) * state.value_count.ndim
+    )

@@ -39,13 +39,6 @@ def mean_std(
         ddof: 0 for the population variance (levanter), 1 for the sample variance (OLMo-core).
         signed: the values may be zero or negative, such as losses.
 
-    Returns:
-        A rule for any clip or guard.
-
-    Raises:
-        ValueError: a number is out of range.
-        TypeError: `window` is traced.
-
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.clip_by_global_norm(gcx.thresholds.mean_std(2.0, warmup_steps=2))
@@ -66,19 +59,20 @@ def mean_std(
 
     def update(norm: Array, state: WindowState, param_norm: Any) -> tuple[Array, WindowState]:
         recorded = is_recorded(state)
-        n = jnp.clip(state.count, 1, window).astype(jnp.float32)
+        n = jnp.clip(state.value_count, 1, window).astype(jnp.float32)
         values = jnp.where(recorded, state.values, 0)
         # In units of the largest value, so that squares cannot overflow.
         largest = jax.lax.stop_gradient(jnp.max(jnp.abs(values), axis=0))
         unit = jnp.where(largest > 0, largest, 1)
-        mean = jnp.sum(values / unit / n, axis=0)
-        deviations = jnp.where(recorded, values / unit - mean, 0)
-        variance = jnp.sum(deviations**2 / jnp.maximum(n - ddof, 1), axis=0)
+        values = values / unit[None]
+        mean = jnp.sum(values / n[None], axis=0)
+        deviations = jnp.where(recorded, values - mean[None], 0)
+        variance = jnp.sum(deviations**2 / jnp.maximum(n - ddof, 1)[None], axis=0)
         # Without a floor a constant norm would be its own threshold.
         floor = 1e-6 if signed else jnp.maximum(0.01 * mean, 1e-6)
         std = jnp.sqrt(jnp.maximum(variance, floor**2))
         threshold = unit * (mean + z_threshold * std)
-        is_warm = state.count >= warmup_steps
+        is_warm = state.value_count >= warmup_steps
         return jnp.where(is_warm, threshold, UNBOUNDED), record(state, norm, signed=signed)
 
-    return Rule(init, update)
+    return Rule(init, update, signed=signed)

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._checks import check_state
+from .._tree_checks import check_inexact, check_same_structure
 from .._types import Array, Scalar, Tree
 
 
@@ -13,12 +15,12 @@ class MomentState(NamedTuple):
     """Moments of the gradient, float32 or wider, in the structure of the parameters.
 
     Attributes:
-        count: int32[], steps so far, saturating.
+        step_count: int32[], steps so far, saturating.
         first: exponential moving average of the gradient, or () where it is not needed.
         second: exponential moving average of a power of its magnitude.
     """
 
-    count: Scalar
+    step_count: Scalar
     first: Any
     second: Tree
 
@@ -42,6 +44,13 @@ def zero_moments(params: Tree) -> MomentState:
     """Both moments before the first step; the second moment of a complex leaf is real."""
     zeros = wide_zeros(params)
     return MomentState(jnp.zeros((), jnp.int32), zeros, jax.tree.map(jnp.abs, zeros))
+
+
+def check_update(function: str, updates: Tree, state: Any, kind: type, field: str) -> None:
+    """Refuses a step without its state, or whose updates do not match that field of it."""
+    check_inexact(function, "updates", updates)
+    check_state(function, state, kind)
+    check_same_structure(function, "updates", updates, "params", getattr(state, field))
 
 
 def map_leaves(

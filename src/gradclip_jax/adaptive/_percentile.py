@@ -26,13 +26,6 @@ def percentile(percentile: Number = 10.0, window: Count = 1000, *, signed: bool 
         window: how many values are kept, 1 to 2^20, static; 4 * window bytes for each unit.
         signed: the values may be zero or negative, such as losses.
 
-    Returns:
-        A rule for any clip or guard.
-
-    Raises:
-        ValueError: a number is out of range.
-        TypeError: `window` is traced.
-
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.clip_by_global_norm(gcx.thresholds.percentile(50.0, window=3))
@@ -55,7 +48,7 @@ def percentile(percentile: Number = 10.0, window: Count = 1000, *, signed: bool 
     def update(norm: Array, state: WindowState, param_norm: Any) -> tuple[Array, WindowState]:
         state = record(state, norm, signed=signed)
         ordered = jnp.sort(state.values, axis=0)
-        last = jnp.clip(state.count - 1, 0, window - 1)
+        last = jnp.clip(state.value_count - 1, 0, window - 1)
         position = jnp.asarray(percentile, jnp.float32) / 100 * last.astype(jnp.float32)
         below = jnp.floor(position).astype(jnp.int32)
         low, high = (
@@ -64,4 +57,4 @@ def percentile(percentile: Number = 10.0, window: Count = 1000, *, signed: bool 
         )
         return low + (high - low) * (position - below.astype(jnp.float32)), state
 
-    return Rule(init, update)
+    return Rule(init, update, signed=signed)

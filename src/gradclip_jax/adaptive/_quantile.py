@@ -14,18 +14,13 @@ def quantile(target: Number = 0.5, rate: Number = 0.2, initial: Number = 1.0) ->
     """A threshold C that moves geometrically towards the `target` quantile of the norms.
 
     After each step `C *= exp(-rate * ([norm <= C] - target))`. C stays within 1e-30 and 1e30, so
-    that it can always recover. A norm of zero leaves C as it was.
+    that it can always recover. A norm of zero leaves C as it was. For norms only: it has no meaning
+    for values that may be negative.
 
     Args:
         target: the fraction of steps that should not be clipped, 0 to 1.
         rate: learning rate of log C, > 0.
         initial: the first C, in the unit of the norm, > 0; the paper starts at 0.1.
-
-    Returns:
-        A rule for any clip or guard of norms; not for values that may be negative.
-
-    Raises:
-        ValueError: a number is out of range.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx

@@ -6,22 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import (
-    check_count,
-    check_decays,
-    check_inexact,
-    check_number,
-    check_same_structure,
-    check_state,
-    error_message,
-    is_float0,
-    is_traced,
-)
+from .._checks import check_count, check_decays, check_number, error_message, is_float0, is_traced
 from .._states import increment_where
-from .._types import UNBOUNDED, Array, Number, Tree
-from ..clipping._scale import clip_factor, scale_leaf
+from .._types import Array, Number, Tree
+from ..clipping._scale import scale_leaf, scale_root
 from ._averages import where_finite
-from ._moments import MomentState, map_leaves, wide_zeros
+from ._moments import MomentState, check_update, map_leaves, wide_zeros
 
 
 def spam_clip(
@@ -82,10 +72,8 @@ def spam_clip(
         return MomentState(jnp.zeros((), jnp.int32), (), second)
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, MomentState]:
-        check_inexact(name, "updates", updates)
-        check_state(name, state, MomentState)
-        check_same_structure(name, "updates", updates, "params", state.second)
-        count = increment_where(state.count)
+        check_update(name, updates, state, MomentState, "second")
+        count = increment_where(state.step_count)
         since_reset = count if reset_every is None else count % reset_every
         resets = jnp.array(False) if reset_every is None else since_reset == 0
         is_warm = (count >= warmup_steps) & (since_reset >= warmup_steps)
@@ -100,8 +88,8 @@ def spam_clip(
             magnitude = jnp.abs(safe).astype(moment.dtype)
             is_clamped = is_warm & (moment > 0)
             bound = jnp.sqrt(spike_threshold * jnp.where(is_clamped, moment, 1))
-            threshold = jnp.where(is_clamped, bound, UNBOUNDED)
-            clamped = scale_leaf(safe, clip_factor(magnitude, threshold))
+            threshold = jnp.where(is_clamped, bound, jnp.finfo(moment.dtype).max)
+            clamped = scale_leaf(safe, scale_root(magnitude, threshold))
             second = decay * moment + (1 - decay) * jnp.minimum(magnitude, threshold) ** 2
             clamped = jnp.where(finite, clamped, jnp.full_like(grad, jnp.nan))
             return clamped, *where_finite(finite, (second,), (moment,))

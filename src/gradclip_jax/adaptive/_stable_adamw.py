@@ -1,27 +1,19 @@
 """StableAdamW: an optimizer that shortens its step where its second moment lags the gradient."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from .._checks import (
-    check_axis_name,
-    check_decays,
-    check_inexact,
-    check_number,
-    check_state,
-    is_float0,
-)
+from .._checks import check_axis_name, check_decays, check_number, is_float0
 from .._mesh import replica_count, shard_axes
 from .._states import increment_where
 from .._types import Array, AxisName, Number, Tree
-from ..clipping._layout import leaf_slots
-from ..clipping._norm import unit_norms
+from ..clipping._norm import norm_of_leaves
 from ..clipping._rule import check_params
 from ._averages import bias_correction, power_of
-from ._moments import MomentState, map_leaves, zero_moments
+from ._moments import MomentState, check_update, map_leaves, zero_moments
 
 
 def stable_adamw(
@@ -78,11 +70,10 @@ def stable_adamw(
         check_number(name, "learning_rate", learning_rate, "The paper uses 0.002.")
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, MomentState]:
-        check_inexact(name, "updates", updates)
-        check_state(name, state, MomentState)
+        check_update(name, updates, state, MomentState, "second")
         check_params(name, updates, params)
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        count = increment_where(state.count)
+        rate = learning_rate(state.step_count) if callable(learning_rate) else learning_rate
+        count = increment_where(state.step_count)
         steps = count.astype(jnp.float32)
         decay1, decay2 = (
             b * bias_correction(b, steps - 1) / bias_correction(b, steps) for b in (b1, b2)
@@ -92,12 +83,13 @@ def stable_adamw(
             if is_float0(grad):
                 return grad, first, second
             g = grad.astype(first.dtype)
-            first = first * decay1 + g * (1 - decay1)
-            second = second * decay2 + jnp.abs(g) ** 2 * (1 - decay2)
+            d1, d2 = (decay.astype(second.dtype) for decay in (decay1, decay2))
+            first = first * d1 + g * (1 - d1)
+            second = second * d2 + jnp.abs(g) ** 2 * (1 - d2)
             ratio = g / jnp.sqrt(jnp.maximum(second, eps**2))
-            norm = unit_norms([ratio], leaf_slots([ratio]), 2.0, axes)[0]
+            norm = norm_of_leaves([ratio], 2.0, axes)
             size = ratio.size * replica_count(frozenset(), shard_axes(ratio, axes))
-            shortened = rate / jnp.maximum(1, norm / np.sqrt(max(size, 1)) / clipping)
+            shortened = rate / jnp.maximum(1, norm / math.sqrt(max(size, 1)) / clipping)
             decayed = weight_decay * param.astype(first.dtype)
             direction = first / (power_of(second, 0.5) + eps) + decayed
             return (-shortened * direction).astype(grad.dtype), first, second

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import check_axis_name, check_decays, check_inexact, check_number, check_state
+from .._checks import check_axis_name, check_decays, check_number, check_state
 from .._states import increment_where
+from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Number, Tree
-from ..clipping._layout import leaf_slots
 from ..clipping._norm import is_measured, measured_leaves, unit_norms
-from ..clipping._scale import Factor, clip_factor, scale_leaf, scaled_to
+from ..clipping._scale import root_to, scale_leaf, scale_root
+from ..clipping._units import leaf_units
 from ._averages import bias_correction, hypotenuse, where_finite
 
 
@@ -20,13 +21,13 @@ class LeafAverageState(NamedTuple):
     """Exponential moving averages of each leaf, int32[leaves] and float32[leaves].
 
     Attributes:
-        count: steps so far, saturating.
+        step_count: steps so far, saturating.
         largest: of the largest magnitude.
         norm: of the norm.
         root_square: square root of that of the squared norm, which cannot overflow.
     """
 
-    count: Array
+    step_count: Array
     largest: Array
     norm: Array
     root_square: Array
@@ -84,7 +85,7 @@ def stable_spam_clip(
     axes = check_axis_name(name, axis_name)
 
     def norms(leaves: list[Array], ord: float) -> Array:
-        return unit_norms(leaves, leaf_slots(leaves), ord, axes)
+        return unit_norms(leaves, leaf_units(leaves), ord, axes)
 
     def init(params: Tree) -> LeafAverageState:
         dtypes = (jnp.int32, jnp.float32, jnp.float32, jnp.float32)
@@ -96,7 +97,7 @@ def stable_spam_clip(
     ) -> tuple[Tree, LeafAverageState]:
         check_inexact(name, "updates", updates)
         check_state(name, state, LeafAverageState)
-        count = increment_where(state.count)
+        count = increment_where(state.step_count)
         steps = count.astype(jnp.float32)
         leaves = measured_leaves(updates)
         peaks = norms(leaves, np.inf)
@@ -108,8 +109,8 @@ def stable_spam_clip(
         largest = max_decay * state.largest + (1 - max_decay) * peaks.astype(jnp.float32)
         bound = (largest / bias_correction(max_decay, steps)).astype(peaks.dtype)
         leaves = [
-            jnp.where(jnp.abs(x).astype(top.dtype) > top, scale_leaf(x, Factor(*parts)), x)
-            for x, top, *parts in zip(leaves, bound, *clip_factor(peaks, bound), strict=True)
+            jnp.where(jnp.abs(x).astype(top.dtype) > top, scale_leaf(x, root), x)
+            for x, top, root in zip(leaves, bound, scale_root(peaks, bound), strict=True)
         ]
 
         lengths = norms(leaves, 2.0)
@@ -120,10 +121,12 @@ def stable_spam_clip(
         root = root_square / jnp.sqrt(bias_correction(square_decay, steps)) + eps
         # Not `a / b / c`, which XLA makes `a / (b * c)`: that overflows from norms of 1e19 on.
         target = norm / bias_correction(norm_decay, steps) * (1 / root)
-        factors = zip(*scaled_to(lengths, target.astype(lengths.dtype)), strict=True)
+        # A norm of zero is not scaled; the root of a target of zero would have no derivative.
+        target = jnp.where(lengths > 0, target.astype(lengths.dtype), 1)
+        roots = root_to(lengths, target)
         scaled = iter(
-            jnp.where(ok, scale_leaf(x, Factor(*parts)), jnp.full_like(x, jnp.nan))
-            for ok, x, parts in zip(finite, leaves, factors, strict=True)
+            jnp.where(ok, scale_leaf(x, root), jnp.full_like(x, jnp.nan))
+            for ok, x, root in zip(finite, leaves, roots, strict=True)
         )
         out = jax.tree.map(lambda x: next(scaled) if is_measured(x) else x, updates)
         next_state = LeafAverageState(count, largest, norm, root_square)

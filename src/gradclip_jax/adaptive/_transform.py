@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import optax
 
 from .._checks import check_axis, check_count, check_number
-from .._types import UNBOUNDED, Array, AxisName, Count, Number
-from ..clipping._granularity import inner_units
+from .._types import NO_AXES, THOUSAND, UNBOUNDED, Array, AxisName, Count, Number
+from ..clipping._clip import norm_clip
+from ..clipping._granularity import axis as unit_axis
+from ..clipping._granularity import layer
 from ..clipping._rule import capped, relative_to_params
-from ..clipping._step import clip_by_units
-from ..clipping._transform import clip_by_global_norm, clip_by_leaf_norm
 from ._ema import ema
 from ._percentile import percentile as percentile_rule
 from ._quantile import quantile
@@ -39,8 +39,7 @@ def adaptive_grad_clip(
         axis: the axes that the norm of a unit runs over, static. None chooses by rank as Optax
             does: all axes of a scalar or vector, 0 of rank 2 and 3, all but the last of rank 4
             and 5. Inside `shard_map` these axes must not be sharded.
-        nonfinite: what a NaN or infinite norm makes of the whole update: "propagate" NaN,
-            "zero" zeros.
+        nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
 
     Returns:
         An Optax transformation with a `ClipState`; `update` needs `params`.
@@ -64,13 +63,13 @@ def adaptive_grad_clip(
     check_number(name, "clipping", clipping, "The paper uses 0.01 for large batches.")
     check_number(name, "eps", eps, "The paper uses 1e-3.")
     check_axis(name, axis)
-    units = inner_units(name, relative_to_params(clipping, eps), 2.0, axis)
-    return clip_by_units(name, units, nonfinite=nonfinite)
+    rule, units = relative_to_params(clipping, eps), unit_axis(axis)
+    return norm_clip((name, "clipping"), rule, units, nonfinite=nonfinite)
 
 
 def autoclip(
     percentile: Number = 10.0,
-    window: Count = 1000,
+    window: Count = THOUSAND,
     *,
     axis_name: AxisName = None,
     nonfinite: Nonfinite = "propagate",
@@ -83,8 +82,7 @@ def autoclip(
         percentile: 0 to 100, linearly interpolated as in `numpy.percentile`.
         window: how many norms are kept, 1 to 2^20, static; the paper keeps all.
         axis_name: mapped axes over which the leaves are sharded, where types do not tell.
-        nonfinite: what a NaN or infinite norm makes of the whole update: "propagate" NaN,
-            "zero" zeros.
+        nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
 
     Returns:
         An Optax transformation with a `ClipState`.
@@ -105,8 +103,8 @@ def autoclip(
     References:
         Seetharaman, Wichern, Pardo and Le Roux, 2020, arXiv 2007.14469.
     """
-    rule = percentile_rule(percentile, window)
-    return clip_by_global_norm(rule, axis_name=axis_name, nonfinite=nonfinite)
+    named, rule = ("autoclip", "percentile"), percentile_rule(percentile, window)
+    return norm_clip(named, rule, axis_name=axis_name, nonfinite=nonfinite)
 
 
 def zclip(
@@ -131,8 +129,7 @@ def zclip(
         max_norm: upper bound of the threshold from the first step on, in the unit of the
             gradients, > 0; None for no bound. The averages do not depend on it.
         axis_name: mapped axes over which the leaves are sharded, where types do not tell.
-        nonfinite: what a NaN or infinite norm makes of the whole update: "propagate" NaN,
-            "zero" zeros.
+        nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
 
     Returns:
         An Optax transformation with a `ClipState`.
@@ -152,9 +149,9 @@ def zclip(
     References:
         Kumar, Owen, Chowdhury and Guera, 2025, arXiv 2504.02507.
     """
-    rule = zscore(z_threshold, decay, warmup_steps)
+    named, rule = ("zclip", "max_norm"), zscore(z_threshold, decay, warmup_steps)
     rule = rule if max_norm is None else capped(rule, max_norm)
-    return clip_by_global_norm(rule, axis_name=axis_name, nonfinite=nonfinite)
+    return norm_clip(named, rule, axis_name=axis_name, nonfinite=nonfinite)
 
 
 def adagc(
@@ -164,7 +161,7 @@ def adagc(
     warmup_steps: int = 100,
     *,
     axis_name: AxisName = None,
-    stack_axes: Any = 0,
+    stack_axes: Any = NO_AXES,
     nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformation:
     """Clips each leaf to a little above the average of its clipped norms (AdaGC).
@@ -183,8 +180,7 @@ def adagc(
         axis_name: mapped axes over which the leaves are sharded, where types do not tell.
         stack_axes: how many leading axes of a leaf index separate layers, static; a number, or
             a prefix tree of numbers.
-        nonfinite: what a NaN or infinite norm makes of the whole update: "propagate" NaN,
-            "zero" zeros.
+        nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
 
     Returns:
         An Optax transformation with the states of both clips, the global one first.
@@ -211,10 +207,10 @@ def adagc(
     def warmup(step: Array) -> Array:
         return jnp.where(step < warmup_steps, jnp.minimum(absolute, UNBOUNDED), UNBOUNDED)
 
-    rule = ema(relative, decay, warmup_steps, warmup_max=UNBOUNDED)
+    named, rule = ("adagc", "relative"), ema(relative, decay, warmup_steps, warmup_max=UNBOUNDED)
     return optax.chain(
-        clip_by_global_norm(warmup, axis_name=axis_name, nonfinite=nonfinite),
-        clip_by_leaf_norm(rule, axis_name=axis_name, stack_axes=stack_axes, nonfinite=nonfinite),
+        norm_clip(named, warmup, axis_name=axis_name, nonfinite=nonfinite),
+        norm_clip(named, rule, layer(stack_axes), axis_name=axis_name, nonfinite=nonfinite),
     )
 
 
@@ -236,8 +232,7 @@ def quantile_clip(
         rate: learning rate of log C, > 0.
         initial: the first C, in the unit of the gradients, > 0; the paper starts at 0.1.
         axis_name: mapped axes over which the leaves are sharded, where types do not tell.
-        nonfinite: what a NaN or infinite norm makes of the whole update: "propagate" NaN,
-            "zero" zeros.
+        nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
 
     Returns:
         An Optax transformation with a `ClipState`.
@@ -257,5 +252,5 @@ def quantile_clip(
     References:
         Andrew, Thakkar, McMahan and Ramaswamy, 2021 (first 2019), arXiv 1905.03871.
     """
-    rule = quantile(target, rate, initial)
-    return clip_by_global_norm(rule, axis_name=axis_name, nonfinite=nonfinite)
+    named, rule = ("quantile_clip", "target"), quantile(target, rate, initial)
+    return norm_clip(named, rule, axis_name=axis_name, nonfinite=nonfinite)

@@ -6,16 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import (
-    check_inexact,
-    check_same_structure,
-    check_state,
-    check_transformation,
-    is_float0,
-)
+from .._checks import check_transformation, is_float0
 from .._types import Tree
 from ..clipping._norm import global_norm
-from ._moments import wide_zeros
+from ._moments import check_update, wide_zeros
 
 
 class CarryState(NamedTuple):
@@ -72,9 +66,7 @@ def u_clip(clip: optax.GradientTransformation) -> optax.GradientTransformationEx
     def update(
         updates: Tree, state: Any, params: Tree | None = None, **extra_args: Any
     ) -> tuple[Tree, CarryState]:
-        check_inexact("u_clip", "updates", updates)
-        check_state("u_clip", state, CarryState)
-        check_same_structure("u_clip", "updates", updates, "params", state.carry)
+        check_update("u_clip", updates, state, CarryState, "carry")
         total = jax.tree.map(_add, updates, state.carry)
         clipped, clip_state = clip.update(total, state.clip_state, params, **extra_args)
         out = jax.tree.map(_cast_like, clipped, updates)

@@ -16,13 +16,13 @@ class ZscoreState(NamedTuple):
     """Mean and standard deviation of the norms of each unit.
 
     Attributes:
-        count: int32[...], norms so far, saturating.
+        norm_count: int32[...], norms so far, saturating.
         mean: float32[...], of all norms in the warm-up, then an exponential moving average.
         std: float32[...], the standard deviation, averaged in the same way as a variance.
         outlier_streak: int32[...], consecutive norms above the threshold, saturating.
     """
 
-    count: Array
+    norm_count: Array
     mean: Array
     std: Array
     outlier_streak: Array
@@ -59,12 +59,6 @@ def zscore(
         relearn_after: consecutive outliers before the averages get unclipped norms, >= 1.
         signed: the values may be zero or negative, such as losses.
 
-    Returns:
-        A rule for any clip or guard.
-
-    Raises:
-        ValueError: a number is out of range.
-
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.clip_by_global_norm(gcx.thresholds.zscore(2.0, warmup_steps=2))
@@ -88,7 +82,7 @@ def zscore(
         return ZscoreState(count, zeros, zeros, count)
 
     def update(norm: Array, state: ZscoreState, param_norm: Any) -> tuple[Array, ZscoreState]:
-        is_warm = state.count >= warmup_steps
+        is_warm = state.norm_count >= warmup_steps
         z = (norm - state.mean) / (state.std + 1e-6)
         is_outlier = is_warm & (z > z_threshold)
         safe_z = jnp.where(is_outlier, z, 1)
@@ -98,17 +92,17 @@ def zscore(
         observed = jnp.where(is_clipped, threshold, norm)
 
         # In the warm-up all norms weigh the same: mean and population variance so far.
-        n = state.count.astype(jnp.float32)
+        n = state.norm_count.astype(jnp.float32)
         weight = jnp.where(is_warm, 1 - decay, 1 / (n + 1))
         mean = state.mean + weight * (observed - state.mean)
         warmup_deviation = jnp.sqrt(n / (n + 1)) * (norm - state.mean)
         deviation = jnp.where(is_warm, observed - mean, warmup_deviation)
         next_state = ZscoreState(
-            count=increment_where(state.count),
+            norm_count=increment_where(state.norm_count),
             mean=mean,
             std=hypotenuse(jnp.sqrt(1 - weight) * state.std, jnp.sqrt(weight) * deviation),
             outlier_streak=jnp.where(is_outlier, increment_where(state.outlier_streak), 0),
         )
         return threshold, next_state if signed else where_nonzero(norm, next_state, state)
 
-    return Rule(init, update)
+    return Rule(init, update, signed=signed)

@@ -1,27 +1,28 @@
-"""Norms at any granularity: right for every dtype, magnitude, tree and mesh.
+"""Norms of any units: right for every dtype, magnitude, tree and mesh, in one read of the data.
 
-A tree is cut into units, and `unit_norms` returns the norm of each as one vector, whether a
-unit is the whole tree, a group of leaves, a leaf, a layer stacked in a leaf, or a row of one.
-How a sum of powers survives overflow and underflow is the business of `_power_sum.py`.
+`unit_norms` returns the norm of each unit of a tree as one vector. The sums behind a 2-norm, that
+neither overflow nor underflow, are in `_squares.py`.
 """
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 
-from .._checks import check_axis_name, check_inexact, check_ord, is_float0
-from .._mesh import max_over, replica_count, reshard_replicated, sum_over
-from .._types import Array, AxisName, Scalar, Tree
-from ._layout import Slots, blocks_of, leaf_slots, one_slot, rows_of_slots
-from ._power_sum import exact_sum, magnitude_rank, power, robust_norms, robust_peaks
+from .._checks import check_axis_name, check_ord
+from .._tree_checks import check_inexact
+from .._types import TWO, Array, AxisName, Order, Scalar, Tree
+from .._xla import JOINED, JOINED_ON_CPU
+from ._blocks import pack, pool_largest, pool_sums
+from ._squares import norms_in_one_read, norms_read_again
+from ._units import Units, is_measured, leaf_units, spread_over_leaves, tree_units
 
 
-def global_norm(tree: Tree, *, ord: float = 2.0, axis_name: AxisName = None) -> Scalar:
+def global_norm(tree: Tree, *, ord: Order = TWO, axis_name: AxisName = None) -> Scalar:
     """Measures a whole tree: the norm of all its elements as one vector.
 
     `(sum |x|^ord)^(1/ord)`; the largest magnitude for `ord=inf`.
@@ -31,7 +32,8 @@ def global_norm(tree: Tree, *, ord: float = 2.0, axis_name: AxisName = None) -> 
     | float16 `[300, 400]` | 500, though its squares overflow float16 |
     | float32 `[1e20, 1e20]`, `[3e-23, 4e-23]` | 1.4142e20, 5e-23 |
     | empty, or only `None`, masked or zero-size leaves | 0 |
-    | any NaN | NaN; inf for `ord=inf` over several devices |
+    | subnormal numbers | may count as zero |
+    | any NaN | NaN; inf for `ord=inf` |
     | an infinity and no NaN | inf |
     | sharded | that of the whole, see `axis_name` |
 
@@ -58,13 +60,14 @@ def global_norm(tree: Tree, *, ord: float = 2.0, axis_name: AxisName = None) -> 
     return norm_of_leaves(measured_leaves(tree), order, axes)
 
 
-def leaf_norms(tree: Tree, *, ord: float = 2.0, axis_name: AxisName = None) -> Tree:
+def leaf_norms(tree: Tree, *, ord: Order = TWO, axis_name: AxisName = None) -> Tree:
     """Measures each leaf by itself: `global_norm` of every leaf, all in one pass.
 
     Args:
         tree: floating or complex leaves of any shape, in the unit of the gradients.
         ord: order of the norm, 1, 2, inf or any number > 0.
-        axis_name: as for `global_norm`.
+        axis_name: mapped axes over which every leaf is a shard, where types cannot tell (inside
+            `pmap`, or `shard_map` with `check_vma=False`).
 
     Returns:
         A tree of the same structure, each leaf a scalar of one common dtype: float32, or
@@ -81,26 +84,14 @@ def leaf_norms(tree: Tree, *, ord: float = 2.0, axis_name: AxisName = None) -> T
         (5.0, 2.0)
     """
     check_inexact("leaf_norms", "tree", tree)
+    order, axes = check_ord("leaf_norms", ord), check_axis_name("leaf_norms", axis_name)
     leaves = measured_leaves(tree)
-    slots = leaf_slots(leaves)
-    norms = iter(
-        unit_norms(
-            leaves,
-            slots,
-            check_ord("leaf_norms", ord),
-            check_axis_name("leaf_norms", axis_name),
-        )
-    )
+    norms = iter(unit_norms(leaves, leaf_units(leaves), order, axes))
     return jax.tree.map(lambda x: next(norms) if is_measured(x) else jnp.float32(0), tree)
 
 
-def is_measured(leaf: Any) -> bool:
-    """Whether a leaf is measured: a float0, or the integer parameter it belongs to, is not."""
-    return not is_float0(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-
-
 def measured_leaves(tree: Tree) -> list[Array]:
-    """The leaves that are measured, in order."""
+    """The leaves that have a norm, in order."""
     return [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_measured(x)]
 
 
@@ -111,47 +102,109 @@ def norm_dtype(leaves: Iterable[Any]) -> Any:
 
 def norm_of_leaves(leaves: list[Array], ord: float, axis_name: AxisName) -> Scalar:
     """The norm of all leaves as one unit."""
-    return unit_norms(leaves, one_slot(leaves), ord, axis_name)[0]
+    return unit_norms(leaves, tree_units(leaves), ord, axis_name)[0]
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def unit_norms(leaves: list[Array], slots: Slots, ord: float, axis_name: AxisName) -> Array:
-    """The norms of all units: one pass over the leaves, and one all-reduce."""
-    dtype = norm_dtype(leaves)
-    blocks = blocks_of(leaves, slots, ord, axis_name, dtype)
-    if not blocks:
-        return jnp.zeros(slots.size, dtype)
-    everywhere = frozenset[str]()
-    if not slots.within_device:
-        everywhere = everywhere.union(*(block.shard_axes for block in blocks))
-    rows_of = rows_of_slots([block.slots for block in blocks], slots.size)
-
-    def pool(totals: list[Array], combine: Any) -> Array:
-        rows = jnp.concatenate([reshard_replicated(total).reshape(-1) for total in totals])
-        if slots.size == 1:
-            return combine(rows, axis=0, keepdims=True)
-        padded = jnp.concatenate([rows, jnp.zeros(1, rows.dtype)])
-        return combine(padded[rows_of], axis=1)
-
-    def largest(of: Callable[[Array], Array]) -> Array:
-        tops = [jnp.max(of(block.values), axis=block.over, initial=0) for block in blocks]
-        return max_over(pool(tops, jnp.max), everywhere)
-
-    def power_sums(exponents: Array | None) -> Array:
-        totals: list[Array] = []
-        for block in blocks:
-            exponent = None if exponents is None else block.entries(exponents)
-            total = exact_sum(power(block.values, ord, dtype, exponent), block.over)
-            copies = replica_count(block.shard_axes, everywhere)
-            totals.append(total if copies == 1 else total / copies)
-        return sum_over(pool(totals, exact_sum), everywhere)
-
-    peak_ranks = functools.partial(largest, lambda x: magnitude_rank(x, dtype))
+def unit_norms(leaves: list[Array], units: Units, ord: float, axis_name: AxisName) -> Array:
+    """The norms of all units: one read of the leaves for ord 1, 2 and inf, and one all-reduce."""
+    if ord == 2.0:
+        squares = functools.partial(_by_squares, units=units, axis_name=axis_name)
+        return lax.platform_dependent(
+            leaves,
+            cpu=functools.partial(squares, norms=norms_read_again, joined=JOINED_ON_CPU),
+            default=functools.partial(squares, norms=norms_in_one_read, joined=JOINED),
+        )
     if math.isinf(ord):
-        # XLA on CPU drops a NaN from a maximum over many elements, an infinity it keeps.
-        tops = largest(lambda x: jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)).astype(dtype))
-        return robust_peaks(tops, peak_ranks)
-    elements = np.zeros(slots.size)
-    for block in blocks:
-        np.add.at(elements, block.slots, block.values.size / len(block.slots))
-    return robust_norms(power_sums, peak_ranks, ord, elements)
+        return _largest(leaves, units, axis_name)
+    if ord == 1.0:
+        return unit_sums([jnp.abs(x) for x in leaves], units, axis_name)
+    return _by_powers(leaves, units, ord, axis_name)
+
+
+def unit_sums(leaves: list[Array], units: Units, axis_name: AxisName) -> Array:
+    """The sums of all units, linear in the leaves."""
+    dtype = norm_dtype(leaves)
+    blocks = pack(leaves, units, axis_name, JOINED)
+    sums = [jnp.sum(block.values.astype(dtype), block.axes).reshape(-1) for block in blocks]
+    return pool_sums(sums, blocks, units, dtype)
+
+
+def _by_squares(
+    leaves: list[Array], *, units: Units, axis_name: AxisName, norms: Any, joined: int
+) -> Array:
+    blocks = pack(leaves, units, axis_name, joined, values_of=_real_parts)
+    dtype = norm_dtype(leaves)
+    return norms(blocks, units, dtype) if blocks else jnp.zeros(units.count, dtype)
+
+
+def _largest(leaves: list[Array], units: Units, axis_name: AxisName) -> Array:
+    """The largest magnitude of each unit; NaN counts as infinite.
+
+    An all-reduce may drop a NaN, and XLA on a CPU drops it from a maximum of many elements.
+    """
+    dtype = norm_dtype(leaves)
+    sizes = [_magnitude(x, dtype) for x in leaves]
+    blocks = pack([jnp.where(jnp.isnan(x), jnp.inf, x) for x in sizes], units, axis_name, JOINED)
+    tops = [jnp.max(block.values, block.axes).reshape(-1) for block in blocks]
+    return pool_largest(tops, blocks, units, dtype)
+
+
+def _by_powers(leaves: list[Array], units: Units, ord: float, axis_name: AxisName) -> Array:
+    """Norms of any order, in two reads: powers are of magnitudes relative to the largest."""
+    tops = _largest(leaves, units, axis_name)
+    scales = jnp.where((tops > 0) & (tops < jnp.inf), tops, 1)
+    pairs = zip(leaves, spread_over_leaves(scales, units, leaves), strict=True)
+    powers = [(_magnitude(x, tops.dtype) / scale) ** ord for x, scale in pairs]
+    return scales * unit_sums(powers, units, axis_name) ** (1 / ord)
+
+
+def _real_parts(x: Array) -> Array:
+    """Real numbers with the 2-norm of x: real and imaginary parts on one more axis."""
+    if not jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return x
+    return jnp.stack([x.real, x.imag], axis=-1)
+
+
+def _magnitude(x: Array, dtype: Any) -> Array:
+    if dtype == jnp.float64 and jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = x.astype(jnp.complex128)
+    return jnp.abs(x).astype(dtype)
+
+
+@unit_norms.defjvp
+def _unit_norms_jvp(
+    units: Units, ord: float, axis_name: AxisName, primals: Any, tangents: Any
+) -> tuple[Array, Array]:
+    (leaves,), (directions,) = primals, tangents
+    norms = unit_norms(leaves, units, ord, axis_name)
+    slopes = _slopes(leaves, norms, units, ord, axis_name)
+    pairs = zip(slopes, directions, strict=True)
+    return norms, unit_sums([jnp.real(jnp.conj(s) * d) for s, d in pairs], units, axis_name)
+
+
+def _slopes(
+    leaves: list[Array], norms: Array, units: Units, ord: float, axis_name: AxisName
+) -> list[Array]:
+    """The derivative of the norm of its unit by each element.
+
+    Zero where the norm is zero or not finite: a step that is dropped must leave no NaN behind.
+    """
+    per_leaf = spread_over_leaves(norms, units, leaves)
+    pairs = list(zip(leaves, per_leaf, strict=True))
+    regular = [(x != 0) & jnp.isfinite(norm) for x, norm in pairs]
+    if math.isinf(ord):
+        tied = [(jnp.abs(x) == norm).astype(norms.dtype) for x, norm in pairs]
+        ties = spread_over_leaves(unit_sums(tied, units, axis_name), units, leaves)
+        weights = [is_top / jnp.maximum(n, 1) for is_top, n in zip(tied, ties, strict=True)]
+    else:
+        shares = [
+            _magnitude(x, norm.dtype) / jnp.where(ok, norm, 1)
+            for (x, norm), ok in zip(pairs, regular, strict=True)
+        ]
+        weights = shares if ord == 2.0 else [share ** (ord - 1) for share in shares]
+    return [
+        jnp.where(ok, jnp.sign(x) * weight, 0)
+        for x, ok, weight in zip(leaves, regular, weights, strict=True)
+    ]

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._checks import check_number, check_same_structure, error_message
+from .._checks import check_number, error_message
 from .._states import increment_where
-from .._types import Array, Number, Tree
+from .._tree_checks import check_same_structure
+from .._types import UNBOUNDED, Array, Number, Tree
 
 _HINT = "Pass a positive number, a schedule, or a rule from `gcx.thresholds`; inf never clips."
 
@@ -35,6 +36,7 @@ class Rule:
         uses_params: whether `update` needs the norms of the parameters, taken as the gradient's.
         counts_steps: whether the state is a count of all steps and no memory of norms; it then
             goes on at a step whose norm is not finite.
+        signed: whether `update` takes values that may be zero or negative, such as losses.
 
     Examples:
         Twice the largest norm of the last step, and no clipping at first:
@@ -52,6 +54,7 @@ class Rule:
     update: Callable[[Array, Any, Array | None], tuple[Array, Any]]
     uses_params: bool = False
     counts_steps: bool = False
+    signed: bool = False
 
 
 def constant(value: Number) -> Rule:
@@ -131,7 +134,7 @@ def capped(rule: Rule, max_threshold: Number) -> Rule:
         threshold, state = rule.update(norm, state, param_norm)
         return jnp.minimum(threshold, max_threshold), state
 
-    return Rule(rule.init, update, rule.uses_params, rule.counts_steps)
+    return dataclasses.replace(rule, update=update)
 
 
 def first_state(rule: Rule, shape: Sequence[int] = ()) -> Any:
@@ -159,17 +162,19 @@ def apply_rules(
     thresholds: list[Array] = []
     next_states: list[Any] = []
     for i, (rule, norm, state) in enumerate(zip(rules, norms, states, strict=True)):
-        # Histories are float32: a larger norm, of float64 leaves, is seen as the largest there.
-        largest = jnp.asarray(jnp.finfo(jnp.float32).max, norm.dtype)
-        finite = norm <= largest
-        seen = jnp.where(jnp.isfinite(norm), jnp.minimum(norm, largest), 0).astype(jnp.float32)
+        finite = jnp.isfinite(norm)
+        # Histories are float32: a larger norm, of float64 leaves, counts as the largest there.
+        largest = jnp.asarray(UNBOUNDED, norm.dtype)
+        clamped = jnp.where(finite, jnp.clip(norm, -largest, largest), 0).astype(jnp.float32)
         param_norm = (
             param_norms[i].astype(jnp.float32) if rule.uses_params and param_norms else None
         )
-        threshold, proposed = rule.update(seen, state, param_norm)
+        threshold, proposed = rule.update(clamped, state, param_norm)
         threshold = jnp.asarray(threshold).astype(norm.dtype)
+        if norm.dtype == jnp.float64:
+            threshold = jnp.where(threshold >= largest, jnp.finfo(norm.dtype).max, threshold)
         thresholds.append(jnp.broadcast_to(threshold, norm.shape))
-        keeps = jnp.ones_like(finite) if rule.counts_steps else finite
+        keeps = jnp.ones_like(finite) if rule.counts_steps else finite & (norm <= largest)
         next_states.append(_where_finite(keeps, proposed, state))
     return thresholds, tuple(next_states)
 

@@ -1,107 +1,115 @@
-"""From threshold to factor, and from factor to the scaled tree."""
+"""From norm and threshold to factor, and from factor to the scaled tree.
+
+A factor is held as its square root, and applied as `(x * root) * root`: threshold / norm may be
+smaller than the smallest normal number, and `x / norm * threshold` is compiled to a product with
+1 / norm, which is 0 for a norm of 3e38.
+"""
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._checks import is_float0
+from .._checks import check_callable, check_choice, is_float0
 from .._types import Array
+from .._xla import SCALED_TOGETHER, fusion_barrier
+from ._units import Units, spread_over_leaves
 
-# Splits a factor below the smallest normal float32 into two that are not.
-_COARSE = 2.0**-96
+Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Array]
+"""What happens to a unit: a name, or `(norm, threshold) -> factor`, elementwise, in [0, 1]."""
 
-
-class Factor(NamedTuple):
-    """A factor as the product of two, so that threshold / norm cannot underflow.
-
-    Attributes:
-        keep: whether nothing is scaled; the factor is then one.
-        coarse: a power of two.
-        fine: the rest; zero drops the update, NaN poisons it.
-    """
-
-    keep: Array
-    coarse: Array
-    fine: Array
-
-    @property
-    def value(self) -> Array:
-        """The product, for people to read."""
-        return self.coarse * self.fine
+Root: TypeAlias = Callable[[Array, Array], Array]
+"""`(norm, threshold) -> sqrt(factor)`, elementwise, of finite norms."""
 
 
-def clip_factor(norm: Array, threshold: Array) -> Factor:
-    """`min(1, threshold / norm)`: NaN for a NaN of either, 0 for a threshold below 0."""
+def as_root(function: str, reaction: Any) -> Root:
+    """A reaction by name or a user's own, as a function to the square root of the factor."""
+    if callable(reaction):
+        return functools.partial(_root_of_factor, reaction)
+    named: dict[str, Root] = {"scale": scale_root, "zero": _zero_root}
+    if not isinstance(reaction, str):
+        hint = 'Pass "scale", "zero" or a function (norm, threshold) -> factor.'
+        check_callable(function, "reaction", reaction, hint)
+    check_choice(function, "reaction", reaction, tuple(named))
+    return named[reaction]
+
+
+def scale_root(norm: Array, threshold: Array) -> Array:
+    """The root of `min(1, threshold / norm)`: 0 for a threshold below 0, NaN for NaN."""
     threshold = jnp.maximum(threshold, 0)
     within = norm <= threshold
-    safe_norm = jnp.where(within, 1, norm)
-    is_small = (threshold > 0) & (threshold / safe_norm < jnp.finfo(norm.dtype).tiny)
-    coarse = jnp.where(is_small & ~within, jnp.asarray(_COARSE, norm.dtype), 1)
-    fine = jnp.where(within, 1, threshold / (safe_norm * coarse))
-    return _poisoned(norm, Factor(within, coarse, fine))
+    # Double `where`: the slope of a root is infinite at 0, and 0 * inf would be NaN.
+    safe_norm = jnp.where(within | (norm <= 0), 1, norm)
+    safe_threshold = jnp.where(threshold == 0, 1, threshold)
+    root = jnp.where(threshold == 0, 0, jnp.sqrt(safe_threshold) / jnp.sqrt(safe_norm))
+    return jnp.where(within, 1, root)
 
 
-def drop_factor(norm: Array, threshold: Array) -> Factor:
-    """One up to the threshold, zero above it: NaN for a NaN of either."""
-    within = norm <= jnp.maximum(threshold, 0)
-    fine = jnp.where(within, 1, jnp.where(jnp.isnan(threshold), jnp.nan, 0)).astype(norm.dtype)
-    return _poisoned(norm, Factor(within, jnp.ones_like(norm), fine))
+def _zero_root(norm: Array, threshold: Array) -> Array:
+    """One up to the threshold, zero above it, NaN for a threshold of NaN."""
+    above = jnp.where(jnp.isnan(threshold), jnp.nan, jnp.zeros_like(norm))
+    return jnp.where(norm <= jnp.maximum(threshold, 0), 1, above)
 
 
-def scaled_to(norm: Array, wanted: Array) -> Factor:
-    """`wanted / norm`, up or down; one for a norm of zero."""
-    fine = wanted / jnp.where(norm > 0, norm, 1)
-    zero = norm == 0
-    return _poisoned(norm, Factor(zero, jnp.ones_like(norm), jnp.where(zero, 1, fine)))
+def _root_of_factor(factor_of: Callable[..., Any], norm: Array, threshold: Array) -> Array:
+    factor = jnp.asarray(factor_of(norm, threshold)).astype(norm.dtype)
+    positive = factor > 0
+    return jnp.where(positive | jnp.isnan(factor), jnp.sqrt(jnp.where(factor == 0, 1, factor)), 0)
 
 
-def _poisoned(norm: Array, factor: Factor) -> Factor:
-    return replace_factor(factor, ~jnp.isfinite(norm), jnp.nan)
+def root_to(norm: Array, wanted: Array) -> Array:
+    """The root of `wanted / norm`, up or down; one for a norm of zero, NaN if not finite."""
+    is_zero = norm == 0
+    root = jnp.sqrt(wanted) / jnp.sqrt(jnp.where(is_zero, 1, norm))
+    return jnp.where(is_zero, 1, jnp.where(jnp.isfinite(norm), root, jnp.nan))
 
 
-def replace_factor(factor: Factor, where: Array, value: float) -> Factor:
-    """Another factor where the update is not to be trusted: NaN, or zero."""
-    return Factor(
-        factor.keep & ~where,
-        jnp.where(where, 1, factor.coarse),
-        jnp.where(where, value, factor.fine),
+def scale_units(leaves: list[Array], roots: Array, units: Units) -> list[Array]:
+    """Each leaf times the factors of its units, given as their roots: a vector."""
+    return lax.platform_dependent(
+        leaves,
+        roots,
+        cpu=functools.partial(_scale_on_cpu, units),
+        default=functools.partial(_scale_on_accelerators, units),
     )
 
 
+def _scale_on_cpu(units: Units, leaves: list[Array], roots: Array) -> list[Array]:
+    of_leaves = spread_over_leaves(fusion_barrier(roots), units, leaves)
+    return [scale_leaf(x, root) for x, root in zip(leaves, of_leaves, strict=True)]
+
+
+def _scale_on_accelerators(units: Units, leaves: list[Array], roots: Array) -> list[Array]:
+    if units.count != 1:
+        of_leaves = spread_over_leaves(lax.optimization_barrier(roots), units, leaves)
+        return [scale_leaf(x, root) for x, root in zip(leaves, of_leaves, strict=True)]
+    scaled: list[Array] = []
+    for start in range(0, len(leaves), SCALED_TOGETHER):
+        together = leaves[start : start + SCALED_TOGETHER]
+        copies = lax.optimization_barrier(jnp.broadcast_to(roots, (len(together),)))
+        for x, root in zip(together, lax.split(copies, [1] * len(together)), strict=True):
+            scaled.append(scale_leaf(x, root.reshape(())))
+    return scaled
+
+
 @jax.jit
-def fusion_barrier(factor: Factor) -> Factor:
-    """The same factor, its arithmetic not compiled anew into the scaling of every leaf.
+def scale_leaf(x: Any, root: Array) -> Any:
+    """`x * root^2`, multiplied in at least float32 and rounded once.
 
-    XLA on CPU drops an optimization barrier before it fuses, but keeps a branch (JAX 0.7, 0.10).
-    """
-
-    def in_a_branch(factor: Factor) -> Factor:
-        unscaled = jax.tree.map(jnp.ones_like, factor)
-        return lax.cond(jnp.all(factor.keep), lambda: unscaled, lambda: factor)
-
-    return lax.platform_dependent(factor, cpu=in_a_branch, default=lax.optimization_barrier)
-
-
-@functools.partial(jax.jit, static_argnames="drops")
-def scale_leaf(x: Any, factor: Factor, *, drops: bool = False) -> Any:
-    """`x * factor`, multiplied in at least float32 and rounded once.
-
-    Unchanged bit for bit where the factor is one; with `drops`, zero where the factor is zero,
-    even for an infinite x.
+    Unchanged bit for bit where the root is one, zero where it is zero, even for an infinite x.
     """
     x = jnp.asarray(x)
-    wide = _wide(x.dtype, factor.fine.dtype)
+    wide = wide_dtype(x.dtype, root.dtype)
     if wide != x.dtype:
-        # XLA on CPU would write down the widened leaf, to share it with the norm.
+        # XLA on a CPU would write the widened leaf down, to share it with the norm.
         x = lax.platform_dependent(x, cpu=lax.optimization_barrier, default=lambda x: x)
-    scaled = x.astype(wide) * factor.coarse.astype(wide) * factor.fine.astype(wide)
-    scaled = _rounded(scaled, x.dtype)
-    if drops:
-        scaled = _select(factor.fine == 0, jnp.zeros_like(x), scaled)
-    return _select(factor.keep, x, scaled)
+    wide_root = root.astype(wide)
+    scaled = _rounded(x.astype(wide) * wide_root * wide_root, x.dtype)
+    scaled = _select(root == 0, jnp.zeros_like(x), scaled)
+    return _select(root == 1, x, scaled)
 
 
 def _select(where: Array, x: Array, y: Array) -> Array:
@@ -114,13 +122,13 @@ def clamp_leaf(x: Any, low: Any, high: Any) -> Any:
     if is_float0(x):
         return x
     x = jnp.asarray(x)
-    wide = _wide(x.dtype, jnp.float32)
+    wide = wide_dtype(x.dtype, jnp.float32)
     low, high = (jnp.asarray(bound).astype(wide) for bound in (low, high))
     clamped = _rounded(jnp.clip(x.astype(wide), low, high), x.dtype)
     return jnp.where((x.astype(wide) < low) | (x.astype(wide) > high), clamped, x)
 
 
-def _wide(dtype: Any, other: Any) -> Any:
+def wide_dtype(dtype: Any, other: Any = jnp.float32) -> Any:
     """The dtype of 32 bit or more that holds both; JAX promotes no float8, and strict, nothing."""
     bits = max(jnp.finfo(dtype).bits, jnp.finfo(other).bits)
     if jnp.issubdtype(dtype, jnp.complexfloating):

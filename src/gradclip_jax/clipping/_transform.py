@@ -1,24 +1,23 @@
-"""Clipping as Optax gradient transformations: each a choice of granularity and threshold."""
+"""The named clips: each a line over `norm_clip`, and the clamp of single elements."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import optax
 
-from .._checks import check_axis_name, check_ord, error_message
-from .._types import NO_AXES, TWO, AxisName, Labels, Number, Order, Tree
-from ._granularity import global_units, group_units, leaf_units
-from ._rule import as_rule
-from ._scale import drop_factor
-from ._step import clamp_tree, clip_by_units, value_bounds
+from .._checks import error_message
+from .._types import NO_AXES, TWO, AxisName, Labels, Number, Order, Threshold, Tree
+from ._clamp import clamp_tree, value_bounds
+from ._clip import norm_clip
+from ._granularity import group, layer
 
 
 def clip_by_global_norm(
-    max_norm: Any,
+    max_norm: Threshold,
     *,
     ord: Order = TWO,
     axis_name: AxisName = None,
-    nonfinite: str = "propagate",
+    nonfinite: Literal["propagate", "zero"] = "propagate",
 ) -> optax.GradientTransformation:
     """Scales the whole update so that its norm is at most `max_norm`.
 
@@ -64,14 +63,12 @@ def clip_by_global_norm(
     References:
         Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063.
     """
-    name = "clip_by_global_norm"
-    rule, order = as_rule(name, "max_norm", max_norm), check_ord(name, ord)
-    units = global_units(rule, order, check_axis_name(name, axis_name))
-    return clip_by_units(name, units, ord=order, nonfinite=nonfinite)
+    named = ("clip_by_global_norm", "max_norm")
+    return norm_clip(named, max_norm, ord=ord, axis_name=axis_name, nonfinite=nonfinite)
 
 
 def zero_large_norm(
-    max_norm: Any, *, ord: Order = TWO, axis_name: AxisName = None
+    max_norm: Threshold, *, ord: Order = TWO, axis_name: AxisName = None
 ) -> optax.GradientTransformation:
     """Zeroes the whole update if its norm is above `max_norm`, or not finite.
 
@@ -96,19 +93,19 @@ def zero_large_norm(
         >>> drop.update(jnp.array([3.0, 4.0]), None)[0].tolist()
         [0.0, 0.0]
     """
-    name = "zero_large_norm"
-    rule, order = as_rule(name, "max_norm", max_norm), check_ord(name, ord)
-    units = global_units(rule, order, check_axis_name(name, axis_name))
-    return clip_by_units(name, units, ord=order, nonfinite="zero", reaction=drop_factor)
+    named = ("zero_large_norm", "max_norm")
+    return norm_clip(
+        named, max_norm, reaction="zero", ord=ord, axis_name=axis_name, nonfinite="zero"
+    )
 
 
 def clip_by_leaf_norm(
-    max_norm: Any,
+    max_norm: Threshold,
     *,
     ord: Order = TWO,
     axis_name: AxisName = None,
     stack_axes: Any = NO_AXES,
-    nonfinite: str = "propagate",
+    nonfinite: Literal["propagate", "zero"] = "propagate",
 ) -> optax.GradientTransformation:
     """Scales each leaf by itself so that its norm is at most `max_norm`.
 
@@ -138,19 +135,17 @@ def clip_by_leaf_norm(
         >>> updates["w"].tolist(), updates["b"].tolist()
         ([0.0, 1.0], [0.25])
     """
-    name = "clip_by_leaf_norm"
-    order, axes = check_ord(name, ord), check_axis_name(name, axis_name)
-    units = leaf_units(name, "max_norm", max_norm, order, axes, stack_axes)
-    return clip_by_units(name, units, ord=order, nonfinite=nonfinite)
+    named, units = ("clip_by_leaf_norm", "max_norm"), layer(stack_axes)
+    return norm_clip(named, max_norm, units, ord=ord, axis_name=axis_name, nonfinite=nonfinite)
 
 
 def clip_by_group_norm(
-    max_norms: Mapping[Any, Any],
+    max_norms: Mapping[Any, Threshold],
     param_labels: Labels,
     *,
     ord: Order = TWO,
     axis_name: AxisName = None,
-    nonfinite: str = "propagate",
+    nonfinite: Literal["propagate", "zero"] = "propagate",
 ) -> optax.GradientTransformation:
     """Scales each group of leaves so that the norm of the group is at most its threshold.
 
@@ -184,29 +179,20 @@ def clip_by_group_norm(
         >>> float(updates["fp8"][0]), float(state.grad_norm["body"])
         (9.0, 5.0)
     """
-    name = "clip_by_group_norm"
+    named, units = ("clip_by_group_norm", "max_norms"), group(param_labels)
     if not isinstance(max_norms, Mapping):
         hint = "Pass for example `{'encoder': 1.0, 'decoder': 0.5}`."
         rule = "a mapping from label to threshold"
-        raise TypeError(error_message(name, "max_norms", rule, repr(max_norms), hint))
-    members = [x for key in max_norms for x in (key if isinstance(key, tuple) else (key,))]
-    if len({str(label) for label in members}) < len(members):
-        twice = next(x for x in members if [str(y) for y in members].count(str(x)) > 1)
-        hint = "A label has one threshold, and a name of its own in the metrics."
-        rule = "a mapping in which each label stands once"
-        raise ValueError(error_message(name, "max_norms", rule, f"{twice!r} twice", hint))
-    rules = {key: as_rule(name, f"max_norms[{key!r}]", value) for key, value in max_norms.items()}
-    order, axes = check_ord(name, ord), check_axis_name(name, axis_name)
-    units = group_units(name, rules, param_labels, order, axes)
-    return clip_by_units(name, units, ord=order, nonfinite=nonfinite)
+        raise TypeError(error_message(*named, rule, repr(max_norms), hint))
+    return norm_clip(named, max_norms, units, ord=ord, axis_name=axis_name, nonfinite=nonfinite)
 
 
 def clip_by_block_rms(
-    threshold: Any,
+    threshold: Threshold,
     *,
     axis_name: AxisName = None,
     stack_axes: Any = NO_AXES,
-    nonfinite: str = "propagate",
+    nonfinite: Literal["propagate", "zero"] = "propagate",
 ) -> optax.GradientTransformation:
     """Scales each leaf by itself so that its root mean square is at most `threshold`.
 
@@ -237,10 +223,8 @@ def clip_by_block_rms(
     References:
         Shazeer and Stern, 2018, arXiv 1804.04235, section 6.
     """
-    name = "clip_by_block_rms"
-    axes = check_axis_name(name, axis_name)
-    units = leaf_units(name, "threshold", threshold, 2.0, axes, stack_axes, rms=True)
-    return clip_by_units(name, units, nonfinite=nonfinite)
+    named, units = ("clip_by_block_rms", "threshold"), layer(stack_axes, rms=True)
+    return norm_clip(named, threshold, units, axis_name=axis_name, nonfinite=nonfinite)
 
 
 def clip(max_delta: Number, *, min_delta: Number | None = None) -> optax.GradientTransformation:

@@ -17,15 +17,15 @@ import numpy as np
 import optax
 from jax import lax
 
-from .._mesh import is_joinable, max_over, shard_axes
+from .._mesh import max_over, shard_axes
 from .._states import replace_states
 from .._types import Array, AxisName, Scalar, Tree
+from .._xla import JOINED_ON_CPU
 from ..accumulation._noise import NoiseState
-from ..clipping._norm import is_measured, measured_leaves, norm_of_leaves
-from ..clipping._step import ClipState
-
-_SMALL = 16_384  # elements; joining a larger array costs more than its own reduction
-_JOINED = 256  # operands of one concatenation: XLA's compile time is quadratic in them
+from ..clipping._blocks import pack
+from ..clipping._clip import ClipState
+from ..clipping._norm import measured_leaves, norm_of_leaves
+from ..clipping._units import is_measured, tree_units
 
 
 def all_finite(tree: Tree, axis_name: AxisName) -> Scalar:
@@ -38,7 +38,7 @@ def _all_finite(leaves: list[Array], axis_name: AxisName) -> Scalar:
     def by_difference(leaves: list[Array]) -> Scalar:
         # x - x is 0, and NaN where x is not finite; or infinite, where a fused x = a * b
         # overflows. XLA on a CPU vectorizes this sum, but not `jnp.isfinite(x).all()`.
-        blocks = _joined([_overflowing(x) for x in leaves])
+        blocks = _joined([_overflowing(x) for x in leaves], axis_name)
         bad = [~jnp.isfinite(jnp.sum(block - block)) for block in blocks]
         return ~_any(bad, leaves, axis_name)
 
@@ -80,7 +80,7 @@ def is_finite_step(
 ) -> Scalar:
     """Whether what the gradients are read from, update and next state of a step are finite.
 
-    | in the next state | |
+    | in the next state | verdict |
     | --- | --- |
     | a new NaN | not finite |
     | a new infinity in an array, or in the moment of a parameter | not finite |
@@ -159,7 +159,8 @@ def _is_bad(x: Any) -> Array:
 def _any_up(flags: list[Array], axis_name: AxisName) -> Scalar:
     """Whether a flag is up, on any device."""
     # A third faster than `jnp.any`, which XLA on a CPU does not vectorize.
-    found = [jnp.max(x, initial=0) > 0 for x in _joined([x.astype(jnp.uint8) for x in flags])]
+    bits = _joined([x.astype(jnp.uint8) for x in flags], axis_name)
+    found = [jnp.max(x, initial=0) > 0 for x in bits]
     return _any(found, flags, axis_name)
 
 
@@ -170,16 +171,7 @@ def _any(found: list[Array], leaves: Iterable[Any], axis_name: AxisName) -> Scal
     return max_over(up.astype(jnp.int32), axes) > 0
 
 
-def _joined(arrays: list[Array]) -> list[Array]:
+def _joined(arrays: list[Array], axis_name: AxisName) -> list[Array]:
     """The same elements in fewer arrays: small ones of one dtype end to end."""
-    small: dict[Any, list[Array]] = {}
-    out: list[Array] = []
-    for x in arrays:
-        if x.size <= _SMALL and is_joinable(x):
-            small.setdefault(x.dtype, []).append(x.reshape(-1))
-        else:
-            out.append(x)
-    for parts in small.values():
-        starts = range(0, len(parts), _JOINED)
-        out += [jnp.concatenate(parts[start : start + _JOINED]) for start in starts]
-    return out
+    blocks = pack(arrays, tree_units(arrays), axis_name, JOINED_ON_CPU)
+    return [block.values for block in blocks]

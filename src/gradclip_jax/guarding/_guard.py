@@ -11,16 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import (
-    check_axis_name,
-    check_count,
-    check_inexact,
-    check_state,
-    check_transformation,
-    error_message,
-)
-from .._run_if import Gate, gate_of, gated, like_dtypes
+from .._checks import check_axis_name, check_count, check_state, check_transformation, error_message
+from .._gate import Gate, gate_of, gated
+from .._run_if import like_dtypes
 from .._states import find_states, increment_where
+from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Scalar, Tree
 from ..accumulation._state import clear_emitted, discard_windows
 

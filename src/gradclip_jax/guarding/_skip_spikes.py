@@ -14,12 +14,8 @@ from .._types import TWO, UNBOUNDED, AxisName, Count, Order, Scalar, Tree
 from ..clipping._norm import measured_leaves, norm_of_leaves
 from ..clipping._rule import Rule, as_rule, check_params, first_state
 from ._guard import check_guard, guard, zero
-from ._spikes import judge_signal, loss_rule, mean_loss
+from ._signal import judge_signal, loss_rule, mean_loss
 
-_FIELDS = (
-    ("norm", "grad_norm", "skip_threshold", "skipped_large_norm"),
-    ("loss", "loss", "loss_threshold", "skipped_large_loss"),
-)
 _RELEARN_AFTER = np.int32(25)  # NumPy, so that `optax.inject_hyperparams` leaves it alone
 
 
@@ -269,3 +265,9 @@ def _skip_beyond(
         return is_good, own_fields
 
     return guard(name, inner, first, judge, max_consecutive_skips=max_consecutive_skips)
+
+
+_FIELDS = (
+    ("norm", "grad_norm", "skip_threshold", "skipped_large_norm"),
+    ("loss", "loss", "loss_threshold", "skipped_large_loss"),
+)

@@ -8,7 +8,6 @@ import optax
 
 from .._checks import (
     check_axis_name,
-    check_inexact,
     check_ord,
     check_state,
     check_static,
@@ -17,9 +16,10 @@ from .._checks import (
     refuse_traced,
 )
 from .._states import find_states, increment_where, register_metrics
-from .._types import Array, AxisName, Count, Order, Scalar, Tree
-from ..clipping._layout import leaf_slots
+from .._tree_checks import check_inexact
+from .._types import TWO, Array, AxisName, Count, Order, Scalar, Tree
 from ..clipping._norm import measured_leaves, norm_of_leaves, unit_norms
+from ..clipping._units import leaf_units
 
 
 @register_metrics("nonfinite_norms")
@@ -28,13 +28,13 @@ class NormRecordState(NamedTuple):
 
     Attributes:
         norms: float32[window], or float32[window, leaves].
-        count: int32[], steps in the buffer, at most `window`.
+        step_count: int32[], steps in the buffer, at most `window`.
         position: int32[], where the next step goes.
         nonfinite_norms: int32[], steps left out because a norm was not finite, saturating.
     """
 
     norms: Array
-    count: Scalar
+    step_count: Scalar
     position: Scalar
     nonfinite_norms: Scalar
 
@@ -43,7 +43,7 @@ def record_norms(
     window: Count = 1024,
     *,
     per_leaf: bool = False,
-    ord: Order = 2.0,
+    ord: Order = TWO,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformation:
     """Records the norms of the last `window` updates; the updates pass unchanged.
@@ -83,7 +83,7 @@ def record_norms(
     def measure(tree: Tree) -> Array:
         leaves = measured_leaves(tree)
         if per_leaf:
-            return unit_norms(leaves, leaf_slots(leaves), order, axes)
+            return unit_norms(leaves, leaf_units(leaves), order, axes)
         return norm_of_leaves(leaves, order, axes)
 
     def init(params: Tree) -> NormRecordState:
@@ -102,7 +102,7 @@ def record_norms(
         row = jnp.where(finite, norms, state.norms[state.position])
         return updates, NormRecordState(
             norms=state.norms.at[state.position].set(row),
-            count=jnp.minimum(state.count + finite.astype(jnp.int32), window),
+            step_count=jnp.minimum(state.step_count + finite.astype(jnp.int32), window),
             position=(state.position + finite.astype(jnp.int32)) % window,
             nonfinite_norms=increment_where(state.nonfinite_norms, ~finite),
         )
@@ -139,5 +139,5 @@ def norm_history(state: Any) -> np.ndarray[Any, Any]:
         raise TypeError(error_message(name, "state", rule, type(state).__name__, hint))
     _, record = found[0]
     refuse_traced(name, "state", record.norms)
-    norms, count = np.asarray(record.norms), int(record.count)
+    norms, count = np.asarray(record.norms), int(record.step_count)
     return norms[:count] if count < len(norms) else np.roll(norms, -int(record.position), axis=0)

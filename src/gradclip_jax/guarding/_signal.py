@@ -1,4 +1,4 @@
-"""Whether a norm or a loss is a spike, and what its rule learns from it."""
+"""A signal that a guard watches, the norm or the loss: whether it is a spike, by its rule."""
 
 import functools
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from .._mesh import replica_count, shard_axes, sum_over
 from .._run_if import run_if
 from .._types import Array, AxisName, Scalar
 from ..clipping._rule import Rule, apply_rules, as_rule, constant, first_state
+from ..clipping._scale import wide_dtype
 
 
 class Signal(NamedTuple):
@@ -25,6 +26,7 @@ class Signal(NamedTuple):
 def judge_signal(
     rule: Rule, value: Scalar, state: tuple[Scalar, Any], param_norm: Any, relearn_after: Any
 ) -> Signal:
+    """Holds a value against its rule, which learns anew after `relearn_after` spikes in a row."""
     streak, rule_state = state
     param_norms = [param_norm] if rule.uses_params else None
     # A number or a schedule has no level to learn anew, and keeps its count.
@@ -56,7 +58,12 @@ def loss_rule(name: str, loss: Any) -> Rule:
         rule = "a threshold that does not follow the parameters"
         raise ValueError(error_message(name, "loss", rule, "one that does", hint))
     if isinstance(loss, Rule) or callable(loss):
-        return as_rule(name, "loss", loss)
+        found = as_rule(name, "loss", loss)
+        if not (found.signed or found.counts_steps) and jax.tree.leaves(first_state(found)):
+            hint = "Pass `signed=True` to the rule: it would leave out losses that are not > 0."
+            rule = "a rule that takes negative values"
+            raise ValueError(error_message(name, "loss", rule, "one for norms", hint))
+        return found
     hint = "Pass a number, a schedule, or a rule from `gcx.thresholds`."
     check_number(name, "loss", loss, hint, low=-np.inf)
     return constant(loss)
@@ -71,6 +78,6 @@ def mean_loss(name: str, value: Any, axis_name: AxisName) -> Scalar:
         hint = "Pass the mean over the batch."
         raise TypeError(error_message(name, "value", "a scalar", describe(value), hint))
     loss = jnp.asarray(value)
-    loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
+    loss = loss.astype(wide_dtype(loss.dtype))
     axes = shard_axes(loss, axis_name)
     return sum_over(loss / replica_count(frozenset(), axes), axes)

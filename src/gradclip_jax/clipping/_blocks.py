@@ -1,0 +1,184 @@
+"""Packs the leaves of a tree into blocks that XLA reduces well, and pools rows to units.
+
+For speed and compile time alone: which unit a row counts to is said in `_units.py`.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._mesh import is_joinable, max_over, replica_count, reshard_replicated, shard_axes, sum_over
+from .._types import Array, AxisName
+from .._xla import SMALL
+from ._units import Units, take_units, unit_shape
+
+
+class Block(NamedTuple):
+    """Real values whose rows count to units; the axes that are not reduced index the rows.
+
+    Attributes:
+        values: the values.
+        axes: the axes that a row runs over.
+        units: the unit of each row, in the order of the remaining axes.
+        shard_axes: the mapped axes over which the values are a shard of the whole.
+        is_small: whether it may be joined with others: rows first, then one axis.
+    """
+
+    values: Array
+    axes: tuple[int, ...]
+    units: tuple[int, ...]
+    shard_axes: frozenset[str]
+    is_small: bool
+
+    def per_row(self, vector: Array) -> Array:
+        """This block's entries of a vector with an entry for each unit, shaped to broadcast."""
+        shape = [1 if axis in self.axes else n for axis, n in enumerate(self.values.shape)]
+        return take_units(vector, self.units).reshape(shape)
+
+
+def pack(
+    leaves: Sequence[Array],
+    units: Units,
+    axis_name: AxisName,
+    joined: int,
+    values_of: Callable[[Array], Array] = lambda x: x,
+) -> list[Block]:
+    """The rows of all leaves in few blocks; at most `joined` small leaves share one.
+
+    Small leaves of one unit are put end to end, small leaves with rows of one length under one
+    another. No shard is moved to another device for it. `values_of` may add axes at the end.
+    """
+    blocks = list(_by_leaf(leaves, units, axis_name, values_of))
+    blocks = [_end_to_end(group) for group in _grouped(blocks, _shared_unit, joined)]
+    return [_stacked(group) for group in _grouped(blocks, _row_length, joined)]
+
+
+def pool_sums(sums: Sequence[Array], blocks: Sequence[Block], units: Units, dtype: Any) -> Array:
+    """Adds up the sums of rows: one for each unit, on the last axis, alike on all devices.
+
+    Args:
+        sums: for each block an array with its rows on the last axis.
+        blocks: the blocks.
+        units: the units of the tree.
+        dtype: of the result where there is no block.
+    """
+    if not blocks:
+        return jnp.zeros(units.count, dtype)
+    everywhere = _all_shard_axes(blocks, units)
+    copies = [replica_count(block.shard_axes, everywhere) for block in blocks]
+    shares = [x if n == 1 else x / n for x, n in zip(sums, copies, strict=True)]
+    return sum_over(_by_unit(shares, blocks, units, jnp.sum), everywhere)
+
+
+def pool_largest(tops: Sequence[Array], blocks: Sequence[Block], units: Units, dtype: Any) -> Array:
+    """As `pool_sums`, the largest of values >= 0."""
+    if not blocks:
+        return jnp.zeros(units.count, dtype)
+    return max_over(_by_unit(tops, blocks, units, jnp.max), _all_shard_axes(blocks, units))
+
+
+def elements_of_units(blocks: Sequence[Block], units: Units) -> np.ndarray[Any, Any]:
+    """How many elements each unit has on this device."""
+    elements = np.zeros(units.count)
+    for block in blocks:
+        np.add.at(elements, list(block.units), block.values.size / len(block.units))
+    return elements
+
+
+def _all_shard_axes(blocks: Sequence[Block], units: Units) -> frozenset[str]:
+    if units.is_local:
+        return frozenset()
+    return frozenset[str]().union(*(block.shard_axes for block in blocks))
+
+
+def _by_unit(
+    totals: Sequence[Array], blocks: Sequence[Block], units: Units, combine: Callable[..., Array]
+) -> Array:
+    """Combines what belongs to a unit, on the last axis."""
+    rows = jnp.concatenate([reshard_replicated(total) for total in totals], axis=-1)
+    order = [unit for block in blocks for unit in block.units]
+    if order == list(range(units.count)):
+        return rows
+    if units.count == 1:
+        return combine(rows, axis=-1, keepdims=True)
+    # A gather and not a scatter: that of a GPU adds in another order at each run.
+    rows_of: list[list[int]] = [[] for _ in range(units.count)]
+    for row, unit in enumerate(order):
+        rows_of[unit].append(row)
+    width = max(map(len, rows_of))
+    index = [of_unit + [len(order)] * (width - len(of_unit)) for of_unit in rows_of]
+    padded = jnp.concatenate([rows, jnp.zeros_like(rows[..., :1])], axis=-1)
+    return combine(padded[..., np.asarray(index)], axis=-1)
+
+
+def _by_leaf(
+    leaves: Sequence[Array], units: Units, axis_name: AxisName, values_of: Callable[[Array], Array]
+) -> Iterable[Block]:
+    for x, first, axes in zip(leaves, units.first, units.axes, strict=True):
+        if axes is None or x.size == 0:
+            continue
+        rows = math.prod(unit_shape(x, axes))
+        values = values_of(x)
+        axes = (*axes, *range(x.ndim, values.ndim))
+        joinable = is_joinable(x)
+        is_small = joinable and values.size <= SMALL
+        if joinable:  # a shard must not be moved for it
+            values, axes = _with_two_axes(values, axes, rows, rows_first=is_small)
+        row_units = tuple(range(first, first + rows))
+        yield Block(values, axes, row_units, shard_axes(x, axis_name), is_small)
+
+
+def _with_two_axes(
+    values: Array, axes: tuple[int, ...], rows: int, *, rows_first: bool
+) -> tuple[Array, tuple[int, ...]]:
+    """The same rows with the axes of a kind joined, where that moves nothing or little."""
+    kept = tuple(axis for axis in range(values.ndim) if axis not in axes)
+    if rows_first or kept == tuple(range(len(kept))):
+        return values.transpose(*kept, *axes).reshape(rows, -1), (1,)
+    if axes == tuple(range(len(axes))):
+        return values.reshape(-1, rows), (0,)
+    return values, axes
+
+
+def _shared_unit(block: Block) -> Hashable:
+    is_joined = block.is_small and len(block.units) == 1
+    return (block.units, block.values.dtype, block.shard_axes) if is_joined else None
+
+
+def _row_length(block: Block) -> Hashable:
+    is_joined = block.is_small and block.values.size <= SMALL
+    return (block.values.shape[1], block.values.dtype, block.shard_axes) if is_joined else None
+
+
+def _grouped(
+    blocks: Sequence[Block], key: Callable[[Block], Hashable], size: int
+) -> list[list[Block]]:
+    """Blocks that share a key together, `size` at most; those without a key by themselves."""
+    groups: dict[Hashable, list[Block]] = {}
+    for i, block in enumerate(blocks):
+        found = key(block)
+        groups.setdefault((i,) if found is None else (found,), []).append(block)
+    return [part for group in groups.values() for part in _evenly(group, size)]
+
+
+def _evenly(group: list[Block], size: int) -> list[list[Block]]:
+    """Parts of like length, `size` at most: XLA compiles parts that are alike once."""
+    parts = -(-len(group) // size)
+    length = -(-len(group) // parts)
+    return [group[i : i + length] for i in range(0, len(group), length)]
+
+
+def _end_to_end(group: list[Block]) -> Block:
+    if len(group) == 1:
+        return group[0]
+    return group[0]._replace(values=jnp.concatenate([block.values for block in group], axis=1))
+
+
+def _stacked(group: list[Block]) -> Block:
+    if len(group) == 1:
+        return group[0]
+    units = tuple(unit for block in group for unit in block.units)
+    return group[0]._replace(values=jnp.concatenate([b.values for b in group]), units=units)

@@ -1,0 +1,184 @@
+"""Units: what one norm is taken of, and which part of a tree counts to which.
+
+`Units` is data, known when a tree is traced. Norm, threshold and factor are vectors with one
+entry for each unit; nothing here knows them.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._checks import error_message, is_float0
+from .._mesh import constrain_replicated, replica_count, shard_axes, varying_axes
+from .._types import Array, AxisName, Tree
+
+
+class Units(NamedTuple):
+    """The units of a tree; static and hashable. Sequences have an entry for each measured leaf.
+
+    Attributes:
+        axes: the axes that the norm runs over; the other axes index the units of the leaf. None
+            for a leaf that is left alone.
+        first: the index of the first unit of the leaf; the others follow.
+        count: how many units there are.
+        names: a name for each unit, where metrics tell them apart.
+        is_scalar: whether a threshold rule sees each unit by itself, as an array of shape ().
+        is_rms: whether thresholds are compared with the root mean square of a unit.
+        is_local: whether a unit is never spread over the devices of a `shard_map`.
+    """
+
+    axes: tuple[tuple[int, ...] | None, ...]
+    first: tuple[int, ...]
+    count: int
+    names: tuple[Any, ...] = ()
+    is_scalar: bool = False
+    is_rms: bool = False
+    is_local: bool = False
+
+
+def select_groups(function: str, argument: str, units: Units, keys: Sequence[Any]) -> Units:
+    """The groups that a mapping names; other leaves are left alone.
+
+    A key is a label, or a tuple of labels that become one unit.
+    """
+    known = set(units.names)
+    group_of: dict[Any, int] = {}
+    for index, key in enumerate(keys):
+        members = key if isinstance(key, tuple) and key not in known else (key,)
+        group_of |= dict.fromkeys(members, index)
+    unused = [label for label in group_of if label not in known]
+    if unused and known:
+        hint = f"The labels of the tree are {', '.join(sorted(map(repr, known)))}."
+        rule = "a mapping from labels of the tree to thresholds"
+        raise ValueError(error_message(function, argument, rule, repr(unused[0]), hint))
+    groups = [group_of.get(units.names[unit]) for unit in units.first]
+    return units._replace(
+        axes=tuple(
+            None if index is None else axes for index, axes in zip(groups, units.axes, strict=True)
+        ),
+        first=tuple(index or 0 for index in groups),
+        count=len(keys),
+        names=tuple(keys),
+    )
+
+
+class Part(NamedTuple):
+    """Units that can share a vector.
+
+    Attributes:
+        positions: the positions of their leaves.
+        units: the units.
+    """
+
+    positions: list[int]
+    units: Units
+
+    def pick(self, leaves: Sequence[Array]) -> list[Array]:
+        """The leaves of this part; none of an empty list."""
+        return [leaves[i] for i in self.positions] if leaves else []
+
+
+def split_by_sharding(units: Units, leaves: Sequence[Array]) -> list[Part]:
+    """The units in parts that can share a vector: one, unless units stay on their device.
+
+    Such units vary over the mesh axes of their leaf, and in one vector over the axes of all.
+    """
+    positions: dict[frozenset[str], list[int]] = {}
+    for i, x in enumerate(leaves):
+        positions.setdefault(varying_axes(x) if units.is_local else frozenset(), []).append(i)
+    if len(positions) < 2:
+        return [Part(list(range(len(leaves))), units)]
+    parts: list[Part] = []
+    for chosen in positions.values():
+        axes = [units.axes[i] or () for i in chosen]
+        part = units_within_leaves([leaves[i] for i in chosen], axes)
+        parts.append(Part(chosen, part._replace(is_local=True)))
+    return parts
+
+
+def named_units(keys: Sequence[Any]) -> Units:
+    """The groups that a mapping names, before a tree is known."""
+    return Units((), (), len(keys), tuple(keys), is_scalar=True)
+
+
+def unit_sizes(units: Units, leaves: Sequence[Array], axis_name: AxisName) -> Array:
+    """By what a norm is divided: the root of the number of elements for an RMS, else one."""
+    if not units.is_rms:
+        return jnp.ones(())
+    sizes = np.ones(units.count)
+    for x, axes, first in zip(leaves, units.axes, units.first, strict=True):
+        rows = math.prod(unit_shape(x, axes or ()))
+        shards = replica_count(frozenset(), shard_axes(x, axis_name))
+        sizes[first : first + rows] = max(x.size * shards // max(rows, 1), 1)
+    return jnp.asarray(np.sqrt(sizes))
+
+
+def is_measured(leaf: Any) -> bool:
+    """Whether a leaf has a norm: a float0, or the integer parameter it belongs to, has none."""
+    if is_float0(leaf):
+        return False
+    try:
+        return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    except TypeError:  # what `optax.tree.map_params` puts in the place of a parameter
+        return True
+
+
+def tree_units(leaves: Sequence[Any]) -> Units:
+    """All leaves together are one unit: the global norm."""
+    return Units(tuple(map(all_axes, leaves)), (0,) * len(leaves), 1, is_scalar=True)
+
+
+def leaf_units(leaves: Sequence[Any]) -> Units:
+    """Each leaf is a unit."""
+    return units_within_leaves(leaves, list(map(all_axes, leaves)))
+
+
+def take_units(vector: Array, units: Sequence[int]) -> Array:
+    """The entries of some units: a scalar if all are one, else a vector."""
+    first, last = units[0], units[-1]
+    if all(unit == first for unit in units):
+        return vector[first]
+    if list(units) == list(range(first, last + 1)):
+        return lax.slice(vector, (first,), (last + 1,))
+    return vector[np.asarray(units)]
+
+
+def spread_over_leaves(vector: Array, units: Units, leaves: Sequence[Array]) -> list[Array]:
+    """The entries of the units of each leaf, shaped to broadcast; ones where it is left alone."""
+    spread: list[Array] = []
+    for x, axes, first in zip(leaves, units.axes, units.first, strict=True):
+        if axes is None:
+            spread.append(jnp.ones((), vector.dtype))
+            continue
+        shape = [1 if axis in axes else n for axis, n in enumerate(np.shape(x))]
+        rows = math.prod(shape)
+        entries = take_units(vector, range(first, first + rows)) if rows else vector[:0]
+        entries = constrain_replicated(entries, x)
+        spread.append(entries.reshape(shape if rows != 1 else ()))
+    return spread
+
+
+def unit_shape(x: Any, axes: Sequence[int]) -> tuple[int, ...]:
+    """The shape that indexes the units of a leaf."""
+    return tuple(n for i, n in enumerate(np.shape(x)) if i not in axes)
+
+
+def measured_shapes(tree: Tree) -> list[Any]:
+    """The measured leaves for their shapes; in `init` they may be placeholders."""
+    return [x for x in jax.tree.leaves(tree) if is_measured(x)]
+
+
+def all_axes(x: Any) -> tuple[int, ...]:
+    return tuple(range(np.ndim(x)))
+
+
+def units_within_leaves(leaves: Sequence[Any], axes: Sequence[tuple[int, ...]]) -> Units:
+    """Each leaf has units of its own, the norms running over the given axes."""
+    counts = [math.prod(unit_shape(x, over)) for x, over in zip(leaves, axes, strict=True)]
+    bounds = np.cumsum([0, *counts], dtype=int).tolist()
+    return Units(tuple(axes), tuple(bounds[:-1]), bounds[-1])

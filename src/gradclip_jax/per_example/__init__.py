@@ -1,0 +1,1 @@
+"""Per-example gradients: norms and clipping without writing the gradients down."""

@@ -1,0 +1,200 @@
+"""The grid of `clip_by_norm` as a product: every granularity x threshold x reaction.
+
+The oracle is float64 NumPy: which unit each element counts to, the threshold of each unit from
+its own norms so far, and the factor. It shares nothing with the library.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gradclip_jax as gcx
+import rule_oracles
+from gradclip_jax import granularities, thresholds
+
+SHAPES = {"a": (3, 4), "b": (3, 2, 2), "c": (5,)}
+STEPS = 7
+
+
+def stream() -> dict[str, np.ndarray]:
+    """Gradients of seven steps: norms of the leaves differ, and rise and fall from step to step."""
+    rng = np.random.default_rng(0)
+    scales = np.array([1.0, 0.5, 2.0, 8.0, 0.05, 1.5, 4.0])
+    return {
+        name: np.float32(
+            rng.standard_normal((STEPS, *shape)) * scales.reshape(-1, *[1] * len(shape))
+        )
+        for name, shape in SHAPES.items()
+    }
+
+
+def parameters() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    return {name: np.float32(rng.standard_normal(shape)) for name, shape in SHAPES.items()}
+
+
+class Case(NamedTuple):
+    """A granularity, and what the oracle needs to know of it.
+
+    Attributes:
+        value: as given to `clip_by_norm`.
+        units: for each leaf the unit of each element, broadcast to its shape.
+        tree: thresholds that differ from unit to unit, as given to `clip_by_norm`.
+        by_unit: the same for each unit.
+    """
+
+    value: Any
+    units: dict[str, Any]
+    tree: Any
+    by_unit: list[float]
+
+
+def _numbered(first: int, *shape: int) -> np.ndarray:
+    return first + np.arange(math.prod(shape)).reshape(shape)
+
+
+GRANULARITIES = {
+    "global": Case("global", {"a": 0, "b": 0, "c": 0}, {"a": 2.0, "b": 2.0, "c": 2.0}, [2.0]),
+    "group": Case(
+        granularities.group({"a": "body", "b": "body", "c": "head"}),
+        {"a": 0, "b": 0, "c": 1},
+        {"body": 1.0, "head": 3.0},
+        [1.0, 3.0],
+    ),
+    "leaf": Case("leaf", {"a": 0, "b": 1, "c": 2}, {"a": 1.0, "b": 3.0, "c": 0.5}, [1.0, 3.0, 0.5]),
+    "stacked layer": Case(
+        granularities.layer({"a": 1, "b": 1, "c": 0}),
+        {"a": _numbered(0, 3, 1), "b": _numbered(3, 3, 1, 1), "c": 6},
+        {"a": 1.0, "b": 3.0, "c": 0.5},
+        [1.0] * 3 + [3.0] * 3 + [0.5],
+    ),
+    "axis": Case(
+        granularities.axis(0),
+        {"a": _numbered(0, 1, 4), "b": _numbered(4, 1, 2, 2), "c": 8},
+        {"a": 1.0, "b": 3.0, "c": 0.5},
+        [1.0] * 4 + [3.0] * 4 + [0.5],
+    ),
+}
+
+# A threshold, and the oracle of it: the norms of one unit and that of its parameters, to float64
+# [steps]. Windows are shorter than the stream, warm-ups end within it.
+UNBOUNDED = math.inf
+LAST_NORM = thresholds.Rule(
+    lambda norm: jnp.full_like(norm, 1e9), lambda norm, last, _: (last, norm)
+)
+THRESHOLDS = {
+    "number": (1.5, lambda n, p: np.full(STEPS, 1.5)),
+    "schedule": (lambda count: 0.5 + count, lambda n, p: 0.5 + np.arange(STEPS)),
+    "tree": (None, None),  # another one for each granularity
+    "percentile": (
+        thresholds.percentile(40.0, window=4),
+        lambda n, p: rule_oracles.percentile(n, 40.0, 4),
+    ),
+    "mean_std": (
+        thresholds.mean_std(0.5, window=4, warmup_steps=2),
+        lambda n, p: rule_oracles.mean_std(n, 0.5, 4, 2, floor=0.01),
+    ),
+    "zscore": (
+        thresholds.zscore(1.0, 0.9, 2),
+        lambda n, p: rule_oracles.zscore(n, 1.0, 0.9, 2, relearn_after=25)["threshold"],
+    ),
+    "ema": (
+        thresholds.ema(1.05, 0.9, 2, jnp.inf),
+        lambda n, p: rule_oracles.ema(n, 1.05, 0.9, 2)["threshold"],
+    ),
+    "quantile": (
+        thresholds.quantile(0.5, 0.2, 1.0),
+        lambda n, p: rule_oracles.quantile(n, 0.5, 0.2, 1.0)[:-1],
+    ),
+    "relative_to_params": (
+        thresholds.relative_to_params(0.8, 1e-3),
+        lambda n, p: np.full(STEPS, 0.8 * max(p, 1e-3)),
+    ),
+    "capped": (
+        thresholds.capped(thresholds.quantile(0.5, 0.2, 1.0), 1.1),
+        lambda n, p: np.minimum(rule_oracles.quantile(n, 0.5, 0.2, 1.0)[:-1], 1.1),
+    ),
+    "own rule": (LAST_NORM, lambda n, p: np.array([1e9, *n[:-1]])),
+}
+
+
+def unit_norms(leaves: dict[str, np.ndarray], units: dict[str, Any]) -> np.ndarray:
+    """The norm of each unit, from the unit of each element."""
+    squares = [np.square(x.astype(np.float64)).ravel() for x in leaves.values()]
+    ids = [np.broadcast_to(units[name], x.shape).ravel() for name, x in leaves.items()]
+    return np.sqrt(np.bincount(np.concatenate(ids), np.concatenate(squares)))
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+def test_every_step_of_every_unit_is_that_of_the_formula(granularity, threshold):
+    case, (value, thresholds_of) = GRANULARITIES[granularity], THRESHOLDS[threshold]
+    grads, params = stream(), parameters()
+    norms = np.stack(
+        [unit_norms({k: x[t] for k, x in grads.items()}, case.units) for t in range(STEPS)]
+    )
+    param_norms = unit_norms(params, case.units)
+    if threshold == "tree":
+        value, bounds = case.tree, np.broadcast_to(case.by_unit, norms.shape)
+    else:
+        pairs = zip(norms.T, param_norms, strict=True)
+        bounds = np.stack([thresholds_of(n, p) for n, p in pairs], axis=1)
+    factors = {
+        "scale": np.minimum(1, bounds / norms),
+        "zero": np.where(norms <= bounds, 1.0, 0.0),
+    }
+    found = run(value, case.value, grads, params)
+    # Where norm and threshold are equal but for rounding, "zero" may fall to either side.
+    is_decided = np.abs(norms - bounds) > 1e-5 * norms
+    assert np.any(factors["scale"][is_decided] < 1) and np.any(norms < bounds)
+    for reaction, factor in factors.items():
+        updates, state = found[reaction]
+        for name, x in grads.items():
+            units = np.broadcast_to(case.units[name], x.shape[1:])
+            keep = is_decided[:, units] if reaction == "zero" else True
+            error = np.abs(updates[name] - x.astype(np.float64) * factor[:, units])
+            assert np.all(np.where(keep, error, 0) <= 3e-5 * np.abs(x)), (reaction, name)
+        clipped = np.mean((norms > bounds)[is_decided.all(axis=1)], axis=1)
+        np.testing.assert_allclose(state.clip_fraction[is_decided.all(axis=1)], clipped, rtol=1e-6)
+        reported = np.stack(jax.tree.leaves(state.grad_norm), axis=1)
+        expected = norms if granularity == "group" else np.linalg.norm(norms, axis=1)
+        np.testing.assert_allclose(reported.squeeze(), expected.squeeze(), rtol=1e-6)
+
+
+def run(threshold, granularity, grads, params):
+    """The updates and states of all steps for both reactions, from one compiled program."""
+    make = functools.partial(gcx.clip_by_norm, threshold, granularity=granularity)
+    clips = {reaction: make(reaction=reaction) for reaction in ("scale", "zero")}
+
+    @jax.jit
+    def all_steps(grads, states):
+        def body(states, grads):
+            both = {k: clip.update(grads, states[k], params) for k, clip in clips.items()}
+            return {k: state for k, (_, state) in both.items()}, both
+
+        return jax.lax.scan(body, states, grads)[1]
+
+    found = all_steps(grads, {k: clip.init(params) for k, clip in clips.items()})
+    return jax.tree.map(np.asarray, found)
+
+
+def test_a_reaction_may_be_a_function():
+    """Half way to the threshold: any factor between 0 and 1, elementwise."""
+    clip = gcx.clip_by_norm(
+        1.0,
+        granularity=granularities.axis(-1),
+        reaction=lambda norm, threshold: jnp.minimum(1, (1 + threshold / norm) / 2),
+    )
+    updates, _ = jax.jit(clip.update)(jnp.float32([[3.0, 4.0], [0.3, 0.4]]), None)
+    np.testing.assert_allclose(updates, [[1.8, 2.4], [0.3, 0.4]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("argument", ["granularity", "reaction"])
+def test_an_unknown_choice_is_refused_when_built(argument):
+    with pytest.raises(ValueError, match=f"clip_by_norm: `{argument}` must be one of '"):
+        gcx.clip_by_norm(1.0, **{argument: "rows"})

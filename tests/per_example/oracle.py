@@ -1,0 +1,45 @@
+"""What the norms and clipped means must equal: every gradient written down, in 64 bit."""
+
+import jax
+import numpy as np
+
+from compat import x64
+
+
+def widened(tree):
+    def widen(x):
+        kind = getattr(x, "dtype", None)
+        if kind == np.float32:
+            return np.asarray(x, np.float64)
+        return np.asarray(x, np.complex128) if kind == np.complex64 else x
+
+    return jax.tree.map(widen, tree)
+
+
+def gradients(loss, params, batch):
+    """Values, and every example's gradient, as float64 NumPy arrays."""
+    with x64():
+        one = jax.vmap(jax.value_and_grad(loss), (None, 0))
+        out = jax.jit(one)(widened(params), widened(batch))
+        return jax.tree.map(np.asarray, out)
+
+
+def norms(grads):
+    """The norm of each example."""
+    leaves = [g.reshape(len(g), -1) for g in jax.tree.leaves(grads)]
+    return np.sqrt(sum(np.sum(np.abs(g) ** 2, 1) for g in leaves))
+
+
+def weighted_mean(grads, factors):
+    """The mean of the gradients times their factors."""
+    return jax.tree.map(lambda g: np.tensordot(factors, g, 1) / len(factors), grads)
+
+
+def assert_close(ours, wanted, tolerance=1e-5):
+    """Equal to a relative error of the whole tree."""
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
+        assert a.shape == b.shape
+    difference = jax.tree.map(lambda a, b: np.asarray(a) - b, ours, wanted)
+    error = norms(jax.tree.map(lambda x: x[None], difference))[0]
+    size = norms(jax.tree.map(lambda x: np.asarray(x)[None], wanted))[0]
+    assert error <= tolerance * size, f"relative error {error / max(size, 1e-300)}"

@@ -1,0 +1,69 @@
+"""Every kind of model against `jax.vmap(jax.grad(loss))` in 64 bit."""
+
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import gradclip_jax as gcx
+
+sys.path.insert(0, str(Path(__file__).parent))
+from models import MODELS
+from oracle import assert_close, gradients, norms, weighted_mean
+
+# The leaves whose gradients are never written down; what is left out is small, or not followed.
+FOLLOWED = {
+    "mlp": {"['a']", "['c']"},
+    "gpt": {
+        "['embed']",
+        *(f"['blocks'][{i}]['{k}']" for i in (0, 1) for k in ("qkv", "out", "up", "down")),
+    },
+    "gpt_in_scan": {"['embed']", *(f"['blocks']['{k}']" for k in ("qkv", "out", "up", "down"))},
+    "rnn": {"['u']", "['w']"},
+    "lstm": {"['w']"},
+    "resnet": {"['first']", "['second']", "['stem']", "['head']"},
+    "depthwise": {"['groups']", "['up']"},
+    "square": {""},
+    "gram": {""},
+    "l2": {""},
+    "lora": {"['a']", "['b']", "['merged']"},
+    "experts": {"['experts']"},
+    "stacked_by_hand": {""},
+    "picked": {"['w']", "['flat']"},
+    "complex_weights": {""},
+    "dropout": {""},
+    "jitted": {"['a']", "['b']"},
+    "one_hot_and_wide": {"['head']"},
+    "weight_norm": set(),
+    "branches": {""},
+}
+FOLLOWED["gpt_with_custom_attention"] = FOLLOWED["gpt"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_norms_and_clipped_mean_equal_those_of_written_gradients(name):
+    loss, params, batch = MODELS[name]()
+    values, grads = gradients(loss, params, batch)
+    wanted = norms(grads)
+    max_norm = float(np.median(wanted))
+    ours, stats = jax.jit(gcx.clipped_grad_and_stats(loss, max_norm))(params, batch)
+    np.testing.assert_allclose(stats.norm, wanted, rtol=1e-5)
+    np.testing.assert_allclose(stats.value, values, rtol=1e-5)
+    factors = np.minimum(1, max_norm / wanted)
+    np.testing.assert_allclose(stats.factor, factors, rtol=1e-5)
+    assert_close(ours, weighted_mean(grads, factors))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_large_weights_are_followed(name):
+    loss, params, batch = MODELS[name]()
+    costs = gcx.per_example_costs(loss)(params, batch)
+    followed = {path.removeprefix("params") for path, cost in costs.items()}
+    followed = {
+        path.removeprefix("params")
+        for path, cost in costs.items()
+        if cost.method in ("gram", "tiles", "product")
+    }
+    assert followed >= FOLLOWED[name]

@@ -1,0 +1,307 @@
+"""A run that changes from Optax to this package, or back, goes on with the same numbers."""
+
+import functools
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import gradclip_jax as gcx
+from gradclip_jax.accumulation._state import AccumulationState
+
+PARAMS = {"w": jnp.array([[1.0, -2.0], [3.0, 0.5]]), "b": jnp.array([0.5, -0.5])}
+LABELS = {"w": "matrix", "b": "vector"}
+EVERY = 3
+
+
+def schedule(step):
+    return 0.1 / (1 + step)
+
+
+def masked(clip):
+    return optax.chain(optax.masked(clip(1.0), {"w": True, "b": False}), optax.adam(schedule))
+
+
+def partitioned(clip):
+    parts = {"matrix": optax.chain(clip(0.5), optax.adam(0.1)), "vector": optax.sgd(0.1)}
+    return optax.partition(parts, LABELS)
+
+
+def windows(clip, accumulate):
+    return accumulate(optax.chain(clip(1.0), optax.adamw(schedule)), EVERY)
+
+
+def multi_steps(inner, every):
+    return optax.MultiSteps(inner, every).gradient_transformation()
+
+
+def last_in_a_chain(clip, accumulate):
+    return optax.chain(clip(5.0), accumulate(optax.adam(0.1), EVERY))
+
+
+def injected(clip):
+    make = optax.inject_hyperparams(clip)
+    return optax.chain(make(max_norm=optax.linear_schedule(2.0, 0.1, 20)), optax.adam(0.1))
+
+
+PAIRS = {
+    "chain": (
+        optax.chain(optax.clip(0.5), optax.clip_by_global_norm(1.0), optax.adamw(schedule)),
+        optax.chain(gcx.clip(0.5), gcx.clip_by_global_norm(1.0), optax.adamw(schedule)),
+    ),
+    "block rms and relative to the parameters": (
+        optax.chain(optax.clip_by_block_rms(0.5), optax.adaptive_grad_clip(0.1), optax.sgd(0.1)),
+        optax.chain(gcx.clip_by_block_rms(0.5), gcx.adaptive_grad_clip(0.1), optax.sgd(0.1)),
+    ),
+    "named_chain": (
+        optax.named_chain(("clip", optax.clip_by_global_norm(1.0)), ("adam", optax.adam(0.1))),
+        optax.named_chain(("clip", gcx.clip_by_global_norm(1.0)), ("adam", optax.adam(0.1))),
+    ),
+    "masked": (masked(optax.clip_by_global_norm), masked(gcx.clip_by_global_norm)),
+    "partition": (partitioned(optax.clip_by_global_norm), partitioned(gcx.clip_by_global_norm)),
+    "inject_hyperparams": (injected(optax.clip_by_global_norm), injected(gcx.clip_by_global_norm)),
+    "MultiSteps": (
+        windows(optax.clip_by_global_norm, multi_steps),
+        windows(gcx.clip_by_global_norm, gcx.accumulate_gradients),
+    ),
+    "MultiSteps in a chain": (
+        last_in_a_chain(optax.clip_by_global_norm, multi_steps),
+        last_in_a_chain(gcx.clip_by_global_norm, gcx.accumulate_gradients),
+    ),
+    "apply_if_finite": (
+        optax.apply_if_finite(optax.adam(schedule), 100),
+        gcx.skip_nonfinite(optax.adam(schedule)),
+    ),
+    "apply_if_finite in MultiSteps": (
+        multi_steps(optax.apply_if_finite(optax.adam(schedule), 100), EVERY),
+        gcx.accumulate_gradients(gcx.skip_nonfinite(optax.adam(schedule)), EVERY),
+    ),
+    "a skip function of MultiSteps": (
+        optax.MultiSteps(
+            optax.adam(0.1), EVERY, should_skip_update_fn=optax.skip_not_finite
+        ).gradient_transformation(),
+        gcx.skip_nonfinite(gcx.accumulate_gradients(optax.adam(0.1), EVERY)),
+    ),
+}
+each_pair = pytest.mark.parametrize(("theirs", "ours"), PAIRS.values(), ids=PAIRS)
+
+
+def draw_grads(step):
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(0), step), 2)
+    return {
+        name: jax.random.normal(key, PARAMS[name].shape)
+        for name, key in zip(PARAMS, keys, strict=True)
+    }
+
+
+def run(tx, state, params, steps, bad=()):
+    for step in steps:
+        grads = draw_grads(step)
+        if step in bad:
+            grads["b"] = grads["b"].at[0].set(jnp.nan)
+        updates, state = jax.jit(tx.update)(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def assert_alike(found, expected):
+    # A mean kept as a sum is rounded once more; Adam divides by a root of it.
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6)
+    jax.tree.map(close, found, expected)
+
+
+@each_pair
+@pytest.mark.parametrize("taken", [0, 4, 6])
+def test_a_run_goes_on_here_and_back_there(theirs, ours, taken):
+    params, state = run(theirs, theirs.init(PARAMS), PARAMS, range(taken))
+    expected, expected_state = run(theirs, state, params, range(taken, 16))
+
+    converted = gcx.convert_state(ours, state, params)
+    found, found_state = run(ours, converted, params, range(taken, 11))
+    back = gcx.convert_state(theirs, found_state, found)
+    found, found_state = run(theirs, back, found, range(11, 16))
+    assert_alike(found, expected)
+    assert jax.tree.structure(found_state) == jax.tree.structure(expected_state)
+    assert_alike(found_state, expected_state)
+
+
+@each_pair
+def test_converted_state_is_shaped_as_a_fresh_one(theirs, ours):
+    converted = gcx.convert_state(ours, theirs.init(PARAMS), PARAMS)
+    fresh = ours.init(PARAMS)
+    assert jax.tree.structure(converted) == jax.tree.structure(fresh)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_equal((x.shape, x.dtype), (y.shape, y.dtype)),
+        converted,
+        fresh,
+    )
+
+
+@pytest.mark.parametrize("name", ["apply_if_finite", "a skip function of MultiSteps"])
+def test_skips_before_and_after_are_those_of_one_run(name):
+    theirs, ours = PAIRS[name]
+    bad = {2, 3, 8}
+    params, state = run(theirs, theirs.init(PARAMS), PARAMS, range(4), bad)
+    expected, _ = run(theirs, state, params, range(4, 12), bad)
+    found, found_state = run(
+        ours, gcx.convert_state(ours, state, params), params, range(4, 12), bad
+    )
+    assert_alike(found, expected)
+    # The skip function of MultiSteps counts nothing that could be carried over.
+    skips = 3 if name == "apply_if_finite" else 1
+    assert gcx.metrics(found_state)["skipped_nonfinite"] == skips
+
+
+def test_sums_go_on_as_sums():
+    inner = optax.sgd(0.1)
+    theirs = optax.MultiSteps(inner, EVERY, use_grad_mean=False)
+    ours = gcx.accumulate_gradients(inner, EVERY, reduction="sum")
+    params, state = run(theirs, theirs.init(PARAMS), PARAMS, range(5))
+    expected, _ = run(theirs, state, params, range(5, 10))
+    found, found_state = run(
+        ours, gcx.convert_state(ours, state, params, reduction="sum"), params, range(5, 7)
+    )
+    back = gcx.convert_state(theirs, found_state, found, reduction="sum")
+    found, _ = run(theirs, back, found, range(7, 10))
+    assert_alike(found, expected)
+
+
+def test_accumulators_of_another_dtype_are_cast():
+    theirs = optax.MultiSteps(optax.sgd(0.1), EVERY)
+    ours = gcx.accumulate_gradients(optax.sgd(0.1), EVERY, accumulator_dtype=jnp.bfloat16)
+    _, state = run(theirs, theirs.init(PARAMS), PARAMS, range(2))
+    found = gcx.convert_state(ours, state, PARAMS).acc_grads["w"]
+    expected = (2 * state.acc_grads["w"]).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(found, expected, strict=True)
+
+
+def test_counts_of_a_window_are_carried_over():
+    theirs, ours = PAIRS["MultiSteps"]
+    params, state = run(theirs, theirs.init(PARAMS), PARAMS, range(2 * EVERY + 1))
+    converted = gcx.convert_state(ours, state, params)
+    stats = gcx.accumulation_stats(converted)
+    assert (stats.total_micro_batches, stats.total_updates) == (2 * EVERY + 1, 2)
+    assert not gcx.has_updated(converted)
+    mean = gcx.accumulated_gradients(converted)
+    assert_alike(mean, draw_grads(2 * EVERY))
+
+
+def test_it_can_be_compiled():
+    theirs, ours = PAIRS["MultiSteps"]
+    params, state = run(theirs, theirs.init(PARAMS), PARAMS, range(4))
+    compiled = jax.jit(lambda state, params: gcx.convert_state(ours, state, params))(state, params)
+    jax.tree.map(np.testing.assert_array_equal, compiled, gcx.convert_state(ours, state, params))
+
+
+def test_a_guard_can_be_put_around_a_run():
+    inner = optax.adam(0.1)
+    params, state = run(inner, inner.init(PARAMS), PARAMS, range(3))
+    guarded = gcx.skip_large_norm(gcx.skip_nonfinite(inner), 100.0)
+    converted = gcx.convert_state(guarded, state, params)
+    assert_alike(converted.inner_state.inner_state, state)
+    assert_alike(gcx.convert_state(inner, converted, params), state)
+
+
+# Checkpoints that Optax wrote
+
+
+@pytest.fixture
+def interrupted():
+    theirs, ours = PAIRS["MultiSteps"]
+    params, state = run(theirs, theirs.init(PARAMS), PARAMS, range(4))
+    expected, _ = run(theirs, state, params, range(4, 12))
+    return theirs, ours, {"params": params, "opt_state": state}, expected
+
+
+def assert_continues(theirs, ours, restored, expected):
+    params = restored["params"]
+    state = gcx.convert_state(ours, restored["opt_state"], params)
+    found, _ = run(ours, state, params, range(4, 12))
+    assert_alike(found, expected)
+
+
+def test_a_flax_checkpoint_of_optax_goes_on_here(interrupted):
+    theirs, ours, saved, expected = interrupted
+    like = {"params": PARAMS, "opt_state": theirs.init(PARAMS)}
+    restored = flax.serialization.from_bytes(like, flax.serialization.to_bytes(saved))
+    assert_continues(theirs, ours, restored, expected)
+
+
+def test_an_orbax_checkpoint_of_optax_goes_on_here(interrupted, tmp_path):
+    theirs, ours, saved, expected = interrupted
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "run", saved)
+    with ocp.StandardCheckpointer() as checkpointer:
+        like = {"params": PARAMS, "opt_state": theirs.init(PARAMS)}
+        restored = checkpointer.restore(tmp_path / "run", like)
+    assert_continues(theirs, ours, restored, expected)
+
+
+# What is refused
+
+
+def test_a_longer_chain_is_refused_by_its_place():
+    old = optax.chain(optax.clip(1.0), optax.clip_by_global_norm(1.0), optax.adam(0.1))
+    new = gcx.accumulate_gradients(optax.chain(gcx.clip(1.0), optax.adam(0.1)), EVERY)
+    state = optax.MultiSteps(old, EVERY).init(PARAMS)
+    message = r"got a tuple of 3 where `tx` has a tuple of 2 at state\.inner_opt_state\. Leave the"
+    with pytest.raises(TypeError, match=message):
+        gcx.convert_state(new, state, PARAMS)
+
+
+def test_another_optimizer_is_refused_by_its_place():
+    new = optax.chain(gcx.clip(1.0), optax.adam(0.1))
+    state = optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.9)).init(PARAMS)
+    message = r"got TraceState where `tx` has ScaleByAdamState at state\[1\]\[0\]"
+    with pytest.raises(TypeError, match=message):
+        gcx.convert_state(new, state, PARAMS)
+
+
+def test_other_shapes_and_dtypes_are_refused_by_their_place():
+    new, old = gcx.skip_nonfinite(optax.adam(0.1)), optax.adam(0.1)
+    other = {**PARAMS, "b": jnp.zeros(3)}
+    with pytest.raises(
+        TypeError, match=r"float32\[3\] where .* float32\[2\] at state\[0\]\.mu\['b'\]"
+    ):
+        gcx.convert_state(new, old.init(other), PARAMS)
+    with pytest.raises(TypeError, match=r"bfloat16\[2\] where .* at state\[0\]\.mu\['b'\]"):
+        gcx.convert_state(new, optax.adam(0.1, mu_dtype=jnp.bfloat16).init(PARAMS), PARAMS)
+    window = optax.MultiSteps(optax.sgd(0.1), EVERY).init({"w": PARAMS["w"]})
+    message = r"keys 'w' where `tx` has a dict with the keys 'b', 'w' at state\.acc_grads"
+    with pytest.raises(TypeError, match=message):
+        gcx.convert_state(gcx.accumulate_gradients(optax.sgd(0.1), EVERY), window, PARAMS)
+
+
+def test_a_checkpoint_restored_without_its_structure_is_refused():
+    plain = flax.serialization.to_state_dict(optax.adam(0.1).init(PARAMS))
+    with pytest.raises(
+        TypeError, match=r"a dict with the keys '0', '1' where .* restore a checkpoint into"
+    ):
+        gcx.convert_state(gcx.skip_nonfinite(optax.adam(0.1)), plain, PARAMS)
+
+
+def test_weights_do_not_go_to_multi_steps():
+    ours = gcx.accumulate_gradients(optax.sgd(0.1), EVERY)
+    _, state = ours.update(draw_grads(0), ours.init(PARAMS), PARAMS, weight=7.0)
+    message = r"got a weight of 7 in 1 micro-batches at state\.total_weight. `flush` the window"
+    with pytest.raises(ValueError, match=message):
+        gcx.convert_state(optax.MultiSteps(optax.sgd(0.1), EVERY), state, PARAMS)
+
+
+def test_what_is_no_optimizer_is_refused():
+    with pytest.raises(TypeError, match=r"convert_state: `tx` must be an optimizer, got None"):
+        gcx.convert_state(None, (), PARAMS)
+    with pytest.raises(ValueError, match="`reduction` must be one of 'mean', 'sum'"):
+        gcx.convert_state(optax.sgd(0.1), (), PARAMS, reduction="max")
+
+
+def test_an_empty_window_goes_to_multi_steps_as_zeros():
+    ours = gcx.accumulate_gradients(optax.sgd(0.1), EVERY)
+    _, state = run(ours, ours.init(PARAMS), PARAMS, range(EVERY))
+    assert isinstance(state, AccumulationState) and jnp.any(state.acc_grads["w"] != 0)
+    there = gcx.convert_state(optax.MultiSteps(optax.sgd(0.1), EVERY), state, PARAMS)
+    assert not jnp.any(there.acc_grads["w"])

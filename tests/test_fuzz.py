@@ -1,0 +1,235 @@
+"""Random programs against plain Python; the same few in the suite, others without end in `make fuzz`.
+
+1. Nests of chain, guard, accumulation and clip, with faults, weights, flush, reset, resume and a
+   second compilation at any point, against `plain_model.py`.
+2. `microbatched_value_and_grad` with random signatures against `jax.value_and_grad`.
+"""
+
+import functools
+import itertools
+import math
+import os
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+import gradclip_jax as gcx
+import plain_model as plain
+
+IS_FUZZING = bool(os.environ.get("FUZZ"))
+
+
+def few(examples: int, **others) -> settings:
+    """So many in the suite, as many as one has patience for in `make fuzz`."""
+    return settings(**others) if IS_FUZZING else settings(max_examples=examples, **others)
+
+
+# --- 1. nests -------------------------------------------------------------------------------
+
+
+def _fragile():
+    def update(grads, params=None):
+        return jnp.where(jnp.abs(grads) > plain.BAD_ABOVE, -jnp.sign(grads) * jnp.inf, -grads)
+
+    return optax.stateless(update)
+
+
+def _wide_clip(inner):
+    return optax.chain(gcx.clip_by_global_norm(plain.Clip.MAX_NORM), inner)
+
+
+LEAVES = {
+    "momentum": (lambda: optax.sgd(0.5, momentum=0.5), plain.Momentum),
+    "fragile": (_fragile, plain.Fragile),
+}
+AROUND = {
+    "clip": (_wide_clip, plain.Clip),
+    "skip_nonfinite": (gcx.skip_nonfinite, plain.SkipNonfinite),
+    "skip_large_norm": (
+        lambda inner: gcx.skip_large_norm(inner, plain.SkipLargeNorm.MAX_NORM),
+        plain.SkipLargeNorm,
+    ),
+    "window of 1": (
+        lambda inner: gcx.accumulate_gradients(inner, 1),
+        lambda inner: plain.Accumulate(inner, 1),
+    ),
+    "window of 3": (
+        lambda inner: gcx.accumulate_gradients(inner, 3),
+        lambda inner: plain.Accumulate(inner, 3),
+    ),
+}
+
+
+def _all_nests():
+    """Names from the outside in, each at most once, and at most one window."""
+    kinds = list(AROUND)
+    for size in range(1, len(kinds)):
+        for around in itertools.permutations(kinds, size):
+            if sum(name.startswith("window") for name in around) < 2:
+                yield from ((*around, leaf) for leaf in LEAVES)
+
+
+NESTS = sorted(_all_nests())
+
+
+def build(nest, which):
+    *around, leaf = nest
+    made = LEAVES[leaf][which]()
+    for name in reversed(around):
+        made = AROUND[name][which](made)
+    return made
+
+
+@functools.cache
+def programs(nest):
+    """The transformation, and two programs that take the same step."""
+    tx = optax.with_extra_args_support(build(nest, 0))
+
+    @jax.jit
+    def by_apply(params, state, grad, value, weight, flush):
+        extra = {"value": value, "weight": weight, "flush": flush}
+        return gcx.apply_gradients(tx, grad, state, params, **extra)
+
+    @jax.jit
+    def by_update(params, state, grad, value, weight, flush):
+        extra = {"value": value, "weight": weight, "flush": flush}
+        updates, state = tx.update(grad, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    flush = jax.jit(lambda params, state: gcx.flush(tx, state, params))
+    return tx, by_apply, by_update, flush
+
+
+# No norm, of one of these or of a mean of some, is near one of the bounds.
+GRADS = [(3.0, 4.0), (-0.6, 0.8), (1.0, -2.0), (30.0, 40.0), (70.0, 0.0), (0.0, 0.0), (50.0, -3.0)]
+FAULTS = [(math.nan, 1.0), (1.0, math.inf), (-math.inf, math.nan), (50.0, 9.0), (2e4, 2e4)]
+
+
+def random_calls(seed):
+    """Twelve gradients and what comes with them: every fourth call is a fault of some kind."""
+    rng = np.random.default_rng(seed)
+    for _ in range(12):
+        grads = FAULTS if rng.random() < 0.2 else GRADS
+        value = math.nan if rng.random() < 0.05 else 1.0
+        call = plain.Call(value, float(rng.choice([1.0, 1.0, 0.0, 2.5])), rng.random() < 0.15)
+        yield grads[rng.integers(len(grads))], call
+
+
+class Nest(RuleBasedStateMachine):
+    @initialize(nest=st.sampled_from(NESTS))
+    def start(self, nest):
+        self.nest, self.model, self.step_index = nest, build(nest, 1), 1
+        self.tx = programs(nest)[0]
+        self.params, self.expected = jnp.zeros(2), [0.0, 0.0]
+        self.state = self.tx.init(self.params)
+
+    def has_window(self):
+        return any(name.startswith("window") for name in self.nest)
+
+    @rule(seed=st.integers(0, 2**32 - 1))
+    def steps(self, seed):
+        for grad, call in random_calls(seed):
+            program = programs(self.nest)[self.step_index]
+            args = (np.float32(grad), np.float32(call.value), np.float32(call.weight))
+            flush = np.bool_(call.flush)
+            self.params, self.state = program(self.params, self.state, *args, flush)
+            self.apply(self.model.update(list(grad), call))
+
+    @precondition(has_window)
+    @rule()
+    def flush(self):
+        updates, self.state = programs(self.nest)[3](self.params, self.state)
+        self.params = optax.apply_updates(self.params, updates)
+        if self.model.windows()[0].mini_step:
+            self.apply(self.model.update([0.0, 0.0], plain.Call(0.0, 0.0, flush=True)))
+
+    @precondition(has_window)
+    @rule()
+    def reset(self):
+        self.state = gcx.reset_accumulation(self.state)
+        self.model.windows()[0].discard()
+
+    @rule()
+    def resume(self):
+        """Through the host, as through a checkpoint, and on in a program compiled anew."""
+        host = jax.tree.map(np.array, (self.params, self.state))
+        self.params, self.state = jax.tree.map(jnp.asarray, host)
+        assert jax.tree.structure(self.state) == jax.tree.structure(self.tx.init(self.params))
+        self.step_index = 3 - self.step_index
+
+    def apply(self, update):
+        self.expected = [p + u for p, u in zip(self.expected, update, strict=True)]
+        np.testing.assert_allclose(self.params, self.expected, rtol=1e-5, atol=1e-4)
+        if self.has_window():
+            found, window = gcx.metrics(self.state), self.model.windows()[0]
+            counts = (int(found["mini_step"]), int(found["gradient_step"]))
+            assert counts == (window.mini_step, window.gradient_step)
+            assert bool(gcx.has_updated(self.state)) == window.has_updated
+
+
+TestNest = Nest.TestCase
+TestNest.settings = few(40, stateful_step_count=8)
+
+
+# --- 2. micro-batches -----------------------------------------------------------------------
+
+
+@st.composite
+def signatures(draw):
+    """Where batches, keys and parameters stand among the arguments, and what comes back."""
+    roles = draw(
+        st.permutations(["params", "batch", *draw(st.sampled_from(([], ["params"], ["batch"])))])
+    )
+    parameters = [i for i, role in enumerate(roles) if role == "params"]
+    batches = [i for i, role in enumerate(roles) if role == "batch"]
+    chosen = draw(st.lists(st.sampled_from(range(len(roles))), min_size=1, max_size=2, unique=True))
+    argnums = chosen[0] if len(chosen) == 1 and draw(st.booleans()) else tuple(chosen)
+    if draw(st.booleans()):  # from the end
+        argnums = jax.tree.map(lambda i: i - len(roles), argnums)
+    flags = {"has_aux": draw(st.booleans()), "has_weight": draw(st.booleans())}
+    return tuple(roles), parameters, batches, argnums, draw(st.sampled_from([1, 2, 3])), flags
+
+
+@few(20)
+@given(signatures(), st.integers(0, 2**31 - 1))
+def test_micro_batches_of_any_signature_are_the_batch(signature, seed):
+    roles, parameters, batches, argnums, parts, flags = signature
+    rng = np.random.default_rng(seed)
+    args = [
+        {"x": np.float32(rng.standard_normal((6, 2)))}
+        if role == "batch"
+        else {"w": np.float32(rng.standard_normal(2)), "b": np.float32(rng.standard_normal())}
+        for role in roles
+    ]
+
+    def loss(*args, has_weight=flags["has_weight"]):
+        per_example = sum(
+            jnp.tanh(args[i]["x"] @ args[j]["w"] + args[j]["b"]) ** 2
+            for i in batches
+            for j in parameters
+        )
+        importance = (
+            jnp.abs(args[batches[0]]["x"][:, 0]) if has_weight else jnp.ones(len(per_example))
+        )
+        weight = jax.lax.stop_gradient(jnp.sum(importance))
+        importance = jax.lax.stop_gradient(importance)
+        value = jnp.sum(importance * per_example) / weight
+        aux = {"rows": per_example, "mean": value}
+        if has_weight:
+            return value, (weight, aux) if flags["has_aux"] else weight
+        return (value, aux) if flags["has_aux"] else value
+
+    expected = jax.jit(jax.value_and_grad(loss, argnums, has_aux=any(flags.values())))(*args)
+    split = gcx.microbatched_value_and_grad(
+        loss, parts, argnums=argnums, batch_argnums=tuple(batches), **flags
+    )
+    found = jax.jit(split)(*args)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), found, expected
+    )
