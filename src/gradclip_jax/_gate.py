@@ -4,6 +4,7 @@ Accumulations and guards are built from a `Gate`; `apply_gradients` looks behind
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import optax
 from ._checks import check_transformation, is_float0
 from ._mesh import zeros_of_type
 from ._run_if import check_if, like_dtypes, run_if
-from ._types import Array, Scalar, Tree
+from ._types import Array, Tree
 
 
 class Gate(NamedTuple):
@@ -29,8 +30,8 @@ class Gate(NamedTuple):
         extra_args: its extra arguments.
         next_state: `(inner_state, accumulator, stepped)` after the step to the next state of the
             whole; `stepped`, bool[], is whether the inner transformation took its step.
-        check: `(accumulator, inner_state, params)` before the step to whether it may be taken;
-            None is always.
+        check: `(accumulator, inner_state, params)` to whether the step may be taken, bool[];
+            None where there is nothing to check.
         usually_open: whether the gate is open but for accidents.
     """
 
@@ -39,8 +40,8 @@ class Gate(NamedTuple):
     read_gradient: Callable[[Tree], tuple[Tree, Tree]]
     inner_state: Any
     extra_args: dict[str, Any]
-    next_state: Callable[[Any, Tree, Array], Any]
-    check: Callable[[Tree, Any, Tree], Scalar] | None = None
+    next_state: Callable[[Any, Tree, Array | bool], Any]
+    check: Any = None
     usually_open: bool = False
 
 
@@ -96,22 +97,20 @@ def _pass_gate(
 
     The check of a gate that is seldom open runs inside the loop, so that there is one loop.
     """
-    check = now.check
 
     def step(carry: Tree) -> Tree:
         output, inner_state, accumulator = carry
         grads, accumulator = now.read_gradient(accumulator)
         return *take(grads, inner_state, output), accumulator
 
-    def checked(is_open: Array, carry: Tree) -> tuple[Tree, Array]:
+    def checked(is_open: Array | bool, carry: Tree) -> tuple[Tree, Array | bool]:
         output, inner_state, accumulator = carry
-        assert check is not None
-        passed = check_if(is_open, lambda: check(accumulator, inner_state, params_of(output)))
-        passed = is_open & passed
+        check = functools.partial(now.check, accumulator, inner_state, params_of(output))
+        passed = is_open & check_if(is_open, check)
         return run_if(passed, step, carry, usually=now.usually_open), passed
 
     carry, stepped = (output, now.inner_state, now.accumulator), now.is_open
-    if check is None:
+    if now.check is None:
         carry = run_if(stepped, step, carry, usually=now.usually_open)
     elif now.usually_open:
         carry, stepped = checked(stepped, carry)

@@ -96,7 +96,7 @@ def _run_if_jvp(step: Any, usually: bool, primals: Any, tangents: Any) -> tuple[
     return jax.jvp(by_cond, primals, tangents)
 
 
-def check_if(predicate: Array, check: Callable[[], Scalar]) -> Scalar:
+def check_if(predicate: Array | bool, check: Callable[[], Scalar]) -> Scalar:
     """What a check finds; where the predicate does not hold, a CPU is spared it and gets True."""
     if not is_traced(predicate):
         return check() if bool(predicate) else jnp.array(True)

@@ -230,7 +230,7 @@ def test_what_is_not_finite_leaves_no_trace(fast):
 def test_spikes_leave_no_trace(max_norm, fast):
     tx = gcx.skip_large_norm(optimizer(), max_norm)
     faulty, clean = outcomes(tx, LARGE, STEPS, fast=fast)
-    assert finite_cases((faulty.params, faulty.state.inner_state, faulty.state.rules)).all()
+    assert finite_cases((faulty.params, faulty.state.inner_state, faulty.state.signals)).all()
     assert_bitwise_equal(
         (faulty.params, faulty.state.inner_state), (clean.params, clean.state.inner_state), LARGE
     )
@@ -252,7 +252,7 @@ def test_guards_in_one_another_leave_no_trace_of_either(fast):
     def innermost(outcome):
         return outcome.params, outcome.state.inner_state.inner_state
 
-    assert finite_cases((innermost(faulty), faulty.state.inner_state.rules)).all()
+    assert finite_cases((innermost(faulty), faulty.state.inner_state.signals)).all()
     assert_bitwise_equal(innermost(faulty), innermost(clean), cases)
     skips = faulty.state.skipped_nonfinite + faulty.state.inner_state.skipped_large_norm
     np.testing.assert_array_equal(skips, cases.steps)
@@ -325,8 +325,6 @@ def test_a_bad_micro_batch_leaves_no_trace(fast):
         faults(GRAD, steps=EVERY_MICRO, places=EVERY_PLACE),
         faults(SCALE, steps=EVERY_MICRO, values=(np.inf,)),
         faults(LOSS, steps=EVERY_MICRO),
-        faults(UPDATE, steps=EVERY_CLOSE, places=EVERY_PLACE),
-        faults(STATE, steps=EVERY_CLOSE, places=EVERY_PLACE),
         faults(GRAD, steps=range(0, MICRO, WINDOW), places=EVERY_PLACE, length=WINDOW),
         faults(GRAD, steps=range(MICRO - 4), places=EVERY_PLACE, length=5),
     )
@@ -339,4 +337,22 @@ def test_a_bad_micro_batch_leaves_no_trace(fast):
         return outcome.params, outcome.state.inner_state._replace(emitted=())
 
     assert_bitwise_equal(left(faulty), left(clean), cases)
+    np.testing.assert_array_equal(faulty.state.skipped_nonfinite, cases.steps)
+
+
+@each_path
+def test_a_window_whose_step_is_not_finite_leaves_no_trace(fast):
+    cases = joined(
+        faults(UPDATE, steps=EVERY_CLOSE, places=EVERY_PLACE),
+        faults(STATE, steps=EVERY_CLOSE, places=EVERY_PLACE),
+        faults(GRAD, steps=EVERY_MICRO, places=EVERY_PLACE, values=(1e25,)),
+    )
+    tx = gcx.skip_nonfinite(gcx.accumulate_gradients(optimizer(), WINDOW))
+    faulty, clean = outcomes(tx, cases, MICRO, fast=fast, window=WINDOW)
+
+    def innermost(outcome):
+        return outcome.params, outcome.state.inner_state.inner_opt_state
+
+    assert finite_cases((faulty.params, faulty.state)).all()
+    assert_bitwise_equal(innermost(faulty), innermost(clean), cases)
     np.testing.assert_array_equal(faulty.state.skipped_nonfinite, cases.steps)

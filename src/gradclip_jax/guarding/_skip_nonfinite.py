@@ -106,7 +106,7 @@ def skip_nonfinite(
         return is_good, own_fields
 
     def check_step(*step: Any) -> Scalar:
-        return is_finite_step(*step, axes)
+        return is_finite_step(*step, axis_name=axes)
 
     def check_window(tx: Any, grads: Tree, *step: Any) -> Scalar:
         return has_finite_squares(grads, axes)
