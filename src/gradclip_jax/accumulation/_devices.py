@@ -80,7 +80,7 @@ def keep_apart(
     differentiated: Sequence[int],
     axes: frozenset[str],
     words: Sequence[str],
-    micro_batch: Callable[[Sequence[Any], int], Any],
+    micro_batch: Callable[[Sequence[Any], Any], Any],
 ) -> list[Any]:
     """The arguments, typed so that gradients by some of them are not summed over the axes."""
     varying = list(args)
