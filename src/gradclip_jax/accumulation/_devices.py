@@ -86,7 +86,9 @@ def keep_apart(
     varying = list(args)
     for i in differentiated:
         varying[i] = jax.tree.map(lambda x: _vary(x, axes), args[i])
-    is_typed = hasattr(PartitionSpec(), "reduced") and not axes.isdisjoint(_explicit_axes(args))
+    is_typed = hasattr(PartitionSpec(), "reduced") and not axes.isdisjoint(
+        _explicit_axes([args[i] for i in differentiated])
+    )
     if not (is_typed and all(map(is_summed, words))):
         return varying
     # JAX 0.10.2 cannot add a reduced bias to activations that are sharded.
