@@ -15,6 +15,7 @@ import optax
 from ._checks import check_transformation, is_float0
 from ._mesh import zeros_of_type
 from ._run_if import check_if, like_dtypes, run_if
+from ._states import plain_arrays, with_structure_of
 from ._types import Array, Tree
 
 
@@ -167,7 +168,7 @@ def apply_gradients(
         tx: any Optax transformation.
         grads: the gradients, in the structure of `params`.
         state: the state of `tx`.
-        params: the parameters.
+        params: the parameters. Variables of Flax's NNX are taken, and come back as such.
         **extra_args: passed on to `tx.update`.
 
     Returns:
@@ -187,6 +188,10 @@ def apply_gradients(
         [-2.0]
     """
     check_transformation("apply_gradients", "tx", tx)
+    arrays = plain_arrays((grads, state, params))
+    if jax.tree.structure(arrays) != jax.tree.structure((grads, state, params)):
+        params_and_state = apply_gradients(tx, *arrays, **extra_args)
+        return with_structure_of((params, state), params_and_state)
     gated_update = tx.update
     if not isinstance(gated_update, GatedUpdate):
         update = optax.with_extra_args_support(tx).update

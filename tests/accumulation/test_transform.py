@@ -1012,8 +1012,8 @@ def test_state_and_gradients_the_wrong_way_round_are_named():
     params = params_like()
     tx = gcx.accumulate_gradients(optax.sgd(0.1), 2)
     message = (
-        "accumulate_gradients: `state` must be a `AccumulationState`, got dict. Pass what `init` "
-        "made: `update(updates, state, params)`."
+        "accumulate_gradients: `state` must be a `AccumulationState`, got dict. Call "
+        "`update(grads, state, params)` with the state that `init(params)` made."
     )
     with pytest.raises(TypeError, match=re.escape(message)):
         tx.update(tx.init(params), params, params)

@@ -374,3 +374,14 @@ def test_an_nnx_optimizer_can_be_reset_and_flushed(nnx_training):
     assert np.any(before != model.kernel[...])
     step()  # the types of the state are what they were
     assert gcx.accumulation_stats(optimizer.opt_state).total_updates == 1
+
+
+def test_apply_gradients_takes_and_returns_the_variables_of_nnx(nnx_training):
+    nnx, model, optimizer, _ = nnx_training
+    params, state = nnx.state(model, nnx.Param), optimizer.opt_state
+    for _ in range(3):
+        grads = nnx.grad(lambda model: jnp.mean(model(jnp.ones((4, 2))) ** 2))(model)
+        out = gcx.apply_gradients(optimizer.tx, grads, state, params)
+        assert jax.tree.structure(out) == jax.tree.structure((params, state))
+        params, state = out
+    assert bool(gcx.has_updated(state)) and np.any(params["kernel"][...] != model.kernel[...])

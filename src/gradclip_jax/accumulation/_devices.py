@@ -80,13 +80,15 @@ def keep_apart(
     differentiated: Sequence[int],
     axes: frozenset[str],
     words: Sequence[str],
-    micro_batch: Callable[[Sequence[Any], int], Any],
+    micro_batch: Callable[[Sequence[Any], Any], Any],
 ) -> list[Any]:
     """The arguments, typed so that gradients by some of them are not summed over the axes."""
     varying = list(args)
     for i in differentiated:
         varying[i] = jax.tree.map(lambda x: _vary(x, axes), args[i])
-    is_typed = hasattr(PartitionSpec(), "reduced") and not axes.isdisjoint(_explicit_axes(args))
+    is_typed = hasattr(PartitionSpec(), "reduced") and not axes.isdisjoint(
+        _explicit_axes([args[i] for i in differentiated])
+    )
     if not (is_typed and all(map(is_summed, words))):
         return varying
     # JAX 0.10.2 cannot add a reduced bias to activations that are sharded.

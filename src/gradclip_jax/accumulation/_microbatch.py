@@ -22,12 +22,19 @@ _NAME = "microbatched_value_and_grad"
 
 
 class _Outputs(NamedTuple):
-    """What a micro-batch, or a batch, gives; grads is a tuple, one for each position."""
+    """What a micro-batch, or a batch, gives; or shapes of it, or the kinds of its leaves.
 
-    value: Scalar
+    Attributes:
+        value: float[].
+        grads: one tree for each position.
+        aux: None without.
+        weight: [], None without.
+    """
+
+    value: Any
     grads: tuple[Tree, ...]
     aux: Tree
-    weight: Scalar | None
+    weight: Any
 
 
 def microbatched_value_and_grad(
@@ -124,7 +131,7 @@ def microbatched_value_and_grad(
     def run(*args: Any, **kwargs: Any) -> Any:
         split = counted_from_zero(_NAME, given, args)
 
-        def micro_batch(args: Sequence[Any], index: Array) -> _Outputs:
+        def micro_batch(args: Sequence[Any], index: Any) -> _Outputs:
             chosen = micro_arguments(args, split, index)
             (value, (weight, aux)), grads = value_and_grad(*chosen, **kwargs)
             if micro_transform is not None:

@@ -81,7 +81,7 @@ def observe_noise(
 
 
 def observe_micro_batch(
-    state: NoiseState, grads: Tree, weight: Scalar, starts: Scalar
+    state: NoiseState, grads: Tree, weight: Scalar, starts: Scalar | bool
 ) -> NoiseState:
     """Adds the squared norm of one micro-batch."""
     square = global_norm(grads).astype(jnp.float32) ** 2

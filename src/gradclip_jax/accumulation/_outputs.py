@@ -135,8 +135,10 @@ def _aux_words(
     return [word_for(word, *leaf, full) for word, leaf, full in zip(*columns, strict=True)]
 
 
-_HINT: Final = "Pass `aux_reduction`, a prefix tree of " + ", ".join(map(repr, AUX_REDUCTIONS))
-_HINT += " and, for what its shape decides, None."
+_HINT: Final = (
+    f"Pass `aux_reduction`, a prefix tree of {', '.join(map(repr, AUX_REDUCTIONS))} and, for what "
+    "its shape decides, None."
+)
 
 
 def _word_of_shape(function: str, parts: int, micro: Any, whole: Any, place: str) -> str:

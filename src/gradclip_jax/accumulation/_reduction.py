@@ -30,8 +30,9 @@ def leaf_reductions(
         return broadcast_prefix(function, "reduction", reduction, "updates", tree)
     words: list[str] = []
     for path, _ in jax.tree_util.tree_leaves_with_path(tree):
-        words.append(reduction(jax.tree_util.keystr(path, simple=True, separator="/")))
-        check_choice(function, leaf_path("reduction of updates", path), words[-1], REDUCTIONS)
+        word: Any = reduction(jax.tree_util.keystr(path, simple=True, separator="/"))
+        check_choice(function, leaf_path("reduction of updates", path), word, REDUCTIONS)
+        words.append(word)
     return words
 
 

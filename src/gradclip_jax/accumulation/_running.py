@@ -126,6 +126,7 @@ def spent_accumulator(acc: Tree, window: Tree) -> Tree:
     """
     if is_unreduced(acc):
         return acc
+    window = jax.tree.map(lambda x, room: room if is_float0(x) else x, window, acc)
     return lax.platform_dependent(
         acc, window, cpu=lambda acc, window: window, default=lambda acc, window: acc
     )

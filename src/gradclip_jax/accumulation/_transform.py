@@ -1,5 +1,6 @@
 """Gradient accumulation as an Optax gradient transformation."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -37,7 +38,7 @@ from ._running import (
     window_gradient,
 )
 from ._state import AccumulationState
-from ._window import Flag, advance_window, count_step, read_call
+from ._window import Flag, WindowStep, advance_window, count_step, read_call
 
 _NAME = "accumulate_gradients"
 
@@ -118,74 +119,90 @@ def accumulate_gradients(
     check_reduction(_NAME, reduction)
     check_dtype(_NAME, "accumulator_dtype", accumulator_dtype)
     check_choice(_NAME, "rounding", rounding, ("nearest", "stochastic"))
-    inner = optax.with_extra_args_support(inner)
-    # Static: a traced one must work with the state that a longer window has.
-    keeps_sum = not (isinstance(every, (int, np.integer)) and every == 1)
+    accumulation = _Accumulation(
+        inner=optax.with_extra_args_support(inner),
+        every=every,
+        reduction=reduction,
+        accumulator_dtype=accumulator_dtype,
+        is_stochastic=rounding == "stochastic",
+        noise_scale_decay=noise_scale_decay,
+        # Static: a traced one must work with the state that a longer window has.
+        keeps_sum=not (isinstance(every, (int, np.integer)) and every == 1),
+    )
+    return gated(inner, accumulation.init, accumulation.gate)
 
-    def length_of(gradient_step: Scalar) -> Scalar:
-        now = every(gradient_step) if callable(every) else every
+
+@dataclasses.dataclass(frozen=True)
+class _Accumulation:
+    """The arguments of `accumulate_gradients`, checked; without a sum if `every` is 1."""
+
+    inner: optax.GradientTransformationExtraArgs
+    every: Any
+    reduction: Any
+    accumulator_dtype: Any
+    is_stochastic: bool
+    noise_scale_decay: float | None
+    keeps_sum: bool
+
+    def length_of(self, gradient_step: Scalar) -> Scalar:
+        """Micro-batches in the window that follows so many steps."""
+        now = self.every(gradient_step) if callable(self.every) else self.every
         return jnp.maximum(jnp.asarray(now).astype(jnp.int32), 1)
 
-    def init(params: Tree) -> AccumulationState:
-        inner_state = inner.init(without_reduced_axes(params))
+    def init(self, params: Tree) -> AccumulationState:
+        """An empty window."""
+        inner_state = self.inner.init(without_reduced_axes(params))
         _check_not_nested(inner_state)
+        trained = params_of(params)
         return AccumulationState(
             mini_step=jnp.zeros((), jnp.int32),
             gradient_step=jnp.zeros((), jnp.int32),
             # Not weakly typed, as what comes out of a step is not: one trace for all steps.
             inner_opt_state=like_dtypes(inner_state, inner_state),
-            acc_grads=accumulator_like(params_of(params), accumulator_dtype) if keeps_sum else (),
+            acc_grads=accumulator_like(trained, self.accumulator_dtype) if self.keeps_sum else (),
             total_weight=jnp.zeros((), jnp.float32),
-            accumulation_steps=length_of(jnp.zeros((), jnp.int32)),
+            accumulation_steps=self.length_of(jnp.zeros((), jnp.int32)),
             micro_batch_count=jnp.zeros((), jnp.int32),
             emitted=jnp.zeros((), bool),
-            noise=() if noise_scale_decay is None else empty_noise(),
+            noise=() if self.noise_scale_decay is None else empty_noise(),
         )
 
     def gate(
+        self,
         updates: Tree,
         state: AccumulationState,
         params: Tree,
         extra_args: dict[str, Any],
         admitted: Flag = True,
     ) -> Gate:
+        """Open where the window closes."""
         check_state(_NAME, state, AccumulationState)
         check_inexact(_NAME, "updates", updates, unreduced=True)
-        if keeps_sum:
+        if self.keeps_sum:
             check_matches_accumulator(_NAME, updates, state.acc_grads)
-        call, others = read_call(_NAME, extra_args, always_closes=not keeps_sum)
-        step, advanced = advance_window(state, length_of(state.gradient_step), call, admitted)
-        key = None
-        if rounding == "stochastic":
-            key = jax.random.fold_in(jax.random.key(0), state.micro_batch_count)
-        words = leaf_reductions(_NAME, reduction, updates)
-        micro_batch = MicroBatch(updates, words, call.weight, key)
+        call, others = read_call(_NAME, extra_args, always_closes=not self.keeps_sum)
+        length = self.length_of(state.gradient_step)
+        step, advanced = advance_window(state, length, call, admitted)
+        micro_batch = self._micro_batch(updates, call.weight, state)
+        advanced = self._with_noise(advanced, micro_batch, step)
 
         def add(acc: Tree) -> Tree:
             return add_micro_batch(acc, micro_batch, step.starts)
 
         def read_gradient(acc: Tree) -> tuple[Tree, Tree]:
             inner_state = state.inner_opt_state
-            if keeps_sum:
+            if self.keeps_sum:
                 window = window_gradient(add(acc), micro_batch, step.total_weight, inner_state)
                 acc = spent_accumulator(acc, window)
             else:
                 window = only_gradient(micro_batch, inner_state)
-            return _in_accepted_dtypes(inner, window, updates, inner_state, params, others), acc
+            arguments = (window, updates, inner_state, params, others)
+            return _in_accepted_dtypes(self.inner, *arguments), acc
 
-        noise = state.noise
-        if noise_scale_decay is not None:
-            total = add(state.acc_grads) if keeps_sum else updates
-            noise = observe_noise(noise, micro_batch, step, total, noise_scale_decay)
-
-        def next_state(
-            inner_opt_state: Any, acc: Tree, stepped: Flag = step.emits
-        ) -> AccumulationState:
-            return count_step(advanced, step, stepped)._replace(
-                inner_opt_state=inner_opt_state,
-                acc_grads=run_if(step.holds, add, acc) if keeps_sum else (),
-                noise=noise,
-            )
+        def next_state(inner_state: Any, acc: Tree, stepped: Flag) -> AccumulationState:
+            acc = run_if(step.holds, add, acc) if self.keeps_sum else ()
+            after = count_step(advanced, step, stepped)
+            return after._replace(inner_opt_state=inner_state, acc_grads=acc)
 
         return Gate(
             is_open=step.emits,
@@ -196,7 +213,24 @@ def accumulate_gradients(
             next_state=next_state,
         )
 
-    return gated(inner, init, gate)
+    def _micro_batch(self, updates: Tree, weight: Any, state: AccumulationState) -> MicroBatch:
+        key = None
+        if self.is_stochastic:
+            key = jax.random.fold_in(jax.random.key(0), state.micro_batch_count)
+        words = leaf_reductions(_NAME, self.reduction, updates)
+        return MicroBatch(updates, words, weight, key)
+
+    def _with_noise(
+        self, state: AccumulationState, micro_batch: MicroBatch, step: WindowStep
+    ) -> AccumulationState:
+        if self.noise_scale_decay is None:
+            return state
+        total = micro_batch.grads
+        if self.keeps_sum:
+            total = add_micro_batch(state.acc_grads, micro_batch, step.starts)
+        return state._replace(
+            noise=observe_noise(state.noise, micro_batch, step, total, self.noise_scale_decay)
+        )
 
 
 def _check_arguments(inner: Any, every: Any, noise_scale_decay: Any) -> None:
