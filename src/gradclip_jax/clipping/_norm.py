@@ -155,8 +155,10 @@ def _by_powers(leaves: list[Array], units: Units, ord: float, axis_name: AxisNam
     """Norms of any order, in two reads: powers are of magnitudes relative to the largest."""
     tops = _largest(leaves, units, axis_name)
     scales = jnp.where((tops > 0) & (tops < jnp.inf), tops, 1)
-    pairs = zip(leaves, spread_over_leaves(scales, units, leaves), strict=True)
-    powers = [(_magnitude(x, tops.dtype) / scale) ** ord for x, scale in pairs]
+    # Not `x / scale`: XLA makes it `x * (1 / scale)`, and 1 / 3e38 is no normal number.
+    roots = spread_over_leaves(1 / jnp.sqrt(scales), units, leaves)
+    shares = [_magnitude(x, tops.dtype) * r * r for x, r in zip(leaves, roots, strict=True)]
+    powers = [share**ord for share in shares]
     return scales * unit_sums(powers, units, axis_name) ** (1 / ord)
 
 

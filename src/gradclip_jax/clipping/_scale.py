@@ -63,7 +63,8 @@ def _root_of_factor(factor_of: Callable[..., Any], norm: Array, threshold: Array
 def root_to(norm: Array, wanted: Array) -> Array:
     """The root of `wanted / norm`, up or down; one for a norm of zero, NaN if not finite."""
     is_zero = norm == 0
-    root = jnp.sqrt(wanted) / jnp.sqrt(jnp.where(is_zero, 1, norm))
+    safe = jnp.where(is_zero | (wanted <= 0), 1, wanted)
+    root = jnp.where(wanted > 0, jnp.sqrt(safe) / jnp.sqrt(jnp.where(is_zero, 1, norm)), 0)
     return jnp.where(is_zero, 1, jnp.where(jnp.isfinite(norm), root, jnp.nan))
 
 
