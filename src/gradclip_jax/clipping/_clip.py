@@ -218,7 +218,8 @@ def norm_clip(
         report = _report(units, clipped, order)._replace(
             rules=states if jax.tree.leaves(states) else ()
         )
-        return scale_tree(updates, parts, [result.roots for result in clipped]), report
+        roots = [result.roots for result in clipped]
+        return scale_tree(updates, parts, roots, drops=nonfinite == "zero"), report
 
     return optax.GradientTransformation(init, update)
 
@@ -231,12 +232,12 @@ def _replace_if_bad(clipped: Sequence[_Clipped], root: float) -> list[_Clipped]:
     return [x._replace(roots=jnp.where(bad, root, x.roots)) for x in clipped]
 
 
-def scale_tree(tree: Tree, parts: Sequence[Part], roots: Sequence[Array]) -> Tree:
+def scale_tree(tree: Tree, parts: Sequence[Part], roots: Sequence[Array], *, drops: bool) -> Tree:
     """Each measured leaf times the factors of its units."""
     leaves = measured_leaves(tree)
     scaled: dict[int, Array] = {}
     for part, of_units in zip(parts, roots, strict=True):
-        of_leaves = scale_units(part.pick(leaves), of_units, part.units)
+        of_leaves = scale_units(part.pick(leaves), of_units, part.units, drops=drops)
         scaled |= dict(zip(part.positions, of_leaves, strict=True))
     in_order = (scaled[i] for i in range(len(leaves)))
     return jax.tree.map(lambda x: next(in_order) if is_measured(x) else x, tree)

@@ -113,8 +113,8 @@ def unit_norms(leaves: list[Array], units: Units, ord: float, axis_name: AxisNam
         squares = functools.partial(_by_squares, units=units, axis_name=axis_name)
         return lax.platform_dependent(
             leaves,
-            cpu=functools.partial(squares, norms=norms_read_again, joined=JOINED_ON_CPU),
-            default=functools.partial(squares, norms=norms_in_one_read, joined=JOINED),
+            cpu=functools.partial(squares, on_cpu=True),
+            default=functools.partial(squares, on_cpu=False),
         )
     if math.isinf(ord):
         return _largest(leaves, units, axis_name)
@@ -131,12 +131,13 @@ def unit_sums(leaves: list[Array], units: Units, axis_name: AxisName) -> Array:
     return pool_sums(sums, blocks, units, dtype)
 
 
-def _by_squares(
-    leaves: list[Array], *, units: Units, axis_name: AxisName, norms: Any, joined: int
-) -> Array:
-    blocks = pack(leaves, units, axis_name, joined, values_of=_real_parts)
+def _by_squares(leaves: list[Array], *, units: Units, axis_name: AxisName, on_cpu: bool) -> Array:
+    joined = JOINED_ON_CPU if on_cpu else JOINED
+    blocks = pack(leaves, units, axis_name, joined, _real_parts, flatten=on_cpu)
     dtype = norm_dtype(leaves)
-    return norms(blocks, units, dtype) if blocks else jnp.zeros(units.count, dtype)
+    if not blocks:
+        return jnp.zeros(units.count, dtype)
+    return (norms_read_again if on_cpu else norms_in_one_read)(blocks, units, dtype)
 
 
 def _largest(leaves: list[Array], units: Units, axis_name: AxisName) -> Array:

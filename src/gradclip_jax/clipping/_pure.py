@@ -58,4 +58,5 @@ def clip_grad_norm(
     finite = jnp.where(jnp.isfinite(total), total, 1)
     root = scale_root(finite, jnp.asarray(max_norm).astype(total.dtype))
     root = jnp.where(jnp.isfinite(total), root, jnp.nan)
-    return scale_tree(grads, split_by_sharding(tree_units(leaves), leaves), [root[None]]), total
+    parts = split_by_sharding(tree_units(leaves), leaves)
+    return scale_tree(grads, parts, [root[None]], drops=False), total

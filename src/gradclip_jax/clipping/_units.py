@@ -4,8 +4,9 @@
 entry for each unit; nothing here knows them.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from jax import lax
 from .._checks import error_message, is_float0
 from .._mesh import constrain_replicated, replica_count, shard_axes, varying_axes
 from .._types import Array, AxisName, Tree
+from .._xla import entries_on_cpu
 
 
 class Units(NamedTuple):
@@ -148,8 +150,25 @@ def take_units(vector: Array, units: Sequence[int]) -> Array:
     return vector[np.asarray(units)]
 
 
-def spread_over_leaves(vector: Array, units: Units, leaves: Sequence[Array]) -> list[Array]:
+def take_units_on_cpu(vector: Array) -> Callable[[Sequence[int]], Array]:
+    """As `take_units` of this vector, compiled more quickly on a CPU if there are many units."""
+    entries = functools.cache(lambda: entries_on_cpu(vector))
+
+    def take(units: Sequence[int]) -> Array:
+        is_one = len(units) == 1 and vector.size > 8
+        return entries()[units[0]] if is_one else take_units(vector, units)
+
+    return take
+
+
+def spread_over_leaves(
+    vector: Array,
+    units: Units,
+    leaves: Sequence[Array],
+    take: Callable[[Sequence[int]], Array] | None = None,
+) -> list[Array]:
     """The entries of the units of each leaf, shaped to broadcast; ones where it is left alone."""
+    take = take or functools.partial(take_units, vector)
     spread: list[Array] = []
     for x, axes, first in zip(leaves, units.axes, units.first, strict=True):
         if axes is None:
@@ -157,7 +176,7 @@ def spread_over_leaves(vector: Array, units: Units, leaves: Sequence[Array]) -> 
             continue
         shape = [1 if axis in axes else n for axis, n in enumerate(np.shape(x))]
         rows = math.prod(shape)
-        entries = take_units(vector, range(first, first + rows)) if rows else vector[:0]
+        entries = take(range(first, first + rows)) if rows else vector[:0]
         entries = constrain_replicated(entries, x)
         spread.append(entries.reshape(shape if rows != 1 else ()))
     return spread
