@@ -237,6 +237,7 @@ def check_state(function: str, state: Any, kind: type) -> None:
 
 def check_axis(function: str, axis: Any) -> None:
     """Refuses what is neither None, an axis, nor a sequence of axes."""
+    check_static(function, "axis", axis)
     axes = () if axis is None else (axis,) if np.ndim(axis) == 0 else tuple(axis)
     if not all(hasattr(a, "__index__") and not isinstance(a, bool) for a in axes):
         hint = "Pass for example 0, or (0, 1), or None for the choice by rank."

@@ -12,8 +12,8 @@ import optax
 from .._checks import (
     check_choice,
     check_count,
+    check_decays,
     check_dtype,
-    check_number,
     check_state,
     check_transformation,
     error_message,
@@ -91,8 +91,8 @@ def accumulate_gradients(
             complex dtype over it, 64-bit leaves keep their own.
         rounding: of sums in bfloat16: "stochastic" rounds up or down at random, so that their
             mean is right however long the window; alike in every run and on every replica.
-        noise_scale_decay: in [0, 1], 0.9 for example, measures the gradient noise scale
-            (McCandlish et al. 2018, arXiv 1812.06162) with this decay over windows, for the
+        noise_scale_decay: at least 0 and below 1, such as 0.9: measures the gradient noise
+            scale (McCandlish et al. 2018, arXiv 1812.06162) with this decay over windows, for the
             price of one norm a micro-batch; `metrics` report it. None does not.
 
     Returns:
@@ -238,8 +238,7 @@ def _check_arguments(inner: Any, every: Any, noise_scale_decay: Any) -> None:
     if not callable(every):
         check_count(_NAME, "every", every, "Pass 1 to run the inner optimizer at every step.")
     if noise_scale_decay is not None:
-        hint = "Pass None not to measure the noise scale."
-        check_number(_NAME, "noise_scale_decay", noise_scale_decay, hint, high=1.0, closed=True)
+        check_decays(_NAME, noise_scale_decay=noise_scale_decay)
 
 
 def _check_not_nested(inner_state: Any) -> None:

@@ -46,9 +46,9 @@ def assign_rules(
     """The rules of a tree; every unit is served by one of them."""
     if _is_single(threshold):
         rule = as_rule(function, argument, threshold)
-        is_one = units.is_scalar and units.count == 1 and not units.names
-        return [Assignment(rule, 0 if is_one else np.arange(units.count))]
-    if units.count == 0:
+        is_one = units.is_scalar and units.size == 1 and not units.names
+        return [Assignment(rule, 0 if is_one else np.arange(units.size))]
+    if units.size == 0:
         return []
     if units.names and isinstance(threshold, Mapping) and set(threshold) == set(units.names):
         return [
@@ -72,7 +72,7 @@ def assign_to_part(function: str, served: Served, units: Units, *, alone: bool) 
         rule_text = "without a state where leaves are sharded along different mesh axes"
         got = "one that keeps a history, or a tree of thresholds"
         raise ValueError(error_message(function, "threshold", rule_text, got, hint))
-    return [Assignment(rule, np.arange(units.count))]
+    return [Assignment(rule, np.arange(units.size))]
 
 
 def check_labels(function: str, argument: str, thresholds: Mapping[Any, Any]) -> None:

@@ -73,7 +73,7 @@ def pool_sums(sums: Sequence[Array], blocks: Sequence[Block], units: Units, dtyp
         dtype: of the result where there is no block.
     """
     if not blocks:
-        return jnp.zeros(units.count, dtype)
+        return jnp.zeros(units.size, dtype)
     everywhere = _all_shard_axes(blocks, units)
     copies = [replica_count(block.shard_axes, everywhere) for block in blocks]
     shares = [x if n == 1 else x / n for x, n in zip(sums, copies, strict=True)]
@@ -83,13 +83,13 @@ def pool_sums(sums: Sequence[Array], blocks: Sequence[Block], units: Units, dtyp
 def pool_largest(tops: Sequence[Array], blocks: Sequence[Block], units: Units, dtype: Any) -> Array:
     """As `pool_sums`, the largest of values >= 0."""
     if not blocks:
-        return jnp.zeros(units.count, dtype)
+        return jnp.zeros(units.size, dtype)
     return max_over(_by_unit(tops, blocks, units, jnp.max), _all_shard_axes(blocks, units))
 
 
 def elements_of_units(blocks: Sequence[Block], units: Units) -> np.ndarray[Any, Any]:
     """How many elements each unit has on this device."""
-    elements = np.zeros(units.count)
+    elements = np.zeros(units.size)
     for block in blocks:
         np.add.at(elements, list(block.units), block.values.size / len(block.units))
     return elements
@@ -107,12 +107,12 @@ def _by_unit(
     """Combines what belongs to a unit, on the last axis."""
     rows = jnp.concatenate([reshard_replicated(total) for total in totals], axis=-1)
     order = [unit for block in blocks for unit in block.units]
-    if order == list(range(units.count)):
+    if order == list(range(units.size)):
         return rows
-    if units.count == 1:
+    if units.size == 1:
         return combine(rows, axis=-1, keepdims=True)
     # A gather and not a scatter: that of a GPU adds in another order at each run.
-    rows_of: list[list[int]] = [[] for _ in range(units.count)]
+    rows_of: list[list[int]] = [[] for _ in range(units.size)]
     for row, unit in enumerate(order):
         rows_of[unit].append(row)
     width = max(map(len, rows_of))

@@ -197,7 +197,7 @@ def norm_clip(
     def init(params: Tree) -> ClipState:
         units = named_units(tuple(threshold)) if by_label else units_of(params)
         served = assign_rules(function, argument, threshold, units, params)
-        nothing = _Clipped(*(jnp.full(units.count, x) for x in (0.0, UNBOUNDED, 1.0)))
+        nothing = _Clipped(*(jnp.full(units.size, x) for x in (0.0, UNBOUNDED, 1.0)))
         report = _report(units, [nothing], order)
         return report._replace(rules=first_states(served))
 
@@ -256,7 +256,7 @@ def _report(units: Units, clipped: Sequence[_Clipped], ord: float) -> ClipState:
         columns = (x[0].astype(jnp.float32) for x in (norms, thresholds, factors))
         by_name = (dict(zip(names, column, strict=True)) for column in columns)
         return ClipState(*by_name, clip_fraction=fraction, rules=())
-    norm = norms[0][0] if units.is_scalar and units.count else norm_of_leaves(norms, ord, None)
+    norm = norms[0][0] if units.is_scalar and units.size else norm_of_leaves(norms, ord, None)
     threshold, factor = _smallest(thresholds, UNBOUNDED, axes), _smallest(factors, 1.0, axes)
     scalars = (x.astype(jnp.float32) for x in (norm, threshold, factor))
     return ClipState(*scalars, clip_fraction=fraction, rules=())

@@ -136,7 +136,7 @@ def _by_squares(leaves: list[Array], *, units: Units, axis_name: AxisName, on_cp
     blocks = pack(leaves, units, axis_name, joined, _real_parts, flatten=on_cpu)
     dtype = norm_dtype(leaves)
     if not blocks:
-        return jnp.zeros(units.count, dtype)
+        return jnp.zeros(units.size, dtype)
     return (norms_read_again if on_cpu else norms_in_one_read)(blocks, units, dtype)
 
 

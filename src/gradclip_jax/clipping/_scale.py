@@ -91,7 +91,7 @@ def _scale_on_cpu(units: Units, drops: bool, leaves: list[Array], roots: Array) 
 def _scale_on_accelerators(
     units: Units, drops: bool, leaves: list[Array], roots: Array
 ) -> list[Array]:
-    if units.count == 1:
+    if units.size == 1 and None not in units.axes:
         of_leaves = copies_for_fusion(roots[0], len(leaves))
     else:
         of_leaves = spread_over_leaves(lax.optimization_barrier(roots), units, leaves)

@@ -52,7 +52,7 @@ def norms_read_again(blocks: Sequence[Block], units: Units, dtype: Any) -> Array
         return reads + 1, scales, sums(scales)
 
     # A loop and not a branch: XLA compiles the sums once, and reserves no scratch for a branch.
-    first = jnp.ones(units.count, dtype)
+    first = jnp.ones(units.size, dtype)
     if units.is_local and blocks:
         first = vary(first, varying_axes(blocks[0].values))
     start = (jnp.zeros((), jnp.int32), first, jnp.zeros_like(first))

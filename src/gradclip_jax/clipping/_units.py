@@ -27,7 +27,7 @@ class Units(NamedTuple):
         axes: the axes that the norm runs over; the other axes index the units of the leaf. None
             for a leaf that is left alone.
         first: the index of the first unit of the leaf; the others follow.
-        count: how many units there are.
+        size: how many units there are.
         names: a name for each unit, where metrics tell them apart.
         is_scalar: whether a threshold rule sees each unit by itself, as an array of shape ().
         is_rms: whether thresholds are compared with the root mean square of a unit.
@@ -36,7 +36,7 @@ class Units(NamedTuple):
 
     axes: tuple[tuple[int, ...] | None, ...]
     first: tuple[int, ...]
-    count: int
+    size: int
     names: tuple[Any, ...] = ()
     is_scalar: bool = False
     is_rms: bool = False
@@ -64,7 +64,7 @@ def select_groups(function: str, argument: str, units: Units, keys: Sequence[Any
             None if index is None else axes for index, axes in zip(groups, units.axes, strict=True)
         ),
         first=tuple(index or 0 for index in groups),
-        count=len(keys),
+        size=len(keys),
         names=tuple(keys),
     )
 
@@ -112,7 +112,7 @@ def unit_sizes(units: Units, leaves: Sequence[Array], axis_name: AxisName) -> Ar
     """By what a norm is divided: the root of the number of elements for an RMS, else one."""
     if not units.is_rms:
         return jnp.ones(())
-    sizes = np.ones(units.count)
+    sizes = np.ones(units.size)
     for x, axes, first in zip(leaves, units.axes, units.first, strict=True):
         rows = math.prod(unit_shape(x, axes or ()))
         shards = replica_count(frozenset(), shard_axes(x, axis_name))
