@@ -33,12 +33,6 @@ class Block(NamedTuple):
     shard_axes: frozenset[str]
     is_small: bool
 
-    def per_row(self, take: Callable[[Sequence[int]], Array]) -> Array:
-        """Entries of the units of this block, shaped to broadcast against its values."""
-        shape = [1 if axis in self.axes else n for axis, n in enumerate(self.values.shape)]
-        of_rows = take(self.units)
-        return of_rows if of_rows.ndim == 0 else of_rows.reshape(shape)
-
 
 def pack(
     leaves: Sequence[Array],

@@ -18,7 +18,7 @@ from .._tree_checks import check_inexact
 from .._types import TWO, Array, AxisName, Order, Scalar, Tree
 from .._xla import JOINED, JOINED_ON_CPU
 from ._blocks import pack, pool_largest, pool_sums
-from ._squares import norms_in_one_read, norms_read_again
+from ._squares import norms_in_one_read, norms_on_cpu
 from ._units import Units, is_measured, leaf_units, spread_over_leaves, tree_units
 
 
@@ -137,7 +137,7 @@ def _by_squares(leaves: list[Array], *, units: Units, axis_name: AxisName, on_cp
     dtype = norm_dtype(leaves)
     if not blocks:
         return jnp.zeros(units.size, dtype)
-    return (norms_read_again if on_cpu else norms_in_one_read)(blocks, units, dtype)
+    return (norms_on_cpu if on_cpu else norms_in_one_read)(blocks, units, dtype)
 
 
 def _largest(leaves: list[Array], units: Units, axis_name: AxisName) -> Array:
