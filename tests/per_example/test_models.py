@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -67,3 +68,20 @@ def test_large_weights_are_followed(name):
         if cost.method in ("gram", "tiles", "product")
     }
     assert followed >= FOLLOWED[name]
+
+
+def test_gradient_of_an_activation_is_computed_once():
+    # The logits are used twice, so their gradient is a sum; the scale multiplies what comes of it.
+    def loss(p, ids):
+        x = jnp.sin(p["embed"][ids]) * p["scale"]
+        logits = x @ p["embed"].T
+        picked = jnp.take_along_axis(logits[:-1], ids[1:, None], -1)[:, 0]
+        return jnp.mean(jax.nn.logsumexp(logits[:-1], -1) - picked)
+
+    width, letters, tokens = 24, 60, 8
+    params = {"embed": np.ones((letters, width), np.float32), "scale": np.ones(width, np.float32)}
+    program = str(
+        jax.make_jaxpr(gcx.per_example_norms(loss))(params, np.zeros((2, tokens), np.int32))
+    )
+    lengths = [program.count(f"f32[2,{n},{width}] = dot_general[") for n in (tokens - 1, tokens)]
+    assert lengths == [0, 1]
