@@ -13,11 +13,10 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-import per_example
 from optax import contrib
 
 import gradclip_jax as gcx
+import per_example
 
 LAYERS, WIDTH, VOCABULARY, TOKENS, EXAMPLES = 4, 128, 2048, 64, 32
 loss = functools.partial(per_example.loss, heads=4)
