@@ -11,7 +11,7 @@ import pytest
 import gradclip_jax as gcx
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import MODELS
+from models import MODELS, made
 from oracle import assert_close, gradients, norms, weighted_mean
 
 # The leaves whose gradients are never written down; what is left out is small, or not followed.
@@ -45,13 +45,14 @@ FOLLOWED["gpt_with_custom_attention"] = FOLLOWED["gpt"]
 
 @pytest.mark.parametrize("name", MODELS)
 def test_norms_and_clipped_mean_equal_those_of_written_gradients(name):
-    loss, params, batch = MODELS[name]()
+    loss, params, batch = made(name)
     values, grads = gradients(loss, params, batch)
     wanted = norms(grads)
     max_norm = float(np.median(wanted))
     ours, stats = jax.jit(gcx.clipped_grad_and_stats(loss, max_norm))(params, batch)
     np.testing.assert_allclose(stats.norm, wanted, rtol=1e-5)
-    np.testing.assert_allclose(stats.value, values, rtol=1e-5)
+    # A sum of sines may cancel: its error is that of its terms.
+    np.testing.assert_allclose(stats.value, values, rtol=1e-5, atol=1e-5)
     factors = np.minimum(1, max_norm / wanted)
     np.testing.assert_allclose(stats.factor, factors, rtol=1e-5)
     assert_close(ours, weighted_mean(grads, factors))
@@ -59,9 +60,8 @@ def test_norms_and_clipped_mean_equal_those_of_written_gradients(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_large_weights_are_followed(name):
-    loss, params, batch = MODELS[name]()
+    loss, params, batch = made(name)
     costs = gcx.per_example_costs(loss)(params, batch)
-    followed = {path.removeprefix("params") for path, cost in costs.items()}
     followed = {
         path.removeprefix("params")
         for path, cost in costs.items()
