@@ -4,13 +4,14 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import gradclip_jax as gcx
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import MODELS
+from models import MODELS, made
 from oracle import assert_close, gradients, norms, weighted_mean
 
 # The leaves whose gradients are never written down; what is left out is small, or not followed.
@@ -44,13 +45,14 @@ FOLLOWED["gpt_with_custom_attention"] = FOLLOWED["gpt"]
 
 @pytest.mark.parametrize("name", MODELS)
 def test_norms_and_clipped_mean_equal_those_of_written_gradients(name):
-    loss, params, batch = MODELS[name]()
+    loss, params, batch = made(name)
     values, grads = gradients(loss, params, batch)
     wanted = norms(grads)
     max_norm = float(np.median(wanted))
     ours, stats = jax.jit(gcx.clipped_grad_and_stats(loss, max_norm))(params, batch)
     np.testing.assert_allclose(stats.norm, wanted, rtol=1e-5)
-    np.testing.assert_allclose(stats.value, values, rtol=1e-5)
+    # A sum of sines may cancel: its error is that of its terms.
+    np.testing.assert_allclose(stats.value, values, rtol=1e-5, atol=1e-5)
     factors = np.minimum(1, max_norm / wanted)
     np.testing.assert_allclose(stats.factor, factors, rtol=1e-5)
     assert_close(ours, weighted_mean(grads, factors))
@@ -58,12 +60,28 @@ def test_norms_and_clipped_mean_equal_those_of_written_gradients(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_large_weights_are_followed(name):
-    loss, params, batch = MODELS[name]()
+    loss, params, batch = made(name)
     costs = gcx.per_example_costs(loss)(params, batch)
-    followed = {path.removeprefix("params") for path, cost in costs.items()}
     followed = {
         path.removeprefix("params")
         for path, cost in costs.items()
         if cost.method in ("gram", "tiles", "product")
     }
     assert followed >= FOLLOWED[name]
+
+
+def test_gradient_of_an_activation_is_computed_once():
+    # The logits are used twice, so their gradient is a sum; the scale multiplies what comes of it.
+    def loss(p, ids):
+        x = jnp.sin(p["embed"][ids]) * p["scale"]
+        logits = x @ p["embed"].T
+        picked = jnp.take_along_axis(logits[:-1], ids[1:, None], -1)[:, 0]
+        return jnp.mean(jax.nn.logsumexp(logits[:-1], -1) - picked)
+
+    width, letters, tokens = 24, 60, 8
+    params = {"embed": np.ones((letters, width), np.float32), "scale": np.ones(width, np.float32)}
+    program = str(
+        jax.make_jaxpr(gcx.per_example_norms(loss))(params, np.zeros((2, tokens), np.int32))
+    )
+    lengths = [program.count(f"f32[2,{n},{width}] = dot_general[") for n in (tokens - 1, tokens)]
+    assert lengths == [0, 1]

@@ -87,7 +87,7 @@ def clipped_value_and_grad(
         (3.75, [0.3, 0.65])
 
     References:
-        Abadi et al. 2016, arXiv 1607.00133; Bu et al. 2023 (automatic clipping), arXiv 2206.07136.
+        Abadi et al. 2016, arXiv 1607.00133; automatic clipping: arXiv 2206.07136.
     """
     name = "clipped_value_and_grad"
     loss = as_loss(name, loss_fn, has_aux, batched)

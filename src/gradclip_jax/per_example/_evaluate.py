@@ -102,6 +102,9 @@ def _linear_operands(eqn: Any, flags: Sequence[bool], varying: set[Any]) -> Sequ
         # A lazy gradient times parameters stays lazy; two activations are where factors begin.
         fixed = [isinstance(v, core.Literal) or v not in varying for v in eqn.invars]
         return [1 - i for i in range(2) if fixed[i]]
+    if name in ("mul", "div"):
+        # A product of two arrays is no move; by a number it is.
+        return [i for i in range(2) if eqn.invars[1 - i].aval.ndim == 0]
     if name.startswith("scatter") and len(eqn.params["dimension_numbers"].update_window_dims) < 2:
         return (0,)  # rows of activations
     if name in _INLINED:

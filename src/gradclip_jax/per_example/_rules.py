@@ -166,8 +166,8 @@ RULES: dict[str, Rule] = {
     "add": Rule(_add, None),
     "add_any": Rule(_add, None),
     "sub": Rule(_subtract, None),
-    "mul": Rule(_multiply, None),
-    "div": Rule(_divide),
+    "mul": Rule(_multiply, ()),  # only by a number
+    "div": Rule(_divide, ()),
     "pad": Rule(_pad),
     "concatenate": Rule(_concatenate, None),
     "dynamic_update_slice": Rule(_update_slice, (0, 1)),

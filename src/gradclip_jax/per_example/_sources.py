@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._types import Array
-from ._cost import is_small
+from ._cost import is_dense, is_small
 from ._factors import Factor, Labels, Lazy, Term, as_array, as_lazy, einsum, is_lazy, product
 from ._layout import add
 
@@ -47,6 +47,8 @@ def _chained(aval: Any, dimensions: Any, lhs: Any, rhs: Any) -> Lazy | None:
         return None
     lazy, array = (lhs, rhs) if is_lazy(lhs) else (rhs, lhs)
     ours, theirs = (left_summed, right_summed) if is_lazy(lhs) else (right_summed, left_summed)
+    if all(map(is_dense, lazy.terms)):
+        return None  # an ordinary product, once; not one for each term
     terms: list[Term] = []
     for term in lazy.terms:
         chained = _contract(term, lazy.shape, ours, array, theirs)
