@@ -58,6 +58,10 @@ CASES = {
     "stable_spam_clip": ({}, gcx.stable_spam_clip),
     "stable_adamw": ({"learning_rate": 0.1}, lambda: gcx.stable_adamw(0.1)),
     "record_norms": ({"window": 3}, lambda: gcx.record_norms(3)),
+    "noisy_mean": (
+        {"noise_multiplier": 1.0, "sensitivity": 1.0, "expected_batch_size": 8.0, "key": 0},
+        lambda: gcx.noisy_mean(1.0, 1.0, 8.0, 0),
+    ),
     "u_clip": (
         {"clip": Config("clip", {"max_delta": 0.5})},
         lambda: gcx.u_clip(gcx.clip(0.5)),

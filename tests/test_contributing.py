@@ -32,7 +32,7 @@ def test_walk_through_has_five_steps(thing):
 
 
 NAMED = {
-    "src/gradclip_jax/clipping/_units.py": ["class Granularity", "def axis("],
+    "src/gradclip_jax/clipping/_granularity.py": ["class Granularity", "def axis("],
     "src/gradclip_jax/clipping/_scale.py": ["def as_root(", "Reaction: "],
     "src/gradclip_jax/guarding/_guard.py": ["def guard("],
     "src/gradclip_jax/guarding/_skip_nonfinite.py": ["def judge(", "@register_metrics("],

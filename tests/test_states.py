@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from gradclip_jax.clipping._step import ClipState
 
 import gradclip_jax as gcx
 from gradclip_jax._states import find_states, increment_where, replace_states
 from gradclip_jax.accumulation._state import AccumulationState
+from gradclip_jax.clipping._clip import ClipState
 from gradclip_jax.guarding._skip_nonfinite import SkipNonfiniteState
 from gradclip_jax.guarding._skip_spikes import SkipSpikesState
 

@@ -397,7 +397,7 @@ def test_a_lasting_rise_of_the_loss_is_learned(level):
 
 
 def test_both_histories_are_blind_to_a_step_that_is_not_finite():
-    rule = gcx.thresholds.mean_std(4.0, window=8, warmup_steps=3)
+    rule = gcx.thresholds.mean_std(4.0, window=8, warmup_steps=3, signed=True)
     tx = gcx.skip_spikes(optax.sgd(0.1), norm=rule, loss=rule)
     _, clean = feed_both(tx, [1.0, 1.1, 0.9], [2.0, 2.1, 1.9])
     _, state = feed_both(tx, [1.0, np.nan, 1.1, 7.0, 0.9], [2.0, 9.0, 2.1, np.inf, 1.9])

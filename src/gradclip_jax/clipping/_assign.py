@@ -105,10 +105,12 @@ def current_states(function: str, served: Served, state: Any, kind: type) -> tup
     return state.rules
 
 
-def needed_params(function: str, served: Served, updates: Tree, params: Tree | None) -> list[Array]:
+def needed_params(
+    function: str, served: Served, updates: Tree, params: Tree | None
+) -> list[Array] | None:
     """The leaves of the parameters, if a rule is relative to them."""
     if not any(rule.uses_params for rule, _ in served):
-        return []
+        return None
     check_params(function, updates, params)
     measured = zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True)
     return [jnp.asarray(param) for x, param in measured if is_measured(x)]

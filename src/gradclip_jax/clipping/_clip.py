@@ -184,12 +184,12 @@ def norm_clip(
         return select_groups(function, argument, units, tuple(threshold)) if by_label else units
 
     def clip_units(
-        leaves: list[Array], params: list[Array], units: Units, served: Served, states: Any
+        leaves: list[Array], params: list[Array] | None, units: Units, served: Served, states: Any
     ) -> tuple[_Clipped, Any]:
         norms = unit_norms(leaves, units, order, axes)
         sizes = unit_sizes(units, leaves, axes).astype(norms.dtype)
-        param_norms = unit_norms(params, units, order, axes) / sizes if params else None
-        thresholds, states = apply_assigned(served, norms / sizes, states, param_norms)
+        of_params = None if params is None else unit_norms(params, units, order, axes) / sizes
+        thresholds, states = apply_assigned(served, norms / sizes, states, of_params)
         # A norm that is not finite stands aside: its slope would be NaN.
         roots = root_of(jnp.where(jnp.isfinite(norms), norms / sizes, 1), thresholds)
         return _Clipped(norms, thresholds, roots), states
@@ -211,8 +211,8 @@ def norm_clip(
         clipped: list[_Clipped] = []
         for part in parts:
             of_part = assign_to_part(function, served, part.units, alone=len(parts) == 1)
-            both = part.pick(leaves), part.pick(param_leaves)
-            result, states = clip_units(*both, part.units, of_part, states)
+            of_params = None if param_leaves is None else part.pick(param_leaves)
+            result, states = clip_units(part.pick(leaves), of_params, part.units, of_part, states)
             clipped.append(result)
         clipped = _replace_if_bad(clipped, root_when_bad)
         report = _report(units, clipped, order)._replace(

@@ -81,8 +81,8 @@ class Part(NamedTuple):
     units: Units
 
     def pick(self, leaves: Sequence[Array]) -> list[Array]:
-        """The leaves of this part; none of an empty list."""
-        return [leaves[i] for i in self.positions] if leaves else []
+        """The leaves of this part."""
+        return [leaves[i] for i in self.positions]
 
 
 def split_by_sharding(units: Units, leaves: Sequence[Array]) -> list[Part]:

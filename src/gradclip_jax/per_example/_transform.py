@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from .._checks import check_number
+from .._checks import check_number, check_state
 from .._mesh import varying_axes
 from .._states import increment_where
 from .._tree_checks import check_inexact
 from .._types import Array, Number, Scalar, Tree
 from ..clipping._norm import is_measured
+from ..clipping._scale import wide_dtype
 
 
 class NoisyMeanState(NamedTuple):
@@ -31,7 +32,7 @@ def noisy_mean(
     noise_multiplier: Number,
     sensitivity: Number,
     expected_batch_size: Number,
-    key: Array,
+    key: Array | int,
 ) -> optax.GradientTransformation:
     """Turns a sum of clipped gradients into a private mean: adds noise, divides by a public number.
 
@@ -58,7 +59,7 @@ def noisy_mean(
         noise_multiplier: standard deviation of the noise over the sensitivity, >= 0; may be traced.
         sensitivity: from `clipped_sum_sensitivity`, in the unit of the gradient of one example.
         expected_batch_size: what the sum is divided by, > 0.
-        key: a random key, kept in the state; fresh for each run.
+        key: a random key, kept in the state, or a seed for one; fresh for each run.
 
     Returns:
         A transformation whose state is `NoisyMeanState`.
@@ -85,12 +86,14 @@ def noisy_mean(
     check_number(name, "expected_batch_size", expected_batch_size, "Pass the public batch size.")
 
     def init(params: Tree) -> NoisyMeanState:
-        return NoisyMeanState(key, jnp.zeros((), jnp.int32))
+        first = jax.random.PRNGKey(key) if isinstance(key, int) else jnp.array(key)
+        return NoisyMeanState(first, jnp.zeros((), jnp.int32))
 
     def update(
         updates: Tree, state: Any, params: Tree | None = None
     ) -> tuple[Tree, NoisyMeanState]:
         check_inexact(name, "updates", updates)
+        check_state(name, state, NoisyMeanState)
         leaves, structure = jax.tree.flatten(updates)
         step_key = jax.random.fold_in(state.key, state.step)
         deviation = jnp.float32(noise_multiplier) * jnp.float32(sensitivity)
@@ -111,7 +114,7 @@ def _noisy(x: Array, key: Array, deviation: Scalar, divisor: Number) -> Array:
     x = jnp.asarray(x)
     for axis in sorted(varying_axes(x)):  # each shard of a leaf draws its own
         key = jax.random.fold_in(key, lax.axis_index(axis))
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    dtype = wide_dtype(x.dtype)
     noise = _normal(key, x.shape, dtype) * deviation.astype(jnp.finfo(dtype).dtype)
     return ((x.astype(dtype) + noise) / jnp.asarray(divisor).astype(dtype)).astype(x.dtype)
 
