@@ -117,6 +117,9 @@ TRANSFORMATIONS: dict[str, Row] = {
         lambda **axes: gcx.skip_spikes(SGD, norm=100.0, **axes),
         around=lambda inner: gcx.skip_spikes(inner, norm=100.0),
     ),
-    "noisy_mean": Row(lambda **_: gcx.noisy_mean(0.0, 1.0, 1.0, 0), is_identity_below=False),
+    # The random bits and the noise of a leaf beside the sum.
+    "noisy_mean": Row(
+        lambda **_: gcx.noisy_mean(0.0, 1.0, 1.0, 0), is_identity_below=False, scratch=2.6
+    ),
     "record_norms": Row(lambda **axes: gcx.record_norms(4, **axes)),
 }

@@ -13,6 +13,8 @@ import pytest
 import gradclip_jax as gcx
 from gradclip_jax.accumulation._state import AccumulationState
 
+pytestmark = pytest.mark.slow  # compiles many programs; .ci/run and the workflow run it
+
 PARAMS = {"w": jnp.array([[1.0, -2.0], [3.0, 0.5]]), "b": jnp.array([0.5, -0.5])}
 LABELS = {"w": "matrix", "b": "vector"}
 EVERY = 3

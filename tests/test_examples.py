@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.slow  # compiles many programs; .ci/run and the workflow run it
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 RUNS = ["no clipping", "clipping", "clipping + accumulation"]
 TINY = ["--steps=6", "--batch-size=4", "-k=2", "--max-norm=0.5"]

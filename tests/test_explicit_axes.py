@@ -11,7 +11,10 @@ import compat
 import gradclip_jax as gcx
 import registry
 
-pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
+pytestmark = [
+    pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices"),
+    pytest.mark.slow,
+]
 
 SPECS = {"w": P(None, "data", "model"), "b": P("model"), "v": P(None, "data"), "r": P()}
 SHAPES = {"w": (3, 8, 8), "b": (8,), "v": (8, 4), "r": (3,)}

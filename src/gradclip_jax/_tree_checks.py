@@ -14,10 +14,7 @@ from ._types import Tree
 def check_inexact(
     function: str, argument: str, tree: Tree, *, real: bool = False, unreduced: bool = False
 ) -> None:
-    """Refuses leaves that are neither floating, complex (unless `real`) nor float0.
-
-    And leaves of which each device holds a summand, unless `unreduced`.
-    """
+    """Refuses leaves not floating, complex (unless `real`) or float0, or unreduced ones."""
     if not unreduced:
         check_reduced(function, argument, tree)
     kind, rule = (jnp.floating, "floating") if real else (jnp.inexact, "floating or complex")

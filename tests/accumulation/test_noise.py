@@ -189,6 +189,6 @@ def test_without_a_decay_nothing_is_measured():
 
 @pytest.mark.parametrize("decay", [-0.1, 1.5, np.nan])
 def test_a_decay_outside_zero_to_one_is_refused(decay):
-    message = "accumulate_gradients: `noise_scale_decay` must be a number >= 0 and <= 1, got "
+    message = "accumulate_gradients: `noise_scale_decay` must be a number >= 0 and < 1, got "
     with pytest.raises(ValueError, match=re.escape(message)):
         gcx.accumulate_gradients(optax.sgd(0.1), 2, noise_scale_decay=decay)

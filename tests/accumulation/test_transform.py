@@ -912,8 +912,8 @@ MODEL_FLUSH = jax.jit(lambda state, params: gcx.flush(MODEL, state, params))
         (
             {"noise_scale_decay": 1.5},
             ValueError,
-            "accumulate_gradients: `noise_scale_decay` must be a number >= 0 and <= 1, got 1.5. "
-            "Pass None not to measure the noise scale.",
+            "accumulate_gradients: `noise_scale_decay` must be a number >= 0 and < 1, got 1.5. "
+            "A decay is a number below 1, such as 0.99.",
         ),
     ],
 )

@@ -425,9 +425,10 @@ def test_an_accelerator_takes_the_same_steps_as_a_cpu(monkeypatch, check, wrap):
     tx = gcx.skip_nonfinite(wrap(optax.adamw(0.1)), check=check)
     bad = [np.nan, np.inf, 1e20, 1e38]
     stream = jnp.asarray([1.0, 0.5, bad[0], 2.0, 1.0, bad[1], 1.0, bad[2], 1.0, bad[3], 3.0, 1.0])
-    expected = train(tx, stream)
+    # Parameters and counts: what is left in the accumulator after a window means nothing.
+    expected = train(tx, stream)[:2]
     on_an_accelerator(monkeypatch)
-    chex.assert_trees_all_close(train(tx, stream), expected, rtol=1e-6)
+    chex.assert_trees_all_close(train(tx, stream)[:2], expected, rtol=1e-6)
 
 
 def test_a_guard_neither_loops_nor_branches_on_an_accelerator(monkeypatch):

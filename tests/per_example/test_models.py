@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import MODELS, made
 from oracle import assert_close, gradients, norms, weighted_mean
 
+pytestmark = pytest.mark.slow  # compiles many programs; .ci/run and the workflow run it
+
 # The leaves whose gradients are never written down; what is left out is small, or not followed.
 FOLLOWED = {
     "mlp": {"['a']", "['c']"},

@@ -25,6 +25,7 @@ class Block(NamedTuple):
         units: the unit of each row, in the order of the remaining axes.
         shard_axes: the mapped axes over which the values are a shard of the whole.
         is_small: whether it may be joined with others: rows first, then one axis.
+        is_flat: whether it has two axes, one of them reduced, and is no shard of a larger array.
     """
 
     values: Array
@@ -32,6 +33,7 @@ class Block(NamedTuple):
     units: tuple[int, ...]
     shard_axes: frozenset[str]
     is_small: bool
+    is_flat: bool
 
 
 def pack(
@@ -130,10 +132,11 @@ def _by_leaf(
         axes = (*axes, *range(x.ndim, values.ndim))
         joinable = is_joinable(x)
         is_small = joinable and values.size <= SMALL
-        if is_small or (joinable and flatten):  # a shard must not be moved for it
+        is_flat = is_small or (joinable and flatten)  # a shard must not be moved for it
+        if is_flat:
             values, axes = _with_two_axes(values, axes, rows, rows_first=is_small)
         row_units = tuple(range(first, first + rows))
-        yield Block(values, axes, row_units, shard_axes(x, axis_name), is_small)
+        yield Block(values, axes, row_units, shard_axes(x, axis_name), is_small, is_flat)
 
 
 def _with_two_axes(

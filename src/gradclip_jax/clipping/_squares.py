@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._types import Array
-from .._xla import ROW
+from .._xla import ROW, ROW_ON_CPU
 from ._blocks import Block, elements_of_units, pool_sums
 from ._units import Units
 
@@ -69,14 +69,17 @@ def _sums_at_scales(block: Block, scales: tuple[float, ...], dtype: Any, on_cpu:
     """The sums of squares at each scale; the rows of the block on a last axis."""
     values, axes = block.values.astype(dtype), block.axes
     squares = [_scaled_square(values, scale) for scale in scales]
-    if axes == (1,) and values.ndim == 2 and values.shape[1] > ROW and (on_cpu or block.is_small):
-        squares = [_in_rows(x) for x in squares]
-        return jnp.stack([jnp.sum(x, axis=1) for x in _variadic_sum(squares, (2,))])
-    if on_cpu or len(axes) < values.ndim:
-        # XLA on a CPU adds up thousands of terms of a variadic sum one after the other, and does
-        # not fuse that of rows or columns on a GPU (H100: 16 N moved in place of 4 N).
-        return jnp.stack([jnp.sum(x, axes).reshape(-1) for x in squares])
-    return jnp.stack(_variadic_sum(squares, axes)).reshape(len(scales), -1)
+    row = ROW_ON_CPU if on_cpu else ROW
+    if block.is_flat and values.shape[axes[0]] > row and (on_cpu or block.is_small):
+        squares = _variadic_sum([_cut(x, axes[0], row) for x in squares], (axes[0] + 1,))
+    elif on_cpu:
+        squares, axes = _variadic_sum(squares, axes[-1:]), axes[:-1]
+    elif len(axes) < values.ndim:
+        # XLA does not fuse a variadic sum of rows or columns (H100: 16 N moved in place of 4 N).
+        squares, axes = [jnp.sum(jnp.stack(squares), [axis + 1 for axis in axes])], ()
+    else:
+        squares, axes = _variadic_sum(squares, axes), ()
+    return jnp.stack([jnp.sum(x, axes) for x in squares]).reshape(len(scales), -1)
 
 
 def _scaled_square(x: Array, scale: float) -> Array:
@@ -87,9 +90,11 @@ def _scaled_square(x: Array, scale: float) -> Array:
     return jnp.square(x if scale == 1 else jnp.maximum(jnp.abs(x) * scale, 0))
 
 
-def _in_rows(x: Array) -> Array:
-    """A matrix with its last axis cut into rows that are filled up with zeros."""
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % ROW))).reshape(x.shape[0], -1, ROW)
+def _cut(x: Array, axis: int, row: int) -> Array:
+    """A matrix with an axis cut into rows, the last one filled up with zeros."""
+    padding = [(0, -x.shape[i] % row if i == axis else 0) for i in range(2)]
+    padded = jnp.pad(x, padding)
+    return padded.reshape(*padded.shape[:axis], -1, row, *padded.shape[axis + 1 :])
 
 
 def _variadic_sum(terms: Sequence[Array], axes: tuple[int, ...]) -> tuple[Array, ...]:

@@ -45,7 +45,6 @@ def skip_nonfinite(
     | step | effect |
     | --- | --- |
     | a NaN or infinity in gradient, loss or weight | no update, state unchanged |
-    | float16 gradient that overflowed | the same |
     | a NaN or infinity in the update; a new one in an array of the next state | the same |
     | a gradient of 1e20, which makes a second moment infinite | the same |
     | an infinity in a scalar of the state, such as a clip threshold that is turned off | taken |
@@ -74,8 +73,7 @@ def skip_nonfinite(
         without copying anything.
 
     Raises:
-        TypeError: `inner` is no transformation, or holds `optax.MultiSteps`; when traced, a leaf
-            is not inexact.
+        TypeError: `inner` is no transformation, or holds `MultiSteps`; a leaf is not inexact.
         ValueError: `max_consecutive_skips` is < 1, or `check` another word.
 
     Examples:
