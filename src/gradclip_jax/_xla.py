@@ -30,10 +30,6 @@ JOINED_ON_CPU = 512
 # 16,384 elements XLA writes the terms down first (H100: 7 N moved, 1.05 N in rows of 128).
 ROW = 128
 
-# XLA on a CPU adds up the terms of a variadic sum one after the other, so that small ones beside a
-# large one are lost: half an ulp each.
-ROW_ON_CPU = 32
-
 # So many leaves take their factor from one vector. On an H100 XLA merges the scaling of such
 # leaves into few kernels, but not if all read one scalar: 23 launches in place of 1,002 for 1,000
 # leaves. Up to 200 merge alike, more take longer to compile (4: 5.5 s, 32: 6.4 s).

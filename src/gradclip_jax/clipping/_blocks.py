@@ -25,7 +25,6 @@ class Block(NamedTuple):
         units: the unit of each row, in the order of the remaining axes.
         shard_axes: the mapped axes over which the values are a shard of the whole.
         is_small: whether it may be joined with others: rows first, then one axis.
-        is_flat: whether it has two axes, one of them reduced, and is no shard of a larger array.
     """
 
     values: Array
@@ -33,7 +32,12 @@ class Block(NamedTuple):
     units: tuple[int, ...]
     shard_axes: frozenset[str]
     is_small: bool
-    is_flat: bool
+
+    def per_row(self, take: Callable[[Sequence[int]], Array]) -> Array:
+        """Entries of the units of this block, shaped to broadcast against its values."""
+        of_rows = take(self.units)
+        shape = [1 if axis in self.axes else n for axis, n in enumerate(self.values.shape)]
+        return of_rows if of_rows.ndim == 0 else of_rows.reshape(shape)
 
 
 def pack(
@@ -132,11 +136,10 @@ def _by_leaf(
         axes = (*axes, *range(x.ndim, values.ndim))
         joinable = is_joinable(x)
         is_small = joinable and values.size <= SMALL
-        is_flat = is_small or (joinable and flatten)  # a shard must not be moved for it
-        if is_flat:
+        if is_small or (joinable and flatten):  # a shard must not be moved for it
             values, axes = _with_two_axes(values, axes, rows, rows_first=is_small)
         row_units = tuple(range(first, first + rows))
-        yield Block(values, axes, row_units, shard_axes(x, axis_name), is_small, is_flat)
+        yield Block(values, axes, row_units, shard_axes(x, axis_name), is_small)
 
 
 def _with_two_axes(

@@ -15,35 +15,41 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._types import Array
-from .._xla import ROW, ROW_ON_CPU
+from .._xla import ROW
 from ._blocks import Block, elements_of_units, pool_sums
-from ._units import Units
+from ._units import Units, take_units_on_cpu
 
 
-def norms_in_one_read(
-    blocks: Sequence[Block], units: Units, dtype: Any, *, on_cpu: bool = False
-) -> Array:
+def norms_in_one_read(blocks: Sequence[Block], units: Units, dtype: Any) -> Array:
     """The norm of each unit, without a branch."""
     down, up = _scales(dtype)
-    sums = [_sums_at_scales(block, (down, 1.0, up), dtype, on_cpu) for block in blocks]
+    sums = [_sums_at_scales(block, (down, 1.0, up), dtype) for block in blocks]
     totals_down, totals, totals_up = pool_sums(sums, blocks, units, dtype)
     is_large, is_small = _is_out_of_range(totals, blocks, units)
     in_range = jnp.where(is_large, totals_down, jnp.where(is_small, totals_up, totals))
-    scale = jnp.where(is_large, down, jnp.where(is_small, up, 1)).astype(dtype)
-    return jnp.sqrt(in_range) / scale
+    return jnp.sqrt(in_range) / jnp.where(is_large, down, jnp.where(is_small, up, 1))
 
 
 def norms_on_cpu(blocks: Sequence[Block], units: Units, dtype: Any) -> Array:
     """The norm of each unit, with a second read only if the sum of a unit is out of range."""
-    squares = [jnp.square(block.values.astype(dtype)) for block in blocks]
-    sums = [jnp.sum(x, b.axes).reshape(-1) for x, b in zip(squares, blocks, strict=True)]
-    totals = pool_sums(sums, blocks, units, dtype)
+
+    def totals_of(values: Sequence[Array]) -> Array:
+        pairs = zip(values, blocks, strict=True)
+        return pool_sums(
+            [jnp.sum(x * x, b.axes).reshape(-1) for x, b in pairs], blocks, units, dtype
+        )
+
+    totals = totals_of([block.values.astype(dtype) for block in blocks])
     is_large, is_small = _is_out_of_range(totals, blocks, units)
-    return lax.cond(
-        jnp.any(is_large | is_small),
-        lambda: norms_in_one_read(blocks, units, dtype, on_cpu=True),
-        lambda: jnp.sqrt(totals),
-    )
+
+    def read_again() -> Array:
+        down, up = _scales(dtype)
+        scales = jnp.where(is_large, down, jnp.where(is_small, up, 1)).astype(dtype)
+        take = take_units_on_cpu(scales)
+        scaled = [block.values.astype(dtype) * block.per_row(take) for block in blocks]
+        return jnp.sqrt(totals_of(scaled)) / scales
+
+    return lax.cond(jnp.any(is_large | is_small), read_again, lambda: jnp.sqrt(totals))
 
 
 def _scales(dtype: Any) -> tuple[float, float]:
@@ -65,20 +71,16 @@ def _is_out_of_range(totals: Array, blocks: Sequence[Block], units: Units) -> tu
     return totals == jnp.inf, totals < jnp.asarray(lowest, totals.dtype)
 
 
-def _sums_at_scales(block: Block, scales: tuple[float, ...], dtype: Any, on_cpu: bool) -> Array:
+def _sums_at_scales(block: Block, scales: tuple[float, ...], dtype: Any) -> Array:
     """The sums of squares at each scale; the rows of the block on a last axis."""
     values, axes = block.values.astype(dtype), block.axes
     squares = [_scaled_square(values, scale) for scale in scales]
-    row = ROW_ON_CPU if on_cpu else ROW
-    if block.is_flat and values.shape[axes[0]] > row and (on_cpu or block.is_small):
-        squares = _variadic_sum([_cut(x, axes[0], row) for x in squares], (axes[0] + 1,))
-    elif on_cpu:
-        squares, axes = _variadic_sum(squares, axes[-1:]), axes[:-1]
-    elif len(axes) < values.ndim:
-        # XLA does not fuse a variadic sum of rows or columns (H100: 16 N moved in place of 4 N).
-        squares, axes = [jnp.sum(jnp.stack(squares), [axis + 1 for axis in axes])], ()
-    else:
-        squares, axes = _variadic_sum(squares, axes), ()
+    if block.is_small and values.shape[1] > ROW:
+        rows = [jnp.pad(x, ((0, 0), (0, -x.shape[1] % ROW))) for x in squares]
+        rows = [x.reshape(x.shape[0], -1, ROW) for x in rows]
+        return jnp.stack([jnp.sum(x, axis=1) for x in _variadic_sum(rows, (2,))])
+    # Not variadic: XLA would gather a sharded leaf for it, on all devices (JAX 0.10.2). Sums of one
+    # array that stand side by side are one read on an H100 and a TPU all the same.
     return jnp.stack([jnp.sum(x, axes) for x in squares]).reshape(len(scales), -1)
 
 
@@ -88,13 +90,6 @@ def _scaled_square(x: Array, scale: float) -> Array:
     It does not look behind a maximum (JAX 0.10.2, CPU, H100 and TPU v5e).
     """
     return jnp.square(x if scale == 1 else jnp.maximum(jnp.abs(x) * scale, 0))
-
-
-def _cut(x: Array, axis: int, row: int) -> Array:
-    """A matrix with an axis cut into rows, the last one filled up with zeros."""
-    padding = [(0, -x.shape[i] % row if i == axis else 0) for i in range(2)]
-    padded = jnp.pad(x, padding)
-    return padded.reshape(*padded.shape[:axis], -1, row, *padded.shape[axis + 1 :])
 
 
 def _variadic_sum(terms: Sequence[Array], axes: tuple[int, ...]) -> tuple[Array, ...]:
