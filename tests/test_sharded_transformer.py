@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -43,7 +44,10 @@ def run_apart(folder, *words, processes=1):
     """Runs the example as users do, in so many processes with eight devices together."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
     environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={8 // processes}"
+    # Compiled as in this process: numbers are compared to the last bit.
+    environment["XLA_FLAGS"] = re.sub(
+        r"(device_count=)\d+", rf"\g<1>{8 // processes}", os.environ["XLA_FLAGS"]
+    )
     environment["JAX_PLATFORMS"] = "cpu"
     summary = folder / "summary.json"
     command = [sys.executable, str(SCRIPT), *words, "--summary", str(summary)]
