@@ -27,7 +27,7 @@ def norms_in_one_read(blocks: Sequence[Block], units: Units, dtype: Any) -> Arra
     totals_down, totals, totals_up = pool_sums(sums, blocks, units, dtype)
     is_large, is_small = _is_out_of_range(totals, blocks, units)
     in_range = jnp.where(is_large, totals_down, jnp.where(is_small, totals_up, totals))
-    return jnp.sqrt(in_range) / jnp.where(is_large, down, jnp.where(is_small, up, 1))
+    return jnp.sqrt(in_range) / _scales_where(is_large, is_small, dtype)
 
 
 def norms_on_cpu(blocks: Sequence[Block], units: Units, dtype: Any) -> Array:
@@ -43,8 +43,7 @@ def norms_on_cpu(blocks: Sequence[Block], units: Units, dtype: Any) -> Array:
     is_large, is_small = _is_out_of_range(totals, blocks, units)
 
     def read_again() -> Array:
-        down, up = _scales(dtype)
-        scales = jnp.where(is_large, down, jnp.where(is_small, up, 1)).astype(dtype)
+        scales = _scales_where(is_large, is_small, dtype)
         take = take_units_on_cpu(scales)
         scaled = [block.values.astype(dtype) * block.per_row(take) for block in blocks]
         return jnp.sqrt(totals_of(scaled)) / scales
@@ -60,6 +59,12 @@ def _scales(dtype: Any) -> tuple[float, float]:
     """
     bits = int(jnp.finfo(dtype).maxexp)
     return 2.0 ** -((bits + 28) // 2), 2.0 ** (bits // 2)
+
+
+def _scales_where(is_large: Array, is_small: Array, dtype: Any) -> Array:
+    """By what the numbers of each unit are scaled so that their squares are in range."""
+    down, up = _scales(dtype)
+    return jnp.where(is_large, down, jnp.where(is_small, up, 1)).astype(dtype)
 
 
 def _is_out_of_range(totals: Array, blocks: Sequence[Block], units: Units) -> tuple[Array, Array]:

@@ -13,7 +13,7 @@ from .._tree_checks import broadcast_prefix
 from .._types import Array, Labels, Scalar, Tree
 from ..clipping._norm import is_measured
 from ._evaluate import evaluate
-from ._measure import joint_norm, norm
+from ._measure import norm, norm_of_arrays
 
 
 class Loss(NamedTuple):
@@ -144,7 +144,7 @@ def joint_norms(
         parts: dict[frozenset[str], list[Scalar]] = {}
         for i in members:
             parts.setdefault(shards[i], []).append(norms[i])
-        return joint_norm([_over(joint_norm(x), axes) for axes, x in parts.items()])
+        return norm_of_arrays([_over(norm_of_arrays(x), axes) for axes, x in parts.items()])
 
     return {label: joint(members) for label, members in groups.items()}
 

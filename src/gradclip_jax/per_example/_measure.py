@@ -20,16 +20,16 @@ from ._layout import split_labels
 def norm(value: Array | Lazy) -> Scalar:
     """The 2-norm of an array or a lazy one: float32[], or float64[] for 64 bit."""
     if not isinstance(value, Lazy):
-        return joint_norm([value])
+        return norm_of_arrays([value])
     if value.norms is not None:
-        return joint_norm([value.norms])
+        return norm_of_arrays([value.norms])
     parts = separate(value)
     if parts is None:
-        return joint_norm([as_array(value)])
-    return joint_norm([_part_norm(part) for part in parts])
+        return norm_of_arrays([as_array(value)])
+    return norm_of_arrays([_part_norm(part) for part in parts])
 
 
-def joint_norm(arrays: Sequence[Array]) -> Scalar:
+def norm_of_arrays(arrays: Sequence[Array]) -> Scalar:
     """The 2-norm of all elements of all arrays, for every magnitude."""
     arrays = [x for x in arrays if x.size]
     if not arrays:
@@ -92,7 +92,7 @@ def method(lazy: Lazy) -> str:
 def _part_norm(lazy: Lazy) -> Scalar:
     chosen = method(lazy)
     if chosen == "product":
-        return joint_norm([as_array(lazy.replace(dtype=_out_dtype(lazy)))])
+        return norm_of_arrays([as_array(lazy.replace(dtype=_out_dtype(lazy)))])
     if chosen == "tiles":
         return _tiled_norm(lazy)
     return _gram_norm(lazy)
@@ -268,9 +268,9 @@ def _tiled_norm(lazy: Lazy) -> Scalar:
         )
         value = as_array(cut)
         new = start + lax.broadcasted_iota(jnp.int32, value.shape, axis) >= i * tile
-        return joint_norm([jnp.where(new, value, 0)])
+        return norm_of_arrays([jnp.where(new, value, 0)])
 
-    return joint_norm([lax.map(tile_norm, jnp.arange(count, dtype=jnp.int32))])
+    return norm_of_arrays([lax.map(tile_norm, jnp.arange(count, dtype=jnp.int32))])
 
 
 def _cut(term: Term, label: int, start: Array, size: int) -> Term:
