@@ -314,13 +314,13 @@ def test_strict_promotion_takes_float32_updates_to_bfloat16_parameters():
 
 
 @pytest.mark.parametrize("taken", [True, False])
-def test_a_step_that_is_usually_taken_is_selected_on_an_accelerator(monkeypatch, taken):
+def test_a_step_that_is_usually_taken_is_selected_on_an_accelerator(taken):
     def run(predicate, x, key):
         return run_if(predicate, lambda c: (c[0] + 1, c[1]), (x, key), usually=True)
 
     args = (jnp.array(taken), X, jax.random.key(0))
     expected = jax.jit(run)(*args)
-    on_an_accelerator(monkeypatch)
-    selected = jax.jit(run).lower(*args)
+    with on_an_accelerator():
+        selected = jax.jit(run).lower(*args)
     assert "while" not in selected.as_text() and "select" in selected.as_text()
     chex.assert_trees_all_equal(selected.compile()(*args), expected)

@@ -202,8 +202,9 @@ def test_a_skip_copies_no_buffer(guard):
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), params)
     memory = lowered.compile().memory_analysis()
     # One temporary of the size of the parameters, in the branch that rescales a norm, or one flag
-    # for each; both for the XLA of JAX 0.7. And all donated buffers reused: parameters, moments.
-    limit = 1.1 if compat.VERSION >= (0, 8) else 1.3
+    # for each; XLA of JAX 0.7 has both, and two of the first where one guard is in another.
+    # And all donated buffers reused: parameters, moments.
+    limit = 1.1 if compat.VERSION >= (0, 8) else 2.1
     assert memory.temp_size_in_bytes <= limit * 4 * n
     assert memory.alias_size_in_bytes >= 3 * 4 * n
     copies = re.findall(r"= f32\[([\d,]+)\]\S* copy\(", lowered.compile().as_text())
@@ -421,25 +422,30 @@ def test_an_object_with_init_and_update_is_taken():
 
 @pytest.mark.parametrize("check", ["step", "gradient"])
 @pytest.mark.parametrize("wrap", [optax.chain, lambda tx: gcx.accumulate_gradients(tx, 2)])
-def test_an_accelerator_takes_the_same_steps_as_a_cpu(monkeypatch, check, wrap):
+def test_an_accelerator_takes_the_same_steps_as_a_cpu(check, wrap):
     tx = gcx.skip_nonfinite(wrap(optax.adamw(0.1)), check=check)
     bad = [np.nan, np.inf, 1e20, 1e38]
     stream = jnp.asarray([1.0, 0.5, bad[0], 2.0, 1.0, bad[1], 1.0, bad[2], 1.0, bad[3], 3.0, 1.0])
     # Parameters and counts: what is left in the accumulator after a window means nothing.
     expected = train(tx, stream)[:2]
-    on_an_accelerator(monkeypatch)
-    chex.assert_trees_all_close(train(tx, stream)[:2], expected, rtol=1e-6)
+    with on_an_accelerator():
+        found = train(tx, stream)[:2]
+    chex.assert_trees_all_close(found, expected, rtol=1e-6)
 
 
-def test_a_guard_neither_loops_nor_branches_on_an_accelerator(monkeypatch):
-    on_an_accelerator(monkeypatch)
+@pytest.mark.parametrize(
+    "guard",
+    [
+        gcx.skip_nonfinite,
+        functools.partial(gcx.skip_nonfinite, check="gradient"),
+        functools.partial(gcx.skip_large_norm, max_norm=1.0),
+    ],
+)
+def test_a_guard_neither_loops_nor_branches_on_an_accelerator(guard):
     params = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}
-    branches_of_norm = str(jax.make_jaxpr(gcx.global_norm)(params)).count("cond[")
-    for tx in (
-        gcx.skip_nonfinite(optax.adamw(0.1)),
-        gcx.skip_nonfinite(optax.adamw(0.1), check="gradient"),
-        gcx.skip_large_norm(optax.adamw(0.1), 1.0),
-    ):
+    tx = guard(optax.adamw(0.1))
+    with on_an_accelerator():
+        norm = str(jax.make_jaxpr(gcx.global_norm)(params))
         step = functools.partial(gcx.apply_gradients, tx)
         text = str(jax.make_jaxpr(step)(params, tx.init(params), params))
-        assert "while[" not in text and text.count("cond[") <= branches_of_norm
+    assert "while[" not in text and text.count("cond[") <= norm.count("cond[")
