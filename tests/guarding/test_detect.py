@@ -1,5 +1,6 @@
 """The verdict on a step: which numbers make it a bad one, in which dtypes, on which devices."""
 
+import contextlib
 import functools
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import gradclip_jax as gcx
 from compat import VERSION, strict, x64
 from gradclip_jax.guarding._detect import all_finite, has_finite_squares, is_finite_step
+from guard_cases import on_an_accelerator
 from trees import build
 
 LOW = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
@@ -57,6 +59,15 @@ def test_every_dtype_is_looked_at(dtype, size):
     assert not verdict(optax.identity(), good.at[1].set(jnp.nan))
     if dtype == "complex64":
         assert not verdict(optax.identity(), good.at[1].set(complex(0, jnp.inf)))
+
+
+@pytest.mark.parametrize("device", [contextlib.nullcontext, on_an_accelerator])
+def test_finite_gradients_whose_squares_or_sum_overflow_are_finite_on_any_device(device):
+    with device():
+        for dtype in ("float16", "bfloat16", "float32"):
+            largest = jnp.full(3, jnp.finfo(dtype).max, dtype)
+            assert jax.jit(lambda x: all_finite([x], None))(largest)
+            assert not jax.jit(lambda x: all_finite([x], None))(largest.at[1].set(jnp.inf))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", *LOW[2:]])
