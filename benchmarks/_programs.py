@@ -109,6 +109,10 @@ PROGRAMS = {
         lambda: _step(gcx.accumulate_gradients(_ours(), 8), fast),
         lambda: _step(optax.MultiSteps(_theirs(), 8)),
     ),
+    "hold (and emission inside) of AdamW, apply_gradients": Pair(
+        lambda: _step(gcx.accumulate_gradients(_adamw(), 8), fast),
+        lambda: _step(optax.MultiSteps(_adamw(), 8)),
+    ),
     "hold (and emission inside), update": Pair(
         lambda: _step(gcx.accumulate_gradients(_ours(), 8)),
         lambda: _step(optax.MultiSteps(_theirs(), 8)),

@@ -15,6 +15,7 @@ import hlo
 import oracles
 import trees
 from gradclip_jax.clipping._norm import unit_norms
+from gradclip_jax.clipping._squares import _stack_of_sums, _sums_of_stack
 
 ULPS = 8.0  # of float32, 1e-6: invariant 4
 ULPS_64 = 8.0  # of float64
@@ -178,6 +179,13 @@ def test_true_norm_of_the_float16_example_is_right():
     half = np.float16(np.random.default_rng(0).standard_normal(100) * 1_000)
     assert np.isinf(np.sqrt(np.sum(half * half, dtype=np.float16)))
     assert worst(half) <= ULPS
+
+
+@pytest.mark.parametrize("axes", [(0,), (0, 1)])
+def test_both_ways_to_add_up_columns_give_the_same(axes):
+    terms = [trees.normal((40, 6, 5), scale=scale) for scale in (1.0, 1e-9, 1e9)]
+    one_by_one, at_once = _stack_of_sums(terms, axes), _sums_of_stack(terms, axes)
+    chex.assert_trees_all_close(at_once, one_by_one, rtol=1e-5)
 
 
 def test_norm_beyond_float32_is_infinite():

@@ -19,5 +19,5 @@ LARGE_BFLOAT16 = tree_of(4, 2048, 2048, dtype="bfloat16")
 SMALL = tree_of(100, 64)
 NORMS = ["norm", "clip", "leaf norms", "clip by leaf norm", "clip by block RMS"]
 RULES = ["zclip", "adagc", "adaptive_grad_clip"]
-# A hundredth for the sums of blocks, which both write and read again.
-SLACK = 0.02
+# For the sums of blocks and of columns, which are written and read again, three for each of Optax's.
+SLACK = 0.03
