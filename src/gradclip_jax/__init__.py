@@ -8,6 +8,7 @@ from .clipping._norm import global_norm as global_norm
 from .clipping._norm import leaf_norms as leaf_norms
 from .clipping._pure import clip_grad_norm as clip_grad_norm
 from .clipping._clamp import clip_grad_value as clip_grad_value
+from .clipping._cotangent import clip_cotangent as clip_cotangent
 
 from .clipping._clip import clip_by_norm as clip_by_norm
 from .clipping._transform import clip_by_global_norm as clip_by_global_norm
@@ -70,6 +71,7 @@ __all__ = [
     "leaf_norms",
     "clip_grad_norm",
     "clip_grad_value",
+    "clip_cotangent",
     "clip_by_norm",
     "clip_by_global_norm",
     "clip_by_leaf_norm",

@@ -243,3 +243,16 @@ def check_axis(function: str, axis: Any) -> None:
         hint = "Pass for example 0, or (0, 1), or None for the choice by rank."
         rule = "an integer, a sequence of integers or None"
         raise TypeError(error_message(function, "axis", rule, repr(axis), hint))
+
+
+def axes_within(
+    function: str, axis: Any, x: Any, owner: str, place: str, hint: str
+) -> tuple[int, ...]:
+    """The axes of an array, sorted and counted from 0; refuses those it does not have."""
+    rank = np.ndim(x)
+    axes = (axis,) if np.ndim(axis) == 0 else tuple(axis)
+    if any(not -rank <= a < rank for a in axes) or len({a % rank for a in axes}) < len(axes):
+        rule = f"distinct axes of {owner}, in [{-rank}, {rank})"
+        got = f"{axis} for {describe(x)}" + (f" at {place}" if place else "")
+        raise ValueError(error_message(function, "axis", rule, got, hint))
+    return tuple(sorted(int(a) % rank for a in axes))

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from .._checks import (
+    axes_within,
     check_axis,
     check_choice,
     check_count,
@@ -173,13 +174,8 @@ def _unit_axes(function: str, path: Any, x: Any, axis: Any) -> tuple[int, ...]:
     """The axes that the norm of a unit runs over."""
     rank = np.ndim(x)
     if axis is not None:
-        axes = (axis,) if np.ndim(axis) == 0 else tuple(axis)
-        if any(not -rank <= a < rank for a in axes) or len({a % rank for a in axes}) < len(axes):
-            rule = f"distinct axes of every leaf, in [{-rank}, {rank})"
-            got = f"{axis} for {describe(x)} at {leaf_path('updates', path)}"
-            hint = "Treat leaves of another rank apart, with `optax.masked` or `optax.partition`."
-            raise ValueError(error_message(function, "axis", rule, got, hint))
-        return tuple(sorted(int(a) % rank for a in axes))
+        hint = "Treat leaves of another rank apart, with `optax.masked` or `optax.partition`."
+        return axes_within(function, axis, x, "every leaf", leaf_path("updates", path), hint)
     if sum(n != 1 for n in np.shape(x)) <= 1:  # scalars and vectors: the whole leaf
         return tuple(range(rank))
     # Input axes of linear layers (IO), of attention projections, of HWIO and DHWIO filters.

@@ -7,7 +7,7 @@ from .._tree_checks import check_inexact
 from .._types import TWO, AxisName, Number, Order, Scalar, Tree
 from ._clip import scale_tree
 from ._norm import measured_leaves, norm_dtype, norm_of_leaves
-from ._scale import scale_root
+from ._scale import root_of_norms
 from ._units import split_by_sharding, tree_units
 
 
@@ -55,8 +55,6 @@ def clip_grad_norm(
     else:
         check_number(name, "norm", norm, "Pass the norm of `grads`.", closed=True, or_nan=True)
         total = jnp.asarray(norm).astype(norm_dtype(leaves))
-    finite = jnp.where(jnp.isfinite(total), total, 1)
-    root = scale_root(finite, jnp.asarray(max_norm).astype(total.dtype))
-    root = jnp.where(jnp.isfinite(total), root, jnp.nan)
+    root = root_of_norms(total, jnp.asarray(max_norm).astype(total.dtype), jnp.nan)
     parts = split_by_sharding(tree_units(leaves), leaves)
     return scale_tree(grads, parts, [root[None]], drops=False), total

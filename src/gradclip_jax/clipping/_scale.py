@@ -48,6 +48,14 @@ def scale_root(norm: Array, threshold: Array) -> Array:
     return jnp.where(within, 1, root)
 
 
+def root_of_norms(norms: Array, threshold: Array, root_when_bad: float) -> Array:
+    """`scale_root` of norms that may not be finite: each such unit gets the other root."""
+    # A norm that is not finite stands aside: its slope would be NaN.
+    finite = jnp.isfinite(norms)
+    root = scale_root(jnp.where(finite, norms, 1), threshold)
+    return jnp.where(finite, root, root_when_bad)
+
+
 def _zero_root(norm: Array, threshold: Array) -> Array:
     """One up to the threshold, zero above it, NaN for a threshold of NaN."""
     above = jnp.where(jnp.isnan(threshold), jnp.nan, jnp.zeros_like(norm))

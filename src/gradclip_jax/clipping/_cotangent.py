@@ -1,0 +1,182 @@
+"""Clipping inside a model: the identity, whose cotangent is clipped on the way back."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._checks import (
+    axes_within,
+    check_axis,
+    check_choice,
+    check_number,
+    check_ord,
+    describe,
+    error_message,
+)
+from .._mesh import is_explicit
+from .._types import TWO, Array, Number, Order
+from ._norm import norm_dtype, unit_norms
+from ._scale import root_of_norms, scale_leaf
+from ._units import all_axes, tree_units, unit_shape
+
+_NAME = "clip_cotangent"
+
+
+class _How(NamedTuple):
+    """What is known when the program is traced.
+
+    Attributes:
+        kept: the axes that index the units.
+        ord: order of the norm.
+        drops: whether a unit that is not finite becomes zero.
+        has_probe: whether the norms are asked for.
+    """
+
+    kept: tuple[int, ...]
+    ord: float
+    drops: bool
+    has_probe: bool
+
+
+def clip_cotangent(
+    x: Array,
+    max_norm: Number,
+    *,
+    axis: int | Sequence[int] | None = -1,
+    ord: Order = TWO,
+    nonfinite: Literal["propagate", "zero"] = "propagate",
+    norm_probe: Array | None = None,
+) -> Array:
+    """Returns x as it is, and clips its cotangent by norm when the gradient comes back.
+
+    `g_i * min(1, max_norm / |g_i|)` for each unit i of the cotangent `g = d loss / d x`: with the
+    default of `axis` each token of an array `[batch, time, features]` is clipped by itself.
+
+    | unit of the cotangent | goes on as |
+    | --- | --- |
+    | norm <= max_norm, or all zero | it is, bit for bit |
+    | norm > max_norm | scaled to max_norm |
+    | a NaN or infinity, `nonfinite="propagate"` | NaN in all of this unit, for a guard to find |
+    | a NaN or infinity, `nonfinite="zero"` | zero in all of this unit |
+    | traced max_norm <= 0; NaN | zero; NaN |
+
+    `max_norm` is in the unit of the loss over that of x. The cotangent of a *mean* over n tokens
+    is 1/n of that of one token's loss: pass `c / n` for a limit c that does not depend on the
+    size of the batch. A scaled loss scales it too.
+
+    A backward pass returns nothing but gradients, so the norms come as one: give zeros in the
+    shape of the norms as `norm_probe`, and the gradient with respect to it is the norms before
+    clipping. A probe that is used at two places gets the sum of both. Under `lax.scan` over
+    layers, and `vmap`, it has an entry for each.
+
+    Derivatives of the gradient, in both modes, are those of the clipped gradient. The function
+    itself has no forward mode: there is no cotangent in it.
+
+    Args:
+        x: a floating or complex array; for a tree, `jax.tree.map` over it.
+        max_norm: the threshold, > 0; may be traced. Infinity never clips.
+        axis: the axes that a norm runs over, as NumPy counts them: -1 for each token,
+            `(1, 2)` for each example of rank 3, None for the whole array. Inside `shard_map`,
+            and under explicit axes, these axes must not be sharded.
+        ord: order of the norm, 1, 2, inf or any number > 0.
+        nonfinite: "propagate" or "zero".
+        norm_probe: zeros of the shape of x without `axis`, float32 (float64 for float64 and
+            complex128); its values do not matter.
+
+    Returns:
+        x.
+
+    Raises:
+        ValueError: a number is out of range, `axis` does not fit x, or the shape of
+            `norm_probe` is not that of the norms.
+        TypeError: x is no floating or complex array, or `norm_probe` has another dtype.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
+        >>> def loss(w, probe, x):
+        ...     hidden = gcx.clip_cotangent(w * x, 1.0, norm_probe=probe)
+        ...     return jnp.sum(hidden * jnp.array([[3.0, 4.0], [0.3, 0.4]]))  # two tokens
+        >>> x, probe = jnp.ones((2, 2)), jnp.zeros(2)
+        >>> grad, norms = jax.grad(loss, argnums=(0, 1))(1.0, probe, x)
+        >>> print(norms, round(float(grad), 4))  # 0.6 + 0.8 of the first, 0.3 + 0.4 of the second
+        [5.  0.5] 2.1
+    """
+    check_number(_NAME, "max_norm", max_norm, "Pass inf to only measure.")
+    check_choice(_NAME, "nonfinite", nonfinite, ("propagate", "zero"))
+    check_axis(_NAME, axis)
+    x = _as_inexact(x)
+    over = all_axes(x) if axis is None else axes_within(_NAME, axis, x, "`x`", "", _AXIS_HINT)
+    kept = tuple(a for a in all_axes(x) if a not in over)
+    _check_whole(x, over, kept)
+    dtype = norm_dtype([x])
+    if norm_probe is not None:
+        _check_probe(norm_probe, unit_shape(x, over), dtype)
+    how = _How(kept, check_ord(_NAME, ord), nonfinite == "zero", norm_probe is not None)
+    return _identity(x, jnp.asarray(max_norm, dtype), norm_probe, how)
+
+
+_AXIS_HINT = "Count the axes that one norm runs over, such as -1 for each token."
+
+
+def _as_inexact(x: Any) -> Array:
+    rule = "a floating or complex array"
+    if not isinstance(x, (jax.Array, np.ndarray, np.generic, float, complex)):
+        hint = "Map over the arrays of a tree with `jax.tree.map`."
+        raise TypeError(error_message(_NAME, "x", rule, type(x).__name__, hint))
+    if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+        raise TypeError(error_message(_NAME, "x", rule, describe(x), "Integers have no cotangent."))
+    return jnp.asarray(x)
+
+
+def _check_whole(x: Array, over: tuple[int, ...], kept: tuple[int, ...]) -> None:
+    """JAX cannot batch the branch of a norm over an axis that is sharded by its type (0.10.2)."""
+    sharding = jax.typeof(x).sharding
+    if kept and is_explicit(sharding) and any(sharding.spec[a] is not None for a in over):
+        rule = "axes that are not sharded, under explicit axes"
+        got = f"{over} for an array that is sharded as {sharding.spec}"
+        hint = "Reshard x first, with `jax.sharding.reshard`."
+        raise ValueError(error_message(_NAME, "axis", rule, got, hint))
+
+
+def _check_probe(probe: Any, shape: tuple[int, ...], dtype: Any) -> None:
+    rule = f"{jnp.dtype(dtype).name}{list(shape)}, one entry for each norm"
+    hint = f"Pass `jnp.zeros({shape}, jnp.{jnp.dtype(dtype).name})`."
+    if np.shape(probe) != shape:
+        raise ValueError(error_message(_NAME, "norm_probe", rule, describe(probe), hint))
+    if jnp.result_type(probe) != dtype:
+        raise TypeError(error_message(_NAME, "norm_probe", rule, describe(probe), hint))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _identity(x: Array, max_norm: Array, probe: Array | None, how: _How) -> Array:
+    del max_norm, probe, how
+    return x
+
+
+def _forward(x: Array, max_norm: Array, probe: Array | None, how: _How) -> tuple[Array, Array]:
+    del probe, how
+    # Not `_identity` again: a derivative of the gradient would be clipped on its own way back.
+    return x, max_norm
+
+
+def _backward(how: _How, max_norm: Array, cotangent: Array) -> tuple[Array, None, Array | None]:
+    clip = functools.partial(_clip_unit, how.ord, how.drops)
+    # Mapped over the units, and not one vector of them: each axis stays as it is sharded, so that
+    # no device asks another for the norms of its tokens.
+    for depth, axis in reversed(list(enumerate(how.kept))):
+        clip = jax.vmap(clip, in_axes=(None, axis - depth), out_axes=(axis - depth, 0))
+    clipped, norms = clip(max_norm, cotangent)
+    return clipped, None, norms if how.has_probe else None
+
+
+def _clip_unit(ord: float, drops: bool, max_norm: Array, unit: Array) -> tuple[Array, Array]:
+    norm = unit_norms([unit], tree_units([unit])._replace(is_local=True), ord, None)[0]
+    root = root_of_norms(norm, max_norm, 0.0 if drops else jnp.nan)
+    return scale_leaf(unit, root, drops=drops), norm
+
+
+_identity.defvjp(_forward, _backward)

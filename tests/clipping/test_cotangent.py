@@ -1,0 +1,328 @@
+"""`clip_cotangent`: the identity forward, a clip by norm on the way back. Oracle: float64 NumPy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import compat
+import gradclip_jax as gcx
+import oracles
+import trees
+
+SHAPE = (4, 3, 8)
+UNITS = {-1: (2,), (1, 2): (1, 2), None: (0, 1, 2), 0: (0,)}
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "ord", "nonfinite"))
+def pulled_back(x, probe, cotangent, max_norm, axis=-1, ord=2.0, nonfinite="propagate"):
+    """The value, the clipped cotangent and the norms."""
+
+    def clip(x, probe):
+        return gcx.clip_cotangent(
+            x, max_norm, axis=axis, ord=ord, nonfinite=nonfinite, norm_probe=probe
+        )
+
+    value, back = jax.vjp(clip, x, probe)
+    return value, *back(cotangent)
+
+
+def clipped(cotangent, max_norm, axis=-1, **options):
+    over = UNITS[axis]
+    shape = [n for i, n in enumerate(cotangent.shape) if i not in over]
+    wide = np.asarray(cotangent).dtype in (np.float64, np.complex128)
+    probe = jnp.zeros(shape, jnp.float64 if wide else jnp.float32)
+    x = jnp.ones_like(cotangent)
+    value, *found = pulled_back(x, probe, cotangent, max_norm, axis, **options)
+    assert np.array_equal(value, x) and value.dtype == x.dtype
+    return found
+
+
+@pytest.mark.parametrize("axis", UNITS)
+def test_each_unit_is_clipped_by_itself_and_tells_its_norm(axis):
+    scales = np.logspace(-1, 1, 12).reshape(4, 3, 1).astype("float32")
+    cotangent = trees.normal(SHAPE) * scales
+    exact = oracles.unit_norms(cotangent, UNITS[axis])
+    grad, norms = clipped(cotangent, 3.0, axis)
+    np.testing.assert_allclose(norms, exact.squeeze(UNITS[axis]), rtol=1e-6)
+    expected = oracles.wide(cotangent) * oracles.clip_factor(exact, 3.0)
+    np.testing.assert_allclose(grad, expected, rtol=1e-6)
+    within = np.broadcast_to(exact <= 3.0, SHAPE)
+    assert np.array_equal(np.asarray(grad)[within], np.asarray(cotangent)[within])
+
+
+@pytest.mark.parametrize("ord", [1.0, np.inf, 3.0])
+def test_norm_of_any_order(ord):
+    cotangent = trees.normal(SHAPE)
+    grad, norms = clipped(cotangent, 0.5, ord=ord)
+    np.testing.assert_allclose(norms, oracles.unit_norms(cotangent, (2,), ord)[..., 0], rtol=1e-5)
+    np.testing.assert_allclose(oracles.unit_norms(grad, (2,), ord), 0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [
+        ("float16", 3e4),
+        ("float16", 1e-3),
+        ("bfloat16", 1e38),
+        ("float32", 1e20),
+        ("float32", 1e-30),
+        ("complex64", 1e19),
+    ],
+)
+def test_norm_is_right_where_squares_overflow_or_vanish(dtype, scale):
+    cotangent = trees.normal(SHAPE, scale=scale / 4).astype(dtype)
+    exact = oracles.unit_norms(cotangent, (2,))
+    grad, norms = clipped(cotangent, scale / 10)
+    np.testing.assert_allclose(norms, exact[..., 0], rtol=1e-6)
+    assert grad.dtype == cotangent.dtype
+    eps = oracles.eps(cotangent.real.dtype)
+    assert np.all(oracles.unit_norms(grad, (2,)) <= scale / 10 * (1 + 2 * eps + 1e-6))
+    expected = oracles.wide(cotangent) * oracles.clip_factor(exact, scale / 10)
+    tiny = float(ml_dtypes.finfo(cotangent.real.dtype).smallest_subnormal)
+    np.testing.assert_allclose(oracles.wide(grad), expected, rtol=2 * eps + 1e-6, atol=tiny)
+
+
+def test_float64_keeps_its_precision():
+    with compat.x64():
+        cotangent = jnp.asarray(np.random.default_rng(0).standard_normal(SHAPE))
+        grad, norms = clipped(cotangent, 1.0)
+        exact = oracles.unit_norms(cotangent, (2,))
+        np.testing.assert_allclose(norms, exact[..., 0], rtol=1e-14)
+        factor = oracles.clip_factor(exact, 1.0)
+        np.testing.assert_allclose(grad, oracles.wide(cotangent) * factor, rtol=1e-14)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("nonfinite", ["propagate", "zero"])
+def test_a_bad_unit_is_nan_or_zero_and_touches_no_other(bad, nonfinite):
+    good = trees.normal(SHAPE)
+    cotangent = good.at[1, 2, 3].set(bad)
+    grad, norms = clipped(cotangent, 2.0, nonfinite=nonfinite)
+    expected, exact = clipped(good, 2.0, nonfinite=nonfinite)
+    rest = np.ones(SHAPE[:2], bool)
+    rest[1, 2] = False
+    assert np.array_equal(np.asarray(grad)[rest], np.asarray(expected)[rest])
+    assert np.array_equal(np.asarray(norms)[rest], np.asarray(exact)[rest])
+    assert not np.isfinite(norms[1, 2])
+    lost = np.isnan if nonfinite == "propagate" else np.logical_not
+    assert lost(np.asarray(grad)[1, 2]).all()
+
+
+def test_traced_max_norm_of_any_value_never_raises():
+    cotangent = trees.normal(SHAPE).at[0].set(0.0)
+    assert not clipped(cotangent, 0.0)[0].any()
+    assert not clipped(cotangent, -1.0)[0].any()
+    assert np.isnan(clipped(cotangent, np.nan)[0][1:]).all()
+    assert np.array_equal(clipped(cotangent, np.inf)[0], cotangent)
+    assert np.array_equal(clipped(cotangent, 3)[0][0], cotangent[0])  # an integer; zeros stay
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (5,)])
+def test_empty_arrays_and_vectors(shape):
+    x = jnp.ones(shape)
+    grad = jax.grad(lambda x: jnp.sum(3.0 * gcx.clip_cotangent(x, 1.0)))(x)
+    expected = np.full(shape, 1 / np.sqrt(5))
+    np.testing.assert_allclose(grad, expected, rtol=1e-6)
+
+
+def test_a_scalar_is_clipped_with_all_axes():
+    grad = jax.grad(lambda x: 3.0 * gcx.clip_cotangent(x, 1.0, axis=None))(1.0)
+    np.testing.assert_allclose(grad, 1.0, rtol=1e-6)
+
+
+# --- inside a model ------------------------------------------------------------------------------
+
+WIDTH, LAYERS = 8, 5
+
+
+def layers(seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((LAYERS, WIDTH, WIDTH)).astype(np.float32)
+
+
+def loss_of(weights, probes, x, max_norm, clip=gcx.clip_cotangent):
+    """Layers in a scan, each rematerialised, each with a clip at its end."""
+
+    @jax.checkpoint
+    def layer(x, inputs):
+        w, probe = inputs
+        return clip(jnp.tanh(x @ w), max_norm, norm_probe=probe), None
+
+    x, _ = jax.lax.scan(layer, x, (weights, probes))
+    return jnp.sum(x**3)
+
+
+def backward_oracle(weights, x, max_norm):
+    """The same by hand: the clipped gradient of each layer, and the norms at its end."""
+    inputs, x = [], oracles.wide(x)
+    for w in oracles.wide(weights):
+        inputs.append(x)
+        x = np.tanh(x @ w)
+    back, grads, norms, out = 3 * x**2, [], [], x
+    for w, given in zip(oracles.wide(weights)[::-1], inputs[::-1], strict=True):
+        norm = oracles.unit_norms(back, (-1,))
+        norms.append(norm[..., 0])
+        inner = back * oracles.clip_factor(norm, max_norm) * (1 - out**2)
+        grads.append(given.reshape(-1, WIDTH).T @ inner.reshape(-1, WIDTH))
+        back, out = inner @ w.T, given
+    return np.stack(grads[::-1]), np.stack(norms[::-1])
+
+
+def test_scan_of_rematerialised_layers_is_clipped_at_each():
+    x = trees.normal((2, 3, WIDTH), scale=0.3)
+    probes = jnp.zeros((LAYERS, 2, 3))
+    grad = jax.jit(jax.grad(loss_of, argnums=(0, 1)))
+    grads, norms = grad(layers(), probes, x, 0.5)
+    expected, exact = backward_oracle(layers(), x, 0.5)
+    assert (exact > 0.5).any() and (exact < 0.5).any()
+    np.testing.assert_allclose(norms, exact, rtol=2e-4, atol=1e-5)
+    np.testing.assert_allclose(grads, expected, rtol=2e-4, atol=1e-4)
+    unclipped = jax.grad(loss_of)(layers(), probes, x, jnp.inf)
+    plain = jax.grad(loss_of)(layers(), probes, x, 0.5, lambda x, *_, **__: x)
+    assert np.array_equal(unclipped, plain)
+
+
+def test_vmap_is_one_example_after_the_other():
+    x, limits = trees.normal((4, 3, WIDTH), scale=0.3), jnp.array([0.1, 0.5, 1.0, 9.0])
+    probe = jnp.zeros((LAYERS, 3))
+    grad = jax.grad(loss_of, argnums=(0, 1))
+    rows = jax.jit(jax.vmap(grad, in_axes=(None, None, 0, 0)))(layers(), probe, x, limits)
+    for i in range(4):
+        expected, exact = backward_oracle(layers(), x[i], float(limits[i]))
+        np.testing.assert_allclose(rows[0][i], expected, rtol=2e-4, atol=1e-4)
+        np.testing.assert_allclose(rows[1][i], exact, rtol=2e-4, atol=1e-5)
+
+
+def test_second_derivatives_are_those_of_the_clipped_gradient():
+    # loss = sum(x^3): the gradient of a long token is c x^2 / |x^2|, of a short one 3 x^2.
+    def grad(x):
+        return jax.grad(lambda x: jnp.sum(gcx.clip_cotangent(x, 1.0) ** 3))(x)
+
+    def by_hand(x):
+        g = 3 * x**2
+        return g / jnp.maximum(jnp.sqrt(jnp.sum(g * g, -1, keepdims=True)), 1.0)
+
+    x = jnp.array([[1.0, 2.0], [0.1, 0.2]])
+    direction = jnp.array([[1.0, -1.0], [2.0, 0.5]])
+    expected = jax.jvp(by_hand, (x,), (direction,))[1]
+    np.testing.assert_allclose(jax.jvp(grad, (x,), (direction,))[1], expected, rtol=1e-5)
+    reverse = jax.grad(lambda x: jnp.vdot(grad(x), direction))(x)
+    expected = jax.grad(lambda x: jnp.vdot(by_hand(x), direction))(x)
+    np.testing.assert_allclose(reverse, expected, rtol=1e-5)
+
+
+def test_second_derivatives_at_a_zero_cotangent_are_finite():
+    def grad(x):
+        return jax.grad(lambda x: jnp.sum(gcx.clip_cotangent(x, 1.0) ** 3))(x)
+
+    assert np.isfinite(jax.grad(lambda x: jnp.sum(grad(x)))(jnp.zeros((2, 3)))).all()
+
+
+def test_the_probe_of_two_places_gets_the_sum_of_their_norms():
+    def loss(x, probe):
+        first = gcx.clip_cotangent(x, 1.0, norm_probe=probe)
+        second = gcx.clip_cotangent(2 * x, 1.0, norm_probe=probe)
+        return jnp.sum(3 * first) + jnp.sum(4 * second)
+
+    _, norms = jax.grad(loss, argnums=(0, 1))(jnp.ones((2, 1)), jnp.zeros(2))
+    np.testing.assert_allclose(norms, [7.0, 7.0], rtol=1e-6)
+
+
+def test_nothing_is_promoted():
+    with compat.strict():
+        x = jnp.ones((2, 3), jnp.bfloat16)
+        loss = jax.jit(jax.grad(lambda x: jnp.sum(gcx.clip_cotangent(x, jnp.float16(0.5)))))
+        assert loss(x).dtype == jnp.bfloat16
+
+
+# --- devices -------------------------------------------------------------------------------------
+
+needs_eight = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
+
+
+@functools.partial(jax.jit, static_argnames="axis")
+def grads_of(x, weight, probe, axis=-1):
+    def loss(x, probe):
+        return jnp.sum(weight * gcx.clip_cotangent(x, 1.0, axis=axis, norm_probe=probe))
+
+    return jax.grad(loss, argnums=(0, 1))(x, probe)
+
+
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+TOKENS = {"batch": P("data"), "batch and time": P("data", "model")}
+
+
+@needs_eight
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_sharded_tokens_ask_no_other_device(kind, tokens):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(KINDS[kind],) * 2)
+    given = np.ones((8, 4, 6), np.float32), trees.normal((8, 4, 6)), np.zeros((8, 4), np.float32)
+    expected = grads_of(*given)
+    placed = jax.device_put(given, NamedSharding(mesh, TOKENS[tokens]))
+    for found, wanted in zip(grads_of(*placed), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    text = grads_of.lower(*placed).compile().as_text()
+    assert not any(kind in text for kind in ("all-reduce", "all-gather", "all-to-all"))
+
+
+@needs_eight
+def test_sharded_features_are_summed_over_devices_or_refused():
+    given = np.ones((8, 4, 6), np.float32), trees.normal((8, 4, 6)), np.zeros((8, 4), np.float32)
+    for name, kind in KINDS.items():
+        mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+        features = NamedSharding(mesh, P("data", None, "model"))
+        x, weight = jax.device_put(given[:2], features)
+        probe = jax.device_put(given[2], NamedSharding(mesh, P("data")))
+        if name == "auto":
+            for found, wanted in zip(grads_of(x, weight, probe), grads_of(*given), strict=True):
+                np.testing.assert_allclose(found, wanted, rtol=1e-6)
+        else:
+            with pytest.raises(
+                ValueError, match="clip_cotangent: `axis` must be axes that are not"
+            ):
+                grads_of(x, weight, probe)
+
+
+@needs_eight
+def test_inside_shard_map_each_device_clips_its_own_tokens():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    given = np.ones((8, 4, 6), np.float32), trees.normal((8, 4, 6)), np.zeros((8, 4), np.float32)
+    mapped = jax.shard_map(grads_of, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    for found, wanted in zip(jax.jit(mapped)(*given), grads_of(*given), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"max_norm": 0.0}, ValueError, "`max_norm` must be a number > 0, got 0.0"),
+        ({"max_norm": "1"}, TypeError, "`max_norm` must be a number > 0"),
+        ({"ord": 0.0}, ValueError, "`ord` must be a number > 0"),
+        ({"nonfinite": "skip"}, ValueError, "`nonfinite` must be one of 'propagate', 'zero'"),
+        ({"axis": 2}, ValueError, r"`axis` must be distinct axes of `x`, in \[-2, 2\), got 2"),
+        ({"axis": (0, -2)}, ValueError, "`axis` must be distinct axes"),
+        ({"axis": 0.5}, TypeError, "`axis` must be an integer, a sequence"),
+        ({"x": {"a": 1.0}}, TypeError, "`x` must be a floating or complex array, got dict"),
+        ({"x": jnp.arange(3)}, TypeError, r"got int32\[3\]. Integers have no cotangent"),
+        ({"norm_probe": jnp.zeros(3)}, ValueError, r"`norm_probe` must be float32\[2\], one entry"),
+        (
+            {"norm_probe": np.zeros(2, "float16")},
+            TypeError,
+            r"Pass `jnp.zeros\(\(2,\), jnp.float32",
+        ),
+    ],
+)
+def test_errors_name_the_argument(options, kind, text):
+    arguments = {"x": jnp.ones((2, 3)), "max_norm": 1.0} | options
+    with pytest.raises(kind, match="^clip_cotangent: .*" + text):
+        gcx.clip_cotangent(**arguments)
