@@ -1,0 +1,213 @@
+"""`qk_clip`: attention logits bounded through the weights. Oracle: float64 NumPy attention."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradclip_jax as gcx
+import oracles
+import trees
+
+WIDTH, HEAD_DIM, HEADS, TAU = 12, 4, 8, 10.0
+clip = jax.jit(gcx.qk_clip, static_argnames="head_axis")
+clip_mla = jax.jit(gcx.qk_clip_mla, static_argnames="head_axis")
+# Largest logits of the heads: within, at, just beyond and far beyond the threshold.
+LOGITS = np.float32([3.0, 10.0, 10.5, 40.0, 1e3, 20.0, 1e-3, 90.0])
+
+
+def kernel(heads, seed):
+    return trees.normal((WIDTH, heads, HEAD_DIM), seed=seed)
+
+
+def gammas(logits, tau=TAU):
+    return np.minimum(1.0, tau / np.maximum(np.float64(logits), tau))
+
+
+def largest_logits(query, key, x, rotary=None):
+    """The largest logit of each query head; query head h reads key head h // group."""
+    q, k = (np.einsum("td,dhe->the", x, oracles.wide(w)) for w in (query, key))
+    k = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
+    logits = np.einsum("qhe,khe->hqk", q, k)
+    if rotary is not None:  # the shared key of MLA has no heads
+        query_rotary, key_rotary = rotary
+        q = np.einsum("td,dhe->the", x, oracles.wide(query_rotary))
+        logits = logits + np.einsum("qhe,ke->hqk", q, x @ key_rotary)
+    return logits.max(axis=(1, 2))
+
+
+def activations(tokens=32):
+    return np.random.default_rng(7).standard_normal((tokens, WIDTH))
+
+
+def test_a_head_of_its_own_key_is_split_as_published():
+    query, key = kernel(HEADS, 0), kernel(HEADS, 1)
+    clipped = clip(query, key, LOGITS, TAU)
+    root = np.sqrt(gammas(LOGITS))[:, None]
+    for found, given in zip(clipped, (query, key), strict=True):
+        np.testing.assert_allclose(found, oracles.wide(given) * root, rtol=1e-6)
+        assert np.array_equal(found[:, LOGITS <= TAU], given[:, LOGITS <= TAU])
+
+
+@pytest.mark.parametrize("key_heads", [8, 4, 2, 1])
+@pytest.mark.parametrize("tau", [3.0, 30.0, 60.0])
+def test_no_logit_is_beyond_the_threshold_on_the_same_activations(key_heads, tau):
+    scales = np.float32([1, 3, 0.1, 5, 2, 2, 0.5, 1])[:, None]
+    query, key, x = kernel(HEADS, 0) * scales, kernel(key_heads, 1), activations()
+    before = largest_logits(query, key, x)
+    new_query, new_key = clip(query, key, before.astype(np.float32), tau)
+    after = largest_logits(new_query, new_key, x)
+    # Each head to its own factor: not below what is asked, and no other head pays for it.
+    np.testing.assert_allclose(after, before * gammas(before, tau), rtol=1e-6)
+    assert np.all(after <= tau * (1 + 1e-6))
+    within = before <= tau
+    assert np.array_equal(np.asarray(new_query)[:, within], np.asarray(query)[:, within])
+    shared_within = within.reshape(key_heads, -1).any(axis=1)
+    kept = np.asarray(new_key)[:, shared_within]
+    assert np.array_equal(kept, np.asarray(key)[:, shared_within])
+    assert np.all(np.abs(new_query) <= np.abs(query)) and np.all(np.abs(new_key) <= np.abs(key))
+
+
+def test_a_shared_key_takes_what_its_query_heads_have_in_common():
+    query, key = jnp.ones((4, 1)), jnp.ones((2, 1))
+    query, key = clip(query, key, jnp.array([40.0, 160.0, 5.0, 40.0]), TAU)
+    np.testing.assert_allclose(key[:, 0], [0.5, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(query[:, 0], [0.5, 0.125, 1.0, 0.25], rtol=1e-6)
+
+
+def test_the_rule_of_megatron_is_that_of_logits_alike_in_a_group():
+    query, key = kernel(HEADS, 0), kernel(2, 1)
+    largest = LOGITS.reshape(2, 4).max(axis=1)
+    clipped = clip(query, key, np.repeat(largest, 4), TAU)
+    root = np.sqrt(gammas(largest))
+    np.testing.assert_allclose(
+        clipped[0], oracles.wide(query) * np.repeat(root, 4)[:, None], rtol=1e-6
+    )
+    np.testing.assert_allclose(clipped[1], oracles.wide(key) * root[:, None], rtol=1e-6)
+
+
+def test_latent_attention_leaves_the_shared_rotary_key_alone():
+    parts, x = [3 * kernel(HEADS, seed) for seed in range(3)], activations()
+    key_rotary = oracles.wide(trees.normal((WIDTH, HEAD_DIM), seed=3))
+    query, key, query_rotary = parts
+    before = largest_logits(query, key, x, (query_rotary, key_rotary))
+    tau = float(np.median(before))
+    clipped = clip_mla(*parts, before.astype(np.float32), tau)
+    gamma = gammas(before, tau)[:, None]
+    factors = np.sqrt(gamma), np.sqrt(gamma), gamma
+    for found, given, factor in zip(clipped, parts, factors, strict=True):
+        np.testing.assert_allclose(found, oracles.wide(given) * factor, rtol=1e-6)
+        assert np.array_equal(found[:, before <= tau], given[:, before <= tau])
+    after = largest_logits(*clipped[:2], x, (clipped[2], key_rotary))
+    np.testing.assert_allclose(after, before * gamma[:, 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("logit", [np.nan, np.inf, -np.inf, -50.0, 0.0])
+def test_a_logit_that_says_nothing_leaves_its_head_alone(logit):
+    weights = kernel(HEADS, 0)
+    logits = np.full(HEADS, logit, np.float32)
+    logits[1] = 40.0
+    clipped = (*clip(weights, weights, logits, TAU), *clip_mla(weights, weights, weights, logits))
+    rest = np.arange(HEADS) != 1
+    for found in clipped:
+        assert np.array_equal(np.asarray(found)[:, rest], np.asarray(weights)[:, rest])
+        assert np.isfinite(found).all()
+    np.testing.assert_allclose(clipped[0][:, 1], weights[:, 1] / 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("tau", [0.0, -1.0, np.nan, np.inf])
+def test_a_traced_threshold_that_is_none_changes_nothing(tau):
+    weights = kernel(HEADS, 0)
+    for found in clip(weights, weights, LOGITS, tau):
+        assert np.array_equal(found, weights)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("logit", [25.0, 3e38])
+def test_weights_keep_their_dtype_and_are_rounded_once(dtype, logit):
+    weights = kernel(HEADS, 0).astype(dtype)
+    logits = np.full(HEADS, logit, np.float32)
+    root = np.sqrt(gammas(logits))[:, None]
+    for found in clip(weights, weights, logits, TAU):
+        assert found.dtype == dtype
+        expected = oracles.wide(weights) * root
+        tiny = float(jnp.finfo(dtype).smallest_subnormal)
+        np.testing.assert_allclose(
+            oracles.wide(found), expected, rtol=oracles.eps(dtype), atol=tiny
+        )
+
+
+def test_kernel_and_bias_are_scaled_alike_on_any_axis():
+    query = {"kernel": kernel(4, 0), "bias": trees.normal((4, HEAD_DIM)), "none": None}
+    key = {"kernel": kernel(2, 1), "bias": trees.normal((2, HEAD_DIM))}
+    logits = jnp.array([40.0, 40.0, 1.0, 40.0])
+    new_query, new_key = clip(query, key, logits, TAU)
+    np.testing.assert_allclose(new_query["bias"][:2], query["bias"][:2] / 2, rtol=1e-6)
+    np.testing.assert_allclose(new_key["kernel"][:, 0], key["kernel"][:, 0] / 2, rtol=1e-6)
+    first = clip(jnp.ones((4, 2, 3)), jnp.ones((2, 2, 3)), logits, TAU, head_axis=0)
+    np.testing.assert_allclose(first[0][:, 0, 0], new_query["bias"][:, 0] / query["bias"][:, 0])
+
+
+def test_layers_stacked_for_scan_are_mapped_over():
+    query, key = (trees.normal((3, WIDTH, n, HEAD_DIM), seed=n) for n in (4, 2))
+    logits = np.float32([[1, 20, 40, 80]] * 3) * np.float32([[1], [10], [0.1]])
+    stacked = jax.jit(jax.vmap(gcx.qk_clip, in_axes=(0, 0, 0, None)))(query, key, logits, TAU)
+    for i in range(3):
+        alone = clip(query[i], key[i], logits[i], TAU)
+        for found, expected in zip(stacked, alone, strict=True):
+            np.testing.assert_allclose(found[i], expected, rtol=1e-6)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_sharded_heads_ask_no_other_device(kind):
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(kind,), devices=jax.devices()[:4])
+    given = kernel(HEADS, 0), kernel(4, 1), LOGITS
+    expected = clip(*given, TAU)
+    heads = NamedSharding(mesh, P(None, "model")), NamedSharding(mesh, P("model"))
+    placed = jax.device_put(given, (heads[0], heads[0], heads[1]))
+    for found, wanted in zip(clip(*placed, TAU), expected, strict=True):
+        assert found.sharding.is_equivalent_to(heads[0], 3)
+        assert np.array_equal(found, wanted)
+    text = clip.lower(*placed, TAU).compile().as_text()
+    collectives = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
+    assert not any(name in text for name in collectives)
+
+
+ONES = functools.partial(np.ones, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"threshold": 0.0}, ValueError, "`threshold` must be a number > 0, got 0.0"),
+        ({"max_logits": ONES((4, 1))}, ValueError, r"`max_logits` must be the largest logit of"),
+        ({"max_logits": np.ones(4, int)}, TypeError, r"floating\[heads\], got int64\[4\]"),
+        ({"key": ONES((3, 2))}, ValueError, "`key` must be heads that divide the 4"),
+        ({"key": None}, ValueError, "`key` must be heads that divide the 4"),
+        ({"query": ONES((2, 2))}, ValueError, "`query` must be weights of the 4 heads"),
+        ({"query": np.ones((4, 2), int)}, TypeError, r"every leaf of `query` must be floating"),
+        ({"head_axis": 2}, ValueError, r"`head_axis` must be an axis of it, got 2 for float32"),
+        ({"head_axis": 0.5}, ValueError, "`head_axis` must be an axis of it, got 0.5"),
+        (
+            {"query": {"a": ONES((4, 2)), "b": ONES((2, 2))}},
+            ValueError,
+            r"one number of heads in every leaf, got float32\[2, 2\] at query\['b'\]",
+        ),
+    ],
+)
+def test_errors_name_the_argument(options, kind, text):
+    arguments = {"query": ONES((4, 2)), "key": ONES((2, 2)), "max_logits": ONES(4)} | options
+    with pytest.raises(kind, match="^qk_clip: .*" + text):
+        gcx.qk_clip(**arguments)
+
+
+@pytest.mark.parametrize("argument", ["query", "key", "query_rotary"])
+def test_every_part_of_latent_attention_has_the_same_heads(argument):
+    parts = dict.fromkeys(["query", "key", "query_rotary"], ONES((4, 2))) | {argument: ONES((2, 2))}
+    with pytest.raises(ValueError, match=f"^qk_clip_mla: `{argument}` must be weights of the 4"):
+        gcx.qk_clip_mla(**parts, max_logits=ONES(4))
