@@ -10,7 +10,7 @@ from .clipping._pure import clip_grad_norm as clip_grad_norm
 from .clipping._clamp import clip_grad_value as clip_grad_value
 from .clipping._cotangent import clip_cotangent as clip_cotangent
 from .clipping._qk_clip import qk_clip as qk_clip
-from .clipping._qk_clip import qk_clip_mla as qk_clip_mla
+from .clipping._qk_clip_mla import qk_clip_mla as qk_clip_mla
 
 from .clipping._clip import clip_by_norm as clip_by_norm
 from .clipping._transform import clip_by_global_norm as clip_by_global_norm

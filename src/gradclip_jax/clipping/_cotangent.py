@@ -1,8 +1,7 @@
 """Clipping inside a model: the identity, whose cotangent is clipped on the way back."""
 
-import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,29 +16,12 @@ from .._checks import (
     describe,
     error_message,
 )
-from .._mesh import is_explicit
 from .._types import TWO, Array, Number, Order
-from ._norm import norm_dtype, unit_norms
-from ._scale import root_of_norms, scale_leaf
-from ._units import all_axes, tree_units, unit_shape
+from ._norm import norm_dtype
+from ._pull_back import How, identity, kept_axes
+from ._units import all_axes, unit_shape
 
 _NAME = "clip_cotangent"
-
-
-class _How(NamedTuple):
-    """What is known when the program is traced.
-
-    Attributes:
-        kept: the axes that index the units.
-        ord: order of the norm.
-        drops: whether a unit that is not finite becomes zero.
-        has_probe: whether the norms are asked for.
-    """
-
-    kept: tuple[int, ...]
-    ord: float
-    drops: bool
-    has_probe: bool
 
 
 def clip_cotangent(
@@ -109,17 +91,13 @@ def clip_cotangent(
     check_choice(_NAME, "nonfinite", nonfinite, ("propagate", "zero"))
     check_axis(_NAME, axis)
     x = _as_inexact(x)
-    over = all_axes(x) if axis is None else axes_within(_NAME, axis, x, "`x`", "", _AXIS_HINT)
-    kept = tuple(a for a in all_axes(x) if a not in over)
-    _check_whole(x, over, kept)
+    hint = "Count the axes that one norm runs over, such as -1 for each token."
+    over = all_axes(x) if axis is None else axes_within(_NAME, axis, x, "`x`", "", hint)
     dtype = norm_dtype([x])
     if norm_probe is not None:
         _check_probe(norm_probe, unit_shape(x, over), dtype)
-    how = _How(kept, check_ord(_NAME, ord), nonfinite == "zero", norm_probe is not None)
-    return _identity(x, jnp.asarray(max_norm, dtype), norm_probe, how)
-
-
-_AXIS_HINT = "Count the axes that one norm runs over, such as -1 for each token."
+    how = How(kept_axes(_NAME, x, over), check_ord(_NAME, ord), nonfinite == "zero")
+    return identity(x, jnp.asarray(max_norm, dtype), norm_probe, how, norm_probe is not None)
 
 
 def _as_inexact(x: Any) -> Array:
@@ -132,16 +110,6 @@ def _as_inexact(x: Any) -> Array:
     return jnp.asarray(x)
 
 
-def _check_whole(x: Array, over: tuple[int, ...], kept: tuple[int, ...]) -> None:
-    """JAX cannot batch the branch of a norm over an axis that is sharded by its type (0.10.2)."""
-    sharding = jax.typeof(x).sharding
-    if kept and is_explicit(sharding) and any(sharding.spec[a] is not None for a in over):
-        rule = "axes that are not sharded, under explicit axes"
-        got = f"{over} for an array that is sharded as {sharding.spec}"
-        hint = "Reshard x first, with `jax.sharding.reshard`."
-        raise ValueError(error_message(_NAME, "axis", rule, got, hint))
-
-
 def _check_probe(probe: Any, shape: tuple[int, ...], dtype: Any) -> None:
     rule = f"{jnp.dtype(dtype).name}{list(shape)}, one entry for each norm"
     hint = f"Pass `jnp.zeros({shape}, jnp.{jnp.dtype(dtype).name})`."
@@ -149,34 +117,3 @@ def _check_probe(probe: Any, shape: tuple[int, ...], dtype: Any) -> None:
         raise ValueError(error_message(_NAME, "norm_probe", rule, describe(probe), hint))
     if jnp.result_type(probe) != dtype:
         raise TypeError(error_message(_NAME, "norm_probe", rule, describe(probe), hint))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _identity(x: Array, max_norm: Array, probe: Array | None, how: _How) -> Array:
-    del max_norm, probe, how
-    return x
-
-
-def _forward(x: Array, max_norm: Array, probe: Array | None, how: _How) -> tuple[Array, Array]:
-    del probe, how
-    # Not `_identity` again: a derivative of the gradient would be clipped on its own way back.
-    return x, max_norm
-
-
-def _backward(how: _How, max_norm: Array, cotangent: Array) -> tuple[Array, None, Array | None]:
-    clip = functools.partial(_clip_unit, how.ord, how.drops)
-    # Mapped over the units, and not one vector of them: each axis stays as it is sharded, so that
-    # no device asks another for the norms of its tokens.
-    for depth, axis in reversed(list(enumerate(how.kept))):
-        clip = jax.vmap(clip, in_axes=(None, axis - depth), out_axes=(axis - depth, 0))
-    clipped, norms = clip(max_norm, cotangent)
-    return clipped, None, norms if how.has_probe else None
-
-
-def _clip_unit(ord: float, drops: bool, max_norm: Array, unit: Array) -> tuple[Array, Array]:
-    norm = unit_norms([unit], tree_units([unit])._replace(is_local=True), ord, None)[0]
-    root = root_of_norms(norm, max_norm, 0.0 if drops else jnp.nan)
-    return scale_leaf(unit, root, drops=drops), norm
-
-
-_identity.defvjp(_forward, _backward)
