@@ -46,8 +46,10 @@ def available() -> str | None:
 
 
 def devices(platform: str, topology: str = "v5e:4x4") -> list[Any]:
-    """Devices of an H100, or of a TPU topology such as `v5e:16x16` or `v5p:4x4x4`."""
+    """Devices of this CPU, of an H100, or of a TPU topology such as `v5e:16x16` or `v5p:4x4x4`."""
     jax.config.update("jax_platforms", "cpu")
+    if platform == "cpu":
+        return jax.devices("cpu")
     if platform == "cuda":
         made = topologies.get_topology_desc(
             topology_name="h100",

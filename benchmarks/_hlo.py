@@ -45,12 +45,16 @@ class Counts:
 
 @dataclass
 class Program:
-    """A compiled program: what always runs, and what is inside loops and conditionals."""
+    """A compiled program: what always runs, and what is inside loops and conditionals.
+
+    `in_branches` is what the conditionals move of that.
+    """
 
     always: Counts = field(default_factory=Counts)
     inside: Counts = field(default_factory=Counts)
     branches: int = 0
     loops: int = 0
+    in_branches: int = 0
 
 
 def analyse(text: str, platform: str) -> Program:
@@ -105,8 +109,11 @@ def _walk(
             listed = re.search(r"branch_computations=\{([^}]*)\}", attributes)
             names = _INSIDE.findall(attributes)
             names += [n.strip().lstrip("%") for n in listed[1].split(",")] if listed else []
+            before, rare = program.inside.moved, program.in_branches
             for inner in names:
                 _walk(computations, inner, program, program.inside, platform)
+            if kind == "conditional":
+                program.in_branches = rare + program.inside.moved - before
         elif kind not in _FREE and not kind.endswith("-done"):
             given = [sizes.get(x, 0) for x in re.findall(r"%([\w.\-]+)", operands)]
             _count(counts, kind, sizes[made], given, platform)

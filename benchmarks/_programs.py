@@ -65,13 +65,13 @@ def _theirs() -> Any:
     return optax.chain(optax.clip_by_global_norm(1.0), _adamw())
 
 
-def _loss(params: Tree, batch: Any) -> Any:
+def toy_loss(params: Tree, batch: Any) -> Any:
     """Touches every parameter, and is no larger than its gradient."""
     scale = jnp.mean(batch)
     return sum(jnp.mean(jnp.square(x.astype(jnp.float32) * scale)) for x in jax.tree.leaves(params))
 
 
-def _microbatched(value_and_grad: Callable[..., Any]) -> Case:
+def microbatched(value_and_grad: Callable[..., Any]) -> Case:
     batch = jax.ShapeDtypeStruct((64, 32), jnp.float32)
     return Case(value_and_grad, lambda t: (t, batch))
 
@@ -79,7 +79,7 @@ def _microbatched(value_and_grad: Callable[..., Any]) -> Case:
 def _optax_microbatch() -> Case:
     from optax import microbatching
 
-    return _microbatched(microbatching.microbatch(jax.value_and_grad(_loss), 1, 8))
+    return microbatched(microbatching.microbatch(jax.value_and_grad(toy_loss), 1, 8))
 
 
 NEVER = 10**9
@@ -138,6 +138,6 @@ PROGRAMS = {
         lambda: _step(optax.MultiSteps(optax.apply_if_finite(_theirs(), 9), 8)),
     ),
     "microbatched_value_and_grad": Pair(
-        lambda: _microbatched(gcx.microbatched_value_and_grad(_loss, 8)), _optax_microbatch
+        lambda: microbatched(gcx.microbatched_value_and_grad(toy_loss, 8)), _optax_microbatch
     ),
 }

@@ -82,3 +82,15 @@ def fusion_barrier(x: Array) -> Array:
         return lax.cond(jnp.all(x == 1), jnp.ones_like, lambda x: x, x)
 
     return lax.platform_dependent(x, cpu=in_a_branch, default=lax.optimization_barrier)
+
+
+def read_once_on_gpu(x: Array) -> Array:
+    """The same value, behind a barrier on a GPU, for several sums of it.
+
+    The three sums of a norm behind a matrix product are then one kernel on an H100: 3.0 N in place
+    of 5.0 N more than without the norm. A TPU v5e fuses the sums with the product, and the
+    scaling with the next one, unless there is a barrier (0 N more in place of 1 N).
+    """
+    return lax.platform_dependent(
+        x, cpu=lambda x: x, tpu=lambda x: x, default=lax.optimization_barrier
+    )

@@ -12,13 +12,12 @@ from .._checks import (
     check_axis,
     check_choice,
     check_number,
-    check_ord,
     describe,
     error_message,
 )
-from .._types import TWO, Array, Number, Order
+from .._types import Array, Number
 from ._norm import norm_dtype
-from ._pull_back import How, identity, kept_axes
+from ._pull_back import How, identity
 from ._units import all_axes, unit_shape
 
 _NAME = "clip_cotangent"
@@ -29,7 +28,6 @@ def clip_cotangent(
     max_norm: Number,
     *,
     axis: int | Sequence[int] | None = -1,
-    ord: Order = TWO,
     nonfinite: Literal["propagate", "zero"] = "propagate",
     norm_probe: Array | None = None,
 ) -> Array:
@@ -62,9 +60,8 @@ def clip_cotangent(
         x: a floating or complex array; for a tree, `jax.tree.map` over it.
         max_norm: the threshold, > 0; may be traced. Infinity never clips.
         axis: the axes that a norm runs over, as NumPy counts them: -1 for each token,
-            `(1, 2)` for each example of rank 3, None for the whole array. Inside `shard_map`,
-            and under explicit axes, these axes must not be sharded.
-        ord: order of the norm, 1, 2, inf or any number > 0.
+            `(1, 2)` for each example of rank 3, None for the whole array. Inside `shard_map`
+            these axes must not be sharded.
         nonfinite: "propagate" or "zero".
         norm_probe: zeros of the shape of x without `axis`, float32 (float64 for float64 and
             complex128); its values do not matter.
@@ -96,8 +93,8 @@ def clip_cotangent(
     dtype = norm_dtype([x])
     if norm_probe is not None:
         _check_probe(norm_probe, unit_shape(x, over), dtype)
-    how = How(kept_axes(_NAME, x, over), check_ord(_NAME, ord), nonfinite == "zero")
-    return identity(x, jnp.asarray(max_norm, dtype), norm_probe, how, norm_probe is not None)
+    how = How(over, nonfinite == "zero", norm_probe is not None)
+    return identity(x, jnp.asarray(max_norm, dtype), norm_probe, how)
 
 
 def _as_inexact(x: Any) -> Array:

@@ -18,7 +18,8 @@ from .._tree_checks import check_inexact
 from .._types import TWO, Array, AxisName, Order, Scalar, Tree
 from .._xla import JOINED, JOINED_ON_CPU
 from ._blocks import pack, pool_largest, pool_sums
-from ._squares import norms_in_one_read, norms_on_cpu
+from ._scale import wide_dtype
+from ._squares import norms_in_one_read, norms_on_cpu, norms_over_axes
 from ._units import Units, is_measured, leaf_units, spread_over_leaves, tree_units
 
 
@@ -121,6 +122,30 @@ def unit_norms(leaves: list[Array], units: Units, ord: float, axis_name: AxisNam
     if ord == 1.0:
         return unit_sums([jnp.abs(x) for x in leaves], units, axis_name)
     return _by_powers(leaves, units, ord, axis_name)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def axis_norms(x: Array, axes: tuple[int, ...]) -> Array:
+    """The 2-norms over some axes of one array, which stay as 1.
+
+    For activations: nothing is flattened or joined, so each axis stays as it is sharded, and no
+    device asks another for the norms of its tokens.
+    """
+    parts, dtype = _real_parts(x), norm_dtype([x])
+    if parts.ndim == x.ndim:
+        return norms_over_axes(parts, axes, dtype)
+    return norms_over_axes(parts, (*axes, x.ndim), dtype)[..., 0]
+
+
+@axis_norms.defjvp
+def _axis_norms_jvp(axes: tuple[int, ...], primals: Any, tangents: Any) -> tuple[Array, Array]:
+    (x,), (direction,) = primals, tangents
+    norms = axis_norms(x, axes)
+    regular = (norms > 0) & jnp.isfinite(norms)
+    wide = wide_dtype(x.dtype)
+    slope = jnp.where(regular, x.astype(wide) / jnp.where(regular, norms, 1).astype(wide), 0)
+    along = jnp.real(jnp.conj(slope) * direction.astype(wide))
+    return norms, jnp.sum(along, axes, keepdims=True)
 
 
 def unit_sums(leaves: list[Array], units: Units, axis_name: AxisName) -> Array:

@@ -8,6 +8,7 @@ of range.
 """
 
 import functools
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -25,8 +26,23 @@ def norms_in_one_read(blocks: Sequence[Block], units: Units, dtype: Any) -> Arra
     """The norm of each unit, without a branch."""
     down, up = _scales(dtype)
     sums = [_sums_at_scales(block, (down, 1.0, up), dtype) for block in blocks]
-    totals_down, totals, totals_up = pool_sums(sums, blocks, units, dtype)
-    is_large, is_small = _is_out_of_range(totals, blocks, units)
+    totals = pool_sums(sums, blocks, units, dtype)
+    return _norms_in_range(*totals, elements_of_units(blocks, units), dtype)
+
+
+def norms_over_axes(x: Array, axes: tuple[int, ...], dtype: Any) -> Array:
+    """The norms over some axes of one real array, which stay as 1; without a branch."""
+    wide, elements = x.astype(dtype), math.prod(x.shape[a] for a in axes)
+    squares = (_scaled_square(wide, scale) for scale in (_scales(dtype)[0], 1.0, _scales(dtype)[1]))
+    totals = [jnp.sum(square, axes, keepdims=True) for square in squares]
+    return _norms_in_range(*totals, elements, dtype)
+
+
+def _norms_in_range(
+    totals_down: Array, totals: Array, totals_up: Array, elements: Any, dtype: Any
+) -> Array:
+    """The root of that sum which has neither overflowed nor underflowed, scaled back."""
+    is_large, is_small = _is_out_of_range(totals, elements)
     in_range = jnp.where(is_large, totals_down, jnp.where(is_small, totals_up, totals))
     return jnp.sqrt(in_range) / _scales_where(is_large, is_small, dtype)
 
@@ -41,7 +57,7 @@ def norms_on_cpu(blocks: Sequence[Block], units: Units, dtype: Any) -> Array:
         )
 
     totals = totals_of([block.values.astype(dtype) for block in blocks])
-    is_large, is_small = _is_out_of_range(totals, blocks, units)
+    is_large, is_small = _is_out_of_range(totals, elements_of_units(blocks, units))
 
     def read_again() -> Array:
         scales = _scales_where(is_large, is_small, dtype)
@@ -68,12 +84,12 @@ def _scales_where(is_large: Array, is_small: Array, dtype: Any) -> Array:
     return jnp.where(is_large, down, jnp.where(is_small, up, 1)).astype(dtype)
 
 
-def _is_out_of_range(totals: Array, blocks: Sequence[Block], units: Units) -> tuple[Array, Array]:
+def _is_out_of_range(totals: Array, elements: Any) -> tuple[Array, Array]:
     """Where the plain sum has overflowed, and where squares that underflowed may count.
 
     Of a sum above the bound they are less than 2^-36. A NaN is neither.
     """
-    lowest = elements_of_units(blocks, units) * float(jnp.finfo(totals.dtype).tiny) * 2.0**36
+    lowest = elements * float(jnp.finfo(totals.dtype).tiny) * 2.0**36
     return totals == jnp.inf, totals < jnp.asarray(lowest, totals.dtype)
 
 

@@ -48,7 +48,9 @@ def judge_signal(
         is_higher = apply(afresh)[0] > apply(after)[0]
         return jax.tree.map(functools.partial(jnp.where, is_higher), afresh, after)
 
-    return Signal(is_spike & ~relearns, threshold, run_if(relearns, relearn, after))
+    # A loop would make a GPU wait for the host at every step: there the few numbers are selected.
+    after = run_if(relearns, relearn, after, usually=True)
+    return Signal(is_spike & ~relearns, threshold, after)
 
 
 def loss_rule(name: str, loss: Any) -> Rule:
