@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any
 
+import _costs
 import _devices
 import _report
 import _sharded
@@ -127,13 +128,17 @@ def main() -> None:
         "--only", action="append", default=[], help="words in `tree: program`; all must be there"
     )
     parser.add_argument("--sharded", choices=["with", "without", "alone"], default="with")
+    parser.add_argument("--costs", action="store_true", help="the table of costs; also of a CPU")
     options = parser.parse_args()
     platform = _devices.available()
-    if platform is None:
-        parser.error("no libtpu and no CUDA plugin here: run `make bench-compiled`")
 
     def wanted(title: str) -> bool:
         return all(word in title for word in options.only)
+
+    if options.costs:
+        return _write_costs(platform or "cpu", options.quick, options.no_write, wanted)
+    if platform is None:
+        parser.error("no libtpu and no CUDA plugin here: run `make bench-compiled`")
 
     def rows() -> Iterator[tuple[str, dict[str, Any]]]:
         if options.sharded != "alone":
@@ -147,6 +152,17 @@ def main() -> None:
         print(f"{section} | " + " | ".join(f"{k} {v}" for k, v in row.items()), flush=True)
         if not (options.quick or options.no_write):
             _report.write(sections, device=NAMES[platform], **_versions(platform))
+
+
+def _write_costs(platform: str, quick: bool, no_write: bool, wanted: Callable[[str], bool]) -> None:
+    tree = next(iter(models(quick).values()))
+    versions = f"jax {jax.__version__}, optax {metadata.version('optax')}"
+    found: dict[str, str] = {}
+    for name, cell in _costs.cells(platform, tree, wanted):
+        found[name] = cell
+        print(f"{name} | {cell}", flush=True)
+    if not (quick or no_write):
+        _costs.write(platform, found, versions)
 
 
 def _versions(platform: str) -> dict[str, str]:

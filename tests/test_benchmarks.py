@@ -11,6 +11,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 QUICK = {
     "suite.py --only Guards": ("skip_nonfinite, apply_gradients", "optax.apply_if_finite"),
     "devices.py": ("8 devices: gcx, jit", "1 all-reduce"),
+    "rounding.py": ("bfloat16, stochastic", "| float32 |"),
     "end_to_end.py": ("gcx.accumulate_gradients", "optax.MultiSteps"),
 }
 
