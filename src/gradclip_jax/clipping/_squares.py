@@ -27,21 +27,20 @@ def norms_in_one_read(blocks: Sequence[Block], units: Units, dtype: Any) -> Arra
     down, up = _scales(dtype)
     sums = [_sums_at_scales(block, (down, 1.0, up), dtype) for block in blocks]
     totals = pool_sums(sums, blocks, units, dtype)
-    return _norms_in_range(*totals, elements_of_units(blocks, units), dtype)
+    return _norms_in_range(totals, elements_of_units(blocks, units), dtype)
 
 
 def norms_over_axes(x: Array, axes: tuple[int, ...], dtype: Any) -> Array:
     """The norms over some axes of one real array, which stay as 1; without a branch."""
-    wide, elements = x.astype(dtype), math.prod(x.shape[a] for a in axes)
-    squares = (_scaled_square(wide, scale) for scale in (_scales(dtype)[0], 1.0, _scales(dtype)[1]))
+    wide, (down, up) = x.astype(dtype), _scales(dtype)
+    squares = (_scaled_square(wide, scale) for scale in (down, 1.0, up))
     totals = [jnp.sum(square, axes, keepdims=True) for square in squares]
-    return _norms_in_range(*totals, elements, dtype)
+    return _norms_in_range(totals, math.prod(x.shape[a] for a in axes), dtype)
 
 
-def _norms_in_range(
-    totals_down: Array, totals: Array, totals_up: Array, elements: Any, dtype: Any
-) -> Array:
+def _norms_in_range(totals_at_scales: Any, elements: Any, dtype: Any) -> Array:
     """The root of that sum which has neither overflowed nor underflowed, scaled back."""
+    totals_down, totals, totals_up = totals_at_scales
     is_large, is_small = _is_out_of_range(totals, elements)
     in_range = jnp.where(is_large, totals_down, jnp.where(is_small, totals_up, totals))
     return jnp.sqrt(in_range) / _scales_where(is_large, is_small, dtype)
