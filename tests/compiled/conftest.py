@@ -38,3 +38,24 @@ def pair():
         ]
 
     return both
+
+
+@pytest.fixture(scope="session")
+def cost():
+    """The program without a feature, the one with it, and N."""
+    from _costs import COSTS
+    from _devices import compile_for, one_device, placed
+    from claims import LARGE, size_of
+
+    def both(platform, name):
+        feature, sharding = COSTS[name], one_device(platform)
+        cases = [make() for make in (feature.without, feature.with_it)]
+        programs = [
+            compile_for(
+                platform, case.function, *placed(case.args(LARGE), sharding), donate=case.donate
+            )
+            for case in cases
+        ]
+        return *programs, size_of(feature.unit(LARGE))
+
+    return both

@@ -71,3 +71,22 @@ def test_a_guard_looks_at_update_and_state_without_stopping_the_host(pair):
     assert (ours.program.branches, ours.program.loops) == (0, 0)
     assert ours.program.always.moved <= (11 + SLACK) * size
     assert ours.scratch <= SLACK * size
+
+
+def test_a_guard_of_norm_and_loss_reads_the_gradient_once_and_stops_no_host(cost):
+    without, guarded, size = cost("cuda", "`skip_spikes` on norm and loss")
+    assert (guarded.program.branches, guarded.program.loops) == (0, 0)
+    assert guarded.program.always.moved <= without.program.always.moved + (1 + SLACK) * size
+
+
+@pytest.mark.parametrize("unit", ["token", "example"])
+def test_a_cotangent_is_clipped_in_one_read(cost, unit):
+    without, clipped, size = cost("cuda", f"`clip_cotangent`, each {unit}")
+    assert (clipped.program.branches, clipped.program.loops) == (0, 0)
+    assert clipped.program.always.moved <= without.program.always.moved + (3 + SLACK) * size
+    assert clipped.scratch <= without.scratch + SLACK * size
+
+
+def test_qk_clip_is_part_of_the_last_write_of_the_optimizer(cost):
+    without, clipped, size = cost("cuda", "`qk_clip` in a step of AdamW")
+    assert clipped.program.always.moved <= without.program.always.moved + SLACK * size

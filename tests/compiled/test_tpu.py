@@ -60,3 +60,22 @@ def test_scratch_of_a_chip_is_that_of_optax(sharded, title, more):
     found = sharded(title)
     (ours, size), (theirs, _) = found["gcx"], found["optax"]
     assert ours.scratch <= theirs.scratch + more * size
+
+
+def test_a_guard_of_norm_and_loss_reads_the_gradient_once_and_stops_no_host(cost):
+    without, guarded, size = cost("tpu", "`skip_spikes` on norm and loss")
+    assert (guarded.program.branches, guarded.program.loops) == (0, 0)
+    assert guarded.program.always.moved <= without.program.always.moved + (1 + SLACK) * size
+
+
+@pytest.mark.parametrize("unit", ["token", "example"])
+def test_a_cotangent_is_clipped_in_the_products_beside_it(cost, unit):
+    without, clipped, size = cost("tpu", f"`clip_cotangent`, each {unit}")
+    assert (clipped.program.branches, clipped.program.loops) == (0, 0)
+    assert clipped.program.always.moved <= without.program.always.moved + (0 + SLACK) * size
+    assert clipped.scratch <= without.scratch + SLACK * size
+
+
+def test_qk_clip_is_part_of_the_last_write_of_the_optimizer(cost):
+    without, clipped, size = cost("tpu", "`qk_clip` in a step of AdamW")
+    assert clipped.program.always.moved <= without.program.always.moved + SLACK * size
