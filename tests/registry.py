@@ -121,7 +121,7 @@ TRANSFORMATIONS: dict[str, Row] = {
     "dynamic_loss_scale": optimizer(
         lambda **axes: gcx.dynamic_loss_scale(SGD, init_scale=8.0, growth_interval=2, **axes),
         around=lambda inner: gcx.dynamic_loss_scale(inner),
-        scratch=1.3,
+        scratch=2.1 if OLD_XLA else 1.3,
     ),
     # The random bits and the noise of a leaf beside the sum.
     "noisy_mean": Row(
