@@ -125,6 +125,10 @@ PROGRAMS = {
         lambda: _step(gcx.skip_nonfinite(_adamw())),
         lambda: _step(optax.apply_if_finite(_adamw(), 9)),
     ),
+    "dynamic_loss_scale(AdamW), apply_gradients": Pair(
+        lambda: _step(gcx.dynamic_loss_scale(_adamw()), fast),
+        lambda: _step(optax.apply_if_finite(_adamw(), 9)),
+    ),
     "skip_large_norm(AdamW), apply_gradients": Pair(
         lambda: _step(gcx.skip_large_norm(_adamw(), 10.0), fast),
         lambda: _step(optax.apply_if_finite(_adamw(), 9)),

@@ -120,6 +120,24 @@ class SkipLargeNorm(Guard):
         return norm(grad) <= self.MAX_NORM  # False for NaN
 
 
+class LossScale(SkipNonfinite):
+    """Halves its scale at a skip, and doubles it after three calls in a row without one."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.scale, self.good = 4.0, 0
+
+    def update(self, grad: list[float], call: Call) -> list[float]:
+        before = self.skips
+        update = super().update([x / self.scale for x in grad], call)
+        self.good = self.good + 1 if self.skips == before else 0
+        if self.skips > before:
+            self.scale = max(self.scale / 2, 1.0)
+        elif self.good == 3:
+            self.scale, self.good = min(self.scale * 2, 8.0), 0
+        return update
+
+
 class Accumulate(Around):
     """The weighted mean of a window of micro-batches; 0 * NaN counts as 0."""
 

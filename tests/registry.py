@@ -117,6 +117,12 @@ TRANSFORMATIONS: dict[str, Row] = {
         lambda **axes: gcx.skip_spikes(SGD, norm=100.0, **axes),
         around=lambda inner: gcx.skip_spikes(inner, norm=100.0),
     ),
+    # The unscaled gradient, and a flag for each element.
+    "dynamic_loss_scale": optimizer(
+        lambda **axes: gcx.dynamic_loss_scale(SGD, init_scale=8.0, growth_interval=2, **axes),
+        around=lambda inner: gcx.dynamic_loss_scale(inner),
+        scratch=2.1 if OLD_XLA else 1.3,
+    ),
     # The random bits and the noise of a leaf beside the sum.
     "noisy_mean": Row(
         lambda **_: gcx.noisy_mean(0.0, 1.0, 1.0, 0), is_identity_below=False, scratch=2.6

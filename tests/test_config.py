@@ -84,6 +84,12 @@ CASES = {
         {"norm": Config("zscore"), "max_consecutive_skips": 3},
         lambda: gcx.skip_spikes(SGD, norm=thresholds.zscore(), max_consecutive_skips=3),
     ),
+    "dynamic_loss_scale": (
+        {"init_scale": 2.0**10, "growth_interval": 100, "check": "gradient"},
+        lambda: gcx.dynamic_loss_scale(
+            SGD, init_scale=2.0**10, growth_interval=100, check="gradient"
+        ),
+    ),
 }
 # Each rule as a threshold of `clip_by_global_norm`.
 RULES = {

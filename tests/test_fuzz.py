@@ -54,6 +54,12 @@ AROUND = {
         lambda inner: gcx.skip_large_norm(inner, plain.SkipLargeNorm.MAX_NORM),
         plain.SkipLargeNorm,
     ),
+    "loss_scale": (
+        lambda inner: gcx.dynamic_loss_scale(
+            inner, init_scale=4.0, growth_interval=3, max_scale=8.0
+        ),
+        plain.LossScale,
+    ),
     "window of 1": (
         lambda inner: gcx.accumulate_gradients(inner, 1),
         lambda inner: plain.Accumulate(inner, 1),
@@ -66,10 +72,13 @@ AROUND = {
 
 
 def _all_nests():
-    """Names from the outside in, each at most once, and at most one window."""
+    """Names from the outside in, each at most once, one window, no guard around a loss scale."""
     kinds = list(AROUND)
     for size in range(1, len(kinds)):
         for around in itertools.permutations(kinds, size):
+            guards = [name for name in around if name.startswith(("skip", "loss_scale"))]
+            if "loss_scale" in guards[1:]:
+                continue
             if sum(name.startswith("window") for name in around) < 2:
                 yield from ((*around, leaf) for leaf in LEAVES)
 

@@ -44,6 +44,8 @@ from .accumulation._state import AccumulationStats as AccumulationStats
 from .guarding._skip_nonfinite import skip_nonfinite as skip_nonfinite
 from .guarding._skip_spikes import skip_large_norm as skip_large_norm
 from .guarding._skip_spikes import skip_spikes as skip_spikes
+from .guarding._dynamic_loss_scale import dynamic_loss_scale as dynamic_loss_scale
+from .guarding._scale_loss import scale_loss as scale_loss
 
 from .per_example._clip import clipped_value_and_grad as clipped_value_and_grad
 from .per_example._clip import clipped_grad_and_stats as clipped_grad_and_stats
@@ -105,6 +107,8 @@ __all__ = [
     "skip_nonfinite",
     "skip_large_norm",
     "skip_spikes",
+    "dynamic_loss_scale",
+    "scale_loss",
     "clipped_value_and_grad",
     "clipped_grad_and_stats",
     "ExampleStats",

@@ -17,12 +17,13 @@ from ._checks import check_choice, describe, error_message, is_traced, leaf_path
 from ._types import Scalar, Tree
 from .accumulation._state import AccumulationState
 from .clipping._clip import ClipState
+from .guarding._scale_loss import LossScaleState
 from .guarding._skip_nonfinite import SkipNonfiniteState
 from .guarding._skip_spikes import SkipSpikesState
 
 _NAME = "convert_state"
 _LEAF = jax.tree.structure(0)
-_GUARDS = (SkipNonfiniteState, SkipSpikesState)
+_GUARDS = (LossScaleState, SkipNonfiniteState, SkipSpikesState)
 _HINT = (
     "Leave the rest of the chain as it was; restore a checkpoint into the `init(params)` of the "
     "transformation that wrote it before it is converted."

@@ -188,6 +188,12 @@ def test_both_ways_to_add_up_columns_give_the_same(axes):
     chex.assert_trees_all_close(at_once, one_by_one, rtol=1e-5)
 
 
+def test_norm_of_constants_that_are_known_when_compiled_is_right():
+    for value in (0.0, 1e-30, 1.0, 1e30):
+        norm = jax.jit(lambda value=value: gcx.global_norm(jnp.full(2, value, jnp.float32)))()
+        np.testing.assert_allclose(norm, np.hypot(value, value), rtol=1e-6)
+
+
 def test_norm_beyond_float32_is_infinite():
     assert float(tree_norm(jnp.float32([3e38, 3e38]))) == math.inf
 

@@ -65,8 +65,9 @@ def test_hold_step_and_emission_move_no_more_than_they_must(pair, title, emissio
     assert ours.scratch <= (scratch + SLACK) * size
 
 
-def test_a_guard_looks_at_update_and_state_without_stopping_the_host(pair):
-    ours, _ = pair("cuda", "skip_nonfinite(AdamW), apply_gradients", LARGE)
+@pytest.mark.parametrize("guard", ["skip_nonfinite", "dynamic_loss_scale"])
+def test_a_guard_looks_at_update_and_state_without_stopping_the_host(pair, guard):
+    ours, _ = pair("cuda", f"{guard}(AdamW), apply_gradients", LARGE)
     size = size_of(LARGE)
     assert (ours.program.branches, ours.program.loops) == (0, 0)
     assert ours.program.always.moved <= (11 + SLACK) * size

@@ -111,6 +111,18 @@ def test_a_flush_whose_step_is_not_finite_drops_the_window():
     assert gcx.has_updated(state)
 
 
+def test_a_compiled_flush_behind_a_clip_closes_the_window():
+    # The gradient of the flush, zero, is a constant of the program.
+    tx = optax.chain(
+        gcx.clip_by_global_norm(10.0),
+        gcx.skip_nonfinite(gcx.accumulate_gradients(optax.sgd(1.0), 3)),
+    )
+    params = jnp.zeros(2)
+    _, state = tx.update(jnp.array([3.0, 4.0]), tx.init(params), params)
+    updates, state = jax.jit(lambda s, p: gcx.flush(tx, s, p))(state, params)
+    assert updates.tolist() == [-3.0, -4.0] and gcx.metrics(state)["skipped_nonfinite"] == 0
+
+
 @pytest.mark.parametrize("weight", [np.nan, np.inf])
 def test_a_weight_that_is_not_finite_drops_its_micro_batch(weight):
     tx = gcx.skip_nonfinite(gcx.accumulate_gradients(optax.sgd(1.0), 2))

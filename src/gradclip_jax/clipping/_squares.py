@@ -62,6 +62,8 @@ def norms_on_cpu(blocks: Sequence[Block], units: Units, dtype: Any) -> Array:
         scales = _scales_where(is_large, is_small, dtype)
         take = take_units_on_cpu(scales)
         scaled = [block.values.astype(dtype) * block.per_row(take) for block in blocks]
+        # As in `_scaled_square`: also of zeros that are known when compiled, as those of a flush.
+        scaled = [jnp.maximum(jnp.abs(x), 0) for x in scaled]
         return jnp.sqrt(totals_of(scaled)) / scales
 
     return lax.cond(jnp.any(is_large | is_small), read_again, lambda: jnp.sqrt(totals))

@@ -18,6 +18,7 @@ import optax
 from jax import lax
 
 from .._mesh import max_over, shard_axes
+from .._run_if import like_dtypes
 from .._states import replace_states
 from .._types import Array, AxisName, Scalar, Tree
 from .._xla import JOINED_ON_CPU
@@ -43,7 +44,7 @@ def _all_finite(leaves: list[Array], axis_name: AxisName) -> Scalar:
         return ~_any(bad, leaves, axis_name)
 
     def by_flags(leaves: list[Array]) -> Scalar:
-        return ~_any_up([_is_bad(x) for x in leaves], axis_name)
+        return ~_any_up([is_bad(x) for x in leaves], axis_name)
 
     return lax.platform_dependent(leaves, cpu=by_difference, default=by_flags)
 
@@ -86,6 +87,8 @@ def is_finite_step(
     | our own statistics of norms | not checked: they harm no step |
     """
     updates, next_state = tx.update(grads, state, params, **extra_args)
+    # In the dtypes that it is kept in: a float32 gradient of float16 parameters makes wider ones.
+    next_state = like_dtypes(next_state, state)
     shapes = {
         path: np.shape(x)
         for path, x in jax.tree_util.tree_leaves_with_path(grads)
@@ -101,9 +104,9 @@ def is_finite_step(
                 continue
             place = _place(path, np.shape(x), shapes)
             is_moment = place is not None or np.ndim(x) > 0 or old is None
-            bad = _is_bad(x) if is_moment else jnp.isnan(x)
+            bad = is_bad(x) if is_moment else jnp.isnan(x)
             if was is not None:
-                bad &= ~_is_bad(was)
+                bad &= ~is_bad(was)
             # One reduction for all that belongs to a parameter: its update and its moments.
             key = (number, path) if place is None else (place, jax.typeof(bad))
             flags[key] = flags[key] | bad if key in flags else bad
@@ -115,7 +118,7 @@ def finite_extra_args(extra_args: dict[str, Any], axis_name: AxisName) -> Scalar
     weight = extra_args.get("weight")
     is_number = isinstance(weight, (float, np.generic, np.ndarray, jax.Array))
     numbers = [extra_args.get("value"), weight if is_number and np.ndim(weight) == 0 else None]
-    return ~_any_up([_is_bad(x) for x in measured_leaves(numbers)], axis_name)
+    return ~_any_up([is_bad(x) for x in measured_leaves(numbers)], axis_name)
 
 
 def _without_statistics(state: Any) -> Any:
@@ -149,7 +152,8 @@ def _rounded(x: Array) -> Array:
     return lax.optimization_barrier(x) if float(jnp.finfo(x.dtype).max) < 1e38 else x
 
 
-def _is_bad(x: Any) -> Array:
+def is_bad(x: Any) -> Array:
+    """Where an array is not finite, elementwise."""
     return ~jnp.isfinite(_overflowing(jnp.asarray(x)))
 
 

@@ -18,6 +18,7 @@ from .._states import find_states, increment_where
 from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Scalar, Tree
 from ..accumulation._state import clear_emitted, discard_windows
+from ._scale_loss import LossScaleState
 
 Judge = Callable[[Tree, Any, Tree, dict[str, Any]], tuple[Scalar, Callable[[Scalar], Any]]]
 """`(updates, state, params, extra_args)` to whether they may be stepped on, and to a function of
@@ -51,6 +52,7 @@ def guard(
 
     def init(params: Tree) -> Any:
         inner_state = inner.init(params)
+        _refuse_loss_scale(name, inner_state)
         if check_step is not None:
             _refuse_multi_steps(name, inner_state)
         # Not weakly typed, as what comes out of a step is not: one trace for all steps.
@@ -117,6 +119,15 @@ def _refuse_multi_steps(name: str, inner_state: Any) -> None:
         hint = "Use `accumulate_gradients`: a guard can empty its window. Or guard its optimizer."
         raise TypeError(
             error_message(name, "inner", "free of `optax.MultiSteps`", "a state of one", hint)
+        )
+
+
+def _refuse_loss_scale(name: str, inner_state: Any) -> None:
+    """A loss scale that never sees the steps that overflow is never lowered."""
+    if find_states(inner_state, LossScaleState):
+        hint = "Put that one around this guard, which then sees unscaled gradients."
+        raise TypeError(
+            error_message(name, "inner", "free of `dynamic_loss_scale`", "a state of one", hint)
         )
 
 

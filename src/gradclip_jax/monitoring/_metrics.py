@@ -22,9 +22,10 @@ def metrics(state: Any) -> dict[str, Array]:
     | `clip_fraction` | the fraction of units that were clipped |
     | `mini_step`, `gradient_step` | of the accumulation |
     | `skip_threshold`, `loss`, `loss_threshold` | of a guard against spikes |
+    | `loss_scale` | what the gradient of the next loss is multiplied by |
     | `skipped_nonfinite`, `skipped_large_norm`, `skipped_large_loss` | counts |
     | `consecutive_skips` | skips since the last step that was taken |
-    | `guard_failed` | whether the limit of consecutive skips was ever reached |
+    | `guard_failed` | whether the limit of skips, or of the loss scale, was ever reached |
     | `gradient_noise_scale` | in micro-batches, or in the unit of the weights |
     | `nonfinite_norms` | steps that `record_norms` left out |
 

@@ -1,0 +1,589 @@
+"""The loss scale: what it does to loss and gradient, when it moves, and in what it may stand."""
+
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import gradclip_jax as gcx
+from guard_cases import dtypes, on_an_accelerator, params_and_grads
+
+
+def scale_of(state):
+    return float(gcx.metrics(state)["loss_scale"])
+
+
+def fixed(inner, scale, **others):
+    """A scale that never changes."""
+    return gcx.dynamic_loss_scale(
+        inner, init_scale=scale, min_scale=scale, max_scale=scale, **others
+    )
+
+
+# The loss
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_value_is_the_true_loss_and_the_gradient_is_scaled(dtype):
+    state = gcx.dynamic_loss_scale(optax.sgd(1.0), init_scale=1024.0).init(jnp.zeros(2))
+
+    def loss(x):
+        return gcx.scale_loss(state, jnp.sum(x * x))
+
+    x = jnp.array([3.0, -4.0], dtype)
+    for run in (lambda f: f, jax.jit):
+        value, grads = run(jax.value_and_grad(loss))(x)
+        assert value == 25.0 and value.dtype == jnp.float32
+        assert grads.dtype == x.dtype and grads.tolist() == [6144.0, -8192.0]
+        assert run(lambda x: jax.jvp(loss, (x,), (x,))[1])(x) == 51200.0
+
+
+def test_a_loss_at_the_end_of_float16_does_not_overflow():
+    state = fixed(optax.sgd(1.0), 2.0**24).init(jnp.zeros(2))
+    value, grad = jax.value_and_grad(lambda x: gcx.scale_loss(state, x))(jnp.float32(65504))
+    assert value == 65504 and grad == 2.0**24
+    assert gcx.scale_loss(state, jnp.float16(65504)) == 65504
+
+
+def test_second_derivatives_are_scaled_once():
+    state = fixed(optax.sgd(1.0), 8.0).init(0.0)
+    second = jax.grad(jax.grad(lambda x: gcx.scale_loss(state, x**3)))
+    assert second(2.0) == 8.0 * 12.0
+
+
+def nested(tx):
+    return {
+        "itself": tx,
+        "chain": optax.chain(optax.identity(), tx),
+        "accumulation": gcx.accumulate_gradients(tx, 2),
+        "MultiSteps": optax.MultiSteps(tx, 2),
+        "partition": optax.partition({"a": tx, "b": optax.sgd(1.0)}, {"w": "a", "v": "b"}),
+    }
+
+
+@pytest.mark.parametrize("name", nested(optax.sgd(1.0)))
+def test_the_scale_is_found_in_any_state(name):
+    params = {"w": jnp.zeros(2), "v": jnp.zeros(2)}
+    state = nested(gcx.dynamic_loss_scale(optax.sgd(1.0), init_scale=32.0))[name].init(params)
+    assert jax.grad(lambda x: gcx.scale_loss(state, x))(1.0) == 32.0
+    assert jax.grad(lambda x: gcx.scale_loss({"train": (state, params)}, x))(1.0) == 32.0
+    assert scale_of(state) == 32.0
+
+
+def test_metrics_name_the_scale_once():
+    state = gcx.dynamic_loss_scale(optax.adam(0.1)).init(jnp.zeros(2))
+    names = {"loss_scale", "skipped_nonfinite", "consecutive_skips", "guard_failed"}
+    assert set(gcx.metrics(state)) == names
+
+
+# When the scale moves
+
+
+class PlainScale:
+    """The rule in plain Python."""
+
+    def __init__(self, interval, smallest, largest):
+        self.interval, self.bounds = interval, (smallest, largest)
+        self.scale, self.good, self.failed = 8.0, 0, False
+
+    def step(self, is_good):
+        smallest, largest = self.bounds
+        self.failed |= not is_good and self.scale == smallest
+        self.good = self.good + 1 if is_good else 0
+        if not is_good:
+            self.scale = max(self.scale * 0.5, smallest)
+        elif self.good == self.interval:
+            self.scale, self.good = min(self.scale * 2, largest), 0
+        return self.scale, self.failed
+
+
+@functools.cache
+def fed():
+    """Feeds a stream of gradients, already scaled, to a scale from 1 to 64 that grows after 3."""
+    tx = gcx.dynamic_loss_scale(optax.adam(0.1), init_scale=8.0, growth_interval=3, max_scale=64.0)
+
+    def step(carry, now):
+        params, state = carry
+        grad, value = now
+        grads = jax.grad(lambda x: gcx.scale_loss(state, x))(1.0) * grad
+        params, state = gcx.apply_gradients(tx, jnp.full(2, grads), state, params, value=value)
+        return (params, state), (state.loss_scale, gcx.metrics(state)["guard_failed"], params[0])
+
+    start = (jnp.zeros(2), tx.init(jnp.zeros(2)))
+    return jax.jit(lambda *stream: jax.lax.scan(step, start, stream)[1])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
+def test_the_scale_follows_the_rule_and_bad_steps_leave_no_trace(share):
+    rng = np.random.default_rng(int(10 * share))
+    is_bad = rng.random(40) < share
+    by_loss = rng.random(40) < 0.3
+    good = rng.uniform(0.5, 2.0, 40).astype(np.float32)
+    grads = np.where(is_bad & ~by_loss, rng.choice([np.nan, np.inf, 1e25], 40), good)
+    values = np.where(is_bad & by_loss, np.inf, 1.0)
+    scales, failed, params = map(np.asarray, fed()(np.float32(grads), np.float32(values)))
+    model = PlainScale(3, 1.0, 64.0)
+    expected = [model.step(not bad) for bad in is_bad]
+    np.testing.assert_array_equal(scales, [scale for scale, _ in expected])
+    np.testing.assert_array_equal(failed, [flag for _, flag in expected])
+
+    adam = optax.adam(0.1)
+    state, param, rows = adam.init(0.0), jnp.float32(0), []
+    for grad, bad in zip(good, is_bad, strict=True):
+        if not bad:
+            update, state = adam.update(jnp.float32(grad), state)
+            param += update
+        rows.append(float(param))
+    np.testing.assert_allclose(params, rows, rtol=1e-5)
+
+
+def test_a_step_that_is_never_finite_fails_at_the_smallest_scale():
+    broken = optax.chain(optax.sgd(0.1), optax.scale(np.inf))
+    tx = gcx.dynamic_loss_scale(broken, init_scale=4.0)
+    state, seen = tx.init(jnp.zeros(2)), []
+    update = jax.jit(tx.update)
+    for _ in range(4):
+        updates, state = update(jnp.ones(2), state)
+        found = gcx.metrics(state)
+        seen.append((float(found["loss_scale"]), bool(found["guard_failed"])))
+        assert not updates.any()
+    assert seen == [(2.0, False), (1.0, False), (1.0, True), (1.0, True)]
+    assert found["skipped_nonfinite"] == 4
+
+
+def test_the_scale_stays_finite_whatever_the_factors():
+    tx = gcx.dynamic_loss_scale(
+        optax.sgd(0.1), growth_factor=1e30, backoff_factor=1e-30, growth_interval=1,
+        min_scale=2.0**-126, max_scale=2.0**126,
+    )  # fmt: skip
+    state, update, seen = tx.init(jnp.zeros(1)), jax.jit(tx.update), []
+    for grad in (1.0, 1.0, np.nan, np.nan, np.nan, np.nan):
+        updates, state = update(jnp.full(1, grad), state)
+        seen.append(scale_of(state))
+        assert jnp.isfinite(updates).all()
+    assert seen[1] == 2.0**126 and seen[-1] == 2.0**-126 and np.isfinite(seen).all()
+
+
+def test_bounds_are_arguments_and_hold_after_a_checkpoint_in_a_new_program():
+    make = functools.partial(gcx.dynamic_loss_scale, optax.sgd(0.1), init_scale=4.0)
+    tx = make(min_scale=2.0)
+    params = jnp.zeros(2)
+    host = jax.tree.map(np.asarray, tx.init(params))  # plain arrays, in plain tuples
+    assert jax.tree.structure(host) == jax.tree.structure(tx.init(params))
+    for scales, new in (
+        ([2.0, 2.0, 2.0], tx),
+        ([1.0, 0.5, 0.5], make(min_scale=0.5, max_scale=4.0)),
+    ):
+        state = jax.tree.map(jnp.asarray, host)
+        if new is not tx:
+            _, state = tx.update(jnp.full(2, np.nan), state)
+        for expected in scales:
+            _, state = jax.jit(new.update)(jnp.full(2, np.nan), state, params)
+            assert scale_of(state) == expected
+    _, state = jax.jit(make(max_scale=4.0).update)(
+        jnp.ones(2), host._replace(loss_scale=jnp.float32(64)), params
+    )
+    assert scale_of(state) == 4.0
+
+
+def test_a_traced_scale_may_be_injected():
+    make = optax.inject_hyperparams(gcx.dynamic_loss_scale)
+    tx = make(optax.sgd(1.0), init_scale=16.0, max_scale=lambda count: 32.0 / (1 + count))
+    params = jnp.zeros(1)
+    state = tx.init(params)
+    updates, state = jax.jit(tx.update)(jnp.full(1, 16.0), state, params)
+    assert updates.tolist() == [-1.0] and scale_of(state) == 16.0
+    _, state = jax.jit(tx.update)(jnp.full(1, np.inf), state, params)
+    assert scale_of(state) == 8.0
+
+
+def test_an_array_as_the_first_scale_is_not_given_away():
+    scale = jnp.float32(8)
+    tx = gcx.dynamic_loss_scale(optax.sgd(1.0), init_scale=scale)
+    step = jax.jit(functools.partial(gcx.apply_gradients, tx), donate_argnums=(1, 2))
+    step(jnp.ones(2), tx.init(jnp.zeros(2)), jnp.zeros(2))
+    assert float(scale) == 8.0
+
+
+# What the inner optimizer sees
+
+
+def memory():
+    """Steps on the gradient, and keeps it in float32."""
+
+    def update(updates, state, params=None):
+        return updates, updates.astype(jnp.float32)
+
+    return optax.GradientTransformation(lambda params: jnp.zeros(params.shape), update)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("check", ["step", "gradient"])
+def test_gradients_are_unscaled_in_float32_and_updates_keep_their_dtype(dtype, check):
+    tx = fixed(memory(), 2.0**16, check=check)
+    params = jnp.zeros(3, dtype)
+    scaled = jnp.array([1.0, 2.0**-14, 2.0**15], dtype)
+    for run in (lambda f: f, jax.jit):
+        updates, state = run(tx.update)(scaled, tx.init(params), params)
+        seen = state.inner_state.inner_state
+        assert seen.dtype == jnp.float32 and seen.tolist() == [2.0**-16, 2.0**-30, 0.5]
+        chex.assert_trees_all_equal(updates, seen.astype(dtype))
+
+
+@pytest.mark.parametrize("check", ["step", "gradient"])
+def test_an_overflow_of_float16_is_seen_where_the_rounding_could_be_left_out(check):
+    tx = gcx.dynamic_loss_scale(optax.sgd(1.0, momentum=0.9), init_scale=4.0, check=check)
+    params = jnp.zeros(3, jnp.float16)
+
+    def step(state, wide):
+        return gcx.apply_gradients(tx, wide.astype(jnp.float16), state, params)
+
+    for run in (jax.jit, lambda f: f):
+        after, state = run(step)(tx.init(params), jnp.array([1.0, 7e4, 0.0]))
+        assert not after.any() and scale_of(state) == 2.0
+        assert not gcx.nonfinite_leaves(state)
+        after, state = run(step)(state, jnp.array([1.0, 6e4, 0.0]))
+        assert after.tolist() == [-0.5, -3e4, 0.0]
+
+
+def test_a_moment_that_overflows_where_it_is_kept_is_refused():
+    def update(updates, state, params=None):
+        return 1e-6 * updates, state + updates**2
+
+    moment = optax.GradientTransformation(jnp.zeros_like, update)
+    params = jnp.zeros(2, jnp.float16)
+    for tx in (
+        fixed(moment, 1.0),
+        gcx.skip_nonfinite(gcx.accumulate_gradients(moment, 2)),
+    ):
+        state = tx.init(params)
+        for _ in range(2):  # in float32 the square is 3.6e9, in float16 infinite
+            _, state = tx.update(jnp.full(2, 6e4, jnp.float16), state, params)
+        assert not gcx.nonfinite_leaves(state) and gcx.metrics(state)["skipped_nonfinite"] > 0
+
+
+def test_an_accelerator_takes_the_same_steps():
+    params, grads = params_and_grads()
+    tx = gcx.dynamic_loss_scale(optax.adam(0.1), init_scale=4.0, growth_interval=2)
+
+    def run():
+        state, now, rows = tx.init(params), params, []
+        for factor in (1.0, np.inf, 2.0, 3.0):
+            batch = jax.tree.map(lambda g, f=factor: (g * f).astype(g.dtype), grads)
+            now, state = jax.jit(functools.partial(gcx.apply_gradients, tx))(batch, state, now)
+            rows.append((now, scale_of(state)))
+        return rows
+
+    on_cpu = run()
+    with on_an_accelerator():
+        elsewhere = run()
+    chex.assert_trees_all_close(on_cpu, elsewhere, rtol=1e-2)
+    assert [scale for _, scale in on_cpu] == [4.0, 2.0, 2.0, 4.0]
+    assert dtypes(on_cpu[-1][0]) == dtypes(params)
+
+
+# With other guards and with accumulation
+
+
+def test_other_guards_inside_see_unscaled_gradients_and_the_true_loss():
+    tx = gcx.dynamic_loss_scale(
+        gcx.skip_spikes(gcx.skip_nonfinite(optax.sgd(1.0)), norm=10.0, loss=4.0), init_scale=2.0**10
+    )
+    params = jnp.array([3.0, 4.0])
+    state = tx.init(params)
+    loss, grads = jax.value_and_grad(lambda p: gcx.scale_loss(state, p @ p / 10))(params)
+    _, state = tx.update(grads, state, params, value=loss)
+    found = gcx.metrics(state)
+    assert found["grad_norm"] == 1.0 and found["loss"] == 2.5
+    assert found["skipped_large_norm"] == found["skipped_large_loss"] == 0
+    # A spike is no fault of the scale.
+    _, state = tx.update(100 * grads, state, params, value=loss)
+    assert gcx.metrics(state)["skipped_large_norm"] == 1 and scale_of(state) == 2.0**10
+
+
+def loss_scale_inside(inner):
+    return gcx.dynamic_loss_scale(inner)
+
+
+@pytest.mark.parametrize(
+    ("name", "build"),
+    [
+        ("skip_nonfinite", lambda tx: gcx.skip_nonfinite(tx)),
+        ("skip_nonfinite", lambda tx: gcx.skip_nonfinite(tx, check="gradient")),
+        ("skip_large_norm", lambda tx: gcx.skip_large_norm(tx, 1.0)),
+        ("skip_spikes", lambda tx: gcx.skip_spikes(tx, loss=1.0)),
+        ("skip_nonfinite", lambda tx: gcx.skip_nonfinite(gcx.accumulate_gradients(tx, 2))),
+        ("skip_nonfinite", lambda tx: gcx.skip_nonfinite(optax.chain(gcx.clip(1.0), tx))),
+        ("skip_nonfinite", loss_scale_inside),
+    ],
+)
+def test_a_guard_around_a_loss_scale_is_refused(name, build):
+    message = (
+        f"{name}: `inner` must be free of `dynamic_loss_scale`, got a state of one. "
+        "Put that one around this guard, which then sees unscaled gradients."
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        build(gcx.dynamic_loss_scale(optax.sgd(1.0))).init(jnp.zeros(2))
+
+
+def around(inner, every, **options):
+    return gcx.dynamic_loss_scale(
+        gcx.accumulate_gradients(inner, every), **{"init_scale": 8.0} | options
+    )
+
+
+def inside(inner, every, **options):
+    return gcx.accumulate_gradients(
+        gcx.dynamic_loss_scale(inner, **{"init_scale": 8.0} | options), every
+    )
+
+
+both_ways = pytest.mark.parametrize("build", [around, inside])
+
+
+def run_windows(tx, stream, slope=1.0, last=lambda x: x):
+    """Steps on gradients times a slope, in jit with donation; parameters and scales."""
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, micro):
+        def loss(params):
+            return gcx.scale_loss(state, slope * (last(params) * micro).astype(jnp.float32))
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return gcx.apply_gradients(tx, grads, state, params)
+
+    params, rows = jnp.float32(0), []
+    state = tx.init(params)
+    for micro in stream:
+        params, state = step(params, state, micro)
+        rows.append((float(params), scale_of(state)))
+    return *np.transpose(rows).tolist(), state
+
+
+@both_ways
+def test_accumulation_either_way_round_gives_the_numbers_of_float32(build):
+    # The gradients, 2^-28 to 2^-26, are no numbers of float16; 2^16 times as much is.
+    tx = build(optax.sgd(2.0**28, momentum=0.5), 4, init_scale=2.0**16)
+    micro = np.float16([1.0, 3.0, -2.0, 4.0, 0.5, 1.5, 2.0, 2.0])
+    params, _, _ = run_windows(
+        tx, micro * np.float16(2.0**-14), 2.0**-14, lambda params: params.astype(jnp.float16)
+    )
+    first, second = micro.astype(np.float64).reshape(2, 4).mean(1)
+    assert params[3::4] == [-first, -first - (second + 0.5 * first)]
+
+
+def test_around_an_accumulation_a_bad_micro_batch_is_left_out_and_micro_batches_count():
+    tx = around(optax.sgd(1.0), 2, growth_interval=3)
+    params, scales, state = run_windows(tx, [1.0, np.nan, 3.0, 5.0, 7.0])
+    assert params == [0.0, 0.0, -2.0, -2.0, -8.0]
+    assert scales == [8.0, 4.0, 4.0, 4.0, 8.0]
+    assert gcx.metrics(state)["skipped_nonfinite"] == 1
+
+
+def test_inside_an_accumulation_a_bad_window_is_dropped_and_windows_count():
+    tx = inside(optax.sgd(1.0), 2, growth_interval=2)
+    params, scales, state = run_windows(tx, [1.0, np.nan, 3.0, 5.0, 7.0, 9.0])
+    assert params == [0.0, 0.0, 0.0, -4.0, -4.0, -12.0]
+    assert scales == [8.0, 4.0, 4.0, 4.0, 4.0, 8.0]
+    assert gcx.metrics(state)["skipped_nonfinite"] == 1
+
+
+@both_ways
+def test_a_window_whose_step_is_not_finite_is_dropped_and_halves_the_scale(build):
+    params, scales, state = run_windows(build(optax.adam(0.1), 2), [1.0, 1e25, 1.0, 1.0])
+    np.testing.assert_allclose(params, [0.0, 0.0, 0.0, -0.1], rtol=1e-5)
+    assert scales == [8.0, 4.0, 4.0, 4.0]
+    assert not gcx.nonfinite_leaves(state)
+
+
+@both_ways
+def test_weight_and_flush_reach_the_accumulation(build):
+    tx = build(optax.sgd(1.0), 10)
+    params = jnp.zeros(1)
+    state = tx.init(params)
+    for grad, weight in ((2.0, 1.0), (6.0, 3.0)):
+        _, state = tx.update(jnp.array([8.0 * grad]), state, params, weight=weight)
+    updates, state = gcx.flush(tx, state, params)
+    assert updates.tolist() == [-5.0] and gcx.has_updated(state)
+
+
+def test_micro_batches_of_one_call_are_scaled_and_return_the_true_loss():
+    tx = gcx.dynamic_loss_scale(optax.sgd(1.0), init_scale=2.0**10)
+    params, batch = {"w": jnp.array([1.0, 2.0])}, jnp.arange(8.0).reshape(4, 2)
+    state = tx.init(params)
+
+    def loss(params, batch):
+        return jnp.mean((batch @ params["w"]) ** 2)
+
+    @jax.jit
+    def step(state):
+        split = gcx.microbatched_value_and_grad(lambda p, b: gcx.scale_loss(state, loss(p, b)), 2)
+        value, grads = split(params, batch)
+        return value, *tx.update(grads, state, params, value=value)
+
+    value, updates, _ = step(state)
+    expected, grads = jax.value_and_grad(loss)(params, batch)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(updates["w"], -grads["w"], rtol=1e-6)
+
+
+def test_members_of_a_vmap_have_scales_of_their_own():
+    tx = gcx.dynamic_loss_scale(optax.sgd(1.0), init_scale=8.0)
+    grads = jnp.full((4, 3), 8.0).at[2, 1].set(jnp.inf)
+    state = jax.vmap(tx.init)(jnp.zeros((4, 3)))
+    updates, state = jax.jit(jax.vmap(tx.update))(grads, state)
+    assert state.loss_scale.tolist() == [8.0, 8.0, 4.0, 8.0]
+    assert updates.sum(1).tolist() == [-3.0, -3.0, 0.0, -3.0]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_an_overflow_on_one_shard_lowers_the_scale_of_all_devices(check_vma):
+    tx = gcx.dynamic_loss_scale(
+        optax.adam(0.1), init_scale=8.0, axis_name=None if check_vma else "data"
+    )
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    shards, whole = PartitionSpec("data"), PartitionSpec()
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(shards, shards),
+        out_specs=(shards, shards, whole),
+        check_vma=check_vma,
+    )
+    def step(params, x):
+        state = tx.init(params)
+
+        def loss(params):
+            return gcx.scale_loss(state, jnp.sum(params.astype(jnp.float16) * x))
+
+        value, grads = jax.value_and_grad(loss)(params)
+        params, state = gcx.apply_gradients(tx, grads, state, params)
+        return params, jnp.full(1, value), state.loss_scale
+
+    x = np.ones(16, np.float16)
+    params, _, scale = step(jnp.zeros(16), x)
+    assert (params != 0).all() and float(scale) == 8.0
+    params, _, scale = step(jnp.zeros(16), np.where(np.arange(16) == 9, np.float16(6e4), x))
+    assert not params.any() and float(scale) == 4.0
+
+
+# Changing over, and errors
+
+
+def test_a_run_goes_on_with_a_loss_scale_and_back_without():
+    params = jnp.zeros(2)
+    adam = optax.adam(0.1)
+    tx = gcx.dynamic_loss_scale(adam, init_scale=8.0)
+    _, moved = adam.update(jnp.ones(2), adam.init(params))
+    guarded = gcx.skip_nonfinite(adam).init(params)
+    skips = guarded._replace(skipped_nonfinite=jnp.int32(3), inner_state=moved)
+    for old, state, count in ((adam, moved, 0), (gcx.skip_nonfinite(adam), skips, 3)):
+        new = gcx.convert_state(tx, state, params)
+        assert jax.tree.structure(new) == jax.tree.structure(tx.init(params))
+        assert scale_of(new) == 8.0 and gcx.metrics(new)["skipped_nonfinite"] == count
+        back = gcx.convert_state(old, new, params)
+        chex.assert_trees_all_equal(back if old is adam else back.inner_state, moved)
+
+
+RANGE = "a number >= 1.17549e-38 and <= 8.50706e+37"
+make = functools.partial(gcx.dynamic_loss_scale, optax.sgd(1.0))
+STATE = gcx.dynamic_loss_scale(optax.sgd(1.0)).init(np.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (
+            lambda: gcx.dynamic_loss_scale(0.1),
+            TypeError,
+            "dynamic_loss_scale: `inner` must be an `optax.GradientTransformation`, got 0.1. "
+            "Pass an Optax optimizer such as `optax.adamw(1e-3)`.",
+        ),
+        (
+            lambda: make(init_scale=0.0),
+            ValueError,
+            f"dynamic_loss_scale: `init_scale` must be {RANGE}, got 0.0. Pass a power of two.",
+        ),
+        (
+            lambda: make(max_scale=np.inf),
+            ValueError,
+            f"dynamic_loss_scale: `max_scale` must be {RANGE}, got inf. Pass a power of two.",
+        ),
+        (
+            lambda: make(min_scale="1"),
+            TypeError,
+            f"dynamic_loss_scale: `min_scale` must be {RANGE}, got '1'. Pass a power of two.",
+        ),
+        (
+            lambda: make(init_scale=0.5),
+            ValueError,
+            "dynamic_loss_scale: `init_scale` must be between `min_scale` and `max_scale`, "
+            "1 and 1.67772e+07, got 0.5. Move the bounds, or start within them.",
+        ),
+        (
+            lambda: make(growth_factor=1.0),
+            ValueError,
+            "dynamic_loss_scale: `growth_factor` must be a number > 1, got 1.0. "
+            "Pass for example 2.0.",
+        ),
+        (
+            lambda: make(backoff_factor=1.0),
+            ValueError,
+            "dynamic_loss_scale: `backoff_factor` must be a number > 0 and < 1, got 1.0. "
+            "Pass for example 0.5.",
+        ),
+        (
+            lambda: make(growth_interval=0),
+            ValueError,
+            "dynamic_loss_scale: `growth_interval` must be an integer >= 1, got 0. "
+            "Pass the number of good steps.",
+        ),
+        (
+            lambda: make(check="loss"),
+            ValueError,
+            "dynamic_loss_scale: `check` must be one of 'step', 'gradient', got 'loss'. "
+            "Pick one of them.",
+        ),
+        (
+            lambda: make().update(jnp.ones(1), optax.EmptyState()),
+            TypeError,
+            "dynamic_loss_scale: `state` must be a `LossScaleState`, got EmptyState. "
+            "Call `update(grads, state, params)` with the state that `init(params)` made.",
+        ),
+        (
+            lambda: make().update({"a": jnp.ones(1, int)}, STATE),
+            TypeError,
+            "dynamic_loss_scale: every leaf of `updates` must be floating or complex, "
+            "got int32[1] at updates['a']. Leave such leaves out with `optax.masked`.",
+        ),
+        (
+            lambda: gcx.scale_loss(optax.sgd(1.0).init(0.0), 1.0),
+            TypeError,
+            "scale_loss: `state` must be a state with one loss scale in it, got 0 in it. "
+            "Make the state with `dynamic_loss_scale(optimizer).init(params)`.",
+        ),
+        (
+            lambda: gcx.scale_loss((STATE, STATE), 1.0),
+            TypeError,
+            "scale_loss: `state` must be a state with one loss scale in it, got 2 in it. "
+            "Put one `dynamic_loss_scale` around all of the optimizer.",
+        ),
+        (
+            lambda: gcx.scale_loss(STATE, jnp.int32(3)),
+            TypeError,
+            "scale_loss: `loss` must be real and floating, got int32[]. "
+            "Pass the number that is differentiated.",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_named(build, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        build()
