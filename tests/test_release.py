@@ -14,7 +14,7 @@ import gradclip_jax as gcx
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-WORKFLOWS = ("publish.yml", "docs.yml", "nightly.yml")
+WORKFLOWS = sorted(path.name for path in (ROOT / ".github" / "workflows").glob("*.yml"))
 
 
 @pytest.fixture(scope="module")
