@@ -147,6 +147,15 @@ def test_integer_leaf_is_refused_by_path(name):
         tx.update({**params, "w": jnp.ones((4, 3), jnp.int32)}, state, params)
 
 
+@every
+def test_swapped_state_and_gradients_are_refused_in_our_words(name):
+    params = example()
+    state = make(name).init(params)
+    if jax.tree.leaves(state):
+        with pytest.raises(TypeError, match=r"^\w+: `(updates|state)` must be an? .*, got "):
+            jax.eval_shape(make(name).update, state, params, params)
+
+
 SEVEN_SCALES = (0.3, 3.0, 30.0, 0.1, 0.3, 3.0, 0.1)
 
 

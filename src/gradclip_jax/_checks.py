@@ -226,13 +226,28 @@ def renamed(**names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 
 def check_state(function: str, state: Any, kind: type) -> None:
     """Refuses no state, or the state of another transformation, where history is kept."""
-    rule = f"a `{kind.__name__}`"
+    name = kind.__name__
+    rule = f"{'an' if name[0] in 'AEIOU' else 'a'} `{name}`"
     if state is None:
         hint = "Call `init(params)` first: earlier steps are remembered."
         raise ValueError(error_message(function, "state", rule, "None", hint))
     if not isinstance(state, kind):
         hint = "Call `update(grads, state, params)` with the state that `init(params)` made."
         raise TypeError(error_message(function, "state", rule, type(state).__name__, hint))
+
+
+def check_no_state(function: str, argument: str, tree: Any) -> None:
+    """Refuses a state of this package in the place of the updates."""
+
+    def is_state(node: Any) -> bool:
+        return isinstance(node, tuple) and type(node).__module__.startswith(f"{__package__}.")
+
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_state)
+    for path, node in leaves if argument == "updates" else []:
+        if is_state(node):
+            got = f"a {type(node).__name__} at {leaf_path(argument, path)}"
+            hint = "The order is `update(grads, state, params)`."
+            raise TypeError(error_message(function, argument, "a tree of gradients", got, hint))
 
 
 def check_axis(function: str, axis: Any) -> None:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._checks import describe, error_message, is_float0, leaf_path, listed
+from ._checks import check_no_state, describe, error_message, is_float0, leaf_path, listed
 from ._mesh import sharding_with, unreduced_axes
 from ._types import Tree
 
@@ -15,6 +15,7 @@ def check_inexact(
     function: str, argument: str, tree: Tree, *, real: bool = False, unreduced: bool = False
 ) -> None:
     """Refuses leaves not floating, complex (unless `real`) or float0, or unreduced ones."""
+    check_no_state(function, argument, tree)
     if not unreduced:
         check_reduced(function, argument, tree)
     kind, rule = (jnp.floating, "floating") if real else (jnp.inexact, "floating or complex")

@@ -1012,7 +1012,7 @@ def test_state_and_gradients_the_wrong_way_round_are_named():
     params = params_like()
     tx = gcx.accumulate_gradients(optax.sgd(0.1), 2)
     message = (
-        "accumulate_gradients: `state` must be a `AccumulationState`, got dict. Call "
+        "accumulate_gradients: `state` must be an `AccumulationState`, got dict. Call "
         "`update(grads, state, params)` with the state that `init(params)` made."
     )
     with pytest.raises(TypeError, match=re.escape(message)):

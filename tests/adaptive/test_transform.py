@@ -327,7 +327,31 @@ def test_adagc_measures_the_layers_of_a_stacked_leaf_one_by_one():
         np.testing.assert_allclose(updates[0][:, i], want[i], rtol=8 * EPS, atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    ("as_published", "at_every_scale"),
+    [
+        (gcx.zclip(), gcx.zclip(max_norm=None)),
+        (gcx.adagc(), gcx.adagc(absolute=math.inf)),
+    ],
+)
+def test_the_papers_caps_of_1_clip_every_step_where_norms_are_30(as_published, at_every_scale):
+    norms = 30 * np.exp(0.2 * np.random.default_rng(0).standard_normal(1000))
+    grads = jnp.asarray(norms, jnp.float32)[:, None]
+    clipped, free = (
+        np.mean(np.asarray(train(tx, grads, jnp.ones(1))[0])[:, 0] < 0.999 * norms)
+        for tx in (as_published, at_every_scale)
+    )
+    assert clipped == 1 and free < 0.75
+
+
 # errors
+
+
+@pytest.mark.parametrize("state", [None, {}, gcx.zclip().init(jnp.ones(1)), (jnp.ones(1),) * 2])
+def test_adagc_refuses_a_state_that_is_not_its_own(state):
+    kind = ValueError if state is None else TypeError
+    with pytest.raises(kind, match="adagc: `state` must be a `.*`, got "):
+        gcx.adagc().update(jnp.ones(1), state)
 
 
 @pytest.mark.parametrize(
@@ -336,10 +360,10 @@ def test_adagc_measures_the_layers_of_a_stacked_leaf_one_by_one():
         (lambda: gcx.adaptive_grad_clip(0.0), "`clipping` must be a number > 0, got 0.0"),
         (lambda: gcx.adaptive_grad_clip(eps=-1.0), "`eps` must be a number > 0, got -1.0"),
         (lambda: gcx.autoclip(-1.0), "`percentile` must be a number >= 0 and <= 100, got -1.0"),
-        (lambda: gcx.zclip(max_norm=0.0), "`max_threshold` must be a number > 0, got 0.0"),
+        (lambda: gcx.zclip(max_norm=0.0), "`max_norm` must be a number > 0, got 0.0"),
         (lambda: gcx.adagc(absolute=0.0), "`absolute` must be a number > 0, got 0.0"),
         (lambda: gcx.adagc(warmup_steps=0), "`warmup_steps` must be an integer >= 1, got 0"),
-        (lambda: gcx.adagc(relative=-1.0), "`factor` must be a number > 0, got -1.0"),
+        (lambda: gcx.adagc(relative=-1.0), "`relative` must be a number > 0, got -1.0"),
         (lambda: gcx.quantile_clip(target=-0.1), "`target` must be a number >= 0 and <= 1"),
         (lambda: gcx.zclip(nonfinite="ignore"), "`nonfinite` must be one of 'propagate', 'zero'"),
     ],

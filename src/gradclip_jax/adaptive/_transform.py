@@ -6,9 +6,9 @@ from typing import Any, Literal, TypeAlias
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_axis, check_count, check_number
-from .._types import NO_AXES, THOUSAND, UNBOUNDED, Array, AxisName, Count, Number
-from ..clipping._clip import norm_clip
+from .._checks import check_axis, check_count, check_number, check_state
+from .._types import NO_AXES, THOUSAND, UNBOUNDED, Array, AxisName, Count, Number, Tree
+from ..clipping._clip import ClipState, norm_clip
 from ..clipping._granularity import axis as unit_axis
 from ..clipping._granularity import layer
 from ..clipping._rule import capped, relative_to_params
@@ -150,7 +150,9 @@ def zclip(
         Kumar, Owen, Chowdhury and Guera, 2025, arXiv 2504.02507.
     """
     named, rule = ("zclip", "max_norm"), zscore(z_threshold, decay, warmup_steps)
-    rule = rule if max_norm is None else capped(rule, max_norm)
+    if max_norm is not None:
+        check_number(*named, max_norm, "The paper uses 1; None is no bound.")
+        rule = capped(rule, max_norm)
     return norm_clip(named, rule, axis_name=axis_name, nonfinite=nonfinite)
 
 
@@ -201,6 +203,7 @@ def adagc(
     References:
         Wang et al., 2025, arXiv 2502.11034.
     """
+    check_number("adagc", "relative", relative, "The paper uses 1.05.")
     check_number("adagc", "absolute", absolute, "The paper uses 1; inf is none.")
     check_count("adagc", "warmup_steps", warmup_steps, "The paper uses 100.")
 
@@ -208,10 +211,18 @@ def adagc(
         return jnp.where(step < warmup_steps, jnp.minimum(absolute, UNBOUNDED), UNBOUNDED)
 
     named, rule = ("adagc", "relative"), ema(relative, decay, warmup_steps, warmup_max=UNBOUNDED)
-    return optax.chain(
+    both = optax.chain(
         norm_clip(named, warmup, axis_name=axis_name, nonfinite=nonfinite),
         norm_clip(named, rule, layer(stack_axes), axis_name=axis_name, nonfinite=nonfinite),
     )
+
+    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:
+        check_state("adagc", state, tuple)
+        for part in state:
+            check_state("adagc", part, ClipState)
+        return both.update(updates, state, params)
+
+    return optax.GradientTransformation(both.init, update)
 
 
 def quantile_clip(

@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 import optax
 
-from .._checks import check_choice
+from .._checks import check_choice, renamed
 from .._states import increment_where, register_metrics
 from .._types import AxisName, Scalar, Tree
 from ._detect import all_finite, finite_extra_args, has_finite_squares, is_finite_step
@@ -29,6 +29,7 @@ class SkipNonfiniteState(NamedTuple):
     inner_state: Any
 
 
+@renamed(max_consecutive_errors="`max_consecutive_skips`")
 def skip_nonfinite(
     inner: optax.GradientTransformation,
     *,
@@ -57,9 +58,8 @@ def skip_nonfinite(
     of memory traffic for AdamW on N parameters. `check="gradient"` is free where a clip by global
     norm follows, and costs one read of the gradient elsewhere. It refuses a gradient whose
     squares overflow (a norm above 1.8e19 in float32, an element above 255 in float16), so that
-    no second moment can become infinite. Use it where the inner optimizer makes a finite update
-    of every such gradient, as those of Optax do; not where its schedule, its parameters or a
-    transformation of your own can add a NaN.
+    no second moment can become infinite. Use it with optimizers that make a finite update of
+    every such gradient, as Optax's do; not where a schedule or a parameter can add a NaN.
 
     Args:
         inner: any Optax transformation, except `optax.MultiSteps` with `check="step"`.
