@@ -243,6 +243,24 @@ def unequal_micro_batches() -> Row:
     )
 
 
+def many_bfloat16_micro_batches() -> Row:
+    count = 1_024
+    params, batch = jnp.ones((), jnp.bfloat16), jnp.ones(count, jnp.bfloat16)
+
+    def loss(params, x):
+        return jnp.mean(params * x)  # its gradient is 1, for each micro-batch and for all
+
+    microbatching = getattr(optax, "microbatching", None)  # Optax 0.2.5 has none
+    if microbatching is None:
+        theirs = "not in this version"
+    else:
+        mean = microbatching.AccumulationType.MEAN
+        split = microbatching.microbatch(jax.grad(loss), 1, 1, mean)
+        theirs = numbers(jax.jit(split)(params, batch))
+    _, ours = jax.jit(gcx.microbatched_value_and_grad(loss, count))(params, batch)
+    return f"mean of {count:,} bfloat16 micro-batches with gradient 1", theirs, numbers(ours)
+
+
 def last_partial_window() -> Row:
     batches, every = 10, 4
     params = jnp.zeros(1)
@@ -289,6 +307,7 @@ def main() -> None:
         monitor_in_a_scan(),
         logging_the_norm(),
         unequal_micro_batches(),
+        many_bfloat16_micro_batches(),
         last_partial_window(),
         negative_max_norm(),
     ]

@@ -13,10 +13,10 @@ import optax
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-STYLES = {  # colours that the colour-blind can tell apart
-    "no clipping": ("#d55e00", "-"),
-    "clipping": ("#0072b2", "-"),
-    "clipping + accumulation": ("#56b4e9", "--"),
+STYLES = {  # colour, line and width: the last two runs lie on each other
+    "no clipping": ("#d55e00", "-", 2.0),
+    "clipping": ("#56b4e9", "-", 4.0),
+    "clipping + accumulation": ("black", ":", 1.5),
 }
 
 
@@ -142,12 +142,12 @@ def plot(path: Path, runs: list[Run], max_norm: float) -> None:
     figure = Figure(figsize=(8, 6), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True)
     for run in runs:
-        color, line = STYLES[run.name]
+        color, line, width = STYLES[run.name]
         steps, smoothed = np.arange(1, len(run.bits) + 1), smooth(run.bits)
         top.plot(steps, run.bits, color=color, alpha=0.3, linewidth=0.7)
         late = steps[-len(smoothed) :]
-        top.plot(late, smoothed, line, color=color, linewidth=2, label=run.name)
-        bottom.plot(steps, run.grad_norm, line, color=color, alpha=0.8, linewidth=0.7)
+        top.plot(late, smoothed, line, color=color, linewidth=width, label=run.name)
+        bottom.plot(steps, run.grad_norm, line, color=color, linewidth=width / 2)
     marks = (top, runs[0].bits[0], "untrained"), (bottom, max_norm, f"max norm {max_norm:g}")
     for axes, height, words in marks:
         axes.axhline(height, color="black", linewidth=1)
@@ -160,7 +160,10 @@ def plot(path: Path, runs: list[Run], max_norm: float) -> None:
     top.yaxis.set_major_locator(LogLocator(base=2, subs=[1]))
     top.yaxis.set_major_formatter("{x:g}")
     top.minorticks_off()
-    top.legend(frameon=False, loc="upper right")
+    window = len(runs[0].bits) - len(smooth(runs[0].bits)) + 1
+    title = f"thick: mean of the last {window} steps; faint: each step"
+    top.set_ylim(top=4 * top.get_ylim()[1])  # room for the legend
+    top.legend(frameon=False, loc="upper right", ncols=3, title=title)
     figure.savefig(path, dpi=110)
 
 
