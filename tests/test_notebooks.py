@@ -31,7 +31,7 @@ def test_runs_from_top_to_bottom(path, tmp_path):
     # On Colab the first cell installs the package. Here it is installed, and is what we test.
     first = code_cells(notebook)[0]
     if "pip install" in first.source:
-        first.source = "import gradclip_jax"
+        first.source = "import gradclip_jax  # and no %pip install"
     here = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=here).execute()
     if folder := os.environ.get("NOTEBOOK_OUTPUTS"):  # the site shows them

@@ -71,8 +71,8 @@ def leaf_norms(tree: Tree, *, ord: Order = TWO, axis_name: AxisName = None) -> T
             `pmap`, or `shard_map` with `check_vma=False`).
 
     Returns:
-        A tree of the same structure, each leaf a scalar of one common dtype: float32, or
-        float64 when a leaf is float64 or complex128. A float0 leaf has norm 0.
+        A tree of the same structure, each leaf a scalar of one common dtype (float32, or
+        float64 when a leaf is float64 or complex128). A float0 leaf has norm 0.
 
     Raises:
         TypeError: a leaf is an integer or a boolean; the message names its path.

@@ -63,8 +63,8 @@ def per_example_norms(
         batch_axis: the axis of each leaf of `batch` that counts examples.
 
     Returns:
-        A function `(params, batch) -> norms`: float32[B] (float64 with a 64 bit leaf), or with
-        `param_labels` a mapping from label to such a vector.
+        A function `(params, batch) -> norms`, where the norms are float32[B] (float64
+        with a 64 bit leaf), or with `param_labels` a mapping from label to such a vector.
 
     Raises:
         TypeError: `loss_fn` cannot be called, or its value is no real scalar.
@@ -109,8 +109,8 @@ def per_example_leaf_norms(
         batch_axis: as for `per_example_norms`.
 
     Returns:
-        A function `(params, batch) -> norms`: a tree like `params`, each leaf float32[B]; None
-        in place of an integer leaf.
+        A function `(params, batch) -> norms`, where the norms are a tree like `params`,
+        each leaf float32[B]; None in place of an integer leaf.
 
     Raises:
         TypeError: `loss_fn` cannot be called, or its value is no real scalar.
