@@ -33,12 +33,14 @@ class Factor:
         labels: one for each axis of `array`.
         hot: the label along which a row is one at its number and zero elsewhere.
         size: the length along `hot`.
+        scale: a power of two that `einsum` multiplies the array by.
     """
 
     array: Array
     labels: Labels
     hot: int | None = None
     size: int = 0
+    scale: Array | None = None
 
     def sizes(self) -> dict[int, int]:
         """The length along each label."""
@@ -116,7 +118,7 @@ class Lazy:
         return dataclasses.replace(self, **changes)
 
 
-jax.tree_util.register_dataclass(Factor, ["array"], ["labels", "hot", "size"])
+jax.tree_util.register_dataclass(Factor, ["array", "scale"], ["labels", "hot", "size"])
 jax.tree_util.register_dataclass(Term, ["factors"], ["out", "start"])
 jax.tree_util.register_dataclass(Lazy, ["terms", "norms"], ["shape", "dtype"])
 
@@ -197,7 +199,8 @@ def einsum(factors: Iterable[Factor], out: Sequence[int]) -> Array:
     alike = len({f.array.dtype for f in factors}) == 1 and len(factors) > 1
     operands: list[Any] = []
     for f in factors:
-        operands += [f.array if alike else f.array.astype(wide), list(f.labels)]
+        array = f.array if f.scale is None else f.array * f.scale.astype(f.array.dtype)
+        operands += [array if alike else array.astype(wide), list(f.labels)]
     return jnp.einsum(
         *operands, list(out), precision=lax.Precision.HIGHEST, preferred_element_type=wide
     )

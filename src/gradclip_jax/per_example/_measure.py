@@ -51,6 +51,13 @@ def _square(x: Array, dtype: jnp.dtype) -> Array:
 
 def _scaled(x: Array) -> tuple[Array, Array]:
     """An array divided by a power of two so that its largest element is about one."""
+    exponent = _exponent(x)
+    kind = jnp.promote_types(jnp.finfo(x.dtype).dtype, jnp.float32)
+    return x * jnp.ldexp(jnp.ones((), kind), -exponent).astype(x.dtype), exponent
+
+
+def _exponent(x: Array) -> Array:
+    """That of the largest element, for two."""
     info = jnp.finfo(x.dtype)
     is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
     size = jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag)) if is_complex else jnp.abs(x)
@@ -59,8 +66,7 @@ def _scaled(x: Array) -> tuple[Array, Array]:
     _, exponent = jnp.frexp(top)
     limit = int(-math.log2(float(info.tiny)))
     exponent = jnp.where(jnp.isfinite(top) & (top > 0), jnp.clip(exponent, -limit, limit), 0)
-    factor = jnp.ldexp(jnp.ones((), top.dtype), -exponent)
-    return x * factor.astype(x.dtype), exponent
+    return exponent
 
 
 def separate(lazy: Lazy) -> list[Lazy] | None:
@@ -151,8 +157,10 @@ def _scaled_term(term: Term) -> tuple[Term, Array]:
     total = jnp.zeros((), jnp.int32)
     for f in term.factors:
         if f.hot is None:
-            array, exponent = _scaled(f.array)
-            f, total = f.replace(array=array), total + exponent
+            exponent = _exponent(f.array)
+            one = jnp.ones((), jnp.finfo(f.array.dtype).dtype)
+            scale = jnp.ldexp(one.astype(jnp.promote_types(one.dtype, jnp.float32)), -exponent)
+            f, total = f.replace(scale=scale), total + exponent
         factors.append(f)
     return term.replace(factors=tuple(factors)), total
 
@@ -196,11 +204,9 @@ def _inner(left: Term, right: Term) -> Scalar:
         return k if k in kept else k + shift
 
     others = [
-        Factor(
-            f.array if f.hot is not None else jnp.conj(f.array),
-            tuple(map(moved, f.labels)),
-            f.hot,
-            f.size,
+        f.replace(
+            array=f.array if f.hot is not None else jnp.conj(f.array),
+            labels=tuple(map(moved, f.labels)),
         )
         for f in right.factors
     ]
@@ -234,7 +240,8 @@ def _picked(factor: Factor, numbers: Factor) -> Factor:
     before, after = factor.labels[:axis], factor.labels[axis + 1 :]
     picked = jnp.take(factor.array, numbers.array, axis=axis, mode="clip")
     valid = (numbers.array >= 0).reshape(*numbers.array.shape, *(1 for _ in after))
-    return Factor(jnp.where(valid, picked, 0), (*before, *numbers.labels, *after))
+    array = jnp.where(valid, picked, 0)
+    return factor.replace(array=array, labels=(*before, *numbers.labels, *after))
 
 
 # Tiles

@@ -11,6 +11,7 @@ from .._checks import error_message
 from .._types import Array, Labels, Scalar, Tree
 from ..clipping._norm import measured_leaves
 from ._examples import Loss, groups_of, measure, on_measured
+from ._recompute import vjp_recomputing
 
 
 class ExampleStats(NamedTuple):
@@ -77,7 +78,9 @@ def clipped_sums(
         factors = {label: jnp.where(keep, factor, 0) for label, factor in factors.items()}
         batch = replace_examples(batch, keep)
     seeds = {k: jnp.where(present, f * ones.astype(f.dtype), 0) for k, f in factors.items()}
-    grads = _weighted_gradient(clip.loss, params, batch, seeds, groups)
+    grads = _weighted_gradient(
+        clip.loss, params, batch, seeds, groups, shared=clip.nonfinite != "zero"
+    )
     if clip.nonfinite == "zero" or weights is not None:
         # Where there was no example to put in place of the others.
         grads = [jnp.where(jnp.any(keep), g, jnp.zeros_like(g)) for g in grads]
@@ -150,7 +153,12 @@ def _margin(params: Tree) -> float:
 
 
 def _weighted_gradient(
-    loss: Loss, params: Tree, batch: Tree, seeds: dict[Any, Array], groups: dict[Any, list[int]]
+    loss: Loss,
+    params: Tree,
+    batch: Tree,
+    seeds: dict[Any, Array],
+    groups: dict[Any, list[int]],
+    shared: bool,
 ) -> list[Array]:
     """The gradient of the sum of weighted losses, each group of leaves by its own weights."""
     chosen, rebuild = on_measured(params)
@@ -161,7 +169,11 @@ def _weighted_gradient(
         # In float16 a small weight would vanish before it meets a large gradient.
         return values.astype(jnp.promote_types(values.dtype, jnp.float32))
 
-    values, backward = jax.vjp(losses, chosen)
+    if shared:
+        size = sum(x.size for x in chosen)
+        values, backward = vjp_recomputing(losses, chosen, largest=size)
+    else:
+        values, backward = jax.vjp(losses, chosen)
     grads = list(chosen)
     for label, members in groups.items():
         (found,) = backward(seeds[label].astype(values.dtype))
