@@ -113,7 +113,7 @@ def clipped_value_and_grad(
 def clipped_grad_and_stats(
     loss_fn: Callable[..., Any], max_norm: Any, **options: Unpack[ClipOptions]
 ) -> Callable[..., tuple[Tree, ExampleStats]]:
-    """Clips as `clipped_value_and_grad`, and tells value, norm and factor of each example.
+    """Clips as `clipped_value_and_grad`, and returns value, norm and factor of each example.
 
     Args:
         loss_fn: as for `per_example_norms`.
@@ -172,7 +172,7 @@ def _checked(
 def _run(
     clip: Clip, params: Tree, batch: Tree, weights: Any, step: Any
 ) -> tuple[Array, Tree, ExampleStats]:
-    """Value, gradients and statistics of a batch, summed over its parts and over devices."""
+    """Adds up value and gradients over the parts of a batch and over devices."""
     batch, size = as_batch(clip.loss, batch)
     weights = _as_weights(clip, weights, size)
     axes = batch_axes((batch, weights))
@@ -206,7 +206,7 @@ def _as_weights(clip: Clip, weights: Any, size: int) -> Array | None:
 def _sums_of_parts(
     clip: Clip, params: Tree, batch: Tree, weights: Array | None, step: Any
 ) -> tuple[Sums, ExampleStats]:
-    """One part of the batch in memory at a time; part i holds every n-th example from i on."""
+    """Holds one part of the batch at a time; part i has every n-th example from i on."""
     parts, size = clip.num_microbatches, jax.tree.leaves(batch)[0].shape[0]
     if size % parts:
         rule = f"a number of examples that num_microbatches={parts} divides"

@@ -11,17 +11,17 @@ from ._factors import Lazy, Term
 
 
 def rows(lazy: Lazy) -> int:
-    """How many products are summed in all terms."""
+    """Counts the products that are summed in all terms."""
     return sum(term.rows() for term in lazy.terms)
 
 
 def elements(lazy: Lazy) -> int:
-    """The elements of a product, without the zeros around it."""
+    """Counts the elements of a product, without the zeros around it."""
     return max((math.prod(term.shape()) for term in lazy.terms), default=0)
 
 
 def factor_elements(lazy: Lazy) -> int:
-    """The elements of all factors; row numbers count one for each row."""
+    """Counts the elements of all factors; row numbers count one for each row."""
     return sum(term.rows() * (1 + _width(term)) for term in lazy.terms)
 
 
@@ -31,5 +31,5 @@ def _width(term: Term) -> int:
 
 
 def is_small(lazy: Lazy) -> bool:
-    """Whether a product is best written down: no larger than its factors, and cheaper to make."""
+    """Decides whether to write a product down: it is no larger than its factors, and costs less."""
     return elements(lazy) <= factor_elements(lazy)

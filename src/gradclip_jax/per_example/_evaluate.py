@@ -28,7 +28,7 @@ _REMAT = {"remat", "remat2", "checkpoint"}
 def evaluate(
     closed: Any, operands: Sequence[Any], chosen: Sequence[bool], varies: Sequence[bool]
 ) -> list[Any]:
-    """The outputs of a jaxpr; the chosen ones lazy where that is possible.
+    """Computes the outputs of a jaxpr, the chosen ones lazily where that is possible.
 
     Args:
         closed: a closed jaxpr.
@@ -71,7 +71,7 @@ def evaluate(
 
 
 def _varying(jaxpr: Any, varies: Sequence[bool]) -> set[Any]:
-    """The variables that depend on the example."""
+    """Finds the variables that depend on the example."""
     varying = {v for v, flag in zip(jaxpr.invars, varies, strict=True) if flag}
     for eqn in jaxpr.eqns:
         if any(are_in(eqn.invars, varying)):
@@ -80,7 +80,7 @@ def _varying(jaxpr: Any, varies: Sequence[bool]) -> set[Any]:
 
 
 def _wanted(jaxpr: Any, chosen: Sequence[bool], varying: set[Any]) -> set[Any]:
-    """The variables that reach a chosen output through operations that are followed."""
+    """Finds the variables that reach a chosen output through operations that are followed."""
     outputs = zip(jaxpr.outvars, chosen, strict=True)
     wanted = set(variables(v for v, flag in outputs if flag))
     for eqn in reversed(jaxpr.eqns):
@@ -141,7 +141,7 @@ def _follow(
 
 
 def _accumulated(eqn: Any, flags: Sequence[bool]) -> list[int]:
-    """The carries of a scan that are wanted and only ever added to."""
+    """Finds the carries of a scan that are wanted and only ever added to."""
     p, jaxpr = eqn.params, eqn.params["jaxpr"].jaxpr
     carried = jaxpr.invars[p["num_consts"] : p["num_consts"] + p["num_carry"]]
     return [
@@ -166,7 +166,7 @@ def _is_added_to(jaxpr: Any, start: Any, end: Any) -> bool:
 def _scan(
     eqn: Any, operands: Sequence[Any], flags: Sequence[bool], varies: Sequence[bool]
 ) -> Sequence[Any]:
-    """A loop: what it adds up becomes factors of every step; what it stacks is measured inside."""
+    """Runs a loop: what it adds up becomes factors, what it stacks is measured inside."""
     p, closed = eqn.params, eqn.params["jaxpr"]
     first, count = p["num_consts"], p["num_carry"]
     consts, init, xs = operands[:first], operands[first : first + count], operands[first + count :]
@@ -205,6 +205,6 @@ def _scan(
 
 
 def _measured(value: Any) -> Lazy:
-    """A stacked output with its norm, so that its factors need not be kept."""
+    """Takes the norm of a stacked output, so that its factors need not be kept."""
     lazy = as_lazy(value)
     return lazy if lazy.norms is not None else lazy.replace(norms=norm(lazy))

@@ -25,7 +25,7 @@ class LossOptions(TypedDict, total=False):
 
 
 class Loss(NamedTuple):
-    """A loss of one example, and what was said of it.
+    """A loss of one example, and how it is called.
 
     Attributes:
         function: the public function that an error message names.
@@ -42,7 +42,7 @@ class Loss(NamedTuple):
     batch_axis: int
 
     def __call__(self, params: Tree, example: Tree) -> tuple[Scalar, Any]:
-        """The value of one example, and its auxiliary output or None."""
+        """Computes the value of one example, and its auxiliary output or None."""
         if self.batched:
             example = jax.tree.map(lambda x: x[None], example)
         out = self.loss_fn(params, example)
@@ -85,7 +85,7 @@ def as_batch(loss: Loss, batch: Tree) -> tuple[Tree, int]:
 
 
 def on_measured(params: Tree) -> tuple[list[Array], Callable[..., Tree]]:
-    """The leaves that are differentiated by, and how to put others in their place."""
+    """Returns the leaves that are differentiated by, and a function that replaces them."""
 
     def rebuild(new: Sequence[Any], other: Callable[[Any], Any] = lambda x: x) -> Tree:
         found = iter(new)
@@ -95,7 +95,7 @@ def on_measured(params: Tree) -> tuple[list[Array], Callable[..., Tree]]:
 
 
 def lazy_gradient(loss: Loss, params: Tree, example: Tree) -> tuple[Any, Any, list[Any]]:
-    """Value, auxiliary output and the gradient of one example, a lazy array for each leaf."""
+    """Computes value, auxiliary output and lazy gradient of one example."""
     chosen, rebuild = on_measured(params)
 
     def gradient(chosen: list[Array], example: Tree) -> Any:
@@ -114,7 +114,7 @@ def lazy_gradient(loss: Loss, params: Tree, example: Tree) -> tuple[Any, Any, li
 
 
 def groups_of(function: str, params: Tree, param_labels: Labels | None) -> dict[Any, list[int]]:
-    """Which measured leaves make up each group; one group, None, of all without labels."""
+    """Sorts the measured leaves into groups; without labels into one, None."""
     leaves = jax.tree.leaves(params)
     if param_labels is None:
         return {None: list(range(len(measured_leaves(params))))}
@@ -128,19 +128,19 @@ def groups_of(function: str, params: Tree, param_labels: Labels | None) -> dict[
 
 
 def batch_axes(batch: Tree) -> frozenset[str]:
-    """The axes of `shard_map` over which the examples are spread."""
+    """Names the axes of `shard_map` over which the examples are spread."""
     return frozenset[str]().union(*map(varying_axes, jax.tree.leaves(batch)))
 
 
 def localised(params: Tree, axes: frozenset[str]) -> Tree:
-    """Parameters whose gradient stays on the device of the example."""
+    """Marks parameters so that their gradient stays on the device of the example."""
     return jax.tree.map(lambda x: vary(jnp.asarray(x), axes) if is_measured(x) else x, params)
 
 
 def measure(
     loss: Loss, params: Tree, batch: Tree, groups: dict[Any, list[int]]
 ) -> tuple[Array, Any, dict[Any, Array]]:
-    """Value, auxiliary output and norms of every example."""
+    """Computes value, auxiliary output and norms of every example."""
     axes = batch_axes(batch)
     shards = [varying_axes(x) - axes for x in measured_leaves(params)]
     local = localised(params, axes)
@@ -156,7 +156,7 @@ def measure(
 def _group_norm(
     norms: Sequence[Scalar], shards: Sequence[frozenset[str]], group: list[int]
 ) -> Scalar:
-    """The norm of a group from those of its leaves, summed over the devices that share a leaf."""
+    """Joins the norms of leaves to that of a group, over the devices that share a leaf."""
     parts: dict[frozenset[str], list[Scalar]] = {}
     for i in group:
         parts.setdefault(shards[i], []).append(norms[i])

@@ -43,12 +43,12 @@ class Factor:
     scale: Array | None = None
 
     def sizes(self) -> dict[int, int]:
-        """The length along each label."""
+        """Returns the length along each label."""
         sizes = dict(zip(self.labels, np.shape(self.array), strict=True))
         return sizes if self.hot is None else {**sizes, self.hot: self.size}
 
     def replace(self, **changes: Any) -> "Factor":
-        """A copy with other fields."""
+        """Makes a copy with other fields."""
         return dataclasses.replace(self, **changes)
 
 
@@ -72,29 +72,29 @@ class Term:
     axes: tuple[Axis, ...]
 
     def sizes(self) -> dict[int, int]:
-        """The length along each label."""
+        """Returns the length along each label."""
         return {k: n for factor in self.factors for k, n in factor.sizes().items()}
 
     def shape(self) -> tuple[int, ...]:
-        """The shape of the product, without the zeros around it."""
+        """Returns the shape of the product, without the zeros around it."""
         sizes = self.sizes()
         return tuple(math.prod(sizes[k] for k in axis.labels) for axis in self.axes)
 
     def kept(self) -> Labels:
-        """The labels of the value, in the order of its axes."""
+        """Lists the labels of the value, in the order of its axes."""
         return tuple(k for axis in self.axes for k in axis.labels)
 
     def summed(self) -> Labels:
-        """The labels that are summed over."""
+        """Lists the labels that are summed over."""
         return tuple(sorted(self._labels() - set(self.kept())))
 
     def rows(self) -> int:
-        """T: how many products are summed."""
+        """Counts the products that are summed: T."""
         sizes = self.sizes()
         return math.prod(sizes[k] for k in self.summed())
 
     def fresh(self, count: int = 1) -> Labels:
-        """Labels that are not in use."""
+        """Makes labels that are not in use."""
         first = 1 + max(self._labels(), default=-1)
         return tuple(range(first, first + count))
 
@@ -102,7 +102,7 @@ class Term:
         return {k for f in self.factors for k in (*f.labels, f.hot) if k is not None}
 
     def is_dense(self) -> bool:
-        """Whether it is an ordinary array."""
+        """Says whether it is an ordinary array."""
         return len(self.factors) == 1 and not self.summed()
 
 
@@ -123,7 +123,7 @@ class Lazy:
     norms: Array | None = None
 
     def replace(self, **changes: Any) -> "Lazy":
-        """A copy with other fields."""
+        """Makes a copy with other fields."""
         return dataclasses.replace(self, **changes)
 
 
@@ -133,7 +133,7 @@ jax.tree_util.register_dataclass(Lazy, ["terms", "norms"], ["shape", "dtype"])
 
 
 def is_lazy(value: Any) -> TypeGuard[Lazy]:
-    """Whether a value is a lazy array."""
+    """Says whether a value is a lazy array."""
     return isinstance(value, Lazy)
 
 
@@ -165,7 +165,7 @@ def as_array(value: Any) -> Array:
 
 
 def multiply(term: Term) -> Array:
-    """The product of a term, without the zeros around it."""
+    """Multiplies out a term, without the zeros around it."""
     kept, hots = term.kept(), [f for f in term.factors if f.hot is not None]
     dense = [f for f in term.factors if f.hot is None]
     if len(hots) != 1 or set(hots[0].labels) & set(kept):
@@ -182,14 +182,14 @@ def multiply(term: Term) -> Array:
 
 
 def one_hot(factor: Factor) -> Factor:
-    """Row numbers written out as rows."""
+    """Writes row numbers out as rows."""
     assert factor.hot is not None
     rows = factor.array[..., None] == jnp.arange(factor.size, dtype=factor.array.dtype)
     return Factor(rows.astype(jnp.float32), (*factor.labels, factor.hot))
 
 
 def wide_dtype(factors: Iterable[Factor]) -> Any:
-    """The dtype to add up in: at least 32 bit, and complex if a factor is."""
+    """Chooses the dtype to add up in: at least 32 bit, and complex if a factor is."""
     kinds = [f.array.dtype for f in factors if f.hot is None]
     wide = any(jnp.finfo(kind).bits == 64 for kind in kinds)
     if any(jnp.issubdtype(kind, jnp.complexfloating) for kind in kinds):
@@ -198,7 +198,7 @@ def wide_dtype(factors: Iterable[Factor]) -> Any:
 
 
 def einsum(factors: Iterable[Factor], out: Sequence[int]) -> Array:
-    """The sum of products of dense factors, added up in 32 bit at least."""
+    """Sums products of dense factors, in 32 bit at least."""
     factors = list(factors)
     wide = wide_dtype(factors)
     alike = len({f.array.dtype for f in factors}) == 1 and len(factors) > 1

@@ -18,7 +18,7 @@ def arrange(lazy: Lazy, shape: Sequence[int], sources: Sequence[int | None]) -> 
 
 
 def scale(lazy: Lazy, scalar: Any) -> Lazy:
-    """A number times a lazy array."""
+    """Multiplies a lazy array by a number."""
 
     def scaled(term: Term) -> Term:
         smallest = min((f for f in term.factors if f.hot is None), key=lambda f: f.array.size)
@@ -33,7 +33,7 @@ def scale(lazy: Lazy, scalar: Any) -> Lazy:
 
 
 def add(x: Lazy, y: Lazy) -> Lazy:
-    """The sum of two; one without terms is zero."""
+    """Adds two lazy arrays; one without terms is zero."""
     if not (x.terms and y.terms):
         return x if x.terms else y
     return x.replace(terms=x.terms + y.terms, norms=None)
@@ -86,7 +86,7 @@ def split_axes(term: Term, sizes: Sequence[int]) -> Term | None:
 
 
 def _split_label(term: Term, label: int, first: int) -> tuple[Term, Labels]:
-    """Two labels, the first of the given length, in place of one."""
+    """Splits a label in two, the first of the given length."""
     halves = term.fresh(2)
 
     def split(f: Factor) -> Factor:

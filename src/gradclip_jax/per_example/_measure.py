@@ -20,7 +20,7 @@ from ._layout import split_axes
 
 
 def norm(value: Array | Lazy) -> Scalar:
-    """The 2-norm of an array or a lazy one: float32[], or float64[] for 64 bit."""
+    """Measures an array or a lazy one: float32[], or float64[] for 64 bit."""
     if not isinstance(value, Lazy):
         return joint_norm([value])
     if value.norms is not None:
@@ -30,7 +30,7 @@ def norm(value: Array | Lazy) -> Scalar:
 
 
 def joint_norm(arrays: Sequence[Array]) -> Scalar:
-    """The 2-norm of all elements of all arrays on this device."""
+    """Measures all elements of all arrays on this device as one vector."""
     units = tree_units(arrays)._replace(is_local=True)
     return unit_norms(list(arrays), units, 2.0, None)[0]
 
@@ -67,7 +67,7 @@ def _part_norm(part: Lazy) -> Scalar:
 
 
 def gram_terms(part: Lazy) -> list[Term] | None:
-    """Terms with the labels 0, 1, ... of the same lengths along the axes, for Gram matrices.
+    """Labels all terms alike, 0, 1, ... along the axes, so that they have Gram matrices.
 
     None if the product is better written down, or the terms cannot be given such labels.
     """
@@ -103,7 +103,7 @@ def _gram_norm(terms: list[Term], dtype: Any) -> Scalar:
 
 
 def _scaled(term: Term) -> tuple[Term, Array]:
-    """A term whose factors are about one, and the exponent that was taken out of it.
+    """Scales the factors of a term to about one; returns the exponent that it takes out.
 
     The arrays stay as they are: on a TPU the scaled gradient of logits would be written down.
     """
@@ -116,7 +116,7 @@ def _scaled(term: Term) -> tuple[Term, Array]:
 
 
 def _exponent(x: Array) -> Array:
-    """The power of two of the largest element; 0 if that is zero or not finite."""
+    """Finds the power of two of the largest element; 0 if that is zero or not finite."""
     is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
     size = jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag)) if is_complex else jnp.abs(x)
     top = jnp.max(size, initial=0)
@@ -126,7 +126,7 @@ def _exponent(x: Array) -> Array:
 
 
 def _joined(terms: list[Term]) -> list[Term]:
-    """Fewer terms: what a weight used several times has in like factors is one term of more rows.
+    """Joins terms with like factors, as of a weight used several times, to one of more rows.
 
     Otherwise an unrolled loop of n steps would need n^2 products.
     """
@@ -155,7 +155,7 @@ def _join(terms: list[Term]) -> Term:
 
 
 def _inner(left: Term, right: Term) -> Scalar:
-    """The sum over elements of one term times the conjugate of another."""
+    """Sums over the elements of one term times the conjugate of another."""
     kept, shift = set(left.kept()), 1 + max(left.sizes(), default=0)
     names = {k: k if k in kept else k + shift for k in right.sizes()}
     ours = list(left.factors)
@@ -178,13 +178,13 @@ def _conjugate(factor: Factor) -> Factor:
 
 
 def _same_rows(x: Factor, y: Factor) -> Factor:
-    """The Gram matrix of two factors of row numbers: one where they are equal."""
+    """Makes the Gram matrix of two factors of row numbers: one where they are equal."""
     a = x.array.reshape(*x.array.shape, *(1 for _ in y.array.shape))
     return Factor(((a == y.array) & (a >= 0)).astype(jnp.float32), (*x.labels, *y.labels))
 
 
 def _picked(factor: Factor, numbers: Factor) -> Factor:
-    """The rows of a dense factor at the row numbers of another; zeros for -1."""
+    """Takes the rows of a dense factor at the row numbers of another; zeros for -1."""
     if numbers.hot not in factor.labels:
         return factor
     axis = factor.labels.index(numbers.hot)

@@ -143,7 +143,7 @@ def per_example_costs(
     loss_fn: Callable[..., Any],
     **options: Unpack[LossOptions],
 ) -> Callable[[Tree, Tree], dict[str, LeafCost]]:
-    """Tells how the norm of each leaf is taken, from shapes alone: nothing is computed.
+    """Lists how the norm of each leaf is taken, from shapes alone: nothing is computed.
 
     Args:
         loss_fn: as for `per_example_norms`.

@@ -19,9 +19,9 @@ from ._jaxprs import are_in, cut_out, variables
 def vjp_recomputing(
     fun: Callable[[Tree], Array], primals: Tree, largest: int | None
 ) -> tuple[Array, Callable[[Array], tuple[Tree]]]:
-    """`jax.vjp(fun, primals)` that keeps no residual of more than `largest` elements.
+    """Differentiates as `jax.vjp`, but keeps no residual of more than `largest` elements.
 
-    Those that a loop stacks are kept: XLA does not share loops, and to run one again is dear.
+    Those that a loop stacks are kept: XLA shares no loops, and to run one again costs too much.
     """
     if largest is None:
         return jax.vjp(fun, primals)
@@ -46,7 +46,7 @@ def vjp_recomputing(
 
 
 def _equations_of_large(jaxpr: Any, largest: int) -> list[Any]:
-    """The equations between values that are kept and the large ones, loops left out."""
+    """Finds the equations between what is kept and what is large, loops left out."""
 
     def large(atoms: Any) -> set[Any]:
         return {v for v in variables(atoms) if math.prod(v.aval.shape) > largest}

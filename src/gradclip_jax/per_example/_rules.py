@@ -31,7 +31,7 @@ class Rule(NamedTuple):
 
 
 def _is_zero(x: Any) -> bool:
-    """Whether a value is known to be zero when the program is traced."""
+    """Says whether a value is known to be zero when the program is traced."""
     known = isinstance(x, (np.ndarray, np.generic, int, float, complex))
     return bool(known and np.all(x == 0))
 
@@ -54,7 +54,7 @@ def _squeeze(eqn: Any, x: Lazy) -> Lazy:
 
 
 def _sum(eqn: Any, x: Lazy) -> Lazy | None:
-    """The labels of the axes are summed over with the rest."""
+    """Sums over the labels of the axes with the rest."""
     axes = eqn.params["axes"]
     labels = {k for term in x.terms for i in axes for k in term.axes[i].labels}
     if any(f.hot in labels for term in x.terms for f in term.factors):
@@ -126,7 +126,7 @@ def _concatenate(eqn: Any, *values: Any) -> Lazy | None:
 
 
 def _update_slice(_: Any, operand: Any, update: Any, *start: Any) -> Lazy | None:
-    """Zeros with one part filled: the gradient of a dynamic slice."""
+    """Fills one part of zeros: the gradient of a dynamic slice."""
     if not is_lazy(operand) or operand.terms:
         return None
     value, shape = as_lazy(update), operand.shape

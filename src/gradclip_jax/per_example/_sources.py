@@ -18,7 +18,7 @@ from ._layout import add, arrange
 
 
 def dot_general(eqn: Any, lhs: Any, rhs: Any) -> Lazy | None:
-    """A product of two arrays, or of a lazy one and an array."""
+    """Makes factors of a product of two arrays; contracts a lazy one with an array."""
     aval = eqn.outvars[0].aval
     (left_summed, right_summed), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     if is_lazy(lhs) != is_lazy(rhs):
@@ -46,7 +46,7 @@ def _unless_small(lazy: Lazy) -> Lazy | None:
 
 
 def _chained(aval: Any, lazy: Lazy, axes: Any, array: Array, array_axes: Any) -> Lazy | None:
-    """`lazy @ array`: the array is contracted with the one factor that has the axes."""
+    """Contracts an array with the one factor of `lazy @ array` that has the axes."""
     if all(term.is_dense() for term in lazy.terms):
         return None  # an ordinary product, once; not one for each term
     terms: list[Term] = []
@@ -70,7 +70,7 @@ def _chained(aval: Any, lazy: Lazy, axes: Any, array: Array, array_axes: Any) ->
 
 
 def scatter_add(eqn: Any, operand: Any, numbers: Any, updates: Any) -> Lazy | None:
-    """Rows added at row numbers: the gradient of an embedding, or of experts."""
+    """Makes factors of rows added at row numbers: the gradient of an embedding, or of experts."""
     dims, aval = eqn.params["dimension_numbers"], eqn.outvars[0].aval
     windows, inserted = dims.update_window_dims, tuple(dims.inserted_window_dims)
     if len(inserted) != 1 or tuple(dims.scatter_dims_to_operand_dims) != inserted:
@@ -101,7 +101,7 @@ def _valid_numbers(numbers: Array, size: int, mode: Any) -> Array:
 
 
 def convolution(eqn: Any, lhs: Any, rhs: Any) -> Lazy | None:
-    """The gradient of a kernel: patches of the image times the gradient of the output.
+    """Makes factors of the gradient of a kernel: patches of the image, gradient of the output.
 
     In that convolution the gradient of the output is the kernel; the positions of the window are
     those of the weights, and what is summed over are the pixels and the images.
@@ -136,7 +136,7 @@ def convolution(eqn: Any, lhs: Any, rhs: Any) -> Lazy | None:
 
 
 def _window(image: Array, corner: Any, window: Any, strides: Any, dilation: Any) -> Array:
-    """Every pixel that one weight of the kernel meets."""
+    """Cuts out every pixel that one weight of the kernel meets."""
     low = [c * s for c, s in zip(corner, strides, strict=True)]
     high = [a + (w - 1) * d + 1 for a, w, d in zip(low, window, dilation, strict=True)]
     return lax.slice(image, (0, 0, *low), (*image.shape[:2], *high), (1, 1, *dilation))

@@ -71,7 +71,7 @@ class Sums(NamedTuple):
 def clipped_sums(
     clip: Clip, params: Tree, batch: Tree, weights: Array | None, step: Any
 ) -> tuple[Sums, ExampleStats]:
-    """Sums over the examples of a batch, and what is known of each."""
+    """Sums over the examples of a batch, and returns what is known of each."""
     size = jax.tree.leaves(batch)[0].shape[0]
     ones = jnp.ones(size, jnp.float32) if weights is None else weights
     keep = present = ones > 0
@@ -100,7 +100,7 @@ def clipped_sums(
 
 
 def _replace_examples(batch: Tree, keep: Array) -> Tree:
-    """The batch with the first kept example in place of those that are not kept.
+    """Puts the first kept example in place of those that are not kept.
 
     Their cotangents are zero, but zero times a NaN that they cause is NaN. A kept example causes
     none: its backward pass is linear, and was finite with a cotangent that was not zero.
@@ -118,7 +118,7 @@ def _replace_examples(batch: Tree, keep: Array) -> Tree:
 
 
 def thresholds_of(clip: Clip) -> Mapping[Any, Any]:
-    """The threshold of each group; one group, None, of all without labels."""
+    """Returns the threshold of each group; without labels of one, None."""
     if clip.param_labels is None:
         return {None: clip.max_norm}
     if not isinstance(clip.max_norm, Mapping):
@@ -129,7 +129,7 @@ def thresholds_of(clip: Clip) -> Mapping[Any, Any]:
 
 
 def _factor(clip: Clip, label: Any, norm: Array, step: Any, params: Tree) -> Array:
-    """What each example's gradient is multiplied by, [B]."""
+    """Computes what each example's gradient is multiplied by, [B]."""
     threshold = thresholds_of(clip).get(label)
     if threshold is None:
         return jnp.ones_like(norm)
@@ -149,7 +149,7 @@ def _factor(clip: Clip, label: Any, norm: Array, step: Any, params: Tree) -> Arr
 
 
 def _margin(params: Tree) -> float:
-    """A little below one where the second pass rounds coarsely.
+    """Lowers factors a little where the second pass rounds coarsely.
 
     It multiplies other numbers than the first, so with bfloat16 parameters a norm of 1 could come
     out as 1.004.
@@ -161,7 +161,7 @@ def _margin(params: Tree) -> float:
 def _weighted_gradient(
     clip: Clip, params: Tree, batch: Tree, seeds: dict[Any, Array], groups: dict[Any, list[int]]
 ) -> list[Array]:
-    """The gradient of the sum of weighted losses, each group of leaves by its own weights."""
+    """Differentiates the sum of weighted losses, each group of leaves by its own weights."""
     chosen, rebuild = on_measured(params)
 
     def losses(chosen: list[Array]) -> Array:
