@@ -19,7 +19,8 @@ from ._factors import Lazy, as_array, as_lazy, is_lazy
 from ._jaxprs import are_in, cut_out, variables
 from ._layout import add, stack
 from ._measure import norm
-from ._rules import RULES
+from ._rules import RULES, add_in_zeros
+from ._sources import without_zeros
 
 _INLINED = {"jit", "pjit", "closed_call", "core_call"}
 _REMAT = {"remat", "remat2", "checkpoint"}
@@ -61,13 +62,26 @@ def evaluate(
         if any(flags):
             linear = _linear_operands(eqn, flags, varying)
             mixed = [read(v) if i in linear else read_array(v) for i, v in enumerate(eqn.invars)]
+            if eqn.primitive.name == "dot_general" and not linear:
+                mixed = without_zeros(eqn, *map(read, eqn.invars))
             outs = _follow(eqn, mixed, flags, varying)
+        elif eqn.primitive.name in ("pad", "add", "add_any") and eqn.outvars[0] in varying:
+            outs = _in_zeros(eqn, list(map(read, eqn.invars)))
         if outs is None:
             inputs, alone = cut_out(jaxpr, [eqn], eqn.outvars)
             outs = alone(*map(read_array, inputs))
         values.update(zip(eqn.outvars, outs, strict=True))
     results = zip(jaxpr.outvars, chosen, strict=True)
     return [read(v) if lazily else read_array(v) for v, lazily in results]
+
+
+def _in_zeros(eqn: Any, operands: Sequence[Any]) -> Sequence[Any] | None:
+    """Follows an array that is put in zeros, so that a product may leave them out."""
+    if eqn.primitive.name == "pad":
+        lazy = None if is_lazy(operands[0]) else RULES["pad"].apply(eqn, *operands)
+    else:
+        lazy = add_in_zeros(*operands)
+    return None if lazy is None else [lazy]
 
 
 def _varying(jaxpr: Any, varies: Sequence[bool]) -> set[Any]:

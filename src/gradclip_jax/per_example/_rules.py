@@ -95,6 +95,19 @@ def _add(_: Any, x: Any, y: Any) -> Lazy | None:
     return add(as_lazy(x), as_lazy(y)) if np.shape(x) == np.shape(y) else None
 
 
+def add_in_zeros(x: Any, y: Any) -> Lazy | None:
+    """Adds two arrays that lie at the same place in zeros, without the zeros."""
+    if not (is_lazy(x) and is_lazy(y) and len(x.terms) == len(y.terms) == 1):
+        return None
+    (a,), (b,) = x.terms, y.terms
+    if a.axes != b.axes or a.shape() != b.shape() or not (a.is_dense() and b.is_dense()):
+        return None
+    (left,), (right,) = a.factors, b.factors
+    if left.labels != right.labels:
+        return None
+    return x.replace(terms=(Term((left.replace(array=left.array + right.array),), a.axes),))
+
+
 def _subtract(eqn: Any, x: Any, y: Any) -> Lazy | None:
     return _add(eqn, x, scale(y, -1) if is_lazy(y) else -y)
 
