@@ -250,7 +250,7 @@ def jitted():
 
 
 def one_hot_and_wide():
-    """A head so wide that its gradient is measured in tiles."""
+    """A head whose gradient is smaller than its factors, and logits that outnumber all weights."""
 
     def loss(p, ids):
         x = jax.nn.one_hot(ids, VOCABULARY, dtype=p["embed"].dtype) @ p["embed"]

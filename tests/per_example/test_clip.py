@@ -214,6 +214,22 @@ def test_data_parallel_inside_shard_map_equals_one_device(make):
     assert "all_gather" not in text
 
 
+def wide(p, x):
+    """Logits that outnumber the parameters; their softmax needs them again on the way back."""
+    return jax.nn.logsumexp(jnp.sin(x @ p["a"]) @ p["b"], -1).sum()
+
+
+@pytest.mark.parametrize(("nonfinite", "count"), [("propagate", 3), ("zero", 2)])
+def test_logits_shared_by_both_passes_are_computed_again_instead_of_kept(nonfinite, count):
+    params = {"a": array(WIDTH, 4, seed=5), "b": array(4, 90, seed=6)}
+    run = gcx.clipped_grad_and_stats(wide, 1.0, nonfinite=nonfinite)
+    program = str(jax.make_jaxpr(run)(params, BATCH))
+    assert program.count("f32[3,3,90] = dot_general[") == count
+    _, written = gradients(wide, params, BATCH)
+    factors = np.minimum(1, 1 / norms(written))
+    assert_close(jax.jit(run)(params, BATCH)[0], weighted_mean(written, factors))
+
+
 def test_dropout_masks_are_alike_in_both_passes():
     function, params, batch = MODELS["dropout"]()
     run = jax.jit(gcx.clipped_grad_and_stats(function, 1e-3, reduction="sum"))

@@ -1,7 +1,7 @@
 """The mean of clipped per-example gradients, as `jax.value_and_grad` gives the ordinary mean."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,9 @@ from jax import lax
 from .._checks import check_choice, check_count, check_number, describe, error_message
 from .._mesh import sum_over, vary, varying_axes
 from .._types import Array, Labels, Tree
-from ..clipping._norm import is_measured
-from ._examples import Loss, as_batch, as_loss, batch_axes, localised
-from ._weigh import Clip, ExampleStats, Sums, clipped_sums, thresholds_of
+from ..accumulation._split import Split, in_order, micro_arguments
+from ._examples import as_batch, as_loss, batch_axes, localised, on_measured
+from ._weigh import Clip, ClipOptions, ExampleStats, Sums, clipped_sums, thresholds_of
 
 
 def clipped_value_and_grad(
@@ -89,10 +89,18 @@ def clipped_value_and_grad(
     References:
         Abadi et al. 2016, arXiv 1607.00133; automatic clipping: arXiv 2206.07136.
     """
-    name = "clipped_value_and_grad"
-    loss = as_loss(name, loss_fn, has_aux, batched)
     clip = _checked(
-        loss, max_norm, param_labels, reaction, reduction, nonfinite, num_microbatches, batch_axis
+        "clipped_value_and_grad",
+        loss_fn,
+        max_norm,
+        param_labels=param_labels,
+        reaction=reaction,
+        reduction=reduction,
+        nonfinite=nonfinite,
+        has_aux=has_aux,
+        batched=batched,
+        batch_axis=batch_axis,
+        num_microbatches=num_microbatches,
     )
 
     def run(params: Tree, batch: Tree, *, weights: Any = None, step: Any = None) -> Any:
@@ -103,31 +111,14 @@ def clipped_value_and_grad(
 
 
 def clipped_grad_and_stats(
-    loss_fn: Callable[..., Any],
-    max_norm: Any,
-    *,
-    param_labels: Labels | None = None,
-    reaction: Any = "scale",
-    reduction: str = "mean",
-    nonfinite: str = "propagate",
-    has_aux: bool = False,
-    batched: bool = False,
-    batch_axis: int = 0,
-    num_microbatches: int = 1,
+    loss_fn: Callable[..., Any], max_norm: Any, **options: Unpack[ClipOptions]
 ) -> Callable[..., tuple[Tree, ExampleStats]]:
-    """Clips as `clipped_value_and_grad`, and tells value, norm and factor of each example.
+    """Clips as `clipped_value_and_grad`, and returns value, norm and factor of each example.
 
     Args:
         loss_fn: as for `per_example_norms`.
         max_norm: as for `clipped_value_and_grad`.
-        param_labels: as for `clipped_value_and_grad`.
-        reaction: as for `clipped_value_and_grad`.
-        reduction: as for `clipped_value_and_grad`.
-        nonfinite: as for `clipped_value_and_grad`.
-        has_aux: as for `clipped_value_and_grad`.
-        batched: as for `per_example_norms`.
-        batch_axis: as for `per_example_norms`.
-        num_microbatches: as for `clipped_value_and_grad`.
+        options: those of `clipped_value_and_grad`.
 
     Returns:
         A function `(params, batch, *, weights=None, step=None)` to `(grads, ExampleStats)`.
@@ -145,11 +136,7 @@ def clipped_grad_and_stats(
         >>> stats.norm.tolist(), [round(f, 3) for f in stats.factor.tolist()]
         ([5.0, 0.5], [0.2, 1.0])
     """
-    name = "clipped_grad_and_stats"
-    loss = as_loss(name, loss_fn, has_aux, batched)
-    clip = _checked(
-        loss, max_norm, param_labels, reaction, reduction, nonfinite, num_microbatches, batch_axis
-    )
+    clip = _checked("clipped_grad_and_stats", loss_fn, max_norm, **options)
 
     def run(
         params: Tree, batch: Tree, *, weights: Any = None, step: Any = None
@@ -160,8 +147,16 @@ def clipped_grad_and_stats(
     return run
 
 
-def _checked(loss: Loss, *choices: Any) -> Clip:
-    name, clip = loss.function, Clip(loss, *choices)
+def _checked(
+    name: str,
+    loss_fn: Any,
+    max_norm: Any,
+    has_aux: bool = False,
+    batched: bool = False,
+    batch_axis: int = 0,
+    **options: Any,
+) -> Clip:
+    clip = Clip(as_loss(name, loss_fn, has_aux, batched, batch_axis), max_norm, **options)
     hint = "Pass a positive number or a schedule; inf turns clipping off."
     for threshold in thresholds_of(clip).values():
         if not callable(threshold):
@@ -177,8 +172,8 @@ def _checked(loss: Loss, *choices: Any) -> Clip:
 def _run(
     clip: Clip, params: Tree, batch: Tree, weights: Any, step: Any
 ) -> tuple[Array, Tree, ExampleStats]:
-    """Value, gradients and statistics of a batch, summed over its parts and over devices."""
-    batch, size = as_batch(clip.loss.function, batch, clip.batch_axis)
+    """Adds up value and gradients over the parts of a batch and over devices."""
+    batch, size = as_batch(clip.loss, batch)
     weights = _as_weights(clip, weights, size)
     axes = batch_axes((batch, weights))
     in_parts = clip.num_microbatches > 1 and size > 0
@@ -186,24 +181,15 @@ def _run(
         clip, localised(params, axes), batch, weights, step
     )
     value, count, total = (sum_over(x, axes) for x in sums[:3])
-    leaves = [x for x in jax.tree.leaves(params) if is_measured(x)]
-    pairs = zip(sums.grads, leaves, strict=True)
+    chosen, rebuild = on_measured(params)
+    pairs = zip(sums.grads, chosen, strict=True)
     grads = [sum_over(g, axes - varying_axes(x)) for g, x in pairs]
     if clip.reduction == "mean":
         value = value / jnp.where(count > 0, count, 1).astype(value.dtype)
         divisor = jnp.where(total > 0, total, 1)
         grads = [g / divisor.astype(g.dtype) for g in grads]
-    found = iter(grads)
-    return (
-        value,
-        jax.tree.map(lambda x: next(found) if is_measured(x) else _float0(x), params),
-        stats,
-    )
-
-
-def _float0(leaf: Any) -> Any:
-    """The gradient of an integer, as `jax.grad(allow_int=True)` gives it."""
-    return np.zeros(np.shape(leaf), jax.dtypes.float0)
+    # The gradient of an integer is that of `jax.grad(allow_int=True)`.
+    return value, rebuild(grads, lambda x: np.zeros(np.shape(x), jax.dtypes.float0)), stats
 
 
 def _as_weights(clip: Clip, weights: Any, size: int) -> Array | None:
@@ -220,25 +206,21 @@ def _as_weights(clip: Clip, weights: Any, size: int) -> Array | None:
 def _sums_of_parts(
     clip: Clip, params: Tree, batch: Tree, weights: Array | None, step: Any
 ) -> tuple[Sums, ExampleStats]:
-    """One part of the batch in memory at a time; part i holds every n-th example from i on."""
+    """Holds one part of the batch at a time; part i has every n-th example from i on."""
     parts, size = clip.num_microbatches, jax.tree.leaves(batch)[0].shape[0]
     if size % parts:
         rule = f"a number of examples that num_microbatches={parts} divides"
         hint = "Change one of the two, or pad with examples of weight 0."
         raise ValueError(error_message(clip.loss.function, "batch", rule, str(size), hint))
-    rows = jax.tree.map(lambda x: x.reshape(size // parts, parts, *x.shape[1:]), (batch, weights))
+    split = Split(parts, (0, 1), (), ())
 
-    def part(i: Array) -> tuple[Sums, ExampleStats]:
-        chosen = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 1, keepdims=False), rows)
-        examples, own_weights = chosen
-        return clipped_sums(clip, params, examples, own_weights, step)
+    def add(sums: Sums | None, i: Array) -> tuple[Sums, ExampleStats]:
+        own_batch, own_weights = micro_arguments((batch, weights), split, i)
+        new, stats = clipped_sums(clip, params, own_batch, own_weights, step)
+        return new if sums is None else jax.tree.map(jnp.add, sums, new), stats
 
-    def add(sums: Sums, i: Array) -> tuple[Sums, ExampleStats]:
-        new, stats = part(i)
-        return jax.tree.map(jnp.add, sums, new), stats
-
-    shapes, _ = jax.eval_shape(part, jnp.int32(0))
+    shapes, _ = jax.eval_shape(lambda: add(None, jnp.int32(0)))
     axes = batch_axes((batch, weights))
     zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), axes), shapes)
     sums, stats = lax.scan(add, zeros, jnp.arange(parts, dtype=jnp.int32))
-    return sums, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(size, *x.shape[2:]), stats)
+    return sums, jax.tree.map(in_order, stats)

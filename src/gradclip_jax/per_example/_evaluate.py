@@ -5,7 +5,7 @@ forwards: those are computed by their rules, everything else as it stands. A laz
 needed in another place as well, or by an operation without a rule, is multiplied out for it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -15,11 +15,12 @@ from jax import lax
 from jax.extend import core
 
 from .._types import Array
-from ._cost import is_dense
 from ._factors import Lazy, as_array, as_lazy, is_lazy
+from ._jaxprs import are_in, cut_out, variables
 from ._layout import add, stack
 from ._measure import norm
-from ._rules import RULES
+from ._rules import RULES, add_in_zeros
+from ._sources import without_zeros
 
 _INLINED = {"jit", "pjit", "closed_call", "core_call"}
 _REMAT = {"remat", "remat2", "checkpoint"}
@@ -28,7 +29,7 @@ _REMAT = {"remat", "remat2", "checkpoint"}
 def evaluate(
     closed: Any, operands: Sequence[Any], chosen: Sequence[bool], varies: Sequence[bool]
 ) -> list[Any]:
-    """The outputs of a jaxpr; the chosen ones lazy where that is possible.
+    """Computes the outputs of a jaxpr, the chosen ones lazily where that is possible.
 
     Args:
         closed: a closed jaxpr.
@@ -48,10 +49,11 @@ def evaluate(
         return np.asarray(v.val) if isinstance(v, core.Literal) else values[v]
 
     def read_array(v: Any) -> Any:
-        if isinstance(v, core.Literal) or not is_lazy(values[v]):
-            return read(v)
+        value = read(v)
+        if not is_lazy(value):
+            return value
         if v not in arrays:
-            arrays[v] = as_array(values[v])
+            arrays[v] = as_array(value)
         return arrays[v]
 
     for eqn in jaxpr.eqns:
@@ -60,48 +62,53 @@ def evaluate(
         if any(flags):
             linear = _linear_operands(eqn, flags, varying)
             mixed = [read(v) if i in linear else read_array(v) for i, v in enumerate(eqn.invars)]
+            if eqn.primitive.name == "dot_general" and not linear:
+                mixed = without_zeros(eqn, *map(read, eqn.invars))
             outs = _follow(eqn, mixed, flags, varying)
+        elif eqn.primitive.name in ("pad", "add", "add_any") and eqn.outvars[0] in varying:
+            outs = _in_zeros(eqn, list(map(read, eqn.invars)))
         if outs is None:
-            outs = _as_it_stands(jaxpr, eqn, [read_array(v) for v in eqn.invars])
+            inputs, alone = cut_out(jaxpr, [eqn], eqn.outvars)
+            outs = alone(*map(read_array, inputs))
         values.update(zip(eqn.outvars, outs, strict=True))
     results = zip(jaxpr.outvars, chosen, strict=True)
     return [read(v) if lazily else read_array(v) for v, lazily in results]
 
 
-def _as_it_stands(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    pairs = zip(eqn.invars, operands, strict=True)
-    inputs = {v: x for v, x in pairs if not isinstance(v, core.Literal)}
-    alone = jaxpr.replace(constvars=[], invars=list(inputs), outvars=eqn.outvars, eqns=[eqn])
-    return core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*inputs.values())
+def _in_zeros(eqn: Any, operands: Sequence[Any]) -> Sequence[Any] | None:
+    """Follows an array that is put in zeros, so that a product may leave them out."""
+    if eqn.primitive.name == "pad":
+        lazy = None if is_lazy(operands[0]) else RULES["pad"].apply(eqn, *operands)
+    else:
+        lazy = add_in_zeros(*operands)
+    return None if lazy is None else [lazy]
 
 
 def _varying(jaxpr: Any, varies: Sequence[bool]) -> set[Any]:
-    """The variables that depend on the example."""
+    """Finds the variables that depend on the example."""
     varying = {v for v, flag in zip(jaxpr.invars, varies, strict=True) if flag}
     for eqn in jaxpr.eqns:
-        if any(not isinstance(v, core.Literal) and v in varying for v in eqn.invars):
+        if any(are_in(eqn.invars, varying)):
             varying.update(eqn.outvars)
     return varying
 
 
 def _wanted(jaxpr: Any, chosen: Sequence[bool], varying: set[Any]) -> set[Any]:
-    """The variables that reach a chosen output through operations that are followed."""
+    """Finds the variables that reach a chosen output through operations that are followed."""
     outputs = zip(jaxpr.outvars, chosen, strict=True)
-    wanted = {v for v, flag in outputs if flag and not isinstance(v, core.Literal)}
+    wanted = set(variables(v for v, flag in outputs if flag))
     for eqn in reversed(jaxpr.eqns):
         flags = [v in wanted for v in eqn.outvars]
         if any(flags):
-            operands = [eqn.invars[i] for i in _linear_operands(eqn, flags, varying)]
-            wanted.update(v for v in operands if not isinstance(v, core.Literal))
+            wanted.update(variables(eqn.invars[i] for i in _linear_operands(eqn, flags, varying)))
     return wanted
 
 
-def _linear_operands(eqn: Any, flags: Sequence[bool], varying: set[Any]) -> Sequence[int]:
+def _linear_operands(eqn: Any, flags: Sequence[bool], varying: set[Any]) -> Collection[int]:
     name = eqn.primitive.name
     if name == "dot_general":
         # A lazy gradient times parameters stays lazy; two activations are where factors begin.
-        fixed = [isinstance(v, core.Literal) or v not in varying for v in eqn.invars]
-        return [1 - i for i in range(2) if fixed[i]]
+        return [1 - i for i, varies in enumerate(are_in(eqn.invars, varying)) if not varies]
     if name in ("mul", "div"):
         # A product of two arrays is no move; by a number it is.
         return [i for i in range(2) if eqn.invars[1 - i].aval.ndim == 0]
@@ -112,8 +119,7 @@ def _linear_operands(eqn: Any, flags: Sequence[bool], varying: set[Any]) -> Sequ
         wanted = _wanted(inner.jaxpr, flags, inner_varying)
         return [i for i, v in enumerate(inner.jaxpr.invars) if v in wanted]
     if name == "scan":
-        first = eqn.params["num_consts"]
-        return [first + i for i in _accumulated(eqn, flags)]
+        return [eqn.params["num_consts"] + i for i in _accumulated(eqn, flags)]
     rule = RULES.get(name)
     if rule is None:
         return ()
@@ -124,33 +130,32 @@ def _inner(eqn: Any, varying: set[Any]) -> tuple[Any, set[Any]]:
     closed = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     if not hasattr(closed, "consts"):
         closed = core.ClosedJaxpr(closed, [])
-    flags = [not isinstance(v, core.Literal) and v in varying for v in eqn.invars]
-    return closed, _varying(closed.jaxpr, flags)
+    return closed, _varying(closed.jaxpr, are_in(eqn.invars, varying))
 
 
 def _follow(
     eqn: Any, operands: Sequence[Any], flags: Sequence[bool], varying: set[Any]
 ) -> Sequence[Any] | None:
-    name = eqn.primitive.name
-    varies = [not isinstance(v, core.Literal) and v in varying for v in eqn.invars]
-    if name in _INLINED:
-        return evaluate(_inner(eqn, varying)[0], operands, flags, varies)
-    if name in _REMAT:
-        arrays = [as_array(x) for x in operands]
-        if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
-            # As JAX does: otherwise XLA merges what is computed again with what was computed.
-            arrays = list(lax.optimization_barrier(tuple(map(jnp.asarray, arrays))))
-        return evaluate(_inner(eqn, varying)[0], arrays, flags, varies)
+    name, varies = eqn.primitive.name, are_in(eqn.invars, varying)
     if name == "scan":
         return _scan(eqn, operands, flags, varies)
-    if name not in RULES:
+    if name in _REMAT and eqn.params["differentiated"] and eqn.params["prevent_cse"]:
+        # As JAX does: otherwise XLA merges what is computed again with what was computed.
+        operands = lax.optimization_barrier([jnp.asarray(as_array(x)) for x in operands])
+    if name in _INLINED | _REMAT:
+        return evaluate(_inner(eqn, varying)[0], operands, flags, varies)
+    rule = RULES.get(name)
+    if rule is None or not (rule.starts or any(map(is_lazy, operands))):
         return None
-    lazy = RULES[name].apply(eqn, *operands)
+    lazy = rule.apply(eqn, *operands)
     return None if lazy is None else [lazy]
 
 
+# Loops
+
+
 def _accumulated(eqn: Any, flags: Sequence[bool]) -> list[int]:
-    """The carries of a scan that are wanted and only ever added to."""
+    """Finds the carries of a scan that are wanted and only ever added to."""
     p, jaxpr = eqn.params, eqn.params["jaxpr"].jaxpr
     carried = jaxpr.invars[p["num_consts"] : p["num_consts"] + p["num_carry"]]
     return [
@@ -162,46 +167,38 @@ def _is_added_to(jaxpr: Any, start: Any, end: Any) -> bool:
     made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     uses = sum(v is start for eqn in jaxpr.eqns for v in eqn.invars)
     uses += sum(v is start for v in jaxpr.outvars)
-    reached = [end]
+    reached = variables([end])
     while reached:
         v = reached.pop()
         if v is start:
             return uses == 1
-        if not isinstance(v, core.Literal) and v in made_by:
-            eqn = made_by[v]
-            if eqn.primitive.name in ("add", "add_any"):
-                reached += eqn.invars
+        if v in made_by and made_by[v].primitive.name in ("add", "add_any"):
+            reached += variables(made_by[v].invars)
     return False
 
 
 def _scan(
     eqn: Any, operands: Sequence[Any], flags: Sequence[bool], varies: Sequence[bool]
 ) -> Sequence[Any]:
-    """A loop: what it adds up becomes factors of every step; what it stacks is measured inside."""
-    p = eqn.params
-    split = (p["num_consts"], p["num_consts"] + p["num_carry"])
-    consts, init, xs = operands[: split[0]], operands[split[0] : split[1]], operands[split[1] :]
-    consts, xs = [as_array(x) for x in consts], [as_array(x) for x in xs]
-    count = p["num_carry"]
+    """Runs a loop: what it adds up becomes factors, what it stacks is measured inside."""
+    p, closed = eqn.params, eqn.params["jaxpr"]
+    first, count = p["num_consts"], p["num_carry"]
+    consts, init, xs = operands[:first], operands[first : first + count], operands[first + count :]
     # What a carry depends on changes from step to step.
-    inner_varies = [*varies[: split[0]], *(True for _ in init), *varies[split[1] :]]
+    inner_varies = [*varies[:first], *(True for _ in init), *varies[first + count :]]
 
     def run(lazy: Sequence[int]) -> tuple[Any, Any]:
-        avals = [v.aval for v in p["jaxpr"].jaxpr.outvars[:count]]
+        zeros = {i: Lazy(v.aval.shape, v.aval.dtype) for i, v in enumerate(closed.jaxpr.outvars)}
         chosen = [i in lazy if i < count else flag for i, flag in enumerate(flags)]
 
         def body(carry: Any, x: Any) -> tuple[Any, Any]:
             left = iter(carry)
-            full = [
-                Lazy(a.shape, a.dtype) if i in lazy else next(left) for i, a in enumerate(avals)
-            ]
-            outs = evaluate(p["jaxpr"], [*consts, *full, *x], chosen, inner_varies)
-            added = [outs[i].replace(norms=None) for i in lazy if is_lazy(outs[i])]
-            stacked = [
-                _measured(y) if f else y for y, f in zip(outs[count:], flags[count:], strict=True)
-            ]
-            kept = [as_array(outs[i]) for i in range(count) if i not in lazy]
-            return kept, (added, stacked)
+            full = [zeros[i] if i in lazy else next(left) for i in range(count)]
+            outs = evaluate(closed, [*consts, *full, *x], chosen, inner_varies)
+            added = [as_lazy(outs[i]).replace(norms=None) for i in lazy]
+            pairs = zip(outs[count:], flags[count:], strict=True)
+            stacked = [_measured(y) if flag else y for y, flag in pairs]
+            return [outs[i] for i in range(count) if i not in lazy], (added, stacked)
 
         carry = [as_array(x) for i, x in enumerate(init) if i not in lazy]
         return lax.scan(body, carry, xs, p["length"], reverse=p["reverse"], unroll=p["unroll"])
@@ -209,21 +206,19 @@ def _scan(
     lazy = _accumulated(eqn, flags)
     if lazy:
         # Traced once to see which have factors: an array added up at every step stays a carry.
-        _, (structure, _) = jax.eval_shape(lambda: run(lazy))
-        pairs = zip(lazy, structure, strict=True)
-        lazy = [i for i, value in pairs if not any(map(is_dense, value.terms))]
+        _, (added, _) = jax.eval_shape(lambda: run(lazy))
+        pairs = zip(lazy, added, strict=True)
+        lazy = [i for i, value in pairs if not any(term.is_dense() for term in value.terms)]
     carry, (added, stacked) = run(lazy)
-    kept, rows = iter(carry), iter(added)
-    outs: list[Any] = []
-    for i, start in enumerate(init):
-        if i in lazy:
-            outs.append(add(as_lazy(start), stack(next(rows), p["length"], summed=True)))
-        else:
-            outs.append(next(kept))
+    kept, sums = iter(carry), iter(added)
+    outs = [
+        add(as_lazy(x), stack(next(sums), p["length"], summed=True)) if i in lazy else next(kept)
+        for i, x in enumerate(init)
+    ]
     return [*outs, *(stack(y, p["length"], summed=False) if is_lazy(y) else y for y in stacked)]
 
 
 def _measured(value: Any) -> Lazy:
-    """A stacked output with its norm, so that its factors need not be kept."""
+    """Takes the norm of a stacked output, so that its factors need not be kept."""
     lazy = as_lazy(value)
     return lazy if lazy.norms is not None else lazy.replace(norms=norm(lazy))

@@ -1,7 +1,7 @@
 """From a loss and a batch to the norms of each example's gradient."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -11,28 +11,38 @@ from .._checks import check_callable, describe, error_message, leaf_path
 from .._mesh import max_over, sum_over, vary, varying_axes
 from .._tree_checks import broadcast_prefix
 from .._types import Array, Labels, Scalar, Tree
-from ..clipping._norm import is_measured
+from ..clipping._norm import is_measured, measured_leaves
 from ._evaluate import evaluate
-from ._measure import norm, norm_of_arrays
+from ._measure import joint_norm, norm
+
+
+class LossOptions(TypedDict, total=False):
+    """How a loss is called; see `per_example_norms`."""
+
+    has_aux: bool
+    batched: bool
+    batch_axis: int
 
 
 class Loss(NamedTuple):
-    """A loss of one example, and what was said of it.
+    """A loss of one example, and how it is called.
 
     Attributes:
         function: the public function that an error message names.
         loss_fn: as the user wrote it.
         has_aux: whether it returns `(value, aux)`.
         batched: whether it takes batches; it is then called with batches of one.
+        batch_axis: the axis of a batch that counts examples.
     """
 
     function: str
     loss_fn: Callable[..., Any]
-    has_aux: bool = False
-    batched: bool = False
+    has_aux: bool
+    batched: bool
+    batch_axis: int
 
     def __call__(self, params: Tree, example: Tree) -> tuple[Scalar, Any]:
-        """The value of one example, and its auxiliary output or None."""
+        """Computes the value of one example, and its auxiliary output or None."""
         if self.batched:
             example = jax.tree.map(lambda x: x[None], example)
         out = self.loss_fn(params, example)
@@ -48,51 +58,44 @@ class Loss(NamedTuple):
         return value, aux
 
 
-def as_loss(function: str, loss_fn: Any, has_aux: bool, batched: bool) -> Loss:
-    """A loss, checked."""
+def as_loss(
+    function: str, loss_fn: Any, has_aux: bool = False, batched: bool = False, batch_axis: int = 0
+) -> Loss:
+    """Checks a loss."""
     check_callable(function, "loss_fn", loss_fn, "Pass the loss of one example.")
-    return Loss(function, loss_fn, has_aux, batched)
+    return Loss(function, loss_fn, has_aux, batched, batch_axis)
 
 
-def as_batch(function: str, batch: Tree, batch_axis: int) -> tuple[Tree, int]:
-    """The batch with its examples along the first axis, and how many there are."""
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
+def as_batch(loss: Loss, batch: Tree) -> tuple[Tree, int]:
+    """Moves the examples to the first axis, and counts them."""
+    hint = "Give every leaf one row per example."
     sizes: dict[int, str] = {}
-    for path, x in leaves:
-        axis = batch_axis if batch_axis >= 0 else batch_axis + np.ndim(x)
-        place = leaf_path("batch", path)
-        if not 0 <= axis < np.ndim(x):
-            rule, hint = f"arrays with an axis {batch_axis}", "Give every leaf one row per example."
-            raise ValueError(
-                error_message(function, "batch", rule, f"{describe(x)} at {place}", hint)
-            )
-        sizes.setdefault(np.shape(x)[axis], place)
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        place, ndim = leaf_path("batch", path), np.ndim(x)
+        if not -ndim <= loss.batch_axis < ndim:
+            rule, got = f"arrays with an axis {loss.batch_axis}", f"{describe(x)} at {place}"
+            raise ValueError(error_message(loss.function, "batch", rule, got, hint))
+        sizes.setdefault(np.shape(x)[loss.batch_axis], place)
     if len(sizes) != 1:
         got = ", ".join(f"{size} at {place}" for size, place in sizes.items()) or "no leaves"
-        hint = "Give every leaf one row per example."
-        raise ValueError(
-            error_message(function, "batch", "arrays with the same number of examples", got, hint)
-        )
+        rule = "arrays with the same number of examples"
+        raise ValueError(error_message(loss.function, "batch", rule, got, hint))
     (size,) = sizes
-    return jax.tree.map(lambda x: jnp.moveaxis(jnp.asarray(x), batch_axis, 0), batch), size
+    return jax.tree.map(lambda x: jnp.moveaxis(jnp.asarray(x), loss.batch_axis, 0), batch), size
 
 
-def on_measured(params: Tree) -> tuple[list[Array], Callable[[list[Array]], Tree]]:
-    """The leaves that are differentiated by, and how to put others in their place."""
-    leaves, structure = jax.tree.flatten(params)
-    places = [i for i, x in enumerate(leaves) if is_measured(x)]
+def on_measured(params: Tree) -> tuple[list[Array], Callable[..., Tree]]:
+    """Returns the leaves that are differentiated by, and a function that replaces them."""
 
-    def rebuild(chosen: list[Array]) -> Tree:
-        whole = list(leaves)
-        for i, x in zip(places, chosen, strict=True):
-            whole[i] = x
-        return jax.tree.unflatten(structure, whole)
+    def rebuild(new: Sequence[Any], other: Callable[[Any], Any] = lambda x: x) -> Tree:
+        found = iter(new)
+        return jax.tree.map(lambda x: next(found) if is_measured(x) else other(x), params)
 
-    return [jnp.asarray(leaves[i]) for i in places], rebuild
+    return measured_leaves(params), rebuild
 
 
 def lazy_gradient(loss: Loss, params: Tree, example: Tree) -> tuple[Any, Any, list[Any]]:
-    """Value, auxiliary output and the gradient of one example, a lazy array for each leaf."""
+    """Computes value, auxiliary output and lazy gradient of one example."""
     chosen, rebuild = on_measured(params)
 
     def gradient(chosen: list[Array], example: Tree) -> Any:
@@ -111,62 +114,58 @@ def lazy_gradient(loss: Loss, params: Tree, example: Tree) -> tuple[Any, Any, li
 
 
 def groups_of(function: str, params: Tree, param_labels: Labels | None) -> dict[Any, list[int]]:
-    """Which measured leaves make up each group; one group, None, of all without labels."""
+    """Sorts the measured leaves into groups; without labels into one, None."""
     leaves = jax.tree.leaves(params)
     if param_labels is None:
-        labels: Sequence[Any] = [None] * len(leaves)
-    else:
-        tree = param_labels(params) if callable(param_labels) else param_labels
-        labels = broadcast_prefix(function, "param_labels", tree, "params", params)
-    groups: dict[Any, list[int]] = {} if param_labels is not None else {None: []}
+        return {None: list(range(len(measured_leaves(params))))}
+    tree = param_labels(params) if callable(param_labels) else param_labels
+    labels = broadcast_prefix(function, "param_labels", tree, "params", params)
     measured = [label for x, label in zip(leaves, labels, strict=True) if is_measured(x)]
+    groups: dict[Any, list[int]] = {}
     for i, label in enumerate(measured):
         groups.setdefault(label, []).append(i)
     return groups
 
 
 def batch_axes(batch: Tree) -> frozenset[str]:
-    """The axes of `shard_map` over which the examples are spread."""
+    """Names the axes of `shard_map` over which the examples are spread."""
     return frozenset[str]().union(*map(varying_axes, jax.tree.leaves(batch)))
 
 
 def localised(params: Tree, axes: frozenset[str]) -> Tree:
-    """Parameters whose gradient stays on the device of the example."""
+    """Marks parameters so that their gradient stays on the device of the example."""
     return jax.tree.map(lambda x: vary(jnp.asarray(x), axes) if is_measured(x) else x, params)
-
-
-def joint_norms(
-    norms: Sequence[Scalar], groups: dict[Any, list[int]], shards: Sequence[frozenset[str]]
-) -> dict[Any, Scalar]:
-    """The norm of each group from those of its leaves, summed over devices that share a leaf."""
-
-    def joint(members: list[int]) -> Scalar:
-        parts: dict[frozenset[str], list[Scalar]] = {}
-        for i in members:
-            parts.setdefault(shards[i], []).append(norms[i])
-        return norm_of_arrays([_over(norm_of_arrays(x), axes) for axes, x in parts.items()])
-
-    return {label: joint(members) for label, members in groups.items()}
-
-
-def _over(part: Scalar, axes: frozenset[str]) -> Scalar:
-    if not axes:
-        return part
-    top = max_over(part, axes)
-    safe = jnp.where((top > 0) & jnp.isfinite(top), top, 1)
-    return safe * jnp.sqrt(sum_over(jnp.square(part / safe), axes))
 
 
 def measure(
     loss: Loss, params: Tree, batch: Tree, groups: dict[Any, list[int]]
 ) -> tuple[Array, Any, dict[Any, Array]]:
-    """Value, auxiliary output and norms of every example."""
+    """Computes value, auxiliary output and norms of every example."""
     axes = batch_axes(batch)
-    shards = [varying_axes(x) - axes for x in jax.tree.leaves(params) if is_measured(x)]
+    shards = [varying_axes(x) - axes for x in measured_leaves(params)]
     local = localised(params, axes)
 
     def one(example: Tree) -> Any:
         value, aux, grads = lazy_gradient(loss, local, example)
-        return value, aux, joint_norms([norm(g) for g in grads], groups, shards)
+        norms = [norm(g) for g in grads]
+        return value, aux, {k: _group_norm(norms, shards, group) for k, group in groups.items()}
 
     return jax.vmap(one)(batch)
+
+
+def _group_norm(
+    norms: Sequence[Scalar], shards: Sequence[frozenset[str]], group: list[int]
+) -> Scalar:
+    """Joins the norms of leaves to that of a group, over the devices that share a leaf."""
+    parts: dict[frozenset[str], list[Scalar]] = {}
+    for i in group:
+        parts.setdefault(shards[i], []).append(norms[i])
+    return joint_norm([_norm_over(joint_norm(part), axes) for axes, part in parts.items()])
+
+
+def _norm_over(part: Scalar, axes: frozenset[str]) -> Scalar:
+    if not axes:
+        return part
+    top = max_over(part, axes)
+    safe = jnp.where((top > 0) & jnp.isfinite(top), top, 1)
+    return safe * jnp.sqrt(sum_over(jnp.square(part / safe), axes))

@@ -12,7 +12,7 @@ written as an einsum: each axis of a factor has a label, each axis of the value 
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -33,66 +33,77 @@ class Factor:
         labels: one for each axis of `array`.
         hot: the label along which a row is one at its number and zero elsewhere.
         size: the length along `hot`.
+        scale: a power of two that `einsum` multiplies the array by.
     """
 
     array: Array
     labels: Labels
     hot: int | None = None
     size: int = 0
+    scale: Array | None = None
 
     def sizes(self) -> dict[int, int]:
-        """The length along each label."""
+        """Returns the length along each label."""
         sizes = dict(zip(self.labels, np.shape(self.array), strict=True))
         return sizes if self.hot is None else {**sizes, self.hot: self.size}
 
     def replace(self, **changes: Any) -> "Factor":
-        """A copy with other fields."""
+        """Makes a copy with other fields."""
         return dataclasses.replace(self, **changes)
+
+
+class Axis(NamedTuple):
+    """An axis of the value of a term.
+
+    Attributes:
+        labels: those that make it up, slowest first; none for a length of one.
+        start: where along the axis the product begins; there are zeros around it.
+    """
+
+    labels: Labels = ()
+    start: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """A product of factors, placed in a larger array of zeros.
-
-    Attributes:
-        factors: summed over every label that `out` does not list.
-        out: for each axis of the value its labels, slowest first; none for a length of one.
-        start: for each axis of the value where the product begins.
-    """
+    """A product of factors, summed over every label that no axis has."""
 
     factors: tuple[Factor, ...]
-    out: tuple[Labels, ...]
-    start: tuple[int, ...]
+    axes: tuple[Axis, ...]
 
     def sizes(self) -> dict[int, int]:
-        """The length along each label."""
+        """Returns the length along each label."""
         return {k: n for factor in self.factors for k, n in factor.sizes().items()}
 
     def shape(self) -> tuple[int, ...]:
-        """The shape of the product before it is placed."""
+        """Returns the shape of the product, without the zeros around it."""
         sizes = self.sizes()
-        return tuple(math.prod(sizes[k] for k in axis) for axis in self.out)
+        return tuple(math.prod(sizes[k] for k in axis.labels) for axis in self.axes)
 
     def kept(self) -> Labels:
-        """The labels of the value, in the order of its axes."""
-        return tuple(k for axis in self.out for k in axis)
+        """Lists the labels of the value, in the order of its axes."""
+        return tuple(k for axis in self.axes for k in axis.labels)
 
     def summed(self) -> Labels:
-        """The labels that are summed over."""
+        """Lists the labels that are summed over."""
         return tuple(sorted(self._labels() - set(self.kept())))
 
+    def rows(self) -> int:
+        """Counts the products that are summed: T."""
+        sizes = self.sizes()
+        return math.prod(sizes[k] for k in self.summed())
+
     def fresh(self, count: int = 1) -> Labels:
-        """Labels that are not in use."""
+        """Makes labels that are not in use."""
         first = 1 + max(self._labels(), default=-1)
         return tuple(range(first, first + count))
 
     def _labels(self) -> set[int]:
-        hot = {f.hot for f in self.factors if f.hot is not None}
-        return hot.union(*(f.labels for f in self.factors))
+        return {k for f in self.factors for k in (*f.labels, f.hot) if k is not None}
 
-    def replace(self, **changes: Any) -> "Term":
-        """A copy with other fields."""
-        return dataclasses.replace(self, **changes)
+    def is_dense(self) -> bool:
+        """Says whether it is an ordinary array."""
+        return len(self.factors) == 1 and not self.summed()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,28 +123,27 @@ class Lazy:
     norms: Array | None = None
 
     def replace(self, **changes: Any) -> "Lazy":
-        """A copy with other fields."""
+        """Makes a copy with other fields."""
         return dataclasses.replace(self, **changes)
 
 
-jax.tree_util.register_dataclass(Factor, ["array"], ["labels", "hot", "size"])
-jax.tree_util.register_dataclass(Term, ["factors"], ["out", "start"])
+jax.tree_util.register_dataclass(Factor, ["array", "scale"], ["labels", "hot", "size"])
+jax.tree_util.register_dataclass(Term, ["factors"], ["axes"])
 jax.tree_util.register_dataclass(Lazy, ["terms", "norms"], ["shape", "dtype"])
 
 
 def is_lazy(value: Any) -> TypeGuard[Lazy]:
-    """Whether a value is a lazy array."""
+    """Says whether a value is a lazy array."""
     return isinstance(value, Lazy)
 
 
-def product(aval: Any, factors: Iterable[Factor], out: Iterable[Labels]) -> Lazy:
-    """A lazy array of one term that fills it."""
-    axes = tuple(out)
-    return Lazy(tuple(aval.shape), aval.dtype, (Term(tuple(factors), axes, (0,) * len(axes)),))
+def product(aval: Any, factors: Iterable[Factor], axes: Iterable[Labels]) -> Lazy:
+    """Makes a lazy array of one term that fills it."""
+    return Lazy(tuple(aval.shape), aval.dtype, (Term(tuple(factors), tuple(map(Axis, axes))),))
 
 
 def as_lazy(value: Any) -> Lazy:
-    """A lazy array; an ordinary one becomes its own single factor."""
+    """Makes an ordinary array its own single factor; a lazy one stays."""
     if is_lazy(value):
         return value
     array = jnp.asarray(value)
@@ -142,47 +152,44 @@ def as_lazy(value: Any) -> Lazy:
 
 
 def as_array(value: Any) -> Array:
-    """The array that a lazy one stands for; anything else as it is."""
+    """Multiplies out a lazy array; anything else stays."""
     if not is_lazy(value):
         return value
     total = jnp.zeros(value.shape, value.dtype)
     for term in value.terms:
-        places = zip(term.start, term.shape(), value.shape, strict=True)
-        widths = [(low, size - low - inner, 0) for low, inner, size in places]
+        places = zip(term.axes, term.shape(), value.shape, strict=True)
+        widths = [(axis.start, size - axis.start - inner, 0) for axis, inner, size in places]
         piece = multiply(term).astype(value.dtype)
         total = total + lax.pad(piece, jnp.zeros((), value.dtype), widths)
     return total
 
 
 def multiply(term: Term) -> Array:
-    """The product of a term before it is placed."""
-    hot = next((f for f in term.factors if f.hot is not None), None)
-    if hot is None:
-        return einsum(term.factors, term.kept()).reshape(term.shape())
-    others = [f for f in term.factors if f is not hot]
-    if any(k in term.kept() for k in hot.labels):
-        # A row number for each entry of the value itself, not only of what is summed: rare.
-        return multiply(term.replace(factors=(*others, one_hot(hot))))
-    rest = [k for k in term.kept() if k != hot.hot]
-    ones = Factor(jnp.ones(hot.array.shape, wide_dtype(others)), hot.labels)
-    dense = [one_hot(f) if f.hot is not None else f for f in others]
-    rows = einsum([*dense, ones], [*hot.labels, *rest])
-    rows = rows.reshape(hot.array.size, *rows.shape[hot.array.ndim :])
-    numbers = jnp.where(hot.array < 0, hot.size, hot.array).reshape(-1)
-    placed = jnp.zeros((hot.size, *rows.shape[1:]), rows.dtype).at[numbers].add(rows, mode="drop")
-    order = [hot.hot, *rest]
-    return placed.transpose([order.index(k) for k in term.kept()]).reshape(term.shape())
+    """Multiplies out a term, without the zeros around it."""
+    kept, hots = term.kept(), [f for f in term.factors if f.hot is not None]
+    dense = [f for f in term.factors if f.hot is None]
+    if len(hots) != 1 or set(hots[0].labels) & set(kept):
+        dense += map(one_hot, hots)
+        return einsum(dense, kept).reshape(term.shape())
+    (hot,) = hots
+    order = [hot.hot, *(k for k in kept if k != hot.hot)]
+    ones = Factor(jnp.ones(hot.array.shape, wide_dtype(dense)), hot.labels)
+    rows = einsum([*dense, ones], [*hot.labels, *(k for k in kept if k != hot.hot)])
+    numbers = jnp.where(hot.array < 0, hot.size, hot.array)
+    zeros = jnp.zeros((hot.size, *rows.shape[numbers.ndim :]), rows.dtype)
+    placed = zeros.at[numbers].add(rows, mode="drop")
+    return placed.transpose([order.index(k) for k in kept]).reshape(term.shape())
 
 
 def one_hot(factor: Factor) -> Factor:
-    """Row numbers written out as rows."""
+    """Writes row numbers out as rows."""
     assert factor.hot is not None
     rows = factor.array[..., None] == jnp.arange(factor.size, dtype=factor.array.dtype)
     return Factor(rows.astype(jnp.float32), (*factor.labels, factor.hot))
 
 
 def wide_dtype(factors: Iterable[Factor]) -> Any:
-    """The dtype to add up in: at least 32 bit, and complex if a factor is."""
+    """Chooses the dtype to add up in: at least 32 bit, and complex if a factor is."""
     kinds = [f.array.dtype for f in factors if f.hot is None]
     wide = any(jnp.finfo(kind).bits == 64 for kind in kinds)
     if any(jnp.issubdtype(kind, jnp.complexfloating) for kind in kinds):
@@ -191,13 +198,14 @@ def wide_dtype(factors: Iterable[Factor]) -> Any:
 
 
 def einsum(factors: Iterable[Factor], out: Sequence[int]) -> Array:
-    """The sum of products of dense factors, added up in 32 bit at least."""
+    """Sums products of dense factors, in 32 bit at least."""
     factors = list(factors)
     wide = wide_dtype(factors)
     alike = len({f.array.dtype for f in factors}) == 1 and len(factors) > 1
     operands: list[Any] = []
     for f in factors:
-        operands += [f.array if alike else f.array.astype(wide), list(f.labels)]
+        array = f.array if f.scale is None else f.array * f.scale.astype(f.array.dtype)
+        operands += [array if alike else array.astype(wide), list(f.labels)]
     return jnp.einsum(
         *operands, list(out), precision=lax.Precision.HIGHEST, preferred_element_type=wide
     )

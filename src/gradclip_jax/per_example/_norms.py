@@ -2,26 +2,34 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 
 from .._checks import leaf_path
 from .._types import Array, Labels, Tree
 from ..clipping._norm import is_measured
-from ._cost import elements, gram_cost, product_cost, rows, tile_elements
-from ._examples import as_batch, as_loss, groups_of, lazy_gradient, measure
+from ._cost import elements, factor_elements, rows
+from ._examples import (
+    LossOptions,
+    as_batch,
+    as_loss,
+    groups_of,
+    lazy_gradient,
+    measure,
+    on_measured,
+)
 from ._factors import Lazy
-from ._measure import method, separate
+from ._measure import gram_terms, separate
 
 
 class LeafCost(NamedTuple):
     """How the norm of one leaf's per-example gradient is taken, and what that costs an example.
 
     Attributes:
-        method: "gram" (Gram matrices of its factors), "tiles" (a tile of the gradient at a time),
-            "product" (multiplied out from its factors) or "written out" (as `jax.vmap` of
-            `jax.grad` does: small, or not followed).
+        method: "gram" (Gram matrices of its factors), "product" (multiplied out from its factors,
+            which are larger) or "written out" (as `jax.vmap` of `jax.grad` does: small, or not
+            followed).
         elements: what is written down for the norm beside the factors, in numbers.
         multiplications: for the norm, given the factors.
     """
@@ -82,10 +90,10 @@ def per_example_norms(
         Goodfellow 2015, arXiv 1510.01799; Li et al. 2022, arXiv 2110.05679.
     """
     name = "per_example_norms"
-    loss = as_loss(name, loss_fn, has_aux, batched)
+    loss = as_loss(name, loss_fn, has_aux, batched, batch_axis)
 
     def run(params: Tree, batch: Tree) -> Any:
-        examples, _ = as_batch(name, batch, batch_axis)
+        examples, _ = as_batch(loss, batch)
         groups = groups_of(name, params, param_labels)
         norms = measure(loss, params, examples, groups)[2]
         return norms[None] if param_labels is None else norms
@@ -95,18 +103,13 @@ def per_example_norms(
 
 def per_example_leaf_norms(
     loss_fn: Callable[..., Any],
-    *,
-    has_aux: bool = False,
-    batched: bool = False,
-    batch_axis: int = 0,
+    **options: Unpack[LossOptions],
 ) -> Callable[[Tree, Tree], Tree]:
     """Measures each leaf of each example's gradient: `leaf_norms` of each, in the same pass.
 
     Args:
         loss_fn: as for `per_example_norms`.
-        has_aux: as for `per_example_norms`.
-        batched: as for `per_example_norms`.
-        batch_axis: as for `per_example_norms`.
+        options: `has_aux`, `batched` and `batch_axis`, as for `per_example_norms`.
 
     Returns:
         A function `(params, batch) -> norms`, where the norms are a tree like `params`,
@@ -125,33 +128,26 @@ def per_example_leaf_norms(
         >>> norms["w"].tolist(), norms["b"].tolist()
         ([5.0], [2.0])
     """
-    name = "per_example_leaf_norms"
-    loss = as_loss(name, loss_fn, has_aux, batched)
+    loss = as_loss("per_example_leaf_norms", loss_fn, **options)
 
     def run(params: Tree, batch: Tree) -> Tree:
-        examples, _ = as_batch(name, batch, batch_axis)
-        count = sum(map(is_measured, jax.tree.leaves(params)))
-        norms = measure(loss, params, examples, {i: [i] for i in range(count)})[2]
-        found = iter(norms.values())
-        return jax.tree.map(lambda x: next(found) if is_measured(x) else None, params)
+        examples, _ = as_batch(loss, batch)
+        chosen, rebuild = on_measured(params)
+        norms = measure(loss, params, examples, {i: [i] for i in range(len(chosen))})[2]
+        return rebuild(norms.values(), lambda _: None)
 
     return run
 
 
 def per_example_costs(
     loss_fn: Callable[..., Any],
-    *,
-    has_aux: bool = False,
-    batched: bool = False,
-    batch_axis: int = 0,
+    **options: Unpack[LossOptions],
 ) -> Callable[[Tree, Tree], dict[str, LeafCost]]:
-    """Tells how the norm of each leaf is taken, from shapes alone: nothing is computed.
+    """Lists how the norm of each leaf is taken, from shapes alone: nothing is computed.
 
     Args:
         loss_fn: as for `per_example_norms`.
-        has_aux: as for `per_example_norms`.
-        batched: as for `per_example_norms`.
-        batch_axis: as for `per_example_norms`.
+        options: `has_aux`, `batched` and `batch_axis`, as for `per_example_norms`.
 
     Returns:
         A function `(params, batch) -> costs`, a mapping from the path of a leaf to its `LeafCost`.
@@ -172,14 +168,13 @@ def per_example_costs(
         >>> costs["params"].method, costs["params"].elements
         ('gram', 200)
     """
-    name = "per_example_costs"
-    loss = as_loss(name, loss_fn, has_aux, batched)
+    loss = as_loss("per_example_costs", loss_fn, **options)
 
     def run(params: Tree, batch: Tree) -> dict[str, LeafCost]:
         costs: list[LeafCost] = []
 
         def one(params: Tree, batch: Tree) -> None:
-            examples, _ = as_batch(name, batch, batch_axis)
+            examples, _ = as_batch(loss, batch)
 
             def visit(example: Tree) -> Array:
                 value, _, grads = lazy_gradient(loss, params, example)
@@ -206,17 +201,13 @@ def _cost(value: Array | Lazy) -> LeafCost:
         return LeafCost("written out", size, size)
     costs = [_part_cost(part) for part in parts]
     worst = max(costs, key=lambda cost: cost.elements, default=LeafCost("gram", 0, 0))
-    return LeafCost(worst.method, worst.elements, sum(cost.multiplications for cost in costs))
+    return worst._replace(multiplications=sum(cost.multiplications for cost in costs))
 
 
-def _part_cost(lazy: Lazy) -> LeafCost:
-    chosen = method(lazy)
-    if chosen == "gram":
-        joint = sum(map(rows, lazy.terms)) ** 2
-        factors = max(len(term.factors) for term in lazy.terms)
-        return LeafCost(chosen, factors * joint, gram_cost(lazy))
-    size = elements(lazy.terms[0])
-    if chosen == "tiles":
-        size = min(size, max(map(tile_elements, lazy.terms)))
-    is_plain = all(len(term.factors) == 1 for term in lazy.terms)
-    return LeafCost("written out" if is_plain else chosen, size, product_cost(lazy))
+def _part_cost(part: Lazy) -> LeafCost:
+    if gram_terms(part) is None:
+        is_plain = all(len(term.factors) == 1 for term in part.terms)
+        size = elements(part)
+        return LeafCost("written out" if is_plain else "product", size, rows(part) * size)
+    factors = max(len(term.factors) for term in part.terms)
+    return LeafCost("gram", factors * rows(part) ** 2, rows(part) * factor_elements(part))

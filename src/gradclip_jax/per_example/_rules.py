@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from . import _layout, _sources
-from ._factors import Lazy, as_array, as_lazy, is_lazy
+from ._factors import Axis, Factor, Lazy, Term, as_lazy, is_lazy
+from ._layout import add, arrange, place, scale, split_axes
+from ._sources import convolution, dot_general, scatter_add
 
 
 class Rule(NamedTuple):
@@ -21,14 +22,16 @@ class Rule(NamedTuple):
         apply: `(equation, *operands)` to a lazy array or None.
         follows: positions of the operands in which the operation is linear, so that they may be
             lazy; None for all.
+        starts: whether it makes a lazy array of ordinary ones.
     """
 
     apply: Callable[..., Lazy | None]
     follows: Sequence[int] | None = (0,)
+    starts: bool = False
 
 
 def _is_zero(x: Any) -> bool:
-    """Whether a value is known to be zero when the program is traced."""
+    """Says whether a value is known to be zero when the program is traced."""
     known = isinstance(x, (np.ndarray, np.generic, int, float, complex))
     return bool(known and np.all(x == 0))
 
@@ -37,69 +40,107 @@ def _is_scalar(x: Any) -> bool:
     return not is_lazy(x) and np.ndim(x) == 0
 
 
-def _lazy_only(apply: Callable[[Any, Lazy], Lazy | None]) -> Callable[..., Lazy | None]:
-    """A rule that moves lazy arrays; ordinary ones are moved as they are."""
-    return lambda eqn, x: apply(eqn, x) if is_lazy(x) else None
+def _same(_: Any, x: Lazy) -> Lazy:
+    return x
+
+
+def _transpose(eqn: Any, x: Lazy) -> Lazy:
+    return arrange(x, eqn.outvars[0].aval.shape, eqn.params["permutation"])
+
+
+def _squeeze(eqn: Any, x: Lazy) -> Lazy:
+    left = [i for i in range(len(x.shape)) if i not in eqn.params["dimensions"]]
+    return arrange(x, eqn.outvars[0].aval.shape, left)
+
+
+def _sum(eqn: Any, x: Lazy) -> Lazy | None:
+    """Sums over the labels of the axes with the rest."""
+    axes = eqn.params["axes"]
+    labels = {k for term in x.terms for i in axes for k in term.axes[i].labels}
+    if any(f.hot in labels for term in x.terms for f in term.factors):
+        return None
+    left = [i for i in range(len(x.shape)) if i not in axes]
+    return arrange(x.replace(norms=None), eqn.outvars[0].aval.shape, left)
 
 
 def _broadcast(eqn: Any, x: Any, *_: Any) -> Lazy | None:
-    aval = eqn.outvars[0].aval
+    shape, dimensions = tuple(eqn.outvars[0].aval.shape), eqn.params["broadcast_dimensions"]
     if _is_zero(x):
-        return Lazy(tuple(aval.shape), aval.dtype)
-    if not is_lazy(x):
+        return Lazy(shape, eqn.outvars[0].aval.dtype)
+    if not is_lazy(x) or np.prod(shape) != np.prod(x.shape):
         return None
-    return _layout.expand(x, aval.shape, eqn.params["broadcast_dimensions"])
+    sources = {axis: i for i, axis in enumerate(dimensions)}
+    return arrange(x, shape, [sources.get(i) for i in range(len(shape))])
 
 
-def _reshape(eqn: Any, x: Any, *_: Any) -> Lazy | None:
-    return _layout.reshape(x, eqn.outvars[0].aval.shape) if is_lazy(x) else None
+def _reshape(eqn: Any, x: Lazy, *_: Any) -> Lazy | None:
+    shape = tuple(eqn.outvars[0].aval.shape)
+    is_whole = 0 not in shape and all(term.shape() == x.shape for term in x.terms)
+    terms = [split_axes(term, shape) for term in x.terms] if is_whole else [None]
+    found = tuple(term for term in terms if term is not None)
+    return x.replace(shape=shape, terms=found) if len(found) == len(terms) else None
 
 
 def _cast(eqn: Any, x: Lazy) -> Lazy | None:
-    new, old = eqn.params["new_dtype"], x.dtype
-    kinds = [jnp.issubdtype(kind, jnp.complexfloating) for kind in (new, old)]
-    return x.replace(dtype=np.dtype(new)) if kinds[0] == kinds[1] else None
+    new = eqn.params["new_dtype"]
+    kinds = {jnp.issubdtype(kind, jnp.complexfloating) for kind in (new, x.dtype)}
+    return x.replace(dtype=np.dtype(new)) if len(kinds) == 1 else None
+
+
+def _negate(_: Any, x: Lazy) -> Lazy:
+    return scale(x, -1)
 
 
 def _add(_: Any, x: Any, y: Any) -> Lazy | None:
-    if not (is_lazy(x) or is_lazy(y)) or np.shape(x) != np.shape(y):
+    return add(as_lazy(x), as_lazy(y)) if np.shape(x) == np.shape(y) else None
+
+
+def add_in_zeros(x: Any, y: Any) -> Lazy | None:
+    """Adds two arrays that lie at the same place in zeros, without the zeros."""
+    if not (is_lazy(x) and is_lazy(y) and len(x.terms) == len(y.terms) == 1):
         return None
-    return _layout.add(as_lazy(x), as_lazy(y))
+    (a,), (b,) = x.terms, y.terms
+    if a.axes != b.axes or a.shape() != b.shape() or not (a.is_dense() and b.is_dense()):
+        return None
+    (left,), (right,) = a.factors, b.factors
+    if left.labels != right.labels:
+        return None
+    return x.replace(terms=(Term((left.replace(array=left.array + right.array),), a.axes),))
 
 
 def _subtract(eqn: Any, x: Any, y: Any) -> Lazy | None:
-    return _add(eqn, x, _layout.scale(y, -1) if is_lazy(y) else -y)
+    return _add(eqn, x, scale(y, -1) if is_lazy(y) else -y)
 
 
 def _multiply(_: Any, x: Any, y: Any) -> Lazy | None:
-    if is_lazy(x) and _is_scalar(y):
-        return _layout.scale(x, y)
-    if is_lazy(y) and _is_scalar(x):
-        return _layout.scale(y, x)
-    return None
+    lazy, scalar = (x, y) if is_lazy(x) else (y, x)
+    return scale(lazy, scalar) if _is_scalar(scalar) else None
 
 
 def _divide(_: Any, x: Any, y: Any) -> Lazy | None:
-    return _layout.scale(x, 1 / jnp.asarray(y)) if is_lazy(x) and _is_scalar(y) else None
+    return scale(x, 1 / jnp.asarray(y)) if _is_scalar(y) else None
 
 
 def _pad(eqn: Any, x: Any, padding: Any) -> Lazy | None:
     widths = eqn.params["padding_config"]
     if not _is_zero(padding) or any(low < 0 or high < 0 or inner for low, high, inner in widths):
         return None
-    lows = [int(low) for low, _, _ in widths]
-    return _layout.place(as_lazy(x), eqn.outvars[0].aval.shape, lows)
+    return place(as_lazy(x), eqn.outvars[0].aval.shape, [int(low) for low, _, _ in widths])
 
 
 def _concatenate(eqn: Any, *values: Any) -> Lazy | None:
-    if not any(map(is_lazy, values)):
-        return None
-    return _layout.concatenate(values, eqn.outvars[0].aval, eqn.params["dimension"])
+    aval, axis, offset = eqn.outvars[0].aval, eqn.params["dimension"], 0
+    total = Lazy(tuple(aval.shape), aval.dtype)
+    for value in map(as_lazy, values):
+        start = [offset if i == axis else 0 for i in range(len(aval.shape))]
+        total = add(total, place(value, aval.shape, start))
+        offset += value.shape[axis]
+    return total
 
 
-def _update_slice(eqn: Any, operand: Any, update: Any, *start: Any) -> Lazy | None:
-    """Zeros with one part filled: the gradient of a dynamic slice."""
-    if not (is_lazy(operand) and not operand.terms):
+def _update_slice(_: Any, operand: Any, update: Any, *start: Any) -> Lazy | None:
+    """Fills one part of zeros: the gradient of a dynamic slice."""
+    if not is_lazy(operand) or operand.terms:
         return None
     value, shape = as_lazy(update), operand.shape
     lows = [0] * len(shape)
@@ -108,67 +149,45 @@ def _update_slice(eqn: Any, operand: Any, update: Any, *start: Any) -> Lazy | No
             continue
         if isinstance(low, (int, np.generic, np.ndarray)):
             lows[axis] = min(max(int(low), 0), size - n)
-        elif n == 1 and (placed := _layout.place_at(value, size, axis, jnp.asarray(low))):
-            value = placed
+        elif n == 1:
+            value = _place_at(value, size, axis, jnp.asarray(low))
         else:
             return None
-    return _layout.place(value, shape, lows)
+    return place(value, shape, lows)
 
 
-def _transpose(eqn: Any, x: Lazy) -> Lazy:
-    return _layout.transpose(x, eqn.params["permutation"])
-
-
-def _sum(eqn: Any, x: Lazy) -> Lazy | None:
-    return _layout.sum_axes(x, eqn.params["axes"])
-
-
-def _squeeze(eqn: Any, x: Lazy) -> Lazy | None:
-    return _layout.sum_axes(x, eqn.params["dimensions"])
-
-
-def _same(_: Any, x: Lazy) -> Lazy:
-    return x
-
-
-def _negate(_: Any, x: Lazy) -> Lazy:
-    return _layout.scale(x, -1)
-
-
-def _dot(eqn: Any, x: Any, y: Any) -> Lazy | None:
-    return _sources.dot_general(eqn, x, y)
-
-
-def _convolution(eqn: Any, x: Any, y: Any) -> Lazy | None:
-    return _sources.convolution(eqn, as_array(x), as_array(y))
-
-
-def _scatter(eqn: Any, operand: Any, numbers: Any, updates: Any) -> Lazy | None:
-    return _sources.scatter_add(eqn, operand, as_array(numbers), updates)
+def _place_at(lazy: Lazy, size: int, axis: int, number: Any) -> Lazy:
+    """Puts an axis of length one at a traced place along a longer axis."""
+    number = jnp.clip(number, 0, size - 1).astype(jnp.int32)
+    terms: list[Term] = []
+    for term in lazy.terms:
+        (hot,) = term.fresh()
+        axes = (*term.axes[:axis], Axis((hot,)), *term.axes[axis + 1 :])
+        terms.append(Term((Factor(number, (), hot, size), *term.factors), axes))
+    shape = (*lazy.shape[:axis], size, *lazy.shape[axis + 1 :])
+    return lazy.replace(shape=shape, terms=tuple(terms))
 
 
 RULES: dict[str, Rule] = {
-    "dot_general": Rule(_dot, ()),  # which operand may be lazy depends on where it comes from
-    "conv_general_dilated": Rule(_convolution, ()),
-    "scatter-add": Rule(_scatter, (0, 2)),
-    "scatter_add": Rule(_scatter, (0, 2)),
-    "transpose": Rule(_lazy_only(_transpose)),
+    # Which operand may be lazy depends on where it comes from.
+    "dot_general": Rule(dot_general, (), starts=True),
+    "conv_general_dilated": Rule(convolution, (), starts=True),
+    "scatter-add": Rule(scatter_add, (0, 2), starts=True),
+    "scatter_add": Rule(scatter_add, (0, 2), starts=True),
+    "broadcast_in_dim": Rule(_broadcast, starts=True),
+    "pad": Rule(_pad, starts=True),
+    "transpose": Rule(_transpose),
     "reshape": Rule(_reshape),
-    "broadcast_in_dim": Rule(_broadcast),
-    "squeeze": Rule(_lazy_only(_squeeze)),
-    "reduce_sum": Rule(_lazy_only(_sum)),
-    "convert_element_type": Rule(_lazy_only(_cast)),
-    "reduce_precision": Rule(_lazy_only(_same)),
-    "copy": Rule(_lazy_only(_same)),
-    "copy_p": Rule(_lazy_only(_same)),
-    "name": Rule(_lazy_only(_same)),
-    "neg": Rule(_lazy_only(_negate)),
+    "squeeze": Rule(_squeeze),
+    "reduce_sum": Rule(_sum),
+    "convert_element_type": Rule(_cast),
+    **dict.fromkeys(("reduce_precision", "copy", "copy_p", "name"), Rule(_same)),
+    "neg": Rule(_negate),
     "add": Rule(_add, None),
     "add_any": Rule(_add, None),
     "sub": Rule(_subtract, None),
     "mul": Rule(_multiply, ()),  # only by a number
     "div": Rule(_divide, ()),
-    "pad": Rule(_pad),
     "concatenate": Rule(_concatenate, None),
     "dynamic_update_slice": Rule(_update_slice, (0, 1)),
 }

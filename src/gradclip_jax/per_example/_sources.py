@@ -4,125 +4,135 @@ Each function takes an equation of a jaxpr and its operands, and returns a lazy 
 where the result is best, or can only be, computed as it stands.
 """
 
-import dataclasses
 import itertools
+import math
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from .._types import Array
-from ._cost import is_dense, is_small
-from ._factors import Factor, Labels, Lazy, Term, as_array, as_lazy, einsum, is_lazy, product
-from ._layout import add
+from ._cost import is_small
+from ._factors import (
+    Axis,
+    Factor,
+    Labels,
+    Lazy,
+    Term,
+    as_array,
+    as_lazy,
+    einsum,
+    is_lazy,
+    multiply,
+    product,
+)
+from ._layout import add, arrange
 
 
 def dot_general(eqn: Any, lhs: Any, rhs: Any) -> Lazy | None:
-    """A product of two arrays, or of a lazy one and an array."""
-    dimensions = eqn.params["dimension_numbers"]
+    """Makes factors of a product of two arrays; contracts a lazy one with an array."""
     aval = eqn.outvars[0].aval
+    (left_summed, right_summed), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     if is_lazy(lhs) != is_lazy(rhs):
-        return _chained(aval, dimensions, lhs, rhs)
+        if left_batch:
+            return None
+        if is_lazy(lhs):
+            return _chained(aval, lhs, left_summed, rhs, right_summed)
+        chained = _chained(aval, rhs, right_summed, lhs, left_summed)
+        count = len(rhs.shape) - len(right_summed)
+        order = [*range(count, len(aval.shape)), *range(count)]
+        return chained and arrange(chained, aval.shape, order)
     lhs, rhs = as_array(lhs), as_array(rhs)
-    (left_summed, right_summed), (left_batch, right_batch) = dimensions
     left = list(range(lhs.ndim))
     right = [lhs.ndim + i for i in range(rhs.ndim)]
     for i, j in zip((*left_summed, *left_batch), (*right_summed, *right_batch), strict=True):
         right[j] = left[i]
-    left_free = [k for i, k in enumerate(left) if i not in (*left_summed, *left_batch)]
-    right_free = [k for i, k in enumerate(right) if i not in (*right_summed, *right_batch)]
-    out = [left[i] for i in left_batch] + left_free + right_free
+    batch, summed = [left[i] for i in left_batch], [left[i] for i in left_summed]
+    free = [k for k in (*left, *right) if k not in (*batch, *summed)]
     factors = [Factor(lhs, tuple(left)), Factor(rhs, tuple(right))]
-    return _unless_small(product(aval, factors, [(k,) for k in out]))
+    return _unless_small(product(aval, factors, [(k,) for k in (*batch, *free)]))
+
+
+def without_zeros(eqn: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+    """Cuts off both operands of a product where one of them is known to be zero.
+
+    The gradient of `logits[:-1]`, used twice, is a sum of two arrays in zeros. With the zeros it
+    would be a third array of that size.
+    """
+    if not (is_lazy(lhs) or is_lazy(rhs)):
+        return lhs, rhs
+    left_axes, right_axes = eqn.params["dimension_numbers"][0]
+    if not is_lazy(lhs):
+        rhs, lhs = _cut_both(rhs, right_axes, lhs, left_axes)
+        return lhs, rhs
+    return _cut_both(lhs, left_axes, rhs, right_axes)
+
+
+def _cut_both(lazy: Lazy, axes: Any, other: Any, other_axes: Any) -> tuple[Array, Array]:
+    other = as_array(other)
+    term = lazy.terms[0] if len(lazy.terms) == 1 else None
+    if term is None or not term.is_dense():
+        return as_array(lazy), other
+    shape = term.shape()
+    if any(n != lazy.shape[i] for i, n in enumerate(shape) if i not in axes):
+        return as_array(lazy), other
+    for i, j in zip(axes, other_axes, strict=True):
+        start = term.axes[i].start
+        other = lax.slice_in_dim(other, start, start + shape[i], axis=j)
+    return multiply(term).astype(lazy.dtype), other
 
 
 def _unless_small(lazy: Lazy) -> Lazy | None:
     return None if 0 in lazy.shape or is_small(lazy) else lazy
 
 
-def _chained(aval: Any, dimensions: Any, lhs: Any, rhs: Any) -> Lazy | None:
-    """`lazy @ array`: the array is contracted with the one factor that has the axis."""
-    (left_summed, right_summed), (left_batch, _) = dimensions
-    if left_batch:
-        return None
-    lazy, array = (lhs, rhs) if is_lazy(lhs) else (rhs, lhs)
-    ours, theirs = (left_summed, right_summed) if is_lazy(lhs) else (right_summed, left_summed)
-    if all(map(is_dense, lazy.terms)):
+def _chained(aval: Any, lazy: Lazy, axes: Any, array: Array, array_axes: Any) -> Lazy | None:
+    """Contracts an array with the one factor of `lazy @ array` that has the axes."""
+    if all(term.is_dense() for term in lazy.terms):
         return None  # an ordinary product, once; not one for each term
     terms: list[Term] = []
     for term in lazy.terms:
-        chained = _contract(term, lazy.shape, ours, array, theirs)
-        if chained is None:
+        inner = [k for i in axes for k in term.axes[i].labels]
+        owners = [f for f in term.factors if set(inner) & {*f.labels, f.hot}]
+        is_whole = all(term.shape()[i] == lazy.shape[i] for i in axes)
+        if not is_whole or len(owners) != 1 or not set(inner) <= set(owners[0].labels):
             return None
-        kept, new = chained
-        terms.append(kept.replace(out=(*kept.out, *new), start=(*kept.start, *(0 for _ in new))))
-    joined = Lazy(tuple(aval.shape), aval.dtype, tuple(terms))
-    if is_lazy(lhs):
-        return joined
-    new_axes = array.ndim - len(theirs)
-    old_axes = len(aval.shape) - new_axes
-    order = [*range(old_axes, old_axes + new_axes), *range(old_axes)]
-    moved = [
-        term.replace(
-            out=tuple(term.out[i] for i in order), start=tuple(term.start[i] for i in order)
-        )
-        for term in terms
-    ]
-    return joined.replace(terms=tuple(moved))
-
-
-def _contract(
-    term: Term, shape: tuple[int, ...], axes: Any, array: Array, array_axes: Any
-) -> tuple[Term, list[Labels]] | None:
-    """A term without the contracted axes, and the labels of the array's other axes."""
-    inner = [k for i in axes for k in term.out[i]]
-    owners = [f for f in term.factors if set(inner) & {*f.labels, f.hot}]
-    if len(owners) != 1 or owners[0].hot in inner or not set(inner) <= set(owners[0].labels):
-        return None
-    if any(term.shape()[i] != shape[i] for i in axes):
-        return None
-    owner, sizes = owners[0], term.sizes()
-    free = [i for i in range(array.ndim) if i not in array_axes]
-    split = [sizes[k] for k in inner]
-    array = array.transpose([*array_axes, *free])
-    array = array.reshape(*split, *array.shape[len(array_axes) :])
-    new = term.fresh(len(free))
-    labels = (*(k for k in owner.labels if k not in inner), *new)
-    merged = Factor(einsum([owner, Factor(array, (*inner, *new))], labels), labels)
-    factors = tuple(merged if f is owner else f for f in term.factors)
-    left = [i for i in range(len(term.out)) if i not in axes]
-    kept = Term(factors, tuple(term.out[i] for i in left), tuple(term.start[i] for i in left))
-    return kept, [(k,) for k in new]
+        (owner,), sizes = owners, term.sizes()
+        free = [i for i in range(array.ndim) if i not in array_axes]
+        other = array.transpose([*array_axes, *free])
+        other = other.reshape(*(sizes[k] for k in inner), *other.shape[len(array_axes) :])
+        new = term.fresh(len(free))
+        labels = (*(k for k in owner.labels if k not in inner), *new)
+        merged = Factor(einsum([owner, Factor(other, (*inner, *new))], labels), labels)
+        left = [axis for i, axis in enumerate(term.axes) if i not in axes]
+        factors = tuple(merged if f is owner else f for f in term.factors)
+        terms.append(Term(factors, (*left, *(Axis((k,)) for k in new))))
+    return Lazy(tuple(aval.shape), aval.dtype, tuple(terms))
 
 
 def scatter_add(eqn: Any, operand: Any, numbers: Any, updates: Any) -> Lazy | None:
-    """Rows added at row numbers: the gradient of an embedding, or of experts."""
-    dims = eqn.params["dimension_numbers"]
-    windows, (*inserted,) = dims.update_window_dims, dims.inserted_window_dims
-    if len(inserted) != 1 or tuple(dims.scatter_dims_to_operand_dims) != tuple(inserted):
+    """Makes factors of rows added at row numbers: the gradient of an embedding, or of experts."""
+    dims, aval = eqn.params["dimension_numbers"], eqn.outvars[0].aval
+    windows, inserted = dims.update_window_dims, tuple(dims.inserted_window_dims)
+    if len(inserted) != 1 or tuple(dims.scatter_dims_to_operand_dims) != inserted:
         return None
-    shape = eqn.outvars[0].aval.shape
-    (axis,), others = inserted, [i for i in range(len(shape)) if i != inserted[0]]
-    sizes = updates.shape
-    if dims.operand_batching_dims or [sizes[i] for i in windows] != [shape[i] for i in others]:
+    (axis,), shape, sizes = inserted, aval.shape, updates.shape
+    others = [n for i, n in enumerate(shape) if i != axis]
+    if dims.operand_batching_dims or [sizes[i] for i in windows] != others:
         return None
-    numbers = _valid_numbers(numbers[..., 0], shape[axis], eqn.params["mode"])
-    scattered = [i for i in range(len(sizes)) if i not in windows]
-    total = Lazy(tuple(shape), eqn.outvars[0].aval.dtype)
+    numbers = _valid_numbers(as_array(numbers)[..., 0], shape[axis], eqn.params["mode"])
+    terms: list[Term] = []
     for term in as_lazy(updates).terms:
-        labels = [k for i in scattered for k in term.out[i]]
         if term.shape() != tuple(sizes) or any(f.hot is not None for f in term.factors):
             return None
-        own = term.sizes()
-        (hot,) = term.fresh()
+        own, (hot,) = term.sizes(), term.fresh()
+        labels = [k for i, a in enumerate(term.axes) if i not in windows for k in a.labels]
         rows = Factor(numbers.reshape([own[k] for k in labels]), tuple(labels), hot, shape[axis])
-        out: list[Labels] = [term.out[i] for i in windows]
-        out.insert(axis, (hot,))
-        placed = Term((rows, *term.factors), tuple(out), (0,) * len(shape))
-        total = total.replace(terms=(*total.terms, placed))
-    if is_small(total):
-        return None
-    return add(total, as_lazy(operand))
+        axes = [term.axes[i] for i in windows]
+        axes.insert(axis, Axis((hot,)))
+        terms.append(Term((rows, *term.factors), tuple(axes)))
+    total = Lazy(tuple(shape), aval.dtype, tuple(terms))
+    return None if is_small(total) else add(total, as_lazy(operand))
 
 
 def _valid_numbers(numbers: Array, size: int, mode: Any) -> Array:
@@ -132,7 +142,7 @@ def _valid_numbers(numbers: Array, size: int, mode: Any) -> Array:
 
 
 def convolution(eqn: Any, lhs: Any, rhs: Any) -> Lazy | None:
-    """The gradient of a kernel: patches of the image times the gradient of the output.
+    """Makes factors of the gradient of a kernel: patches of the image, gradient of the output.
 
     In that convolution the gradient of the output is the kernel; the positions of the window are
     those of the weights, and what is summed over are the pixels and the images.
@@ -143,20 +153,10 @@ def convolution(eqn: Any, lhs: Any, rhs: Any) -> Lazy | None:
     lhs_spec, rhs_spec, out_spec = p["dimension_numbers"]
     lhs, rhs = as_array(lhs).transpose(lhs_spec), as_array(rhs).transpose(rhs_spec)
     groups, window = p["batch_group_count"], rhs.shape[2:]
-    sizes = [aval.shape[i] for i in out_spec]
-    n, features, positions = sizes[0], sizes[1], sizes[2:]
-    rank = len(window)
-    # Labels: group, own batch, own features, summed features, positions, window.
-    g, b, o, c = range(4)
-    y, k = tuple(range(4, 4 + rank)), tuple(range(4 + rank, 4 + 2 * rank))
-    right = rhs.reshape(groups, features // groups, *rhs.shape[1:])
-    # Counted before the patches are made: most kernels are smaller than the image.
-    patches_shape = (groups, n, lhs.shape[1], *positions, *window)
-    patches = Factor(_Shape(patches_shape, lhs.dtype), (g, b, c, *y, *k))  # pyright: ignore[reportArgumentType]
-    axes: list[Labels] = [(b,), (g, o), *((label,) for label in y)]
-    out = [axes[out_spec.index(i)] for i in range(len(out_spec))]
-    lazy = product(aval, [patches, Factor(right, (g, o, c, *k))], out)
-    if _unless_small(lazy) is None:
+    n, features, *positions = (aval.shape[i] for i in out_spec)
+    shape = (groups, n, lhs.shape[1], *positions, *window)
+    # Counted before the patches are made: most kernels are smaller.
+    if math.prod(aval.shape) <= math.prod(shape) + rhs.size:
         return None
     pairs = zip(p["padding"], p["lhs_dilation"], strict=True)
     widths = [(0, 0, 0), (0, 0, 0), *((int(a), int(b), int(d) - 1) for (a, b), d in pairs)]
@@ -165,19 +165,19 @@ def convolution(eqn: Any, lhs: Any, rhs: Any) -> Lazy | None:
         _window(image, corner, window, p["window_strides"], p["rhs_dilation"])
         for corner in itertools.product(*map(range, positions))
     ]
-    stacked = jnp.stack(cut, axis=2).reshape(groups, n, lhs.shape[1], *positions, *window)
-    factors = (patches.replace(array=stacked), lazy.terms[0].factors[1])
-    return lazy.replace(terms=(lazy.terms[0].replace(factors=factors),))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shape:
-    shape: tuple[int, ...]
-    dtype: Any
+    rank = len(window)
+    # Labels: group, own batch, own features, summed features, positions, window.
+    g, b, o, c = range(4)
+    y, k = tuple(range(4, 4 + rank)), tuple(range(4 + rank, 4 + 2 * rank))
+    patches = Factor(jnp.stack(cut, axis=2).reshape(shape), (g, b, c, *y, *k))
+    right = rhs.reshape(groups, features // groups, *rhs.shape[1:])
+    axes: list[Labels] = [(b,), (g, o), *((label,) for label in y)]
+    out = [axes[out_spec.index(i)] for i in range(len(out_spec))]
+    return product(aval, [patches, Factor(right, (g, o, c, *k))], out)
 
 
 def _window(image: Array, corner: Any, window: Any, strides: Any, dilation: Any) -> Array:
-    """Every pixel that one weight of the kernel meets."""
+    """Cuts out every pixel that one weight of the kernel meets."""
     low = [c * s for c, s in zip(corner, strides, strict=True)]
     high = [a + (w - 1) * d + 1 for a, w, d in zip(low, window, dilation, strict=True)]
     return lax.slice(image, (0, 0, *low), (*image.shape[:2], *high), (1, 1, *dilation))

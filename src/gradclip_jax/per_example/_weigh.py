@@ -10,7 +10,8 @@ from jax import lax
 from .._checks import error_message
 from .._types import Array, Labels, Scalar, Tree
 from ..clipping._norm import measured_leaves
-from ._examples import Loss, groups_of, measure, on_measured
+from ._examples import Loss, LossOptions, groups_of, measure, on_measured
+from ._recompute import vjp_recomputing
 
 
 class ExampleStats(NamedTuple):
@@ -29,17 +30,26 @@ class ExampleStats(NamedTuple):
     aux: Any
 
 
-class Clip(NamedTuple):
-    """The choices of a clip, checked by its public face."""
+class ClipOptions(LossOptions, total=False):
+    """How examples are clipped; see `clipped_value_and_grad`."""
 
-    loss: Loss
-    max_norm: Any
     param_labels: Labels | None
     reaction: Any
     reduction: str
     nonfinite: str
     num_microbatches: int
-    batch_axis: int
+
+
+class Clip(NamedTuple):
+    """The choices of a clip, checked by its public face."""
+
+    loss: Loss
+    max_norm: Any
+    param_labels: Labels | None = None
+    reaction: Any = "scale"
+    reduction: str = "mean"
+    nonfinite: str = "propagate"
+    num_microbatches: int = 1
 
 
 class Sums(NamedTuple):
@@ -61,24 +71,24 @@ class Sums(NamedTuple):
 def clipped_sums(
     clip: Clip, params: Tree, batch: Tree, weights: Array | None, step: Any
 ) -> tuple[Sums, ExampleStats]:
-    """Sums over the examples of a batch, and what is known of each."""
+    """Sums over the examples of a batch, and returns what is known of each."""
     size = jax.tree.leaves(batch)[0].shape[0]
     ones = jnp.ones(size, jnp.float32) if weights is None else weights
-    present = ones > 0
+    keep = present = ones > 0
     if weights is not None:
-        batch = replace_examples(batch, present)
+        batch = _replace_examples(batch, present)
     groups = groups_of(clip.loss.function, params, clip.param_labels)
     values, aux, norms = measure(clip.loss, params, batch, groups)
-    factors = {label: factor_of(clip, label, norms[label], step, params) for label in groups}
-    keep = present
-    if clip.nonfinite == "zero":
+    factors = {label: _factor(clip, label, norms[label], step, params) for label in groups}
+    drops = clip.nonfinite == "zero"
+    if drops:
         for x in (values, *norms.values()):
             keep = keep & jnp.isfinite(x)
         factors = {label: jnp.where(keep, factor, 0) for label, factor in factors.items()}
-        batch = replace_examples(batch, keep)
+        batch = _replace_examples(batch, keep)
     seeds = {k: jnp.where(present, f * ones.astype(f.dtype), 0) for k, f in factors.items()}
-    grads = _weighted_gradient(clip.loss, params, batch, seeds, groups)
-    if clip.nonfinite == "zero" or weights is not None:
+    grads = _weighted_gradient(clip, params, batch, seeds, groups)
+    if drops or weights is not None:
         # Where there was no example to put in place of the others.
         grads = [jnp.where(jnp.any(keep), g, jnp.zeros_like(g)) for g in grads]
     kept = jnp.where(keep, ones, 0)
@@ -89,8 +99,8 @@ def clipped_sums(
     return sums, ExampleStats(values, norms, factors, aux)
 
 
-def replace_examples(batch: Tree, keep: Array) -> Tree:
-    """The batch with the first kept example in place of those that are not kept.
+def _replace_examples(batch: Tree, keep: Array) -> Tree:
+    """Puts the first kept example in place of those that are not kept.
 
     Their cotangents are zero, but zero times a NaN that they cause is NaN. A kept example causes
     none: its backward pass is linear, and was finite with a cotangent that was not zero.
@@ -108,7 +118,7 @@ def replace_examples(batch: Tree, keep: Array) -> Tree:
 
 
 def thresholds_of(clip: Clip) -> Mapping[Any, Any]:
-    """The threshold of each group; one group, None, of all without labels."""
+    """Returns the threshold of each group; without labels of one, None."""
     if clip.param_labels is None:
         return {None: clip.max_norm}
     if not isinstance(clip.max_norm, Mapping):
@@ -118,8 +128,8 @@ def thresholds_of(clip: Clip) -> Mapping[Any, Any]:
     return clip.max_norm
 
 
-def factor_of(clip: Clip, label: Any, norm: Array, step: Any, params: Tree) -> Array:
-    """What each example's gradient is multiplied by, [B]."""
+def _factor(clip: Clip, label: Any, norm: Array, step: Any, params: Tree) -> Array:
+    """Computes what each example's gradient is multiplied by, [B]."""
     threshold = thresholds_of(clip).get(label)
     if threshold is None:
         return jnp.ones_like(norm)
@@ -139,29 +149,30 @@ def factor_of(clip: Clip, label: Any, norm: Array, step: Any, params: Tree) -> A
 
 
 def _margin(params: Tree) -> float:
-    """A little below one where the second pass rounds coarsely.
+    """Lowers factors a little where the second pass rounds coarsely.
 
     It multiplies other numbers than the first, so with bfloat16 parameters a norm of 1 could come
     out as 1.004.
     """
-    leaves = measured_leaves(params)
-    coarsest = max((float(jnp.finfo(x.dtype).eps) for x in leaves), default=0.0)
+    coarsest = max((float(jnp.finfo(x.dtype).eps) for x in measured_leaves(params)), default=0.0)
     return 1 - coarsest if coarsest > float(jnp.finfo(jnp.float32).eps) else 1.0
 
 
 def _weighted_gradient(
-    loss: Loss, params: Tree, batch: Tree, seeds: dict[Any, Array], groups: dict[Any, list[int]]
+    clip: Clip, params: Tree, batch: Tree, seeds: dict[Any, Array], groups: dict[Any, list[int]]
 ) -> list[Array]:
-    """The gradient of the sum of weighted losses, each group of leaves by its own weights."""
+    """Differentiates the sum of weighted losses, each group of leaves by its own weights."""
     chosen, rebuild = on_measured(params)
 
     def losses(chosen: list[Array]) -> Array:
         whole = rebuild(chosen)
-        values = jax.vmap(lambda example: loss(whole, example)[0])(batch)
+        values = jax.vmap(lambda example: clip.loss(whole, example)[0])(batch)
         # In float16 a small weight would vanish before it meets a large gradient.
         return values.astype(jnp.promote_types(values.dtype, jnp.float32))
 
-    values, backward = jax.vjp(losses, chosen)
+    # With `nonfinite="zero"` the batch is another one, and nothing is shared with the first pass.
+    largest = None if clip.nonfinite == "zero" else sum(x.size for x in chosen)
+    values, backward = vjp_recomputing(losses, chosen, largest)
     grads = list(chosen)
     for label, members in groups.items():
         (found,) = backward(seeds[label].astype(values.dtype))
