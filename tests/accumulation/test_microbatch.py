@@ -399,9 +399,10 @@ def test_a_micro_batch_that_is_not_finite_can_be_dropped(has_weight):
     agree(jax.jit(take)(PARAMS, batch), jax.value_and_grad(fun, has_aux=has_weight)(PARAMS, good))
 
 
-def test_a_batch_of_which_every_part_is_dropped_gives_nan():
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_batch_of_which_every_part_is_dropped_gives_nan(parts):
     batch = {**batch_of(), "x": X * jnp.nan}
-    value, grads = gcx.microbatched_value_and_grad(loss, 4, drop_nonfinite=True)(PARAMS, batch)
+    value, grads = gcx.microbatched_value_and_grad(loss, parts, drop_nonfinite=True)(PARAMS, batch)
     assert all(np.isnan(x).all() for x in jax.tree.leaves((value, grads)))
 
 

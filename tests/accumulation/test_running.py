@@ -14,13 +14,12 @@ import gradclip_jax as gcx
 import oracles
 import trees
 from gradclip_jax.accumulation import _running
+from gradclip_jax.accumulation._reduction import accumulator_dtype, as_weight
 from gradclip_jax.accumulation._running import (
     MicroBatch,
-    accumulator_dtype,
     accumulator_like,
     add_micro_batch,
 )
-from gradclip_jax.accumulation._window import as_weight
 
 FIRST, LATER = jnp.array(True), jnp.array(False)
 

@@ -601,6 +601,15 @@ def test_flush_reaches_through_wrappers(name):
     assert is_zero(nothing) and bool(gcx.has_updated(state))
 
 
+def test_an_accumulation_of_some_of_the_leaves_can_be_flushed():
+    params = {"a": jnp.ones(2), "b": jnp.ones(3)}
+    parts = {"a": gcx.accumulate_gradients(optax.identity(), 5), "b": optax.set_to_zero()}
+    tx = optax.partition(parts, {"a": "a", "b": "b"})
+    _, state = tx.update(params, tx.init(params), params)
+    updates, _ = gcx.flush(tx, state, params)
+    chex.assert_trees_all_equal(updates, {"a": jnp.ones(2), "b": jnp.zeros(3)})
+
+
 def test_flush_hands_extra_arguments_on():
     params = params_like()
     tx = gcx.accumulate_gradients(recorder(), 5)

@@ -10,6 +10,7 @@ are unbiased: appendix A of McCandlish et al. 2018, arXiv 1812.06162, for weight
 smoothed over windows before the ratio tr(Sigma) / |G|^2 is taken.
 """
 
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from .._types import Scalar, Tree
 from ..clipping._norm import global_norm
 from ._reduction import is_summed
 from ._running import MicroBatch, window_gradient
+from ._state import AccumulationState
 from ._window import WindowStep
 
 
@@ -54,30 +56,29 @@ class NoiseState(NamedTuple):
 
 def empty_noise() -> NoiseState:
     """No window measured yet."""
-    kinds = (jnp.float32, jnp.int32, jnp.float32, jnp.float32)
-    return NoiseState(*(jnp.zeros((), kind) for kind in kinds))
+    return NoiseState(*(jnp.zeros((), kind) for kind in ("f4", "i4", "f4", "f4")))
 
 
 def observe_noise(
-    state: NoiseState, micro_batch: MicroBatch, step: WindowStep, acc: Tree, decay: float
+    state: AccumulationState, micro_batch: MicroBatch, step: WindowStep, acc: Tree, decay: float
 ) -> NoiseState:
-    """Adds a micro-batch, and the window if it closes; only leaves that are gradients count."""
-    words = micro_batch.words
-    grads = [
-        g for g, w in zip(jax.tree.leaves(micro_batch.grads), words, strict=True) if is_summed(w)
-    ]
+    """Adds a micro-batch, and the window if it closes; only leaves that are gradients count.
+
+    Of the state the noise is that before the micro-batch, the weight that after it.
+    """
+    selectors = list(map(is_summed, micro_batch.reductions))
+    trees = (micro_batch.grads, acc)
+    grads, sums = (list(itertools.compress(jax.tree.leaves(x), selectors)) for x in trees)
     weight = jnp.float32(1) if micro_batch.weight is None else micro_batch.weight
-    observed = observe_micro_batch(state, grads, weight, step.starts)
-    state = run_if(step.arrived, lambda _: observed, state)
+    observed = observe_micro_batch(state.noise, grads, weight, step.starts)
+    noise = run_if(step.arrived, lambda _: observed, state.noise)
 
-    def observe(state: NoiseState) -> NoiseState:
-        sums = [x for x, w in zip(jax.tree.leaves(acc), words, strict=True) if is_summed(w)]
-        means = MicroBatch(sums, ["mean"] * len(sums))
-        return observe_window(
-            state, window_gradient(sums, means, step.total_weight), step.total_weight, decay
-        )
+    def observe(noise: NoiseState) -> NoiseState:
+        window = MicroBatch(sums, ["mean"] * len(sums))
+        mean = window_gradient(sums, window, state.total_weight)
+        return observe_window(noise, mean, state.total_weight, decay)
 
-    return run_if(step.emits, observe, state)
+    return run_if(step.emits, observe, noise)
 
 
 def observe_micro_batch(

@@ -1,147 +1,179 @@
-"""How what a function returns for micro-batches becomes what it returns for the batch."""
+"""What a function returns for micro-batches, put together to what it returns for the batch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .._checks import check_choice, describe, error_message, leaf_path
 from .._mesh import vary, varying_axes, zeros_of_type
 from .._tree_checks import broadcast_prefix
-from .._types import Array, Scalar, Tree
-from ..clipping._scale import wide_dtype
-from ._reduction import REDUCTIONS, combine, divide, identity_of, round_to
+from .._types import FLOAT32, Array, Scalar, Tree
+from ._reduction import (
+    REDUCTIONS,
+    accumulator_dtype,
+    as_weight,
+    combine,
+    divide,
+    identity_of,
+    is_summed,
+)
 from ._split import in_order
 
 AUX_REDUCTIONS: Final = (*REDUCTIONS, "concatenate")
-
-
-class Kind(NamedTuple):
-    """How one leaf is put together.
-
-    Attributes:
-        word: one of `AUX_REDUCTIONS`.
-        is_weighted: whether it is multiplied by the weight, and left out if that is 0.
-        dtype: what it is added up in.
-    """
-
-    word: str
-    is_weighted: bool
-    dtype: Any
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether every micro-batch has rows of its own."""
-        return self.word == "concatenate"
-
-
-def first_totals(kinds: Sequence[Kind], shapes: Sequence[Any], weight: Any) -> list[Any]:
-    """What leaves start from; None for one that has rows.
-
-    A total varies over the devices over which the weights do.
-    """
-    axes = frozenset[str]() if weight is None else varying_axes(weight)
-
-    def start(kind: Kind, shape: Any) -> Any:
-        if kind.has_rows:
-            return None
-        zeros = vary(zeros_of_type(shape, kind.dtype), axes)
-        return zeros + identity_of("max", kind.dtype) if kind.word == "max" else zeros
-
-    return [start(*pair) for pair in zip(kinds, shapes, strict=True)]
-
-
-def add_outputs(
-    kinds: Sequence[Kind], totals: Sequence[Any], leaves: Sequence[Any], weight: Scalar | None
-) -> tuple[list[Any], list[Any]]:
-    """The totals with one micro-batch in them, and its rows."""
-
-    def add(kind: Kind, total: Any, x: Any) -> tuple[Any, Any]:
-        x = jnp.asarray(x)  # aux may be a number
-        factor = weight if kind.is_weighted else None
-        if not kind.has_rows:
-            return round_to(total.dtype, combine(kind.word, total, x, factor), None), None
-        return None, x if factor is None else combine("sum", jnp.zeros_like(x), x, factor)
-
-    pairs = [add(*column) for column in zip(kinds, totals, leaves, strict=True)]
-    return [total for total, _ in pairs], [rows for _, rows in pairs]
-
-
-def batch_outputs(
-    kinds: Sequence[Kind],
-    totals: Sequence[Any],
-    rows: Sequence[Any],
-    divisor: Scalar,
-    shapes: Sequence[Any],
-) -> list[Array]:
-    """What the batch as a whole gives, in the dtypes of a micro-batch."""
-
-    def finish(kind: Kind, total: Any, rows: Any, shape: Any) -> Array:
-        out = in_order(rows) if kind.has_rows else total
-        if kind.word == "mean" or (kind.has_rows and kind.is_weighted):
-            out = divide(out, divisor)
-        return round_to(shape.dtype, out, None)
-
-    return [finish(*column) for column in zip(kinds, totals, rows, shapes, strict=True)]
-
-
-def value_kind(parts: int, value: Any) -> Kind:
-    """The weighted mean; of a single micro-batch its own value."""
-    dtype = wide_dtype(value.dtype)
-    return Kind("last" if parts == 1 else "mean", True, dtype)
-
-
-def aux_kinds(
-    function: str, reduction: Any, parts: int, aux: Tree, whole_aux: Callable[[], Tree]
-) -> Tree:
-    """How each leaf of aux is put together: as it is said, or else as its shape decides."""
-    paths, structure = jax.tree_util.tree_flatten_with_path(aux)
-    if parts == 1:
-        words = ["last"] * len(paths)
-    else:
-        words = _aux_words(function, reduction, parts, aux, whole_aux)
-
-    def kind_of(word: str, leaf: Any) -> Kind:
-        is_sum = word in ("mean", "sum") and jnp.issubdtype(leaf.dtype, jnp.inexact)
-        dtype = wide_dtype(leaf.dtype) if is_sum else leaf.dtype
-        return Kind(word, word == "mean", dtype)
-
-    leaves = [leaf for _, leaf in paths]
-    return jax.tree.unflatten(structure, list(map(kind_of, words, leaves)))
-
-
-def _aux_words(
-    function: str, reduction: Any, parts: int, aux: Tree, whole_aux: Callable[[], Tree]
-) -> list[str]:
-    given = broadcast_prefix(
-        function, "aux_reduction", reduction, "aux", aux, is_leaf=lambda x: x is None
-    )
-    leaves = jax.tree_util.tree_leaves_with_path(aux)
-    whole = jax.tree.leaves(whole_aux()) if None in given else [None] * len(leaves)
-
-    def word_for(word: Any, path: Any, leaf: Any, whole: Any) -> str:
-        place = leaf_path("aux", path)
-        if word is None:
-            return _word_of_shape(function, parts, leaf, whole, place)
-        check_choice(function, "aux_reduction", word, AUX_REDUCTIONS)
-        if not _allows(word, leaf):
-            rule = f"a reduction that {describe(leaf)} has"
-            got = f"{word!r} for {place}"
-            raise TypeError(error_message(function, "aux_reduction", rule, got, _HINT))
-        return word
-
-    columns = (given, leaves, whole)
-    return [word_for(word, *leaf, full) for word, leaf, full in zip(*columns, strict=True)]
-
-
+_DTYPES: Final[dict[str, tuple[Any, ...]]] = {
+    "mean": (jnp.inexact,),
+    "sum": (jnp.number,),
+    "max": (jnp.floating, jnp.integer, jnp.bool_),
+}
 _HINT: Final = (
     f"Pass `aux_reduction`, a prefix tree of {', '.join(map(repr, AUX_REDUCTIONS))} and, for what "
     "its shape decides, None."
 )
 
 
-def _word_of_shape(function: str, parts: int, micro: Any, whole: Any, place: str) -> str:
+class Outputs(NamedTuple):
+    """What a micro-batch, or a batch, gives; or the shapes of it.
+
+    Attributes:
+        value: float[].
+        grads: as `jax.value_and_grad` returns them.
+        aux: None without.
+        weight: [], None without.
+    """
+
+    value: Any
+    grads: Tree
+    aux: Tree
+    weight: Any
+
+
+class LeafReduction(NamedTuple):
+    """How one leaf is put together.
+
+    Attributes:
+        name: one of `AUX_REDUCTIONS`.
+        is_weighted: whether it is multiplied by the weight, and left out if that is 0.
+        dtype: what it is added up in.
+    """
+
+    name: str
+    is_weighted: bool
+    dtype: Any
+
+    def start(self, shape: Any, axes: frozenset[str], if_empty: float) -> Any:
+        """The total before the first micro-batch, varying over the axes; none of rows."""
+        if self.name == "concatenate":
+            return None
+        zeros = vary(zeros_of_type(shape, self.dtype), axes)
+        is_kept = self.name == "last" and self.is_weighted
+        first = if_empty if is_kept else identity_of(self.name, self.dtype)
+        return zeros if first == 0 else zeros + first
+
+    def add(self, total: Any, x: Any, weight: Scalar | None) -> tuple[Any, Any]:
+        """The total with one micro-batch in it, or else the rows of that."""
+        x = jnp.asarray(x)  # aux may be a number
+        weight = weight if self.is_weighted else None
+        if self.name != "concatenate":
+            return combine(self.name, total, x, weight), None
+        return None, x if weight is None else combine("sum", jnp.zeros_like(x), x, weight)
+
+    def finish(self, total: Any, rows: Any, shape: Any, divisor: Scalar) -> Array:
+        """That of the batch, in the dtype of a micro-batch."""
+        out = in_order(rows) if self.name == "concatenate" else total
+        if self.is_weighted and self.name in ("mean", "concatenate"):
+            out = divide(out, divisor)
+        return out if out.dtype == shape.dtype else out.astype(shape.dtype)
+
+
+def output_reductions(
+    shapes: Outputs, parts: int, grad_names: Sequence[str], aux_names: Sequence[str], dtype: Any
+) -> list[LeafReduction]:
+    """How each leaf is put together; a mean of one micro-batch is not taken, as it would round."""
+
+    def reduction(name: str, leaf: Any, *, is_grad: bool = False) -> LeafReduction:
+        is_weighted = is_grad or name == "mean"
+        if parts == 1 and not (is_grad and name == "sum"):
+            name = "last"
+        kept = leaf.dtype
+        if is_summed(name) and jnp.issubdtype(kept, jnp.inexact):
+            kept = accumulator_dtype(kept, dtype if is_grad else FLOAT32)
+        return LeafReduction(name, is_weighted, kept)
+
+    value, grads, aux, weight = map(jax.tree.leaves, shapes)
+    return [
+        reduction("mean", value[0]),
+        *(reduction(name, x, is_grad=True) for name, x in zip(grad_names, grads, strict=True)),
+        *map(reduction, aux_names, aux),
+        *(reduction("sum", x) for x in weight),
+    ]
+
+
+def whole_batch(
+    function: str,
+    micro_batch: Callable[[Array], Outputs],
+    reductions: Sequence[LeafReduction],
+    shapes: Outputs,
+    parts: int,
+    *,
+    nan_if_empty: bool,
+) -> Outputs:
+    """Runs one micro-batch after the other, and puts together what they give."""
+    leaves, structure = jax.tree.flatten(shapes)
+    # A total varies over the devices over which the weights do.
+    axes = frozenset[str]() if shapes.weight is None else varying_axes(shapes.weight)
+    if_empty = jnp.nan if nan_if_empty else 0
+
+    def step(carry: Any, index: Array) -> Any:
+        totals, total_weight = carry
+        outputs = micro_batch(index)
+        weight = as_weight(function, outputs.weight)
+        columns = zip(reductions, totals, jax.tree.leaves(outputs), strict=True)
+        pairs = [reduction.add(total, x, weight) for reduction, total, x in columns]
+        total_weight += 1 if weight is None else weight
+        return ([total for total, _ in pairs], total_weight), [rows for _, rows in pairs]
+
+    totals = [r.start(x, axes, if_empty) for r, x in zip(reductions, leaves, strict=True)]
+    first = (totals, vary(jnp.float32(0), axes))
+    (totals, total_weight), rows = lax.scan(step, first, jnp.arange(parts))
+    divisor = jnp.where(total_weight > 0, total_weight, 1 - if_empty)
+    columns = zip(reductions, totals, rows, leaves, strict=True)
+    out = [r.finish(total, own_rows, x, divisor) for r, total, own_rows, x in columns]
+    return jax.tree.unflatten(structure, out)
+
+
+def aux_reductions(
+    function: str, reduction: Any, parts: int, aux: Tree, whole_aux: Callable[[], Tree]
+) -> list[str]:
+    """How each leaf of aux is put together: as it is said, or else as its shape decides."""
+    leaves = jax.tree_util.tree_leaves_with_path(aux)
+    if parts == 1:
+        return ["last"] * len(leaves)
+    given = broadcast_prefix(
+        function, "aux_reduction", reduction, "aux", aux, is_leaf=lambda x: x is None
+    )
+    whole = jax.tree.leaves(whole_aux()) if None in given else [None] * len(leaves)
+
+    def name_for(name: Any, path: Any, leaf: Any, whole: Any) -> str:
+        place = leaf_path("aux", path)
+        if name is None:
+            return _default_for(function, parts, leaf, whole, place)
+        check_choice(function, "aux_reduction", name, AUX_REDUCTIONS)
+        kinds = _DTYPES.get(name, (leaf.dtype,))
+        has_dtype = any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds)
+        if not has_dtype or (name == "concatenate" and not leaf.shape):
+            rule = f"a reduction that {describe(leaf)} has"
+            got = f"{name!r} for {place}"
+            raise TypeError(error_message(function, "aux_reduction", rule, got, _HINT))
+        return name
+
+    columns = (given, leaves, whole)
+    return [name_for(name, *leaf, full) for name, leaf, full in zip(*columns, strict=True)]
+
+
+def _default_for(function: str, parts: int, micro: Any, whole: Any, place: str) -> str:
     if micro.shape and whole.shape == (parts * micro.shape[0], *micro.shape[1:]):
         return "concatenate"
     if micro.shape == whole.shape == () and jnp.issubdtype(micro.dtype, jnp.floating):
@@ -149,14 +181,3 @@ def _word_of_shape(function: str, parts: int, micro: Any, whole: Any, place: str
     rule = "said for what neither grows along its first axis nor is a floating scalar"
     got = f"{describe(micro)} for a micro-batch and {describe(whole)} for the batch at {place}"
     raise ValueError(error_message(function, "aux_reduction", rule, got, _HINT))
-
-
-def _allows(word: str, leaf: Any) -> bool:
-    """Whether a reduction is defined for the dtype and the shape of a leaf."""
-    if word == "concatenate":
-        return bool(leaf.shape)
-    if word == "max":
-        is_real = any(jnp.issubdtype(leaf.dtype, kind) for kind in (jnp.floating, jnp.integer))
-        return is_real or leaf.dtype == jnp.bool_
-    number = {"mean": jnp.inexact, "sum": jnp.number}.get(word)
-    return number is None or jnp.issubdtype(leaf.dtype, number)

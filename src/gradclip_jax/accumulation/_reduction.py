@@ -1,13 +1,14 @@
 """How the values of several micro-batches become one: mean, sum, max or last, leaf by leaf."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._checks import check_choice, leaf_path
+from .._checks import check_choice, describe, error_message, is_traced, leaf_path
 from .._mesh import unreduced_axes
 from .._tree_checks import broadcast_prefix
 from .._types import Array, Scalar, Tree
@@ -17,57 +18,92 @@ REDUCTIONS: Final = ("mean", "sum", "max", "last")
 
 
 def check_reduction(function: str, reduction: Any) -> None:
-    """Refuses a word that is no reduction; what a function returns is checked when traced."""
-    for word in () if callable(reduction) else jax.tree.leaves(reduction):
-        check_choice(function, "reduction", word, REDUCTIONS)
+    """Refuses what is no reduction; what a function returns is checked when traced."""
+    for name in () if callable(reduction) else jax.tree.leaves(reduction):
+        check_choice(function, "reduction", name, REDUCTIONS)
 
 
-def leaf_reductions(
-    function: str, reduction: str | Tree | Callable[[str], str], tree: Tree
-) -> list[str]:
-    """The word for each leaf of a tree of gradients."""
+def leaf_reductions(function: str, reduction: Any, tree: Tree) -> list[str]:
+    """The reduction of each leaf of a tree of gradients."""
     if not callable(reduction):
         return broadcast_prefix(function, "reduction", reduction, "updates", tree)
-    words: list[str] = []
+    names: list[str] = []
     for path, _ in jax.tree_util.tree_leaves_with_path(tree):
-        word: Any = reduction(jax.tree_util.keystr(path, simple=True, separator="/"))
-        check_choice(function, leaf_path("reduction of updates", path), word, REDUCTIONS)
-        words.append(word)
-    return words
+        name: Any = reduction(jax.tree_util.keystr(path, simple=True, separator="/"))
+        check_choice(function, leaf_path("reduction of updates", path), name, REDUCTIONS)
+        names.append(name)
+    return names
 
 
-def is_summed(word: str) -> bool:
+def map_reduced(
+    fun: Callable[..., Any], reductions: Sequence[str], tree: Tree, *others: Tree
+) -> Tree:
+    """The tree of what `fun(reduction, leaf, *counterparts)` makes of each leaf."""
+    leaves, structure = jax.tree.flatten(tree)
+    columns = zip(reductions, leaves, *map(jax.tree.leaves, others), strict=True)
+    return jax.tree.unflatten(structure, [fun(*column) for column in columns])
+
+
+def is_summed(reduction: str) -> bool:
     """Whether a leaf is a gradient: it is multiplied by the weight, and summed over devices."""
-    return word in ("mean", "sum")
+    return reduction in ("mean", "sum")
 
 
-def identity_of(word: str, dtype: Any) -> Any:
+def accumulator_dtype(kind: Any, dtype: Any) -> Any:
+    """What gradients of dtype `kind` are added up in: `dtype`, or their own 64 bit."""
+    if jnp.finfo(kind).bits == 64:
+        return kind
+    return wide_dtype(kind, dtype) if jnp.issubdtype(kind, jnp.complexfloating) else dtype
+
+
+def as_weight(function: str, weight: Any) -> Any:
+    """The weight of a micro-batch as float32[], on the host if it is there."""
+    if weight is None:
+        return None
+    rule, hint = "a real scalar >= 0", "Pass the number of examples or tokens in the micro-batch."
+    if np.ndim(weight) or jnp.issubdtype(jnp.result_type(weight), jnp.complexfloating):
+        raise TypeError(error_message(function, "weight", rule, describe(weight), hint))
+    is_array = isinstance(weight, jax.Array)
+    value = weight.astype(jnp.float32) if is_array else np.float32(weight)
+    if not is_traced(value) and float(value) < 0:
+        raise ValueError(error_message(function, "weight", rule, repr(weight), hint))
+    return value
+
+
+def identity_of(reduction: str, dtype: Any) -> Any:
     """What a leaf starts from: combined with it, the first value is itself."""
-    if word != "max" or dtype == jnp.bool_:
+    if reduction != "max" or dtype == jnp.bool_:
         return 0
     return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
 
 
-def combine(word: str, total: Array, value: Array, weight: Scalar | None = None) -> Array:
-    """The total with one more value in it, not yet rounded to the dtype of the total.
+def combine(
+    reduction: str,
+    total: Array,
+    value: Array,
+    weight: Scalar | None = None,
+    key: Array | None = None,
+) -> Array:
+    """The total with one more value in it; with a key, sums in bfloat16 are rounded at random.
 
     Selects, never multiplies by zero: a value without weight may be NaN.
     """
-    if word == "last" and weight is None:
-        return value  # also a random key, which has no arithmetic
+    if reduction == "last" and weight is None:
+        return _rounded(total.dtype, value, key)  # also a random key, which has no arithmetic
     # A weight of 40,000 fits no float16, and 1,001 no bfloat16.
     is_inexact = jnp.issubdtype(total.dtype, jnp.inexact)
     wide = wide_dtype(total.dtype) if is_inexact else total.dtype
     old, new = total.astype(wide), value.astype(wide)
-    if is_summed(word):
+    if is_summed(reduction):
         new = old + (new if weight is None else new * _factor(weight.astype(wide), new))
-    elif word == "max":
+    elif reduction == "max":
         new = jnp.maximum(old, new)
-    return new if weight is None else jnp.where(weight == 0, old, new)
+    new = new if weight is None else jnp.where(weight == 0, old, new)
+    return _rounded(total.dtype, new, key)
 
 
 def divide(total: Array, weight: Scalar) -> Array:
-    """The weighted mean."""
+    """The weighted mean, in the dtype of the total or wider."""
     wide = wide_dtype(total.dtype)
     total, weight = total.astype(wide), weight.astype(wide)
     return total * _factor(1 / weight, total) if unreduced_axes(total) else total / weight
@@ -82,8 +118,7 @@ def _factor(weight: Scalar, value: Array) -> Scalar:
     return jax.sharding.reshard(weight, NamedSharding(mesh, PartitionSpec(reduced=axes)))
 
 
-def round_to(dtype: Any, x: Array, key: Array | None) -> Array:
-    """The value in another dtype; with a key bfloat16 is rounded at random, right in the mean."""
+def _rounded(dtype: Any, x: Array, key: Array | None) -> Array:
     if x.dtype == dtype:
         return x
     if key is None or dtype != jnp.bfloat16:

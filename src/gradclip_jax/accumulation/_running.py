@@ -1,5 +1,6 @@
 """The running sum of a window of micro-batches: added to in place, never poisoned."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,9 +13,8 @@ from .._checks import error_message, is_float0, leaf_path
 from .._mesh import is_unreduced, reduced_axes, reshard_like, sharding_with, unreduced_axes
 from .._tree_checks import check_same_structure
 from .._types import Array, Scalar, Tree
-from ..clipping._scale import wide_dtype
 from ._devices import reduce_over_devices
-from ._reduction import combine, divide, identity_of, round_to
+from ._reduction import accumulator_dtype, combine, divide, identity_of, map_reduced
 
 
 def params_of(params: Tree) -> Tree:
@@ -41,23 +41,14 @@ def accumulator_like(params: Tree, dtype: Any) -> Tree:
     return jax.tree.map(zeros, params)
 
 
-def accumulator_dtype(kind: Any, dtype: Any) -> Any:
-    """What gradients of dtype `kind` are added up in: `dtype`, or their own 64 bit."""
-    if jnp.finfo(kind).bits == 64:
-        return kind
-    return wide_dtype(kind, dtype) if jnp.issubdtype(kind, jnp.complexfloating) else dtype
-
-
 def check_matches_accumulator(function: str, updates: Tree, acc: Tree) -> None:
     """Refuses gradients unlike what they are added to; a float0 leaf may have its own shape."""
-    leaves, structure = jax.tree.flatten(acc)
+    check_same_structure(function, "updates", updates, "params", acc)
     given = jax.tree_util.tree_leaves_with_path(updates)
-    if len(leaves) == len(given):
-        leaves = [g if is_float0(g) else x for x, (_, g) in zip(leaves, given, strict=True)]
-    expected = jax.tree.unflatten(structure, leaves)
-    check_same_structure(function, "updates", updates, "params", expected)
-    for (path, grad), total in zip(given, leaves, strict=True):
-        ours, theirs = (() if is_float0(x) else sorted(unreduced_axes(x)) for x in (total, grad))
+    for (path, grad), total in zip(given, jax.tree.leaves(acc), strict=True):
+        if is_float0(grad):
+            continue
+        ours, theirs = (sorted(unreduced_axes(x)) for x in (total, grad))
         if ours != theirs:
             rule = f"unreduced over {ours}, as the parameters that `init` was given say"
             got = f"a leaf unreduced over {theirs} at {leaf_path('updates', path)}"
@@ -70,36 +61,35 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         grads: the gradients.
-        words: the reduction of each leaf.
+        reductions: the reduction of each leaf.
         weight: float32[]; None counts as one.
         key: rounds the sum stochastically; None does not.
     """
 
     grads: Tree
-    words: Sequence[str]
+    reductions: Sequence[str]
     weight: Any = None
     key: Array | None = None
 
 
 def add_micro_batch(acc: Tree, micro_batch: MicroBatch, is_first: Array | bool) -> Tree:
-    """The sum with a micro-batch in it, started afresh if that is the first of a window.
+    """The sum with a micro-batch in it, begun anew if that is the first of a window.
 
     What the last window left behind may be NaN.
     """
-    key = micro_batch.key
+    key, places = micro_batch.key, itertools.count()
 
-    def add(place: int, total: Array, grad: Any, word: str) -> Array:
+    def add(reduction: str, total: Array, grad: Any) -> Array:
+        place = next(places)
         if is_float0(grad):
             return total
-        identity = jnp.full_like(total, identity_of(word, total.dtype))
+        identity = jnp.full_like(total, identity_of(reduction, total.dtype))
         start = jnp.where(is_first, identity, total)
-        new = combine(word, start, jnp.asarray(grad), micro_batch.weight)
         own_key = None if key is None else jax.random.fold_in(key, place)
-        return reshard_like(round_to(total.dtype, new, own_key), total)
+        new = combine(reduction, start, jnp.asarray(grad), micro_batch.weight, own_key)
+        return reshard_like(new, total)
 
-    leaves, structure = jax.tree.flatten(acc)
-    columns = (range(len(leaves)), leaves, jax.tree.leaves(micro_batch.grads), micro_batch.words)
-    return jax.tree.unflatten(structure, [add(*column) for column in zip(*columns, strict=True)])
+    return map_reduced(add, micro_batch.reductions, acc, micro_batch.grads)
 
 
 def window_gradient(
@@ -107,14 +97,13 @@ def window_gradient(
 ) -> Tree:
     """The gradient of the window, summed over devices; a float0 leaf is that of the micro-batch."""
 
-    def read(total: Array, grad: Any, word: str) -> Any:
-        if is_float0(grad) or word != "mean":
+    def read(reduction: str, total: Array, grad: Any) -> Any:
+        if is_float0(grad) or reduction != "mean":
             return grad if is_float0(grad) else total
         return divide(total, total_weight).astype(total.dtype)
 
-    totals, structure = jax.tree.flatten(reduce_over_devices(acc, inner_state))
-    columns = (totals, jax.tree.leaves(micro_batch.grads), micro_batch.words)
-    return jax.tree.unflatten(structure, [read(*column) for column in zip(*columns, strict=True)])
+    totals = reduce_over_devices(acc, inner_state)
+    return map_reduced(read, micro_batch.reductions, totals, micro_batch.grads)
 
 
 def spent_accumulator(acc: Tree, window: Tree) -> Tree:
@@ -134,12 +123,12 @@ def spent_accumulator(acc: Tree, window: Tree) -> Tree:
 
 def only_gradient(micro_batch: MicroBatch, inner_state: Any) -> Tree:
     """The gradient of a window of one micro-batch, bit for bit: no sum is made."""
-    grads, structure = jax.tree.flatten(reduce_over_devices(micro_batch.grads, inner_state))
     weight = micro_batch.weight
 
-    def read(grad: Any, word: str) -> Any:
-        if is_float0(grad) or word != "sum" or weight is None:
+    def read(reduction: str, grad: Any) -> Any:
+        if is_float0(grad) or reduction != "sum" or weight is None:
             return grad
-        return combine("sum", jnp.zeros_like(grad), grad, weight).astype(grad.dtype)
+        return combine("sum", jnp.zeros_like(grad), grad, weight)
 
-    return jax.tree.unflatten(structure, list(map(read, grads, micro_batch.words)))
+    grads = reduce_over_devices(micro_batch.grads, inner_state)
+    return map_reduced(read, micro_batch.reductions, grads)

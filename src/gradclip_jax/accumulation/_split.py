@@ -20,12 +20,19 @@ class Split(NamedTuple):
         batches: what is split along the first axis of its leaves.
         keys: random keys, one for each micro-batch.
         differentiated: what gradients are taken by.
+        takes_one: whether that is one argument and not a tuple of them.
     """
 
     parts: int
     batches: tuple[int, ...]
     keys: tuple[int, ...]
     differentiated: tuple[int, ...]
+    takes_one: bool
+
+    def differentiated_of(self, args: Sequence[Any]) -> Any:
+        """What gradients are taken by, in the structure of the gradient."""
+        chosen = tuple(args[i] for i in self.differentiated)
+        return chosen[0] if self.takes_one else chosen
 
 
 def positions(argnums: int | Sequence[int]) -> tuple[int, ...]:
@@ -49,7 +56,7 @@ def counted_from_zero(function: str, split: Split, args: Sequence[Any]) -> Split
                 got = f"{describe(x)} at {leaf_path(f'args[{i}]', path)}"
                 hint = "Change one of the two, or pad the batch with examples of weight 0."
                 raise ValueError(error_message(function, "batch", rule, got, hint))
-    return Split(split.parts, batches, keys, differentiated)
+    return split._replace(batches=batches, keys=keys, differentiated=differentiated)
 
 
 def micro_arguments(args: Sequence[Any], split: Split, index: Array) -> list[Any]:

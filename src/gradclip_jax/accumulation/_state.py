@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from .._checks import check_transformation, error_message, is_traced
-from .._mesh import zeros_of_type
+from .._mesh import is_unreduced, unreduced_axes, zeros_of_type
 from .._run_if import run_if
 from .._states import (
     find_states,
@@ -19,7 +19,6 @@ from .._states import (
     with_structure_of,
 )
 from .._types import Scalar, Tree
-from ._devices import zeros_like_unreduced
 from ._reduction import leaf_reductions
 from ._running import MicroBatch, params_of, window_gradient
 
@@ -105,23 +104,28 @@ def flush(
     arrays, params = plain_arrays(state), plain_arrays(params)
     found = _accumulations("flush", arrays)
     is_open = jnp.stack([x.mini_step > 0 for x in found]).any()
-    nothing = jax.tree.map(_zero_grad, params_of(params))
-    nothing = zeros_like_unreduced(nothing, found[0].acc_grads)
+    nothing = _zero_gradient(params_of(params), found[0].acc_grads)
     update = optax.with_extra_args_support(tx).update
+    weight = jnp.float32(0)
 
     def step(carry: Any) -> Any:
-        none = jnp.float32(0)
-        return update(nothing, carry[1], params, weight=none, flush=True, **extra_args)
+        return update(nothing, carry[1], params, weight=weight, flush=True, **extra_args)
 
     like, _ = jax.eval_shape(step, (None, arrays))
     updates, flushed = run_if(is_open, step, (jax.tree.map(zeros_of_type, like), arrays))
     return updates, with_structure_of(state, flushed)
 
 
-def _zero_grad(param: Any) -> Any:
-    if jnp.issubdtype(jnp.result_type(param), jnp.inexact):
-        return jnp.zeros_like(param)
-    return np.zeros(np.shape(param), jax.dtypes.float0)
+def _zero_gradient(params: Tree, acc: Tree) -> Tree:
+    """A gradient of zeros, unreduced where the accumulator is."""
+
+    def zero(param: Any, total: Any) -> Any:
+        dtype = jnp.result_type(param)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            return np.zeros(np.shape(param), jax.dtypes.float0)
+        return zeros_of_type(total, dtype) if unreduced_axes(total) else jnp.zeros_like(param)
+
+    return jax.tree.map(zero, params, acc if is_unreduced(acc) else params)
 
 
 def accumulated_gradients(
@@ -190,39 +194,23 @@ def reset_accumulation(state: Any) -> Any:
 
 
 def discard_windows(state: Any, where: Any = True) -> Any:
-    """The state with every open window emptied, also those inside another one.
-
-    `where`, bool[], may be traced. Only states of this package are touched.
-    """
-
-    def discard(found: AccumulationState) -> AccumulationState:
-        mini_step, total_weight, emitted = _zero_where(
-            where, (found.mini_step, found.total_weight, found.emitted)
-        )
-        return found._replace(
-            mini_step=mini_step,
-            total_weight=total_weight,
-            emitted=emitted,
-            inner_opt_state=discard_windows(found.inner_opt_state, where),
-        )
-
-    return replace_states(state, AccumulationState, discard)
+    """The state with every open window emptied; `where`, bool[], may be traced."""
+    return _zero_fields(state, where, "mini_step", "total_weight", "emitted")
 
 
 def clear_emitted(state: Any, where: Any = True) -> Any:
-    """The state in which `has_updated` says no, also that of a window inside another one."""
-
-    def clear(found: AccumulationState) -> AccumulationState:
-        return found._replace(
-            emitted=_zero_where(where, found.emitted),
-            inner_opt_state=clear_emitted(found.inner_opt_state, where),
-        )
-
-    return replace_states(state, AccumulationState, clear)
+    """The state in which `has_updated` says no."""
+    return _zero_fields(state, where, "emitted")
 
 
-def _zero_where(where: Any, tree: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.where(where, jnp.zeros_like(x), x), tree)
+def _zero_fields(state: Any, where: Any, *names: str) -> Any:
+    def zero(found: AccumulationState) -> AccumulationState:
+        # Mapped, not replaced: a field may be a variable of Flax's NNX.
+        fields = {name: getattr(found, name) for name in names}
+        zeros = jax.tree.map(lambda x: jnp.where(where, jnp.zeros_like(x), x), fields)
+        return found._replace(**zeros)
+
+    return replace_states(state, AccumulationState, zero)
 
 
 def has_updated(state: Any) -> Scalar:
@@ -239,12 +227,9 @@ def has_updated(state: Any) -> Scalar:
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
-        >>> tx = gcx.accumulate_gradients(optax.sgd(1.0), every=2)
-        >>> params = jnp.array([0.0])
-        >>> _, held = tx.update(jnp.array([3.0]), tx.init(params), params)
-        >>> _, emitted = tx.update(jnp.array([5.0]), held, params)
-        >>> bool(gcx.has_updated(held)), bool(gcx.has_updated(emitted))
-        (False, True)
+        >>> tx = gcx.accumulate_gradients(optax.sgd(1.0), every=8)
+        >>> bool(gcx.has_updated(tx.init(jnp.array([0.0]))))
+        False
     """
     return plain_arrays(_accumulations("has_updated", state)[0].emitted)
 
@@ -264,11 +249,9 @@ def accumulation_stats(state: Any) -> AccumulationStats:
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
         >>> tx = gcx.accumulate_gradients(optax.sgd(1.0), every=8)
-        >>> params = jnp.zeros((2, 3))
-        >>> _, state = tx.update(jnp.ones((2, 3)), tx.init(params), params)
-        >>> stats = gcx.accumulation_stats(state)
-        >>> stats.total_micro_batches, stats.total_updates, stats.total_param_elements
-        (1, 0, 6)
+        >>> stats = gcx.accumulation_stats(tx.init(jnp.zeros((2, 3))))
+        >>> stats.total_micro_batches, stats.accumulation_steps, stats.total_param_elements
+        (0, 8, 6)
     """
     found = plain_arrays(_accumulations("accumulation_stats", state)[0])
     counts = (found.micro_batch_count, found.gradient_step, found.accumulation_steps)

@@ -21,7 +21,7 @@ from .._checks import (
 )
 from .._gate import Gate, gated
 from .._run_if import like_dtypes, run_if
-from .._states import find_states
+from .._states import find_states, increment_where
 from .._tree_checks import check_inexact
 from .._types import FLOAT32, Scalar, Tree
 from ._devices import without_reduced_axes
@@ -38,7 +38,7 @@ from ._running import (
     window_gradient,
 )
 from ._state import AccumulationState
-from ._window import Flag, WindowStep, advance_window, count_step, read_call
+from ._window import Flag, advance_window, read_call
 
 _NAME = "accumulate_gradients"
 
@@ -55,9 +55,9 @@ def accumulate_gradients(
 ) -> optax.GradientTransformationExtraArgs:
     """Runs the inner optimizer once for every `every` micro-batches, on their mean gradient.
 
-    `sum(weight_i * g_i) / sum(weight_i)` over a window; between windows the updates are zeros
-    and the inner optimizer is not run. Weighted by its tokens, a window equals one big batch.
-    Take the steps with `apply_gradients` and a held one costs no more than the addition.
+    `sum(weight_i * g_i) / sum(weight_i)` over a window; before its end the updates are zeros and
+    the inner optimizer is not run. Weighted by its tokens, a window equals one big batch. Taken
+    with `apply_gradients`, a step that is held costs no more than the addition.
 
     | micro-batch | effect |
     | --- | --- |
@@ -75,8 +75,7 @@ def accumulate_gradients(
       place of counting. The two programs have no branch, so a GPU does not wait for the host;
       but with a traced `weight` the one that emits still leaves out a window of total weight 0.
 
-    All others reach the inner optimizer as the micro-batch that closes the window brings them; a
-    `value` is thus the loss of the last micro-batch.
+    All others, such as `value`, are those of the micro-batch that closes the window.
 
     Use `microbatched_value_and_grad` to split one batch inside one step; the two compose.
 
@@ -115,10 +114,14 @@ def accumulate_gradients(
         >>> held.tolist(), emitted.tolist(), bool(gcx.has_updated(state))
         ([0.0], [-5.0], True)
     """
-    _check_arguments(inner, every, noise_scale_decay)
+    check_transformation(_NAME, "inner", inner)
+    if not callable(every):
+        check_count(_NAME, "every", every, "Pass 1 to run the inner optimizer at every step.")
     check_reduction(_NAME, reduction)
     check_dtype(_NAME, "accumulator_dtype", accumulator_dtype)
     check_choice(_NAME, "rounding", rounding, ("nearest", "stochastic"))
+    if noise_scale_decay is not None:
+        check_decays(_NAME, noise_scale_decay=noise_scale_decay)
     accumulation = _Accumulation(
         inner=optax.with_extra_args_support(inner),
         every=every,
@@ -152,14 +155,16 @@ class _Accumulation:
     def init(self, params: Tree) -> AccumulationState:
         """An empty window."""
         inner_state = self.inner.init(without_reduced_axes(params))
-        _check_not_nested(inner_state)
-        trained = params_of(params)
+        if find_states(inner_state, AccumulationState):  # `flush` would stop at the outer one
+            rule, hint = "without an accumulation in it", "Multiply the two lengths: `every=a * b`."
+            raise TypeError(error_message(_NAME, "inner", rule, "one that accumulates", hint))
+        acc = accumulator_like(params_of(params), self.accumulator_dtype) if self.keeps_sum else ()
         return AccumulationState(
             mini_step=jnp.zeros((), jnp.int32),
             gradient_step=jnp.zeros((), jnp.int32),
             # Not weakly typed, as what comes out of a step is not: one trace for all steps.
             inner_opt_state=like_dtypes(inner_state, inner_state),
-            acc_grads=accumulator_like(trained, self.accumulator_dtype) if self.keeps_sum else (),
+            acc_grads=acc,
             total_weight=jnp.zeros((), jnp.float32),
             accumulation_steps=self.length_of(jnp.zeros((), jnp.int32)),
             micro_batch_count=jnp.zeros((), jnp.int32),
@@ -173,7 +178,7 @@ class _Accumulation:
         state: AccumulationState,
         params: Tree,
         extra_args: dict[str, Any],
-        admitted: Flag = True,
+        admitted: Flag,
     ) -> Gate:
         """Open where the window closes."""
         check_state(_NAME, state, AccumulationState)
@@ -181,28 +186,37 @@ class _Accumulation:
         if self.keeps_sum:
             check_matches_accumulator(_NAME, updates, state.acc_grads)
         call, others = read_call(_NAME, extra_args, always_closes=not self.keeps_sum)
-        length = self.length_of(state.gradient_step)
-        step, advanced = advance_window(state, length, call, admitted)
-        micro_batch = self._micro_batch(updates, call.weight, state)
-        advanced = self._with_noise(advanced, micro_batch, step)
+        step, advanced = advance_window(state, self.length_of(state.gradient_step), call, admitted)
+        micro_batch = self.micro_batch(updates, call.weight, state)
 
         def add(acc: Tree) -> Tree:
             return add_micro_batch(acc, micro_batch, step.starts)
 
+        if self.noise_scale_decay is not None:
+            total = add(state.acc_grads) if self.keeps_sum else updates
+            noise = observe_noise(advanced, micro_batch, step, total, self.noise_scale_decay)
+            advanced = advanced._replace(noise=noise)
+
         def read_gradient(acc: Tree) -> tuple[Tree, Tree]:
             inner_state = state.inner_opt_state
             if self.keeps_sum:
-                window = window_gradient(add(acc), micro_batch, step.total_weight, inner_state)
+                window = window_gradient(add(acc), micro_batch, advanced.total_weight, inner_state)
                 acc = spent_accumulator(acc, window)
             else:
                 window = only_gradient(micro_batch, inner_state)
-            arguments = (window, updates, inner_state, params, others)
-            return _in_accepted_dtypes(self.inner, *arguments), acc
+
+            def inner_step(grads: Tree) -> Any:
+                return self.inner.update(grads, inner_state, params, **others)
+
+            return _in_accepted_dtype(inner_step, window, updates), acc
 
         def next_state(inner_state: Any, acc: Tree, stepped: Flag) -> AccumulationState:
-            acc = run_if(step.holds, add, acc) if self.keeps_sum else ()
-            after = count_step(advanced, step, stepped)
-            return after._replace(inner_opt_state=inner_state, acc_grads=acc)
+            return advanced._replace(
+                gradient_step=increment_where(advanced.gradient_step, stepped),
+                emitted=advanced.emitted | stepped,
+                inner_opt_state=inner_state,
+                acc_grads=run_if(step.holds, add, acc) if self.keeps_sum else (),
+            )
 
         return Gate(
             is_open=step.emits,
@@ -213,64 +227,37 @@ class _Accumulation:
             next_state=next_state,
         )
 
-    def _micro_batch(self, updates: Tree, weight: Any, state: AccumulationState) -> MicroBatch:
+    def micro_batch(self, updates: Tree, weight: Any, state: AccumulationState) -> MicroBatch:
+        """What is added to the window."""
         key = None
         if self.is_stochastic:
             key = jax.random.fold_in(jax.random.key(0), state.micro_batch_count)
-        words = leaf_reductions(_NAME, self.reduction, updates)
-        return MicroBatch(updates, words, weight, key)
-
-    def _with_noise(
-        self, state: AccumulationState, micro_batch: MicroBatch, step: WindowStep
-    ) -> AccumulationState:
-        if self.noise_scale_decay is None:
-            return state
-        total = micro_batch.grads
-        if self.keeps_sum:
-            total = add_micro_batch(state.acc_grads, micro_batch, step.starts)
-        return state._replace(
-            noise=observe_noise(state.noise, micro_batch, step, total, self.noise_scale_decay)
-        )
+        reductions = leaf_reductions(_NAME, self.reduction, updates)
+        return MicroBatch(updates, reductions, weight, key)
 
 
-def _check_arguments(inner: Any, every: Any, noise_scale_decay: Any) -> None:
-    check_transformation(_NAME, "inner", inner)
-    if not callable(every):
-        check_count(_NAME, "every", every, "Pass 1 to run the inner optimizer at every step.")
-    if noise_scale_decay is not None:
-        check_decays(_NAME, noise_scale_decay=noise_scale_decay)
-
-
-def _check_not_nested(inner_state: Any) -> None:
-    """Refuses an accumulation inside another: `weight` and `flush` would stop at the outer one."""
-    if find_states(inner_state, AccumulationState):
-        rule, hint = "without an accumulation in it", "Multiply the two lengths: `every=a * b`."
-        raise TypeError(error_message(_NAME, "inner", rule, "one that accumulates", hint))
-
-
-def _in_accepted_dtypes(
-    inner: optax.GradientTransformationExtraArgs,
-    window: Tree,
-    updates: Tree,
-    state: Any,
-    params: Tree,
-    extra_args: dict[str, Any],
-) -> Tree:
+def _in_accepted_dtype(step: Callable[[Tree], Any], window: Tree, updates: Tree) -> Tree:
     """The gradient of the window in the accumulator's dtype, if the inner optimizer takes it.
 
     Some, `optax.novograd` and `optax.apply_if_finite` among them, cannot be traced on gradients
     whose dtype is not that of the parameters. What cannot be traced on either has another fault,
     which is then the user's to see.
     """
-    plain = like_dtypes(window, updates)
-    if [x.dtype for x in jax.tree.leaves(plain)] == [x.dtype for x in jax.tree.leaves(window)]:
-        return window
-    try:
-        jax.eval_shape(lambda: inner.update(window, state, params, **extra_args))
-    except (TypeError, ValueError) as refusal:
+
+    def refusal(grads: Tree) -> Exception | None:
         try:
-            jax.eval_shape(lambda: inner.update(plain, state, params, **extra_args))
-        except (TypeError, ValueError):
-            raise refusal from None
+            jax.eval_shape(lambda: step(grads))
+        except (TypeError, ValueError) as error:
+            return error
+        return None
+
+    plain = like_dtypes(window, updates)
+    pairs = zip(jax.tree.leaves(plain), jax.tree.leaves(window), strict=True)
+    if all(x.dtype == y.dtype for x, y in pairs):
+        return window
+    fault = refusal(window)
+    if fault is None:
+        return window
+    if refusal(plain) is None:
         return plain
-    return window
+    raise fault

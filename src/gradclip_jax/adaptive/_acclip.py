@@ -5,12 +5,11 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_decays, check_number, is_float0
-from .._states import increment_where
-from .._types import Array, Number, Tree
+from .._checks import check_decays, check_number
+from .._types import Array, Number
 from ..clipping._scale import scale_leaf, scale_root
-from ._averages import power_of, where_finite
-from ._moments import MomentState, check_update, map_leaves, zero_moments
+from ._averages import power_of
+from ._moments import moment_transformation, where_finite_grad
 
 
 def acclip(
@@ -55,25 +54,14 @@ def acclip(
     check_number(name, "alpha", alpha, "The paper uses 1.")
     check_number(name, "eps", eps, "The paper uses 1e-5.")
 
-    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, MomentState]:
-        check_update(name, updates, state, MomentState, "second")
+    def clip(grad: Array, first: Any, second: Any) -> tuple[Array, Array, Array]:
+        first = b1 * first + (1 - b1) * grad
+        second = b2 * second + (1 - b2) * power_of(jnp.abs(grad), alpha)
+        # Not zero: neither its root nor its quotient has a derivative there.
+        tau = jnp.maximum(second, jnp.finfo(second.dtype).tiny) ** (1 / alpha)
+        return scale_leaf(first, scale_root(jnp.abs(first) + eps, tau)), first, second
 
-        def clip(grad: Any, first: Array, second: Array) -> tuple[Any, ...]:
-            if is_float0(grad):
-                return grad, first, second
-            g = grad.astype(first.dtype)
-            # Double `where`: 0 * nan in the unused branch would give NaN derivatives.
-            finite = jnp.isfinite(g)
-            safe = jnp.where(finite, g, 0)
-            new_first = b1 * first + (1 - b1) * safe
-            new_second = b2 * second + (1 - b2) * power_of(jnp.abs(safe), alpha)
-            # Not zero: neither its root nor its quotient has a derivative there.
-            tau = jnp.maximum(new_second, jnp.finfo(new_second.dtype).tiny) ** (1 / alpha)
-            clipped = scale_leaf(new_first, scale_root(jnp.abs(new_first) + eps, tau))
-            moments = where_finite(finite, (new_first, new_second), (first, second))
-            return jnp.where(finite, clipped, jnp.nan).astype(grad.dtype), *moments
+    def step(grad: Array, first: Any, second: Array, param: Any) -> tuple[Array, Any, Array]:
+        return where_finite_grad(clip, grad, first, second)
 
-        out, first, second = map_leaves(clip, 3, updates, state.first, state.second)
-        return out, MomentState(increment_where(state.step_count), first, second)
-
-    return optax.GradientTransformation(zero_moments, update)
+    return moment_transformation(name, lambda step_count: step)

@@ -28,8 +28,8 @@ def power_of(x: Array, exponent: Any) -> Array:
     return jnp.where(x > 0, jnp.where(x > 0, x, 1) ** exponent, x)
 
 
-def where_finite(finite: Array, proposed: Any, before: Any) -> list[Array]:
+def where_finite(finite: Array, proposed: Any, before: Any) -> Any:
     """The proposed averages where `finite` holds and all are finite, the old ones elsewhere."""
-    finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, proposed), finite)
-    pairs = zip(proposed, before, strict=True)
-    return [jnp.where(finite, new.astype(old.dtype), old) for new, old in pairs]
+    finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, jax.tree.leaves(proposed)), finite)
+    select = lambda new, old: jnp.where(finite, new.astype(old.dtype), old)  # noqa: E731
+    return jax.tree.map(select, proposed, before)

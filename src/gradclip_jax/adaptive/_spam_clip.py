@@ -2,16 +2,14 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_count, check_decays, check_number, error_message, is_float0, is_traced
+from .._checks import check_count, check_decays, check_number, error_message, is_traced
 from .._states import increment_where
-from .._types import Array, Number, Tree
+from .._types import Array, Number, Scalar
 from ..clipping._scale import scale_leaf, scale_root
-from ._averages import where_finite
-from ._moments import MomentState, check_update, map_leaves, wide_zeros
+from ._moments import LeafStep, moment_transformation, where_finite_grad
 
 
 def spam_clip(
@@ -67,34 +65,23 @@ def spam_clip(
             rule = f"> warmup_steps={warmup_steps}"
             raise ValueError(error_message(name, "reset_every", rule, reset_every, hint))
 
-    def init(params: Tree) -> MomentState:
-        second = jax.tree.map(jnp.abs, wide_zeros(params))
-        return MomentState(jnp.zeros((), jnp.int32), (), second)
-
-    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, MomentState]:
-        check_update(name, updates, state, MomentState, "second")
-        count = increment_where(state.step_count)
+    def step_of(step_count: Scalar) -> LeafStep:
+        count = increment_where(step_count)
         since_reset = count if reset_every is None else count % reset_every
-        resets = jnp.array(False) if reset_every is None else since_reset == 0
-        is_warm = (count >= warmup_steps) & (since_reset >= warmup_steps)
+        resets = False if reset_every is None else since_reset == 0
+        is_warm = since_reset >= warmup_steps
 
-        def clip(grad: Any, moment: Array) -> tuple[Any, ...]:
-            if is_float0(grad):
-                return grad, moment
-            moment = jnp.where(resets, 0, moment)
-            # Double `where`: 0 * nan in the unused branch would give NaN derivatives.
-            finite = jnp.isfinite(jnp.abs(grad).astype(moment.dtype))
-            safe = jnp.where(finite, grad, jnp.zeros_like(grad))
-            magnitude = jnp.abs(safe).astype(moment.dtype)
-            is_clamped = is_warm & (moment > 0)
-            bound = jnp.sqrt(spike_threshold * jnp.where(is_clamped, moment, 1))
-            threshold = jnp.where(is_clamped, bound, jnp.finfo(moment.dtype).max)
-            clamped = scale_leaf(safe, scale_root(magnitude, threshold))
-            second = decay * moment + (1 - decay) * jnp.minimum(magnitude, threshold) ** 2
-            clamped = jnp.where(finite, clamped, jnp.full_like(grad, jnp.nan))
-            return clamped, *where_finite(finite, (second,), (moment,))
+        def clip(grad: Array, first: None, second: Any) -> tuple[Array, None, Array]:
+            is_clamped = is_warm & (second > 0)
+            bound = jnp.sqrt(spike_threshold * jnp.where(is_clamped, second, 1))
+            threshold = jnp.where(is_clamped, bound, jnp.finfo(second.dtype).max)
+            magnitude = jnp.abs(grad)
+            second = decay * second + (1 - decay) * jnp.minimum(magnitude, threshold) ** 2
+            return scale_leaf(grad, scale_root(magnitude, threshold)), first, second
 
-        out, second = map_leaves(clip, 2, updates, state.second)
-        return out, MomentState(count, (), second)
+        def step(grad: Array, first: None, second: Array, param: Any) -> tuple[Array, None, Array]:
+            return where_finite_grad(clip, grad, first, jnp.where(resets, 0, second))
 
-    return optax.GradientTransformation(init, update)
+        return step
+
+    return moment_transformation(name, step_of, keeps_first=False)

@@ -6,14 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_axis_name, check_decays, check_number, is_float0
+from .._checks import check_axis_name, check_decays, check_number
 from .._mesh import replica_count, shard_axes
 from .._states import increment_where
-from .._types import Array, AxisName, Number, Tree
+from .._types import Array, AxisName, Number, Scalar
 from ..clipping._norm import norm_of_leaves
-from ..clipping._rule import check_params
 from ._averages import bias_correction, power_of
-from ._moments import MomentState, check_update, map_leaves, zero_moments
+from ._moments import LeafStep, moment_transformation
 
 
 def stable_adamw(
@@ -69,32 +68,25 @@ def stable_adamw(
     if not callable(learning_rate):
         check_number(name, "learning_rate", learning_rate, "The paper uses 0.002.")
 
-    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, MomentState]:
-        check_update(name, updates, state, MomentState, "second")
-        check_params(name, updates, params)
-        rate = learning_rate(state.step_count) if callable(learning_rate) else learning_rate
-        count = increment_where(state.step_count)
-        steps = count.astype(jnp.float32)
-        decay1, decay2 = (
-            b * bias_correction(b, steps - 1) / bias_correction(b, steps) for b in (b1, b2)
-        )
+    def step_of(step_count: Scalar) -> LeafStep:
+        rate = learning_rate(step_count) if callable(learning_rate) else learning_rate
+        steps = increment_where(step_count).astype(jnp.float32)
+        decays = [b * bias_correction(b, steps - 1) / bias_correction(b, steps) for b in (b1, b2)]
 
-        def step(grad: Any, param: Any, first: Array, second: Array) -> tuple[Any, ...]:
-            if is_float0(grad):
-                return grad, first, second
-            g = grad.astype(first.dtype)
-            d1, d2 = (decay.astype(second.dtype) for decay in (decay1, decay2))
-            first = first * d1 + g * (1 - d1)
-            second = second * d2 + jnp.abs(g) ** 2 * (1 - d2)
-            ratio = g / jnp.sqrt(jnp.maximum(second, eps**2))
+        def step(
+            grad: Array, first: Array, second: Array, param: Any
+        ) -> tuple[Array, Array, Array]:
+            d1, d2 = (decay.astype(second.dtype) for decay in decays)
+            first = first * d1 + grad * (1 - d1)
+            second = second * d2 + jnp.abs(grad) ** 2 * (1 - d2)
+            ratio = grad / jnp.sqrt(jnp.maximum(second, eps**2))
             norm = norm_of_leaves([ratio], 2.0, axes)
             size = ratio.size * replica_count(frozenset(), shard_axes(ratio, axes))
             shortened = rate / jnp.maximum(1, norm / math.sqrt(max(size, 1)) / clipping)
             decayed = weight_decay * param.astype(first.dtype)
             direction = first / (power_of(second, 0.5) + eps) + decayed
-            return (-shortened * direction).astype(grad.dtype), first, second
+            return -shortened * direction, first, second
 
-        out, first, second = map_leaves(step, 3, updates, params, state.first, state.second)
-        return out, MomentState(count, first, second)
+        return step
 
-    return optax.GradientTransformation(zero_moments, update)
+    return moment_transformation(name, step_of, needs_params=True)

@@ -107,29 +107,36 @@ def stable_spam_clip(
         leaves = [jnp.where(ok, x, jnp.zeros_like(x)) for ok, x in zip(finite, leaves, strict=True)]
 
         largest = max_decay * state.largest + (1 - max_decay) * peaks.astype(jnp.float32)
-        bound = (largest / bias_correction(max_decay, steps)).astype(peaks.dtype)
-        leaves = [
-            jnp.where(jnp.abs(x).astype(top.dtype) > top, scale_leaf(x, root), x)
-            for x, top, root in zip(leaves, bound, scale_root(peaks, bound), strict=True)
-        ]
-
-        lengths = norms(leaves, 2.0)
-        narrow = lengths.astype(jnp.float32)
-        norm = norm_decay * state.norm + (1 - norm_decay) * narrow
+        leaves = _scale_elements(leaves, peaks, largest / bias_correction(max_decay, steps))
+        clipped_norms = norms(leaves, 2.0)
+        norm_now = clipped_norms.astype(jnp.float32)
+        norm = norm_decay * state.norm + (1 - norm_decay) * norm_now
         old_weight, new_weight = jnp.sqrt(square_decay), jnp.sqrt(1 - square_decay)
-        root_square = hypotenuse(old_weight * state.root_square, new_weight * narrow)
+        root_square = hypotenuse(old_weight * state.root_square, new_weight * norm_now)
         root = root_square / jnp.sqrt(bias_correction(square_decay, steps)) + eps
         # Not `a / b / c`, which XLA makes `a / (b * c)`: that overflows from norms of 1e19 on.
         target = norm / bias_correction(norm_decay, steps) * (1 / root)
-        # A norm of zero is not scaled; the root of a target of zero would have no derivative.
-        target = jnp.where(lengths > 0, target.astype(lengths.dtype), 1)
-        roots = root_to(lengths, target)
-        scaled = iter(
-            jnp.where(ok, scale_leaf(x, root), jnp.full_like(x, jnp.nan))
-            for ok, x, root in zip(finite, leaves, roots, strict=True)
-        )
+        scaled = iter(_scale_to(leaves, clipped_norms, target, finite))
         out = jax.tree.map(lambda x: next(scaled) if is_measured(x) else x, updates)
-        next_state = LeafAverageState(count, largest, norm, root_square)
-        return out, LeafAverageState(*where_finite(finite, next_state, state))
+        return out, where_finite(finite, LeafAverageState(count, largest, norm, root_square), state)
 
     return optax.GradientTransformation(init, update)
+
+
+def _scale_elements(leaves: list[Array], peaks: Array, bounds: Array) -> list[Array]:
+    """Elements above the bound of their leaf, times bound / largest magnitude."""
+    bounds = bounds.astype(peaks.dtype)
+    return [
+        jnp.where(jnp.abs(x).astype(bound.dtype) > bound, scale_leaf(x, root), x)
+        for x, bound, root in zip(leaves, bounds, scale_root(peaks, bounds), strict=True)
+    ]
+
+
+def _scale_to(leaves: list[Array], norms: Array, targets: Array, finite: Array) -> list[Array]:
+    """Each leaf with its target as its norm; NaN where it was not finite."""
+    # A norm of zero is not scaled; the root of a target of zero would have no derivative.
+    targets = jnp.where(norms > 0, targets.astype(norms.dtype), 1)
+    return [
+        jnp.where(ok, scale_leaf(x, root), jnp.full_like(x, jnp.nan))
+        for ok, x, root in zip(finite, leaves, root_to(norms, targets), strict=True)
+    ]

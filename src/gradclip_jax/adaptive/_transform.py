@@ -34,8 +34,7 @@ def adaptive_grad_clip(
 
     Args:
         clipping: largest ratio of gradient norm to parameter norm, dimensionless, > 0.
-        eps: smallest parameter norm, in the unit of the parameters, > 0: parameters of zero
-            must be able to move.
+        eps: what a parameter norm counts as at least, > 0: zero parameters must be able to move.
         axis: the axes that the norm of a unit runs over, static. None chooses by rank as Optax
             does: all axes of a scalar or vector, 0 of rank 2 and 3, all but the last of rank 4
             and 5. Inside `shard_map` these axes must not be sharded.
@@ -119,15 +118,15 @@ def zclip(
     """Clips global norms that are outliers among the recent ones (ZClip).
 
     `zclip(max_norm=None)` works at every scale of the norm and alters only outliers: a good
-    first choice. The paper's `max_norm` of 1 is a fixed bound on top of that. It is made for
-    language models with norms below 1; where norms are 30, it clips every step.
+    first choice. The paper's `max_norm` of 1 is a fixed bound on top of that, for language models
+    with norms below 1; where norms are 30, it clips every step.
 
     Args:
         z_threshold: norms more than so many standard deviations above the mean are clipped, > 0.
         decay: of the moving averages of mean and variance, at least 0 and below 1.
         warmup_steps: how many norms the first mean and variance are taken of, >= 1.
-        max_norm: upper bound of the threshold from the first step on, in the unit of the
-            gradients, > 0; None for no bound. The averages do not depend on it.
+        max_norm: upper bound of the threshold from the first step on, > 0, in the unit of the
+            gradients; None for no bound. The averages do not depend on it.
         axis_name: mapped axes over which the leaves are sharded, where types do not tell.
         nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
 
@@ -169,9 +168,8 @@ def adagc(
     """Clips each leaf to a little above the average of its clipped norms (AdaGC).
 
     In the warm-up the global norm is clipped to `absolute`, and each leaf keeps its smallest norm
-    as the first average. That 1 is the paper's, for language models with norms below 1. Where
-    norms are 30, it clips every step of the warm-up, and the averages need thousands of steps to
-    rise from there: pass `absolute=jnp.inf`, which works at every scale.
+    as the first average. The paper's 1 is for language models with norms below 1. Where norms are
+    30, the averages need thousands of steps to rise from there: `jnp.inf` works at every scale.
 
     Args:
         relative: how far above its average a norm may be, dimensionless, > 0.
@@ -180,8 +178,7 @@ def adagc(
         decay: of the average, at least 0 and below 1.
         warmup_steps: >= 1.
         axis_name: mapped axes over which the leaves are sharded, where types do not tell.
-        stack_axes: how many leading axes of a leaf index separate layers, static; a number, or
-            a prefix tree of numbers.
+        stack_axes: how many leading axes of a leaf index layers, static; also a prefix tree.
         nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
 
     Returns:
