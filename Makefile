@@ -39,7 +39,7 @@ demo: $(VENV)/.installed-examples  ## train on real text: no clipping, clipping,
 test: $(VENV)/.installed-test  ## the suite with doctests and README, in less than five minutes
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-slow: $(VENV)/.installed-test  ## what is slow and rare: notebooks, processes, benchmarks
+test-slow: $(VENV)/.installed-test  ## what is slow or rare: notebooks, processes, pages, large products
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed-test  ## both

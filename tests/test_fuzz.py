@@ -15,11 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 import gradclip_jax as gcx
 import plain_model as plain
+
+pytestmark = pytest.mark.slow
 
 IS_FUZZING = bool(os.environ.get("FUZZ"))
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("**/*.md"))]
 BLOCK = re.compile(
     r"^(?P<skip><!-- not run -->\n)?^(?P<indent> *)```python\n(?P<code>.*?)^(?P=indent)```",
     re.MULTILINE | re.DOTALL,
@@ -27,7 +28,11 @@ def blocks(page: Path) -> list[tuple[int, str]]:
     ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(x, marks=() if x == README else pytest.mark.slow) for x in PAGES],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_code_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a block may write a file
     monkeypatch.setenv("MPLBACKEND", "agg")
@@ -38,7 +43,7 @@ def test_code_blocks_run(page, tmp_path, monkeypatch):
 
 
 def test_readme_shows_code_that_runs():
-    assert blocks(ROOT / "README.md")
+    assert blocks(README)
 
 
 def test_blocks_are_found_with_their_line_numbers(tmp_path):

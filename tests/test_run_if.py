@@ -313,6 +313,7 @@ def test_strict_promotion_takes_float32_updates_to_bfloat16_parameters():
     assert after.tolist() == [0.5] * 3 and after.dtype == params.dtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("taken", [True, False])
 def test_a_step_that_is_usually_taken_is_selected_on_an_accelerator(taken):
     def run(predicate, x, key):

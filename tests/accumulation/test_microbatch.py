@@ -479,6 +479,7 @@ def wave_gradient(param, x, tokens):
     return np.average(terms, axis=0, weights=oracles.wide(tokens)), float(np.abs(terms).max())
 
 
+@pytest.mark.slow
 @hypothesis.settings(derandomize=True, max_examples=15, deadline=None)
 @hypothesis.given(problems())
 def test_weighted_micro_batches_across_calls_are_one_step_is_the_big_batch(problem):

@@ -15,6 +15,8 @@ import pytest
 import gradclip_jax as gcx
 import trees
 
+pytestmark = pytest.mark.slow
+
 ocp = pytest.importorskip("orbax.checkpoint")
 
 EVERY, STEPS = 4, 11

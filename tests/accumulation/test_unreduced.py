@@ -17,9 +17,10 @@ import gradclip_jax as gcx
 import hlo
 import trees
 
-pytestmark = pytest.mark.skipif(
-    compat.VERSION < (0, 10), reason="JAX has unreduced types from 0.10 on"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(compat.VERSION < (0, 10), reason="JAX has unreduced types from 0.10 on"),
+]
 
 EVERY, SIZE = 3, 16
 PARAMS = {"w": trees.normal((16, 8), seed=1), "v": trees.normal((8, 16), seed=2)}

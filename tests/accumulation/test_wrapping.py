@@ -107,6 +107,7 @@ def wide(tree):
     return jax.tree.map(lambda x: np.asarray(x, np.float32), tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_takes_the_mean_of_bfloat16_gradients(name):
     # In MultiSteps this raised errors for years: Optax issues 377, 1038, 1039.

@@ -17,6 +17,8 @@ import gradclip_jax as gcx
 import rule_oracles
 from gradclip_jax import granularities, thresholds
 
+pytestmark = pytest.mark.slow
+
 SHAPES = {"a": (3, 4), "b": (3, 2, 2), "c": (5,)}
 STEPS = 7
 

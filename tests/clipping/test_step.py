@@ -107,6 +107,7 @@ def test_known_norm_is_used_and_not_computed_again():
     assert hlo.count(text, "conditional", branches=True) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA fuses there is its own affair")
 def test_a_leaf_is_scaled_with_one_select_and_the_factor_computed_once():
     def selections(count, clip):
@@ -156,6 +157,7 @@ def test_threshold_of_any_dtype(dtype):
         np.testing.assert_allclose(clipped["a"], [1.5, 2.0], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_64_bit_trees_are_clipped_in_64_bits():
     grads = {"a": np.float64([3.0, 4.0]), "b": np.complex128([12.0j])}
     with compat.x64(), compat.strict():
@@ -229,6 +231,7 @@ def test_state_tells_of_the_last_step():
     assert all(x.dtype == jnp.float32 and x.shape == () for x in jax.tree.leaves(state))
 
 
+@pytest.mark.slow
 def test_state_of_64_bit_gradients_is_in_32_bits():
     with compat.x64():
         clip = gcx.clip_by_global_norm(2.0)

@@ -61,6 +61,7 @@ def test_every_dtype_is_looked_at(dtype, size):
         assert not verdict(optax.identity(), good.at[1].set(complex(0, jnp.inf)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [contextlib.nullcontext, on_an_accelerator])
 def test_finite_gradients_whose_squares_or_sum_overflow_are_finite_on_any_device(device):
     with device():

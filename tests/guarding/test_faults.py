@@ -15,6 +15,8 @@ import pytest
 
 import gradclip_jax as gcx
 
+pytestmark = pytest.mark.slow
+
 GRAD, SCALE, LOSS, UPDATE, STATE = range(5)
 BAD = (np.nan, np.inf, -np.inf)
 PLACES = 9  # elements of the parameters below

@@ -425,6 +425,7 @@ def test_an_object_with_init_and_update_is_taken():
 # What a GPU and a TPU run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", ["step", "gradient"])
 @pytest.mark.parametrize("wrap", [optax.chain, lambda tx: gcx.accumulate_gradients(tx, 2)])
 def test_an_accelerator_takes_the_same_steps_as_a_cpu(check, wrap):

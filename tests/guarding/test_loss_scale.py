@@ -268,6 +268,7 @@ def test_a_moment_that_overflows_where_it_is_kept_is_refused():
         assert not gcx.nonfinite_leaves(state) and gcx.metrics(state)["skipped_nonfinite"] > 0
 
 
+@pytest.mark.slow
 def test_an_accelerator_takes_the_same_steps():
     params, grads = params_and_grads()
     tx = gcx.dynamic_loss_scale(optax.adam(0.1), init_scale=4.0, growth_interval=2)

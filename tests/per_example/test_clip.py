@@ -188,6 +188,7 @@ def test_unused_and_frozen_leaves_have_no_gradient():
     assert not np.any(grads["unused"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [square, rnn, gpt_in_scan])
 def test_data_parallel_inside_shard_map_equals_one_device(make):
     function, params, batch = make()
