@@ -16,7 +16,10 @@ import gradclip_jax as gcx
 import hlo
 from gradclip_jax._mesh import vary
 
-pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices"),
+]
 
 # JAX 0.7 leaves each scalar its own all-reduce on the CPU.
 MERGES = compat.VERSION >= (0, 10)

@@ -198,6 +198,7 @@ def test_eager_jit_and_scan_agree_on_one_trace_and_donated_states(name):
     assert types(after) == types(tx.init(params))
 
 
+@pytest.mark.slow
 @every
 def test_vmap_is_one_transformation_for_each(name):
     tx = make(name)
@@ -231,6 +232,7 @@ def matrix_and_vector():
     return jax.tree.map(lambda x: 3 * x, params), params
 
 
+@pytest.mark.slow
 @every
 @pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
 def test_eight_devices_give_what_one_gives(name, mode):
@@ -272,6 +274,7 @@ def by_pmap(tx, grads, params, axis):
     return jax.tree.map(lambda x: np.concatenate(x, axis if x.ndim > 2 else 0), parts)
 
 
+@pytest.mark.slow
 @every
 def test_forward_and_reverse_derivatives_are_finite_also_at_zero(name):
     row, params = TRANSFORMATIONS[name], example()
@@ -308,6 +311,7 @@ def test_scratch_is_at_most_one_params_size(name):
     assert scratch <= TRANSFORMATIONS[name].scratch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n, row in TRANSFORMATIONS.items() if row.bound])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
 def test_norms_are_bounded_after_clipping(name, dtype):

@@ -228,6 +228,7 @@ def small_params(dtype="float32"):
     return {"w": trees.normal((3, 2), dtype), "b": [None, trees.normal((), dtype)]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_apply_gradients_is_update_and_apply_updates(name):
     tx, params = TRANSFORMATIONS[name](), small_params()

@@ -631,6 +631,7 @@ def test_flush_of_low_precision_and_integer_parameters():
 # --- reset, has_updated, accumulated gradients, counts --------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", [None, *WRAPPED])
 def test_reset_discards_the_window_without_a_step(wrapped):
     seen, params = [], params_like()

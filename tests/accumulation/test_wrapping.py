@@ -290,6 +290,7 @@ def test_clipping_before_it_clips_the_micro_batch_and_inside_it_the_window():
 # --- Flax -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_one_call", [False, True], ids=["over calls", "in one call"])
 def test_a_flax_fp8_layer_trains_to_the_statistics_of_the_big_batch(in_one_call):
     nn = pytest.importorskip("flax.linen")

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 import gradclip_jax as gcx
 import oracles
 
+pytestmark = pytest.mark.slow
+
 EPS = float(np.finfo(np.float32).eps)
 
 # Subnormal numbers are left out where a property multiplies: XLA may take products of them for

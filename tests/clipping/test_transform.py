@@ -154,6 +154,7 @@ STATELESS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", STATELESS.values(), ids=STATELESS)
 def test_update_without_a_state_is_the_same(clip):
     grads = trees.build("dense")
@@ -252,6 +253,7 @@ INJECTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ours", "theirs", "name"), INJECTED.values(), ids=INJECTED)
 def test_threshold_may_be_injected_and_changed(ours, theirs, name):
     params, grads = ordinary(seed=50), ordinary()

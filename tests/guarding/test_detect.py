@@ -51,6 +51,7 @@ def test_one_bad_element_is_found_in_a_leaf_of_any_size(size, bad):
     assert not look(jnp.full(size, bad))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "complex64", *LOW])
 @pytest.mark.parametrize("size", [3, 2 * BLOCK])
 def test_every_dtype_is_looked_at(dtype, size):
@@ -77,6 +78,7 @@ def test_the_largest_number_of_a_dtype_is_finite(dtype):
     assert verdict(optax.identity(), {"a": largest, "b": -largest})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("size", [4, 1000, 2 * BLOCK])
 def test_an_update_that_overflows_when_it_is_rounded_is_found(dtype, size):

@@ -181,6 +181,7 @@ def longest_run(skipped):
     return longest
 
 
+@pytest.mark.slow
 @each_rule
 def test_a_lasting_rise_is_learned(rule):
     tx = gcx.skip_large_norm(optax.sgd(0.1), rule, relearn_after=25)
@@ -234,6 +235,7 @@ def test_a_fixed_number_is_not_learned_anew_but_the_flag_tells():
     assert skipped.tolist() == 20 * [True] + 30 * [False]
 
 
+@pytest.mark.slow
 @each_rule
 def test_norms_that_are_not_finite_do_not_enter_the_history(rule):
     tx = gcx.skip_large_norm(optax.sgd(0.1), rule)
@@ -383,6 +385,7 @@ def test_a_guard_of_the_loss_alone_skips_a_gradient_that_is_not_finite():
     assert skipped == [1] and state.skipped_nonfinite == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [-3.0, 0.0, 2.0])
 def test_a_lasting_rise_of_the_loss_is_learned(level):
     noise = 0.1 * np.random.default_rng(0).standard_normal(200)

@@ -56,6 +56,7 @@ ACCUMULATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", ACCUMULATIONS.values(), ids=ACCUMULATIONS)
 @pytest.mark.parametrize("bad", [0, 1, 3])
 def test_a_window_whose_step_would_not_be_finite_does_not_lock_up(inner, bad):

@@ -212,7 +212,7 @@ def _sums_of_parts(
         rule = f"a number of examples that num_microbatches={parts} divides"
         hint = "Change one of the two, or pad with examples of weight 0."
         raise ValueError(error_message(clip.loss.function, "batch", rule, str(size), hint))
-    split = Split(parts, (0, 1), (), ())
+    split = Split(parts, batches=(0, 1), keys=(), differentiated=(), takes_one=False)
 
     def add(sums: Sums | None, i: Array) -> tuple[Sums, ExampleStats]:
         own_batch, own_weights = micro_arguments((batch, weights), split, i)
