@@ -125,6 +125,12 @@ COSTS = {
     "`skip_spikes` on norm and loss": Feature(
         lambda: _with_loss(_spike_guard()), lambda: _step(_adamw())
     ),
+    "`dynamic_loss_scale`": Feature(
+        lambda: _step(gcx.dynamic_loss_scale(_adamw())), lambda: _step(_adamw())
+    ),
+    '`dynamic_loss_scale(check="gradient")`': Feature(
+        lambda: _step(gcx.dynamic_loss_scale(_adamw(), check="gradient")), lambda: _step(_adamw())
+    ),
     '`reduction="max"` for one leaf of eight': Feature(
         lambda: _accumulated(reduction=lambda path: "max" if path.endswith("0") else "mean"),
         _accumulated,

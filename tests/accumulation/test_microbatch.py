@@ -71,6 +71,7 @@ def test_eager_and_jit_agree():
     agree(fun(PARAMS, batch_of()), jax.jit(fun)(PARAMS, batch_of()))
 
 
+@pytest.mark.slow
 def test_it_is_differentiable_itself():
     def norm(params, take):
         return optax.tree.norm(take(params, batch_of())[1])

@@ -271,6 +271,7 @@ def test_state_maps_over_parameters():
         assert jax.tree.structure(mapped) == jax.tree.structure(state)
 
 
+@pytest.mark.slow
 def test_nothing_holds_an_infinity():
     with jax.debug_infs(True):
         for tx in (METHODS["zclip"], METHODS["adagc"], METHODS["spam"], METHODS["stable_spam"]):

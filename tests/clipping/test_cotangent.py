@@ -189,6 +189,7 @@ def test_vmap_is_one_example_after_the_other():
         np.testing.assert_allclose(rows[1][i], exact, rtol=2e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_second_derivatives_are_those_of_the_clipped_gradient():
     # loss = sum(x^3): the gradient of a long token is c x^2 / |x^2|, of a short one 3 x^2.
     def grad(x):
@@ -207,6 +208,7 @@ def test_second_derivatives_are_those_of_the_clipped_gradient():
     np.testing.assert_allclose(reverse, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_second_derivatives_at_a_zero_cotangent_are_finite():
     def grad(x):
         return jax.grad(lambda x: jnp.sum(gcx.clip_cotangent(x, 1.0) ** 3))(x)

@@ -405,6 +405,7 @@ def test_zero_and_small_gradients_are_unchanged_bit_for_bit(make):
         assert set(np.float32(jax.tree.leaves(state.clip_factor)).tolist()) == {1.0}
 
 
+@pytest.mark.slow
 def test_slope_through_the_clip_is_the_true_one():
     clip = gcx.clip_by_global_norm(1.0)
     x = np.float64([3.0, 4.0])

@@ -64,6 +64,7 @@ def test_norm_of_a_small_constant_array_is_right(size):
             assert worst(tree, ord) <= 2 * ULPS, (value, ord)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [65_536, 65_537, 1_000_000, 10_000_000])
 def test_norm_of_a_large_array_is_right(size):
     for value in (0.1, 1 / 3):
@@ -110,6 +111,7 @@ def test_leaf_and_unit_norms_are_right(shape):
             assert oracles.ulps(own_norms(leaf, axes), exact.ravel()) <= ULPS
 
 
+@pytest.mark.slow
 def test_float64_norms_are_right():
     rng = np.random.default_rng(0)
     cases = {

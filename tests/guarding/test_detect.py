@@ -163,6 +163,7 @@ def test_a_state_that_was_bad_at_one_place_is_checked_in_the_others():
         assert is_finite_step(hidden, params, (), state, params, {}, None) == expected
 
 
+@pytest.mark.slow
 def test_any_tree_is_looked_at():
     for name in ("array", "empty", "only_none", "only_zero_size"):
         assert verdict(optax.identity(), build(name))

@@ -439,6 +439,7 @@ def test_an_accelerator_takes_the_same_steps_as_a_cpu(check, wrap):
     chex.assert_trees_all_close(found, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "guard",
     [
