@@ -154,7 +154,7 @@ COSTS = {
         lambda: _accumulated(accumulator_dtype=jnp.bfloat16),
     ),
     "`clip_cotangent`, each token": _cotangent(-1),
-    "`clip_cotangent`, each token, norms told": _cotangent(-1, (8, 2048)),
+    "`clip_cotangent`, each token, with its norms": _cotangent(-1, (8, 2048)),
     "`clip_cotangent`, each example": _cotangent((1, 2)),
     "`qk_clip` in a step of AdamW": Feature(lambda: _attention(100.0), lambda: _attention(None)),
 }

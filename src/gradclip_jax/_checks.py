@@ -236,18 +236,17 @@ def check_state(function: str, state: Any, kind: type) -> None:
         raise TypeError(error_message(function, "state", rule, type(state).__name__, hint))
 
 
-def check_no_state(function: str, argument: str, tree: Any) -> None:
+def check_no_state(function: str, updates: Any) -> None:
     """Refuses a state of this package in the place of the updates."""
 
     def is_state(node: Any) -> bool:
         return isinstance(node, tuple) and type(node).__module__.startswith(f"{__package__}.")
 
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_state)
-    for path, node in leaves if argument == "updates" else []:
+    for path, node in jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_state):
         if is_state(node):
-            got = f"a {type(node).__name__} at {leaf_path(argument, path)}"
+            got = f"a {type(node).__name__} at {leaf_path('updates', path)}"
             hint = "The order is `update(grads, state, params)`."
-            raise TypeError(error_message(function, argument, "a tree of gradients", got, hint))
+            raise TypeError(error_message(function, "updates", "a tree of gradients", got, hint))
 
 
 def check_axis(function: str, axis: Any) -> None:

@@ -206,7 +206,7 @@ def apply_gradients(
 
 
 def _apply_updates(params: Tree, updates: Tree) -> Tree:
-    """`optax.apply_updates`, also of float0, and where JAX is told not to promote dtypes.
+    """`optax.apply_updates`, also of float0, and where JAX is set not to promote dtypes.
 
     A float0 update leaves its integer parameter as it is.
     """

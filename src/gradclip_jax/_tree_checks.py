@@ -15,7 +15,8 @@ def check_inexact(
     function: str, argument: str, tree: Tree, *, real: bool = False, unreduced: bool = False
 ) -> None:
     """Refuses leaves not floating, complex (unless `real`) or float0, or unreduced ones."""
-    check_no_state(function, argument, tree)
+    if argument == "updates":
+        check_no_state(function, tree)
     if not unreduced:
         check_reduced(function, argument, tree)
     kind, rule = (jnp.floating, "floating") if real else (jnp.inexact, "floating or complex")

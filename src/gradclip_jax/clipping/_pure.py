@@ -19,7 +19,7 @@ def clip_grad_norm(
     norm: Number | None = None,
     axis_name: AxisName = None,
 ) -> tuple[Tree, Scalar]:
-    """Scales a gradient tree so that its norm is at most `max_norm`, and tells the norm.
+    """Scales a gradient tree so that its norm is at most `max_norm`, and returns the norm.
 
     The pure function behind `clip_by_global_norm`, with the same edge cases.
 

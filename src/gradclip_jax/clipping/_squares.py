@@ -61,9 +61,7 @@ def norms_on_cpu(blocks: Sequence[Block], units: Units, dtype: Any) -> Array:
     def read_again() -> Array:
         scales = _scales_where(is_large, is_small, dtype)
         take = take_units_on_cpu(scales)
-        scaled = [block.values.astype(dtype) * block.per_row(take) for block in blocks]
-        # As in `_scaled_square`: also of zeros that are known when compiled, as those of a flush.
-        scaled = [jnp.maximum(jnp.abs(x), 0) for x in scaled]
+        scaled = [_scaled(block.values.astype(dtype), block.per_row(take)) for block in blocks]
         return jnp.sqrt(totals_of(scaled)) / scales
 
     return lax.cond(jnp.any(is_large | is_small), read_again, lambda: jnp.sqrt(totals))
@@ -127,11 +125,17 @@ def _sums_of_stack(terms: Sequence[Array], axes: tuple[int, ...]) -> Array:
 
 
 def _scaled_square(x: Array, scale: float) -> Array:
-    """`(x * scale)^2`; of a single element XLA would make `x^2 * scale^2`, which is inf * 0.
+    return jnp.square(x if scale == 1 else _scaled(x, scale))
 
-    It does not look behind a maximum (JAX 0.10.2, CPU, H100 and TPU v5e).
+
+def _scaled(x: Array, scale: float | Array) -> Array:
+    """`|x| * scale`, to be squared.
+
+    XLA makes `x^2 * scale^2` of the square of a single element, and of zeros that are known when
+    compiled, as those of a flush: inf * 0. It does not look behind a maximum (JAX 0.10.2, CPU, H100
+    and TPU v5e).
     """
-    return jnp.square(x if scale == 1 else jnp.maximum(jnp.abs(x) * scale, 0))
+    return jnp.maximum(jnp.abs(x) * scale, 0)
 
 
 def _variadic_sum(terms: Sequence[Array], axes: tuple[int, ...]) -> tuple[Array, ...]:

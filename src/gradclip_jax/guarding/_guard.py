@@ -52,9 +52,15 @@ def guard(
 
     def init(params: Tree) -> Any:
         inner_state = inner.init(params)
-        _refuse_loss_scale(name, inner_state)
+        # A loss scale that never sees the steps that overflow is never lowered.
+        hint = "Put that one around this guard, which then sees unscaled gradients."
+        _refuse_inner(name, inner_state, LossScaleState, "dynamic_loss_scale", hint)
         if check_step is not None:
-            _refuse_multi_steps(name, inner_state)
+            # A window of it whose sum overflows stays so, and every step is refused.
+            hint = (
+                "Use `accumulate_gradients`: a guard can empty its window. Or guard its optimizer."
+            )
+            _refuse_inner(name, inner_state, optax.MultiStepsState, "optax.MultiSteps", hint)
         # Not weakly typed, as what comes out of a step is not: one trace for all steps.
         return first(like_dtypes(inner_state, inner_state))
 
@@ -113,22 +119,10 @@ def _limit(name: str, max_consecutive_skips: Any) -> Any:
     return max_consecutive_skips
 
 
-def _refuse_multi_steps(name: str, inner_state: Any) -> None:
-    """A window of `optax.MultiSteps` whose sum overflows stays so, and every step is refused."""
-    if find_states(inner_state, optax.MultiStepsState):
-        hint = "Use `accumulate_gradients`: a guard can empty its window. Or guard its optimizer."
-        raise TypeError(
-            error_message(name, "inner", "free of `optax.MultiSteps`", "a state of one", hint)
-        )
-
-
-def _refuse_loss_scale(name: str, inner_state: Any) -> None:
-    """A loss scale that never sees the steps that overflow is never lowered."""
-    if find_states(inner_state, LossScaleState):
-        hint = "Put that one around this guard, which then sees unscaled gradients."
-        raise TypeError(
-            error_message(name, "inner", "free of `dynamic_loss_scale`", "a state of one", hint)
-        )
+def _refuse_inner(name: str, inner_state: Any, kind: type, function: str, hint: str) -> None:
+    if find_states(inner_state, kind):
+        rule = f"free of `{function}`"
+        raise TypeError(error_message(name, "inner", rule, "a state of one", hint))
 
 
 def _where(seen: Array | bool, after: Any, before: Any) -> Any:

@@ -13,7 +13,7 @@ from .._tree_checks import broadcast_prefix
 from .._types import Array, Labels, Scalar, Tree
 from ..clipping._norm import is_measured, measured_leaves
 from ._evaluate import evaluate
-from ._measure import joint_norm, norm
+from ._measure import local_norm, norm
 
 
 class LossOptions(TypedDict, total=False):
@@ -160,7 +160,7 @@ def _group_norm(
     parts: dict[frozenset[str], list[Scalar]] = {}
     for i in group:
         parts.setdefault(shards[i], []).append(norms[i])
-    return joint_norm([_norm_over(joint_norm(part), axes) for axes, part in parts.items()])
+    return local_norm([_norm_over(local_norm(part), axes) for axes, part in parts.items()])
 
 
 def _norm_over(part: Scalar, axes: frozenset[str]) -> Scalar:

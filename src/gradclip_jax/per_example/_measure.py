@@ -22,14 +22,14 @@ from ._layout import split_axes
 def norm(value: Array | Lazy) -> Scalar:
     """Measures an array or a lazy one: float32[], or float64[] for 64 bit."""
     if not isinstance(value, Lazy):
-        return joint_norm([value])
+        return local_norm([value])
     if value.norms is not None:
-        return joint_norm([value.norms])
+        return local_norm([value.norms])
     parts = separate(value)
-    return joint_norm([as_array(value)] if parts is None else list(map(_part_norm, parts)))
+    return local_norm([as_array(value)] if parts is None else list(map(_part_norm, parts)))
 
 
-def joint_norm(arrays: Sequence[Array]) -> Scalar:
+def local_norm(arrays: Sequence[Array]) -> Scalar:
     """Measures all elements of all arrays on this device as one vector."""
     units = tree_units(arrays)._replace(is_local=True)
     return unit_norms(list(arrays), units, 2.0, None)[0]
@@ -63,7 +63,7 @@ def _wide(terms: Sequence[Term]) -> Any:
 
 def _part_norm(part: Lazy) -> Scalar:
     terms = gram_terms(part)
-    return joint_norm([as_array(part)]) if terms is None else _gram_norm(terms, part.dtype)
+    return local_norm([as_array(part)]) if terms is None else _gram_norm(terms, part.dtype)
 
 
 def gram_terms(part: Lazy) -> list[Term] | None:
