@@ -27,7 +27,7 @@ export REPOSITORY_URL ?= $(shell sed -n 's/^repository = "\(.*\)"/\1/p' pyprojec
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-slow test-all test-oldest test-newest test-nightly test-compiled-tpu \
-	test-compiled-cuda fuzz lint format bench bench-compiled notebooks docs docs-site wheel package \
+	test-compiled-cuda fuzz lint format bench study bench-compiled notebooks docs docs-site wheel package \
 	check-release clean print-oldest print-newest
 
 help:  ## this list
@@ -74,6 +74,12 @@ format: $(VENV)/.installed-dev  ## let ruff rewrite what it can
 bench: $(VENV)/.installed-test  ## every script in benchmarks/ that measures this machine
 	@set -e; for script in $(filter-out %/compiled.py,$(wildcard benchmarks/[a-z]*.py)); do \
 		echo "== $$script"; $(VENV)/bin/python "$$script"; done
+
+# Up to three hours on two cores; stopped, it goes on where it was. The page is made from what there is.
+STUDY_ARGS ?=
+study: $(VENV)/.installed-test  ## which clip, and is it worth it? Trains every method on every problem
+	$(VENV)/bin/python benchmarks/study/study.py $(STUDY_ARGS)
+	$(VENV)/bin/python benchmarks/study/report.py
 
 # Programs compiled for devices that are not there, each in an environment of its own: 1 GB for
 # TPUs, 3 GB for CUDA. `make bench-compiled BENCH_ARGS='--only "clip + AdamW"'` runs a part.
