@@ -5,18 +5,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from .._checks import check_count, check_ord, error_message
 from .._states import increment_where, register_metrics
-from .._types import TWO, UNBOUNDED, AxisName, Count, Order, Scalar, Tree
+from .._types import TWENTY_FIVE, TWO, UNBOUNDED, AxisName, Count, Order, Scalar, Tree
 from ..clipping._norm import measured_leaves, norm_of_leaves
 from ..clipping._rule import Rule, as_rule, check_params, first_state
 from ._guard import check_guard, guard, zero
 from ._signal import judge_signal, loss_rule, mean_loss
-
-_RELEARN_AFTER = np.int32(25)  # NumPy, so that `optax.inject_hyperparams` leaves it alone
 
 
 @register_metrics(
@@ -66,7 +63,7 @@ def skip_large_norm(
     *,
     ord: Order = TWO,
     axis_name: AxisName = None,
-    relearn_after: Count = _RELEARN_AFTER,
+    relearn_after: Count = TWENTY_FIVE,
     max_consecutive_skips: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Leaves out every step whose gradient norm is above a threshold, or not finite.
@@ -121,7 +118,7 @@ def skip_spikes(
     loss: Any = None,
     ord: Order = TWO,
     axis_name: AxisName = None,
-    relearn_after: Count = _RELEARN_AFTER,
+    relearn_after: Count = TWENTY_FIVE,
     max_consecutive_skips: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Leaves out every step whose gradient norm or whose loss is above its own threshold.
