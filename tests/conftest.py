@@ -24,9 +24,15 @@ if os.environ.get("JAX_PLATFORMS", "") in ("", "cpu"):
         flags += ["--xla_cpu_parallel_codegen_split_count=1"]
     os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys(flags))
 
+import gc
+
 import hypothesis
 import jax
 import pytest
+
+# Traces and programs are many objects that live long; to look for cycles among them at every 700
+# new ones, as Python does, takes a twentieth of the time.
+gc.set_threshold(100_000, 20, 20)
 
 # No deadline: the first example of a shape compiles, and takes a hundred times the second.
 # `make fuzz` draws new examples without end; the suite draws the same few each time.

@@ -60,5 +60,6 @@ class _Int(np.int32):
 
 TWO: Final = _Float(2.0)
 NO_AXES: Final = _Int(0)
+TWENTY_FIVE: Final = _Int(25)
 THOUSAND: Final = _Int(1000)
 FLOAT32: Final = np.dtype("float32")  # `jnp.float32` is callable, and so taken for a schedule

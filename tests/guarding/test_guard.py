@@ -33,17 +33,16 @@ from guard_cases import (
 def test_a_skip_changes_nothing(guard):
     params, grads = params_and_grads()
     tx = guard(adamw())
-    for run in (lambda f: f, jax.jit):
-        update, apply = run(tx.update), run(functools.partial(gcx.apply_gradients, tx))
-        moved, state = update(grads, tx.init(params), params)
-        for bad in (np.nan, np.inf, -np.inf):
-            updates, after = update(spoiled(grads, bad), state, params)
-            # No step of momentum, no weight decay, no step of the schedule.
-            chex.assert_trees_all_equal(after.inner_state, state.inner_state)
-            chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, moved))
-            stay, again = apply(spoiled(grads, bad), state, params)
-            chex.assert_trees_all_equal((stay, again), (params, after))
-            assert dtypes((updates, after, stay)) == dtypes((moved, state, params))
+    update, apply = jax.jit(tx.update), jax.jit(functools.partial(gcx.apply_gradients, tx))
+    moved, state = update(grads, tx.init(params), params)
+    for bad in (np.nan, np.inf, -np.inf):
+        updates, after = update(spoiled(grads, bad), state, params)
+        # No step of momentum, no weight decay, no step of the schedule.
+        chex.assert_trees_all_equal(after.inner_state, state.inner_state)
+        chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, moved))
+        stay, again = apply(spoiled(grads, bad), state, params)
+        chex.assert_trees_all_equal((stay, again), (params, after))
+        assert dtypes((updates, after, stay)) == dtypes((moved, state, params))
 
 
 @each_guard
@@ -118,11 +117,11 @@ def test_counters_saturate(guard):
 def test_a_loss_that_is_not_finite_is_skipped(value):
     params, grads = params_and_grads()
     tx = gcx.skip_nonfinite(adamw())
-    for run in (lambda f: f, jax.jit):
-        updates, state = run(tx.update)(grads, tx.init(params), params, value=value)
-        assert state.skipped_nonfinite == 1
-        chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, grads))
-    _, state = tx.update(grads, tx.init(params), params, value=3)
+    update = jax.jit(tx.update)
+    updates, state = update(grads, tx.init(params), params, value=value)
+    assert state.skipped_nonfinite == 1
+    chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, grads))
+    _, state = update(grads, tx.init(params), params, value=3)
     assert state.skipped_nonfinite == 0
 
 

@@ -277,7 +277,7 @@ ERRORS = [
 def test_errors_name_the_argument(options, call, kind, text):
     options = {"loss_fn": loss, "max_norm": 1.0, **options}
     with pytest.raises(kind, match=text):
-        gcx.clipped_grad_and_stats(**options)(PARAMS, BATCH, **call)
+        jax.eval_shape(lambda: gcx.clipped_grad_and_stats(**options)(PARAMS, BATCH, **call))
 
 
 def test_examples_must_be_as_many_in_every_leaf():

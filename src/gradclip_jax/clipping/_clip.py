@@ -177,7 +177,7 @@ def norm_clip(
     if by_label:
         check_labels(function, argument, threshold)
     check_thresholds(function, argument, threshold)
-    root_when_bad = 0.0 if nonfinite == "zero" else jnp.nan
+    drops = nonfinite == "zero"
 
     def units_of(tree: Tree) -> Units:
         units = cut.cut(function, tree)
@@ -198,8 +198,7 @@ def norm_clip(
         units = named_units(tuple(threshold)) if by_label else units_of(params)
         served = assign_rules(function, argument, threshold, units, params)
         nothing = _Clipped(*(jnp.full(units.size, x) for x in (0.0, UNBOUNDED, 1.0)))
-        report = _report(units, [nothing], order)
-        return report._replace(rules=first_states(served))
+        return _report(units, [nothing], order, first_states(served))
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, ClipState]:
         check_inexact(function, "updates", updates)
@@ -214,12 +213,9 @@ def norm_clip(
             of_params = None if param_leaves is None else part.pick(param_leaves)
             result, states = clip_units(part.pick(leaves), of_params, part.units, of_part, states)
             clipped.append(result)
-        clipped = _replace_if_bad(clipped, root_when_bad)
-        report = _report(units, clipped, order)._replace(
-            rules=states if jax.tree.leaves(states) else ()
-        )
-        roots = [result.roots for result in clipped]
-        return scale_tree(updates, parts, roots, drops=nonfinite == "zero"), report
+        clipped = _replace_if_bad(clipped, 0.0 if drops else jnp.nan)
+        scaled = scale_tree(updates, parts, [x.roots for x in clipped], drops=drops)
+        return scaled, _report(units, clipped, order, states)
 
     return optax.GradientTransformation(init, update)
 
@@ -243,8 +239,11 @@ def scale_tree(tree: Tree, parts: Sequence[Part], roots: Sequence[Array], *, dro
     return jax.tree.map(lambda x: next(in_order) if is_measured(x) else x, tree)
 
 
-def _report(units: Units, clipped: Sequence[_Clipped], ord: float) -> ClipState:
-    """The scalars of the state, alike on all devices."""
+def _report(
+    units: Units, clipped: Sequence[_Clipped], ord: float, rules: tuple[Any, ...]
+) -> ClipState:
+    """The state: its scalars, alike on all devices, and what the rules remember."""
+    rules = rules if jax.tree.leaves(rules) else ()
     norms, thresholds, roots = (list(column) for column in zip(*clipped, strict=True))
     axes, factors = _varying(norms), [root * root for root in roots]
     clips = sum((jnp.sum(~(x >= 1), dtype=jnp.float32) for x in factors), jnp.float32(0))
@@ -255,11 +254,11 @@ def _report(units: Units, clipped: Sequence[_Clipped], ord: float) -> ClipState:
         names = [group_name(name) for name in units.names]
         columns = (x[0].astype(jnp.float32) for x in (norms, thresholds, factors))
         by_name = (dict(zip(names, column, strict=True)) for column in columns)
-        return ClipState(*by_name, clip_fraction=fraction, rules=())
+        return ClipState(*by_name, clip_fraction=fraction, rules=rules)
     norm = norms[0][0] if units.is_scalar and units.size else norm_of_leaves(norms, ord, None)
     threshold, factor = _smallest(thresholds, UNBOUNDED, axes), _smallest(factors, 1.0, axes)
     scalars = (x.astype(jnp.float32) for x in (norm, threshold, factor))
-    return ClipState(*scalars, clip_fraction=fraction, rules=())
+    return ClipState(*scalars, clip_fraction=fraction, rules=rules)
 
 
 def _smallest(arrays: Sequence[Array], if_none: float, axes: frozenset[str]) -> Scalar:

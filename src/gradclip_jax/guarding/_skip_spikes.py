@@ -5,18 +5,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from .._checks import check_count, check_ord, error_message
 from .._states import increment_where, register_metrics
-from .._types import TWO, UNBOUNDED, AxisName, Count, Order, Scalar, Tree
+from .._types import TWENTY_FIVE, TWO, UNBOUNDED, AxisName, Count, Order, Scalar, Tree
 from ..clipping._norm import measured_leaves, norm_of_leaves
 from ..clipping._rule import Rule, as_rule, check_params, first_state
 from ._guard import check_guard, guard, zero
-from ._signal import judge_signal, loss_rule, mean_loss
-
-_RELEARN_AFTER = np.int32(25)  # NumPy, so that `optax.inject_hyperparams` leaves it alone
+from ._signal import Signal, judge_signal, loss_rule, mean_loss
 
 
 @register_metrics(
@@ -66,7 +63,7 @@ def skip_large_norm(
     *,
     ord: Order = TWO,
     axis_name: AxisName = None,
-    relearn_after: Count = _RELEARN_AFTER,
+    relearn_after: Count = TWENTY_FIVE,
     max_consecutive_skips: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Leaves out every step whose gradient norm is above a threshold, or not finite.
@@ -121,7 +118,7 @@ def skip_spikes(
     loss: Any = None,
     ord: Order = TWO,
     axis_name: AxisName = None,
-    relearn_after: Count = _RELEARN_AFTER,
+    relearn_after: Count = TWENTY_FIVE,
     max_consecutive_skips: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Leaves out every step whose gradient norm or whose loss is above its own threshold.
@@ -204,22 +201,6 @@ def _skip_beyond(
     def measure(tree: Tree) -> Scalar:
         return norm_of_leaves(measured_leaves(tree), order, axes)
 
-    def first(inner_state: Any) -> SkipSpikesState:
-        has_loss = "loss" in rules
-        return SkipSpikesState(
-            grad_norm=zero(jnp.float32),
-            skip_threshold=jnp.full((), UNBOUNDED, jnp.float32),
-            skipped_large_norm=zero(),
-            loss=zero(jnp.float32) if has_loss else None,
-            loss_threshold=jnp.full((), UNBOUNDED, jnp.float32) if has_loss else None,
-            skipped_large_loss=zero() if has_loss else None,
-            skipped_nonfinite=zero(),
-            consecutive_skips=zero(),
-            guard_failed=zero(bool),
-            signals={key: (zero(), first_state(rule)) for key, rule in rules.items()},
-            inner_state=inner_state,
-        )
-
     def judge(
         updates: Tree, state: SkipSpikesState, params: Tree, extra_args: dict[str, Any]
     ) -> tuple[Scalar, Callable[[Scalar], SkipSpikesState]]:
@@ -231,43 +212,55 @@ def _skip_beyond(
             check_params(name, updates, params)
             param_norm = measure(params)
         finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, values.values()))
-        signals = {
-            key: judge_signal(
-                rule,
-                jnp.where(finite, values[key], jnp.nan),
-                state.signals[key],
-                param_norm,
-                relearn_after,
-            )
-            for key, rule in rules.items()
-        }
-        spikes = {key: finite & signal.is_spike for key, signal in signals.items()}
-        is_good = functools.reduce(jnp.logical_and, (~x for x in spikes.values()), finite)
+        signals: dict[str, Signal] = {}
+        for key, rule in rules.items():
+            value = jnp.where(finite, values[key], jnp.nan)
+            found = judge_signal(rule, value, state.signals[key], param_norm, relearn_after)
+            signals[key] = found._replace(is_spike=finite & found.is_spike)
+        is_good = functools.reduce(jnp.logical_and, (~x.is_spike for x in signals.values()), finite)
+        return is_good, lambda skipped: _own_fields(state, values, signals, finite)
 
-        def streak(key: str) -> Scalar:
-            # A step that is not finite says nothing about the level.
-            longer = increment_where(state.signals[key][0], spikes[key])
-            return jnp.where(finite & ~spikes[key], 0, longer)
-
-        def own_fields(skipped: Scalar) -> SkipSpikesState:
-            seen: dict[str, Any] = {"grad_norm": values["norm"].astype(jnp.float32)}
-            for key, field, threshold, count in _FIELDS:
-                if key in signals:
-                    seen[field] = values[key].astype(jnp.float32)
-                    seen[threshold] = signals[key].threshold.astype(jnp.float32)
-                    seen[count] = increment_where(getattr(state, count), spikes[key])
-            return state._replace(
-                skipped_nonfinite=increment_where(state.skipped_nonfinite, ~finite),
-                signals={key: (streak(key), signals[key].rule_state) for key in rules},
-                **seen,
-            )
-
-        return is_good, own_fields
-
+    first = functools.partial(_first_state, rules)
     return guard(name, inner, first, judge, max_consecutive_skips=max_consecutive_skips)
 
 
-_FIELDS = (
-    ("norm", "grad_norm", "skip_threshold", "skipped_large_norm"),
-    ("loss", "loss", "loss_threshold", "skipped_large_loss"),
-)
+def _first_state(rules: dict[str, Rule], inner_state: Any) -> SkipSpikesState:
+    has_loss = "loss" in rules
+    return SkipSpikesState(
+        grad_norm=zero(jnp.float32),
+        skip_threshold=jnp.full((), UNBOUNDED, jnp.float32),
+        skipped_large_norm=zero(),
+        loss=zero(jnp.float32) if has_loss else None,
+        loss_threshold=jnp.full((), UNBOUNDED, jnp.float32) if has_loss else None,
+        skipped_large_loss=zero() if has_loss else None,
+        skipped_nonfinite=zero(),
+        consecutive_skips=zero(),
+        guard_failed=zero(bool),
+        signals={key: (zero(), first_state(rule)) for key, rule in rules.items()},
+        inner_state=inner_state,
+    )
+
+
+def _own_fields(
+    state: SkipSpikesState, values: dict[str, Scalar], signals: dict[str, Signal], finite: Scalar
+) -> SkipSpikesState:
+    """What was measured at this step, and what was counted up to it."""
+    seen: dict[str, Any] = {"grad_norm": values["norm"].astype(jnp.float32)}
+    streaks: dict[str, Any] = {}
+    for key, signal in signals.items():
+        field, threshold, count = _FIELDS[key]
+        seen[field] = values[key].astype(jnp.float32)
+        seen[threshold] = signal.threshold.astype(jnp.float32)
+        seen[count] = increment_where(getattr(state, count), signal.is_spike)
+        # A step that is not finite says nothing about the level.
+        longer = increment_where(state.signals[key][0], signal.is_spike)
+        streak = jnp.where(finite & ~signal.is_spike, 0, longer)
+        streaks[key] = (streak, signal.rule_state)
+    skipped = increment_where(state.skipped_nonfinite, ~finite)
+    return state._replace(skipped_nonfinite=skipped, signals=streaks, **seen)
+
+
+_FIELDS = {
+    "norm": ("grad_norm", "skip_threshold", "skipped_large_norm"),
+    "loss": ("loss", "loss_threshold", "skipped_large_loss"),
+}

@@ -1,0 +1,20 @@
+"""The API pages show the value of a default such as `TWO`, a number with a type, not its name."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+
+TYPES = Path(__file__).parents[1] / "src" / "gradclip_jax" / "_types.py"
+VALUE = re.compile(r"^(\w+): Final = (?:_Float|_Int|np\.dtype)\((.+?)\)", re.MULTILINE)
+VALUES = dict(VALUE.findall(TYPES.read_text(encoding="utf-8")))
+
+
+class PlainDefaults(griffe.Extension):
+    """Named in mkdocs.yml; a constant that is not in `_types.py` fails the build."""
+
+    def on_function(self, *, func: griffe.Function, **_: Any) -> None:
+        for parameter in func.parameters:
+            if str(parameter.default).isupper():
+                parameter.default = VALUES[str(parameter.default)]
