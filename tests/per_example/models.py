@@ -176,6 +176,19 @@ def weight_norm():
     return loss, {"g": array(WIDTH), "v": array(WIDTH, WIDTH)}, sequences()
 
 
+def masked():
+    """Pruned weights, a frozen leaf, and one of which half the columns are frozen."""
+    mask = np.float32(np.arange(WIDTH**2).reshape(WIDTH, WIDTH) % 3 == 0)
+
+    def loss(p, x):
+        stop = jax.lax.stop_gradient
+        x = jnp.sin(x @ (p["pruned"] * mask)) @ stop(p["frozen"])
+        half = jnp.where(np.arange(WIDTH) % 2, p["half"], stop(p["half"]))
+        return jnp.sum(jnp.sin(jnp.sin(x @ half) @ p["last"]))
+
+    return loss, {k: array(WIDTH, WIDTH) for k in ("pruned", "frozen", "half", "last")}, sequences()
+
+
 def l2():
     def loss(w, x):
         return jnp.sum(jnp.sin(x @ w)) + 0.3 * jnp.sum(w**2)
@@ -280,6 +293,7 @@ MODELS = {
         square,
         gram,
         weight_norm,
+        masked,
         l2,
         lora,
         experts,

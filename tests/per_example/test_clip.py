@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
@@ -182,10 +183,18 @@ def test_batched_loss_along_another_axis():
     assert_close(grads, expected(np.minimum(1, 1 / norms(oracle()[1]))))
 
 
-def test_unused_and_frozen_leaves_have_no_gradient():
-    params = {**PARAMS, "unused": np.ones(3, np.float32)}
-    grads, _ = clipped(1.0, params=params)
-    assert not np.any(grads["unused"])
+def test_unused_and_frozen_leaves_have_no_gradient_and_masked_ones_stay_as_they_are():
+    def partly_frozen(p, x):
+        return loss({"a": p["a"], "b": jax.lax.stop_gradient(p["b"])}, x)
+
+    other = {"unused": np.ones(3, np.float32), "masked": optax.MaskedNode(), "none": None}
+    run = jax.jit(gcx.clipped_grad_and_stats(partly_frozen, 1.0))
+    grads, stats = run({**PARAMS, **other}, BATCH)
+    assert not np.any(grads["unused"]) and not np.any(grads["b"])
+    assert grads["masked"] == optax.MaskedNode() and grads["none"] is None
+    written = oracle()[1]["a"]
+    np.testing.assert_allclose(stats.norm, norms(written), rtol=1e-5)
+    assert_close(grads["a"], weighted_mean(written, np.minimum(1, 1 / norms(written))))
 
 
 @pytest.mark.slow
@@ -240,8 +249,6 @@ def test_dropout_masks_are_alike_in_both_passes():
 
 
 def test_examples_may_be_micro_batches_of_accumulate_gradients():
-    import optax
-
     run = gcx.clipped_grad_and_stats(loss, 1.0, reduction="sum")
     tx = gcx.accumulate_gradients(optax.sgd(1.0), 3, reduction="sum")
 

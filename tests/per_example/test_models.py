@@ -40,6 +40,7 @@ FOLLOWED = {
     "jitted": {"['a']", "['b']"},
     "one_hot_and_wide": set(),
     "weight_norm": set(),
+    "masked": {"['last']", "['frozen']"},
     "branches": {""},
 }
 FOLLOWED["gpt_with_custom_attention"] = FOLLOWED["gpt"]

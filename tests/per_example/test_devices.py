@@ -1,0 +1,143 @@
+"""Weights spread over devices, and donated buffers: the numbers of one device, little communication."""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import gradclip_jax as gcx
+import hlo
+
+sys.path.insert(0, str(Path(__file__).parent))
+from models import array
+from oracle import assert_close
+
+needs_eight = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
+EXAMPLES, TOKENS, WIDTH, HIDDEN = 8, 3, 16, 64
+BATCH = array(EXAMPLES, TOKENS, WIDTH, seed=0)
+PARAMS = {
+    "scale": array(WIDTH, seed=1),
+    "up": array(WIDTH, HIDDEN, seed=2),
+    "bias": array(HIDDEN, seed=3),
+    "down": array(HIDDEN, WIDTH, seed=4),
+}
+ALL = PartitionSpec()
+TENSOR_PARALLEL = {
+    "scale": ALL,
+    "up": PartitionSpec(None, "model"),
+    "bias": PartitionSpec("model"),
+    "down": PartitionSpec("model", None),
+}
+FSDP = dict.fromkeys(PARAMS, PartitionSpec("data"))
+DATA = PartitionSpec("data")
+
+
+def loss(params, x, add_up=lambda y: y):
+    hidden = jnp.tanh((x * params["scale"]) @ params["up"] + params["bias"])
+    return jnp.sum(jnp.sin(add_up(hidden @ params["down"])))
+
+
+def clip_of(loss):
+    run = gcx.clipped_grad_and_stats(loss, 0.5)
+
+    def clip(params, batch):
+        grads, stats = run(params, batch)
+        return grads, stats.norm
+
+    return clip
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return jax.tree.map(np.asarray, jax.jit(clip_of(loss))(PARAMS, BATCH))
+
+
+def assert_equal_to_one_device(found, alone):
+    np.testing.assert_allclose(found[1], alone[1], rtol=1e-5)
+    assert_close(found[0], alone[0])
+
+
+def on(mesh, tree, specs):
+    return jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), tree, specs)
+
+
+def ordinary(params, batch):
+    return jax.grad(lambda p: jnp.mean(jax.vmap(loss, (None, 0))(p, batch)))(params), batch[:, 0, 0]
+
+
+def compiled_on(mesh, function, specs):
+    """A program whose gradients are sharded as the weights, and the arguments for it."""
+    args = on(mesh, (PARAMS, BATCH), (specs, DATA))
+    out = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (specs, DATA))
+    return jax.jit(function, out_shardings=out).lower(*args).compile(), args
+
+
+@needs_eight
+@pytest.mark.slow
+def test_tensor_parallel_under_jit_equals_one_device_and_gathers_nothing(mesh, alone):
+    program, args = compiled_on(mesh, clip_of(loss), TENSOR_PARALLEL)
+    assert_equal_to_one_device(program(*args), alone)
+    ours, theirs = program.as_text(), compiled_on(mesh, ordinary, TENSOR_PARALLEL)[0].as_text()
+    for kind in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter"):
+        assert hlo.count(ours, kind) == 0
+    # The second pass has its own activations; each norm adds up two Gram matrices and the rest.
+    local = EXAMPLES // 2
+    passes, norms = 2 * local * TOKENS * WIDTH, local * (2 * TOKENS**2 + 6)
+    assert sum(hlo.all_reduced(ours)) <= sum(hlo.all_reduced(theirs)) + passes + norms
+
+
+@needs_eight
+@pytest.mark.slow
+def test_weights_sharded_with_the_batch_under_jit_equal_one_device(mesh, alone):
+    program, args = compiled_on(mesh, clip_of(loss), FSDP)
+    assert_equal_to_one_device(program(*args), alone)
+
+
+@needs_eight
+@pytest.mark.slow
+def test_tensor_parallel_inside_shard_map_adds_up_two_numbers_for_each_norm(mesh, alone):
+    shard_map = getattr(jax, "shard_map", None)
+    if shard_map is None:
+        from jax.experimental.shard_map import shard_map
+
+    def sharded(params, x):
+        return loss(params, x, lambda y: jax.lax.psum(y, "model"))
+
+    def spread(function, out_specs):
+        specs = dict(in_specs=(TENSOR_PARALLEL, DATA), out_specs=out_specs)
+        return jax.jit(shard_map(function, mesh=mesh, **specs))
+
+    clip = spread(clip_of(sharded), (TENSOR_PARALLEL, DATA))
+    assert_equal_to_one_device(clip(PARAMS, BATCH), alone)
+    norms = spread(gcx.per_example_norms(sharded), DATA).lower(PARAMS, BATCH).compile().as_text()
+    local = EXAMPLES // 2
+    activations = 2 * local * TOKENS * WIDTH  # those of the loss itself, there and back
+    assert sum(hlo.all_reduced(norms)) == activations + 2 * local
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers")  # no result has the shape of the batch
+def test_donated_parameters_and_batch_are_reused_and_give_the_same(alone):
+    clipped = gcx.clipped_value_and_grad(loss, 0.5)
+
+    def step(params, batch):
+        _, grads = clipped(params, batch)
+        return optax.apply_updates(params, jax.tree.map(lambda g: -0.1 * g, grads))
+
+    args = jax.tree.map(jnp.array, (PARAMS, BATCH))
+    donating = jax.jit(step, donate_argnums=(0, 1))
+    new = donating(*args)
+    assert all(x.is_deleted() for x in jax.tree.leaves(args[0]))
+    wanted = jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, alone[0])
+    assert_close(new, wanted, 1e-6)
+    memory = donating.lower(PARAMS, BATCH).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= sum(x.nbytes for x in PARAMS.values())
