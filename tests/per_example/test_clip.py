@@ -224,20 +224,32 @@ def test_data_parallel_inside_shard_map_equals_one_device(make):
     assert "all_gather" not in text
 
 
-def wide(p, x):
+def wide(p, x, depth=0):
     """Logits that outnumber the parameters; their softmax needs them again on the way back."""
+    for _ in range(depth):
+        x = jnp.sin(x + p["a"][:, 0])
     return jax.nn.logsumexp(jnp.sin(x @ p["a"]) @ p["b"], -1).sum()
+
+
+WIDE = {"a": array(WIDTH, 4, seed=5), "b": array(4, 90, seed=6)}
+
+
+def products_of_logits(loss, **options):
+    program = jax.make_jaxpr(gcx.clipped_grad_and_stats(loss, 1.0, **options))(WIDE, BATCH)
+    return str(program).count("f32[3,3,90] = dot_general[")
+
+
+def test_logits_are_kept_where_they_are_a_small_part_of_what_is_kept():
+    assert products_of_logits(functools.partial(wide, depth=120)) == 2
 
 
 @pytest.mark.parametrize(("nonfinite", "count"), [("propagate", 3), ("zero", 2)])
 def test_logits_shared_by_both_passes_are_computed_again_instead_of_kept(nonfinite, count):
-    params = {"a": array(WIDTH, 4, seed=5), "b": array(4, 90, seed=6)}
     run = gcx.clipped_grad_and_stats(wide, 1.0, nonfinite=nonfinite)
-    program = str(jax.make_jaxpr(run)(params, BATCH))
-    assert program.count("f32[3,3,90] = dot_general[") == count
-    _, written = gradients(wide, params, BATCH)
+    assert products_of_logits(wide, nonfinite=nonfinite) == count
+    _, written = gradients(wide, WIDE, BATCH)
     factors = np.minimum(1, 1 / norms(written))
-    assert_close(jax.jit(run)(params, BATCH)[0], weighted_mean(written, factors))
+    assert_close(jax.jit(run)(WIDE, BATCH)[0], weighted_mean(written, factors))
 
 
 def test_dropout_masks_are_alike_in_both_passes():
