@@ -72,7 +72,7 @@ format: $(VENV)/.installed-dev  ## let ruff rewrite what it can
 	$(VENV)/bin/ruff format
 
 bench: $(VENV)/.installed-test  ## every script in benchmarks/ that measures this machine
-	@set -e; for script in $(filter-out %/compiled.py,$(wildcard benchmarks/[a-z]*.py)); do \
+	@set -e; for script in $(filter-out %compiled.py,$(wildcard benchmarks/[a-z]*.py)); do \
 		echo "== $$script"; $(VENV)/bin/python "$$script"; done
 
 # Up to three hours on two cores; stopped, it goes on where it was. The page is made from what there is.

@@ -29,10 +29,14 @@ _TPU_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program with what XLA says of it; seconds are of CPU time, so other load matters little."""
+    """A program with what XLA says of it; seconds are of CPU time, so other load matters little.
+
+    `flops` are XLA's own; it has none for a GPU, where those of the matrix products are counted.
+    """
 
     program: _hlo.Program
     scratch: int
+    flops: float
     trace_seconds: float
     compile_seconds: float
     text: str
@@ -98,7 +102,9 @@ def compile_for(
     end = _cpu_seconds()
     memory, text = compiled.memory_analysis(), compiled.as_text()
     scratch = 0 if memory is None else int(memory.temp_size_in_bytes)
-    return Compiled(_hlo.analyse(text, platform), scratch, middle - start, end - middle, text)
+    flops = (compiled.cost_analysis() or {}).get("flops") or _hlo.product_flops(text)
+    program = _hlo.analyse(text, platform)
+    return Compiled(program, scratch, flops, middle - start, end - middle, text)
 
 
 def _cpu_seconds() -> float:

@@ -64,6 +64,24 @@ def analyse(text: str, platform: str) -> Program:
     return program
 
 
+def product_flops(text: str) -> int:
+    """Counts multiplications and additions of the matrix products; those of a loop count once."""
+    total = 0
+    for lines in _computations(text).values():
+        shapes: dict[str, list[int]] = {}
+        for found in filter(None, map(_INSTRUCTION.match, lines)):
+            _, made, shape, kind, rest = found.groups()
+            dimensions = re.match(r"\w+\[([\d,]*)\]", shape)
+            if dimensions:
+                shapes[made] = [int(n) for n in dimensions[1].split(",") if n]
+            if kind == "dot":
+                left = shapes[re.findall(r"%([\w.\-]+)", rest)[0]]
+                summed = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", rest)
+                axes = [int(n) for n in summed[1].split(",") if n] if summed else []
+                total += 2 * math.prod(shapes[made]) * math.prod(left[i] for i in axes)
+    return total
+
+
 def describe_collectives(counts: Counts) -> str:
     """Each kind with its number and the bytes of all its results."""
     found = counts.collectives.items()

@@ -12,6 +12,7 @@ QUICK = {
     "suite.py --only Guards": ("skip_nonfinite, apply_gradients", "optax.apply_if_finite"),
     "devices.py": ("8 devices: gcx, jit", "1 all-reduce"),
     "rounding.py": ("bfloat16, stochastic", "| float32 |"),
+    "per_example_speed.py": ("clipped_value_and_grad", "CPU ms per example"),
     "end_to_end.py": ("gcx.accumulate_gradients", "optax.MultiSteps"),
 }
 

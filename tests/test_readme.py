@@ -1,8 +1,10 @@
 """Every ```python block of README.md and docs/*.md runs, in order, in one namespace per file.
 
-A block with `<!-- not run -->` on the line before it is left out.
+A block with `<!-- not run -->` on the line before it is left out, one with `<!-- needs a, b -->`
+where one of these packages is not installed.
 """
 
+import importlib.util
 import re
 import textwrap
 from pathlib import Path
@@ -13,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("**/*.md"))]
 BLOCK = re.compile(
-    r"^(?P<skip><!-- not run -->\n)?^(?P<indent> *)```python\n(?P<code>.*?)^(?P=indent)```",
+    r"^(?P<skip><!-- (?:not run|needs (?P<needs>[\w, ]+)) -->\n)?^(?P<indent> *)```python\n(?P<code>.*?)^(?P=indent)```",
     re.MULTILINE | re.DOTALL,
 )
 
@@ -24,8 +26,12 @@ def blocks(page: Path) -> list[tuple[int, str]]:
     return [
         (text.count("\n", 0, found.start("code")) + 1, textwrap.dedent(found["code"]))
         for found in BLOCK.finditer(text)
-        if not found["skip"]
+        if not found["skip"] or (found["needs"] and are_installed(found["needs"]))
     ]
+
+
+def are_installed(names: str) -> bool:
+    return all(importlib.util.find_spec(name) for name in names.split(", "))
 
 
 @pytest.mark.parametrize(
@@ -51,5 +57,7 @@ def test_blocks_are_found_with_their_line_numbers(tmp_path):
     page.write_text(
         "# Title\n\n```python\na = 1\n```\n\n<!-- not run -->\n```python\n1 / 0\n```\n"
         "- item\n\n  ```python\n  b = a\n  ```\n\n```bash\nls\n```\n"
+        "<!-- needs re, no_such_package -->\n```python\n1 / 0\n```\n"
+        "<!-- needs re, sys -->\n```python\nc = b\n```\n"
     )
-    assert blocks(page) == [(4, "a = 1\n"), (14, "b = a\n")]
+    assert blocks(page) == [(4, "a = 1\n"), (14, "b = a\n"), (26, "c = b\n")]

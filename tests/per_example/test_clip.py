@@ -76,6 +76,16 @@ def test_threshold_may_be_a_schedule_or_traced():
     assert_close(traced, wanted)
 
 
+def test_a_rule_fed_with_each_norm_moves_by_the_fraction_within_as_in_the_paper():
+    rule = gcx.thresholds.quantile(0.9)
+    found = np.array([1.0, 3.0, 5.0, np.inf], np.float32)  # half of them are within 4
+    _, each = rule.update(found, jnp.full(4, 4.0), None)
+    wanted = 4 * np.exp(-0.2 * (0.5 - 0.9))
+    assert float(jnp.exp(jnp.log(each).mean())) == pytest.approx(wanted, rel=1e-6)
+    _, unmoved = rule.update(np.array([np.nan, 0.0], np.float32), jnp.full(2, 4.0), None)
+    np.testing.assert_array_equal(unmoved, 4)
+
+
 def test_groups_are_clipped_by_their_own_norms():
     grads, stats = clipped({"first": 1.0}, param_labels={"a": "first", "b": "last"})
     written = oracle()[1]
