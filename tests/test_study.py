@@ -93,7 +93,12 @@ def test_a_claim_is_repeated_where_most_problems_say_so_and_none_contradicts(
     import claims
     import compare
 
-    examples = {"better": (0.5, 0.01), "worse": (2.0, 0.01), "equal": (1.0, 1.0), "unclear": (2.0, 1.0)}
+    examples = {
+        "better": (0.5, 0.01),
+        "worse": (2.0, 0.01),
+        "equal": (1.0, 1.0),
+        "unclear": (2.0, 1.0),
+    }
     found = [compare.Comparison(*examples[word]) for word, n in counts.items() for _ in range(n)]
     assert claims.judge(as_good, found) == verdict
 
