@@ -44,7 +44,7 @@ CLAIMS = (
         Entry("AGC", "tuned"), NONE, ("digits", "RNN"),
     ),
     Claim(
-        "AutoClip, 2007.14469", "the 10th percentile is better than no clipping, untuned",
+        "AutoClip, 2007.14469", "the 10th percentile, untuned, is better than no clipping",
         Entry("AutoClip", "default"), NONE,
     ),
     Claim(
@@ -76,7 +76,7 @@ CLAIMS = (
         Entry("StableAdamW", "default"), FIXED, ON_ADAM,
     ),
     Claim(
-        "Wang 2024, 2408.16204", "clipping micro-batches is better than no clipping",
+        "micro-batch clipping, 2408.16204", "clipping micro-batches is better than no clipping",
         Entry("micro-batches", "tuned"), NONE,
     ),
     Claim(

@@ -129,3 +129,26 @@ def best_by_rate(record: Record, problem: str, method: str) -> tuple[list[float]
     for row in _grid(record).get((problem, method), []):
         by_rate.setdefault(row.learning_rate, []).append(row.median)
     return list(by_rate), [min(medians) for medians in by_rate.values()]
+
+
+class PercentileRatio(NamedTuple):
+    """What a percentile of the norms gives as a threshold, on one problem."""
+
+    optimizer: str
+    tuned: float  # the median loss at its best rate, divided by the best of all percentiles
+    kept: float  # at the best rate of no clipping, divided by the loss of no clipping
+
+
+def percentile_ratios(record: Record, problem: str, method: str) -> dict[float, PercentileRatio]:
+    """By percentile, over the tuning seeds."""
+    rows = _grid(record).get((problem, method), [])
+    unclipped = [row for row in _grid(record)[problem, "none"] if row.value == 1]
+    without = min(unclipped, key=lambda row: row.median)
+    best = min((row.median for row in rows), default=np.nan)
+    found = {}
+    for value in sorted({row.value for row in rows}):
+        by_rate = {row.learning_rate: row.median for row in rows if row.value == value}
+        kept = by_rate[without.learning_rate] / without.median
+        optimizer = problem.rsplit(", ")[-1]
+        found[value] = PercentileRatio(optimizer, min(by_rate.values()) / best, kept)
+    return found

@@ -70,7 +70,7 @@ def stretches(key: jax.Array, text: np.ndarray, batch: int, length: int) -> jax.
 
 def text_problem(
     name: str, init: Any, logits: Any, length: int, batch: int,
-    optimizer: str, learning_rates: tuple[float, ...],
+    optimizer: str, learning_rates: tuple[float, ...], steps: int = 300,
 ) -> Problem:  # fmt: skip
     def loss(params: Params, tokens: jax.Array) -> jax.Array:
         return cross_entropy(logits(params, tokens[:, :-1]), tokens[:, 1:])
@@ -85,7 +85,7 @@ def text_problem(
         return label_entropy(tokens[:, 1:])
 
     name = f"{name}, {optimizer}"
-    return Problem(name, optimizer, learning_rates, 300, init, draw, loss, test, constant_loss)
+    return Problem(name, optimizer, learning_rates, steps, init, draw, loss, test, constant_loss)
 
 
 def over_time(cell: Any, start: Any, tokens: jax.Array) -> jax.Array:
@@ -347,8 +347,8 @@ SMALL = {"sgd": five_from(0.01), "adam": five_from(0.001)}
 
 PROBLEMS = (
     text_problem("tanh RNN", rnn_init, rnn, 48, 16, "sgd", five_from(0.03)),
-    text_problem("LSTM", lstm_init, lstm, 48, 8, "adam", five_from(0.001)),
-    text_problem("GPT", gpt_init, gpt, GPT_LENGTH, 8, "adam", five_from(0.001)),
+    text_problem("LSTM", lstm_init, lstm, 48, 8, "adam", five_from(0.001), 200),
+    text_problem("GPT", gpt_init, gpt, GPT_LENGTH, 8, "adam", five_from(0.001), 200),
     hashed_problem("sgd", five_from(0.3)),
     hashed_problem("adam", five_from(0.003)),
     *(line_problem(name, rates) for name, rates in SMALL.items()),

@@ -8,14 +8,24 @@ import itertools
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from claims import CLAIMS, check, count
-from compare import FIXED, Entry, Losses, geometric_mean, sensitivity
+from compare import (
+    FIXED,
+    Entry,
+    Losses,
+    PercentileRatio,
+    geometric_mean,
+    percentile_ratios,
+    sensitivity,
+)
 from methods import METHODS
 from plots import draw_rates, draw_ratios, draw_sensitivity
 from study import FOLDER, Record
 
+RECORDED = Entry("recorded", "tuned")
 DOCS = FOLDER.parents[1] / "docs"
 SWEEPS = ["tanh RNN, sgd", "LSTM, adam", "GPT, adam"]
 
@@ -26,27 +36,58 @@ def markdown(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def summary_table(record: Record, losses: Losses) -> str:
-    """Each entry beside the best fixed threshold, over all problems."""
-    compared = losses.beside(losses.entries, FIXED)
-    rows = []
+class Summary(NamedTuple):
+    """An entry beside the best fixed threshold, over all problems it ran on."""
+
+    entry: Entry
+    problems: int
+    better: int
+    equal: int
+    worse: int
+    unclear: int
+    mean: float  # of the ratios of the losses, geometric
+    largest: float
+    where: str
+    failed: int
+    runs: int
+    spread: float  # over the range of the hyperparameter, median of the problems
+    above_recorded: int  # problems on which it is better than a threshold from recorded norms
+    below_recorded: int
+
+
+def summarise(record: Record, losses: Losses) -> list[Summary]:
+    compared, summaries = losses.beside(losses.entries, FIXED), []
+    recorded = losses.beside(losses.entries, RECORDED)
     for entry in losses.entries:
         found = {p: c for (p, e), c in compared.items() if e == entry}
-        if not found:
-            continue
-        verdicts, ratios = count(found.values()), {p: c.ratio for p, c in found.items()}
-        worst = max(ratios, key=ratios.__getitem__)
-        failed = sum(losses.failed(problem, entry) for problem in found)
-        spreads = [sensitivity(record, problem, entry.method) for problem in found]
-        row = [entry.method, entry.setting, len(found)]
-        row += [verdicts[word] for word in ("better", "equal", "worse", "unclear")]
-        row += [f"{geometric_mean(ratios.values()):.2f}", f"{ratios[worst]:.2f} ({worst})"]
-        row += [f"{failed} of {sum(len(losses.of(p, entry)) for p in found)}"]
-        tuned = entry.setting == "tuned"
-        row += [f"{np.median([s.spread for s in spreads if s]):.2f}" if tuned else ""]
-        rows.append(row)
-    head = ["method", "setting", "problems", "better", "equal", "worse", "unclear"]
+        if found:
+            verdicts, ratios = count(found.values()), {p: c.ratio for p, c in found.items()}
+            where = max(ratios, key=ratios.__getitem__)
+            beside_recorded = count(c for (_, e), c in recorded.items() if e == entry)
+            spreads = [sensitivity(record, problem, entry.method).spread for problem in found]
+            summaries.append(
+                Summary(
+                    entry, len(found), *(verdicts[word] for word in Summary._fields[2:6]),
+                    geometric_mean(ratios.values()), ratios[where], where,
+                    sum(losses.failed(problem, entry) for problem in found),
+                    sum(len(losses.of(problem, entry)) for problem in found),
+                    float(np.median(spreads)),
+                    *(beside_recorded[word] for word in ("better", "worse")),
+                )
+            )  # fmt: skip
+    return summaries
+
+
+def summary_table(summaries: list[Summary]) -> str:
+    rows = [
+        [*x.entry, *x[1:6], f"{x.mean:.2f}", f"{x.largest:.2f} ({x.where})"]
+        + [f"{x.failed} of {x.runs}", f"{x.spread:.2f}" if x.entry.setting == "tuned" else ""]
+        + [f"{x.above_recorded}, {x.below_recorded}" if x.entry != RECORDED else ""]
+        for x in summaries
+    ]
+    head = ["method", "setting", *Summary._fields[1:6]]
     head += ["mean ratio", "largest ratio", "failed runs", "spread over its range"]
+    head += ["better, worse than recorded"]
     return markdown(head, rows)
 
 
@@ -90,23 +131,24 @@ def choice_table(record: Record, losses: Losses) -> str:
     return markdown(["method", "hyperparameter", "default", *losses.problems], rows)
 
 
-def percentile_table(record: Record, losses: Losses) -> str:
-    """Each percentile of recorded norms as the fixed threshold, beside the best percentile."""
-    ratios: dict[float, dict[str, list[float]]] = {}
+def percentile_table(record: Record, losses: Losses, method: str) -> str:
+    """Each percentile, with the rate that is best for it and with the best rate of no clipping."""
+    rows: dict[float, list[PercentileRatio]] = {}
     for problem in losses.problems:
-        rows = [r for r in record.tuning if r.problem == problem and r.method == "recorded"]
-        best = min((row.median for row in rows), default=np.nan)
-        for value in sorted({row.value for row in rows}):
-            at_best_rate = min(row.median for row in rows if row.value == value)
-            for key in ("all", problem.rsplit(", ")[-1]):
-                ratios.setdefault(value, {}).setdefault(key, []).append(at_best_rate / best)
-    rows = [
-        [f"{value:g}", *(f"{geometric_mean(found[key]):.3f}" for key in ("sgd", "adam", "all"))]
-        + [f"{max(found['all']):.2f}", sum(ratio <= 1.02 for ratio in found["all"])]
-        for value, found in ratios.items()
-    ]
-    head = ["percentile", "mean ratio, SGD", "mean ratio, Adam", "mean ratio", "largest ratio"]
-    return markdown([*head, "problems within 2 % of the best"], rows)
+        for value, found in percentile_ratios(record, problem, method).items():
+            rows.setdefault(value, []).append(found)
+    lines = []
+    for value, found in rows.items():
+        tuned, kept = ([getattr(x, field) for x in found] for field in ("tuned", "kept"))
+        line: list[object] = [f"{value:g}"]
+        for ratios in (tuned, kept):
+            for optimizer in ("sgd", "adam"):
+                chosen = [r for r, x in zip(ratios, found, strict=True) if x.optimizer == optimizer]
+                line += [f"{geometric_mean(chosen):.2f}" if chosen else "", f"{max(chosen):.2f}"]
+        lines.append(line)
+    sides = [f"{rate} rate, {name}" for rate in ("best", "same") for name in ("SGD", "Adam")]
+    head = ["percentile", *itertools.chain(*((side, "largest") for side in sides))]
+    return markdown(head, lines)
 
 
 def claim_table(losses: Losses) -> str:
@@ -121,16 +163,22 @@ def claim_table(losses: Losses) -> str:
 
 def page(record: Record) -> str:
     losses = Losses(record)
+    summaries = summarise(record, losses)
     facts: dict[str, object] = json.loads((record.folder / "about.json").read_text())
     facts |= {
         "runs": f"{sum(5 for _ in record.tuning) + len(record.tests):,}",
         "problems": len(losses.problems),
         "methods": len({entry.method for entry in losses.entries}),
-        "summary": summary_table(record, losses),
+        "summary": summary_table(summaries),
         "claims": claim_table(losses),
-        "percentiles": percentile_table(record, losses),
+        "recorded_percentiles": percentile_table(record, losses, "recorded"),
+        "autoclip_percentiles": percentile_table(record, losses, "AutoClip"),
         "choices": choice_table(record, losses),
     }
+    for found in summaries:  # for the sentences: {{AutoClip.default.mean}}
+        for field, value in found._asdict().items():
+            text = f"{value:.2f}" if isinstance(value, float) else value
+            facts[".".join((*found.entry, field))] = text
     for optimizer, setting in itertools.product(("sgd", "adam"), ("tuned", "default")):
         facts[f"{optimizer}_{setting}"] = loss_table(losses, optimizer, setting)
     text = (FOLDER / "page.md").read_text(encoding="utf-8")
