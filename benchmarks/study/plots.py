@@ -76,7 +76,9 @@ STYLES = {
 def draw_rates(path: Path, record: Record, problems: list[str]) -> None:
     """Loss over the learning rate, each method at its best value for each rate."""
     figure = Figure(figsize=(11, 3.6), layout="constrained")
-    for axes, problem in zip(figure.subplots(1, len(problems)), problems, strict=True):
+    for axes, problem in zip(
+        figure.subplots(1, len(problems), squeeze=False)[0], problems, strict=True
+    ):
         for method, (color, line) in STYLES.items():
             rates, medians = best_by_rate(record, problem, method)
             if rates:
