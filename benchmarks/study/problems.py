@@ -348,7 +348,7 @@ SMALL = {"sgd": five_from(0.01), "adam": five_from(0.001)}
 PROBLEMS = (
     text_problem("tanh RNN", rnn_init, rnn, 48, 16, "sgd", five_from(0.03)),
     text_problem("LSTM", lstm_init, lstm, 48, 8, "adam", five_from(0.001), 200),
-    text_problem("GPT", gpt_init, gpt, GPT_LENGTH, 8, "adam", five_from(0.001), 200),
+    text_problem("GPT", gpt_init, gpt, GPT_LENGTH, 4, "adam", five_from(0.001), 240),
     hashed_problem("sgd", five_from(0.3)),
     hashed_problem("adam", five_from(0.003)),
     *(line_problem(name, rates) for name, rates in SMALL.items()),

@@ -205,9 +205,7 @@ def main(words: list[str] | None = None) -> None:
     if args.quick:  # every problem and every method once
         chosen = [pair for pair in chosen if "line" in pair[0] or pair[1] == "fixed"]
     if not chosen:
-        names = ", ".join(
-            sorted({name for pair in pairs() for name in (pair[0].name, pair[1].name)})
-        )
+        names = ", ".join(repr(x.name) for x in (*PROBLEMS, *METHODS))
         sys.exit(f"study.py: --only: nothing has {args.only!r} in its name. There are: {names}")
     record = Record(args.out)
     left = [pair for pair in chosen if pair not in record.done()]
