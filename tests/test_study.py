@@ -85,6 +85,7 @@ def test_a_verdict_needs_a_test_and_a_difference(modules, tmp_path):
         ({"equal": 2, "unclear": 1}, True, "repeated"),
         ({"unclear": 2, "better": 1}, False, "cannot tell"),
         ({"worse": 2, "better": 1}, True, "not repeated"),
+        ({"equal": 1}, False, "cannot tell"),
     ],
 )
 def test_a_claim_is_repeated_where_most_problems_say_so_and_none_contradicts(

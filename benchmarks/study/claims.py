@@ -99,6 +99,8 @@ def count(comparisons) -> Counter:
 
 def judge(as_good: bool, comparisons: list[Comparison]) -> str:
     """Repeated where most problems say so and none contradicts; not repeated where most do."""
+    if len(comparisons) < 2:
+        return "cannot tell"
     found, most = count(comparisons), len(comparisons) / 2
     right = found["better"] + (found["equal"] if as_good else 0)
     wrong = found["worse"] + (0 if as_good else found["equal"])

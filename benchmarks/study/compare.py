@@ -127,6 +127,8 @@ def best_by_rate(record: Record, problem: str, method: str) -> tuple[list[float]
     """Learning rates, and for each the median at the best value of the hyperparameter."""
     by_rate: dict[float, list[float]] = {}
     for row in _grid(record).get((problem, method), []):
+        if method == "none" and row.value != 1:
+            continue  # it multiplies the rate
         by_rate.setdefault(row.learning_rate, []).append(row.median)
     return list(by_rate), [min(medians) for medians in by_rate.values()]
 
