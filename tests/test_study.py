@@ -28,6 +28,7 @@ def losses_of(tmp_path, **by_method):
     return compare.Losses(study.Record(tmp_path))
 
 
+@pytest.mark.slow
 def test_the_page_is_what_the_results_say(modules):
     import report
     import study
@@ -125,7 +126,15 @@ def test_a_quick_study_trains_every_problem_and_method_and_goes_on_where_it_was(
     assert len(list((docs / "images").glob("study_*.png"))) == 4
 
 
-def test_bad_arguments_are_refused_with_the_next_step():
-    assert "needs --out" in run("study.py", "--quick").stderr
-    assert "There are: 'tanh RNN, sgd'" in run("study.py", "--only", "nothing").stderr
-    assert "run study.py first" in run("report.py", "--results", ROOT / "docs").stderr
+def test_bad_arguments_are_refused_with_the_next_step(modules, capsys):
+    import report
+    import study
+
+    with pytest.raises(SystemExit):
+        study.main(["--quick"])
+    assert "needs --out" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="There are: 'tanh RNN, sgd'"):
+        study.main(["--only", "nothing"])
+    with pytest.raises(SystemExit):
+        report.main(["--results", str(ROOT / "docs")])
+    assert "run study.py first" in capsys.readouterr().err
