@@ -142,12 +142,13 @@ class PercentileRatio(NamedTuple):
 
 
 def percentile_ratios(record: Record, problem: str, method: str) -> dict[float, PercentileRatio]:
-    """By percentile, over the tuning seeds."""
+    """By percentile, over the tuning seeds; {} if this was not run, or not without clipping."""
     rows = _grid(record).get((problem, method), [])
-    unclipped = [row for row in _grid(record)[problem, "none"] if row.value == 1]
+    unclipped = [row for row in _grid(record).get((problem, "none"), []) if row.value == 1]
+    if not rows or not unclipped:
+        return {}
     without = min(unclipped, key=lambda row: row.median)
-    best = min((row.median for row in rows), default=np.nan)
-    found = {}
+    best, found = min(row.median for row in rows), {}
     for value in sorted({row.value for row in rows}):
         by_rate = {row.learning_rate: row.median for row in rows if row.value == value}
         kept = by_rate[without.learning_rate] / without.median

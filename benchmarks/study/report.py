@@ -144,7 +144,7 @@ def percentile_table(record: Record, losses: Losses, method: str) -> str:
         for ratios in (tuned, kept):
             for optimizer in ("sgd", "adam"):
                 chosen = [r for r, x in zip(ratios, found, strict=True) if x.optimizer == optimizer]
-                line += [f"{geometric_mean(chosen):.2f}" if chosen else "", f"{max(chosen):.2f}"]
+                line += [f"{f(chosen):.2f}" if chosen else "" for f in (geometric_mean, max)]
         lines.append(line)
     sides = [f"{rate} rate, {name}" for rate in ("best", "same") for name in ("SGD", "Adam")]
     head = ["percentile", *itertools.chain(*((side, "largest") for side in sides))]
