@@ -19,7 +19,7 @@ class Entry(NamedTuple):
     setting: str
 
 
-NONE, FIXED = Entry("none", "tuned"), Entry("fixed", "tuned")
+NONE, FIXED, RECORDED = (Entry(method, "tuned") for method in ("none", "fixed", "recorded"))
 
 
 class Comparison(NamedTuple):
@@ -92,18 +92,6 @@ def geometric_mean(values: Iterable[float]) -> float:
     return float(np.exp(np.mean(np.log(list(values)))))
 
 
-class Sensitivity(NamedTuple):
-    """How much the value of the hyperparameter matters on one problem, at the best rate of all."""
-
-    values: list[float]
-    medians: list[float]
-
-    @property
-    def spread(self) -> float:
-        """The worst median divided by the best."""
-        return max(self.medians) / min(self.medians)
-
-
 @functools.cache
 def _grid(record: Record) -> dict[tuple[str, str], list]:
     found: dict[tuple[str, str], list] = {}
@@ -113,14 +101,15 @@ def _grid(record: Record) -> dict[tuple[str, str], list]:
     return found
 
 
-def sensitivity(record: Record, problem: str, method: str) -> Sensitivity | None:
-    """Over the whole range of the hyperparameter; None if this was not run."""
-    rows = _grid(record).get((problem, method))
-    if not rows:
-        return None
-    best = min(rows, key=lambda row: row.median)
-    same_rate = [row for row in rows if row.learning_rate == best.learning_rate]
-    return Sensitivity([row.value for row in same_rate], [row.median for row in same_rate])
+def sensitivity(record: Record, problem: str, method: str) -> np.ndarray:
+    """Medians over the range of the hyperparameter divided by the lowest, at the best rate of all.
+
+    Empty if this was not run.
+    """
+    rows = _grid(record).get((problem, method), [])
+    best = min(rows, key=lambda row: row.median, default=None)
+    medians = [row.median for row in rows if row.learning_rate == best.learning_rate]
+    return np.array(medians) / best.median if best else np.array([])
 
 
 def best_by_rate(record: Record, problem: str, method: str) -> tuple[list[float], list[float]]:

@@ -12,11 +12,9 @@ from study import Record
 def draw_ratios(path: Path, losses: Losses, methods: list[str], setting: str) -> None:
     """Every method beside the best fixed threshold, on every problem."""
     ratios = np.full((len(methods), len(losses.problems)), np.nan)
-    for i, method in enumerate(methods):
-        for j, problem in enumerate(losses.problems):
-            mine, theirs = losses.of(problem, Entry(method, setting)), losses.of(problem, FIXED)
-            if mine is not None and theirs is not None:
-                ratios[i, j] = np.exp(np.median(np.log(mine / theirs)))
+    cells = [(p, Entry(m, setting), FIXED) for m in methods for p in losses.problems]
+    for (problem, entry, _), found in losses.compare(cells).items():
+        ratios[methods.index(entry.method), losses.problems.index(problem)] = found.ratio
     figure = Figure(figsize=(10, 7.5), layout="constrained")
     axes = figure.subplots()
     shown = np.log2(ratios)
@@ -44,11 +42,9 @@ def draw_sensitivity(path: Path, record: Record, problems: list[str], methods: l
         axes.set_visible(False)
     for axes, method in zip(grid.flat, methods, strict=False):
         for problem in problems:
-            found = sensitivity(record, problem, method)
-            if found:
-                color = "#0072b2" if problem.endswith("adam") else "#d55e00"
-                ratios = np.array(found.medians) / min(found.medians)
-                axes.plot(range(len(ratios)), ratios, color=color, alpha=0.6, linewidth=1)
+            ratios = sensitivity(record, problem, method)
+            color = "#0072b2" if problem.endswith("adam") else "#d55e00"
+            axes.plot(range(len(ratios)), ratios, color=color, alpha=0.6, linewidth=1)
         axes.set(title=method, yscale="log", ylim=(0.9, 60))
         axes.set_xticks(range(5), ["lowest", "", "", "", "highest"])
         axes.set_yticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])

@@ -14,6 +14,7 @@ import numpy as np
 from claims import CLAIMS, check, count
 from compare import (
     FIXED,
+    RECORDED,
     Entry,
     Losses,
     PercentileRatio,
@@ -23,9 +24,8 @@ from compare import (
 )
 from methods import METHODS
 from plots import draw_rates, draw_ratios, draw_sensitivity
-from study import FOLDER, Record
+from study import FOLDER, TUNING_SEEDS, Record
 
-RECORDED = Entry("recorded", "tuned")
 DOCS = FOLDER.parents[1] / "docs"
 SWEEPS = ["tanh RNN, sgd", "LSTM, adam", "GPT, adam"]
 
@@ -64,7 +64,7 @@ def summarise(record: Record, losses: Losses) -> list[Summary]:
             verdicts, ratios = count(found.values()), {p: c.ratio for p, c in found.items()}
             where = max(ratios, key=ratios.__getitem__)
             beside_recorded = count(c for (_, e), c in recorded.items() if e == entry)
-            spreads = [sensitivity(record, problem, entry.method).spread for problem in found]
+            spreads = [sensitivity(record, problem, entry.method).max() for problem in found]
             summaries.append(
                 Summary(
                     entry, len(found), *(verdicts[word] for word in Summary._fields[2:6]),
@@ -166,7 +166,7 @@ def page(record: Record) -> str:
     summaries = summarise(record, losses)
     facts: dict[str, object] = json.loads((record.folder / "about.json").read_text())
     facts |= {
-        "runs": f"{sum(5 for _ in record.tuning) + len(record.tests):,}",
+        "runs": f"{len(TUNING_SEEDS) * len(record.tuning) + len(record.tests):,}",
         "problems": len(losses.problems),
         "methods": len({entry.method for entry in losses.entries}),
         "summary": summary_table(summaries),

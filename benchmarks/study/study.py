@@ -78,13 +78,10 @@ def run_pair(problem_name: str, method_name: str, quick: bool) -> tuple[list[Tun
         problem = quick_version(problem)
     trainer = Trainer(problem, method)
     values = method.values(usual_norms(problem, TUNING_SEEDS))
-    product = itertools.product(problem.learning_rates, values)
-    grid = [Choice(rate, value) for rate, value in product]
+    grid = [Choice(*pair) for pair in itertools.product(problem.learning_rates, values)]
     defaults = [Choice(rate, method.default) for rate in problem.learning_rates]
-    if method.default in values:  # then they are part of the grid
-        results = dict(zip(grid, trainer(grid, TUNING_SEEDS), strict=True))
-    else:
-        results = dict(zip(grid + defaults, trainer(grid + defaults, TUNING_SEEDS), strict=True))
+    choices = list(dict.fromkeys(grid + defaults))  # most defaults are part of the grid
+    results = dict(zip(choices, trainer(choices, TUNING_SEEDS), strict=True))
     tuning = [
         tuning_row(problem, method, "grid" if choice in grid else "default", choice, found)
         for choice, found in results.items()

@@ -194,7 +194,7 @@ def reset_accumulation(state: Any) -> Any:
 
 
 def discard_windows(state: Any, where: Any = True) -> Any:
-    """The state with every open window emptied; `where`, bool[], may be traced."""
+    """The state with every open window reset; `where`, bool[], may be traced."""
     return _zero_fields(state, where, "mini_step", "total_weight", "emitted")
 
 
