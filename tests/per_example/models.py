@@ -233,6 +233,23 @@ def picked():
     return loss, params, (np.array([0, 2, 1], np.int32), sequences())
 
 
+def joined():
+    def loss(p, ids):
+        x = jnp.concatenate([p["words"], p["prompts"]])[ids]
+        x = jnp.sin(x @ jnp.concatenate([p["q"], p["k"]], 1))
+        x = (
+            jnp.sin(x @ jnp.stack([p["a"], p["b"]])[1])
+            + x @ jnp.concatenate([p["a"], p["b"]])[:WIDTH]
+        )
+        return jnp.sum(jnp.einsum("td,kdp->ktp", x, jnp.stack([p["a"], p["b"]], 0)) ** 2)
+
+    half = WIDTH // 2
+    params = {"words": array(30, WIDTH), "prompts": array(10, WIDTH)}
+    params |= {"q": array(WIDTH, half), "k": array(WIDTH, half)}
+    params |= {"a": array(WIDTH, WIDTH), "b": array(WIDTH, WIDTH)}
+    return loss, params, texts() % VOCABULARY
+
+
 def complex_weights():
     def loss(w, x):
         return jnp.sum(jnp.abs(jnp.sin(x @ w) @ w) ** 2)
@@ -298,6 +315,7 @@ MODELS = {
         lora,
         experts,
         stacked_by_hand,
+        joined,
         picked,
         complex_weights,
         dropout,

@@ -34,6 +34,7 @@ FOLLOWED = {
     "lora": {"['a']", "['b']", "['merged']"},
     "experts": {"['experts']"},
     "stacked_by_hand": {""},
+    "joined": {f"['{k}']" for k in ("words", "prompts", "q", "k", "a", "b")},
     "picked": {"['w']", "['flat']"},
     "complex_weights": {""},
     "dropout": {""},

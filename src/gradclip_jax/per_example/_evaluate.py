@@ -147,8 +147,8 @@ def _follow(
     rule = RULES.get(name)
     if rule is None or not (rule.starts or any(map(is_lazy, operands))):
         return None
-    lazy = rule.apply(eqn, *operands)
-    return None if lazy is None else [lazy]
+    found = rule.apply(eqn, *operands)
+    return [found] if is_lazy(found) else found
 
 
 # Loops

@@ -1,9 +1,11 @@
 """What moves, scales, adds up or splits lazy arrays, whatever the primitive is called."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from ._factors import Axis, Factor, Labels, Lazy, Term
 
@@ -47,6 +49,38 @@ def place(lazy: Lazy, shape: Sequence[int], start: Sequence[int]) -> Lazy:
         return Term(term.factors, tuple(Axis(a.labels, a.start + n) for a, n in pairs))
 
     return lazy.replace(shape=tuple(shape), terms=tuple(map(placed, lazy.terms)))
+
+
+def cut(lazy: Lazy, axis: int, start: int, size: int) -> Lazy | None:
+    """Takes a range of one axis; None if its ends are within the rows of a label."""
+    terms: list[Term] = []
+    for term in lazy.terms:
+        labels, first = term.axes[axis]
+        low = max(start - first, 0)
+        high = min(start + size - first, term.shape()[axis])
+        if low >= high:
+            continue
+        if high - low < term.shape()[axis]:
+            step = math.prod(term.sizes()[k] for k in labels[1:])
+            if low % step or high % step:
+                return None
+            term = _cut_label(term, labels[0], low // step, high // step)
+        inner = Axis(labels, max(first - start, 0))
+        terms.append(Term(term.factors, (*term.axes[:axis], inner, *term.axes[axis + 1 :])))
+    shape = (*lazy.shape[:axis], size, *lazy.shape[axis + 1 :])
+    return lazy.replace(shape=shape, terms=tuple(terms), norms=None)
+
+
+def _cut_label(term: Term, label: int, low: int, high: int) -> Term:
+    def shortened(f: Factor) -> Factor:
+        if f.hot == label:
+            inside = (f.array >= low) & (f.array < high)
+            return f.replace(array=jnp.where(inside, f.array - low, -1), size=high - low)
+        if label not in f.labels:
+            return f
+        return f.replace(array=lax.slice_in_dim(f.array, low, high, axis=f.labels.index(label)))
+
+    return Term(tuple(map(shortened, term.factors)), term.axes)
 
 
 def stack(lazy: Lazy, length: int, *, summed: bool) -> Lazy:

@@ -1,9 +1,11 @@
 """Which operations are followed: one rule for each primitive.
 
-A rule takes an equation and its operands, ordinary or lazy, and returns a lazy array, or None where
-the operation is to be computed as it stands. To follow another primitive, add a line to `RULES`.
+A rule takes an equation and its operands, ordinary or lazy, and returns a lazy array, or a list of
+them where the equation has several outputs, or None where it is to be computed as it stands. To
+follow another primitive, add a line to `RULES`.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._factors import Axis, Factor, Lazy, Term, as_lazy, is_lazy
-from ._layout import add, arrange, place, scale, split_axes
+from ._layout import add, arrange, cut, place, scale, split_axes
 from ._sources import convolution, dot_general, scatter_add
 
 
@@ -19,13 +21,13 @@ class Rule(NamedTuple):
     """How a primitive is followed.
 
     Attributes:
-        apply: `(equation, *operands)` to a lazy array or None.
+        apply: `(equation, *operands)` to what the equation returns, or None.
         follows: positions of the operands in which the operation is linear, so that they may be
             lazy; None for all.
         starts: whether it makes a lazy array of ordinary ones.
     """
 
-    apply: Callable[..., Lazy | None]
+    apply: Callable[..., Lazy | list[Lazy] | None]
     follows: Sequence[int] | None = (0,)
     starts: bool = False
 
@@ -138,6 +140,27 @@ def _concatenate(eqn: Any, *values: Any) -> Lazy | None:
     return total
 
 
+def _split(eqn: Any, x: Lazy) -> list[Lazy] | None:
+    """Cuts the gradient of joined parameters into theirs."""
+    return _parts(x, eqn.params["axis"], eqn.params["sizes"])
+
+
+def _unstack(eqn: Any, x: Lazy) -> list[Lazy] | None:
+    axis = eqn.params["axis"]
+    if any(f.hot in term.axes[axis].labels for term in x.terms for f in term.factors):
+        return None
+    left = [i for i in range(len(x.shape)) if i != axis]
+    parts = _parts(x, axis, [1] * x.shape[axis])
+    return parts and [arrange(part, eqn.outvars[0].aval.shape, left) for part in parts]
+
+
+def _parts(x: Lazy, axis: int, sizes: Sequence[int]) -> list[Lazy] | None:
+    starts = itertools.accumulate(map(int, sizes[:-1]), initial=0)
+    parts = [cut(x, axis, start, int(n)) for start, n in zip(starts, sizes, strict=True)]
+    found = [part for part in parts if part is not None]
+    return found if len(found) == len(parts) else None
+
+
 def _update_slice(_: Any, operand: Any, update: Any, *start: Any) -> Lazy | None:
     """Fills one part of zeros: the gradient of a dynamic slice."""
     if not is_lazy(operand) or operand.terms:
@@ -189,5 +212,7 @@ RULES: dict[str, Rule] = {
     "mul": Rule(_multiply, ()),  # only by a number
     "div": Rule(_divide, ()),
     "concatenate": Rule(_concatenate, None),
+    "split": Rule(_split),
+    "unstack": Rule(_unstack),
     "dynamic_update_slice": Rule(_update_slice, (0, 1)),
 }
