@@ -33,9 +33,8 @@ class Block(NamedTuple):
     shard_axes: frozenset[str]
     is_small: bool
 
-    def per_row(self, take: Callable[[Sequence[int]], Array]) -> Array:
-        """Entries of the units of this block, shaped to broadcast against its values."""
-        of_rows = take(self.units)
+    def per_row(self, of_rows: Array) -> Array:
+        """One number, or one for each row, shaped to broadcast against the values."""
         shape = [1 if axis in self.axes else n for axis, n in enumerate(self.values.shape)]
         return of_rows if of_rows.ndim == 0 else of_rows.reshape(shape)
 
@@ -58,8 +57,6 @@ def pack(
     """
     blocks = list(_by_leaf(leaves, units, axis_name, values_of, flatten))
     blocks = [_end_to_end(group) for group in _grouped(blocks, _shared_unit, joined)]
-    if flatten:  # on a CPU kernels that are alike are compiled once, concatenations are not
-        return blocks
     return [_stacked(group) for group in _grouped(blocks, _row_length, joined)]
 
 

@@ -20,7 +20,7 @@ from .._xla import JOINED, JOINED_ON_CPU
 from ._blocks import pack, pool_largest, pool_sums
 from ._scale import wide_dtype
 from ._squares import norms_in_one_read, norms_on_cpu, norms_over_axes
-from ._units import Units, is_measured, leaf_units, spread_over_leaves, tree_units
+from ._units import Units, entries, is_measured, leaf_units, spread_over_leaves, tree_units
 
 
 def global_norm(tree: Tree, *, ord: Order = TWO, axis_name: AxisName = None) -> Scalar:
@@ -87,7 +87,7 @@ def leaf_norms(tree: Tree, *, ord: Order = TWO, axis_name: AxisName = None) -> T
     check_inexact("leaf_norms", "tree", tree)
     order, axes = check_ord("leaf_norms", ord), check_axis_name("leaf_norms", axis_name)
     leaves = measured_leaves(tree)
-    norms = iter(unit_norms(leaves, leaf_units(leaves), order, axes))
+    norms = iter(entries(unit_norms(leaves, leaf_units(leaves), order, axes)))
     return jax.tree.map(lambda x: next(norms) if is_measured(x) else jnp.float32(0), tree)
 
 

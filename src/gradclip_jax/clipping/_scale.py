@@ -91,7 +91,7 @@ def scale_units(leaves: list[Array], roots: Array, units: Units, *, drops: bool)
 
 def _scale_on_cpu(units: Units, drops: bool, leaves: list[Array], roots: Array) -> list[Array]:
     roots = fusion_barrier(roots)
-    of_leaves = spread_over_leaves(roots, units, leaves, take_units_on_cpu(roots))
+    of_leaves = spread_over_leaves(roots, units, leaves, take_units_on_cpu)
     pairs = zip(leaves, of_leaves, strict=True)
     return [scale_leaf(x, root, keeps=True, drops=drops) for x, root in pairs]
 

@@ -60,8 +60,11 @@ def norms_on_cpu(blocks: Sequence[Block], units: Units, dtype: Any) -> Array:
 
     def read_again() -> Array:
         scales = _scales_where(is_large, is_small, dtype)
-        take = take_units_on_cpu(scales)
-        scaled = [_scaled(block.values.astype(dtype), block.per_row(take)) for block in blocks]
+        of_blocks = take_units_on_cpu(scales, [block.units for block in blocks])
+        scaled = [
+            _scaled(block.values.astype(dtype), block.per_row(of_rows))
+            for block, of_rows in zip(blocks, of_blocks, strict=True)
+        ]
         return jnp.sqrt(totals_of(scaled)) / scales
 
     return lax.cond(jnp.any(is_large | is_small), read_again, lambda: jnp.sqrt(totals))

@@ -17,7 +17,7 @@ from jax import lax
 from .._checks import error_message, is_float0
 from .._mesh import constrain_replicated, replica_count, shard_axes, varying_axes
 from .._types import Array, AxisName, Tree
-from .._xla import entries_on_cpu
+from .._xla import rows_on_cpu
 
 
 class Units(NamedTuple):
@@ -140,45 +140,60 @@ def leaf_units(leaves: Sequence[Any]) -> Units:
     return units_within_leaves(leaves, list(map(all_axes, leaves)))
 
 
-def take_units(vector: Array, units: Sequence[int]) -> Array:
-    """The entries of some units: a scalar if all are one, else a vector."""
+def take_units(vector: Array, wanted: Sequence[Sequence[int]]) -> list[Array]:
+    """The entries of some units, each time a scalar if all are one, else a vector."""
+    return [_taken(vector, units) for units in wanted]
+
+
+def take_units_on_cpu(vector: Array, wanted: Sequence[Sequence[int]]) -> list[Array]:
+    """As `take_units`, compiled more quickly on a CPU where much is taken."""
+    found: dict[tuple[int, ...], Array] = {}
+    for length in {len(units) for units in wanted}:
+        alike = list(dict.fromkeys(tuple(units) for units in wanted if len(units) == length))
+        if len(alike) > 8 and length:
+            table = vector[np.asarray(alike)] if length > 1 else vector[np.asarray(alike)[:, 0]]
+            found |= zip(alike, rows_on_cpu(table), strict=True)
+        else:
+            found |= {units: _taken(vector, units) for units in alike}
+    return [found[tuple(units)] for units in wanted]
+
+
+def _taken(vector: Array, units: Sequence[int]) -> Array:
+    if not units:
+        return vector[:0]
     first, last = units[0], units[-1]
     if all(unit == first for unit in units):
-        return vector[first]
+        return lax.index_in_dim(vector, first, keepdims=False)
     if list(units) == list(range(first, last + 1)):
         return lax.slice(vector, (first,), (last + 1,))
     return vector[np.asarray(units)]
 
 
-def take_units_on_cpu(vector: Array) -> Callable[[Sequence[int]], Array]:
-    """As `take_units` of this vector, compiled more quickly on a CPU if there are many units."""
-    entries = functools.cache(lambda: entries_on_cpu(vector))
-
-    def take(units: Sequence[int]) -> Array:
-        is_one = len(units) == 1 and vector.size > 8
-        return entries()[units[0]] if is_one else take_units(vector, units)
-
-    return take
+def entries(vector: Array) -> list[Array]:
+    """The entries of a vector as scalars."""
+    wanted = [(unit,) for unit in range(vector.size)]
+    return lax.platform_dependent(
+        vector, cpu=functools.partial(take_units_on_cpu, wanted=wanted), default=list
+    )
 
 
 def spread_over_leaves(
     vector: Array,
     units: Units,
     leaves: Sequence[Array],
-    take: Callable[[Sequence[int]], Array] | None = None,
+    take: Callable[..., list[Array]] = take_units,
 ) -> list[Array]:
     """The entries of the units of each leaf, shaped to broadcast; ones where it is left alone."""
-    take = take or functools.partial(take_units, vector)
+    pairs = list(zip(leaves, units.axes, strict=True))
+    rows = [0 if axes is None else math.prod(unit_shape(x, axes)) for x, axes in pairs]
+    taken = take(vector, [range(i, i + n) for i, n in zip(units.first, rows, strict=True)])
     spread: list[Array] = []
-    for x, axes, first in zip(leaves, units.axes, units.first, strict=True):
+    for (x, axes), n, of_leaf in zip(pairs, rows, taken, strict=True):
         if axes is None:
             spread.append(jnp.ones((), vector.dtype))
             continue
-        shape = [1 if axis in axes else n for axis, n in enumerate(np.shape(x))]
-        rows = math.prod(shape)
-        entries = take(range(first, first + rows)) if rows else vector[:0]
-        entries = constrain_replicated(entries, x)
-        spread.append(entries.reshape(shape if rows != 1 else ()))
+        shape = [1 if axis in axes else size for axis, size in enumerate(np.shape(x))]
+        spread.append(constrain_replicated(of_leaf, x).reshape(shape if n != 1 else ()))
     return spread
 
 

@@ -152,6 +152,7 @@ def _rounded(x: Array) -> Array:
     return lax.optimization_barrier(x) if float(jnp.finfo(x.dtype).max) < 1e38 else x
 
 
+@jax.jit
 def is_bad(x: Any) -> Array:
     """Where an array is not finite, elementwise."""
     return ~jnp.isfinite(_overflowing(jnp.asarray(x)))
