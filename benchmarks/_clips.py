@@ -136,33 +136,53 @@ def _torch_clip(tree: Tree) -> Callable[[], None]:
     return call
 
 
-def compile_times(counts: list[int]) -> Rows:
-    """Trace and compile time of trees of many small leaves."""
+def compile_times(leaves: int) -> Rows:
+    """CPU seconds to trace and to compile programs for many small leaves."""
+    vectors = {f"leaf{i}": (64,) for i in range(leaves)}
+    kinds = {f"{leaves} x 64": vectors, f"{leaves} matrices of 16 shapes": trees.many_small(leaves)}
     rows: Rows = []
-    for count in counts:
-        tree = trees.random_tree(trees.many_small(count))
-        choices = {
-            "gcx.global_norm": gcx.global_norm,
-            "optax.tree.norm": optax.tree.norm,
-            "gcx clip": lambda t: gcx.clip_by_global_norm(1.0).update(t, None),
-            "optax clip": lambda t: optax.clip_by_global_norm(1.0).update(t, optax.EmptyState()),
-            "gcx leaf clip": lambda t: gcx.clip_by_leaf_norm(1.0).update(t, None),
-        }
-        for name, function in choices.items():
-            jax.clear_caches()  # or the clip would find the norm already traced
-            start = time.perf_counter()
-            lowered = jax.jit(function).trace(tree).lower()
-            middle = time.perf_counter()
-            lowered.compile()
-            end = time.perf_counter()
-            rows.append(
-                {
-                    "what": f"{count} leaves: {name}",
-                    "trace s": round(middle - start, 2),
-                    "compile s": round(end - middle, 2),
-                }
-            )
+    for kind, shapes in kinds.items():
+        tree = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in shapes.items()}
+        for title, pair in _small_leaf_programs().items():
+            ours = None
+            for who, (tx, is_step) in pair.items():
+                trace, compile_ = _seconds(tx, is_step, tree)
+                ours = ours or trace + compile_
+                row = {"what": f"{kind}, {title}: {who}", "trace s": trace, "compile s": compile_}
+                rows.append({**row, "ratio to ours": round((trace + compile_) / ours, 2)})
     return rows
+
+
+def _small_leaf_programs() -> dict[str, dict[str, tuple[Any, bool]]]:
+    """Pairs of transformations, and whether their update is applied to the parameters."""
+    adamw = optax.adamw(1e-3)
+    ours_and_theirs = {
+        "clip": (gcx.clip_by_global_norm(1.0), optax.clip_by_global_norm(1.0), False),
+        "clip by leaf": (gcx.clip_by_leaf_norm(1.0), optax.clip_by_block_rms(1.0), False),
+        "agc": (gcx.adaptive_grad_clip(0.1), optax.adaptive_grad_clip(0.1), False),
+        "guarded AdamW": (gcx.skip_nonfinite(adamw), optax.apply_if_finite(adamw, 5), True),
+        "accumulation": (gcx.accumulate_gradients(adamw, 4), optax.MultiSteps(adamw, 4), True),
+    }
+    return {
+        title: {"gcx": (ours, is_step), "optax": (theirs, is_step)}
+        for title, (ours, theirs, is_step) in ours_and_theirs.items()
+    }
+
+
+def _seconds(tx: Any, is_step: bool, tree: Tree) -> tuple[float, float]:
+    """CPU time hardly depends on what else the machine does."""
+
+    def step(grads: Tree, state: Any, params: Tree) -> Any:
+        return gcx.apply_gradients(tx, grads, state, params)
+
+    function = jax.jit(step, donate_argnums=(1, 2)) if is_step else jax.jit(tx.update)
+    args = tree, jax.eval_shape(tx.init, tree), tree
+    jax.clear_caches()  # or one program would find parts of another already traced
+    start = time.process_time()
+    lowered = function.lower(*args)
+    middle = time.process_time()
+    lowered.compile()
+    return round(middle - start, 2), round(time.process_time() - middle, 2)
 
 
 def growth(bandwidth: float, scale: int) -> Rows:
