@@ -148,7 +148,7 @@ def _follow(
     if rule is None or not (rule.starts or any(map(is_lazy, operands))):
         return None
     found = rule.apply(eqn, *operands)
-    return [found] if is_lazy(found) else found
+    return [found] if isinstance(found, Lazy) else found
 
 
 # Loops
