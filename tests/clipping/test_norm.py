@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import compat
 import gradclip_jax as gcx
@@ -183,11 +184,21 @@ def test_true_norm_of_the_float16_example_is_right():
     assert worst(half) <= ULPS
 
 
-@pytest.mark.parametrize("axes", [(0,), (0, 1)])
-def test_both_ways_to_add_up_columns_give_the_same(axes):
-    terms = [trees.normal((40, 6, 5), scale=scale) for scale in (1.0, 1e-9, 1e9)]
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [((40, 6, 5), (0,)), ((40, 6, 5), (0, 1)), ((1024, 6), (0,))],  # the last one in two steps
+)
+def test_both_ways_to_add_up_columns_give_the_same(shape, axes):
+    terms = [trees.normal(shape, scale=scale) for scale in (1.0, 1e-9, 1e9)]
     one_by_one, at_once = _stack_of_sums(terms, axes), _sums_of_stack(terms, axes)
     chex.assert_trees_all_close(at_once, one_by_one, rtol=1e-5)
+
+
+def test_columns_added_up_in_two_steps_stay_on_their_devices():
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    x = jax.device_put(trees.normal((1024, 6)), NamedSharding(mesh, PartitionSpec("data")))
+    program = hlo.compiled(lambda x: _sums_of_stack([x, 2 * x], (0,)), x)
+    assert "all-reduce" in program and "all-gather" not in program
 
 
 def test_norm_of_constants_that_are_known_when_compiled_is_right():

@@ -13,9 +13,11 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._mesh import is_joinable
 from .._types import Array
 from .._xla import ROW
 from ._blocks import Block, elements_of_units, pool_sums
@@ -124,7 +126,26 @@ def _stack_of_sums(terms: Sequence[Array], axes: tuple[int, ...]) -> Array:
 
 
 def _sums_of_stack(terms: Sequence[Array], axes: tuple[int, ...]) -> Array:
-    return jnp.sum(jnp.stack(terms), tuple(axis + 1 for axis in axes))
+    """Sums of columns on a GPU: one read."""
+    stack, together = jnp.stack(terms), _rows_together(terms[0], axes)
+    if together:
+        parts = jnp.sum(stack.reshape(len(terms), -1, together, stack.shape[-1]), 2)
+        return jnp.sum(lax.optimization_barrier(parts), 1)
+    return jnp.sum(stack, tuple(axis + 1 for axis in axes))
+
+
+def _rows_together(x: Array, axes: tuple[int, ...]) -> int:
+    """How many rows of a matrix with few columns are added up before the rest; 0 for all.
+
+    Of less than 2,048 columns XLA may write the stack down as well, unless it is summed in two
+    steps (H100, [3072, 768]: 6 N in one, 1.01 N in two; in bfloat16 13 and 1.03). A group of rows
+    must lie on one device: a leaf may be sharded where its type does not show it.
+    """
+    if axes != (0,) or x.ndim != 2 or x.shape[1] >= 2048 or not is_joinable(x):
+        return 0
+    devices = jax.device_count()
+    rows = x.shape[0] // devices if x.shape[0] % devices == 0 else 0
+    return max((n for n in range(64, min(rows // 2, 512) + 1) if rows % n == 0), default=0)
 
 
 def _scaled_square(x: Array, scale: float) -> Array:
