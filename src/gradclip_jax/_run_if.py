@@ -39,7 +39,7 @@ def run_if(predicate: Array | bool, step: Step, carry: Tree, *, usually: bool = 
         return typed_step(carry) if bool(predicate) else carry
     # What the step closes over becomes an argument: a custom derivative needs to see it.
     pure_step, closed_over = jax.closure_convert(typed_step, carry)
-    pure_step = jax.jit(pure_step)
+    pure_step = jax.jit(pure_step)  # traced once for both ways to run it
     if is_unreduced((carry, closed_over)):
         # XLA (JAX 0.10.2) sums what is unreduced over devices before it enters a loop, and what
         # is added to it there once more.
@@ -101,7 +101,7 @@ def check_if(predicate: Array | bool, check: Callable[[], Scalar]) -> Scalar:
     """What a check finds; where the predicate does not hold, a CPU is spared it and gets True."""
     if not is_traced(predicate):
         return check() if bool(predicate) else jnp.array(True)
-    check = jax.jit(check)
+    check = jax.jit(check)  # traced once for both
     return lax.platform_dependent(
         predicate,
         cpu=lambda predicate: lax.cond(predicate, check, lambda: jnp.array(True)),

@@ -63,9 +63,8 @@ def rows_on_cpu(table: Array) -> list[Array]:
     twice = jnp.tile(padded.reshape(height, width, *rest), (2, 2, *(1 for _ in rest)))
 
     def places(row: int, column: int) -> tuple[list[Any], list[Any]]:
-        return [np.uint32(row + i) for i in range(height)], [
-            np.uint32(column + i) for i in range(width)
-        ]
+        down = [np.uint32(row + i) for i in range(height)]
+        return down, [np.uint32(column + i) for i in range(width)]
 
     is_one = table.reshape(-1)[0] == 1
     down, across = lax.cond(is_one, lambda: places(0, 0), lambda: places(height, width))

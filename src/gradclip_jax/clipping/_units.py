@@ -154,10 +154,9 @@ def take_units_on_cpu(vector: Array, wanted: Sequence[Sequence[int]]) -> list[Ar
     found: dict[tuple[int, ...], Array] = {}
     for length, alike in by_length.items():
         if is_much and length and len(alike) > 1:
-            index = np.asarray(list(alike))
-            found |= zip(
-                alike, rows_on_cpu(vector[index[:, 0] if length == 1 else index]), strict=True
-            )
+            index = np.asarray(list(alike), np.int32)
+            table = vector[index[:, 0] if length == 1 else index]
+            found |= zip(alike, rows_on_cpu(table), strict=True)
         else:
             found |= {units: _taken(vector, units) for units in alike}
     return [found[tuple(units)] for units in wanted]
