@@ -126,6 +126,12 @@ def test_small_leaves_are_summed_and_scaled_many_at_a_time(title, share):
 
 
 @on_h100
+def test_many_leaves_with_factors_of_their_own_are_scaled_many_at_a_time():
+    ours, theirs, _ = pair("clip by leaf norm", (300, (64,), "float32"))
+    assert ours.program.always.launches <= 0.1 * theirs.program.always.launches
+
+
+@on_h100
 @pytest.mark.parametrize(
     ("title", "emission", "scratch"),
     [
