@@ -138,7 +138,7 @@ def _torch_clip(tree: Tree) -> Callable[[], None]:
 
 def compile_times(leaves: int) -> Rows:
     """CPU seconds to trace and to compile programs for many small leaves."""
-    few = leaves // 5
+    few = leaves // 3
     kinds = {
         f"{leaves} x 64": {f"leaf{i}": (64,) for i in range(leaves)},
         f"{few} matrices of 16 shapes": trees.many_small(few),

@@ -73,7 +73,7 @@ def main() -> None:
                 for name in ("GPT-2 124M, float32", "ResNet-50", "2,000 small leaves")
             }
         ),
-        "Trace and compile": lambda: compile_times(1000 // scale),
+        "Trace and compile": lambda: compile_times(300 // scale),
         "Growth": lambda: growth(bandwidth, scale),
     }
     sections: dict[str, Rows] = {}
