@@ -1,10 +1,10 @@
 """Norms and clips, alone, beside those of other libraries, and in a step of an optimizer."""
 
 import importlib.util
-import time
 from collections.abc import Callable
 from typing import Any
 
+import _devices
 import _trees as trees
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,18 @@ import numpy as np
 import optax
 from _compare import REPETITIONS, Tree, compare, fast, start, train
 from _measure import Case, fresh, in_turn, interleaved, tree_bytes
+from _programs import PROGRAMS
 from _report import Rows
 
 import gradclip_jax as gcx
+
+COMPILED = (
+    "clip",
+    "clip by leaf norm",
+    "adaptive_grad_clip",
+    "skip_nonfinite(AdamW), apply_gradients",
+    "hold (and emission inside) of AdamW, apply_gradients",
+)
 
 
 def _zero() -> jax.Array:
@@ -146,46 +155,24 @@ def compile_times(leaves: int) -> Rows:
     rows: Rows = []
     for kind, shapes in kinds.items():
         tree = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in shapes.items()}
-        for title, pair in _small_leaf_programs().items():
-            ours = None
-            for who, (tx, is_step) in pair.items():
-                trace, compile_ = _seconds(tx, is_step, tree)
-                ours = ours or trace + compile_
-                row = {"what": f"{kind}, {title}: {who}", "trace s": trace, "compile s": compile_}
-                rows.append({**row, "ratio to ours": round((trace + compile_) / ours, 2)})
+        for title in COMPILED:
+            ours: float | None = None
+            for who, make in {"gcx": PROGRAMS[title].ours, "optax": PROGRAMS[title].theirs}.items():
+                assert make is not None
+                case = make()
+                args = _devices.placed(case.args(tree), _devices.one_device("cpu"))
+                found = _devices.compile_for("cpu", case.function, *args, donate=case.donate)
+                both = found.trace_seconds + found.compile_seconds
+                ours = ours or both
+                rows.append(
+                    {
+                        "what": f"{kind}, {title}: {who}",
+                        "trace s": round(found.trace_seconds, 2),
+                        "compile s": round(found.compile_seconds, 2),
+                        "ratio to ours": round(both / ours, 2),
+                    }
+                )
     return rows
-
-
-def _small_leaf_programs() -> dict[str, dict[str, tuple[Any, bool]]]:
-    """Pairs of transformations, and whether their update is applied to the parameters."""
-    adamw = optax.adamw(1e-3)
-    ours_and_theirs = {
-        "clip": (gcx.clip_by_global_norm(1.0), optax.clip_by_global_norm(1.0), False),
-        "clip by leaf": (gcx.clip_by_leaf_norm(1.0), optax.clip_by_block_rms(1.0), False),
-        "agc": (gcx.adaptive_grad_clip(0.1), optax.adaptive_grad_clip(0.1), False),
-        "guarded AdamW": (gcx.skip_nonfinite(adamw), optax.apply_if_finite(adamw, 5), True),
-        "accumulation": (gcx.accumulate_gradients(adamw, 4), optax.MultiSteps(adamw, 4), True),
-    }
-    return {
-        title: {"gcx": (ours, is_step), "optax": (theirs, is_step)}
-        for title, (ours, theirs, is_step) in ours_and_theirs.items()
-    }
-
-
-def _seconds(tx: Any, is_step: bool, tree: Tree) -> tuple[float, float]:
-    """CPU time hardly depends on what else the machine does."""
-
-    def step(grads: Tree, state: Any, params: Tree) -> Any:
-        return gcx.apply_gradients(tx, grads, state, params)
-
-    function = jax.jit(step, donate_argnums=(1, 2)) if is_step else jax.jit(tx.update)
-    args = tree, jax.eval_shape(tx.init, tree), tree
-    jax.clear_caches()  # or one program would find parts of another already traced
-    start = time.process_time()
-    lowered = function.lower(*args)
-    middle = time.process_time()
-    lowered.compile()
-    return round(middle - start, 2), round(time.process_time() - middle, 2)
 
 
 def growth(bandwidth: float, scale: int) -> Rows:

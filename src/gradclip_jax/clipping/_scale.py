@@ -6,7 +6,6 @@ smaller than the smallest normal number, and `x / norm * threshold` is compiled 
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -16,8 +15,8 @@ from jax import lax
 
 from .._checks import check_callable, check_choice, is_float0
 from .._types import Array
-from .._xla import READ_TOGETHER, copies_for_fusion, fusion_barrier
-from ._units import Units, spread_over_leaves, take_units_on_cpu, unit_shape
+from .._xla import copies_for_fusion, fusion_barrier
+from ._units import Units, spread_over_leaves, take_units_on_accelerators, take_units_on_cpu
 
 Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Array]
 """What happens to a unit: a name, or `(norm, threshold) -> factor`, elementwise, in [0, 1]."""
@@ -103,26 +102,9 @@ def _scale_on_accelerators(
     if units.size == 1 and None not in units.axes:
         of_leaves = copies_for_fusion(roots[0], len(leaves))
     else:
-        of_leaves = _read_in_parts(roots, units, leaves)
+        of_leaves = spread_over_leaves(roots, units, leaves, take_units_on_accelerators)
     pairs = zip(leaves, of_leaves, strict=True)
     return [scale_leaf(x, root, keeps=False, drops=drops) for x, root in pairs]
-
-
-def _read_in_parts(roots: Array, units: Units, leaves: list[Array]) -> list[Array]:
-    """The roots of each leaf, read from a vector that it shares with few others."""
-    of_leaves: list[Array] = []
-    ends = [
-        first if axes is None else first + math.prod(unit_shape(x, axes))
-        for x, first, axes in zip(leaves, units.first, units.axes, strict=True)
-    ]
-    for start in range(0, len(leaves), READ_TOGETHER):
-        part = slice(start, start + READ_TOGETHER)
-        low, high = min(units.first[part]), max(ends[part])
-        vector = lax.optimization_barrier(lax.slice(roots, (low,), (high,)))
-        first = tuple(i - low for i in units.first[part])
-        of_part = units._replace(axes=units.axes[part], first=first, size=high - low)
-        of_leaves += spread_over_leaves(vector, of_part, leaves[part])
-    return of_leaves
 
 
 @functools.partial(jax.jit, static_argnames=("keeps", "drops"))

@@ -17,7 +17,7 @@ from jax import lax
 from .._checks import error_message, is_float0
 from .._mesh import constrain_replicated, replica_count, shard_axes, varying_axes
 from .._types import Array, AxisName, Tree
-from .._xla import rows_on_cpu
+from .._xla import READ_TOGETHER, rows_on_cpu
 
 
 class Units(NamedTuple):
@@ -160,6 +160,18 @@ def take_units_on_cpu(vector: Array, wanted: Sequence[Sequence[int]]) -> list[Ar
         else:
             found |= {units: _taken(vector, units) for units in alike}
     return [found[tuple(units)] for units in wanted]
+
+
+def take_units_on_accelerators(vector: Array, wanted: Sequence[Sequence[int]]) -> list[Array]:
+    """As `take_units`, few at a time from a vector of their own."""
+    taken: list[Array] = []
+    for start in range(0, len(wanted), READ_TOGETHER):
+        part = wanted[start : start + READ_TOGETHER]
+        low = min((units[0] for units in part if units), default=0)
+        high = max((units[-1] + 1 for units in part if units), default=0)
+        own = lax.optimization_barrier(lax.slice(vector, (low,), (high,)))
+        taken += take_units(own, [[unit - low for unit in units] for units in part])
+    return taken
 
 
 def _taken(vector: Array, units: Sequence[int]) -> Array:
