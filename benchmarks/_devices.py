@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import _hlo
 import jax
@@ -49,8 +50,8 @@ def available() -> str | None:
     return found[0] if found else None
 
 
-def devices(platform: str, topology: str = "v5e:4x4") -> list[Any]:
-    """Devices of this CPU, of an H100, or of a TPU topology such as `v5e:16x16` or `v5p:4x4x4`."""
+def devices(platform: str, topology: str | None = None) -> list[Any]:
+    """Devices of this CPU, of H100s (`1x8x1` are eight), or of TPUs (`v5e:16x16`, `v5p:4x4x4`)."""
     jax.config.update("jax_platforms", "cpu")
     if platform == "cpu":
         return jax.devices("cpu")
@@ -59,11 +60,11 @@ def devices(platform: str, topology: str = "v5e:4x4") -> list[Any]:
             topology_name="h100",
             platform="cuda",
             target_config=_H100.read_text(),
-            topology="1x1x1",
+            topology=topology or "1x1x1",
         )
     else:
         os.environ.update(_TPU_ENVIRONMENT)
-        made = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+        made = topologies.get_topology_desc(platform="tpu", topology_name=topology or "v5e:4x4")
     return list(made.devices)
 
 
@@ -92,9 +93,12 @@ def compile_for(
     """Compiles a function of shapes that are placed on devices which are not there."""
     jax.clear_caches()  # or the second of two programs would find its parts traced
     options = {} if out_shardings is None else {"out_shardings": out_shardings}
+    there = list(set[Any]().union(*(x.sharding.device_set for x in jax.tree.leaves(args))))
     start = _cpu_seconds()
-    traced = jax.jit(function, donate_argnums=donate, **options).trace(*args)
-    lowered = traced.lower(lowering_platforms=(platform,))
+    # The library asks how many devices there are, and of which kind.
+    with mock.patch.object(jax, "devices", lambda: there):
+        traced = jax.jit(function, donate_argnums=donate, **options).trace(*args)
+        lowered = traced.lower(lowering_platforms=(platform,))
     middle = _cpu_seconds()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is donated and cannot be used

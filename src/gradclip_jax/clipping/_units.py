@@ -188,9 +188,15 @@ def _taken(vector: Array, units: Sequence[int]) -> Array:
 def entries(vector: Array) -> list[Array]:
     """The entries of a vector as scalars."""
     wanted = [(unit,) for unit in range(vector.size)]
-    return lax.platform_dependent(
-        vector, cpu=functools.partial(take_units_on_cpu, wanted=wanted), default=list
-    )
+
+    def on_accelerators(vector: Array) -> list[Array]:
+        # XLA on a GPU merges kernels that multiply, not those that only read an entry: 33 in
+        # place of 229 for the norms of 200 leaves on an H100.
+        one = lax.optimization_barrier(jnp.ones((), vector.dtype))
+        return [x * one for x in take_units_on_accelerators(vector, wanted)]
+
+    on_cpu = functools.partial(take_units_on_cpu, wanted=wanted)
+    return lax.platform_dependent(vector, cpu=on_cpu, default=on_accelerators)
 
 
 def spread_over_leaves(
