@@ -53,8 +53,8 @@ def pack(
 
     Small leaves of one unit are put end to end, small leaves with rows of one length under one
     another. No shard is moved to another device for it. `values_of` may add axes at the end.
-    With `flatten` large leaves have at most two axes as well: on a CPU their sums are then more
-    exact, and up to ten times faster; on a TPU it would be a copy.
+    With `flatten` large leaves have at most two axes as well, one row has one: on a CPU their sums
+    are then more exact, and up to ten times faster; on a TPU it would be a copy.
     """
     blocks = list(_by_leaf(leaves, units, axis_name, values_of, flatten))
     blocks = [_end_to_end(group) for group in _grouped(blocks, _shared_unit, joined)]
@@ -154,6 +154,9 @@ def _with_two_axes(
 ) -> tuple[Array, tuple[int, ...]]:
     """The same rows with the axes of a kind joined, where that moves nothing or little."""
     kept = tuple(axis for axis in range(values.ndim) if axis not in axes)
+    if not kept and not rows_first:
+        # As [1, n] the sum of a bfloat16 leaf takes 15 times as long on a CPU (JAX 0.10.2).
+        return values.reshape(-1), (0,)
     if rows_first or kept == tuple(range(len(kept))):
         return values.transpose(*kept, *axes).reshape(rows, -1), (1,)
     if axes == tuple(range(len(axes))):
