@@ -40,8 +40,8 @@ def replica_count(axes: frozenset[str], everywhere: frozenset[str]) -> int:
 def is_joinable(x: Any) -> bool:
     """Whether a leaf can be copied into a longer vector without moving it between devices."""
     mesh = jax.typeof(x).sharding.mesh
-    is_whole = mesh.empty or mesh.size == 1
-    return is_whole or all(kind == AxisType.Manual for kind in mesh.axis_types)
+    is_of_one = mesh.empty or mesh.size == 1
+    return is_of_one or all(kind == AxisType.Manual for kind in mesh.axis_types)
 
 
 def is_whole(x: Any) -> bool:
