@@ -1,8 +1,6 @@
 """What the tests of guards share: guards, rules, and small runs."""
 
-import contextlib
 import functools
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -132,17 +130,3 @@ def on_shards(tx, check_vma=True):
         return params, mine + state.skipped_nonfinite, mine + state.consecutive_skips
 
     return jax.jit(step)
-
-
-@contextlib.contextmanager
-def on_an_accelerator():
-    """Traces what a GPU or a TPU would run, so that a CPU runs it."""
-
-    def choose(*args, default, **others):
-        return default(*args)
-
-    # What was traced before is not to be found inside, nor what was traced inside afterwards.
-    jax.clear_caches()
-    with mock.patch.object(jax.lax, "platform_dependent", choose):
-        yield
-    jax.clear_caches()

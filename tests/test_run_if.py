@@ -14,7 +14,7 @@ import gradclip_jax as gcx
 import hlo
 import trees
 from gradclip_jax._run_if import run_if
-from guard_cases import on_an_accelerator
+from other_devices import on_an_accelerator
 
 X, Y = jnp.array([1.0, -2.0, 3.0]), jnp.float32(0.5)
 TAKEN = pytest.mark.parametrize("taken", [True, False])

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import gradclip_jax as gcx
 from compat import VERSION, strict, x64
 from gradclip_jax.guarding._detect import all_finite, has_finite_squares, is_finite_step
-from guard_cases import on_an_accelerator
+from other_devices import on_an_accelerator
 from trees import build
 
 LOW = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]

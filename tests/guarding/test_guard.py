@@ -20,13 +20,13 @@ from guard_cases import (
     dtypes,
     each_guard,
     feed,
-    on_an_accelerator,
     on_shards,
     params_and_grads,
     spoiled,
     spoiled_all,
     train,
 )
+from other_devices import on_an_accelerator
 
 
 @each_guard
