@@ -1,4 +1,4 @@
-"""A GPT of 1B parameters on many TPU chips: ours beside Optax's, sharded in three ways."""
+"""A GPT of 1B parameters on many chips: ours beside Optax's, sharded in three ways."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -21,8 +21,11 @@ TITLES = (
     "skip_nonfinite(clip + AdamW), apply_gradients",
     "skip_nonfinite(accumulation), apply_gradients",
 )
-# Topology, chips, and how they are split over data and model where both are used.
-CHIPS = {"v5e:4x4": (4, 4), "v5e:16x16": (16, 16), "v5p:4x4x4": (16, 4)}
+# Topologies, and how their chips are split over data and model where both are used.
+CHIPS = {
+    "tpu": {"v5e:4x4": (4, 4), "v5e:16x16": (16, 16), "v5p:4x4x4": (16, 4)},
+    "cuda": {"1x8x1": (4, 2)},
+}
 IN_BY_OUT = ("qkv", "up")  # tensor parallel by columns; the others by rows
 
 
@@ -49,10 +52,10 @@ def spec_of(name: str, ways: tuple[str | None, str | None]) -> P:
     return P(None, data, model) if name in IN_BY_OUT else P(None, model, data)
 
 
-def meshes(topology: str) -> dict[str, tuple[Mesh, tuple[str | None, str | None]]]:
+def meshes(platform: str, topology: str) -> dict[str, tuple[Mesh, tuple[str | None, str | None]]]:
     """The three ways to shard."""
-    chips = np.array(_devices.devices("tpu", topology))
-    both = chips.reshape(CHIPS[topology])
+    chips = np.array(_devices.devices(platform, topology))
+    both = chips.reshape(CHIPS[platform][topology])
     return {
         "FSDP": (Mesh(chips, ("data",)), ("data", None)),
         "tensor parallel": (Mesh(chips, ("model",)), (None, "model")),
@@ -61,13 +64,13 @@ def meshes(topology: str) -> dict[str, tuple[Mesh, tuple[str | None, str | None]
 
 
 def cases(
-    quick: bool, wanted: Callable[[str], bool]
+    platform: str, quick: bool, wanted: Callable[[str], bool]
 ) -> Iterator[tuple[tuple[str, str], tuple[_devices.Compiled, int]]]:
     """Section and title of each row, its program, and the bytes of the parameters on a chip."""
     shapes = gpt(2, 512, 5120) if quick else gpt()
     tree = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
-    for topology in list(CHIPS)[: 1 if quick else None]:
-        for way, (mesh, axes) in meshes(topology).items():
+    for topology in list(CHIPS[platform])[: 1 if quick else None]:
+        for way, (mesh, axes) in meshes(platform, topology).items():
             section = f"GPT 1.1B, {topology}, {way}"
             shardings = {name: NamedSharding(mesh, spec_of(name, axes)) for name in tree}
             size = sum(_on_a_chip(x, shardings[name]) for name, x in tree.items())
@@ -76,7 +79,7 @@ def cases(
                     pair = PROGRAMS[title]
                     for who, make in {"gcx": pair.ours, "optax": pair.theirs}.items():
                         if make is not None:
-                            compiled = _compiled(make(), tree, shardings, mesh)
+                            compiled = _compiled(platform, make(), tree, shardings, mesh)
                             yield (section, f"{title}: {who}"), (compiled, size)
 
 
@@ -84,7 +87,9 @@ def _on_a_chip(x: Any, sharding: NamedSharding) -> int:
     return math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
-def _compiled(case: Case, tree: Tree, shardings: dict[str, Any], mesh: Mesh) -> _devices.Compiled:
+def _compiled(
+    platform: str, case: Case, tree: Tree, shardings: dict[str, Any], mesh: Mesh
+) -> _devices.Compiled:
     def place(path: Any, x: Any) -> NamedSharding:
         name = getattr(path[-1], "key", None)
         shaped = name in tree and tree[name].shape == x.shape
@@ -94,5 +99,5 @@ def _compiled(case: Case, tree: Tree, shardings: dict[str, Any], mesh: Mesh) -> 
     placed = _devices.placed(args, jax.tree_util.tree_map_with_path(place, args))
     out = jax.tree_util.tree_map_with_path(place, jax.eval_shape(case.function, *args))
     return _devices.compile_for(
-        "tpu", case.function, *placed, donate=case.donate, out_shardings=out
+        platform, case.function, *placed, donate=case.donate, out_shardings=out
     )

@@ -100,10 +100,10 @@ def _row(platform: str, make: Callable[[], Case], tree: Tree, sharding: Any) -> 
 
 
 def on_many_chips(
-    quick: bool, wanted: Callable[[str], bool]
+    platform: str, quick: bool, wanted: Callable[[str], bool]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The sharded section, TPU only: scratch of a chip, and collectives."""
-    for title, row in _sharded.cases(quick, wanted):
+    """The sharded section: scratch of a chip, and collectives."""
+    for title, row in _sharded.cases(platform, quick, wanted):
         compiled, size = row
         scratch = {"scratch/N": round(compiled.scratch / size, 2)}
         always, inside = compiled.program.always, compiled.program.inside
@@ -143,8 +143,8 @@ def main() -> None:
     def rows() -> Iterator[tuple[str, dict[str, Any]]]:
         if options.sharded != "alone":
             yield from on_one_device(platform, models(options.quick), wanted)
-        if platform == "tpu" and options.sharded != "without":
-            yield from on_many_chips(options.quick, wanted)
+        if options.sharded != "without":
+            yield from on_many_chips(platform, options.quick, wanted)
 
     sections: dict[str, _report.Rows] = {}
     for section, row in rows():
