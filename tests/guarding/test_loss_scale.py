@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import gradclip_jax as gcx
-from guard_cases import dtypes, on_an_accelerator, params_and_grads
+from guard_cases import dtypes, params_and_grads
+from other_devices import on_an_accelerator
 
 
 def scale_of(state):
