@@ -53,35 +53,35 @@ def norms_on_cpu(blocks: Sequence[Block], units: Units, dtype: Any) -> Array:
 
     def sums_of(values: Sequence[Array]) -> list[Array]:
         pairs = zip(values, blocks, strict=True)
-        return [jnp.sum(x * x, block.axes).reshape(-1) for x, block in pairs]
+        return [jnp.sum(x * x, block.axes) for x, block in pairs]
+
+    def totals_of(sums: Sequence[Array]) -> Array:
+        return pool_sums([x.reshape(-1) for x in sums], blocks, units, dtype)
 
     sums = sums_of([block.values.astype(dtype) for block in blocks])
-    totals = pool_sums(sums, blocks, units, dtype)
+    totals = totals_of(sums)
     is_large, is_small = _is_out_of_range(totals, elements_of_units(blocks, units))
 
     def read_again() -> Array:
         scales = _scales_where(is_large, is_small, dtype)
         of_blocks = take_units_on_cpu(scales, [block.units for block in blocks])
-        scaled = [
-            _scaled(
-                block.values.astype(dtype),
-                block.per_row(_not_shared(of_rows, own_sums)),
-                block.per_row(_not_shared(0, own_sums)),
-            )
-            for block, of_rows, own_sums in zip(blocks, of_blocks, sums, strict=True)
-        ]
-        return jnp.sqrt(pool_sums(sums_of(scaled), blocks, units, dtype)) / scales
+        scaled: list[Array] = []
+        for block, of_rows, own_sums in zip(blocks, of_blocks, sums, strict=True):
+            own = jnp.expand_dims(own_sums, block.axes)
+            scale, zero = _not_shared(block.per_row(of_rows), own), _not_shared(0, own)
+            scaled.append(_scaled(block.values.astype(dtype), scale, zero))
+        return jnp.sqrt(totals_of(sums_of(scaled))) / scales
 
     return lax.cond(jnp.any(is_large | is_small), read_again, lambda: jnp.sqrt(totals))
 
 
-def _not_shared(of_rows: Any, own_sums: Array) -> Array:
-    """The same numbers for the rows of one block, though XLA cannot know it.
+def _not_shared(numbers: Any, own_sums: Array) -> Array:
+    """The same numbers, one for each row of a block, though XLA cannot know it.
 
     What is spread over two blocks alike XLA on a CPU writes down, in the size of a block: 0.25 N of
     scratch for eight equal leaves. No sum of squares is below 0.
     """
-    return jnp.where(own_sums < 0, 1, of_rows).astype(own_sums.dtype)
+    return jnp.where(own_sums < 0, 1, numbers).astype(own_sums.dtype)
 
 
 def _scales(dtype: Any) -> tuple[float, float]:
