@@ -4,7 +4,6 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-import _devices
 import _trees as trees
 import jax
 import jax.numpy as jnp
@@ -157,11 +156,8 @@ def compile_times(leaves: int) -> Rows:
         tree = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in shapes.items()}
         for title in COMPILED:
             ours: float | None = None
-            for who, make in {"gcx": PROGRAMS[title].ours, "optax": PROGRAMS[title].theirs}.items():
-                assert make is not None
-                case = make()
-                args = _devices.placed(case.args(tree), _devices.one_device("cpu"))
-                found = _devices.compile_for("cpu", case.function, *args, donate=case.donate)
+            for who, make in PROGRAMS[title].makers().items():
+                found = make().compile_for("cpu", tree)
                 both = found.trace_seconds + found.compile_seconds
                 ours = ours or both
                 rows.append(

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import _devices
 import _report
 import jax
 import jax.numpy as jnp
@@ -164,16 +163,13 @@ DEVICES = {"cpu": "CPU", "cuda": "H100", "tpu": "TPU v5e"}
 
 def cells(platform: str, tree: Tree, wanted: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
     """Each feature, with what a step moves, its scratch, loops and branches."""
-    sharding = _devices.one_device(platform)
     for name, feature in COSTS.items():
         if not wanted(f"costs: {name}"):
             continue
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(feature.unit(tree)))
         found: list[tuple[Any, ...]] = []
         for make in (feature.without, feature.with_it):
-            case = make()
-            args = _devices.placed(case.args(tree), sharding)
-            compiled = _devices.compile_for(platform, case.function, *args, donate=case.donate)
+            compiled = make().compile_for(platform, tree)
             program = compiled.program
             # Each loop is counted once, a branch not at all: those of ours are seldom taken.
             moved = program.always.moved + program.inside.moved - program.in_branches

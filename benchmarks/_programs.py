@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import _devices
 import jax
 import jax.numpy as jnp
 import optax
@@ -22,6 +23,11 @@ class Case:
     args: Callable[[Tree], tuple[Any, ...]]
     donate: tuple[int, ...] = ()
 
+    def compile_for(self, platform: str, tree: Tree) -> _devices.Compiled:
+        """The program for one device."""
+        args = _devices.placed(self.args(tree), _devices.one_device(platform))
+        return _devices.compile_for(platform, self.function, *args, donate=self.donate)
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -29,6 +35,11 @@ class Pair:
 
     ours: Callable[[], Case]
     theirs: Callable[[], Case] | None = None
+
+    def makers(self) -> dict[str, Callable[[], Case]]:
+        """By whose it is; without Optax's where it has none."""
+        ours = {"gcx": self.ours}
+        return ours if self.theirs is None else ours | {"optax": self.theirs}
 
 
 def _of_tree(function: Callable[[Tree], Any]) -> Case:

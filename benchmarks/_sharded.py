@@ -76,11 +76,9 @@ def cases(
             size = sum(_on_a_chip(x, shardings[name]) for name, x in tree.items())
             for title in TITLES:
                 if wanted(f"{section}: {title}"):
-                    pair = PROGRAMS[title]
-                    for who, make in {"gcx": pair.ours, "optax": pair.theirs}.items():
-                        if make is not None:
-                            compiled = _compiled(platform, make(), tree, shardings, mesh)
-                            yield (section, f"{title}: {who}"), (compiled, size)
+                    for who, make in PROGRAMS[title].makers().items():
+                        compiled = _compiled(platform, make(), tree, shardings, mesh)
+                        yield (section, f"{title}: {who}"), (compiled, size)
 
 
 def _on_a_chip(x: Any, sharding: NamedSharding) -> int:

@@ -19,7 +19,7 @@ import _trees as trees
 import jax
 import jax.numpy as jnp
 from _hlo import describe_collectives
-from _programs import PROGRAMS, Case
+from _programs import PROGRAMS
 
 Tree = Any
 NAMES = {"cuda": "NVIDIA H100 (compiled only)", "tpu": "TPU v5e (compiled only)"}
@@ -82,21 +82,13 @@ def on_one_device(
     platform: str, models: dict[str, Tree], wanted: Callable[[str], bool]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The section and the row of each tree and program."""
-    sharding = _devices.one_device(platform)
     for model, tree in models.items():
         for title, pair in PROGRAMS.items():
             if not wanted(f"{model}: {title}"):
                 continue
-            for who, make in {"gcx": pair.ours, "optax": pair.theirs}.items():
-                if make is not None:
-                    yield model, {"what": f"{title}: {who}", **_row(platform, make, tree, sharding)}
-
-
-def _row(platform: str, make: Callable[[], Case], tree: Tree, sharding: Any) -> dict[str, Any]:
-    case = make()
-    args = _devices.placed(case.args(tree), sharding)
-    compiled = _devices.compile_for(platform, case.function, *args, donate=case.donate)
-    return facts(compiled, size_of(tree))
+            for who, make in pair.makers().items():
+                compiled = make().compile_for(platform, tree)
+                yield model, {"what": f"{title}: {who}", **facts(compiled, size_of(tree))}
 
 
 def on_many_chips(
