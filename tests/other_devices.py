@@ -8,35 +8,24 @@ import jax
 
 
 @contextlib.contextmanager
-def on_an_accelerator():
-    """Traces what neither a CPU nor a GPU of NVIDIA has of its own."""
+def on_an_accelerator(platform=None):
+    """Traces what an accelerator would run, with what is for one platform alone if it is named."""
 
     def choose(*args, default, **others):
-        return default(*args)
+        return others.get(platform, default)(*args)
 
-    with _traced_anew(), mock.patch.object(jax.lax, "platform_dependent", choose):
-        yield
+    # What was traced before is not to be found inside, nor what was traced inside afterwards.
+    jax.clear_caches()
+    try:
+        with mock.patch.object(jax.lax, "platform_dependent", choose):
+            yield
+    finally:
+        jax.clear_caches()
 
 
 @contextlib.contextmanager
 def on_one_gpu():
     """Traces what the only GPU of a machine would run."""
-
-    def choose(*args, default, **others):
-        return others.get("cuda", default)(*args)
-
     alone = [SimpleNamespace(platform="gpu")]
-    with (
-        _traced_anew(),
-        mock.patch.object(jax.lax, "platform_dependent", choose),
-        mock.patch.object(jax, "devices", lambda: alone),
-    ):
+    with on_an_accelerator("cuda"), mock.patch.object(jax, "devices", lambda: alone):
         yield
-
-
-@contextlib.contextmanager
-def _traced_anew():
-    """What was traced before is not found inside, nor what was traced inside afterwards."""
-    jax.clear_caches()
-    yield
-    jax.clear_caches()

@@ -39,15 +39,15 @@ def replica_count(axes: frozenset[str], everywhere: frozenset[str]) -> int:
 
 def is_joinable(x: Any) -> bool:
     """Whether a leaf can be copied into a longer vector without moving it between devices."""
+    return jax.typeof(x).sharding.mesh.empty or device_count(x) == 1
+
+
+def device_count(x: Any) -> int:
+    """Over how many devices an array may be sharded: all there are, where its type is silent."""
     mesh = jax.typeof(x).sharding.mesh
-    is_of_one = mesh.empty or mesh.size == 1
-    return is_of_one or all(kind == AxisType.Manual for kind in mesh.axis_types)
-
-
-def is_whole(x: Any) -> bool:
-    """Whether an array lies whole on one device: its type says so, or there is no other device."""
-    is_silent = jax.typeof(x).sharding.mesh.empty
-    return is_joinable(x) and (not is_silent or len(jax.devices()) == 1)
+    if mesh.empty:
+        return len(jax.devices())
+    return 1 if all(kind == AxisType.Manual for kind in mesh.axis_types) else mesh.size
 
 
 def reshard_replicated(x: Array) -> Array:

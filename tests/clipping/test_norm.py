@@ -1,6 +1,7 @@
 """`global_norm` and `leaf_norms`: right for every dtype, magnitude, order and tree."""
 
 import math
+import os
 
 import chex
 import jax
@@ -16,7 +17,7 @@ import gradclip_jax as gcx
 import hlo
 import oracles
 import trees
-from gradclip_jax._mesh import is_whole
+from gradclip_jax._mesh import device_count
 from gradclip_jax.clipping._norm import unit_norms
 from gradclip_jax.clipping._squares import _sums, _sums_of_stack, _variadic_sum
 
@@ -171,8 +172,9 @@ RANGE = {
 def test_norm_is_right_over_the_whole_range(values, ord):
     if values.size < 8:  # one shape, to compile once
         values = np.concatenate([values, np.zeros(8 - values.size, values.dtype)])
-    # Compiled cheaply JAX 0.7 splits a sum of thousands of terms less; as users do, 0.4 ulp.
-    limit = ULPS if compat.VERSION >= (0, 10) else 2 * ULPS
+    # Compiled cheaply JAX 0.7 splits a sum of thousands of terms less: 8.4 ulp, as users do 0.4.
+    is_cut_short = compat.VERSION < (0, 10) and values.size > 1_000
+    limit = 2 * ULPS if is_cut_short and not os.environ.get("FULL_COMPILE") else ULPS
     assert worst({"a": values, "b": np.zeros((3, 2), np.float32)}, ord) <= limit
 
 
@@ -193,10 +195,11 @@ def test_true_norm_of_the_float16_example_is_right():
     [((40, 6, 5), (0,)), ((40, 6, 5), (0, 1)), ((1024, 6), (0,))],  # the last one in two steps
 )
 def test_all_ways_to_add_up_columns_give_the_same(shape, axes):
-    terms = [abs(trees.normal(shape, scale=scale)) for scale in (1.0, 1e-9, 1e9)]
-    one_by_one = _sums(terms, axes)
-    chex.assert_trees_all_close(list(_sums_of_stack(terms, axes)), one_by_one, rtol=1e-5)
-    chex.assert_trees_all_close(list(_variadic_sum(terms, axes)), one_by_one, rtol=1e-5)
+    terms = [trees.normal(shape, scale=scale) for scale in (1.0, 1e-9, 1e9)]
+    chex.assert_trees_all_close(list(_sums_of_stack(terms, axes)), _sums(terms, axes), rtol=1e-5)
+    squares = [jnp.square(x) for x in terms]  # of signed terms the rest of a sum may be small
+    together = list(_variadic_sum(squares, axes))
+    chex.assert_trees_all_close(together, _sums(squares, axes), rtol=1e-5)
 
 
 def test_columns_added_up_in_two_steps_stay_on_their_devices():
@@ -206,20 +209,18 @@ def test_columns_added_up_in_two_steps_stay_on_their_devices():
     assert "all-reduce" in program and "all-gather" not in program
 
 
-def test_array_is_whole_unless_another_device_may_hold_a_part(monkeypatch):
+def test_devices_of_an_array_are_those_of_its_type_or_all_there_are(monkeypatch):
     mesh = Mesh(np.array(jax.devices()), ("data",))
-    x, verdicts = jnp.ones(8), []
-    jax.jit(lambda x: verdicts.append(is_whole(x)))(jax.device_put(x, NamedSharding(mesh, P())))
-    jax.jit(
-        jax.shard_map(
-            lambda x: verdicts.append(is_whole(x)), mesh=mesh, in_specs=P("data"), out_specs=P()
-        )
-    )(x)
-    monkeypatch.setattr(jax, "devices", lambda: ["a device"] * 8)
-    verdicts.append(is_whole(x))
-    monkeypatch.setattr(jax, "devices", lambda: ["a device"])
-    verdicts.append(is_whole(x))
-    assert verdicts == [mesh.size == 1, True, False, True]
+    x, counts = jnp.ones(8), []
+
+    def count(x):
+        counts.append(device_count(x))
+
+    jax.jit(count)(jax.device_put(x, NamedSharding(mesh, P())))
+    jax.jit(jax.shard_map(count, mesh=mesh, in_specs=P("data"), out_specs=P()))(x)
+    monkeypatch.setattr(jax, "devices", lambda: ["a device"] * 3)
+    jax.eval_shape(count, x)
+    assert counts == [mesh.size, 1, 3]
 
 
 def test_norm_of_constants_that_are_known_when_compiled_is_right():

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._mesh import is_joinable, is_whole
+from .._mesh import device_count, is_joinable
 from .._types import Array
 from .._xla import ROW
 from ._blocks import Block, elements_of_units, pool_sums
@@ -136,7 +136,7 @@ def _is_whole_on_gpu(x: Array) -> bool:
     On an H100 it ends in one kernel in place of three, on a TPU it changes nothing. Of a sharded
     leaf XLA gathers the sums of all devices for it, in place of an all-reduce (JAX 0.10.2).
     """
-    return is_whole(x) and jax.devices()[0].platform == "gpu"
+    return device_count(x) == 1 and jax.devices()[0].platform == "gpu"
 
 
 def _sums(terms: Sequence[Array], axes: tuple[int, ...]) -> list[Array]:
@@ -162,7 +162,7 @@ def _rows_together(x: Array, axes: tuple[int, ...]) -> int:
     """
     if axes != (0,) or x.ndim != 2 or x.shape[1] >= 2048 or not is_joinable(x):
         return 0
-    devices = 1 if is_whole(x) else len(jax.devices())
+    devices = device_count(x)
     rows = x.shape[0] // devices if x.shape[0] % devices == 0 else 0
     return max((n for n in range(64, min(rows // 2, 512) + 1) if rows % n == 0), default=0)
 

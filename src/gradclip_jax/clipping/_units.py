@@ -163,7 +163,7 @@ def take_units_on_cpu(vector: Array, wanted: Sequence[Sequence[int]]) -> list[Ar
 
 
 def take_units_on_accelerators(vector: Array, wanted: Sequence[Sequence[int]]) -> list[Array]:
-    """As `take_units`, few at a time from a vector of their own."""
+    """As `take_units`, few at a time from a vector of their own; units in ascending order."""
     taken: list[Array] = []
     for start in range(0, len(wanted), READ_TOGETHER):
         part = wanted[start : start + READ_TOGETHER]
