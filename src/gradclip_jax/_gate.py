@@ -4,7 +4,6 @@ Accumulations and guards are built from a `Gate`; `apply_gradients` looks behind
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,9 +13,27 @@ import optax
 
 from ._checks import check_transformation, is_float0
 from ._mesh import zeros_of_type
-from ._run_if import check_if, like_dtypes, run_if
+from ._run_if import like_dtypes, run_if, run_if_good
 from ._states import plain_arrays, with_structure_of
-from ._types import Array, Tree
+from ._types import Array, Scalar, Tree
+
+
+class ComputedStep(NamedTuple):
+    """A step of the inner transformation that is not yet taken.
+
+    Attributes:
+        accumulator: what the gradients were read from.
+        grads: the gradients.
+        inner_state: its state before.
+        updates: its update.
+        next_inner_state: its state after.
+    """
+
+    accumulator: Tree
+    grads: Tree
+    inner_state: Any
+    updates: Tree
+    next_inner_state: Any
 
 
 class Gate(NamedTuple):
@@ -31,8 +48,8 @@ class Gate(NamedTuple):
         extra_args: its extra arguments.
         next_state: `(inner_state, accumulator, stepped)` after the step to the next state of the
             whole; `stepped`, bool[], is whether the inner transformation took its step.
-        check: `(accumulator, inner_state, params)` to whether the step may be taken, bool[];
-            None where there is nothing to check.
+        check: from the computed step to whether it may be taken, bool[]; None where there is
+            nothing to check.
         usually_open: whether the gate is open but for accidents.
     """
 
@@ -42,7 +59,7 @@ class Gate(NamedTuple):
     inner_state: Any
     extra_args: dict[str, Any]
     next_state: Callable[[Any, Tree, Array | bool], Any]
-    check: Any = None
+    check: Callable[[ComputedStep], Scalar] | None = None
     usually_open: bool = False
 
 
@@ -82,37 +99,40 @@ class GatedUpdate:
         # Their type is that of the update, which may be sharded otherwise, or vary less.
         zeros = jax.tree.map(zeros_of_type, jax.eval_shape(plain_step)[0])
 
-        def take(grads: Tree, inner_state: Any, output: Tree) -> tuple[Tree, Any]:
-            return inner_update(grads, inner_state)
+        def take(grads: Tree, inner_state: Any, output: Tree) -> tuple[Tree, Any, Tree]:
+            updates, next_state = inner_update(grads, inner_state)
+            return updates, next_state, updates
 
-        return _pass_gate(now, take, zeros, lambda output: params)
+        return _pass_gate(now, take, zeros)
 
 
 def _pass_gate(
-    now: Gate,
-    take: Callable[[Tree, Any, Tree], tuple[Tree, Any]],
-    output: Tree,
-    params_of: Callable[[Tree], Tree],
+    now: Gate, take: Callable[[Tree, Any, Tree], tuple[Tree, Any, Tree]], output: Tree
 ) -> tuple[Tree, Any]:
     """The output and the next state: after the step, if the gate is open and the check passes.
 
+    `take` makes of gradients, inner state and output the next output, state, and the updates.
     The check of a gate that is seldom open runs inside the loop, so that there is one loop.
     """
 
-    def step(carry: Tree) -> Tree:
+    def step(carry: Tree) -> tuple[Tree, Tree]:
         output, inner_state, accumulator = carry
         grads, accumulator = now.read_gradient(accumulator)
-        return *take(grads, inner_state, output), accumulator
+        output, inner_state, updates = take(grads, inner_state, output)
+        return (output, inner_state, accumulator), (grads, updates)
 
-    def checked(is_open: Array | bool, carry: Tree) -> tuple[Tree, Array | bool]:
-        output, inner_state, accumulator = carry
-        check = functools.partial(now.check, accumulator, inner_state, params_of(output))
-        passed = is_open & check_if(is_open, check)
-        return run_if(passed, step, carry, usually=now.usually_open), passed
+    def check(carry: Tree, next_carry: Tree, seen: Tree) -> Scalar:
+        assert now.check is not None
+        (_, inner_state, accumulator), (_, next_inner_state, _) = carry, next_carry
+        grads, updates = seen
+        return now.check(ComputedStep(accumulator, grads, inner_state, updates, next_inner_state))
+
+    def checked(is_open: Array | bool, carry: Tree) -> tuple[Tree, Array]:
+        return run_if_good(is_open, step, check, carry, usually=now.usually_open)
 
     carry, stepped = (output, now.inner_state, now.accumulator), now.is_open
     if now.check is None:
-        carry = run_if(stepped, step, carry, usually=now.usually_open)
+        carry = run_if(stepped, lambda carry: step(carry)[0], carry, usually=now.usually_open)
     elif now.usually_open:
         carry, stepped = checked(stepped, carry)
     else:
@@ -192,17 +212,27 @@ def apply_gradients(
     if jax.tree.structure(arrays) != jax.tree.structure((grads, state, params)):
         params_and_state = apply_gradients(tx, *arrays, **extra_args)
         return with_structure_of((params, state), params_and_state)
-    gated_update = tx.update
-    if not isinstance(gated_update, GatedUpdate):
-        update = optax.with_extra_args_support(tx).update
-        updates, state = update(grads, state, params, **extra_args)
-        return _apply_updates(params, updates), state
-    now = gated_update.gate(grads, state, params, extra_args, True)
+    if not isinstance(tx.update, GatedUpdate):
+        return _step(tx, grads, state, params, extra_args)[:2]
+    inner, now = tx.update.inner, tx.update.gate(grads, state, params, extra_args, True)
 
-    def take(grads: Tree, inner_state: Any, params: Tree) -> tuple[Tree, Any]:
-        return apply_gradients(gated_update.inner, grads, inner_state, params, **now.extra_args)
+    def take(grads: Tree, inner_state: Any, params: Tree) -> tuple[Tree, Any, Tree]:
+        if not isinstance(inner.update, GatedUpdate):
+            return _step(inner, grads, inner_state, params, now.extra_args)
+        is_seen = now.check is not None
+        args = (grads, inner_state, params)
+        updates = inner.update(*args, **now.extra_args)[0] if is_seen else None
+        return *apply_gradients(inner, *args, **now.extra_args), updates
 
-    return _pass_gate(now, take, params, lambda params: params)
+    return _pass_gate(now, take, params)
+
+
+def _step(
+    tx: optax.GradientTransformation, grads: Tree, state: Any, params: Tree, extra_args: Any
+) -> tuple[Tree, Any, Tree]:
+    """The step of a transformation without a gate: parameters, state and updates."""
+    updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **extra_args)
+    return _apply_updates(params, updates), state, updates
 
 
 def _apply_updates(params: Tree, updates: Tree) -> Tree:

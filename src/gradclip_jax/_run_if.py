@@ -7,6 +7,9 @@ scratch for a held step of AdamW on an H100, against 3.0 N and none), `jnp.where
 Where it is usually taken, as behind a guard, the loop stays on a CPU, where a skipped step then
 costs nothing. A GPU would have to wait for the host at every step, so there, and on a TPU, the
 step is always computed and its result selected.
+
+What a step computes may be checked before it counts. It is computed to be checked and once more
+to be written, so that there is no copy to restore.
 """
 
 import functools
@@ -21,7 +24,11 @@ from ._checks import is_float0, is_traced
 from ._mesh import is_unreduced, reshard_like
 from ._types import Array, Scalar, Tree
 
-Step = Callable[[Tree], Tree]
+Step = Callable[..., Any]
+"""From a carry, and arrays that it reads besides, to the next carry."""
+
+Way = Callable[[Step, Any, Tree, tuple[Any, ...]], Tree]
+"""How to run a step: `(step, predicate, carry, closed_over)` to the carry."""
 
 
 def run_if(predicate: Array | bool, step: Step, carry: Tree, *, usually: bool = False) -> Tree:
@@ -33,18 +40,64 @@ def run_if(predicate: Array | bool, step: Step, carry: Tree, *, usually: bool = 
     """
 
     def typed_step(carry: Tree) -> Tree:
-        return jax.tree.map(_on_mesh_like, like_dtypes(step(carry), carry), carry)
+        return _typed_like(step(carry), carry)
 
     if not is_traced(predicate):
         return typed_step(carry) if bool(predicate) else carry
-    # What the step closes over becomes an argument: a custom derivative needs to see it.
-    pure_step, closed_over = jax.closure_convert(typed_step, carry)
-    pure_step = jax.jit(pure_step)  # traced once for both ways to run it
-    if is_unreduced((carry, closed_over)):
-        # XLA (JAX 0.10.2) sums what is unreduced over devices before it enters a loop, and what
-        # is added to it there once more.
-        return lax.cond(predicate, pure_step, lambda carry, *_: carry, carry, *closed_over)
-    return _run_if(pure_step, usually, predicate, carry, tuple(closed_over))
+    pure_step, closed_over = _pure(typed_step, carry)
+    return _run_if(pure_step, _usual if usually else _loop, predicate, carry, closed_over)
+
+
+def run_if_good(
+    predicate: Array | bool,
+    step: Callable[[Tree], tuple[Tree, Tree]],
+    check: Callable[[Tree, Tree, Tree], Scalar],
+    carry: Tree,
+    *,
+    usually: bool = False,
+) -> tuple[Tree, Array]:
+    """As `run_if` where also the check holds, bool[]; returns whether the step was taken besides.
+
+    The step returns the next carry, and what else there is to see, such as the update; the check
+    takes the carry and these two.
+    """
+
+    def typed_step(carry: Tree) -> tuple[Tree, Tree]:
+        next_carry, seen = step(carry)
+        return _typed_like(next_carry, carry), seen
+
+    if not is_traced(predicate) and not bool(predicate):
+        return carry, jnp.array(False)
+    if not any(map(is_traced, jax.tree.leaves((predicate, carry)))):
+        next_carry, seen = typed_step(carry)
+        passed = check(carry, next_carry, seen)
+        if not is_traced(passed):
+            return (next_carry if bool(passed) else carry), passed
+    pure_step, closed_over = _pure(typed_step, carry)
+
+    def checked() -> Scalar:
+        return check(carry, *pure_step(carry, *closed_over))
+
+    def only_step(carry: Tree, *closed_over: Array) -> Tree:
+        return pure_step(carry, *closed_over)[0]
+
+    checked = jax.jit(checked)  # traced once for both
+    passed = predicate & lax.platform_dependent(
+        predicate,
+        cpu=lambda predicate: lax.cond(predicate, checked, lambda: jnp.array(True)),
+        default=lambda predicate: checked(),
+    )
+    way = _usual if usually else _loop
+    return _run_if(only_step, way, passed, carry, closed_over), passed
+
+
+def _pure(step: Step, carry: Tree) -> tuple[Step, tuple[Any, ...]]:
+    """The step, traced once for all ways to run it, and what it closes over.
+
+    That becomes an argument, for a custom derivative needs to see it.
+    """
+    pure_step, closed_over = jax.closure_convert(jax.jit(step), carry)
+    return pure_step, tuple(closed_over)
 
 
 def like_dtypes(tree: Tree, reference: Tree) -> Tree:
@@ -61,49 +114,58 @@ def like_dtypes(tree: Tree, reference: Tree) -> Tree:
     return jax.tree.map(convert, tree, reference)
 
 
-def _on_mesh_like(x: Any, like: Any) -> Any:
-    return x if is_float0(x) else reshard_like(x, like)
+def _typed_like(tree: Tree, carry: Tree) -> Tree:
+    """The tree in the dtypes of the carry, and sharded as its type says."""
+
+    def on_mesh(x: Any, like: Any) -> Any:
+        return x if is_float0(x) else reshard_like(x, like)
+
+    return jax.tree.map(on_mesh, like_dtypes(tree, carry), carry)
+
+
+def _run_if(
+    step: Step, way: Way, predicate: Any, carry: Tree, closed_over: tuple[Any, ...]
+) -> Tree:
+    if is_unreduced((carry, closed_over)):
+        # XLA (JAX 0.10.2) sums what is unreduced over devices before it enters a loop, and what
+        # is added to it there once more.
+        return _cond(step, predicate, carry, closed_over)
+    return _differentiable(step, way, predicate, carry, closed_over)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _run_if(
-    step: Any, usually: bool, predicate: Array, carry: Tree, closed_over: tuple[Array, ...]
+def _differentiable(
+    step: Step, way: Way, predicate: Any, carry: Tree, closed_over: tuple[Any, ...]
 ) -> Tree:
-    def loop(predicate: Array, carry: Tree, closed_over: tuple[Array, ...]) -> Tree:
-        def trip(state: tuple[Array, Tree]) -> tuple[Array, Tree]:
-            return jnp.zeros_like(state[0]), step(state[1], *closed_over)
+    return way(step, predicate, carry, closed_over)
 
-        return lax.while_loop(lambda state: state[0], trip, (predicate, carry))[1]
 
-    def select(predicate: Array, carry: Tree, closed_over: tuple[Array, ...]) -> Tree:
-        def choose(new: Any, old: Any) -> Any:
-            return old if new is old else jnp.where(predicate, new, old)
+@_differentiable.defjvp
+def _jvp(step: Step, way: Way, primals: Any, tangents: Any) -> tuple[Tree, Tree]:
+    return jax.jvp(functools.partial(_cond, step), primals, tangents)
 
-        # XLA (JAX 0.10.2, H100 and TPU v5e) fuses the step both into a check before it and into
-        # this selection: 11 N moved for AdamW and no scratch, with an optimization barrier in
-        # between the same, and for Adafactor 12 N instead of 9 N.
-        return jax.tree.map(choose, step(carry, *closed_over), carry)
 
-    if not usually:
-        return loop(predicate, carry, closed_over)
+def _cond(step: Step, predicate: Any, carry: Tree, closed_over: tuple[Any, ...]) -> Tree:
+    return lax.cond(predicate, step, lambda carry, *_: carry, carry, *closed_over)
+
+
+def _loop(step: Step, predicate: Any, carry: Tree, closed_over: tuple[Any, ...]) -> Tree:
+    def trip(state: tuple[Array, Tree]) -> tuple[Array, Tree]:
+        return jnp.zeros_like(state[0]), step(state[1], *closed_over)
+
+    return lax.while_loop(lambda state: state[0], trip, (predicate, carry))[1]
+
+
+def _select(step: Step, predicate: Any, carry: Tree, closed_over: tuple[Any, ...]) -> Tree:
+    def choose(new: Any, old: Any) -> Any:
+        return old if new is old else lax.select(predicate, new, old)
+
+    # XLA (JAX 0.10.2, H100 and TPU v5e) fuses the step both into a check before it and into this
+    # selection: 11 N moved for AdamW and no scratch, with an optimization barrier in between the
+    # same, and for Adafactor 12 N instead of 9 N.
+    return jax.tree.map(choose, step(carry, *closed_over), carry)
+
+
+def _usual(step: Step, predicate: Any, carry: Tree, closed_over: tuple[Any, ...]) -> Tree:
+    loop, select = (functools.partial(way, step) for way in (_loop, _select))
     return lax.platform_dependent(predicate, carry, closed_over, cpu=loop, default=select)
-
-
-@_run_if.defjvp
-def _run_if_jvp(step: Any, usually: bool, primals: Any, tangents: Any) -> tuple[Tree, Tree]:
-    def by_cond(predicate: Array, carry: Tree, closed_over: tuple[Array, ...]) -> Tree:
-        return lax.cond(predicate, step, lambda carry, *_: carry, carry, *closed_over)
-
-    return jax.jvp(by_cond, primals, tangents)
-
-
-def check_if(predicate: Array | bool, check: Callable[[], Scalar]) -> Scalar:
-    """What a check finds; where the predicate does not hold, a CPU is spared it and gets True."""
-    if not is_traced(predicate):
-        return check() if bool(predicate) else jnp.array(True)
-    check = jax.jit(check)  # traced once for both
-    return lax.platform_dependent(
-        predicate,
-        cpu=lambda predicate: lax.cond(predicate, check, lambda: jnp.array(True)),
-        default=lambda predicate: check(),
-    )

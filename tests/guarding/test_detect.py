@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gradclip_jax as gcx
+import hlo
 from compat import VERSION, strict, x64
+from gradclip_jax._gate import ComputedStep
+from gradclip_jax._run_if import like_dtypes
 from gradclip_jax.guarding._detect import all_finite, has_finite_squares, is_finite_step
 from other_devices import on_an_accelerator
 from trees import build
@@ -21,14 +25,19 @@ LOW = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 BLOCK = 65_536
 
 
+def computed_step(tx, grads, state, params, **extra_args):
+    updates, next_state = tx.update(grads, state, params, **extra_args)
+    return ComputedStep((), grads, state, updates, like_dtypes(next_state, state))
+
+
 def verdict(tx, grads, params=None, axis_name=None, wrap=jax.jit, **extra_args):
     """The verdict on the first step."""
     params = grads if params is None else params
     tx = optax.with_extra_args_support(tx)
 
     def look(grads, params):
-        step = (tx, grads, (), tx.init(params), params, extra_args)
-        return all_finite(grads, axis_name) & is_finite_step(*step, axis_name)
+        step = computed_step(tx, grads, tx.init(params), params, **extra_args)
+        return all_finite(grads, axis_name) & is_finite_step(step, axis_name)
 
     return bool(wrap(look)(grads, params))
 
@@ -165,7 +174,7 @@ def test_a_state_that_was_bad_at_one_place_is_checked_in_the_others():
                 (optax.TraceState(trace=jnp.array([jnp.inf, moment])), state[1]),
             ),
         )
-        assert is_finite_step(hidden, params, (), state, params, {}, None) == expected
+        assert is_finite_step(computed_step(hidden, params, state, params), None) == expected
 
 
 @pytest.mark.slow
@@ -284,6 +293,16 @@ def test_in_float16_each_square_has_to_be_finite(largest, is_good):
     assert jnp.isfinite(grads["half"] ** 2).all() == is_good
 
 
+def test_the_flags_of_small_leaves_are_reduced_together():
+    # XLA takes the reduction of joined arrays apart again, unless something stands in between.
+    def look(grads):
+        tx = optax.adam(0.1)
+        return is_finite_step(computed_step(tx, grads, tx.init(grads), grads), None)
+
+    leaves = [jax.ShapeDtypeStruct((64,), jnp.float32)] * 40
+    assert len(re.findall(r" reduce(-window)?\(", hlo.compiled(look, leaves))) < 10
+
+
 def test_one_bad_shard_is_seen_by_all_devices():
     mesh = Mesh(np.array(jax.devices()), ("data",))
     replicated, shards = PartitionSpec(), PartitionSpec("data")
@@ -296,8 +315,8 @@ def test_one_bad_shard_is_seen_by_all_devices():
     )
     def look(sharded, whole):
         grads = {"sharded": sharded, "whole": whole}
-        step = (tx, grads, (), tx.init(grads), grads, {})
-        return all_finite(grads, None) & is_finite_step(*step, None)
+        step = computed_step(tx, grads, tx.init(grads), grads)
+        return all_finite(grads, None) & is_finite_step(step, None)
 
     good, other = jnp.ones(16), jnp.ones(3)
     assert look(good, other)
@@ -310,7 +329,7 @@ def test_sharded_arrays_are_looked_at_as_a_whole_under_jit():
     mesh = Mesh(np.array(jax.devices()), ("data",))
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     tx = optax.with_extra_args_support(optax.adam(0.1))
-    look = jax.jit(lambda x: is_finite_step(tx, x, (), tx.init(x), x, {}, None))
+    look = jax.jit(lambda x: is_finite_step(computed_step(tx, x, tx.init(x), x), None))
     good = jax.device_put(jnp.ones(16), sharding)
     assert look(good)
     assert not look(jax.device_put(jnp.ones(16).at[9].set(jnp.nan), sharding))

@@ -2,7 +2,7 @@
 
 Finite gradients do not make a finite step: 1e20 makes the second moment of Adam infinite for
 good while its update still looks harmless. So update and next state are checked as well. They are
-computed only to be reduced to one flag, never written, and there is no copy to restore.
+reduced to one flag, never written to be checked, and there is no copy to restore.
 """
 
 import functools
@@ -14,11 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 
+from .._gate import ComputedStep
 from .._mesh import max_over, shard_axes
-from .._run_if import like_dtypes
 from .._states import replace_states
 from .._types import Array, AxisName, Scalar, Tree
 from .._xla import JOINED_ON_CPU
@@ -68,15 +67,7 @@ def has_finite_squares(tree: Tree, axis_name: AxisName) -> Scalar:
     return ok & jnp.isfinite(norm)
 
 
-def is_finite_step(
-    tx: optax.GradientTransformationExtraArgs,
-    grads: Tree,
-    accumulator: Tree,
-    state: Any,
-    params: Tree,
-    extra_args: dict[str, Any],
-    axis_name: AxisName,
-) -> Scalar:
+def is_finite_step(step: ComputedStep, axis_name: AxisName) -> Scalar:
     """Whether what the gradients are read from, update and next state of a step are finite.
 
     | in the next state | verdict |
@@ -86,17 +77,14 @@ def is_finite_step(
     | an infinity in any other scalar, such as a hyperparameter | no fault |
     | our own statistics of norms | not checked: they harm no step |
     """
-    updates, next_state = tx.update(grads, state, params, **extra_args)
-    # In the dtypes that it is kept in: a float32 gradient of float16 parameters makes wider ones.
-    next_state = like_dtypes(next_state, state)
     shapes = {
         path: np.shape(x)
-        for path, x in jax.tree_util.tree_leaves_with_path(grads)
+        for path, x in jax.tree_util.tree_leaves_with_path(step.grads)
         if is_measured(x)
     }
     flags: dict[Any, Array] = {}
-    states = _without_statistics(next_state), _without_statistics(state)
-    pairs = [(accumulator, None), (grads, None), (updates, None), states]
+    states = _without_statistics(step.next_inner_state), _without_statistics(step.inner_state)
+    pairs = [(step.accumulator, None), (step.grads, None), (step.updates, None), states]
     for number, (new, old) in enumerate(pairs):
         before = itertools.repeat(None) if old is None else jax.tree.leaves(old)
         for (path, x), was in zip(jax.tree_util.tree_leaves_with_path(new), before, strict=False):
@@ -106,10 +94,10 @@ def is_finite_step(
             is_moment = place is not None or np.ndim(x) > 0 or old is None
             bad = is_bad(x) if is_moment else jnp.isnan(x)
             if was is not None:
-                bad &= ~is_bad(was)
+                bad = lax.bitwise_and(bad, lax.bitwise_not(is_bad(was)))
             # One reduction for all that belongs to a parameter: its update and its moments.
             key = (number, path) if place is None else (place, jax.typeof(bad))
-            flags[key] = flags[key] | bad if key in flags else bad
+            flags[key] = lax.bitwise_or(flags[key], bad) if key in flags else bad
     return ~_any_up(list(flags.values()), axis_name)
 
 
@@ -152,18 +140,19 @@ def _rounded(x: Array) -> Array:
     return lax.optimization_barrier(x) if float(jnp.finfo(x.dtype).max) < 1e38 else x
 
 
-@jax.jit
 def is_bad(x: Any) -> Array:
     """Where an array is not finite, elementwise."""
-    return ~jnp.isfinite(_overflowing(jnp.asarray(x)))
+    x = _overflowing(jnp.asarray(x))
+    if jnp.iscomplexobj(x):
+        return is_bad(x.real) | is_bad(x.imag)
+    return lax.bitwise_not(lax.is_finite(x))  # to trace `~jnp.isfinite(x)` takes four times as long
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _any_up(flags: list[Array], axis_name: AxisName) -> Scalar:
     """Whether a flag is up, on any device."""
     # A third faster than `jnp.any`, which XLA on a CPU does not vectorize.
-    bits = _joined([x.astype(jnp.uint8) for x in flags], axis_name)
-    found = [jnp.max(x, initial=0) > 0 for x in bits]
+    found = [jnp.max(x.astype(jnp.uint8), initial=0) > 0 for x in _joined(flags, axis_name)]
     return _any(found, flags, axis_name)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from .._checks import check_axis_name, check_count, check_state, check_transformation, error_message
-from .._gate import Gate, gate_of, gated
+from .._gate import ComputedStep, Gate, gate_of, gated
 from .._run_if import like_dtypes
 from .._states import find_states, increment_where
 from .._tree_checks import check_inexact
@@ -24,8 +24,8 @@ Judge = Callable[[Tree, Any, Tree, dict[str, Any]], tuple[Scalar, Callable[[Scal
 """`(updates, state, params, extra_args)` to whether they may be stepped on, and to a function of
 `skipped`, bool[], that returns the state with the guard's own fields brought up to date."""
 
-StepCheck = Callable[..., Scalar]
-"""`(inner, grads, accumulator, inner_state, params, extra_args)` to whether the step is finite."""
+StepCheck = Callable[[ComputedStep], Scalar]
+"""Whether a step may be taken, bool[]."""
 
 
 def guard(
@@ -43,8 +43,8 @@ def guard(
     `first` makes the first state from that of `inner`. A state has the fields `inner_state`,
     `consecutive_skips` and `guard_failed`, which are kept here, and those of the guard. What is
     not admitted, or refused by the check of a guard around this one, leaves no trace in it.
-    Before the step `check_step` is asked, or `check_window` where an accumulation makes the
-    gradient of it.
+    The computed step is put before `check_step`, or before `check_window` where an accumulation
+    makes the gradient of it.
     """
     limit = _limit(name, max_consecutive_skips)
     innermost, inner_gate = gate_of(inner)
@@ -75,12 +75,10 @@ def guard(
 
         own_check = check_step if now.usually_open else check_window
 
-        def check(accumulator: Tree, inner_state: Any, params: Tree) -> Scalar:
+        def check(step: ComputedStep) -> Scalar:
             assert own_check is not None
-            grads, _ = now.read_gradient(accumulator)
-            step = (innermost, grads, accumulator, inner_state, params, now.extra_args)
-            passed = own_check(*step)
-            return passed if now.check is None else passed & now.check(*step[2:5])
+            passed = own_check(step)
+            return passed if now.check is None else passed & now.check(step)
 
         def next_state(inner_state: Any, accumulator: Tree, stepped: Array) -> Any:
             refused = jnp.asarray(now.is_open) & ~jnp.asarray(stepped)

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 import optax
 
 from .._checks import check_choice, renamed
+from .._gate import ComputedStep
 from .._states import increment_where, register_metrics
 from .._types import AxisName, Scalar, Tree
 from ._detect import all_finite, finite_extra_args, has_finite_squares, is_finite_step
@@ -103,11 +104,11 @@ def skip_nonfinite(
 
         return is_good, own_fields
 
-    def check_step(*step: Any) -> Scalar:
-        return is_finite_step(*step, axis_name=axes)
+    def check_step(step: ComputedStep) -> Scalar:
+        return is_finite_step(step, axes)
 
-    def check_window(tx: Any, grads: Tree, *step: Any) -> Scalar:
-        return has_finite_squares(grads, axes)
+    def check_window(step: ComputedStep) -> Scalar:
+        return has_finite_squares(step.grads, axes)
 
     return guard(
         name,
