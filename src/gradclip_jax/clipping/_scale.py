@@ -100,7 +100,7 @@ def _scale_on_accelerators(
     units: Units, drops: bool, leaves: list[Array], roots: Array
 ) -> list[Array]:
     if units.size == 1 and None not in units.axes:
-        of_leaves = copies_for_fusion(roots[0], len(leaves))
+        of_leaves = copies_for_fusion(roots[0], [x.size for x in leaves])
     else:
         of_leaves = spread_over_leaves(roots, units, leaves, take_units_on_accelerators)
     pairs = zip(leaves, of_leaves, strict=True)
