@@ -55,14 +55,23 @@ def copies_for_fusion(x: Array, sizes: Sequence[int]) -> list[Array]:
 
     It merges those of all small leaves, and those of a few large ones at a time.
     """
-    of_small = itertools.cycle(_entries(jnp.broadcast_to(x, (SCALED_TOGETHER,))))
     large = sum(size > SMALL for size in sizes)
-    # Slices, for XLA would see that vectors made alike are one.
-    every = lax.optimization_barrier(jnp.broadcast_to(x, (large,)))
-    starts = range(0, large, SCALED_TOGETHER)
-    parts = (lax.slice_in_dim(every, i, min(i + SCALED_TOGETHER, large)) for i in starts)
-    of_large = itertools.chain.from_iterable(map(_entries, parts))
-    return [next(of_small if size <= SMALL else of_large) for size in sizes]
+
+    def shared(x: Array, count: int = len(sizes)) -> list[Array]:
+        entries = _entries(jnp.broadcast_to(x, (SCALED_TOGETHER,)))
+        return list(itertools.islice(itertools.cycle(entries), count))
+
+    def by_size(x: Array) -> list[Array]:
+        of_small = iter(shared(x, len(sizes) - large))
+        # Slices, for XLA would see that vectors made alike are one.
+        every = lax.optimization_barrier(jnp.broadcast_to(x, (large,)))
+        starts = range(0, large, SCALED_TOGETHER)
+        parts = (lax.slice_in_dim(every, i, min(i + SCALED_TOGETHER, large)) for i in starts)
+        of_large = itertools.chain.from_iterable(map(_entries, parts))
+        return [next(of_small if size <= SMALL else of_large) for size in sizes]
+
+    # A TPU, which merges none of them, would launch a kernel for each slice.
+    return lax.platform_dependent(x, tpu=shared, default=by_size)
 
 
 def _entries(vector: Array) -> list[Array]:
