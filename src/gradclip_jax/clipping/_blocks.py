@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from .._mesh import is_joinable, max_over, replica_count, reshard_replicated, shard_axes, sum_over
 from .._types import Array, AxisName
-from .._xla import SMALL, SUMS_TOGETHER
+from .._xla import SMALL, SUMS_TOGETHER, barrier_on_gpu
 from ._units import Units, unit_shape
 
 
@@ -125,7 +124,7 @@ def _side_by_side(arrays: Sequence[Array]) -> Array:
     parts = [jnp.concatenate(arrays[i : i + SUMS_TOGETHER], axis=-1) for i in starts]
     if len(parts) == 1:
         return parts[0]
-    return jnp.concatenate(lax.optimization_barrier(parts), axis=-1)
+    return jnp.concatenate(barrier_on_gpu(parts), axis=-1)
 
 
 def _by_leaf(

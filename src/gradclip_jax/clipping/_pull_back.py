@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .._types import Array
-from .._xla import read_once_on_gpu
+from .._xla import barrier_on_gpu
 from ._norm import axis_norms
 from ._scale import root_of_norms, scale_leaf
 
@@ -40,7 +40,7 @@ def _forward(x: Array, max_norm: Array, probe: Array | None, how: How) -> tuple[
 
 
 def _backward(how: How, max_norm: Array, cotangent: Array) -> tuple[Array, None, Array | None]:
-    cotangent = read_once_on_gpu(cotangent)
+    cotangent = barrier_on_gpu(cotangent)
     norms = axis_norms(cotangent, how.axes)
     roots = root_of_norms(norms, max_norm, 0.0 if how.drops else jnp.nan)
     clipped = scale_leaf(cotangent, roots, drops=how.drops)
