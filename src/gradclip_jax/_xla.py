@@ -4,9 +4,7 @@ What was compiled for an H100 and for a TPU v5e was compiled without one (JAX 0.
 two cores.
 """
 
-import itertools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -48,35 +46,6 @@ SCALED_TOGETHER = 4
 # kernels of up to 200. The leaf clip of 400 leaves of 64 on an H100: 416 launches and 19 s to
 # compile from one vector, 28 and 3.4 s so.
 READ_TOGETHER = 100
-
-
-def copies_for_fusion(x: Array, sizes: Sequence[int]) -> list[Array]:
-    """A scalar for each leaf of so many elements, so that XLA on a GPU merges kernels that read it.
-
-    It merges those of all small leaves, and those of a few large ones at a time.
-    """
-    large = sum(size > SMALL for size in sizes)
-
-    def shared(x: Array, count: int = len(sizes)) -> list[Array]:
-        entries = _entries(jnp.broadcast_to(x, (SCALED_TOGETHER,)))
-        return list(itertools.islice(itertools.cycle(entries), count))
-
-    def by_size(x: Array) -> list[Array]:
-        of_small = iter(shared(x, len(sizes) - large))
-        # Slices, for XLA would see that vectors made alike are one.
-        every = lax.optimization_barrier(jnp.broadcast_to(x, (large,)))
-        starts = range(0, large, SCALED_TOGETHER)
-        parts = (lax.slice_in_dim(every, i, min(i + SCALED_TOGETHER, large)) for i in starts)
-        of_large = itertools.chain.from_iterable(map(_entries, parts))
-        return [next(of_small if size <= SMALL else of_large) for size in sizes]
-
-    # A TPU, which merges none of them, would launch a kernel for each slice.
-    return lax.platform_dependent(x, tpu=shared, default=by_size)
-
-
-def _entries(vector: Array) -> list[Array]:
-    vector = lax.optimization_barrier(vector)
-    return [part.reshape(()) for part in lax.split(vector, [1] * vector.size)]
 
 
 def rows_on_cpu(table: Array) -> list[Array]:

@@ -6,7 +6,8 @@ smaller than the smallest normal number, and `x / norm * threshold` is compiled 
 """
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -15,8 +16,13 @@ from jax import lax
 
 from .._checks import check_callable, check_choice, is_float0
 from .._types import Array
-from .._xla import copies_for_fusion, fusion_barrier
-from ._units import Units, spread_over_leaves, take_units_on_accelerators, take_units_on_cpu
+from .._xla import SCALED_TOGETHER, SMALL, fusion_barrier
+from ._units import (
+    Units,
+    spread_over_leaves,
+    take_units_on_accelerators,
+    take_units_on_cpu,
+)
 
 Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Array]
 """What happens to a unit: a name, or `(norm, threshold) -> factor`, elementwise, in [0, 1]."""
@@ -100,11 +106,39 @@ def _scale_on_accelerators(
     units: Units, drops: bool, leaves: list[Array], roots: Array
 ) -> list[Array]:
     if units.size == 1 and None not in units.axes:
-        of_leaves = copies_for_fusion(roots[0], [x.size for x in leaves])
+        of_leaves = _copies(roots[0], [x.size for x in leaves])
     else:
         of_leaves = spread_over_leaves(roots, units, leaves, take_units_on_accelerators)
     pairs = zip(leaves, of_leaves, strict=True)
     return [scale_leaf(x, root, keeps=False, drops=drops) for x, root in pairs]
+
+
+def _copies(root: Array, sizes: Sequence[int]) -> list[Array]:
+    """The same root for each leaf of so many elements, so that XLA merges kernels that read it.
+
+    On a GPU it merges those of all small leaves, and those of a few large ones at a time.
+    """
+    small = sum(size <= SMALL for size in sizes)
+
+    def shared(root: Array, count: int) -> list[Array]:
+        copies = _entries(jnp.broadcast_to(root, (SCALED_TOGETHER,)))
+        return list(itertools.islice(itertools.cycle(copies), count))
+
+    def by_size(root: Array) -> list[Array]:
+        of_small = iter(shared(root, small))
+        # Behind a barrier, for XLA would see that the vectors of all are alike.
+        roots = lax.optimization_barrier(jnp.broadcast_to(root, (len(sizes) - small,)))
+        of_large = iter(_entries(roots))
+        return [next(of_small if size <= SMALL else of_large) for size in sizes]
+
+    # A TPU, which merges none of them, would launch a kernel for each vector.
+    on_tpu = functools.partial(shared, count=len(sizes))
+    return lax.platform_dependent(root, tpu=on_tpu, default=by_size)
+
+
+def _entries(roots: Array) -> list[Array]:
+    wanted = [(i,) for i in range(roots.size)]
+    return take_units_on_accelerators(roots, wanted, SCALED_TOGETHER)
 
 
 @functools.partial(jax.jit, static_argnames=("keeps", "drops"))

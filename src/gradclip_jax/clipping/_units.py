@@ -162,11 +162,13 @@ def take_units_on_cpu(vector: Array, wanted: Sequence[Sequence[int]]) -> list[Ar
     return [found[tuple(units)] for units in wanted]
 
 
-def take_units_on_accelerators(vector: Array, wanted: Sequence[Sequence[int]]) -> list[Array]:
-    """As `take_units`, few at a time from a vector of their own; units in ascending order."""
+def take_units_on_accelerators(
+    vector: Array, wanted: Sequence[Sequence[int]], together: int = READ_TOGETHER
+) -> list[Array]:
+    """As `take_units`, so many at a time from a vector of their own; units in ascending order."""
     taken: list[Array] = []
-    for start in range(0, len(wanted), READ_TOGETHER):
-        part = wanted[start : start + READ_TOGETHER]
+    for start in range(0, len(wanted), together):
+        part = wanted[start : start + together]
         low = min((units[0] for units in part if units), default=0)
         high = max((units[-1] + 1 for units in part if units), default=0)
         own = lax.optimization_barrier(lax.slice(vector, (low,), (high,)))
