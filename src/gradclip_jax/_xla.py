@@ -23,12 +23,16 @@ SMALL = 8_192
 # launches and 1.0 N moved, 7 N from 64 leaves on, because then XLA writes down what it joined.
 JOINED = 32
 
+# Leaves of one unit and one length are stacked from so many on. A GPU joins others as well.
+STACKED = 4
+
 # On a CPU the time to compile a concatenation grows with the square of the number of arrays, and
 # each concatenation costs a kernel: least at 1,000 leaves from 384 to 512.
 JOINED_ON_CPU = 512
 
-# The length of the rows in which joined leaves are added up on a GPU. In one row of 4,096 to
-# 16,384 elements XLA writes the terms down first (H100: 7 N moved, 1.05 N in rows of 128).
+# In what rows joined leaves are added up on a GPU if theirs are long: in one row of 4,096 to 16,384
+# elements XLA writes the terms down first (H100: 7 N moved, 1.05 N in rows of 128).
+LONG_ROW = 4_096
 ROW = 128
 
 # The sums of so many leaves are put side by side by one kernel, three of each leaf. Of more XLA on

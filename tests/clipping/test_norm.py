@@ -19,7 +19,7 @@ import oracles
 import trees
 from gradclip_jax._mesh import device_count
 from gradclip_jax.clipping._norm import unit_norms
-from gradclip_jax.clipping._squares import _sums, _sums_of_stack, _variadic_sum
+from gradclip_jax.clipping._squares import _sums, _sums_of_columns, _variadic_sum
 
 ULPS = 8.0  # of float32, 1e-6: invariant 4
 ULPS_64 = 8.0  # of float64
@@ -196,7 +196,7 @@ def test_true_norm_of_the_float16_example_is_right():
 )
 def test_all_ways_to_add_up_columns_give_the_same(shape, axes):
     terms = [trees.normal(shape, scale=scale) for scale in (1.0, 1e-9, 1e9)]
-    chex.assert_trees_all_close(list(_sums_of_stack(terms, axes)), _sums(terms, axes), rtol=1e-5)
+    chex.assert_trees_all_close(list(_sums_of_columns(terms, axes)), _sums(terms, axes), rtol=1e-5)
     squares = [jnp.square(x) for x in terms]  # of signed terms the rest of a sum may be small
     together = list(_variadic_sum(squares, axes))
     chex.assert_trees_all_close(together, _sums(squares, axes), rtol=1e-5)
@@ -205,7 +205,7 @@ def test_all_ways_to_add_up_columns_give_the_same(shape, axes):
 def test_columns_added_up_in_two_steps_stay_on_their_devices():
     mesh = Mesh(np.array(jax.devices()), ("data",))
     x = jax.device_put(trees.normal((1024, 6)), NamedSharding(mesh, P("data")))
-    program = hlo.compiled(lambda x: _sums_of_stack([x, 2 * x], (0,)), x)
+    program = hlo.compiled(lambda x: _sums_of_columns([x, 2 * x], (0,)), x)
     assert "all-reduce" in program and "all-gather" not in program
 
 

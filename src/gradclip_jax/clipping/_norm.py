@@ -152,8 +152,8 @@ def unit_sums(leaves: list[Array], units: Units, axis_name: AxisName) -> Array:
     """The sums of all units, linear in the leaves."""
     dtype = norm_dtype(leaves)
     blocks = pack(leaves, units, axis_name, JOINED)
-    sums = [jnp.sum(block.values.astype(dtype), block.axes).reshape(-1) for block in blocks]
-    return pool_sums(sums, blocks, units, dtype)
+    sums = [[jnp.sum(block.values.astype(dtype), block.axes).reshape(-1)] for block in blocks]
+    return pool_sums(sums, blocks, units, dtype)[0]
 
 
 def _by_squares(leaves: list[Array], *, units: Units, axis_name: AxisName, on_cpu: bool) -> Array:
@@ -173,8 +173,8 @@ def _largest(leaves: list[Array], units: Units, axis_name: AxisName) -> Array:
     dtype = norm_dtype(leaves)
     sizes = [_magnitude(x, dtype) for x in leaves]
     blocks = pack([jnp.where(jnp.isnan(x), jnp.inf, x) for x in sizes], units, axis_name, JOINED)
-    tops = [jnp.max(block.values, block.axes).reshape(-1) for block in blocks]
-    return pool_largest(tops, blocks, units, dtype)
+    tops = [[jnp.max(block.values, block.axes).reshape(-1)] for block in blocks]
+    return pool_largest(tops, blocks, units, dtype)[0]
 
 
 def _by_powers(leaves: list[Array], units: Units, ord: float, axis_name: AxisName) -> Array:

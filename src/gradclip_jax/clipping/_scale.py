@@ -19,7 +19,9 @@ from .._types import Array
 from .._xla import SCALED_TOGETHER, SMALL, fusion_barrier
 from ._units import (
     Units,
+    alike,
     spread_over_leaves,
+    spread_over_stack,
     take_units_on_accelerators,
     take_units_on_cpu,
 )
@@ -91,7 +93,8 @@ def scale_units(leaves: list[Array], roots: Array, units: Units, *, drops: bool)
         leaves,
         roots,
         cpu=functools.partial(_scale_on_cpu, units, drops),
-        default=functools.partial(_scale_on_accelerators, units, drops),
+        tpu=functools.partial(_scale_on_tpu, units, drops),
+        default=functools.partial(_scale_on_gpu, units, drops),
     )
 
 
@@ -102,9 +105,7 @@ def _scale_on_cpu(units: Units, drops: bool, leaves: list[Array], roots: Array) 
     return [scale_leaf(x, root, keeps=True, drops=drops) for x, root in pairs]
 
 
-def _scale_on_accelerators(
-    units: Units, drops: bool, leaves: list[Array], roots: Array
-) -> list[Array]:
+def _scale_on_gpu(units: Units, drops: bool, leaves: list[Array], roots: Array) -> list[Array]:
     if units.size == 1 and None not in units.axes:
         of_leaves = _copies(roots[0], [x.size for x in leaves])
     else:
@@ -116,29 +117,32 @@ def _scale_on_accelerators(
 def _copies(root: Array, sizes: Sequence[int]) -> list[Array]:
     """The same root for each leaf of so many elements, so that XLA merges kernels that read it.
 
-    On a GPU it merges those of all small leaves, and those of a few large ones at a time.
+    It merges those of all small leaves, and those of a few large ones at a time.
     """
     small = sum(size <= SMALL for size in sizes)
-
-    def shared(root: Array, count: int) -> list[Array]:
-        copies = _entries(jnp.broadcast_to(root, (SCALED_TOGETHER,)))
-        return list(itertools.islice(itertools.cycle(copies), count))
-
-    def by_size(root: Array) -> list[Array]:
-        of_small = iter(shared(root, small))
-        # Behind a barrier, for XLA would see that the vectors of all are alike.
-        roots = lax.optimization_barrier(jnp.broadcast_to(root, (len(sizes) - small,)))
-        of_large = iter(_entries(roots))
-        return [next(of_small if size <= SMALL else of_large) for size in sizes]
-
-    # A TPU, which merges none of them, would launch a kernel for each vector.
-    on_tpu = functools.partial(shared, count=len(sizes))
-    return lax.platform_dependent(root, tpu=on_tpu, default=by_size)
+    shared = _entries(jnp.broadcast_to(root, (SCALED_TOGETHER,)))
+    # Behind a barrier, for XLA would see that the vectors of all are alike.
+    roots = lax.optimization_barrier(jnp.broadcast_to(root, (len(sizes) - small,)))
+    of_small, of_large = itertools.cycle(shared), iter(_entries(roots))
+    return [next(of_small if size <= SMALL else of_large) for size in sizes]
 
 
 def _entries(roots: Array) -> list[Array]:
     wanted = [(i,) for i in range(roots.size)]
     return take_units_on_accelerators(roots, wanted, SCALED_TOGETHER)
+
+
+def _scale_on_tpu(units: Units, drops: bool, leaves: list[Array], roots: Array) -> list[Array]:
+    """Small leaves that are alike in a stack: a TPU launches a kernel for each other leaf."""
+    roots = lax.optimization_barrier(roots)
+    scaled: dict[int, Array] = {}
+    for positions in alike(leaves, units):
+        stack = jnp.stack([leaves[i] for i in positions])
+        root = spread_over_stack(roots, units, positions, stack)
+        stack = scale_leaf(stack, root, keeps=False, drops=drops)
+        for row, i in enumerate(positions):
+            scaled[i] = lax.index_in_dim(stack, row, keepdims=False)
+    return [scaled[i] for i in range(len(leaves))]
 
 
 @functools.partial(jax.jit, static_argnames=("keeps", "drops"))

@@ -10,7 +10,7 @@ of range.
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jax import lax
 
 from .._mesh import device_count, is_joinable
 from .._types import Array
-from .._xla import ROW
+from .._xla import LONG_ROW, ROW
 from ._blocks import Block, elements_of_units, pool_sums
 from ._units import Units, take_units_on_cpu
 
@@ -27,7 +27,8 @@ from ._units import Units, take_units_on_cpu
 def norms_in_one_read(blocks: Sequence[Block], units: Units, dtype: Any) -> Array:
     """The norm of each unit, without a branch."""
     down, up = _scales(dtype)
-    sums = [_sums_at_scales(block, (down, 1.0, up), dtype) for block in blocks]
+    scales = (down, 1.0, up)
+    sums = [_sums_at_scales(b.values, b.axes, b.is_small, scales, dtype) for b in blocks]
     totals = pool_sums(sums, blocks, units, dtype)
     return _norms_in_range(totals, elements_of_units(blocks, units), dtype)
 
@@ -56,7 +57,7 @@ def norms_on_cpu(blocks: Sequence[Block], units: Units, dtype: Any) -> Array:
         return [jnp.sum(x * x, block.axes) for x, block in pairs]
 
     def totals_of(sums: Sequence[Array]) -> Array:
-        return pool_sums([x.reshape(-1) for x in sums], blocks, units, dtype)
+        return pool_sums([[x.reshape(-1)] for x in sums], blocks, units, dtype)[0]
 
     sums = sums_of([block.values.astype(dtype) for block in blocks])
     totals = totals_of(sums)
@@ -109,34 +110,20 @@ def _is_out_of_range(totals: Array, elements: Any) -> tuple[Array, Array]:
     return totals == jnp.inf, totals < jnp.asarray(lowest, totals.dtype)
 
 
-def _sums_at_scales(block: Block, scales: tuple[float, ...], dtype: Any) -> Array:
-    """The sums of squares at each scale; the rows of the block on a last axis."""
-    values, axes = block.values.astype(dtype), block.axes
-    squares = [_scaled_square(values, scale) for scale in scales]
-    if block.is_small and values.shape[1] > ROW:
-        rows = [jnp.pad(x, ((0, 0), (0, -x.shape[1] % ROW))) for x in squares]
-        rows = [x.reshape(x.shape[0], -1, ROW) for x in rows]
-        return jnp.stack([jnp.sum(x, axis=1) for x in _variadic_sum(rows, (2,))])
-    if values.ndim - 1 in axes:
-        sums_of = _variadic_sum if _is_whole_on_gpu(values) else _sums
-        return jnp.stack(sums_of(squares, axes)).reshape(len(scales), -1)
-    # For sums of columns XLA writes the squares down on an H100, but not those of a stack:
-    # `adaptive_grad_clip` moves 4 N instead of 12, if a leaf is in the cache when read again.
-    sums = lax.platform_dependent(
-        squares,
-        cuda=functools.partial(_sums_of_stack, axes=axes),
-        default=lambda terms: jnp.stack(_sums(terms, axes)),
-    )
-    return sums.reshape(len(scales), -1)
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))  # leaves of one shape are traced once
+def _sums_at_scales(
+    values: Array, axes: tuple[int, ...], is_small: bool, scales: tuple[float, ...], dtype: Any
+) -> list[Array]:
+    """For each scale the sums of squares of the rows of a block, shape (rows,)."""
+    wide = values.astype(dtype)
+    squares = [_scaled_square(wide, scale) for scale in scales]
+    over_rows = _sums_in_one_kernel if wide.ndim - 1 in axes else _sums_of_columns
+    on_gpu = _sums_of_joined if is_small else over_rows
 
+    def by_row(sums_of: Callable[..., Sequence[Array]]) -> Callable[..., list[Array]]:
+        return lambda terms: [x.reshape(-1) for x in sums_of(terms, axes)]
 
-def _is_whole_on_gpu(x: Array) -> bool:
-    """Whether the sums are best taken by one variadic reduction.
-
-    On an H100 it ends in one kernel in place of three, on a TPU it changes nothing. Of a sharded
-    leaf XLA gathers the sums of all devices for it, in place of an all-reduce (JAX 0.10.2).
-    """
-    return device_count(x) == 1 and jax.devices()[0].platform == "gpu"
+    return lax.platform_dependent(squares, cuda=by_row(on_gpu), default=by_row(_sums))
 
 
 def _sums(terms: Sequence[Array], axes: tuple[int, ...]) -> list[Array]:
@@ -144,13 +131,36 @@ def _sums(terms: Sequence[Array], axes: tuple[int, ...]) -> list[Array]:
     return [jnp.sum(x, axes) for x in terms]
 
 
-def _sums_of_stack(terms: Sequence[Array], axes: tuple[int, ...]) -> Array:
-    """Sums of columns on a GPU: one read."""
+def _sums_in_one_kernel(terms: Sequence[Array], axes: tuple[int, ...]) -> Sequence[Array]:
+    """Sums of several arrays on a GPU: one variadic reduction ends in one kernel, not in three.
+
+    Of a sharded leaf XLA gathers the sums of all devices for it, in place of an all-reduce
+    (JAX 0.10.2).
+    """
+    return (_sums if device_count(terms[0]) > 1 else _variadic_sum)(terms, axes)
+
+
+def _sums_of_joined(terms: Sequence[Array], axes: tuple[int, ...]) -> Sequence[Array]:
+    """Sums of joined leaves on a GPU: of a long row in parts."""
+    rows = [x.reshape(1, -1) if axes == (0, 1) else x for x in terms]
+    if rows[0].shape[1] < LONG_ROW:
+        return _sums_in_one_kernel(rows, (1,))
+    padded = [jnp.pad(x, ((0, 0), (0, -x.shape[1] % ROW))) for x in rows]
+    parts = _variadic_sum([x.reshape(x.shape[0], -1, ROW) for x in padded], (2,))
+    return _variadic_sum(parts, (1,))
+
+
+def _sums_of_columns(terms: Sequence[Array], axes: tuple[int, ...]) -> Sequence[Array]:
+    """Sums of columns on a GPU: one read.
+
+    XLA writes the squares down on an H100, but not those of a stack: `adaptive_grad_clip` moves 4 N
+    instead of 12, if a leaf is in the cache when read again.
+    """
     stack, together = jnp.stack(terms), _rows_together(terms[0], axes)
     if together:
         parts = jnp.sum(stack.reshape(len(terms), -1, together, stack.shape[-1]), 2)
-        return jnp.sum(lax.optimization_barrier(parts), 1)
-    return jnp.sum(stack, tuple(axis + 1 for axis in axes))
+        return jnp.unstack(jnp.sum(lax.optimization_barrier(parts), 1))
+    return jnp.unstack(jnp.sum(stack, tuple(axis + 1 for axis in axes)))
 
 
 def _rows_together(x: Array, axes: tuple[int, ...]) -> int:

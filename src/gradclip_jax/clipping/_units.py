@@ -15,9 +15,9 @@ import numpy as np
 from jax import lax
 
 from .._checks import error_message, is_float0
-from .._mesh import constrain_replicated, replica_count, shard_axes, varying_axes
+from .._mesh import constrain_replicated, is_joinable, replica_count, shard_axes, varying_axes
 from .._types import Array, AxisName, Tree
-from .._xla import READ_TOGETHER, rows_on_cpu
+from .._xla import JOINED, READ_TOGETHER, SMALL, rows_on_cpu
 
 
 class Units(NamedTuple):
@@ -208,17 +208,45 @@ def spread_over_leaves(
     take: Callable[..., list[Array]] = take_units,
 ) -> list[Array]:
     """The entries of the units of each leaf, shaped to broadcast; ones where it is left alone."""
-    pairs = list(zip(leaves, units.axes, strict=True))
-    rows = [0 if axes is None else math.prod(unit_shape(x, axes)) for x, axes in pairs]
-    taken = take(vector, [range(i, i + n) for i, n in zip(units.first, rows, strict=True)])
+    taken = take(vector, [_units_of(x, units, i) for i, x in enumerate(leaves)])
     spread: list[Array] = []
-    for (x, axes), n, of_leaf in zip(pairs, rows, taken, strict=True):
+    for x, axes, of_leaf in zip(leaves, units.axes, taken, strict=True):
         if axes is None:
             spread.append(jnp.ones((), vector.dtype))
             continue
         shape = [1 if axis in axes else size for axis, size in enumerate(np.shape(x))]
-        spread.append(constrain_replicated(of_leaf, x).reshape(shape if n != 1 else ()))
+        is_one = of_leaf.size == 1
+        spread.append(constrain_replicated(of_leaf, x).reshape(() if is_one else shape))
     return spread
+
+
+def spread_over_stack(vector: Array, units: Units, positions: Sequence[int], stack: Array) -> Array:
+    """As `spread_over_leaves`, of leaves that are alike and stacked."""
+    axes = units.axes[positions[0]]
+    if axes is None:
+        return jnp.ones((), vector.dtype)
+    wanted = [unit for i in positions for unit in _units_of(stack[0], units, i)]
+    of_stack = constrain_replicated(_taken(vector, wanted), stack)
+    shape = [1 if axis in axes else size for axis, size in enumerate(stack.shape[1:])]
+    return of_stack.reshape(() if of_stack.size == 1 else (len(positions), *shape))
+
+
+def _units_of(x: Any, units: Units, position: int) -> range:
+    axes, first = units.axes[position], units.first[position]
+    return range(first, first + (0 if axes is None else math.prod(unit_shape(x, axes))))
+
+
+def alike(leaves: Sequence[Array], units: Units) -> list[list[int]]:
+    """The positions of small leaves that can be stacked, some at a time; each other by itself."""
+    groups: dict[Any, list[int]] = {}
+    for i, (x, axes) in enumerate(zip(leaves, units.axes, strict=True)):
+        is_stacked = x.size <= SMALL and is_joinable(x)
+        groups.setdefault((jax.typeof(x), axes) if is_stacked else i, []).append(i)
+    return [
+        group[start : start + JOINED]
+        for group in groups.values()
+        for start in range(0, len(group), JOINED)
+    ]
 
 
 def unit_shape(x: Any, axes: Sequence[int]) -> tuple[int, ...]:
