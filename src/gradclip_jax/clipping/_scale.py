@@ -138,10 +138,9 @@ def _scale_on_tpu(units: Units, drops: bool, leaves: list[Array], roots: Array) 
     scaled: dict[int, Array] = {}
     for positions in alike(leaves, units):
         stack = jnp.stack([leaves[i] for i in positions])
-        root = spread_over_stack(roots, units, positions, stack)
-        stack = scale_leaf(stack, root, keeps=False, drops=drops)
-        for row, i in enumerate(positions):
-            scaled[i] = lax.index_in_dim(stack, row, keepdims=False)
+        root = spread_over_stack(roots, units, positions, leaves[positions[0]], stack)
+        rows = jnp.unstack(scale_leaf(stack, root, keeps=False, drops=drops))
+        scaled |= zip(positions, rows, strict=True)
     return [scaled[i] for i in range(len(leaves))]
 
 

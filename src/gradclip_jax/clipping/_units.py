@@ -214,26 +214,31 @@ def spread_over_leaves(
         if axes is None:
             spread.append(jnp.ones((), vector.dtype))
             continue
-        shape = [1 if axis in axes else size for axis, size in enumerate(np.shape(x))]
-        is_one = of_leaf.size == 1
-        spread.append(constrain_replicated(of_leaf, x).reshape(() if is_one else shape))
+        shape = () if of_leaf.size == 1 else _spread_shape(x, axes)
+        spread.append(constrain_replicated(of_leaf, x).reshape(shape))
     return spread
 
 
-def spread_over_stack(vector: Array, units: Units, positions: Sequence[int], stack: Array) -> Array:
-    """As `spread_over_leaves`, of leaves that are alike and stacked."""
+def spread_over_stack(
+    vector: Array, units: Units, positions: Sequence[int], leaf: Array, stack: Array
+) -> Array:
+    """As `spread_over_leaves`, for leaves that are alike, one of which is given, and stacked."""
     axes = units.axes[positions[0]]
     if axes is None:
         return jnp.ones((), vector.dtype)
-    wanted = [unit for i in positions for unit in _units_of(stack[0], units, i)]
+    wanted = [unit for i in positions for unit in _units_of(leaf, units, i)]
     of_stack = constrain_replicated(_taken(vector, wanted), stack)
-    shape = [1 if axis in axes else size for axis, size in enumerate(stack.shape[1:])]
-    return of_stack.reshape(() if of_stack.size == 1 else (len(positions), *shape))
+    shape = (len(positions), *_spread_shape(leaf, axes))
+    return of_stack.reshape(() if of_stack.size == 1 else shape)
 
 
 def _units_of(x: Any, units: Units, position: int) -> range:
     axes, first = units.axes[position], units.first[position]
     return range(first, first + (0 if axes is None else math.prod(unit_shape(x, axes))))
+
+
+def _spread_shape(x: Any, axes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(1 if axis in axes else size for axis, size in enumerate(np.shape(x)))
 
 
 def alike(leaves: Sequence[Array], units: Units) -> list[list[int]]:
