@@ -23,6 +23,11 @@ def on_an_accelerator(platform=None):
         jax.clear_caches()
 
 
+def on_a_tpu():
+    """Traces what a TPU would run."""
+    return on_an_accelerator("tpu")
+
+
 @contextlib.contextmanager
 def on_one_gpu():
     """Traces what the only GPU of a machine would run."""

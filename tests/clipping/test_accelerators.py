@@ -8,9 +8,9 @@ import pytest
 import gradclip_jax as gcx
 import oracles
 import trees
-from other_devices import on_an_accelerator, on_one_gpu
+from other_devices import on_a_tpu, on_one_gpu
 
-each_device = pytest.mark.parametrize("device", [on_an_accelerator, on_one_gpu])
+each_device = pytest.mark.parametrize("device", [on_a_tpu, on_one_gpu])
 
 LARGE = (96, 100)  # above the size up to which leaves are joined
 RANGE = {
@@ -75,6 +75,42 @@ def test_many_leaves_are_measured_and_scaled_each_by_its_own(device, leaves, sha
     assert_alike(norms, list(exact))
     assert_alike(clipped, [np.full(shape, 1 / np.sqrt(count))] * len(tree))
     assert_alike(norm, np.sqrt(np.sum(exact**2)))
+
+
+BY_LABEL = gcx.granularities.group(lambda tree: ["ab"[i % 2] for i, _ in enumerate(tree)])
+ALIKE = [((5,), "float32"), ((3, 4), "float32"), ((5,), "bfloat16"), ((1,), "float32")]
+ALIKE += [((0, 3), "float32")]
+
+
+@each_device
+@pytest.mark.parametrize("alike", [3, 34])  # too few to be summed in stacks; more than one stack
+@pytest.mark.parametrize(
+    "granularity",
+    [
+        "global",
+        "leaf",
+        gcx.granularities.axis(0),
+        gcx.granularities.axis(-1),
+        BY_LABEL,
+    ],
+    ids=["global", "leaf", "columns", "rows", "group"],
+)
+def test_leaves_that_are_alike_are_scaled_each_by_its_own(device, alike, granularity):
+    tree = [trees.normal(LARGE)]
+    tree += [trees.normal(*kind, seed=i, scale=1 + i) for i in range(alike) for kind in ALIKE]
+    limit = {"b": 0.5} if granularity == BY_LABEL else 0.5  # "a" is left alone
+    clip = gcx.clip_by_norm(limit, granularity=granularity)
+
+    def clipped(tree):
+        return clip.update(tree, clip.init(tree))[0]
+
+    on_cpu = jax.jit(clipped)(tree)
+    with device():
+        found = jax.jit(clipped)(tree)
+    for x, exact in zip(found, on_cpu, strict=True):
+        assert x.dtype == exact.dtype
+        rtol = 1e-2 if x.dtype == jnp.bfloat16 else 1e-5
+        np.testing.assert_allclose(np.float32(x), np.float32(exact), rtol=rtol)
 
 
 @each_device

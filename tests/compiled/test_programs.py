@@ -30,6 +30,8 @@ LARGE_BFLOAT16 = (4, (2048, 2048), "bfloat16")
 NORMS = ["norm", "clip", "leaf norms", "clip by leaf norm", "clip by block RMS"]
 RULES = ["zclip", "adagc", "adaptive_grad_clip"]
 MEASURED = [*NORMS, "adaptive_grad_clip", "clip + AdamW"]
+# On a TPU what has a norm for each leaf needs some more, but each of them runs for a microsecond.
+BY_KERNELS = {"cuda": [*NORMS, "clip + AdamW"], "tpu": ["norm", "clip", "clip + AdamW"]}[PLATFORM]
 IN_BFLOAT16 = {"cuda": MEASURED, "tpu": ["clip"]}[PLATFORM]
 # For the sums of blocks and of columns, which are written and read again, three for each of Optax's.
 SLACK = 0.03
@@ -102,11 +104,12 @@ def test_norms_of_few_columns_are_not_written_down(dtype):
     assert ours.program.always.moved <= theirs.program.always.moved + 0.1 * size
 
 
-@on_h100
-@pytest.mark.parametrize("title", [*NORMS, "clip + AdamW"])
+@pytest.mark.parametrize("title", BY_KERNELS)
 def test_large_leaves_need_no_more_kernels_than_optax(title):
     ours, theirs, _ = pair(title, (8, (2048, 2048), "float32"))
     scalars = 2 if title == "leaf norms" else 0  # all norms are one vector first
+    if PLATFORM == "tpu" and title != "norm":
+        scalars += 1  # the copy of a constant that the state of a clip has and Optax's has not
     assert ours.program.always.launches <= theirs.program.always.launches + scalars
 
 
@@ -126,17 +129,19 @@ def test_the_sums_of_many_leaves_are_joined_by_few_kernels():
     assert ours.program.always.launches <= theirs.program.always.launches + 4
 
 
-@on_h100
 @pytest.mark.parametrize(
     ("title", "leaves", "share"),
-    [
-        ("norm", 100, 0.15),
-        ("clip", 100, 0.15),
-        ("clip by leaf norm", 100, 0.3),
-        ("adaptive_grad_clip", 100, 0.3),
-        ("clip by leaf norm", 300, 0.1),
-        ("leaf norms", 300, 0.1),
-    ],
+    {
+        "cuda": [
+            ("norm", 100, 0.12),
+            ("clip", 100, 0.12),
+            ("clip by leaf norm", 100, 0.3),
+            ("adaptive_grad_clip", 100, 0.3),
+            ("clip by leaf norm", 300, 0.1),
+            ("leaf norms", 300, 0.1),
+        ],
+        "tpu": [("norm", 100, 0.15), ("clip", 100, 0.15)],
+    }[PLATFORM],
 )
 def test_small_leaves_are_summed_scaled_and_returned_many_at_a_time(title, leaves, share):
     ours, theirs, _ = pair(title, (leaves, (64,), "float32"))

@@ -6,7 +6,7 @@ neither overflow nor underflow, are in `_squares.py`.
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from .._checks import check_axis_name, check_ord
 from .._tree_checks import check_inexact
 from .._types import TWO, Array, AxisName, Order, Scalar, Tree
 from .._xla import JOINED, JOINED_ON_CPU
-from ._blocks import pack, pool_largest, pool_sums
+from ._blocks import Block, blocks_of_leaves, pack, pool_largest, pool_sums
 from ._scale import wide_dtype
 from ._squares import norms_in_one_read, norms_on_cpu, norms_over_axes
 from ._units import Units, entries, is_measured, leaf_units, spread_over_leaves, tree_units
@@ -111,12 +111,7 @@ def norm_of_leaves(leaves: list[Array], ord: float, axis_name: AxisName) -> Scal
 def unit_norms(leaves: list[Array], units: Units, ord: float, axis_name: AxisName) -> Array:
     """The norms of all units: one read of the leaves for ord 1, 2 and inf, and one all-reduce."""
     if ord == 2.0:
-        squares = functools.partial(_by_squares, units=units, axis_name=axis_name)
-        return lax.platform_dependent(
-            leaves,
-            cpu=functools.partial(squares, on_cpu=True),
-            default=functools.partial(squares, on_cpu=False),
-        )
+        return _by_squares(leaves, units, axis_name)
     if math.isinf(ord):
         return _largest(leaves, units, axis_name)
     if ord == 1.0:
@@ -151,18 +146,33 @@ def _axis_norms_jvp(axes: tuple[int, ...], primals: Any, tangents: Any) -> tuple
 def unit_sums(leaves: list[Array], units: Units, axis_name: AxisName) -> Array:
     """The sums of all units, linear in the leaves."""
     dtype = norm_dtype(leaves)
-    blocks = pack(leaves, units, axis_name, JOINED)
+    blocks = pack(blocks_of_leaves(leaves, units, axis_name), JOINED)
     sums = [[jnp.sum(block.values.astype(dtype), block.axes).reshape(-1)] for block in blocks]
     return pool_sums(sums, blocks, units, dtype)[0]
 
 
-def _by_squares(leaves: list[Array], *, units: Units, axis_name: AxisName, on_cpu: bool) -> Array:
-    joined = JOINED_ON_CPU if on_cpu else JOINED
-    blocks = pack(leaves, units, axis_name, joined, _real_parts, flatten=on_cpu)
-    dtype = norm_dtype(leaves)
+def _by_squares(leaves: list[Array], units: Units, axis_name: AxisName) -> Array:
+    blocks, dtype = blocks_of_leaves(leaves, units, axis_name, _real_parts), norm_dtype(leaves)
     if not blocks:
         return jnp.zeros(units.size, dtype)
-    return (norms_on_cpu if on_cpu else norms_in_one_read)(blocks, units, dtype)
+
+    def with_values(values: Sequence[Array]) -> list[Block]:
+        return [b._replace(values=x) for b, x in zip(blocks, values, strict=True)]
+
+    def on_cpu(values: Sequence[Array]) -> Array:
+        packed = pack(with_values(values), JOINED_ON_CPU, flatten=True)
+        return norms_on_cpu(packed, units, dtype)
+
+    def on_tpu(values: Sequence[Array]) -> Array:
+        packed = pack(with_values(values), JOINED, stack=True)
+        return norms_in_one_read(packed, units, dtype, on_tpu=True)
+
+    def on_gpu(values: Sequence[Array]) -> Array:
+        packed = pack(with_values(values), JOINED)
+        return norms_in_one_read(packed, units, dtype, on_tpu=False)
+
+    values = [block.values for block in blocks]
+    return lax.platform_dependent(values, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
 
 
 def _largest(leaves: list[Array], units: Units, axis_name: AxisName) -> Array:
@@ -172,7 +182,8 @@ def _largest(leaves: list[Array], units: Units, axis_name: AxisName) -> Array:
     """
     dtype = norm_dtype(leaves)
     sizes = [_magnitude(x, dtype) for x in leaves]
-    blocks = pack([jnp.where(jnp.isnan(x), jnp.inf, x) for x in sizes], units, axis_name, JOINED)
+    sizes = [jnp.where(jnp.isnan(x), jnp.inf, x) for x in sizes]
+    blocks = pack(blocks_of_leaves(sizes, units, axis_name), JOINED)
     tops = [[jnp.max(block.values, block.axes).reshape(-1)] for block in blocks]
     return pool_largest(tops, blocks, units, dtype)[0]
 

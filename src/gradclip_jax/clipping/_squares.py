@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,18 @@ from .._xla import LONG_ROW, ROW
 from ._blocks import Block, elements_of_units, pool_sums
 from ._units import Units, take_units_on_cpu
 
+Sums: TypeAlias = Callable[[Sequence[Array], tuple[int, ...]], Sequence[Array]]
+"""Sums of several arrays over the same axes."""
 
-def norms_in_one_read(blocks: Sequence[Block], units: Units, dtype: Any) -> Array:
-    """The norm of each unit, without a branch."""
+
+def norms_in_one_read(blocks: Sequence[Block], units: Units, dtype: Any, *, on_tpu: bool) -> Array:
+    """The norm of each unit, without a branch, on a GPU or a TPU."""
     down, up = _scales(dtype)
     scales = (down, 1.0, up)
-    sums = [_sums_at_scales(b.values, b.axes, b.is_small, scales, dtype) for b in blocks]
+    sums = [
+        _sums_at_scales(b.values, b.axes, scales, dtype, _sums if on_tpu else _sums_on_gpu(b))
+        for b in blocks
+    ]
     totals = pool_sums(sums, blocks, units, dtype)
     return _norms_in_range(totals, elements_of_units(blocks, units), dtype)
 
@@ -112,18 +118,19 @@ def _is_out_of_range(totals: Array, elements: Any) -> tuple[Array, Array]:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))  # leaves of one shape are traced once
 def _sums_at_scales(
-    values: Array, axes: tuple[int, ...], is_small: bool, scales: tuple[float, ...], dtype: Any
+    values: Array, axes: tuple[int, ...], scales: tuple[float, ...], dtype: Any, sums_of: Sums
 ) -> list[Array]:
     """For each scale the sums of squares of the rows of a block, shape (rows,)."""
     wide = values.astype(dtype)
     squares = [_scaled_square(wide, scale) for scale in scales]
-    over_rows = _sums_in_one_kernel if wide.ndim - 1 in axes else _sums_of_columns
-    on_gpu = _sums_of_joined if is_small else over_rows
+    return [x.reshape(-1) for x in sums_of(squares, axes)]
 
-    def by_row(sums_of: Callable[..., Sequence[Array]]) -> Callable[..., list[Array]]:
-        return lambda terms: [x.reshape(-1) for x in sums_of(terms, axes)]
 
-    return lax.platform_dependent(squares, cuda=by_row(on_gpu), default=by_row(_sums))
+def _sums_on_gpu(block: Block) -> Sums:
+    """How the rows of a block are best added up."""
+    if block.is_small:
+        return _sums_of_joined
+    return _sums_in_one_kernel if block.values.ndim - 1 in block.axes else _sums_of_columns
 
 
 def _sums(terms: Sequence[Array], axes: tuple[int, ...]) -> list[Array]:
@@ -142,10 +149,9 @@ def _sums_in_one_kernel(terms: Sequence[Array], axes: tuple[int, ...]) -> Sequen
 
 def _sums_of_joined(terms: Sequence[Array], axes: tuple[int, ...]) -> Sequence[Array]:
     """Sums of joined leaves on a GPU: of a long row in parts."""
-    rows = [x.reshape(1, -1) if axes == (0, 1) else x for x in terms]
-    if rows[0].shape[1] < LONG_ROW:
-        return _sums_in_one_kernel(rows, (1,))
-    padded = [jnp.pad(x, ((0, 0), (0, -x.shape[1] % ROW))) for x in rows]
+    if terms[0].shape[1] < LONG_ROW:
+        return _sums_in_one_kernel(terms, axes)
+    padded = [jnp.pad(x, ((0, 0), (0, -x.shape[1] % ROW))) for x in terms]
     parts = _variadic_sum([x.reshape(x.shape[0], -1, ROW) for x in padded], (2,))
     return _variadic_sum(parts, (1,))
 

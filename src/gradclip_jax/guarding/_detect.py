@@ -22,7 +22,7 @@ from .._states import replace_states
 from .._types import Array, AxisName, Scalar, Tree
 from .._xla import JOINED_ON_CPU
 from ..accumulation._noise import NoiseState
-from ..clipping._blocks import pack
+from ..clipping._blocks import blocks_of_leaves, pack
 from ..clipping._clip import ClipState
 from ..clipping._norm import measured_leaves, norm_of_leaves
 from ..clipping._units import is_measured, tree_units
@@ -165,5 +165,5 @@ def _any(found: list[Array], leaves: Iterable[Any], axis_name: AxisName) -> Scal
 
 def _joined(arrays: list[Array], axis_name: AxisName) -> list[Array]:
     """The same elements in fewer arrays: small ones of one dtype end to end."""
-    blocks = pack(arrays, tree_units(arrays), axis_name, JOINED_ON_CPU)
+    blocks = pack(blocks_of_leaves(arrays, tree_units(arrays), axis_name), JOINED_ON_CPU)
     return [block.values for block in blocks]
