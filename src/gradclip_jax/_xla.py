@@ -23,7 +23,7 @@ SMALL = 8_192
 # launches and 1.0 N moved, 7 N from 64 leaves on, because then XLA writes down what it joined.
 JOINED = 32
 
-# From so many leaves of one unit and one length on a TPU has less to launch if they are stacked.
+# From so many leaves of one length on, a TPU launches less for their sum if they are stacked.
 STACKED = 4
 
 # On a CPU the time to compile a concatenation grows with the square of the number of arrays, and
