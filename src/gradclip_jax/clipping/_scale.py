@@ -22,6 +22,7 @@ from ._units import (
     alike,
     spread_over_leaves,
     spread_over_stack,
+    take_units_in_parts,
     take_units_on_accelerators,
     take_units_on_cpu,
 )
@@ -129,7 +130,7 @@ def _copies(root: Array, sizes: Sequence[int]) -> list[Array]:
 
 def _entries(roots: Array) -> list[Array]:
     wanted = [(i,) for i in range(roots.size)]
-    return take_units_on_accelerators(roots, wanted, SCALED_TOGETHER)
+    return take_units_in_parts(roots, wanted, SCALED_TOGETHER)
 
 
 def _scale_on_tpu(units: Units, drops: bool, leaves: list[Array], roots: Array) -> list[Array]:

@@ -162,8 +162,13 @@ def take_units_on_cpu(vector: Array, wanted: Sequence[Sequence[int]]) -> list[Ar
     return [found[tuple(units)] for units in wanted]
 
 
-def take_units_on_accelerators(
-    vector: Array, wanted: Sequence[Sequence[int]], together: int = READ_TOGETHER
+def take_units_on_accelerators(vector: Array, wanted: Sequence[Sequence[int]]) -> list[Array]:
+    """As `take_units`, compiled more quickly on a GPU; units in ascending order."""
+    return take_units_in_parts(vector, wanted, READ_TOGETHER)
+
+
+def take_units_in_parts(
+    vector: Array, wanted: Sequence[Sequence[int]], together: int
 ) -> list[Array]:
     """As `take_units`, so many at a time from a vector of their own; units in ascending order."""
     taken: list[Array] = []
