@@ -20,7 +20,7 @@ from ._types import Array, Tree
 SMALL = 8_192
 
 # So many small leaves are joined at once. The norm of 1,000 leaves of 64 elements on an H100: 34
-# launches and 1.0 N moved, 7 N from 64 leaves on, because then XLA writes down what it joined.
+# launches and 2.9 N moved, 7 N from 64 leaves on, because then XLA writes down what it joined.
 JOINED = 32
 
 # From so many leaves of one length on, a TPU launches less for their sum if they are stacked.
@@ -30,8 +30,8 @@ STACKED = 4
 # each concatenation costs a kernel: least at 1,000 leaves from 384 to 512.
 JOINED_ON_CPU = 512
 
-# In what rows joined leaves are added up on a GPU if theirs are long: in one row of 4,096 to 16,384
-# elements XLA writes the terms down first (H100: 7 N moved, 1.05 N in rows of 128).
+# From so many elements on joined leaves are added up on a GPU in rows of 128: in one row of 4,096
+# to 16,384 XLA writes the terms down first (H100: 7 N moved, 1.05 N in rows of 128).
 LONG_ROW = 4_096
 ROW = 128
 

@@ -6,7 +6,7 @@ For speed and compile time alone: which unit a row counts to is said in `_units.
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,9 @@ from jax import lax
 from .._mesh import is_joinable, max_over, replica_count, reshard_replicated, shard_axes, sum_over
 from .._types import Array, AxisName
 from .._xla import SMALL, STACKED, SUMS_TOGETHER, barrier_on_gpu
-from ._units import Units, unit_shape
+from ._units import Units, spread_shape, unit_shape
+
+T = TypeVar("T")
 
 
 class Block(NamedTuple):
@@ -42,8 +44,8 @@ class Block(NamedTuple):
 
     def per_row(self, of_rows: Array) -> Array:
         """One number, or one for each row, shaped to broadcast against the values."""
-        shape = [1 if axis in self.axes else n for axis, n in enumerate(self.values.shape)]
-        return of_rows if of_rows.ndim == 0 else of_rows.reshape(shape)
+        shape = () if of_rows.ndim == 0 else spread_shape(self.values, self.axes)
+        return of_rows.reshape(shape)
 
 
 def blocks_of_leaves(
@@ -78,10 +80,10 @@ def pack(
     """
     blocks = [_flattened(block) for block in blocks] if flatten else list(blocks)
     if stack:
-        groups = _grouped(blocks, _unit_and_length, joined)
+        groups = grouped(blocks, _unit_and_length, joined)
         blocks = [block for group in groups for block in _as_stack(group)]
-    blocks = [_end_to_end(group) for group in _grouped(blocks, _shared_unit, joined)]
-    return [_under_one_another(group) for group in _grouped(blocks, _row_length, joined)]
+    blocks = [_end_to_end(group) for group in grouped(blocks, _shared_unit, joined)]
+    return [_under_one_another(group) for group in grouped(blocks, _row_length, joined)]
 
 
 def pool_sums(
@@ -246,18 +248,16 @@ def _row_length(block: Block) -> Hashable:
     return (block.values.shape[1], block.values.dtype, block.shard_axes) if is_joined else None
 
 
-def _grouped(
-    blocks: Sequence[Block], key: Callable[[Block], Hashable], size: int
-) -> list[list[Block]]:
-    """Blocks that share a key together, `size` at most; those without a key by themselves."""
-    groups: dict[Hashable, list[Block]] = {}
-    for i, block in enumerate(blocks):
-        found = key(block)
-        groups.setdefault((i,) if found is None else (found,), []).append(block)
+def grouped(items: Sequence[T], key: Callable[[T], Hashable], size: int) -> list[list[T]]:
+    """Items that share a key together, `size` at most; those without a key by themselves."""
+    groups: dict[Hashable, list[T]] = {}
+    for i, item in enumerate(items):
+        found = key(item)
+        groups.setdefault((i,) if found is None else (found,), []).append(item)
     return [part for group in groups.values() for part in _evenly(group, size)]
 
 
-def _evenly(group: list[Block], size: int) -> list[list[Block]]:
+def _evenly(group: list[T], size: int) -> list[list[T]]:
     """Parts of like length, `size` at most: XLA compiles parts that are alike once."""
     parts = -(-len(group) // size)
     length = -(-len(group) // parts)
@@ -265,7 +265,7 @@ def _evenly(group: list[Block], size: int) -> list[list[Block]]:
 
 
 def _as_stack(group: list[Block]) -> list[Block]:
-    """Leaves of one unit and one length as one block, if there are some.
+    """Leaves of one unit and one length as one block, if there are enough.
 
     End to end a TPU puts them one at a time: 184 launches for the norm of 200 leaves of 512 on a
     TPU v5e, 14 where they are stacked. Stacked for an H100 as well, `skip_nonfinite(clip + AdamW)`

@@ -7,7 +7,7 @@ smaller than the smallest normal number, and `x / norm * threshold` is compiled 
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._checks import check_callable, check_choice, is_float0
+from .._mesh import is_joinable
 from .._types import Array
-from .._xla import SCALED_TOGETHER, SMALL, fusion_barrier
+from .._xla import JOINED, SCALED_TOGETHER, SMALL, fusion_barrier
+from ._blocks import grouped
 from ._units import (
     Units,
-    alike,
     spread_over_leaves,
     spread_over_stack,
     take_units_in_parts,
@@ -136,10 +137,15 @@ def _entries(roots: Array) -> list[Array]:
 def _scale_on_tpu(units: Units, drops: bool, leaves: list[Array], roots: Array) -> list[Array]:
     """Small leaves that are alike in a stack: a TPU launches a kernel for each other leaf."""
     roots = lax.optimization_barrier(roots)
+
+    def what_is_alike(i: int) -> Hashable:
+        x = leaves[i]
+        return (jax.typeof(x), units.axes[i]) if x.size <= SMALL and is_joinable(x) else None
+
     scaled: dict[int, Array] = {}
-    for positions in alike(leaves, units):
+    for positions in grouped(range(len(leaves)), what_is_alike, JOINED):
         stack = jnp.stack([leaves[i] for i in positions])
-        root = spread_over_stack(roots, units, positions, leaves[positions[0]], stack)
+        root = spread_over_stack(roots, units, positions, leaves[positions[0]])
         rows = jnp.unstack(scale_leaf(stack, root, keeps=False, drops=drops))
         scaled |= zip(positions, rows, strict=True)
     return [scaled[i] for i in range(len(leaves))]

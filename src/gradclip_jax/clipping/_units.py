@@ -15,9 +15,9 @@ import numpy as np
 from jax import lax
 
 from .._checks import error_message, is_float0
-from .._mesh import constrain_replicated, is_joinable, replica_count, shard_axes, varying_axes
+from .._mesh import constrain_replicated, replica_count, shard_axes, varying_axes
 from .._types import Array, AxisName, Tree
-from .._xla import JOINED, READ_TOGETHER, SMALL, rows_on_cpu
+from .._xla import READ_TOGETHER, rows_on_cpu
 
 
 class Units(NamedTuple):
@@ -219,21 +219,19 @@ def spread_over_leaves(
         if axes is None:
             spread.append(jnp.ones((), vector.dtype))
             continue
-        shape = () if of_leaf.size == 1 else _spread_shape(x, axes)
+        shape = () if of_leaf.size == 1 else spread_shape(x, axes)
         spread.append(constrain_replicated(of_leaf, x).reshape(shape))
     return spread
 
 
-def spread_over_stack(
-    vector: Array, units: Units, positions: Sequence[int], leaf: Array, stack: Array
-) -> Array:
-    """As `spread_over_leaves`, for leaves that are alike, one of which is given, and stacked."""
+def spread_over_stack(vector: Array, units: Units, positions: Sequence[int], leaf: Array) -> Array:
+    """As `spread_over_leaves`, for the stack of leaves that are alike, one of which is given."""
     axes = units.axes[positions[0]]
     if axes is None:
         return jnp.ones((), vector.dtype)
     wanted = [unit for i in positions for unit in _units_of(leaf, units, i)]
-    of_stack = constrain_replicated(_taken(vector, wanted), stack)
-    shape = (len(positions), *_spread_shape(leaf, axes))
+    of_stack = constrain_replicated(_taken(vector, wanted), leaf)
+    shape = (len(positions), *spread_shape(leaf, axes))
     return of_stack.reshape(() if of_stack.size == 1 else shape)
 
 
@@ -242,21 +240,9 @@ def _units_of(x: Any, units: Units, position: int) -> range:
     return range(first, first + (0 if axes is None else math.prod(unit_shape(x, axes))))
 
 
-def _spread_shape(x: Any, axes: tuple[int, ...]) -> tuple[int, ...]:
+def spread_shape(x: Any, axes: Sequence[int]) -> tuple[int, ...]:
+    """The shape in which one number for each unit of a leaf broadcasts against it."""
     return tuple(1 if axis in axes else size for axis, size in enumerate(np.shape(x)))
-
-
-def alike(leaves: Sequence[Array], units: Units) -> list[list[int]]:
-    """The positions of small leaves that can be stacked, some at a time; each other by itself."""
-    groups: dict[Any, list[int]] = {}
-    for i, (x, axes) in enumerate(zip(leaves, units.axes, strict=True)):
-        is_stacked = x.size <= SMALL and is_joinable(x)
-        groups.setdefault((jax.typeof(x), axes) if is_stacked else i, []).append(i)
-    return [
-        group[start : start + JOINED]
-        for group in groups.values()
-        for start in range(0, len(group), JOINED)
-    ]
 
 
 def unit_shape(x: Any, axes: Sequence[int]) -> tuple[int, ...]:
