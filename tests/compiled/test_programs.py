@@ -35,6 +35,8 @@ BY_KERNELS = {"cuda": [*NORMS, "clip + AdamW"], "tpu": ["norm", "clip", "clip + 
 IN_BFLOAT16 = {"cuda": MEASURED, "tpu": ["clip"]}[PLATFORM]
 # For the sums of blocks and of columns, which are written and read again, three for each of Optax's.
 SLACK = 0.03
+# The sums of a norm on a TPU: 2 MB.
+SCRATCH = {"cuda": 0.03, "tpu": 0.1}[PLATFORM]
 # In units of N: on a TPU the products beside an activation take its clip along.
 MOVED_BY_A_COTANGENT = {"cuda": 3, "tpu": 0}[PLATFORM]
 
@@ -148,23 +150,29 @@ def test_small_leaves_are_summed_scaled_and_returned_many_at_a_time(title, leave
     assert ours.program.always.launches <= share * theirs.program.always.launches
 
 
-@on_h100
 @pytest.mark.parametrize(
-    ("title", "emission", "scratch"),
+    ("title", "emission"),
     [
-        ("hold (and emission inside) of AdamW, apply_gradients", 8, 0),
+        ("hold (and emission inside) of AdamW, apply_gradients", 8),
         # The norm comes before the step, so the sum is read twice, or written and read: 2 N more.
-        ("hold (and emission inside), apply_gradients", 10, 1),
+        ("hold (and emission inside), apply_gradients", 10),
     ],
     ids=["AdamW", "clip + AdamW"],
 )
-def test_hold_step_and_emission_move_no_more_than_they_must(title, emission, scratch):
+def test_hold_step_and_emission_move_no_more_than_they_must(title, emission):
     ours, _, size = pair(title)
     hold = 3  # in units of N; which of them is inside a loop is left open
     moved = ours.program.always.moved + ours.program.inside.moved
     assert moved <= (hold + emission + SLACK) * size
     assert ours.program.branches == 0
-    assert ours.scratch <= (scratch + SLACK) * size
+    assert ours.scratch <= SCRATCH * size
+
+
+@pytest.mark.parametrize("title", ["hold (and emission inside)", "skip_nonfinite(accumulation)"])
+def test_an_emission_writes_no_second_gradient(title):
+    """What has more than one reader goes into the accumulator: 2 N where N is of bfloat16."""
+    ours, theirs, size = pair(f"{title}, apply_gradients", LARGE_BFLOAT16)
+    assert ours.scratch <= theirs.scratch + SCRATCH * size
 
 
 @on_h100

@@ -201,7 +201,7 @@ class _Accumulation:
             inner_state = state.inner_opt_state
             if self.keeps_sum:
                 window = window_gradient(add(acc), micro_batch, advanced.total_weight, inner_state)
-                acc = spent_accumulator(acc, window)
+                acc = spent_accumulator(acc, window, inner_state)
             else:
                 window = only_gradient(micro_batch, inner_state)
 
