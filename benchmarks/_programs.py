@@ -140,6 +140,14 @@ PROGRAMS = {
         lambda: _step(gcx.skip_nonfinite(_adamw())),
         lambda: _step(optax.apply_if_finite(_adamw(), 9)),
     ),
+    "skip_nonfinite(AdamW, check=gradient), apply_gradients": Pair(
+        lambda: _step(gcx.skip_nonfinite(_adamw(), check="gradient"), fast),
+        lambda: _step(optax.apply_if_finite(_adamw(), 9)),
+    ),
+    "skip_spikes(AdamW), apply_gradients": Pair(
+        lambda: _step(gcx.skip_spikes(_adamw(), norm=gcx.thresholds.mean_std(6.0)), fast),
+        lambda: _step(optax.apply_if_finite(_adamw(), 9)),
+    ),
     "dynamic_loss_scale(AdamW), apply_gradients": Pair(
         lambda: _step(gcx.dynamic_loss_scale(_adamw()), fast),
         lambda: _step(optax.apply_if_finite(_adamw(), 9)),
@@ -150,6 +158,10 @@ PROGRAMS = {
     ),
     "skip_nonfinite(clip + AdamW), apply_gradients": Pair(
         lambda: _step(gcx.skip_nonfinite(_ours()), fast),
+        lambda: _step(optax.apply_if_finite(_theirs(), 9)),
+    ),
+    "skip_nonfinite(clip + AdamW, check=gradient), apply_gradients": Pair(
+        lambda: _step(gcx.skip_nonfinite(_ours(), check="gradient"), fast),
         lambda: _step(optax.apply_if_finite(_theirs(), 9)),
     ),
     "skip_nonfinite(accumulation), apply_gradients": Pair(

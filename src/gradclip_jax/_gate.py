@@ -22,14 +22,12 @@ class ComputedStep(NamedTuple):
     """A step of the inner transformation that is not yet taken.
 
     Attributes:
-        accumulator: what the gradients were read from.
         grads: the gradients.
         inner_state: its state before.
         updates: its update.
         next_inner_state: its state after.
     """
 
-    accumulator: Tree
     grads: Tree
     inner_state: Any
     updates: Tree
@@ -115,29 +113,36 @@ def _pass_gate(
     The check of a gate that is seldom open runs inside the loop, so that there is one loop.
     """
 
-    def step(carry: Tree) -> tuple[Tree, Tree]:
+    def step(carry: Tree) -> Tree:
         output, inner_state, accumulator = carry
         grads, accumulator = now.read_gradient(accumulator)
-        output, inner_state, updates = take(grads, inner_state, output)
-        return (output, inner_state, accumulator), (grads, updates)
+        output, inner_state, _ = take(grads, inner_state, output)
+        return output, inner_state, accumulator
 
-    def check(carry: Tree, next_carry: Tree, seen: Tree) -> Scalar:
-        assert now.check is not None
-        (_, inner_state, accumulator), (_, next_inner_state, _) = carry, next_carry
-        grads, updates = seen
-        return now.check(ComputedStep(accumulator, grads, inner_state, updates, next_inner_state))
+    def checked_step(is_open: Array | bool, carry: Tree) -> tuple[Tree, Array]:
+        *start, accumulator = carry
+        grads, accumulator = now.read_gradient(accumulator)
 
-    def checked(is_open: Array | bool, carry: Tree) -> tuple[Tree, Array]:
-        return run_if_good(is_open, step, check, carry, usually=now.usually_open)
+        def compute(carry: Tree) -> tuple[Tree, Tree]:
+            output, inner_state = carry
+            output, inner_state, updates = take(grads, inner_state, output)
+            return [output, inner_state], updates
+
+        def check(carry: Tree, next_carry: Tree, updates: Tree) -> Scalar:
+            assert now.check is not None
+            return now.check(ComputedStep(grads, carry[1], updates, next_carry[1]))
+
+        end, stepped = run_if_good(is_open, compute, check, start, usually=now.usually_open)
+        return (*end, accumulator), stepped
 
     carry, stepped = (output, now.inner_state, now.accumulator), now.is_open
     if now.check is None:
-        carry = run_if(stepped, lambda carry: step(carry)[0], carry, usually=now.usually_open)
+        carry = run_if(stepped, step, carry, usually=now.usually_open)
     elif now.usually_open:
-        carry, stepped = checked(stepped, carry)
+        carry, stepped = checked_step(stepped, carry)
     else:
         start = (carry, jnp.array(False))
-        carry, stepped = run_if(stepped, lambda pair: checked(jnp.array(True), pair[0]), start)
+        carry, stepped = run_if(stepped, lambda pair: checked_step(jnp.array(True), pair[0]), start)
     output, inner_state, accumulator = carry
     return output, now.next_state(inner_state, accumulator, stepped)
 

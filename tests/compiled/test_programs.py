@@ -184,6 +184,14 @@ def test_a_guard_looks_at_update_and_state_without_stopping_the_host(guard):
     assert ours.scratch <= SLACK * size
 
 
+@pytest.mark.parametrize("inner", ["AdamW", "clip + AdamW"])
+def test_a_guard_of_the_gradient_reads_it_once_also_with_a_clip_behind(inner):
+    ours, _, size = pair(f"skip_nonfinite({inner}, check=gradient), apply_gradients")
+    assert runs_straight(ours.program)
+    assert ours.program.always.moved <= (8 + SLACK) * size
+    assert ours.scratch <= SCRATCH * size
+
+
 def test_a_guard_of_norm_and_loss_reads_the_gradient_once_and_stops_no_host():
     without, guarded, size = cost("`skip_spikes` on norm and loss")
     assert runs_straight(guarded.program)

@@ -27,7 +27,7 @@ BLOCK = 65_536
 
 def computed_step(tx, grads, state, params, **extra_args):
     updates, next_state = tx.update(grads, state, params, **extra_args)
-    return ComputedStep((), grads, state, updates, like_dtypes(next_state, state))
+    return ComputedStep(grads, state, updates, like_dtypes(next_state, state))
 
 
 def verdict(tx, grads, params=None, axis_name=None, wrap=jax.jit, **extra_args):

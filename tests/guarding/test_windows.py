@@ -79,6 +79,17 @@ def test_a_window_whose_sum_overflows_does_not_lock_up():
     assert not gcx.nonfinite_leaves(state)
 
 
+def test_what_a_dropped_window_leaves_behind_harms_no_window_of_one_micro_batch():
+    tx = gcx.skip_nonfinite(gcx.accumulate_gradients(optax.sgd(1.0), 3))
+    params = jnp.zeros(2)
+    state = tx.init(params)
+    for grad in (3e38, 3e38, 3e38):
+        params, state = gcx.apply_gradients(tx, jnp.full(2, grad), state, params)
+    params, state = gcx.apply_gradients(tx, jnp.ones(2), state, params, flush=True)
+    assert params.tolist() == [-1.0, -1.0]
+    assert (state.skipped_nonfinite, state.consecutive_skips) == (1, 0)
+
+
 @pytest.mark.parametrize("bad", [3e38, 1e25])
 def test_a_window_that_a_flush_cannot_close_is_dropped(bad):
     tx = gcx.skip_nonfinite(gcx.accumulate_gradients(optax.adam(0.1), 10_000))

@@ -11,7 +11,6 @@ from jax import lax
 
 from .._checks import error_message, is_float0, leaf_path
 from .._mesh import is_unreduced, reduced_axes, reshard_like, sharding_with, unreduced_axes
-from .._states import METRICS, find_states
 from .._tree_checks import check_same_structure
 from .._types import Array, Scalar, Tree
 from ._devices import reduce_over_devices
@@ -107,17 +106,17 @@ def window_gradient(
     return map_reduced(read, micro_batch.reductions, totals, micro_batch.grads)
 
 
-def spent_accumulator(acc: Tree, window: Tree, inner_state: Any) -> Tree:
+def spent_accumulator(acc: Tree, window: Tree, *, is_measured: bool) -> Tree:
     """What is left of the accumulator after the step that reads the window: anything.
 
     Where XLA makes an array of the gradient, the accumulator has room for it: 0 N of scratch, not
-    1. On a CPU it always does, on a GPU and a TPU where more than the step reads it, as the norm of
-    a clip does. An optimizer alone adds within its kernels: 8 N moved, not 9 (JAX 0.10.2, H100).
+    1. On a CPU it always does, on a GPU and a TPU where the gradient is measured before the step
+    reads it. An optimizer alone adds within its kernels: 8 N moved, not 9 (JAX 0.10.2, H100).
     """
     if is_unreduced(acc):
         return acc
     window = jax.tree.map(lambda x, room: room if is_float0(x) else x, window, acc)
-    if find_states(inner_state, tuple(METRICS)):
+    if is_measured:
         return window
     return lax.platform_dependent(
         acc, window, cpu=lambda acc, window: window, default=lambda acc, window: acc

@@ -21,7 +21,7 @@ from .._checks import (
 )
 from .._gate import Gate, gated
 from .._run_if import like_dtypes, run_if
-from .._states import find_states, increment_where
+from .._states import METRICS, find_states, increment_where
 from .._tree_checks import check_inexact
 from .._types import FLOAT32, Scalar, Tree
 from ._devices import without_reduced_axes
@@ -201,7 +201,9 @@ class _Accumulation:
             inner_state = state.inner_opt_state
             if self.keeps_sum:
                 window = window_gradient(add(acc), micro_batch, advanced.total_weight, inner_state)
-                acc = spent_accumulator(acc, window, inner_state)
+                # By a guard around this, or by what is inside: a clip, a record, another guard.
+                is_measured = admitted is not True or bool(find_states(inner_state, tuple(METRICS)))
+                acc = spent_accumulator(acc, window, is_measured=is_measured)
             else:
                 window = only_gradient(micro_batch, inner_state)
 

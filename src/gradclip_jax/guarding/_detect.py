@@ -68,7 +68,7 @@ def has_finite_squares(tree: Tree, axis_name: AxisName) -> Scalar:
 
 
 def is_finite_step(step: ComputedStep, axis_name: AxisName) -> Scalar:
-    """Whether what the gradients are read from, update and next state of a step are finite.
+    """Whether gradient, update and next state of a step are finite.
 
     | in the next state | verdict |
     | --- | --- |
@@ -84,7 +84,7 @@ def is_finite_step(step: ComputedStep, axis_name: AxisName) -> Scalar:
     }
     flags: dict[Any, Array] = {}
     states = _without_statistics(step.next_inner_state), _without_statistics(step.inner_state)
-    pairs = [(step.accumulator, None), (step.grads, None), (step.updates, None), states]
+    pairs = [(step.grads, None), (step.updates, None), states]
     for number, (new, old) in enumerate(pairs):
         before = itertools.repeat(None) if old is None else jax.tree.leaves(old)
         for (path, x), was in zip(jax.tree_util.tree_leaves_with_path(new), before, strict=False):
