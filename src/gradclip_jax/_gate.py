@@ -109,8 +109,8 @@ def _pass_gate(
 ) -> tuple[Tree, Any]:
     """The output and the next state: after the step, if the gate is open and the check passes.
 
-    `take` makes of gradients, inner state and output the next output, state, and the updates.
-    The check of a gate that is seldom open runs inside the loop, so that there is one loop.
+    `take` makes of gradients, inner state and output the next output, state, and the updates. A
+    gate that is seldom open is checked behind it: a step that is held computes nothing.
     """
 
     def step(carry: Tree) -> Tree:
@@ -120,20 +120,20 @@ def _pass_gate(
         return output, inner_state, accumulator
 
     def checked_step(is_open: Array | bool, carry: Tree) -> tuple[Tree, Array]:
-        *start, accumulator = carry
-        grads, accumulator = now.read_gradient(accumulator)
+        # Read once for the check and the step: a second time would need a second array of it.
+        grads, accumulator = now.read_gradient(carry[2])
 
         def compute(carry: Tree) -> tuple[Tree, Tree]:
             output, inner_state = carry
             output, inner_state, updates = take(grads, inner_state, output)
-            return [output, inner_state], updates
+            return (output, inner_state), updates
 
         def check(carry: Tree, next_carry: Tree, updates: Tree) -> Scalar:
             assert now.check is not None
             return now.check(ComputedStep(grads, carry[1], updates, next_carry[1]))
 
-        end, stepped = run_if_good(is_open, compute, check, start, usually=now.usually_open)
-        return (*end, accumulator), stepped
+        next_carry, stepped = run_if_good(is_open, compute, check, carry[:2])
+        return (*next_carry, accumulator), stepped
 
     carry, stepped = (output, now.inner_state, now.accumulator), now.is_open
     if now.check is None:
@@ -141,8 +141,10 @@ def _pass_gate(
     elif now.usually_open:
         carry, stepped = checked_step(stepped, carry)
     else:
-        start = (carry, jnp.array(False))
-        carry, stepped = run_if(stepped, lambda pair: checked_step(jnp.array(True), pair[0]), start)
+        closed = (carry, jnp.array(False))
+        carry, stepped = run_if(
+            stepped, lambda pair: checked_step(jnp.array(True), pair[0]), closed
+        )
     output, inner_state, accumulator = carry
     return output, now.next_state(inner_state, accumulator, stepped)
 

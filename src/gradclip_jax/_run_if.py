@@ -53,13 +53,11 @@ def run_if_good(
     step: Callable[[Tree], tuple[Tree, Tree]],
     check: Callable[[Tree, Tree, Tree], Scalar],
     carry: Tree,
-    *,
-    usually: bool = False,
 ) -> tuple[Tree, Array]:
-    """As `run_if` where also the check holds, bool[]; returns whether the step was taken besides.
+    """As `run_if`, usually, where also the check holds; returns besides whether the step was taken.
 
     The step returns the next carry, and what else there is to see, such as the update; the check
-    takes the carry and these two.
+    takes the carry and these two, and returns bool[].
     """
 
     def typed_step(carry: Tree) -> tuple[Tree, Tree]:
@@ -87,8 +85,7 @@ def run_if_good(
         cpu=lambda predicate: lax.cond(predicate, checked, lambda: jnp.array(True)),
         default=lambda predicate: checked(),
     )
-    way = _usual if usually else _loop
-    return _run_if(only_step, way, passed, carry, closed_over), passed
+    return _run_if(only_step, _usual, passed, carry, closed_over), passed
 
 
 def _pure(step: Step, carry: Tree) -> tuple[Step, tuple[Any, ...]]:
