@@ -29,6 +29,7 @@ LARGE = ({"cuda": 4, "tpu": 2}[PLATFORM], (2048, 2048), "float32")
 LARGE_BFLOAT16 = (4, (2048, 2048), "bfloat16")
 NORMS = ["norm", "clip", "leaf norms", "clip by leaf norm", "clip by block RMS"]
 RULES = ["zclip", "adagc", "adaptive_grad_clip"]
+ACCUMULATIONS = ["hold (and emission inside)", "skip_nonfinite(accumulation)"]
 MEASURED = [*NORMS, "adaptive_grad_clip", "clip + AdamW"]
 # On a TPU what has a norm for each leaf needs up to 1.6 times as many.
 BY_KERNELS = {"cuda": [*NORMS, "clip + AdamW"], "tpu": ["norm", "clip", "clip + AdamW"]}[PLATFORM]
@@ -168,11 +169,12 @@ def test_hold_step_and_emission_move_no_more_than_they_must(title, emission):
     assert ours.scratch <= SCRATCH * size
 
 
-@pytest.mark.parametrize("title", ["hold (and emission inside)", "skip_nonfinite(accumulation)"])
+@pytest.mark.parametrize("title", ACCUMULATIONS)
 def test_an_emission_writes_no_second_gradient(title):
     """What has more than one reader goes into the accumulator: 2 N where N is of bfloat16."""
     ours, theirs, size = pair(f"{title}, apply_gradients", LARGE_BFLOAT16)
     assert ours.scratch <= theirs.scratch + SCRATCH * size
+    assert (ours.program.branches, ours.program.loops) == (0, 2)  # hold and emission
 
 
 @on_h100
@@ -222,6 +224,9 @@ def test_nothing_gathers_what_optax_does_not(title):
     assert max(ours.always.collectives["all-reduce"], default=0) < 2**16
 
 
-def test_scratch_of_a_chip_is_that_of_optax():
-    ours, theirs, size = sharded("clip + AdamW")
+@pytest.mark.parametrize(
+    "title", ["clip + AdamW", *(f"{title}, apply_gradients" for title in ACCUMULATIONS)]
+)
+def test_scratch_of_a_chip_is_that_of_optax(title):
+    ours, theirs, size = sharded(title)
     assert ours.scratch <= theirs.scratch + 0.1 * size
