@@ -80,6 +80,11 @@ def _theirs() -> Any:
     return optax.chain(optax.clip_by_global_norm(1.0), _adamw())
 
 
+def _if_finite(tx: Any) -> Case:
+    """Optax's guard; nine skips in a row are allowed."""
+    return _step(optax.apply_if_finite(tx, 9))
+
+
 def toy_loss(params: Tree, batch: Any) -> Any:
     """Touches every parameter, and is no larger than its gradient."""
     scale = jnp.mean(batch)
@@ -134,35 +139,35 @@ PROGRAMS = {
     ),
     "skip_nonfinite(AdamW), apply_gradients": Pair(
         lambda: _step(gcx.skip_nonfinite(_adamw()), fast),
-        lambda: _step(optax.apply_if_finite(_adamw(), 9)),
+        lambda: _if_finite(_adamw()),
     ),
     "skip_nonfinite(AdamW), update": Pair(
         lambda: _step(gcx.skip_nonfinite(_adamw())),
-        lambda: _step(optax.apply_if_finite(_adamw(), 9)),
+        lambda: _if_finite(_adamw()),
     ),
     "skip_nonfinite(AdamW, check=gradient), apply_gradients": Pair(
         lambda: _step(gcx.skip_nonfinite(_adamw(), check="gradient"), fast),
-        lambda: _step(optax.apply_if_finite(_adamw(), 9)),
+        lambda: _if_finite(_adamw()),
     ),
     "skip_spikes(AdamW), apply_gradients": Pair(
         lambda: _step(gcx.skip_spikes(_adamw(), norm=gcx.thresholds.mean_std(6.0)), fast),
-        lambda: _step(optax.apply_if_finite(_adamw(), 9)),
+        lambda: _if_finite(_adamw()),
     ),
     "dynamic_loss_scale(AdamW), apply_gradients": Pair(
         lambda: _step(gcx.dynamic_loss_scale(_adamw()), fast),
-        lambda: _step(optax.apply_if_finite(_adamw(), 9)),
+        lambda: _if_finite(_adamw()),
     ),
     "skip_large_norm(AdamW), apply_gradients": Pair(
         lambda: _step(gcx.skip_large_norm(_adamw(), 10.0), fast),
-        lambda: _step(optax.apply_if_finite(_adamw(), 9)),
+        lambda: _if_finite(_adamw()),
     ),
     "skip_nonfinite(clip + AdamW), apply_gradients": Pair(
         lambda: _step(gcx.skip_nonfinite(_ours()), fast),
-        lambda: _step(optax.apply_if_finite(_theirs(), 9)),
+        lambda: _if_finite(_theirs()),
     ),
     "skip_nonfinite(clip + AdamW, check=gradient), apply_gradients": Pair(
         lambda: _step(gcx.skip_nonfinite(_ours(), check="gradient"), fast),
-        lambda: _step(optax.apply_if_finite(_theirs(), 9)),
+        lambda: _if_finite(_theirs()),
     ),
     "skip_nonfinite(accumulation), apply_gradients": Pair(
         lambda: _step(gcx.skip_nonfinite(gcx.accumulate_gradients(_ours(), 8)), fast),
