@@ -27,8 +27,8 @@ export REPOSITORY_URL ?= $(shell sed -n 's/^repository = "\(.*\)"/\1/p' pyprojec
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-slow test-all test-oldest test-newest test-nightly test-compiled-tpu \
-	test-compiled-cuda fuzz lint format bench study bench-compiled notebooks docs docs-site wheel package \
-	check-release clean print-oldest print-newest
+	test-compiled-cuda fuzz lint format bench study bench-compiled bench-features notebooks docs docs-site wheel package \
+	test-package check-release clean print-oldest print-newest
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
@@ -46,7 +46,8 @@ test-all: $(VENV)/.installed-test  ## both
 	$(PYTEST) $(PYTEST_ARGS)
 
 fuzz: $(VENV)/.installed-test  ## random programs against plain Python, until one fails or Ctrl-C
-	FUZZ=1 $(VENV)/bin/python -m pytest -n0 -x tests/test_fuzz.py $(PYTEST_ARGS)
+	FUZZ=1 $(VENV)/bin/python -m pytest -n0 -x tests/test_fuzz.py \
+		tests/per_example/test_random_losses.py $(PYTEST_ARGS)
 
 test-oldest:  ## the suite on the oldest supported JAX and Optax, in .venv-oldest
 	@test -n "$(PYTHON_OLDEST)" || \
@@ -81,15 +82,19 @@ study: $(VENV)/.installed-test  ## which clip, and is it worth it? Trains every 
 	$(VENV)/bin/python benchmarks/study/study.py $(STUDY_ARGS)
 	$(VENV)/bin/python benchmarks/study/report.py
 
-# Programs compiled for devices that are not there, each in an environment of its own: 1 GB for
-# TPUs, 3 GB for CUDA. `make bench-compiled BENCH_ARGS='--only "clip + AdamW"'` runs a part.
+# Training steps compiled for devices that are not there, each in an environment of its own: 1 GB
+# for TPUs, 3 GB for CUDA. `make bench-compiled BENCH_ARGS='--only "PPO:skip_nonfinite"'` runs a part.
 BENCH_ARGS ?=
 COMPILED_PINS := jax==0.10.2 jaxlib==0.10.2 optax==0.2.8
 compiled_pytest = -m pytest -p no:cacheprovider --confcutdir=tests/compiled tests/compiled
 
-bench-compiled: .venv-tpu/.compiled .venv-cuda/.compiled  ## compile for TPUs and an H100
+bench-compiled: .venv-tpu/.compiled .venv-cuda/.compiled  ## whole steps, compiled for an H100 and TPUs
 	JAX_PLATFORMS=cpu .venv-cuda/bin/python benchmarks/compiled.py $(BENCH_ARGS)
 	JAX_PLATFORMS=cpu .venv-tpu/bin/python benchmarks/compiled.py $(BENCH_ARGS)
+
+bench-features: .venv-tpu/.compiled .venv-cuda/.compiled  ## what each feature costs there
+	JAX_PLATFORMS=cpu .venv-cuda/bin/python benchmarks/features_compiled.py $(BENCH_ARGS)
+	JAX_PLATFORMS=cpu .venv-tpu/bin/python benchmarks/features_compiled.py $(BENCH_ARGS)
 
 test-compiled-tpu: .venv-tpu/.compiled  ## what must hold of the programs on TPUs
 	JAX_PLATFORMS=cpu .venv-tpu/bin/python $(compiled_pytest) $(PYTEST_ARGS)
@@ -122,6 +127,17 @@ package: $(VENV)/.installed-release  ## what is uploaded: sdist, and the wheel b
 	rm -rf dist
 	$(VENV)/bin/python -m build
 	$(VENV)/bin/twine check --strict dist/*
+
+# Nothing of the clone is on the path (-I), so what runs is what is in the archive.
+test-package: package  ## install the sdist and the wheel, each in an empty environment; run the README
+	@mkdir -p build
+	@sed -n '/^```python$$/,/^```$$/p' README.md | sed '/^```/d' > build/readme.py
+	@set -e; for archive in dist/*.tar.gz dist/*.whl; do \
+		echo "== $$archive"; rm -rf .venv-package; $(VENV)/bin/python -m venv .venv-package; \
+		.venv-package/bin/python -m pip install --quiet --disable-pip-version-check "$$archive"; \
+		.venv-package/bin/python -I build/readme.py; \
+		.venv-package/bin/python -I -c 'import sys, gradclip_jax; print(sys.version.split()[0], gradclip_jax.__file__)'; \
+	done
 
 check-release:  ## refuse a TAG that is not the version, or has no dated changelog section
 	@test "$(TAG)" = "v$(VERSION)" || \

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import _hlo
 import jax
@@ -93,12 +92,9 @@ def compile_for(
     """Compiles a function of shapes that are placed on devices which are not there."""
     jax.clear_caches()  # or the second of two programs would find its parts traced
     options = {} if out_shardings is None else {"out_shardings": out_shardings}
-    there = list(set[Any]().union(*(x.sharding.device_set for x in jax.tree.leaves(args))))
     start = _cpu_seconds()
-    # The library asks how many devices there are, and of which kind.
-    with mock.patch.object(jax, "devices", lambda: there):
-        traced = jax.jit(function, donate_argnums=donate, **options).trace(*args)
-        lowered = traced.lower(lowering_platforms=(platform,))
+    traced = jax.jit(function, donate_argnums=donate, **options).trace(*args)
+    lowered = traced.lower(lowering_platforms=(platform,))
     middle = _cpu_seconds()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is donated and cannot be used
@@ -107,7 +103,7 @@ def compile_for(
     memory, text = compiled.memory_analysis(), compiled.as_text()
     scratch = 0 if memory is None else int(memory.temp_size_in_bytes)
     flops = (compiled.cost_analysis() or {}).get("flops") or _hlo.product_flops(text)
-    program = _hlo.analyse(text, platform)
+    program = _hlo.analyse(text)
     return Compiled(program, scratch, flops, middle - start, end - middle, text)
 
 

@@ -1,13 +1,13 @@
 """What a compiled program does, counted in the text of its ENTRY computation.
 
-Operands and results of each fusion, copy and custom call are what a device reads and writes; their
-number is the kernels it launches. Loops and conditionals are counted by themselves, with what is
-inside: a step may not run it at all.
+Operands and results of each instruction are what a device reads and writes; their number is what
+it launches. The body of a loop with a counter, such as a scan over layers, counts once; of a
+conditional the branch that moves more. Loops of zero or one trip are counted apart.
 """
 
 import math
 import re
-from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 _SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "token": 0}
@@ -20,7 +20,9 @@ _FREE |= {"copy-start", "slice-start", "async-start"}
 
 _INSTRUCTION = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
-_INSIDE = re.compile(r"(?:body|condition|(?:true|false)_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"(?:true|false)_computation=%?([\w.\-]+)")
+# What a TPU's compiler puts in place of no work.
+_NO_WORK = re.compile(r'custom_call_target="(AllocateBuffer|ConcatBitcast|Assume\w+)"')
 
 
 @dataclass
@@ -29,38 +31,67 @@ class Counts:
 
     Attributes:
         moved: bytes read and written.
-        kinds: how many instructions there are of each kind that costs a launch.
+        launches: instructions that do something; on a TPU many are of scalars, next to free.
+        scalars: how many of them only read and write scalars.
+        stops: conditionals and loops of zero or one trip; a GPU's host waits for their predicate.
         collectives: for each kind, the bytes of each result.
     """
 
     moved: int = 0
-    kinds: Counter[str] = field(default_factory=Counter)
+    launches: int = 0
+    scalars: int = 0
+    stops: int = 0
     collectives: dict[str, list[int]] = field(default_factory=dict)
 
-    @property
-    def launches(self) -> int:
-        """Kernels launched; on a TPU the scalar operations between them cost next to nothing."""
-        return sum(self.kinds.values())
+    def add(self, other: "Counts") -> None:
+        """Adds what another computation does."""
+        self.moved += other.moved
+        self.launches += other.launches
+        self.scalars += other.scalars
+        self.stops += other.stops
+        for kind, sizes in other.collectives.items():
+            self.collectives.setdefault(kind, []).extend(sizes)
 
 
 @dataclass
 class Program:
-    """A compiled program: what always runs, and what is inside loops and conditionals.
+    """A compiled program: what always runs, and the loops of zero or one trip.
 
-    `in_branches` is what the conditionals move of that.
+    Attributes:
+        always: what runs at every step; the stops are those of the whole program.
+        optional: what each loop of zero or one trip does.
     """
 
     always: Counts = field(default_factory=Counts)
-    inside: Counts = field(default_factory=Counts)
-    branches: int = 0
-    loops: int = 0
-    in_branches: int = 0
+    optional: list[Counts] = field(default_factory=list)
+
+    def with_loops(self, loops: Iterable[Counts]) -> Counts:
+        """What runs in a step that takes these of the optional loops."""
+        total = Counts()
+        for counts in (self.always, *loops):
+            total.add(counts)
+        return total
+
+    @property
+    def all(self) -> Counts:
+        """What runs in a step that takes all loops."""
+        return self.with_loops(self.optional)
+
+    @property
+    def held(self) -> Counts:
+        """What runs in a step that an accumulation holds: without the largest loop."""
+        return self.with_loops(sorted(self.optional, key=lambda c: c.moved)[:-1])
+
+    @property
+    def emitted(self) -> Counts:
+        """What runs in a step in which it emits: of the loops the largest alone."""
+        return self.with_loops(sorted(self.optional, key=lambda c: c.moved)[-1:])
 
 
-def analyse(text: str, platform: str) -> Program:
-    """Counts what the text of a compiled program for `tpu`, `cuda` or `cpu` does."""
+def analyse(text: str) -> Program:
+    """Counts what the text of a compiled program does."""
     computations, program = _computations(text), Program()
-    _walk(computations, "ENTRY", program, program.always, platform)
+    program.always = _count_computation(computations, "ENTRY", program.optional)
     return program
 
 
@@ -107,11 +138,17 @@ def _computations(text: str) -> dict[str, list[str]]:
     return found
 
 
-def _walk(
-    computations: dict[str, list[str]], name: str, program: Program, counts: Counts, platform: str
-) -> None:
+def _count_computation(
+    computations: dict[str, list[str]], name: str, optional: list[Counts]
+) -> Counts:
     sizes: dict[str, int] = {}
-    for line in computations[name]:
+    counts = Counts()
+
+    def called(pattern: str, attributes: str) -> Counts:
+        found = re.search(pattern, attributes)
+        return _count_computation(computations, found[1] if found else "", optional)
+
+    for line in computations.get(name, []):
         found = _INSTRUCTION.match(line)
         if not found:
             continue
@@ -119,22 +156,24 @@ def _walk(
         operands, attributes = _split(rest)
         sizes[made] = _size(shape)
         if kind == "call":
-            called = re.search(r"to_apply=%?([\w.\-]+)", attributes)
-            _walk(computations, called[1] if called else "", program, counts, platform)
-        elif kind in ("while", "conditional"):
-            program.loops += kind == "while"
-            program.branches += kind == "conditional"
+            counts.add(called(r"to_apply=%?([\w.\-]+)", attributes))
+        elif kind == "while":
+            body = called(r"body=%?([\w.\-]+)", attributes)
+            if _has_counter(computations, attributes):
+                counts.add(body)
+            else:
+                counts.stops += 1
+                optional.append(body)
+        elif kind == "conditional":
+            counts.stops += 1
             listed = re.search(r"branch_computations=\{([^}]*)\}", attributes)
-            names = _INSIDE.findall(attributes)
+            names = _BRANCHES.findall(attributes)
             names += [n.strip().lstrip("%") for n in listed[1].split(",")] if listed else []
-            before, rare = program.inside.moved, program.in_branches
-            for inner in names:
-                _walk(computations, inner, program, program.inside, platform)
-            if kind == "conditional":
-                program.in_branches = rare + program.inside.moved - before
-        elif kind not in _FREE and not kind.endswith("-done"):
+            branches = (_count_computation(computations, inner, optional) for inner in names)
+            counts.add(max(branches, key=lambda branch: branch.moved))
+        elif kind not in _FREE and not kind.endswith("-done") and not _NO_WORK.search(rest):
             given = [sizes.get(x, 0) for x in re.findall(r"%([\w.\-]+)", operands)]
-            _count(counts, kind, sizes[made], given, platform)
+            _count(counts, kind, sizes[made], given)
             body = _fused(computations, attributes) if kind == "fusion" else []
             for fused in body:  # a TPU fuses a reduce-scatter with what slices it
                 if fused[4] in _COLLECTIVES:
@@ -142,18 +181,25 @@ def _walk(
             if any(fused[1] and fused[4] == "dynamic-update-slice" for fused in body):
                 # The buffer is neither read nor written but for the part that is replaced.
                 counts.moved -= 2 * sizes[made] - (sum(given) - sizes[made])
+    return counts
 
 
-def _count(counts: Counts, kind: str, made: int, given: list[int], platform: str) -> None:
+def _has_counter(computations: dict[str, list[str]], attributes: str) -> bool:
+    """Whether a loop counts its trips; one of zero or one trip tests a flag that it carries."""
+    condition = re.search(r"condition=%?([\w.\-]+)", attributes)
+    lines = computations.get(condition[1], []) if condition else []
+    return "known_trip_count" in attributes or any(" compare(" in line for line in lines)
+
+
+def _count(counts: Counts, kind: str, made: int, given: list[int]) -> None:
     base = kind.removesuffix("-start")
     if base in _COLLECTIVES:
         # An asynchronous one returns its operand beside its result.
         result = made - sum(given) if kind != base and base != "all-reduce" else made
         counts.collectives.setdefault(base, []).append(result)
         return
-    if platform == "tpu" and kind not in ("fusion", "copy", "concatenate"):
-        return  # scalar operations, and custom calls that allocate or join prefetched slices
-    counts.kinds[kind] += 1
+    counts.launches += 1
+    counts.scalars += max(made, *given, 0) <= 8
     counts.moved += made + sum(given)
 
 

@@ -1,8 +1,6 @@
 """Interleaved timing, the bandwidth of this machine, and what a compiled program needs."""
 
 import gc
-import math
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,10 +30,7 @@ class Timing:
     """Seconds of the repetitions, and what the compiler says of the program."""
 
     seconds: np.ndarray[Any, Any]
-    compile_seconds: float
-    trace_seconds: float
     scratch_bytes: int
-    moved_bytes: int
 
     @property
     def median(self) -> float:
@@ -52,19 +47,12 @@ class Timing:
 def interleaved(cases: dict[str, Case], repetitions: int, group: int = 1) -> dict[str, Timing]:
     """Times all cases in turn, A B C A B C, in one process; `group` steps make a repetition."""
     programs: dict[str, Any] = {}
-    facts: dict[str, tuple[float, float, int, int]] = {}
+    scratch: dict[str, int] = {}
     for name, case in cases.items():
         carry = case.carry()
-        start = time.perf_counter()
-        traced = jax.jit(case.step, donate_argnums=0).trace(carry, *case.args)
-        lowered = traced.lower()
-        middle = time.perf_counter()
-        compiled = lowered.compile()
-        end = time.perf_counter()
+        compiled = jax.jit(case.step, donate_argnums=0).lower(carry, *case.args).compile()
         memory = compiled.memory_analysis()
-        scratch = 0 if memory is None else int(memory.temp_size_in_bytes)
-        moved = moved_bytes(compiled.as_text())
-        facts[name] = (end - middle, middle - start, scratch, moved)
+        scratch[name] = 0 if memory is None else int(memory.temp_size_in_bytes)
         programs[name] = (compiled, jax.block_until_ready(compiled(carry, *case.args)))
 
     def call(name: str) -> Callable[[], Any]:
@@ -78,7 +66,7 @@ def interleaved(cases: dict[str, Case], repetitions: int, group: int = 1) -> dic
         return repetition
 
     seconds = in_turn({name: call(name) for name in cases}, repetitions)
-    return {name: Timing(seconds[name], *facts[name]) for name in cases}
+    return {name: Timing(seconds[name], scratch[name]) for name in cases}
 
 
 def in_turn(
@@ -93,30 +81,6 @@ def in_turn(
             jax.block_until_ready(call())
             seconds[name].append(time.perf_counter() - start)
     return {name: np.asarray(found) for name, found in seconds.items()}
-
-
-_SIZES = {"pred": 1, "f16": 2, "bf16": 2, "f64": 8, "s64": 8, "u64": 8, "s8": 1, "u8": 1}
-_IN_PLACE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "conditional")
-
-
-def moved_bytes(hlo: str) -> int:
-    """Bytes that the operations of a compiled program read and write.
-
-    XLA's own `bytes accessed` also counts the branches of conditionals that are seldom taken;
-    this leaves conditionals out. Loops and calls count as one read and one write.
-    """
-    sizes: dict[str, int] = {}
-    total = 0
-    line = r"\s*(?:ROOT )?%?([\w.-]+) = (\S+) ([\w-]+)\(([^)]*)\)"
-    for name, shape, operation, operands in re.findall(line, hlo.partition("\nENTRY")[2]):
-        sizes[name] = sum(
-            _SIZES.get(kind, 4) * math.prod(map(int, filter(None, dims.split(","))))
-            for kind, dims in re.findall(r"(\w+)\[([\d,]*)\]", shape)
-        )
-        if operation not in _IN_PLACE:
-            total += sizes[name]
-            total += sum(sizes.get(x, 0) for x in re.findall(r"%([\w.-]+)", operands))
-    return total
 
 
 def copy_bandwidth(num_bytes: int = 1 << 28) -> float:

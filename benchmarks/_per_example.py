@@ -69,11 +69,11 @@ def ordinary(params: Tree, batch: jax.Array, loss: Any = loss) -> Tree:
 
 
 def ours(params: Tree, batch: jax.Array, loss: Any = loss) -> Tree:
-    return gcx.clipped_value_and_grad(loss, 1.0)(params, batch)[1]
+    return gcx.per_example.value_and_grad(loss, 1.0)(params, batch)[1]
 
 
 def written_down(params: Tree, batch: jax.Array, loss: Any = loss) -> Tree:
-    """What `clipped_value_and_grad` returns, with every text's gradient written down."""
+    """What `per_example.value_and_grad` returns, with every text's gradient written down."""
     grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
     squares = [jnp.sum(jnp.square(g), range(1, g.ndim)) for g in jax.tree.leaves(grads)]
     factors = jnp.minimum(1, jax.lax.rsqrt(sum(squares)))

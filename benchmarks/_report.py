@@ -6,6 +6,7 @@ import os
 import pathlib
 import platform
 import re
+import subprocess
 from typing import Any
 
 import jax
@@ -41,6 +42,16 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def commit() -> str:
+    """The last commit of the library, with `+` where there are changes."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(HERE.parent), *words, "--", "src"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    return git("log", "-1", "--format=%h") + ("+" if git("status", "--porcelain") else "")
 
 
 def write(sections: dict[str, Rows], part: str = "", **facts: Any) -> pathlib.Path:

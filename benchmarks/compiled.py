@@ -1,165 +1,172 @@
-"""What XLA makes of our programs and of Optax's on an H100 and on TPUs, none of which is needed.
+"""Whole training steps, compiled for an H100 and TPUs that are not there: ours beside Optax's.
 
-`make bench-compiled` runs it in one environment for each. Columns: bytes that a step moves and
-scratch, in units of N, the bytes of the parameters (on one chip); kernels that it launches;
-branches and loops, with the bytes inside; and the CPU seconds of tracing and of compiling.
+`make bench-compiled` runs it in one environment for each. A step is loss, backward pass, ours or
+Optax's, AdamW; parameters and state are donated. Goals: `GOALS`. What is in
+results/steps-compiled.json for this commit and these versions is not compiled again.
 """
 
 import argparse
-import math
-from collections.abc import Callable, Iterator
+import json
+import pathlib
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
-import _costs
 import _devices
 import _report
 import _sharded
-import _trees as trees
 import jax
-import jax.numpy as jnp
-from _hlo import describe_collectives
-from _programs import PROGRAMS
+from _hlo import Counts, describe_collectives
+from _models import MODELS, Model, gpt, ppo
+from _rows import OPTAX, ROWS, Maker, Step
 
-Tree = Any
-NAMES = {"cuda": "NVIDIA H100 (compiled only)", "tpu": "TPU v5e (compiled only)"}
+Record = dict[str, Any]
+PATH = _report.HERE / "results" / "steps-compiled.json"
+NAMES = {"cuda": ("H100", "8 H100s"), "tpu": ("TPU v5e", "16 TPU v5e chips"), "cpu": ("CPU",)}
+PACKAGES = {"cuda": "jax-cuda12-plugin", "tpu": "libtpu", "cpu": "jaxlib"}
+# Of what is sharded: 1.1B parameters.
+ON_MANY = {"GPT 1.1B in scan": lambda: gpt(20, 2048, 51200, 32, 1024, scan=True)}
+# Ours may be so many times Optax's, and so much more.
+GOALS = {
+    "bytes, N": (1.01, 0.0),
+    "launches": (1.0, 0.0),
+    "host stops": (1.0, 0.0),
+    "scratch, N": (1.0, 0.05),
+    "trace + compile, s": (1.15, 0.0),
+}
 
 
-def shapes_of(shapes: trees.Shapes, dtype: Any = "float32") -> Tree:
-    """A tree of shapes; `mixed` takes bfloat16 for matrices and float32 for the rest."""
-
-    def kind(shape: tuple[int, ...]) -> Any:
-        return ("bfloat16" if len(shape) > 1 else "float32") if dtype == "mixed" else dtype
-
-    return {k: jax.ShapeDtypeStruct(s, jnp.dtype(kind(s))) for k, s in shapes.items()}
-
-
-def models(quick: bool) -> dict[str, Tree]:
-    """The trees, small ones with `quick`."""
-    if quick:
-        return {
-            "2 x 256 x 256": shapes_of(trees.few_large(2, 256)),
-            "20 x 64": shapes_of(equal(20, 64)),
-        }
+def measure(step: Step, model: Model, platform: str, *, many: bool = False) -> Record:
+    """The columns of one step."""
+    state, size, out = step.state(model.params), model.size, None
+    if many:
+        args, size = _sharded.placed(model, state, _sharded.mesh(platform))
+        out = (*(jax.tree.map(lambda x: x.sharding, tree) for tree in args[:2]), None)
+    else:
+        args = _devices.placed((model.params, state, model.batch), _devices.one_device(platform))
+    found = _devices.compile_for(platform, step.run, *args, donate=(0, 1), out_shardings=out)
+    program = found.program
+    phases = {"": program.all, "held": program.held, "emitted": program.emitted}
     return {
-        "8 x 2048 x 2048": shapes_of(trees.few_large()),
-        "8 x 2048 x 2048, bfloat16": shapes_of(trees.few_large(), "bfloat16"),
-        "GPT-2 124M": shapes_of(trees.gpt2()),
-        "GPT-2 124M, mixed": shapes_of(trees.gpt2(), "mixed"),
-        "200 x 768 x 768": shapes_of(trees.few_large(200, 768)),
-        "200 x 512": shapes_of(equal(200, 512)),
-        "1,000 x 64": shapes_of(equal(1000, 64)),
-        "2,000 x 64": shapes_of(equal(2000, 64)),
+        "phases": {name: _columns_of(counts, size) for name, counts in phases.items()},
+        "collectives": describe_collectives(program.all),
+        "host stops": program.always.stops + sum(loop.stops for loop in program.optional),
+        "scratch, N": round(found.scratch / size, 3),
+        "trace s": round(found.trace_seconds, 2),
+        "compile s": round(found.compile_seconds, 2),
     }
 
 
-def equal(leaves: int, size: int) -> trees.Shapes:
-    """Vectors of one size."""
-    return {f"leaf{i}": (size,) for i in range(leaves)}
-
-
-def size_of(tree: Tree) -> int:
-    """Bytes."""
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def facts(compiled: _devices.Compiled, size: int) -> dict[str, Any]:
-    """The columns of one program."""
-    program = compiled.program
+def _columns_of(counts: Counts, size: int) -> Record:
     return {
-        "moved/N": round(program.always.moved / size, 2),
-        "launches": program.always.launches,
-        "branches": program.branches,
-        "loops": program.loops,
-        "inside/N": round(program.inside.moved / size, 2),
-        "scratch/N": round(compiled.scratch / size, 2),
-        "trace s": round(compiled.trace_seconds, 2),
-        "compile s": round(compiled.compile_seconds, 2),
+        "bytes, N": round(counts.moved / size, 3),
+        "launches": counts.launches,
+        "of scalars": counts.scalars,
     }
 
 
-def on_one_device(
-    platform: str, models: dict[str, Tree], wanted: Callable[[str], bool]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The section and the row of each tree and program."""
-    for model, tree in models.items():
-        for title, pair in PROGRAMS.items():
-            if not wanted(f"{model}: {title}"):
-                continue
-            for who, make in pair.makers().items():
-                compiled = make().compile_for(platform, tree)
-                yield model, {"what": f"{title}: {who}", **facts(compiled, size_of(tree))}
+def chosen(platform: str, only: list[str]) -> Iterator[tuple[str, str, str, Maker]]:
+    """Device, title of the model, name of the step, and what makes it."""
+    for device, models in zip(NAMES[platform], (MODELS, ON_MANY), strict=False):
+        for title in models:
+            fits = {
+                name: row
+                for name, row in ROWS.items()
+                if all(_matches((device, title, name), part) for part in only)
+            }
+            counterparts = {row.theirs for row in fits.values()} | (
+                {"AdamW alone"} if fits else set()
+            )
+            for name in (name for name in OPTAX if name in counterparts):
+                yield device, title, f"optax {name}", OPTAX[name]
+            for name, row in fits.items():
+                yield device, title, f"gcx {name}", row.ours
 
 
-def on_many_chips(
-    platform: str, quick: bool, wanted: Callable[[str], bool]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The sharded section: scratch of a chip, and collectives."""
-    for title, row in _sharded.cases(platform, quick, wanted):
-        compiled, size = row
-        scratch = {"scratch/N": round(compiled.scratch / size, 2)}
-        always, inside = compiled.program.always, compiled.program.inside
-        yield (
-            title[0],
-            {
-                "what": title[1],
-                **scratch,
-                "collectives": describe_collectives(always),
-                "inside loops and branches": describe_collectives(inside),
-                "compile s": round(compiled.compile_seconds, 1),
-            },
-        )
+def _matches(words: tuple[str, ...], only: str) -> bool:
+    """Whether each part between colons is one of the words: `PPO:skip_spikes`, `H100`."""
+    return all(part.strip() in words for part in only.split(":"))
 
 
 def main() -> None:
-    """Compiles what is chosen, prints each row, and writes the report."""
+    """Compiles what is chosen and not known yet, and writes results and tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="two small trees, printed only")
-    parser.add_argument("--no-write", action="store_true", help="print only")
     parser.add_argument(
-        "--only", action="append", default=[], help="words in `tree: program`; all must be there"
+        "--only", action="append", default=[], metavar="DEVICE:MODEL:ROW", help="or parts of it"
     )
-    parser.add_argument("--sharded", choices=["with", "without", "alone"], default="with")
-    parser.add_argument("--costs", action="store_true", help="the table of costs; also of a CPU")
+    parser.add_argument("--again", action="store_true", help="also what is known")
+    parser.add_argument("--list", action="store_true", help="print what would be compiled")
+    parser.add_argument("--results", type=pathlib.Path, default=PATH, help="of other results")
     options = parser.parse_args()
-    platform = _devices.available()
-
-    def wanted(title: str) -> bool:
-        return all(word in title for word in options.only)
-
-    if options.costs:
-        return _write_costs(platform or "cpu", options.quick, options.no_write, wanted)
-    if platform is None:
-        parser.error("no libtpu and no CUDA plugin here: run `make bench-compiled`")
-
-    def rows() -> Iterator[tuple[str, dict[str, Any]]]:
-        if options.sharded != "alone":
-            yield from on_one_device(platform, models(options.quick), wanted)
-        if options.sharded != "without":
-            yield from on_many_chips(platform, options.quick, wanted)
-
-    sections: dict[str, _report.Rows] = {}
-    for section, row in rows():
-        sections.setdefault(section, []).append(row)
-        print(f"{section} | " + " | ".join(f"{k} {v}" for k, v in row.items()), flush=True)
-        if not (options.quick or options.no_write):
-            _report.write(sections, device=NAMES[platform], **_versions(platform))
-
-
-def _write_costs(platform: str, quick: bool, no_write: bool, wanted: Callable[[str], bool]) -> None:
-    tree = next(iter(models(quick).values()))
-    versions = f"jax {jax.__version__}, optax {metadata.version('optax')}"
-    found: dict[str, str] = {}
-    for name, cell in _costs.cells(platform, tree, wanted):
-        found[name] = cell
-        print(f"{name} | {cell}", flush=True)
-    if not (quick or no_write):
-        _costs.write(platform, found, versions)
+    platform = _devices.available() or "cpu"
+    package = PACKAGES[platform]
+    versions = {"jax": jax.__version__, "optax": metadata.version("optax")}
+    versions[package] = metadata.version(package)
+    commit = _report.commit()
+    records: Record = json.loads(options.results.read_text()) if options.results.exists() else {}
+    measure(OPTAX["AdamW alone"](ppo()), ppo(), platform)  # starts the compiler
+    for device, title, name, maker in chosen(platform, options.only):
+        key = f"{device}: {title}: {name}"
+        # Optax's is the same at every commit of ours.
+        about = {"device": device, **versions, **({"commit": commit} if name[:3] == "gcx" else {})}
+        known = records.get(key, {}).get("about") == about and not options.again
+        print(f"{key}{', known' if known else ''}", flush=True)
+        if known or options.list:
+            continue
+        model = (MODELS | ON_MANY)[title]()
+        found = measure(maker(model), model, platform, many=title in ON_MANY)
+        print(f"  {json.dumps(found)}", flush=True)
+        records[key] = {"about": about, **found}
+        options.results.write_text(json.dumps(records, indent=1) + "\n")
+    if options.results == PATH:
+        write_tables(records)
 
 
-def _versions(platform: str) -> dict[str, str]:
-    packages = {"tpu": "libtpu", "cuda": "jax-cuda12-plugin"}
-    return {packages[platform]: metadata.version(packages[platform])}
+def write_tables(records: Record, path: pathlib.Path = _report.HERE / "README.md") -> None:
+    """Puts the tables of all devices into the README."""
+    sections: list[str] = []
+    for device in (name for names in NAMES.values() for name in names):
+        for title in (*MODELS, *ON_MANY):
+            rows = list(_rows(records, f"{device}: {title}"))
+            if rows:
+                sections.append(f"**{title}, {device}**\n\n{_report.table(rows)}")
+    versions = sorted({_versions(record["about"]) for record in records.values()})
+    _report.replace_between(path, "steps, compiled", "\n\n".join([*sections, *versions]))
+
+
+def _versions(about: Record) -> str:
+    return ", ".join(f"{key} {value}" for key, value in about.items())
+
+
+def _rows(records: Record, prefix: str) -> Iterator[Record]:
+    alone = records.get(f"{prefix}: optax AdamW alone")
+    if alone:
+        columns = _columns(alone, "")
+        yield {"step": "AdamW alone"} | {goal: f"{columns[goal]:.4g}" for goal in GOALS}
+    for name, row in ROWS.items():
+        pair = [records.get(f"{prefix}: {x}") for x in (f"gcx {name}", f"optax {row.theirs}")]
+        for phase in ("held", "emitted") if row.accumulates else ("",):
+            if all(pair):
+                ours, theirs = (_columns(record, phase) for record in pair if record)
+                columns = {"step": f"`{name}` {phase}".strip()}
+                columns |= {goal: cell(goal, ours[goal], theirs[goal]) for goal in GOALS}
+                if theirs["collectives"] != "none":
+                    columns["collectives"] = f"{ours['collectives']} / {theirs['collectives']}"
+                yield columns
+
+
+def _columns(record: Record, phase: str) -> Record:
+    seconds = round(record["trace s"] + record["compile s"], 2)
+    return record | record["phases"][phase] | {"trace + compile, s": seconds}
+
+
+def cell(goal: str, ours: float, theirs: float) -> str:
+    """Ours / Optax's; in bold and with the ratio where the goal is missed."""
+    times, more = GOALS[goal]
+    text = f"{ours:.4g} / {theirs:.4g}"
+    if ours <= times * theirs + more:
+        return text
+    return f"**{text}**" + (f" ({ours / theirs:.2f} x)" if theirs else "")
 
 
 if __name__ == "__main__":

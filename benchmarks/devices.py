@@ -17,11 +17,11 @@ from typing import Any
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import _report
-import _trees as trees
 import jax
 import numpy as np
 import optax
 from _measure import in_turn
+from _models import Model, gpt
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -35,12 +35,12 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective
 def collectives(compiled: Any) -> str:
     """How many of each kind run at every step, and how many more in branches seldom taken."""
     branches, _, always = compiled.as_text().partition("\nENTRY")
-    told: list[str] = []
+    parts: list[str] = []
     for kind in KINDS:
         found = [len(re.findall(rf" {kind}(?:-start)?\(", text)) for text in (always, branches)]
         if any(found):
-            told.append(f"{found[0]} {kind}" + (f" (+{found[1]})" if found[1] else ""))
-    return ", ".join(told) or "none"
+            parts.append(f"{found[0]} {kind}" + (f" (+{found[1]})" if found[1] else ""))
+    return ", ".join(parts) or "none"
 
 
 def clips(mesh: Any, specs: Tree) -> dict[str, Callable[[Tree], Tree]]:
@@ -58,13 +58,13 @@ def clips(mesh: Any, specs: Tree) -> dict[str, Callable[[Tree], Tree]]:
     }
 
 
-def on_devices(count: int, shapes: trees.Shapes) -> _report.Rows:
+def on_devices(count: int, model: Model) -> _report.Rows:
     """The rows of one number of devices: matrices sharded by columns, vectors replicated."""
     devices = jax.devices()[:count]
     mesh = jax.make_mesh((count,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
-    specs = {name: P(None, "data") if len(shape) > 1 else P() for name, shape in shapes.items()}
-    places = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
-    tree = jax.device_put(trees.random_tree(shapes), places)
+    specs = jax.tree.map(lambda x: P(None, "data") if x.ndim > 1 else P(), model.params)
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    tree = jax.device_put(model.arrays()[0], places)
     compiled = {
         name: jax.jit(clip).lower(tree).compile() for name, clip in clips(mesh, specs).items()
     }
@@ -93,10 +93,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small tree, printed only")
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args()
-    shapes = trees.gpt2(layers=2, width=96, vocabulary=1024) if options.quick else trees.gpt2(4)
+    model = gpt(2, 128, 1024, 1, 64, scan=False)
+    if not options.quick:
+        model = gpt(4, 768, 50304, 1, 1024, scan=False)
     counts = [2**i for i in range(len(jax.devices()).bit_length())]
-    rows = [line for count in counts for line in on_devices(count, shapes)]
-    title = f"Clip of {trees.num_elements(shapes):,} elements in {len(shapes)} leaves"
+    rows = [line for count in counts for line in on_devices(count, model)]
+    leaves = len(jax.tree.leaves(model.params))
+    title = f"Clip of {model.size // 4:,} elements in {leaves} leaves"
     print(f"{title}\n{_report.table(rows)}", flush=True)
     if not (options.no_write or options.quick):
         print(f"\nwritten to {_report.write({title: rows}, 'devices')}")

@@ -95,7 +95,7 @@ def methods(fault: Fault) -> dict[str, Callable[[], Any]]:
     def ours() -> Any:
         inner = gcx.skip_large_norm(optimizer(), 50.0)
         inner = gcx.accumulate_gradients(inner, every) if fault.accumulates else inner
-        return gcx.skip_nonfinite(inner)
+        return gcx.skip_nonfinite(inner, check="step")
 
     return {
         "bare Optax": bare,
@@ -144,10 +144,10 @@ def outcome(make: Callable[[], Any], fault: Fault) -> str:
         expected, _ = train(make(), fault, without=True)
     except (TypeError, ValueError) as error:
         return f"raises {type(error).__name__}"
-    if gcx.nonfinite_leaves(params):
+    if gcx.diagnostics.nonfinite_leaves(params):
         return "**parameters lost**"
     # What tells of the last gradient is no part of the run; the moments are.
-    lost = [path for path in gcx.nonfinite_leaves(state) if "grad_norm" not in path]
+    lost = [path for path in gcx.diagnostics.nonfinite_leaves(state) if "grad_norm" not in path]
     if lost:
         return "**state not finite for good**"
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True)

@@ -83,7 +83,7 @@ def jax_programs(loss: Any) -> dict[str, Any]:
 
     named = {
         "ordinary gradient, JAX": _per_example.ordinary,
-        "clipped_value_and_grad": _per_example.ours,
+        "per_example.value_and_grad": _per_example.ours,
         "every gradient written down": _per_example.written_down,
     }
     programs = {name: functools.partial(f, loss=loss) for name, f in named.items()}

@@ -5,6 +5,7 @@ Every cell is computed by this run. Takes about half a minute on one core of a C
 
 import functools
 import os
+import warnings
 
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -261,6 +262,61 @@ def many_bfloat16_micro_batches() -> Row:
     return f"mean of {count:,} bfloat16 micro-batches with gradient 1", theirs, numbers(ours)
 
 
+def complex_micro_batches() -> Row:
+    def window(tx) -> str:
+        params = jnp.zeros(1, jnp.complex64)
+        state = tx.init(params)
+        for grad in (2 + 2j, 4 + 0j):
+            updates, state = tx.update(jnp.full(1, grad, jnp.complex64), state, params)
+        return f"{complex(updates[0]):g}"
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", np.exceptions.ComplexWarning)  # the only sign of it
+        theirs = window(optax.MultiSteps(optax.sgd(1.0), 2))
+    ours = window(gcx.accumulate_gradients(optax.sgd(1.0), 2))
+    return "update of the micro-batches 2+2j and 4, rate 1: exactly -3-1j", theirs, ours
+
+
+def float64_micro_batches() -> Row:
+    enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+    with enable_x64(True):
+
+        def window(tx) -> str:
+            grad = jnp.full(1, 1 + 1e-12, jnp.float64)
+            state = tx.init(grad)
+            for _ in range(2):
+                updates, state = tx.update(grad, state, grad)
+            return f"{-float(updates[0]) - 1:.3g}"
+
+        theirs = window(optax.MultiSteps(optax.sgd(1.0), 2))
+        ours = window(gcx.accumulate_gradients(optax.sgd(1.0), 2))
+    return "mean of float64 micro-batches 1 + 1e-12, minus 1", theirs, ours
+
+
+def guard_behind_a_clip() -> Row:
+    """MaxText clips to 1 and hands the norm of what is left to `skip_step_on_spikes`."""
+    rng = np.random.default_rng(0)
+    sizes = np.append(rng.uniform(2, 3, 40), 100.0)  # the last is a spike
+    clip = gcx.clip_by_global_norm(1.0)
+
+    def sees(tx) -> str:
+        params = jnp.zeros(4)
+        state, update = tx.init(params), jax.jit(tx.update)
+        for size in sizes:
+            _, state = update(jnp.full(4, size / 2, jnp.float32), state, params)
+        found = gcx.metrics(state)
+        verdict = "skips it" if int(found["skipped_large_norm"]) else "steps on it"
+        return f"sees a norm of {float(found['grad_norm']):.0f}, {verdict}"
+
+    def guard(inner):
+        return gcx.skip_large_norm(inner, gcx.thresholds.mean_std(window=32, warmup_steps=16))
+
+    behind = optax.chain(optax.clip_by_global_norm(1.0), guard(optax.sgd(1.0)))
+    around = guard(optax.chain(clip, optax.sgd(1.0)))
+    what = "a spike of norm 100 among 2 to 3; the guard measures behind a clip to 1, as MaxText"
+    return what, sees(behind), f"around the clip it {sees(around)}"
+
+
 def last_partial_window() -> Row:
     batches, every = 10, 4
     params = jnp.zeros(1)
@@ -308,6 +364,9 @@ def main() -> None:
         logging_the_norm(),
         unequal_micro_batches(),
         many_bfloat16_micro_batches(),
+        complex_micro_batches(),
+        float64_micro_batches(),
+        guard_behind_a_clip(),
         last_partial_window(),
         negative_max_norm(),
     ]

@@ -12,9 +12,9 @@ VALUES = dict(VALUE.findall(TYPES.read_text(encoding="utf-8")))
 
 
 class PlainDefaults(griffe.Extension):
-    """Named in mkdocs.yml; a constant that is not in `_types.py` fails the build."""
+    """Named in mkdocs.yml."""
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
         for parameter in func.parameters:
             if str(parameter.default).isupper():
-                parameter.default = VALUES[str(parameter.default)]
+                parameter.default = VALUES.get(str(parameter.default), parameter.default)

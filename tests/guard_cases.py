@@ -17,6 +17,7 @@ INT_MAX = np.iinfo(np.int32).max
 
 GUARDS = {
     "skip_nonfinite": gcx.skip_nonfinite,
+    "check of steps": functools.partial(gcx.skip_nonfinite, check="step"),
     "skip_large_norm": functools.partial(gcx.skip_large_norm, max_norm=1e4),
     "both": lambda inner, **kwargs: gcx.skip_nonfinite(
         gcx.skip_large_norm(inner, 1e4, **kwargs), **kwargs

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -33,7 +34,7 @@ PARAMS = {name: values(shape, i) for i, (name, shape) in enumerate(SHAPES.items(
 XS, YS = values((CALLS, BATCH, 16), 7), values((CALLS, BATCH, 8), 8)
 XS[BAD_CALL, -1, 0] = np.nan  # one number, on the last device, so on the last process
 HUGE = values((16, 4), 9)
-HUGE[-1] *= 1e30  # overflows a sum of squares, on the last process alone
+HUGE[-1] *= 1e20  # overflows a plain sum of squares, on the last process alone
 
 
 def loss_fn(params, x, y):
@@ -194,8 +195,8 @@ def shard_map_window():
     return train(step, params, state, spread_batches(mesh, P("data")))
 
 
-def rescued_norm():
-    """Only one process sees the overflow; all have to enter the branch that rescales."""
+def huge_norm():
+    """Only one process has numbers whose plain squares overflow."""
     mesh = make_mesh({"data": DEVICES})
     tree = spread(HUGE, mesh, P("data"))
     inside = jax.shard_map(gcx.global_norm, mesh=mesh, in_specs=P("data"), out_specs=P())
@@ -210,11 +211,24 @@ def pmap_norm():
     return {"norm": [float(clip(rows).addressable_shards[0].data.ravel()[0])]}
 
 
+def pipeline_stages():
+    """Each process has stages of its own, in a program of its own; only norms are exchanged."""
+    stages = values((4, 6, 3), 11)
+    own = stages[jax.process_index() :: jax.process_count()]
+    norm = jax.jit(gcx.global_norm)(own)
+    norms = multihost_utils.process_allgather(norm)
+    whole = gcx.combine_norms(norms.ravel())
+    clipped, _ = gcx.clip_grad_norm(own, 1.0, norm=whole)
+    after = multihost_utils.process_allgather(gcx.global_norm(clipped))
+    return {"norm": [float(whole)], "after": float(gcx.combine_norms(after.ravel()))}
+
+
 CASES = {
     **{layout: lambda layout=layout: by_jit(layout) for layout in LAYOUTS},
     "shard_map_fsdp": shard_map_fsdp,
     "shard_map_window": shard_map_window,
-    "rescued_norm": rescued_norm,
+    "huge_norm": huge_norm,
+    "pipeline_stages": pipeline_stages,
     "pmap_norm": pmap_norm,
 }
 

@@ -51,6 +51,7 @@ optimizer = functools.partial(Row, is_identity_below=False)
 
 TRANSFORMATIONS: dict[str, Row] = {
     "clip": Row(lambda **_: gcx.clip(0.5)),
+    "clip_by_value": Row(lambda **_: gcx.clip_by_value(0.5, min_value=-1.0)),
     "clip_by_norm": Row(
         lambda **axes: gcx.clip_by_norm(100.0, granularity="leaf", reaction="zero", **axes)
     ),
@@ -125,7 +126,15 @@ TRANSFORMATIONS: dict[str, Row] = {
     ),
     # The random bits and the noise of a leaf beside the sum.
     "noisy_mean": Row(
-        lambda **_: gcx.noisy_mean(0.0, 1.0, 1.0, 0), is_identity_below=False, scratch=2.6
+        lambda **axes: gcx.per_example.noisy_mean(1.0, 1.0, 1.0, 0, **axes),
+        is_identity_below=False,
+        scratch=2.6,
+    ),
+    "watch": optimizer(
+        lambda **axes: gcx.watch(SGD, **axes),
+        around=lambda inner: gcx.watch(inner),
+        # A CPU writes the squares of a leaf, and flags of its bad elements, before it adds them up.
+        scratch=3.6,
     ),
     "record_norms": Row(lambda **axes: gcx.record_norms(4, **axes)),
 }

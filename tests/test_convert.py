@@ -158,18 +158,42 @@ def test_skips_before_and_after_are_those_of_one_run(name):
     assert gcx.metrics(found_state)["skipped_nonfinite"] == skips
 
 
-def test_sums_go_on_as_sums():
+def in_a_chain(tx):
+    return optax.chain(optax.add_decayed_weights(0.1), tx)
+
+
+@pytest.mark.parametrize("place", [lambda tx: tx, in_a_chain, gcx.skip_nonfinite])
+def test_sums_go_on_as_sums(place):
     inner = optax.sgd(0.1)
-    theirs = optax.MultiSteps(inner, EVERY, use_grad_mean=False)
-    ours = gcx.accumulate_gradients(inner, EVERY, reduction="sum")
+    theirs = optax.MultiSteps(inner, EVERY, use_grad_mean=False).gradient_transformation()
+    theirs = theirs if place is gcx.skip_nonfinite else place(theirs)
+    ours = place(gcx.accumulate_gradients(inner, EVERY, reduction="sum"))
     params, state = run(theirs, theirs.init(PARAMS), PARAMS, range(5))
     expected, _ = run(theirs, state, params, range(5, 10))
-    found, found_state = run(
-        ours, gcx.convert_state(ours, state, params, reduction="sum"), params, range(5, 7)
-    )
-    back = gcx.convert_state(theirs, found_state, found, reduction="sum")
-    found, _ = run(theirs, back, found, range(7, 10))
+    there = gcx.convert_state(ours, state, params)
+    assert_alike(gcx.convert_state(ours, state, params, reduction="sum"), there)
+    found, found_state = run(ours, there, params, range(5, 7))
+    back = jax.jit(lambda state, params: gcx.convert_state(theirs, state, params))
+    assert_alike(back(found_state, found), gcx.convert_state(theirs, found_state, found))
+    found, _ = run(theirs, back(found_state, found), found, range(7, 10))
     assert_alike(found, expected)
+
+
+def test_a_reduction_that_is_not_that_of_the_optimizer_is_refused():
+    ours = gcx.accumulate_gradients(optax.sgd(0.1), EVERY, reduction="sum")
+    state = optax.MultiSteps(optax.sgd(0.1), EVERY).init(PARAMS)
+    with pytest.raises(ValueError, match="`reduction` must be that of `tx`, 'sum', got 'mean'"):
+        gcx.convert_state(ours, state, PARAMS, reduction="mean")
+
+
+def test_a_reduction_leaf_by_leaf_has_to_be_said():
+    ours = gcx.accumulate_gradients(
+        optax.sgd(0.1), EVERY, reduction=lambda path: "max" if path == "b" else "mean"
+    )
+    state = optax.MultiSteps(optax.sgd(0.1), EVERY).init(PARAMS)
+    with pytest.raises(ValueError, match='`reduction` must be given, "mean" or "sum", where `tx`'):
+        gcx.convert_state(ours, state, PARAMS)
+    gcx.convert_state(ours, state, PARAMS, reduction="mean")
 
 
 def test_accumulators_of_another_dtype_are_cast():
@@ -185,7 +209,7 @@ def test_counts_of_a_window_are_carried_over():
     theirs, ours = PAIRS["MultiSteps"]
     params, state = run(theirs, theirs.init(PARAMS), PARAMS, range(2 * EVERY + 1))
     converted = gcx.convert_state(ours, state, params)
-    stats = gcx.accumulation_stats(converted)
+    stats = gcx.diagnostics.accumulation_stats(converted)
     assert (stats.total_micro_batches, stats.total_updates) == (2 * EVERY + 1, 2)
     assert not gcx.has_updated(converted)
     mean = gcx.accumulated_gradients(converted)
@@ -206,6 +230,153 @@ def test_a_guard_can_be_put_around_a_run():
     converted = gcx.convert_state(guarded, state, params)
     assert_alike(converted.inner_state.inner_state, state)
     assert_alike(gcx.convert_state(inner, converted, params), state)
+
+
+# What only one of the two has
+
+
+def alone(tx):
+    return tx
+
+
+ADDED = {
+    "an accumulation": (alone, lambda tx: gcx.accumulate_gradients(tx, 1)),
+    "an accumulation around a chain": (
+        lambda tx: optax.chain(optax.clip(1e3), tx),
+        lambda tx: gcx.accumulate_gradients(optax.chain(gcx.clip(1e3), tx), 1),
+    ),
+    "a clip before an optimizer": (
+        alone,
+        lambda tx: optax.chain(gcx.clip_by_global_norm(1e3), tx),
+    ),
+    "a clip in a chain": (
+        lambda tx: optax.chain(optax.trace(0.5), tx),
+        lambda tx: optax.chain(optax.trace(0.5), gcx.clip_by_leaf_norm(1e3), tx),
+    ),
+    "a clip and a record in a window": (
+        lambda tx: optax.MultiSteps(tx, EVERY).gradient_transformation(),
+        lambda tx: gcx.accumulate_gradients(
+            optax.chain(gcx.record_norms(4), gcx.clip_by_global_norm(1e3), tx), EVERY
+        ),
+    ),
+    "a named clip": (
+        lambda tx: optax.named_chain(("tx", tx)),
+        lambda tx: optax.named_chain(("clip", gcx.clip_by_global_norm(1e3)), ("tx", tx)),
+    ),
+    "a guard in a chain": (
+        lambda tx: optax.chain(optax.clip(1e3), tx),
+        lambda tx: optax.chain(gcx.clip(1e3), gcx.skip_nonfinite(tx)),
+    ),
+    "a guard inside a window": (
+        lambda tx: gcx.accumulate_gradients(tx, EVERY),
+        lambda tx: gcx.accumulate_gradients(gcx.skip_nonfinite(tx), EVERY),
+    ),
+    "a window inside a guard": (
+        gcx.skip_nonfinite,
+        lambda tx: gcx.skip_nonfinite(gcx.accumulate_gradients(tx, 1)),
+    ),
+    "a clip taken out of a window": (
+        lambda tx: optax.MultiSteps(optax.chain(optax.clip(1e3), tx), EVERY),
+        lambda tx: optax.chain(gcx.clip(1e3), gcx.accumulate_gradients(tx, EVERY)),
+    ),
+}
+
+
+@pytest.mark.parametrize("inner", [optax.sgd(0.1), optax.adam(schedule)], ids=["sgd", "adam"])
+@pytest.mark.parametrize(("before", "after"), ADDED.values(), ids=ADDED)
+def test_what_is_added_starts_anew_and_can_be_taken_away(before, after, inner):
+    old, new = before(inner), after(inner)
+    params, state = run(old, old.init(PARAMS), PARAMS, range(EVERY + 1))
+    expected, _ = run(old, state, params, range(EVERY + 1, 3 * EVERY))
+    converted = gcx.convert_state(new, state, params)
+    assert jax.tree.structure(converted) == jax.tree.structure(new.init(PARAMS))
+    found, new_state = run(new, converted, params, range(EVERY + 1, 2 * EVERY - 1))
+    back = gcx.convert_state(old, new_state, found)
+    found, _ = run(old, back, found, range(2 * EVERY - 1, 3 * EVERY))
+    assert_alike(found, expected)
+
+
+def test_windows_of_one_are_converted():
+    theirs, ours = (
+        optax.MultiSteps(optax.adam(0.1), 1),
+        gcx.accumulate_gradients(optax.adam(0.1), 1),
+    )
+    params, state = run(theirs, theirs.init(PARAMS), PARAMS, range(2))
+    expected, _ = run(theirs, state, params, range(2, 6))
+    found, found_state = run(ours, gcx.convert_state(ours, state, params), params, range(2, 4))
+    back = gcx.convert_state(theirs, found_state, found)
+    found, found_state = run(theirs, back, found, range(4, 6))
+    assert_alike(found, expected)
+    assert int(found_state.gradient_step) == 6
+
+
+def test_a_window_may_get_another_length_between_two():
+    long, short = (gcx.accumulate_gradients(optax.adam(0.1), every) for every in (EVERY, 1))
+    params, state = run(long, long.init(PARAMS), PARAMS, range(EVERY))
+    there = gcx.convert_state(short, state, params)
+    assert jax.tree.structure(there) == jax.tree.structure(short.init(PARAMS))
+    back = gcx.convert_state(long, there, params)
+    assert int(back.gradient_step) == 1
+    assert_alike(back.inner_opt_state, state.inner_opt_state)
+
+
+@pytest.mark.parametrize("old", [gcx.accumulate_gradients, multi_steps])
+@pytest.mark.parametrize(
+    "new", [optax.sgd(0.1), gcx.accumulate_gradients(optax.sgd(0.1), 1)], ids=["none", "every=1"]
+)
+def test_an_open_window_is_not_left_behind(old, new):
+    old = old(optax.sgd(0.1), EVERY)
+    params, state = run(old, old.init(PARAMS), PARAMS, range(EVERY + 2))
+    message = (
+        "convert_state: `state` must be between two windows where `tx` has no room for one, "
+        r"got 2 held micro-batches at state\.mini_step\. `flush` the window first"
+    )
+    with pytest.raises(ValueError, match=message):
+        gcx.convert_state(new, state, params)
+
+
+def test_history_of_a_clip_is_kept_where_the_clips_are_the_same():
+    learned = gcx.clip_by_global_norm(gcx.thresholds.ema(warmup_steps=1))
+    old = optax.chain(learned, optax.sgd(0.1))
+    params, state = run(old, old.init(PARAMS), PARAMS, range(3))
+    guarded = gcx.skip_nonfinite(optax.chain(learned, optax.sgd(0.1)))
+    assert_alike(gcx.convert_state(guarded, state, params).inner_state[0], state[0])
+    with_another = optax.chain(learned, gcx.clip_by_leaf_norm(1.0), optax.sgd(0.1))
+    there = gcx.convert_state(with_another, state, params)
+    assert_alike(there[0], learned.init(PARAMS))
+    of_another_kind = optax.chain(gcx.clip_by_global_norm(1.0), optax.sgd(0.1))
+    assert_alike(gcx.convert_state(of_another_kind, state, params), of_another_kind.init(PARAMS))
+
+
+def test_the_state_of_an_nnx_optimizer_is_taken_as_it_is():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    inner = optax.adam(0.1)
+    old = nnx.Optimizer(model, optax.MultiSteps(inner, 2), wrt=nnx.Param)
+
+    def step(optimizer):
+        grads = nnx.grad(lambda model: jnp.mean(model(jnp.ones((4, 2))) ** 2))(model)
+        optimizer.update(model, grads)
+
+    step(old)
+    tx, params = gcx.accumulate_gradients(inner, 2), nnx.state(model, nnx.Param)
+    converted = gcx.convert_state(tx, old.opt_state, params)
+    new = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    new.opt_state = jax.tree.unflatten(
+        jax.tree.structure(new.opt_state), jax.tree.leaves(converted)
+    )
+    start = np.array(model.bias[...])
+
+    def bias_after(optimizer):
+        model.bias[...] = jnp.asarray(start)
+        kernel = model.kernel[...]
+        step(optimizer)
+        model.kernel[...] = kernel
+        return np.array(model.bias[...])
+
+    found, expected = bias_after(new), bias_after(old)
+    assert_alike(found, expected)
+    assert not np.array_equal(found, start)
 
 
 # Checkpoints that Optax wrote
@@ -247,7 +418,7 @@ def test_an_orbax_checkpoint_of_optax_goes_on_here(interrupted, tmp_path):
 
 
 def test_a_longer_chain_is_refused_by_its_place():
-    old = optax.chain(optax.clip(1.0), optax.clip_by_global_norm(1.0), optax.adam(0.1))
+    old = optax.chain(optax.clip(1.0), optax.trace(0.9), optax.adam(0.1))
     new = gcx.accumulate_gradients(optax.chain(gcx.clip(1.0), optax.adam(0.1)), EVERY)
     state = optax.MultiSteps(old, EVERY).init(PARAMS)
     message = r"got a tuple of 3 where `tx` has a tuple of 2 at state\.inner_opt_state\. Leave the"
@@ -297,7 +468,7 @@ def test_weights_do_not_go_to_multi_steps():
 def test_what_is_no_optimizer_is_refused():
     with pytest.raises(TypeError, match=r"convert_state: `tx` must be an optimizer, got None"):
         gcx.convert_state(None, (), PARAMS)
-    with pytest.raises(ValueError, match="`reduction` must be one of 'mean', 'sum'"):
+    with pytest.raises(ValueError, match="`reduction` must be one of None, 'mean', 'sum'"):
         gcx.convert_state(optax.sgd(0.1), (), PARAMS, reduction="max")
 
 

@@ -3,10 +3,14 @@
 1. Nests of chain, guard, accumulation and clip, with faults, weights, flush, reset, resume and a
    second compilation at any point, against `plain_model.py`.
 2. `microbatched_value_and_grad` with random signatures against `jax.value_and_grad`.
+3. Runs that are converted to another optimizer and back against runs that are not.
+4. Configs from hostile dicts: a config that comes back the same, or an error of ours.
 """
 
 import functools
+import inspect
 import itertools
+import json
 import math
 import os
 
@@ -245,3 +249,112 @@ def test_micro_batches_of_any_signature_are_the_batch(signature, seed):
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), found, expected
     )
+
+
+# --- 3. conversions there and back ----------------------------------------------------------
+
+
+def _identity(inner):
+    return inner
+
+
+# Each as Optax has it, or without it, and as here. No norm of a gradient comes near a bound.
+LAYERS = {
+    "clip": (
+        lambda inner: optax.chain(optax.clip_by_global_norm(1e3), inner),
+        lambda inner: optax.chain(gcx.clip_by_global_norm(1e3), inner),
+    ),
+    "new clip": (_identity, lambda inner: optax.chain(gcx.clip_by_leaf_norm(1e3), inner)),
+    "new record": (_identity, lambda inner: optax.chain(gcx.record_norms(4), inner)),
+    "new spike guard": (_identity, lambda inner: gcx.skip_large_norm(inner, 1e6)),
+    "guard": (lambda inner: optax.apply_if_finite(inner, 100), gcx.skip_nonfinite),
+    "window": (
+        lambda inner: optax.MultiSteps(inner, 3).gradient_transformation(),
+        lambda inner: gcx.accumulate_gradients(inner, 3),
+    ),
+    "sum": (
+        lambda inner: optax.MultiSteps(inner, 3, use_grad_mean=False).gradient_transformation(),
+        lambda inner: gcx.accumulate_gradients(inner, 3, reduction="sum"),
+    ),
+}
+INNER = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "adam": optax.adam(optax.linear_schedule(0.1, 0.01, 20)),
+}
+layers = st.lists(st.sampled_from(sorted(LAYERS)), max_size=4, unique=True).filter(
+    lambda names: not {"window", "sum"} <= {*names}
+)
+
+
+@few(12)
+@given(layers, st.sampled_from(sorted(INNER)), st.integers(0, 7), st.integers(0, 7))
+def test_a_run_converted_and_back_is_that_run(names, inner, before, here):
+    theirs, ours = INNER[inner], INNER[inner]
+    for name in reversed(names):
+        theirs, ours = LAYERS[name][0](theirs), LAYERS[name][1](ours)
+
+    def run(tx, state, params, steps):
+        update = jax.jit(tx.update)
+        for step in steps:
+            grads = {"w": jnp.array([math.sin(step), 1.0]), "b": jnp.float32(math.cos(step))}
+            updates, state = update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    start = {"w": jnp.zeros(2), "b": jnp.float32(0.0)}
+    params, state = run(theirs, theirs.init(start), start, range(before))
+    expected, _ = run(theirs, state, params, range(before, 18))
+    found, there = run(
+        ours, gcx.convert_state(ours, state, params), params, range(before, before + here)
+    )
+    assert jax.tree.structure(there) == jax.tree.structure(ours.init(start))
+    back = gcx.convert_state(theirs, there, found)
+    found, _ = run(theirs, back, found, range(before + here, 18))
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected
+    )
+
+
+# --- 4. hostile dicts -----------------------------------------------------------------------
+
+CONFIGURABLE = sorted(
+    name
+    for module in (gcx, gcx.thresholds, gcx.granularities)
+    for name in module.__all__
+    if inspect.isfunction(getattr(module, name))
+)
+plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
+plain |= st.sampled_from([0, 1, 2, 0.5, 1.0, math.inf, 10**400, "mean", "zero", *CONFIGURABLE])
+values = st.recursive(
+    plain,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["name", "a"]) | st.text(max_size=3), inner, max_size=3)
+        | st.sampled_from(CONFIGURABLE).flatmap(lambda name: calls(name, inner))
+    ),
+)
+
+
+def calls(name, arguments):
+    """Dicts that call a function by arguments that it has."""
+    module = next(x for x in (gcx, gcx.thresholds, gcx.granularities) if name in x.__all__)
+    parameters = list(inspect.signature(getattr(module, name)).parameters)
+    some = st.dictionaries(st.sampled_from(parameters), arguments, max_size=3)
+    first = st.fixed_dictionaries({"name": st.just(name), parameters[0]: arguments})
+    return st.tuples(first, some).map(lambda pair: pair[1] | pair[0])
+
+
+configs = st.sampled_from(CONFIGURABLE).flatmap(lambda name: calls(name, values))
+
+
+@few(300)
+@given(configs | values)
+def test_a_dict_is_a_config_or_refused_in_our_words(values):
+    try:
+        config = gcx.configs.TransformConfig.from_dict(values)
+        again = gcx.configs.TransformConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+        assert repr(again) == repr(config)  # a NaN is not equal to itself
+        config.build()
+    except (TypeError, ValueError) as error:
+        assert " must be " in str(error) and ", got " in str(error)

@@ -1,9 +1,12 @@
 """The package as a whole: what is shipped, what importing it does, who imports whom, how long."""
 
 import ast
-import statistics
+import io
+import re
 import subprocess
 import sys
+import tokenize
+import warnings
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -18,17 +21,23 @@ each_module = pytest.mark.parametrize(
 )
 
 # Each part may import the parts it names, and itself. `__init__` may import everything.
-FOUNDATION = {"_types", "_checks", "_tree_checks", "_mesh", "_xla", "_run_if", "_gate", "_states"}
+FOUNDATION = {"_types", "_checks", "_tree_checks", "_mesh", "_unreduced", "_run_if"} | {
+    "_gate",
+    "_execute",
+    "_states",
+}
 MAY_IMPORT = {
     "_types": set(),
     "_version": set(),
     "_checks": {"_types"},
+    "_names": {"_checks"},
     "_mesh": {"_types", "_checks"},
-    "_tree_checks": {"_types", "_checks", "_mesh"},
-    "_xla": {"_types", "_mesh"},
-    "_states": {"_types"},
-    "_run_if": {"_types", "_checks", "_mesh", "_xla", "_states"},
-    "_gate": {"_types", "_checks", "_mesh", "_states", "_run_if"},
+    "_unreduced": {"_types", "_checks", "_mesh"},
+    "_tree_checks": {"_types", "_checks", "_mesh", "_unreduced"},
+    "_states": {"_types", "_checks"},
+    "_run_if": {"_types", "_checks", "_mesh", "_unreduced"},
+    "_gate": {"_types"},
+    "_execute": {"_types", "_checks", "_tree_checks", "_mesh", "_states", "_run_if", "_gate"},
     "clipping": FOUNDATION,
     "granularities": {"clipping"},
     "adaptive": FOUNDATION | {"clipping"},
@@ -36,8 +45,10 @@ MAY_IMPORT = {
     "accumulation": FOUNDATION | {"clipping"},
     "per_example": FOUNDATION | {"clipping", "accumulation"},
     "guarding": FOUNDATION | {"clipping", "accumulation"},
-    "monitoring": FOUNDATION | {"clipping"},
-    "_convert": FOUNDATION | {"clipping", "guarding", "accumulation"},
+    "monitoring": FOUNDATION | {"clipping", "adaptive", "guarding"},
+    "diagnostics": {"accumulation", "monitoring"},
+    "configs": {"_config"},
+    "_convert": FOUNDATION | {"clipping", "guarding", "accumulation", "monitoring"},
     "_config": FOUNDATION
     | {"clipping", "accumulation", "adaptive", "thresholds", "granularities", "guarding"}
     | {"monitoring", "per_example"},
@@ -112,19 +123,74 @@ def test_internals_of_jax_are_not_used(path):
 
 
 @each_module
-def test_module_is_short_enough_to_read(path):
-    assert len(_lines(path)) <= 300
-
-
-def test_median_module_fits_on_two_screens():
-    assert statistics.median(len(_lines(path)) for path in MODULES if _lines(path)) <= 120
+def test_a_long_module_is_asked_why(path):
+    """A file is one idea; past 400 lines it may be two."""
+    if len(_lines(path)) > 400:
+        warnings.warn(f"{path.name} has {len(_lines(path))} lines", stacklevel=1)
 
 
 @each_module
-def test_functions_are_short_enough_to_read(path):
+def test_a_long_function_says_why(path):
     """Lines of code: no docstring, no comment, no blank line, nothing of a nested function."""
-    long = {name: size for name, size in _code_sizes(path).items() if size > 50}
-    assert not long, f"more than 50 lines of code: {long}"
+    long = {name for name, size in _code_sizes(path).items() if size > 60}
+    assert long <= LONG_FOR_A_REASON.keys()
+
+
+# Function to why it is best read in one piece.
+LONG_FOR_A_REASON: dict[str, str] = {}
+
+# Words that only their author understands, or that say nothing: what to write in their place.
+DIALECT = {
+    "apart": "separately, or say what is left out",
+    "found": "the noun: states, leaves, result",
+    "how": "the noun: options, mode",
+    "now": "gate, current, or the noun",
+    "seen": "counted, checked",
+    "served": "which rule serves which unit: assignment",
+    "slot": "entry",
+    "span": "range",
+    "stands": "is",
+    "taken": "stepped, copied",
+    "told": "given",
+    "wanted": "required",
+    "way": "mode",
+    "said of": "for",
+    "a flag is up": "is True",
+    "has not": "lacks",
+}
+# Folders and files that still hold some of them. May only become shorter.
+STILL_IN_DIALECT = {
+    "adaptive",
+    "monitoring",
+    "per_example",
+}
+
+
+def _dialect_of(path: Path) -> set[str]:
+    """The words of `DIALECT` among the identifiers that a file binds, and in its comments."""
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    names |= {getattr(node, "name", None) or "" for node in ast.walk(tree)}
+    names -= {"step_taken"}  # a step is taken, as the field says
+    words = {word for name in names for word in re.findall(r"[a-z]+", name.lower())}
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = " ".join(x.string.lower() for x in tokens if x.type == tokenize.COMMENT)
+    phrases = {word for word in DIALECT if " " in word and word in comments}
+    return words & DIALECT.keys() | phrases
+
+
+@each_module
+def test_names_and_comments_are_plain_english(path):
+    part = _part(path.relative_to(PACKAGE))
+    found = {} if part in STILL_IN_DIALECT else {w: DIALECT[w] for w in _dialect_of(path)}
+    assert not found
+
+
+def test_the_list_of_what_is_still_in_dialect_has_nothing_too_many():
+    has_some = {_part(path.relative_to(PACKAGE)) for path in MODULES if _dialect_of(path)}
+    assert has_some >= STILL_IN_DIALECT
 
 
 def _lines(path: Path) -> list[str]:

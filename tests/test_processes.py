@@ -96,11 +96,13 @@ def assert_bad_call_is_skipped(seen):
 
 def assert_norms_are_of_the_whole(seen):
     for case, whole in {
-        "rescued_norm": process_worker.HUGE,
+        "huge_norm": process_worker.HUGE,
+        "pipeline_stages": process_worker.values((4, 6, 3), 11),
         "pmap_norm": process_worker.values((process_worker.DEVICES, 5), 10),
     }.items():
         exact = np.sqrt((whole.astype(np.float64) ** 2).sum())
         np.testing.assert_allclose(seen[case]["norm"], exact, rtol=3e-7, err_msg=case)
+    assert abs(seen["pipeline_stages"]["after"] - 1) < 1e-6
 
 
 # One test a launch, not one a claim: parallel test workers would each launch again.

@@ -87,6 +87,11 @@ def test_actions_are_pinned_by_hash(name):
     assert used and all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action) for action in used)
 
 
+def test_what_is_uploaded_was_installed_and_run_before():
+    workflow = (ROOT / ".github" / "workflows" / "publish.yml").read_text()
+    assert workflow.index("make test-package") < workflow.index("upload-artifact")
+
+
 @pytest.mark.parametrize("tag", ["v0.0.0", "0.1.0", ""])
 def test_a_tag_that_is_not_the_version_is_refused(tag):
     command = ["make", "--silent", "check-release", f"TAG={tag}"]

@@ -13,6 +13,7 @@ from gradclip_jax.accumulation._state import AccumulationState
 from gradclip_jax.clipping._clip import ClipState
 from gradclip_jax.guarding._skip_nonfinite import SkipNonfiniteState
 from gradclip_jax.guarding._skip_spikes import SkipSpikesState
+from registry import TRANSFORMATIONS
 
 PARAMS = {"w": jnp.ones(2)}
 
@@ -100,3 +101,10 @@ def test_a_counter_saturates(count, happened):
 
 def test_a_counter_counts_without_a_condition():
     assert increment_where(jnp.array([1, 2])).tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_no_leaf_of_a_first_state_is_a_bool(name):
+    # Checkpoints by tensorstore on several devices restore none.
+    state = TRANSFORMATIONS[name]().init({"a": jnp.ones((8, 4)), "b": jnp.ones(4)})
+    assert not [x for x in jax.tree.leaves(state) if jnp.asarray(x).dtype == jnp.bool_]

@@ -6,6 +6,7 @@ Numbers are checked when a thing is built, trees when it is traced; traced value
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
@@ -18,6 +19,7 @@ from jax.core import Tracer
 from ._types import AxisName
 
 _SHOWN = 5  # bad leaves listed in a message before it only counts them
+_SHOWN_CHARACTERS = 200
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -32,6 +34,32 @@ def describe(leaf: Any) -> str:
     """A leaf as `dtype[shape]`."""
     shape = ", ".join(map(str, np.shape(leaf)))
     return f"{getattr(leaf, 'dtype', type(leaf).__name__)}[{shape}]"
+
+
+def shortened(value: Any) -> str:
+    """A value for a message: arrays by dtype and shape, functions by name, and not too much."""
+
+    def abstract(leaf: Any) -> Any:
+        if inspect.isfunction(leaf):
+            return _Shown(f"the function `{leaf.__name__}`")
+        is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+        return _Shown(describe(leaf)) if is_array and (leaf.shape or is_traced(leaf)) else leaf
+
+    text = repr(jax.tree.map(abstract, value))
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+class _Shown(str):
+    """Text that a container shows without quotation marks."""
+
+    __repr__ = str.__str__
+
+
+def dtype_of(leaf: Any) -> Any:
+    """The dtype of a leaf; `object` for what is no number: JAX raises an error of its own there."""
+    if hasattr(leaf, "dtype"):
+        return leaf.dtype
+    return jnp.result_type(leaf) if isinstance(leaf, (int, float, complex)) else np.dtype(object)
 
 
 def leaf_path(argument: str, path: Any) -> str:
@@ -78,7 +106,7 @@ def check_number(
     if is_array:  # by dtype: the scalars of bfloat16 are no `np.number`
         is_number = jnp.issubdtype(value.dtype, jnp.number)
     if not is_number or np.ndim(value) != 0:
-        got = describe(value) if hasattr(value, "dtype") else repr(value)
+        got = describe(value) if hasattr(value, "dtype") else shortened(value)
         raise TypeError(error_message(function, argument, rule, got, hint))
     if is_array and jnp.issubdtype(value.dtype, jnp.complexfloating):
         raise TypeError(error_message(function, argument, rule, describe(value), hint))
@@ -94,7 +122,7 @@ def check_number(
     is_above = low <= known if closed else low < known
     is_below = known < high if below_high else known <= high
     if not (is_above and is_below):
-        raise ValueError(error_message(function, argument, rule, repr(value), hint))
+        raise ValueError(error_message(function, argument, rule, shortened(value), hint))
 
 
 def check_decays(function: str, **decays: Any) -> None:
@@ -109,14 +137,14 @@ def check_count(function: str, argument: str, value: Any, hint: str, *, low: int
     rule = f"an integer >= {low}"
     is_integer = hasattr(value, "__index__") or hasattr(value, "dtype")
     if not is_integer or isinstance(value, (bool, np.bool_)) or np.ndim(value) != 0:
-        raise TypeError(error_message(function, argument, rule, repr(value), hint))
+        raise TypeError(error_message(function, argument, rule, shortened(value), hint))
     if hasattr(value, "dtype") and not jnp.issubdtype(value.dtype, jnp.integer):
-        raise TypeError(error_message(function, argument, rule, repr(value), hint))
+        raise TypeError(error_message(function, argument, rule, shortened(value), hint))
     if is_traced(value):
         return
     known = int(value)
     bits = known.bit_length()
-    got = repr(value) if bits <= 64 else f"one of {bits} bits"
+    got = shortened(value) if bits <= 64 else f"one of {bits} bits"
     if known < low:
         raise ValueError(error_message(function, argument, rule, got, hint))
     if known > np.iinfo(np.int32).max:
@@ -139,7 +167,7 @@ def check_window(function: str, argument: str, value: Any) -> None:
     if int(value) > 2**20:  # a file may hold any number, and a state of gigabytes is no use
         hint = "Pass a shorter window, such as 1000."
         raise ValueError(
-            error_message(function, argument, "an integer <= 2**20", repr(value), hint)
+            error_message(function, argument, "an integer <= 2**20", shortened(value), hint)
         )
 
 
@@ -153,21 +181,24 @@ def refuse_traced(function: str, argument: str, value: Any) -> None:
 def check_dtype(function: str, argument: str, value: Any) -> None:
     """Refuses what is no real floating dtype."""
     try:
-        is_floating = value is not None and jnp.issubdtype(jnp.dtype(value), jnp.floating)
+        is_dtype = value is not None and not isinstance(value, (jax.Array, np.ndarray))
+        is_floating = is_dtype and jnp.issubdtype(jnp.dtype(value), jnp.floating)
     except TypeError:
         is_floating = False
     if not is_floating:
         hint = "Pass jnp.float32, or jnp.bfloat16 to save memory."
         raise TypeError(
-            error_message(function, argument, "a real floating dtype", repr(value), hint)
+            error_message(function, argument, "a real floating dtype", shortened(value), hint)
         )
 
 
 def check_choice(function: str, argument: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Refuses a value outside `choices`."""
-    if value not in choices:
+    """Refuses a value outside `choices`: words, bools and None."""
+    if not isinstance(value, (str, bool, type(None))) or value not in choices:
         rule = "one of " + ", ".join(map(repr, choices))
-        raise ValueError(error_message(function, argument, rule, repr(value), "Pick one of them."))
+        raise ValueError(
+            error_message(function, argument, rule, shortened(value), "Pick one of them.")
+        )
 
 
 def check_ord(function: str, ord: Any) -> float:
@@ -187,14 +218,14 @@ def check_axis_name(function: str, axis_name: Any) -> AxisName:
     if not all(isinstance(name, str) for name in names):
         rule = "a string, a tuple of strings or None"
         hint = "Name the mapped axes over which the leaves are sharded."
-        raise TypeError(error_message(function, "axis_name", rule, repr(axis_name), hint))
+        raise TypeError(error_message(function, "axis_name", rule, shortened(axis_name), hint))
     return names
 
 
 def check_callable(function: str, argument: str, value: Any, hint: str) -> None:
     """Refuses what cannot be called."""
     if not callable(value):
-        raise TypeError(error_message(function, argument, "callable", repr(value), hint))
+        raise TypeError(error_message(function, argument, "callable", shortened(value), hint))
 
 
 def check_transformation(function: str, argument: str, value: Any) -> None:
@@ -202,8 +233,10 @@ def check_transformation(function: str, argument: str, value: Any) -> None:
     is_pair = callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
     if isinstance(value, type) or not is_pair:
         hint = "Pass an Optax optimizer such as `optax.adamw(1e-3)`."
+        if inspect.isfunction(value):
+            hint = f"Call it: `{value.__name__}(...)`."
         rule = "an `optax.GradientTransformation`"
-        raise TypeError(error_message(function, argument, rule, repr(value), hint))
+        raise TypeError(error_message(function, argument, rule, shortened(value), hint))
 
 
 def renamed(**names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
@@ -222,6 +255,25 @@ def renamed(**names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
         return call
 
     return decorate
+
+
+def check_no_transformation(function: str, state: Any) -> None:
+    """Refuses a transformation in the place of its state."""
+    if callable(getattr(state, "init", None)) and callable(getattr(state, "update", None)):
+        hint = "Pass what `init(params)` or `update` of it returned."
+        got = f"the {type(state).__name__} itself"
+        raise TypeError(error_message(function, "state", "an optimizer state", got, hint))
+
+
+def check_bound(function: str, axis_name: AxisName) -> None:
+    """Refuses mapped axes that are not there where the function runs."""
+    for name in (axis_name,) if isinstance(axis_name, str) else axis_name or ():
+        try:
+            jax.lax.axis_size(name)
+        except NameError:
+            rule = "the name of a mapped axis around this call"
+            hint = "Call it inside `pmap`, `shard_map` or `vmap` with that axis, or leave it out."
+            raise ValueError(error_message(function, "axis_name", rule, repr(name), hint)) from None
 
 
 def check_state(function: str, state: Any, kind: type) -> None:
@@ -252,11 +304,13 @@ def check_no_state(function: str, updates: Any) -> None:
 def check_axis(function: str, axis: Any) -> None:
     """Refuses what is neither None, an axis, nor a sequence of axes."""
     check_static(function, "axis", axis)
-    axes = () if axis is None else (axis,) if np.ndim(axis) == 0 else tuple(axis)
-    if not all(hasattr(a, "__index__") and not isinstance(a, bool) for a in axes):
+    plain = axis.tolist() if isinstance(axis, np.ndarray) else axis
+    axes = tuple(plain) if isinstance(plain, (tuple, list, range)) else (plain,)
+    is_axes = all(hasattr(a, "__index__") and not isinstance(a, bool) for a in axes)
+    if axis is not None and not is_axes:
         hint = "Pass for example 0, or (0, 1), or None for the choice by rank."
         rule = "an integer, a sequence of integers or None"
-        raise TypeError(error_message(function, "axis", rule, repr(axis), hint))
+        raise TypeError(error_message(function, "axis", rule, shortened(axis), hint))
 
 
 def axes_within(

@@ -1,10 +1,8 @@
 """Configs: calls of this package as plain values that can be written to a file and read back."""
 
-import copy
 import dataclasses
 import functools
 import inspect
-import math
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,12 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._checks import check_choice, check_count, check_number, check_transformation, error_message
+from . import granularities, thresholds
+from ._checks import (
+    check_choice,
+    check_count,
+    check_number,
+    check_transformation,
+    error_message,
+    shortened,
+)
 from .accumulation._transform import accumulate_gradients
 from .clipping._transform import clip_by_global_norm
 
-_INNER = {"inner", "clip"}  # what a wrapper calls the transformation that it wraps
-_BUILTINS = {"float": float, "tuple": tuple, "dict": dict}
 _MAX_DEPTH = 32
 
 
@@ -27,33 +31,32 @@ _MAX_DEPTH = 32
 class TransformConfig:
     """A call of a public function of this package, as plain values for JSON or YAML.
 
-    | value | as plain values |
+    | argument | as a plain value |
     | --- | --- |
-    | a transformation or rule of this package | `{"name": "zscore", "decay": 0.9}` |
-    | an inner transformation from elsewhere | nothing: pass it to `build` |
-    | infinity, which JSON lacks | `{"name": "float", "value": "inf"}` |
-    | `(1.0, 2.0)` | `{"name": "tuple", "value": [1.0, 2.0]}` |
-    | a mapping with the key "name", or one that is no string | `{"name": "dict", "value": [...]}` |
+    | a rule or granularity of this package | `{"name": "zscore", "decay": 0.9}`, or a config |
+    | a tuple | a list |
     | `jnp.float32` | `"float32"` |
+    | infinity | itself: Python's `json` writes `Infinity`, YAML `.inf` |
+    | an inner transformation | nothing: pass it to `build` |
     | any other object, such as a schedule or an array | an error: call the function itself |
 
     Attributes:
-        name: of a public function that makes a transformation or a threshold rule.
+        name: of a public function that makes a transformation, a rule or a granularity.
         arguments: by name; they may contain other configs. Kept as plain values.
 
     Raises:
-        ValueError: the name or an argument does not exist, or an argument is missing; `build`
-            raises what the function raises.
+        ValueError: the name or an argument does not exist; `build` raises what the function
+            raises, and this for an argument that is missing.
         TypeError: an argument cannot be written as plain values.
 
     Examples:
         >>> import json, optax, gradclip_jax as gcx
-        >>> rule = gcx.TransformConfig("zscore", {"decay": 0.9})
-        >>> config = gcx.TransformConfig("clip_by_global_norm", {"max_norm": rule})
+        >>> rule = gcx.configs.TransformConfig("zscore", {"decay": 0.9})
+        >>> config = gcx.configs.TransformConfig("clip_by_global_norm", {"max_norm": rule})
         >>> text = json.dumps(config.to_dict())
         >>> text
         '{"name": "clip_by_global_norm", "max_norm": {"name": "zscore", "decay": 0.9}}'
-        >>> gcx.TransformConfig.from_dict(json.loads(text)) == config
+        >>> gcx.configs.TransformConfig.from_dict(json.loads(text)) == config
         True
         >>> tx = optax.chain(config.build(), optax.adam(1e-3))
     """
@@ -62,38 +65,29 @@ class TransformConfig:
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any], hash=False)
 
     def __post_init__(self) -> None:
-        check_choice("TransformConfig", "name", self.name, tuple(_constructors()))
-        _check_arguments(self.name, _constructors()[self.name], self.arguments)
-        object.__setattr__(self, "arguments", {k: _to_plain(x) for k, x in self.arguments.items()})
+        plain = _to_plain(self.arguments)
+        _check_call(self.name, plain)
+        object.__setattr__(self, "arguments", plain)
 
-    def build(self, inner: optax.GradientTransformation | None = None) -> Any:
-        """Calls the function; the innermost wrapper gets `inner`."""
-        unused = [] if inner is None else [inner]
-
-        def call(name: str, arguments: dict[str, Any]) -> Any:
-            constructor = _constructors()[name]
-            for key in _INNER & (inspect.signature(constructor).parameters.keys() - arguments):
-                arguments[key] = unused.pop() if unused else None
-            return constructor(**arguments)
-
-        built = _from_plain(self.to_dict(), call)
-        if unused:
-            hint = "Combine the two with `optax.chain`."
-            raise ValueError(error_message(self.name, "inner", "omitted", "one", hint))
-        return built
+    def build(self, *inner: optax.GradientTransformation) -> Any:
+        """Calls the function; a wrapper is given the transformation that it wraps."""
+        arguments = {key: _built(value) for key, value in self.arguments.items()}
+        _check_call(self.name, arguments, inner)
+        return _constructors()[self.name](*inner, **arguments)
 
     def to_dict(self) -> dict[str, Any]:
         """`{"name": ..., argument: value, ...}`, a copy."""
-        return {"name": self.name, **copy.deepcopy(dict(self.arguments))}
+        return {"name": self.name, **_to_plain(self.arguments)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "TransformConfig":
         """The inverse of `to_dict`; it calls nothing that it reads."""
-        made = _from_plain(values, cls)
-        if not isinstance(made, cls):
+        if not isinstance(values, Mapping) or "name" not in values:
             rule, hint = "a mapping with the key 'name'", "Write it as `to_dict` does."
-            raise TypeError(error_message("TransformConfig", "values", rule, repr(values), hint))
-        return made
+            got = shortened(values)
+            raise TypeError(error_message("TransformConfig", "values", rule, got, hint))
+        arguments = dict(values)
+        return cls(arguments.pop("name"), arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,10 +101,10 @@ class AccumulationConfig:
 
     Examples:
         >>> import optax, gradclip_jax as gcx
-        >>> config = gcx.AccumulationConfig(accumulation_steps=8, max_grad_norm=1.0)
+        >>> config = gcx.configs.AccumulationConfig(accumulation_steps=8, max_grad_norm=1.0)
         >>> config.effective_batch_size(16)
         128
-        >>> gcx.AccumulationConfig.from_dict(config.to_dict()) == config
+        >>> gcx.configs.AccumulationConfig.from_dict(config.to_dict()) == config
         True
         >>> tx = config.build(optax.adamw(1e-3))
     """
@@ -147,87 +141,78 @@ class AccumulationConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "AccumulationConfig":
         """The inverse of `to_dict`; refuses unknown keys."""
-        _check_arguments("AccumulationConfig", cls, values)
-        return cls(**_from_plain(dict(values), TransformConfig))
+        names = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(values, Mapping) or not values.keys() <= names:
+            rule = f"a mapping with keys among {', '.join(sorted(names))}"
+            hint, got = "Write it as `to_dict` does.", shortened(values)
+            raise ValueError(error_message("AccumulationConfig", "values", rule, got, hint))
+        return cls(**values)
 
 
 @functools.cache
 def _constructors() -> dict[str, Callable[..., Any]]:
-    """The public functions that make a transformation, or a part of one such as a rule."""
-    found: dict[str, Callable[..., Any]] = {}
-    for name, value in vars(sys.modules[__package__ or ""]).items():
-        if inspect.isfunction(value):
-            made = inspect.get_annotations(value).get("return")
-            if isinstance(made, type) and issubclass(made, optax.GradientTransformation):
-                found[name] = value
-        elif inspect.ismodule(value) and name[0] != "_":  # a namespace, such as `thresholds`
-            found |= {key: x for key, x in vars(value).items() if inspect.isfunction(x)}
-    return found
+    """The public functions that make a transformation, a threshold rule or a granularity."""
+    package = sys.modules[__package__ or ""]
+    public = vars(package) | vars(package.per_example)
+    made = {name: x for name, x in public.items() if makes_transformation(x)}
+    rules = {name: getattr(thresholds, name) for name in thresholds.__all__}
+    parts = rules | {name: getattr(granularities, name) for name in granularities.__all__}
+    return made | {name: x for name, x in parts.items() if inspect.isfunction(x)}
 
 
-def _check_arguments(function: str, constructor: Callable[..., Any], given: Any) -> None:
-    signature = inspect.signature(constructor)
-    inner = dict.fromkeys(_INNER & signature.parameters.keys())
+def makes_transformation(value: Any) -> bool:
+    """Whether a value is a function annotated as returning a transformation."""
+    made = inspect.get_annotations(value).get("return") if inspect.isfunction(value) else None
+    return isinstance(made, type) and issubclass(made, optax.GradientTransformation)
+
+
+def _check_call(name: Any, arguments: Any, inner: tuple[Any, ...] | None = None) -> None:
+    """Refuses a call that the function has no signature for; without `inner` it may lack some."""
+    check_choice("TransformConfig", "name", name, tuple(_constructors()))
+    signature = inspect.signature(_constructors()[name])
     try:
-        signature.bind(**(inner | given))
+        signature.bind_partial(**arguments) if inner is None else signature.bind(
+            *inner, **arguments
+        )
     except TypeError as error:
-        rule = f"a mapping for {function}{signature}"
-        hint = "Name the arguments as in its signature."
-        message = error_message(function, "arguments", rule, f"{given!r}: {error}", hint)
-        raise ValueError(message) from None
+        hint = "Name the arguments as in its signature; pass what it wraps to `build`."
+        got = f"{shortened(arguments)}: {error}"
+        raise ValueError(
+            error_message(name, "arguments", f"a mapping for {name}", got, hint)
+        ) from None
 
 
-def _deeper(depth: int) -> int:
-    if depth < _MAX_DEPTH:
-        return depth + 1
-    rule, hint = f"nested at most {_MAX_DEPTH} deep", "Call the functions themselves."
-    raise ValueError(error_message("TransformConfig", "arguments", rule, "more", hint))
+def _built(plain: Any) -> Any:
+    """A plain value with its configs called."""
+    if isinstance(plain, list):
+        return [_built(x) for x in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if "name" in plain:
+        return TransformConfig.from_dict(plain).build()
+    return {key: _built(x) for key, x in plain.items()}
 
 
 def _to_plain(value: Any, depth: int = 0) -> Any:
     """A copy made of strings, numbers, bools, None, lists and dicts with string keys."""
-    again = functools.partial(_to_plain, depth=_deeper(depth))
+    if depth > _MAX_DEPTH:
+        rule, hint = f"nested at most {_MAX_DEPTH} deep", "Call the functions themselves."
+        raise ValueError(error_message("TransformConfig", "arguments", rule, "more", hint))
     if isinstance(value, (np.generic, np.ndarray, jax.Array)) and value.ndim == 0:
         value = value.item()
-    if value is None or isinstance(value, (str, bool, int)):
+    if value is None or isinstance(value, (str, bool, int, float)):
         return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"name": "float", "value": str(value)}
     if isinstance(value, TransformConfig):
         return value.to_dict()
-    if isinstance(value, list):
-        return [again(x) for x in value]
-    if type(value) is tuple:  # a NamedTuple would come back as another type
-        return {"name": "tuple", "value": [again(x) for x in value]}
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) and key != "name" for key in value):
-            return {key: again(x) for key, x in value.items()}
-        return {"name": "dict", "value": [[again(key), again(x)] for key, x in value.items()]}
+    if isinstance(value, list) or type(value) is tuple:
+        return [_to_plain(x, depth + 1) for x in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        plain = {key: _to_plain(x, depth + 1) for key, x in value.items()}
+        if depth and "name" in plain:
+            _check_call(plain["name"], {key: x for key, x in plain.items() if key != "name"})
+        return plain
     if isinstance(value, (np.dtype, type)) and jnp.issubdtype(value, jnp.number):
         return jnp.dtype(value).name
-    rule = "a plain value, or lists, tuples and mappings of such"
+    rule = "a plain value, or lists and mappings by name of such"
     hint = "Call the function itself with a function, an array or an object."
-    raise TypeError(error_message("TransformConfig", "arguments", rule, repr(value), hint))
-
-
-def _from_plain(plain: Any, make: Callable[[Any, dict[str, Any]], Any], depth: int = 0) -> Any:
-    """The inverse of `_to_plain`; `make` is called with each name and its arguments."""
-    again = functools.partial(_from_plain, make=make, depth=_deeper(depth))
-    if isinstance(plain, list):
-        return [again(x) for x in plain]
-    if not isinstance(plain, Mapping):
-        return plain
-    values = {key: again(x) for key, x in plain.items()}
-    if "name" not in values:
-        return values
-    name = values.pop("name")
-    if not isinstance(name, str) or name not in _BUILTINS:
-        return make(name, values)
-    try:
-        (value,) = values.values()
-        return _BUILTINS[name](value)
-    except (TypeError, ValueError):
-        rule, hint = f"the value of a {name}", "Write it as `to_dict` does."
-        raise ValueError(
-            error_message("TransformConfig", "arguments", rule, repr(plain), hint)
-        ) from None
+    raise TypeError(error_message("TransformConfig", "arguments", rule, shortened(value), hint))

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType
 
 from ._types import Array, AxisName
 
@@ -37,28 +37,12 @@ def replica_count(axes: frozenset[str], everywhere: frozenset[str]) -> int:
     return copies
 
 
-def is_joinable(x: Any) -> bool:
-    """Whether a leaf can be copied into a longer vector without moving it between devices."""
-    return jax.typeof(x).sharding.mesh.empty or device_count(x) == 1
-
-
 def device_count(x: Any) -> int:
     """Over how many devices an array may be sharded: all there are, where its type is silent."""
     mesh = jax.typeof(x).sharding.mesh
     if mesh.empty:
         return len(jax.devices())
     return 1 if all(kind == AxisType.Manual for kind in mesh.axis_types) else mesh.size
-
-
-def reshard_replicated(x: Array) -> Array:
-    """The same value, whole on each device where its type says how it is sharded.
-
-    Arrays that are sharded in different ways cannot be joined under explicit axes.
-    """
-    sharding = jax.typeof(x).sharding
-    if all(axis is None for axis in sharding.spec):
-        return x
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 def reshard_like(x: Any, like: Any) -> Any:
@@ -81,40 +65,6 @@ def zeros_of_type(like: Any, dtype: Any = None) -> Array:
         like.shape, 0, dtype or like.dtype, sharding=sharding if is_explicit(sharding) else None
     )
     return vary(zeros, varying_axes(like))
-
-
-def sharding_with(x: Any, **axes: frozenset[str]) -> NamedSharding:
-    """How an array is sharded, with other `reduced` and `unreduced` axes, or none of them."""
-    sharding = jax.typeof(x).sharding
-    entries = getattr(sharding.spec, "partitions", sharding.spec)  # JAX 0.10 and later
-    return NamedSharding(sharding.mesh, PartitionSpec(*entries, **axes))
-
-
-def unreduced_axes(x: Any) -> frozenset[str]:
-    """The mesh axes over which each device holds a summand of the value, under explicit axes."""
-    return frozenset(getattr(jax.typeof(x).sharding.spec, "unreduced", None) or ())
-
-
-def is_unreduced(tree: Any) -> bool:
-    """Whether each device holds a summand of a leaf."""
-    leaves = [x for x in jax.tree.leaves(tree) if hasattr(x, "shape")]
-    return any(unreduced_axes(x) for x in leaves if x.dtype != jax.dtypes.float0)
-
-
-def reduced_axes(x: Any) -> frozenset[str]:
-    """The mesh axes over which a gradient with respect to a value stays unreduced."""
-    return frozenset(getattr(jax.typeof(x).sharding.spec, "reduced", None) or ())
-
-
-def constrain_replicated(x: Array, beside: Any) -> Array:
-    """The same value, whole on each device of the mesh of another array, if XLA shards that.
-
-    Said of a small array, it keeps XLA from sharding a large one after it.
-    """
-    mesh = jax.typeof(beside).sharding.mesh
-    if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
-        return x
-    return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
 
 
 def sum_over(x: Array, axes: frozenset[str]) -> Array:

@@ -1,37 +1,66 @@
-"""Runs a step zero or one times, in place: what accumulation and guards share.
+"""Runs a step zero or one times, in place: what accumulations and guards share.
 
-Where the step is rarely taken, as that of an accumulation, it is the body of a `while_loop` that
-makes zero or one trip. `lax.cond` copies the branch it does not change (9.0 N moved and 3.0 N of
-scratch for a held step of AdamW on an H100, against 3.0 N and none), `jnp.where` computes both.
+A step that is seldom taken, as that of an accumulation, is the body of a `while_loop` of zero or
+one trip. `lax.cond` copies the branch it does not change (9.0 N moved and 3.0 N of scratch for a
+held step of AdamW on an H100, against 3.0 N and none), `jnp.where` computes both.
 
-Where it is usually taken, as behind a guard, the loop stays on a CPU, where a skipped step then
-costs nothing. A GPU would have to wait for the host at every step, so there, and on a TPU, the
-step is always computed and its result selected.
+A step that is usually taken, as behind a guard, stays in the loop on a CPU, where a skipped step
+then costs nothing. A GPU would wait for the host at every step, so there, and on a TPU, the step
+is always computed and its result selected.
 
-What a step computes may be checked before it counts. It is computed to be checked and once more
-to be written, so that there is no copy to restore.
+A step that is checked before it counts is computed once and selected on a GPU and a TPU, where XLA
+fuses both. A CPU computes it to check it and once more to write it: to select it there would need
+a copy of all it changes.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core
 
 from ._checks import is_float0, is_traced
-from ._mesh import is_unreduced, reshard_like
+from ._mesh import reshard_like
 from ._types import Array, Scalar, Tree
-
-Step = Callable[..., Any]
-"""From a carry, and arrays that it reads besides, to the next carry."""
-
-Way = Callable[[Step, Any, Tree, tuple[Any, ...]], Tree]
-"""How to run a step: `(step, predicate, carry, closed_over)` to the carry."""
+from ._unreduced import is_unreduced
 
 
-def run_if(predicate: Array | bool, step: Step, carry: Tree, *, usually: bool = False) -> Tree:
+class Program(NamedTuple):
+    """A function that was traced once, to be run wherever it is needed.
+
+    Attributes:
+        function: what runs it, `(*constants, *leaves of the arguments) -> leaves`. It holds no
+            tracer, so that a derivative or a checkpoint may run it later.
+        constants: the arrays it closes over.
+        output: its results, as shapes.
+    """
+
+    function: Callable[..., list[Any]]
+    constants: list[Any]
+    output: Tree
+
+    def __call__(self, *args: Tree, constants: Any = None) -> Tree:
+        """The results; with other values for the constants where they are arguments themselves."""
+        constants = self.constants if constants is None else constants
+        leaves = self.function(*constants, *jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(self.output), leaves)
+
+
+def trace(function: Callable[..., Tree], *args: Tree) -> Program:
+    """Traces a function on arguments, or on their shapes."""
+    closed, output = jax.make_jaxpr(function, return_shape=True)(*args)
+    jaxpr = closed.jaxpr
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    pure = core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=inputs), [])
+    return Program(core.jaxpr_as_fun(pure), list(closed.consts), output)
+
+
+def run_if(
+    predicate: Array | bool, step: Callable[[Tree], Tree], carry: Tree, *, usually: bool = False
+) -> Tree:
     """`step(carry)` where the predicate holds, else the carry itself, with no copy of it.
 
     A Python bool decides when the program is traced. The carry keeps its dtypes and its
@@ -44,57 +73,31 @@ def run_if(predicate: Array | bool, step: Step, carry: Tree, *, usually: bool = 
 
     if not is_traced(predicate):
         return typed_step(carry) if bool(predicate) else carry
-    pure_step, closed_over = _pure(typed_step, carry)
-    return _run_if(pure_step, _usual if usually else _loop, predicate, carry, closed_over)
+    program = trace(typed_step, carry)
+    return _run(_usual if usually else _loop, _cond, program, predicate, carry)
 
 
-def run_if_good(
-    predicate: Array | bool,
-    step: Callable[[Tree], tuple[Tree, Tree]],
-    check: Callable[[Tree, Tree, Tree], Scalar],
-    carry: Tree,
-) -> tuple[Tree, Array]:
-    """As `run_if`, usually, where also the check holds; returns besides whether the step was taken.
+def run_if_checked(
+    predicate: Array | bool, step: Callable[[Tree], tuple[Tree, Scalar]], carry: Tree
+) -> tuple[Tree, Array | bool]:
+    """As `run_if`, usually, where also the check of the step passes; and whether it was taken.
 
-    The step returns the next carry, and what else there is to see, such as the update; the check
-    takes the carry and these two, and returns bool[].
+    The step returns the next carry, and whether that may be taken, bool[].
     """
 
-    def typed_step(carry: Tree) -> tuple[Tree, Tree]:
-        next_carry, seen = step(carry)
-        return _typed_like(next_carry, carry), seen
+    def typed_step(carry: Tree) -> tuple[Tree, Scalar]:
+        next_carry, passed = step(carry)
+        return _typed_like(next_carry, carry), passed
 
-    if not is_traced(predicate) and not bool(predicate):
-        return carry, jnp.array(False)
-    if not any(map(is_traced, jax.tree.leaves((predicate, carry)))):
-        next_carry, seen = typed_step(carry)
-        passed = check(carry, next_carry, seen)
-        if not is_traced(passed):
-            return (next_carry if bool(passed) else carry), passed
-    pure_step, closed_over = _pure(typed_step, carry)
-
-    def checked() -> Scalar:
-        return check(carry, *pure_step(carry, *closed_over))
-
-    def only_step(carry: Tree, *closed_over: Array) -> Tree:
-        return pure_step(carry, *closed_over)[0]
-
-    checked = jax.jit(checked)  # traced once for both
-    passed = predicate & lax.platform_dependent(
-        predicate,
-        cpu=lambda predicate: lax.cond(predicate, checked, lambda: jnp.array(True)),
-        default=lambda predicate: checked(),
-    )
-    return _run_if(only_step, _usual, passed, carry, closed_over), passed
-
-
-def _pure(step: Step, carry: Tree) -> tuple[Step, tuple[Any, ...]]:
-    """The step, traced once for all ways to run it, and what it closes over.
-
-    That becomes an argument, for a custom derivative needs to see it.
-    """
-    pure_step, closed_over = jax.closure_convert(jax.jit(step), carry)
-    return pure_step, tuple(closed_over)
+    if not is_traced(predicate):
+        if not bool(predicate):
+            return carry, False
+        if not any(map(is_traced, jax.tree.leaves(carry))):
+            next_carry, passed = typed_step(carry)
+            if not is_traced(passed):
+                return (next_carry if bool(passed) else carry), passed
+    program = trace(typed_step, carry)
+    return _run(_checked, _checked_cond, program, jnp.asarray(predicate), carry)
 
 
 def like_dtypes(tree: Tree, reference: Tree) -> Tree:
@@ -120,49 +123,77 @@ def _typed_like(tree: Tree, carry: Tree) -> Tree:
     return jax.tree.map(on_mesh, like_dtypes(tree, carry), carry)
 
 
-def _run_if(
-    step: Step, way: Way, predicate: Any, carry: Tree, closed_over: tuple[Any, ...]
-) -> Tree:
-    if is_unreduced((carry, closed_over)):
-        # XLA (JAX 0.10.2) sums what is unreduced over devices before it enters a loop, and what
-        # is added to it there once more.
-        return _cond(step, predicate, carry, closed_over)
-    return _differentiable(step, way, predicate, carry, closed_over)
+Form = Callable[[Callable[[Tree], Any], Any, Tree], Any]
+"""How a step is run: from the step, the predicate and the carry to the results."""
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _run(form: Form, branch: Form, program: Program, predicate: Any, carry: Tree) -> Any:
+    """Runs the step in one form, with the derivative of another."""
+    # XLA (JAX 0.10.2) sums what is unreduced over devices before it enters a loop, and what is
+    # added to it there once more.
+    form = branch if is_unreduced((carry, program.constants)) else form
+    bare = program._replace(constants=[])
+    return _differentiable(form, branch, bare, predicate, carry, program.constants)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _differentiable(
-    step: Step, way: Way, predicate: Any, carry: Tree, closed_over: tuple[Any, ...]
-) -> Tree:
-    return way(step, predicate, carry, closed_over)
+    form: Form, branch: Form, bare: Program, predicate: Any, carry: Tree, constants: list[Any]
+) -> Any:
+    return form(functools.partial(bare, constants=constants), predicate, carry)
 
 
 @_differentiable.defjvp
-def _jvp(step: Step, way: Way, primals: Any, tangents: Any) -> tuple[Tree, Tree]:
-    return jax.jvp(functools.partial(_cond, step), primals, tangents)
+def _jvp(form: Form, branch: Form, bare: Program, primals: Any, tangents: Any) -> Any:
+    def run(predicate: Any, carry: Tree, constants: list[Any]) -> Any:
+        return branch(functools.partial(bare, constants=constants), predicate, carry)
+
+    return jax.jvp(run, primals, tangents)
 
 
-def _cond(step: Step, predicate: Any, carry: Tree, closed_over: tuple[Any, ...]) -> Tree:
-    return lax.cond(predicate, step, lambda carry, *_: carry, carry, *closed_over)
+def _cond(step: Callable[[Tree], Tree], predicate: Any, carry: Tree) -> Tree:
+    return lax.cond(predicate, step, lambda carry: carry, carry)
 
 
-def _loop(step: Step, predicate: Any, carry: Tree, closed_over: tuple[Any, ...]) -> Tree:
+def _loop(step: Callable[[Tree], Tree], predicate: Any, carry: Tree) -> Tree:
     def trip(state: tuple[Array, Tree]) -> tuple[Array, Tree]:
-        return jnp.zeros_like(state[0]), step(state[1], *closed_over)
+        return jnp.zeros_like(state[0]), step(state[1])
 
     return lax.while_loop(lambda state: state[0], trip, (predicate, carry))[1]
 
 
-def _select(step: Step, predicate: Any, carry: Tree, closed_over: tuple[Any, ...]) -> Tree:
-    def choose(new: Any, old: Any) -> Any:
-        return old if new is old else lax.select(predicate, new, old)
-
+def _select(predicate: Any, new: Tree, old: Tree) -> Tree:
     # XLA (JAX 0.10.2, H100 and TPU v5e) fuses the step both into a check before it and into this
     # selection: 11 N moved for AdamW and no scratch, with an optimization barrier in between the
     # same, and for Adafactor 12 N instead of 9 N.
-    return jax.tree.map(choose, step(carry, *closed_over), carry)
+    return jax.tree.map(lambda x, y: y if x is y else lax.select(predicate, x, y), new, old)
 
 
-def _usual(step: Step, predicate: Any, carry: Tree, closed_over: tuple[Any, ...]) -> Tree:
-    loop, select = (functools.partial(way, step) for way in (_loop, _select))
-    return lax.platform_dependent(predicate, carry, closed_over, cpu=loop, default=select)
+def _usual(step: Callable[[Tree], Tree], predicate: Any, carry: Tree) -> Tree:
+    return lax.platform_dependent(
+        predicate,
+        carry,
+        cpu=functools.partial(_loop, step),
+        default=lambda predicate, carry: _select(predicate, step(carry), carry),
+    )
+
+
+def _passes(step: Callable[[Tree], Any], predicate: Any, carry: Tree) -> Array:
+    return lax.cond(predicate, lambda carry: step(carry)[1], lambda _: jnp.array(False), carry)
+
+
+def _checked(step: Callable[[Tree], Any], predicate: Any, carry: Tree) -> tuple[Tree, Array]:
+    def twice(predicate: Any, carry: Tree) -> tuple[Tree, Array]:
+        passed = _passes(step, predicate, carry)
+        return _loop(lambda carry: step(carry)[0], passed, carry), passed
+
+    def once(predicate: Any, carry: Tree) -> tuple[Tree, Array]:
+        next_carry, passed = step(carry)
+        return _select(predicate & passed, next_carry, carry), predicate & passed
+
+    return lax.platform_dependent(predicate, carry, cpu=twice, default=once)
+
+
+def _checked_cond(step: Callable[[Tree], Any], predicate: Any, carry: Tree) -> tuple[Tree, Array]:
+    passed = _passes(step, predicate, carry)
+    return _cond(lambda carry: step(carry)[0], passed, carry), passed

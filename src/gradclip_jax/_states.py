@@ -1,5 +1,6 @@
 """States: their counters, and how to find them inside any Optax state, whatever wraps them."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -7,19 +8,28 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ._checks import check_no_transformation
 from ._types import Array
 
 METRICS: Final[dict[type, tuple[str, ...]]] = {}
 """Each state of this package that `metrics` reads, and the fields or properties it reports."""
 
+GATES: Final[dict[type, str]] = {}
+"""The states of guards and accumulations, and the field of each that holds the state inside."""
+
 _State = TypeVar("_State", bound=type)
 
 
-def register_metrics(*names: str) -> Callable[[_State], _State]:
-    """A class decorator: `metrics` reports these fields or properties of the state."""
+def register_metrics(*names: str, gate: str | None = None) -> Callable[[_State], _State]:
+    """A class decorator: `metrics` reports these fields or properties of the state.
+
+    `gate` is the field in which a guard or an accumulation keeps the state inside it.
+    """
 
     def register(kind: _State) -> _State:
         METRICS[kind] = names
+        if gate:
+            GATES[kind] = gate
         return kind
 
     return register
@@ -32,7 +42,7 @@ def increment_where(count: Array, happened: Array | bool = True) -> Array:
 
 def find_states(state: Any, kinds: type | tuple[type, ...]) -> list[tuple[Any, Any]]:
     """`(path, state)` of every state of the given kinds, also those inside one another."""
-    found: list[tuple[Any, Any]] = []
+    matches: list[tuple[Any, Any]] = []
 
     def search(prefix: Any, node: Any, *, inside: bool) -> None:
         def stop(value: Any) -> bool:
@@ -40,11 +50,11 @@ def find_states(state: Any, kinds: type | tuple[type, ...]) -> list[tuple[Any, A
 
         for path, value in jax.tree_util.tree_leaves_with_path(node, is_leaf=stop):
             if isinstance(value, kinds):
-                found.append(((*prefix, *path), value))
+                matches.append(((*prefix, *path), value))
                 search((*prefix, *path), value, inside=True)
 
     search((), state, inside=False)
-    return found
+    return matches
 
 
 def replace_states(
@@ -56,6 +66,71 @@ def replace_states(
         return replace(node) if isinstance(node, kinds) else node
 
     return jax.tree.map(visit, state, is_leaf=lambda node: isinstance(node, kinds))
+
+
+def is_guard(state: Any) -> bool:
+    """Whether a state is that of a guard."""
+    return GATES.get(type(state)) == "inner_state"
+
+
+def step_taken(state: Any) -> Array:
+    """Whether the last call took a step: the optimizer inside all guards and accumulations ran.
+
+    Count optimizer steps with it, and keep what a step writes elsewhere, such as the statistics
+    of batch normalization, only where one was taken.
+
+    | state | value |
+    | --- | --- |
+    | a guard refused, or a window is held or dropped | False |
+    | of an accumulation, before the first call | False |
+    | without a guard or an accumulation; of guards before the first call | True |
+    | of several side by side, as in `optax.partition` | whether any took a step |
+
+    Args:
+        state: any pytree that contains optimizer states, as for `metrics`.
+
+    Returns:
+        bool[], with the leading axes of a state that was vmapped.
+
+    Raises:
+        TypeError: `state` is a transformation.
+
+    Examples:
+        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> tx = gcx.skip_nonfinite(gcx.skip_large_norm(optax.sgd(1.0), 10.0))
+        >>> params = jnp.zeros(1)
+        >>> state, steps = tx.init(params), 0
+        >>> for grad in (1.0, jnp.nan, 50.0, 2.0):
+        ...     params, state = gcx.apply_gradients(tx, jnp.array([grad]), state, params)
+        ...     steps += int(gcx.step_taken(state))
+        >>> steps
+        2
+    """
+    check_no_transformation("step_taken", state)
+    stepped = _stepped(plain_arrays(state))
+    return jnp.array(True) if stepped is None else stepped
+
+
+def _stepped(state: Any) -> Array | None:
+    """Whether any of the outermost gates in a state let a step through; None without gates."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node) in GATES)
+    flags = [_stack_stepped(node) for node in nodes if type(node) in GATES]
+    return functools.reduce(jnp.logical_or, flags) if flags else None
+
+
+def _stack_stepped(node: Any) -> Array:
+    """Whether gates directly in one another let a step through, and so did what is inside them."""
+    skips, emitted = jnp.array(0), None
+    while type(node) in GATES:
+        if is_guard(node):
+            skips = skips + node.consecutive_skips
+        else:
+            emitted = node.emitted
+        node = getattr(node, GATES[type(node)])
+    # An accumulation knows of all guards around and inside it; a flush emits what one left out.
+    stepped = skips == 0 if emitted is None else emitted > 0
+    inside = _stepped(node)
+    return stepped if inside is None else stepped & inside
 
 
 def plain_arrays(tree: Any) -> Any:

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._checks import check_no_state, describe, error_message, is_float0, leaf_path, listed
-from ._mesh import sharding_with, unreduced_axes
+from ._checks import check_no_state, describe, dtype_of, error_message, is_float0, leaf_path, listed
 from ._types import Tree
+from ._unreduced import sharding_with, unreduced_axes
 
 
 def check_inexact(
@@ -17,19 +17,19 @@ def check_inexact(
     """Refuses leaves not floating, complex (unless `real`) or float0, or unreduced ones."""
     if argument == "updates":
         check_no_state(function, tree)
-    if not unreduced:
-        check_reduced(function, argument, tree)
     kind, rule = (jnp.floating, "floating") if real else (jnp.inexact, "floating or complex")
     bad = [
         f"{describe(leaf)} at {leaf_path(argument, path)}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if not is_float0(leaf) and not jnp.issubdtype(jnp.result_type(leaf), kind)
+        if not is_float0(leaf) and not jnp.issubdtype(dtype_of(leaf), kind)
     ]
     if bad:
         raise TypeError(
             f"{function}: every leaf of `{argument}` must be {rule}, got {listed(bad)}. "
             "Leave such leaves out with `optax.masked`."
         )
+    if not unreduced:
+        check_reduced(function, argument, tree)
 
 
 def check_reduced(function: str, argument: str, tree: Tree) -> None:
@@ -106,14 +106,14 @@ def broadcast_prefix(
         jax.tree.map(spread, prefix, tree, is_leaf=is_leaf)
     except (ValueError, TypeError) as mismatch:
         given = jax.tree_util.tree_leaves_with_path(prefix, is_leaf=is_leaf)
-        wanted = jax.tree_util.tree_leaves_with_path(tree)
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
         rule = f"a prefix tree of `{like}`"
         hint = f"Give one entry per leaf or per subtree of `{like}`."
         got = str(mismatch).splitlines()[0]
         for path, _ in reversed(given):
-            if not any(place[: len(path)] == path for place, _ in wanted):
+            if not any(place[: len(path)] == path for place, _ in leaves):
                 got = f"an entry at {leaf_path(argument, path)}, where `{like}` has no leaf"
-        for place, _ in reversed(wanted):
+        for place, _ in reversed(leaves):
             if not any(place[: len(path)] == path for path, _ in given):
                 got = f"no entry for {leaf_path(like, place)}"
         raise TypeError(error_message(function, argument, rule, got, hint)) from None

@@ -40,26 +40,4 @@ UNBOUNDED: Final = float(np.finfo(np.float32).max)
 """No threshold yet. Not infinity, which `jax_debug_infs` would take for a fault."""
 
 
-class _Float(np.float32):
-    """A default that `help` shows as a plain number, and `optax.inject_hyperparams` leaves alone.
-
-    It makes a traced array of every Python number, defaults included, and what is static, such as
-    the order of a norm, cannot be traced.
-    """
-
-    def __repr__(self) -> str:
-        return repr(float(self))
-
-
-class _Int(np.int32):
-    """As `_Float`, a whole number."""
-
-    def __repr__(self) -> str:
-        return repr(int(self))
-
-
-TWO: Final = _Float(2.0)
-NO_AXES: Final = _Int(0)
-TWENTY_FIVE: Final = _Int(25)
-THOUSAND: Final = _Int(1000)
 FLOAT32: Final = np.dtype("float32")  # `jnp.float32` is callable, and so taken for a schedule

@@ -17,7 +17,7 @@ from .adaptive._mean_std import mean_std
 from .adaptive._percentile import percentile
 from .adaptive._quantile import quantile
 from .adaptive._zscore import zscore
-from .clipping._rule import Rule, capped, relative_to_params
+from .clipping._threshold import Rule, capped, relative_to_params
 
 __all__ = [
     "Rule",

@@ -711,8 +711,22 @@ def test_a_batch_that_is_missing_or_passed_by_name_is_refused():
 
 
 def test_a_value_that_is_no_scalar_is_refused():
-    with pytest.raises(TypeError, match="scalar-output functions"):
+    message = (
+        "microbatched_value_and_grad: `fun` must be a function that returns a scalar value, got"
+    )
+    with pytest.raises(TypeError, match=message + r" float32\[6\]. Take the mean"):
         gcx.microbatched_value_and_grad(errors, 4)(PARAMS, batch_of())
+    with pytest.raises(TypeError, match=message + " tuple. .* pass `has_aux`"):
+        gcx.microbatched_value_and_grad(lambda p, b: (0.0, b), 4)(PARAMS, batch_of())
+
+
+def test_a_misspelt_aux_reduction_is_refused_when_built():
+    message = (
+        "`aux_reduction` must be one of 'mean', 'sum', 'max', 'last', 'concatenate', got 'maen'"
+    )
+    for parts in (1, 4):
+        with pytest.raises(ValueError, match=message):
+            gcx.microbatched_value_and_grad(errors, parts, aux_reduction={"a": "maen", "b": None})
 
 
 def test_a_weight_that_is_no_scalar_is_refused():

@@ -240,3 +240,34 @@ def test_init_must_know_that_gradients_stay_unreduced(mesh):
         jax.jit(lambda p, x: tx.update(jax.grad(loss)(keep(p), x), tx.init(p), p))(
             params, place(np.asarray(X[0]), mesh, "data")
         )
+
+
+@pytest.mark.parametrize(
+    ("argument", "options"),
+    [
+        ("rounding", {"rounding": "stochastic", "accumulator_dtype": jnp.bfloat16}),
+        ("reduction", {"reduction": "max"}),
+        ("noise_scale_decay", {"noise_scale_decay": 0.9}),
+    ],
+)
+def test_what_needs_the_whole_gradient_says_so(mesh, argument, options):
+    params = place({k: np.asarray(p) for k, p in PARAMS.items()}, mesh)
+    tx = gcx.accumulate_gradients(optax.sgd(1.0), 2, **options)
+    message = f"accumulate_gradients: `{argument}` must be left out where gradients are unreduced"
+    with pytest.raises(TypeError, match=message):
+        jax.jit(lambda p, x: tx.update(jax.grad(loss)(keep(p), x), tx.init(keep(p)), p))(
+            params, place(np.asarray(X[0]), mesh, "data")
+        )
+
+
+def test_an_error_of_the_loss_is_raised_as_it_is(mesh):
+    class Mine(Exception):
+        pass
+
+    def fun(params, x):
+        raise Mine
+
+    params = place({k: np.asarray(p) for k, p in PARAMS.items()}, mesh)
+    batch = place(np.asarray(X).reshape(-1, 16)[:64], mesh, "data")
+    with pytest.raises(Mine):
+        gcx.microbatched_value_and_grad(fun, 4)(params, batch)

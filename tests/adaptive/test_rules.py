@@ -17,7 +17,7 @@ import rule_oracles as oracles
 from compat import strict
 from gradclip_jax import thresholds
 from gradclip_jax._types import UNBOUNDED
-from gradclip_jax.clipping._rule import apply_rules
+from gradclip_jax.clipping._threshold import apply_rule
 
 EPS = float(np.finfo(np.float32).eps)
 
@@ -36,7 +36,7 @@ each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @functools.partial(jax.jit, static_argnums=0)
 def _follow(rule, norms):
     def step(state, norm):
-        (threshold,), (state,) = apply_rules([rule], [norm], [state], None)
+        threshold, state = apply_rule(rule, norm, state)
         return state, (threshold, state)
 
     return jax.lax.scan(step, rule.init(jnp.zeros(norms.shape[1:])), norms)[1]
@@ -432,7 +432,8 @@ def test_cap_bounds_the_threshold_and_leaves_the_history_alone():
 def test_cap_holds_for_numbers_schedules_and_rules_that_look_at_parameters(rule, want):
     rule = thresholds.capped(rule, 2.0)
     norm, state = jnp.float32(5.0), rule.init(jnp.zeros(()))
-    (threshold,), _ = apply_rules([rule], [norm], [state], [jnp.float32(100.0)])
+    of_params = jnp.float32(100.0) if rule.uses_params else None
+    threshold, _ = apply_rule(rule, norm, state, of_params)
     assert float(threshold) == want
 
 
@@ -565,9 +566,7 @@ def test_a_state_keeps_its_structure_and_types(rule):
     for shape in [(), (3,), (1, 2)]:
         first = rule.init(jnp.zeros(shape))
         with strict():
-            _, (later,) = jax.eval_shape(
-                functools.partial(apply_rules, [rule]), [jnp.ones(shape)], [first], None
-            )
+            _, later = jax.eval_shape(functools.partial(apply_rule, rule), jnp.ones(shape), first)
         described = jax.tree.map(lambda x: (x.shape, x.dtype), first)
         assert described == jax.tree.map(lambda x: (x.shape, x.dtype), later)
         assert all(x.dtype in (jnp.float32, jnp.int32) for x in jax.tree.leaves(first))
@@ -584,7 +583,7 @@ def test_a_rule_is_differentiable_after_zeros_and_steps_that_are_not_finite(rule
         def step(state, inputs):
             size, bad = inputs
             measured = jnp.where(bad == 0, size * norm, bad)
-            (threshold,), (state,) = apply_rules([rule], [measured], [state], None)
+            threshold, state = apply_rule(rule, measured, state)
             return state, jnp.where(bad == 0, jnp.minimum(size * norm, threshold), 0)
 
         return jax.lax.scan(step, rule.init(jnp.zeros(())), (sizes, bad))[1].sum()
@@ -598,7 +597,7 @@ def test_no_rule_makes_an_infinity():
         for rule in RULES.values():
             state = rule.init(jnp.zeros(()))
             for norm in (1.0, 0.0, 2.0, 50.0):
-                (threshold,), (state,) = apply_rules([rule], [jnp.float32(norm)], [state], None)
+                threshold, state = apply_rule(rule, jnp.float32(norm), state)
                 assert np.isfinite(threshold)
 
 
@@ -614,7 +613,7 @@ def test_a_float64_norm_beyond_float32_does_not_stay_in_the_history(x64, rule):
     @jax.jit
     def train(norms):
         def step(state, norm):
-            (threshold,), (state,) = apply_rules([rule], [norm], [state], None)
+            threshold, state = apply_rule(rule, norm, state)
             return state, threshold
 
         return jax.lax.scan(step, rule.init(jnp.zeros((), jnp.float32)), norms)

@@ -1,6 +1,7 @@
 """The published methods: against the authors' numbers, and as lines over the grid."""
 
 import ast
+import functools
 import inspect
 import math
 
@@ -298,9 +299,9 @@ def test_every_method_says_what_it_did():
     ("make", "arguments", "static"),
     [
         (gcx.adaptive_grad_clip, {"clipping": 0.1}, ()),
-        (gcx.autoclip, {"percentile": 20.0}, ()),
+        (gcx.autoclip, {"percentile": 20.0}, ("window",)),
         (gcx.zclip, {"z_threshold": 2.0}, ()),
-        (gcx.adagc, {"relative": 1.1}, ()),
+        (gcx.adagc, {"relative": 1.1}, ("stack_axes",)),
         (gcx.quantile_clip, {"rate": 0.1}, ()),
         (gcx.acclip, {"b1": 0.8}, ()),
         (gcx.spam_clip, {"spike_threshold": 50.0}, ()),
@@ -399,3 +400,26 @@ def test_rules_are_listed_under_thresholds():
     listed = {name for name in vars(thresholds) if not name.startswith("_")}
     assert listed == set(thresholds.__all__)
     assert all(f"`{name}`" in thresholds.__doc__ for name in thresholds.__all__)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_derivative_is_finite_after_a_bad_step(bad):
+    spoilt = jnp.array([bad, 1.0, 2.0])
+
+    def later_update(clip, grad):
+        state = clip.init(grad)
+        for step in (grad, jnp.where(jnp.isfinite(spoilt), grad, spoilt), spoilt, 9 * grad):
+            update, state = clip.update(step, state)
+        return update.sum()
+
+    for clip in (gcx.adagc(warmup_steps=1), gcx.autoclip(window=4), gcx.quantile_clip()):
+        slope = jax.grad(functools.partial(later_update, clip))
+        for derivative in (slope, jax.jit(slope)):
+            assert jnp.isfinite(derivative(jnp.ones(3))).all()
+
+
+def test_a_finite_step_is_no_fault_to_a_search_for_nans():
+    clip = gcx.stable_spam_clip()
+    with jax.debug_nans(True):
+        update, _ = clip.update(jnp.ones(2), clip.init(jnp.ones(2)))
+    np.testing.assert_allclose(update, 2**-0.5, rtol=1e-6)

@@ -61,7 +61,7 @@ def _numbered(first: int, *shape: int) -> np.ndarray:
 
 
 GRANULARITIES = {
-    "global": Case("global", {"a": 0, "b": 0, "c": 0}, {"a": 2.0, "b": 2.0, "c": 2.0}, [2.0]),
+    "global": Case("global", {"a": 0, "b": 0, "c": 0}, 2.0, [2.0]),
     "group": Case(
         granularities.group({"a": "body", "b": "body", "c": "head"}),
         {"a": 0, "b": 0, "c": 1},

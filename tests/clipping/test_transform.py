@@ -1,6 +1,7 @@
 """The clips as Optax transformations: thresholds of every kind, and drop-in for Optax's own."""
 
 import functools
+import inspect
 import math
 
 import jax
@@ -250,7 +251,7 @@ INJECTED = {
     "leaf": (gcx.clip_by_leaf_norm, None, "max_norm"),
     "block rms": (gcx.clip_by_block_rms, optax.clip_by_block_rms, "threshold"),
     "unit": (gcx.adaptive_grad_clip, optax.adaptive_grad_clip, "clipping"),
-    "value": (gcx.clip, None, "max_delta"),
+    "value": (gcx.clip_by_value, None, "max_value"),
     "zero": (gcx.zero_large_norm, None, "max_norm"),
 }
 
@@ -259,7 +260,8 @@ INJECTED = {
 @pytest.mark.parametrize(("ours", "theirs", "name"), INJECTED.values(), ids=INJECTED)
 def test_threshold_may_be_injected_and_changed(ours, theirs, name):
     params, grads = ordinary(seed=50), ordinary()
-    tx = optax.inject_hyperparams(ours)(**{name: 0.3})
+    static = {"ord", "stack_axes"} & set(inspect.signature(ours).parameters)
+    tx = optax.inject_hyperparams(ours, static_args=static)(**{name: 0.3})
     update = jax.jit(tx.update)
     state = tx.init(params)
     for threshold in (0.3, 0.1):
@@ -272,7 +274,7 @@ def test_threshold_may_be_injected_and_changed(ours, theirs, name):
 
 
 def test_injected_threshold_may_be_a_schedule():
-    tx = optax.inject_hyperparams(gcx.clip_by_global_norm)(
+    tx = optax.inject_hyperparams(gcx.clip_by_global_norm, static_args=("ord",))(
         max_norm=optax.linear_schedule(1.0, 3.0, 2)
     )
     params, grads = ordinary(seed=50), ordinary()
@@ -333,7 +335,7 @@ BUILDERS = {
     "clip_by_leaf_norm": (gcx.clip_by_leaf_norm, "max_norm"),
     "clip_by_block_rms": (gcx.clip_by_block_rms, "threshold"),
     "adaptive_grad_clip": (gcx.adaptive_grad_clip, "clipping"),
-    "clip": (gcx.clip, "max_delta"),
+    "clip": (gcx.clip_by_value, "max_value"),
 }
 builders = pytest.mark.parametrize(("make", "argument"), BUILDERS.values(), ids=BUILDERS)
 

@@ -16,6 +16,5 @@ def test_clipped_gradients_take_little_more_scratch_than_an_ordinary_one():
     ordinary, ours = (
         per_example_compiled.compiled("cuda", program, **SMALL) for program in ("ordinary", "ours")
     )
-    assert ours.scratch <= 1.2 * ordinary.scratch  # 1.01; 1.15 for the full GPT-2
-    # The head, of which logits are computed twice, weighs more than in the full GPT-2: 1.58.
-    assert ours.flops <= 1.75 * ordinary.flops
+    assert ours.scratch <= 1.1 * ordinary.scratch  # 1.00 for two layers of GPT-2, 32 x 256
+    assert ours.flops <= 1.2 * ordinary.flops  # Gram matrices: 1.13 there, 1.00 at 8 x 1,024

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-import re
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gradclip_jax as gcx
-import hlo
 from compat import VERSION, strict, x64
 from gradclip_jax._gate import ComputedStep
 from gradclip_jax._run_if import like_dtypes
@@ -252,7 +251,9 @@ def test_a_hyperparameter_may_become_infinite(clip):
     def schedule(count):
         return jnp.where(count < 2, 1.0, jnp.inf)
 
-    tx = optax.chain(optax.inject_hyperparams(clip)(schedule), optax.sgd(1.0))
+    static = {"ord"} & set(inspect.signature(clip).parameters)
+    clip = optax.inject_hyperparams(clip, static_args=static)(schedule)
+    tx = optax.chain(clip, optax.sgd(1.0))
     guarded = gcx.skip_nonfinite(tx)
     params = {"w": jnp.zeros(2)}
     state, step = guarded.init(params), jax.jit(guarded.update)
@@ -291,16 +292,6 @@ def test_in_float16_each_square_has_to_be_finite(largest, is_good):
     grads = {"half": jnp.full(1000, largest, jnp.float16), "b": jnp.ones(2)}
     assert bool(has_finite_squares(grads, None)) == is_good
     assert jnp.isfinite(grads["half"] ** 2).all() == is_good
-
-
-def test_the_flags_of_small_leaves_are_reduced_together():
-    # XLA takes the reduction of joined arrays apart again, unless something stands in between.
-    def look(grads):
-        tx = optax.adam(0.1)
-        return is_finite_step(computed_step(tx, grads, tx.init(grads), grads), None)
-
-    leaves = [jax.ShapeDtypeStruct((64,), jnp.float32)] * 40
-    assert len(re.findall(r" reduce(-window)?\(", hlo.compiled(look, leaves))) < 10
 
 
 def test_one_bad_shard_is_seen_by_all_devices():

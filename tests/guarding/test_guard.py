@@ -70,7 +70,7 @@ def test_gradients_and_parameters_may_differ_in_dtype():
             updates, _ = update(batch, state, params)
             after, next_state = apply(batch, state, params)
             assert dtypes((after, next_state)) == dtypes((params, state))
-            assert not gcx.nonfinite_leaves((updates, after, next_state))
+            assert not gcx.diagnostics.nonfinite_leaves((updates, after, next_state))
             state = next_state
         assert state.skipped_nonfinite == 1
 
@@ -127,7 +127,7 @@ def test_a_loss_that_is_not_finite_is_skipped(value):
 
 def test_a_bad_update_of_a_good_gradient_is_skipped():
     params, grads = params_and_grads()
-    tx = gcx.skip_nonfinite(optax.chain(optax.adam(0.1), optax.scale(np.inf)))
+    tx = gcx.skip_nonfinite(optax.chain(optax.adam(0.1), optax.scale(np.inf)), check="step")
     start = tx.init(params)
     updates, state = tx.update(grads, start, params)
     chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, grads))
@@ -263,7 +263,7 @@ def test_reactions_to_what_is_not_finite_are_uniform():
         zero = optax.chain(clip, adam)
         updates, state = zero.update(bad, zero.init(params), params)
         chex.assert_trees_all_equal(state[1], moved)
-        assert not gcx.nonfinite_leaves((updates, state[1]))
+        assert not gcx.diagnostics.nonfinite_leaves((updates, state[1]))
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_the_scale_follows_the_rule_and_bad_steps_leave_no_trace(share):
 
 def test_a_step_that_is_never_finite_fails_at_the_smallest_scale():
     broken = optax.chain(optax.sgd(0.1), optax.scale(np.inf))
-    tx = gcx.dynamic_loss_scale(broken, init_scale=4.0)
+    tx = gcx.dynamic_loss_scale(broken, init_scale=4.0, check="step")
     state, seen = tx.init(jnp.zeros(2)), []
     update = jax.jit(tx.update)
     for _ in range(4):
@@ -231,7 +231,7 @@ def test_gradients_are_unscaled_in_float32_and_updates_keep_their_dtype(dtype, c
     params = jnp.zeros(3, dtype)
     scaled = jnp.array([1.0, 2.0**-14, 2.0**15], dtype)
     updates, state = jax.jit(tx.update)(scaled, tx.init(params), params)
-    seen = state.inner_state.inner_state
+    seen = state.inner_state
     assert seen.dtype == jnp.float32 and seen.tolist() == [2.0**-16, 2.0**-30, 0.5]
     chex.assert_trees_all_equal(updates, seen.astype(dtype))
 
@@ -247,7 +247,7 @@ def test_an_overflow_of_float16_is_seen_where_the_rounding_could_be_left_out(che
     for run in (jax.jit, lambda f: f):
         after, state = run(step)(tx.init(params), jnp.array([1.0, 7e4, 0.0]))
         assert not after.any() and scale_of(state) == 2.0
-        assert not gcx.nonfinite_leaves(state)
+        assert not gcx.diagnostics.nonfinite_leaves(state)
         after, state = run(step)(state, jnp.array([1.0, 6e4, 0.0]))
         assert after.tolist() == [-0.5, -3e4, 0.0]
 
@@ -259,13 +259,16 @@ def test_a_moment_that_overflows_where_it_is_kept_is_refused():
     moment = optax.GradientTransformation(jnp.zeros_like, update)
     params = jnp.zeros(2, jnp.float16)
     for tx in (
-        fixed(moment, 1.0),
-        gcx.skip_nonfinite(gcx.accumulate_gradients(moment, 2)),
+        fixed(moment, 1.0, check="step"),
+        gcx.skip_nonfinite(gcx.accumulate_gradients(moment, 2), check="step"),
     ):
         state = tx.init(params)
         for _ in range(2):  # in float32 the square is 3.6e9, in float16 infinite
             _, state = tx.update(jnp.full(2, 6e4, jnp.float16), state, params)
-        assert not gcx.nonfinite_leaves(state) and gcx.metrics(state)["skipped_nonfinite"] > 0
+        assert (
+            not gcx.diagnostics.nonfinite_leaves(state)
+            and gcx.metrics(state)["skipped_nonfinite"] > 0
+        )
 
 
 @pytest.mark.slow
@@ -321,7 +324,7 @@ def loss_scale_inside(inner):
         ("skip_spikes", lambda tx: gcx.skip_spikes(tx, loss=1.0)),
         ("skip_nonfinite", lambda tx: gcx.skip_nonfinite(gcx.accumulate_gradients(tx, 2))),
         ("skip_nonfinite", lambda tx: gcx.skip_nonfinite(optax.chain(gcx.clip(1.0), tx))),
-        ("skip_nonfinite", loss_scale_inside),
+        ("dynamic_loss_scale", loss_scale_inside),
     ],
 )
 def test_a_guard_around_a_loss_scale_is_refused(name, build):
@@ -397,10 +400,11 @@ def test_inside_an_accumulation_a_bad_window_is_dropped_and_windows_count():
 
 @both_ways
 def test_a_window_whose_step_is_not_finite_is_dropped_and_halves_the_scale(build):
-    params, scales, state = run_windows(build(optax.adam(0.1), 2), [1.0, 1e25, 1.0, 1.0])
+    tx = build(optax.adam(0.1), 2, check="step")
+    params, scales, state = run_windows(tx, [1.0, 1e25, 1.0, 1.0])
     np.testing.assert_allclose(params, [0.0, 0.0, 0.0, -0.1], rtol=1e-5)
     assert scales == [8.0, 4.0, 4.0, 4.0]
-    assert not gcx.nonfinite_leaves(state)
+    assert not gcx.diagnostics.nonfinite_leaves(state)
 
 
 @both_ways
@@ -550,7 +554,7 @@ STATE = gcx.dynamic_loss_scale(optax.sgd(1.0)).init(np.zeros(1))
         (
             lambda: make(check="loss"),
             ValueError,
-            "dynamic_loss_scale: `check` must be one of 'step', 'gradient', got 'loss'. "
+            "dynamic_loss_scale: `check` must be one of 'gradient', 'step', got 'loss'. "
             "Pick one of them.",
         ),
         (

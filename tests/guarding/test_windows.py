@@ -1,6 +1,7 @@
 """Guards and accumulation: a micro-batch that is not finite is left out, a window whose step is
 not finite is dropped."""
 
+import functools
 import re
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ import pytest
 
 import gradclip_jax as gcx
 from guard_cases import GUARDS, each_guard, params_and_grads, spoiled, train
+
+checking_steps = functools.partial(gcx.skip_nonfinite, check="step")
 
 
 def test_inside_an_accumulation_a_window_is_dropped():
@@ -63,24 +66,25 @@ def test_a_window_whose_step_would_not_be_finite_does_not_lock_up(inner, bad):
     # 1e25 is finite and so is the mean of its window, but not its square in Adam. The guard
     # cannot know before the window closes; then it drops the window, or it would refuse for ever.
     stream = jnp.ones(16).at[bad].set(1e25)
-    params, skipped, state = train(gcx.skip_nonfinite(inner), stream)
-    assert not gcx.nonfinite_leaves((params[-1], state.inner_state)) and params[-1].all()
+    params, skipped, state = train(checking_steps(inner), stream)
+    bad = gcx.diagnostics.nonfinite_leaves((params[-1], state.inner_state))
+    assert not bad and params[-1].all()
     assert skipped[-1] == 1
     assert state.consecutive_skips == 0
 
 
 def test_a_window_whose_sum_overflows_does_not_lock_up():
     # A partial sum is not checked, which would cost more than the addition.
-    tx = gcx.skip_nonfinite(gcx.accumulate_gradients(optax.sgd(0.1), 4))
+    tx = checking_steps(gcx.accumulate_gradients(optax.sgd(0.1), 4))
     params, skipped, state = train(tx, jnp.ones(16).at[1:3].set(3e38))
     steps = np.repeat([0, 1, 2, 3], [7, 4, 4, 1])
     np.testing.assert_allclose(params, -0.1 * np.stack([steps, steps], 1), rtol=1e-6)
     assert skipped.tolist() == [0] * 3 + [1] * 13
-    assert not gcx.nonfinite_leaves(state)
+    assert not gcx.diagnostics.nonfinite_leaves(state)
 
 
 def test_what_a_dropped_window_leaves_behind_harms_no_window_of_one_micro_batch():
-    tx = gcx.skip_nonfinite(gcx.accumulate_gradients(optax.sgd(1.0), 3))
+    tx = checking_steps(gcx.accumulate_gradients(optax.sgd(1.0), 3))
     params = jnp.zeros(2)
     state = tx.init(params)
     for grad in (3e38, 3e38, 3e38):
@@ -92,7 +96,7 @@ def test_what_a_dropped_window_leaves_behind_harms_no_window_of_one_micro_batch(
 
 @pytest.mark.parametrize("bad", [3e38, 1e25])
 def test_a_window_that_a_flush_cannot_close_is_dropped(bad):
-    tx = gcx.skip_nonfinite(gcx.accumulate_gradients(optax.adam(0.1), 10_000))
+    tx = checking_steps(gcx.accumulate_gradients(optax.adam(0.1), 10_000))
 
     @jax.jit
     def step(params, state, grad, flush):
@@ -106,11 +110,11 @@ def test_a_window_that_a_flush_cannot_close_is_dropped(bad):
         if i > 3:
             assert bool((params != before).any()) == (i % 4 == 3)
     assert int(state.skipped_nonfinite) == 1
-    assert not gcx.nonfinite_leaves((params, state))
+    assert not gcx.diagnostics.nonfinite_leaves((params, state))
 
 
 def test_a_flush_whose_step_is_not_finite_drops_the_window():
-    tx = gcx.skip_nonfinite(gcx.accumulate_gradients(optax.scale_by_adam(), 10_000))
+    tx = checking_steps(gcx.accumulate_gradients(optax.scale_by_adam(), 10_000))
     params = jnp.zeros(1)
     step = jax.jit(lambda s, g, flush: tx.update(g, s, params, flush=flush))
     state = tx.init(params)
@@ -147,9 +151,7 @@ def test_a_weight_that_is_not_finite_drops_its_micro_batch(weight):
 
 def test_a_sum_that_overflows_when_it_is_rounded_is_not_taken():
     # 2^119 is half a step at the largest bfloat16: in float32 the sum would be finite.
-    tx = gcx.skip_nonfinite(
-        gcx.accumulate_gradients(optax.sgd(1.0), 2, accumulator_dtype=jnp.bfloat16)
-    )
+    tx = checking_steps(gcx.accumulate_gradients(optax.sgd(1.0), 2, accumulator_dtype=jnp.bfloat16))
     largest = float(jnp.finfo(jnp.bfloat16).max)
     step = jax.jit(lambda p, s, g: gcx.apply_gradients(tx, g, s, p))
     params = jnp.zeros(3)
@@ -192,7 +194,7 @@ def test_a_state_with_the_field_names_of_ours_is_not_touched():
     def update(updates, state, params=None):
         return updates / 0.0, state._replace(acc_grads=state.acc_grads + 1)
 
-    tx = gcx.skip_nonfinite(optax.chain(stranger(update)))
+    tx = checking_steps(optax.chain(stranger(update)))
     params = jnp.ones(2)
     first = tx.init(params)
     for grads in (params, jnp.array([1.0, jnp.nan]), params):
@@ -204,7 +206,7 @@ def test_a_nan_in_a_foreign_field_called_clip_threshold_is_found():
     def update(updates, state, params=None):
         return updates, state._replace(clip_threshold=state.clip_threshold * jnp.nan)
 
-    tx = gcx.skip_nonfinite(stranger(update))
+    tx = checking_steps(stranger(update))
     params = jnp.ones(2)
     _, state = tx.update(params, tx.init(params), params)
     assert state.skipped_nonfinite == 1
@@ -226,11 +228,11 @@ def test_multi_steps_is_refused_where_its_window_could_lock_up(inner):
         "Use `accumulate_gradients`: a guard can empty its window. Or guard its optimizer."
     )
     with pytest.raises(TypeError, match=re.escape(message)):
-        gcx.skip_nonfinite(inner).init(jnp.zeros(2))
+        checking_steps(inner).init(jnp.zeros(2))
     # A guard that looks at the gradient alone never refuses a window for its sum.
-    tx = gcx.skip_large_norm(inner, 1e3)
-    params, _, state = train(tx, jnp.ones(16).at[2].set(1e25))
-    assert state.skipped_large_norm == 1 and params[-1].all()
+    for tx in (gcx.skip_large_norm(inner, 1e3), gcx.skip_nonfinite(inner)):
+        params, _, state = train(tx, jnp.ones(16).at[2].set(1e25))
+        assert state.consecutive_skips == 0 and params[-1].all()
 
 
 @pytest.mark.parametrize("guard", GUARDS.values(), ids=GUARDS)
@@ -269,7 +271,7 @@ def test_a_new_level_is_learned_where_empty_windows_are_flushed():
 def test_a_noise_scale_that_overflows_is_no_fault():
     accumulation = gcx.accumulate_gradients(optax.sgd(0.1), 2, noise_scale_decay=0.9)
     for inner in (accumulation, optax.chain(accumulation)):
-        params, skipped, _ = train(gcx.skip_nonfinite(inner), jnp.full(8, 1e20))
+        params, skipped, _ = train(checking_steps(inner), jnp.full(8, 1e20))
         assert skipped[-1] == 0 and params[-1].all()
 
 
@@ -279,4 +281,4 @@ def test_the_gradient_of_a_window_has_finite_squares_too():
     tx = gcx.skip_nonfinite(inner, check="gradient")
     params, skipped, state = train(tx, jnp.ones(16).at[:4].set(1e19))
     assert skipped.tolist() == [0] * 3 + [1] * 13
-    assert not gcx.nonfinite_leaves(state) and params[-1].all()
+    assert not gcx.diagnostics.nonfinite_leaves(state) and params[-1].all()

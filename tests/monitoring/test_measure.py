@@ -20,7 +20,7 @@ def test_bad_leaves_are_named_by_path_the_worst_first():
         "s": jnp.float32(np.nan),
         "none": None,
     }
-    found = gcx.nonfinite_leaves(tree)
+    found = gcx.diagnostics.nonfinite_leaves(tree)
     assert found == {"['enc'][0]['w']": 3, "['enc'][1]": 1, "['s']": 1}
     assert list(found)[0] == "['enc'][0]['w']"
     assert all(type(count) is int for count in found.values())
@@ -29,33 +29,33 @@ def test_bad_leaves_are_named_by_path_the_worst_first():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e5m2", "complex64"])
 def test_every_dtype_is_counted(dtype):
     bad = jnp.array([1.0, np.nan, np.inf, 2.0], dtype)
-    assert gcx.nonfinite_leaves(bad) == {"": 2}
+    assert gcx.diagnostics.nonfinite_leaves(bad) == {"": 2}
 
 
 @pytest.mark.parametrize("name", TREES)
 def test_a_finite_tree_has_no_bad_leaves(name):
-    assert gcx.nonfinite_leaves(build(name)) == {}
+    assert gcx.diagnostics.nonfinite_leaves(build(name)) == {}
 
 
 def test_integers_and_float0_are_finite():
     tree = {"n": jnp.arange(3), "b": jnp.array([True]), "z": np.zeros(2, jax.dtypes.float0)}
-    assert gcx.nonfinite_leaves(tree) == {}
+    assert gcx.diagnostics.nonfinite_leaves(tree) == {}
 
 
 def test_numpy_leaves_and_python_numbers_are_counted():
     tree = {"a": np.array([np.nan, 1.0]), "b": float("inf"), "c": 3}
-    assert gcx.nonfinite_leaves(tree) == {"['a']": 1, "['b']": 1}
+    assert gcx.diagnostics.nonfinite_leaves(tree) == {"['a']": 1, "['b']": 1}
 
 
 def test_a_whole_optimizer_state_can_be_searched():
     params = {"w": jnp.ones(2)}
     tx = optax.adam(0.1)
     _, state = tx.update({"w": jnp.array([1e20, 1.0])}, tx.init(params))
-    assert gcx.nonfinite_leaves(state) == {"[0].nu['w']": 1}
+    assert gcx.diagnostics.nonfinite_leaves(state) == {"[0].nu['w']": 1}
 
 
 def test_a_key_of_a_random_generator_is_finite():
-    assert gcx.nonfinite_leaves({"key": jax.random.key(0)}) == {}
+    assert gcx.diagnostics.nonfinite_leaves({"key": jax.random.key(0)}) == {}
 
 
 def test_a_traced_tree_is_refused():
@@ -64,7 +64,7 @@ def test_a_traced_tree_is_refused():
         "Call it outside jit, on what the step returned."
     )
     with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
-        jax.jit(gcx.nonfinite_leaves)(jnp.ones(2))
+        jax.jit(gcx.diagnostics.nonfinite_leaves)(jnp.ones(2))
 
 
 @pytest.mark.parametrize("percentile", [0.0, 12.5, 50.0, 90.0, 100.0])
@@ -73,17 +73,17 @@ def test_the_suggestion_is_a_percentile_of_what_is_finite(percentile):
     holes = norms.copy()
     holes[5], holes[7, 1] = np.nan, np.inf
     kept = wide(holes[np.isfinite(holes)])
-    suggestion = gcx.suggest_max_norm(jnp.asarray(holes), percentile)
+    suggestion = gcx.diagnostics.suggest_max_norm(jnp.asarray(holes), percentile)
     assert type(suggestion) is float
     assert suggestion == np.percentile(kept, percentile)
-    assert gcx.suggest_max_norm(norms.tolist(), percentile) == np.percentile(
+    assert gcx.diagnostics.suggest_max_norm(norms.tolist(), percentile) == np.percentile(
         norms.astype("d"), percentile
     )
 
 
 def test_the_suggestion_is_the_median():
     norms = np.random.default_rng(1).lognormal(size=1000)
-    max_norm = gcx.suggest_max_norm(norms)
+    max_norm = gcx.diagnostics.suggest_max_norm(norms)
     assert np.mean(norms <= max_norm) == 0.5
 
 
@@ -124,7 +124,7 @@ def test_the_suggestion_is_the_median():
 )
 def test_a_wrong_argument_is_named(arguments, error, message):
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        gcx.suggest_max_norm(*arguments)
+        gcx.diagnostics.suggest_max_norm(*arguments)
 
 
 def test_traced_norms_are_refused():
@@ -133,4 +133,4 @@ def test_traced_norms_are_refused():
         "Call it outside jit, on what the step returned."
     )
     with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
-        jax.jit(gcx.suggest_max_norm)(jnp.ones(2))
+        jax.jit(gcx.diagnostics.suggest_max_norm)(jnp.ones(2))

@@ -72,7 +72,10 @@ PLACES = {
     "named_chain": (optax.named_chain(("clip", clip()), ("adam", optax.adam(0.1))), CLIP),
     "masked": (optax.masked(clip(), {"w": True, "b": False}), CLIP),
     "partition": (optax.partition({"body": clip(), "head": optax.sgd(0.1)}, labels), CLIP),
-    "inject_hyperparams": (optax.inject_hyperparams(gcx.clip_by_global_norm)(max_norm=1.0), CLIP),
+    "inject_hyperparams": (
+        optax.inject_hyperparams(gcx.clip_by_global_norm, static_args=("ord",))(max_norm=1.0),
+        CLIP,
+    ),
     "accumulation": (gcx.accumulate_gradients(clip(), 2), CLIP | ACCUMULATION),
     "accumulation_with_noise": (
         gcx.accumulate_gradients(clip(), 2, noise_scale_decay=0.9),
@@ -159,16 +162,48 @@ def test_steps_and_skips_are_counted_by_cause():
         _, state = tx.update(jnp.array([norm, 0.0]), state, jnp.zeros(2))
     found = {key: int(x) for key, x in gcx.metrics(state).items() if x.dtype != jnp.float32}
     assert found == {
-        "consecutive_skips": 1,  # the outermost has no path in its key
+        "consecutive_skips": 2,  # the largest
         "consecutive_skips/inner_state/inner_opt_state": 2,
-        "gradient_step": 3,
-        "guard_failed": False,
+        "consecutive_skips/outermost": 1,
+        "gradient_step": 1,  # the other two windows were dropped
+        "guard_failed": True,  # one of them
         "guard_failed/inner_state/inner_opt_state": True,
+        "guard_failed/outermost": False,
         "mini_step": 0,
         "skipped_large_norm": 2,
-        "skipped_nonfinite": 2,
+        "skipped_nonfinite": 2,  # the sum
         "skipped_nonfinite/inner_state/inner_opt_state": 0,
+        "skipped_nonfinite/outermost": 2,
     }
+
+
+def test_a_guard_changes_no_key_that_was_there():
+    inner = optax.chain(clip(10.0), optax.adam(0.1), clip(0.01))
+    around = gcx.skip_large_norm(gcx.skip_nonfinite(inner), 1e3, max_consecutive_skips=2)
+    one = gcx.skip_nonfinite(optax.chain(clip(), optax.sgd(0.1)))
+    two = gcx.skip_large_norm(one, 1e3)
+    for fewer, more in ((inner, around), (one, two)):
+        before = {k for k in gcx.metrics(fewer.init(PARAMS)) if "outermost" not in k}
+        assert before <= set(gcx.metrics(more.init(PARAMS)))
+    grads = jax.tree.map(lambda p: 2e3 * jnp.ones_like(p), PARAMS)
+    _, state = two.update(PARAMS, two.init(PARAMS), PARAMS)
+    norm = gcx.global_norm(PARAMS)
+    _, state = two.update(grads, state, PARAMS)
+    found = gcx.metrics(state)
+    assert found["grad_norm"] == norm < found["grad_norm/outermost"]  # that of the clip, as before
+
+
+def test_plain_keys_answer_for_all_guards():
+    tx = gcx.skip_large_norm(optax.sgd(0.1), 10.0, max_consecutive_skips=5)
+    tx = gcx.skip_nonfinite(tx, max_consecutive_skips=5)
+    params = jnp.zeros(1)
+    state = tx.init(params)
+    for grad in [50.0] * 5 + [jnp.nan] * 3:
+        _, state = tx.update(jnp.array([grad]), state, params)
+    found = {k: int(v) for k, v in gcx.metrics(state).items() if v.dtype == jnp.int32}
+    assert (found["guard_failed"], found["consecutive_skips"]) == (1, 5)
+    assert (found["skipped_nonfinite"], found["skipped_large_norm"]) == (3, 5)
+    assert found["guard_failed/outermost"] == 0 and found["guard_failed/inner_state"] == 1
 
 
 def test_a_name_that_occurs_twice_carries_its_path():
@@ -185,7 +220,7 @@ def test_a_name_that_occurs_once_carries_no_path():
     tx = gcx.accumulate_gradients(optax.chain(clip(), gcx.skip_nonfinite(clip())), 2)
     found = gcx.metrics(tx.init(PARAMS))
     assert {"mini_step", "gradient_step", "skipped_nonfinite"} < set(found)
-    assert {"grad_norm/inner_opt_state/0", "grad_norm/inner_opt_state/1/inner_state"} < set(found)
+    assert {"grad_norm/inner_opt_state/0", "grad_norm/inner_opt_state/1"} < set(found)
 
 
 def test_a_path_uses_the_names_of_named_states():

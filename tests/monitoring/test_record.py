@@ -1,4 +1,4 @@
-"""The record of norms: in time order, finite norms only, of fixed shape."""
+"""The record of norms: in time order, a row for every step, of fixed shape."""
 
 import functools
 import re
@@ -32,19 +32,19 @@ def feed(record, norms):
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 8])
 def test_the_last_norms_come_back_in_time_order(window, steps):
     norms = np.arange(1.0, steps + 1)
-    history = gcx.norm_history(feed(gcx.record_norms(window), norms))
+    history = gcx.diagnostics.norm_history(feed(gcx.record_norms(window), norms))
     assert history.dtype == np.float32 and isinstance(history, np.ndarray)
     np.testing.assert_allclose(history, norms[-window:], rtol=4 * eps("float32"))
 
 
-def test_what_is_not_finite_is_counted_and_not_recorded():
-    norms = [1.0, np.nan, 2.0, np.inf, -np.inf, 3.0, np.nan]
-    state = feed(gcx.record_norms(4), norms)
-    np.testing.assert_allclose(gcx.norm_history(state), [1, 2, 3], rtol=1e-6)
-    assert state.nonfinite_norms == 4 and state.step_count == 3
-    assert np.isfinite(state.norms).all()
+def test_every_step_has_a_row_also_one_that_is_not_finite():
+    norms = [1.0, np.nan, 2.0, np.inf, -np.inf, 3.0, np.nan]  # `feed` multiplies by 0
+    state = feed(gcx.record_norms(8), norms)
+    expected = [1, np.nan, 2, np.nan, np.nan, 3, np.nan]
+    np.testing.assert_allclose(gcx.diagnostics.norm_history(state), expected, rtol=1e-6)
+    assert state.nonfinite_norms == 4 and state.step_count == 7
     state = feed(gcx.record_norms(2), norms)
-    np.testing.assert_allclose(gcx.norm_history(state), [2, 3], rtol=1e-6)
+    np.testing.assert_allclose(gcx.diagnostics.norm_history(state), [3, np.nan], rtol=1e-6)
 
 
 @pytest.mark.parametrize("ord", [1, np.inf])
@@ -52,25 +52,31 @@ def test_a_nan_is_counted_whatever_the_order_of_the_norm(ord):
     record = gcx.record_norms(4, ord=ord)
     grads = jnp.ones(70_000).at[500].set(jnp.nan)
     _, state = jax.jit(record.update)(grads, record.init(grads))
-    assert state.nonfinite_norms == 1 and gcx.norm_history(state).size == 0
+    assert state.nonfinite_norms == 1 and not np.isfinite(gcx.diagnostics.norm_history(state)).any()
 
 
 def test_per_leaf_norms_are_in_the_order_of_the_leaves():
     tree = build("mixed_dtypes")
     record = gcx.record_norms(3, per_leaf=True)
     _, state = jax.jit(record.update)(tree, record.init(tree))
-    history = gcx.norm_history(state)
+    history = gcx.diagnostics.norm_history(state)
     assert history.shape == (1, len(jax.tree.leaves(tree)))
     expected = [vector_norm(leaf) for leaf in jax.tree.leaves(tree)]
     np.testing.assert_allclose(history[0], expected, rtol=4 * eps("float32"))
 
 
-def test_per_leaf_a_step_with_one_bad_leaf_is_left_out_whole():
+def test_per_leaf_one_bad_leaf_is_told_by_name_at_its_step():
     record = gcx.record_norms(3, per_leaf=True)
-    state = record.init({"a": jnp.ones(1), "b": jnp.ones(1)})
-    for a, b in ((1.0, 2.0), (np.nan, 3.0), (4.0, 5.0)):
-        _, state = record.update({"a": jnp.array([a]), "b": jnp.array([b])}, state)
-    np.testing.assert_array_equal(gcx.norm_history(state), [[1, 2], [4, 5]])
+    params = {"a": jnp.ones(1), "b": {"c": jnp.ones(1)}, "n": None}
+    state = record.init(params)
+    for a, c in ((1.0, 2.0), (np.nan, 3.0), (4.0, 5.0)):
+        _, state = record.update(
+            {"a": jnp.array([a]), "b": {"c": jnp.array([c])}, "n": None}, state
+        )
+    history = gcx.diagnostics.leaf_norm_history(state, params)
+    assert list(history) == ["a", "b/c"]
+    np.testing.assert_array_equal(history["a"], [1, np.nan, 4])
+    np.testing.assert_array_equal(history["b/c"], [2, 3, 5])
     assert state.nonfinite_norms == 1
 
 
@@ -83,22 +89,22 @@ def test_updates_pass_unchanged_and_the_state_keeps_its_shape(name, per_leaf):
     updates, state = jax.jit(record.update)(tree, start)
     chex.assert_trees_all_equal(updates, tree)
     chex.assert_trees_all_equal_shapes_and_dtypes(state, start)
-    assert len(gcx.norm_history(state)) == 1
+    assert len(gcx.diagnostics.norm_history(state)) == 1
 
 
 def test_the_order_of_the_norm_is_a_choice():
     grads = jnp.array([3.0, -4.0])
     for ord, norm in ((1, 7.0), (2, 5.0), (np.inf, 4.0)):
         record = gcx.record_norms(2, ord=ord)
-        assert gcx.norm_history(record.update(grads, record.init(grads))[1]) == [norm]
+        assert gcx.diagnostics.norm_history(record.update(grads, record.init(grads))[1]) == [norm]
 
 
 def test_the_record_before_a_clip_is_what_the_clip_saw():
     tx = optax.chain(gcx.record_norms(8), gcx.clip_by_global_norm(1.0), gcx.record_norms(8))
     grads = jnp.array([3.0, 4.0])
     _, state = tx.update(grads, tx.init(grads))
-    assert gcx.norm_history(state) == [5.0]  # of several records, the first
-    assert gcx.norm_history(state[2]) == pytest.approx(1.0, rel=1e-6)
+    assert gcx.diagnostics.norm_history(state) == [5.0]  # of several records, the first
+    assert gcx.diagnostics.norm_history(state[2]) == pytest.approx(1.0, rel=1e-6)
     assert gcx.metrics(state)["grad_norm"] == 5.0
 
 
@@ -109,7 +115,7 @@ def test_a_record_is_found_inside_any_state():
     state = tx.init(grads)
     for _ in range(4):
         _, state = tx.update(grads, state, grads)
-    np.testing.assert_array_equal(gcx.norm_history(state), [5.0, 5.0])
+    np.testing.assert_array_equal(gcx.diagnostics.norm_history(state), [5.0, 5.0])
 
 
 def test_the_norm_over_shards_is_recorded_on_all_devices():
@@ -123,7 +129,9 @@ def test_the_norm_over_shards_is_recorded_on_all_devices():
     def step(grads):
         return record.update(grads, record.init(grads))[1]
 
-    np.testing.assert_allclose(gcx.norm_history(step(jnp.full(16, 2.0))), [8.0], rtol=1e-6)
+    np.testing.assert_allclose(
+        gcx.diagnostics.norm_history(step(jnp.full(16, 2.0))), [8.0], rtol=1e-6
+    )
     state = step(jnp.ones(16).at[11].set(jnp.nan))
     assert state.nonfinite_norms == 1
 
@@ -136,7 +144,7 @@ def test_counters_saturate_and_the_ring_goes_on():
     assert state.nonfinite_norms == full
     for norm in (1.0, 2.0, 3.0):
         _, state = record.update(jnp.array([norm]), state)
-    assert state.step_count == 2 and gcx.norm_history(state).tolist() == [2.0, 3.0]
+    assert state.step_count == 2 and gcx.diagnostics.norm_history(state).tolist() == [2.0, 3.0]
 
 
 def test_nothing_is_promoted_and_a_fresh_state_can_be_donated():
@@ -150,7 +158,9 @@ def test_nothing_is_promoted_and_a_fresh_state_can_be_donated():
 
 def test_the_history_is_what_suggest_max_norm_takes():
     state = feed(gcx.record_norms(100), np.arange(1.0, 12.0))
-    assert gcx.suggest_max_norm(gcx.norm_history(state), 50.0) == pytest.approx(6.0, rel=1e-6)
+    assert gcx.diagnostics.suggest_max_norm(
+        gcx.diagnostics.norm_history(state), 50.0
+    ) == pytest.approx(6.0, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -193,13 +203,21 @@ def test_the_history_is_what_suggest_max_norm_takes():
             "updates. Leave such leaves out with `optax.masked`.",
         ),
         (
-            lambda: gcx.norm_history(optax.sgd(0.1).init(jnp.ones(2))),
+            lambda: gcx.diagnostics.norm_history(optax.sgd(0.1).init(jnp.ones(2))),
             TypeError,
             "norm_history: `state` must be a state with a record of norms, got tuple. "
             "Put `record_norms()` into the chain.",
         ),
         (
-            lambda: jax.jit(gcx.norm_history)(gcx.record_norms().init(jnp.ones(2))),
+            lambda: gcx.diagnostics.leaf_norm_history(
+                feed(gcx.record_norms(2), [1.0]), {"a": jnp.ones(2)}
+            ),
+            ValueError,
+            "leaf_norm_history: `state` must be a record of 1 leaves, got one of shape [1]. "
+            "Record with `per_leaf=True`.",
+        ),
+        (
+            lambda: jax.jit(gcx.diagnostics.norm_history)(gcx.record_norms().init(jnp.ones(2))),
             TypeError,
             "norm_history: `state` must be known on the host, got a tracer. "
             "Call it outside jit, on what the step returned.",
@@ -214,3 +232,22 @@ def test_a_wrong_argument_is_named(build, error, message):
 def test_no_state_is_named():
     with pytest.raises(ValueError, match="record_norms: `state` must be a `NormRecordState`, got"):
         gcx.record_norms().update(jnp.ones(2), None)
+
+
+def test_the_history_of_a_state_that_was_vmapped_over_seeds():
+    tx = gcx.record_norms(3)
+    state = jax.vmap(tx.init)(jnp.zeros((2, 1)))
+    for row in ([1.0, 5.0], [2.0, jnp.nan], [3.0, 6.0], [4.0, jnp.nan]):
+        _, state = jax.vmap(tx.update)(jnp.array(row)[:, None], state)
+    history = gcx.diagnostics.norm_history(state)
+    np.testing.assert_array_equal(history, [[2, 3, 4], [np.nan, 6, np.nan]])
+    assert gcx.diagnostics.suggest_max_norm(history) == 3.5  # the median of 2, 3, 4 and 6
+
+
+def test_the_history_of_leaves_of_seeds():
+    tx = gcx.record_norms(2, per_leaf=True)
+    params = {"a": jnp.zeros((2, 1)), "b": jnp.zeros((2, 1))}
+    state = jax.vmap(tx.init)(params)
+    grads = {"a": jnp.array([[1.0], [2.0]]), "b": jnp.array([[3.0], [4.0]])}
+    _, state = jax.vmap(tx.update)(grads, state)
+    np.testing.assert_array_equal(gcx.diagnostics.norm_history(state), [[[1, 3]], [[2, 4]]])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import gradclip_jax as gcx
 import hlo
@@ -43,10 +43,10 @@ def loss(params, x, add_up=lambda y: y):
 
 
 def clip_of(loss):
-    run = gcx.clipped_grad_and_stats(loss, 0.5)
+    run = gcx.per_example.value_and_grad(loss, 0.5)
 
     def clip(params, batch):
-        grads, stats = run(params, batch)
+        (_, stats), grads = run(params, batch)
         return grads, stats.norm
 
     return clip
@@ -119,7 +119,7 @@ def test_tensor_parallel_inside_shard_map_adds_up_two_numbers_for_each_norm(mesh
 
     clip = spread(clip_of(sharded), (TENSOR_PARALLEL, DATA))
     assert_equal_to_one_device(clip(PARAMS, BATCH), alone)
-    norms = spread(gcx.per_example_norms(sharded), DATA).lower(PARAMS, BATCH).compile().as_text()
+    norms = spread(gcx.per_example.norms(sharded), DATA).lower(PARAMS, BATCH).compile().as_text()
     local = EXAMPLES // 2
     activations = 2 * local * TOKENS * WIDTH  # those of the loss itself, there and back
     assert sum(hlo.all_reduced(norms)) == activations + 2 * local
@@ -127,7 +127,7 @@ def test_tensor_parallel_inside_shard_map_adds_up_two_numbers_for_each_norm(mesh
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers")  # no result has the shape of the batch
 def test_donated_parameters_and_batch_are_reused_and_give_the_same(alone):
-    clipped = gcx.clipped_value_and_grad(loss, 0.5)
+    clipped = gcx.per_example.value_and_grad(loss, 0.5)
 
     def step(params, batch):
         _, grads = clipped(params, batch)
@@ -141,3 +141,23 @@ def test_donated_parameters_and_batch_are_reused_and_give_the_same(alone):
     assert_close(new, wanted, 1e-6)
     memory = donating.lower(PARAMS, BATCH).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= sum(x.nbytes for x in PARAMS.values())
+
+
+@needs_eight
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="explicit axes as of JAX 0.8")
+@pytest.mark.parametrize("examples", [ALL, DATA])
+def test_explicit_axes_of_weights_and_batch_equal_one_device(alone, examples):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    whole = NamedSharding(mesh, PartitionSpec(None, None))
+
+    def loss(params, x):
+        hidden = jnp.tanh((x * params["scale"]) @ params["up"] + params["bias"])
+        return jnp.sum(jnp.sin(jnp.einsum("th,hd->td", hidden, params["down"], out_sharding=whole)))
+
+    params, batch = on(mesh, (PARAMS, BATCH), (TENSOR_PARALLEL, examples))
+    with jax.set_mesh(mesh):
+        found = jax.jit(clip_of(loss))(params, batch)
+    assert_equal_to_one_device(found, alone)
+    for name, x in found[0].items():
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh, TENSOR_PARALLEL[name]), x.ndim)

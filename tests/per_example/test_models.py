@@ -53,7 +53,7 @@ def test_norms_and_clipped_mean_equal_those_of_written_gradients(name):
     values, grads = gradients(loss, params, batch)
     wanted = norms(grads)
     max_norm = float(np.median(wanted))
-    ours, stats = jax.jit(gcx.clipped_grad_and_stats(loss, max_norm))(params, batch)
+    (_, stats), ours = jax.jit(gcx.per_example.value_and_grad(loss, max_norm))(params, batch)
     np.testing.assert_allclose(stats.norm, wanted, rtol=1e-5)
     # A sum of sines may cancel: its error is that of its terms.
     np.testing.assert_allclose(stats.value, values, rtol=1e-5, atol=1e-5)
@@ -65,7 +65,7 @@ def test_norms_and_clipped_mean_equal_those_of_written_gradients(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_large_weights_are_followed(name):
     loss, params, batch = made(name)
-    costs = gcx.per_example_costs(loss)(params, batch)
+    costs = gcx.per_example.costs(loss)(params, batch)
     followed = {
         path.removeprefix("params")
         for path, cost in costs.items()
@@ -93,7 +93,7 @@ def recurrent(w, x):
 )
 def test_product_is_taken_only_where_it_is_no_larger_than_its_factors(loss, tokens, method):
     batch = jax.ShapeDtypeStruct((2, tokens, 16), jnp.float32)
-    costs = gcx.per_example_costs(loss)(jax.ShapeDtypeStruct((16, 16), jnp.float32), batch)
+    costs = gcx.per_example.costs(loss)(jax.ShapeDtypeStruct((16, 16), jnp.float32), batch)
     assert costs["params"].method == method
 
 
@@ -110,7 +110,7 @@ def shifted_loss_and_program():
     params = {"embed": rng.normal(size=(60, 24)), "scale": rng.normal(size=24)}
     params = jax.tree.map(np.float32, params)
     batch = rng.integers(0, 60, (2, 8)).astype(np.int32)
-    program = str(jax.make_jaxpr(gcx.per_example_norms(loss))(params, batch))
+    program = str(jax.make_jaxpr(gcx.per_example.norms(loss))(params, batch))
     return loss, params, batch, program
 
 
@@ -119,8 +119,10 @@ def test_gradient_of_an_activation_is_computed_once():
     assert [program.count(f"f32[2,{n},24] = dot_general[") for n in (7, 8)] == [0, 1]
 
 
-def test_zeros_around_a_factor_are_left_out():
+def test_gradient_of_logits_is_the_one_array_that_an_ordinary_gradient_has():
     loss, params, batch, program = shifted_loss_and_program()
-    assert program.count("f32[2,8,60] = pad[") == 1  # for the gradient of x, not for the norm
-    found = jax.jit(gcx.per_example_norms(loss))(params, batch)
+    ordinary = str(jax.make_jaxpr(jax.vmap(jax.grad(loss), (None, 0)))(params, batch))
+    for padded in ("f32[2,8,60] = pad[", "f32[2,8,60] = add"):
+        assert program.count(padded) == ordinary.count(padded)
+    found = jax.jit(gcx.per_example.norms(loss))(params, batch)
     np.testing.assert_allclose(found, norms(gradients(loss, params, batch)[1]), rtol=1e-5)

@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 import gradclip_jax as gcx
+from compat import VERSION
 
 KEY = jax.random.key(7)
 
@@ -21,7 +23,7 @@ def drawn(tx, updates, steps=1):
 
 
 def test_noise_has_the_deviation_of_multiplier_times_sensitivity():
-    tx = gcx.noisy_mean(1.5, 2.0, 4, KEY)
+    tx = gcx.per_example.noisy_mean(1.5, 2.0, 4, KEY)
     (noisy,) = drawn(tx, {"w": jnp.full(40_000, 8.0)})
     values = np.asarray(noisy["w"], np.float64)
     # 40,000 numbers of deviation 0.75: the mean is off by 0.004, the deviation by 0.003.
@@ -30,7 +32,7 @@ def test_noise_has_the_deviation_of_multiplier_times_sensitivity():
 
 
 def test_leaves_and_steps_draw_noise_of_their_own():
-    tx = gcx.noisy_mean(1.0, 1.0, 1, KEY)
+    tx = gcx.per_example.noisy_mean(1.0, 1.0, 1, KEY)
     zeros = {"a": jnp.zeros(8), "b": jnp.zeros(8)}
     first, second = drawn(tx, zeros, steps=2)
     rows = [first["a"], first["b"], second["a"], second["b"]]
@@ -40,7 +42,7 @@ def test_leaves_and_steps_draw_noise_of_their_own():
 
 
 def test_noise_is_added_in_float32_and_rounded_once():
-    tx = gcx.noisy_mean(1.0, 0.01, 1, KEY)
+    tx = gcx.per_example.noisy_mean(1.0, 0.01, 1, KEY)
     wide = drawn(tx, jnp.ones(64, jnp.float32))[0]
     narrow = drawn(tx, jnp.ones(64, jnp.bfloat16))[0]
     assert narrow.dtype == jnp.bfloat16
@@ -48,45 +50,46 @@ def test_noise_is_added_in_float32_and_rounded_once():
 
 
 def test_complex_leaves_get_noise_in_both_parts():
-    tx = gcx.noisy_mean(1.0, 1.0, 1, KEY)
+    tx = gcx.per_example.noisy_mean(1.0, 1.0, 1, KEY)
     noisy = drawn(tx, jnp.zeros(2000, jnp.complex64))[0]
     assert np.std(noisy.real) == pytest.approx(1, abs=0.1)
     assert np.std(noisy.imag) == pytest.approx(1, abs=0.1)
 
 
 def test_noise_is_drawn_once_for_all_micro_batches():
-    inner = optax.chain(gcx.noisy_mean(1.0, 1.0, 4, KEY), optax.identity())
+    inner = optax.chain(gcx.per_example.noisy_mean(1.0, 1.0, 4, KEY), optax.identity())
     tx = gcx.accumulate_gradients(inner, 2, reduction="sum")
     grads = jnp.ones(4)
     state = tx.init(grads)
     held, state = tx.update(grads, state, grads)
     out, state = tx.update(grads, state, grads)
-    alone = drawn(gcx.noisy_mean(1.0, 1.0, 4, KEY), 2 * grads)[0]
+    alone = drawn(gcx.per_example.noisy_mean(1.0, 1.0, 4, KEY), 2 * grads)[0]
     assert not np.any(held)
     np.testing.assert_allclose(out, alone, rtol=1e-6)
 
 
 def test_sensitivity_of_each_adjacency():
-    assert gcx.clipped_sum_sensitivity(3.0) == 3.0
-    assert gcx.clipped_sum_sensitivity(3.0, "replace_one") == 6.0
-    assert gcx.clipped_sum_sensitivity({"a": 3.0, "b": 4.0}) == 5.0
+    assert gcx.per_example.sensitivity(3.0) == 3.0
+    assert gcx.per_example.sensitivity(3.0, "replace_one") == 6.0
+    assert gcx.per_example.sensitivity({"a": 3.0, "b": 4.0}) == 5.0
 
 
 def test_one_example_moves_the_sum_by_no_more_than_the_sensitivity():
-    def loss(w, x):
-        return jnp.dot(w, x) ** 2
+    def loss(w, example):
+        x, weight = example
+        return jnp.dot(w, x) ** 2, weight
 
-    run = gcx.clipped_value_and_grad(loss, 0.5, reduction="sum")
+    run = gcx.per_example.value_and_grad(loss, 0.5, reduction="sum", has_weight=True)
     batch = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
     w = jnp.ones(3)
-    whole = run(w, batch)[1]
-    without = run(w, batch, weights=np.array([1, 1, 0, 1, 1]))[1]
-    assert np.linalg.norm(whole - without) <= gcx.clipped_sum_sensitivity(0.5) * (1 + 1e-5)
+    whole = run(w, (batch, np.ones(5)))[1]
+    without = run(w, (batch, np.array([1, 1, 0, 1, 1])))[1]
+    assert np.linalg.norm(whole - without) <= gcx.per_example.sensitivity(0.5) * (1 + 1e-5)
 
 
 def test_noise_scale_agrees_with_that_of_micro_batches_of_one():
     grads = np.random.default_rng(1).normal(size=(6, 50)).astype(np.float32) + 0.4
-    found = gcx.noise_scale_from_norms(jnp.linalg.norm(grads, axis=1), grads.mean(0))
+    found = gcx.per_example.noise_scale(jnp.linalg.norm(grads, axis=1), grads.mean(0))
     tx = gcx.accumulate_gradients(optax.sgd(1.0), 6, noise_scale_decay=0.0)
     params = jnp.zeros(50)
     state = tx.init(params)
@@ -98,21 +101,29 @@ def test_noise_scale_agrees_with_that_of_micro_batches_of_one():
 
 
 def test_one_example_shows_no_noise_scale():
-    assert np.isnan(gcx.noise_scale_from_norms(jnp.ones(1), jnp.ones(3)))
+    assert np.isnan(gcx.per_example.noise_scale(jnp.ones(1), jnp.ones(3)))
 
 
 @pytest.mark.parametrize(
     ("call", "kind", "text"),
     [
-        (lambda: gcx.noisy_mean(-1.0, 1.0, 1, KEY), ValueError, "`noise_multiplier` must be"),
-        (lambda: gcx.noisy_mean(1.0, 0.0, 1, KEY), ValueError, "`sensitivity` must be"),
-        (lambda: gcx.noisy_mean(1.0, 1.0, 0, KEY), ValueError, "`expected_batch_size` must be"),
-        (lambda: gcx.clipped_sum_sensitivity(1.0, "zero_out"), ValueError, "`adjacency` must be"),
-        (lambda: gcx.clipped_sum_sensitivity(-1.0), ValueError, "`max_norm` must be"),
-        (lambda: gcx.noise_scale_from_norms(jnp.float32(1), 1.0), ValueError, "`norms` must be"),
         (
-            lambda: gcx.noisy_mean(1.0, 1.0, 1, KEY).update(
-                {"n": jnp.arange(3)}, gcx.noisy_mean(1.0, 1.0, 1, KEY).init(None)
+            lambda: gcx.per_example.noisy_mean(-1.0, 1.0, 1, KEY),
+            ValueError,
+            "`noise_multiplier` must be",
+        ),
+        (lambda: gcx.per_example.noisy_mean(1.0, 0.0, 1, KEY), ValueError, "`sensitivity` must be"),
+        (
+            lambda: gcx.per_example.noisy_mean(1.0, 1.0, 0, KEY),
+            ValueError,
+            "`expected_batch_size` must be",
+        ),
+        (lambda: gcx.per_example.sensitivity(1.0, "zero_out"), ValueError, "`adjacency` must be"),
+        (lambda: gcx.per_example.sensitivity(-1.0), ValueError, "`max_norm` must be"),
+        (lambda: gcx.per_example.noise_scale(jnp.float32(1), 1.0), ValueError, "`norms` must be"),
+        (
+            lambda: gcx.per_example.noisy_mean(1.0, 1.0, 1, KEY).update(
+                {"n": jnp.arange(3)}, gcx.per_example.noisy_mean(1.0, 1.0, 1, KEY).init(None)
             ),
             TypeError,
             r"int32\[3\] at updates\['n'\]",
@@ -122,3 +133,102 @@ def test_one_example_shows_no_noise_scale():
 def test_errors_name_the_argument(call, kind, text):
     with pytest.raises(kind, match=text):
         call()
+
+
+def devices(function, silent, count=4, **specs):
+    """Runs a function on some devices, whose types say where shards are, or do not."""
+    if silent == "pmap":
+        return jax.pmap(function, axis_name="data", devices=jax.devices()[:count], **specs)
+    mesh = Mesh(np.array(jax.devices()[:count]), ("data",))
+    shard_map = getattr(jax, "shard_map", None)
+    return jax.jit(shard_map(function, mesh=mesh, check_vma=not silent, **specs))
+
+
+DATA, ALL = PartitionSpec("data"), PartitionSpec()
+needs_four = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
+needs_shard_map = pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="needs jax.shard_map")
+
+
+@needs_four
+@needs_shard_map
+@pytest.mark.parametrize("silent", [False, True])
+def test_shards_draw_noise_of_their_own_and_replicas_the_same(silent):
+    def noise(tree):
+        # Both kinds of leaves, where types say which is which; else one kind in each call.
+        if not silent:
+            tx = gcx.per_example.noisy_mean(1.0, 1.0, 1, KEY)
+            return tx.update(tree, tx.init(tree))[0]
+        shard, copy = (
+            gcx.per_example.noisy_mean(1.0, 1.0, 1, KEY, axis_name=axes) for axes in ("data", ())
+        )
+        return {
+            "shard": shard.update(tree["shard"], shard.init(tree))[0],
+            "copy": copy.update(tree["copy"], copy.init(tree))[0],
+        }
+
+    specs = {"shard": DATA, "copy": ALL}
+    run = devices(noise, silent, in_specs=(specs,), out_specs=specs)
+    found = run({"shard": jnp.zeros((4, 50)), "copy": jnp.zeros(50)})
+    assert len({tuple(np.asarray(row)) for row in found["shard"]}) == 4
+    copies = [np.asarray(x.data) for x in found["copy"].addressable_shards]
+    assert all((copy == copies[0]).all() for copy in copies)
+
+
+@needs_four
+@pytest.mark.parametrize("axis_name", ["data", ()])
+def test_noise_in_pmap_is_what_axis_name_says(axis_name):
+    tx = gcx.per_example.noisy_mean(1.0, 1.0, 1, KEY, axis_name=axis_name)
+    noisy = devices(lambda x: tx.update(x, tx.init(x))[0], "pmap")(jnp.zeros((4, 50)))
+    assert len({tuple(row) for row in np.asarray(noisy)}) == (4 if axis_name else 1)
+
+
+@needs_four
+@needs_shard_map
+@pytest.mark.parametrize("silent", [True, "pmap"])
+def test_noise_is_refused_where_nothing_says_what_a_device_holds(silent):
+    if silent == "pmap" and VERSION < (0, 8):
+        pytest.skip("a pmap of JAX 0.7 cannot be seen")
+    tx = gcx.per_example.noisy_mean(1.0, 1.0, 1, KEY)
+    specs = {} if silent == "pmap" else dict(in_specs=DATA, out_specs=DATA)
+    run = devices(lambda x: tx.update(x, tx.init(x))[0], silent, **specs)
+    with pytest.raises(ValueError, match="`axis_name` must be given where types do not say"):
+        run(jnp.zeros((4, 50)))
+
+
+@needs_four
+@needs_shard_map
+@pytest.mark.parametrize("silent", [False, True, "pmap"])
+def test_clipped_sum_is_reduced_over_the_devices_of_the_batch(silent):
+    def loss(w, x):
+        return jnp.dot(w, x) ** 2
+
+    w, batch = jnp.ones(3), np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+
+    def sums(axis_name=None):
+        run = gcx.per_example.value_and_grad(loss, 0.5, reduction="sum", axis_name=axis_name)
+
+        def value_and_grads(w, batch):
+            (value, _), grads = run(w, batch)
+            return value, grads
+
+        return value_and_grads
+
+    alone, run = sums()(w, batch), sums("data" if silent else None)
+    if silent == "pmap":
+        out = devices(run, silent, in_axes=(None, 0), out_axes=None)(w, batch.reshape(4, 2, 3))
+    else:
+        out = devices(run, silent, in_specs=(ALL, DATA), out_specs=ALL)(w, batch)
+    for ours, wanted in zip(jax.tree.leaves(out), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_allclose(ours, wanted, rtol=1e-5)
+
+
+def test_seed_may_be_an_integer_of_numpy():
+    ours, theirs = (gcx.per_example.noisy_mean(1.0, 1.0, 1, seed) for seed in (np.int64(3), 3))
+    zeros = jnp.zeros(4)
+    np.testing.assert_array_equal(drawn(ours, zeros)[0], drawn(theirs, zeros)[0])
+
+
+def test_group_without_a_threshold_has_no_finite_sensitivity():
+    assert gcx.per_example.sensitivity({"x": 1.0, "y": jnp.inf}) == np.inf
+    with pytest.raises(ValueError, match="`sensitivity` must be a number > 0"):
+        gcx.per_example.noisy_mean(1.0, np.inf, 1, KEY)

@@ -6,13 +6,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from .._checks import check_callable, check_count, check_dtype, check_transformation, error_message
+from .._checks import (
+    check_callable,
+    check_choice,
+    check_count,
+    check_dtype,
+    check_transformation,
+    describe,
+    error_message,
+)
 from .._mesh import max_over, varying_axes
 from .._types import FLOAT32, Tree
-from ._devices import BatchAxes, batch_axes, defer_sums, take_sums
-from ._outputs import Outputs, aux_reductions, output_reductions, whole_batch
-from ._reduction import check_reduction, leaf_reductions
+from .._unreduced import BatchAxes, batch_axes, defer_sums, take_sum
+from ._outputs import AUX_REDUCTIONS, Outputs, aux_reductions, output_reductions, whole_batch
+from ._reduction import check_reduction, is_summed, leaf_reductions, map_reduced
 from ._split import Split, counted_from_zero, micro_arguments, positions
 
 _NAME = "microbatched_value_and_grad"
@@ -98,6 +107,8 @@ def microbatched_value_and_grad(
     check_count(_NAME, "num_microbatches", num_microbatches, "Pass 1 not to split.")
     check_dtype(_NAME, "accumulator_dtype", accumulator_dtype)
     check_reduction(_NAME, reduction)
+    for word in jax.tree.leaves(aux_reduction):
+        check_choice(_NAME, "aux_reduction", word, AUX_REDUCTIONS)
     if micro_transform is not None and not callable(micro_transform):
         check_transformation(_NAME, "micro_transform", micro_transform)
     groups = map(positions, (batch_argnums, rng_argnums, argnums))
@@ -122,7 +133,8 @@ def microbatched_value_and_grad(
         names = leaf_reductions(_NAME, reduction, by)
         sums_once = micro_transform is None and not drop_nonfinite
         axes = batch_axes(args, split.batches) if sums_once else BatchAxes()
-        local = defer_sums(args, split.differentiated, axes, names, micro_batch)
+        all_summed = all(map(is_summed, names))
+        local = defer_sums(args, split.differentiated, axes, micro_batch, all_summed=all_summed)
         of_part = functools.partial(micro_batch, local)
         shapes = jax.eval_shape(of_part, 0)
         aux_names = aux_reductions(_NAME, aux_reduction, parts, shapes.aux, whole_aux)
@@ -131,23 +143,32 @@ def microbatched_value_and_grad(
         out = whole_batch(_NAME, of_part, reductions, shapes, parts, nan_if_empty=drop_nonfinite)
         rest = [x for x, has in ((out.weight, has_weight), (out.aux, has_aux)) if has]
         value = (out.value, rest[0] if len(rest) == 1 else tuple(rest)) if rest else out.value
-        return value, take_sums(out.grads, by, axes, names)
+
+        def summed(reduction: str, grad: Any, arg: Any) -> Any:
+            return take_sum(grad, arg, axes, largest=reduction == "max")
+
+        return value, map_reduced(summed, names, out.grads, by)
 
     return run
 
 
 def _in_one_form(fun: Callable[..., Any], *, has_weight: bool, has_aux: bool) -> Callable[..., Any]:
-    """The function with `(value, (weight, aux))` as its result, None for what it has not."""
+    """The function with `(value, (weight, aux))` as its result, None where it returns none."""
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
-        out = fun(*args, **kwargs)
-        if not (has_weight or has_aux):
-            return out, (None, None)
-        if not (isinstance(out, tuple) and len(out) == 2):
-            rule = "a function that returns a pair, with `has_weight` or `has_aux`"
-            hint = "Return `(value, weight)`, `(value, aux)` or `(value, (weight, aux))`."
-            raise TypeError(error_message(_NAME, "fun", rule, type(out).__name__, hint))
-        value, rest = out
+        value: Any = fun(*args, **kwargs)
+        rest: Any = None
+        if has_weight or has_aux:
+            if not (isinstance(value, tuple) and len(value) == 2):
+                rule = "a function that returns a pair, with `has_weight` or `has_aux`"
+                hint = "Return `(value, weight)`, `(value, aux)` or `(value, (weight, aux))`."
+                raise TypeError(error_message(_NAME, "fun", rule, type(value).__name__, hint))
+            value, rest = value
+        if jax.tree.structure(value) != jax.tree.structure(0) or np.ndim(value):
+            rule = "a function that returns a scalar value"
+            got = describe(value) if hasattr(value, "dtype") else type(value).__name__
+            hint = "Take the mean of a vector; pass `has_aux` or `has_weight` if it returns a pair."
+            raise TypeError(error_message(_NAME, "fun", rule, got, hint))
         if not (has_weight and has_aux):
             rest = (rest, None) if has_weight else (None, rest)
         return value, rest

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._checks import check_choice, describe, error_message, leaf_path
+from .._checks import describe, error_message, leaf_path
 from .._mesh import vary, varying_axes, zeros_of_type
 from .._tree_checks import broadcast_prefix
 from .._types import FLOAT32, Array, Scalar, Tree
@@ -160,7 +160,6 @@ def aux_reductions(
         place = leaf_path("aux", path)
         if name is None:
             return _default_for(function, parts, leaf, whole, place)
-        check_choice(function, "aux_reduction", name, AUX_REDUCTIONS)
         kinds = _DTYPES.get(name, (leaf.dtype,))
         has_dtype = any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds)
         if not has_dtype or (name == "concatenate" and not leaf.shape):

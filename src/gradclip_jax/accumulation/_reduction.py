@@ -1,20 +1,43 @@
 """How the values of several micro-batches become one: mean, sum, max or last, leaf by leaf."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from contextvars import ContextVar
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from .._checks import check_choice, describe, error_message, is_traced, leaf_path
-from .._mesh import unreduced_axes
 from .._tree_checks import broadcast_prefix
 from .._types import Array, Scalar, Tree
-from ..clipping._scale import wide_dtype
+from .._unreduced import factor_for, unreduced_axes
+from ..clipping._formula import wide_dtype
 
 REDUCTIONS: Final = ("mean", "sum", "max", "last")
+_asked: ContextVar[list[Any] | None] = ContextVar("reductions of init", default=None)
+
+
+@contextlib.contextmanager
+def reductions_of_init() -> Generator[list[Any]]:
+    """Collects the reduction of each accumulation whose `init` is called.
+
+    For `convert_state`: a chain is two closures, and no state says what was given to its parts.
+    """
+    reductions: list[Any] = []
+    token = _asked.set(reductions)
+    try:
+        yield reductions
+    finally:
+        _asked.reset(token)
+
+
+def note_reduction(reduction: Any) -> None:
+    """Says the reduction of an accumulation to who asks."""
+    asked = _asked.get()
+    if asked is not None:
+        asked.append(reduction)
 
 
 def check_reduction(function: str, reduction: Any) -> None:
@@ -61,13 +84,20 @@ def as_weight(function: str, weight: Any) -> Any:
     if weight is None:
         return None
     rule, hint = "a real scalar >= 0", "Pass the number of examples or tokens in the micro-batch."
-    if np.ndim(weight) or jnp.issubdtype(jnp.result_type(weight), jnp.complexfloating):
-        raise TypeError(error_message(function, "weight", rule, describe(weight), hint))
     is_array = isinstance(weight, jax.Array)
+    is_number = is_array or isinstance(weight, (int, float, np.generic, np.ndarray))
+    if not is_number or np.ndim(weight) or not is_real(weight):
+        raise TypeError(error_message(function, "weight", rule, describe(weight), hint))
     value = weight.astype(jnp.float32) if is_array else np.float32(weight)
     if not is_traced(value) and float(value) < 0:
         raise ValueError(error_message(function, "weight", rule, repr(weight), hint))
     return value
+
+
+def is_real(value: Any) -> bool:
+    """Whether a number or an array is neither complex nor anything else, such as a key."""
+    kind = jnp.result_type(value)
+    return any(jnp.issubdtype(kind, real) for real in (jnp.floating, jnp.integer, jnp.bool_))
 
 
 def identity_of(reduction: str, dtype: Any) -> Any:
@@ -95,7 +125,7 @@ def combine(
     wide = wide_dtype(total.dtype) if is_inexact else total.dtype
     old, new = total.astype(wide), value.astype(wide)
     if is_summed(reduction):
-        new = old + (new if weight is None else new * _factor(weight.astype(wide), new))
+        new = old + (new if weight is None else new * factor_for(new, weight.astype(wide)))
     elif reduction == "max":
         new = jnp.maximum(old, new)
     new = new if weight is None else jnp.where(weight == 0, old, new)
@@ -106,16 +136,7 @@ def divide(total: Array, weight: Scalar) -> Array:
     """The weighted mean, in the dtype of the total or wider."""
     wide = wide_dtype(total.dtype)
     total, weight = total.astype(wide), weight.astype(wide)
-    return total * _factor(1 / weight, total) if unreduced_axes(total) else total / weight
-
-
-def _factor(weight: Scalar, value: Array) -> Scalar:
-    """The weight, typed as what a value that is unreduced may be multiplied by."""
-    axes = unreduced_axes(value)
-    if not axes:
-        return weight
-    mesh = jax.typeof(value).sharding.mesh
-    return jax.sharding.reshard(weight, NamedSharding(mesh, PartitionSpec(reduced=axes)))
+    return total * factor_for(total, 1 / weight) if unreduced_axes(total) else total / weight
 
 
 def _rounded(dtype: Any, x: Array, key: Array | None) -> Array:

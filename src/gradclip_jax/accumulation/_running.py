@@ -10,10 +10,16 @@ import optax
 from jax import lax
 
 from .._checks import error_message, is_float0, leaf_path
-from .._mesh import is_unreduced, reduced_axes, reshard_like, sharding_with, unreduced_axes
+from .._mesh import reshard_like
 from .._tree_checks import check_same_structure
 from .._types import Array, Scalar, Tree
-from ._devices import reduce_over_devices
+from .._unreduced import (
+    is_unreduced,
+    reduce_over_devices,
+    reduced_axes,
+    sharding_with,
+    unreduced_axes,
+)
 from ._reduction import accumulator_dtype, combine, divide, identity_of, map_reduced
 
 

@@ -8,22 +8,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import check_transformation, error_message, is_traced
-from .._mesh import is_unreduced, unreduced_axes, zeros_of_type
-from .._run_if import run_if
+from .._checks import check_no_transformation, check_transformation, error_message, is_traced
+from .._mesh import zeros_of_type
+from .._run_if import run_if, trace
 from .._states import (
     find_states,
     plain_arrays,
     register_metrics,
     replace_states,
+    step_taken,
     with_structure_of,
 )
 from .._types import Scalar, Tree
+from .._unreduced import is_unreduced, unreduced_axes
 from ._reduction import leaf_reductions
 from ._running import MicroBatch, params_of, window_gradient
 
 
-@register_metrics("mini_step", "gradient_step")
+@register_metrics("mini_step", "gradient_step", gate="inner_opt_state")
 class AccumulationState(NamedTuple):
     """A window of micro-batches, and the optimizer that waits for it.
 
@@ -31,12 +33,12 @@ class AccumulationState(NamedTuple):
         mini_step: int32[], micro-batches in the open window.
         gradient_step: int32[], windows that were emitted.
         inner_opt_state: the state of the inner optimizer.
-        acc_grads: the weighted sum of the window, in the accumulator's dtype, or () with
-            `every=1`; what it holds while `mini_step` is 0 means nothing.
+        acc_grads: the weighted sum of the window, in the accumulator's dtype, or () if it was made
+            with `every=1`; what it holds while `mini_step` is 0 means nothing.
         total_weight: float32[], the weight in the window.
         accumulation_steps: int32[], the length of the window.
         micro_batch_count: int32[], all micro-batches so far.
-        emitted: bool[], whether the last call ran the inner optimizer.
+        emitted: int32[], 1 if the last call ran the inner optimizer, else 0.
         noise: a `NoiseState`, or () if the noise scale is not measured.
     """
 
@@ -52,7 +54,7 @@ class AccumulationState(NamedTuple):
 
 
 class AccumulationStats(NamedTuple):
-    """Counts of an accumulation; integers, or traced scalars inside jit.
+    """Counts of an accumulation; integers, or arrays inside jit and of a state that was vmapped.
 
     Attributes:
         total_micro_batches: micro-batches so far, saturating.
@@ -102,17 +104,18 @@ def flush(
     """
     check_transformation("flush", "tx", tx)
     arrays, params = plain_arrays(state), plain_arrays(params)
-    found = _accumulations("flush", arrays)
-    is_open = jnp.stack([x.mini_step > 0 for x in found]).any()
-    nothing = _zero_gradient(params_of(params), found[0].acc_grads)
+    windows = _accumulations("flush", arrays)
+    is_open = jnp.stack([x.mini_step > 0 for x in windows]).any()
+    nothing = _zero_gradient(params_of(params), windows[0].acc_grads)
     update = optax.with_extra_args_support(tx).update
     weight = jnp.float32(0)
 
-    def step(carry: Any) -> Any:
-        return update(nothing, carry[1], params, weight=weight, flush=True, **extra_args)
+    def step(state: Any) -> Any:
+        return update(nothing, state, params, weight=weight, flush=True, **extra_args)
 
-    like, _ = jax.eval_shape(step, (None, arrays))
-    updates, flushed = run_if(is_open, step, (jax.tree.map(zeros_of_type, like), arrays))
+    program = trace(step, arrays)
+    zeros = jax.tree.map(zeros_of_type, program.output[0])
+    updates, flushed = run_if(is_open, lambda carry: program(carry[1]), (zeros, arrays))
     return updates, with_structure_of(state, flushed)
 
 
@@ -154,18 +157,18 @@ def accumulated_gradients(
         [3.0]
     """
     name = "accumulated_gradients"
-    found = _accumulations(name, state)[0]
-    count, total_weight = plain_arrays((found.mini_step, found.total_weight))
+    open_window = _accumulations(name, state)[0]
+    count, total_weight = plain_arrays((open_window.mini_step, open_window.total_weight))
     empty = (count == 0) | ~(total_weight > 0)
     if not is_traced(empty) and bool(empty):
         hint = "Call `update` with a micro-batch first."
         rule = "a state with an open window"
         raise ValueError(error_message(name, "state", rule, "an empty one", hint))
-    acc = plain_arrays(found.acc_grads)
+    acc = plain_arrays(open_window.acc_grads)
     window = MicroBatch(acc, leaf_reductions(name, reduction, acc))
     mean = window_gradient(acc, window, jnp.where(empty, 1, total_weight))
     mean = jax.tree.map(lambda x: jnp.where(empty, jnp.zeros_like(x), x), mean)
-    return with_structure_of(found.acc_grads, mean)
+    return with_structure_of(open_window.acc_grads, mean)
 
 
 def reset_accumulation(state: Any) -> Any:
@@ -190,40 +193,34 @@ def reset_accumulation(state: Any) -> Any:
         [5.0]
     """
     _accumulations("reset_accumulation", state)
-    return discard_windows(state)
+    return discard_windows(state, True)
 
 
-def discard_windows(state: Any, where: Any = True) -> Any:
+def discard_windows(state: Any, where: Any) -> Any:
     """The state with every open window reset; `where`, bool[], may be traced."""
-    return _zero_fields(state, where, "mini_step", "total_weight", "emitted")
 
-
-def clear_emitted(state: Any, where: Any = True) -> Any:
-    """The state in which `has_updated` says no."""
-    return _zero_fields(state, where, "emitted")
-
-
-def _zero_fields(state: Any, where: Any, *names: str) -> Any:
-    def zero(found: AccumulationState) -> AccumulationState:
+    def discard(window: AccumulationState) -> AccumulationState:
         # Mapped, not replaced: a field may be a variable of Flax's NNX.
-        fields = {name: getattr(found, name) for name in names}
+        fields = {name: getattr(window, name) for name in ("mini_step", "total_weight", "emitted")}
         zeros = jax.tree.map(lambda x: jnp.where(where, jnp.zeros_like(x), x), fields)
-        return found._replace(**zeros)
+        return window._replace(**zeros)
 
-    return replace_states(state, AccumulationState, zero)
+    return replace_states(state, AccumulationState, discard)
 
 
 def has_updated(state: Any) -> Scalar:
-    """Whether the last call of `update` ran the inner optimizer.
+    """Whether the last call of `update` ran the optimizer inside an accumulation.
+
+    `step_taken` says the same, and answers for guards without an accumulation as well.
 
     Args:
         state: the state of `accumulate_gradients`, or any state around it.
 
     Returns:
-        bool[].
+        bool[]; True without an accumulation, where every call runs the optimizer.
 
     Raises:
-        TypeError: the state holds no accumulation.
+        TypeError: `state` is a transformation.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -231,7 +228,8 @@ def has_updated(state: Any) -> Scalar:
         >>> bool(gcx.has_updated(tx.init(jnp.array([0.0]))))
         False
     """
-    return plain_arrays(_accumulations("has_updated", state)[0].emitted)
+    check_no_transformation("has_updated", state)
+    return step_taken(state) if find_states(state, AccumulationState) else jnp.array(True)
 
 
 def accumulation_stats(state: Any) -> AccumulationStats:
@@ -241,7 +239,8 @@ def accumulation_stats(state: Any) -> AccumulationStats:
         state: the state of `accumulate_gradients`, or any state around it.
 
     Returns:
-        Integers on the host; the counts are traced scalars inside jit.
+        Integers on the host; the counts are traced scalars inside jit, and arrays with the leading
+        axes of a state that was vmapped over seeds. The parameters are those of one seed.
 
     Raises:
         TypeError: the state holds no accumulation.
@@ -249,28 +248,29 @@ def accumulation_stats(state: Any) -> AccumulationStats:
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
         >>> tx = gcx.accumulate_gradients(optax.sgd(1.0), every=8)
-        >>> stats = gcx.accumulation_stats(tx.init(jnp.zeros((2, 3))))
+        >>> stats = gcx.diagnostics.accumulation_stats(tx.init(jnp.zeros((2, 3))))
         >>> stats.total_micro_batches, stats.accumulation_steps, stats.total_param_elements
         (0, 8, 6)
     """
-    found = plain_arrays(_accumulations("accumulation_stats", state)[0])
-    counts = (found.micro_batch_count, found.gradient_step, found.accumulation_steps)
-    micro, updates, steps = (x if is_traced(x) else int(x) for x in counts)
-    leaves = jax.tree.leaves(found.acc_grads)
+    first = plain_arrays(_accumulations("accumulation_stats", state)[0])
+    counts = (first.micro_batch_count, first.gradient_step, first.accumulation_steps)
+    micro, updates, steps = (x if is_traced(x) or x.ndim else int(x) for x in counts)
+    leaves = jax.tree.leaves(first.acc_grads)
+    seeds = first.mini_step.size
     return AccumulationStats(
         total_micro_batches=micro,
         total_updates=updates,
         accumulation_steps=steps,
         registered_params=len(leaves),
-        total_param_elements=sum(x.size for x in leaves),
+        total_param_elements=sum(x.size for x in leaves) // seeds,
         effective_batch_multiplier=steps,
     )
 
 
 def _accumulations(function: str, state: Any) -> list[AccumulationState]:
-    found = find_states(state, AccumulationState)
-    if not found:
+    windows = find_states(state, AccumulationState)
+    if not windows:
         hint = "Pass the state that `accumulate_gradients(...).init(params)` made."
         rule = "a state of `accumulate_gradients`, or one around it"
         raise TypeError(error_message(function, "state", rule, type(state).__name__, hint))
-    return [accumulation for _, accumulation in found]
+    return [accumulation for _, accumulation in windows]

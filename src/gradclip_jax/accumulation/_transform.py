@@ -1,6 +1,7 @@
 """Gradient accumulation as an Optax gradient transformation."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -14,19 +15,20 @@ from .._checks import (
     check_count,
     check_decays,
     check_dtype,
-    check_state,
+    check_number,
     check_transformation,
     error_message,
     renamed,
 )
-from .._gate import Gate, gated
+from .._execute import gated
+from .._gate import Accumulation, Flag, Window
 from .._run_if import like_dtypes, run_if
 from .._states import METRICS, find_states, increment_where
-from .._tree_checks import check_inexact
+from .._tree_checks import check_same_structure
 from .._types import FLOAT32, Scalar, Tree
-from ._devices import without_reduced_axes
+from .._unreduced import is_unreduced, without_reduced_axes
 from ._noise import empty_noise, observe_noise
-from ._reduction import check_reduction, leaf_reductions
+from ._reduction import check_reduction, leaf_reductions, note_reduction
 from ._running import (
     MicroBatch,
     accumulator_like,
@@ -38,7 +40,7 @@ from ._running import (
     window_gradient,
 )
 from ._state import AccumulationState
-from ._window import Flag, advance_window, read_call
+from ._window import advance_window, read_call
 
 _NAME = "accumulate_gradients"
 
@@ -82,7 +84,8 @@ def accumulate_gradients(
     Args:
         inner: any Optax transformation without an accumulation in it.
         every: micro-batches in a window, an integer >= 1, or a function of the gradient step,
-            int32[], that returns one. The integer 1 keeps no buffer.
+            int32[], that returns one. The integer 1 makes no buffer, and emits what is in a window
+            that a longer one left open.
         reduction: "mean" or "sum"; for leaves that are no gradients, such as the statistics of
             an fp8 layer, "max" or "last", which no weight multiplies. A prefix tree of these
             words, or a function of the path of a leaf, "layer/kernel", that returns one.
@@ -122,22 +125,21 @@ def accumulate_gradients(
     check_choice(_NAME, "rounding", rounding, ("nearest", "stochastic"))
     if noise_scale_decay is not None:
         check_decays(_NAME, noise_scale_decay=noise_scale_decay)
-    accumulation = _Accumulation(
+    windows = _Windows(
         inner=optax.with_extra_args_support(inner),
         every=every,
         reduction=reduction,
         accumulator_dtype=accumulator_dtype,
         is_stochastic=rounding == "stochastic",
         noise_scale_decay=noise_scale_decay,
-        # Static: a traced one must work with the state that a longer window has.
-        keeps_sum=not (isinstance(every, (int, np.integer)) and every == 1),
     )
-    return gated(inner, accumulation.init, accumulation.gate)
+    gate = Accumulation(_NAME, AccumulationState, windows.open_window)
+    return gated(gate, inner, windows.init)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Accumulation:
-    """The arguments of `accumulate_gradients`, checked; without a sum if `every` is 1."""
+class _Windows:
+    """The arguments of `accumulate_gradients`, checked."""
 
     inner: optax.GradientTransformationExtraArgs
     every: Any
@@ -145,121 +147,117 @@ class _Accumulation:
     accumulator_dtype: Any
     is_stochastic: bool
     noise_scale_decay: float | None
-    keeps_sum: bool
 
     def length_of(self, gradient_step: Scalar) -> Scalar:
         """Micro-batches in the window that follows so many steps."""
-        now = self.every(gradient_step) if callable(self.every) else self.every
-        return jnp.maximum(jnp.asarray(now).astype(jnp.int32), 1)
+        if not callable(self.every):
+            return jnp.asarray(self.every).astype(jnp.int32)
+        length, hint = self.every(gradient_step), "Return the micro-batches in the next window."
+        check_number(_NAME, "every(gradient_step)", length, hint, low=1, closed=True)
+        return jnp.maximum(jnp.asarray(length).astype(jnp.int32), 1)
+
+    def keeps_sum(self, state: AccumulationState | None = None) -> bool:
+        """Whether there is a buffer: without one every call closes a window."""
+        # Static: a traced one must work with the state that a longer window has.
+        is_one = isinstance(self.every, (int, np.integer)) and self.every == 1
+        return not is_one or bool(state and jax.tree.leaves(state.acc_grads))
 
     def init(self, params: Tree) -> AccumulationState:
         """An empty window."""
+        note_reduction(self.reduction)
         inner_state = self.inner.init(without_reduced_axes(params))
-        if find_states(inner_state, AccumulationState):  # `flush` would stop at the outer one
+        if find_states(inner_state, (AccumulationState, optax.MultiStepsState)):
             rule, hint = "without an accumulation in it", "Multiply the two lengths: `every=a * b`."
             raise TypeError(error_message(_NAME, "inner", rule, "one that accumulates", hint))
-        acc = accumulator_like(params_of(params), self.accumulator_dtype) if self.keeps_sum else ()
+        keeps_sum = self.keeps_sum()
+        acc = accumulator_like(params_of(params), self.accumulator_dtype) if keeps_sum else ()
+        zero = functools.partial(jnp.zeros, ())
         return AccumulationState(
-            mini_step=jnp.zeros((), jnp.int32),
-            gradient_step=jnp.zeros((), jnp.int32),
+            mini_step=zero(jnp.int32),
+            gradient_step=zero(jnp.int32),
             # Not weakly typed, as what comes out of a step is not: one trace for all steps.
             inner_opt_state=like_dtypes(inner_state, inner_state),
             acc_grads=acc,
-            total_weight=jnp.zeros((), jnp.float32),
-            accumulation_steps=self.length_of(jnp.zeros((), jnp.int32)),
-            micro_batch_count=jnp.zeros((), jnp.int32),
-            emitted=jnp.zeros((), bool),
+            total_weight=zero(jnp.float32),
+            accumulation_steps=self.length_of(zero(jnp.int32)),
+            micro_batch_count=zero(jnp.int32),
+            emitted=zero(jnp.int32),
             noise=() if self.noise_scale_decay is None else empty_noise(),
         )
 
-    def gate(
+    def open_window(
         self,
         updates: Tree,
         state: AccumulationState,
         params: Tree,
         extra_args: dict[str, Any],
-        admitted: Flag,
-    ) -> Gate:
-        """Open where the window closes."""
-        check_state(_NAME, state, AccumulationState)
-        check_inexact(_NAME, "updates", updates, unreduced=True)
-        if self.keeps_sum:
+        accepted: Flag,
+        is_measured: bool,
+    ) -> Window:
+        """What a call does: it holds or leaves out a micro-batch, or closes the window."""
+        keeps_sum = self.keeps_sum(state)
+        if keeps_sum:
             check_matches_accumulator(_NAME, updates, state.acc_grads)
-        call, others = read_call(_NAME, extra_args, always_closes=not self.keeps_sum)
-        step, advanced = advance_window(state, self.length_of(state.gradient_step), call, admitted)
-        micro_batch = self.micro_batch(updates, call.weight, state)
+        elif params is not None:
+            check_same_structure(_NAME, "updates", updates, "params", params_of(params))
+        call, others = read_call(_NAME, extra_args, accepted, always_closes=not keeps_sum)
+        step, advanced = advance_window(state, self.length_of(state.gradient_step), call, accepted)
+        reductions = leaf_reductions(_NAME, self.reduction, updates)
+        if is_unreduced(updates):
+            self.check_unreduced(reductions)
+        key = None
+        if self.is_stochastic:
+            key = jax.random.fold_in(jax.random.key(0), state.micro_batch_count)
+        micro_batch = MicroBatch(updates, reductions, call.weight, key)
+        closing = micro_batch
+        if accepted is not True and (call.closes or call.flush is not False):
+            # One that is left out may be NaN, and the window is emitted without it.
+            weight = 1 if call.weight is None else call.weight
+            closing = closing._replace(weight=jnp.where(accepted, jnp.float32(weight), 0))
 
-        def add(acc: Tree) -> Tree:
+        def add(acc: Tree, micro_batch: MicroBatch = micro_batch) -> Tree:
             return add_micro_batch(acc, micro_batch, step.starts)
 
         if self.noise_scale_decay is not None:
-            total = add(state.acc_grads) if self.keeps_sum else updates
+            total = add(state.acc_grads, closing) if keeps_sum else updates
             noise = observe_noise(advanced, micro_batch, step, total, self.noise_scale_decay)
             advanced = advanced._replace(noise=noise)
 
-        def read_gradient(acc: Tree) -> tuple[Tree, Tree]:
+        def read(acc: Tree) -> tuple[Tree, Tree]:
             inner_state = state.inner_opt_state
-            if self.keeps_sum:
-                window = window_gradient(add(acc), micro_batch, advanced.total_weight, inner_state)
-                # By a guard around this, or by what is inside: a clip, a record, another guard.
-                is_measured = admitted is not True or bool(find_states(inner_state, tuple(METRICS)))
-                acc = spent_accumulator(acc, window, is_measured=is_measured)
-            else:
-                window = only_gradient(micro_batch, inner_state)
-
-            def inner_step(grads: Tree) -> Any:
-                return self.inner.update(grads, inner_state, params, **others)
-
-            return _in_accepted_dtype(inner_step, window, updates), acc
+            if not keeps_sum:
+                return only_gradient(micro_batch, inner_state), acc
+            total = add(acc, closing)
+            window = window_gradient(total, micro_batch, advanced.total_weight, inner_state)
+            # By a guard around this, or by what is inside: a clip, a record, another guard.
+            measured = is_measured or bool(find_states(inner_state, tuple(METRICS)))
+            return window, spent_accumulator(acc, window, is_measured=measured)
 
         def next_state(inner_state: Any, acc: Tree, stepped: Flag) -> AccumulationState:
             return advanced._replace(
                 gradient_step=increment_where(advanced.gradient_step, stepped),
-                emitted=advanced.emitted | stepped,
+                emitted=jnp.where(stepped, 1, advanced.emitted),
                 inner_opt_state=inner_state,
-                acc_grads=run_if(step.holds, add, acc) if self.keeps_sum else (),
+                acc_grads=run_if(step.holds, add, acc) if keeps_sum else (),
             )
 
-        return Gate(
-            is_open=step.emits,
+        return Window(
+            emits=step.emits,
             accumulator=state.acc_grads,
-            read_gradient=read_gradient,
+            read=read,
             inner_state=state.inner_opt_state,
             extra_args=others,
             next_state=next_state,
         )
 
-    def micro_batch(self, updates: Tree, weight: Any, state: AccumulationState) -> MicroBatch:
-        """What is added to the window."""
-        key = None
-        if self.is_stochastic:
-            key = jax.random.fold_in(jax.random.key(0), state.micro_batch_count)
-        reductions = leaf_reductions(_NAME, self.reduction, updates)
-        return MicroBatch(updates, reductions, weight, key)
-
-
-def _in_accepted_dtype(step: Callable[[Tree], Any], window: Tree, updates: Tree) -> Tree:
-    """The gradient of the window in the accumulator's dtype, if the inner optimizer takes it.
-
-    Some, `optax.novograd` and `optax.apply_if_finite` among them, cannot be traced on gradients
-    whose dtype is not that of the parameters. What cannot be traced on either has another fault,
-    which is then the user's to see.
-    """
-
-    def refusal(grads: Tree) -> Exception | None:
-        try:
-            jax.eval_shape(lambda: step(grads))
-        except (TypeError, ValueError) as error:
-            return error
-        return None
-
-    plain = like_dtypes(window, updates)
-    pairs = zip(jax.tree.leaves(plain), jax.tree.leaves(window), strict=True)
-    if all(x.dtype == y.dtype for x, y in pairs):
-        return window
-    fault = refusal(window)
-    if fault is None:
-        return window
-    if refusal(plain) is None:
-        return plain
-    raise fault
+    def check_unreduced(self, reductions: list[str]) -> None:
+        """Refuses what each device cannot do with a summand of the gradient alone."""
+        for argument, value, is_given in (
+            ("rounding", "'stochastic'", self.is_stochastic),
+            ("reduction", "'max'", "max" in reductions),
+            ("noise_scale_decay", self.noise_scale_decay, self.noise_scale_decay is not None),
+        ):
+            if is_given:
+                rule = "left out where gradients are unreduced over a mesh axis"
+                hint = "Sum them over devices first, or give `init` parameters without `reduced`."
+                raise TypeError(error_message(_NAME, argument, rule, value, hint))

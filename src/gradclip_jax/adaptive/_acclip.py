@@ -7,7 +7,7 @@ import optax
 
 from .._checks import check_decays, check_number
 from .._types import Array, Number
-from ..clipping._scale import scale_leaf, scale_root
+from ..clipping._formula import scale_factor, scale_leaf
 from ._averages import power_of
 from ._moments import moment_transformation, where_finite_grad
 
@@ -59,7 +59,7 @@ def acclip(
         second = b2 * second + (1 - b2) * power_of(jnp.abs(grad), alpha)
         # Not zero: neither its root nor its quotient has a derivative there.
         tau = jnp.maximum(second, jnp.finfo(second.dtype).tiny) ** (1 / alpha)
-        return scale_leaf(first, scale_root(jnp.abs(first) + eps, tau)), first, second
+        return scale_leaf(first, scale_factor(jnp.abs(first) + eps, tau)), first, second
 
     def step(grad: Array, first: Any, second: Array, param: Any) -> tuple[Array, Any, Array]:
         return where_finite_grad(clip, grad, first, second)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from .._checks import check_count, check_number, check_window
 from .._types import UNBOUNDED, Array, Count, Number
-from ..clipping._rule import Rule
+from ..clipping._threshold import Rule
 from ._history import WindowState, empty_window, is_recorded, record
 
 

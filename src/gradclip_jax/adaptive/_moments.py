@@ -11,8 +11,8 @@ from .._checks import check_state, is_float0
 from .._states import increment_where
 from .._tree_checks import check_inexact, check_same_structure
 from .._types import Array, Scalar, Tree
-from ..clipping._rule import check_params
-from ..clipping._scale import wide_dtype
+from ..clipping._formula import wide_dtype
+from ..clipping._threshold import check_params
 from ._averages import where_finite
 
 LeafStep: TypeAlias = Callable[[Array, Any, Array, Any], tuple[Array, Any, Array]]

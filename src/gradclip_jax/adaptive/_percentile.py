@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from .._checks import check_number, check_window
 from .._types import Array, Count, Number
-from ..clipping._rule import Rule
+from ..clipping._threshold import Rule
 from ._history import WindowState, empty_window, record
 
 

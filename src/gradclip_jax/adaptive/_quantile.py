@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from .._checks import check_number
 from .._types import Array, Number
-from ..clipping._rule import Rule
+from ..clipping._threshold import Rule
 from ._history import where_nonzero
 
 

@@ -8,7 +8,7 @@ import optax
 from .._checks import check_count, check_decays, check_number, error_message, is_traced
 from .._states import increment_where
 from .._types import Array, Number, Scalar
-from ..clipping._scale import scale_leaf, scale_root
+from ..clipping._formula import scale_factor, scale_leaf
 from ._moments import LeafStep, moment_transformation, where_finite_grad
 
 
@@ -77,7 +77,7 @@ def spam_clip(
             threshold = jnp.where(is_clamped, bound, jnp.finfo(second.dtype).max)
             magnitude = jnp.abs(grad)
             second = decay * second + (1 - decay) * jnp.minimum(magnitude, threshold) ** 2
-            return scale_leaf(grad, scale_root(magnitude, threshold)), first, second
+            return scale_leaf(grad, scale_factor(magnitude, threshold)), first, second
 
         def step(grad: Array, first: None, second: Array, param: Any) -> tuple[Array, None, Array]:
             return where_finite_grad(clip, grad, first, jnp.where(resets, 0, second))

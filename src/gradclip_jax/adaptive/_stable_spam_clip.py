@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -11,9 +10,10 @@ from .._checks import check_axis_name, check_decays, check_number, check_state
 from .._states import increment_where
 from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Number, Tree
-from ..clipping._norm import is_measured, measured_leaves, unit_norms
-from ..clipping._scale import root_to, scale_leaf, scale_root
-from ..clipping._units import leaf_units
+from ..clipping._clip import with_leaves
+from ..clipping._formula import scale_factor, scale_leaf
+from ..clipping._granularity import leaf_units
+from ..clipping._norm import measured_leaves, unit_norms
 from ._averages import bias_correction, hypotenuse, where_finite
 
 
@@ -116,8 +116,7 @@ def stable_spam_clip(
         root = root_square / jnp.sqrt(bias_correction(square_decay, steps)) + eps
         # Not `a / b / c`, which XLA makes `a / (b * c)`: that overflows from norms of 1e19 on.
         target = norm / bias_correction(norm_decay, steps) * (1 / root)
-        scaled = iter(_scale_to(leaves, clipped_norms, target, finite))
-        out = jax.tree.map(lambda x: next(scaled) if is_measured(x) else x, updates)
+        out = with_leaves(updates, _scale_to(leaves, clipped_norms, target, finite))
         return out, where_finite(finite, LeafAverageState(count, largest, norm, root_square), state)
 
     return optax.GradientTransformation(init, update)
@@ -127,16 +126,16 @@ def _scale_elements(leaves: list[Array], peaks: Array, bounds: Array) -> list[Ar
     """Elements above the bound of their leaf, times bound / largest magnitude."""
     bounds = bounds.astype(peaks.dtype)
     return [
-        jnp.where(jnp.abs(x).astype(bound.dtype) > bound, scale_leaf(x, root), x)
-        for x, bound, root in zip(leaves, bounds, scale_root(peaks, bounds), strict=True)
+        jnp.where(jnp.abs(x).astype(bound.dtype) > bound, scale_leaf(x, factor), x)
+        for x, bound, factor in zip(leaves, bounds, scale_factor(peaks, bounds), strict=True)
     ]
 
 
 def _scale_to(leaves: list[Array], norms: Array, targets: Array, finite: Array) -> list[Array]:
     """Each leaf with its target as its norm; NaN where it was not finite."""
-    # A norm of zero is not scaled; the root of a target of zero would have no derivative.
-    targets = jnp.where(norms > 0, targets.astype(norms.dtype), 1)
+    # A norm of zero is not scaled.
+    factors = jnp.where(norms > 0, targets.astype(norms.dtype) / jnp.where(norms > 0, norms, 1), 1)
     return [
-        jnp.where(ok, scale_leaf(x, root), jnp.full_like(x, jnp.nan))
-        for ok, x, root in zip(finite, leaves, root_to(norms, targets), strict=True)
+        jnp.where(ok, scale_leaf(x, factor), jnp.nan)
+        for ok, x, factor in zip(finite, leaves, factors, strict=True)
     ]

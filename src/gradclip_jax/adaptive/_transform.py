@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import optax
 
 from .._checks import check_axis, check_count, check_number, check_state
-from .._types import NO_AXES, THOUSAND, UNBOUNDED, Array, AxisName, Count, Number, Tree
+from .._types import UNBOUNDED, Array, AxisName, Count, Number, Tree
 from ..clipping._clip import ClipState, norm_clip
 from ..clipping._granularity import axis as unit_axis
-from ..clipping._granularity import layer
-from ..clipping._rule import capped, relative_to_params
+from ..clipping._granularity import layers
+from ..clipping._threshold import capped, relative_to_params
 from ._ema import ema
 from ._percentile import percentile as percentile_rule
 from ._quantile import quantile
@@ -25,6 +25,7 @@ def adaptive_grad_clip(
     eps: Number = 1e-3,
     axis: int | Sequence[int] | None = None,
     *,
+    axis_name: AxisName = None,
     nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformation:
     """Clips each row or filter to a fraction of the norm of its parameters (AGC).
@@ -38,6 +39,7 @@ def adaptive_grad_clip(
         axis: the axes that the norm of a unit runs over, static. None chooses by rank as Optax
             does: all axes of a scalar or vector, 0 of rank 2 and 3, all but the last of rank 4
             and 5. Inside `shard_map` these axes must not be sharded.
+        axis_name: mapped axes over which the leaves are sharded, where types do not tell.
         nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
 
     Returns:
@@ -63,12 +65,13 @@ def adaptive_grad_clip(
     check_number(name, "eps", eps, "The paper uses 1e-3.")
     check_axis(name, axis)
     rule, units = relative_to_params(clipping, eps), unit_axis(axis)
-    return norm_clip((name, "clipping"), rule, units, nonfinite=nonfinite)
+    named = (name, "clipping")
+    return norm_clip(named, rule, units, axis_name=axis_name, nonfinite=nonfinite)
 
 
 def autoclip(
     percentile: Number = 10.0,
-    window: Count = THOUSAND,
+    window: Count = 1000,
     *,
     axis_name: AxisName = None,
     nonfinite: Nonfinite = "propagate",
@@ -164,7 +167,7 @@ def adagc(
     warmup_steps: int = 100,
     *,
     axis_name: AxisName = None,
-    stack_axes: Any = NO_AXES,
+    stack_axes: Any = 0,
     nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformation:
     """Clips each leaf to a little above the average of its clipped norms (AdaGC).
@@ -213,7 +216,9 @@ def adagc(
     named, rule = ("adagc", "relative"), ema(relative, decay, warmup_steps, warmup_max=UNBOUNDED)
     both = optax.chain(
         norm_clip(named, warmup, axis_name=axis_name, nonfinite=nonfinite),
-        norm_clip(named, rule, layer(stack_axes), axis_name=axis_name, nonfinite=nonfinite),
+        norm_clip(
+            named, rule, layers("adagc", stack_axes), axis_name=axis_name, nonfinite=nonfinite
+        ),
     )
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from .._checks import check_count, check_decays, check_number
 from .._states import increment_where
 from .._types import UNBOUNDED, Array, Number
-from ..clipping._rule import Rule
+from ..clipping._threshold import Rule
 from ._averages import hypotenuse
 from ._history import where_nonzero
 

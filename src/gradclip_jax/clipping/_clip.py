@@ -1,41 +1,54 @@
 """Clipping by norm: norm, threshold, factor, scaled tree. The one path of every norm clip."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
-from .._checks import check_axis_name, check_choice, check_ord
-from .._mesh import max_over, sum_over, varying_axes
+from .._checks import (
+    check_axis_name,
+    check_bound,
+    check_callable,
+    check_choice,
+    check_number,
+    check_ord,
+    check_state,
+    error_message,
+)
+from .._mesh import replica_count, shard_axes, varying_axes
 from .._states import register_metrics
 from .._tree_checks import check_inexact
-from .._types import TWO, UNBOUNDED, Array, AxisName, Order, Scalar, Threshold, Tree
-from ._assign import (
-    Served,
-    apply_assigned,
+from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Threshold, Tree
+from ._formula import norm_dtype, scale_factor, scale_leaf, zero_factor
+from ._granularity import (
+    Granularity,
+    Norms,
+    Units,
+    as_granularity,
+    is_measured,
+    measured_shapes,
+    norm_shapes,
+    root_mean_squares,
+    select_groups,
+    tree_units,
+)
+from ._norm import measured_leaves, norm_of_leaves, totals, unit_norms
+from ._threshold import (
+    Assignment,
+    apply_rules,
+    as_rules,
     assign_rules,
-    assign_to_part,
-    check_labels,
-    check_thresholds,
-    current_states,
+    check_params,
     first_states,
     group_name,
-    needed_params,
 )
-from ._granularity import Granularity, as_granularity
-from ._norm import measured_leaves, norm_of_leaves, unit_norms
-from ._scale import Reaction, as_root, scale_units
-from ._units import (
-    Part,
-    Units,
-    is_measured,
-    named_units,
-    select_groups,
-    split_by_sharding,
-    unit_sizes,
-)
+
+Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Any]
+"""What happens to a unit: a name, or `(norm, threshold) -> factor`, elementwise, in [0, 1]."""
 
 
 @register_metrics("grad_norm", "clip_threshold", "clip_factor", "clip_fraction")
@@ -60,18 +73,54 @@ class ClipState(NamedTuple):
     rules: tuple[Any, ...]
 
 
-class _Clipped(NamedTuple):
-    """What was found for units that share a vector, arrays of shape (units,).
+def clip_grad_norm(
+    grads: Tree,
+    max_norm: Number,
+    *,
+    ord: Order = 2.0,
+    norm: Number | None = None,
+    axis_name: AxisName = None,
+) -> tuple[Tree, Scalar]:
+    """Scales a gradient tree so that its norm is at most `max_norm`, and returns the norm.
 
-    Attributes:
-        norms: before clipping.
-        thresholds: for the norms, or for the root mean squares.
-        roots: the square roots of the factors.
+    The pure function behind `clip_by_global_norm`, with the same edge cases.
+
+    Args:
+        grads: floating or complex leaves of any shape.
+        max_norm: the threshold in the unit of the gradients, > 0; may be traced.
+        ord: order of the norm, 1, 2, inf or any number > 0.
+        norm: the norm if it is already known; then it is not computed again.
+        axis_name: mapped axes over which every leaf is a shard, where types cannot tell (inside
+            `pmap`, or `shard_map` with `check_vma=False`).
+
+    Returns:
+        The clipped gradients, as they came in if the norm is within bounds, and the norm before
+        clipping: float32[], or float64[] when a leaf is float64 or complex128.
+
+    Raises:
+        ValueError: `max_norm` or `ord` is not > 0.
+        TypeError: a leaf is an integer or a boolean; the message names its path.
+
+    Examples:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clipped, norm = gcx.clip_grad_norm({"w": jnp.array([3.0, 4.0])}, 1.0)
+        >>> float(norm), [round(x, 4) for x in clipped["w"].tolist()]
+        (5.0, [0.6, 0.8])
     """
-
-    norms: Array
-    thresholds: Array
-    roots: Array
+    name = "clip_grad_norm"
+    check_number(name, "max_norm", max_norm, "Pass inf to only measure.")
+    order, axes = check_ord(name, ord), check_axis_name(name, axis_name)
+    check_inexact(name, "grads", grads)
+    check_bound(name, axes)
+    leaves = measured_leaves(grads)
+    if norm is None:
+        norm = norm_of_leaves(leaves, order, axes)
+    else:
+        check_number(name, "norm", norm, "Pass the norm of `grads`.", closed=True, or_nan=True)
+        norm = jnp.asarray(norm).astype(norm_dtype(leaves))
+    factor = scale_factor(norm, jnp.asarray(max_norm).astype(norm.dtype))
+    factor = jnp.where(jnp.isfinite(norm), factor, jnp.nan)
+    return with_leaves(grads, scale_leaves(leaves, tree_units(leaves), factor[None])), norm
 
 
 def clip_by_norm(
@@ -79,7 +128,7 @@ def clip_by_norm(
     *,
     granularity: Literal["global", "leaf"] | Granularity = "global",
     reaction: Reaction = "scale",
-    ord: Order = TWO,
+    ord: Order = 2.0,
     axis_name: AxisName = None,
     nonfinite: Literal["propagate", "zero"] = "propagate",
 ) -> optax.GradientTransformation:
@@ -164,107 +213,169 @@ def norm_clip(
     granularity: Literal["global", "leaf"] | Granularity = "global",
     *,
     reaction: Reaction = "scale",
-    ord: Order = TWO,
+    ord: Order = 2.0,
     axis_name: AxisName = None,
     nonfinite: str = "propagate",
 ) -> optax.GradientTransformation:
     """`clip_by_norm`, under the name of the function and the argument that errors begin with."""
     function, argument = named
     check_choice(function, "nonfinite", nonfinite, ("propagate", "zero"))
-    cut, root_of = as_granularity(function, granularity), as_root(function, reaction)
+    cut, factor_of = as_granularity(function, granularity), _as_factor(function, reaction)
     order, axes = check_ord(function, ord), check_axis_name(function, axis_name)
     by_label = cut.is_group and isinstance(threshold, Mapping)
-    if by_label:
-        check_labels(function, argument, threshold)
-    check_thresholds(function, argument, threshold)
+    rules = as_rules(function, argument, threshold, by_label=by_label)
     drops = nonfinite == "zero"
 
     def units_of(tree: Tree) -> Units:
         units = cut.cut(function, tree)
-        return select_groups(function, argument, units, tuple(threshold)) if by_label else units
+        return select_groups(function, argument, units, tuple(rules)) if by_label else units
 
-    def clip_units(
-        leaves: list[Array], params: list[Array] | None, units: Units, served: Served, states: Any
-    ) -> tuple[_Clipped, Any]:
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def clip_leaves(
+        units: Units, assigned: tuple[Assignment, ...], leaves: Any, params: Any, states: Any
+    ) -> tuple[list[Array], ClipState]:
         norms = unit_norms(leaves, units, order, axes)
-        sizes = unit_sizes(units, leaves, axes).astype(norms.dtype)
-        of_params = None if params is None else unit_norms(params, units, order, axes) / sizes
-        thresholds, states = apply_assigned(served, norms / sizes, states, of_params)
-        # A norm that is not finite stands aside: its slope would be NaN.
-        roots = root_of(jnp.where(jnp.isfinite(norms), norms / sizes, 1), thresholds)
-        return _Clipped(norms, thresholds, roots), states
+        param_norms = None if params is None else unit_norms(params, units, order, axes)
+        measured, of_params = (
+            root_mean_squares(x, units, leaves, axes) for x in (norms, param_norms)
+        )
+        thresholds, states = apply_rules(assigned, units, measured, states, of_params)
+        factors = jax.tree.map(factor_of, measured, thresholds)
+        total, report = _report(units, norms, thresholds, factors, order, axes)
+        # One bad norm decides for all leaves, and alike on all devices.
+        is_bad, factor_if_bad = ~jnp.isfinite(total), 0 if drops else jnp.nan
+        factors, clip_factor = jax.tree.map(
+            lambda factor: jnp.where(is_bad, factor_if_bad, factor), (factors, report.clip_factor)
+        )
+        fraction = jnp.where(is_bad, 1, report.clip_fraction)
+        clipped = scale_leaves(leaves, units, factors, drops=drops)
+        return clipped, report._replace(
+            clip_factor=clip_factor, clip_fraction=fraction, rules=states
+        )
 
     def init(params: Tree) -> ClipState:
-        units = named_units(tuple(threshold)) if by_label else units_of(params)
-        served = assign_rules(function, argument, threshold, units, params)
-        nothing = _Clipped(*(jnp.full(units.size, x) for x in (0.0, UNBOUNDED, 1.0)))
-        return _report(units, [nothing], order, first_states(served))
+        # The labels of a mapping are known before a tree is.
+        units = Units((), (), len(rules), tuple(rules)) if by_label else units_of(params)
+        shapes = norm_shapes(units, [] if by_label else measured_shapes(params))
+        states = first_states(assign_rules(function, argument, rules, units, params), shapes)
+
+        def scalar(value: float) -> Scalar:
+            return jnp.full((), value, jnp.float32)  # one that two fields share cannot be donated
+
+        def by_name(value: float) -> Any:
+            names = [group_name(name) for name in units.names]
+            return {name: scalar(value) for name in names} if units.names else scalar(value)
+
+        return ClipState(by_name(0.0), by_name(UNBOUNDED), by_name(1.0), scalar(0.0), states)
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, ClipState]:
         check_inexact(function, "updates", updates)
+        check_bound(function, axes)
         units, leaves = units_of(updates), measured_leaves(updates)
-        served = assign_rules(function, argument, threshold, units, updates)
-        states = current_states(function, served, state, ClipState)
-        param_leaves = needed_params(function, served, updates, params)
-        parts = split_by_sharding(units, leaves)
-        clipped: list[_Clipped] = []
-        for part in parts:
-            of_part = assign_to_part(function, served, part.units, alone=len(parts) == 1)
-            of_params = None if param_leaves is None else part.pick(param_leaves)
-            result, states = clip_units(part.pick(leaves), of_params, part.units, of_part, states)
-            clipped.append(result)
-        clipped = _replace_if_bad(clipped, 0.0 if drops else jnp.nan)
-        scaled = scale_tree(updates, parts, [x.roots for x in clipped], drops=drops)
-        return scaled, _report(units, clipped, order, states)
+        assigned = assign_rules(function, argument, rules, units, updates)
+        states = first_states(assigned, norm_shapes(units, leaves))
+        if states:
+            check_state(function, state, ClipState)
+            _check_sharded_alike(function, argument, units, leaves)
+            states = state.rules
+        param_leaves = None
+        if any(rule.uses_params for rule, _ in assigned):
+            check_params(function, updates, params)
+            param_leaves = leaves_beside(updates, params)
+        clipped, state = clip_leaves(units, assigned, leaves, param_leaves, states)
+        return with_leaves(updates, clipped), state
 
     return optax.GradientTransformation(init, update)
 
 
-def _replace_if_bad(clipped: Sequence[_Clipped], root: float) -> list[_Clipped]:
-    """One root for all units if any norm is not finite, decided alike on all devices."""
-    flags = jnp.stack([jnp.any(~jnp.isfinite(result.norms)) for result in clipped])
-    axes = _varying([result.norms for result in clipped])
-    bad = max_over(jnp.any(flags).astype(jnp.int32), axes) > 0
-    return [x._replace(roots=jnp.where(bad, root, x.roots)) for x in clipped]
+@functools.partial(jax.jit, static_argnames=("units", "drops"))
+def scale_leaves(
+    leaves: Sequence[Array], units: Units, factors: Norms, *, drops: bool = False
+) -> list[Array]:
+    """Each leaf times the factors of its units."""
+    clipped = [i for i, axes in enumerate(units.axes) if axes is not None]
+    of_leaves = [factors[units.entry[i]] for i in clipped]
+    if units.is_vector and clipped:
+        # Kernels that read entries of a vector are merged, kernels that read one scalar are not.
+        of_leaves = list(lax.optimization_barrier(jnp.stack(of_leaves)))
+    scaled = list(leaves)
+    for i, factor in zip(clipped, of_leaves, strict=True):
+        scaled[i] = scale_leaf(leaves[i], factor, drops=drops)
+    return scaled
 
 
-def scale_tree(tree: Tree, parts: Sequence[Part], roots: Sequence[Array], *, drops: bool) -> Tree:
-    """Each measured leaf times the factors of its units."""
-    leaves = measured_leaves(tree)
-    scaled: dict[int, Array] = {}
-    for part, of_units in zip(parts, roots, strict=True):
-        of_leaves = scale_units(part.pick(leaves), of_units, part.units, drops=drops)
-        scaled |= dict(zip(part.positions, of_leaves, strict=True))
-    in_order = (scaled[i] for i in range(len(leaves)))
-    return jax.tree.map(lambda x: next(in_order) if is_measured(x) else x, tree)
+def _as_factor(function: str, reaction: Any) -> Callable[[Array, Array], Array]:
+    """A reaction by name, or a user's own: from norms that are finite to factors in [0, 1]."""
+    named = {"scale": scale_factor, "zero": zero_factor}
+    if isinstance(reaction, str):
+        check_choice(function, "reaction", reaction, tuple(named))
+        return named[reaction]
+    hint = 'Pass "scale", "zero" or a function (norm, threshold) -> factor.'
+    check_callable(function, "reaction", reaction, hint)
+
+    def factor_of(norm: Array, threshold: Array) -> Array:
+        factor = jnp.asarray(reaction(jnp.where(jnp.isfinite(norm), norm, 1), threshold))
+        return jnp.clip(jnp.broadcast_to(factor.astype(norm.dtype), norm.shape), 0, 1)
+
+    return factor_of
+
+
+def _check_sharded_alike(function: str, argument: str, units: Units, leaves: list[Array]) -> None:
+    """Refuses a vector of norms that stay on their devices, where leaves vary over other axes."""
+    if units.is_local and len(set(map(varying_axes, leaves))) > 1:
+        rule = "without a state where leaves are sharded along different mesh axes"
+        hint = "Treat leaves that are sharded alike together, with `optax.partition`."
+        got = "a rule that keeps a history"
+        raise ValueError(error_message(function, argument, rule, got, hint))
 
 
 def _report(
-    units: Units, clipped: Sequence[_Clipped], ord: float, rules: tuple[Any, ...]
-) -> ClipState:
-    """The state: its scalars, alike on all devices, and what the rules remember."""
-    rules = rules if jax.tree.leaves(rules) else ()
-    norms, thresholds, roots = (list(column) for column in zip(*clipped, strict=True))
-    axes, factors = _varying(norms), [root * root for root in roots]
-    clips = sum((jnp.sum(~(x >= 1), dtype=jnp.float32) for x in factors), jnp.float32(0))
-    count = jnp.float32(sum(x.size for x in factors))
-    clips, count = sum_over(jnp.stack([clips, count]), axes)
-    fraction = clips / jnp.maximum(count, 1)
+    units: Units, norms: Norms, thresholds: Norms, factors: Norms, ord: float, axis_name: AxisName
+) -> tuple[Scalar, ClipState]:
+    """The norm of all that was measured, and what the state says of a step that is finite.
+
+    Both are alike on all devices; the norm is not finite where one of the norms is not.
+    """
+    over = axis_name if units.is_local else None
+    columns: Any = [jax.tree.leaves(column) for column in (norms, thresholds, factors)]
+    if units.is_vector and units.size == 1 and not (units.names or units.is_local):
+        total, threshold, factor = norms[0], jnp.minimum(thresholds[0], UNBOUNDED), factors[0]
+        report = (total, threshold, factor, ~(factor >= 1))
+        return total, ClipState(*(x.astype(jnp.float32) for x in report), rules=())
+    total = norm_of_leaves(columns[0], ord, over)
+    count = sum(x.size * replica_count(frozenset(), shard_axes(x, over)) for x in columns[2])
+    clips = totals(columns[2], tree_units(columns[2]), over, _clipped_count)[0]
     if units.names:
         names = [group_name(name) for name in units.names]
-        columns = (x[0].astype(jnp.float32) for x in (norms, thresholds, factors))
-        by_name = (dict(zip(names, column, strict=True)) for column in columns)
-        return ClipState(*by_name, clip_fraction=fraction, rules=rules)
-    norm = norms[0][0] if units.is_scalar and units.size else norm_of_leaves(norms, ord, None)
-    threshold, factor = _smallest(thresholds, UNBOUNDED, axes), _smallest(factors, 1.0, axes)
-    scalars = (x.astype(jnp.float32) for x in (norm, threshold, factor))
-    return ClipState(*scalars, clip_fraction=fraction, rules=rules)
+        values: Any = [dict(zip(names, x, strict=True)) for x in (norms, thresholds, factors)]
+    else:
+        values = [total, _smallest(columns[1], UNBOUNDED, over), _smallest(columns[2], 1.0, over)]
+    values = jax.tree.map(lambda x: x.astype(jnp.float32), values)
+    fraction = clips.astype(jnp.float32) / max(count, 1)
+    return total, ClipState(*values, clip_fraction=fraction, rules=())
 
 
-def _smallest(arrays: Sequence[Array], if_none: float, axes: frozenset[str]) -> Scalar:
-    lowest = [jnp.min(x, initial=if_none) for x in arrays]
-    return -max_over(-jnp.min(jnp.stack(lowest)), axes)
+def _clipped_count(factors: Array, axes: Any, index: int) -> Array:
+    return jnp.sum(~(factors >= 1), dtype=jnp.float32)
 
 
-def _varying(arrays: Sequence[Array]) -> frozenset[str]:
-    return frozenset[str]().union(*map(varying_axes, arrays))
+def _smallest(arrays: list[Array], at_most: float, axis_name: AxisName) -> Scalar:
+    if not arrays:
+        return jnp.full((), at_most, jnp.float32)
+
+    def share_of(x: Array, axes: Any, index: int) -> Array:
+        return jnp.max(-x, initial=-at_most)
+
+    return -totals(arrays, tree_units(arrays), axis_name, share_of, is_sum=False)[0]
+
+
+def leaves_beside(tree: Tree, other: Tree) -> list[Array]:
+    """The leaves of another tree at the places of the measured ones of the first."""
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
+    return [jnp.asarray(y) for x, y in pairs if is_measured(x)]
+
+
+def with_leaves(tree: Tree, leaves: Sequence[Array]) -> Tree:
+    """The tree with others in the place of its measured leaves."""
+    in_order = iter(leaves)
+    return jax.tree.map(lambda x: next(in_order) if is_measured(x) else x, tree)

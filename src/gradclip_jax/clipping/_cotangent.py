@@ -1,5 +1,6 @@
 """Clipping inside a model: the identity, whose cotangent is clipped on the way back."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -16,9 +17,9 @@ from .._checks import (
     error_message,
 )
 from .._types import Array, Number
-from ._norm import norm_dtype
-from ._pull_back import How, identity
-from ._units import all_axes, unit_shape
+from ._formula import norm_dtype, scale_factor, scale_leaf
+from ._granularity import all_axes, units_within_leaves
+from ._norm import unit_norms
 
 _NAME = "clip_cotangent"
 
@@ -92,9 +93,40 @@ def clip_cotangent(
     over = all_axes(x) if axis is None else axes_within(_NAME, axis, x, "`x`", "", hint)
     dtype = norm_dtype([x])
     if norm_probe is not None:
-        _check_probe(norm_probe, unit_shape(x, over), dtype)
-    how = How(over, nonfinite == "zero", norm_probe is not None)
-    return identity(x, jnp.asarray(max_norm, dtype), norm_probe, how)
+        _check_probe(norm_probe, tuple(np.delete(np.shape(x), over).tolist()), dtype)
+    return _identity(x, jnp.asarray(max_norm, dtype), norm_probe, over, nonfinite == "zero")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _identity(
+    x: Array, max_norm: Array, probe: Array | None, axes: tuple[int, ...], drops: bool
+) -> Array:
+    """The first argument; its cotangent is clipped, and that of the probe is the norms."""
+    del max_norm, probe, axes, drops
+    return x
+
+
+def _forward(
+    x: Array, max_norm: Array, probe: Array | None, axes: tuple[int, ...], drops: bool
+) -> tuple[Array, tuple[Array, Array | None]]:
+    del axes, drops
+    # Not `_identity` again: a derivative of the gradient would be clipped on its own way back.
+    return x, (max_norm, probe)
+
+
+def _backward(
+    axes: tuple[int, ...], drops: bool, residuals: tuple[Array, Any], cotangent: Array
+) -> tuple[Array, None, Array | None]:
+    max_norm, probe = residuals
+    units = units_within_leaves([cotangent], [axes])._replace(is_local=True)
+    # Cotangents of tokens are small numbers: they are squared as they are.
+    (norms,) = unit_norms([cotangent], units, 2.0, None, 1.0)
+    factors = jnp.where(jnp.isfinite(norms), scale_factor(norms, max_norm), 0 if drops else jnp.nan)
+    clipped = scale_leaf(cotangent, factors, drops=drops)
+    return clipped, None, None if probe is None else norms.reshape(probe.shape)
+
+
+_identity.defvjp(_forward, _backward)
 
 
 def _as_inexact(x: Any) -> Array:

@@ -1,10 +1,13 @@
 """Granularity: of what norms are taken. Each cuts a tree into units, which are data."""
 
 import dataclasses
+import inspect
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._checks import (
@@ -15,11 +18,140 @@ from .._checks import (
     check_static,
     describe,
     error_message,
+    is_float0,
     leaf_path,
+    shortened,
 )
+from .._mesh import replica_count, shard_axes
 from .._tree_checks import broadcast_prefix
-from .._types import Labels, Tree
-from ._units import Units, all_axes, is_measured, measured_shapes, tree_units, units_within_leaves
+from .._types import Array, AxisName, Labels, Tree
+
+_DEPTH = "Give the number of leading axes that index layers, 0 for an ordinary leaf."
+
+Norms: TypeAlias = Any
+"""A number for each unit: Array[units], or where units lie within leaves a list of arrays.
+
+`norms[i]` broadcasts against the leaves whose `entry` in `Units` is i.
+"""
+
+
+class Units(NamedTuple):
+    """Of what norms are taken: static, with an entry for each measured leaf.
+
+    Attributes:
+        axes: the axes that the norm runs over, which stay as 1 unless they are all; None for a
+            leaf that is left alone.
+        entry: which entry of `Norms` is of the leaf.
+        size: how many entries `Norms` has.
+        names: a name for each, where metrics tell them apart.
+        by_leaf: whether each leaf has an entry of its own.
+        is_vector: whether `Norms` is a vector: no unit is a part of a leaf.
+        is_rms: whether thresholds are compared with the root mean square of a unit.
+        is_local: whether a unit is never spread over the devices of a `shard_map`.
+    """
+
+    axes: tuple[tuple[int, ...] | None, ...]
+    entry: tuple[int, ...]
+    size: int
+    names: tuple[Any, ...] = ()
+    by_leaf: bool = False
+    is_vector: bool = True
+    is_rms: bool = False
+    is_local: bool = False
+
+
+def tree_units(leaves: Sequence[Any]) -> Units:
+    """All leaves together have one norm."""
+    return Units(tuple(map(all_axes, leaves)), (0,) * len(leaves), 1)
+
+
+def leaf_units(leaves: Sequence[Any]) -> Units:
+    """Each leaf has one norm."""
+    return units_within_leaves(leaves, list(map(all_axes, leaves)))
+
+
+def units_within_leaves(leaves: Sequence[Any], axes: Sequence[tuple[int, ...]]) -> Units:
+    """Each leaf has norms of its own, over the given axes."""
+    is_vector = all(len(over) == np.ndim(x) for x, over in zip(leaves, axes, strict=True))
+    count = len(axes)
+    return Units(tuple(axes), tuple(range(count)), count, by_leaf=True, is_vector=is_vector)
+
+
+def norm_shapes(units: Units, leaves: Sequence[Any]) -> list[tuple[int, ...]]:
+    """The shape of each entry of `Norms`: () or that of the leaf with its axes as 1."""
+    shapes: list[tuple[int, ...]] = [()] * units.size
+    for x, axes, i in zip(leaves, units.axes, units.entry, strict=True):
+        if axes is not None and len(axes) < np.ndim(x):
+            shapes[i] = tuple(1 if a in axes else n for a, n in enumerate(np.shape(x)))
+    return shapes
+
+
+def root_mean_squares(
+    norms: Norms, units: Units, leaves: Sequence[Any], axis_name: AxisName
+) -> Norms:
+    """The norms, where they are compared as such; else each over the root of its elements."""
+    if norms is None or not units.is_rms:
+        return norms
+    roots = np.ones(units.size, np.float32)
+    for x, axes, i in zip(leaves, units.axes, units.entry, strict=True):
+        elements = math.prod(np.shape(x)[axis] for axis in axes or ())
+        shards = replica_count(frozenset(), shard_axes(x, axis_name))
+        roots[i] = math.sqrt(max(elements * shards, 1))
+    if units.is_vector:
+        return norms / roots.astype(norms.dtype)
+    return [norm / float(root) for norm, root in zip(norms, roots, strict=True)]
+
+
+def split(vector: Array, like: Sequence[Array]) -> list[Array]:
+    """The entries of a vector in the shapes of some arrays."""
+    ends = np.cumsum([x.size for x in like])
+    parts = jnp.split(vector.reshape(-1), ends[:-1]) if like else []
+    return [part.reshape(x.shape) for part, x in zip(parts, like, strict=True)]
+
+
+def is_measured(leaf: Any) -> bool:
+    """Whether a leaf has a norm: a float0, or the integer parameter it belongs to, has none."""
+    if is_float0(leaf):
+        return False
+    try:
+        return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    except TypeError:  # what `optax.tree.map_params` puts in the place of a parameter
+        return True
+
+
+def measured_shapes(tree: Tree) -> list[Any]:
+    """The measured leaves for their shapes; in `init` they may be placeholders."""
+    return [x for x in jax.tree.leaves(tree) if is_measured(x)]
+
+
+def all_axes(x: Any) -> tuple[int, ...]:
+    """All axes of an array."""
+    return tuple(range(np.ndim(x)))
+
+
+def select_groups(function: str, argument: str, units: Units, keys: Sequence[Any]) -> Units:
+    """The groups that a mapping names; other leaves are left alone.
+
+    A key is a label, or a tuple of labels that become one group.
+    """
+    known = set(units.names)
+    group_of: dict[Any, int] = {}
+    for position, key in enumerate(keys):
+        members = key if isinstance(key, tuple) and key not in known else (key,)
+        group_of |= dict.fromkeys(members, position)
+    unknown = [label for label in group_of if label not in known]
+    if unknown and known:
+        hint = f"The labels of the tree are {', '.join(sorted(map(repr, known)))}."
+        rule = "a mapping from labels of the tree to thresholds"
+        raise ValueError(error_message(function, argument, rule, repr(unknown[0]), hint))
+    groups = [group_of.get(units.names[i]) for i in units.entry]
+    pairs = list(zip(groups, units.axes, strict=True))
+    return Units(
+        axes=tuple(None if group is None else axes for group, axes in pairs),
+        entry=tuple(group or 0 for group in groups),
+        size=len(keys),
+        names=tuple(keys),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +174,7 @@ def as_granularity(function: str, granularity: Any) -> Granularity:
         return granularity
     check_choice(function, "granularity", granularity, ("global", "leaf"))
     whole = Granularity(lambda function, tree: tree_units(measured_shapes(tree)))
-    return whole if granularity == "global" else layer(0)
+    return whole if granularity == "global" else layers(function, 0)
 
 
 def group(param_labels: Labels) -> Granularity:
@@ -70,20 +202,7 @@ def group(param_labels: Labels) -> Granularity:
         >>> [round(updates[key].item(), 2) for key in ("enc", "dec", "out")]
         [0.6, 0.8, 0.5]
     """
-
-    def cut(function: str, tree: Tree) -> Units:
-        label_tree = param_labels(tree) if callable(param_labels) else param_labels
-        labels = broadcast_prefix(function, "param_labels", label_tree, "updates", tree)
-        names = tuple(dict.fromkeys(labels))
-        pairs = [
-            (names.index(label), all_axes(x))
-            for label, x in zip(labels, jax.tree.leaves(tree), strict=True)
-            if is_measured(x)
-        ]
-        first, axes = zip(*pairs, strict=True) if pairs else ((), ())
-        return Units(axes, first, len(names), names, is_scalar=True)
-
-    return Granularity(cut, is_group=True)
+    return groups("group", param_labels)
 
 
 def layer(stack_axes: Any = 1, *, rms: bool = False) -> Granularity:
@@ -109,14 +228,7 @@ def layer(stack_axes: Any = 1, *, rms: bool = False) -> Granularity:
         >>> clip.update(grads, clip.init(grads))[0].tolist()
         [[0.0, 1.0], [0.5, 0.0]]
     """
-
-    def cut(function: str, tree: Tree) -> Units:
-        leaves = measured_shapes(tree)
-        depths = _stack_depths(function, stack_axes, tree)
-        axes = [tuple(range(n, np.ndim(x))) for n, x in zip(depths, leaves, strict=True)]
-        return units_within_leaves(leaves, axes)._replace(is_rms=rms)
-
-    return Granularity(cut)
+    return layers("layer", stack_axes, rms=rms)
 
 
 def axis(axis: int | Sequence[int] | None = None) -> Granularity:
@@ -144,30 +256,68 @@ def axis(axis: int | Sequence[int] | None = None) -> Granularity:
     check_axis("axis", axis)
 
     def cut(function: str, tree: Tree) -> Units:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        axes = [_unit_axes(function, path, x, axis) for path, x in leaves if is_measured(x)]
+        return units_within_leaves(measured_shapes(tree), axes)._replace(is_local=True)
+
+    return Granularity(cut)
+
+
+def groups(name: str, param_labels: Labels) -> Granularity:
+    """`group`, under the name of the function that takes the labels."""
+    if inspect.isfunction(param_labels):
+        try:
+            inspect.signature(param_labels).bind(None)
+        except TypeError:
+            rule = "a tree of labels or a function of the parameters alone"
+            got, hint = shortened(param_labels), "Write it as `params -> labels`."
+            raise TypeError(error_message(name, "param_labels", rule, got, hint)) from None
+
+    def cut(function: str, tree: Tree) -> Units:
+        label_tree = param_labels(tree) if callable(param_labels) else param_labels
+        labels = broadcast_prefix(function, "param_labels", label_tree, "updates", tree)
+        names = tuple(dict.fromkeys(labels))
         pairs = [
-            (_unit_axes(function, path, x, axis), x)
-            for path, x in jax.tree_util.tree_leaves_with_path(tree)
+            (names.index(label), all_axes(x))
+            for label, x in zip(labels, jax.tree.leaves(tree), strict=True)
             if is_measured(x)
         ]
-        axes, leaves = zip(*pairs, strict=True) if pairs else ((), ())
-        return units_within_leaves(leaves, axes)._replace(is_local=True)
+        index, axes = zip(*pairs, strict=True) if pairs else ((), ())
+        return Units(axes, index, len(names), names)
+
+    return Granularity(cut, is_group=True)
+
+
+def layers(name: str, stack_axes: Any, *, rms: bool = False) -> Granularity:
+    """`layer`, under the name of the function that takes `stack_axes`."""
+    for depth in jax.tree.leaves(stack_axes):
+        _check_depth(name, depth)
+
+    def cut(function: str, tree: Tree) -> Units:
+        leaves = measured_shapes(tree)
+        depths = _stack_depths(function, stack_axes, tree)
+        axes = [tuple(range(n, np.ndim(x))) for n, x in zip(depths, leaves, strict=True)]
+        return units_within_leaves(leaves, axes)._replace(is_rms=rms)
 
     return Granularity(cut)
 
 
 def _stack_depths(function: str, stack_axes: Any, tree: Tree) -> list[int]:
-    hint = "Give the number of leading axes that index layers, 0 for an ordinary leaf."
     per_leaf = broadcast_prefix(function, "stack_axes", stack_axes, "updates", tree)
     depths: list[int] = []
     for depth, (path, x) in zip(per_leaf, jax.tree_util.tree_leaves_with_path(tree), strict=True):
-        check_static(function, "stack_axes", depth)
-        check_count(function, "stack_axes", depth, hint, low=0)
+        _check_depth(function, depth)
         if is_measured(x):
             if int(depth) > np.ndim(x):
                 got = f"{depth} for {describe(x)} at {leaf_path('updates', path)}"
-                raise ValueError(error_message(function, "stack_axes", "<= the rank", got, hint))
+                raise ValueError(error_message(function, "stack_axes", "<= the rank", got, _DEPTH))
             depths.append(int(depth))
     return depths
+
+
+def _check_depth(function: str, depth: Any) -> None:
+    check_static(function, "stack_axes", depth)
+    check_count(function, "stack_axes", depth, _DEPTH, low=0)
 
 
 def _unit_axes(function: str, path: Any, x: Any, axis: Any) -> tuple[int, ...]:

@@ -1,12 +1,15 @@
 """Clipping attention logits through the weights that make them."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 
-from .._checks import check_number, error_message
+from .._checks import check_number, check_static, describe, error_message, leaf_path
+from .._tree_checks import check_inexact
 from .._types import Array, Number, Tree
-from ._heads import head_count, head_roots, scale_heads
-
-_NAME = "qk_clip"
+from ._formula import scale_factor, scale_leaf
 
 
 def qk_clip(
@@ -76,16 +79,118 @@ def qk_clip(
     References:
         Kimi Team, 2025, arXiv 2507.20534, algorithm 1. The rule for shared keys is ours.
     """
-    check_number(_NAME, "threshold", threshold, "Kimi K2 was trained with 100.")
-    roots = head_roots(_NAME, max_logits, threshold)
-    groups = head_count(_NAME, "key", key, head_axis)
-    if groups == 0 or roots.size % groups:
-        rule = f"heads that divide the {roots.size} of `max_logits`"
+    check_number("qk_clip", "threshold", threshold, "Kimi K2 was trained with 100.")
+    gamma = _head_factors("qk_clip", max_logits, threshold)
+    groups = _head_count("qk_clip", "key", key, head_axis)
+    if groups == 0 or gamma.size % groups:
+        rule = f"heads that divide the {gamma.size} of `max_logits`"
         hint = "Query head h belongs to key head h // (heads / key_heads)."
-        raise ValueError(error_message(_NAME, "key", rule, groups, hint))
-    common = jnp.max(roots.reshape(groups, -1), axis=1, keepdims=True)
-    # A factor of sqrt(gamma) is held by its own root, as all factors are.
-    shared = jnp.sqrt(common)
-    own = roots.reshape(groups, -1) / shared
-    query = scale_heads(_NAME, "query", query, own.reshape(-1), head_axis)
-    return query, scale_heads(_NAME, "key", key, shared.reshape(-1), head_axis)
+        raise ValueError(error_message("qk_clip", "key", rule, groups, hint))
+    by_group = gamma.reshape(groups, -1)
+    of_key = jnp.sqrt(jnp.max(by_group, axis=1, keepdims=True))
+    query = _scale_heads("qk_clip", "query", query, (by_group / of_key).reshape(-1), head_axis)
+    return query, _scale_heads("qk_clip", "key", key, of_key.reshape(-1), head_axis)
+
+
+def qk_clip_mla(
+    query: Tree,
+    key: Tree,
+    query_rotary: Tree,
+    max_logits: Array,
+    threshold: Number = 100.0,
+    *,
+    head_axis: int = -2,
+) -> tuple[Tree, Tree, Tree]:
+    """`qk_clip` for multi-head latent attention, whose rotary keys are shared by all heads.
+
+    A logit is `q_C . k_C + q_R . k_R`, where k_R has no heads. So `q_C` and `k_C` of a head are
+    scaled by `sqrt(gamma_h)`, `q_R` by `gamma_h`, and `k_R` is left alone: both products, and with
+    them the logit, are multiplied by `gamma_h`. The table of `qk_clip` holds.
+
+    Args:
+        query: weights of q_C, the heads on `head_axis` of every leaf. Where one kernel makes q_C
+            and q_R, split it on its last axis and join the results.
+        key: weights of k_C, of as many heads; without the part of the kernel that makes values.
+        query_rotary: weights of q_R, of as many heads.
+        max_logits: the largest logit of each head, [heads], floating.
+        threshold: tau, > 0, in the unit of the logits; may be traced.
+        head_axis: the axis of heads, the same in every leaf; negative counts from the end.
+
+    Returns:
+        The three, in the order of the arguments.
+
+    Raises:
+        ValueError: `threshold` is not > 0, or numbers of heads do not fit.
+        TypeError: a leaf, or `max_logits`, is not floating.
+
+    Examples:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> part = jnp.ones((2, 1))  # [heads, head_dim]
+        >>> clipped = gcx.qk_clip_mla(part, part, part, jnp.array([30.0, 400.0]))
+        >>> [part.ravel().tolist() for part in clipped]
+        [[1.0, 0.5], [1.0, 0.5], [1.0, 0.25]]
+
+    References:
+        Kimi Team, 2025, arXiv 2507.20534, algorithm 1.
+    """
+    name = "qk_clip_mla"
+    check_number(name, "threshold", threshold, "Kimi K2 was trained with 100.")
+    gamma = _head_factors(name, max_logits, threshold)
+    return (
+        _scale_heads(name, "query", query, jnp.sqrt(gamma), head_axis),
+        _scale_heads(name, "key", key, jnp.sqrt(gamma), head_axis),
+        _scale_heads(name, "query_rotary", query_rotary, gamma, head_axis),
+    )
+
+
+def _head_factors(function: str, max_logits: Any, threshold: Any) -> Array:
+    """Gamma of each head; one where nothing is known."""
+    rule = "the largest logit of each query head, floating[heads]"
+    hint = "Take the maximum over all other axes."
+    if not hasattr(max_logits, "dtype"):
+        hint = "Pass `jnp.asarray(max_logits)`."
+        got = type(max_logits).__name__
+        raise TypeError(error_message(function, "max_logits", "an array", got, hint))
+    is_floating = jnp.issubdtype(max_logits.dtype, jnp.floating)
+    if not is_floating or np.ndim(max_logits) != 1:
+        kind = ValueError if is_floating else TypeError
+        raise kind(error_message(function, "max_logits", rule, describe(max_logits), hint))
+    logits, tau = jnp.asarray(max_logits).astype(jnp.float32), jnp.asarray(threshold, jnp.float32)
+    is_known = jnp.isfinite(logits) & (tau > 0)
+    return jnp.where(is_known, scale_factor(jnp.where(is_known, logits, 0), tau), 1)
+
+
+def _head_count(function: str, argument: str, tree: Tree, head_axis: Any) -> int:
+    """The number of heads, the same in every leaf; 0 without a leaf."""
+    check_inexact(function, argument, tree, real=True)
+    check_static(function, "head_axis", head_axis)
+    counts: set[int] = set()
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        is_axis = hasattr(head_axis, "__index__") and -np.ndim(x) <= head_axis < np.ndim(x)
+        if not is_axis:
+            got = f"{head_axis!r} for {describe(x)} at {leaf_path(argument, path)}"
+            hint = "Weights of heads are [..., heads, head_dim]: reshape them so."
+            raise ValueError(error_message(function, "head_axis", "an axis of it", got, hint))
+        counts.add(np.shape(x)[head_axis])
+        if len(counts) > 1:
+            got = f"{describe(x)} at {leaf_path(argument, path)}"
+            rule = "of one number of heads in every leaf"
+            hint = "Name the axis of heads with `head_axis`."
+            raise ValueError(error_message(function, argument, rule, got, hint))
+    return counts.pop() if counts else 0
+
+
+def _scale_heads(function: str, argument: str, tree: Tree, factors: Array, head_axis: int) -> Tree:
+    """Each leaf times the factors of its heads."""
+    heads = _head_count(function, argument, tree, head_axis)
+    if heads not in (0, factors.size):
+        rule = f"weights of the {factors.size} heads of `max_logits`"
+        hint = "Name the axis of heads with `head_axis`."
+        raise ValueError(error_message(function, argument, rule, f"{heads} heads", hint))
+
+    def scaled(x: Any) -> Any:
+        shape = [1] * np.ndim(x)
+        shape[head_axis] = factors.size
+        return scale_leaf(x, factors.reshape(shape))
+
+    return jax.tree.map(scaled, tree)

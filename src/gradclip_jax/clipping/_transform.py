@@ -6,16 +6,16 @@ from typing import Any, Literal
 import optax
 
 from .._checks import error_message
-from .._types import NO_AXES, TWO, AxisName, Labels, Number, Order, Threshold, Tree
+from .._types import AxisName, Labels, Number, Order, Threshold, Tree
 from ._clamp import clamp_tree, value_bounds
 from ._clip import norm_clip
-from ._granularity import group, layer
+from ._granularity import groups, layers
 
 
 def clip_by_global_norm(
     max_norm: Threshold,
     *,
-    ord: Order = TWO,
+    ord: Order = 2.0,
     axis_name: AxisName = None,
     nonfinite: Literal["propagate", "zero"] = "propagate",
 ) -> optax.GradientTransformation:
@@ -68,7 +68,7 @@ def clip_by_global_norm(
 
 
 def zero_large_norm(
-    max_norm: Threshold, *, ord: Order = TWO, axis_name: AxisName = None
+    max_norm: Threshold, *, ord: Order = 2.0, axis_name: AxisName = None
 ) -> optax.GradientTransformation:
     """Zeroes the whole update if its norm is above `max_norm`, or not finite.
 
@@ -102,9 +102,9 @@ def zero_large_norm(
 def clip_by_leaf_norm(
     max_norm: Threshold,
     *,
-    ord: Order = TWO,
+    ord: Order = 2.0,
     axis_name: AxisName = None,
-    stack_axes: Any = NO_AXES,
+    stack_axes: Any = 0,
     nonfinite: Literal["propagate", "zero"] = "propagate",
 ) -> optax.GradientTransformation:
     """Scales each leaf by itself so that its norm is at most `max_norm`.
@@ -135,7 +135,8 @@ def clip_by_leaf_norm(
         >>> updates["w"].tolist(), updates["b"].tolist()
         ([0.0, 1.0], [0.25])
     """
-    named, units = ("clip_by_leaf_norm", "max_norm"), layer(stack_axes)
+    named = ("clip_by_leaf_norm", "max_norm")
+    units = layers(named[0], stack_axes)
     return norm_clip(named, max_norm, units, ord=ord, axis_name=axis_name, nonfinite=nonfinite)
 
 
@@ -143,7 +144,7 @@ def clip_by_group_norm(
     max_norms: Mapping[Any, Threshold],
     param_labels: Labels,
     *,
-    ord: Order = TWO,
+    ord: Order = 2.0,
     axis_name: AxisName = None,
     nonfinite: Literal["propagate", "zero"] = "propagate",
 ) -> optax.GradientTransformation:
@@ -179,7 +180,8 @@ def clip_by_group_norm(
         >>> float(updates["fp8"][0]), float(state.grad_norm["body"])
         (9.0, 5.0)
     """
-    named, units = ("clip_by_group_norm", "max_norms"), group(param_labels)
+    named = ("clip_by_group_norm", "max_norms")
+    units = groups(named[0], param_labels)
     if not isinstance(max_norms, Mapping):
         hint = "Pass for example `{'encoder': 1.0, 'decoder': 0.5}`."
         rule = "a mapping from label to threshold"
@@ -191,7 +193,7 @@ def clip_by_block_rms(
     threshold: Threshold,
     *,
     axis_name: AxisName = None,
-    stack_axes: Any = NO_AXES,
+    stack_axes: Any = 0,
     nonfinite: Literal["propagate", "zero"] = "propagate",
 ) -> optax.GradientTransformation:
     """Scales each leaf by itself so that its root mean square is at most `threshold`.
@@ -223,36 +225,44 @@ def clip_by_block_rms(
     References:
         Shazeer and Stern, 2018, arXiv 1804.04235, section 6.
     """
-    named, units = ("clip_by_block_rms", "threshold"), layer(stack_axes, rms=True)
+    named = ("clip_by_block_rms", "threshold")
+    units = layers(named[0], stack_axes, rms=True)
     return norm_clip(named, threshold, units, axis_name=axis_name, nonfinite=nonfinite)
 
 
-def clip(max_delta: Number, *, min_delta: Number | None = None) -> optax.GradientTransformation:
-    """Clamps every element to `[-max_delta, max_delta]`, or from `min_delta`.
+def clip_by_value(
+    max_value: Number, *, min_value: Number | None = None
+) -> optax.GradientTransformation:
+    """Clamps every element to `[-max_value, max_value]`, or from `min_value`.
 
     It changes the direction of the gradient; `clip_by_global_norm` keeps it. A NaN stays where
-    it is, an infinity becomes a bound, a traced `max_delta` <= 0 gives zeros.
+    it is, an infinity becomes a bound, a traced `max_value` <= 0 gives zeros. `gcx.clip` is the
+    same function under Optax's name.
 
     Args:
-        max_delta: upper bound in the unit of the gradients, > 0, a number or a traced scalar.
-        min_delta: lower bound, below `max_delta`; `-max_delta` if None.
+        max_value: upper bound in the unit of the gradients, > 0, a number or a traced scalar.
+        min_value: lower bound, below `max_value`; `-max_value` if None.
 
     Returns:
         An Optax transformation without a state.
 
     Raises:
-        ValueError: `max_delta` is not > 0, or `min_delta` is not below it.
+        ValueError: `max_value` is not > 0, or `min_value` is not below it.
         TypeError: a bound is no number; when traced, a leaf is not inexact.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
-        >>> clip = gcx.clip(1.0)
+        >>> clip = gcx.clip_by_value(1.0)
         >>> clip.update(jnp.array([-3.0, 0.5, 2.0]), clip.init(None))[0].tolist()
         [-1.0, 0.5, 1.0]
     """
-    low, high = value_bounds("clip", max_delta, min_delta)
+    name = "clip_by_value"
+    low, high = value_bounds(name, max_value, min_value)
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:
-        return clamp_tree("clip", "updates", updates, low, high), state
+        return clamp_tree(name, "updates", updates, low, high), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+clip = clip_by_value

@@ -20,12 +20,11 @@ from .._gate import ComputedStep
 from .._mesh import max_over, shard_axes
 from .._states import replace_states
 from .._types import Array, AxisName, Scalar, Tree
-from .._xla import JOINED_ON_CPU
 from ..accumulation._noise import NoiseState
-from ..clipping._blocks import blocks_of_leaves, pack
 from ..clipping._clip import ClipState
+from ..clipping._granularity import is_measured
 from ..clipping._norm import measured_leaves, norm_of_leaves
-from ..clipping._units import is_measured, tree_units
+from ._guard import loss_of
 
 
 def all_finite(tree: Tree, axis_name: AxisName) -> Scalar:
@@ -38,12 +37,12 @@ def _all_finite(leaves: list[Array], axis_name: AxisName) -> Scalar:
     def by_difference(leaves: list[Array]) -> Scalar:
         # x - x is 0, and NaN where x is not finite; or infinite, where a fused x = a * b
         # overflows. XLA on a CPU vectorizes this sum, but not `jnp.isfinite(x).all()`.
-        blocks = _joined([_overflowing(x) for x in leaves], axis_name)
+        blocks = [_overflowing(x) for x in leaves]
         bad = [~jnp.isfinite(jnp.sum(block - block)) for block in blocks]
         return ~_any(bad, leaves, axis_name)
 
     def by_flags(leaves: list[Array]) -> Scalar:
-        return ~_any_up([is_bad(x) for x in leaves], axis_name)
+        return ~_is_any([is_bad(x) for x in leaves], axis_name)
 
     return lax.platform_dependent(leaves, cpu=by_difference, default=by_flags)
 
@@ -98,15 +97,15 @@ def is_finite_step(step: ComputedStep, axis_name: AxisName) -> Scalar:
             # One reduction for all that belongs to a parameter: its update and its moments.
             key = (number, path) if place is None else (place, jax.typeof(bad))
             flags[key] = lax.bitwise_or(flags[key], bad) if key in flags else bad
-    return ~_any_up(list(flags.values()), axis_name)
+    return ~_is_any(list(flags.values()), axis_name)
 
 
-def finite_extra_args(extra_args: dict[str, Any], axis_name: AxisName) -> Scalar:
+def finite_extra_args(name: str, extra_args: dict[str, Any], axis_name: AxisName) -> Scalar:
     """Whether the loss and the weight of a micro-batch are finite, where they are given."""
     weight = extra_args.get("weight")
     is_number = isinstance(weight, (float, np.generic, np.ndarray, jax.Array))
-    numbers = [extra_args.get("value"), weight if is_number and np.ndim(weight) == 0 else None]
-    return ~_any_up([is_bad(x) for x in measured_leaves(numbers)], axis_name)
+    numbers = [loss_of(name, extra_args), weight if is_number and np.ndim(weight) == 0 else None]
+    return ~_is_any([is_bad(x) for x in measured_leaves(numbers)], axis_name)
 
 
 def _without_statistics(state: Any) -> Any:
@@ -149,21 +148,15 @@ def is_bad(x: Any) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _any_up(flags: list[Array], axis_name: AxisName) -> Scalar:
-    """Whether a flag is up, on any device."""
+def _is_any(flags: list[Array], axis_name: AxisName) -> Scalar:
+    """Whether an element of the flags is true, on any device."""
     # A third faster than `jnp.any`, which XLA on a CPU does not vectorize.
-    found = [jnp.max(x.astype(jnp.uint8), initial=0) > 0 for x in _joined(flags, axis_name)]
-    return _any(found, flags, axis_name)
+    largest = [jnp.max(x.astype(jnp.uint8), initial=0) > 0 for x in flags]
+    return _any(largest, flags, axis_name)
 
 
-def _any(found: list[Array], leaves: Iterable[Any], axis_name: AxisName) -> Scalar:
-    """Whether one of the scalars is up on any device over which the leaves are sharded."""
+def _any(flags: list[Array], leaves: Iterable[Any], axis_name: AxisName) -> Scalar:
+    """Whether one of the scalars is true on any device over which the leaves are sharded."""
     axes = frozenset[str]().union(*(shard_axes(x, axis_name) for x in leaves))
-    up = functools.reduce(jnp.logical_or, found, jnp.array(False))
-    return max_over(up.astype(jnp.int32), axes) > 0
-
-
-def _joined(arrays: list[Array], axis_name: AxisName) -> list[Array]:
-    """The same elements in fewer arrays: small ones of one dtype end to end."""
-    blocks = pack(blocks_of_leaves(arrays, tree_units(arrays), axis_name), JOINED_ON_CPU)
-    return [block.values for block in blocks]
+    on_this = functools.reduce(jnp.logical_or, flags, jnp.array(False))
+    return max_over(on_this.astype(jnp.int32), axes) > 0

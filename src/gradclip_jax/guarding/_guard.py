@@ -1,31 +1,29 @@
-"""What all guards share: a verdict on what comes in, the check of the step, the counts.
+"""What all guards share: how one is built from its verdict. The executor is in `_execute.py`."""
 
-A micro-batch that is not finite is left out; a window whose step is not finite is dropped.
-"""
-
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from .._checks import check_axis_name, check_count, check_state, check_transformation, error_message
-from .._gate import ComputedStep, Gate, gate_of, gated
+from .._checks import (
+    check_axis_name,
+    check_count,
+    check_transformation,
+    describe,
+    error_message,
+)
+from .._execute import gated
+from .._gate import ComputedStep, Guard, Verdict
 from .._run_if import like_dtypes
-from .._states import find_states, increment_where
-from .._tree_checks import check_inexact
-from .._types import Array, AxisName, Scalar, Tree
-from ..accumulation._state import clear_emitted, discard_windows
-from ._scale_loss import LossScaleState
+from .._states import METRICS, find_states
+from .._types import AxisName, Scalar, Tree
+from ..accumulation._state import discard_windows
 
-Judge = Callable[[Tree, Any, Tree, dict[str, Any]], tuple[Scalar, Callable[[Scalar], Any]]]
-"""`(updates, state, params, extra_args)` to whether they may be stepped on, and to a function of
-`skipped`, bool[], that returns the state with the guard's own fields brought up to date."""
-
-StepCheck = Callable[[ComputedStep], Scalar]
-"""Whether a step may be taken, bool[]."""
+Judge = Callable[[Tree, Any, Tree, dict[str, Any]], Verdict]
+"""`(updates, state, params, extra_args)` to the verdict."""
 
 
 def guard(
@@ -34,27 +32,22 @@ def guard(
     first: Callable[[Any], Any],
     judge: Judge,
     *,
-    check_step: StepCheck | None = None,
-    check_window: StepCheck | None = None,
+    check_window: Callable[[Tree], Scalar] | None = None,
+    check_step: Callable[[ComputedStep], Scalar] | None = None,
     max_consecutive_skips: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Builds a guard from its verdict.
+    """Builds a guard from its verdict and its checks, see `Guard`.
 
-    `first` makes the first state from that of `inner`. A state has the fields `inner_state`,
-    `consecutive_skips` and `guard_failed`, which are kept here, and those of the guard. What is
-    not admitted, or refused by the check of a guard around this one, leaves no trace in it.
-    The computed step is put before `check_step`, or before `check_window` where an accumulation
-    makes the gradient of it.
+    `first` makes the first state from that of `inner`.
     """
-    limit = _limit(name, max_consecutive_skips)
-    innermost, inner_gate = gate_of(inner)
     kind = type(jax.eval_shape(lambda: first(())))
 
     def init(params: Tree) -> Any:
         inner_state = inner.init(params)
         # A loss scale that never sees the steps that overflow is never lowered.
+        kinds = tuple(kind for kind, names in METRICS.items() if "loss_scale" in names)
         hint = "Put that one around this guard, which then sees unscaled gradients."
-        _refuse_inner(name, inner_state, LossScaleState, "dynamic_loss_scale", hint)
+        _refuse_inner(name, inner_state, kinds, "dynamic_loss_scale", hint)
         if check_step is not None:
             # A window of it whose sum overflows stays so, and every step is refused.
             hint = (
@@ -64,38 +57,9 @@ def guard(
         # Not weakly typed, as what comes out of a step is not: one trace for all steps.
         return first(like_dtypes(inner_state, inner_state))
 
-    def gate(
-        updates: Tree, state: Any, params: Tree, extra_args: dict[str, Any], admitted: Any
-    ) -> Gate:
-        check_inexact(name, "updates", updates)
-        check_state(name, state, kind)
-        is_good, own_fields = judge(updates, state, params, extra_args)
-        taken = is_good & admitted
-        now = inner_gate(updates, state.inner_state, params, extra_args, taken)
-
-        own_check = check_step if now.usually_open else check_window
-
-        def check(step: ComputedStep) -> Scalar:
-            assert own_check is not None
-            passed = own_check(step)
-            return passed if now.check is None else passed & now.check(step)
-
-        def next_state(inner_state: Any, accumulator: Tree, stepped: Array) -> Any:
-            refused = jnp.asarray(now.is_open) & ~jnp.asarray(stepped)
-            skipped = ~is_good if own_check is None else ~is_good | refused
-            seen = admitted if own_check or admitted is True else admitted & ~refused
-            inner_state = now.next_state(inner_state, accumulator, stepped)
-            inner_state = discard_windows(clear_emitted(inner_state, ~taken), refused)
-            streak = jnp.where(skipped, increment_where(state.consecutive_skips), 0)
-            after = own_fields(skipped)._replace(
-                consecutive_skips=streak,
-                guard_failed=state.guard_failed | (streak >= limit),
-            )
-            return _where(seen, after, state)._replace(inner_state=inner_state)
-
-        return now._replace(check=check if own_check else now.check, next_state=next_state)
-
-    return gated(innermost, init, gate)
+    limit = _limit(name, max_consecutive_skips)
+    gate = Guard(name, kind, judge, limit, check_window, check_step, discard_windows)
+    return gated(gate, inner, init)
 
 
 def check_guard(name: str, inner: Any, axis_name: Any) -> AxisName:
@@ -109,6 +73,22 @@ def zero(dtype: Any = jnp.int32) -> Scalar:
     return jnp.zeros((), dtype)
 
 
+def loss_of(name: str, extra_args: dict[str, Any]) -> Any:
+    """The loss that `update` was given as `value`, or as `loss`; None without."""
+    value, loss = extra_args.get("value"), extra_args.get("loss")
+    numbers = (bool, int, float, np.generic, np.ndarray, jax.Array)
+    if not isinstance(loss, numbers):  # of another meaning, for what is inside
+        loss = None
+    if value is not None and loss is not None:
+        hint = "Both are the loss: pass it once, as `value`."
+        raise TypeError(error_message(name, "loss", "left out beside `value`", "both", hint))
+    for leaf in jax.tree.leaves(value):
+        if not isinstance(leaf, numbers):
+            rule, hint = "a number or an array", "Pass the loss: `value=loss`."
+            raise TypeError(error_message(name, "value", rule, describe(leaf), hint))
+    return loss if value is None else value
+
+
 def _limit(name: str, max_consecutive_skips: Any) -> Any:
     """The limit of skips in a row, the largest integer for none."""
     if max_consecutive_skips is None:
@@ -117,15 +97,7 @@ def _limit(name: str, max_consecutive_skips: Any) -> Any:
     return max_consecutive_skips
 
 
-def _refuse_inner(name: str, inner_state: Any, kind: type, function: str, hint: str) -> None:
-    if find_states(inner_state, kind):
+def _refuse_inner(name: str, inner_state: Any, kinds: Any, function: str, hint: str) -> None:
+    if find_states(inner_state, kinds):
         rule = f"free of `{function}`"
         raise TypeError(error_message(name, "inner", rule, "a state of one", hint))
-
-
-def _where(seen: Array | bool, after: Any, before: Any) -> Any:
-    """The state after a step that was seen; `inner_state` apart."""
-    after, before = after._replace(inner_state=()), before._replace(inner_state=())
-    if seen is True:
-        return after  # nothing is around the guard that could have left it out
-    return jax.tree.map(functools.partial(jnp.where, seen), after, before)

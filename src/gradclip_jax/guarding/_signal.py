@@ -11,46 +11,60 @@ from .._checks import check_number, describe, error_message
 from .._mesh import replica_count, shard_axes, sum_over
 from .._run_if import run_if
 from .._types import Array, AxisName, Scalar
-from ..clipping._rule import Rule, apply_rules, as_rule, constant, first_state
-from ..clipping._scale import wide_dtype
+from ..clipping._formula import wide_dtype
+from ..clipping._threshold import Rule, apply_rule, as_rule, constant, first_state
 
 
 class Signal(NamedTuple):
-    """Whether a norm or a loss is a spike, beyond which threshold, and what its rule learnt."""
+    """A norm or a loss, held against the threshold of its rule.
+
+    Attributes:
+        is_spike: whether it is above, or not a number.
+        threshold: of this step.
+        rule_state: what the rule learned from it.
+        afresh: makes the rule's state if it starts anew with this value; None for a number or a
+            schedule, which have no level to learn and keep their count.
+    """
 
     is_spike: Scalar
     threshold: Scalar
     rule_state: Any
+    afresh: Any
 
 
-def judge_signal(
-    rule: Rule, value: Scalar, state: tuple[Scalar, Any], param_norm: Any, relearn_after: Any
-) -> Signal:
-    """Holds a value against its rule, which learns anew after `relearn_after` spikes in a row."""
-    streak, rule_state = state
-    param_norms = [param_norm] if rule.uses_params else None
-    # A number or a schedule has no level to learn anew, and keeps its count.
-    learns = bool(jax.tree.leaves(rule_state)) and not rule.counts_steps
+def compare(rule: Rule, value: Scalar, rule_state: Any, param_norm: Any) -> Signal:
+    """Holds a value against its rule."""
 
     def apply(rule_state: Any) -> tuple[Array, Any]:
-        (threshold,), (after,) = apply_rules([rule], [value], (rule_state,), param_norms)
-        return threshold, after
+        return apply_rule(rule, value, rule_state, param_norm if rule.uses_params else None)
+
+    def afresh() -> Any:
+        # Not below what the rule has climbed to: a start of 1 never gets to a level of 1e4.
+        _, new = apply(first_state(rule))
+        starts = (apply(new)[0] > apply(after)[0]) | (value <= threshold)
+        return jax.tree.map(functools.partial(jnp.where, starts), new, after)
 
     threshold, after = apply(rule_state)
-    is_spike = ~(value <= threshold)
-    if not learns:
-        return Signal(is_spike, threshold, after)
-    relearns = is_spike & (streak >= relearn_after)
+    learns = bool(jax.tree.leaves(rule_state)) and not rule.counts_steps
+    return Signal(~(value <= threshold), threshold, after, afresh if learns else None)
 
-    def relearn(after: Any) -> Any:
-        # Not below what the rule has climbed to: a start of 1 never gets to a level of 1e4.
-        _, afresh = apply(first_state(rule))
-        is_higher = apply(afresh)[0] > apply(after)[0]
-        return jax.tree.map(functools.partial(jnp.where, is_higher), afresh, after)
 
-    # A loop would make a GPU wait for the host at every step: there the few numbers are selected.
-    after = run_if(relearns, relearn, after, usually=True)
-    return Signal(is_spike & ~relearns, threshold, after)
+def relearn(signals: dict[str, Signal], is_due: Scalar) -> dict[str, Signal]:
+    """Lets every rule start anew where that is due and makes the step good: it is no spike then."""
+    spikes = {key: x.is_spike for key, x in signals.items()}
+    relearns = is_due & functools.reduce(jnp.logical_or, spikes.values())
+    for key, signal in signals.items():
+        if signal.afresh is None:
+            relearns &= ~spikes[key]
+
+    def started_anew(signal: Signal) -> Signal:
+        after = signal.rule_state
+        if signal.afresh is not None:
+            # A loop would make a GPU wait for the host at every step: the few numbers are selected.
+            after = run_if(relearns, lambda _: signal.afresh(), after, usually=True)
+        return signal._replace(is_spike=signal.is_spike & ~relearns, rule_state=after)
+
+    return {key: started_anew(x) for key, x in signals.items()}
 
 
 def loss_rule(name: str, loss: Any) -> Rule:
@@ -60,12 +74,12 @@ def loss_rule(name: str, loss: Any) -> Rule:
         rule = "a threshold that does not follow the parameters"
         raise ValueError(error_message(name, "loss", rule, "one that does", hint))
     if isinstance(loss, Rule) or callable(loss):
-        found = as_rule(name, "loss", loss)
-        if not (found.signed or found.counts_steps) and jax.tree.leaves(first_state(found)):
+        given = as_rule(name, "loss", loss)
+        if not (given.signed or given.counts_steps) and jax.tree.leaves(first_state(given)):
             hint = "Pass `signed=True` to the rule: it would leave out losses that are not > 0."
             rule = "a rule that takes negative values"
             raise ValueError(error_message(name, "loss", rule, "one for norms", hint))
-        return found
+        return given
     hint = "Pass a number, a schedule, or a rule from `gcx.thresholds`."
     check_number(name, "loss", loss, hint, low=-np.inf)
     return constant(loss)

@@ -1,26 +1,25 @@
 """A guard against what is not finite."""
 
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import optax
 
-from .._checks import check_choice, renamed
-from .._gate import ComputedStep
+from .._checks import check_bound, check_choice, renamed
+from .._gate import ComputedStep, Verdict
 from .._states import increment_where, register_metrics
 from .._types import AxisName, Scalar, Tree
 from ._detect import all_finite, finite_extra_args, has_finite_squares, is_finite_step
 from ._guard import check_guard, guard, zero
 
 
-@register_metrics("skipped_nonfinite", "consecutive_skips", "guard_failed")
+@register_metrics("skipped_nonfinite", "consecutive_skips", "guard_failed", gate="inner_state")
 class SkipNonfiniteState(NamedTuple):
-    """What `skip_nonfinite` counts; int32[], saturating, and bool[].
+    """What `skip_nonfinite` counts; int32[], saturating.
 
     Attributes:
         skipped_nonfinite: steps that were skipped.
         consecutive_skips: steps that were skipped since the last one that was taken.
-        guard_failed: whether `max_consecutive_skips` was ever reached.
+        guard_failed: 1 if `max_consecutive_skips` was ever reached, else 0.
         inner_state: the state of the inner optimizer.
     """
 
@@ -34,37 +33,39 @@ class SkipNonfiniteState(NamedTuple):
 def skip_nonfinite(
     inner: optax.GradientTransformation,
     *,
-    check: Literal["step", "gradient"] = "step",
+    check: Literal["gradient", "step"] = "gradient",
     max_consecutive_skips: int | None = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Leaves out every step that is not finite: as if its batch had never been.
 
-    A step is taken only if the gradient, the loss and the weight (where they are given to
-    `update` as `value` and `weight`) are finite, and with `check="step"` also the update and the
-    next inner state.
+    A step is taken only if the gradient, its sum of squares, the loss and the weight (where they
+    are given to `update` as `value`, or `loss`, and `weight`) are finite; with `check="step"` the
+    update and the next inner state are looked at as well.
 
     | step | effect |
     | --- | --- |
     | a NaN or infinity in gradient, loss or weight | no update, state unchanged |
-    | a NaN or infinity in the update; a new one in an array of the next state | the same |
-    | a gradient of 1e20, which makes a second moment infinite | the same |
+    | finite, but a norm above 1.8e19 in float32, an element above 255 in float16 | the same |
+    | a NaN or infinity in the update; a new one in an array of the next state | taken by default |
+    | the same with `check="step"` | no update, state unchanged |
     | an infinity in a scalar of the state, such as a clip threshold that is turned off | taken |
     | bad steps without end | all skipped; `guard_failed` says so; no NaN is ever let through |
 
     Around `accumulate_gradients` it leaves out a single micro-batch that is not finite, and drops
-    a window whose sum or step is not finite. Inside it drops windows only.
+    a window whose gradient or step is not. Inside it drops windows only.
 
-    `check="step"` computes update and state once more, only to look at them: 11 N instead of 8 N
-    of memory traffic for AdamW on N parameters. `check="gradient"` is free where a clip by global
-    norm follows, and costs one read of the gradient elsewhere. It refuses a gradient whose
-    squares overflow (a norm above 1.8e19 in float32, an element above 255 in float16), so that
-    no second moment can become infinite. Use it with optimizers that make a finite update of
-    every such gradient, as Optax's do; not where a schedule or a parameter can add a NaN.
+    `check="gradient"` is free where a clip by global norm follows, and costs one read of the
+    gradient elsewhere. A gradient whose squares overflow is refused so that no second moment can
+    become infinite: every optimizer of Optax makes a finite update of the others. Take
+    `check="step"` where a schedule, a parameter or a transformation of your own can add a NaN. It
+    refuses no finite gradient whose step is finite. It looks at the computed step: 11 N instead of
+    8 N of memory traffic for AdamW on N parameters. A CPU computes it twice, and runs the host
+    callbacks of the optimizer twice.
 
     Args:
         inner: any Optax transformation, except `optax.MultiSteps` with `check="step"`.
-        check: what has to be finite, "step" or "gradient".
+        check: what has to be finite, "gradient" or "step".
         max_consecutive_skips: after so many skips in a row `guard_failed` becomes True, and
             stays so, for the host to read when it likes; an integer >= 1, or None for never.
         axis_name: as for `clip_by_global_norm`.
@@ -87,35 +88,42 @@ def skip_nonfinite(
     """
     name = "skip_nonfinite"
     axes = check_guard(name, inner, axis_name)
-    check_choice(name, "check", check, ("step", "gradient"))
-    is_good_gradient = all_finite if check == "step" else has_finite_squares
-
-    def first(inner_state: Any) -> SkipNonfiniteState:
-        return SkipNonfiniteState(zero(), zero(), zero(bool), inner_state)
 
     def judge(
         updates: Tree, state: SkipNonfiniteState, params: Tree, extra_args: dict[str, Any]
-    ) -> tuple[Scalar, Callable[[Scalar], SkipNonfiniteState]]:
-        is_good = is_good_gradient(updates, axes) & finite_extra_args(extra_args, axes)
+    ) -> Verdict:
+        is_good = judge_gradient(name, updates, extra_args, check, axes)
 
-        def own_fields(skipped: Scalar) -> SkipNonfiniteState:
-            count = increment_where(state.skipped_nonfinite, skipped)
+        def own_fields(refuses: Scalar) -> SkipNonfiniteState:
+            count = increment_where(state.skipped_nonfinite, refuses)
             return state._replace(skipped_nonfinite=count)
 
-        return is_good, own_fields
+        return Verdict(is_good, updates, own_fields)
+
+    def first(inner_state: Any) -> SkipNonfiniteState:
+        return SkipNonfiniteState(zero(), zero(), zero(), inner_state)
+
+    checks = finite_checks(name, check, axes)
+    return guard(name, inner, first, judge, **checks, max_consecutive_skips=max_consecutive_skips)
+
+
+def judge_gradient(
+    name: str, updates: Tree, extra_args: dict[str, Any], check: str, axes: AxisName
+) -> Scalar:
+    """Whether gradient, loss and weight are finite; alike on all devices."""
+    check_bound(name, axes)
+    is_finite = all_finite if check == "step" else has_finite_squares
+    return is_finite(updates, axes) & finite_extra_args(name, extra_args, axes)
+
+
+def finite_checks(name: str, check: Any, axes: AxisName) -> dict[str, Any]:
+    """What a guard against what is not finite checks besides: windows, or steps."""
+    check_choice(name, "check", check, ("gradient", "step"))
+
+    def check_window(grads: Tree) -> Scalar:
+        return has_finite_squares(grads, axes)
 
     def check_step(step: ComputedStep) -> Scalar:
         return is_finite_step(step, axes)
 
-    def check_window(step: ComputedStep) -> Scalar:
-        return has_finite_squares(step.grads, axes)
-
-    return guard(
-        name,
-        inner,
-        first,
-        judge,
-        check_step=check_step if check == "step" else None,
-        check_window=check_step if check == "step" else check_window,
-        max_consecutive_skips=max_consecutive_skips,
-    )
+    return {"check_window": check_window} if check == "gradient" else {"check_step": check_step}

@@ -1,19 +1,19 @@
 """Guards against spikes of the gradient norm and of the loss."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_count, check_ord, error_message
+from .._checks import check_bound, check_count, check_ord, error_message
+from .._gate import Verdict
 from .._states import increment_where, register_metrics
-from .._types import TWENTY_FIVE, TWO, UNBOUNDED, AxisName, Count, Order, Scalar, Tree
+from .._types import UNBOUNDED, AxisName, Count, Order, Scalar, Tree
 from ..clipping._norm import measured_leaves, norm_of_leaves
-from ..clipping._rule import Rule, as_rule, check_params, first_state
-from ._guard import check_guard, guard, zero
-from ._signal import Signal, judge_signal, loss_rule, mean_loss
+from ..clipping._threshold import Rule, as_rule, check_params, first_state
+from ._guard import check_guard, guard, loss_of, zero
+from ._signal import Signal, compare, loss_rule, mean_loss, relearn
 
 
 @register_metrics(
@@ -26,9 +26,10 @@ from ._signal import Signal, judge_signal, loss_rule, mean_loss
     "skipped_nonfinite",
     "consecutive_skips",
     "guard_failed",
+    gate="inner_state",
 )
 class SkipSpikesState(NamedTuple):
-    """What `skip_spikes` measures and counts; float32[], int32[] saturating, and bool[].
+    """What `skip_spikes` measures and counts; float32[], and int32[] saturating.
 
     Attributes:
         grad_norm: the norm of the last gradient.
@@ -39,8 +40,9 @@ class SkipSpikesState(NamedTuple):
         skipped_large_loss: steps that were skipped for their loss; one can count in both.
         skipped_nonfinite: steps that were skipped because norm or loss were not finite.
         consecutive_skips: steps that were skipped since the last one that was taken.
-        guard_failed: whether `max_consecutive_skips` was ever reached.
-        signals: for "norm" and "loss", spikes in a row and the state of the rule.
+        guard_failed: 1 if `max_consecutive_skips` was ever reached, else 0.
+        spikes_in_a_row: steps that were skipped for their norm or loss since one was taken.
+        signals: for "norm" and "loss", the state of the rule.
         inner_state: the state of the inner optimizer.
     """
 
@@ -53,7 +55,8 @@ class SkipSpikesState(NamedTuple):
     skipped_nonfinite: Scalar
     consecutive_skips: Scalar
     guard_failed: Scalar
-    signals: dict[str, tuple[Scalar, Any]]
+    spikes_in_a_row: Scalar
+    signals: dict[str, Any]
     inner_state: Any
 
 
@@ -61,9 +64,9 @@ def skip_large_norm(
     inner: optax.GradientTransformation,
     max_norm: Any,
     *,
-    ord: Order = TWO,
+    ord: Order = 2.0,
     axis_name: AxisName = None,
-    relearn_after: Count = TWENTY_FIVE,
+    relearn_after: Count = 25,
     max_consecutive_skips: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Leaves out every step whose gradient norm is above a threshold, or not finite.
@@ -116,20 +119,20 @@ def skip_spikes(
     *,
     norm: Any = None,
     loss: Any = None,
-    ord: Order = TWO,
+    ord: Order = 2.0,
     axis_name: AxisName = None,
-    relearn_after: Count = TWENTY_FIVE,
+    relearn_after: Count = 25,
     max_consecutive_skips: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Leaves out every step whose gradient norm or whose loss is above its own threshold.
 
     A step is taken if norm and loss are finite and neither is above its threshold. The loss is
-    the extra argument `value` of `update`. `metrics` tell which of the two it was.
+    the extra argument `value`, or `loss`, of `update`. `metrics` tell which of the two it was.
 
-    It cannot lock up: after `relearn_after` spikes of one of them in a row its rule, if it learns
-    from history, starts afresh from the value at hand, unless it has come to a higher threshold
-    by itself. A bound that the rule keeps for good, such as that of `capped` or the `warmup_max`
-    of `ema` (pass inf here), holds as a fixed number does.
+    It cannot lock up: after `relearn_after` steps in a row that were skipped for their norm or
+    their loss, every rule that learns from history starts afresh from the value at hand, unless
+    it has come to a higher threshold by itself. A bound that the rule keeps for good, such as that
+    of `capped` or the `warmup_max` of `ema` (pass inf here), holds as a fixed number does.
 
     | step | effect |
     | --- | --- |
@@ -149,7 +152,7 @@ def skip_spikes(
             `thresholds.zscore`; a multiple of the level, as in `ema`, has no meaning there.
         ord: order of the norm, 1, 2, inf or any number > 0.
         axis_name: as for `clip_by_global_norm`.
-        relearn_after: spikes in a row after which a rule starts afresh, an integer >= 1.
+        relearn_after: skipped steps in a row after which the rules start afresh, an integer >= 1.
         max_consecutive_skips: as for `skip_nonfinite`.
 
     Returns:
@@ -203,22 +206,27 @@ def _skip_beyond(
 
     def judge(
         updates: Tree, state: SkipSpikesState, params: Tree, extra_args: dict[str, Any]
-    ) -> tuple[Scalar, Callable[[Scalar], SkipSpikesState]]:
+    ) -> Verdict:
+        check_bound(name, axes)
         values = {"norm": measure(updates)}
         if "loss" in rules:
-            values["loss"] = mean_loss(name, extra_args.get("value"), axes)
+            values["loss"] = mean_loss(name, loss_of(name, extra_args), axes)
         param_norm = None
         if any(rule.uses_params for rule in rules.values()):
             check_params(name, updates, params)
             param_norm = measure(params)
         finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, values.values()))
-        signals: dict[str, Signal] = {}
-        for key, rule in rules.items():
+
+        def signal(key: str) -> Signal:
             value = jnp.where(finite, values[key], jnp.nan)
-            found = judge_signal(rule, value, state.signals[key], param_norm, relearn_after)
-            signals[key] = found._replace(is_spike=finite & found.is_spike)
+            compared = compare(rules[key], value, state.signals[key], param_norm)
+            return compared._replace(is_spike=finite & compared.is_spike)
+
+        is_due = state.spikes_in_a_row >= relearn_after
+        signals = relearn({key: signal(key) for key in rules}, is_due)
         is_good = functools.reduce(jnp.logical_and, (~x.is_spike for x in signals.values()), finite)
-        return is_good, lambda skipped: _own_fields(state, values, signals, finite)
+        own_fields = functools.partial(_own_fields, state, values, signals, finite)
+        return Verdict(is_good, updates, own_fields)
 
     first = functools.partial(_first_state, rules)
     return guard(name, inner, first, judge, max_consecutive_skips=max_consecutive_skips)
@@ -235,29 +243,35 @@ def _first_state(rules: dict[str, Rule], inner_state: Any) -> SkipSpikesState:
         skipped_large_loss=zero() if has_loss else None,
         skipped_nonfinite=zero(),
         consecutive_skips=zero(),
-        guard_failed=zero(bool),
-        signals={key: (zero(), first_state(rule)) for key, rule in rules.items()},
+        guard_failed=zero(),
+        spikes_in_a_row=zero(),
+        signals={key: first_state(rule) for key, rule in rules.items()},
         inner_state=inner_state,
     )
 
 
 def _own_fields(
-    state: SkipSpikesState, values: dict[str, Scalar], signals: dict[str, Signal], finite: Scalar
+    state: SkipSpikesState,
+    values: dict[str, Scalar],
+    signals: dict[str, Signal],
+    finite: Scalar,
+    refuses: Scalar,
 ) -> SkipSpikesState:
     """What was measured at this step, and what was counted up to it."""
-    seen: dict[str, Any] = {"grad_norm": values["norm"].astype(jnp.float32)}
-    streaks: dict[str, Any] = {}
+    fields: dict[str, Any] = {"grad_norm": values["norm"].astype(jnp.float32)}
     for key, signal in signals.items():
-        field, threshold, count = _FIELDS[key]
-        seen[field] = values[key].astype(jnp.float32)
-        seen[threshold] = signal.threshold.astype(jnp.float32)
-        seen[count] = increment_where(getattr(state, count), signal.is_spike)
-        # A step that is not finite says nothing about the level.
-        longer = increment_where(state.signals[key][0], signal.is_spike)
-        streak = jnp.where(finite & ~signal.is_spike, 0, longer)
-        streaks[key] = (streak, signal.rule_state)
-    skipped = increment_where(state.skipped_nonfinite, ~finite)
-    return state._replace(skipped_nonfinite=skipped, signals=streaks, **seen)
+        measured, threshold, count = _FIELDS[key]
+        fields[measured] = values[key].astype(jnp.float32)
+        fields[threshold] = signal.threshold.astype(jnp.float32)
+        fields[count] = increment_where(getattr(state, count), signal.is_spike)
+    # A step that is not finite says nothing about the level.
+    longer = increment_where(state.spikes_in_a_row, finite)
+    return state._replace(
+        skipped_nonfinite=increment_where(state.skipped_nonfinite, ~finite),
+        spikes_in_a_row=jnp.where(refuses, longer, 0),
+        signals={key: signal.rule_state for key, signal in signals.items()},
+        **fields,
+    )
 
 
 _FIELDS = {

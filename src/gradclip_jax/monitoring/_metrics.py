@@ -1,18 +1,20 @@
 """Every scalar that the states of this package report, from any nested Optax state."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._states import METRICS, find_states
+from .._checks import check_no_transformation
+from .._states import METRICS, find_states, is_guard
 from .._types import Array
 
 
 def metrics(state: Any) -> dict[str, Array]:
     """Collects the scalars to log from an optimizer state, however it is nested.
 
-    Nothing is computed: the numbers are from the pass that clipped or guarded. The keys depend
+    The numbers are from the pass that clipped or guarded. The keys depend
     on the structure of the state alone, so they are the same at every step, from `init` on.
 
     | key | meaning |
@@ -25,13 +27,27 @@ def metrics(state: Any) -> dict[str, Array]:
     | `loss_scale` | what the gradient of the next loss is multiplied by |
     | `skipped_nonfinite`, `skipped_large_norm`, `skipped_large_loss` | counts |
     | `consecutive_skips` | skips since the last step that was taken |
-    | `guard_failed` | whether the limit of skips, or of the loss scale, was ever reached |
+    | `guard_failed` | 1 if the limit of skips, or of the loss scale, was ever reached, else 0 |
     | `gradient_noise_scale` | in micro-batches, or in the unit of the weights |
-    | `nonfinite_norms` | steps that `record_norms` left out |
+    | `nonfinite_norms` | steps of which `record_norms` saw a norm that is not finite |
+    | `gradient_norm`, `update_norm`, `parameter_norm`, `update_ratio` | of `watch`, also by unit |
+    | `largest_share`, `largest_share_index` | of a unit in the squared gradient norm, and which |
+    | `watch_step`, `step_taken` | calls of `watch`; whether the last took a step |
+    | `incident_count`, `incident_step`, `incident_kind` | how many, and the last: see `incidents` |
 
-    A name that occurs once is its own key. If it occurs more often, the path in the state is
-    appended, as in `grad_norm/inner_opt_state/0`, except for a state that is not nested. A clip
-    by groups appends the label of the group, as in `grad_norm/body`.
+    A name that occurs once is its own key. If it occurs more often, each has the path in the state
+    appended, as in `grad_norm/inner_opt_state/0`; guards are left out of the paths of all else, so
+    a key stays what it is when a guard is put around. A clip by groups appends the label of the
+    group, as in `grad_norm/body`.
+
+    | the plain key, if a name occurs more often | |
+    | --- | --- |
+    | `skipped_nonfinite`, `skipped_large_norm`, `skipped_large_loss` | the sum over guards |
+    | `consecutive_skips` | the largest of all guards |
+    | `guard_failed` | 1 if any has failed |
+    | what guards and one other state report, as a clip `grad_norm` | that of the other |
+    | what guards alone report, as `grad_norm` | that of the outermost |
+    | what several others report, as two clips `grad_norm` | none |
 
     Args:
         state: any pytree that contains optimizer states, such as the state of `optax.chain`,
@@ -39,6 +55,9 @@ def metrics(state: Any) -> dict[str, Array]:
 
     Returns:
         Name to scalar, sorted; empty if the state contains no state of this package.
+
+    Raises:
+        TypeError: `state` is a transformation, not the state of one.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -50,19 +69,42 @@ def metrics(state: Any) -> dict[str, Array]:
         >>> float(gcx.metrics(state)["grad_norm"])
         5.0
     """
-    by_name: dict[str, list[tuple[str, Any]]] = {}
-    for path, found in find_states(state, tuple(METRICS)):
+    check_no_transformation("metrics", state)
+    guards = {path for path, node in find_states(state, tuple(METRICS)) if is_guard(node)}
+    by_name: dict[str, list[tuple[str, bool, Any]]] = {}
+    for path, node in find_states(state, tuple(METRICS)):
+        if not is_guard(node):  # its place stays what it was when a guard is put around it
+            path = tuple(key for i, key in enumerate(path) if path[:i] not in guards)
         place = jax.tree_util.keystr(path, simple=True, separator="/")
-        kind = next(kind for kind in type(found).__mro__ if kind in METRICS)
+        kind = next(kind for kind in type(node).__mro__ if kind in METRICS)
         for name in METRICS[kind]:
-            value = getattr(found, name)
+            value = getattr(node, name)
             if value is not None:  # a guard that does not watch the loss has none to report
-                by_name.setdefault(name, []).append((place, value))
+                by_name.setdefault(name, []).append((place, is_guard(node), value))
     out: dict[str, Array] = {}
     for name, entries in by_name.items():
-        for place, value in entries:
-            key = name if len(entries) == 1 or not place else f"{name}/{place}"
-            groups = value.items() if isinstance(value, dict) else [(None, value)]
-            for group, scalar in groups:
-                out[key if group is None else f"{key}/{group}"] = jnp.asarray(scalar)
+        # A guard leaves the plain key to what reports the same without being a guard.
+        plain = [value for _, guards_it, value in entries if not guards_it] or [
+            _of_all_guards(name, [jnp.asarray(value) for _, _, value in entries])
+        ]
+        if len(plain) == 1:
+            out |= _with_groups(name, plain[0])
+        if len(entries) > 1:
+            for place, _, value in entries:
+                out |= _with_groups(f"{name}/{place or 'outermost'}", value)
     return dict(sorted(out.items()))
+
+
+def _of_all_guards(name: str, values: list[Array]) -> Array:
+    """One number for all guards: whether any failed, the longest streak, the sum of skips."""
+    if name in ("guard_failed", "consecutive_skips"):
+        return functools.reduce(jnp.maximum, values)
+    return functools.reduce(jnp.add, values) if name.startswith("skipped_") else values[0]
+
+
+def _with_groups(key: str, value: Any) -> dict[str, Array]:
+    """The entry, or those of a clip by groups."""
+    if isinstance(value, dict):
+        # None stands for all groups together.
+        return {f"{key}/{group}" if group else key: jnp.asarray(x) for group, x in value.items()}
+    return {key: jnp.asarray(value)}

@@ -8,6 +8,7 @@ import optax
 
 from .._checks import (
     check_axis_name,
+    check_bound,
     check_ord,
     check_state,
     check_static,
@@ -15,11 +16,12 @@ from .._checks import (
     error_message,
     refuse_traced,
 )
-from .._states import find_states, increment_where, register_metrics
+from .._states import find_states, increment_where, plain_arrays, register_metrics
 from .._tree_checks import check_inexact
-from .._types import TWO, Array, AxisName, Count, Order, Scalar, Tree
+from .._types import Array, AxisName, Count, Order, Scalar, Tree
+from ..clipping._granularity import leaf_units
 from ..clipping._norm import measured_leaves, norm_of_leaves, unit_norms
-from ..clipping._units import leaf_units
+from ._names import leaf_names
 
 
 @register_metrics("nonfinite_norms")
@@ -30,7 +32,7 @@ class NormRecordState(NamedTuple):
         norms: float32[window], or float32[window, leaves].
         step_count: int32[], steps in the buffer, at most `window`.
         position: int32[], where the next step goes.
-        nonfinite_norms: int32[], steps left out because a norm was not finite, saturating.
+        nonfinite_norms: int32[], steps of which a norm was not finite, saturating.
     """
 
     norms: Array
@@ -43,14 +45,15 @@ def record_norms(
     window: Count = 1024,
     *,
     per_leaf: bool = False,
-    ord: Order = TWO,
+    ord: Order = 2.0,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformation:
     """Records the norms of the last `window` updates; the updates pass unchanged.
 
-    Put it before a clip to record norms before clipping. A step whose norm is NaN or infinite is
-    counted but not recorded. Read the norms with `norm_history`, and pass them to
-    `suggest_max_norm`.
+    Put it before a clip to record norms before clipping. Every step has a row, so the last is that
+    of the last call; a norm that is not finite is recorded as it is, and counted. Read the norms
+    with `norm_history`, those of leaves by name with `leaf_norm_history`, and pass them to
+    `suggest_max_norm`, which leaves out what is not finite.
 
     Args:
         window: how many steps are kept, 1 to 2^20, static.
@@ -72,7 +75,7 @@ def record_norms(
         >>> state = record.init(jnp.zeros(2))
         >>> for scale in (1.0, 2.0, 3.0):
         ...     _, state = record.update(scale * jnp.array([3.0, 4.0]), state)
-        >>> gcx.norm_history(state).tolist()
+        >>> gcx.diagnostics.norm_history(state).tolist()
         [10.0, 15.0]
     """
     name = "record_norms"
@@ -96,15 +99,14 @@ def record_norms(
         updates: Tree, state: Any, params: Tree | None = None
     ) -> tuple[Tree, NormRecordState]:
         check_inexact(name, "updates", updates)
+        check_bound(name, axes)
         check_state(name, state, NormRecordState)
         norms = measure(updates).astype(jnp.float32)
-        finite = jnp.all(jnp.isfinite(norms))
-        row = jnp.where(finite, norms, state.norms[state.position])
         return updates, NormRecordState(
-            norms=state.norms.at[state.position].set(row),
-            step_count=jnp.minimum(state.step_count + finite.astype(jnp.int32), window),
-            position=(state.position + finite.astype(jnp.int32)) % window,
-            nonfinite_norms=increment_where(state.nonfinite_norms, ~finite),
+            norms=state.norms.at[state.position].set(norms),
+            step_count=jnp.minimum(state.step_count + 1, window),
+            position=(state.position + 1) % window,
+            nonfinite_norms=increment_where(state.nonfinite_norms, ~jnp.all(jnp.isfinite(norms))),
         )
 
     return optax.GradientTransformation(init, update)
@@ -119,7 +121,8 @@ def norm_history(state: Any) -> np.ndarray[Any, Any]:
 
     Returns:
         A NumPy array, float32[steps] or float32[steps, leaves] with the leaves in the order of
-        `jax.tree.leaves(params)`; at most `window` steps.
+        `jax.tree.leaves(params)`; at most `window` steps. Of a state that was vmapped over seeds
+        one for each, along a first axis.
 
     Raises:
         TypeError: the state contains no record, or it is traced: call this outside jit.
@@ -128,7 +131,7 @@ def norm_history(state: Any) -> np.ndarray[Any, Any]:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
         >>> tx = optax.chain(gcx.record_norms(), gcx.clip_by_global_norm(1.0))
         >>> _, state = tx.update(jnp.array([3.0, 4.0]), tx.init(jnp.zeros(2)))
-        >>> gcx.norm_history(state).tolist()  # before the clip
+        >>> gcx.diagnostics.norm_history(state).tolist()  # before the clip
         [5.0]
     """
     name = "norm_history"
@@ -137,7 +140,43 @@ def norm_history(state: Any) -> np.ndarray[Any, Any]:
         hint = "Put `record_norms()` into the chain."
         rule = "a state with a record of norms"
         raise TypeError(error_message(name, "state", rule, type(state).__name__, hint))
-    _, record = found[0]
+    record = plain_arrays(found[0][1])
     refuse_traced(name, "state", record.norms)
-    norms, count = np.asarray(record.norms), int(record.step_count)
-    return norms[:count] if count < len(norms) else np.roll(norms, -int(record.position), axis=0)
+    norms, counts, positions = map(np.asarray, record[:3])
+    # Every call has a row, so all seeds have as many.
+    axis, count, position = counts.ndim, int(counts.flat[0]), int(positions.flat[0])
+    rows = np.roll(norms, -position, axis) if count == norms.shape[axis] else norms
+    return np.take(rows, range(count), axis)
+
+
+def leaf_norm_history(state: Any, params: Tree) -> dict[str, np.ndarray[Any, Any]]:
+    """The recorded norms of each leaf by its name, the oldest first.
+
+    Args:
+        state: the state of `record_norms(per_leaf=True)`, or any state that contains it.
+        params: the parameters, or any tree of their structure.
+
+    Returns:
+        Path, such as `decoder/mlp/wi`, to float32[steps].
+
+    Raises:
+        TypeError: the state contains no record, or it is traced.
+        ValueError: the record is not of the leaves of `params`.
+
+    Examples:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> record = gcx.record_norms(per_leaf=True)
+        >>> grads = {"wi": jnp.array([3.0, 4.0]), "wo": jnp.array([jnp.nan])}
+        >>> _, state = record.update(grads, record.init(grads))
+        >>> {
+        ...     name: norms.tolist()
+        ...     for name, norms in gcx.diagnostics.leaf_norm_history(state, grads).items()
+        ... }
+        {'wi': [5.0], 'wo': [nan]}
+    """
+    norms, names = norm_history(state), leaf_names(params)
+    if norms.ndim < 2 or norms.shape[-1] != len(names):
+        rule = f"a record of {len(names)} leaves"
+        got, hint = f"one of shape {list(norms.shape)}", "Record with `per_leaf=True`."
+        raise ValueError(error_message("leaf_norm_history", "state", rule, got, hint))
+    return {name: norms[..., i] for i, name in enumerate(names)}

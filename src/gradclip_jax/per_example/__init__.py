@@ -1,1 +1,28 @@
-"""Per-example gradients: norms and clipping without writing the gradients down."""
+"""Gradients of each example: their norms, and the mean or sum of them, each clipped by itself.
+
+| function | what it gives |
+| --- | --- |
+| `value_and_grad` | value and gradient, each example clipped; norm and factor of each example |
+| `norms` | the norm of each example's gradient, or of groups of leaves |
+| `leaf_norms` | the norm of each leaf of it |
+| `costs` | how these are computed, leaf by leaf |
+| `noisy_mean` | noise for a sum of clipped gradients: private training |
+| `sensitivity` | how far one example can move that sum |
+| `noise_scale` | the gradient noise scale of one batch |
+"""
+
+from ._clip import Stats, value_and_grad
+from ._noise import noise_scale, noisy_mean, sensitivity
+from ._norms import LeafCost, costs, leaf_norms, norms
+
+__all__ = [
+    "LeafCost",
+    "Stats",
+    "costs",
+    "leaf_norms",
+    "noise_scale",
+    "noisy_mean",
+    "norms",
+    "sensitivity",
+    "value_and_grad",
+]

@@ -1,226 +1,276 @@
 """The mean of clipped per-example gradients, as `jax.value_and_grad` gives the ordinary mean."""
 
-from collections.abc import Callable
-from typing import Any, Unpack
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import check_choice, check_count, check_number, describe, error_message
-from .._mesh import sum_over, vary, varying_axes
-from .._types import Array, Labels, Tree
-from ..accumulation._split import Split, in_order, micro_arguments
-from ._examples import as_batch, as_loss, batch_axes, localised, on_measured
-from ._weigh import Clip, ClipOptions, ExampleStats, Sums, clipped_sums, thresholds_of
+from .._checks import check_axis_name, check_choice, check_count, check_number, error_message
+from .._mesh import shard_axes, sum_over, vary, varying_axes, zeros_of_type
+from .._types import Array, AxisName, Labels, Number, Scalar, Tree
+from ..accumulation._split import in_order
+from ..clipping._norm import measured_leaves
+from ._losses import Examples, Loss, Outputs, groups_of, part_of
+from ._sum import Groups, Norms, norms_and_sums
 
 
-def clipped_value_and_grad(
-    loss_fn: Callable[..., Any],
+class Stats(NamedTuple):
+    """What is known of each example, in the order of the batch.
+
+    Attributes:
+        value: the loss, [B].
+        norm: the norm of the gradient before clipping, [B]; a mapping from label with groups.
+        factor: what the gradient was multiplied by, its weight left out, [B]; a mapping from label
+            with groups.
+        weight: what the loss returned, float32[B]; None without `has_weight`.
+        aux: the auxiliary output of the loss, each leaf [B, ...]; None without `has_aux`.
+    """
+
+    value: Array
+    norm: Any
+    factor: Any
+    weight: Array | None
+    aux: Any
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
     max_norm: Any,
     *,
+    argnums: int | Sequence[int] = 0,
+    batch_argnums: int | Sequence[int] = 1,
+    has_aux: bool = False,
+    has_weight: bool = False,
     param_labels: Labels | None = None,
     reaction: Any = "scale",
     reduction: str = "mean",
     nonfinite: str = "propagate",
-    has_aux: bool = False,
-    batched: bool = False,
-    batch_axis: int = 0,
     num_microbatches: int = 1,
-) -> Callable[..., Any]:
-    """Clips the gradient of each example by itself, then averages; no gradient is written down.
+    axis_name: AxisName = None,
+) -> Callable[..., tuple[tuple[Array, Stats], Tree]]:
+    """Clips the gradient of each example by itself, then averages: one backward pass.
 
-    `grads = mean over i of g_i min(1, max_norm / |g_i|)`, `g_i = grad loss_fn(params, batch[i])`.
-    The norms come as in `per_example_norms`; a second backward pass weighs each loss by its factor.
+    `grads = sum of w_i g_i min(1, max_norm / |g_i|) / sum of w_i`, where `g_i` is the gradient of
+    `fun` for example i, and `w_i` its weight, 1 without `has_weight`. No `g_i` is written down
+    where its factors are smaller. The sum is computed and returned in float32, or float64 with a
+    64 bit leaf, whatever the parameters are.
 
     | case | what comes back |
     | --- | --- |
+    | any example of weight 1 | contributes at most `max_norm (1 + 1e-5)` to the sum |
     | `max_norm=inf` | the ordinary mean |
     | an example of norm 0 | adds 0 |
     | an example whose norm is NaN or infinite | NaN everywhere; with `nonfinite="zero"` it adds 0 |
-    | an example of weight 0 | adds nothing, and is not read: it may hold NaN |
+    | an example of weight 0 | adds 0, whatever it holds |
     | no examples, or only weights of 0 | zeros |
-    | an example of norm 1e20 or 1e-30 | clipped exactly |
-    | float16 or bfloat16 parameters | factors are lower by one rounding, so that the bound holds |
+    | tokens that cancel, or norms out of [1e-19, 1e19] | exact, and slower: one example at a time |
 
     Use `microbatched_value_and_grad` where examples need no clipping of their own.
 
     Args:
-        loss_fn: as for `per_example_norms`.
-        max_norm: the threshold, in the unit of the gradient: a number > 0, traced or not, or a
-            schedule `step -> value`; with `param_labels` a mapping from label to one of those,
-            where a label left out is not clipped.
-        param_labels: as for `per_example_norms`; each group is then clipped by its own norm, at
-            one more backward pass for each group.
+        fun: the loss of one example: as for `microbatched_value_and_grad`, but what is at
+            `batch_argnums` has no axis of examples. It returns a real scalar, `(value, aux)` with
+            `has_aux`, `(value, weight)` with `has_weight`, `(value, (weight, aux))` with both.
+            Examples must not mix: no batch statistics, no negatives from the batch. A mean over
+            a batch becomes one of an example as `lambda params, x: mean_loss(params, x[None])`.
+        max_norm: the threshold, in the unit of the gradient: a number > 0, traced or not, such as
+            `schedule(step)`; with `param_labels` a mapping with one for each label, where inf
+            does not clip.
+        argnums: positions of the arguments to differentiate by.
+        batch_argnums: positions of what has examples along the first axis of each leaf.
+        has_aux: whether `fun` returns auxiliary data.
+        has_weight: whether `fun` returns a weight, a real scalar >= 0, that multiplies the clipped
+            gradient and the value; 0 masks an example.
+        param_labels: a prefix tree of group labels for what is differentiated by, or a function
+            from that to labels; each group is clipped by its own norm.
         reaction: "scale", "zero" (an example above the threshold adds 0), or a function
             `(norm, threshold) -> factor`, elementwise; `lambda norm, c: c / (norm + 0.01)` is
             automatic clipping.
         reduction: "mean", divided by the sum of the weights, or "sum".
         nonfinite: "propagate", or "zero" to leave out an example whose value or norm is not
-            finite. The second takes one more forward pass.
-        has_aux: whether `loss_fn` returns `(value, aux)`.
-        batched: as for `per_example_norms`.
-        batch_axis: as for `per_example_norms`.
+            finite.
         num_microbatches: into how many parts the batch is split, one in memory at a time.
+        axis_name: mapped axes over which examples are spread where types do not say so: `pmap`,
+            `shard_map(check_vma=False)`. Value and gradient are summed over them.
 
     Returns:
-        A function `(params, batch, *, weights=None, step=None)` that returns as
-        `jax.value_and_grad(..., has_aux=has_aux)` does: the mean (or sum) of the losses that are
-        not left out, and the gradients; `aux` has a leading axis of examples. `weights`, [B], >= 0,
-        multiplies each clipped gradient and its loss; False or 0 masks an example. `step` is what
-        a schedule is called with.
+        A function, called as `fun` is with a batch in place of an example, to
+        `((value, stats), grads)`, as `jax.value_and_grad(..., has_aux=True)` returns: the mean (or
+        sum) of the values that are not left out, the `Stats` of all examples, and the gradient.
 
     Raises:
-        TypeError: `loss_fn` cannot be called, its value is no real scalar, or a number is none.
-        ValueError: `max_norm` is not > 0; a word is unknown; `num_microbatches` does not divide
-            the batch; `batch` or `weights` differ in their number of examples; a schedule lacks
-            `step`.
+        TypeError: `fun` cannot be called, its value or weight is no real scalar, or a number is
+            none.
+        ValueError: `max_norm` is not > 0, or lacks a label; a word is unknown; leaves differ in
+            their number of examples, or `num_microbatches` does not divide it.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> def loss(w, x):
         ...     return jnp.dot(w, x)
-        >>> clipped = gcx.clipped_value_and_grad(loss, max_norm=1.0)
-        >>> value, grads = clipped(jnp.ones(2), jnp.array([[3.0, 4.0], [0.0, 0.5]]))
+        >>> clipped = gcx.per_example.value_and_grad(loss, max_norm=1.0)
+        >>> (value, stats), grads = clipped(jnp.ones(2), jnp.array([[3.0, 4.0], [0.0, 0.5]]))
         >>> float(value), [round(g, 3) for g in grads.tolist()]
         (3.75, [0.3, 0.65])
+        >>> [round(norm, 3) for norm in stats.norm.tolist()]
+        [5.0, 0.5]
 
     References:
-        Abadi et al. 2016, arXiv 1607.00133; automatic clipping: arXiv 2206.07136.
+        Abadi et al. 2016, arXiv 1607.00133; Bu et al. 2022, arXiv 2210.00038 and 2206.07136.
     """
-    clip = _checked(
-        "clipped_value_and_grad",
-        loss_fn,
-        max_norm,
-        param_labels=param_labels,
-        reaction=reaction,
-        reduction=reduction,
-        nonfinite=nonfinite,
-        has_aux=has_aux,
-        batched=batched,
-        batch_axis=batch_axis,
-        num_microbatches=num_microbatches,
-    )
+    loss = Loss("value_and_grad", fun, argnums, batch_argnums, has_aux, has_weight)
+    clip = _Clip(loss, max_norm, param_labels, reaction, reduction, nonfinite)
+    clip.check(num_microbatches)
+    axes = check_axis_name("value_and_grad", axis_name)
 
-    def run(params: Tree, batch: Tree, *, weights: Any = None, step: Any = None) -> Any:
-        value, grads, stats = _run(clip, params, batch, weights, step)
-        return ((value, stats.aux) if has_aux else value), grads
+    def run(*args: Any, **kwargs: Any) -> tuple[tuple[Array, Stats], Tree]:
+        return _run(clip, loss.bind(args, kwargs, num_microbatches), axes)
 
     return run
 
 
-def clipped_grad_and_stats(
-    loss_fn: Callable[..., Any], max_norm: Any, **options: Unpack[ClipOptions]
-) -> Callable[..., tuple[Tree, ExampleStats]]:
-    """Clips as `clipped_value_and_grad`, and returns value, norm and factor of each example.
+class _Clip(NamedTuple):
+    """The choices of a clip."""
 
-    Args:
-        loss_fn: as for `per_example_norms`.
-        max_norm: as for `clipped_value_and_grad`.
-        options: those of `clipped_value_and_grad`.
+    loss: Loss
+    max_norm: Any
+    param_labels: Labels | None
+    reaction: Any
+    reduction: str
+    nonfinite: str
 
-    Returns:
-        A function `(params, batch, *, weights=None, step=None)` to `(grads, ExampleStats)`.
-
-    Raises:
-        TypeError: as for `clipped_value_and_grad`.
-        ValueError: as for `clipped_value_and_grad`.
-
-    Examples:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
-        >>> def loss(w, x):
-        ...     return jnp.dot(w, x)
-        >>> clipped = gcx.clipped_grad_and_stats(loss, max_norm=1.0)
-        >>> grads, stats = clipped(jnp.ones(2), jnp.array([[3.0, 4.0], [0.0, 0.5]]))
-        >>> stats.norm.tolist(), [round(f, 3) for f in stats.factor.tolist()]
-        ([5.0, 0.5], [0.2, 1.0])
-    """
-    clip = _checked("clipped_grad_and_stats", loss_fn, max_norm, **options)
-
-    def run(
-        params: Tree, batch: Tree, *, weights: Any = None, step: Any = None
-    ) -> tuple[Tree, ExampleStats]:
-        _, grads, stats = _run(clip, params, batch, weights, step)
-        return grads, stats
-
-    return run
-
-
-def _checked(
-    name: str,
-    loss_fn: Any,
-    max_norm: Any,
-    has_aux: bool = False,
-    batched: bool = False,
-    batch_axis: int = 0,
-    **options: Any,
-) -> Clip:
-    clip = Clip(as_loss(name, loss_fn, has_aux, batched, batch_axis), max_norm, **options)
-    hint = "Pass a positive number or a schedule; inf turns clipping off."
-    for threshold in thresholds_of(clip).values():
-        if not callable(threshold):
+    def check(self, num_microbatches: Any) -> None:
+        name = self.loss.checked().function
+        if self.param_labels is not None and not isinstance(self.max_norm, Mapping):
+            rule, hint = "a mapping from label to threshold", "Give one for each label."
+            raise TypeError(error_message(name, "max_norm", rule, repr(self.max_norm), hint))
+        hint = "Pass a positive number, or `schedule(step)`; inf turns clipping off."
+        for threshold in self.thresholds().values():
             check_number(name, "max_norm", threshold, hint)
-    if not callable(clip.reaction):
-        check_choice(name, "reaction", clip.reaction, ("scale", "zero"))
-    check_choice(name, "reduction", clip.reduction, ("mean", "sum"))
-    check_choice(name, "nonfinite", clip.nonfinite, ("propagate", "zero"))
-    check_count(name, "num_microbatches", clip.num_microbatches, "Pass 1 not to split.")
-    return clip
+        if not callable(self.reaction):
+            check_choice(name, "reaction", self.reaction, ("scale", "zero"))
+        check_choice(name, "reduction", self.reduction, ("mean", "sum"))
+        check_choice(name, "nonfinite", self.nonfinite, ("propagate", "zero"))
+        check_count(name, "num_microbatches", num_microbatches, "Pass 1 not to split.")
+
+    def thresholds(self) -> Mapping[Any, Number]:
+        """Returns the threshold of each group; without labels of one, None."""
+        return {None: self.max_norm} if self.param_labels is None else self.max_norm
+
+    def groups(self, params: Tree) -> Groups:
+        """Sorts the leaves; refuses a group without a threshold, which nothing would bound."""
+        groups = groups_of(self.loss.function, params, self.param_labels)
+        for label in groups.keys() - self.thresholds().keys():
+            rule, hint = "a mapping with every label", "Pass inf for a group not to be clipped."
+            got = f"none for {label!r}"
+            raise ValueError(error_message(self.loss.function, "max_norm", rule, got, hint))
+        return groups
+
+    def factors(self, outputs: Outputs, norms: Norms) -> Norms:
+        """Computes what each example's gradient is multiplied by, its weight left out."""
+        flags = [jnp.isfinite(norm) for norm in norms.values()]
+        if self.nonfinite == "zero":
+            flags.append(jnp.isfinite(outputs.value))
+        is_finite = functools.reduce(jnp.logical_and, flags)
+        otherwise = 0 if self.nonfinite == "zero" else jnp.nan
+        thresholds = self.thresholds()
+        return {
+            k: jnp.where(is_finite, self._factor(norm, thresholds[k]), otherwise)
+            for k, norm in norms.items()
+        }
+
+    def _factor(self, norm: Array, threshold: Any) -> Array:
+        threshold = jnp.asarray(threshold).astype(norm.dtype)
+        if callable(self.reaction):
+            return jnp.asarray(self.reaction(norm, threshold)).astype(norm.dtype)
+        within = norm <= threshold
+        above = 0 if self.reaction == "zero" else threshold / jnp.where(within, 1, norm)
+        return jnp.where(within, 1, above)
+
+    def weighted_factors(self, outputs: Outputs, norms: Norms) -> Norms:
+        """Computes what each example's gradient is multiplied by."""
+        factors = self.factors(outputs, norms)
+        if outputs.weight is None:
+            return factors
+        weight = outputs.weight
+        return {k: jnp.where(weight > 0, f * weight, 0) for k, f in factors.items()}
 
 
-def _run(
-    clip: Clip, params: Tree, batch: Tree, weights: Any, step: Any
-) -> tuple[Array, Tree, ExampleStats]:
+class _Sums(NamedTuple):
+    """Sums over examples.
+
+    Attributes:
+        value: of the weighted values.
+        kept: of the weights of the examples that `value` counts.
+        weight: of all weights.
+        grads: of the weighted clipped gradients, for each leaf that is measured.
+    """
+
+    value: Scalar
+    kept: Scalar
+    weight: Scalar
+    grads: list[Array]
+
+
+def _run(clip: _Clip, examples: Examples, axis_name: AxisName) -> tuple[tuple[Array, Stats], Tree]:
     """Adds up value and gradients over the parts of a batch and over devices."""
-    batch, size = as_batch(clip.loss, batch)
-    weights = _as_weights(clip, weights, size)
-    axes = batch_axes((batch, weights))
-    in_parts = clip.num_microbatches > 1 and size > 0
-    sums, stats = (_sums_of_parts if in_parts else clipped_sums)(
-        clip, localised(params, axes), batch, weights, step
-    )
-    value, count, total = (sum_over(x, axes) for x in sums[:3])
-    chosen, rebuild = on_measured(params)
-    pairs = zip(sums.grads, chosen, strict=True)
+    params = measured_leaves(examples.params)
+    spread = functools.partial(shard_axes, axis_name=axis_name)
+    axes = frozenset[str]().union(*map(spread, jax.tree.leaves(examples.batch)))
+    groups = clip.groups(examples.params)
+
+    def of_part(batch: Tree) -> tuple[_Sums, Stats]:
+        return _sums(clip, examples, groups, batch)
+
+    parts = examples.split.parts
+    if parts == 1 or not examples.size:
+        sums, stats = of_part(examples.batch)
+    else:
+
+        def add(sums: _Sums, index: Array) -> tuple[_Sums, Stats]:
+            new, stats = of_part(part_of(examples.batch, parts, index))
+            return jax.tree.map(jnp.add, sums, new), stats
+
+        shapes, _ = jax.eval_shape(lambda: of_part(part_of(examples.batch, parts, jnp.int32(0))))
+        zeros = jax.tree.map(zeros_of_type, shapes)
+        sums, stats = lax.scan(add, zeros, jnp.arange(parts, dtype=jnp.int32))
+        stats = jax.tree.map(in_order, stats)
+    value, kept, weight = (sum_over(x, axes) for x in (sums.value, sums.kept, sums.weight))
+    pairs = zip(sums.grads, params, strict=True)
     grads = [sum_over(g, axes - varying_axes(x)) for g, x in pairs]
     if clip.reduction == "mean":
-        value = value / jnp.where(count > 0, count, 1).astype(value.dtype)
-        divisor = jnp.where(total > 0, total, 1)
-        grads = [g / divisor.astype(g.dtype) for g in grads]
+        value = value / jnp.where(kept > 0, kept, 1).astype(value.dtype)
+        grads = [g / jnp.where(weight > 0, weight, 1).astype(g.dtype) for g in grads]
     # The gradient of an integer is that of `jax.grad(allow_int=True)`.
-    return value, rebuild(grads, lambda x: np.zeros(np.shape(x), jax.dtypes.float0)), stats
+    tree = examples.rebuild(grads, lambda x: np.zeros(np.shape(x), jax.dtypes.float0))
+    return (value, stats), tree
 
 
-def _as_weights(clip: Clip, weights: Any, size: int) -> Array | None:
-    if weights is None:
-        return None
-    weights = jnp.asarray(weights)
-    if weights.shape != (size,):
-        rule, hint = f"one number for each of {size} examples", "Pass 0 to leave an example out."
-        got = describe(weights)
-        raise ValueError(error_message(clip.loss.function, "weights", rule, got, hint))
-    return weights.astype(jnp.float32)
+def _sums(clip: _Clip, examples: Examples, groups: Groups, batch: Tree) -> tuple[_Sums, Stats]:
+    """Sums over the examples of a batch, and returns what is known of each."""
+    outputs = local_outputs(examples, batch)
+    params = measured_leaves(examples.params)
+    norms, grads = norms_and_sums(outputs, params, groups, clip.weighted_factors)
+    factors = clip.factors(outputs, norms)
+    values = outputs.value
+    weight = jnp.ones(values.shape, jnp.float32) if outputs.weight is None else outputs.weight
+    keep = present = weight > 0
+    if clip.nonfinite == "zero":
+        for x in (values, *norms.values()):
+            keep = keep & jnp.isfinite(x)
+    kept = jnp.where(keep, weight, 0)
+    value = jnp.sum(jnp.where(keep, values * kept.astype(values.dtype), 0))
+    sums = _Sums(value, jnp.sum(kept), jnp.sum(jnp.where(present, weight, 0)), grads)
+    if clip.param_labels is None:
+        norms, factors = norms[None], factors[None]
+    return sums, Stats(values, norms, factors, outputs.weight, outputs.aux)
 
 
-def _sums_of_parts(
-    clip: Clip, params: Tree, batch: Tree, weights: Array | None, step: Any
-) -> tuple[Sums, ExampleStats]:
-    """Holds one part of the batch at a time; part i has every n-th example from i on."""
-    parts, size = clip.num_microbatches, jax.tree.leaves(batch)[0].shape[0]
-    if size % parts:
-        rule = f"a number of examples that num_microbatches={parts} divides"
-        hint = "Change one of the two, or pad with examples of weight 0."
-        raise ValueError(error_message(clip.loss.function, "batch", rule, str(size), hint))
-    split = Split(parts, batches=(0, 1), keys=(), differentiated=(), takes_one=False)
-
-    def add(sums: Sums | None, i: Array) -> tuple[Sums, ExampleStats]:
-        own_batch, own_weights = micro_arguments((batch, weights), split, i)
-        new, stats = clipped_sums(clip, params, own_batch, own_weights, step)
-        return new if sums is None else jax.tree.map(jnp.add, sums, new), stats
-
-    shapes, _ = jax.eval_shape(lambda: add(None, jnp.int32(0)))
-    axes = batch_axes((batch, weights))
-    zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), axes), shapes)
-    sums, stats = lax.scan(add, zeros, jnp.arange(parts, dtype=jnp.int32))
-    return sums, jax.tree.map(in_order, stats)
+def local_outputs(examples: Examples, batch: Tree) -> Outputs:
+    """Computes the outputs, and keeps the gradient of an example on its device."""
+    axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(batch)))
+    return examples.outputs([vary(x, axes) for x in measured_leaves(examples.params)], batch)

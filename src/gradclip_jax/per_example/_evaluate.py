@@ -5,7 +5,7 @@ forwards: those are computed by their rules, everything else as it stands. A laz
 needed in another place as well, or by an operation without a rule, is multiplied out for it.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,11 +16,8 @@ from jax.extend import core
 
 from .._types import Array
 from ._factors import Lazy, as_array, as_lazy, is_lazy
-from ._jaxprs import are_in, cut_out, variables
 from ._layout import add, stack
-from ._measure import norm
-from ._rules import RULES, add_in_zeros
-from ._sources import without_zeros
+from ._rules import RULES
 
 _INLINED = {"jit", "pjit", "closed_call", "core_call"}
 _REMAT = {"remat", "remat2", "checkpoint"}
@@ -62,26 +59,29 @@ def evaluate(
         if any(flags):
             linear = _linear_operands(eqn, flags, varying)
             mixed = [read(v) if i in linear else read_array(v) for i, v in enumerate(eqn.invars)]
-            if eqn.primitive.name == "dot_general" and not linear:
-                mixed = without_zeros(eqn, *map(read, eqn.invars))
             outs = _follow(eqn, mixed, flags, varying)
-        elif eqn.primitive.name in ("pad", "add", "add_any") and eqn.outvars[0] in varying:
-            outs = _in_zeros(eqn, list(map(read, eqn.invars)))
         if outs is None:
-            inputs, alone = cut_out(jaxpr, [eqn], eqn.outvars)
-            outs = alone(*map(read_array, inputs))
+            outs = _alone(jaxpr, eqn, read_array)
         values.update(zip(eqn.outvars, outs, strict=True))
     results = zip(jaxpr.outvars, chosen, strict=True)
     return [read(v) if lazily else read_array(v) for v, lazily in results]
 
 
-def _in_zeros(eqn: Any, operands: Sequence[Any]) -> Sequence[Any] | None:
-    """Follows an array that is put in zeros, so that a product may leave them out."""
-    if eqn.primitive.name == "pad":
-        lazy = None if is_lazy(operands[0]) else RULES["pad"].apply(eqn, *operands)
-    else:
-        lazy = add_in_zeros(*operands)
-    return None if lazy is None else [lazy]
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """Leaves out literals, which cannot be looked up."""
+    return [v for v in atoms if not isinstance(v, core.Literal)]
+
+
+def are_in(atoms: Iterable[Any], group: set[Any]) -> list[bool]:
+    """Says of each variable or literal whether it is one of a set of variables."""
+    return [not isinstance(v, core.Literal) and v in group for v in atoms]
+
+
+def _alone(jaxpr: Any, eqn: Any, read: Callable[[Any], Any]) -> Sequence[Any]:
+    """Computes one equation as it stands."""
+    inputs = list(dict.fromkeys(variables(eqn.invars)))
+    alone = jaxpr.replace(constvars=[], invars=inputs, outvars=eqn.outvars, eqns=[eqn])
+    return core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*map(read, inputs))
 
 
 def _varying(jaxpr: Any, varies: Sequence[bool]) -> set[Any]:
@@ -112,6 +112,8 @@ def _linear_operands(eqn: Any, flags: Sequence[bool], varying: set[Any]) -> Coll
     if name in ("mul", "div"):
         # A product of two arrays is no move; by a number it is.
         return [i for i in range(2) if eqn.invars[1 - i].aval.ndim == 0]
+    if name == "select_n":
+        return range(1, len(eqn.invars)) if eqn.invars[0].aval.ndim == 0 else ()
     if name.startswith("scatter") and len(eqn.params["dimension_numbers"].update_window_dims) < 2:
         return (0,)  # rows of activations
     if name in _INLINED:
@@ -119,7 +121,7 @@ def _linear_operands(eqn: Any, flags: Sequence[bool], varying: set[Any]) -> Coll
         wanted = _wanted(inner.jaxpr, flags, inner_varying)
         return [i for i, v in enumerate(inner.jaxpr.invars) if v in wanted]
     if name == "scan":
-        return [eqn.params["num_consts"] + i for i in _accumulated(eqn, flags)]
+        return [_loop_counts(eqn)[0] + i for i in _accumulated(eqn, flags)]
     rule = RULES.get(name)
     if rule is None:
         return ()
@@ -154,35 +156,47 @@ def _follow(
 # Loops
 
 
+def _loop_counts(eqn: Any) -> tuple[int, int]:
+    """Counts constants and carries; what is read or stacked in steps has an axis more outside."""
+    jaxpr = eqn.params["jaxpr"].jaxpr
+    steps = [v.aval.ndim > w.aval.ndim for v, w in zip(eqn.invars, jaxpr.invars, strict=True)]
+    stacked = [v.aval.ndim > w.aval.ndim for v, w in zip(eqn.outvars, jaxpr.outvars, strict=True)]
+    count = stacked.count(False)
+    return steps.count(False) - count, count
+
+
 def _accumulated(eqn: Any, flags: Sequence[bool]) -> list[int]:
     """Finds the carries of a scan that are wanted and only ever added to."""
-    p, jaxpr = eqn.params, eqn.params["jaxpr"].jaxpr
-    carried = jaxpr.invars[p["num_consts"] : p["num_consts"] + p["num_carry"]]
+    jaxpr, (first, count) = eqn.params["jaxpr"].jaxpr, _loop_counts(eqn)
+    carried = jaxpr.invars[first : first + count]
     return [
         i for i, v in enumerate(carried) if flags[i] and _is_added_to(jaxpr, v, jaxpr.outvars[i])
     ]
 
 
 def _is_added_to(jaxpr: Any, start: Any, end: Any) -> bool:
-    made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    uses = sum(v is start for eqn in jaxpr.eqns for v in eqn.invars)
-    uses += sum(v is start for v in jaxpr.outvars)
-    reached = variables([end])
-    while reached:
-        v = reached.pop()
-        if v is start:
-            return uses == 1
-        if v in made_by and made_by[v].primitive.name in ("add", "add_any"):
-            reached += variables(made_by[v].invars)
-    return False
+    """Says whether all that happens to a carry is that something else is added, once or more.
+
+    Each sum on the way is read once, by the next: `w + w` reads it twice, and another reader would
+    need the sum itself.
+    """
+    v = start
+    while True:
+        readers = [eqn for eqn in jaxpr.eqns for x in eqn.invars if x is v]
+        results = sum(x is v for x in jaxpr.outvars)
+        if v is end:
+            return results == 1 and not readers and v is not start
+        if results or len(readers) != 1 or readers[0].primitive.name not in ("add", "add_any"):
+            return False
+        (v,) = readers[0].outvars
 
 
 def _scan(
     eqn: Any, operands: Sequence[Any], flags: Sequence[bool], varies: Sequence[bool]
 ) -> Sequence[Any]:
-    """Runs a loop: what it adds up becomes factors, what it stacks is measured inside."""
+    """Runs a loop: what it adds up or stacks becomes factors with a label for the steps."""
     p, closed = eqn.params, eqn.params["jaxpr"]
-    first, count = p["num_consts"], p["num_carry"]
+    first, count = _loop_counts(eqn)
     consts, init, xs = operands[:first], operands[first : first + count], operands[first + count :]
     # What a carry depends on changes from step to step.
     inner_varies = [*varies[:first], *(True for _ in init), *varies[first + count :]]
@@ -195,10 +209,8 @@ def _scan(
             left = iter(carry)
             full = [zeros[i] if i in lazy else next(left) for i in range(count)]
             outs = evaluate(closed, [*consts, *full, *x], chosen, inner_varies)
-            added = [as_lazy(outs[i]).replace(norms=None) for i in lazy]
-            pairs = zip(outs[count:], flags[count:], strict=True)
-            stacked = [_measured(y) if flag else y for y, flag in pairs]
-            return [outs[i] for i in range(count) if i not in lazy], (added, stacked)
+            added = [as_lazy(outs[i]) for i in lazy]
+            return [outs[i] for i in range(count) if i not in lazy], (added, outs[count:])
 
         carry = [as_array(x) for i, x in enumerate(init) if i not in lazy]
         return lax.scan(body, carry, xs, p["length"], reverse=p["reverse"], unroll=p["unroll"])
@@ -216,9 +228,3 @@ def _scan(
         for i, x in enumerate(init)
     ]
     return [*outs, *(stack(y, p["length"], summed=False) if is_lazy(y) else y for y in stacked)]
-
-
-def _measured(value: Any) -> Lazy:
-    """Takes the norm of a stacked output, so that its factors need not be kept."""
-    lazy = as_lazy(value)
-    return lazy if lazy.norms is not None else lazy.replace(norms=norm(lazy))

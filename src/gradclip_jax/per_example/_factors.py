@@ -33,14 +33,12 @@ class Factor:
         labels: one for each axis of `array`.
         hot: the label along which a row is one at its number and zero elsewhere.
         size: the length along `hot`.
-        scale: a power of two that `einsum` multiplies the array by.
     """
 
     array: Array
     labels: Labels
     hot: int | None = None
     size: int = 0
-    scale: Array | None = None
 
     def sizes(self) -> dict[int, int]:
         """Returns the length along each label."""
@@ -114,22 +112,20 @@ class Lazy:
         shape: of the array.
         dtype: of the array.
         terms: none for zeros.
-        norms: norms of disjoint parts that make up the whole, where they were taken already.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     terms: tuple[Term, ...] = ()
-    norms: Array | None = None
 
     def replace(self, **changes: Any) -> "Lazy":
         """Makes a copy with other fields."""
         return dataclasses.replace(self, **changes)
 
 
-jax.tree_util.register_dataclass(Factor, ["array", "scale"], ["labels", "hot", "size"])
+jax.tree_util.register_dataclass(Factor, ["array"], ["labels", "hot", "size"])
 jax.tree_util.register_dataclass(Term, ["factors"], ["axes"])
-jax.tree_util.register_dataclass(Lazy, ["terms", "norms"], ["shape", "dtype"])
+jax.tree_util.register_dataclass(Lazy, ["terms"], ["shape", "dtype"])
 
 
 def is_lazy(value: Any) -> TypeGuard[Lazy]:
@@ -137,9 +133,18 @@ def is_lazy(value: Any) -> TypeGuard[Lazy]:
     return isinstance(value, Lazy)
 
 
-def product(aval: Any, factors: Iterable[Factor], axes: Iterable[Labels]) -> Lazy:
-    """Makes a lazy array of one term that fills it."""
-    return Lazy(tuple(aval.shape), aval.dtype, (Term(tuple(factors), tuple(map(Axis, axes))),))
+def product(aval: Any, factors: Sequence[Factor], axes: Iterable[Labels]) -> Lazy:
+    """Makes a lazy array of one term that fills it; labels of length one are left out."""
+    long = {k for f in factors for k, n in f.sizes().items() if n != 1}
+    kept = tuple(_without_ones(f) for f in factors)
+    places = tuple(Axis(tuple(k for k in labels if k in long)) for labels in axes)
+    return Lazy(tuple(aval.shape), aval.dtype, (Term(kept, places),))
+
+
+def _without_ones(f: Factor) -> Factor:
+    long = [i for i, n in enumerate(f.array.shape) if n != 1]
+    array = f.array.reshape([f.array.shape[i] for i in long])
+    return f.replace(array=array, labels=tuple(f.labels[i] for i in long))
 
 
 def as_lazy(value: Any) -> Lazy:
@@ -197,6 +202,36 @@ def wide_dtype(factors: Iterable[Factor]) -> Any:
     return np.dtype(np.float64 if wide else np.float32)
 
 
+# What a norm costs: with T rows, and axes of lengths d and p, Gram matrices take `T^2 (d + p)`
+# multiplications and the product `T d p`: it costs less exactly where it is smaller than its
+# factors, `d p < T (d + p)`. Counted for one example, from shapes alone.
+
+
+def rows(lazy: Lazy) -> int:
+    """Counts the products that are summed in all terms."""
+    return sum(term.rows() for term in lazy.terms)
+
+
+def elements(lazy: Lazy) -> int:
+    """Counts the elements of a product, without the zeros around it."""
+    return max((math.prod(term.shape()) for term in lazy.terms), default=0)
+
+
+def factor_elements(lazy: Lazy) -> int:
+    """Counts the elements of all factors; row numbers count one for each row."""
+    return sum(term.rows() * (1 + _width(term)) for term in lazy.terms)
+
+
+def _width(term: Term) -> int:
+    kept, dense = term.kept(), [f.sizes() for f in term.factors if f.hot is None]
+    return sum(math.prod(n for k, n in sizes.items() if k in kept) for sizes in dense)
+
+
+def is_small(lazy: Lazy) -> bool:
+    """Decides whether to write a product down: it is no larger than its factors, and costs less."""
+    return elements(lazy) <= factor_elements(lazy)
+
+
 def einsum(factors: Iterable[Factor], out: Sequence[int]) -> Array:
     """Sums products of dense factors, in 32 bit at least."""
     factors = list(factors)
@@ -204,8 +239,7 @@ def einsum(factors: Iterable[Factor], out: Sequence[int]) -> Array:
     alike = len({f.array.dtype for f in factors}) == 1 and len(factors) > 1
     operands: list[Any] = []
     for f in factors:
-        array = f.array if f.scale is None else f.array * f.scale.astype(f.array.dtype)
-        operands += [array if alike else array.astype(wide), list(f.labels)]
+        operands += [f.array if alike else f.array.astype(wide), list(f.labels)]
     return jnp.einsum(
         *operands, list(out), precision=lax.Precision.HIGHEST, preferred_element_type=wide
     )

@@ -24,21 +24,47 @@ def scale(lazy: Lazy, scalar: Any) -> Lazy:
 
     def scaled(term: Term) -> Term:
         smallest = min((f for f in term.factors if f.hot is None), key=lambda f: f.array.size)
-        array = smallest.array * jnp.asarray(scalar).astype(smallest.array.dtype)
+        # Promoted: the number may be complex, the factor of a complex product real.
+        array = smallest.array * scalar
         factors = (f.replace(array=array) if f is smallest else f for f in term.factors)
         return Term(tuple(factors), term.axes)
 
-    norms = lazy.norms
-    if norms is not None:
-        norms = norms * jnp.abs(jnp.asarray(scalar)).astype(norms.dtype)
-    return lazy.replace(terms=tuple(map(scaled, lazy.terms)), norms=norms)
+    return lazy.replace(terms=tuple(map(scaled, lazy.terms)))
 
 
 def add(x: Lazy, y: Lazy) -> Lazy:
     """Adds two lazy arrays; one without terms is zero."""
     if not (x.terms and y.terms):
         return x if x.terms else y
-    return x.replace(terms=x.terms + y.terms, norms=None)
+    return x.replace(terms=x.terms + y.terms)
+
+
+def keep_if(flag: Any, lazy: Lazy) -> Lazy:
+    """Selects a lazy array, or zeros."""
+
+    def kept(f: Factor) -> Factor:
+        return f if f.hot is not None else f.replace(array=jnp.where(flag, f.array, 0))
+
+    terms = (Term(tuple(map(kept, term.factors)), term.axes) for term in lazy.terms)
+    return lazy.replace(terms=tuple(terms))
+
+
+def reverse(lazy: Lazy, axis: int) -> Lazy:
+    """Turns an axis round, and with it every label of the axis."""
+    terms: list[Term] = []
+    for term in lazy.terms:
+        labels, start = term.axes[axis]
+        end = lazy.shape[axis] - start - term.shape()[axis]
+        axes = (*term.axes[:axis], Axis(labels, end), *term.axes[axis + 1 :])
+        terms.append(Term(tuple(_reversed(f, labels) for f in term.factors), axes))
+    return lazy.replace(terms=tuple(terms))
+
+
+def _reversed(f: Factor, labels: Labels) -> Factor:
+    array = lax.rev(f.array, [i for i, k in enumerate(f.labels) if k in labels])
+    if f.hot in labels:
+        array = jnp.where(array < 0, -1, f.size - 1 - array)
+    return f.replace(array=array)
 
 
 def place(lazy: Lazy, shape: Sequence[int], start: Sequence[int]) -> Lazy:
@@ -68,7 +94,7 @@ def cut(lazy: Lazy, axis: int, start: int, size: int) -> Lazy | None:
         inner = Axis(labels, max(first - start, 0))
         terms.append(Term(term.factors, (*term.axes[:axis], inner, *term.axes[axis + 1 :])))
     shape = (*lazy.shape[:axis], size, *lazy.shape[axis + 1 :])
-    return lazy.replace(shape=shape, terms=tuple(terms), norms=None)
+    return lazy.replace(shape=shape, terms=tuple(terms))
 
 
 def _cut_label(term: Term, label: int, low: int, high: int) -> Term:
@@ -91,9 +117,8 @@ def stack(lazy: Lazy, length: int, *, summed: bool) -> Lazy:
         factors = tuple(f.replace(labels=(k, *f.labels)) for f in term.factors)
         terms.append(Term(factors, term.axes if summed else (Axis((k,)), *term.axes)))
     if summed:
-        return lazy.replace(terms=tuple(terms), norms=None)
-    norms = None if lazy.norms is None else lazy.norms.reshape(-1)
-    return Lazy((length, *lazy.shape), lazy.dtype, tuple(terms), norms)
+        return lazy.replace(terms=tuple(terms))
+    return Lazy((length, *lazy.shape), lazy.dtype, tuple(terms))
 
 
 def split_axes(term: Term, sizes: Sequence[int]) -> Term | None:

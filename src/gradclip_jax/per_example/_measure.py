@@ -1,38 +1,82 @@
-"""The norm of a lazy array from its factors.
+"""The squared norm of a lazy array from its factors, and how far it may be off.
 
 The squared norm of `sum over t of F1_t F2_t` is that over s and t of `(F1_s . F1_t)(F2_s . F2_t)`:
 two Gram matrices multiplied elementwise. Terms of one array are multiplied with each other the same
-way. Each factor is divided by a power of two first, so that no square overflows or underflows.
+way. Where tokens cancel, that total is small beside its terms, and its digits are lost; squares
+may overflow or underflow. The bound on the error shows each of these, and the gradient is then
+written down.
 """
 
-import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from .._types import Array, Scalar
-from ..clipping._norm import unit_norms
-from ..clipping._units import tree_units
-from ._cost import is_small
-from ._factors import Axis, Factor, Labels, Lazy, Term, as_array, einsum, wide_dtype
+from ._factors import (
+    Axis,
+    Factor,
+    Labels,
+    Lazy,
+    Term,
+    as_array,
+    as_lazy,
+    einsum,
+    is_lazy,
+    is_small,
+    wide_dtype,
+)
 from ._layout import split_axes
 
-
-def norm(value: Array | Lazy) -> Scalar:
-    """Measures an array or a lazy one: float32[], or float64[] for 64 bit."""
-    if not isinstance(value, Lazy):
-        return local_norm([value])
-    if value.norms is not None:
-        return local_norm([value.norms])
-    parts = separate(value)
-    return local_norm([as_array(value)] if parts is None else list(map(_part_norm, parts)))
+# What rounding takes off a product, in units of eps: the sums over axes and tokens are blocked.
+_ROUNDING = 4
+# Norms off by no more than this share are right to 1e-5, as the square root halves it.
+_TOLERANCE = 2e-5
+_FLOOR = 2.0**-100  # the square of what underflows, over the rounding
 
 
-def local_norm(arrays: Sequence[Array]) -> Scalar:
-    """Measures all elements of all arrays on this device as one vector."""
-    units = tree_units(arrays)._replace(is_local=True)
-    return unit_norms(list(arrays), units, 2.0, None)[0]
+class Square(NamedTuple):
+    """A squared norm, and a bound on its rounding error, scalars."""
+
+    total: Scalar
+    error: Scalar
+
+    def norm(self) -> Scalar:
+        """Returns the norm, rounded up."""
+        return jnp.where(self.total > 0, jnp.sqrt(self.total + self.error), self.total)
+
+    def is_exact(self) -> Array:
+        """Says whether the norm is right to 1e-5."""
+        return jnp.isfinite(self.total) & (self.error <= _TOLERANCE * self.total)
+
+
+def square(value: Array | Lazy) -> Square:
+    """Squares an array or a lazy one, without writing the latter down."""
+    parts = separate(value) if is_lazy(value) else None
+    if parts is None:
+        return _dense_square(as_array(value))
+    squares = [_part_square(part) for part in parts]
+    return add_squares(squares, value.dtype)
+
+
+def add_squares(squares: Sequence[Square], dtype: Any = jnp.float32) -> Square:
+    """Joins the squares of disjoint parts."""
+    zero = jnp.zeros((), jnp.finfo(_wide_real(dtype)).dtype)
+    return Square(sum((x.total for x in squares), zero), sum((x.error for x in squares), zero))
+
+
+def count_nonzero(value: Array | Lazy) -> Square:
+    """Counts terms that are not zero: a total of 0 says that no square has underflown."""
+    terms = as_lazy(value).terms
+    dense = [[f.array for f in term.factors if f.hot is None] for term in terms]
+    flags = [jnp.all(jnp.stack([jnp.any(x != 0) for x in arrays])) for arrays in dense]
+    zero = jnp.zeros((), _wide_real(value.dtype))
+    return Square(sum((flag.astype(zero.dtype) for flag in flags), zero), zero)
+
+
+def largest(x: Array) -> Scalar:
+    """Finds the largest real number of an array."""
+    return jnp.max(jnp.stack([jnp.max(jnp.abs(part), initial=0) for part in _real_parts(x)]))
 
 
 def separate(lazy: Lazy) -> list[Lazy] | None:
@@ -53,17 +97,37 @@ def separate(lazy: Lazy) -> list[Lazy] | None:
     ]
 
 
+def _real_parts(x: Array) -> list[Array]:
+    """Returns the real numbers of an array, in 32 bit at least."""
+    parts = [x.real, x.imag] if jnp.issubdtype(x.dtype, jnp.complexfloating) else [x]
+    return [part.astype(_wide_real(x.dtype)) for part in parts]
+
+
+def _wide_real(dtype: Any) -> Any:
+    return jnp.float64 if jnp.finfo(dtype).bits == 64 else jnp.float32
+
+
+def _dense_square(x: Array) -> Square:
+    total = jnp.sum(jnp.stack([jnp.sum(jnp.square(part)) for part in _real_parts(x)]))
+    info = jnp.finfo(total.dtype)
+    return Square(total, _ROUNDING * float(info.eps) * total + x.size * float(info.tiny))
+
+
+def _part_square(part: Lazy) -> Square:
+    terms = gram_terms(part)
+    return (
+        _dense_square(as_array(part))
+        if terms is None
+        else _gram_square(terms, _wide_real(part.dtype))
+    )
+
+
 def _at_start(term: Term) -> Term:
     return Term(term.factors, tuple(Axis(axis.labels) for axis in term.axes))
 
 
 def _wide(terms: Sequence[Term]) -> Any:
     return jnp.result_type(*(wide_dtype(term.factors) for term in terms))
-
-
-def _part_norm(part: Lazy) -> Scalar:
-    terms = gram_terms(part)
-    return local_norm([as_array(part)]) if terms is None else _gram_norm(terms, part.dtype)
 
 
 def gram_terms(part: Lazy) -> list[Term] | None:
@@ -75,6 +139,8 @@ def gram_terms(part: Lazy) -> list[Term] | None:
         return None
     finest = max(part.terms, key=lambda term: len(term.kept()))
     sizes = [finest.sizes()[k] for k in finest.kept()]
+    if any(f.hot is not None and _is_shared(f, term) for term in part.terms for f in term.factors):
+        return None
     terms: list[Term] = []
     for term in part.terms:
         divided = split_axes(term, sizes)
@@ -86,43 +152,57 @@ def gram_terms(part: Lazy) -> list[Term] | None:
     return terms
 
 
+def _is_shared(f: Factor, term: Term) -> bool:
+    others = {k for g in term.factors if g is not f for k in g.sizes()}
+    return f.hot not in term.kept() or f.hot in others
+
+
 def _relabelled(factor: Factor, names: dict[int, int]) -> Factor:
     hot = None if factor.hot is None else names[factor.hot]
     return factor.replace(labels=tuple(names[k] for k in factor.labels), hot=hot)
 
 
-def _gram_norm(terms: list[Term], dtype: Any) -> Scalar:
-    scaled = [_scaled(term) for term in _joined(terms)]
-    top = jnp.max(jnp.stack([e for _, e in scaled]))
-    total = jnp.zeros((), jnp.finfo(dtype).dtype)
-    for n, (right, b) in enumerate(scaled):
-        for m, (left, a) in enumerate(scaled[: n + 1]):
-            value = _inner(left, right) * (1 if m == n else 2)
-            total = total + jnp.ldexp(value, a + b - 2 * top)
-    return jnp.ldexp(jnp.sqrt(jnp.maximum(total, 0)), top)
+def _gram_square(terms: list[Term], dtype: Any) -> Square:
+    total, sizes = jnp.zeros((), dtype), list[Scalar]()
+    off = jnp.zeros((), dtype)
+    terms = _joined(terms)
+    for n, term in enumerate(terms):
+        grams, shares = zip(*(_gram(f, term) for f in term.factors), strict=True)
+        total = total + _real(einsum(grams, ()))
+        off = off + sum(shares)
+        sizes.append(einsum([g.replace(array=jnp.abs(g.array) + _FLOOR) for g in grams], ()))
+        for other in terms[:n]:
+            total = total + 2 * _inner(other, term)
+    # By Cauchy and Schwarz the terms of two lazy arrays are no larger than those of each.
+    size = jnp.square(sum(map(jnp.sqrt, sizes)))
+    return Square(total, (_ROUNDING * jnp.finfo(dtype).eps + off) * size)
 
 
-def _scaled(term: Term) -> tuple[Term, Array]:
-    """Scales the factors of a term to about one; returns the exponent that it takes out.
+def _gram(f: Factor, term: Term) -> tuple[Factor, Scalar]:
+    """Multiplies the rows of a factor with each other; also how far that is off, as a share.
 
-    The arrays stay as they are: on a TPU the scaled gradient of logits would be written down.
+    A product adds up in order: 4,096 equal numbers are off by 1.6e-5 on a CPU. The diagonal is
+    added up once more by `sum`, which does so in pairs.
     """
-    exponents = [None if f.hot is not None else _exponent(f.array) for f in term.factors]
-    pairs = zip(term.factors, exponents, strict=True)
-    one = jnp.ones((), jnp.finfo(wide_dtype(term.factors)).dtype)
-    factors = [f if e is None else f.replace(scale=jnp.ldexp(one, -e)) for f, e in pairs]
-    taken = jnp.stack([e for e in exponents if e is not None])
-    return Term(tuple(factors), term.axes), jnp.sum(taken)
-
-
-def _exponent(x: Array) -> Array:
-    """Finds the power of two of the largest element; 0 if that is zero or not finite."""
-    is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
-    size = jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag)) if is_complex else jnp.abs(x)
-    top = jnp.max(size, initial=0)
-    _, exponent = jnp.frexp(top.astype(jnp.promote_types(top.dtype, jnp.float32)))
-    limit = int(-math.log2(float(jnp.finfo(x.dtype).tiny)))
-    return jnp.where(jnp.isfinite(top) & (top > 0), jnp.clip(exponent, -limit, limit), 0)
+    shift, kept = 1 + max(term.sizes()), set(term.kept())
+    names = {k: k if k in kept else k + shift for k in f.sizes()}
+    other = _relabelled(_conjugate(f), names)
+    if f.hot is not None:
+        return _same_rows(f, other), jnp.zeros(())
+    rows = [k for k in f.labels if k not in kept]
+    both = [k for k in f.labels if any(k in g.labels for g in term.factors if g is not f)]
+    shared = [k for k in both if k in kept]
+    gram = Factor(einsum([f, other], (*shared, *rows, *(names[k] for k in rows))), ())
+    labels, own = (*shared, *rows, *rows), (*shared, *rows)
+    diagonal = _real(einsum([gram.replace(labels=labels)], own))
+    own_first = [f.labels.index(k) for k in own]
+    order = [*own_first, *(i for i in range(len(f.labels)) if i not in own_first)]
+    summed = tuple(range(len(own), len(order)))
+    parts = [jnp.square(x.transpose(order)) for x in _real_parts(f.array)]
+    squares = jnp.sum(jnp.stack([jnp.sum(x, summed) for x in parts]), 0)
+    off = jnp.abs(diagonal - squares) / jnp.where(squares > 0, squares, 1)
+    gram = gram.replace(labels=(*shared, *rows, *(names[k] for k in rows)))
+    return gram, jnp.max(off, initial=0)
 
 
 def _joined(terms: list[Term]) -> list[Term]:
@@ -132,26 +212,38 @@ def _joined(terms: list[Term]) -> list[Term]:
     """
     kinds: dict[Any, list[Term]] = {}
     for i, term in enumerate(terms):
-        kept, summed = set(term.kept()), set(term.summed())
-        axes = tuple(sorted(tuple(sorted(kept & set(f.labels))) for f in term.factors))
-        can_join = all(f.hot is None and summed <= set(f.labels) for f in term.factors)
-        is_plain = can_join and bool(summed) and len(set(axes)) == len(axes)
+        summed = set(term.summed())
+        axes = tuple(sorted((_own(f, term.kept()), f.hot is None) for f in term.factors))
+        can_join = all(summed <= set(f.labels) for f in term.factors)
+        is_plain = can_join and bool(summed) and len(dict(axes)) == len(axes)
         kinds.setdefault(axes if is_plain else i, []).append(term)
     return [same[0] if len(same) == 1 else _join(same) for same in kinds.values()]
 
 
+def _own(f: Factor, kept: Labels) -> Labels:
+    return tuple(k for k in kept if k in f.labels or k == f.hot)
+
+
 def _join(terms: list[Term]) -> Term:
-    axes, kept = terms[0].axes, terms[0].kept()
-    wide = jnp.result_type(*(f.array.dtype for term in terms for f in term.factors))
-    columns: dict[Labels, list[Array]] = {}
+    kept = terms[0].kept()
+    columns: dict[Labels, list[Factor]] = {}
     for term in terms:
         for f in term.factors:
-            own = tuple(k for k in kept if k in f.labels)
+            own = [k for k in _own(f, kept) if k != f.hot]
             rows = f.array.transpose([f.labels.index(k) for k in (*term.summed(), *own)])
-            shape = (term.rows(), *(f.sizes()[k] for k in own))
-            columns.setdefault(own, []).append(rows.reshape(shape).astype(wide))
-    joined = (Factor(jnp.concatenate(x), (len(kept), *own)) for own, x in columns.items())
-    return Term(tuple(joined), axes)
+            rows = rows.reshape(term.rows(), *(f.sizes()[k] for k in own))
+            columns.setdefault(_own(f, kept), []).append(
+                f.replace(array=rows, labels=(len(kept), *own))
+            )
+    joined = (
+        same[0].replace(array=jnp.concatenate([f.array.astype(_common(same)) for f in same]))
+        for same in columns.values()
+    )
+    return Term(tuple(joined), terms[0].axes)
+
+
+def _common(factors: Sequence[Factor]) -> Any:
+    return jnp.result_type(*(f.array.dtype for f in factors))
 
 
 def _inner(left: Term, right: Term) -> Scalar:
@@ -169,8 +261,11 @@ def _inner(left: Term, right: Term) -> Scalar:
             else:
                 others.remove(alike)
                 some.append(_same_rows(hot, alike))
-    value = einsum([*ours, *theirs], ())
-    return value.real if jnp.issubdtype(value.dtype, jnp.complexfloating) else value
+    return _real(einsum([*ours, *theirs], ()))
+
+
+def _real(x: Array) -> Array:
+    return x.real if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
 
 
 def _conjugate(factor: Factor) -> Factor:

@@ -5,6 +5,7 @@ them where the equation has several outputs, or None where it is to be computed 
 follow another primitive, add a line to `RULES`.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._factors import Axis, Factor, Lazy, Term, as_lazy, is_lazy
-from ._layout import add, arrange, cut, place, scale, split_axes
+from ._layout import add, arrange, cut, keep_if, place, reverse, scale, split_axes
 from ._sources import convolution, dot_general, scatter_add
 
 
@@ -62,7 +63,7 @@ def _sum(eqn: Any, x: Lazy) -> Lazy | None:
     if any(f.hot in labels for term in x.terms for f in term.factors):
         return None
     left = [i for i in range(len(x.shape)) if i not in axes]
-    return arrange(x.replace(norms=None), eqn.outvars[0].aval.shape, left)
+    return arrange(x, eqn.outvars[0].aval.shape, left)
 
 
 def _broadcast(eqn: Any, x: Any, *_: Any) -> Lazy | None:
@@ -97,19 +98,6 @@ def _add(_: Any, x: Any, y: Any) -> Lazy | None:
     return add(as_lazy(x), as_lazy(y)) if np.shape(x) == np.shape(y) else None
 
 
-def add_in_zeros(x: Any, y: Any) -> Lazy | None:
-    """Adds two arrays that lie at the same place in zeros, without the zeros."""
-    if not (is_lazy(x) and is_lazy(y) and len(x.terms) == len(y.terms) == 1):
-        return None
-    (a,), (b,) = x.terms, y.terms
-    if a.axes != b.axes or a.shape() != b.shape() or not (a.is_dense() and b.is_dense()):
-        return None
-    (left,), (right,) = a.factors, b.factors
-    if left.labels != right.labels:
-        return None
-    return x.replace(terms=(Term((left.replace(array=left.array + right.array),), a.axes),))
-
-
 def _subtract(eqn: Any, x: Any, y: Any) -> Lazy | None:
     return _add(eqn, x, scale(y, -1) if is_lazy(y) else -y)
 
@@ -124,10 +112,30 @@ def _divide(_: Any, x: Any, y: Any) -> Lazy | None:
 
 
 def _pad(eqn: Any, x: Any, padding: Any) -> Lazy | None:
+    """Puts an array in zeros; where the loss itself pads a weight, cuts them off."""
     widths = eqn.params["padding_config"]
-    if not _is_zero(padding) or any(low < 0 or high < 0 or inner for low, high, inner in widths):
+    if not _is_zero(padding) or any(inner for _, _, inner in widths):
         return None
-    return place(as_lazy(x), eqn.outvars[0].aval.shape, [int(low) for low, _, _ in widths])
+    ranges = [
+        (max(-low, 0), n - max(-high, 0)) for (low, high, _), n in zip(widths, x.shape, strict=True)
+    ]
+    part = _crop(as_lazy(x), ranges)
+    start = [max(int(low), 0) for low, _, _ in widths]
+    return None if part is None else place(part, eqn.outvars[0].aval.shape, start)
+
+
+def _slice(eqn: Any, x: Lazy) -> Lazy | None:
+    p = eqn.params
+    if any(step != 1 for step in p["strides"] or ()):
+        return None
+    return _crop(x, list(zip(p["start_indices"], p["limit_indices"], strict=True)))
+
+
+def _crop(x: Lazy, ranges: Sequence[tuple[int, int]]) -> Lazy | None:
+    part: Lazy | None = x
+    for axis, (low, high) in enumerate(ranges):
+        part = None if part is None else cut(part, axis, low, high - low)
+    return part
 
 
 def _concatenate(eqn: Any, *values: Any) -> Lazy | None:
@@ -138,6 +146,21 @@ def _concatenate(eqn: Any, *values: Any) -> Lazy | None:
         total = add(total, place(value, aval.shape, start))
         offset += value.shape[axis]
     return total
+
+
+def _reverse(eqn: Any, x: Lazy) -> Lazy:
+    return functools.reduce(reverse, eqn.params["dimensions"], x)
+
+
+def _select(_: Any, which: Any, *cases: Any) -> Lazy | None:
+    """Chooses by one number between a lazy array and zeros: `lax.select(flag, w, frozen)`."""
+    lazy = [i for i, x in enumerate(cases) if is_lazy(x) and x.terms]
+    if not _is_scalar(which) or len(lazy) != 1:
+        return None
+    (i,) = lazy
+    if any(not is_lazy(x) and not _is_zero(x) for j, x in enumerate(cases) if j != i):
+        return None
+    return keep_if(jnp.asarray(which, jnp.int32) == i, cases[i])
 
 
 def _split(eqn: Any, x: Lazy) -> list[Lazy] | None:
@@ -204,7 +227,12 @@ RULES: dict[str, Rule] = {
     "squeeze": Rule(_squeeze),
     "reduce_sum": Rule(_sum),
     "convert_element_type": Rule(_cast),
+    # Where the result is placed is for the weighted sum to say, not for each example.
+    **dict.fromkeys(("sharding_constraint", "reshard"), Rule(_same)),
     **dict.fromkeys(("reduce_precision", "copy", "copy_p", "name"), Rule(_same)),
+    "slice": Rule(_slice),
+    "rev": Rule(_reverse),
+    "select_n": Rule(_select, ()),
     "neg": Rule(_negate),
     "add": Rule(_add, None),
     "add_any": Rule(_add, None),

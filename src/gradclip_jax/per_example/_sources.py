@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._types import Array
-from ._cost import is_small
 from ._factors import (
     Axis,
     Factor,
@@ -23,7 +22,7 @@ from ._factors import (
     as_lazy,
     einsum,
     is_lazy,
-    multiply,
+    is_small,
     product,
 )
 from ._layout import add, arrange
@@ -51,35 +50,6 @@ def dot_general(eqn: Any, lhs: Any, rhs: Any) -> Lazy | None:
     free = [k for k in (*left, *right) if k not in (*batch, *summed)]
     factors = [Factor(lhs, tuple(left)), Factor(rhs, tuple(right))]
     return _unless_small(product(aval, factors, [(k,) for k in (*batch, *free)]))
-
-
-def without_zeros(eqn: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-    """Cuts off both operands of a product where one of them is known to be zero.
-
-    The gradient of `logits[:-1]`, used twice, is a sum of two arrays in zeros. With the zeros it
-    would be a third array of that size.
-    """
-    if not (is_lazy(lhs) or is_lazy(rhs)):
-        return lhs, rhs
-    left_axes, right_axes = eqn.params["dimension_numbers"][0]
-    if not is_lazy(lhs):
-        rhs, lhs = _cut_both(rhs, right_axes, lhs, left_axes)
-        return lhs, rhs
-    return _cut_both(lhs, left_axes, rhs, right_axes)
-
-
-def _cut_both(lazy: Lazy, axes: Any, other: Any, other_axes: Any) -> tuple[Array, Array]:
-    other = as_array(other)
-    term = lazy.terms[0] if len(lazy.terms) == 1 else None
-    if term is None or not term.is_dense():
-        return as_array(lazy), other
-    shape = term.shape()
-    if any(n != lazy.shape[i] for i, n in enumerate(shape) if i not in axes):
-        return as_array(lazy), other
-    for i, j in zip(axes, other_axes, strict=True):
-        start = term.axes[i].start
-        other = lax.slice_in_dim(other, start, start + shape[i], axis=j)
-    return multiply(term).astype(lazy.dtype), other
 
 
 def _unless_small(lazy: Lazy) -> Lazy | None:

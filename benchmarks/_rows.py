@@ -1,0 +1,145 @@
+"""The training steps that are measured: ours beside Optax's counterpart, around AdamW."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from _models import Model
+from jax import lax
+
+import gradclip_jax as gcx
+
+Tree = Any
+EVERY = 8
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step of a model: loss, backward pass, update.
+
+    Attributes:
+        tx: the optimizer.
+        run: `(params, state, batch) -> (params, state, loss)`.
+    """
+
+    tx: Any
+    run: Callable[..., Any]
+
+    def state(self, params: Tree) -> Tree:
+        """The state as shapes."""
+        return jax.eval_shape(self.tx.init, params)
+
+
+Maker = Callable[[Model], Step]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step of ours.
+
+    Attributes:
+        ours: makes it.
+        theirs: the entry of `OPTAX` that it is measured by: the same thing, or the nearest.
+        accumulates: whether the step is mostly held; held and emitted are counted apart.
+    """
+
+    ours: Maker
+    theirs: str
+    accumulates: bool = False
+
+
+def _updated(tx: Any, value_and_grad: Any = jax.value_and_grad) -> Maker:
+    """By `update` and `apply_updates`."""
+
+    def make(model: Model) -> Step:
+        def run(params: Tree, state: Tree, batch: Tree) -> Any:
+            loss, grads = value_and_grad(model.loss)(params, batch)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, loss
+
+        return Step(tx, run)
+
+    return make
+
+
+def _applied(tx: Any) -> Maker:
+    """By `apply_gradients`."""
+
+    def make(model: Model) -> Step:
+        def run(params: Tree, state: Tree, batch: Tree) -> Any:
+            loss, grads = jax.value_and_grad(model.loss)(params, batch)
+            return *gcx.apply_gradients(tx, grads, state, params), loss
+
+        return Step(tx, run)
+
+    return make
+
+
+def _by_hand(fun: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """A `value_and_grad` in micro-batches, as many write it: a scan over the reshaped batch."""
+
+    def value_and_grad(params: Tree, batch: Tree) -> Any:
+        def add(total: Any, micro_batch: Tree) -> Any:
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(fun)(params, micro_batch)), None
+
+        parts = jax.tree.map(lambda x: x.reshape(EVERY, -1, *x.shape[1:]), batch)
+        zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+        return jax.tree.map(lambda x: x / EVERY, lax.scan(add, zeros, parts)[0])
+
+    return value_and_grad
+
+
+_ADAMW = optax.adamw(1e-4)
+
+
+def _then_adamw(clip: Any) -> Any:
+    return optax.chain(clip, _ADAMW)
+
+
+_OPTAX_CLIP = _then_adamw(optax.clip_by_global_norm(1.0))
+OPTAX = {
+    "AdamW alone": _updated(_ADAMW),
+    "clip_by_global_norm": _updated(_OPTAX_CLIP),
+    "clip_by_block_rms": _updated(_then_adamw(optax.clip_by_block_rms(1.0))),
+    "adaptive_grad_clip": _updated(_then_adamw(optax.adaptive_grad_clip(0.01))),
+    "apply_if_finite": _updated(optax.apply_if_finite(_ADAMW, 9)),
+    "apply_if_finite(clip)": _updated(optax.apply_if_finite(_OPTAX_CLIP, 9)),
+    "MultiSteps(clip)": _updated(optax.MultiSteps(_OPTAX_CLIP, EVERY)),
+    "MultiSteps(apply_if_finite(clip))": _updated(
+        optax.MultiSteps(optax.apply_if_finite(_OPTAX_CLIP, 9), EVERY)
+    ),
+    "a `scan` by hand": _updated(_ADAMW, _by_hand),
+}
+
+_CLIP = _then_adamw(gcx.clip_by_global_norm(1.0))
+_ACCUMULATED = gcx.accumulate_gradients(_CLIP, EVERY)
+_SPIKES = gcx.skip_spikes(_ADAMW, norm=gcx.thresholds.mean_std(6.0))
+ROWS = {
+    "clip_by_global_norm": Row(_updated(_CLIP), "clip_by_global_norm"),
+    "clip_by_leaf_norm": Row(
+        _updated(_then_adamw(gcx.clip_by_leaf_norm(1.0))), "clip_by_block_rms"
+    ),
+    "adaptive_grad_clip": Row(
+        _updated(_then_adamw(gcx.adaptive_grad_clip(0.01))), "adaptive_grad_clip"
+    ),
+    "autoclip": Row(_updated(_then_adamw(gcx.autoclip())), "clip_by_global_norm"),
+    "adagc": Row(_updated(_then_adamw(gcx.adagc())), "clip_by_global_norm"),
+    "skip_nonfinite": Row(_applied(gcx.skip_nonfinite(_ADAMW)), "apply_if_finite"),
+    "skip_nonfinite(clip)": Row(_applied(gcx.skip_nonfinite(_CLIP)), "apply_if_finite(clip)"),
+    'skip_nonfinite(check="step")': Row(
+        _applied(gcx.skip_nonfinite(_ADAMW, check="step")), "apply_if_finite"
+    ),
+    "skip_large_norm": Row(_applied(gcx.skip_large_norm(_ADAMW, 10.0)), "apply_if_finite"),
+    "skip_spikes": Row(_applied(_SPIKES), "apply_if_finite"),
+    "accumulate_gradients(clip)": Row(_applied(_ACCUMULATED), "MultiSteps(clip)", True),
+    "skip_nonfinite(accumulate_gradients(clip))": Row(
+        _applied(gcx.skip_nonfinite(_ACCUMULATED)), "MultiSteps(apply_if_finite(clip))", True
+    ),
+    "microbatched_value_and_grad": Row(
+        _updated(_ADAMW, lambda fun: gcx.microbatched_value_and_grad(fun, EVERY)),
+        "a `scan` by hand",
+    ),
+}

@@ -1,0 +1,347 @@
+"""The one executor of guards and accumulations.
+
+However they are nested, they make one list, and `_execute` takes one step of the innermost
+transformation, or none.
+"""
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ._checks import check_state, check_transformation, error_message, is_float0, is_traced
+from ._gate import Accumulation, ComputedStep, Flag, Guard, Verdict, Window, flag_and
+from ._mesh import zeros_of_type
+from ._run_if import like_dtypes, run_if, run_if_checked, trace
+from ._states import GATES, increment_where, plain_arrays, with_structure_of
+from ._tree_checks import check_inexact
+from ._types import Scalar, Tree
+
+EXTRA_ARGS: Final = ("value", "loss", "weight", "flush", "closes")
+"""The extra arguments of `update` that guards and accumulations read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedUpdate:
+    """The `update` of guards and accumulations.
+
+    An object, so that it can be looked into wherever the transformation has been: some trainers
+    take one apart and put it together again. `jax.named_call` asks for its name.
+
+    Attributes:
+        gates: the guards, and at most one accumulation, from the outermost to the innermost.
+        innermost: the transformation inside of all of them.
+    """
+
+    __name__: ClassVar[str] = "update"
+    gates: tuple[Guard | Accumulation, ...]
+    innermost: optax.GradientTransformationExtraArgs
+
+    def __call__(
+        self, updates: Tree, state: Any, params: Tree | None = None, **extra_args: Any
+    ) -> tuple[Tree, Any]:
+        """The update of the innermost transformation, or zeros where it takes no step."""
+        return _execute(self, updates, state, params, extra_args, applies=False)
+
+
+def gated(
+    gate: Guard | Accumulation, inner: optax.GradientTransformation, init: optax.TransformInitFn
+) -> optax.GradientTransformationExtraArgs:
+    """Puts a gate around a transformation."""
+    if isinstance(inner.update, GatedUpdate):
+        update = GatedUpdate((gate, *inner.update.gates), inner.update.innermost)
+    else:
+        update = GatedUpdate((gate,), optax.with_extra_args_support(inner))
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def apply_gradients(
+    tx: optax.GradientTransformation, grads: Tree, state: Any, params: Tree, **extra_args: Any
+) -> tuple[Tree, Any]:
+    """Takes one optimizer step: `update` and `optax.apply_updates` in one call.
+
+    The same numbers, for any transformation; what `accumulate_gradients` gathers from bfloat16
+    gradients is rounded once, when it is added to the parameters. For it and the guards this is
+    the fast path: a step that is held or skipped touches neither parameters nor optimizer
+    state, where `update` must at least write a tree of zeros. Donate `params` and `state` to
+    the jitted step, or they are copied.
+
+    Args:
+        tx: any Optax transformation.
+        grads: the gradients, in the structure of `params`.
+        state: the state of `tx`.
+        params: the parameters. Variables of Flax's NNX are taken, and come back as such.
+        **extra_args: passed on to `tx.update`.
+
+    Returns:
+        The new parameters, in their own dtypes, and the new state.
+
+    Raises:
+        TypeError: `tx` is no transformation.
+
+    Examples:
+        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> tx = gcx.accumulate_gradients(optax.sgd(1.0), every=2)
+        >>> params = jnp.array([0.0])
+        >>> state = tx.init(params)
+        >>> for grads in (jnp.array([1.0]), jnp.array([3.0])):
+        ...     params, state = gcx.apply_gradients(tx, grads, state, params)
+        >>> params.tolist()
+        [-2.0]
+    """
+    check_transformation("apply_gradients", "tx", tx)
+    arrays = plain_arrays((grads, state, params))
+    if jax.tree.structure(arrays) != jax.tree.structure((grads, state, params)):
+        params_and_state = apply_gradients(tx, *arrays, **extra_args)
+        return with_structure_of((params, state), params_and_state)
+    if isinstance(tx.update, GatedUpdate):
+        return _execute(tx.update, grads, state, params, extra_args, applies=True)
+    update = optax.with_extra_args_support(tx).update
+    updates, state = update(grads, state, params, **extra_args)
+    return _apply_updates(params, updates), state
+
+
+def _execute(
+    update: GatedUpdate,
+    grads: Tree,
+    state: Any,
+    params: Tree,
+    extra_args: dict[str, Any],
+    *,
+    applies: bool,
+) -> tuple[Tree, Any]:
+    """One call through all gates: the update, or the new parameters, and the next state.
+
+    A gradient travels inwards. Guards around an accumulation judge the micro-batch, those inside
+    it, or all if there is none, the gradient of the step. What they accept travels outwards again:
+    guards around an accumulation check the gradient of the window, guards with `check="step"` the
+    computed step. The first to refuse counts, and nobody else.
+
+    | refused | counted by | the window | innermost state |
+    | --- | --- | --- | --- |
+    | a micro-batch, around an accumulation | the outermost that refuses | goes on | untouched |
+    | the same, with `flush` or `closes` | the same | emitted without it | takes the step |
+    | the gradient of a step | the outermost inside that refuses | dropped | untouched |
+    | that of a window, from around it | the innermost that checks it | dropped | untouched |
+    | the computed step | the innermost with `check="step"` | dropped | untouched |
+    | nothing, and the window is held | nobody | goes on | untouched |
+    | nothing | nobody | emitted | takes the step |
+
+    | guard | its counters | what its rules have learned |
+    | --- | --- | --- |
+    | the one that counts | one more skip, and one more in a row | brought up to date |
+    | the others, if a guard refuses | as they were | as it was |
+    | all that judged a call that went through | no skip in a row | brought up to date |
+    | inside an accumulation whose window is held | as they were | as it was |
+    """
+    _check_names(extra_args)
+    outermost, innermost_state = update.gates[0], state
+    is_sum = isinstance(outermost, Accumulation)
+    check_inexact(outermost.name, "updates", grads, unreduced=is_sum)
+    for gate in update.gates:
+        check_state(gate.name, innermost_state, gate.kind)
+        innermost_state = getattr(innermost_state, GATES[gate.kind])
+    outside, accumulation, inside = _split(update.gates)
+    guards, around_count = (*outside, *inside), len(outside)
+    window_checks = {i: g.check_window for i, g in enumerate(outside) if g.check_window}
+    step_checks = {i: g.check_step for i, g in enumerate(guards) if g.check_step}
+    around = _judge(outside, grads, state, params, extra_args)
+    if accumulation:
+        is_measured = bool(window_checks or step_checks)
+        window = accumulation.open_window(
+            around.grads, around.state, params, extra_args, around.accepted, is_measured
+        )
+    else:
+        window = Window(True, (), lambda acc: (grads, acc), state, extra_args, lambda s, *_: s)
+    step, output = _plan_step(
+        update.innermost, window, grads, innermost_state, params, applies=applies
+    )
+
+    def body(carry: Tree) -> Tree:
+        output, inner_state, accumulator, _ = carry
+        window_grads, accumulator = window.read(accumulator)
+        judged = _judge(inside, window_grads, inner_state, params, window.extra_args)
+        accepted, refusals = judged.accepted, [jnp.array(False) for _ in guards]
+        if window_checks:
+            passed = _all(check(window_grads) for check in window_checks.values())
+            refusals[max(window_checks)] = jnp.asarray(flag_and(accepted, ~passed))
+            accepted = flag_and(accepted, passed)
+
+        def take(carry: Tree) -> tuple[Tree, ComputedStep]:
+            output, before = carry
+            output, after, updates = step(judged.grads, before, output)
+            after = like_dtypes(after, before)  # a moment may overflow where it is kept
+            return (output, after), ComputedStep(judged.grads, before, updates, after)
+
+        def checked(carry: Tree) -> tuple[Tree, Scalar]:
+            carry, computed = take(carry)
+            return carry, _all(check(computed) for check in step_checks.values())
+
+        carry, stepped = (output, judged.state), accepted
+        if step_checks:
+            (output, innermost), stepped = run_if_checked(accepted, checked, carry)
+            refused = jnp.asarray(accepted) & ~jnp.asarray(stepped)
+            refusals[max(step_checks)] |= refused
+            innermost = guards[max(step_checks)].drop(innermost, refused)
+        else:
+            output, innermost = run_if(accepted, lambda x: take(x)[0], carry, usually=True)
+        own, others = refusals[around_count:], refusals[:around_count]
+        inner_state = _next_states(judged, innermost, own, stepped, alone=len(guards) == 1)
+        flags = [jnp.asarray(stepped), *others] if guards else []
+        return output, inner_state, accumulator, flags
+
+    flags = [jnp.array(False) for _ in range(1 + around_count)] if guards else []
+    carry = (output, window.inner_state, window.accumulator, flags)
+    output, inner_state, accumulator, flags = run_if(window.emits, body, carry)
+    stepped, *refusals = flags or [window.emits]
+    next_state = window.next_state(inner_state, accumulator, stepped)
+    through = flag_and(around.accepted, ~(jnp.asarray(window.emits) & ~jnp.asarray(stepped)))
+    return output, _next_states(around, next_state, refusals, through, alone=len(guards) == 1)
+
+
+def _split(gates: Sequence[Any]) -> tuple[Any, Accumulation | None, Any]:
+    """The guards around the accumulation, it, and the guards inside; without one all are inside."""
+    for i, gate in enumerate(gates):
+        if isinstance(gate, Accumulation):
+            return gates[:i], gate, gates[i + 1 :]
+    return (), None, gates
+
+
+class _Judged(NamedTuple):
+    """What guards say of a gradient, each with its state and whether it refuses.
+
+    Attributes:
+        entries: `(guard, state, verdict, refuses)` of each.
+        grads: the gradient that they pass on.
+        state: the state inside the last.
+        accepted: whether none refuses.
+    """
+
+    entries: list[tuple[Guard, Any, Verdict, Scalar]]
+    grads: Tree
+    state: Any
+    accepted: Flag
+
+
+def _judge(
+    guards: Sequence[Guard], grads: Tree, state: Any, params: Tree, extra_args: dict[str, Any]
+) -> _Judged:
+    """Asks guards one after the other, from the outermost on; the first that refuses does."""
+    entries: list[tuple[Guard, Any, Verdict, Scalar]] = []
+    accepted: Flag = True
+    for guard in guards:
+        verdict = guard.judge(grads, state, params, extra_args)
+        refuses = jnp.asarray(flag_and(accepted, ~verdict.is_good))
+        entries.append((guard, state, verdict, refuses))
+        accepted = flag_and(accepted, verdict.is_good)
+        grads, state = verdict.grads, state.inner_state
+    return _Judged(entries, grads, state, accepted)
+
+
+def _all(flags: Iterable[Scalar]) -> Scalar:
+    return functools.reduce(jnp.logical_and, flags)
+
+
+def _next_states(
+    judged: _Judged, inner_state: Any, refusals: Sequence[Any], through: Flag, *, alone: bool
+) -> Any:
+    """The states of guards around the next state inside them.
+
+    A guard alone refuses every call that does not go through, so there is nothing to select.
+    """
+    pairs = zip(judged.entries, refusals, strict=True)
+    for (guard, state, verdict, refuses), refuses_later in reversed(list(pairs)):
+        refused = refuses | refuses_later
+        streak = jnp.where(refused, increment_where(state.consecutive_skips), 0)
+        after = verdict.own_fields(refused)
+        failed = (streak >= guard.max_consecutive_skips).astype(jnp.int32)
+        after = after._replace(
+            consecutive_skips=streak, guard_failed=after.guard_failed | failed, inner_state=()
+        )
+        if not alone:
+            choose = functools.partial(jnp.where, refused | through)
+            after = jax.tree.map(choose, after, state._replace(inner_state=()))
+        inner_state = after._replace(inner_state=inner_state)
+    return inner_state
+
+
+Step = Callable[[Tree, Any, Tree], tuple[Tree, Any, Tree]]
+"""From gradients, the innermost state and the output to the next output, state, and the updates."""
+
+
+def _plan_step(
+    innermost: optax.GradientTransformationExtraArgs,
+    window: Window,
+    incoming: Tree,
+    inner_state: Any,
+    params: Tree,
+    *,
+    applies: bool,
+) -> tuple[Step, Tree]:
+    """The step of the innermost transformation, and the output if none is taken.
+
+    It sees the gradient in the dtype of the accumulator, or in float32 behind a loss scale, if it
+    takes that. Some, `optax.novograd` and `optax.apply_if_finite` among them, cannot be traced on
+    gradients whose dtype is not that of the parameters: they get the dtypes that came in. What
+    cannot be traced on either has another fault, which is then the user's to see. So it is
+    traced once, or twice where the dtypes differ.
+    """
+
+    def bound(params: Tree) -> Callable[[Tree, Any], tuple[Tree, Any]]:
+        return lambda grads, state: innermost.update(grads, state, params, **window.extra_args)
+
+    output, known = params, None
+    if not applies:
+        # The zeros have the type of the update, which may be sharded otherwise, or vary less.
+        grads = jax.eval_shape(lambda: like_dtypes(window.read(window.accumulator)[0], incoming))
+        known = trace(bound(params), grads, inner_state)
+        output = jax.tree.map(zeros_of_type, known.output[0])
+
+    def run(grads: Tree, inner_state: Any, params: Tree) -> tuple[Tree, Any]:
+        args, update = (grads, inner_state), bound(params)
+        plain = like_dtypes(grads, incoming)
+        is_eager = not any(map(is_traced, jax.tree.leaves((args, params))))
+        pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(plain), strict=True)
+        if all(x.dtype == y.dtype for x, y in pairs):
+            return update(*args) if is_eager or known is None else known(*args)
+        try:
+            return update(*args) if is_eager else trace(update, *args)(*args)
+        except (TypeError, ValueError) as error:
+            try:
+                return (known or trace(update, plain, inner_state))(plain, inner_state)
+            except (TypeError, ValueError):
+                raise error from None
+
+    def step(grads: Tree, inner_state: Any, output: Tree) -> tuple[Tree, Any, Tree]:
+        updates, inner_state = run(grads, inner_state, output if applies else params)
+        return (_apply_updates(output, updates) if applies else updates), inner_state, updates
+
+    return step, output
+
+
+def _apply_updates(params: Tree, updates: Tree) -> Tree:
+    """`optax.apply_updates`, also of float0, and where JAX is set not to promote dtypes.
+
+    A float0 update leaves its integer parameter as it is.
+    """
+
+    def addend(update: Any, param: Any) -> Any:
+        return jnp.zeros_like(param) if is_float0(update) else update
+
+    with jax.numpy_dtype_promotion("standard"):
+        return optax.apply_updates(params, jax.tree.map(addend, updates, params))
+
+
+def _check_names(extra_args: dict[str, Any]) -> None:
+    """Refuses an extra argument that is called almost as one of ours; others are passed on."""
+    for name in extra_args.keys() - EXTRA_ARGS:
+        near = difflib.get_close_matches(name, EXTRA_ARGS, n=1, cutoff=0.8)
+        if near:
+            rule = "an extra argument with a name of its own"
+            hint = f"It is called `{near[0]}`; or name it less like that."
+            raise TypeError(error_message("update", name, rule, "one", hint))

@@ -1,0 +1,9 @@
+"""Configs: calls of this package as plain values, to be written to a file and read back.
+
+A public namespace, `gcx.configs`.
+"""
+
+from ._config import AccumulationConfig as AccumulationConfig
+from ._config import TransformConfig as TransformConfig
+
+__all__ = ["AccumulationConfig", "TransformConfig"]

@@ -1,0 +1,40 @@
+"""What a run has done so far, read on the host between its steps: `gcx.diagnostics`.
+
+| function | answers |
+| --- | --- |
+| `norm_history`, `leaf_norm_history` | the norms that `record_norms` kept |
+| `suggest_max_norm` | which `max_norm` they suggest |
+| `nonfinite_leaves` | which leaves hold a NaN or an infinity |
+| `accumulation_stats` | how many micro-batches and windows there were |
+| `watched_names` | what `watch` calls the leaves or layers |
+| `worst_examples` | which examples of a batch have the largest gradients and losses |
+| `summarize_log`, `plot_log` | a run in numbers and in pictures, from its log |
+
+What is logged at every step is in `gcx.metrics`, what happened in `gcx.incidents`.
+"""
+
+from .accumulation._state import AccumulationStats as AccumulationStats
+from .accumulation._state import accumulation_stats as accumulation_stats
+from .monitoring._incident import Incident as Incident
+from .monitoring._measure import nonfinite_leaves as nonfinite_leaves
+from .monitoring._measure import suggest_max_norm as suggest_max_norm
+from .monitoring._plot import plot_log as plot_log
+from .monitoring._record import leaf_norm_history as leaf_norm_history
+from .monitoring._record import norm_history as norm_history
+from .monitoring._report import summarize_log as summarize_log
+from .monitoring._report import watched_names as watched_names
+from .monitoring._report import worst_examples as worst_examples
+
+__all__ = [
+    "AccumulationStats",
+    "Incident",
+    "accumulation_stats",
+    "leaf_norm_history",
+    "nonfinite_leaves",
+    "norm_history",
+    "plot_log",
+    "suggest_max_norm",
+    "summarize_log",
+    "watched_names",
+    "worst_examples",
+]

@@ -1,0 +1,67 @@
+"""Pictures of a run, from its log. Only here is matplotlib imported, when it is asked for."""
+
+from typing import Any
+
+import numpy as np
+
+from .._checks import error_message
+from ._report import column, read_log
+
+
+def plot_log(log: Any) -> Any:
+    """Draws what `watch` saw: norms by unit and step, shares, and update-to-parameter ratios.
+
+    Incidents are marked by lines. It needs matplotlib: `pip install "gradclip_jax[plots]"`.
+
+    Args:
+        log: a sequence of mappings from name to number, one for each step, such as
+            `metrics(state)`, or the path of a file of JSON lines.
+
+    Returns:
+        A `matplotlib.figure.Figure`; `figure.savefig("run.png")` writes it.
+
+    Raises:
+        ValueError: the log is empty, or has no norms by unit.
+
+    Examples:
+        >>> import gradclip_jax as gcx
+        >>> log = [{"gradient_norm/wi": 1.0, "gradient_norm/wo": 2.0} for step in range(3)]
+        >>> [axes.get_title() for axes in gcx.diagnostics.plot_log(log).axes[:2]]
+        ['gradient norm, log10', 'share of the squared gradient norm']
+    """
+    from matplotlib.figure import Figure
+
+    rows = read_log("plot_log", log)
+    norms = _by_unit(rows, "gradient_norm")
+    if not norms:
+        hint = "Log `metrics(state)` of an optimizer inside `gcx.watch`."
+        got = "none with `gradient_norm/...`"
+        raise ValueError(error_message("plot_log", "log", "of norms by unit", got, hint))
+    ratios = _by_unit(rows, "update_ratio")
+    counts = np.nan_to_num(column(rows, "incident_count"))
+    table, height = np.stack(list(norms.values())), 3 if ratios else 2
+    figure = Figure(figsize=(9, 3 * height), layout="constrained")
+    axes = figure.subplots(height, sharex=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        heat = np.log10(np.where(table > 0, table, np.nan))
+        share = np.nan_to_num(table**2 / np.nansum(table**2, axis=0))
+    axes[0].set_title("gradient norm, log10")
+    image = axes[0].imshow(heat, aspect="auto", interpolation="nearest")
+    figure.colorbar(image, ax=axes[0])
+    shown = range(0, len(norms), len(norms) // 24 + 1)
+    axes[0].set_yticks(shown, [list(norms)[i] for i in shown], fontsize=7)
+    axes[1].set_title("share of the squared gradient norm")
+    axes[1].stackplot(range(len(rows)), share)
+    if ratios:
+        axes[2].set_title("norm of the update over that of the parameters")
+        axes[2].semilogy(np.stack([np.where(x > 0, x, np.nan) for x in ratios.values()]).T)
+    axes[-1].set_xlabel("row of the log")
+    for axis in axes:
+        for place in np.flatnonzero(np.diff(counts, prepend=0) > 0):
+            axis.axvline(place, color="tab:red", linewidth=0.8)
+    return figure
+
+
+def _by_unit(rows: list[dict[str, Any]], key: str) -> dict[str, np.ndarray[Any, Any]]:
+    names = dict.fromkeys(name for row in rows for name in row if name.startswith(f"{key}/"))
+    return {name.removeprefix(f"{key}/"): column(rows, name) for name in names}

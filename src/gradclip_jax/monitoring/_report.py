@@ -1,0 +1,206 @@
+"""On the host: the incidents of a state, the names of its units, a run in numbers."""
+
+import json
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._checks import check_count, error_message, refuse_traced, shortened
+from .._states import plain_arrays
+from ..clipping._norm import measured_leaves, norm_of_leaves
+from ._incident import Incident, read_row
+from ._watch import WatchState, names_in, watch_state
+
+
+def incidents(state: Any) -> list[Incident]:
+    """Returns the last incidents that `watch` saw, the oldest first.
+
+    Each is a record, and printed a sentence: "step 1203: skipped, gradient norm 3.1e5 above 4.2;
+    97 % of it in decoder/layers_7/mlp/wi; loss 3.2, usual". It waits for the values.
+
+    | kind | flag in the metric `incident_kind` | what it says |
+    | --- | --- | --- |
+    | "nan", "infinity" | 1, 2 | the gradient norm is not finite |
+    | "norm", "loss" | 4, 8 | a spike; a loss also where it is not finite |
+    | "update" | 16 | the update is not finite, though the gradient is |
+    | "skipped", "held", "clipped" | 32, 64, 128 | what became of the step |
+
+    Args:
+        state: the state of `watch`, or any state that contains it. Of several the first is read.
+
+    Returns:
+        At most as many as `watch` keeps, 16 unless it was told otherwise.
+
+    Raises:
+        TypeError: the state contains no `WatchState`, or it is traced.
+        ValueError: the state was vmapped.
+
+    Examples:
+        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> tx = gcx.watch(gcx.skip_large_norm(optax.sgd(0.1), 4.0))
+        >>> params = {"wi": jnp.ones(2), "wo": jnp.ones(2)}
+        >>> grads = {"wi": jnp.array([30.0, 40.0]), "wo": jnp.array([0.5, 0.5])}
+        >>> _, state = tx.update(grads, tx.init(params), params)
+        >>> print(gcx.incidents(state)[-1])
+        step 0: skipped, gradient norm 50 above 4; 100 % of it in wi
+    """
+    found = _on_host("incidents", state)
+    rows, count = np.asarray(found.incident_rows), int(found.incident_count)
+    newest = [rows[i % len(rows)] for i in range(max(count - len(rows), 0), count)]
+    return [read_row(row, names_in(found)) for row in newest]
+
+
+def watched_names(state: Any) -> list[str]:
+    """Names the units that `watch` measures, in the order of `largest_share_index`.
+
+    Args:
+        state: the state of `watch`, or any state that contains it. Of several the first is read.
+
+    Returns:
+        The names, such as `decoder/layers_3/mlp/wi`; none for `granularity="global"`.
+
+    Raises:
+        TypeError: the state contains no `WatchState`.
+
+    Examples:
+        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> tx = gcx.watch(optax.sgd(0.1), granularity=gcx.granularities.layer({"h": 1, "out": 0}))
+        >>> params = {"h": {"wi": jnp.ones((2, 3)), "wo": jnp.ones((2, 3))}, "out": jnp.ones(2)}
+        >>> gcx.diagnostics.watched_names(tx.init(params))
+        ['h_0/wi', 'h_1/wi', 'h_0/wo', 'h_1/wo', 'out']
+    """
+    return names_in(watch_state("watched_names", state))
+
+
+def summarize_log(log: Any, *, window: int = 1000) -> dict[str, float]:
+    """Sums up a run from what was logged of `metrics` at its steps.
+
+    | key | meaning |
+    | --- | --- |
+    | `steps`, `taken` | rows of the log; the share of them whose step was taken |
+    | `clipped`, with a place if there are several clips | the share of steps that were clipped |
+    | `skipped_nonfinite`, `skipped_large_norm`, `skipped_large_loss` | how many, by each guard |
+    | `incident_count` | of `watch` |
+    | `spike_score/loss`, of `grad_norm`, `gradient_norm`, `update_norm` too | the share of values |
+    | | that are not finite, or more than 6 standard deviations from the mean of the last `window` |
+
+    Args:
+        log: a sequence of mappings from name to number, one for each step, or the path of a file of
+            JSON lines.
+        window: how many values a spike is compared with, from the hundredth on.
+
+    Returns:
+        Key to number; without those of which the log says nothing.
+
+    Raises:
+        ValueError: the log is empty.
+
+    Examples:
+        >>> import gradclip_jax as gcx
+        >>> log = [{"loss": 3.0 + 0.1 * (i % 3), "clip_fraction": i % 2} for i in range(199)]
+        >>> gcx.diagnostics.summarize_log([*log, {"loss": 9.0, "clip_fraction": 1.0}])
+        {'steps': 200.0, 'clipped': 0.5, 'spike_score/loss': 0.005}
+    """
+    rows = read_log("summarize_log", log)
+    summary = {"steps": float(len(rows))}
+    for key in sorted({key for row in rows for key in row}):
+        values = column(rows, key)
+        name, _, place = key.partition("/")
+        if name == "step_taken":
+            summary["taken"] = float(np.nanmean(values))
+        elif name == "clip_fraction":
+            summary["/".join(filter(None, ("clipped", place)))] = float(np.nanmean(values > 0))
+        elif name.startswith("skipped_") or key == "incident_count":
+            summary[key] = float(values[-1])
+        elif key in ("loss", "grad_norm", "gradient_norm", "update_norm"):
+            summary[f"spike_score/{key}"] = _spike_score(values, window)
+    return summary
+
+
+def _spike_score(values: Any, window: int) -> float:
+    def is_spike(i: int) -> bool:
+        past = values[max(i - window, 0) : i]
+        past = past[np.isfinite(past)]
+        if len(past) < min(window, 100) or not np.isfinite(values[i]):
+            return not np.isfinite(values[i])
+        return abs(values[i] - past.mean()) > 6 * past.std()
+
+    return float(np.mean([is_spike(i) for i in range(len(values))]))
+
+
+def read_log(function: str, log: Any) -> list[dict[str, Any]]:
+    """The rows of a log; refuses an empty one."""
+    if isinstance(log, (str, os.PathLike)):
+        lines = pathlib.Path(log).read_text(encoding="utf-8").splitlines()
+        log = [json.loads(line) for line in lines if line.strip()]
+    if not isinstance(log, Sequence):
+        hint = "Append `metrics(state)` at each step, or name a file of JSON lines."
+        raise TypeError(error_message(function, "log", "a list of dicts", shortened(log), hint))
+    if not log:
+        hint = "Append `metrics(state)` at each step."
+        raise ValueError(error_message(function, "log", "of at least one step", "none", hint))
+    return [dict(row) for row in log]
+
+
+def column(rows: list[dict[str, Any]], key: str) -> np.ndarray[Any, Any]:
+    """The values of a key, NaN where a row has none."""
+    return np.array([np.nan if row.get(key) is None else float(row[key]) for row in rows])
+
+
+def worst_examples(
+    fun: Callable[[Any, Any], Any], params: Any, batch: Any, k: int = 3
+) -> dict[str, dict[int, float]]:
+    """Finds the examples of a batch with the largest gradient norms and the largest losses.
+
+    For the batch of an incident: it takes one example after the other, in the memory of one
+    gradient. What is not finite counts as largest.
+
+    Args:
+        fun: `(params, example) -> loss` of one example, a scalar.
+        params: the parameters.
+        batch: a tree whose leaves have the examples along their first axis.
+        k: how many examples are returned.
+
+    Returns:
+        Under "grad_norm" and under "loss" the index of each of the k largest, to its value; the
+        largest first.
+
+    Raises:
+        ValueError: `k` is < 1.
+
+    Examples:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> fun = lambda w, x: (w * x) ** 2
+        >>> gcx.diagnostics.worst_examples(fun, 1.0, jnp.array([1.0, -3.0, 2.0]), k=2)
+        {'grad_norm': {1: 18.0, 2: 8.0}, 'loss': {1: 9.0, 2: 4.0}}
+    """
+    check_count("worst_examples", "k", k, "Pass how many examples to return.")
+
+    @jax.jit
+    def measure(params: Any, batch: Any) -> Any:
+        def one(example: Any) -> Any:
+            loss, grads = jax.value_and_grad(fun)(params, example)
+            return loss, norm_of_leaves(measured_leaves(grads), 2.0, None)
+
+        return jax.lax.map(one, batch)
+
+    def largest(values: Any) -> dict[int, float]:
+        order = np.argsort(-np.nan_to_num(values, nan=np.inf))[:k]
+        return {int(i): float(values[i]) for i in order}
+
+    losses, norms = map(np.asarray, measure(params, batch))
+    return {"grad_norm": largest(norms), "loss": largest(losses)}
+
+
+def _on_host(function: str, state: Any) -> WatchState:
+    found: WatchState = plain_arrays(watch_state(function, state))
+    refuse_traced(function, "state", found.incident_count)
+    if np.ndim(found.incident_count):
+        rule, hint = "of one run", "Of seed i pass `jax.tree.map(lambda x: x[i], state)`."
+        got = f"one that was vmapped over {np.shape(found.incident_count)[0]}"
+        raise ValueError(error_message(function, "state", rule, got, hint))
+    return found

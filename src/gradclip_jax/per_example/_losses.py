@@ -1,0 +1,185 @@
+"""How a loss is called, and what its arguments are: parameters, and a batch of examples."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._checks import check_callable, describe, error_message, leaf_path
+from .._tree_checks import broadcast_prefix
+from .._types import Array, Labels, Tree
+from ..accumulation._split import Split, counted_from_zero, micro_arguments, positions
+from ..clipping._granularity import is_measured
+from ..clipping._norm import measured_leaves
+from ._evaluate import evaluate
+from ._factors import Lazy
+
+
+class Outputs(NamedTuple):
+    """What is known of an example, or of each one along the first axis.
+
+    Attributes:
+        value: the loss.
+        weight: float32, or None where the loss returns none.
+        aux: the auxiliary output, or None.
+        grads: a lazy or ordinary array for each leaf that is differentiated by.
+    """
+
+    value: Array
+    weight: Array | None
+    aux: Any
+    grads: list[Array | Lazy]
+
+
+class Loss(NamedTuple):
+    """A loss of one example; the fields are those of `value_and_grad`, and the caller's name."""
+
+    function: str
+    fun: Callable[..., Any]
+    argnums: int | Sequence[int] = 0
+    batch_argnums: int | Sequence[int] = 1
+    has_aux: bool = False
+    has_weight: bool = False
+
+    def checked(self) -> "Loss":
+        """Refuses what cannot be called."""
+        hint = "Pass the loss of one example."
+        check_callable(self.function, "fun", self.fun, hint)
+        return self
+
+    def bind(self, args: Sequence[Any], kwargs: dict[str, Any], parts: int = 1) -> "Examples":
+        """Takes the arguments of a call apart."""
+        groups = positions(self.batch_argnums), (), positions(self.argnums)
+        split = Split(parts, *groups, takes_one=isinstance(self.argnums, int))
+        split = counted_from_zero(self.function, split, args)
+        both = sorted(set(split.batches) & set(split.differentiated))
+        if both:
+            rule, hint = "other positions than `batch_argnums`", "Parameters are not split."
+            raise ValueError(error_message(self.function, "argnums", rule, str(both[0]), hint))
+        batch = tuple(args[i] for i in split.batches)
+        sizes: dict[int, str] = {}
+        for i, tree in zip(split.batches, batch, strict=True):
+            for path, x in jax.tree_util.tree_leaves_with_path(tree):
+                sizes.setdefault(np.shape(x)[0], leaf_path(f"args[{i}]", path))
+        if len(sizes) != 1:
+            got = ", ".join(f"{size} at {place}" for size, place in sizes.items()) or "no leaves"
+            rule, hint = "arrays of as many examples", "Give every leaf one row per example."
+            raise ValueError(error_message(self.function, "batch", rule, got, hint))
+        return Examples(self, split, list(args), kwargs, jax.tree.map(jnp.asarray, batch))
+
+    def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Array, Any, Any]:
+        """Computes value, weight and auxiliary output of one example, None for what it lacks."""
+        out, rest = self.fun(*args, **kwargs), (None, None)
+        if self.has_aux or self.has_weight:
+            if not (isinstance(out, tuple) and len(out) == 2):
+                rule = "a function that returns a pair, with `has_weight` or `has_aux`"
+                hint = "Return `(value, weight)`, `(value, aux)` or `(value, (weight, aux))`."
+                got = type(out).__name__
+                raise TypeError(error_message(self.function, "fun", rule, got, hint))
+            out, rest = out
+            if not (self.has_aux and self.has_weight):
+                rest = (None, rest) if self.has_aux else (rest, None)
+        weight, aux = rest
+        value = self._scalar(out, "value")
+        if weight is not None:
+            weight = self._scalar(jnp.asarray(weight, jnp.float32), "weight")
+        return value, weight, aux
+
+    def _scalar(self, x: Any, name: str) -> Array:
+        x = jnp.asarray(x)
+        if x.ndim or not jnp.issubdtype(x.dtype, jnp.floating):
+            rule = f"a function whose {name} for one example is a real scalar"
+            hint = "Return the loss of the example; reduce over its own axes."
+            raise TypeError(error_message(self.function, "fun", rule, describe(x), hint))
+        return x
+
+
+class Examples(NamedTuple):
+    """A call of a loss: what is differentiated by, and the examples.
+
+    Attributes:
+        loss: how it is called.
+        split: the positions of both among the arguments.
+        args: all positional arguments.
+        kwargs: the others.
+        batch: the arguments with examples along the first axis of each leaf.
+    """
+
+    loss: Loss
+    split: Split
+    args: list[Any]
+    kwargs: dict[str, Any]
+    batch: tuple[Tree, ...]
+
+    @property
+    def size(self) -> int:
+        """Counts the examples."""
+        return jax.tree.leaves(self.batch)[0].shape[0]
+
+    @property
+    def params(self) -> Tree:
+        """Returns what is differentiated by, in the structure of the gradient."""
+        return self.split.differentiated_of(self.args)
+
+    def rebuild(self, new: Sequence[Any], other: Callable[[Any], Any] = lambda x: x) -> Tree:
+        """Replaces the leaves that are differentiated by."""
+        found = iter(new)
+        return jax.tree.map(lambda x: next(found) if is_measured(x) else other(x), self.params)
+
+    def paths(self) -> list[str]:
+        """Names the leaves that are differentiated by."""
+        pairs = jax.tree_util.tree_leaves_with_path(self.params)
+        return [leaf_path("params", path) for path, x in pairs if is_measured(x)]
+
+    def value_of(self, chosen: Sequence[Any], example: tuple[Tree, ...]) -> Any:
+        """Calls the loss with the leaves that are differentiated by, and one example."""
+        args, params = list(self.args), self.rebuild(chosen)
+        replaced = (params,) if self.split.takes_one else params
+        positions = (*self.split.differentiated, *self.split.batches)
+        for i, x in zip(positions, (*replaced, *example), strict=True):
+            args[i] = x
+        return self.loss.call(args, self.kwargs)
+
+    def outputs(self, chosen: list[Array], batch: tuple[Tree, ...]) -> Outputs:
+        """Computes value, weight and lazy gradient of each example of a batch."""
+        return jax.vmap(lambda example: self.outputs_of_one(chosen, example))(batch)
+
+    def outputs_of_one(self, chosen: list[Array], example: tuple[Tree, ...]) -> Outputs:
+        """Computes value, weight and lazy gradient of one example."""
+
+        def gradient(chosen: list[Array], example: Tree) -> Any:
+            def of_chosen(chosen: list[Array]) -> Any:
+                value, weight, aux = self.value_of(chosen, example)
+                return value, (weight, aux)
+
+            (value, rest), grads = jax.value_and_grad(of_chosen, has_aux=True)(chosen)
+            return grads, value, *rest
+
+        closed, shapes = jax.make_jaxpr(gradient, return_shape=True)(chosen, example)
+        count, inputs = len(chosen), [*chosen, *jax.tree.leaves(example)]
+        flags = [i < count for i in range(len(closed.jaxpr.outvars))]
+        outs = evaluate(closed, inputs, flags, [i >= count for i in range(len(inputs))])
+        value, weight, aux = jax.tree.unflatten(jax.tree.structure(shapes[1:]), outs[count:])
+        return Outputs(value, weight, aux, outs[:count])
+
+
+def groups_of(function: str, params: Tree, param_labels: Labels | None) -> dict[Any, list[int]]:
+    """Sorts the measured leaves into groups; without labels into one, None."""
+    leaves = jax.tree.leaves(params)
+    if param_labels is None:
+        return {None: list(range(len(measured_leaves(params))))}
+    tree = param_labels(params) if callable(param_labels) else param_labels
+    labels = broadcast_prefix(function, "param_labels", tree, "params", params)
+    measured = [label for x, label in zip(leaves, labels, strict=True) if is_measured(x)]
+    groups: dict[Any, list[int]] = {}
+    for i, label in enumerate(measured):
+        groups.setdefault(label, []).append(i)
+    return groups
+
+
+def part_of(tree: Tree, parts: int, index: Array) -> Tree:
+    """Takes the examples index, index + parts, ...: of each device some."""
+    split = Split(parts, batches=(0,), keys=(), differentiated=(), takes_one=False)
+    return micro_arguments((tree,), split, index)[0]

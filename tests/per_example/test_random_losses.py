@@ -1,0 +1,170 @@
+"""Random losses against float64 `vmap(grad)`; a few in the suite, others without end in `make fuzz`."""
+
+import os
+import sys
+from pathlib import Path
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import gradclip_jax as gcx
+
+sys.path.insert(0, str(Path(__file__).parent))
+from oracle import assert_close, gradients, norms, weighted_mean
+
+pytestmark = pytest.mark.slow
+
+W, VOCABULARY = 12, 20
+SHAPES = {
+    "a": (W, W),
+    "b": (W, W),
+    "big": (2 * W, 2 * W),
+    "flat": (W * W + 7,),
+    "stack": (3, W, W),
+    "kernel": (3, W, W),
+    "table": (VOCABULARY, W),
+    "bias": (W,),
+}
+
+
+@jax.custom_vjp
+def clipped_cotangent(x):
+    return x
+
+
+clipped_cotangent.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.05, 0.05),))
+
+
+@jax.custom_vjp
+def through(x, w):
+    return x @ w
+
+
+through.defvjp(
+    lambda x, w: (x @ w, (x, w)), lambda saved, g: (g @ saved[1].T, 2.0 * saved[0].T @ g)
+)
+
+
+def recurrent(p, h, w):
+    return jax.lax.scan(lambda c, x: (jnp.tanh(c @ w + x), c), 0 * h[0], h)[1]
+
+
+def layers(p, h, checkpoint):
+    step = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
+    return jax.lax.scan(jax.checkpoint(step) if checkpoint else step, h, p["stack"])[0]
+
+
+def carried(p, h, change):
+    def step(carry, x):
+        w, y = carry
+        return (change(w), jnp.tanh(x @ w + y)), y
+
+    return jax.lax.scan(step, (p["a"], 0 * h[0]), h)[1]
+
+
+def attention(h):
+    return jax.nn.softmax(h @ h.T) @ h
+
+
+def normalised(h):
+    return (h - h.mean(-1, keepdims=True)) / jnp.sqrt(h.var(-1, keepdims=True) + 0.1)
+
+
+# Each takes parameters, tokens of an example, [T, W], and its numbers, [T], to new tokens.
+STEPS = {
+    "dense": lambda p, h, ids: h @ p["a"],
+    "transposed": lambda p, h, ids: h @ p["a"].T,
+    "squared": lambda p, h, ids: h @ p["a"] @ p["a"],
+    "gram": lambda p, h, ids: 0.3 * h @ (p["b"].T @ p["b"]),
+    "low rank": lambda p, h, ids: h @ (p["a"][:, :2] @ p["b"][:2]),
+    "block": lambda p, h, ids: h @ p["big"][1 : 1 + W, 3 : 3 + W],
+    "strided": lambda p, h, ids: h @ p["big"][::2, 1::2],
+    "reshaped": lambda p, h, ids: h @ p["big"].reshape(4, W, W)[1],
+    "heads": lambda p, h, ids: jnp.einsum("td,dkn->tkn", h, p["b"].reshape(W, 3, 4)).reshape(
+        h.shape
+    ),
+    "flat": lambda p, h, ids: h @ p["flat"][3 : 3 + W * W].reshape(W, W),
+    "joined": lambda p, h, ids: h @ jnp.concatenate([p["a"][:, :5], p["b"][:, 5:]], 1),
+    "stacked": lambda p, h, ids: jnp.einsum("td,kde->te", h, jnp.stack([p["a"], p["b"]])),
+    "reversed": lambda p, h, ids: h @ p["a"][::-1],
+    "rolled": lambda p, h, ids: h @ jnp.roll(p["a"], 3, 1),
+    "padded": lambda p, h, ids: jnp.pad(h, ((0, 0), (0, 2))) @ jnp.pad(p["b"], ((1, 1), (0, 0))),
+    "masked": lambda p, h, ids: h @ jnp.where(np.arange(W) % 3 > 0, p["a"], 0.0),
+    "selected": lambda p, h, ids: h @ jax.lax.select(ids[0] > 9, p["a"], p["b"]),
+    "picked": lambda p, h, ids: h @ p["stack"][ids[0] % 3],
+    "experts": lambda p, h, ids: jnp.einsum("td,tdp->tp", h, p["stack"][ids % 3]),
+    "frozen": lambda p, h, ids: h @ jax.lax.stop_gradient(p["a"]),
+    "scaled": lambda p, h, ids: h @ (p["a"] * jnp.sum(p["bias"])),
+    "complex": lambda p, h, ids: jnp.real((h * (1 + 2j)) @ (p["a"] * (0.5 - 1j))),
+    "custom": lambda p, h, ids: through(h, p["a"]),
+    "clipped cotangent": lambda p, h, ids: clipped_cotangent(h @ p["a"]),
+    "embedded": lambda p, h, ids: h + p["table"][ids],
+    "one hot": lambda p, h, ids: h + jax.nn.one_hot(ids, VOCABULARY, dtype=h.dtype) @ p["table"],
+    "tied head": lambda p, h, ids: jax.nn.log_softmax(h @ p["table"].T)[:, :W],
+    "bias": lambda p, h, ids: h + p["bias"],
+    "gain": lambda p, h, ids: h * p["bias"],
+    "convolution": lambda p, h, ids: jax.lax.conv_general_dilated(
+        h[None], p["kernel"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+    )[0],
+    "recurrent": lambda p, h, ids: recurrent(p, h, p["a"]),
+    "layers": lambda p, h, ids: layers(p, h, False),
+    "layers, checkpointed": lambda p, h, ids: layers(p, h, True),
+    "carried": lambda p, h, ids: carried(p, h, lambda w: 0.5 * (w + w)),
+    "carried, changed": lambda p, h, ids: carried(p, h, jnp.sin),
+    "branch": lambda p, h, ids: jax.lax.cond(ids[0] > 9, jnp.sin, jnp.cos, h @ p["a"]),
+    "branch of weights": lambda p, h, ids: jax.lax.cond(
+        ids[0] > 9, lambda w: h @ w, lambda w: h @ w.T, p["b"]
+    ),
+    "jitted": lambda p, h, ids: jax.jit(lambda w, x: jnp.tanh(x @ w))(p["a"], h),
+    "checkpointed": lambda p, h, ids: jax.checkpoint(lambda w, x: jnp.tanh(x @ w))(p["b"], h),
+    "by token": lambda p, h, ids: jax.vmap(lambda x: x @ p["a"])(h),
+    "attention": lambda p, h, ids: attention(h),
+    "normalised": lambda p, h, ids: normalised(h),
+    "all but one token": lambda p, h, ids: jnp.pad((h @ p["b"])[:-1], ((1, 0), (0, 0))),
+    "running sum": lambda p, h, ids: jnp.cumsum(h, 0),
+    "weights": lambda p, h, ids: h + 0.1 * jnp.sum(p["a"] ** 2),
+}
+
+
+def is_fuzzing():
+    return bool(os.environ.get("FUZZ"))
+
+
+@settings(**({} if is_fuzzing() else {"max_examples": 12}))
+@given(
+    st.lists(st.sampled_from(list(STEPS)), min_size=1, max_size=5),
+    st.sampled_from([1, 2, 5]),
+    st.integers(0, 2**31 - 1),
+)
+def test_random_loss_is_clipped_as_its_written_gradients(names, tokens, seed):
+    def loss(p, example):
+        h, ids = example
+        for name in names:
+            h = jnp.sin(STEPS[name](p, h, ids))
+        return jnp.sum(h * jnp.cos(jnp.arange(h.size, dtype=h.dtype)).reshape(h.shape))
+
+    rng = np.random.default_rng(seed)
+    params = {k: np.float32(0.4 * rng.normal(size=shape)) for k, shape in SHAPES.items()}
+    batch = np.float32(rng.normal(size=(3, tokens, W))), rng.integers(0, VOCABULARY, (3, tokens))
+    _, grads = gradients(loss, params, batch)
+    wanted = norms(grads)
+    max_norm = float(np.median(wanted)) or 1.0
+    run = jax.jit(gcx.per_example.value_and_grad(loss, max_norm))
+    (_, stats), ours = run(params, batch)
+    # What float32 itself loses in a chain of layers, at a tenth of what a wrong rule would show.
+    np.testing.assert_allclose(stats.norm, wanted, rtol=5e-5, atol=1e-6)
+    factors = np.minimum(1, max_norm / np.where(wanted > 0, wanted, 1))
+    assert_close(ours, weighted_mean(grads, factors), 1e-4)
+    for i in range(3):
+        alone = run(params, jax.tree.map(lambda x, i=i: x[i : i + 1], batch))[1]
+        size = norms(jax.tree.map(lambda g: np.asarray(g, np.float64)[None], alone))[0]
+        assert size <= max_norm * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_each_step_alone(name):
+    test_random_loss_is_clipped_as_its_written_gradients.hypothesis.inner_test([name], 2, 0)
