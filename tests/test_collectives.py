@@ -120,7 +120,10 @@ MODES = {
     "guarded": gcx.accumulate_gradients(optax.chain(MEAN, gcx.skip_nonfinite(OPTIMIZER)), WINDOW),
 }
 each_mode = pytest.mark.parametrize("mode", MODES)
-MODES_TO_AVOID = {"guard_around": gcx.skip_nonfinite(MODES["plain"])}
+AROUND = {
+    "checks_gradient": gcx.skip_nonfinite(MODES["plain"]),
+    "checks_step": gcx.skip_nonfinite(MODES["plain"], check="step"),
+}
 TENSOR_PARALLEL = {"w": P(None, "model"), "b": P("model"), "v": P("model")}
 
 
@@ -145,7 +148,7 @@ def by_update(tx, grads, state, params):
 @functools.cache
 def compiled_step(mode, take=by_apply, *, is_local=True, model=1):
     """The step inside `shard_map` over "data", with its first parameters and state."""
-    tx = (MODES | MODES_TO_AVOID)[mode]
+    tx = (MODES | AROUND)[mode]
     mesh = make_mesh(data=8 // model, model=model)
     specs = specs_of(tx)
 
@@ -229,11 +232,12 @@ def test_gradient_of_replicated_parameters_is_reduced_for_every_micro_batch():
     assert sum(hlo.all_reduced(text, loops=False)) == ELEMENTS
 
 
-def test_guard_around_the_window_reduces_the_gradient_twice_at_the_emission():
-    text = compiled_step("guard_around")[0].as_text()
+@pytest.mark.parametrize(("mode", "times"), [("checks_gradient", 1), ("checks_step", 2)])
+def test_guard_around_the_window_that_checks_the_step_reduces_the_gradient_twice(mode, times):
+    text = compiled_step(mode)[0].as_text()
     assert hlo.all_reduced(text, loops=False) == [1]  # whether the micro-gradient is finite
     sizes = hlo.all_reduced(text, branches=True)
-    assert sum(size for size in sizes if size > 2) == 2 * ELEMENTS  # and verdicts, two at once
+    assert sum(size for size in sizes if size > 2) == times * ELEMENTS  # and verdicts
 
 
 def test_gradient_under_jit_is_reduced_for_every_micro_batch():

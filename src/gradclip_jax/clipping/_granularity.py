@@ -45,7 +45,7 @@ class Units(NamedTuple):
         size: how many entries `Norms` has.
         names: a name for each, where metrics tell them apart.
         by_leaf: whether each leaf has an entry of its own.
-        is_vector: whether `Norms` is a vector: no unit is a part of a leaf.
+        is_vector: whether `Norms` is a vector: no unit is a part of a leaf, and none is local.
         is_rms: whether thresholds are compared with the root mean square of a unit.
         is_local: whether a unit is never spread over the devices of a `shard_map`.
     """
@@ -258,7 +258,9 @@ def axis(axis: int | Sequence[int] | None = None) -> Granularity:
     def cut(function: str, tree: Tree) -> Units:
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         axes = [_unit_axes(function, path, x, axis) for path, x in leaves if is_measured(x)]
-        return units_within_leaves(measured_shapes(tree), axes)._replace(is_local=True)
+        units = units_within_leaves(measured_shapes(tree), axes)
+        # No vector, for norms of leaves that are sharded differently vary over different devices.
+        return units._replace(is_local=True, is_vector=False)
 
     return Granularity(cut)
 
