@@ -126,9 +126,9 @@ def _execute(
     | --- | --- | --- | --- |
     | a micro-batch, around an accumulation | the outermost that refuses | goes on | untouched |
     | the same, with `flush` or `closes` | the same | emitted without it | takes the step |
-    | the gradient of a step | the outermost inside that refuses | dropped | untouched |
+    | the gradient of a step | the outermost inside that refuses | emitted | untouched |
     | that of a window, from around it | the innermost that checks it | dropped | untouched |
-    | the computed step | the innermost with `check="step"` | dropped | untouched |
+    | the computed step | the innermost with `check="step"` | dropped if that is around | untouched |
     | nothing, and the window is held | nobody | goes on | untouched |
     | nothing | nobody | emitted | takes the step |
 
@@ -199,7 +199,8 @@ def _execute(
     carry = (output, window.inner_state, window.accumulator, flags)
     output, inner_state, accumulator, flags = run_if(window.emits, body, carry)
     stepped, *refusals = flags or [window.emits]
-    next_state = window.next_state(inner_state, accumulator, stepped)
+    emitted = functools.reduce(flag_and, [~refused for refused in refusals], window.emits)
+    next_state = window.next_state(inner_state, accumulator, emitted)
     through = flag_and(around.accepted, ~(jnp.asarray(window.emits) & ~jnp.asarray(stepped)))
     return output, _next_states(around, next_state, refusals, through, alone=len(guards) == 1)
 

@@ -77,7 +77,7 @@ class Window(NamedTuple):
             can take its buffers.
         inner_state: the state of what is inside.
         extra_args: its extra arguments.
-        next_state: `(inner_state, accumulator, stepped)` to the state of the accumulation.
+        next_state: `(inner_state, accumulator, emitted)` to the state of the accumulation.
     """
 
     emits: Flag

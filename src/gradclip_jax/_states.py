@@ -120,15 +120,11 @@ def _stepped(state: Any) -> Array | None:
 
 def _stack_stepped(node: Any) -> Array:
     """Whether gates directly in one another let a step through, and so did what is inside them."""
-    skips, emitted = jnp.array(0), None
+    stepped = jnp.array(True)
     while type(node) in GATES:
-        if is_guard(node):
-            skips = skips + node.consecutive_skips
-        else:
-            emitted = node.emitted
+        # An accumulation knows of the guards around it; its window may close without what they skip.
+        stepped = stepped & (node.consecutive_skips == 0) if is_guard(node) else node.emitted > 0
         node = getattr(node, GATES[type(node)])
-    # An accumulation knows of all guards around and inside it; a flush emits what one left out.
-    stepped = skips == 0 if emitted is None else emitted > 0
     inside = _stepped(node)
     return stepped if inside is None else stepped & inside
 

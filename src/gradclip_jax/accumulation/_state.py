@@ -31,14 +31,14 @@ class AccumulationState(NamedTuple):
 
     Attributes:
         mini_step: int32[], micro-batches in the open window.
-        gradient_step: int32[], windows that were emitted.
+        gradient_step: int32[], windows that were emitted; a guard inside may have refused some.
         inner_opt_state: the state of the inner optimizer.
         acc_grads: the weighted sum of the window, in the accumulator's dtype, or () if it was made
             with `every=1`; what it holds while `mini_step` is 0 means nothing.
         total_weight: float32[], the weight in the window.
         accumulation_steps: int32[], the length of the window.
         micro_batch_count: int32[], all micro-batches so far.
-        emitted: int32[], 1 if the last call ran the inner optimizer, else 0.
+        emitted: int32[], 1 if the last call emitted a window, else 0.
         noise: a `NoiseState`, or () if the noise scale is not measured.
     """
 

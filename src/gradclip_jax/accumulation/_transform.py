@@ -233,10 +233,10 @@ class _Windows:
             measured = is_measured or bool(find_states(inner_state, tuple(METRICS)))
             return window, spent_accumulator(acc, window, is_measured=measured)
 
-        def next_state(inner_state: Any, acc: Tree, stepped: Flag) -> AccumulationState:
+        def next_state(inner_state: Any, acc: Tree, emitted: Flag) -> AccumulationState:
             return advanced._replace(
-                gradient_step=increment_where(advanced.gradient_step, stepped),
-                emitted=jnp.where(stepped, 1, advanced.emitted),
+                gradient_step=increment_where(advanced.gradient_step, emitted),
+                emitted=jnp.where(emitted, 1, advanced.emitted),
                 inner_opt_state=inner_state,
                 acc_grads=run_if(step.holds, add, acc) if keeps_sum else (),
             )
