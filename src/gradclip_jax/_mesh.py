@@ -12,7 +12,7 @@ from ._types import Array, AxisName
 
 def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes of `shard_map` over which a value differs from device to device."""
-    type_of = jax.typeof(x)
+    type_of = _type_of(x)
     manual = getattr(type_of, "manual_axis_type", None)  # JAX 0.10 and later
     return frozenset(getattr(type_of, "vma", ()) if manual is None else manual.varying)
 
@@ -58,9 +58,14 @@ def is_explicit(sharding: Any) -> bool:
     return any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types)
 
 
+def _type_of(x: Any) -> Any:
+    """The type of an array or of its shape, or that type itself."""
+    return x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
+
+
 def zeros_of_type(like: Any, dtype: Any = None) -> Array:
-    """Zeros that are sharded, and vary, as the type of an array or of its shape says."""
-    sharding = jax.typeof(like).sharding
+    """Zeros of the type of an array or of its shape: they are sharded, and vary, in the same way."""
+    sharding = _type_of(like).sharding
     zeros = lax.full(
         like.shape, 0, dtype or like.dtype, sharding=sharding if is_explicit(sharding) else None
     )

@@ -35,7 +35,7 @@ class Program(NamedTuple):
         function: what runs it, `(*constants, *leaves of the arguments) -> leaves`. It holds no
             tracer, so that a derivative or a checkpoint may run it later.
         constants: the arrays it closes over.
-        output: its results, as shapes.
+        output: its results, as types.
     """
 
     function: Callable[..., list[Any]]
@@ -52,6 +52,8 @@ class Program(NamedTuple):
 def trace(function: Callable[..., Tree], *args: Tree) -> Program:
     """Traces a function on arguments, or on their shapes."""
     closed, output = jax.make_jaxpr(function, return_shape=True)(*args)
+    # Of the shapes, JAX 0.7 does not say over which devices they vary.
+    output = jax.tree.unflatten(jax.tree.structure(output), closed.out_avals)
     jaxpr = closed.jaxpr
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     pure = core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=inputs), [])
