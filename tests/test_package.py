@@ -162,7 +162,6 @@ DIALECT = {
 STILL_IN_DIALECT = {
     "adaptive",
     "monitoring",
-    "per_example",
 }
 
 

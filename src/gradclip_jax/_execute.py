@@ -128,7 +128,7 @@ def _execute(
     | the same, with `flush` or `closes` | the same | emitted without it | takes the step |
     | the gradient of a step | the outermost inside that refuses | emitted | untouched |
     | that of a window, from around it | the innermost that checks it | dropped | untouched |
-    | the computed step | the innermost with `check="step"` | dropped if that is around | untouched |
+    | the computed step | the innermost with `check="step"` | dropped, by one around | untouched |
     | nothing, and the window is held | nobody | goes on | untouched |
     | nothing | nobody | emitted | takes the step |
 
@@ -305,9 +305,7 @@ def _plan_step(
             return like_dtypes(window.read(window.accumulator)[0], incoming)
 
         is_varied = any(map(varying_axes, jax.tree.leaves((window.accumulator, incoming))))
-        known = trace(
-            bound(params), first() if is_varied else jax.eval_shape(first), inner_state
-        )
+        known = trace(bound(params), first() if is_varied else jax.eval_shape(first), inner_state)
         output = jax.tree.map(zeros_of_type, known.output[0])
 
     def run(grads: Tree, inner_state: Any, params: Tree) -> tuple[Tree, Any]:

@@ -64,7 +64,7 @@ def _type_of(x: Any) -> Any:
 
 
 def zeros_of_type(like: Any, dtype: Any = None) -> Array:
-    """Zeros of the type of an array or of its shape: they are sharded, and vary, in the same way."""
+    """Zeros that are sharded, and vary, as an array of this type or shape."""
     sharding = _type_of(like).sharding
     zeros = lax.full(
         like.shape, 0, dtype or like.dtype, sharding=sharding if is_explicit(sharding) else None

@@ -122,7 +122,7 @@ def _stack_stepped(node: Any) -> Array:
     """Whether gates directly in one another let a step through, and so did what is inside them."""
     stepped = jnp.array(True)
     while type(node) in GATES:
-        # An accumulation knows of the guards around it; its window may close without what they skip.
+        # An accumulation knows of guards around it; its window closes without what they skip.
         stepped = stepped & (node.consecutive_skips == 0) if is_guard(node) else node.emitted > 0
         node = getattr(node, GATES[type(node)])
     inside = _stepped(node)

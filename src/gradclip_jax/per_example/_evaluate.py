@@ -30,13 +30,13 @@ def evaluate(
 
     Args:
         closed: a closed jaxpr.
-        operands: one for each of its inputs; those that `_wanted` names may be lazy.
+        operands: one for each of its inputs; those that `_required` names may be lazy.
         chosen: one for each output.
         varies: for each input whether it depends on the example, or only on parameters.
     """
     jaxpr = closed.jaxpr
     varying = _varying(jaxpr, varies)
-    wanted = _wanted(jaxpr, chosen, varying)
+    required = _required(jaxpr, chosen, varying)
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values.update(zip(jaxpr.invars, operands, strict=True))
     arrays: dict[Any, Array] = {}
@@ -55,7 +55,7 @@ def evaluate(
 
     for eqn in jaxpr.eqns:
         outs = None
-        flags = [v in wanted for v in eqn.outvars]
+        flags = [v in required for v in eqn.outvars]
         if any(flags):
             linear = _linear_operands(eqn, flags, varying)
             mixed = [read(v) if i in linear else read_array(v) for i, v in enumerate(eqn.invars)]
@@ -93,15 +93,15 @@ def _varying(jaxpr: Any, varies: Sequence[bool]) -> set[Any]:
     return varying
 
 
-def _wanted(jaxpr: Any, chosen: Sequence[bool], varying: set[Any]) -> set[Any]:
+def _required(jaxpr: Any, chosen: Sequence[bool], varying: set[Any]) -> set[Any]:
     """Finds the variables that reach a chosen output through operations that are followed."""
     outputs = zip(jaxpr.outvars, chosen, strict=True)
-    wanted = set(variables(v for v, flag in outputs if flag))
+    required = set(variables(v for v, flag in outputs if flag))
     for eqn in reversed(jaxpr.eqns):
-        flags = [v in wanted for v in eqn.outvars]
+        flags = [v in required for v in eqn.outvars]
         if any(flags):
-            wanted.update(variables(eqn.invars[i] for i in _linear_operands(eqn, flags, varying)))
-    return wanted
+            required.update(variables(eqn.invars[i] for i in _linear_operands(eqn, flags, varying)))
+    return required
 
 
 def _linear_operands(eqn: Any, flags: Sequence[bool], varying: set[Any]) -> Collection[int]:
@@ -118,8 +118,8 @@ def _linear_operands(eqn: Any, flags: Sequence[bool], varying: set[Any]) -> Coll
         return (0,)  # rows of activations
     if name in _INLINED:
         inner, inner_varying = _inner(eqn, varying)
-        wanted = _wanted(inner.jaxpr, flags, inner_varying)
-        return [i for i, v in enumerate(inner.jaxpr.invars) if v in wanted]
+        required = _required(inner.jaxpr, flags, inner_varying)
+        return [i for i, v in enumerate(inner.jaxpr.invars) if v in required]
     if name == "scan":
         return [_loop_counts(eqn)[0] + i for i in _accumulated(eqn, flags)]
     rule = RULES.get(name)
@@ -149,8 +149,8 @@ def _follow(
     rule = RULES.get(name)
     if rule is None or not (rule.starts or any(map(is_lazy, operands))):
         return None
-    found = rule.apply(eqn, *operands)
-    return [found] if isinstance(found, Lazy) else found
+    result = rule.apply(eqn, *operands)
+    return [result] if isinstance(result, Lazy) else result
 
 
 # Loops
@@ -166,7 +166,7 @@ def _loop_counts(eqn: Any) -> tuple[int, int]:
 
 
 def _accumulated(eqn: Any, flags: Sequence[bool]) -> list[int]:
-    """Finds the carries of a scan that are wanted and only ever added to."""
+    """Finds the carries of a scan that are required and only ever added to."""
     jaxpr, (first, count) = eqn.params["jaxpr"].jaxpr, _loop_counts(eqn)
     carried = jaxpr.invars[first : first + count]
     return [

@@ -125,8 +125,8 @@ class Examples(NamedTuple):
 
     def rebuild(self, new: Sequence[Any], other: Callable[[Any], Any] = lambda x: x) -> Tree:
         """Replaces the leaves that are differentiated by."""
-        found = iter(new)
-        return jax.tree.map(lambda x: next(found) if is_measured(x) else other(x), self.params)
+        leaves = iter(new)
+        return jax.tree.map(lambda x: next(leaves) if is_measured(x) else other(x), self.params)
 
     def paths(self) -> list[str]:
         """Names the leaves that are differentiated by."""

@@ -76,8 +76,8 @@ def norms(
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> def loss(w, x):
         ...     return jnp.dot(w, x)
-        >>> found = gcx.per_example.norms(loss)(jnp.ones(2), jnp.array([[3.0, 4.0], [0.0, 2.0]]))
-        >>> [round(norm, 3) for norm in found.tolist()]
+        >>> norms = gcx.per_example.norms(loss)(jnp.ones(2), jnp.array([[3.0, 4.0], [0.0, 2.0]]))
+        >>> [round(norm, 3) for norm in norms.tolist()]
         [5.0, 2.0]
 
     References:
@@ -87,8 +87,8 @@ def norms(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         examples = loss.bind(args, kwargs)
-        found = _norms(examples, groups_of("norms", examples.params, param_labels))
-        return found[None] if param_labels is None else found
+        by_label = _norms(examples, groups_of("norms", examples.params, param_labels))
+        return by_label[None] if param_labels is None else by_label
 
     return run
 
@@ -123,8 +123,8 @@ def leaf_norms(
         >>> def loss(p, x):
         ...     return jnp.dot(p["w"], x) + 2.0 * p["b"]
         >>> params = {"w": jnp.ones(2), "b": jnp.array(0.0)}
-        >>> found = gcx.per_example.leaf_norms(loss)(params, jnp.array([[3.0, 4.0]]))
-        >>> round(found["w"].item(), 3), round(found["b"].item(), 3)
+        >>> norms = gcx.per_example.leaf_norms(loss)(params, jnp.array([[3.0, 4.0]]))
+        >>> round(norms["w"].item(), 3), round(norms["b"].item(), 3)
         (5.0, 2.0)
     """
     loss = Loss("leaf_norms", fun, argnums, batch_argnums, has_aux, has_weight).checked()
@@ -132,8 +132,8 @@ def leaf_norms(
     def run(*args: Any, **kwargs: Any) -> Tree:
         examples = loss.bind(args, kwargs)
         count = len(measured_leaves(examples.params))
-        found = _norms(examples, {i: [i] for i in range(count)})
-        return examples.rebuild([found[i] for i in range(count)], lambda _: None)
+        by_leaf = _norms(examples, {i: [i] for i in range(count)})
+        return examples.rebuild([by_leaf[i] for i in range(count)], lambda _: None)
 
     return run
 
@@ -168,28 +168,28 @@ def costs(
         >>> def loss(w, x):
         ...     return jnp.sum(jnp.tanh(x @ w))
         >>> shape = jax.ShapeDtypeStruct
-        >>> found = gcx.per_example.costs(loss)(
+        >>> costs = gcx.per_example.costs(loss)(
         ...     shape((512, 512), jnp.float32), shape((32, 10, 512), jnp.float32)
         ... )
-        >>> found["params"].method, found["params"].elements
+        >>> costs["params"].method, costs["params"].elements
         ('gram', 200)
     """
     loss = Loss("costs", fun, argnums, batch_argnums, has_aux, has_weight).checked()
 
     def run(*args: Any, **kwargs: Any) -> dict[str, LeafCost]:
-        found: dict[str, LeafCost] = {}
+        costs: dict[str, LeafCost] = {}
 
         def visit(chosen: dict[int, Any]) -> Array:
             examples = loss.bind([chosen.get(i, x) for i, x in enumerate(args)], kwargs)
             one = jax.tree.map(lambda x: x[0], examples.batch)
             outputs = examples.outputs_of_one(measured_leaves(examples.params), one)
-            found.update(zip(examples.paths(), map(_cost, outputs.grads), strict=True))
+            costs.update(zip(examples.paths(), map(_cost, outputs.grads), strict=True))
             return outputs.value
 
         # Other arguments may be anything, such as a flag or a model.
         traced = {i % len(args) for i in (*positions(argnums), *positions(batch_argnums))}
         jax.eval_shape(visit, {i: args[i] for i in traced})
-        return found
+        return costs
 
     return run
 
@@ -204,9 +204,9 @@ def _cost(value: Array | Lazy) -> LeafCost:
     if parts is None:
         size = math.prod(value.shape)
         return LeafCost("written out", size, size)
-    found = [_part_cost(part) for part in parts]
-    worst = max(found, key=lambda cost: cost.elements, default=LeafCost("gram", 0, 0))
-    return worst._replace(multiplications=sum(cost.multiplications for cost in found))
+    of_parts = [_part_cost(part) for part in parts]
+    worst = max(of_parts, key=lambda cost: cost.elements, default=LeafCost("gram", 0, 0))
+    return worst._replace(multiplications=sum(cost.multiplications for cost in of_parts))
 
 
 def _part_cost(part: Lazy) -> LeafCost:

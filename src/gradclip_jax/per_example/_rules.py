@@ -80,8 +80,8 @@ def _reshape(eqn: Any, x: Lazy, *_: Any) -> Lazy | None:
     shape = tuple(eqn.outvars[0].aval.shape)
     is_whole = 0 not in shape and all(term.shape() == x.shape for term in x.terms)
     terms = [split_axes(term, shape) for term in x.terms] if is_whole else [None]
-    found = tuple(term for term in terms if term is not None)
-    return x.replace(shape=shape, terms=found) if len(found) == len(terms) else None
+    sized = tuple(term for term in terms if term is not None)
+    return x.replace(shape=shape, terms=sized) if len(sized) == len(terms) else None
 
 
 def _cast(eqn: Any, x: Lazy) -> Lazy | None:
@@ -180,8 +180,8 @@ def _unstack(eqn: Any, x: Lazy) -> list[Lazy] | None:
 def _parts(x: Lazy, axis: int, sizes: Sequence[int]) -> list[Lazy] | None:
     starts = itertools.accumulate(map(int, sizes[:-1]), initial=0)
     parts = [cut(x, axis, start, int(n)) for start, n in zip(starts, sizes, strict=True)]
-    found = [part for part in parts if part is not None]
-    return found if len(found) == len(parts) else None
+    whole = [part for part in parts if part is not None]
+    return whole if len(whole) == len(parts) else None
 
 
 def _update_slice(_: Any, operand: Any, update: Any, *start: Any) -> Lazy | None:
