@@ -85,13 +85,12 @@ def expected_slope(name, w):
 
 SLOW = pytest.mark.slow
 PLACES = ["eager", "jit", "jit inside", "scan", "checkpoint"]
-FAST_GATES = ("accumulation", "guard of accumulation")
 
 
 @pytest.mark.parametrize(
     ("name", "where"),
     [
-        pytest.param(name, where, marks=() if name in FAST_GATES or where == "jit inside" else SLOW)
+        pytest.param(name, where, marks=() if name == "accumulation" else SLOW)
         for name in GATES
         for where in PLACES
     ],

@@ -165,7 +165,7 @@ def test_steps_and_skips_are_counted_by_cause():
         "consecutive_skips": 2,  # the largest
         "consecutive_skips/inner_state/inner_opt_state": 2,
         "consecutive_skips/outermost": 1,
-        "gradient_step": 1,  # the other two windows were dropped
+        "gradient_step": 3,  # the guard inside refused two of them
         "guard_failed": True,  # one of them
         "guard_failed/inner_state/inner_opt_state": True,
         "guard_failed/outermost": False,
