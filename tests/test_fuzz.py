@@ -57,23 +57,27 @@ LEAVES = {
 AROUND = {
     "clip": (_wide_clip, plain.Clip),
     "skip_nonfinite": (gcx.skip_nonfinite, plain.SkipNonfinite),
+    "skip_nonfinite step": (
+        lambda inner: gcx.skip_nonfinite(inner, check="step"),
+        plain.SkipNonfiniteStep,
+    ),
     "skip_large_norm": (
         lambda inner: gcx.skip_large_norm(inner, plain.SkipLargeNorm.MAX_NORM),
         plain.SkipLargeNorm,
     ),
     "loss_scale": (
         lambda inner: gcx.dynamic_loss_scale(
-            inner, init_scale=4.0, growth_interval=3, max_scale=8.0
+            inner, init_scale=4.0, growth_interval=3, max_scale=8.0, check="step"
         ),
         plain.LossScale,
     ),
     "window of 1": (
         lambda inner: gcx.accumulate_gradients(inner, 1),
-        lambda inner: plain.Accumulate(inner, 1),
+        lambda: plain.Accumulate(1),
     ),
     "window of 3": (
         lambda inner: gcx.accumulate_gradients(inner, 3),
-        lambda inner: plain.Accumulate(inner, 3),
+        lambda: plain.Accumulate(3),
     ),
 }
 
@@ -93,18 +97,23 @@ def _all_nests():
 NESTS = sorted(_all_nests())
 
 
-def build(nest, which):
+def build(nest):
     *around, leaf = nest
-    made = LEAVES[leaf][which]()
-    for name in reversed(around):
-        made = AROUND[name][which](made)
-    return made
+    return functools.reduce(
+        lambda tx, name: AROUND[name][0](tx), reversed(around), LEAVES[leaf][0]()
+    )
+
+
+def build_model(nest):
+    *around, leaf = nest
+    parts = [plain.Clip if name == "clip" else AROUND[name][1]() for name in around]
+    return plain.stacked([*parts, LEAVES[leaf][1]()])
 
 
 @functools.cache
 def programs(nest):
     """The transformation, and two programs that take the same step."""
-    tx = optax.with_extra_args_support(build(nest, 0))
+    tx = optax.with_extra_args_support(build(nest))
 
     @jax.jit
     def by_apply(params, state, grad, value, weight, flush):
@@ -139,7 +148,7 @@ def random_calls(seed):
 class Nest(RuleBasedStateMachine):
     @initialize(nest=st.sampled_from(NESTS))
     def start(self, nest):
-        self.nest, self.model, self.step_index = nest, build(nest, 1), 1
+        self.nest, self.model, self.step_index = nest, build_model(nest), 1
         self.tx = programs(nest)[0]
         self.params, self.expected = jnp.zeros(2), [0.0, 0.0]
         self.state = self.tx.init(self.params)
@@ -181,11 +190,14 @@ class Nest(RuleBasedStateMachine):
     def apply(self, update):
         self.expected = [p + u for p, u in zip(self.expected, update, strict=True)]
         np.testing.assert_allclose(self.params, self.expected, rtol=1e-5, atol=1e-4)
+        found = gcx.metrics(self.state)
+        skips = sum(int(found.get(name, 0)) for name in ("skipped_nonfinite", "skipped_large_norm"))
+        assert skips == self.model.skips()
+        assert bool(gcx.step_taken(self.state)) == self.model.has_stepped()
         if self.has_window():
-            found, window = gcx.metrics(self.state), self.model.windows()[0]
+            window = self.model.windows()[0]
             counts = (int(found["mini_step"]), int(found["gradient_step"]))
             assert counts == (window.mini_step, window.gradient_step)
-            assert bool(gcx.has_updated(self.state)) == window.has_updated
 
 
 TestNest = Nest.TestCase
@@ -324,10 +336,10 @@ CONFIGURABLE = sorted(
     for name in module.__all__
     if inspect.isfunction(getattr(module, name))
 )
-plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
-plain |= st.sampled_from([0, 1, 2, 0.5, 1.0, math.inf, 10**400, "mean", "zero", *CONFIGURABLE])
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
+scalars |= st.sampled_from([0, 1, 2, 0.5, 1.0, math.inf, 10**400, "mean", "zero", *CONFIGURABLE])
 values = st.recursive(
-    plain,
+    scalars,
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(st.sampled_from(["name", "a"]) | st.text(max_size=3), inner, max_size=3)
