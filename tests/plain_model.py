@@ -216,12 +216,12 @@ class Stack:
                 refuses_step = checks[-1]
                 for open_window in self.inner.windows():
                     open_window.discard()
+        if window and refuses_step not in outside:  # a guard inside refuses what was emitted
+            window.gradient_step += 1
         self._note(inside, refuses_step)
         if refuses_step is None:
             self._note(outside, refuses)
             self.inner, self.stepped = after, True
-            if window:
-                window.gradient_step += 1
             return update
         self._note(outside, refuses or refuses_step)
         return NOTHING
