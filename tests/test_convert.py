@@ -45,8 +45,8 @@ def last_in_a_chain(clip, accumulate):
     return optax.chain(clip(5.0), accumulate(optax.adam(0.1), EVERY))
 
 
-def injected(clip):
-    make = optax.inject_hyperparams(clip)
+def injected(clip, **options):
+    make = optax.inject_hyperparams(clip, **options)
     return optax.chain(make(max_norm=optax.linear_schedule(2.0, 0.1, 20)), optax.adam(0.1))
 
 
@@ -65,7 +65,10 @@ PAIRS = {
     ),
     "masked": (masked(optax.clip_by_global_norm), masked(gcx.clip_by_global_norm)),
     "partition": (partitioned(optax.clip_by_global_norm), partitioned(gcx.clip_by_global_norm)),
-    "inject_hyperparams": (injected(optax.clip_by_global_norm), injected(gcx.clip_by_global_norm)),
+    "inject_hyperparams": (
+        injected(optax.clip_by_global_norm),
+        injected(gcx.clip_by_global_norm, static_args="ord"),
+    ),
     "MultiSteps": (
         windows(optax.clip_by_global_norm, multi_steps),
         windows(gcx.clip_by_global_norm, gcx.accumulate_gradients),

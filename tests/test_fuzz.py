@@ -5,6 +5,10 @@
 2. `microbatched_value_and_grad` with random signatures against `jax.value_and_grad`.
 3. Runs that are converted to another optimizer and back against runs that are not.
 4. Configs from hostile dicts: a config that comes back the same, or an error of ours.
+5. Derivatives of nests through jit, scan and checkpoint, with leaks checked, against eager ones.
+6. Group clips whose labels are of mixed types against NumPy.
+7. Faults of norm and loss in any order: no rule of `skip_spikes` locks up.
+8. Every transformation on hostile gradients under `jax_debug_nans` and `jax_debug_infs`.
 """
 
 import functools
@@ -25,6 +29,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 import gradclip_jax as gcx
 import plain_model as plain
+from registry import TRANSFORMATIONS
 
 pytestmark = pytest.mark.slow
 
@@ -57,23 +62,27 @@ LEAVES = {
 AROUND = {
     "clip": (_wide_clip, plain.Clip),
     "skip_nonfinite": (gcx.skip_nonfinite, plain.SkipNonfinite),
+    "skip_nonfinite step": (
+        lambda inner: gcx.skip_nonfinite(inner, check="step"),
+        plain.SkipNonfiniteStep,
+    ),
     "skip_large_norm": (
         lambda inner: gcx.skip_large_norm(inner, plain.SkipLargeNorm.MAX_NORM),
         plain.SkipLargeNorm,
     ),
     "loss_scale": (
         lambda inner: gcx.dynamic_loss_scale(
-            inner, init_scale=4.0, growth_interval=3, max_scale=8.0
+            inner, init_scale=4.0, growth_interval=3, max_scale=8.0, check="step"
         ),
         plain.LossScale,
     ),
     "window of 1": (
         lambda inner: gcx.accumulate_gradients(inner, 1),
-        lambda inner: plain.Accumulate(inner, 1),
+        lambda: plain.Accumulate(1),
     ),
     "window of 3": (
         lambda inner: gcx.accumulate_gradients(inner, 3),
-        lambda inner: plain.Accumulate(inner, 3),
+        lambda: plain.Accumulate(3),
     ),
 }
 
@@ -93,18 +102,23 @@ def _all_nests():
 NESTS = sorted(_all_nests())
 
 
-def build(nest, which):
+def build(nest):
     *around, leaf = nest
-    made = LEAVES[leaf][which]()
-    for name in reversed(around):
-        made = AROUND[name][which](made)
-    return made
+    return functools.reduce(
+        lambda tx, name: AROUND[name][0](tx), reversed(around), LEAVES[leaf][0]()
+    )
+
+
+def build_model(nest):
+    *around, leaf = nest
+    parts = [plain.Clip if name == "clip" else AROUND[name][1]() for name in around]
+    return plain.stacked([*parts, LEAVES[leaf][1]()])
 
 
 @functools.cache
 def programs(nest):
     """The transformation, and two programs that take the same step."""
-    tx = optax.with_extra_args_support(build(nest, 0))
+    tx = optax.with_extra_args_support(build(nest))
 
     @jax.jit
     def by_apply(params, state, grad, value, weight, flush):
@@ -139,7 +153,7 @@ def random_calls(seed):
 class Nest(RuleBasedStateMachine):
     @initialize(nest=st.sampled_from(NESTS))
     def start(self, nest):
-        self.nest, self.model, self.step_index = nest, build(nest, 1), 1
+        self.nest, self.model, self.step_index = nest, build_model(nest), 1
         self.tx = programs(nest)[0]
         self.params, self.expected = jnp.zeros(2), [0.0, 0.0]
         self.state = self.tx.init(self.params)
@@ -181,11 +195,14 @@ class Nest(RuleBasedStateMachine):
     def apply(self, update):
         self.expected = [p + u for p, u in zip(self.expected, update, strict=True)]
         np.testing.assert_allclose(self.params, self.expected, rtol=1e-5, atol=1e-4)
+        found = gcx.metrics(self.state)
+        skips = sum(int(found.get(name, 0)) for name in ("skipped_nonfinite", "skipped_large_norm"))
+        assert skips == self.model.skips()
+        assert bool(gcx.step_taken(self.state)) == self.model.has_stepped()
         if self.has_window():
-            found, window = gcx.metrics(self.state), self.model.windows()[0]
+            window = self.model.windows()[0]
             counts = (int(found["mini_step"]), int(found["gradient_step"]))
             assert counts == (window.mini_step, window.gradient_step)
-            assert bool(gcx.has_updated(self.state)) == window.has_updated
 
 
 TestNest = Nest.TestCase
@@ -324,10 +341,10 @@ CONFIGURABLE = sorted(
     for name in module.__all__
     if inspect.isfunction(getattr(module, name))
 )
-plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
-plain |= st.sampled_from([0, 1, 2, 0.5, 1.0, math.inf, 10**400, "mean", "zero", *CONFIGURABLE])
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
+scalars |= st.sampled_from([0, 1, 2, 0.5, 1.0, math.inf, 10**400, "mean", "zero", *CONFIGURABLE])
 values = st.recursive(
-    plain,
+    scalars,
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(st.sampled_from(["name", "a"]) | st.text(max_size=3), inner, max_size=3)
@@ -358,3 +375,126 @@ def test_a_dict_is_a_config_or_refused_in_our_words(values):
         config.build()
     except (TypeError, ValueError) as error:
         assert " must be " in str(error) and ", got " in str(error)
+
+
+# --- 5. derivatives -------------------------------------------------------------------------
+
+TRACED_NESTS = [nest for nest in NESTS if len(nest) in (3, 4) and nest[-1] == "momentum"]
+TRACED_HOW = {
+    "jit": lambda call: jax.jit(call),
+    "checkpoint": lambda call: jax.checkpoint(call),
+    "scan in jit": lambda call: jax.jit(call),
+}
+
+
+@few(2)
+@given(st.sampled_from(TRACED_NESTS), st.sampled_from(sorted(TRACED_HOW)), st.integers(0, 9))
+def test_derivatives_are_those_of_eager_calls(nest, how, seed):
+    tx = optax.with_extra_args_support(build(nest))
+    xs = jnp.float32(np.random.default_rng(seed).uniform(-1, 1, (4, 2)))
+
+    def call(state, grad):
+        updates, state = tx.update(grad, state, jnp.zeros(2), value=jnp.float32(1))
+        return state, updates
+
+    def total(xs, traced=None):
+        state = tx.init(jnp.zeros(2))
+        if traced and how == "scan in jit":
+            _, updates = jax.lax.scan(traced, state, xs)
+        else:
+            updates = []
+            for x in xs:
+                state, update = (traced or call)(state, x)
+                updates.append(update)
+        return sum(jnp.sum((i + 1) * u**2) for i, u in enumerate(updates))
+
+    with jax.checking_leaks():
+        found = jax.grad(total)(xs, TRACED_HOW[how](call))
+    np.testing.assert_allclose(found, jax.grad(total)(xs), rtol=1e-4, atol=1e-6)
+    tangent = jax.jvp(total, (xs,), (jnp.ones_like(xs),))[1]
+    np.testing.assert_allclose(found.sum(), tangent, rtol=1e-3, atol=1e-5)
+
+
+# --- 6. labels of mixed types ---------------------------------------------------------------
+
+
+@few(20)
+@given(st.data())
+def test_groups_with_labels_of_any_type_are_clipped_each_by_its_norm(data):
+    labels = data.draw(st.lists(st.sampled_from(["a", "b", "c", 1, 2]), min_size=1, max_size=5))
+    names = data.draw(st.permutations(sorted(set(labels), key=str)))
+    cut = data.draw(st.integers(0, len(names)))  # the first few share a norm
+    groups = [tuple(names[:cut])] * (cut > 1) + [(name,) for name in names[cut if cut > 1 else 0 :]]
+    bounds = {group if len(group) > 1 else group[0]: 0.5 + i for i, group in enumerate(groups)}
+    grads = {
+        f"{i:02d}": np.float32(np.random.default_rng(i).normal(size=3)) for i in range(len(labels))
+    }
+    tx = gcx.clip_by_group_norm(bounds, dict(zip(grads, labels, strict=True)))
+    found, _ = tx.update(grads, tx.init(grads), grads)
+    for number, group in enumerate(groups):
+        members = [k for k, label in zip(grads, labels, strict=True) if label in group]
+        norm = math.sqrt(sum((grads[k].astype(float) ** 2).sum() for k in members))
+        for k in members:
+            expected = grads[k] * min(1.0, (0.5 + number) / norm)
+            np.testing.assert_allclose(found[k], expected, rtol=1e-6)
+
+
+# --- 7. two signals -------------------------------------------------------------------------
+
+RULES = {
+    "zscore": lambda **signed: gcx.thresholds.zscore(warmup_steps=4, **signed),
+    "mean_std": lambda **signed: gcx.thresholds.mean_std(4.0, window=8, warmup_steps=4, **signed),
+}
+RELEARN_AFTER = 5
+
+
+@functools.cache
+def spikes_run(norm_rule, loss_rule):
+    tx = gcx.skip_spikes(
+        optax.sgd(0.1),
+        norm=RULES[norm_rule](),
+        loss=RULES[loss_rule](signed=True),
+        relearn_after=RELEARN_AFTER,
+    )
+
+    def call(state, row):
+        _, state = tx.update(row[:1], state, jnp.zeros(1), value=row[1])
+        return state, state.consecutive_skips
+
+    return jax.jit(lambda rows: jax.lax.scan(call, tx.init(jnp.zeros(1)), rows)[1])
+
+
+@few(40)
+@given(
+    st.sampled_from(sorted(RULES)),
+    st.sampled_from(sorted(RULES)),
+    st.integers(0, 2**31 - 1),
+    st.lists(st.sampled_from("nlb."), min_size=1, max_size=6),
+)
+def test_faults_of_norm_and_loss_in_any_order_lock_nothing_up(norm_rule, loss_rule, seed, pattern):
+    """`n` is a fault of the norm, `l` of the loss, `b` of both; each pattern goes on for ever."""
+    rng = np.random.default_rng(seed)
+    rows = 1 + 0.1 * rng.random((120, 2)).astype(np.float32)
+    for i in range(20, 120):
+        fault = pattern[i % len(pattern)]
+        rows[i] *= [100.0 if fault in "nb" else 1.0, 100.0 if fault in "lb" else 1.0]
+    assert int(spikes_run(norm_rule, loss_rule)(rows).max()) <= RELEARN_AFTER
+
+
+# --- 8. debugging modes of JAX --------------------------------------------------------------
+
+
+@few(30)
+@given(st.sampled_from(sorted(TRANSFORMATIONS)), st.integers(0, 2**31 - 1))
+def test_no_finite_gradient_makes_jax_report_a_nan_or_an_infinity(name, seed):
+    """Gradients of zero, of opposite signs, and as large and small as their squares allow."""
+    rng, tx = np.random.default_rng(seed), TRANSFORMATIONS[name]()
+    params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+    if name == "accumulate_gradients":
+        tx = gcx.accumulate_gradients(optax.sgd(0.5), 2, noise_scale_decay=0.5)
+    with jax.debug_nans(True), jax.debug_infs(True):
+        state = tx.init(params)
+        for size in rng.choice([0.0, 1e-30, 1e-6, 1.0, -1.0, 1e6], 4):
+            grads = {"w": jnp.full((2, 3), size), "b": jnp.full(3, size)}
+            _, state = tx.update(grads, state, params)
+            gcx.metrics(state)

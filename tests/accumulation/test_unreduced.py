@@ -16,6 +16,7 @@ import compat
 import gradclip_jax as gcx
 import hlo
 import trees
+from registry import TRANSFORMATIONS
 
 pytestmark = [
     pytest.mark.slow,
@@ -206,17 +207,22 @@ def test_a_function_without_a_rule_for_reduced_arguments_is_taken_as_it_is(mesh)
     chex.assert_trees_all_close(ours, jax.value_and_grad(fun)(params, batch), rtol=1e-5, atol=1e-6)
 
 
+def refused(name):
+    def use(grads):
+        tx = TRANSFORMATIONS[name]()
+        return tx.update(grads, tx.init(PARAMS), PARAMS)
+
+    return pytest.param(use, id=name)
+
+
 @pytest.mark.parametrize(
     "use",
     [
-        lambda g: gcx.clip_by_global_norm(1.0).update(g, gcx.clip_by_global_norm(1.0).init(g)),
-        gcx.global_norm,
-        lambda g: gcx.skip_nonfinite(optax.sgd(1.0)).update(
-            g, gcx.skip_nonfinite(optax.sgd(1.0)).init(PARAMS)
-        ),
+        pytest.param(gcx.global_norm, id="global_norm"),
+        *map(refused, sorted(TRANSFORMATIONS.keys() - {"accumulate_gradients"})),
     ],
 )
-def test_a_norm_a_clip_and_a_guard_say_what_to_do_with_an_unreduced_gradient(mesh, use):
+def test_all_but_an_accumulation_say_what_to_do_with_an_unreduced_gradient(mesh, use):
     params = place({k: np.asarray(p) for k, p in PARAMS.items()}, mesh)
     x = place(np.asarray(X[0]), mesh, "data")
     message = (

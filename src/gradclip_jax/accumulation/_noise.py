@@ -46,12 +46,13 @@ class NoiseState(NamedTuple):
     def gradient_noise_scale(self) -> Scalar:
         """The batch size at which noise and signal are equal, in the unit of the weights.
 
-        0 before the first window, infinite while no signal stands out of the noise.
+        0 before the first window. 3.4e38, the largest float32, while no signal stands out of the
+        noise: `jax_debug_infs` would report an infinity.
         """
         signal = self.squared_gradient
         ratio = jnp.maximum(self.covariance_trace, 0) / jnp.where(signal > 0, signal, 1)
         measured = (signal != 0) | (self.covariance_trace != 0)
-        return jnp.where(signal > 0, ratio, jnp.where(measured, jnp.inf, 0))
+        return jnp.where(signal > 0, ratio, jnp.where(measured, jnp.finfo(signal.dtype).max, 0))
 
 
 def empty_noise() -> NoiseState:
