@@ -360,6 +360,27 @@ ROWS = [
     ),
     (
         "accumulate_gradients",
+        lambda: gcx.accumulate_gradients(SGD, 2, accumulator_dtype={"w": jnp.int8, "b": "f4"}),
+        TypeError,
+        "accumulate_gradients: `accumulator_dtype['w']` must be a real floating dtype, got <class "
+        "'jax.numpy.int8'>. Pass jnp.float32, or jnp.bfloat16 to save memory.",
+    ),
+    (
+        "accumulate_gradients",
+        lambda: updated(gcx.accumulate_gradients(SGD, 2, accumulator_dtype={"w": jnp.bfloat16})),
+        TypeError,
+        "accumulate_gradients: `accumulator_dtype` must be a prefix tree of `params`, got no entry "
+        "for params['b']. Give one entry per leaf or per subtree of `params`.",
+    ),
+    (
+        "accumulate_gradients",
+        lambda: updated(gcx.accumulate_gradients(SGD, 2, accumulator_dtype=lambda path: path)),
+        TypeError,
+        "accumulate_gradients: `accumulator_dtype of params['b']` must be a real floating dtype, "
+        "got 'b'. Pass jnp.float32, or jnp.bfloat16 to save memory.",
+    ),
+    (
+        "accumulate_gradients",
         lambda: gcx.accumulate_gradients(SGD, every_k_schedule=2),
         TypeError,
         "accumulate_gradients: `every_k_schedule` must be an argument of this function, got "

@@ -145,6 +145,32 @@ def test_bfloat16_gradients_are_added_up_in_float32():
     np.testing.assert_allclose(float(grad), wanted, rtol=2.0**-8)
 
 
+@pytest.mark.parametrize(
+    "choice",
+    [{"a": jnp.bfloat16, "b": "float32"}, lambda path: "bfloat16" if path == "a" else "float32"],
+    ids=["tree", "function"],
+)
+def test_the_dtype_of_sums_can_be_chosen_leaf_by_leaf(choice):
+    # As above; a sum in bfloat16 stays at 1, one in float32 does not.
+    values = jnp.full((256,), 2.0**-9).at[0].set(1.0)
+
+    def fun(params, x):
+        return jnp.sum((params["a"] + params["b"]) * x)
+
+    take = gcx.microbatched_value_and_grad(fun, 256, reduction="sum", accumulator_dtype=choice)
+    _, grads = take({"a": jnp.float32(1), "b": jnp.float32(1)}, values)
+    assert (float(grads["a"]), float(grads["b"])) == (1.0, 1 + 255 * 2.0**-9)
+
+
+def test_a_dtype_for_what_is_not_differentiated_by_is_refused():
+    take = gcx.microbatched_value_and_grad(loss, 4, accumulator_dtype={"w": "f4", "c": "f4"})
+    message = (
+        "`accumulator_dtype` must be a prefix tree of `updates`, got no entry for updates['b']"
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        take(PARAMS, batch_of())
+
+
 # --- aux ------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """What a function returns for micro-batches, put together to what it returns for the batch."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -89,23 +90,27 @@ class LeafReduction(NamedTuple):
 
 
 def output_reductions(
-    shapes: Outputs, parts: int, grad_names: Sequence[str], aux_names: Sequence[str], dtype: Any
+    shapes: Outputs,
+    parts: int,
+    grad_names: Sequence[str],
+    grad_dtypes: Sequence[Any],
+    aux_names: Sequence[str],
 ) -> list[LeafReduction]:
     """How each leaf is put together; a mean of one micro-batch is not taken, as it would round."""
 
-    def reduction(name: str, leaf: Any, *, is_grad: bool = False) -> LeafReduction:
+    def reduction(name: str, leaf: Any, dtype: Any = FLOAT32, *, is_grad: bool = False) -> Any:
         is_weighted = is_grad or name == "mean"
         if parts == 1 and not (is_grad and name == "sum"):
             name = "last"
         kept = leaf.dtype
         if is_summed(name) and jnp.issubdtype(kept, jnp.inexact):
-            kept = accumulator_dtype(kept, dtype if is_grad else FLOAT32)
+            kept = accumulator_dtype(kept, dtype)
         return LeafReduction(name, is_weighted, kept)
 
     value, grads, aux, weight = map(jax.tree.leaves, shapes)
     return [
         reduction("mean", value[0]),
-        *(reduction(name, x, is_grad=True) for name, x in zip(grad_names, grads, strict=True)),
+        *map(functools.partial(reduction, is_grad=True), grad_names, grads, grad_dtypes),
         *map(reduction, aux_names, aux),
         *(reduction("sum", x) for x in weight),
     ]

@@ -1,15 +1,24 @@
-"""How the values of several micro-batches become one: mean, sum, max or last, leaf by leaf."""
+"""How the values of several micro-batches become one: the reduction and the dtype of each leaf."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_choice, describe, error_message, is_traced, leaf_path
+from .._checks import (
+    check_choice,
+    check_dtype,
+    describe,
+    error_message,
+    is_function,
+    is_traced,
+    leaf_path,
+)
 from .._tree_checks import broadcast_prefix
 from .._types import Array, Scalar, Tree
 from .._unreduced import factor_for, unreduced_axes
@@ -40,30 +49,43 @@ def note_reduction(reduction: Any) -> None:
         asked.append(reduction)
 
 
-def check_reduction(function: str, reduction: Any) -> None:
-    """Refuses what is no reduction; what a function returns is checked when traced."""
-    for name in () if callable(reduction) else jax.tree.leaves(reduction):
-        check_choice(function, "reduction", name, REDUCTIONS)
+class _Choice(NamedTuple):
+    """An argument that is one value, a prefix tree of them, or a function of the path of a leaf.
+
+    Attributes:
+        argument: its name.
+        check: `(function, argument, value)`, refuses what is no such value.
+    """
+
+    argument: str
+    check: Callable[[str, str, Any], None]
+
+    def check_given(self, function: str, given: Any) -> None:
+        """Refuses a bad value; what a function returns is checked when traced."""
+        entries = [] if is_function(given) else jax.tree_util.tree_leaves_with_path(given)
+        for path, value in entries if given is not None else [((), None)]:
+            self.check(function, leaf_path(self.argument, path), value)
+
+    def of_leaves(self, function: str, given: Any, like: str, tree: Tree) -> list[Any]:
+        """The value of each leaf of a tree."""
+        if not is_function(given):
+            return broadcast_prefix(function, self.argument, given, like, tree)
+        values: list[Any] = []
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree):
+            values.append(given(jax.tree_util.keystr(path, simple=True, separator="/")))
+            place = leaf_path(f"{self.argument} of {like}", path)
+            self.check(function, place, values[-1])
+        return values
 
 
-def leaf_reductions(function: str, reduction: Any, tree: Tree) -> list[str]:
-    """The reduction of each leaf of a tree of gradients."""
-    if not callable(reduction):
-        return broadcast_prefix(function, "reduction", reduction, "updates", tree)
-    names: list[str] = []
-    for path, _ in jax.tree_util.tree_leaves_with_path(tree):
-        name: Any = reduction(jax.tree_util.keystr(path, simple=True, separator="/"))
-        check_choice(function, leaf_path("reduction of updates", path), name, REDUCTIONS)
-        names.append(name)
-    return names
+REDUCTION: Final = _Choice("reduction", functools.partial(check_choice, choices=REDUCTIONS))
+DTYPE: Final = _Choice("accumulator_dtype", check_dtype)
 
 
-def map_reduced(
-    fun: Callable[..., Any], reductions: Sequence[str], tree: Tree, *others: Tree
-) -> Tree:
-    """The tree of what `fun(reduction, leaf, *counterparts)` makes of each leaf."""
+def map_reduced(fun: Callable[..., Any], choices: Sequence[Any], tree: Tree, *others: Tree) -> Tree:
+    """The tree of what `fun(choice, leaf, *counterparts)` makes of each leaf."""
     leaves, structure = jax.tree.flatten(tree)
-    columns = zip(reductions, leaves, *map(jax.tree.leaves, others), strict=True)
+    columns = zip(choices, leaves, *map(jax.tree.leaves, others), strict=True)
     return jax.tree.unflatten(structure, [fun(*column) for column in columns])
 
 

@@ -20,7 +20,7 @@ from .._unreduced import (
     sharding_with,
     unreduced_axes,
 )
-from ._reduction import accumulator_dtype, combine, divide, identity_of, map_reduced
+from ._reduction import DTYPE, accumulator_dtype, combine, divide, identity_of, map_reduced
 
 
 def params_of(params: Tree) -> Tree:
@@ -28,14 +28,14 @@ def params_of(params: Tree) -> Tree:
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
-def accumulator_like(params: Tree, dtype: Any) -> Tree:
-    """Zeros to add gradients up in, of the dtype of `accumulator_dtype`.
+def accumulator_like(function: str, params: Tree, dtype: Any) -> Tree:
+    """Zeros to add gradients up in, of the dtype that `accumulator_dtype` says for each leaf.
 
     An integer parameter, whose gradient is float0, gets an idle scalar. Where gradients stay
     unreduced over mesh axes, so do the zeros.
     """
 
-    def zeros(param: Any) -> Array:
+    def zeros(dtype: Any, param: Any) -> Array:
         kind = jnp.result_type(param)
         if not jnp.issubdtype(kind, jnp.inexact):
             return jnp.zeros((), dtype)
@@ -44,7 +44,7 @@ def accumulator_like(params: Tree, dtype: Any) -> Tree:
             return jnp.zeros_like(param, kind)
         return lax.full(param.shape, 0, kind, sharding=sharding_with(param, unreduced=axes))
 
-    return jax.tree.map(zeros, params)
+    return map_reduced(zeros, DTYPE.of_leaves(function, dtype, "params", params), params)
 
 
 def check_matches_accumulator(function: str, updates: Tree, acc: Tree) -> None:
