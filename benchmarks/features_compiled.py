@@ -74,6 +74,15 @@ def _microbatched(**options: Any) -> Case:
     return Case(value_and_grad, lambda t: (t, batch))
 
 
+def _changing_batch() -> Case:
+    def step(params: Tree, batch: Any, count: Any) -> Any:
+        take = gcx.microbatched_value_and_grad(toy_loss, 8, num_real_microbatches=count)
+        return take(params, batch)
+
+    batch = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    return Case(step, lambda t: (t, batch, jax.ShapeDtypeStruct((), jnp.int32)))
+
+
 def _accumulated(**options: Any) -> Case:
     return _step(gcx.accumulate_gradients(_adamw(), 8, **options))
 
@@ -170,6 +179,7 @@ COSTS = {
     "`micro_transform`: a clip": Feature(
         lambda: _microbatched(micro_transform=gcx.clip_by_global_norm(1.0)), _microbatched
     ),
+    "`num_real_microbatches`, traced": Feature(_changing_batch, _microbatched),
     "`accumulate_gradients(..., every=1)`": Feature(
         lambda: _step(gcx.accumulate_gradients(_adamw(), 1)), lambda: _step(_adamw())
     ),
