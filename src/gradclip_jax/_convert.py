@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from ._checks import check_choice, describe, error_message, is_traced, leaf_path, shortened
+from ._rounding import RoundingState
 from ._states import find_states, plain_arrays, replace_states, with_structure_of
 from ._types import Scalar, Tree
 from .accumulation._reduction import reductions_of_init
@@ -39,7 +40,7 @@ _COUNTERPARTS: Final[dict[type, type]] = {
     optax.MultiStepsState: AccumulationState,
     optax.ApplyIfFiniteState: SkipNonfiniteState,
 }
-_FRESH = (ClipState, NormRecordState, optax.EmptyState)
+_FRESH = (ClipState, NormRecordState, RoundingState, optax.EmptyState)
 _HINT = (
     "Leave the rest of the chain as it was; restore a checkpoint into the `init(params)` of the "
     "transformation that wrote it before it is converted."
@@ -64,6 +65,7 @@ def convert_state(
     | nothing | a guard, an accumulation | it starts anew around what is there |
     | an accumulator | one of another dtype | the open window, rounded to nearest |
     | nothing | a clip, `record_norms` | it starts anew, and so do the others in its chain |
+    | nothing | `round_stochastically` | the same |
 
     Each row may be read backwards. A window that would be lost is refused while it is open.
 

@@ -19,6 +19,7 @@ from .._checks import (
     is_traced,
     leaf_path,
 )
+from .._rounding import rounded
 from .._tree_checks import broadcast_prefix
 from .._types import Array, Scalar, Tree
 from .._unreduced import factor_for, unreduced_axes
@@ -141,7 +142,7 @@ def combine(
     Selects, never multiplies by zero: a value without weight may be NaN.
     """
     if reduction == "last" and weight is None:
-        return _rounded(total.dtype, value, key)  # also a random key, which has no arithmetic
+        return rounded(total.dtype, value, key)  # also a random key, which has no arithmetic
     # A weight of 40,000 fits no float16, and 1,001 no bfloat16.
     is_inexact = jnp.issubdtype(total.dtype, jnp.inexact)
     wide = wide_dtype(total.dtype) if is_inexact else total.dtype
@@ -151,7 +152,7 @@ def combine(
     elif reduction == "max":
         new = jnp.maximum(old, new)
     new = new if weight is None else jnp.where(weight == 0, old, new)
-    return _rounded(total.dtype, new, key)
+    return rounded(total.dtype, new, key)
 
 
 def divide(total: Array, weight: Scalar) -> Array:
@@ -159,15 +160,3 @@ def divide(total: Array, weight: Scalar) -> Array:
     wide = wide_dtype(total.dtype)
     total, weight = total.astype(wide), weight.astype(wide)
     return total * factor_for(total, 1 / weight) if unreduced_axes(total) else total / weight
-
-
-def _rounded(dtype: Any, x: Array, key: Array | None) -> Array:
-    if x.dtype == dtype:
-        return x
-    if key is None or dtype != jnp.bfloat16:
-        return x.astype(dtype)
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    bits += jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-    rounded = jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
-    # A carry would turn a NaN into a zero.
-    return jnp.where(jnp.isfinite(x), rounded, x.astype(dtype))

@@ -1,7 +1,7 @@
 """The running sum of a window of micro-batches: added to in place, never poisoned."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -83,16 +83,17 @@ def add_micro_batch(acc: Tree, micro_batch: MicroBatch, is_first: Array | bool) 
 
     What the last window left behind may be NaN.
     """
-    key, places = micro_batch.key, itertools.count()
+    keys: Iterator[Any] = itertools.repeat(None)
+    if micro_batch.key is not None:  # at once: a key for each leaf by itself is a kernel of its own
+        keys = iter(jax.random.split(micro_batch.key, len(jax.tree.leaves(acc))))
 
     def add(reduction: str, total: Array, grad: Any) -> Array:
-        place = next(places)
+        key = next(keys)
         if is_float0(grad):
             return total
         identity = jnp.full_like(total, identity_of(reduction, total.dtype))
         start = jnp.where(is_first, identity, total)
-        own_key = None if key is None else jax.random.fold_in(key, place)
-        new = combine(reduction, start, jnp.asarray(grad), micro_batch.weight, own_key)
+        new = combine(reduction, start, jnp.asarray(grad), micro_batch.weight, key)
         return reshard_like(new, total)
 
     return map_reduced(add, micro_batch.reductions, acc, micro_batch.grads)
