@@ -74,6 +74,15 @@ def _microbatched(**options: Any) -> Case:
     return Case(value_and_grad, lambda t: (t, batch))
 
 
+def _changing_batch() -> Case:
+    def step(params: Tree, batch: Any, count: Any) -> Any:
+        take = gcx.microbatched_value_and_grad(toy_loss, 8, num_real_microbatches=count)
+        return take(params, batch)
+
+    batch = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    return Case(step, lambda t: (t, batch, jax.ShapeDtypeStruct((), jnp.int32)))
+
+
 def _accumulated(**options: Any) -> Case:
     return _step(gcx.accumulate_gradients(_adamw(), 8, **options))
 
@@ -93,6 +102,31 @@ def _with_loss(tx: Any) -> Case:
 def _spike_guard() -> Any:
     rule = gcx.thresholds.mean_std(6.0)
     return gcx.skip_spikes(_adamw(), norm=rule, loss=gcx.thresholds.mean_std(6.0, signed=True))
+
+
+def _as_dtype(tree: Tree, dtype: Any) -> Tree:
+    def cast(x: Any) -> Any:
+        return x.astype(dtype) if isinstance(x, jax.Array) else jax.ShapeDtypeStruct(x.shape, dtype)
+
+    return jax.tree.map(cast, tree)
+
+
+def _low(tree: Tree) -> Tree:
+    return _as_dtype(tree, jnp.bfloat16)
+
+
+def _low_step(*rounding: Any, copies: bool = False) -> Case:
+    """A step on parameters in bfloat16, or on float32 copies; the moments are float32."""
+    tx = optax.chain(_adamw(), *rounding)
+
+    def step(carry: Any, grads: Tree) -> Any:
+        params, state = gcx.apply_gradients(tx, _as_dtype(grads, jnp.float32), *carry[::-1])
+        return (params, state), _low(params) if copies else ()
+
+    def args(tree: Tree) -> tuple[Any, ...]:
+        return (tree if copies else _low(tree), jax.eval_shape(tx.init, tree)), _low(tree)
+
+    return Case(step, args, donate=(0,))
 
 
 # An activation of 16,384 tokens of width 2048, between two matrices.
@@ -170,6 +204,7 @@ COSTS = {
     "`micro_transform`: a clip": Feature(
         lambda: _microbatched(micro_transform=gcx.clip_by_global_norm(1.0)), _microbatched
     ),
+    "`num_real_microbatches`, traced": Feature(_changing_batch, _microbatched),
     "`accumulate_gradients(..., every=1)`": Feature(
         lambda: _step(gcx.accumulate_gradients(_adamw(), 1)), lambda: _step(_adamw())
     ),
@@ -179,6 +214,12 @@ COSTS = {
     '`rounding="stochastic"` with it': Feature(
         lambda: _accumulated(accumulator_dtype=jnp.bfloat16, rounding="stochastic"),
         lambda: _accumulated(accumulator_dtype=jnp.bfloat16),
+    ),
+    "`round_stochastically`, beside rounding to nearest": Feature(
+        lambda: _low_step(gcx.round_stochastically()), _low_step, _low
+    ),
+    "`round_stochastically`, beside float32 copies": Feature(
+        lambda: _low_step(gcx.round_stochastically()), lambda: _low_step(copies=True), _low
     ),
     "`clip_cotangent`, each token": _cotangent(-1),
     "`clip_cotangent`, each token, with its norms": _cotangent(-1, (8, 2048)),

@@ -28,6 +28,7 @@ class Row:
         recovers: whether a step that is not finite leaves the state finite.
         split_axis: the axis of a matrix along which it may be spread over devices.
         scratch: peak temporary memory of a step, in sizes of the parameters.
+        keeps_dtypes: of parameters for which the updates keep theirs.
     """
 
     make: Callable[..., Any]
@@ -37,6 +38,7 @@ class Row:
     recovers: bool = True
     split_axis: int = 0
     scratch: float = 1.1
+    keeps_dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16", "float16")
 
     def __call__(self, **axes: Any) -> Any:
         return self.make(**axes)
@@ -137,4 +139,8 @@ TRANSFORMATIONS: dict[str, Row] = {
         scratch=3.6,
     ),
     "record_norms": Row(lambda **axes: gcx.record_norms(4, **axes)),
+    # Of bfloat16 it makes float32, and float16 it refuses: tests/test_rounding.py.
+    "round_stochastically": Row(
+        lambda **_: gcx.round_stochastically(), keeps_dtypes=("float32", "float64")
+    ),
 }

@@ -338,6 +338,30 @@ ROWS = [
         "float32[2, 3]}. Pass 1 to run the inner optimizer at every step.",
     ),
     (
+        "round_stochastically",
+        lambda: gcx.round_stochastically(-1),
+        ValueError,
+        "round_stochastically: `seed` must be an integer >= 0, got -1. Pass one seed for each run.",
+    ),
+    (
+        "round_stochastically",
+        lambda: gcx.round_stochastically().update(GRADS, gcx.round_stochastically().init(GRADS)),
+        ValueError,
+        "round_stochastically: `params` must be given, got None. Call `update(grads, state, "
+        "params)`.",
+    ),
+    (
+        "round_stochastically",
+        lambda: gcx.round_stochastically().update(
+            GRADS,
+            gcx.round_stochastically().init(GRADS),
+            {**GRADS, "w": jnp.ones((2, 3), jnp.float16)},
+        ),
+        TypeError,
+        "round_stochastically: `params` must be bfloat16 or of 32 bit or more, got float16[2, 3] "
+        "at params['w']. Convert it, or leave it out: `optax.masked`.",
+    ),
+    (
         "accumulate_gradients",
         lambda: gcx.accumulate_gradients(SGD, 0),
         ValueError,
@@ -357,6 +381,27 @@ ROWS = [
         TypeError,
         "accumulate_gradients: `accumulator_dtype` must be a real floating dtype, got "
         "float32[2, 3]. Pass jnp.float32, or jnp.bfloat16 to save memory.",
+    ),
+    (
+        "accumulate_gradients",
+        lambda: gcx.accumulate_gradients(SGD, 2, accumulator_dtype={"w": jnp.int8, "b": "f4"}),
+        TypeError,
+        "accumulate_gradients: `accumulator_dtype['w']` must be a real floating dtype, got <class "
+        "'jax.numpy.int8'>. Pass jnp.float32, or jnp.bfloat16 to save memory.",
+    ),
+    (
+        "accumulate_gradients",
+        lambda: updated(gcx.accumulate_gradients(SGD, 2, accumulator_dtype={"w": jnp.bfloat16})),
+        TypeError,
+        "accumulate_gradients: `accumulator_dtype` must be a prefix tree of `params`, got no entry "
+        "for params['b']. Give one entry per leaf or per subtree of `params`.",
+    ),
+    (
+        "accumulate_gradients",
+        lambda: updated(gcx.accumulate_gradients(SGD, 2, accumulator_dtype=lambda path: path)),
+        TypeError,
+        "accumulate_gradients: `accumulator_dtype of params['b']` must be a real floating dtype, "
+        "got 'b'. Pass jnp.float32, or jnp.bfloat16 to save memory.",
     ),
     (
         "accumulate_gradients",

@@ -71,6 +71,7 @@ CASES = {
         {"every": 2, "accumulator_dtype": jnp.bfloat16},
         lambda: gcx.accumulate_gradients(SGD, 2, accumulator_dtype=jnp.bfloat16),
     ),
+    "round_stochastically": ({"seed": 3}, lambda: gcx.round_stochastically(3)),
     "watch": ({"spike": 4.0}, lambda: gcx.watch(SGD, spike=4.0)),
     "skip_nonfinite": (
         {"max_consecutive_skips": 3},

@@ -208,6 +208,21 @@ def test_accumulators_of_another_dtype_are_cast():
     np.testing.assert_array_equal(found, expected, strict=True)
 
 
+def test_an_open_window_goes_on_in_other_dtypes_leaf_by_leaf():
+    inner = optax.sgd(0.1)
+    whole = gcx.accumulate_gradients(inner, EVERY)
+    ours = gcx.accumulate_gradients(
+        inner, EVERY, accumulator_dtype=lambda path: jnp.bfloat16 if path == "w" else jnp.float32
+    )
+    _, state = run(whole, whole.init(PARAMS), PARAMS, range(2))
+    acc = gcx.convert_state(ours, state, PARAMS).acc_grads
+    expected = {**state.acc_grads, "w": state.acc_grads["w"].astype(jnp.bfloat16)}
+    for name, x in acc.items():
+        np.testing.assert_array_equal(x, expected[name], strict=True)
+    back = gcx.convert_state(whole, gcx.convert_state(ours, state, PARAMS), PARAMS).acc_grads
+    assert {x.dtype for x in back.values()} == {jnp.dtype("float32")}
+
+
 def test_counts_of_a_window_are_carried_over():
     theirs, ours = PAIRS["MultiSteps"]
     params, state = run(theirs, theirs.init(PARAMS), PARAMS, range(2 * EVERY + 1))

@@ -18,6 +18,7 @@ Functions of a gradient: `global_norm`, `leaf_norms`, `combine_norms`, `clip_gra
 
 Accumulation: `accumulate_gradients` with `apply_gradients`, `flush`, `step_taken`, `has_updated`,
 `reset_accumulation`, `accumulated_gradients`; in one call `microbatched_value_and_grad`.
+Parameters in bfloat16 without a float32 copy: `round_stochastically`.
 
 Guards: `skip_nonfinite`, `skip_large_norm`, `skip_spikes`; float16: `dynamic_loss_scale`,
 `scale_loss`.
@@ -70,6 +71,7 @@ from .adaptive._stable_adamw import stable_adamw as stable_adamw
 
 from .accumulation._transform import accumulate_gradients as accumulate_gradients
 from ._execute import apply_gradients as apply_gradients
+from ._rounding import round_stochastically as round_stochastically
 from .accumulation._microbatch import microbatched_value_and_grad as microbatched_value_and_grad
 from .accumulation._state import flush as flush
 from .accumulation._state import reset_accumulation as reset_accumulation
@@ -127,6 +129,7 @@ __all__ = [
     "stable_adamw",
     "accumulate_gradients",
     "apply_gradients",
+    "round_stochastically",
     "microbatched_value_and_grad",
     "flush",
     "reset_accumulation",

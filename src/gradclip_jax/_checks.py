@@ -178,6 +178,11 @@ def refuse_traced(function: str, argument: str, value: Any) -> None:
         raise TypeError(error_message(function, argument, "known on the host", "a tracer", hint))
 
 
+def is_function(value: Any) -> bool:
+    """Whether a value can be called and is no dtype: `jnp.float32` is both."""
+    return callable(value) and not isinstance(value, type)
+
+
 def check_dtype(function: str, argument: str, value: Any) -> None:
     """Refuses what is no real floating dtype."""
     try:

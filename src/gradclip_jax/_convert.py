@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from ._checks import check_choice, describe, error_message, is_traced, leaf_path, shortened
+from ._rounding import RoundingState
 from ._states import find_states, plain_arrays, replace_states, with_structure_of
 from ._types import Scalar, Tree
 from .accumulation._reduction import reductions_of_init
@@ -39,7 +40,7 @@ _COUNTERPARTS: Final[dict[type, type]] = {
     optax.MultiStepsState: AccumulationState,
     optax.ApplyIfFiniteState: SkipNonfiniteState,
 }
-_FRESH = (ClipState, NormRecordState, optax.EmptyState)
+_FRESH = (ClipState, NormRecordState, RoundingState, optax.EmptyState)
 _HINT = (
     "Leave the rest of the chain as it was; restore a checkpoint into the `init(params)` of the "
     "transformation that wrote it before it is converted."
@@ -62,7 +63,9 @@ def convert_state(
     | `apply_if_finite` | `skip_nonfinite` | the counts of skips, the inner state |
     | a clip of Optax | a clip | nothing: Optax's have no state. Rules and schedules start anew |
     | nothing | a guard, an accumulation | it starts anew around what is there |
+    | an accumulator | one of another dtype | the open window, rounded to nearest |
     | nothing | a clip, `record_norms` | it starts anew, and so do the others in its chain |
+    | nothing | `round_stochastically` | the same |
 
     Each row may be read backwards. A window that would be lost is refused while it is open.
 
@@ -146,10 +149,12 @@ class _Conversion:
                 return self._to_window(like, given, path)
             case optax.MultiStepsState(), AccumulationState():
                 return self._to_multi_steps(like, given, path)
-            case AccumulationState(), AccumulationState() if _has_sum(like) != _has_sum(given):
-                if not _has_sum(like):
+            case AccumulationState(), AccumulationState():
+                if not _has_sum(like) and _has_sum(given):
                     _check_closed(given, path)
-                return self._alike(like, given._replace(acc_grads=like.acc_grads), path)
+                is_alike = _has_sum(like) == _has_sum(given)
+                acc = _in_dtypes(like, given) if is_alike else like.acc_grads
+                return self._alike(like, given._replace(acc_grads=acc), path)
             case SkipNonfiniteState(), optax.ApplyIfFiniteState():
                 return like._replace(
                     skipped_nonfinite=_count(given.total_notfinite),
@@ -337,6 +342,19 @@ def _is_shaped_as(like: Any, given: Any) -> bool:
         return jax.tree.map(lambda x: (np.shape(x), jnp.result_type(x)), tree)
 
     return shapes(like) == shapes(given)
+
+
+def _in_dtypes(like: AccumulationState, given: AccumulationState) -> Tree:
+    """The accumulator of `given` in the dtypes of that of `like`, where both are one tree."""
+
+    def cast(x: Any, like: Any) -> Any:
+        kinds = jnp.result_type(x), jnp.result_type(like)
+        is_real = all(jnp.issubdtype(kind, jnp.floating) for kind in kinds)
+        return jnp.asarray(x).astype(kinds[1]) if is_real else x
+
+    if jax.tree.structure(like.acc_grads) != jax.tree.structure(given.acc_grads):
+        return given.acc_grads
+    return jax.tree.map(cast, given.acc_grads, like.acc_grads)
 
 
 def _has_sum(window: Any) -> bool:

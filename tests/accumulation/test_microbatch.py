@@ -1,5 +1,6 @@
 """`microbatched_value_and_grad`: the whole batch's value, gradient and aux, in parts."""
 
+import functools
 import re
 
 import chex
@@ -143,6 +144,239 @@ def test_bfloat16_gradients_are_added_up_in_float32():
     assert value.dtype == grad.dtype == jnp.bfloat16
     wanted = np.mean(np.asarray(values, np.float64))
     np.testing.assert_allclose(float(grad), wanted, rtol=2.0**-8)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [{"a": jnp.bfloat16, "b": "float32"}, lambda path: "bfloat16" if path == "a" else "float32"],
+    ids=["tree", "function"],
+)
+def test_the_dtype_of_sums_can_be_chosen_leaf_by_leaf(choice):
+    # As above; a sum in bfloat16 stays at 1, one in float32 does not.
+    values = jnp.full((256,), 2.0**-9).at[0].set(1.0)
+
+    def fun(params, x):
+        return jnp.sum((params["a"] + params["b"]) * x)
+
+    take = gcx.microbatched_value_and_grad(fun, 256, reduction="sum", accumulator_dtype=choice)
+    _, grads = take({"a": jnp.float32(1), "b": jnp.float32(1)}, values)
+    assert (float(grads["a"]), float(grads["b"])) == (1.0, 1 + 255 * 2.0**-9)
+
+
+def test_a_dtype_for_what_is_not_differentiated_by_is_refused():
+    take = gcx.microbatched_value_and_grad(loss, 4, accumulator_dtype={"w": "f4", "c": "f4"})
+    message = (
+        "`accumulator_dtype` must be a prefix tree of `updates`, got no entry for updates['b']"
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        take(PARAMS, batch_of())
+
+
+# --- micro-batches that are not real ---------------------------------------------------------
+
+PARTS, EACH = 4, BATCH // 4
+
+
+def arranged(count):
+    """A batch whose first `count` micro-batches are real and hold rows in order, the rest NaN."""
+    order = np.arange(BATCH).reshape(PARTS, EACH).T.ravel()  # micro-batch i has every 4th row
+    real = order < count * EACH
+    batch = jax.tree.map(lambda x: np.asarray(x)[order], batch_of())
+    return {
+        name: np.where(real.reshape(-1, *[1] * (x.ndim - 1)), x, np.nan).astype(x.dtype)
+        for name, x in batch.items()
+    }, order
+
+
+def with_everything(params, batch):
+    """Value, tokens and aux of every kind."""
+    value, count = token_loss(params, batch)
+    top = jnp.max(batch["x"])
+    return value, (count, {"rows": batch["x"], "mean": top, "most": top, "last": top, "n": count})
+
+
+EVERYTHING = {"rows": None, "mean": None, "most": "max", "last": "last", "n": "sum"}
+
+
+@functools.cache
+def in_real_parts():
+    @jax.jit
+    def run(count, batch):
+        take = gcx.microbatched_value_and_grad(
+            with_everything,
+            PARTS,
+            num_real_microbatches=count,
+            has_weight=True,
+            has_aux=True,
+            aux_reduction=EVERYTHING,
+        )
+        return take(PARAMS, batch)
+
+    return run
+
+
+@pytest.mark.parametrize("count", range(PARTS + 1))
+def test_what_is_not_real_leaves_no_trace_in_one_program_for_all_numbers(count):
+    batch, order = arranged(count)
+    (value, (weight, aux)), grads = in_real_parts()(jnp.int32(count), batch)
+    rows = aux.pop("rows")
+    if count == 0:
+        empty = {"mean": 0.0, "most": -np.inf, "last": 0.0, "n": 0.0}
+        agree((value, weight, aux, rows), jax.tree.map(jnp.float32, (0, 0, empty, 0 * X)))
+        agree(grads, jax.tree.map(jnp.zeros_like, PARAMS))
+        return
+    real = batch_of(count * EACH)
+    (whole, tokens), expected = jax.value_and_grad(token_loss, has_aux=True)(PARAMS, real)
+    agree((value, weight, grads), (whole, tokens, expected))
+    x, t = (np.float64(real[k]).reshape(count, -1) for k in ("x", "tokens"))
+    tops, weights = x.max(1), t.sum(1)
+    means = {"mean": tops @ weights / weights.sum(), "most": tops.max(), "last": tops[-1]}
+    agree(aux, jax.tree.map(jnp.float32, {**means, "n": weights.sum()}))
+    is_real = (order < count * EACH)[:, None]
+    np.testing.assert_array_equal(rows, np.where(is_real, np.asarray(X)[order], 0))
+    assert in_real_parts()._cache_size() == 1
+
+
+@pytest.mark.parametrize(("given", "meant"), [(7, PARTS), (-1, 0)])
+def test_a_traced_number_out_of_range_counts_as_all_or_none(given, meant):
+    batch = arranged(PARTS)[0]
+    run = in_real_parts()
+    chex.assert_trees_all_equal(run(jnp.int32(given), batch), run(jnp.int32(meant), batch))
+
+
+@pytest.mark.parametrize("count", [0, 1, PARTS])
+def test_a_known_number_gives_what_a_traced_one_does(count):
+    batch = arranged(count)[0]
+    take = gcx.microbatched_value_and_grad(loss, PARTS, num_real_microbatches=count)
+    value, grads = take(PARAMS, batch)
+    if count:
+        agree((value, grads), jax.value_and_grad(loss)(PARAMS, batch_of(count * EACH)))
+    else:
+        agree((value, grads), jax.tree.map(jnp.zeros_like, (value, PARAMS)))
+
+
+def test_what_is_not_real_is_not_run():
+    calls = []
+
+    def counted(params, batch):
+        jax.debug.callback(lambda: calls.append(1))
+        return loss(params, batch)
+
+    @jax.jit
+    def run(count):
+        take = gcx.microbatched_value_and_grad(counted, PARTS, num_real_microbatches=count)
+        return take(PARAMS, batch_of())
+
+    for count in (3, 0, 1):
+        calls.clear()
+        jax.block_until_ready(run(jnp.int32(count)))
+        jax.effects_barrier()
+        assert len(calls) == count
+
+
+def test_no_real_micro_batch_is_nan_where_bad_ones_are_left_out():
+    take = gcx.microbatched_value_and_grad(
+        loss, PARTS, num_real_microbatches=0, drop_nonfinite=True
+    )
+    assert all(np.isnan(x).all() for x in jax.tree.leaves(take(PARAMS, batch_of())))
+
+
+def test_a_single_part_may_be_not_real():
+    expected = jax.value_and_grad(loss)(PARAMS, batch_of())
+    nothing = jax.tree.map(jnp.zeros_like, expected)
+    for count, wanted in ((0, nothing), (1, expected)):
+        take = gcx.microbatched_value_and_grad(loss, 1, num_real_microbatches=jnp.int32(count))
+        agree(jax.jit(take)(PARAMS, batch_of()), wanted)
+
+
+@pytest.mark.slow
+def test_derivatives_of_real_parts_are_those_of_the_real_batch():
+    batch, _ = arranged(3)
+
+    def norm(params, take, batch):
+        return optax.tree.norm(take(params, batch)[1])
+
+    def ours(params, count):
+        take = gcx.microbatched_value_and_grad(loss, PARTS, num_real_microbatches=count)
+        return norm(params, take, batch)
+
+    found = jax.jit(jax.grad(ours))(PARAMS, jnp.int32(3))
+    real = batch_of(3 * EACH)
+    agree(found, jax.grad(lambda p: norm(p, jax.value_and_grad(loss), real))(PARAMS))
+
+
+@pytest.mark.slow
+def test_each_device_may_have_a_number_of_its_own():
+    # Four devices with 3, 0, 1 and 2 micro-batches of two examples; the mean over devices of means.
+    counts = np.array([3, 0, 1, 2], np.int32)
+    x = trees.normal((4, 3, 2, 4), seed=7)
+    y = trees.normal((4, 3, 2, 3), seed=8)
+    is_real = np.arange(3)[None, :, None, None] < counts[:, None, None, None]
+    # Within a device micro-batch i has every third row from i on.
+    placed = [np.where(is_real, z, np.nan).swapaxes(1, 2).reshape(24, -1) for z in (x, y)]
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    data = PartitionSpec("data")
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), data, data),
+        out_specs=(data, PartitionSpec()),
+    )
+    def run(params, batch, count):
+        take = gcx.microbatched_value_and_grad(loss, 3, num_real_microbatches=count[0])
+        value, grads = take(params, batch)
+        return value[None], grads
+
+    values, grads = run(PARAMS, {"x": placed[0], "y": placed[1]}, counts)
+    expected = [
+        jax.value_and_grad(loss)(
+            PARAMS, {"x": x[d, :n].reshape(-1, 4), "y": y[d, :n].reshape(-1, 3)}
+        )
+        for d, n in enumerate(counts)
+        if n
+    ]
+    agree(values, jnp.array([expected[0][0], 0, expected[1][0], expected[2][0]]))
+    agree(grads, jax.tree.map(lambda *g: sum(g), *(g for _, g in expected)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_sharded_batch_may_have_padding(kind):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,), devices=jax.devices()[:2])
+    batch, _ = arranged(3)
+    batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
+    params = jax.device_put(PARAMS, NamedSharding(mesh, PartitionSpec()))
+
+    @jax.jit
+    def run(params, batch, count):
+        return gcx.microbatched_value_and_grad(loss, PARTS, num_real_microbatches=count)(
+            params, batch
+        )
+
+    with jax.set_mesh(mesh):
+        found = run(params, batch, jnp.int32(3))
+    agree(found, jax.value_and_grad(loss)(PARAMS, batch_of(3 * EACH)))
+
+
+@pytest.mark.parametrize(
+    ("count", "error", "rule"),
+    [
+        (5, ValueError, "an integer from 0 to num_microbatches=4, got 5."),
+        (-1, ValueError, "an integer >= 0, got -1."),
+        (2.0, TypeError, "an integer >= 0, got 2.0."),
+        (True, TypeError, "an integer >= 0, got True."),
+    ],
+)
+def test_a_number_of_real_parts_that_cannot_be_is_refused_when_built(count, error, rule):
+    for name, build in {
+        "microbatched_value_and_grad": gcx.microbatched_value_and_grad,
+        "value_and_grad": functools.partial(gcx.per_example.value_and_grad, max_norm=1.0),
+    }.items():
+        message = f"{name}: `num_real_microbatches` must be {rule} Pass None if all are real."
+        with pytest.raises(error, match=re.escape(message)):
+            build(loss, num_microbatches=4, num_real_microbatches=count)
 
 
 # --- aux ------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import sys
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -32,6 +33,12 @@ def make(name):
         "plain": tx,
         "guarded": gcx.skip_nonfinite(tx),
         "chain": optax.chain(gcx.clip_by_global_norm(1.0), tx),
+        "by leaf": gcx.accumulate_gradients(
+            inner,
+            EVERY,
+            accumulator_dtype={"w": jnp.bfloat16, "b": jnp.float32},
+            rounding="stochastic",
+        ),
         "partition": optax.partition({"a": tx, "b": optax.sgd(0.1)}, {"w": "a", "b": "b"}),
     }[name]
 
@@ -75,7 +82,7 @@ def identical(ours, wanted):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-@pytest.mark.parametrize("name", ["plain", "guarded", "chain", "partition"])
+@pytest.mark.parametrize("name", ["plain", "guarded", "chain", "partition", "by leaf"])
 def test_resuming_in_the_middle_of_a_window_is_bit_identical(tmp_path, name):
     tx, params, stop = make(name), start(), EVERY + 2
     wanted = train(tx, params, tx.init(params), range(STEPS))

@@ -36,7 +36,7 @@ def window_gradient(acc, grads, total_weight, *, mean):
 
 def window(grads, weights, dtype=jnp.float32):
     """Sum and total weight of a window of weighted micro-batches."""
-    acc = jax.tree.map(lambda x: x * jnp.nan, accumulator_like(grads[0], dtype))
+    acc = jax.tree.map(lambda x: x * jnp.nan, accumulator_like("f", grads[0], dtype))
     for i, (g, w) in enumerate(zip(grads, weights, strict=True)):
         acc = add_weighted(acc, g, jnp.float32(w), jnp.array(i == 0))
     return acc, jnp.float32(sum(weights))
@@ -50,7 +50,7 @@ def window(grads, weights, dtype=jnp.float32):
     ],
 )
 def test_accumulator_is_float32_or_the_complex_type_over_it(kind, wanted):
-    acc = accumulator_like({"a": trees.normal((2, 3), kind)}, np.dtype("float32"))["a"]
+    acc = accumulator_like("f", {"a": trees.normal((2, 3), kind)}, np.dtype("float32"))["a"]
     assert acc.dtype == wanted and acc.shape == (2, 3) and not acc.any()
     lower = jnp.dtype(accumulator_dtype(jnp.dtype(kind), jnp.bfloat16))
     assert lower == ("complex64" if kind == "complex64" else "bfloat16")
@@ -64,7 +64,7 @@ def test_64_bit_leaves_keep_their_precision(kind):
 
 def test_nodes_without_leaves_and_integer_parameters_pass_through():
     params = {"a": jnp.ones(2), "b": None, "c": optax.MaskedNode(), "n": jnp.ones((3,), jnp.int32)}
-    acc = accumulator_like(params, jnp.float32)
+    acc = accumulator_like("f", params, jnp.float32)
     assert acc["b"] is None and acc["c"] == optax.MaskedNode()
     assert acc["n"].shape == () and acc["n"].dtype == jnp.float32
     grads = {**params, "n": np.zeros((3,), jax.dtypes.float0)}

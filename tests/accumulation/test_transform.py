@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 
+import compat
 import gradclip_jax as gcx
 import trees
 
@@ -269,6 +270,36 @@ def test_accumulator_dtype_can_be_chosen():
     tx = gcx.accumulate_gradients(optax.sgd(1.0), 2, accumulator_dtype=jnp.bfloat16)
     _, states = run(tx, params, [params] * 2)
     chex.assert_trees_all_equal_dtypes(states[-1].acc_grads, params)
+
+
+BY_LEAF = {"w": jnp.bfloat16, "b": "float32"}
+
+
+@pytest.mark.parametrize("choice", [BY_LEAF, lambda path: BY_LEAF[path]], ids=["tree", "function"])
+def test_accumulator_dtype_can_be_chosen_leaf_by_leaf(choice):
+    # 1, then 255 times 2^-9: each is a quarter of a unit of bfloat16, and lost there alone.
+    params = {"w": jnp.zeros(2), "b": jnp.zeros(2)}
+    tx = gcx.accumulate_gradients(optax.sgd(1.0), 256, reduction="sum", accumulator_dtype=choice)
+    update, state = jax.jit(tx.update), tx.init(params)
+    assert jax.tree.map(lambda x: x.dtype.name, state.acc_grads) == {
+        "w": "bfloat16",
+        "b": "float32",
+    }
+    grads = jax.tree.map(jnp.ones_like, params)
+    for scale in (1.0, *[2.0**-9] * 255):
+        updates, state = update(jax.tree.map(lambda x, c=scale: c * x, grads), state, params)
+    np.testing.assert_array_equal(updates["w"], np.float32([-1, -1]))
+    np.testing.assert_array_equal(updates["b"], np.float32([-1, -1]) * (1 + 255 * 2.0**-9))
+    assert update._cache_size() == 1
+
+
+def test_a_choice_of_dtypes_keeps_complex_and_64_bit_leaves():
+    with compat.x64():
+        params = {"c": jnp.ones(2, "complex64"), "d": jnp.ones(2, "float64"), "n": None}
+        dtypes = jax.tree.map(lambda _: jnp.bfloat16, params)
+        tx = gcx.accumulate_gradients(optax.sgd(1.0), 2, accumulator_dtype=dtypes)
+        acc = tx.init(params).acc_grads
+        assert (acc["c"].dtype, acc["d"].dtype) == (jnp.complex64, jnp.float64)
 
 
 def test_extra_arguments_reach_the_inner_optimizer_as_the_last_micro_batch_brings_them():
@@ -910,7 +941,7 @@ MODEL_FLUSH = jax.jit(lambda state, params: gcx.flush(MODEL, state, params))
         (
             {"reduction": {"w": "mean", "b": "median"}},
             ValueError,
-            "accumulate_gradients: `reduction` must be one of 'mean', 'sum', 'max', 'last', got "
+            "accumulate_gradients: `reduction['b']` must be one of 'mean', 'sum', 'max', 'last', got "
             "'median'. Pick one of them.",
         ),
         (

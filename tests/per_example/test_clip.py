@@ -189,6 +189,51 @@ def test_micro_batches_give_the_same():
     np.testing.assert_allclose(split.norm, stats.norm, rtol=1e-6)
 
 
+@functools.cache
+def in_real_parts():
+    def run(batch, count):
+        aux = lambda p, e: (loss(p, e[0]), (e[1], jnp.max(e[0])))  # noqa: E731
+        take = gcx.per_example.value_and_grad(
+            aux, 1.0, has_aux=True, has_weight=True, num_microbatches=3, num_real_microbatches=count
+        )
+        return take(PARAMS, batch)
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("count", range(5))
+def test_examples_that_are_not_real_leave_no_trace_in_one_program_for_all_numbers(count):
+    # A part is one example here; the NaN of the others would be seen even with weight 0.
+    is_real = np.arange(EXAMPLES) < count
+    weights = np.where(is_real, np.float32([2, 1, 3]), np.nan)
+    batch = np.where(is_real[:, None, None], BATCH, np.nan).astype(np.float32)
+    (value, stats), grads = in_real_parts()((batch, weights.astype(np.float32)), jnp.int32(count))
+    values, written = oracle()
+    weights, norm = np.where(is_real, [2.0, 1, 3], 0), norms(written)
+    factor = np.minimum(1, 1 / norm)
+    total = weights.sum() or 1.0
+    np.testing.assert_allclose(value, values @ weights / total, rtol=1e-5)
+    wanted = weighted_mean(written, factor * weights * EXAMPLES / total)
+    if count:
+        assert_close(grads, wanted)
+    else:
+        assert not any(np.any(g) for g in jax.tree.leaves(grads))
+    rows = (stats.value, stats.norm, stats.factor, stats.weight, stats.aux)
+    tops = np.max(np.asarray(BATCH), (1, 2))
+    for ours, exact in zip(rows, (values, norm, factor, weights, tops), strict=True):
+        np.testing.assert_allclose(ours, np.where(is_real, exact, 0), rtol=1e-5)
+    assert in_real_parts()._cache_size() == 1
+
+
+@pytest.mark.slow
+def test_one_part_of_examples_may_be_not_real():
+    for count in range(2):
+        grads, stats = clipped(1.0, num_real_microbatches=jnp.int32(count))
+        whole, of_all = clipped(1.0)
+        jax.tree.map(lambda a, b, n=count: np.testing.assert_allclose(a, n * b), grads, whole)
+        np.testing.assert_allclose(stats.norm, count * of_all.norm)
+
+
 @pytest.mark.parametrize("option", ["batched", "weights"])
 def test_loss_of_a_batch_is_not_taken_for_one_of_an_example(option):
     # InfoNCE and batch statistics, called with batches of one, gave gradients of zero in silence.

@@ -161,3 +161,34 @@ def test_explicit_axes_of_weights_and_batch_equal_one_device(alone, examples):
     assert_equal_to_one_device(found, alone)
     for name, x in found[0].items():
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, TENSOR_PARALLEL[name]), x.ndim)
+
+
+@needs_eight
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map"])
+def test_parts_that_are_not_real_are_left_out_on_every_device(kind):
+    # Each of two devices holds four examples, of which every second one is not real.
+    axis_type = AxisType.Explicit if kind == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:2])
+    batch = np.where(np.arange(EXAMPLES)[:, None, None] % 2 == 0, BATCH, np.nan).astype(np.float32)
+
+    def run(params, batch, count):
+        return gcx.per_example.value_and_grad(
+            loss, 0.5, num_microbatches=2, num_real_microbatches=count
+        )(params, batch)
+
+    if kind == "shard_map":
+        stats = gcx.per_example.Stats(DATA, DATA, DATA, None, None)
+        out = ((ALL, stats), dict.fromkeys(PARAMS, ALL))
+        run = jax.shard_map(run, mesh=mesh, in_specs=(ALL, DATA, ALL), out_specs=out)
+    params = jax.device_put(PARAMS, NamedSharding(mesh, ALL))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(batch, NamedSharding(mesh, DATA))
+        (value, stats), grads = jax.jit(run)(params, placed, jnp.int32(1))
+    real = gcx.per_example.value_and_grad(loss, 0.5)
+    (expected, of_real), wanted = jax.jit(real)(PARAMS, BATCH[::2])
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    real_norms, other_norms = np.asarray(stats.norm).reshape(-1, 2).T
+    np.testing.assert_allclose(real_norms, of_real.norm, rtol=1e-5)
+    assert not np.any(other_norms)
+    assert_close(grads, jax.tree.map(np.asarray, wanted))

@@ -12,7 +12,6 @@ from .._checks import (
     check_callable,
     check_choice,
     check_count,
-    check_dtype,
     check_transformation,
     describe,
     error_message,
@@ -21,8 +20,8 @@ from .._mesh import max_over, varying_axes
 from .._types import FLOAT32, Tree
 from .._unreduced import BatchAxes, batch_axes, defer_sums, take_sum
 from ._outputs import AUX_REDUCTIONS, Outputs, aux_reductions, output_reductions, whole_batch
-from ._reduction import check_reduction, is_summed, leaf_reductions, map_reduced
-from ._split import Split, counted_from_zero, micro_arguments, positions
+from ._reduction import DTYPE, REDUCTION, is_summed, map_reduced
+from ._split import Split, check_real, counted_from_zero, micro_arguments, positions
 
 _NAME = "microbatched_value_and_grad"
 
@@ -31,6 +30,7 @@ def microbatched_value_and_grad(
     fun: Callable[..., Any],
     num_microbatches: int,
     *,
+    num_real_microbatches: Any = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     batch_argnums: int | Sequence[int] = 1,
@@ -59,6 +59,7 @@ def microbatched_value_and_grad(
     | --- | --- |
     | of weight 0, even one full of NaN | adds nothing to value, gradient and means |
     | not finite, with `drop_nonfinite` | the same; all of them: value and gradient are NaN |
+    | not real, by `num_real_microbatches` | is not run; none is real: zeros, as if of weight 0 |
 
     Micro-batch i holds every `num_microbatches`-th example from i on, so that under jit each
     device splits the part of a sharded batch that it holds. Gradients with respect to arguments
@@ -70,13 +71,17 @@ def microbatched_value_and_grad(
         fun: as for `jax.value_and_grad`: returns a scalar value, `(value, aux)` with `has_aux`,
             `(value, weight)` with `has_weight`, a scalar >= 0, `(value, (weight, aux))` with both.
         num_microbatches: into how many parts the batch is split, an integer >= 1.
+        num_real_microbatches: how many of them are run, an integer that may be traced, for batches
+            of changing size in one program; None runs all. The others, from this number on, are
+            padding that is not read: no value, gradient, weight or aux comes from them, their
+            rows are zeros. More than there are run all, a traced number below 0 none.
         argnums: positions of the arguments to differentiate by; the gradient by what is split
             has a row for each example.
         has_aux: whether `fun` returns auxiliary data.
         batch_argnums: positions of what is split, along the first axis of each leaf.
         rng_argnums: positions of random keys; each micro-batch gets its own.
         has_weight: whether `fun` returns a weight; value and gradient are then weighted means.
-        accumulator_dtype: of the sums of gradients, as for `accumulate_gradients`.
+        accumulator_dtype: of the sums of gradients, leaf by leaf, as for `accumulate_gradients`.
         reduction: of gradients, as for `accumulate_gradients`.
         aux_reduction: a prefix tree of aux of "mean" (weighted), "sum", "max", "last",
             "concatenate", and None for what the table says.
@@ -90,8 +95,8 @@ def microbatched_value_and_grad(
         weight is the total.
 
     Raises:
-        ValueError: `num_microbatches` is < 1 or does not divide a leaf of the batch, or a leaf
-            of aux needs `aux_reduction`.
+        ValueError: `num_microbatches` is < 1 or does not divide a leaf of the batch, or is below
+            a known `num_real_microbatches`; a leaf of aux needs `aux_reduction`.
         TypeError: `fun` cannot be called, or the value or the weight is no scalar.
 
     Examples:
@@ -105,8 +110,9 @@ def microbatched_value_and_grad(
     """
     check_callable(_NAME, "fun", fun, "Pass the loss function.")
     check_count(_NAME, "num_microbatches", num_microbatches, "Pass 1 not to split.")
-    check_dtype(_NAME, "accumulator_dtype", accumulator_dtype)
-    check_reduction(_NAME, reduction)
+    check_real(_NAME, num_real_microbatches, num_microbatches)
+    DTYPE.check_given(_NAME, accumulator_dtype)
+    REDUCTION.check_given(_NAME, reduction)
     for word in jax.tree.leaves(aux_reduction):
         check_choice(_NAME, "aux_reduction", word, AUX_REDUCTIONS)
     if micro_transform is not None and not callable(micro_transform):
@@ -130,7 +136,8 @@ def microbatched_value_and_grad(
             # Closed over, not passed: an argument may be anything, such as a flag or a model.
             return jax.eval_shape(lambda: one_form(*args, **kwargs))[1][1]
 
-        names = leaf_reductions(_NAME, reduction, by)
+        names = REDUCTION.of_leaves(_NAME, reduction, "updates", by)
+        dtypes = DTYPE.of_leaves(_NAME, accumulator_dtype, "updates", by)
         sums_once = micro_transform is None and not drop_nonfinite
         axes = batch_axes(args, split.batches) if sums_once else BatchAxes()
         all_summed = all(map(is_summed, names))
@@ -139,8 +146,11 @@ def microbatched_value_and_grad(
         shapes = jax.eval_shape(of_part, 0)
         aux_names = aux_reductions(_NAME, aux_reduction, parts, shapes.aux, whole_aux)
         grad_names = _with_rows(names, args, split)
-        reductions = output_reductions(shapes, parts, grad_names, aux_names, accumulator_dtype)
-        out = whole_batch(_NAME, of_part, reductions, shapes, parts, nan_if_empty=drop_nonfinite)
+        reductions = output_reductions(shapes, parts, grad_names, dtypes, aux_names)
+        real = num_real_microbatches
+        out = whole_batch(
+            _NAME, of_part, reductions, shapes, parts, real=real, nan_if_empty=drop_nonfinite
+        )
         rest = [x for x, has in ((out.weight, has_weight), (out.aux, has_aux)) if has]
         value = (out.value, rest[0] if len(rest) == 1 else tuple(rest)) if rest else out.value
 

@@ -1,5 +1,6 @@
 """What a function returns for micro-batches, put together to what it returns for the batch."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -20,7 +21,7 @@ from ._reduction import (
     identity_of,
     is_summed,
 )
-from ._split import in_order
+from ._split import in_order, run_if_real
 
 AUX_REDUCTIONS: Final = (*REDUCTIONS, "concatenate")
 _DTYPES: Final[dict[str, tuple[Any, ...]]] = {
@@ -72,6 +73,10 @@ class LeafReduction(NamedTuple):
         first = if_empty if is_kept else identity_of(self.name, self.dtype)
         return zeros if first == 0 else zeros + first
 
+    def no_rows(self, shape: Any, axes: frozenset[str]) -> Any:
+        """The rows of a micro-batch that is not real."""
+        return vary(zeros_of_type(shape), axes) if self.name == "concatenate" else None
+
     def add(self, total: Any, x: Any, weight: Scalar | None) -> tuple[Any, Any]:
         """The total with one micro-batch in it, or else the rows of that."""
         x = jnp.asarray(x)  # aux may be a number
@@ -89,23 +94,27 @@ class LeafReduction(NamedTuple):
 
 
 def output_reductions(
-    shapes: Outputs, parts: int, grad_names: Sequence[str], aux_names: Sequence[str], dtype: Any
+    shapes: Outputs,
+    parts: int,
+    grad_names: Sequence[str],
+    grad_dtypes: Sequence[Any],
+    aux_names: Sequence[str],
 ) -> list[LeafReduction]:
     """How each leaf is put together; a mean of one micro-batch is not taken, as it would round."""
 
-    def reduction(name: str, leaf: Any, *, is_grad: bool = False) -> LeafReduction:
+    def reduction(name: str, leaf: Any, dtype: Any = FLOAT32, *, is_grad: bool = False) -> Any:
         is_weighted = is_grad or name == "mean"
         if parts == 1 and not (is_grad and name == "sum"):
             name = "last"
         kept = leaf.dtype
         if is_summed(name) and jnp.issubdtype(kept, jnp.inexact):
-            kept = accumulator_dtype(kept, dtype if is_grad else FLOAT32)
+            kept = accumulator_dtype(kept, dtype)
         return LeafReduction(name, is_weighted, kept)
 
     value, grads, aux, weight = map(jax.tree.leaves, shapes)
     return [
         reduction("mean", value[0]),
-        *(reduction(name, x, is_grad=True) for name, x in zip(grad_names, grads, strict=True)),
+        *map(functools.partial(reduction, is_grad=True), grad_names, grads, grad_dtypes),
         *map(reduction, aux_names, aux),
         *(reduction("sum", x) for x in weight),
     ]
@@ -118,22 +127,29 @@ def whole_batch(
     shapes: Outputs,
     parts: int,
     *,
+    real: Any,
     nan_if_empty: bool,
 ) -> Outputs:
-    """Runs one micro-batch after the other, and puts together what they give."""
+    """Runs one real micro-batch after the other, and puts together what they give."""
     leaves, structure = jax.tree.flatten(shapes)
     # A total varies over the devices over which the weights do.
-    axes = frozenset[str]() if shapes.weight is None else varying_axes(shapes.weight)
+    axes = frozenset[str]().union(
+        *(varying_axes(x) for x in (shapes.weight, real) if hasattr(x, "dtype"))
+    )
     if_empty = jnp.nan if nan_if_empty else 0
 
     def step(carry: Any, index: Array) -> Any:
-        totals, total_weight = carry
-        outputs = micro_batch(index)
-        weight = as_weight(function, outputs.weight)
-        columns = zip(reductions, totals, jax.tree.leaves(outputs), strict=True)
-        pairs = [reduction.add(total, x, weight) for reduction, total, x in columns]
-        total_weight += 1 if weight is None else weight
-        return ([total for total, _ in pairs], total_weight), [rows for _, rows in pairs]
+        def add(carry: Any) -> Any:
+            (totals, total_weight), _ = carry
+            outputs = micro_batch(index)
+            weight = as_weight(function, outputs.weight)
+            columns = zip(reductions, totals, jax.tree.leaves(outputs), strict=True)
+            pairs = [reduction.add(total, x, weight) for reduction, total, x in columns]
+            total_weight += 1 if weight is None else weight
+            return ([total for total, _ in pairs], total_weight), [rows for _, rows in pairs]
+
+        no_rows = [r.no_rows(x, axes) for r, x in zip(reductions, leaves, strict=True)]
+        return run_if_real(real, index, add, (carry, no_rows))
 
     totals = [r.start(x, axes, if_empty) for r, x in zip(reductions, leaves, strict=True)]
     first = (totals, vary(jnp.float32(0), axes))

@@ -1,15 +1,25 @@
-"""How the values of several micro-batches become one: mean, sum, max or last, leaf by leaf."""
+"""How the values of several micro-batches become one: the reduction and the dtype of each leaf."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_choice, describe, error_message, is_traced, leaf_path
+from .._checks import (
+    check_choice,
+    check_dtype,
+    describe,
+    error_message,
+    is_function,
+    is_traced,
+    leaf_path,
+)
+from .._rounding import rounded
 from .._tree_checks import broadcast_prefix
 from .._types import Array, Scalar, Tree
 from .._unreduced import factor_for, unreduced_axes
@@ -40,30 +50,43 @@ def note_reduction(reduction: Any) -> None:
         asked.append(reduction)
 
 
-def check_reduction(function: str, reduction: Any) -> None:
-    """Refuses what is no reduction; what a function returns is checked when traced."""
-    for name in () if callable(reduction) else jax.tree.leaves(reduction):
-        check_choice(function, "reduction", name, REDUCTIONS)
+class _Choice(NamedTuple):
+    """An argument that is one value, a prefix tree of them, or a function of the path of a leaf.
+
+    Attributes:
+        argument: its name.
+        check: `(function, argument, value)`, refuses what is no such value.
+    """
+
+    argument: str
+    check: Callable[[str, str, Any], None]
+
+    def check_given(self, function: str, given: Any) -> None:
+        """Refuses a bad value; what a function returns is checked when traced."""
+        entries = [] if is_function(given) else jax.tree_util.tree_leaves_with_path(given)
+        for path, value in entries if given is not None else [((), None)]:
+            self.check(function, leaf_path(self.argument, path), value)
+
+    def of_leaves(self, function: str, given: Any, like: str, tree: Tree) -> list[Any]:
+        """The value of each leaf of a tree."""
+        if not is_function(given):
+            return broadcast_prefix(function, self.argument, given, like, tree)
+        values: list[Any] = []
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree):
+            values.append(given(jax.tree_util.keystr(path, simple=True, separator="/")))
+            place = leaf_path(f"{self.argument} of {like}", path)
+            self.check(function, place, values[-1])
+        return values
 
 
-def leaf_reductions(function: str, reduction: Any, tree: Tree) -> list[str]:
-    """The reduction of each leaf of a tree of gradients."""
-    if not callable(reduction):
-        return broadcast_prefix(function, "reduction", reduction, "updates", tree)
-    names: list[str] = []
-    for path, _ in jax.tree_util.tree_leaves_with_path(tree):
-        name: Any = reduction(jax.tree_util.keystr(path, simple=True, separator="/"))
-        check_choice(function, leaf_path("reduction of updates", path), name, REDUCTIONS)
-        names.append(name)
-    return names
+REDUCTION: Final = _Choice("reduction", functools.partial(check_choice, choices=REDUCTIONS))
+DTYPE: Final = _Choice("accumulator_dtype", check_dtype)
 
 
-def map_reduced(
-    fun: Callable[..., Any], reductions: Sequence[str], tree: Tree, *others: Tree
-) -> Tree:
-    """The tree of what `fun(reduction, leaf, *counterparts)` makes of each leaf."""
+def map_reduced(fun: Callable[..., Any], choices: Sequence[Any], tree: Tree, *others: Tree) -> Tree:
+    """The tree of what `fun(choice, leaf, *counterparts)` makes of each leaf."""
     leaves, structure = jax.tree.flatten(tree)
-    columns = zip(reductions, leaves, *map(jax.tree.leaves, others), strict=True)
+    columns = zip(choices, leaves, *map(jax.tree.leaves, others), strict=True)
     return jax.tree.unflatten(structure, [fun(*column) for column in columns])
 
 
@@ -119,7 +142,7 @@ def combine(
     Selects, never multiplies by zero: a value without weight may be NaN.
     """
     if reduction == "last" and weight is None:
-        return _rounded(total.dtype, value, key)  # also a random key, which has no arithmetic
+        return rounded(total.dtype, value, key)  # also a random key, which has no arithmetic
     # A weight of 40,000 fits no float16, and 1,001 no bfloat16.
     is_inexact = jnp.issubdtype(total.dtype, jnp.inexact)
     wide = wide_dtype(total.dtype) if is_inexact else total.dtype
@@ -129,7 +152,7 @@ def combine(
     elif reduction == "max":
         new = jnp.maximum(old, new)
     new = new if weight is None else jnp.where(weight == 0, old, new)
-    return _rounded(total.dtype, new, key)
+    return rounded(total.dtype, new, key)
 
 
 def divide(total: Array, weight: Scalar) -> Array:
@@ -137,15 +160,3 @@ def divide(total: Array, weight: Scalar) -> Array:
     wide = wide_dtype(total.dtype)
     total, weight = total.astype(wide), weight.astype(wide)
     return total * factor_for(total, 1 / weight) if unreduced_axes(total) else total / weight
-
-
-def _rounded(dtype: Any, x: Array, key: Array | None) -> Array:
-    if x.dtype == dtype:
-        return x
-    if key is None or dtype != jnp.bfloat16:
-        return x.astype(dtype)
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    bits += jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-    rounded = jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
-    # A carry would turn a NaN into a zero.
-    return jnp.where(jnp.isfinite(x), rounded, x.astype(dtype))

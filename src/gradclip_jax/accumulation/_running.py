@@ -1,7 +1,7 @@
 """The running sum of a window of micro-batches: added to in place, never poisoned."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from .._unreduced import (
     sharding_with,
     unreduced_axes,
 )
-from ._reduction import accumulator_dtype, combine, divide, identity_of, map_reduced
+from ._reduction import DTYPE, accumulator_dtype, combine, divide, identity_of, map_reduced
 
 
 def params_of(params: Tree) -> Tree:
@@ -28,14 +28,14 @@ def params_of(params: Tree) -> Tree:
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
-def accumulator_like(params: Tree, dtype: Any) -> Tree:
-    """Zeros to add gradients up in, of the dtype of `accumulator_dtype`.
+def accumulator_like(function: str, params: Tree, dtype: Any) -> Tree:
+    """Zeros to add gradients up in, of the dtype that `accumulator_dtype` says for each leaf.
 
     An integer parameter, whose gradient is float0, gets an idle scalar. Where gradients stay
     unreduced over mesh axes, so do the zeros.
     """
 
-    def zeros(param: Any) -> Array:
+    def zeros(dtype: Any, param: Any) -> Array:
         kind = jnp.result_type(param)
         if not jnp.issubdtype(kind, jnp.inexact):
             return jnp.zeros((), dtype)
@@ -44,7 +44,7 @@ def accumulator_like(params: Tree, dtype: Any) -> Tree:
             return jnp.zeros_like(param, kind)
         return lax.full(param.shape, 0, kind, sharding=sharding_with(param, unreduced=axes))
 
-    return jax.tree.map(zeros, params)
+    return map_reduced(zeros, DTYPE.of_leaves(function, dtype, "params", params), params)
 
 
 def check_matches_accumulator(function: str, updates: Tree, acc: Tree) -> None:
@@ -83,16 +83,17 @@ def add_micro_batch(acc: Tree, micro_batch: MicroBatch, is_first: Array | bool) 
 
     What the last window left behind may be NaN.
     """
-    key, places = micro_batch.key, itertools.count()
+    keys: Iterator[Any] = itertools.repeat(None)
+    if micro_batch.key is not None:  # at once: a key for each leaf by itself is a kernel of its own
+        keys = iter(jax.random.split(micro_batch.key, len(jax.tree.leaves(acc))))
 
     def add(reduction: str, total: Array, grad: Any) -> Array:
-        place = next(places)
+        key = next(keys)
         if is_float0(grad):
             return total
         identity = jnp.full_like(total, identity_of(reduction, total.dtype))
         start = jnp.where(is_first, identity, total)
-        own_key = None if key is None else jax.random.fold_in(key, place)
-        new = combine(reduction, start, jnp.asarray(grad), micro_batch.weight, own_key)
+        new = combine(reduction, start, jnp.asarray(grad), micro_batch.weight, key)
         return reshard_like(new, total)
 
     return map_reduced(add, micro_batch.reductions, acc, micro_batch.grads)

@@ -1,6 +1,6 @@
 """Which examples a micro-batch holds, and the order in which their rows come back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import describe, error_message, leaf_path
-from .._types import Array
+from .._checks import check_count, describe, error_message, is_traced, leaf_path
+from .._run_if import run_if
+from .._types import Array, Tree
 
 
 class Split(NamedTuple):
@@ -67,6 +68,23 @@ def micro_arguments(args: Sequence[Any], split: Split, index: Array) -> list[Any
     for i in split.keys:
         chosen[i] = jax.random.split(chosen[i], split.parts)[index]
     return chosen
+
+
+def check_real(function: str, real: Any, parts: Any) -> None:
+    """Refuses what is no number of micro-batches from 0 to `parts`; traced integers pass."""
+    name, hint = "num_real_microbatches", "Pass None if all are real."
+    if real is None:
+        return
+    check_count(function, name, real, hint, low=0)
+    if not is_traced(real) and int(real) > int(parts):
+        rule = f"an integer from 0 to num_microbatches={parts}"
+        raise ValueError(error_message(function, name, rule, int(real), hint))
+
+
+def run_if_real(real: Any, index: Array, step: Callable[[Tree], Tree], carry: Tree) -> Tree:
+    """`step(carry)` for a real micro-batch, else the carry; None says that all are real."""
+    is_real = True if real is None else index < jnp.asarray(real).astype(jnp.int32)
+    return run_if(is_real, step, carry)
 
 
 def in_order(rows: Array) -> Array:

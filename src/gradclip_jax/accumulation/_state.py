@@ -21,7 +21,7 @@ from .._states import (
 )
 from .._types import Scalar, Tree
 from .._unreduced import is_unreduced, unreduced_axes
-from ._reduction import leaf_reductions
+from ._reduction import REDUCTION
 from ._running import MicroBatch, params_of, window_gradient
 
 
@@ -165,7 +165,7 @@ def accumulated_gradients(
         rule = "a state with an open window"
         raise ValueError(error_message(name, "state", rule, "an empty one", hint))
     acc = plain_arrays(open_window.acc_grads)
-    window = MicroBatch(acc, leaf_reductions(name, reduction, acc))
+    window = MicroBatch(acc, REDUCTION.of_leaves(name, reduction, "updates", acc))
     mean = window_gradient(acc, window, jnp.where(empty, 1, total_weight))
     mean = jax.tree.map(lambda x: jnp.where(empty, jnp.zeros_like(x), x), mean)
     return with_structure_of(open_window.acc_grads, mean)

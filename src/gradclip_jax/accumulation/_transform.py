@@ -14,7 +14,6 @@ from .._checks import (
     check_choice,
     check_count,
     check_decays,
-    check_dtype,
     check_number,
     check_transformation,
     error_message,
@@ -28,7 +27,7 @@ from .._tree_checks import check_same_structure
 from .._types import FLOAT32, Scalar, Tree
 from .._unreduced import is_unreduced, without_reduced_axes
 from ._noise import empty_noise, observe_noise
-from ._reduction import check_reduction, leaf_reductions, note_reduction
+from ._reduction import DTYPE, REDUCTION, note_reduction
 from ._running import (
     MicroBatch,
     accumulator_like,
@@ -90,7 +89,8 @@ def accumulate_gradients(
             an fp8 layer, "max" or "last", which no weight multiplies. A prefix tree of these
             words, or a function of the path of a leaf, "layer/kernel", that returns one.
         accumulator_dtype: dtype of the sum for leaves of up to 32 bit; complex leaves take the
-            complex dtype over it, 64-bit leaves keep their own.
+            complex dtype over it, 64-bit leaves keep their own. A prefix tree of dtypes, or a
+            function of the path of a leaf that returns one, as for `reduction`.
         rounding: of sums in bfloat16: "stochastic" rounds up or down at random, so that their
             mean is right however long the window; alike in every run and on every replica.
         noise_scale_decay: at least 0 and below 1, such as 0.9: measures the gradient noise
@@ -120,8 +120,8 @@ def accumulate_gradients(
     check_transformation(_NAME, "inner", inner)
     if not callable(every):
         check_count(_NAME, "every", every, "Pass 1 to run the inner optimizer at every step.")
-    check_reduction(_NAME, reduction)
-    check_dtype(_NAME, "accumulator_dtype", accumulator_dtype)
+    REDUCTION.check_given(_NAME, reduction)
+    DTYPE.check_given(_NAME, accumulator_dtype)
     check_choice(_NAME, "rounding", rounding, ("nearest", "stochastic"))
     if noise_scale_decay is not None:
         check_decays(_NAME, noise_scale_decay=noise_scale_decay)
@@ -170,7 +170,9 @@ class _Windows:
             rule, hint = "without an accumulation in it", "Multiply the two lengths: `every=a * b`."
             raise TypeError(error_message(_NAME, "inner", rule, "one that accumulates", hint))
         keeps_sum = self.keeps_sum()
-        acc = accumulator_like(params_of(params), self.accumulator_dtype) if keeps_sum else ()
+        acc: Tree = ()
+        if keeps_sum:
+            acc = accumulator_like(_NAME, params_of(params), self.accumulator_dtype)
         zero = functools.partial(jnp.zeros, ())
         return AccumulationState(
             mini_step=zero(jnp.int32),
@@ -202,7 +204,7 @@ class _Windows:
             check_same_structure(_NAME, "updates", updates, "params", params_of(params))
         call, others = read_call(_NAME, extra_args, accepted, always_closes=not keeps_sum)
         step, advanced = advance_window(state, self.length_of(state.gradient_step), call, accepted)
-        reductions = leaf_reductions(_NAME, self.reduction, updates)
+        reductions = REDUCTION.of_leaves(_NAME, self.reduction, "updates", updates)
         if is_unreduced(updates):
             self.check_unreduced(reductions)
         key = None

@@ -12,7 +12,7 @@ from jax import lax
 from .._checks import check_axis_name, check_choice, check_count, check_number, error_message
 from .._mesh import shard_axes, sum_over, vary, varying_axes, zeros_of_type
 from .._types import Array, AxisName, Labels, Number, Scalar, Tree
-from ..accumulation._split import in_order
+from ..accumulation._split import check_real, in_order, run_if_real
 from ..clipping._norm import measured_leaves
 from ._losses import Examples, Loss, Outputs, groups_of, part_of
 from ._sum import Groups, Norms, norms_and_sums
@@ -50,6 +50,7 @@ def value_and_grad(
     reduction: str = "mean",
     nonfinite: str = "propagate",
     num_microbatches: int = 1,
+    num_real_microbatches: Any = None,
     axis_name: AxisName = None,
 ) -> Callable[..., tuple[tuple[Array, Stats], Tree]]:
     """Clips the gradient of each example by itself, then averages: one backward pass.
@@ -94,6 +95,8 @@ def value_and_grad(
         nonfinite: "propagate", or "zero" to leave out an example whose value or norm is not
             finite.
         num_microbatches: into how many parts the batch is split, one in memory at a time.
+        num_real_microbatches: how many of them are run, as for `microbatched_value_and_grad`; what
+            is known of the other examples is zeros.
         axis_name: mapped axes over which examples are spread where types do not say so: `pmap`,
             `shard_map(check_vma=False)`. Value and gradient are summed over them.
 
@@ -106,7 +109,8 @@ def value_and_grad(
         TypeError: `fun` cannot be called, its value or weight is no real scalar, or a number is
             none.
         ValueError: `max_norm` is not > 0, or lacks a label; a word is unknown; leaves differ in
-            their number of examples, or `num_microbatches` does not divide it.
+            their number of examples, or `num_microbatches` does not divide it, or is below a known
+            `num_real_microbatches`.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -125,10 +129,12 @@ def value_and_grad(
     loss = Loss("value_and_grad", fun, argnums, batch_argnums, has_aux, has_weight)
     clip = _Clip(loss, max_norm, param_labels, reaction, reduction, nonfinite)
     clip.check(num_microbatches)
+    check_real("value_and_grad", num_real_microbatches, num_microbatches)
     axes = check_axis_name("value_and_grad", axis_name)
 
     def run(*args: Any, **kwargs: Any) -> tuple[tuple[Array, Stats], Tree]:
-        return _run(clip, loss.bind(args, kwargs, num_microbatches), axes)
+        examples = loss.bind(args, kwargs, num_microbatches)
+        return _run(clip, examples, num_real_microbatches, axes)
 
     return run
 
@@ -216,8 +222,10 @@ class _Sums(NamedTuple):
     grads: list[Array]
 
 
-def _run(clip: _Clip, examples: Examples, axis_name: AxisName) -> tuple[tuple[Array, Stats], Tree]:
-    """Adds up value and gradients over the parts of a batch and over devices."""
+def _run(
+    clip: _Clip, examples: Examples, real: Any, axis_name: AxisName
+) -> tuple[tuple[Array, Stats], Tree]:
+    """Adds up value and gradients over the real parts of a batch and over devices."""
     params = measured_leaves(examples.params)
     spread = functools.partial(shard_axes, axis_name=axis_name)
     axes = frozenset[str]().union(*map(spread, jax.tree.leaves(examples.batch)))
@@ -227,17 +235,25 @@ def _run(clip: _Clip, examples: Examples, axis_name: AxisName) -> tuple[tuple[Ar
         return _sums(clip, examples, groups, batch)
 
     parts = examples.split.parts
-    if parts == 1 or not examples.size:
+    if (parts == 1 and real is None) or not examples.size:
         sums, stats = of_part(examples.batch)
     else:
 
-        def add(sums: _Sums, index: Array) -> tuple[_Sums, Stats]:
-            new, stats = of_part(part_of(examples.batch, parts, index))
-            return jax.tree.map(jnp.add, sums, new), stats
+        def of_index(index: Array) -> tuple[_Sums, Stats]:
+            return of_part(part_of(examples.batch, parts, index))
 
-        shapes, _ = jax.eval_shape(lambda: of_part(part_of(examples.batch, parts, jnp.int32(0))))
-        zeros = jax.tree.map(zeros_of_type, shapes)
-        sums, stats = lax.scan(add, zeros, jnp.arange(parts, dtype=jnp.int32))
+        shapes = jax.eval_shape(of_index, jnp.int32(0))
+
+        def step(sums: _Sums, index: Array) -> tuple[_Sums, Stats]:
+            def add(carry: tuple[_Sums, Stats]) -> tuple[_Sums, Stats]:
+                new, stats = of_index(index)
+                return jax.tree.map(jnp.add, carry[0], new), stats
+
+            nothing = jax.tree.map(zeros_of_type, shapes[1])
+            return run_if_real(real, index, add, (sums, nothing))
+
+        zeros = jax.tree.map(zeros_of_type, shapes[0])
+        sums, stats = lax.scan(step, zeros, jnp.arange(parts, dtype=jnp.int32))
         stats = jax.tree.map(in_order, stats)
     value, kept, weight = (sum_over(x, axes) for x in (sums.value, sums.kept, sums.weight))
     pairs = zip(sums.grads, params, strict=True)

@@ -1,0 +1,260 @@
+"""Stochastic rounding of parameters in bfloat16: its mean, its exact cases, devices and windows."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import compat
+import gradclip_jax as gcx
+
+DATA, ALL = PartitionSpec("data"), PartitionSpec()
+
+
+@functools.cache
+def program(seed=0):
+    tx = gcx.round_stochastically(seed)
+
+    @jax.jit
+    def step(params, updates, state):
+        return gcx.apply_gradients(tx, updates, state, params)
+
+    return tx, step
+
+
+def applied(params, updates, *, seed=0, step=0):
+    """The parameters after one step, as they are in bfloat16."""
+    tx, run = program(seed)
+    state = tx.init(params)._replace(step=jnp.int32(step))
+    return run(jnp.asarray(params, jnp.bfloat16), jnp.asarray(updates, jnp.float32), state)[0]
+
+
+def neighbours(exact):
+    """The numbers of bfloat16 at or toward zero from float32 numbers, and the next from zero."""
+    bits = np.asarray(exact, np.float32).view(np.uint32)
+    low = bits & np.uint32(0xFFFF0000)
+    high = np.where(bits == low, low, low + np.uint32(0x10000)).astype(np.uint32)
+    return low.view(np.float32), high.view(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("param", "update"),
+    [
+        (1.0, 0.001),
+        (1.0, -0.0005),
+        (-3.0, 0.0021),
+        (100.0, 0.05),
+        (0.0, 1e-3),
+        (1e-3, -2.5e-3),
+        (-2.0, 1.9999),
+        (1e-20, 1e-22),
+        (3e38, -1e35),
+    ],
+)
+def test_the_mean_over_many_is_the_exact_sum(param, update):
+    size = 1 << 14
+    old = np.full(size, param, ml_dtypes.bfloat16)
+    new = np.asarray(applied(old, np.full(size, update)), np.float64)
+    # The sum is taken in float32, and that is what is rounded.
+    exact = np.float32(old[0]) + np.float32(update)
+    low, high = map(float, neighbours(exact))
+    assert set(new) == {low, high}
+    share = (float(exact) - low) / (high - low)
+    deviation = abs(high - low) * (share * (1 - share) / size) ** 0.5
+    assert abs(new.mean() - float(exact)) < 5 * deviation
+
+
+def test_what_is_exact_in_bfloat16_is_not_rounded():
+    params = np.float32([0.0, 1.0, -3.0, 1e30, 2.0**-100, 256.0]).astype(ml_dtypes.bfloat16)
+    updates = np.float32([1.0, 0.5, 1.0, 0.0, 2.0**-100, -255.0])
+    expected = params.astype(np.float32) + updates
+    for step in range(4):
+        np.testing.assert_array_equal(np.float32(applied(params, updates, step=step)), expected)
+
+
+def test_an_update_of_zero_leaves_every_finite_number_as_it_is():
+    params = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+    params = params[np.isfinite(params.astype(np.float32))]
+    new = applied(params, np.zeros(params.shape))
+    size = np.abs(params.astype(np.float32))
+    normal = (size == 0) | (size >= np.finfo(np.float32).tiny)  # XLA takes smaller ones for zero
+    np.testing.assert_array_equal(np.float32(new)[normal], np.float32(params)[normal])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_so(bad):
+    np.testing.assert_array_equal(np.float32(applied(np.ones(64), np.full(64, bad))), bad)
+    np.testing.assert_array_equal(np.float32(applied(np.full(64, bad), np.ones(64))), bad)
+
+
+def test_small_steps_add_up_where_rounding_to_nearest_loses_them_all():
+    steps, size = 1000, 512
+    params, grads = jnp.ones(size, jnp.bfloat16), jnp.full(size, -1e-4)
+
+    def run(tx):
+        def step(carry, _):
+            params, state = carry
+            return gcx.apply_gradients(tx, grads, state, params), None
+
+        carry = (params, tx.init(params))
+        return np.float64(jax.jit(lambda c: jax.lax.scan(step, c, length=steps)[0])(carry)[0])
+
+    sgd = optax.sgd(1.0)
+    found = run(optax.chain(sgd, gcx.round_stochastically()))
+    assert abs(found.mean() - 1.1) < 5 * found.std() / size**0.5
+    np.testing.assert_array_equal(run(sgd), 1.0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_update_and_apply_updates_give_what_apply_gradients_gives(dtype):
+    params = jnp.linspace(-2, 2, 64).astype(jnp.bfloat16)
+    tx, one_call = program()
+    updates, state = jnp.full(64, 1e-3, dtype), tx.init(params)
+    emitted, after = jax.jit(tx.update)(updates, state, params)
+    assert emitted.dtype == jnp.float32 and after.step == 1
+    chex.assert_trees_all_equal(
+        optax.apply_updates(params, emitted), one_call(params, updates, state)[0]
+    )
+
+
+def test_seeds_steps_and_leaves_draw_bits_of_their_own():
+    ones, update = jnp.ones(256), jnp.full(256, 1e-3)
+    tx, run = program()
+    params = {"a": ones.astype(jnp.bfloat16), "b": ones.astype(jnp.bfloat16)}
+    both, _ = run(params, {"a": update, "b": update}, tx.init(params))
+    later, again = (applied(ones, update, step=1) for _ in range(2))
+    rows = [later, applied(ones, update, seed=1), *both.values()]
+    assert len({np.float32(x).tobytes() for x in rows}) == 4
+    np.testing.assert_array_equal(np.float32(again), np.float32(later))
+
+
+def test_other_leaves_pass_through_in_strict_types():
+    with compat.strict():
+        params = {
+            "full": jnp.ones(3),
+            "complex": jnp.ones(2, "complex64"),
+            "count": jnp.int32(3),
+            "none": None,
+            "low": jnp.ones(2, jnp.bfloat16),
+        }
+        updates = {**params, "count": np.zeros((), jax.dtypes.float0)}
+        tx = gcx.round_stochastically()
+        out, _ = jax.jit(lambda low: tx.update({**updates, "low": low}, tx.init(params), params))(
+            params["low"]
+        )
+    for name in ("full", "complex", "low"):
+        np.testing.assert_array_equal(out[name], np.ones_like(out[name]))
+    assert [out[k].dtype for k in ("full", "complex", "low")] == ["float32", "complex64", "float32"]
+    assert out["count"].dtype == jax.dtypes.float0 and out["none"] is None
+
+
+def test_derivatives_go_straight_through():
+    tx = gcx.round_stochastically()
+    params = jnp.ones(4, jnp.bfloat16)
+
+    def loss(updates):
+        new, _ = gcx.apply_gradients(tx, updates, tx.init(params), params)
+        return jnp.sum(new.astype(jnp.float32) * jnp.arange(4.0))
+
+    def both(updates):
+        return jax.grad(loss)(updates), jax.jvp(loss, (updates,), (updates,))[1]
+
+    reverse, forward = jax.jit(both)(jnp.full(4, 1e-3))
+    np.testing.assert_array_equal(reverse, jnp.arange(4.0))
+    assert float(forward) == pytest.approx(6e-3, rel=2.0**-8)
+
+
+# --- windows and guards ------------------------------------------------------------------------
+
+
+def test_held_and_skipped_steps_change_neither_parameters_nor_the_count():
+    inner = optax.chain(optax.sgd(1.0), gcx.round_stochastically())
+    tx = gcx.skip_nonfinite(gcx.accumulate_gradients(inner, 2))
+    params = {"w": jnp.linspace(1, 2, 64).astype(jnp.bfloat16)}
+    state, first = tx.init(params), params
+    apply = jax.jit(lambda grad, *carry: gcx.apply_gradients(tx, {"w": jnp.full(64, grad)}, *carry))
+    steps = []
+    for grad in (1e-3, jnp.nan, 1e-3, 1e-3):
+        new, state = apply(jnp.float32(grad), state, params)
+        changed = np.any(np.float32(new["w"]) != np.float32(params["w"]))
+        steps.append((bool(changed), int(state.inner_state.inner_opt_state[1].step)))
+        params = new
+    assert steps == [(False, 0), (False, 0), (True, 1), (False, 1)]
+    # The step that was taken is that of the optimizer alone, with the mean of the window.
+    step = jax.jit(functools.partial(gcx.apply_gradients, inner))
+    alone, _ = step({"w": jnp.full(64, 1e-3)}, inner.init(first), first)
+    chex.assert_trees_all_equal(params, alone)
+
+
+def test_it_can_join_a_run():
+    params = {"w": jnp.ones(4, jnp.bfloat16)}
+    state = optax.adam(0.1).init(params)
+    tx = optax.chain(optax.adam(0.1), gcx.round_stochastically())
+    converted = gcx.convert_state(tx, state, params)
+    chex.assert_trees_all_equal(converted, (state, gcx.round_stochastically().init(params)))
+
+
+# --- devices -----------------------------------------------------------------------------------
+
+needs_eight = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
+
+
+def example():
+    params = {"w": jnp.linspace(-1, 1, 64).reshape(16, 4), "b": jnp.ones(16)}
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), jax.tree.map(
+        lambda x: 1e-3 * x + 1e-4, params
+    )
+
+
+def stepped(params, updates):
+    tx = gcx.round_stochastically()
+    return gcx.apply_gradients(tx, updates, tx.init(params), params)[0]
+
+
+@needs_eight
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_arrays_get_the_bits_of_one_device(kind):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    expected = jax.jit(stepped)(*example())
+    shardings = {"w": NamedSharding(mesh, DATA), "b": NamedSharding(mesh, ALL)}
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(tree, shardings) for tree in example()]
+        compiled = jax.jit(stepped).lower(*placed).compile()
+        found = compiled(*placed)
+    chex.assert_trees_all_equal(found, expected)
+    assert found["w"].sharding.is_equivalent_to(shardings["w"], 2)
+    text = compiled.as_text()
+    assert "all-gather" not in text and "all-reduce" not in text
+    assert "[16,4]" not in text  # each device draws the bits of its own rows
+
+
+@needs_eight
+def test_replicas_stay_alike_in_shard_map_and_shards_draw_their_own():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    params, updates = {"w": jnp.ones((16, 64)), "b": jnp.ones(64)}, {}
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    updates = jax.tree.map(lambda x: jnp.full(x.shape, 1e-3), params)
+    specs = {"w": DATA, "b": ALL}
+    # That `b` may leave as replicated is checked by its type.
+    run = jax.shard_map(stepped, mesh=mesh, in_specs=(specs, specs), out_specs=specs)
+    found = jax.jit(run)(params, updates)
+    copies = {np.float32(shard.data).tobytes() for shard in found["b"].addressable_shards}
+    assert len(copies) == 1
+    shards = {np.float32(shard.data).tobytes() for shard in found["w"].addressable_shards}
+    assert len(shards) == 8
+
+
+@needs_eight
+@pytest.mark.slow
+def test_replicas_stay_alike_where_types_are_silent():
+    params, updates = example()
+    spread = [jax.tree.map(lambda x: jnp.stack([x] * 8), tree) for tree in (params, updates)]
+    found = jax.pmap(stepped, axis_name="data")(*spread)
+    for x in jax.tree.leaves(found):
+        np.testing.assert_array_equal(np.float32(x), np.float32(x[:1]).repeat(8, 0))
