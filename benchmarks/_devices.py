@@ -24,7 +24,7 @@ _TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",
     "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # one process at a time otherwise, though none has a TPU
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is touched, so nothing needs its lock file
 }
 
 

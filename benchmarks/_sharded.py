@@ -16,9 +16,9 @@ MESHES = {"tpu": ("v5e:4x4", (4, 4)), "cuda": ("1x8x1", (4, 2))}
 BY_ROWS = ("out", "down")  # the second matrix of attention and of the MLP; others by columns
 
 
-def mesh(platform: str) -> Mesh:
+def mesh(platform: str, chips: tuple[str, tuple[int, int]] | None = None) -> Mesh:
     """The devices, by data and model."""
-    topology, shape = MESHES[platform]
+    topology, shape = chips or MESHES[platform]
     return Mesh(np.array(_devices.devices(platform, topology)).reshape(shape), ("data", "model"))
 
 

@@ -45,6 +45,12 @@ def device_count(x: Any) -> int:
     return 1 if all(kind == AxisType.Manual for kind in mesh.axis_types) else mesh.size
 
 
+def memory_of(x: Any) -> str:
+    """The memory that a value lies in, "host" or "device", as far as its type says."""
+    space = getattr(jax.typeof(x), "memory_space", None)
+    return "host" if getattr(space, "name", "") == "Host" else "device"
+
+
 def reshard_like(x: Any, like: Any) -> Any:
     """The same value, sharded as the type of another array says, under explicit axes."""
     ours, theirs = jax.typeof(x).sharding, jax.typeof(like).sharding

@@ -12,6 +12,7 @@ from .._checks import describe, error_message, leaf_path
 from .._mesh import vary, varying_axes, zeros_of_type
 from .._tree_checks import broadcast_prefix
 from .._types import FLOAT32, Array, Scalar, Tree
+from .._unreduced import unreduced_axes
 from ._reduction import (
     REDUCTIONS,
     accumulator_dtype,
@@ -143,6 +144,8 @@ def whole_batch(
             (totals, total_weight), _ = carry
             outputs = micro_batch(index)
             weight = as_weight(function, outputs.weight)
+            if weight is None:
+                outputs = outputs._replace(grads=_selected_on_tpu(outputs.grads, total_weight))
             columns = zip(reductions, totals, jax.tree.leaves(outputs), strict=True)
             pairs = [reduction.add(total, x, weight) for reduction, total, x in columns]
             total_weight += 1 if weight is None else weight
@@ -158,6 +161,22 @@ def whole_batch(
     columns = zip(reductions, totals, rows, leaves, strict=True)
     out = [r.finish(total, own_rows, x, divisor) for r, total, own_rows, x in columns]
     return jax.tree.unflatten(structure, out)
+
+
+def _selected_on_tpu(grads: Tree, count: Scalar) -> Tree:
+    """The gradients, selected on a TPU by a predicate that is always true.
+
+    XLA otherwise merges the scatter of an embedding's gradient with the sum over micro-batches; the sum
+    over chips then stays in the loop, or leaves it with a wrong result: docs/compiler_faults.md.
+    """
+    always = lax.platform_dependent(
+        count, tpu=lambda x: x >= 0, default=lambda _: jnp.ones((), jnp.bool_)
+    )
+
+    def select(x: Any) -> Any:
+        return x if unreduced_axes(x) else jnp.where(always, x, jnp.zeros_like(x))
+
+    return jax.tree.map(select, grads)
 
 
 def aux_reductions(

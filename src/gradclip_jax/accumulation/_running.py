@@ -10,7 +10,7 @@ import optax
 from jax import lax
 
 from .._checks import error_message, is_float0, leaf_path
-from .._mesh import reshard_like
+from .._mesh import memory_of, reshard_like
 from .._tree_checks import check_same_structure
 from .._types import Array, Scalar, Tree
 from .._unreduced import (
@@ -59,6 +59,12 @@ def check_matches_accumulator(function: str, updates: Tree, acc: Tree) -> None:
             rule = f"unreduced over {ours}, as the parameters that `init` was given say"
             got = f"a leaf unreduced over {theirs} at {leaf_path('updates', path)}"
             hint = "Give `init` the parameters with the `reduced` axes that the loss sees."
+            raise TypeError(error_message(function, "updates", rule, got, hint))
+        ours, theirs = map(memory_of, (total, grad))
+        if ours != theirs:
+            rule = f"in the memory of the accumulator, {ours}"
+            got = f"a leaf in {theirs} at {leaf_path('updates', path)}"
+            hint = "Move one of them inside the step with `jax.device_put`: docs/sharding.md."
             raise TypeError(error_message(function, "updates", rule, got, hint))
 
 
