@@ -116,8 +116,12 @@ class Run:
         ones = jax.tree.map(lambda p: np.ones(p.shape, "f"), self.params)
         is_fault = not (params is None and batch is None and factors is None)
         after = self.step(params or self.params, self.state, x, y, factors or ones)
-        count = int(after[1].incident_count)
-        found = gcx.incidents(after[1])[-1] if count > int(self.state.incident_count) else None
+        count = int(after[1].incidents.incident_count)
+        found = (
+            gcx.incidents(after[1])[-1]
+            if count > int(self.state.incidents.incident_count)
+            else None
+        )
         norm = float(after[1].norms["gradient"][0])
         if not is_fault:
             (self.params, self.state), self.norms = after, [*self.norms[-199:], norm]

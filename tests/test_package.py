@@ -161,7 +161,6 @@ DIALECT = {
 # Folders and files that still hold some of them. May only become shorter.
 STILL_IN_DIALECT = {
     "adaptive",
-    "monitoring",
     "per_example",
 }
 
