@@ -1,5 +1,6 @@
 """On the host: the incidents of a state, the names of its units, a run in numbers."""
 
+import functools
 import json
 import os
 import pathlib
@@ -211,30 +212,10 @@ def worst_examples(
     """
     check_count("worst_examples", "k", k, "Pass how many examples to return.")
 
-    def norm(grads: Any) -> Any:
-        return norm_of_leaves(measured_leaves(grads), 2.0, None)
-
-    @jax.jit
-    def measure(params: Any, batch: Any) -> Any:
-        def one(example: Any) -> Any:
-            loss, grads = jax.value_and_grad(lambda p: jnp.mean(fun(p, example)))(params)
-            numbers = measured_leaves(example)
-            size = sum(x.size for x in numbers)
-            rms = {"input": norm(numbers) / size**0.5} if size else {}
-            return {"grad_norm": norm(grads), "loss": loss, **rms}
-
-        return jax.lax.map(one, batch)
-
-    @jax.jit
-    def measure_tokens(params: Any, example: Any) -> Any:
-        losses, pull = jax.vjp(lambda p: fun(p, example), params)
-        units = jnp.eye(losses.size, dtype=losses.dtype)
-        return losses, jax.lax.map(lambda unit: norm(pull(unit)), units)
-
     def largest(values: Any) -> list[int]:
         return np.argsort(-np.nan_to_num(values, nan=np.inf), kind="stable")[:k].tolist()
 
-    columns = {key: np.asarray(x) for key, x in measure(params, batch).items()}
+    columns = {key: np.asarray(x) for key, x in _of_examples(fun, params, batch).items()}
     columns["deviation"] = np.max([_deviations(x) for x in columns.values()], 0)
     worst: dict[str, dict[Any, float]] = {
         key: {i: float(x[i]) for i in largest(x)} for key, x in columns.items()
@@ -243,7 +224,7 @@ def worst_examples(
     if jax.eval_shape(fun, params, first).ndim:
         places = list(worst["deviation"])
         of_examples = [
-            measure_tokens(params, jax.tree.map(lambda x, i=i: x[i], batch)) for i in places
+            _of_tokens(fun, params, jax.tree.map(lambda x, i=i: x[i], batch)) for i in places
         ]
         for key, rows in zip(
             ("token_loss", "token_grad_norm"), zip(*of_examples, strict=True), strict=True
@@ -252,6 +233,32 @@ def worst_examples(
             pairs = [divmod(i, values.shape[1]) for i in largest(values.ravel())]
             worst[key] = {(places[i], t): float(values[i, t]) for i, t in pairs}
     return worst
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _of_examples(fun: Any, params: Any, batch: Any) -> Any:
+    """The loss and the norms of each example."""
+
+    def one(example: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean(fun(p, example)))(params)
+        columns = {"grad_norm": _norm(grads), "loss": loss}
+        numbers = measured_leaves(example)
+        size = sum(x.size for x in numbers)
+        return columns | ({"input": _norm(numbers) / size**0.5} if size else {})
+
+    return jax.lax.map(one, batch)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _of_tokens(fun: Any, params: Any, example: Any) -> Any:
+    """The loss of each token of an example, and the norm of its gradient."""
+    losses, pull = jax.vjp(lambda p: fun(p, example), params)
+    units = jnp.eye(losses.size, dtype=losses.dtype)
+    return losses, jax.lax.map(lambda unit: _norm(pull(unit)), units)
+
+
+def _norm(tree: Any) -> Any:
+    return norm_of_leaves(measured_leaves(tree), 2.0, None)
 
 
 def _deviations(values: Any) -> Any:
