@@ -81,11 +81,11 @@ def train(folder, seed, spoilt):
         params, state = step(params, state, *kept[-1])
         position += 1
         # In a large run look at the state of the step before: then the device does not wait.
-        if not told and int(state.incident_count):
+        if not told and int(state.incidents.incident_count):
             told = True
             save(folder / "incident", restore(folder / "checkpoint", seed))
             xs, ys = map(np.stack, zip(*kept, strict=True))
-            np.savez(folder / "incident.npz", x=xs, y=ys, verdict=state.incident_rows)
+            np.savez(folder / "incident.npz", x=xs, y=ys, verdict=state.incidents.rows)
             print(gcx.incidents(state)[-1])
         if gcx.metrics(state)["guard_failed"]:
             params, state = restore(folder / "checkpoint", seed)
@@ -109,7 +109,7 @@ def replay(incident):
     for x, y in zip(kept["x"], kept["y"], strict=True):
         params, state = step(params, state, x, y)
     print(gcx.incidents(state)[-1])
-    return np.array_equal(kept["verdict"], state.incident_rows)
+    return np.array_equal(kept["verdict"], state.incidents.rows)
 
 
 def main(command, folder):

@@ -533,7 +533,7 @@ ROWS = [
         "skip_spikes",
         lambda: gcx.skip_spikes(SGD),
         ValueError,
-        "skip_spikes: `norm` must be given, or `loss`, got None for both. Pass for example "
+        "skip_spikes: `norm` must be given, or `loss` or `update`, got None for all. Pass for example "
         "`loss=gcx.thresholds.mean_std()`.",
     ),
     (
@@ -745,7 +745,7 @@ ROWS = [
         "incidents",
         lambda: gcx.incidents(GRADS),
         TypeError,
-        "incidents: `state` must be a state with a `WatchState`, got dict. Put `gcx.watch` around "
+        "incidents: `state` must be a state that keeps incidents, got dict. Put `gcx.watch` around "
         "the optimizer.",
     ),
     (

@@ -159,10 +159,7 @@ DIALECT = {
     "has not": "lacks",
 }
 # Folders and files that still hold some of them. May only become shorter.
-STILL_IN_DIALECT = {
-    "adaptive",
-    "monitoring",
-}
+STILL_IN_DIALECT: set[str] = set()
 
 
 def _dialect_of(path: Path) -> set[str]:

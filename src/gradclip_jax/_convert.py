@@ -25,6 +25,7 @@ from .guarding._loss_scale import LossScaleState
 from .guarding._skip_nonfinite import SkipNonfiniteState
 from .guarding._skip_spikes import SkipSpikesState
 from .monitoring._record import NormRecordState
+from .monitoring._watch import WatchState
 
 _NAME = "convert_state"
 _LEAF = jax.tree.structure(0)
@@ -35,6 +36,7 @@ _WRAPPERS: Final[dict[type, str]] = {  # what is around another state, and where
     LossScaleState: "inner_state",
     SkipNonfiniteState: "inner_state",
     SkipSpikesState: "inner_state",
+    WatchState: "inner_state",
 }
 _COUNTERPARTS: Final[dict[type, type]] = {
     optax.MultiStepsState: AccumulationState,
@@ -62,7 +64,7 @@ def convert_state(
     | `MultiSteps` | `accumulate_gradients` | the open window, the counts, the inner state |
     | `apply_if_finite` | `skip_nonfinite` | the counts of skips, the inner state |
     | a clip of Optax | a clip | nothing: Optax's have no state. Rules and schedules start anew |
-    | nothing | a guard, an accumulation | it starts anew around what is there |
+    | nothing | a guard, an accumulation, a `watch` | it starts anew around what is there |
     | an accumulator | one of another dtype | the open window, rounded to nearest |
     | nothing | a clip, `record_norms` | it starts anew, and so do the others in its chain |
     | nothing | `round_stochastically` | the same |
@@ -144,6 +146,12 @@ class _Conversion:
 
     def translated(self, like: Any, given: Any, path: Any) -> Any:
         """What `given` says, in the structure of `like`, a fresh state."""
+        if type(like) is type(given) and "incidents" in getattr(like, "_fields", ()):
+            logs = like.incidents, given.incidents
+            if jax.tree.structure(logs[0]) != jax.tree.structure(logs[1]) or not _is_shaped_as(
+                *logs
+            ):
+                given = given._replace(incidents=like.incidents)  # one starts anew, or is dropped
         match like, given:
             case AccumulationState(), optax.MultiStepsState():
                 return self._to_window(like, given, path)
@@ -339,6 +347,7 @@ def _occurs(state: Any, within: Any) -> bool:
 
 def _is_shaped_as(like: Any, given: Any) -> bool:
     def shapes(tree: Any) -> Any:
+        tree = replace_states(tree, ClipState, lambda clip: clip._replace(incidents=None))
         return jax.tree.map(lambda x: (np.shape(x), jnp.result_type(x)), tree)
 
     return shapes(like) == shapes(given)

@@ -17,7 +17,7 @@ import optax
 from ._checks import check_state, check_transformation, error_message, is_float0, is_traced
 from ._gate import Accumulation, ComputedStep, Flag, Guard, Verdict, Window, flag_and
 from ._mesh import varying_axes, zeros_of_type
-from ._run_if import like_dtypes, run_if, run_if_checked, trace
+from ._run_if import Report, like_dtypes, run_if, run_if_checked, trace
 from ._states import GATES, increment_where, plain_arrays, with_structure_of
 from ._tree_checks import check_inexact
 from ._types import Scalar, Tree
@@ -119,7 +119,7 @@ def _execute(
 
     A gradient travels inwards. Guards around an accumulation judge the micro-batch, those inside
     it, or all if there is none, the gradient of the step. What they accept travels outwards again:
-    guards around an accumulation check the gradient of the window, guards with `check="step"` the
+    guards around an accumulation check the gradient of the window, guards that check steps the
     computed step. The first to refuse counts, and nobody else.
 
     | refused | counted by | the window | innermost state |
@@ -128,7 +128,7 @@ def _execute(
     | the same, with `flush` or `closes` | the same | emitted without it | takes the step |
     | the gradient of a step | the outermost inside that refuses | emitted | untouched |
     | that of a window, from around it | the innermost that checks it | dropped | untouched |
-    | the computed step | the innermost with `check="step"` | dropped, by one around | untouched |
+    | the computed step | the innermost whose check fails | dropped, by one around | untouched |
     | nothing, and the window is held | nobody | goes on | untouched |
     | nothing | nobody | emitted | takes the step |
 
@@ -149,7 +149,7 @@ def _execute(
     outside, accumulation, inside = _split(update.gates)
     guards, around_count = (*outside, *inside), len(outside)
     window_checks = {i: g.check_window for i, g in enumerate(outside) if g.check_window}
-    step_checks = {i: g.check_step for i, g in enumerate(guards) if g.check_step}
+    step_checks = [i for i, guard in enumerate(guards) if guard.checks_step]
     around = _judge(outside, grads, state, params, extra_args)
     if accumulation:
         is_measured = bool(window_checks or step_checks)
@@ -167,6 +167,7 @@ def _execute(
         window_grads, accumulator = window.read(accumulator)
         judged = _judge(inside, window_grads, inner_state, params, window.extra_args)
         accepted, refusals = judged.accepted, [jnp.array(False) for _ in guards]
+        measured = [_unmeasured() for _ in guards]
         if window_checks:
             passed = _all(check(window_grads) for check in window_checks.values())
             refusals[max(window_checks)] = jnp.asarray(flag_and(accepted, ~passed))
@@ -178,28 +179,41 @@ def _execute(
             after = like_dtypes(after, before)  # a moment may overflow where it is kept
             return (output, after), ComputedStep(judged.grads, before, updates, after)
 
-        def checked(carry: Tree) -> tuple[Tree, Scalar]:
+        def checked(carry: Tree) -> tuple[Tree, Report]:
             carry, computed = take(carry)
-            return carry, _all(check(computed) for check in step_checks.values())
+            verdicts = [entry[2] for entry in (*around.entries, *judged.entries)]
+            checks = [verdicts[i].check_step for i in step_checks]
+            results = [check(computed) for check in checks if check]
+            passes, numbers = zip(*results, strict=True)
+            return carry, [_all(passes), list(passes), list(numbers)]
 
         carry, stepped = (output, judged.state), accepted
         if step_checks:
-            (output, innermost), stepped = run_if_checked(accepted, checked, carry)
+            (output, innermost), report = run_if_checked(accepted, checked, carry)
+            stepped, passes, of_checks = report
             refused = jnp.asarray(accepted) & ~jnp.asarray(stepped)
-            refusals[max(step_checks)] |= refused
-            innermost = guards[max(step_checks)].drop(innermost, refused)
+            innermost = guards[step_checks[-1]].drop(innermost, refused)
+            # The innermost check that fails counts.
+            for i, passed, number in reversed(
+                list(zip(step_checks, passes, of_checks, strict=True))
+            ):
+                refusals[i], refused = refusals[i] | (refused & ~passed), refused & passed
+                measured[i] = number
         else:
             output, innermost = run_if(accepted, lambda x: take(x)[0], carry, usually=True)
-        own, others = refusals[around_count:], refusals[:around_count]
+        own, others = (
+            list(zip(refusals, measured, strict=True))[part]
+            for part in (slice(around_count, None), slice(around_count))
+        )
         inner_state = _next_states(judged, innermost, own, stepped, alone=len(guards) == 1)
-        flags = [jnp.asarray(stepped), *others] if guards else []
+        flags = [jnp.asarray(stepped), others] if guards else []
         return output, inner_state, accumulator, flags
 
-    flags = [jnp.array(False) for _ in range(1 + around_count)] if guards else []
-    carry = (output, window.inner_state, window.accumulator, flags)
+    flags: list[Any] = [jnp.array(False), [(jnp.array(False), _unmeasured()) for _ in outside]]
+    carry = (output, window.inner_state, window.accumulator, flags if guards else [])
     output, inner_state, accumulator, flags = run_if(window.emits, body, carry)
-    stepped, *refusals = flags or [window.emits]
-    emitted = functools.reduce(flag_and, [~refused for refused in refusals], window.emits)
+    stepped, refusals = flags or [window.emits, []]
+    emitted = functools.reduce(flag_and, [~refused for refused, _ in refusals], window.emits)
     next_state = window.next_state(inner_state, accumulator, emitted)
     through = flag_and(around.accepted, ~(jnp.asarray(window.emits) & ~jnp.asarray(stepped)))
     return output, _next_states(around, next_state, refusals, through, alone=len(guards) == 1)
@@ -253,22 +267,28 @@ def _next_states(
 ) -> Any:
     """The states of guards around the next state inside them.
 
-    A guard alone refuses every call that does not go through, so there is nothing to select.
+    A guard alone refuses every call that does not go through, so there is nothing to select. Its
+    incidents count every call, and are written by what it refuses itself.
     """
     pairs = zip(judged.entries, refusals, strict=True)
-    for (guard, state, verdict, refuses), refuses_later in reversed(list(pairs)):
+    for (guard, state, verdict, refuses), (refuses_later, measured) in reversed(list(pairs)):
         refused = refuses | refuses_later
         streak = jnp.where(refused, increment_where(state.consecutive_skips), 0)
-        after = verdict.own_fields(refused)
+        after = verdict.own_fields(refused, measured)
         failed = (streak >= guard.max_consecutive_skips).astype(jnp.int32)
+        log, bare = after.incidents, {"inner_state": (), "incidents": None}
         after = after._replace(
-            consecutive_skips=streak, guard_failed=after.guard_failed | failed, inner_state=()
+            consecutive_skips=streak, guard_failed=after.guard_failed | failed, **bare
         )
         if not alone:
             choose = functools.partial(jnp.where, refused | through)
-            after = jax.tree.map(choose, after, state._replace(inner_state=()))
-        inner_state = after._replace(inner_state=inner_state)
+            after = jax.tree.map(choose, after, state._replace(**bare))
+        inner_state = after._replace(inner_state=inner_state, incidents=log)
     return inner_state
+
+
+def _unmeasured() -> Scalar:
+    return jnp.full((), jnp.nan, jnp.float32)
 
 
 Step = Callable[[Tree, Any, Tree], tuple[Tree, Any, Tree]]

@@ -31,20 +31,23 @@ class Verdict(NamedTuple):
     Attributes:
         is_good: bool[], alike on all devices.
         grads: the gradient as it is passed on.
-        own_fields: from whether the guard refuses this call, bool[], to its state, its own fields
-            brought up to date.
+        own_fields: from whether the guard refuses this call, bool[], and what its check measured,
+            float32[], to its state, its own fields brought up to date.
+        check_step: from a computed step to whether it may be taken, bool[], and what was measured
+            of it, float32[], NaN if nothing was. Given if the guard `checks_step`.
     """
 
     is_good: Scalar
     grads: Tree
-    own_fields: Callable[[Scalar], Any]
+    own_fields: Callable[[Scalar, Scalar], Any]
+    check_step: Callable[[ComputedStep], tuple[Scalar, Scalar]] | None = None
 
 
 class Guard(NamedTuple):
     """A gate that refuses bad steps.
 
     Its state has the fields `consecutive_skips`, `guard_failed` and `inner_state`, which the
-    executor keeps, and its own.
+    executor keeps, `incidents`, and its own.
 
     Attributes:
         name: of the function that made it, for errors.
@@ -53,7 +56,7 @@ class Guard(NamedTuple):
         max_consecutive_skips: after so many the guard has failed.
         check_window: whether the gradient of a window may be stepped on, bool[]; it is asked by a
             guard around an accumulation, which has judged micro-batches only. None does not ask.
-        check_step: whether a computed step may be taken, bool[]. None does not look at it.
+        checks_step: whether its verdict looks at the computed step as well.
         drop: from the innermost state and whether its step was refused by a check to that state
             with no window of which such a step could come again.
     """
@@ -63,7 +66,7 @@ class Guard(NamedTuple):
     judge: Callable[[Tree, Any, Tree, dict[str, Any]], Verdict]
     max_consecutive_skips: Any
     check_window: Callable[[Tree], Scalar] | None = None
-    check_step: Callable[[ComputedStep], Scalar] | None = None
+    checks_step: bool = False
     drop: Callable[[Any, Scalar], Any] = lambda state, refused: state
 
 

@@ -15,7 +15,7 @@ a copy of all it changes.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,11 @@ from jax.extend import core
 
 from ._checks import is_float0, is_traced
 from ._mesh import reshard_like
-from ._types import Array, Scalar, Tree
+from ._types import Array, Tree
 from ._unreduced import is_unreduced
+
+Report: TypeAlias = list[Any]
+"""Of a checked step: whether it passed, bool[], then flags and measurements of the checks."""
 
 
 class Program(NamedTuple):
@@ -80,26 +83,35 @@ def run_if(
 
 
 def run_if_checked(
-    predicate: Array | bool, step: Callable[[Tree], tuple[Tree, Scalar]], carry: Tree
-) -> tuple[Tree, Array | bool]:
-    """As `run_if`, usually, where also the check of the step passes; and whether it was taken.
+    predicate: Array | bool, step: Callable[[Tree], tuple[Tree, Report]], carry: Tree
+) -> tuple[Tree, Report]:
+    """As `run_if`, usually, where also the check of the step passes; and the report of the check.
 
-    The step returns the next carry, and whether that may be taken, bool[].
+    The step returns the next carry and its report, which begins with whether it may be taken,
+    bool[]. The report of a step that is not computed is False, and NaN.
     """
 
-    def typed_step(carry: Tree) -> tuple[Tree, Scalar]:
-        next_carry, passed = step(carry)
-        return _typed_like(next_carry, carry), passed
+    def typed_step(carry: Tree) -> tuple[Tree, Report]:
+        next_carry, report = step(carry)
+        return _typed_like(next_carry, carry), report
 
     if not is_traced(predicate):
         if not bool(predicate):
-            return carry, False
+            return carry, _no_report(jax.eval_shape(typed_step, carry)[1])
         if not any(map(is_traced, jax.tree.leaves(carry))):
-            next_carry, passed = typed_step(carry)
-            if not is_traced(passed):
-                return (next_carry if bool(passed) else carry), passed
+            next_carry, report = typed_step(carry)
+            if not is_traced(report[0]):
+                return (next_carry if bool(report[0]) else carry), report
     program = trace(typed_step, carry)
     return _run(_checked, _checked_cond, program, jnp.asarray(predicate), carry)
+
+
+def _no_report(report: Report) -> Report:
+    def unknown(x: Any) -> Array:
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        return jnp.full(x.shape, jnp.nan if is_float else 0, x.dtype)
+
+    return jax.tree.map(unknown, report)
 
 
 def like_dtypes(tree: Tree, reference: Tree) -> Tree:
@@ -180,22 +192,31 @@ def _usual(step: Callable[[Tree], Tree], predicate: Any, carry: Tree) -> Tree:
     )
 
 
-def _passes(step: Callable[[Tree], Any], predicate: Any, carry: Tree) -> Array:
-    return lax.cond(predicate, lambda carry: step(carry)[1], lambda _: jnp.array(False), carry)
+def _reported(step: Callable[[Tree], Any], predicate: Any, carry: Tree) -> Report:
+    def run(carry: Tree) -> Report:
+        return step(carry)[1]
+
+    unknown = _no_report(jax.eval_shape(run, carry))
+    return lax.cond(predicate, run, lambda _: unknown, carry)
 
 
-def _checked(step: Callable[[Tree], Any], predicate: Any, carry: Tree) -> tuple[Tree, Array]:
-    def twice(predicate: Any, carry: Tree) -> tuple[Tree, Array]:
-        passed = _passes(step, predicate, carry)
-        return _loop(lambda carry: step(carry)[0], passed, carry), passed
+def _checked(step: Callable[[Tree], Any], predicate: Any, carry: Tree) -> tuple[Tree, Report]:
+    def twice(predicate: Any, carry: Tree) -> tuple[Tree, Report]:
+        report = _reported(step, predicate, carry)
+        return _loop(lambda carry: step(carry)[0], report[0], carry), report
 
-    def once(predicate: Any, carry: Tree) -> tuple[Tree, Array]:
-        next_carry, passed = step(carry)
-        return _select(predicate & passed, next_carry, carry), predicate & passed
+    def once(predicate: Any, carry: Tree) -> tuple[Tree, Report]:
+        next_carry, report = step(carry)
+        report = _select_report(predicate, report)
+        return _select(report[0], next_carry, carry), report
 
     return lax.platform_dependent(predicate, carry, cpu=twice, default=once)
 
 
-def _checked_cond(step: Callable[[Tree], Any], predicate: Any, carry: Tree) -> tuple[Tree, Array]:
-    passed = _passes(step, predicate, carry)
-    return _cond(lambda carry: step(carry)[0], passed, carry), passed
+def _select_report(predicate: Any, report: Report) -> Report:
+    return jax.tree.map(functools.partial(jnp.where, predicate), report, _no_report(report))
+
+
+def _checked_cond(step: Callable[[Tree], Any], predicate: Any, carry: Tree) -> tuple[Tree, Report]:
+    report = _reported(step, predicate, carry)
+    return _cond(lambda carry: step(carry)[0], report[0], carry), report

@@ -447,7 +447,7 @@ def test_the_mean_loss_of_all_devices_decides(check_vma):
         (
             lambda tx: gcx.skip_spikes(optax.sgd(1.0)),
             ValueError,
-            "skip_spikes: `norm` must be given, or `loss`, got None for both. "
+            "skip_spikes: `norm` must be given, or `loss` or `update`, got None for all. "
             "Pass for example `loss=gcx.thresholds.mean_std()`.",
         ),
         (

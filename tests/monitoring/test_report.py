@@ -139,3 +139,43 @@ def test_an_example_that_is_not_finite_is_the_worst():
 def test_a_wrong_argument_is_named(call, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         call()
+
+
+def test_the_worst_tokens_are_those_of_their_own_gradients():
+    rng = np.random.default_rng(0)
+    xs = rng.standard_normal((6, 4, 3)).astype("f")
+    xs[4, 2] *= 20
+
+    def fun(w, x):
+        return (x @ w) ** 2
+
+    w = np.float32([1, -2, 0.5])
+    worst = gcx.diagnostics.worst_examples(fun, w, xs, k=2)
+    assert next(iter(worst["deviation"])) == 4
+    first, second = worst["deviation"]
+    losses = {(i, t): np.float64(xs[i, t] @ w) ** 2 for i in (first, second) for t in range(4)}
+    norms = {
+        (i, t): 2 * abs(np.float64(xs[i, t] @ w)) * np.linalg.norm(xs[i, t]) for i, t in losses
+    }
+    for key, values in (("token_loss", losses), ("token_grad_norm", norms)):
+        expected = sorted(values, key=values.__getitem__)[:-3:-1]
+        assert list(worst[key]) == expected
+        for place, value in worst[key].items():
+            assert value == pytest.approx(values[place], rel=1e-5)
+    means = [np.mean((np.float64(x) @ w) ** 2) for x in xs]
+    assert worst["loss"][4] == pytest.approx(means[4], rel=1e-5)
+
+
+def test_a_row_out_of_range_deviates_where_its_gradient_is_ordinary():
+    rng = np.random.default_rng(0)
+    xs = rng.standard_normal((16, 5)).astype("f")
+    xs[9] *= 30
+
+    def fun(w, x):
+        return jnp.tanh(x / jnp.linalg.norm(x)) @ w
+
+    worst = gcx.diagnostics.worst_examples(fun, np.ones(5, "f"), xs)
+    assert next(iter(worst["deviation"])) == next(iter(worst["input"])) == 9
+    ids = np.arange(16)  # numbers of tokens are no numbers to compare
+    fun = lambda w, i: w[i] * 2.0  # noqa: E731
+    assert "input" not in gcx.diagnostics.worst_examples(fun, np.ones(16, "f"), ids)

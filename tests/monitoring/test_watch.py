@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import gradclip_jax as gcx
-from gradclip_jax.monitoring._incident import ROW
+from gradclip_jax.clipping._incident import COLUMNS
 
 PARAMS = {
     "decoder": {"layers": {"attn": np.ones((3, 2), "f"), "mlp": {"wi": np.ones((3, 2, 2), "f")}}},
@@ -224,7 +224,7 @@ def test_the_last_incidents_are_kept_oldest_first():
     state = run(tx, [{"w": np.float32([x])} for x in bad], {"w": np.ones(1, "f")})
     assert [x.step for x in gcx.incidents(state)] == [4, 6, 7]
     assert gcx.metrics(state)["incident_count"] == 5
-    assert state.incident_rows.shape == (3, len(ROW))
+    assert state.incidents.rows.shape == (3, len(COLUMNS))
 
 
 def test_an_update_that_is_not_finite_is_an_incident():
@@ -404,7 +404,7 @@ def test_a_checkpoint_holds_arrays_only_and_names_come_from_the_structure(tmp_pa
         (
             lambda: gcx.incidents(optax.sgd(0.1).init(PARAMS)),
             TypeError,
-            "incidents: `state` must be a state with a `WatchState`, got tuple. "
+            "incidents: `state` must be a state that keeps incidents, got tuple. "
             "Put `gcx.watch` around the optimizer.",
         ),
         (

@@ -17,12 +17,13 @@ from .._checks import (
     check_number,
     check_ord,
     check_state,
+    check_window,
     error_message,
 )
 from .._mesh import replica_count, shard_axes, varying_axes
 from .._states import register_metrics
 from .._tree_checks import check_inexact
-from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Threshold, Tree
+from .._types import UNBOUNDED, Array, AxisName, Count, Number, Order, Scalar, Threshold, Tree
 from ._formula import norm_dtype, scale_factor, scale_leaf, zero_factor
 from ._granularity import (
     Granularity,
@@ -30,12 +31,14 @@ from ._granularity import (
     Units,
     as_granularity,
     is_measured,
+    leaf_units,
     measured_shapes,
     norm_shapes,
     root_mean_squares,
     select_groups,
     tree_units,
 )
+from ._incident import IncidentLog, Kind, causes, empty_log, gather, note
 from ._norm import measured_leaves, norm_of_leaves, totals, unit_norms
 from ._threshold import (
     Assignment,
@@ -64,6 +67,7 @@ class ClipState(NamedTuple):
         clip_factor: what the update was multiplied by; the smallest over units.
         clip_fraction: the fraction of units that were clipped, 0 to 1.
         rules: the states of the threshold rules.
+        incidents: an `IncidentLog`, or None.
     """
 
     grad_norm: Any
@@ -71,6 +75,7 @@ class ClipState(NamedTuple):
     clip_factor: Any
     clip_fraction: Scalar
     rules: tuple[Any, ...]
+    incidents: Any = None
 
 
 def clip_grad_norm(
@@ -131,6 +136,7 @@ def clip_by_norm(
     ord: Order = 2.0,
     axis_name: AxisName = None,
     nonfinite: Literal["propagate", "zero"] = "propagate",
+    incidents: Count | None = None,
 ) -> optax.GradientTransformation:
     """Clips by norm: of what, to what threshold, and what happens above it are three choices.
 
@@ -168,10 +174,13 @@ def clip_by_norm(
         axis_name: mapped axes over which every leaf is a shard, where types cannot tell (inside
             `pmap`, or `shard_map` with `check_vma=False`).
         nonfinite: "propagate" or "zero".
+        incidents: how many of the last steps that were clipped, or not finite, it keeps for
+            `incidents`, 1 to 2^20, static; None for none.
 
     Returns:
         An Optax transformation with a `ClipState`. `update(grads, None)` works unless the
-        threshold keeps a state (a schedule, or a rule fed by the history of norms).
+        threshold keeps a state (a schedule, or a rule fed by the history of norms), or it keeps
+        incidents.
 
     Raises:
         ValueError: a number is out of range, or a name is none of those above.
@@ -204,6 +213,7 @@ def clip_by_norm(
         ord=ord,
         axis_name=axis_name,
         nonfinite=nonfinite,
+        incidents=incidents,
     )
 
 
@@ -216,6 +226,7 @@ def norm_clip(
     ord: Order = 2.0,
     axis_name: AxisName = None,
     nonfinite: str = "propagate",
+    incidents: Any = None,
 ) -> optax.GradientTransformation:
     """`clip_by_norm`, under the name of the function and the argument that errors begin with."""
     function, argument = named
@@ -225,6 +236,8 @@ def norm_clip(
     by_label = cut.is_group and isinstance(threshold, Mapping)
     rules = as_rules(function, argument, threshold, by_label=by_label)
     drops = nonfinite == "zero"
+    if incidents is not None:
+        check_window(function, "incidents", incidents)
 
     def units_of(tree: Tree) -> Units:
         units = cut.cut(function, tree)
@@ -266,7 +279,11 @@ def norm_clip(
             names = [group_name(name) for name in units.names]
             return {name: scalar(value) for name in names} if units.names else scalar(value)
 
-        return ClipState(by_name(0.0), by_name(UNBOUNDED), by_name(1.0), scalar(0.0), states)
+        log = None
+        if incidents is not None:
+            log = empty_log(incidents, leaf_units(measured_shapes(params)), params)
+        fields = by_name(0.0), by_name(UNBOUNDED), by_name(1.0), scalar(0.0)
+        return ClipState(*fields, states, log)
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, ClipState]:
         check_inexact(function, "updates", updates)
@@ -274,15 +291,19 @@ def norm_clip(
         units, leaves = units_of(updates), measured_leaves(updates)
         assigned = assign_rules(function, argument, rules, units, updates)
         states = first_states(assigned, norm_shapes(units, leaves))
-        if states:
+        log = None
+        if states or incidents is not None:
             check_state(function, state, ClipState)
+            states, log = state.rules, state.incidents
+        if states:
             _check_sharded_alike(function, argument, units, leaves)
-            states = state.rules
         param_leaves = None
         if any(rule.uses_params for rule, _ in assigned):
             check_params(function, updates, params)
             param_leaves = leaves_beside(updates, params)
         clipped, state = clip_leaves(units, assigned, leaves, param_leaves, states)
+        if log is not None:
+            state = state._replace(incidents=_noted(log, leaves, state, axes))
         return with_leaves(updates, clipped), state
 
     return optax.GradientTransformation(init, update)
@@ -353,6 +374,22 @@ def _report(
     values = jax.tree.map(lambda x: x.astype(jnp.float32), values)
     fraction = clips.astype(jnp.float32) / max(count, 1)
     return total, ClipState(*values, clip_fraction=fraction, rules=())
+
+
+def _noted(
+    log: IncidentLog, leaves: list[Array], state: ClipState, axis_name: AxisName
+) -> IncidentLog:
+    """The incidents after a step; one that was clipped, or was not finite, is one."""
+    threshold, factor = (
+        functools.reduce(jnp.minimum, jax.tree.leaves(x))
+        for x in (state.clip_threshold, state.clip_factor)
+    )
+    _, evidence = gather(leaves, leaf_units(leaves), axis_name)
+    bounds, is_clipped = (threshold, UNBOUNDED, UNBOUNDED), ~(factor >= 1)
+    flags = causes((evidence.norm, None, None), bounds, jnp.array(False))
+    # Of several units one may be clipped though their norm is below the smallest threshold.
+    flags[Kind.NORM] = flags[Kind.CLIPPED] = jnp.isfinite(evidence.norm) & is_clipped
+    return note(log, is_clipped, flags, evidence, bounds, clip_factor=factor)
 
 
 def _clipped_count(factors: Array, axes: Any, index: int) -> Array:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import optax
 
 from .._checks import error_message
-from .._types import AxisName, Labels, Number, Order, Threshold, Tree
+from .._types import AxisName, Count, Labels, Number, Order, Threshold, Tree
 from ._clamp import clamp_tree, value_bounds
 from ._clip import norm_clip
 from ._granularity import groups, layers
@@ -18,6 +18,7 @@ def clip_by_global_norm(
     ord: Order = 2.0,
     axis_name: AxisName = None,
     nonfinite: Literal["propagate", "zero"] = "propagate",
+    incidents: Count | None = None,
 ) -> optax.GradientTransformation:
     """Scales the whole update so that its norm is at most `max_norm`.
 
@@ -43,10 +44,12 @@ def clip_by_global_norm(
         axis_name: mapped axes over which every leaf is a shard, where types cannot tell (inside
             `pmap`, or `shard_map` with `check_vma=False`).
         nonfinite: "propagate" or "zero".
+        incidents: how many of the last steps that were clipped, or not finite, it keeps for
+            `incidents`, 1 to 2^20, static; None for none.
 
     Returns:
         An Optax transformation with a `ClipState`. `update(grads, None)` works unless
-        `max_norm` has a state of its own (a schedule or a rule).
+        `max_norm` has a state of its own (a schedule or a rule), or it keeps incidents.
 
     Raises:
         ValueError: `max_norm` or `ord` is not > 0, or `nonfinite` is another word.
@@ -64,7 +67,13 @@ def clip_by_global_norm(
         Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063.
     """
     named = ("clip_by_global_norm", "max_norm")
-    return norm_clip(named, max_norm, ord=ord, axis_name=axis_name, nonfinite=nonfinite)
+    return norm_clip(
+        *(named, max_norm),
+        ord=ord,
+        axis_name=axis_name,
+        nonfinite=nonfinite,
+        incidents=incidents,
+    )
 
 
 def zero_large_norm(

@@ -15,12 +15,17 @@ from .._checks import (
     describe,
     error_message,
 )
+from .._checks import check_window as check_size
 from .._execute import gated
 from .._gate import ComputedStep, Guard, Verdict
 from .._run_if import like_dtypes
 from .._states import METRICS, find_states
-from .._types import AxisName, Scalar, Tree
+from .._types import UNBOUNDED, AxisName, Scalar, Tree
 from ..accumulation._state import discard_windows
+from ..clipping._granularity import leaf_units, measured_shapes
+from ..clipping._incident import Kind, causes, empty_log, gather, note
+from ..clipping._norm import measured_leaves
+from ._signal import mean_loss
 
 Judge = Callable[[Tree, Any, Tree, dict[str, Any]], Verdict]
 """`(updates, state, params, extra_args)` to the verdict."""
@@ -31,16 +36,21 @@ def guard(
     inner: optax.GradientTransformation,
     first: Callable[[Any], Any],
     judge: Judge,
+    axes: AxisName,
     *,
     check_window: Callable[[Tree], Scalar] | None = None,
-    check_step: Callable[[ComputedStep], Scalar] | None = None,
+    check_step: Callable[[ComputedStep], tuple[Scalar, Scalar]] | None = None,
+    checks_step: bool = False,
     max_consecutive_skips: int | None = None,
+    incidents: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Builds a guard from its verdict and its checks, see `Guard`.
 
-    `first` makes the first state from that of `inner`.
+    `first` makes the first state from that of `inner`; `incidents` are kept in it.
     """
     kind = type(jax.eval_shape(lambda: first(())))
+    if incidents is not None:
+        check_size(name, "incidents", incidents)
 
     def init(params: Tree) -> Any:
         inner_state = inner.init(params)
@@ -48,17 +58,46 @@ def guard(
         kinds = tuple(kind for kind, names in METRICS.items() if "loss_scale" in names)
         hint = "Put that one around this guard, which then sees unscaled gradients."
         _refuse_inner(name, inner_state, kinds, "dynamic_loss_scale", hint)
-        if check_step is not None:
+        if looks:
             # A window of it whose sum overflows stays so, and every step is refused.
             hint = (
                 "Use `accumulate_gradients`: a guard can empty its window. Or guard its optimizer."
             )
             _refuse_inner(name, inner_state, optax.MultiStepsState, "optax.MultiSteps", hint)
         # Not weakly typed, as what comes out of a step is not: one trace for all steps.
-        return first(like_dtypes(inner_state, inner_state))
+        state = first(like_dtypes(inner_state, inner_state))
+        if incidents is None:
+            return state
+        units = leaf_units(measured_shapes(params))
+        return state._replace(incidents=empty_log(incidents, units, params))
 
-    limit = _limit(name, max_consecutive_skips)
-    gate = Guard(name, kind, judge, limit, check_window, check_step, discard_windows)
+    def judge_and_note(
+        updates: Tree, state: Any, params: Tree, extra_args: dict[str, Any]
+    ) -> Verdict:
+        verdict = judge(updates, state, params, extra_args)
+        if check_step:
+            verdict = verdict._replace(check_step=check_step)
+        if state.incidents is None:
+            return verdict
+        leaves, loss = measured_leaves(verdict.grads), loss_of(name, extra_args)
+        _, evidence = gather(leaves, leaf_units(leaves), axes)
+        loss = None if loss is None else mean_loss(name, loss, axes)
+
+        def own_fields(refuses: Scalar, measured: Scalar) -> Any:
+            after = verdict.own_fields(refuses, measured)
+            keys = ("skip_threshold", "loss_threshold", "update_threshold")
+            limits = [getattr(after, key, None) for key in keys]
+            bounds = [UNBOUNDED if x is None else x for x in limits]
+            update_norm = None if limits[2] is None else measured
+            flags = causes((evidence.norm, loss, update_norm), bounds, refuses)
+            flags[Kind.SKIPPED] = refuses
+            log = note(state.incidents, refuses, flags, evidence, bounds, loss, update_norm)
+            return after._replace(incidents=log)
+
+        return verdict._replace(own_fields=own_fields)
+
+    limit, looks = _limit(name, max_consecutive_skips), checks_step or check_step is not None
+    gate = Guard(name, kind, judge_and_note, limit, check_window, looks, discard_windows)
     return gated(gate, inner, init)
 
 

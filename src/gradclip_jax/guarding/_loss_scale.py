@@ -33,6 +33,7 @@ class LossScaleState(NamedTuple):
         consecutive_skips: steps that were skipped since the last one that was taken.
         guard_failed: 1 if a step was ever not finite at the smallest scale, else 0.
         inner_state: the state of the inner optimizer.
+        incidents: an `IncidentLog`, or None.
     """
 
     loss_scale: Scalar
@@ -41,6 +42,7 @@ class LossScaleState(NamedTuple):
     consecutive_skips: Scalar
     guard_failed: Scalar
     inner_state: Any
+    incidents: Any = None
 
 
 def scale_loss(state: Any, loss: Any) -> Array:
@@ -117,6 +119,7 @@ def dynamic_loss_scale(
     min_scale: Any = 1.0,
     max_scale: Any = 2.0**24,
     check: Literal["gradient", "step"] = "gradient",
+    incidents: Count | None = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Trains in float16: divides gradients by a loss scale that finds itself.
@@ -146,6 +149,7 @@ def dynamic_loss_scale(
         min_scale: the smallest scale, a number > 0; if all three are alike the scale is fixed.
         max_scale: the largest scale.
         check: as for `skip_nonfinite`; "gradient" is about the unscaled one.
+        incidents: as for `skip_nonfinite`.
         axis_name: as for `clip_by_global_norm`.
 
     Returns:
@@ -188,9 +192,10 @@ def dynamic_loss_scale(
     ) -> Verdict:
         grads = jax.tree.map(lambda x: _unscaled(x, state.loss_scale), updates)
         is_good = judge_gradient(_NAME, grads, extra_args, check, axes)
-        return Verdict(is_good, grads, lambda refuses: _adapted(state, refuses, rule))
+        return Verdict(is_good, grads, lambda refuses, _: _adapted(state, refuses, rule))
 
-    return guard(_NAME, inner, first, judge, **finite_checks(_NAME, check, axes))
+    checks = finite_checks(_NAME, check, axes)
+    return guard(_NAME, inner, first, judge, axes, **checks, incidents=incidents)
 
 
 def _unscaled(x: Any, scale: Scalar) -> Any:

@@ -2,12 +2,13 @@
 
 from typing import Any, Literal, NamedTuple
 
+import jax.numpy as jnp
 import optax
 
 from .._checks import check_bound, check_choice, renamed
 from .._gate import ComputedStep, Verdict
 from .._states import increment_where, register_metrics
-from .._types import AxisName, Scalar, Tree
+from .._types import AxisName, Count, Scalar, Tree
 from ._detect import all_finite, finite_extra_args, has_finite_squares, is_finite_step
 from ._guard import check_guard, guard, zero
 
@@ -21,12 +22,14 @@ class SkipNonfiniteState(NamedTuple):
         consecutive_skips: steps that were skipped since the last one that was taken.
         guard_failed: 1 if `max_consecutive_skips` was ever reached, else 0.
         inner_state: the state of the inner optimizer.
+        incidents: an `IncidentLog`, or None.
     """
 
     skipped_nonfinite: Scalar
     consecutive_skips: Scalar
     guard_failed: Scalar
     inner_state: Any
+    incidents: Any = None
 
 
 @renamed(max_consecutive_errors="`max_consecutive_skips`")
@@ -35,6 +38,7 @@ def skip_nonfinite(
     *,
     check: Literal["gradient", "step"] = "gradient",
     max_consecutive_skips: int | None = None,
+    incidents: Count | None = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Leaves out every step that is not finite: as if its batch had never been.
@@ -68,6 +72,8 @@ def skip_nonfinite(
         check: what has to be finite, "gradient" or "step".
         max_consecutive_skips: after so many skips in a row `guard_failed` becomes True, and
             stays so, for the host to read when it likes; an integer >= 1, or None for never.
+        incidents: how many of its last skips it keeps for `incidents`, 1 to 2^20, static; None
+            for none.
         axis_name: as for `clip_by_global_norm`.
 
     Returns:
@@ -92,19 +98,22 @@ def skip_nonfinite(
     def judge(
         updates: Tree, state: SkipNonfiniteState, params: Tree, extra_args: dict[str, Any]
     ) -> Verdict:
-        is_good = judge_gradient(name, updates, extra_args, check, axes)
-
-        def own_fields(refuses: Scalar) -> SkipNonfiniteState:
+        def own_fields(refuses: Scalar, measured: Scalar) -> SkipNonfiniteState:
             count = increment_where(state.skipped_nonfinite, refuses)
             return state._replace(skipped_nonfinite=count)
 
+        is_good = judge_gradient(name, updates, extra_args, check, axes)
         return Verdict(is_good, updates, own_fields)
 
     def first(inner_state: Any) -> SkipNonfiniteState:
         return SkipNonfiniteState(zero(), zero(), zero(), inner_state)
 
     checks = finite_checks(name, check, axes)
-    return guard(name, inner, first, judge, **checks, max_consecutive_skips=max_consecutive_skips)
+    options: dict[str, Any] = {
+        "max_consecutive_skips": max_consecutive_skips,
+        "incidents": incidents,
+    }
+    return guard(name, inner, first, judge, axes, **checks, **options)
 
 
 def judge_gradient(
@@ -123,7 +132,7 @@ def finite_checks(name: str, check: Any, axes: AxisName) -> dict[str, Any]:
     def check_window(grads: Tree) -> Scalar:
         return has_finite_squares(grads, axes)
 
-    def check_step(step: ComputedStep) -> Scalar:
-        return is_finite_step(step, axes)
+    def check_step(step: ComputedStep) -> tuple[Scalar, Scalar]:
+        return is_finite_step(step, axes), jnp.full((), jnp.nan, jnp.float32)
 
     return {"check_window": check_window} if check == "gradient" else {"check_step": check_step}

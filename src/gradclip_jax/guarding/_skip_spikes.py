@@ -1,4 +1,4 @@
-"""Guards against spikes of the gradient norm and of the loss."""
+"""Guards against spikes of the gradient norm, of the loss and of the update."""
 
 import functools
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from .._checks import check_bound, check_count, check_ord, error_message
-from .._gate import Verdict
+from .._gate import ComputedStep, Verdict
 from .._states import increment_where, register_metrics
 from .._types import UNBOUNDED, AxisName, Count, Order, Scalar, Tree
 from ..clipping._norm import measured_leaves, norm_of_leaves
@@ -23,6 +23,9 @@ from ._signal import Signal, compare, loss_rule, mean_loss, relearn
     "loss",
     "loss_threshold",
     "skipped_large_loss",
+    "update_norm",
+    "update_threshold",
+    "skipped_large_update",
     "skipped_nonfinite",
     "consecutive_skips",
     "guard_failed",
@@ -38,12 +41,17 @@ class SkipSpikesState(NamedTuple):
         loss: the last loss; this and the next two are None where the loss is not watched.
         loss_threshold: the loss above which the last step was skipped.
         skipped_large_loss: steps that were skipped for their loss; one can count in both.
-        skipped_nonfinite: steps that were skipped because norm or loss were not finite.
+        update_norm: the norm of the last update that was computed; this and the next two are None
+            where the update is not watched.
+        update_threshold: the norm of an update above which the last step was skipped.
+        skipped_large_update: steps that were skipped for their update.
+        skipped_nonfinite: steps that were skipped because norm, loss or update was not finite.
         consecutive_skips: steps that were skipped since the last one that was taken.
         guard_failed: 1 if `max_consecutive_skips` was ever reached, else 0.
-        spikes_in_a_row: steps that were skipped for their norm or loss since one was taken.
-        signals: for "norm" and "loss", the state of the rule.
+        spikes_in_a_row: steps that were skipped for a spike since one was taken.
+        signals: for "norm", "loss" and "update", the state of the rule.
         inner_state: the state of the inner optimizer.
+        incidents: an `IncidentLog`, or None.
     """
 
     grad_norm: Scalar
@@ -52,12 +60,16 @@ class SkipSpikesState(NamedTuple):
     loss: Any
     loss_threshold: Any
     skipped_large_loss: Any
+    update_norm: Any
+    update_threshold: Any
+    skipped_large_update: Any
     skipped_nonfinite: Scalar
     consecutive_skips: Scalar
     guard_failed: Scalar
     spikes_in_a_row: Scalar
     signals: dict[str, Any]
     inner_state: Any
+    incidents: Any = None
 
 
 def skip_large_norm(
@@ -68,6 +80,7 @@ def skip_large_norm(
     axis_name: AxisName = None,
     relearn_after: Count = 25,
     max_consecutive_skips: int | None = None,
+    incidents: Count | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Leaves out every step whose gradient norm is above a threshold, or not finite.
 
@@ -93,6 +106,7 @@ def skip_large_norm(
         axis_name: as for `clip_by_global_norm`.
         relearn_after: large norms in a row after which a rule starts afresh, an integer >= 1.
         max_consecutive_skips: as for `skip_nonfinite`.
+        incidents: as for `skip_nonfinite`.
 
     Returns:
         An Optax transformation with a `SkipSpikesState`.
@@ -111,7 +125,8 @@ def skip_large_norm(
     """
     name = "skip_large_norm"
     rules = {"norm": as_rule(name, "max_norm", max_norm)}
-    return _skip_beyond(name, inner, rules, ord, axis_name, relearn_after, max_consecutive_skips)
+    options = {"max_consecutive_skips": max_consecutive_skips, "incidents": incidents}
+    return _skip_beyond(name, inner, rules, ord, axis_name, relearn_after, **options)
 
 
 def skip_spikes(
@@ -119,26 +134,31 @@ def skip_spikes(
     *,
     norm: Any = None,
     loss: Any = None,
+    update: Any = None,
     ord: Order = 2.0,
     axis_name: AxisName = None,
     relearn_after: Count = 25,
     max_consecutive_skips: int | None = None,
+    incidents: Count | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Leaves out every step whose gradient norm or whose loss is above its own threshold.
+    """Leaves out every step whose gradient norm, loss or update is above its own threshold.
 
-    A step is taken if norm and loss are finite and neither is above its threshold. The loss is
-    the extra argument `value`, or `loss`, of `update`. `metrics` tell which of the two it was.
+    A step is taken if all that is watched is finite and at most its threshold. The loss is the
+    extra argument `value`, or `loss`, of `update`. The update is that of `inner`: its norm may rise
+    before the loss does. `metrics` tell which of them it was.
 
-    It cannot lock up: after `relearn_after` steps in a row that were skipped for their norm or
-    their loss, every rule that learns from history starts afresh from the value at hand, unless
-    it has come to a higher threshold by itself. A bound that the rule keeps for good, such as that
-    of `capped` or the `warmup_max` of `ema` (pass inf here), holds as a fixed number does.
+    It cannot lock up: after `relearn_after` steps in a row that were skipped for a spike, every
+    rule that learns from history starts afresh from the value at hand, unless it has come to a
+    higher threshold by itself. A bound that the rule keeps for good, such as that of `capped` or
+    the `warmup_max` of `ema` (pass inf here), holds as a fixed number does.
 
     | step | effect |
     | --- | --- |
-    | norm and loss at most their thresholds | taken |
+    | all at most their thresholds | taken |
     | one of them above | zero updates, inner state untouched |
-    | NaN or infinite norm or loss | the same, and neither history sees the step |
+    | NaN or infinite norm or loss | the same, and no history sees the step |
+    | norm or loss above | the same; the update is not computed, `update_norm` is NaN |
+    | update above, or not finite | the same, at the cost of `skip_nonfinite(check="step")` |
     | above the level of a rule for good | skipped `relearn_after` times, then the new level |
     | above a fixed number for good | always skipped; `guard_failed` says so |
     | the loss differs from device to device | their mean decides, on all of them alike |
@@ -150,17 +170,20 @@ def skip_spikes(
         loss: a threshold for the loss, in its unit: a number, also a negative one, a schedule, or
             a rule. A loss may be negative, so take a rule of spread, `thresholds.mean_std` or
             `thresholds.zscore`; a multiple of the level, as in `ema`, has no meaning there.
+        update: a threshold for the norm of the update, in the unit of the parameters, as `norm`;
+            `relative_to_params` bounds the ratio of update to parameter.
         ord: order of the norm, 1, 2, inf or any number > 0.
         axis_name: as for `clip_by_global_norm`.
         relearn_after: skipped steps in a row after which the rules start afresh, an integer >= 1.
         max_consecutive_skips: as for `skip_nonfinite`.
+        incidents: as for `skip_nonfinite`.
 
     Returns:
         An Optax transformation with a `SkipSpikesState`; `update` needs `value` if the loss is
         watched.
 
     Raises:
-        ValueError: a number is out of range, neither threshold is given, or `value` is missing.
+        ValueError: a number is out of range, no threshold is given, or `value` is missing.
         TypeError: `inner` is no transformation; a leaf is not inexact; `value` is no scalar.
 
     Examples:
@@ -181,10 +204,14 @@ def skip_spikes(
         rules["norm"] = as_rule(name, "norm", norm)
     if loss is not None:
         rules["loss"] = loss_rule(name, loss)
+    if update is not None:
+        rules["update"] = as_rule(name, "update", update)
     if not rules:
         hint = "Pass for example `loss=gcx.thresholds.mean_std()`."
-        raise ValueError(error_message(name, "norm", "given, or `loss`", "None for both", hint))
-    return _skip_beyond(name, inner, rules, ord, axis_name, relearn_after, max_consecutive_skips)
+        rule = "given, or `loss` or `update`"
+        raise ValueError(error_message(name, "norm", rule, "None for all", hint))
+    options = {"max_consecutive_skips": max_consecutive_skips, "incidents": incidents}
+    return _skip_beyond(name, inner, rules, ord, axis_name, relearn_after, **options)
 
 
 def _skip_beyond(
@@ -194,7 +221,7 @@ def _skip_beyond(
     ord: Any,
     axis_name: Any,
     relearn_after: Any,
-    max_consecutive_skips: Any,
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     axes = check_guard(name, inner, axis_name)
     order = check_ord(name, ord)
@@ -217,36 +244,52 @@ def _skip_beyond(
             param_norm = measure(params)
         finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, values.values()))
 
-        def signal(key: str) -> Signal:
-            value = jnp.where(finite, values[key], jnp.nan)
-            compared = compare(rules[key], value, state.signals[key], param_norm)
-            return compared._replace(is_spike=finite & compared.is_spike)
+        def signals_of(values: dict[str, Scalar], finite: Scalar) -> dict[str, Signal]:
+            signals: dict[str, Signal] = {}
+            for key in values.keys() & rules.keys():
+                value = jnp.where(finite, values[key], jnp.nan)
+                compared = compare(rules[key], value, state.signals[key], param_norm)
+                signals[key] = compared._replace(is_spike=finite & compared.is_spike)
+            return relearn(signals, state.spikes_in_a_row >= relearn_after)
 
-        is_due = state.spikes_in_a_row >= relearn_after
-        signals = relearn({key: signal(key) for key in rules}, is_due)
+        signals = signals_of(values, finite)
         is_good = functools.reduce(jnp.logical_and, (~x.is_spike for x in signals.values()), finite)
-        own_fields = functools.partial(_own_fields, state, values, signals, finite)
-        return Verdict(is_good, updates, own_fields)
+
+        def check_step(step: ComputedStep) -> tuple[Scalar, Scalar]:
+            norm = measure(step.updates)
+            is_finite = jnp.isfinite(norm)
+            spike = signals_of({"update": norm}, is_finite)["update"].is_spike
+            return is_finite & ~spike, norm.astype(jnp.float32)
+
+        def own_fields(refuses: Scalar, measured: Scalar) -> SkipSpikesState:
+            if "update" not in rules:
+                return _own_fields(state, values, signals, finite, refuses)
+            is_finite = jnp.isfinite(measured)
+            learned = signals | signals_of({"update": measured}, is_finite)
+            is_sound = finite & ~(refuses & is_good & ~is_finite)
+            return _own_fields(state, values | {"update": measured}, learned, is_sound, refuses)
+
+        return Verdict(is_good, updates, own_fields, check_step)
 
     first = functools.partial(_first_state, rules)
-    return guard(name, inner, first, judge, max_consecutive_skips=max_consecutive_skips)
+    return guard(name, inner, first, judge, axes, checks_step="update" in rules, **options)
 
 
 def _first_state(rules: dict[str, Rule], inner_state: Any) -> SkipSpikesState:
-    has_loss = "loss" in rules
+    fields: dict[str, Any] = {}
+    for key, (measured, threshold, count) in _FIELDS.items():
+        is_watched = key in rules or key == "norm"
+        fields[measured] = zero(jnp.float32) if is_watched else None
+        fields[threshold] = jnp.full((), UNBOUNDED, jnp.float32) if is_watched else None
+        fields[count] = zero() if is_watched else None
     return SkipSpikesState(
-        grad_norm=zero(jnp.float32),
-        skip_threshold=jnp.full((), UNBOUNDED, jnp.float32),
-        skipped_large_norm=zero(),
-        loss=zero(jnp.float32) if has_loss else None,
-        loss_threshold=jnp.full((), UNBOUNDED, jnp.float32) if has_loss else None,
-        skipped_large_loss=zero() if has_loss else None,
         skipped_nonfinite=zero(),
         consecutive_skips=zero(),
         guard_failed=zero(),
         spikes_in_a_row=zero(),
         signals={key: first_state(rule) for key, rule in rules.items()},
         inner_state=inner_state,
+        **fields,
     )
 
 
@@ -277,4 +320,5 @@ def _own_fields(
 _FIELDS = {
     "norm": ("grad_norm", "skip_threshold", "skipped_large_norm"),
     "loss": ("loss", "loss_threshold", "skipped_large_loss"),
+    "update": ("update_norm", "update_threshold", "skipped_large_update"),
 }

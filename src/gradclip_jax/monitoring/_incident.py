@@ -1,36 +1,19 @@
-"""One incident: the row of a state that keeps it, and what a person reads."""
+"""One incident, as a person reads it."""
 
-import enum
-import functools
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from .._types import UNBOUNDED, Array
-
-
-class Kind(enum.IntFlag):
-    """What an incident was, and what became of the step; a sum of these."""
-
-    NAN = 1
-    INFINITY = 2
-    NORM = 4
-    LOSS = 8
-    UPDATE = 16
-    SKIPPED = 32
-    HELD = 64
-    CLIPPED = 128
+from .._types import UNBOUNDED
+from ..clipping._incident import COLUMNS, Kind
 
 
 class Incident(NamedTuple):
     """What happened at one step; printed it is a sentence.
 
     Attributes:
-        step: calls of `watch` before this one.
+        step: calls of what kept the incident before this one: `watch`, a guard or a clip.
         kinds: of "nan", "infinity", "norm", "loss", "update" what was wrong, and of "skipped",
             "held", "clipped" what became of the step; none of these: it was taken.
         norm: of the gradient.
@@ -44,6 +27,8 @@ class Incident(NamedTuple):
         bad_elements: how many elements of the gradient are NaN or infinite.
         loss: None if none was passed.
         loss_threshold: as `norm_threshold`.
+        update_norm: the norm of the update; None if it was not measured.
+        update_threshold: as `norm_threshold`.
         clip_factor: by what a clip multiplied the gradient; the smallest of several units.
 
     Examples:
@@ -68,6 +53,8 @@ class Incident(NamedTuple):
     bad_elements: int = 0
     loss: float | None = None
     loss_threshold: float = math.inf
+    update_norm: float | None = None
+    update_threshold: float = math.inf
     clip_factor: float = 1.0
 
     def __str__(self) -> str:
@@ -82,7 +69,9 @@ class Incident(NamedTuple):
         elif self.leaf:
             parts.append(self._places("it"))
         if "update" in self.kinds:
-            parts.append("update not finite")
+            norm = self.update_norm or math.nan  # that of a skipped step is zero
+            text = f"norm {_compared(norm, self.update_threshold)}"
+            parts.append("update " + (text if math.isfinite(norm) else "not finite"))
         if self.loss is not None:
             parts.append(f"loss {_compared(self.loss, self.loss_threshold)}")
         return "; ".join(parts)
@@ -109,32 +98,17 @@ def _short(x: float) -> str:
     return mantissa + (f"e{int(exponent)}" if e else "")
 
 
-ROW = (
-    *("step", "kind", "worst", "second", "bad_elements"),
-    *("norm", "norm_threshold", "share", "second_share", "loss", "loss_threshold", "clip_factor"),
-)
-"""The columns of a row, int32; from `norm` on the bits of a float32, so that a NaN can be kept."""
-_FIRST_FLOAT = ROW.index("norm")
-
-
-def as_row(columns: Mapping[str, Array]) -> Array:
-    """An incident as int32."""
-    rows = (columns[name] for name in ROW)
-    bits = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
-    return jnp.stack([x if x.dtype == jnp.int32 else bits(x) for x in rows])
-
-
 def read_row(row: Any, names: list[str]) -> Incident:
     """The incident of a row."""
     row = np.asarray(row, np.int32)
-    step, kind, worst, second, bad_elements = row[:_FIRST_FLOAT].tolist()
-    floats = dict(
-        zip(ROW[_FIRST_FLOAT:], row[_FIRST_FLOAT:].view(np.float32).tolist(), strict=True)
-    )
+    first = COLUMNS.index("norm")
+    step, kind, worst, second, bad_elements = row[:first].tolist()
+    floats = dict(zip(COLUMNS[first:], row[first:].view(np.float32).tolist(), strict=True))
     floats |= {key: math.inf for key, x in floats.items() if x >= UNBOUNDED}
     flags = Kind(kind)
-    if math.isnan(floats["loss"]) and Kind.LOSS not in flags:
-        floats["loss"] = None
+    for key, flag in (("loss", Kind.LOSS), ("update_norm", Kind.UPDATE)):
+        if math.isnan(floats[key]) and flag not in flags:
+            floats[key] = None
     return Incident(
         step=step,
         kinds=tuple(str(flag.name).lower() for flag in Kind if flag in flags),

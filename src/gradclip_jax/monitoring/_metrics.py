@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from .._checks import check_no_transformation
 from .._states import METRICS, find_states, is_guard
 from .._types import Array
+from ..clipping._incident import IncidentLog
 
 
 def metrics(state: Any) -> dict[str, Array]:
@@ -23,9 +24,11 @@ def metrics(state: Any) -> dict[str, Array]:
     | `clip_threshold`, `clip_factor` | the smallest of all units |
     | `clip_fraction` | the fraction of units that were clipped |
     | `mini_step`, `gradient_step` | of the accumulation |
-    | `skip_threshold`, `loss`, `loss_threshold` | of a guard against spikes |
     | `loss_scale` | what the gradient of the next loss is multiplied by |
-    | `skipped_nonfinite`, `skipped_large_norm`, `skipped_large_loss` | counts |
+    | `skip_threshold`, `loss`, `loss_threshold` | of a guard against spikes |
+    | `update_norm`, `update_threshold` | of one that watches the update |
+    | `skipped_nonfinite`, `skipped_large_norm` | counts |
+    | `skipped_large_loss`, `skipped_large_update` | counts |
     | `consecutive_skips` | skips since the last step that was taken |
     | `guard_failed` | 1 if the limit of skips, or of the loss scale, was ever reached, else 0 |
     | `gradient_noise_scale` | in micro-batches, or in the unit of the weights |
@@ -73,7 +76,9 @@ def metrics(state: Any) -> dict[str, Array]:
     guards = {path for path, node in find_states(state, tuple(METRICS)) if is_guard(node)}
     by_name: dict[str, list[tuple[str, bool, Any]]] = {}
     for path, node in find_states(state, tuple(METRICS)):
-        if not is_guard(node):  # its place stays what it was when a guard is put around it
+        if not isinstance(node, IncidentLog) and not is_guard(
+            node
+        ):  # its place stays what it was when a guard is put around it
             path = tuple(key for i, key in enumerate(path) if path[:i] not in guards)
         place = jax.tree_util.keystr(path, simple=True, separator="/")
         kind = next(kind for kind in type(node).__mro__ if kind in METRICS)

@@ -20,8 +20,8 @@ from .._states import find_states, increment_where, plain_arrays, register_metri
 from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Count, Order, Scalar, Tree
 from ..clipping._granularity import leaf_units
+from ..clipping._names import leaf_names
 from ..clipping._norm import measured_leaves, norm_of_leaves, unit_norms
-from ._names import leaf_names
 
 
 @register_metrics("nonfinite_norms")
@@ -135,12 +135,12 @@ def norm_history(state: Any) -> np.ndarray[Any, Any]:
         [5.0]
     """
     name = "norm_history"
-    found = find_states(state, NormRecordState)
-    if not found:
+    records = find_states(state, NormRecordState)
+    if not records:
         hint = "Put `record_norms()` into the chain."
         rule = "a state with a record of norms"
         raise TypeError(error_message(name, "state", rule, type(state).__name__, hint))
-    record = plain_arrays(found[0][1])
+    record = plain_arrays(records[0][1])
     refuse_traced(name, "state", record.norms)
     norms, counts, positions = map(np.asarray, record[:3])
     # Every call has a row, so all seeds have as many.

@@ -1,5 +1,6 @@
 """On the host: the incidents of a state, the names of its units, a run in numbers."""
 
+import functools
 import json
 import os
 import pathlib
@@ -7,17 +8,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._checks import check_count, error_message, refuse_traced, shortened
-from .._states import plain_arrays
+from .._states import find_states, plain_arrays
+from ..clipping._incident import IncidentLog, names_in
 from ..clipping._norm import measured_leaves, norm_of_leaves
 from ._incident import Incident, read_row
-from ._watch import WatchState, names_in, watch_state
+from ._watch import WatchState
 
 
 def incidents(state: Any) -> list[Incident]:
-    """Returns the last incidents that `watch` saw, the oldest first.
+    """Returns the last incidents that `watch`, a guard or a clip kept, the oldest first.
 
     Each is a record, and printed a sentence: "step 1203: skipped, gradient norm 3.1e5 above 4.2;
     97 % of it in decoder/layers_7/mlp/wi; loss 3.2, usual". It waits for the values.
@@ -26,17 +29,23 @@ def incidents(state: Any) -> list[Incident]:
     | --- | --- | --- |
     | "nan", "infinity" | 1, 2 | the gradient norm is not finite |
     | "norm", "loss" | 4, 8 | a spike; a loss also where it is not finite |
-    | "update" | 16 | the update is not finite, though the gradient is |
+    | "update" | 16 | nothing of these, but the step: its update or next state is not finite, its |
+    | | | update is a spike, a square of the gradient overflows, or its weight is not finite |
     | "skipped", "held", "clipped" | 32, 64, 128 | what became of the step |
 
+    `watch` keeps incidents of all that is inside it. Without one, guards and clips built with
+    `incidents=16` keep their own: what they refused, and what they clipped.
+
     Args:
-        state: the state of `watch`, or any state that contains it. Of several the first is read.
+        state: the state of an optimizer, or any state that contains it. The first `watch` in it is
+            read, or else all guards and clips that keep incidents, in the order of their steps.
 
     Returns:
-        At most as many as `watch` keeps, 16 unless it was told otherwise.
+        At most as many as are kept. The step of a clip inside a guard counts the steps that the
+        guard lets through.
 
     Raises:
-        TypeError: the state contains no `WatchState`, or it is traced.
+        TypeError: nothing in the state keeps incidents, or it is traced.
         ValueError: the state was vmapped.
 
     Examples:
@@ -48,10 +57,12 @@ def incidents(state: Any) -> list[Incident]:
         >>> print(gcx.incidents(state)[-1])
         step 0: skipped, gradient norm 50 above 4; 100 % of it in wi
     """
-    found = _on_host("incidents", state)
-    rows, count = np.asarray(found.incident_rows), int(found.incident_count)
-    newest = [rows[i % len(rows)] for i in range(max(count - len(rows), 0), count)]
-    return [read_row(row, names_in(found)) for row in newest]
+    records: list[Incident] = []
+    for log in _logs("incidents", state):
+        rows, count = np.asarray(log.rows), int(log.incident_count)
+        newest = [rows[i % len(rows)] for i in range(max(count - len(rows), 0), count)]
+        records += [read_row(row, names_in(log)) for row in newest]
+    return sorted(records, key=lambda record: record.step)
 
 
 def watched_names(state: Any) -> list[str]:
@@ -73,7 +84,12 @@ def watched_names(state: Any) -> list[str]:
         >>> gcx.diagnostics.watched_names(tx.init(params))
         ['h_0/wi', 'h_1/wi', 'h_0/wo', 'h_1/wo', 'out']
     """
-    return names_in(watch_state("watched_names", state))
+    watches = find_states(state, WatchState)
+    if not watches:
+        rule, hint = "a state with a `WatchState`", "Put `gcx.watch` around the optimizer."
+        got = type(state).__name__
+        raise TypeError(error_message("watched_names", "state", rule, got, hint))
+    return names_in(watches[0][1].incidents)
 
 
 def summarize_log(log: Any, *, window: int = 1000) -> dict[str, float]:
@@ -153,21 +169,33 @@ def column(rows: list[dict[str, Any]], key: str) -> np.ndarray[Any, Any]:
 
 def worst_examples(
     fun: Callable[[Any, Any], Any], params: Any, batch: Any, k: int = 3
-) -> dict[str, dict[int, float]]:
-    """Finds the examples of a batch with the largest gradient norms and the largest losses.
+) -> dict[str, dict[Any, float]]:
+    """Finds the examples of a batch with the largest gradient norms and losses, and their tokens.
 
     For the batch of an incident: it takes one example after the other, in the memory of one
     gradient. What is not finite counts as largest.
 
+    | key | index to value |
+    | --- | --- |
+    | `grad_norm`, `loss` | of each example |
+    | `input` | the root mean square of the numbers of an example, if it holds any floating ones |
+    | `deviation` | the largest of the three: the distance of the logarithm from the median of the |
+    | | batch, in 1.4826 median distances, which is robust; what is too small deviates too |
+    | `token_grad_norm`, `token_loss` | of each `(example, token)` of the k examples that deviate |
+    | | most, if `fun` returns the loss of each token |
+
+    A row of the batch that is far out of range hides in a network that normalizes or saturates: its
+    gradient is ordinary, and `input` shows it.
+
     Args:
-        fun: `(params, example) -> loss` of one example, a scalar.
+        fun: `(params, example) -> loss` of one example: a scalar, or float[tokens], of which the
+            mean is the loss of the example. The gradient of each token takes a backward pass.
         params: the parameters.
         batch: a tree whose leaves have the examples along their first axis.
-        k: how many examples are returned.
+        k: how many examples, and how many tokens, are returned.
 
     Returns:
-        Under "grad_norm" and under "loss" the index of each of the k largest, to its value; the
-        largest first.
+        Under each key the index of each of the k largest, to its value; the largest first.
 
     Raises:
         ValueError: `k` is < 1.
@@ -175,32 +203,85 @@ def worst_examples(
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> fun = lambda w, x: (w * x) ** 2
-        >>> gcx.diagnostics.worst_examples(fun, 1.0, jnp.array([1.0, -3.0, 2.0]), k=2)
-        {'grad_norm': {1: 18.0, 2: 8.0}, 'loss': {1: 9.0, 2: 4.0}}
+        >>> worst = gcx.diagnostics.worst_examples(fun, 1.0, jnp.array([1.0, -3.0, 2.0]), k=2)
+        >>> worst["grad_norm"], worst["loss"]
+        ({1: 18.0, 2: 8.0}, {1: 9.0, 2: 4.0})
+        >>> worst = gcx.diagnostics.worst_examples(fun, 1.0, jnp.array([[1.0, 9.0], [2.0, 1.0]]), 1)
+        >>> worst["token_loss"]
+        {(0, 1): 81.0}
     """
     check_count("worst_examples", "k", k, "Pass how many examples to return.")
 
-    @jax.jit
-    def measure(params: Any, batch: Any) -> Any:
-        def one(example: Any) -> Any:
-            loss, grads = jax.value_and_grad(fun)(params, example)
-            return loss, norm_of_leaves(measured_leaves(grads), 2.0, None)
+    def largest(values: Any) -> list[int]:
+        return np.argsort(-np.nan_to_num(values, nan=np.inf), kind="stable")[:k].tolist()
 
-        return jax.lax.map(one, batch)
+    columns = {key: np.asarray(x) for key, x in _of_examples(fun, params, batch).items()}
+    columns["deviation"] = np.max([_deviations(x) for x in columns.values()], 0)
+    worst: dict[str, dict[Any, float]] = {
+        key: {i: float(x[i]) for i in largest(x)} for key, x in columns.items()
+    }
+    first = jax.tree.map(lambda x: x[0], batch)
+    if jax.eval_shape(fun, params, first).ndim:
+        places = list(worst["deviation"])
+        of_examples = [
+            _of_tokens(fun, params, jax.tree.map(lambda x, i=i: x[i], batch)) for i in places
+        ]
+        for key, rows in zip(
+            ("token_loss", "token_grad_norm"), zip(*of_examples, strict=True), strict=True
+        ):
+            values = np.stack(rows)
+            pairs = [divmod(i, values.shape[1]) for i in largest(values.ravel())]
+            worst[key] = {(places[i], t): float(values[i, t]) for i, t in pairs}
+    return worst
 
-    def largest(values: Any) -> dict[int, float]:
-        order = np.argsort(-np.nan_to_num(values, nan=np.inf))[:k]
-        return {int(i): float(values[i]) for i in order}
 
-    losses, norms = map(np.asarray, measure(params, batch))
-    return {"grad_norm": largest(norms), "loss": largest(losses)}
+@functools.partial(jax.jit, static_argnums=0)
+def _of_examples(fun: Any, params: Any, batch: Any) -> Any:
+    """The loss and the norms of each example."""
+
+    def one(example: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean(fun(p, example)))(params)
+        columns = {"grad_norm": _norm(grads), "loss": loss}
+        numbers = measured_leaves(example)
+        size = sum(x.size for x in numbers)
+        return columns | ({"input": _norm(numbers) / size**0.5} if size else {})
+
+    return jax.lax.map(one, batch)
 
 
-def _on_host(function: str, state: Any) -> WatchState:
-    found: WatchState = plain_arrays(watch_state(function, state))
-    refuse_traced(function, "state", found.incident_count)
-    if np.ndim(found.incident_count):
-        rule, hint = "of one run", "Of seed i pass `jax.tree.map(lambda x: x[i], state)`."
-        got = f"one that was vmapped over {np.shape(found.incident_count)[0]}"
-        raise ValueError(error_message(function, "state", rule, got, hint))
-    return found
+@functools.partial(jax.jit, static_argnums=0)
+def _of_tokens(fun: Any, params: Any, example: Any) -> Any:
+    """The loss of each token of an example, and the norm of its gradient."""
+    losses, pull = jax.vjp(lambda p: fun(p, example), params)
+    units = jnp.eye(losses.size, dtype=losses.dtype)
+    return losses, jax.lax.map(lambda unit: _norm(pull(unit)), units)
+
+
+def _norm(tree: Any) -> Any:
+    return norm_of_leaves(measured_leaves(tree), 2.0, None)
+
+
+def _deviations(values: Any) -> Any:
+    """How far positive values are from their median, in logarithms and robust deviations."""
+    logs = np.log(np.maximum(np.abs(values.astype(np.float64)), 1e-30))
+    finite = logs[np.isfinite(logs)]
+    center = np.median(finite) if finite.size else 0.0
+    spread = np.median(np.abs(finite - center)) if finite.size else 0.0
+    return np.where(np.isfinite(logs), np.abs(logs - center), np.inf) / max(1.4826 * spread, 0.01)
+
+
+def _logs(function: str, state: Any) -> list[IncidentLog]:
+    """That of the first watch, or else those of all guards and clips."""
+    watches = find_states(state, WatchState)
+    logs = [watches[0][1].incidents] if watches else [x for _, x in find_states(state, IncidentLog)]
+    if not logs:
+        rule, hint = "a state that keeps incidents", "Put `gcx.watch` around the optimizer."
+        raise TypeError(error_message(function, "state", rule, type(state).__name__, hint))
+    logs = [plain_arrays(log) for log in logs]
+    for log in logs:
+        refuse_traced(function, "state", log.incident_count)
+        if np.ndim(log.incident_count):
+            rule, hint = "of one run", "Of seed i pass `jax.tree.map(lambda x: x[i], state)`."
+            got = f"one that was vmapped over {np.shape(log.incident_count)[0]}"
+            raise ValueError(error_message(function, "state", rule, got, hint))
+    return logs

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 from .._checks import (
     check_axis_name,
@@ -17,69 +18,49 @@ from .._checks import (
     check_static,
     check_transformation,
     check_window,
-    error_message,
     is_traced,
 )
 from .._run_if import like_dtypes
-from .._states import find_states, increment_where, register_metrics, step_taken
+from .._states import increment_where, register_metrics, step_taken
 from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Count, Number, Scalar, Tree
 from ..clipping._clip import leaves_beside
 from ..clipping._granularity import Granularity, as_granularity
+from ..clipping._incident import IncidentLog, empty_log, gather, names_in, norms_by_unit
 from ..clipping._threshold import check_params, first_state
-from ._incident import ROW
-from ._names import unit_names
-from ._observe import (
-    bad_elements,
-    joined_norms,
-    level_rules,
-    loss_of,
-    observe,
-    was_skipped,
-)
+from ._observe import level_rules, loss_of, observe, was_skipped
 
 _NAME = "watch"
 _KINDS = ("gradient", "update", "parameter")
-_COUNTS = ("watch_step", "step_taken", "largest_share_index", "incident_count", "incident_kind")
 
 
 @register_metrics(
-    *(*_COUNTS, "incident_step", "largest_share"),
+    *("watch_step", "step_taken", "largest_share", "largest_share_index"),
     *("gradient_norm", "update_norm", "parameter_norm", "update_ratio"),
 )
 class WatchState(NamedTuple):
     """What `watch` measured at the last call, and the last incidents.
 
     Attributes:
-        watch_step: int32[], calls so far, saturating.
         step_taken: int32[], 1 if the last call took a step, 0 if it was held or skipped.
         norms: for each of "gradient", "update" and "parameter" that is watched float32[1 + units]:
             the norm of all, then of each unit; NaN at a step that was not measured.
         largest_share: float32[], the largest share of a unit in the squared gradient norm.
         largest_share_index: int32[], which unit it is; `watched_names` has its name.
-        incident_count: int32[], saturating.
-        incident_step: int32[], the step of the last incident, counted from 0; -1 before the first.
-        incident_kind: int32[], its kind, a sum of the flags of `incidents`.
-        incident_rows: int32[incidents, columns], the last incidents; `incidents` reads them.
-        levels: the recent norms and losses, from which a spike stands out.
-        names: a dict with one key, the names of all units, and no leaf: a checkpoint has no place
-            for strings.
+        levels: the recent norms and losses that a spike is compared with.
+        incidents: the `IncidentLog`; its `step_count` is the metric `watch_step`.
         inner_state: the state of the inner transformation.
     """
 
-    watch_step: Scalar
     step_taken: Scalar
     norms: dict[str, Array]
     largest_share: Scalar
     largest_share_index: Scalar
-    incident_count: Scalar
-    incident_step: Scalar
-    incident_kind: Scalar
-    incident_rows: Array
     levels: Any
-    names: Any
+    incidents: IncidentLog
     inner_state: Any
 
+    watch_step = property(lambda state: state.incidents.step_count)
     gradient_norm = property(lambda state: _by_name(state, "gradient"))
     update_norm = property(lambda state: _by_name(state, "update"))
     parameter_norm = property(lambda state: _by_name(state, "parameter"))
@@ -96,13 +77,7 @@ def _by_name(state: WatchState, kind: str, over: str | None = None) -> dict[str 
     if over:
         is_zero = (norms[over] == 0).astype(values.dtype)  # as before the first step
         values = values / (norms[over] + is_zero) * (1 - is_zero)
-    return {name or None: values[..., i] for i, name in enumerate(("", *names_in(state)))}
-
-
-def names_in(state: WatchState) -> list[str]:
-    """The names of the units."""
-    (joined,) = state.names
-    return joined.split("\n") if joined else []
+    return {name or None: values[..., i] for i, name in enumerate(("", *names_in(state.incidents)))}
 
 
 def watch(
@@ -180,15 +155,15 @@ def watch(
 
     def init(params: Tree) -> WatchState:
         inner_state = inner.init(params)
-        names = unit_names(cut.cut(_NAME, params), params)
+        log = empty_log(incidents, cut.cut(_NAME, params), params)
+        size = 1 + len(names_in(log))
         return WatchState(
-            **{name: jnp.zeros((), jnp.int32) for name in _COUNTS},
-            norms={kind: jnp.zeros(1 + len(names), jnp.float32) for kind in ("gradient", *of)},
+            step_taken=jnp.zeros((), jnp.int32),
+            norms={kind: jnp.zeros(size, jnp.float32) for kind in ("gradient", *of)},
             largest_share=jnp.zeros((), jnp.float32),
-            incident_step=jnp.full((), -1, jnp.int32),
-            incident_rows=jnp.zeros((int(incidents), len(ROW)), jnp.int32),
+            largest_share_index=jnp.zeros((), jnp.int32),
             levels={key: first_state(rule) for key, rule in level_rules(spike).items()},
-            names={"\n".join(names): None},
+            incidents=log,
             # Not weakly typed, as what comes out of a step is not: one trace for all steps.
             inner_state=like_dtypes(inner_state, inner_state),
         )
@@ -206,33 +181,44 @@ def watch(
         check_static(_NAME, "measure", measure)
         if "parameter" in of:
             check_params(_NAME, updates, params)
-        before = state.inner_state
+        units, size = cut.cut(_NAME, updates), state.norms["gradient"].size
+
+        def norms_of(tree: Tree) -> Array:
+            return norms_by_unit(leaves_beside(updates, tree), units, axes)[:size]
+
+        norms, before = {}, state.inner_state
+        if measure and "parameter" in of:
+            norms["parameter"], before = _read_first(norms_of(params), before)
         output, after = inner.update(updates, before, params, **extra_args)
         skipped = was_skipped(before, after)
-        state = state._replace(
-            watch_step=increment_where(state.watch_step),
-            step_taken=step_taken(after).astype(jnp.int32),
-            inner_state=after,
-        )
+        stepped = step_taken(after).astype(jnp.int32)
+        state = state._replace(step_taken=stepped, inner_state=after)
         if not measure:
             norms = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state.norms)
-            return output, state._replace(norms=norms)
-        trees = {"gradient": updates, "update": output, "parameter": params}
-        units = cut.cut(_NAME, updates)
-        leaves = {kind: leaves_beside(updates, trees[kind]) for kind in state.norms}
-        size = state.norms["gradient"].size
-        norms = {kind: joined_norms(x, units, size, axes) for kind, x in leaves.items()}
-        bad = bad_elements(leaves["gradient"], units, axes)
-        loss = loss_of(extra_args, axes)
-        return output, observe(state, norms, bad, loss, skipped, spike)
+            log = state.incidents._replace(step_count=increment_where(state.watch_step))
+            return output, state._replace(norms=norms, incidents=log)
+        gradient, evidence = gather(leaves_beside(updates, updates), units, axes)
+        norms["gradient"] = gradient[:size]
+        if "update" in of:
+            norms["update"] = norms_of(output)
+        return output, observe(state, norms, evidence, loss_of(extra_args, axes), skipped, spike)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def watch_state(function: str, state: Any) -> WatchState:
-    """The first `WatchState` in a state."""
-    found = find_states(state, WatchState)
-    if not found:
-        rule, hint = "a state with a `WatchState`", "Put `gcx.watch` around the optimizer."
-        raise TypeError(error_message(function, "state", rule, type(state).__name__, hint))
-    return found[0][1]
+def _read_first(norms: Array, state: Any) -> tuple[Array, Any]:
+    """The norms of the parameters, and the inner state, whose scalars have to wait for them.
+
+    Most optimizers need such a scalar, as a step count, for each update. Without the wait XLA reads
+    the parameters while it replaces them, and copies them for that: 2 N more on an H100.
+    """
+    leaves, structure = jax.tree.flatten(state)
+    scalars = [i for i, x in enumerate(leaves) if not np.ndim(x) and _is_number(x)]
+    norms, waited = lax.optimization_barrier((norms, [leaves[i] for i in scalars]))
+    for i, x in zip(scalars, waited, strict=True):
+        leaves[i] = x
+    return norms, jax.tree.unflatten(structure, leaves)
+
+
+def _is_number(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.number)  # a key of random numbers is none
