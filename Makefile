@@ -91,6 +91,7 @@ compiled_pytest = -m pytest -p no:cacheprovider --confcutdir=tests/compiled test
 bench-compiled: .venv-tpu/.compiled .venv-cuda/.compiled  ## whole steps, compiled for an H100 and TPUs
 	JAX_PLATFORMS=cpu .venv-cuda/bin/python benchmarks/compiled.py $(BENCH_ARGS)
 	JAX_PLATFORMS=cpu .venv-tpu/bin/python benchmarks/compiled.py $(BENCH_ARGS)
+	@echo "python benchmarks/charts.py draws the charts of docs/benchmarks.md again."
 
 bench-features: .venv-tpu/.compiled .venv-cuda/.compiled  ## what each feature costs there
 	JAX_PLATFORMS=cpu .venv-cuda/bin/python benchmarks/features_compiled.py $(BENCH_ARGS)

@@ -3,6 +3,7 @@
 From results/steps-compiled*.json alone, so that the same results give the same pictures.
 """
 
+import argparse
 import json
 import pathlib
 from typing import Any
@@ -66,14 +67,23 @@ def draw(found: dict[str, tuple[float, float]], device: str, path: pathlib.Path)
     plt.close(figure)
 
 
+def path_of(device: str) -> pathlib.Path:
+    """Where the chart of a device is."""
+    return IMAGES / f"steps_{device.lower().replace(' ', '_')}.svg"
+
+
 def main() -> None:
     """Draws all three."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="print the numbers only")
+    quick = parser.parse_args().quick
     matplotlib.use("svg")
     records = results()
     for device in DEVICES:
-        path = IMAGES / f"steps_{device.lower().replace(' ', '_')}.svg"
-        draw(bars(records, device), device, path)
-        print(f"written to {path}")
+        shares = bars(records, device)
+        print(f"{path_of(device).name}: {shares}")
+        if not quick:
+            draw(shares, device, path_of(device))
 
 
 if __name__ == "__main__":

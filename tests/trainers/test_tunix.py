@@ -1,7 +1,5 @@
 """Tunix: `PeftTrainer` on a small model, with its checkpoints."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,8 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from pairs import EVERY, MAX_NORM, NAMES, STEPS, STOP, check_same, of_optax, of_ours
 from tunix.sft import peft_trainer
 
@@ -17,6 +16,7 @@ import gradclip_jax as gcx
 
 rng = np.random.default_rng(0)
 DATA = [{"x": rng.normal(size=(16, 4)).astype("float32")} for _ in range(STEPS)]
+MESH = Mesh(jax.devices(), ("fsdp",))
 
 
 class Model(nnx.Module):
@@ -47,17 +47,13 @@ def trainer(tx, steps=STEPS, folder=None, kind=peft_trainer.PeftTrainer, **confi
         checkpointing_options=ocp.CheckpointManagerOptions(save_interval_steps=STOP),
         **config,
     )
-    return kind(Model(nnx.Rngs(0)), tx, config).with_loss_fn(loss_fn)
-
-
-@contextlib.contextmanager
-def all_devices():
-    with Mesh(jax.devices(), ("fsdp",)):
-        yield
+    model = Model(nnx.Rngs(0))
+    nnx.update(model, jax.device_put(nnx.state(model), NamedSharding(MESH, P())))
+    return kind(model, tx, config).with_loss_fn(loss_fn)
 
 
 def train(*args, **options):
-    with all_devices():
+    with MESH:
         trained = trainer(*args, **options)
         trained.train(DATA)
     return trained
@@ -88,7 +84,7 @@ def test_goes_on_in_mid_window(tmp_path):
     rest = trainer(of_ours("both"), STEPS, tmp_path)
     assert rest.train_steps == STOP
     assert gcx.metrics(rest.optimizer.opt_state)["mini_step"] == STOP % EVERY
-    with all_devices():
+    with MESH:
         rest.train(DATA)
     check_same(params_of(rest), params_of(whole), rtol=1e-6, atol=1e-7)
 
@@ -100,7 +96,7 @@ def test_a_run_of_optax_goes_on_with_ours():
     nnx.update(rest.model, nnx.state(half.model))
     state = gcx.convert_state(tx, half.optimizer.opt_state, nnx.state(half.model, nnx.Param))
     nnx.update(rest.optimizer.opt_state, nnx.state(state))
-    with all_devices():
+    with MESH:
         rest.train(DATA[STOP:])
     check_same(params_of(rest), params_of(train(of_optax("accumulated"))))
 
