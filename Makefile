@@ -28,7 +28,7 @@ export REPOSITORY_URL ?= $(shell sed -n 's/^repository = "\(.*\)"/\1/p' pyprojec
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-slow test-all test-oldest test-newest test-nightly test-compiled-tpu \
 	test-compiled-cuda fuzz lint format bench study bench-compiled bench-features notebooks docs docs-site wheel package \
-	test-package check-release clean print-oldest print-newest
+	test-trainers check-package check-release clean print-oldest print-newest
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
@@ -91,6 +91,7 @@ compiled_pytest = -m pytest -p no:cacheprovider --confcutdir=tests/compiled test
 bench-compiled: .venv-tpu/.compiled .venv-cuda/.compiled  ## whole steps, compiled for an H100 and TPUs
 	JAX_PLATFORMS=cpu .venv-cuda/bin/python benchmarks/compiled.py $(BENCH_ARGS)
 	JAX_PLATFORMS=cpu .venv-tpu/bin/python benchmarks/compiled.py $(BENCH_ARGS)
+	@echo "python benchmarks/charts.py draws the charts of docs/benchmarks.md again."
 
 bench-features: .venv-tpu/.compiled .venv-cuda/.compiled  ## what each feature costs there
 	JAX_PLATFORMS=cpu .venv-cuda/bin/python benchmarks/features_compiled.py $(BENCH_ARGS)
@@ -108,6 +109,36 @@ test-compiled-cuda: .venv-cuda/.compiled  ## the same on an H100
 	@test -x .venv-$*/bin/python || $(MAKE) VENV=.venv-$* .venv-$*/bin/python
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -e . pytest \
 		'jax[$(EXTRA)]' $(COMPILED_PINS)
+	@touch $@
+
+# Other people's trainers, each in an environment of its own, on one and on eight devices. uv because
+# pip needs more than ten minutes for the dependencies of some. levanter and Kauldron need Python 3.12.
+TRAINERS ?= numpyro keras nnx netket brax tunix levanter kauldron easydel
+PYTHON_TRAINERS ?= $(call first_running,$(call candidates,12 13))
+test-trainers: $(TRAINERS:%=test-trainer-%)  ## train inside other people's trainers; TRAINERS="numpyro keras" are two
+
+test-trainer-%: .venv-trainer-%/.installed
+	@set -e; for devices in 1 8; do echo "== $* on $$devices"; \
+		TRAINER=$* JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=$$devices \
+		.venv-trainer-$*/bin/python -m pytest -q -p no:cacheprovider --confcutdir=tests/trainers \
+		tests/trainers/test_$*.py $(PYTEST_ARGS); done
+
+.venv-trainer-numpyro/.installed: REQUIRES = numpyro
+.venv-trainer-keras/.installed: REQUIRES = keras
+.venv-trainer-nnx/.installed: REQUIRES = flax orbax-checkpoint
+.venv-trainer-netket/.installed: REQUIRES = netket
+.venv-trainer-brax/.installed: REQUIRES = brax 'jax<0.10'
+.venv-trainer-tunix/.installed: REQUIRES = google-tunix
+.venv-trainer-levanter/.installed: REQUIRES = marin-levanter
+.venv-trainer-kauldron/.installed: REQUIRES = kauldron
+.venv-trainer-easydel/.installed: REQUIRES = easydel
+.venv-trainer-%/.installed: pyproject.toml
+	@test -n "$(PYTHON_TRAINERS)" || \
+		{ echo "No Python 3.12 found. Name one: make $@ PYTHON_TRAINERS=/path/to/python"; exit 1; }
+	$(PYTHON_TRAINERS) -m venv .venv-trainer-$*
+	.venv-trainer-$*/bin/python -m pip install --quiet --disable-pip-version-check uv
+	.venv-trainer-$*/bin/uv pip install --quiet --python .venv-trainer-$*/bin/python \
+		-e . pytest $(REQUIRES)
 	@touch $@
 
 notebooks: $(VENV)/.installed-test  ## execute every notebook; `make docs-site` then shows the outputs
@@ -128,16 +159,26 @@ package: $(VENV)/.installed-release  ## what is uploaded: sdist, and the wheel b
 	$(VENV)/bin/python -m build
 	$(VENV)/bin/twine check --strict dist/*
 
-# Nothing of the clone is on the path (-I), so what runs is what is in the archive.
-test-package: package  ## install the sdist and the wheel, each in an empty environment; run the README
+# Each archive in an empty environment of each Python: first with nothing but JAX and Optax for the
+# README's example, then with what the demo needs. Nothing of the clone is on the path (-I).
+PYTHONS ?= $(foreach v,11 12 13 14,$(call first_running,$(call candidates,$(v))))
+pip_install = .venv-package/bin/python -m pip install --quiet --disable-pip-version-check
+run_demo = import runpy, sys; sys.path.insert(0, "examples"); \
+	sys.argv = ["demo.py", "--steps=6", "--batch-size=4", "-k=2", "--out=build/demo"]; \
+	runpy.run_path("examples/demo.py", run_name="__main__")
+check-package: package docs-site  ## a release, whole: both archives on every Python found, README, demo, site
 	@mkdir -p build
 	@sed -n '/^```python$$/,/^```$$/p' README.md | sed '/^```/d' > build/readme.py
-	@set -e; for archive in dist/*.tar.gz dist/*.whl; do \
-		echo "== $$archive"; rm -rf .venv-package; $(VENV)/bin/python -m venv .venv-package; \
-		.venv-package/bin/python -m pip install --quiet --disable-pip-version-check "$$archive"; \
-		.venv-package/bin/python -I build/readme.py; \
-		.venv-package/bin/python -I -c 'import sys, gradclip_jax; print(sys.version.split()[0], gradclip_jax.__file__)'; \
-	done
+	@test -n "$(PYTHONS)"
+	@set -e; for python in $(PYTHONS); do for archive in dist/*.tar.gz dist/*.whl; do \
+		echo "== $$($$python --version): $$archive"; \
+		rm -rf .venv-package; $$python -m venv .venv-package; \
+		$(pip_install) "$$archive"; .venv-package/bin/python -I build/readme.py; \
+		$(pip_install) "gradclip_jax[examples] @ file://$(CURDIR)/$$archive"; \
+		.venv-package/bin/python -I -c '$(run_demo)' > build/demo.log 2>&1 || { cat build/demo.log; exit 1; }; \
+		.venv-package/bin/python -I -c \
+			'import gradclip_jax as gcx; assert ".venv-package" in gcx.__file__, gcx.__file__'; \
+	done; done
 
 check-release:  ## refuse a TAG that is not the version, or has no dated changelog section
 	@test "$(TAG)" = "v$(VERSION)" || \

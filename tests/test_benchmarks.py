@@ -47,6 +47,17 @@ def test_script_prints_its_tables(script):
         assert words in printed.stdout
 
 
+def test_the_charts_show_the_stored_results(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import charts
+
+    for device in charts.DEVICES:
+        drawn = charts.path_of(device).read_text()
+        shares = [share for pair in charts.bars(charts.results(), device).values() for share in pair]
+        missing = [share for share in shares if f">{share:.3f}<" not in drawn]
+        assert not missing, f"{device}: run `python benchmarks/charts.py`"
+
+
 @pytest.mark.slow
 def test_a_step_is_compiled_once_and_then_known(tmp_path):
     results = tmp_path / "steps.json"

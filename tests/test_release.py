@@ -89,7 +89,25 @@ def test_actions_are_pinned_by_hash(name):
 
 def test_what_is_uploaded_was_installed_and_run_before():
     workflow = (ROOT / ".github" / "workflows" / "publish.yml").read_text()
-    assert workflow.index("make test-package") < workflow.index("upload-artifact")
+    assert workflow.index("make check-package") < workflow.index("upload-artifact")
+
+
+def test_a_release_is_tried_on_every_python_it_is_for():
+    workflow = (ROOT / ".github" / "workflows" / "publish.yml").read_text()
+    versions = {x.split()[-1] for x in PROJECT["project"]["classifiers"] if "Python :: 3." in x}
+    tried = re.search(r'check-package PYTHONS="(.*)"', workflow)[1].split()
+    assert {f"python{version}" for version in versions} == set(tried)
+
+
+def test_every_trainer_is_run_by_the_workflow():
+    makefile = (ROOT / "Makefile").read_text()
+    listed = re.search(r"^TRAINERS \?= (.*)$", makefile, re.MULTILINE)[1].split()
+    workflow = (ROOT / ".github" / "workflows" / "trainers.yml").read_text()
+    files = {
+        path.stem.removeprefix("test_") for path in (ROOT / "tests/trainers").glob("test_*.py")
+    }
+    assert set(listed) == files
+    assert set(re.search(r"trainer: \[(.*)\]", workflow)[1].split(", ")) == files
 
 
 @pytest.mark.parametrize("tag", ["v0.0.0", "0.1.0", ""])

@@ -149,10 +149,10 @@ def defer_sums(
 
 def _scattered_shapes(jaxpr: Any) -> set[tuple[int, ...]]:
     """The shapes that are scattered into, as the gradient of an embedding is."""
-    found = {e.outvars[0].aval.shape for e in jaxpr.eqns if e.primitive.name == "scatter-add"}
+    shapes = {e.outvars[0].aval.shape for e in jaxpr.eqns if e.primitive.name == "scatter-add"}
     params = [eqn.params for eqn in jaxpr.eqns]
     inner = jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "eqns"))
-    return found.union(*(_scattered_shapes(x) for x in inner if hasattr(x, "eqns")))
+    return shapes.union(*(_scattered_shapes(x) for x in inner if hasattr(x, "eqns")))
 
 
 def _says_no_rule(error: Exception) -> bool:

@@ -338,6 +338,14 @@ def test_a_state_of_init_is_that_of_every_step_and_may_be_donated():
     assert update._cache_size() == 1
 
 
+def test_metrics_of_the_variables_of_nnx_are_the_same_inside_jit():
+    from flax import nnx
+
+    state = gcx.watch(optax.sgd(0.1)).init({"w": np.ones(2, "f")})
+    boxed = jax.tree.map(nnx.Variable, state)  # as `nnx.Optimizer` keeps them
+    assert jax.eval_shape(gcx.metrics, boxed).keys() == gcx.metrics(state).keys()
+
+
 def test_metrics_inside_and_outside_jit_are_the_same():
     tx = gcx.watch(optax.sgd(0.1), granularity=STACKED)
 

@@ -21,7 +21,7 @@ from .._checks import (
     is_traced,
 )
 from .._run_if import like_dtypes
-from .._states import increment_where, register_metrics, step_taken
+from .._states import increment_where, plain_arrays, register_metrics, step_taken
 from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Count, Number, Scalar, Tree
 from ..clipping._clip import leaves_beside
@@ -72,7 +72,7 @@ def _by_name(state: WatchState, kind: str, over: str | None = None) -> dict[str 
     if kind not in state.norms or over not in (None, *state.norms):
         return None
     # One transfer for all units, in place of an operation for each.
-    norms = {k: x if is_traced(x) else np.asarray(x) for k, x in state.norms.items()}
+    norms = jax.tree.map(lambda x: x if is_traced(x) else np.asarray(x), plain_arrays(state.norms))
     values = norms[kind]
     if over:
         is_zero = (norms[over] == 0).astype(values.dtype)  # as before the first step

@@ -1,0 +1,90 @@
+"""Draws docs/images/steps_*.svg: what clips, guards and accumulations add to a whole training step.
+
+From results/steps-compiled*.json alone, so that the same results give the same pictures.
+"""
+
+import argparse
+import json
+import pathlib
+from typing import Any
+
+import _report
+import matplotlib
+from _rows import ROWS
+from matplotlib import pyplot as plt
+
+IMAGES = pathlib.Path(__file__).parents[1] / "docs" / "images"
+MODEL = "PPO"
+DEVICES = {"H100": "an H100", "TPU v5e": "a TPU v5e", "CPU": "a CPU"}
+STEPS = {
+    "clip_by_global_norm": "clip by global norm",
+    "adaptive_grad_clip": "adaptive_grad_clip",
+    "skip_nonfinite": "guard",
+    "skip_nonfinite(clip)": "guard and clip",
+    "accumulate_gradients(clip)": "accumulation, held",
+    "skip_nonfinite(accumulate_gradients(clip))": "guarded accumulation, held",
+}
+COLOURS = {"gradclip_jax": "#d9541e", "Optax": "#607d8b"}
+
+
+def results() -> dict[str, Any]:
+    """All records of whole steps that were compiled."""
+    found: dict[str, Any] = {}
+    for path in sorted((_report.HERE / "results").glob("steps-compiled*.json")):
+        found |= json.loads(path.read_text())
+    return found
+
+
+def bars(records: dict[str, Any], device: str) -> dict[str, tuple[float, float]]:
+    """For each step the bytes that ours and Optax's move, as a share of AdamW alone."""
+    alone = records[f"{device}: {MODEL}: optax AdamW alone"]["phases"][""]["bytes, N"]
+    found = {}
+    for name, label in STEPS.items():
+        row, phase = ROWS[name], "held" if ROWS[name].accumulates else ""
+        pair = (f"gcx {name}", f"optax {row.theirs}")
+        moved = [records[f"{device}: {MODEL}: {x}"]["phases"][phase]["bytes, N"] for x in pair]
+        found[label] = (moved[0] / alone, moved[1] / alone)
+    return found
+
+
+def draw(found: dict[str, tuple[float, float]], device: str, path: pathlib.Path) -> None:
+    """One chart, as an SVG whose bytes depend on nothing but the numbers."""
+    matplotlib.rcParams |= {"svg.hashsalt": device, "svg.fonttype": "none"}
+    figure, axes = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
+    for offset, (label, colour) in zip((-0.2, 0.2), COLOURS.items(), strict=True):
+        shares = [pair[list(COLOURS).index(label)] for pair in found.values()]
+        places = [i + offset for i in range(len(found))]
+        drawn = axes.barh(places, shares, height=0.38, color=colour, label=label)
+        axes.bar_label(drawn, [f"{share:.3f}" for share in shares], padding=3, fontsize=8)
+    axes.axvline(1, color="black", linewidth=1, label="none: AdamW alone")
+    axes.set_yticks(range(len(found)), list(found))
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.25 * max(max(pair) for pair in found.values()))
+    axes.set_xlabel("bytes moved by a whole training step, AdamW alone = 1")
+    axes.set_title(f"PPO's two networks, compiled for {DEVICES[device]}", fontsize=10)
+    axes.legend(fontsize=8, loc="lower right")
+    figure.savefig(path, metadata={"Date": None, "Creator": None})
+    plt.close(figure)
+
+
+def path_of(device: str) -> pathlib.Path:
+    """Where the chart of a device is."""
+    return IMAGES / f"steps_{device.lower().replace(' ', '_')}.svg"
+
+
+def main() -> None:
+    """Draws all three."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="print the numbers only")
+    quick = parser.parse_args().quick
+    matplotlib.use("svg")
+    records = results()
+    for device in DEVICES:
+        shares = bars(records, device)
+        print(f"{path_of(device).name}: {shares}")
+        if not quick:
+            draw(shares, device, path_of(device))
+
+
+if __name__ == "__main__":
+    main()

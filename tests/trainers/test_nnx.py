@@ -1,0 +1,80 @@
+"""Flax NNX: `nnx.Optimizer` as it is, and Orbax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from pairs import (
+    EVERY,
+    EVERYWHERE,
+    NAMES,
+    STEPS,
+    STOP,
+    check_same,
+    of_optax,
+    of_ours,
+    on_all_devices,
+)
+
+import gradclip_jax as gcx
+
+rng = np.random.default_rng(0)
+X = [on_all_devices(rng.normal(size=(16, 4)).astype("float32")) for _ in range(STEPS)]
+
+
+def start(tx):
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(nnx.Linear(4, 8, rngs=rngs), jnp.tanh, nnx.Linear(8, 1, rngs=rngs))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    nnx.update((model, optimizer), jax.device_put(nnx.state((model, optimizer)), EVERYWHERE))
+    return model, optimizer
+
+
+@nnx.jit
+def step(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - x[:, :1]) ** 2))(model)
+    optimizer.update(model, grads, value=loss)
+    return loss
+
+
+def train(model, optimizer, batches=X):
+    for x in batches:
+        step(model, optimizer, x)
+    return model, optimizer
+
+
+def params_of(pair):
+    return nnx.to_pure_dict(nnx.state(pair[0], nnx.Param))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trains_as_with_optax(name):
+    theirs, ours = train(*start(of_optax(name))), train(*start(of_ours(name)))
+    check_same(params_of(ours), params_of(theirs))
+    assert gcx.metrics(ours[1].opt_state)["clip_factor"] < 1
+
+
+def test_goes_on_in_mid_window_from_orbax(tmp_path):
+    whole = train(*start(of_ours("both")))
+    with ocp.StandardCheckpointer() as checkpointer:
+        half = train(*start(of_ours("both")), X[:STOP])
+        checkpointer.save(tmp_path / "at", nnx.state(half))
+        checkpointer.wait_until_finished()
+        rest = start(of_ours("both"))
+        nnx.update(rest, checkpointer.restore(tmp_path / "at", nnx.state(rest)))
+    assert gcx.metrics(rest[1].opt_state)["mini_step"] == STOP % EVERY
+    check_same(params_of(train(*rest, X[STOP:])), params_of(whole), rtol=0, atol=0)
+
+
+def test_a_run_of_optax_goes_on_with_ours():
+    model, optimizer = train(*start(of_optax("accumulated")), X[:STOP])
+    tx = of_ours("both")
+    state = gcx.convert_state(tx, optimizer.opt_state, nnx.state(model, nnx.Param))
+    ours = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    nnx.update(ours, jax.device_put(nnx.state(ours), EVERYWHERE))
+    nnx.update(ours.opt_state, nnx.state(state))
+    check_same(
+        params_of(train(model, ours, X[STOP:])), params_of(train(*start(of_optax("accumulated"))))
+    )
