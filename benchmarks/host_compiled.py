@@ -47,9 +47,7 @@ def measure(platform: str, *, on_host: bool) -> dict[str, Any]:
     x = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32, sharding=here)
     params = _devices.placed(PARAMS, here)
     out = jax.tree.map(lambda x: x.sharding, (params, state))
-    found = _devices.compile_for(
-        platform, step, params, state, x, donate=(0, 1), out_shardings=out
-    )
+    found = _devices.compile_for(platform, step, params, state, x, donate=(0, 1), out_shardings=out)
     copies = re.findall(r" = (.*?) (?:copy-start|copy)\(", found.text)
     return {
         "device": platform,

@@ -53,7 +53,9 @@ def test_the_charts_show_the_stored_results(monkeypatch):
 
     for device in charts.DEVICES:
         drawn = charts.path_of(device).read_text()
-        shares = [share for pair in charts.bars(charts.results(), device).values() for share in pair]
+        shares = [
+            share for pair in charts.bars(charts.results(), device).values() for share in pair
+        ]
         missing = [share for share in shares if f">{share:.3f}<" not in drawn]
         assert not missing, f"{device}: run `python benchmarks/charts.py`"
 

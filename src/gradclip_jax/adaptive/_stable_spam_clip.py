@@ -109,10 +109,10 @@ def stable_spam_clip(
         largest = max_decay * state.largest + (1 - max_decay) * peaks.astype(jnp.float32)
         leaves = _scale_elements(leaves, peaks, largest / bias_correction(max_decay, steps))
         clipped_norms = norms(leaves, 2.0)
-        norm_now = clipped_norms.astype(jnp.float32)
-        norm = norm_decay * state.norm + (1 - norm_decay) * norm_now
+        measured = clipped_norms.astype(jnp.float32)
+        norm = norm_decay * state.norm + (1 - norm_decay) * measured
         old_weight, new_weight = jnp.sqrt(square_decay), jnp.sqrt(1 - square_decay)
-        root_square = hypotenuse(old_weight * state.root_square, new_weight * norm_now)
+        root_square = hypotenuse(old_weight * state.root_square, new_weight * measured)
         root = root_square / jnp.sqrt(bias_correction(square_decay, steps)) + eps
         # Not `a / b / c`, which XLA makes `a / (b * c)`: that overflows from norms of 1e19 on.
         target = norm / bias_correction(norm_decay, steps) * (1 / root)

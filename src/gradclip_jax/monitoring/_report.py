@@ -206,8 +206,8 @@ def worst_examples(
         >>> worst = gcx.diagnostics.worst_examples(fun, 1.0, jnp.array([1.0, -3.0, 2.0]), k=2)
         >>> worst["grad_norm"], worst["loss"]
         ({1: 18.0, 2: 8.0}, {1: 9.0, 2: 4.0})
-        >>> worst = gcx.diagnostics.worst_examples(fun, 1.0, jnp.array([[1.0, 9.0], [2.0, 1.0]]), 1)
-        >>> worst["token_loss"]
+        >>> batch = jnp.array([[1.0, 9.0], [2.0, 1.0], [1.0, 2.0]])
+        >>> gcx.diagnostics.worst_examples(fun, 1.0, batch, k=1)["token_loss"]
         {(0, 1): 81.0}
     """
     check_count("worst_examples", "k", k, "Pass how many examples to return.")
