@@ -297,7 +297,7 @@ def guard_behind_a_clip() -> Row:
     """MaxText clips to 1 and hands the norm of what is left to `skip_step_on_spikes`."""
     rng = np.random.default_rng(0)
     sizes = np.append(rng.uniform(2, 3, 40), 100.0)  # the last is a spike
-    clip = gcx.clip_by_global_norm(1.0)
+    clip = optax.clip_by_global_norm(1.0)
 
     def sees(tx) -> str:
         params = jnp.zeros(4)
@@ -311,7 +311,7 @@ def guard_behind_a_clip() -> Row:
     def guard(inner):
         return gcx.skip_large_norm(inner, gcx.thresholds.mean_std(window=32, warmup_steps=16))
 
-    behind = optax.chain(optax.clip_by_global_norm(1.0), guard(optax.sgd(1.0)))
+    behind = optax.chain(clip, guard(optax.sgd(1.0)))
     around = guard(optax.chain(clip, optax.sgd(1.0)))
     what = "a spike of norm 100 among 2 to 3; the guard measures behind a clip to 1, as MaxText"
     return what, sees(behind), f"around the clip it {sees(around)}"

@@ -1,9 +1,8 @@
 """The state of one optimizer as the state of another: changing over in the middle of a run.
 
-Both states are walked together. Where they are of one kind, the value is taken over; where a
-transformation of Optax stands for one of this package, or the other way round, its fields are
-translated; what only one of the two has, if it is of this package, starts anew or is dropped;
-everything else is refused, with its path.
+Both states are walked together. Nodes of one kind are copied. The fields of a transformation of
+Optax are translated to those of its counterpart here, or back. A part of this package that only one
+of the two has starts anew or is dropped. All else is refused, with its path.
 """
 
 import dataclasses
@@ -131,7 +130,7 @@ def _averages(tx: Any, like: Any, params: Tree, reductions: list[Any]) -> Any:
     def with_large_sum(state: Any) -> Any:
         return state._replace(acc_grads=jax.tree.map(lambda x: x + 2.0**15, state.acc_grads))
 
-    # `MultiSteps` does not tell, but its mean of one gradient forgets what was there before.
+    # No field of `MultiSteps` says it, but its mean of one gradient forgets what it held before.
     state = replace_states(like, optax.MultiStepsState, with_large_sum)
     _, state = tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
     windows = [window.acc_grads for _, window in find_states(state, optax.MultiStepsState)]

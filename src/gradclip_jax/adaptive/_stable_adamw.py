@@ -39,7 +39,7 @@ def stable_adamw(
         eps: added to the root of the second moment, in the unit of the gradients, > 0.
         weight_decay: decoupled, times the learning rate, >= 0.
         clipping: the RMS above which a step is shortened, dimensionless, > 0.
-        axis_name: mapped axes over which the leaves are sharded, where types do not tell.
+        axis_name: mapped axes over which the leaves are sharded, where types do not name them.
 
     Returns:
         An Optax optimizer; `update` needs `params`. Like Adam it keeps a NaN in its moments: wrap

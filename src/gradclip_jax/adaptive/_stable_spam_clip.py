@@ -60,7 +60,7 @@ def stable_spam_clip(
         norm_decay: of the norm (gamma 1), at least 0 and below 1.
         square_decay: of the squared norm (gamma 2), at least 0 and below 1.
         eps: added to the root of the squared norm, in the unit of the gradients, > 0.
-        axis_name: mapped axes over which the leaves are sharded, where types do not tell.
+        axis_name: mapped axes over which the leaves are sharded, where types do not name them.
 
     Returns:
         An Optax transformation with a `LeafAverageState`.

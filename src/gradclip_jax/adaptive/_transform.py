@@ -39,7 +39,7 @@ def adaptive_grad_clip(
         axis: the axes that the norm of a unit runs over, static. None chooses by rank as Optax
             does: all axes of a scalar or vector, 0 of rank 2 and 3, all but the last of rank 4
             and 5. Inside `shard_map` these axes must not be sharded.
-        axis_name: mapped axes over which the leaves are sharded, where types do not tell.
+        axis_name: mapped axes over which the leaves are sharded, where types do not name them.
         nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
 
     Returns:
@@ -85,7 +85,7 @@ def autoclip(
     Args:
         percentile: 0 to 100, linearly interpolated as in `numpy.percentile`.
         window: how many norms are kept, 1 to 2^20, static; the paper keeps all.
-        axis_name: mapped axes over which the leaves are sharded, where types do not tell.
+        axis_name: mapped axes over which the leaves are sharded, where types do not name them.
         nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
 
     Returns:
@@ -132,7 +132,7 @@ def zclip(
         warmup_steps: how many norms the first mean and variance are taken of, >= 1.
         max_norm: upper bound of the threshold from the first step on, > 0, in the unit of the
             gradients; None for no bound. The averages do not depend on it.
-        axis_name: mapped axes over which the leaves are sharded, where types do not tell.
+        axis_name: mapped axes over which the leaves are sharded, where types do not name them.
         nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
 
     Returns:
@@ -183,7 +183,7 @@ def adagc(
             for none.
         decay: of the average, at least 0 and below 1.
         warmup_steps: >= 1.
-        axis_name: mapped axes over which the leaves are sharded, where types do not tell.
+        axis_name: mapped axes over which the leaves are sharded, where types do not name them.
         stack_axes: how many leading axes of a leaf index layers, static; also a prefix tree.
         nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
 
@@ -247,7 +247,7 @@ def quantile_clip(
         target: the fraction of steps that should not be clipped, 0 to 1.
         rate: learning rate of log C, > 0.
         initial: the first C, in the unit of the gradients, > 0; the paper starts at 0.1.
-        axis_name: mapped axes over which the leaves are sharded, where types do not tell.
+        axis_name: mapped axes over which the leaves are sharded, where types do not name them.
         nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
 
     Returns:
