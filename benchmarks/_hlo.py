@@ -90,15 +90,15 @@ class Program:
 
 def analyse(text: str) -> Program:
     """Counts what the text of a compiled program does."""
-    computations, program = _computations(text), Program()
-    program.always = _count_computation(computations, "ENTRY", program.optional)
+    program = Program()
+    program.always = _count_computation(computations(text), "ENTRY", program.optional)
     return program
 
 
 def product_flops(text: str) -> int:
     """Counts multiplications and additions of the matrix products; those of a loop count once."""
     total = 0
-    for lines in _computations(text).values():
+    for lines in computations(text).values():
         shapes: dict[str, list[int]] = {}
         for found in filter(None, map(_INSTRUCTION.match, lines)):
             _, made, shape, kind, rest = found.groups()
@@ -123,7 +123,8 @@ def _bytes(size: int) -> str:
     return f"{size / 2**20:.3g} MiB" if size >= 2**17 else f"{size} B"
 
 
-def _computations(text: str) -> dict[str, list[str]]:
+def computations(text: str) -> dict[str, list[str]]:
+    """The lines of each computation."""
     found: dict[str, list[str]] = {}
     name = None
     for line in text.splitlines():
@@ -159,7 +160,7 @@ def _count_computation(
             counts.add(called(r"to_apply=%?([\w.\-]+)", attributes))
         elif kind == "while":
             body = called(r"body=%?([\w.\-]+)", attributes)
-            if _has_counter(computations, attributes):
+            if has_counter(computations, attributes):
                 counts.add(body)
             else:
                 counts.stops += 1
@@ -184,7 +185,7 @@ def _count_computation(
     return counts
 
 
-def _has_counter(computations: dict[str, list[str]], attributes: str) -> bool:
+def has_counter(computations: dict[str, list[str]], attributes: str) -> bool:
     """Whether a loop counts its trips; one of zero or one trip tests a flag that it carries."""
     condition = re.search(r"condition=%?([\w.\-]+)", attributes)
     lines = computations.get(condition[1], []) if condition else []

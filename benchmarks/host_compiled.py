@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 
 import gradclip_jax as gcx
 
-LAYERS, WIDTH, BATCH = 8, 2048, 4096
+LAYERS, WIDTH, BATCH = 3, 2048, 512
 PARAMS = {f"w{i}": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for i in range(LAYERS)}
 N = 4 * LAYERS * WIDTH**2
 TX = gcx.accumulate_gradients(optax.chain(gcx.clip_by_global_norm(1.0), optax.adamw(1e-4)), 8)

@@ -21,7 +21,8 @@ import gradclip_jax as gcx
 
 MODELS = {
     "GPT 1.1B": lambda: gpt(20, 2048, 51200, 256, 1024, scan=True),
-    "GPT 7.8B": lambda: gpt(36, 4096, 131072, 256, 2048, scan=True),
+    "GPT 1.1B, 128 tokens": lambda: gpt(20, 2048, 51200, 256, 128, scan=True),
+    "GPT 7.8B, 128 tokens": lambda: gpt(36, 4096, 131072, 256, 128, scan=True),
 }
 CHIPS = {
     "256 v5e, 32 x 8": ("v5e:16x16", (32, 8)),

@@ -8,7 +8,7 @@ import pytest
 
 from test_readme import PAGES, ROOT, blocks
 
-NEEDS_EIGHT = {"docs/sharding.md"}
+NEEDS_EIGHT = {"docs/experts.md", "docs/sharding.md"}
 RUNS = [path for path in PAGES if blocks(path) and "notebooks" not in path.parts]
 NAMES = {path.relative_to(ROOT).as_posix() for path in RUNS}
 # Runs the pages named on its command line, each in a namespace of its own.

@@ -80,7 +80,7 @@ def accumulate(tx, params, state, grads, *, on_host):
 def test_accumulator_on_the_host_gives_the_parameters_of_one_on_the_device():
     tx = gcx.accumulate_gradients(optax.chain(gcx.clip_by_global_norm(1.0), optax.adam(0.1)), 2)
     params = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(3)}
-    grads = [jax.tree.map(lambda x: jnp.cos(x + i), params) for i in range(4)]
+    grads = [{k: jnp.cos(x + i) for k, x in params.items()} for i in range(4)]
     state = tx.init(params)
     expected, _ = accumulate(tx, params, state, grads, on_host=False)
     state = state._replace(acc_grads=jax.device_put(state.acc_grads, there()))

@@ -127,7 +127,7 @@ def defer_sums(
             if not (reduced and missing) or np.ndim(x) < 2:
                 return x
             later = missing | reduced_axes(x)
-            # XLA sums a scatter over some axes now and others later wrongly: docs/compiler_faults.md.
+            # XLA gets a scatter wrong that is summed over other axes now: docs/compiler_faults.md.
             if np.shape(x) in at_once and later != set(jax.typeof(x).sharding.mesh.axis_names):
                 return x
             return reshard(x, sharding_with(x, reduced=later))

@@ -1,4 +1,4 @@
-"""Faults of XLA for TPUs that the library works around: docs/compiler_faults.md.
+"""Faults of XLA for GPUs and TPUs that the library works around: docs/compiler_faults.md.
 
 The last test fails when a workaround is no longer needed.
 """
@@ -17,9 +17,11 @@ from jax.sharding import PartitionSpec as P
 import gradclip_jax as gcx
 import hlo
 
-pytestmark = pytest.mark.compiled_tpu
-if _devices.available() != "tpu":
-    pytest.skip("`make test-compiled-tpu` installs the compiler", allow_module_level=True)
+PLATFORM = _devices.available()
+if PLATFORM is None:
+    pytest.skip("`make test-compiled-tpu` installs a compiler", allow_module_level=True)
+pytestmark = getattr(pytest.mark, f"compiled_{PLATFORM}")
+TOPOLOGY = {"cuda": "1x4x1", "tpu": "v5e:2x2"}[PLATFORM]
 
 PARTS = 4
 ROWS, WIDTH = 4096, 32  # of the embedding, more than any activation
@@ -28,6 +30,8 @@ LAYOUTS = {  # of the embedding, on two chips by data and two by model
     "vocabulary": P("model"),
     "width": P(None, "model"),
 }
+if PLATFORM == "cuda":  # where it is not replicated, fusions compute with the number of the chip
+    LAYOUTS = {"replicated": P()}
 
 
 def loss(params, batch):
@@ -51,7 +55,7 @@ def by_hand(params, batch):
 
 
 def compiled(function, spec):
-    mesh = Mesh(np.array(_devices.devices("tpu", "v5e:2x2")).reshape(2, 2), ("data", "model"))
+    mesh = Mesh(np.array(_devices.devices(PLATFORM, TOPOLOGY)).reshape(2, 2), ("data", "model"))
 
     def shape(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -63,7 +67,7 @@ def compiled(function, spec):
     rows = P("data")
     batch = shape((64, 16), jnp.int32, rows), shape((64, 16), jnp.float32, rows)
     out = jax.tree.map(lambda x: x.sharding, params)
-    return _devices.compile_for("tpu", function, params, batch, out_shardings=out).text
+    return _devices.compile_for(PLATFORM, function, params, batch, out_shardings=out).text
 
 
 def reduced_in_loop(text):
@@ -80,7 +84,8 @@ def is_wrong(text):
     XLA splits `scatter(total, ...)` over chips as `scatter(where(chip == 0, total, 0), ...)` and a sum
     over chips. That is right as long as both are in the loop.
     """
-    by_chip, drops = {"partition-id"}, False  # scalars that differ from chip to chip
+    by_chip = {"partition-id"}  # scalars that differ from chip to chip
+    drops = PLATFORM == "cuda" and " partition-id(" in text
     for line in hlo.instructions(text):
         scalar = re.match(r"(?:ROOT )?(%[\w.\-]+) = (\w+)\[1?\]\S* (.*)", line)
         if scalar and by_chip & set(re.findall(r"%?[\w.\-]+", scalar[3])):

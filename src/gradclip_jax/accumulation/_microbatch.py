@@ -65,7 +65,8 @@ def microbatched_value_and_grad(
     device splits the part of a sharded batch that it holds. Gradients with respect to arguments
     that are replicated over the devices of the batch are summed over them once, after the last
     micro-batch, inside `shard_map` and under explicit axes (JAX 0.10, if `fun` can be traced on
-    arguments with `reduced` axes). Under plain jit XLA places that sum inside the loop.
+    arguments with `reduced` axes). Under plain jit XLA places that sum inside the loop, on a GPU
+    and a TPU behind it.
 
     Args:
         fun: as for `jax.value_and_grad`: returns a scalar value, `(value, aux)` with `has_aux`,

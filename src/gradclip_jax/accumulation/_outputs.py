@@ -164,13 +164,13 @@ def whole_batch(
 
 
 def _selected_on_tpu(grads: Tree, count: Scalar) -> Tree:
-    """The gradients, selected on a TPU by a predicate that is always true.
+    """The gradients, selected on a GPU and a TPU by a predicate that is always true.
 
-    XLA otherwise merges the scatter of an embedding's gradient with the sum over micro-batches; the sum
-    over chips then stays in the loop, or leaves it with a wrong result: docs/compiler_faults.md.
+    XLA otherwise merges the scatter of an embedding's gradient with the sum over micro-batches; the
+    sum over chips then stays in the loop, or leaves it and is wrong: docs/compiler_faults.md.
     """
     always = lax.platform_dependent(
-        count, tpu=lambda x: x >= 0, default=lambda _: jnp.ones((), jnp.bool_)
+        count, cpu=lambda _: jnp.ones((), jnp.bool_), default=lambda x: x >= 0
     )
 
     def select(x: Any) -> Any:
