@@ -36,15 +36,20 @@ def results() -> dict[str, Any]:
 
 
 def bars(records: dict[str, Any], device: str) -> dict[str, tuple[float, float]]:
-    """For each step the bytes that ours and Optax's move, as a share of AdamW alone."""
+    """For each step the bytes that ours and Optax's move beyond AdamW alone, in percent of it."""
     alone = records[f"{device}: {MODEL}: optax AdamW alone"]["phases"][""]["bytes, N"]
     found = {}
     for name, label in STEPS.items():
         row, phase = ROWS[name], "held" if ROWS[name].accumulates else ""
         pair = (f"gcx {name}", f"optax {row.theirs}")
         moved = [records[f"{device}: {MODEL}: {x}"]["phases"][phase]["bytes, N"] for x in pair]
-        found[label] = (moved[0] / alone, moved[1] / alone)
+        found[label] = (100 * (moved[0] / alone - 1), 100 * (moved[1] / alone - 1))
     return found
+
+
+def words(percent: float) -> str:
+    """As it is written beside a bar."""
+    return f"{percent:+.1f}"
 
 
 def draw(found: dict[str, tuple[float, float]], device: str, path: pathlib.Path) -> None:
@@ -52,17 +57,17 @@ def draw(found: dict[str, tuple[float, float]], device: str, path: pathlib.Path)
     matplotlib.rcParams |= {"svg.hashsalt": device, "svg.fonttype": "none"}
     figure, axes = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
     for offset, (label, colour) in zip((-0.2, 0.2), COLOURS.items(), strict=True):
-        shares = [pair[list(COLOURS).index(label)] for pair in found.values()]
+        extra = [pair[list(COLOURS).index(label)] for pair in found.values()]
         places = [i + offset for i in range(len(found))]
-        drawn = axes.barh(places, shares, height=0.38, color=colour, label=label)
-        axes.bar_label(drawn, [f"{share:.3f}" for share in shares], padding=3, fontsize=8)
-    axes.axvline(1, color="black", linewidth=1, label="none: AdamW alone")
+        drawn = axes.barh(places, extra, height=0.38, color=colour, label=label)
+        axes.bar_label(drawn, [words(percent) for percent in extra], padding=3, fontsize=8)
+    axes.axvline(0, color="black", linewidth=1, label="none: AdamW alone")
     axes.set_yticks(range(len(found)), list(found))
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.25 * max(max(pair) for pair in found.values()))
-    axes.set_xlabel("bytes moved by a whole training step, AdamW alone = 1")
+    axes.margins(x=0.2)
+    axes.set_xlabel("bytes moved beyond the step with AdamW alone, percent")
     axes.set_title(f"PPO's two networks, compiled for {DEVICES[device]}", fontsize=10)
-    axes.legend(fontsize=8, loc="lower right")
+    axes.legend(fontsize=8)
     figure.savefig(path, metadata={"Date": None, "Creator": None})
     plt.close(figure)
 
@@ -80,10 +85,10 @@ def main() -> None:
     matplotlib.use("svg")
     records = results()
     for device in DEVICES:
-        shares = bars(records, device)
-        print(f"{path_of(device).name}: {shares}")
+        extra = bars(records, device)
+        print(f"{path_of(device).name}: {extra}")
         if not quick:
-            draw(shares, device, path_of(device))
+            draw(extra, device, path_of(device))
 
 
 if __name__ == "__main__":

@@ -53,10 +53,8 @@ def test_the_charts_show_the_stored_results(monkeypatch):
 
     for device in charts.DEVICES:
         drawn = charts.path_of(device).read_text()
-        shares = [
-            share for pair in charts.bars(charts.results(), device).values() for share in pair
-        ]
-        missing = [share for share in shares if f">{share:.3f}<" not in drawn]
+        pairs = charts.bars(charts.results(), device).values()
+        missing = [x for pair in pairs for x in pair if f">{charts.words(x)}<" not in drawn]
         assert not missing, f"{device}: run `python benchmarks/charts.py`"
 
 

@@ -46,7 +46,6 @@ def trainer(tx, folder=None, steps=STEPS, **options):
         checkpointer=kd.ckpts.Checkpointer(save_interval_steps=STOP)
         if folder
         else kd.ckpts.NoopCheckpointer(),
-        setup=kd.train.setup_utils.Setup(tqdm_info=None),
         **options,
     )
 

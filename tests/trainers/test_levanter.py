@@ -1,6 +1,7 @@
 """levanter: its `Trainer` on a small Equinox model, with its checkpoints."""
 
 import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import levanter
@@ -15,10 +16,14 @@ from pairs import EVERY, MAX_NORM, NAMES, STEPS, STOP, check_same, of_optax, of_
 import gradclip_jax as gcx
 
 rng = np.random.default_rng(0)
-DATA = [jnp.asarray(rng.normal(size=(16, 4)), jnp.float32) for _ in range(STEPS)]
+DATA = [
+    hax.named(jnp.asarray(rng.normal(size=(16, 4)), jnp.float32), ("batch", "feature"))
+    for _ in range(STEPS)
+]
 
 
 def loss_fn(model, x, *, key=None):
+    x = x.array
     return jnp.mean((jax.vmap(model)(x) - x[:, :1]) ** 2), {}
 
 
