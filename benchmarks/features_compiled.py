@@ -191,6 +191,23 @@ COSTS = {
     "`skip_spikes` on norm and loss": Feature(
         lambda: _with_loss(_spike_guard()), lambda: _step(_adamw())
     ),
+    "`skip_spikes` on the update": Feature(
+        lambda: _step(gcx.skip_spikes(_adamw(), update=gcx.thresholds.mean_std(6.0))),
+        lambda: _step(_adamw()),
+    ),
+    "`skip_nonfinite(incidents=16)`": Feature(
+        lambda: _step(gcx.skip_nonfinite(_adamw(), incidents=16)),
+        lambda: _step(gcx.skip_nonfinite(_adamw())),
+    ),
+    "`watch`, the gradient": Feature(
+        lambda: _step(gcx.watch(_adamw(), of=("gradient",))), lambda: _step(_adamw())
+    ),
+    "`watch`, gradient and update": Feature(
+        lambda: _step(gcx.watch(_adamw(), of=("gradient", "update"))), lambda: _step(_adamw())
+    ),
+    "`watch`, gradient, update and parameters": Feature(
+        lambda: _step(gcx.watch(_adamw())), lambda: _step(_adamw())
+    ),
     "`dynamic_loss_scale`": Feature(
         lambda: _step(gcx.dynamic_loss_scale(_adamw())), lambda: _step(_adamw())
     ),

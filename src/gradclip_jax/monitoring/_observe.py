@@ -38,9 +38,14 @@ def observe(
     """The `WatchState` after a step with these norms; an incident takes the place of the oldest."""
     total, of_inner = evidence.norm, metrics(state.inner_state)
     values = {"norm": total, "log_norm": jnp.log(total), "loss": loss}
+    values["log_loss"] = None if loss is None else jnp.log(loss)
     bounds, levels = _spike_bounds(values, state.levels, spike)
-    # Norms of small batches have a long tail, and look like a normal distribution in logarithms.
-    bounds["norm"] = jnp.maximum(bounds["norm"], jnp.exp(jnp.minimum(bounds["log_norm"], 88)))
+    for key in ("norm", "loss"):
+        # Those of small batches have a long tail, and look normally distributed in logarithms. A
+        # loss may also be negative: then there is no level of its logarithm.
+        of_log = bounds[f"log_{key}"]
+        higher = jnp.maximum(bounds[key], jnp.exp(jnp.minimum(of_log, 88)))
+        bounds[key] = jnp.where(of_log < UNBOUNDED, higher, bounds[key])
     bounds["update"] = jnp.asarray(UNBOUNDED, jnp.float32)
     # A guard inside may have thresholds of its own.
     limits = [
@@ -73,7 +78,7 @@ _THRESHOLDS = ("skip_threshold", "loss_threshold", "update_threshold")
 def level_rules(spike: Number) -> dict[str, Rule]:
     """What a norm and a loss are compared with: their last 128 values."""
     signed = mean_std(spike, signed=True)
-    return {"norm": mean_std(spike), "log_norm": signed, "loss": signed}
+    return {"norm": mean_std(spike), "log_norm": signed, "loss": signed, "log_loss": signed}
 
 
 def _spike_bounds(

@@ -117,8 +117,8 @@ def watch(
         granularity: of what norms are taken, as for `clip_by_norm`. A stacked layer is named by
             its index. "global" names no unit. Inside `shard_map` no unit of a leaf may be spread
             over devices along an axis that indexes units.
-        spike: in standard deviations above the mean of the last 128 values, > 0; for a norm both of
-            itself and of its logarithm. inf for none.
+        spike: in standard deviations above the mean of the last 128 values, > 0; both of
+            a norm or loss and of its logarithm. inf for none.
         incidents: how many are kept, 1 to 2^20, static.
         axis_name: mapped axes over which every leaf is a shard, where types cannot tell (inside
             `pmap`, or `shard_map` with `check_vma=False`).
