@@ -166,12 +166,14 @@ def whole_batch(
 def _selected_on_tpu(grads: Tree, count: Scalar) -> Tree:
     """The gradients, selected on a TPU by a predicate that is always true.
 
-    XLA otherwise merges the scatter of an embedding's gradient with the sum over micro-batches; the sum
-    over chips then stays in the loop, or leaves it with a wrong result: docs/compiler_faults.md.
+    XLA otherwise merges the scatter of an embedding's gradient with the sum over micro-batches; the
+    sum over chips then stays in the loop, or leaves it with a wrong result: docs/compiler_faults.md.
     """
-    always = lax.platform_dependent(
-        count, tpu=lambda x: x >= 0, default=lambda _: jnp.ones((), jnp.bool_)
-    )
+
+    def known(count: Scalar) -> Array:
+        return vary(jnp.ones((), jnp.bool_), varying_axes(count))
+
+    always = lax.platform_dependent(count, tpu=lambda x: x >= 0, default=known)
 
     def select(x: Any) -> Any:
         return x if unreduced_axes(x) else jnp.where(always, x, jnp.zeros_like(x))
