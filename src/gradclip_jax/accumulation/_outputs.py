@@ -167,7 +167,7 @@ def _selected_on_tpu(grads: Tree, count: Scalar) -> Tree:
     """The gradients, selected on a TPU by a predicate that is always true.
 
     XLA otherwise merges the scatter of an embedding's gradient with the sum over micro-batches; the
-    sum over chips then stays in the loop, or leaves it with a wrong result: docs/compiler_faults.md.
+    sum over chips then stays in the loop, or leaves it wrong: docs/compiler_faults.md.
     """
 
     def known(count: Scalar) -> Array:
