@@ -211,7 +211,7 @@ def memory() -> None:
         state = jax.eval_shape(tx.init, moments)
 
         step = jax.jit(functools.partial(updated, tx, choice), donate_argnums=(0, 1))
-        found = step.lower(params, state, shapes).compile().memory_analysis()
+        found: Any = step.lower(params, state, shapes).compile().memory_analysis()
         # Without the gradient, and with what the forward pass reads of float32 copies.
         kept = found.argument_size_in_bytes + 2 * size * ((choice.params == jnp.float32) - 1)
         cells = [f"{x / size:.1f}" for x in (kept, found.temp_size_in_bytes)]

@@ -16,6 +16,7 @@ QUICK = {
     "features_compiled.py --only qk_clip": ("`qk_clip` in a step of AdamW",),
     "devices.py": ("8 devices: gcx, jit", "1 all-reduce"),
     "rounding.py": ("bfloat16, stochastic", "| float32 |"),
+    "bfloat16.py": ("| bfloat16, at random |", "| float32 copies | 14.0 | 0.0 |"),
     "per_example_speed.py": ("per_example.value_and_grad", "CPU ms per example"),
     "per_example_models.py": ("ours: FLOPs", "Mixer"),
     "detect.py": ("| GPT | NaN in a leaf | 100% | 100% |", "RNN: 0 false alarms in 10"),

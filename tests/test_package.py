@@ -24,6 +24,7 @@ each_module = pytest.mark.parametrize(
 FOUNDATION = {"_types", "_checks", "_tree_checks", "_mesh", "_unreduced", "_run_if"} | {
     "_gate",
     "_execute",
+    "_rounding",
     "_states",
 }
 MAY_IMPORT = {
@@ -36,6 +37,7 @@ MAY_IMPORT = {
     "_tree_checks": {"_types", "_checks", "_mesh", "_unreduced"},
     "_states": {"_types", "_checks"},
     "_run_if": {"_types", "_checks", "_mesh", "_unreduced"},
+    "_rounding": {"_types", "_checks", "_tree_checks", "_mesh", "_unreduced", "_states"},
     "_gate": {"_types"},
     "_execute": {"_types", "_checks", "_tree_checks", "_mesh", "_states", "_run_if", "_gate"},
     "clipping": FOUNDATION,

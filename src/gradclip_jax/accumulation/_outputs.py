@@ -145,7 +145,7 @@ def whole_batch(
             outputs = micro_batch(index)
             weight = as_weight(function, outputs.weight)
             if weight is None:
-                outputs = outputs._replace(grads=_selected_on_tpu(outputs.grads, total_weight))
+                outputs = outputs._replace(grads=_selected(outputs.grads, total_weight))
             columns = zip(reductions, totals, jax.tree.leaves(outputs), strict=True)
             pairs = [reduction.add(total, x, weight) for reduction, total, x in columns]
             total_weight += 1 if weight is None else weight
@@ -163,18 +163,15 @@ def whole_batch(
     return jax.tree.unflatten(structure, out)
 
 
-def _selected_on_tpu(grads: Tree, count: Scalar) -> Tree:
-    """The gradients, selected on a GPU and a TPU by a predicate that is always true.
+def _selected(grads: Tree, count: Scalar) -> Tree:
+    """The gradients, selected by a predicate that is always true.
 
-    XLA otherwise merges the scatter of an embedding's gradient with the sum over micro-batches; the
-    sum over chips then stays in the loop, or leaves it and is wrong: docs/compiler_faults.md.
+    XLA for GPUs and TPUs otherwise merges the scatter of an embedding's gradient with the sum over
+    micro-batches; the sum over devices then stays in the loop, or is wrong: docs/compiler_faults.md.
     """
-    always = lax.platform_dependent(
-        count, cpu=lambda _: jnp.ones((), jnp.bool_), default=lambda x: x >= 0
-    )
 
     def select(x: Any) -> Any:
-        return x if unreduced_axes(x) else jnp.where(always, x, jnp.zeros_like(x))
+        return x if unreduced_axes(x) else jnp.where(count >= 0, x, jnp.zeros_like(x))
 
     return jax.tree.map(select, grads)
 
