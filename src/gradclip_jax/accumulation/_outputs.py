@@ -167,7 +167,7 @@ def _selected(grads: Tree, count: Scalar) -> Tree:
     """The gradients, selected by a predicate that is always true.
 
     XLA for GPUs and TPUs otherwise merges the scatter of an embedding's gradient with the sum over
-    micro-batches; the sum over devices then stays in the loop, or is wrong: docs/compiler_faults.md.
+    micro-batches; the sum over devices then stays in the loop or is wrong: docs/compiler_faults.md.
     """
 
     def select(x: Any) -> Any:
