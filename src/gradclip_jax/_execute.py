@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from ._checks import check_state, check_transformation, error_message, is_float0, is_traced
@@ -287,8 +288,8 @@ def _next_states(
     return inner_state
 
 
-def _unmeasured() -> Scalar:
-    return jnp.full((), jnp.nan, jnp.float32)
+def _unmeasured() -> Any:
+    return np.float32(np.nan)  # of NumPy: `jax_debug_nans` looks at what JAX computes
 
 
 Step = Callable[[Tree, Any, Tree], tuple[Tree, Any, Tree]]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -178,6 +179,13 @@ def any_of(flags: dict[Kind, Scalar]) -> Scalar:
     return functools.reduce(jnp.logical_or, flags.values())
 
 
+def _bits(x: Any) -> Array:
+    """The bits of a float32; those of a NaN, which `jax_debug_nans` would report, for None."""
+    if x is None:
+        return jnp.int32(np.float32(np.nan).view(np.int32))
+    return lax.bitcast_convert_type(jnp.asarray(x, jnp.float32), jnp.int32)
+
+
 def note(
     log: IncidentLog,
     is_incident: Scalar,
@@ -192,12 +200,11 @@ def note(
     kind = sum(flag.astype(jnp.int32) * int(name) for name, flag in flags.items())
     values: dict[str, Any] = {"step": log.step_count, "kind": kind, **evidence._asdict()}
     names = ("norm_threshold", "loss_threshold", "update_threshold", "loss", "update_norm")
-    numbers = [jnp.nan if x is None else x for x in (*bounds, loss, update_norm)]
+    numbers = (*bounds, loss, update_norm)
     values |= dict(zip(names, numbers, strict=True)) | {"clip_factor": clip_factor}
     first_float = COLUMNS.index("norm")
-    integers = jnp.stack([values[name] for name in COLUMNS[:first_float]])
-    floats = jnp.stack([jnp.asarray(values[name], jnp.float32) for name in COLUMNS[first_float:]])
-    row = jnp.concatenate([integers, lax.bitcast_convert_type(floats, jnp.int32)])
+    integers = [values[name] for name in COLUMNS[:first_float]]
+    row = jnp.stack([*integers, *(_bits(values[name]) for name in COLUMNS[first_float:])])
     place = log.incident_count % len(log.rows)
     return log._replace(
         step_count=increment_where(log.step_count),

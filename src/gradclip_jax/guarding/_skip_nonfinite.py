@@ -133,6 +133,6 @@ def finite_checks(name: str, check: Any, axes: AxisName) -> dict[str, Any]:
         return has_finite_squares(grads, axes)
 
     def check_step(step: ComputedStep) -> tuple[Scalar, Scalar]:
-        return is_finite_step(step, axes), jnp.full((), jnp.nan, jnp.float32)
+        return is_finite_step(step, axes), jnp.zeros((), jnp.float32)
 
     return {"check_window": check_window} if check == "gradient" else {"check_step": check_step}

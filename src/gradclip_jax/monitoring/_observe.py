@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from .._types import UNBOUNDED, Array, AxisName, Number, Scalar
@@ -37,8 +38,7 @@ def observe(
 ) -> Any:
     """The `WatchState` after a step with these norms; an incident takes the place of the oldest."""
     total, of_inner = evidence.norm, metrics(state.inner_state)
-    values = {"norm": total, "log_norm": jnp.log(total), "loss": loss}
-    values["log_loss"] = None if loss is None else jnp.log(loss)
+    values = {"norm": total, "log_norm": total, "loss": loss, "log_loss": loss}
     bounds, levels = _spike_bounds(values, state.levels, spike)
     for key in ("norm", "loss"):
         # Those of small batches have a long tail, and look normally distributed in logarithms. A
@@ -91,8 +91,14 @@ def _spike_bounds(
     bounds = {key: jnp.asarray(UNBOUNDED, jnp.float32) for key in values}
     after = dict(levels)
     for key, rule in level_rules(spike).items():
-        value = values[key]
-        if value is not None:
-            bounds[key], _ = apply_rule(rule, value, levels[key])
-            _, after[key] = apply_rule(rule, jnp.minimum(value, bounds[key]), levels[key])
+        value, is_recorded = values[key], jnp.array(True)
+        if value is None:
+            continue
+        if key.startswith("log_"):  # of a number that has one
+            is_recorded = value > 0
+            value = jnp.log(jnp.where(is_recorded, value, 1))
+        bounds[key], _ = apply_rule(rule, value, levels[key])
+        _, level = apply_rule(rule, jnp.minimum(value, bounds[key]), levels[key])
+        choose = functools.partial(jnp.where, is_recorded)
+        after[key] = jax.tree.map(choose, level, levels[key])
     return bounds, after
