@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.sharding import AxisType
 
 from ._types import Array, AxisName
@@ -66,7 +67,7 @@ def is_explicit(sharding: Any) -> bool:
 
 def _type_of(x: Any) -> Any:
     """The type of an array or of its shape, or that type itself."""
-    return x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
+    return x if isinstance(x, ShapedArray) else jax.typeof(x)
 
 
 def zeros_of_type(like: Any, dtype: Any = None) -> Array:

@@ -128,7 +128,9 @@ def defer_sums(
                 return x
             later = missing | reduced_axes(x)
             # XLA gets a scatter wrong that is summed over other axes now: docs/compiler_faults.md.
-            if np.shape(x) in at_once and later != set(jax.typeof(x).sharding.mesh.axis_names):
+            if np.shape(x) in at_once and later != frozenset(
+                jax.typeof(x).sharding.mesh.axis_names
+            ):
                 return x
             return reshard(x, sharding_with(x, reduced=later))
 
