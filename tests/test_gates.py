@@ -90,7 +90,9 @@ PLACES = ["eager", "jit", "jit inside", "scan", "checkpoint"]
 @pytest.mark.parametrize(
     ("name", "where"),
     [
-        pytest.param(name, where, marks=() if name == "accumulation" else SLOW)
+        pytest.param(
+            name, where, marks=() if (name, where) == ("accumulation", "jit inside") else SLOW
+        )
         for name in GATES
         for where in PLACES
     ],
@@ -202,6 +204,7 @@ def test_an_eager_call_runs_the_optimizer_once(nest, fast):
     assert counts["runs"] == (1 if "mini_step" in gcx.metrics(state) else 2)
 
 
+@pytest.mark.slow
 @each_nest
 def test_a_checked_step_is_computed_once_on_an_accelerator(nest):
     inner = optax.stateless(lambda updates, params: {"w": -updates["w"] @ updates["w"]})

@@ -217,6 +217,7 @@ def stepped(params, updates):
     return gcx.apply_gradients(tx, updates, tx.init(params), params)[0]
 
 
+@pytest.mark.slow
 @needs_eight
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_arrays_get_the_bits_of_one_device(kind):

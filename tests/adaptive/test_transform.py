@@ -402,6 +402,7 @@ def test_rules_are_listed_under_thresholds():
     assert all(f"`{name}`" in thresholds.__doc__ for name in thresholds.__all__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_derivative_is_finite_after_a_bad_step(bad):
     spoilt = jnp.array([bad, 1.0, 2.0])

@@ -195,6 +195,7 @@ def test_noise_is_refused_where_nothing_says_what_a_device_holds(silent):
         run(jnp.zeros((4, 50)))
 
 
+@pytest.mark.slow
 @needs_four
 @needs_shard_map
 @pytest.mark.parametrize("silent", [False, True, "pmap"])

@@ -178,6 +178,7 @@ def test_loss_in_float16_is_clipped_to_the_threshold():
         assert size_of(grads) == pytest.approx(1e-3, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("nonfinite", ["zero", "propagate"])
 def test_bad_number_anywhere_in_one_example_of_many(bad, nonfinite):
@@ -228,6 +229,7 @@ def test_kernel_of_an_ungrouped_convolution_is_measured_by_gram_matrices():
     assert found["params"].method == "gram" and found["params"].elements == 2 * 49**2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -270,6 +272,7 @@ def test_real_factor_times_a_complex_number_stays_complex():
     assert_sound(loss, w, array(3, 3, 16, seed=3))
 
 
+@pytest.mark.slow
 def test_embedding_that_is_used_many_times_takes_equations_in_proportion():
     def loss(times, table, ids):
         return sum(jnp.sum(jnp.sin((i + 1.0) * table[ids + i])) for i in range(times))
