@@ -298,6 +298,7 @@ def test_a_wrapper_needs_an_inner_transformation(inner):
         Config("u_clip").build(inner)
 
 
+@pytest.mark.slow
 def test_config_is_made_without_starting_a_backend():
     # A settings module may be imported before `jax.distributed.initialize`.
     code = (

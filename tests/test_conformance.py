@@ -300,6 +300,7 @@ def test_forward_and_reverse_derivatives_are_finite_also_at_zero(name):
 SGD = optax.sgd(0.5)
 
 
+@pytest.mark.slow
 @every
 def test_scratch_is_at_most_one_params_size(name):
     tx = make(name)

@@ -11,6 +11,7 @@ from registry import TRANSFORMATIONS
 PLATFORMS = ("tpu", "cuda", "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(TRANSFORMATIONS))
 def test_transformation_lowers_for_all_platforms(name):
     tx = TRANSFORMATIONS[name]()

@@ -86,6 +86,7 @@ def test_wheel_needs_jax_and_optax_only(wheel):
     assert metadata["Requires-Python"] == ">=3.11"
 
 
+@pytest.mark.slow
 def test_import_loads_nothing_that_jax_and_optax_do_not():
     # Ours alone and the standard library: importing it costs what reading it costs.
     new = python(
@@ -96,6 +97,7 @@ def test_import_loads_nothing_that_jax_and_optax_do_not():
     assert set(new) - sys.stdlib_module_names <= {"gradclip_jax", "jax"}
 
 
+@pytest.mark.slow
 def test_import_leaves_the_configuration_of_jax_alone():
     python(
         "-c",

@@ -40,6 +40,7 @@ def shipped(archive):
     return {name.partition("/")[2] for name in archive.getnames()}
 
 
+@pytest.mark.slow
 def test_version_is_written_in_one_place(sdist):
     assert "version" in PROJECT["project"]["dynamic"] and "version" not in PROJECT["project"]
     assert sdist.getnames()[0].startswith(f"gradclip_jax-{gcx.__version__}/")
@@ -50,6 +51,7 @@ def test_citation_has_the_version_of_the_package():
     assert found[1] == gcx.__version__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["src", "tests", "docs", "examples", "benchmarks", "notebooks"])
 def test_sdist_holds_every_file_that_the_tests_read(sdist, folder):
     files = {

@@ -61,6 +61,7 @@ def test_p_values_are_corrected_as_by_holm(modules):
     assert corrected == pytest.approx({"a": 0.04, "b": 0.09, "c": 0.09, "d": 0.9})
 
 
+@pytest.mark.slow
 def test_a_verdict_needs_a_test_and_a_difference(modules, tmp_path):
     import compare
 

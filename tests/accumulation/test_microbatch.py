@@ -779,6 +779,7 @@ def sharded_batch(mesh):
     return jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 def test_a_sharded_batch_stays_where_it_is_under_jit(explicit):
     mesh = mesh_of(explicit=explicit)

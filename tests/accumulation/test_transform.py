@@ -630,6 +630,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRAPPED)
 def test_flush_reaches_through_wrappers(name):
     params = params_like()

@@ -253,6 +253,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_any_wrapper_can_hold_it(name):
     tx, params = WRAPPERS[name](), params_like("float32")

@@ -349,6 +349,7 @@ def test_a_level_that_shifts_is_followed(clip):
     assert late > (0.5 if clip is CLIPS["stable_spam"] else 10) * before
 
 
+@pytest.mark.slow
 @each_transformation
 def test_low_precision_is_that_of_the_updates_alone(tx):
     low = [jnp.asarray(x, jnp.bfloat16) for x in gradients(40)]
@@ -368,6 +369,7 @@ def test_low_precision_is_that_of_the_updates_alone(tx):
             np.testing.assert_allclose(ours, theirs, atol=20 * EPS * np.abs(theirs).max())
 
 
+@pytest.mark.slow
 @each_clip
 def test_derivatives_are_finite_at_zero_and_after_steps_that_are_not_finite(clip):
     sizes = jnp.array([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 30.0, 0.0, 1.0, 30.0])

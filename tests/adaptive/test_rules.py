@@ -89,6 +89,7 @@ def test_percentile_gives_what_the_authors_code_gives(run):
     assert_percentiles(found[:until], recorded.numbers(run.gave["threshold"])[:until])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 7, 1000])
 @pytest.mark.parametrize("percentile", [0.0, 10.0, 37.5, 100.0])
 def test_percentile_is_that_of_numpy_over_the_window(percentile, window):
@@ -471,6 +472,7 @@ def test_no_stream_makes_a_rule_nan(rule, norms):
     assert np.all(found[norms > 0] > 0)
 
 
+@pytest.mark.slow
 @each_rule
 @hypothesis.given(norms=streams(), log_level=st.floats(-3, 3))
 @hypothesis.settings(max_examples=25)
@@ -572,6 +574,7 @@ def test_a_state_keeps_its_structure_and_types(rule):
         assert all(x.dtype in (jnp.float32, jnp.int32) for x in jax.tree.leaves(first))
 
 
+@pytest.mark.slow
 @each_rule
 def test_a_rule_is_differentiable_after_zeros_and_steps_that_are_not_finite(rule):
     sizes = jnp.array([0.0, 1.0, 0.0, *np.full(12, 2.0), 50.0, 0.0, 3.0, 2.0, 50.0])

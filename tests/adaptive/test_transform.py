@@ -210,6 +210,7 @@ def test_quantile_clip_leaves_half_of_the_steps_alone():
 # in any company
 
 
+@pytest.mark.slow
 @each_method
 def test_a_spike_is_cut(tx):
     grads = gradients()

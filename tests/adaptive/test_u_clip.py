@@ -70,6 +70,7 @@ def assert_nothing_lost(updates, carry, grads, *, steps):
         assert error.max() <= steps * EPS * largest
 
 
+@pytest.mark.slow
 @each_clip
 def test_updates_and_carry_add_up_to_the_gradients_at_every_step(clip):
     grads = gradients()

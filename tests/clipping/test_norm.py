@@ -230,6 +230,7 @@ def test_unit_norms_of_other_magnitudes():
     np.testing.assert_allclose(norms, exact, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ord", ORDERS)
 def test_combined_norms_of_parts_are_the_norm_of_the_whole(ord):
     tree = trees.build("mixed_dtypes")
@@ -308,6 +309,7 @@ def test_norm_of_nothing_is_zero(name, ord):
     assert norm == 0 and norm.dtype == jnp.float32 and norm.shape == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in trees.TREES if n != "extreme"])
 def test_norm_of_every_tree_is_right(name):
     tree = trees.build(name)

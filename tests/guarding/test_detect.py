@@ -53,6 +53,7 @@ def widened(fun):
     return optax.stateless(lambda u, p: fun(u.astype(jnp.float32)).astype(u.dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 1000, BLOCK - 1, BLOCK, 3 * BLOCK])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_one_bad_element_is_found_in_a_leaf_of_any_size(size, bad):

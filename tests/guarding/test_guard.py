@@ -162,6 +162,7 @@ def test_members_of_a_vmap_decide_for_themselves(guard):
     assert updates.sum(1).tolist() == [-3.0, -3.0, 0.0, -3.0]
 
 
+@pytest.mark.slow
 @each_guard
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_nan_on_one_shard_is_skipped_by_all_devices(guard, check_vma):

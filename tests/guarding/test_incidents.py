@@ -162,6 +162,7 @@ class Model:
         return is_spike, threshold
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("relearn_after", [2, 25])
 @pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: gcx.skip_nonfinite(tx, check="step")])
 def test_spikes_of_the_update_are_skipped_as_in_plain_python(relearn_after, wrap):

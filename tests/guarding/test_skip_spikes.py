@@ -260,6 +260,7 @@ def test_the_warm_up_blocks_what_is_not_finite(rule):
 SPIKES = (1e3, 1e10, 1e20, 1e30, 3e38)
 
 
+@pytest.mark.slow
 @each_rule
 def test_a_spike_during_warm_up_does_not_lock_up(rule):
     tx = gcx.skip_large_norm(optax.sgd(0.1), rule)
@@ -269,6 +270,7 @@ def test_a_spike_during_warm_up_does_not_lock_up(rule):
         assert skipped[-100:].mean() <= 0.35
 
 
+@pytest.mark.slow
 @each_rule
 def test_a_spike_does_not_switch_the_guard_off_for_good(rule):
     tx = gcx.skip_large_norm(optax.sgd(0.1), rule)
@@ -277,6 +279,7 @@ def test_a_spike_does_not_switch_the_guard_off_for_good(rule):
     assert skips[:, 100].all() and skips[:, -1].all()
 
 
+@pytest.mark.slow
 @each_rule
 def test_zero_gradients_do_not_lock_up(rule):
     tx = gcx.skip_large_norm(optax.sgd(0.1), rule)

@@ -32,6 +32,7 @@ def test_every_dtype_is_counted(dtype):
     assert gcx.diagnostics.nonfinite_leaves(bad) == {"": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TREES)
 def test_a_finite_tree_has_no_bad_leaves(name):
     assert gcx.diagnostics.nonfinite_leaves(build(name)) == {}

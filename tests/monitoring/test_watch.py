@@ -71,6 +71,7 @@ def test_stacked_layers_have_norms_of_their_own_by_name():
         np.testing.assert_allclose(found[f"update_ratio/{name}"], ratio, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("granularity", "names"),
     [

@@ -100,6 +100,7 @@ def test_backward_rule_that_is_not_linear_runs_once():
     assert_sound(loss, array(16, 16, seed=1), array(3, 3, 16, seed=2), max_norm=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -147,6 +148,7 @@ def test_factors_whose_rows_are_of_opposite_magnitude():
     assert_sound(loss, w, batch, max_norm=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-20, 1e-12, 1e12, 1e20])
 def test_magnitudes_far_from_one(magnitude):
     def loss(w, x):
