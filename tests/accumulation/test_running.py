@@ -119,6 +119,7 @@ def test_float16_gradients_may_add_up_beyond_float16():
     np.testing.assert_array_equal(window_gradient(acc, acc, weight, mean=True), np.float32([6e4]))
 
 
+@pytest.mark.slow
 @hypothesis.settings(derandomize=True, max_examples=40, deadline=None)
 @hypothesis.given(
     dtype=st.sampled_from(["float32", "bfloat16", "float16", "complex64", "float8_e4m3fn"]),

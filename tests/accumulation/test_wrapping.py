@@ -201,6 +201,7 @@ def test_lookahead_may_be_inside(fast):
     np.testing.assert_allclose(updates.fast["w"], -0.1 * grads[0]["w"], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_strict_dtype_promotion():
     params = params_like("bfloat16")
     tx = gcx.accumulate_gradients(optax.sgd(0.1), 2)

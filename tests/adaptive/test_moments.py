@@ -272,6 +272,7 @@ def test_stable_adamw_takes_a_schedule():
 # any sequence
 
 
+@pytest.mark.slow
 @each_clip
 @hypothesis.given(
     sizes=st.lists(

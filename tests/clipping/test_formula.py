@@ -137,6 +137,7 @@ def test_float64_leaf_is_scaled_in_float64():
 # --- the clamped leaf -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", *trees.LOW])
 def test_clamp_is_right_and_leaves_the_rest_alone(dtype):
     x = trees.normal((500,), dtype, scale=3.0)

@@ -307,6 +307,7 @@ UNITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "axes"), UNITS.values(), ids=UNITS)
 def test_units_follow_the_axis_rules_of_optax(shape, axes):
     grads, params = trees.normal(shape, seed=1), trees.normal(shape, seed=2)

@@ -163,6 +163,7 @@ def test_64_bit_trees_are_clipped_in_64_bits():
 # --- clip_grad_value ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["dense", "masked", "stacked", "zero_size", "float0", "extreme", "scalars"]
 )

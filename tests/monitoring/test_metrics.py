@@ -93,6 +93,7 @@ PLACES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
 def test_keys_and_dtypes_are_the_same_at_every_step_wherever_the_state_is(name):
     tx, keys = PLACES[name]

@@ -124,6 +124,7 @@ def test_weights_multiply_and_mask_even_a_bad_example():
     assert np.isnan(stats.norm[1]) and np.isfinite(stats.norm[::2]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, -9.0, np.inf])
 def test_bad_example_adds_zero_or_spoils_everything_as_asked(bad):
     # -9 is a finite input; the NaN is made inside, by the square root.

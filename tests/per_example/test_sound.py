@@ -122,6 +122,7 @@ def test_weight_that_a_loop_carries_and_changes(change):
     assert_sound(loss, array(16, 16, seed=1), array(3, 3, 16, seed=2))
 
 
+@pytest.mark.slow
 def test_nan_in_a_row_that_is_cut_off_leaves_out_that_example_only():
     def loss(w, x):
         return jnp.sin((x @ w)[:-1]).sum()
