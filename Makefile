@@ -131,7 +131,7 @@ test-trainer-%: .venv-trainer-%/.installed
 .venv-trainer-tunix/.installed: REQUIRES = google-tunix
 .venv-trainer-levanter/.installed: REQUIRES = marin-levanter
 .venv-trainer-kauldron/.installed: REQUIRES = kauldron
-.venv-trainer-easydel/.installed: REQUIRES = easydel pillow
+.venv-trainer-easydel/.installed: REQUIRES = easydel pillow torch
 .venv-trainer-%/.installed: pyproject.toml
 	@test -n "$(PYTHON_TRAINERS)" || \
 		{ echo "No Python 3.12 found. Name one: make $@ PYTHON_TRAINERS=/path/to/python"; exit 1; }
