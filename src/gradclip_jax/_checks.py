@@ -160,7 +160,7 @@ def check_static(function: str, argument: str, value: Any) -> None:
         raise TypeError(error_message(function, argument, rule, describe(value), hint))
 
 
-def check_window(function: str, argument: str, value: Any) -> None:
+def check_length(function: str, argument: str, value: Any) -> None:
     """Refuses a length of history that is no static integer from 1 to 2^20."""
     check_static(function, argument, value)
     check_count(function, argument, value, "Pass the number of steps to keep.")

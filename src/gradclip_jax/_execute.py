@@ -183,8 +183,7 @@ def _execute(
         def checked(carry: Tree) -> tuple[Tree, Report]:
             carry, computed = take(carry)
             verdicts = [entry[2] for entry in (*around.entries, *judged.entries)]
-            checks = [verdicts[i].check_step for i in step_checks]
-            results = [check(computed) for check in checks if check]
+            results = [verdicts[i].check_step(computed) for i in step_checks]
             passes, numbers = zip(*results, strict=True)
             return carry, [_all(passes), list(passes), list(numbers)]
 
@@ -195,17 +194,14 @@ def _execute(
             refused = jnp.asarray(accepted) & ~jnp.asarray(stepped)
             innermost = guards[step_checks[-1]].drop(innermost, refused)
             # The innermost check that fails counts.
-            for i, passed, number in reversed(
-                list(zip(step_checks, passes, of_checks, strict=True))
-            ):
+            results = zip(step_checks, passes, of_checks, strict=True)
+            for i, passed, number in reversed(list(results)):
                 refusals[i], refused = refusals[i] | (refused & ~passed), refused & passed
                 measured[i] = number
         else:
             output, innermost = run_if(accepted, lambda x: take(x)[0], carry, usually=True)
-        own, others = (
-            list(zip(refusals, measured, strict=True))[part]
-            for part in (slice(around_count, None), slice(around_count))
-        )
+        of_guards = list(zip(refusals, measured, strict=True))
+        others, own = of_guards[:around_count], of_guards[around_count:]
         inner_state = _next_states(judged, innermost, own, stepped, alone=len(guards) == 1)
         flags = [jnp.asarray(stepped), others] if guards else []
         return output, inner_state, accumulator, flags

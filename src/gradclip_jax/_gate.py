@@ -34,13 +34,13 @@ class Verdict(NamedTuple):
         own_fields: from whether the guard refuses this call, bool[], and what its check measured,
             float32[], to its state, its own fields brought up to date.
         check_step: from a computed step to whether it may be taken, bool[], and what was measured
-            of it, float32[], NaN if nothing was. Given if the guard `checks_step`.
+            of it, float32[]. Asked if the guard `checks_step`.
     """
 
     is_good: Scalar
     grads: Tree
     own_fields: Callable[[Scalar, Scalar], Any]
-    check_step: Callable[[ComputedStep], tuple[Scalar, Scalar]] | None = None
+    check_step: Callable[[ComputedStep], tuple[Scalar, Scalar]]
 
 
 class Guard(NamedTuple):

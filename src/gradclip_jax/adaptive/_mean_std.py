@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._checks import check_count, check_number, check_window
+from .._checks import check_count, check_length, check_number
 from .._types import UNBOUNDED, Array, Count, Number
 from ..clipping._threshold import Rule
 from ._history import WindowState, empty_window, is_recorded, record
@@ -50,7 +50,7 @@ def mean_std(
     """
     name = "mean_std"
     check_number(name, "z_threshold", z_threshold, "Both projects use 6.")
-    check_window(name, "window", window)
+    check_length(name, "window", window)
     check_count(name, "warmup_steps", warmup_steps, "levanter uses half the window.")
     check_count(name, "ddof", ddof, "Pass 0 or 1.", low=0)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._checks import check_number, check_window
+from .._checks import check_length, check_number
 from .._types import Array, Count, Number
 from ..clipping._threshold import Rule
 from ._history import WindowState, empty_window, record
@@ -40,7 +40,7 @@ def percentile(percentile: Number = 10.0, window: Count = 1000, *, signed: bool 
     """
     name = "percentile"
     check_number(name, "percentile", percentile, "The paper uses 10.", high=100.0, closed=True)
-    check_window(name, "window", window)
+    check_length(name, "window", window)
 
     def init(norm: Array) -> WindowState:
         return empty_window(norm, int(window))

@@ -14,10 +14,10 @@ from .._checks import (
     check_bound,
     check_callable,
     check_choice,
+    check_length,
     check_number,
     check_ord,
     check_state,
-    check_window,
     error_message,
 )
 from .._mesh import replica_count, shard_axes, varying_axes
@@ -237,7 +237,7 @@ def norm_clip(
     rules = as_rules(function, argument, threshold, by_label=by_label)
     drops = nonfinite == "zero"
     if incidents is not None:
-        check_window(function, "incidents", incidents)
+        check_length(function, "incidents", incidents)
 
     def units_of(tree: Tree) -> Units:
         units = cut.cut(function, tree)

@@ -74,6 +74,10 @@ COLUMNS = (
 """The columns of a row, int32; from `norm` on the bits of a float32, so that a NaN can be kept."""
 
 
+THRESHOLDS = ("skip_threshold", "loss_threshold", "update_threshold")
+"""What a guard calls its bounds of norm, loss and update, in its state and `metrics`."""
+
+
 def empty_log(size: Any, units: Units, params: Tree) -> IncidentLog:
     """A log with room for some incidents."""
     rows = jnp.zeros((int(size), len(COLUMNS)), jnp.int32)

@@ -11,19 +11,19 @@ import optax
 from .._checks import (
     check_axis_name,
     check_count,
+    check_length,
     check_transformation,
     describe,
     error_message,
 )
-from .._checks import check_window as check_size
 from .._execute import gated
-from .._gate import ComputedStep, Guard, Verdict
+from .._gate import Guard, Verdict
 from .._run_if import like_dtypes
 from .._states import METRICS, find_states
 from .._types import UNBOUNDED, AxisName, Scalar, Tree
 from ..accumulation._state import discard_windows
 from ..clipping._granularity import leaf_units, measured_shapes
-from ..clipping._incident import Kind, causes, empty_log, gather, note
+from ..clipping._incident import THRESHOLDS, Kind, causes, empty_log, gather, note
 from ..clipping._norm import measured_leaves
 from ._signal import mean_loss
 
@@ -39,7 +39,6 @@ def guard(
     axes: AxisName,
     *,
     check_window: Callable[[Tree], Scalar] | None = None,
-    check_step: Callable[[ComputedStep], tuple[Scalar, Scalar]] | None = None,
     checks_step: bool = False,
     max_consecutive_skips: int | None = None,
     incidents: Any = None,
@@ -50,7 +49,7 @@ def guard(
     """
     kind = type(jax.eval_shape(lambda: first(())))
     if incidents is not None:
-        check_size(name, "incidents", incidents)
+        check_length(name, "incidents", incidents)
 
     def init(params: Tree) -> Any:
         inner_state = inner.init(params)
@@ -58,7 +57,7 @@ def guard(
         kinds = tuple(kind for kind, names in METRICS.items() if "loss_scale" in names)
         hint = "Put that one around this guard, which then sees unscaled gradients."
         _refuse_inner(name, inner_state, kinds, "dynamic_loss_scale", hint)
-        if looks:
+        if checks_step:
             # A window of it whose sum overflows stays so, and every step is refused.
             hint = (
                 "Use `accumulate_gradients`: a guard can empty its window. Or guard its optimizer."
@@ -75,8 +74,6 @@ def guard(
         updates: Tree, state: Any, params: Tree, extra_args: dict[str, Any]
     ) -> Verdict:
         verdict = judge(updates, state, params, extra_args)
-        if check_step:
-            verdict = verdict._replace(check_step=check_step)
         if state.incidents is None:
             return verdict
         leaves, loss = measured_leaves(verdict.grads), loss_of(name, extra_args)
@@ -85,8 +82,7 @@ def guard(
 
         def own_fields(refuses: Scalar, measured: Scalar) -> Any:
             after = verdict.own_fields(refuses, measured)
-            keys = ("skip_threshold", "loss_threshold", "update_threshold")
-            limits = [getattr(after, key, None) for key in keys]
+            limits = [getattr(after, key, None) for key in THRESHOLDS]
             bounds = [UNBOUNDED if x is None else x for x in limits]
             update_norm = None if limits[2] is None else measured
             flags = causes((evidence.norm, loss, update_norm), bounds, refuses)
@@ -96,8 +92,8 @@ def guard(
 
         return verdict._replace(own_fields=own_fields)
 
-    limit, looks = _limit(name, max_consecutive_skips), checks_step or check_step is not None
-    gate = Guard(name, kind, judge_and_note, limit, check_window, looks, discard_windows)
+    limit = _limit(name, max_consecutive_skips)
+    gate = Guard(name, kind, judge_and_note, limit, check_window, checks_step, discard_windows)
     return gated(gate, inner, init)
 
 

@@ -13,7 +13,7 @@ from .._types import Array, AxisName, Count, Scalar, Tree
 from ..clipping._formula import wide_dtype
 from ._detect import is_bad
 from ._guard import check_guard, guard, zero
-from ._skip_nonfinite import finite_checks, judge_gradient
+from ._skip_nonfinite import finite_checks, judge_finite
 
 _NAME = "dynamic_loss_scale"
 # Beyond these 1 / scale is no normal number, and a compiled program may take it for zero.
@@ -191,8 +191,11 @@ def dynamic_loss_scale(
         updates: Tree, state: LossScaleState, params: Tree, extra_args: dict[str, Any]
     ) -> Verdict:
         grads = jax.tree.map(lambda x: _unscaled(x, state.loss_scale), updates)
-        is_good = judge_gradient(_NAME, grads, extra_args, check, axes)
-        return Verdict(is_good, grads, lambda refuses, _: _adapted(state, refuses, rule))
+
+        def own_fields(refuses: Scalar, measured: Scalar) -> LossScaleState:
+            return _adapted(state, refuses, rule)
+
+        return judge_finite(_NAME, grads, extra_args, check, axes, own_fields)
 
     checks = finite_checks(_NAME, check, axes)
     return guard(_NAME, inner, first, judge, axes, **checks, incidents=incidents)

@@ -1,5 +1,6 @@
 """A guard against what is not finite."""
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -102,37 +103,45 @@ def skip_nonfinite(
             count = increment_where(state.skipped_nonfinite, refuses)
             return state._replace(skipped_nonfinite=count)
 
-        is_good = judge_gradient(name, updates, extra_args, check, axes)
-        return Verdict(is_good, updates, own_fields)
+        return judge_finite(name, updates, extra_args, check, axes, own_fields)
 
     def first(inner_state: Any) -> SkipNonfiniteState:
         return SkipNonfiniteState(zero(), zero(), zero(), inner_state)
 
-    checks = finite_checks(name, check, axes)
-    options: dict[str, Any] = {
-        "max_consecutive_skips": max_consecutive_skips,
-        "incidents": incidents,
-    }
-    return guard(name, inner, first, judge, axes, **checks, **options)
+    return guard(
+        name,
+        inner,
+        first,
+        judge,
+        axes,
+        max_consecutive_skips=max_consecutive_skips,
+        incidents=incidents,
+        **finite_checks(name, check, axes),
+    )
 
 
-def judge_gradient(
-    name: str, updates: Tree, extra_args: dict[str, Any], check: str, axes: AxisName
-) -> Scalar:
-    """Whether gradient, loss and weight are finite; alike on all devices."""
+def judge_finite(
+    name: str,
+    grads: Tree,
+    extra_args: dict[str, Any],
+    check: str,
+    axes: AxisName,
+    own_fields: Callable[[Scalar, Scalar], Any],
+) -> Verdict:
+    """Whether gradient, loss and weight, and the computed step, are finite on all devices."""
     check_bound(name, axes)
     is_finite = all_finite if check == "step" else has_finite_squares
-    return is_finite(updates, axes) & finite_extra_args(name, extra_args, axes)
+
+    def check_step(step: ComputedStep) -> tuple[Scalar, Scalar]:
+        return is_finite_step(step, axes), jnp.zeros((), jnp.float32)
+
+    is_good = is_finite(grads, axes) & finite_extra_args(name, extra_args, axes)
+    return Verdict(is_good, grads, own_fields, check_step)
 
 
 def finite_checks(name: str, check: Any, axes: AxisName) -> dict[str, Any]:
     """What a guard against what is not finite checks besides: windows, or steps."""
     check_choice(name, "check", check, ("gradient", "step"))
-
-    def check_window(grads: Tree) -> Scalar:
-        return has_finite_squares(grads, axes)
-
-    def check_step(step: ComputedStep) -> tuple[Scalar, Scalar]:
-        return is_finite_step(step, axes), jnp.zeros((), jnp.float32)
-
-    return {"check_window": check_window} if check == "gradient" else {"check_step": check_step}
+    if check == "step":
+        return {"checks_step": True}
+    return {"check_window": lambda grads: has_finite_squares(grads, axes)}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from .._types import UNBOUNDED, Array, AxisName, Number, Scalar
 from ..adaptive._mean_std import mean_std
-from ..clipping._incident import Evidence, Kind, any_of, causes, note
+from ..clipping._incident import THRESHOLDS, Evidence, Kind, any_of, causes, note
 from ..clipping._threshold import Rule, apply_rule
 from ..guarding._signal import mean_loss
 from ._metrics import metrics
@@ -50,7 +50,7 @@ def observe(
     # A guard inside may have thresholds of its own.
     limits = [
         jnp.where(skipped, of_inner.get(name, bounds[key]), bounds[key])
-        for key, name in zip(("norm", "loss", "update"), _THRESHOLDS, strict=True)
+        for key, name in zip(("norm", "loss", "update"), THRESHOLDS, strict=True)
     ]
     update_norm = None
     if "update" in norms:  # that of a skipped step is zero; a guard may have measured it before
@@ -70,9 +70,6 @@ def observe(
         levels=levels,
         incidents=log,
     )
-
-
-_THRESHOLDS = ("skip_threshold", "loss_threshold", "update_threshold")
 
 
 def level_rules(spike: Number) -> dict[str, Rule]:

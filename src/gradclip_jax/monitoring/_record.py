@@ -9,10 +9,10 @@ import optax
 from .._checks import (
     check_axis_name,
     check_bound,
+    check_length,
     check_ord,
     check_state,
     check_static,
-    check_window,
     error_message,
     refuse_traced,
 )
@@ -79,7 +79,7 @@ def record_norms(
         [10.0, 15.0]
     """
     name = "record_norms"
-    check_window(name, "window", window)
+    check_length(name, "window", window)
     check_static(name, "per_leaf", per_leaf)
     order, axes = check_ord(name, ord), check_axis_name(name, axis_name)
 

@@ -13,11 +13,11 @@ from .._checks import (
     check_axis_name,
     check_bound,
     check_choice,
+    check_length,
     check_number,
     check_state,
     check_static,
     check_transformation,
-    check_window,
     is_traced,
 )
 from .._run_if import like_dtypes
@@ -150,7 +150,7 @@ def watch(
     for kind in of:
         check_choice(_NAME, "of", kind, _KINDS)
     cut, axes = as_granularity(_NAME, granularity), check_axis_name(_NAME, axis_name)
-    check_window(_NAME, "incidents", incidents)
+    check_length(_NAME, "incidents", incidents)
     check_number(_NAME, "spike", spike, "OLMo-core uses 6; pass inf for none.")
 
     def init(params: Tree) -> WatchState:
