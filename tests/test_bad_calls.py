@@ -590,7 +590,7 @@ ROWS = [
         lambda: gcx.convert_state(SGD, gcx.skip_nonfinite(optax.adam(0.1)).init(GRADS), GRADS),
         TypeError,
         "convert_state: `state` must be a state that maps on that of `tx`, got ScaleByAdamState"
-        " where `tx` has EmptyState at state.inner_state[0]. Leave the rest of the chain as it "
+        " where `tx` has nothing at state.inner_state[0]. Leave the rest of the chain as it "
         "was; restore a checkpoint into the `init(params)` of the transformation that wrote it "
         "before it is converted.",
     ),

@@ -439,9 +439,32 @@ def test_a_longer_chain_is_refused_by_its_place():
     old = optax.chain(optax.clip(1.0), optax.trace(0.9), optax.adam(0.1))
     new = gcx.accumulate_gradients(optax.chain(gcx.clip(1.0), optax.adam(0.1)), EVERY)
     state = optax.MultiSteps(old, EVERY).init(PARAMS)
-    message = r"got a tuple of 3 where `tx` has a tuple of 2 at state\.inner_opt_state\. Leave the"
+    message = (
+        r"got TraceState where `tx` has ScaleByAdamState at state\.inner_opt_state\[1\]\. Leave the"
+    )
     with pytest.raises(TypeError, match=message):
         gcx.convert_state(new, state, PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            (optax.adam(0.1), optax.trace(0.9)),
+            (optax.adam(0.1),),
+            r"TraceState .* nothing at state\[1\]",
+        ),
+        (
+            (optax.adam(0.1),),
+            (optax.adam(0.1), optax.trace(0.9)),
+            r"nothing .* TraceState at state\.",
+        ),
+    ],
+    ids=["longer", "shorter"],
+)
+def test_a_part_without_a_counterpart_is_refused(old, new, message):
+    with pytest.raises(TypeError, match=message):
+        gcx.convert_state(optax.chain(*new), optax.chain(*old).init(PARAMS), PARAMS)
 
 
 def test_another_optimizer_is_refused_by_its_place():

@@ -1,11 +1,14 @@
 """The state of one optimizer as the state of another: changing over in the middle of a run.
 
-Both states are walked together. Nodes of one kind are copied. The fields of a transformation of
-Optax are translated to those of its counterpart here, or back. A part of this package that only one
-of the two has starts anew or is dropped. All else is refused, with its path.
+Chains, guards and accumulations are opened, so each state is a sequence of parts. Parts of one kind
+are matched in order, and copied; the fields of a transformation of Optax are translated to those of
+its counterpart here, or back. A part of this package that only one of the two has starts anew or is
+dropped. All else is refused, with its path.
 """
 
-import dataclasses
+import collections
+import itertools
+from collections.abc import Iterator
 from typing import Any, Final
 
 import jax
@@ -15,31 +18,26 @@ import optax
 
 from ._checks import check_choice, describe, error_message, is_traced, leaf_path, shortened
 from ._rounding import RoundingState
-from ._states import find_states, plain_arrays, replace_states, with_structure_of
+from ._states import GATES, find_states, plain_arrays, replace_states, with_structure_of
 from ._types import Scalar, Tree
 from .accumulation._reduction import reductions_of_init
 from .accumulation._state import AccumulationState
 from .clipping._clip import ClipState
 from .guarding._loss_scale import LossScaleState
 from .guarding._skip_nonfinite import SkipNonfiniteState
-from .guarding._skip_spikes import SkipSpikesState
 from .monitoring._record import NormRecordState
 from .monitoring._watch import WatchState
 
 _NAME = "convert_state"
-_LEAF = jax.tree.structure(0)
-_WRAPPERS: Final[dict[type, str]] = {  # what is around another state, and where that is
-    AccumulationState: "inner_opt_state",
+_INNER: Final[dict[type, str]] = GATES | {  # what is around another state, and where that is
     optax.MultiStepsState: "inner_opt_state",
     optax.ApplyIfFiniteState: "inner_state",
-    LossScaleState: "inner_state",
-    SkipNonfiniteState: "inner_state",
-    SkipSpikesState: "inner_state",
     WatchState: "inner_state",
 }
-_COUNTERPARTS: Final[dict[type, type]] = {
+_KINDS: Final[dict[type, type]] = {
     optax.MultiStepsState: AccumulationState,
     optax.ApplyIfFiniteState: SkipNonfiniteState,
+    LossScaleState: SkipNonfiniteState,
 }
 _FRESH = (ClipState, NormRecordState, RoundingState, optax.EmptyState)
 _HINT = (
@@ -65,7 +63,7 @@ def convert_state(
     | a clip of Optax | a clip | nothing: Optax's have no state. Rules and schedules start anew |
     | nothing | a guard, an accumulation, a `watch` | it starts anew around what is there |
     | an accumulator | one of another dtype | the open window, rounded to nearest |
-    | nothing | a clip, `record_norms` | it starts anew, and so do the others in its chain |
+    | nothing | a clip, `record_norms` | it starts anew, and so do others of its kind |
     | nothing | `round_stochastically` | the same |
 
     Each row may be read backwards. A window that would be lost is refused while it is open.
@@ -115,7 +113,7 @@ def convert_state(
     else:
         averages = reduction == "mean"
     arrays = plain_arrays(like), plain_arrays(state)
-    return with_structure_of(like, _Conversion(averages).translated(*arrays, ()))
+    return with_structure_of(like, jax.tree.map(jnp.asarray, _converted(*arrays, averages, ())))
 
 
 def _averages(tx: Any, like: Any, params: Tree, reductions: list[Any]) -> Any:
@@ -138,171 +136,58 @@ def _averages(tx: Any, like: Any, params: Tree, reductions: list[Any]) -> Any:
     return ~jnp.stack(sums).any() if sums else True
 
 
-@dataclasses.dataclass(frozen=True)
-class _Conversion:
-    averages: Any  # whether the accumulations do: bool, bool[], or None if that is not known
-    factor: Any = None  # what the leaves of an accumulator are multiplied by
+def _converted(like: Any, given: Any, averages: Any, path: Any) -> Any:
+    """What `given` says, in the structure of `like`, a fresh state.
 
-    def translated(self, like: Any, given: Any, path: Any) -> Any:
-        """What `given` says, in the structure of `like`, a fresh state."""
-        if type(like) is type(given) and "incidents" in getattr(like, "_fields", ()):
-            logs = like.incidents, given.incidents
-            if jax.tree.structure(logs[0]) != jax.tree.structure(logs[1]) or not _is_shaped_as(
-                *logs
-            ):
-                given = given._replace(incidents=like.incidents)  # one starts anew, or is dropped
-        match like, given:
-            case AccumulationState(), optax.MultiStepsState():
-                return self._to_window(like, given, path)
-            case optax.MultiStepsState(), AccumulationState():
-                return self._to_multi_steps(like, given, path)
-            case AccumulationState(), AccumulationState():
-                if not _has_sum(like) and _has_sum(given):
-                    _check_closed(given, path)
-                is_alike = _has_sum(like) == _has_sum(given)
-                acc = _in_dtypes(like, given) if is_alike else like.acc_grads
-                return self._alike(like, given._replace(acc_grads=acc), path)
-            case SkipNonfiniteState(), optax.ApplyIfFiniteState():
-                return like._replace(
-                    skipped_nonfinite=_count(given.total_notfinite),
-                    consecutive_skips=_count(given.notfinite_count),
-                    inner_state=self._field("inner_state", like, given, path),
-                )
-            case optax.ApplyIfFiniteState(), SkipNonfiniteState():
-                return optax.ApplyIfFiniteState(
-                    notfinite_count=_count(given.consecutive_skips),
-                    last_finite=jnp.asarray(given.consecutive_skips) == 0,
-                    total_notfinite=_count(given.skipped_nonfinite),
-                    inner_state=self._field("inner_state", like, given, path),
-                )
-            case (LossScaleState(), SkipNonfiniteState()) | (
-                SkipNonfiniteState(),
-                LossScaleState(),
-            ):
-                return like._replace(
-                    skipped_nonfinite=given.skipped_nonfinite,
-                    consecutive_skips=given.consecutive_skips,
-                    guard_failed=given.guard_failed,
-                    inner_state=self._field("inner_state", like, given, path),
-                )
-            case _ if _is_fresh(like) and _is_fresh(given):
-                return self._alike(like, given, path) if _is_shaped_as(like, given) else like
-            case _ if type(like) is type(given) is not tuple:
-                return self._alike(like, given, path)
-            case _ if type(like) in _WRAPPERS or type(given) in _WRAPPERS:
-                return self._wrapped(like, given, path)
-            case _:
-                return self._in_chain(like, given, path)
+    `averages` is whether accumulations do: bool, bool[], or None if that is not known.
+    """
+    of_kind: dict[Any, list[tuple[Any, Any]]] = collections.defaultdict(list)
+    for place, part in _parts(given, path):
+        of_kind[_kind(part)].append((place, part))
+    counts = collections.Counter(_kind(part) for _, part in _parts(like))
 
-    def _wrapped(self, like: Any, given: Any, path: Any) -> Any:
-        """Two nodes of which one at least is a guard or an accumulation that the other is not."""
-        outer, inner = _WRAPPERS.get(type(like)), _WRAPPERS.get(type(given))
-        in_like, in_given = _occurs(given, like), _occurs(like, given)
-        if outer and (not in_given or (inner and in_like)):
-            return like._replace(**{outer: self.translated(getattr(like, outer), given, path)})
-        if inner and not in_like:
-            _check_closed(given, path)
-            place = (*path, jax.tree_util.GetAttrKey(inner))
-            return self.translated(like, getattr(given, inner), place)
-        return self._in_chain(like, given, path)
+    def counterpart(node: Any) -> Any:
+        kind = _kind(node)
+        # Of several clips nobody can say which of them is new.
+        is_fresh = _is_fresh(node) and len(of_kind[kind]) != counts[kind]
+        if is_fresh or not of_kind[kind]:
+            if kind is None:
+                raise TypeError(_mismatch(_name(node), "nothing", path))
+            return node
+        place, part = of_kind[kind].pop(0)
+        counts[kind] -= 1
+        return _copied(node, part, averages, place)
 
-    def _in_chain(self, like: Any, given: Any, path: Any) -> Any:
-        """Chains, of which one may have clips that the other has not, or a chain and its part."""
-        parts, others = _lasting(like), _lasting(given)
-        chain, other_chain = type(like) is tuple, type(given) is tuple
-        is_both = chain and other_chain and len(parts) == len(others)
-        if is_both and (len(parts) != 1 or _may_match(like[parts[0]], given[others[0]])):
-            pairs = list(zip(parts, others, strict=True))
-            fresh, other_fresh = (
-                [i for i, x in enumerate(node) if isinstance(x, _FRESH)] for node in (like, given)
-            )
-            if len(fresh) == len(other_fresh):
-                pairs += zip(fresh, other_fresh, strict=True)
-        elif chain and len(parts) == 1 and _may_match(like[parts[0]], given):
-            return _with(like, {parts[0]: self.translated(like[parts[0]], given, path)})
-        elif other_chain and len(others) == 1 and _may_match(like, given[others[0]]):
-            (i,) = others
-            return self.translated(like, given[i], (*path, jax.tree_util.SequenceKey(i)))
-        else:
-            return self._alike(like, given, path)
-        key = jax.tree_util.SequenceKey
-        return _with(
-            like, {i: self.translated(like[i], given[j], (*path, key(j))) for i, j in pairs}
-        )
+    def rebuilt(node: Any) -> Any:
+        if type(node) is tuple:
+            return tuple(map(rebuilt, node))
+        new, inner = counterpart(node), _INNER.get(type(node))
+        return new._replace(**{inner: rebuilt(getattr(node, inner))}) if inner else new
 
-    def _alike(self, like: Any, given: Any, path: Any) -> Any:
-        """Nodes of one kind, child by child."""
-        if isinstance(like, dict) and isinstance(given, dict):
-            given = _by_name(like, given)
-        children, structure = _children(like)
-        others, other_structure = _children(given)
-        if structure != other_structure:
-            raise TypeError(_mismatch(_kind(like), _kind(given), path))
-        if structure == _LEAF:
-            return self._leaf(like, given, path)
-        pairs = zip(children, others, strict=True)
-        converted = [self.translated(x, y, (*path, *key)) for (key, x), (_, y) in pairs]
-        return jax.tree.unflatten(structure, converted)
+    converted = rebuilt(like)
+    for place, part in itertools.chain(*of_kind.values()):
+        if _kind(part) is None:
+            raise TypeError(_mismatch("nothing", _name(part), place))
+        _check_closed(part, place)
+    return converted
 
-    def _field(self, name: str, like: Any, given: Any, path: Any) -> Any:
-        key = jax.tree_util.GetAttrKey(name)
-        return self.translated(getattr(like, name), getattr(given, name), (*path, key))
 
-    def _to_window(self, like: AccumulationState, given: Any, path: Any) -> AccumulationState:
-        held, steps = _count(given.mini_step), _count(given.gradient_step)
-        count = self._where_averaged(held, jnp.minimum(held, 1), path)
-        return like._replace(
-            mini_step=held,
-            gradient_step=steps,
-            inner_opt_state=self._field("inner_opt_state", like, given, path),
-            acc_grads=self._accumulators(like, given, count.astype(jnp.float32), path),
-            total_weight=held.astype(jnp.float32),
-            micro_batch_count=steps * like.accumulation_steps + held,
-            emitted=((held == 0) & (steps > 0)).astype(jnp.int32),
-        )
+def _parts(node: Any, path: Any = ()) -> Iterator[tuple[Any, Any]]:
+    """The path and the state of all that is in chains, guards and accumulations, and of these."""
+    if type(node) is tuple:
+        for i, x in enumerate(node):
+            yield from _parts(x, (*path, jax.tree_util.SequenceKey(i)))
+        return
+    yield path, node
+    inner = _INNER.get(type(node))
+    if inner:
+        yield from _parts(getattr(node, inner), (*path, jax.tree_util.GetAttrKey(inner)))
 
-    def _to_multi_steps(self, like: Any, given: AccumulationState, path: Any) -> Any:
-        held, weight = _count(given.mini_step), given.total_weight
-        if _is_open(given) and not is_traced(weight) and weight != held:
-            place = leaf_path("state", path) + ".total_weight"
-            rule, hint = "a window of weights 1", "`flush` the window first."
-            got = f"a weight of {float(weight):g} in {int(held)} micro-batches at {place}"
-            raise ValueError(error_message(_NAME, "state", rule, got, hint))
-        # Zero for an empty window: ours still holds the sum of the last one, Optax adds to it.
-        factor = (held > 0) / jnp.float32(self._where_averaged(jnp.maximum(held, 1), 1, path))
-        return like._replace(
-            mini_step=held,
-            gradient_step=_count(given.gradient_step),
-            inner_opt_state=self._field("inner_opt_state", like, given, path),
-            acc_grads=self._accumulators(like, given, factor, path),
-        )
 
-    def _where_averaged(self, mean: Any, total: Any, path: Any) -> Any:
-        if self.averages is None:
-            rule = 'given, "mean" or "sum", where `tx` does not say it of all its leaves'
-            hint = f"A window at {leaf_path('state', path)} is one or the other."
-            raise ValueError(error_message(_NAME, "reduction", rule, "None", hint))
-        return jnp.where(self.averages, mean, total)
-
-    def _accumulators(self, like: Any, given: Any, factor: Any, path: Any) -> Tree:
-        """The accumulators of `given` times a factor, in the dtypes of those of `like`."""
-        if _has_sum(like) and _has_sum(given):
-            conversion = dataclasses.replace(self, factor=factor)
-            return conversion._field("acc_grads", like, given, path)
-        if not _has_sum(like):
-            _check_closed(given, path)
-        return like.acc_grads
-
-    def _leaf(self, like: Any, given: Any, path: Any) -> Any:
-        is_sum = self.factor is not None  # the two may accumulate in different dtypes
-        same_dtype = is_sum or jnp.result_type(like) == jnp.result_type(given)
-        if np.shape(like) != np.shape(given) or not same_dtype:
-            raise TypeError(_mismatch(describe(like), describe(given), path))
-        if not is_sum:
-            return given if isinstance(given, jax.Array) else jnp.asarray(given)
-        # Selected, not multiplied: an empty window may hold anything.
-        total = jnp.where(self.factor > 0, given * self.factor, jnp.zeros_like(given))
-        return total.astype(jnp.result_type(like))
+def _kind(part: Any) -> type | None:
+    """What a part is matched by; None for one that must have a counterpart."""
+    may_start_anew = type(part) in _INNER or _is_fresh(part)
+    return _KINDS.get(type(part), type(part)) if may_start_anew else None
 
 
 def _is_fresh(node: Any) -> bool:
@@ -311,68 +196,124 @@ def _is_fresh(node: Any) -> bool:
     return bool(parts) and all(isinstance(x, _FRESH) for x in parts)
 
 
-def _lasting(node: Any) -> list[int]:
-    """The places in a chain of what has to have a counterpart."""
-    return [i for i, x in enumerate(node) if not _is_fresh(x)] if type(node) is tuple else []
+def _copied(like: Any, given: Any, averages: Any, path: Any) -> Any:
+    """What one part says, as its counterpart; what is inside a guard is left as it is."""
+    is_same = type(like) is type(given)
+    if is_same and hasattr(like, "incidents") and not _is_alike(like.incidents, given.incidents):
+        given = given._replace(incidents=like.incidents)
+    if isinstance(like, _FRESH):
+        return given if _is_alike(like, given) else like
+    kind = _kind(like)
+    if kind is SkipNonfiniteState and not is_same:
+        return _copied_skips(like, given)
+    if kind is AccumulationState and not is_same:
+        return _copied_window(like, given, averages, path)
+    if kind is AccumulationState and isinstance(like, AccumulationState):
+        given = given._replace(acc_grads=_accumulator(like, given, None, averages, path))
+    if kind in _INNER:
+        like, given = (x._replace(**{_INNER[type(x)]: ()}) for x in (like, given))
+    return _copied_children(like, given, averages, path)
 
 
-def _with(chain: tuple[Any, ...], parts: dict[int, Any]) -> tuple[Any, ...]:
-    return tuple(parts.get(i, x) for i, x in enumerate(chain))
+def _is_alike(like: Any, given: Any) -> bool:
+    """Whether all shapes and dtypes are the same."""
 
-
-def _by_name(like: dict[Any, Any], given: dict[Any, Any]) -> dict[Any, Any]:
-    """The states of `given`; where only one of the two has a name, what may start anew does."""
-    differing = like.keys() ^ given.keys()
-    if not differing or not all(_is_fresh({**like, **given}[key]) for key in differing):
-        return given
-    merged = like.copy()  # in its order
-    merged.update({key: given[key] for key in like.keys() & given.keys()})
-    return merged
-
-
-def _may_match(like: Any, given: Any) -> bool:
-    return bool({type(like), type(given)} & _WRAPPERS.keys()) or type(like) is type(given)
-
-
-def _occurs(state: Any, within: Any) -> bool:
-    """Whether a guard or accumulation of this kind, or its counterpart, is inside another state."""
-
-    def kind(node: Any) -> type:
-        return _COUNTERPARTS.get(type(node), type(node))
-
-    inside = find_states(within, tuple(_WRAPPERS))
-    return any(kind(x) is kind(state) for _, x in inside if x is not within)
-
-
-def _is_shaped_as(like: Any, given: Any) -> bool:
     def shapes(tree: Any) -> Any:
-        tree = replace_states(tree, ClipState, lambda clip: clip._replace(incidents=None))
-        return jax.tree.map(lambda x: (np.shape(x), jnp.result_type(x)), tree)
+        leaves, structure = jax.tree.flatten(tree)
+        return structure, [(np.shape(x), jnp.result_type(x)) for x in leaves]
 
     return shapes(like) == shapes(given)
 
 
-def _in_dtypes(like: AccumulationState, given: AccumulationState) -> Tree:
-    """The accumulator of `given` in the dtypes of that of `like`, where both are one tree."""
+def _copied_children(like: Any, given: Any, averages: Any, path: Any) -> Any:
+    """What `given` holds, child by child."""
+    if isinstance(like, dict) and isinstance(given, dict):
+        names = like.keys() ^ given.keys()
+        if names and all(_is_fresh({**like, **given}[name]) for name in names):
+            given = like | {name: given[name] for name in like.keys() & given.keys()}
+    children, structure = _children(like)
+    others, other_structure = _children(given)
+    if structure != other_structure:
+        raise TypeError(_mismatch(_name(like), _name(given), path))
+    if structure == jax.tree.structure(0):
+        if not _is_alike(like, given):
+            raise TypeError(_mismatch(describe(like), describe(given), path))
+        return given
+    pairs = zip(children, others, strict=True)
+    copied = [_converted(x, y, averages, (*path, *key)) for (key, x), (_, y) in pairs]
+    return jax.tree.unflatten(structure, copied)
 
-    def cast(x: Any, like: Any) -> Any:
-        kinds = jnp.result_type(x), jnp.result_type(like)
-        is_real = all(jnp.issubdtype(kind, jnp.floating) for kind in kinds)
-        return jnp.asarray(x).astype(kinds[1]) if is_real else x
 
-    if jax.tree.structure(like.acc_grads) != jax.tree.structure(given.acc_grads):
-        return given.acc_grads
-    return jax.tree.map(cast, given.acc_grads, like.acc_grads)
+def _copied_skips(like: Any, given: Any) -> Any:
+    """The counts of skips, where one of the two is Optax's guard or a loss scale."""
+    if isinstance(given, optax.ApplyIfFiniteState):
+        skips, streak, failed = map(_count, (given.total_notfinite, given.notfinite_count, 0))
+    else:
+        skips, streak = given.skipped_nonfinite, given.consecutive_skips
+        failed = given.guard_failed
+    if isinstance(like, optax.ApplyIfFiniteState):
+        return like._replace(notfinite_count=streak, last_finite=streak == 0, total_notfinite=skips)
+    return like._replace(skipped_nonfinite=skips, consecutive_skips=streak, guard_failed=failed)
 
 
-def _has_sum(window: Any) -> bool:
-    """Whether a window has an accumulator: with `every=1` it has none."""
-    return not (isinstance(window.acc_grads, tuple) and window.acc_grads == ())
+def _copied_window(like: Any, given: Any, averages: Any, path: Any) -> Any:
+    """The window of an accumulation, of which one of the two is Optax's."""
+    held, steps = _count(given.mini_step), _count(given.gradient_step)
+    if averages is None:
+        rule = 'given, "mean" or "sum", where `tx` does not say it of all its leaves'
+        hint = f"A window at {leaf_path('state', path)} is one or the other."
+        raise ValueError(error_message(_NAME, "reduction", rule, "None", hint))
+    length = jnp.where(averages, jnp.maximum(held, 1), 1).astype(jnp.float32)
+    if isinstance(like, optax.MultiStepsState):
+        _check_plain_weights(given, path)
+        # Zero for an empty window: ours still holds the sum of the last one, Optax adds to it.
+        acc = _accumulator(like, given, (held > 0) / length, averages, path)
+        return like._replace(mini_step=held, gradient_step=steps, acc_grads=acc)
+    return like._replace(
+        mini_step=held,
+        gradient_step=steps,
+        acc_grads=_accumulator(like, given, (held > 0) * length, averages, path),
+        total_weight=held.astype(jnp.float32),
+        micro_batch_count=steps * like.accumulation_steps + held,
+        emitted=_count((held == 0) & (steps > 0)),
+    )
+
+
+def _accumulator(like: Any, given: Any, factor: Any, averages: Any, path: Any) -> Tree:
+    """The accumulator of `given` times a factor, in the dtypes of that of `like`."""
+
+    def scaled(x: Any, like: Any) -> Any:
+        if jnp.iscomplexobj(x) and not jnp.iscomplexobj(like):
+            return x
+        # Selected, not multiplied: an empty window may hold anything.
+        if factor is not None:
+            x = jnp.where(factor > 0, x * factor, jnp.zeros_like(x))
+        return jnp.asarray(x).astype(jnp.result_type(like))
+
+    # With `every=1` there is none.
+    ours, acc = like.acc_grads, given.acc_grads
+    if not jax.tree.leaves(ours):
+        _check_closed(given, path)
+    if not (jax.tree.leaves(ours) and jax.tree.leaves(acc)):
+        return ours
+    if jax.tree.structure(ours) == jax.tree.structure(acc):
+        acc = jax.tree.map(scaled, acc, ours)
+    return _converted(ours, acc, averages, (*path, jax.tree_util.GetAttrKey("acc_grads")))
 
 
 def _is_open(window: Any) -> bool:
     """Whether micro-batches wait in a window, as far as that is known."""
     return not is_traced(window.mini_step) and bool(window.mini_step > 0)
+
+
+def _check_plain_weights(given: AccumulationState, path: Any) -> None:
+    """Refuses an open window that Optax, which has no weights, could not continue."""
+    held, weight = given.mini_step, given.total_weight
+    if _is_open(given) and not is_traced(weight) and weight != held:
+        place = leaf_path("state", path) + ".total_weight"
+        rule, hint = "a window of weights 1", "`flush` the window first."
+        got = f"a weight of {float(weight):g} in {int(held)} micro-batches at {place}"
+        raise ValueError(error_message(_NAME, "state", rule, got, hint))
 
 
 def _check_closed(given: Any, path: Any) -> None:
@@ -393,7 +334,7 @@ def _count(value: Any) -> Scalar:
     return jnp.asarray(value, jnp.int32)
 
 
-def _kind(node: Any) -> str:
+def _name(node: Any) -> str:
     if isinstance(node, dict):
         return f"a dict with the keys {', '.join(map(repr, sorted(node, key=str)))}"
     if type(node) in (tuple, list):
