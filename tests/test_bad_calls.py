@@ -405,13 +405,6 @@ ROWS = [
     ),
     (
         "accumulate_gradients",
-        lambda: gcx.accumulate_gradients(SGD, every_k_schedule=2),
-        TypeError,
-        "accumulate_gradients: `every_k_schedule` must be an argument of this function, got "
-        "every_k_schedule=2. It is called `every` here.",
-    ),
-    (
-        "accumulate_gradients",
         lambda: updated(gcx.accumulate_gradients(SGD, 2), ["a"]),
         TypeError,
         "accumulate_gradients: every leaf of `updates` must be floating or complex, got str[] "
@@ -514,13 +507,6 @@ ROWS = [
         lambda: gcx.skip_nonfinite(SGD, check="all"),
         ValueError,
         "skip_nonfinite: `check` must be one of 'gradient', 'step', got 'all'. Pick one of them.",
-    ),
-    (
-        "skip_nonfinite",
-        lambda: gcx.skip_nonfinite(SGD, max_consecutive_errors=3),
-        TypeError,
-        "skip_nonfinite: `max_consecutive_errors` must be an argument of this function, got "
-        "max_consecutive_errors=3. It is called `max_consecutive_skips` here.",
     ),
     (
         "skip_large_norm",

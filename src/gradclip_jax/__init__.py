@@ -34,63 +34,40 @@ taken: `granularities`.
 import typing as _typing
 
 from ._version import __version__ as __version__
-from . import configs as configs
-from . import diagnostics as diagnostics
-from . import granularities as granularities
-from . import per_example as per_example
-from . import thresholds as thresholds
+from . import configs, diagnostics, granularities, per_example, thresholds
 
-from .clipping._norm import global_norm as global_norm
-from .clipping._norm import leaf_norms as leaf_norms
-from .clipping._norm import combine_norms as combine_norms
-from .clipping._clip import clip_grad_norm as clip_grad_norm
-from .clipping._clamp import clip_grad_value as clip_grad_value
-from .clipping._cotangent import clip_cotangent as clip_cotangent
-from .clipping._qk_clip import qk_clip as qk_clip
-from .clipping._qk_clip import qk_clip_mla as qk_clip_mla
+from .clipping._norm import global_norm, leaf_norms, combine_norms
+from .clipping._clip import clip_grad_norm, clip_by_norm
+from .clipping._clamp import clip_grad_value
+from .clipping._cotangent import clip_cotangent
+from .clipping._qk_clip import qk_clip, qk_clip_mla
+from .clipping._transform import clip_by_global_norm, clip_by_leaf_norm, clip_by_group_norm
+from .clipping._transform import clip_by_block_rms, zero_large_norm, clip_by_value, clip
 
-from .clipping._clip import clip_by_norm as clip_by_norm
-from .clipping._transform import clip_by_global_norm as clip_by_global_norm
-from .clipping._transform import clip_by_leaf_norm as clip_by_leaf_norm
-from .clipping._transform import clip_by_group_norm as clip_by_group_norm
-from .clipping._transform import clip_by_block_rms as clip_by_block_rms
-from .adaptive._transform import adaptive_grad_clip as adaptive_grad_clip
-from .clipping._transform import zero_large_norm as zero_large_norm
-from .clipping._transform import clip_by_value as clip_by_value
-from .clipping._transform import clip as clip
+from .adaptive._transform import adaptive_grad_clip, autoclip, zclip, adagc, quantile_clip
+from .adaptive._u_clip import u_clip
+from .adaptive._acclip import acclip
+from .adaptive._spam_clip import spam_clip
+from .adaptive._stable_spam_clip import stable_spam_clip
+from .adaptive._stable_adamw import stable_adamw
 
-from .adaptive._transform import autoclip as autoclip
-from .adaptive._transform import zclip as zclip
-from .adaptive._transform import adagc as adagc
-from .adaptive._transform import quantile_clip as quantile_clip
-from .adaptive._u_clip import u_clip as u_clip
-from .adaptive._acclip import acclip as acclip
-from .adaptive._spam_clip import spam_clip as spam_clip
-from .adaptive._stable_spam_clip import stable_spam_clip as stable_spam_clip
-from .adaptive._stable_adamw import stable_adamw as stable_adamw
+from .accumulation._transform import accumulate_gradients
+from .accumulation._microbatch import microbatched_value_and_grad
+from .accumulation._state import flush, reset_accumulation, has_updated, accumulated_gradients
+from ._execute import apply_gradients
+from ._states import step_taken
+from ._rounding import round_stochastically
 
-from .accumulation._transform import accumulate_gradients as accumulate_gradients
-from ._execute import apply_gradients as apply_gradients
-from ._rounding import round_stochastically as round_stochastically
-from .accumulation._microbatch import microbatched_value_and_grad as microbatched_value_and_grad
-from .accumulation._state import flush as flush
-from .accumulation._state import reset_accumulation as reset_accumulation
-from .accumulation._state import has_updated as has_updated
-from ._states import step_taken as step_taken
-from .accumulation._state import accumulated_gradients as accumulated_gradients
+from .guarding._skip_nonfinite import skip_nonfinite
+from .guarding._skip_spikes import skip_large_norm, skip_spikes
+from .guarding._loss_scale import dynamic_loss_scale, scale_loss
 
-from .guarding._skip_nonfinite import skip_nonfinite as skip_nonfinite
-from .guarding._skip_spikes import skip_large_norm as skip_large_norm
-from .guarding._skip_spikes import skip_spikes as skip_spikes
-from .guarding._loss_scale import dynamic_loss_scale as dynamic_loss_scale
-from .guarding._loss_scale import scale_loss as scale_loss
+from .monitoring._metrics import metrics
+from .monitoring._watch import watch
+from .monitoring._report import incidents
+from .monitoring._record import record_norms
 
-from .monitoring._metrics import metrics as metrics
-from .monitoring._watch import watch as watch
-from .monitoring._report import incidents as incidents
-from .monitoring._record import record_norms as record_norms
-
-from ._convert import convert_state as convert_state
+from ._convert import convert_state
 
 if not _typing.TYPE_CHECKING:  # a type checker would take every name for one of ours
     from ._names import __getattr__ as __getattr__

@@ -6,48 +6,29 @@ from typing import Any, Final, NoReturn
 
 from ._checks import error_message
 
-ELSEWHERE: Final[dict[str, str]] = {
-    # Optax
-    "MultiSteps": "accumulate_gradients",
-    "MultiStepsState": "accumulate_gradients",
-    "adaptive_gradient_clip": "adaptive_grad_clip",
-    "agc": "adaptive_grad_clip",
-    "apply_if_finite": "skip_nonfinite",
-    "apply_updates": "apply_gradients",
-    "conditionally_mask": "skip_nonfinite",
-    "conditionally_transform": "skip_nonfinite",
-    "differentially_private_aggregate": "per_example.noisy_mean",
-    "microbatch": "microbatched_value_and_grad",
-    "monitor": "record_norms",
-    "per_example_global_norm_clip": "per_example",
-    "per_example_layer_norm_clip": "per_example",
-    "skip_large_updates": "skip_large_norm",
-    "skip_not_finite": "skip_nonfinite",
-    "snapshot": "record_norms",
-    "tree_l2_norm": "global_norm",
-    "tree_norm": "global_norm",
-    "unitwise_clip": "adaptive_grad_clip",
-    "zero_nans": "skip_nonfinite",
-    # PyTorch, Lightning, Hugging Face
-    "GradScaler": "dynamic_loss_scale",
-    "accumulate": "accumulate_gradients",
-    "accumulate_grad_batches": "accumulate_gradients",
-    "clip_grad_norm_": "clip_grad_norm",
-    "clip_grad_value_": "clip_grad_value",
-    "clip_gradients": "clip_grad_norm",
-    "clip_grads": "clip_grad_norm",
-    "clip_grads_with_norm_": "clip_grad_norm",
-    "get_total_norm": "global_norm",
-    "gradient_accumulation_steps": "accumulate_gradients",
-    "max_grad_norm": "clip_by_global_norm",
-    # Flax, Haiku, JMP, Keras, TensorFlow
-    "DynamicLossScale": "dynamic_loss_scale",
-    "DynamicScale": "dynamic_loss_scale",
-    "LossScaleOptimizer": "dynamic_loss_scale",
-    "clipnorm": "clip_by_leaf_norm",
-    "clipvalue": "clip",
-    "global_clipnorm": "clip_by_global_norm",
+_THEIRS: Final = {
+    "accumulate_gradients": "MultiSteps MultiStepsState accumulate accumulate_grad_batches "
+    "gradient_accumulation_steps",
+    "adaptive_grad_clip": "adaptive_gradient_clip agc unitwise_clip",
+    "apply_gradients": "apply_updates",
+    "clip": "clipvalue",
+    "clip_by_global_norm": "max_grad_norm global_clipnorm",
+    "clip_by_leaf_norm": "clipnorm",
+    "clip_grad_norm": "clip_grad_norm_ clip_gradients clip_grads clip_grads_with_norm_",
+    "clip_grad_value": "clip_grad_value_",
+    "dynamic_loss_scale": "GradScaler DynamicLossScale DynamicScale LossScaleOptimizer",
+    "global_norm": "tree_l2_norm tree_norm get_total_norm",
+    "microbatched_value_and_grad": "microbatch",
+    "per_example": "per_example_global_norm_clip per_example_layer_norm_clip",
+    "per_example.noisy_mean": "differentially_private_aggregate",
+    "record_norms": "monitor snapshot",
+    "skip_large_norm": "skip_large_updates",
+    "skip_nonfinite": "apply_if_finite conditionally_mask conditionally_transform "
+    "skip_not_finite zero_nans",
 }
+"""Names here, and what Optax, PyTorch, Lightning, Flax, Haiku, JMP and Keras call the same."""
+
+ELSEWHERE: Final = {name: ours for ours, names in _THEIRS.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> NoReturn:

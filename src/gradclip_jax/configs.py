@@ -3,7 +3,6 @@
 A public namespace, `gcx.configs`.
 """
 
-from ._config import AccumulationConfig as AccumulationConfig
-from ._config import TransformConfig as TransformConfig
+from ._config import AccumulationConfig, TransformConfig
 
 __all__ = ["AccumulationConfig", "TransformConfig"]

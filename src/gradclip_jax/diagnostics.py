@@ -13,17 +13,12 @@
 What is logged at every step is in `gcx.metrics`, what happened in `gcx.incidents`.
 """
 
-from .accumulation._state import AccumulationStats as AccumulationStats
-from .accumulation._state import accumulation_stats as accumulation_stats
-from .monitoring._incident import Incident as Incident
-from .monitoring._measure import nonfinite_leaves as nonfinite_leaves
-from .monitoring._measure import suggest_max_norm as suggest_max_norm
-from .monitoring._plot import plot_log as plot_log
-from .monitoring._record import leaf_norm_history as leaf_norm_history
-from .monitoring._record import norm_history as norm_history
-from .monitoring._report import summarize_log as summarize_log
-from .monitoring._report import watched_names as watched_names
-from .monitoring._report import worst_examples as worst_examples
+from .accumulation._state import AccumulationStats, accumulation_stats
+from .monitoring._incident import Incident
+from .monitoring._measure import nonfinite_leaves, suggest_max_norm
+from .monitoring._plot import plot_log
+from .monitoring._record import leaf_norm_history, norm_history
+from .monitoring._report import summarize_log, watched_names, worst_examples
 
 __all__ = [
     "AccumulationStats",

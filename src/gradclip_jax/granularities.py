@@ -3,9 +3,6 @@
 `"global"` and `"leaf"` need no function.
 """
 
-from .clipping._granularity import Granularity as Granularity
-from .clipping._granularity import axis as axis
-from .clipping._granularity import group as group
-from .clipping._granularity import layer as layer
+from .clipping._granularity import Granularity, axis, group, layer
 
 __all__ = ["Granularity", "axis", "group", "layer"]

@@ -951,13 +951,6 @@ MODEL_FLUSH = jax.jit(lambda state, params: gcx.flush(MODEL, state, params))
             "accumulate_gradients: `rounding` must be one of 'nearest', 'stochastic', got 'up'.",
         ),
         (
-            {"every_k_schedule": 4},
-            TypeError,
-            "accumulate_gradients: `every_k_schedule` must be an argument of this function, got "
-            "every_k_schedule=4. It is called `every` here.",
-        ),
-        ({"use_grad_mean": False}, TypeError, 'It is called `reduction="mean"` or `"sum"` here.'),
-        (
             {"inner": "adam"},
             TypeError,
             "accumulate_gradients: `inner` must be an `optax.GradientTransformation`, got 'adam'. "

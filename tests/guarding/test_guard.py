@@ -383,11 +383,6 @@ def test_swapped_state_and_gradients_are_named(guard):
         tx.update(grads, None, params)
 
 
-def test_the_keyword_of_optax_is_answered_with_ours():
-    with pytest.raises(TypeError, match="It is called `max_consecutive_skips` here"):
-        gcx.skip_nonfinite(optax.sgd(0.1), max_consecutive_errors=3)
-
-
 @each_guard
 def test_lookahead_is_guarded(guard):
     bare = optax.lookahead(optax.sgd(0.5), sync_period=2, slow_step_size=0.5)

@@ -17,7 +17,6 @@ from .._checks import (
     check_number,
     check_transformation,
     error_message,
-    renamed,
 )
 from .._execute import gated
 from .._gate import Accumulation, Flag, Window
@@ -44,7 +43,6 @@ from ._window import advance_window, read_call
 _NAME = "accumulate_gradients"
 
 
-@renamed(every_k_schedule="`every`", use_grad_mean='`reduction="mean"` or `"sum"`')
 def accumulate_gradients(
     inner: optax.GradientTransformation,
     every: int | Callable[[Any], Any],

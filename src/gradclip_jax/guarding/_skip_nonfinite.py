@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_bound, check_choice, renamed
+from .._checks import check_bound, check_choice
 from .._gate import ComputedStep, Verdict
 from .._states import increment_where, register_metrics
 from .._types import AxisName, Count, Scalar, Tree
@@ -33,7 +33,6 @@ class SkipNonfiniteState(NamedTuple):
     incidents: Any = None
 
 
-@renamed(max_consecutive_errors="`max_consecutive_skips`")
 def skip_nonfinite(
     inner: optax.GradientTransformation,
     *,
