@@ -8,7 +8,6 @@ reduced to one flag, never written to be checked, and there is no copy to restor
 import functools
 import itertools
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -29,22 +28,7 @@ from ._guard import loss_of
 
 def all_finite(tree: Tree, axis_name: AxisName) -> Scalar:
     """Whether every number of a tree is finite, alike on all devices: one read of it."""
-    return _all_finite(measured_leaves(tree), axis_name)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _all_finite(leaves: list[Array], axis_name: AxisName) -> Scalar:
-    def by_difference(leaves: list[Array]) -> Scalar:
-        # x - x is 0, and NaN where x is not finite; or infinite, where a fused x = a * b
-        # overflows. XLA on a CPU vectorizes this sum, but not `jnp.isfinite(x).all()`.
-        blocks = [_overflowing(x) for x in leaves]
-        bad = [~jnp.isfinite(jnp.sum(block - block)) for block in blocks]
-        return ~_any(bad, leaves, axis_name)
-
-    def by_flags(leaves: list[Array]) -> Scalar:
-        return ~_is_any([is_bad(x) for x in leaves], axis_name)
-
-    return lax.platform_dependent(leaves, cpu=by_difference, default=by_flags)
+    return ~_is_any([is_bad(x) for x in measured_leaves(tree)], axis_name)
 
 
 def has_finite_squares(tree: Tree, axis_name: AxisName) -> Scalar:
@@ -53,17 +37,15 @@ def has_finite_squares(tree: Tree, axis_name: AxisName) -> Scalar:
     A dtype narrower than float32 in range has to hold each of its squares, but not their sum.
     """
     leaves = measured_leaves(tree)
-    wide, narrow = (
-        [x for x in leaves if (float(jnp.finfo(x.dtype).max) > 1e38) is is_wide]
-        for is_wide in (True, False)
-    )
-    bounds = [math.sqrt(float(jnp.finfo(x.dtype).max)) for x in wide]
-    norm = norm_of_leaves(leaves, 2.0, axis_name)
-    ok = norm <= min(bounds, default=math.inf)
+    bounds = [math.sqrt(float(jnp.finfo(x.dtype).max)) for x in leaves]
+    narrow = [(x, bound) for x, bound in zip(leaves, bounds, strict=True) if bound < 1e18]
+    wide = min((bound for bound in bounds if bound > 1e18), default=float(np.finfo("f4").max))
+    ok = norm_of_leaves(leaves, 2.0, axis_name) <= wide
     if narrow:
-        bound = math.sqrt(min(float(jnp.finfo(x.dtype).max) for x in narrow))
-        ok &= norm_of_leaves([_rounded(x) for x in narrow], math.inf, axis_name) <= bound
-    return ok & jnp.isfinite(norm)
+        # Behind a barrier: XLA could leave out the rounding to a narrow range.
+        rounded = [lax.optimization_barrier(x) for x, _ in narrow]
+        ok &= norm_of_leaves(rounded, math.inf, axis_name) <= min(bound for _, bound in narrow)
+    return ok
 
 
 def is_finite_step(step: ComputedStep, axis_name: AxisName) -> Scalar:
@@ -134,11 +116,6 @@ def _overflowing(x: Array) -> Array:
     return x.astype(jnp.float32) * jnp.float32(float(jnp.finfo(jnp.float32).max) / largest)
 
 
-def _rounded(x: Array) -> Array:
-    """X, behind a barrier where XLA could leave out the rounding to a narrow range."""
-    return lax.optimization_barrier(x) if float(jnp.finfo(x.dtype).max) < 1e38 else x
-
-
 def is_bad(x: Any) -> Array:
     """Where an array is not finite, elementwise."""
     x = _overflowing(jnp.asarray(x))
@@ -152,11 +129,6 @@ def _is_any(flags: list[Array], axis_name: AxisName) -> Scalar:
     """Whether an element of the flags is true, on any device."""
     # A third faster than `jnp.any`, which XLA on a CPU does not vectorize.
     largest = [jnp.max(x.astype(jnp.uint8), initial=0) > 0 for x in flags]
-    return _any(largest, flags, axis_name)
-
-
-def _any(flags: list[Array], leaves: Iterable[Any], axis_name: AxisName) -> Scalar:
-    """Whether one of the scalars is true on any device over which the leaves are sharded."""
-    axes = frozenset[str]().union(*(shard_axes(x, axis_name) for x in leaves))
-    on_this = functools.reduce(jnp.logical_or, flags, jnp.array(False))
+    axes = frozenset[str]().union(*(shard_axes(x, axis_name) for x in flags))
+    on_this = functools.reduce(jnp.logical_or, largest, jnp.array(False))
     return max_over(on_this.astype(jnp.int32), axes) > 0
