@@ -825,7 +825,8 @@ ROWS = [
         "qk_clip",
         lambda: gcx.qk_clip(GRADS["w"], GRADS["w"], [1.0, 2.0], 1.0),
         TypeError,
-        "qk_clip: `max_logits` must be an array, got list. Pass `jnp.asarray(max_logits)`.",
+        "qk_clip: `max_logits` must be the largest logit of each query head, floating[heads], got "
+        "list[2]. Pass an array, the maximum over all other axes.",
     ),
     (
         "clip_by_global_norm",

@@ -192,31 +192,28 @@ def _usual(step: Callable[[Tree], Tree], predicate: Any, carry: Tree) -> Tree:
     )
 
 
-def _reported(step: Callable[[Tree], Any], predicate: Any, carry: Tree) -> Report:
-    def run(carry: Tree) -> Report:
+def _twice(
+    write: Form, step: Callable[[Tree], Any], predicate: Any, carry: Tree
+) -> tuple[Tree, Report]:
+    """Computes a step to check it, and once more to write it."""
+
+    def check(carry: Tree) -> Report:
         return step(carry)[1]
 
-    unknown = _no_report(jax.eval_shape(run, carry))
-    return lax.cond(predicate, run, lambda _: unknown, carry)
+    unknown = _no_report(jax.eval_shape(check, carry))
+    report = lax.cond(predicate, check, lambda _: unknown, carry)
+    return write(lambda carry: step(carry)[0], report[0], carry), report
 
 
 def _checked(step: Callable[[Tree], Any], predicate: Any, carry: Tree) -> tuple[Tree, Report]:
-    def twice(predicate: Any, carry: Tree) -> tuple[Tree, Report]:
-        report = _reported(step, predicate, carry)
-        return _loop(lambda carry: step(carry)[0], report[0], carry), report
-
     def once(predicate: Any, carry: Tree) -> tuple[Tree, Report]:
         next_carry, report = step(carry)
-        report = _select_report(predicate, report)
+        choose = functools.partial(jnp.where, predicate)
+        report = jax.tree.map(choose, report, _no_report(report))
         return _select(report[0], next_carry, carry), report
 
+    twice = functools.partial(_twice, _loop, step)
     return lax.platform_dependent(predicate, carry, cpu=twice, default=once)
 
 
-def _select_report(predicate: Any, report: Report) -> Report:
-    return jax.tree.map(functools.partial(jnp.where, predicate), report, _no_report(report))
-
-
-def _checked_cond(step: Callable[[Tree], Any], predicate: Any, carry: Tree) -> tuple[Tree, Report]:
-    report = _reported(step, predicate, carry)
-    return _cond(lambda carry: step(carry)[0], report[0], carry), report
+_checked_cond: Form = functools.partial(_twice, _cond)

@@ -1,7 +1,6 @@
 """Gradient accumulation as an Optax gradient transformation."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -124,12 +123,7 @@ def accumulate_gradients(
     if noise_scale_decay is not None:
         check_decays(_NAME, noise_scale_decay=noise_scale_decay)
     windows = _Windows(
-        inner=optax.with_extra_args_support(inner),
-        every=every,
-        reduction=reduction,
-        accumulator_dtype=accumulator_dtype,
-        is_stochastic=rounding == "stochastic",
-        noise_scale_decay=noise_scale_decay,
+        inner, every, reduction, accumulator_dtype, rounding == "stochastic", noise_scale_decay
     )
     gate = Accumulation(_NAME, AccumulationState, windows.open_window)
     return gated(gate, inner, windows.init)
@@ -139,7 +133,7 @@ def accumulate_gradients(
 class _Windows:
     """The arguments of `accumulate_gradients`, checked."""
 
-    inner: optax.GradientTransformationExtraArgs
+    inner: optax.GradientTransformation
     every: Any
     reduction: Any
     accumulator_dtype: Any
@@ -167,22 +161,18 @@ class _Windows:
         if find_states(inner_state, (AccumulationState, optax.MultiStepsState)):
             rule, hint = "without an accumulation in it", "Multiply the two lengths: `every=a * b`."
             raise TypeError(error_message(_NAME, "inner", rule, "one that accumulates", hint))
-        keeps_sum = self.keeps_sum()
         acc: Tree = ()
-        if keeps_sum:
+        if self.keeps_sum():
             acc = accumulator_like(_NAME, params_of(params), self.accumulator_dtype)
-        zero = functools.partial(jnp.zeros, ())
+        counts = ("mini_step", "gradient_step", "micro_batch_count", "emitted")
         return AccumulationState(
-            mini_step=zero(jnp.int32),
-            gradient_step=zero(jnp.int32),
             # Not weakly typed, as what comes out of a step is not: one trace for all steps.
             inner_opt_state=like_dtypes(inner_state, inner_state),
             acc_grads=acc,
-            total_weight=zero(jnp.float32),
-            accumulation_steps=self.length_of(zero(jnp.int32)),
-            micro_batch_count=zero(jnp.int32),
-            emitted=zero(jnp.int32),
+            total_weight=jnp.zeros((), jnp.float32),
+            accumulation_steps=self.length_of(jnp.zeros((), jnp.int32)),
             noise=() if self.noise_scale_decay is None else empty_noise(),
+            **{name: jnp.zeros((), jnp.int32) for name in counts},
         )
 
     def open_window(
@@ -241,14 +231,8 @@ class _Windows:
                 acc_grads=run_if(step.holds, add, acc) if keeps_sum else (),
             )
 
-        return Window(
-            emits=step.emits,
-            accumulator=state.acc_grads,
-            read=read,
-            inner_state=state.inner_opt_state,
-            extra_args=others,
-            next_state=next_state,
-        )
+        acc, inner_state = state.acc_grads, state.inner_opt_state
+        return Window(step.emits, acc, read, inner_state, others, next_state)
 
     def check_unreduced(self, reductions: list[str]) -> None:
         """Refuses what each device cannot do with a summand of the gradient alone."""

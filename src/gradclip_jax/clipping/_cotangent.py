@@ -142,7 +142,7 @@ def _as_inexact(x: Any) -> Array:
 def _check_probe(probe: Any, shape: tuple[int, ...], dtype: Any) -> None:
     rule = f"{jnp.dtype(dtype).name}{list(shape)}, one entry for each norm"
     hint = f"Pass `jnp.zeros({shape}, jnp.{jnp.dtype(dtype).name})`."
-    if np.shape(probe) != shape:
-        raise ValueError(error_message(_NAME, "norm_probe", rule, describe(probe), hint))
-    if jnp.result_type(probe) != dtype:
-        raise TypeError(error_message(_NAME, "norm_probe", rule, describe(probe), hint))
+    has_shape = np.shape(probe) == shape
+    if not has_shape or jnp.result_type(probe) != dtype:
+        kind = TypeError if has_shape else ValueError
+        raise kind(error_message(_NAME, "norm_probe", rule, describe(probe), hint))

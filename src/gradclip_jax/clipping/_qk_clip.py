@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_number, check_static, describe, error_message, leaf_path
+from .._checks import check_number, check_static, describe, dtype_of, error_message, leaf_path
 from .._tree_checks import check_inexact
 from .._types import Array, Number, Tree
 from ._formula import scale_factor, scale_leaf
@@ -146,12 +146,8 @@ def qk_clip_mla(
 def _head_factors(function: str, max_logits: Any, threshold: Any) -> Array:
     """Gamma of each head; one where nothing is known."""
     rule = "the largest logit of each query head, floating[heads]"
-    hint = "Take the maximum over all other axes."
-    if not hasattr(max_logits, "dtype"):
-        hint = "Pass `jnp.asarray(max_logits)`."
-        got = type(max_logits).__name__
-        raise TypeError(error_message(function, "max_logits", "an array", got, hint))
-    is_floating = jnp.issubdtype(max_logits.dtype, jnp.floating)
+    hint = "Pass an array, the maximum over all other axes."
+    is_floating = jnp.issubdtype(dtype_of(max_logits), jnp.floating)
     if not is_floating or np.ndim(max_logits) != 1:
         kind = ValueError if is_floating else TypeError
         raise kind(error_message(function, "max_logits", rule, describe(max_logits), hint))

@@ -178,10 +178,11 @@ def dynamic_loss_scale(
         Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740.
     """
     axes = check_guard(_NAME, inner, axis_name)
-    rule = ScaleRule(
-        init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale
-    )
-    _check_rule(rule)
+    _check_scales(init_scale, min_scale, max_scale)
+    check_number(_NAME, "growth_factor", growth_factor, "Pass for example 2.0.", low=1.0)
+    hint = "Pass for example 0.5."
+    check_number(_NAME, "backoff_factor", backoff_factor, hint, high=1.0, below_high=True)
+    check_count(_NAME, "growth_interval", growth_interval, "Pass the number of good steps.")
 
     def first(inner_state: Any) -> LossScaleState:
         scale = jnp.array(init_scale, jnp.float32)  # a copy: the state may be donated
@@ -193,7 +194,20 @@ def dynamic_loss_scale(
         grads = jax.tree.map(lambda x: _unscaled(x, state.loss_scale), updates)
 
         def own_fields(refuses: Scalar, measured: Scalar) -> LossScaleState:
-            return _adapted(state, refuses, rule)
+            growth, backoff, smallest, largest = (
+                jnp.asarray(x, jnp.float32)
+                for x in (growth_factor, backoff_factor, min_scale, max_scale)
+            )
+            good_steps = jnp.where(refuses, 0, increment_where(state.good_steps))
+            grows = good_steps >= growth_interval
+            factor = jnp.where(refuses, backoff, jnp.where(grows, growth, 1))
+            failed = refuses & (state.loss_scale <= smallest)
+            return state._replace(
+                loss_scale=jnp.clip(state.loss_scale * factor, smallest, largest),
+                good_steps=jnp.where(grows, 0, good_steps),
+                skipped_nonfinite=increment_where(state.skipped_nonfinite, refuses),
+                guard_failed=state.guard_failed | failed.astype(jnp.int32),
+            )
 
         return judge_finite(_NAME, grads, extra_args, check, axes, own_fields)
 
@@ -215,51 +229,14 @@ def _unscaled(x: Any, scale: Scalar) -> Any:
     return quotient if dtype == x.dtype else jnp.where(is_bad(x), jnp.nan, quotient)
 
 
-class ScaleRule(NamedTuple):
-    """The numbers of `dynamic_loss_scale`, traced or not; not in its state."""
-
-    init_scale: Any
-    growth_factor: Any
-    backoff_factor: Any
-    growth_interval: Any
-    min_scale: Any
-    max_scale: Any
-
-
-def _check_rule(rule: ScaleRule) -> None:
-    """Refuses numbers out of range."""
-    bounds = ("init_scale", "min_scale", "max_scale")
-    for argument in bounds:
-        value, hint = getattr(rule, argument), "Pass a power of two."
+def _check_scales(first: Any, smallest: Any, largest: Any) -> None:
+    """Refuses scales out of range or out of order."""
+    scales = {"init_scale": first, "min_scale": smallest, "max_scale": largest}
+    for argument, value in scales.items():
+        hint = "Pass a power of two."
         check_number(_NAME, argument, value, hint, low=_SMALLEST, high=_LARGEST, closed=True)
-    check_number(_NAME, "growth_factor", rule.growth_factor, "Pass for example 2.0.", low=1.0)
-    factor, hint = rule.backoff_factor, "Pass for example 0.5."
-    check_number(_NAME, "backoff_factor", factor, hint, high=1.0, below_high=True)
-    hint = "Pass the number of good steps."
-    check_count(_NAME, "growth_interval", rule.growth_interval, hint)
-    known = [getattr(rule, argument) for argument in bounds]
-    if any(map(is_traced, known)):
-        return
-    first, smallest, largest = map(float, known)
-    if not smallest <= first <= largest:
+    is_known = not any(map(is_traced, scales.values()))
+    if is_known and not float(smallest) <= float(first) <= float(largest):
         words = f"between `min_scale` and `max_scale`, {smallest:g} and {largest:g}"
         hint = "Move the bounds, or start within them."
         raise ValueError(error_message(_NAME, "init_scale", words, f"{first:g}", hint))
-
-
-def _adapted(state: LossScaleState, refuses: Scalar, rule: ScaleRule) -> LossScaleState:
-    """The state with the next scale, and whether a step failed at the smallest one."""
-    growth, backoff, smallest, largest = (
-        jnp.asarray(x, jnp.float32)
-        for x in (rule.growth_factor, rule.backoff_factor, rule.min_scale, rule.max_scale)
-    )
-    good_steps = jnp.where(refuses, 0, increment_where(state.good_steps))
-    grows = good_steps >= rule.growth_interval
-    factor = jnp.where(refuses, backoff, jnp.where(grows, growth, 1))
-    failed = refuses & (state.loss_scale <= smallest)
-    return state._replace(
-        loss_scale=jnp.clip(state.loss_scale * factor, smallest, largest),
-        good_steps=jnp.where(grows, 0, good_steps),
-        skipped_nonfinite=increment_where(state.skipped_nonfinite, refuses),
-        guard_failed=state.guard_failed | failed.astype(jnp.int32),
-    )

@@ -1,6 +1,7 @@
 """Guards against spikes of the gradient norm, of the loss and of the update."""
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -15,20 +16,16 @@ from ..clipping._threshold import Rule, as_rule, check_params, first_state
 from ._guard import check_guard, guard, loss_of, zero
 from ._signal import Signal, compare, loss_rule, mean_loss, relearn
 
+_FIELDS = {
+    "norm": ("grad_norm", "skip_threshold", "skipped_large_norm"),
+    "loss": ("loss", "loss_threshold", "skipped_large_loss"),
+    "update": ("update_norm", "update_threshold", "skipped_large_update"),
+}
+
 
 @register_metrics(
-    "grad_norm",
-    "skip_threshold",
-    "skipped_large_norm",
-    "loss",
-    "loss_threshold",
-    "skipped_large_loss",
-    "update_norm",
-    "update_threshold",
-    "skipped_large_update",
-    "skipped_nonfinite",
-    "consecutive_skips",
-    "guard_failed",
+    *itertools.chain(*_FIELDS.values()),
+    *("skipped_nonfinite", "consecutive_skips", "guard_failed"),
     gate="inner_state",
 )
 class SkipSpikesState(NamedTuple):
@@ -199,13 +196,10 @@ def skip_spikes(
         `skip_step_on_spikes` is `mean_std` for both.
     """
     name = "skip_spikes"
-    rules: dict[str, Rule] = {}
-    if norm is not None:
-        rules["norm"] = as_rule(name, "norm", norm)
+    norms = {"norm": norm, "update": update}
+    rules = {key: as_rule(name, key, x) for key, x in norms.items() if x is not None}
     if loss is not None:
         rules["loss"] = loss_rule(name, loss)
-    if update is not None:
-        rules["update"] = as_rule(name, "update", update)
     if not rules:
         hint = "Pass for example `loss=gcx.thresholds.mean_std()`."
         rule = "given, or `loss` or `update`"
@@ -315,10 +309,3 @@ def _own_fields(
         signals={key: signal.rule_state for key, signal in signals.items()},
         **fields,
     )
-
-
-_FIELDS = {
-    "norm": ("grad_norm", "skip_threshold", "skipped_large_norm"),
-    "loss": ("loss", "loss_threshold", "skipped_large_loss"),
-    "update": ("update_norm", "update_threshold", "skipped_large_update"),
-}
