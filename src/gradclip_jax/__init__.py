@@ -46,10 +46,8 @@ from .clipping._transform import clip_by_block_rms, zero_large_norm, clip_by_val
 
 from .adaptive._transform import adaptive_grad_clip, autoclip, zclip, adagc, quantile_clip
 from .adaptive._u_clip import u_clip
-from .adaptive._acclip import acclip
-from .adaptive._spam_clip import spam_clip
+from .adaptive._moments import acclip, spam_clip, stable_adamw
 from .adaptive._stable_spam_clip import stable_spam_clip
-from .adaptive._stable_adamw import stable_adamw
 
 from .accumulation._transform import accumulate_gradients
 from .accumulation._microbatch import microbatched_value_and_grad

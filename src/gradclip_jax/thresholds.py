@@ -12,11 +12,8 @@
 | `Rule` | your own |
 """
 
-from .adaptive._ema import ema
-from .adaptive._mean_std import mean_std
-from .adaptive._percentile import percentile
-from .adaptive._quantile import quantile
-from .adaptive._zscore import zscore
+from .adaptive._average_rules import ema, quantile, zscore
+from .adaptive._window_rules import mean_std, percentile
 from .clipping._threshold import Rule, capped, relative_to_params
 
 __all__ = [

@@ -33,3 +33,12 @@ def where_finite(finite: Array, proposed: Any, before: Any) -> Any:
     finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, jax.tree.leaves(proposed)), finite)
     select = lambda new, old: jnp.where(finite, new.astype(old.dtype), old)  # noqa: E731
     return jax.tree.map(select, proposed, before)
+
+
+def where_nonzero(norm: Array, next_state: Any, state: Any) -> Any:
+    """The next state of the units whose norm is not zero.
+
+    With zeros in its history, a leaf that is seldom used, such as an expert, would be clipped
+    to zero when it is used.
+    """
+    return jax.tree.map(lambda new, old: jnp.where(norm > 0, new, old), next_state, state)

@@ -12,10 +12,8 @@ from ..clipping._clip import ClipState, norm_clip
 from ..clipping._granularity import axis as unit_axis
 from ..clipping._granularity import layers
 from ..clipping._threshold import capped, relative_to_params
-from ._ema import ema
-from ._percentile import percentile as percentile_rule
-from ._quantile import quantile
-from ._zscore import zscore
+from ._average_rules import ema, quantile, zscore
+from ._window_rules import percentile as percentile_rule
 
 Nonfinite: TypeAlias = Literal["propagate", "zero"]
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .._types import UNBOUNDED, Array, AxisName, Number, Scalar
-from ..adaptive._mean_std import mean_std
+from ..adaptive._window_rules import mean_std
 from ..clipping._incident import THRESHOLDS, Evidence, Kind, any_of, causes, note
 from ..clipping._threshold import Rule, apply_rule
 from ..guarding._signal import mean_loss

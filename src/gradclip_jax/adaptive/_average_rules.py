@@ -1,0 +1,220 @@
+"""Threshold rules that follow the norms: AdaGC, ZClip, and a quantile (Andrew et al.)."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from .._checks import check_count, check_decays, check_number
+from .._states import increment_where
+from .._types import UNBOUNDED, Array, Number
+from ..clipping._threshold import Rule
+from ._averages import hypotenuse, where_nonzero
+
+
+class EmaState(NamedTuple):
+    """The average norm of each unit.
+
+    Attributes:
+        step_count: int32[...], steps so far, saturating.
+        average: float32[...], of the clipped norms; 0 before the first norm above 0.
+    """
+
+    step_count: Array
+    average: Array
+
+
+def ema(
+    factor: Number = 1.05,
+    decay: Number = 0.98,
+    warmup_steps: int = 100,
+    warmup_max: Number = 1.0,
+) -> Rule:
+    """A threshold of `factor` times the exponential moving average of the clipped norms.
+
+    `average = decay * average + (1 - decay) * min(norm, threshold)`. For norms only: it has no
+    meaning for values that may be negative.
+
+    | step | threshold and average |
+    | --- | --- |
+    | the first `warmup_steps` | `warmup_max`; the average is the smallest clipped norm |
+    | no norm above zero so far | none; the first such norm is the average |
+    | a norm of zero | leaves the average as it was; the step counts as warm-up |
+    | a lasting rise | rises by 0.1 % a step with the defaults, as published |
+
+    Args:
+        factor: how far above the average a norm may be, dimensionless, > 0.
+        decay: of the average, at least 0 and below 1.
+        warmup_steps: >= 1.
+        warmup_max: threshold during the warm-up, in the unit of the norm, > 0; inf for none.
+
+    Examples:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> rule = gcx.thresholds.ema(2.0, warmup_steps=1, warmup_max=jnp.inf)
+        >>> clip = gcx.clip_by_global_norm(rule)
+        >>> state = clip.init(jnp.zeros(1))
+        >>> for norm in (1.0, 9.0):
+        ...     updates, state = clip.update(jnp.array([norm]), state)
+        >>> updates.tolist()
+        [2.0]
+
+    References:
+        Wang et al., 2025, arXiv 2502.11034.
+    """
+    name = "ema"
+    check_number(name, "factor", factor, "The paper uses 1.05.")
+    check_decays(name, decay=decay)
+    check_count(name, "warmup_steps", warmup_steps, "The paper uses 100.")
+    check_number(name, "warmup_max", warmup_max, "Pass inf not to clip during the warm-up.")
+
+    def init(norm: Array) -> EmaState:
+        return EmaState(jnp.zeros(norm.shape, jnp.int32), jnp.zeros_like(norm))
+
+    def update(norm: Array, state: EmaState, param_norm: Any) -> tuple[Array, EmaState]:
+        is_warm = state.step_count >= warmup_steps
+        has_average = state.average > 0
+        bound = jnp.where(has_average, factor * state.average, UNBOUNDED)
+        threshold = jnp.where(is_warm, bound, jnp.minimum(warmup_max, UNBOUNDED))
+        clipped = jnp.minimum(norm, threshold)
+        moving = decay * state.average + (1 - decay) * clipped
+        average = jnp.where(is_warm, moving, jnp.minimum(state.average, clipped))
+        average = jnp.where(has_average, average, clipped)
+        average = jnp.where(norm > 0, average, state.average)
+        return threshold, EmaState(increment_where(state.step_count), average)
+
+    return Rule(init, update)
+
+
+class ZscoreState(NamedTuple):
+    """Mean and standard deviation of the norms of each unit.
+
+    Attributes:
+        norm_count: int32[...], norms so far, saturating.
+        mean: float32[...], of all norms in the warm-up, then an exponential moving average.
+        std: float32[...], the standard deviation, averaged in the same way as a variance.
+        outlier_streak: int32[...], consecutive norms above the threshold, saturating.
+    """
+
+    norm_count: Array
+    mean: Array
+    std: Array
+    outlier_streak: Array
+
+
+def zscore(
+    z_threshold: Number = 2.5,
+    decay: Number = 0.97,
+    warmup_steps: int = 25,
+    *,
+    relearn_after: int = 25,
+    signed: bool = False,
+) -> Rule:
+    """Clips norms whose z-score exceeds `z_threshold`; larger outliers get lower thresholds.
+
+    With `z = (norm - mean) / std`, the threshold of an outlier is
+    `mean + z_threshold^2 / z * std`. The clipped norm then enters both moving averages; the
+    variance is taken about the new mean, as in the authors' code.
+
+    | step | threshold |
+    | --- | --- |
+    | the first `warmup_steps` | none |
+    | z <= z_threshold | none |
+    | constant norms, then any rise | the old mean, for `relearn_after` steps |
+    | then more outliers in a row | as before, but unclipped norms enter the averages |
+    | a norm of zero | does not enter the averages, unless `signed` |
+
+    The fourth row is not in the paper, where the mean never follows a jump after constant norms.
+
+    Args:
+        z_threshold: in standard deviations, > 0.
+        decay: of the moving averages, at least 0 and below 1.
+        warmup_steps: how many norms the first mean and variance are taken of, >= 1.
+        relearn_after: consecutive outliers before the averages get unclipped norms, >= 1.
+        signed: the values may be zero or negative, such as losses.
+
+    Examples:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clip = gcx.clip_by_global_norm(gcx.thresholds.zscore(2.0, warmup_steps=2))
+        >>> state = clip.init(jnp.zeros(1))
+        >>> for norm in (1.0, 3.0, 9.0):
+        ...     updates, state = clip.update(jnp.array([norm]), state)
+        >>> round(float(updates[0]), 2)  # 2 + 2^2 / 7 * 1
+        2.57
+
+    References:
+        Kumar, Owen, Chowdhury and Guera, 2025, arXiv 2504.02507.
+    """
+    name = "zscore"
+    check_number(name, "z_threshold", z_threshold, "The paper uses 2.5.")
+    check_decays(name, decay=decay)
+    check_count(name, "warmup_steps", warmup_steps, "The paper uses 25.")
+    check_count(name, "relearn_after", relearn_after, "A new level counts as spikes this long.")
+
+    def init(norm: Array) -> ZscoreState:
+        count, zeros = jnp.zeros(norm.shape, jnp.int32), jnp.zeros_like(norm)
+        return ZscoreState(count, zeros, zeros, count)
+
+    def update(norm: Array, state: ZscoreState, param_norm: Any) -> tuple[Array, ZscoreState]:
+        is_warm = state.norm_count >= warmup_steps
+        z = (norm - state.mean) / (state.std + 1e-6)
+        is_outlier = is_warm & (z > z_threshold)
+        safe_z = jnp.where(is_outlier, z, 1)
+        bound = state.mean + z_threshold**2 / safe_z * state.std
+        threshold = jnp.where(is_outlier, bound, UNBOUNDED)
+        is_clipped = is_outlier & (state.outlier_streak < relearn_after)
+        observed = jnp.where(is_clipped, threshold, norm)
+
+        # In the warm-up all norms weigh the same: mean and population variance so far.
+        n = state.norm_count.astype(jnp.float32)
+        weight = jnp.where(is_warm, 1 - decay, 1 / (n + 1))
+        mean = state.mean + weight * (observed - state.mean)
+        warmup_deviation = jnp.sqrt(n / (n + 1)) * (norm - state.mean)
+        deviation = jnp.where(is_warm, observed - mean, warmup_deviation)
+        next_state = ZscoreState(
+            norm_count=increment_where(state.norm_count),
+            mean=mean,
+            std=hypotenuse(jnp.sqrt(1 - weight) * state.std, jnp.sqrt(weight) * deviation),
+            outlier_streak=jnp.where(is_outlier, increment_where(state.outlier_streak), 0),
+        )
+        return threshold, next_state if signed else where_nonzero(norm, next_state, state)
+
+    return Rule(init, update, signed=signed)
+
+
+def quantile(target: Number = 0.5, rate: Number = 0.2, initial: Number = 1.0) -> Rule:
+    """A threshold C that moves geometrically towards the `target` quantile of the norms.
+
+    After each step `C *= exp(-rate * ([norm <= C] - target))`. C stays within 1e-30 and 1e30, so
+    that it can always recover. A norm of zero leaves C as it was. For norms only: it has no meaning
+    for values that may be negative.
+
+    Args:
+        target: the fraction of steps that should not be clipped, 0 to 1.
+        rate: learning rate of log C, > 0.
+        initial: the first C, in the unit of the norm, > 0; the paper starts at 0.1.
+
+    Examples:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clip = gcx.clip_by_global_norm(gcx.thresholds.quantile(initial=1.0))
+        >>> state = clip.init(jnp.zeros(1))
+        >>> for norm in (3.0, 3.0):
+        ...     updates, state = clip.update(jnp.array([norm]), state)
+        >>> round(float(updates[0]), 2)  # exp(0.2 * 0.5)
+        1.11
+
+    References:
+        Andrew, Thakkar, McMahan and Ramaswamy, 2021 (first 2019), arXiv 1905.03871.
+    """
+    name = "quantile"
+    check_number(name, "target", target, "0.5 aims at the median.", high=1.0, closed=True)
+    check_number(name, "rate", rate, "The paper uses 0.2.")
+    check_number(name, "initial", initial, "The paper uses 0.1.")
+
+    def init(norm: Array) -> Array:
+        return jnp.full_like(norm, initial)
+
+    def update(norm: Array, threshold: Array, param_norm: Any) -> tuple[Array, Array]:
+        below = (norm <= threshold).astype(jnp.float32)
+        moved = jnp.clip(threshold * jnp.exp(-rate * (below - target)), 1e-30, 1e30)
+        return threshold, where_nonzero(norm, moved, threshold)
+
+    return Rule(init, update)
