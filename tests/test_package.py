@@ -21,7 +21,7 @@ each_module = pytest.mark.parametrize(
 )
 
 # Each part may import the parts it names, and itself. `__init__` may import everything.
-FOUNDATION = {"_types", "_checks", "_tree_checks", "_mesh", "_unreduced", "_run_if"} | {
+FOUNDATION = {"_types", "_checks", "_tree_checks", "_mesh", "_run_if"} | {
     "_gate",
     "_execute",
     "_rounding",
@@ -33,11 +33,10 @@ MAY_IMPORT = {
     "_checks": {"_types"},
     "_names": {"_checks"},
     "_mesh": {"_types", "_checks"},
-    "_unreduced": {"_types", "_checks", "_mesh"},
-    "_tree_checks": {"_types", "_checks", "_mesh", "_unreduced"},
+    "_tree_checks": {"_types", "_checks", "_mesh"},
     "_states": {"_types", "_checks"},
-    "_run_if": {"_types", "_checks", "_mesh", "_unreduced"},
-    "_rounding": {"_types", "_checks", "_tree_checks", "_mesh", "_unreduced", "_states"},
+    "_run_if": {"_types", "_checks", "_mesh"},
+    "_rounding": {"_types", "_checks", "_tree_checks", "_mesh", "_states"},
     "_gate": {"_types"},
     "_execute": {"_types", "_checks", "_tree_checks", "_mesh", "_states", "_run_if", "_gate"},
     "clipping": FOUNDATION,

@@ -8,11 +8,10 @@ import optax
 from jax import lax
 
 from ._checks import check_count, check_state, describe, error_message, is_float0, leaf_path
-from ._mesh import is_explicit, varying_axes
+from ._mesh import HAS_TYPES, is_explicit, varying_axes
 from ._states import increment_where
 from ._tree_checks import check_inexact, check_same_structure
 from ._types import Array, Scalar, Tree
-from ._unreduced import HAS_TYPES
 
 _NAME = "round_stochastically"
 

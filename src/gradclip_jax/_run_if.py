@@ -23,9 +23,8 @@ from jax import lax
 from jax.extend import core
 
 from ._checks import is_float0, is_traced
-from ._mesh import reshard_like
+from ._mesh import is_unreduced, reshard_like
 from ._types import Array, Tree
-from ._unreduced import is_unreduced
 
 Report: TypeAlias = list[Any]
 """Of a checked step: whether it passed, bool[], then flags and measurements of the checks."""

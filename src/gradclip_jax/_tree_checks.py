@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._checks import check_no_state, describe, dtype_of, error_message, is_float0, leaf_path, listed
+from ._mesh import sharding_with, unreduced_axes
 from ._types import Tree
-from ._unreduced import sharding_with, unreduced_axes
 
 
 def check_inexact(

@@ -16,9 +16,8 @@ from .._checks import (
     describe,
     error_message,
 )
-from .._mesh import max_over, varying_axes
+from .._mesh import BatchAxes, batch_axes, defer_sums, max_over, take_sum, varying_axes
 from .._types import FLOAT32, Tree
-from .._unreduced import BatchAxes, batch_axes, defer_sums, take_sum
 from ._outputs import AUX_REDUCTIONS, Outputs, aux_reductions, output_reductions, whole_batch
 from ._reduction import DTYPE, REDUCTION, is_summed, map_reduced
 from ._split import Split, check_real, counted_from_zero, micro_arguments, positions

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._checks import describe, error_message, leaf_path
-from .._mesh import vary, varying_axes, zeros_of_type
+from .._mesh import unreduced_axes, vary, varying_axes, zeros_of_type
 from .._tree_checks import broadcast_prefix
 from .._types import FLOAT32, Array, Scalar, Tree
-from .._unreduced import unreduced_axes
 from ._reduction import (
     REDUCTIONS,
     accumulator_dtype,

@@ -19,10 +19,10 @@ from .._checks import (
     is_traced,
     leaf_path,
 )
+from .._mesh import factor_for, unreduced_axes
 from .._rounding import rounded
 from .._tree_checks import broadcast_prefix
 from .._types import Array, Scalar, Tree
-from .._unreduced import factor_for, unreduced_axes
 from ..clipping._formula import wide_dtype
 
 REDUCTIONS: Final = ("mean", "sum", "max", "last")

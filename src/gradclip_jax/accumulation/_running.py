@@ -10,16 +10,17 @@ import optax
 from jax import lax
 
 from .._checks import error_message, is_float0, leaf_path
-from .._mesh import memory_of, reshard_like
-from .._tree_checks import check_same_structure
-from .._types import Array, Scalar, Tree
-from .._unreduced import (
+from .._mesh import (
     is_unreduced,
+    memory_of,
     reduce_over_devices,
     reduced_axes,
+    reshard_like,
     sharding_with,
     unreduced_axes,
 )
+from .._tree_checks import check_same_structure
+from .._types import Array, Scalar, Tree
 from ._reduction import DTYPE, accumulator_dtype, combine, divide, identity_of, map_reduced
 
 

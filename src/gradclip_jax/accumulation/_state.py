@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from .._checks import check_no_transformation, check_transformation, error_message, is_traced
-from .._mesh import zeros_of_type
+from .._mesh import is_unreduced, unreduced_axes, zeros_of_type
 from .._run_if import run_if, trace
 from .._states import (
     find_states,
@@ -20,7 +20,6 @@ from .._states import (
     with_structure_of,
 )
 from .._types import Scalar, Tree
-from .._unreduced import is_unreduced, unreduced_axes
 from ._reduction import REDUCTION
 from ._running import MicroBatch, params_of, window_gradient
 

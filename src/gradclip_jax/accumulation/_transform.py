@@ -19,11 +19,11 @@ from .._checks import (
 )
 from .._execute import gated
 from .._gate import Accumulation, Flag, Window
+from .._mesh import is_unreduced, without_reduced_axes
 from .._run_if import like_dtypes, run_if
 from .._states import METRICS, find_states, increment_where
 from .._tree_checks import check_same_structure
 from .._types import FLOAT32, Scalar, Tree
-from .._unreduced import is_unreduced, without_reduced_axes
 from ._noise import empty_noise, observe_noise
 from ._reduction import DTYPE, REDUCTION, note_reduction
 from ._running import (
