@@ -156,10 +156,8 @@ def check_length(function: str, argument: str, value: Any) -> None:
     check_static(function, argument, value)
     check_count(function, argument, value, "Pass the number of steps to keep.")
     if int(value) > 2**20:  # a file may hold any number, and a state of gigabytes is no use
-        hint = "Pass a shorter window, such as 1000."
-        raise ValueError(
-            error_message(function, argument, "an integer <= 2**20", shortened(value), hint)
-        )
+        rule, hint = "an integer <= 2**20", "Pass a shorter window, such as 1000."
+        raise ValueError(error_message(function, argument, rule, shortened(value), hint))
 
 
 def refuse_traced(function: str, argument: str, value: Any) -> None:
@@ -182,26 +180,20 @@ def check_dtype(function: str, argument: str, value: Any) -> None:
     except TypeError:
         is_floating = False
     if not is_floating:
-        hint = "Pass jnp.float32, or jnp.bfloat16 to save memory."
-        raise TypeError(
-            error_message(function, argument, "a real floating dtype", shortened(value), hint)
-        )
+        rule, hint = "a real floating dtype", "Pass jnp.float32, or jnp.bfloat16 to save memory."
+        raise TypeError(error_message(function, argument, rule, shortened(value), hint))
 
 
 def check_choice(function: str, argument: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Refuses a value outside `choices`: words, bools and None."""
     if not isinstance(value, (str, bool, type(None))) or value not in choices:
-        rule = "one of " + ", ".join(map(repr, choices))
-        raise ValueError(
-            error_message(function, argument, rule, shortened(value), "Pick one of them.")
-        )
+        rule, hint = "one of " + ", ".join(map(repr, choices)), "Pick one of them."
+        raise ValueError(error_message(function, argument, rule, shortened(value), hint))
 
 
 def check_ord(function: str, ord: Any) -> float:
     """The order of a norm as a static Python float."""
-    if is_traced(ord) or isinstance(ord, jax.Array):
-        hint = "Under `optax.inject_hyperparams` pass `static_args=('ord',)`."
-        raise TypeError(error_message(function, "ord", "a static number > 0", describe(ord), hint))
+    check_static(function, "ord", ord)
     check_number(function, "ord", ord, "Pass 1, 2, any other order > 0, or `jnp.inf`.")
     return float(ord)
 

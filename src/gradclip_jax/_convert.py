@@ -106,10 +106,8 @@ def convert_state(
     if reduction is None:
         averages = _averages(tx, like, params, reductions)
     elif any(own in ("mean", "sum") and own != reduction for own in reductions):
-        rule = f"that of `tx`, {reductions[0]!r}"
-        raise ValueError(
-            error_message(_NAME, "reduction", rule, repr(reduction), "Leave it out: `tx` is asked.")
-        )
+        rule, hint = f"that of `tx`, {reductions[0]!r}", "Leave it out: `tx` is asked."
+        raise ValueError(error_message(_NAME, "reduction", rule, repr(reduction), hint))
     else:
         averages = reduction == "mean"
     arrays = plain_arrays(like), plain_arrays(state)

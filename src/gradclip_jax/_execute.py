@@ -148,7 +148,7 @@ def _execute(
         check_state(gate.name, innermost_state, gate.kind)
         innermost_state = getattr(innermost_state, GATES[gate.kind])
     outside, accumulation, inside = _split(update.gates)
-    guards, around_count = (*outside, *inside), len(outside)
+    guards = (*outside, *inside)
     window_checks = {i: g.check_window for i, g in enumerate(outside) if g.check_window}
     step_checks = [i for i, guard in enumerate(guards) if guard.checks_step]
     around = _judge(outside, grads, state, params, extra_args)
@@ -162,16 +162,19 @@ def _execute(
     step, output = _plan_step(
         update.innermost, window, grads, innermost_state, params, applies=applies
     )
+    unmeasured = np.float32(np.nan)  # of NumPy: `jax_debug_nans` looks at what JAX computes
+    # Of each guard: whether a check of it refuses, and what that measured.
+    unchecked: list[tuple[Any, Any]] = [(jnp.array(False), unmeasured)] * len(guards)
 
     def body(carry: Tree) -> Tree:
         output, inner_state, accumulator, _ = carry
         window_grads, accumulator = window.read(accumulator)
         judged = _judge(inside, window_grads, inner_state, params, window.extra_args)
-        accepted, refusals = judged.accepted, [jnp.array(False) for _ in guards]
-        measured = [_unmeasured() for _ in guards]
+        accepted, checks = judged.accepted, list(unchecked)
         if window_checks:
             passed = _all(check(window_grads) for check in window_checks.values())
-            refusals[max(window_checks)] = jnp.asarray(flag_and(accepted, ~passed))
+            refuses = jnp.asarray(flag_and(accepted, ~passed))
+            checks[max(window_checks)] = (refuses, unmeasured)
             accepted = flag_and(accepted, passed)
 
         def take(carry: Tree) -> tuple[Tree, ComputedStep]:
@@ -196,17 +199,16 @@ def _execute(
             # The innermost check that fails counts.
             results = zip(step_checks, passes, of_checks, strict=True)
             for i, passed, number in reversed(list(results)):
-                refusals[i], refused = refusals[i] | (refused & ~passed), refused & passed
-                measured[i] = number
+                checks[i] = (checks[i][0] | (refused & ~passed), number)
+                refused = refused & passed
         else:
             output, innermost = run_if(accepted, lambda x: take(x)[0], carry, usually=True)
-        of_guards = list(zip(refusals, measured, strict=True))
-        others, own = of_guards[:around_count], of_guards[around_count:]
+        own = checks[len(outside) :]
         inner_state = _next_states(judged, innermost, own, stepped, alone=len(guards) == 1)
-        flags = [jnp.asarray(stepped), others] if guards else []
+        flags = [jnp.asarray(stepped), checks[: len(outside)]] if guards else []
         return output, inner_state, accumulator, flags
 
-    flags: list[Any] = [jnp.array(False), [(jnp.array(False), _unmeasured()) for _ in outside]]
+    flags: list[Any] = [jnp.array(False), unchecked[: len(outside)]]
     carry = (output, window.inner_state, window.accumulator, flags if guards else [])
     output, inner_state, accumulator, flags = run_if(window.emits, body, carry)
     stepped, refusals = flags or [window.emits, []]
@@ -282,10 +284,6 @@ def _next_states(
             after = jax.tree.map(choose, after, state._replace(**bare))
         inner_state = after._replace(inner_state=inner_state, incidents=log)
     return inner_state
-
-
-def _unmeasured() -> Any:
-    return np.float32(np.nan)  # of NumPy: `jax_debug_nans` looks at what JAX computes
 
 
 Step = Callable[[Tree, Any, Tree], tuple[Tree, Any, Tree]]

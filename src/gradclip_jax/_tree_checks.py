@@ -1,5 +1,6 @@
 """Checks of trees, made when they are traced; worded as in `_checks.py`."""
 
+from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -56,20 +57,17 @@ def check_same_structure(function: str, argument: str, tree: Tree, like: str, ot
     theirs = jax.tree_util.tree_leaves_with_path(other)
     hint = f"Pass `{argument}` with the structure of `{like}`."
     rule = f"a tree like `{like}`"
-    for (path, leaf), (other_path, other_leaf) in zip(ours, theirs, strict=False):
+    missing: Any = (None, None)
+    for (path, leaf), (other_path, other_leaf) in zip_longest(ours, theirs, fillvalue=missing):
         if path != other_path:
-            place, other_place = leaf_path(argument, path), leaf_path(like, other_path)
+            place = "nothing" if path is None else leaf_path(argument, path)
+            other_place = "nothing" if other_path is None else leaf_path(like, other_path)
             got = f"{place} where {other_place} was expected"
             raise TypeError(error_message(function, argument, rule, got, hint))
         if np.shape(leaf) != np.shape(other_leaf) and not is_float0(leaf):
             got = f"{describe(leaf)} at {leaf_path(argument, path)}"
             got += f", expected shape {list(np.shape(other_leaf))}"
             raise TypeError(error_message(function, argument, rule, got, hint))
-    if len(ours) != len(theirs):
-        more, name = (ours, argument) if len(ours) > len(theirs) else (theirs, like)
-        place = leaf_path(name, more[min(len(ours), len(theirs))][0])
-        got = f"{len(ours)} leaves for {len(theirs)}, the first unmatched one {place}"
-        raise TypeError(error_message(function, argument, rule, got, hint))
     if jax.tree.structure(tree) != jax.tree.structure(other):
         path, node, other_node = _first_other_container(tree, other)
         got = f"a {type(node).__name__} at {leaf_path(argument, path)}"

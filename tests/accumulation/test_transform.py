@@ -992,8 +992,8 @@ def test_a_missing_gradient_names_the_parameter():
     refused(
         {"b": jnp.zeros(4)},
         TypeError,
-        "accumulate_gradients: `updates` must be a tree like `params`, got 1 leaves for 2, the "
-        "first unmatched one params['enc']['w'].",
+        "accumulate_gradients: `updates` must be a tree like `params`, got nothing "
+        "where params['enc']['w'] was expected.",
     )
 
 

@@ -289,7 +289,7 @@ def test_injected_order_must_be_static():
     inject = optax.inject_hyperparams(gcx.clip_by_global_norm, static_args=("ord",))
     updates, _ = step(inject(max_norm=1.0, ord=1.0), jnp.float32([3.0, 4.0]))
     np.testing.assert_allclose(np.abs(updates).sum(), 1.0, rtol=1e-6)
-    with pytest.raises(TypeError, match="`ord` must be a static number > 0"):
+    with pytest.raises(TypeError, match="`ord` must be a static Python value"):
         tx = optax.inject_hyperparams(gcx.clip_by_global_norm)(max_norm=1.0, ord=1.0)
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
 
@@ -443,11 +443,7 @@ def test_parameters_must_match():
     )
     with pytest.raises(TypeError, match=r"got updates\['a'\] where params\['c'\] was expected\."):
         clip.update(grads, None, {"c": jnp.ones((2, 3)), "d": jnp.ones(4)})
-    with pytest.raises(
-        TypeError, match=r"got 2 leaves for 1, the first unmatched one updates\['b'\]\."
-    ):
+    with pytest.raises(TypeError, match=r"got updates\['b'\] where nothing was expected\."):
         clip.update(grads, None, {"a": jnp.ones((2, 3))})
-    with pytest.raises(
-        TypeError, match=r"got 1 leaves for 2, the first unmatched one params\['b'\]\."
-    ):
+    with pytest.raises(TypeError, match=r"got nothing where params\['b'\] was expected\."):
         clip.update({"a": jnp.ones((2, 3))}, None, grads)

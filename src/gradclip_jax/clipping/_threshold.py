@@ -159,10 +159,8 @@ def first_state(rule: Rule, shape: Sequence[int] = ()) -> Any:
 def check_params(function: str, updates: Tree, params: Tree | None) -> None:
     """Refuses a step without the parameters that a rule looks at, or with others."""
     if params is None:
-        hint = "Pass it: `update(grads, state, params)`."
-        raise ValueError(
-            error_message(function, "params", "given for this threshold", "None", hint)
-        )
+        rule, hint = "given for this threshold", "Pass it: `update(grads, state, params)`."
+        raise ValueError(error_message(function, "params", rule, "None", hint))
     check_same_structure(function, "updates", updates, "params", params)
 
 
@@ -275,23 +273,24 @@ def apply_rules(
     if not units.size:
         return norms, states
     thresholds: dict[int, Array] = {}
-    next_states = list(states)
-    for k, (rule, own) in enumerate(assigned):
+    next_states: list[Any] = []
+    for (rule, own), state in zip(assigned, states or [()] * len(assigned), strict=True):
         of_params = param_norms if rule.uses_params else None
-        if units.is_vector or jax.tree.leaves(states[k : k + 1]):
-            state = states[k] if states else ()
+        if units.is_vector or jax.tree.leaves(state):
             of_params = None if of_params is None else _joined(of_params, own)
             threshold, state = apply_rule(rule, _joined(norms, own), state, of_params)
-            next_states[k : k + 1] = [state] if states else []
             if len(own) == units.size and units.is_vector:
-                return threshold.reshape(units.size), tuple(next_states)
+                return threshold.reshape(units.size), (state,) if states else ()
             thresholds |= zip(own, split(threshold, [norms[i] for i in own]), strict=True)
         else:
             for i in own:
                 param_norm = None if of_params is None else of_params[i]
                 thresholds[i], _ = apply_rule(rule, norms[i], (), param_norm)
+        next_states.append(state)
     in_order = [thresholds[i] for i in range(units.size)]
-    return jnp.stack(in_order) if units.is_vector else in_order, tuple(next_states)
+    return jnp.stack(in_order) if units.is_vector else in_order, tuple(
+        next_states if states else ()
+    )
 
 
 def _joined_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

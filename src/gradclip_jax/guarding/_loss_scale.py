@@ -90,10 +90,8 @@ def scale_loss(state: Any, loss: Any) -> Array:
         raise TypeError(error_message("scale_loss", "state", rule, f"{len(scales)} in it", hint))
     value = jnp.asarray(loss)
     if not jnp.issubdtype(value.dtype, jnp.floating):
-        hint = "Pass the number that is differentiated."
-        raise TypeError(
-            error_message("scale_loss", "loss", "real and floating", describe(value), hint)
-        )
+        rule, hint = "real and floating", "Pass the number that is differentiated."
+        raise TypeError(error_message("scale_loss", "loss", rule, describe(value), hint))
     scale = plain_arrays(scales[0][1].loss_scale)
     return _with_scaled_derivative(value.astype(wide_dtype(value.dtype)), jnp.asarray(scale))
 
