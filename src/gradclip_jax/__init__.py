@@ -38,11 +38,16 @@ from . import configs, diagnostics, granularities, per_example, thresholds
 
 from .clipping._norm import global_norm, leaf_norms, combine_norms
 from .clipping._clip import clip_grad_norm, clip_by_norm
-from .clipping._clamp import clip_grad_value
 from .clipping._cotangent import clip_cotangent
 from .clipping._qk_clip import qk_clip, qk_clip_mla
 from .clipping._transform import clip_by_global_norm, clip_by_leaf_norm, clip_by_group_norm
-from .clipping._transform import clip_by_block_rms, zero_large_norm, clip_by_value, clip
+from .clipping._transform import (
+    clip_by_block_rms,
+    zero_large_norm,
+    clip_by_value,
+    clip,
+    clip_grad_value,
+)
 
 from .adaptive._transform import adaptive_grad_clip, autoclip, zclip, adagc, quantile_clip
 from .adaptive._u_clip import u_clip

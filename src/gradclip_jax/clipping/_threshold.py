@@ -288,9 +288,8 @@ def apply_rules(
                 thresholds[i], _ = apply_rule(rule, norms[i], (), param_norm)
         next_states.append(state)
     in_order = [thresholds[i] for i in range(units.size)]
-    return jnp.stack(in_order) if units.is_vector else in_order, tuple(
-        next_states if states else ()
-    )
+    kept = tuple(next_states) if states else ()
+    return jnp.stack(in_order) if units.is_vector else in_order, kept
 
 
 def _joined_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
