@@ -13,12 +13,13 @@ import pytest
 import gradclip_jax as gcx
 import oracles
 import trees
-from gradclip_jax.accumulation import _running
-from gradclip_jax.accumulation._reduction import accumulator_dtype, as_weight
-from gradclip_jax.accumulation._running import (
+from gradclip_jax.accumulation import _reduction
+from gradclip_jax.accumulation._reduction import (
     MicroBatch,
+    accumulator_dtype,
     accumulator_like,
     add_micro_batch,
+    as_weight,
 )
 
 FIRST, LATER = jnp.array(True), jnp.array(False)
@@ -31,7 +32,7 @@ def add_weighted(acc, grads, weight, is_first, word="sum"):
 
 def window_gradient(acc, grads, total_weight, *, mean):
     words = ["mean" if mean else "sum"] * len(jax.tree.leaves(grads))
-    return _running.window_gradient(acc, MicroBatch(grads, words), total_weight)
+    return _reduction.window_gradient(acc, MicroBatch(grads, words), total_weight)
 
 
 def window(grads, weights, dtype=jnp.float32):

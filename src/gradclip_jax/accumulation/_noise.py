@@ -20,10 +20,8 @@ from .._run_if import run_if
 from .._states import register_metrics
 from .._types import Scalar, Tree
 from ..clipping._norm import global_norm
-from ._reduction import is_summed
-from ._running import MicroBatch, window_gradient
-from ._state import AccumulationState
-from ._window import WindowStep
+from ._reduction import MicroBatch, is_summed, window_gradient
+from ._state import AccumulationState, WindowStep
 
 
 @register_metrics("gradient_noise_scale")

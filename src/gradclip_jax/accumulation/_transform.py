@@ -25,19 +25,20 @@ from .._states import METRICS, find_states, increment_where
 from .._tree_checks import check_same_structure
 from .._types import FLOAT32, Scalar, Tree
 from ._noise import empty_noise, observe_noise
-from ._reduction import DTYPE, REDUCTION, note_reduction
-from ._running import (
+from ._reduction import (
+    DTYPE,
+    REDUCTION,
     MicroBatch,
     accumulator_like,
     add_micro_batch,
     check_matches_accumulator,
+    note_reduction,
     only_gradient,
     params_of,
     spent_accumulator,
     window_gradient,
 )
-from ._state import AccumulationState
-from ._window import advance_window, read_call
+from ._state import AccumulationState, advance_window, read_call
 
 _NAME = "accumulate_gradients"
 

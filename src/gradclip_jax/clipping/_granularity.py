@@ -293,7 +293,8 @@ def groups(name: str, param_labels: Labels) -> Granularity:
 def layers(name: str, stack_axes: Any, *, rms: bool = False) -> Granularity:
     """`layer`, under the name of the function that takes `stack_axes`."""
     for depth in jax.tree.leaves(stack_axes):
-        _check_depth(name, depth)
+        check_static(name, "stack_axes", depth)
+        check_count(name, "stack_axes", depth, _DEPTH, low=0)
 
     def cut(function: str, tree: Tree) -> Units:
         leaves = measured_shapes(tree)
@@ -308,18 +309,12 @@ def _stack_depths(function: str, stack_axes: Any, tree: Tree) -> list[int]:
     per_leaf = broadcast_prefix(function, "stack_axes", stack_axes, "updates", tree)
     depths: list[int] = []
     for depth, (path, x) in zip(per_leaf, jax.tree_util.tree_leaves_with_path(tree), strict=True):
-        _check_depth(function, depth)
         if is_measured(x):
             if int(depth) > np.ndim(x):
                 got = f"{depth} for {describe(x)} at {leaf_path('updates', path)}"
                 raise ValueError(error_message(function, "stack_axes", "<= the rank", got, _DEPTH))
             depths.append(int(depth))
     return depths
-
-
-def _check_depth(function: str, depth: Any) -> None:
-    check_static(function, "stack_axes", depth)
-    check_count(function, "stack_axes", depth, _DEPTH, low=0)
 
 
 def _unit_axes(function: str, path: Any, x: Any, axis: Any) -> tuple[int, ...]:
