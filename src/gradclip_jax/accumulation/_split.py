@@ -60,6 +60,32 @@ def counted_from_zero(function: str, split: Split, args: Sequence[Any]) -> Split
     return split._replace(batches=batches, keys=keys, differentiated=differentiated)
 
 
+def in_one_form(
+    function: str, fun: Callable[..., Any], has_weight: bool, has_aux: bool
+) -> Callable[..., Any]:
+    """The function with `(value, (weight, aux))` as its result, None where it returns none."""
+
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
+        value: Any = fun(*args, **kwargs)
+        rest: Any = None
+        if has_weight or has_aux:
+            if not (isinstance(value, tuple) and len(value) == 2):
+                rule = "a function that returns a pair, with `has_weight` or `has_aux`"
+                hint = "Return `(value, weight)`, `(value, aux)` or `(value, (weight, aux))`."
+                raise TypeError(error_message(function, "fun", rule, type(value).__name__, hint))
+            value, rest = value
+        if jax.tree.structure(value) != jax.tree.structure(0) or np.ndim(value):
+            rule = "a function that returns a scalar value"
+            got = describe(value) if hasattr(value, "dtype") else type(value).__name__
+            hint = "Take the mean of a vector; pass `has_aux` or `has_weight` if it returns a pair."
+            raise TypeError(error_message(function, "fun", rule, got, hint))
+        if not (has_weight and has_aux):
+            rest = (rest, None) if has_weight else (None, rest)
+        return value, rest
+
+    return call
+
+
 def micro_arguments(args: Sequence[Any], split: Split, index: Array) -> list[Any]:
     """The arguments for one micro-batch."""
     chosen = list(args)

@@ -150,7 +150,7 @@ class _Clip(NamedTuple):
     nonfinite: str
 
     def check(self, num_microbatches: Any) -> None:
-        name = self.loss.checked().function
+        name = self.loss.function
         if self.param_labels is not None and not isinstance(self.max_norm, Mapping):
             rule, hint = "a mapping from label to threshold", "Give one for each label."
             raise TypeError(error_message(name, "max_norm", rule, repr(self.max_norm), hint))

@@ -1,5 +1,6 @@
 """How a loss is called, and what its arguments are: parameters, and a batch of examples."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,11 +11,11 @@ import numpy as np
 from .._checks import check_callable, describe, error_message, leaf_path
 from .._tree_checks import broadcast_prefix
 from .._types import Array, Labels, Tree
-from ..accumulation._split import Split, counted_from_zero, micro_arguments, positions
+from ..accumulation._split import Split, counted_from_zero, in_one_form, micro_arguments, positions
 from ..clipping._granularity import is_measured
 from ..clipping._norm import measured_leaves
 from ._evaluate import evaluate
-from ._factors import Lazy
+from ._lazy import Lazy
 
 
 class Outputs(NamedTuple):
@@ -33,7 +34,8 @@ class Outputs(NamedTuple):
     grads: list[Array | Lazy]
 
 
-class Loss(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Loss:
     """A loss of one example; the fields are those of `value_and_grad`, and the caller's name."""
 
     function: str
@@ -43,11 +45,8 @@ class Loss(NamedTuple):
     has_aux: bool = False
     has_weight: bool = False
 
-    def checked(self) -> "Loss":
-        """Refuses what cannot be called."""
-        hint = "Pass the loss of one example."
-        check_callable(self.function, "fun", self.fun, hint)
-        return self
+    def __post_init__(self) -> None:
+        check_callable(self.function, "fun", self.fun, "Pass the loss of one example.")
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any], parts: int = 1) -> "Examples":
         """Takes the arguments of a call apart."""
@@ -68,32 +67,6 @@ class Loss(NamedTuple):
             rule, hint = "arrays of as many examples", "Give every leaf one row per example."
             raise ValueError(error_message(self.function, "batch", rule, got, hint))
         return Examples(self, split, list(args), kwargs, jax.tree.map(jnp.asarray, batch))
-
-    def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Array, Any, Any]:
-        """Computes value, weight and auxiliary output of one example, None for what it lacks."""
-        out, rest = self.fun(*args, **kwargs), (None, None)
-        if self.has_aux or self.has_weight:
-            if not (isinstance(out, tuple) and len(out) == 2):
-                rule = "a function that returns a pair, with `has_weight` or `has_aux`"
-                hint = "Return `(value, weight)`, `(value, aux)` or `(value, (weight, aux))`."
-                got = type(out).__name__
-                raise TypeError(error_message(self.function, "fun", rule, got, hint))
-            out, rest = out
-            if not (self.has_aux and self.has_weight):
-                rest = (None, rest) if self.has_aux else (rest, None)
-        weight, aux = rest
-        value = self._scalar(out, "value")
-        if weight is not None:
-            weight = self._scalar(jnp.asarray(weight, jnp.float32), "weight")
-        return value, weight, aux
-
-    def _scalar(self, x: Any, name: str) -> Array:
-        x = jnp.asarray(x)
-        if x.ndim or not jnp.issubdtype(x.dtype, jnp.floating):
-            rule = f"a function whose {name} for one example is a real scalar"
-            hint = "Return the loss of the example; reduce over its own axes."
-            raise TypeError(error_message(self.function, "fun", rule, describe(x), hint))
-        return x
 
 
 class Examples(NamedTuple):
@@ -133,14 +106,22 @@ class Examples(NamedTuple):
         pairs = jax.tree_util.tree_leaves_with_path(self.params)
         return [leaf_path("params", path) for path, x in pairs if is_measured(x)]
 
-    def value_of(self, chosen: Sequence[Any], example: tuple[Tree, ...]) -> Any:
-        """Calls the loss with the leaves that are differentiated by, and one example."""
+    def value_of(self, chosen: Sequence[Any], example: tuple[Tree, ...]) -> tuple[Array, Any]:
+        """Computes the loss, `(weight, aux)` of one example from what is differentiated by."""
         args, params = list(self.args), self.rebuild(chosen)
         replaced = (params,) if self.split.takes_one else params
         positions = (*self.split.differentiated, *self.split.batches)
         for i, x in zip(positions, (*replaced, *example), strict=True):
             args[i] = x
-        return self.loss.call(args, self.kwargs)
+        loss = self.loss
+        call = in_one_form(loss.function, loss.fun, loss.has_weight, loss.has_aux)
+        value, (weight, aux) = call(*args, **self.kwargs)
+        if weight is not None:
+            weight = jnp.asarray(weight, jnp.float32)
+            if weight.ndim:
+                rule, hint = "a function whose weight is a scalar", "Return that of the example."
+                raise TypeError(error_message(loss.function, "fun", rule, describe(weight), hint))
+        return jnp.asarray(value), (weight, aux)
 
     def outputs(self, chosen: list[Array], batch: tuple[Tree, ...]) -> Outputs:
         """Computes value, weight and lazy gradient of each example of a batch."""
@@ -148,21 +129,13 @@ class Examples(NamedTuple):
 
     def outputs_of_one(self, chosen: list[Array], example: tuple[Tree, ...]) -> Outputs:
         """Computes value, weight and lazy gradient of one example."""
-
-        def gradient(chosen: list[Array], example: Tree) -> Any:
-            def of_chosen(chosen: list[Array]) -> Any:
-                value, weight, aux = self.value_of(chosen, example)
-                return value, (weight, aux)
-
-            (value, rest), grads = jax.value_and_grad(of_chosen, has_aux=True)(chosen)
-            return grads, value, *rest
-
-        closed, shapes = jax.make_jaxpr(gradient, return_shape=True)(chosen, example)
-        count, inputs = len(chosen), [*chosen, *jax.tree.leaves(example)]
-        flags = [i < count for i in range(len(closed.jaxpr.outvars))]
-        outs = evaluate(closed, inputs, flags, [i >= count for i in range(len(inputs))])
-        value, weight, aux = jax.tree.unflatten(jax.tree.structure(shapes[1:]), outs[count:])
-        return Outputs(value, weight, aux, outs[:count])
+        run = jax.value_and_grad(self.value_of, has_aux=True)
+        closed, shapes = jax.make_jaxpr(run, return_shape=True)(chosen, example)
+        count = len(closed.out_avals) - len(chosen)
+        flags = [i >= count for i in range(len(closed.out_avals))]
+        outs = evaluate(closed, [*chosen, *jax.tree.leaves(example)], flags)
+        value, (weight, aux) = jax.tree.unflatten(jax.tree.structure(shapes[0]), outs[:count])
+        return Outputs(value, weight, aux, outs[count:])
 
 
 def groups_of(function: str, params: Tree, param_labels: Labels | None) -> dict[Any, list[int]]:

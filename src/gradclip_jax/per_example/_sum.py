@@ -18,10 +18,9 @@ from jax import lax
 from .._mesh import device_count, is_explicit, max_over, sum_over, varying_axes, zeros_of_type
 from .._types import Array, Scalar
 from ..accumulation._split import in_order
-from ._factors import Factor, Lazy, Term, as_array, einsum, wide_dtype
-from ._layout import stack
+from ._lazy import Lazy, is_lazy, scale, stack, written
 from ._losses import Outputs, part_of
-from ._measure import Square, add_squares, count_nonzero, largest, square
+from ._measure import is_exact, largest, norm_of, square
 
 Groups = dict[Any, list[int]]
 Norms = dict[Any, Array]
@@ -64,99 +63,63 @@ def _norms_and_sums(
     # XLA may keep more digits of a bfloat16 factor for one reader than for the other.
     outputs = outputs._replace(grads=list(map(lax.optimization_barrier, outputs.grads)))
     size = outputs.value.shape[0]
-    each = functools.partial(jax.vmap, axis_size=size)
-    squares = each(lambda grads: _squares(grads, groups, shards))(outputs.grads)
+    squares = jax.vmap(lambda grads: _squares(grads, groups, shards), axis_size=size)(outputs.grads)
     # At once as many as there are devices: each holds one.
     steps = size // math.gcd(size, device_count(outputs.value)) if size else 0
 
-    def summed(grads: list[Any], part: Outputs, norms: Norms, add: Callable[..., Array]) -> Any:
+    def summed(part: Outputs, norms: Norms) -> tuple[Norms, list[Array]]:
         if factors_of is None:
             return norms, []
         factors = factors_of(part, norms)
         of_leaf = {i: factors[k] for k, group in groups.items() for i in group}
-        return norms, [add(g, of_leaf[i]) for i, g in enumerate(grads)]
+        return norms, [weighted_sum(g, of_leaf[i]) for i, g in enumerate(part.grads)]
 
     def at_once() -> tuple[Norms, list[Array]]:
-        norms = {k: x.norm() for k, x in squares.items()}
-        return summed(outputs.grads, outputs, norms, weighted_sum)
+        return summed(outputs, {k: jax.vmap(norm_of)(x) for k, x in squares.items()})
 
     def one_by_one() -> tuple[Norms, list[Array]]:
         def add(sums: list[Array], index: Array) -> tuple[list[Array], Norms]:
             part: Outputs = part_of(outputs._replace(aux=None), steps, index)
             some = functools.partial(jax.vmap, axis_size=size // steps)
-            grads = some(lambda grads: list(map(_written, grads)))(part.grads)
-            norms = some(lambda grads: _exact_norms(grads, groups, shards))(grads)
-            norms, new = summed(grads, part, norms, _sum_of)
+            part = part._replace(grads=some(lambda grads: list(map(written, grads)))(part.grads))
+            norms = some(lambda grads: _exact_norms(grads, groups, shards))(part.grads)
+            norms, new = summed(part, norms)
             return [x + y for x, y in zip(sums, new, strict=True)], norms
 
         zeros = list(map(zeros_of_type, jax.eval_shape(at_once)[1]))
         sums, norms = lax.scan(add, zeros, jnp.arange(steps, dtype=jnp.int32))
         return jax.tree.map(in_order, norms), sums
 
-    def exact_or_zero() -> Array:
-        count = each(lambda grads: _squares(grads, groups, shards, count_nonzero))(outputs.grads)
-        flags = [x.is_exact() | (count[k].total == 0) for k, x in squares.items()]
-        return functools.reduce(jnp.logical_and, flags)
-
-    exact = functools.reduce(jnp.logical_and, [x.is_exact() for x in squares.values()])
-    if size:
-        exact = lax.cond(jnp.all(exact), lambda: exact, exact_or_zero)
+    exact = functools.reduce(jnp.logical_and, [jax.vmap(is_exact)(x) for x in squares.values()])
     if outputs.weight is not None:
         # An example of weight 0 adds 0 whatever its norm, if only that is finite.
-        finite = [jnp.isfinite(x.total) for x in squares.values()]
+        finite = [jnp.isfinite(x[:, 0]) for x in squares.values()]
         exact |= (outputs.weight <= 0) & functools.reduce(jnp.logical_and, finite)
     return lax.cond(jnp.all(exact), at_once, one_by_one) if size else at_once()
 
 
 def weighted_sum(value: Array | Lazy, factors: Array) -> Array:
     """Sums over the first axis the gradients times their factors, in 32 bit at least."""
-    if not isinstance(value, Lazy):
-        labels = tuple(range(value.ndim))
-        return einsum([Factor(value, labels), Factor(factors, (0,))], labels[1:])
-
-    def weighted(term: Term) -> Term:
-        dense = [f for f in term.factors if f.hot is None]
-        smallest, wide = min(dense, key=lambda f: f.array.size), wide_dtype(dense)
-        each = factors.astype(wide).reshape(-1, *(1 for _ in smallest.labels))
-        array = smallest.array.astype(wide) * each
-        parts = (f.replace(array=array) if f is smallest else f for f in term.factors)
-        return Term(tuple(parts), term.axes)
-
-    lazy = value.replace(terms=tuple(map(weighted, value.terms)))
-    return _written(stack(lazy, len(factors), summed=True))
-
-
-def _written(value: Array | Lazy) -> Array:
-    """Multiplies out in 32 bit at least: the sum of clipped gradients is not rounded to 16."""
-    wide = wide_dtype([Factor(jnp.zeros((), value.dtype), ())])
-    return as_array(value.replace(dtype=wide)) if isinstance(value, Lazy) else value.astype(wide)
-
-
-def _sum_of(grads: Array, factors: Array) -> Array:
-    each = factors.astype(grads.dtype).reshape(-1, *(1 for _ in grads.shape[1:]))
+    if is_lazy(value):
+        return written(stack(jax.vmap(scale)(value, factors), len(factors), summed=True))
+    value = written(value)
+    each = factors.astype(value.dtype).reshape(-1, *(1 for _ in value.shape[1:]))
     # Selected: zero times a NaN is a NaN.
-    return jnp.sum(jnp.where(each == 0, 0, each * grads), 0)
+    return jnp.sum(jnp.where(each == 0, 0, each * value), 0)
 
 
 def _squares(
-    grads: list[Array | Lazy],
-    groups: Groups,
-    shards: Sequence[frozenset[str]],
-    square: Callable[[Array | Lazy], Square] = square,
-) -> dict[Any, Square]:
+    grads: Sequence[Array | Lazy], groups: Groups, shards: Sequence[frozenset[str]]
+) -> dict[Any, Array]:
     """Squares each group of leaves of one example, over the devices that share a leaf."""
     squares = list(map(square, grads))
 
-    def joined(group: list[int]) -> Square:
-        wide = jnp.result_type(jnp.float32, *(squares[i].total.dtype for i in group))
-        parts: dict[frozenset[str], list[Square]] = {}
+    def joined(group: list[int]) -> Array:
+        wide = jnp.result_type(jnp.float32, *(squares[i].dtype for i in group))
+        parts: dict[frozenset[str], Array] = {}
         for i in group:
-            parts.setdefault(shards[i], []).append(squares[i])
-        sums = [
-            Square(*sum_over(jnp.stack(add_squares(part, wide)), axes))
-            for axes, part in parts.items()
-        ]
-        return add_squares(sums, wide)
+            parts[shards[i]] = parts.get(shards[i], 0) + squares[i].astype(wide)
+        return sum((sum_over(x, axes) for axes, x in parts.items()), jnp.zeros(2, wide))
 
     return {k: joined(group) for k, group in groups.items()}
 
@@ -172,5 +135,5 @@ def _exact_norms(
     for part in (exponent // 2, exponent - exponent // 2):
         power = jnp.ldexp(jnp.ones_like(top), -part)
         grads = [x * power.astype(x.dtype) for x in grads]
-    squares = _squares(list(grads), groups, shards)
-    return {k: jnp.ldexp(jnp.sqrt(x.total), exponent) for k, x in squares.items()}
+    squares = _squares(grads, groups, shards)
+    return {k: jnp.ldexp(jnp.sqrt(x[0]), exponent) for k, x in squares.items()}
