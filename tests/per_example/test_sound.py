@@ -234,24 +234,24 @@ def test_kernel_of_an_ungrouped_convolution_is_measured_by_gram_matrices():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "change"),
+    ("change", "method"),
     [
-        ("rev", lambda w: w[::-1]),
-        ("rev of columns", lambda w: w[:, ::-1]),
-        ("slice", lambda w: jnp.pad(w, ((0, 0), (1, 2)))[:, 1:-2]),
-        ("wider", lambda w: jnp.pad(w, ((0, 0), (3, 0)))),
-        ("select", lambda w: jax.lax.select_n(jnp.array(True), w, jax.lax.stop_gradient(w))),
-        ("select the other", lambda w: jax.lax.select_n(jnp.array(False), w, 2 * w)),
-        ("roll", lambda w: jnp.roll(w, 5, 0)),
+        (lambda w: jnp.pad(w, ((0, 0), (1, 2)))[:, 1:-2], "gram"),
+        (lambda w: jnp.pad(w, ((0, 0), (3, 0))), "gram"),
+        (lambda w: jnp.roll(w, 5, 0), "gram"),
+        (lambda w: w[::-1], "written out"),
+        (lambda w: w[:, ::-1], "written out"),
+        (lambda w: jax.lax.select_n(jnp.array(True), w, 0.01 * w), "written out"),
+        (lambda w: jax.lax.select_n(jnp.array(False), w, 2 * w), "written out"),
     ],
 )
-def test_weight_that_is_moved_is_followed(name, change):
+def test_weight_that_is_moved_is_followed_or_written_out(change, method):
     def loss(w, x):
         return jnp.sum(jnp.sin(x @ change(w)))
 
     w, batch = array(32, 32, seed=1), array(3, 2, 32, seed=2)
-    assert gcx.per_example.costs(loss)(w, batch)["params"].method == "gram"
-    assert_sound(loss, w, batch, max_norm=0.1 if name == "select" else None)
+    assert gcx.per_example.costs(loss)(w, batch)["params"].method == method
+    assert_sound(loss, w, batch)
 
 
 def test_sharding_constraint_on_a_weight_is_followed():

@@ -90,7 +90,7 @@ def micro_arguments(args: Sequence[Any], split: Split, index: Array) -> list[Any
     """The arguments for one micro-batch."""
     chosen = list(args)
     for i in split.batches:
-        chosen[i] = jax.tree.map(lambda x: _every_nth(x, index, split.parts), chosen[i])
+        chosen[i] = jax.tree.map(lambda x: every_nth(x, index, split.parts), chosen[i])
     for i in split.keys:
         chosen[i] = jax.random.split(chosen[i], split.parts)[index]
     return chosen
@@ -119,7 +119,7 @@ def in_order(rows: Array) -> Array:
     return by_example.reshape(-1, *by_example.shape[2:])
 
 
-def _every_nth(x: Array, index: Array, parts: int) -> Array:
+def every_nth(x: Array, index: Array, parts: int) -> Array:
     """Examples index, index + parts, ...: each device takes them from the part that it holds."""
     split = jnp.reshape(x, (x.shape[0] // parts, parts, *x.shape[1:]))
     return lax.dynamic_index_in_dim(split, index, axis=1, keepdims=False)

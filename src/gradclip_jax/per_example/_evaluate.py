@@ -15,8 +15,8 @@ from jax import lax
 from jax.extend import core
 
 from .._types import Array
-from ._lazy import Lazy, add, as_array, as_lazy, is_lazy, stack
-from ._rules import RULES, linear_operands
+from ._lazy import Lazy, as_array, as_lazy
+from ._rules import RULES
 
 _INLINED = {"jit", "pjit", "closed_call", "core_call"}
 _REMAT = {"remat", "remat2", "checkpoint"}
@@ -42,7 +42,7 @@ def evaluate(closed: Any, operands: Sequence[Any], chosen: Sequence[bool]) -> li
 
     def read_array(v: Any) -> Any:
         value = read(v)
-        if not is_lazy(value):
+        if not isinstance(value, Lazy):
             return value
         if v not in arrays:
             arrays[v] = as_array(value)
@@ -93,7 +93,11 @@ def _linear_operands(eqn: Any, flags: Sequence[bool]) -> Collection[int]:
         return [i for i, v in enumerate(jaxpr.invars) if v in required]
     if name == "scan":
         return [_loop_counts(eqn)[0] + i for i in _accumulated(eqn, flags)]
-    return linear_operands(eqn)
+    rule = RULES.get(name)
+    if rule is None:
+        return ()
+    follows = rule.follows(eqn) if callable(rule.follows) else rule.follows
+    return range(len(eqn.invars)) if follows is None else follows
 
 
 def _inner(eqn: Any) -> Any:
@@ -110,10 +114,8 @@ def _follow(eqn: Any, operands: Sequence[Any], flags: Sequence[bool]) -> Sequenc
         operands = lax.optimization_barrier([jnp.asarray(x) for x in operands])
     if name in _INLINED | _REMAT:
         return evaluate(_inner(eqn), operands, flags)
-    rule = RULES.get(name)
-    if rule is None or not (rule.starts or any(map(is_lazy, operands))):
-        return None
-    result = rule.apply(eqn, *operands)
+    rule, is_any_lazy = RULES.get(name), any(isinstance(x, Lazy) for x in operands)
+    result = rule.apply(eqn, *operands) if rule and (rule.starts or is_any_lazy) else None
     return [result] if isinstance(result, Lazy) else result
 
 
@@ -180,9 +182,10 @@ def _scan(eqn: Any, operands: Sequence[Any], flags: Sequence[bool]) -> Sequence[
         pairs = zip(lazy, added, strict=True)
         lazy = [i for i, x in pairs if all(len(term.factors) > 1 for term in x.terms)]
     carry, (added, stacked) = run(lazy)
-    kept, sums = iter(carry), iter(added)
+    kept, sums, steps = iter(carry), iter(added), p["length"]
     outs = [
-        add(as_lazy(x), stack(next(sums), p["length"], summed=True)) if i in lazy else next(kept)
+        as_lazy(x).add(next(sums).stack(steps, summed=True)) if i in lazy else next(kept)
         for i, x in enumerate(init)
     ]
-    return [*outs, *(stack(y, p["length"], summed=False) if is_lazy(y) else y for y in stacked)]
+    rows = [y.stack(steps, summed=False) if isinstance(y, Lazy) else y for y in stacked]
+    return [*outs, *rows]

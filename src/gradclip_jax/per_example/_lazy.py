@@ -10,10 +10,11 @@ written as an einsum: each axis of a factor has a label, each axis of the value 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from .._types import Array
+from ..clipping._formula import wide_dtype
 
 Labels = tuple[int, ...]
 
@@ -97,6 +99,55 @@ class Term:
         first = 1 + max((k for f in self.factors for k in (*f.labels, f.hot or 0)), default=-1)
         return tuple(range(first, first + count))
 
+    def cut(self, label: int, low: int, high: int) -> "Term":
+        """Takes a range of one label."""
+
+        def shortened(f: Factor) -> Factor:
+            if f.hot == label:
+                inside = (f.array >= low) & (f.array < high)
+                return replace(f, array=jnp.where(inside, f.array - low, -1), size=high - low)
+            if label not in f.labels:
+                return f
+            array = lax.slice_in_dim(f.array, low, high, axis=f.labels.index(label))
+            return replace(f, array=array)
+
+        return self.map(shortened)
+
+    def split_axes(self, sizes: Sequence[int]) -> "Term | None":
+        """Gives the value other axes, in the same order; None if a label is cut unevenly."""
+        axes: list[Axis] = []
+        term, labels = self, list(self.kept())
+        for size in sizes:
+            axis: list[int] = []
+            while size > 1:
+                if not labels:
+                    return None
+                length = term.sizes()[labels[0]]
+                if size % length:
+                    if length % size or any(f.hot == labels[0] for f in term.factors):
+                        return None
+                    term, halves = term.split_label(labels[0], size)
+                    labels[:1], length = halves, size
+                axis.append(labels.pop(0))
+                size //= length
+            axes.append(Axis(tuple(axis)))
+        if any(f.hot in labels for f in term.factors):
+            return None
+        return replace(term, axes=tuple(axes))
+
+    def split_label(self, label: int, first: int) -> "tuple[Term, Labels]":
+        """Splits a label in two, the first of the given length."""
+        halves = self.fresh(2)
+
+        def split(f: Factor) -> Factor:
+            if label not in f.labels:
+                return f
+            i = f.labels.index(label)
+            array = f.array.reshape(*f.array.shape[:i], first, -1, *f.array.shape[i + 1 :])
+            return replace(f, array=array, labels=(*f.labels[:i], *halves, *f.labels[i + 1 :]))
+
+        return self.map(split), halves
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lazy:
@@ -117,15 +168,89 @@ class Lazy:
         shape = self.shape if shape is None else tuple(shape)
         return Lazy(shape, self.dtype, tuple(map(change, self.terms)))
 
+    def arrange(self, shape: Sequence[int], sources: Sequence[int | None]) -> "Lazy":
+        """Makes each new axis of an old one, or for None of length one."""
+
+        def arranged(term: Term) -> Term:
+            return replace(term, axes=tuple(Axis() if i is None else term.axes[i] for i in sources))
+
+        return self.map(arranged, shape)
+
+    def scale(self, scalar: Array) -> "Lazy":
+        """Multiplies a lazy array by a number: the smallest factor of each term."""
+
+        def scaled(term: Term) -> Term:
+            smallest = min((f for f in term.factors if f.hot is None), key=lambda f: f.array.size)
+            # The number may be complex, the factor of a complex product real.
+            dtypes = smallest.array.dtype, scalar.dtype
+            dtype = dtypes[0] if dtypes[0] == dtypes[1] else wide_dtype(*dtypes)
+            array = smallest.array.astype(dtype) * scalar.astype(dtype)
+            return term.map(lambda f: replace(f, array=array) if f is smallest else f)
+
+        return self.map(scaled)
+
+    def add(self, other: "Lazy") -> "Lazy":
+        """Adds two lazy arrays."""
+        return replace(self, terms=self.terms + other.terms)
+
+    def place(self, shape: Sequence[int], start: Sequence[int]) -> "Lazy":
+        """Puts a lazy array in a larger one of zeros."""
+
+        def placed(term: Term) -> Term:
+            pairs = zip(term.axes, start, strict=True)
+            return replace(term, axes=tuple(Axis(a.labels, a.start + n) for a, n in pairs))
+
+        return self.map(placed, shape)
+
+    def cut(self, axis: int, start: int, size: int) -> "Lazy | None":
+        """Takes a range of one axis; None if its ends are within the rows of a label."""
+        terms: list[Term] = []
+        for term in self.terms:
+            labels, first = term.axes[axis]
+            low = max(start - first, 0)
+            high = min(start + size - first, term.shape()[axis])
+            if low >= high:
+                continue
+            if high - low < term.shape()[axis]:
+                step = math.prod(term.sizes()[k] for k in labels[1:])
+                if low % step or high % step:
+                    return None
+                term = term.cut(labels[0], low // step, high // step)
+            inner = Axis(labels, max(first - start, 0))
+            terms.append(replace(term, axes=(*term.axes[:axis], inner, *term.axes[axis + 1 :])))
+        shape = (*self.shape[:axis], size, *self.shape[axis + 1 :])
+        return Lazy(shape, self.dtype, tuple(terms))
+
+    def stack(self, length: int, *, summed: bool) -> "Lazy":
+        """Labels the leading axis that a loop gave all factors; a new axis unless it is summed."""
+
+        def stacked(term: Term) -> Term:
+            (k,) = term.fresh()
+            labelled = term.map(lambda f: replace(f, labels=(k, *f.labels)))
+            return labelled if summed else replace(labelled, axes=(Axis((k,)), *term.axes))
+
+        return self.map(stacked, self.shape if summed else (length, *self.shape))
+
+    # What a norm costs: with T rows, and axes of lengths d and p, Gram matrices take `T^2 (d + p)`
+    # multiplications and the product `T d p`: it costs less exactly where it is smaller than its
+    # factors, `d p < T (d + p)`. Counted for one example, from shapes alone.
+
+    def elements(self) -> int:
+        """Counts the elements of the product, without the zeros around it."""
+        return max((math.prod(term.shape()) for term in self.terms), default=0)
+
+    def factor_elements(self) -> int:
+        """Counts the elements of all factors; row numbers count one for each row."""
+        return sum(f.array.size for term in self.terms for f in term.factors)
+
+    def is_small(self) -> bool:
+        """Decides whether to write the product down: no larger than its factors, it costs less."""
+        return self.elements() <= self.factor_elements()
+
 
 jax.tree_util.register_dataclass(Factor, ["array"], ["labels", "hot", "size"])
 jax.tree_util.register_dataclass(Term, ["factors"], ["axes"])
 jax.tree_util.register_dataclass(Lazy, ["terms"], ["shape", "dtype"])
-
-
-def is_lazy(value: Any) -> TypeGuard[Lazy]:
-    """Says whether a value is a lazy array."""
-    return isinstance(value, Lazy)
 
 
 def product(aval: Any, factors: Sequence[Factor], axes: Iterable[Labels]) -> Lazy:
@@ -144,7 +269,7 @@ def _without_ones(f: Factor) -> Factor:
 
 def as_lazy(value: Any) -> Lazy:
     """Makes an ordinary array its own single factor; a lazy one stays."""
-    if is_lazy(value):
+    if isinstance(value, Lazy):
         return value
     array = jnp.asarray(value)
     labels = tuple(range(array.ndim))
@@ -156,7 +281,7 @@ def as_lazy(value: Any) -> Lazy:
 
 def as_array(value: Any) -> Array:
     """Multiplies out a lazy array; anything else stays."""
-    if not is_lazy(value):
+    if not isinstance(value, Lazy):
         return value
     total = jnp.zeros(value.shape, value.dtype)
     for term in value.terms:
@@ -169,8 +294,8 @@ def as_array(value: Any) -> Array:
 
 def written(value: Array | Lazy) -> Array:
     """Multiplies out in 32 bit at least: the sum of clipped gradients is not rounded to 16."""
-    wide = wide_dtype([value.dtype])
-    return as_array(replace(value, dtype=wide) if is_lazy(value) else value).astype(wide)
+    wide = wide_dtype(value.dtype)
+    return as_array(replace(value, dtype=wide) if isinstance(value, Lazy) else value).astype(wide)
 
 
 def _multiply(term: Term) -> Array:
@@ -180,13 +305,12 @@ def _multiply(term: Term) -> Array:
         dense += map(_one_hot, hots)
         return einsum(dense, kept).reshape(term.shape())
     (hot,) = hots
-    order = [hot.hot, *(k for k in kept if k != hot.hot)]
     ones = Factor(jnp.ones(hot.array.shape, jnp.float32), hot.labels)
     rows = einsum([*dense, ones], [*hot.labels, *(k for k in kept if k != hot.hot)])
     numbers = jnp.where(hot.array < 0, hot.size, hot.array)
     zeros = jnp.zeros((hot.size, *rows.shape[numbers.ndim :]), rows.dtype)
     placed = zeros.at[numbers].add(rows, mode="drop")
-    return placed.transpose([order.index(k) for k in kept]).reshape(term.shape())
+    return jnp.moveaxis(placed, 0, kept.index(hot.hot)).reshape(term.shape())
 
 
 def _one_hot(f: Factor) -> Factor:
@@ -194,20 +318,11 @@ def _one_hot(f: Factor) -> Factor:
     return Factor(rows.astype(jnp.float32), tuple(k for k in (*f.labels, f.hot) if k is not None))
 
 
-def wide_dtype(dtypes: Iterable[Any]) -> Any:
-    """Chooses the dtype to add up in: at least 32 bit, and complex if one is."""
-    dtypes = list(dtypes)
-    bits = 64 if any(jnp.finfo(dtype).bits == 64 for dtype in dtypes) else 32
-    if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
-        return np.dtype(f"complex{2 * bits}")
-    return np.dtype(f"float{bits}")
-
-
 def einsum(factors: Iterable[Factor], out: Sequence[int]) -> Array:
     """Sums products of dense factors, in 32 bit at least."""
     factors = list(factors)
     dtypes = {f.array.dtype for f in factors}
-    wide = wide_dtype(dtypes)
+    wide = functools.reduce(wide_dtype, dtypes, jnp.float32)
     is_cast = len(dtypes) > 1 or len(factors) == 1
     operands: list[Any] = []
     for f in factors:
@@ -215,163 +330,3 @@ def einsum(factors: Iterable[Factor], out: Sequence[int]) -> Array:
     return jnp.einsum(
         *operands, list(out), precision=lax.Precision.HIGHEST, preferred_element_type=wide
     )
-
-
-# What a norm costs: with T rows, and axes of lengths d and p, Gram matrices take `T^2 (d + p)`
-# multiplications and the product `T d p`: it costs less exactly where it is smaller than its
-# factors, `d p < T (d + p)`. Counted for one example, from shapes alone.
-
-
-def elements(lazy: Lazy) -> int:
-    """Counts the elements of a product, without the zeros around it."""
-    return max((math.prod(term.shape()) for term in lazy.terms), default=0)
-
-
-def factor_elements(lazy: Lazy) -> int:
-    """Counts the elements of all factors; row numbers count one for each row."""
-    return sum(f.array.size for term in lazy.terms for f in term.factors)
-
-
-def is_small(lazy: Lazy) -> bool:
-    """Decides whether to write a product down: it is no larger than its factors, and costs less."""
-    return elements(lazy) <= factor_elements(lazy)
-
-
-# Moved, scaled, added up, whatever the primitive is called
-
-
-def arrange(lazy: Lazy, shape: Sequence[int], sources: Sequence[int | None]) -> Lazy:
-    """Makes each new axis of an old one, or for None of length one."""
-
-    def arranged(term: Term) -> Term:
-        return replace(term, axes=tuple(Axis() if i is None else term.axes[i] for i in sources))
-
-    return lazy.map(arranged, shape)
-
-
-def scale(lazy: Lazy, scalar: Array) -> Lazy:
-    """Multiplies a lazy array by a number: the smallest factor of each term."""
-
-    def scaled(term: Term) -> Term:
-        smallest = min((f for f in term.factors if f.hot is None), key=lambda f: f.array.size)
-        # The number may be complex, the factor of a complex product real.
-        dtypes = {smallest.array.dtype, scalar.dtype}
-        dtype = scalar.dtype if len(dtypes) == 1 else wide_dtype(dtypes)
-        array = smallest.array.astype(dtype) * scalar.astype(dtype)
-        return term.map(lambda f: replace(f, array=array) if f is smallest else f)
-
-    return lazy.map(scaled)
-
-
-def add(x: Lazy, y: Lazy) -> Lazy:
-    """Adds two lazy arrays."""
-    return replace(x, terms=x.terms + y.terms)
-
-
-def reverse(lazy: Lazy, axis: int) -> Lazy:
-    """Turns an axis round, and with it every label of the axis."""
-
-    def turned(f: Factor, labels: Labels) -> Factor:
-        array = lax.rev(f.array, [i for i, k in enumerate(f.labels) if k in labels])
-        if f.hot in labels:
-            array = jnp.where(array < 0, -1, f.size - 1 - array)
-        return replace(f, array=array)
-
-    def of_term(term: Term) -> Term:
-        labels, start = term.axes[axis]
-        place = Axis(labels, lazy.shape[axis] - start - term.shape()[axis])
-        term = term.map(lambda f: turned(f, labels))
-        return replace(term, axes=(*term.axes[:axis], place, *term.axes[axis + 1 :]))
-
-    return lazy.map(of_term)
-
-
-def place(lazy: Lazy, shape: Sequence[int], start: Sequence[int]) -> Lazy:
-    """Puts a lazy array in a larger one of zeros."""
-
-    def placed(term: Term) -> Term:
-        pairs = zip(term.axes, start, strict=True)
-        return replace(term, axes=tuple(Axis(a.labels, a.start + n) for a, n in pairs))
-
-    return lazy.map(placed, shape)
-
-
-def cut(lazy: Lazy, axis: int, start: int, size: int) -> Lazy | None:
-    """Takes a range of one axis; None if its ends are within the rows of a label."""
-    terms: list[Term] = []
-    for term in lazy.terms:
-        labels, first = term.axes[axis]
-        low = max(start - first, 0)
-        high = min(start + size - first, term.shape()[axis])
-        if low >= high:
-            continue
-        if high - low < term.shape()[axis]:
-            step = math.prod(term.sizes()[k] for k in labels[1:])
-            if low % step or high % step:
-                return None
-            term = _cut_label(term, labels[0], low // step, high // step)
-        inner = Axis(labels, max(first - start, 0))
-        terms.append(replace(term, axes=(*term.axes[:axis], inner, *term.axes[axis + 1 :])))
-    shape = (*lazy.shape[:axis], size, *lazy.shape[axis + 1 :])
-    return Lazy(shape, lazy.dtype, tuple(terms))
-
-
-def _cut_label(term: Term, label: int, low: int, high: int) -> Term:
-    def shortened(f: Factor) -> Factor:
-        if f.hot == label:
-            inside = (f.array >= low) & (f.array < high)
-            return replace(f, array=jnp.where(inside, f.array - low, -1), size=high - low)
-        if label not in f.labels:
-            return f
-        array = lax.slice_in_dim(f.array, low, high, axis=f.labels.index(label))
-        return replace(f, array=array)
-
-    return term.map(shortened)
-
-
-def stack(lazy: Lazy, length: int, *, summed: bool) -> Lazy:
-    """Labels the leading axis that a loop gave all factors; a new axis unless it is summed."""
-
-    def stacked(term: Term) -> Term:
-        (k,) = term.fresh()
-        labelled = term.map(lambda f: replace(f, labels=(k, *f.labels)))
-        return labelled if summed else replace(labelled, axes=(Axis((k,)), *term.axes))
-
-    return lazy.map(stacked, lazy.shape if summed else (length, *lazy.shape))
-
-
-def split_axes(term: Term, sizes: Sequence[int]) -> Term | None:
-    """Gives the value of a term other axes, in the same order; None if a label is cut unevenly."""
-    axes: list[Axis] = []
-    labels = list(term.kept())
-    for size in sizes:
-        axis: list[int] = []
-        while size > 1:
-            if not labels:
-                return None
-            length = term.sizes()[labels[0]]
-            if size % length:
-                if length % size or any(f.hot == labels[0] for f in term.factors):
-                    return None
-                term, halves = _split_label(term, labels[0], size)
-                labels[:1], length = halves, size
-            axis.append(labels.pop(0))
-            size //= length
-        axes.append(Axis(tuple(axis)))
-    if any(f.hot in labels for f in term.factors):
-        return None
-    return replace(term, axes=tuple(axes))
-
-
-def _split_label(term: Term, label: int, first: int) -> tuple[Term, Labels]:
-    """Splits a label in two, the first of the given length."""
-    halves = term.fresh(2)
-
-    def split(f: Factor) -> Factor:
-        if label not in f.labels:
-            return f
-        i = f.labels.index(label)
-        array = f.array.reshape(*f.array.shape[:i], first, -1, *f.array.shape[i + 1 :])
-        return replace(f, array=array, labels=(*f.labels[:i], *halves, *f.labels[i + 1 :]))
-
-    return term.map(split), halves

@@ -7,11 +7,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .._checks import check_callable, describe, error_message, leaf_path
+from .._mesh import vary, varying_axes, zeros_of_type
 from .._tree_checks import broadcast_prefix
 from .._types import Array, Labels, Tree
-from ..accumulation._split import Split, counted_from_zero, in_one_form, micro_arguments, positions
+from ..accumulation._split import (
+    Split,
+    counted_from_zero,
+    every_nth,
+    in_one_form,
+    in_order,
+    positions,
+    run_if_real,
+)
 from ..clipping._granularity import is_measured
 from ..clipping._norm import measured_leaves
 from ._evaluate import evaluate
@@ -23,13 +33,13 @@ class Outputs(NamedTuple):
 
     Attributes:
         value: the loss.
-        weight: float32, or None where the loss returns none.
+        weight: float32, 1 where the loss returns none.
         aux: the auxiliary output, or None.
         grads: a lazy or ordinary array for each leaf that is differentiated by.
     """
 
     value: Array
-    weight: Array | None
+    weight: Array
     aux: Any
     grads: list[Array | Lazy]
 
@@ -87,11 +97,6 @@ class Examples(NamedTuple):
     batch: tuple[Tree, ...]
 
     @property
-    def size(self) -> int:
-        """Counts the examples."""
-        return jax.tree.leaves(self.batch)[0].shape[0]
-
-    @property
     def params(self) -> Tree:
         """Returns what is differentiated by, in the structure of the gradient."""
         return self.split.differentiated_of(self.args)
@@ -116,15 +121,16 @@ class Examples(NamedTuple):
         loss = self.loss
         call = in_one_form(loss.function, loss.fun, loss.has_weight, loss.has_aux)
         value, (weight, aux) = call(*args, **self.kwargs)
-        if weight is not None:
-            weight = jnp.asarray(weight, jnp.float32)
-            if weight.ndim:
-                rule, hint = "a function whose weight is a scalar", "Return that of the example."
-                raise TypeError(error_message(loss.function, "fun", rule, describe(weight), hint))
+        weight = jnp.asarray(1 if weight is None else weight, jnp.float32)
+        if weight.ndim:
+            rule, hint = "a function whose weight is a scalar", "Return that of the example."
+            raise TypeError(error_message(loss.function, "fun", rule, describe(weight), hint))
         return jnp.asarray(value), (weight, aux)
 
-    def outputs(self, chosen: list[Array], batch: tuple[Tree, ...]) -> Outputs:
-        """Computes value, weight and lazy gradient of each example of a batch."""
+    def outputs(self, batch: tuple[Tree, ...]) -> Outputs:
+        """Computes the outputs of a batch, and keeps the gradient of an example on its device."""
+        axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(batch)))
+        chosen = [vary(x, axes) for x in measured_leaves(self.params)]
         return jax.vmap(lambda example: self.outputs_of_one(chosen, example))(batch)
 
     def outputs_of_one(self, chosen: list[Array], example: tuple[Tree, ...]) -> Outputs:
@@ -154,5 +160,22 @@ def groups_of(function: str, params: Tree, param_labels: Labels | None) -> dict[
 
 def part_of(tree: Tree, parts: int, index: Array) -> Tree:
     """Takes the examples index, index + parts, ...: of each device some."""
-    split = Split(parts, batches=(0,), keys=(), differentiated=(), takes_one=False)
-    return micro_arguments((tree,), split, index)[0]
+    return jax.tree.map(lambda x: every_nth(x, index, parts), tree)
+
+
+def sum_parts(
+    step: Callable[[Array], tuple[Tree, Tree]], parts: int, real: Any = None
+) -> tuple[Tree, Tree]:
+    """Sums the first of what a step returns over the real parts; rows of the second in order."""
+    shapes = jax.eval_shape(step, jnp.int32(0))
+
+    def body(sums: Tree, index: Array) -> tuple[Tree, Tree]:
+        def add(carry: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+            new, rows = step(index)
+            return jax.tree.map(jnp.add, carry[0], new), rows
+
+        return run_if_real(real, index, add, (sums, jax.tree.map(zeros_of_type, shapes[1])))
+
+    zeros = jax.tree.map(zeros_of_type, shapes[0])
+    sums, rows = lax.scan(body, zeros, jnp.arange(parts, dtype=jnp.int32))
+    return sums, jax.tree.map(in_order, rows)

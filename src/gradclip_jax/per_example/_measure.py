@@ -17,18 +17,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._types import Array, Scalar
-from ._lazy import (
-    Axis,
-    Factor,
-    Lazy,
-    Term,
-    as_array,
-    einsum,
-    is_lazy,
-    is_small,
-    split_axes,
-    wide_dtype,
-)
+from ..clipping._formula import wide_dtype
+from ._lazy import Axis, Factor, Lazy, Term, as_array, einsum
 
 # What rounding takes off a product, in units of eps: the sums over axes and tokens are blocked.
 _ROUNDING = 4
@@ -51,15 +41,10 @@ def is_exact(square: Array) -> Array:
 
 def square(value: Array | Lazy) -> Array:
     """Squares an array or a lazy one, without writing the latter down."""
-    parts = separate(value) if is_lazy(value) else None
+    parts = separate(value) if isinstance(value, Lazy) else None
     if parts is None:
         return _dense_square(as_array(value))
     return sum(map(_part_square, parts), jnp.zeros(2, _real_dtype(value.dtype)))
-
-
-def largest(x: Array) -> Scalar:
-    """Finds the largest real number of an array."""
-    return jnp.max(jnp.stack([jnp.max(jnp.abs(part), initial=0) for part in _real_parts(x)]))
 
 
 def separate(lazy: Lazy) -> list[Lazy] | None:
@@ -75,7 +60,7 @@ def separate(lazy: Lazy) -> list[Lazy] | None:
             ranges = zip(start, shape, other_start, other_shape, strict=True)
             if all(a < b + m and b < a + n for a, n, b, m in ranges):
                 return None
-    wide = wide_dtype([lazy.dtype])
+    wide = wide_dtype(lazy.dtype)
     return [Lazy(shape, wide, tuple(terms)) for (_, shape), terms in parts.items()]
 
 
@@ -84,11 +69,11 @@ def gram_terms(part: Lazy) -> list[Term] | None:
 
     None if the product is better written down, or the terms cannot be given such labels.
     """
-    if is_small(part):
+    if part.is_small():
         return None
     finest = max(part.terms, key=lambda term: len(term.kept()))
     sizes = [finest.sizes()[k] for k in finest.kept()]
-    terms = [_by_rows(split_axes(term, sizes)) for term in part.terms]
+    terms = [_by_rows(term.split_axes(sizes)) for term in part.terms]
     whole = [term for term in terms if term is not None]
     return _joined(whole) if len(whole) == len(terms) else None
 
@@ -99,26 +84,21 @@ def _part_square(part: Lazy) -> Array:
 
 
 def _dense_square(x: Array) -> Array:
-    parts = _real_parts(x)
-    total = jnp.sum(jnp.stack([jnp.sum(_squares(part)) for part in parts]))
+    total = jnp.sum(_squares(x))
     info = jnp.finfo(total.dtype)
     error = _ROUNDING * float(info.eps) * total + x.size * float(info.tiny)
     return jnp.stack([total, jnp.where(total > 0, error, total)])
 
 
 def _squares(x: Array) -> Array:
-    """Squares numbers; what is not zero stays above zero."""
-    return jnp.where(x == 0, 0, jnp.maximum(jnp.square(x), float(jnp.finfo(x.dtype).tiny)))
-
-
-def _real_parts(x: Array) -> list[Array]:
-    """Returns the real numbers of an array, in 32 bit at least."""
-    parts = [x.real, x.imag] if jnp.issubdtype(x.dtype, jnp.complexfloating) else [x]
-    return [part.astype(_real_dtype(x.dtype)) for part in parts]
+    """Squares magnitudes, in 32 bit at least; what is not zero stays above zero."""
+    x = x.astype(wide_dtype(x.dtype))
+    squares = (x * jnp.conj(x)).real
+    return jnp.where(x == 0, 0, jnp.maximum(squares, float(jnp.finfo(x.dtype).tiny)))
 
 
 def _real_dtype(dtype: Any) -> Any:
-    return jnp.finfo(wide_dtype([dtype])).dtype
+    return jnp.finfo(wide_dtype(dtype)).dtype
 
 
 # Gram matrices: the axes have the labels 0, 1, ..., n - 1, and rows the label n, those of the other
@@ -180,7 +160,7 @@ def _gram_square(terms: list[Term], dtype: Any) -> Array:
     total, off, sizes = zero, zero, list[Scalar]()
     for n, term in enumerate(terms):
         grams, squares, shares = zip(*(_gram(f, term) for f in term.factors), strict=True)
-        total = total + _real(einsum(grams, ()))
+        total = total + einsum(grams, ()).real
         off = off + sum(shares)
         size = einsum([replace(g, array=jnp.abs(g.array) + _FLOOR) for g in grams], ())
         flags = [replace(s, array=jnp.sign(s.array)) for s in squares]
@@ -205,9 +185,8 @@ def _gram(f: Factor, term: Term) -> tuple[Factor, Factor, Scalar]:
     own = set(f.labels[1:]) - {k for g in term.factors if g is not f for k in g.labels}
     shared = [k for k in f.labels[1:] if k not in own]
     gram = einsum([f, other], (*shared, n, n + 1))
-    diagonal = _real(jnp.diagonal(gram, axis1=-2, axis2=-1))
-    parts = [Factor(_squares(part), f.labels) for part in _real_parts(f.array)]
-    squares = jnp.sum(jnp.stack([einsum([part], (*shared, n)) for part in parts]), 0)
+    diagonal = jnp.diagonal(gram, axis1=-2, axis2=-1).real
+    squares = einsum([replace(f, array=_squares(f.array))], (*shared, n))
     off = jnp.abs(diagonal - squares) / jnp.where(squares > 0, squares, 1)
     labels = (*shared, n)
     return Factor(gram, (*labels, n + 1)), Factor(squares, labels), jnp.max(off, initial=0)
@@ -221,12 +200,11 @@ def _inner(left: Term, right: Term) -> Scalar:
         ours, theirs = theirs, [f for f in ours if f.hot is None]
         for hot in hots:
             ours = [_picked(f, hot) for f in ours]
-    return _real(einsum([*ours, *theirs], ()))
+    return einsum([*ours, *theirs], ()).real
 
 
 def _other_side(f: Factor) -> Factor:
-    array = f.array if f.hot is not None else jnp.conj(f.array)
-    return replace(f, array=array, labels=(f.labels[0] + 1, *f.labels[1:]))
+    return replace(f, array=jnp.conj(f.array), labels=(f.labels[0] + 1, *f.labels[1:]))
 
 
 def _picked(f: Factor, hot: Factor) -> Factor:
@@ -240,7 +218,3 @@ def _picked(f: Factor, hot: Factor) -> Factor:
     rows = jnp.moveaxis(jnp.take(f.array, hot.array, axis=axis, mode="clip"), axis, 0)
     array = jnp.where((hot.array >= 0).reshape(-1, *(1 for _ in rows.shape[1:])), rows, 0)
     return replace(f, array=array, labels=(*hot.labels, *f.labels[:axis], *f.labels[axis + 1 :]))
-
-
-def _real(x: Array) -> Array:
-    return x.real if jnp.issubdtype(x.dtype, jnp.complexfloating) else x

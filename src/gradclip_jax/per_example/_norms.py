@@ -9,11 +9,10 @@ import jax
 from .._types import Array, Labels, Tree
 from ..accumulation._split import positions
 from ..clipping._norm import measured_leaves
-from ._clip import local_outputs
-from ._lazy import Lazy, elements, factor_elements, is_lazy
+from ._lazy import Lazy
 from ._losses import Examples, Loss, groups_of
 from ._measure import gram_terms, separate
-from ._sum import Groups, Norms, norms_and_sums
+from ._sum import Groups, Norms, sums_and_norms
 
 
 class LeafCost(NamedTuple):
@@ -195,12 +194,12 @@ def costs(
 
 
 def _norms(examples: Examples, groups: Groups) -> Norms:
-    outputs = local_outputs(examples, examples.batch)
-    return norms_and_sums(outputs, measured_leaves(examples.params), groups, None)[0]
+    outputs = examples.outputs(examples.batch)
+    return sums_and_norms(outputs, measured_leaves(examples.params), groups, None)[1]
 
 
 def _cost(value: Array | Lazy) -> LeafCost:
-    parts = separate(value) if is_lazy(value) else None
+    parts = separate(value) if isinstance(value, Lazy) else None
     if parts is None:
         size = math.prod(value.shape)
         return LeafCost("written out", size, size)
@@ -213,7 +212,7 @@ def _part_cost(part: Lazy) -> LeafCost:
     rows = sum(term.rows() for term in part.terms)
     if gram_terms(part) is None:
         is_plain = all(len(term.factors) == 1 for term in part.terms)
-        size = elements(part)
+        size = part.elements()
         return LeafCost("written out" if is_plain else "product", size, rows * size)
     factors = max(len(term.factors) for term in part.terms)
-    return LeafCost("gram", factors * rows**2, rows * factor_elements(part))
+    return LeafCost("gram", factors * rows**2, rows * part.factor_elements())

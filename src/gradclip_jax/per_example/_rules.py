@@ -5,7 +5,6 @@ them where the equation has several outputs, or None where it is to be computed 
 follow another primitive, add a line to `RULES`.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -17,24 +16,7 @@ import numpy as np
 from jax import lax
 
 from .._types import Array
-from ._lazy import (
-    Axis,
-    Factor,
-    Labels,
-    Lazy,
-    Term,
-    add,
-    arrange,
-    as_lazy,
-    cut,
-    is_lazy,
-    is_small,
-    place,
-    product,
-    reverse,
-    scale,
-    split_axes,
-)
+from ._lazy import Axis, Factor, Labels, Lazy, Term, as_lazy, product
 
 
 class Rule(NamedTuple):
@@ -52,16 +34,6 @@ class Rule(NamedTuple):
     starts: bool = False
 
 
-def linear_operands(eqn: Any) -> Sequence[int]:
-    """Finds the operands of an equation that may be lazy."""
-    rule = RULES.get(eqn.primitive.name)
-    if rule is None:
-        return ()
-    if rule.follows is None:
-        return range(len(eqn.invars))
-    return rule.follows(eqn) if callable(rule.follows) else rule.follows
-
-
 # Where factors come from: products, convolutions and scattered rows that end in a gradient
 
 
@@ -76,7 +48,7 @@ def _dot_general(eqn: Any, lhs: Array, rhs: Array) -> Lazy | None:
     free = [k for k in (*left, *right) if k not in (*batch, *summed)]
     factors = [Factor(lhs, tuple(left)), Factor(rhs, tuple(right))]
     lazy = product(eqn.outvars[0].aval, factors, [(k,) for k in (*batch, *free)])
-    return None if 0 in lazy.shape or is_small(lazy) else lazy
+    return None if 0 in lazy.shape or lazy.is_small() else lazy
 
 
 def _scatter_add(eqn: Any, operand: Any, numbers: Array, updates: Any) -> Lazy | None:
@@ -89,30 +61,28 @@ def _scatter_add(eqn: Any, operand: Any, numbers: Array, updates: Any) -> Lazy |
     others = [n for i, n in enumerate(shape) if i != axis]
     if dims.operand_batching_dims or [sizes[i] for i in windows] != others:
         return None
-    numbers = _valid_numbers(numbers[..., 0], shape[axis], eqn.params["mode"])
+    numbers, size = numbers[..., 0], shape[axis]
+    if eqn.params["mode"] == lax.GatherScatterMode.CLIP:
+        numbers = jnp.clip(numbers, 0, size - 1)
+    is_valid = (numbers >= 0) & (numbers < size)
+    numbers = jnp.where(is_valid, numbers.astype(jnp.int32), -1)
     terms: list[Term] = []
     for term in as_lazy(updates).terms:
         if term.shape() != tuple(sizes) or any(f.hot is not None for f in term.factors):
             return None
         own, (hot,) = term.sizes(), term.fresh()
         labels = [k for i, a in enumerate(term.axes) if i not in windows for k in a.labels]
-        rows = Factor(numbers.reshape([own[k] for k in labels]), tuple(labels), hot, shape[axis])
+        rows = Factor(numbers.reshape([own[k] for k in labels]), tuple(labels), hot, size)
         axes = [term.axes[i] for i in windows]
         axes.insert(axis, Axis((hot,)))
         terms.append(Term((rows, *term.factors), tuple(axes)))
     total = Lazy(tuple(shape), aval.dtype, tuple(terms))
-    return None if is_small(total) else add(total, as_lazy(operand))
+    return None if total.is_small() else total.add(as_lazy(operand))
 
 
 def _added_to(eqn: Any) -> Sequence[int]:
     """Where rows of activations are scattered, only what they are added to is a gradient."""
     return (0,) if len(eqn.params["dimension_numbers"].update_window_dims) < 2 else (0, 2)
-
-
-def _valid_numbers(numbers: Array, size: int, mode: Any) -> Array:
-    if mode == lax.GatherScatterMode.CLIP:
-        return jnp.clip(numbers, 0, size - 1).astype(jnp.int32)
-    return jnp.where((numbers >= 0) & (numbers < size), numbers, -1).astype(jnp.int32)
 
 
 def _convolution(eqn: Any, lhs: Array, rhs: Array) -> Lazy | None:
@@ -128,33 +98,28 @@ def _convolution(eqn: Any, lhs: Array, rhs: Array) -> Lazy | None:
     lhs, rhs = lhs.transpose(lhs_spec), rhs.transpose(rhs_spec)
     groups, window = p["batch_group_count"], rhs.shape[2:]
     n, features, *positions = (aval.shape[i] for i in out_spec)
-    shape = (groups, n, lhs.shape[1], *positions, *window)
     # Counted before the patches are made: most kernels are smaller.
-    if math.prod(aval.shape) <= math.prod(shape) + rhs.size:
+    size = groups * n * lhs.shape[1] * math.prod((*positions, *window))
+    if math.prod(aval.shape) <= size + rhs.size:
         return None
     pairs = zip(p["padding"], p["lhs_dilation"], strict=True)
     widths = [(0, 0, 0), (0, 0, 0), *((int(a), int(b), int(d) - 1) for (a, b), d in pairs)]
-    image = lax.pad(lhs, jnp.zeros((), lhs.dtype), widths)
-    pixels = [
-        _window(image, corner, window, p["window_strides"], p["rhs_dilation"])
-        for corner in itertools.product(*map(range, positions))
-    ]
-    rank = len(window)
-    # Labels: group, own batch, own features, summed features, positions, window.
+    patches = lax.pad(lhs, jnp.zeros((), lhs.dtype), widths)
+    # Each axis of the image becomes two: a position, and the pixels that the kernel meets there.
+    axes = zip(positions, window, p["window_strides"], p["rhs_dilation"], strict=True)
+    for i, (count, width, stride, dilation) in enumerate(axes):
+        axis, length = 2 + 2 * i, (width - 1) * dilation + 1
+        starts = [stride * c for c in range(count)]
+        rows = [lax.slice_in_dim(patches, a, a + length, dilation, axis) for a in starts]
+        patches = jnp.stack(rows, axis)
+    # Labels: group, own batch, own features, summed features; position and window of each axis.
     g, b, o, c = range(4)
-    y, k = tuple(range(4, 4 + rank)), tuple(range(4 + rank, 4 + 2 * rank))
-    patches = Factor(jnp.stack(pixels, axis=2).reshape(shape), (g, b, c, *y, *k))
-    right = rhs.reshape(groups, features // groups, *rhs.shape[1:])
-    axes: list[Labels] = [(b,), (g, o), *((label,) for label in y)]
-    out = [axes[out_spec.index(i)] for i in range(len(out_spec))]
-    return product(aval, [patches, Factor(right, (g, o, c, *k))], out)
-
-
-def _window(image: Array, corner: Any, window: Any, strides: Any, dilation: Any) -> Array:
-    """Cuts out every pixel that one weight of the kernel meets."""
-    low = [c * s for c, s in zip(corner, strides, strict=True)]
-    high = [a + (w - 1) * d + 1 for a, w, d in zip(low, window, dilation, strict=True)]
-    return lax.slice(image, (0, 0, *low), (*image.shape[:2], *high), (1, 1, *dilation))
+    y, k = (tuple(range(first, 4 + 2 * len(window), 2)) for first in (4, 5))
+    patches = patches.reshape(groups, n, *patches.shape[1:])
+    left = Factor(patches, (g, b, c, *range(4, 4 + 2 * len(window))))
+    right = Factor(rhs.reshape(groups, features // groups, *rhs.shape[1:]), (g, o, c, *k))
+    labels: list[Labels] = [(b,), (g, o), *((label,) for label in y)]
+    return product(aval, [left, right], [labels[out_spec.index(i)] for i in range(len(out_spec))])
 
 
 # What happens to factors on the way to the gradient
@@ -170,21 +135,16 @@ def _same(_: Any, x: Lazy) -> Lazy:
 
 
 def _transpose(eqn: Any, x: Lazy) -> Lazy:
-    return arrange(x, eqn.outvars[0].aval.shape, eqn.params["permutation"])
+    return x.arrange(eqn.outvars[0].aval.shape, eqn.params["permutation"])
 
 
-def _squeeze(eqn: Any, x: Lazy) -> Lazy:
-    left = [i for i in range(len(x.shape)) if i not in eqn.params["dimensions"]]
-    return arrange(x, eqn.outvars[0].aval.shape, left)
-
-
-def _sum(eqn: Any, x: Lazy) -> Lazy | None:
-    """Sums over the labels of the axes with the rest."""
-    axes = eqn.params["axes"]
+def _without_axes(eqn: Any, x: Lazy) -> Lazy | None:
+    """Sums over the labels of the axes with the rest; axes of length one have none."""
+    axes = eqn.params["axes" if "axes" in eqn.params else "dimensions"]
     if any(_is_hot(x, axis) for axis in axes):
         return None
     left = [i for i in range(len(x.shape)) if i not in axes]
-    return arrange(x, eqn.outvars[0].aval.shape, left)
+    return x.arrange(eqn.outvars[0].aval.shape, left)
 
 
 def _is_hot(x: Lazy, axis: int) -> bool:
@@ -195,16 +155,16 @@ def _broadcast(eqn: Any, x: Any, *_: Any) -> Lazy | None:
     shape, dimensions = tuple(eqn.outvars[0].aval.shape), eqn.params["broadcast_dimensions"]
     if _is_zero(x):
         return Lazy(shape, eqn.outvars[0].aval.dtype)
-    if not is_lazy(x) or math.prod(shape) != math.prod(x.shape):
+    if not isinstance(x, Lazy) or math.prod(shape) != math.prod(x.shape):
         return None
     sources = {axis: i for i, axis in enumerate(dimensions)}
-    return arrange(x, shape, [sources.get(i) for i in range(len(shape))])
+    return x.arrange(shape, [sources.get(i) for i in range(len(shape))])
 
 
 def _reshape(eqn: Any, x: Lazy, *_: Any) -> Lazy | None:
     shape = tuple(eqn.outvars[0].aval.shape)
     is_whole = 0 not in shape and all(term.shape() == x.shape for term in x.terms)
-    terms = [split_axes(term, shape) for term in x.terms] if is_whole else [None]
+    terms = [term.split_axes(shape) for term in x.terms] if is_whole else [None]
     sized = tuple(term for term in terms if term is not None)
     return Lazy(shape, x.dtype, sized) if len(sized) == len(terms) else None
 
@@ -216,11 +176,11 @@ def _cast(eqn: Any, x: Lazy) -> Lazy | None:
 
 
 def _negate(_: Any, x: Lazy) -> Lazy:
-    return scale(x, jnp.asarray(-1, x.dtype))
+    return x.scale(jnp.asarray(-1, x.dtype))
 
 
 def _add(_: Any, x: Any, y: Any) -> Lazy | None:
-    return add(as_lazy(x), as_lazy(y)) if np.shape(x) == np.shape(y) else None
+    return as_lazy(x).add(as_lazy(y)) if np.shape(x) == np.shape(y) else None
 
 
 def _by_number(eqn: Any) -> Sequence[int]:
@@ -229,12 +189,12 @@ def _by_number(eqn: Any) -> Sequence[int]:
 
 
 def _multiply(_: Any, x: Any, y: Any) -> Lazy | None:
-    lazy, number = (x, y) if is_lazy(x) else (y, x)
-    return None if is_lazy(number) else scale(lazy, jnp.asarray(number))
+    lazy, number = (x, y) if isinstance(x, Lazy) else (y, x)
+    return None if isinstance(number, Lazy) else lazy.scale(jnp.asarray(number))
 
 
 def _divide(eqn: Any, x: Any, y: Any) -> Lazy | None:
-    return None if is_lazy(y) else _multiply(eqn, x, 1 / jnp.asarray(y))
+    return None if isinstance(y, Lazy) else _multiply(eqn, x, 1 / jnp.asarray(y))
 
 
 def _pad(eqn: Any, x: Any, padding: Any) -> Lazy | None:
@@ -247,7 +207,7 @@ def _pad(eqn: Any, x: Any, padding: Any) -> Lazy | None:
     ]
     part = _crop(as_lazy(x), ranges)
     start = [max(int(low), 0) for low, _, _ in widths]
-    return None if part is None else place(part, eqn.outvars[0].aval.shape, start)
+    return None if part is None else part.place(eqn.outvars[0].aval.shape, start)
 
 
 def _slice(eqn: Any, x: Lazy) -> Lazy | None:
@@ -260,7 +220,7 @@ def _slice(eqn: Any, x: Lazy) -> Lazy | None:
 def _crop(x: Lazy, ranges: Sequence[tuple[int, int]]) -> Lazy | None:
     part: Lazy | None = x
     for axis, (low, high) in enumerate(ranges):
-        part = None if part is None else cut(part, axis, low, high - low)
+        part = None if part is None else part.cut(axis, low, high - low)
     return part
 
 
@@ -269,30 +229,28 @@ def _concatenate(eqn: Any, *values: Any) -> Lazy:
     total = Lazy(tuple(aval.shape), aval.dtype)
     for value in map(as_lazy, values):
         start = [offset if i == axis else 0 for i in range(len(aval.shape))]
-        total = add(total, place(value, aval.shape, start))
+        total = total.add(value.place(aval.shape, start))
         offset += value.shape[axis]
     return total
 
 
-def _reverse(eqn: Any, x: Lazy) -> Lazy:
-    return functools.reduce(reverse, eqn.params["dimensions"], x)
-
-
 def _split(eqn: Any, x: Lazy) -> list[Lazy] | None:
     """Cuts the gradient of joined parameters into theirs."""
-    axis, sizes = eqn.params["axis"], [int(n) for n in eqn.params["sizes"]]
-    starts = itertools.accumulate(sizes[:-1], initial=0)
-    parts = [cut(x, axis, start, n) for start, n in zip(starts, sizes, strict=True)]
-    whole = [part for part in parts if part is not None]
-    return whole if len(whole) == len(parts) else None
+    return _parts(x, eqn.params["axis"], eqn.params["sizes"])
 
 
 def _unstack(eqn: Any, x: Lazy) -> list[Lazy] | None:
-    axis = eqn.params["axis"]
+    axis, shape = eqn.params["axis"], eqn.outvars[0].aval.shape
     left = [i for i in range(len(x.shape)) if i != axis]
-    parts = [cut(x, axis, i, 1) for i in range(x.shape[axis])]
-    whole = [arrange(part, eqn.outvars[0].aval.shape, left) for part in parts if part is not None]
-    return None if _is_hot(x, axis) or len(whole) < len(parts) else whole
+    parts = None if _is_hot(x, axis) else _parts(x, axis, [1] * x.shape[axis])
+    return parts and [part.arrange(shape, left) for part in parts]
+
+
+def _parts(x: Lazy, axis: int, sizes: Sequence[int]) -> list[Lazy] | None:
+    starts = itertools.accumulate(map(int, sizes[:-1]), initial=0)
+    parts = [x.cut(axis, start, int(n)) for start, n in zip(starts, sizes, strict=True)]
+    whole = [part for part in parts if part is not None]
+    return whole if len(whole) == len(parts) else None
 
 
 RULES: dict[str, Rule] = {
@@ -304,14 +262,12 @@ RULES: dict[str, Rule] = {
     "pad": Rule(_pad, starts=True),
     "transpose": Rule(_transpose),
     "reshape": Rule(_reshape),
-    "squeeze": Rule(_squeeze),
-    "reduce_sum": Rule(_sum),
+    **dict.fromkeys(("squeeze", "reduce_sum"), Rule(_without_axes)),
     "convert_element_type": Rule(_cast),
     # Where the result is placed is for the weighted sum to say, not for each example.
     **dict.fromkeys(("sharding_constraint", "reshard"), Rule(_same)),
     **dict.fromkeys(("reduce_precision", "copy", "copy_p", "name"), Rule(_same)),
     "slice": Rule(_slice),
-    "rev": Rule(_reverse),
     "neg": Rule(_negate),
     **dict.fromkeys(("add", "add_any"), Rule(_add, None)),
     "mul": Rule(_multiply, _by_number),
