@@ -291,16 +291,23 @@ def test_embedding_that_is_used_many_times_takes_equations_in_proportion():
     assert_sound(functools.partial(loss, 5), array(64, 16, seed=1), ids)
 
 
-def test_example_without_a_gradient_has_norm_zero_and_is_no_reason_to_write_gradients_down():
-    written = []
+def parts_clipped(loss, w, batch):
+    """The numbers of examples that are clipped at once: all, or one if gradients are written down."""
+    sizes = []
 
+    def note(norm, threshold):
+        jax.debug.callback(lambda size: sizes.append(int(size)), norm.size)
+        return jnp.minimum(1.0, threshold / norm)
+
+    jax.block_until_ready(jax.jit(clipped_sum(loss, 0.5, reaction=note))(w, batch))
+    jax.effects_barrier()
+    return set(sizes)
+
+
+def test_example_without_a_gradient_has_norm_zero_and_is_no_reason_to_write_gradients_down():
     def loss(w, example):
         x, weight = example
         return weight * jnp.sum(jnp.sin(x @ w))
-
-    def note(norm, threshold):  # called once at once, or once for each part of the batch
-        jax.debug.callback(lambda size: written.append(size), norm.size)
-        return jnp.minimum(1.0, threshold / norm)
 
     w, x = array(16, 16, seed=1), array(4, 3, 16, seed=2)
     batch = (x, np.array([1.0, 0.0, 2.0, 0.0], np.float32))
@@ -309,9 +316,16 @@ def test_example_without_a_gradient_has_norm_zero_and_is_no_reason_to_write_grad
     assert stats.norm[1] == 0 and stats.norm[3] == 0 and stats.norm[0] > 0
     alone = run(w, jax.tree.map(lambda y: y[::2], batch))[1]
     assert_close(grads, np.asarray(alone, np.float64))
-    jax.jit(clipped_sum(loss, 0.5, reaction=note))(w, batch)
-    jax.effects_barrier()
-    assert set(map(int, written)) == {4}
+    assert parts_clipped(loss, w, batch) == {4}
+
+
+def test_token_whose_gradient_nearly_vanishes_is_no_reason_to_write_gradients_down():
+    def loss(w, example):
+        x, sizes = example
+        return jnp.sum((x @ w) * sizes[:, None])
+
+    batch = array(4, 3, 64, seed=1), np.tile(np.float32([1, 1e-20, 0]), (4, 1))
+    assert parts_clipped(loss, array(64, 64), batch) == {4}
 
 
 def test_equal_numbers_that_a_product_adds_up_in_order_stay_within_the_threshold():

@@ -187,7 +187,8 @@ def _gram(f: Factor, term: Term) -> tuple[Factor, Factor, Scalar]:
     gram = einsum([f, other], (*shared, n, n + 1))
     diagonal = jnp.diagonal(gram, axis1=-2, axis2=-1).real
     squares = einsum([replace(f, array=_squares(f.array))], (*shared, n))
-    off = jnp.abs(diagonal - squares) / jnp.where(squares > 0, squares, 1)
+    # Squares near underflow have no share: `_FLOOR` is larger.
+    off = jnp.abs(diagonal - squares) / jnp.where(squares > 2**10 * _FLOOR, squares, 1)
     labels = (*shared, n)
     return Factor(gram, (*labels, n + 1)), Factor(squares, labels), jnp.max(off, initial=0)
 
