@@ -355,10 +355,10 @@ ERRORS = [
     (
         dict(fun=lambda p, x: (0.0, x), has_weight=True),
         TypeError,
-        "`fun` must be a function whose weight for one example is a real scalar",
+        "`fun` must be a function whose weight is a scalar",
     ),
     (dict(fun=3), TypeError, "`fun` must be callable"),
-    (dict(fun=lambda p, x: x), TypeError, "`fun` must be a function whose value"),
+    (dict(fun=lambda p, x: x), TypeError, "`fun` must be a function that returns a scalar"),
 ]
 
 

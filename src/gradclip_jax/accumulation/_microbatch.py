@@ -6,21 +6,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._checks import (
     check_callable,
     check_choice,
     check_count,
     check_transformation,
-    describe,
-    error_message,
 )
 from .._mesh import BatchAxes, batch_axes, defer_sums, max_over, take_sum, varying_axes
 from .._types import FLOAT32, Tree
 from ._outputs import AUX_REDUCTIONS, Outputs, aux_reductions, output_reductions, whole_batch
 from ._reduction import DTYPE, REDUCTION, is_summed, map_reduced
-from ._split import Split, check_real, counted_from_zero, micro_arguments, positions
+from ._split import (
+    Split,
+    check_real,
+    counted_from_zero,
+    in_one_form,
+    micro_arguments,
+    positions,
+)
 
 _NAME = "microbatched_value_and_grad"
 
@@ -119,7 +123,7 @@ def microbatched_value_and_grad(
         check_transformation(_NAME, "micro_transform", micro_transform)
     groups = map(positions, (batch_argnums, rng_argnums, argnums))
     given = Split(int(num_microbatches), *groups, takes_one=isinstance(argnums, int))
-    one_form = _in_one_form(fun, has_weight=has_weight, has_aux=has_aux)
+    one_form = in_one_form(_NAME, fun, has_weight, has_aux)
     value_and_grad = jax.value_and_grad(one_form, argnums, has_aux=True)
     transform = functools.partial(_transformed, micro_transform, drop_nonfinite=drop_nonfinite)
 
@@ -160,30 +164,6 @@ def microbatched_value_and_grad(
         return value, map_reduced(summed, names, out.grads, by)
 
     return run
-
-
-def _in_one_form(fun: Callable[..., Any], *, has_weight: bool, has_aux: bool) -> Callable[..., Any]:
-    """The function with `(value, (weight, aux))` as its result, None where it returns none."""
-
-    def call(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
-        value: Any = fun(*args, **kwargs)
-        rest: Any = None
-        if has_weight or has_aux:
-            if not (isinstance(value, tuple) and len(value) == 2):
-                rule = "a function that returns a pair, with `has_weight` or `has_aux`"
-                hint = "Return `(value, weight)`, `(value, aux)` or `(value, (weight, aux))`."
-                raise TypeError(error_message(_NAME, "fun", rule, type(value).__name__, hint))
-            value, rest = value
-        if jax.tree.structure(value) != jax.tree.structure(0) or np.ndim(value):
-            rule = "a function that returns a scalar value"
-            got = describe(value) if hasattr(value, "dtype") else type(value).__name__
-            hint = "Take the mean of a vector; pass `has_aux` or `has_weight` if it returns a pair."
-            raise TypeError(error_message(_NAME, "fun", rule, got, hint))
-        if not (has_weight and has_aux):
-            rest = (rest, None) if has_weight else (None, rest)
-        return value, rest
-
-    return call
 
 
 def _transformed(transform: Any, out: Outputs, params: Tree, *, drop_nonfinite: bool) -> Outputs:

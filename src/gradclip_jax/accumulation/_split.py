@@ -60,11 +60,37 @@ def counted_from_zero(function: str, split: Split, args: Sequence[Any]) -> Split
     return split._replace(batches=batches, keys=keys, differentiated=differentiated)
 
 
+def in_one_form(
+    function: str, fun: Callable[..., Any], has_weight: bool, has_aux: bool
+) -> Callable[..., Any]:
+    """The function with `(value, (weight, aux))` as its result, None where it returns none."""
+
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
+        value: Any = fun(*args, **kwargs)
+        rest: Any = None
+        if has_weight or has_aux:
+            if not (isinstance(value, tuple) and len(value) == 2):
+                rule = "a function that returns a pair, with `has_weight` or `has_aux`"
+                hint = "Return `(value, weight)`, `(value, aux)` or `(value, (weight, aux))`."
+                raise TypeError(error_message(function, "fun", rule, type(value).__name__, hint))
+            value, rest = value
+        if jax.tree.structure(value) != jax.tree.structure(0) or np.ndim(value):
+            rule = "a function that returns a scalar value"
+            got = describe(value) if hasattr(value, "dtype") else type(value).__name__
+            hint = "Take the mean of a vector; pass `has_aux` or `has_weight` if it returns a pair."
+            raise TypeError(error_message(function, "fun", rule, got, hint))
+        if not (has_weight and has_aux):
+            rest = (rest, None) if has_weight else (None, rest)
+        return value, rest
+
+    return call
+
+
 def micro_arguments(args: Sequence[Any], split: Split, index: Array) -> list[Any]:
     """The arguments for one micro-batch."""
     chosen = list(args)
     for i in split.batches:
-        chosen[i] = jax.tree.map(lambda x: _every_nth(x, index, split.parts), chosen[i])
+        chosen[i] = jax.tree.map(lambda x: every_nth(x, index, split.parts), chosen[i])
     for i in split.keys:
         chosen[i] = jax.random.split(chosen[i], split.parts)[index]
     return chosen
@@ -93,7 +119,7 @@ def in_order(rows: Array) -> Array:
     return by_example.reshape(-1, *by_example.shape[2:])
 
 
-def _every_nth(x: Array, index: Array, parts: int) -> Array:
+def every_nth(x: Array, index: Array, parts: int) -> Array:
     """Examples index, index + parts, ...: each device takes them from the part that it holds."""
     split = jnp.reshape(x, (x.shape[0] // parts, parts, *x.shape[1:]))
     return lax.dynamic_index_in_dim(split, index, axis=1, keepdims=False)

@@ -30,7 +30,7 @@ def norm_dtype(leaves: Iterable[Any]) -> Any:
 def wide_dtype(dtype: Any, other: Any = jnp.float32) -> Any:
     """The dtype of 32 bit or more that holds both; JAX promotes no float8, and strict, nothing."""
     bits = max(jnp.finfo(dtype).bits, jnp.finfo(other).bits)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
+    if any(jnp.issubdtype(kind, jnp.complexfloating) for kind in (dtype, other)):
         return jnp.complex128 if bits == 64 else jnp.complex64
     return jnp.float64 if bits == 64 else jnp.float32
 

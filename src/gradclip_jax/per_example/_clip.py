@@ -2,20 +2,22 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from .._checks import check_axis_name, check_choice, check_count, check_number, error_message
-from .._mesh import shard_axes, sum_over, vary, varying_axes, zeros_of_type
-from .._types import Array, AxisName, Labels, Number, Scalar, Tree
-from ..accumulation._split import check_real, in_order, run_if_real
+from .._mesh import shard_axes, sum_over, varying_axes
+from .._types import Array, AxisName, Labels, Number, Tree
+from ..accumulation._split import check_real
+from ..clipping._formula import scale_factor, zero_factor
 from ..clipping._norm import measured_leaves
-from ._losses import Examples, Loss, Outputs, groups_of, part_of
-from ._sum import Groups, Norms, norms_and_sums
+from ._losses import Examples, Loss, Outputs, groups_of, part_of, sum_parts
+from ._sum import Groups, Norms, sums_and_norms
+
+REACTIONS: Final = {"scale": scale_factor, "zero": zero_factor}
 
 
 class Stats(NamedTuple):
@@ -150,7 +152,7 @@ class _Clip(NamedTuple):
     nonfinite: str
 
     def check(self, num_microbatches: Any) -> None:
-        name = self.loss.checked().function
+        name = self.loss.function
         if self.param_labels is not None and not isinstance(self.max_norm, Mapping):
             rule, hint = "a mapping from label to threshold", "Give one for each label."
             raise TypeError(error_message(name, "max_norm", rule, repr(self.max_norm), hint))
@@ -158,7 +160,7 @@ class _Clip(NamedTuple):
         for threshold in self.thresholds().values():
             check_number(name, "max_norm", threshold, hint)
         if not callable(self.reaction):
-            check_choice(name, "reaction", self.reaction, ("scale", "zero"))
+            check_choice(name, "reaction", self.reaction, tuple(REACTIONS))
         check_choice(name, "reduction", self.reduction, ("mean", "sum"))
         check_choice(name, "nonfinite", self.nonfinite, ("propagate", "zero"))
         check_count(name, "num_microbatches", num_microbatches, "Pass 1 not to split.")
@@ -176,50 +178,23 @@ class _Clip(NamedTuple):
             raise ValueError(error_message(self.loss.function, "max_norm", rule, got, hint))
         return groups
 
+    def is_finite(self, outputs: Outputs, norms: Norms) -> Array:
+        """Says which examples neither spoil the sum nor are left out of it."""
+        checked = [*norms.values(), *([outputs.value] if self.nonfinite == "zero" else [])]
+        return functools.reduce(jnp.logical_and, map(jnp.isfinite, checked))
+
     def factors(self, outputs: Outputs, norms: Norms) -> Norms:
         """Computes what each example's gradient is multiplied by, its weight left out."""
-        flags = [jnp.isfinite(norm) for norm in norms.values()]
-        if self.nonfinite == "zero":
-            flags.append(jnp.isfinite(outputs.value))
-        is_finite = functools.reduce(jnp.logical_and, flags)
+        is_finite = self.is_finite(outputs, norms)
         otherwise = 0 if self.nonfinite == "zero" else jnp.nan
+        react = self.reaction if callable(self.reaction) else REACTIONS[self.reaction]
+
+        def factor(norm: Array, threshold: Any) -> Array:
+            found = react(norm, jnp.asarray(threshold).astype(norm.dtype))
+            return jnp.where(is_finite, jnp.asarray(found).astype(norm.dtype), otherwise)
+
         thresholds = self.thresholds()
-        return {
-            k: jnp.where(is_finite, self._factor(norm, thresholds[k]), otherwise)
-            for k, norm in norms.items()
-        }
-
-    def _factor(self, norm: Array, threshold: Any) -> Array:
-        threshold = jnp.asarray(threshold).astype(norm.dtype)
-        if callable(self.reaction):
-            return jnp.asarray(self.reaction(norm, threshold)).astype(norm.dtype)
-        within = norm <= threshold
-        above = 0 if self.reaction == "zero" else threshold / jnp.where(within, 1, norm)
-        return jnp.where(within, 1, above)
-
-    def weighted_factors(self, outputs: Outputs, norms: Norms) -> Norms:
-        """Computes what each example's gradient is multiplied by."""
-        factors = self.factors(outputs, norms)
-        if outputs.weight is None:
-            return factors
-        weight = outputs.weight
-        return {k: jnp.where(weight > 0, f * weight, 0) for k, f in factors.items()}
-
-
-class _Sums(NamedTuple):
-    """Sums over examples.
-
-    Attributes:
-        value: of the weighted values.
-        kept: of the weights of the examples that `value` counts.
-        weight: of all weights.
-        grads: of the weighted clipped gradients, for each leaf that is measured.
-    """
-
-    value: Scalar
-    kept: Scalar
-    weight: Scalar
-    grads: list[Array]
+        return {k: factor(norm, thresholds[k]) for k, norm in norms.items()}
 
 
 def _run(
@@ -231,33 +206,17 @@ def _run(
     axes = frozenset[str]().union(*map(spread, jax.tree.leaves(examples.batch)))
     groups = clip.groups(examples.params)
 
-    def of_part(batch: Tree) -> tuple[_Sums, Stats]:
-        return _sums(clip, examples, groups, batch)
-
+    of_part = functools.partial(_sums, clip, examples, groups)
     parts = examples.split.parts
-    if (parts == 1 and real is None) or not examples.size:
+    if parts == 1 and real is None:
         sums, stats = of_part(examples.batch)
     else:
-
-        def of_index(index: Array) -> tuple[_Sums, Stats]:
-            return of_part(part_of(examples.batch, parts, index))
-
-        shapes = jax.eval_shape(of_index, jnp.int32(0))
-
-        def step(sums: _Sums, index: Array) -> tuple[_Sums, Stats]:
-            def add(carry: tuple[_Sums, Stats]) -> tuple[_Sums, Stats]:
-                new, stats = of_index(index)
-                return jax.tree.map(jnp.add, carry[0], new), stats
-
-            nothing = jax.tree.map(zeros_of_type, shapes[1])
-            return run_if_real(real, index, add, (sums, nothing))
-
-        zeros = jax.tree.map(zeros_of_type, shapes[0])
-        sums, stats = lax.scan(step, zeros, jnp.arange(parts, dtype=jnp.int32))
-        stats = jax.tree.map(in_order, stats)
-    value, kept, weight = (sum_over(x, axes) for x in (sums.value, sums.kept, sums.weight))
-    pairs = zip(sums.grads, params, strict=True)
-    grads = [sum_over(g, axes - varying_axes(x)) for g, x in pairs]
+        sums, stats = sum_parts(
+            lambda index: of_part(part_of(examples.batch, parts, index)), parts, real
+        )
+    grads, *of_values = sums
+    value, kept, weight = (sum_over(x, axes) for x in of_values)
+    grads = [sum_over(g, axes - varying_axes(x)) for g, x in zip(grads, params, strict=True)]
     if clip.reduction == "mean":
         value = value / jnp.where(kept > 0, kept, 1).astype(value.dtype)
         grads = [g / jnp.where(weight > 0, weight, 1).astype(g.dtype) for g in grads]
@@ -266,27 +225,18 @@ def _run(
     return (value, stats), tree
 
 
-def _sums(clip: _Clip, examples: Examples, groups: Groups, batch: Tree) -> tuple[_Sums, Stats]:
-    """Sums over the examples of a batch, and returns what is known of each."""
-    outputs = local_outputs(examples, batch)
+def _sums(clip: _Clip, examples: Examples, groups: Groups, batch: Tree) -> tuple[list[Any], Stats]:
+    """Sums gradients, values, weights of values and all weights; what is known of each example."""
+    outputs = examples.outputs(batch)
     params = measured_leaves(examples.params)
-    norms, grads = norms_and_sums(outputs, params, groups, clip.weighted_factors)
+    grads, norms = sums_and_norms(outputs, params, groups, clip.factors)
     factors = clip.factors(outputs, norms)
-    values = outputs.value
-    weight = jnp.ones(values.shape, jnp.float32) if outputs.weight is None else outputs.weight
-    keep = present = weight > 0
+    weight = kept = jnp.where(outputs.weight > 0, outputs.weight, 0)
     if clip.nonfinite == "zero":
-        for x in (values, *norms.values()):
-            keep = keep & jnp.isfinite(x)
-    kept = jnp.where(keep, weight, 0)
-    value = jnp.sum(jnp.where(keep, values * kept.astype(values.dtype), 0))
-    sums = _Sums(value, jnp.sum(kept), jnp.sum(jnp.where(present, weight, 0)), grads)
+        kept = jnp.where(clip.is_finite(outputs, norms), weight, 0)
+    values = outputs.value * kept.astype(outputs.value.dtype)
+    sums = [grads, jnp.sum(jnp.where(kept > 0, values, 0)), jnp.sum(kept), jnp.sum(weight)]
     if clip.param_labels is None:
         norms, factors = norms[None], factors[None]
-    return sums, Stats(values, norms, factors, outputs.weight, outputs.aux)
-
-
-def local_outputs(examples: Examples, batch: Tree) -> Outputs:
-    """Computes the outputs, and keeps the gradient of an example on its device."""
-    axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(batch)))
-    return examples.outputs([vary(x, axes) for x in measured_leaves(examples.params)], batch)
+    given = outputs.weight if clip.loss.has_weight else None
+    return sums, Stats(outputs.value, norms, factors, given, outputs.aux)

@@ -15,28 +15,23 @@ from jax import lax
 from jax.extend import core
 
 from .._types import Array
-from ._factors import Lazy, as_array, as_lazy, is_lazy
-from ._layout import add, stack
+from ._lazy import Lazy, as_array, as_lazy
 from ._rules import RULES
 
 _INLINED = {"jit", "pjit", "closed_call", "core_call"}
 _REMAT = {"remat", "remat2", "checkpoint"}
 
 
-def evaluate(
-    closed: Any, operands: Sequence[Any], chosen: Sequence[bool], varies: Sequence[bool]
-) -> list[Any]:
+def evaluate(closed: Any, operands: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
     """Computes the outputs of a jaxpr, the chosen ones lazily where that is possible.
 
     Args:
         closed: a closed jaxpr.
         operands: one for each of its inputs; those that `_required` names may be lazy.
         chosen: one for each output.
-        varies: for each input whether it depends on the example, or only on parameters.
     """
     jaxpr = closed.jaxpr
-    varying = _varying(jaxpr, varies)
-    required = _required(jaxpr, chosen, varying)
+    required = _required(jaxpr, chosen)
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values.update(zip(jaxpr.invars, operands, strict=True))
     arrays: dict[Any, Array] = {}
@@ -47,7 +42,7 @@ def evaluate(
 
     def read_array(v: Any) -> Any:
         value = read(v)
-        if not is_lazy(value):
+        if not isinstance(value, Lazy):
             return value
         if v not in arrays:
             arrays[v] = as_array(value)
@@ -57,9 +52,9 @@ def evaluate(
         outs = None
         flags = [v in required for v in eqn.outvars]
         if any(flags):
-            linear = _linear_operands(eqn, flags, varying)
+            linear = _linear_operands(eqn, flags)
             mixed = [read(v) if i in linear else read_array(v) for i, v in enumerate(eqn.invars)]
-            outs = _follow(eqn, mixed, flags, varying)
+            outs = _follow(eqn, mixed, flags)
         if outs is None:
             outs = _alone(jaxpr, eqn, read_array)
         values.update(zip(eqn.outvars, outs, strict=True))
@@ -67,89 +62,60 @@ def evaluate(
     return [read(v) if lazily else read_array(v) for v, lazily in results]
 
 
-def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Leaves out literals, which cannot be looked up."""
-    return [v for v in atoms if not isinstance(v, core.Literal)]
-
-
-def are_in(atoms: Iterable[Any], group: set[Any]) -> list[bool]:
-    """Says of each variable or literal whether it is one of a set of variables."""
-    return [not isinstance(v, core.Literal) and v in group for v in atoms]
-
-
 def _alone(jaxpr: Any, eqn: Any, read: Callable[[Any], Any]) -> Sequence[Any]:
     """Computes one equation as it stands."""
-    inputs = list(dict.fromkeys(variables(eqn.invars)))
+    inputs = list(dict.fromkeys(_variables(eqn.invars)))
     alone = jaxpr.replace(constvars=[], invars=inputs, outvars=eqn.outvars, eqns=[eqn])
     return core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*map(read, inputs))
 
 
-def _varying(jaxpr: Any, varies: Sequence[bool]) -> set[Any]:
-    """Finds the variables that depend on the example."""
-    varying = {v for v, flag in zip(jaxpr.invars, varies, strict=True) if flag}
-    for eqn in jaxpr.eqns:
-        if any(are_in(eqn.invars, varying)):
-            varying.update(eqn.outvars)
-    return varying
+def _variables(atoms: Iterable[Any]) -> list[Any]:
+    """Leaves out literals, which cannot be looked up."""
+    return [v for v in atoms if not isinstance(v, core.Literal)]
 
 
-def _required(jaxpr: Any, chosen: Sequence[bool], varying: set[Any]) -> set[Any]:
+def _required(jaxpr: Any, chosen: Sequence[bool]) -> set[Any]:
     """Finds the variables that reach a chosen output through operations that are followed."""
     outputs = zip(jaxpr.outvars, chosen, strict=True)
-    required = set(variables(v for v, flag in outputs if flag))
+    required = set(_variables(v for v, flag in outputs if flag))
     for eqn in reversed(jaxpr.eqns):
         flags = [v in required for v in eqn.outvars]
         if any(flags):
-            required.update(variables(eqn.invars[i] for i in _linear_operands(eqn, flags, varying)))
+            required.update(_variables(eqn.invars[i] for i in _linear_operands(eqn, flags)))
     return required
 
 
-def _linear_operands(eqn: Any, flags: Sequence[bool], varying: set[Any]) -> Collection[int]:
+def _linear_operands(eqn: Any, flags: Sequence[bool]) -> Collection[int]:
     name = eqn.primitive.name
-    if name == "dot_general":
-        # A lazy gradient times parameters stays lazy; two activations are where factors begin.
-        return [1 - i for i, varies in enumerate(are_in(eqn.invars, varying)) if not varies]
-    if name in ("mul", "div"):
-        # A product of two arrays is no move; by a number it is.
-        return [i for i in range(2) if eqn.invars[1 - i].aval.ndim == 0]
-    if name == "select_n":
-        return range(1, len(eqn.invars)) if eqn.invars[0].aval.ndim == 0 else ()
-    if name.startswith("scatter") and len(eqn.params["dimension_numbers"].update_window_dims) < 2:
-        return (0,)  # rows of activations
     if name in _INLINED:
-        inner, inner_varying = _inner(eqn, varying)
-        required = _required(inner.jaxpr, flags, inner_varying)
-        return [i for i, v in enumerate(inner.jaxpr.invars) if v in required]
+        jaxpr = _inner(eqn).jaxpr
+        required = _required(jaxpr, flags)
+        return [i for i, v in enumerate(jaxpr.invars) if v in required]
     if name == "scan":
         return [_loop_counts(eqn)[0] + i for i in _accumulated(eqn, flags)]
     rule = RULES.get(name)
     if rule is None:
         return ()
-    return range(len(eqn.invars)) if rule.follows is None else rule.follows
+    follows = rule.follows(eqn) if callable(rule.follows) else rule.follows
+    return range(len(eqn.invars)) if follows is None else follows
 
 
-def _inner(eqn: Any, varying: set[Any]) -> tuple[Any, set[Any]]:
+def _inner(eqn: Any) -> Any:
     closed = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    if not hasattr(closed, "consts"):
-        closed = core.ClosedJaxpr(closed, [])
-    return closed, _varying(closed.jaxpr, are_in(eqn.invars, varying))
+    return closed if hasattr(closed, "consts") else core.ClosedJaxpr(closed, [])
 
 
-def _follow(
-    eqn: Any, operands: Sequence[Any], flags: Sequence[bool], varying: set[Any]
-) -> Sequence[Any] | None:
-    name, varies = eqn.primitive.name, are_in(eqn.invars, varying)
+def _follow(eqn: Any, operands: Sequence[Any], flags: Sequence[bool]) -> Sequence[Any] | None:
+    name = eqn.primitive.name
     if name == "scan":
-        return _scan(eqn, operands, flags, varies)
+        return _scan(eqn, operands, flags)
     if name in _REMAT and eqn.params["differentiated"] and eqn.params["prevent_cse"]:
         # As JAX does: otherwise XLA merges what is computed again with what was computed.
-        operands = lax.optimization_barrier([jnp.asarray(as_array(x)) for x in operands])
+        operands = lax.optimization_barrier([jnp.asarray(x) for x in operands])
     if name in _INLINED | _REMAT:
-        return evaluate(_inner(eqn, varying)[0], operands, flags, varies)
-    rule = RULES.get(name)
-    if rule is None or not (rule.starts or any(map(is_lazy, operands))):
-        return None
-    result = rule.apply(eqn, *operands)
+        return evaluate(_inner(eqn), operands, flags)
+    rule, is_any_lazy = RULES.get(name), any(isinstance(x, Lazy) for x in operands)
+    result = rule.apply(eqn, *operands) if rule and (rule.starts or is_any_lazy) else None
     return [result] if isinstance(result, Lazy) else result
 
 
@@ -168,10 +134,8 @@ def _loop_counts(eqn: Any) -> tuple[int, int]:
 def _accumulated(eqn: Any, flags: Sequence[bool]) -> list[int]:
     """Finds the carries of a scan that are required and only ever added to."""
     jaxpr, (first, count) = eqn.params["jaxpr"].jaxpr, _loop_counts(eqn)
-    carried = jaxpr.invars[first : first + count]
-    return [
-        i for i, v in enumerate(carried) if flags[i] and _is_added_to(jaxpr, v, jaxpr.outvars[i])
-    ]
+    carries = zip(flags, jaxpr.invars[first : first + count], jaxpr.outvars, strict=False)
+    return [i for i, (flag, v, out) in enumerate(carries) if flag and _is_added_to(jaxpr, v, out)]
 
 
 def _is_added_to(jaxpr: Any, start: Any, end: Any) -> bool:
@@ -191,15 +155,11 @@ def _is_added_to(jaxpr: Any, start: Any, end: Any) -> bool:
         (v,) = readers[0].outvars
 
 
-def _scan(
-    eqn: Any, operands: Sequence[Any], flags: Sequence[bool], varies: Sequence[bool]
-) -> Sequence[Any]:
+def _scan(eqn: Any, operands: Sequence[Any], flags: Sequence[bool]) -> Sequence[Any]:
     """Runs a loop: what it adds up or stacks becomes factors with a label for the steps."""
     p, closed = eqn.params, eqn.params["jaxpr"]
     first, count = _loop_counts(eqn)
     consts, init, xs = operands[:first], operands[first : first + count], operands[first + count :]
-    # What a carry depends on changes from step to step.
-    inner_varies = [*varies[:first], *(True for _ in init), *varies[first + count :]]
 
     def run(lazy: Sequence[int]) -> tuple[Any, Any]:
         zeros = {i: Lazy(v.aval.shape, v.aval.dtype) for i, v in enumerate(closed.jaxpr.outvars)}
@@ -208,7 +168,7 @@ def _scan(
         def body(carry: Any, x: Any) -> tuple[Any, Any]:
             left = iter(carry)
             full = [zeros[i] if i in lazy else next(left) for i in range(count)]
-            outs = evaluate(closed, [*consts, *full, *x], chosen, inner_varies)
+            outs = evaluate(closed, [*consts, *full, *x], chosen)
             added = [as_lazy(outs[i]) for i in lazy]
             return [outs[i] for i in range(count) if i not in lazy], (added, outs[count:])
 
@@ -220,11 +180,12 @@ def _scan(
         # Traced once to see which have factors: an array added up at every step stays a carry.
         _, (added, _) = jax.eval_shape(lambda: run(lazy))
         pairs = zip(lazy, added, strict=True)
-        lazy = [i for i, value in pairs if not any(term.is_dense() for term in value.terms)]
+        lazy = [i for i, x in pairs if all(len(term.factors) > 1 for term in x.terms)]
     carry, (added, stacked) = run(lazy)
-    kept, sums = iter(carry), iter(added)
+    kept, sums, steps = iter(carry), iter(added), p["length"]
     outs = [
-        add(as_lazy(x), stack(next(sums), p["length"], summed=True)) if i in lazy else next(kept)
+        as_lazy(x).add(next(sums).stack(steps, summed=True)) if i in lazy else next(kept)
         for i, x in enumerate(init)
     ]
-    return [*outs, *(stack(y, p["length"], summed=False) if is_lazy(y) else y for y in stacked)]
+    rows = [y.stack(steps, summed=False) if isinstance(y, Lazy) else y for y in stacked]
+    return [*outs, *rows]

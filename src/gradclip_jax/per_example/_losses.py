@@ -1,20 +1,31 @@
 """How a loss is called, and what its arguments are: parameters, and a batch of examples."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .._checks import check_callable, describe, error_message, leaf_path
+from .._mesh import vary, varying_axes, zeros_of_type
 from .._tree_checks import broadcast_prefix
 from .._types import Array, Labels, Tree
-from ..accumulation._split import Split, counted_from_zero, micro_arguments, positions
+from ..accumulation._split import (
+    Split,
+    counted_from_zero,
+    every_nth,
+    in_one_form,
+    in_order,
+    positions,
+    run_if_real,
+)
 from ..clipping._granularity import is_measured
 from ..clipping._norm import measured_leaves
 from ._evaluate import evaluate
-from ._factors import Lazy
+from ._lazy import Lazy
 
 
 class Outputs(NamedTuple):
@@ -22,18 +33,19 @@ class Outputs(NamedTuple):
 
     Attributes:
         value: the loss.
-        weight: float32, or None where the loss returns none.
+        weight: float32, 1 where the loss returns none.
         aux: the auxiliary output, or None.
         grads: a lazy or ordinary array for each leaf that is differentiated by.
     """
 
     value: Array
-    weight: Array | None
+    weight: Array
     aux: Any
     grads: list[Array | Lazy]
 
 
-class Loss(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Loss:
     """A loss of one example; the fields are those of `value_and_grad`, and the caller's name."""
 
     function: str
@@ -43,11 +55,8 @@ class Loss(NamedTuple):
     has_aux: bool = False
     has_weight: bool = False
 
-    def checked(self) -> "Loss":
-        """Refuses what cannot be called."""
-        hint = "Pass the loss of one example."
-        check_callable(self.function, "fun", self.fun, hint)
-        return self
+    def __post_init__(self) -> None:
+        check_callable(self.function, "fun", self.fun, "Pass the loss of one example.")
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any], parts: int = 1) -> "Examples":
         """Takes the arguments of a call apart."""
@@ -69,32 +78,6 @@ class Loss(NamedTuple):
             raise ValueError(error_message(self.function, "batch", rule, got, hint))
         return Examples(self, split, list(args), kwargs, jax.tree.map(jnp.asarray, batch))
 
-    def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Array, Any, Any]:
-        """Computes value, weight and auxiliary output of one example, None for what it lacks."""
-        out, rest = self.fun(*args, **kwargs), (None, None)
-        if self.has_aux or self.has_weight:
-            if not (isinstance(out, tuple) and len(out) == 2):
-                rule = "a function that returns a pair, with `has_weight` or `has_aux`"
-                hint = "Return `(value, weight)`, `(value, aux)` or `(value, (weight, aux))`."
-                got = type(out).__name__
-                raise TypeError(error_message(self.function, "fun", rule, got, hint))
-            out, rest = out
-            if not (self.has_aux and self.has_weight):
-                rest = (None, rest) if self.has_aux else (rest, None)
-        weight, aux = rest
-        value = self._scalar(out, "value")
-        if weight is not None:
-            weight = self._scalar(jnp.asarray(weight, jnp.float32), "weight")
-        return value, weight, aux
-
-    def _scalar(self, x: Any, name: str) -> Array:
-        x = jnp.asarray(x)
-        if x.ndim or not jnp.issubdtype(x.dtype, jnp.floating):
-            rule = f"a function whose {name} for one example is a real scalar"
-            hint = "Return the loss of the example; reduce over its own axes."
-            raise TypeError(error_message(self.function, "fun", rule, describe(x), hint))
-        return x
-
 
 class Examples(NamedTuple):
     """A call of a loss: what is differentiated by, and the examples.
@@ -114,11 +97,6 @@ class Examples(NamedTuple):
     batch: tuple[Tree, ...]
 
     @property
-    def size(self) -> int:
-        """Counts the examples."""
-        return jax.tree.leaves(self.batch)[0].shape[0]
-
-    @property
     def params(self) -> Tree:
         """Returns what is differentiated by, in the structure of the gradient."""
         return self.split.differentiated_of(self.args)
@@ -133,36 +111,37 @@ class Examples(NamedTuple):
         pairs = jax.tree_util.tree_leaves_with_path(self.params)
         return [leaf_path("params", path) for path, x in pairs if is_measured(x)]
 
-    def value_of(self, chosen: Sequence[Any], example: tuple[Tree, ...]) -> Any:
-        """Calls the loss with the leaves that are differentiated by, and one example."""
+    def value_of(self, chosen: Sequence[Any], example: tuple[Tree, ...]) -> tuple[Array, Any]:
+        """Computes the loss, `(weight, aux)` of one example from what is differentiated by."""
         args, params = list(self.args), self.rebuild(chosen)
         replaced = (params,) if self.split.takes_one else params
         positions = (*self.split.differentiated, *self.split.batches)
         for i, x in zip(positions, (*replaced, *example), strict=True):
             args[i] = x
-        return self.loss.call(args, self.kwargs)
+        loss = self.loss
+        call = in_one_form(loss.function, loss.fun, loss.has_weight, loss.has_aux)
+        value, (weight, aux) = call(*args, **self.kwargs)
+        weight = jnp.asarray(1 if weight is None else weight, jnp.float32)
+        if weight.ndim:
+            rule, hint = "a function whose weight is a scalar", "Return that of the example."
+            raise TypeError(error_message(loss.function, "fun", rule, describe(weight), hint))
+        return jnp.asarray(value), (weight, aux)
 
-    def outputs(self, chosen: list[Array], batch: tuple[Tree, ...]) -> Outputs:
-        """Computes value, weight and lazy gradient of each example of a batch."""
+    def outputs(self, batch: tuple[Tree, ...]) -> Outputs:
+        """Computes the outputs of a batch, and keeps the gradient of an example on its device."""
+        axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(batch)))
+        chosen = [vary(x, axes) for x in measured_leaves(self.params)]
         return jax.vmap(lambda example: self.outputs_of_one(chosen, example))(batch)
 
     def outputs_of_one(self, chosen: list[Array], example: tuple[Tree, ...]) -> Outputs:
         """Computes value, weight and lazy gradient of one example."""
-
-        def gradient(chosen: list[Array], example: Tree) -> Any:
-            def of_chosen(chosen: list[Array]) -> Any:
-                value, weight, aux = self.value_of(chosen, example)
-                return value, (weight, aux)
-
-            (value, rest), grads = jax.value_and_grad(of_chosen, has_aux=True)(chosen)
-            return grads, value, *rest
-
-        closed, shapes = jax.make_jaxpr(gradient, return_shape=True)(chosen, example)
-        count, inputs = len(chosen), [*chosen, *jax.tree.leaves(example)]
-        flags = [i < count for i in range(len(closed.jaxpr.outvars))]
-        outs = evaluate(closed, inputs, flags, [i >= count for i in range(len(inputs))])
-        value, weight, aux = jax.tree.unflatten(jax.tree.structure(shapes[1:]), outs[count:])
-        return Outputs(value, weight, aux, outs[:count])
+        run = jax.value_and_grad(self.value_of, has_aux=True)
+        closed, shapes = jax.make_jaxpr(run, return_shape=True)(chosen, example)
+        count = len(closed.out_avals) - len(chosen)
+        flags = [i >= count for i in range(len(closed.out_avals))]
+        outs = evaluate(closed, [*chosen, *jax.tree.leaves(example)], flags)
+        value, (weight, aux) = jax.tree.unflatten(jax.tree.structure(shapes[0]), outs[:count])
+        return Outputs(value, weight, aux, outs[count:])
 
 
 def groups_of(function: str, params: Tree, param_labels: Labels | None) -> dict[Any, list[int]]:
@@ -181,5 +160,22 @@ def groups_of(function: str, params: Tree, param_labels: Labels | None) -> dict[
 
 def part_of(tree: Tree, parts: int, index: Array) -> Tree:
     """Takes the examples index, index + parts, ...: of each device some."""
-    split = Split(parts, batches=(0,), keys=(), differentiated=(), takes_one=False)
-    return micro_arguments((tree,), split, index)[0]
+    return jax.tree.map(lambda x: every_nth(x, index, parts), tree)
+
+
+def sum_parts(
+    step: Callable[[Array], tuple[Tree, Tree]], parts: int, real: Any = None
+) -> tuple[Tree, Tree]:
+    """Sums the first of what a step returns over the real parts; rows of the second in order."""
+    shapes = jax.eval_shape(step, jnp.int32(0))
+
+    def body(sums: Tree, index: Array) -> tuple[Tree, Tree]:
+        def add(carry: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+            new, rows = step(index)
+            return jax.tree.map(jnp.add, carry[0], new), rows
+
+        return run_if_real(real, index, add, (sums, jax.tree.map(zeros_of_type, shapes[1])))
+
+    zeros = jax.tree.map(zeros_of_type, shapes[0])
+    sums, rows = lax.scan(body, zeros, jnp.arange(parts, dtype=jnp.int32))
+    return sums, jax.tree.map(in_order, rows)

@@ -100,14 +100,8 @@ def noisy_mean(
     name = "noisy_mean"
     hint = "Pass 0 to draw no noise."
     check_number(name, "noise_multiplier", noise_multiplier, hint, closed=True)
-    check_number(
-        name,
-        "sensitivity",
-        sensitivity,
-        "Pass a finite `sensitivity(max_norm)`.",
-        high=math.inf,
-        below_high=True,
-    )
+    finite = "Pass a finite `sensitivity(max_norm)`."
+    check_number(name, "sensitivity", sensitivity, finite, high=math.inf, below_high=True)
     check_number(name, "expected_batch_size", expected_batch_size, "Pass the public batch size.")
     axes = check_axis_name(name, axis_name)
 
@@ -125,15 +119,13 @@ def noisy_mean(
         leaves, structure = jax.tree.flatten(updates)
         step_key = jax.random.fold_in(state.key, state.step)
         deviation = jnp.float32(noise_multiplier) * jnp.float32(sensitivity)
+        keys = [jax.random.fold_in(step_key, i) for i in range(len(leaves))]
         noisy = [
-            _noisy(x, jax.random.fold_in(step_key, i), deviation, expected_batch_size, axes)
-            if is_measured(x)
-            else x
-            for i, x in enumerate(leaves)
+            _noisy(x, k, deviation, expected_batch_size, axes) if is_measured(x) else x
+            for x, k in zip(leaves, keys, strict=True)
         ]
-        return jax.tree.unflatten(structure, noisy), NoisyMeanState(
-            state.key, increment_where(state.step)
-        )
+        new = NoisyMeanState(state.key, increment_where(state.step))
+        return jax.tree.unflatten(structure, noisy), new
 
     return optax.GradientTransformation(init, update)
 
@@ -154,16 +146,10 @@ def _noisy(x: Array, key: Array, deviation: Scalar, divisor: Number, axes: AxisN
     for axis in sorted(shard_axes(x, axes)):  # each shard of a leaf draws its own
         key = jax.random.fold_in(key, lax.axis_index(axis))
     dtype = wide_dtype(x.dtype)
-    noise = _normal(key, x.shape, dtype) * deviation.astype(jnp.finfo(dtype).dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        deviation = deviation * math.sqrt(2)  # both parts are parameters; JAX halves their variance
+    noise = jax.random.normal(key, x.shape, dtype) * deviation.astype(jnp.finfo(dtype).dtype)
     return ((x.astype(dtype) + noise) / jnp.asarray(divisor).astype(dtype)).astype(x.dtype)
-
-
-def _normal(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Standard normal numbers; of a complex dtype both parts are, as each is a parameter."""
-    if not jnp.issubdtype(dtype, jnp.complexfloating):
-        return jax.random.normal(key, shape, dtype)
-    real, imag = jax.random.normal(key, (2, *shape), jnp.finfo(dtype).dtype)
-    return lax.complex(real, imag)
 
 
 def noise_scale(norms: Array, grads: Tree) -> Scalar:
@@ -245,12 +231,9 @@ def sensitivity(max_norm: Any, adjacency: str = "add_or_remove_one") -> float:
     """
     name = "sensitivity"
     check_choice(name, "adjacency", adjacency, ("add_or_remove_one", "replace_one"))
-    thresholds: list[Number] = (
-        list(max_norm.values()) if isinstance(max_norm, Mapping) else [max_norm]
-    )
+    thresholds = list(max_norm.values()) if isinstance(max_norm, Mapping) else [max_norm]
+    hint = "Pass the threshold that examples are clipped to."
     for threshold in thresholds:
-        check_number(
-            name, "max_norm", threshold, "Pass the threshold that examples are clipped to."
-        )
+        check_number(name, "max_norm", threshold, hint)
     alone = math.hypot(*map(float, thresholds))
     return alone if adjacency == "add_or_remove_one" else 2 * alone

@@ -9,11 +9,10 @@ import jax
 from .._types import Array, Labels, Tree
 from ..accumulation._split import positions
 from ..clipping._norm import measured_leaves
-from ._clip import local_outputs
-from ._factors import Lazy, elements, factor_elements, is_lazy, rows
+from ._lazy import Lazy
 from ._losses import Examples, Loss, groups_of
 from ._measure import gram_terms, separate
-from ._sum import Groups, Norms, norms_and_sums
+from ._sum import Groups, Norms, sums_and_norms
 
 
 class LeafCost(NamedTuple):
@@ -83,7 +82,7 @@ def norms(
     References:
         Goodfellow 2015, arXiv 1510.01799; Li et al. 2022, arXiv 2110.05679.
     """
-    loss = Loss("norms", fun, argnums, batch_argnums, has_aux, has_weight).checked()
+    loss = Loss("norms", fun, argnums, batch_argnums, has_aux, has_weight)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         examples = loss.bind(args, kwargs)
@@ -127,7 +126,7 @@ def leaf_norms(
         >>> round(norms["w"].item(), 3), round(norms["b"].item(), 3)
         (5.0, 2.0)
     """
-    loss = Loss("leaf_norms", fun, argnums, batch_argnums, has_aux, has_weight).checked()
+    loss = Loss("leaf_norms", fun, argnums, batch_argnums, has_aux, has_weight)
 
     def run(*args: Any, **kwargs: Any) -> Tree:
         examples = loss.bind(args, kwargs)
@@ -174,7 +173,7 @@ def costs(
         >>> costs["params"].method, costs["params"].elements
         ('gram', 200)
     """
-    loss = Loss("costs", fun, argnums, batch_argnums, has_aux, has_weight).checked()
+    loss = Loss("costs", fun, argnums, batch_argnums, has_aux, has_weight)
 
     def run(*args: Any, **kwargs: Any) -> dict[str, LeafCost]:
         costs: dict[str, LeafCost] = {}
@@ -195,24 +194,25 @@ def costs(
 
 
 def _norms(examples: Examples, groups: Groups) -> Norms:
-    outputs = local_outputs(examples, examples.batch)
-    return norms_and_sums(outputs, measured_leaves(examples.params), groups, None)[0]
+    outputs = examples.outputs(examples.batch)
+    return sums_and_norms(outputs, measured_leaves(examples.params), groups, None)[1]
 
 
 def _cost(value: Array | Lazy) -> LeafCost:
-    parts = separate(value) if is_lazy(value) else None
+    parts = separate(value) if isinstance(value, Lazy) else None
     if parts is None:
         size = math.prod(value.shape)
         return LeafCost("written out", size, size)
-    of_parts = [_part_cost(part) for part in parts]
+    of_parts = list(map(_part_cost, parts))
     worst = max(of_parts, key=lambda cost: cost.elements, default=LeafCost("gram", 0, 0))
     return worst._replace(multiplications=sum(cost.multiplications for cost in of_parts))
 
 
 def _part_cost(part: Lazy) -> LeafCost:
+    rows = sum(term.rows() for term in part.terms)
     if gram_terms(part) is None:
         is_plain = all(len(term.factors) == 1 for term in part.terms)
-        size = elements(part)
-        return LeafCost("written out" if is_plain else "product", size, rows(part) * size)
+        size = part.elements()
+        return LeafCost("written out" if is_plain else "product", size, rows * size)
     factors = max(len(term.factors) for term in part.terms)
-    return LeafCost("gram", factors * rows(part) ** 2, rows(part) * factor_elements(part))
+    return LeafCost("gram", factors * rows**2, rows * part.factor_elements())

@@ -5,17 +5,18 @@ them where the equation has several outputs, or None where it is to be computed 
 follow another primitive, add a line to `RULES`.
 """
 
-import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from ._factors import Axis, Factor, Lazy, Term, as_lazy, is_lazy
-from ._layout import add, arrange, cut, keep_if, place, reverse, scale, split_axes
-from ._sources import convolution, dot_general, scatter_add
+from .._types import Array
+from ._lazy import Axis, Factor, Labels, Lazy, Term, as_lazy, product
 
 
 class Rule(NamedTuple):
@@ -24,23 +25,109 @@ class Rule(NamedTuple):
     Attributes:
         apply: `(equation, *operands)` to what the equation returns, or None.
         follows: positions of the operands in which the operation is linear, so that they may be
-            lazy; None for all.
+            lazy, or a function from the equation to these; None for all.
         starts: whether it makes a lazy array of ordinary ones.
     """
 
     apply: Callable[..., Lazy | list[Lazy] | None]
-    follows: Sequence[int] | None = (0,)
+    follows: Sequence[int] | Callable[[Any], Sequence[int]] | None = (0,)
     starts: bool = False
+
+
+# Where factors come from: products, convolutions and scattered rows that end in a gradient
+
+
+def _dot_general(eqn: Any, lhs: Array, rhs: Array) -> Lazy | None:
+    """Makes factors of a product of two arrays."""
+    (left_summed, right_summed), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    left = list(range(lhs.ndim))
+    right = [lhs.ndim + i for i in range(rhs.ndim)]
+    for i, j in zip((*left_summed, *left_batch), (*right_summed, *right_batch), strict=True):
+        right[j] = left[i]
+    batch, summed = [left[i] for i in left_batch], [left[i] for i in left_summed]
+    free = [k for k in (*left, *right) if k not in (*batch, *summed)]
+    factors = [Factor(lhs, tuple(left)), Factor(rhs, tuple(right))]
+    lazy = product(eqn.outvars[0].aval, factors, [(k,) for k in (*batch, *free)])
+    return None if 0 in lazy.shape or lazy.is_small() else lazy
+
+
+def _scatter_add(eqn: Any, operand: Any, numbers: Array, updates: Any) -> Lazy | None:
+    """Makes factors of rows added at row numbers: the gradient of an embedding, or of experts."""
+    dims, aval = eqn.params["dimension_numbers"], eqn.outvars[0].aval
+    windows, inserted = dims.update_window_dims, tuple(dims.inserted_window_dims)
+    if len(inserted) != 1 or tuple(dims.scatter_dims_to_operand_dims) != inserted:
+        return None
+    (axis,), shape, sizes = inserted, aval.shape, updates.shape
+    others = [n for i, n in enumerate(shape) if i != axis]
+    if dims.operand_batching_dims or [sizes[i] for i in windows] != others:
+        return None
+    numbers, size = numbers[..., 0], shape[axis]
+    if eqn.params["mode"] == lax.GatherScatterMode.CLIP:
+        numbers = jnp.clip(numbers, 0, size - 1)
+    is_valid = (numbers >= 0) & (numbers < size)
+    numbers = jnp.where(is_valid, numbers.astype(jnp.int32), -1)
+    terms: list[Term] = []
+    for term in as_lazy(updates).terms:
+        if term.shape() != tuple(sizes) or any(f.hot is not None for f in term.factors):
+            return None
+        own, (hot,) = term.sizes(), term.fresh()
+        labels = [k for i, a in enumerate(term.axes) if i not in windows for k in a.labels]
+        rows = Factor(numbers.reshape([own[k] for k in labels]), tuple(labels), hot, size)
+        axes = [term.axes[i] for i in windows]
+        axes.insert(axis, Axis((hot,)))
+        terms.append(Term((rows, *term.factors), tuple(axes)))
+    total = Lazy(tuple(shape), aval.dtype, tuple(terms))
+    return None if total.is_small() else total.add(as_lazy(operand))
+
+
+def _added_to(eqn: Any) -> Sequence[int]:
+    """Where rows of activations are scattered, only what they are added to is a gradient."""
+    return (0,) if len(eqn.params["dimension_numbers"].update_window_dims) < 2 else (0, 2)
+
+
+def _convolution(eqn: Any, lhs: Array, rhs: Array) -> Lazy | None:
+    """Makes factors of the gradient of a kernel: patches of the image, gradient of the output.
+
+    In that convolution the gradient of the output is the kernel; the positions of the window are
+    those of the weights, and what is summed over are the pixels and the images.
+    """
+    p, aval = eqn.params, eqn.outvars[0].aval
+    if p["feature_group_count"] != 1 or 0 in aval.shape:
+        return None
+    lhs_spec, rhs_spec, out_spec = p["dimension_numbers"]
+    lhs, rhs = lhs.transpose(lhs_spec), rhs.transpose(rhs_spec)
+    groups, window = p["batch_group_count"], rhs.shape[2:]
+    n, features, *positions = (aval.shape[i] for i in out_spec)
+    # Counted before the patches are made: most kernels are smaller.
+    size = groups * n * lhs.shape[1] * math.prod((*positions, *window))
+    if math.prod(aval.shape) <= size + rhs.size:
+        return None
+    pairs = zip(p["padding"], p["lhs_dilation"], strict=True)
+    widths = [(0, 0, 0), (0, 0, 0), *((int(a), int(b), int(d) - 1) for (a, b), d in pairs)]
+    patches = lax.pad(lhs, jnp.zeros((), lhs.dtype), widths)
+    # Each axis of the image becomes two: a position, and the pixels that the kernel meets there.
+    axes = zip(positions, window, p["window_strides"], p["rhs_dilation"], strict=True)
+    for i, (count, width, stride, dilation) in enumerate(axes):
+        axis, length = 2 + 2 * i, (width - 1) * dilation + 1
+        starts = [stride * c for c in range(count)]
+        rows = [lax.slice_in_dim(patches, a, a + length, dilation, axis) for a in starts]
+        patches = jnp.stack(rows, axis)
+    # Labels: group, own batch, own features, summed features; position and window of each axis.
+    g, b, o, c = range(4)
+    y, k = (tuple(range(first, 4 + 2 * len(window), 2)) for first in (4, 5))
+    patches = patches.reshape(groups, n, *patches.shape[1:])
+    left = Factor(patches, (g, b, c, *range(4, 4 + 2 * len(window))))
+    right = Factor(rhs.reshape(groups, features // groups, *rhs.shape[1:]), (g, o, c, *k))
+    labels: list[Labels] = [(b,), (g, o), *((label,) for label in y)]
+    return product(aval, [left, right], [labels[out_spec.index(i)] for i in range(len(out_spec))])
+
+
+# What happens to factors on the way to the gradient
 
 
 def _is_zero(x: Any) -> bool:
     """Says whether a value is known to be zero when the program is traced."""
-    known = isinstance(x, (np.ndarray, np.generic, int, float, complex))
-    return bool(known and np.all(x == 0))
-
-
-def _is_scalar(x: Any) -> bool:
-    return not is_lazy(x) and np.ndim(x) == 0
+    return isinstance(x, (np.ndarray, np.generic)) and bool(np.all(x == 0))
 
 
 def _same(_: Any, x: Lazy) -> Lazy:
@@ -48,67 +135,66 @@ def _same(_: Any, x: Lazy) -> Lazy:
 
 
 def _transpose(eqn: Any, x: Lazy) -> Lazy:
-    return arrange(x, eqn.outvars[0].aval.shape, eqn.params["permutation"])
+    return x.arrange(eqn.outvars[0].aval.shape, eqn.params["permutation"])
 
 
-def _squeeze(eqn: Any, x: Lazy) -> Lazy:
-    left = [i for i in range(len(x.shape)) if i not in eqn.params["dimensions"]]
-    return arrange(x, eqn.outvars[0].aval.shape, left)
-
-
-def _sum(eqn: Any, x: Lazy) -> Lazy | None:
-    """Sums over the labels of the axes with the rest."""
-    axes = eqn.params["axes"]
-    labels = {k for term in x.terms for i in axes for k in term.axes[i].labels}
-    if any(f.hot in labels for term in x.terms for f in term.factors):
+def _without_axes(eqn: Any, x: Lazy) -> Lazy | None:
+    """Sums over the labels of the axes with the rest; axes of length one have none."""
+    axes = eqn.params["axes" if "axes" in eqn.params else "dimensions"]
+    if any(_is_hot(x, axis) for axis in axes):
         return None
     left = [i for i in range(len(x.shape)) if i not in axes]
-    return arrange(x, eqn.outvars[0].aval.shape, left)
+    return x.arrange(eqn.outvars[0].aval.shape, left)
+
+
+def _is_hot(x: Lazy, axis: int) -> bool:
+    return any(f.hot in term.axes[axis].labels for term in x.terms for f in term.factors)
 
 
 def _broadcast(eqn: Any, x: Any, *_: Any) -> Lazy | None:
     shape, dimensions = tuple(eqn.outvars[0].aval.shape), eqn.params["broadcast_dimensions"]
     if _is_zero(x):
         return Lazy(shape, eqn.outvars[0].aval.dtype)
-    if not is_lazy(x) or np.prod(shape) != np.prod(x.shape):
+    if not isinstance(x, Lazy) or math.prod(shape) != math.prod(x.shape):
         return None
     sources = {axis: i for i, axis in enumerate(dimensions)}
-    return arrange(x, shape, [sources.get(i) for i in range(len(shape))])
+    return x.arrange(shape, [sources.get(i) for i in range(len(shape))])
 
 
 def _reshape(eqn: Any, x: Lazy, *_: Any) -> Lazy | None:
     shape = tuple(eqn.outvars[0].aval.shape)
     is_whole = 0 not in shape and all(term.shape() == x.shape for term in x.terms)
-    terms = [split_axes(term, shape) for term in x.terms] if is_whole else [None]
+    terms = [term.split_axes(shape) for term in x.terms] if is_whole else [None]
     sized = tuple(term for term in terms if term is not None)
-    return x.replace(shape=shape, terms=sized) if len(sized) == len(terms) else None
+    return Lazy(shape, x.dtype, sized) if len(sized) == len(terms) else None
 
 
 def _cast(eqn: Any, x: Lazy) -> Lazy | None:
     new = eqn.params["new_dtype"]
     kinds = {jnp.issubdtype(kind, jnp.complexfloating) for kind in (new, x.dtype)}
-    return x.replace(dtype=np.dtype(new)) if len(kinds) == 1 else None
+    return replace(x, dtype=np.dtype(new)) if len(kinds) == 1 else None
 
 
 def _negate(_: Any, x: Lazy) -> Lazy:
-    return scale(x, -1)
+    return x.scale(jnp.asarray(-1, x.dtype))
 
 
 def _add(_: Any, x: Any, y: Any) -> Lazy | None:
-    return add(as_lazy(x), as_lazy(y)) if np.shape(x) == np.shape(y) else None
+    return as_lazy(x).add(as_lazy(y)) if np.shape(x) == np.shape(y) else None
 
 
-def _subtract(eqn: Any, x: Any, y: Any) -> Lazy | None:
-    return _add(eqn, x, scale(y, -1) if is_lazy(y) else -y)
+def _by_number(eqn: Any) -> Sequence[int]:
+    """A product of two arrays is no move; one by a number is."""
+    return [i for i in range(2) if eqn.invars[1 - i].aval.ndim == 0]
 
 
 def _multiply(_: Any, x: Any, y: Any) -> Lazy | None:
-    lazy, scalar = (x, y) if is_lazy(x) else (y, x)
-    return scale(lazy, scalar) if _is_scalar(scalar) else None
+    lazy, number = (x, y) if isinstance(x, Lazy) else (y, x)
+    return None if isinstance(number, Lazy) else lazy.scale(jnp.asarray(number))
 
 
-def _divide(_: Any, x: Any, y: Any) -> Lazy | None:
-    return scale(x, 1 / jnp.asarray(y)) if _is_scalar(y) else None
+def _divide(eqn: Any, x: Any, y: Any) -> Lazy | None:
+    return None if isinstance(y, Lazy) else _multiply(eqn, x, 1 / jnp.asarray(y))
 
 
 def _pad(eqn: Any, x: Any, padding: Any) -> Lazy | None:
@@ -121,7 +207,7 @@ def _pad(eqn: Any, x: Any, padding: Any) -> Lazy | None:
     ]
     part = _crop(as_lazy(x), ranges)
     start = [max(int(low), 0) for low, _, _ in widths]
-    return None if part is None else place(part, eqn.outvars[0].aval.shape, start)
+    return None if part is None else part.place(eqn.outvars[0].aval.shape, start)
 
 
 def _slice(eqn: Any, x: Lazy) -> Lazy | None:
@@ -134,33 +220,18 @@ def _slice(eqn: Any, x: Lazy) -> Lazy | None:
 def _crop(x: Lazy, ranges: Sequence[tuple[int, int]]) -> Lazy | None:
     part: Lazy | None = x
     for axis, (low, high) in enumerate(ranges):
-        part = None if part is None else cut(part, axis, low, high - low)
+        part = None if part is None else part.cut(axis, low, high - low)
     return part
 
 
-def _concatenate(eqn: Any, *values: Any) -> Lazy | None:
+def _concatenate(eqn: Any, *values: Any) -> Lazy:
     aval, axis, offset = eqn.outvars[0].aval, eqn.params["dimension"], 0
     total = Lazy(tuple(aval.shape), aval.dtype)
     for value in map(as_lazy, values):
         start = [offset if i == axis else 0 for i in range(len(aval.shape))]
-        total = add(total, place(value, aval.shape, start))
+        total = total.add(value.place(aval.shape, start))
         offset += value.shape[axis]
     return total
-
-
-def _reverse(eqn: Any, x: Lazy) -> Lazy:
-    return functools.reduce(reverse, eqn.params["dimensions"], x)
-
-
-def _select(_: Any, which: Any, *cases: Any) -> Lazy | None:
-    """Chooses by one number between a lazy array and zeros: `lax.select(flag, w, frozen)`."""
-    lazy = [i for i, x in enumerate(cases) if is_lazy(x) and x.terms]
-    if not _is_scalar(which) or len(lazy) != 1:
-        return None
-    (i,) = lazy
-    if any(not is_lazy(x) and not _is_zero(x) for j, x in enumerate(cases) if j != i):
-        return None
-    return keep_if(jnp.asarray(which, jnp.int32) == i, cases[i])
 
 
 def _split(eqn: Any, x: Lazy) -> list[Lazy] | None:
@@ -169,78 +240,39 @@ def _split(eqn: Any, x: Lazy) -> list[Lazy] | None:
 
 
 def _unstack(eqn: Any, x: Lazy) -> list[Lazy] | None:
-    axis = eqn.params["axis"]
-    if any(f.hot in term.axes[axis].labels for term in x.terms for f in term.factors):
-        return None
+    axis, shape = eqn.params["axis"], eqn.outvars[0].aval.shape
     left = [i for i in range(len(x.shape)) if i != axis]
-    parts = _parts(x, axis, [1] * x.shape[axis])
-    return parts and [arrange(part, eqn.outvars[0].aval.shape, left) for part in parts]
+    parts = None if _is_hot(x, axis) else _parts(x, axis, [1] * x.shape[axis])
+    return parts and [part.arrange(shape, left) for part in parts]
 
 
 def _parts(x: Lazy, axis: int, sizes: Sequence[int]) -> list[Lazy] | None:
     starts = itertools.accumulate(map(int, sizes[:-1]), initial=0)
-    parts = [cut(x, axis, start, int(n)) for start, n in zip(starts, sizes, strict=True)]
+    parts = [x.cut(axis, start, int(n)) for start, n in zip(starts, sizes, strict=True)]
     whole = [part for part in parts if part is not None]
     return whole if len(whole) == len(parts) else None
 
 
-def _update_slice(_: Any, operand: Any, update: Any, *start: Any) -> Lazy | None:
-    """Fills one part of zeros: the gradient of a dynamic slice."""
-    if not is_lazy(operand) or operand.terms:
-        return None
-    value, shape = as_lazy(update), operand.shape
-    lows = [0] * len(shape)
-    for axis, (low, n, size) in enumerate(zip(start, update.shape, shape, strict=True)):
-        if n == size:
-            continue
-        if isinstance(low, (int, np.generic, np.ndarray)):
-            lows[axis] = min(max(int(low), 0), size - n)
-        elif n == 1:
-            value = _place_at(value, size, axis, jnp.asarray(low))
-        else:
-            return None
-    return place(value, shape, lows)
-
-
-def _place_at(lazy: Lazy, size: int, axis: int, number: Any) -> Lazy:
-    """Puts an axis of length one at a traced place along a longer axis."""
-    number = jnp.clip(number, 0, size - 1).astype(jnp.int32)
-    terms: list[Term] = []
-    for term in lazy.terms:
-        (hot,) = term.fresh()
-        axes = (*term.axes[:axis], Axis((hot,)), *term.axes[axis + 1 :])
-        terms.append(Term((Factor(number, (), hot, size), *term.factors), axes))
-    shape = (*lazy.shape[:axis], size, *lazy.shape[axis + 1 :])
-    return lazy.replace(shape=shape, terms=tuple(terms))
-
-
 RULES: dict[str, Rule] = {
-    # Which operand may be lazy depends on where it comes from.
-    "dot_general": Rule(dot_general, (), starts=True),
-    "conv_general_dilated": Rule(convolution, (), starts=True),
-    "scatter-add": Rule(scatter_add, (0, 2), starts=True),
-    "scatter_add": Rule(scatter_add, (0, 2), starts=True),
+    # Two activations are where factors begin.
+    "dot_general": Rule(_dot_general, (), starts=True),
+    "conv_general_dilated": Rule(_convolution, (), starts=True),
+    **dict.fromkeys(("scatter-add", "scatter_add"), Rule(_scatter_add, _added_to, starts=True)),
     "broadcast_in_dim": Rule(_broadcast, starts=True),
     "pad": Rule(_pad, starts=True),
     "transpose": Rule(_transpose),
     "reshape": Rule(_reshape),
-    "squeeze": Rule(_squeeze),
-    "reduce_sum": Rule(_sum),
+    **dict.fromkeys(("squeeze", "reduce_sum"), Rule(_without_axes)),
     "convert_element_type": Rule(_cast),
     # Where the result is placed is for the weighted sum to say, not for each example.
     **dict.fromkeys(("sharding_constraint", "reshard"), Rule(_same)),
     **dict.fromkeys(("reduce_precision", "copy", "copy_p", "name"), Rule(_same)),
     "slice": Rule(_slice),
-    "rev": Rule(_reverse),
-    "select_n": Rule(_select, ()),
     "neg": Rule(_negate),
-    "add": Rule(_add, None),
-    "add_any": Rule(_add, None),
-    "sub": Rule(_subtract, None),
-    "mul": Rule(_multiply, ()),  # only by a number
-    "div": Rule(_divide, ()),
+    **dict.fromkeys(("add", "add_any"), Rule(_add, None)),
+    "mul": Rule(_multiply, _by_number),
+    "div": Rule(_divide, _by_number),
     "concatenate": Rule(_concatenate, None),
     "split": Rule(_split),
     "unstack": Rule(_unstack),
-    "dynamic_update_slice": Rule(_update_slice, (0, 1)),
 }

@@ -15,148 +15,105 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._mesh import device_count, is_explicit, max_over, sum_over, varying_axes, zeros_of_type
+from .._mesh import device_count, is_explicit, max_over, sum_over, varying_axes
 from .._types import Array, Scalar
-from ..accumulation._split import in_order
-from ._factors import Factor, Lazy, Term, as_array, einsum, wide_dtype
-from ._layout import stack
-from ._losses import Outputs, part_of
-from ._measure import Square, add_squares, count_nonzero, largest, square
+from ._lazy import Lazy, written
+from ._losses import Outputs, part_of, sum_parts
+from ._measure import is_exact, norm_of, square
 
 Groups = dict[Any, list[int]]
 Norms = dict[Any, Array]
 
 
-def norms_and_sums(
+def sums_and_norms(
     outputs: Outputs,
     params: list[Array],
     groups: Groups,
     factors_of: Callable[[Outputs, Norms], Norms] | None,
-) -> tuple[Norms, list[Array]]:
+) -> tuple[list[Array], Norms]:
     """Measures each group of leaves of each example, and sums the gradients times their factors.
 
     Args:
         outputs: of a batch.
         params: what is differentiated by.
         groups: the leaves of each.
-        factors_of: from outputs and norms to factors; without it nothing is summed.
+        factors_of: from outputs and norms to factors, without weights; without it
+            nothing is summed.
     """
     each = jax.typeof(outputs.value)
     axes = varying_axes(outputs.value)
     shards = [varying_axes(x) - axes for x in params]
-    run = functools.partial(_norms_and_sums, groups=groups, shards=shards, factors_of=factors_of)
+    run = functools.partial(_sums_and_norms, groups=groups, shards=shards, factors_of=factors_of)
     types = [each, *map(jax.typeof, params)]
     if not any(is_explicit(x.sharding) for x in types):
         return run(outputs)
     # How a product of two sharded factors is sharded is for XLA to say; the sum is as its leaf.
     summed = [] if factors_of is None else [x.sharding for x in types[1:]]
-    out = (dict.fromkeys(groups, each.sharding), summed)
+    out = (summed, dict.fromkeys(groups, each.sharding))
     auto: Any = jax.sharding.auto_axes(run, out_sharding=out)
     return auto(outputs)
 
 
-def _norms_and_sums(
+def _sums_and_norms(
     outputs: Outputs,
     groups: Groups,
     shards: Sequence[frozenset[str]],
     factors_of: Callable[[Outputs, Norms], Norms] | None,
-) -> tuple[Norms, list[Array]]:
+) -> tuple[list[Array], Norms]:
     # XLA may keep more digits of a bfloat16 factor for one reader than for the other.
     outputs = outputs._replace(grads=list(map(lax.optimization_barrier, outputs.grads)))
     size = outputs.value.shape[0]
-    each = functools.partial(jax.vmap, axis_size=size)
-    squares = each(lambda grads: _squares(grads, groups, shards))(outputs.grads)
+    squares = jax.vmap(lambda grads: _squares(grads, groups, shards), axis_size=size)(outputs.grads)
     # At once as many as there are devices: each holds one.
-    steps = size // math.gcd(size, device_count(outputs.value)) if size else 0
+    steps = size // math.gcd(size, device_count(outputs.value))
 
-    def summed(grads: list[Any], part: Outputs, norms: Norms, add: Callable[..., Array]) -> Any:
+    def summed(part: Outputs, norms: Norms) -> tuple[list[Array], Norms]:
         if factors_of is None:
-            return norms, []
+            return [], norms
         factors = factors_of(part, norms)
-        of_leaf = {i: factors[k] for k, group in groups.items() for i in group}
-        return norms, [add(g, of_leaf[i]) for i, g in enumerate(grads)]
+        weighted = {k: jnp.where(part.weight > 0, x * part.weight, 0) for k, x in factors.items()}
+        of_leaf = {i: weighted[k] for k, group in groups.items() for i in group}
+        return [weighted_sum(g, of_leaf[i]) for i, g in enumerate(part.grads)], norms
 
-    def at_once() -> tuple[Norms, list[Array]]:
-        norms = {k: x.norm() for k, x in squares.items()}
-        return summed(outputs.grads, outputs, norms, weighted_sum)
+    def at_once() -> tuple[list[Array], Norms]:
+        return summed(outputs, {k: jax.vmap(norm_of)(x) for k, x in squares.items()})
 
-    def one_by_one() -> tuple[Norms, list[Array]]:
-        def add(sums: list[Array], index: Array) -> tuple[list[Array], Norms]:
-            part: Outputs = part_of(outputs._replace(aux=None), steps, index)
-            some = functools.partial(jax.vmap, axis_size=size // steps)
-            grads = some(lambda grads: list(map(_written, grads)))(part.grads)
-            norms = some(lambda grads: _exact_norms(grads, groups, shards))(grads)
-            norms, new = summed(grads, part, norms, _sum_of)
-            return [x + y for x, y in zip(sums, new, strict=True)], norms
+    def at_index(index: Array) -> tuple[list[Array], Norms]:
+        part: Outputs = part_of(outputs._replace(aux=None), steps, index)
+        some = functools.partial(jax.vmap, axis_size=size // steps)
+        part = part._replace(grads=some(lambda grads: list(map(written, grads)))(part.grads))
+        return summed(part, some(lambda grads: _exact_norms(grads, groups, shards))(part.grads))
 
-        zeros = list(map(zeros_of_type, jax.eval_shape(at_once)[1]))
-        sums, norms = lax.scan(add, zeros, jnp.arange(steps, dtype=jnp.int32))
-        return jax.tree.map(in_order, norms), sums
-
-    def exact_or_zero() -> Array:
-        count = each(lambda grads: _squares(grads, groups, shards, count_nonzero))(outputs.grads)
-        flags = [x.is_exact() | (count[k].total == 0) for k, x in squares.items()]
-        return functools.reduce(jnp.logical_and, flags)
-
-    exact = functools.reduce(jnp.logical_and, [x.is_exact() for x in squares.values()])
-    if size:
-        exact = lax.cond(jnp.all(exact), lambda: exact, exact_or_zero)
-    if outputs.weight is not None:
-        # An example of weight 0 adds 0 whatever its norm, if only that is finite.
-        finite = [jnp.isfinite(x.total) for x in squares.values()]
-        exact |= (outputs.weight <= 0) & functools.reduce(jnp.logical_and, finite)
+    exact = functools.reduce(jnp.logical_and, [jax.vmap(is_exact)(x) for x in squares.values()])
+    # An example of weight 0 adds 0 whatever its norm, if only that is finite.
+    finite = [jnp.isfinite(x[:, 0]) for x in squares.values()]
+    exact |= (outputs.weight <= 0) & functools.reduce(jnp.logical_and, finite)
+    one_by_one = functools.partial(sum_parts, at_index, steps)
     return lax.cond(jnp.all(exact), at_once, one_by_one) if size else at_once()
 
 
 def weighted_sum(value: Array | Lazy, factors: Array) -> Array:
     """Sums over the first axis the gradients times their factors, in 32 bit at least."""
-    if not isinstance(value, Lazy):
-        labels = tuple(range(value.ndim))
-        return einsum([Factor(value, labels), Factor(factors, (0,))], labels[1:])
-
-    def weighted(term: Term) -> Term:
-        dense = [f for f in term.factors if f.hot is None]
-        smallest, wide = min(dense, key=lambda f: f.array.size), wide_dtype(dense)
-        each = factors.astype(wide).reshape(-1, *(1 for _ in smallest.labels))
-        array = smallest.array.astype(wide) * each
-        parts = (f.replace(array=array) if f is smallest else f for f in term.factors)
-        return Term(tuple(parts), term.axes)
-
-    lazy = value.replace(terms=tuple(map(weighted, value.terms)))
-    return _written(stack(lazy, len(factors), summed=True))
-
-
-def _written(value: Array | Lazy) -> Array:
-    """Multiplies out in 32 bit at least: the sum of clipped gradients is not rounded to 16."""
-    wide = wide_dtype([Factor(jnp.zeros((), value.dtype), ())])
-    return as_array(value.replace(dtype=wide)) if isinstance(value, Lazy) else value.astype(wide)
-
-
-def _sum_of(grads: Array, factors: Array) -> Array:
-    each = factors.astype(grads.dtype).reshape(-1, *(1 for _ in grads.shape[1:]))
+    if isinstance(value, Lazy):
+        return written(jax.vmap(Lazy.scale)(value, factors).stack(len(factors), summed=True))
+    value = written(value)
+    each = factors.astype(value.dtype).reshape(-1, *(1 for _ in value.shape[1:]))
     # Selected: zero times a NaN is a NaN.
-    return jnp.sum(jnp.where(each == 0, 0, each * grads), 0)
+    return jnp.sum(jnp.where(each == 0, 0, each * value), 0)
 
 
 def _squares(
-    grads: list[Array | Lazy],
-    groups: Groups,
-    shards: Sequence[frozenset[str]],
-    square: Callable[[Array | Lazy], Square] = square,
-) -> dict[Any, Square]:
+    grads: Sequence[Array | Lazy], groups: Groups, shards: Sequence[frozenset[str]]
+) -> dict[Any, Array]:
     """Squares each group of leaves of one example, over the devices that share a leaf."""
     squares = list(map(square, grads))
 
-    def joined(group: list[int]) -> Square:
-        wide = jnp.result_type(jnp.float32, *(squares[i].total.dtype for i in group))
-        parts: dict[frozenset[str], list[Square]] = {}
+    def joined(group: list[int]) -> Array:
+        wide = jnp.result_type(jnp.float32, *(squares[i].dtype for i in group))
+        parts: dict[frozenset[str], Array] = {}
         for i in group:
-            parts.setdefault(shards[i], []).append(squares[i])
-        sums = [
-            Square(*sum_over(jnp.stack(add_squares(part, wide)), axes))
-            for axes, part in parts.items()
-        ]
-        return add_squares(sums, wide)
+            parts[shards[i]] = parts.get(shards[i], 0) + squares[i].astype(wide)
+        return sum((sum_over(x, axes) for axes, x in parts.items()), jnp.zeros(2, wide))
 
     return {k: joined(group) for k, group in groups.items()}
 
@@ -165,12 +122,11 @@ def _exact_norms(
     grads: list[Array], groups: Groups, shards: Sequence[frozenset[str]]
 ) -> dict[Any, Scalar]:
     """Measures written gradients of one example, scaled so that no square is out of range."""
-    tops = [max_over(largest(x), axes) for x, axes in zip(grads, shards, strict=True)]
+    tops = [
+        max_over(jnp.max(jnp.abs(x), initial=0), axes)
+        for x, axes in zip(grads, shards, strict=True)
+    ]
     top = jnp.max(jnp.stack([x.astype(jnp.result_type(*tops)) for x in tops]))
-    _, exponent = jnp.frexp(jnp.where(jnp.isfinite(top), top, 1))
-    # In two halves: the power itself may be out of range.
-    for part in (exponent // 2, exponent - exponent // 2):
-        power = jnp.ldexp(jnp.ones_like(top), -part)
-        grads = [x * power.astype(x.dtype) for x in grads]
-    squares = _squares(list(grads), groups, shards)
-    return {k: jnp.ldexp(jnp.sqrt(x.total), exponent) for k, x in squares.items()}
+    top = jnp.where(jnp.isfinite(top) & (top > 0), top, 1)
+    squares = _squares([x / top.astype(x.dtype) for x in grads], groups, shards)
+    return {k: top * jnp.sqrt(x[0]) for k, x in squares.items()}

@@ -1,0 +1,332 @@
+"""The lazy gradient: a sum of products of factors that is not multiplied out.
+
+The gradient of a weight `x @ w` over the T tokens of one example is `sum over t of x_t g_t^T`:
+two factors of T rows. Embeddings have row numbers for one factor, convolutions patches of the
+image, experts three factors; a weight used twice has two terms. All are sums of
+
+    value[a, b, ...] = sum over t of F1[t, a] F2[t, b] ...
+
+written as an einsum: each axis of a factor has a label, each axis of the value lists labels.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._types import Array
+from ..clipping._formula import wide_dtype
+
+Labels = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Factor:
+    """An array whose axes are labelled, or rows of an identity matrix.
+
+    Attributes:
+        array: the values; with `hot` the row numbers, int32, -1 for a row of zeros.
+        labels: one for each axis of `array`.
+        hot: the label along which a row is one at its number and zero elsewhere.
+        size: the length along `hot`.
+    """
+
+    array: Array
+    labels: Labels
+    hot: int | None = None
+    size: int = 0
+
+    def sizes(self) -> dict[int, int]:
+        """Returns the length along each label."""
+        sizes = dict(zip(self.labels, np.shape(self.array), strict=True))
+        return sizes if self.hot is None else {**sizes, self.hot: self.size}
+
+
+class Axis(NamedTuple):
+    """An axis of the value of a term.
+
+    Attributes:
+        labels: those that make it up, slowest first; none for a length of one.
+        start: where along the axis the product begins; there are zeros around it.
+    """
+
+    labels: Labels = ()
+    start: int = 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Term:
+    """A product of factors, summed over every label that no axis has."""
+
+    factors: tuple[Factor, ...]
+    axes: tuple[Axis, ...]
+
+    def map(self, change: Callable[[Factor], Factor]) -> "Term":
+        """Changes each factor."""
+        return replace(self, factors=tuple(map(change, self.factors)))
+
+    def sizes(self) -> dict[int, int]:
+        """Returns the length along each label."""
+        return {k: n for factor in self.factors for k, n in factor.sizes().items()}
+
+    def shape(self) -> tuple[int, ...]:
+        """Returns the shape of the product, without the zeros around it."""
+        sizes = self.sizes()
+        return tuple(math.prod(sizes[k] for k in axis.labels) for axis in self.axes)
+
+    def kept(self) -> Labels:
+        """Lists the labels of the value, in the order of its axes."""
+        return tuple(k for axis in self.axes for k in axis.labels)
+
+    def summed(self) -> Labels:
+        """Lists the labels that are summed over."""
+        return tuple(sorted(self.sizes().keys() - set(self.kept())))
+
+    def rows(self) -> int:
+        """Counts the products that are summed: T."""
+        sizes = self.sizes()
+        return math.prod(sizes[k] for k in self.summed())
+
+    def fresh(self, count: int = 1) -> Labels:
+        """Makes labels that are not in use."""
+        first = 1 + max((k for f in self.factors for k in (*f.labels, f.hot or 0)), default=-1)
+        return tuple(range(first, first + count))
+
+    def cut(self, label: int, low: int, high: int) -> "Term":
+        """Takes a range of one label."""
+
+        def shortened(f: Factor) -> Factor:
+            if f.hot == label:
+                inside = (f.array >= low) & (f.array < high)
+                return replace(f, array=jnp.where(inside, f.array - low, -1), size=high - low)
+            if label not in f.labels:
+                return f
+            array = lax.slice_in_dim(f.array, low, high, axis=f.labels.index(label))
+            return replace(f, array=array)
+
+        return self.map(shortened)
+
+    def split_axes(self, sizes: Sequence[int]) -> "Term | None":
+        """Gives the value other axes, in the same order; None if a label is cut unevenly."""
+        axes: list[Axis] = []
+        term, labels = self, list(self.kept())
+        for size in sizes:
+            axis: list[int] = []
+            while size > 1:
+                if not labels:
+                    return None
+                length = term.sizes()[labels[0]]
+                if size % length:
+                    if length % size or any(f.hot == labels[0] for f in term.factors):
+                        return None
+                    term, halves = term.split_label(labels[0], size)
+                    labels[:1], length = halves, size
+                axis.append(labels.pop(0))
+                size //= length
+            axes.append(Axis(tuple(axis)))
+        if any(f.hot in labels for f in term.factors):
+            return None
+        return replace(term, axes=tuple(axes))
+
+    def split_label(self, label: int, first: int) -> "tuple[Term, Labels]":
+        """Splits a label in two, the first of the given length."""
+        halves = self.fresh(2)
+
+        def split(f: Factor) -> Factor:
+            if label not in f.labels:
+                return f
+            i = f.labels.index(label)
+            array = f.array.reshape(*f.array.shape[:i], first, -1, *f.array.shape[i + 1 :])
+            return replace(f, array=array, labels=(*f.labels[:i], *halves, *f.labels[i + 1 :]))
+
+        return self.map(split), halves
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lazy:
+    """A sum of terms that stands for an array.
+
+    Attributes:
+        shape: of the array.
+        dtype: of the array.
+        terms: none for zeros.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    terms: tuple[Term, ...] = ()
+
+    def map(self, change: Callable[[Term], Term], shape: Sequence[int] | None = None) -> "Lazy":
+        """Changes each term, and the shape if one is given."""
+        shape = self.shape if shape is None else tuple(shape)
+        return Lazy(shape, self.dtype, tuple(map(change, self.terms)))
+
+    def arrange(self, shape: Sequence[int], sources: Sequence[int | None]) -> "Lazy":
+        """Makes each new axis of an old one, or for None of length one."""
+
+        def arranged(term: Term) -> Term:
+            return replace(term, axes=tuple(Axis() if i is None else term.axes[i] for i in sources))
+
+        return self.map(arranged, shape)
+
+    def scale(self, scalar: Array) -> "Lazy":
+        """Multiplies a lazy array by a number: the smallest factor of each term."""
+
+        def scaled(term: Term) -> Term:
+            smallest = min((f for f in term.factors if f.hot is None), key=lambda f: f.array.size)
+            # The number may be complex, the factor of a complex product real.
+            dtypes = smallest.array.dtype, scalar.dtype
+            dtype = dtypes[0] if dtypes[0] == dtypes[1] else wide_dtype(*dtypes)
+            array = smallest.array.astype(dtype) * scalar.astype(dtype)
+            return term.map(lambda f: replace(f, array=array) if f is smallest else f)
+
+        return self.map(scaled)
+
+    def add(self, other: "Lazy") -> "Lazy":
+        """Adds two lazy arrays."""
+        return replace(self, terms=self.terms + other.terms)
+
+    def place(self, shape: Sequence[int], start: Sequence[int]) -> "Lazy":
+        """Puts a lazy array in a larger one of zeros."""
+
+        def placed(term: Term) -> Term:
+            pairs = zip(term.axes, start, strict=True)
+            return replace(term, axes=tuple(Axis(a.labels, a.start + n) for a, n in pairs))
+
+        return self.map(placed, shape)
+
+    def cut(self, axis: int, start: int, size: int) -> "Lazy | None":
+        """Takes a range of one axis; None if its ends are within the rows of a label."""
+        terms: list[Term] = []
+        for term in self.terms:
+            labels, first = term.axes[axis]
+            low = max(start - first, 0)
+            high = min(start + size - first, term.shape()[axis])
+            if low >= high:
+                continue
+            if high - low < term.shape()[axis]:
+                step = math.prod(term.sizes()[k] for k in labels[1:])
+                if low % step or high % step:
+                    return None
+                term = term.cut(labels[0], low // step, high // step)
+            inner = Axis(labels, max(first - start, 0))
+            terms.append(replace(term, axes=(*term.axes[:axis], inner, *term.axes[axis + 1 :])))
+        shape = (*self.shape[:axis], size, *self.shape[axis + 1 :])
+        return Lazy(shape, self.dtype, tuple(terms))
+
+    def stack(self, length: int, *, summed: bool) -> "Lazy":
+        """Labels the leading axis that a loop gave all factors; a new axis unless it is summed."""
+
+        def stacked(term: Term) -> Term:
+            (k,) = term.fresh()
+            labelled = term.map(lambda f: replace(f, labels=(k, *f.labels)))
+            return labelled if summed else replace(labelled, axes=(Axis((k,)), *term.axes))
+
+        return self.map(stacked, self.shape if summed else (length, *self.shape))
+
+    # What a norm costs: with T rows, and axes of lengths d and p, Gram matrices take `T^2 (d + p)`
+    # multiplications and the product `T d p`: it costs less exactly where it is smaller than its
+    # factors, `d p < T (d + p)`. Counted for one example, from shapes alone.
+
+    def elements(self) -> int:
+        """Counts the elements of the product, without the zeros around it."""
+        return max((math.prod(term.shape()) for term in self.terms), default=0)
+
+    def factor_elements(self) -> int:
+        """Counts the elements of all factors; row numbers count one for each row."""
+        return sum(f.array.size for term in self.terms for f in term.factors)
+
+    def is_small(self) -> bool:
+        """Decides whether to write the product down: no larger than its factors, it costs less."""
+        return self.elements() <= self.factor_elements()
+
+
+jax.tree_util.register_dataclass(Factor, ["array"], ["labels", "hot", "size"])
+jax.tree_util.register_dataclass(Term, ["factors"], ["axes"])
+jax.tree_util.register_dataclass(Lazy, ["terms"], ["shape", "dtype"])
+
+
+def product(aval: Any, factors: Sequence[Factor], axes: Iterable[Labels]) -> Lazy:
+    """Makes a lazy array of one term that fills it; labels of length one are left out."""
+    long = {k for f in factors for k, n in f.sizes().items() if n != 1}
+    kept = tuple(_without_ones(f) for f in factors)
+    places = tuple(Axis(tuple(k for k in labels if k in long)) for labels in axes)
+    return Lazy(tuple(aval.shape), aval.dtype, (Term(kept, places),))
+
+
+def _without_ones(f: Factor) -> Factor:
+    long = [i for i, n in enumerate(f.array.shape) if n != 1]
+    array = f.array.reshape([f.array.shape[i] for i in long])
+    return replace(f, array=array, labels=tuple(f.labels[i] for i in long))
+
+
+def as_lazy(value: Any) -> Lazy:
+    """Makes an ordinary array its own single factor; a lazy one stays."""
+    if isinstance(value, Lazy):
+        return value
+    array = jnp.asarray(value)
+    labels = tuple(range(array.ndim))
+    return product(array, [Factor(array, labels)], [(k,) for k in labels])
+
+
+# Multiplied out
+
+
+def as_array(value: Any) -> Array:
+    """Multiplies out a lazy array; anything else stays."""
+    if not isinstance(value, Lazy):
+        return value
+    total = jnp.zeros(value.shape, value.dtype)
+    for term in value.terms:
+        places = zip(term.axes, term.shape(), value.shape, strict=True)
+        widths = [(axis.start, size - axis.start - inner, 0) for axis, inner, size in places]
+        piece = _multiply(term).astype(value.dtype)
+        total = total + lax.pad(piece, jnp.zeros((), value.dtype), widths)
+    return total
+
+
+def written(value: Array | Lazy) -> Array:
+    """Multiplies out in 32 bit at least: the sum of clipped gradients is not rounded to 16."""
+    wide = wide_dtype(value.dtype)
+    return as_array(replace(value, dtype=wide) if isinstance(value, Lazy) else value).astype(wide)
+
+
+def _multiply(term: Term) -> Array:
+    kept, hots = term.kept(), [f for f in term.factors if f.hot is not None]
+    dense = [f for f in term.factors if f.hot is None]
+    if len(hots) != 1 or set(hots[0].labels) & set(kept):
+        dense += map(_one_hot, hots)
+        return einsum(dense, kept).reshape(term.shape())
+    (hot,) = hots
+    ones = Factor(jnp.ones(hot.array.shape, jnp.float32), hot.labels)
+    rows = einsum([*dense, ones], [*hot.labels, *(k for k in kept if k != hot.hot)])
+    numbers = jnp.where(hot.array < 0, hot.size, hot.array)
+    zeros = jnp.zeros((hot.size, *rows.shape[numbers.ndim :]), rows.dtype)
+    placed = zeros.at[numbers].add(rows, mode="drop")
+    return jnp.moveaxis(placed, 0, kept.index(hot.hot)).reshape(term.shape())
+
+
+def _one_hot(f: Factor) -> Factor:
+    rows = f.array[..., None] == jnp.arange(f.size, dtype=f.array.dtype)
+    return Factor(rows.astype(jnp.float32), tuple(k for k in (*f.labels, f.hot) if k is not None))
+
+
+def einsum(factors: Iterable[Factor], out: Sequence[int]) -> Array:
+    """Sums products of dense factors, in 32 bit at least."""
+    factors = list(factors)
+    dtypes = {f.array.dtype for f in factors}
+    wide = functools.reduce(wide_dtype, dtypes, jnp.float32)
+    is_cast = len(dtypes) > 1 or len(factors) == 1
+    operands: list[Any] = []
+    for f in factors:
+        operands += [f.array.astype(wide) if is_cast else f.array, list(f.labels)]
+    return jnp.einsum(
+        *operands, list(out), precision=lax.Precision.HIGHEST, preferred_element_type=wide
+    )
