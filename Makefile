@@ -141,8 +141,8 @@ test-trainer-%: .venv-trainer-%/.installed
 		-e . pytest $(REQUIRES)
 	@touch $@
 
-notebooks: $(VENV)/.installed-test  ## execute every notebook; `make docs-site` then shows the outputs
-	NOTEBOOK_OUTPUTS="$(CURDIR)/build/notebooks" $(PYTEST) tests/test_notebooks.py $(PYTEST_ARGS)
+notebooks: $(VENV)/.installed-test  ## execute every notebook and store its outputs in it
+	STORE_OUTPUTS=1 $(PYTEST) tests/test_notebooks.py -k runs $(PYTEST_ARGS)
 
 docs: $(VENV)/.installed-test  ## run the code shown in README.md and docs/
 	$(PYTEST) tests/test_readme.py tests/test_docs_pages.py $(PYTEST_ARGS)

@@ -1,7 +1,6 @@
-"""Writes notebooks as pages, with the outputs of their last run if there was one.
+"""Writes notebooks as pages, with the outputs that `make notebooks` stored in them.
 
-`make notebooks` runs them and keeps what came out in build/notebooks; without it the pages have
-the code alone. One argument, the folder of the pages: docs/notebooks.
+One argument, the folder of the pages: docs/notebooks.
 """
 
 import base64
@@ -39,8 +38,7 @@ def as_page(notebook: nbformat.NotebookNode, stem: str, folder: Path) -> str:
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for stored in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        run = ROOT / "build" / "notebooks" / stored.name
-        notebook = nbformat.read(run if run.exists() else stored, as_version=4)
+        notebook = nbformat.read(stored, as_version=4)
         page = folder / f"{stored.stem}.md"
         page.write_text(as_page(notebook, stored.stem, folder), encoding="utf-8")
 
