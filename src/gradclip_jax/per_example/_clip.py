@@ -190,8 +190,8 @@ class _Clip(NamedTuple):
         react = self.reaction if callable(self.reaction) else REACTIONS[self.reaction]
 
         def factor(norm: Array, threshold: Any) -> Array:
-            factor = react(norm, jnp.asarray(threshold).astype(norm.dtype))
-            return jnp.where(is_finite, jnp.asarray(factor).astype(norm.dtype), otherwise)
+            chosen = react(norm, jnp.asarray(threshold).astype(norm.dtype))
+            return jnp.where(is_finite, jnp.asarray(chosen).astype(norm.dtype), otherwise)
 
         thresholds = self.thresholds()
         return {k: factor(norm, thresholds[k]) for k, norm in norms.items()}
