@@ -283,13 +283,13 @@ def as_array(value: Any) -> Array:
     """Multiplies out a lazy array; anything else stays."""
     if not isinstance(value, Lazy):
         return value
-    total = jnp.zeros(value.shape, value.dtype)
+    pieces: list[Array] = []
     for term in value.terms:
         places = zip(term.axes, term.shape(), value.shape, strict=True)
         widths = [(axis.start, size - axis.start - inner, 0) for axis, inner, size in places]
         piece = _multiply(term).astype(value.dtype)
-        total = total + lax.pad(piece, jnp.zeros((), value.dtype), widths)
-    return total
+        pieces.append(lax.pad(piece, jnp.zeros((), value.dtype), widths))
+    return functools.reduce(jnp.add, pieces) if pieces else jnp.zeros(value.shape, value.dtype)
 
 
 def written(value: Array | Lazy) -> Array:

@@ -6,8 +6,8 @@ way. Where tokens cancel, that total is small beside its terms, and its digits a
 may overflow or underflow. The bound on the error shows each of these, and the gradient is then
 written down.
 
-A squared norm is a vector of two numbers here: the total, and a bound on its rounding error. Of
-a gradient that is exactly zero both are zero.
+A squared norm is two numbers here: the total, and a bound on its error beyond that of a plain sum.
+Of a gradient that is exactly zero both are zero, and of no other.
 """
 
 from collections.abc import Sequence
@@ -25,32 +25,39 @@ _ROUNDING = 4
 # Norms off by no more than this share are right to 1e-5, as the square root halves it.
 _TOLERANCE = 2e-5
 _FLOOR = 2.0**-100  # the square of what underflows, over the rounding
+# Sums above this multiple of the smallest normal number are right, though a few squares underflow.
+_UNDERFLOW = 2.0**48
 
 
 def norm_of(square: Array) -> Scalar:
     """Returns the norm, rounded up."""
     total, error = square
-    return jnp.where(total > 0, jnp.sqrt(total + error), total)
+    eps = float(jnp.finfo(total.dtype).eps)
+    return jnp.where(total > 0, jnp.sqrt(total * (1 + _ROUNDING * eps) + error), total)
 
 
 def is_exact(square: Array) -> Array:
     """Says whether the norm is right to 1e-5."""
     total, error = square
-    return jnp.isfinite(total) & (error <= _TOLERANCE * total)
+    info = jnp.finfo(total.dtype)
+    is_close = error <= (_TOLERANCE - _ROUNDING * float(info.eps)) * total
+    is_in_range = (total == 0) | (total > _UNDERFLOW * float(info.tiny))
+    return jnp.isfinite(total) & is_close & is_in_range
 
 
-def square(value: Array | Lazy) -> Array:
+def square(value: Array | Lazy) -> tuple[Scalar, Scalar]:
     """Squares an array or a lazy one, without writing the latter down."""
-    parts = separate(value) if isinstance(value, Lazy) else None
-    if parts is None:
-        return _dense_square(as_array(value))
-    return sum(map(_part_square, parts), jnp.zeros(2, _real_dtype(value.dtype)))
+    zero = jnp.zeros((), _real_dtype(value.dtype))
+    pairs = [_part_square(part) for part in separate(value)]
+    return sum((x for x, _ in pairs), zero), sum((x for _, x in pairs), zero)
 
 
-def separate(lazy: Lazy) -> list[Lazy] | None:
-    """Cuts a lazy array into parts that do not overlap; None if its terms overlap in part."""
+def separate(value: Array | Lazy) -> Sequence[Array | Lazy]:
+    """Cuts a lazy array into parts that do not overlap; terms that do in part are written down."""
+    if not isinstance(value, Lazy):
+        return [value]
     parts: dict[Any, list[Term]] = {}
-    for term in lazy.terms:
+    for term in value.terms:
         starts = tuple(axis.start for axis in term.axes)
         at_start = replace(term, axes=tuple(Axis(axis.labels) for axis in term.axes))
         parts.setdefault((starts, term.shape()), []).append(at_start)
@@ -59,35 +66,23 @@ def separate(lazy: Lazy) -> list[Lazy] | None:
         for other_start, other_shape in windows[:i]:
             ranges = zip(start, shape, other_start, other_shape, strict=True)
             if all(a < b + m and b < a + n for a, n, b, m in ranges):
-                return None
-    wide = wide_dtype(lazy.dtype)
+                return [as_array(value)]
+    wide = wide_dtype(value.dtype)
     return [Lazy(shape, wide, tuple(terms)) for (_, shape), terms in parts.items()]
 
 
-def gram_terms(part: Lazy) -> list[Term] | None:
+def gram_terms(part: Array | Lazy) -> list[Term] | None:
     """Brings all terms to rows, labelled alike along the axes, so that they have Gram matrices.
 
     None if the product is better written down, or the terms cannot be given such labels.
     """
-    if part.is_small():
+    if not isinstance(part, Lazy) or part.is_small():
         return None
     finest = max(part.terms, key=lambda term: len(term.kept()))
     sizes = [finest.sizes()[k] for k in finest.kept()]
     terms = [_by_rows(term.split_axes(sizes)) for term in part.terms]
     whole = [term for term in terms if term is not None]
     return _joined(whole) if len(whole) == len(terms) else None
-
-
-def _part_square(part: Lazy) -> Array:
-    terms = gram_terms(part)
-    return _dense_square(as_array(part)) if terms is None else _gram_square(terms, part.dtype)
-
-
-def _dense_square(x: Array) -> Array:
-    total = jnp.sum(_squares(x))
-    info = jnp.finfo(total.dtype)
-    error = _ROUNDING * float(info.eps) * total + x.size * float(info.tiny)
-    return jnp.stack([total, jnp.where(total > 0, error, total)])
 
 
 def _squares(x: Array) -> Array:
@@ -155,24 +150,24 @@ def _joined(terms: list[Term]) -> list[Term]:
     ]
 
 
-def _gram_square(terms: list[Term], dtype: Any) -> Array:
-    zero = jnp.zeros((), _real_dtype(dtype))
+def _part_square(part: Array | Lazy) -> tuple[Scalar, Scalar]:
+    zero, terms = jnp.zeros((), _real_dtype(part.dtype)), gram_terms(part)
+    if terms is None:
+        return jnp.sum(_squares(as_array(part))), zero
     total, off, sizes = zero, zero, list[Scalar]()
     for n, term in enumerate(terms):
-        grams, squares, shares = zip(*(_gram(f, term) for f in term.factors), strict=True)
+        grams, bounds, shares = zip(*(_gram(f, term) for f in term.factors), strict=True)
         total = total + einsum(grams, ()).real
         off = off + sum(shares)
-        size = einsum([replace(g, array=jnp.abs(g.array) + _FLOOR) for g in grams], ())
-        flags = [replace(s, array=jnp.sign(s.array)) for s in squares]
-        sizes.append(jnp.where(einsum(flags, ()) == 0, 0, size))
+        sizes.append(einsum(bounds, ()))
         total = total + 2 * sum((_inner(other, term) for other in terms[:n]), zero)
     # By Cauchy and Schwarz the terms of two lazy arrays are no larger than those of each.
     size = jnp.square(sum(map(jnp.sqrt, sizes)))
-    return jnp.stack([total, (_ROUNDING * jnp.finfo(zero.dtype).eps + off) * size])
+    return total, (_ROUNDING * jnp.finfo(zero.dtype).eps + off) * size
 
 
 def _gram(f: Factor, term: Term) -> tuple[Factor, Factor, Scalar]:
-    """Multiplies the rows of a factor with each other and with themselves; how far that is off.
+    """Multiplies the rows of a factor with each other; also their size, and how far that is off.
 
     A product adds up in order: 4,096 equal numbers are off by 1.6e-5 on a CPU. The diagonal is
     added up once more by `sum`, which does so in pairs.
@@ -180,17 +175,18 @@ def _gram(f: Factor, term: Term) -> tuple[Factor, Factor, Scalar]:
     n = len(term.axes)
     other = _other_side(f)
     if f.hot is not None:
-        valid = (f.array >= 0).astype(jnp.float32)
-        return _picked(other, f), replace(f, array=valid, hot=None), jnp.zeros(())
+        gram = _picked(other, f)
+        return gram, gram, jnp.zeros(())
     own = set(f.labels[1:]) - {k for g in term.factors if g is not f for k in g.labels}
     shared = [k for k in f.labels[1:] if k not in own]
-    gram = einsum([f, other], (*shared, n, n + 1))
-    diagonal = jnp.diagonal(gram, axis1=-2, axis2=-1).real
+    array = einsum([f, other], (*shared, n, n + 1))
+    diagonal = jnp.sum(jnp.where(jnp.eye(array.shape[-1], dtype=bool), array, 0), -1).real
     squares = einsum([replace(f, array=_squares(f.array))], (*shared, n))
     # Squares near underflow have no share: `_FLOOR` is larger.
     off = jnp.abs(diagonal - squares) / jnp.where(squares > 2**10 * _FLOOR, squares, 1)
-    labels = (*shared, n)
-    return Factor(gram, (*labels, n + 1)), Factor(squares, labels), jnp.max(off, initial=0)
+    gram = Factor(array, (*shared, n, n + 1))
+    bound = jnp.abs(array) + jnp.where(squares > 0, _FLOOR, 0)[..., None]
+    return gram, replace(gram, array=bound), jnp.max(off, initial=0)
 
 
 def _inner(left: Term, right: Term) -> Scalar:

@@ -1,6 +1,5 @@
 """Norms of each example's gradient: global, by group, by leaf; and what they cost."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +8,7 @@ import jax
 from .._types import Array, Labels, Tree
 from ..accumulation._split import positions
 from ..clipping._norm import measured_leaves
-from ._lazy import Lazy
+from ._lazy import Lazy, as_lazy
 from ._losses import Examples, Loss, groups_of
 from ._measure import gram_terms, separate
 from ._sum import Groups, Norms, sums_and_norms
@@ -199,20 +198,17 @@ def _norms(examples: Examples, groups: Groups) -> Norms:
 
 
 def _cost(value: Array | Lazy) -> LeafCost:
-    parts = separate(value) if isinstance(value, Lazy) else None
-    if parts is None:
-        size = math.prod(value.shape)
-        return LeafCost("written out", size, size)
-    of_parts = list(map(_part_cost, parts))
+    of_parts = list(map(_part_cost, separate(value)))
     worst = max(of_parts, key=lambda cost: cost.elements, default=LeafCost("gram", 0, 0))
     return worst._replace(multiplications=sum(cost.multiplications for cost in of_parts))
 
 
-def _part_cost(part: Lazy) -> LeafCost:
-    rows = sum(term.rows() for term in part.terms)
+def _part_cost(part: Array | Lazy) -> LeafCost:
+    lazy = as_lazy(part)
+    rows = sum(term.rows() for term in lazy.terms)
     if gram_terms(part) is None:
-        is_plain = all(len(term.factors) == 1 for term in part.terms)
-        size = part.elements()
+        is_plain = all(len(term.factors) == 1 for term in lazy.terms)
+        size = lazy.elements()
         return LeafCost("written out" if is_plain else "product", size, rows * size)
-    factors = max(len(term.factors) for term in part.terms)
-    return LeafCost("gram", factors * rows**2, rows * part.factor_elements())
+    factors = max(len(term.factors) for term in lazy.terms)
+    return LeafCost("gram", factors * rows**2, rows * lazy.factor_elements())

@@ -109,11 +109,15 @@ def _squares(
     squares = list(map(square, grads))
 
     def joined(group: list[int]) -> Array:
-        wide = jnp.result_type(jnp.float32, *(squares[i].dtype for i in group))
-        parts: dict[frozenset[str], Array] = {}
+        wide = jnp.result_type(jnp.float32, *(squares[i][0].dtype for i in group))
+        parts: dict[frozenset[str], list[int]] = {}
         for i in group:
-            parts[shards[i]] = parts.get(shards[i], 0) + squares[i].astype(wide)
-        return sum((sum_over(x, axes) for axes, x in parts.items()), jnp.zeros(2, wide))
+            parts.setdefault(shards[i], []).append(i)
+        sums = jnp.zeros(2, wide)
+        for axes, part in parts.items():
+            pairs = zip(*(squares[i] for i in part), strict=True)
+            sums += sum_over(jnp.stack([sum(x.astype(wide) for x in xs) for xs in pairs]), axes)
+        return sums
 
     return {k: joined(group) for k, group in groups.items()}
 
