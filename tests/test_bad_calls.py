@@ -22,10 +22,6 @@ def loss_of_one(params, example):
     return jnp.vdot(params, example)
 
 
-def of_two_arguments(params, labels):
-    return labels
-
-
 # (public name, call, error, its whole text)
 ROWS = [
     (
@@ -862,13 +858,6 @@ ROWS = [
         TypeError,
         "skip_large_norm: `max_norm` must be a schedule that returns a real scalar, got str[]. "
         "Return one number for each step.",
-    ),
-    (
-        "clip_by_group_norm",
-        lambda: gcx.clip_by_group_norm({"a": 1.0}, of_two_arguments),
-        TypeError,
-        "clip_by_group_norm: `param_labels` must be a tree of labels or a function of the "
-        "parameters alone, got the function `of_two_arguments`. Write it as `params -> labels`.",
     ),
     (
         "global_norm",

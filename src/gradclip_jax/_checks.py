@@ -275,9 +275,8 @@ def check_axis(function: str, axis: Any) -> None:
     """Refuses what is neither None, an axis, nor a sequence of axes."""
     check_static(function, "axis", axis)
     plain = axis.tolist() if isinstance(axis, np.ndarray) else axis
-    axes = tuple(plain) if isinstance(plain, (tuple, list, range)) else (plain,)
-    is_axes = all(hasattr(a, "__index__") and not isinstance(a, bool) for a in axes)
-    if axis is not None and not is_axes:
+    axes = plain if isinstance(plain, (tuple, list, range)) else () if plain is None else (plain,)
+    if not all(hasattr(a, "__index__") and not isinstance(a, bool) for a in axes):
         hint = "Pass for example 0, or (0, 1), or None for the choice by rank."
         rule = "an integer, a sequence of integers or None"
         raise TypeError(error_message(function, "axis", rule, shortened(axis), hint))

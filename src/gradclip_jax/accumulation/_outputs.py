@@ -163,17 +163,14 @@ def whole_batch(
 
 
 def _selected(grads: Tree, count: Scalar) -> Tree:
-    """The gradients, on a GPU and a TPU selected by a predicate that is always true.
+    """The gradients, selected by a predicate that is always true.
 
-    XLA otherwise merges the scatter of an embedding's gradient with the sum over micro-batches; the
-    sum over devices then stays in the loop or is wrong: docs/compiler_faults.md.
+    XLA on a GPU and a TPU otherwise merges the scatter of an embedding's gradient with the sum over
+    micro-batches; the sum over devices then stays in the loop or is wrong: docs/compiler_faults.md.
     """
-    always = lax.platform_dependent(
-        count, cpu=lambda x: jnp.ones_like(x, dtype=bool), default=lambda x: x >= 0
-    )
 
     def select(x: Any) -> Any:
-        return x if unreduced_axes(x) else jnp.where(always, x, jnp.zeros_like(x))
+        return x if unreduced_axes(x) else jnp.where(count >= 0, x, jnp.zeros_like(x))
 
     return jax.tree.map(select, grads)
 

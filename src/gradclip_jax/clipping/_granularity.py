@@ -1,7 +1,6 @@
 """Granularity: of what norms are taken. Each cuts a tree into units, which are data."""
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -20,7 +19,6 @@ from .._checks import (
     error_message,
     is_float0,
     leaf_path,
-    shortened,
 )
 from .._mesh import replica_count, shard_axes
 from .._tree_checks import broadcast_prefix
@@ -202,7 +200,20 @@ def group(param_labels: Labels) -> Granularity:
         >>> [round(updates[key].item(), 2) for key in ("enc", "dec", "out")]
         [0.6, 0.8, 0.5]
     """
-    return groups("group", param_labels)
+
+    def cut(function: str, tree: Tree) -> Units:
+        label_tree = param_labels(tree) if callable(param_labels) else param_labels
+        labels = broadcast_prefix(function, "param_labels", label_tree, "updates", tree)
+        names = tuple(dict.fromkeys(labels))
+        pairs = [
+            (names.index(label), all_axes(x))
+            for label, x in zip(labels, jax.tree.leaves(tree), strict=True)
+            if is_measured(x)
+        ]
+        index, axes = zip(*pairs, strict=True) if pairs else ((), ())
+        return Units(axes, index, len(names), names)
+
+    return Granularity(cut, is_group=True)
 
 
 def layer(stack_axes: Any = 1, *, rms: bool = False) -> Granularity:
@@ -263,31 +274,6 @@ def axis(axis: int | Sequence[int] | None = None) -> Granularity:
         return units._replace(is_local=True, is_vector=False)
 
     return Granularity(cut)
-
-
-def groups(name: str, param_labels: Labels) -> Granularity:
-    """`group`, under the name of the function that takes the labels."""
-    if inspect.isfunction(param_labels):
-        try:
-            inspect.signature(param_labels).bind(None)
-        except TypeError:
-            rule = "a tree of labels or a function of the parameters alone"
-            got, hint = shortened(param_labels), "Write it as `params -> labels`."
-            raise TypeError(error_message(name, "param_labels", rule, got, hint)) from None
-
-    def cut(function: str, tree: Tree) -> Units:
-        label_tree = param_labels(tree) if callable(param_labels) else param_labels
-        labels = broadcast_prefix(function, "param_labels", label_tree, "updates", tree)
-        names = tuple(dict.fromkeys(labels))
-        pairs = [
-            (names.index(label), all_axes(x))
-            for label, x in zip(labels, jax.tree.leaves(tree), strict=True)
-            if is_measured(x)
-        ]
-        index, axes = zip(*pairs, strict=True) if pairs else ((), ())
-        return Units(axes, index, len(names), names)
-
-    return Granularity(cut, is_group=True)
 
 
 def layers(name: str, stack_axes: Any, *, rms: bool = False) -> Granularity:

@@ -13,7 +13,7 @@ from .._tree_checks import check_inexact
 from .._types import AxisName, Count, Labels, Number, Order, Threshold, Tree
 from ._clip import norm_clip
 from ._formula import clamp_leaf
-from ._granularity import groups, layers
+from ._granularity import group, layers
 
 
 def clip_by_global_norm(
@@ -194,7 +194,7 @@ def clip_by_group_norm(
         (9.0, 5.0)
     """
     named = ("clip_by_group_norm", "max_norms")
-    units = groups(named[0], param_labels)
+    units = group(param_labels)
     if not isinstance(max_norms, Mapping):
         hint = "Pass for example `{'encoder': 1.0, 'decoder': 0.5}`."
         rule = "a mapping from label to threshold"
