@@ -222,14 +222,15 @@ def _clip_leaves(
         return jnp.where(is_good, value, otherwise)
 
     if_bad = 0 if drops else jnp.nan
-    applied = jax.tree.map(lambda factor: if_good(factor, if_bad), factors)
-    clipped = scale_leaves(leaves, units, applied, drops=drops)
     if is_single:
-        fraction, threshold, factor = applied[0] != 1, thresholds[0], applied[0]
+        factor = if_good(factors[0], if_bad)
+        applied, fraction, threshold = factor[None], factor != 1, thresholds[0]
     else:
+        applied = jax.tree.map(lambda factor: if_good(factor, if_bad), factors)
         # Of the factors as they were: a reduction need not wait for the norm of the whole.
         fraction, threshold, factor = _summary(thresholds, factors, over)
         fraction, factor = if_good(fraction, 1), if_good(factor, if_bad)
+    clipped = scale_leaves(leaves, units, applied, drops=drops)
     report = (total, jnp.minimum(threshold, UNBOUNDED), factor)
     if units.names:
         names = [group_name(name) for name in units.names]
