@@ -37,11 +37,12 @@ from ._version import __version__ as __version__
 from . import configs, diagnostics, granularities, per_example, thresholds
 
 from .clipping._norm import global_norm, leaf_norms, combine_norms
-from .clipping._clip import clip_grad_norm, clip_by_norm
+from .clipping._clip import clip_grad_norm
 from .clipping._cotangent import clip_cotangent
 from .clipping._qk_clip import qk_clip, qk_clip_mla
 from .clipping._transform import clip_by_global_norm, clip_by_leaf_norm, clip_by_group_norm
 from .clipping._transform import (
+    clip_by_norm,
     clip_by_block_rms,
     zero_large_norm,
     clip_by_value,

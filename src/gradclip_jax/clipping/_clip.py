@@ -20,10 +20,10 @@ from .._checks import (
     check_state,
     error_message,
 )
-from .._mesh import replica_count, shard_axes, varying_axes
+from .._mesh import max_over, replica_count, shard_axes, sum_over, varying_axes
 from .._states import register_metrics
 from .._tree_checks import check_inexact
-from .._types import UNBOUNDED, Array, AxisName, Count, Number, Order, Scalar, Threshold, Tree
+from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Threshold, Tree
 from ._formula import norm_dtype, scale_factor, scale_leaf, zero_factor
 from ._granularity import (
     Granularity,
@@ -39,7 +39,7 @@ from ._granularity import (
     tree_units,
 )
 from ._incident import IncidentLog, Kind, causes, empty_log, gather, note
-from ._norm import measured_leaves, norm_of_leaves, totals, unit_norms
+from ._norm import measured_leaves, norm_of_leaves, unit_norms
 from ._threshold import (
     Assignment,
     apply_rules,
@@ -128,95 +128,6 @@ def clip_grad_norm(
     return with_leaves(grads, scale_leaves(leaves, tree_units(leaves), factor[None])), norm
 
 
-def clip_by_norm(
-    threshold: Threshold,
-    *,
-    granularity: Literal["global", "leaf"] | Granularity = "global",
-    reaction: Reaction = "scale",
-    ord: Order = 2.0,
-    axis_name: AxisName = None,
-    nonfinite: Literal["propagate", "zero"] = "propagate",
-    incidents: Count | None = None,
-) -> optax.GradientTransformation:
-    """Clips by norm: of what, to what threshold, and what happens above it are three choices.
-
-    `factor_i = reaction(norm_i, threshold_i)` for each unit i, and each element is multiplied by
-    the factor of its unit. All named clips are lines over this one.
-
-    | granularity | a unit is |
-    | --- | --- |
-    | `"global"` | the whole tree |
-    | `"leaf"` | each leaf |
-    | `gcx.granularities.group(param_labels)` | the leaves that share a label |
-    | `gcx.granularities.layer(stack_axes)` | each layer of leaves stacked for `lax.scan` |
-    | `gcx.granularities.axis(axis)` | each row, column or filter |
-
-    | reaction | factor |
-    | --- | --- |
-    | `"scale"` | `min(1, threshold / norm)` |
-    | `"zero"` | 1 up to the threshold, 0 above it |
-    | a function | `reaction(norm, threshold)`, elementwise, in [0, 1] |
-
-    | step | update |
-    | --- | --- |
-    | norm <= threshold, or all zero | unchanged, bit for bit |
-    | a NaN or infinity, `nonfinite="propagate"` | every measured leaf NaN |
-    | a NaN or infinity, `nonfinite="zero"` | zero; `metrics` report a factor of 0 |
-    | traced threshold <= 0 | zero |
-
-    Args:
-        threshold: in the unit of the gradients: a number > 0 (inf never clips), a traced scalar, a
-            schedule of the step count, a rule from `gcx.thresholds`, a prefix tree of those, or,
-            for groups, a mapping from label to one of those.
-        granularity: of what norms are taken.
-        reaction: what happens to a unit above its threshold.
-        ord: order of the norm, 1, 2, inf or any number > 0.
-        axis_name: mapped axes over which every leaf is a shard, where types cannot tell (inside
-            `pmap`, or `shard_map` with `check_vma=False`).
-        nonfinite: "propagate" or "zero".
-        incidents: how many of the last steps that were clipped, or not finite, it keeps for
-            `incidents`, 1 to 2^20, static; None for none.
-
-    Returns:
-        An Optax transformation with a `ClipState`. `update(grads, None)` works unless the
-        threshold keeps a state (a schedule, or a rule fed by the history of norms), or it keeps
-        incidents.
-
-    Raises:
-        ValueError: a number is out of range, or a name is none of those above.
-        TypeError: `threshold` is no threshold; when traced, a leaf is not inexact.
-
-    Examples:
-        Skip leaves whose norm is far above its own history, layer by layer:
-
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
-        >>> clip = gcx.clip_by_norm(
-        ...     gcx.thresholds.percentile(50.0),
-        ...     granularity=gcx.granularities.layer(1),
-        ...     reaction="zero",
-        ... )
-        >>> grads = jnp.array([[3.0, 4.0], [0.0, 1.0]])
-        >>> state = clip.init(grads)
-        >>> for scale in (1.0, jnp.array([[2.0], [1.0]])):
-        ...     updates, state = clip.update(scale * grads, state)
-        >>> updates.tolist()
-        [[0.0, 0.0], [0.0, 1.0]]
-
-    References:
-        Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063.
-    """
-    return norm_clip(
-        ("clip_by_norm", "threshold"),
-        threshold,
-        granularity,
-        reaction=reaction,
-        ord=ord,
-        axis_name=axis_name,
-        nonfinite=nonfinite,
-        incidents=incidents,
-    )
-
-
 def norm_clip(
     named: tuple[str, str],
     threshold: Threshold,
@@ -235,55 +146,28 @@ def norm_clip(
     order, axes = check_ord(function, ord), check_axis_name(function, axis_name)
     by_label = cut.is_group and isinstance(threshold, Mapping)
     rules = as_rules(function, argument, threshold, by_label=by_label)
-    drops = nonfinite == "zero"
     if incidents is not None:
         check_length(function, "incidents", incidents)
+    clip_leaves = jax.jit(
+        functools.partial(
+            _clip_leaves, factor_of=factor_of, ord=order, axis_name=axes, drops=nonfinite == "zero"
+        ),
+        static_argnums=(0, 1),
+    )
 
     def units_of(tree: Tree) -> Units:
         units = cut.cut(function, tree)
         return select_groups(function, argument, units, tuple(rules)) if by_label else units
-
-    @functools.partial(jax.jit, static_argnums=(0, 1))
-    def clip_leaves(
-        units: Units, assigned: tuple[Assignment, ...], leaves: Any, params: Any, states: Any
-    ) -> tuple[list[Array], ClipState]:
-        norms = unit_norms(leaves, units, order, axes)
-        param_norms = None if params is None else unit_norms(params, units, order, axes)
-        measured, of_params = (
-            root_mean_squares(x, units, leaves, axes) for x in (norms, param_norms)
-        )
-        thresholds, states = apply_rules(assigned, units, measured, states, of_params)
-        factors = jax.tree.map(factor_of, measured, thresholds)
-        total, report = _report(units, norms, thresholds, factors, order, axes)
-        # One bad norm decides for all leaves, and alike on all devices.
-        is_bad, factor_if_bad = ~jnp.isfinite(total), 0 if drops else jnp.nan
-        factors, clip_factor = jax.tree.map(
-            lambda factor: jnp.where(is_bad, factor_if_bad, factor), (factors, report.clip_factor)
-        )
-        fraction = jnp.where(is_bad, 1, report.clip_fraction)
-        clipped = scale_leaves(leaves, units, factors, drops=drops)
-        return clipped, report._replace(
-            clip_factor=clip_factor, clip_fraction=fraction, rules=states
-        )
 
     def init(params: Tree) -> ClipState:
         # The labels of a mapping are known before a tree is.
         units = Units((), (), len(rules), tuple(rules)) if by_label else units_of(params)
         shapes = norm_shapes(units, [] if by_label else measured_shapes(params))
         states = first_states(assign_rules(function, argument, rules, units, params), shapes)
-
-        def scalar(value: float) -> Scalar:
-            return jnp.full((), value, jnp.float32)  # one that two fields share cannot be donated
-
-        def by_name(value: float) -> Any:
-            names = [group_name(name) for name in units.names]
-            return {name: scalar(value) for name in names} if units.names else scalar(value)
-
         log = None
         if incidents is not None:
             log = empty_log(incidents, leaf_units(measured_shapes(params)), params)
-        fields = by_name(0.0), by_name(UNBOUNDED), by_name(1.0), scalar(0.0)
-        return ClipState(*fields, states, log)
+        return _first_state(units, states, log)
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, ClipState]:
         check_inexact(function, "updates", updates)
@@ -307,6 +191,64 @@ def norm_clip(
         return with_leaves(updates, clipped), state
 
     return optax.GradientTransformation(init, update)
+
+
+def _clip_leaves(
+    units: Units,
+    assigned: tuple[Assignment, ...],
+    leaves: list[Array],
+    params: list[Array] | None,
+    states: Any,
+    *,
+    factor_of: Callable[[Array, Array], Array],
+    ord: float,
+    axis_name: AxisName,
+    drops: bool,
+) -> tuple[list[Array], ClipState]:
+    """Norm, threshold, factor, scaled leaves; and the next state."""
+    norms = unit_norms(leaves, units, ord, axis_name)
+    param_norms = None if params is None else unit_norms(params, units, ord, axis_name)
+    measured, of_params = (
+        root_mean_squares(x, units, leaves, axis_name) for x in (norms, param_norms)
+    )
+    thresholds, states = apply_rules(assigned, units, measured, states, of_params)
+    factors = jax.tree.map(factor_of, measured, thresholds)
+    over = axis_name if units.is_local else None
+    is_single = units.is_vector and units.size == 1 and not units.is_local
+    total = norms[0] if is_single else norm_of_leaves(jax.tree.leaves(norms), ord, over)
+    is_good = jnp.isfinite(total)  # One bad norm decides for all leaves, and alike on all devices.
+
+    def if_good(value: Array, otherwise: float) -> Array:
+        return jnp.where(is_good, value, otherwise)
+
+    if_bad = 0 if drops else jnp.nan
+    if is_single:
+        factor = if_good(factors[0], if_bad)
+        applied, fraction, threshold = factor[None], factor != 1, thresholds[0]
+    else:
+        applied = jax.tree.map(lambda factor: if_good(factor, if_bad), factors)
+        # Of the factors as they were: a reduction need not wait for the norm of the whole.
+        fraction, threshold, factor = _summary(thresholds, factors, over)
+        fraction, factor = if_good(fraction, 1), if_good(factor, if_bad)
+    clipped = scale_leaves(leaves, units, applied, drops=drops)
+    report = (total, jnp.minimum(threshold, UNBOUNDED), factor)
+    if units.names:
+        names = [group_name(name) for name in units.names]
+        report = (dict(zip(names, x, strict=True)) for x in (norms, thresholds, applied))
+    report = jax.tree.map(lambda x: x.astype(jnp.float32), (*report, fraction))
+    return clipped, ClipState(*report, rules=states)
+
+
+def _first_state(units: Units, rule_states: Any, log: IncidentLog | None) -> ClipState:
+    def scalar(value: float) -> Scalar:
+        return jnp.full((), value, jnp.float32)  # one that two fields share cannot be donated
+
+    def by_name(value: float) -> Any:
+        names = [group_name(name) for name in units.names]
+        return {name: scalar(value) for name in names} if units.names else scalar(value)
+
+    fields = by_name(0.0), by_name(UNBOUNDED), by_name(1.0), scalar(0.0)
+    return ClipState(*fields, rule_states, log)
 
 
 @functools.partial(jax.jit, static_argnames=("units", "drops"))
@@ -350,30 +292,31 @@ def _check_sharded_alike(function: str, argument: str, units: Units, leaves: lis
         raise ValueError(error_message(function, argument, rule, got, hint))
 
 
-def _report(
-    units: Units, norms: Norms, thresholds: Norms, factors: Norms, ord: float, axis_name: AxisName
-) -> tuple[Scalar, ClipState]:
-    """The norm of all that was measured, and what the state says of a step that is finite.
+def _summary(
+    thresholds: Norms, factors: Norms, axis_name: AxisName
+) -> tuple[Scalar, Scalar, Scalar]:
+    """The fraction of factors that are not 1, the smallest threshold and the smallest factor."""
+    if not isinstance(factors, list):
+        smallest = jnp.min(thresholds, initial=UNBOUNDED), jnp.min(factors, initial=1)
+        return jnp.sum(factors != 1) / max(factors.size, 1), *smallest
+    shards = [shard_axes(factor, axis_name) for factor in factors]
+    everywhere = frozenset[str]().union(*shards)
+    joined: Any = (0.0, -UNBOUNDED, -1.0)
+    size = 0
 
-    Both are alike on all devices; the norm is not finite where one of the norms is not.
-    """
-    over = axis_name if units.is_local else None
-    columns: Any = [jax.tree.leaves(column) for column in (norms, thresholds, factors)]
-    if units.is_vector and units.size == 1 and not (units.names or units.is_local):
-        total, threshold, factor = norms[0], jnp.minimum(thresholds[0], UNBOUNDED), factors[0]
-        report = (total, threshold, factor, ~(factor >= 1))
-        return total, ClipState(*(x.astype(jnp.float32) for x in report), rules=())
-    total = norm_of_leaves(columns[0], ord, over)
-    count = sum(x.size * replica_count(frozenset(), shard_axes(x, over)) for x in columns[2])
-    clips = totals(columns[2], tree_units(columns[2]), over, _clipped_count)[0]
-    if units.names:
-        names = [group_name(name) for name in units.names]
-        values: Any = [dict(zip(names, x, strict=True)) for x in (norms, thresholds, factors)]
-    else:
-        values = [total, _smallest(columns[1], UNBOUNDED, over), _smallest(columns[2], 1.0, over)]
-    values = jax.tree.map(lambda x: x.astype(jnp.float32), values)
-    fraction = clips.astype(jnp.float32) / max(count, 1)
-    return total, ClipState(*values, clip_fraction=fraction, rules=())
+    def join(a: Any, b: Any) -> tuple[Array, Array, Array]:
+        return a[0] + b[0], jnp.maximum(a[1], b[1]), jnp.maximum(a[2], b[2])
+
+    for threshold, factor, over in zip(thresholds, factors, shards, strict=True):
+        # One reduction of a leaf for all three: a GPU launches the second half of each by itself.
+        row = (factor != 1).astype(factor.dtype), -threshold, -factor
+        first = tuple(jnp.full_like(factor, x, shape=()) for x in (0.0, -UNBOUNDED, -1.0))
+        count, *tops = lax.reduce(row, first, join, tuple(range(factor.ndim)))
+        joined = join(joined, (count / replica_count(over, everywhere), *tops))
+        size += factor.size * replica_count(frozenset(), over)
+    count, *tops = joined
+    tops = max_over(jnp.stack(tops), everywhere)
+    return sum_over(jnp.asarray(count), everywhere) / max(size, 1), -tops[0], -tops[1]
 
 
 def _noted(
@@ -390,20 +333,6 @@ def _noted(
     # Of several units one may be clipped though their norm is below the smallest threshold.
     flags[Kind.NORM] = flags[Kind.CLIPPED] = jnp.isfinite(evidence.norm) & is_clipped
     return note(log, is_clipped, flags, evidence, bounds, clip_factor=factor)
-
-
-def _clipped_count(factors: Array, axes: Any, index: int) -> Array:
-    return jnp.sum(~(factors >= 1), dtype=jnp.float32)
-
-
-def _smallest(arrays: list[Array], at_most: float, axis_name: AxisName) -> Scalar:
-    if not arrays:
-        return jnp.full((), at_most, jnp.float32)
-
-    def share_of(x: Array, axes: Any, index: int) -> Array:
-        return jnp.max(-x, initial=-at_most)
-
-    return -totals(arrays, tree_units(arrays), axis_name, share_of, is_sum=False)[0]
 
 
 def leaves_beside(tree: Tree, other: Tree) -> list[Array]:

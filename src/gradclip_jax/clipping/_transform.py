@@ -1,4 +1,4 @@
-"""The named clips: each a line over `norm_clip`, and the clamp of single elements."""
+"""The public clips: each a line over `norm_clip`, and the clamp of single elements."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -11,9 +11,98 @@ import optax
 from .._checks import check_number, error_message, is_float0, is_traced
 from .._tree_checks import check_inexact
 from .._types import AxisName, Count, Labels, Number, Order, Threshold, Tree
-from ._clip import norm_clip
+from ._clip import Reaction, norm_clip
 from ._formula import clamp_leaf
-from ._granularity import group, layers
+from ._granularity import Granularity, group, layers
+
+
+def clip_by_norm(
+    threshold: Threshold,
+    *,
+    granularity: Literal["global", "leaf"] | Granularity = "global",
+    reaction: Reaction = "scale",
+    ord: Order = 2.0,
+    axis_name: AxisName = None,
+    nonfinite: Literal["propagate", "zero"] = "propagate",
+    incidents: Count | None = None,
+) -> optax.GradientTransformation:
+    """Clips by norm: of what, to what threshold, and what happens above it are three choices.
+
+    `factor_i = reaction(norm_i, threshold_i)` for each unit i, and each element is multiplied by
+    the factor of its unit. All named clips are lines over this one.
+
+    | granularity | a unit is |
+    | --- | --- |
+    | `"global"` | the whole tree |
+    | `"leaf"` | each leaf |
+    | `gcx.granularities.group(param_labels)` | the leaves that share a label |
+    | `gcx.granularities.layer(stack_axes)` | each layer of leaves stacked for `lax.scan` |
+    | `gcx.granularities.axis(axis)` | each row, column or filter |
+
+    | reaction | factor |
+    | --- | --- |
+    | `"scale"` | `min(1, threshold / norm)` |
+    | `"zero"` | 1 up to the threshold, 0 above it |
+    | a function | `reaction(norm, threshold)`, elementwise, in [0, 1] |
+
+    | step | update |
+    | --- | --- |
+    | norm <= threshold, or all zero | unchanged, bit for bit |
+    | a NaN or infinity, `nonfinite="propagate"` | every measured leaf NaN |
+    | a NaN or infinity, `nonfinite="zero"` | zero; `metrics` report a factor of 0 |
+    | traced threshold <= 0 | zero |
+
+    Args:
+        threshold: in the unit of the gradients: a number > 0 (inf never clips), a traced scalar, a
+            schedule of the step count, a rule from `gcx.thresholds`, a prefix tree of those, or,
+            for groups, a mapping from label to one of those.
+        granularity: of what norms are taken.
+        reaction: what happens to a unit above its threshold.
+        ord: order of the norm, 1, 2, inf or any number > 0.
+        axis_name: mapped axes over which every leaf is a shard, where types cannot tell (inside
+            `pmap`, or `shard_map` with `check_vma=False`).
+        nonfinite: "propagate" or "zero".
+        incidents: how many of the last steps that were clipped, or not finite, it keeps for
+            `incidents`, 1 to 2^20, static; None for none.
+
+    Returns:
+        An Optax transformation with a `ClipState`. `update(grads, None)` works unless the
+        threshold keeps a state (a schedule, or a rule fed by the history of norms), or it keeps
+        incidents.
+
+    Raises:
+        ValueError: a number is out of range, or a name is none of those above.
+        TypeError: `threshold` is no threshold; when traced, a leaf is not inexact.
+
+    Examples:
+        Skip leaves whose norm is far above its own history, layer by layer:
+
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clip = gcx.clip_by_norm(
+        ...     gcx.thresholds.percentile(50.0),
+        ...     granularity=gcx.granularities.layer(1),
+        ...     reaction="zero",
+        ... )
+        >>> grads = jnp.array([[3.0, 4.0], [0.0, 1.0]])
+        >>> state = clip.init(grads)
+        >>> for scale in (1.0, jnp.array([[2.0], [1.0]])):
+        ...     updates, state = clip.update(scale * grads, state)
+        >>> updates.tolist()
+        [[0.0, 0.0], [0.0, 1.0]]
+
+    References:
+        Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063.
+    """
+    return norm_clip(
+        ("clip_by_norm", "threshold"),
+        threshold,
+        granularity,
+        reaction=reaction,
+        ord=ord,
+        axis_name=axis_name,
+        nonfinite=nonfinite,
+        incidents=incidents,
+    )
 
 
 def clip_by_global_norm(
