@@ -111,9 +111,9 @@ def study_gpt() -> Problem:
     return Problem(found.init, draw, found.loss, found.test(), optax.adam, 0.01)
 
 
-def larger_gpt() -> Problem:
-    """Two layers of width 64 on 64 characters, 30 times the parameters of the study's."""
-    model = gpt(2, 64, problems.VOCABULARY, 8, 64, scan=False)
+def larger_gpt(layers: int, width: int) -> Problem:
+    """More parameters than the study's, on 64 characters at a time."""
+    model = gpt(layers, width, problems.VOCABULARY, 8, 64, scan=False)
     train, test = problems.read_text()
 
     def init(key: jax.Array) -> Tree:
@@ -137,7 +137,8 @@ def larger_gpt() -> Problem:
 PROBLEMS = {
     "tanh RNN of the demo, SGD": demo_rnn,
     "GPT of the study, Adam": study_gpt,
-    "larger GPT, AdamW": larger_gpt,
+    "larger GPT, AdamW": functools.partial(larger_gpt, 2, 64),
+    "GPT of three layers of 192, AdamW": functools.partial(larger_gpt, 3, 192),
 }
 
 

@@ -86,7 +86,7 @@ def measure(model: Any, chips: tuple[str, tuple[int, int]], tx: Any) -> dict[str
 def main() -> None:
     """Compiles what is chosen, a table for each model and set of chips."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", action="append", default=[], help="a part of a title or a step")
+    parser.add_argument("--only", action="append", default=[], help="a model, chips or a step")
     options = parser.parse_args()
     for title, make in MODELS.items():
         for chips, layout in CHIPS.items():

@@ -121,7 +121,7 @@ def call_local(params: Tree, state: Tree, ids: Any) -> Any:
 
 
 def reduced(text: str, *, calls: int) -> float:
-    """Sums of a gradient over devices in a window; loops with a counter make `EVERY` trips."""
+    """Sums of a gradient over devices in a window."""
     parts = _hlo.computations(text)
 
     def elements(name: str, trips: int) -> float:
@@ -129,7 +129,9 @@ def reduced(text: str, *, calls: int) -> float:
         for line in parts.get(name, []):
             made = re.search(r"= (.*?[ )}])(all-reduce|reduce-scatter)(?:-start)?\(", line)
             if made and made[2] == "all-reduce":
-                shapes = re.findall(r"\w+\[([\d,]*)\]", made[1])
+                # From JAX 0.12 on an asynchronous one returns its operands, then its results.
+                result = made[1].split("), ")[-1] if made[1].startswith("((") else made[1]
+                shapes = re.findall(r"\w+\[([\d,]*)\]", result)
                 total += trips * sum(math.prod(int(n) for n in s.split(",") if n) for s in shapes)
             elif made:
                 raise SystemExit(f"a reduce-scatter, which is not counted: {line[:200]}")
@@ -144,8 +146,9 @@ def reduced(text: str, *, calls: int) -> float:
             body = re.search(r" while\(.*body=%?([\w.\-]+)", line)
             if body:
                 counted = _hlo.has_counter(parts, line)
-                inside = EVERY * trips if counted else 1  # or once in a window
-                total += elements(body[1], inside)
+                known = re.search(r'known_trip_count":\{"n":"(\d+)', line)  # fewer, where unrolled
+                inside = int(known[1]) if known else EVERY
+                total += elements(body[1], inside * trips if counted else 1)  # or once in a window
         return total
 
     return elements("ENTRY", calls) / N

@@ -24,7 +24,26 @@ CLIPS = {
     "agc": lambda: gcx.adaptive_grad_clip(0.01),
     "value": lambda: gcx.clip_by_value(1.0),
     "autoclip": gcx.autoclip,
+    "max": lambda: gcx.clip_by_global_norm(1.0, ord=jnp.inf),
+    "layer": lambda: gcx.clip_by_leaf_norm(1.0, stack_axes={"a": 1, "b": 0}),
+    "row": lambda: gcx.clip_by_norm(1.0, granularity=gcx.granularities.axis(-1)),
+    "row with a history": lambda: gcx.clip_by_norm(
+        gcx.thresholds.percentile(10.0), granularity=gcx.granularities.layer({"a": 1, "b": 0})
+    ),
+    "zero": lambda: gcx.clip_by_norm(1.0, reaction="zero", nonfinite="zero"),
+    "acclip": gcx.acclip,
+    "spam_clip": gcx.spam_clip,
+    "stable_spam_clip": gcx.stable_spam_clip,
+    "u_clip": lambda: gcx.u_clip(gcx.clip_by_global_norm(1.0)),
     "watch": lambda: gcx.watch(optax.sgd(1.0)),
+}
+GUARDS = {
+    "skip_nonfinite": lambda tx: gcx.skip_nonfinite(tx),
+    "of the step": lambda tx: gcx.skip_nonfinite(tx, check="step"),
+    "skip_large_norm": lambda tx: gcx.skip_large_norm(tx, 10.0),
+    "skip_spikes": lambda tx: gcx.skip_spikes(tx, norm=gcx.thresholds.mean_std(6.0)),
+    "dynamic_loss_scale": lambda tx: gcx.dynamic_loss_scale(tx, init_scale=1.0),
+    "watch": lambda tx: gcx.watch(gcx.skip_nonfinite(tx)),
 }
 
 
@@ -37,7 +56,7 @@ def mixed(a, b):
     return {"a": jax.device_put(jnp.array(a), there()), "b": jax.device_put(jnp.array(b), HERE)}
 
 
-GRADS = {"a": [3.0, 0.0], "b": [4.0]}
+GRADS = {"a": [[3.0, 0.0], [0.0, 0.0]], "b": [4.0]}
 
 
 @pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
@@ -59,6 +78,26 @@ def test_clip_over_both_memories_leaves_each_leaf_where_it_is(make):
     for name, x in updates.items():
         np.testing.assert_array_equal(x, expected[name])
         assert x.sharding.memory_kind == grads[name].sharding.memory_kind
+
+
+@pytest.mark.parametrize("bad", [1.0, jnp.nan], ids=["good", "bad"])
+@pytest.mark.parametrize("make", GUARDS.values(), ids=GUARDS)
+def test_guard_over_both_memories(make, bad):
+    params = mixed(**GRADS)
+    grads = {**params, "a": jax.jit(lambda x: x * bad)(params["a"])}
+
+    def steps(params, grads):
+        tx = make(optax.sgd(0.5))
+        updates, _ = tx.update(grads, tx.init(params), params)
+        return updates, gcx.apply_gradients(tx, grads, tx.init(params), params)[0]
+
+    found = jax.jit(steps)(params, grads)
+    expected = jax.jit(steps)(*jax.device_put((params, grads), HERE))
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(x, y)
+    for tree in found:
+        for name, x in tree.items():
+            assert x.sharding.memory_kind == params[name].sharding.memory_kind
 
 
 def accumulate(tx, params, state, grads, *, on_host):

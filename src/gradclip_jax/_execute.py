@@ -17,7 +17,7 @@ import optax
 
 from ._checks import check_state, check_transformation, error_message, is_float0, is_traced
 from ._gate import Accumulation, ComputedStep, Flag, Guard, Verdict, Window, flag_and
-from ._mesh import varying_axes, zeros_of_type
+from ._mesh import memory_of, varying_axes, zeros_of_type
 from ._run_if import Report, like_dtypes, run_if, run_if_checked, trace
 from ._states import GATES, increment_where, plain_arrays, with_structure_of
 from ._tree_checks import check_inexact
@@ -314,13 +314,14 @@ def _plan_step(
     output, known = params, None
     if not applies:
         # The zeros have the type of the update, which may be sharded otherwise, or vary less.
-        # A shape cannot say that an array varies over devices, so a traced array says it itself; it
-        # is not computed, for nothing reads it.
+        # A shape cannot say that an array varies over devices or lies on the host, so a traced
+        # array says it itself; it is not computed, for nothing reads it.
         def first() -> Tree:
             return like_dtypes(window.read(window.accumulator)[0], incoming)
 
-        is_varied = any(map(varying_axes, jax.tree.leaves((window.accumulator, incoming))))
-        known = trace(bound(params), first() if is_varied else jax.eval_shape(first), inner_state)
+        leaves = jax.tree.leaves((window.accumulator, incoming))
+        has_more = any(varying_axes(x) or memory_of(x) == "host" for x in leaves)
+        known = trace(bound(params), first() if has_more else jax.eval_shape(first), inner_state)
         output = jax.tree.map(zeros_of_type, known.output[0])
 
     def run(grads: Tree, inner_state: Any, params: Tree) -> tuple[Tree, Any]:

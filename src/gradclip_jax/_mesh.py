@@ -60,8 +60,18 @@ def device_count(x: Any) -> int:
 
 def memory_of(x: Any) -> str:
     """The memory that a value lies in, "host" or "device", as far as its type says."""
-    space = getattr(jax.typeof(x), "memory_space", None)
+    space = getattr(_type_of(x), "memory_space", None)
     return "host" if getattr(space, "name", "") == "Host" else "device"
+
+
+def in_memory_of(x: Any, like: Any) -> Any:
+    """The same value in the memory that another lies in."""
+    return x if memory_of(x) == memory_of(like) else jax.device_put(x, _type_of(like).memory_space)
+
+
+def on_device(x: Any) -> Any:
+    """The same value in the memory of the device."""
+    return x if memory_of(x) == "device" else jax.device_put(x, jax.memory.Space.Device)
 
 
 def reshard_like(x: Any, like: Any) -> Any:
@@ -83,12 +93,12 @@ def _type_of(x: Any) -> Any:
 
 
 def zeros_of_type(like: Any, dtype: Any = None) -> Array:
-    """Zeros that are sharded, and vary, as an array of this type or shape."""
+    """Zeros that lie, are sharded, and vary, as an array of this type or shape."""
     sharding = _type_of(like).sharding
     zeros = lax.full(
         like.shape, 0, dtype or like.dtype, sharding=sharding if is_explicit(sharding) else None
     )
-    return vary(zeros, varying_axes(like))
+    return in_memory_of(vary(zeros, varying_axes(like)), like)
 
 
 def sum_over(x: Array, axes: frozenset[str]) -> Array:

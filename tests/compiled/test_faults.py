@@ -40,8 +40,13 @@ def loss(params, batch):
     return jnp.mean((hidden - targets[..., None]) ** 2)
 
 
+def weighted_loss(params, batch):
+    return loss(params, batch), jnp.sum(batch[0] > 0)
+
+
 def ours(params, batch, **options):
-    return gcx.microbatched_value_and_grad(loss, PARTS, **options)(params, batch)[1]
+    fun = weighted_loss if "has_weight" in options else loss
+    return gcx.microbatched_value_and_grad(fun, PARTS, **options)(params, batch)[1]
 
 
 def by_hand(params, batch):
@@ -96,7 +101,9 @@ def is_wrong(text):
 
 @pytest.mark.parametrize("spec", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize(
-    "options", [{}, {"accumulator_dtype": jnp.bfloat16}, {"reduction": "sum"}], ids=str
+    "options",
+    [{}, {"accumulator_dtype": jnp.bfloat16}, {"reduction": "sum"}, {"has_weight": True}],
+    ids=str,
 )
 def test_gradient_of_an_embedding_is_summed_over_chips_once_and_right(spec, options):
     text = compiled(lambda params, batch: ours(params, batch, **options), spec)
@@ -105,7 +112,7 @@ def test_gradient_of_an_embedding_is_summed_over_chips_once_and_right(spec, opti
 
 
 def test_xla_still_merges_the_scatter_of_an_embedding_with_the_sum():
-    """Where it fails, `_selected` of accumulation/_outputs.py can go: XLA has learned it."""
+    """Where it fails, `_always` of accumulation/_outputs.py can go: XLA has learned it."""
     text = compiled(by_hand, P())
     if jax.__version_info__ < (0, 12):  # libtpu 0.0.42.1 and 0.0.48.1; mended in 0.0.50.1
         assert is_wrong(text)

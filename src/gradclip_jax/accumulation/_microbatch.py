@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .._checks import (
     check_callable,
@@ -16,7 +17,7 @@ from .._checks import (
 from .._mesh import BatchAxes, batch_axes, defer_sums, max_over, take_sum, varying_axes
 from .._types import FLOAT32, Tree
 from ._outputs import AUX_REDUCTIONS, Outputs, aux_reductions, output_reductions, whole_batch
-from ._reduction import DTYPE, REDUCTION, is_summed, map_reduced
+from ._reduction import DTYPE, REDUCTION, as_weight, is_summed, map_reduced
 from ._split import (
     Split,
     check_real,
@@ -124,15 +125,16 @@ def microbatched_value_and_grad(
     groups = map(positions, (batch_argnums, rng_argnums, argnums))
     given = Split(int(num_microbatches), *groups, takes_one=isinstance(argnums, int))
     one_form = in_one_form(_NAME, fun, has_weight, has_aux)
-    value_and_grad = jax.value_and_grad(one_form, argnums, has_aux=True)
     transform = functools.partial(_transformed, micro_transform, drop_nonfinite=drop_nonfinite)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         split = counted_from_zero(_NAME, given, args)
         by, parts = split.differentiated_of(args), split.parts
 
-        def micro_batch(args: Sequence[Any], index: Any) -> Outputs:
+        def micro_batch(args: Sequence[Any], index: Any, *, holds_weight: bool = False) -> Outputs:
             chosen = micro_arguments(args, split, index)
+            form = _times_weight(one_form) if holds_weight else one_form
+            value_and_grad = jax.value_and_grad(form, argnums, has_aux=True)
             (value, (weight, aux)), grads = value_and_grad(*chosen, **kwargs)
             return transform(Outputs(value, grads, aux, weight), split.differentiated_of(chosen))
 
@@ -146,11 +148,15 @@ def microbatched_value_and_grad(
         axes = batch_axes(args, split.batches) if sums_once else BatchAxes()
         all_summed = all(map(is_summed, names))
         local = defer_sums(args, split.differentiated, axes, micro_batch, all_summed=all_summed)
-        of_part = functools.partial(micro_batch, local)
-        shapes = jax.eval_shape(of_part, 0)
+        shapes = jax.eval_shape(functools.partial(micro_batch, local), 0)
+        is_plain = parts > 1 and sums_once and not any(axes) and all(map(is_summed, names))
+        holds_weight = has_weight and is_plain and _is_wide(shapes)
+        of_part = functools.partial(micro_batch, local, holds_weight=holds_weight)
         aux_names = aux_reductions(_NAME, aux_reduction, parts, shapes.aux, whole_aux)
         grad_names = _with_rows(names, args, split)
-        reductions = output_reductions(shapes, parts, grad_names, dtypes, aux_names)
+        reductions = output_reductions(
+            shapes, parts, grad_names, dtypes, aux_names, holds_weight=holds_weight
+        )
         real = num_real_microbatches
         out = whole_batch(
             _NAME, of_part, reductions, shapes, parts, real=real, nan_if_empty=drop_nonfinite
@@ -164,6 +170,25 @@ def microbatched_value_and_grad(
         return value, map_reduced(summed, names, out.grads, by)
 
     return run
+
+
+def _times_weight(one_form: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, its value times its weight.
+
+    Under plain jit XLA then sums the gradients over devices behind the loop: once, and not k times.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        value, (weight, aux) = one_form(*args, **kwargs)
+        factor = lax.stop_gradient(as_weight(_NAME, weight))
+        return value * factor.astype(value.dtype), (weight, aux)
+
+    return call
+
+
+def _is_wide(shapes: Outputs) -> bool:
+    """Whether a weight fits the dtypes: 40,000 fits no float16, and 1,001 no bfloat16."""
+    return all(jnp.finfo(x.dtype).bits >= 32 for x in jax.tree.leaves((shapes.value, shapes.grads)))
 
 
 def _transformed(transform: Any, out: Outputs, params: Tree, *, drop_nonfinite: bool) -> Outputs:

@@ -58,11 +58,13 @@ class LeafReduction(NamedTuple):
         name: one of `AUX_REDUCTIONS`.
         is_weighted: whether it is multiplied by the weight, and left out if that is 0.
         dtype: what it is added up in.
+        holds_weight: whether that was done before.
     """
 
     name: str
     is_weighted: bool
     dtype: Any
+    holds_weight: bool = False
 
     def start(self, shape: Any, axes: frozenset[str], if_empty: float) -> Any:
         """The total before the first micro-batch, varying over the axes; none of rows."""
@@ -80,7 +82,7 @@ class LeafReduction(NamedTuple):
     def add(self, total: Any, x: Any, weight: Scalar | None) -> tuple[Any, Any]:
         """The total with one micro-batch in it, or else the rows of that."""
         x = jnp.asarray(x)  # aux may be a number
-        weight = weight if self.is_weighted else None
+        weight = weight if self.is_weighted and not self.holds_weight else None
         if self.name != "concatenate":
             return combine(self.name, total, x, weight), None
         return None, x if weight is None else combine("sum", jnp.zeros_like(x), x, weight)
@@ -99,8 +101,13 @@ def output_reductions(
     grad_names: Sequence[str],
     grad_dtypes: Sequence[Any],
     aux_names: Sequence[str],
+    *,
+    holds_weight: bool,
 ) -> list[LeafReduction]:
-    """How each leaf is put together; a mean of one micro-batch is not taken, as it would round."""
+    """How each leaf is put together; a mean of one micro-batch is not taken, as it would round.
+
+    `holds_weight` says it of value and gradient.
+    """
 
     def reduction(name: str, leaf: Any, dtype: Any = FLOAT32, *, is_grad: bool = False) -> Any:
         is_weighted = is_grad or name == "mean"
@@ -112,9 +119,10 @@ def output_reductions(
         return LeafReduction(name, is_weighted, kept)
 
     value, grads, aux, weight = map(jax.tree.leaves, shapes)
+    of_grads = map(functools.partial(reduction, is_grad=True), grad_names, grads, grad_dtypes)
+    differentiated = [reduction("mean", value[0]), *of_grads]
     return [
-        reduction("mean", value[0]),
-        *map(functools.partial(reduction, is_grad=True), grad_names, grads, grad_dtypes),
+        *(r._replace(holds_weight=holds_weight) for r in differentiated),
         *map(reduction, aux_names, aux),
         *(reduction("sum", x) for x in weight),
     ]
@@ -144,7 +152,13 @@ def whole_batch(
             outputs = micro_batch(index)
             weight = as_weight(function, outputs.weight)
             if weight is None:
-                outputs = outputs._replace(grads=_selected(outputs.grads, total_weight))
+                # Always true. XLA on a GPU and a TPU otherwise merges the scatter of an embedding's
+                # gradient with the sum over micro-batches; the sum over devices then stays in the
+                # loop or is wrong: docs/compiler_faults.md.
+                outputs = outputs._replace(grads=_selected(outputs.grads, total_weight >= 0))
+            elif reductions[0].holds_weight:
+                value, grads = _selected((outputs.value, outputs.grads), weight != 0)
+                outputs = outputs._replace(value=value, grads=grads)
             columns = zip(reductions, totals, jax.tree.leaves(outputs), strict=True)
             pairs = [reduction.add(total, x, weight) for reduction, total, x in columns]
             total_weight += 1 if weight is None else weight
@@ -162,17 +176,13 @@ def whole_batch(
     return jax.tree.unflatten(structure, out)
 
 
-def _selected(grads: Tree, count: Scalar) -> Tree:
-    """The gradients, selected by a predicate that is always true.
-
-    XLA on a GPU and a TPU otherwise merges the scatter of an embedding's gradient with the sum over
-    micro-batches; the sum over devices then stays in the loop or is wrong: docs/compiler_faults.md.
-    """
+def _selected(tree: Tree, flag: Any) -> Tree:
+    """The tree where the flag holds, else zeros; what is unreduced as it is."""
 
     def select(x: Any) -> Any:
-        return x if unreduced_axes(x) else jnp.where(count >= 0, x, jnp.zeros_like(x))
+        return x if unreduced_axes(x) else jnp.where(flag, x, jnp.zeros_like(x))
 
-    return jax.tree.map(select, grads)
+    return jax.tree.map(select, tree)
 
 
 def aux_reductions(

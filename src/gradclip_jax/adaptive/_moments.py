@@ -18,7 +18,7 @@ from .._checks import (
     is_float0,
     is_traced,
 )
-from .._mesh import replica_count, shard_axes
+from .._mesh import in_memory_of, on_device, replica_count, shard_axes
 from .._states import increment_where
 from .._tree_checks import check_inexact, check_same_structure
 from .._types import Array, AxisName, Number, Scalar, Tree
@@ -69,9 +69,9 @@ def moment_transformation(
         def step_leaf(grad: Any, first: Any, second: Array, param: Any) -> tuple[Any, Any, Array]:
             if is_float0(grad):
                 return grad, first, second
-            wide = grad.astype(wide_dtype(grad.dtype, second.dtype))
+            wide = on_device(grad).astype(wide_dtype(grad.dtype, second.dtype))
             out, first, second = step(wide, first, second, param)
-            return out.astype(grad.dtype), first, second
+            return in_memory_of(out.astype(grad.dtype), grad), first, second
 
         grads, structure = jax.tree.flatten(updates)
         nothing = [None] * len(grads)

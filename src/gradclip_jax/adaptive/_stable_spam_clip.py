@@ -7,6 +7,7 @@ import numpy as np
 import optax
 
 from .._checks import check_axis_name, check_decays, check_number, check_state
+from .._mesh import in_memory_of, on_device
 from .._states import increment_where
 from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Number, Tree
@@ -99,7 +100,8 @@ def stable_spam_clip(
         check_state(name, state, LeafAverageState)
         count = increment_where(state.step_count)
         steps = count.astype(jnp.float32)
-        leaves = measured_leaves(updates)
+        given = measured_leaves(updates)
+        leaves = list(map(on_device, given))
         peaks = norms(leaves, np.inf)
         # Double `where`: 0 * nan in the unused branch would give NaN derivatives.
         finite = jnp.isfinite(peaks)
@@ -116,7 +118,8 @@ def stable_spam_clip(
         root = root_square / jnp.sqrt(bias_correction(square_decay, steps)) + eps
         # Not `a / b / c`, which XLA makes `a / (b * c)`: that overflows from norms of 1e19 on.
         target = norm / bias_correction(norm_decay, steps) * (1 / root)
-        out = with_leaves(updates, _scale_to(leaves, clipped_norms, target, finite))
+        leaves = _scale_to(leaves, clipped_norms, target, finite)
+        out = with_leaves(updates, list(map(in_memory_of, leaves, given)))
         return out, where_finite(finite, LeafAverageState(count, largest, norm, root_square), state)
 
     return optax.GradientTransformation(init, update)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from .._checks import check_transformation, is_float0
+from .._mesh import in_memory_of, on_device
 from .._types import Tree
 from ..clipping._norm import global_norm
 from ._moments import check_update, wide_zeros
@@ -80,12 +81,14 @@ def u_clip(clip: optax.GradientTransformation) -> optax.GradientTransformationEx
 
 
 def _add(grad: Any, carry: Any) -> Any:
-    return grad if is_float0(grad) else jnp.asarray(grad).astype(carry.dtype) + carry
+    return grad if is_float0(grad) else on_device(jnp.asarray(grad)).astype(carry.dtype) + carry
 
 
 def _subtract(total: Any, update: Any, carry: Any) -> Any:
-    return carry if is_float0(update) else total - update.astype(total.dtype)
+    return carry if is_float0(update) else total - on_device(update).astype(total.dtype)
 
 
 def _cast_like(update: Any, grad: Any) -> Any:
-    return update if is_float0(grad) else update.astype(jnp.result_type(grad))
+    if is_float0(grad):
+        return update
+    return in_memory_of(update.astype(jnp.result_type(grad)), grad)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._mesh import in_memory_of, on_device
 from .._types import Array
 
 SCALE = 2.0**-20
@@ -77,15 +78,19 @@ def _where_positive(threshold: Array, factor: Array) -> Array:
 def scale_leaf(x: Any, factor: Array, *, drops: bool = False) -> Array:
     """`factor * x`, multiplied in float32 or wider and rounded once.
 
-    With `drops` a factor of zero gives zero also where x is not finite.
+    With `drops` a factor of zero gives zero also where x is not finite. What lies on the host is
+    scaled on the device: on a TPU XLA otherwise makes the host compute, also what comes after.
     """
-    x = jnp.asarray(x)
+    place = jnp.asarray(x)
+    x = on_device(place)
     wide = wide_dtype(x.dtype, factor.dtype)
     if wide != x.dtype:
         # The norm has widened x as well: without this, its copy would be kept in memory for here.
         x = lax.optimization_barrier(x)
     scaled = _product(x, factor)
-    return jnp.where(factor == 0, jnp.zeros_like(scaled), scaled) if drops else scaled
+    if drops:
+        scaled = jnp.where(factor == 0, jnp.zeros_like(scaled), scaled)
+    return in_memory_of(scaled, place)
 
 
 @jax.custom_jvp
@@ -107,11 +112,12 @@ def _product_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 def clamp_leaf(x: Any, low: Any, high: Any) -> Array:
     """X within [low, high], compared in float32 or wider; a NaN stays NaN."""
-    x = jnp.asarray(x)
+    place = jnp.asarray(x)
+    x = on_device(place)
     wide = x.astype(wide_dtype(x.dtype))
     low, high = (jnp.asarray(bound).astype(wide.dtype) for bound in (low, high))
     clamped = round_to(jnp.clip(wide, low, high), x.dtype)
-    return jnp.where((wide < low) | (wide > high), clamped, x)
+    return in_memory_of(jnp.where((wide < low) | (wide > high), clamped, x), place)
 
 
 def round_to(x: Array, dtype: Any) -> Array:

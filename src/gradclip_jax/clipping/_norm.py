@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._checks import check_axis_name, check_bound, check_ord
-from .._mesh import max_over, replica_count, shard_axes, sum_over
+from .._mesh import max_over, on_device, replica_count, shard_axes, sum_over
 from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Number, Order, Scalar, Tree
 from ._formula import (
@@ -147,7 +147,7 @@ def unit_norms(
     leaves: list[Array], units: Units, ord: float, axis_name: AxisName, scale: float = SCALE
 ) -> Norms:
     """The norms of all units: one read of the leaves for ord 1, 2 and inf, and one all-reduce."""
-    dtype = norm_dtype(leaves)
+    leaves, dtype = list(map(on_device, leaves)), norm_dtype(leaves)
     total = functools.partial(totals, leaves, units, axis_name)
     if ord == 2.0:
         sums = total(lambda x, axes, i: sum_of_squares(x, axes, dtype, scale))
@@ -172,6 +172,7 @@ def _unit_norms_jvp(
     """The slope is zero where a norm is zero or not finite: a bad step leaves no NaN behind."""
     (leaves,), (directions,) = primals, tangents
     norms, dtype = unit_norms(leaves, units, ord, axis_name, scale), norm_dtype(leaves)
+    leaves, directions = (list(map(on_device, xs)) for xs in (leaves, directions))
     total = functools.partial(totals, leaves, units, axis_name)
     ties = norms
 
