@@ -562,6 +562,35 @@ def test_a_batch_padded_with_zero_weight_is_the_batch_without_padding():
     agree(ours, jax.value_and_grad(token_loss, has_aux=True)(PARAMS, batch_of(22)))
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_a_weight_of_40_000_is_right_in_every_dtype(dtype):
+    def fun(w, x):
+        return jnp.mean(w * x), jnp.float32(40_000)
+
+    x = jnp.arange(8, dtype=dtype)
+    ours = gcx.microbatched_value_and_grad(fun, 4, has_weight=True)(dtype(1), x)
+    assert [float(leaf) for leaf in jax.tree.leaves(ours)] == [3.5, 160_000, 3.5]
+
+
+def test_weights_can_be_differentiated_by():
+    # Learning to reweight examples: the gradient of a gradient by the weights in it.
+    def fun(w, batch):
+        weights = batch["weights"]
+        return jnp.sum(weights * (batch["x"] @ w) ** 2) / jnp.sum(weights), jnp.sum(weights)
+
+    def outer(weights, value_and_grad):
+        (value, _), grad = value_and_grad(PARAMS["w"], {"x": X, "weights": weights})
+        return value + jnp.sum(jnp.sin(grad))
+
+    fun_of_vector = lambda w, batch: fun(w[:, 0], batch)  # noqa: E731
+    weights = 1.0 + jnp.arange(float(BATCH))
+    split = gcx.microbatched_value_and_grad(fun_of_vector, 4, has_weight=True)
+    whole = jax.value_and_grad(fun_of_vector, has_aux=True)
+    np.testing.assert_allclose(
+        jax.grad(outer)(weights, split), jax.grad(outer)(weights, whole), rtol=1e-4, atol=1e-6
+    )
+
+
 def test_a_batch_of_zero_weight_has_value_and_gradient_zero():
     batch = {**batch_of(), "x": X * jnp.nan, "tokens": 0 * TOKENS}
     (value, weight), grads = gcx.microbatched_value_and_grad(token_loss, 4, has_weight=True)(

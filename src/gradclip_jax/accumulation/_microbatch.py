@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from .._checks import (
     check_callable,
@@ -125,6 +124,7 @@ def microbatched_value_and_grad(
     groups = map(positions, (batch_argnums, rng_argnums, argnums))
     given = Split(int(num_microbatches), *groups, takes_one=isinstance(argnums, int))
     one_form = in_one_form(_NAME, fun, has_weight, has_aux)
+    value_and_grad = jax.value_and_grad(one_form, argnums, has_aux=True)
     transform = functools.partial(_transformed, micro_transform, drop_nonfinite=drop_nonfinite)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -133,8 +133,8 @@ def microbatched_value_and_grad(
 
         def micro_batch(args: Sequence[Any], index: Any, *, holds_weight: bool = False) -> Outputs:
             chosen = micro_arguments(args, split, index)
-            form = _times_weight(one_form) if holds_weight else one_form
-            value_and_grad = jax.value_and_grad(form, argnums, has_aux=True)
+            if holds_weight:
+                return _weighted(functools.partial(one_form, **kwargs), split, chosen)
             (value, (weight, aux)), grads = value_and_grad(*chosen, **kwargs)
             return transform(Outputs(value, grads, aux, weight), split.differentiated_of(chosen))
 
@@ -149,8 +149,8 @@ def microbatched_value_and_grad(
         all_summed = all(map(is_summed, names))
         local = defer_sums(args, split.differentiated, axes, micro_batch, all_summed=all_summed)
         shapes = jax.eval_shape(functools.partial(micro_batch, local), 0)
-        is_plain = parts > 1 and sums_once and not any(axes) and all(map(is_summed, names))
-        holds_weight = has_weight and is_plain and _is_wide(shapes)
+        is_plain = parts > 1 and sums_once and not any(axes) and all_summed
+        holds_weight = has_weight and is_plain and _fits_weight(shapes)
         of_part = functools.partial(micro_batch, local, holds_weight=holds_weight)
         aux_names = aux_reductions(_NAME, aux_reduction, parts, shapes.aux, whole_aux)
         grad_names = _with_rows(names, args, split)
@@ -172,23 +172,29 @@ def microbatched_value_and_grad(
     return run
 
 
-def _times_weight(one_form: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, its value times its weight.
+def _weighted(one_form: Callable[..., Any], split: Split, args: Sequence[Any]) -> Outputs:
+    """Value and gradient of a micro-batch, both times its weight.
 
     Under plain jit XLA then sums the gradients over devices behind the loop: once, and not k times.
     """
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        value, (weight, aux) = one_form(*args, **kwargs)
-        factor = lax.stop_gradient(as_weight(_NAME, weight))
-        return value * factor.astype(value.dtype), (weight, aux)
+    def form(by: Any) -> Any:
+        chosen = list(args)
+        for i, x in zip(split.differentiated, (by,) if split.takes_one else by, strict=True):
+            chosen[i] = x
+        return one_form(*chosen)
 
-    return call
+    value, pull_back, (weight, aux) = jax.vjp(form, split.differentiated_of(args), has_aux=True)
+    factor = jnp.asarray(as_weight(_NAME, weight)).astype(value.dtype)
+    (grads,) = pull_back(factor)
+    return Outputs(value * factor, grads, aux, weight)
 
 
-def _is_wide(shapes: Outputs) -> bool:
-    """Whether a weight fits the dtypes: 40,000 fits no float16, and 1,001 no bfloat16."""
-    return all(jnp.finfo(x.dtype).bits >= 32 for x in jax.tree.leaves((shapes.value, shapes.grads)))
+def _fits_weight(shapes: Outputs) -> bool:
+    """Whether a loss can be multiplied by its weight: 40,000 fits no float16, 1,001 no bfloat16."""
+    leaves = jax.tree.leaves((shapes.value, shapes.grads))
+    is_wide = all(jnp.finfo(x.dtype).bits >= 32 for x in leaves)
+    return is_wide and varying_axes(shapes.weight) == varying_axes(shapes.value)
 
 
 def _transformed(transform: Any, out: Outputs, params: Tree, *, drop_nonfinite: bool) -> Outputs:
