@@ -734,7 +734,7 @@ ROWS = [
         "diagnostics.watched_names",
         lambda: gcx.diagnostics.watched_names(GRADS),
         TypeError,
-        "watched_names: `state` must be a state with a `WatchState`, got dict. Put `gcx.watch` "
+        "watched_names: `state` must be a state that keeps incidents, got dict. Put `gcx.watch` "
         "around the optimizer.",
     ),
     (

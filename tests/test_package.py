@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "per_example": FOUNDATION | {"clipping", "accumulation"},
     "guarding": FOUNDATION | {"clipping", "accumulation"},
     "monitoring": FOUNDATION | {"clipping", "adaptive", "guarding"},
-    "diagnostics": {"accumulation", "monitoring"},
+    "diagnostics": {"accumulation", "clipping", "monitoring"},
     "configs": {"_config"},
     "_convert": FOUNDATION | {"clipping", "guarding", "accumulation", "monitoring"},
     "_config": FOUNDATION

@@ -14,7 +14,7 @@ What is logged at every step is in `gcx.metrics`, what happened in `gcx.incident
 """
 
 from .accumulation._state import AccumulationStats, accumulation_stats
-from .monitoring._incident import Incident
+from .clipping._incident import Incident
 from .monitoring._measure import nonfinite_leaves, suggest_max_norm
 from .monitoring._plot import plot_log
 from .monitoring._record import leaf_norm_history, norm_history

@@ -40,7 +40,7 @@ def test_a_guard_keeps_what_it_skipped_with_the_leaf_and_the_cause():
     assert skipped.tolist() == [False, True, True, True, True]
     nan, infinity, loss, squares = gcx.incidents(state)
     assert (nan.step, nan.kinds, nan.leaf) == (1, ("nan", "skipped"), "wo")
-    assert (nan.bad_elements, nan.share) == (2, 1.0)
+    assert (nan.bad_elements, nan.share, nan.leaf_rise) == (2, 1.0, 1.0)
     assert (infinity.step, infinity.kinds, infinity.leaf) == (2, ("infinity", "skipped"), "wi")
     assert (loss.step, loss.kinds) == (3, ("loss", "skipped"))
     assert (squares.kinds, squares.leaf) == (("update", "skipped"), "wi")

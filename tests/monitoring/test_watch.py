@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import gradclip_jax as gcx
-from gradclip_jax.clipping._incident import COLUMNS
 
 PARAMS = {
     "decoder": {"layers": {"attn": np.ones((3, 2), "f"), "mlp": {"wi": np.ones((3, 2, 2), "f")}}},
@@ -179,24 +178,58 @@ def spoilt(index, value):
     return grads
 
 
+def level64(values):
+    """Mean and variance of the first 64 values, then moving averages of weight 1 / 64."""
+    mean, variance = np.mean(values[:64]), np.var(values[:64])
+    for value in values[64:]:
+        variance = 63 / 64 * (variance + (value - mean) ** 2 / 64)
+        mean += (value - mean) / 64
+    return mean, variance
+
+
 def test_nan_infinity_spikes_and_losses_are_told_with_their_place():
     tx = gcx.watch(gcx.skip_nonfinite(optax.sgd(1e-3)), granularity=STACKED)
     stream = [*QUIET, spoilt(1, 1e4), spoilt((2, 0), np.nan), spoilt((0, 0, 0), np.inf), QUIET[1]]
     rng = np.random.default_rng(0)
     losses = [*(3 + 0.1 * rng.standard_normal(73)), 9.0]
     spike, nan, infinity, loss = gcx.incidents(run(tx, stream, losses=losses))
-    assert (spike.step, spike.kinds) == (70, ("norm",))
+    assert (spike.step, spike.kinds) == (70, ("norm", "leaf"))
     assert spike.leaf == "decoder/layers_1/mlp/wi" and spike.share > 0.99
     assert spike.norm == pytest.approx(norm64(*jax.tree.leaves(stream[70])), rel=1e-6)
-    norms = [norm64(*jax.tree.leaves(grads)) for grads in QUIET]
-    logs = np.log(norms)
-    expected = max(np.mean(norms) + 6 * np.std(norms), np.exp(np.mean(logs) + 6 * np.std(logs)))
+    mean, variance = level64(np.log([norm64(*jax.tree.leaves(grads)) for grads in QUIET]))
+    expected = np.exp(mean + 6 * max(np.sqrt(variance), 0.01))
     assert spike.norm_threshold == pytest.approx(expected, rel=1e-4)
     assert (nan.step, nan.kinds, nan.leaf) == (71, ("nan", "skipped"), "decoder/layers_2/mlp/wi")
     assert np.isnan(nan.norm)
     assert (infinity.kinds, infinity.leaf) == (("infinity", "skipped"), "decoder/layers_0/mlp/wi")
     assert infinity.norm == np.inf
     assert (loss.step, loss.kinds, loss.loss) == (73, ("loss",), 9.0)
+
+
+def test_a_leaf_that_rises_beside_the_others_is_named_though_the_norm_is_usual():
+    rng, stream = np.random.default_rng(0), []
+    for i in range(90):  # a hard batch raises both alike
+        level, own = np.exp(0.5 * rng.standard_normal()), np.exp(0.05 * rng.standard_normal(2))
+        small = own[1] * (10 if i == 80 else 1)
+        stream.append(
+            {"big": np.float32([level * own[0]]), "small": np.float32([level * small / 50])}
+        )
+    params = {"big": np.ones(1, "f"), "small": np.ones(1, "f")}
+    (incident,) = gcx.incidents(run(gcx.watch(optax.sgd(1e-3)), stream, params))
+    assert (incident.step, incident.kinds, incident.leaf) == (80, ("leaf",), "small")
+    assert incident.share < 0.05 and incident.second_leaf == "big"
+    assert 3 < incident.leaf_rise < 3.5  # the root of 10: both leaves are the level
+    assert "% of it in small, 3." in str(incident) and "times its usual part" in str(incident)
+    assert gcx.incidents(run(gcx.watch(optax.sgd(1e-3), spike=np.inf), stream, params)) == []
+
+
+def test_the_loss_is_the_extra_argument_that_guards_take():
+    tx = gcx.watch(optax.sgd(1e-3), of=("gradient",))
+    grads = {"w": jnp.ones(1)}
+    _, state = tx.update(grads, tx.init(grads), grads, value=None, loss=jnp.float32(np.inf))
+    assert [x.kinds for x in gcx.incidents(state)] == [("loss",)]
+    with pytest.raises(TypeError, match="watch: `loss` must be left out beside `value`, got both"):
+        tx.update(grads, state, grads, value=jnp.ones(()), loss=jnp.ones(()))
 
 
 def test_a_spike_hides_no_other_and_a_lasting_rise_is_learned():
@@ -225,7 +258,7 @@ def test_the_last_incidents_are_kept_oldest_first():
     state = run(tx, [{"w": np.float32([x])} for x in bad], {"w": np.ones(1, "f")})
     assert [x.step for x in gcx.incidents(state)] == [4, 6, 7]
     assert gcx.metrics(state)["incident_count"] == 5
-    assert state.incidents.rows.shape == (3, len(COLUMNS))
+    assert state.incidents.rows.shape == (3, len(gcx.diagnostics.Incident._fields))
 
 
 def test_an_update_that_is_not_finite_is_an_incident():

@@ -14,7 +14,6 @@ from .._checks import (
     check_bound,
     check_callable,
     check_choice,
-    check_length,
     check_number,
     check_ord,
     check_state,
@@ -38,7 +37,7 @@ from ._granularity import (
     select_groups,
     tree_units,
 )
-from ._incident import IncidentLog, Kind, causes, empty_log, gather, note
+from ._incident import IncidentLog, evidence, log_maker, measure_units, note
 from ._norm import measured_leaves, norm_of_leaves, unit_norms
 from ._threshold import (
     Assignment,
@@ -146,8 +145,7 @@ def norm_clip(
     order, axes = check_ord(function, ord), check_axis_name(function, axis_name)
     by_label = cut.is_group and isinstance(threshold, Mapping)
     rules = as_rules(function, argument, threshold, by_label=by_label)
-    if incidents is not None:
-        check_length(function, "incidents", incidents)
+    make_log = log_maker(function, incidents)
     clip_leaves = jax.jit(
         functools.partial(
             _clip_leaves, factor_of=factor_of, ord=order, axis_name=axes, drops=nonfinite == "zero"
@@ -164,10 +162,7 @@ def norm_clip(
         units = Units((), (), len(rules), tuple(rules)) if by_label else units_of(params)
         shapes = norm_shapes(units, [] if by_label else measured_shapes(params))
         states = first_states(assign_rules(function, argument, rules, units, params), shapes)
-        log = None
-        if incidents is not None:
-            log = empty_log(incidents, leaf_units(measured_shapes(params)), params)
-        return _first_state(units, states, log)
+        return _first_state(units, states, make_log(params))
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, ClipState]:
         check_inexact(function, "updates", updates)
@@ -327,12 +322,12 @@ def _noted(
         functools.reduce(jnp.minimum, jax.tree.leaves(x))
         for x in (state.clip_threshold, state.clip_factor)
     )
-    _, evidence = gather(leaves, leaf_units(leaves), axis_name)
-    bounds, is_clipped = (threshold, UNBOUNDED, UNBOUNDED), ~(factor >= 1)
-    flags = causes((evidence.norm, None, None), bounds, jnp.array(False))
+    fields = evidence(*measure_units(leaves, leaf_units(leaves), axis_name))
     # Of several units one may be clipped though their norm is below the smallest threshold.
-    flags[Kind.NORM] = flags[Kind.CLIPPED] = jnp.isfinite(evidence.norm) & is_clipped
-    return note(log, is_clipped, flags, evidence, bounds, clip_factor=factor)
+    is_clipped = jnp.isfinite(fields["norm"]) & ~(factor >= 1)
+    fields |= {"norm_threshold": threshold, "clip_factor": factor}
+    fates = {"norm": is_clipped, "clipped": is_clipped}
+    return note(log, fields, False, fates, is_incident=~(factor >= 1))
 
 
 def leaves_beside(tree: Tree, other: Tree) -> list[Array]:

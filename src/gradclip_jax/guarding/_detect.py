@@ -23,7 +23,7 @@ from ..accumulation._noise import NoiseState
 from ..clipping._clip import ClipState
 from ..clipping._granularity import is_measured
 from ..clipping._norm import measured_leaves, norm_of_leaves
-from ._guard import loss_of
+from ._signal import given_loss
 
 
 def all_finite(tree: Tree, axis_name: AxisName) -> Scalar:
@@ -86,7 +86,7 @@ def finite_extra_args(name: str, extra_args: dict[str, Any], axis_name: AxisName
     """Whether the loss and the weight of a micro-batch are finite, where they are given."""
     weight = extra_args.get("weight")
     is_number = isinstance(weight, (float, np.generic, np.ndarray, jax.Array))
-    numbers = [loss_of(name, extra_args), weight if is_number and np.ndim(weight) == 0 else None]
+    numbers = [given_loss(name, extra_args), weight if is_number and np.ndim(weight) == 0 else None]
     return ~_is_any([is_bad(x) for x in measured_leaves(numbers)], axis_name)
 
 

@@ -5,27 +5,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from .._checks import (
     check_axis_name,
     check_count,
-    check_length,
     check_transformation,
-    describe,
     error_message,
 )
 from .._execute import gated
 from .._gate import Guard, Verdict
 from .._run_if import like_dtypes
 from .._states import METRICS, find_states
-from .._types import UNBOUNDED, AxisName, Scalar, Tree
+from .._types import AxisName, Scalar, Tree
 from ..accumulation._state import discard_windows
-from ..clipping._granularity import leaf_units, measured_shapes
-from ..clipping._incident import THRESHOLDS, Kind, causes, empty_log, gather, note
+from ..clipping._granularity import leaf_units
+from ..clipping._incident import THRESHOLDS, evidence, log_maker, measure_units, note
 from ..clipping._norm import measured_leaves
-from ._signal import mean_loss
+from ._signal import loss_of
 
 Judge = Callable[[Tree, Any, Tree, dict[str, Any]], Verdict]
 """`(updates, state, params, extra_args)` to the verdict."""
@@ -48,8 +45,7 @@ def guard(
     `first` makes the first state from that of `inner`; `incidents` are kept in it.
     """
     kind = type(jax.eval_shape(lambda: first(())))
-    if incidents is not None:
-        check_length(name, "incidents", incidents)
+    make_log = log_maker(name, incidents)
 
     def init(params: Tree) -> Any:
         inner_state = inner.init(params)
@@ -65,10 +61,7 @@ def guard(
             _refuse_inner(name, inner_state, optax.MultiStepsState, "optax.MultiSteps", hint)
         # Not weakly typed, as what comes out of a step is not: one trace for all steps.
         state = first(like_dtypes(inner_state, inner_state))
-        if incidents is None:
-            return state
-        units = leaf_units(measured_shapes(params))
-        return state._replace(incidents=empty_log(incidents, units, params))
+        return state._replace(incidents=make_log(params))
 
     def judge_and_note(
         updates: Tree, state: Any, params: Tree, extra_args: dict[str, Any]
@@ -76,18 +69,17 @@ def guard(
         verdict = judge(updates, state, params, extra_args)
         if state.incidents is None:
             return verdict
-        leaves, loss = measured_leaves(verdict.grads), loss_of(name, extra_args)
-        _, evidence = gather(leaves, leaf_units(leaves), axes)
-        loss = None if loss is None else mean_loss(name, loss, axes)
+        leaves = measured_leaves(verdict.grads)
+        fields = evidence(*measure_units(leaves, leaf_units(leaves), axes))
+        fields["loss"] = loss_of(name, extra_args, axes)
 
         def own_fields(refuses: Scalar, measured: Scalar) -> Any:
             after = verdict.own_fields(refuses, measured)
-            limits = [getattr(after, key, None) for key in THRESHOLDS]
-            bounds = [UNBOUNDED if x is None else x for x in limits]
-            update_norm = None if limits[2] is None else measured
-            flags = causes((evidence.norm, loss, update_norm), bounds, refuses)
-            flags[Kind.SKIPPED] = refuses
-            log = note(state.incidents, refuses, flags, evidence, bounds, loss, update_norm)
+            bounds = {key: getattr(after, field, None) for key, field in THRESHOLDS.items()}
+            if bounds["update_threshold"] is not None:
+                bounds["update_norm"] = measured
+            fates = {"skipped": refuses}
+            log = note(state.incidents, fields | bounds, refuses, fates, is_incident=refuses)
             return after._replace(incidents=log)
 
         return verdict._replace(own_fields=own_fields)
@@ -106,22 +98,6 @@ def check_guard(name: str, inner: Any, axis_name: Any) -> AxisName:
 def zero(dtype: Any = jnp.int32) -> Scalar:
     """A call for each field: a buffer that two fields share cannot be donated."""
     return jnp.zeros((), dtype)
-
-
-def loss_of(name: str, extra_args: dict[str, Any]) -> Any:
-    """The loss that `update` was given as `value`, or as `loss`; None without."""
-    value, loss = extra_args.get("value"), extra_args.get("loss")
-    numbers = (bool, int, float, np.generic, np.ndarray, jax.Array)
-    if not isinstance(loss, numbers):  # of another meaning, for what is inside
-        loss = None
-    if value is not None and loss is not None:
-        hint = "Both are the loss: pass it once, as `value`."
-        raise TypeError(error_message(name, "loss", "left out beside `value`", "both", hint))
-    for leaf in jax.tree.leaves(value):
-        if not isinstance(leaf, numbers):
-            rule, hint = "a number or an array", "Pass the loss: `value=loss`."
-            raise TypeError(error_message(name, "value", rule, describe(leaf), hint))
-    return loss if value is None else value
 
 
 def _limit(name: str, max_consecutive_skips: Any) -> Any:

@@ -85,11 +85,27 @@ def loss_rule(name: str, loss: Any) -> Rule:
     return constant(loss)
 
 
-def mean_loss(name: str, value: Any, axis_name: AxisName) -> Scalar:
-    """The loss, alike on all devices: the mean of theirs where they differ."""
+def given_loss(name: str, extra_args: dict[str, Any]) -> Any:
+    """The loss that `update` was given as `value`, or as `loss`; None without."""
+    value, loss = extra_args.get("value"), extra_args.get("loss")
+    numbers = (bool, int, float, np.generic, np.ndarray, jax.Array)
+    if not isinstance(loss, numbers):  # of another meaning, for what is inside
+        loss = None
+    if value is not None and loss is not None:
+        hint = "Both are the loss: pass it once, as `value`."
+        raise TypeError(error_message(name, "loss", "left out beside `value`", "both", hint))
+    for leaf in jax.tree.leaves(value):
+        if not isinstance(leaf, numbers):
+            rule, hint = "a number or an array", "Pass the loss: `value=loss`."
+            raise TypeError(error_message(name, "value", rule, describe(leaf), hint))
+    return loss if value is None else value
+
+
+def loss_of(name: str, extra_args: dict[str, Any], axis_name: AxisName) -> Scalar | None:
+    """The loss of a call, alike on all devices: the mean of theirs where they differ."""
+    value = given_loss(name, extra_args)
     if value is None:
-        hint = "Pass the loss: `update(grads, state, params, value=loss)`."
-        raise ValueError(error_message(name, "value", "given to watch the loss", "None", hint))
+        return None
     if np.ndim(value) != 0:
         hint = "Pass the mean over the batch."
         raise TypeError(error_message(name, "value", "a scalar", describe(value), hint))

@@ -13,8 +13,8 @@ from .._states import increment_where, register_metrics
 from .._types import UNBOUNDED, AxisName, Count, Order, Scalar, Tree
 from ..clipping._norm import measured_leaves, norm_of_leaves
 from ..clipping._threshold import Rule, as_rule, check_params, first_state
-from ._guard import check_guard, guard, loss_of, zero
-from ._signal import Signal, compare, loss_rule, mean_loss, relearn
+from ._guard import check_guard, guard, zero
+from ._signal import Signal, compare, loss_of, loss_rule, relearn
 
 _FIELDS = {
     "norm": ("grad_norm", "skip_threshold", "skipped_large_norm"),
@@ -231,7 +231,12 @@ def _skip_beyond(
         check_bound(name, axes)
         values = {"norm": measure(updates)}
         if "loss" in rules:
-            values["loss"] = mean_loss(name, loss_of(name, extra_args), axes)
+            loss = loss_of(name, extra_args, axes)
+            if loss is None:
+                hint = "Pass the loss: `update(grads, state, params, value=loss)`."
+                rule = "given to watch the loss"
+                raise ValueError(error_message(name, "value", rule, "None", hint))
+            values["loss"] = loss
         param_norm = None
         if any(rule.uses_params for rule in rules.values()):
             check_params(name, updates, params)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from .._checks import error_message
-from ._report import column, read_log
+from ._report import read_columns
 
 
 def plot_log(log: Any) -> Any:
@@ -31,37 +31,33 @@ def plot_log(log: Any) -> Any:
     """
     from matplotlib.figure import Figure
 
-    rows = read_log("plot_log", log)
-    norms = _by_unit(rows, "gradient_norm")
+    columns = read_columns("plot_log", log)
+    norms, ratios = (
+        {key.partition("/")[2]: x for key, x in columns.items() if key.startswith(kind)}
+        for kind in ("gradient_norm/", "update_ratio/")
+    )
     if not norms:
         hint = "Log `metrics(state)` of an optimizer inside `gcx.watch`."
         got = "none with `gradient_norm/...`"
         raise ValueError(error_message("plot_log", "log", "of norms by unit", got, hint))
-    ratios = _by_unit(rows, "update_ratio")
-    counts = np.nan_to_num(column(rows, "incident_count"))
-    table, height = np.stack(list(norms.values())), 3 if ratios else 2
+    table, names, height = np.stack(list(norms.values())), list(norms), 3 if ratios else 2
     figure = Figure(figsize=(9, 3 * height), layout="constrained")
     axes = figure.subplots(height, sharex=True)
     with np.errstate(divide="ignore", invalid="ignore"):
         heat = np.log10(np.where(table > 0, table, np.nan))
         share = np.nan_to_num(table**2 / np.nansum(table**2, axis=0))
     axes[0].set_title("gradient norm, log10")
-    image = axes[0].imshow(heat, aspect="auto", interpolation="nearest")
-    figure.colorbar(image, ax=axes[0])
-    shown = range(0, len(norms), len(norms) // 24 + 1)
-    axes[0].set_yticks(shown, [list(norms)[i] for i in shown], fontsize=7)
+    figure.colorbar(axes[0].imshow(heat, aspect="auto", interpolation="nearest"), ax=axes[0])
+    step = len(names) // 24 + 1
+    axes[0].set_yticks(range(0, len(names), step), names[::step], fontsize=7)
     axes[1].set_title("share of the squared gradient norm")
-    axes[1].stackplot(range(len(rows)), share)
+    axes[1].stackplot(range(table.shape[1]), share)
     if ratios:
         axes[2].set_title("norm of the update over that of the parameters")
-        axes[2].semilogy(np.stack([np.where(x > 0, x, np.nan) for x in ratios.values()]).T)
+        axes[2].semilogy(np.transpose([np.where(x > 0, x, np.nan) for x in ratios.values()]))
     axes[-1].set_xlabel("row of the log")
-    for axis in axes:
-        for place in np.flatnonzero(np.diff(counts, prepend=0) > 0):
+    counts = np.nan_to_num(columns.get("incident_count", np.zeros(1)))
+    for place in np.flatnonzero(np.diff(counts, prepend=0) > 0):
+        for axis in axes:
             axis.axvline(place, color="tab:red", linewidth=0.8)
     return figure
-
-
-def _by_unit(rows: list[dict[str, Any]], key: str) -> dict[str, np.ndarray[Any, Any]]:
-    names = dict.fromkeys(name for row in rows for name in row if name.startswith(f"{key}/"))
-    return {name.removeprefix(f"{key}/"): column(rows, name) for name in names}

@@ -13,9 +13,8 @@ import numpy as np
 
 from .._checks import check_count, error_message, refuse_traced, shortened
 from .._states import find_states, plain_arrays
-from ..clipping._incident import IncidentLog, names_in
+from ..clipping._incident import Incident, IncidentLog, names_in, read_log
 from ..clipping._norm import measured_leaves, norm_of_leaves
-from ._incident import Incident, read_row
 from ._watch import WatchState
 
 
@@ -32,6 +31,7 @@ def incidents(state: Any) -> list[Incident]:
     | "update" | 16 | nothing of these, but the step: its update or next state is not finite, its |
     | | | update is a spike, a square of the gradient overflows, or its weight is not finite |
     | "skipped", "held", "clipped" | 32, 64, 128 | what became of the step |
+    | "leaf" | 256 | a leaf, or what else the unit is, has risen far beside the others; `watch` |
 
     `watch` keeps incidents of all that is inside it. Without one, guards and clips built with
     `incidents=16` keep their own: what they refused, and what they clipped.
@@ -58,10 +58,13 @@ def incidents(state: Any) -> list[Incident]:
         step 0: skipped, gradient norm 50 above 4; 100 % of it in wi
     """
     records: list[Incident] = []
-    for log in _logs("incidents", state):
-        rows, count = np.asarray(log.rows), int(log.incident_count)
-        newest = [rows[i % len(rows)] for i in range(max(count - len(rows), 0), count)]
-        records += [read_row(row, names_in(log)) for row in newest]
+    for log in plain_arrays(_logs("incidents", state)):
+        refuse_traced("incidents", "state", log.rows)
+        if np.ndim(log.rows) > 2:
+            rule, hint = "of one run", "Of seed i pass `jax.tree.map(lambda x: x[i], state)`."
+            got = f"one that was vmapped over {len(log.rows)}"
+            raise ValueError(error_message("incidents", "state", rule, got, hint))
+        records += read_log(log)
     return sorted(records, key=lambda record: record.step)
 
 
@@ -69,13 +72,14 @@ def watched_names(state: Any) -> list[str]:
     """Names the units that `watch` measures, in the order of `largest_share_index`.
 
     Args:
-        state: the state of `watch`, or any state that contains it. Of several the first is read.
+        state: the state of `watch`, or any state that contains it, or one of a guard or a clip that
+            keeps incidents. Of several the first is read.
 
     Returns:
         The names, such as `decoder/layers_3/mlp/wi`; none for `granularity="global"`.
 
     Raises:
-        TypeError: the state contains no `WatchState`.
+        TypeError: nothing in the state keeps incidents.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -84,12 +88,17 @@ def watched_names(state: Any) -> list[str]:
         >>> gcx.diagnostics.watched_names(tx.init(params))
         ['h_0/wi', 'h_1/wi', 'h_0/wo', 'h_1/wo', 'out']
     """
+    return names_in(_logs("watched_names", state)[0])
+
+
+def _logs(function: str, state: Any) -> list[IncidentLog]:
+    """That of the first watch, or else those of all guards and clips."""
     watches = find_states(state, WatchState)
-    if not watches:
-        rule, hint = "a state with a `WatchState`", "Put `gcx.watch` around the optimizer."
-        got = type(state).__name__
-        raise TypeError(error_message("watched_names", "state", rule, got, hint))
-    return names_in(watches[0][1].incidents)
+    logs = [watches[0][1].incidents] if watches else [x for _, x in find_states(state, IncidentLog)]
+    if not logs:
+        rule, hint = "a state that keeps incidents", "Put `gcx.watch` around the optimizer."
+        raise TypeError(error_message(function, "state", rule, type(state).__name__, hint))
+    return logs
 
 
 def summarize_log(log: Any, *, window: int = 1000) -> dict[str, float]:
@@ -121,15 +130,14 @@ def summarize_log(log: Any, *, window: int = 1000) -> dict[str, float]:
         >>> gcx.diagnostics.summarize_log([*log, {"loss": 9.0, "clip_fraction": 1.0}])
         {'steps': 200.0, 'clipped': 0.5, 'spike_score/loss': 0.005}
     """
-    rows = read_log("summarize_log", log)
-    summary = {"steps": float(len(rows))}
-    for key in sorted({key for row in rows for key in row}):
-        values = column(rows, key)
+    columns = read_columns("summarize_log", log)
+    summary = {"steps": float(max(map(len, columns.values()), default=0))}
+    for key, values in sorted(columns.items()):
         name, _, place = key.partition("/")
         if name == "step_taken":
             summary["taken"] = float(np.nanmean(values))
         elif name == "clip_fraction":
-            summary["/".join(filter(None, ("clipped", place)))] = float(np.nanmean(values > 0))
+            summary["clipped/" + place if place else "clipped"] = float(np.nanmean(values > 0))
         elif name.startswith("skipped_") or key == "incident_count":
             summary[key] = float(values[-1])
         elif key in ("loss", "grad_norm", "gradient_norm", "update_norm"):
@@ -138,33 +146,29 @@ def summarize_log(log: Any, *, window: int = 1000) -> dict[str, float]:
 
 
 def _spike_score(values: Any, window: int) -> float:
-    def is_spike(i: int) -> bool:
+    spikes = 0
+    for i, value in enumerate(values):
         past = values[max(i - window, 0) : i]
         past = past[np.isfinite(past)]
-        if len(past) < min(window, 100) or not np.isfinite(values[i]):
-            return not np.isfinite(values[i])
-        return abs(values[i] - past.mean()) > 6 * past.std()
+        is_known = len(past) >= min(window, 100)
+        is_far = is_known and abs(value - past.mean()) > 6 * past.std()
+        spikes += bool(is_far or not np.isfinite(value))
+    return spikes / len(values)
 
-    return float(np.mean([is_spike(i) for i in range(len(values))]))
 
-
-def read_log(function: str, log: Any) -> list[dict[str, Any]]:
-    """The rows of a log; refuses an empty one."""
+def read_columns(function: str, log: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """The values of each key of a log, NaN where a row has none; refuses an empty log."""
+    hint = "Append `metrics(state)` at each step"
     if isinstance(log, (str, os.PathLike)):
         lines = pathlib.Path(log).read_text(encoding="utf-8").splitlines()
         log = [json.loads(line) for line in lines if line.strip()]
     if not isinstance(log, Sequence):
-        hint = "Append `metrics(state)` at each step, or name a file of JSON lines."
+        hint += ", or name a file of JSON lines."
         raise TypeError(error_message(function, "log", "a list of dicts", shortened(log), hint))
     if not log:
-        hint = "Append `metrics(state)` at each step."
-        raise ValueError(error_message(function, "log", "of at least one step", "none", hint))
-    return [dict(row) for row in log]
-
-
-def column(rows: list[dict[str, Any]], key: str) -> np.ndarray[Any, Any]:
-    """The values of a key, NaN where a row has none."""
-    return np.array([np.nan if row.get(key) is None else float(row[key]) for row in rows])
+        raise ValueError(error_message(function, "log", "of at least one step", "none", hint + "."))
+    keys = dict.fromkeys(key for row in log for key in row)
+    return {key: np.array([row.get(key) for row in log], np.float64) for key in keys}
 
 
 def worst_examples(
@@ -215,46 +219,39 @@ def worst_examples(
     def largest(values: Any) -> list[int]:
         return np.argsort(-np.nan_to_num(values, nan=np.inf), kind="stable")[:k].tolist()
 
-    columns = {key: np.asarray(x) for key, x in _of_examples(fun, params, batch).items()}
+    rows = np.arange(len(jax.tree.leaves(batch)[0]))
+    columns = jax.device_get(_measure(fun, params, batch, (rows,)))
     columns["deviation"] = np.max([_deviations(x) for x in columns.values()], 0)
     worst: dict[str, dict[Any, float]] = {
         key: {i: float(x[i]) for i in largest(x)} for key, x in columns.items()
     }
-    first = jax.tree.map(lambda x: x[0], batch)
-    if jax.eval_shape(fun, params, first).ndim:
-        places = list(worst["deviation"])
-        of_examples = [
-            _of_tokens(fun, params, jax.tree.map(lambda x, i=i: x[i], batch)) for i in places
-        ]
-        for key, rows in zip(
-            ("token_loss", "token_grad_norm"), zip(*of_examples, strict=True), strict=True
-        ):
-            values = np.stack(rows)
-            pairs = [divmod(i, values.shape[1]) for i in largest(values.ravel())]
-            worst[key] = {(places[i], t): float(values[i, t]) for i, t in pairs}
+    losses = jax.eval_shape(fun, params, jax.tree.map(lambda x: x[0], batch))
+    if losses.ndim:
+        places = [(i, token) for i in worst["deviation"] for token in range(losses.size)]
+        columns = jax.device_get(_measure(fun, params, batch, tuple(np.transpose(places))))
+        for key in ("loss", "grad_norm"):
+            x = columns[key]
+            worst[f"token_{key}"] = {places[i]: float(x[i]) for i in largest(x)}
     return worst
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _of_examples(fun: Any, params: Any, batch: Any) -> Any:
-    """The loss and the norms of each example."""
+def _measure(fun: Any, params: Any, batch: Any, places: Any) -> dict[str, Any]:
+    """The losses and norms of some examples `(i,)`, or of tokens `(i, token)` of them."""
 
-    def one(example: Any) -> Any:
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean(fun(p, example)))(params)
-        columns = {"grad_norm": _norm(grads), "loss": loss}
-        numbers = measured_leaves(example)
+    def one(place: Any) -> Any:
+        example = jax.tree.map(lambda x: x[place[0]], batch)
+
+        def loss_of(params: Any) -> Any:
+            losses = fun(params, example)
+            return jnp.mean(losses) if len(place) == 1 else losses[place[1]]
+
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        columns, numbers = {"grad_norm": _norm(grads), "loss": loss}, measured_leaves(example)
         size = sum(x.size for x in numbers)
         return columns | ({"input": _norm(numbers) / size**0.5} if size else {})
 
-    return jax.lax.map(one, batch)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _of_tokens(fun: Any, params: Any, example: Any) -> Any:
-    """The loss of each token of an example, and the norm of its gradient."""
-    losses, pull = jax.vjp(lambda p: fun(p, example), params)
-    units = jnp.eye(losses.size, dtype=losses.dtype)
-    return losses, jax.lax.map(lambda unit: _norm(pull(unit)), units)
+    return jax.lax.map(one, places)
 
 
 def _norm(tree: Any) -> Any:
@@ -268,20 +265,3 @@ def _deviations(values: Any) -> Any:
     center = np.median(finite) if finite.size else 0.0
     spread = np.median(np.abs(finite - center)) if finite.size else 0.0
     return np.where(np.isfinite(logs), np.abs(logs - center), np.inf) / max(1.4826 * spread, 0.01)
-
-
-def _logs(function: str, state: Any) -> list[IncidentLog]:
-    """That of the first watch, or else those of all guards and clips."""
-    watches = find_states(state, WatchState)
-    logs = [watches[0][1].incidents] if watches else [x for _, x in find_states(state, IncidentLog)]
-    if not logs:
-        rule, hint = "a state that keeps incidents", "Put `gcx.watch` around the optimizer."
-        raise TypeError(error_message(function, "state", rule, type(state).__name__, hint))
-    logs = [plain_arrays(log) for log in logs]
-    for log in logs:
-        refuse_traced(function, "state", log.incident_count)
-        if np.ndim(log.incident_count):
-            rule, hint = "of one run", "Of seed i pass `jax.tree.map(lambda x: x[i], state)`."
-            got = f"one that was vmapped over {np.shape(log.incident_count)[0]}"
-            raise ValueError(error_message(function, "state", rule, got, hint))
-    return logs

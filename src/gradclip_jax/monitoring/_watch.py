@@ -1,5 +1,6 @@
 """Norms of gradient, update and parameters, unit by unit, and the incidents of a run."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -13,7 +14,6 @@ from .._checks import (
     check_axis_name,
     check_bound,
     check_choice,
-    check_length,
     check_number,
     check_state,
     check_static,
@@ -23,12 +23,22 @@ from .._checks import (
 from .._run_if import like_dtypes
 from .._states import increment_where, plain_arrays, register_metrics, step_taken
 from .._tree_checks import check_inexact
-from .._types import Array, AxisName, Count, Number, Scalar, Tree
+from .._types import UNBOUNDED, Array, AxisName, Count, Number, Tree
 from ..clipping._clip import leaves_beside
 from ..clipping._granularity import Granularity, as_granularity
-from ..clipping._incident import IncidentLog, empty_log, gather, names_in, norms_by_unit
-from ..clipping._threshold import check_params, first_state
-from ._observe import level_rules, loss_of, observe, was_skipped
+from ..clipping._incident import (
+    THRESHOLDS,
+    IncidentLog,
+    evidence,
+    log_maker,
+    measure_units,
+    names_in,
+    note,
+)
+from ..clipping._threshold import check_params
+from ..guarding._signal import loss_of
+from ._metrics import metrics
+from ._spikes import compare, first_levels
 
 _NAME = "watch"
 _KINDS = ("gradient", "update", "parameter")
@@ -42,29 +52,32 @@ class WatchState(NamedTuple):
     """What `watch` measured at the last call, and the last incidents.
 
     Attributes:
-        step_taken: int32[], 1 if the last call took a step, 0 if it was held or skipped.
         norms: for each of "gradient", "update" and "parameter" that is watched float32[1 + units]:
             the norm of all, then of each unit; NaN at a step that was not measured.
-        largest_share: float32[], the largest share of a unit in the squared gradient norm.
-        largest_share_index: int32[], which unit it is; `watched_names` has its name.
-        levels: the recent norms and losses that a spike is compared with.
+        levels: float32[3, 3 + units], what norms and losses are compared with.
         incidents: the `IncidentLog`; its `step_count` is the metric `watch_step`.
         inner_state: the state of the inner transformation.
     """
 
-    step_taken: Scalar
     norms: dict[str, Array]
-    largest_share: Scalar
-    largest_share_index: Scalar
-    levels: Any
+    levels: Array
     incidents: IncidentLog
     inner_state: Any
 
     watch_step = property(lambda state: state.incidents.step_count)
+    step_taken = property(lambda state: step_taken(state.inner_state).astype(jnp.int32))
+    largest_share = property(lambda state: jnp.max(_shares(state), -1))
+    largest_share_index = property(lambda state: jnp.argmax(_shares(state), -1).astype(jnp.int32))
     gradient_norm = property(lambda state: _by_name(state, "gradient"))
     update_norm = property(lambda state: _by_name(state, "update"))
     parameter_norm = property(lambda state: _by_name(state, "parameter"))
     update_ratio = property(lambda state: _by_name(state, "update", over="parameter"))
+
+
+def _shares(state: WatchState) -> Array:
+    """The share of each unit in the squared norm of the gradient."""
+    total, of_units = jnp.split(plain_arrays(state.norms["gradient"]), [1], -1)
+    return jnp.square(of_units / jnp.where(total > 0, total, 1))
 
 
 def _by_name(state: WatchState, kind: str, over: str | None = None) -> dict[str | None, Any] | None:
@@ -99,8 +112,8 @@ def watch(
     whether the step was taken. Put it inside an accumulation whose held steps are to cost nothing.
 
     An incident is a gradient, update or loss that is not finite, a gradient norm or a loss far
-    above its last 128 values, or a step that a guard inside skipped. The loss is the extra
-    argument `value` or `loss` of `update`.
+    above its usual level, a unit that has risen far beside the others, or a step that a guard
+    inside skipped. The loss is the extra argument `value` or `loss` of `update`.
 
     | call | what is reported |
     | --- | --- |
@@ -108,7 +121,7 @@ def watch(
     | held or skipped by what is inside | its gradient, an update of 0, `step_taken` 0 |
     | held or skipped by what is around it | nothing new: `watch_step` stays |
     | with the extra argument `measure=False`, static | NaN for all norms, and no incident |
-    | NaN or infinity in a unit | its norm so; `largest_share_index` is the unit with most |
+    | NaN or infinity in a unit | its norm so; `largest_share_index` is such a unit |
     | parameters that are all zero | `update_ratio` 0 |
 
     Args:
@@ -117,8 +130,9 @@ def watch(
         granularity: of what norms are taken, as for `clip_by_norm`. A stacked layer is named by
             its index. "global" names no unit. Inside `shard_map` no unit of a leaf may be spread
             over devices along an axis that indexes units.
-        spike: in standard deviations above the mean of the last 128 values, > 0; both of
-            a norm or loss and of its logarithm. inf for none.
+        spike: in standard deviations of the logarithm above its moving average of about 128
+            steps, > 0; of a loss both of its logarithm, if it has one, and of itself. A unit is
+            compared in proportion to the others, by half as many again. inf for none.
         incidents: how many are kept, 1 to 2^20, static.
         axis_name: mapped axes over which every leaf is a shard, where types cannot tell (inside
             `pmap`, or `shard_map` with `check_vma=False`).
@@ -150,19 +164,16 @@ def watch(
     for kind in of:
         check_choice(_NAME, "of", kind, _KINDS)
     cut, axes = as_granularity(_NAME, granularity), check_axis_name(_NAME, axis_name)
-    check_length(_NAME, "incidents", incidents)
+    make_log = log_maker(_NAME, incidents)
     check_number(_NAME, "spike", spike, "OLMo-core uses 6; pass inf for none.")
 
     def init(params: Tree) -> WatchState:
         inner_state = inner.init(params)
-        log = empty_log(incidents, cut.cut(_NAME, params), params)
-        size = 1 + len(names_in(log))
+        log = make_log(params, cut.cut(_NAME, params))
+        size = 1 + max(len(names_in(log)), 1)  # all leaves together are one unit without a name
         return WatchState(
-            step_taken=jnp.zeros((), jnp.int32),
             norms={kind: jnp.zeros(size, jnp.float32) for kind in ("gradient", *of)},
-            largest_share=jnp.zeros((), jnp.float32),
-            largest_share_index=jnp.zeros((), jnp.int32),
-            levels={key: first_state(rule) for key, rule in level_rules(spike).items()},
+            levels=first_levels(size),
             incidents=log,
             # Not weakly typed, as what comes out of a step is not: one trace for all steps.
             inner_state=like_dtypes(inner_state, inner_state),
@@ -181,44 +192,48 @@ def watch(
         check_static(_NAME, "measure", measure)
         if "parameter" in of:
             check_params(_NAME, updates, params)
-        units, size = cut.cut(_NAME, updates), state.norms["gradient"].size
+        units = cut.cut(_NAME, updates)
 
         def norms_of(tree: Tree) -> Array:
-            return norms_by_unit(leaves_beside(updates, tree), units, axes)[:size]
+            return measure_units(leaves_beside(updates, tree), units, axes, by_rows=True)[0]
 
         norms, before = {}, state.inner_state
         if measure and "parameter" in of:
-            norms["parameter"], before = _read_first(norms_of(params), before)
+            # Without the barrier XLA reads the parameters while it replaces them, and copies them
+            # for that: 2 N more on an H100.
+            norms["parameter"], before = lax.optimization_barrier((norms_of(params), before))
         output, after = inner.update(updates, before, params, **extra_args)
-        skipped = was_skipped(before, after)
-        stepped = step_taken(after).astype(jnp.int32)
-        state = state._replace(step_taken=stepped, inner_state=after)
+        log = state.incidents
         if not measure:
             norms = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state.norms)
-            log = state.incidents._replace(step_count=increment_where(state.watch_step))
-            return output, state._replace(norms=norms, incidents=log)
-        gradient, evidence = gather(leaves_beside(updates, updates), units, axes)
-        norms["gradient"] = gradient[:size]
+            log = log._replace(step_count=increment_where(log.step_count))
+            return output, WatchState(norms, state.levels, log, after)
+        # Of stacked layers the gradient is summed beside the update, of whole leaves beside a clip.
+        by_rows = "update" in of and not units.is_vector
+        leaves, loss = leaves_beside(updates, updates), loss_of(_NAME, extra_args, axes)
+        norms["gradient"], bad = measure_units(leaves, units, axes, by_rows=by_rows)
+        thresholds, rises, levels = compare(state.levels, norms["gradient"], loss, spike)
+        fields = evidence(norms["gradient"], bad, rises) | thresholds
+        fields |= {"loss": loss, "update_threshold": UNBOUNDED}
         if "update" in of:
             norms["update"] = norms_of(output)
-        return output, observe(state, norms, evidence, loss_of(extra_args, axes), skipped, spike)
+            fields["update_norm"] = norms["update"][0]
+        return output, WatchState(norms, levels, _noted(log, fields, before, after), after)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _read_first(norms: Array, state: Any) -> tuple[Array, Any]:
-    """The norms of the parameters, and the inner state, whose scalars have to wait for them.
-
-    Most optimizers need such a scalar, as a step count, for each update. Without the wait XLA reads
-    the parameters while it replaces them, and copies them for that: 2 N more on an H100.
-    """
-    leaves, structure = jax.tree.flatten(state)
-    scalars = [i for i, x in enumerate(leaves) if not np.ndim(x) and _is_number(x)]
-    norms, waited = lax.optimization_barrier((norms, [leaves[i] for i in scalars]))
-    for i, x in zip(scalars, waited, strict=True):
-        leaves[i] = x
-    return norms, jax.tree.unflatten(structure, leaves)
-
-
-def _is_number(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.number)  # a key of random numbers is none
+def _noted(log: IncidentLog, fields: dict[str, Any], before: Any, after: Any) -> IncidentLog:
+    """The incidents after a step, with what the clips and guards inside say of it."""
+    past, present = metrics(before), metrics(after)
+    streaks = [key for key in present if key.startswith("consecutive_skips")]
+    skips = [present[key] > past[key] for key in streaks]
+    skipped = functools.reduce(jnp.logical_or, skips, jnp.array(False))
+    # A guard that skipped had thresholds of its own, and may have measured the update, now zero.
+    for key, name in {**THRESHOLDS, "update_norm": "update_norm"}.items():
+        if key in fields and name in present:
+            fields[key] = jnp.where(skipped, present[name], fields[key])
+    fields["clip_factor"] = factor = jnp.asarray(present.get("clip_factor", 1), jnp.float32)
+    stepped = step_taken(after)
+    fates = {"skipped": skipped, "held": ~skipped & ~stepped, "clipped": stepped & (factor < 1)}
+    return note(log, fields, skipped, fates)
