@@ -112,8 +112,9 @@ test-compiled-cuda: .venv-cuda/.compiled  ## the same on an H100
 	@touch $@
 
 # Other people's trainers, each in an environment of its own, on one and on eight devices. uv because
-# pip needs more than ten minutes for the dependencies of some. levanter and Kauldron need Python 3.12.
-TRAINERS ?= numpyro keras nnx netket brax tunix levanter kauldron easydel
+# pip needs more than ten minutes for the dependencies of some. levanter, Kauldron and MaxText need Python 3.12.
+# EasyDeL needs PyTorch: with UV_TORCH_BACKEND=cpu uv takes the one for CPUs in place of 3 GB.
+TRAINERS ?= numpyro keras nnx netket brax tunix levanter kauldron easydel maxtext
 PYTHON_TRAINERS ?= $(call first_running,$(call candidates,12 13))
 test-trainers: $(TRAINERS:%=test-trainer-%)  ## train inside other people's trainers; TRAINERS="numpyro keras" are two
 
@@ -132,6 +133,7 @@ test-trainer-%: .venv-trainer-%/.installed
 .venv-trainer-levanter/.installed: REQUIRES = marin-levanter
 .venv-trainer-kauldron/.installed: REQUIRES = kauldron
 .venv-trainer-easydel/.installed: REQUIRES = easydel pillow torch
+.venv-trainer-maxtext/.installed: REQUIRES = 'maxtext[tpu]'
 .venv-trainer-%/.installed: pyproject.toml
 	@test -n "$(PYTHON_TRAINERS)" || \
 		{ echo "No Python 3.12 found. Name one: make $@ PYTHON_TRAINERS=/path/to/python"; exit 1; }

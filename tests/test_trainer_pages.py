@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(path for path in (ROOT / "docs/trainers").glob("*.md") if path.stem != "maxtext")
+PAGES = sorted((ROOT / "docs/trainers").glob("*.md"))
 # `diff` and `py`; what is in `python` is run by the tests of the pages.
 SHOWN = re.compile(r"^```(diff|py)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

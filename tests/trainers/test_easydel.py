@@ -6,6 +6,7 @@ import easydel as ed
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from easydel.trainers.trainer._fn import training_step
 from flax import nnx
@@ -16,6 +17,18 @@ import gradclip_jax as gcx
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (STEPS, 8, 16))
 step = jax.jit(functools.partial(training_step, partition_spec=P(("dp", "fsdp"))))
+
+
+@pytest.fixture(autouse=True)
+def adam_that_does_not_amplify_rounding(monkeypatch):
+    """A rounding error of a gradient moves a parameter by at most lr / eps = 0.1 times as much.
+
+    At the default eps of 1e-8 it is a million times as much: gradients of `q_proj` and `k_proj` are
+    about 1e-6 here, and Adam makes steps of 1e-2 of their rounding errors. Two runs of Optax, the
+    second with `max_norm` one ulp larger, then differ by 2.7e-4 after 20 steps, ours from Optax's by
+    2.6e-4 (EasyDeL 0.3.0, JAX 0.9.2, one CPU device).
+    """
+    monkeypatch.setattr(optax, "adam", functools.partial(optax.adam, eps=0.1))
 
 
 def start(tx):
@@ -46,7 +59,7 @@ def train(state, tokens=TOKENS):
 @pytest.mark.parametrize("name", NAMES)
 def test_trains_as_with_optax(name):
     ours, theirs = train(start(of_ours(name))), train(start(of_optax(name)))
-    check_same(ours.graphstate, theirs.graphstate, rtol=1e-4, atol=2e-5)
+    check_same(ours.graphstate, theirs.graphstate)
     assert gcx.metrics(ours.opt_state)["clip_factor"] < 1
 
 
@@ -61,7 +74,7 @@ def test_goes_on_in_mid_window(tmp_path):
         tx_template=tx,
     )
     assert gcx.metrics(rest.opt_state)["mini_step"] == STOP % EVERY
-    check_same(train(rest.replace(tx=tx), TOKENS[STOP:]).graphstate, whole.graphstate, 1e-4, 2e-5)
+    check_same(train(rest.replace(tx=tx), TOKENS[STOP:]).graphstate, whole.graphstate)
 
 
 def test_a_run_of_optax_goes_on_with_ours():
@@ -69,4 +82,4 @@ def test_a_run_of_optax_goes_on_with_ours():
     state = gcx.convert_state(tx, half.opt_state, half.graphstate)
     rest = train(half.replace(tx=tx, opt_state=state), TOKENS[STOP:])
     theirs = train(start(of_optax("accumulated")))
-    check_same(rest.graphstate, theirs.graphstate, rtol=1e-4, atol=2e-5)
+    check_same(rest.graphstate, theirs.graphstate)
