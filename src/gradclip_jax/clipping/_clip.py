@@ -304,7 +304,8 @@ def _summary(
 
     for threshold, factor, over in zip(thresholds, factors, shards, strict=True):
         # One reduction of a leaf for all three: a GPU launches the second half of each by itself.
-        row = (factor != 1).astype(factor.dtype), -threshold, -factor
+        # JAX (0.10.2) fails at the derivative of such a one, and nobody needs it.
+        row = lax.stop_gradient(((factor != 1).astype(factor.dtype), -threshold, -factor))
         first = tuple(jnp.full_like(factor, x, shape=()) for x in (0.0, -UNBOUNDED, -1.0))
         count, *tops = lax.reduce(row, first, join, tuple(range(factor.ndim)))
         joined = join(joined, (count / replica_count(over, everywhere), *tops))
