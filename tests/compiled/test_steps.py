@@ -54,6 +54,13 @@ NOT_REACHED = {
         ("scan GPT, small", "skip_large_norm"): {"launches": 1.06},
         ("scan GPT, small", "skip_spikes"): {"launches": 1.13},
         ("scan GPT, small", "accumulate_gradients(clip)"): {"launches": 1.05},
+        ("scan GPT, small", "skip_nonfinite(accumulate_gradients(clip))"): {"launches": 1.13},
+        # What keeps XLA from a wrong sum of an embedding's gradients: docs/compiler_faults.md.
+        ("scan GPT, small", "microbatched_value_and_grad"): {
+            "bytes, N": 1.12,
+            "launches": 1.04,
+            "scratch, N": 1.39,
+        },
     },
     "tpu": {
         ("PPO", "clip_by_global_norm"): {"launches": 1.14},
@@ -69,7 +76,10 @@ NOT_REACHED = {
 }[PLATFORM]
 # Sharded, in N beyond Optax's, where the goal is 0.05. (With no report of its state at all the same
 # step takes 5 N more on a TPU: the compiler's order decides.)
-MORE_SCRATCH_OF_ROWS = {"cuda": 6.5, "tpu": 0.21}[PLATFORM]
+MORE_SCRATCH_SHARDED = {
+    "cuda": {"clip_by_leaf_norm": 1.84, "adaptive_grad_clip": 7.23},
+    "tpu": {"adaptive_grad_clip": 0.21},
+}[PLATFORM]
 # Scratch of PPO's small networks on a TPU is 0 or some 90 N, for near-identical programs of Optax too.
 HELD = ["bytes, N", "launches", "scratch, N"][: 2 if PLATFORM == "tpu" else 3]
 
@@ -114,8 +124,7 @@ def test_sharded_step_gathers_nothing_that_optax_does_not(name):
         for make in (ROWS[name].ours, OPTAX[ROWS[name].theirs])
     )
     assert gathered(ours) <= 1.01 * gathered(theirs)
-    more = MORE_SCRATCH_OF_ROWS if name == "adaptive_grad_clip" else 0.05
-    assert ours["scratch, N"] <= theirs["scratch, N"] + more
+    assert ours["scratch, N"] <= theirs["scratch, N"] + MORE_SCRATCH_SHARDED.get(name, 0.05)
 
 
 def cost(name):
