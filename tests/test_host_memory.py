@@ -36,6 +36,7 @@ CLIPS = {
     "stable_spam_clip": gcx.stable_spam_clip,
     "u_clip": lambda: gcx.u_clip(gcx.clip_by_global_norm(1.0)),
     "watch": lambda: gcx.watch(optax.sgd(1.0)),
+    "incidents": lambda: gcx.clip_by_global_norm(1.0, incidents=4),
 }
 GUARDS = {
     "skip_nonfinite": lambda tx: gcx.skip_nonfinite(tx),

@@ -147,7 +147,7 @@ def unit_norms(
     leaves: list[Array], units: Units, ord: float, axis_name: AxisName, scale: float = SCALE
 ) -> Norms:
     """The norms of all units: one read of the leaves for ord 1, 2 and inf, and one all-reduce."""
-    leaves, dtype = list(map(on_device, leaves)), norm_dtype(leaves)
+    dtype = norm_dtype(leaves)
     total = functools.partial(totals, leaves, units, axis_name)
     if ord == 2.0:
         sums = total(lambda x, axes, i: sum_of_squares(x, axes, dtype, scale))
@@ -172,7 +172,6 @@ def _unit_norms_jvp(
     """The slope is zero where a norm is zero or not finite: a bad step leaves no NaN behind."""
     (leaves,), (directions,) = primals, tangents
     norms, dtype = unit_norms(leaves, units, ord, axis_name, scale), norm_dtype(leaves)
-    leaves, directions = (list(map(on_device, xs)) for xs in (leaves, directions))
     total = functools.partial(totals, leaves, units, axis_name)
     ties = norms
 
@@ -215,13 +214,15 @@ def totals(
 ) -> Norms:
     """For each unit the sum, or the maximum, over its leaves; one all-reduce over devices.
 
-    `share_of(leaf, axes, i, *columns)` is what a leaf has in unit i.
+    `share_of(leaf, axes, i, *columns)` is what a leaf has in unit i. What lies on the host is
+    measured on the device.
     """
+    leaves, *others = ([on_device(x) for x in xs] for xs in (leaves, *columns))
     shards = [frozenset[str]() if units.is_local else shard_axes(x, axis_name) for x in leaves]
     everywhere = frozenset[str]().union(*shards)
     shares: list[list[Array]] = [[] for _ in range(units.size)]
     for x, axes, i, over, *of_leaf in zip(
-        leaves, units.axes, units.entry, shards, *columns, strict=True
+        leaves, units.axes, units.entry, shards, *others, strict=True
     ):
         if axes is not None:
             share, copies = share_of(x, axes, i, *of_leaf), replica_count(over, everywhere)
