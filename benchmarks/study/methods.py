@@ -17,7 +17,7 @@ from gradclip_jax import thresholds
 HUNDREDFOLD = (0.1, 10**-0.5, 1.0, 10**0.5, 10.0)
 PERCENTILES = (10.0, 50.0, 75.0, 90.0, 99.0)
 MICRO_BATCHES = 4
-Unit = Literal["", "norm", "leaf norm", "rms"]
+Unit = Literal["", "norm", "leaf norm", "example norm", "rms"]
 
 
 class Setting(NamedTuple):
@@ -40,7 +40,7 @@ class Method(NamedTuple):
     build: Callable[[Setting], optax.GradientTransformation]
     unit: Unit = ""  # the grid is in units of the problem's usual norms
     optimizers: tuple[str, ...] = ("sgd", "adam")
-    clips_micro_batches: bool = False
+    clips_each: Literal["batch", "micro-batch", "example"] = "batch"
 
     def values(self, usual: dict[str, float]) -> list[float]:
         return [value * usual.get(self.unit, 1.0) for value in self.grid]
@@ -148,6 +148,10 @@ METHODS = (
     ),
     Method(
         "micro-batches", "max_norm", 1.0, HUNDREDFOLD,
-        lambda at: at.optimizer(at.learning_rate), "norm", clips_micro_batches=True,
+        lambda at: at.optimizer(at.learning_rate), "norm", clips_each="micro-batch",
+    ),
+    Method(
+        "per example", "max_norm", 1.0, HUNDREDFOLD,
+        lambda at: at.optimizer(at.learning_rate), "example norm", clips_each="example",
     ),
 )  # fmt: skip

@@ -53,15 +53,22 @@ def falling_to_zero(learning_rate: Any, steps: int) -> Callable[[Any], Any]:
     return lambda step: learning_rate * 0.5 * (1 + jnp.cos(jnp.pi * step / steps))
 
 
-def record_norms(problem: Problem, start: Start, learning_rate: Any) -> tuple[jax.Array, Any]:
-    """Norms of the gradient and of each leaf in the first steps without clipping."""
+def of_example(loss: Any) -> Any:
+    """The mean loss of a batch as that of one example."""
+    return lambda params, example: loss(params, jax.tree.map(lambda x: x[None], example))
+
+
+def record_norms(problem: Problem, start: Start, learning_rate: Any) -> tuple[jax.Array, Any, Any]:
+    """Norms of the gradient, of each leaf, of each example in the first steps without clipping."""
+    norms_of_examples = gcx.per_example.norms(of_example(problem.loss))
     tx = make_optimizer(problem.optimizer, falling_to_zero(learning_rate, problem.steps))
 
     def step(carry: Any, batch: Batch):
         params, state = carry
         grads = jax.grad(problem.loss)(params, batch)
         updates, state = tx.update(grads, state, params)
-        norms = gcx.global_norm(grads), gcx.leaf_norms(grads)
+        of_examples = norms_of_examples(params, batch)
+        norms = gcx.global_norm(grads), gcx.leaf_norms(grads), of_examples
         return (optax.apply_updates(params, updates), state), norms
 
     first = jax.tree.map(lambda x: x[:RECORDED_STEPS], start.batches)
@@ -99,9 +106,12 @@ def train(problem: Problem, method: Method, test: Batch, start: Start, choice: C
             value = problem.loss(params, batch)
             return gcx.scale_loss(state, value) if half else value
 
-        if method.clips_micro_batches:
-            scale = gcx.metrics(state)["loss_scale"] if half else 1.0
-            value, grads = mean_of_clipped(loss, params, batch, choice.value * scale)
+        max_norm = choice.value * (gcx.metrics(state)["loss_scale"] if half else 1.0)
+        if method.clips_each == "micro-batch":
+            value, grads = mean_of_clipped(loss, params, batch, max_norm)
+        elif method.clips_each == "example":
+            clipped = gcx.per_example.value_and_grad(of_example(loss), max_norm)
+            (value, _), grads = clipped(params, batch)
         else:
             value, grads = jax.value_and_grad(loss)(params, batch)
         updates, state = tx.update(grads, state, params, value=value)
@@ -149,8 +159,13 @@ def usual_norms(problem: Problem, seeds: tuple[int, ...]) -> dict[str, float]:
     """Medians over the first steps without clipping, at the lowest learning rate."""
     starts = make_starts(problem, seeds)
     record = functools.partial(record_norms, problem, learning_rate=min(problem.learning_rates))
-    norms, of_leaves = jax.jit(jax.vmap(record))(starts)
+    norms, of_leaves, of_examples = jax.jit(jax.vmap(record))(starts)
     parameters = sum(x[0].size for x in starts.params.values())
     norm = float(np.nanmedian(norms))
     leaf_norm = float(np.nanmedian(np.stack(jax.tree.leaves(of_leaves))))
-    return {"norm": norm, "leaf norm": leaf_norm, "rms": norm / parameters**0.5}
+    return {
+        "norm": norm,
+        "leaf norm": leaf_norm,
+        "example norm": float(np.nanmedian(of_examples)),
+        "rms": norm / parameters**0.5,
+    }
