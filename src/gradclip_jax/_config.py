@@ -146,17 +146,15 @@ class AccumulationConfig:
 def _constructors() -> dict[str, Callable[..., Any]]:
     """The public functions that make a transformation, a threshold rule or a granularity."""
     package = sys.modules[__package__ or ""]
-    public = vars(package) | vars(package.per_example)
-    made = {name: x for name, x in public.items() if makes_transformation(x)}
-    rules = {name: getattr(thresholds, name) for name in thresholds.__all__}
-    parts = rules | {name: getattr(granularities, name) for name in granularities.__all__}
-    return made | {name: x for name, x in parts.items() if inspect.isfunction(x)}
+    namespaces = (package, package.per_example, thresholds, granularities)
+    kinds = (optax.GradientTransformation, thresholds.Rule, granularities.Granularity)
 
+    def makes_one(value: Any) -> bool:
+        made = inspect.get_annotations(value).get("return") if inspect.isfunction(value) else None
+        return isinstance(made, type) and issubclass(made, kinds)
 
-def makes_transformation(value: Any) -> bool:
-    """Whether a value is a function annotated as returning a transformation."""
-    made = inspect.get_annotations(value).get("return") if inspect.isfunction(value) else None
-    return isinstance(made, type) and issubclass(made, optax.GradientTransformation)
+    public = {name: x for namespace in namespaces for name, x in vars(namespace).items()}
+    return {name: x for name, x in public.items() if makes_one(x)}
 
 
 def _check_call(name: Any, arguments: Any, inner: tuple[Any, ...] | None = None) -> None:
@@ -189,15 +187,14 @@ def _to_plain(value: Any) -> Any:
         value = value.item()
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
+    if isinstance(value, Mapping) and "name" in value:
+        value = TransformConfig.from_dict(value)
     if isinstance(value, TransformConfig):
         return value.to_dict()
     if isinstance(value, list) or type(value) is tuple:
         return list(map(_to_plain, value))
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        plain = {key: _to_plain(x) for key, x in value.items()}
-        if "name" in plain:
-            _check_call(plain["name"], {key: x for key, x in plain.items() if key != "name"})
-        return plain
+        return {key: _to_plain(x) for key, x in value.items()}
     if isinstance(value, (np.dtype, type)) and jnp.issubdtype(value, jnp.number):
         return jnp.dtype(value).name
     rule = "a plain value, or lists and mappings by name of such"

@@ -7,7 +7,7 @@ transformation, or none.
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final, NamedTuple
 
 import jax
@@ -140,82 +140,56 @@ def _execute(
     | all that judged a call that went through | no skip in a row | brought up to date |
     | inside an accumulation whose window is held | as they were | as it was |
     """
-    _check_names(extra_args)
-    outermost, innermost_state = update.gates[0], state
-    is_sum = isinstance(outermost, Accumulation)
-    check_inexact(outermost.name, "updates", grads, unreduced=is_sum)
-    for gate in update.gates:
-        check_state(gate.name, innermost_state, gate.kind)
-        innermost_state = getattr(innermost_state, GATES[gate.kind])
+    innermost_state = _check_call(update.gates, grads, state, extra_args)
     outside, accumulation, inside = _split(update.gates)
     guards = (*outside, *inside)
-    window_checks = {i: g.check_window for i, g in enumerate(outside) if g.check_window}
-    step_checks = [i for i, guard in enumerate(guards) if guard.checks_step]
     around = _judge(outside, grads, state, params, extra_args)
+    window = Window(True, (), lambda acc: (grads, acc), state, extra_args, lambda s, *_: s)
     if accumulation:
-        is_measured = bool(window_checks or step_checks)
+        is_measured = any(x.check_window for x in outside) or any(x.checks_step for x in guards)
         window = accumulation.open_window(
             around.grads, around.state, params, extra_args, around.accepted, is_measured
         )
-    else:
-        window = Window(True, (), lambda acc: (grads, acc), state, extra_args, lambda s, *_: s)
     step, output = _plan_step(
         update.innermost, window, grads, innermost_state, params, applies=applies
     )
-    unmeasured = np.float32(np.nan)  # of NumPy: `jax_debug_nans` looks at what JAX computes
-    # Of each guard: whether a check of it refuses, and what that measured.
-    unchecked: list[tuple[Any, Any]] = [(jnp.array(False), unmeasured)] * len(guards)
 
-    def body(carry: Tree) -> Tree:
+    def close_window(carry: Tree) -> Tree:
         output, inner_state, accumulator, _ = carry
         window_grads, accumulator = window.read(accumulator)
         judged = _judge(inside, window_grads, inner_state, params, window.extra_args)
-        accepted, checks = judged.accepted, list(unchecked)
-        if window_checks:
-            passed = _all(check(window_grads) for check in window_checks.values())
-            refuses = jnp.asarray(flag_and(accepted, ~passed))
-            checks[max(window_checks)] = (refuses, unmeasured)
-            accepted = flag_and(accepted, passed)
-
-        def take(carry: Tree) -> tuple[Tree, ComputedStep]:
-            output, before = carry
-            output, after, updates = step(judged.grads, before, output)
-            after = like_dtypes(after, before)  # a moment may overflow where it is kept
-            return (output, after), ComputedStep(judged.grads, before, updates, after)
-
-        def checked(carry: Tree) -> tuple[Tree, Report]:
-            carry, computed = take(carry)
-            verdicts = [entry[2] for entry in (*around.entries, *judged.entries)]
-            results = [verdicts[i].check_step(computed) for i in step_checks]
-            passes, numbers = zip(*results, strict=True)
-            return carry, [_all(passes), list(passes), list(numbers)]
-
-        carry, stepped = (output, judged.state), accepted
-        if step_checks:
-            (output, innermost), report = run_if_checked(accepted, checked, carry)
-            stepped, passes, of_checks = report
-            refused = jnp.asarray(accepted) & ~jnp.asarray(stepped)
-            innermost = guards[step_checks[-1]].drop(innermost, refused)
-            # The innermost check that fails counts.
-            results = zip(step_checks, passes, of_checks, strict=True)
-            for i, passed, number in reversed(list(results)):
-                checks[i] = (checks[i][0] | (refused & ~passed), number)
-                refused = refused & passed
-        else:
-            output, innermost = run_if(accepted, lambda x: take(x)[0], carry, usually=True)
-        own = checks[len(outside) :]
+        accepted, of_window = _check_window(outside, window_grads, judged.accepted)
+        entries = [*around.entries, *judged.entries]
+        output, innermost, stepped, of_step = _take_step(step, entries, judged, accepted, output)
+        refusals = [(of_window | of_step).get(i, _UNREFUSED) for i in range(len(guards))]
+        own, others = refusals[len(outside) :], refusals[: len(outside)]
         inner_state = _next_states(judged, innermost, own, stepped, alone=len(guards) == 1)
-        flags = [jnp.asarray(stepped), checks[: len(outside)]] if guards else []
-        return output, inner_state, accumulator, flags
+        return output, inner_state, accumulator, [jnp.asarray(stepped), others] if guards else []
 
-    flags: list[Any] = [jnp.array(False), unchecked[: len(outside)]]
-    carry = (output, window.inner_state, window.accumulator, flags if guards else [])
-    output, inner_state, accumulator, flags = run_if(window.emits, body, carry)
+    flags: list[Any] = [jnp.array(False), [_UNREFUSED] * len(outside)] if guards else []
+    carry = (output, window.inner_state, window.accumulator, flags)
+    output, inner_state, accumulator, flags = run_if(window.emits, close_window, carry)
     stepped, refusals = flags or [window.emits, []]
     emitted = functools.reduce(flag_and, [~refused for refused, _ in refusals], window.emits)
     next_state = window.next_state(inner_state, accumulator, emitted)
     through = flag_and(around.accepted, ~(jnp.asarray(window.emits) & ~jnp.asarray(stepped)))
     return output, _next_states(around, next_state, refusals, through, alone=len(guards) == 1)
+
+
+def _check_call(gates: Sequence[Any], grads: Tree, state: Any, extra_args: dict[str, Any]) -> Any:
+    """Refuses what does not belong to these gates; returns the innermost state."""
+    for name in extra_args.keys() - EXTRA_ARGS:  # all others are passed on
+        near = difflib.get_close_matches(name, EXTRA_ARGS, n=1, cutoff=0.8)
+        if near:
+            rule = "an extra argument with a name of its own"
+            hint = f"It is called `{near[0]}`; or name it less like that."
+            raise TypeError(error_message("update", name, rule, "one", hint))
+    is_sum = isinstance(gates[0], Accumulation)
+    check_inexact(gates[0].name, "updates", grads, unreduced=is_sum)
+    for gate in gates:
+        check_state(gate.name, state, gate.kind)
+        state = getattr(state, GATES[gate.kind])
+    return state
 
 
 def _split(gates: Sequence[Any]) -> tuple[Any, Accumulation | None, Any]:
@@ -257,8 +231,61 @@ def _judge(
     return _Judged(entries, grads, state, accepted)
 
 
-def _all(flags: Iterable[Scalar]) -> Scalar:
-    return functools.reduce(jnp.logical_and, flags)
+Step = Callable[[Tree, Any, Tree], tuple[Tree, Any, Tree]]
+"""From gradients, the innermost state and the output to the next output, state, and the updates."""
+
+_UNREFUSED: Final = (np.bool_(False), np.float32(np.nan))
+"""No check of a guard refuses, and none measured anything; of NumPy, for `jax_debug_nans`."""
+
+
+def _check_window(
+    outside: Sequence[Guard], grads: Tree, accepted: Flag
+) -> tuple[Flag, dict[int, Any]]:
+    """Whether the gradient of a window may be stepped on, and what refuses it, as `_take_step`."""
+    checks = {i: x.check_window for i, x in enumerate(outside) if x.check_window}
+    if not checks:
+        return accepted, {}
+    passed = functools.reduce(jnp.logical_and, [check(grads) for check in checks.values()])
+    refused = jnp.asarray(flag_and(accepted, ~passed))
+    return flag_and(accepted, passed), {max(checks): (refused, _UNREFUSED[1])}
+
+
+def _take_step(
+    step: Step, entries: Sequence[Any], judged: _Judged, accepted: Flag, output: Tree
+) -> tuple[Tree, Any, Flag, dict[int, Any]]:
+    """Takes the step where it is accepted, and where all guards pass it that check steps.
+
+    Returns the output, the innermost state, whether the step was taken, and, by the index of the
+    guard in `entries`, whether its check is the one that refuses, with what it measured.
+    """
+
+    def take(carry: Tree) -> tuple[Tree, ComputedStep]:
+        output, before = carry
+        output, after, updates = step(judged.grads, before, output)
+        after = like_dtypes(after, before)  # a moment may overflow where it is kept
+        return (output, after), ComputedStep(judged.grads, before, updates, after)
+
+    checking = [i for i, (guard, *_) in enumerate(entries) if guard.checks_step]
+    carry = (output, judged.state)
+    if not checking:
+        output, after = run_if(accepted, lambda x: take(x)[0], carry, usually=True)
+        return output, after, accepted, {}
+
+    def checked(carry: Tree) -> tuple[Tree, Report]:
+        carry, computed = take(carry)
+        results = [entries[i][2].check_step(computed) for i in checking]
+        passes, numbers = map(list, zip(*results, strict=True))
+        return carry, [functools.reduce(jnp.logical_and, passes), passes, numbers]
+
+    (output, after), (stepped, passes, numbers) = run_if_checked(accepted, checked, carry)
+    refused = jnp.asarray(accepted) & ~jnp.asarray(stepped)
+    after = entries[checking[-1]][0].drop(after, refused)
+    refusals: dict[int, Any] = {}
+    # The innermost check that fails counts.
+    for i, passed, number in reversed(list(zip(checking, passes, numbers, strict=True))):
+        refusals[i] = (refused & ~passed, number)
+        refused = refused & passed
+    return output, after, stepped, refusals
 
 
 def _next_states(
@@ -284,10 +311,6 @@ def _next_states(
             after = jax.tree.map(choose, after, state._replace(**bare))
         inner_state = after._replace(inner_state=inner_state, incidents=log)
     return inner_state
-
-
-Step = Callable[[Tree, Any, Tree], tuple[Tree, Any, Tree]]
-"""From gradients, the innermost state and the output to the next output, state, and the updates."""
 
 
 def _plan_step(
@@ -357,13 +380,3 @@ def _apply_updates(params: Tree, updates: Tree) -> Tree:
 
     with jax.numpy_dtype_promotion("standard"):
         return optax.apply_updates(params, jax.tree.map(addend, updates, params))
-
-
-def _check_names(extra_args: dict[str, Any]) -> None:
-    """Refuses an extra argument that is called almost as one of ours; others are passed on."""
-    for name in extra_args.keys() - EXTRA_ARGS:
-        near = difflib.get_close_matches(name, EXTRA_ARGS, n=1, cutoff=0.8)
-        if near:
-            rule = "an extra argument with a name of its own"
-            hint = f"It is called `{near[0]}`; or name it less like that."
-            raise TypeError(error_message("update", name, rule, "one", hint))
