@@ -66,30 +66,27 @@ class LeafReduction(NamedTuple):
     dtype: Any
     holds_weight: bool = False
 
-    def start(self, shape: Any, axes: frozenset[str], if_empty: float) -> Any:
-        """The total before the first micro-batch, varying over the axes; none of rows."""
-        if self.name == "concatenate":
-            return None
+    def start(self, shape: Any, parts: int, axes: frozenset[str], if_empty: float) -> Array:
+        """The total before the first micro-batch, varying over the axes; or room for all rows."""
         zeros = vary(zeros_of_type(shape, self.dtype), axes)
+        if self.name == "concatenate":
+            return lax.broadcast(zeros, (parts,))
         is_kept = self.name == "last" and self.is_weighted
         first = if_empty if is_kept else identity_of(self.name, self.dtype)
         return zeros if first == 0 else zeros + first
 
-    def no_rows(self, shape: Any, axes: frozenset[str]) -> Any:
-        """The rows of a micro-batch that is not real."""
-        return vary(zeros_of_type(shape), axes) if self.name == "concatenate" else None
-
-    def add(self, total: Any, x: Any, weight: Scalar | None) -> tuple[Any, Any]:
-        """The total with one micro-batch in it, or else the rows of that."""
+    def add(self, total: Array, x: Any, weight: Scalar | None, index: Array) -> Array:
+        """The total with one micro-batch in it."""
         x = jnp.asarray(x)  # aux may be a number
         weight = weight if self.is_weighted and not self.holds_weight else None
         if self.name != "concatenate":
-            return combine(self.name, total, x, weight), None
-        return None, x if weight is None else combine("sum", jnp.zeros_like(x), x, weight)
+            return combine(self.name, total, x, weight)
+        x = x if weight is None else combine("sum", jnp.zeros_like(x), x, weight)
+        return lax.dynamic_update_index_in_dim(total, x, index, 0)
 
-    def finish(self, total: Any, rows: Any, shape: Any, divisor: Scalar) -> Array:
+    def finish(self, total: Array, shape: Any, divisor: Scalar) -> Array:
         """That of the batch, in the dtype of a micro-batch."""
-        out = in_order(rows) if self.name == "concatenate" else total
+        out = in_order(total) if self.name == "concatenate" else total
         if self.is_weighted and self.name in ("mean", "concatenate"):
             out = divide(out, divisor)
         return out if out.dtype == shape.dtype else out.astype(shape.dtype)
@@ -146,9 +143,9 @@ def whole_batch(
     )
     if_empty = jnp.nan if nan_if_empty else 0
 
-    def step(carry: Any, index: Array) -> Any:
+    def step(carry: Any, index: Array) -> tuple[Any, None]:
         def add(carry: Any) -> Any:
-            (totals, total_weight), _ = carry
+            totals, total_weight = carry
             outputs = micro_batch(index)
             weight = as_weight(function, outputs.weight)
             if weight is None:
@@ -160,19 +157,17 @@ def whole_batch(
                 value, grads = _selected((outputs.value, outputs.grads), weight != 0)
                 outputs = outputs._replace(value=value, grads=grads)
             columns = zip(reductions, totals, jax.tree.leaves(outputs), strict=True)
-            pairs = [reduction.add(total, x, weight) for reduction, total, x in columns]
-            total_weight += 1 if weight is None else weight
-            return ([total for total, _ in pairs], total_weight), [rows for _, rows in pairs]
+            totals = [reduction.add(total, x, weight, index) for reduction, total, x in columns]
+            return totals, total_weight + (1 if weight is None else weight)
 
-        no_rows = [r.no_rows(x, axes) for r, x in zip(reductions, leaves, strict=True)]
-        return run_if_real(real, index, add, (carry, no_rows))
+        return run_if_real(real, index, add, carry), None
 
-    totals = [r.start(x, axes, if_empty) for r, x in zip(reductions, leaves, strict=True)]
+    totals = [r.start(x, parts, axes, if_empty) for r, x in zip(reductions, leaves, strict=True)]
     first = (totals, vary(jnp.float32(0), axes))
-    (totals, total_weight), rows = lax.scan(step, first, jnp.arange(parts))
+    (totals, total_weight), _ = lax.scan(step, first, jnp.arange(parts))
     divisor = jnp.where(total_weight > 0, total_weight, 1 - if_empty)
-    columns = zip(reductions, totals, rows, leaves, strict=True)
-    out = [r.finish(total, own_rows, x, divisor) for r, total, own_rows, x in columns]
+    columns = zip(reductions, totals, leaves, strict=True)
+    out = [reduction.finish(total, x, divisor) for reduction, total, x in columns]
     return jax.tree.unflatten(structure, out)
 
 
