@@ -51,9 +51,9 @@ def convert_state(
 ) -> Any:
     """The state of `tx` that continues a run from the state of the optimizer it replaces.
 
-    For a run that was started with Optax and goes on with this package, or the other way round,
-    and for a run that gets a guard, an accumulation or a clip on its way, or loses one. The two
-    optimizers must be alike but for the parts in this table, wherever they stand: inside `chain`,
+    For a run that was started with Optax and continues with this package, or vice versa, and
+    for a run that gets a guard, an accumulation or a clip, or loses one. The two optimizers must be
+    alike except for the parts in this table, wherever they are: inside `chain`,
     `named_chain`, `masked`, `partition`, `inject_hyperparams`, or one another.
 
     | before | after | what is carried over |
@@ -126,7 +126,7 @@ def _averages(tx: Any, like: Any, params: Tree, reductions: list[Any]) -> Any:
     def with_large_sum(state: Any) -> Any:
         return state._replace(acc_grads=jax.tree.map(lambda x: x + 2.0**15, state.acc_grads))
 
-    # No field of `MultiSteps` says it, but its mean of one gradient forgets what it held before.
+    # `MultiSteps` has no field for it, but its mean of one gradient forgets what it held before.
     state = replace_states(like, optax.MultiStepsState, with_large_sum)
     _, state = tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
     windows = [window.acc_grads for _, window in find_states(state, optax.MultiStepsState)]
@@ -135,7 +135,7 @@ def _averages(tx: Any, like: Any, params: Tree, reductions: list[Any]) -> Any:
 
 
 def _converted(like: Any, given: Any, averages: Any, path: Any) -> Any:
-    """What `given` says, in the structure of `like`, a fresh state.
+    """The values of `given` in the structure of `like`, a fresh state.
 
     `averages` is whether accumulations do: bool, bool[], or None if that is not known.
     """
@@ -146,7 +146,7 @@ def _converted(like: Any, given: Any, averages: Any, path: Any) -> Any:
 
     def counterpart(node: Any) -> Any:
         kind = _kind(node)
-        # Of several clips nobody can say which of them is new.
+        # Which of several clips is new cannot be known.
         is_fresh = _is_fresh(node) and len(of_kind[kind]) != counts[kind]
         if is_fresh or not of_kind[kind]:
             if kind is None:
@@ -195,7 +195,7 @@ def _is_fresh(node: Any) -> bool:
 
 
 def _copied(like: Any, given: Any, averages: Any, path: Any) -> Any:
-    """What one part says, as its counterpart; what is inside a guard is left as it is."""
+    """The values of one part in its counterpart; the state inside a guard is left as it is."""
     is_same = type(like) is type(given)
     if is_same and hasattr(like, "incidents") and not _is_alike(like.incidents, given.incidents):
         given = given._replace(incidents=like.incidents)
@@ -224,7 +224,7 @@ def _is_alike(like: Any, given: Any) -> bool:
 
 
 def _copied_children(like: Any, given: Any, averages: Any, path: Any) -> Any:
-    """What `given` holds, child by child."""
+    """The values of `given`, child by child."""
     if isinstance(like, dict) and isinstance(given, dict):
         names = like.keys() ^ given.keys()
         if names and all(_is_fresh({**like, **given}[name]) for name in names):
@@ -258,7 +258,7 @@ def _copied_window(like: Any, given: Any, averages: Any, path: Any) -> Any:
     """The window of an accumulation, of which one of the two is Optax's."""
     held, steps = _count(given.mini_step), _count(given.gradient_step)
     if averages is None:
-        rule = 'given, "mean" or "sum", where `tx` does not say it of all its leaves'
+        rule = 'given, "mean" or "sum", where `tx` does not decide it for all its leaves'
         hint = f"A window at {leaf_path('state', path)} is one or the other."
         raise ValueError(error_message(_NAME, "reduction", rule, "None", hint))
     length = jnp.where(averages, jnp.maximum(held, 1), 1).astype(jnp.float32)

@@ -31,8 +31,8 @@ EXTRA_ARGS: Final = ("value", "loss", "weight", "flush", "closes")
 class GatedUpdate:
     """The `update` of guards and accumulations.
 
-    An object, so that it can be looked into wherever the transformation has been: some trainers
-    take one apart and put it together again. `jax.named_call` asks for its name.
+    An object, so that its gates can be read wherever the transformation has been: some trainers
+    unpack one and build it again. `jax.named_call` asks for its name.
 
     Attributes:
         gates: the guards, and at most one accumulation, from the outermost to the innermost.
@@ -76,7 +76,7 @@ def apply_gradients(
         tx: any Optax transformation.
         grads: the gradients, in the structure of `params`.
         state: the state of `tx`.
-        params: the parameters. Variables of Flax's NNX are taken, and come back as such.
+        params: the parameters. Variables of Flax's NNX are accepted, and returned as such.
         **extra_args: passed on to `tx.update`.
 
     Returns:
@@ -201,7 +201,7 @@ def _split(gates: Sequence[Any]) -> tuple[Any, Accumulation | None, Any]:
 
 
 class _Judged(NamedTuple):
-    """What guards say of a gradient, each with its state and whether it refuses.
+    """The verdicts of guards on a gradient.
 
     Attributes:
         entries: `(guard, state, verdict, refuses)` of each.
@@ -337,8 +337,8 @@ def _plan_step(
     output, known = params, None
     if not applies:
         # The zeros have the type of the update, which may be sharded otherwise, or vary less.
-        # A shape cannot say that an array varies over devices or lies on the host, so a traced
-        # array says it itself; it is not computed, for nothing reads it.
+        # A shape does not record that an array varies over devices or lies on the host; a traced
+        # array does. It is not computed, for nothing reads it.
         def first() -> Tree:
             return like_dtypes(window.read(window.accumulator)[0], incoming)
 

@@ -26,7 +26,7 @@ class ComputedStep(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What a guard says of the gradient that it is given.
+    """The judgement of a guard on a gradient.
 
     Attributes:
         is_good: bool[], alike on all devices.
@@ -115,7 +115,7 @@ def flag_and(a: Flag, b: Flag) -> Any:
 
 
 def flag_or(a: Flag, b: Flag) -> Any:
-    """Whether one of them holds, in the same way."""
+    """Whether one of them holds: a bool if one of them is known and decides."""
     if isinstance(a, bool):
         return True if a else b
     return flag_or(b, a) if isinstance(b, bool) else a | b

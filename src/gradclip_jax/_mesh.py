@@ -1,4 +1,4 @@
-"""What the type of a value says about the mesh it lives on, and what follows: sums over devices.
+"""The mesh axes in the type of a value, and the sums over devices that follow from them.
 
 Inside `shard_map` a gradient stays on its device if the parameter is typed as varying. Under
 explicit axes it does if the parameter is typed as reduced: the gradient is then *unreduced*, a
@@ -234,7 +234,7 @@ def defer_sums(
             if not (reduced and missing) or np.ndim(x) < 2:
                 return x
             later = missing | reduced_axes(x)
-            # XLA gets a scatter wrong that is summed over other axes now: docs/compiler_faults.md.
+            # XLA gets a scatter wrong that is first summed over others: docs/compiler_faults.md.
             if np.shape(x) in at_once and later != frozenset(
                 jax.typeof(x).sharding.mesh.axis_names
             ):
@@ -248,7 +248,7 @@ def defer_sums(
         try:
             jaxpr, out = jax.make_jaxpr(functools.partial(micro_batch, local), return_shape=True)(0)
         except Exception as error:
-            if not _says_no_rule(error):
+            if not _is_missing_rule(error):
                 raise
         else:
             if not is_unreduced((out.value, out.aux)):
@@ -264,8 +264,8 @@ def _scattered_shapes(jaxpr: Any) -> set[tuple[int, ...]]:
     return shapes.union(*(_scattered_shapes(x) for x in inner if hasattr(x, "eqns")))
 
 
-def _says_no_rule(error: Exception) -> bool:
-    """Whether this is how JAX says that an operation has no rule for what is reduced."""
+def _is_missing_rule(error: Exception) -> bool:
+    """Whether JAX raised this because an operation has no rule for reduced operands."""
     is_sharding = type(error).__name__ == "ShardingTypeError"  # which JAX does not export
     return is_sharding or isinstance(error, (NotImplementedError, ValueError))
 

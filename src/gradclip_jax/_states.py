@@ -1,4 +1,4 @@
-"""States: their counters, and how to find them inside any Optax state, whatever wraps them."""
+"""States: their counters, and the search for them inside any Optax state, whatever wraps them."""
 
 import functools
 from collections.abc import Callable

@@ -40,4 +40,4 @@ UNBOUNDED: Final = float(np.finfo(np.float32).max)
 """No threshold yet. Not infinity, which `jax_debug_infs` would take for a fault."""
 
 
-FLOAT32: Final = np.dtype("float32")  # `jnp.float32` is callable, and so taken for a schedule
+FLOAT32: Final = np.dtype("float32")  # `jnp.float32` is callable, like a schedule

@@ -506,7 +506,7 @@ def test_more_than_five_axes_need_an_axis():
     "max_norms", [{"a": 1.0, ("a", "b"): 2.0}, {("a", "a"): 1.0}, {1: 1.0, "1": 2.0}]
 )
 def test_a_label_that_stands_twice_is_refused(max_norms):
-    expected = "clip_by_group_norm: `max_norms` must be a mapping in which each label stands once"
+    expected = "clip_by_group_norm: `max_norms` must be a mapping in which each label occurs once"
     with pytest.raises(ValueError, match=expected):
         gcx.clip_by_group_norm(max_norms, "a")
 

@@ -44,7 +44,7 @@ class NoiseState(NamedTuple):
     def gradient_noise_scale(self) -> Scalar:
         """The batch size at which noise and signal are equal, in the unit of the weights.
 
-        0 before the first window. 3.4e38, the largest float32, while no signal stands out of the
+        0 before the first window. 3.4e38, the largest float32, while no signal exceeds the
         noise: `jax_debug_infs` would report an infinity.
         """
         signal = self.squared_gradient

@@ -101,9 +101,9 @@ def output_reductions(
     *,
     holds_weight: bool,
 ) -> list[LeafReduction]:
-    """How each leaf is put together; a mean of one micro-batch is not taken, as it would round.
+    """How each leaf is put together; a single micro-batch is not averaged, as that would round.
 
-    `holds_weight` says it of value and gradient.
+    `holds_weight` is about value and gradient.
     """
 
     def reduction(name: str, leaf: Any, dtype: Any = FLOAT32, *, is_grad: bool = False) -> Any:
@@ -183,7 +183,7 @@ def _selected(tree: Tree, flag: Any) -> Tree:
 def aux_reductions(
     function: str, reduction: Any, parts: int, aux: Tree, whole_aux: Callable[[], Tree]
 ) -> list[str]:
-    """How each leaf of aux is put together: as it is said, or else as its shape decides."""
+    """The reduction of each leaf of aux: the given one, or else by its shape."""
     leaves = jax.tree_util.tree_leaves_with_path(aux)
     if parts == 1:
         return ["last"] * len(leaves)

@@ -49,7 +49,7 @@ _asked: ContextVar[list[Any] | None] = ContextVar("reductions of init", default=
 def reductions_of_init() -> Generator[list[Any]]:
     """Collects the reduction of each accumulation whose `init` is called.
 
-    For `convert_state`: a chain is two closures, and no state says what was given to its parts.
+    For `convert_state`: a chain is two closures, and no state holds the arguments of its parts.
     """
     reductions: list[Any] = []
     token = _asked.set(reductions)
@@ -60,7 +60,7 @@ def reductions_of_init() -> Generator[list[Any]]:
 
 
 def note_reduction(reduction: Any) -> None:
-    """Says the reduction of an accumulation to who asks."""
+    """Records the reduction of an accumulation, inside `reductions_of_init`."""
     asked = _asked.get()
     if asked is not None:
         asked.append(reduction)

@@ -60,11 +60,11 @@ class AccumulationState(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a caller says of a micro-batch.
+    """The extra arguments of a call that belong to the accumulation.
 
     Attributes:
         weight: float32[]; None counts as one.
-        flush: whether the window closes now; of weight 0 it brings no micro-batch.
+        flush: whether the window closes with this call; of weight 0 it adds no micro-batch.
         closes: whether this micro-batch closes the window; None counts them.
     """
 
@@ -105,10 +105,10 @@ def as_flush(function: str, flush: Any) -> Flag:
 
 
 class WindowStep(NamedTuple):
-    """What one call does.
+    """The effect of one call.
 
     Attributes:
-        arrived: it brings a micro-batch.
+        arrived: it adds a micro-batch.
         starts: the first of a window.
         holds: one that is added up, and the window stays open.
         emits: the window closes with something in it.
@@ -141,7 +141,7 @@ def advance_window(
     always = closes and is_known and accepted is True
     has_weight = True if always else (mini_step > 0) & (total_weight > 0)
     holds, emits = flag_and(arrived, flag_not(closing)), flag_and(closing, has_weight)
-    # A flush of an empty window leaves no trace.
+    # A flush of an empty window changes no state.
     is_idle = flag_and(flag_and(accepted, flag_not(arrived)), is_empty)
     return WindowStep(arrived, starts, holds, emits), state._replace(
         mini_step=jnp.where(closing, 0, mini_step),
@@ -158,7 +158,7 @@ class AccumulationStats(NamedTuple):
     Attributes:
         total_micro_batches: micro-batches so far, saturating.
         total_updates: windows that were emitted, saturating.
-        accumulation_steps: micro-batches in a window now.
+        accumulation_steps: micro-batches in the current window.
         registered_params: leaves that are accumulated; none with `every=1`.
         total_param_elements: their elements.
         effective_batch_multiplier: by how much the batch is larger than a micro-batch.

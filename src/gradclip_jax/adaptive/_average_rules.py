@@ -90,7 +90,7 @@ class ZscoreState(NamedTuple):
     Attributes:
         norm_count: int32[...], norms so far, saturating.
         mean: float32[...], of all norms in the warm-up, then an exponential moving average.
-        std: float32[...], the standard deviation, averaged in the same way as a variance.
+        std: float32[...], the standard deviation, averaged alike, as a variance.
         outlier_streak: int32[...], consecutive norms above the threshold, saturating.
     """
 

@@ -1,4 +1,4 @@
-"""Clipping inside a model: the identity, whose cotangent is clipped on the way back."""
+"""Clipping inside a model: the identity, whose cotangent is clipped in the backward pass."""
 
 import functools
 from collections.abc import Sequence
@@ -110,7 +110,7 @@ def _forward(
     x: Array, max_norm: Array, probe: Array | None, axes: tuple[int, ...], drops: bool
 ) -> tuple[Array, tuple[Array, Array | None]]:
     del axes, drops
-    # Not `_identity` again: a derivative of the gradient would be clipped on its own way back.
+    # Not `_identity` again: a derivative of the gradient would be clipped in its own backward pass.
     return x, (max_norm, probe)
 
 

@@ -41,7 +41,7 @@ class Units(NamedTuple):
             leaf that is left alone.
         entry: which entry of `Norms` is of the leaf.
         size: how many entries `Norms` has.
-        names: a name for each, where metrics tell them apart.
+        names: a name for each, where metrics report them by name.
         by_leaf: whether each leaf has an entry of its own.
         is_vector: whether `Norms` is a vector: no unit is a part of a leaf, and none is local.
         is_rms: whether thresholds are compared with the root mean square of a unit.
@@ -307,7 +307,7 @@ def _unit_axes(function: str, path: Any, x: Any, axis: Any) -> tuple[int, ...]:
     """The axes that the norm of a unit runs over."""
     rank = np.ndim(x)
     if axis is not None:
-        hint = "Treat leaves of another rank apart, with `optax.masked` or `optax.partition`."
+        hint = "Treat leaves of another rank separately, with `optax.masked` or `optax.partition`."
         return axes_within(function, axis, x, "every leaf", leaf_path("updates", path), hint)
     if sum(n != 1 for n in np.shape(x)) <= 1:  # scalars and vectors: the whole leaf
         return tuple(range(rank))

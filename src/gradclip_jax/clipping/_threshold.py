@@ -1,8 +1,8 @@
 """From norm to threshold: what a `max_norm` may be, and how it remembers.
 
 A number, a schedule and a rule fed by history or parameters are all one thing here, a `Rule`.
-The published rules fed by history live in `adaptive/`; users write theirs with this class. Which
-norms a rule serves is said at the end.
+The published rules fed by history live in `adaptive/`; users write theirs with this class. The
+assignment of rules to norms is at the end.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ _HINT = "Pass a positive number, a schedule, or a rule from `gcx.thresholds`; in
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A threshold that may depend on the norms seen so far and on the parameters.
+    """A threshold that may depend on earlier norms and on the parameters.
 
     A rule works elementwise: its norms are float32 of any shape, one entry for each unit that is
     clipped by itself, shape () for the global norm. Each array of its state has shape () or
@@ -38,7 +38,7 @@ class Rule:
         update: `(norm, state, param_norm) -> (threshold, state)`; `norm` is before clipping and
             finite, `param_norm` is None unless `uses_params`. The threshold is in the unit of
             the norm; one that is not positive gives a zero update.
-        uses_params: whether `update` needs the norms of the parameters, taken as the gradient's.
+        uses_params: whether `update` needs the norms of the parameters, unit by unit.
         counts_steps: whether the state is a count of all steps and no memory of norms; it then
             goes on at a step whose norm is not finite.
         signed: whether `update` takes values that may be zero or negative, such as losses.
@@ -191,7 +191,7 @@ def _where_finite(finite: Array, proposed: Any, state: Any) -> Any:
 
 
 class Assignment(NamedTuple):
-    """A rule and the indices of the norms that it serves."""
+    """A rule and the indices of its norms."""
 
     rule: Rule
     norms: tuple[int, ...]
@@ -213,13 +213,13 @@ def as_rules(function: str, argument: str, threshold: Any, *, by_label: bool) ->
 
 
 def _check_labels(function: str, argument: str, thresholds: Mapping[Any, Any]) -> None:
-    """Refuses a mapping in which a label, or the name of a group in the metrics, stands twice."""
+    """Refuses a mapping in which a label, or the name of a group in the metrics, occurs twice."""
     labels = [x for key in thresholds for x in (key if isinstance(key, tuple) else (key,))]
     for names in (list(map(str, labels)), list(map(group_name, thresholds))):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             hint = "A label has one threshold, and a group a name of its own in the metrics."
-            rule = "a mapping in which each label stands once"
+            rule = "a mapping in which each label occurs once"
             raise ValueError(error_message(function, argument, rule, f"{twice!r} twice", hint))
 
 
@@ -231,13 +231,13 @@ def group_name(key: Any) -> str:
 def assign_rules(
     function: str, argument: str, rules: Any, units: Units, tree: Tree
 ) -> tuple[Assignment, ...]:
-    """The rules of a tree, each with the norms that it serves.
+    """The rules of a tree, each with the indices of its norms.
 
-    | rules | serve |
+    | rules | norms of each |
     | --- | --- |
-    | one | all norms |
-    | a mapping, for groups | each its group |
-    | a prefix tree, for units within leaves | each the leaves that it stands for |
+    | one | all |
+    | a mapping, for groups | that of its group |
+    | a prefix tree, for units within leaves | those of the leaves below it |
     """
     if isinstance(rules, Rule):
         return (Assignment(rules, tuple(range(units.size))),)

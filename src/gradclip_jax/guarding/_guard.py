@@ -1,4 +1,4 @@
-"""What all guards share: how one is built from its verdict. The executor is in `_execute.py`."""
+"""What all guards share: building one from its verdict. The executor is in `_execute.py`."""
 
 from collections.abc import Callable
 from typing import Any

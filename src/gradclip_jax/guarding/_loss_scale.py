@@ -1,4 +1,4 @@
-"""The loss scale of a training in float16: how a loss takes it on, and the guard that adapts it."""
+"""The loss scale of a training in float16, and the guard that adapts it."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -132,7 +132,7 @@ def dynamic_loss_scale(
     | not finite: gradient, loss, weight, update or next state | skipped; the scale is halved |
     | not finite at the smallest scale | skipped; `guard_failed` says so |
 
-    It goes outermost: clips and other guards stand inside, where gradients are unscaled. A guard
+    It goes outermost: clips and other guards are inside, where gradients are unscaled. A guard
     around it is an error, because bad steps would never get here to lower the scale. Around an
     accumulation the steps are micro-batches; inside they are windows, and the scale is the same
     throughout a window.
