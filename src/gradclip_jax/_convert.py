@@ -143,17 +143,16 @@ def _converted(like: Any, given: Any, averages: Any, path: Any) -> Any:
     for place, part in _parts(given, path):
         of_kind[_kind(part)].append((place, part))
     counts = collections.Counter(_kind(part) for _, part in _parts(like))
+    # Which of several clips is new cannot be known.
+    anew = {kind for kind, parts in of_kind.items() if len(parts) != counts[kind]}
 
     def counterpart(node: Any) -> Any:
         kind = _kind(node)
-        # Which of several clips is new cannot be known.
-        is_fresh = _is_fresh(node) and len(of_kind[kind]) != counts[kind]
-        if is_fresh or not of_kind[kind]:
+        if (_is_fresh(node) and kind in anew) or not of_kind[kind]:
             if kind is None:
                 raise TypeError(_mismatch(_name(node), "nothing", path))
             return node
         place, part = of_kind[kind].pop(0)
-        counts[kind] -= 1
         return _copied(node, part, averages, place)
 
     def rebuilt(node: Any) -> Any:
@@ -196,18 +195,15 @@ def _is_fresh(node: Any) -> bool:
 
 def _copied(like: Any, given: Any, averages: Any, path: Any) -> Any:
     """The values of one part in its counterpart; the state inside a guard is left as it is."""
-    is_same = type(like) is type(given)
+    kind, is_same = _kind(like), type(like) is type(given)
     if is_same and hasattr(like, "incidents") and not _is_alike(like.incidents, given.incidents):
         given = given._replace(incidents=like.incidents)
     if isinstance(like, _FRESH):
         return given if _is_alike(like, given) else like
-    kind = _kind(like)
-    if kind is SkipNonfiniteState and not is_same:
-        return _copied_skips(like, given)
-    if kind is AccumulationState and not is_same:
-        return _copied_window(like, given, averages, path)
-    if kind is AccumulationState and isinstance(like, AccumulationState):
-        given = given._replace(acc_grads=_accumulator(like, given, None, averages, path))
+    if kind is AccumulationState:
+        given = _copied_window(like, given, averages, path)
+    elif kind is SkipNonfiniteState and not is_same:
+        given = _copied_skips(like, given)
     if kind in _INNER:
         like, given = (x._replace(**{_INNER[type(x)]: ()}) for x in (like, given))
     return _copied_children(like, given, averages, path)
@@ -255,63 +251,57 @@ def _copied_skips(like: Any, given: Any) -> Any:
 
 
 def _copied_window(like: Any, given: Any, averages: Any, path: Any) -> Any:
-    """The window of an accumulation, of which one of the two is Optax's."""
+    """A window; that of Optax holds the mean, if it averages, and ours always the sum."""
     held, steps = _count(given.mini_step), _count(given.gradient_step)
+    if type(like) is type(given):
+        return given._replace(acc_grads=_accumulator(like, given, 1, path))
     if averages is None:
         rule = 'given, "mean" or "sum", where `tx` does not decide it for all its leaves'
         hint = f"A window at {leaf_path('state', path)} is one or the other."
         raise ValueError(error_message(_NAME, "reduction", rule, "None", hint))
     length = jnp.where(averages, jnp.maximum(held, 1), 1).astype(jnp.float32)
     if isinstance(like, optax.MultiStepsState):
-        _check_plain_weights(given, path)
+        weight = given.total_weight
+        if _is_open(given) and not is_traced(weight) and weight != held:  # Optax has no weights
+            place = leaf_path("state", path) + ".total_weight"
+            rule, hint = "a window of weights 1", "`flush` the window first."
+            got = f"a weight of {float(weight):g} in {int(held)} micro-batches at {place}"
+            raise ValueError(error_message(_NAME, "state", rule, got, hint))
         # Zero for an empty window: ours still holds the sum of the last one, Optax adds to it.
-        acc = _accumulator(like, given, (held > 0) / length, averages, path)
+        acc = _accumulator(like, given, (held > 0) / length, path)
         return like._replace(mini_step=held, gradient_step=steps, acc_grads=acc)
     return like._replace(
         mini_step=held,
         gradient_step=steps,
-        acc_grads=_accumulator(like, given, (held > 0) * length, averages, path),
+        acc_grads=_accumulator(like, given, (held > 0) * length, path),
         total_weight=held.astype(jnp.float32),
         micro_batch_count=steps * like.accumulation_steps + held,
         emitted=_count((held == 0) & (steps > 0)),
     )
 
 
-def _accumulator(like: Any, given: Any, factor: Any, averages: Any, path: Any) -> Tree:
+def _accumulator(like: Any, given: Any, factor: Any, path: Any) -> Tree:
     """The accumulator of `given` times a factor, in the dtypes of that of `like`."""
 
     def scaled(x: Any, like: Any) -> Any:
         if jnp.iscomplexobj(x) and not jnp.iscomplexobj(like):
             return x
         # Selected, not multiplied: an empty window may hold anything.
-        if factor is not None:
-            x = jnp.where(factor > 0, x * factor, jnp.zeros_like(x))
-        return jnp.asarray(x).astype(jnp.result_type(like))
+        x = jnp.where(factor > 0, x * factor, jnp.zeros_like(x))
+        return x.astype(jnp.result_type(like))
 
-    # With `every=1` there is none.
     ours, acc = like.acc_grads, given.acc_grads
-    if not jax.tree.leaves(ours):
+    if not jax.tree.leaves(ours):  # with `every=1` there is none
         _check_closed(given, path)
     if not (jax.tree.leaves(ours) and jax.tree.leaves(acc)):
         return ours
-    if jax.tree.structure(ours) == jax.tree.structure(acc):
-        acc = jax.tree.map(scaled, acc, ours)
-    return _converted(ours, acc, averages, (*path, jax.tree_util.GetAttrKey("acc_grads")))
+    is_same = jax.tree.structure(ours) == jax.tree.structure(acc)
+    return jax.tree.map(scaled, acc, ours) if is_same else acc
 
 
 def _is_open(window: Any) -> bool:
     """Whether micro-batches wait in a window, as far as that is known."""
     return not is_traced(window.mini_step) and bool(window.mini_step > 0)
-
-
-def _check_plain_weights(given: AccumulationState, path: Any) -> None:
-    """Refuses an open window that Optax, which has no weights, could not continue."""
-    held, weight = given.mini_step, given.total_weight
-    if _is_open(given) and not is_traced(weight) and weight != held:
-        place = leaf_path("state", path) + ".total_weight"
-        rule, hint = "a window of weights 1", "`flush` the window first."
-        got = f"a weight of {float(weight):g} in {int(held)} micro-batches at {place}"
-        raise ValueError(error_message(_NAME, "state", rule, got, hint))
 
 
 def _check_closed(given: Any, path: Any) -> None:
