@@ -189,14 +189,18 @@ ONES = functools.partial(np.ones, dtype=np.float32)
         ({"max_logits": np.ones(4, int)}, TypeError, r"floating\[heads\], got int64\[4\]"),
         ({"key": ONES((3, 2))}, ValueError, "`key` must be heads that divide the 4"),
         ({"key": None}, ValueError, "`key` must be heads that divide the 4"),
-        ({"query": ONES((2, 2))}, ValueError, "`query` must be weights of the 4 heads"),
+        (
+            {"query": ONES((2, 2))},
+            ValueError,
+            "`query` must be of 4 heads in every leaf, got float32",
+        ),
         ({"query": np.ones((4, 2), int)}, TypeError, r"every leaf of `query` must be floating"),
         ({"head_axis": 2}, ValueError, r"`head_axis` must be an axis of it, got 2 for float32"),
         ({"head_axis": 0.5}, ValueError, "`head_axis` must be an axis of it, got 0.5"),
         (
             {"query": {"a": ONES((4, 2)), "b": ONES((2, 2))}},
             ValueError,
-            r"one number of heads in every leaf, got float32\[2, 2\] at query\['b'\]",
+            r"`query` must be of 4 heads in every leaf, got float32\[2, 2\] at query\['b'\]",
         ),
     ],
 )
@@ -209,5 +213,5 @@ def test_errors_name_the_argument(options, kind, text):
 @pytest.mark.parametrize("argument", ["query", "key", "query_rotary"])
 def test_every_part_of_latent_attention_has_the_same_heads(argument):
     parts = dict.fromkeys(["query", "key", "query_rotary"], ONES((4, 2))) | {argument: ONES((2, 2))}
-    with pytest.raises(ValueError, match=f"^qk_clip_mla: `{argument}` must be weights of the 4"):
+    with pytest.raises(ValueError, match=f"^qk_clip_mla: `{argument}` must be of 4 heads in every"):
         gcx.qk_clip_mla(**parts, max_logits=ONES(4))

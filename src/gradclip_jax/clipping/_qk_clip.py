@@ -156,33 +156,31 @@ def _head_factors(function: str, max_logits: Any, threshold: Any) -> Array:
     return jnp.where(is_known, scale_factor(jnp.where(is_known, logits, 0), tau), 1)
 
 
-def _head_count(function: str, argument: str, tree: Tree, head_axis: Any) -> int:
-    """The number of heads, the same in every leaf; 0 without a leaf."""
+def _head_count(
+    function: str, argument: str, tree: Tree, head_axis: Any, count: int | None = None
+) -> int:
+    """The number of heads: `count`, or that of the first leaf; 0 without a leaf."""
     check_inexact(function, argument, tree, real=True)
     check_static(function, "head_axis", head_axis)
-    counts: set[int] = set()
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        is_axis = hasattr(head_axis, "__index__") and -np.ndim(x) <= head_axis < np.ndim(x)
-        if not is_axis:
-            got = f"{head_axis!r} for {describe(x)} at {leaf_path(argument, path)}"
+        got = f"{describe(x)} at {leaf_path(argument, path)}"
+        if not (hasattr(head_axis, "__index__") and -np.ndim(x) <= head_axis < np.ndim(x)):
             hint = "Weights of heads are [..., heads, head_dim]: reshape them so."
+            got = f"{head_axis!r} for {got}"
             raise ValueError(error_message(function, "head_axis", "an axis of it", got, hint))
-        counts.add(np.shape(x)[head_axis])
-        if len(counts) > 1:
-            got = f"{describe(x)} at {leaf_path(argument, path)}"
-            rule = "of one number of heads in every leaf"
-            hint = "Name the axis of heads with `head_axis`."
+        count = np.shape(x)[head_axis] if count is None else count
+        if np.shape(x)[head_axis] != count:
+            rule, hint = (
+                f"of {count} heads in every leaf",
+                "Name the axis of heads with `head_axis`.",
+            )
             raise ValueError(error_message(function, argument, rule, got, hint))
-    return counts.pop() if counts else 0
+    return count or 0
 
 
 def _scale_heads(function: str, argument: str, tree: Tree, factors: Array, head_axis: int) -> Tree:
     """Each leaf times the factors of its heads."""
-    heads = _head_count(function, argument, tree, head_axis)
-    if heads not in (0, factors.size):
-        rule = f"weights of the {factors.size} heads of `max_logits`"
-        hint = "Name the axis of heads with `head_axis`."
-        raise ValueError(error_message(function, argument, rule, f"{heads} heads", hint))
+    _head_count(function, argument, tree, head_axis, factors.size)
 
     def scaled(x: Any) -> Any:
         shape = [1] * np.ndim(x)
