@@ -29,14 +29,8 @@ def check_inexact(
             f"{function}: every leaf of `{argument}` must be {rule}, got {listed(bad)}. "
             "Leave such leaves out with `optax.masked`."
         )
-    if not unreduced:
-        check_reduced(function, argument, tree)
-
-
-def check_reduced(function: str, argument: str, tree: Tree) -> None:
-    """Refuses leaves that have not been summed over devices, under explicit axes."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        axes = () if is_float0(leaf) else sorted(unreduced_axes(leaf))
+        axes = () if unreduced or is_float0(leaf) else sorted(unreduced_axes(leaf))
         if axes:
             got = f"a leaf that is unreduced over {', '.join(map(repr, axes))}"
             got += f" at {leaf_path(argument, path)}"

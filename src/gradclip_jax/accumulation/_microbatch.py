@@ -7,24 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._checks import (
-    check_callable,
-    check_choice,
-    check_count,
-    check_transformation,
-)
+from .._checks import check_callable, check_choice, check_count, check_transformation
 from .._mesh import BatchAxes, batch_axes, defer_sums, max_over, take_sum, varying_axes
 from .._types import FLOAT32, Tree
 from ._outputs import AUX_REDUCTIONS, Outputs, aux_reductions, output_reductions, whole_batch
 from ._reduction import DTYPE, REDUCTION, as_weight, is_summed, map_reduced
-from ._split import (
-    Split,
-    check_real,
-    counted_from_zero,
-    in_one_form,
-    micro_arguments,
-    positions,
-)
+from ._split import Split, check_real, counted_from_zero, in_one_form, micro_arguments, positions
 
 _NAME = "microbatched_value_and_grad"
 

@@ -8,14 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import (
-    axes_within,
-    check_axis,
-    check_choice,
-    check_number,
-    describe,
-    error_message,
-)
+from .._checks import axes_within, check_axis, check_choice, check_number, describe, error_message
 from .._types import Array, Number
 from ._formula import norm_dtype, scale_factor, scale_leaf
 from ._granularity import all_axes, units_within_leaves
@@ -130,12 +123,12 @@ _identity.defvjp(_forward, _backward)
 
 
 def _as_inexact(x: Any) -> Array:
-    rule = "a floating or complex array"
-    if not isinstance(x, (jax.Array, np.ndarray, np.generic, float, complex)):
-        hint = "Map over the arrays of a tree with `jax.tree.map`."
-        raise TypeError(error_message(_NAME, "x", rule, type(x).__name__, hint))
-    if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
-        raise TypeError(error_message(_NAME, "x", rule, describe(x), "Integers have no cotangent."))
+    is_array = isinstance(x, (jax.Array, np.ndarray, np.generic, float, complex))
+    if not (is_array and jnp.issubdtype(jnp.result_type(x), jnp.inexact)):
+        rule, hint = "a floating or complex array", "Integers have no cotangent."
+        hint = hint if is_array else "Map over the arrays of a tree with `jax.tree.map`."
+        got = describe(x) if is_array else type(x).__name__
+        raise TypeError(error_message(_NAME, "x", rule, got, hint))
     return jnp.asarray(x)
 
 

@@ -7,12 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import (
-    check_axis_name,
-    check_count,
-    check_transformation,
-    error_message,
-)
+from .._checks import check_axis_name, check_count, check_transformation, error_message
 from .._execute import gated
 from .._gate import Guard, Verdict
 from .._run_if import like_dtypes
@@ -84,7 +79,10 @@ def guard(
 
         return verdict._replace(own_fields=own_fields)
 
-    limit = _limit(name, max_consecutive_skips)
+    limit = jnp.iinfo(jnp.int32).max
+    if max_consecutive_skips is not None:
+        limit, hint = max_consecutive_skips, "Pass None for no limit."
+        check_count(name, "max_consecutive_skips", limit, hint)
     gate = Guard(name, kind, judge_and_note, limit, check_window, checks_step, discard_windows)
     return gated(gate, inner, init)
 
@@ -98,14 +96,6 @@ def check_guard(name: str, inner: Any, axis_name: Any) -> AxisName:
 def zero(dtype: Any = jnp.int32) -> Scalar:
     """A call for each field: a buffer that two fields share cannot be donated."""
     return jnp.zeros((), dtype)
-
-
-def _limit(name: str, max_consecutive_skips: Any) -> Any:
-    """The limit of skips in a row, the largest integer for none."""
-    if max_consecutive_skips is None:
-        return jnp.iinfo(jnp.int32).max
-    check_count(name, "max_consecutive_skips", max_consecutive_skips, "Pass None for no limit.")
-    return max_consecutive_skips
 
 
 def _refuse_inner(name: str, inner_state: Any, kinds: Any, function: str, hint: str) -> None:
