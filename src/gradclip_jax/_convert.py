@@ -20,7 +20,7 @@ from ._checks import check_choice, describe, error_message, is_traced, leaf_path
 from ._rounding import RoundingState
 from ._states import GATES, find_states, plain_arrays, replace_states, with_structure_of
 from ._types import Scalar, Tree
-from .accumulation._reduction import reductions_of_init
+from .accumulation._reduction import init_with_reductions
 from .accumulation._state import AccumulationState
 from .clipping._clip import ClipState
 from .guarding._loss_scale import LossScaleState
@@ -101,8 +101,7 @@ def convert_state(
         rule, hint = "an optimizer", "Pass an Optax transformation, or an `optax.MultiSteps`."
         raise TypeError(error_message(_NAME, "tx", rule, shortened(tx), hint))
     check_choice(_NAME, "reduction", reduction, (None, "mean", "sum"))
-    with reductions_of_init() as reductions:
-        like = tx.init(params)
+    like, reductions = init_with_reductions(tx.init, params)
     if reduction is None:
         averages = _averages(tx, like, params, reductions)
     elif any(own in ("mean", "sum") and own != reduction for own in reductions):

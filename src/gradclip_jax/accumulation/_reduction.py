@@ -3,11 +3,10 @@
 A sum is added to in place, and never poisoned.
 """
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar, copy_context
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -42,28 +41,28 @@ from .._types import Array, Scalar, Tree
 from ..clipping._formula import wide_dtype
 
 REDUCTIONS: Final = ("mean", "sum", "max", "last")
-_asked: ContextVar[list[Any] | None] = ContextVar("reductions of init", default=None)
+_REDUCTIONS_OF_INIT: ContextVar[list[Any] | None] = ContextVar("reductions of init", default=None)
 
 
-@contextlib.contextmanager
-def reductions_of_init() -> Generator[list[Any]]:
-    """Collects the reduction of each accumulation whose `init` is called.
+def init_with_reductions(init: Callable[[Tree], Any], params: Tree) -> tuple[Any, list[Any]]:
+    """The first state of a transformation, and the reduction of each accumulation in it.
 
     For `convert_state`: a chain is two closures, and no state holds the arguments of its parts.
     """
-    reductions: list[Any] = []
-    token = _asked.set(reductions)
-    try:
-        yield reductions
-    finally:
-        _asked.reset(token)
+
+    def run() -> tuple[Any, list[Any]]:
+        reductions: list[Any] = []
+        _REDUCTIONS_OF_INIT.set(reductions)
+        return init(params), reductions
+
+    return copy_context().run(run)
 
 
 def note_reduction(reduction: Any) -> None:
-    """Records the reduction of an accumulation, inside `reductions_of_init`."""
-    asked = _asked.get()
-    if asked is not None:
-        asked.append(reduction)
+    """Records the reduction of an accumulation, inside `init_with_reductions`."""
+    reductions = _REDUCTIONS_OF_INIT.get()
+    if reductions is not None:
+        reductions.append(reduction)
 
 
 class _Choice(NamedTuple):
