@@ -144,12 +144,8 @@ def select_groups(function: str, argument: str, units: Units, keys: Sequence[Any
         raise ValueError(error_message(function, argument, rule, repr(unknown[0]), hint))
     groups = [group_of.get(units.names[i]) for i in units.entry]
     pairs = list(zip(groups, units.axes, strict=True))
-    return Units(
-        axes=tuple(None if group is None else axes for group, axes in pairs),
-        entry=tuple(group or 0 for group in groups),
-        size=len(keys),
-        names=tuple(keys),
-    )
+    axes = tuple(None if group is None else axes for group, axes in pairs)
+    return Units(axes, tuple(group or 0 for group in groups), len(keys), tuple(keys))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,24 +279,19 @@ def layers(name: str, stack_axes: Any, *, rms: bool = False) -> Granularity:
         check_count(name, "stack_axes", depth, _DEPTH, low=0)
 
     def cut(function: str, tree: Tree) -> Units:
-        leaves = measured_shapes(tree)
-        depths = _stack_depths(function, stack_axes, tree)
-        axes = [tuple(range(n, np.ndim(x))) for n, x in zip(depths, leaves, strict=True)]
-        return units_within_leaves(leaves, axes)._replace(is_rms=rms)
+        depths = broadcast_prefix(function, "stack_axes", stack_axes, "updates", tree)
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        measured = [
+            (*leaf, n) for leaf, n in zip(leaves, depths, strict=True) if is_measured(leaf[1])
+        ]
+        for path, x, n in measured:
+            if n > np.ndim(x):
+                got = f"{n} for {describe(x)} at {leaf_path('updates', path)}"
+                raise ValueError(error_message(function, "stack_axes", "<= the rank", got, _DEPTH))
+        axes = [tuple(range(n, np.ndim(x))) for _, x, n in measured]
+        return units_within_leaves(measured_shapes(tree), axes)._replace(is_rms=rms)
 
     return Granularity(cut)
-
-
-def _stack_depths(function: str, stack_axes: Any, tree: Tree) -> list[int]:
-    per_leaf = broadcast_prefix(function, "stack_axes", stack_axes, "updates", tree)
-    depths: list[int] = []
-    for depth, (path, x) in zip(per_leaf, jax.tree_util.tree_leaves_with_path(tree), strict=True):
-        if is_measured(x):
-            if int(depth) > np.ndim(x):
-                got = f"{depth} for {describe(x)} at {leaf_path('updates', path)}"
-                raise ValueError(error_message(function, "stack_axes", "<= the rank", got, _DEPTH))
-            depths.append(int(depth))
-    return depths
 
 
 def _unit_axes(function: str, path: Any, x: Any, axis: Any) -> tuple[int, ...]:

@@ -201,8 +201,7 @@ def as_rules(function: str, argument: str, threshold: Any, *, by_label: bool) ->
     """A threshold, a tree of thresholds or a mapping from labels, as rules; refuses all else."""
     if by_label:  # its keys may be of several types, and have no order
         _check_labels(function, argument, threshold)
-        named = {key: f"{argument}[{key!r}]" for key in threshold}
-        return {key: as_rule(function, named[key], entry) for key, entry in threshold.items()}
+        return {key: as_rule(function, f"{argument}[{key!r}]", x) for key, x in threshold.items()}
     if not jax.tree.leaves(threshold, is_leaf=_is_rule):
         return as_rule(function, argument, threshold)
     return jax.tree_util.tree_map_with_path(
