@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import optax
 
 from .._checks import check_count, check_number, describe, error_message, is_float0, is_traced
-from .._gate import Verdict
 from .._states import find_states, increment_where, plain_arrays, register_metrics
 from .._types import Array, AxisName, Count, Scalar, Tree
 from ..clipping._formula import wide_dtype
 from ._detect import is_bad
-from ._guard import check_guard, guard, zero
-from ._skip_nonfinite import finite_checks, judge_finite
+from ._guard import zero
+from ._skip_nonfinite import finite_guard
 
 _NAME = "dynamic_loss_scale"
 # Beyond these 1 / scale is no normal number, and a compiled program may take it for zero.
@@ -175,7 +174,6 @@ def dynamic_loss_scale(
     References:
         Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740.
     """
-    axes = check_guard(_NAME, inner, axis_name)
     _check_scales(init_scale, min_scale, max_scale)
     check_number(_NAME, "growth_factor", growth_factor, "Pass for example 2.0.", low=1.0)
     hint = "Pass for example 0.5."
@@ -186,31 +184,27 @@ def dynamic_loss_scale(
         scale = jnp.array(init_scale, jnp.float32)  # a copy: the state may be donated
         return LossScaleState(scale, zero(), zero(), zero(), zero(), inner_state)
 
-    def judge(
-        updates: Tree, state: LossScaleState, params: Tree, extra_args: dict[str, Any]
-    ) -> Verdict:
-        grads = jax.tree.map(lambda x: _unscaled(x, state.loss_scale), updates)
+    def grads_of(updates: Tree, state: LossScaleState) -> Tree:
+        return jax.tree.map(lambda x: _unscaled(x, state.loss_scale), updates)
 
-        def own_fields(refuses: Scalar, measured: Scalar) -> LossScaleState:
-            growth, backoff, smallest, largest = (
-                jnp.asarray(x, jnp.float32)
-                for x in (growth_factor, backoff_factor, min_scale, max_scale)
-            )
-            good_steps = jnp.where(refuses, 0, increment_where(state.good_steps))
-            grows = good_steps >= growth_interval
-            factor = jnp.where(refuses, backoff, jnp.where(grows, growth, 1))
-            failed = refuses & (state.loss_scale <= smallest)
-            return state._replace(
-                loss_scale=jnp.clip(state.loss_scale * factor, smallest, largest),
-                good_steps=jnp.where(grows, 0, good_steps),
-                skipped_nonfinite=increment_where(state.skipped_nonfinite, refuses),
-                guard_failed=state.guard_failed | failed.astype(jnp.int32),
-            )
+    def adapted(state: LossScaleState, refuses: Scalar) -> dict[str, Any]:
+        growth, backoff, smallest, largest = (
+            jnp.asarray(x, jnp.float32)
+            for x in (growth_factor, backoff_factor, min_scale, max_scale)
+        )
+        good_steps = jnp.where(refuses, 0, increment_where(state.good_steps))
+        grows = good_steps >= growth_interval
+        factor = jnp.where(refuses, backoff, jnp.where(grows, growth, 1))
+        failed = refuses & (state.loss_scale <= smallest)
+        return {
+            "loss_scale": jnp.clip(state.loss_scale * factor, smallest, largest),
+            "good_steps": jnp.where(grows, 0, good_steps),
+            "guard_failed": state.guard_failed | failed.astype(jnp.int32),
+        }
 
-        return judge_finite(_NAME, grads, extra_args, check, axes, own_fields)
-
-    checks = finite_checks(_NAME, check, axes)
-    return guard(_NAME, inner, first, judge, axes, **checks, incidents=incidents)
+    return finite_guard(
+        *(_NAME, inner, first, check, axis_name, incidents), grads_of=grads_of, adapted=adapted
+    )
 
 
 def _unscaled(x: Any, scale: Scalar) -> Any:

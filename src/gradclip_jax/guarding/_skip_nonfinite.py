@@ -1,5 +1,6 @@
 """A guard against what is not finite."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -92,55 +93,52 @@ def skip_nonfinite(
         >>> updates.tolist(), int(state.skipped_nonfinite)
         ([0.0], 1)
     """
-    name = "skip_nonfinite"
-    axes = check_guard(name, inner, axis_name)
-
-    def judge(
-        updates: Tree, state: SkipNonfiniteState, params: Tree, extra_args: dict[str, Any]
-    ) -> Verdict:
-        def own_fields(refuses: Scalar, measured: Scalar) -> SkipNonfiniteState:
-            count = increment_where(state.skipped_nonfinite, refuses)
-            return state._replace(skipped_nonfinite=count)
-
-        return judge_finite(name, updates, extra_args, check, axes, own_fields)
 
     def first(inner_state: Any) -> SkipNonfiniteState:
         return SkipNonfiniteState(zero(), zero(), zero(), inner_state)
 
-    return guard(
-        name,
-        inner,
-        first,
-        judge,
-        axes,
-        max_consecutive_skips=max_consecutive_skips,
-        incidents=incidents,
-        **finite_checks(name, check, axes),
+    limit = max_consecutive_skips
+    return finite_guard(
+        "skip_nonfinite", inner, first, check, axis_name, incidents, max_consecutive_skips=limit
     )
 
 
-def judge_finite(
+def finite_guard(
     name: str,
-    grads: Tree,
-    extra_args: dict[str, Any],
-    check: str,
-    axes: AxisName,
-    own_fields: Callable[[Scalar, Scalar], Any],
-) -> Verdict:
-    """Whether gradient, loss and weight, and the computed step, are finite on all devices."""
-    check_bound(name, axes)
+    inner: optax.GradientTransformation,
+    first: Callable[[Any], Any],
+    check: Any,
+    axis_name: Any,
+    incidents: Any,
+    *,
+    max_consecutive_skips: int | None = None,
+    grads_of: Callable[[Tree, Any], Tree] = lambda updates, state: updates,
+    adapted: Callable[[Any, Scalar], dict[str, Any]] = lambda state, refuses: {},
+) -> optax.GradientTransformationExtraArgs:
+    """A guard that counts in `skipped_nonfinite` what is not finite, alike on all devices.
+
+    `grads_of` makes the gradient that is judged and passed on, `adapted` the other fields.
+    """
+    axes = check_guard(name, inner, axis_name)
+    check_choice(name, "check", check, ("gradient", "step"))
     is_finite = all_finite if check == "step" else has_finite_squares
 
-    def check_step(step: ComputedStep) -> tuple[Scalar, Scalar]:
-        return is_finite_step(step, axes), jnp.zeros((), jnp.float32)
+    def judge(updates: Tree, state: Any, params: Tree, extra_args: dict[str, Any]) -> Verdict:
+        check_bound(name, axes)
+        grads = grads_of(updates, state)
 
-    is_good = is_finite(grads, axes) & finite_extra_args(name, extra_args, axes)
-    return Verdict(is_good, grads, own_fields, check_step)
+        def own_fields(refuses: Scalar, measured: Scalar) -> Any:
+            count = increment_where(state.skipped_nonfinite, refuses)
+            return state._replace(skipped_nonfinite=count, **adapted(state, refuses))
 
+        def check_step(step: ComputedStep) -> tuple[Scalar, Scalar]:
+            return is_finite_step(step, axes), jnp.zeros((), jnp.float32)
 
-def finite_checks(name: str, check: Any, axes: AxisName) -> dict[str, Any]:
-    """What a guard against what is not finite checks besides: windows, or steps."""
-    check_choice(name, "check", check, ("gradient", "step"))
-    if check == "step":
-        return {"checks_step": True}
-    return {"check_window": lambda grads: has_finite_squares(grads, axes)}
+        is_good = is_finite(grads, axes) & finite_extra_args(name, extra_args, axes)
+        return Verdict(is_good, grads, own_fields, check_step)
+
+    options: dict[str, Any] = {"checks_step": True}
+    if check == "gradient":
+        options = {"check_window": functools.partial(has_finite_squares, axis_name=axes)}
+    options |= {"max_consecutive_skips": max_consecutive_skips, "incidents": incidents}
+    return guard(name, inner, first, judge, axes, **options)
