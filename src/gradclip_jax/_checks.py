@@ -41,6 +41,8 @@ def shortened(value: Any) -> str:
         is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
         return _Shown(describe(leaf)) if is_array and (leaf.shape or is_traced(leaf)) else leaf
 
+    if isinstance(value, int) and value.bit_length() > 64:  # Python writes no number so long
+        return f"an integer of {value.bit_length()} bits"
     text = repr(jax.tree.map(abstract, value))
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
@@ -103,15 +105,13 @@ def check_number(
     else:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or np.ndim(value) != 0:
-        got = describe(value) if hasattr(value, "dtype") else shortened(value)
-        raise TypeError(error_message(function, argument, rule, got, hint))
+        raise TypeError(error_message(function, argument, rule, shortened(value), hint))
     if is_traced(value):
         return
     try:
         known = float(value)
-    except OverflowError:
-        got = "an integer too large for a float"
-        raise ValueError(error_message(function, argument, rule, got, hint)) from None
+    except OverflowError:  # an integer of hundreds of digits
+        known = math.nan
     is_above = low <= known if closed else low < known
     is_below = known < high if below_high else known <= high
     if not (is_above and is_below or or_nan and math.isnan(known)):
@@ -138,9 +138,7 @@ def check_count(function: str, argument: str, value: Any, hint: str, *, low: int
         return
     if int(value) >= low:
         rule = "an integer that fits 32 bit"  # what the counters of states are
-    bits = int(value).bit_length()
-    got = shortened(value) if bits <= 64 else f"one of {bits} bits"
-    raise ValueError(error_message(function, argument, rule, got, hint))
+    raise ValueError(error_message(function, argument, rule, shortened(value), hint))
 
 
 def check_static(function: str, argument: str, value: Any) -> None:

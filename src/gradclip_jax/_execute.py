@@ -265,7 +265,7 @@ def _take_step(
         after = like_dtypes(after, before)  # a moment may overflow where it is kept
         return (output, after), ComputedStep(judged.grads, before, updates, after)
 
-    checking = [i for i, (guard, *_) in enumerate(entries) if guard.checks_step]
+    checking = {i: entry for i, entry in enumerate(entries) if entry[0].checks_step}
     carry = (output, judged.state)
     if not checking:
         output, after = run_if(accepted, lambda x: take(x)[0], carry, usually=True)
@@ -273,13 +273,14 @@ def _take_step(
 
     def checked(carry: Tree) -> tuple[Tree, Report]:
         carry, computed = take(carry)
-        results = [entries[i][2].check_step(computed) for i in checking]
+        results = [verdict.check_step(computed) for _, _, verdict, _ in checking.values()]
         passes, numbers = map(list, zip(*results, strict=True))
         return carry, [functools.reduce(jnp.logical_and, passes), passes, numbers]
 
     (output, after), (stepped, passes, numbers) = run_if_checked(accepted, checked, carry)
     refused = jnp.asarray(accepted) & ~jnp.asarray(stepped)
-    after = entries[checking[-1]][0].drop(after, refused)
+    innermost_guard = entries[max(checking)][0]
+    after = innermost_guard.drop(after, refused)
     refusals: dict[int, Any] = {}
     # The innermost check that fails counts.
     for i, passed, number in reversed(list(zip(checking, passes, numbers, strict=True))):

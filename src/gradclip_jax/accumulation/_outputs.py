@@ -1,5 +1,6 @@
 """What a function returns for micro-batches, put together to what it returns for the batch."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
@@ -20,6 +21,7 @@ from ._reduction import (
     divide,
     identity_of,
     is_summed,
+    map_reduced,
 )
 from ._split import in_order, run_if_real
 
@@ -51,7 +53,8 @@ class Outputs(NamedTuple):
     weight: Any
 
 
-class LeafReduction(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class LeafReduction:
     """How one leaf is put together.
 
     Attributes:
@@ -100,35 +103,34 @@ def output_reductions(
     aux_names: Sequence[str],
     *,
     holds_weight: bool,
-) -> list[LeafReduction]:
-    """How each leaf is put together; a single micro-batch is not averaged, as that would round.
+) -> Outputs:
+    """The reduction of each leaf; a single micro-batch is not averaged, as that would round.
 
     `holds_weight` is about value and gradient.
     """
 
-    def reduction(name: str, leaf: Any, dtype: Any = FLOAT32, *, is_grad: bool = False) -> Any:
-        is_weighted = is_grad or name == "mean"
-        if parts == 1 and not (is_grad and name == "sum"):
+    def reduction(name: str, leaf: Any, dtype: Any = FLOAT32, *, is_derived: bool = False) -> Any:
+        is_weighted = is_derived or name == "mean"
+        if parts == 1 and not (is_derived and name == "sum"):
             name = "last"
         kept = leaf.dtype
         if is_summed(name) and jnp.issubdtype(kept, jnp.inexact):
             kept = accumulator_dtype(kept, dtype)
-        return LeafReduction(name, is_weighted, kept)
+        return LeafReduction(name, is_weighted, kept, is_derived and holds_weight)
 
-    value, grads, aux, weight = map(jax.tree.leaves, shapes)
-    of_grads = map(functools.partial(reduction, is_grad=True), grad_names, grads, grad_dtypes)
-    differentiated = [reduction("mean", value[0]), *of_grads]
-    return [
-        *(r._replace(holds_weight=holds_weight) for r in differentiated),
-        *map(reduction, aux_names, aux),
-        *(reduction("sum", x) for x in weight),
-    ]
+    derived = functools.partial(reduction, is_derived=True)
+    return Outputs(
+        value=derived("mean", shapes.value),
+        grads=map_reduced(derived, grad_names, shapes.grads, grad_dtypes),
+        aux=map_reduced(reduction, aux_names, shapes.aux),
+        weight=jax.tree.map(functools.partial(reduction, "sum"), shapes.weight),
+    )
 
 
 def whole_batch(
     function: str,
     micro_batch: Callable[[Array], Outputs],
-    reductions: Sequence[LeafReduction],
+    reductions: Outputs,
     shapes: Outputs,
     parts: int,
     *,
@@ -136,7 +138,6 @@ def whole_batch(
     nan_if_empty: bool,
 ) -> Outputs:
     """Runs one real micro-batch after the other, and puts together what they give."""
-    leaves, structure = jax.tree.flatten(shapes)
     # A total varies over the devices over which the weights do.
     axes = frozenset[str]().union(
         *(varying_axes(x) for x in (shapes.weight, real) if hasattr(x, "dtype"))
@@ -153,22 +154,21 @@ def whole_batch(
                 # gradient with the sum over micro-batches; the sum over devices then stays in the
                 # loop or is wrong: docs/compiler_faults.md.
                 outputs = outputs._replace(grads=_selected(outputs.grads, total_weight >= 0))
-            elif reductions[0].holds_weight:
+            elif reductions.value.holds_weight:
                 value, grads = _selected((outputs.value, outputs.grads), weight != 0)
                 outputs = outputs._replace(value=value, grads=grads)
-            columns = zip(reductions, totals, jax.tree.leaves(outputs), strict=True)
-            totals = [reduction.add(total, x, weight, index) for reduction, total, x in columns]
+            totals = jax.tree.map(
+                lambda r, total, x: r.add(total, x, weight, index), reductions, totals, outputs
+            )
             return totals, total_weight + (1 if weight is None else weight)
 
         return run_if_real(real, index, add, carry), None
 
-    totals = [r.start(x, parts, axes, if_empty) for r, x in zip(reductions, leaves, strict=True)]
+    totals = jax.tree.map(lambda r, x: r.start(x, parts, axes, if_empty), reductions, shapes)
     first = (totals, vary(jnp.float32(0), axes))
     (totals, total_weight), _ = lax.scan(step, first, jnp.arange(parts))
     divisor = jnp.where(total_weight > 0, total_weight, 1 - if_empty)
-    columns = zip(reductions, totals, leaves, strict=True)
-    out = [reduction.finish(total, x, divisor) for reduction, total, x in columns]
-    return jax.tree.unflatten(structure, out)
+    return jax.tree.map(lambda r, total, x: r.finish(total, x, divisor), reductions, totals, shapes)
 
 
 def _selected(tree: Tree, flag: Any) -> Tree:
