@@ -146,22 +146,19 @@ def _run(form: Form, branch: Form, program: Program, predicate: Any, carry: Tree
     # added to it there once more.
     form = branch if is_unreduced((carry, program.constants)) else form
     bare = program._replace(constants=[])
-    return _differentiable(form, branch, bare, predicate, carry, program.constants)
 
+    def run_as(form: Form, predicate: Any, carry: Tree, constants: list[Any]) -> Any:
+        return form(functools.partial(bare, constants=constants), predicate, carry)
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _differentiable(
-    form: Form, branch: Form, bare: Program, predicate: Any, carry: Tree, constants: list[Any]
-) -> Any:
-    return form(functools.partial(bare, constants=constants), predicate, carry)
-
-
-@_differentiable.defjvp
-def _jvp(form: Form, branch: Form, bare: Program, primals: Any, tangents: Any) -> Any:
+    @jax.custom_jvp
     def run(predicate: Any, carry: Tree, constants: list[Any]) -> Any:
-        return branch(functools.partial(bare, constants=constants), predicate, carry)
+        return run_as(form, predicate, carry, constants)
 
-    return jax.jvp(run, primals, tangents)
+    @run.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        return jax.jvp(functools.partial(run_as, branch), primals, tangents)
+
+    return run(predicate, carry, program.constants)
 
 
 def _cond(step: Callable[[Tree], Tree], predicate: Any, carry: Tree) -> Tree:

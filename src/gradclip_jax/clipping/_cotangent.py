@@ -1,6 +1,5 @@
 """Clipping inside a model: the identity, whose cotangent is clipped in the backward pass."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -87,39 +86,28 @@ def clip_cotangent(
     dtype = norm_dtype([x])
     if norm_probe is not None:
         _check_probe(norm_probe, tuple(np.delete(np.shape(x), over).tolist()), dtype)
-    return _identity(x, jnp.asarray(max_norm, dtype), norm_probe, over, nonfinite == "zero")
+    drops = nonfinite == "zero"
 
+    @jax.custom_vjp
+    def identity(x: Array, max_norm: Array, probe: Array | None) -> Array:
+        return x
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _identity(
-    x: Array, max_norm: Array, probe: Array | None, axes: tuple[int, ...], drops: bool
-) -> Array:
-    """The first argument; its cotangent is clipped, and that of the probe is the norms."""
-    del max_norm, probe, axes, drops
-    return x
+    def forward(x: Array, max_norm: Array, probe: Array | None) -> tuple[Array, Any]:
+        # Not `identity` again: a derivative of the gradient would be clipped in its backward pass.
+        return x, (max_norm, probe)
 
+    def backward(residuals: Any, cotangent: Array) -> tuple[Array, None, Array | None]:
+        max_norm, probe = residuals
+        units = units_within_leaves([cotangent], [over])._replace(is_local=True)
+        # Cotangents of tokens are small numbers: they are squared as they are.
+        (norms,) = unit_norms([cotangent], units, 2.0, None, 1.0)
+        factors = scale_factor(norms, max_norm)
+        factors = jnp.where(jnp.isfinite(norms), factors, 0 if drops else jnp.nan)
+        clipped = scale_leaf(cotangent, factors, drops=drops)
+        return clipped, None, None if probe is None else norms.reshape(probe.shape)
 
-def _forward(
-    x: Array, max_norm: Array, probe: Array | None, axes: tuple[int, ...], drops: bool
-) -> tuple[Array, tuple[Array, Array | None]]:
-    del axes, drops
-    # Not `_identity` again: a derivative of the gradient would be clipped in its own backward pass.
-    return x, (max_norm, probe)
-
-
-def _backward(
-    axes: tuple[int, ...], drops: bool, residuals: tuple[Array, Any], cotangent: Array
-) -> tuple[Array, None, Array | None]:
-    max_norm, probe = residuals
-    units = units_within_leaves([cotangent], [axes])._replace(is_local=True)
-    # Cotangents of tokens are small numbers: they are squared as they are.
-    (norms,) = unit_norms([cotangent], units, 2.0, None, 1.0)
-    factors = jnp.where(jnp.isfinite(norms), scale_factor(norms, max_norm), 0 if drops else jnp.nan)
-    clipped = scale_leaf(cotangent, factors, drops=drops)
-    return clipped, None, None if probe is None else norms.reshape(probe.shape)
-
-
-_identity.defvjp(_forward, _backward)
+    identity.defvjp(forward, backward)
+    return identity(x, jnp.asarray(max_norm, dtype), norm_probe)
 
 
 def _as_inexact(x: Any) -> Array:
