@@ -192,20 +192,15 @@ def aux_reductions(
     )
     whole = jax.tree.leaves(whole_aux()) if None in given else [None] * len(leaves)
 
-    def name_for(name: Any, path: Any, leaf: Any, whole: Any) -> str:
+    names: list[str] = []
+    for name, (path, leaf), full in zip(given, leaves, whole, strict=True):
         place = leaf_path("aux", path)
-        if name is None:
-            return _default_for(function, parts, leaf, whole, place)
-        kinds = _DTYPES.get(name, (leaf.dtype,))
-        has_dtype = any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds)
+        has_dtype = any(jnp.issubdtype(leaf.dtype, x) for x in _DTYPES.get(name, (leaf.dtype,)))
         if not has_dtype or (name == "concatenate" and not leaf.shape):
-            rule = f"a reduction that {describe(leaf)} has"
-            got = f"{name!r} for {place}"
+            rule, got = f"a reduction that {describe(leaf)} has", f"{name!r} for {place}"
             raise TypeError(error_message(function, "aux_reduction", rule, got, _HINT))
-        return name
-
-    columns = (given, leaves, whole)
-    return [name_for(name, *leaf, full) for name, leaf, full in zip(*columns, strict=True)]
+        names.append(name or _default_for(function, parts, leaf, full, place))
+    return names
 
 
 def _default_for(function: str, parts: int, micro: Any, whole: Any, place: str) -> str:

@@ -207,12 +207,8 @@ def flush(
     is_open = jnp.stack([x.mini_step > 0 for x in windows]).any()
     nothing = _zero_gradient(params_of(params), windows[0].acc_grads)
     update = optax.with_extra_args_support(tx).update
-    weight = jnp.float32(0)
-
-    def step(state: Any) -> Any:
-        return update(nothing, state, params, weight=weight, flush=True, **extra_args)
-
-    program = trace(step, arrays)
+    ours = {"weight": jnp.float32(0), "flush": True}
+    program = trace(lambda state: update(nothing, state, params, **ours, **extra_args), arrays)
     zeros = jax.tree.map(zeros_of_type, program.output[0])
     updates, flushed = run_if(is_open, lambda carry: program(carry[1]), (zeros, arrays))
     return updates, with_structure_of(state, flushed)

@@ -43,11 +43,6 @@ def record(state: WindowState, value: Array, *, signed: bool) -> WindowState:
     return next_state if signed else where_nonzero(value, next_state, state)
 
 
-def is_recorded(state: WindowState) -> Array:
-    """Which entries of `values` hold a value."""
-    return _positions(state) < state.value_count[None]
-
-
 def _positions(state: WindowState) -> Array:
     return jnp.arange(state.values.shape[0], dtype=jnp.int32).reshape(
         -1, *(1,) * state.value_count.ndim
@@ -151,7 +146,7 @@ def mean_std(
         return empty_window(norm, int(window))
 
     def update(norm: Array, state: WindowState, param_norm: Any) -> tuple[Array, WindowState]:
-        recorded = is_recorded(state)
+        recorded = _positions(state) < state.value_count[None]
         n = jnp.clip(state.value_count, 1, window).astype(jnp.float32)
         values = jnp.where(recorded, state.values, 0)
         # In units of the largest value, so that squares cannot overflow.

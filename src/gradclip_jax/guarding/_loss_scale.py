@@ -188,10 +188,8 @@ def dynamic_loss_scale(
         return jax.tree.map(lambda x: _unscaled(x, state.loss_scale), updates)
 
     def adapted(state: LossScaleState, refuses: Scalar) -> dict[str, Any]:
-        growth, backoff, smallest, largest = (
-            jnp.asarray(x, jnp.float32)
-            for x in (growth_factor, backoff_factor, min_scale, max_scale)
-        )
+        given = (growth_factor, backoff_factor, min_scale, max_scale)
+        growth, backoff, smallest, largest = (jnp.asarray(x, jnp.float32) for x in given)
         good_steps = jnp.where(refuses, 0, increment_where(state.good_steps))
         grows = good_steps >= growth_interval
         factor = jnp.where(refuses, backoff, jnp.where(grows, growth, 1))
