@@ -19,6 +19,7 @@ import optax
 from ._checks import check_choice, describe, error_message, is_traced, leaf_path, shortened
 from ._rounding import RoundingState
 from ._states import GATES, find_states, plain_arrays, replace_states, with_structure_of
+from ._tree_checks import children_of
 from ._types import Scalar, Tree
 from .accumulation._reduction import init_with_reductions
 from .accumulation._state import AccumulationState
@@ -224,8 +225,8 @@ def _copied_children(like: Any, given: Any, averages: Any, path: Any) -> Any:
         names = like.keys() ^ given.keys()
         if names and all(_is_fresh({**like, **given}[name]) for name in names):
             given = like | {name: given[name] for name in like.keys() & given.keys()}
-    children, structure = _children(like)
-    others, other_structure = _children(given)
+    children, structure = children_of(like)
+    others, other_structure = children_of(given)
     if structure != other_structure:
         raise TypeError(_mismatch(_name(like), _name(given), path))
     if structure == jax.tree.structure(0):
@@ -311,10 +312,6 @@ def _check_closed(given: Any, path: Any) -> None:
         got = f"{int(_count(given.mini_step))} held micro-batches at {place}"
         hint = "`flush` the window first, or convert after the next step."
         raise ValueError(error_message(_NAME, "state", rule, got, hint))
-
-
-def _children(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
-    return jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
 
 
 def _count(value: Any) -> Scalar:

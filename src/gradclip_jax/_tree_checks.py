@@ -47,42 +47,43 @@ def check_same_structure(function: str, argument: str, tree: Tree, like: str, ot
 
     The gradient of an integer, float0, carries nothing and may have any shape.
     """
-    ours = jax.tree_util.tree_leaves_with_path(tree)
-    theirs = jax.tree_util.tree_leaves_with_path(other)
-    hint = f"Pass `{argument}` with the structure of `{like}`."
-    rule = f"a tree like `{like}`"
-    missing: Any = (None, None)
-    for (path, leaf), (other_path, other_leaf) in zip_longest(ours, theirs, fillvalue=missing):
+    leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=False)
+    is_alike = jax.tree.structure(tree) == jax.tree.structure(other)
+    if not is_alike or any(_has_other_shape(x, y) for x, y in leaves):
+        got = _first_difference(argument, tree, like, other)
+        hint = f"Pass `{argument}` with the structure of `{like}`."
+        raise TypeError(error_message(function, argument, f"a tree like `{like}`", got, hint))
+
+
+def _has_other_shape(leaf: Any, other: Any) -> bool:
+    return np.shape(leaf) != np.shape(other) and not is_float0(leaf)
+
+
+def _first_difference(place: str, tree: Tree, other_place: str, other: Tree) -> str | None:
+    """What differs first between two trees; None if nothing does."""
+    (ours, structure), (theirs, other_structure) = children_of(tree), children_of(other)
+    if structure == other_structure == jax.tree.structure(0):
+        expected = f"{describe(tree)} at {place}, expected shape {list(np.shape(other))}"
+        return expected if _has_other_shape(tree, other) else None
+    for (path, x), (other_path, y) in zip_longest(ours, theirs, fillvalue=(None, None)):
         if path != other_path:
-            place = "nothing" if path is None else leaf_path(argument, path)
-            other_place = "nothing" if other_path is None else leaf_path(like, other_path)
-            got = f"{place} where {other_place} was expected"
-            raise TypeError(error_message(function, argument, rule, got, hint))
-        if np.shape(leaf) != np.shape(other_leaf) and not is_float0(leaf):
-            got = f"{describe(leaf)} at {leaf_path(argument, path)}"
-            got += f", expected shape {list(np.shape(other_leaf))}"
-            raise TypeError(error_message(function, argument, rule, got, hint))
-    if jax.tree.structure(tree) != jax.tree.structure(other):
-        path, node, other_node = _first_other_container(tree, other)
-        got = f"a {type(node).__name__} at {leaf_path(argument, path)}"
-        got += f", expected a {type(other_node).__name__}"
-        raise TypeError(error_message(function, argument, rule, got, hint))
+            missing = _first_leaf(other_place, other_path, y)
+            return f"{_first_leaf(place, path, x)} where {missing} was expected"
+        difference = _first_difference(leaf_path(place, path), x, leaf_path(other_place, path), y)
+        if difference:
+            return difference
+    kinds = f"a {type(tree).__name__} at {place}, expected a {type(other).__name__}"
+    return None if structure == other_structure else kinds
 
 
-def _first_other_container(tree: Tree, other: Tree) -> tuple[Any, Any, Any]:
-    """The path to the first nodes of two trees that hold their children otherwise, and both."""
+def _first_leaf(place: str, path: Any, child: Tree) -> str:
+    leaves = jax.tree_util.tree_leaves_with_path(child) or [((), None)]
+    return "nothing" if path is None else leaf_path(place, (*path, *leaves[0][0]))
 
-    def children(node: Tree) -> list[tuple[Any, Any]]:
-        return jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
 
-    path: tuple[Any, ...] = ()
-    while True:
-        pairs = list(zip(children(tree), children(other), strict=False))
-        deeper = [p for p in pairs if jax.tree.structure(p[0][1]) != jax.tree.structure(p[1][1])]
-        if type(tree) is not type(other) or not deeper:
-            return path, tree, other
-        (key, tree), (_, other) = deeper[0]
-        path = (*path, *key)
+def children_of(node: Tree) -> tuple[list[tuple[Any, Any]], Any]:
+    """The paths and children of a node, and its structure."""
+    return jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
 
 
 def broadcast_prefix(
