@@ -234,10 +234,9 @@ def defer_sums(
             if not (reduced and missing) or np.ndim(x) < 2:
                 return x
             later = missing | reduced_axes(x)
+            is_partial = later != frozenset(jax.typeof(x).sharding.mesh.axis_names)
             # XLA gets a scatter wrong that is first summed over others: docs/compiler_faults.md.
-            if np.shape(x) in at_once and later != frozenset(
-                jax.typeof(x).sharding.mesh.axis_names
-            ):
+            if np.shape(x) in at_once and is_partial:
                 return x
             return reshard(x, sharding_with(x, reduced=later))
 

@@ -126,8 +126,8 @@ def advance_window(
     """What a call does to a window of that length, and the counters if no step is taken."""
     weight, flush, closes = call
     is_empty = state.mini_step == 0
-    brings_nothing = False if weight is None else flag_and(flush, weight == 0)
-    arrived = flag_and(accepted, flag_not(brings_nothing))
+    is_bare_flush = False if weight is None else flag_and(flush, weight == 0)
+    arrived = flag_and(accepted, flag_not(is_bare_flush))
     starts = flag_and(is_empty, arrived)
     weight_so_far = jnp.where(starts, 0, state.total_weight)
     with_this = weight_so_far + (1 if weight is None else weight)

@@ -161,11 +161,7 @@ def clip_by_global_norm(
     """
     named = ("clip_by_global_norm", "max_norm")
     return norm_clip(
-        *(named, max_norm),
-        ord=ord,
-        axis_name=axis_name,
-        nonfinite=nonfinite,
-        incidents=incidents,
+        named, max_norm, ord=ord, axis_name=axis_name, nonfinite=nonfinite, incidents=incidents
     )
 
 

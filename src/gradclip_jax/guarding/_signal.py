@@ -22,14 +22,14 @@ class Signal(NamedTuple):
         is_spike: whether it is above, or not a number.
         threshold: of this step.
         rule_state: what the rule learned from it.
-        afresh: makes the rule's state if it starts anew with this value; None for a number or a
+        restart: makes the rule's state if it starts anew with this value; None for a number or a
             schedule, which have no level to learn and keep their count.
     """
 
     is_spike: Scalar
     threshold: Scalar
     rule_state: Any
-    afresh: Any
+    restart: Any
 
 
 def compare(rule: Rule, value: Scalar, rule_state: Any, param_norm: Any) -> Signal:
@@ -38,7 +38,7 @@ def compare(rule: Rule, value: Scalar, rule_state: Any, param_norm: Any) -> Sign
     def apply(rule_state: Any) -> tuple[Array, Any]:
         return apply_rule(rule, value, rule_state, param_norm if rule.uses_params else None)
 
-    def afresh() -> Any:
+    def restart() -> Any:
         # Not below what the rule has climbed to: a start of 1 never gets to a level of 1e4.
         _, new = apply(first_state(rule))
         starts = (apply(new)[0] > apply(after)[0]) | (value <= threshold)
@@ -46,7 +46,7 @@ def compare(rule: Rule, value: Scalar, rule_state: Any, param_norm: Any) -> Sign
 
     threshold, after = apply(rule_state)
     learns = bool(jax.tree.leaves(rule_state)) and not rule.counts_steps
-    return Signal(~(value <= threshold), threshold, after, afresh if learns else None)
+    return Signal(~(value <= threshold), threshold, after, restart if learns else None)
 
 
 def relearn(signals: dict[str, Signal], is_due: Scalar) -> dict[str, Signal]:
@@ -54,17 +54,17 @@ def relearn(signals: dict[str, Signal], is_due: Scalar) -> dict[str, Signal]:
     spikes = {key: x.is_spike for key, x in signals.items()}
     relearns = is_due & functools.reduce(jnp.logical_or, spikes.values(), jnp.array(False))
     for key, signal in signals.items():
-        if signal.afresh is None:
+        if signal.restart is None:
             relearns &= ~spikes[key]
 
-    def started_anew(signal: Signal) -> Signal:
+    def restarted(signal: Signal) -> Signal:
         after = signal.rule_state
-        if signal.afresh is not None:
+        if signal.restart is not None:
             # A loop would make a GPU wait for the host at every step: the few numbers are selected.
-            after = run_if(relearns, lambda _: signal.afresh(), after, usually=True)
+            after = run_if(relearns, lambda _: signal.restart(), after, usually=True)
         return signal._replace(is_spike=signal.is_spike & ~relearns, rule_state=after)
 
-    return {key: started_anew(x) for key, x in signals.items()}
+    return {key: restarted(x) for key, x in signals.items()}
 
 
 def loss_rule(name: str, loss: Any) -> Rule:
