@@ -10,6 +10,7 @@ are unbiased: appendix A of McCandlish et al. 2018, arXiv 1812.06162, for weight
 smoothed over windows before the ratio tr(Sigma) / |G|^2 is taken.
 """
 
+import functools
 import itertools
 from typing import NamedTuple
 
@@ -70,7 +71,8 @@ def observe_noise(
     grads, sums = (list(itertools.compress(jax.tree.leaves(x), selectors)) for x in trees)
     weight = jnp.float32(1) if micro_batch.weight is None else micro_batch.weight
     observed = observe_micro_batch(state.noise, grads, weight, step.starts)
-    noise = run_if(step.arrived, lambda _: observed, state.noise)
+    # Selected: a loop would make a GPU wait for the host.
+    noise = jax.tree.map(functools.partial(jnp.where, step.arrived), observed, state.noise)
 
     def observe(noise: NoiseState) -> NoiseState:
         window = MicroBatch(sums, ["mean"] * len(sums))
