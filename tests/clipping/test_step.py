@@ -128,6 +128,12 @@ def test_norm_and_clip_read_the_gradients_twice_at_most():
     assert hlo.reductions_of(text, SIZE) == 2  # one for each leaf
 
 
+def test_adagc_takes_the_norm_of_the_whole_from_those_of_the_leaves():
+    clip = gcx.adagc()
+    text = hlo.compiled(clip.update, big(), clip.init(big()))
+    assert hlo.reductions_of(text, SIZE) == 2  # one for each leaf
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_threshold_of_any_dtype(dtype):
     grads = {"a": jnp.float32([3.0, 4.0]), "b": jnp.bfloat16([12.0])}

@@ -173,6 +173,9 @@ def norm_clip(
         log = None
         if states or incidents is not None:
             check_state(function, state, ClipState)
+            if jax.tree.structure(states) != jax.tree.structure(state.rules):
+                rule, hint = f"a `ClipState` of this `{argument}`", "Call `init(params)` first."
+                raise TypeError(error_message(function, "state", rule, "that of another", hint))
             states, log = state.rules, state.incidents
         if states:
             _check_sharded_alike(function, argument, units, leaves)
