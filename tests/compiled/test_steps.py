@@ -36,21 +36,15 @@ SLACK = 0.03
 NOT_REACHED = {
     "cuda": {
         ("PPO", "autoclip"): {"launches": 1.06},
-        ("PPO", 'skip_nonfinite(check="step")'): {
-            "bytes, N": 1.02,
-            "launches": 1.07,
-            "scratch, N": 1.01,
-        },
-        ("PPO", "skip_large_norm"): {"launches": 1.04},
-        ("PPO", "skip_spikes"): {"launches": 1.22},
-        ("PPO", "skip_nonfinite(accumulate_gradients(clip))"): {"launches": 1.11},
+        ("PPO", 'skip_nonfinite(check="step")'): {"bytes, N": 1.02, "scratch, N": 1.01},
+        ("PPO", "skip_spikes"): {"launches": 1.04},
+        ("PPO", "skip_nonfinite(accumulate_gradients(clip))"): {"launches": 1.06},
         ("PPO", "microbatched_value_and_grad"): {"launches": 1.05},
         ("scan GPT, small", "adaptive_grad_clip"): {"launches": 1.08},
         ("scan GPT, small", "adagc"): {"launches": 1.01},
-        ("scan GPT, small", "skip_nonfinite"): {"launches": 1.04},
-        ("scan GPT, small", 'skip_nonfinite(check="step")'): {"bytes, N": 1.05, "launches": 1.12},
-        ("scan GPT, small", "skip_large_norm"): {"launches": 1.06},
-        ("scan GPT, small", "skip_spikes"): {"launches": 1.13},
+        ("scan GPT, small", 'skip_nonfinite(check="step")'): {"bytes, N": 1.05, "launches": 1.08},
+        ("scan GPT, small", "skip_large_norm"): {"launches": 1.02},
+        ("scan GPT, small", "skip_spikes"): {"launches": 1.07},
         ("scan GPT, small", "accumulate_gradients(clip)"): {"launches": 1.05},
         ("scan GPT, small", "skip_nonfinite(accumulate_gradients(clip))"): {"launches": 1.13},
         # What keeps XLA from a wrong sum of an embedding's gradients: docs/compiler_faults.md.
@@ -68,7 +62,7 @@ NOT_REACHED = {
         ("PPO", "skip_nonfinite"): {"launches": 1.02},
         ("PPO", 'skip_nonfinite(check="step")'): {"bytes, N": 1.02, "launches": 1.67},
         ("PPO", "skip_large_norm"): {"launches": 1.25},
-        ("PPO", "skip_spikes"): {"launches": 2.13},
+        ("PPO", "skip_spikes"): {"launches": 1.83},
         ("PPO", "microbatched_value_and_grad"): {"launches": 1.16},
     },
 }[PLATFORM]

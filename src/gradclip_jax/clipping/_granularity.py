@@ -107,7 +107,7 @@ def split(vector: Array, like: Sequence[Array]) -> list[Array]:
     return [part.reshape(x.shape) for part, x in zip(parts, like, strict=True)]
 
 
-def alike(norms: Sequence[Array], places: Sequence[int]) -> list[list[int]]:
+def alike(norms: Norms, places: Sequence[int]) -> list[list[int]]:
     """Some places in a list of norms, those of one type together: as one array they are cheaper."""
     of_type: dict[Any, list[int]] = {}
     for i in places:
@@ -115,12 +115,12 @@ def alike(norms: Sequence[Array], places: Sequence[int]) -> list[list[int]]:
     return list(of_type.values())
 
 
-def stack(norms: Sequence[Array], places: Sequence[Sequence[int]]) -> list[Array]:
+def stack(norms: Norms, places: Sequence[Sequence[int]]) -> list[Array]:
     """One array for the norms at places that go together."""
     return [jnp.stack([norms[i] for i in own]) for own in places]
 
 
-def unstack(stacks: Sequence[Array], places: Sequence[Sequence[int]]) -> dict[int, Array]:
+def unstack(stacks: Norms, places: Sequence[Sequence[int]]) -> dict[int, Array]:
     """What was stacked, by its place."""
     pairs = zip(places, map(jnp.unstack, stacks), strict=True)
     return {i: x for own, rows in pairs for i, x in zip(own, rows, strict=True)}
