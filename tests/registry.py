@@ -80,13 +80,11 @@ TRANSFORMATIONS: dict[str, Row] = {
     "autoclip": learned(lambda **axes: gcx.autoclip(window=8, **axes)),
     "zclip": learned(lambda **axes: gcx.zclip(warmup_steps=2, **axes)),
     "quantile_clip": learned(lambda **axes: gcx.quantile_clip(**axes)),
-    # Scratch above 1.1: two clips in a row, or gradient and carry, or moments and an update, all
-    # at once: the first tree has to be there while the norm of the second is taken.
     "adagc": Row(
-        lambda **axes: gcx.adagc(warmup_steps=2, **axes),
-        bound=("leaf", "clip_threshold/1"),
-        scratch=2.1,
+        lambda **axes: gcx.adagc(warmup_steps=2, **axes), bound=("leaf", "clip_threshold")
     ),
+    # Scratch above 1.1: gradient and carry, or moments and an update, all at once: the first tree
+    # has to be there while the norm of the second is taken.
     "u_clip": Row(
         lambda **axes: gcx.u_clip(gcx.clip_by_global_norm(1.0, **axes)),
         around=lambda inner: gcx.u_clip(inner),

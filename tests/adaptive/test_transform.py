@@ -157,7 +157,7 @@ def test_adagc_gives_what_the_authors_code_gives(run):
         def step(state, grad):
             updates, state = tx.update(grad, state)
             norms = jnp.stack([jnp.linalg.norm(x.ravel()) for x in updates])
-            return state, (norms, state[1].rules[0].average)
+            return state, (norms, state.rules[0].average)
 
         return jax.lax.scan(step, tx.init([x[0] for x in grads]), grads)[1]
 
@@ -355,6 +355,12 @@ def test_adagc_refuses_a_state_that_is_not_its_own(state):
     kind = ValueError if state is None else TypeError
     with pytest.raises(kind, match="adagc: `state` must be a `.*`, got "):
         gcx.adagc().update(jnp.ones(1), state)
+
+
+def test_a_clip_refuses_the_state_of_a_clip_with_another_threshold():
+    message = r"autoclip: `state` must be a `ClipState` of this `percentile`, got that of another\."
+    with pytest.raises(TypeError, match=message):
+        gcx.autoclip().update(jnp.ones(1), gcx.zclip().init(jnp.ones(1)))
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,24 @@ def test_norm_and_clip_read_the_gradients_twice_at_most():
     assert hlo.reductions_of(text, SIZE) == 2  # one for each leaf
 
 
+def test_rows_of_leaves_of_one_shape_are_clipped_and_reported_together():
+    grads = {f"{kind}{i}": jnp.ones((4, n)) for i in range(9) for kind, n in (("a", 3), ("b", 5))}
+    clip = gcx.adaptive_grad_clip()
+    text = jax.jit(clip.update).lower(grads, clip.init(grads), grads).as_text()
+    reductions = [line for line in text.splitlines() if "stablehlo.reduce(" in line]
+    # For each of two shapes the norm of the whole, and the report.
+    assert sum("tensor<9x1x" in line for line in reductions) == 2 * 2
+    updates, state = clip.update(grads, clip.init(grads), grads)
+    assert float(state.clip_fraction) == 1
+    np.testing.assert_allclose(updates["b8"], 0.01 * np.ones((4, 5)), rtol=1e-6)
+
+
+def test_adagc_takes_the_norm_of_the_whole_from_those_of_the_leaves():
+    clip = gcx.adagc()
+    text = hlo.compiled(clip.update, big(), clip.init(big()))
+    assert hlo.reductions_of(text, SIZE) == 2  # one for each leaf
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_threshold_of_any_dtype(dtype):
     grads = {"a": jnp.float32([3.0, 4.0]), "b": jnp.bfloat16([12.0])}

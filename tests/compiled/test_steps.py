@@ -35,24 +35,16 @@ SLACK = 0.03
 # has the figures.
 NOT_REACHED = {
     "cuda": {
-        ("PPO", "adaptive_grad_clip"): {"launches": 1.02},
         ("PPO", "autoclip"): {"launches": 1.06},
-        ("PPO", "adagc"): {"launches": 1.18},
-        ("PPO", 'skip_nonfinite(check="step")'): {
-            "bytes, N": 1.02,
-            "launches": 1.07,
-            "scratch, N": 1.01,
-        },
-        ("PPO", "skip_large_norm"): {"launches": 1.04},
-        ("PPO", "skip_spikes"): {"launches": 1.22},
-        ("PPO", "skip_nonfinite(accumulate_gradients(clip))"): {"launches": 1.11},
+        ("PPO", 'skip_nonfinite(check="step")'): {"bytes, N": 1.02, "scratch, N": 1.01},
+        ("PPO", "skip_spikes"): {"launches": 1.04},
+        ("PPO", "skip_nonfinite(accumulate_gradients(clip))"): {"launches": 1.06},
         ("PPO", "microbatched_value_and_grad"): {"launches": 1.05},
-        ("scan GPT, small", "adaptive_grad_clip"): {"launches": 1.17},
-        ("scan GPT, small", "adagc"): {"bytes, N": 1.02, "launches": 1.12},
-        ("scan GPT, small", "skip_nonfinite"): {"launches": 1.04},
-        ("scan GPT, small", 'skip_nonfinite(check="step")'): {"bytes, N": 1.05, "launches": 1.12},
-        ("scan GPT, small", "skip_large_norm"): {"launches": 1.06},
-        ("scan GPT, small", "skip_spikes"): {"launches": 1.13},
+        ("scan GPT, small", "adaptive_grad_clip"): {"launches": 1.08},
+        ("scan GPT, small", "adagc"): {"launches": 1.01},
+        ("scan GPT, small", 'skip_nonfinite(check="step")'): {"bytes, N": 1.05, "launches": 1.08},
+        ("scan GPT, small", "skip_large_norm"): {"launches": 1.02},
+        ("scan GPT, small", "skip_spikes"): {"launches": 1.07},
         ("scan GPT, small", "accumulate_gradients(clip)"): {"launches": 1.05},
         ("scan GPT, small", "skip_nonfinite(accumulate_gradients(clip))"): {"launches": 1.13},
         # What keeps XLA from a wrong sum of an embedding's gradients: docs/compiler_faults.md.
@@ -64,21 +56,21 @@ NOT_REACHED = {
     },
     "tpu": {
         ("PPO", "clip_by_global_norm"): {"launches": 1.14},
-        ("PPO", "adaptive_grad_clip"): {"launches": 2.18},
+        ("PPO", "adaptive_grad_clip"): {"launches": 1.10},
         ("PPO", "autoclip"): {"bytes, N": 1.02, "launches": 1.79},
-        ("PPO", "adagc"): {"bytes, N": 1.02, "launches": 1.59},
+        ("PPO", "adagc"): {"launches": 1.13},
         ("PPO", "skip_nonfinite"): {"launches": 1.02},
         ("PPO", 'skip_nonfinite(check="step")'): {"bytes, N": 1.02, "launches": 1.67},
         ("PPO", "skip_large_norm"): {"launches": 1.25},
-        ("PPO", "skip_spikes"): {"launches": 2.13},
+        ("PPO", "skip_spikes"): {"launches": 1.83},
         ("PPO", "microbatched_value_and_grad"): {"launches": 1.16},
     },
 }[PLATFORM]
 # Sharded, in N beyond Optax's, where the goal is 0.05. (With no report of its state at all the same
 # step takes 5 N more on a TPU: the compiler's order decides.)
 MORE_SCRATCH_SHARDED = {
-    "cuda": {"clip_by_leaf_norm": 1.84, "adaptive_grad_clip": 7.23},
-    "tpu": {"adaptive_grad_clip": 0.21},
+    "cuda": {"clip_by_leaf_norm": 1.84, "adaptive_grad_clip": 6.49},
+    "tpu": {"adaptive_grad_clip": 0.17},
 }[PLATFORM]
 # Scratch of PPO's small networks on a TPU is 0 or some 90 N, for near-identical programs of Optax too.
 HELD = ["bytes, N", "launches", "scratch, N"][: 2 if PLATFORM == "tpu" else 3]

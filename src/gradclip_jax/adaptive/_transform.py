@@ -1,18 +1,21 @@
 """The published methods, each one line over granularity, threshold and reaction."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_axis, check_count, check_number, check_state
-from .._types import UNBOUNDED, Array, AxisName, Count, Number, Tree
-from ..clipping._clip import ClipState, norm_clip
+from .._checks import check_axis, check_count, check_number
+from .._types import UNBOUNDED, Array, AxisName, Count, Number
+from ..clipping._clip import norm_clip
+from ..clipping._formula import scale_factor
 from ..clipping._granularity import axis as unit_axis
 from ..clipping._granularity import layers
+from ..clipping._norm import norm_of_leaves
 from ..clipping._threshold import capped, relative_to_params
-from ._average_rules import ema, quantile, zscore
+from ._average_rules import EmaState, ema, quantile, zscore
 from ._window_rules import percentile as percentile_rule
 
 Nonfinite: TypeAlias = Literal["propagate", "zero"]
@@ -170,10 +173,10 @@ def adagc(
 ) -> optax.GradientTransformation:
     """Clips each leaf to a little above the average of its clipped norms (AdaGC).
 
-    In the warm-up the global norm is clipped to `absolute`, and each leaf keeps its smallest norm
-    as the first average. The paper's 1 is for language models with norms below 1. Where norms are
-    30, the averages need thousands of steps to rise from there. `jnp.inf` works at every scale,
-    but clips nothing in the warm-up.
+    In the warm-up the global norm is clipped to `absolute`, in the same read of the gradient, and
+    each leaf keeps its smallest norm as the first average. The paper's 1 is for language models
+    with norms below 1. Where norms are 30, the averages need thousands of steps to rise from there.
+    `jnp.inf` works at every scale, but clips nothing in the warm-up.
 
     Args:
         relative: how far above its average a norm may be, dimensionless, > 0.
@@ -186,7 +189,7 @@ def adagc(
         nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
 
     Returns:
-        An Optax transformation with the states of both clips, the global one first.
+        An Optax transformation with a `ClipState`.
 
     Raises:
         ValueError: a number is out of range.
@@ -208,24 +211,18 @@ def adagc(
     check_number("adagc", "absolute", absolute, "The paper uses 1; inf is none.")
     check_count("adagc", "warmup_steps", warmup_steps, "The paper uses 100.")
 
-    def warmup(step: Array) -> Array:
-        return jnp.where(step < warmup_steps, jnp.minimum(absolute, UNBOUNDED), UNBOUNDED)
+    rule = ema(relative, decay, warmup_steps, warmup_max=UNBOUNDED)
 
-    named, rule = ("adagc", "relative"), ema(relative, decay, warmup_steps, warmup_max=UNBOUNDED)
-    both = optax.chain(
-        norm_clip(named, warmup, axis_name=axis_name, nonfinite=nonfinite),
-        norm_clip(
-            named, rule, layers("adagc", stack_axes), axis_name=axis_name, nonfinite=nonfinite
-        ),
-    )
+    def update(norms: Array, state: EmaState, param_norms: Any) -> tuple[Array, EmaState]:
+        # A rule with a state gets the norms of all leaves as one vector.
+        factor = scale_factor(norm_of_leaves([norms], 2.0, None), jnp.minimum(absolute, UNBOUNDED))
+        scaled = jnp.where(state.step_count < warmup_steps, factor, 1) * norms
+        thresholds, state = rule.update(scaled, state, None)
+        return jnp.where(scaled < norms, jnp.minimum(scaled, thresholds), thresholds), state
 
-    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:
-        check_state("adagc", state, tuple)
-        for part in state:
-            check_state("adagc", part, ClipState)
-        return both.update(updates, state, params)
-
-    return optax.GradientTransformation(both.init, update)
+    both, units = dataclasses.replace(rule, update=update), layers("adagc", stack_axes)
+    named = ("adagc", "relative")
+    return norm_clip(named, both, units, axis_name=axis_name, nonfinite=nonfinite)
 
 
 def quantile_clip(

@@ -149,12 +149,11 @@ def mean_std(
         recorded = _positions(state) < state.value_count[None]
         n = jnp.clip(state.value_count, 1, window).astype(jnp.float32)
         values = jnp.where(recorded, state.values, 0)
-        # In units of the largest value, so that squares cannot overflow.
-        largest = jax.lax.stop_gradient(jnp.max(jnp.abs(values), axis=0))
-        unit = jnp.where(largest > 0, largest, 1)
-        values = values / unit[None]
-        mean = jnp.sum(values / n[None], axis=0)
-        deviations = jnp.where(recorded, values - mean[None], 0)
+        # In units of the mean size, so that squares cannot overflow.
+        size = jax.lax.stop_gradient(jnp.sum(jnp.abs(values) / n[None], axis=0))
+        unit = jnp.where(size > 0, size, 1)
+        mean = jnp.sum(values / n[None], axis=0) / unit
+        deviations = jnp.where(recorded, values / unit[None] - mean[None], 0)
         variance = jnp.sum(deviations**2 / jnp.maximum(n - ddof, 1)[None], axis=0)
         # Without a floor a constant norm would be its own threshold.
         floor = 1e-6 if signed else jnp.maximum(0.01 * mean, 1e-6)

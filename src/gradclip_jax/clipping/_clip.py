@@ -28,6 +28,7 @@ from ._granularity import (
     Granularity,
     Norms,
     Units,
+    alike,
     as_granularity,
     is_measured,
     leaf_units,
@@ -35,7 +36,9 @@ from ._granularity import (
     norm_shapes,
     root_mean_squares,
     select_groups,
+    stack,
     tree_units,
+    unstack,
 )
 from ._incident import IncidentLog, evidence, log_maker, measure_units, note
 from ._norm import measured_leaves, norm_of_leaves, unit_norms
@@ -173,6 +176,9 @@ def norm_clip(
         log = None
         if states or incidents is not None:
             check_state(function, state, ClipState)
+            if jax.tree.structure(states) != jax.tree.structure(state.rules):
+                rule, hint = f"a `ClipState` of this `{argument}`", "Call `init(params)` first."
+                raise TypeError(error_message(function, "state", rule, "that of another", hint))
             states, log = state.rules, state.incidents
         if states:
             _check_sharded_alike(function, argument, units, leaves)
@@ -207,9 +213,12 @@ def _clip_leaves(
         root_mean_squares(x, units, leaves, axis_name) for x in (norms, param_norms)
     )
     thresholds, states = apply_rules(assigned, units, measured, states, of_params)
+    places = None if units.is_vector else alike(norms, range(units.size))
+    if places:
+        norms, measured, thresholds = (stack(x, places) for x in (norms, measured, thresholds))
     factors = jax.tree.map(factor_of, measured, thresholds)
     over = axis_name if units.is_local else None
-    is_single = units.is_vector and units.size == 1 and not units.is_local
+    is_single = units.is_vector and units.size == 1
     total = norms[0] if is_single else norm_of_leaves(jax.tree.leaves(norms), ord, over)
     is_good = jnp.isfinite(total)  # One bad norm decides for all leaves, and alike on all devices.
 
@@ -225,7 +234,8 @@ def _clip_leaves(
         # Of the factors as they were: a reduction need not wait for the norm of the whole.
         fraction, threshold, factor = _summary(thresholds, factors, over)
         fraction, factor = if_good(fraction, 1), if_good(factor, if_bad)
-    clipped = scale_leaves(leaves, units, applied, drops=drops)
+    by_entry = unstack(applied, places) if places else applied
+    clipped = scale_leaves(leaves, units, by_entry, drops=drops)
     report = (total, jnp.minimum(threshold, UNBOUNDED), factor)
     if units.names:
         names = [group_name(name) for name in units.names]

@@ -107,6 +107,25 @@ def split(vector: Array, like: Sequence[Array]) -> list[Array]:
     return [part.reshape(x.shape) for part, x in zip(parts, like, strict=True)]
 
 
+def alike(norms: Norms, places: Sequence[int]) -> list[list[int]]:
+    """Some places in a list of norms, those of one type together: as one array they are cheaper."""
+    of_type: dict[Any, list[int]] = {}
+    for i in places:
+        of_type.setdefault(jax.typeof(norms[i]), []).append(i)
+    return list(of_type.values())
+
+
+def stack(norms: Norms, places: Sequence[Sequence[int]]) -> list[Array]:
+    """One array for the norms at places that go together."""
+    return [jnp.stack([norms[i] for i in own]) for own in places]
+
+
+def unstack(stacks: Norms, places: Sequence[Sequence[int]]) -> dict[int, Array]:
+    """What was stacked, by its place."""
+    pairs = zip(places, map(jnp.unstack, stacks), strict=True)
+    return {i: x for own, rows in pairs for i, x in zip(own, rows, strict=True)}
+
+
 def is_measured(leaf: Any) -> bool:
     """Whether a leaf has a norm: a float0, or the integer parameter it belongs to, has none."""
     if is_float0(leaf):

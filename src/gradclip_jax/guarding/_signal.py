@@ -41,7 +41,9 @@ def compare(rule: Rule, value: Scalar, rule_state: Any, param_norm: Any) -> Sign
     def restart() -> Any:
         # Not below what the rule has climbed to: a start of 1 never gets to a level of 1e4.
         _, new = apply(first_state(rule))
-        starts = (apply(new)[0] > apply(after)[0]) | (value <= threshold)
+        stacked = jax.tree.map(lambda *states: jnp.stack(states), new, after)
+        bounds = jax.vmap(lambda state: apply(state)[0])(stacked)
+        starts = (bounds[0] > bounds[1]) | (value <= threshold)
         return jax.tree.map(functools.partial(jnp.where, starts), new, after)
 
     threshold, after = apply(rule_state)
