@@ -240,6 +240,21 @@ def _update_slice(_: Any, zeros: Any, update: Any, *start: Any) -> Lazy | None:
     return _rows_at(as_lazy(update), number, axes[0], zeros.shape[axes[0]], others)
 
 
+def _reverse(eqn: Any, x: Lazy) -> Lazy | None:
+    """Turns axes round, and with them the labels that they are made of."""
+    turned = eqn.params["dimensions"]
+
+    def reversed_(term: Term) -> Term:
+        for i in turned:
+            (labels, start), size = term.axes[i], term.shape()[i]
+            term = term.with_axis(i, Axis(labels, x.shape[i] - start - size))
+            for k in labels:
+                term = term.along(k, lambda array, axis: lax.rev(array, [axis]))
+        return term
+
+    return None if any(_is_hot(x, axis) for axis in turned) else x.map(reversed_)
+
+
 def _select(_: Any, which: Array, *cases: Any) -> Lazy:
     """Chooses by one number: factors of the other cases are zero, whatever they hold."""
 
@@ -282,6 +297,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("sharding_constraint", "reshard"), Rule(lambda _, x: x)),
     **dict.fromkeys(("reduce_precision", "copy", "copy_p", "name"), Rule(lambda _, x: x)),
     "slice": Rule(_slice),
+    "rev": Rule(_reverse),
     "select_n": Rule(_select, _of_one_number),
     "dynamic_update_slice": Rule(_update_slice, (0, 1)),
     "neg": Rule(lambda _, x: x.scale(jnp.asarray(-1, x.dtype))),
