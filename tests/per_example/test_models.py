@@ -35,7 +35,7 @@ FOLLOWED = {
     "experts": {"['experts']"},
     "stacked_by_hand": {""},
     "joined": {f"['{k}']" for k in ("words", "prompts", "q", "k", "a", "b")},
-    "picked": {"['flat']"},
+    "picked": {"['w']", "['flat']"},
     "complex_weights": {""},
     "dropout": {""},
     "jitted": {"['a']", "['b']"},

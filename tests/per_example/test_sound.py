@@ -239,19 +239,62 @@ def test_kernel_of_an_ungrouped_convolution_is_measured_by_gram_matrices():
         (lambda w: jnp.pad(w, ((0, 0), (1, 2)))[:, 1:-2], "gram"),
         (lambda w: jnp.pad(w, ((0, 0), (3, 0))), "gram"),
         (lambda w: jnp.roll(w, 5, 0), "gram"),
-        (lambda w: w[::-1], "written out"),
-        (lambda w: w[:, ::-1], "written out"),
-        (lambda w: jax.lax.select_n(jnp.array(True), w, 0.01 * w), "written out"),
-        (lambda w: jax.lax.select_n(jnp.array(False), w, 2 * w), "written out"),
+        (lambda w: w[::-1], "gram"),
+        (lambda w: w[:, ::-1], "gram"),
+        (lambda w: jnp.pad(w, ((0, 0), (3, 0)))[::-1, ::-1], "gram"),
+        (lambda w: w[3:9, 2:31], "gram"),
+        (lambda w: jax.lax.select_n(jnp.array(True), w, 0.01 * w), "gram"),
+        (lambda w: jax.lax.select_n(jnp.array(False), w, 2 * w), "gram"),
+        (lambda w: w[::2], "written out"),
+        (lambda w: jnp.where(np.arange(32) > 7, w, 0 * w), "written out"),
     ],
 )
 def test_weight_that_is_moved_is_followed_or_written_out(change, method):
     def loss(w, x):
-        return jnp.sum(jnp.sin(x @ change(w)))
+        moved = change(w)
+        return jnp.sum(jnp.sin(x[:, : len(moved)] @ moved))
 
     w, batch = array(32, 32, seed=1), array(3, 2, 32, seed=2)
     assert gcx.per_example.costs(loss)(w, batch)["params"].method == method
     assert_sound(loss, w, batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [-9, 0, 2, 9])
+def test_weight_that_each_example_takes_from_a_stack_is_followed(number):
+    def loss(p, example):
+        number, x = example
+        taken = jax.lax.dynamic_index_in_dim(p["stack"], number, keepdims=False)
+        return jnp.sum(jnp.sin(jnp.sin(x @ taken) @ p["b"]))
+
+    params = {"stack": array(3, 32, 32, seed=1), "b": array(32, 32, seed=2)}
+    batch = (np.array([1, number], np.int32), array(2, 2, 32, seed=2))
+    assert gcx.per_example.costs(loss)(params, batch)["params['stack']"].method == "gram"
+    assert_sound(loss, params, batch)
+
+
+def test_weights_chosen_by_each_example_are_followed():
+    def loss(p, x):
+        chosen = jax.lax.select_n(jnp.sum(x > 0) % 3, p["a"], 2 * p["b"], p["a"].T)
+        return jnp.sum(jnp.sin(x @ chosen))
+
+    params = {"a": array(32, 32, seed=1), "b": array(32, 32, seed=2)}
+    batch = array(6, 2, 32, seed=3)
+    costs = gcx.per_example.costs(loss)(params, batch)
+    assert {cost.method for cost in costs.values()} == {"gram"}
+    assert_sound(loss, params, batch)
+
+
+def test_weight_that_is_not_chosen_has_no_gradient_where_the_chosen_one_is_bad():
+    def loss(p, x):
+        return jnp.sum(jnp.sin(x @ jax.lax.select(x[0, 0] > 0, p["a"], p["b"])))
+
+    params = {"a": array(32, 32, seed=1), "b": array(32, 32, seed=2)}
+    batch = np.abs(array(2, 2, 32, seed=3))
+    batch[1, 1, 3] = np.nan
+    found = jax.jit(gcx.per_example.leaf_norms(loss))(params, batch)
+    assert np.isfinite(found["a"][0]) and np.isnan(found["a"][1])
+    np.testing.assert_array_equal(found["b"], 0)
 
 
 def test_sharding_constraint_on_a_weight_is_followed():

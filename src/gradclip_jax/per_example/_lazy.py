@@ -99,19 +99,29 @@ class Term:
         first = 1 + max((k for f in self.factors for k in (*f.labels, f.hot or 0)), default=-1)
         return tuple(range(first, first + count))
 
+    def along(self, label: int, change: Callable[[Array, int], Array]) -> "Term":
+        """Changes each factor along a label."""
+
+        def changed(f: Factor) -> Factor:
+            has = label in f.labels
+            return replace(f, array=change(f.array, f.labels.index(label))) if has else f
+
+        return self.map(changed)
+
+    def with_axis(self, i: int, axis: Axis) -> "Term":
+        """Replaces one axis of the value."""
+        return replace(self, axes=(*self.axes[:i], axis, *self.axes[i + 1 :]))
+
     def cut(self, label: int, low: int, high: int) -> "Term":
         """Takes a range of one label."""
 
         def shortened(f: Factor) -> Factor:
-            if f.hot == label:
-                inside = (f.array >= low) & (f.array < high)
-                return replace(f, array=jnp.where(inside, f.array - low, -1), size=high - low)
-            if label not in f.labels:
+            if f.hot != label:
                 return f
-            array = lax.slice_in_dim(f.array, low, high, axis=f.labels.index(label))
-            return replace(f, array=array)
+            inside = (f.array >= low) & (f.array < high)
+            return replace(f, array=jnp.where(inside, f.array - low, -1), size=high - low)
 
-        return self.map(shortened)
+        return self.map(shortened).along(label, lambda x, i: lax.slice_in_dim(x, low, high, axis=i))
 
     def split_axes(self, sizes: Sequence[int]) -> "Term | None":
         """Gives the value other axes, in the same order; None if a label is cut unevenly."""
@@ -216,8 +226,7 @@ class Lazy:
                 if low % step or high % step:
                     return None
                 term = term.cut(labels[0], low // step, high // step)
-            inner = Axis(labels, max(first - start, 0))
-            terms.append(replace(term, axes=(*term.axes[:axis], inner, *term.axes[axis + 1 :])))
+            terms.append(term.with_axis(axis, Axis(labels, max(first - start, 0))))
         shape = (*self.shape[:axis], size, *self.shape[axis + 1 :])
         return Lazy(shape, self.dtype, tuple(terms))
 

@@ -11,7 +11,7 @@ from jax import lax
 
 from .._checks import check_callable, describe, error_message, leaf_path
 from .._mesh import vary, varying_axes, zeros_of_type
-from .._tree_checks import broadcast_prefix
+from .._run_if import trace
 from .._types import Array, Labels, Tree
 from ..accumulation._split import (
     Split,
@@ -22,7 +22,7 @@ from ..accumulation._split import (
     positions,
     run_if_real,
 )
-from ..clipping._granularity import is_measured
+from ..clipping._granularity import group, is_measured
 from ..clipping._norm import measured_leaves
 from ._evaluate import evaluate
 from ._lazy import Lazy
@@ -146,16 +146,11 @@ class Examples(NamedTuple):
 
 def groups_of(function: str, params: Tree, param_labels: Labels | None) -> dict[Any, list[int]]:
     """Sorts the measured leaves into groups; without labels into one, None."""
-    leaves = jax.tree.leaves(params)
     if param_labels is None:
         return {None: list(range(len(measured_leaves(params))))}
-    tree = param_labels(params) if callable(param_labels) else param_labels
-    labels = broadcast_prefix(function, "param_labels", tree, "params", params)
-    measured = [label for x, label in zip(leaves, labels, strict=True) if is_measured(x)]
-    groups: dict[Any, list[int]] = {}
-    for i, label in enumerate(measured):
-        groups.setdefault(label, []).append(i)
-    return groups
+    units = group(param_labels).cut(function, params)
+    names, entry = units.names, units.entry
+    return {names[k]: [i for i, n in enumerate(entry) if n == k] for k in dict.fromkeys(entry)}
 
 
 def part_of(tree: Tree, parts: int, index: Array) -> Tree:
@@ -167,15 +162,15 @@ def sum_parts(
     step: Callable[[Array], tuple[Tree, Tree]], parts: int, real: Any = None
 ) -> tuple[Tree, Tree]:
     """Sums the first of what a step returns over the real parts; rows of the second in order."""
-    shapes = jax.eval_shape(step, jnp.int32(0))
+    program = trace(step, jnp.int32(0))
 
     def body(sums: Tree, index: Array) -> tuple[Tree, Tree]:
         def add(carry: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
-            new, rows = step(index)
+            new, rows = program(index)
             return jax.tree.map(jnp.add, carry[0], new), rows
 
-        return run_if_real(real, index, add, (sums, jax.tree.map(zeros_of_type, shapes[1])))
+        return run_if_real(real, index, add, (sums, jax.tree.map(zeros_of_type, program.output[1])))
 
-    zeros = jax.tree.map(zeros_of_type, shapes[0])
+    zeros = jax.tree.map(zeros_of_type, program.output[0])
     sums, rows = lax.scan(body, zeros, jnp.arange(parts, dtype=jnp.int32))
     return sums, jax.tree.map(in_order, rows)

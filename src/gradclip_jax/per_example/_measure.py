@@ -10,6 +10,7 @@ A squared norm is two numbers here: the total, and a bound on its error beyond t
 Of a gradient that is exactly zero both are zero, and of no other.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -61,12 +62,9 @@ def separate(value: Array | Lazy) -> Sequence[Array | Lazy]:
         starts = tuple(axis.start for axis in term.axes)
         at_start = replace(term, axes=tuple(Axis(axis.labels) for axis in term.axes))
         parts.setdefault((starts, term.shape()), []).append(at_start)
-    windows = list(parts)
-    for i, (start, shape) in enumerate(windows):
-        for other_start, other_shape in windows[:i]:
-            ranges = zip(start, shape, other_start, other_shape, strict=True)
-            if all(a < b + m and b < a + n for a, n, b, m in ranges):
-                return [as_array(value)]
+    for window, other in itertools.combinations(parts, 2):
+        if all(a < b + m and b < a + n for a, n, b, m in zip(*window, *other, strict=True)):
+            return [as_array(value)]
     wide = wide_dtype(value.dtype)
     return [Lazy(shape, wide, tuple(terms)) for (_, shape), terms in parts.items()]
 

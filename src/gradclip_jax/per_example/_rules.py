@@ -5,9 +5,10 @@ them where the equation has several outputs, or None where it is to be computed 
 follow another primitive, add a line to `RULES`.
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -66,9 +67,15 @@ def _scatter_add(eqn: Any, operand: Any, numbers: Array, updates: Any) -> Lazy |
         numbers = jnp.clip(numbers, 0, size - 1)
     is_valid = (numbers >= 0) & (numbers < size)
     numbers = jnp.where(is_valid, numbers.astype(jnp.int32), -1)
+    total = _rows_at(as_lazy(updates), numbers, axis, size, windows)
+    return None if total is None or total.is_small() else total.add(as_lazy(operand))
+
+
+def _rows_at(x: Lazy, numbers: Array, axis: int, size: int, windows: Sequence[int]) -> Lazy | None:
+    """Adds the rows of an array at numbers along a new axis of zeros; windows are its others."""
     terms: list[Term] = []
-    for term in as_lazy(updates).terms:
-        if term.shape() != tuple(sizes) or any(f.hot is not None for f in term.factors):
+    for term in x.terms:
+        if term.shape() != x.shape or any(f.hot is not None for f in term.factors):
             return None
         own, (hot,) = term.sizes(), term.fresh()
         labels = [k for i, a in enumerate(term.axes) if i not in windows for k in a.labels]
@@ -76,8 +83,8 @@ def _scatter_add(eqn: Any, operand: Any, numbers: Array, updates: Any) -> Lazy |
         axes = [term.axes[i] for i in windows]
         axes.insert(axis, Axis((hot,)))
         terms.append(Term((rows, *term.factors), tuple(axes)))
-    total = Lazy(tuple(shape), aval.dtype, tuple(terms))
-    return None if total.is_small() else total.add(as_lazy(operand))
+    shape = [x.shape[i] for i in windows]
+    return Lazy((*shape[:axis], size, *shape[axis:]), x.dtype, tuple(terms))
 
 
 def _added_to(eqn: Any) -> Sequence[int]:
@@ -130,14 +137,6 @@ def _is_zero(x: Any) -> bool:
     return isinstance(x, (np.ndarray, np.generic)) and bool(np.all(x == 0))
 
 
-def _same(_: Any, x: Lazy) -> Lazy:
-    return x
-
-
-def _transpose(eqn: Any, x: Lazy) -> Lazy:
-    return x.arrange(eqn.outvars[0].aval.shape, eqn.params["permutation"])
-
-
 def _without_axes(eqn: Any, x: Lazy) -> Lazy | None:
     """Sums over the labels of the axes with the rest; axes of length one have none."""
     axes = eqn.params["axes" if "axes" in eqn.params else "dimensions"]
@@ -175,12 +174,12 @@ def _cast(eqn: Any, x: Lazy) -> Lazy | None:
     return replace(x, dtype=np.dtype(new)) if len(kinds) == 1 else None
 
 
-def _negate(_: Any, x: Lazy) -> Lazy:
-    return x.scale(jnp.asarray(-1, x.dtype))
-
-
 def _add(_: Any, x: Any, y: Any) -> Lazy | None:
     return as_lazy(x).add(as_lazy(y)) if np.shape(x) == np.shape(y) else None
+
+
+def _of_one_number(eqn: Any) -> Sequence[int]:
+    return () if eqn.invars[0].aval.ndim else range(1, len(eqn.invars))
 
 
 def _by_number(eqn: Any) -> Sequence[int]:
@@ -202,10 +201,8 @@ def _pad(eqn: Any, x: Any, padding: Any) -> Lazy | None:
     widths = eqn.params["padding_config"]
     if not _is_zero(padding) or any(inner for _, _, inner in widths):
         return None
-    ranges = [
-        (max(-low, 0), n - max(-high, 0)) for (low, high, _), n in zip(widths, x.shape, strict=True)
-    ]
-    part = _crop(as_lazy(x), ranges)
+    pairs = zip(widths, x.shape, strict=True)
+    part = _crop(as_lazy(x), ((max(-low, 0), n + min(high, 0)) for (low, high, _), n in pairs))
     start = [max(int(low), 0) for low, _, _ in widths]
     return None if part is None else part.place(eqn.outvars[0].aval.shape, start)
 
@@ -214,14 +211,13 @@ def _slice(eqn: Any, x: Lazy) -> Lazy | None:
     p = eqn.params
     if any(step != 1 for step in p["strides"] or ()):
         return None
-    return _crop(x, list(zip(p["start_indices"], p["limit_indices"], strict=True)))
+    return _crop(x, zip(p["start_indices"], p["limit_indices"], strict=True))
 
 
-def _crop(x: Lazy, ranges: Sequence[tuple[int, int]]) -> Lazy | None:
-    part: Lazy | None = x
+def _crop(x: Lazy | None, ranges: Iterable[tuple[int, int]]) -> Lazy | None:
     for axis, (low, high) in enumerate(ranges):
-        part = None if part is None else part.cut(axis, low, high - low)
-    return part
+        x = None if x is None else x.cut(axis, low, high - low)
+    return x
 
 
 def _concatenate(eqn: Any, *values: Any) -> Lazy:
@@ -234,9 +230,40 @@ def _concatenate(eqn: Any, *values: Any) -> Lazy:
     return total
 
 
-def _split(eqn: Any, x: Lazy) -> list[Lazy] | None:
-    """Cuts the gradient of joined parameters into theirs."""
-    return _parts(x, eqn.params["axis"], eqn.params["sizes"])
+def _update_slice(_: Any, zeros: Any, update: Any, *start: Any) -> Lazy | None:
+    """Puts an array at a traced number of a stack of zeros: the gradient of what is taken there."""
+    axes = [i for i, n in enumerate(zeros.shape) if n != update.shape[i]]
+    if not isinstance(zeros, Lazy) or zeros.terms or len(axes) != 1 or update.shape[axes[0]] != 1:
+        return None
+    number = jnp.clip(start[axes[0]], 0, zeros.shape[axes[0]] - 1).astype(jnp.int32)
+    others = [i for i in range(len(zeros.shape)) if i not in axes]
+    return _rows_at(as_lazy(update), number, axes[0], zeros.shape[axes[0]], others)
+
+
+def _reverse(eqn: Any, x: Lazy) -> Lazy | None:
+    """Turns axes round, and with them the labels that they are made of."""
+    turned = eqn.params["dimensions"]
+
+    def reversed_(term: Term) -> Term:
+        for i in turned:
+            (labels, start), size = term.axes[i], term.shape()[i]
+            term = term.with_axis(i, Axis(labels, x.shape[i] - start - size))
+            for k in labels:
+                term = term.along(k, lambda array, axis: lax.rev(array, [axis]))
+        return term
+
+    return None if any(_is_hot(x, axis) for axis in turned) else x.map(reversed_)
+
+
+def _select(_: Any, which: Array, *cases: Any) -> Lazy:
+    """Chooses by one number: factors of the other cases are zero, whatever they hold."""
+
+    def kept(i: int, f: Factor) -> Factor:
+        return f if f.hot is not None else replace(f, array=jnp.where(which == i, f.array, 0))
+
+    lazy = list(map(as_lazy, cases))
+    terms = [t.map(functools.partial(kept, i)) for i, x in enumerate(lazy) for t in x.terms]
+    return replace(lazy[0], terms=tuple(terms))
 
 
 def _unstack(eqn: Any, x: Lazy) -> list[Lazy] | None:
@@ -260,19 +287,25 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("scatter-add", "scatter_add"), Rule(_scatter_add, _added_to, starts=True)),
     "broadcast_in_dim": Rule(_broadcast, starts=True),
     "pad": Rule(_pad, starts=True),
-    "transpose": Rule(_transpose),
+    "transpose": Rule(
+        lambda eqn, x: x.arrange(eqn.outvars[0].aval.shape, eqn.params["permutation"])
+    ),
     "reshape": Rule(_reshape),
     **dict.fromkeys(("squeeze", "reduce_sum"), Rule(_without_axes)),
     "convert_element_type": Rule(_cast),
     # Where the result is placed is for the weighted sum to say, not for each example.
-    **dict.fromkeys(("sharding_constraint", "reshard"), Rule(_same)),
-    **dict.fromkeys(("reduce_precision", "copy", "copy_p", "name"), Rule(_same)),
+    **dict.fromkeys(("sharding_constraint", "reshard"), Rule(lambda _, x: x)),
+    **dict.fromkeys(("reduce_precision", "copy", "copy_p", "name"), Rule(lambda _, x: x)),
     "slice": Rule(_slice),
-    "neg": Rule(_negate),
+    "rev": Rule(_reverse),
+    "select_n": Rule(_select, _of_one_number),
+    "dynamic_update_slice": Rule(_update_slice, (0, 1)),
+    "neg": Rule(lambda _, x: x.scale(jnp.asarray(-1, x.dtype))),
     **dict.fromkeys(("add", "add_any"), Rule(_add, None)),
     "mul": Rule(_multiply, _by_number),
     "div": Rule(_divide, _by_number),
     "concatenate": Rule(_concatenate, None),
-    "split": Rule(_split),
+    # The gradient of joined parameters is cut into theirs.
+    "split": Rule(lambda eqn, x: _parts(x, eqn.params["axis"], eqn.params["sizes"])),
     "unstack": Rule(_unstack),
 }

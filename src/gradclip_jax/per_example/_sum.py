@@ -84,12 +84,11 @@ def _sums_and_norms(
         part = part._replace(grads=some(lambda grads: list(map(written, grads)))(part.grads))
         return summed(part, some(lambda grads: _exact_norms(grads, groups, shards))(part.grads))
 
-    exact = functools.reduce(jnp.logical_and, [jax.vmap(is_exact)(x) for x in squares.values()])
     # An example of weight 0 adds 0 whatever its norm, if only that is finite.
-    finite = [jnp.isfinite(x[:, 0]) for x in squares.values()]
-    exact |= (outputs.weight <= 0) & functools.reduce(jnp.logical_and, finite)
+    masked = outputs.weight <= 0
+    exact = [jax.vmap(is_exact)(x) | masked & jnp.isfinite(x[:, 0]) for x in squares.values()]
     one_by_one = functools.partial(sum_parts, at_index, steps)
-    return lax.cond(jnp.all(exact), at_once, one_by_one) if size else at_once()
+    return lax.cond(jnp.all(jnp.stack(exact)), at_once, one_by_one) if size else at_once()
 
 
 def weighted_sum(value: Array | Lazy, factors: Array) -> Array:
@@ -110,12 +109,9 @@ def _squares(
 
     def joined(group: list[int]) -> Array:
         wide = jnp.result_type(jnp.float32, *(squares[i][0].dtype for i in group))
-        parts: dict[frozenset[str], list[int]] = {}
-        for i in group:
-            parts.setdefault(shards[i], []).append(i)
         sums = jnp.zeros(2, wide)
-        for axes, part in parts.items():
-            pairs = zip(*(squares[i] for i in part), strict=True)
+        for axes in dict.fromkeys(shards[i] for i in group):
+            pairs = zip(*(squares[i] for i in group if shards[i] == axes), strict=True)
             sums += sum_over(jnp.stack([sum(x.astype(wide) for x in xs) for xs in pairs]), axes)
         return sums
 
@@ -126,10 +122,7 @@ def _exact_norms(
     grads: list[Array], groups: Groups, shards: Sequence[frozenset[str]]
 ) -> dict[Any, Scalar]:
     """Measures written gradients of one example, scaled so that no square is out of range."""
-    tops = [
-        max_over(jnp.max(jnp.abs(x), initial=0), axes)
-        for x, axes in zip(grads, shards, strict=True)
-    ]
+    tops = list(map(lambda x, axes: max_over(jnp.max(jnp.abs(x), initial=0), axes), grads, shards))
     top = jnp.max(jnp.stack([x.astype(jnp.result_type(*tops)) for x in tops]))
     top = jnp.where(jnp.isfinite(top) & (top > 0), top, 1)
     squares = _squares([x / top.astype(x.dtype) for x in grads], groups, shards)
