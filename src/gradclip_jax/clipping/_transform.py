@@ -170,7 +170,11 @@ def clip_by_global_norm(
 
 
 def zero_large_norm(
-    max_norm: Threshold, *, ord: Order = 2.0, axis_name: AxisName = None
+    max_norm: Threshold,
+    *,
+    ord: Order = 2.0,
+    axis_name: AxisName = None,
+    incidents: Count | None = None,
 ) -> optax.GradientTransformation:
     """Zeroes the whole update if its norm is above `max_norm`, or not finite.
 
@@ -181,6 +185,7 @@ def zero_large_norm(
         max_norm: as for `clip_by_global_norm`; for `jnp.inf` only what is not finite is zeroed.
         ord: order of the norm, 1, 2, inf or any number > 0.
         axis_name: as for `clip_by_global_norm`.
+        incidents: as for `clip_by_global_norm`.
 
     Returns:
         An Optax transformation with a `ClipState`.
@@ -196,9 +201,8 @@ def zero_large_norm(
         [0.0, 0.0]
     """
     named = ("zero_large_norm", "max_norm")
-    return norm_clip(
-        named, max_norm, reaction="zero", ord=ord, axis_name=axis_name, nonfinite="zero"
-    )
+    options: dict[str, Any] = {"nonfinite": "zero", "incidents": incidents}
+    return norm_clip(named, max_norm, reaction="zero", ord=ord, axis_name=axis_name, **options)
 
 
 def clip_by_leaf_norm(
@@ -208,6 +212,7 @@ def clip_by_leaf_norm(
     axis_name: AxisName = None,
     stack_axes: Any = 0,
     nonfinite: Literal["propagate", "zero"] = "propagate",
+    incidents: Count | None = None,
 ) -> optax.GradientTransformation:
     """Scales each leaf by itself so that its norm is at most `max_norm`.
 
@@ -221,6 +226,7 @@ def clip_by_leaf_norm(
             These axes must not be sharded inside `shard_map`.
         nonfinite: "propagate" makes every leaf NaN if any is not finite, "zero" drops the
             whole update.
+        incidents: as for `clip_by_global_norm`.
 
     Returns:
         An Optax transformation with a `ClipState`; its scalars summarise the leaves.
@@ -239,7 +245,8 @@ def clip_by_leaf_norm(
     """
     named = ("clip_by_leaf_norm", "max_norm")
     units = layers(named[0], stack_axes)
-    return norm_clip(named, max_norm, units, ord=ord, axis_name=axis_name, nonfinite=nonfinite)
+    options: dict[str, Any] = {"nonfinite": nonfinite, "incidents": incidents}
+    return norm_clip(named, max_norm, units, ord=ord, axis_name=axis_name, **options)
 
 
 def clip_by_group_norm(
@@ -249,6 +256,7 @@ def clip_by_group_norm(
     ord: Order = 2.0,
     axis_name: AxisName = None,
     nonfinite: Literal["propagate", "zero"] = "propagate",
+    incidents: Count | None = None,
 ) -> optax.GradientTransformation:
     """Scales each group of leaves so that the norm of the group is at most its threshold.
 
@@ -264,6 +272,7 @@ def clip_by_group_norm(
         axis_name: as for `clip_by_global_norm`.
         nonfinite: "propagate" makes every leaf NaN if any measured one is not finite, "zero"
             drops the whole update; both leave unlisted groups alone.
+        incidents: as for `clip_by_global_norm`.
 
     Returns:
         An Optax transformation with a `ClipState`; norm, threshold and factor by group.
@@ -288,7 +297,8 @@ def clip_by_group_norm(
         hint = "Pass for example `{'encoder': 1.0, 'decoder': 0.5}`."
         rule = "a mapping from label to threshold"
         raise TypeError(error_message(*named, rule, repr(max_norms), hint))
-    return norm_clip(named, max_norms, units, ord=ord, axis_name=axis_name, nonfinite=nonfinite)
+    options: dict[str, Any] = {"nonfinite": nonfinite, "incidents": incidents}
+    return norm_clip(named, max_norms, units, ord=ord, axis_name=axis_name, **options)
 
 
 def clip_by_block_rms(
@@ -297,6 +307,7 @@ def clip_by_block_rms(
     axis_name: AxisName = None,
     stack_axes: Any = 0,
     nonfinite: Literal["propagate", "zero"] = "propagate",
+    incidents: Count | None = None,
 ) -> optax.GradientTransformation:
     """Scales each leaf by itself so that its root mean square is at most `threshold`.
 
@@ -308,6 +319,7 @@ def clip_by_block_rms(
         axis_name: as for `clip_by_global_norm`.
         stack_axes: as for `clip_by_leaf_norm`.
         nonfinite: as for `clip_by_leaf_norm`.
+        incidents: as for `clip_by_global_norm`.
 
     Returns:
         An Optax transformation with a `ClipState`.
@@ -329,7 +341,9 @@ def clip_by_block_rms(
     """
     named = ("clip_by_block_rms", "threshold")
     units = layers(named[0], stack_axes, rms=True)
-    return norm_clip(named, threshold, units, axis_name=axis_name, nonfinite=nonfinite)
+    return norm_clip(
+        named, threshold, units, axis_name=axis_name, nonfinite=nonfinite, incidents=incidents
+    )
 
 
 def clip_by_value(
