@@ -741,15 +741,15 @@ ROWS = [
         "diagnostics.plot_log",
         lambda: gcx.diagnostics.plot_log([]),
         ValueError,
-        "plot_log: `log` must be of at least one step, got none. Append `metrics(state)` at each "
-        "step.",
+        "plot_log: `log` must be a list of at least one dict, got []. Append `metrics(state)` at each "
+        "step, or name a file of JSON lines.",
     ),
     (
         "diagnostics.summarize_log",
         lambda: gcx.diagnostics.summarize_log(3),
-        TypeError,
-        "summarize_log: `log` must be a list of dicts, got 3. Append `metrics(state)` at each step, "
-        "or name a file of JSON lines.",
+        ValueError,
+        "summarize_log: `log` must be a list of at least one dict, got 3. Append `metrics(state)` at "
+        "each step, or name a file of JSON lines.",
     ),
     (
         "diagnostics.worst_examples",

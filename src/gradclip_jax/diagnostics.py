@@ -15,10 +15,9 @@ What is logged at every step is in `gcx.metrics`, what happened in `gcx.incident
 
 from .accumulation._state import AccumulationStats, accumulation_stats
 from .clipping._incident import Incident
-from .monitoring._measure import nonfinite_leaves, suggest_max_norm
 from .monitoring._plot import plot_log
-from .monitoring._record import leaf_norm_history, norm_history
-from .monitoring._report import summarize_log, watched_names, worst_examples
+from .monitoring._record import leaf_norm_history, norm_history, suggest_max_norm
+from .monitoring._report import nonfinite_leaves, summarize_log, watched_names, worst_examples
 
 __all__ = [
     "AccumulationStats",

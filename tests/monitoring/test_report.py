@@ -122,8 +122,8 @@ def test_an_example_that_is_not_finite_is_the_worst():
     [
         (
             lambda: gcx.diagnostics.summarize_log([]),
-            "summarize_log: `log` must be of at least one step, got none. "
-            "Append `metrics(state)` at each step.",
+            "summarize_log: `log` must be a list of at least one dict, got []. "
+            "Append `metrics(state)` at each step, or name a file of JSON lines.",
         ),
         (
             lambda: gcx.diagnostics.plot_log([{"loss": 1.0}]),

@@ -28,6 +28,7 @@ def adaptive_grad_clip(
     *,
     axis_name: AxisName = None,
     nonfinite: Nonfinite = "propagate",
+    incidents: Count | None = None,
 ) -> optax.GradientTransformation:
     """Clips each row or filter to a fraction of the norm of its parameters (AGC).
 
@@ -42,6 +43,7 @@ def adaptive_grad_clip(
             and 5. Inside `shard_map` these axes must not be sharded.
         axis_name: mapped axes over which the leaves are sharded, where types do not name them.
         nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
+        incidents: as for `clip_by_global_norm`.
 
     Returns:
         An Optax transformation with a `ClipState`; `update` needs `params`.
@@ -67,7 +69,9 @@ def adaptive_grad_clip(
     check_axis(name, axis)
     rule, units = relative_to_params(clipping, eps), unit_axis(axis)
     named = (name, "clipping")
-    return norm_clip(named, rule, units, axis_name=axis_name, nonfinite=nonfinite)
+    return norm_clip(
+        named, rule, units, axis_name=axis_name, nonfinite=nonfinite, incidents=incidents
+    )
 
 
 def autoclip(
@@ -76,6 +80,7 @@ def autoclip(
     *,
     axis_name: AxisName = None,
     nonfinite: Nonfinite = "propagate",
+    incidents: Count | None = None,
 ) -> optax.GradientTransformation:
     """Clips to a percentile of the recent global norms (AutoClip).
 
@@ -88,6 +93,7 @@ def autoclip(
         window: how many norms are kept, 1 to 2^20, static; the paper keeps all.
         axis_name: mapped axes over which the leaves are sharded, where types do not name them.
         nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
+        incidents: as for `clip_by_global_norm`.
 
     Returns:
         An Optax transformation with a `ClipState`.
@@ -109,7 +115,7 @@ def autoclip(
         Seetharaman, Wichern, Pardo and Le Roux, 2020, arXiv 2007.14469.
     """
     named, rule = ("autoclip", "percentile"), percentile_rule(percentile, window)
-    return norm_clip(named, rule, axis_name=axis_name, nonfinite=nonfinite)
+    return norm_clip(named, rule, axis_name=axis_name, nonfinite=nonfinite, incidents=incidents)
 
 
 def zclip(
@@ -120,6 +126,7 @@ def zclip(
     *,
     axis_name: AxisName = None,
     nonfinite: Nonfinite = "propagate",
+    incidents: Count | None = None,
 ) -> optax.GradientTransformation:
     """Clips global norms that are outliers among the recent ones (ZClip).
 
@@ -135,6 +142,7 @@ def zclip(
             gradients; None for no bound. The averages do not depend on it.
         axis_name: mapped axes over which the leaves are sharded, where types do not name them.
         nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
+        incidents: as for `clip_by_global_norm`.
 
     Returns:
         An Optax transformation with a `ClipState`.
@@ -158,7 +166,7 @@ def zclip(
     if max_norm is not None:
         check_number(*named, max_norm, "The paper uses 1; None is no bound.")
         rule = capped(rule, max_norm)
-    return norm_clip(named, rule, axis_name=axis_name, nonfinite=nonfinite)
+    return norm_clip(named, rule, axis_name=axis_name, nonfinite=nonfinite, incidents=incidents)
 
 
 def adagc(
@@ -232,6 +240,7 @@ def quantile_clip(
     *,
     axis_name: AxisName = None,
     nonfinite: Nonfinite = "propagate",
+    incidents: Count | None = None,
 ) -> optax.GradientTransformation:
     """Clips to a threshold that tracks a quantile of the global norms.
 
@@ -244,6 +253,7 @@ def quantile_clip(
         initial: the first C, in the unit of the gradients, > 0; the paper starts at 0.1.
         axis_name: mapped axes over which the leaves are sharded, where types do not name them.
         nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
+        incidents: as for `clip_by_global_norm`.
 
     Returns:
         An Optax transformation with a `ClipState`.
@@ -264,4 +274,4 @@ def quantile_clip(
         Andrew, Thakkar, McMahan and Ramaswamy, 2021 (first 2019), arXiv 1905.03871.
     """
     named, rule = ("quantile_clip", "target"), quantile(target, rate, initial)
-    return norm_clip(named, rule, axis_name=axis_name, nonfinite=nonfinite)
+    return norm_clip(named, rule, axis_name=axis_name, nonfinite=nonfinite, incidents=incidents)

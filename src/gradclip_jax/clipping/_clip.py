@@ -23,6 +23,7 @@ from .._mesh import max_over, replica_count, shard_axes, sum_over, varying_axes
 from .._states import register_metrics
 from .._tree_checks import check_inexact
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Threshold, Tree
+from ._evidence import evidence, measure_units
 from ._formula import norm_dtype, scale_factor, scale_leaf, zero_factor
 from ._granularity import (
     Granularity,
@@ -40,7 +41,7 @@ from ._granularity import (
     tree_units,
     unstack,
 )
-from ._incident import IncidentLog, evidence, log_maker, measure_units, note
+from ._incident import IncidentLog, log_maker, note
 from ._norm import measured_leaves, norm_of_leaves, unit_norms
 from ._threshold import (
     Assignment,
@@ -334,11 +335,8 @@ def _noted(
         for x in (state.clip_threshold, state.clip_factor)
     )
     fields = evidence(*measure_units(leaves, leaf_units(leaves), axis_name))
-    # Of several units one may be clipped though their norm is below the smallest threshold.
-    is_clipped = jnp.isfinite(fields["norm"]) & ~(factor >= 1)
-    fields |= {"norm_threshold": threshold, "clip_factor": factor}
-    fates = {"norm": is_clipped, "clipped": is_clipped}
-    return note(log, fields, False, fates, is_incident=~(factor >= 1))
+    fields["norm_threshold"] = threshold
+    return note(log, fields, is_incident=~(factor >= 1), clipped=factor < 1)
 
 
 def leaves_beside(tree: Tree, other: Tree) -> list[Array]:

@@ -46,11 +46,16 @@ def reduce_axes(reduce: Callable[..., Array], x: Array, axes: Sequence[int]) -> 
     return reduce(x, axis=tuple(axes), keepdims=len(axes) < x.ndim)
 
 
-def sum_of_squares(x: Array, axes: Sequence[int], dtype: Any, scale: float = SCALE) -> Array:
-    """`sum (|x| * scale)^2` over some axes."""
+def squares(x: Array, dtype: Any, scale: float = SCALE) -> Array:
+    """`(|x| * scale)^2`."""
     sizes = magnitude(x, dtype)
     # So grouped, no compiler takes the square first: that of 1e20 is infinite.
-    return reduce_axes(jnp.sum, sizes * (sizes * scale**2), axes)
+    return sizes * (sizes * scale**2)
+
+
+def sum_of_squares(x: Array, axes: Sequence[int], dtype: Any, scale: float = SCALE) -> Array:
+    """`sum (|x| * scale)^2` over some axes."""
+    return reduce_axes(jnp.sum, squares(x, dtype, scale), axes)
 
 
 def norm_of_squares(total: Array, scale: float = SCALE) -> Array:

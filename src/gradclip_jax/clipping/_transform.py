@@ -166,7 +166,11 @@ def clip_by_global_norm(
 
 
 def zero_large_norm(
-    max_norm: Threshold, *, ord: Order = 2.0, axis_name: AxisName = None
+    max_norm: Threshold,
+    *,
+    ord: Order = 2.0,
+    axis_name: AxisName = None,
+    incidents: Count | None = None,
 ) -> optax.GradientTransformation:
     """Zeroes the whole update if its norm is above `max_norm`, or not finite.
 
@@ -177,6 +181,7 @@ def zero_large_norm(
         max_norm: as for `clip_by_global_norm`; for `jnp.inf` only what is not finite is zeroed.
         ord: order of the norm, 1, 2, inf or any number > 0.
         axis_name: as for `clip_by_global_norm`.
+        incidents: as for `clip_by_global_norm`.
 
     Returns:
         An Optax transformation with a `ClipState`.
@@ -192,9 +197,8 @@ def zero_large_norm(
         [0.0, 0.0]
     """
     named = ("zero_large_norm", "max_norm")
-    return norm_clip(
-        named, max_norm, reaction="zero", ord=ord, axis_name=axis_name, nonfinite="zero"
-    )
+    options: dict[str, Any] = {"nonfinite": "zero", "incidents": incidents}
+    return norm_clip(named, max_norm, reaction="zero", ord=ord, axis_name=axis_name, **options)
 
 
 def clip_by_leaf_norm(
@@ -204,6 +208,7 @@ def clip_by_leaf_norm(
     axis_name: AxisName = None,
     stack_axes: Any = 0,
     nonfinite: Literal["propagate", "zero"] = "propagate",
+    incidents: Count | None = None,
 ) -> optax.GradientTransformation:
     """Scales each leaf by itself so that its norm is at most `max_norm`.
 
@@ -217,6 +222,7 @@ def clip_by_leaf_norm(
             These axes must not be sharded inside `shard_map`.
         nonfinite: "propagate" makes every leaf NaN if any is not finite, "zero" drops the
             whole update.
+        incidents: as for `clip_by_global_norm`.
 
     Returns:
         An Optax transformation with a `ClipState`; its scalars summarise the leaves.
@@ -235,7 +241,8 @@ def clip_by_leaf_norm(
     """
     named = ("clip_by_leaf_norm", "max_norm")
     units = layers(named[0], stack_axes)
-    return norm_clip(named, max_norm, units, ord=ord, axis_name=axis_name, nonfinite=nonfinite)
+    options: dict[str, Any] = {"nonfinite": nonfinite, "incidents": incidents}
+    return norm_clip(named, max_norm, units, ord=ord, axis_name=axis_name, **options)
 
 
 def clip_by_group_norm(
@@ -245,6 +252,7 @@ def clip_by_group_norm(
     ord: Order = 2.0,
     axis_name: AxisName = None,
     nonfinite: Literal["propagate", "zero"] = "propagate",
+    incidents: Count | None = None,
 ) -> optax.GradientTransformation:
     """Scales each group of leaves so that the norm of the group is at most its threshold.
 
@@ -260,6 +268,7 @@ def clip_by_group_norm(
         axis_name: as for `clip_by_global_norm`.
         nonfinite: "propagate" makes every leaf NaN if any measured one is not finite, "zero"
             drops the whole update; both leave unlisted groups alone.
+        incidents: as for `clip_by_global_norm`.
 
     Returns:
         An Optax transformation with a `ClipState`; norm, threshold and factor by group.
@@ -284,7 +293,8 @@ def clip_by_group_norm(
         hint = "Pass for example `{'encoder': 1.0, 'decoder': 0.5}`."
         rule = "a mapping from label to threshold"
         raise TypeError(error_message(*named, rule, repr(max_norms), hint))
-    return norm_clip(named, max_norms, units, ord=ord, axis_name=axis_name, nonfinite=nonfinite)
+    options: dict[str, Any] = {"nonfinite": nonfinite, "incidents": incidents}
+    return norm_clip(named, max_norms, units, ord=ord, axis_name=axis_name, **options)
 
 
 def clip_by_block_rms(
@@ -293,6 +303,7 @@ def clip_by_block_rms(
     axis_name: AxisName = None,
     stack_axes: Any = 0,
     nonfinite: Literal["propagate", "zero"] = "propagate",
+    incidents: Count | None = None,
 ) -> optax.GradientTransformation:
     """Scales each leaf by itself so that its root mean square is at most `threshold`.
 
@@ -304,6 +315,7 @@ def clip_by_block_rms(
         axis_name: as for `clip_by_global_norm`.
         stack_axes: as for `clip_by_leaf_norm`.
         nonfinite: as for `clip_by_leaf_norm`.
+        incidents: as for `clip_by_global_norm`.
 
     Returns:
         An Optax transformation with a `ClipState`.
@@ -325,7 +337,9 @@ def clip_by_block_rms(
     """
     named = ("clip_by_block_rms", "threshold")
     units = layers(named[0], stack_axes, rms=True)
-    return norm_clip(named, threshold, units, axis_name=axis_name, nonfinite=nonfinite)
+    return norm_clip(
+        named, threshold, units, axis_name=axis_name, nonfinite=nonfinite, incidents=incidents
+    )
 
 
 def clip_by_value(

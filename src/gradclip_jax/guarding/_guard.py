@@ -14,8 +14,9 @@ from .._run_if import like_dtypes
 from .._states import METRICS, find_states
 from .._types import AxisName, Scalar, Tree
 from ..accumulation._state import discard_windows
+from ..clipping._evidence import evidence, measure_units
 from ..clipping._granularity import leaf_units
-from ..clipping._incident import THRESHOLDS, evidence, log_maker, measure_units, note
+from ..clipping._incident import OF_GUARDS, log_maker, note
 from ..clipping._norm import measured_leaves
 from ._signal import loss_of
 
@@ -70,11 +71,8 @@ def guard(
 
         def own_fields(refuses: Scalar, measured: Scalar) -> Any:
             after = verdict.own_fields(refuses, measured)
-            bounds = {key: getattr(after, field, None) for key, field in THRESHOLDS.items()}
-            if bounds["update_threshold"] is not None:
-                bounds["update_norm"] = measured
-            fates = {"skipped": refuses}
-            log = note(state.incidents, fields | bounds, refuses, fates, is_incident=refuses)
+            known = {key: getattr(after, field, None) for key, field in OF_GUARDS.items()}
+            log = note(state.incidents, fields | known, is_incident=refuses, skipped=refuses)
             return after._replace(incidents=log)
 
         return verdict._replace(own_fields=own_fields)

@@ -76,9 +76,8 @@ def metrics(state: Any) -> dict[str, Array]:
     guards = {path for path, node in find_states(state, tuple(METRICS)) if is_guard(node)}
     by_name: dict[str, list[tuple[str, bool, Any]]] = {}
     for path, node in find_states(state, tuple(METRICS)):
-        if not isinstance(node, IncidentLog) and not is_guard(
-            node
-        ):  # its place stays what it was when a guard is put around it
+        # The place of what is no guard stays what it was when a guard is put around it.
+        if not is_guard(node) and not isinstance(node, IncidentLog):
             path = tuple(key for i, key in enumerate(path) if path[:i] not in guards)
         place = jax.tree_util.keystr(path, simple=True, separator="/")
         kind = next(kind for kind in type(node).__mro__ if kind in METRICS)

@@ -21,7 +21,7 @@ def plot_log(log: Any) -> Any:
         A `matplotlib.figure.Figure`; `figure.savefig("run.png")` writes it.
 
     Raises:
-        ValueError: the log is empty, or has no norms by unit.
+        ValueError: `log` is no list, or empty, or has no norms by unit.
 
     Examples:
         >>> import gradclip_jax as gcx

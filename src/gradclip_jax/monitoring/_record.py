@@ -10,18 +10,20 @@ from .._checks import (
     check_axis_name,
     check_bound,
     check_length,
+    check_number,
     check_ord,
     check_state,
     check_static,
     error_message,
     refuse_traced,
+    shortened,
 )
 from .._states import find_states, increment_where, plain_arrays, register_metrics
 from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Count, Order, Scalar, Tree
-from ..clipping._granularity import leaf_units
+from ..clipping._granularity import leaf_units, tree_units
 from ..clipping._names import leaf_names
-from ..clipping._norm import measured_leaves, norm_of_leaves, unit_norms
+from ..clipping._norm import measured_leaves, unit_norms
 
 
 @register_metrics("nonfinite_norms")
@@ -83,11 +85,7 @@ def record_norms(
     check_static(name, "per_leaf", per_leaf)
     order, axes = check_ord(name, ord), check_axis_name(name, axis_name)
 
-    def measure(tree: Tree) -> Array:
-        leaves = measured_leaves(tree)
-        if per_leaf:
-            return unit_norms(leaves, leaf_units(leaves), order, axes)
-        return norm_of_leaves(leaves, order, axes)
+    units_of = leaf_units if per_leaf else tree_units
 
     def init(params: Tree) -> NormRecordState:
         shape = (len(measured_leaves(params)),) if per_leaf else ()
@@ -101,9 +99,10 @@ def record_norms(
         check_inexact(name, "updates", updates)
         check_bound(name, axes)
         check_state(name, state, NormRecordState)
-        norms = measure(updates).astype(jnp.float32)
+        leaves = measured_leaves(updates)
+        norms = unit_norms(leaves, units_of(leaves), order, axes).astype(jnp.float32)
         return updates, NormRecordState(
-            norms=state.norms.at[state.position].set(norms),
+            norms=state.norms.at[state.position].set(norms if per_leaf else norms[0]),
             step_count=jnp.minimum(state.step_count + 1, window),
             position=(state.position + 1) % window,
             nonfinite_norms=increment_where(state.nonfinite_norms, ~jnp.all(jnp.isfinite(norms))),
@@ -180,3 +179,43 @@ def leaf_norm_history(state: Any, params: Tree) -> dict[str, np.ndarray[Any, Any
         got, hint = f"one of shape {list(norms.shape)}", "Record with `per_leaf=True`."
         raise ValueError(error_message("leaf_norm_history", "state", rule, got, hint))
     return {name: norms[..., i] for i, name in enumerate(names)}
+
+
+def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
+    """Suggests a `max_norm`: a percentile of recorded norms.
+
+    The median is the best compromise of five percentiles over the problems of docs/study.md. It
+    shortens every second step, so try a larger learning rate with it. 90 touches outliers only.
+
+    Args:
+        norms: norms of any shape, such as `norm_history(state)`, in the unit of the gradients,
+            also those of several seeds; NaN and infinite ones are ignored.
+        percentile: the percentage of steps, 0 to 100, that should not be clipped.
+
+    Returns:
+        That percentile of the finite norms.
+
+    Raises:
+        ValueError: no norm is finite, or `percentile` is outside [0, 100].
+        TypeError: `norms` are no real numbers, or traced: call it outside jit.
+
+    Examples:
+        >>> import gradclip_jax as gcx
+        >>> gcx.diagnostics.suggest_max_norm([1.0, 2.0, 3.0, float("nan")], percentile=100.0)
+        3.0
+    """
+    name = "suggest_max_norm"
+    refuse_traced(name, "norms", norms)
+    hint = "50 is the median."
+    check_number(name, "percentile", percentile, hint, high=100.0, closed=True)
+    try:
+        values = np.asarray(norms, np.float64)
+    except (TypeError, ValueError):
+        rule, hint = "an array of real numbers", "Pass for example `norm_history(state)`."
+        raise TypeError(error_message(name, "norms", rule, shortened(norms), hint)) from None
+    finite = values[np.isfinite(values)]
+    if not finite.size:
+        hint = "Record some steps with `record_norms` first."
+        got = f"{values.size} of which none is finite"
+        raise ValueError(error_message(name, "norms", "finite norms", got, hint))
+    return float(np.percentile(finite, percentile))

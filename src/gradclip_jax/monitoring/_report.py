@@ -1,4 +1,4 @@
-"""On the host: the incidents of a state, the names of its units, a run in numbers."""
+"""On the host: what happened in a run, its log in numbers, and where to look for the cause."""
 
 import functools
 import json
@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_count, error_message, refuse_traced, shortened
+from .._checks import check_count, dtype_of, error_message, is_float0, refuse_traced, shortened
 from .._states import find_states, plain_arrays
 from ..clipping._incident import Incident, IncidentLog, names_in, read_log
-from ..clipping._norm import measured_leaves, norm_of_leaves
+from ..clipping._norm import global_norm, measured_leaves
 from ._watch import WatchState
 
 
@@ -122,7 +122,7 @@ def summarize_log(log: Any, *, window: int = 1000) -> dict[str, float]:
         Key to number; without those of which the log says nothing.
 
     Raises:
-        ValueError: the log is empty.
+        ValueError: `log` is no list, or empty.
 
     Examples:
         >>> import gradclip_jax as gcx
@@ -146,29 +146,58 @@ def summarize_log(log: Any, *, window: int = 1000) -> dict[str, float]:
 
 
 def _spike_score(values: Any, window: int) -> float:
-    spikes = 0
+    is_spike = ~np.isfinite(values)
     for i, value in enumerate(values):
         past = values[max(i - window, 0) : i]
         past = past[np.isfinite(past)]
-        is_known = len(past) >= min(window, 100)
-        is_far = is_known and abs(value - past.mean()) > 6 * past.std()
-        spikes += bool(is_far or not np.isfinite(value))
-    return spikes / len(values)
+        if len(past) >= min(window, 100):
+            is_spike[i] |= abs(value - past.mean()) > 6 * past.std()
+    return float(is_spike.mean())
 
 
 def read_columns(function: str, log: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """The values of each key of a log, NaN where a row has none; refuses an empty log."""
-    hint = "Append `metrics(state)` at each step"
+    """The values of each key of a log, NaN where a row has none; refuses what is no log."""
+    hint = "Append `metrics(state)` at each step, or name a file of JSON lines."
     if isinstance(log, (str, os.PathLike)):
         lines = pathlib.Path(log).read_text(encoding="utf-8").splitlines()
         log = [json.loads(line) for line in lines if line.strip()]
-    if not isinstance(log, Sequence):
-        hint += ", or name a file of JSON lines."
-        raise TypeError(error_message(function, "log", "a list of dicts", shortened(log), hint))
-    if not log:
-        raise ValueError(error_message(function, "log", "of at least one step", "none", hint + "."))
+    if not isinstance(log, Sequence) or not log:
+        rule = "a list of at least one dict"
+        raise ValueError(error_message(function, "log", rule, shortened(log), hint))
     keys = dict.fromkeys(key for row in log for key in row)
     return {key: np.array([row.get(key) for row in log], np.float64) for key in keys}
+
+
+def nonfinite_leaves(tree: Any) -> dict[str, int]:
+    """Counts the NaN and infinite elements of each leaf that has any.
+
+    Call it outside jit when `guard_failed` becomes True, on gradients, parameters or a whole
+    optimizer state. It waits for the values.
+
+    Args:
+        tree: any pytree of arrays; integer leaves are finite.
+
+    Returns:
+        Path to number of bad elements, the largest number first; empty if all are finite.
+
+    Raises:
+        TypeError: called inside jit.
+
+    Examples:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> gcx.diagnostics.nonfinite_leaves(
+        ...     {"w": jnp.array([1.0, jnp.nan, jnp.inf]), "b": jnp.zeros(3)}
+        ... )
+        {"['w']": 2}
+    """
+    counts: dict[str, int] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        refuse_traced("nonfinite_leaves", "tree", leaf)
+        if not is_float0(leaf) and jnp.issubdtype(dtype_of(leaf), jnp.inexact):
+            bad = int(jnp.sum(~jnp.isfinite(leaf)))
+            if bad:
+                counts[jax.tree_util.keystr(path)] = bad
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
 
 def worst_examples(
@@ -216,22 +245,19 @@ def worst_examples(
     """
     check_count("worst_examples", "k", k, "Pass how many examples to return.")
 
-    def largest(values: Any) -> list[int]:
-        return np.argsort(-np.nan_to_num(values, nan=np.inf), kind="stable")[:k].tolist()
+    def largest(values: Any, places: Sequence[Any]) -> dict[Any, float]:
+        order = np.argsort(-np.nan_to_num(values, nan=np.inf), kind="stable")
+        return {places[i]: float(values[i]) for i in order[:k].tolist()}
 
-    rows = np.arange(len(jax.tree.leaves(batch)[0]))
-    columns = jax.device_get(_measure(fun, params, batch, (rows,)))
+    rows = range(len(jax.tree.leaves(batch)[0]))
+    columns = jax.device_get(_measure(fun, params, batch, (np.array(rows),)))
     columns["deviation"] = np.max([_deviations(x) for x in columns.values()], 0)
-    worst: dict[str, dict[Any, float]] = {
-        key: {i: float(x[i]) for i in largest(x)} for key, x in columns.items()
-    }
+    worst = {key: largest(x, rows) for key, x in columns.items()}
     losses = jax.eval_shape(fun, params, jax.tree.map(lambda x: x[0], batch))
     if losses.ndim:
         places = [(i, token) for i in worst["deviation"] for token in range(losses.size)]
         columns = jax.device_get(_measure(fun, params, batch, tuple(np.transpose(places))))
-        for key in ("loss", "grad_norm"):
-            x = columns[key]
-            worst[f"token_{key}"] = {places[i]: float(x[i]) for i in largest(x)}
+        worst |= {f"token_{key}": largest(columns[key], places) for key in ("loss", "grad_norm")}
     return worst
 
 
@@ -247,15 +273,11 @@ def _measure(fun: Any, params: Any, batch: Any, places: Any) -> dict[str, Any]:
             return jnp.mean(losses) if len(place) == 1 else losses[place[1]]
 
         loss, grads = jax.value_and_grad(loss_of)(params)
-        columns, numbers = {"grad_norm": _norm(grads), "loss": loss}, measured_leaves(example)
+        columns, numbers = {"grad_norm": global_norm(grads), "loss": loss}, measured_leaves(example)
         size = sum(x.size for x in numbers)
-        return columns | ({"input": _norm(numbers) / size**0.5} if size else {})
+        return columns | ({"input": global_norm(numbers) / size**0.5} if size else {})
 
     return jax.lax.map(one, places)
-
-
-def _norm(tree: Any) -> Any:
-    return norm_of_leaves(measured_leaves(tree), 2.0, None)
 
 
 def _deviations(values: Any) -> Any:

@@ -11,11 +11,6 @@ MEMORY = 64
 """Values before the first threshold; then the newest weighs 1 / 64, as in a mean of 128."""
 
 
-def first_levels(norm_count: int) -> Array:
-    """Count, mean and variance of all norms' logarithms, of the loss's, and of the loss itself."""
-    return jnp.zeros((3, norm_count + 2), jnp.float32)
-
-
 def compare(
     levels: Array, norms: Array, loss: Any, spike: Any
 ) -> tuple[dict[str, Array], Array, Array]:

@@ -1,6 +1,5 @@
 """Norms of gradient, update and parameters, unit by unit, and the incidents of a run."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -8,37 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
-from .._checks import (
-    check_axis_name,
-    check_bound,
-    check_choice,
-    check_number,
-    check_state,
-    check_static,
-    check_transformation,
-    is_traced,
-)
+from .._checks import check_bound, check_choice, check_number, check_state, check_static, is_traced
 from .._run_if import like_dtypes
 from .._states import increment_where, plain_arrays, register_metrics, step_taken
 from .._tree_checks import check_inexact
 from .._types import UNBOUNDED, Array, AxisName, Count, Number, Tree
 from ..clipping._clip import leaves_beside
+from ..clipping._evidence import evidence, measure_step, measure_units
 from ..clipping._granularity import Granularity, as_granularity
-from ..clipping._incident import (
-    THRESHOLDS,
-    IncidentLog,
-    evidence,
-    log_maker,
-    measure_units,
-    names_in,
-    note,
-)
+from ..clipping._incident import OF_GUARDS, IncidentLog, log_maker, names_in, note
 from ..clipping._threshold import check_params
+from ..guarding._guard import check_guard
 from ..guarding._signal import loss_of
 from ._metrics import metrics
-from ._spikes import compare, first_levels
+from ._spikes import compare
 
 _NAME = "watch"
 _KINDS = ("gradient", "update", "parameter")
@@ -53,7 +36,8 @@ class WatchState(NamedTuple):
 
     Attributes:
         norms: for each of "gradient", "update" and "parameter" that is watched float32[1 + units]:
-            the norm of all, then of each unit; NaN at a step that was not measured.
+            the norm of all, then of each unit; NaN at a step that was not measured. The "ratio" of
+            the last two if both are watched.
         levels: float32[3, 3 + units], what norms and losses are compared with.
         incidents: the `IncidentLog`; its `step_count` is the metric `watch_step`.
         inner_state: the state of the inner transformation.
@@ -71,7 +55,7 @@ class WatchState(NamedTuple):
     gradient_norm = property(lambda state: _by_name(state, "gradient"))
     update_norm = property(lambda state: _by_name(state, "update"))
     parameter_norm = property(lambda state: _by_name(state, "parameter"))
-    update_ratio = property(lambda state: _by_name(state, "update", over="parameter"))
+    update_ratio = property(lambda state: _by_name(state, "ratio"))
 
 
 def _shares(state: WatchState) -> Array:
@@ -80,16 +64,12 @@ def _shares(state: WatchState) -> Array:
     return jnp.square(of_units / jnp.where(total > 0, total, 1))
 
 
-def _by_name(state: WatchState, kind: str, over: str | None = None) -> dict[str | None, Any] | None:
+def _by_name(state: WatchState, kind: str) -> dict[str | None, Any] | None:
     """The norms, or their ratios, of all and of each unit; None where they are not watched."""
-    if kind not in state.norms or over not in (None, *state.norms):
+    if kind not in state.norms:
         return None
-    # One transfer for all units, in place of an operation for each.
-    norms = jax.tree.map(lambda x: x if is_traced(x) else np.asarray(x), plain_arrays(state.norms))
-    values = norms[kind]
-    if over:
-        is_zero = (norms[over] == 0).astype(values.dtype)  # as before the first step
-        values = values / (norms[over] + is_zero) * (1 - is_zero)
+    values = plain_arrays(state.norms[kind])
+    values = values if is_traced(values) else np.asarray(values)  # one transfer for all units
     return {name or None: values[..., i] for i, name in enumerate(("", *names_in(state.incidents)))}
 
 
@@ -123,6 +103,7 @@ def watch(
     | with the extra argument `measure=False`, static | NaN for all norms, and no incident |
     | NaN or infinity in a unit | its norm so; `largest_share_index` is such a unit |
     | parameters that are all zero | `update_ratio` 0 |
+    | an update that is rounded away | its norm is of what is added: `(params + update) - params` |
 
     Args:
         inner: any Optax transformation.
@@ -159,65 +140,52 @@ def watch(
         >>> print(*gcx.incidents(state), sep="\n")
         step 1: skipped, gradient norm NaN; 1 bad element in wo; loss 3.2
     """
-    check_transformation(_NAME, "inner", inner)
+    axes = check_guard(_NAME, inner, axis_name)
     inner = optax.with_extra_args_support(inner)
     for kind in of:
         check_choice(_NAME, "of", kind, _KINDS)
-    cut, axes = as_granularity(_NAME, granularity), check_axis_name(_NAME, axis_name)
-    make_log = log_maker(_NAME, incidents)
+    cut, make_log = as_granularity(_NAME, granularity), log_maker(_NAME, incidents)
     check_number(_NAME, "spike", spike, "OLMo-core uses 6; pass inf for none.")
 
+    kinds = ("gradient", *of, *(["ratio"] if {"update", "parameter"} <= {*of} else []))
+
     def init(params: Tree) -> WatchState:
-        inner_state = inner.init(params)
-        log = make_log(params, cut.cut(_NAME, params))
+        inner_state, log = inner.init(params), make_log(params, cut.cut(_NAME, params))
         size = 1 + max(len(names_in(log)), 1)  # all leaves together are one unit without a name
+        norms = {kind: jnp.zeros(size, jnp.float32) for kind in kinds}
+        # Not weakly typed, as what comes out of a step is not: one trace for all steps.
         return WatchState(
-            norms={kind: jnp.zeros(size, jnp.float32) for kind in ("gradient", *of)},
-            levels=first_levels(size),
-            incidents=log,
-            # Not weakly typed, as what comes out of a step is not: one trace for all steps.
-            inner_state=like_dtypes(inner_state, inner_state),
+            norms, jnp.zeros((3, size + 2), jnp.float32), log, like_dtypes(inner_state, inner_state)
         )
 
-    def update(
-        updates: Tree,
-        state: Any,
-        params: Tree | None = None,
-        measure: bool = True,
-        **extra_args: Any,
-    ) -> tuple[Tree, WatchState]:
+    def update(updates: Tree, state: Any, params: Tree | None = None, **extra_args: Any) -> Any:
+        measure = extra_args.pop("measure", True)
         check_inexact(_NAME, "updates", updates)
         check_bound(_NAME, axes)
         check_state(_NAME, state, WatchState)
         check_static(_NAME, "measure", measure)
-        if "parameter" in of:
+        if params is not None or "parameter" in of:
             check_params(_NAME, updates, params)
-        units = cut.cut(_NAME, updates)
-
-        def norms_of(tree: Tree) -> Array:
-            return measure_units(leaves_beside(updates, tree), units, axes, by_rows=True)[0]
-
-        norms, before = {}, state.inner_state
-        if measure and "parameter" in of:
-            # Without the barrier XLA reads the parameters while it replaces them, and copies them
-            # for that: 2 N more on an H100.
-            norms["parameter"], before = lax.optimization_barrier((norms_of(params), before))
+        before, log = state.inner_state, state.incidents
         output, after = inner.update(updates, before, params, **extra_args)
-        log = state.incidents
         if not measure:
             norms = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state.norms)
             log = log._replace(step_count=increment_where(log.step_count))
             return output, WatchState(norms, state.levels, log, after)
-        # Of stacked layers the gradient is summed beside the update, of whole leaves beside a clip.
-        by_rows = "update" in of and not units.is_vector
-        leaves, loss = leaves_beside(updates, updates), loss_of(_NAME, extra_args, axes)
-        norms["gradient"], bad = measure_units(leaves, units, axes, by_rows=by_rows)
-        thresholds, rises, levels = compare(state.levels, norms["gradient"], loss, spike)
-        fields = evidence(norms["gradient"], bad, rises) | thresholds
+        units, loss = cut.cut(_NAME, updates), loss_of(_NAME, extra_args, axes)
+        # Without parameters the update takes their place: (u + u) - u is u.
+        trees = updates, output, output if params is None else params
+        grads, added, before_it = (leaves_beside(updates, tree) for tree in trees)
+        gradient, bad = measure_units(grads, units, axes)
+        update, parameter = measure_step(added, before_it, units, axes)
+        ratio = jnp.where(parameter > 0, update / jnp.where(parameter > 0, parameter, 1), 0)
+        norms = dict(gradient=gradient, update=update, parameter=parameter, ratio=ratio)
+        norms = {kind: norms[kind] for kind in kinds}
+        thresholds, rises, levels = compare(state.levels, gradient, loss, spike)
+        fields = evidence(gradient, bad, rises) | thresholds
         fields |= {"loss": loss, "update_threshold": UNBOUNDED}
         if "update" in of:
-            norms["update"] = norms_of(output)
-            fields["update_norm"] = norms["update"][0]
+            fields["update_norm"] = update[0]
         return output, WatchState(norms, levels, _noted(log, fields, before, after), after)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -226,14 +194,15 @@ def watch(
 def _noted(log: IncidentLog, fields: dict[str, Any], before: Any, after: Any) -> IncidentLog:
     """The incidents after a step, with what the clips and guards inside say of it."""
     past, present = metrics(before), metrics(after)
-    streaks = [key for key in present if key.startswith("consecutive_skips")]
-    skips = [present[key] > past[key] for key in streaks]
-    skipped = functools.reduce(jnp.logical_or, skips, jnp.array(False))
+
+    def skips(report: dict[str, Array]) -> Any:
+        return sum(count for key, count in report.items() if key.startswith("skipped_"))
+
+    skipped = jnp.asarray(skips(present) > skips(past))
     # A guard that skipped had thresholds of its own, and may have measured the update, now zero.
-    for key, name in {**THRESHOLDS, "update_norm": "update_norm"}.items():
+    for key, name in OF_GUARDS.items():
         if key in fields and name in present:
             fields[key] = jnp.where(skipped, present[name], fields[key])
-    fields["clip_factor"] = factor = jnp.asarray(present.get("clip_factor", 1), jnp.float32)
-    stepped = step_taken(after)
-    fates = {"skipped": skipped, "held": ~skipped & ~stepped, "clipped": stepped & (factor < 1)}
-    return note(log, fields, skipped, fates)
+    stepped, factor = step_taken(after), present.get("clip_factor", 1)
+    clipped, held = stepped & (factor < 1), ~skipped & ~stepped
+    return note(log, fields, skipped=skipped, held=held, clipped=clipped)
