@@ -780,7 +780,11 @@ DECAY = "must be a number >= 0 and < 1"
         ("zscore", {"z_threshold": 10**400}, "must be a number > 0, got an integer of 1329 bits"),
         ("zscore", {"decay": 1.0}, f"{DECAY}, got 1.0"),
         ("zscore", {"warmup_steps": 0}, "must be an integer >= 1, got 0"),
-        ("zscore", {"warmup_steps": 10**5000}, "must be an integer that fits 32 bit, got an integer of"),
+        (
+            "zscore",
+            {"warmup_steps": 10**5000},
+            "must be an integer that fits 32 bit, got an integer of",
+        ),
         ("zscore", {"relearn_after": 0}, "must be an integer >= 1, got 0"),
         ("ema", {"factor": 0.0}, "must be a number > 0, got 0.0"),
         ("ema", {"decay": -0.1}, f"{DECAY}, got -0.1"),
