@@ -348,6 +348,11 @@ ERRORS = [
         ValueError,
         "`max_norm` must be a mapping with every label, got none for 'y'",
     ),
+    (
+        dict(param_labels={"a": "x"}, max_norm={"x": 1.0}),
+        TypeError,
+        r"`param_labels` must be a prefix tree of `params`, got no entry for params\['b'\]",
+    ),
     (dict(argnums=1), ValueError, "`argnums` must be other positions than `batch_argnums`, got 1"),
     (dict(batch_argnums=2), TypeError, "`args` must be at least 3 positional arguments, got 2"),
     (dict(axis_name=3), TypeError, "`axis_name` must be a string"),

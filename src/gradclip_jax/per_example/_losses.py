@@ -12,6 +12,7 @@ from jax import lax
 from .._checks import check_callable, describe, error_message, leaf_path
 from .._mesh import vary, varying_axes, zeros_of_type
 from .._run_if import trace
+from .._tree_checks import broadcast_prefix
 from .._types import Array, Labels, Tree
 from ..accumulation._split import (
     Split,
@@ -22,7 +23,7 @@ from ..accumulation._split import (
     positions,
     run_if_real,
 )
-from ..clipping._granularity import group, is_measured
+from ..clipping._granularity import is_measured
 from ..clipping._norm import measured_leaves
 from ._evaluate import evaluate
 from ._lazy import Lazy
@@ -148,9 +149,10 @@ def groups_of(function: str, params: Tree, param_labels: Labels | None) -> dict[
     """Sorts the measured leaves into groups; without labels into one, None."""
     if param_labels is None:
         return {None: list(range(len(measured_leaves(params))))}
-    units = group(param_labels).cut(function, params)
-    names, entry = units.names, units.entry
-    return {names[k]: [i for i, n in enumerate(entry) if n == k] for k in dict.fromkeys(entry)}
+    tree = param_labels(params) if callable(param_labels) else param_labels
+    labels = broadcast_prefix(function, "param_labels", tree, "params", params)
+    of = [k for k, x in zip(labels, jax.tree.leaves(params), strict=True) if is_measured(x)]
+    return {label: [i for i, k in enumerate(of) if k == label] for label in dict.fromkeys(of)}
 
 
 def part_of(tree: Tree, parts: int, index: Array) -> Tree:
