@@ -97,6 +97,7 @@ CLIPS = {
     "adaptive_grad_clip": lambda **kept: gcx.adaptive_grad_clip(0.5, **kept),
     "autoclip": lambda **kept: gcx.autoclip(50.0, window=4, **kept),
     "zclip": lambda **kept: gcx.zclip(max_norm=2.0, **kept),
+    "adagc": lambda **kept: gcx.adagc(warmup_steps=1, **kept),
     "quantile_clip": lambda **kept: gcx.quantile_clip(**kept),
 }
 

@@ -178,6 +178,7 @@ def adagc(
     axis_name: AxisName = None,
     stack_axes: Any = 0,
     nonfinite: Nonfinite = "propagate",
+    incidents: Count | None = None,
 ) -> optax.GradientTransformation:
     """Clips each leaf to a little above the average of its clipped norms (AdaGC).
 
@@ -195,6 +196,7 @@ def adagc(
         axis_name: mapped axes over which the leaves are sharded, where types do not name them.
         stack_axes: how many leading axes of a leaf index layers, static; also a prefix tree.
         nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
+        incidents: as for `clip_by_global_norm`.
 
     Returns:
         An Optax transformation with a `ClipState`.
@@ -229,8 +231,8 @@ def adagc(
         return jnp.where(scaled < norms, jnp.minimum(scaled, thresholds), thresholds), state
 
     both, units = dataclasses.replace(rule, update=update), layers("adagc", stack_axes)
-    named = ("adagc", "relative")
-    return norm_clip(named, both, units, axis_name=axis_name, nonfinite=nonfinite)
+    options: dict[str, Any] = {"nonfinite": nonfinite, "incidents": incidents}
+    return norm_clip(("adagc", "relative"), both, units, axis_name=axis_name, **options)
 
 
 def quantile_clip(
