@@ -41,14 +41,10 @@ def compare(
     is_warm = count >= MEMORY
     bounds = jnp.where(is_warm, jnp.where(is_unit, 1.5, 1) * spike * deviation, UNBOUNDED)
     excess = changes - shared
-    learned, weight = jnp.minimum(excess, bounds), 1 / jnp.minimum(count + 1, MEMORY)
-    after = jnp.stack(
-        [
-            jnp.minimum(count + 1, MEMORY),
-            mean + weight * (learned + shared),
-            (1 - weight) * (variance + weight * learned**2),
-        ]
-    )
+    steps, learned = jnp.minimum(count + 1, MEMORY), jnp.minimum(excess, bounds)
+    means = mean + (learned + shared) / steps
+    variances = (1 - 1 / steps) * (variance + learned**2 / steps)
+    after = jnp.stack([steps, means, variances])
 
     thresholds = jnp.where(is_warm, mean + bounds, UNBOUNDED)
     of_logs = jnp.where(thresholds < 88, jnp.exp(jnp.minimum(thresholds, 88)), UNBOUNDED)

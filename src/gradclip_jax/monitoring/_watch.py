@@ -154,9 +154,8 @@ def watch(
         size = 1 + max(len(names_in(log)), 1)  # all leaves together are one unit without a name
         norms = {kind: jnp.zeros(size, jnp.float32) for kind in kinds}
         # Not weakly typed, as what comes out of a step is not: one trace for all steps.
-        return WatchState(
-            norms, jnp.zeros((3, size + 2), jnp.float32), log, like_dtypes(inner_state, inner_state)
-        )
+        inner_state = like_dtypes(inner_state, inner_state)
+        return WatchState(norms, jnp.zeros((3, size + 2), jnp.float32), log, inner_state)
 
     def update(updates: Tree, state: Any, params: Tree | None = None, **extra_args: Any) -> Any:
         measure = extra_args.pop("measure", True)
@@ -184,8 +183,7 @@ def watch(
         thresholds, rises, levels = compare(state.levels, gradient, loss, spike)
         fields = evidence(gradient, bad, rises) | thresholds
         fields |= {"loss": loss, "update_threshold": UNBOUNDED}
-        if "update" in of:
-            fields["update_norm"] = update[0]
+        fields["update_norm"] = update[0] if "update" in of else None
         return output, WatchState(norms, levels, _noted(log, fields, before, after), after)
 
     return optax.GradientTransformationExtraArgs(init, update)
