@@ -115,6 +115,21 @@ OPTAX = {
 }
 
 _CLIP = _then_adamw(gcx.clip_by_global_norm(1.0))
+
+
+def _watched(*of: str) -> Maker:
+    """The clip and AdamW, watched; of stacked blocks each layer by itself."""
+
+    def make(model: Model) -> Step:
+        is_stack = {
+            name: isinstance(x, dict) and name == "blocks" for name, x in model.params.items()
+        }
+        layers = gcx.granularities.layer({name: int(x) for name, x in is_stack.items()})
+        return _updated(gcx.watch(_CLIP, of=of, granularity=layers))(model)
+
+    return make
+
+
 _ACCUMULATED = gcx.accumulate_gradients(_CLIP, EVERY)
 _SPIKES = gcx.skip_spikes(_ADAMW, norm=gcx.thresholds.mean_std(6.0))
 ROWS = {
@@ -138,6 +153,8 @@ ROWS = {
     "skip_nonfinite(accumulate_gradients(clip))": Row(
         _applied(gcx.skip_nonfinite(_ACCUMULATED)), "MultiSteps(apply_if_finite(clip))", True
     ),
+    "watch(clip), the gradient": Row(_watched("gradient"), "clip_by_global_norm"),
+    "watch(clip)": Row(_watched("gradient", "update", "parameter"), "clip_by_global_norm"),
     "microbatched_value_and_grad": Row(
         _updated(_ADAMW, lambda fun: gcx.microbatched_value_and_grad(fun, EVERY)),
         "a `scan` by hand",
