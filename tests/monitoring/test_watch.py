@@ -484,3 +484,13 @@ def test_what_a_gpu_would_sum_at_once_is_the_same(granularity):
     assert here.keys() == there.keys() and np.isfinite(list(there.values())).all()
     for key, value in here.items():
         np.testing.assert_allclose(there[key], value, rtol=1e-6, err_msg=key)
+
+
+def test_what_is_not_watched_is_not_measured():
+    def reads_params(of):
+        tx = gcx.watch(optax.sgd(0.1), of=of)
+        closed = jax.make_jaxpr(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
+        params = closed.jaxpr.invars[-len(jax.tree.leaves(PARAMS)) :]
+        return any(x is v for eqn in closed.jaxpr.eqns for x in eqn.invars for v in params)
+
+    assert not reads_params(("gradient",)) and reads_params(("gradient", "update"))

@@ -172,18 +172,20 @@ def watch(
             log = log._replace(step_count=increment_where(log.step_count))
             return output, WatchState(norms, state.levels, log, after)
         units, loss = cut.cut(_NAME, updates), loss_of(_NAME, extra_args, axes)
-        # Without parameters the update takes their place: (u + u) - u is u.
-        trees = updates, output, output if params is None else params
-        grads, added, before_it = (leaves_beside(updates, tree) for tree in trees)
-        gradient, bad = measure_units(grads, units, axes)
-        update, parameter = measure_step(added, before_it, units, axes)
-        ratio = jnp.where(parameter > 0, update / jnp.where(parameter > 0, parameter, 1), 0)
-        norms = dict(gradient=gradient, update=update, parameter=parameter, ratio=ratio)
+        gradient, bad = measure_units(leaves_beside(updates, updates), units, axes)
+        norms = {"gradient": gradient}
+        if {"update", "parameter"} & {*of}:
+            # Without parameters the update takes their place: (u + u) - u is u.
+            trees = output, output if params is None else params
+            added, before_it = (leaves_beside(updates, tree) for tree in trees)
+            update, parameter = measure_step(added, before_it, units, axes)
+            ratio = jnp.where(parameter > 0, update / jnp.where(parameter > 0, parameter, 1), 0)
+            norms |= dict(update=update, parameter=parameter, ratio=ratio)
         norms = {kind: norms[kind] for kind in kinds}
         thresholds, rises, levels = compare(state.levels, gradient, loss, spike)
         fields = evidence(gradient, bad, rises) | thresholds
         fields |= {"loss": loss, "update_threshold": UNBOUNDED}
-        fields["update_norm"] = update[0] if "update" in of else None
+        fields["update_norm"] = norms["update"][0] if "update" in of else None
         return output, WatchState(norms, levels, _noted(log, fields, before, after), after)
 
     return optax.GradientTransformationExtraArgs(init, update)
