@@ -19,9 +19,10 @@ def check_inexact(
     if argument == "updates":
         check_no_state(function, tree)
     kind, rule = (jnp.floating, "floating") if real else (jnp.inexact, "floating or complex")
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
     bad = [
         f"{describe(leaf)} at {leaf_path(argument, path)}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        for path, leaf in leaves
         if not is_float0(leaf) and not jnp.issubdtype(dtype_of(leaf), kind)
     ]
     if bad:
@@ -29,8 +30,8 @@ def check_inexact(
             f"{function}: every leaf of `{argument}` must be {rule}, got {listed(bad)}. "
             "Leave such leaves out with `optax.masked`."
         )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        axes = () if unreduced or is_float0(leaf) else sorted(unreduced_axes(leaf))
+    for path, leaf in () if unreduced else leaves:
+        axes = () if is_float0(leaf) else sorted(unreduced_axes(leaf))
         if axes:
             got = f"a leaf that is unreduced over {', '.join(map(repr, axes))}"
             got += f" at {leaf_path(argument, path)}"
