@@ -121,10 +121,9 @@ def _watched(*of: str) -> Maker:
     """The clip and AdamW, watched; of stacked blocks each layer by itself."""
 
     def make(model: Model) -> Step:
-        is_stack = {
-            name: isinstance(x, dict) and name == "blocks" for name, x in model.params.items()
-        }
-        layers = gcx.granularities.layer({name: int(x) for name, x in is_stack.items()})
+        # A list of blocks is unrolled, a dict of arrays is stacked.
+        stacked = [name for name, x in model.params.items() if name == "blocks" and type(x) is dict]
+        layers = gcx.granularities.layer({name: int(name in stacked) for name in model.params})
         return _updated(gcx.watch(_CLIP, of=of, granularity=layers))(model)
 
     return make
