@@ -5,9 +5,7 @@ explicit axes it does if the parameter is typed as reduced: the gradient is then
 summand. It is summed once, at the end of a window or a batch.
 """
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -189,90 +187,3 @@ def reduce_over_devices(grads: Tree, inner_state: Any) -> Tree:
 
     nodes = jax.tree.leaves(inner_state, is_leaf=is_moment)
     return jax.tree.map(reduce, grads, *filter(is_moment, nodes))
-
-
-class BatchAxes(NamedTuple):
-    """The mesh axes over which a batch is spread, as far as types say.
-
-    Attributes:
-        varying: those of `shard_map`.
-        sharded: explicit ones.
-    """
-
-    varying: frozenset[str] = frozenset()
-    sharded: frozenset[str] = frozenset()
-
-
-def batch_axes(args: Sequence[Any], batches: Sequence[int]) -> BatchAxes:
-    """The axes of the arguments at these positions."""
-    leaves = [x for i in batches for x in jax.tree.leaves(args[i])]
-    kinds = (varying_axes, _sharded_axes)
-    return BatchAxes(*(frozenset[str]().union(*map(axes_of, leaves)) for axes_of in kinds))
-
-
-def _sharded_axes(x: Any) -> frozenset[str]:
-    entries = sharding_with(x).spec
-    names = [n for entry in entries for n in (entry if isinstance(entry, tuple) else [entry])]
-    return frozenset(names) - {None}
-
-
-def defer_sums(
-    args: Sequence[Any],
-    differentiated: Sequence[int],
-    axes: BatchAxes,
-    micro_batch: Callable[[Sequence[Any], Any], Any],
-    *,
-    all_summed: bool,
-) -> list[Any]:
-    """The arguments, typed so that gradients by some of them are not summed over the axes."""
-
-    def typed(*, reduced: bool, at_once: Any = ()) -> list[Any]:
-        def of_leaf(x: Any) -> Any:
-            x = vary(x, axes.varying)
-            missing = axes.sharded - _sharded_axes(x) - reduced_axes(x)
-            # JAX (0.10.2 to 0.12) cannot add a reduced bias to activations that are sharded.
-            if not (reduced and missing) or np.ndim(x) < 2:
-                return x
-            later = missing | reduced_axes(x)
-            is_partial = later != frozenset(jax.typeof(x).sharding.mesh.axis_names)
-            # XLA gets a scatter wrong that is first summed over others: docs/compiler_faults.md.
-            if np.shape(x) in at_once and is_partial:
-                return x
-            return reshard(x, sharding_with(x, reduced=later))
-
-        return [jax.tree.map(of_leaf, x) if i in differentiated else x for i, x in enumerate(args)]
-
-    if HAS_TYPES and axes.sharded and all_summed:
-        local = typed(reduced=True)
-        try:
-            jaxpr, out = jax.make_jaxpr(functools.partial(micro_batch, local), return_shape=True)(0)
-        except Exception as error:
-            if not _is_missing_rule(error):
-                raise
-        else:
-            if not is_unreduced((out.value, out.aux)):
-                return typed(reduced=True, at_once=_scattered_shapes(jaxpr))
-    return typed(reduced=False)
-
-
-def _scattered_shapes(jaxpr: Any) -> set[tuple[int, ...]]:
-    """The shapes that are scattered into, as the gradient of an embedding is."""
-    shapes = {e.outvars[0].aval.shape for e in jaxpr.eqns if e.primitive.name == "scatter-add"}
-    params = [eqn.params for eqn in jaxpr.eqns]
-    inner = jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "eqns"))
-    return shapes.union(*(_scattered_shapes(x) for x in inner if hasattr(x, "eqns")))
-
-
-def _is_missing_rule(error: Exception) -> bool:
-    """Whether JAX raised this because an operation has no rule for reduced operands."""
-    is_sharding = type(error).__name__ == "ShardingTypeError"  # which JAX does not export
-    return is_sharding or isinstance(error, (NotImplementedError, ValueError))
-
-
-def take_sum(grad: Array, arg: Any, axes: BatchAxes, *, largest: bool) -> Array:
-    """What `jax.value_and_grad` sums over devices for each micro-batch, summed once."""
-    missing = varying_axes(grad) & axes.varying - varying_axes(arg)
-    grad = max_over(grad, missing) if largest else sum_over(grad, missing)
-    if unreduced_axes(grad) == reduced_axes(arg):
-        return grad
-    return reshard(grad, sharding_with(arg, unreduced=reduced_axes(arg)))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .._checks import check_callable, check_choice, check_count, check_transformation
-from .._mesh import BatchAxes, batch_axes, defer_sums, max_over, take_sum, varying_axes
+from .._mesh import is_unreduced, max_over, sum_over, vary, varying_axes
 from .._types import FLOAT32, Tree
 from ._outputs import AUX_REDUCTIONS, Outputs, aux_reductions, output_reductions, whole_batch
 from ._reduction import DTYPE, REDUCTION, as_weight, is_summed, map_reduced
@@ -55,9 +55,8 @@ def microbatched_value_and_grad(
     Micro-batch i holds every `num_microbatches`-th example from i on, so that under jit each
     device splits the part of a sharded batch that it holds. Gradients with respect to arguments
     that are replicated over the devices of the batch are summed over them once, after the last
-    micro-batch, inside `shard_map` and under explicit axes (JAX 0.10, if `fun` can be traced on
-    arguments with `reduced` axes). Under plain jit XLA places that sum inside the loop, on a GPU
-    and a TPU behind it.
+    micro-batch, inside `shard_map`, and on a GPU and a TPU also in `jit`, by XLA. By arguments that
+    are typed as `reduced` over explicit axes they come back unreduced, as those of JAX do.
 
     Args:
         fun: as for `jax.value_and_grad`: returns a scalar value, `(value, aux)` with `has_aux`,
@@ -133,11 +132,14 @@ def microbatched_value_and_grad(
         names = REDUCTION.of_leaves(_NAME, reduction, "updates", by)
         dtypes = DTYPE.of_leaves(_NAME, accumulator_dtype, "updates", by)
         sums_once = micro_transform is None and not drop_nonfinite
-        axes = batch_axes(args, split.batches) if sums_once else BatchAxes()
-        all_summed = all(map(is_summed, names))
-        local = defer_sums(args, split.differentiated, axes, micro_batch, all_summed=all_summed)
+        of_batch = jax.tree.leaves([args[i] for i in split.batches]) if sums_once else []
+        axes = frozenset[str]().union(*map(varying_axes, of_batch))
+        local = [
+            jax.tree.map(lambda x: vary(x, axes), x) if i in split.differentiated else x
+            for i, x in enumerate(args)
+        ]
         shapes = jax.eval_shape(functools.partial(micro_batch, local), 0)
-        is_plain = parts > 1 and sums_once and not any(axes) and all_summed
+        is_plain = parts > 1 and sums_once and not axes and all(map(is_summed, names))
         holds_weight = has_weight and is_plain and _fits_weight(shapes)
         of_part = functools.partial(micro_batch, local, holds_weight=holds_weight)
         aux_names = aux_reductions(_NAME, aux_reduction, parts, shapes.aux, whole_aux)
@@ -153,7 +155,8 @@ def microbatched_value_and_grad(
         value = (out.value, rest[0] if len(rest) == 1 else tuple(rest)) if rest else out.value
 
         def summed(reduction: str, grad: Any, arg: Any) -> Any:
-            return take_sum(grad, arg, axes, largest=reduction == "max")
+            missing = varying_axes(grad) & axes - varying_axes(arg)
+            return (max_over if reduction == "max" else sum_over)(grad, missing)
 
         return value, map_reduced(summed, names, out.grads, by)
 
@@ -181,7 +184,7 @@ def _weighted(one_form: Callable[..., Any], split: Split, args: Sequence[Any]) -
 def _fits_weight(shapes: Outputs) -> bool:
     """Whether a loss can be multiplied by its weight: 40,000 fits no float16, 1,001 no bfloat16."""
     leaves = jax.tree.leaves((shapes.value, shapes.grads))
-    is_wide = all(jnp.finfo(x.dtype).bits >= 32 for x in leaves)
+    is_wide = all(jnp.finfo(x.dtype).bits >= 32 for x in leaves) and not is_unreduced(shapes.grads)
     return is_wide and varying_axes(shapes.weight) == varying_axes(shapes.value)
 
 
