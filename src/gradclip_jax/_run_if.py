@@ -176,17 +176,21 @@ def _select(predicate: Any, new: Tree, old: Tree) -> Tree:
     # XLA (JAX 0.10.2, H100 and TPU v5e) fuses the step both into a check before it and into this
     # selection: 11 N moved for AdamW and no scratch, with an optimization barrier in between the
     # same, and for Adafactor 12 N instead of 9 N.
-    # A GPU merges kernels that read entries of a vector, and not those that read one scalar: 55
-    # launches for AdamW on PPO's networks, not 62. A TPU would slice each entry by itself.
     leaves, structure = jax.tree.flatten(new)
-    flags = lax.platform_dependent(
-        jnp.broadcast_to(predicate, (len(leaves),)),
-        tpu=lambda flags: flags,
-        default=lax.optimization_barrier,
-    )
+    flags = entries(jnp.broadcast_to(predicate, (len(leaves),)))
     rows = zip(flags, leaves, jax.tree.leaves(old), strict=True)
     chosen = [y if x is y else lax.select(flag, x, y) for flag, x, y in rows]
     return jax.tree.unflatten(structure, chosen)
+
+
+def entries(vector: Array) -> list[Array]:
+    """The entries of a vector, which the kernels of many leaves read.
+
+    A GPU merges kernels that read entries of a vector, and not those that read one scalar: 55
+    launches for AdamW on PPO's networks, not 62. A TPU would slice each entry by itself.
+    """
+    read = lax.platform_dependent(vector, tpu=lambda x: x, default=lax.optimization_barrier)
+    return list(read)
 
 
 def _usual(step: Callable[[Tree], Tree], predicate: Any, carry: Tree) -> Tree:

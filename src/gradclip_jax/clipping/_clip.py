@@ -20,6 +20,7 @@ from .._checks import (
     error_message,
 )
 from .._mesh import max_over, replica_count, shard_axes, sum_over, varying_axes
+from .._run_if import entries
 from .._states import register_metrics
 from .._tree_checks import check_inexact
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Threshold, Tree
@@ -265,8 +266,7 @@ def scale_leaves(
     clipped = [i for i, axes in enumerate(units.axes) if axes is not None]
     of_leaves = [factors[units.entry[i]] for i in clipped]
     if units.is_vector and clipped:
-        # Kernels that read entries of a vector are merged, kernels that read one scalar are not.
-        of_leaves = list(lax.optimization_barrier(jnp.stack(of_leaves)))
+        of_leaves = entries(jnp.stack(of_leaves))
     scaled = list(leaves)
     for i, factor in zip(clipped, of_leaves, strict=True):
         scaled[i] = scale_leaf(leaves[i], factor, drops=drops)

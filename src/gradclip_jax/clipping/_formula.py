@@ -48,7 +48,7 @@ def reduce_axes(reduce: Callable[..., Array], x: Array, axes: Sequence[int]) -> 
 
 def squares(x: Array, dtype: Any, scale: float = SCALE) -> Array:
     """`(|x| * scale)^2`."""
-    sizes = magnitude(x, dtype)
+    sizes = magnitude(x, dtype) if jnp.iscomplexobj(x) else x.astype(dtype)
     # So grouped, no compiler takes the square first: that of 1e20 is infinite.
     return sizes * (sizes * scale**2)
 
@@ -142,8 +142,7 @@ def round_to(x: Array, dtype: Any) -> Array:
 
 def fold(combine: Callable[[Array, Array], Array], terms: Sequence[Array]) -> Array:
     """Joins some arrays two and two: of n numbers, a sum is off by log n roundings, not by n."""
-    terms = list(terms)
     while len(terms) > 1:
         pairs = [combine(a, b) for a, b in zip(terms[::2], terms[1::2], strict=False)]
-        terms = pairs + terms[len(pairs) * 2 :]
+        terms = [*pairs, *terms[len(pairs) * 2 :]]
     return terms[0]

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .._checks import check_axis_name, check_bound, check_ord
 from .._mesh import max_over, on_device, replica_count, shard_axes, sum_over
@@ -228,9 +229,26 @@ def totals(
             share, copies = share_of(x, axes, i, *of_leaf), replica_count(over, everywhere)
             shares[i].append(share / copies if is_sum and copies > 1 else share)
     zero = jnp.zeros((), norm_dtype(leaves))
-    joined = [fold(jnp.add if is_sum else jnp.maximum, of_unit or [zero]) for of_unit in shares]
+    joined = [_joined(of_unit or [zero], is_sum) for of_unit in shares]
     if not (units.is_vector or everywhere):
         return joined
     vector = jnp.concatenate([x.reshape(-1) for x in joined] or [zero[None][:0]])
     vector = sum_over(vector, everywhere) if is_sum else max_over(vector, everywhere)
     return vector if units.is_vector else split(vector, joined)
+
+
+def _joined(shares: list[Array], is_sum: bool) -> Array:
+    """The sum, or the maximum, of what the leaves have in a unit."""
+
+    def at_once(*shares: Array) -> Array:
+        # Without the barrier XLA takes the reduction of the vector apart.
+        vector = lax.optimization_barrier(jnp.stack(shares))
+        return jnp.sum(vector, axis=0) if is_sum else jnp.max(vector, axis=0)
+
+    def in_pairs(*shares: Array) -> Array:
+        return fold(jnp.add if is_sum else jnp.maximum, shares)
+
+    if len(shares) == 1:
+        return shares[0]
+    # A GPU merges the additions into one kernel; a TPU executes each of them by itself.
+    return lax.platform_dependent(*shares, tpu=at_once, default=in_pairs)
