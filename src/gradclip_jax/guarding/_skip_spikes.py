@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_bound, check_count, check_ord, error_message
+from .._checks import check_count, check_ord, error_message
 from .._gate import ComputedStep, Verdict
 from .._states import increment_where, register_metrics
 from .._types import UNBOUNDED, AxisName, Count, Order, Scalar, Tree
@@ -228,7 +228,6 @@ def _skip_beyond(
     def judge(
         updates: Tree, state: SkipSpikesState, params: Tree, extra_args: dict[str, Any]
     ) -> Verdict:
-        check_bound(name, axes)
         values = {"norm": measure(updates)}
         if "loss" in rules:
             loss = loss_of(name, extra_args, axes)
@@ -245,10 +244,11 @@ def _skip_beyond(
 
         def signals_of(values: dict[str, Scalar], finite: Scalar) -> dict[str, Signal]:
             signals: dict[str, Signal] = {}
-            for key in values.keys() & rules.keys():
-                value = jnp.where(finite, values[key], jnp.nan)
-                compared = compare(rules[key], value, state.signals[key], param_norm)
-                signals[key] = compared._replace(is_spike=finite & compared.is_spike)
+            for key in rules:  # not a set of keys: its order is another in each process
+                if key in values:
+                    value = jnp.where(finite, values[key], jnp.nan)
+                    compared = compare(rules[key], value, state.signals[key], param_norm)
+                    signals[key] = compared._replace(is_spike=finite & compared.is_spike)
             return relearn(signals, state.spikes_in_a_row >= relearn_after)
 
         signals = signals_of(values, finite)
@@ -275,21 +275,15 @@ def _skip_beyond(
 
 
 def _first_state(rules: dict[str, Rule], inner_state: Any) -> SkipSpikesState:
-    fields: dict[str, Any] = {}
-    for key, (measured, threshold, count) in _FIELDS.items():
-        is_watched = key in rules or key == "norm"
-        fields[measured] = zero(jnp.float32) if is_watched else None
-        fields[threshold] = jnp.full((), UNBOUNDED, jnp.float32) if is_watched else None
-        fields[count] = zero() if is_watched else None
-    return SkipSpikesState(
-        skipped_nonfinite=zero(),
-        consecutive_skips=zero(),
-        guard_failed=zero(),
-        spikes_in_a_row=zero(),
-        signals={key: first_state(rule) for key, rule in rules.items()},
-        inner_state=inner_state,
-        **fields,
-    )
+    fields: dict[str, Any] = dict.fromkeys(SkipSpikesState._fields)  # None for what is not watched
+    for key in ("norm", *rules):
+        measured, threshold, count = _FIELDS[key]
+        fields |= {measured: zero(jnp.float32), count: zero()}
+        fields[threshold] = jnp.full((), UNBOUNDED, jnp.float32)
+    counts = ("skipped_nonfinite", "consecutive_skips", "guard_failed", "spikes_in_a_row")
+    fields |= {name: zero() for name in counts}
+    fields["signals"] = {key: first_state(rule) for key, rule in rules.items()}
+    return SkipSpikesState(**fields | {"inner_state": inner_state})
 
 
 def _own_fields(
