@@ -88,6 +88,4 @@ def _subtract(total: Any, update: Any, carry: Any) -> Any:
 
 
 def _cast_like(update: Any, grad: Any) -> Any:
-    if is_float0(grad):
-        return update
-    return in_memory_of(update.astype(jnp.result_type(grad)), grad)
+    return update if is_float0(grad) else in_memory_of(update.astype(jnp.result_type(grad)), grad)
