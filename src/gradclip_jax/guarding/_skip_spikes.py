@@ -261,12 +261,25 @@ def _skip_beyond(
             return is_finite & ~spike, norm.astype(jnp.float32)
 
         def own_fields(refuses: Scalar, measured: Scalar) -> SkipSpikesState:
-            if "update" not in rules:
-                return _own_fields(state, values, signals, finite, refuses)
-            is_finite = jnp.isfinite(measured)
-            learned = signals | signals_of({"update": measured}, is_finite)
-            is_sound = finite & ~(refuses & is_good & ~is_finite)
-            return _own_fields(state, values | {"update": measured}, learned, is_sound, refuses)
+            observed, learned, is_sound = values | {"update": measured}, signals, finite
+            if "update" in rules:
+                is_finite = jnp.isfinite(measured)
+                learned = signals | signals_of({"update": measured}, is_finite)
+                is_sound = finite & ~(refuses & is_good & ~is_finite)
+            fields: dict[str, Any] = {"grad_norm": values["norm"].astype(jnp.float32)}
+            for key, signal in learned.items():
+                measurement, threshold, count = _FIELDS[key]
+                fields[measurement] = observed[key].astype(jnp.float32)
+                fields[threshold] = signal.threshold.astype(jnp.float32)
+                fields[count] = increment_where(getattr(state, count), signal.is_spike)
+            # A step that is not finite says nothing about the level.
+            longer = increment_where(state.spikes_in_a_row, is_sound)
+            return state._replace(
+                skipped_nonfinite=increment_where(state.skipped_nonfinite, ~is_sound),
+                spikes_in_a_row=jnp.where(refuses, longer, 0),
+                signals={key: signal.rule_state for key, signal in learned.items()},
+                **fields,
+            )
 
         return Verdict(is_good, updates, own_fields, check_step)
 
@@ -284,27 +297,3 @@ def _first_state(rules: dict[str, Rule], inner_state: Any) -> SkipSpikesState:
     fields |= {name: zero() for name in counts}
     fields["signals"] = {key: first_state(rule) for key, rule in rules.items()}
     return SkipSpikesState(**fields | {"inner_state": inner_state})
-
-
-def _own_fields(
-    state: SkipSpikesState,
-    values: dict[str, Scalar],
-    signals: dict[str, Signal],
-    finite: Scalar,
-    refuses: Scalar,
-) -> SkipSpikesState:
-    """What was measured at this step, and what was counted up to it."""
-    fields: dict[str, Any] = {"grad_norm": values["norm"].astype(jnp.float32)}
-    for key, signal in signals.items():
-        measured, threshold, count = _FIELDS[key]
-        fields[measured] = values[key].astype(jnp.float32)
-        fields[threshold] = signal.threshold.astype(jnp.float32)
-        fields[count] = increment_where(getattr(state, count), signal.is_spike)
-    # A step that is not finite says nothing about the level.
-    longer = increment_where(state.spikes_in_a_row, finite)
-    return state._replace(
-        skipped_nonfinite=increment_where(state.skipped_nonfinite, ~finite),
-        spikes_in_a_row=jnp.where(refuses, longer, 0),
-        signals={key: signal.rule_state for key, signal in signals.items()},
-        **fields,
-    )
