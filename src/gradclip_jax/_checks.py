@@ -60,6 +60,14 @@ def dtype_of(leaf: Any) -> Any:
     return jnp.result_type(leaf) if isinstance(leaf, (int, float, complex)) else np.dtype(object)
 
 
+def is_scalar(value: Any, *kinds: Any) -> bool:
+    """Whether a value is one number, of Python, NumPy or JAX, of one of these kinds."""
+    is_number = isinstance(value, (int, float, np.generic, np.ndarray, jax.Array))
+    # By dtype: the scalars of bfloat16 are no `np.number`.
+    is_kind = is_number and any(jnp.issubdtype(dtype_of(value), kind) for kind in kinds)
+    return is_kind and np.ndim(value) == 0
+
+
 def leaf_path(argument: str, path: Any) -> str:
     """The place of a leaf, written so that it can be pasted."""
     return argument + jax.tree_util.keystr(path)
@@ -99,12 +107,7 @@ def check_number(
     """
     relation, upper = (">=" if closed else ">"), ("<" if below_high else "<=")
     rule = f"a number {relation} {low:g}" + ("" if high == math.inf else f" and {upper} {high:g}")
-    is_array = isinstance(value, (np.generic, np.ndarray, jax.Array))
-    if is_array:  # by dtype: the scalars of bfloat16 are no `np.number`
-        is_number = any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
-    else:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or np.ndim(value) != 0:
+    if not is_scalar(value, jnp.floating, jnp.integer):
         raise TypeError(error_message(function, argument, rule, shortened(value), hint))
     if is_traced(value):
         return
@@ -262,7 +265,7 @@ def check_no_state(function: str, updates: Any) -> None:
     def is_state(node: Any) -> bool:
         return isinstance(node, tuple) and type(node).__module__.startswith(f"{__package__}.")
 
-    for path, node in jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_state):
+    for path, node in jax.tree.leaves_with_path(updates, is_leaf=is_state):
         if is_state(node):
             got = f"a {type(node).__name__} at {leaf_path('updates', path)}"
             hint = "The order is `update(grads, state, params)`."

@@ -260,20 +260,19 @@ def _copied_window(like: Any, given: Any, averages: Any, path: Any) -> Any:
         hint = f"A window at {leaf_path('state', path)} is one or the other."
         raise ValueError(error_message(_NAME, "reduction", rule, "None", hint))
     length = jnp.where(averages, jnp.maximum(held, 1), 1).astype(jnp.float32)
-    if isinstance(like, optax.MultiStepsState):
+    # Zero for an empty window: ours still holds the sum of the last one, Optax adds to it.
+    is_filled, is_ours = held > 0, isinstance(like, AccumulationState)
+    acc = _accumulator(like, given, is_filled * length if is_ours else is_filled / length, path)
+    like = like._replace(mini_step=held, gradient_step=steps, acc_grads=acc)
+    if not is_ours:
         weight = given.total_weight
         if _is_open(given) and not is_traced(weight) and weight != held:  # Optax has no weights
             place = leaf_path("state", path) + ".total_weight"
             rule, hint = "a window of weights 1", "`flush` the window first."
             got = f"a weight of {float(weight):g} in {int(held)} micro-batches at {place}"
             raise ValueError(error_message(_NAME, "state", rule, got, hint))
-        # Zero for an empty window: ours still holds the sum of the last one, Optax adds to it.
-        acc = _accumulator(like, given, (held > 0) / length, path)
-        return like._replace(mini_step=held, gradient_step=steps, acc_grads=acc)
+        return like
     return like._replace(
-        mini_step=held,
-        gradient_step=steps,
-        acc_grads=_accumulator(like, given, (held > 0) * length, path),
         total_weight=held.astype(jnp.float32),
         micro_batch_count=steps * like.accumulation_steps + held,
         emitted=_count((held == 0) & (steps > 0)),

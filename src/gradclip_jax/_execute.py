@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from ._checks import check_state, check_transformation, error_message, is_float0, is_traced
-from ._gate import Accumulation, ComputedStep, Flag, Guard, Verdict, Window, flag_and
+from ._gate import Accumulation, ComputedStep, Flag, Guard, Judged, Verdict, Window, flag_and
 from ._mesh import memory_of, varying_axes, zeros_of_type
 from ._run_if import Report, like_dtypes, run_if, run_if_checked, trace
 from ._states import GATES, increment_where, plain_arrays, with_structure_of
@@ -147,9 +147,7 @@ def _execute(
     window = Window(True, (), lambda acc: (grads, acc), state, extra_args, lambda s, *_: s)
     if accumulation:
         is_measured = any(x.check_window for x in outside) or any(x.checks_step for x in guards)
-        window = accumulation.open_window(
-            around.grads, around.state, params, extra_args, around.accepted, is_measured
-        )
+        window = accumulation.open_window(around, params, extra_args, is_measured)
     step, output = _plan_step(
         update.innermost, window, grads, innermost_state, params, applies=applies
     )
@@ -200,25 +198,9 @@ def _split(gates: Sequence[Any]) -> tuple[Any, Accumulation | None, Any]:
     return (), None, gates
 
 
-class _Judged(NamedTuple):
-    """The verdicts of guards on a gradient.
-
-    Attributes:
-        entries: `(guard, state, verdict, refuses)` of each.
-        grads: the gradient that they pass on.
-        state: the state inside the last.
-        accepted: whether none refuses.
-    """
-
-    entries: list[tuple[Guard, Any, Verdict, Scalar]]
-    grads: Tree
-    state: Any
-    accepted: Flag
-
-
 def _judge(
     guards: Sequence[Guard], grads: Tree, state: Any, params: Tree, extra_args: dict[str, Any]
-) -> _Judged:
+) -> Judged:
     """Asks guards one after the other, from the outermost on; the first that refuses does."""
     entries: list[tuple[Guard, Any, Verdict, Scalar]] = []
     accepted: Flag = True
@@ -228,7 +210,7 @@ def _judge(
         entries.append((guard, state, verdict, refuses))
         accepted = flag_and(accepted, verdict.is_good)
         grads, state = verdict.grads, state.inner_state
-    return _Judged(entries, grads, state, accepted)
+    return Judged(entries, grads, state, accepted)
 
 
 Step = Callable[[Tree, Any, Tree], tuple[Tree, Any, Tree]]
@@ -251,7 +233,7 @@ def _check_window(
 
 
 def _take_step(
-    step: Step, entries: Sequence[Any], judged: _Judged, accepted: Flag, output: Tree
+    step: Step, entries: Sequence[Any], judged: Judged, accepted: Flag, output: Tree
 ) -> tuple[Tree, Any, Flag, dict[int, Any]]:
     """Takes the step where it is accepted, and where all guards pass it that check steps.
 
@@ -290,7 +272,7 @@ def _take_step(
 
 
 def _next_states(
-    judged: _Judged, inner_state: Any, refusals: Sequence[Any], through: Flag, *, alone: bool
+    judged: Judged, inner_state: Any, refusals: Sequence[Any], through: Flag, *, alone: bool
 ) -> Any:
     """The states of guards around the next state inside them.
 

@@ -70,6 +70,22 @@ class Guard(NamedTuple):
     drop: Callable[[Any, Scalar], Any] = lambda state, refused: state
 
 
+class Judged(NamedTuple):
+    """The verdicts of guards on a gradient.
+
+    Attributes:
+        entries: `(guard, state, verdict, refuses)` of each.
+        grads: the gradient that they pass on.
+        state: the state inside the last.
+        accepted: whether none refuses.
+    """
+
+    entries: list[tuple[Guard, Any, Verdict, Scalar]]
+    grads: Tree
+    state: Any
+    accepted: Flag
+
+
 class Window(NamedTuple):
     """What an accumulation does with a micro-batch.
 
@@ -97,14 +113,14 @@ class Accumulation(NamedTuple):
     Attributes:
         name: of the function that made it, for errors.
         kind: of its state.
-        open_window: `(grads, state, params, extra_args, accepted, is_measured)` to the window. A
-            micro-batch that is not accepted is left out; `is_measured` says that the gradient of
-            the window is read before the step.
+        open_window: `(judged, params, extra_args, is_measured)` to the window. A micro-batch that
+            is not accepted is left out; `is_measured` says that the gradient of the window is
+            read before the step.
     """
 
     name: str
     kind: type
-    open_window: Callable[[Tree, Any, Tree, dict[str, Any], Flag, bool], Window]
+    open_window: Callable[[Judged, Tree, dict[str, Any], bool], Window]
 
 
 def flag_and(a: Flag, b: Flag) -> Any:

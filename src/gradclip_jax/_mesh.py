@@ -5,6 +5,7 @@ explicit axes it does if the parameter is typed as reduced: the gradient is then
 summand. It is summed once, at the end of a window or a batch.
 """
 
+import math
 from typing import Any, Final
 
 import jax
@@ -42,10 +43,7 @@ def shard_axes(x: Any, axis_name: AxisName) -> frozenset[str]:
 
 def replica_count(axes: frozenset[str], everywhere: frozenset[str]) -> int:
     """How many devices along `everywhere` hold the same value, if it varies over `axes`."""
-    copies = 1
-    for name in everywhere - axes:
-        copies *= lax.axis_size(name)
-    return copies
+    return math.prod(map(lax.axis_size, everywhere - axes))
 
 
 def device_count(x: Any) -> int:
@@ -93,9 +91,8 @@ def _type_of(x: Any) -> Any:
 def zeros_of_type(like: Any, dtype: Any = None) -> Array:
     """Zeros that lie, are sharded, and vary, as an array of this type or shape."""
     sharding = _type_of(like).sharding
-    zeros = lax.full(
-        like.shape, 0, dtype or like.dtype, sharding=sharding if is_explicit(sharding) else None
-    )
+    given = sharding if is_explicit(sharding) else None
+    zeros = lax.full(like.shape, 0, dtype or like.dtype, sharding=given)
     return in_memory_of(vary(zeros, varying_axes(like)), like)
 
 
@@ -163,9 +160,8 @@ def without_reduced_axes(params: Tree) -> Tree:
     """The parameters as an optimizer sees them, whatever their gradients stay unreduced over."""
 
     def plain(param: Any) -> Any:
-        if is_float0(param) or not reduced_axes(param):
-            return param
-        return reshard(param, sharding_with(param))
+        is_plain = is_float0(param) or not reduced_axes(param)
+        return param if is_plain else reshard(param, sharding_with(param))
 
     return jax.tree.map(plain, params)
 

@@ -84,7 +84,7 @@ def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
         check_same_structure(_NAME, "updates", updates, "params", params)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         leaves, structure = jax.tree.flatten(updates)
-        named = jax.tree_util.tree_leaves_with_path(params)
+        named = jax.tree.leaves_with_path(params)
         keys = jax.random.split(key, len(leaves))  # at once: 10 kernels on an H100, else 22
         out = [
             _to_neighbour(u, p, leaf_path("params", path), keys[i])

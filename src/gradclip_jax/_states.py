@@ -48,7 +48,7 @@ def find_states(state: Any, kinds: type | tuple[type, ...]) -> list[tuple[Any, A
         def stop(value: Any) -> bool:
             return isinstance(value, kinds) and not (inside and value is node)
 
-        for path, value in jax.tree_util.tree_leaves_with_path(node, is_leaf=stop):
+        for path, value in jax.tree.leaves_with_path(node, is_leaf=stop):
             if isinstance(value, kinds):
                 matches.append(((*prefix, *path), value))
                 search((*prefix, *path), value, inside=True)

@@ -19,7 +19,7 @@ def check_inexact(
     if argument == "updates":
         check_no_state(function, tree)
     kind, rule = (jnp.floating, "floating") if real else (jnp.inexact, "floating or complex")
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    leaves = jax.tree.leaves_with_path(tree)
     bad = [
         f"{describe(leaf)} at {leaf_path(argument, path)}"
         for path, leaf in leaves
@@ -78,29 +78,25 @@ def _first_difference(place: str, tree: Tree, other_place: str, other: Tree) -> 
 
 
 def _first_leaf(place: str, path: Any, child: Tree) -> str:
-    leaves = jax.tree_util.tree_leaves_with_path(child) or [((), None)]
+    leaves = jax.tree.leaves_with_path(child) or [((), None)]
     return "nothing" if path is None else leaf_path(place, (*path, *leaves[0][0]))
 
 
 def children_of(node: Tree) -> tuple[list[tuple[Any, Any]], Any]:
     """The paths and children of a node, and its structure."""
-    return jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    return jax.tree.flatten_with_path(node, is_leaf=lambda x: x is not node)
 
 
 def broadcast_prefix(
     function: str, argument: str, prefix: Tree, like: str, tree: Tree, is_leaf: Any = None
 ) -> list[Any]:
     """One entry of `prefix` for each leaf of `tree`, in the order of its leaves."""
-    entries: list[Any] = []
-
-    def spread(entry: Any, subtree: Any) -> None:
-        entries.extend([entry] * len(jax.tree.leaves(subtree)))
-
     try:
-        jax.tree.map(spread, prefix, tree, is_leaf=is_leaf)
+        spread = jax.tree.broadcast(prefix, tree, is_leaf=is_leaf)
+        return jax.tree.structure(tree).flatten_up_to(spread)
     except (ValueError, TypeError) as mismatch:
-        given = jax.tree_util.tree_leaves_with_path(prefix, is_leaf=is_leaf)
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        given = jax.tree.leaves_with_path(prefix, is_leaf=is_leaf)
+        leaves = jax.tree.leaves_with_path(tree)
         rule = f"a prefix tree of `{like}`"
         hint = f"Give one entry per leaf or per subtree of `{like}`."
         got = str(mismatch).splitlines()[0]
@@ -111,4 +107,3 @@ def broadcast_prefix(
             if not any(place[: len(path)] == path for path, _ in given):
                 got = f"no entry for {leaf_path(like, place)}"
         raise TypeError(error_message(function, argument, rule, got, hint)) from None
-    return entries

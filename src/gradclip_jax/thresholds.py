@@ -12,8 +12,7 @@
 | `Rule` | your own |
 """
 
-from .adaptive._average_rules import ema, quantile, zscore
-from .adaptive._window_rules import mean_std, percentile
+from .adaptive._rules import ema, mean_std, percentile, quantile, zscore
 from .clipping._threshold import Rule, capped, relative_to_params
 
 __all__ = [

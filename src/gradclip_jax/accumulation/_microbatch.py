@@ -10,11 +10,9 @@ import jax.numpy as jnp
 from .._checks import check_callable, check_choice, check_count, check_transformation
 from .._mesh import is_unreduced, max_over, sum_over, vary, varying_axes
 from .._types import FLOAT32, Tree
-from ._outputs import AUX_REDUCTIONS, Outputs, aux_reductions, output_reductions, whole_batch
+from ._outputs import AUX_REDUCTIONS, NAME, Outputs, aux_reductions, output_reductions, whole_batch
 from ._reduction import DTYPE, REDUCTION, as_weight, is_summed, map_reduced
 from ._split import Split, check_real, counted_from_zero, in_one_form, micro_arguments, positions
-
-_NAME = "microbatched_value_and_grad"
 
 
 def microbatched_value_and_grad(
@@ -99,23 +97,23 @@ def microbatched_value_and_grad(
         >>> float(value), float(grad)
         (7.5, 15.0)
     """
-    check_callable(_NAME, "fun", fun, "Pass the loss function.")
-    check_count(_NAME, "num_microbatches", num_microbatches, "Pass 1 not to split.")
-    check_real(_NAME, num_real_microbatches, num_microbatches)
-    DTYPE.check_given(_NAME, accumulator_dtype)
-    REDUCTION.check_given(_NAME, reduction)
+    check_callable(NAME, "fun", fun, "Pass the loss function.")
+    check_count(NAME, "num_microbatches", num_microbatches, "Pass 1 not to split.")
+    check_real(NAME, num_real_microbatches, num_microbatches)
+    DTYPE.check_given(NAME, accumulator_dtype)
+    REDUCTION.check_given(NAME, reduction)
     for word in jax.tree.leaves(aux_reduction):
-        check_choice(_NAME, "aux_reduction", word, AUX_REDUCTIONS)
+        check_choice(NAME, "aux_reduction", word, AUX_REDUCTIONS)
     if micro_transform is not None and not callable(micro_transform):
-        check_transformation(_NAME, "micro_transform", micro_transform)
+        check_transformation(NAME, "micro_transform", micro_transform)
     groups = map(positions, (batch_argnums, rng_argnums, argnums))
     given = Split(int(num_microbatches), *groups, takes_one=isinstance(argnums, int))
-    one_form = in_one_form(_NAME, fun, has_weight, has_aux)
+    one_form = in_one_form(NAME, fun, has_weight, has_aux)
     value_and_grad = jax.value_and_grad(one_form, argnums, has_aux=True)
     transform = functools.partial(_transformed, micro_transform, drop_nonfinite=drop_nonfinite)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        split = counted_from_zero(_NAME, given, args)
+        split = counted_from_zero(NAME, given, args)
         by, parts = split.differentiated_of(args), split.parts
 
         def micro_batch(args: Sequence[Any], index: Any, *, holds_weight: bool = False) -> Outputs:
@@ -129,8 +127,8 @@ def microbatched_value_and_grad(
             # Closed over, not passed: an argument may be anything, such as a flag or a model.
             return jax.eval_shape(lambda: one_form(*args, **kwargs))[1][1]
 
-        names = REDUCTION.of_leaves(_NAME, reduction, "updates", by)
-        dtypes = DTYPE.of_leaves(_NAME, accumulator_dtype, "updates", by)
+        names = REDUCTION.of_leaves(NAME, reduction, "updates", by)
+        dtypes = DTYPE.of_leaves(NAME, accumulator_dtype, "updates", by)
         sums_once = micro_transform is None and not drop_nonfinite
         of_batch = jax.tree.leaves([args[i] for i in split.batches]) if sums_once else []
         axes = frozenset[str]().union(*map(varying_axes, of_batch))
@@ -142,15 +140,13 @@ def microbatched_value_and_grad(
         is_plain = parts > 1 and sums_once and not axes and all(map(is_summed, names))
         holds_weight = has_weight and is_plain and _fits_weight(shapes)
         of_part = functools.partial(micro_batch, local, holds_weight=holds_weight)
-        aux_names = aux_reductions(_NAME, aux_reduction, parts, shapes.aux, whole_aux)
+        aux_names = aux_reductions(aux_reduction, parts, shapes.aux, whole_aux)
         grad_names = _with_rows(names, args, split)
         reductions = output_reductions(
             shapes, parts, grad_names, dtypes, aux_names, holds_weight=holds_weight
         )
-        real = num_real_microbatches
-        out = whole_batch(
-            _NAME, of_part, reductions, shapes, parts, real=real, nan_if_empty=drop_nonfinite
-        )
+        if_empty = jnp.nan if drop_nonfinite else 0
+        out = whole_batch(of_part, reductions, shapes, parts, num_real_microbatches, if_empty)
         rest = [x for x, has in ((out.weight, has_weight), (out.aux, has_aux)) if has]
         value = (out.value, rest[0] if len(rest) == 1 else tuple(rest)) if rest else out.value
 
@@ -176,7 +172,7 @@ def _weighted(one_form: Callable[..., Any], split: Split, args: Sequence[Any]) -
         return one_form(*chosen)
 
     value, pull_back, (weight, aux) = jax.vjp(form, split.differentiated_of(args), has_aux=True)
-    factor = jnp.asarray(as_weight(_NAME, weight)).astype(value.dtype)
+    factor = jnp.asarray(as_weight(NAME, weight)).astype(value.dtype)
     (grads,) = pull_back(factor)
     return Outputs(value * factor, grads, aux, weight)
 

@@ -10,18 +10,19 @@ are unbiased: appendix A of McCandlish et al. 2018, arXiv 1812.06162, for weight
 smoothed over windows before the ratio tr(Sigma) / |G|^2 is taken.
 """
 
-import functools
 import itertools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
+from .._checks import is_float0
 from .._run_if import run_if
 from .._states import register_metrics
 from .._types import Scalar, Tree
 from ..clipping._norm import global_norm
-from ._reduction import MicroBatch, is_summed, window_gradient
+from ._reduction import MicroBatch, divide, is_summed
 from ._state import AccumulationState, WindowStep
 
 
@@ -72,11 +73,10 @@ def observe_noise(
     weight = jnp.float32(1) if micro_batch.weight is None else micro_batch.weight
     observed = observe_micro_batch(state.noise, grads, weight, step.starts)
     # Selected: a loop would make a GPU wait for the host.
-    noise = jax.tree.map(functools.partial(jnp.where, step.arrived), observed, state.noise)
+    noise = optax.tree.where(step.arrived, observed, state.noise)
 
     def observe(noise: NoiseState) -> NoiseState:
-        window = MicroBatch(sums, ["mean"] * len(sums))
-        mean = window_gradient(sums, window, state.total_weight)
+        mean = [x if is_float0(x) else divide(x, state.total_weight).astype(x.dtype) for x in sums]
         return observe_window(noise, mean, state.total_weight, decay)
 
     return run_if(step.emits, observe, noise)

@@ -25,6 +25,7 @@ from ._reduction import (
 )
 from ._split import in_order, run_if_real
 
+NAME: Final = "microbatched_value_and_grad"
 AUX_REDUCTIONS: Final = (*REDUCTIONS, "concatenate")
 _DTYPES: Final[dict[str, tuple[Any, ...]]] = {
     "mean": (jnp.inexact,),
@@ -128,27 +129,26 @@ def output_reductions(
 
 
 def whole_batch(
-    function: str,
     micro_batch: Callable[[Array], Outputs],
     reductions: Outputs,
     shapes: Outputs,
     parts: int,
-    *,
     real: Any,
-    nan_if_empty: bool,
+    if_empty: float,
 ) -> Outputs:
-    """Runs one real micro-batch after the other, and puts together what they give."""
+    """Runs one real micro-batch after the other, and puts together what they give.
+
+    Value and gradient are `if_empty`, 0 or NaN, if no micro-batch has a weight.
+    """
     # A total varies over the devices over which the weights do.
-    axes = frozenset[str]().union(
-        *(varying_axes(x) for x in (shapes.weight, real) if hasattr(x, "dtype"))
-    )
-    if_empty = jnp.nan if nan_if_empty else 0
+    arrays = [x for x in (shapes.weight, real) if hasattr(x, "dtype")]
+    axes = frozenset[str]().union(*map(varying_axes, arrays))
 
     def step(carry: Any, index: Array) -> tuple[Any, None]:
         def add(carry: Any) -> Any:
             totals, total_weight = carry
             outputs = micro_batch(index)
-            weight = as_weight(function, outputs.weight)
+            weight = as_weight(NAME, outputs.weight)
             if weight is None:
                 # Always true. XLA on a GPU and a TPU otherwise merges the scatter of an embedding's
                 # gradient with the sum over micro-batches; the sum over devices then stays in the
@@ -181,14 +181,14 @@ def _selected(tree: Tree, flag: Any) -> Tree:
 
 
 def aux_reductions(
-    function: str, reduction: Any, parts: int, aux: Tree, whole_aux: Callable[[], Tree]
+    reduction: Any, parts: int, aux: Tree, whole_aux: Callable[[], Tree]
 ) -> list[str]:
     """The reduction of each leaf of aux: the given one, or else by its shape."""
-    leaves = jax.tree_util.tree_leaves_with_path(aux)
+    leaves = jax.tree.leaves_with_path(aux)
     if parts == 1:
         return ["last"] * len(leaves)
     given = broadcast_prefix(
-        function, "aux_reduction", reduction, "aux", aux, is_leaf=lambda x: x is None
+        NAME, "aux_reduction", reduction, "aux", aux, is_leaf=lambda x: x is None
     )
     whole = jax.tree.leaves(whole_aux()) if None in given else [None] * len(leaves)
 
@@ -198,16 +198,16 @@ def aux_reductions(
         has_dtype = any(jnp.issubdtype(leaf.dtype, x) for x in _DTYPES.get(name, (leaf.dtype,)))
         if not has_dtype or (name == "concatenate" and not leaf.shape):
             rule, got = f"a reduction that {describe(leaf)} has", f"{name!r} for {place}"
-            raise TypeError(error_message(function, "aux_reduction", rule, got, _HINT))
-        names.append(name or _default_for(function, parts, leaf, full, place))
+            raise TypeError(error_message(NAME, "aux_reduction", rule, got, _HINT))
+        names.append(name or _default_for(parts, leaf, full, place))
     return names
 
 
-def _default_for(function: str, parts: int, micro: Any, whole: Any, place: str) -> str:
+def _default_for(parts: int, micro: Any, whole: Any, place: str) -> str:
     if micro.shape and whole.shape == (parts * micro.shape[0], *micro.shape[1:]):
         return "concatenate"
     if micro.shape == whole.shape == () and jnp.issubdtype(micro.dtype, jnp.floating):
         return "mean"
     rule = "said for what neither grows along its first axis nor is a floating scalar"
     got = f"{describe(micro)} for a micro-batch and {describe(whole)} for the batch at {place}"
-    raise ValueError(error_message(function, "aux_reduction", rule, got, _HINT))
+    raise ValueError(error_message(NAME, "aux_reduction", rule, got, _HINT))

@@ -22,6 +22,7 @@ from .._checks import (
     error_message,
     is_float0,
     is_function,
+    is_scalar,
     is_traced,
     leaf_path,
 )
@@ -78,7 +79,7 @@ class _Choice(NamedTuple):
 
     def check_given(self, function: str, given: Any) -> None:
         """Refuses a bad value; what a function returns is checked when traced."""
-        entries = [] if is_function(given) else jax.tree_util.tree_leaves_with_path(given)
+        entries = [] if is_function(given) else jax.tree.leaves_with_path(given)
         for path, value in entries if given is not None else [((), None)]:
             self.check(function, leaf_path(self.argument, path), value)
 
@@ -87,7 +88,7 @@ class _Choice(NamedTuple):
         if not is_function(given):
             return broadcast_prefix(function, self.argument, given, like, tree)
         values: list[Any] = []
-        for path, _ in jax.tree_util.tree_leaves_with_path(tree):
+        for path, _ in jax.tree.leaves_with_path(tree):
             values.append(given(jax.tree_util.keystr(path, simple=True, separator="/")))
             place = leaf_path(f"{self.argument} of {like}", path)
             self.check(function, place, values[-1])
@@ -122,20 +123,13 @@ def as_weight(function: str, weight: Any) -> Any:
     if weight is None:
         return None
     rule, hint = "a real scalar >= 0", "Pass the number of examples or tokens in the micro-batch."
-    is_array = isinstance(weight, jax.Array)
-    is_number = is_array or isinstance(weight, (int, float, np.generic, np.ndarray))
-    if not is_number or np.ndim(weight) or not is_real(weight):
+    if not is_scalar(weight, jnp.floating, jnp.integer, jnp.bool_):
         raise TypeError(error_message(function, "weight", rule, describe(weight), hint))
+    is_array = isinstance(weight, jax.Array)
     value = weight.astype(jnp.float32) if is_array else np.float32(weight)
     if not is_traced(value) and float(value) < 0:
         raise ValueError(error_message(function, "weight", rule, repr(weight), hint))
     return value
-
-
-def is_real(value: Any) -> bool:
-    """Whether a number or an array is neither complex nor anything else, such as a key."""
-    kind = jnp.result_type(value)
-    return any(jnp.issubdtype(kind, real) for real in (jnp.floating, jnp.integer, jnp.bool_))
 
 
 def identity_of(reduction: str, dtype: Any) -> Any:
@@ -204,7 +198,7 @@ def accumulator_like(function: str, params: Tree, dtype: Any) -> Tree:
 def check_matches_accumulator(function: str, updates: Tree, acc: Tree) -> None:
     """Refuses gradients unlike what they are added to; a float0 leaf may have its own shape."""
     check_same_structure(function, "updates", updates, "params", acc)
-    given = jax.tree_util.tree_leaves_with_path(updates)
+    given = jax.tree.leaves_with_path(updates)
     for (path, grad), total in zip(given, jax.tree.leaves(acc), strict=True):
         if is_float0(grad):
             continue

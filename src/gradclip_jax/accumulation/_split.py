@@ -51,7 +51,7 @@ def counted_from_zero(function: str, split: Split, args: Sequence[Any]) -> Split
         raise TypeError(error_message(function, "args", rule, f"{len(args)}", hint))
     batches, keys, differentiated = (tuple(i % len(args) for i in group) for group in groups)
     for i in batches:
-        for path, x in jax.tree_util.tree_leaves_with_path(args[i]):
+        for path, x in jax.tree.leaves_with_path(args[i]):
             if not np.ndim(x) or np.shape(x)[0] % split.parts:
                 rule = f"split evenly by num_microbatches={split.parts} along its first axis"
                 got = f"{describe(x)} at {leaf_path(f'args[{i}]', path)}"

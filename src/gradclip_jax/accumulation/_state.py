@@ -13,6 +13,7 @@ from .._checks import (
     check_transformation,
     describe,
     error_message,
+    is_scalar,
     is_traced,
 )
 from .._gate import Flag, flag_and, flag_not, flag_or
@@ -89,19 +90,13 @@ def read_call(
     if closes is not None and flush is not None:
         hint = "The window closes where `closes` says so."
         raise TypeError(error_message(function, "flush", "left out beside `closes`", flush, hint))
-    closes = always_closes or None if closes is None else bool(closes)
-    return Call(weight, as_flush(function, flush), closes), others
-
-
-def as_flush(function: str, flush: Any) -> Flag:
-    """A bool, if it is known when traced, or bool[]."""
-    if flush is None or isinstance(flush, (bool, np.bool_)):
-        return bool(flush)
-    is_array = isinstance(flush, (np.ndarray, jax.Array))
-    if not is_array or flush.ndim or flush.dtype != jnp.bool_:
+    if flush is not None and not is_scalar(flush, jnp.bool_):
         rule, hint = "a bool scalar", "Pass whether the window closes now."
         raise TypeError(error_message(function, "flush", rule, describe(flush), hint))
-    return jnp.asarray(flush)
+    is_known = flush is None or isinstance(flush, (bool, np.bool_))
+    flush = bool(flush) if is_known else jnp.asarray(flush)
+    closes = always_closes or None if closes is None else bool(closes)
+    return Call(weight, flush, closes), others
 
 
 class WindowStep(NamedTuple):

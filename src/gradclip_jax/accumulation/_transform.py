@@ -1,6 +1,5 @@
 """Gradient accumulation as an Optax gradient transformation."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ from .._checks import (
     error_message,
 )
 from .._execute import gated
-from .._gate import Accumulation, Flag, Window
+from .._gate import Accumulation, Flag, Judged, Window
 from .._mesh import is_unreduced, without_reduced_axes
 from .._run_if import like_dtypes, run_if
 from .._states import METRICS, find_states, increment_where
@@ -123,81 +122,54 @@ def accumulate_gradients(
     check_choice(_NAME, "rounding", rounding, ("nearest", "stochastic"))
     if noise_scale_decay is not None:
         check_decays(_NAME, noise_scale_decay=noise_scale_decay)
-    windows = _Windows(
-        inner, every, reduction, accumulator_dtype, rounding == "stochastic", noise_scale_decay
-    )
-    gate = Accumulation(_NAME, AccumulationState, windows.open_window)
-    return gated(gate, inner, windows.init)
+    # Static: a traced one must work with the state that a longer window has.
+    is_one = isinstance(every, (int, np.integer)) and every == 1
 
-
-@dataclasses.dataclass(frozen=True)
-class _Windows:
-    """The arguments of `accumulate_gradients`, checked."""
-
-    inner: optax.GradientTransformation
-    every: Any
-    reduction: Any
-    accumulator_dtype: Any
-    is_stochastic: bool
-    noise_scale_decay: float | None
-
-    def length_of(self, gradient_step: Scalar) -> Scalar:
+    def length_of(gradient_step: Scalar) -> Scalar:
         """Micro-batches in the window that follows so many steps."""
-        if not callable(self.every):
-            return jnp.asarray(self.every).astype(jnp.int32)
-        length, hint = self.every(gradient_step), "Return the micro-batches in the next window."
+        if not callable(every):
+            return jnp.asarray(every).astype(jnp.int32)
+        length, hint = every(gradient_step), "Return the micro-batches in the next window."
         check_number(_NAME, "every(gradient_step)", length, hint, low=1, closed=True)
         return jnp.maximum(jnp.asarray(length).astype(jnp.int32), 1)
 
-    def keeps_sum(self, state: AccumulationState | None = None) -> bool:
-        """Whether there is a buffer: without one every call closes a window."""
-        # Static: a traced one must work with the state that a longer window has.
-        is_one = isinstance(self.every, (int, np.integer)) and self.every == 1
-        return not is_one or bool(state and jax.tree.leaves(state.acc_grads))
-
-    def init(self, params: Tree) -> AccumulationState:
+    def init(params: Tree) -> AccumulationState:
         """An empty window."""
-        note_reduction(self.reduction)
-        inner_state = self.inner.init(without_reduced_axes(params))
+        note_reduction(reduction)
+        inner_state = inner.init(without_reduced_axes(params))
         if find_states(inner_state, (AccumulationState, optax.MultiStepsState)):
             rule, hint = "without an accumulation in it", "Multiply the two lengths: `every=a * b`."
             raise TypeError(error_message(_NAME, "inner", rule, "one that accumulates", hint))
-        acc: Tree = ()
-        if self.keeps_sum():
-            acc = accumulator_like(_NAME, params_of(params), self.accumulator_dtype)
+        acc = () if is_one else accumulator_like(_NAME, params_of(params), accumulator_dtype)
         counts = ("mini_step", "gradient_step", "micro_batch_count", "emitted")
         return AccumulationState(
             # Not weakly typed, as what comes out of a step is not: one trace for all steps.
             inner_opt_state=like_dtypes(inner_state, inner_state),
             acc_grads=acc,
             total_weight=jnp.zeros((), jnp.float32),
-            accumulation_steps=self.length_of(jnp.zeros((), jnp.int32)),
-            noise=() if self.noise_scale_decay is None else empty_noise(),
+            accumulation_steps=length_of(jnp.zeros((), jnp.int32)),
+            noise=() if noise_scale_decay is None else empty_noise(),
             **{name: jnp.zeros((), jnp.int32) for name in counts},
         )
 
     def open_window(
-        self,
-        updates: Tree,
-        state: AccumulationState,
-        params: Tree,
-        extra_args: dict[str, Any],
-        accepted: Flag,
-        is_measured: bool,
+        judged: Judged, params: Tree, extra_args: dict[str, Any], is_measured: bool
     ) -> Window:
         """What a call does: it holds or leaves out a micro-batch, or closes the window."""
-        keeps_sum = self.keeps_sum(state)
+        updates, state, accepted = judged.grads, judged.state, judged.accepted
+        # Without a buffer every call closes a window.
+        keeps_sum = not is_one or bool(jax.tree.leaves(state.acc_grads))
         if keeps_sum:
             check_matches_accumulator(_NAME, updates, state.acc_grads)
         elif params is not None:
             check_same_structure(_NAME, "updates", updates, "params", params_of(params))
         call, others = read_call(_NAME, extra_args, accepted, always_closes=not keeps_sum)
-        step, advanced = advance_window(state, self.length_of(state.gradient_step), call, accepted)
-        reductions = REDUCTION.of_leaves(_NAME, self.reduction, "updates", updates)
+        step, advanced = advance_window(state, length_of(state.gradient_step), call, accepted)
+        reductions = REDUCTION.of_leaves(_NAME, reduction, "updates", updates)
         if is_unreduced(updates):
-            self.check_unreduced(reductions)
+            _check_unreduced(reductions, rounding, noise_scale_decay)
         key = None
-        if self.is_stochastic:
+        if rounding == "stochastic":
             key = jax.random.fold_in(jax.random.key(0), state.micro_batch_count)
         micro_batch = MicroBatch(updates, reductions, call.weight, key)
         closing = micro_batch
@@ -209,9 +181,9 @@ class _Windows:
         def add(acc: Tree, micro_batch: MicroBatch = micro_batch) -> Tree:
             return add_micro_batch(acc, micro_batch, step.starts)
 
-        if self.noise_scale_decay is not None:
+        if noise_scale_decay is not None:
             total = add(state.acc_grads, closing) if keeps_sum else updates
-            noise = observe_noise(advanced, micro_batch, step, total, self.noise_scale_decay)
+            noise = observe_noise(advanced, micro_batch, step, total, noise_scale_decay)
             advanced = advanced._replace(noise=noise)
 
         def read(acc: Tree) -> tuple[Tree, Tree]:
@@ -235,14 +207,17 @@ class _Windows:
         acc, inner_state = state.acc_grads, state.inner_opt_state
         return Window(step.emits, acc, read, inner_state, others, next_state)
 
-    def check_unreduced(self, reductions: list[str]) -> None:
-        """Refuses what each device cannot do with a summand of the gradient alone."""
-        for argument, value, is_given in (
-            ("rounding", "'stochastic'", self.is_stochastic),
-            ("reduction", "'max'", "max" in reductions),
-            ("noise_scale_decay", self.noise_scale_decay, self.noise_scale_decay is not None),
-        ):
-            if is_given:
-                rule = "left out where gradients are unreduced over a mesh axis"
-                hint = "Sum them over devices first, or give `init` parameters without `reduced`."
-                raise TypeError(error_message(_NAME, argument, rule, value, hint))
+    return gated(Accumulation(_NAME, AccumulationState, open_window), inner, init)
+
+
+def _check_unreduced(reductions: list[str], rounding: str, noise_scale_decay: Any) -> None:
+    """Refuses what each device cannot do with a summand of the gradient alone."""
+    for argument, value, is_given in (
+        ("rounding", "'stochastic'", rounding == "stochastic"),
+        ("reduction", "'max'", "max" in reductions),
+        ("noise_scale_decay", noise_scale_decay, noise_scale_decay is not None),
+    ):
+        if is_given:
+            rule = "left out where gradients are unreduced over a mesh axis"
+            hint = "Sum them over devices first, or give `init` parameters without `reduced`."
+            raise TypeError(error_message(_NAME, argument, rule, value, hint))

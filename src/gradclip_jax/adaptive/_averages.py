@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from .._types import Array
 
@@ -31,8 +32,7 @@ def power_of(x: Array, exponent: Any) -> Array:
 def where_finite(finite: Array, proposed: Any, before: Any) -> Any:
     """The proposed averages where `finite` holds and all are finite, the old ones elsewhere."""
     finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, jax.tree.leaves(proposed)), finite)
-    select = lambda new, old: jnp.where(finite, new.astype(old.dtype), old)  # noqa: E731
-    return jax.tree.map(select, proposed, before)
+    return optax.tree.where(finite, optax.tree.cast_like(proposed, before), before)
 
 
 def where_nonzero(norm: Array, next_state: Any, state: Any) -> Any:
@@ -41,4 +41,4 @@ def where_nonzero(norm: Array, next_state: Any, state: Any) -> Any:
     With zeros in its history, a leaf that is seldom used, such as an expert, would be clipped
     to zero when it is used.
     """
-    return jax.tree.map(lambda new, old: jnp.where(norm > 0, new, old), next_state, state)
+    return optax.tree.where(norm > 0, next_state, state)

@@ -86,18 +86,17 @@ def moment_transformation(
     return optax.GradientTransformation(init, update)
 
 
-def where_finite_grad(
-    step: Callable[[Array, Any, Array], tuple[Array, Any, Array]],
-    grad: Array,
-    first: Any,
-    second: Array,
-) -> tuple[Array, Any, Array]:
+def where_finite_grad(step: LeafStep) -> LeafStep:
     """The step of finite elements; for others the update is NaN, and the moments stay."""
-    # Double `where`: 0 * nan in the unused branch would give NaN derivatives.
-    finite = jnp.isfinite(jnp.abs(grad))
-    out, *moments = step(jnp.where(finite, grad, 0), first, second)
-    first, second = where_finite(finite, moments, [first, second])
-    return jnp.where(finite, out, jnp.nan), first, second
+
+    def step_finite(grad: Array, first: Any, second: Array, param: Any) -> tuple[Array, Any, Array]:
+        # Double `where`: 0 * nan in the unused branch would give NaN derivatives.
+        finite = jnp.isfinite(jnp.abs(grad))
+        out, *moments = step(jnp.where(finite, grad, 0), first, second, param)
+        first, second = where_finite(finite, moments, [first, second])
+        return jnp.where(finite, out, jnp.nan), first, second
+
+    return step_finite
 
 
 def wide_zeros(params: Tree) -> Tree:
@@ -161,15 +160,13 @@ def acclip(
     check_number(name, "alpha", alpha, "The paper uses 1.")
     check_number(name, "eps", eps, "The paper uses 1e-5.")
 
-    def clip(grad: Array, first: Any, second: Any) -> tuple[Array, Array, Array]:
+    @where_finite_grad
+    def step(grad: Array, first: Any, second: Any, param: Any) -> tuple[Array, Array, Array]:
         first = b1 * first + (1 - b1) * grad
         second = b2 * second + (1 - b2) * power_of(jnp.abs(grad), alpha)
         # Not zero: neither its root nor its quotient has a derivative there.
         tau = jnp.maximum(second, jnp.finfo(second.dtype).tiny) ** (1 / alpha)
         return scale_leaf(first, scale_factor(jnp.abs(first) + eps, tau)), first, second
-
-    def step(grad: Array, first: Any, second: Array, param: Any) -> tuple[Array, Any, Array]:
-        return where_finite_grad(clip, grad, first, second)
 
     return moment_transformation(name, lambda step_count: step)
 
@@ -233,7 +230,8 @@ def spam_clip(
         resets = False if reset_every is None else since_reset == 0
         is_warm = since_reset >= warmup_steps
 
-        def clip(grad: Array, first: None, second: Any) -> tuple[Array, None, Array]:
+        @where_finite_grad
+        def clip(grad: Array, first: None, second: Any, param: Any) -> tuple[Array, None, Array]:
             is_clamped = is_warm & (second > 0)
             bound = jnp.sqrt(spike_threshold * jnp.where(is_clamped, second, 1))
             threshold = jnp.where(is_clamped, bound, jnp.finfo(second.dtype).max)
@@ -242,7 +240,7 @@ def spam_clip(
             return scale_leaf(grad, scale_factor(magnitude, threshold)), first, second
 
         def step(grad: Array, first: None, second: Array, param: Any) -> tuple[Array, None, Array]:
-            return where_finite_grad(clip, grad, first, jnp.where(resets, 0, second))
+            return clip(grad, first, jnp.where(resets, 0, second), param)
 
         return step
 

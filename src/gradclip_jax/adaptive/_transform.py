@@ -15,8 +15,8 @@ from ..clipping._granularity import axis as unit_axis
 from ..clipping._granularity import layers
 from ..clipping._norm import norm_of_leaves
 from ..clipping._threshold import capped, relative_to_params
-from ._average_rules import EmaState, ema, quantile, zscore
-from ._window_rules import percentile as percentile_rule
+from ._rules import EmaState, ema, quantile, zscore
+from ._rules import percentile as percentile_rule
 
 Nonfinite: TypeAlias = Literal["propagate", "zero"]
 

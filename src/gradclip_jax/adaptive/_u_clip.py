@@ -74,8 +74,7 @@ def u_clip(clip: optax.GradientTransformation) -> optax.GradientTransformationEx
         remainder = jax.tree.map(_subtract, total, out, state.carry)
         # Not finite if the gradient or the update is not; alike on all devices where the clip is.
         finite = jnp.isfinite(global_norm(remainder, ord=jnp.inf))
-        carry = jax.tree.map(lambda new, old: jnp.where(finite, new, old), remainder, state.carry)
-        return out, CarryState(carry, clip_state)
+        return out, CarryState(optax.tree.where(finite, remainder, state.carry), clip_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -89,6 +88,4 @@ def _subtract(total: Any, update: Any, carry: Any) -> Any:
 
 
 def _cast_like(update: Any, grad: Any) -> Any:
-    if is_float0(grad):
-        return update
-    return in_memory_of(update.astype(jnp.result_type(grad)), grad)
+    return update if is_float0(grad) else in_memory_of(update.astype(jnp.result_type(grad)), grad)

@@ -59,16 +59,14 @@ def is_finite_step(step: ComputedStep, axis_name: AxisName) -> Scalar:
     | our own statistics of norms | not checked: they harm no step |
     """
     shapes = {
-        path: np.shape(x)
-        for path, x in jax.tree_util.tree_leaves_with_path(step.grads)
-        if is_measured(x)
+        path: np.shape(x) for path, x in jax.tree.leaves_with_path(step.grads) if is_measured(x)
     }
     flags: dict[Any, Array] = {}
     states = _without_statistics(step.next_inner_state), _without_statistics(step.inner_state)
     pairs = [(step.grads, None), (step.updates, None), states]
     for number, (new, old) in enumerate(pairs):
         before = itertools.repeat(None) if old is None else jax.tree.leaves(old)
-        for (path, x), was in zip(jax.tree_util.tree_leaves_with_path(new), before, strict=False):
+        for (path, x), was in zip(jax.tree.leaves_with_path(new), before, strict=False):
             if not is_measured(x):
                 continue
             place = _place(path, np.shape(x), shapes)

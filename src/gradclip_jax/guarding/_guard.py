@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_axis_name, check_count, check_transformation, error_message
+from .._checks import check_axis_name, check_bound, check_count, check_transformation, error_message
 from .._execute import gated
 from .._gate import Guard, Verdict
 from .._run_if import like_dtypes
@@ -62,6 +62,7 @@ def guard(
     def judge_and_note(
         updates: Tree, state: Any, params: Tree, extra_args: dict[str, Any]
     ) -> Verdict:
+        check_bound(name, axes)
         verdict = judge(updates, state, params, extra_args)
         if state.incidents is None:
             return verdict

@@ -200,9 +200,8 @@ def dynamic_loss_scale(
             "guard_failed": state.guard_failed | failed.astype(jnp.int32),
         }
 
-    return finite_guard(
-        *(_NAME, inner, first, check, axis_name, incidents), grads_of=grads_of, adapted=adapted
-    )
+    options: dict[str, Any] = {"grads_of": grads_of, "adapted": adapted, "incidents": incidents}
+    return finite_guard(_NAME, inner, first, check, axis_name, **options)
 
 
 def _unscaled(x: Any, scale: Scalar) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_bound, check_choice
+from .._checks import check_choice
 from .._gate import ComputedStep, Verdict
 from .._states import increment_where, register_metrics
 from .._types import AxisName, Count, Scalar, Tree
@@ -97,10 +97,9 @@ def skip_nonfinite(
     def first(inner_state: Any) -> SkipNonfiniteState:
         return SkipNonfiniteState(zero(), zero(), zero(), inner_state)
 
-    limit = max_consecutive_skips
-    return finite_guard(
-        "skip_nonfinite", inner, first, check, axis_name, incidents, max_consecutive_skips=limit
-    )
+    options: dict[str, Any] = {"incidents": incidents}
+    options["max_consecutive_skips"] = max_consecutive_skips
+    return finite_guard("skip_nonfinite", inner, first, check, axis_name, **options)
 
 
 def finite_guard(
@@ -109,22 +108,21 @@ def finite_guard(
     first: Callable[[Any], Any],
     check: Any,
     axis_name: Any,
-    incidents: Any,
     *,
-    max_consecutive_skips: int | None = None,
     grads_of: Callable[[Tree, Any], Tree] = lambda updates, state: updates,
     adapted: Callable[[Any, Scalar], dict[str, Any]] = lambda state, refuses: {},
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """A guard that counts in `skipped_nonfinite` what is not finite, alike on all devices.
 
-    `grads_of` makes the gradient that is judged and passed on, `adapted` the other fields.
+    `grads_of` makes the gradient that is judged and passed on, `adapted` the other fields;
+    `options` are those of `guard`.
     """
     axes = check_guard(name, inner, axis_name)
     check_choice(name, "check", check, ("gradient", "step"))
     is_finite = all_finite if check == "step" else has_finite_squares
 
     def judge(updates: Tree, state: Any, params: Tree, extra_args: dict[str, Any]) -> Verdict:
-        check_bound(name, axes)
         grads = grads_of(updates, state)
 
         def own_fields(refuses: Scalar, measured: Scalar) -> Any:
@@ -137,8 +135,8 @@ def finite_guard(
         is_good = is_finite(grads, axes) & finite_extra_args(name, extra_args, axes)
         return Verdict(is_good, grads, own_fields, check_step)
 
-    options: dict[str, Any] = {"checks_step": True}
-    if check == "gradient":
-        options = {"check_window": functools.partial(has_finite_squares, axis_name=axes)}
-    options |= {"max_consecutive_skips": max_consecutive_skips, "incidents": incidents}
+    if check == "step":
+        options["checks_step"] = True
+    else:
+        options["check_window"] = functools.partial(has_finite_squares, axis_name=axes)
     return guard(name, inner, first, judge, axes, **options)

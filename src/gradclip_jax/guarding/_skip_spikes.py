@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_bound, check_count, check_ord, error_message
+from .._checks import check_count, check_ord, error_message
 from .._gate import ComputedStep, Verdict
 from .._states import increment_where, register_metrics
 from .._types import UNBOUNDED, AxisName, Count, Order, Scalar, Tree
@@ -228,7 +228,6 @@ def _skip_beyond(
     def judge(
         updates: Tree, state: SkipSpikesState, params: Tree, extra_args: dict[str, Any]
     ) -> Verdict:
-        check_bound(name, axes)
         values = {"norm": measure(updates)}
         if "loss" in rules:
             loss = loss_of(name, extra_args, axes)
@@ -245,10 +244,11 @@ def _skip_beyond(
 
         def signals_of(values: dict[str, Scalar], finite: Scalar) -> dict[str, Signal]:
             signals: dict[str, Signal] = {}
-            for key in values.keys() & rules.keys():
-                value = jnp.where(finite, values[key], jnp.nan)
-                compared = compare(rules[key], value, state.signals[key], param_norm)
-                signals[key] = compared._replace(is_spike=finite & compared.is_spike)
+            for key in rules:  # not a set of keys: its order is another in each process
+                if key in values:
+                    value = jnp.where(finite, values[key], jnp.nan)
+                    compared = compare(rules[key], value, state.signals[key], param_norm)
+                    signals[key] = compared._replace(is_spike=finite & compared.is_spike)
             return relearn(signals, state.spikes_in_a_row >= relearn_after)
 
         signals = signals_of(values, finite)
@@ -261,12 +261,25 @@ def _skip_beyond(
             return is_finite & ~spike, norm.astype(jnp.float32)
 
         def own_fields(refuses: Scalar, measured: Scalar) -> SkipSpikesState:
-            if "update" not in rules:
-                return _own_fields(state, values, signals, finite, refuses)
-            is_finite = jnp.isfinite(measured)
-            learned = signals | signals_of({"update": measured}, is_finite)
-            is_sound = finite & ~(refuses & is_good & ~is_finite)
-            return _own_fields(state, values | {"update": measured}, learned, is_sound, refuses)
+            observed, learned, is_sound = values | {"update": measured}, signals, finite
+            if "update" in rules:
+                is_finite = jnp.isfinite(measured)
+                learned = signals | signals_of({"update": measured}, is_finite)
+                is_sound = finite & ~(refuses & is_good & ~is_finite)
+            fields: dict[str, Any] = {"grad_norm": values["norm"].astype(jnp.float32)}
+            for key, signal in learned.items():
+                measurement, threshold, count = _FIELDS[key]
+                fields[measurement] = observed[key].astype(jnp.float32)
+                fields[threshold] = signal.threshold.astype(jnp.float32)
+                fields[count] = increment_where(getattr(state, count), signal.is_spike)
+            # A step that is not finite says nothing about the level.
+            longer = increment_where(state.spikes_in_a_row, is_sound)
+            return state._replace(
+                skipped_nonfinite=increment_where(state.skipped_nonfinite, ~is_sound),
+                spikes_in_a_row=jnp.where(refuses, longer, 0),
+                signals={key: signal.rule_state for key, signal in learned.items()},
+                **fields,
+            )
 
         return Verdict(is_good, updates, own_fields, check_step)
 
@@ -275,42 +288,12 @@ def _skip_beyond(
 
 
 def _first_state(rules: dict[str, Rule], inner_state: Any) -> SkipSpikesState:
-    fields: dict[str, Any] = {}
-    for key, (measured, threshold, count) in _FIELDS.items():
-        is_watched = key in rules or key == "norm"
-        fields[measured] = zero(jnp.float32) if is_watched else None
-        fields[threshold] = jnp.full((), UNBOUNDED, jnp.float32) if is_watched else None
-        fields[count] = zero() if is_watched else None
-    return SkipSpikesState(
-        skipped_nonfinite=zero(),
-        consecutive_skips=zero(),
-        guard_failed=zero(),
-        spikes_in_a_row=zero(),
-        signals={key: first_state(rule) for key, rule in rules.items()},
-        inner_state=inner_state,
-        **fields,
-    )
-
-
-def _own_fields(
-    state: SkipSpikesState,
-    values: dict[str, Scalar],
-    signals: dict[str, Signal],
-    finite: Scalar,
-    refuses: Scalar,
-) -> SkipSpikesState:
-    """What was measured at this step, and what was counted up to it."""
-    fields: dict[str, Any] = {"grad_norm": values["norm"].astype(jnp.float32)}
-    for key, signal in signals.items():
+    fields: dict[str, Any] = dict.fromkeys(SkipSpikesState._fields)  # None for what is not watched
+    for key in ("norm", *rules):
         measured, threshold, count = _FIELDS[key]
-        fields[measured] = values[key].astype(jnp.float32)
-        fields[threshold] = signal.threshold.astype(jnp.float32)
-        fields[count] = increment_where(getattr(state, count), signal.is_spike)
-    # A step that is not finite says nothing about the level.
-    longer = increment_where(state.spikes_in_a_row, finite)
-    return state._replace(
-        skipped_nonfinite=increment_where(state.skipped_nonfinite, ~finite),
-        spikes_in_a_row=jnp.where(refuses, longer, 0),
-        signals={key: signal.rule_state for key, signal in signals.items()},
-        **fields,
-    )
+        fields |= {measured: zero(jnp.float32), count: zero()}
+        fields[threshold] = jnp.full((), UNBOUNDED, jnp.float32)
+    counts = ("skipped_nonfinite", "consecutive_skips", "guard_failed", "spikes_in_a_row")
+    fields |= {name: zero() for name in counts}
+    fields["signals"] = {key: first_state(rule) for key, rule in rules.items()}
+    return SkipSpikesState(**fields | {"inner_state": inner_state})
