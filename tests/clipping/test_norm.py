@@ -1,5 +1,6 @@
 """`global_norm` and `leaf_norms`: right for every dtype, magnitude, order and tree."""
 
+import functools
 import math
 import os
 
@@ -28,6 +29,7 @@ def worst(tree, ord=2.0) -> float:
     return oracles.ulps(tree_norm(tree, ord=ord), oracles.global_norm(trees.leaves(tree), ord))
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def own_norms(x, axes, ord=2.0):
     """The norms of the units inside a leaf as a rule sees them: -1 where it sees none."""
     rule = gcx.thresholds.Rule(lambda norm: norm - 1, lambda norm, state, _: (norm, norm))
