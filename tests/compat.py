@@ -15,6 +15,13 @@ def x64():
         yield
 
 
+def vary(tree, *axes):
+    """The same values, typed as ones that may differ along mesh axes: gradients stay local."""
+    if hasattr(jax.lax, "pcast"):
+        return jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), tree)
+    return jax.tree.map(lambda x: jax.lax.pvary(x, axes), tree)
+
+
 @contextlib.contextmanager
 def strict():
     """Nothing is promoted: not dtypes, not ranks."""

@@ -18,8 +18,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import compat
 import gradclip_jax as gcx
-from gradclip_jax._mesh import vary
 
 DEVICES = 8  # of all processes together
 CALLS, BATCH, BAD_CALL, DEATH = 6, 16, 2, 3
@@ -180,7 +180,7 @@ def shard_map_window():
     specs = jax.tree.map(lambda _: P(), PARAMS)
 
     def step(params, state, x, y):
-        local = jax.tree.map(lambda p: vary(p, frozenset({"data"})), params)
+        local = compat.vary(params, "data")
         loss, grads = jax.value_and_grad(loss_fn)(local, x, y)
         params, state = gcx.apply_gradients(tx, grads, state, params)
         return params, state, lax.pmean(loss, "data")

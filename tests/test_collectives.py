@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 import compat
 import gradclip_jax as gcx
 import hlo
-from gradclip_jax._mesh import vary
 
 pytestmark = [
     pytest.mark.slow,
@@ -154,7 +153,7 @@ def compiled_step(mode, take=by_apply, *, is_local=True, model=1):
 
     def step(params, state, x, y):
         # As varying, so that the gradient stays on its device instead of being summed at once.
-        local = jax.tree.map(lambda p: vary(p, frozenset({"data"})), params)
+        local = compat.vary(params, "data")
         grads = jax.grad(loss_fn)(local if is_local else params, x, y)
         return take(tx, grads, state, params)
 
@@ -264,8 +263,8 @@ def test_weighted_window_inside_shard_map_is_that_of_one_device():
         return jnp.sum(count * errors(params, x, y)) / tokens
 
     def step(tx, params, state, x, y, count, axes):
-        tokens = lax.psum(count.sum(), tuple(axes)) if axes else count.sum()
-        local = jax.tree.map(lambda p: vary(p, axes), params)
+        tokens = lax.psum(count.sum(), axes) if axes else count.sum()
+        local = compat.vary(params, *axes)
         grads = jax.grad(weighted_loss)(local, x, y, count, tokens)
         return gcx.apply_gradients(tx, grads, state, params, weight=tokens)
 
@@ -274,7 +273,7 @@ def test_weighted_window_inside_shard_map_is_that_of_one_device():
     specs = specs_of(parallel)
     many = jax.jit(
         jax.shard_map(
-            functools.partial(step, parallel, axes=frozenset({"data"})),
+            functools.partial(step, parallel, axes=("data",)),
             mesh=mesh,
             in_specs=(P(), specs, *[P("data")] * 3),
             out_specs=(P(), specs),
@@ -282,7 +281,7 @@ def test_weighted_window_inside_shard_map_is_that_of_one_device():
     )
     init = jax.shard_map(parallel.init, mesh=mesh, in_specs=P(), out_specs=specs)
     single = gcx.accumulate_gradients(OPTIMIZER, WINDOW)
-    one = jax.jit(functools.partial(step, single, axes=frozenset()))
+    one = jax.jit(functools.partial(step, single, axes=()))
     params, state = PARAMS, jax.jit(init)(PARAMS)
     expected, expected_state = PARAMS, single.init(PARAMS)
     for x, y, count in zip(XS, YS, counts, strict=True):

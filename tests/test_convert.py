@@ -11,7 +11,6 @@ import orbax.checkpoint as ocp
 import pytest
 
 import gradclip_jax as gcx
-from gradclip_jax.accumulation._state import AccumulationState
 
 pytestmark = pytest.mark.slow  # compiles many programs; .ci/run and the workflow run it
 
@@ -516,6 +515,6 @@ def test_what_is_no_optimizer_is_refused():
 def test_an_empty_window_goes_to_multi_steps_as_zeros():
     ours = gcx.accumulate_gradients(optax.sgd(0.1), EVERY)
     _, state = run(ours, ours.init(PARAMS), PARAMS, range(EVERY))
-    assert isinstance(state, AccumulationState) and jnp.any(state.acc_grads["w"] != 0)
+    assert jnp.any(state.acc_grads["w"] != 0)
     there = gcx.convert_state(optax.MultiSteps(optax.sgd(0.1), EVERY), state, PARAMS)
     assert not jnp.any(there.acc_grads["w"])

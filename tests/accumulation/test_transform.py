@@ -400,9 +400,9 @@ def test_each_leaf_may_have_its_own_reduction(reduction):
     params = {"w": zero, "stats": {"most": zero, "now": zero, "count": zero}}
     tx = gcx.accumulate_gradients(optax.identity(), 3, reduction=reduction)
     grads = [jax.tree.map(lambda _, v=v: jnp.float32(v), params) for v in (-1, -4, 7, -2, 5, 3)]
-    extra = [{"weight": jnp.float32(w)} for w in (1, 3, 0, 2, 1, 0)]
+    extra = [{"weight": jnp.float32(w)} for w in (2, 3, 0, 2, 1, 0)]
     updates, _ = run(tx, params, grads, extra)
-    first = {"w": -13 / 4, "stats": {"most": -1.0, "now": -4.0, "count": -13.0}}
+    first = {"w": -14 / 5, "stats": {"most": -1.0, "now": -4.0, "count": -14.0}}
     second = {"w": 1 / 3, "stats": {"most": 5.0, "now": 5.0, "count": 1.0}}
     chex.assert_trees_all_close([updates[2], updates[5]], [first, second], rtol=1e-6)
 

@@ -12,14 +12,18 @@ import compat
 import gradclip_jax as gcx
 import oracles
 import trees
-from gradclip_jax.clipping._formula import clamp_leaf, scale_factor, scale_leaf, zero_factor
 
 DTYPES = ("float32", "complex64", *trees.LOW)
 
 
-def to_norm(x, norm, max_norm):
+def scale_from(x, norm, max_norm):
     """x scaled from its norm to `max_norm`."""
-    return scale_leaf(x, scale_factor(jnp.float32(norm), jnp.float32(max_norm)))
+    return gcx.clip_grad_norm(x, max_norm, norm=norm)[0]
+
+
+def factor_of(norm, threshold, reaction):
+    clip = gcx.clip_by_norm(threshold, ord=1, reaction=reaction)  # of one number, the number itself
+    return clip.update(norm, None)[1].clip_factor
 
 
 # --- the factor ---------------------------------------------------------------------------
@@ -40,20 +44,18 @@ SCALE = [
 ZERO = [(0.5, 1, 1), (1, 1, 1), (2, 1, 0), (2, -1, 0), (2, math.nan, math.nan)]
 
 
-@pytest.mark.parametrize(
-    ("factor_of", "table"), [(scale_factor, SCALE), (zero_factor, ZERO)], ids=["scale", "zero"]
-)
-def test_factor_table(factor_of, table):
+@pytest.mark.parametrize(("reaction", "table"), [("scale", SCALE), ("zero", ZERO)])
+def test_factor_table(reaction, table):
     norms, thresholds, factors = np.float32(table).T
-    np.testing.assert_allclose(jax.jit(factor_of)(norms, thresholds), factors, rtol=1e-6)
+    factor = jax.jit(jax.vmap(lambda *row: factor_of(*row, reaction)))(norms, thresholds)
+    np.testing.assert_allclose(factor, factors, rtol=1e-6)
 
 
-@pytest.mark.parametrize("norm", [0.0, 0.5, 1.0, 2.0])
-def test_slope_of_the_factor_is_finite(norm):
-    for factor_of in (scale_factor, zero_factor):
-        slope = jax.grad(factor_of)(jnp.float32(norm), jnp.float32(1))
-        expected = -0.25 if norm == 2 and factor_of is scale_factor else 0
-        assert float(slope) == pytest.approx(expected)
+@pytest.mark.parametrize("reaction", ["scale", "zero"])
+def test_slope_of_the_factor_is_finite(reaction):
+    slope = jax.vmap(jax.grad(lambda norm: factor_of(norm, 1.0, reaction)))
+    above = -0.25 if reaction == "scale" else 0
+    np.testing.assert_allclose(slope(jnp.float32([0, 0.5, 1, 2])), [0, 0, 0, above], rtol=1e-6)
 
 
 # --- the scaled leaf ------------------------------------------------------------------------
@@ -69,7 +71,7 @@ def test_kept_leaf_is_unchanged_bit_for_bit(dtype):
     raw = np.arange(256, dtype="uint8") if size == 1 else rng.bytes(4_096 * size)
     x = np.frombuffer(bytes(raw), dtype=np.dtype(dtype))
     isnan = np.isnan(oracles.wide(x))
-    kept = scale_leaf(jnp.asarray(x), jnp.float32(1))
+    kept = scale_from(jnp.asarray(x), 1.0, 1.0)
     assert kept.dtype == x.dtype
     # A subnormal number of float32 may become zero.
     wide = oracles.wide(x)
@@ -86,7 +88,7 @@ def test_scaled_norm_is_at_most_the_threshold_in_every_dtype(dtype):
     """Invariant 3, down to where all results are subnormal."""
     largest = float(jnp.finfo(dtype).max)
     bound = 1 + 2 * oracles.eps(dtype)
-    scale = jax.jit(to_norm)
+    scale = jax.jit(scale_from)
     for spread in (1.0, 1e-3):
         base = np.random.default_rng(0).standard_normal(2_000) * spread
         x = np.clip(base, -largest, largest).astype(np.dtype(dtype))
@@ -101,7 +103,7 @@ def test_scaled_norm_is_at_most_the_threshold_in_every_dtype(dtype):
 def test_scaling_rounds_once(dtype):
     x = trees.normal((4_000,), dtype)
     factor = np.float32(0.25)
-    scaled = np.asarray(scale_leaf(x, jnp.float32(factor)))
+    scaled = np.asarray(scale_from(x, 1.0, factor))
     exact = oracles.wide(x) * np.float64(factor)
     once = (np.asarray(x).astype(np.float32) * factor).astype(np.dtype(dtype))
     normal = np.abs(exact) >= float(jnp.finfo(dtype).tiny)
@@ -115,21 +117,20 @@ def test_scaling_rounds_once(dtype):
 
 def test_dropped_leaf_is_zero_even_where_it_is_not_finite():
     x = np.float32([math.inf, -math.inf, math.nan, 1.0])
-    np.testing.assert_array_equal(scale_leaf(x, jnp.float32(0), drops=True), np.zeros(4))
+    clipped, _ = gcx.clip_by_norm(1.0, nonfinite="zero").update(x, None)
+    np.testing.assert_array_equal(clipped, np.zeros(4))
 
 
 def test_poisoned_leaf_is_nan_even_where_it_is_zero():
     for dtype in ("float32", "float16", "complex64", "float8_e4m3fn"):
-        assert np.isnan(
-            oracles.wide(scale_leaf(jnp.zeros((3,), dtype), jnp.float32(math.nan)))
-        ).all()
+        poisoned = scale_from(jnp.zeros((3,), dtype), math.nan, 1.0)
+        assert np.isnan(oracles.wide(poisoned)).all()
 
 
 def test_float64_leaf_is_scaled_in_float64():
     with compat.x64():
         x = np.random.default_rng(0).standard_normal(100)
-        norm = jnp.asarray(oracles.vector_norm(x))
-        scaled = scale_leaf(jnp.asarray(x), scale_factor(norm, jnp.asarray(1e-3)))
+        scaled, _ = gcx.clip_grad_norm(jnp.asarray(x), 1e-3)
         assert scaled.dtype == jnp.float64
         assert oracles.vector_norm(scaled) == pytest.approx(1e-3, rel=1e-14)
 
@@ -137,25 +138,29 @@ def test_float64_leaf_is_scaled_in_float64():
 # --- the clamped leaf -----------------------------------------------------------------------
 
 
+def clamp(x, low, high):
+    return np.asarray(gcx.clip_by_value(high, min_value=low).update(x, None)[0])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", *trees.LOW])
 def test_clamp_is_right_and_leaves_the_rest_alone(dtype):
     x = trees.normal((500,), dtype, scale=3.0)
-    clamped = np.asarray(clamp_leaf(x, -1.0, 0.5))
+    clamped = clamp(x, -1.0, 0.5)
     assert clamped.dtype == x.dtype
     np.testing.assert_array_equal(oracles.wide(clamped), np.clip(oracles.wide(x), -1.0, 0.5))
 
 
 def test_clamp_bound_that_the_dtype_lacks():
     # 0.3 lies between two numbers of float8; the nearest is within invariant 3.
-    clamped = np.asarray(clamp_leaf(jnp.asarray([1.0, -1.0, 0.25], "float8_e4m3fn"), -0.3, 0.3))
+    clamped = clamp(jnp.asarray([1.0, -1.0, 0.25], "float8_e4m3fn"), -0.3, 0.3)
     assert np.abs(oracles.wide(clamped)).max() <= 0.3 * (1 + 2 * 0.125)
     assert oracles.wide(clamped)[2] == 0.25
 
 
 def test_clamp_keeps_nan_bounds_infinity_and_signed_zero():
     x = jnp.float32([math.nan, math.inf, -math.inf, -0.0])
-    clamped = np.asarray(clamp_leaf(x, -1.0, 2.0))
+    clamped = clamp(x, -1.0, 2.0)
     np.testing.assert_array_equal(clamped, [math.nan, 2.0, -1.0, 0.0])
     assert np.signbit(clamped[3])
 
@@ -166,10 +171,9 @@ def test_clamp_passes_float0_through():
 
 
 def test_strict_promotion_of_dtypes_and_ranks():
+    tree = {dtype: trees.normal((2, 3), dtype) for dtype in DTYPES}
+    rows = gcx.clip_by_norm(1.0, granularity=gcx.granularities.axis(1))
     with compat.strict():
-        for dtype in DTYPES:
-            x = trees.normal((2, 3), dtype)
-            for shape in ((), (2, 1)):
-                jax.eval_shape(scale_leaf, x, jnp.ones(shape))
+        jax.eval_shape(lambda x: (rows.update(x, None), gcx.clip_grad_norm(x, 1.0)), tree)
         for bound in (1.0, np.float64(1.0), jnp.bfloat16(1.0)):
-            clamp_leaf(trees.normal((2, 3), "float16"), -bound, bound)
+            clamp(trees.normal((2, 3), "float16"), -bound, bound)

@@ -14,7 +14,6 @@ from flax.training.train_state import TrainState
 from tqdm import tqdm
 
 import gradclip_jax as gcx
-from gradclip_jax._states import METRICS, register_metrics
 
 CLIP = {"clip_factor", "clip_fraction", "clip_threshold", "grad_norm"}
 ACCUMULATION = {"mini_step", "gradient_step"}
@@ -121,26 +120,20 @@ def test_a_foreign_state_with_fields_of_ours_reports_nothing():
         grad_norm: Any
         clip_threshold: Any
 
-    assert gcx.metrics(Foreign(jnp.ones(()), jnp.ones(()))) == {}
+    for state in (None, (), {}, jnp.ones(2), Foreign(jnp.ones(()), jnp.ones(()))):
+        assert gcx.metrics(state) == {}
 
 
-def test_a_state_reports_what_it_registers():
-    @register_metrics("value", "twice")
-    class State(NamedTuple):
-        value: Any
+def test_a_state_derived_from_one_of_ours_reports_the_same():
+    noise = gcx.accumulate_gradients(clip(), 2, noise_scale_decay=0.9).init(PARAMS).noise
 
-        @property
-        def twice(self):
-            return 2 * self.value
-
-    class Derived(State):
+    class Derived(type(noise)):
         pass
 
-    try:
-        for kind in (State, Derived):
-            assert gcx.metrics((kind(jnp.float32(2.0)),)) == {"value": 2.0, "twice": 4.0}
-    finally:
-        del METRICS[State]
+    told = Derived(*noise)._replace(
+        squared_gradient=jnp.float32(2), covariance_trace=jnp.float32(6)
+    )
+    assert gcx.metrics((told,)) == {"gradient_noise_scale": 3.0}
 
 
 def test_the_values_are_those_of_the_last_step():
@@ -218,10 +211,18 @@ def test_a_name_that_occurs_twice_carries_its_path():
 
 
 def test_a_name_that_occurs_once_carries_no_path():
-    tx = gcx.accumulate_gradients(optax.chain(clip(), gcx.skip_nonfinite(clip())), 2)
+    inner = gcx.skip_large_norm(gcx.skip_nonfinite(clip()), 1.0)
+    tx = gcx.skip_nonfinite(gcx.accumulate_gradients(optax.chain(inner, clip()), 2))
     found = gcx.metrics(tx.init(PARAMS))
-    assert {"mini_step", "gradient_step", "skipped_nonfinite"} < set(found)
-    assert {"grad_norm/inner_opt_state/0", "grad_norm/inner_opt_state/1"} < set(found)
+    assert {"mini_step", "gradient_step", "skipped_large_norm"} < set(found)
+    guard = "inner_state/inner_opt_state/0"
+    for name, places in {
+        "clip_factor": ["inner_opt_state/0", "inner_opt_state/1"],  # without the guards
+        "guard_failed": [guard, f"{guard}/inner_state", "outermost"],
+    }.items():
+        assert [key for key in found if key.startswith(f"{name}/")] == [
+            f"{name}/{place}" for place in places
+        ]
 
 
 def test_a_path_uses_the_names_of_named_states():
