@@ -54,18 +54,19 @@ class _Shown(str):
 
 
 def dtype_of(leaf: Any) -> Any:
-    """The dtype of a leaf; `object` for what is no number: JAX raises an error of its own there."""
+    """The dtype of a leaf, or one like it for a number of Python; `object` for what is neither."""
     if hasattr(leaf, "dtype"):
         return leaf.dtype
-    return jnp.result_type(leaf) if isinstance(leaf, (int, float, complex)) else np.dtype(object)
+    kinds = (kind for kind in (bool, int, float, complex) if isinstance(leaf, kind))
+    return np.dtype(next(kinds, object))  # where JAX raises an error of its own
 
 
 def is_scalar(value: Any, *kinds: Any) -> bool:
     """Whether a value is one number, of Python, NumPy or JAX, of one of these kinds."""
-    is_number = isinstance(value, (int, float, np.generic, np.ndarray, jax.Array))
-    # By dtype: the scalars of bfloat16 are no `np.number`.
-    is_kind = is_number and any(jnp.issubdtype(dtype_of(value), kind) for kind in kinds)
-    return is_kind and np.ndim(value) == 0
+    if not isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)) or np.ndim(value):
+        return False
+    dtype = dtype_of(value)  # the scalars of bfloat16 are no `np.number`
+    return any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
 def leaf_path(argument: str, path: Any) -> str:

@@ -91,9 +91,9 @@ def broadcast_prefix(
     function: str, argument: str, prefix: Tree, like: str, tree: Tree, is_leaf: Any = None
 ) -> list[Any]:
     """One entry of `prefix` for each leaf of `tree`, in the order of its leaves."""
+    entries, structure = jax.tree.flatten(prefix, is_leaf)
     try:
-        spread = jax.tree.broadcast(prefix, tree, is_leaf=is_leaf)
-        return jax.tree.structure(tree).flatten_up_to(spread)
+        subtrees = structure.flatten_up_to(tree)
     except (ValueError, TypeError) as mismatch:
         given = jax.tree.leaves_with_path(prefix, is_leaf=is_leaf)
         leaves = jax.tree.leaves_with_path(tree)
@@ -107,3 +107,5 @@ def broadcast_prefix(
             if not any(place[: len(path)] == path for path, _ in given):
                 got = f"no entry for {leaf_path(like, place)}"
         raise TypeError(error_message(function, argument, rule, got, hint)) from None
+    pairs = zip(entries, subtrees, strict=True)
+    return [entry for entry, subtree in pairs for _ in jax.tree.leaves(subtree)]

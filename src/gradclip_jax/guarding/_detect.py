@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._checks import is_scalar
 from .._gate import ComputedStep
 from .._mesh import max_over, shard_axes
 from .._states import replace_states
@@ -83,8 +84,7 @@ def is_finite_step(step: ComputedStep, axis_name: AxisName) -> Scalar:
 def finite_extra_args(name: str, extra_args: dict[str, Any], axis_name: AxisName) -> Scalar:
     """Whether the loss and the weight of a micro-batch are finite, where they are given."""
     weight = extra_args.get("weight")
-    is_number = isinstance(weight, (float, np.generic, np.ndarray, jax.Array))
-    numbers = [given_loss(name, extra_args), weight if is_number and np.ndim(weight) == 0 else None]
+    numbers = [given_loss(name, extra_args), weight if is_scalar(weight, jnp.inexact) else None]
     return ~_is_any([is_bad(x) for x in measured_leaves(numbers)], axis_name)
 
 
