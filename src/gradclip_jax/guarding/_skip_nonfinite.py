@@ -9,6 +9,7 @@ import optax
 
 from .._checks import check_bound, check_choice
 from .._gate import ComputedStep, Verdict
+from .._run_if import shared
 from .._states import increment_where, register_metrics
 from .._types import AxisName, Count, Scalar, Tree
 from ._detect import all_finite, finite_extra_args, has_finite_squares, is_finite_step
@@ -134,7 +135,7 @@ def finite_guard(
         def check_step(step: ComputedStep) -> tuple[Scalar, Scalar]:
             return is_finite_step(step, axes), jnp.zeros((), jnp.float32)
 
-        is_good = is_finite(grads, axes) & finite_extra_args(name, extra_args, axes)
+        is_good = shared(is_finite(grads, axes) & finite_extra_args(name, extra_args, axes))
         return Verdict(is_good, grads, own_fields, check_step)
 
     options: dict[str, Any] = {"checks_step": True}
