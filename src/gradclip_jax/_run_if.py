@@ -23,6 +23,7 @@ from jax import lax
 from jax.extend import core
 
 from ._checks import is_float0, is_traced
+from ._devices import shared
 from ._mesh import is_unreduced, reshard_like
 from ._types import Array, Tree
 
@@ -177,20 +178,9 @@ def _select(predicate: Any, new: Tree, old: Tree) -> Tree:
     # selection: 11 N moved for AdamW and no scratch, with an optimization barrier in between the
     # same, and for Adafactor 12 N instead of 9 N.
     leaves, structure = jax.tree.flatten(new)
-    flags = entries(jnp.broadcast_to(predicate, (len(leaves),)))
-    rows = zip(flags, leaves, jax.tree.leaves(old), strict=True)
-    chosen = [y if x is y else lax.select(flag, x, y) for flag, x, y in rows]
+    rows = zip(leaves, jax.tree.leaves(old), strict=True)
+    chosen = [y if x is y else lax.select(predicate, x, y) for x, y in rows]
     return jax.tree.unflatten(structure, chosen)
-
-
-def entries(vector: Array) -> list[Array]:
-    """The entries of a vector, which the kernels of many leaves read.
-
-    A GPU merges kernels that read entries of a vector, and not those that read one scalar: 55
-    launches for AdamW on PPO's networks, not 62. A TPU would slice each entry by itself.
-    """
-    read = lax.platform_dependent(vector, tpu=lambda x: x, default=lax.optimization_barrier)
-    return list(read)
 
 
 def _usual(step: Callable[[Tree], Tree], predicate: Any, carry: Tree) -> Tree:
@@ -220,6 +210,7 @@ def _checked(step: Callable[[Tree], Any], predicate: Any, carry: Tree) -> tuple[
         next_carry, report = step(carry)
         choose = functools.partial(jnp.where, predicate)
         report = jax.tree.map(choose, report, _no_report(report))
+        report[0] = shared(report[0])
         return _select(report[0], next_carry, carry), report
 
     twice = functools.partial(_twice, _loop, step)

@@ -19,8 +19,8 @@ from .._checks import (
     check_state,
     error_message,
 )
+from .._devices import shared
 from .._mesh import max_over, replica_count, shard_axes, sum_over, varying_axes
-from .._run_if import entries
 from .._states import register_metrics
 from .._tree_checks import check_inexact
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Threshold, Tree
@@ -264,12 +264,11 @@ def scale_leaves(
 ) -> list[Array]:
     """Each leaf times the factors of its units."""
     clipped = [i for i, axes in enumerate(units.axes) if axes is not None]
-    of_leaves = [factors[units.entry[i]] for i in clipped]
-    if units.is_vector and clipped:
-        of_leaves = entries(jnp.stack(of_leaves))
+    if units.is_vector:
+        factors = shared(list(factors))
     scaled = list(leaves)
-    for i, factor in zip(clipped, of_leaves, strict=True):
-        scaled[i] = scale_leaf(leaves[i], factor, drops=drops)
+    for i in clipped:
+        scaled[i] = scale_leaf(leaves[i], factors[units.entry[i]], drops=drops)
     return scaled
 
 

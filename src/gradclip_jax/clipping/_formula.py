@@ -138,11 +138,3 @@ def round_to(x: Array, dtype: Any) -> Array:
     spacing = float(info.tiny) * float(info.eps)
     coarse = lax.mul(jnp.trunc(x / spacing), jnp.asarray(spacing, x.dtype))
     return jnp.where(jnp.abs(x) < float(info.tiny), coarse, x).astype(dtype)
-
-
-def fold(combine: Callable[[Array, Array], Array], terms: Sequence[Array]) -> Array:
-    """Joins some arrays two and two: of n numbers, a sum is off by log n roundings, not by n."""
-    while len(terms) > 1:
-        pairs = [combine(a, b) for a, b in zip(terms[::2], terms[1::2], strict=False)]
-        terms = [*pairs, *terms[len(pairs) * 2 :]]
-    return terms[0]

@@ -7,15 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from .._checks import check_axis_name, check_bound, check_ord
+from .._devices import joined
 from .._mesh import max_over, on_device, replica_count, shard_axes, sum_over
 from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Number, Order, Scalar, Tree
 from ._formula import (
     SCALE,
-    fold,
     magnitude,
     norm_dtype,
     norm_of_squares,
@@ -229,26 +228,9 @@ def totals(
             share, copies = share_of(x, axes, i, *of_leaf), replica_count(over, everywhere)
             shares[i].append(share / copies if is_sum and copies > 1 else share)
     zero = jnp.zeros((), norm_dtype(leaves))
-    joined = [_joined(of_unit or [zero], is_sum) for of_unit in shares]
+    entries = [joined(of_unit or [zero], is_sum=is_sum) for of_unit in shares]
     if not (units.is_vector or everywhere):
-        return joined
-    vector = jnp.concatenate([x.reshape(-1) for x in joined] or [zero[None][:0]])
+        return entries
+    vector = jnp.concatenate([x.reshape(-1) for x in entries] or [zero[None][:0]])
     vector = sum_over(vector, everywhere) if is_sum else max_over(vector, everywhere)
-    return vector if units.is_vector else split(vector, joined)
-
-
-def _joined(shares: list[Array], is_sum: bool) -> Array:
-    """The sum, or the maximum, of what the leaves have in a unit."""
-
-    def at_once(*shares: Array) -> Array:
-        # Without the barrier XLA takes the reduction of the vector apart.
-        vector = lax.optimization_barrier(jnp.stack(shares))
-        return jnp.sum(vector, axis=0) if is_sum else jnp.max(vector, axis=0)
-
-    def in_pairs(*shares: Array) -> Array:
-        return fold(jnp.add if is_sum else jnp.maximum, shares)
-
-    if len(shares) == 1:
-        return shares[0]
-    # A GPU merges the additions into one kernel; a TPU executes each of them by itself.
-    return lax.platform_dependent(*shares, tpu=at_once, default=in_pairs)
+    return vector if units.is_vector else split(vector, entries)

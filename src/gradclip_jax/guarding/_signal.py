@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._checks import check_number, describe, error_message
+from .._devices import shared
 from .._mesh import replica_count, shard_axes, sum_over
 from .._run_if import run_if
 from .._types import Array, AxisName, Scalar
@@ -51,22 +52,29 @@ def compare(rule: Rule, value: Scalar, rule_state: Any, param_norm: Any) -> Sign
     return Signal(~(value <= threshold), threshold, after, restart if learns else None)
 
 
-def relearn(signals: dict[str, Signal], is_due: Scalar) -> dict[str, Signal]:
-    """Lets every rule start anew where that is due and makes the step good: it is no spike then."""
-    spikes = {key: x.is_spike for key, x in signals.items()}
+def relearn(
+    finite: Scalar, signals: dict[str, Signal], is_due: Scalar
+) -> tuple[Scalar, dict[str, Signal]]:
+    """Lets every rule start anew where that is due and makes the step good: it is no spike then.
+
+    What is not finite is no spike. Returns that flag as well, to be read beside the signals.
+    """
+    spikes = {key: finite & x.is_spike for key, x in signals.items()}
     relearns = is_due & functools.reduce(jnp.logical_or, spikes.values(), jnp.array(False))
     for key, signal in signals.items():
         if signal.restart is None:
             relearns &= ~spikes[key]
+    spikes = {key: spike & ~relearns for key, spike in spikes.items()}
+    finite, relearns, spikes = shared((finite, relearns, spikes))
 
-    def restarted(signal: Signal) -> Signal:
+    def restarted(key: str, signal: Signal) -> Signal:
         after = signal.rule_state
         if signal.restart is not None:
             # A loop would make a GPU wait for the host at every step: the few numbers are selected.
             after = run_if(relearns, lambda _: signal.restart(), after, usually=True)
-        return signal._replace(is_spike=signal.is_spike & ~relearns, rule_state=after)
+        return signal._replace(is_spike=spikes[key], rule_state=after)
 
-    return {key: restarted(x) for key, x in signals.items()}
+    return finite, {key: restarted(key, x) for key, x in signals.items()}
 
 
 def loss_rule(name: str, loss: Any) -> Rule:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from .._checks import check_choice
+from .._devices import shared
 from .._gate import ComputedStep, Verdict
 from .._states import increment_where, register_metrics
 from .._types import AxisName, Count, Scalar, Tree
@@ -132,7 +133,7 @@ def finite_guard(
         def check_step(step: ComputedStep) -> tuple[Scalar, Scalar]:
             return is_finite_step(step, axes), jnp.zeros((), jnp.float32)
 
-        is_good = is_finite(grads, axes) & finite_extra_args(name, extra_args, axes)
+        is_good = shared(is_finite(grads, axes) & finite_extra_args(name, extra_args, axes))
         return Verdict(is_good, grads, own_fields, check_step)
 
     if check == "step":

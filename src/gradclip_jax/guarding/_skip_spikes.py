@@ -242,29 +242,29 @@ def _skip_beyond(
             param_norm = measure(params)
         finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, values.values()))
 
-        def signals_of(values: dict[str, Scalar], finite: Scalar) -> dict[str, Signal]:
+        def signals_of(
+            values: dict[str, Scalar], finite: Scalar
+        ) -> tuple[Scalar, dict[str, Signal]]:
             signals: dict[str, Signal] = {}
             for key in rules:  # not a set of keys: its order is another in each process
                 if key in values:
                     value = jnp.where(finite, values[key], jnp.nan)
-                    compared = compare(rules[key], value, state.signals[key], param_norm)
-                    signals[key] = compared._replace(is_spike=finite & compared.is_spike)
-            return relearn(signals, state.spikes_in_a_row >= relearn_after)
+                    signals[key] = compare(rules[key], value, state.signals[key], param_norm)
+            return relearn(finite, signals, state.spikes_in_a_row >= relearn_after)
 
-        signals = signals_of(values, finite)
+        finite, signals = signals_of(values, finite)
         is_good = functools.reduce(jnp.logical_and, (~x.is_spike for x in signals.values()), finite)
 
         def check_step(step: ComputedStep) -> tuple[Scalar, Scalar]:
             norm = measure(step.updates)
-            is_finite = jnp.isfinite(norm)
-            spike = signals_of({"update": norm}, is_finite)["update"].is_spike
-            return is_finite & ~spike, norm.astype(jnp.float32)
+            is_finite, of_update = signals_of({"update": norm}, jnp.isfinite(norm))
+            return is_finite & ~of_update["update"].is_spike, norm.astype(jnp.float32)
 
         def own_fields(refuses: Scalar, measured: Scalar) -> SkipSpikesState:
             observed, learned, is_sound = values | {"update": measured}, signals, finite
             if "update" in rules:
-                is_finite = jnp.isfinite(measured)
-                learned = signals | signals_of({"update": measured}, is_finite)
+                is_finite, of_update = signals_of({"update": measured}, jnp.isfinite(measured))
+                learned = signals | of_update
                 is_sound = finite & ~(refuses & is_good & ~is_finite)
             fields: dict[str, Any] = {"grad_norm": values["norm"].astype(jnp.float32)}
             for key, signal in learned.items():
