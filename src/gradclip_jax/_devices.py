@@ -4,7 +4,7 @@ All else in this package is one program for every device, but for how a step is 
 (`_run_if.py`). Figures are of JAX 0.10.2, an H100 and a TPU v5e.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import jax
@@ -47,11 +47,11 @@ def joined(scalars: Sequence[Array], *, is_sum: bool) -> Array:
         return jnp.sum(vector, axis=0) if is_sum else jnp.max(vector, axis=0)
 
     def in_pairs(*scalars: Array) -> Array:
-        join: Callable[[Array, Array], Array] = jnp.add if is_sum else jnp.maximum
-        while len(scalars) > 1:
-            pairs = [join(a, b) for a, b in zip(scalars[::2], scalars[1::2], strict=False)]
-            scalars = (*pairs, *scalars[2 * len(pairs) :])
-        return scalars[0]
+        terms, join = list(scalars), jnp.add if is_sum else jnp.maximum
+        while len(terms) > 1:
+            pairs = [join(a, b) for a, b in zip(terms[::2], terms[1::2], strict=False)]
+            terms = pairs + terms[2 * len(pairs) :]
+        return terms[0]
 
     if len(scalars) == 1:
         return scalars[0]
