@@ -172,10 +172,11 @@ def whole_batch(
 
 
 def _selected(tree: Tree, flag: Any) -> Tree:
-    """The tree where the flag holds, else zeros; what is unreduced as it is."""
+    """The tree where the flag holds, else -0.0; what is unreduced as it is."""
 
     def select(x: Any) -> Any:
-        return x if unreduced_axes(x) else jnp.where(flag, x, jnp.zeros_like(x))
+        # Not 0: XLA on a GPU would copy and read the zeros in which a scan over layers begins.
+        return x if unreduced_axes(x) else jnp.where(flag, x, jnp.full_like(x, -0.0))
 
     return jax.tree.map(select, tree)
 
