@@ -284,11 +284,11 @@ def _next_states(
         refused = refuses | refuses_later
         streak = jnp.where(refused, increment_where(state.consecutive_skips), 0)
         after = verdict.own_fields(refused, measured)
-        failed = (streak >= guard.max_consecutive_skips).astype(jnp.int32)
+        failed, limit = after.guard_failed, guard.max_consecutive_skips
+        if limit is not None:
+            failed |= (streak >= limit).astype(jnp.int32)
         log, bare = after.incidents, {"inner_state": (), "incidents": None}
-        after = after._replace(
-            consecutive_skips=streak, guard_failed=after.guard_failed | failed, **bare
-        )
+        after = after._replace(consecutive_skips=streak, guard_failed=failed, **bare)
         if not alone:
             choose = functools.partial(jnp.where, refused | through)
             after = jax.tree.map(choose, after, state._replace(**bare))

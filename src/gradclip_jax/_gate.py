@@ -53,7 +53,7 @@ class Guard(NamedTuple):
         name: of the function that made it, for errors.
         kind: of its state.
         judge: `(grads, state, params, extra_args)` to the verdict.
-        max_consecutive_skips: after so many the guard has failed.
+        max_consecutive_skips: after so many the guard has failed; None for no limit.
         check_window: whether the gradient of a window may be stepped on, bool[]; it is asked by a
             guard around an accumulation, which has judged micro-batches only. None does not ask.
         checks_step: whether its verdict looks at the computed step as well.

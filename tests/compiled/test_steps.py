@@ -35,7 +35,7 @@ SLACK = 0.03
 # has the figures.
 NOT_REACHED = {
     "cuda": {
-        ("PPO", "autoclip"): {"launches": 1.06},
+        ("PPO", "autoclip"): {"launches": 1.04},
         ("PPO", 'skip_nonfinite(check="step")'): {"bytes, N": 1.02, "scratch, N": 1.01},
         ("PPO", "skip_nonfinite(accumulate_gradients(clip))"): {"launches": 1.06},
         ("PPO", "microbatched_value_and_grad"): {"launches": 1.05},
@@ -57,17 +57,15 @@ NOT_REACHED = {
         ("scan GPT, small", "watch(clip)"): {"launches": 1.34},
     },
     "tpu": {
-        ("PPO", "clip_by_global_norm"): {"launches": 1.14},
-        ("PPO", "adaptive_grad_clip"): {"launches": 1.10},
-        ("PPO", "autoclip"): {"bytes, N": 1.02, "launches": 1.79},
-        ("PPO", "adagc"): {"launches": 1.13},
-        ("PPO", "skip_nonfinite"): {"launches": 1.02},
-        ("PPO", 'skip_nonfinite(check="step")'): {"bytes, N": 1.02, "launches": 1.67},
-        ("PPO", "skip_large_norm"): {"launches": 1.25},
-        ("PPO", "skip_spikes"): {"launches": 1.83},
+        ("PPO", "adaptive_grad_clip"): {"launches": 1.09},
+        ("PPO", "autoclip"): {"bytes, N": 1.02, "launches": 1.39},
+        ("PPO", "adagc"): {"launches": 1.12},
+        ("PPO", 'skip_nonfinite(check="step")'): {"bytes, N": 1.02, "launches": 1.61},
+        ("PPO", "skip_large_norm"): {"launches": 1.03},
+        ("PPO", "skip_spikes"): {"launches": 1.53},
         ("PPO", "microbatched_value_and_grad"): {"launches": 1.16},
-        ("PPO", "watch(clip), the gradient"): {"launches": 2.07},
-        ("PPO", "watch(clip)"): {"launches": 2.33},
+        ("PPO", "watch(clip), the gradient"): {"launches": 1.89},
+        ("PPO", "watch(clip)"): {"launches": 2.13},
     },
 }[PLATFORM]
 # Sharded, in N beyond Optax's, where the goal is 0.05. (With no report of its state at all the same

@@ -248,7 +248,7 @@ def record(state: WindowState, value: Array, *, signed: bool) -> WindowState:
     next_state = WindowState(
         values=jnp.where(_positions(state) == state.position[None], value[None], state.values),
         value_count=increment_where(state.value_count),
-        position=(state.position + 1) % window,
+        position=jnp.where(state.position < window - 1, state.position + 1, 0),
     )
     return next_state if signed else where_nonzero(value, next_state, state)
 
@@ -295,12 +295,13 @@ def percentile(percentile: Number = 10.0, window: Count = 1000, *, signed: bool 
         ordered = jnp.sort(state.values, axis=0)
         last = jnp.clip(state.value_count - 1, 0, window - 1)
         position = jnp.asarray(percentile, jnp.float32) / 100 * last.astype(jnp.float32)
-        below = jnp.floor(position).astype(jnp.int32)
+        below = jnp.floor(position)
+        place = jnp.minimum(below.astype(jnp.int32), last)
         low, high = (
-            jnp.take_along_axis(ordered, jnp.minimum(i, last)[None], axis=0)[0]
-            for i in (below, below + 1)
+            jnp.take_along_axis(ordered, i[None], axis=0, mode="promise_in_bounds")[0]
+            for i in (place, jnp.minimum(place + 1, last))
         )
-        return low + (high - low) * (position - below.astype(jnp.float32)), state
+        return low + (high - low) * (position - below), state
 
     return Rule(functools.partial(empty_window, window=int(window)), update, signed=signed)
 

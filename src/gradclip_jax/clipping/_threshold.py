@@ -168,16 +168,18 @@ def apply_rule(
     rule: Rule, norm: Array, state: Any, param_norm: Array | None = None
 ) -> tuple[Array, Any]:
     """Thresholds of the dtype and shape of the norms, and the next state."""
-    finite = jnp.isfinite(norm)
-    # Histories are float32: a larger norm, of float64 leaves, counts as the largest there.
-    largest = jnp.asarray(UNBOUNDED, norm.dtype)
-    clamped = jnp.where(finite, jnp.clip(norm, -largest, largest), 0).astype(jnp.float32)
+    finite = keeps = jnp.isfinite(norm)
+    value, largest, is_wide = norm, jnp.asarray(UNBOUNDED, norm.dtype), norm.dtype == jnp.float64
+    if is_wide:
+        # Histories are float32: a larger norm counts as the largest there.
+        value, keeps = jnp.clip(norm, -largest, largest), finite & (norm <= largest)
+    value = jnp.where(finite, value, 0).astype(jnp.float32)
     param_norm = None if param_norm is None else param_norm.astype(jnp.float32)
-    threshold, proposed = rule.update(clamped, state, param_norm)
+    threshold, proposed = rule.update(value, state, param_norm)
     threshold = jnp.asarray(threshold).astype(norm.dtype)
-    if norm.dtype == jnp.float64:
+    if is_wide:
         threshold = jnp.where(threshold >= largest, jnp.finfo(norm.dtype).max, threshold)
-    keeps = jnp.ones_like(finite) if rule.counts_steps else finite & (norm <= largest)
+    keeps = jnp.ones_like(finite) if rule.counts_steps else keeps
     return jnp.broadcast_to(threshold, norm.shape), _where_finite(keeps, proposed, state)
 
 

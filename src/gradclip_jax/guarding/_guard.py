@@ -78,10 +78,9 @@ def guard(
 
         return verdict._replace(own_fields=own_fields)
 
-    limit = jnp.iinfo(jnp.int32).max
-    if max_consecutive_skips is not None:
-        limit, hint = max_consecutive_skips, "Pass None for no limit."
-        check_count(name, "max_consecutive_skips", limit, hint)
+    limit = max_consecutive_skips
+    if limit is not None:
+        check_count(name, "max_consecutive_skips", limit, "Pass None for no limit.")
     gate = Guard(name, kind, judge_and_note, limit, check_window, checks_step, discard_windows)
     return gated(gate, inner, init)
 

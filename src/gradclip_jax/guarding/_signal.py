@@ -60,11 +60,13 @@ def relearn(
     What is not finite is no spike. Returns that flag as well, to be read beside the signals.
     """
     spikes = {key: finite & x.is_spike for key, x in signals.items()}
-    relearns = is_due & functools.reduce(jnp.logical_or, spikes.values(), jnp.array(False))
-    for key, signal in signals.items():
-        if signal.restart is None:
-            relearns &= ~spikes[key]
-    spikes = {key: spike & ~relearns for key, spike in spikes.items()}
+    relearns = jnp.array(False)
+    if any(x.restart is not None for x in signals.values()):
+        relearns = is_due & functools.reduce(jnp.logical_or, spikes.values())
+        for key, signal in signals.items():
+            if signal.restart is None:
+                relearns &= ~spikes[key]
+        spikes = {key: spike & ~relearns for key, spike in spikes.items()}
     finite, relearns, spikes = shared((finite, relearns, spikes))
 
     def restarted(key: str, signal: Signal) -> Signal:

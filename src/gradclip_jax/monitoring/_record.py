@@ -104,7 +104,7 @@ def record_norms(
         return updates, NormRecordState(
             norms=state.norms.at[state.position].set(norms if per_leaf else norms[0]),
             step_count=jnp.minimum(state.step_count + 1, window),
-            position=(state.position + 1) % window,
+            position=jnp.where(state.position < window - 1, state.position + 1, 0),
             nonfinite_norms=increment_where(state.nonfinite_norms, ~jnp.all(jnp.isfinite(norms))),
         )
 
