@@ -26,6 +26,7 @@ from .._checks import (
     is_traced,
     leaf_path,
 )
+from .._devices import where_written
 from .._mesh import (
     factor_for,
     is_unreduced,
@@ -270,18 +271,13 @@ def window_gradient(
 def spent_accumulator(acc: Tree, window: Tree, *, is_measured: bool) -> Tree:
     """What is left of the accumulator after the step that reads the window: anything.
 
-    Where XLA makes an array of the gradient, the accumulator has room for it: 0 N of scratch, not
-    1. On a CPU it always does, on a GPU and a TPU where the gradient is measured before the step
-    reads it. An optimizer alone adds within its kernels: 8 N moved, not 9 (JAX 0.10.2, H100).
+    Where XLA makes an array of the gradient, as for a norm before the step reads it, the
+    accumulator has room for it: 0 N of scratch, not 1.
     """
     if is_unreduced(acc):
         return acc
     window = jax.tree.map(lambda x, room: room if is_float0(x) else x, window, acc)
-    if is_measured:
-        return window
-    return lax.platform_dependent(
-        acc, window, cpu=lambda acc, window: window, default=lambda acc, window: acc
-    )
+    return window if is_measured else where_written(window, acc)
 
 
 def only_gradient(micro_batch: MicroBatch, inner_state: Any) -> Tree:

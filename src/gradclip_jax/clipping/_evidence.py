@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 
+from .._devices import sums_of_two
 from .._mesh import is_explicit
 from .._types import Array, AxisName
 from ._formula import norm_dtype, norm_of_squares, reduce_axes, squares, wide_dtype
@@ -42,19 +43,8 @@ def measure_step(
     def share_of(u: Array, axes: tuple[int, ...], index: int, p: Array) -> Array:
         u, p = (x.astype(wide_dtype(x.dtype, dtype)) for x in lax.stop_gradient((u, p)))
 
-        def at_once(change: Array, p: Array) -> Array:
-            sizes = lax.complex(change, p)
-            if len(axes) > 1 and change.shape[axes[-1]] >= 64:
-                sizes = lax.optimization_barrier(jnp.sum(sizes, axes[-1], keepdims=True))
-            return reduce_axes(jnp.sum, sizes, axes)
-
-        def one_by_one(*sizes: Array) -> Array:
-            return lax.complex(*(reduce_axes(jnp.sum, x, axes) for x in sizes))
-
-        # One sum of both, by rows, stays in the kernel of the optimizer on an H100; for two XLA
-        # (JAX 0.10.2) copies what that kernel writes: 2 N. A TPU writes complex numbers down.
         sizes = squares((p + u) - p, dtype), squares(p, dtype)
-        return lax.platform_dependent(*sizes, cuda=at_once, rocm=at_once, default=one_by_one)
+        return sums_of_two(*sizes, axes)
 
     sums = _as_vector(totals(updates, units, axis_name, share_of, params))
     return _norms(sums.real), _norms(sums.imag)
