@@ -30,11 +30,21 @@ def _normed(x: jax.Array, axes: Any = -1) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.square(x).mean(axes, keepdims=True) + 1e-5)
 
 
+def _gpt(heads: int, *sizes: int) -> tuple[Any, Tree, Tree]:
+    shapes = jax.tree.map(lambda x: x.shape, _per_example.gpt_shapes(*sizes))
+    vocabulary, tokens = sizes[-2:]
+    ids = np.random.default_rng(1).integers(0, vocabulary, (16, tokens)).astype(np.int32)
+    return functools.partial(_per_example.loss, heads=heads), _arrays(shapes), ids
+
+
 def gpt() -> tuple[Any, Tree, Tree]:
-    """Four layers of 128, vocabulary 2,048, 16 texts of 64 tokens."""
-    shapes = jax.tree.map(lambda x: x.shape, _per_example.gpt_shapes(4, 128, 2048, 64))
-    ids = np.random.default_rng(1).integers(0, 2048, (16, 64)).astype(np.int32)
-    return functools.partial(_per_example.loss, heads=4), _arrays(shapes), ids
+    """4 layers of 128, vocabulary 2,048, 16 texts of 64 tokens."""
+    return _gpt(4, 4, 128, 2048, 64)
+
+
+def wide_gpt() -> tuple[Any, Tree, Tree]:
+    """2 layers of 512, vocabulary 8,192, 16 texts of 32 tokens."""
+    return _gpt(8, 2, 512, 8192, 32)
 
 
 def _images(size: int, count: int = 16) -> Tree:
@@ -48,7 +58,7 @@ def _patches(image: jax.Array, size: int) -> jax.Array:
 
 
 def vit() -> tuple[Any, Tree, Tree]:
-    """Four layers of 192, 64 patches."""
+    """4 layers of 192, 16 images of 64 patches."""
     n = 192
     block = {"qkv": (n, 3 * n), "out": (n, n), "up": (n, 4 * n), "down": (4 * n, n)}
     shapes = {"patch": (48, n), "place": (64, n), "head": (n, 10), "blocks": [block] * 4}
@@ -68,7 +78,7 @@ def vit() -> tuple[Any, Tree, Tree]:
 
 
 def resnet() -> tuple[Any, Tree, Tree]:
-    """Six residual convolutions of 64 to 256 channels with group norm."""
+    """6 residual convolutions of 64 to 256 channels with group norm, 16 images of 32 x 32."""
     widths = [64, 64, 128, 128, 256, 256]
     pairs = list(zip([64, *widths], widths, strict=False))
     shapes = {
@@ -97,7 +107,7 @@ def resnet() -> tuple[Any, Tree, Tree]:
 
 
 def lstm() -> tuple[Any, Tree, Tree]:
-    """One layer of 256, vocabulary 1,000, 16 texts of 32 tokens."""
+    """1 layer of 256, vocabulary 1,000, 16 texts of 32 tokens."""
     n, tokens = 256, 32
 
     def loss(p: Tree, ids: jax.Array) -> jax.Array:
@@ -118,7 +128,7 @@ def lstm() -> tuple[Any, Tree, Tree]:
 
 
 def mixer() -> tuple[Any, Tree, Tree]:
-    """Four layers of 256, 64 patches."""
+    """4 layers of 256, 16 images of 64 patches."""
     n, t = 256, 64
     block = {"in": (t, 128), "out": (128, t), "up": (n, 2 * n), "down": (2 * n, n)}
     shapes = {"patch": (48, n), "head": (n, 10), "blocks": [block] * 4}
@@ -134,4 +144,11 @@ def mixer() -> tuple[Any, Tree, Tree]:
     return loss, _arrays(shapes), _images(32)
 
 
-MODELS = {"GPT": gpt, "ViT": vit, "ResNet, group norm": resnet, "LSTM": lstm, "Mixer": mixer}
+MODELS = {
+    "GPT": gpt,
+    "GPT, wide": wide_gpt,
+    "ViT": vit,
+    "ResNet, group norm": resnet,
+    "LSTM": lstm,
+    "Mixer": mixer,
+}

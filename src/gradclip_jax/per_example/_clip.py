@@ -193,8 +193,7 @@ class _Clip(NamedTuple):
             chosen = react(norm, jnp.asarray(threshold).astype(norm.dtype))
             return jnp.where(is_finite, jnp.asarray(chosen).astype(norm.dtype), otherwise)
 
-        thresholds = self.thresholds()
-        return {k: factor(norm, thresholds[k]) for k, norm in norms.items()}
+        return {k: factor(norm, self.thresholds()[k]) for k, norm in norms.items()}
 
 
 def _run(
@@ -207,13 +206,11 @@ def _run(
     groups = clip.groups(examples.params)
 
     of_part = functools.partial(_sums, clip, examples, groups)
-    parts = examples.split.parts
+    parts, batch = examples.split.parts, examples.batch
     if parts == 1 and real is None:
-        sums, stats = of_part(examples.batch)
+        sums, stats = of_part(batch)
     else:
-        sums, stats = sum_parts(
-            lambda index: of_part(part_of(examples.batch, parts, index)), parts, real
-        )
+        sums, stats = sum_parts(lambda i: of_part(part_of(batch, parts, i)), parts, real)
     grads, *of_values = sums
     value, kept, weight = (sum_over(x, axes) for x in of_values)
     grads = [sum_over(g, axes - varying_axes(x)) for g, x in zip(grads, params, strict=True)]

@@ -141,9 +141,8 @@ class Term:
                 axis.append(labels.pop(0))
                 size //= length
             axes.append(Axis(tuple(axis)))
-        if any(f.hot in labels for f in term.factors):
-            return None
-        return replace(term, axes=tuple(axes))
+        is_left = any(f.hot in labels for f in term.factors)
+        return None if is_left else replace(term, axes=tuple(axes))
 
     def split_label(self, label: int, first: int) -> "tuple[Term, Labels]":
         """Splits a label in two, the first of the given length."""
@@ -178,8 +177,9 @@ class Lazy:
         shape = self.shape if shape is None else tuple(shape)
         return Lazy(shape, self.dtype, tuple(map(change, self.terms)))
 
-    def arrange(self, shape: Sequence[int], sources: Sequence[int | None]) -> "Lazy":
+    def arrange(self, sources: Sequence[int | None]) -> "Lazy":
         """Makes each new axis of an old one, or for None of length one."""
+        shape = [1 if i is None else self.shape[i] for i in sources]
 
         def arranged(term: Term) -> Term:
             return replace(term, axes=tuple(Axis() if i is None else term.axes[i] for i in sources))
@@ -265,9 +265,8 @@ jax.tree_util.register_dataclass(Lazy, ["terms"], ["shape", "dtype"])
 def product(aval: Any, factors: Sequence[Factor], axes: Iterable[Labels]) -> Lazy:
     """Makes a lazy array of one term that fills it; labels of length one are left out."""
     long = {k for f in factors for k, n in f.sizes().items() if n != 1}
-    kept = tuple(_without_ones(f) for f in factors)
     places = tuple(Axis(tuple(k for k in labels if k in long)) for labels in axes)
-    return Lazy(tuple(aval.shape), aval.dtype, (Term(kept, places),))
+    return Lazy(tuple(aval.shape), aval.dtype, (Term(tuple(map(_without_ones, factors)), places),))
 
 
 def _without_ones(f: Factor) -> Factor:
@@ -327,9 +326,8 @@ def _one_hot(f: Factor) -> Factor:
     return Factor(rows.astype(jnp.float32), tuple(k for k in (*f.labels, f.hot) if k is not None))
 
 
-def einsum(factors: Iterable[Factor], out: Sequence[int]) -> Array:
+def einsum(factors: Sequence[Factor], out: Sequence[int]) -> Array:
     """Sums products of dense factors, in 32 bit at least."""
-    factors = list(factors)
     dtypes = {f.array.dtype for f in factors}
     wide = functools.reduce(wide_dtype, dtypes, jnp.float32)
     is_cast = len(dtypes) > 1 or len(factors) == 1

@@ -48,8 +48,8 @@ def is_exact(square: Array) -> Array:
 
 def square(value: Array | Lazy) -> tuple[Scalar, Scalar]:
     """Squares an array or a lazy one, without writing the latter down."""
-    zero = jnp.zeros((), _real_dtype(value.dtype))
-    pairs = [_part_square(part) for part in separate(value)]
+    zero = jnp.zeros((), jnp.finfo(wide_dtype(value.dtype)).dtype)
+    pairs = [_part_square(part, zero) for part in separate(value)]
     return sum((x for x, _ in pairs), zero), sum((x for _, x in pairs), zero)
 
 
@@ -90,10 +90,6 @@ def _squares(x: Array) -> Array:
     return jnp.where(x == 0, 0, jnp.maximum(squares, float(jnp.finfo(x.dtype).tiny)))
 
 
-def _real_dtype(dtype: Any) -> Any:
-    return jnp.finfo(wide_dtype(dtype)).dtype
-
-
 # Gram matrices: the axes have the labels 0, 1, ..., n - 1, and rows the label n, those of the other
 # side n + 1.
 
@@ -107,9 +103,8 @@ def _by_rows(term: Term | None) -> Term | None:
     def in_rows(f: Factor) -> Factor:
         own = [k for k in kept if k in f.labels]
         order = [f.labels.index(k) for k in (*summed, *own) if k in f.labels]
-        array = jnp.expand_dims(
-            f.array.transpose(order), [i for i, k in enumerate(summed) if k not in f.labels]
-        )
+        missing = [i for i, k in enumerate(summed) if k not in f.labels]
+        array = jnp.expand_dims(f.array.transpose(order), missing)
         shape = [sizes[k] for k in own]
         array = jnp.broadcast_to(array, (*(sizes[k] for k in summed), *shape))
         hot = None if f.hot is None else kept.index(f.hot)
@@ -148,8 +143,8 @@ def _joined(terms: list[Term]) -> list[Term]:
     ]
 
 
-def _part_square(part: Array | Lazy) -> tuple[Scalar, Scalar]:
-    zero, terms = jnp.zeros((), _real_dtype(part.dtype)), gram_terms(part)
+def _part_square(part: Array | Lazy, zero: Scalar) -> tuple[Scalar, Scalar]:
+    terms = gram_terms(part)
     if terms is None:
         return jnp.sum(_squares(as_array(part))), zero
     total, off, sizes = zero, zero, list[Scalar]()

@@ -129,9 +129,8 @@ def leaf_norms(
 
     def run(*args: Any, **kwargs: Any) -> Tree:
         examples = loss.bind(args, kwargs)
-        count = len(measured_leaves(examples.params))
-        by_leaf = _norms(examples, {i: [i] for i in range(count)})
-        return examples.rebuild([by_leaf[i] for i in range(count)], lambda _: None)
+        groups: Groups = {i: [i] for i, _ in enumerate(measured_leaves(examples.params))}
+        return examples.rebuild(list(_norms(examples, groups).values()), lambda _: None)
 
     return run
 

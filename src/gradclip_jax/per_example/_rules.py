@@ -142,8 +142,7 @@ def _without_axes(eqn: Any, x: Lazy) -> Lazy | None:
     axes = eqn.params["axes" if "axes" in eqn.params else "dimensions"]
     if any(_is_hot(x, axis) for axis in axes):
         return None
-    left = [i for i in range(len(x.shape)) if i not in axes]
-    return x.arrange(eqn.outvars[0].aval.shape, left)
+    return x.arrange([i for i in range(len(x.shape)) if i not in axes])
 
 
 def _is_hot(x: Lazy, axis: int) -> bool:
@@ -151,13 +150,12 @@ def _is_hot(x: Lazy, axis: int) -> bool:
 
 
 def _broadcast(eqn: Any, x: Any, *_: Any) -> Lazy | None:
-    shape, dimensions = tuple(eqn.outvars[0].aval.shape), eqn.params["broadcast_dimensions"]
-    if _is_zero(x):
-        return Lazy(shape, eqn.outvars[0].aval.dtype)
-    if not isinstance(x, Lazy) or math.prod(shape) != math.prod(x.shape):
-        return None
-    sources = {axis: i for i, axis in enumerate(dimensions)}
-    return x.arrange(shape, [sources.get(i) for i in range(len(shape))])
+    aval = eqn.outvars[0].aval
+    if not isinstance(x, Lazy):
+        return Lazy(tuple(aval.shape), aval.dtype) if _is_zero(x) else None
+    sources = {axis: i for i, axis in enumerate(eqn.params["broadcast_dimensions"])}
+    new = x.arrange([sources.get(i) for i in range(aval.ndim)])
+    return new if new.shape == tuple(aval.shape) else None
 
 
 def _reshape(eqn: Any, x: Lazy, *_: Any) -> Lazy | None:
@@ -267,10 +265,10 @@ def _select(_: Any, which: Array, *cases: Any) -> Lazy:
 
 
 def _unstack(eqn: Any, x: Lazy) -> list[Lazy] | None:
-    axis, shape = eqn.params["axis"], eqn.outvars[0].aval.shape
+    axis = eqn.params["axis"]
     left = [i for i in range(len(x.shape)) if i != axis]
     parts = None if _is_hot(x, axis) else _parts(x, axis, [1] * x.shape[axis])
-    return parts and [part.arrange(shape, left) for part in parts]
+    return parts and [part.arrange(left) for part in parts]
 
 
 def _parts(x: Lazy, axis: int, sizes: Sequence[int]) -> list[Lazy] | None:
@@ -287,9 +285,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("scatter-add", "scatter_add"), Rule(_scatter_add, _added_to, starts=True)),
     "broadcast_in_dim": Rule(_broadcast, starts=True),
     "pad": Rule(_pad, starts=True),
-    "transpose": Rule(
-        lambda eqn, x: x.arrange(eqn.outvars[0].aval.shape, eqn.params["permutation"])
-    ),
+    "transpose": Rule(lambda eqn, x: x.arrange(eqn.params["permutation"])),
     "reshape": Rule(_reshape),
     **dict.fromkeys(("squeeze", "reduce_sum"), Rule(_without_axes)),
     "convert_element_type": Rule(_cast),
