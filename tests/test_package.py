@@ -21,7 +21,7 @@ each_module = pytest.mark.parametrize(
 )
 
 # Each part may import the parts it names, and itself. `__init__` may import everything.
-FOUNDATION = {"_types", "_checks", "_tree_checks", "_mesh", "_run_if"} | {
+FOUNDATION = {"_types", "_checks", "_tree_checks", "_devices", "_mesh", "_run_if"} | {
     "_gate",
     "_execute",
     "_rounding",
@@ -33,9 +33,10 @@ MAY_IMPORT = {
     "_checks": {"_types"},
     "_names": {"_checks"},
     "_mesh": {"_types", "_checks"},
+    "_devices": {"_types", "_checks"},
     "_tree_checks": {"_types", "_checks", "_mesh"},
     "_states": {"_types", "_checks"},
-    "_run_if": {"_types", "_checks", "_mesh"},
+    "_run_if": {"_types", "_checks", "_devices", "_mesh"},
     "_rounding": {"_types", "_checks", "_tree_checks", "_mesh", "_states"},
     "_gate": {"_types"},
     "_execute": {"_types", "_checks", "_tree_checks", "_mesh", "_states", "_run_if", "_gate"},
@@ -123,6 +124,12 @@ def test_imports_go_one_way(path):
 @each_module
 def test_internals_of_jax_are_not_used(path):
     assert "jax._src" not in path.read_text(encoding="utf-8")
+
+
+@each_module
+def test_a_device_decides_in_two_modules_only(path):
+    if path.name not in ("_devices.py", "_run_if.py"):
+        assert "platform_dependent" not in path.read_text(encoding="utf-8")
 
 
 @each_module
