@@ -194,3 +194,11 @@ def test_relative_to_params_refuses(argument, value):
     expected = f"relative_to_params: `{argument}` must be a number > 0, got"
     with pytest.raises(ValueError, match=expected):
         gcx.thresholds.relative_to_params(**{argument: value})
+
+
+def test_a_norm_that_fits_no_float32_counts_as_the_largest_that_does():
+    half = Rule(lambda norm: (), lambda norm, state, param_norm: (norm / 2, state))
+    with compat.x64():
+        grads = jnp.asarray(np.array([1e60]))
+        updates, _ = gcx.clip_by_global_norm(half).update(grads, None)
+        np.testing.assert_allclose(updates, [np.finfo(np.float32).max / 2], rtol=1e-6)
