@@ -296,7 +296,7 @@ def percentile(percentile: Number = 10.0, window: Count = 1000, *, signed: bool 
         last = jnp.clip(state.value_count - 1, 0, window - 1)
         position = jnp.asarray(percentile, jnp.float32) / 100 * last.astype(jnp.float32)
         below = jnp.floor(position)
-        place = jnp.clip(below.astype(jnp.int32), 0, last)
+        place = jnp.minimum(below.astype(jnp.int32), last)
         low, high = (
             jnp.take_along_axis(ordered, i[None], axis=0, mode="promise_in_bounds")[0]
             for i in (place, jnp.minimum(place + 1, last))
