@@ -39,7 +39,8 @@ MAY_IMPORT = {
     "_run_if": {"_types", "_checks", "_devices", "_mesh"},
     "_rounding": {"_types", "_checks", "_tree_checks", "_mesh", "_states"},
     "_gate": {"_types"},
-    "_execute": {"_types", "_checks", "_tree_checks", "_mesh", "_states", "_run_if", "_gate"},
+    "_execute": {"_types", "_checks", "_tree_checks", "_devices", "_mesh", "_states", "_run_if"}
+    | {"_gate"},
     "clipping": FOUNDATION,
     "granularities": {"clipping"},
     "adaptive": FOUNDATION | {"clipping"},

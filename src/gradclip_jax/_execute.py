@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from ._checks import check_state, check_transformation, error_message, is_float0, is_traced
+from ._devices import shared
 from ._gate import Accumulation, ComputedStep, Flag, Guard, Judged, Verdict, Window, flag_and
 from ._mesh import memory_of, varying_axes, zeros_of_type
 from ._run_if import Report, like_dtypes, run_if, run_if_checked, trace
@@ -210,6 +211,7 @@ def _judge(
         entries.append((guard, state, verdict, refuses))
         accepted = flag_and(accepted, verdict.is_good)
         grads, state = verdict.grads, state.inner_state
+    accepted = shared(accepted) if len(guards) > 1 else accepted  # one verdict is shared already
     return Judged(entries, grads, state, accepted)
 
 
@@ -229,7 +231,7 @@ def _check_window(
         return accepted, {}
     passed = functools.reduce(jnp.logical_and, [check(grads) for check in checks.values()])
     refused = jnp.asarray(flag_and(accepted, ~passed))
-    return flag_and(accepted, passed), {max(checks): (refused, _UNREFUSED[1])}
+    return shared(flag_and(accepted, passed)), {max(checks): (refused, _UNREFUSED[1])}
 
 
 def _take_step(

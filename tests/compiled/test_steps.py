@@ -37,7 +37,6 @@ NOT_REACHED = {
     "cuda": {
         ("PPO", "autoclip"): {"launches": 1.04},
         ("PPO", 'skip_nonfinite(check="step")'): {"bytes, N": 1.02, "scratch, N": 1.01},
-        ("PPO", "skip_nonfinite(accumulate_gradients(clip))"): {"launches": 1.06},
         ("PPO", "microbatched_value_and_grad"): {"launches": 1.05},
         ("scan GPT, small", "adaptive_grad_clip"): {"launches": 1.08},
         ("scan GPT, small", "adagc"): {"launches": 1.01},

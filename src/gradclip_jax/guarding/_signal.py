@@ -54,10 +54,11 @@ def compare(rule: Rule, value: Scalar, rule_state: Any, param_norm: Any) -> Sign
 
 def relearn(
     finite: Scalar, signals: dict[str, Signal], is_due: Scalar
-) -> tuple[Scalar, dict[str, Signal]]:
+) -> tuple[Scalar, Scalar, dict[str, Signal]]:
     """Lets every rule start anew where that is due and makes the step good: it is no spike then.
 
-    What is not finite is no spike. Returns that flag as well, to be read beside the signals.
+    What is not finite is no spike. Returns whether the step is good, and whether it is finite, to
+    be read beside the signals.
     """
     spikes = {key: finite & x.is_spike for key, x in signals.items()}
     relearns = jnp.array(False)
@@ -67,7 +68,8 @@ def relearn(
             if signal.restart is None:
                 relearns &= ~spikes[key]
         spikes = {key: spike & ~relearns for key, spike in spikes.items()}
-    finite, relearns, spikes = shared((finite, relearns, spikes))
+    is_good = functools.reduce(jnp.logical_and, (~spike for spike in spikes.values()), finite)
+    is_good, finite, relearns, spikes = shared((is_good, finite, relearns, spikes))
 
     def restarted(key: str, signal: Signal) -> Signal:
         after = signal.rule_state
@@ -76,7 +78,7 @@ def relearn(
             after = run_if(relearns, lambda _: signal.restart(), after, usually=True)
         return signal._replace(is_spike=spikes[key], rule_state=after)
 
-    return finite, {key: restarted(key, x) for key, x in signals.items()}
+    return is_good, finite, {key: restarted(key, x) for key, x in signals.items()}
 
 
 def loss_rule(name: str, loss: Any) -> Rule:

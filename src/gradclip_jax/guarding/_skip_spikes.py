@@ -244,7 +244,7 @@ def _skip_beyond(
 
         def signals_of(
             values: dict[str, Scalar], finite: Scalar
-        ) -> tuple[Scalar, dict[str, Signal]]:
+        ) -> tuple[Scalar, Scalar, dict[str, Signal]]:
             signals: dict[str, Signal] = {}
             for key in rules:  # not a set of keys: its order is another in each process
                 if key in values:
@@ -252,18 +252,17 @@ def _skip_beyond(
                     signals[key] = compare(rules[key], value, state.signals[key], param_norm)
             return relearn(finite, signals, state.spikes_in_a_row >= relearn_after)
 
-        finite, signals = signals_of(values, finite)
-        is_good = functools.reduce(jnp.logical_and, (~x.is_spike for x in signals.values()), finite)
+        is_good, finite, signals = signals_of(values, finite)
 
         def check_step(step: ComputedStep) -> tuple[Scalar, Scalar]:
             norm = measure(step.updates)
-            is_finite, of_update = signals_of({"update": norm}, jnp.isfinite(norm))
-            return is_finite & ~of_update["update"].is_spike, norm.astype(jnp.float32)
+            is_usual, _, _ = signals_of({"update": norm}, jnp.isfinite(norm))
+            return is_usual, norm.astype(jnp.float32)
 
         def own_fields(refuses: Scalar, measured: Scalar) -> SkipSpikesState:
             observed, learned, is_sound = values | {"update": measured}, signals, finite
             if "update" in rules:
-                is_finite, of_update = signals_of({"update": measured}, jnp.isfinite(measured))
+                _, is_finite, of_update = signals_of({"update": measured}, jnp.isfinite(measured))
                 learned = signals | of_update
                 is_sound = finite & ~(refuses & is_good & ~is_finite)
             fields: dict[str, Any] = {"grad_norm": values["norm"].astype(jnp.float32)}
