@@ -178,7 +178,10 @@ def _weighted(one_form: Callable[..., Any], split: Split, args: Sequence[Any]) -
 
 
 def _fits_weight(shapes: Outputs) -> bool:
-    """Whether a loss can be multiplied by its weight: 40,000 fits no float16, 1,001 no bfloat16."""
+    """Whether a loss can be multiplied by its weight: 40,000 fits no float16, 1,001 no bfloat16.
+
+    Nor where gradients are unreduced: those of weight 0 could not be selected away afterwards.
+    """
     leaves = jax.tree.leaves((shapes.value, shapes.grads))
     is_wide = all(jnp.finfo(x.dtype).bits >= 32 for x in leaves) and not is_unreduced(shapes.grads)
     return is_wide and varying_axes(shapes.weight) == varying_axes(shapes.value)

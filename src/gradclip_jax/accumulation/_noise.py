@@ -17,12 +17,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import is_float0
 from .._run_if import run_if
 from .._states import register_metrics
 from .._types import Scalar, Tree
 from ..clipping._norm import global_norm
-from ._reduction import MicroBatch, divide, is_summed
+from ._reduction import MicroBatch, is_summed, window_gradient
 from ._state import AccumulationState, WindowStep
 
 
@@ -76,7 +75,8 @@ def observe_noise(
     noise = optax.tree.where(step.arrived, observed, state.noise)
 
     def observe(noise: NoiseState) -> NoiseState:
-        mean = [x if is_float0(x) else divide(x, state.total_weight).astype(x.dtype) for x in sums]
+        window = MicroBatch(sums, ["mean"] * len(sums))
+        mean = window_gradient(sums, window, state.total_weight)
         return observe_window(noise, mean, state.total_weight, decay)
 
     return run_if(step.emits, observe, noise)

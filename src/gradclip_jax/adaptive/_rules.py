@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .._checks import check_count, check_decays, check_length, check_number
-from .._states import increment_where
+from .._states import increment_where, next_position
 from .._types import UNBOUNDED, Array, Count, Number
 from ..clipping._threshold import Rule
 from ._averages import hypotenuse, where_nonzero
@@ -248,7 +248,7 @@ def record(state: WindowState, value: Array, *, signed: bool) -> WindowState:
     next_state = WindowState(
         values=jnp.where(_positions(state) == state.position[None], value[None], state.values),
         value_count=increment_where(state.value_count),
-        position=jnp.where(state.position < window - 1, state.position + 1, 0),
+        position=next_position(state.position, window),
     )
     return next_state if signed else where_nonzero(value, next_state, state)
 

@@ -98,8 +98,8 @@ def skip_nonfinite(
     def first(inner_state: Any) -> SkipNonfiniteState:
         return SkipNonfiniteState(zero(), zero(), zero(), inner_state)
 
-    options: dict[str, Any] = {"incidents": incidents}
-    options["max_consecutive_skips"] = max_consecutive_skips
+    limit = max_consecutive_skips
+    options: dict[str, Any] = {"incidents": incidents, "max_consecutive_skips": limit}
     return finite_guard("skip_nonfinite", inner, first, check, axis_name, **options)
 
 

@@ -18,7 +18,13 @@ from .._checks import (
     refuse_traced,
     shortened,
 )
-from .._states import find_states, increment_where, plain_arrays, register_metrics
+from .._states import (
+    find_states,
+    increment_where,
+    next_position,
+    plain_arrays,
+    register_metrics,
+)
 from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Count, Order, Scalar, Tree
 from ..clipping._granularity import leaf_units, tree_units
@@ -104,7 +110,7 @@ def record_norms(
         return updates, NormRecordState(
             norms=state.norms.at[state.position].set(norms if per_leaf else norms[0]),
             step_count=jnp.minimum(state.step_count + 1, window),
-            position=jnp.where(state.position < window - 1, state.position + 1, 0),
+            position=next_position(state.position, window),
             nonfinite_norms=increment_where(state.nonfinite_norms, ~jnp.all(jnp.isfinite(norms))),
         )
 

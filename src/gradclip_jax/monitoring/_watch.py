@@ -17,6 +17,7 @@ from ..clipping._clip import leaves_beside
 from ..clipping._evidence import evidence, measure_step, measure_units
 from ..clipping._granularity import Granularity, as_granularity
 from ..clipping._incident import OF_GUARDS, IncidentLog, log_maker, names_in, note
+from ..clipping._norm import measured_leaves
 from ..clipping._threshold import check_params
 from ..guarding._guard import check_guard
 from ..guarding._signal import loss_of
@@ -172,7 +173,7 @@ def watch(
             log = log._replace(step_count=increment_where(log.step_count))
             return output, WatchState(norms, state.levels, log, after)
         units, loss = cut.cut(_NAME, updates), loss_of(_NAME, extra_args, axes)
-        gradient, bad = measure_units(leaves_beside(updates, updates), units, axes)
+        gradient, bad = measure_units(measured_leaves(updates), units, axes)
         norms = {"gradient": gradient}
         if {"update", "parameter"} & {*of}:
             # Without parameters the update takes their place: (u + u) - u is u.
