@@ -6,7 +6,7 @@ summand. It is summed once, at the end of a window or a batch.
 """
 
 import math
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +16,14 @@ from jax.core import ShapedArray
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
 from ._checks import is_float0
+from ._devices import HAS_TYPES
 from ._types import Array, AxisName, Tree
-
-HAS_TYPES: Final = jax.__version_info__ >= (0, 10)
-"""Whether this JAX has types for what is reduced and unreduced."""
 
 
 def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes of `shard_map` over which a value differs from device to device."""
     type_of = _type_of(x)
-    manual = getattr(type_of, "manual_axis_type", None)  # JAX 0.10 and later
-    return frozenset(getattr(type_of, "vma", ()) if manual is None else manual.varying)
+    return frozenset(type_of.manual_axis_type.varying if HAS_TYPES else type_of.vma)
 
 
 def shard_axes(x: Any, axis_name: AxisName) -> frozenset[str]:
@@ -118,7 +115,7 @@ def vary(x: Any, axes: frozenset[str]) -> Any:
     missing = tuple(sorted(axes - varying_axes(x)))
     if not missing:
         return x
-    if hasattr(lax, "pcast"):  # JAX 0.8 and later
+    if hasattr(lax, "pcast"):
         return lax.pcast(x, missing, to="varying")
     return lax.pvary(x, missing)  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -38,7 +38,8 @@ NOT_REACHED = {
         ("PPO", "autoclip"): {"launches": 1.04},
         ("PPO", 'skip_nonfinite(check="step")'): {"bytes, N": 1.02, "scratch, N": 1.01},
         ("PPO", "microbatched_value_and_grad"): {"launches": 1.05},
-        ("scan GPT, small", "adaptive_grad_clip"): {"launches": 1.08},
+        # Its norms are over layers, and as large as one of them: default axes of a stacked leaf.
+        ("scan GPT, small", "adaptive_grad_clip"): {"bytes, N": 1.02},
         ("scan GPT, small", "adagc"): {"launches": 1.01},
         ("scan GPT, small", 'skip_nonfinite(check="step")'): {"bytes, N": 1.05, "launches": 1.08},
         ("scan GPT, small", "skip_spikes"): {"launches": 1.04},
@@ -56,7 +57,7 @@ NOT_REACHED = {
         ("scan GPT, small", "watch(clip)"): {"launches": 1.34},
     },
     "tpu": {
-        ("PPO", "adaptive_grad_clip"): {"launches": 1.09},
+        ("PPO", "adaptive_grad_clip"): {"launches": 1.07},
         ("PPO", "autoclip"): {"bytes, N": 1.02, "launches": 1.39},
         ("PPO", "adagc"): {"launches": 1.12},
         ("PPO", 'skip_nonfinite(check="step")'): {"bytes, N": 1.02, "launches": 1.61},

@@ -71,7 +71,7 @@ def observe_noise(
     grads, sums = (list(itertools.compress(jax.tree.leaves(x), selectors)) for x in trees)
     weight = jnp.float32(1) if micro_batch.weight is None else micro_batch.weight
     observed = observe_micro_batch(state.noise, grads, weight, step.starts)
-    # Selected: a loop would make a GPU wait for the host.
+    # Selected: a loop would wait for the host.
     noise = optax.tree.where(step.arrived, observed, state.noise)
 
     def observe(noise: NoiseState) -> NoiseState:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._checks import describe, error_message, leaf_path
+from .._devices import summand
 from .._mesh import unreduced_axes, vary, varying_axes, zeros_of_type
 from .._tree_checks import broadcast_prefix
 from .._types import FLOAT32, Array, Scalar, Tree
@@ -149,13 +150,13 @@ def whole_batch(
             totals, total_weight = carry
             outputs = micro_batch(index)
             weight = as_weight(NAME, outputs.weight)
-            if weight is None:
-                # Always true. XLA on a GPU and a TPU otherwise merges the scatter of an embedding's
-                # gradient with the sum over micro-batches; the sum over devices then stays in the
-                # loop or is wrong: docs/compiler_faults.md.
-                outputs = outputs._replace(grads=_selected(outputs.grads, total_weight >= 0))
-            elif reductions.value.holds_weight:
-                value, grads = _selected((outputs.value, outputs.grads), weight != 0)
+            if weight is None or reductions.value.holds_weight:
+                is_added = total_weight >= 0 if weight is None else weight != 0
+
+                def kept(x: Any) -> Any:
+                    return x if unreduced_axes(x) else summand(x, is_added)
+
+                value, grads = jax.tree.map(kept, (outputs.value, outputs.grads))
                 outputs = outputs._replace(value=value, grads=grads)
             totals = jax.tree.map(
                 lambda r, total, x: r.add(total, x, weight, index), reductions, totals, outputs
@@ -169,16 +170,6 @@ def whole_batch(
     (totals, total_weight), _ = lax.scan(step, first, jnp.arange(parts))
     divisor = jnp.where(total_weight > 0, total_weight, 1 - if_empty)
     return jax.tree.map(lambda r, total, x: r.finish(total, x, divisor), reductions, totals, shapes)
-
-
-def _selected(tree: Tree, flag: Any) -> Tree:
-    """The tree where the flag holds, else -0.0; what is unreduced as it is."""
-
-    def select(x: Any) -> Any:
-        # Not 0: XLA on a GPU would copy and read the zeros in which a scan over layers begins.
-        return x if unreduced_axes(x) else jnp.where(flag, x, jnp.full_like(x, -0.0))
-
-    return jax.tree.map(select, tree)
 
 
 def aux_reductions(

@@ -239,7 +239,7 @@ def add_micro_batch(acc: Tree, micro_batch: MicroBatch, is_first: Array | bool) 
     What the last window left behind may be NaN.
     """
     keys: Iterator[Any] = itertools.repeat(None)
-    if micro_batch.key is not None:  # at once: a key for each leaf by itself is a kernel of its own
+    if micro_batch.key is not None:  # at once: a key by itself is a program
         keys = iter(jax.random.split(micro_batch.key, len(jax.tree.leaves(acc))))
 
     def add(reduction: str, total: Array, grad: Any) -> Array:
@@ -271,8 +271,8 @@ def window_gradient(
 def spent_accumulator(acc: Tree, window: Tree, *, is_measured: bool) -> Tree:
     """What is left of the accumulator after the step that reads the window: anything.
 
-    Where XLA makes an array of the gradient, as for a norm before the step reads it, the
-    accumulator has room for it: 0 N of scratch, not 1.
+    Where the gradient is written down, as for a norm before the step reads it, the accumulator has
+    room for it: 0 N of scratch, not 1.
     """
     if is_unreduced(acc):
         return acc

@@ -116,7 +116,7 @@ def stable_spam_clip(
         old_weight, new_weight = jnp.sqrt(square_decay), jnp.sqrt(1 - square_decay)
         root_square = hypotenuse(old_weight * state.root_square, new_weight * measured)
         root = root_square / jnp.sqrt(bias_correction(square_decay, steps)) + eps
-        # Not `a / b / c`, which XLA makes `a / (b * c)`: that overflows from norms of 1e19 on.
+        # Not `a / b / c`: a compiler makes `a / (b * c)` of it, which overflows from 1e19 on.
         target = norm / bias_correction(norm_decay, steps) * (1 / root)
         leaves = _scale_to(leaves, clipped_norms, target, finite)
         out = with_leaves(updates, list(map(in_memory_of, leaves, given)))

@@ -25,7 +25,14 @@ from .._states import register_metrics
 from .._tree_checks import check_inexact
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Threshold, Tree
 from ._evidence import evidence, measure_units
-from ._formula import norm_dtype, scale_factor, scale_leaf, zero_factor
+from ._formula import (
+    norm_dtype,
+    norm_of_squares,
+    scale_factor,
+    scale_leaf,
+    squares,
+    zero_factor,
+)
 from ._granularity import (
     Granularity,
     Norms,
@@ -43,7 +50,7 @@ from ._granularity import (
     unstack,
 )
 from ._incident import IncidentLog, log_maker, note
-from ._norm import measured_leaves, norm_of_leaves, unit_norms
+from ._norm import measured_leaves, norm_of_leaves, norms_of_two, unit_norms
 from ._threshold import (
     Assignment,
     apply_rules,
@@ -129,7 +136,7 @@ def clip_grad_norm(
         norm = jnp.asarray(norm).astype(norm_dtype(leaves))
     factor = scale_factor(norm, jnp.asarray(max_norm).astype(norm.dtype))
     factor = jnp.where(jnp.isfinite(norm), factor, jnp.nan)
-    return with_leaves(grads, scale_leaves(leaves, tree_units(leaves), factor[None])), norm
+    return with_leaves(grads, scale_leaves(leaves, tree_units(leaves), [factor])), norm
 
 
 def norm_clip(
@@ -209,8 +216,10 @@ def _clip_leaves(
     drops: bool,
 ) -> tuple[list[Array], ClipState]:
     """Norm, threshold, factor, scaled leaves; and the next state."""
-    norms = unit_norms(leaves, units, ord, axis_name)
-    param_norms = None if params is None else unit_norms(params, units, ord, axis_name)
+    if params is None:
+        norms, param_norms = unit_norms(leaves, units, ord, axis_name), None
+    else:
+        norms, param_norms = norms_of_two(leaves, params, units, ord, axis_name)
     measured, of_params = (
         root_mean_squares(x, units, leaves, axis_name) for x in (norms, param_norms)
     )
@@ -221,22 +230,22 @@ def _clip_leaves(
     factors = jax.tree.map(factor_of, measured, thresholds)
     over = axis_name if units.is_local else None
     is_single = units.is_vector and units.size == 1
-    total = norms[0] if is_single else norm_of_leaves(jax.tree.leaves(norms), ord, over)
+    if is_single:
+        total, threshold, factor, fraction = norms[0], thresholds[0], factors[0], 0
+    else:
+        total, threshold, factor, fraction = _summary(norms, thresholds, factors, ord, over)
     is_good = jnp.isfinite(total)  # One bad norm decides for all leaves, and alike on all devices.
 
-    def if_good(value: Array, otherwise: float) -> Array:
-        return jnp.where(is_good, value, otherwise)
+    def if_good(value: Array) -> Array:
+        return jnp.where(is_good, value, 0 if drops else jnp.nan)
 
-    if_bad = 0 if drops else jnp.nan
+    # After the summary, of factors as they were: no reduction waits for the norm of the whole.
+    factor = if_good(factor)
     if is_single:
-        factor = if_good(factors[0], if_bad)
-        applied, fraction, threshold = factor[None], factor != 1, thresholds[0]
+        applied, fraction = factor[None], factor != 1
     else:
-        applied = jax.tree.map(lambda factor: if_good(factor, if_bad), factors)
-        # Of the factors as they were: a reduction need not wait for the norm of the whole.
-        fraction, threshold, factor = _summary(thresholds, factors, over)
-        fraction, factor = if_good(fraction, 1), if_good(factor, if_bad)
-    by_entry = unstack(applied, places) if places else applied
+        applied, fraction = jax.tree.map(if_good, factors), jnp.where(is_good, fraction, 1)
+    by_entry = unstack(applied, places) if places else list(applied)
     clipped = scale_leaves(leaves, units, by_entry, drops=drops)
     report = (total, jnp.minimum(threshold, UNBOUNDED), factor)
     if units.names:
@@ -264,8 +273,7 @@ def scale_leaves(
 ) -> list[Array]:
     """Each leaf times the factors of its units."""
     clipped = [i for i, axes in enumerate(units.axes) if axes is not None]
-    if units.is_vector:
-        factors = shared(list(factors))
+    factors = shared(factors)
     scaled = list(leaves)
     for i in clipped:
         scaled[i] = scale_leaf(leaves[i], factors[units.entry[i]], drops=drops)
@@ -298,31 +306,35 @@ def _check_sharded_alike(function: str, argument: str, units: Units, leaves: lis
 
 
 def _summary(
-    thresholds: Norms, factors: Norms, axis_name: AxisName
-) -> tuple[Scalar, Scalar, Scalar]:
-    """The fraction of factors that are not 1, the smallest threshold and the smallest factor."""
+    norms: Norms, thresholds: Norms, factors: Norms, ord: float, axis_name: AxisName
+) -> tuple[Scalar, Scalar, Scalar, Scalar]:
+    """The norm of all, the smallest threshold and factor, and the fraction of factors not 1."""
     if not isinstance(factors, list):
         smallest = jnp.min(thresholds, initial=UNBOUNDED), jnp.min(factors, initial=1)
-        return jnp.sum(factors != 1) / max(factors.size, 1), *smallest
+        fraction = jnp.sum(factors != 1) / max(factors.size, 1)
+        return norm_of_leaves([norms], ord, axis_name), *smallest, fraction
     shards = [shard_axes(factor, axis_name) for factor in factors]
     everywhere = frozenset[str]().union(*shards)
-    joined: Any = (0.0, -UNBOUNDED, -1.0)
+    joined: Any = (0.0, 0.0, -UNBOUNDED, -1.0)
     size = 0
 
-    def join(a: Any, b: Any) -> tuple[Array, Array, Array]:
-        return a[0] + b[0], jnp.maximum(a[1], b[1]), jnp.maximum(a[2], b[2])
+    def join(a: Any, b: Any) -> tuple[Array, ...]:
+        return a[0] + b[0], a[1] + b[1], jnp.maximum(a[2], b[2]), jnp.maximum(a[3], b[3])
 
-    for threshold, factor, over in zip(thresholds, factors, shards, strict=True):
-        # One reduction of a leaf for all three: a GPU launches the second half of each by itself.
-        # JAX (0.10.2) fails at the derivative of such a one, and nobody needs it.
-        row = lax.stop_gradient(((factor != 1).astype(factor.dtype), -threshold, -factor))
-        first = tuple(jnp.full_like(factor, x, shape=()) for x in (0.0, -UNBOUNDED, -1.0))
-        count, *tops = lax.reduce(row, first, join, tuple(range(factor.ndim)))
-        joined = join(joined, (count / replica_count(over, everywhere), *tops))
+    for norm, threshold, factor, over in zip(norms, thresholds, factors, shards, strict=True):
+        # One reduction for all four, which has no derivative: nobody needs that of a report.
+        is_clipped = (factor != 1).astype(factor.dtype)
+        row = lax.stop_gradient((squares(norm, norm.dtype), is_clipped, -threshold, -factor))
+        first = tuple(jnp.full_like(factor, x, shape=()) for x in (0.0, 0.0, -UNBOUNDED, -1.0))
+        *sums, top, last = lax.reduce(row, first, join, tuple(range(factor.ndim)))
+        copies = replica_count(over, everywhere)
+        joined = join(joined, (*(x / copies for x in sums), top, last))
         size += factor.size * replica_count(frozenset(), over)
-    count, *tops = joined
-    tops = max_over(jnp.stack(tops), everywhere)
-    return sum_over(jnp.asarray(count), everywhere) / max(size, 1), -tops[0], -tops[1]
+    *sums, top, last = joined
+    square, count = sum_over(jnp.stack(sums), everywhere)
+    top, last = max_over(jnp.stack([top, last]), everywhere)
+    total = norm_of_squares(square) if ord == 2.0 else norm_of_leaves(norms, ord, axis_name)
+    return total, -top, -last, count / max(size, 1)
 
 
 def _noted(

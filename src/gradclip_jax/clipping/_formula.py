@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._devices import opaque
 from .._mesh import in_memory_of, on_device
 from .._types import Array
 
@@ -84,14 +85,13 @@ def scale_leaf(x: Any, factor: Array, *, drops: bool = False) -> Array:
     """`factor * x`, multiplied in float32 or wider and rounded once.
 
     With `drops` a factor of zero gives zero also where x is not finite. What lies on the host is
-    scaled on the device: on a TPU XLA otherwise makes the host compute, also what comes after.
+    scaled on the device, or the host would compute, also what comes after.
     """
     place = jnp.asarray(x)
     x = on_device(place)
     wide = wide_dtype(x.dtype, factor.dtype)
     if wide != x.dtype:
-        # The norm has widened x as well: without this, its copy would be kept in memory for here.
-        x = lax.optimization_barrier(x)
+        x = opaque(x)  # not the wide copy of it that the norm was taken of
     scaled = _product(x, factor)
     if drops:
         scaled = jnp.where(factor == 0, jnp.zeros_like(scaled), scaled)

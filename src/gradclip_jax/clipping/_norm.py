@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._checks import check_axis_name, check_bound, check_ord
-from .._devices import joined
+from .._devices import joined, sums_of_two
 from .._mesh import max_over, on_device, replica_count, shard_axes, sum_over
 from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Number, Order, Scalar, Tree
@@ -19,6 +19,7 @@ from ._formula import (
     norm_dtype,
     norm_of_squares,
     reduce_axes,
+    squares,
     sum_of_squares,
     wide_dtype,
 )
@@ -195,6 +196,33 @@ def _unit_norms_jvp(
         return reduce_axes(jnp.sum, product.astype(dtype), axes)
 
     return norms, total(along, directions)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def norms_of_two(
+    leaves: list[Array], others: list[Array], units: Units, ord: float, axis_name: AxisName
+) -> tuple[Norms, Norms]:
+    """`unit_norms` of two trees that are alike: for ord 2 one reduction of both for each leaf."""
+    if ord != 2.0:
+        return tuple(unit_norms(x, units, ord, axis_name) for x in (leaves, others))
+    dtype = norm_dtype([*leaves, *others])
+
+    def share_of(x: Array, axes: tuple[int, ...], i: int, y: Array) -> Array:
+        return sums_of_two(squares(x, dtype), squares(y, dtype), axes)
+
+    sums = totals(leaves, units, axis_name, share_of, others)
+    parts = (jax.tree.map(part, sums) for part in (jnp.real, jnp.imag))
+    return tuple(jax.tree.map(norm_of_squares, part) for part in parts)
+
+
+@norms_of_two.defjvp
+def _norms_of_two_jvp(
+    units: Units, ord: float, axis_name: AxisName, primals: Any, tangents: Any
+) -> Any:
+    pairs = zip(primals, tangents, strict=True)
+    norms_of = functools.partial(unit_norms, units=units, ord=ord, axis_name=axis_name)
+    return tuple(zip(*(jax.jvp(norms_of, (x,), (dx,)) for x, dx in pairs), strict=True))
 
 
 def _largest(x: Array, axes: tuple[int, ...], dtype: Any) -> Array:

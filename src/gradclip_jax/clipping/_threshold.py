@@ -284,7 +284,7 @@ def apply_rules(
                 return threshold.reshape(units.size), (state,) if states else ()
             thresholds |= zip(own, split(threshold, [norms[i] for i in own]), strict=True)
         else:
-            # Elementwise, so one kernel serves all norms of one type.
+            # Elementwise, so norms of one type are one array.
             places = alike(norms, own)
             of_alike = [None] * len(places) if of_params is None else stack(of_params, places)
             pairs = zip(stack(norms, places), of_alike, strict=True)

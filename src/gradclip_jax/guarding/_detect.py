@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from .._checks import is_scalar
+from .._devices import any_true, opaque
 from .._gate import ComputedStep
 from .._mesh import max_over, shard_axes
 from .._states import replace_states
@@ -43,8 +44,7 @@ def has_finite_squares(tree: Tree, axis_name: AxisName) -> Scalar:
     wide = min((bound for bound in bounds if bound > 1e18), default=float(np.finfo("f4").max))
     ok = norm_of_leaves(leaves, 2.0, axis_name) <= wide
     if narrow:
-        # Behind a barrier: XLA could leave out the rounding to a narrow range.
-        rounded = [lax.optimization_barrier(x) for x, _ in narrow]
+        rounded = [opaque(x) for x, _ in narrow]  # to that range
         ok &= norm_of_leaves(rounded, math.inf, axis_name) <= min(bound for _, bound in narrow)
     return ok
 
@@ -104,7 +104,7 @@ def _place(path: Any, shape: tuple[int, ...], shapes: dict[Any, tuple[int, ...]]
 def _overflowing(x: Array) -> Array:
     """X; in a low precision widened, and scaled so that what is infinite in it overflows.
 
-    XLA leaves out a rounding whose result is widened again, and with it an overflow.
+    A compiler leaves out a rounding whose result is widened again, and with it an overflow.
     """
     info = jnp.finfo(x.dtype)
     if info.bits >= 32:
@@ -125,8 +125,6 @@ def is_bad(x: Any) -> Array:
 @functools.partial(jax.jit, static_argnums=1)
 def _is_any(flags: list[Array], axis_name: AxisName) -> Scalar:
     """Whether an element of the flags is true, on any device."""
-    # A third faster than `jnp.any`, which XLA on a CPU does not vectorize.
-    largest = [jnp.max(x.astype(jnp.uint8), initial=0) > 0 for x in flags]
     axes = frozenset[str]().union(*(shard_axes(x, axis_name) for x in flags))
-    on_this = functools.reduce(jnp.logical_or, largest, jnp.array(False))
+    on_this = functools.reduce(jnp.logical_or, map(any_true, flags), jnp.array(False))
     return max_over(on_this.astype(jnp.int32), axes) > 0

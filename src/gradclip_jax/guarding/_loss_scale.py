@@ -207,8 +207,8 @@ def dynamic_loss_scale(
 def _unscaled(x: Any, scale: Scalar) -> Any:
     """`x / scale` in at least float32; NaN for what is not finite in a narrower dtype.
 
-    XLA leaves out a rounding to float16 whose result is widened again, in one kernel and not in
-    another: the verdict would then be about another number than the step is taken on.
+    A compiler leaves out a rounding to float16 whose result is widened again, in one place and not
+    in another: the verdict would then be about another number than the step is taken on.
     """
     if is_float0(x):
         return x

@@ -74,7 +74,7 @@ def relearn(
     def restarted(key: str, signal: Signal) -> Signal:
         after = signal.rule_state
         if signal.restart is not None:
-            # A loop would make a GPU wait for the host at every step: the few numbers are selected.
+            # Selected: a loop would wait for the host at every step.
             after = run_if(relearns, lambda _: signal.restart(), after, usually=True)
         return signal._replace(is_spike=spikes[key], rule_state=after)
 

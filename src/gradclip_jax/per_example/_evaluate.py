@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from .._devices import opaque
 from .._types import Array
 from ._lazy import Lazy, as_array, as_lazy
 from ._rules import RULES
@@ -110,8 +111,8 @@ def _follow(eqn: Any, operands: Sequence[Any], flags: Sequence[bool]) -> Sequenc
     if name == "scan":
         return _scan(eqn, operands, flags)
     if name in _REMAT and eqn.params["differentiated"] and eqn.params["prevent_cse"]:
-        # As JAX does: otherwise XLA merges what is computed again with what was computed.
-        operands = lax.optimization_barrier([jnp.asarray(x) for x in operands])
+        # As JAX does: what is computed again is otherwise merged with what was computed.
+        operands = opaque([jnp.asarray(x) for x in operands])
     if name in _INLINED | _REMAT:
         return evaluate(_inner(eqn), operands, flags)
     rule, is_any_lazy = RULES.get(name), any(isinstance(x, Lazy) for x in operands)

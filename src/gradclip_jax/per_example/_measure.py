@@ -162,7 +162,7 @@ def _part_square(part: Array | Lazy, zero: Scalar) -> tuple[Scalar, Scalar]:
 def _gram(f: Factor, term: Term) -> tuple[Factor, Factor, Scalar]:
     """Multiplies the rows of a factor with each other; also their size, and how far that is off.
 
-    A product adds up in order: 4,096 equal numbers are off by 1.6e-5 on a CPU. The diagonal is
+    A product may add up in order: 4,096 equal numbers are off by 1.6e-5. The diagonal is
     added up once more by `sum`, which does so in pairs.
     """
     n = len(term.axes)

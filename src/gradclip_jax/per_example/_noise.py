@@ -76,8 +76,8 @@ def noisy_mean(
         expected_batch_size: what the sum is divided by, > 0.
         key: a random key, kept in the state, or a seed for one; fresh for each run.
         axis_name: mapped axes over which leaves are shards, where types do not say so: `pmap`,
-            `shard_map(check_vma=False)`; `()` if each device holds all. JAX 0.7 cannot refuse a
-            `pmap` without it.
+            `shard_map(check_vma=False)`; `()` if each device holds all. An older JAX cannot refuse
+            a `pmap` without it.
 
     Returns:
         A transformation whose state is `NoisyMeanState`.

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._devices import opaque
 from .._mesh import device_count, is_explicit, max_over, sum_over, varying_axes
 from .._types import Array, Scalar
 from ._lazy import Lazy, written
@@ -47,7 +48,7 @@ def sums_and_norms(
     types = [each, *map(jax.typeof, params)]
     if not any(is_explicit(x.sharding) for x in types):
         return run(outputs)
-    # How a product of two sharded factors is sharded is for XLA to say; the sum is as its leaf.
+    # How a product of two sharded factors is sharded is not said; the sum is as its leaf.
     summed = [] if factors_of is None else [x.sharding for x in types[1:]]
     out = (summed, dict.fromkeys(groups, each.sharding))
     auto: Any = jax.sharding.auto_axes(run, out_sharding=out)
@@ -60,8 +61,7 @@ def _sums_and_norms(
     shards: Sequence[frozenset[str]],
     factors_of: Callable[[Outputs, Norms], Norms] | None,
 ) -> tuple[list[Array], Norms]:
-    # XLA may keep more digits of a bfloat16 factor for one reader than for the other.
-    outputs = outputs._replace(grads=list(map(lax.optimization_barrier, outputs.grads)))
+    outputs = outputs._replace(grads=opaque(outputs.grads))  # the same for norms and for the sum
     size = outputs.value.shape[0]
     squares = jax.vmap(lambda grads: _squares(grads, groups, shards), axis_size=size)(outputs.grads)
     # At once as many as there are devices: each holds one.
