@@ -108,8 +108,13 @@ OPTAX = {
     "apply_if_finite": _updated(optax.apply_if_finite(_ADAMW, 9)),
     "apply_if_finite(clip)": _updated(optax.apply_if_finite(_OPTAX_CLIP, 9)),
     "MultiSteps(clip)": _updated(optax.MultiSteps(_OPTAX_CLIP, EVERY)),
-    "MultiSteps(apply_if_finite(clip))": _updated(
-        optax.MultiSteps(optax.apply_if_finite(_OPTAX_CLIP, 9), EVERY)
+    # Both leave out a micro-batch that is not finite, and a window.
+    "MultiSteps(apply_if_finite(clip), skip_not_finite)": _updated(
+        optax.MultiSteps(
+            optax.apply_if_finite(_OPTAX_CLIP, 9),
+            EVERY,
+            should_skip_update_fn=optax.skip_not_finite,
+        )
     ),
     "a `scan` by hand": _updated(_ADAMW, _by_hand),
 }
@@ -150,7 +155,9 @@ ROWS = {
     "skip_spikes": Row(_applied(_SPIKES), "apply_if_finite"),
     "accumulate_gradients(clip)": Row(_applied(_ACCUMULATED), "MultiSteps(clip)", True),
     "skip_nonfinite(accumulate_gradients(clip))": Row(
-        _applied(gcx.skip_nonfinite(_ACCUMULATED)), "MultiSteps(apply_if_finite(clip))", True
+        _applied(gcx.skip_nonfinite(_ACCUMULATED)),
+        "MultiSteps(apply_if_finite(clip), skip_not_finite)",
+        True,
     ),
     "watch(clip), the gradient": Row(_watched("gradient"), "clip_by_global_norm"),
     "watch(clip)": Row(_watched("gradient", "update", "parameter"), "clip_by_global_norm"),
