@@ -41,13 +41,13 @@ from ._granularity import (
     as_granularity,
     is_measured,
     leaf_units,
+    map_norms,
     measured_shapes,
     norm_shapes,
     root_mean_squares,
     select_groups,
     stack,
     tree_units,
-    unstack,
 )
 from ._incident import IncidentLog, log_maker, note
 from ._norm import measured_leaves, norm_of_leaves, norms_of_two, unit_norms
@@ -224,10 +224,7 @@ def _clip_leaves(
         root_mean_squares(x, units, leaves, axis_name) for x in (norms, param_norms)
     )
     thresholds, states = apply_rules(assigned, units, measured, states, of_params)
-    places = None if units.is_vector else alike(norms, range(units.size))
-    if places:
-        norms, measured, thresholds = (stack(x, places) for x in (norms, measured, thresholds))
-    factors = jax.tree.map(factor_of, measured, thresholds)
+    factors = map_norms(factor_of, measured, thresholds)
     over = axis_name if units.is_local else None
     is_single = units.is_vector and units.size == 1
     if is_single:
@@ -244,9 +241,8 @@ def _clip_leaves(
     if is_single:
         applied, fraction = factor[None], factor != 1
     else:
-        applied, fraction = jax.tree.map(if_good, factors), jnp.where(is_good, fraction, 1)
-    by_entry = unstack(applied, places) if places else list(applied)
-    clipped = scale_leaves(leaves, units, by_entry, drops=drops)
+        applied, fraction = map_norms(if_good, factors), jnp.where(is_good, fraction, 1)
+    clipped = scale_leaves(leaves, units, list(applied), drops=drops)
     report = (total, jnp.minimum(threshold, UNBOUNDED), factor)
     if units.names:
         names = [group_name(name) for name in units.names]
@@ -313,7 +309,9 @@ def _summary(
         smallest = jnp.min(thresholds, initial=UNBOUNDED), jnp.min(factors, initial=1)
         fraction = jnp.sum(factors != 1) / max(factors.size, 1)
         return norm_of_leaves([norms], ord, axis_name), *smallest, fraction
-    shards = [shard_axes(factor, axis_name) for factor in factors]
+    places = alike(norms)
+    columns = [stack(x, places) for x in (norms, thresholds, factors)]
+    shards = [shard_axes(factor, axis_name) for factor in columns[-1]]
     everywhere = frozenset[str]().union(*shards)
     joined: Any = (0.0, 0.0, -UNBOUNDED, -1.0)
     size = 0
@@ -321,7 +319,7 @@ def _summary(
     def join(a: Any, b: Any) -> tuple[Array, ...]:
         return a[0] + b[0], a[1] + b[1], jnp.maximum(a[2], b[2]), jnp.maximum(a[3], b[3])
 
-    for norm, threshold, factor, over in zip(norms, thresholds, factors, shards, strict=True):
+    for norm, threshold, factor, over in zip(*columns, shards, strict=True):
         # One reduction for all four, which has no derivative: nobody needs that of a report.
         is_clipped = (factor != 1).astype(factor.dtype)
         row = lax.stop_gradient((squares(norm, norm.dtype), is_clipped, -threshold, -factor))

@@ -1,6 +1,7 @@
 """Granularity: of what norms are taken. Each cuts a tree into units, which are data."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -107,23 +108,28 @@ def split(vector: Array, like: Sequence[Array]) -> list[Array]:
     return [part.reshape(x.shape) for part, x in zip(parts, like, strict=True)]
 
 
-def alike(norms: Norms, places: Sequence[int]) -> list[list[int]]:
-    """Some places in a list of norms, those of one type together: as one array they are cheaper."""
+def alike(norms: Sequence[Array]) -> list[list[int]]:
+    """The places of norms of one type: stacked they are one array, which is cheaper than many."""
     of_type: dict[Any, list[int]] = {}
-    for i in places:
-        of_type.setdefault(jax.typeof(norms[i]), []).append(i)
+    for i, norm in enumerate(norms):
+        of_type.setdefault(jax.typeof(norm), []).append(i)
     return list(of_type.values())
 
 
-def stack(norms: Norms, places: Sequence[Sequence[int]]) -> list[Array]:
+def stack(norms: Sequence[Array], places: Sequence[Sequence[int]]) -> list[Array]:
     """One array for the norms at places that go together."""
     return [jnp.stack([norms[i] for i in own]) for own in places]
 
 
-def unstack(stacks: Norms, places: Sequence[Sequence[int]]) -> dict[int, Array]:
-    """What was stacked, by its place."""
-    pairs = zip(places, map(jnp.unstack, stacks), strict=True)
-    return {i: x for own, rows in pairs for i, x in zip(own, rows, strict=True)}
+def map_norms(fun: Callable[..., Array], norms: Norms, *others: Norms) -> Norms:
+    """An elementwise function of norms; of a list, it sees those of one type as one array."""
+    if not isinstance(norms, list):
+        return fun(norms, *others)
+    places = alike(norms)
+    stacks = map(fun, *(stack(x, places) for x in (norms, *others)))
+    rows = zip(itertools.chain(*places), itertools.chain(*map(jnp.unstack, stacks)), strict=True)
+    by_place = dict(rows)
+    return [by_place[i] for i in range(len(norms))]
 
 
 def is_measured(leaf: Any) -> bool:

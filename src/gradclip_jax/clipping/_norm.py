@@ -23,7 +23,7 @@ from ._formula import (
     sum_of_squares,
     wide_dtype,
 )
-from ._granularity import Norms, Units, is_measured, leaf_units, split, tree_units
+from ._granularity import Norms, Units, is_measured, leaf_units, map_norms, split, tree_units
 
 
 def global_norm(tree: Tree, *, ord: Order = 2.0, axis_name: AxisName = None) -> Scalar:
@@ -152,7 +152,7 @@ def unit_norms(
     total = functools.partial(totals, leaves, units, axis_name)
     if ord == 2.0:
         sums = total(lambda x, axes, i: sum_of_squares(x, axes, dtype, scale))
-        return jax.tree.map(lambda x: norm_of_squares(x, scale), sums)
+        return map_norms(lambda x: norm_of_squares(x, scale), sums)
     if ord == 1.0:
         return total(lambda x, axes, i: reduce_axes(jnp.sum, magnitude(x, dtype), axes))
     tops = total(lambda x, axes, i: _largest(x, axes, dtype), is_sum=False)
@@ -212,8 +212,8 @@ def norms_of_two(
         return sums_of_two(squares(x, dtype), squares(y, dtype), axes)
 
     sums = totals(leaves, units, axis_name, share_of, others)
-    parts = (jax.tree.map(part, sums) for part in (jnp.real, jnp.imag))
-    return tuple(jax.tree.map(norm_of_squares, part) for part in parts)
+    of_leaves = map_norms(lambda x: norm_of_squares(x.real), sums)
+    return of_leaves, map_norms(lambda x: norm_of_squares(x.imag), sums)
 
 
 @norms_of_two.defjvp

@@ -19,7 +19,7 @@ from .._checks import check_number, describe, dtype_of, error_message, leaf_path
 from .._states import increment_where
 from .._tree_checks import broadcast_prefix, check_same_structure
 from .._types import UNBOUNDED, Array, Number, Tree
-from ._granularity import Norms, Units, alike, is_measured, split, stack, unstack
+from ._granularity import Norms, Units, is_measured, map_norms, split
 
 _HINT = "Pass a positive number, a schedule, or a rule from `gcx.thresholds`; inf never clips."
 
@@ -284,12 +284,12 @@ def apply_rules(
                 return threshold.reshape(units.size), (state,) if states else ()
             thresholds |= zip(own, split(threshold, [norms[i] for i in own]), strict=True)
         else:
-            # Elementwise, so norms of one type are one array.
-            places = alike(norms, own)
-            of_alike = [None] * len(places) if of_params is None else stack(of_params, places)
-            pairs = zip(stack(norms, places), of_alike, strict=True)
-            stacks = [apply_rule(rule, norm, (), of_param)[0] for norm, of_param in pairs]
-            thresholds |= unstack(stacks, places)
+            columns = [[x[i] for i in own] for x in (norms, of_params) if x is not None]
+
+            def stateless(norm: Array, *param_norm: Array, rule: Rule = rule) -> Array:
+                return apply_rule(rule, norm, (), *param_norm)[0]
+
+            thresholds |= zip(own, map_norms(stateless, *columns), strict=True)
         next_states.append(state)
     in_order = [thresholds[i] for i in range(units.size)]
     kept = tuple(next_states) if states else ()
