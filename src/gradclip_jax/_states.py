@@ -39,11 +39,6 @@ def increment_where(count: Array, happened: Array | bool = True) -> Array:
     return jnp.maximum(count, count + jnp.asarray(happened, count.dtype))  # one that wraps is less
 
 
-def next_position(position: Array, size: Any) -> Array:
-    """The position after this one in a ring of so many; `%` would be several operations."""
-    return jnp.where(position < size - 1, position + 1, 0)
-
-
 def find_states(state: Any, kinds: type | tuple[type, ...]) -> list[tuple[Any, Any]]:
     """`(path, state)` of every state of the given kinds, also those inside one another."""
     matches: list[tuple[Any, Any]] = []

@@ -253,6 +253,18 @@ def test_shard_map_costs_one_all_reduce(layout, name):
         assert hlo.count(text, operation, branches=True) == 0
 
 
+@pytest.mark.parametrize("make", [gcx.clip_by_global_norm, gcx.clip_by_leaf_norm])
+def test_replicated_parameters_count_once_beside_gradients_that_vary(make):
+    clip = make(gcx.thresholds.relative_to_params(0.1))
+    fun = mapped(
+        lambda g, p: clip.update(g, clip.init(p), p)[1].clip_threshold,
+        ({"w": P(("data", "model"))}, {"w": P()}),
+        P(),
+    )
+    threshold = fun({"w": jnp.arange(32.0)}, {"w": jnp.ones(4)})
+    np.testing.assert_allclose(threshold, 0.2, rtol=1e-6)  # 0.1 times the norm of four ones
+
+
 def test_replicated_tree_inside_shard_map_costs_no_all_reduce():
     specs = dict.fromkeys(SHAPES, P())
     clip = CLIPS["global"]

@@ -24,6 +24,10 @@ pytestmark = getattr(pytest.mark, f"compiled_{PLATFORM}")
 
 # A TPU compiles a GPT for 15 s, and PPO's networks for 2.
 SMALL = {"cuda": ["PPO", "scan GPT, small"], "tpu": ["PPO"]}[PLATFORM]
+# A GPU merges the kernels of many leaves, or does not.
+OF_MANY_LEAVES = {"cuda": ["adaptive_grad_clip", "skip_nonfinite", "skip_spikes"], "tpu": []}
+CASES = [(model, name) for model in SMALL for name in ROWS]
+CASES += [("ViT-S/14", name) for name in OF_MANY_LEAVES[PLATFORM]]
 CLIPS = ["clip_by_global_norm", "clip_by_leaf_norm", "adaptive_grad_clip"]
 SHARDED = gpt(2, 512, 5120, 32, 256, scan=True)
 # In units of N: on a TPU the products beside an activation take its clip along.
@@ -42,7 +46,7 @@ NOT_REACHED = {
         ("scan GPT, small", "adaptive_grad_clip"): {"bytes, N": 1.02},
         ("scan GPT, small", "adagc"): {"launches": 1.01},
         ("scan GPT, small", 'skip_nonfinite(check="step")'): {"bytes, N": 1.05, "launches": 1.08},
-        ("scan GPT, small", "skip_spikes"): {"launches": 1.04},
+        ("scan GPT, small", "skip_spikes"): {"launches": 1.05},
         ("scan GPT, small", "skip_nonfinite(accumulate_gradients(clip))"): {"launches": 1.05},
         # What keeps XLA from a wrong sum of an embedding's gradients: docs/compiler_faults.md.
         ("scan GPT, small", "microbatched_value_and_grad"): {
@@ -50,6 +54,7 @@ NOT_REACHED = {
             "launches": 1.03,
             "scratch, N": 1.12,
         },
+        ("ViT-S/14", "adaptive_grad_clip"): {"scratch, N": 1.01},
         # What is watched is measured besides: what that costs, in kernels.
         ("PPO", "watch(clip), the gradient"): {"launches": 1.27},
         ("PPO", "watch(clip)"): {"bytes, N": 1.02, "launches": 1.74},
@@ -57,7 +62,6 @@ NOT_REACHED = {
         ("scan GPT, small", "watch(clip)"): {"launches": 1.34},
     },
     "tpu": {
-        ("PPO", "adaptive_grad_clip"): {"launches": 1.07},
         ("PPO", "autoclip"): {"bytes, N": 1.02, "launches": 1.39},
         ("PPO", "adagc"): {"launches": 1.12},
         ("PPO", 'skip_nonfinite(check="step")'): {"bytes, N": 1.02, "launches": 1.61},
@@ -71,8 +75,8 @@ NOT_REACHED = {
 # Sharded, in N beyond Optax's, where the goal is 0.05. (With no report of its state at all the same
 # step takes 5 N more on a TPU: the compiler's order decides.)
 MORE_SCRATCH_SHARDED = {
-    "cuda": {"clip_by_leaf_norm": 1.84, "adaptive_grad_clip": 6.49},
-    "tpu": {"adaptive_grad_clip": 0.17},
+    "cuda": {"clip_by_leaf_norm": 1.84, "adaptive_grad_clip": 2.76},
+    "tpu": {"adaptive_grad_clip": 0.18},
 }[PLATFORM]
 # Scratch of PPO's small networks on a TPU is 0 or some 90 N, for near-identical programs of Optax too.
 HELD = ["bytes, N", "launches", "scratch, N"][: 2 if PLATFORM == "tpu" else 3]
@@ -93,8 +97,7 @@ def missed(ours, theirs):
     }
 
 
-@pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize("model", SMALL)
+@pytest.mark.parametrize(("model", "name"), CASES)
 def test_step_reaches_the_goals(model, name):
     row = ROWS[name]
     ours = compiled.measure(row.ours(MODELS[model]()), MODELS[model](), PLATFORM)

@@ -150,14 +150,15 @@ def whole_batch(
             totals, total_weight = carry
             outputs = micro_batch(index)
             weight = as_weight(NAME, outputs.weight)
+            is_added = total_weight >= 0 if weight is None else weight != 0
+
+            def kept(x: Any) -> Any:
+                return x if unreduced_axes(x) else summand(x, is_added)
+
             if weight is None or reductions.value.holds_weight:
-                is_added = total_weight >= 0 if weight is None else weight != 0
-
-                def kept(x: Any) -> Any:
-                    return x if unreduced_axes(x) else summand(x, is_added)
-
-                value, grads = jax.tree.map(kept, (outputs.value, outputs.grads))
-                outputs = outputs._replace(value=value, grads=grads)
+                outputs = outputs._replace(grads=jax.tree.map(kept, outputs.grads))
+            if reductions.value.holds_weight:
+                outputs = outputs._replace(value=kept(outputs.value))
             totals = jax.tree.map(
                 lambda r, total, x: r.add(total, x, weight, index), reductions, totals, outputs
             )

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .._checks import check_count, check_decays, check_length, check_number
-from .._states import increment_where, next_position
+from .._states import increment_where
 from .._types import UNBOUNDED, Array, Count, Number
 from ..clipping._threshold import Rule
 from ._averages import hypotenuse, where_nonzero
@@ -223,39 +223,28 @@ def quantile(target: Number = 0.5, rate: Number = 0.2, initial: Number = 1.0) ->
 
 
 class WindowState(NamedTuple):
-    """A ring buffer of the last values of each unit.
+    """The last values of each unit.
 
     Attributes:
-        values: float32[window, ...]; UNBOUNDED where nothing is recorded yet.
+        values: float32[window, ...], the newest last; UNBOUNDED where nothing is recorded yet.
         value_count: int32[...], values recorded so far, saturating.
-        position: int32[...], where the next value goes.
     """
 
     values: Array
     value_count: Array
-    position: Array
 
 
 def empty_window(norm: Array, window: int) -> WindowState:
     """The state before the first value."""
-    zero = jnp.zeros(norm.shape, jnp.int32)
-    return WindowState(jnp.full((window, *norm.shape), UNBOUNDED, jnp.float32), zero, zero)
+    values = jnp.full((window, *norm.shape), UNBOUNDED, jnp.float32)
+    return WindowState(values, jnp.zeros(norm.shape, jnp.int32))
 
 
 def record(state: WindowState, value: Array, *, signed: bool) -> WindowState:
-    """Replaces the oldest value of each unit by the new one."""
-    window = state.values.shape[0]
-    next_state = WindowState(
-        values=jnp.where(_positions(state) == state.position[None], value[None], state.values),
-        value_count=increment_where(state.value_count),
-        position=next_position(state.position, window),
-    )
+    """Drops the oldest value of each unit for the new one."""
+    values = jnp.concatenate([state.values[1:], value[None]])
+    next_state = WindowState(values, increment_where(state.value_count))
     return next_state if signed else where_nonzero(value, next_state, state)
-
-
-def _positions(state: WindowState) -> Array:
-    shape = (-1, *(1,) * state.value_count.ndim)
-    return jnp.arange(state.values.shape[0], dtype=jnp.int32).reshape(shape)
 
 
 def percentile(percentile: Number = 10.0, window: Count = 1000, *, signed: bool = False) -> Rule:
@@ -350,7 +339,7 @@ def mean_std(
     check_count(name, "ddof", ddof, "Pass 0 or 1.", low=0)
 
     def update(norm: Array, state: WindowState, param_norm: Any) -> tuple[Array, WindowState]:
-        recorded = _positions(state) < state.value_count[None]
+        recorded = state.values < UNBOUNDED
         n = jnp.clip(state.value_count, 1, window).astype(jnp.float32)
         values = jnp.where(recorded, state.values, 0)
         # In units of the mean size, so that squares cannot overflow.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .._checks import check_axis_name, check_bound, check_ord
 from .._devices import joined, sums_of_two
-from .._mesh import max_over, on_device, replica_count, shard_axes, sum_over
+from .._mesh import max_over, on_device, replica_count, shard_axes, sum_over, varying_axes
 from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Number, Order, Scalar, Tree
 from ._formula import (
@@ -203,8 +203,11 @@ def _unit_norms_jvp(
 def norms_of_two(
     leaves: list[Array], others: list[Array], units: Units, ord: float, axis_name: AxisName
 ) -> tuple[Norms, Norms]:
-    """`unit_norms` of two trees that are alike: for ord 2 one reduction of both for each leaf."""
-    if ord != 2.0:
+    """`unit_norms` of two trees: for ord 2 one reduction of both for each leaf, if placed alike."""
+    ours, theirs = (
+        [(varying_axes(x), jax.typeof(x).sharding) for x in xs] for xs in (leaves, others)
+    )
+    if ord != 2.0 or ours != theirs:
         return tuple(unit_norms(x, units, ord, axis_name) for x in (leaves, others))
     dtype = norm_dtype([*leaves, *others])
 

@@ -21,7 +21,6 @@ from .._checks import (
 from .._states import (
     find_states,
     increment_where,
-    next_position,
     plain_arrays,
     register_metrics,
 )
@@ -110,7 +109,7 @@ def record_norms(
         return updates, NormRecordState(
             norms=state.norms.at[state.position].set(norms if per_leaf else norms[0]),
             step_count=jnp.minimum(state.step_count + 1, window),
-            position=next_position(state.position, window),
+            position=jnp.where(state.position < window - 1, state.position + 1, 0),
             nonfinite_norms=increment_where(state.nonfinite_norms, ~jnp.all(jnp.isfinite(norms))),
         )
 
