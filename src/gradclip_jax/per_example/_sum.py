@@ -61,7 +61,8 @@ def _sums_and_norms(
     shards: Sequence[frozenset[str]],
     factors_of: Callable[[Outputs, Norms], Norms] | None,
 ) -> tuple[list[Array], Norms]:
-    outputs = outputs._replace(grads=opaque(outputs.grads))  # the same for norms and for the sum
+    # The same digits for the norms and for the sum.
+    outputs = outputs._replace(grads=list(map(opaque, outputs.grads)))
     size = outputs.value.shape[0]
     squares = jax.vmap(lambda grads: _squares(grads, groups, shards), axis_size=size)(outputs.grads)
     # At once as many as there are devices: each holds one.
