@@ -112,7 +112,7 @@ def test_gradient_of_an_embedding_is_summed_over_chips_once_and_right(spec, opti
 
 
 def test_xla_still_merges_the_scatter_of_an_embedding_with_the_sum():
-    """Where it fails, `_selected` of accumulation/_outputs.py can go: XLA has learned it."""
+    """Where it fails, `summand` of _devices.py can go: XLA has learned it."""
     text = compiled(by_hand, P())
     if jax.__version_info__ < (0, 12):  # libtpu 0.0.42.1 and 0.0.48.1; mended in 0.0.50.1
         assert is_wrong(text)
