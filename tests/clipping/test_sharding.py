@@ -161,7 +161,7 @@ def test_norm_of_large_sharded_constant_arrays_is_right(kind):
     tree = {name: jnp.full((512, 1024), 0.1) for name in SHAPES if name != "norm"}
     specs = {name: SPECS["both"][name] for name in tree}
     norm = jax.jit(gcx.global_norm)(shard(tree, specs, kind))
-    limit = 8 if compat.VERSION >= (0, 10) else 100  # an older CPU adds up in order: 1e-5
+    limit = 8 if compat.VERSION >= (0, 10) else 170  # an older CPU adds up in order: 1e-5
     assert oracles.ulps(norm, oracles.global_norm(trees.leaves(tree))) <= limit
 
 
