@@ -130,12 +130,13 @@ def write_tables(records: Record, path: pathlib.Path = _report.HERE / "README.md
             rows = list(_rows(records, f"{device}: {title}"))
             if rows:
                 sections.append(f"**{title}, {device}**\n\n{_report.table(rows)}")
-    versions = sorted({_versions(record["about"]) for record in records.values()})
+    commits: dict[str, set[str]] = {}
+    for record in records.values():
+        words = [f"{key} {value}" for key, value in record["about"].items() if key != "commit"]
+        commits.setdefault(", ".join(words), set()).add(record["about"].get("commit", ""))
+    made = ((about, ", ".join(sorted(own - {""}))) for about, own in sorted(commits.items()))
+    versions = [f"{about}, commits {own}" for about, own in made]
     _report.replace_between(path, "steps, compiled", "\n\n".join([*sections, *versions]))
-
-
-def _versions(about: Record) -> str:
-    return ", ".join(f"{key} {value}" for key, value in about.items())
 
 
 def _rows(records: Record, prefix: str) -> Iterator[Record]:

@@ -40,12 +40,12 @@ SLACK = 0.03
 NOT_REACHED = {
     "cuda": {
         ("PPO", "autoclip"): {"launches": 1.04},
-        ("PPO", 'skip_nonfinite(check="step")'): {"bytes, N": 1.02, "scratch, N": 1.01},
+        ("PPO", 'skip_nonfinite(check="step")'): {"bytes, N": 1.08},
         ("PPO", "microbatched_value_and_grad"): {"launches": 1.05},
         # Its norms are over layers, and as large as one of them: default axes of a stacked leaf.
         ("scan GPT, small", "adaptive_grad_clip"): {"bytes, N": 1.02},
         ("scan GPT, small", "adagc"): {"launches": 1.01},
-        ("scan GPT, small", 'skip_nonfinite(check="step")'): {"bytes, N": 1.05, "launches": 1.08},
+        ("scan GPT, small", 'skip_nonfinite(check="step")'): {"bytes, N": 1.05, "launches": 1.03},
         ("scan GPT, small", "skip_spikes"): {"launches": 1.05},
         ("scan GPT, small", "skip_nonfinite(accumulate_gradients(clip))"): {"launches": 1.05},
         # What keeps XLA from a wrong sum of an embedding's gradients: docs/compiler_faults.md.
@@ -62,11 +62,11 @@ NOT_REACHED = {
         ("scan GPT, small", "watch(clip)"): {"launches": 1.34},
     },
     "tpu": {
-        ("PPO", "autoclip"): {"bytes, N": 1.02, "launches": 1.39},
+        ("PPO", "autoclip"): {"bytes, N": 1.02, "launches": 1.33},
         ("PPO", "adagc"): {"launches": 1.12},
-        ("PPO", 'skip_nonfinite(check="step")'): {"bytes, N": 1.02, "launches": 1.61},
+        ("PPO", 'skip_nonfinite(check="step")'): {"launches": 1.07},
         ("PPO", "skip_large_norm"): {"launches": 1.03},
-        ("PPO", "skip_spikes"): {"launches": 1.53},
+        ("PPO", "skip_spikes"): {"launches": 1.46},
         ("PPO", "microbatched_value_and_grad"): {"launches": 1.16},
         ("PPO", "watch(clip), the gradient"): {"launches": 1.89},
         ("PPO", "watch(clip)"): {"launches": 2.13},

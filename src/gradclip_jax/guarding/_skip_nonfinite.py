@@ -10,7 +10,7 @@ import optax
 from .._checks import check_choice
 from .._devices import shared
 from .._gate import ComputedStep, Verdict
-from .._states import increment_where, register_metrics
+from .._states import GATES, increment_where, register_metrics
 from .._types import AxisName, Count, Scalar, Tree
 from ._detect import all_finite, finite_extra_args, has_finite_squares, is_finite_step
 from ._guard import check_guard, guard, zero
@@ -133,7 +133,10 @@ def finite_guard(
         def check_step(step: ComputedStep) -> tuple[Scalar, Scalar]:
             return is_finite_step(step, axes), jnp.zeros((), jnp.float32)
 
-        is_good = shared(is_finite(grads, axes) & finite_extra_args(name, extra_args, axes))
+        is_good = finite_extra_args(name, extra_args, axes)
+        # The check of the step that is next reads the gradient as well.
+        if check == "gradient" or type(state.inner_state) in GATES:
+            is_good = shared(is_good & is_finite(grads, axes))
         return Verdict(is_good, grads, own_fields, check_step)
 
     if check == "step":
