@@ -19,7 +19,7 @@ from .._checks import (
     check_state,
     error_message,
 )
-from .._devices import shared
+from .._devices import joined, shared
 from .._mesh import max_over, replica_count, shard_axes, sum_over, varying_axes
 from .._states import register_metrics
 from .._tree_checks import check_inexact
@@ -305,7 +305,8 @@ def _summary(
     norms: Norms, thresholds: Norms, factors: Norms, ord: float, axis_name: AxisName
 ) -> tuple[Scalar, Scalar, Scalar, Scalar]:
     """The norm of all, the smallest threshold and factor, and the fraction of factors not 1."""
-    if not isinstance(factors, list):
+    if not (isinstance(factors, list) and factors):
+        norms, thresholds, factors = map(jnp.asarray, (norms, thresholds, factors))
         smallest = jnp.min(thresholds, initial=UNBOUNDED), jnp.min(factors, initial=1)
         fraction = jnp.sum(factors != 1) / max(factors.size, 1)
         return norm_of_leaves([norms], ord, axis_name), *smallest, fraction
@@ -313,7 +314,7 @@ def _summary(
     columns = [stack(x, places) for x in (norms, thresholds, factors)]
     shards = [shard_axes(factor, axis_name) for factor in columns[-1]]
     everywhere = frozenset[str]().union(*shards)
-    joined: Any = (0.0, 0.0, -UNBOUNDED, -1.0)
+    reports: list[tuple[Array, ...]] = []
     size = 0
 
     def join(a: Any, b: Any) -> tuple[Array, ...]:
@@ -326,11 +327,12 @@ def _summary(
         first = tuple(jnp.full_like(factor, x, shape=()) for x in (0.0, 0.0, -UNBOUNDED, -1.0))
         *sums, top, last = lax.reduce(row, first, join, tuple(range(factor.ndim)))
         copies = replica_count(over, everywhere)
-        joined = join(joined, (*(x / copies for x in sums), top, last))
+        reports.append((*(x / copies for x in sums), top, last))
         size += factor.size * replica_count(frozenset(), over)
-    *sums, top, last = joined
-    square, count = sum_over(jnp.stack(sums), everywhere)
-    top, last = max_over(jnp.stack([top, last]), everywhere)
+    *sums, tops, lasts = zip(*reports, strict=True)
+    sums = jnp.stack([joined(x, is_sum=True) for x in sums])
+    tops = jnp.stack([joined(x, is_sum=False) for x in (tops, lasts)])
+    (square, count), (top, last) = sum_over(sums, everywhere), max_over(tops, everywhere)
     total = norm_of_squares(square) if ord == 2.0 else norm_of_leaves(norms, ord, axis_name)
     return total, -top, -last, count / max(size, 1)
 
