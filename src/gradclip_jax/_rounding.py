@@ -86,7 +86,7 @@ def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         leaves, structure = jax.tree.flatten(updates)
         named = jax.tree.leaves_with_path(params)
-        keys = jax.random.split(key, len(leaves))  # at once: a key by itself is a program
+        keys = jax.random.split(key, len(leaves))  # one program, not one for each leaf
         out = [
             _to_neighbour(u, p, leaf_path("params", path), keys[i])
             for i, (u, (path, p)) in enumerate(zip(leaves, named, strict=True))

@@ -53,8 +53,8 @@ def microbatched_value_and_grad(
     Micro-batch i holds every `num_microbatches`-th example from i on, so that under jit each
     device splits the part of a sharded batch that it holds. Gradients with respect to arguments
     that are replicated over the devices of the batch are summed over them once, after the last
-    micro-batch, inside `shard_map`, and in `jit` where the device is no CPU. By arguments that are
-    typed as `reduced` over explicit axes they come back unreduced, as those of JAX do.
+    micro-batch, inside `shard_map`, and in `jit`, except on a CPU. By arguments that are typed as
+    `reduced` over explicit axes they come back unreduced, as those of JAX do.
 
     Args:
         fun: as for `jax.value_and_grad`: returns a scalar value, `(value, aux)` with `has_aux`,

@@ -239,7 +239,7 @@ def add_micro_batch(acc: Tree, micro_batch: MicroBatch, is_first: Array | bool) 
     What the last window left behind may be NaN.
     """
     keys: Iterator[Any] = itertools.repeat(None)
-    if micro_batch.key is not None:  # at once: a key by itself is a program
+    if micro_batch.key is not None:  # one program, not one for each leaf
         keys = iter(jax.random.split(micro_batch.key, len(jax.tree.leaves(acc))))
 
     def add(reduction: str, total: Array, grad: Any) -> Array:

@@ -70,7 +70,7 @@ def accumulate_gradients(
     - `weight`, a scalar >= 0, for example the number of tokens.
     - `flush`, a bool that may be traced: whether to emit now.
     - `closes`, a Python bool, known when traced: whether this micro-batch closes the window, in
-      place of counting. The two programs have no branch, which a device would ask the host for;
+      place of counting. The two programs have no branch, so no device waits for the host;
       but with a traced `weight` the one that emits still leaves out a window of total weight 0.
 
     All others, such as `value`, are those of the micro-batch that closes the window.

@@ -25,14 +25,7 @@ from .._states import register_metrics
 from .._tree_checks import check_inexact
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Threshold, Tree
 from ._evidence import evidence, measure_units
-from ._formula import (
-    norm_dtype,
-    norm_of_squares,
-    scale_factor,
-    scale_leaf,
-    squares,
-    zero_factor,
-)
+from ._formula import norm_dtype, norm_of_squares, scale_factor, scale_leaf, squares, zero_factor
 from ._granularity import (
     Granularity,
     Norms,
@@ -239,10 +232,10 @@ def _clip_leaves(
     # After the summary, of factors as they were: no reduction waits for the norm of the whole.
     factor = if_good(factor)
     if is_single:
-        applied, fraction = factor[None], factor != 1
+        applied, fraction = [factor], factor != 1
     else:
-        applied, fraction = map_norms(if_good, factors), jnp.where(is_good, fraction, 1)
-    clipped = scale_leaves(leaves, units, list(applied), drops=drops)
+        applied, fraction = list(map_norms(if_good, factors)), jnp.where(is_good, fraction, 1)
+    clipped = scale_leaves(leaves, units, applied, drops=drops)
     report = (total, jnp.minimum(threshold, UNBOUNDED), factor)
     if units.names:
         names = [group_name(name) for name in units.names]

@@ -127,8 +127,8 @@ def map_norms(fun: Callable[..., Array], norms: Norms, *others: Norms) -> Norms:
         return fun(norms, *others)
     places = alike(norms)
     stacks = map(fun, *(stack(x, places) for x in (norms, *others)))
-    rows = zip(itertools.chain(*places), itertools.chain(*map(jnp.unstack, stacks)), strict=True)
-    by_place = dict(rows)
+    rows = itertools.chain(*map(jnp.unstack, stacks))
+    by_place = dict(zip(itertools.chain(*places), rows, strict=True))
     return [by_place[i] for i in range(len(norms))]
 
 

@@ -44,7 +44,8 @@ def has_finite_squares(tree: Tree, axis_name: AxisName) -> Scalar:
     wide = min((bound for bound in bounds if bound > 1e18), default=float(np.finfo("f4").max))
     ok = norm_of_leaves(leaves, 2.0, axis_name) <= wide
     if narrow:
-        rounded = [opaque(x) for x, _ in narrow]  # to that range
+        # As they are after the rounding to their range, which may otherwise be left out.
+        rounded = [opaque(x) for x, _ in narrow]
         ok &= norm_of_leaves(rounded, math.inf, axis_name) <= min(bound for _, bound in narrow)
     return ok
 

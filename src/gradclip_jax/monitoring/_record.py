@@ -18,12 +18,7 @@ from .._checks import (
     refuse_traced,
     shortened,
 )
-from .._states import (
-    find_states,
-    increment_where,
-    plain_arrays,
-    register_metrics,
-)
+from .._states import find_states, increment_where, plain_arrays, register_metrics
 from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Count, Order, Scalar, Tree
 from ..clipping._granularity import leaf_units, tree_units

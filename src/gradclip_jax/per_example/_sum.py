@@ -48,7 +48,7 @@ def sums_and_norms(
     types = [each, *map(jax.typeof, params)]
     if not any(is_explicit(x.sharding) for x in types):
         return run(outputs)
-    # How a product of two sharded factors is sharded is not said; the sum is as its leaf.
+    # How a product of two sharded factors is sharded is left open; the sum is as its leaf.
     summed = [] if factors_of is None else [x.sharding for x in types[1:]]
     out = (summed, dict.fromkeys(groups, each.sharding))
     auto: Any = jax.sharding.auto_axes(run, out_sharding=out)
