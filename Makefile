@@ -46,8 +46,8 @@ test-all: $(VENV)/.installed-test  ## both
 	$(PYTEST) $(PYTEST_ARGS)
 
 fuzz: $(VENV)/.installed-test  ## random programs against plain Python, until one fails or Ctrl-C
-	FUZZ=1 $(VENV)/bin/python -m pytest -n0 -x tests/test_fuzz.py \
-		tests/per_example/test_random_losses.py $(PYTEST_ARGS)
+	FUZZ=1 $(VENV)/bin/python -m pytest -n0 -x tests/conformance/test_fuzz.py \
+		tests/unit/per_example/test_random_losses.py $(PYTEST_ARGS)
 
 test-oldest:  ## the suite on the oldest supported JAX and Optax, in .venv-oldest
 	@test -n "$(PYTHON_OLDEST)" || \
@@ -86,7 +86,7 @@ study: $(VENV)/.installed-test  ## which clip, and is it worth it? Trains every 
 # for TPUs, 3 GB for CUDA. `make bench-compiled BENCH_ARGS='--only "PPO:skip_nonfinite"'` runs a part.
 BENCH_ARGS ?=
 COMPILED_PINS := jax==0.10.2 jaxlib==0.10.2 optax==0.2.8
-compiled_pytest = -m pytest -p no:cacheprovider --confcutdir=tests/compiled tests/compiled
+compiled_pytest = -m pytest -p no:cacheprovider --confcutdir=tests/integration/compiled tests/integration/compiled
 
 bench-compiled: .venv-tpu/.compiled .venv-cuda/.compiled  ## whole steps, compiled for an H100 and TPUs
 	JAX_PLATFORMS=cpu .venv-cuda/bin/python benchmarks/compiled.py $(BENCH_ARGS)
@@ -121,8 +121,8 @@ test-trainers: $(TRAINERS:%=test-trainer-%)  ## train inside other people's trai
 test-trainer-%: .venv-trainer-%/.installed
 	@set -e; for devices in 1 8; do echo "== $* on $$devices"; \
 		TRAINER=$* JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=$$devices \
-		.venv-trainer-$*/bin/python -m pytest -q -p no:cacheprovider --confcutdir=tests/trainers \
-		tests/trainers/test_$*.py $(PYTEST_ARGS); done
+		.venv-trainer-$*/bin/python -m pytest -q -p no:cacheprovider --confcutdir=tests/integration/trainers \
+		tests/integration/trainers/test_$*.py $(PYTEST_ARGS); done
 
 .venv-trainer-numpyro/.installed: REQUIRES = numpyro
 .venv-trainer-keras/.installed: REQUIRES = keras
@@ -144,10 +144,10 @@ test-trainer-%: .venv-trainer-%/.installed
 	@touch $@
 
 notebooks: $(VENV)/.installed-test  ## execute every notebook and store its outputs in it
-	STORE_OUTPUTS=1 $(PYTEST) tests/test_notebooks.py -k runs $(PYTEST_ARGS)
+	STORE_OUTPUTS=1 $(PYTEST) tests/integration/test_notebooks.py -k runs $(PYTEST_ARGS)
 
 docs: $(VENV)/.installed-test  ## run the code shown in README.md and docs/
-	$(PYTEST) tests/test_readme.py tests/test_docs_pages.py $(PYTEST_ARGS)
+	$(PYTEST) tests/repository/test_readme.py tests/repository/test_docs_pages.py $(PYTEST_ARGS)
 
 wheel: $(VENV)/.installed-test  ## build the wheel, install it in an empty environment, import it
 	rm -rf dist .venv-wheel

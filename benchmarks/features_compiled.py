@@ -101,7 +101,9 @@ def _with_loss(tx: Any) -> Case:
 
 def _spike_guard() -> Any:
     rule = gcx.thresholds.mean_std(6.0)
-    return gcx.skip_spikes(_adamw(), norm=rule, loss=gcx.thresholds.mean_std(6.0, signed=True))
+    return gcx.skip_spikes(
+        _adamw(), norm=rule, loss=gcx.thresholds.mean_std(6.0, allow_negative=True)
+    )
 
 
 def _as_dtype(tree: Tree, dtype: Any) -> Tree:
@@ -218,8 +220,8 @@ COSTS = {
         lambda: _accumulated(reduction=lambda path: "max" if path.endswith("0") else "mean"),
         _accumulated,
     ),
-    "`micro_transform`: a clip": Feature(
-        lambda: _microbatched(micro_transform=gcx.clip_by_global_norm(1.0)), _microbatched
+    "`microbatch_transform`: a clip": Feature(
+        lambda: _microbatched(microbatch_transform=gcx.clip_by_global_norm(1.0)), _microbatched
     ),
     "`num_real_microbatches`, traced": Feature(_changing_batch, _microbatched),
     "`accumulate_gradients(..., every=1)`": Feature(

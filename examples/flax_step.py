@@ -26,7 +26,7 @@ tx = gcx.accumulate_gradients(optax.chain(gcx.clip_by_global_norm(1.0), optimize
 class TrainState(train_state.TrainState):
     def apply_gradients(self, *, grads, **replaced):
         params, state = gcx.apply_gradients(self.tx, grads, self.opt_state, self.params)
-        step = self.step + gcx.step_taken(state)
+        step = self.step + gcx.has_updated(state)
         return self.replace(step=step, params=params, opt_state=state, **replaced)
 
 

@@ -92,7 +92,7 @@ def agc(at: Setting) -> optax.GradientTransformation:
 def acclip(at: Setting) -> optax.GradientTransformation:
     """In place of the momentum; an average, not a sum: the learning rate is ten times that."""
     rate = optax.scale_by_learning_rate(lambda step: 10 * at.learning_rate(step))
-    return optax.chain(gcx.acclip(alpha=at.value), rate)
+    return optax.chain(gcx.contrib.acclip(alpha=at.value), rate)
 
 
 def times(default: float) -> tuple[float, ...]:
@@ -122,21 +122,21 @@ METHODS = (
     ),
     Method(
         "U-Clip", "max_norm", 1.0, HUNDREDFOLD,
-        in_front(lambda max_norm: gcx.u_clip(gcx.clip_by_global_norm(max_norm))),
+        in_front(lambda max_norm: gcx.contrib.u_clip(gcx.clip_by_global_norm(max_norm))),
         "norm", ("sgd",),
     ),
     Method("ACClip", "alpha", 1.0, HUNDREDFOLD, acclip, optimizers=("sgd",)),
     Method(
         "SPAM", "spike_threshold", 5000.0, times(5000.0),
-        in_front(gcx.spam_clip), optimizers=("adam",),
+        in_front(gcx.contrib.spam_clip), optimizers=("adam",),
     ),
     Method(
         "Stable-SPAM", "1 - max_decay", 0.001, times(0.001),
-        in_front(lambda rest: gcx.stable_spam_clip(1 - rest)), optimizers=("adam",),
+        in_front(lambda rest: gcx.contrib.stable_spam_clip(1 - rest)), optimizers=("adam",),
     ),
     Method(
         "StableAdamW", "clipping", 1.0, HUNDREDFOLD,
-        lambda at: gcx.stable_adamw(at.learning_rate, clipping=at.value), optimizers=("adam",),
+        lambda at: gcx.contrib.stable_adamw(at.learning_rate, clipping=at.value), optimizers=("adam",),
     ),
     Method(
         "skip on norm", "z_threshold", 6.0, times(6.0),
@@ -144,7 +144,7 @@ METHODS = (
     ),
     Method(
         "skip on loss", "z_threshold", 6.0, times(6.0),
-        around(lambda inner, z: gcx.skip_spikes(inner, loss=thresholds.mean_std(z, signed=True))),
+        around(lambda inner, z: gcx.skip_spikes(inner, loss=thresholds.mean_std(z, allow_negative=True))),
     ),
     Method(
         "micro-batches", "max_norm", 1.0, HUNDREDFOLD,

@@ -10,13 +10,12 @@ Clips: `clip_by_global_norm`, `clip_by_leaf_norm`, `clip_by_group_norm`, `clip_b
 is the grid they are points of.
 
 Clips with a threshold that finds itself: `autoclip`, `zclip`, `adagc`, `quantile_clip`; any clip
-with a rule of `thresholds`. With moments or a carry: `u_clip`, `acclip`, `spam_clip`,
-`stable_spam_clip`, `stable_adamw`.
+with a rule of `thresholds`. Methods without broad adoption: `contrib`.
 
 Functions of a gradient: `global_norm`, `leaf_norms`, `combine_norms`, `clip_grad_norm`,
 `clip_grad_value`. Inside the model: `clip_cotangent`, `qk_clip`, `qk_clip_mla`.
 
-Accumulation: `accumulate_gradients` with `apply_gradients`, `flush`, `step_taken`, `has_updated`,
+Accumulation: `accumulate_gradients` with `apply_gradients`, `flush`, `has_updated`,
 `reset_accumulation`, `accumulated_gradients`; in one call `microbatched_value_and_grad`.
 Parameters in bfloat16 without a float32 copy: `round_stochastically`.
 
@@ -34,7 +33,7 @@ taken: `granularities`.
 import typing as _typing
 
 from ._version import __version__ as __version__
-from . import configs, diagnostics, granularities, per_example, thresholds
+from . import configs, contrib, diagnostics, granularities, per_example, thresholds
 
 from .clipping._norm import global_norm, leaf_norms, combine_norms
 from .clipping._clip import clip_grad_norm
@@ -51,15 +50,12 @@ from .clipping._transform import (
 )
 
 from .adaptive._transform import adaptive_grad_clip, autoclip, zclip, adagc, quantile_clip
-from .adaptive._u_clip import u_clip
-from .adaptive._moments import acclip, spam_clip, stable_adamw
-from .adaptive._stable_spam_clip import stable_spam_clip
 
 from .accumulation._transform import accumulate_gradients
 from .accumulation._microbatch import microbatched_value_and_grad
-from .accumulation._state import flush, reset_accumulation, has_updated, accumulated_gradients
+from .accumulation._state import flush, reset_accumulation, accumulated_gradients
 from ._execute import apply_gradients
-from ._states import step_taken
+from ._states import has_updated
 from ._rounding import round_stochastically
 
 from .guarding._skip_nonfinite import skip_nonfinite
@@ -78,6 +74,7 @@ if not _typing.TYPE_CHECKING:  # a type checker would take every name for one of
 
 __all__ = [
     "configs",
+    "contrib",
     "diagnostics",
     "granularities",
     "per_example",
@@ -103,11 +100,6 @@ __all__ = [
     "zclip",
     "adagc",
     "quantile_clip",
-    "u_clip",
-    "acclip",
-    "spam_clip",
-    "stable_spam_clip",
-    "stable_adamw",
     "accumulate_gradients",
     "apply_gradients",
     "round_stochastically",
@@ -115,7 +107,6 @@ __all__ = [
     "flush",
     "reset_accumulation",
     "has_updated",
-    "step_taken",
     "accumulated_gradients",
     "skip_nonfinite",
     "skip_large_norm",

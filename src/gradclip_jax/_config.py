@@ -146,7 +146,7 @@ class AccumulationConfig:
 def _constructors() -> dict[str, Callable[..., Any]]:
     """The public functions that make a transformation, a threshold rule or a granularity."""
     package = sys.modules[__package__ or ""]
-    namespaces = (package, package.per_example, thresholds, granularities)
+    namespaces = (package, package.contrib, package.per_example, thresholds, granularities)
     kinds = (optax.GradientTransformation, thresholds.Rule, granularities.Granularity)
 
     def makes_one(value: Any) -> bool:

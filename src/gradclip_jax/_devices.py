@@ -20,7 +20,7 @@ HAS_TYPES: Final = jax.__version_info__ >= (0, 10)
 """Whether types say over which mesh axes a value is reduced or unreduced, as from JAX 0.10 on."""
 
 
-def opaque(x: _Tree) -> _Tree:
+def fusion_barrier(x: _Tree) -> _Tree:
     """The same arrays; XLA merges nothing that makes them with what reads them.
 
     | of what | XLA otherwise |
@@ -49,7 +49,7 @@ def shared(scalars: _Tree) -> _Tree:
         vector = lax.platform_dependent(
             jnp.broadcast_to(jnp.stack([leaves[i] for i in places]), (2, len(places))),
             tpu=lambda vector: vector,
-            default=opaque,
+            default=fusion_barrier,
         )
         for i, x in zip(places, vector[0], strict=True):
             leaves[i] = x
@@ -64,7 +64,7 @@ def joined(scalars: Sequence[Array], *, is_sum: bool) -> Array:
 
     def at_once(*scalars: Array) -> Array:
         # Without the barrier XLA takes the reduction of the vector apart.
-        vector = opaque(jnp.stack(scalars))
+        vector = fusion_barrier(jnp.stack(scalars))
         return jnp.sum(vector, axis=0) if is_sum else jnp.max(vector, axis=0)
 
     def in_pairs(*scalars: Array) -> Array:
@@ -93,7 +93,7 @@ def sums_of_two(a: Array, b: Array, axes: Sequence[int]) -> Array:
     def at_once(a: Array, b: Array) -> Array:
         both = lax.complex(a, b)
         if len(axes) > 1 and axes[-1] == a.ndim - 1 and a.shape[-1] >= 64:
-            both = opaque(jnp.sum(both, axes[-1], keepdims=True))
+            both = fusion_barrier(jnp.sum(both, axes[-1], keepdims=True))
         return total(both)
 
     def one_by_one(a: Array, b: Array) -> Array:

@@ -24,7 +24,7 @@ from ._states import GATES, increment_where, plain_arrays, with_structure_of
 from ._tree_checks import check_inexact
 from ._types import Scalar, Tree
 
-EXTRA_ARGS: Final = ("value", "loss", "weight", "flush", "closes")
+EXTRA_ARGS: Final = ("value", "loss", "weight", "flush", "emit")
 """The extra arguments of `update` that guards and accumulations read."""
 
 
@@ -127,7 +127,7 @@ def _execute(
     | refused | counted by | the window | innermost state |
     | --- | --- | --- | --- |
     | a micro-batch, around an accumulation | the outermost that refuses | goes on | untouched |
-    | the same, with `flush` or `closes` | the same | emitted without it | takes the step |
+    | the same, with `flush` or `emit` | the same | emitted without it | takes the step |
     | the gradient of a step | the outermost inside that refuses | emitted | untouched |
     | that of a window, from around it | the innermost that checks it | dropped | untouched |
     | the computed step | the innermost whose check fails | dropped, by one around | untouched |

@@ -72,7 +72,7 @@ def is_guard(state: Any) -> bool:
     return GATES.get(type(state)) == "inner_state"
 
 
-def step_taken(state: Any) -> Array:
+def has_updated(state: Any) -> Array:
     """Whether the last call took a step: the optimizer inside all guards and accumulations ran.
 
     Count optimizer steps with it, and keep what a step writes elsewhere, such as the statistics
@@ -101,11 +101,11 @@ def step_taken(state: Any) -> Array:
         >>> state, steps = tx.init(params), 0
         >>> for grad in (1.0, jnp.nan, 50.0, 2.0):
         ...     params, state = gcx.apply_gradients(tx, jnp.array([grad]), state, params)
-        ...     steps += int(gcx.step_taken(state))
+        ...     steps += int(gcx.has_updated(state))
         >>> steps
         2
     """
-    check_no_transformation("step_taken", state)
+    check_no_transformation("has_updated", state)
     stepped = _stepped(plain_arrays(state))
     return jnp.array(True) if stepped is None else stepped
 

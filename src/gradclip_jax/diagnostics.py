@@ -6,7 +6,7 @@
 | `suggest_max_norm` | which `max_norm` they suggest |
 | `nonfinite_leaves` | which leaves hold a NaN or an infinity |
 | `accumulation_stats` | how many micro-batches and windows there were |
-| `watched_names` | what `watch` calls the leaves or layers |
+| `unit_names` | what `watch` calls the leaves or layers |
 | `worst_examples` | which examples of a batch have the largest gradients and losses |
 | `summarize_log`, `plot_log` | a run in numbers and in pictures, from its log |
 
@@ -17,7 +17,7 @@ from .accumulation._state import AccumulationStats, accumulation_stats
 from .clipping._incident import Incident
 from .monitoring._plot import plot_log
 from .monitoring._record import leaf_norm_history, norm_history, suggest_max_norm
-from .monitoring._report import nonfinite_leaves, summarize_log, watched_names, worst_examples
+from .monitoring._report import nonfinite_leaves, summarize_log, unit_names, worst_examples
 
 __all__ = [
     "AccumulationStats",
@@ -29,6 +29,6 @@ __all__ = [
     "plot_log",
     "suggest_max_norm",
     "summarize_log",
-    "watched_names",
+    "unit_names",
     "worst_examples",
 ]

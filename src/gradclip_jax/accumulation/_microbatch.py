@@ -28,7 +28,7 @@ def microbatched_value_and_grad(
     accumulator_dtype: Any = FLOAT32,
     reduction: Any = "mean",
     aux_reduction: Any = None,
-    micro_transform: Any = None,
+    microbatch_transform: Any = None,
     drop_nonfinite: bool = False,
 ) -> Callable[..., Any]:
     """Makes `jax.value_and_grad(fun)` need the memory of a micro-batch, not of the batch.
@@ -74,10 +74,10 @@ def microbatched_value_and_grad(
         reduction: of gradients, as for `accumulate_gradients`.
         aux_reduction: a prefix tree of aux of "mean" (weighted), "sum", "max", "last",
             "concatenate", and None for what the table says.
-        micro_transform: applied to the gradient of each micro-batch: a function, or an Optax
+        microbatch_transform: applied to the gradient of each micro-batch: a function, or an Optax
             transformation such as a clip, every time as at its first step.
         drop_nonfinite: leave out a micro-batch whose value or gradient is not finite. With this
-            or `micro_transform` devices sum the gradient of each micro-batch.
+            or `microbatch_transform` devices sum the gradient of each micro-batch.
 
     Returns:
         A function as `jax.value_and_grad(fun, argnums, has_aux=has_aux or has_weight)`; its
@@ -104,13 +104,13 @@ def microbatched_value_and_grad(
     REDUCTION.check_given(NAME, reduction)
     for word in jax.tree.leaves(aux_reduction):
         check_choice(NAME, "aux_reduction", word, AUX_REDUCTIONS)
-    if micro_transform is not None and not callable(micro_transform):
-        check_transformation(NAME, "micro_transform", micro_transform)
+    if microbatch_transform is not None and not callable(microbatch_transform):
+        check_transformation(NAME, "microbatch_transform", microbatch_transform)
     groups = map(positions, (batch_argnums, rng_argnums, argnums))
     given = Split(int(num_microbatches), *groups, takes_one=isinstance(argnums, int))
     one_form = in_one_form(NAME, fun, has_weight, has_aux)
     value_and_grad = jax.value_and_grad(one_form, argnums, has_aux=True)
-    transform = functools.partial(_transformed, micro_transform, drop_nonfinite=drop_nonfinite)
+    transform = functools.partial(_transformed, microbatch_transform, drop_nonfinite=drop_nonfinite)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         split = counted_from_zero(NAME, given, args)
@@ -129,7 +129,7 @@ def microbatched_value_and_grad(
 
         names = REDUCTION.of_leaves(NAME, reduction, "updates", by)
         dtypes = DTYPE.of_leaves(NAME, accumulator_dtype, "updates", by)
-        sums_once = micro_transform is None and not drop_nonfinite
+        sums_once = microbatch_transform is None and not drop_nonfinite
         of_batch = jax.tree.leaves([args[i] for i in split.batches]) if sums_once else []
         axes = frozenset[str]().union(*map(varying_axes, of_batch))
         local = [

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 
 from .._checks import (
-    check_no_transformation,
     check_transformation,
     describe,
     error_message,
@@ -25,7 +24,6 @@ from .._states import (
     plain_arrays,
     register_metrics,
     replace_states,
-    step_taken,
     with_structure_of,
 )
 from .._types import Scalar, Tree
@@ -66,16 +64,16 @@ class Call(NamedTuple):
     Attributes:
         weight: float32[]; None counts as one.
         flush: whether the window closes with this call; of weight 0 it adds no micro-batch.
-        closes: whether this micro-batch closes the window; None counts them.
+        emit: whether this micro-batch closes the window; None counts them.
     """
 
     weight: Any
     flush: Flag
-    closes: bool | None
+    emit: bool | None
 
 
 def read_call(
-    function: str, extra_args: dict[str, Any], accepted: Flag, *, always_closes: bool
+    function: str, extra_args: dict[str, Any], accepted: Flag, *, always_emit: bool
 ) -> tuple[Call, dict[str, Any]]:
     """The arguments that are ours, and all others."""
     others = dict(extra_args)
@@ -83,20 +81,20 @@ def read_call(
     if accepted is True and isinstance(weight, np.generic) and not np.isfinite(weight):
         rule, hint = "finite", "A guard around this would leave the micro-batch out."
         raise ValueError(error_message(function, "weight", rule, f"{weight}", hint))
-    flush, closes = others.pop("flush", None), others.pop("closes", None)
-    if closes is not None and not isinstance(closes, (bool, np.bool_)):
+    flush, emit = others.pop("flush", None), others.pop("emit", None)
+    if emit is not None and not isinstance(emit, (bool, np.bool_)):
         rule, hint = "a Python bool", "Make it static under jit, or leave it out to count."
-        raise TypeError(error_message(function, "closes", rule, describe(closes), hint))
-    if closes is not None and flush is not None:
-        hint = "The window closes where `closes` says so."
-        raise TypeError(error_message(function, "flush", "left out beside `closes`", flush, hint))
+        raise TypeError(error_message(function, "emit", rule, describe(emit), hint))
+    if emit is not None and flush is not None:
+        hint = "The window closes where `emit` says so."
+        raise TypeError(error_message(function, "flush", "left out beside `emit`", flush, hint))
     if flush is not None and not is_scalar(flush, jnp.bool_):
         rule, hint = "a bool scalar", "Pass whether the window closes now."
         raise TypeError(error_message(function, "flush", rule, describe(flush), hint))
     is_known = flush is None or isinstance(flush, (bool, np.bool_))
     flush = bool(flush) if is_known else jnp.asarray(flush)
-    closes = always_closes or None if closes is None else bool(closes)
-    return Call(weight, flush, closes), others
+    emit = always_emit or None if emit is None else bool(emit)
+    return Call(weight, flush, emit), others
 
 
 class WindowStep(NamedTuple):
@@ -119,7 +117,7 @@ def advance_window(
     state: AccumulationState, length: Scalar, call: Call, accepted: Flag
 ) -> tuple[WindowStep, AccumulationState]:
     """What a call does to a window of that length, and the counters if no step is taken."""
-    weight, flush, closes = call
+    weight, flush, emit = call
     is_empty = state.mini_step == 0
     is_bare_flush = False if weight is None else flag_and(flush, weight == 0)
     arrived = flag_and(accepted, flag_not(is_bare_flush))
@@ -130,10 +128,10 @@ def advance_window(
     mini_step = state.mini_step + jnp.asarray(arrived).astype(jnp.int32)
     # A micro-batch that is left out closes no window by counting, but a flush is a flush.
     counted = flag_or(flag_and(accepted, mini_step >= length), flush)
-    closing = counted if closes is None else closes
+    closing = counted if emit is None else emit
     # A window that closes with a micro-batch of known weight has one.
     is_known = weight is None or (not is_traced(weight) and float(weight) > 0)
-    always = closes and is_known and accepted is True
+    always = emit and is_known and accepted is True
     has_weight = True if always else (mini_step > 0) & (total_weight > 0)
     holds, emits = flag_and(arrived, flag_not(closing)), flag_and(closing, has_weight)
     # A flush of an empty window changes no state.
@@ -296,30 +294,6 @@ def discard_windows(state: Any, where: Any) -> Any:
         return window._replace(**zeros)
 
     return replace_states(state, AccumulationState, discard)
-
-
-def has_updated(state: Any) -> Scalar:
-    """Whether the last call of `update` ran the optimizer inside an accumulation.
-
-    `step_taken` says the same, and answers for guards without an accumulation as well.
-
-    Args:
-        state: the state of `accumulate_gradients`, or any state around it.
-
-    Returns:
-        bool[]; True without an accumulation, where every call runs the optimizer.
-
-    Raises:
-        TypeError: `state` is a transformation.
-
-    Examples:
-        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
-        >>> tx = gcx.accumulate_gradients(optax.sgd(1.0), every=8)
-        >>> bool(gcx.has_updated(tx.init(jnp.array([0.0]))))
-        False
-    """
-    check_no_transformation("has_updated", state)
-    return step_taken(state) if find_states(state, AccumulationState) else jnp.array(True)
 
 
 def accumulation_stats(state: Any) -> AccumulationStats:

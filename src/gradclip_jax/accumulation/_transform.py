@@ -69,7 +69,7 @@ def accumulate_gradients(
 
     - `weight`, a scalar >= 0, for example the number of tokens.
     - `flush`, a bool that may be traced: whether to emit now.
-    - `closes`, a Python bool, known when traced: whether this micro-batch closes the window, in
+    - `emit`, a Python bool, known when traced: whether this micro-batch closes the window, in
       place of counting. The two programs have no branch, so no device waits for the host;
       but with a traced `weight` the one that emits still leaves out a window of total weight 0.
 
@@ -163,7 +163,7 @@ def accumulate_gradients(
             check_matches_accumulator(_NAME, updates, state.acc_grads)
         elif params is not None:
             check_same_structure(_NAME, "updates", updates, "params", params_of(params))
-        call, others = read_call(_NAME, extra_args, accepted, always_closes=not keeps_sum)
+        call, others = read_call(_NAME, extra_args, accepted, always_emit=not keeps_sum)
         step, advanced = advance_window(state, length_of(state.gradient_step), call, accepted)
         reductions = REDUCTION.of_leaves(_NAME, reduction, "updates", updates)
         if is_unreduced(updates):
@@ -173,7 +173,7 @@ def accumulate_gradients(
             key = jax.random.fold_in(jax.random.key(0), state.micro_batch_count)
         micro_batch = MicroBatch(updates, reductions, call.weight, key)
         closing = micro_batch
-        if accepted is not True and (call.closes or call.flush is not False):
+        if accepted is not True and (call.emit or call.flush is not False):
             # One that is left out may be NaN, and the window is emitted without it.
             weight = 1 if call.weight is None else call.weight
             closing = closing._replace(weight=jnp.where(accepted, jnp.float32(weight), 0))

@@ -111,7 +111,7 @@ def zscore(
     warmup_steps: int = 25,
     *,
     relearn_after: int = 25,
-    signed: bool = False,
+    allow_negative: bool = False,
 ) -> Rule:
     """Clips norms whose z-score exceeds `z_threshold`; larger outliers get lower thresholds.
 
@@ -125,7 +125,7 @@ def zscore(
     | z <= z_threshold | none |
     | constant norms, then any rise | the old mean, for `relearn_after` steps |
     | then more outliers in a row | as before, but unclipped norms enter the averages |
-    | a norm of zero | does not enter the averages, unless `signed` |
+    | a norm of zero | does not enter the averages, unless `allow_negative` |
 
     The fourth row is not in the paper, where the mean never follows a jump after constant norms.
 
@@ -134,7 +134,7 @@ def zscore(
         decay: of the moving averages, at least 0 and below 1.
         warmup_steps: how many norms the first mean and variance are taken of, >= 1.
         relearn_after: consecutive outliers before the averages get unclipped norms, >= 1.
-        signed: the values may be zero or negative, such as losses.
+        allow_negative: the values may be zero or negative, such as losses.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -180,9 +180,9 @@ def zscore(
             std=hypotenuse(jnp.sqrt(1 - weight) * state.std, jnp.sqrt(weight) * deviation),
             outlier_streak=jnp.where(is_outlier, increment_where(state.outlier_streak), 0),
         )
-        return threshold, next_state if signed else where_nonzero(norm, next_state, state)
+        return threshold, next_state if allow_negative else where_nonzero(norm, next_state, state)
 
-    return Rule(init, update, signed=signed)
+    return Rule(init, update, allow_negative=allow_negative)
 
 
 def quantile(target: Number = 0.5, rate: Number = 0.2, initial: Number = 1.0) -> Rule:
@@ -240,28 +240,30 @@ def empty_window(norm: Array, window: int) -> WindowState:
     return WindowState(values, jnp.zeros(norm.shape, jnp.int32))
 
 
-def record(state: WindowState, value: Array, *, signed: bool) -> WindowState:
+def record(state: WindowState, value: Array, *, allow_negative: bool) -> WindowState:
     """Drops the oldest value of each unit for the new one."""
     values = jnp.concatenate([state.values[1:], value[None]])
     next_state = WindowState(values, increment_where(state.value_count))
-    return next_state if signed else where_nonzero(value, next_state, state)
+    return next_state if allow_negative else where_nonzero(value, next_state, state)
 
 
-def percentile(percentile: Number = 10.0, window: Count = 1000, *, signed: bool = False) -> Rule:
+def percentile(
+    percentile: Number = 10.0, window: Count = 1000, *, allow_negative: bool = False
+) -> Rule:
     """A threshold at a percentile of the last norms, the current one included.
 
     | step | threshold |
     | --- | --- |
     | the first | the norm itself: not clipped |
     | fewer steps than `window` | of all norms so far, as published |
-    | a norm of zero | not recorded, unless `signed` |
+    | a norm of zero | not recorded, unless `allow_negative` |
 
     Each step sorts the window of each unit.
 
     Args:
         percentile: 0 to 100, linearly interpolated as in `numpy.percentile`.
         window: how many values are kept, 1 to 2^20, static; 4 * window bytes for each unit.
-        signed: the values may be zero or negative, such as losses.
+        allow_negative: the values may be zero or negative, such as losses.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -280,7 +282,7 @@ def percentile(percentile: Number = 10.0, window: Count = 1000, *, signed: bool 
     check_length(name, "window", window)
 
     def update(norm: Array, state: WindowState, param_norm: Any) -> tuple[Array, WindowState]:
-        state = record(state, norm, signed=signed)
+        state = record(state, norm, allow_negative=allow_negative)
         ordered = jnp.sort(state.values, axis=0)
         last = jnp.clip(state.value_count - 1, 0, window - 1)
         position = jnp.asarray(percentile, jnp.float32) / 100 * last.astype(jnp.float32)
@@ -292,7 +294,9 @@ def percentile(percentile: Number = 10.0, window: Count = 1000, *, signed: bool 
         )
         return low + (high - low) * (position - below), state
 
-    return Rule(functools.partial(empty_window, window=int(window)), update, signed=signed)
+    return Rule(
+        functools.partial(empty_window, window=int(window)), update, allow_negative=allow_negative
+    )
 
 
 def mean_std(
@@ -301,7 +305,7 @@ def mean_std(
     warmup_steps: int = 64,
     *,
     ddof: int = 0,
-    signed: bool = False,
+    allow_negative: bool = False,
 ) -> Rule:
     """A threshold `z_threshold` standard deviations above the mean of the last norms.
 
@@ -313,15 +317,15 @@ def mean_std(
     | --- | --- |
     | the first `warmup_steps` | none |
     | constant norms | above the norm: the deviation counts as at least 1 % of the mean |
-    | constant values, `signed` | the value: no floor beyond rounding |
-    | a norm of zero | not recorded, unless `signed` |
+    | constant values, `allow_negative` | the value: no floor beyond rounding |
+    | a norm of zero | not recorded, unless `allow_negative` |
 
     Args:
         z_threshold: in standard deviations, > 0.
         window: how many values are kept, 1 to 2^20, static.
         warmup_steps: how many values are recorded before the first threshold, >= 1.
         ddof: 0 for the population variance (levanter), 1 for the sample variance (OLMo-core).
-        signed: the values may be zero or negative, such as losses.
+        allow_negative: the values may be zero or negative, such as losses.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -349,10 +353,14 @@ def mean_std(
         deviations = jnp.where(recorded, values / unit[None] - mean[None], 0)
         variance = jnp.sum(deviations**2 / jnp.maximum(n - ddof, 1)[None], axis=0)
         # Without a floor a constant norm would be its own threshold.
-        floor = 1e-6 if signed else jnp.maximum(0.01 * mean, 1e-6)
+        floor = 1e-6 if allow_negative else jnp.maximum(0.01 * mean, 1e-6)
         std = jnp.sqrt(jnp.maximum(variance, floor**2))
         threshold = unit * (mean + z_threshold * std)
         is_warm = state.value_count >= warmup_steps
-        return jnp.where(is_warm, threshold, UNBOUNDED), record(state, norm, signed=signed)
+        return jnp.where(is_warm, threshold, UNBOUNDED), record(
+            state, norm, allow_negative=allow_negative
+        )
 
-    return Rule(functools.partial(empty_window, window=int(window)), update, signed=signed)
+    return Rule(
+        functools.partial(empty_window, window=int(window)), update, allow_negative=allow_negative
+    )

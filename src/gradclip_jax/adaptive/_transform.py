@@ -176,7 +176,7 @@ def adagc(
     warmup_steps: int = 100,
     *,
     axis_name: AxisName = None,
-    stack_axes: Any = 0,
+    num_layer_axes: Any = 0,
     nonfinite: Nonfinite = "propagate",
     incidents: Count | None = None,
 ) -> optax.GradientTransformation:
@@ -194,7 +194,7 @@ def adagc(
         decay: of the average, at least 0 and below 1.
         warmup_steps: >= 1.
         axis_name: mapped axes over which the leaves are sharded, where types do not name them.
-        stack_axes: how many leading axes of a leaf index layers, static; also a prefix tree.
+        num_layer_axes: how many leading axes of a leaf index layers, static; also a prefix tree.
         nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
         incidents: as for `clip_by_global_norm`.
 
@@ -203,7 +203,7 @@ def adagc(
 
     Raises:
         ValueError: a number is out of range.
-        TypeError: `stack_axes` is traced.
+        TypeError: `num_layer_axes` is traced.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -230,7 +230,7 @@ def adagc(
         thresholds, state = rule.update(scaled, state, None)
         return jnp.where(scaled < norms, jnp.minimum(scaled, thresholds), thresholds), state
 
-    both, units = dataclasses.replace(rule, update=update), layers("adagc", stack_axes)
+    both, units = dataclasses.replace(rule, update=update), layers("adagc", num_layer_axes)
     options: dict[str, Any] = {"nonfinite": nonfinite, "incidents": incidents}
     return norm_clip(("adagc", "relative"), both, units, axis_name=axis_name, **options)
 

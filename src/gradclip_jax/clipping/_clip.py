@@ -50,8 +50,8 @@ from ._threshold import (
     as_rules,
     assign_rules,
     check_params,
-    first_states,
     group_name,
+    init_states,
 )
 
 Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Any]
@@ -166,7 +166,7 @@ def norm_clip(
         # The labels of a mapping are known before a tree is.
         units = Units((), (), len(rules), tuple(rules)) if by_label else units_of(params)
         shapes = norm_shapes(units, [] if by_label else measured_shapes(params))
-        states = first_states(assign_rules(function, argument, rules, units, params), shapes)
+        states = init_states(assign_rules(function, argument, rules, units, params), shapes)
         return _first_state(units, states, make_log(params))
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, ClipState]:
@@ -174,7 +174,7 @@ def norm_clip(
         check_bound(function, axes)
         units, leaves = units_of(updates), measured_leaves(updates)
         assigned = assign_rules(function, argument, rules, units, updates)
-        states = first_states(assigned, norm_shapes(units, leaves))
+        states = init_states(assigned, norm_shapes(units, leaves))
         log = None
         if states or incidents is not None:
             check_state(function, state, ClipState)

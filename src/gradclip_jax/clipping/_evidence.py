@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 
-from .._devices import opaque, sums_of_two
+from .._devices import fusion_barrier, sums_of_two
 from .._mesh import is_explicit
 from .._types import Array, AxisName
 from ._formula import norm_dtype, norm_of_squares, reduce_axes, squares, wide_dtype
@@ -66,7 +66,7 @@ def _as_vector(entries: Norms) -> Array:
 
     arrays = [whole(x).reshape(-1) for x in jax.tree.leaves(entries)]
     vector = jnp.concatenate(arrays or [jnp.zeros(1)])
-    return opaque(vector if vector.size else jnp.zeros(1))
+    return fusion_barrier(vector if vector.size else jnp.zeros(1))
 
 
 def evidence(norms: Array, bad: Array, rises: Any = 0.0) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._devices import opaque
+from .._devices import fusion_barrier
 from .._mesh import in_memory_of, on_device
 from .._types import Array
 
@@ -91,7 +91,7 @@ def scale_leaf(x: Any, factor: Array, *, drops: bool = False) -> Array:
     x = on_device(place)
     wide = wide_dtype(x.dtype, factor.dtype)
     if wide != x.dtype:
-        x = opaque(x)  # not the wide copy of it that the norm was taken of
+        x = fusion_barrier(x)  # not the wide copy of it that the norm was taken of
     scaled = _product(x, factor)
     if drops:
         scaled = jnp.where(factor == 0, jnp.zeros_like(scaled), scaled)

@@ -237,11 +237,11 @@ def group(param_labels: Labels) -> Granularity:
     return Granularity(cut, is_group=True)
 
 
-def layer(stack_axes: Any = 1, *, rms: bool = False) -> Granularity:
+def layer(num_layer_axes: Any = 1, *, rms: bool = False) -> Granularity:
     """Each leaf is a unit, or each layer of a leaf in which layers are stacked for `lax.scan`.
 
     Args:
-        stack_axes: how many leading axes of a leaf index layers, 0 for an ordinary leaf; an
+        num_layer_axes: how many leading axes of a leaf index layers, 0 for an ordinary leaf; an
             integer >= 0 or a prefix tree of integers. These axes must not be sharded inside
             `shard_map`.
         rms: compares thresholds with the root mean square of a unit, not with its norm.
@@ -250,8 +250,8 @@ def layer(stack_axes: Any = 1, *, rms: bool = False) -> Granularity:
         A granularity for `clip_by_norm`.
 
     Raises:
-        ValueError: when traced, `stack_axes` exceeds the rank of a leaf.
-        TypeError: when traced, `stack_axes` holds no static integers.
+        ValueError: when traced, `num_layer_axes` exceeds the rank of a leaf.
+        TypeError: when traced, `num_layer_axes` holds no static integers.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -260,7 +260,7 @@ def layer(stack_axes: Any = 1, *, rms: bool = False) -> Granularity:
         >>> clip.update(grads, clip.init(grads))[0].tolist()
         [[0.0, 1.0], [0.5, 0.0]]
     """
-    return layers("layer", stack_axes, rms=rms)
+    return layers("layer", num_layer_axes, rms=rms)
 
 
 def axis(axis: int | Sequence[int] | None = None) -> Granularity:
@@ -297,14 +297,14 @@ def axis(axis: int | Sequence[int] | None = None) -> Granularity:
     return Granularity(cut)
 
 
-def layers(name: str, stack_axes: Any, *, rms: bool = False) -> Granularity:
-    """`layer`, under the name of the function that takes `stack_axes`."""
-    for depth in jax.tree.leaves(stack_axes):
-        check_static(name, "stack_axes", depth)
-        check_count(name, "stack_axes", depth, _DEPTH, low=0)
+def layers(name: str, num_layer_axes: Any, *, rms: bool = False) -> Granularity:
+    """`layer`, under the name of the function that takes `num_layer_axes`."""
+    for depth in jax.tree.leaves(num_layer_axes):
+        check_static(name, "num_layer_axes", depth)
+        check_count(name, "num_layer_axes", depth, _DEPTH, low=0)
 
     def cut(function: str, tree: Tree) -> Units:
-        depths = broadcast_prefix(function, "stack_axes", stack_axes, "updates", tree)
+        depths = broadcast_prefix(function, "num_layer_axes", num_layer_axes, "updates", tree)
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         measured = [
             (*leaf, n) for leaf, n in zip(leaves, depths, strict=True) if is_measured(leaf[1])
@@ -312,7 +312,9 @@ def layers(name: str, stack_axes: Any, *, rms: bool = False) -> Granularity:
         for path, x, n in measured:
             if n > np.ndim(x):
                 got = f"{n} for {describe(x)} at {leaf_path('updates', path)}"
-                raise ValueError(error_message(function, "stack_axes", "<= the rank", got, _DEPTH))
+                raise ValueError(
+                    error_message(function, "num_layer_axes", "<= the rank", got, _DEPTH)
+                )
         axes = [tuple(range(n, np.ndim(x))) for _, x, n in measured]
         return units_within_leaves(measured_shapes(tree), axes)._replace(is_rms=rms)
 

@@ -15,7 +15,7 @@ from .._checks import check_length
 from .._states import increment_where, register_metrics
 from .._types import UNBOUNDED, Array, Scalar, Tree
 from ._granularity import Units, leaf_units, measured_shapes
-from ._names import unit_names
+from ._names import name_units
 
 KINDS = ("nan", "infinity", "norm", "loss", "update", "skipped", "held", "clipped", "leaf")
 """What an incident was, and what became of the step; in a state flag i is 2^i."""
@@ -145,7 +145,7 @@ def log_maker(function: str, size: Any) -> Callable[..., Any]:
     check_length(function, "incidents", size)
 
     def make(params: Tree, units: Units | None = None) -> IncidentLog:
-        names = unit_names(units or leaf_units(measured_shapes(params)), params)
+        names = name_units(units or leaf_units(measured_shapes(params)), params)
         rows = jnp.zeros((int(size), len(Incident._fields)), jnp.int32).at[:, 0].set(-1)
         step_count, incident_count = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         return IncidentLog(step_count, incident_count, rows, {"\n".join(names): None})

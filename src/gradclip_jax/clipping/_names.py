@@ -16,7 +16,7 @@ def leaf_names(tree: Tree) -> list[str]:
     return ["/".join(path) or "array" for path, _ in _measured_paths(tree)]
 
 
-def unit_names(units: Units, tree: Tree) -> list[str]:
+def name_units(units: Units, tree: Tree) -> list[str]:
     """A name for each norm; none for the norm of the whole tree.
 
     Layers that are stacked get their index after the part of the path that all stacked leaves

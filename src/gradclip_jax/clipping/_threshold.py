@@ -41,7 +41,7 @@ class Rule:
         uses_params: whether `update` needs the norms of the parameters, unit by unit.
         counts_steps: whether the state is a count of all steps and no memory of norms; it then
             goes on at a step whose norm is not finite.
-        signed: whether `update` takes values that may be zero or negative, such as losses.
+        allow_negative: whether `update` takes values that may be zero or negative, such as losses.
 
     Examples:
         Twice the largest norm of the last step, and no clipping at first:
@@ -59,7 +59,7 @@ class Rule:
     update: Callable[[Array, Any, Array | None], tuple[Array, Any]]
     uses_params: bool = False
     counts_steps: bool = False
-    signed: bool = False
+    allow_negative: bool = False
 
 
 def constant(value: Number) -> Rule:
@@ -151,7 +151,7 @@ def capped(rule: Rule, max_threshold: Number) -> Rule:
     return dataclasses.replace(rule, update=update)
 
 
-def first_state(rule: Rule, shape: Sequence[int] = ()) -> Any:
+def init_state(rule: Rule, shape: Sequence[int] = ()) -> Any:
     """The state before the first norm, each array in a buffer of its own: it may be donated."""
     return jax.tree.map(jnp.array, rule.init(jnp.zeros(shape, jnp.float32)))
 
@@ -256,10 +256,10 @@ def assign_rules(
     return tuple(Assignment(rule, tuple(norms)) for rule, norms in norms_of.items())
 
 
-def first_states(assigned: Sequence[Assignment], shapes: Sequence[tuple[int, ...]]) -> Any:
+def init_states(assigned: Sequence[Assignment], shapes: Sequence[tuple[int, ...]]) -> Any:
     """The states of all rules before the first norm; () if none has one."""
     states = tuple(
-        first_state(rule, _joined_shape([shapes[i] for i in own])) for rule, own in assigned
+        init_state(rule, _joined_shape([shapes[i] for i in own])) for rule, own in assigned
     )
     return states if jax.tree.leaves(states) else ()
 

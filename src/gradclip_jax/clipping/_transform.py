@@ -36,7 +36,7 @@ def clip_by_norm(
     | `"global"` | the whole tree |
     | `"leaf"` | each leaf |
     | `gcx.granularities.group(param_labels)` | the leaves that share a label |
-    | `gcx.granularities.layer(stack_axes)` | each layer of leaves stacked for `lax.scan` |
+    | `gcx.granularities.layer(num_layer_axes)` | each layer of leaves stacked for `lax.scan` |
     | `gcx.granularities.axis(axis)` | each row, column or filter |
 
     | reaction | factor |
@@ -206,7 +206,7 @@ def clip_by_leaf_norm(
     *,
     ord: Order = 2.0,
     axis_name: AxisName = None,
-    stack_axes: Any = 0,
+    num_layer_axes: Any = 0,
     nonfinite: Literal["propagate", "zero"] = "propagate",
     incidents: Count | None = None,
 ) -> optax.GradientTransformation:
@@ -217,7 +217,7 @@ def clip_by_leaf_norm(
             number > 0, a traced scalar, a schedule, or a rule from `gcx.thresholds`.
         ord: order of the norm, 1, 2, inf or any number > 0.
         axis_name: as for `clip_by_global_norm`.
-        stack_axes: how many leading axes of a leaf index layers (1 for layers stacked for
+        num_layer_axes: how many leading axes of a leaf index layers (1 for layers stacked for
             `lax.scan`), each layer then being clipped by itself; an int or a prefix tree.
             These axes must not be sharded inside `shard_map`.
         nonfinite: "propagate" makes every leaf NaN if any is not finite, "zero" drops the
@@ -228,7 +228,7 @@ def clip_by_leaf_norm(
         An Optax transformation with a `ClipState`; its scalars summarise the leaves.
 
     Raises:
-        ValueError: a threshold or `ord` is not > 0, or `stack_axes` exceeds a leaf's rank.
+        ValueError: a threshold or `ord` is not > 0, or `num_layer_axes` exceeds a leaf's rank.
         TypeError: `max_norm` is no threshold, or no prefix of the updates; a leaf is not inexact.
 
     Examples:
@@ -240,7 +240,7 @@ def clip_by_leaf_norm(
         ([0.0, 1.0], [0.25])
     """
     named = ("clip_by_leaf_norm", "max_norm")
-    units = layers(named[0], stack_axes)
+    units = layers(named[0], num_layer_axes)
     options: dict[str, Any] = {"nonfinite": nonfinite, "incidents": incidents}
     return norm_clip(named, max_norm, units, ord=ord, axis_name=axis_name, **options)
 
@@ -301,7 +301,7 @@ def clip_by_block_rms(
     threshold: Threshold,
     *,
     axis_name: AxisName = None,
-    stack_axes: Any = 0,
+    num_layer_axes: Any = 0,
     nonfinite: Literal["propagate", "zero"] = "propagate",
     incidents: Count | None = None,
 ) -> optax.GradientTransformation:
@@ -313,7 +313,7 @@ def clip_by_block_rms(
     Args:
         threshold: as `max_norm` of `clip_by_leaf_norm`, for the RMS of a leaf.
         axis_name: as for `clip_by_global_norm`.
-        stack_axes: as for `clip_by_leaf_norm`.
+        num_layer_axes: as for `clip_by_leaf_norm`.
         nonfinite: as for `clip_by_leaf_norm`.
         incidents: as for `clip_by_global_norm`.
 
@@ -336,7 +336,7 @@ def clip_by_block_rms(
         Shazeer and Stern, 2018, arXiv 1804.04235, section 6.
     """
     named = ("clip_by_block_rms", "threshold")
-    units = layers(named[0], stack_axes, rms=True)
+    units = layers(named[0], num_layer_axes, rms=True)
     return norm_clip(
         named, threshold, units, axis_name=axis_name, nonfinite=nonfinite, incidents=incidents
     )

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from .._checks import is_scalar
-from .._devices import joined, opaque
+from .._devices import fusion_barrier, joined
 from .._gate import ComputedStep
 from .._mesh import max_over, shard_axes
 from .._states import replace_states
@@ -45,7 +45,7 @@ def has_finite_squares(tree: Tree, axis_name: AxisName) -> Scalar:
     ok = norm_of_leaves(leaves, 2.0, axis_name) <= wide
     if narrow:
         # As they are after the rounding to their range, which may otherwise be left out.
-        rounded = [opaque(x) for x, _ in narrow]
+        rounded = [fusion_barrier(x) for x, _ in narrow]
         ok &= norm_of_leaves(rounded, math.inf, axis_name) <= min(bound for _, bound in narrow)
     return ok
 

@@ -13,7 +13,7 @@ from .._mesh import replica_count, shard_axes, sum_over
 from .._run_if import run_if
 from .._types import Array, AxisName, Scalar
 from ..clipping._formula import wide_dtype
-from ..clipping._threshold import Rule, apply_rule, as_rule, constant, first_state
+from ..clipping._threshold import Rule, apply_rule, as_rule, constant, init_state
 
 
 class Signal(NamedTuple):
@@ -41,7 +41,7 @@ def compare(rule: Rule, value: Scalar, rule_state: Any, param_norm: Any) -> Sign
 
     def restart() -> Any:
         # Not below what the rule has climbed to: a start of 1 never gets to a level of 1e4.
-        _, new = apply(first_state(rule))
+        _, new = apply(init_state(rule))
         stacked = jax.tree.map(lambda *states: jnp.stack(states), new, after)
         bounds = jax.vmap(lambda state: apply(state)[0])(stacked)
         starts = (bounds[0] > bounds[1]) | (value <= threshold)
@@ -89,8 +89,8 @@ def loss_rule(name: str, loss: Any) -> Rule:
         raise ValueError(error_message(name, "loss", rule, "one that does", hint))
     if isinstance(loss, Rule) or callable(loss):
         given = as_rule(name, "loss", loss)
-        if not (given.signed or given.counts_steps) and jax.tree.leaves(first_state(given)):
-            hint = "Pass `signed=True` to the rule: it would leave out losses that are not > 0."
+        if not (given.allow_negative or given.counts_steps) and jax.tree.leaves(init_state(given)):
+            hint = "Pass `allow_negative=True` to the rule: it would leave out losses that are not > 0."
             rule = "a rule that takes negative values"
             raise ValueError(error_message(name, "loss", rule, "one for norms", hint))
         return given

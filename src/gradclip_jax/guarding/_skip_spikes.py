@@ -12,7 +12,7 @@ from .._gate import ComputedStep, Verdict
 from .._states import increment_where, register_metrics
 from .._types import UNBOUNDED, AxisName, Count, Order, Scalar, Tree
 from ..clipping._norm import measured_leaves, norm_of_leaves
-from ..clipping._threshold import Rule, as_rule, check_params, first_state
+from ..clipping._threshold import Rule, as_rule, check_params, init_state
 from ._guard import check_guard, guard, zero
 from ._signal import Signal, compare, loss_of, loss_rule, relearn
 
@@ -294,5 +294,5 @@ def _first_state(rules: dict[str, Rule], inner_state: Any) -> SkipSpikesState:
         fields[threshold] = jnp.full((), UNBOUNDED, jnp.float32)
     counts = ("skipped_nonfinite", "consecutive_skips", "guard_failed", "spikes_in_a_row")
     fields |= {name: zero() for name in counts}
-    fields["signals"] = {key: first_state(rule) for key, rule in rules.items()}
+    fields["signals"] = {key: init_state(rule) for key, rule in rules.items()}
     return SkipSpikesState(**fields | {"inner_state": inner_state})

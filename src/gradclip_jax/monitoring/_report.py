@@ -68,7 +68,7 @@ def incidents(state: Any) -> list[Incident]:
     return sorted(records, key=lambda record: record.step)
 
 
-def watched_names(state: Any) -> list[str]:
+def unit_names(state: Any) -> list[str]:
     """Names the units that `watch` measures, in the order of `largest_share_index`.
 
     Args:
@@ -85,10 +85,10 @@ def watched_names(state: Any) -> list[str]:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
         >>> tx = gcx.watch(optax.sgd(0.1), granularity=gcx.granularities.layer({"h": 1, "out": 0}))
         >>> params = {"h": {"wi": jnp.ones((2, 3)), "wo": jnp.ones((2, 3))}, "out": jnp.ones(2)}
-        >>> gcx.diagnostics.watched_names(tx.init(params))
+        >>> gcx.diagnostics.unit_names(tx.init(params))
         ['h_0/wi', 'h_1/wi', 'h_0/wo', 'h_1/wo', 'out']
     """
-    return names_in(_logs("watched_names", state)[0])
+    return names_in(_logs("unit_names", state)[0])
 
 
 def _logs(function: str, state: Any) -> list[IncidentLog]:
@@ -134,7 +134,7 @@ def summarize_log(log: Any, *, window: int = 1000) -> dict[str, float]:
     summary = {"steps": float(max(map(len, columns.values()), default=0))}
     for key, values in sorted(columns.items()):
         name, _, place = key.partition("/")
-        if name == "step_taken":
+        if name == "has_updated":
             summary["taken"] = float(np.nanmean(values))
         elif name == "clip_fraction":
             summary["clipped/" + place if place else "clipped"] = float(np.nanmean(values > 0))

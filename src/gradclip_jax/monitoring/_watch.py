@@ -10,7 +10,7 @@ import optax
 
 from .._checks import check_bound, check_choice, check_number, check_state, check_static, is_traced
 from .._run_if import like_dtypes
-from .._states import increment_where, plain_arrays, register_metrics, step_taken
+from .._states import has_updated, increment_where, plain_arrays, register_metrics
 from .._tree_checks import check_inexact
 from .._types import UNBOUNDED, Array, AxisName, Count, Number, Tree
 from ..clipping._clip import leaves_beside
@@ -29,7 +29,7 @@ _KINDS = ("gradient", "update", "parameter")
 
 
 @register_metrics(
-    *("watch_step", "step_taken", "largest_share", "largest_share_index"),
+    *("watch_step", "has_updated", "largest_share", "largest_share_index"),
     *("gradient_norm", "update_norm", "parameter_norm", "update_ratio"),
 )
 class WatchState(NamedTuple):
@@ -50,7 +50,7 @@ class WatchState(NamedTuple):
     inner_state: Any
 
     watch_step = property(lambda state: state.incidents.step_count)
-    step_taken = property(lambda state: step_taken(state.inner_state).astype(jnp.int32))
+    has_updated = property(lambda state: has_updated(state.inner_state).astype(jnp.int32))
     largest_share = property(lambda state: jnp.max(_shares(state), -1))
     largest_share_index = property(lambda state: jnp.argmax(_shares(state), -1).astype(jnp.int32))
     gradient_norm = property(lambda state: _by_name(state, "gradient"))
@@ -79,8 +79,8 @@ def watch(
     *,
     of: Sequence[str] = ("gradient", "update", "parameter"),
     granularity: Literal["global", "leaf"] | Granularity = "leaf",
-    spike: Number = 6.0,
-    incidents: Count = 16,
+    spike_threshold: Number = 6.0,
+    max_incidents: Count = 16,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Measures gradient, update and parameters, unit by unit, and keeps the last incidents.
@@ -98,8 +98,8 @@ def watch(
 
     | call | what is reported |
     | --- | --- |
-    | a step | its norms, `step_taken` 1 |
-    | held or skipped by what is inside | its gradient, an update of 0, `step_taken` 0 |
+    | a step | its norms, `has_updated` 1 |
+    | held or skipped by what is inside | its gradient, an update of 0, `has_updated` 0 |
     | held or skipped by what is around it | nothing new: `watch_step` stays |
     | with the extra argument `measure=False`, static | NaN for all norms, and no incident |
     | NaN or infinity in a unit | its norm so; `largest_share_index` is such a unit |
@@ -112,10 +112,10 @@ def watch(
         granularity: of what norms are taken, as for `clip_by_norm`. A stacked layer is named by
             its index. "global" names no unit. Inside `shard_map` no unit of a leaf may be spread
             over devices along an axis that indexes units.
-        spike: in standard deviations of the logarithm above its moving average of about 128
+        spike_threshold: in standard deviations of the logarithm above its moving average of about 128
             steps, > 0; of a loss both of its logarithm, if it has one, and of itself. A unit is
             compared in proportion to the others, by half as many again. inf for none.
-        incidents: how many are kept, 1 to 2^20, static.
+        max_incidents: how many are kept, 1 to 2^20, static.
         axis_name: mapped axes over which every leaf is a shard, where types cannot tell (inside
             `pmap`, or `shard_map` with `check_vma=False`).
 
@@ -145,8 +145,8 @@ def watch(
     inner = optax.with_extra_args_support(inner)
     for kind in of:
         check_choice(_NAME, "of", kind, _KINDS)
-    cut, make_log = as_granularity(_NAME, granularity), log_maker(_NAME, incidents)
-    check_number(_NAME, "spike", spike, "OLMo-core uses 6; pass inf for none.")
+    cut, make_log = as_granularity(_NAME, granularity), log_maker(_NAME, max_incidents)
+    check_number(_NAME, "spike_threshold", spike_threshold, "OLMo-core uses 6; pass inf for none.")
 
     kinds = ("gradient", *of, *(["ratio"] if {"update", "parameter"} <= {*of} else []))
 
@@ -183,7 +183,7 @@ def watch(
             ratio = jnp.where(parameter > 0, update / jnp.where(parameter > 0, parameter, 1), 0)
             norms |= dict(update=update, parameter=parameter, ratio=ratio)
         norms = {kind: norms[kind] for kind in kinds}
-        thresholds, rises, levels = compare(state.levels, gradient, loss, spike)
+        thresholds, rises, levels = compare(state.levels, gradient, loss, spike_threshold)
         fields = evidence(gradient, bad, rises) | thresholds
         fields |= {"loss": loss, "update_threshold": UNBOUNDED}
         fields["update_norm"] = norms["update"][0] if "update" in of else None
@@ -204,6 +204,6 @@ def _noted(log: IncidentLog, fields: dict[str, Any], before: Any, after: Any) ->
     for key, name in OF_GUARDS.items():
         if key in fields and name in present:
             fields[key] = jnp.where(skipped, present[name], fields[key])
-    stepped, factor = step_taken(after), present.get("clip_factor", 1)
+    stepped, factor = has_updated(after), present.get("clip_factor", 1)
     clipped, held = stepped & (factor < 1), ~skipped & ~stepped
     return note(log, fields, skipped=skipped, held=held, clipped=clipped)

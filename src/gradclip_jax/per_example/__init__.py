@@ -5,7 +5,7 @@
 | `value_and_grad` | value and gradient, each example clipped; norm and factor of each example |
 | `norms` | the norm of each example's gradient, or of groups of leaves |
 | `leaf_norms` | the norm of each leaf of it |
-| `costs` | how these are computed, leaf by leaf |
+| `explain` | how these are computed, leaf by leaf |
 | `noisy_mean` | noise for a sum of clipped gradients: private training |
 | `sensitivity` | how far one example can move that sum |
 | `noise_scale` | the gradient noise scale of one batch |
@@ -13,12 +13,12 @@
 
 from ._clip import Stats, value_and_grad
 from ._noise import noise_scale, noisy_mean, sensitivity
-from ._norms import LeafCost, costs, leaf_norms, norms
+from ._norms import LeafCost, explain, leaf_norms, norms
 
 __all__ = [
     "LeafCost",
     "Stats",
-    "costs",
+    "explain",
     "leaf_norms",
     "noise_scale",
     "noisy_mean",

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from .._devices import opaque
+from .._devices import fusion_barrier
 from .._types import Array
 from ._lazy import Lazy, as_array, as_lazy
 from ._rules import RULES
@@ -112,7 +112,7 @@ def _follow(eqn: Any, operands: Sequence[Any], flags: Sequence[bool]) -> Sequenc
         return _scan(eqn, operands, flags)
     if name in _REMAT and eqn.params["differentiated"] and eqn.params["prevent_cse"]:
         # As JAX does: what is computed again is otherwise merged with what was computed.
-        operands = opaque([jnp.asarray(x) for x in operands])
+        operands = fusion_barrier([jnp.asarray(x) for x in operands])
     if name in _INLINED | _REMAT:
         return evaluate(_inner(eqn), operands, flags)
     rule, is_any_lazy = RULES.get(name), any(isinstance(x, Lazy) for x in operands)

@@ -52,7 +52,7 @@ def norms(
     | batch of no examples | an empty vector |
     | integer leaves of the parameters | left out |
 
-    Call it under `jax.jit`. `costs` shows which leaves are followed.
+    Call it under `jax.jit`. `explain` shows which leaves are followed.
 
     Args:
         fun: as for `value_and_grad`; weight and auxiliary data are dropped.
@@ -135,7 +135,7 @@ def leaf_norms(
     return run
 
 
-def costs(
+def explain(
     fun: Callable[..., Any],
     *,
     argnums: int | Sequence[int] = 0,
@@ -165,13 +165,13 @@ def costs(
         >>> def loss(w, x):
         ...     return jnp.sum(jnp.tanh(x @ w))
         >>> shape = jax.ShapeDtypeStruct
-        >>> costs = gcx.per_example.costs(loss)(
+        >>> costs = gcx.per_example.explain(loss)(
         ...     shape((512, 512), jnp.float32), shape((32, 10, 512), jnp.float32)
         ... )
         >>> costs["params"].method, costs["params"].elements
         ('gram', 200)
     """
-    loss = Loss("costs", fun, argnums, batch_argnums, has_aux, has_weight)
+    loss = Loss("explain", fun, argnums, batch_argnums, has_aux, has_weight)
 
     def run(*args: Any, **kwargs: Any) -> dict[str, LeafCost]:
         costs: dict[str, LeafCost] = {}

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._devices import opaque
+from .._devices import fusion_barrier
 from .._mesh import device_count, is_explicit, max_over, sum_over, varying_axes
 from .._types import Array, Scalar
 from ._lazy import Lazy, written
@@ -62,7 +62,7 @@ def _sums_and_norms(
     factors_of: Callable[[Outputs, Norms], Norms] | None,
 ) -> tuple[list[Array], Norms]:
     # The same digits for the norms and for the sum.
-    outputs = outputs._replace(grads=list(map(opaque, outputs.grads)))
+    outputs = outputs._replace(grads=list(map(fusion_barrier, outputs.grads)))
     size = outputs.value.shape[0]
     squares = jax.vmap(lambda grads: _squares(grads, groups, shards), axis_size=size)(outputs.grads)
     # At once as many as there are devices: each holds one.

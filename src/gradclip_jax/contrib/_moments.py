@@ -1,0 +1,324 @@
+"""State as large as the parameters: ACClip, SPAM and StableAdamW, element by element."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._checks import (
+    check_axis_name,
+    check_count,
+    check_decays,
+    check_number,
+    check_state,
+    error_message,
+    is_float0,
+    is_traced,
+)
+from .._mesh import in_memory_of, on_device, replica_count, shard_axes
+from .._states import increment_where
+from .._tree_checks import check_inexact, check_same_structure
+from .._types import Array, AxisName, Number, Scalar, Tree
+from ..adaptive._averages import bias_correction, power_of, where_finite
+from ..clipping._formula import scale_factor, scale_leaf, wide_dtype
+from ..clipping._norm import norm_of_leaves
+from ..clipping._threshold import check_params
+
+LeafStep: TypeAlias = Callable[[Array, Any, Array, Any], tuple[Array, Any, Array]]
+"""`(grad, first, second, param) -> (update, first, second)`, for one leaf, as wide as its moments;
+None for a first moment that is not kept, and for parameters that are not needed."""
+
+
+class MomentState(NamedTuple):
+    """Moments of the gradient, float32 or wider, in the structure of the parameters.
+
+    Attributes:
+        step_count: int32[], steps so far, saturating.
+        first: exponential moving average of the gradient, or () where it is not needed.
+        second: exponential moving average of a power of its magnitude.
+    """
+
+    step_count: Scalar
+    first: Any
+    second: Tree
+
+
+def moment_transformation(
+    name: str,
+    step_of: Callable[[Scalar], LeafStep],
+    *,
+    keeps_first: bool = True,
+    needs_params: bool = False,
+) -> optax.GradientTransformation:
+    """A transformation that is one step for each leaf, chosen by the count of steps before it."""
+
+    def init(params: Tree) -> MomentState:
+        zeros = wide_zeros(params)
+        second = jax.tree.map(jnp.abs, zeros)  # real, also of a complex leaf
+        return MomentState(jnp.zeros((), jnp.int32), zeros if keeps_first else (), second)
+
+    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, MomentState]:
+        check_update(name, updates, state, MomentState, "second")
+        if needs_params:
+            check_params(name, updates, params)
+        step = step_of(state.step_count)
+
+        def step_leaf(grad: Any, first: Any, second: Array, param: Any) -> tuple[Any, Any, Array]:
+            if is_float0(grad):
+                return grad, first, second
+            wide = on_device(grad).astype(wide_dtype(grad.dtype, second.dtype))
+            out, first, second = step(wide, first, second, param)
+            return in_memory_of(out.astype(grad.dtype), grad), first, second
+
+        grads, structure = jax.tree.flatten(updates)
+        nothing = [None] * len(grads)
+        firsts = jax.tree.leaves(state.first) if keeps_first else nothing
+        leaves = jax.tree.leaves(params) if needs_params else nothing
+        columns = (grads, firsts, jax.tree.leaves(state.second), leaves)
+        rows = [step_leaf(*row) for row in zip(*columns, strict=True)]
+        out, first, second = (jax.tree.unflatten(structure, [x[i] for x in rows]) for i in range(3))
+        count = increment_where(state.step_count)
+        return out, MomentState(count, first if keeps_first else (), second)
+
+    return optax.GradientTransformation(init, update)
+
+
+def where_finite_grad(step: LeafStep) -> LeafStep:
+    """The step of finite elements; for others the update is NaN, and the moments stay."""
+
+    def step_finite(grad: Array, first: Any, second: Array, param: Any) -> tuple[Array, Any, Array]:
+        # Double `where`: 0 * nan in the unused branch would give NaN derivatives.
+        finite = jnp.isfinite(jnp.abs(grad))
+        out, *moments = step(jnp.where(finite, grad, 0), first, second, param)
+        first, second = where_finite(finite, moments, [first, second])
+        return jnp.where(finite, out, jnp.nan), first, second
+
+    return step_finite
+
+
+def wide_zeros(params: Tree) -> Tree:
+    """Zeros like the parameters, in float32 or wider; one scalar for an integer parameter."""
+
+    def zeros(param: Any) -> Array:
+        dtype = jnp.result_type(param)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            return jnp.zeros((), jnp.float32)
+        return jnp.zeros_like(param, wide_dtype(dtype))
+
+    return jax.tree.map(zeros, params)
+
+
+def check_update(function: str, updates: Tree, state: Any, kind: type, field: str) -> None:
+    """Refuses a step without its state, or whose updates do not match that field of it."""
+    check_inexact(function, "updates", updates)
+    check_state(function, state, kind)
+    check_same_structure(function, "updates", updates, "params", getattr(state, field))
+
+
+def acclip(
+    b1: Number = 0.9, b2: Number = 0.99, alpha: Number = 1.0, eps: Number = 1e-5
+) -> optax.GradientTransformation:
+    """Clips the momentum elementwise by a moving average of gradient magnitudes (ACClip).
+
+    `m = b1 m + (1 - b1) g`, `tau^alpha = b2 tau^alpha + (1 - b2) |g|^alpha`,
+    `update = min(tau / (|m| + eps), 1) m`. Made for heavy-tailed noise. Follow it with
+    `optax.scale_by_learning_rate`, or with SGD without momentum.
+
+    | gradient | effect |
+    | --- | --- |
+    | the first steps | short, up to ten times: there is no bias correction |
+    | a NaN or infinite element | its update is NaN, its averages stay as they were |
+
+    Args:
+        b1: decay of the momentum, at least 0 and below 1.
+        b2: decay of the threshold, at least 0 and below 1.
+        alpha: the power of the magnitude that is averaged, > 0; the paper uses 1.
+        eps: added to the magnitude of the momentum, in the unit of the gradients, > 0.
+
+    Returns:
+        An Optax transformation with a `MomentState`, twice the size of the parameters.
+
+    Raises:
+        ValueError: a number is out of range.
+        TypeError: an argument is no number; when traced, a leaf is not inexact.
+
+    Examples:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clip = gcx.contrib.acclip(b1=0.0, b2=0.5)
+        >>> _, state = clip.update(jnp.array([4.0, 4.0]), clip.init(jnp.zeros(2)))
+        >>> [round(x, 3) for x in clip.update(jnp.array([2.0, 100.0]), state)[0].tolist()]
+        [2.0, 51.0]
+
+    References:
+        Zhang et al., 2020, arXiv 1912.03194, algorithm 2.
+    """
+    name = "acclip"
+    check_decays(name, b1=b1, b2=b2)
+    check_number(name, "alpha", alpha, "The paper uses 1.")
+    check_number(name, "eps", eps, "The paper uses 1e-5.")
+
+    @where_finite_grad
+    def step(grad: Array, first: Any, second: Any, param: Any) -> tuple[Array, Array, Array]:
+        first = b1 * first + (1 - b1) * grad
+        second = b2 * second + (1 - b2) * power_of(jnp.abs(grad), alpha)
+        # Not zero: neither its root nor its quotient has a derivative there.
+        tau = jnp.maximum(second, jnp.finfo(second.dtype).tiny) ** (1 / alpha)
+        return scale_leaf(first, scale_factor(jnp.abs(first) + eps, tau)), first, second
+
+    return moment_transformation(name, lambda step_count: step)
+
+
+def spam_clip(
+    spike_threshold: Number = 5000.0,
+    decay: Number = 0.999,
+    warmup_steps: int = 20,
+    reset_every: int | None = 500,
+) -> optax.GradientTransformation:
+    """Clamps elements whose square is far above their second moment (SPAM).
+
+    Where `g^2 > spike_threshold * v`, g becomes `sign(g) sqrt(spike_threshold * v)`. The second
+    moment v is that before the step, without bias correction; the clamped g then enters it. Put
+    it before Adam, and pass the `b2` of Adam as `decay`. SPAM's reset of the momentum is not
+    part of a clip.
+
+    | element | effect |
+    | --- | --- |
+    | in the first `warmup_steps`, and after each reset | not clamped, as in the authors' code |
+    | v is 0 | not clamped; in the paper it stays 0 for ever |
+    | NaN or infinite | its update is NaN, its moment stays as it was |
+
+    Args:
+        spike_threshold: largest ratio of g^2 to v, dimensionless, > 0.
+        decay: of the second moment, at least 0 and below 1.
+        warmup_steps: steps without clamping after the start and after each reset, >= 1.
+        reset_every: v restarts from 0 every so many steps, >= 1; None for never.
+
+    Returns:
+        An Optax transformation with a `MomentState` of the size of the parameters.
+
+    Raises:
+        ValueError: a number is out of range.
+        TypeError: an argument is no number; when traced, a leaf is not inexact.
+
+    Examples:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clip = gcx.contrib.spam_clip(4.0, decay=0.75, warmup_steps=1)
+        >>> _, state = clip.update(jnp.array([4.0, 4.0]), clip.init(jnp.zeros(2)))
+        >>> [round(x, 3) for x in clip.update(jnp.array([1.0, 100.0]), state)[0].tolist()]
+        [1.0, 4.0]
+
+    References:
+        Huang et al., 2025, arXiv 2501.06842, algorithm 1.
+    """
+    name = "spam_clip"
+    check_number(name, "spike_threshold", spike_threshold, "The paper uses 5000.")
+    check_decays(name, decay=decay)
+    check_count(name, "warmup_steps", warmup_steps, "The authors' code uses 20.")
+    if reset_every is not None:
+        check_count(name, "reset_every", reset_every, "Pass None for no reset.")
+        if not (is_traced(reset_every) or is_traced(warmup_steps) or reset_every > warmup_steps):
+            hint = "Nothing would ever be clipped."
+            rule = f"> warmup_steps={warmup_steps}"
+            raise ValueError(error_message(name, "reset_every", rule, reset_every, hint))
+
+    def step_of(step_count: Scalar) -> LeafStep:
+        count = increment_where(step_count)
+        since_reset = count if reset_every is None else count % reset_every
+        resets = False if reset_every is None else since_reset == 0
+        is_warm = since_reset >= warmup_steps
+
+        @where_finite_grad
+        def clip(grad: Array, first: None, second: Any, param: Any) -> tuple[Array, None, Array]:
+            is_clamped = is_warm & (second > 0)
+            bound = jnp.sqrt(spike_threshold * jnp.where(is_clamped, second, 1))
+            threshold = jnp.where(is_clamped, bound, jnp.finfo(second.dtype).max)
+            magnitude = jnp.abs(grad)
+            second = decay * second + (1 - decay) * jnp.minimum(magnitude, threshold) ** 2
+            return scale_leaf(grad, scale_factor(magnitude, threshold)), first, second
+
+        def step(grad: Array, first: None, second: Array, param: Any) -> tuple[Array, None, Array]:
+            return clip(grad, first, jnp.where(resets, 0, second), param)
+
+        return step
+
+    return moment_transformation(name, step_of, keeps_first=False)
+
+
+def stable_adamw(
+    learning_rate: Number | optax.Schedule,
+    b1: Number = 0.9,
+    b2: Number = 0.99,
+    eps: Number = 1e-6,
+    weight_decay: Number = 0.0,
+    clipping: Number = 1.0,
+    *,
+    axis_name: AxisName = None,
+) -> optax.GradientTransformation:
+    """AdamW whose step is shortened, leaf by leaf, when its second moment lags the gradient.
+
+    The learning rate of a leaf is divided by `max(1, RMS / clipping)`, with the root mean square
+    of `g / sqrt(max(u, eps^2))`, where the second moment u includes g. Weight decay is shortened
+    alike, as in version 2 of the authors' code. The decays include the bias correction. Gradient
+    and moment are needed at once, so it is an optimizer, not a clip around one.
+
+    Args:
+        learning_rate: a number > 0 or a schedule.
+        b1: decay of the first moment, at least 0 and below 1.
+        b2: decay of the second moment, at least 0 and below 1.
+        eps: added to the root of the second moment, in the unit of the gradients, > 0.
+        weight_decay: decoupled, times the learning rate, >= 0.
+        clipping: the RMS above which a step is shortened, dimensionless, > 0.
+        axis_name: mapped axes over which the leaves are sharded, where types do not name them.
+
+    Returns:
+        An Optax optimizer; `update` needs `params`. Like Adam it keeps a NaN in its moments: wrap
+        it in `skip_nonfinite`.
+
+    Raises:
+        ValueError: a number is out of range, or `params` is missing.
+        TypeError: an argument is no number; when traced, a leaf is not inexact.
+
+    Examples:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> tx, params = gcx.contrib.stable_adamw(0.1, b1=0.0), jnp.zeros(1)
+        >>> _, state = tx.update(jnp.array([1.0]), tx.init(params), params)
+        >>> round(tx.update(jnp.array([1000.0]), state, params)[0].item(), 3)  # AdamW: -0.141
+        -0.1
+
+    References:
+        Wortsman et al., 2023, arXiv 2304.13013, algorithm 2.
+    """
+    name = "stable_adamw"
+    check_decays(name, b1=b1, b2=b2)
+    check_number(name, "eps", eps, "The paper uses 1e-6.")
+    check_number(name, "weight_decay", weight_decay, "Pass 0 for none.", closed=True)
+    check_number(name, "clipping", clipping, "The paper uses 1.")
+    axes = check_axis_name(name, axis_name)
+    if not callable(learning_rate):
+        check_number(name, "learning_rate", learning_rate, "The paper uses 0.002.")
+
+    def step_of(step_count: Scalar) -> LeafStep:
+        rate = learning_rate(step_count) if callable(learning_rate) else learning_rate
+        steps = increment_where(step_count).astype(jnp.float32)
+        decays = [b * bias_correction(b, steps - 1) / bias_correction(b, steps) for b in (b1, b2)]
+
+        def step(
+            grad: Array, first: Array, second: Array, param: Any
+        ) -> tuple[Array, Array, Array]:
+            d1, d2 = (decay.astype(second.dtype) for decay in decays)
+            first = first * d1 + grad * (1 - d1)
+            second = second * d2 + jnp.abs(grad) ** 2 * (1 - d2)
+            ratio = grad / jnp.sqrt(jnp.maximum(second, eps**2))
+            norm = norm_of_leaves([ratio], 2.0, axes)
+            size = ratio.size * replica_count(frozenset(), shard_axes(ratio, axes))
+            shortened = rate / jnp.maximum(1, norm / math.sqrt(max(size, 1)) / clipping)
+            decayed = weight_decay * param.astype(first.dtype)
+            direction = first / (power_of(second, 0.5) + eps) + decayed
+            return -shortened * direction, first, second
+
+        return step
+
+    return moment_transformation(name, step_of, needs_params=True)

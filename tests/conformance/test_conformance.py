@@ -1,0 +1,351 @@
+"""The invariants of the design, for every public transformation.
+
+The rows are those of `registry.py`. A column costs at most one compiled program for each row:
+what several of them look at is computed once, by `run` and `step`. What has only one place in the
+library is tested there, in depth:
+
+| invariant | here | in depth |
+| --- | --- | --- |
+| 1 structure, dtypes, odd leaves | updates_have, pass_through, refused_by_path | clipping/test_scale |
+| 2 unclipped is unchanged | unchanged_bit_for_bit | clipping/test_step |
+| 3 the norm after clipping | are_bounded_after_clipping | clipping/test_grid |
+| 4 exact norms | | clipping/test_norm, test_gpu |
+| 5 no bad value stays | does_not_outlive_its_step | guarding/test_faults |
+| 6 fixed states | updates_have, one_trace_and_donates | accumulation/test_resume |
+| 7 eager, jit, scan, vmap, pmap | eager_jit_and_scan, vmap_is | clipping/test_transform |
+| 8 extra arguments | reach_the_inner_one | accumulation/test_wrapping |
+| 9 many devices | eight_devices, pmap_over | clipping/test_sharding, test_collectives, test_processes |
+| 10 micro-batches are the batch | | accumulation/test_microbatch, test_fuzz |
+| 11 derivatives | finite_also_at_zero | clipping/test_norm |
+| 12 scratch | at_most_one_params_size | accumulation/test_memory |
+| 13 errors when built | | wherever something is built |
+"""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from registry import TRANSFORMATIONS
+
+import compat
+import gradclip_jax as gcx
+
+every = pytest.mark.parametrize("name", TRANSFORMATIONS)
+
+close = functools.partial(chex.assert_trees_all_close, rtol=3e-6, atol=1e-7)
+
+
+@functools.cache
+def make(name):
+    return optax.with_extra_args_support(TRANSFORMATIONS[name]())
+
+
+def example(dtype="float32", scale=1.0):
+    rng = np.random.default_rng(0)
+    shapes = {"w": (4, 3), "b": (3,), "s": ()}
+    return {k: (scale * rng.standard_normal(s)).astype(jnp.dtype(dtype)) for k, s in shapes.items()}
+
+
+def at(tree, i):
+    return jax.tree.map(lambda x: x[i], tree)
+
+
+def types(tree):
+    return jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
+
+
+@functools.cache
+def jitted(name, axis_name=None):
+    """One step for all tests of a row; it donates its state and counts its traces."""
+    tx = make(name)
+
+    def step(grads, state, params):
+        step.traces += 1
+        return tx.update(grads, state, params)
+
+    step.traces = 0
+    return step, jax.jit(step, donate_argnums=1)
+
+
+def step(name, grads, params):
+    """The update of a first step, compiled."""
+    return jitted(name)[1](grads, make(name).init(params), params)[0]
+
+
+@functools.cache
+def scanned(name):
+    update = make(name).update
+
+    def run(params, state, stream):
+        def body(state, grads):
+            updates, state = update(grads, state, params)
+            return state, (updates, state)
+
+        return jax.lax.scan(body, state, stream)[1]
+
+    return jax.jit(run)
+
+
+def run(name, stream):
+    """The updates and states of a stream of gradients, each stacked, from one compiled scan."""
+    stacked = jax.tree.map(lambda *xs: np.stack(xs), *stream)
+    params = example()
+    return jax.tree.map(np.asarray, scanned(name)(params, make(name).init(params), stacked))
+
+
+@every
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+def test_updates_have_the_types_of_the_input_and_states_those_of_init(name, dtype):
+    if dtype not in TRANSFORMATIONS[name].keeps_dtypes:
+        pytest.skip("this dtype is that of other tests: registry.py")
+    tx = make(name)
+    # Types and promotion are settled by the trace. In 64 bits nothing need be strict.
+    with compat.x64() if dtype == "float64" else compat.strict():
+        params = example(dtype)
+        first = tx.init(params)
+        updates, state = jax.eval_shape(tx.update, params, first, params)
+        assert types(updates) == types(params)
+        assert types(state) == types(first)
+
+
+@every
+def test_none_masked_zero_size_scalar_and_float0_leaves_pass_through(name):
+    row = TRANSFORMATIONS[name]
+    # The optimizers of Optax refuse float0 themselves.
+    tx = row.around(optax.identity()) if row.around else row.make()
+    params = {
+        "n": None,
+        "m": optax.MaskedNode(),
+        "z": jnp.zeros((0, 3)),
+        "i": jnp.int32(3),
+        "x": jnp.ones(()),
+    }
+    float0 = np.zeros((), jax.dtypes.float0)
+    grads = {**params, "i": float0, "x": jnp.float32(0.25)}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert updates["n"] is None and isinstance(updates["m"], optax.MaskedNode)
+    assert updates["z"].shape == (0, 3) and updates["i"].dtype == jax.dtypes.float0
+    assert np.isfinite(updates["x"])
+
+
+@every
+def test_empty_tree_passes_through(name):
+    tx = make(name)
+    updates, _ = jax.eval_shape(lambda: tx.update({}, tx.init({}), {}))
+    assert updates == {}
+
+
+@every
+def test_integer_leaf_is_refused_by_path(name):
+    tx, params = make(name), example()
+    state = tx.init(params)
+    with pytest.raises(TypeError, match=r"int32\[4, 3\] at updates\['w'\]"):
+        tx.update({**params, "w": jnp.ones((4, 3), jnp.int32)}, state, params)
+
+
+@every
+def test_swapped_state_and_gradients_are_refused_in_our_words(name):
+    params = example()
+    state = make(name).init(params)
+    if jax.tree.leaves(state):
+        with pytest.raises(TypeError, match=r"^\w+: `(updates|state)` must be an? .*, got "):
+            jax.eval_shape(make(name).update, state, params, params)
+
+
+SEVEN_SCALES = (0.3, 3.0, 30.0, 0.1, 0.3, 3.0, 0.1)
+
+
+@pytest.mark.parametrize("name", [n for n, row in TRANSFORMATIONS.items() if row.is_identity_below])
+def test_small_gradients_are_unchanged_bit_for_bit(name):
+    grads = example(scale=1e-6)
+    updates, _ = run(name, [grads, *map(functools.partial(example, "float32"), SEVEN_SCALES[1:])])
+    chex.assert_trees_all_equal(at(updates, 0), grads)
+
+
+@pytest.mark.parametrize("name", [n for n, row in TRANSFORMATIONS.items() if row.recovers])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bad_value_does_not_outlive_its_step(name, bad):
+    good = example(scale=0.1)
+    spoilt = {**good, "b": np.array([good["b"][0], bad, good["b"][2]])}
+    updates, states = run(name, [good, spoilt, *[good] * 5])
+    _, clean = run(name, [good] * 7)
+    chex.assert_tree_all_finite(at(updates, -1))
+    # A threshold may be infinite, and an empty place of a window; but not more of them are.
+    for kept, expected in zip(jax.tree.leaves(states), jax.tree.leaves(clean), strict=True):
+        kept, expected = np.float32(kept[-1]), np.float32(expected[-1])
+        assert not np.isnan(kept).any()
+        assert np.sum(np.isinf(kept)) <= np.sum(np.isinf(expected)) + (kept.ndim > 0)
+
+
+@every
+def test_eager_jit_and_scan_agree_on_one_trace_and_donated_states(name):
+    tx, params = make(name), example()
+    stream = [example(scale=scale) for scale in SEVEN_SCALES]
+    scanned_updates, states = run(name, stream)
+    function, update = jitted(name)
+    state, traces = tx.init(params), function.traces
+    for i, grads in enumerate(stream):
+        updates, state = update(grads, state, params)
+        close(updates, at(scanned_updates, i))
+    assert function.traces <= max(traces, 1)
+    # Eager from the middle of the stream, where there is something to clip.
+    eager, after = tx.update(stream[2], jax.tree.map(jnp.asarray, at(states, 1)), params)
+    close(eager, at(scanned_updates, 2))
+    assert types(after) == types(tx.init(params))
+
+
+@pytest.mark.slow
+@every
+def test_vmap_is_one_transformation_for_each(name):
+    tx = make(name)
+    several = jax.tree.map(lambda x: np.stack([x, 20 * x]), example())
+    updates = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g), g)[0]))(several)
+    for i in range(2):
+        close(at(updates, i), step(name, at(several, i), at(several, i)))
+
+
+@every
+def test_extra_arguments_are_taken_and_reach_the_inner_one(name):
+    received = []
+
+    def inner_update(updates, state, params=None, *, marker=None, **extra):
+        received.append(marker)
+        return updates, state
+
+    spy = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), inner_update)
+    row = TRANSFORMATIONS[name]
+    tx = row.around(spy) if row.around else optax.chain(row.make(), spy)
+    params = example(scale=0.1)
+    state = tx.init(params)
+    jax.eval_shape(lambda g: tx.update(g, state, params, marker="here"), params)
+    assert "here" in received
+
+
+def matrix_and_vector():
+    rng = np.random.default_rng(1)
+    shapes = {"w": (8, 8), "b": (8,)}
+    params = {k: rng.standard_normal(s).astype(np.float32) for k, s in shapes.items()}
+    return jax.tree.map(lambda x: 3 * x, params), params
+
+
+@pytest.mark.slow
+@every
+@pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
+def test_eight_devices_give_what_one_gives(name, mode):
+    """`w` is spread over the devices, `b` is replicated; under pmap both are spread."""
+    if name == "noisy_mean" and mode != "jit":
+        pytest.skip("each shard draws noise of its own: tests/unit/per_example/test_noise.py")
+    tx, axis = make(name), TRANSFORMATIONS[name].split_axis
+    grads, params = matrix_and_vector()
+    if mode == "pmap" and axis == 1:  # all of `b` is one unit
+        del grads["b"], params["b"]
+    expected = step(name, grads, params)
+    if mode == "pmap":
+        close(by_pmap(TRANSFORMATIONS[name].make(axis_name="data"), grads, params, axis), expected)
+        return
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    specs = {"w": P(*[None] * axis, "data"), "b": P()}
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    placed = [jax.device_put(tree, shardings) for tree in (grads, params)]
+
+    if mode == "jit":
+        updates, _ = jax.jit(tx.update)(placed[0], tx.init(placed[1]), placed[1])
+    else:
+        step_of_shard = jax.shard_map(
+            lambda g, p: tx.update(g, tx.init(p), p)[0],
+            mesh=mesh,
+            in_specs=(specs, specs),
+            out_specs=specs,
+        )
+        updates = jax.jit(step_of_shard)(*placed)
+    close(updates, expected)
+    for key, x in updates.items():
+        assert x.sharding.is_equivalent_to(shardings[key], x.ndim)
+
+
+def by_pmap(tx, grads, params, axis):
+    def cut(x):
+        return np.stack(np.split(x, 8, axis if x.ndim > 1 else 0))
+
+    update = jax.pmap(lambda g, p: tx.update(g, tx.init(p), p)[0], axis_name="data")
+    parts = update(jax.tree.map(cut, grads), jax.tree.map(cut, params))
+    return jax.tree.map(lambda x: np.concatenate(x, axis if x.ndim > 2 else 0), parts)
+
+
+@pytest.mark.slow
+@every
+def test_forward_and_reverse_derivatives_are_finite_also_at_zero(name):
+    row, params = TRANSFORMATIONS[name], example()
+    tx = row.around(SGD) if row.around and not row.bound else make(name)
+    state = tx.init(params)
+
+    @jax.jit
+    def derivatives(grads):
+        def total(grads):
+            updates, _ = tx.update(grads, state, params)
+            return sum(jnp.sum(x * x) for x in jax.tree.leaves(updates))
+
+        return jax.grad(total)(grads), jax.jvp(total, (grads,), (params,))[1]
+
+    for grads in (params, jax.tree.map(np.zeros_like, params)):
+        chex.assert_tree_all_finite(derivatives(grads))
+
+
+SGD = optax.sgd(0.5)
+
+
+@pytest.mark.slow
+@every
+def test_scratch_is_at_most_one_params_size(name):
+    tx = make(name)
+    params = {f"w{i}": jax.ShapeDtypeStruct((256, 512), "float32") for i in range(4)}
+    size = sum(x.size * 4 for x in params.values())
+
+    def step(params, state, grads):
+        return gcx.apply_gradients(tx, grads, state, params)
+
+    state = jax.eval_shape(tx.init, params)
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params).compile()
+    scratch = compiled.memory_analysis().temp_size_in_bytes / size
+    assert scratch <= TRANSFORMATIONS[name].scratch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n, row in TRANSFORMATIONS.items() if row.bound])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_norms_are_bounded_after_clipping(name, dtype):
+    dtype = jnp.dtype(dtype)
+    w = np.random.default_rng(2).uniform(0.1, 0.7, (64, 8)).astype(dtype)
+    params = {"v": -w, "w": w}
+    tx = make(name)
+
+    @jax.jit
+    def clipped(params):
+        state = tx.init(params)
+        for scale in (0.5, 0.5, 4.0):  # a level to learn, where there is one, and a spike
+            grads = jax.tree.map(lambda x, scale=scale: (scale * x).astype(dtype), params)
+            updates, state = tx.update(grads, state, params)
+        return updates, gcx.metrics(state)
+
+    updates, metrics = clipped(params)
+    unit, threshold = TRANSFORMATIONS[name].bound
+    if isinstance(threshold, str):
+        threshold = float(metrics[threshold])
+    exact = np.stack([np.asarray(x, np.float64) for x in updates.values()])
+    norms = np.linalg.norm(exact, axis={"tree": None, "leaf": (1, 2), "column": 1}[unit])
+    if unit == "column":  # relative to the parameters
+        threshold = threshold * np.linalg.norm(np.asarray(w, np.float64), axis=0)
+    assert np.all(norms <= threshold * (1 + 2 * float(jnp.finfo(dtype).eps)))
+    assert np.any(norms > 0.8 * threshold)  # it was clipped to the threshold, not far below
+
+
+def test_config_of_jax_is_left_alone():
+    before = dict(jax.config.values)
+    gcx.clip_by_global_norm(1.0).update(example(), None)
+    assert dict(jax.config.values) == before

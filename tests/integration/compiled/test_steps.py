@@ -1,0 +1,152 @@
+"""Whole training steps compiled for an H100 or a TPU: bytes, launches and scratch beside Optax's.
+
+An environment compiles for one of them; `make test-compiled-cuda` and `make test-compiled-tpu`
+make it, elsewhere these tests skip. All models: `make bench-compiled`.
+"""
+
+import functools
+import re
+
+import _devices
+import compiled
+import jax
+import pytest
+from _models import MODELS, gpt
+from _rows import OPTAX, ROWS
+from features_compiled import COSTS, tree_of
+
+PLATFORM = _devices.available()
+if PLATFORM is None:
+    pytest.skip("`make test-compiled-tpu` installs a compiler", allow_module_level=True)
+
+pytestmark = getattr(pytest.mark, f"compiled_{PLATFORM}")
+
+# A TPU compiles a GPT for 15 s, and PPO's networks for 2.
+SMALL = {"cuda": ["PPO", "scan GPT, small"], "tpu": ["PPO"]}[PLATFORM]
+# A GPU merges the kernels of many leaves, or does not.
+OF_MANY_LEAVES = {"cuda": ["adaptive_grad_clip", "skip_nonfinite", "skip_spikes"], "tpu": []}
+CASES = [(model, name) for model in SMALL for name in ROWS]
+CASES += [("ViT-S/14", name) for name in OF_MANY_LEAVES[PLATFORM]]
+CLIPS = ["clip_by_global_norm", "clip_by_leaf_norm", "adaptive_grad_clip"]
+SHARDED = gpt(2, 512, 5120, 32, 256, scan=True)
+# In units of N: on a TPU the products beside an activation take its clip along.
+MOVED_BY_A_COTANGENT = {"cuda": 3, "tpu": 0}[PLATFORM]
+SLACK = 0.03
+
+
+# Goals that are not reached, and how far: ours by Optax's. May only become less; benchmarks/README.md
+# has the figures.
+NOT_REACHED = {
+    "cuda": {
+        ("PPO", "autoclip"): {"launches": 1.04},
+        ("PPO", 'skip_nonfinite(check="step")'): {"bytes, N": 1.08},
+        ("PPO", "microbatched_value_and_grad"): {"launches": 1.05},
+        # Its norms are over layers, and as large as one of them: default axes of a stacked leaf.
+        ("scan GPT, small", "adaptive_grad_clip"): {"bytes, N": 1.02},
+        ("scan GPT, small", "adagc"): {"launches": 1.01},
+        ("scan GPT, small", 'skip_nonfinite(check="step")'): {"bytes, N": 1.05, "launches": 1.03},
+        ("scan GPT, small", "skip_spikes"): {"launches": 1.05},
+        ("scan GPT, small", "skip_nonfinite(accumulate_gradients(clip))"): {"launches": 1.05},
+        # What keeps XLA from a wrong sum of an embedding's gradients: docs/compiler_faults.md.
+        ("scan GPT, small", "microbatched_value_and_grad"): {
+            "bytes, N": 1.04,
+            "launches": 1.03,
+            "scratch, N": 1.12,
+        },
+        ("ViT-S/14", "adaptive_grad_clip"): {"scratch, N": 1.01},
+        # What is watched is measured besides: what that costs, in kernels.
+        ("PPO", "watch(clip), the gradient"): {"launches": 1.27},
+        ("PPO", "watch(clip)"): {"bytes, N": 1.02, "launches": 1.74},
+        ("scan GPT, small", "watch(clip), the gradient"): {"launches": 1.13},
+        ("scan GPT, small", "watch(clip)"): {"launches": 1.34},
+    },
+    "tpu": {
+        ("PPO", "autoclip"): {"bytes, N": 1.02, "launches": 1.33},
+        ("PPO", "adagc"): {"launches": 1.12},
+        ("PPO", 'skip_nonfinite(check="step")'): {"launches": 1.07},
+        ("PPO", "skip_large_norm"): {"launches": 1.03},
+        ("PPO", "skip_spikes"): {"launches": 1.46},
+        ("PPO", "microbatched_value_and_grad"): {"launches": 1.16},
+        ("PPO", "watch(clip), the gradient"): {"launches": 1.89},
+        ("PPO", "watch(clip)"): {"launches": 2.13},
+    },
+}[PLATFORM]
+# Sharded, in N beyond Optax's, where the goal is 0.05. (With no report of its state at all the same
+# step takes 5 N more on a TPU: the compiler's order decides.)
+MORE_SCRATCH_SHARDED = {
+    "cuda": {"clip_by_leaf_norm": 1.84, "adaptive_grad_clip": 2.76},
+    "tpu": {"adaptive_grad_clip": 0.18},
+}[PLATFORM]
+# Scratch of PPO's small networks on a TPU is 0 or some 90 N, for near-identical programs of Optax too.
+HELD = ["bytes, N", "launches", "scratch, N"][: 2 if PLATFORM == "tpu" else 3]
+
+
+@functools.cache
+def optax_step(model, name):
+    return compiled.measure(OPTAX[name](MODELS[model]()), MODELS[model](), PLATFORM)
+
+
+def missed(ours, theirs):
+    """How many times Optax's ours is, where that is more than the goal allows."""
+    pairs = {goal: (ours[goal], theirs[goal]) for goal in HELD}
+    return {
+        goal: pair[0] / pair[1]
+        for goal, pair in pairs.items()
+        if compiled.cell(goal, *pair).startswith("**")
+    }
+
+
+@pytest.mark.parametrize(("model", "name"), CASES)
+def test_step_reaches_the_goals(model, name):
+    row = ROWS[name]
+    ours = compiled.measure(row.ours(MODELS[model]()), MODELS[model](), PLATFORM)
+    theirs = optax_step(model, row.theirs)
+    for phase in ("held", "emitted") if row.accumulates else ("",):
+        found = (record | record["phases"][phase] for record in (ours, theirs))
+        allowed = NOT_REACHED.get((model, name), {})
+        assert {goal: x for goal, x in missed(*found).items() if x > allowed.get(goal, 0)} == {}
+
+
+def gathered(record):
+    """The bytes of all gathers: a few of scalars are none to speak of."""
+    found = re.search(r"all-gather of ([\d.]+) (MiB|B)", record["collectives"])
+    return float(found[1]) * {"MiB": 2**20, "B": 1}[found[2]] if found else 0
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_sharded_step_gathers_nothing_that_optax_does_not(name):
+    ours, theirs = (
+        compiled.measure(make(SHARDED), SHARDED, PLATFORM, many=True)
+        for make in (ROWS[name].ours, OPTAX[ROWS[name].theirs])
+    )
+    assert gathered(ours) <= 1.01 * gathered(theirs)
+    assert ours["scratch, N"] <= theirs["scratch, N"] + MORE_SCRATCH_SHARDED.get(name, 0.05)
+
+
+def cost(name):
+    """The program without a feature, the one with it, and N."""
+    tree = tree_of(2, 2048)
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(COSTS[name].unit(tree)))
+    return *(
+        make().compile_for(PLATFORM, tree) for make in (COSTS[name].without, COSTS[name].with_it)
+    ), size
+
+
+def test_a_guard_of_norm_and_loss_reads_the_gradient_once_and_stops_no_host():
+    without, guarded, size = cost("`skip_spikes` on norm and loss")
+    assert guarded.program.always.stops == 0
+    assert guarded.program.always.moved <= without.program.always.moved + (1 + SLACK) * size
+
+
+@pytest.mark.parametrize("unit", ["token", "example"])
+def test_a_cotangent_is_clipped_in_one_read_or_beside_the_products(unit):
+    without, clipped, size = cost(f"`clip_cotangent`, each {unit}")
+    assert clipped.program.always.stops == 0
+    more = (MOVED_BY_A_COTANGENT + SLACK) * size
+    assert clipped.program.always.moved <= without.program.always.moved + more
+    assert clipped.scratch <= without.scratch + SLACK * size
+
+
+def test_qk_clip_is_part_of_the_last_write_of_the_optimizer():
+    without, clipped, size = cost("`qk_clip` in a step of AdamW")
+    assert clipped.program.always.moved <= without.program.always.moved + SLACK * size

@@ -1,0 +1,137 @@
+"""Several processes, as on several hosts: the numbers of one, and no process left waiting."""
+
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import process_worker
+import pytest
+
+pytestmark = pytest.mark.slow  # each launch starts JAX anew in several processes
+
+WORKER = Path(process_worker.__file__)
+PATIENCE = 180  # seconds before a launch is given up; a quiet machine needs a tenth of it
+HEARTBEAT = 5  # seconds until the death of a process counts
+TRAINED = [*process_worker.LAYOUTS, "shard_map_fsdp", "shard_map_window"]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launch(what, processes, folder, *options):
+    """Runs the worker in so many processes; `(exit code, output)` of each, and the seconds."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    common = [sys.executable, WORKER, what, "--of", processes, "--port", free_port(), *options]
+    started, running = time.monotonic(), []
+    try:
+        for i in range(processes):
+            command = [*common, "--process", i, "--out", folder / f"{i}.json"]
+            with (folder / f"{i}.log").open("w") as log:
+                running.append(
+                    subprocess.Popen(
+                        [str(word) for word in command], env=environment, stdout=log, stderr=log
+                    )
+                )
+        for process in running:
+            left = PATIENCE - (time.monotonic() - started)
+            process.wait(timeout=max(left, 0.1))
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    seconds = time.monotonic() - started
+    logs = [(folder / f"{i}.log").read_text(errors="replace") for i in range(processes)]
+    return [(p.returncode, log) for p, log in zip(running, logs, strict=True)], seconds
+
+
+def launch_training(processes, folder, *cases):
+    """What each process saw."""
+    ended, _ = launch("train", processes, folder, "--cases", *cases)
+    for i, (code, log) in enumerate(ended):
+        assert code == 0, f"process {i} of {processes}:\n{log[-3000:]}"
+    return [json.loads((folder / f"{i}.json").read_text()) for i in range(processes)]
+
+
+@functools.cache
+def on_one_device(case):
+    if case == "shard_map_window":
+        return process_worker.reference(process_worker.GUARDED_WINDOWS)
+    return process_worker.reference(process_worker.GUARDED_CALLS)
+
+
+def assert_like_one_device(case, seen):
+    expected = on_one_device(case)
+    np.testing.assert_allclose(seen["loss"], expected["loss"], rtol=1e-5)
+    for name, leaf in expected["params"].items():
+        np.testing.assert_allclose(seen["params"][name], leaf, rtol=0, atol=1e-5)
+    for found, told in zip(seen["metrics"], expected["metrics"], strict=True):
+        assert found.keys() == told.keys()
+        for name, value in told.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+
+
+def assert_alike(seen):
+    """Bit for bit: one process that rounds differently drifts apart from the others."""
+    texts = [json.dumps(one) for one in seen]
+    assert all(text == texts[0] for text in texts)
+
+
+def assert_bad_call_is_skipped(seen):
+    is_bad = [i == process_worker.BAD_CALL for i in range(process_worker.CALLS)]
+    assert np.isnan(seen["loss"]).tolist() == is_bad
+    assert seen["metrics"][-1]["skipped_nonfinite"] == 1
+    assert all(np.isfinite(leaf).all() for leaf in seen["params"].values())
+
+
+def assert_norms_are_of_the_whole(seen):
+    for case, whole in {
+        "huge_norm": process_worker.HUGE,
+        "pipeline_stages": process_worker.values((4, 6, 3), 11),
+        "pmap_norm": process_worker.values((process_worker.DEVICES, 5), 10),
+    }.items():
+        exact = np.sqrt((whole.astype(np.float64) ** 2).sum())
+        np.testing.assert_allclose(seen[case]["norm"], exact, rtol=3e-7, err_msg=case)
+    assert abs(seen["pipeline_stages"]["after"] - 1) < 1e-6
+
+
+# One test a launch, not one a claim: parallel test workers would each launch again.
+
+
+def test_two_processes_see_what_one_device_sees(tmp_path):
+    seen = launch_training(2, tmp_path, *process_worker.CASES)
+    assert_alike(seen)
+    assert_norms_are_of_the_whole(seen[0])
+    for case in TRAINED:
+        assert_like_one_device(case, seen[0][case])
+        assert_bad_call_is_skipped(seen[0][case])  # the NaN came in on the other process
+
+
+def test_four_processes_see_what_one_device_sees(tmp_path):
+    seen = launch_training(4, tmp_path, *process_worker.CASES)
+    assert_alike(seen)
+    assert_norms_are_of_the_whole(seen[0])
+    for case in TRAINED:
+        assert_like_one_device(case, seen[0][case])
+        assert_bad_call_is_skipped(seen[0][case])
+
+
+@pytest.mark.parametrize("who", [0, 1], ids=["coordinator", "other"])
+def test_death_of_a_process_ends_the_others_with_an_error(tmp_path, who):
+    ended, seconds = launch("die", 2, tmp_path, "--who", who, "--heartbeat", HEARTBEAT)
+    assert ended[who][0] == 7, ended[who][1][-3000:]
+    code, log = ended[1 - who]
+    assert code not in (0, 7), log[-3000:]
+    # It worked until then, and was not killed for waiting too long. (Step `DEATH - 1`, which the
+    # other process ended, it had begun; it may have been ended before it printed that.)
+    assert f"{process_worker.DEATH - 2} " in log
+    assert seconds < PATIENCE / 2

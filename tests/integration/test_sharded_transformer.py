@@ -1,0 +1,181 @@
+"""examples/sharded_transformer.py learns, and resumes in the middle of a window on any mesh."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from test_processes import PATIENCE, free_port
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "sharded_transformer.py"
+SIZES = {"batch-size": 16, "length": 32, "layers": 1, "width": 32, "every": 4}
+TINY = [word for name, size in SIZES.items() for word in (f"--{name}", str(size))]
+STEPS, SAVED = 42, 21  # calls; the second leaves one micro-batch in the window
+LONG = [*TINY, "--steps", str(STEPS), "--checkpoint-every", str(SAVED), "--learning-rate", "0.02"]
+
+needs_eight = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("sharded_transformer", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_here(folder, *words):
+    """Runs the example in this process; what it summed up."""
+    summary = folder / "summary.json"
+    load().main([*words, "--summary", str(summary)])
+    return json.loads(summary.read_text())
+
+
+def run_apart(folder, *words, processes=1):
+    """Runs the example as users do, in so many processes with eight devices together."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    # Compiled as in this process: numbers are compared to the last bit.
+    environment["XLA_FLAGS"] = re.sub(
+        r"(device_count=)\d+", rf"\g<1>{8 // processes}", os.environ["XLA_FLAGS"]
+    )
+    environment["JAX_PLATFORMS"] = "cpu"
+    summary = folder / "summary.json"
+    command = [sys.executable, str(SCRIPT), *words, "--summary", str(summary)]
+    if processes > 1:
+        where = f"127.0.0.1:{free_port()}"
+        command += ["--coordinator", where, "--num-processes", str(processes)]
+    with contextlib.ExitStack() as running:
+        started = []
+        for i in range(processes):
+            own = ["--process-id", str(i)] if processes > 1 else []
+            log = running.enter_context((folder / f"{i}.log").open("w"))
+            process = subprocess.Popen(
+                [*command, *own], env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
+            running.callback(process.wait)
+            running.callback(process.kill)
+            started.append(process)
+        codes = [process.wait(timeout=PATIENCE) for process in started]
+    logs = [(folder / f"{i}.log").read_text(errors="replace") for i in range(processes)]
+    assert codes == [0] * processes, "\n".join(log[-3000:] for log in logs)
+    return json.loads(summary.read_text()), logs[0]
+
+
+def copied(folder, name, step):
+    """A folder that knows of one checkpoint only."""
+    (folder / name).mkdir()
+    shutil.copytree(folder / "whole" / str(step), folder / name / str(step))
+    return str(folder / name)
+
+
+def final_state(folder):
+    path = Path(folder) / str(STEPS) / "default"
+    handler = ocp.PyTreeCheckpointHandler()
+    with ocp.Checkpointer(handler) as checkpointer:
+        tree = checkpointer.metadata(path).item_metadata.tree
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+        return checkpointer.restore(path, ocp.args.PyTreeRestore(restore_args=as_numpy))
+
+
+@needs_eight
+@pytest.mark.slow
+def test_learns_and_resumes_in_the_middle_of_a_window(tmp_path):
+    mesh = ["--data", "4", "--model", "2", "--fsdp"]
+    folder = str(tmp_path / "whole")
+    whole, log = run_apart(tmp_path, *LONG, *mesh, "--checkpoint-dir", folder)
+    assert "tokens per second" in log
+    assert np.mean(whole["losses"][:4]) - np.mean(whole["losses"][-4:]) > 1.0
+    assert whole["metrics"]["gradient_step"] == STEPS // 4
+    assert whole["metrics"]["mini_step"] == STEPS % 4
+
+    same_mesh = copied(tmp_path, "same", SAVED)
+    resumed = run_here(tmp_path, *LONG, *mesh, "--checkpoint-dir", same_mesh, "--resume")
+    assert resumed["first_call"] == SAVED
+    assert resumed["losses"] == whole["losses"][SAVED:]
+    jax.tree.map(np.testing.assert_array_equal, final_state(same_mesh), final_state(folder))
+
+    with pytest.raises(SystemExit, match="--resume: the checkpoint does not fit"):
+        wide = ["--width", "64", "--checkpoint-dir", folder, "--resume"]
+        run_here(tmp_path, *LONG, *mesh, *wide)
+
+    other_mesh = copied(tmp_path, "other", SAVED)
+    options = ["--data", "8", "--checkpoint-dir", other_mesh, "--resume"]
+    resumed = run_here(tmp_path, *LONG, *options)
+    # The same numbers added up in another order, in bfloat16, for twenty calls.
+    np.testing.assert_allclose(resumed["losses"][:3], whole["losses"][SAVED:][:3], rtol=0.005)
+    np.testing.assert_allclose(resumed["losses"], whole["losses"][SAVED:], rtol=0.05)
+
+    two = copied(tmp_path, "two", SAVED)
+    options = [*mesh, "--checkpoint-dir", two, "--resume"]
+    resumed, log = run_apart(tmp_path, *LONG, *options, processes=2)
+    assert "2 process(es)" in log and resumed["first_call"] == SAVED
+    np.testing.assert_allclose(resumed["losses"][:3], whole["losses"][SAVED:][:3], rtol=0.005)
+    np.testing.assert_allclose(resumed["losses"], whole["losses"][SAVED:], rtol=0.05)
+    assert (Path(two) / str(STEPS)).is_dir()
+
+
+@needs_eight
+@pytest.mark.slow
+def test_both_accumulations_train_alike(tmp_path):
+    words = [*TINY, "--steps", "9", "--micro-batches", "1", "--data", "2"]
+    ours = run_here(tmp_path, *words)
+    theirs = run_here(tmp_path, *words, "--accumulation", "multisteps", "--no-guard")
+    np.testing.assert_allclose(ours["losses"], theirs["losses"], rtol=0.005)
+
+
+def test_resume_from_a_folder_that_is_not_there_is_refused_and_creates_nothing(tmp_path, capsys):
+    missing = tmp_path / "missing"
+    with pytest.raises(SystemExit) as stopped:
+        load().main([*TINY, "--data", "1", "--checkpoint-dir", str(missing), "--resume"])
+    assert stopped.value.code == 2
+    assert f"argument --resume: there is no folder {missing}" in capsys.readouterr().err
+    assert not missing.exists()
+
+
+def test_resume_without_a_checkpoint_is_refused(tmp_path):
+    words = [*TINY, "--data", "1", "--checkpoint-dir", str(tmp_path), "--resume"]
+    with pytest.raises(SystemExit, match="--resume: no checkpoint in"):
+        load().main(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--steps 0", "argument --steps: must be an integer >= 1, got '0'"),
+        ("--max-norm -1", "argument --max-norm: must be a finite number > 0, got '-1'"),
+        ("--max-norm nan", "argument --max-norm: must be a finite number > 0, got 'nan'"),
+        ("--resume", "argument --resume: needs --checkpoint-dir"),
+        ("--data 512", "argument --data: --data x --model is 512, the devices are "),
+        ("--heads 3", "argument --width: must be a multiple of --heads, got 128 and 3"),
+        ("--model 8 --heads 4", "argument --heads: must be a multiple of --model, got 4 and 8"),
+        (
+            "--batch-size 12 --micro-batches 8 --data 1",
+            "argument --batch-size: must be a multiple of --micro-batches x --data, got 12 and 8",
+        ),
+        ("--accumulation torch", "invalid choice: 'torch'"),
+    ],
+)
+def test_bad_argument_is_named(words, message, capsys):
+    if "--model" in words and len(jax.devices()) < 8:
+        pytest.skip("needs eight devices")
+    with pytest.raises(SystemExit):
+        load().main(words.split())
+    assert message in capsys.readouterr().err
+
+
+def test_help_describes_every_option(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        load().main(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    for option in ("--data", "--model", "--fsdp", "--resume", "--coordinator", "--accumulation"):
+        assert option in text

@@ -1,0 +1,51 @@
+"""The code of the pages runs on one device too, unless it is about several."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from test_readme import PAGES, ROOT, blocks
+
+NEEDS_EIGHT = {"docs/experts.md", "docs/sharding.md"}
+RUNS = [path for path in PAGES if blocks(path) and "notebooks" not in path.parts]
+NAMES = {path.relative_to(ROOT).as_posix() for path in RUNS}
+# Runs the pages named on its command line, each in a namespace of its own.
+RUNNER = """
+import pathlib, sys
+sys.path.insert(0, sys.argv[1])
+import jax
+from test_readme import blocks
+assert jax.device_count() == 1
+for name in sys.argv[2:]:
+    namespace = {"__name__": "page"}
+    for line, code in blocks(pathlib.Path(name)):
+        exec(compile("\\n" * (line - 1) + code, name, "exec"), namespace)
+"""
+
+
+@pytest.mark.slow
+def test_pages_run_on_one_device(tmp_path):
+    pages = [str(path) for path in RUNS if path.relative_to(ROOT).as_posix() not in NEEDS_EIGHT]
+    environment = {**os.environ, "XLA_FLAGS": "", "MPLBACKEND": "agg", "JAX_PLATFORMS": "cpu"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, "-c", RUNNER, str(ROOT / "tests"), *pages]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_pages_that_need_eight_devices_say_so():
+    assert NEEDS_EIGHT <= NAMES
+    for name in NEEDS_EIGHT:
+        assert "xla_force_host_platform_device_count=8" in (ROOT / name).read_text()
+
+
+def test_recipes_and_changes_of_library_show_code_that_runs():
+    folders = ("docs/recipes/", "docs/coming_from/")
+    pages = {
+        path.relative_to(ROOT).as_posix()
+        for folder in folders
+        for path in (ROOT / folder).glob("*.md")
+        if path.name not in {"index.md", "scripts.md"}
+    }
+    assert pages <= NAMES

@@ -1,0 +1,63 @@
+"""Every ```python block of README.md and docs/*.md runs, in order, in one namespace per file.
+
+A block with `<!-- not run -->` on the line before it is left out, one with `<!-- needs a, b -->`
+where one of these packages is not installed.
+"""
+
+import importlib.util
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("**/*.md"))]
+BLOCK = re.compile(
+    r"^(?P<skip><!-- (?:not run|needs (?P<needs>[\w, ]+)) -->\n)?^(?P<indent> *)```python\n(?P<code>.*?)^(?P=indent)```",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def blocks(page: Path) -> list[tuple[int, str]]:
+    """The blocks of `page` that are to run, each with the line number it starts on."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        (text.count("\n", 0, found.start("code")) + 1, textwrap.dedent(found["code"]))
+        for found in BLOCK.finditer(text)
+        if not found["skip"] or (found["needs"] and are_installed(found["needs"]))
+    ]
+
+
+def are_installed(names: str) -> bool:
+    return all(importlib.util.find_spec(name) for name in names.split(", "))
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(x, marks=() if x == README else pytest.mark.slow) for x in PAGES],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_code_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a block may write a file
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    namespace = {"__name__": page.stem}
+    for line, code in blocks(page):
+        # Blank lines in front: a traceback then names the line of the page itself.
+        exec(compile("\n" * (line - 1) + code, str(page), "exec"), namespace)
+
+
+def test_readme_shows_code_that_runs():
+    assert blocks(README)
+
+
+def test_blocks_are_found_with_their_line_numbers(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Title\n\n```python\na = 1\n```\n\n<!-- not run -->\n```python\n1 / 0\n```\n"
+        "- item\n\n  ```python\n  b = a\n  ```\n\n```bash\nls\n```\n"
+        "<!-- needs re, no_such_package -->\n```python\n1 / 0\n```\n"
+        "<!-- needs re, sys -->\n```python\nc = b\n```\n"
+    )
+    assert blocks(page) == [(4, "a = 1\n"), (14, "b = a\n"), (26, "c = b\n")]

@@ -1,0 +1,37 @@
+"""What the pages by trainer show is what `make test-trainers` runs there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs/trainers").glob("*.md"))
+# `diff` and `py`; what is in `python` is run by the tests of the pages.
+SHOWN = re.compile(r"^```(diff|py)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def lines_of(*paths):
+    return {line.strip() for path in paths for line in path.read_text().splitlines()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_line_of_a_diff_is_in_the_test_of_its_trainer(page):
+    folder = ROOT / "tests/integration/trainers"
+    sources = [folder / "pairs.py"]
+    if page.stem != "index":
+        sources.append(folder / f"test_{page.stem}.py")
+    known = lines_of(*sources)
+    shown = {
+        (line[1:] if kind == "diff" else line).strip()
+        for kind, block in SHOWN.findall(page.read_text())
+        for line in block.splitlines()
+    }
+    assert shown and shown - known == set()
+
+
+def test_there_is_a_page_for_each_trainer_that_is_run():
+    stems = {page.stem for page in PAGES} - {"index"}
+    assert {f"test_{stem}.py" for stem in stems} == {
+        path.name for path in (ROOT / "tests/integration/trainers").glob("test_*.py")
+    }

@@ -1,0 +1,159 @@
+"""What XLA makes of a step: no copy while the window is open, and next to no scratch memory."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import gradclip_jax as gcx
+import hlo
+
+SIDE = 384
+PARAMS = {f"w{i}": jnp.ones((SIDE, SIDE)) for i in range(4)}
+N = sum(x.nbytes for x in jax.tree.leaves(PARAMS))
+
+INNER = {
+    "sgd": lambda: optax.sgd(0.1),
+    "adamw": lambda: optax.adamw(1e-3),
+    "clip_adamw": lambda: optax.chain(gcx.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+}
+
+
+def apply_step(tx):
+    return lambda params, state, grads: gcx.apply_gradients(tx, grads, state, params)
+
+
+def update_step(tx):
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def scanned(tx):
+    def epoch(params, state, grads):
+        def step(carry, scale):
+            scaled = jax.tree.map(lambda g: g * scale, grads)
+            return apply_step(tx)(*carry, scaled), None
+
+        return jax.lax.scan(step, (params, state), jnp.arange(8.0))[0]
+
+    return epoch
+
+
+def known(emit):
+    """A step of which it is known when traced whether it closes the window."""
+
+    def make_step(tx):
+        return lambda p, s, g: gcx.apply_gradients(tx, g, s, p, emit=emit)
+
+    return make_step
+
+
+holds, closes = known(emit=False), known(emit=True)
+
+
+@functools.cache
+def compiled(make_step, name, every=4):
+    tx = gcx.accumulate_gradients(INNER[name](), every)
+    step = jax.jit(make_step(tx), donate_argnums=(0, 1))
+    return step.lower(PARAMS, tx.init(PARAMS), PARAMS).compile()
+
+
+def scratch(program):
+    """In units of the parameters."""
+    return program.memory_analysis().temp_size_in_bytes / N
+
+
+def large(text, **also):
+    """The additions, other arithmetic and copies of arrays as large as a parameter."""
+    made = re.compile(
+        rf"= f32\[{SIDE},{SIDE}\]\S* (add|subtract|multiply|divide|sqrt|rsqrt|negate|copy)"
+        r"(?:-start)?\("
+    )
+    found = map(made.search, hlo.instructions(text, **also))
+    return [line.group(1) for line in found if line]
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_scratch_is_at_most_the_parameters(name):
+    assert scratch(compiled(apply_step, name)) <= 1.05
+    # The gradient is made inside the scan.
+    assert scratch(compiled(scanned, name)) <= 2.05
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_without_clipping_there_is_no_scratch_at_all(name):
+    assert scratch(compiled(apply_step, name)) <= 0.01
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_scratch_of_update_is_that_of_its_updates(name):
+    assert scratch(compiled(update_step, name)) <= 1.3
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_every_state_buffer_is_reused(name):
+    tx = gcx.accumulate_gradients(INNER[name](), 4)
+    state = sum(x.nbytes for x in jax.tree.leaves(tx.init(PARAMS)))
+    reused = compiled(apply_step, name).memory_analysis().alias_size_in_bytes
+    assert reused >= 0.99 * (N + state)
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_a_step_does_nothing_but_in_two_loops_of_zero_or_one_trip(name):
+    # One takes the step of the optimizer, the other adds to the accumulator.
+    text = compiled(apply_step, name).as_text()
+    assert large(text, loops=False) == [] and hlo.count(text, "while", loops=False) == 2
+    assert "copy" not in large(text, branches=True)
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_a_step_known_to_hold_adds_to_the_accumulator_and_does_nothing_else(name):
+    program = compiled(holds, name)
+    assert large(program.as_text(), branches=True) == ["add"] * len(PARAMS)
+    assert hlo.count(program.as_text(), "while") == 0 and scratch(program) <= 0.01
+
+
+def test_a_step_known_to_close_the_window_has_no_branch_and_writes_no_sum():
+    program = compiled(closes, "adamw")
+    text = program.as_text()
+    assert hlo.count(text, "while") + hlo.count(text, "conditional") == 0
+    assert "copy" not in large(text) and scratch(program) <= 0.01
+
+
+def test_a_window_of_one_keeps_no_buffer_and_is_the_step_of_the_optimizer():
+    tx = gcx.accumulate_gradients(optax.adamw(1e-3), 1)
+    assert tx.init(PARAMS).acc_grads == ()
+    program, bare = compiled(apply_step, "adamw", 1), optax.adamw(1e-3)
+    plain = jax.jit(update_step(bare), donate_argnums=(0, 1))
+    plain = plain.lower(PARAMS, bare.init(PARAMS), PARAMS).compile()
+    assert sorted(large(program.as_text())) == sorted(large(plain.as_text()))
+    assert scratch(program) <= scratch(plain) + 0.01
+    assert hlo.count(program.as_text(), "while") == 0
+
+
+def test_a_step_inside_scan_copies_nothing():
+    assert "copy" not in large(compiled(scanned, "adamw").as_text(), branches=True)
+
+
+def test_sharded_parameters_keep_their_sharding_and_need_no_collective():
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    sharding = NamedSharding(mesh, PartitionSpec("x", "y"))
+    params = jax.device_put(PARAMS, sharding)
+    tx = gcx.accumulate_gradients(optax.adamw(1e-3), 4)
+    state = jax.jit(tx.init)(params)
+    step = jax.jit(apply_step(tx), donate_argnums=(0, 1)).lower(params, state, params).compile()
+    text = step.as_text()
+    for collective in ("all-reduce", "all-gather", "all-to-all", "collective-permute"):
+        assert hlo.count(text, collective) == 0
+    params, state = step(params, state, jax.device_put(PARAMS, sharding))
+    for x in jax.tree.leaves((params, state)):
+        if np.ndim(x) == 2:
+            assert x.sharding.is_equivalent_to(sharding, 2)

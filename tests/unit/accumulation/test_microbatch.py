@@ -1,0 +1,1032 @@
+"""`microbatched_value_and_grad`: the whole batch's value, gradient and aux, in parts."""
+
+import functools
+import re
+
+import chex
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import compat
+import gradclip_jax as gcx
+import hlo
+import oracles
+import trees
+
+BATCH = 24
+X, Y = trees.normal((BATCH, 4), seed=1), trees.normal((BATCH, 3), seed=2)
+PARAMS = {"w": trees.normal((4, 3), seed=3), "b": trees.normal((3,), seed=4)}
+TOKENS = jnp.asarray(np.random.default_rng(5).integers(0, 9, BATCH), jnp.float32)
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+def errors(params, batch):
+    """One error for each example."""
+    return jnp.mean((jnp.tanh(batch["x"] @ params["w"] + params["b"]) - batch["y"]) ** 2, axis=-1)
+
+
+def loss(params, batch):
+    return jnp.mean(errors(params, batch))
+
+
+def token_loss(params, batch):
+    """The mean over tokens, and their number."""
+    count = jnp.sum(batch["tokens"])
+    total = jnp.sum(errors(params, batch) * batch["tokens"])
+    return total / jnp.where(count > 0, count, 1), count
+
+
+def batch_of(size=BATCH):
+    return {"x": X[:size], "y": Y[:size], "tokens": TOKENS[:size]}
+
+
+def both(fun, parts, *args, has_aux=False, **kwargs):
+    """What comes back in parts, and from the whole batch."""
+    ours = jax.jit(gcx.microbatched_value_and_grad(fun, parts, has_aux=has_aux, **kwargs))
+    has_aux = has_aux or kwargs.pop("has_weight", False)
+    argnums = kwargs.get("argnums", 0)
+    return ours(*args), jax.jit(jax.value_and_grad(fun, argnums, has_aux=has_aux))(*args)
+
+
+def agree(ours, wanted):
+    chex.assert_trees_all_equal_shapes_and_dtypes(ours, wanted)
+    chex.assert_trees_all_close(ours, wanted, rtol=1e-5, atol=1e-6)
+
+
+# --- equal to the whole batch ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 24])
+def test_value_and_gradient_are_those_of_the_whole_batch(parts):
+    agree(*both(loss, parts, PARAMS, batch_of()))
+
+
+def test_eager_and_jit_agree():
+    fun = gcx.microbatched_value_and_grad(loss, 3)
+    agree(fun(PARAMS, batch_of()), jax.jit(fun)(PARAMS, batch_of()))
+
+
+@pytest.mark.slow
+def test_it_is_differentiable_itself():
+    def norm(params, take):
+        return optax.tree.norm(take(params, batch_of())[1])
+
+    ours = jax.grad(lambda p: norm(p, gcx.microbatched_value_and_grad(loss, 3)))(PARAMS)
+    agree(ours, jax.grad(lambda p: norm(p, jax.value_and_grad(loss)))(PARAMS))
+
+
+def test_it_can_be_vmapped_over_parameters():
+    stacked = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), PARAMS)
+    fun = gcx.microbatched_value_and_grad(loss, 3)
+    ours = jax.jit(jax.vmap(fun, (0, None)))(stacked, batch_of())
+    agree(ours, jax.vmap(jax.value_and_grad(loss), (0, None))(stacked, batch_of()))
+
+
+def test_batches_may_be_several_arguments_and_any_pytree():
+    def fun(params, x, scale, rest):
+        return loss(params, {"x": x * scale, "y": rest[0]["y"]})
+
+    ours, wanted = both(fun, 4, PARAMS, X, 2.0, [{"y": Y}, None], batch_argnums=(1, 3))
+    agree(ours, wanted)
+    ours, wanted = both(fun, 4, PARAMS, X, 2.0, [{"y": Y}, None], batch_argnums=(1, -1))
+    agree(ours, wanted)
+
+
+@pytest.mark.parametrize("argnums", [1, -2, (0, 1), (1, 0), (0,)])
+def test_argnums_are_those_of_jax(argnums):
+    def fun(shift, params, batch):
+        return loss(params, {**batch, "x": batch["x"] + shift})
+
+    agree(*both(fun, 4, jnp.ones(4), PARAMS, batch_of(), argnums=argnums, batch_argnums=2))
+
+
+def test_other_arguments_may_be_anything():
+    def fun(params, batch, model, *, train, name):
+        assert train is True and name == "mse"
+        return model(params, batch)
+
+    fun = gcx.microbatched_value_and_grad(fun, 4)
+    ours = jax.jit(lambda p, b: fun(p, b, loss, train=True, name="mse"))(PARAMS, batch_of())
+    agree(ours, jax.value_and_grad(loss)(PARAMS, batch_of()))
+
+
+def test_complex_parameters():
+    def fun(params, batch):
+        return jnp.mean(jnp.abs(batch["x"] @ params) ** 2)
+
+    params = trees.normal((4, 2), "complex64")
+    agree(*both(fun, 4, params, batch_of()))
+
+
+def test_64_bit_sums_stay_64_bit():
+    with compat.x64():
+        params = jax.tree.map(lambda p: p.astype(jnp.float64), PARAMS)
+        batch = jax.tree.map(lambda x: x.astype(jnp.float64), batch_of())
+        ours, wanted = both(loss, 6, params, batch)
+        chex.assert_trees_all_equal_dtypes(ours, wanted)
+        chex.assert_trees_all_close(ours, wanted, rtol=1e-13, atol=1e-14)
+
+
+def test_bfloat16_gradients_are_added_up_in_float32():
+    # 1, then 255 times 2^-9: in bfloat16 each addition would be lost.
+    values = jnp.full((256,), 2.0**-9, jnp.bfloat16).at[0].set(1.0)
+
+    def fun(w, x):
+        return jnp.sum(w * x)
+
+    value, grad = gcx.microbatched_value_and_grad(fun, 256)(jnp.bfloat16(1), values)
+    assert value.dtype == grad.dtype == jnp.bfloat16
+    wanted = np.mean(np.asarray(values, np.float64))
+    np.testing.assert_allclose(float(grad), wanted, rtol=2.0**-8)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [{"a": jnp.bfloat16, "b": "float32"}, lambda path: "bfloat16" if path == "a" else "float32"],
+    ids=["tree", "function"],
+)
+def test_the_dtype_of_sums_can_be_chosen_leaf_by_leaf(choice):
+    # As above; a sum in bfloat16 stays at 1, one in float32 does not.
+    values = jnp.full((256,), 2.0**-9).at[0].set(1.0)
+
+    def fun(params, x):
+        return jnp.sum((params["a"] + params["b"]) * x)
+
+    take = gcx.microbatched_value_and_grad(fun, 256, reduction="sum", accumulator_dtype=choice)
+    _, grads = take({"a": jnp.float32(1), "b": jnp.float32(1)}, values)
+    assert (float(grads["a"]), float(grads["b"])) == (1.0, 1 + 255 * 2.0**-9)
+
+
+def test_a_dtype_for_what_is_not_differentiated_by_is_refused():
+    take = gcx.microbatched_value_and_grad(loss, 4, accumulator_dtype={"w": "f4", "c": "f4"})
+    message = (
+        "`accumulator_dtype` must be a prefix tree of `updates`, got no entry for updates['b']"
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        take(PARAMS, batch_of())
+
+
+# --- micro-batches that are not real ---------------------------------------------------------
+
+PARTS, EACH = 4, BATCH // 4
+
+
+def arranged(count):
+    """A batch whose first `count` micro-batches are real and hold rows in order, the rest NaN."""
+    order = np.arange(BATCH).reshape(PARTS, EACH).T.ravel()  # micro-batch i has every 4th row
+    real = order < count * EACH
+    batch = jax.tree.map(lambda x: np.asarray(x)[order], batch_of())
+    return {
+        name: np.where(real.reshape(-1, *[1] * (x.ndim - 1)), x, np.nan).astype(x.dtype)
+        for name, x in batch.items()
+    }, order
+
+
+def with_everything(params, batch):
+    """Value, tokens and aux of every kind."""
+    value, count = token_loss(params, batch)
+    top = jnp.max(batch["x"])
+    return value, (count, {"rows": batch["x"], "mean": top, "most": top, "last": top, "n": count})
+
+
+EVERYTHING = {"rows": None, "mean": None, "most": "max", "last": "last", "n": "sum"}
+
+
+@functools.cache
+def in_real_parts():
+    @jax.jit
+    def run(count, batch):
+        take = gcx.microbatched_value_and_grad(
+            with_everything,
+            PARTS,
+            num_real_microbatches=count,
+            has_weight=True,
+            has_aux=True,
+            aux_reduction=EVERYTHING,
+        )
+        return take(PARAMS, batch)
+
+    return run
+
+
+@pytest.mark.parametrize("count", range(PARTS + 1))
+def test_what_is_not_real_leaves_no_trace_in_one_program_for_all_numbers(count):
+    batch, order = arranged(count)
+    (value, (weight, aux)), grads = in_real_parts()(jnp.int32(count), batch)
+    rows = aux.pop("rows")
+    if count == 0:
+        empty = {"mean": 0.0, "most": -np.inf, "last": 0.0, "n": 0.0}
+        agree((value, weight, aux, rows), jax.tree.map(jnp.float32, (0, 0, empty, 0 * X)))
+        agree(grads, jax.tree.map(jnp.zeros_like, PARAMS))
+        return
+    real = batch_of(count * EACH)
+    (whole, tokens), expected = jax.value_and_grad(token_loss, has_aux=True)(PARAMS, real)
+    agree((value, weight, grads), (whole, tokens, expected))
+    x, t = (np.float64(real[k]).reshape(count, -1) for k in ("x", "tokens"))
+    tops, weights = x.max(1), t.sum(1)
+    means = {"mean": tops @ weights / weights.sum(), "most": tops.max(), "last": tops[-1]}
+    agree(aux, jax.tree.map(jnp.float32, {**means, "n": weights.sum()}))
+    is_real = (order < count * EACH)[:, None]
+    np.testing.assert_array_equal(rows, np.where(is_real, np.asarray(X)[order], 0))
+    assert in_real_parts()._cache_size() == 1
+
+
+@pytest.mark.parametrize(("given", "meant"), [(7, PARTS), (-1, 0)])
+def test_a_traced_number_out_of_range_counts_as_all_or_none(given, meant):
+    batch = arranged(PARTS)[0]
+    run = in_real_parts()
+    chex.assert_trees_all_equal(run(jnp.int32(given), batch), run(jnp.int32(meant), batch))
+
+
+@pytest.mark.parametrize("count", [0, 1, PARTS])
+def test_a_known_number_gives_what_a_traced_one_does(count):
+    batch = arranged(count)[0]
+    take = gcx.microbatched_value_and_grad(loss, PARTS, num_real_microbatches=count)
+    value, grads = take(PARAMS, batch)
+    if count:
+        agree((value, grads), jax.value_and_grad(loss)(PARAMS, batch_of(count * EACH)))
+    else:
+        agree((value, grads), jax.tree.map(jnp.zeros_like, (value, PARAMS)))
+
+
+def test_what_is_not_real_is_not_run():
+    calls = []
+
+    def counted(params, batch):
+        jax.debug.callback(lambda: calls.append(1))
+        return loss(params, batch)
+
+    @jax.jit
+    def run(count):
+        take = gcx.microbatched_value_and_grad(counted, PARTS, num_real_microbatches=count)
+        return take(PARAMS, batch_of())
+
+    for count in (3, 0, 1):
+        calls.clear()
+        jax.block_until_ready(run(jnp.int32(count)))
+        jax.effects_barrier()
+        assert len(calls) == count
+
+
+def test_no_real_micro_batch_is_nan_where_bad_ones_are_left_out():
+    take = gcx.microbatched_value_and_grad(
+        loss, PARTS, num_real_microbatches=0, drop_nonfinite=True
+    )
+    assert all(np.isnan(x).all() for x in jax.tree.leaves(take(PARAMS, batch_of())))
+
+
+def test_a_single_part_may_be_not_real():
+    expected = jax.value_and_grad(loss)(PARAMS, batch_of())
+    nothing = jax.tree.map(jnp.zeros_like, expected)
+    for count, wanted in ((0, nothing), (1, expected)):
+        take = gcx.microbatched_value_and_grad(loss, 1, num_real_microbatches=jnp.int32(count))
+        agree(jax.jit(take)(PARAMS, batch_of()), wanted)
+
+
+@pytest.mark.slow
+def test_derivatives_of_real_parts_are_those_of_the_real_batch():
+    batch, _ = arranged(3)
+
+    def norm(params, take, batch):
+        return optax.tree.norm(take(params, batch)[1])
+
+    def ours(params, count):
+        take = gcx.microbatched_value_and_grad(loss, PARTS, num_real_microbatches=count)
+        return norm(params, take, batch)
+
+    found = jax.jit(jax.grad(ours))(PARAMS, jnp.int32(3))
+    real = batch_of(3 * EACH)
+    agree(found, jax.grad(lambda p: norm(p, jax.value_and_grad(loss), real))(PARAMS))
+
+
+@pytest.mark.slow
+def test_each_device_may_have_a_number_of_its_own():
+    # Four devices with 3, 0, 1 and 2 micro-batches of two examples; the mean over devices of means.
+    counts = np.array([3, 0, 1, 2], np.int32)
+    x = trees.normal((4, 3, 2, 4), seed=7)
+    y = trees.normal((4, 3, 2, 3), seed=8)
+    is_real = np.arange(3)[None, :, None, None] < counts[:, None, None, None]
+    # Within a device micro-batch i has every third row from i on.
+    placed = [np.where(is_real, z, np.nan).swapaxes(1, 2).reshape(24, -1) for z in (x, y)]
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    data = PartitionSpec("data")
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), data, data),
+        out_specs=(data, PartitionSpec()),
+    )
+    def run(params, batch, count):
+        take = gcx.microbatched_value_and_grad(loss, 3, num_real_microbatches=count[0])
+        value, grads = take(params, batch)
+        return value[None], grads
+
+    values, grads = run(PARAMS, {"x": placed[0], "y": placed[1]}, counts)
+    expected = [
+        jax.value_and_grad(loss)(
+            PARAMS, {"x": x[d, :n].reshape(-1, 4), "y": y[d, :n].reshape(-1, 3)}
+        )
+        for d, n in enumerate(counts)
+        if n
+    ]
+    agree(values, jnp.array([expected[0][0], 0, expected[1][0], expected[2][0]]))
+    agree(grads, jax.tree.map(lambda *g: sum(g), *(g for _, g in expected)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_sharded_batch_may_have_padding(kind):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,), devices=jax.devices()[:2])
+    batch, _ = arranged(3)
+    batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
+    params = jax.device_put(PARAMS, NamedSharding(mesh, PartitionSpec()))
+
+    @jax.jit
+    def run(params, batch, count):
+        return gcx.microbatched_value_and_grad(loss, PARTS, num_real_microbatches=count)(
+            params, batch
+        )
+
+    with jax.set_mesh(mesh):
+        found = run(params, batch, jnp.int32(3))
+    agree(found, jax.value_and_grad(loss)(PARAMS, batch_of(3 * EACH)))
+
+
+@pytest.mark.parametrize(
+    ("count", "error", "rule"),
+    [
+        (5, ValueError, "an integer from 0 to num_microbatches=4, got 5."),
+        (-1, ValueError, "an integer >= 0, got -1."),
+        (2.0, TypeError, "an integer >= 0, got 2.0."),
+        (True, TypeError, "an integer >= 0, got True."),
+    ],
+)
+def test_a_number_of_real_parts_that_cannot_be_is_refused_when_built(count, error, rule):
+    for name, build in {
+        "microbatched_value_and_grad": gcx.microbatched_value_and_grad,
+        "value_and_grad": functools.partial(gcx.per_example.value_and_grad, max_norm=1.0),
+    }.items():
+        message = f"{name}: `num_real_microbatches` must be {rule} Pass None if all are real."
+        with pytest.raises(error, match=re.escape(message)):
+            build(loss, num_microbatches=4, num_real_microbatches=count)
+
+
+# --- aux ------------------------------------------------------------------------------------
+
+
+def run_aux(aux_of, parts=4, *, aux_reduction=None, **kwargs):
+    """What aux becomes in parts."""
+
+    def fun(params, batch):
+        return loss(params, batch), aux_of(batch)
+
+    take = gcx.microbatched_value_and_grad(
+        fun, parts, has_aux=True, aux_reduction=aux_reduction, **kwargs
+    )
+    return jax.jit(take)(PARAMS, batch_of())[0][1]
+
+
+def test_rows_come_back_in_order_and_floating_scalars_as_their_mean():
+    def aux_of(batch):
+        rows = (batch["x"], jnp.arange(len(batch["x"])) * 0 + jnp.int8(3))
+        return {"rows": rows, "mean": jnp.mean(batch["x"]), "none": None}
+
+    agree(run_aux(aux_of), aux_of(batch_of()))
+
+
+def test_aux_reduction_says_what_becomes_of_all_else():
+    def aux_of(batch):
+        positive = batch["x"] > 0
+        return {
+            "count": jnp.sum(positive),
+            "any": jnp.any(batch["x"] > 2.5),
+            "each": jnp.mean(batch["x"], axis=0),
+            "most": {"low": jnp.max(batch["x"]).astype(jnp.bfloat16), "n": jnp.int8(3)},
+            "classes": 10,
+            "rows": positive,
+        }
+
+    words = {"count": "sum", "any": "max", "each": "mean", "most": "max", "classes": "last"}
+    ours = run_aux(aux_of, aux_reduction={**words, "rows": None})
+    agree(ours, jax.tree.map(jnp.asarray, aux_of(batch_of())))
+    agree(run_aux(aux_of, aux_reduction={**words, "rows": "concatenate"}), ours)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "got"),
+    [
+        (lambda x: 10, "int32[] for a micro-batch and int32[] for the batch"),
+        (lambda x: jnp.any(x > 2), "bool[] for a micro-batch and bool[] for the batch"),
+        (lambda x: x[0], "float32[4] for a micro-batch and float32[4] for the batch"),
+        (lambda x: x.T, "float32[4, 6] for a micro-batch and float32[4, 24] for the batch"),
+        (lambda x: jax.random.key(0), "key<fry>[] for a micro-batch and key<fry>[] for the batch"),
+    ],
+)
+def test_what_has_no_default_must_be_said(leaf, got):
+    message = (
+        "microbatched_value_and_grad: `aux_reduction` must be said for what neither grows along "
+        f"its first axis nor is a floating scalar, got {got} at aux['t']. Pass `aux_reduction`, a "
+        "prefix tree of 'mean', 'sum', 'max', 'last', 'concatenate' and, for what its shape "
+        "decides, None."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run_aux(lambda batch: {"t": leaf(batch["x"])})
+
+
+def test_an_auxiliary_array_whose_batch_axis_is_squeezed_away_is_refused():
+    with pytest.raises(ValueError, match=r"got float32\[\] for a micro-batch and float32\[24\]"):
+        run_aux(lambda batch: jnp.squeeze(batch["x"][:, 0]), BATCH)
+
+
+@pytest.mark.parametrize(
+    ("word", "leaf"), [("mean", 10), ("sum", True), ("max", 1j), ("concatenate", 1.0)]
+)
+def test_a_reduction_that_a_leaf_does_not_have_is_refused(word, leaf):
+    message = rf"`aux_reduction` must be a reduction that .*\[\] has, got '{word}' for aux\['t'\]"
+    with pytest.raises(TypeError, match=message):
+        run_aux(lambda batch: {"t": jnp.asarray(leaf)}, aux_reduction=word)
+
+
+def test_another_word_is_refused():
+    with pytest.raises(ValueError, match="`aux_reduction` must be one of 'mean', .* got 'any'"):
+        run_aux(lambda batch: jnp.any(batch["x"] > 2), aux_reduction="any")
+
+
+def test_a_random_key_may_be_aux():
+    keys = jax.random.split(jax.random.key(0), BATCH)
+
+    def fun(params, batch, keys):
+        return loss(params, batch), {"rows": keys, "last": keys[-1]}
+
+    take = gcx.microbatched_value_and_grad(
+        fun, 4, has_aux=True, batch_argnums=(1, 2), aux_reduction={"rows": None, "last": "last"}
+    )
+    (_, aux), _ = jax.jit(take)(PARAMS, batch_of(), keys)
+    chex.assert_trees_all_equal(aux, {"rows": keys, "last": keys[-1]})
+
+
+@pytest.mark.parametrize("weight", [0, 3, 2**24 + 1, 1e30])
+def test_aux_of_a_single_part_is_what_the_function_returned(weight):
+    def fun(params, batch):
+        aux = {"rows": batch["x"], "each": batch["x"][0], "n": 10, "key": jax.random.key(1)}
+        return loss(params, batch), (jnp.asarray(weight), aux)
+
+    ours, wanted = both(fun, 1, PARAMS, batch_of(), has_aux=True, has_weight=True)
+    chex.assert_trees_all_equal(ours[0][1], wanted[0][1])
+
+
+# --- weights --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", [1, 3, 24])
+def test_weighted_micro_batches_are_the_weighted_whole(parts):
+    agree(*both(token_loss, parts, PARAMS, batch_of(), has_weight=True))
+
+
+def test_unweighted_means_of_unequal_micro_batches_would_be_wrong():
+    ours, wanted = both(token_loss, 3, PARAMS, batch_of(), has_aux=True)
+    assert abs(float(ours[0][0] - wanted[0][0])) > 1e-3
+
+
+def test_weight_and_aux_come_back_together():
+    def fun(params, batch):
+        value, count = token_loss(params, batch)
+        return value, (count, {"rows": errors(params, batch), "examples": len(batch["x"])})
+
+    words = {"rows": None, "examples": "sum"}
+    (value, (weight, aux)), _ = gcx.microbatched_value_and_grad(
+        fun, 4, has_weight=True, has_aux=True, aux_reduction=words
+    )(PARAMS, batch_of())
+    assert float(weight) == float(jnp.sum(TOKENS))
+    np.testing.assert_allclose(value, token_loss(PARAMS, batch_of())[0], rtol=1e-5)
+    np.testing.assert_allclose(aux["rows"], errors(PARAMS, batch_of()), rtol=1e-5)
+    assert int(aux["examples"]) == BATCH
+
+
+def test_auxiliary_means_are_weighted():
+    def fun(params, batch):
+        value, count = token_loss(params, batch)
+        return value, (count, value * 2)
+
+    (value, (_, twice)), _ = gcx.microbatched_value_and_grad(fun, 4, has_weight=True, has_aux=True)(
+        PARAMS, batch_of()
+    )
+    np.testing.assert_allclose(twice, 2 * value, rtol=1e-6)
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_the_weight_keeps_its_dtype(has_aux):
+    def fun(params, batch):
+        count = jnp.sum(batch["tokens"]).astype(jnp.int32)
+        return loss(params, batch), (count, ()) if has_aux else count
+
+    (_, rest), _ = gcx.microbatched_value_and_grad(fun, 4, has_weight=True, has_aux=has_aux)(
+        PARAMS, batch_of()
+    )
+    weight = rest[0] if has_aux else rest
+    assert weight.dtype == jnp.int32 and int(weight) == int(jnp.sum(TOKENS))
+
+
+def test_integer_weights_add_up_exactly():
+    def fun(params, batch):
+        return loss(params, batch), jnp.int32(2**23 + 1)
+
+    (_, weight), _ = gcx.microbatched_value_and_grad(fun, 4, has_weight=True)(PARAMS, batch_of())
+    assert int(weight) == 4 * (2**23 + 1)  # odd beyond 2^24: no float32
+
+
+def test_a_micro_batch_of_zero_weight_adds_nothing_even_if_it_is_nan():
+    # Every third example is bad and has no tokens: with three parts, one micro-batch.
+    bad = jnp.arange(BATCH) % 3 == 1
+    batch = {
+        "x": jnp.where(bad[:, None], jnp.nan, X),
+        "y": Y,
+        "tokens": jnp.where(bad, 0, TOKENS + 1),
+    }
+    ours = gcx.microbatched_value_and_grad(token_loss, 3, has_weight=True)(PARAMS, batch)
+    good = jax.tree.map(lambda x: x[~np.asarray(bad)], batch)
+    agree(ours, jax.value_and_grad(token_loss, has_aux=True)(PARAMS, good))
+
+
+def test_a_batch_padded_with_zero_weight_is_the_batch_without_padding():
+    padded = jax.tree.map(lambda x: jnp.concatenate([x[:22], jnp.zeros_like(x[:2])]), batch_of())
+    ours = gcx.microbatched_value_and_grad(token_loss, 4, has_weight=True)(PARAMS, padded)
+    agree(ours, jax.value_and_grad(token_loss, has_aux=True)(PARAMS, batch_of(22)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_a_weight_of_40_000_is_right_in_every_dtype(dtype):
+    def fun(w, x):
+        return jnp.mean(w * x), jnp.float32(40_000)
+
+    x = jnp.arange(8, dtype=dtype)
+    ours = gcx.microbatched_value_and_grad(fun, 4, has_weight=True)(dtype(1), x)
+    assert [float(leaf) for leaf in jax.tree.leaves(ours)] == [3.5, 160_000, 3.5]
+
+
+def test_weights_can_be_differentiated_by():
+    # Learning to reweight examples: the gradient of a gradient by the weights in it.
+    def fun(w, batch):
+        weights = batch["weights"]
+        return jnp.sum(weights * (batch["x"] @ w) ** 2) / jnp.sum(weights), jnp.sum(weights)
+
+    def outer(weights, value_and_grad):
+        (value, _), grad = value_and_grad(PARAMS["w"], {"x": X, "weights": weights})
+        return value + jnp.sum(jnp.sin(grad))
+
+    fun_of_vector = lambda w, batch: fun(w[:, 0], batch)  # noqa: E731
+    weights = 1.0 + jnp.arange(float(BATCH))
+    split = gcx.microbatched_value_and_grad(fun_of_vector, 4, has_weight=True)
+    whole = jax.value_and_grad(fun_of_vector, has_aux=True)
+    np.testing.assert_allclose(
+        jax.grad(outer)(weights, split), jax.grad(outer)(weights, whole), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_a_batch_of_zero_weight_has_value_and_gradient_zero():
+    batch = {**batch_of(), "x": X * jnp.nan, "tokens": 0 * TOKENS}
+    (value, weight), grads = gcx.microbatched_value_and_grad(token_loss, 4, has_weight=True)(
+        PARAMS, batch
+    )
+    assert float(value) == float(weight) == 0
+    assert not any(np.any(g) for g in jax.tree.leaves(grads))
+
+
+# --- gradients by the batch, reductions, a transformation for each micro-gradient ------------
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("argnums", [1, (0, 1), -1])
+def test_a_gradient_by_the_batch_has_a_row_for_each_example(argnums, parts):
+    def fun(params, batch):
+        return token_loss(params, {**batch, "tokens": TOKENS[: len(batch["x"])] * 0 + 2})
+
+    batch = {"x": X, "y": Y}
+    agree(*both(fun, parts, PARAMS, batch, argnums=argnums, has_weight=True))
+
+
+@pytest.mark.parametrize("has_weight", [False, True])
+def test_leaves_that_are_not_gradients_have_a_reduction_of_their_own(has_weight):
+    @jax.custom_vjp
+    def with_statistics(x, statistics):
+        return x
+
+    def backward(x, cotangent):
+        return cotangent, {"most": jnp.max(x), "last": jnp.sum(x)}
+
+    with_statistics.defvjp(lambda x, statistics: (x, x), backward)
+    params = {"w": PARAMS["w"], "statistics": {"most": jnp.zeros(()), "last": jnp.zeros(())}}
+
+    def fun(params, x):
+        value = jnp.mean(with_statistics(x @ params["w"], params["statistics"]))
+        return (value, jnp.sum(x > 0)) if has_weight else value
+
+    def word(path):
+        return {"most": "max", "last": "last"}.get(path.split("/")[-1], "mean")
+
+    out = X @ params["w"]
+    for reduction in (word, {"w": "mean", "statistics": {"most": "max", "last": "last"}}):
+        take = gcx.microbatched_value_and_grad(fun, 4, has_weight=has_weight, reduction=reduction)
+        _, grads = take(params, X)
+        np.testing.assert_allclose(grads["statistics"]["most"], out.max(), rtol=1e-6)
+        np.testing.assert_allclose(grads["statistics"]["last"], out[3::4].sum(), rtol=1e-5)
+    if not has_weight:
+        agree(grads["w"], jax.grad(fun)(params, X)["w"])
+
+
+def test_each_micro_gradient_is_transformed_before_it_is_added():
+    clip = gcx.clip_by_global_norm(0.1)
+    for transform in (clip, lambda grads: clip.update(grads, clip.init(PARAMS))[0]):
+        take = gcx.microbatched_value_and_grad(loss, 4, microbatch_transform=transform)
+        _, ours = jax.jit(take)(PARAMS, batch_of())
+        parts = [jax.tree.map(lambda x, i=i: x[i::4], batch_of()) for i in range(4)]
+        clipped = [clip.update(jax.grad(loss)(PARAMS, b), clip.init(PARAMS))[0] for b in parts]
+        agree(ours, jax.tree.map(lambda *g: sum(g) / 4, *clipped))
+
+
+@pytest.mark.parametrize("has_weight", [False, True])
+def test_a_micro_batch_that_is_not_finite_can_be_dropped(has_weight):
+    fun = token_loss if has_weight else loss
+    is_bad = jnp.arange(BATCH) == 5  # in micro-batch 1 of 4
+    batch = {**batch_of(), "x": jnp.where(is_bad[:, None], jnp.inf, X)}
+    take = gcx.microbatched_value_and_grad(fun, 4, has_weight=has_weight, drop_nonfinite=True)
+    good = jax.tree.map(lambda x: x[np.arange(BATCH) % 4 != 1], batch)
+    batch["x"] = jnp.where(is_bad[:, None], jnp.nan, batch["x"])
+    agree(jax.jit(take)(PARAMS, batch), jax.value_and_grad(fun, has_aux=has_weight)(PARAMS, good))
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_batch_of_which_every_part_is_dropped_gives_nan(parts):
+    batch = {**batch_of(), "x": X * jnp.nan}
+    value, grads = gcx.microbatched_value_and_grad(loss, parts, drop_nonfinite=True)(PARAMS, batch)
+    assert all(np.isnan(x).all() for x in jax.tree.leaves((value, grads)))
+
+
+# --- random keys ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey], ids=["typed", "raw"])
+def test_each_micro_batch_gets_its_own_key(make_key):
+    def fun(params, batch, key):
+        noise = jax.random.normal(key, batch["y"].shape)
+        return loss(params, batch), noise
+
+    (_, noise), _ = gcx.microbatched_value_and_grad(fun, 4, has_aux=True, rng_argnums=2)(
+        PARAMS, batch_of(), make_key(0)
+    )
+    assert len(np.unique(np.asarray(noise))) == noise.size
+    keys = jax.random.split(make_key(0), 4)
+    own = jnp.stack([jax.random.normal(k, (BATCH // 4, 3)) for k in keys], axis=1)
+    np.testing.assert_array_equal(noise, own.reshape(BATCH, 3))
+
+
+def test_the_same_key_gives_the_same_gradient():
+    def fun(params, batch, key):
+        kept = jax.random.bernoulli(key, 0.5, batch["x"].shape)
+        return loss(params, {**batch, "x": batch["x"] * kept})
+
+    take = jax.jit(gcx.microbatched_value_and_grad(fun, 4, rng_argnums=(2,)))
+    first, again = (take(PARAMS, batch_of(), jax.random.key(1)) for _ in range(2))
+    chex.assert_trees_all_equal(first, again)
+    other = take(PARAMS, batch_of(), jax.random.key(2))
+    assert np.any(other[1]["w"] != first[1]["w"])
+
+
+# --- properties -----------------------------------------------------------------------------
+
+
+@st.composite
+def problems(draw):
+    """Parameters, examples of any number of tokens, and how they are split."""
+    parts, size = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    dtypes = draw(
+        st.lists(st.sampled_from(["float32", "bfloat16", "float16"]), min_size=1, max_size=3)
+    )
+    shapes = [draw(st.sampled_from([(), (3,), (2, 2)])) for _ in dtypes]
+    seed = draw(st.integers(0, 2**16))
+    tokens = draw(st.lists(st.integers(0, 50), min_size=parts * size, max_size=parts * size))
+    params = {
+        f"p{i}": trees.normal(shape, dtype, seed=seed + i)
+        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+    }
+    examples = {
+        name: trees.normal((parts * size, *p.shape), seed=seed + 10 + i)
+        for i, (name, p) in enumerate(params.items())
+    }
+    return parts, params, examples, jnp.asarray(tokens, jnp.float32)
+
+
+def wave_loss(params, examples, tokens):
+    """The mean over tokens of `sum tanh(p x)`; the count of tokens."""
+    terms = [
+        jnp.sum(jnp.tanh(p.astype(jnp.float32) * x).reshape(len(tokens), -1), axis=1)
+        for p, x in zip(jax.tree.leaves(params), jax.tree.leaves(examples), strict=True)
+    ]
+    count = jnp.sum(tokens)
+    return jnp.sum(sum(terms) * tokens) / jnp.where(count > 0, count, 1), count
+
+
+def wave_gradient(param, x, tokens):
+    """The same by hand, in float64: `sum t x (1 - tanh^2(p x)) / sum t`, and its largest term."""
+    p, x = oracles.wide(param), oracles.wide(x)
+    terms = x * (1 - np.tanh(p * x) ** 2)
+    if tokens.sum() == 0:
+        return 0 * p, 1.0
+    return np.average(terms, axis=0, weights=oracles.wide(tokens)), float(np.abs(terms).max())
+
+
+@pytest.mark.slow
+@hypothesis.settings(derandomize=True, max_examples=15, deadline=None)
+@hypothesis.given(problems())
+def test_weighted_micro_batches_across_calls_are_one_step_is_the_big_batch(problem):
+    parts, params, examples, tokens = problem
+    in_one_step = jax.jit(
+        gcx.microbatched_value_and_grad(wave_loss, parts, batch_argnums=(1, 2), has_weight=True)
+    )
+    (_, total), one_step = in_one_step(params, examples, tokens)
+    assert float(total) == float(tokens.sum())
+
+    value_and_grad = jax.jit(jax.value_and_grad(wave_loss, has_aux=True))
+    tx = gcx.accumulate_gradients(optax.identity(), parts)
+    update, state = jax.jit(tx.update), tx.init(params)
+    for i in range(parts):
+        mine = jax.tree.map(lambda x, i=i: x[i::parts], examples)
+        (_, weight), grads = value_and_grad(params, mine, tokens[i::parts])
+        across_calls, state = update(grads, state, params, weight=weight)
+    assert bool(gcx.has_updated(state)) == (float(tokens.sum()) > 0)
+
+    _, big_batch = value_and_grad(params, examples, tokens)
+    for name, param in params.items():
+        wanted, largest = wave_gradient(param, examples[name], tokens)
+        # A gradient of each micro-batch and the result are rounded to the dtype of the
+        # parameter; the arithmetic in between is that of float32.
+        bound = largest * (oracles.eps(param.dtype) + 40 * 2.0**-23)
+        for got in (one_step, across_calls, big_batch):
+            assert got[name].dtype == param.dtype
+            assert np.all(np.abs(oracles.wide(got[name]) - wanted) <= bound)
+
+
+# --- memory and devices ---------------------------------------------------------------------
+
+
+def scratch(fun, *args):
+    return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_scratch_is_one_micro_batch_and_one_accumulator():
+    def deep(params, batch):
+        x = batch
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    params, batch = [jnp.ones((64, 64))] * 6, jnp.ones((1024, 64))
+    size = sum(p.nbytes for p in params)
+    whole = scratch(jax.value_and_grad(deep), params, batch)
+    micro = scratch(jax.value_and_grad(deep), params, batch[: 1024 // 16])
+    ours = scratch(gcx.microbatched_value_and_grad(deep, 16), params, batch)
+    # And the micro-batch itself, which is cut out of the batch.
+    assert ours <= micro + size + batch.nbytes // 16 + 4096
+    assert ours < 0.3 * whole
+
+
+def mesh_of(*, explicit=False):
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    return jax.make_mesh((8,), ("data",), axis_types=(kind,))
+
+
+def sharded_batch(mesh):
+    batch = jax.tree.map(lambda x: jnp.concatenate([x, x, x, x]), batch_of(16))
+    return jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_a_sharded_batch_stays_where_it_is_under_jit(explicit):
+    mesh = mesh_of(explicit=explicit)
+    use = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
+    with use(mesh):
+        batch = sharded_batch(mesh)
+        params = jax.device_put(PARAMS, NamedSharding(mesh, PartitionSpec()))
+
+        def fun(params, batch):
+            each = errors(params, batch)
+            return jnp.mean(each), each
+
+        take = jax.jit(gcx.microbatched_value_and_grad(fun, 4, has_aux=True))
+        text = take.lower(params, batch).compile().as_text()
+        (value, rows), grads = take(params, batch)
+    for collective in COLLECTIVES[1:]:
+        assert hlo.count(text, collective) == 0
+    assert rows.sharding.is_equivalent_to(batch["tokens"].sharding, 1)
+    wanted = jax.value_and_grad(fun, has_aux=True)(PARAMS, jax.device_get(batch))
+    agree(jax.device_get(((value, rows), grads)), jax.device_get(wanted))
+
+
+def in_shard_map(fun, take, **specs):
+    """`take(fun)` on each device's part of the batch, averaged over devices."""
+
+    def step(params, batch):
+        out, grads = take(fun)(params, batch)
+        return jax.lax.pmean(out, "data"), jax.tree.map(lambda g: g / 8, grads)
+
+    spec = PartitionSpec
+    return jax.jit(
+        jax.shard_map(
+            step, mesh=mesh_of(), in_specs=(spec(), spec("data")), out_specs=(spec(), spec())
+        )
+    )
+
+
+@pytest.mark.parametrize("argnums", [0, -2])
+def test_inside_shard_map_the_gradient_is_reduced_once_after_the_loop(argnums):
+    batch = sharded_batch(mesh_of())
+    run = in_shard_map(loss, lambda fun: gcx.microbatched_value_and_grad(fun, 4, argnums=argnums))
+    text = run.lower(PARAMS, batch).compile().as_text()
+    for collective in COLLECTIVES[1:]:
+        assert hlo.count(text, collective) == 0
+    inside = hlo.count(text, "all-reduce") - hlo.count(text, "all-reduce", loops=False)
+    assert inside == 0
+    # Each element of the gradient once, and the mean of the value. On the CPU, JAX 0.7 leaves
+    # each array its own all-reduce.
+    sizes = hlo.all_reduced(text, loops=False)
+    assert sum(sizes) == sum(p.size for p in jax.tree.leaves(PARAMS)) + 1
+    assert len([s for s in sizes if s > 1]) == (1 if compat.VERSION >= (0, 10) else 2)
+    agree(run(PARAMS, batch), jax.value_and_grad(loss)(PARAMS, jax.device_get(batch)))
+
+
+def test_in_a_loop_jax_reduces_the_gradient_for_every_micro_batch():
+    # What the transformation is for: the same loop, written by hand.
+    def by_hand(fun):
+        def take(params, batch):
+            parts = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), batch)
+
+            def step(sums, part):
+                return jax.tree.map(jnp.add, sums, jax.grad(fun)(params, part)), None
+
+            grads, _ = jax.lax.scan(step, jax.tree.map(jnp.zeros_like, params), parts)
+            return fun(params, batch), jax.tree.map(lambda g: g / 4, grads)
+
+        return take
+
+    text = in_shard_map(loss, by_hand).lower(PARAMS, sharded_batch(mesh_of())).compile().as_text()
+    assert hlo.count(text, "all-reduce") > hlo.count(text, "all-reduce", loops=False)
+
+
+def test_inside_shard_map_weights_and_aux_come_back_for_each_device():
+    batch = sharded_batch(mesh_of())
+
+    def fun(params, batch):
+        value, count = token_loss(params, batch)
+        aux = {
+            "rows": errors(params, batch),
+            "count": jnp.sum(batch["x"] > 0),
+            "any": jnp.any(batch["x"] > 2),
+            "mean": value,
+        }
+        return value, (count, aux)
+
+    words = {"rows": None, "count": "sum", "any": "max", "mean": "mean"}
+
+    def step(params, batch, take):
+        (value, (count, aux)), grads = take(params, batch)
+        return jax.tree.map(lambda x: x[None], (value, count, aux)), grads
+
+    def run(take):
+        spec = PartitionSpec
+        mapped = jax.shard_map(
+            lambda params, batch: step(params, batch, take),
+            mesh=mesh_of(),
+            in_specs=(spec(), spec("data")),
+            out_specs=(spec("data"), spec()),
+        )
+        return jax.jit(mapped)(PARAMS, batch)
+
+    ours = run(
+        gcx.microbatched_value_and_grad(fun, 4, has_weight=True, has_aux=True, aux_reduction=words)
+    )
+    agree(ours, run(jax.value_and_grad(fun, has_aux=True)))
+
+
+def test_inside_pmap_each_device_has_its_own_gradient():
+    batch = jax.tree.map(lambda x: x.reshape(8, 3, *x.shape[1:]), batch_of())
+    take = gcx.microbatched_value_and_grad(token_loss, 3, has_weight=True)
+    ours = jax.pmap(take, in_axes=(None, 0))(PARAMS, batch)
+    wanted = jax.vmap(jax.value_and_grad(token_loss, has_aux=True), (None, 0))(PARAMS, batch)
+    agree(jax.device_get(ours), jax.device_get(wanted))
+
+
+# --- with accumulate_gradients, and errors --------------------------------------------------
+
+
+def test_it_composes_with_accumulate_gradients():
+    take = gcx.microbatched_value_and_grad(token_loss, 3, has_weight=True)
+    tx = gcx.accumulate_gradients(optax.identity(), 2)
+    state = tx.init(PARAMS)
+    for half in (slice(0, 12), slice(12, 24)):
+        (_, weight), grads = take(PARAMS, jax.tree.map(lambda x, s=half: x[s], batch_of()))
+        updates, state = tx.update(grads, state, PARAMS, weight=weight)
+    agree(updates, jax.grad(token_loss, has_aux=True)(PARAMS, batch_of())[0])
+
+
+@pytest.mark.parametrize(
+    ("batch", "got"),
+    [
+        ({"x": jnp.zeros((10, 3))}, "float32[10, 3] at args[1]['x']"),
+        ({"a": jnp.zeros((8, 2)), "b": jnp.zeros((9,))}, "float32[9] at args[1]['b']"),
+        ({"n": jnp.int32(7)}, "int32[] at args[1]['n']"),
+    ],
+)
+def test_a_batch_that_does_not_divide_names_both_numbers(batch, got):
+    message = (
+        "microbatched_value_and_grad: `batch` must be split evenly by num_microbatches=4 along "
+        f"its first axis, got {got}. Change one of the two, or pad the batch with examples of "
+        "weight 0."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        gcx.microbatched_value_and_grad(lambda w, b: w, 4)(jnp.ones(()), batch)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((loss, 0), ValueError, "`num_microbatches` must be an integer >= 1, got 0. Pass 1 not to"),
+        ((loss, 2.0), TypeError, "`num_microbatches` must be an integer >= 1, got 2.0."),
+        ((None, 2), TypeError, "`fun` must be callable, got None. Pass the loss function."),
+    ],
+)
+def test_bad_arguments_are_refused_when_built(arguments, error, message):
+    with pytest.raises(error, match=re.escape("microbatched_value_and_grad: " + message)):
+        gcx.microbatched_value_and_grad(*arguments)
+
+
+def test_a_batch_that_is_missing_or_passed_by_name_is_refused():
+    message = "microbatched_value_and_grad: `args` must be at least 2 positional arguments, got 1."
+    with pytest.raises(TypeError, match=re.escape(message)):
+        gcx.microbatched_value_and_grad(lambda w, x: w, 2)(1.0, x=jnp.ones(4))
+
+
+def test_a_value_that_is_no_scalar_is_refused():
+    message = (
+        "microbatched_value_and_grad: `fun` must be a function that returns a scalar value, got"
+    )
+    with pytest.raises(TypeError, match=message + r" float32\[6\]. Take the mean"):
+        gcx.microbatched_value_and_grad(errors, 4)(PARAMS, batch_of())
+    with pytest.raises(TypeError, match=message + " tuple. .* pass `has_aux`"):
+        gcx.microbatched_value_and_grad(lambda p, b: (0.0, b), 4)(PARAMS, batch_of())
+
+
+def test_a_misspelt_aux_reduction_is_refused_when_built():
+    message = (
+        "`aux_reduction` must be one of 'mean', 'sum', 'max', 'last', 'concatenate', got 'maen'"
+    )
+    for parts in (1, 4):
+        with pytest.raises(ValueError, match=message):
+            gcx.microbatched_value_and_grad(errors, parts, aux_reduction={"a": "maen", "b": None})
+
+
+def test_a_weight_that_is_no_scalar_is_refused():
+    message = "microbatched_value_and_grad: `weight` must be a real scalar >= 0, got float32[6]."
+    take = gcx.microbatched_value_and_grad(
+        lambda p, b: (loss(p, b), b["tokens"]), 4, has_weight=True
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        take(PARAMS, batch_of())
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, "float33", None, jnp.complex64])
+def test_an_accumulator_that_is_not_floating_is_refused_when_built(dtype):
+    for name, build in {
+        "microbatched_value_and_grad": lambda: gcx.microbatched_value_and_grad(
+            loss, 2, accumulator_dtype=dtype
+        ),
+        "accumulate_gradients": lambda: gcx.accumulate_gradients(
+            optax.sgd(1.0), 2, accumulator_dtype=dtype
+        ),
+    }.items():
+        expected = f"{name}: `accumulator_dtype` must be a real floating dtype, got {dtype!r}."
+        with pytest.raises(TypeError, match=re.escape(expected)):
+            build()
+
+
+@pytest.mark.parametrize("pair", ["has_weight", "has_aux"])
+def test_a_function_that_returns_no_pair_is_named(pair):
+    expected = "microbatched_value_and_grad: `fun` must be a function that returns a pair, with "
+    with pytest.raises(TypeError, match=expected):
+        gcx.microbatched_value_and_grad(lambda w, x: w, 2, **{pair: True})(1.0, jnp.ones(4))
+
+
+def test_without_aux_the_function_only_ever_sees_a_micro_batch():
+    def fixed(w, x):
+        return jnp.sum(w * x.reshape(2))
+
+    value, grad = gcx.microbatched_value_and_grad(fixed, 3)(2.0, jnp.arange(6.0))
+    assert float(value) == 10.0 and float(grad) == 5.0

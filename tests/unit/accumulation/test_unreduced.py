@@ -1,0 +1,283 @@
+"""Gradients that stay unreduced under explicit axes: summed over devices once a window."""
+
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from registry import TRANSFORMATIONS
+
+import compat
+import gradclip_jax as gcx
+import hlo
+import trees
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(compat.VERSION < (0, 10), reason="JAX has unreduced types from 0.10 on"),
+]
+
+EVERY, SIZE = 3, 16
+PARAMS = {"w": trees.normal((16, 8), seed=1), "v": trees.normal((8, 16), seed=2)}
+X = trees.normal((2 * EVERY, SIZE, 16), seed=3)
+WEIGHTS = jnp.array([1.0, 3.0, 0.0, 2.0, 2.0, 5.0])
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+N = sum(x.size for x in PARAMS.values())
+
+
+def loss(params, x):
+    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - x) ** 2)
+
+
+@pytest.fixture
+def mesh():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+def keep(params):
+    """Their gradients stay unreduced."""
+    return jax.tree.map(lambda p: jax.sharding.reshard(p, P(None, None, reduced={"data"})), params)
+
+
+def place(tree, mesh, *spec):
+    return jax.device_put(tree, NamedSharding(mesh, P(*spec)))
+
+
+def collectives(text, **where):
+    return {c: n for c in COLLECTIVES if (n := hlo.count(text, c, **where))}
+
+
+def train(tx, params, state, xs, weights, gradient):
+    """Parameters and state after each micro-batch of the batch in a jitted step."""
+
+    @functools.partial(jax.jit, static_argnames="emit")
+    def step(params, state, x, weight, emit=None):
+        grads = gradient(params, x)
+        extra = {} if emit is None else {"emit": emit}
+        return gcx.apply_gradients(tx, grads, state, params, weight=weight, **extra)
+
+    for x, weight in zip(xs, weights, strict=True):
+        params, state = step(params, state, x, weight)
+    return params, state, step
+
+
+INNER = {
+    "adam": lambda: optax.adam(0.1),
+    "clip": lambda: optax.chain(gcx.clip_by_global_norm(0.1), optax.sgd(1.0)),
+    "guard": lambda: gcx.skip_nonfinite(optax.adam(0.1)),
+}
+
+
+@pytest.mark.parametrize("zero", [False, True], ids=["data parallel", "ZeRO-1"])
+@pytest.mark.parametrize("name", INNER)
+def test_a_window_is_reduced_once_and_equals_that_of_one_device(mesh, name, zero):
+    tx = gcx.accumulate_gradients(INNER[name](), EVERY)
+    plain = {k: np.asarray(p) for k, p in PARAMS.items()}
+    params = place(plain, mesh)
+    state = jax.jit(lambda params: tx.init(keep(params)))(params)
+    if zero:
+        inner = jax.tree.map(
+            lambda x: place(x, mesh, "data") if x.ndim else x, state.inner_opt_state
+        )
+        state = state._replace(inner_opt_state=inner)
+    assert state.acc_grads["w"].sharding.spec.unreduced == {"data"}
+
+    def gradient(params, x):
+        return jax.grad(loss)(keep(params), x)
+
+    xs = [place(x, mesh, "data") for x in np.asarray(X)]
+    trained, state_after, step = train(tx, params, state, xs, WEIGHTS, gradient)
+    flushed = jax.jit(lambda s, p: gcx.flush(tx, s, p))(
+        step(params, state, xs[0], WEIGHTS[0])[1], params
+    )[0]
+    for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(state_after), strict=True):
+        assert jax.typeof(before) == jax.typeof(after)
+    assert jax.tree.map(jax.typeof, trained) == jax.tree.map(jax.typeof, params)
+
+    held = step.lower(params, state, xs[0], WEIGHTS[0], emit=False).compile().as_text()
+    assert collectives(held) == {}
+    for closes in (True, None):  # known to close, and counted: then behind a branch
+        text = step.lower(params, state, xs[0], WEIGHTS[0], emit=closes).compile().as_text()
+        assert collectives(text) == {}
+        if not zero:  # each element once, and perhaps a few scalars
+            assert N <= sum(hlo.all_reduced(text, branches=True)) <= N + 4
+            assert set(collectives(text, branches=True)) == {"all-reduce"}
+
+    with jax.set_mesh(jax.make_mesh((1,), ("one",), axis_types=(AxisType.Auto,))):
+        one = {k: jnp.asarray(p) for k, p in plain.items()}
+        wanted, _, _ = train(
+            tx, one, tx.init(one), np.asarray(X), np.asarray(WEIGHTS), jax.grad(loss)
+        )
+        _, opened = tx.update(jax.grad(loss)(one, X[0]), tx.init(one), one)
+        wanted_flush, _ = gcx.flush(tx, opened, one)
+    chex.assert_trees_all_close(
+        jax.tree.map(np.asarray, (trained, flushed)),
+        jax.tree.map(np.asarray, (wanted, wanted_flush)),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["update", "apply_gradients"])
+@pytest.mark.parametrize("grads_spec", [(), ("data",), (None, "data")])
+def test_gradients_state_and_parameters_may_be_sharded_each_in_its_own_way(mesh, grads_spec, fast):
+    tx = gcx.accumulate_gradients(optax.adam(0.1), 2)
+    plain = {k: np.asarray(p) for k, p in PARAMS.items()}
+    params = place(plain, mesh)
+    inner = jax.tree.map(
+        lambda x: place(x, mesh, "data") if x.ndim else x, optax.adam(0.1).init(params)
+    )
+    state = tx.init(params)._replace(inner_opt_state=inner)
+    wanted, one = plain, tx.init(plain)
+
+    @jax.jit
+    def step(params, state, grads):
+        if fast:
+            return gcx.apply_gradients(tx, grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return params, state, updates
+
+    for _ in range(2):
+        grads = place(plain, mesh, *grads_spec)
+        params, after, *updates = step(params, state, grads)
+        assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
+        state = after
+        updates_of_one, one = tx.update(plain, one, wanted)
+        wanted = optax.apply_updates(wanted, updates_of_one) if fast else wanted
+    got, wanted = (params, wanted) if fast else (updates[0], updates_of_one)
+    chex.assert_trees_all_close(
+        jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, wanted), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("has_weight", [False, True])
+def test_inside_one_step_the_gradient_is_reduced_once_after_the_loop(mesh, has_weight):
+    def fun(params, x):
+        return (loss(params, x), jnp.float32(2)) if has_weight else loss(params, x)
+
+    params = place({k: np.asarray(p) for k, p in PARAMS.items()}, mesh)
+    batch = place(np.asarray(X).reshape(-1, 16)[:64], mesh, "data")
+    value_and_grad = gcx.microbatched_value_and_grad(fun, 4, has_weight=has_weight)
+
+    @jax.jit
+    def take(params, batch):
+        value, grads = value_and_grad(keep(params), batch)
+        return value, jax.tree.map(lambda g: jax.sharding.reshard(g, P(None, None)), grads)
+
+    text = take.lower(params, batch).compile().as_text()
+    inside = sum(hlo.all_reduced(text)) - sum(hlo.all_reduced(text, loops=False))
+    assert inside <= 4  # the value of each micro-batch
+    assert N <= sum(hlo.all_reduced(text, loops=False)) <= N + 1
+    value, grads = take(params, batch)
+    wanted = jax.value_and_grad(fun, has_aux=has_weight)(params, batch)
+    assert jax.tree.map(jax.typeof, grads) == jax.tree.map(jax.typeof, wanted[1])
+    chex.assert_trees_all_close(
+        (value[0] if has_weight else value, grads),
+        (wanted[0][0] if has_weight else wanted[0], wanted[1]),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+def test_a_bad_micro_batch_of_weight_zero_adds_nothing_to_what_stays_unreduced(mesh):
+    def fun(params, x):
+        weight = jnp.where(jnp.isfinite(jnp.sum(x)), 2.0, 0.0)
+        return loss(params, x), weight
+
+    params = place({k: np.asarray(p) for k, p in PARAMS.items()}, mesh)
+    rows = np.array(X).reshape(-1, 16)[:64]
+    good = rows.reshape(16, 4, 16)[:, 1:].reshape(-1, 16)
+    rows[::4] = np.nan  # every fourth example is of the first micro-batch
+    value_and_grad = gcx.microbatched_value_and_grad(fun, 4, has_weight=True)
+
+    @jax.jit
+    def take(params, batch):
+        _, grads = value_and_grad(keep(params), batch)
+        return jax.tree.map(lambda g: jax.sharding.reshard(g, P(None, None)), grads)
+
+    wanted = jax.grad(loss)(PARAMS, good)
+    chex.assert_trees_all_close(
+        jax.device_get(take(params, place(rows, mesh, "data"))), wanted, rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("has_weight", [False, True])
+def test_what_is_not_typed_as_reduced_comes_back_whole(mesh, has_weight):
+    def fun(params, x):
+        value = loss(params, x) + jnp.sum(jnp.sort(params["w"]) ** 2)
+        return (value, jnp.float32(2)) if has_weight else value
+
+    params = place({k: np.asarray(p) for k, p in PARAMS.items()}, mesh)
+    batch = place(np.asarray(X).reshape(-1, 16)[:64], mesh, "data")
+    take = jax.jit(gcx.microbatched_value_and_grad(fun, 4, has_weight=has_weight))
+    _, ours = take(params, batch)
+    _, wanted = jax.value_and_grad(fun, has_aux=has_weight)(params, batch)
+    assert jax.tree.map(jax.typeof, ours) == jax.tree.map(jax.typeof, wanted)
+    chex.assert_trees_all_close(ours, wanted, rtol=1e-5, atol=1e-6)
+
+
+def refused(name):
+    def use(grads):
+        tx = TRANSFORMATIONS[name]()
+        return tx.update(grads, tx.init(PARAMS), PARAMS)
+
+    return pytest.param(use, id=name)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(gcx.global_norm, id="global_norm"),
+        *map(refused, sorted(TRANSFORMATIONS.keys() - {"accumulate_gradients"})),
+    ],
+)
+def test_all_but_an_accumulation_say_what_to_do_with_an_unreduced_gradient(mesh, use):
+    params = place({k: np.asarray(p) for k, p in PARAMS.items()}, mesh)
+    x = place(np.asarray(X[0]), mesh, "data")
+    message = (
+        r"must be reduced, got a leaf that is unreduced over 'data' at \w+\['v'\]. Sum it over "
+        r"devices first, `jax.sharding.reshard\(leaf, P\(None, None\)\)`, or do this inside "
+        "`accumulate_gradients`, which sums once a window."
+    )
+    with pytest.raises(TypeError, match=message):
+        jax.jit(lambda p, x: use(jax.grad(loss)(keep(p), x)))(params, x)
+
+
+def test_init_must_know_that_gradients_stay_unreduced(mesh):
+    params = place({k: np.asarray(p) for k, p in PARAMS.items()}, mesh)
+    tx = gcx.accumulate_gradients(optax.sgd(1.0), 2)
+    message = (
+        "accumulate_gradients: `updates` must be unreduced over [], as the parameters that `init` "
+        "was given say, got a leaf unreduced over ['data'] at updates['v']. Give `init` the "
+        "parameters with the `reduced` axes that the loss sees."
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        jax.jit(lambda p, x: tx.update(jax.grad(loss)(keep(p), x), tx.init(p), p))(
+            params, place(np.asarray(X[0]), mesh, "data")
+        )
+
+
+@pytest.mark.parametrize(
+    ("argument", "options"),
+    [
+        ("rounding", {"rounding": "stochastic", "accumulator_dtype": jnp.bfloat16}),
+        ("reduction", {"reduction": "max"}),
+        ("noise_scale_decay", {"noise_scale_decay": 0.9}),
+    ],
+)
+def test_what_needs_the_whole_gradient_says_so(mesh, argument, options):
+    params = place({k: np.asarray(p) for k, p in PARAMS.items()}, mesh)
+    tx = gcx.accumulate_gradients(optax.sgd(1.0), 2, **options)
+    message = f"accumulate_gradients: `{argument}` must be left out where gradients are unreduced"
+    with pytest.raises(TypeError, match=message):
+        jax.jit(lambda p, x: tx.update(jax.grad(loss)(keep(p), x), tx.init(keep(p)), p))(
+            params, place(np.asarray(X[0]), mesh, "data")
+        )

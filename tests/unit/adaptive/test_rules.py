@@ -1,0 +1,855 @@
+"""Threshold rules: against the papers, the authors' numbers, and bad input."""
+
+import functools
+import math
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradclip_jax as gcx
+import recorded
+import rule_oracles as oracles
+from compat import strict
+from gradclip_jax import thresholds
+
+EPS = float(np.finfo(np.float32).eps)
+UNBOUNDED = float(np.finfo(np.float32).max)
+
+# Small windows and short warm-ups, so that a test of 200 steps sees all that a rule can do.
+RULES = {
+    "percentile": thresholds.percentile(30.0, window=20),
+    "mean_std": thresholds.mean_std(4.0, window=20, warmup_steps=10),
+    "zscore": thresholds.zscore(2.5, 0.9, warmup_steps=10),
+    "ema": thresholds.ema(1.5, 0.9, warmup_steps=10, warmup_max=5.0),
+    "quantile": thresholds.quantile(0.5, 0.2, 1.0),
+    "capped": thresholds.capped(thresholds.zscore(2.5, 0.9, warmup_steps=10), 3.0),
+}
+each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+
+
+def clip_by(rule):
+    """A clip of one number, whose norm of order 1 it is itself, in all of float32."""
+    return gcx.clip_by_norm(rule, ord=1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _follow(rule, norms):
+    tx = clip_by(rule)
+    if rule.allow_negative:
+        tx = gcx.skip_spikes(optax.identity(), loss=rule, relearn_after=10**9)
+
+    def step(state, norm):
+        if rule.allow_negative:
+            state = tx.update(norm, state, value=norm)[1]
+            return state, (state.loss_threshold, state.signals["loss"])
+        state = tx.update(norm, state)[1]
+        return state, (state.clip_threshold, state.rules[0])
+
+    return jax.lax.scan(step, tx.init(norms[0]), norms)[1]
+
+
+def follow(rule, norms):
+    """Thresholds and states of all steps, as NumPy arrays; one compilation for each 1,000 steps."""
+    norms = np.asarray(norms, np.float32)
+    steps = len(norms)
+    padded = np.ones(-(-steps // 1000) * 1000, np.float32)
+    padded[:steps] = norms
+    return jax.tree.map(lambda x: np.asarray(x)[:steps], _follow(rule, jnp.asarray(padded)))
+
+
+def is_unbounded(thresholds):
+    """Where a rule sets no threshold."""
+    return thresholds == np.float32(UNBOUNDED)
+
+
+def rounded(norms):
+    """The norms as the rules get them, rounded to float32, in float64."""
+    return np.asarray(norms, np.float32).astype(np.float64)
+
+
+def recordings(method, *left_out):
+    names = [name for name in recorded.names(method) if name not in left_out]
+    return pytest.mark.parametrize(
+        "run", [recorded.recording(method, name) for name in names], ids=names
+    )
+
+
+def lognormal(steps, *, seed=0, spread=0.3):
+    return np.exp(spread * np.random.default_rng(seed).standard_normal(steps))
+
+
+# percentile
+
+
+def assert_percentiles(actual, exact):
+    # Between two neighbours that are far apart the rounding of the place, at most
+    # 150 * eps, is a part of their distance; here no two are further apart than a value itself.
+    np.testing.assert_allclose(actual, exact, rtol=40 * EPS)
+
+
+@recordings("autoclip")
+def test_percentile_gives_what_the_authors_code_gives(run):
+    counts = run.norms > 0  # one norm of the spiky sequence is zero
+    until = len(run.norms) if counts.all() else int(np.argmin(counts))
+    found, _ = follow(thresholds.percentile(run.given["clip_percentile"], 1000), run.norms)
+    assert_percentiles(found[:until], recorded.numbers(run.gave["threshold"])[:until])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [1, 7, 1000])
+@pytest.mark.parametrize("percentile", [0.0, 10.0, 37.5, 100.0])
+def test_percentile_is_that_of_numpy_over_the_window(percentile, window):
+    norms = lognormal(60)
+    found, _ = follow(thresholds.percentile(percentile, window), norms)
+    assert_percentiles(found, oracles.percentile(rounded(norms), percentile, window))
+
+
+def test_percentile_never_clips_the_first_step():
+    found, _ = follow(thresholds.percentile(0.0, 5), [7.0])
+    assert found[0] == 7.0
+
+
+# zscore
+
+
+def zscore_of(run, **added):
+    given = run.given
+    rule = thresholds.zscore(given["z_thresh"], given["alpha"], given["warmup_steps"], **added)
+    want = functools.partial(
+        oracles.zscore,
+        z_threshold=given["z_thresh"],
+        decay=given["alpha"],
+        warmup_steps=given["warmup_steps"],
+        **added,
+    )
+    return rule, want
+
+
+def assert_zscores(found, states, want):
+    np.testing.assert_array_equal(is_unbounded(found), np.isinf(want["threshold"]))
+    # Each step rounds by a few eps, and the average forgets a thirtieth of that at each step.
+    np.testing.assert_allclose(states.mean, want["mean"], rtol=40 * EPS)
+    # The deviations are differences of norms: their error is that of the norms, not their own.
+    error = 100 * EPS * np.maximum.accumulate(want["mean"])
+    assert np.all(np.abs(states.std - np.sqrt(want["var"])) <= error)
+    clipped = ~is_unbounded(found)
+    np.testing.assert_allclose(found[clipped], want["threshold"][clipped], rtol=300 * EPS)
+
+
+@recordings("zclip", "spiky_cap1", "nan", "inf")
+def test_zscore_gives_what_the_authors_code_gives(run):
+    rule, want = zscore_of(run)
+    found, states = follow(rule, run.norms)
+    want = want(run.norms)
+    # No decision hangs on a rounding: z is never within 0.2 of its threshold.
+    assert np.nanmin(want["margin"]) > 0.2
+    theirs = recorded.numbers(run.gave["threshold"])
+    until = len(theirs)
+    if (run.norms == 0).any():  # zeros are not part of our history
+        until = int(np.argmin(run.norms))
+    clipped = ~is_unbounded(found)
+    if run.raw["name"] == "level_shift":  # stuck from 60 on; we relearn after 25 steps of that
+        until = 85
+    np.testing.assert_array_equal(clipped[:until], ~np.isnan(theirs[:until]))
+    both = clipped[:until]
+    np.testing.assert_allclose(found[:until][both], theirs[:until][both], rtol=300 * EPS)
+    if "mean_after" in run.gave:
+        from_warmup = slice(run.given["warmup_steps"] - 1, until)
+        means = recorded.numbers(run.gave["mean_after"])[from_warmup]
+        np.testing.assert_allclose(states.mean[from_warmup], means, rtol=40 * EPS)
+        stds = np.sqrt(recorded.numbers(run.gave["var_after"])[from_warmup])
+        assert np.all(np.abs(states.std[from_warmup] - stds) <= 100 * EPS * means.max())
+
+
+@recordings("zclip", "spiky_cap1", "nan", "inf")
+def test_zscore_is_the_paper_with_our_addition_over_the_whole_recording(run):
+    rule, want = zscore_of(run, relearn_after=25)
+    norms = run.norms[run.norms > 0]
+    assert_zscores(*follow(rule, norms), want(rounded(norms)))
+
+
+@pytest.mark.parametrize("name", ["nan", "inf"])
+def test_zscore_ignores_steps_that_are_not_finite(name):
+    run = recorded.recording("zclip", name)
+    rule, want = zscore_of(run)
+    bad = ~np.isfinite(run.norms)
+    found, states = follow(rule, run.norms)
+    kept = jax.tree.map(lambda x: x[~bad], states)
+    assert_zscores(found[~bad], kept, want(rounded(run.norms[~bad])))
+    assert found[45] < 20.0 and run.norms[45] == 20.0  # the spike after it is clipped
+    if name == "nan":  # and by the authors' code it is not
+        assert np.isnan(recorded.numbers(run.gave["threshold"])[36:]).all()
+
+
+def test_zscore_relearns_a_level_that_lasts_where_the_paper_is_stuck():
+    run = recorded.recording("zclip", "level_shift")
+    theirs = recorded.numbers(run.gave["threshold"])
+    assert np.isfinite(theirs[60:110]).all()  # the norm is 5 instead of 1: clipped to 1 for ever
+    found, _ = follow(thresholds.zscore(), run.norms)
+    assert not is_unbounded(found[60:85]).any() and is_unbounded(found[95:110]).all()
+
+
+def test_zscore_relearns_after_a_constant_warm_up():
+    norms = np.r_[np.ones(50), np.full(60, 3.0)]
+    found, _ = follow(thresholds.zscore(), norms)
+    paper = oracles.zscore(norms, 2.5, 0.97, 25)["threshold"]
+    assert np.all(paper[50:] == 1.0)  # for ever
+    np.testing.assert_array_equal(found[50:75], 1.0)
+    assert is_unbounded(found[85:]).all()
+
+
+@pytest.mark.parametrize("relearn_after", [1, 5, 40])
+def test_zscore_takes_a_new_level_for_spikes_that_long(relearn_after):
+    norms = np.r_[lognormal(50, spread=0.1), np.full(100, 30.0)]
+    found, _ = follow(thresholds.zscore(relearn_after=relearn_after), norms)
+    assert np.all(found[50 : 50 + relearn_after] < 2.0)
+    assert is_unbounded(found[50 + relearn_after + 10 :]).all()
+
+
+def test_zscore_survives_a_spike_of_any_size_in_the_warm_up():
+    # 1e25 squared is no float32: a variance would be infinite from then on, and clip no more.
+    norms = np.ones(5000)
+    norms[5], norms[-1] = 1e25, 100.0
+    found, states = follow(thresholds.zscore(), norms)
+    assert all(np.isfinite(x).all() for x in states)
+    assert found[-1] < 2.0
+
+
+# mean_std
+
+
+@recordings("levanter_skip_step")
+def test_mean_std_gives_what_levanter_gives(run):
+    window = run.given["rolling_interval_length"]
+    rule = thresholds.mean_std(run.given["sigma_factor"], window, window // 2)
+    theirs = recorded.numbers(run.gave["norm_threshold"])
+    until = len(theirs) - 1
+    if not (run.norms > 0).all():  # a NaN or a zero: theirs is part of the history
+        until = int(np.argmin(run.norms > 0))
+    if run.raw["name"] == "constant_16":  # theirs is 1.000006: the first rise is anything at all
+        until = 51
+        theirs[:until] = 1 + 6 * 0.01
+    found, _ = follow(rule, run.norms)
+    assert is_unbounded(found[: window // 2]).all()
+    # float32 on both sides; the root of a variance of a few eps is off by a few times sqrt(eps).
+    used = slice(window // 2, until)
+    np.testing.assert_allclose(found[used], theirs[used], rtol=20 * EPS)
+    taken = (run.norms <= found)[:until]
+    np.testing.assert_array_equal(taken, np.array(run.gave["step_factor"][:until], bool))
+
+
+@recordings("olmo_skip_step", "constant_16")
+def test_mean_std_gives_what_olmo_gives_but_for_its_unbiased_variance(run):
+    window = run.given["rolling_interval_length"]
+    # It counts the present norm as well: one step earlier than levanter.
+    rule = thresholds.mean_std(run.given["sigma_factor"], window, window // 2 - 1)
+    until = len(run.norms) if (run.norms > 0).all() else int(np.argmin(run.norms > 0))
+    found, _ = follow(rule, run.norms)
+    taken = (run.norms <= found)[:until]
+    np.testing.assert_array_equal(taken, np.array(run.gave["step_factor"][:until], bool))
+    theirs = recorded.numbers(run.gave["norm_threshold_from_their_history"])
+    for t in range(window // 2 - 1, until):
+        n = min(t, window)
+        mean = np.mean(run.norms[t - n : t])
+        unbiased = mean + (found[t] - mean) * math.sqrt(n / (n - 1))
+        assert unbiased == pytest.approx(theirs[t], rel=50 * EPS)
+
+
+@recordings("levanter_clip_update_norm")
+def test_mean_std_clips_as_levanter_does(run):
+    window = run.given["rolling_interval_length"]
+    rule = thresholds.mean_std(run.given["sigma_factor"], window, window // 2)
+    until = int(np.argmin(run.norms > 0))
+    found, _ = follow(rule, run.norms)
+    theirs = recorded.numbers(run.gave["clipped_norm"])[:until]
+    np.testing.assert_allclose(np.minimum(run.norms, found)[:until], theirs, rtol=20 * EPS)
+
+
+def test_mean_std_is_mean_and_deviation_of_the_window():
+    norms = lognormal(100)
+    found, _ = follow(thresholds.mean_std(3.0, 20, 10), norms)
+    want = oracles.mean_std(rounded(norms), 3.0, 20, 10, floor=0.01)
+    np.testing.assert_allclose(found, np.minimum(want, UNBOUNDED), rtol=20 * EPS)
+
+
+def test_mean_std_lets_a_constant_norm_rise_a_little():
+    found, _ = follow(thresholds.mean_std(6.0, 16, 8), np.full(40, 0.1))
+    np.testing.assert_allclose(found[8:], 0.1 * 1.06, rtol=20 * EPS)
+
+
+def test_mean_std_ignores_a_nan_for_which_both_projects_skip_a_window():
+    run = recorded.recording("levanter_skip_step", "nan_16")
+    assert run.gave["step_factor"][35:52] == [0] * 17
+    found, _ = follow(thresholds.mean_std(6.0, 16, 8), run.norms)
+    assert np.all(run.norms[36:45] <= found[36:45])
+    assert run.norms[45] > found[45]
+
+
+def test_mean_std_with_ddof_1_is_what_olmo_computes():
+    norms = lognormal(100)
+    found, _ = follow(thresholds.mean_std(3.0, 20, 10, ddof=1), norms)
+    for t in range(10, 100):
+        before = rounded(norms)[max(0, t - 20) : t]
+        want = np.mean(before) + 3.0 * np.std(before, ddof=1)
+        assert found[t] == pytest.approx(want, rel=20 * EPS)
+
+
+# signed values
+
+
+SIGNED = {
+    "percentile": thresholds.percentile(90.0, window=20, allow_negative=True),
+    "mean_std": thresholds.mean_std(4.0, window=20, warmup_steps=10, allow_negative=True),
+    "zscore": thresholds.zscore(2.5, 0.9, warmup_steps=10, allow_negative=True),
+}
+
+
+@pytest.mark.parametrize("name", SIGNED)
+@pytest.mark.parametrize("offset", [0.0, -5.0])
+def test_signed_values_shift_the_threshold_by_their_offset(name, offset):
+    losses = np.random.default_rng(0).standard_normal(60)
+    losses[50] = 40.0
+    base, _ = follow(SIGNED[name], 5.0 + np.abs(losses))
+    found, _ = follow(SIGNED[name], offset + np.abs(losses))
+    bounded = ~is_unbounded(base)
+    np.testing.assert_array_equal(bounded, ~is_unbounded(found))
+    np.testing.assert_allclose(found[bounded] - offset, base[bounded] - 5.0, atol=1e-4)
+    assert found[50] < offset + 40.0
+
+
+def test_rules_say_whether_they_take_signed_values():
+    assert all(rule.allow_negative for rule in SIGNED.values())
+    assert thresholds.capped(SIGNED["zscore"], 1.0).allow_negative
+    assert not any(rule.allow_negative for rule in RULES.values())
+
+
+def test_signed_values_of_zero_count():
+    losses = np.r_[np.zeros(30), 0.5]
+    for name, count in (("mean_std", "value_count"), ("zscore", "norm_count")):
+        found, states = follow(SIGNED[name], losses)
+        assert getattr(states, count)[-1] == 31 and found[-1] < 0.5
+    assert follow(SIGNED["percentile"], np.r_[1.0, np.zeros(30)])[0][-1] == 0.0
+
+
+def test_signed_mean_std_has_the_deviation_of_the_window_and_no_floor():
+    losses = -2.0 + 1e-3 * np.random.default_rng(1).standard_normal(60)
+    found, _ = follow(SIGNED["mean_std"], losses)
+    want = oracles.mean_std(rounded(losses), 4.0, 20, 10)
+    np.testing.assert_allclose(found[10:], want[10:], rtol=20 * EPS)
+
+
+# ema
+
+
+@pytest.mark.parametrize("warmup_max", [0.8, math.inf])
+def test_ema_is_that_of_the_paper(warmup_max):
+    norms = lognormal(300)
+    norms[[40, 41, 120]] *= 20
+    found, states = follow(thresholds.ema(1.05, 0.98, 100, warmup_max), norms)
+    want = oracles.ema(rounded(norms), 1.05, 0.98, 100, warmup_max)
+    np.testing.assert_allclose(found, np.minimum(want["threshold"], UNBOUNDED), rtol=60 * EPS)
+    np.testing.assert_allclose(states.average, want["level"], rtol=60 * EPS)
+
+
+def test_ema_ignores_a_zero_where_the_paper_locks_up():
+    norms = np.r_[0.9, 0.0, 1.1, np.ones(300)]
+    paper = oracles.ema(norms, 1.05, 0.98, 10)
+    assert np.all(paper["level"][1:] == 0)
+    found, states = follow(thresholds.ema(1.05, 0.98, 10), norms)
+    assert np.all(states.average[1:] >= 0.9 * (1 - EPS)) and np.all(found >= 0.9)
+
+
+def test_ema_that_saw_only_zeros_takes_the_first_norm_unclipped():
+    norms = np.r_[np.zeros(20), 3.0, 3.0]
+    found, states = follow(thresholds.ema(1.05, 0.98, 10), norms)
+    assert is_unbounded(found[20]) and states.average[20] == 3.0
+    assert found[21] == np.float32(1.05) * 3
+
+
+def test_ema_follows_a_lasting_rise_by_a_thousandth_a_step():
+    # 1.05 x the level enters the level with weight 0.02: it grows by 1.001, by 30 in 3,403 steps.
+    norms = np.r_[np.ones(100), np.full(3600, 30.0)]
+    found, _ = follow(thresholds.ema(), norms)
+    assert found[100 + 3300] < 30.0 < found[100 + 3500]
+
+
+# quantile
+
+
+@recordings("quantile", "nan_median", "inf_median")
+def test_quantile_gives_what_the_authors_code_gives(run):
+    given = run.given
+    rule = thresholds.quantile(
+        given["target_quantile"], given["learning_rate"], given["initial_estimate"]
+    )
+    zero = np.argmin(run.norms) if (run.norms == 0).any() else len(run.norms)
+    _, after = follow(rule, run.norms)
+    theirs = recorded.numbers(run.gave["estimate_after"])
+    # Theirs is float32, too: each of 150 factors rounds, and so does the last exponential.
+    np.testing.assert_allclose(after[:zero], theirs[:zero], rtol=150 * EPS)
+
+
+@pytest.mark.parametrize("target", [0.1, 0.5, 0.9])
+def test_quantile_is_that_of_the_paper(target):
+    norms = lognormal(200)
+    found, _ = follow(thresholds.quantile(target, 0.2, 0.1), norms)
+    want = oracles.quantile(rounded(norms), target, 0.2, 0.1)
+    np.testing.assert_allclose(found, want[:-1], rtol=200 * EPS)
+
+
+@pytest.mark.parametrize("name", ["nan_median", "inf_median"])
+def test_quantile_stays_where_it_is_when_a_norm_is_not_finite(name):
+    run = recorded.recording("quantile", name)
+    found, after = follow(thresholds.quantile(), run.norms)
+    bad = int(np.argmin(np.isfinite(run.norms)))
+    assert after[bad] == found[bad]
+    theirs = recorded.numbers(run.gave["estimate_after"])
+    assert theirs[bad] > theirs[bad - 1]  # there it counts as a large one
+    np.testing.assert_allclose(after[:bad], theirs[:bad], rtol=60 * EPS)
+
+
+def test_quantile_comes_back_from_either_end():
+    # Without bounds it would be 0 after 1,040 small norms, and stay 0.
+    norms = np.r_[np.full(2500, 1e-36), np.full(1500, 1.0), np.full(2500, 1e36), np.ones(1500)]
+    found, _ = follow(thresholds.quantile(), norms)
+    assert found[2499] == np.float32(1e-30) and found[6499] == np.float32(1e30)
+    assert 0.9 < found[3999] < 1.2 and 0.9 < found[7999] < 1.2
+
+
+# capped
+
+
+def test_cap_bounds_the_threshold_and_leaves_the_history_alone():
+    norms = lognormal(60)
+    free, free_states = follow(thresholds.zscore(), norms)
+    found, states = follow(thresholds.capped(thresholds.zscore(), 0.7), norms)
+    np.testing.assert_array_equal(found, np.minimum(free, np.float32(0.7)))
+    jax.tree.map(np.testing.assert_array_equal, states, free_states)
+
+
+@pytest.mark.parametrize(
+    ("rule", "want"),
+    [
+        (5.0, 2.0),
+        (lambda step: 1.0 + step, 1.0),
+        (thresholds.relative_to_params(0.01), 1.0),
+        (thresholds.relative_to_params(0.1), 2.0),
+    ],
+)
+def test_cap_holds_for_numbers_schedules_and_rules_that_look_at_parameters(rule, want):
+    clip = clip_by(thresholds.capped(rule, 2.0))
+    norm, params = jnp.float32(5.0), jnp.float32(100.0)
+    _, state = clip.update(norm, clip.init(params), params)
+    assert float(state.clip_threshold) == want
+
+
+# any sequence
+
+
+def is_sound(found, states):
+    return not np.isnan(found).any() and not any(
+        np.isnan(x).any() for x in jax.tree.leaves(states) if x.dtype == np.float32
+    )
+
+
+@st.composite
+def streams(draw):
+    """200 norms: levels that shift, spikes, zeros, NaN and infinities anywhere."""
+    levels = draw(st.lists(st.floats(-3, 3), min_size=1, max_size=4))
+    norms = 10.0 ** np.repeat(levels, -(-200 // len(levels)))[:200]
+    norms *= lognormal(200, seed=draw(st.integers(0, 99)), spread=draw(st.sampled_from([0, 0.3])))
+    odd = st.tuples(
+        st.integers(0, 199),
+        st.integers(1, 40),
+        st.sampled_from([0.0, math.nan, math.inf, 1e-30, 1e3, 1e30]),
+    )
+    for start, length, value in draw(st.lists(odd, max_size=6)):
+        norms[start : start + length] = value
+    return norms
+
+
+@each_rule
+@hypothesis.given(norms=streams())
+@hypothesis.settings(max_examples=40)
+def test_no_stream_makes_a_rule_nan(rule, norms):
+    found, states = follow(rule, norms)
+    assert is_sound(found, states)
+    assert np.all(found[norms > 0] > 0)
+
+
+@pytest.mark.slow
+@each_rule
+@hypothesis.given(norms=streams(), log_level=st.floats(-3, 3))
+@hypothesis.settings(max_examples=25)
+def test_every_rule_finds_the_level_again(rule, norms, log_level):
+    # Spikes of 1e30 take an average of decay 0.9 about 700 steps, or 1,400 the squared ones.
+    level = 10.0**log_level * (1.0 if rule is not RULES["capped"] else 1e-3)
+    steady = level * lognormal(2000, spread=0.1)
+    found, states = follow(rule, np.r_[norms, steady, 100 * level])
+    assert is_sound(found, states)
+    # Nothing is clipped to less than half of what is usual, and what is unusual is clipped.
+    assert np.all(found[-101:-1] > 0.5 * level)
+    assert found[-1] < 20 * level
+
+
+@pytest.mark.parametrize("rise", [30.0, 1 / 30])
+@each_rule
+def test_a_level_that_shifts_is_followed(rule, rise):
+    if rule is RULES["capped"]:
+        rule = thresholds.capped(thresholds.zscore(2.5, 0.9, warmup_steps=10), 100.0)
+    norms = lognormal(300, spread=0.1)
+    norms[100:] *= rise
+    found, _ = follow(rule, norms)
+    # ema: 1.05 a step makes 30 in 70 steps; zscore: 25 steps and some; the others at once.
+    assert np.all(found[180:] > 0.8 * np.median(norms[180:]))
+
+
+@each_rule
+def test_a_constant_norm_is_hardly_clipped(rule):
+    found, states = follow(rule, np.full(200, 0.7))
+    assert is_sound(found, states)
+    # The quantile of a constant goes up and down around it by exp(0.1).
+    assert np.all(found[50:] > 0.7 * 0.9)
+
+
+@each_rule
+def test_bad_norms_leave_the_state_as_it_was(rule):
+    norms = lognormal(60)
+    bad = norms.copy()
+    bad[[0, 5, 30]] = [math.nan, math.inf, math.nan]
+    found, states = follow(rule, bad)
+    fine = np.isfinite(bad)
+    want, want_states = follow(rule, norms[fine])
+    np.testing.assert_array_equal(found[fine], want)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[fine], y), states, want_states)
+
+
+@each_rule
+def test_zeros_are_not_part_of_the_history(rule):
+    norms = lognormal(120)
+    with_zeros = np.insert(norms, np.repeat(np.arange(20, 120), 3), 0.0)
+    found, _ = follow(rule, with_zeros)
+    want, _ = follow(rule, norms)
+    np.testing.assert_array_equal(found[with_zeros > 0], want)
+
+
+@each_rule
+def test_a_leaf_that_is_seldom_used_is_not_clipped_to_nothing(rule):
+    norms = np.zeros(2000)
+    norms[99::100] = lognormal(20, spread=0.1)
+    found, _ = follow(rule, norms)
+    assert np.all(found[99::100] > 0.5 * norms[99::100])
+
+
+@each_rule
+def test_a_spike_in_the_warm_up_is_forgotten(rule):
+    norms = lognormal(300, spread=0.1)
+    norms[4] = 1000.0
+    norms[-1] = 50.0
+    found, _ = follow(rule, norms)
+    assert np.all(found[:-1] > 0.5) or rule is RULES["ema"]  # a minimum in its warm-up
+    assert found[-1] < 10.0
+
+
+@each_rule
+def test_a_rule_is_elementwise(rule):
+    norms = lognormal(80).reshape(40, 2) * [1.0, 50.0]
+    norms[10:, 1] *= 3
+
+    @jax.jit
+    def together_of(norms):
+        def step(state, norm):
+            threshold, state = rule.update(norm, state, None)
+            return state, (threshold, state)
+
+        return jax.lax.scan(step, rule.init(norms[0]), norms)[1]
+
+    together, states = together_of(jnp.float32(norms.reshape(40, 1, 2)))
+    for unit in range(2):
+        apart, apart_states = follow(rule, norms[:, unit])
+        # A sum over the window may be added up in another order.
+        np.testing.assert_allclose(together[:, 0, unit], apart, rtol=8 * EPS)
+        jax.tree.map(
+            lambda x, y, u=unit: np.testing.assert_allclose(x[..., 0, u], y, rtol=8 * EPS),
+            states,
+            apart_states,
+        )
+
+
+@each_rule
+def test_a_state_keeps_its_structure_and_types(rule):
+    for shape in [(), (3,), (1, 2)]:
+        first = rule.init(jnp.zeros(shape))
+        with strict():
+            _, later = jax.eval_shape(rule.update, jnp.ones(shape), first, None)
+        described = jax.tree.map(lambda x: (x.shape, x.dtype), first)
+        assert described == jax.tree.map(lambda x: (x.shape, x.dtype), later)
+        assert all(x.dtype in (jnp.float32, jnp.int32) for x in jax.tree.leaves(first))
+
+
+@pytest.mark.slow
+@each_rule
+def test_a_rule_is_differentiable_after_zeros_and_steps_that_are_not_finite(rule):
+    sizes = jnp.array([0.0, 1.0, 0.0, *np.full(12, 2.0), 50.0, 0.0, 3.0, 2.0, 50.0])
+    bad = jnp.zeros(len(sizes)).at[5].set(jnp.nan).at[18].set(jnp.inf)
+
+    clip = clip_by(rule)
+
+    @jax.jit
+    @jax.grad
+    def slope(norm):
+        def step(state, inputs):
+            size, bad = inputs
+            clipped, state = clip.update(jnp.where(bad == 0, size * norm, bad), state)
+            return state, jnp.where(bad == 0, clipped, 0)
+
+        return jax.lax.scan(step, clip.init(norm), (sizes, bad))[1].sum()
+
+    for norm in (0.0, 1.0, 1e-3):
+        assert jnp.isfinite(slope(norm))
+
+
+def test_no_rule_makes_an_infinity():
+    with jax.debug_infs(True):
+        for rule in RULES.values():
+            state = rule.init(jnp.zeros(()))
+            for norm in (1.0, 0.0, 2.0, 50.0):
+                threshold, state = rule.update(jnp.float32(norm), state, None)
+                assert np.isfinite(threshold)
+
+
+@pytest.fixture
+def x64():
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+@each_rule
+def test_a_float64_norm_beyond_float32_does_not_stay_in_the_history(x64, rule):
+    norms = lognormal(200, spread=0.1)
+    norms[[5, 150, 199]] = [1e300, 1e300, 100.0]
+    found, states = jax.tree.map(np.asarray, _follow(rule, jnp.asarray(norms, jnp.float64)))
+    assert is_sound(found, states)
+    assert found[-1] < 10 and found[-2] > 0.5
+
+
+# granularities
+
+
+def unit_clips(rule):
+    """Clips with a unit for each of three numbers: how to spread them, and how to join them."""
+    groups = {name: rule for name in "ABC"}
+    labels = {"a": "A", "b": "B", "c": "C"}
+    by_leaf = (lambda x: dict(zip("abc", x, strict=True)), lambda tree: jnp.stack([*tree.values()]))
+    stacked = (lambda x: {"w": x[:, None]}, lambda tree: tree["w"][:, 0])
+    return {
+        "leaf": (gcx.clip_by_leaf_norm(rule), *by_leaf),
+        "group": (gcx.clip_by_group_norm(groups, labels), *by_leaf),
+        "stacked": (gcx.clip_by_leaf_norm(rule, num_layer_axes=1), *stacked),
+    }
+
+
+@pytest.mark.parametrize("granularity", ["leaf", "group", "stacked"])
+def test_units_have_histories_of_their_own(granularity):
+    rule = RULES["zscore"]
+    clip, spread, join = unit_clips(rule)[granularity]
+    norms = lognormal(150).reshape(50, 3) * [1.0, 30.0, 0.01]
+    norms[30:, 1] *= 20
+    norms[20, 0] = math.nan
+
+    @jax.jit
+    def train(norms):
+        def step(state, row):
+            updates, state = clip.update(spread(row), state)
+            return state, join(updates)
+
+        return jax.lax.scan(step, clip.init(spread(norms[0])), norms)[1]
+
+    found = np.asarray(train(jnp.asarray(norms, jnp.float32)))
+    assert np.isnan(found[20]).all()  # the update of that step, but no later one
+    for unit in range(3):
+        threshold, _ = follow(rule, norms[:, unit])
+        want = np.minimum(rounded(norms[:, unit]), threshold)
+        np.testing.assert_allclose(
+            np.delete(found[:, unit], 20), np.delete(want, 20), rtol=20 * EPS
+        )
+
+
+# skipping
+
+
+@pytest.mark.parametrize("name", ["level_shift_32", "spiky_32"])
+def test_skipping_by_mean_std_skips_what_levanter_and_olmo_skip(name):
+    run = recorded.recording("levanter_skip_step", name)
+    taken = np.array(run.gave["step_factor"], bool)
+    until = len(taken) if (run.norms > 0).all() else int(np.argmin(run.norms))
+    tx = gcx.skip_large_norm(optax.sgd(1.0), thresholds.mean_std(6.0, 32, 16))
+
+    @jax.jit
+    def train(norms):
+        def step(state, norm):
+            updates, state = tx.update(norm[None], state, norm[None])
+            return state, updates[0] != 0
+
+        return jax.lax.scan(step, tx.init(jnp.ones(1)), norms)[1]
+
+    found = np.asarray(train(jnp.asarray(run.norms, jnp.float32)))
+    np.testing.assert_array_equal(found[:until], taken[:until])
+    assert not taken[:until].all()
+
+
+@each_rule
+def test_a_guard_skips_spikes_by_any_rule_and_finds_a_new_level(rule):
+    norms = lognormal(200, spread=0.05)
+    norms[60], norms[80] = 500.0, math.nan
+    norms[120:] *= 30
+    if rule is RULES["capped"]:
+        rule = thresholds.capped(thresholds.zscore(2.5, 0.9, warmup_steps=10), 100.0)
+    tx = gcx.skip_large_norm(optax.sgd(1.0), rule, relearn_after=25)
+
+    @jax.jit
+    def train(norms):
+        def step(state, norm):
+            updates, state = tx.update(norm[None], state, norm[None])
+            return state, (updates[0], state)
+
+        return jax.lax.scan(step, tx.init(jnp.ones(1)), norms)[1]
+
+    updates, states = jax.tree.map(np.asarray, train(jnp.asarray(norms, jnp.float32)))
+    assert np.isfinite(updates).all()
+    assert updates[60] == 0 and updates[80] == 0
+    # A percentile of 30 lets 30 % of the steps through, the median half of them.
+    assert np.mean(updates[-30:] != 0) > 0.25
+    assert states.skipped_nonfinite[-1] == 1
+
+
+# a user's rule
+
+
+def users_rule(slack=2.0):
+    """At most `slack` times the largest norm so far, once there is one."""
+
+    def update(norm, largest, param_norm):
+        threshold = jnp.where(largest > 0, slack * largest, jnp.inf)
+        return threshold, jnp.maximum(largest, jnp.minimum(norm, threshold))
+
+    return thresholds.Rule(jnp.zeros_like, update)
+
+
+@pytest.mark.parametrize(
+    ("tx", "kept"),
+    [
+        (gcx.clip_by_leaf_norm({"a": users_rule(), "b": 1e6}), True),
+        (gcx.clip_by_global_norm(thresholds.capped(users_rule(), 1e6)), True),
+        (gcx.zero_large_norm(users_rule()), False),
+        (gcx.skip_large_norm(optax.identity(), users_rule()), False),
+    ],
+)
+def test_a_users_rule_works_wherever_a_threshold_does(tx, kept):
+    grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([[0.5]])}
+    update = jax.jit(tx.update)
+    _, state = update(grads, tx.init(grads), grads)
+    updates, _ = update(jax.tree.map(lambda x: 10 * x, grads), state, grads)
+    # Ten times as large as before: scaled to twice as large, or dropped.
+    np.testing.assert_allclose(updates["a"], 2 * grads["a"] * kept, rtol=8 * EPS)
+
+
+def test_a_users_rule_can_use_the_norms_of_the_parameters():
+    rule = thresholds.Rule(
+        lambda norm: (), lambda norm, state, param_norm: (0.1 * param_norm, state), True
+    )
+    clip = gcx.clip_by_leaf_norm(rule)
+    params = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([10.0])}
+    grads = {"a": jnp.array([0.0, 2.0]), "b": jnp.array([0.5])}
+    updates, _ = clip.update(grads, clip.init(params), params)
+    np.testing.assert_allclose(updates["a"], [0.0, 0.5], rtol=4 * EPS)
+    assert updates["b"].tolist() == [0.5]
+
+
+# errors
+
+DECAY = "must be a number >= 0 and < 1"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("percentile", {"percentile": 101.0}, "must be a number >= 0 and <= 100, got 101.0"),
+        ("percentile", {"window": 0}, "must be an integer >= 1, got 0"),
+        ("percentile", {"window": 2**27}, "must be an integer <= 2**20, got 134217728"),
+        ("mean_std", {"z_threshold": 0.0}, "must be a number > 0, got 0.0"),
+        ("mean_std", {"window": 0}, "must be an integer >= 1, got 0"),
+        ("mean_std", {"warmup_steps": 0}, "must be an integer >= 1, got 0"),
+        ("mean_std", {"ddof": -1}, "must be an integer >= 0, got -1"),
+        ("zscore", {"z_threshold": -1.0}, "must be a number > 0, got -1.0"),
+        ("zscore", {"z_threshold": 10**400}, "must be a number > 0, got an integer of 1329 bits"),
+        ("zscore", {"decay": 1.0}, f"{DECAY}, got 1.0"),
+        ("zscore", {"warmup_steps": 0}, "must be an integer >= 1, got 0"),
+        (
+            "zscore",
+            {"warmup_steps": 10**5000},
+            "must be an integer that fits 32 bit, got an integer of",
+        ),
+        ("zscore", {"relearn_after": 0}, "must be an integer >= 1, got 0"),
+        ("ema", {"factor": 0.0}, "must be a number > 0, got 0.0"),
+        ("ema", {"decay": -0.1}, f"{DECAY}, got -0.1"),
+        ("ema", {"warmup_steps": 0}, "must be an integer >= 1, got 0"),
+        ("ema", {"warmup_max": 0.0}, "must be a number > 0, got 0.0"),
+        ("quantile", {"target": 2.0}, "must be a number >= 0 and <= 1, got 2.0"),
+        ("quantile", {"rate": 0.0}, "must be a number > 0, got 0.0"),
+        ("quantile", {"initial": math.nan}, "must be a number > 0, got nan"),
+        ("capped", {"max_threshold": -1.0, "rule": 1.0}, "must be a number > 0, got -1.0"),
+        ("capped", {"rule": -2.0, "max_threshold": 1.0}, "must be a number > 0, got -2.0"),
+        ("relative_to_params", {"ratio": 0.0}, "must be a number > 0, got 0.0"),
+        ("relative_to_params", {"eps": 0.0}, "must be a number > 0, got 0.0"),
+    ],
+)
+def test_a_number_out_of_range_is_refused(name, arguments, message):
+    with pytest.raises(ValueError) as error:
+        getattr(thresholds, name)(**arguments)
+    assert str(error.value).startswith(f"{name}: `{next(iter(arguments))}` {message}")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("percentile", {"percentile": "10"}),
+        ("percentile", {"window": 1.5}),
+        ("mean_std", {"z_threshold": None}),
+        ("zscore", {"decay": "0.97"}),
+        ("ema", {"factor": jnp.ones(2)}),
+        ("quantile", {"target": True}),
+        ("capped", {"max_threshold": "1", "rule": 1.0}),
+        ("capped", {"rule": "1", "max_threshold": 1.0}),
+    ],
+)
+def test_what_is_no_number_is_a_type_error(name, arguments):
+    with pytest.raises(TypeError, match=f"{name}: `{next(iter(arguments))}` must be an? "):
+        getattr(thresholds, name)(**arguments)
+
+
+def test_a_traced_window_is_refused_with_the_way_out():
+    clip = optax.inject_hyperparams(gcx.autoclip)(percentile=50.0, window=8)
+    with pytest.raises(TypeError) as error:
+        clip.init(jnp.ones(1))
+    assert str(error.value) == (
+        "percentile: `window` must be a static Python value, got int32[]. "
+        "Under `optax.inject_hyperparams` pass `static_args=('window',)`."
+    )
+    optax.inject_hyperparams(gcx.autoclip, static_args=("window",))(50.0, 8).init(jnp.ones(1))
+
+
+def test_a_rule_with_a_history_needs_its_state():
+    clip = gcx.clip_by_global_norm(thresholds.zscore())
+    with pytest.raises(ValueError) as error:
+        clip.update(jnp.ones(2), None)
+    assert str(error.value) == (
+        "clip_by_global_norm: `state` must be a `ClipState`, got None. "
+        "Call `init(params)` first: earlier steps are remembered."
+    )

@@ -1,0 +1,433 @@
+"""The published methods: against the authors' numbers, and as lines over the grid."""
+
+import ast
+import functools
+import inspect
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradclip_jax as gcx
+import oracles as clip_oracles
+import recorded
+import rule_oracles as oracles
+from gradclip_jax import thresholds
+
+EPS = float(np.finfo(np.float32).eps)
+
+METHODS = {
+    "agc": gcx.adaptive_grad_clip(0.05),
+    "autoclip": gcx.autoclip(30.0, window=12),
+    "zclip": gcx.zclip(2.0, 0.9, warmup_steps=8, max_norm=None),
+    "zclip_capped": gcx.zclip(2.0, 0.9, warmup_steps=8, max_norm=3.0),
+    "adagc": gcx.adagc(1.05, 1.0, 0.95, warmup_steps=8),
+    "quantile": gcx.quantile_clip(initial=5.0),
+    "u_clip": gcx.contrib.u_clip(gcx.clip_by_global_norm(2.0)),
+    "acclip": gcx.contrib.acclip(),
+    "spam": gcx.contrib.spam_clip(20.0, warmup_steps=5),
+    "stable_spam": gcx.contrib.stable_spam_clip(),
+    "stable_adamw": gcx.contrib.stable_adamw(1e-2, weight_decay=0.1, clipping=0.7),
+}
+each_method = pytest.mark.parametrize("tx", METHODS.values(), ids=METHODS)
+
+
+def steps_of(tx, grads, params, state):
+    """The updates of all steps, and the last state."""
+
+    def step(state, grad):
+        updates, state = tx.update(grad, state, params)
+        return state, updates
+
+    return jax.lax.scan(step, state, grads)[::-1]
+
+
+jitted = jax.jit(steps_of, static_argnums=0)
+
+
+def train(tx, grads, params, state=None, *, between=lambda state: state):
+    """In pieces of ten steps, which compile once a method; `between` them the state is at rest."""
+    state = tx.init(params) if state is None else state
+    pieces = []
+    for start in range(0, len(jax.tree.leaves(grads)[0]), 10):
+        piece = jax.tree.map(lambda x, start=start: x[start : start + 10], grads)
+        updates, state = jitted(tx, piece, params, state)
+        pieces.append(updates)
+        state = between(state)
+    return jax.tree.map(lambda *xs: np.concatenate(xs), *pieces), state
+
+
+def gradients(steps=30, *, seed=0):
+    """Two leaves, one of them to be shared between devices; spikes at 12 and 20."""
+    rng = np.random.default_rng(seed)
+    grads = {"b": rng.standard_normal((30, 3)), "w": rng.standard_normal((30, 2, 16))}
+    grads["w"][12] *= 50
+    grads["b"][20] *= 50
+    return jax.tree.map(lambda x: jnp.asarray(x[:steps], jnp.float32), grads)
+
+
+PARAMS = {"b": jnp.ones(3), "w": jnp.linspace(0.5, 2.0, 32).reshape(2, 16)}
+
+
+def recordings(method, *chosen):
+    names = chosen or recorded.names(method)
+    return pytest.mark.parametrize(
+        "run", [recorded.recording(method, name) for name in names], ids=names
+    )
+
+
+def clipped_norms(tx, run):
+    """The norms after clipping, of gradients with one element and the recorded norms."""
+    grads = jnp.asarray(run.norms, jnp.float32)[:, None]
+    updates, _ = train(tx, grads, jnp.ones(1))
+    return np.asarray(updates)[:, 0]
+
+
+# against the authors
+
+
+@recordings("agc")
+def test_agc_gives_what_the_authors_code_gives(run):
+    tx = gcx.adaptive_grad_clip(run.given["clip"], run.given["eps"])
+    for given, gave in zip(run.raw["inputs"]["steps"], run.gave["steps"], strict=True):
+        params, grads = (
+            {name: jnp.asarray(x, jnp.float32) for name, x in given[kind].items()}
+            for kind in ("params", "grads")
+        )
+        updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+        for name, theirs in gave["clipped"].items():
+            # They divide by max(norm, 1e-6); no unit here is clipped that is as small.
+            np.testing.assert_allclose(updates[name], theirs, rtol=8 * EPS)
+        np.testing.assert_array_equal(updates["zero_g"], 0.0)
+        assert 0 < float(state.clip_fraction) < 1
+
+
+def test_agc_lets_a_parameter_of_zero_move():
+    params, grads = jnp.zeros((4, 3)), jnp.ones((4, 3))
+    updates, _ = gcx.adaptive_grad_clip().update(
+        grads, gcx.adaptive_grad_clip().init(params), params
+    )
+    norms = clip_oracles.unit_norms(updates, [0])
+    np.testing.assert_allclose(norms, 0.01 * 1e-3, rtol=4 * EPS)
+
+
+@recordings("autoclip")
+def test_autoclip_gives_what_the_authors_code_gives(run):
+    found = clipped_norms(gcx.autoclip(run.given["clip_percentile"]), run)
+    until = len(run.norms) if (run.norms > 0).all() else int(np.argmin(run.norms))
+    # They divide by norm + 1e-6, the norms are about 1 and not below 0.03.
+    theirs = recorded.numbers(run.gave["clipped_norm"])
+    np.testing.assert_allclose(found[:until], theirs[:until], rtol=4e-5)
+    assert found[0] == np.float32(run.norms[0])
+
+
+@recordings("zclip", "spiky", "spiky_cap1", "spiky_a9_z2_w10", "constant")
+def test_zclip_gives_what_the_authors_code_gives(run):
+    given = run.given
+    tx = gcx.zclip(given["z_thresh"], given["alpha"], given["warmup_steps"], given["max_grad_norm"])
+    until = len(run.norms) if (run.norms > 0).all() else int(np.argmin(run.norms))
+    theirs = recorded.numbers(run.gave["clipped_norm"])
+    # They divide by norm + 1e-6.
+    np.testing.assert_allclose(clipped_norms(tx, run)[:until], theirs[:until], rtol=4e-5)
+
+
+def test_zclip_caps_from_the_first_step_on():
+    found, _ = train(gcx.zclip(), jnp.full((3, 1), 7.0), jnp.ones(1))
+    np.testing.assert_allclose(found, 1.0, rtol=2 * EPS)
+    found, _ = train(gcx.zclip(max_norm=None), jnp.full((3, 1), 7.0), jnp.ones(1))
+    np.testing.assert_array_equal(found, 7.0)
+
+
+@recordings("adagc")
+def test_adagc_gives_what_the_authors_code_gives(run):
+    given = run.given
+    leaves = [leaf.copy() for leaf in run.leaves]
+    if run.raw["name"] == "zero_gradient_in_warmup_locks":
+        leaves[1][3] = 0.0
+    norms = np.stack([np.linalg.norm(x.reshape(len(x), -1), axis=1) for x in leaves], axis=1)
+    arguments = (given["clip_ratio"], given["beta"], given["start_clip_steps"], given["max_norm"])
+    tx = gcx.adagc(arguments[0], arguments[3], arguments[1], arguments[2])
+    grads = [jnp.asarray(x, jnp.float32) for x in leaves]
+
+    @jax.jit
+    def follow(grads):
+        def step(state, grad):
+            updates, state = tx.update(grad, state)
+            norms = jnp.stack([jnp.linalg.norm(x.ravel()) for x in updates])
+            return state, (norms, state.rules[0].average)
+
+        return jax.lax.scan(step, tx.init([x[0] for x in grads]), grads)[1]
+
+    clipped, level = follow(grads)
+    want = oracles.adagc(norms, *arguments, zeros=False)
+    np.testing.assert_allclose(clipped, want["clipped"], rtol=100 * EPS)
+    np.testing.assert_allclose(level, want["level"], rtol=100 * EPS)
+    # Theirs: 1e-6 in each denominator, and zeros are part of the average.
+    theirs = recorded.numbers(run.gave["clipped_norm"]), recorded.numbers(run.gave["gamma_after"])
+    for leaf in range(2):
+        zeros = norms[:, leaf] == 0
+        until = int(np.argmax(zeros)) if zeros.any() else len(norms)
+        np.testing.assert_allclose(clipped[:until, leaf], theirs[0][:until, leaf], rtol=5e-5)
+        np.testing.assert_allclose(level[:until, leaf], theirs[1][:until, leaf], rtol=5e-5)
+
+
+def test_adagc_is_not_locked_by_a_zero_gradient_in_the_warm_up():
+    run = recorded.recording("adagc", "zero_gradient_in_warmup_locks")
+    assert recorded.numbers(run.gave["clipped_norm"])[10:, 1].max() == 0
+    grads = [jnp.asarray(x, jnp.float32) for x in run.leaves]
+    grads[1] = grads[1].at[3].set(0.0)
+    updates, _ = train(gcx.adagc(warmup_steps=10), grads, [x[0] for x in grads])
+    assert np.linalg.norm(updates[1][4:].reshape(-1, 5), axis=1).min() > 0.01
+
+
+def test_adagc_clips_the_whole_gradient_in_the_warm_up():
+    grads = {"a": jnp.full((1, 1), 3.0), "b": jnp.full((1, 1), 4.0)}
+    updates, _ = train(gcx.adagc(), grads, {"a": jnp.ones(1), "b": jnp.ones(1)})
+    np.testing.assert_allclose([updates["a"][0, 0], updates["b"][0, 0]], [0.6, 0.8], rtol=4 * EPS)
+
+
+@recordings("quantile", "spiky_median", "spiky_q90", "level_shift_median", "constant_median")
+def test_quantile_clip_clips_to_what_the_authors_code_estimates(run):
+    given = run.given
+    initial = given["initial_estimate"]
+    tx = gcx.quantile_clip(given["target_quantile"], given["learning_rate"], initial)
+    until = len(run.norms) if (run.norms > 0).all() else int(np.argmin(run.norms))
+    before = np.r_[initial, recorded.numbers(run.gave["estimate_after"])[:-1]]
+    want = np.minimum(run.norms, before)
+    np.testing.assert_allclose(clipped_norms(tx, run)[:until], want[:until], rtol=150 * EPS)
+
+
+def test_quantile_clip_leaves_half_of_the_steps_alone():
+    norms = np.exp(0.5 * np.random.default_rng(0).standard_normal(3000))
+    found, _ = train(gcx.quantile_clip(), jnp.asarray(norms, jnp.float32)[:, None], jnp.ones(1))
+    kept = np.mean(np.asarray(found)[100:, 0] == norms[100:].astype(np.float32))
+    assert 0.47 < kept < 0.53
+
+
+# in any company
+
+
+@pytest.mark.slow
+@each_method
+def test_a_spike_is_cut(tx):
+    grads = gradients()
+    updates, _ = train(tx, grads, PARAMS)
+    norms = np.sqrt(sum((np.asarray(x) ** 2).reshape(30, -1).sum(1) for x in updates.values()))
+    # Fifty times the usual gradient: what is left of it is no more than a few usual updates.
+    usual = np.median(norms[5:])
+    assert norms[12] < 8 * usual and norms[20] < 8 * usual
+
+
+@pytest.mark.parametrize("name", ["agc", "adagc"])
+def test_a_bad_step_makes_the_whole_update_nan(name):
+    grads = gradients()
+    grads = grads | {"w": grads["w"].at[10, 0, 3].set(math.inf)}
+    updates, _ = train(METHODS[name], grads, PARAMS)
+    assert all(np.isnan(x[10]).all() for x in updates.values())
+
+
+@pytest.mark.parametrize("make", [gcx.zclip, gcx.adagc], ids=lambda make: make.__name__)
+def test_a_bad_step_can_be_made_zero(make):
+    grads = gradients()
+    grads = grads | {"w": grads["w"].at[10, 0, 3].set(math.inf)}
+    updates, _ = train(make(nonfinite="zero"), grads, PARAMS)
+    assert not any(np.asarray(x[10]).any() for x in updates.values())
+    assert all(np.isfinite(x).all() for x in updates.values())
+
+
+@pytest.mark.parametrize("name", ["zclip", "adagc"])
+def test_derivatives_are_finite_after_a_step_that_is_not_finite(name):
+    sizes = jnp.array([*np.ones(12), jnp.nan, 1.0, 50.0, 1.0])
+
+    @jax.jit
+    @jax.grad
+    def slope(grads):
+        def step(state, size):
+            grad = jnp.where(jnp.isnan(size), jnp.nan, jnp.where(jnp.isnan(size), 1, size) * grads)
+            updates, state = METHODS[name].update(grad, state)
+            return state, jnp.where(jnp.isnan(size), 0, updates.sum())
+
+        return jax.lax.scan(step, METHODS[name].init(grads), sizes)[1].sum()
+
+    assert np.isfinite(slope(jnp.array([1.0, 2.0]))).all()
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_a_first_choice_alters_only_outliers_at_every_scale(scale):
+    norms = scale * np.exp(0.1 * np.random.default_rng(0).standard_normal(500))
+    norms[400] *= 20
+    found, _ = train(
+        gcx.zclip(max_norm=None), jnp.asarray(norms, jnp.float32)[:, None], jnp.ones(1)
+    )
+    altered = np.asarray(found)[:, 0] != norms.astype(np.float32)
+    assert altered[400] and np.mean(altered) < 0.05
+
+
+def test_state_maps_over_parameters():
+    for tx in (METHODS["zclip"], METHODS["adagc"], METHODS["stable_spam"], METHODS["stable_adamw"]):
+        state = tx.init(PARAMS)
+        mapped = optax.tree.map_params(tx, lambda x: x + 1, state)
+        assert jax.tree.structure(mapped) == jax.tree.structure(state)
+
+
+@pytest.mark.slow
+def test_nothing_holds_an_infinity():
+    with jax.debug_infs(True):
+        for tx in (METHODS["zclip"], METHODS["adagc"], METHODS["spam"], METHODS["stable_spam"]):
+            tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def test_defaults_print_as_plain_numbers():
+    constructors = [getattr(gcx, name) for name in dir(gcx) if name.endswith("clip")]
+    for make in [*constructors, gcx.record_norms, thresholds.percentile, thresholds.mean_std]:
+        for parameter in inspect.signature(make).parameters.values():
+            if parameter.default is not parameter.empty:
+                ast.literal_eval(repr(parameter.default))
+
+
+def test_every_method_says_what_it_did():
+    keys = {"clip_factor", "clip_fraction", "clip_threshold", "grad_norm"}
+    for name in ("agc", "autoclip", "zclip", "quantile", "u_clip"):
+        assert set(gcx.metrics(METHODS[name].init(PARAMS))) == keys
+    state = METHODS["adagc"].init(PARAMS)  # two clips, so two of each
+    assert {key.split("/")[0] for key in gcx.metrics(state)} == keys
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "static"),
+    [
+        (gcx.adaptive_grad_clip, {"clipping": 0.1}, ()),
+        (gcx.autoclip, {"percentile": 20.0}, ("window",)),
+        (gcx.zclip, {"z_threshold": 2.0}, ()),
+        (gcx.adagc, {"relative": 1.1}, ("num_layer_axes",)),
+        (gcx.quantile_clip, {"rate": 0.1}, ()),
+        (gcx.contrib.acclip, {"b1": 0.8}, ()),
+        (gcx.contrib.spam_clip, {"spike_threshold": 50.0}, ()),
+        (gcx.contrib.stable_spam_clip, {"max_decay": 0.9}, ()),
+        (gcx.contrib.stable_adamw, {"learning_rate": 0.1}, ()),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_numbers_may_be_injected_as_hyperparameters(make, arguments, static):
+    tx = optax.inject_hyperparams(make, static_args=static)(**arguments)
+    state = tx.init(jnp.ones(2))
+    assert state.hyperparams.keys() >= arguments.keys()
+    updates, _ = jax.eval_shape(tx.update, jnp.ones(2), state, jnp.ones(2))
+    assert updates.shape == (2,)
+
+
+def test_adagc_measures_the_layers_of_a_stacked_leaf_one_by_one():
+    rng = np.random.default_rng(0)
+    stacked = jnp.asarray(rng.standard_normal((40, 3, 5)), jnp.float32)
+    stacked = stacked.at[30, 1].multiply(100)
+    updates, _ = train(gcx.adagc(num_layer_axes=1, warmup_steps=5), [stacked], [stacked[0]])
+    apart = [stacked[:, i] for i in range(3)]
+    want, _ = train(gcx.adagc(warmup_steps=5), apart, [x[0] for x in apart])
+    for i in range(3):
+        np.testing.assert_allclose(updates[0][:, i], want[i], rtol=8 * EPS, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("as_published", "at_every_scale"),
+    [
+        (gcx.zclip(), gcx.zclip(max_norm=None)),
+        (gcx.adagc(), gcx.adagc(absolute=math.inf)),
+    ],
+)
+def test_the_papers_caps_of_1_clip_every_step_where_norms_are_30(as_published, at_every_scale):
+    norms = 30 * np.exp(0.2 * np.random.default_rng(0).standard_normal(1000))
+    grads = jnp.asarray(norms, jnp.float32)[:, None]
+    clipped, free = (
+        np.mean(np.asarray(train(tx, grads, jnp.ones(1))[0])[:, 0] < 0.999 * norms)
+        for tx in (as_published, at_every_scale)
+    )
+    assert clipped == 1 and free < 0.75
+
+
+# errors
+
+
+@pytest.mark.parametrize("state", [None, {}, gcx.zclip().init(jnp.ones(1)), (jnp.ones(1),) * 2])
+def test_adagc_refuses_a_state_that_is_not_its_own(state):
+    kind = ValueError if state is None else TypeError
+    with pytest.raises(kind, match="adagc: `state` must be a `.*`, got "):
+        gcx.adagc().update(jnp.ones(1), state)
+
+
+def test_a_clip_refuses_the_state_of_a_clip_with_another_threshold():
+    message = r"autoclip: `state` must be a `ClipState` of this `percentile`, got that of another\."
+    with pytest.raises(TypeError, match=message):
+        gcx.autoclip().update(jnp.ones(1), gcx.zclip().init(jnp.ones(1)))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: gcx.adaptive_grad_clip(0.0), "`clipping` must be a number > 0, got 0.0"),
+        (lambda: gcx.adaptive_grad_clip(eps=-1.0), "`eps` must be a number > 0, got -1.0"),
+        (lambda: gcx.autoclip(-1.0), "`percentile` must be a number >= 0 and <= 100, got -1.0"),
+        (lambda: gcx.zclip(max_norm=0.0), "`max_norm` must be a number > 0, got 0.0"),
+        (lambda: gcx.adagc(absolute=0.0), "`absolute` must be a number > 0, got 0.0"),
+        (lambda: gcx.adagc(warmup_steps=0), "`warmup_steps` must be an integer >= 1, got 0"),
+        (lambda: gcx.adagc(relative=-1.0), "`relative` must be a number > 0, got -1.0"),
+        (lambda: gcx.quantile_clip(target=-0.1), "`target` must be a number >= 0 and <= 1"),
+        (lambda: gcx.zclip(nonfinite="ignore"), "`nonfinite` must be one of 'propagate', 'zero'"),
+    ],
+)
+def test_a_number_out_of_range_is_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_adaptive_grad_clip_needs_the_parameters():
+    tx = gcx.adaptive_grad_clip()
+    with pytest.raises(ValueError, match="`params` must be given for this threshold, got None"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: gcx.adaptive_grad_clip("0.01"),
+        lambda: gcx.autoclip(None),
+        lambda: gcx.zclip(decay=jnp.ones(2)),
+        lambda: gcx.adagc(warmup_steps=1.5),
+        lambda: gcx.quantile_clip(rate=1j),
+    ],
+)
+def test_what_is_no_number_is_a_type_error(build):
+    with pytest.raises(TypeError, match="must be an? (number|integer)"):
+        build()
+
+
+def test_rules_are_listed_under_thresholds():
+    listed = {name for name in vars(thresholds) if not name.startswith("_")}
+    assert listed == set(thresholds.__all__)
+    assert all(f"`{name}`" in thresholds.__doc__ for name in thresholds.__all__)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_derivative_is_finite_after_a_bad_step(bad):
+    spoilt = jnp.array([bad, 1.0, 2.0])
+
+    def later_update(clip, grad):
+        state = clip.init(grad)
+        for step in (grad, jnp.where(jnp.isfinite(spoilt), grad, spoilt), spoilt, 9 * grad):
+            update, state = clip.update(step, state)
+        return update.sum()
+
+    for clip in (gcx.adagc(warmup_steps=1), gcx.autoclip(window=4), gcx.quantile_clip()):
+        slope = jax.grad(functools.partial(later_update, clip))
+        for derivative in (slope, jax.jit(slope)):
+            assert jnp.isfinite(derivative(jnp.ones(3))).all()
+
+
+def test_a_finite_step_is_no_fault_to_a_search_for_nans():
+    clip = gcx.contrib.stable_spam_clip()
+    with jax.debug_nans(True):
+        update, _ = clip.update(jnp.ones(2), clip.init(jnp.ones(2)))
+    np.testing.assert_allclose(update, 2**-0.5, rtol=1e-6)

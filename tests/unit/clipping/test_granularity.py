@@ -1,0 +1,543 @@
+"""Of what the norm is taken: global, group, leaf, layer, row or filter, element."""
+
+import itertools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradclip_jax as gcx
+import oracles
+import trees
+
+
+def step(tx, grads, params=None, state=None):
+    """One jitted update from a fresh state."""
+    state = tx.init(grads if params is None else params) if state is None else state
+    return jax.jit(tx.update)(grads, state, params)
+
+
+def assert_close(updates, exact, rtol=1e-6):
+    for got, wanted in zip(jax.tree.leaves(updates), exact, strict=True):
+        eps = oracles.eps(got.dtype)
+        step = float(jnp.finfo(got.dtype).tiny) * eps  # of subnormal numbers, rounded downwards
+        np.testing.assert_allclose(oracles.wide(got), wanted, rtol=max(rtol, eps), atol=step)
+
+
+def bits(x) -> bytes:
+    return np.asarray(x).tobytes()
+
+
+def layers(scale=1.0):
+    """Two leaves that stack three layers of very different size, and one that stacks none."""
+    sizes = np.float32([0.1, 1.0, 10.0])
+    return {
+        "kernel": trees.normal((3, 4, 5), seed=1) * sizes[:, None, None] * scale,
+        "bias": trees.normal((3, 5), seed=2) * sizes[:, None] * scale,
+        "head": trees.normal((5, 2), seed=3) * scale,
+    }
+
+
+# --- leaf -----------------------------------------------------------------------------------
+
+
+def test_each_leaf_is_clipped_by_its_own_norm():
+    grads = trees.build("mixed_dtypes")
+    updates, state = step(gcx.clip_by_leaf_norm(2.0), grads)
+    leaves = trees.leaves(grads)
+    assert_close(updates, oracles.clip_by_leaf_norm(leaves, 2.0))
+    assert float(state.grad_norm) == pytest.approx(oracles.global_norm(leaves), rel=1e-6)
+    worst = min(float(oracles.clip_factor(n, 2.0)) for n in oracles.leaf_norms(leaves))
+    assert float(state.clip_factor) == pytest.approx(worst, rel=1e-6)
+    assert float(state.clip_fraction) == np.mean([n > 2.0 for n in oracles.leaf_norms(leaves)])
+
+
+@pytest.mark.parametrize("ord", [1.0, 3.0, math.inf])
+def test_leaf_norm_of_any_order(ord):
+    grads = trees.build("dense")
+    updates, _ = step(gcx.clip_by_leaf_norm(0.5, ord=ord), grads)
+    assert_close(updates, oracles.clip_by_leaf_norm(trees.leaves(grads), 0.5, ord), rtol=5e-6)
+
+
+def test_one_overflowing_leaf_does_not_change_the_others():
+    grads = {
+        "a": jnp.float32([3.0, 4.0]),
+        "b": jnp.float32([3e23, 4e23]),
+        "c": jnp.float32([1e-30]),
+    }
+    updates, _ = step(gcx.clip_by_leaf_norm(1.0), grads)
+    assert_close(updates, [[0.6, 0.8], [0.6, 0.8], [1e-30]])
+    assert bits(updates["c"]) == bits(grads["c"])
+
+
+@pytest.mark.parametrize(
+    "max_norm",
+    [
+        {"embed": 0.5, "layers": 0.25, "scale": 2.0},
+        {"embed": 0.5, "layers": [0.25, 0.25], "scale": jnp.float32(2.0)},
+        {"embed": np.float64(0.5), "layers": [trees.Layer(0.25, 0.25), 0.25], "scale": 2},
+        {"embed": 0.5, "layers": lambda count: 0.25, "scale": optax.constant_schedule(2.0)},
+        {
+            "embed": 0.5,
+            "layers": gcx.thresholds.Rule(lambda n: (), lambda n, s, p: (n * 0 + 0.25, s)),
+            "scale": 2.0,
+        },
+    ],
+    ids=["subtrees", "list", "leaves", "schedules", "rule"],
+)
+def test_thresholds_as_a_prefix_tree(max_norm):
+    grads = trees.build("dense")
+    updates, state = step(gcx.clip_by_leaf_norm(max_norm), grads)
+    bounds = [0.5, 0.25, 0.25, 0.25, 2.0]  # embed, kernel, bias, kernel, scale
+    exact = [
+        oracles.clip_by_leaf_norm([x], bound)[0]
+        for x, bound in zip(trees.leaves(grads), bounds, strict=True)
+    ]
+    assert_close(updates, exact)
+    assert float(state.clip_threshold) == 0.25
+
+
+def test_one_rule_has_a_memory_for_each_leaf():
+    """A shared rule object is one rule, but what it remembers differs from leaf to leaf."""
+    last_norm = gcx.thresholds.Rule(
+        lambda norm: jnp.full_like(norm, jnp.inf), lambda norm, last, p: (last, norm)
+    )
+    clip = gcx.clip_by_leaf_norm({"a": last_norm, "b": 1.0, "c": last_norm})
+    grads = {"a": jnp.float32([2.0]), "b": jnp.float32([3.0]), "c": jnp.float32([5.0])}
+    first, state = step(clip, grads)
+    assert_close(first, [[2.0], [1.0], [5.0]])
+    second, _ = step(clip, jax.tree.map(lambda x: 10 * x, grads), state=state)
+    assert_close(second, [[2.0], [1.0], [5.0]])
+
+
+def test_schedule_in_a_prefix_tree_counts_steps():
+    clip = gcx.clip_by_leaf_norm({"a": lambda count: 1.0 + count, "b": 1.0})
+    grads = {"a": jnp.float32([9.0]), "b": jnp.float32([9.0])}
+    state = clip.init(grads)
+    seen = []
+    for _ in range(3):
+        updates, state = jax.jit(clip.update)(grads, state)
+        seen.append(float(updates["a"][0]))
+    np.testing.assert_allclose(seen, [1.0, 2.0, 3.0], rtol=1e-6)
+
+
+# --- layers stacked in a leaf ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_layer_axes", [{"kernel": 1, "bias": 1, "head": 0}, "function"])
+def test_stacked_layers_are_clipped_by_themselves(num_layer_axes):
+    if num_layer_axes == "function":
+        num_layer_axes = jax.tree.map(lambda x: int(x.shape[0] == 3), layers())
+    grads = layers()
+    updates, state = step(gcx.clip_by_leaf_norm(1.0, num_layer_axes=num_layer_axes), grads)
+    clip_one = jax.jit(lambda g: gcx.clip_by_leaf_norm(1.0).update(g, None)[0])
+    for layer in range(3):
+        alone = clip_one({name: grads[name][layer] for name in ("kernel", "bias")})
+        for name, x in alone.items():
+            np.testing.assert_allclose(updates[name][layer], x, rtol=2e-7)
+    assert_close([updates["head"]], oracles.clip_by_leaf_norm([grads["head"]], 1.0))
+    norms = [oracles.vector_norm(x) for n in ("bias", "kernel") for x in grads[n]]
+    norms.append(oracles.vector_norm(grads["head"]))
+    assert float(state.clip_fraction) == pytest.approx(np.mean([n > 1.0 for n in norms]))
+    assert float(state.grad_norm) == pytest.approx(
+        oracles.global_norm(trees.leaves(grads)), rel=1e-6
+    )
+
+
+def test_a_small_layer_is_unchanged_bit_for_bit_beside_a_clipped_one():
+    grads = {"kernel": layers()["kernel"]}
+    updates, _ = step(gcx.clip_by_leaf_norm(1.0, num_layer_axes=1), grads)
+    assert bits(updates["kernel"][0]) == bits(grads["kernel"][0])
+    assert bits(updates["kernel"][2]) != bits(grads["kernel"][2])
+
+
+def test_two_stack_axes():
+    x = trees.normal((2, 3, 4))
+    updates, _ = step(gcx.clip_by_leaf_norm(0.5, num_layer_axes=2), [x])
+    assert_close(updates, [oracles.wide(x) * oracles.clip_factor(oracles.unit_norms(x, [2]), 0.5)])
+
+
+def test_all_axes_stacked_clips_each_element():
+    x = jnp.float32([[3.0, -0.5], [-4.0, 1.0]])
+    updates, _ = step(gcx.clip_by_leaf_norm(1.0, num_layer_axes=2), x)
+    np.testing.assert_allclose(updates, [[1.0, -0.5], [-1.0, 1.0]], rtol=1e-7)
+
+
+def test_stacked_thresholds_may_differ_by_leaf():
+    grads = layers()
+    clip = gcx.clip_by_leaf_norm(
+        {"kernel": 0.5, "bias": 2.0, "head": 1.0},
+        num_layer_axes={"kernel": 1, "bias": 1, "head": 0},
+    )
+    updates, _ = step(clip, grads)
+    for name, bound in (("kernel", 0.5), ("bias", 2.0)):
+        exact = [oracles.clip_by_leaf_norm([x], bound)[0] for x in grads[name]]
+        np.testing.assert_allclose(updates[name], exact, rtol=1e-6)
+
+
+def test_stacked_rms_is_that_of_a_layer():
+    x = layers()["kernel"]
+    updates, _ = step(gcx.clip_by_block_rms(0.5, num_layer_axes=1), x)
+    exact = [oracles.clip_by_block_rms([layer], 0.5)[0] for layer in x]
+    np.testing.assert_allclose(updates, exact, rtol=1e-6)
+
+
+def test_layers_without_elements_pass():
+    grads = {"a": jnp.zeros((0, 3)), "b": jnp.zeros((2, 0)), "c": jnp.float32([[3.0], [4.0]])}
+    updates, state = step(gcx.clip_by_leaf_norm(1.0, num_layer_axes=1), grads)
+    assert updates["a"].shape == (0, 3) and updates["b"].shape == (2, 0)
+    np.testing.assert_allclose(updates["c"], [[1.0], [1.0]])
+    assert float(state.grad_norm) == 5.0
+
+
+# --- groups ---------------------------------------------------------------------------------
+
+
+def grouped_grads():
+    return {
+        "enc": {"w": trees.normal((4, 5), seed=1), "b": trees.normal((5,), "bfloat16", seed=2)},
+        "dec": {"w": trees.normal((5, 3), seed=3), "b": trees.normal((3,), seed=4)},
+        "fp8": trees.normal((6,), "float8_e4m3fn", seed=5),
+    }
+
+
+FULL_LABELS = {"enc": {"w": "enc", "b": "enc"}, "dec": {"w": "dec", "b": "dec"}, "fp8": "raw"}
+GROUP_OF_LEAF = ["dec", "dec", "enc", "enc", "raw"]  # in the order of jax.tree.leaves
+
+
+def label_by_path(params):
+    names = {"enc": "enc", "dec": "dec", "fp8": "raw"}
+    return jax.tree_util.tree_map_with_path(lambda path, _: names[path[0].key], params)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [FULL_LABELS, {"enc": "enc", "dec": "dec", "fp8": "raw"}, label_by_path],
+    ids=["tree", "prefix", "function"],
+)
+def test_each_group_is_clipped_by_its_own_norm(labels):
+    grads = grouped_grads()
+    updates, state = step(gcx.clip_by_group_norm({"enc": 1.0, "dec": 0.5}, labels), grads)
+    bounds = {"enc": 1.0, "dec": 0.5}
+    assert_close(updates, oracles.clip_by_group_norm(trees.leaves(grads), GROUP_OF_LEAF, bounds))
+    norms = oracles.group_norms(trees.leaves(grads), GROUP_OF_LEAF)
+    for name, bound in bounds.items():
+        assert float(state.grad_norm[name]) == pytest.approx(norms[name], rel=1e-6)
+        assert float(state.clip_threshold[name]) == bound
+        assert float(state.clip_factor[name]) == pytest.approx(bound / norms[name], rel=1e-6)
+    assert float(state.clip_fraction) == 1.0
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "zero"])
+def test_unlisted_group_is_not_touched_and_not_measured(nonfinite):
+    grads = grouped_grads()
+    grads["fp8"] = grads["fp8"].at[2].set(math.nan)
+    clip = gcx.clip_by_group_norm({"enc": 1.0}, FULL_LABELS, nonfinite=nonfinite)
+    updates, state = step(clip, grads)
+    assert bits(updates["fp8"]) == bits(grads["fp8"])
+    assert bits(updates["dec"]["w"]) == bits(grads["dec"]["w"])
+    assert np.isfinite(updates["enc"]["w"]).all() and np.isfinite(float(state.grad_norm["enc"]))
+    # And the other way round: a NaN in a measured group leaves the unlisted ones alone.
+    grads["enc"]["w"] = grads["enc"]["w"].at[0, 0].set(math.nan)
+    updates, state = step(clip, grads)
+    assert bits(updates["fp8"]) == bits(grads["fp8"])
+    assert bits(updates["dec"]["w"]) == bits(grads["dec"]["w"])
+    bad = np.asarray(updates["enc"]["b"]).astype(np.float32)
+    np.testing.assert_array_equal(bad, np.full(5, math.nan if nonfinite == "propagate" else 0.0))
+
+
+def test_tuple_of_labels_is_measured_together():
+    grads = grouped_grads()
+    updates, state = step(gcx.clip_by_group_norm({("enc", "dec"): 1.0}, FULL_LABELS), grads)
+    together = ["ours"] * 4 + ["raw"]
+    leaves = trees.leaves(grads)
+    assert_close(updates, oracles.clip_by_group_norm(leaves, together, {"ours": 1.0}))
+    norm = oracles.group_norms(leaves, together)["ours"]
+    assert float(state.grad_norm["enc+dec"]) == pytest.approx(norm, rel=1e-6)
+
+
+def test_one_group_of_everything_is_the_global_norm():
+    grads = trees.build("dense")
+    updates, _ = step(gcx.clip_by_group_norm({"all": 0.5}, "all"), grads)
+    exact, _ = step(gcx.clip_by_global_norm(0.5), grads)
+    for got, wanted in zip(jax.tree.leaves(updates), jax.tree.leaves(exact), strict=True):
+        assert bits(got) == bits(wanted)
+
+
+def test_thresholds_of_groups_may_be_schedules_and_rules():
+    rule = gcx.thresholds.relative_to_params(0.5)
+    clip = gcx.clip_by_group_norm({"a": lambda count: 1.0 + count, "b": rule}, {"x": "a", "y": "b"})
+    params = {"x": jnp.float32([1.0]), "y": jnp.float32([3.0, 4.0])}
+    grads = {"x": jnp.float32([9.0]), "y": jnp.float32([30.0, 40.0])}
+    updates, state = step(clip, grads, params)
+    assert_close(updates, [[1.0], [1.5, 2.0]])
+    updates, _ = step(clip, grads, params, state)
+    assert_close(updates, [[2.0], [1.5, 2.0]])
+
+
+def test_labels_may_be_integers():
+    updates, state = step(
+        gcx.clip_by_group_norm({0: 1.0, 1: 2.0}, [0, 1]), [jnp.ones(4), jnp.ones(9)]
+    )
+    assert_close(updates, [np.full(4, 0.5), np.full(9, 2 / 3)])
+    assert sorted(state.grad_norm) == ["0", "1"]
+
+
+def test_no_groups_at_all_leave_everything_alone():
+    grads = grouped_grads()
+    updates, _ = step(gcx.clip_by_group_norm({}, FULL_LABELS), grads)
+    for got, wanted in zip(jax.tree.leaves(updates), jax.tree.leaves(grads), strict=True):
+        assert bits(got) == bits(wanted)
+
+
+# --- rows and filters -----------------------------------------------------------------------
+
+# Optax's choice: all of a scalar or vector, the input axes of linear layers and convolutions.
+UNITS = {
+    "scalar": ((), ()),
+    "vector": ((6,), (0,)),
+    "vector in disguise": ((1, 1, 6), (0, 1, 2)),
+    "linear": ((4, 5), (0,)),
+    "attention": ((4, 2, 3), (0,)),
+    "convolution": ((3, 3, 2, 4), (0, 1, 2)),
+    "convolution in 3d": ((2, 2, 2, 3, 4), (0, 1, 2, 3)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "axes"), UNITS.values(), ids=UNITS)
+def test_units_follow_the_axis_rules_of_optax(shape, axes):
+    grads, params = trees.normal(shape, seed=1), trees.normal(shape, seed=2)
+    updates, _ = step(gcx.adaptive_grad_clip(0.3, eps=0.5), grads, params)
+    exact = oracles.adaptive_grad_clip([grads], [params], 0.3, 0.5, [axes])
+    assert_close([updates], exact)
+    if len(shape) == 5 and optax.__version__ == "0.2.5":
+        return  # it refuses rank 5
+    theirs = optax.adaptive_grad_clip(0.3, eps=0.5)
+    np.testing.assert_allclose(
+        updates, theirs.update(grads, theirs.init(params), params)[0], rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("axis", [0, -1, 2, (0, 2), [-1, 1], ()])
+def test_units_over_any_axis(axis):
+    grads, params = trees.normal((4, 2, 3), seed=1), trees.normal((4, 2, 3), seed=2)
+    updates, _ = step(gcx.adaptive_grad_clip(0.3, axis=axis), grads, params)
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    assert_close([updates], oracles.adaptive_grad_clip([grads], [params], 0.3, 1e-3, [axes]))
+
+
+def test_zero_parameters_can_move():
+    grads, params = jnp.float32([3.0, 4.0]), jnp.zeros(2)
+    updates, _ = step(gcx.adaptive_grad_clip(0.5, eps=0.1), grads, params)
+    np.testing.assert_allclose(updates, [0.03, 0.04], rtol=1e-6)
+
+
+@pytest.mark.parametrize("which", ["gradient", "parameters"])
+def test_units_of_extreme_magnitudes(which):
+    rows = jnp.float32([[3e-12, 4e-12], [3.0, 4.0], [3e23, 4e23]])
+    ones = jnp.full((3, 2), jnp.float32(2**-0.5))
+    if which == "gradient":
+        updates, _ = step(gcx.adaptive_grad_clip(0.5, axis=1), rows, ones)
+        assert_close([updates], [[[3e-12, 4e-12], [0.3, 0.4], [0.3, 0.4]]])
+    else:
+        updates, _ = step(gcx.adaptive_grad_clip(0.5, eps=1e-30, axis=1), ones, rows)
+        norms = np.minimum(np.array([2.5e-12, 2.5, 2.5e23]), 1.0)
+        assert_close([updates], [np.full((3, 2), 2**-0.5) * norms[:, None]])
+
+
+def test_units_of_mixed_dtypes():
+    grads, params = trees.build("mixed_dtypes"), trees.build("mixed_dtypes")
+    params = jax.tree.map(lambda x: x * jnp.asarray(0.5, x.dtype), params)
+    updates, _ = step(gcx.adaptive_grad_clip(0.1), grads, params)
+    axes = [(0,)] * len(jax.tree.leaves(grads))
+    exact = oracles.adaptive_grad_clip(trees.leaves(grads), trees.leaves(params), 0.1, 1e-3, axes)
+    assert_close(updates, exact)
+
+
+# --- every granularity ----------------------------------------------------------------------
+
+EVERY = {
+    "global": lambda **kw: gcx.clip_by_global_norm(1.0, **kw),
+    "leaf": lambda **kw: gcx.clip_by_leaf_norm(1.0, **kw),
+    "layer": lambda **kw: gcx.clip_by_leaf_norm(1.0, num_layer_axes=1, **kw),
+    "group": lambda **kw: gcx.clip_by_group_norm({"x": 1.0, "y": 1.0}, ["x", "y"], **kw),
+    "block rms": lambda **kw: gcx.clip_by_block_rms(1.0, **kw),
+    "unit": lambda **kw: gcx.adaptive_grad_clip(0.1, **kw),
+}
+every = pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
+PARAMS = [jnp.ones((3, 2)), jnp.ones((2, 2), jnp.bfloat16)]
+
+
+@every
+def test_bad_value_anywhere_poisons_everything_or_drops_it(make):
+    for nonfinite, value in (("propagate", math.nan), ("zero", 0.0)):
+        clip = make(nonfinite=nonfinite)
+        update = jax.jit(clip.update)
+        first = clip.init(PARAMS)
+        for bad, (leaf, place) in itertools.product(
+            (math.nan, math.inf, -math.inf), [(0, (0, 0)), (0, (2, 1)), (1, (1, 0))]
+        ):
+            grads = [np.array(x) for x in PARAMS]
+            grads[leaf][place] = bad
+            updates, state = update(grads, first, PARAMS)
+            for x in updates:
+                np.testing.assert_array_equal(np.float32(x), np.full(x.shape, value))
+            worst = np.float32(jax.tree.leaves(state.clip_factor))
+            np.testing.assert_array_equal(worst, np.full(worst.shape, value))
+            norms = np.float32(jax.tree.leaves(state.grad_norm))
+            assert not np.isfinite(norms).all()
+            assert float(state.clip_fraction) == 1.0
+
+
+@every
+def test_zero_and_small_gradients_are_unchanged_bit_for_bit(make):
+    clip = make()
+    update, first = jax.jit(clip.update), clip.init(PARAMS)
+    for scale in (-0.0, 0.01):
+        grads = jax.tree.map(lambda x, s=scale: np.asarray(x * jnp.asarray(s, x.dtype)), PARAMS)
+        updates, state = update(grads, first, PARAMS)
+        for got, wanted in zip(updates, grads, strict=True):
+            assert bits(got) == bits(wanted)
+        assert float(state.clip_fraction) == 0.0
+        assert set(np.float32(jax.tree.leaves(state.clip_factor)).tolist()) == {1.0}
+
+
+@pytest.mark.slow
+def test_slope_through_the_clip_is_the_true_one():
+    clip = gcx.clip_by_global_norm(1.0)
+    x = np.float64([3.0, 4.0])
+    jacobian = jax.jacrev(lambda g: clip.update(g, None)[0])(jnp.float32(x))
+    norm = np.sqrt(x @ x)
+    np.testing.assert_allclose(jacobian, np.eye(2) / norm - np.outer(x, x) / norm**3, atol=1e-7)
+
+
+# --- errors ---------------------------------------------------------------------------------
+
+
+def fails(tx, grads, params=None):
+    jax.eval_shape(tx.update, grads, None, params)
+
+
+def test_stack_axes_beyond_the_rank_are_named():
+    with pytest.raises(ValueError) as error:
+        fails(
+            gcx.clip_by_leaf_norm(1.0, num_layer_axes=2), {"w": jnp.ones((2, 2)), "b": jnp.ones(3)}
+        )
+    assert str(error.value) == (
+        "clip_by_leaf_norm: `num_layer_axes` must be <= the rank, got 2 for float32[3] at "
+        "updates['b']. Give the number of leading axes that index layers, 0 for an ordinary leaf."
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_layer_axes", "error"), [(-1, ValueError), (1.5, TypeError), ("1", TypeError)]
+)
+def test_stack_axes_must_be_counts(num_layer_axes, error):
+    with pytest.raises(error, match="`num_layer_axes` must be an integer >= 0, got"):
+        fails(gcx.clip_by_leaf_norm(1.0, num_layer_axes=num_layer_axes), [jnp.ones((2, 2))])
+
+
+def test_stack_axes_must_be_a_prefix():
+    expected = "clip_by_leaf_norm: `num_layer_axes` must be a prefix tree of `updates`, got "
+    with pytest.raises(TypeError, match=expected):
+        fails(gcx.clip_by_leaf_norm(1.0, num_layer_axes={"x": 1}), {"w": jnp.ones(2)})
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "got"),
+    [
+        ({"w": 1.0}, "no entry for updates['b']"),
+        ({"x": 1.0}, "no entry for updates['b']"),
+        ([1.0, 2.0], "no entry for updates['b']"),
+        ({"w": {"v": 1.0}, "b": 1.0}, "no entry for updates['w']"),
+        ({"w": 1.0, "b": 1.0, "c": 1.0}, "an entry at max_norm['c'], where `updates` has no leaf"),
+    ],
+)
+def test_thresholds_must_be_a_prefix(max_norm, got):
+    expected = f"clip_by_leaf_norm: `max_norm` must be a prefix tree of `updates`, got {got}."
+    with pytest.raises(TypeError, match=re.escape(expected)):
+        fails(gcx.clip_by_leaf_norm(max_norm), {"w": jnp.ones(2), "b": jnp.ones(2)})
+
+
+def test_bad_threshold_in_a_prefix_tree_is_named_when_built():
+    expected = r"clip_by_leaf_norm: `max_norm\['dec'\]\[1\]` must be a number > 0, got -1.0"
+    with pytest.raises(ValueError, match=expected):
+        gcx.clip_by_leaf_norm({"enc": 1.0, "dec": [1.0, -1.0]})
+
+
+def test_unknown_label_is_named():
+    clip = gcx.clip_by_group_norm({"enc": 1.0, "head": 1.0}, FULL_LABELS)
+    with pytest.raises(ValueError) as error:
+        fails(clip, grouped_grads())
+    assert str(error.value) == (
+        "clip_by_group_norm: `max_norms` must be a mapping from labels of the tree to thresholds, "
+        "got 'head'. The labels of the tree are 'dec', 'enc', 'raw'."
+    )
+
+
+def test_labels_must_be_a_prefix():
+    expected = (
+        "clip_by_group_norm: `param_labels` must be a prefix tree of `updates`, got no entry for "
+    )
+    with pytest.raises(TypeError, match=expected):
+        fails(gcx.clip_by_group_norm({"a": 1.0}, {"enc": "a"}), grouped_grads())
+
+
+@pytest.mark.parametrize("axis", [2, -3, (0, 0), (0, -2)])
+def test_bad_axis_is_named(axis):
+    expected = r"adaptive_grad_clip: `axis` must be distinct axes of every leaf, in \[-2, 2\), got"
+    with pytest.raises(ValueError, match=expected + r".* for float32\[2, 3\] at updates\['w'\]\. "):
+        fails(gcx.adaptive_grad_clip(0.1, axis=axis), {"w": jnp.ones((2, 3))})
+
+
+def test_more_than_five_axes_need_an_axis():
+    x = jnp.ones((2,) * 6)
+    expected = (
+        "`axis` must be given for leaves of more than 5 axes, got None for float32.*Pass the axes"
+    )
+    with pytest.raises(ValueError, match=expected):
+        fails(gcx.adaptive_grad_clip(0.1), x, x)
+    fails(gcx.adaptive_grad_clip(0.1, axis=(4, 5)), x, x)
+
+
+@pytest.mark.parametrize(
+    "max_norms", [{"a": 1.0, ("a", "b"): 2.0}, {("a", "a"): 1.0}, {1: 1.0, "1": 2.0}]
+)
+def test_a_label_that_stands_twice_is_refused(max_norms):
+    expected = "clip_by_group_norm: `max_norms` must be a mapping in which each label occurs once"
+    with pytest.raises(ValueError, match=expected):
+        gcx.clip_by_group_norm(max_norms, "a")
+
+
+@pytest.mark.parametrize("axis", [1.5, True, "0", (0, None)])
+def test_an_axis_that_is_no_integer_is_refused_when_built(axis):
+    expected = "adaptive_grad_clip: `axis` must be an integer, a sequence of integers or None"
+    with pytest.raises(TypeError, match=expected):
+        gcx.adaptive_grad_clip(0.1, axis=axis)
+
+
+def test_an_axis_may_be_a_numpy_integer():
+    grads, params = trees.normal((4, 2), seed=1), trees.normal((4, 2), seed=2)
+    for axis in (np.int64(1), [np.int32(1)]):
+        updates, _ = step(gcx.adaptive_grad_clip(0.3, axis=axis), grads, params)
+        same, _ = step(gcx.adaptive_grad_clip(0.3, axis=1), grads, params)
+        np.testing.assert_array_equal(updates, same)
+
+
+def test_labels_of_several_types_and_tuples_of_labels_may_be_mixed():
+    grads = {"a": jnp.float32([3.0]), "b": jnp.float32([4.0]), "c": jnp.float32([8.0])}
+    labels = {"a": "a", "b": "b", "c": 1}
+    updates, state = step(gcx.clip_by_group_norm({("a", "b"): 1.0, 1: 2.0}, labels), grads)
+    assert_close(updates, [[0.6], [0.8], [2.0]])
+    assert {key: float(value) for key, value in state.grad_norm.items()} == {"a+b": 5.0, "1": 8.0}
+
+
+def test_a_reaction_of_ones_own_is_held_within_zero_and_one():
+    for factor, wanted in ((0.5, 1.5), (2.0, 3.0), (-1.0, 0.0)):
+        clip = gcx.clip_by_norm(1.0, reaction=lambda norm, bound, factor=factor: factor)
+        assert float(step(clip, jnp.float32(3.0))[0]) == wanted

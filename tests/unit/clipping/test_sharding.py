@@ -1,0 +1,464 @@
+"""Many devices: the result is that of one, and costs one all-reduce. Eight virtual CPU devices."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import compat
+import gradclip_jax as gcx
+import hlo
+import oracles
+import trees
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices"),
+]
+
+# XLA merges the all-reduces of one program into one, but its CPU backend does not do so in
+# JAX 0.7; GPU and TPU backends do. There only the number inside `shard_map` is ours.
+MERGES_ALL_REDUCES = compat.VERSION >= (0, 8)
+
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+# FSDP shards every parameter over the data axis, tensor parallelism over the other one.
+SPECS = {
+    "fsdp": {"embed": P("data"), "in": P("data", None), "out": P(None, "data"), "norm": P()},
+    "tensor": {
+        "embed": P(None, "model"),
+        "in": P(None, "model"),
+        "out": P("model", None),
+        "norm": P(),
+    },
+    "both": {
+        "embed": P("data"),
+        "in": P("data", "model"),
+        "out": P("model", "data"),
+        "norm": P("model"),
+    },
+}
+SHAPES = {"embed": (16, 8), "in": (8, 32), "out": (32, 8), "norm": (8,)}
+layouts = pytest.mark.parametrize("layout", SPECS)
+
+
+@functools.cache
+def mesh(kind="auto"):
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(KINDS[kind],) * 2)
+
+
+def grads(scale=1.0, dtype="float32"):
+    return {
+        name: trees.normal(shape, dtype, seed=i, scale=scale)
+        for i, (name, shape) in enumerate(SHAPES.items())
+    }
+
+
+def shard(tree, specs, kind="auto"):
+    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh(kind), spec))  # noqa: E731
+    return jax.tree.map(place, tree, specs)
+
+
+def sizes_of_axes(specs):
+    """How many distinct sets of mesh axes there are that a norm has to be summed over."""
+    return len(
+        {frozenset(a for a in jax.tree.leaves(tuple(s)) if a) for s in specs.values()}
+        - {frozenset()}
+    )
+
+
+CLIPS = {
+    "global": gcx.clip_by_global_norm(0.5),
+    "global 3-norm": gcx.clip_by_global_norm(0.5, ord=3.0),
+    "global inf": gcx.clip_by_global_norm(0.5, ord=math.inf),
+    "leaf": gcx.clip_by_leaf_norm(0.5),
+    "group": gcx.clip_by_group_norm(
+        {"body": 0.5, "rest": 0.1}, {"embed": "rest", "in": "body", "out": "body", "norm": "rest"}
+    ),
+    "block rms": gcx.clip_by_block_rms(0.5),
+    "value": gcx.clip(0.5),
+    "unit": gcx.adaptive_grad_clip(0.1),
+}
+
+
+def update_of(clip):
+    return jax.jit(lambda g, s, p: clip.update(g, s, p))
+
+
+def assert_same(got, wanted, rtol=1e-6):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rtol, atol=1e-30), got, wanted)
+
+
+# --- jit with sharded arrays ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, "auto") for name in CLIPS), ("leaf", "explicit"), ("unit", "explicit")],
+)
+def test_jit_with_sharded_arrays_is_the_same_as_one_device(name, kind):
+    clip = CLIPS[name]
+    specs = SPECS["both"]
+    updates, state = update_of(clip)(grads(), clip.init(grads()), grads(0.3))
+    g, p = shard(grads(), specs, kind), shard(grads(0.3), specs, kind)
+    sharded, sharded_state = update_of(clip)(g, clip.init(p), p)
+    assert_same(sharded, updates)
+    assert_same(sharded_state, state)
+    for key, x in sharded.items():
+        assert x.sharding.is_equivalent_to(g[key].sharding, x.ndim), key
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(sharded_state))
+
+
+@layouts
+@kinds
+def test_every_layout_keeps_its_sharding(layout, kind):
+    clip = CLIPS["global"]
+    g = shard(grads(), SPECS[layout], kind)
+    sharded, state = update_of(clip)(g, None, None)
+    updates, one_state = update_of(clip)(grads(), None, None)
+    assert_same(sharded, updates)
+    assert_same(state, one_state)
+    for name, x in sharded.items():
+        assert x.sharding.is_equivalent_to(g[name].sharding, x.ndim), name
+
+
+@layouts
+@kinds
+@pytest.mark.parametrize("name", ["global", "leaf"])
+def test_no_shard_is_gathered_and_one_all_reduce_per_set_of_axes(layout, kind, name):
+    # Small leaves of mixed layouts, which would be joined on one device.
+    copies = 4 if name == "global" and kind == "auto" else 1
+    specs = {f"{name}{i}": spec for name, spec in SPECS[layout].items() for i in range(copies)}
+    tree = {f"{name}{i}": x for name, x in grads().items() for i in range(copies)}
+    clip = CLIPS[name]
+    text = hlo.compiled(lambda g: clip.update(g, None), shard(tree, specs, kind))
+    for operation in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter"):
+        assert hlo.count(text, operation, branches=True) == 0, operation
+    if MERGES_ALL_REDUCES:
+        assert hlo.count(text, "all-reduce") <= sizes_of_axes(specs)
+
+
+@pytest.mark.parametrize("scale", [1e-10, 1e20])
+@kinds
+def test_overflow_of_sharded_arrays_is_retaken(scale, kind):
+    clip = gcx.clip_by_global_norm(1.0)
+    tree = grads(scale)
+    sharded, state = update_of(clip)(shard(tree, SPECS["both"], kind), None, None)
+    exact = oracles.clip_by_global_norm(trees.leaves(tree), 1.0)
+    for got, wanted in zip(trees.leaves(sharded), exact, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    assert oracles.ulps(state.grad_norm, oracles.global_norm(trees.leaves(tree))) <= 8
+
+
+@kinds
+def test_norm_of_large_sharded_constant_arrays_is_right(kind):
+    tree = {name: jnp.full((512, 1024), 0.1) for name in SHAPES if name != "norm"}
+    specs = {name: SPECS["both"][name] for name in tree}
+    norm = jax.jit(gcx.global_norm)(shard(tree, specs, kind))
+    limit = 8 if compat.VERSION >= (0, 10) else 170  # an older CPU adds up in order: 1e-5
+    assert oracles.ulps(norm, oracles.global_norm(trees.leaves(tree))) <= limit
+
+
+@kinds
+@pytest.mark.parametrize("spec", [P("data"), P(None, "model"), P("data", "model")])
+def test_stacked_layers_may_be_sharded_under_jit(kind, spec):
+    x = trees.normal((4, 6, 2))
+    clip = gcx.clip_by_leaf_norm(0.5, num_layer_axes=1)
+    y = jax.device_put(x, NamedSharding(mesh(kind), spec))
+    updates, state = update_of(clip)(y, None, None)
+    assert_same(updates, update_of(clip)(x, None, None)[0])
+    assert updates.sharding.is_equivalent_to(y.sharding, 3)
+    assert state.grad_norm.sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_bad_value_in_one_shard_reaches_all(bad):
+    tree = grads()
+    tree["in"] = tree["in"].at[7, 31].set(bad)
+    for nonfinite, value in (("propagate", math.nan), ("zero", 0.0)):
+        clip = gcx.clip_by_global_norm(1.0, nonfinite=nonfinite)
+        updates, _ = update_of(clip)(shard(tree, SPECS["both"]), None, None)
+        for x in updates.values():
+            np.testing.assert_array_equal(x, np.full(x.shape, value))
+
+
+# --- shard_map ------------------------------------------------------------------------------
+
+
+def mapped(fun, specs, out_specs, **kwargs):
+    return jax.jit(jax.shard_map(fun, mesh=mesh(), in_specs=specs, out_specs=out_specs, **kwargs))
+
+
+def state_specs(clip):
+    return jax.tree.map(lambda _: P(), clip.init(grads()))
+
+
+NORM_CLIPS = [name for name in CLIPS if name not in ("value", "unit")]
+in_layouts = pytest.mark.parametrize(
+    ("layout", "name"),
+    [*(("both", name) for name in NORM_CLIPS), ("fsdp", "global"), ("tensor", "global")],
+)
+
+
+@in_layouts
+def test_shard_map_is_the_same_as_one_device(layout, name):
+    """Sharded and replicated leaves in one tree; the axes are read from their types."""
+    clip, specs = CLIPS[name], SPECS[layout]
+    fun = mapped(lambda g: clip.update(g, None), (specs,), (specs, state_specs(clip)))
+    updates, state = fun(grads())
+    one, one_state = update_of(clip)(grads(), None, None)
+    assert_same(updates, one)
+    assert_same(state, one_state)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ord"),
+    [
+        ("fsdp", 2.0),
+        ("tensor", 2.0),
+        ("both", 1.0),
+        ("both", 2.0),
+        ("both", 3.0),
+        ("both", math.inf),
+    ],
+)
+def test_norms_inside_shard_map_are_right(layout, ord):
+    specs = SPECS[layout]
+    leaf_specs = dict.fromkeys(specs, P())
+    fun = mapped(
+        lambda g: (gcx.global_norm(g, ord=ord), gcx.leaf_norms(g, ord=ord)),
+        (specs,),
+        (P(), leaf_specs),
+    )
+    norm, norms = fun(grads())
+    exact = {name: oracles.vector_norm(x, ord) for name, x in grads().items()}
+    assert oracles.ulps(norm, oracles.global_norm(trees.leaves(grads()), ord)) <= 8
+    for name, x in norms.items():
+        assert oracles.ulps(x, exact[name]) <= 8, name
+
+
+@in_layouts
+def test_shard_map_costs_one_all_reduce(layout, name):
+    clip, specs = CLIPS[name], SPECS[layout]
+    fun = mapped(lambda g: clip.update(g, None), (specs,), (specs, state_specs(clip)))
+    text = fun.lower(grads()).compile().as_text()
+    # Orders other than 1, 2 and inf scale by the largest magnitude first.
+    assert hlo.count(text, "all-reduce") == (2 if name == "global 3-norm" else 1)
+    for operation in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter"):
+        assert hlo.count(text, operation, branches=True) == 0
+
+
+@pytest.mark.parametrize("make", [gcx.clip_by_global_norm, gcx.clip_by_leaf_norm])
+def test_replicated_parameters_count_once_beside_gradients_that_vary(make):
+    clip = make(gcx.thresholds.relative_to_params(0.1))
+    fun = mapped(
+        lambda g, p: clip.update(g, clip.init(p), p)[1].clip_threshold,
+        ({"w": P(("data", "model"))}, {"w": P()}),
+        P(),
+    )
+    threshold = fun({"w": jnp.arange(32.0)}, {"w": jnp.ones(4)})
+    np.testing.assert_allclose(threshold, 0.2, rtol=1e-6)  # 0.1 times the norm of four ones
+
+
+def test_replicated_tree_inside_shard_map_costs_no_all_reduce():
+    specs = dict.fromkeys(SHAPES, P())
+    clip = CLIPS["global"]
+    fun = mapped(lambda g: clip.update(g, None), (specs,), (specs, state_specs(clip)))
+    assert hlo.count(fun.lower(grads()).compile().as_text(), "all-reduce", branches=True) == 0
+    assert_same(fun(grads())[0], update_of(clip)(grads(), None, None)[0])
+
+
+def test_many_small_leaves_inside_shard_map_need_one_all_reduce():
+    specs = [P("data") if i % 2 else P() for i in range(60)]
+    leaves = [trees.normal((4, 3), seed=i) for i in range(60)]
+    fun = mapped(gcx.global_norm, (specs,), P())
+    text = fun.lower(leaves).compile().as_text()
+    assert hlo.count(text, "all-reduce") == 1
+    assert oracles.ulps(fun(leaves), oracles.global_norm(leaves)) <= 8
+
+
+@pytest.mark.parametrize("scale", [1e-10, 1e20])
+def test_overflow_inside_shard_map_is_retaken_alike_on_all_devices(scale):
+    """Only one shard is out of range; every device has to enter the branch, or hang."""
+    tree = grads()
+    tree["in"] = tree["in"].at[:2, :].multiply(1e20)
+    if scale < 1:
+        tree = jax.tree.map(lambda x: x * 1e-10, grads())
+    specs = SPECS["both"]
+    fun = mapped(lambda g: gcx.clip_by_global_norm(1e-3).update(g, None)[0], (specs,), specs)
+    exact = oracles.clip_by_global_norm(trees.leaves(tree), 1e-3)
+    for got, wanted in zip(trees.leaves(fun(tree)), exact, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-37)
+
+
+@pytest.mark.parametrize("name", [*NORM_CLIPS, "unit"])
+def test_bad_value_on_one_device_reaches_all(name):
+    make = {
+        "global": gcx.clip_by_global_norm,
+        "global 3-norm": functools.partial(gcx.clip_by_global_norm, ord=3.0),
+        "global inf": functools.partial(gcx.clip_by_global_norm, ord=math.inf),
+        "leaf": gcx.clip_by_leaf_norm,
+        "group": lambda t, **kw: gcx.clip_by_group_norm({"all": t}, "all", **kw),
+        "block rms": gcx.clip_by_block_rms,
+        "unit": gcx.adaptive_grad_clip,
+    }[name]
+    # Units must not be sharded inside `shard_map`: their norm runs over axis 0.
+    specs = (
+        SPECS["both"]
+        if name != "unit"
+        else {**dict.fromkeys(SHAPES, P(None, "model")), "norm": P()}
+    )
+    for nonfinite, value in (("propagate", math.nan), ("zero", 0.0)):
+        clip = make(1.0, nonfinite=nonfinite)
+        fun = mapped(lambda g, c=clip: c.update(g, None, g), (specs,), (specs, state_specs(clip)))
+        for bad in (math.nan, math.inf):
+            tree = grads()
+            tree["in"] = tree["in"].at[7, 31].set(bad)
+            updates, state = fun(tree)
+            for x in updates.values():
+                np.testing.assert_array_equal(x, np.full(x.shape, value))
+            assert not np.isfinite(np.float32(jax.tree.leaves(state.grad_norm))).all()
+
+
+def test_units_inside_shard_map_are_those_of_one_device():
+    clip = CLIPS["unit"]
+    specs = {**dict.fromkeys(SHAPES, P(None, "model")), "norm": P()}
+    fun = mapped(lambda g, p: clip.update(g, None, p), (specs, specs), (specs, state_specs(clip)))
+    updates, state = fun(grads(), grads(0.3))
+    one, one_state = update_of(clip)(grads(), None, grads(0.3))
+    assert_same(updates, one)
+    assert_same(state, one_state)
+
+
+def test_a_local_norm_is_wrong():
+    """What Optax does: every device clips by the norm of its own shards, and replicas part."""
+    specs = SPECS["both"]
+
+    def local(g):
+        norm = jnp.sqrt(sum(jnp.sum(x**2) for x in g.values()))
+        g = {name: x * jnp.minimum(1, 0.5 / norm) for name, x in g.items()}
+        return g, norm[None, None]
+
+    fun = mapped(
+        local, (specs,), ({**specs, "norm": P("data")}, P("data", "model")), check_vma=False
+    )
+    updates, norms = fun(grads())
+    exact = oracles.global_norm(trees.leaves(grads()))
+    assert (np.abs(np.asarray(norms) - exact) > 0.2 * exact).all()
+    ours = mapped(lambda g: CLIPS["global"].update(g, None)[0], (specs,), specs)(grads())
+    with pytest.raises(AssertionError):
+        assert_same({"in": updates["in"]}, {"in": ours["in"]}, rtol=0.1)
+
+
+def test_a_norm_that_counts_replicas_is_wrong():
+    """Summed over all devices without dividing by the replica_count, as `axis_name` alone would."""
+    specs = {**SPECS["fsdp"]}
+
+    def careless(g):
+        squares = sum(jnp.sum(x**2) for x in g.values())
+        return jnp.sqrt(jax.lax.psum(squares, ("data", "model")))
+
+    exact = oracles.global_norm(trees.leaves(grads()))
+    wrong = mapped(careless, (specs,), P(), check_vma=False)(grads())
+    right = mapped(gcx.global_norm, (specs,), P())(grads())
+    assert float(wrong) > 1.2 * exact
+    assert float(right) == pytest.approx(exact, rel=1e-6)
+
+
+def test_gradients_taken_inside_shard_map_are_clipped_as_on_one_device():
+    """Replicated parameters, sharded batch: their gradients vary until they are summed."""
+    params = {"w": trees.normal((8, 3), seed=1), "b": jnp.zeros(3)}
+    batch = trees.normal((16, 8), seed=2)
+
+    def loss(p, x):
+        return jnp.sum(jnp.tanh(x @ p["w"] + p["b"]) ** 2)
+
+    def sharded(p, x):
+        # The gradient of a replicated parameter is summed over the devices by JAX.
+        return gcx.clip_grad_norm(jax.grad(loss)(p, x), 0.5)
+
+    specs = jax.tree.map(lambda _: P(), params)
+    clipped, norm = mapped(sharded, (specs, P("data")), (specs, P()))(params, batch)
+    one, one_norm = gcx.clip_grad_norm(jax.grad(loss)(params, batch), 0.5)
+    assert_same(clipped, one, rtol=1e-5)
+    assert float(norm) == pytest.approx(float(one_norm), rel=1e-5)
+
+
+# --- where types are silent -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis_name", ["data", ("data", "model")])
+def test_axis_name_where_types_are_not_checked(axis_name):
+    spec = P("data") if axis_name == "data" else P("data", "model")
+    tree = {"a": trees.normal((8, 4)), "b": trees.normal((4, 2), seed=1)}
+    specs = dict.fromkeys(tree, spec)
+    clip = gcx.clip_by_global_norm(0.5, axis_name=axis_name)
+    fun = mapped(
+        lambda g: (
+            clip.update(g, None)[0],
+            gcx.global_norm(g, axis_name=axis_name),
+            gcx.leaf_norms(g, axis_name=axis_name),
+        ),
+        (specs,),
+        (specs, P(), dict.fromkeys(tree, P())),
+        check_vma=False,
+    )
+    updates, norm, norms = fun(tree)
+    assert_same(updates, update_of(CLIPS["global"])(tree, None, None)[0])
+    assert oracles.ulps(norm, oracles.global_norm(trees.leaves(tree))) <= 8
+    for name, x in tree.items():
+        assert oracles.ulps(norms[name], oracles.vector_norm(x)) <= 8
+
+
+def test_axis_name_is_harmless_where_types_speak():
+    """The types win: a replicated leaf is not counted once for each device."""
+    specs = SPECS["fsdp"]
+    fun = mapped(lambda g: gcx.global_norm(g, axis_name="data"), (specs,), P())
+    assert oracles.ulps(fun(grads()), oracles.global_norm(trees.leaves(grads()))) <= 8
+
+
+MAPPED_CLIPS = {
+    "global": lambda **kw: gcx.clip_by_global_norm(0.5, axis_name="d", **kw),
+    "leaf": lambda **kw: gcx.clip_by_leaf_norm(0.5, axis_name="d", **kw),
+    "group": lambda **kw: gcx.clip_by_group_norm({"all": 0.5}, "all", axis_name="d", **kw),
+    "block rms": lambda **kw: gcx.clip_by_block_rms(0.05, axis_name="d", **kw),
+}
+
+
+@pytest.mark.parametrize("transform", [jax.pmap, jax.vmap], ids=["pmap", "vmap"])
+@pytest.mark.parametrize("make", MAPPED_CLIPS.values(), ids=MAPPED_CLIPS)
+def test_axis_name_of_a_mapped_axis(transform, make):
+    """A tree whose every leaf is cut along a mapped axis is clipped as a whole."""
+    tree = {"a": trees.normal((8, 5), scale=1e21), "b": trees.normal((8, 2, 3), seed=1)}
+    clip = make()
+    first = clip.init(jax.tree.map(lambda x: x[0], tree))  # outside, where the axis has no name
+    updates, state = transform(lambda g: clip.update(g, first), axis_name="d")(tree)
+    one, _ = update_of(clip_without_axis(make))(tree, None, None)
+    assert_same(updates, one)
+    norms = np.asarray(jax.tree.leaves(state.grad_norm)[0])
+    np.testing.assert_allclose(norms, oracles.global_norm(trees.leaves(tree)), rtol=1e-6)
+
+
+def clip_without_axis(make):
+    return {
+        MAPPED_CLIPS["global"]: gcx.clip_by_global_norm(0.5),
+        MAPPED_CLIPS["leaf"]: gcx.clip_by_leaf_norm(0.5),
+        MAPPED_CLIPS["group"]: gcx.clip_by_group_norm({"all": 0.5}, "all"),
+        MAPPED_CLIPS["block rms"]: gcx.clip_by_block_rms(0.05),
+    }[make]
+
+
+def test_bad_value_on_one_device_reaches_all_under_pmap():
+    tree = {"a": jnp.ones((8, 5)).at[3, 2].set(math.nan), "b": jnp.ones((8, 2))}
+    for nonfinite, value in (("propagate", math.nan), ("zero", 0.0)):
+        for make in (MAPPED_CLIPS["global"], MAPPED_CLIPS["leaf"]):
+            clip = make(nonfinite=nonfinite)
+            updates = jax.pmap(lambda g, c=clip: c.update(g, None)[0], axis_name="d")(tree)
+            for x in updates.values():
+                np.testing.assert_array_equal(x, np.full(x.shape, value))

@@ -1,0 +1,247 @@
+"""U-Clip: updates and carry sum to the gradients, and bad steps leave the carry as it was."""
+
+import functools
+import math
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradclip_jax as gcx
+import oracles as clip_oracles
+import rule_oracles as oracles
+
+EPS = float(np.finfo(np.float32).eps)
+
+CLIPS = {
+    "value": gcx.clip(0.5),
+    "global_norm": gcx.clip_by_global_norm(1.0),
+    "leaf_norm": gcx.clip_by_leaf_norm(0.5),
+    "agc": gcx.adaptive_grad_clip(0.2),
+    "zclip": gcx.zclip(2.0, 0.9, warmup_steps=4),
+    "adagc": gcx.adagc(1.1, 1.0, 0.9, warmup_steps=4),
+    "spam": gcx.contrib.spam_clip(10.0, warmup_steps=3),
+    "zero_large_norm": gcx.zero_large_norm(2.0),
+    "optax": optax.clip_by_global_norm(1.0),
+}
+each_clip = pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
+
+
+def gradients(steps=20, *, seed=0, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+    scale = np.exp(rng.standard_normal((steps, 1)))
+    return {
+        "a": jnp.asarray(scale[:, :, None] * rng.standard_normal((steps, 3, 2)), dtype),
+        "b": jnp.asarray(scale * rng.standard_normal((steps, 4)), dtype),
+    }
+
+
+PARAMS = {"a": jnp.ones((3, 2)), "b": jnp.full((4,), 2.0)}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def train(clip, grads):
+    """The updates and states of all steps."""
+    tx = gcx.contrib.u_clip(clip)
+
+    def step(state, grad):
+        updates, state = tx.update(grad, state, PARAMS)
+        return state, (updates, state)
+
+    return jax.lax.scan(step, tx.init(PARAMS), grads)[1]
+
+
+def running_sum(tree):
+    return jax.tree.map(lambda x: np.cumsum(np.asarray(x, np.float64), axis=0), tree)
+
+
+def assert_nothing_lost(updates, carry, grads, *, steps):
+    """Each step rounds `g + carry` and `g + carry - u`, by half an ulp each."""
+    given = running_sum(grads)
+    emitted = running_sum(updates)
+    for name in given:
+        owed = given[name] - emitted[name]
+        largest = np.abs(given[name]).max() + np.abs(owed).max()
+        error = np.abs(owed - np.asarray(carry[name], np.float64))
+        assert error.max() <= steps * EPS * largest
+
+
+@pytest.mark.slow
+@each_clip
+def test_updates_and_carry_add_up_to_the_gradients_at_every_step(clip):
+    grads = gradients()
+    updates, state = train(clip, grads)
+    assert_nothing_lost(updates, state.carry, grads, steps=20)
+    assert any(np.abs(x[-1]).max() > 0 for x in jax.tree.leaves(state.carry))  # it clipped
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_what_rounding_cuts_off_is_carried_over_as_well(dtype):
+    grads = gradients(dtype=dtype)
+    updates, state = train(gcx.clip_by_global_norm(1.0), grads)
+    assert updates["a"].dtype == dtype and state.carry["a"].dtype == jnp.float32
+    assert_nothing_lost(updates, state.carry, grads, steps=20)
+
+
+def clip_to_norm(x):
+    return clip_oracles.clip_by_global_norm([x], 0.5)[0]
+
+
+@pytest.mark.parametrize(
+    ("clip", "exact"),
+    [
+        (gcx.clip(0.5), lambda x: np.clip(x, -0.5, 0.5)),
+        (gcx.clip_by_leaf_norm(0.5), clip_to_norm),
+    ],
+    ids=["value", "norm"],
+)
+def test_steps_are_those_of_the_paper(clip, exact):
+    grads = gradients(40, seed=1)
+    updates, state = train(clip, grads)
+    for name, grad in grads.items():
+        emitted, carry = oracles.u_clip(np.asarray(grad, np.float64), exact)
+        largest = np.abs(carry).max()
+        np.testing.assert_allclose(state.carry[name], carry, atol=40 * EPS * largest)
+        np.testing.assert_allclose(updates[name], emitted, atol=80 * EPS * largest)
+
+
+def test_the_mean_update_is_the_mean_gradient():
+    # Heavy-tailed, mean 0.2: clipped alone it would be biased; the carry keeps the bias bounded.
+    rng = np.random.default_rng(3)
+    noise = rng.pareto(1.5, (4000, 4)) * rng.choice([1.0, 1.0, 1.0, -1.0], (4000, 4))
+    grads = {"a": jnp.zeros((4000, 3, 2)), "b": jnp.asarray(noise, jnp.float32)}
+    mean = np.mean(np.asarray(grads["b"], np.float64), axis=0)
+    updates, state = train(gcx.clip(3.0), grads)
+    bias = np.abs(np.mean(np.asarray(updates["b"], np.float64), axis=0) - mean)
+    carried = np.abs(np.asarray(state.carry["b"][-1], np.float64)) / 4000
+    np.testing.assert_allclose(bias, carried, rtol=1e-3, atol=1e-6)
+    alone = np.abs(np.mean(np.clip(noise, -3, 3), axis=0) - mean)
+    assert np.all(bias < 0.5 * alone)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["value", "global_norm", "zclip", "spam"])
+def test_a_bad_step_leaves_the_carry_as_it_was(name, bad):
+    grads = gradients()
+    poisoned = grads | {"b": grads["b"].at[10, 2].set(bad)}
+    updates, state = train(CLIPS[name], poisoned)
+    for leaf in jax.tree.leaves(state.carry):
+        assert np.isfinite(leaf).all()
+        np.testing.assert_array_equal(leaf[10], leaf[9])
+    for leaf in jax.tree.leaves(updates):
+        assert np.isfinite(np.delete(leaf, 10, axis=0)).all()
+    # But for that step nothing is lost.
+    without = jax.tree.map(lambda x: np.delete(np.asarray(x), 10, axis=0), (updates, poisoned))
+    rest = jax.tree.map(lambda x: np.delete(np.asarray(x), 10, axis=0), state.carry)
+    assert_nothing_lost(without[0], rest, without[1], steps=20)
+
+
+def test_a_bad_step_is_reported_as_the_clip_reports_it():
+    grads = jnp.array([[3.0, math.nan]])
+    for nonfinite, want in [("propagate", [math.nan, math.nan]), ("zero", [0.0, 0.0])]:
+        tx = gcx.contrib.u_clip(gcx.clip_by_global_norm(1.0, nonfinite=nonfinite))
+        updates, state = tx.update(grads[0], tx.init(grads[0]))
+        np.testing.assert_array_equal(updates, want)
+        np.testing.assert_array_equal(state.carry, [0.0, 0.0])
+
+
+def test_a_sum_that_overflows_does_not_stay():
+    tx = gcx.contrib.u_clip(gcx.clip_by_global_norm(1.0))
+    state = tx.init(jnp.ones(1))
+    for size in (2e38, 2e38, 1.0):
+        updates, state = tx.update(jnp.array([size]), state)
+    assert np.isfinite(state.carry).all() and np.isfinite(updates).all()
+
+
+@hypothesis.given(
+    sizes=st.lists(
+        st.floats(-1e6, 1e6, width=32) | st.sampled_from([math.nan, math.inf, -math.inf, 0.0]),
+        min_size=30,
+        max_size=30,
+    )
+)
+@hypothesis.settings(max_examples=30)
+def test_nothing_is_lost_for_any_sequence(sizes):
+    sizes = np.array(sizes, np.float32)
+    grads = {
+        "a": jnp.asarray(np.ones((30, 3, 2)), jnp.float32),
+        "b": jnp.asarray(sizes[:, None] * np.ones(4), jnp.float32),
+    }
+    updates, state = train(CLIPS["global_norm"], grads)
+    good = np.isfinite(sizes)
+    keep = lambda tree: jax.tree.map(lambda x: np.asarray(x)[good], tree)  # noqa: E731
+    if good.any():
+        assert_nothing_lost(keep(updates), keep(state.carry), keep(grads), steps=30)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.carry))
+
+
+def test_extra_arguments_reach_the_clip():
+    def update(updates, state, params=None, *, scale):
+        return jax.tree.map(lambda g: scale * g, updates), state
+
+    clip = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    tx = gcx.contrib.u_clip(clip)
+    updates, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), scale=0.25)
+    assert updates.tolist() == [0.25, 0.25] and state.carry.tolist() == [0.75, 0.75]
+
+
+def test_metrics_of_the_clip_are_found():
+    tx = gcx.contrib.u_clip(gcx.clip_by_global_norm(1.0))
+    state = tx.init(jnp.ones(2))
+    _, state = tx.update(jnp.array([3.0, 4.0]), state)
+    _, state = tx.update(jnp.array([0.0, 0.0]), state)
+    assert float(gcx.metrics(state)["grad_norm"]) == pytest.approx(4.0, rel=4 * EPS)  # the carry
+
+
+def test_derivatives_are_finite_at_zero():
+    tx = gcx.contrib.u_clip(gcx.clip_by_global_norm(1.0))
+
+    @jax.jit
+    @jax.grad
+    def slope(grads):
+        updates, state = tx.update(grads, tx.init(grads))
+        more, _ = tx.update(3 * grads, state)
+        return updates.sum() + more.sum()
+
+    assert np.isfinite(slope(jnp.zeros(3))).all()
+    assert np.isfinite(slope(jnp.array([1.0, 0.0, 2.0]))).all()
+
+
+def test_what_is_no_clip_is_refused():
+    with pytest.raises(TypeError) as error:
+        gcx.contrib.u_clip(1.0)
+    assert str(error.value) == (
+        "u_clip: `clip` must be an `optax.GradientTransformation`, got 1.0. "
+        "Pass an Optax optimizer such as `optax.adamw(1e-3)`."
+    )
+
+
+def test_a_bad_value_on_one_device_poisons_no_carry():
+    clip = gcx.contrib.u_clip(gcx.clip_by_global_norm(1.0, axis_name="i"))
+
+    def run(grads):
+        state = clip.init(grads[0])
+        for grad in grads:
+            update, state = clip.update(grad, state)
+        return update, state.carry
+
+    grads = jnp.ones((8, 3, 4)).at[5, 1, 2].set(jnp.nan)
+    update, carry = jax.pmap(run, axis_name="i")(grads)
+    assert np.isfinite(update).all() and np.isfinite(carry).all()
+
+
+def test_an_update_that_overflows_its_dtype_leaves_the_carry():
+    clip = gcx.contrib.u_clip(gcx.clip_by_global_norm(7e4))
+    state = clip.init(jnp.zeros(3, jnp.float16))
+    for grad in ([6e4, 6e4, 6e4], [6e4, 0, 0], [0, 0, 0]):
+        update, state = clip.update(jnp.asarray(grad, jnp.float16), state)
+        assert np.isfinite(state.carry).all()
+
+
+def test_no_state_is_named():
+    with pytest.raises(ValueError, match="u_clip: `state` must be a `CarryState`, got None"):
+        gcx.contrib.u_clip(gcx.clip(1.0)).update(jnp.ones(2), None)

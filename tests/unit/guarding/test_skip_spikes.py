@@ -1,0 +1,509 @@
+"""Guards against spikes: thresholds, what a rule learns, and that nothing locks up."""
+
+import functools
+import json
+import re
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import gradclip_jax as gcx
+from guard_cases import (
+    INT_MAX,
+    RULES,
+    each_rule,
+    feed,
+    naive_zscore,
+    on_shards,
+    params_and_grads,
+    spoiled,
+)
+from hlo import compiled
+
+
+def test_the_counts_of_spikes_saturate():
+    tx = gcx.skip_large_norm(optax.sgd(0.1), 1.0)
+    state = tx.init(jnp.zeros(2))
+    full = {"norm": (jnp.int32(INT_MAX), ())}
+    state = state._replace(skipped_large_norm=jnp.int32(INT_MAX), signals=full)
+    _, after = tx.update(jnp.array([1e3, 0.0]), state)
+    assert after.skipped_large_norm == INT_MAX and after.signals["norm"][0] == INT_MAX
+
+
+def test_the_norm_of_all_shards_decides():
+    params = {"s": jnp.zeros(16), "w": jnp.zeros(2)}
+    grads = {"s": jnp.full(16, 3.0), "w": jnp.array([0.0, 5.0])}  # norm 13, 3 * sqrt(2) a device
+    for max_norm, skips in ((12.9, 1), (13.1, 0)):
+        _, _, streak = on_shards(gcx.skip_large_norm(optax.sgd(1.0), max_norm))(grads, params)
+        assert streak.tolist() == [skips] * 8
+
+
+def test_a_state_with_a_rule_can_be_donated():
+    for rule in (*RULES.values(), naive_zscore(), 1.0, lambda count: 1.0):
+        tx = gcx.skip_large_norm(optax.sgd(0.1), rule)
+        state = tx.init(jnp.ones(2))
+        step = jax.jit(lambda s, tx=tx: tx.update(jnp.ones(2), s)[1], donate_argnums=0)
+        step(step(state))
+
+
+def test_a_skip_for_the_norm_does_not_run_the_optimizer():
+    def update(updates, state, params=None):
+        jax.debug.callback(ran.append, 1)
+        return updates, state
+
+    ran = []
+    inner = optax.GradientTransformation(lambda params: (), update)
+    tx = gcx.skip_large_norm(inner, 1.0)
+    step = jax.jit(tx.update)
+    _, state = step(jnp.array([2.0]), tx.init(jnp.zeros(1)))
+    jax.effects_barrier()
+    assert not ran
+    step(jnp.array([0.5]), state)
+    jax.effects_barrier()
+    assert ran == [1]
+
+
+def test_the_verdict_costs_one_all_reduce_in_shard_map():
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    spec = PartitionSpec("data")
+    tx = gcx.skip_large_norm(optax.sgd(1.0), 1.0)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=({"a": spec, "b": spec},), out_specs=spec)
+    def step(grads):
+        return tx.update(grads, tx.init(grads))[0]["a"]
+
+    text = compiled(step, {"a": jnp.ones(64), "b": jnp.ones((64, 4))})
+    reduces = re.findall(r"all-reduce(?:-start)?\(", text.split("ENTRY")[1])
+    assert len(reduces) == 1
+
+
+@pytest.mark.parametrize(
+    ("norm", "max_norm", "taken"),
+    [
+        (1.0, 1.0, True),
+        (np.nextafter(np.float32(1), np.float32(2)), 1.0, False),
+        (0.0, 1.0, True),
+        (2.0**80, np.inf, True),
+        (np.inf, np.inf, False),
+        (np.nan, np.inf, False),
+    ],
+)
+def test_a_step_is_taken_up_to_the_threshold(norm, max_norm, taken):
+    tx = gcx.skip_large_norm(optax.sgd(1.0), max_norm)
+    updates, state = tx.update(jnp.array([norm, 0.0], jnp.float32), tx.init(jnp.zeros(2)))
+    assert (state.consecutive_skips == 0) == taken
+    assert updates.tolist() == [-norm if taken else 0.0, 0.0]
+    np.testing.assert_equal(np.asarray(state.grad_norm), np.float32(norm))
+    assert state.skip_threshold == max_norm
+    counts = int(state.skipped_large_norm), int(state.skipped_nonfinite)
+    assert counts == ((0, 0) if taken else (1, 0) if np.isfinite(norm) else (0, 1))
+
+
+def test_a_schedule_counts_all_steps():
+    tx = gcx.skip_large_norm(optax.sgd(1.0), lambda count: 10.0 - count, relearn_after=1)
+    skipped, state = feed(tx, [9.5, 9.5, np.nan, 6.5, 6.5, 6.5])
+    assert skipped.tolist() == [False, True, True, False, True, True]
+    assert state.skip_threshold == 5.0
+    capped = gcx.thresholds.capped(lambda count: 10.0 - count, 20.0)
+    _, state = feed(gcx.skip_large_norm(optax.sgd(1.0), capped, relearn_after=1), np.full(6, 20.0))
+    assert state.skip_threshold == 5.0  # it has no level to learn anew
+
+
+@pytest.mark.parametrize("ord", [1, 2, np.inf])
+def test_the_order_of_the_norm_is_a_choice(ord):
+    grads = jnp.array([3.0, -4.0])
+    tx = gcx.skip_large_norm(optax.sgd(1.0), 100.0, ord=ord)
+    _, state = tx.update(grads, tx.init(grads))
+    assert state.grad_norm == np.linalg.norm([3, 4], ord)
+
+
+def test_a_traced_threshold_works():
+    def step(max_norm, grads):
+        tx = gcx.skip_large_norm(optax.sgd(1.0), max_norm)
+        return tx.update(grads, tx.init(grads))[1].consecutive_skips
+
+    assert jax.jit(step)(4.9, jnp.array([3.0, 4.0])) == 1
+    assert jax.jit(step)(5.1, jnp.array([3.0, 4.0])) == 0
+
+
+def test_a_threshold_may_follow_the_parameters():
+    tx = gcx.skip_large_norm(optax.sgd(1.0), gcx.thresholds.relative_to_params(0.1))
+    params = jnp.array([30.0, 40.0])
+    for norm, skips in ((4.9, 0), (5.1, 1)):
+        _, state = tx.update(jnp.array([norm, 0.0]), tx.init(params), params)
+        assert state.consecutive_skips == skips and state.skip_threshold == 5.0
+
+
+def test_hyperparameters_can_be_injected():
+    params, grads = params_and_grads()
+    schedule = optax.piecewise_constant_schedule(1e-6, {2: 1e9})
+    injected = optax.inject_hyperparams(gcx.skip_large_norm, static_args=("ord",))(
+        optax.adam(0.1), max_norm=schedule
+    )
+    state = injected.init(params)
+    skips = []
+    for _ in range(4):
+        _, state = jax.jit(injected.update)(grads, state, params)
+        skips.append(int(gcx.metrics(state)["skipped_large_norm"]))
+    assert skips == [1, 2, 2, 2] and "max_norm" in state.hyperparams
+    injected = optax.inject_hyperparams(gcx.skip_nonfinite)(optax.adam(0.1))
+    _, state = injected.update(spoiled(grads), injected.init(params), params)
+    assert gcx.metrics(state)["skipped_nonfinite"] == 1
+
+
+def normals(count, level=1.0, seed=0):
+    return level * (1 + 0.1 * np.random.default_rng(seed).standard_normal(count))
+
+
+@each_rule
+def test_a_constant_norm_from_step_0_is_not_skipped_for_good(rule):
+    skipped, _ = feed(gcx.skip_large_norm(optax.sgd(0.1), rule), np.full(300, 0.7))
+    # A rule that aims at the 0.9 quantile skips one norm of ten: that is its definition.
+    assert skipped.mean() <= (0.15 if rule is RULES["quantile"] else 0)
+
+
+def test_a_constant_norm_does_not_lock_up_a_rule_that_would():
+    # Its threshold is the mean, which rounds to either side of the norm.
+    tx = gcx.skip_large_norm(optax.sgd(0.1), naive_zscore(), relearn_after=5)
+    skipped, _ = feed(tx, np.full(200, 0.7))
+    assert longest_run(skipped) <= 5 and skipped.mean() < 0.9
+
+
+def longest_run(skipped):
+    longest = run = 0
+    for skip in skipped:
+        run = run + 1 if skip else 0
+        longest = max(longest, run)
+    return longest
+
+
+@pytest.mark.slow
+@each_rule
+def test_a_lasting_rise_is_learned(rule):
+    tx = gcx.skip_large_norm(optax.sgd(0.1), rule, relearn_after=25)
+    rises = (30.0, 1e4, 1e8)
+    skips, state = feed(tx, [np.r_[normals(100), rise * normals(300)] for rise in rises])
+    for skipped in skips:
+        assert longest_run(skipped) <= 25
+        # Learned: no more is skipped of the new level than of the old one; a percentile of 90
+        # or a quantile of 0.9 skips one norm of ten by its definition.
+        assert skipped[-100:].mean() <= 0.35
+    assert not np.isnan(state.skip_threshold).any()
+
+
+def test_a_lasting_rise_is_learned_where_the_rule_itself_would_never():
+    tx = gcx.skip_large_norm(optax.sgd(0.1), naive_zscore(), relearn_after=10)
+    skipped, _ = feed(tx, np.r_[normals(50), 30 * normals(100)])
+    assert skipped[50:60].all() and not skipped[60:65].any()
+    assert skipped[-50:].mean() < 0.3
+
+
+@pytest.mark.parametrize("relearn_after", [1, 3, 25])
+def test_the_level_is_learned_anew_after_so_many_skips(relearn_after):
+    frozen = gcx.thresholds.Rule(  # twice the first norm, for ever
+        lambda norm: norm,
+        lambda norm, first, _: (
+            jnp.where(first > 0, 2 * first, jnp.inf),
+            jnp.where(first > 0, first, norm),
+        ),
+    )
+    tx = gcx.skip_large_norm(optax.sgd(0.1), frozen, relearn_after=relearn_after)
+    skipped, state = feed(tx, [1.0] + (relearn_after + 3) * [100.0])
+    assert skipped.tolist() == [False] + relearn_after * [True] + 3 * [False]
+    assert state.skipped_large_norm == relearn_after and state.signals["norm"] == 100.0
+
+
+def test_a_norm_that_is_not_finite_does_not_count_towards_learning_anew():
+    frozen = gcx.thresholds.Rule(lambda norm: norm + 1, lambda norm, level, _: (level, level))
+    tx = gcx.skip_large_norm(optax.sgd(0.1), frozen, relearn_after=2)
+    skipped, state = feed(tx, [1.0, np.nan, np.inf, np.nan, 9.0, np.nan, 9.0])
+    assert skipped.tolist() == [False] + 6 * [True]
+    assert state.spikes_in_a_row == 2 and state.consecutive_skips == 6
+    assert state.skipped_nonfinite == 4 and state.skipped_large_norm == 2
+
+
+def test_a_fixed_number_is_not_learned_anew_but_the_flag_tells():
+    tx = gcx.skip_large_norm(optax.sgd(0.1), 1.0, relearn_after=3, max_consecutive_skips=10)
+    skipped, state = feed(tx, np.full(50, 2.0))
+    assert skipped.all() and state.guard_failed
+    tx = gcx.skip_large_norm(optax.sgd(0.1), lambda count: 1.0 + count // 20, relearn_after=3)
+    skipped, _ = feed(tx, np.full(50, 1.5))
+    assert skipped.tolist() == 20 * [True] + 30 * [False]
+
+
+@pytest.mark.slow
+@each_rule
+def test_norms_that_are_not_finite_do_not_enter_the_history(rule):
+    tx = gcx.skip_large_norm(optax.sgd(0.1), rule)
+    stream = normals(60)
+    _, clean = feed(tx, stream)
+    holes = np.insert(stream, [0, 5, 5, 30, 59], [np.nan, np.inf, np.nan, -np.inf, np.nan])
+    skipped, state = feed(tx, holes)
+    chex.assert_trees_all_equal(state.signals, clean.signals)
+    assert skipped[~np.isfinite(holes)].all()
+
+
+@each_rule
+def test_the_warm_up_blocks_what_is_not_finite(rule):
+    tx = gcx.skip_large_norm(optax.sgd(0.1), rule)
+    skipped, state = feed(tx, [np.nan, np.inf, 0.5, np.nan])
+    assert skipped.tolist() == [True, True, False, True]
+    assert state.skipped_nonfinite == 3
+
+
+SPIKES = (1e3, 1e10, 1e20, 1e30, 3e38)
+
+
+@pytest.mark.slow
+@each_rule
+def test_a_spike_during_warm_up_does_not_lock_up(rule):
+    tx = gcx.skip_large_norm(optax.sgd(0.1), rule)
+    skips, _ = feed(tx, [np.r_[normals(3), spike, normals(400)] for spike in SPIKES])
+    for skipped in skips:
+        assert longest_run(skipped) <= 25
+        assert skipped[-100:].mean() <= 0.35
+
+
+@pytest.mark.slow
+@each_rule
+def test_a_spike_does_not_switch_the_guard_off_for_good(rule):
+    tx = gcx.skip_large_norm(optax.sgd(0.1), rule)
+    streams = [np.r_[normals(100), spike, normals(200, seed=1), 1e3] for spike in SPIKES]
+    skips, _ = feed(tx, streams)
+    assert skips[:, 100].all() and skips[:, -1].all()
+
+
+@pytest.mark.slow
+@each_rule
+def test_zero_gradients_do_not_lock_up(rule):
+    tx = gcx.skip_large_norm(optax.sgd(0.1), rule)
+    skipped, _ = feed(tx, np.r_[np.zeros(150), normals(300)])
+    assert not skipped[:150].any()
+    assert longest_run(skipped) <= 25 and skipped[-100:].mean() <= 0.35
+
+
+def test_reactions_to_a_large_norm_are_uniform():
+    grads = jnp.array([3.0, 4.0])
+    adam = optax.trace(0.5)
+    for reaction, seen in (
+        (gcx.skip_large_norm(adam, 1.0), None),
+        (optax.chain(gcx.zero_large_norm(1.0), adam), [0.0, 0.0]),
+        (optax.chain(gcx.clip_by_global_norm(1.0), adam), [0.6, 0.8]),
+    ):
+        _, before = reaction.update(grads / 10, reaction.init(grads))
+        updates, after = reaction.update(grads, before)
+        found = gcx.metrics(after)
+        assert found["grad_norm"] == 5.0
+        assert found["clip_threshold" if seen else "skip_threshold"] == 1.0
+        if seen is None:
+            chex.assert_trees_all_equal(after.inner_state, before.inner_state)
+            assert updates.tolist() == [0.0, 0.0] and found["skipped_large_norm"] == 1
+        else:
+            np.testing.assert_allclose(
+                after[1].trace, 0.5 * before[1].trace + np.array(seen), rtol=1e-6
+            )
+
+
+def test_a_rule_that_looks_at_parameters_needs_them():
+    params, grads = params_and_grads()
+    tx = gcx.skip_large_norm(optax.sgd(0.1), gcx.thresholds.relative_to_params(0.1))
+    expected = "skip_large_norm: `params` must be given for this threshold, got None."
+    with pytest.raises(ValueError, match=expected):
+        tx.update(grads, tx.init(params))
+    with pytest.raises(TypeError, match=r"skip_large_norm: `updates` must be a tree like `params`"):
+        tx.update(grads, tx.init(params), {"w": params["w"]})
+
+
+# Loss and norm
+
+
+def feed_both(tx, losses, norms):
+    """Which steps a guard skips on a stream of losses and norms, and its last state."""
+
+    def step(state, now):
+        loss, norm = now
+        _, state = tx.update(jnp.stack([norm * 0.6, norm * 0.8]), state, value=loss)
+        return state, state.consecutive_skips > 0
+
+    stream = jnp.asarray(losses, jnp.float32), jnp.asarray(norms, jnp.float32)
+    run = jax.jit(lambda stream: jax.lax.scan(step, tx.init(jnp.zeros(2)), stream))
+    state, skipped = run(stream)
+    return np.flatnonzero(skipped).tolist(), state
+
+
+RECORDED = json.loads((Path(__file__).parents[2] / "data" / "spike_guards.json").read_text())
+PUBLISHED = {  # window, values before the first threshold, divisor of the variance
+    "levanter": {"window": 17, "warmup_steps": 8, "ddof": 0},
+    "maxtext": {"window": 16, "warmup_steps": 7, "ddof": 1},  # and OLMo-core
+}
+
+
+def published(name):
+    rule = functools.partial(gcx.thresholds.mean_std, 4.0, **PUBLISHED[name])
+    return gcx.skip_spikes(optax.identity(), norm=rule(), loss=rule(allow_negative=True))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("stream", ["spikes", "rise"])
+def test_published_guards_are_reproduced_step_by_step(name, stream):
+    recorded = RECORDED["streams"][stream]
+    skipped, _ = feed_both(published(name), recorded["losses"], recorded["norms"])
+    assert skipped == recorded["skipped"][name]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_nan_costs_one_step_where_published_guards_let_it_through_or_lock_up(name):
+    recorded = RECORDED["streams"]["nan"]
+    theirs = recorded["skipped"][name]
+    assert 5 not in theirs  # in their warm-up they step on it
+    assert set(range(35, 52)) <= set(theirs)  # and skip until it has left their window
+    losses = [float(x) for x in recorded["losses"]]
+    skipped, state = feed_both(published(name), losses, recorded["norms"])
+    assert skipped == [5, 30, 35, 40, 60]
+    assert state.skipped_nonfinite == 2
+
+
+def test_the_counts_say_whether_it_was_the_loss_or_the_norm():
+    tx = gcx.skip_spikes(optax.sgd(0.1), norm=10.0, loss=-1.0)
+    losses, norms = [-2.0, -0.5, -2.0, 3.0, np.nan], [1.0, 1.0, 20.0, 20.0, 1.0]
+    skipped, state = feed_both(tx, losses, norms)
+    assert skipped == [1, 2, 3, 4]
+    found = {key: float(value) for key, value in gcx.metrics(state).items()}
+    assert found["skipped_large_loss"] == found["skipped_large_norm"] == 2
+    assert found["skipped_nonfinite"] == 1 and found["consecutive_skips"] == 4
+    assert found["loss_threshold"] == -1.0 and found["skip_threshold"] == 10.0
+
+
+def test_a_loss_that_is_not_watched_is_not_reported():
+    found = gcx.metrics(gcx.skip_large_norm(optax.sgd(0.1), 1.0).init(jnp.zeros(2)))
+    assert "skipped_large_norm" in found and not any("loss" in key for key in found)
+
+
+def test_a_guard_of_the_loss_alone_skips_a_gradient_that_is_not_finite():
+    skipped, state = feed_both(gcx.skip_spikes(optax.sgd(0.1), loss=5.0), [1.0] * 3, [1, np.inf, 1])
+    assert skipped == [1] and state.skipped_nonfinite == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [-3.0, 0.0, 2.0])
+def test_a_lasting_rise_of_the_loss_is_learned(level):
+    noise = 0.1 * np.random.default_rng(0).standard_normal(200)
+    losses = level + noise + np.r_[np.zeros(100), np.full(100, 50.0)]
+    for rule in (
+        gcx.thresholds.mean_std(6.0, window=50, warmup_steps=10, allow_negative=True),
+        gcx.thresholds.zscore(6.0, allow_negative=True),
+    ):
+        tx = gcx.skip_spikes(optax.sgd(0.1), loss=rule)
+        skipped, _ = feed_both(tx, losses, np.ones(200))
+        assert skipped and skipped[0] == 100 and skipped[-1] <= 126
+
+
+def test_both_histories_are_blind_to_a_step_that_is_not_finite():
+    rule = gcx.thresholds.mean_std(4.0, window=8, warmup_steps=3, allow_negative=True)
+    tx = gcx.skip_spikes(optax.sgd(0.1), norm=rule, loss=rule)
+    _, clean = feed_both(tx, [1.0, 1.1, 0.9], [2.0, 2.1, 1.9])
+    _, state = feed_both(tx, [1.0, np.nan, 1.1, 7.0, 0.9], [2.0, 9.0, 2.1, np.inf, 1.9])
+    chex.assert_trees_all_equal(state.signals, clean.signals)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_the_mean_loss_of_all_devices_decides(check_vma):
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    axis_name = None if check_vma else "data"
+    tx = gcx.skip_spikes(optax.sgd(1.0), loss=4.4, axis_name=axis_name)
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(PartitionSpec("data"), PartitionSpec("data")),
+        out_specs=PartitionSpec(),
+        check_vma=check_vma,
+    )
+    def step(grads, losses):
+        _, state = tx.update(grads, tx.init(grads), value=losses[0])
+        return state.skipped_large_loss, state.loss
+
+    skipped, loss = jax.jit(step)(jnp.ones(8), jnp.arange(1.0, 9.0))
+    assert skipped == 1 and loss == 4.5
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda tx: tx.update(jnp.ones(2), tx.init(jnp.ones(2))),
+            ValueError,
+            "skip_spikes: `value` must be given to watch the loss, got None. "
+            "Pass the loss: `update(grads, state, params, value=loss)`.",
+        ),
+        (
+            lambda tx: tx.update(jnp.ones(2), tx.init(jnp.ones(2)), value=jnp.ones(3)),
+            TypeError,
+            "skip_spikes: `value` must be a scalar, got float32[3]. Pass the mean over the batch.",
+        ),
+        (
+            lambda tx: gcx.skip_spikes(optax.sgd(1.0)),
+            ValueError,
+            "skip_spikes: `norm` must be given, or `loss` or `update`, got None for all. "
+            "Pass for example `loss=gcx.thresholds.mean_std()`.",
+        ),
+        (
+            lambda tx: gcx.skip_spikes(optax.sgd(1.0), loss="big"),
+            TypeError,
+            "skip_spikes: `loss` must be a number > -inf, got 'big'. "
+            "Pass a number, a schedule, or a rule from `gcx.thresholds`.",
+        ),
+        (
+            lambda tx: gcx.skip_spikes(optax.sgd(1.0), loss=gcx.thresholds.relative_to_params(0.1)),
+            ValueError,
+            "skip_spikes: `loss` must be a threshold that does not follow the parameters, got one "
+            "that does. Pass a number, a schedule, or a rule of spread such as "
+            "`gcx.thresholds.mean_std()`.",
+        ),
+    ],
+)
+def test_what_a_loss_may_not_be_is_named(call, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        call(gcx.skip_spikes(optax.sgd(1.0), loss=1.0))
+
+
+def run_signals(tx, norms, losses):
+    """Whether each step was skipped; one program for all."""
+
+    def step(state, pair):
+        _, state = tx.update(pair[:1], state, jnp.zeros(1), value=pair[1])
+        return state, ~gcx.has_updated(state)
+
+    stream = jnp.stack([jnp.asarray(norms), jnp.asarray(losses)], 1).astype(jnp.float32)
+    state, skipped = jax.jit(lambda x: jax.lax.scan(step, tx.init(jnp.zeros(1)), x))(stream)
+    return np.asarray(skipped), state
+
+
+def test_faults_of_norm_and_loss_in_turn_lock_nothing_up():
+    # Each ended the streak of the other, so neither rule ever learned anew: 19,500 skips in a row.
+    rng = np.random.default_rng(0)
+    norms, losses = np.abs(normals(600)), 2 + 0.1 * rng.standard_normal(600)
+    turn = np.arange(500) % 2 == 0
+    norms[100:] = np.where(turn, 50 * norms[100:], norms[100:])
+    losses[100:] = np.where(turn, losses[100:], 40 * losses[100:])
+    rule = gcx.thresholds.zscore(warmup_steps=25)
+    loss_rule = gcx.thresholds.zscore(warmup_steps=25, allow_negative=True)
+    tx = gcx.skip_spikes(optax.sgd(0.1), norm=rule, loss=loss_rule, relearn_after=25)
+    skipped, _ = run_signals(tx, norms, losses)
+    assert skipped[100:125].all() and skipped[126:].mean() < 0.1
+
+
+def test_a_fixed_loss_is_never_learned_and_holds_no_other_rule_back():
+    frozen = gcx.thresholds.Rule(lambda x: x, lambda x, s, _: (jnp.where(s > 0, 2 * s, jnp.inf),
+                                                                jnp.where(s > 0, s, x)))  # fmt: skip
+    tx = gcx.skip_spikes(optax.sgd(0.1), norm=frozen, loss=5.0, relearn_after=3)
+    # Two skips for the loss and one for the norm are three: the norm is then learned anew.
+    skipped, state = run_signals(tx, [1, 1, 1, 9, 9, 9, 1], [1, 8, 8, 1, 8, 1, 1])
+    assert skipped.tolist() == [False, True, True, True, True, False, False]
+    assert state.signals["norm"] == 9.0 and state.spikes_in_a_row == 0

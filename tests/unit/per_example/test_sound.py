@@ -1,0 +1,381 @@
+"""The numbers of `vmap(grad)` in 64 bit, and no contribution beyond the threshold, whatever comes."""
+
+import functools
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import gradclip_jax as gcx
+
+sys.path.insert(0, str(Path(__file__).parent))
+from models import array, conv
+from oracle import assert_close, gradients, norms, weighted_mean
+
+clipped_sum = functools.partial(gcx.per_example.value_and_grad, reduction="sum")
+
+
+def size_of(tree):
+    """The norm of a tree in 64 bit, scaled first."""
+    leaves = [np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)]
+    top = max(np.abs(x).max(initial=0) for x in leaves) or 1
+    return top * np.sqrt(sum(np.sum((x / top) ** 2) for x in leaves))
+
+
+def assert_sound(loss, params, batch, max_norm=None, tolerance=1e-5, of_norms=1e-5):
+    """Equal to written gradients, clipped in 64 bit; each example alone within the threshold."""
+    values, grads = gradients(loss, params, batch)
+    wanted = norms(grads)
+    max_norm = float(np.median(wanted)) if max_norm is None else max_norm
+    run = jax.jit(clipped_sum(loss, max_norm))
+    (_, stats), ours = run(params, batch)
+    np.testing.assert_allclose(stats.norm, wanted, rtol=of_norms)
+    factors = np.minimum(1, max_norm / np.where(wanted > 0, wanted, 1))
+    assert_close(
+        ours, jax.tree.map(lambda g: g * len(wanted), weighted_mean(grads, factors)), tolerance
+    )
+    for i in range(len(wanted)):
+        alone = run(params, jax.tree.map(lambda x, i=i: x[i : i + 1], batch))[1]
+        assert size_of(alone) <= max_norm * (1 + 1e-5)
+
+
+def linear(w, x):
+    return (x @ w).sum()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("size", [1e4, 1e7])
+def test_tokens_that_cancel_are_clipped_by_their_true_norm(seed, size):
+    rng = np.random.default_rng(seed)
+    w = np.zeros((64, 64), np.float32)
+    a, r = rng.normal(size=(3, 1, 64)) * size, rng.normal(size=(3, 1, 64))
+    batch = np.concatenate([a, -a + r], 1).astype(np.float32)
+    assert gcx.per_example.explain(linear)(w, batch)["params"].method == "gram"
+    # Added in 64 bit the rows leave what rounding made of `-a + r`: both agree on that.
+    assert_sound(linear, w, batch, max_norm=0.5, of_norms=1e-4, tolerance=1e-4)
+
+
+def test_many_copies_that_cancel_but_for_one_token_stay_within_the_threshold():
+    rng = np.random.default_rng(0)
+    a = 1e3 * np.abs(rng.normal(size=(1, 1, 512)))
+    copies = np.concatenate([np.repeat(a, 60, 1), np.repeat(-a, 60, 1)], 1)
+    batch = np.concatenate([copies, rng.normal(size=(1, 1, 512))], 1).astype(np.float32)
+    w = np.zeros((512, 512), np.float32)
+    assert gcx.per_example.explain(linear)(w, batch)["params"].method == "gram"
+    # Written gradients of float32 lose as much: their terms are 1e5 times as large.
+    assert_sound(linear, w, batch, max_norm=1.0, of_norms=1e-3, tolerance=1e-2)
+
+
+def test_instance_norm_of_an_offset_of_a_thousand_is_measured_as_by_vmap():
+    def loss(w, x):
+        y = x @ w
+        y = (y - y.mean(0)) / jnp.sqrt(y.var(0) + 1e-3)
+        return jnp.sum(jnp.sin(y) * jnp.arange(1.0, 65.0))
+
+    w = array(64, 64, seed=1)
+    x = (array(3, 8, 64, seed=2) + 1000 * array(3, 1, 64, seed=3)).astype(np.float32)
+    wanted = norms(gradients(loss, w, x)[1])
+    written = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(w, x)
+    theirs = np.abs(norms(np.asarray(written, np.float64)) / wanted - 1).max()
+    found = jax.jit(gcx.per_example.norms(loss))(w, x)
+    np.testing.assert_allclose(found, wanted, rtol=max(1e-5, 2 * theirs))
+
+
+@jax.custom_vjp
+def clip_gradient(x):
+    return x
+
+
+clip_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.01, 0.01),))
+
+
+def test_backward_rule_that_is_not_linear_runs_once():
+    def loss(w, x):
+        return jnp.sum(clip_gradient(x @ w) ** 2)
+
+    assert_sound(loss, array(16, 16, seed=1), array(3, 3, 16, seed=2), max_norm=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: w + w,
+        lambda w: 0.5 * w,
+        lambda w: w + jnp.sin(w),
+        lambda w: jax.lax.optimization_barrier(w),
+        lambda w: w.T,
+    ],
+)
+def test_weight_that_a_loop_carries_and_changes(change):
+    def loss(w, xs):
+        def step(carry, x):
+            w, total = carry
+            return (change(w), total + jnp.sum(jnp.sin(x @ w))), None
+
+        return jax.lax.scan(step, (w, 0 * xs[0, 0]), xs)[0][1]
+
+    assert_sound(loss, array(16, 16, seed=1), array(3, 3, 16, seed=2))
+
+
+@pytest.mark.slow
+def test_nan_in_a_row_that_is_cut_off_leaves_out_that_example_only():
+    def loss(w, x):
+        return jnp.sin((x @ w)[:-1]).sum()
+
+    w, batch = array(16, 16, seed=1), array(3, 4, 16, seed=2)
+    bad = batch.copy()
+    bad[1, -1] = np.nan
+    (_, stats), grads = jax.jit(clipped_sum(loss, 0.5, nonfinite="zero"))(w, bad)
+    assert np.isnan(stats.norm[1]) and stats.factor[1] == 0
+    wanted = clipped_sum(loss, 0.5)(w, batch[::2])[1]
+    assert_close(grads, np.asarray(wanted, np.float64))
+
+
+def test_factors_whose_rows_are_of_opposite_magnitude():
+    def loss(w, example):
+        x, g = example
+        return jnp.sum((x @ w) * g)
+
+    x, g = array(1, 2, 32, seed=1), array(1, 2, 32, seed=2)
+    scale = np.array([[[1e21], [1]]], np.float32)
+    batch = (x * scale, g * scale[:, ::-1])
+    w = np.zeros((32, 32), np.float32)
+    assert gcx.per_example.explain(loss)(w, batch)["params"].method == "gram"
+    assert_sound(loss, w, batch, max_norm=1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-20, 1e-12, 1e12, 1e20])
+def test_magnitudes_far_from_one(magnitude):
+    def loss(w, x):
+        return jnp.sum((x * magnitude) @ w)
+
+    assert_sound(loss, array(16, 16, seed=1), array(3, 3, 16, seed=2), max_norm=0.5 * magnitude)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
+def test_sum_of_many_examples_of_narrow_parameters_is_that_of_each(dtype):
+    def loss(w, x):
+        return jnp.sum(jnp.sin(x @ w).astype(jnp.float32))
+
+    w, batch = jnp.asarray(array(16, 16, seed=1), dtype), jnp.asarray(array(512, 3, 16), dtype)
+    run = jax.jit(clipped_sum(loss, 1.0))
+    whole, without = run(w, batch)[1], run(w, batch[1:])[1]
+    assert whole.dtype == np.float32
+    assert size_of(np.asarray(whole, np.float64) - without) <= 1 + 1e-4  # 512 sums in float32
+
+
+def test_loss_in_float16_is_clipped_to_the_threshold():
+    def loss(w, x):
+        return jnp.mean(jnp.sin(x @ w) ** 2)
+
+    w, batch = array(16, 16, seed=1).astype(np.float16), array(4, 3, 16, seed=2).astype(np.float16)
+    for i in range(4):
+        (_, stats), grads = jax.jit(clipped_sum(loss, 1e-3))(w, batch[i : i + 1])
+        assert stats.norm[0] > 1e-3
+        assert size_of(grads) == pytest.approx(1e-3, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("nonfinite", ["zero", "propagate"])
+def test_bad_number_anywhere_in_one_example_of_many(bad, nonfinite):
+    def loss(p, x):
+        return jnp.sum(jnp.sin(jax.nn.relu(x @ p["a"]) @ p["b"])[1:] @ p["c"])
+
+    params = {"a": array(16, 16, seed=1), "b": array(16, 16, seed=2), "c": array(16, seed=3)}
+    batch = array(64, 3, 16, seed=4)
+    run = jax.jit(clipped_sum(loss, 0.5, nonfinite=nonfinite))
+    without = run(params, np.delete(batch, 5, 0))[1]
+    for place in range(3):
+        spoilt = batch.copy()
+        spoilt[5, place, 7] = bad
+        grads = run(params, spoilt)[1]
+        if nonfinite == "zero":
+            assert_close(grads, jax.tree.map(lambda x: np.asarray(x, np.float64), without), 1e-4)
+        else:
+            assert all(np.isnan(x).all() for x in jax.tree.leaves(grads))
+
+
+def test_norm_that_overflows_propagates_as_nan():
+    def loss(w, x):
+        return jnp.sum((x * 1e20) @ w) * 1e20
+
+    (_, stats), grads = jax.jit(clipped_sum(loss, 1.0))(array(8, 8, seed=1), array(2, 3, 8, seed=2))
+    assert not np.isfinite(stats.norm).any() and np.isnan(grads).all()
+
+
+def test_norm_of_one_group_that_is_not_finite_spoils_all():
+    def loss(p, x):
+        return jnp.sum(x @ p["a"]) + jnp.sum(jnp.sqrt(x - 5) @ p["b"])
+
+    params = {"a": array(8, 8, seed=1), "b": array(8, 8, seed=2)}
+    labels = {"a": "a", "b": "b"}
+    run = clipped_sum(loss, {"a": 1.0, "b": 1.0}, param_labels=labels)
+    _, grads = jax.jit(run)(params, array(2, 3, 8, seed=3))
+    assert np.isnan(grads["a"]).all() and np.isnan(grads["b"]).all()
+
+
+def test_kernel_of_an_ungrouped_convolution_is_measured_by_gram_matrices():
+    def loss(w, x):
+        return jnp.sum(jnp.sin(conv(x[None], w)))
+
+    shape = jax.ShapeDtypeStruct
+    found = gcx.per_example.explain(loss)(
+        shape((3, 3, 512, 512), jnp.float32), shape((2, 7, 7, 512), jnp.float32)
+    )
+    assert found["params"].method == "gram" and found["params"].elements == 2 * 49**2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "method"),
+    [
+        (lambda w: jnp.pad(w, ((0, 0), (1, 2)))[:, 1:-2], "gram"),
+        (lambda w: jnp.pad(w, ((0, 0), (3, 0))), "gram"),
+        (lambda w: jnp.roll(w, 5, 0), "gram"),
+        (lambda w: w[::-1], "gram"),
+        (lambda w: w[:, ::-1], "gram"),
+        (lambda w: jnp.pad(w, ((0, 0), (3, 0)))[::-1, ::-1], "gram"),
+        (lambda w: w[3:9, 2:31], "gram"),
+        (lambda w: jax.lax.select_n(jnp.array(True), w, 0.01 * w), "gram"),
+        (lambda w: jax.lax.select_n(jnp.array(False), w, 2 * w), "gram"),
+        (lambda w: w[::2], "written out"),
+        (lambda w: jnp.where(np.arange(32) > 7, w, 0 * w), "written out"),
+    ],
+)
+def test_weight_that_is_moved_is_followed_or_written_out(change, method):
+    def loss(w, x):
+        moved = change(w)
+        return jnp.sum(jnp.sin(x[:, : len(moved)] @ moved))
+
+    w, batch = array(32, 32, seed=1), array(3, 2, 32, seed=2)
+    assert gcx.per_example.explain(loss)(w, batch)["params"].method == method
+    assert_sound(loss, w, batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [-9, 0, 2, 9])
+def test_weight_that_each_example_takes_from_a_stack_is_followed(number):
+    def loss(p, example):
+        number, x = example
+        taken = jax.lax.dynamic_index_in_dim(p["stack"], number, keepdims=False)
+        return jnp.sum(jnp.sin(jnp.sin(x @ taken) @ p["b"]))
+
+    params = {"stack": array(3, 32, 32, seed=1), "b": array(32, 32, seed=2)}
+    batch = (np.array([1, number], np.int32), array(2, 2, 32, seed=2))
+    assert gcx.per_example.explain(loss)(params, batch)["params['stack']"].method == "gram"
+    assert_sound(loss, params, batch)
+
+
+def test_weights_chosen_by_each_example_are_followed():
+    def loss(p, x):
+        chosen = jax.lax.select_n(jnp.sum(x > 0) % 3, p["a"], 2 * p["b"], p["a"].T)
+        return jnp.sum(jnp.sin(x @ chosen))
+
+    params = {"a": array(32, 32, seed=1), "b": array(32, 32, seed=2)}
+    batch = array(6, 2, 32, seed=3)
+    costs = gcx.per_example.explain(loss)(params, batch)
+    assert {cost.method for cost in costs.values()} == {"gram"}
+    assert_sound(loss, params, batch)
+
+
+def test_weight_that_is_not_chosen_has_no_gradient_where_the_chosen_one_is_bad():
+    def loss(p, x):
+        return jnp.sum(jnp.sin(x @ jax.lax.select(x[0, 0] > 0, p["a"], p["b"])))
+
+    params = {"a": array(32, 32, seed=1), "b": array(32, 32, seed=2)}
+    batch = np.abs(array(2, 2, 32, seed=3))
+    batch[1, 1, 3] = np.nan
+    found = jax.jit(gcx.per_example.leaf_norms(loss))(params, batch)
+    assert np.isfinite(found["a"][0]) and np.isnan(found["a"][1])
+    np.testing.assert_array_equal(found["b"], 0)
+
+
+def test_sharding_constraint_on_a_weight_is_followed():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("model",))
+    spec = NamedSharding(mesh, PartitionSpec(None, "model"))
+
+    def loss(w, x):
+        return jnp.sum(jnp.sin(x @ jax.lax.with_sharding_constraint(w, spec)))
+
+    w, batch = array(32, 32, seed=1), array(3, 2, 32, seed=2)
+    assert gcx.per_example.explain(loss)(w, batch)["params"].method == "gram"
+    assert_sound(loss, w, batch)
+
+
+def test_real_factor_times_a_complex_number_stays_complex():
+    def loss(w, x):
+        scaled = (2.0 + 1.0j) * w
+        return jnp.sum(jnp.abs(x @ scaled + 1) ** 2)
+
+    w = (array(16, 16, seed=1) + 1j * array(16, 16, seed=2)).astype(np.complex64)
+    assert_sound(loss, w, array(3, 3, 16, seed=3))
+
+
+@pytest.mark.slow
+def test_embedding_that_is_used_many_times_takes_equations_in_proportion():
+    def loss(times, table, ids):
+        return sum(jnp.sum(jnp.sin((i + 1.0) * table[ids + i])) for i in range(times))
+
+    def equations(times):
+        run = gcx.per_example.norms(functools.partial(loss, times))
+        return str(jax.make_jaxpr(run)(array(64, 16, seed=1), np.zeros((2, 3), np.int32))).count(
+            "="
+        )
+
+    assert equations(16) < 2.5 * equations(8)
+    ids = np.array([[0, 3, 3], [5, 6, 7]], np.int32)
+    assert_sound(functools.partial(loss, 5), array(64, 16, seed=1), ids)
+
+
+def parts_clipped(loss, w, batch):
+    """The numbers of examples that are clipped at once: all, or one if gradients are written down."""
+    sizes = []
+
+    def note(norm, threshold):
+        jax.debug.callback(lambda size: sizes.append(int(size)), norm.size)
+        return jnp.minimum(1.0, threshold / norm)
+
+    jax.block_until_ready(jax.jit(clipped_sum(loss, 0.5, reaction=note))(w, batch))
+    jax.effects_barrier()
+    return set(sizes)
+
+
+def test_example_without_a_gradient_has_norm_zero_and_is_no_reason_to_write_gradients_down():
+    def loss(w, example):
+        x, weight = example
+        return weight * jnp.sum(jnp.sin(x @ w))
+
+    w, x = array(16, 16, seed=1), array(4, 3, 16, seed=2)
+    batch = (x, np.array([1.0, 0.0, 2.0, 0.0], np.float32))
+    run = jax.jit(clipped_sum(loss, 0.5, reaction=lambda n, c: c / (n + 0.1)))
+    (_, stats), grads = run(w, batch)
+    assert stats.norm[1] == 0 and stats.norm[3] == 0 and stats.norm[0] > 0
+    alone = run(w, jax.tree.map(lambda y: y[::2], batch))[1]
+    assert_close(grads, np.asarray(alone, np.float64))
+    assert parts_clipped(loss, w, batch) == {4}
+
+
+def test_token_whose_gradient_nearly_vanishes_is_no_reason_to_write_gradients_down():
+    def loss(w, example):
+        x, sizes = example
+        return jnp.sum((x @ w) * sizes[:, None])
+
+    batch = array(4, 3, 64, seed=1), np.tile(np.float32([1, 1e-20, 0]), (4, 1))
+    assert parts_clipped(loss, array(64, 64), batch) == {4}
+
+
+def test_equal_numbers_that_a_product_adds_up_in_order_stay_within_the_threshold():
+    # The Gram total of 4,096 equal numbers is 1.6e-5 too small on a CPU.
+    batch = np.full((2, 1, 4096), 1.1, np.float32) * np.array([[[1]], [[3]]], np.float32)
+    w = np.zeros((4096, 64), np.float32)
+    assert gcx.per_example.explain(linear)(w, batch)["params"].method == "gram"
+    for i in range(2):
+        _, grads = jax.jit(clipped_sum(linear, 1.0))(w, batch[i : i + 1])
+        assert 1 - 5e-5 <= size_of(grads) <= 1 + 1e-5

@@ -1,0 +1,371 @@
+"""Configs: every public transformation and rule goes to JSON and comes back the same."""
+
+import inspect
+import json
+import math
+import pickle
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradclip_jax as gcx
+from gradclip_jax import granularities, thresholds
+
+SGD = optax.sgd(0.5, momentum=0.9)
+LABELS = {"a": "x", "b": "y"}
+Config = gcx.configs.TransformConfig
+AccumulationConfig = gcx.configs.AccumulationConfig
+
+# Each public transformation with arguments of every kind, and the call that it must equal.
+CASES = {
+    "clip_by_value": (
+        {"max_value": 0.5, "min_value": -math.inf},
+        lambda: gcx.clip_by_value(0.5, min_value=-math.inf),
+    ),
+    "clip_by_norm": (
+        {
+            "threshold": 1.0,
+            "granularity": Config("layer", {"num_layer_axes": 1}),
+            "reaction": "zero",
+        },
+        lambda: gcx.clip_by_norm(1.0, granularity=granularities.layer(1), reaction="zero"),
+    ),
+    "clip_by_global_norm": (
+        {"max_norm": np.float32(1.0), "ord": jnp.inf, "nonfinite": "zero"},
+        lambda: gcx.clip_by_global_norm(1.0, ord=jnp.inf, nonfinite="zero"),
+    ),
+    "zero_large_norm": ({"max_norm": 2.0}, lambda: gcx.zero_large_norm(2.0)),
+    "clip_by_leaf_norm": (
+        {"max_norm": {"a": Config("quantile", {"initial": 0.1}), "b": math.inf}},
+        lambda: gcx.clip_by_leaf_norm({"a": thresholds.quantile(initial=0.1), "b": math.inf}),
+    ),
+    "clip_by_group_norm": (
+        {"max_norms": {"x": {"name": "ema", "warmup_steps": 1}}, "param_labels": LABELS},
+        lambda: gcx.clip_by_group_norm({"x": thresholds.ema(warmup_steps=1)}, LABELS),
+    ),
+    "clip_by_block_rms": ({"threshold": 0.5}, lambda: gcx.clip_by_block_rms(0.5)),
+    "adaptive_grad_clip": (
+        {"clipping": 0.1, "axis": (0,)},
+        lambda: gcx.adaptive_grad_clip(0.1, axis=(0,)),
+    ),
+    "autoclip": ({"percentile": 50.0}, lambda: gcx.autoclip(50.0)),
+    "zclip": ({"max_norm": None}, lambda: gcx.zclip(max_norm=None)),
+    "adagc": ({"warmup_steps": 1}, lambda: gcx.adagc(warmup_steps=1)),
+    "quantile_clip": ({"initial": 0.3}, lambda: gcx.quantile_clip(initial=0.3)),
+    "acclip": ({"b1": 0.5}, lambda: gcx.contrib.acclip(0.5)),
+    "spam_clip": ({"reset_every": None}, lambda: gcx.contrib.spam_clip(reset_every=None)),
+    "stable_spam_clip": ({}, gcx.contrib.stable_spam_clip),
+    "stable_adamw": ({"learning_rate": 0.1}, lambda: gcx.contrib.stable_adamw(0.1)),
+    "record_norms": ({"window": 3}, lambda: gcx.record_norms(3)),
+    "noisy_mean": (
+        {"noise_multiplier": 1.0, "sensitivity": 1.0, "expected_batch_size": 8.0, "key": 0},
+        lambda: gcx.per_example.noisy_mean(1.0, 1.0, 8.0, 0),
+    ),
+    "u_clip": (
+        {"clip": Config("clip", {"max_value": 0.5})},
+        lambda: gcx.contrib.u_clip(gcx.clip(0.5)),
+    ),
+    "accumulate_gradients": (
+        {"every": 2, "accumulator_dtype": jnp.bfloat16},
+        lambda: gcx.accumulate_gradients(SGD, 2, accumulator_dtype=jnp.bfloat16),
+    ),
+    "round_stochastically": ({"seed": 3}, lambda: gcx.round_stochastically(3)),
+    "watch": ({"spike_threshold": 4.0}, lambda: gcx.watch(SGD, spike_threshold=4.0)),
+    "skip_nonfinite": (
+        {"max_consecutive_skips": 3},
+        lambda: gcx.skip_nonfinite(SGD, max_consecutive_skips=3),
+    ),
+    "skip_large_norm": (
+        {"max_norm": Config("mean_std", {"window": 4, "warmup_steps": 2})},
+        lambda: gcx.skip_large_norm(SGD, thresholds.mean_std(window=4, warmup_steps=2)),
+    ),
+    "skip_spikes": (
+        {"norm": Config("zscore"), "max_consecutive_skips": 3},
+        lambda: gcx.skip_spikes(SGD, norm=thresholds.zscore(), max_consecutive_skips=3),
+    ),
+    "dynamic_loss_scale": (
+        {"init_scale": 2.0**10, "growth_interval": 100, "check": "gradient"},
+        lambda: gcx.dynamic_loss_scale(
+            SGD, init_scale=2.0**10, growth_interval=100, check="gradient"
+        ),
+    ),
+}
+# Each rule as a threshold of `clip_by_global_norm`.
+RULES = {
+    "percentile": ({"percentile": 50.0, "window": 3}, thresholds.percentile(50.0, 3)),
+    "mean_std": (
+        {"window": 3, "allow_negative": True},
+        thresholds.mean_std(window=3, allow_negative=True),
+    ),
+    "zscore": ({"warmup_steps": 2}, thresholds.zscore(warmup_steps=2)),
+    "ema": ({"warmup_max": math.inf}, thresholds.ema(warmup_max=math.inf)),
+    "quantile": ({"target": 0.9}, thresholds.quantile(0.9)),
+    "capped": (
+        {"rule": Config("zscore"), "max_threshold": 1.0},
+        thresholds.capped(thresholds.zscore(), 1.0),
+    ),
+    "relative_to_params": ({"ratio": 0.1}, thresholds.relative_to_params(0.1)),
+}
+
+
+def through_json(config):
+    text = json.dumps(config.to_dict())
+    return type(config).from_dict(json.loads(text))
+
+
+def program(tx):
+    """`init` and `update` as the text of what they compute; the same text, the same numbers."""
+    params = {"a": jnp.ones((3, 4)), "b": jnp.ones(2)}
+
+    def step(grads, params):
+        state = tx.init(params)
+        return state, optax.with_extra_args_support(tx).update(grads, state, params)
+
+    closed = jax.make_jaxpr(step)(params, params)
+    text = re.sub(r"0x[0-9a-f]+", "", str(closed))
+    return text, [np.asarray(x).tolist() for x in closed.consts]
+
+
+def takes_inner(config):
+    functions = public_functions(gcx) | public_functions(gcx.per_example)
+    wraps = {"inner", "clip"} & inspect.signature(functions[config.name]).parameters.keys()
+    return bool(wraps - config.arguments.keys())
+
+
+def public_functions(module):
+    return {key: x for key, x in vars(module).items() if key[0] != "_" and inspect.isfunction(x)}
+
+
+def test_every_public_transformation_has_a_case():
+    functions = public_functions(gcx) | public_functions(gcx.per_example)
+    returned = {key: inspect.get_annotations(x).get("return") for key, x in functions.items()}
+    kinds = {key: kind for key, kind in returned.items() if isinstance(kind, type)}
+    made = {key for key in kinds if issubclass(kinds[key], optax.GradientTransformation)}
+    assert set(CASES) == made - {"clip"}  # Optax's name of `clip_by_value`
+
+
+def test_every_public_rule_has_a_case():
+    assert set(RULES) == set(public_functions(thresholds))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_config_from_json_is_the_same_and_builds_what_the_call_does(name):
+    arguments, direct = CASES[name]
+    config = Config(name, arguments)
+    again = through_json(config)
+    assert again == config and hash(again) == hash(config)
+    built = again.build(SGD) if takes_inner(config) else again.build()
+    assert program(built) == program(direct())
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_from_json_is_what_the_call_makes(name):
+    arguments, rule = RULES[name]
+    config = through_json(Config("clip_by_global_norm", {"max_norm": Config(name, arguments)}))
+    assert program(config.build()) == program(gcx.clip_by_global_norm(rule))
+
+
+def test_programs_differ_where_an_argument_does():
+    for one, other in ((1.0, 2.0), (thresholds.zscore(2.5), thresholds.zscore(2.0))):
+        assert program(gcx.clip_by_leaf_norm(one)) != program(gcx.clip_by_leaf_norm(other))
+
+
+def test_the_text_is_short():
+    config = Config("clip_by_global_norm", {"max_norm": Config("zscore", {"decay": 0.9})})
+    assert json.dumps(config.to_dict()) == (
+        '{"name": "clip_by_global_norm", "max_norm": {"name": "zscore", "decay": 0.9}}'
+    )
+
+
+def test_a_tuple_is_a_list():
+    assert Config("adaptive_grad_clip", {"axis": (0, 1)}).arguments == {"axis": [0, 1]}
+
+
+def test_a_rule_may_be_written_as_a_dict():
+    as_dict = Config("clip_by_global_norm", {"max_norm": {"name": "zscore"}})
+    assert as_dict == Config("clip_by_global_norm", {"max_norm": Config("zscore")})
+    assert program(as_dict.build()) == program(gcx.clip_by_global_norm(thresholds.zscore()))
+
+
+def test_a_config_is_independent_of_what_it_was_made_of_and_of_what_it_gives():
+    arguments = {"max_norm": {"a": 1.0}}
+    config = Config("clip_by_leaf_norm", arguments)
+    arguments["max_norm"]["a"] = 7.0
+    config.to_dict()["max_norm"]["a"] = 8.0
+    assert config.arguments == {"max_norm": {"a": 1.0}}
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+@pytest.mark.parametrize(
+    "name", ["__init__", "os.system", "flush", "Rule", None, 3, ["zclip"], {"a": 1}, jnp.ones(2)]
+)
+def test_only_public_functions_that_make_something_can_be_named(name):
+    for values in (name, {"name": name}):
+        with pytest.raises(ValueError, match="TransformConfig: `name` must be one of"):
+            Config(name) if values is name else Config.from_dict(values)
+
+
+def test_nothing_that_a_dict_names_is_called_when_it_is_read():
+    config = Config.from_dict({"name": "clip_by_global_norm", "max_norm": -1.0})
+    with pytest.raises(ValueError, match="clip_by_global_norm: `max_norm` must be a number > 0"):
+        config.build()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"name": "zclip", "maxnorm": 1.0}, "unexpected keyword argument 'maxnorm'"),
+        ({"name": "clip", "max_value": {"name": "quantile", "decay": 1}}, "argument 'decay'"),
+    ],
+)
+def test_a_wrong_dict_is_refused(values, message):
+    with pytest.raises(ValueError, match=f"`arguments` must be .*{message}"):
+        Config.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "inner"),
+    [
+        ({"name": "accumulate_gradients"}, [SGD]),
+        ({"name": "skip_nonfinite"}, []),
+        ({"name": "clip_by_global_norm", "max_norm": 1.0}, [SGD]),
+        ({"name": "skip_nonfinite"}, [SGD, SGD]),
+    ],
+    ids=["no length", "no inner", "an inner too many", "two inner"],
+)
+def test_a_call_with_other_arguments_than_the_function_has_is_refused(values, inner):
+    message = f"{values['name']}: `arguments` must be a mapping for {values['name']}"
+    with pytest.raises(ValueError, match=message):
+        Config.from_dict(values).build(*inner)
+
+
+@pytest.mark.parametrize("arguments", [1.0, [1], "zclip", {3: 1.0}, {"max_norm": {0: 1.0}}])
+def test_arguments_that_are_no_mapping_of_names_are_refused(arguments):
+    with pytest.raises((TypeError, ValueError), match=": `arguments` must be a "):
+        Config("clip_by_global_norm", arguments)
+
+
+@pytest.mark.parametrize("values", [{"max_norm": 1.0}, "zclip", 3])
+def test_a_dict_without_a_name_is_refused(values):
+    with pytest.raises(TypeError, match="`values` must be a mapping with the key 'name'"):
+        Config.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"name": "percentile", "window": 2**27}, "`window` must be an integer <= 2\\*\\*20"),
+        ({"name": "zscore", "z_threshold": 10**400}, "`z_threshold` must be a number > 0, got an"),
+        ({"name": "zscore", "warmup_steps": 10**400}, "must be an integer that fits 32 bit"),
+    ],
+)
+def test_a_huge_number_from_a_file_is_refused_by_build(rule, message):
+    config = Config.from_dict({"name": "clip_by_global_norm", "max_norm": rule})
+    with pytest.raises(ValueError, match=message):
+        config.build()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [optax.constant_schedule(1.0), jnp.ones(2), {1.0}, dict, 1j, {("x", "y"): 1.0}],
+    ids=["schedule", "array", "set", "class", "complex", "tuple as key"],
+)
+def test_what_is_not_plain_is_refused(value):
+    message = r"`arguments` must be a plain value, or lists and mappings by name of such, got .*\. Call the"
+    for wrapped in (value, {"a": [value]}):
+        with pytest.raises(TypeError, match=message):
+            Config("clip_by_leaf_norm", {"max_norm": wrapped})
+
+
+def test_an_array_is_shown_by_its_shape():
+    with pytest.raises(TypeError, match=r"got float32\[1000\]\. Call"):
+        Config("clip_by_leaf_norm", {"max_norm": jnp.ones(1000)})
+
+
+@pytest.mark.parametrize("inner", [None, "adam"])
+def test_a_wrapper_needs_an_inner_transformation(inner):
+    with pytest.raises(TypeError, match="must be an `optax.GradientTransformation`"):
+        Config("u_clip").build(inner)
+
+
+@pytest.mark.slow
+def test_config_is_made_without_starting_a_backend():
+    # A settings module may be imported before `jax.distributed.initialize`.
+    code = (
+        "import jax, gradclip_jax as gcx; "
+        "gcx.configs.TransformConfig('clip_by_global_norm', {'max_norm': {'name': 'zscore'}}); "
+        "gcx.configs.AccumulationConfig(max_grad_norm=1.0); "
+        "jax.config.update('jax_num_cpu_devices', 2)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# AccumulationConfig
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        AccumulationConfig(),
+        AccumulationConfig(accumulation_steps=8, normalize=False, max_grad_norm=math.inf),
+        AccumulationConfig(np.int64(2), max_grad_norm=np.float32(0.5)),
+    ],
+    ids=repr,
+)
+def test_accumulation_config_round_trips_through_json(config):
+    assert through_json(config) == config and hash(through_json(config)) == hash(config)
+
+
+def test_accumulation_config_has_plain_fields_and_is_frozen():
+    config = AccumulationConfig()
+    fields = {"accumulation_steps": 4, "normalize": True, "max_grad_norm": None}
+    assert config.to_dict() == fields
+    assert AccumulationConfig.from_dict({"accumulation_steps": 2}).accumulation_steps == 2
+    assert config.effective_batch_size(16) == 64
+    with pytest.raises(AttributeError, match="cannot assign to field"):
+        config.accumulation_steps = 2
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_accumulation_config_builds_the_accumulation(normalize, max_grad_norm):
+    config = AccumulationConfig(2, normalize, max_grad_norm)
+    # The norm of the accumulated gradient is clipped, not that of each micro-batch.
+    inner = SGD if max_grad_norm is None else optax.chain(gcx.clip_by_global_norm(1.0), SGD)
+    direct = gcx.accumulate_gradients(inner, 2, reduction="mean" if normalize else "sum")
+    assert program(config.build(SGD)) == program(direct)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"accumulation_steps": 0}, ValueError, "must be an integer >= 1, got 0"),
+        ({"accumulation_steps": 2.0}, TypeError, "must be an integer >= 1, got 2.0"),
+        ({"normalize": "no"}, ValueError, "must be one of True, False, got 'no'"),
+        ({"max_grad_norm": -1.0}, ValueError, "must be a number > 0, got -1.0"),
+        ({"max_grad_norm": "1"}, TypeError, "must be a number > 0, got '1'"),
+    ],
+)
+def test_accumulation_config_refuses_bad_values(values, error, message):
+    with pytest.raises(error, match=f"AccumulationConfig: .*{message}"):
+        AccumulationConfig.from_dict(values)
+
+
+def test_accumulation_config_refuses_unknown_keys():
+    message = r"AccumulationConfig.*unexpected keyword argument 'steps'"
+    with pytest.raises(TypeError, match=message):
+        AccumulationConfig.from_dict({"steps": 4})
+
+
+def test_accumulation_config_refuses_an_empty_micro_batch_and_no_optimizer():
+    with pytest.raises(ValueError, match="effective_batch_size: `micro_batch_size` must be"):
+        AccumulationConfig().effective_batch_size(0)
+    with pytest.raises(TypeError, match="AccumulationConfig.build: `inner` must be"):
+        AccumulationConfig().build(None)

@@ -1,0 +1,505 @@
+"""Guards and accumulations in one another: one step of the optimizer, one count for a refusal."""
+
+import contextlib
+import re
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradclip_jax as gcx
+from other_devices import on_an_accelerator
+
+gradient = partial(gcx.skip_nonfinite, check="gradient")
+step = partial(gcx.skip_nonfinite, check="step")
+spikes = partial(gcx.skip_large_norm, max_norm=1e4)
+
+
+def acc(inner, every=2, **options):
+    return gcx.accumulate_gradients(inner, every, **options)
+
+
+NESTS = {
+    "skip": lambda skip, opt: skip(opt),
+    "skip(skip)": lambda skip, opt: skip(skip(opt)),
+    "skip(acc)": lambda skip, opt: skip(acc(opt)),
+    "acc(skip)": lambda skip, opt: acc(skip(opt)),
+    "skip(acc(skip))": lambda skip, opt: skip(acc(skip(opt))),
+    "skip(spikes(acc(spikes(skip))))": lambda skip, opt: skip(spikes(acc(spikes(skip(opt))))),
+}
+each_nest = pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
+each_check = pytest.mark.parametrize("skip", [gradient, step], ids=["gradient", "step"])
+ways = pytest.mark.parametrize("fast", [False, True], ids=["update", "apply_gradients"])
+
+
+def taken(tx, grads, state, params, *, fast, **extra_args):
+    """The next parameters and state, by either function."""
+    if fast:
+        return gcx.apply_gradients(tx, grads, state, params, **extra_args)
+    updates, state = tx.update(grads, state, params, **extra_args)
+    return optax.apply_updates(params, updates), state
+
+
+# --- derivatives ----------------------------------------------------------------------------
+
+
+def scaled(grads, state, params=None):
+    """An optimizer with a state that is differentiated through."""
+    return jax.tree.map(lambda g, m: -0.5 * g - m, grads, state), jax.tree.map(
+        jnp.add, grads, state
+    )
+
+
+SMOOTH = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), scaled)
+GATES = {
+    "accumulation": acc(SMOOTH),
+    "every step": acc(SMOOTH, 1),
+    "guard": gradient(SMOOTH),
+    "guard of steps": step(SMOOTH),
+    "spikes": gcx.skip_spikes(SMOOTH, norm=gcx.thresholds.zscore(), loss=1e9),
+    "loss scale": gcx.dynamic_loss_scale(SMOOTH, init_scale=1.0),
+    "guard of accumulation": gradient(acc(SMOOTH)),
+    "accumulation of guard": acc(step(SMOOTH)),
+}
+
+
+def two_steps(update, tx, w):
+    """A function of the gradient through two calls, in which a scheduled count travels along."""
+    state = tx.init(w)
+    first, state = update(w, state, w)
+    second, _ = update(jnp.sin(w), state, w)
+    return jnp.sum(first**2) + jnp.sum((w + second) ** 2)
+
+
+def expected_slope(name, w):
+    w = np.asarray(w, np.float64)
+    s, c = np.sin(w), np.cos(w)
+    if "accumulation" in name:  # one step, of the mean: -(w + sin w) / 4
+        return 2 * (0.75 * w - 0.25 * s) * (0.75 - 0.25 * c)
+    # -w / 2, and then -sin(w) / 2 - w
+    return w / 2 + 2 * (-s / 2) * (-c / 2)
+
+
+SLOW = pytest.mark.slow
+PLACES = ["eager", "jit", "jit inside", "scan", "checkpoint"]
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        pytest.param(
+            name, where, marks=() if (name, where) == ("accumulation", "jit inside") else SLOW
+        )
+        for name in GATES
+        for where in PLACES
+    ],
+)
+def test_every_gate_is_differentiable_wherever_it_runs(name, where):
+    tx, w = GATES[name], jnp.array([0.5, -1.5, 2.0])
+
+    def update(grads, state, params):
+        return tx.update(grads, state, params, value=jnp.float32(1))
+
+    if where == "scan":
+
+        def total(w):
+            def body(state, grads):
+                updates, state = update(grads, state, w)
+                return state, updates
+
+            _, (first, second) = jax.lax.scan(body, tx.init(w), jnp.stack([w, jnp.sin(w)]))
+            return jnp.sum(first**2) + jnp.sum((w + second) ** 2)
+
+    else:
+        wrap = {"jit inside": jax.jit, "checkpoint": jax.checkpoint}.get(where, lambda f: f)
+        total = partial(two_steps, wrap(update), tx)
+    slope = jax.grad(total)
+    slope = jax.jit(slope) if where == "jit" else slope
+    # Under the check nothing that was traced is kept: nested gates take a minute.
+    with jax.checking_leaks() if name == "accumulation" else contextlib.nullcontext():
+        np.testing.assert_allclose(slope(w), expected_slope(name, w), rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GATES)
+def test_no_gate_leaks_a_tracer_and_forward_is_reverse(name):
+    tx, w = GATES[name], jnp.array([0.5, -1.5, 2.0])
+    update = jax.jit(lambda g, s, p: tx.update(g, s, p, value=jnp.float32(1)))
+    with jax.checking_leaks():
+        push = jax.jvp(partial(two_steps, update, tx), (w,), (jnp.ones_like(w),))[1]
+    np.testing.assert_allclose(push, expected_slope(name, w).sum(), rtol=1e-5)
+
+
+# --- executions and traces ------------------------------------------------------------------
+
+
+def counting(dtype_only=None):
+    """Adam that counts how often it is traced and how often it runs."""
+    counts = {"traces": 0, "runs": 0}
+    adam = optax.adam(0.1)
+
+    def update(updates, state, params=None):
+        counts["traces"] += 1
+        if dtype_only is not None and updates["w"].dtype != dtype_only:
+            raise TypeError(f"gradients must be {dtype_only}")
+
+        def ran():
+            counts["runs"] += 1
+
+        jax.debug.callback(ran)
+        return adam.update(updates, state, params)
+
+    return optax.GradientTransformation(adam.init, update), counts
+
+
+def runs_and_traces(tx, counts, dtype, fast):
+    params = {"w": jnp.ones((3, 2), dtype)}
+    state = tx.init(params)
+    call = jax.jit(partial(taken, tx, fast=fast))
+    grads = jax.tree.map(lambda p: 0.5 * p, params)
+    runs = []
+    for _ in range(4):
+        before = counts["runs"]
+        _, state = call(grads, state, params)
+        jax.effects_barrier()
+        runs.append(counts["runs"] - before)
+    return runs, counts["traces"]
+
+
+@each_nest
+@each_check
+@ways
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=SLOW)])
+def test_the_optimizer_runs_once_a_step_and_is_traced_at_most_twice(nest, skip, fast, dtype):
+    inner, counts = counting()
+    tx = nest(skip, inner)
+    runs, traces = runs_and_traces(tx, counts, dtype, fast)
+    each = 1 if skip is gradient else 2  # to check it, and to write it: on a CPU
+    holds = "mini_step" in gcx.metrics(tx.init({"w": jnp.ones((3, 2))}))
+    assert runs == ([0, each, 0, each] if holds else [each] * 4)
+    assert traces <= 2
+    if dtype == "float32":
+        assert traces == 1
+
+
+@ways
+def test_an_optimizer_that_refuses_the_wide_gradient_is_traced_twice(fast):
+    inner, counts = counting(jnp.bfloat16)
+    runs, traces = runs_and_traces(gradient(acc(inner)), counts, "bfloat16", fast)
+    assert runs == [0, 1, 0, 1] and traces == 2
+
+
+@pytest.mark.slow
+@each_nest
+@ways
+def test_an_eager_call_runs_the_optimizer_once(nest, fast):
+    inner, counts = counting()
+    tx, params = nest(step, inner), {"w": jnp.ones((3, 2))}
+    state = tx.init(params)
+    for _ in range(2):
+        _, state = taken(tx, params, state, params, fast=fast)
+    jax.effects_barrier()
+    assert counts["runs"] == (1 if "mini_step" in gcx.metrics(state) else 2)
+
+
+@pytest.mark.slow
+@each_nest
+def test_a_checked_step_is_computed_once_on_an_accelerator(nest):
+    inner = optax.stateless(lambda updates, params: {"w": -updates["w"] @ updates["w"]})
+    tx, params = nest(step, inner), {"w": jnp.ones((3, 3))}
+    call = jax.jit(partial(taken, tx, fast=True))
+    with on_an_accelerator():
+        lowered = call.lower(params, tx.init(params), params)
+    assert len(re.findall("stablehlo.dot_general", lowered.as_text())) == 1
+
+
+# --- the verdict table ----------------------------------------------------------------------
+
+
+def calls(tx, stream, **extra_args):
+    """Parameter, state, and whether a step was taken, after calls on gradients of one number."""
+    params, rows = jnp.zeros(1), []
+    state = tx.init(params)
+    call = jax.jit(partial(taken, tx, fast=True))
+    for grad in stream:
+        arguments = {"flush": False} if extra_args else {}
+        if isinstance(grad, tuple):
+            grad, arguments = grad
+        params, state = call(jnp.array([grad]), state, params, **arguments)
+        rows.append(bool(gcx.has_updated(state)))
+    return params.tolist(), state, rows
+
+
+def counted(state):
+    """The skips and the streak of each guard, from the outermost on."""
+    found = []
+    while not isinstance(state, tuple) or hasattr(state, "_fields"):
+        if hasattr(state, "consecutive_skips"):
+            found.append((int(state.skipped_nonfinite), int(state.consecutive_skips)))
+            state = state.inner_state
+        elif hasattr(state, "inner_opt_state"):
+            state = state.inner_opt_state
+        else:
+            break
+    return found
+
+
+SGD = optax.sgd(1.0)
+BREAKS = optax.chain(
+    optax.sgd(1.0),
+    optax.stateless(lambda u, _: jax.tree.map(lambda x: jnp.where(x < -50, jnp.nan, x), u)),
+)
+
+
+def test_a_micro_batch_is_counted_by_the_outermost_that_refuses_it_and_the_window_goes_on():
+    tx = gradient(gradient(acc(gradient(SGD))))
+    params, state, rows = calls(tx, [1.0, np.nan, 3.0])
+    assert params == [-2.0] and rows == [False, False, True]
+    assert counted(state) == [(1, 0), (0, 0), (0, 0)]
+
+
+def test_a_micro_batch_that_is_left_out_of_a_flush_does_not_keep_it():
+    for extra in ({"flush": True}, {"flush": jnp.array(True)}):
+        params, state, rows = calls(
+            gradient(acc(SGD, 10)), [1.0, 3.0, (np.nan, extra)], flush=False
+        )
+        assert params == [-2.0] and rows == [False, False, True]
+        assert counted(state) == [(1, 1)] and state.inner_state.mini_step == 0
+
+
+@ways
+def test_a_micro_batch_that_is_left_out_of_a_closing_call_does_not_keep_it(fast):
+    tx, params = gradient(acc(SGD, 10)), jnp.zeros(1)
+    state = tx.init(params)
+    for grad, closes in ((1.0, False), (3.0, False), (np.nan, True), (np.nan, True), (5.0, True)):
+        call = jax.jit(partial(taken, tx, fast=fast, emit=closes))
+        params, state = call(jnp.array([grad]), state, params)
+    assert params.tolist() == [-7.0] and state.skipped_nonfinite == 2
+
+
+def test_a_flush_of_nothing_but_a_bad_micro_batch_takes_no_step():
+    tx = gradient(acc(optax.adam(1.0), 10))
+    params, state, rows = calls(tx, [(np.nan, {"flush": True})])
+    assert params == [0.0] and rows == [False] and state.inner_state.gradient_step == 0
+
+
+def test_the_gradient_of_a_window_is_counted_by_the_outermost_guard_inside():
+    tx = spikes(acc(gradient(gradient(SGD))))
+    params, state, rows = calls(tx, [3e38, 3e38, 1.0, 1.0])
+    assert not gcx.diagnostics.nonfinite_leaves((params, state)) or params == [-1.0]
+    tx = acc(gradient(gradient(SGD)))
+    params, state, rows = calls(tx, [3e38, 3e38, 1.0, 1.0])
+    assert params == [-1.0] and rows == [False, False, False, True]
+    assert counted(state) == [(1, 0), (0, 0)]
+
+
+def test_the_gradient_of_a_window_is_counted_by_the_innermost_guard_around_that_checks_it():
+    tx = gradient(gradient(acc(SGD, 2, reduction="sum")))
+    params, state, rows = calls(tx, [1.5e19, 1.5e19, 1.0, 1.0])  # squares up to 1.8e19
+    assert params == [-2.0] and rows == [False, False, False, True]
+    assert counted(state) == [(0, 0), (1, 0)]
+
+
+def test_a_computed_step_is_counted_by_the_innermost_guard_that_checks_steps():
+    for tx, counts in (
+        (step(step(BREAKS)), [(0, 0), (1, 0)]),
+        (step(gradient(BREAKS)), [(1, 0), (0, 0)]),
+        (gradient(step(BREAKS)), [(0, 0), (1, 0)]),
+    ):
+        params, state, rows = calls(tx, [1.0, 99.0, 2.0])
+        assert params == [-3.0] and rows == [True, False, True]
+        assert counted(state) == counts
+    for tx, counts in (
+        (step(acc(step(BREAKS))), [(0, 0), (1, 0)]),
+        (step(acc(gradient(BREAKS))), [(1, 0), (0, 0)]),
+    ):
+        params, state, rows = calls(tx, [99.0, 99.0, 2.0, 4.0])
+        assert params == [-3.0] and rows == [False, False, False, True]
+        assert counted(state) == counts
+
+
+def test_a_guard_that_does_not_refuse_a_skipped_call_is_as_it_was():
+    rule = gcx.thresholds.mean_std(6.0, window=8, warmup_steps=4)
+    tx = gcx.skip_large_norm(step(BREAKS), rule)
+    params = jnp.zeros(1)
+    _, state = tx.update(jnp.array([2.0]), tx.init(params), params)
+    _, after = tx.update(jnp.array([99.0]), state, params)
+    assert after.inner_state.skipped_nonfinite == 1
+    chex.assert_trees_all_equal(*(x._replace(inner_state=()) for x in (after, state)))
+
+
+def test_the_streak_of_a_guard_outlasts_the_skips_of_another_and_ends_with_a_step():
+    tx = gradient(gcx.skip_large_norm(SGD, 10.0))
+    streaks = []
+    params = jnp.zeros(1)
+    state = tx.init(params)
+    for grad in (np.nan, 50.0, np.nan, 50.0, 1.0):
+        params, state = gcx.apply_gradients(tx, jnp.array([grad]), state, params)
+        streaks.append((int(state.consecutive_skips), int(state.inner_state.consecutive_skips)))
+    assert streaks == [(1, 0), (1, 1), (2, 1), (2, 2), (0, 0)]
+
+
+def test_a_guard_inside_a_held_window_is_as_it_was():
+    tx = acc(gradient(SGD))
+    _, state, _ = calls(tx, [np.nan, 1.0, 1.0])
+    assert counted(state) == [(1, 1)] and state.mini_step == 1
+
+
+# --- has_updated, has_updated ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tx", "rows"),
+    [
+        (SGD, [1, 1, 1, 1]),
+        (gradient(SGD), [1, 0, 1, 1]),
+        (gradient(spikes(SGD)), [1, 0, 0, 1]),
+        (acc(gradient(SGD)), [0, 0, 0, 1]),
+        (gradient(acc(SGD)), [0, 0, 1, 0]),
+        (gradient(spikes(acc(SGD))), [0, 0, 0, 1]),
+        (optax.chain(gcx.clip(1e9), gradient(spikes(SGD))), [1, 0, 0, 1]),
+        (gradient(optax.chain(gcx.clip(1e9), acc(SGD, 1))), [1, 0, 1, 1]),
+        (gradient(optax.chain(gcx.clip(1e9), spikes(SGD))), [1, 0, 0, 1]),
+        (acc(optax.chain(gcx.clip(1e9), spikes(SGD)), 1), [1, 0, 0, 1]),
+    ],
+)
+def test_has_updated_answers_for_all_guards_and_accumulations(tx, rows):
+    params, found = jnp.zeros(1), []
+    state = tx.init(params)
+    for grad in (1.0, np.nan, 1e6, 1.0):
+        before = params
+        params, state = gcx.apply_gradients(tx, jnp.array([grad]), state, params)
+        assert bool(gcx.has_updated(state)) == bool((params != before).any())
+        found.append(int(gcx.has_updated(state)))
+    assert found == rows
+
+
+def test_has_updated_of_members_of_a_vmap():
+    tx = gradient(acc(SGD, 1))
+    state = jax.vmap(tx.init)(jnp.zeros((3, 2)))
+    assert gcx.has_updated(state).tolist() == [False] * 3
+    grads = jnp.ones((3, 2)).at[1].set(jnp.nan)
+    _, state = jax.vmap(tx.update)(grads, state)
+    assert gcx.has_updated(state).tolist() == [True, False, True]
+
+
+# --- names, leaves, extra arguments ---------------------------------------------------------
+
+
+@each_nest
+def test_an_update_has_a_name(nest):
+    tx, params = nest(gradient, SGD), jnp.ones(2)
+    update = jax.named_call(tx.update)
+    chex.assert_trees_all_equal(
+        update(params, tx.init(params), params), tx.update(params, tx.init(params), params)
+    )
+    assert tx.update.__name__ == "update"
+
+
+@pytest.mark.parametrize("name", ["weigth", "weights", "emits", "flsh", "losss", "vallue"])
+@pytest.mark.parametrize("tx", [gradient(SGD), acc(SGD)], ids=["guard", "accumulation"])
+def test_a_misspelt_extra_argument_is_named(tx, name):
+    params = jnp.ones(2)
+    with pytest.raises(TypeError, match=f"update: `{name}` must be .* It is called `"):
+        tx.update(params, tx.init(params), params, **{name: 1.0})
+
+
+def test_extra_arguments_of_other_names_reach_the_innermost_one():
+    def update(updates, state, params=None, **extra_args):
+        assert extra_args == {"value_fn": 1, "grad": 2, "hessian": 3, "loss": "huber"}
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    for tx in (gradient(inner), acc(inner, 1), gradient(acc(inner, 1))):
+        params = jnp.ones(2)
+        tx.update(params, tx.init(params), params, value_fn=1, grad=2, hessian=3, loss="huber")
+
+
+@pytest.mark.parametrize("name", ["value", "loss"])
+def test_a_loss_may_be_called_either(name):
+    params = jnp.ones(2)
+    for tx in (gradient(SGD), gcx.skip_spikes(SGD, loss=5.0), gcx.dynamic_loss_scale(SGD)):
+        _, state = tx.update(params, tx.init(params), params, **{name: jnp.nan})
+        assert state.skipped_nonfinite == 1
+        _, state = tx.update(params, tx.init(params), params, **{name: 1.0})
+        assert state.skipped_nonfinite == 0
+
+
+def test_a_loss_given_twice_is_refused():
+    params = jnp.ones(2)
+    message = "skip_nonfinite: `loss` must be left out beside `value`, got both. Both are the loss"
+    with pytest.raises(TypeError, match=message):
+        gradient(SGD).update(params, gradient(SGD).init(params), params, value=1.0, loss=1.0)
+
+
+@pytest.mark.parametrize(
+    ("tx", "extra", "message"),
+    [
+        (acc(SGD), {"weight": "3"}, "accumulate_gradients: `weight` must be a real scalar >= 0"),
+        (acc(SGD), {"weight": None, "flush": "yes"}, "`flush` must be a bool scalar, got str"),
+        (acc(SGD), {"weight": np.nan}, "`weight` must be finite, got nan. A guard around this"),
+        (gradient(SGD), {"value": "x"}, "skip_nonfinite: `value` must be a number or an array"),
+    ],
+)
+def test_an_extra_argument_of_another_kind_is_named(tx, extra, message):
+    params = jnp.ones(2)
+    with pytest.raises((TypeError, ValueError), match=message):
+        tx.update(params, tx.init(params), params, **extra)
+
+
+@pytest.mark.parametrize("tx", [gradient(SGD), acc(SGD)], ids=["guard", "accumulation"])
+def test_gradients_that_are_no_arrays_are_named(tx):
+    with pytest.raises(
+        TypeError, match=r"`updates` must be floating or complex, got str\[\] at upd"
+    ):
+        tx.update(["a"], tx.init([jnp.ones(2)]), [jnp.ones(2)])
+
+
+@pytest.mark.slow
+@each_nest
+@each_check
+def test_no_leaf_of_a_state_is_a_bool(nest, skip):
+    # Checkpoints by tensorstore on several devices restore none.
+    tx, params = nest(skip, optax.adam(0.1)), jnp.ones(2)
+    state = tx.init(params)
+    for _ in range(2):
+        assert not [x for x in jax.tree.leaves(state) if x.dtype == jnp.bool_]
+        _, state = jax.jit(tx.update)(params, state, params)
+
+
+# --- windows of one ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "grads",
+    [{"w": jnp.ones((1, 3)), "b": jnp.ones(3)}, {"w": jnp.ones((2, 3))},
+     {"w": jnp.ones((2, 3)), "c": jnp.ones(3)}],
+    ids=["shape", "missing", "renamed"],
+)  # fmt: skip
+@pytest.mark.parametrize("every", [1, 2])
+def test_gradients_unlike_the_parameters_are_refused_whatever_the_window(grads, every):
+    params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+    tx = acc(SGD, every)
+    with pytest.raises(TypeError, match="accumulate_gradients: `updates` must be a tree like"):
+        tx.update(grads, tx.init(params), params)
+
+
+@ways
+def test_an_open_window_goes_on_with_windows_of_one(fast):
+    params = jnp.zeros(2)
+    state = acc(SGD, 4).init(params)
+    for grad in (1.0, 3.0):
+        _, state = acc(SGD, 4).update(jnp.full(2, grad), state, params)
+    one = acc(SGD, 1)
+    params, after = taken(one, jnp.full(2, 8.0), state, params, fast=fast)
+    assert params.tolist() == [-4.0, -4.0]  # the mean of 1, 3 and 8
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+    params, after = taken(one, jnp.full(2, 5.0), after, params, fast=fast)
+    assert (
+        params.tolist() == [-9.0, -9.0]
+        and gcx.diagnostics.accumulation_stats(after).total_updates == 2
+    )
