@@ -15,15 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from ._errors import type_error, value_error
 from ._types import AxisName
 
 _SHOWN = 5  # bad leaves listed in a message before it only counts them
 _SHOWN_CHARACTERS = 200
-
-
-def error_message(function: str, argument: str, rule: str, got: object, hint: str) -> str:
-    """Words one message."""
-    return f"{function}: `{argument}` must be {rule}, got {got}. {hint}"
 
 
 def describe(leaf: Any) -> str:
@@ -91,7 +87,6 @@ def listed(places: Iterable[str]) -> str:
 
 
 def check_number(
-    function: str,
     argument: str,
     value: Any,
     hint: str,
@@ -109,7 +104,7 @@ def check_number(
     relation, upper = (">=" if closed else ">"), ("<" if below_high else "<=")
     rule = f"a number {relation} {low:g}" + ("" if high == math.inf else f" and {upper} {high:g}")
     if not is_scalar(value, jnp.floating, jnp.integer):
-        raise TypeError(error_message(function, argument, rule, shortened(value), hint))
+        raise type_error(argument, rule, shortened(value), hint)
     if is_traced(value):
         return
     try:
@@ -119,17 +114,17 @@ def check_number(
     is_above = low <= known if closed else low < known
     is_below = known < high if below_high else known <= high
     if not (is_above and is_below or or_nan and math.isnan(known)):
-        raise ValueError(error_message(function, argument, rule, shortened(value), hint))
+        raise value_error(argument, rule, shortened(value), hint)
 
 
-def check_decays(function: str, **decays: Any) -> None:
+def check_decays(**decays: Any) -> None:
     """Refuses a decay that is not a number in [0, 1)."""
     hint = "A decay is a number below 1, such as 0.99."
     for argument, value in decays.items():
-        check_number(function, argument, value, hint, high=1.0, closed=True, below_high=True)
+        check_number(argument, value, hint, high=1.0, closed=True, below_high=True)
 
 
-def check_count(function: str, argument: str, value: Any, hint: str, *, low: int = 1) -> None:
+def check_count(argument: str, value: Any, hint: str, *, low: int = 1) -> None:
     """Refuses what is not an integer >= low; traced integers pass."""
     rule = f"an integer >= {low}"
     if hasattr(value, "dtype"):
@@ -137,36 +132,36 @@ def check_count(function: str, argument: str, value: Any, hint: str, *, low: int
     else:
         is_integer = hasattr(value, "__index__") and not isinstance(value, bool)
     if not is_integer or np.ndim(value) != 0:
-        raise TypeError(error_message(function, argument, rule, shortened(value), hint))
+        raise type_error(argument, rule, shortened(value), hint)
     if is_traced(value) or low <= int(value) <= np.iinfo(np.int32).max:
         return
     if int(value) >= low:
         rule = "an integer that fits 32 bit"  # what the counters of states are
-    raise ValueError(error_message(function, argument, rule, shortened(value), hint))
+    raise value_error(argument, rule, shortened(value), hint)
 
 
-def check_static(function: str, argument: str, value: Any) -> None:
+def check_static(argument: str, value: Any) -> None:
     """Refuses an array where the shape of the program depends on the value."""
     if is_traced(value) or isinstance(value, jax.Array):
         rule = "a static Python value"
         hint = f"Under `optax.inject_hyperparams` pass `static_args=({argument!r},)`."
-        raise TypeError(error_message(function, argument, rule, describe(value), hint))
+        raise type_error(argument, rule, describe(value), hint)
 
 
-def check_length(function: str, argument: str, value: Any) -> None:
+def check_length(argument: str, value: Any) -> None:
     """Refuses a length of history that is no static integer from 1 to 2^20."""
-    check_static(function, argument, value)
-    check_count(function, argument, value, "Pass the number of steps to keep.")
+    check_static(argument, value)
+    check_count(argument, value, "Pass the number of steps to keep.")
     if int(value) > 2**20:  # a file may hold any number, and a state of gigabytes is no use
         rule, hint = "an integer <= 2**20", "Pass a shorter window, such as 1000."
-        raise ValueError(error_message(function, argument, rule, shortened(value), hint))
+        raise value_error(argument, rule, shortened(value), hint)
 
 
-def refuse_traced(function: str, argument: str, value: Any) -> None:
+def refuse_traced(argument: str, value: Any) -> None:
     """Refuses a tracer where a value on the host is needed."""
     if is_traced(value):
         hint = "Call it outside jit, on what the step returned."
-        raise TypeError(error_message(function, argument, "known on the host", "a tracer", hint))
+        raise type_error(argument, "known on the host", "a tracer", hint)
 
 
 def is_function(value: Any) -> bool:
@@ -174,7 +169,7 @@ def is_function(value: Any) -> bool:
     return callable(value) and not isinstance(value, type)
 
 
-def check_dtype(function: str, argument: str, value: Any) -> None:
+def check_dtype(argument: str, value: Any) -> None:
     """Refuses what is no real floating dtype."""
     try:
         is_dtype = value is not None and not isinstance(value, (jax.Array, np.ndarray))
@@ -183,24 +178,24 @@ def check_dtype(function: str, argument: str, value: Any) -> None:
         is_floating = False
     if not is_floating:
         rule, hint = "a real floating dtype", "Pass jnp.float32, or jnp.bfloat16 to save memory."
-        raise TypeError(error_message(function, argument, rule, shortened(value), hint))
+        raise type_error(argument, rule, shortened(value), hint)
 
 
-def check_choice(function: str, argument: str, value: Any, choices: tuple[Any, ...]) -> None:
+def check_choice(argument: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Refuses a value outside `choices`: words, bools and None."""
     if not isinstance(value, (str, bool, type(None))) or value not in choices:
         rule, hint = "one of " + ", ".join(map(repr, choices)), "Pick one of them."
-        raise ValueError(error_message(function, argument, rule, shortened(value), hint))
+        raise value_error(argument, rule, shortened(value), hint)
 
 
-def check_ord(function: str, ord: Any) -> float:
+def check_ord(ord: Any) -> float:
     """The order of a norm as a static Python float."""
-    check_static(function, "ord", ord)
-    check_number(function, "ord", ord, "Pass 1, 2, any other order > 0, or `jnp.inf`.")
+    check_static("ord", ord)
+    check_number("ord", ord, "Pass 1, 2, any other order > 0, or `jnp.inf`.")
     return float(ord)
 
 
-def check_axis_name(function: str, axis_name: Any) -> AxisName:
+def check_axis_name(axis_name: Any) -> AxisName:
     """Axis names as a tuple, or None."""
     if axis_name is None:
         return None
@@ -208,17 +203,17 @@ def check_axis_name(function: str, axis_name: Any) -> AxisName:
     if not all(isinstance(name, str) for name in names):
         rule = "a string, a tuple of strings or None"
         hint = "Name the mapped axes over which the leaves are sharded."
-        raise TypeError(error_message(function, "axis_name", rule, shortened(axis_name), hint))
+        raise type_error("axis_name", rule, shortened(axis_name), hint)
     return names
 
 
-def check_callable(function: str, argument: str, value: Any, hint: str) -> None:
+def check_callable(argument: str, value: Any, hint: str) -> None:
     """Refuses what cannot be called."""
     if not callable(value):
-        raise TypeError(error_message(function, argument, "callable", shortened(value), hint))
+        raise type_error(argument, "callable", shortened(value), hint)
 
 
-def check_transformation(function: str, argument: str, value: Any) -> None:
+def check_transformation(argument: str, value: Any) -> None:
     """Refuses what has no `init` and `update`, as an Optax gradient transformation has."""
     is_pair = callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
     if isinstance(value, type) or not is_pair:
@@ -226,18 +221,18 @@ def check_transformation(function: str, argument: str, value: Any) -> None:
         if inspect.isfunction(value):
             hint = f"Call it: `{value.__name__}(...)`."
         rule = "an `optax.GradientTransformation`"
-        raise TypeError(error_message(function, argument, rule, shortened(value), hint))
+        raise type_error(argument, rule, shortened(value), hint)
 
 
-def check_no_transformation(function: str, state: Any) -> None:
+def check_no_transformation(state: Any) -> None:
     """Refuses a transformation in the place of its state."""
     if callable(getattr(state, "init", None)) and callable(getattr(state, "update", None)):
         hint = "Pass what `init(params)` or `update` of it returned."
         got = f"the {type(state).__name__} itself"
-        raise TypeError(error_message(function, "state", "an optimizer state", got, hint))
+        raise type_error("state", "an optimizer state", got, hint)
 
 
-def check_bound(function: str, axis_name: AxisName) -> None:
+def check_bound(axis_name: AxisName) -> None:
     """Refuses mapped axes that are not there where the function runs."""
     for name in (axis_name,) if isinstance(axis_name, str) else axis_name or ():
         try:
@@ -245,22 +240,22 @@ def check_bound(function: str, axis_name: AxisName) -> None:
         except NameError:
             rule = "the name of a mapped axis around this call"
             hint = "Call it inside `pmap`, `shard_map` or `vmap` with that axis, or leave it out."
-            raise ValueError(error_message(function, "axis_name", rule, repr(name), hint)) from None
+            raise value_error("axis_name", rule, repr(name), hint) from None
 
 
-def check_state(function: str, state: Any, kind: type) -> None:
+def check_state(state: Any, kind: type) -> None:
     """Refuses no state, or the state of another transformation, where history is kept."""
     name = kind.__name__
     rule = f"{'an' if name[0] in 'AEIOU' else 'a'} `{name}`"
     if state is None:
         hint = "Call `init(params)` first: earlier steps are remembered."
-        raise ValueError(error_message(function, "state", rule, "None", hint))
+        raise value_error("state", rule, "None", hint)
     if not isinstance(state, kind):
         hint = "Call `update(grads, state, params)` with the state that `init(params)` made."
-        raise TypeError(error_message(function, "state", rule, type(state).__name__, hint))
+        raise type_error("state", rule, type(state).__name__, hint)
 
 
-def check_no_state(function: str, updates: Any) -> None:
+def check_no_state(updates: Any) -> None:
     """Refuses a state of this package in the place of the updates."""
 
     def is_state(node: Any) -> bool:
@@ -270,28 +265,26 @@ def check_no_state(function: str, updates: Any) -> None:
         if is_state(node):
             got = f"a {type(node).__name__} at {leaf_path('updates', path)}"
             hint = "The order is `update(grads, state, params)`."
-            raise TypeError(error_message(function, "updates", "a tree of gradients", got, hint))
+            raise type_error("updates", "a tree of gradients", got, hint)
 
 
-def check_axis(function: str, axis: Any) -> None:
+def check_axis(axis: Any) -> None:
     """Refuses what is neither None, an axis, nor a sequence of axes."""
-    check_static(function, "axis", axis)
+    check_static("axis", axis)
     plain = axis.tolist() if isinstance(axis, np.ndarray) else axis
     axes = plain if isinstance(plain, (tuple, list, range)) else () if plain is None else (plain,)
     if not all(hasattr(a, "__index__") and not isinstance(a, bool) for a in axes):
         hint = "Pass for example 0, or (0, 1), or None for the choice by rank."
         rule = "an integer, a sequence of integers or None"
-        raise TypeError(error_message(function, "axis", rule, shortened(axis), hint))
+        raise type_error("axis", rule, shortened(axis), hint)
 
 
-def axes_within(
-    function: str, axis: Any, x: Any, owner: str, place: str, hint: str
-) -> tuple[int, ...]:
+def axes_within(axis: Any, x: Any, owner: str, place: str, hint: str) -> tuple[int, ...]:
     """The axes of an array, sorted and counted from 0; refuses those it does not have."""
     rank = np.ndim(x)
     axes = (axis,) if np.ndim(axis) == 0 else tuple(axis)
     if any(not -rank <= a < rank for a in axes) or len({a % rank for a in axes}) < len(axes):
         rule = f"distinct axes of {owner}, in [{-rank}, {rank})"
         got = f"{axis} for {describe(x)}" + (f" at {place}" if place else "")
-        raise ValueError(error_message(function, "axis", rule, got, hint))
+        raise value_error("axis", rule, got, hint)
     return tuple(sorted(int(a) % rank for a in axes))

@@ -18,9 +18,9 @@ from ._checks import (
     check_count,
     check_number,
     check_transformation,
-    error_message,
     shortened,
 )
+from ._errors import type_error, value_error
 from .accumulation._transform import accumulate_gradients
 from .clipping._transform import clip_by_global_norm
 
@@ -83,7 +83,7 @@ class TransformConfig:
         if not isinstance(values, Mapping) or "name" not in values:
             rule, hint = "a mapping with the key 'name'", "Write it as `to_dict` does."
             got = shortened(values)
-            raise TypeError(error_message("TransformConfig", "values", rule, got, hint))
+            raise type_error("values", rule, got, hint)
         arguments = dict(values)
         return cls(arguments.pop("name"), arguments)
 
@@ -112,21 +112,19 @@ class AccumulationConfig:
     max_grad_norm: float | None = None
 
     def __post_init__(self) -> None:
-        name = "AccumulationConfig"
-        check_count(name, "accumulation_steps", self.accumulation_steps, "1 is every step.")
-        check_choice(name, "normalize", self.normalize, (True, False))
+        check_count("accumulation_steps", self.accumulation_steps, "1 is every step.")
+        check_choice("normalize", self.normalize, (True, False))
         if self.max_grad_norm is not None:
-            check_number(name, "max_grad_norm", self.max_grad_norm, "Pass None not to clip.")
+            check_number("max_grad_norm", self.max_grad_norm, "Pass None not to clip.")
 
     def effective_batch_size(self, micro_batch_size: int) -> int:
         """Examples in one optimizer step."""
-        name = "AccumulationConfig.effective_batch_size"
-        check_count(name, "micro_batch_size", micro_batch_size, "Pass the examples of one call.")
+        check_count("micro_batch_size", micro_batch_size, "Pass the examples of one call.")
         return int(micro_batch_size) * int(self.accumulation_steps)
 
     def build(self, inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
         """Wraps an inner optimizer."""
-        check_transformation("AccumulationConfig.build", "inner", inner)
+        check_transformation("inner", inner)
         if self.max_grad_norm is not None:
             inner = optax.chain(clip_by_global_norm(self.max_grad_norm), inner)
         reduction = "mean" if self.normalize else "sum"
@@ -159,7 +157,7 @@ def _constructors() -> dict[str, Callable[..., Any]]:
 
 def _check_call(name: Any, arguments: Any, inner: tuple[Any, ...] | None = None) -> None:
     """Refuses a call that the function has no signature for; without `inner` it may lack some."""
-    check_choice("TransformConfig", "name", name, tuple(_constructors()))
+    check_choice("name", name, tuple(_constructors()))
     signature = inspect.signature(_constructors()[name])
     bind = signature.bind_partial if inner is None else functools.partial(signature.bind, *inner)
     try:
@@ -167,7 +165,7 @@ def _check_call(name: Any, arguments: Any, inner: tuple[Any, ...] | None = None)
     except TypeError as error:
         rule, got = f"a mapping for {name}", f"{shortened(arguments)}: {error}"
         hint = "Name the arguments as in its signature; pass what it wraps to `build`."
-        raise ValueError(error_message(name, "arguments", rule, got, hint)) from None
+        raise value_error("arguments", rule, got, hint) from None
 
 
 def _built(plain: Any) -> Any:
@@ -199,4 +197,4 @@ def _to_plain(value: Any) -> Any:
         return jnp.dtype(value).name
     rule = "a plain value, or lists and mappings by name of such"
     hint = "Call the function itself with a function, an array or an object."
-    raise TypeError(error_message("TransformConfig", "arguments", rule, shortened(value), hint))
+    raise type_error("arguments", rule, shortened(value), hint)

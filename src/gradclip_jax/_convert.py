@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._checks import check_choice, describe, error_message, is_traced, leaf_path, shortened
+from ._checks import check_choice, describe, is_traced, leaf_path, shortened
+from ._errors import ArgumentTypeError, public, type_error, value_error
 from ._rounding import RoundingState
 from ._states import GATES, find_states, plain_arrays, replace_states, with_structure_of
 from ._tree_checks import children_of
@@ -29,7 +30,6 @@ from .guarding._skip_nonfinite import SkipNonfiniteState
 from .monitoring._record import NormRecordState
 from .monitoring._watch import WatchState
 
-_NAME = "convert_state"
 _INNER: Final[dict[type, str]] = GATES | {  # what is around another state, and where that is
     optax.MultiStepsState: "inner_opt_state",
     optax.ApplyIfFiniteState: "inner_state",
@@ -47,6 +47,7 @@ _HINT = (
 )
 
 
+@public
 def convert_state(
     tx: optax.GradientTransformation, state: Any, params: Tree, *, reduction: str | None = None
 ) -> Any:
@@ -100,14 +101,14 @@ def convert_state(
     """
     if not callable(getattr(tx, "init", None)):
         rule, hint = "an optimizer", "Pass an Optax transformation, or an `optax.MultiSteps`."
-        raise TypeError(error_message(_NAME, "tx", rule, shortened(tx), hint))
-    check_choice(_NAME, "reduction", reduction, (None, "mean", "sum"))
+        raise type_error("tx", rule, shortened(tx), hint)
+    check_choice("reduction", reduction, (None, "mean", "sum"))
     like, reductions = init_with_reductions(tx.init, params)
     if reduction is None:
         averages = _averages(tx, like, params, reductions)
     elif any(own in ("mean", "sum") and own != reduction for own in reductions):
         rule, hint = f"that of `tx`, {reductions[0]!r}", "Leave it out: `tx` is asked."
-        raise ValueError(error_message(_NAME, "reduction", rule, repr(reduction), hint))
+        raise value_error("reduction", rule, repr(reduction), hint)
     else:
         averages = reduction == "mean"
     arrays = plain_arrays(like), plain_arrays(state)
@@ -150,7 +151,7 @@ def _converted(like: Any, given: Any, averages: Any, path: Any) -> Any:
         kind = _kind(node)
         if (_is_fresh(node) and kind in anew) or not of_kind[kind]:
             if kind is None:
-                raise TypeError(_mismatch(_name(node), "nothing", path))
+                raise _mismatch(_name(node), "nothing", path)
             return node
         place, part = of_kind[kind].pop(0)
         return _copied(node, part, averages, place)
@@ -164,7 +165,7 @@ def _converted(like: Any, given: Any, averages: Any, path: Any) -> Any:
     converted = rebuilt(like)
     for place, part in itertools.chain(*of_kind.values()):
         if _kind(part) is None:
-            raise TypeError(_mismatch("nothing", _name(part), place))
+            raise _mismatch("nothing", _name(part), place)
         _check_closed(part, place)
     return converted
 
@@ -228,10 +229,10 @@ def _copied_children(like: Any, given: Any, averages: Any, path: Any) -> Any:
     children, structure = children_of(like)
     others, other_structure = children_of(given)
     if structure != other_structure:
-        raise TypeError(_mismatch(_name(like), _name(given), path))
+        raise _mismatch(_name(like), _name(given), path)
     if structure == jax.tree.structure(0):
         if not _is_alike(like, given):
-            raise TypeError(_mismatch(describe(like), describe(given), path))
+            raise _mismatch(describe(like), describe(given), path)
         return given
     pairs = zip(children, others, strict=True)
     copied = [_converted(x, y, averages, (*path, *key)) for (key, x), (_, y) in pairs]
@@ -258,7 +259,7 @@ def _copied_window(like: Any, given: Any, averages: Any, path: Any) -> Any:
     if averages is None:
         rule = 'given, "mean" or "sum", where `tx` does not decide it for all its leaves'
         hint = f"A window at {leaf_path('state', path)} is one or the other."
-        raise ValueError(error_message(_NAME, "reduction", rule, "None", hint))
+        raise value_error("reduction", rule, "None", hint)
     length = jnp.where(averages, jnp.maximum(held, 1), 1).astype(jnp.float32)
     # Zero for an empty window: ours still holds the sum of the last one, Optax adds to it.
     is_filled, is_ours = held > 0, isinstance(like, AccumulationState)
@@ -270,7 +271,7 @@ def _copied_window(like: Any, given: Any, averages: Any, path: Any) -> Any:
             place = leaf_path("state", path) + ".total_weight"
             rule, hint = "a window of weights 1", "`flush` the window first."
             got = f"a weight of {float(weight):g} in {int(held)} micro-batches at {place}"
-            raise ValueError(error_message(_NAME, "state", rule, got, hint))
+            raise value_error("state", rule, got, hint)
         return like
     return like._replace(
         total_weight=held.astype(jnp.float32),
@@ -310,7 +311,7 @@ def _check_closed(given: Any, path: Any) -> None:
         rule = "between two windows where `tx` has no room for one"
         got = f"{int(_count(given.mini_step))} held micro-batches at {place}"
         hint = "`flush` the window first, or convert after the next step."
-        raise ValueError(error_message(_NAME, "state", rule, got, hint))
+        raise value_error("state", rule, got, hint)
 
 
 def _count(value: Any) -> Scalar:
@@ -325,7 +326,7 @@ def _name(node: Any) -> str:
     return describe(node) if hasattr(node, "dtype") else type(node).__name__
 
 
-def _mismatch(expected: str, got: str, path: Any) -> str:
+def _mismatch(expected: str, got: str, path: Any) -> ArgumentTypeError:
     rule = "a state that maps on that of `tx`"
     place = leaf_path("state", path)
-    return error_message(_NAME, "state", rule, f"{got} where `tx` has {expected} at {place}", _HINT)
+    return type_error("state", rule, f"{got} where `tx` has {expected} at {place}", _HINT)

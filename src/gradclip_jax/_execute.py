@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._checks import check_state, check_transformation, error_message, is_float0, is_traced
+from ._checks import check_state, check_transformation, is_float0, is_traced
 from ._devices import shared
+from ._errors import named, public, type_error
 from ._gate import Accumulation, ComputedStep, Flag, Guard, Judged, Verdict, Window, flag_and
 from ._mesh import memory_of, varying_axes, zeros_of_type
 from ._run_if import Report, like_dtypes, run_if, run_if_checked, trace
@@ -48,7 +49,13 @@ class GatedUpdate:
         self, updates: Tree, state: Any, params: Tree | None = None, **extra_args: Any
     ) -> tuple[Tree, Any]:
         """The update of the innermost transformation, or zeros where it takes no step."""
-        return _execute(self, updates, state, params, extra_args, applies=False)
+        run = functools.partial(_execute, self, applies=False)
+        return named(run, self.gates[0].name)(updates, state, params, extra_args)
+
+    def named(self, function: str) -> "GatedUpdate":
+        """The same update, whose errors begin with the name of a function."""
+        gate = self.gates[0]._replace(name=function)
+        return dataclasses.replace(self, gates=(gate, *self.gates[1:]))
 
 
 def gated(
@@ -62,6 +69,7 @@ def gated(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+@public
 def apply_gradients(
     tx: optax.GradientTransformation, grads: Tree, state: Any, params: Tree, **extra_args: Any
 ) -> tuple[Tree, Any]:
@@ -96,13 +104,14 @@ def apply_gradients(
         >>> params.tolist()
         [-2.0]
     """
-    check_transformation("apply_gradients", "tx", tx)
+    check_transformation("tx", tx)
     arrays = plain_arrays((grads, state, params))
     if jax.tree.structure(arrays) != jax.tree.structure((grads, state, params)):
         params_and_state = apply_gradients(tx, *arrays, **extra_args)
         return with_structure_of((params, state), params_and_state)
     if isinstance(tx.update, GatedUpdate):
-        return _execute(tx.update, grads, state, params, extra_args, applies=True)
+        run = functools.partial(_execute, tx.update, applies=True)
+        return named(run, tx.update.gates[0].name)(grads, state, params, extra_args)
     update = optax.with_extra_args_support(tx).update
     updates, state = update(grads, state, params, **extra_args)
     return _apply_updates(params, updates), state
@@ -182,11 +191,11 @@ def _check_call(gates: Sequence[Any], grads: Tree, state: Any, extra_args: dict[
         if near:
             rule = "an extra argument with a name of its own"
             hint = f"It is called `{near[0]}`; or name it less like that."
-            raise TypeError(error_message("update", name, rule, "one", hint))
+            raise type_error(name, rule, "one", hint)
     is_sum = isinstance(gates[0], Accumulation)
-    check_inexact(gates[0].name, "updates", grads, unreduced=is_sum)
+    check_inexact("updates", grads, unreduced=is_sum)
     for gate in gates:
-        check_state(gate.name, state, gate.kind)
+        check_state(state, gate.kind)
         state = getattr(state, GATES[gate.kind])
     return state
 

@@ -50,7 +50,6 @@ class Guard(NamedTuple):
     executor keeps, `incidents`, and its own.
 
     Attributes:
-        name: of the function that made it, for errors.
         kind: of its state.
         judge: `(grads, state, params, extra_args)` to the verdict.
         max_consecutive_skips: after so many the guard has failed; None for no limit.
@@ -61,13 +60,13 @@ class Guard(NamedTuple):
             with no window of which such a step could come again.
     """
 
-    name: str
     kind: type
     judge: Callable[[Tree, Any, Tree, dict[str, Any]], Verdict]
     max_consecutive_skips: Any
     check_window: Callable[[Tree], Scalar] | None = None
     checks_step: bool = False
     drop: Callable[[Any, Scalar], Any] = lambda state, refused: state
+    name: str = ""
 
 
 class Judged(NamedTuple):
@@ -111,16 +110,15 @@ class Accumulation(NamedTuple):
     """A gate that opens once for several micro-batches.
 
     Attributes:
-        name: of the function that made it, for errors.
         kind: of its state.
         open_window: `(judged, params, extra_args, is_measured)` to the window. A micro-batch that
             is not accepted is left out; `is_measured` says that the gradient of the window is
             read before the step.
     """
 
-    name: str
     kind: type
     open_window: Callable[[Judged, Tree, dict[str, Any], bool], Window]
+    name: str = ""
 
 
 def flag_and(a: Flag, b: Flag) -> Any:

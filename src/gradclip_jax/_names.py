@@ -4,8 +4,6 @@ import difflib
 import sys
 from typing import Any, Final, NoReturn
 
-from ._checks import error_message
-
 _THEIRS: Final = {
     "accumulate_gradients": "MultiSteps MultiStepsState accumulate accumulate_grad_batches "
     "gradient_accumulation_steps",
@@ -47,6 +45,4 @@ def __getattr__(name: str) -> NoReturn:
         close = difflib.get_close_matches(name.lower(), near, n=2, cutoff=0.6)
         meant = " or ".join(f"`gcx.{near[x]}`" for x in close)
         hint = f"Did you mean {meant}?" if close else "`help(gradclip_jax)` lists them."
-    raise AttributeError(
-        error_message(package.__name__, "name", "one of its public names", repr(name), hint)
-    )
+    raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}. {hint}")

@@ -7,14 +7,13 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from ._checks import check_count, check_state, describe, error_message, is_float0, leaf_path
+from ._checks import check_count, check_state, describe, is_float0, leaf_path
 from ._devices import HAS_TYPES
+from ._errors import public, type_error, value_error
 from ._mesh import is_explicit, varying_axes
 from ._states import increment_where
 from ._tree_checks import check_inexact, check_same_structure
 from ._types import Array, Scalar, Tree
-
-_NAME = "round_stochastically"
 
 
 class RoundingState(NamedTuple):
@@ -27,6 +26,7 @@ class RoundingState(NamedTuple):
     step: Scalar
 
 
+@public
 def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
     """Lets parameters in bfloat16 learn from updates too small for them: no float32 copy is kept.
 
@@ -71,18 +71,18 @@ def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
     References:
         Gupta et al. 2015, arXiv 1502.02551; Zamirai et al. 2020, arXiv 2010.06192.
     """
-    check_count(_NAME, "seed", seed, "Pass one seed for each run.", low=0)
+    check_count("seed", seed, "Pass one seed for each run.", low=0)
 
     def init(params: Tree) -> RoundingState:
         return RoundingState(jnp.zeros((), jnp.int32))
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, RoundingState]:
-        check_inexact(_NAME, "updates", updates)
-        check_state(_NAME, state, RoundingState)
+        check_inexact("updates", updates)
+        check_state(state, RoundingState)
         if params is None:
             hint = "Call `update(grads, state, params)`."
-            raise ValueError(error_message(_NAME, "params", "given", "None", hint))
-        check_same_structure(_NAME, "updates", updates, "params", params)
+            raise value_error("params", "given", "None", hint)
+        check_same_structure("updates", updates, "params", params)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         leaves, structure = jax.tree.flatten(updates)
         named = jax.tree.leaves_with_path(params)
@@ -104,7 +104,7 @@ def _to_neighbour(update: Any, param: Any, place: str, key: Array) -> Any:
     if kind != jnp.bfloat16:
         rule, hint = "bfloat16 or of 32 bit or more", "Convert it, or leave it out: `optax.masked`."
         got = f"{describe(param)} at {place}"
-        raise TypeError(error_message(_NAME, "params", rule, got, hint))
+        raise type_error("params", rule, got, hint)
     old = jnp.asarray(param).astype(jnp.float32)
     update = jnp.asarray(update).astype(jnp.float32)
     new = rounded(jnp.bfloat16, old + update, key).astype(jnp.float32)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ._checks import check_no_transformation
+from ._errors import public
 from ._types import Array
 
 METRICS: Final[dict[type, tuple[str, ...]]] = {}
@@ -72,6 +73,7 @@ def is_guard(state: Any) -> bool:
     return GATES.get(type(state)) == "inner_state"
 
 
+@public
 def has_updated(state: Any) -> Array:
     """Whether the last call took a step: the optimizer inside all guards and accumulations ran.
 
@@ -105,7 +107,7 @@ def has_updated(state: Any) -> Array:
         >>> steps
         2
     """
-    check_no_transformation("has_updated", state)
+    check_no_transformation(state)
     stepped = _stepped(plain_arrays(state))
     return jnp.array(True) if stepped is None else stepped
 

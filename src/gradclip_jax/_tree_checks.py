@@ -7,17 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._checks import check_no_state, describe, dtype_of, error_message, is_float0, leaf_path, listed
+from ._checks import check_no_state, describe, dtype_of, is_float0, leaf_path, listed
+from ._errors import ArgumentTypeError, type_error
 from ._mesh import sharding_with, unreduced_axes
 from ._types import Tree
 
 
 def check_inexact(
-    function: str, argument: str, tree: Tree, *, real: bool = False, unreduced: bool = False
+    argument: str, tree: Tree, *, real: bool = False, unreduced: bool = False
 ) -> None:
     """Refuses leaves not floating, complex (unless `real`) or float0, or unreduced ones."""
     if argument == "updates":
-        check_no_state(function, tree)
+        check_no_state(tree)
     kind, rule = (jnp.floating, "floating") if real else (jnp.inexact, "floating or complex")
     leaves = jax.tree.leaves_with_path(tree)
     bad = [
@@ -26,9 +27,9 @@ def check_inexact(
         if not is_float0(leaf) and not jnp.issubdtype(dtype_of(leaf), kind)
     ]
     if bad:
-        raise TypeError(
-            f"{function}: every leaf of `{argument}` must be {rule}, got {listed(bad)}. "
-            "Leave such leaves out with `optax.masked`."
+        raise ArgumentTypeError(
+            f"every leaf of `{argument}` must be {rule}, got {listed(bad)}. "
+            "Exclude such leaves with `optax.masked`."
         )
     for path, leaf in () if unreduced else leaves:
         axes = () if is_float0(leaf) else sorted(unreduced_axes(leaf))
@@ -40,10 +41,10 @@ def check_inexact(
                 f"Sum it over devices first, `jax.sharding.reshard(leaf, {spec})`, or do this "
                 "inside `accumulate_gradients`, which sums once a window."
             )
-            raise TypeError(error_message(function, argument, "reduced", got, hint))
+            raise type_error(argument, "reduced", got, hint)
 
 
-def check_same_structure(function: str, argument: str, tree: Tree, like: str, other: Tree) -> None:
+def check_same_structure(argument: str, tree: Tree, like: str, other: Tree) -> None:
     """Refuses two trees whose paths or shapes differ, and names the first that does.
 
     The gradient of an integer, float0, carries nothing and may have any shape.
@@ -53,7 +54,7 @@ def check_same_structure(function: str, argument: str, tree: Tree, like: str, ot
     if not is_alike or any(_has_other_shape(x, y) for x, y in leaves):
         got = _first_difference(argument, tree, like, other)
         hint = f"Pass `{argument}` with the structure of `{like}`."
-        raise TypeError(error_message(function, argument, f"a tree like `{like}`", got, hint))
+        raise type_error(argument, f"a tree like `{like}`", got, hint)
 
 
 def _has_other_shape(leaf: Any, other: Any) -> bool:
@@ -88,7 +89,7 @@ def children_of(node: Tree) -> tuple[list[tuple[Any, Any]], Any]:
 
 
 def broadcast_prefix(
-    function: str, argument: str, prefix: Tree, like: str, tree: Tree, is_leaf: Any = None
+    argument: str, prefix: Tree, like: str, tree: Tree, is_leaf: Any = None
 ) -> list[Any]:
     """One entry of `prefix` for each leaf of `tree`, in the order of its leaves."""
     entries, structure = jax.tree.flatten(prefix, is_leaf)
@@ -106,6 +107,6 @@ def broadcast_prefix(
         for place, _ in reversed(leaves):
             if not any(place[: len(path)] == path for path, _ in given):
                 got = f"no entry for {leaf_path(like, place)}"
-        raise TypeError(error_message(function, argument, rule, got, hint)) from None
+        raise type_error(argument, rule, got, hint) from None
     pairs = zip(entries, subtrees, strict=True)
     return [entry for entry, subtree in pairs for _ in jax.tree.leaves(subtree)]

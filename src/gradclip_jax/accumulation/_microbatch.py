@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from .._checks import check_callable, check_choice, check_count, check_transformation
+from .._errors import public
 from .._mesh import is_unreduced, max_over, sum_over, vary, varying_axes
 from .._types import FLOAT32, Tree
-from ._outputs import AUX_REDUCTIONS, NAME, Outputs, aux_reductions, output_reductions, whole_batch
+from ._outputs import AUX_REDUCTIONS, Outputs, aux_reductions, output_reductions, whole_batch
 from ._reduction import DTYPE, REDUCTION, as_weight, is_summed, map_reduced
 from ._split import Split, check_real, counted_from_zero, in_one_form, micro_arguments, positions
 
 
+@public
 def microbatched_value_and_grad(
     fun: Callable[..., Any],
     num_microbatches: int,
@@ -97,23 +99,23 @@ def microbatched_value_and_grad(
         >>> float(value), float(grad)
         (7.5, 15.0)
     """
-    check_callable(NAME, "fun", fun, "Pass the loss function.")
-    check_count(NAME, "num_microbatches", num_microbatches, "Pass 1 not to split.")
-    check_real(NAME, num_real_microbatches, num_microbatches)
-    DTYPE.check_given(NAME, accumulator_dtype)
-    REDUCTION.check_given(NAME, reduction)
+    check_callable("fun", fun, "Pass the loss function.")
+    check_count("num_microbatches", num_microbatches, "Pass 1 not to split.")
+    check_real(num_real_microbatches, num_microbatches)
+    DTYPE.check_given(accumulator_dtype)
+    REDUCTION.check_given(reduction)
     for word in jax.tree.leaves(aux_reduction):
-        check_choice(NAME, "aux_reduction", word, AUX_REDUCTIONS)
+        check_choice("aux_reduction", word, AUX_REDUCTIONS)
     if microbatch_transform is not None and not callable(microbatch_transform):
-        check_transformation(NAME, "microbatch_transform", microbatch_transform)
+        check_transformation("microbatch_transform", microbatch_transform)
     groups = map(positions, (batch_argnums, rng_argnums, argnums))
     given = Split(int(num_microbatches), *groups, takes_one=isinstance(argnums, int))
-    one_form = in_one_form(NAME, fun, has_weight, has_aux)
+    one_form = in_one_form(fun, has_weight, has_aux)
     value_and_grad = jax.value_and_grad(one_form, argnums, has_aux=True)
     transform = functools.partial(_transformed, microbatch_transform, drop_nonfinite=drop_nonfinite)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        split = counted_from_zero(NAME, given, args)
+        split = counted_from_zero(given, args)
         by, parts = split.differentiated_of(args), split.parts
 
         def micro_batch(args: Sequence[Any], index: Any, *, holds_weight: bool = False) -> Outputs:
@@ -127,8 +129,8 @@ def microbatched_value_and_grad(
             # Closed over, not passed: an argument may be anything, such as a flag or a model.
             return jax.eval_shape(lambda: one_form(*args, **kwargs))[1][1]
 
-        names = REDUCTION.of_leaves(NAME, reduction, "updates", by)
-        dtypes = DTYPE.of_leaves(NAME, accumulator_dtype, "updates", by)
+        names = REDUCTION.of_leaves(reduction, "updates", by)
+        dtypes = DTYPE.of_leaves(accumulator_dtype, "updates", by)
         sums_once = microbatch_transform is None and not drop_nonfinite
         of_batch = jax.tree.leaves([args[i] for i in split.batches]) if sums_once else []
         axes = frozenset[str]().union(*map(varying_axes, of_batch))
@@ -172,7 +174,7 @@ def _weighted(one_form: Callable[..., Any], split: Split, args: Sequence[Any]) -
         return one_form(*chosen)
 
     value, pull_back, (weight, aux) = jax.vjp(form, split.differentiated_of(args), has_aux=True)
-    factor = jnp.asarray(as_weight(NAME, weight)).astype(value.dtype)
+    factor = jnp.asarray(as_weight(weight)).astype(value.dtype)
     (grads,) = pull_back(factor)
     return Outputs(value * factor, grads, aux, weight)
 

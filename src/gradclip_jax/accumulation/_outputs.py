@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._checks import describe, error_message, leaf_path
+from .._checks import describe, leaf_path
 from .._devices import summand
+from .._errors import type_error, value_error
 from .._mesh import unreduced_axes, vary, varying_axes, zeros_of_type
 from .._tree_checks import broadcast_prefix
 from .._types import FLOAT32, Array, Scalar, Tree
@@ -149,7 +150,7 @@ def whole_batch(
         def add(carry: Any) -> Any:
             totals, total_weight = carry
             outputs = micro_batch(index)
-            weight = as_weight(NAME, outputs.weight)
+            weight = as_weight(outputs.weight)
             is_added = total_weight >= 0 if weight is None else weight != 0
 
             def kept(x: Any) -> Any:
@@ -180,9 +181,7 @@ def aux_reductions(
     leaves = jax.tree.leaves_with_path(aux)
     if parts == 1:
         return ["last"] * len(leaves)
-    given = broadcast_prefix(
-        NAME, "aux_reduction", reduction, "aux", aux, is_leaf=lambda x: x is None
-    )
+    given = broadcast_prefix("aux_reduction", reduction, "aux", aux, is_leaf=lambda x: x is None)
     whole = jax.tree.leaves(whole_aux()) if None in given else [None] * len(leaves)
 
     names: list[str] = []
@@ -191,7 +190,7 @@ def aux_reductions(
         has_dtype = any(jnp.issubdtype(leaf.dtype, x) for x in _DTYPES.get(name, (leaf.dtype,)))
         if not has_dtype or (name == "concatenate" and not leaf.shape):
             rule, got = f"a reduction that {describe(leaf)} has", f"{name!r} for {place}"
-            raise TypeError(error_message(NAME, "aux_reduction", rule, got, _HINT))
+            raise type_error("aux_reduction", rule, got, _HINT)
         names.append(name or _default_for(parts, leaf, full, place))
     return names
 
@@ -203,4 +202,4 @@ def _default_for(parts: int, micro: Any, whole: Any, place: str) -> str:
         return "mean"
     rule = "said for what neither grows along its first axis nor is a floating scalar"
     got = f"{describe(micro)} for a micro-batch and {describe(whole)} for the batch at {place}"
-    raise ValueError(error_message(NAME, "aux_reduction", rule, got, _HINT))
+    raise value_error("aux_reduction", rule, got, _HINT)

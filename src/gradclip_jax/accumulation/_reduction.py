@@ -19,7 +19,6 @@ from .._checks import (
     check_choice,
     check_dtype,
     describe,
-    error_message,
     is_float0,
     is_function,
     is_scalar,
@@ -27,6 +26,7 @@ from .._checks import (
     leaf_path,
 )
 from .._devices import where_written
+from .._errors import type_error, value_error
 from .._mesh import (
     factor_for,
     is_unreduced,
@@ -72,27 +72,27 @@ class _Choice(NamedTuple):
 
     Attributes:
         argument: its name.
-        check: `(function, argument, value)`, refuses what is no such value.
+        check: `(argument, value)`, refuses what is no such value.
     """
 
     argument: str
-    check: Callable[[str, str, Any], None]
+    check: Callable[[str, Any], None]
 
-    def check_given(self, function: str, given: Any) -> None:
+    def check_given(self, given: Any) -> None:
         """Refuses a bad value; what a function returns is checked when traced."""
         entries = [] if is_function(given) else jax.tree.leaves_with_path(given)
         for path, value in entries if given is not None else [((), None)]:
-            self.check(function, leaf_path(self.argument, path), value)
+            self.check(leaf_path(self.argument, path), value)
 
-    def of_leaves(self, function: str, given: Any, like: str, tree: Tree) -> list[Any]:
+    def of_leaves(self, given: Any, like: str, tree: Tree) -> list[Any]:
         """The value of each leaf of a tree."""
         if not is_function(given):
-            return broadcast_prefix(function, self.argument, given, like, tree)
+            return broadcast_prefix(self.argument, given, like, tree)
         values: list[Any] = []
         for path, _ in jax.tree.leaves_with_path(tree):
             values.append(given(jax.tree_util.keystr(path, simple=True, separator="/")))
             place = leaf_path(f"{self.argument} of {like}", path)
-            self.check(function, place, values[-1])
+            self.check(place, values[-1])
         return values
 
 
@@ -119,17 +119,17 @@ def accumulator_dtype(kind: Any, dtype: Any) -> Any:
     return wide_dtype(kind, dtype) if jnp.issubdtype(kind, jnp.complexfloating) else dtype
 
 
-def as_weight(function: str, weight: Any) -> Any:
+def as_weight(weight: Any) -> Any:
     """The weight of a micro-batch as float32[], on the host if it is there."""
     if weight is None:
         return None
     rule, hint = "a real scalar >= 0", "Pass the number of examples or tokens in the micro-batch."
     if not is_scalar(weight, jnp.floating, jnp.integer, jnp.bool_):
-        raise TypeError(error_message(function, "weight", rule, describe(weight), hint))
+        raise type_error("weight", rule, describe(weight), hint)
     is_array = isinstance(weight, jax.Array)
     value = weight.astype(jnp.float32) if is_array else np.float32(weight)
     if not is_traced(value) and float(value) < 0:
-        raise ValueError(error_message(function, "weight", rule, repr(weight), hint))
+        raise value_error("weight", rule, repr(weight), hint)
     return value
 
 
@@ -177,7 +177,7 @@ def params_of(params: Tree) -> Tree:
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
-def accumulator_like(function: str, params: Tree, dtype: Any) -> Tree:
+def accumulator_like(params: Tree, dtype: Any) -> Tree:
     """Zeros to add gradients up in, of the dtype that `accumulator_dtype` says for each leaf.
 
     An integer parameter, whose gradient is float0, gets an idle scalar. Where gradients stay
@@ -193,12 +193,12 @@ def accumulator_like(function: str, params: Tree, dtype: Any) -> Tree:
             return jnp.zeros_like(param, kind)
         return lax.full(param.shape, 0, kind, sharding=sharding_with(param, unreduced=axes))
 
-    return map_reduced(zeros, DTYPE.of_leaves(function, dtype, "params", params), params)
+    return map_reduced(zeros, DTYPE.of_leaves(dtype, "params", params), params)
 
 
-def check_matches_accumulator(function: str, updates: Tree, acc: Tree) -> None:
+def check_matches_accumulator(updates: Tree, acc: Tree) -> None:
     """Refuses gradients unlike what they are added to; a float0 leaf may have its own shape."""
-    check_same_structure(function, "updates", updates, "params", acc)
+    check_same_structure("updates", updates, "params", acc)
     given = jax.tree.leaves_with_path(updates)
     for (path, grad), total in zip(given, jax.tree.leaves(acc), strict=True):
         if is_float0(grad):
@@ -208,13 +208,13 @@ def check_matches_accumulator(function: str, updates: Tree, acc: Tree) -> None:
             rule = f"unreduced over {ours}, as the parameters that `init` was given say"
             got = f"a leaf unreduced over {theirs} at {leaf_path('updates', path)}"
             hint = "Give `init` the parameters with the `reduced` axes that the loss sees."
-            raise TypeError(error_message(function, "updates", rule, got, hint))
+            raise type_error("updates", rule, got, hint)
         ours, theirs = map(memory_of, (total, grad))
         if ours != theirs:
             rule = f"in the memory of the accumulator, {ours}"
             got = f"a leaf in {theirs} at {leaf_path('updates', path)}"
             hint = "Move one of them inside the step with `jax.device_put`: docs/sharding.md."
-            raise TypeError(error_message(function, "updates", rule, got, hint))
+            raise type_error("updates", rule, got, hint)
 
 
 class MicroBatch(NamedTuple):

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import check_count, describe, error_message, is_traced, leaf_path
+from .._checks import check_count, describe, is_traced, leaf_path
+from .._errors import type_error, value_error
 from .._run_if import run_if
 from .._types import Array, Tree
 
@@ -41,14 +42,14 @@ def positions(argnums: int | Sequence[int]) -> tuple[int, ...]:
     return (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
 
-def counted_from_zero(function: str, split: Split, args: Sequence[Any]) -> Split:
+def counted_from_zero(split: Split, args: Sequence[Any]) -> Split:
     """The same positions, none negative; refuses arguments that cannot be split so."""
     groups = (split.batches, split.keys, split.differentiated)
     needed = max((i if i >= 0 else -i - 1 for group in groups for i in group), default=-1) + 1
     if len(args) < needed:
         hint = "What is split or differentiated by cannot be passed by name."
         rule = f"at least {needed} positional arguments"
-        raise TypeError(error_message(function, "args", rule, f"{len(args)}", hint))
+        raise type_error("args", rule, f"{len(args)}", hint)
     batches, keys, differentiated = (tuple(i % len(args) for i in group) for group in groups)
     for i in batches:
         for path, x in jax.tree.leaves_with_path(args[i]):
@@ -56,13 +57,11 @@ def counted_from_zero(function: str, split: Split, args: Sequence[Any]) -> Split
                 rule = f"split evenly by num_microbatches={split.parts} along its first axis"
                 got = f"{describe(x)} at {leaf_path(f'args[{i}]', path)}"
                 hint = "Change one of the two, or pad the batch with examples of weight 0."
-                raise ValueError(error_message(function, "batch", rule, got, hint))
+                raise value_error("batch", rule, got, hint)
     return split._replace(batches=batches, keys=keys, differentiated=differentiated)
 
 
-def in_one_form(
-    function: str, fun: Callable[..., Any], has_weight: bool, has_aux: bool
-) -> Callable[..., Any]:
+def in_one_form(fun: Callable[..., Any], has_weight: bool, has_aux: bool) -> Callable[..., Any]:
     """The function with `(value, (weight, aux))` as its result, None where it returns none."""
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
@@ -72,13 +71,13 @@ def in_one_form(
             if not (isinstance(value, tuple) and len(value) == 2):
                 rule = "a function that returns a pair, with `has_weight` or `has_aux`"
                 hint = "Return `(value, weight)`, `(value, aux)` or `(value, (weight, aux))`."
-                raise TypeError(error_message(function, "fun", rule, type(value).__name__, hint))
+                raise type_error("fun", rule, type(value).__name__, hint)
             value, rest = value
         if jax.tree.structure(value) != jax.tree.structure(0) or np.ndim(value):
             rule = "a function that returns a scalar value"
             got = describe(value) if hasattr(value, "dtype") else type(value).__name__
             hint = "Take the mean of a vector; pass `has_aux` or `has_weight` if it returns a pair."
-            raise TypeError(error_message(function, "fun", rule, got, hint))
+            raise type_error("fun", rule, got, hint)
         if not (has_weight and has_aux):
             rest = (rest, None) if has_weight else (None, rest)
         return value, rest
@@ -96,15 +95,15 @@ def micro_arguments(args: Sequence[Any], split: Split, index: Array) -> list[Any
     return chosen
 
 
-def check_real(function: str, real: Any, parts: Any) -> None:
+def check_real(real: Any, parts: Any) -> None:
     """Refuses what is no number of micro-batches from 0 to `parts`; traced integers pass."""
     name, hint = "num_real_microbatches", "Pass None if all are real."
     if real is None:
         return
-    check_count(function, name, real, hint, low=0)
+    check_count(name, real, hint, low=0)
     if not is_traced(real) and int(real) > int(parts):
         rule = f"an integer from 0 to num_microbatches={parts}"
-        raise ValueError(error_message(function, name, rule, int(real), hint))
+        raise value_error(name, rule, int(real), hint)
 
 
 def run_if_real(real: Any, index: Array, step: Callable[[Tree], Tree], carry: Tree) -> Tree:

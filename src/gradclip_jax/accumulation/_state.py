@@ -11,10 +11,10 @@ import optax
 from .._checks import (
     check_transformation,
     describe,
-    error_message,
     is_scalar,
     is_traced,
 )
+from .._errors import public, type_error, value_error
 from .._gate import Flag, flag_and, flag_not, flag_or
 from .._mesh import is_unreduced, unreduced_axes, zeros_of_type
 from .._run_if import run_if, trace
@@ -73,24 +73,24 @@ class Call(NamedTuple):
 
 
 def read_call(
-    function: str, extra_args: dict[str, Any], accepted: Flag, *, always_emit: bool
+    extra_args: dict[str, Any], accepted: Flag, *, always_emit: bool
 ) -> tuple[Call, dict[str, Any]]:
     """The arguments that are ours, and all others."""
     others = dict(extra_args)
-    weight = as_weight(function, others.pop("weight", None))
+    weight = as_weight(others.pop("weight", None))
     if accepted is True and isinstance(weight, np.generic) and not np.isfinite(weight):
         rule, hint = "finite", "A guard around this would leave the micro-batch out."
-        raise ValueError(error_message(function, "weight", rule, f"{weight}", hint))
+        raise value_error("weight", rule, f"{weight}", hint)
     flush, emit = others.pop("flush", None), others.pop("emit", None)
     if emit is not None and not isinstance(emit, (bool, np.bool_)):
         rule, hint = "a Python bool", "Make it static under jit, or leave it out to count."
-        raise TypeError(error_message(function, "emit", rule, describe(emit), hint))
+        raise type_error("emit", rule, describe(emit), hint)
     if emit is not None and flush is not None:
         hint = "The window closes where `emit` says so."
-        raise TypeError(error_message(function, "flush", "left out beside `emit`", flush, hint))
+        raise type_error("flush", "left out beside `emit`", flush, hint)
     if flush is not None and not is_scalar(flush, jnp.bool_):
         rule, hint = "a bool scalar", "Pass whether the window closes now."
-        raise TypeError(error_message(function, "flush", rule, describe(flush), hint))
+        raise type_error("flush", rule, describe(flush), hint)
     is_known = flush is None or isinstance(flush, (bool, np.bool_))
     flush = bool(flush) if is_known else jnp.asarray(flush)
     emit = always_emit or None if emit is None else bool(emit)
@@ -165,6 +165,7 @@ class AccumulationStats(NamedTuple):
     effective_batch_multiplier: Any
 
 
+@public
 def flush(
     tx: optax.GradientTransformation, state: Any, params: Tree, **extra_args: Any
 ) -> tuple[Tree, Any]:
@@ -194,9 +195,9 @@ def flush(
         >>> updates.tolist()
         [-3.0]
     """
-    check_transformation("flush", "tx", tx)
+    check_transformation("tx", tx)
     arrays, params = plain_arrays(state), plain_arrays(params)
-    windows = _accumulations("flush", arrays)
+    windows = _accumulations(arrays)
     is_open = jnp.stack([x.mini_step > 0 for x in windows]).any()
     nothing = _zero_gradient(params_of(params), windows[0].acc_grads)
     update = optax.with_extra_args_support(tx).update
@@ -219,6 +220,7 @@ def _zero_gradient(params: Tree, acc: Tree) -> Tree:
     return jax.tree.map(zero, params, acc if is_unreduced(acc) else params)
 
 
+@public
 def accumulated_gradients(
     state: Any, *, reduction: str | Tree | Callable[[str], str] = "mean"
 ) -> Tree:
@@ -244,21 +246,21 @@ def accumulated_gradients(
         >>> gcx.accumulated_gradients(state).tolist()
         [3.0]
     """
-    name = "accumulated_gradients"
-    open_window = _accumulations(name, state)[0]
+    open_window = _accumulations(state)[0]
     count, total_weight = plain_arrays((open_window.mini_step, open_window.total_weight))
     empty = (count == 0) | ~(total_weight > 0)
     if not is_traced(empty) and bool(empty):
         hint = "Call `update` with a micro-batch first."
         rule = "a state with an open window"
-        raise ValueError(error_message(name, "state", rule, "an empty one", hint))
+        raise value_error("state", rule, "an empty one", hint)
     acc = plain_arrays(open_window.acc_grads)
-    window = MicroBatch(acc, REDUCTION.of_leaves(name, reduction, "updates", acc))
+    window = MicroBatch(acc, REDUCTION.of_leaves(reduction, "updates", acc))
     mean = window_gradient(acc, window, jnp.where(empty, 1, total_weight))
     mean = jax.tree.map(lambda x: jnp.where(empty, jnp.zeros_like(x), x), mean)
     return with_structure_of(open_window.acc_grads, mean)
 
 
+@public
 def reset_accumulation(state: Any) -> Any:
     """Discards the open window; the inner optimizer is not stepped.
 
@@ -280,7 +282,7 @@ def reset_accumulation(state: Any) -> Any:
         >>> gcx.accumulated_gradients(state).tolist()
         [5.0]
     """
-    _accumulations("reset_accumulation", state)
+    _accumulations(state)
     return discard_windows(state, True)
 
 
@@ -296,6 +298,7 @@ def discard_windows(state: Any, where: Any) -> Any:
     return replace_states(state, AccumulationState, discard)
 
 
+@public
 def accumulation_stats(state: Any) -> AccumulationStats:
     """Counts micro-batches, updates and parameters.
 
@@ -316,7 +319,7 @@ def accumulation_stats(state: Any) -> AccumulationStats:
         >>> stats.total_micro_batches, stats.accumulation_steps, stats.total_param_elements
         (0, 8, 6)
     """
-    first = plain_arrays(_accumulations("accumulation_stats", state)[0])
+    first = plain_arrays(_accumulations(state)[0])
     counts = (first.micro_batch_count, first.gradient_step, first.accumulation_steps)
     micro, updates, steps = (x if is_traced(x) or x.ndim else int(x) for x in counts)
     leaves = jax.tree.leaves(first.acc_grads)
@@ -331,10 +334,10 @@ def accumulation_stats(state: Any) -> AccumulationStats:
     )
 
 
-def _accumulations(function: str, state: Any) -> list[AccumulationState]:
+def _accumulations(state: Any) -> list[AccumulationState]:
     windows = find_states(state, AccumulationState)
     if not windows:
         hint = "Pass the state that `accumulate_gradients(...).init(params)` made."
         rule = "a state of `accumulate_gradients`, or one around it"
-        raise TypeError(error_message(function, "state", rule, type(state).__name__, hint))
+        raise type_error("state", rule, type(state).__name__, hint)
     return [accumulation for _, accumulation in windows]

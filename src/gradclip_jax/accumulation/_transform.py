@@ -14,8 +14,8 @@ from .._checks import (
     check_decays,
     check_number,
     check_transformation,
-    error_message,
 )
+from .._errors import public, type_error
 from .._execute import gated
 from .._gate import Accumulation, Flag, Judged, Window
 from .._mesh import is_unreduced, without_reduced_axes
@@ -39,9 +39,8 @@ from ._reduction import (
 )
 from ._state import AccumulationState, advance_window, read_call
 
-_NAME = "accumulate_gradients"
 
-
+@public
 def accumulate_gradients(
     inner: optax.GradientTransformation,
     every: int | Callable[[Any], Any],
@@ -114,14 +113,14 @@ def accumulate_gradients(
         >>> held.tolist(), emitted.tolist(), bool(gcx.has_updated(state))
         ([0.0], [-5.0], True)
     """
-    check_transformation(_NAME, "inner", inner)
+    check_transformation("inner", inner)
     if not callable(every):
-        check_count(_NAME, "every", every, "Pass 1 to run the inner optimizer at every step.")
-    REDUCTION.check_given(_NAME, reduction)
-    DTYPE.check_given(_NAME, accumulator_dtype)
-    check_choice(_NAME, "rounding", rounding, ("nearest", "stochastic"))
+        check_count("every", every, "Pass 1 to run the inner optimizer at every step.")
+    REDUCTION.check_given(reduction)
+    DTYPE.check_given(accumulator_dtype)
+    check_choice("rounding", rounding, ("nearest", "stochastic"))
     if noise_scale_decay is not None:
-        check_decays(_NAME, noise_scale_decay=noise_scale_decay)
+        check_decays(noise_scale_decay=noise_scale_decay)
     # Static: a traced one must work with the state that a longer window has.
     is_one = isinstance(every, (int, np.integer)) and every == 1
 
@@ -130,7 +129,7 @@ def accumulate_gradients(
         if not callable(every):
             return jnp.asarray(every).astype(jnp.int32)
         length, hint = every(gradient_step), "Return the micro-batches in the next window."
-        check_number(_NAME, "every(gradient_step)", length, hint, low=1, closed=True)
+        check_number("every(gradient_step)", length, hint, low=1, closed=True)
         return jnp.maximum(jnp.asarray(length).astype(jnp.int32), 1)
 
     def init(params: Tree) -> AccumulationState:
@@ -139,8 +138,8 @@ def accumulate_gradients(
         inner_state = inner.init(without_reduced_axes(params))
         if find_states(inner_state, (AccumulationState, optax.MultiStepsState)):
             rule, hint = "without an accumulation in it", "Multiply the two lengths: `every=a * b`."
-            raise TypeError(error_message(_NAME, "inner", rule, "one that accumulates", hint))
-        acc = () if is_one else accumulator_like(_NAME, params_of(params), accumulator_dtype)
+            raise type_error("inner", rule, "one that accumulates", hint)
+        acc = () if is_one else accumulator_like(params_of(params), accumulator_dtype)
         counts = ("mini_step", "gradient_step", "micro_batch_count", "emitted")
         return AccumulationState(
             # Not weakly typed, as what comes out of a step is not: one trace for all steps.
@@ -160,12 +159,12 @@ def accumulate_gradients(
         # Without a buffer every call closes a window.
         keeps_sum = not is_one or bool(jax.tree.leaves(state.acc_grads))
         if keeps_sum:
-            check_matches_accumulator(_NAME, updates, state.acc_grads)
+            check_matches_accumulator(updates, state.acc_grads)
         elif params is not None:
-            check_same_structure(_NAME, "updates", updates, "params", params_of(params))
-        call, others = read_call(_NAME, extra_args, accepted, always_emit=not keeps_sum)
+            check_same_structure("updates", updates, "params", params_of(params))
+        call, others = read_call(extra_args, accepted, always_emit=not keeps_sum)
         step, advanced = advance_window(state, length_of(state.gradient_step), call, accepted)
-        reductions = REDUCTION.of_leaves(_NAME, reduction, "updates", updates)
+        reductions = REDUCTION.of_leaves(reduction, "updates", updates)
         if is_unreduced(updates):
             _check_unreduced(reductions, rounding, noise_scale_decay)
         key = None
@@ -207,7 +206,7 @@ def accumulate_gradients(
         acc, inner_state = state.acc_grads, state.inner_opt_state
         return Window(step.emits, acc, read, inner_state, others, next_state)
 
-    return gated(Accumulation(_NAME, AccumulationState, open_window), inner, init)
+    return gated(Accumulation(AccumulationState, open_window), inner, init)
 
 
 def _check_unreduced(reductions: list[str], rounding: str, noise_scale_decay: Any) -> None:
@@ -220,4 +219,4 @@ def _check_unreduced(reductions: list[str], rounding: str, noise_scale_decay: An
         if is_given:
             rule = "left out where gradients are unreduced over a mesh axis"
             hint = "Sum them over devices first, or give `init` parameters without `reduced`."
-            raise TypeError(error_message(_NAME, argument, rule, value, hint))
+            raise type_error(argument, rule, value, hint)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .._checks import check_count, check_decays, check_length, check_number
+from .._errors import public
 from .._states import increment_where
 from .._types import UNBOUNDED, Array, Count, Number
 from ..clipping._threshold import Rule
@@ -28,6 +29,7 @@ class EmaState(NamedTuple):
     average: Array
 
 
+@public
 def ema(
     factor: Number = 1.05,
     decay: Number = 0.98,
@@ -65,11 +67,10 @@ def ema(
     References:
         Wang et al., 2025, arXiv 2502.11034.
     """
-    name = "ema"
-    check_number(name, "factor", factor, "The paper uses 1.05.")
-    check_decays(name, decay=decay)
-    check_count(name, "warmup_steps", warmup_steps, "The paper uses 100.")
-    check_number(name, "warmup_max", warmup_max, "Pass inf not to clip during the warm-up.")
+    check_number("factor", factor, "The paper uses 1.05.")
+    check_decays(decay=decay)
+    check_count("warmup_steps", warmup_steps, "The paper uses 100.")
+    check_number("warmup_max", warmup_max, "Pass inf not to clip during the warm-up.")
 
     def init(norm: Array) -> EmaState:
         return EmaState(jnp.zeros(norm.shape, jnp.int32), jnp.zeros_like(norm))
@@ -105,6 +106,7 @@ class ZscoreState(NamedTuple):
     outlier_streak: Array
 
 
+@public
 def zscore(
     z_threshold: Number = 2.5,
     decay: Number = 0.97,
@@ -148,11 +150,10 @@ def zscore(
     References:
         Kumar, Owen, Chowdhury and Guera, 2025, arXiv 2504.02507.
     """
-    name = "zscore"
-    check_number(name, "z_threshold", z_threshold, "The paper uses 2.5.")
-    check_decays(name, decay=decay)
-    check_count(name, "warmup_steps", warmup_steps, "The paper uses 25.")
-    check_count(name, "relearn_after", relearn_after, "A new level counts as spikes this long.")
+    check_number("z_threshold", z_threshold, "The paper uses 2.5.")
+    check_decays(decay=decay)
+    check_count("warmup_steps", warmup_steps, "The paper uses 25.")
+    check_count("relearn_after", relearn_after, "A new level counts as spikes this long.")
 
     def init(norm: Array) -> ZscoreState:
         count, zeros = jnp.zeros(norm.shape, jnp.int32), jnp.zeros_like(norm)
@@ -185,6 +186,7 @@ def zscore(
     return Rule(init, update, allow_negative=allow_negative)
 
 
+@public
 def quantile(target: Number = 0.5, rate: Number = 0.2, initial: Number = 1.0) -> Rule:
     """A threshold C that moves geometrically towards the `target` quantile of the norms.
 
@@ -209,10 +211,9 @@ def quantile(target: Number = 0.5, rate: Number = 0.2, initial: Number = 1.0) ->
     References:
         Andrew, Thakkar, McMahan and Ramaswamy, 2021 (first 2019), arXiv 1905.03871.
     """
-    name = "quantile"
-    check_number(name, "target", target, "0.5 aims at the median.", high=1.0, closed=True)
-    check_number(name, "rate", rate, "The paper uses 0.2.")
-    check_number(name, "initial", initial, "The paper uses 0.1.")
+    check_number("target", target, "0.5 aims at the median.", high=1.0, closed=True)
+    check_number("rate", rate, "The paper uses 0.2.")
+    check_number("initial", initial, "The paper uses 0.1.")
 
     def update(norm: Array, threshold: Array, param_norm: Any) -> tuple[Array, Array]:
         below = (norm <= threshold).astype(jnp.float32)
@@ -247,6 +248,7 @@ def record(state: WindowState, value: Array, *, allow_negative: bool) -> WindowS
     return next_state if allow_negative else where_nonzero(value, next_state, state)
 
 
+@public
 def percentile(
     percentile: Number = 10.0, window: Count = 1000, *, allow_negative: bool = False
 ) -> Rule:
@@ -277,9 +279,8 @@ def percentile(
     References:
         Seetharaman, Wichern, Pardo and Le Roux, 2020, arXiv 2007.14469.
     """
-    name = "percentile"
-    check_number(name, "percentile", percentile, "The paper uses 10.", high=100.0, closed=True)
-    check_length(name, "window", window)
+    check_number("percentile", percentile, "The paper uses 10.", high=100.0, closed=True)
+    check_length("window", window)
 
     def update(norm: Array, state: WindowState, param_norm: Any) -> tuple[Array, WindowState]:
         state = record(state, norm, allow_negative=allow_negative)
@@ -299,6 +300,7 @@ def percentile(
     )
 
 
+@public
 def mean_std(
     z_threshold: Number = 6.0,
     window: Count = 128,
@@ -336,11 +338,10 @@ def mean_std(
         >>> updates.tolist()  # 2 + 2 * 1
         [4.0]
     """
-    name = "mean_std"
-    check_number(name, "z_threshold", z_threshold, "Both projects use 6.")
-    check_length(name, "window", window)
-    check_count(name, "warmup_steps", warmup_steps, "levanter uses half the window.")
-    check_count(name, "ddof", ddof, "Pass 0 or 1.", low=0)
+    check_number("z_threshold", z_threshold, "Both projects use 6.")
+    check_length("window", window)
+    check_count("warmup_steps", warmup_steps, "levanter uses half the window.")
+    check_count("ddof", ddof, "Pass 0 or 1.", low=0)
 
     def update(norm: Array, state: WindowState, param_norm: Any) -> tuple[Array, WindowState]:
         recorded = state.values < UNBOUNDED

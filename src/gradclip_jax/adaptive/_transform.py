@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from .._checks import check_axis, check_count, check_number
+from .._errors import public
 from .._types import UNBOUNDED, Array, AxisName, Count, Number
 from ..clipping._clip import norm_clip
 from ..clipping._formula import scale_factor
@@ -21,6 +22,7 @@ from ._rules import percentile as percentile_rule
 Nonfinite: TypeAlias = Literal["propagate", "zero"]
 
 
+@public
 def adaptive_grad_clip(
     clipping: Number = 0.01,
     eps: Number = 1e-3,
@@ -63,17 +65,16 @@ def adaptive_grad_clip(
     References:
         Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171.
     """
-    name = "adaptive_grad_clip"
-    check_number(name, "clipping", clipping, "The paper uses 0.01 for large batches.")
-    check_number(name, "eps", eps, "The paper uses 1e-3.")
-    check_axis(name, axis)
+    check_number("clipping", clipping, "The paper uses 0.01 for large batches.")
+    check_number("eps", eps, "The paper uses 1e-3.")
+    check_axis(axis)
     rule, units = relative_to_params(clipping, eps), unit_axis(axis)
-    named = (name, "clipping")
     return norm_clip(
-        named, rule, units, axis_name=axis_name, nonfinite=nonfinite, incidents=incidents
+        "clipping", rule, units, axis_name=axis_name, nonfinite=nonfinite, incidents=incidents
     )
 
 
+@public
 def autoclip(
     percentile: Number = 10.0,
     window: Count = 1000,
@@ -114,10 +115,13 @@ def autoclip(
     References:
         Seetharaman, Wichern, Pardo and Le Roux, 2020, arXiv 2007.14469.
     """
-    named, rule = ("autoclip", "percentile"), percentile_rule(percentile, window)
-    return norm_clip(named, rule, axis_name=axis_name, nonfinite=nonfinite, incidents=incidents)
+    rule = percentile_rule(percentile, window)
+    return norm_clip(
+        "percentile", rule, axis_name=axis_name, nonfinite=nonfinite, incidents=incidents
+    )
 
 
+@public
 def zclip(
     z_threshold: Number = 2.5,
     decay: Number = 0.97,
@@ -162,13 +166,16 @@ def zclip(
     References:
         Kumar, Owen, Chowdhury and Guera, 2025, arXiv 2504.02507.
     """
-    named, rule = ("zclip", "max_norm"), zscore(z_threshold, decay, warmup_steps)
+    rule = zscore(z_threshold, decay, warmup_steps)
     if max_norm is not None:
-        check_number(*named, max_norm, "The paper uses 1; None is no bound.")
+        check_number("max_norm", max_norm, "The paper uses 1; None is no bound.")
         rule = capped(rule, max_norm)
-    return norm_clip(named, rule, axis_name=axis_name, nonfinite=nonfinite, incidents=incidents)
+    return norm_clip(
+        "max_norm", rule, axis_name=axis_name, nonfinite=nonfinite, incidents=incidents
+    )
 
 
+@public
 def adagc(
     relative: Number = 1.05,
     absolute: Number = 1.0,
@@ -217,9 +224,9 @@ def adagc(
     References:
         Wang et al., 2025, arXiv 2502.11034.
     """
-    check_number("adagc", "relative", relative, "The paper uses 1.05.")
-    check_number("adagc", "absolute", absolute, "The paper uses 1; inf is none.")
-    check_count("adagc", "warmup_steps", warmup_steps, "The paper uses 100.")
+    check_number("relative", relative, "The paper uses 1.05.")
+    check_number("absolute", absolute, "The paper uses 1; inf is none.")
+    check_count("warmup_steps", warmup_steps, "The paper uses 100.")
 
     rule = ema(relative, decay, warmup_steps, warmup_max=UNBOUNDED)
 
@@ -230,11 +237,12 @@ def adagc(
         thresholds, state = rule.update(scaled, state, None)
         return jnp.where(scaled < norms, jnp.minimum(scaled, thresholds), thresholds), state
 
-    both, units = dataclasses.replace(rule, update=update), layers("adagc", num_layer_axes)
+    both, units = dataclasses.replace(rule, update=update), layers(num_layer_axes)
     options: dict[str, Any] = {"nonfinite": nonfinite, "incidents": incidents}
-    return norm_clip(("adagc", "relative"), both, units, axis_name=axis_name, **options)
+    return norm_clip("relative", both, units, axis_name=axis_name, **options)
 
 
+@public
 def quantile_clip(
     target: Number = 0.5,
     rate: Number = 0.2,
@@ -275,5 +283,5 @@ def quantile_clip(
     References:
         Andrew, Thakkar, McMahan and Ramaswamy, 2021 (first 2019), arXiv 1905.03871.
     """
-    named, rule = ("quantile_clip", "target"), quantile(target, rate, initial)
-    return norm_clip(named, rule, axis_name=axis_name, nonfinite=nonfinite, incidents=incidents)
+    rule = quantile(target, rate, initial)
+    return norm_clip("target", rule, axis_name=axis_name, nonfinite=nonfinite, incidents=incidents)

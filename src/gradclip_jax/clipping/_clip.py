@@ -17,9 +17,9 @@ from .._checks import (
     check_number,
     check_ord,
     check_state,
-    error_message,
 )
 from .._devices import joined, shared
+from .._errors import public, type_error, value_error
 from .._mesh import max_over, replica_count, shard_axes, sum_over, varying_axes
 from .._states import register_metrics
 from .._tree_checks import check_inexact
@@ -82,6 +82,7 @@ class ClipState(NamedTuple):
     incidents: Any = None
 
 
+@public
 def clip_grad_norm(
     grads: Tree,
     max_norm: Number,
@@ -116,16 +117,15 @@ def clip_grad_norm(
         >>> float(norm), [round(x, 4) for x in clipped["w"].tolist()]
         (5.0, [0.6, 0.8])
     """
-    name = "clip_grad_norm"
-    check_number(name, "max_norm", max_norm, "Pass inf to only measure.")
-    order, axes = check_ord(name, ord), check_axis_name(name, axis_name)
-    check_inexact(name, "grads", grads)
-    check_bound(name, axes)
+    check_number("max_norm", max_norm, "Pass inf to only measure.")
+    order, axes = check_ord(ord), check_axis_name(axis_name)
+    check_inexact("grads", grads)
+    check_bound(axes)
     leaves = measured_leaves(grads)
     if norm is None:
         norm = norm_of_leaves(leaves, order, axes)
     else:
-        check_number(name, "norm", norm, "Pass the norm of `grads`.", closed=True, or_nan=True)
+        check_number("norm", norm, "Pass the norm of `grads`.", closed=True, or_nan=True)
         norm = jnp.asarray(norm).astype(norm_dtype(leaves))
     factor = scale_factor(norm, jnp.asarray(max_norm).astype(norm.dtype))
     factor = jnp.where(jnp.isfinite(norm), factor, jnp.nan)
@@ -133,7 +133,7 @@ def clip_grad_norm(
 
 
 def norm_clip(
-    named: tuple[str, str],
+    argument: str,
     threshold: Threshold,
     granularity: Literal["global", "leaf"] | Granularity = "global",
     *,
@@ -143,14 +143,13 @@ def norm_clip(
     nonfinite: str = "propagate",
     incidents: Any = None,
 ) -> optax.GradientTransformation:
-    """`clip_by_norm`, under the name of the function and the argument that errors begin with."""
-    function, argument = named
-    check_choice(function, "nonfinite", nonfinite, ("propagate", "zero"))
-    cut, factor_of = as_granularity(function, granularity), _as_factor(function, reaction)
-    order, axes = check_ord(function, ord), check_axis_name(function, axis_name)
+    """`clip_by_norm`; `argument` is the name of the threshold in error messages."""
+    check_choice("nonfinite", nonfinite, ("propagate", "zero"))
+    cut, factor_of = as_granularity(granularity), _as_factor(reaction)
+    order, axes = check_ord(ord), check_axis_name(axis_name)
     by_label = cut.is_group and isinstance(threshold, Mapping)
-    rules = as_rules(function, argument, threshold, by_label=by_label)
-    make_log = log_maker(function, incidents)
+    rules = as_rules(argument, threshold, by_label=by_label)
+    make_log = log_maker(incidents)
     clip_leaves = jax.jit(
         functools.partial(
             _clip_leaves, factor_of=factor_of, ord=order, axis_name=axes, drops=nonfinite == "zero"
@@ -159,34 +158,34 @@ def norm_clip(
     )
 
     def units_of(tree: Tree) -> Units:
-        units = cut.cut(function, tree)
-        return select_groups(function, argument, units, tuple(rules)) if by_label else units
+        units = cut.cut(tree)
+        return select_groups(argument, units, tuple(rules)) if by_label else units
 
     def init(params: Tree) -> ClipState:
         # The labels of a mapping are known before a tree is.
         units = Units((), (), len(rules), tuple(rules)) if by_label else units_of(params)
         shapes = norm_shapes(units, [] if by_label else measured_shapes(params))
-        states = init_states(assign_rules(function, argument, rules, units, params), shapes)
+        states = init_states(assign_rules(argument, rules, units, params), shapes)
         return _first_state(units, states, make_log(params))
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, ClipState]:
-        check_inexact(function, "updates", updates)
-        check_bound(function, axes)
+        check_inexact("updates", updates)
+        check_bound(axes)
         units, leaves = units_of(updates), measured_leaves(updates)
-        assigned = assign_rules(function, argument, rules, units, updates)
+        assigned = assign_rules(argument, rules, units, updates)
         states = init_states(assigned, norm_shapes(units, leaves))
         log = None
         if states or incidents is not None:
-            check_state(function, state, ClipState)
+            check_state(state, ClipState)
             if jax.tree.structure(states) != jax.tree.structure(state.rules):
                 rule, hint = f"a `ClipState` of this `{argument}`", "Call `init(params)` first."
-                raise TypeError(error_message(function, "state", rule, "that of another", hint))
+                raise type_error("state", rule, "that of another", hint)
             states, log = state.rules, state.incidents
         if states:
-            _check_sharded_alike(function, argument, units, leaves)
+            _check_sharded_alike(argument, units, leaves)
         param_leaves = None
         if any(rule.uses_params for rule, _ in assigned):
-            check_params(function, updates, params)
+            check_params(updates, params)
             param_leaves = leaves_beside(updates, params)
         clipped, state = clip_leaves(units, assigned, leaves, param_leaves, states)
         if log is not None:
@@ -269,14 +268,14 @@ def scale_leaves(
     return scaled
 
 
-def _as_factor(function: str, reaction: Any) -> Callable[[Array, Array], Array]:
+def _as_factor(reaction: Any) -> Callable[[Array, Array], Array]:
     """A reaction by name, or a user's own: from norms that are finite to factors in [0, 1]."""
     named = {"scale": scale_factor, "zero": zero_factor}
     if isinstance(reaction, str):
-        check_choice(function, "reaction", reaction, tuple(named))
+        check_choice("reaction", reaction, tuple(named))
         return named[reaction]
     hint = 'Pass "scale", "zero" or a function (norm, threshold) -> factor.'
-    check_callable(function, "reaction", reaction, hint)
+    check_callable("reaction", reaction, hint)
 
     def factor_of(norm: Array, threshold: Array) -> Array:
         factor = jnp.asarray(reaction(jnp.where(jnp.isfinite(norm), norm, 1), threshold))
@@ -285,13 +284,13 @@ def _as_factor(function: str, reaction: Any) -> Callable[[Array, Array], Array]:
     return factor_of
 
 
-def _check_sharded_alike(function: str, argument: str, units: Units, leaves: list[Array]) -> None:
+def _check_sharded_alike(argument: str, units: Units, leaves: list[Array]) -> None:
     """Refuses a vector of norms that stay on their devices, where leaves vary over other axes."""
     if units.is_local and len(set(map(varying_axes, leaves))) > 1:
         rule = "without a state where leaves are sharded along different mesh axes"
         hint = "Treat leaves that are sharded alike together, with `optax.partition`."
         got = "a rule that keeps a history"
-        raise ValueError(error_message(function, argument, rule, got, hint))
+        raise value_error(argument, rule, got, hint)
 
 
 def _summary(

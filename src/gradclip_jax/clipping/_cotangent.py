@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import axes_within, check_axis, check_choice, check_number, describe, error_message
+from .._checks import axes_within, check_axis, check_choice, check_number, describe
+from .._errors import public, type_error, value_error
 from .._types import Array, Number
 from ._formula import norm_dtype, scale_factor, scale_leaf
 from ._granularity import all_axes, units_within_leaves
 from ._norm import unit_norms
 
-_NAME = "clip_cotangent"
 
-
+@public
 def clip_cotangent(
     x: Array,
     max_norm: Number,
@@ -77,12 +77,12 @@ def clip_cotangent(
         >>> print(norms, round(float(grad), 4))  # 0.6 + 0.8 of the first, 0.3 + 0.4 of the second
         [5.  0.5] 2.1
     """
-    check_number(_NAME, "max_norm", max_norm, "Pass inf to only measure.")
-    check_choice(_NAME, "nonfinite", nonfinite, ("propagate", "zero"))
-    check_axis(_NAME, axis)
+    check_number("max_norm", max_norm, "Pass inf to only measure.")
+    check_choice("nonfinite", nonfinite, ("propagate", "zero"))
+    check_axis(axis)
     x = _as_inexact(x)
     hint = "Count the axes that one norm runs over, such as -1 for each token."
-    over = all_axes(x) if axis is None else axes_within(_NAME, axis, x, "`x`", "", hint)
+    over = all_axes(x) if axis is None else axes_within(axis, x, "`x`", "", hint)
     dtype = norm_dtype([x])
     if norm_probe is not None:
         _check_probe(norm_probe, tuple(np.delete(np.shape(x), over).tolist()), dtype)
@@ -116,7 +116,7 @@ def _as_inexact(x: Any) -> Array:
         rule, hint = "a floating or complex array", "Integers have no cotangent."
         hint = hint if is_array else "Map over the arrays of a tree with `jax.tree.map`."
         got = describe(x) if is_array else type(x).__name__
-        raise TypeError(error_message(_NAME, "x", rule, got, hint))
+        raise type_error("x", rule, got, hint)
     return jnp.asarray(x)
 
 
@@ -125,5 +125,5 @@ def _check_probe(probe: Any, shape: tuple[int, ...], dtype: Any) -> None:
     hint = f"Pass `jnp.zeros({shape}, jnp.{jnp.dtype(dtype).name})`."
     has_shape = np.shape(probe) == shape
     if not has_shape or jnp.result_type(probe) != dtype:
-        kind = TypeError if has_shape else ValueError
-        raise kind(error_message(_NAME, "norm_probe", rule, describe(probe), hint))
+        error = type_error if has_shape else value_error
+        raise error("norm_probe", rule, describe(probe), hint)

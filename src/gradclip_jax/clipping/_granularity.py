@@ -17,10 +17,10 @@ from .._checks import (
     check_count,
     check_static,
     describe,
-    error_message,
     is_float0,
     leaf_path,
 )
+from .._errors import public, value_error
 from .._mesh import replica_count, shard_axes
 from .._tree_checks import broadcast_prefix
 from .._types import Array, AxisName, Labels, Tree
@@ -152,7 +152,7 @@ def all_axes(x: Any) -> tuple[int, ...]:
     return tuple(range(np.ndim(x)))
 
 
-def select_groups(function: str, argument: str, units: Units, keys: Sequence[Any]) -> Units:
+def select_groups(argument: str, units: Units, keys: Sequence[Any]) -> Units:
     """The groups that a mapping names; other leaves are left alone.
 
     A key is a label, or a tuple of labels that become one group.
@@ -166,7 +166,7 @@ def select_groups(function: str, argument: str, units: Units, keys: Sequence[Any
     if unknown and known:
         hint = f"The labels of the tree are {', '.join(sorted(map(repr, known)))}."
         rule = "a mapping from labels of the tree to thresholds"
-        raise ValueError(error_message(function, argument, rule, repr(unknown[0]), hint))
+        raise value_error(argument, rule, repr(unknown[0]), hint)
     groups = [group_of.get(units.names[i]) for i in units.entry]
     pairs = list(zip(groups, units.axes, strict=True))
     axes = tuple(None if group is None else axes for group, axes in pairs)
@@ -178,24 +178,24 @@ class Granularity:
     """Of what norms are taken: cuts a tree into units.
 
     Attributes:
-        cut: `(function, tree) -> Units`, run when the tree is traced; `function` is the name
-            that errors begin with.
+        cut: `tree -> Units`, called when the tree is traced.
         is_group: whether units have names, which a mapping of thresholds can use.
     """
 
-    cut: Callable[[str, Tree], Units]
+    cut: Callable[[Tree], Units]
     is_group: bool = False
 
 
-def as_granularity(function: str, granularity: Any) -> Granularity:
+def as_granularity(granularity: Any) -> Granularity:
     """A granularity by name, or as it is."""
     if isinstance(granularity, Granularity):
         return granularity
-    check_choice(function, "granularity", granularity, ("global", "leaf"))
-    whole = Granularity(lambda function, tree: tree_units(measured_shapes(tree)))
-    return whole if granularity == "global" else layers(function, 0)
+    check_choice("granularity", granularity, ("global", "leaf"))
+    whole = Granularity(lambda tree: tree_units(measured_shapes(tree)))
+    return whole if granularity == "global" else layers(0)
 
 
+@public
 def group(param_labels: Labels) -> Granularity:
     """The leaves that share a label are one unit.
 
@@ -222,9 +222,9 @@ def group(param_labels: Labels) -> Granularity:
         [0.6, 0.8, 0.5]
     """
 
-    def cut(function: str, tree: Tree) -> Units:
+    def cut(tree: Tree) -> Units:
         label_tree = param_labels(tree) if callable(param_labels) else param_labels
-        labels = broadcast_prefix(function, "param_labels", label_tree, "updates", tree)
+        labels = broadcast_prefix("param_labels", label_tree, "updates", tree)
         names = tuple(dict.fromkeys(labels))
         pairs = [
             (names.index(label), all_axes(x))
@@ -237,6 +237,7 @@ def group(param_labels: Labels) -> Granularity:
     return Granularity(cut, is_group=True)
 
 
+@public
 def layer(num_layer_axes: Any = 1, *, rms: bool = False) -> Granularity:
     """Each leaf is a unit, or each layer of a leaf in which layers are stacked for `lax.scan`.
 
@@ -260,9 +261,10 @@ def layer(num_layer_axes: Any = 1, *, rms: bool = False) -> Granularity:
         >>> clip.update(grads, clip.init(grads))[0].tolist()
         [[0.0, 1.0], [0.5, 0.0]]
     """
-    return layers("layer", num_layer_axes, rms=rms)
+    return layers(num_layer_axes, rms=rms)
 
 
+@public
 def axis(axis: int | Sequence[int] | None = None) -> Granularity:
     """Each row, column or filter of a leaf is a unit.
 
@@ -285,11 +287,11 @@ def axis(axis: int | Sequence[int] | None = None) -> Granularity:
         >>> [[round(x, 4) for x in row] for row in clip.update(grads, None)[0].tolist()]
         [[0.6, 0.8], [0.5, 0.0]]
     """
-    check_axis("axis", axis)
+    check_axis(axis)
 
-    def cut(function: str, tree: Tree) -> Units:
+    def cut(tree: Tree) -> Units:
         leaves = jax.tree_util.tree_leaves_with_path(tree)
-        axes = [_unit_axes(function, path, x, axis) for path, x in leaves if is_measured(x)]
+        axes = [_unit_axes(path, x, axis) for path, x in leaves if is_measured(x)]
         units = units_within_leaves(measured_shapes(tree), axes)
         # No vector, for norms of leaves that are sharded differently vary over different devices.
         return units._replace(is_local=True, is_vector=False)
@@ -297,14 +299,14 @@ def axis(axis: int | Sequence[int] | None = None) -> Granularity:
     return Granularity(cut)
 
 
-def layers(name: str, num_layer_axes: Any, *, rms: bool = False) -> Granularity:
+def layers(num_layer_axes: Any, *, rms: bool = False) -> Granularity:
     """`layer`, under the name of the function that takes `num_layer_axes`."""
     for depth in jax.tree.leaves(num_layer_axes):
-        check_static(name, "num_layer_axes", depth)
-        check_count(name, "num_layer_axes", depth, _DEPTH, low=0)
+        check_static("num_layer_axes", depth)
+        check_count("num_layer_axes", depth, _DEPTH, low=0)
 
-    def cut(function: str, tree: Tree) -> Units:
-        depths = broadcast_prefix(function, "num_layer_axes", num_layer_axes, "updates", tree)
+    def cut(tree: Tree) -> Units:
+        depths = broadcast_prefix("num_layer_axes", num_layer_axes, "updates", tree)
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         measured = [
             (*leaf, n) for leaf, n in zip(leaves, depths, strict=True) if is_measured(leaf[1])
@@ -312,21 +314,19 @@ def layers(name: str, num_layer_axes: Any, *, rms: bool = False) -> Granularity:
         for path, x, n in measured:
             if n > np.ndim(x):
                 got = f"{n} for {describe(x)} at {leaf_path('updates', path)}"
-                raise ValueError(
-                    error_message(function, "num_layer_axes", "<= the rank", got, _DEPTH)
-                )
+                raise value_error("num_layer_axes", "<= the rank", got, _DEPTH)
         axes = [tuple(range(n, np.ndim(x))) for _, x, n in measured]
         return units_within_leaves(measured_shapes(tree), axes)._replace(is_rms=rms)
 
     return Granularity(cut)
 
 
-def _unit_axes(function: str, path: Any, x: Any, axis: Any) -> tuple[int, ...]:
+def _unit_axes(path: Any, x: Any, axis: Any) -> tuple[int, ...]:
     """The axes that the norm of a unit runs over."""
     rank = np.ndim(x)
     if axis is not None:
         hint = "Treat leaves of another rank separately, with `optax.masked` or `optax.partition`."
-        return axes_within(function, axis, x, "every leaf", leaf_path("updates", path), hint)
+        return axes_within(axis, x, "every leaf", leaf_path("updates", path), hint)
     if sum(n != 1 for n in np.shape(x)) <= 1:  # scalars and vectors: the whole leaf
         return tuple(range(rank))
     # Input axes of linear layers (IO), of attention projections, of HWIO and DHWIO filters.
@@ -335,5 +335,5 @@ def _unit_axes(function: str, path: Any, x: Any, axis: Any) -> tuple[int, ...]:
         rule = "given for leaves of more than 5 axes"
         got = f"None for {describe(x)} at {leaf_path('updates', path)}"
         hint = "Pass the axes that the norm of a unit runs over."
-        raise ValueError(error_message(function, "axis", rule, got, hint))
+        raise value_error("axis", rule, got, hint)
     return known[rank]

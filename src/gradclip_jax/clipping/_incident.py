@@ -138,11 +138,11 @@ class IncidentLog(NamedTuple):
     incident_kind = property(lambda log: log.rows[..., -1, 1], doc="A sum of flags.")
 
 
-def log_maker(function: str, size: Any) -> Callable[..., Any]:
+def log_maker(size: Any) -> Callable[..., Any]:
     """Makes a log with room for some incidents, of leaves unless told; None for none."""
     if size is None:
         return lambda *_: None
-    check_length(function, "incidents", size)
+    check_length("incidents", size)
 
     def make(params: Tree, units: Units | None = None) -> IncidentLog:
         names = name_units(units or leaf_units(measured_shapes(params)), params)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from .._checks import check_axis_name, check_bound, check_ord
 from .._devices import joined, sums_of_two
+from .._errors import public
 from .._mesh import max_over, on_device, replica_count, shard_axes, sum_over, varying_axes
 from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Number, Order, Scalar, Tree
@@ -26,6 +27,7 @@ from ._formula import (
 from ._granularity import Norms, Units, is_measured, leaf_units, map_norms, split, tree_units
 
 
+@public
 def global_norm(tree: Tree, *, ord: Order = 2.0, axis_name: AxisName = None) -> Scalar:
     """Measures a whole tree: the norm of all its elements as one vector.
 
@@ -60,12 +62,13 @@ def global_norm(tree: Tree, *, ord: Order = 2.0, axis_name: AxisName = None) -> 
         >>> float(gcx.global_norm({"w": jnp.float16([300, 0]), "b": jnp.float16([400])}))
         500.0
     """
-    check_inexact("global_norm", "tree", tree)
-    order, axes = check_ord("global_norm", ord), check_axis_name("global_norm", axis_name)
-    check_bound("global_norm", axes)
+    check_inexact("tree", tree)
+    order, axes = check_ord(ord), check_axis_name(axis_name)
+    check_bound(axes)
     return norm_of_leaves(measured_leaves(tree), order, axes)
 
 
+@public
 def leaf_norms(tree: Tree, *, ord: Order = 2.0, axis_name: AxisName = None) -> Tree:
     """Measures each leaf by itself: `global_norm` of every leaf, all in one pass.
 
@@ -89,14 +92,15 @@ def leaf_norms(tree: Tree, *, ord: Order = 2.0, axis_name: AxisName = None) -> T
         >>> float(norms["w"]), float(norms["b"])
         (5.0, 2.0)
     """
-    check_inexact("leaf_norms", "tree", tree)
-    order, axes = check_ord("leaf_norms", ord), check_axis_name("leaf_norms", axis_name)
-    check_bound("leaf_norms", axes)
+    check_inexact("tree", tree)
+    order, axes = check_ord(ord), check_axis_name(axis_name)
+    check_bound(axes)
     leaves = measured_leaves(tree)
     norms = iter(unit_norms(leaves, leaf_units(leaves), order, axes))
     return jax.tree.map(lambda x: next(norms) if is_measured(x) else jnp.float32(0), tree)
 
 
+@public
 def combine_norms(norms: Sequence[Number], *, ord: Order = 2.0) -> Scalar:
     """The norm of a whole, from the norms of parts that share no element.
 
@@ -128,8 +132,8 @@ def combine_norms(norms: Sequence[Number], *, ord: Order = 2.0) -> Scalar:
         >>> float(gcx.combine_norms([3.0, 4.0]))
         5.0
     """
-    check_inexact("combine_norms", "norms", norms, real=True)
-    return norm_of_leaves(measured_leaves(norms), check_ord("combine_norms", ord), None)
+    check_inexact("norms", norms, real=True)
+    return norm_of_leaves(measured_leaves(norms), check_ord(ord), None)
 
 
 def measured_leaves(tree: Tree) -> list[Array]:

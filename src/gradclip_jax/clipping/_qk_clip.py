@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_number, check_static, describe, dtype_of, error_message, leaf_path
+from .._checks import check_number, check_static, describe, dtype_of, leaf_path
+from .._errors import public, type_error, value_error
 from .._tree_checks import check_inexact
 from .._types import Array, Number, Tree
 from ._formula import scale_factor, scale_leaf
 
 
+@public
 def qk_clip(
     query: Tree,
     key: Tree,
@@ -79,19 +81,20 @@ def qk_clip(
     References:
         Kimi Team, 2025, arXiv 2507.20534, algorithm 1. The rule for shared keys is ours.
     """
-    check_number("qk_clip", "threshold", threshold, "Kimi K2 was trained with 100.")
-    gamma = _head_factors("qk_clip", max_logits, threshold)
-    groups = _head_count("qk_clip", "key", key, head_axis)
+    check_number("threshold", threshold, "Kimi K2 was trained with 100.")
+    gamma = _head_factors(max_logits, threshold)
+    groups = _head_count("key", key, head_axis)
     if groups == 0 or gamma.size % groups:
         rule = f"heads that divide the {gamma.size} of `max_logits`"
         hint = "Query head h belongs to key head h // (heads / key_heads)."
-        raise ValueError(error_message("qk_clip", "key", rule, groups, hint))
+        raise value_error("key", rule, groups, hint)
     by_group = gamma.reshape(groups, -1)
     of_key = jnp.sqrt(jnp.max(by_group, axis=1, keepdims=True))
-    query = _scale_heads("qk_clip", "query", query, (by_group / of_key).reshape(-1), head_axis)
-    return query, _scale_heads("qk_clip", "key", key, of_key.reshape(-1), head_axis)
+    query = _scale_heads("query", query, (by_group / of_key).reshape(-1), head_axis)
+    return query, _scale_heads("key", key, of_key.reshape(-1), head_axis)
 
 
+@public
 def qk_clip_mla(
     query: Tree,
     key: Tree,
@@ -133,54 +136,51 @@ def qk_clip_mla(
     References:
         Kimi Team, 2025, arXiv 2507.20534, algorithm 1.
     """
-    name = "qk_clip_mla"
-    check_number(name, "threshold", threshold, "Kimi K2 was trained with 100.")
-    gamma = _head_factors(name, max_logits, threshold)
+    check_number("threshold", threshold, "Kimi K2 was trained with 100.")
+    gamma = _head_factors(max_logits, threshold)
     return (
-        _scale_heads(name, "query", query, jnp.sqrt(gamma), head_axis),
-        _scale_heads(name, "key", key, jnp.sqrt(gamma), head_axis),
-        _scale_heads(name, "query_rotary", query_rotary, gamma, head_axis),
+        _scale_heads("query", query, jnp.sqrt(gamma), head_axis),
+        _scale_heads("key", key, jnp.sqrt(gamma), head_axis),
+        _scale_heads("query_rotary", query_rotary, gamma, head_axis),
     )
 
 
-def _head_factors(function: str, max_logits: Any, threshold: Any) -> Array:
+def _head_factors(max_logits: Any, threshold: Any) -> Array:
     """Gamma of each head; one where nothing is known."""
     rule = "the largest logit of each query head, floating[heads]"
     hint = "Pass an array, the maximum over all other axes."
     is_floating = jnp.issubdtype(dtype_of(max_logits), jnp.floating)
     if not is_floating or np.ndim(max_logits) != 1:
-        kind = ValueError if is_floating else TypeError
-        raise kind(error_message(function, "max_logits", rule, describe(max_logits), hint))
+        error = value_error if is_floating else type_error
+        raise error("max_logits", rule, describe(max_logits), hint)
     logits, tau = jnp.asarray(max_logits).astype(jnp.float32), jnp.asarray(threshold, jnp.float32)
     is_known = jnp.isfinite(logits) & (tau > 0)
     return jnp.where(is_known, scale_factor(jnp.where(is_known, logits, 0), tau), 1)
 
 
-def _head_count(
-    function: str, argument: str, tree: Tree, head_axis: Any, count: int | None = None
-) -> int:
+def _head_count(argument: str, tree: Tree, head_axis: Any, count: int | None = None) -> int:
     """The number of heads: `count`, or that of the first leaf; 0 without a leaf."""
-    check_inexact(function, argument, tree, real=True)
-    check_static(function, "head_axis", head_axis)
+    check_inexact(argument, tree, real=True)
+    check_static("head_axis", head_axis)
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         got = f"{describe(x)} at {leaf_path(argument, path)}"
         if not (hasattr(head_axis, "__index__") and -np.ndim(x) <= head_axis < np.ndim(x)):
             hint = "Weights of heads are [..., heads, head_dim]: reshape them so."
             got = f"{head_axis!r} for {got}"
-            raise ValueError(error_message(function, "head_axis", "an axis of it", got, hint))
+            raise value_error("head_axis", "an axis of it", got, hint)
         count = np.shape(x)[head_axis] if count is None else count
         if np.shape(x)[head_axis] != count:
             rule, hint = (
                 f"of {count} heads in every leaf",
                 "Name the axis of heads with `head_axis`.",
             )
-            raise ValueError(error_message(function, argument, rule, got, hint))
+            raise value_error(argument, rule, got, hint)
     return count or 0
 
 
-def _scale_heads(function: str, argument: str, tree: Tree, factors: Array, head_axis: int) -> Tree:
+def _scale_heads(argument: str, tree: Tree, factors: Array, head_axis: int) -> Tree:
     """Each leaf times the factors of its heads."""
-    _head_count(function, argument, tree, head_axis, factors.size)
+    _head_count(argument, tree, head_axis, factors.size)
 
     def scaled(x: Any) -> Any:
         shape = [1] * np.ndim(x)

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_number, describe, dtype_of, error_message, leaf_path, shortened
+from .._checks import check_number, describe, dtype_of, leaf_path, shortened
+from .._errors import public, type_error, value_error
 from .._states import increment_where
 from .._tree_checks import broadcast_prefix, check_same_structure
 from .._types import UNBOUNDED, Array, Number, Tree
@@ -67,7 +68,7 @@ def constant(value: Number) -> Rule:
     return Rule(lambda norm: (), lambda norm, state, param_norm: (jnp.asarray(value), state))
 
 
-def scheduled(function: str, argument: str, schedule: Callable[[Array], Any]) -> Rule:
+def scheduled(argument: str, schedule: Callable[[Array], Any]) -> Rule:
     """A threshold that depends on the step count, which the state keeps."""
 
     def init(norm: Array) -> Array:
@@ -79,12 +80,13 @@ def scheduled(function: str, argument: str, schedule: Callable[[Array], Any]) ->
         is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
         if np.ndim(value) or not is_real:
             rule, hint = "a schedule that returns a real scalar", "Return one number for each step."
-            raise TypeError(error_message(function, argument, rule, describe(value), hint))
+            raise type_error(argument, rule, describe(value), hint)
         return jnp.asarray(value), increment_where(count)
 
     return Rule(init, update, counts_steps=True)
 
 
+@public
 def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
     """A threshold of `ratio * max(norm of the parameters, eps)`, unit by unit.
 
@@ -102,9 +104,8 @@ def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
     References:
         Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171.
     """
-    name = "relative_to_params"
-    check_number(name, "ratio", ratio, "The paper uses 0.01 for large batches.")
-    check_number(name, "eps", eps, "The paper uses 1e-3.")
+    check_number("ratio", ratio, "The paper uses 0.01 for large batches.")
+    check_number("eps", eps, "The paper uses 1e-3.")
 
     def update(norm: Array, state: Any, param_norm: Array | None) -> tuple[Array, Any]:
         assert param_norm is not None  # the clip measures it: `uses_params`
@@ -114,19 +115,20 @@ def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
     return Rule(lambda norm: (), update, uses_params=True)
 
 
-def as_rule(function: str, argument: str, threshold: Any) -> Rule:
+def as_rule(argument: str, threshold: Any) -> Rule:
     """Whatever a threshold may be, as a rule; refuses what it may not be."""
     if isinstance(threshold, Rule):
         return threshold
     if inspect.isfunction(threshold) and threshold.__annotations__.get("return") is Rule:
         rule, hint = "a number, a schedule or a rule", f"Call it: `{threshold.__name__}()`."
-        raise TypeError(error_message(function, argument, rule, shortened(threshold), hint))
+        raise type_error(argument, rule, shortened(threshold), hint)
     if callable(threshold):
-        return scheduled(function, argument, threshold)
-    check_number(function, argument, threshold, _HINT)
+        return scheduled(argument, threshold)
+    check_number(argument, threshold, _HINT)
     return constant(threshold)
 
 
+@public
 def capped(rule: Rule, max_threshold: Number) -> Rule:
     """The threshold of another rule, but never above a number.
 
@@ -141,8 +143,8 @@ def capped(rule: Rule, max_threshold: Number) -> Rule:
         >>> clip.update(jnp.array([3.0]), clip.init(jnp.zeros(1)))[0].tolist()
         [1.0]
     """
-    rule = as_rule("capped", "rule", rule)
-    check_number("capped", "max_threshold", max_threshold, "Leave the cap out for none.")
+    rule = as_rule("rule", rule)
+    check_number("max_threshold", max_threshold, "Leave the cap out for none.")
 
     def update(norm: Array, state: Any, param_norm: Any) -> tuple[Array, Any]:
         threshold, state = rule.update(norm, state, param_norm)
@@ -156,12 +158,12 @@ def init_state(rule: Rule, shape: Sequence[int] = ()) -> Any:
     return jax.tree.map(jnp.array, rule.init(jnp.zeros(shape, jnp.float32)))
 
 
-def check_params(function: str, updates: Tree, params: Tree | None) -> None:
+def check_params(updates: Tree, params: Tree | None) -> None:
     """Refuses a step without the parameters that a rule looks at, or with others."""
     if params is None:
         rule, hint = "given for this threshold", "Pass it: `update(grads, state, params)`."
-        raise ValueError(error_message(function, "params", rule, "None", hint))
-    check_same_structure(function, "updates", updates, "params", params)
+        raise value_error("params", rule, "None", hint)
+    check_same_structure("updates", updates, "params", params)
 
 
 def apply_rule(
@@ -199,21 +201,21 @@ class Assignment(NamedTuple):
     norms: tuple[int, ...]
 
 
-def as_rules(function: str, argument: str, threshold: Any, *, by_label: bool) -> Any:
+def as_rules(argument: str, threshold: Any, *, by_label: bool) -> Any:
     """A threshold, a tree of thresholds or a mapping from labels, as rules; refuses all else."""
     if by_label:  # its keys may be of several types, and have no order
-        _check_labels(function, argument, threshold)
-        return {key: as_rule(function, f"{argument}[{key!r}]", x) for key, x in threshold.items()}
+        _check_labels(argument, threshold)
+        return {key: as_rule(f"{argument}[{key!r}]", x) for key, x in threshold.items()}
     if not jax.tree.leaves(threshold, is_leaf=_is_rule):
-        return as_rule(function, argument, threshold)
+        return as_rule(argument, threshold)
     return jax.tree_util.tree_map_with_path(
-        lambda path, entry: as_rule(function, leaf_path(argument, path), entry),
+        lambda path, entry: as_rule(leaf_path(argument, path), entry),
         threshold,
         is_leaf=_is_rule,
     )
 
 
-def _check_labels(function: str, argument: str, thresholds: Mapping[Any, Any]) -> None:
+def _check_labels(argument: str, thresholds: Mapping[Any, Any]) -> None:
     """Refuses a mapping in which a label, or the name of a group in the metrics, occurs twice."""
     labels = [x for key in thresholds for x in (key if isinstance(key, tuple) else (key,))]
     for names in (list(map(str, labels)), list(map(group_name, thresholds))):
@@ -221,7 +223,7 @@ def _check_labels(function: str, argument: str, thresholds: Mapping[Any, Any]) -
         if twice is not None:
             hint = "A label has one threshold, and a group a name of its own in the metrics."
             rule = "a mapping in which each label occurs once"
-            raise ValueError(error_message(function, argument, rule, f"{twice!r} twice", hint))
+            raise value_error(argument, rule, f"{twice!r} twice", hint)
 
 
 def group_name(key: Any) -> str:
@@ -229,9 +231,7 @@ def group_name(key: Any) -> str:
     return "+".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
-def assign_rules(
-    function: str, argument: str, rules: Any, units: Units, tree: Tree
-) -> tuple[Assignment, ...]:
+def assign_rules(argument: str, rules: Any, units: Units, tree: Tree) -> tuple[Assignment, ...]:
     """The rules of a tree, each with the indices of its norms.
 
     | rules | norms of each |
@@ -247,8 +247,8 @@ def assign_rules(
     if not units.by_leaf:
         rule = "one threshold, or a mapping from labels to thresholds"
         hint = "A tree of thresholds goes with `clip_by_leaf_norm`."
-        raise TypeError(error_message(function, argument, rule, "a tree of thresholds", hint))
-    entries = broadcast_prefix(function, argument, rules, "updates", tree, _is_rule)
+        raise type_error(argument, rule, "a tree of thresholds", hint)
+    entries = broadcast_prefix(argument, rules, "updates", tree, _is_rule)
     pairs = zip(entries, jax.tree.leaves(tree), strict=True)
     norms_of: dict[Rule, list[int]] = {}
     for i, rule in enumerate(rule for rule, x in pairs if is_measured(x)):

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import check_number, error_message, is_float0, is_traced
+from .._checks import check_number, is_float0, is_traced
+from .._errors import public, type_error, value_error
 from .._tree_checks import check_inexact
 from .._types import AxisName, Count, Labels, Number, Order, Threshold, Tree
 from ._clip import Reaction, norm_clip
@@ -16,6 +17,7 @@ from ._formula import clamp_leaf
 from ._granularity import Granularity, group, layers
 
 
+@public
 def clip_by_norm(
     threshold: Threshold,
     *,
@@ -94,7 +96,7 @@ def clip_by_norm(
         Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063.
     """
     return norm_clip(
-        ("clip_by_norm", "threshold"),
+        "threshold",
         threshold,
         granularity,
         reaction=reaction,
@@ -105,6 +107,7 @@ def clip_by_norm(
     )
 
 
+@public
 def clip_by_global_norm(
     max_norm: Threshold,
     *,
@@ -159,12 +162,13 @@ def clip_by_global_norm(
     References:
         Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063.
     """
-    named = ("clip_by_global_norm", "max_norm")
+    argument = "max_norm"
     return norm_clip(
-        named, max_norm, ord=ord, axis_name=axis_name, nonfinite=nonfinite, incidents=incidents
+        argument, max_norm, ord=ord, axis_name=axis_name, nonfinite=nonfinite, incidents=incidents
     )
 
 
+@public
 def zero_large_norm(
     max_norm: Threshold,
     *,
@@ -196,11 +200,12 @@ def zero_large_norm(
         >>> drop.update(jnp.array([3.0, 4.0]), None)[0].tolist()
         [0.0, 0.0]
     """
-    named = ("zero_large_norm", "max_norm")
+    argument = "max_norm"
     options: dict[str, Any] = {"nonfinite": "zero", "incidents": incidents}
-    return norm_clip(named, max_norm, reaction="zero", ord=ord, axis_name=axis_name, **options)
+    return norm_clip(argument, max_norm, reaction="zero", ord=ord, axis_name=axis_name, **options)
 
 
+@public
 def clip_by_leaf_norm(
     max_norm: Threshold,
     *,
@@ -239,12 +244,13 @@ def clip_by_leaf_norm(
         >>> updates["w"].tolist(), updates["b"].tolist()
         ([0.0, 1.0], [0.25])
     """
-    named = ("clip_by_leaf_norm", "max_norm")
-    units = layers(named[0], num_layer_axes)
+    argument = "max_norm"
+    units = layers(num_layer_axes)
     options: dict[str, Any] = {"nonfinite": nonfinite, "incidents": incidents}
-    return norm_clip(named, max_norm, units, ord=ord, axis_name=axis_name, **options)
+    return norm_clip(argument, max_norm, units, ord=ord, axis_name=axis_name, **options)
 
 
+@public
 def clip_by_group_norm(
     max_norms: Mapping[Any, Threshold],
     param_labels: Labels,
@@ -287,16 +293,17 @@ def clip_by_group_norm(
         >>> float(updates["fp8"][0]), float(state.grad_norm["body"])
         (9.0, 5.0)
     """
-    named = ("clip_by_group_norm", "max_norms")
+    argument = "max_norms"
     units = group(param_labels)
     if not isinstance(max_norms, Mapping):
         hint = "Pass for example `{'encoder': 1.0, 'decoder': 0.5}`."
         rule = "a mapping from label to threshold"
-        raise TypeError(error_message(*named, rule, repr(max_norms), hint))
+        raise type_error(argument, rule, repr(max_norms), hint)
     options: dict[str, Any] = {"nonfinite": nonfinite, "incidents": incidents}
-    return norm_clip(named, max_norms, units, ord=ord, axis_name=axis_name, **options)
+    return norm_clip(argument, max_norms, units, ord=ord, axis_name=axis_name, **options)
 
 
+@public
 def clip_by_block_rms(
     threshold: Threshold,
     *,
@@ -335,13 +342,14 @@ def clip_by_block_rms(
     References:
         Shazeer and Stern, 2018, arXiv 1804.04235, section 6.
     """
-    named = ("clip_by_block_rms", "threshold")
-    units = layers(named[0], num_layer_axes, rms=True)
+    argument = "threshold"
+    units = layers(num_layer_axes, rms=True)
     return norm_clip(
-        named, threshold, units, axis_name=axis_name, nonfinite=nonfinite, incidents=incidents
+        argument, threshold, units, axis_name=axis_name, nonfinite=nonfinite, incidents=incidents
     )
 
 
+@public
 def clip_by_value(
     max_value: Number, *, min_value: Number | None = None
 ) -> optax.GradientTransformation:
@@ -368,11 +376,10 @@ def clip_by_value(
         >>> clip.update(jnp.array([-3.0, 0.5, 2.0]), clip.init(None))[0].tolist()
         [-1.0, 0.5, 1.0]
     """
-    name = "clip_by_value"
-    low, high = _value_bounds(name, max_value, min_value)
+    low, high = _value_bounds(max_value, min_value)
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:
-        return _clamp_tree(name, "updates", updates, low, high), state
+        return _clamp_tree("updates", updates, low, high), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -380,6 +387,7 @@ def clip_by_value(
 clip = clip_by_value
 
 
+@public
 def clip_grad_value(grads: Tree, max_value: Number) -> Tree:
     """Clamps every element of a gradient tree to `[-max_value, max_value]`.
 
@@ -399,25 +407,25 @@ def clip_grad_value(grads: Tree, max_value: Number) -> Tree:
         >>> gcx.clip_grad_value(jnp.array([-3.0, 0.5]), 1.0).tolist()
         [-1.0, 0.5]
     """
-    low, high = _value_bounds("clip_grad_value", max_value, None)
-    return _clamp_tree("clip_grad_value", "grads", grads, low, high)
+    low, high = _value_bounds(max_value, None)
+    return _clamp_tree("grads", grads, low, high)
 
 
-def _value_bounds(function: str, max_value: Any, min_value: Any) -> tuple[Any, Any]:
+def _value_bounds(max_value: Any, min_value: Any) -> tuple[Any, Any]:
     """Lower and upper bound of a clamp, checked."""
-    check_number(function, "max_value", max_value, "Pass inf to turn clipping off.")
+    check_number("max_value", max_value, "Pass inf to turn clipping off.")
     if min_value is None:
         # Nothing is computed of a plain number: built inside a jit, it would be a tracer.
         high = jnp.maximum(max_value, 0) if is_traced(max_value) else max_value
         return -high, high
     hint = "Leave it out for `-max_value`."
-    check_number(function, "min_value", min_value, hint, low=-np.inf, closed=True)
+    check_number("min_value", min_value, hint, low=-np.inf, closed=True)
     if not (is_traced(min_value) or is_traced(max_value) or min_value < max_value):
-        raise ValueError(error_message(function, "min_value", "< max_value", repr(min_value), hint))
+        raise value_error("min_value", "< max_value", repr(min_value), hint)
     return min_value, max_value
 
 
-def _clamp_tree(function: str, argument: str, tree: Tree, low: Any, high: Any) -> Tree:
+def _clamp_tree(argument: str, tree: Tree, low: Any, high: Any) -> Tree:
     """Every element within the bounds."""
-    check_inexact(function, argument, tree, real=True)
+    check_inexact(argument, tree, real=True)
     return jax.tree.map(lambda x: x if is_float0(x) else clamp_leaf(x, low, high), tree)

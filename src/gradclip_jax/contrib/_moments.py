@@ -14,10 +14,10 @@ from .._checks import (
     check_decays,
     check_number,
     check_state,
-    error_message,
     is_float0,
     is_traced,
 )
+from .._errors import public, value_error
 from .._mesh import in_memory_of, on_device, replica_count, shard_axes
 from .._states import increment_where
 from .._tree_checks import check_inexact, check_same_structure
@@ -47,7 +47,6 @@ class MomentState(NamedTuple):
 
 
 def moment_transformation(
-    name: str,
     step_of: Callable[[Scalar], LeafStep],
     *,
     keeps_first: bool = True,
@@ -61,9 +60,9 @@ def moment_transformation(
         return MomentState(jnp.zeros((), jnp.int32), zeros if keeps_first else (), second)
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, MomentState]:
-        check_update(name, updates, state, MomentState, "second")
+        check_update(updates, state, MomentState, "second")
         if needs_params:
-            check_params(name, updates, params)
+            check_params(updates, params)
         step = step_of(state.step_count)
 
         def step_leaf(grad: Any, first: Any, second: Array, param: Any) -> tuple[Any, Any, Array]:
@@ -111,13 +110,14 @@ def wide_zeros(params: Tree) -> Tree:
     return jax.tree.map(zeros, params)
 
 
-def check_update(function: str, updates: Tree, state: Any, kind: type, field: str) -> None:
+def check_update(updates: Tree, state: Any, kind: type, field: str) -> None:
     """Refuses a step without its state, or whose updates do not match that field of it."""
-    check_inexact(function, "updates", updates)
-    check_state(function, state, kind)
-    check_same_structure(function, "updates", updates, "params", getattr(state, field))
+    check_inexact("updates", updates)
+    check_state(state, kind)
+    check_same_structure("updates", updates, "params", getattr(state, field))
 
 
+@public
 def acclip(
     b1: Number = 0.9, b2: Number = 0.99, alpha: Number = 1.0, eps: Number = 1e-5
 ) -> optax.GradientTransformation:
@@ -155,10 +155,9 @@ def acclip(
     References:
         Zhang et al., 2020, arXiv 1912.03194, algorithm 2.
     """
-    name = "acclip"
-    check_decays(name, b1=b1, b2=b2)
-    check_number(name, "alpha", alpha, "The paper uses 1.")
-    check_number(name, "eps", eps, "The paper uses 1e-5.")
+    check_decays(b1=b1, b2=b2)
+    check_number("alpha", alpha, "The paper uses 1.")
+    check_number("eps", eps, "The paper uses 1e-5.")
 
     @where_finite_grad
     def step(grad: Array, first: Any, second: Any, param: Any) -> tuple[Array, Array, Array]:
@@ -168,9 +167,10 @@ def acclip(
         tau = jnp.maximum(second, jnp.finfo(second.dtype).tiny) ** (1 / alpha)
         return scale_leaf(first, scale_factor(jnp.abs(first) + eps, tau)), first, second
 
-    return moment_transformation(name, lambda step_count: step)
+    return moment_transformation(lambda step_count: step)
 
 
+@public
 def spam_clip(
     spike_threshold: Number = 5000.0,
     decay: Number = 0.999,
@@ -213,16 +213,15 @@ def spam_clip(
     References:
         Huang et al., 2025, arXiv 2501.06842, algorithm 1.
     """
-    name = "spam_clip"
-    check_number(name, "spike_threshold", spike_threshold, "The paper uses 5000.")
-    check_decays(name, decay=decay)
-    check_count(name, "warmup_steps", warmup_steps, "The authors' code uses 20.")
+    check_number("spike_threshold", spike_threshold, "The paper uses 5000.")
+    check_decays(decay=decay)
+    check_count("warmup_steps", warmup_steps, "The authors' code uses 20.")
     if reset_every is not None:
-        check_count(name, "reset_every", reset_every, "Pass None for no reset.")
+        check_count("reset_every", reset_every, "Pass None for no reset.")
         if not (is_traced(reset_every) or is_traced(warmup_steps) or reset_every > warmup_steps):
             hint = "Nothing would ever be clipped."
             rule = f"> warmup_steps={warmup_steps}"
-            raise ValueError(error_message(name, "reset_every", rule, reset_every, hint))
+            raise value_error("reset_every", rule, reset_every, hint)
 
     def step_of(step_count: Scalar) -> LeafStep:
         count = increment_where(step_count)
@@ -244,9 +243,10 @@ def spam_clip(
 
         return step
 
-    return moment_transformation(name, step_of, keeps_first=False)
+    return moment_transformation(step_of, keeps_first=False)
 
 
+@public
 def stable_adamw(
     learning_rate: Number | optax.Schedule,
     b1: Number = 0.9,
@@ -291,14 +291,13 @@ def stable_adamw(
     References:
         Wortsman et al., 2023, arXiv 2304.13013, algorithm 2.
     """
-    name = "stable_adamw"
-    check_decays(name, b1=b1, b2=b2)
-    check_number(name, "eps", eps, "The paper uses 1e-6.")
-    check_number(name, "weight_decay", weight_decay, "Pass 0 for none.", closed=True)
-    check_number(name, "clipping", clipping, "The paper uses 1.")
-    axes = check_axis_name(name, axis_name)
+    check_decays(b1=b1, b2=b2)
+    check_number("eps", eps, "The paper uses 1e-6.")
+    check_number("weight_decay", weight_decay, "Pass 0 for none.", closed=True)
+    check_number("clipping", clipping, "The paper uses 1.")
+    axes = check_axis_name(axis_name)
     if not callable(learning_rate):
-        check_number(name, "learning_rate", learning_rate, "The paper uses 0.002.")
+        check_number("learning_rate", learning_rate, "The paper uses 0.002.")
 
     def step_of(step_count: Scalar) -> LeafStep:
         rate = learning_rate(step_count) if callable(learning_rate) else learning_rate
@@ -321,4 +320,4 @@ def stable_adamw(
 
         return step
 
-    return moment_transformation(name, step_of, needs_params=True)
+    return moment_transformation(step_of, needs_params=True)

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 
 from .._checks import check_axis_name, check_decays, check_number, check_state
+from .._errors import public
 from .._mesh import in_memory_of, on_device
 from .._states import increment_where
 from .._tree_checks import check_inexact
@@ -34,6 +35,7 @@ class LeafAverageState(NamedTuple):
     root_square: Array
 
 
+@public
 def stable_spam_clip(
     max_decay: Number = 0.999,
     norm_decay: Number = 0.7,
@@ -80,10 +82,9 @@ def stable_spam_clip(
     References:
         Huang et al., 2025, arXiv 2502.17055.
     """
-    name = "stable_spam_clip"
-    check_decays(name, max_decay=max_decay, norm_decay=norm_decay, square_decay=square_decay)
-    check_number(name, "eps", eps, "The authors' code uses 1e-8.")
-    axes = check_axis_name(name, axis_name)
+    check_decays(max_decay=max_decay, norm_decay=norm_decay, square_decay=square_decay)
+    check_number("eps", eps, "The authors' code uses 1e-8.")
+    axes = check_axis_name(axis_name)
 
     def norms(leaves: list[Array], ord: float) -> Array:
         return unit_norms(leaves, leaf_units(leaves), ord, axes)
@@ -96,8 +97,8 @@ def stable_spam_clip(
     def update(
         updates: Tree, state: Any, params: Tree | None = None
     ) -> tuple[Tree, LeafAverageState]:
-        check_inexact(name, "updates", updates)
-        check_state(name, state, LeafAverageState)
+        check_inexact("updates", updates)
+        check_state(state, LeafAverageState)
         count = increment_where(state.step_count)
         steps = count.astype(jnp.float32)
         given = measured_leaves(updates)

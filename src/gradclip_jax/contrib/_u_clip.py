@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from .._checks import check_transformation, is_float0
+from .._errors import public
 from .._mesh import in_memory_of, on_device
 from .._types import Tree
 from ..clipping._norm import global_norm
@@ -25,6 +26,7 @@ class CarryState(NamedTuple):
     clip_state: Any
 
 
+@public
 def u_clip(clip: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Adds what a clip cuts off to the next gradient, so that the mean update is unbiased.
 
@@ -58,7 +60,7 @@ def u_clip(clip: optax.GradientTransformation) -> optax.GradientTransformationEx
     References:
         Elesedy and Hutter, 2023, arXiv 2302.02971.
     """
-    check_transformation("u_clip", "clip", clip)
+    check_transformation("clip", clip)
     clip = optax.with_extra_args_support(clip)
 
     def init(params: Tree) -> CarryState:
@@ -67,7 +69,7 @@ def u_clip(clip: optax.GradientTransformation) -> optax.GradientTransformationEx
     def update(
         updates: Tree, state: Any, params: Tree | None = None, **extra_args: Any
     ) -> tuple[Tree, CarryState]:
-        check_update("u_clip", updates, state, CarryState, "carry")
+        check_update(updates, state, CarryState, "carry")
         total = jax.tree.map(_add, updates, state.carry)
         clipped, clip_state = clip.update(total, state.clip_state, params, **extra_args)
         out = jax.tree.map(_cast_like, clipped, updates)

@@ -82,10 +82,10 @@ def is_finite_step(step: ComputedStep, axis_name: AxisName) -> Scalar:
     return ~_is_any(list(flags.values()), axis_name)
 
 
-def finite_extra_args(name: str, extra_args: dict[str, Any], axis_name: AxisName) -> Scalar:
+def finite_extra_args(extra_args: dict[str, Any], axis_name: AxisName) -> Scalar:
     """Whether the loss and the weight of a micro-batch are finite, where they are given."""
     weight = extra_args.get("weight")
-    numbers = [given_loss(name, extra_args), weight if is_scalar(weight, jnp.inexact) else None]
+    numbers = [given_loss(extra_args), weight if is_scalar(weight, jnp.inexact) else None]
     return ~_is_any([is_bad(x) for x in measured_leaves(numbers)], axis_name)
 
 

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_axis_name, check_bound, check_count, check_transformation, error_message
+from .._checks import check_axis_name, check_bound, check_count, check_transformation
+from .._errors import type_error
 from .._execute import gated
 from .._gate import Guard, Verdict
 from .._run_if import like_dtypes
@@ -25,7 +26,6 @@ Judge = Callable[[Tree, Any, Tree, dict[str, Any]], Verdict]
 
 
 def guard(
-    name: str,
     inner: optax.GradientTransformation,
     first: Callable[[Any], Any],
     judge: Judge,
@@ -41,20 +41,20 @@ def guard(
     `first` makes the first state from that of `inner`; `incidents` are kept in it.
     """
     kind = type(jax.eval_shape(lambda: first(())))
-    make_log = log_maker(name, incidents)
+    make_log = log_maker(incidents)
 
     def init(params: Tree) -> Any:
         inner_state = inner.init(params)
         # A loss scale that never sees the steps that overflow is never lowered.
         kinds = tuple(kind for kind, names in METRICS.items() if "loss_scale" in names)
         hint = "Put that one around this guard, which then sees unscaled gradients."
-        _refuse_inner(name, inner_state, kinds, "dynamic_loss_scale", hint)
+        _refuse_inner(inner_state, kinds, "dynamic_loss_scale", hint)
         if checks_step:
             # A window of it whose sum overflows stays so, and every step is refused.
             hint = (
                 "Use `accumulate_gradients`: a guard can empty its window. Or guard its optimizer."
             )
-            _refuse_inner(name, inner_state, optax.MultiStepsState, "optax.MultiSteps", hint)
+            _refuse_inner(inner_state, optax.MultiStepsState, "optax.MultiSteps", hint)
         # Not weakly typed, as what comes out of a step is not: one trace for all steps.
         state = first(like_dtypes(inner_state, inner_state))
         return state._replace(incidents=make_log(params))
@@ -62,13 +62,13 @@ def guard(
     def judge_and_note(
         updates: Tree, state: Any, params: Tree, extra_args: dict[str, Any]
     ) -> Verdict:
-        check_bound(name, axes)
+        check_bound(axes)
         verdict = judge(updates, state, params, extra_args)
         if state.incidents is None:
             return verdict
         leaves = measured_leaves(verdict.grads)
         fields = evidence(*measure_units(leaves, leaf_units(leaves), axes))
-        fields["loss"] = loss_of(name, extra_args, axes)
+        fields["loss"] = loss_of(extra_args, axes)
 
         def own_fields(refuses: Scalar, measured: Scalar) -> Any:
             after = verdict.own_fields(refuses, measured)
@@ -80,15 +80,15 @@ def guard(
 
     limit = max_consecutive_skips
     if limit is not None:
-        check_count(name, "max_consecutive_skips", limit, "Pass None for no limit.")
-    gate = Guard(name, kind, judge_and_note, limit, check_window, checks_step, discard_windows)
+        check_count("max_consecutive_skips", limit, "Pass None for no limit.")
+    gate = Guard(kind, judge_and_note, limit, check_window, checks_step, discard_windows)
     return gated(gate, inner, init)
 
 
-def check_guard(name: str, inner: Any, axis_name: Any) -> AxisName:
+def check_guard(inner: Any, axis_name: Any) -> AxisName:
     """Refuses what is no transformation; returns the axes."""
-    check_transformation(name, "inner", inner)
-    return check_axis_name(name, axis_name)
+    check_transformation("inner", inner)
+    return check_axis_name(axis_name)
 
 
 def zero(dtype: Any = jnp.int32) -> Scalar:
@@ -96,7 +96,7 @@ def zero(dtype: Any = jnp.int32) -> Scalar:
     return jnp.zeros((), dtype)
 
 
-def _refuse_inner(name: str, inner_state: Any, kinds: Any, function: str, hint: str) -> None:
+def _refuse_inner(inner_state: Any, kinds: Any, function: str, hint: str) -> None:
     if find_states(inner_state, kinds):
         rule = f"free of `{function}`"
-        raise TypeError(error_message(name, "inner", rule, "a state of one", hint))
+        raise type_error("inner", rule, "a state of one", hint)

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_count, check_number, describe, error_message, is_float0, is_traced
+from .._checks import check_count, check_number, describe, is_float0, is_traced
+from .._errors import public, type_error, value_error
 from .._states import find_states, increment_where, plain_arrays, register_metrics
 from .._types import Array, AxisName, Count, Scalar, Tree
 from ..clipping._formula import wide_dtype
@@ -14,7 +15,6 @@ from ._detect import is_bad
 from ._guard import zero
 from ._skip_nonfinite import finite_guard
 
-_NAME = "dynamic_loss_scale"
 # Beyond these 1 / scale is no normal number, and a compiled program may take it for zero.
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
 
@@ -44,6 +44,7 @@ class LossScaleState(NamedTuple):
     incidents: Any = None
 
 
+@public
 def scale_loss(state: Any, loss: Any) -> Array:
     """Returns the loss as it is, with a gradient that is multiplied by the loss scale.
 
@@ -86,11 +87,11 @@ def scale_loss(state: Any, loss: Any) -> Array:
         hint = "Make the state with `dynamic_loss_scale(optimizer).init(params)`."
         if scales:
             hint = "Put one `dynamic_loss_scale` around all of the optimizer."
-        raise TypeError(error_message("scale_loss", "state", rule, f"{len(scales)} in it", hint))
+        raise type_error("state", rule, f"{len(scales)} in it", hint)
     value = jnp.asarray(loss)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         rule, hint = "real and floating", "Pass the number that is differentiated."
-        raise TypeError(error_message("scale_loss", "loss", rule, describe(value), hint))
+        raise type_error("loss", rule, describe(value), hint)
     scale = plain_arrays(scales[0][1].loss_scale)
     return _with_scaled_derivative(value.astype(wide_dtype(value.dtype)), jnp.asarray(scale))
 
@@ -106,6 +107,7 @@ def _with_scaled_derivative_jvp(primals: Any, tangents: Any) -> tuple[Array, Arr
     return loss, tangents[0] * scale.astype(loss.dtype)
 
 
+@public
 def dynamic_loss_scale(
     inner: optax.GradientTransformation,
     *,
@@ -175,10 +177,10 @@ def dynamic_loss_scale(
         Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740.
     """
     _check_scales(init_scale, min_scale, max_scale)
-    check_number(_NAME, "growth_factor", growth_factor, "Pass for example 2.0.", low=1.0)
+    check_number("growth_factor", growth_factor, "Pass for example 2.0.", low=1.0)
     hint = "Pass for example 0.5."
-    check_number(_NAME, "backoff_factor", backoff_factor, hint, high=1.0, below_high=True)
-    check_count(_NAME, "growth_interval", growth_interval, "Pass the number of good steps.")
+    check_number("backoff_factor", backoff_factor, hint, high=1.0, below_high=True)
+    check_count("growth_interval", growth_interval, "Pass the number of good steps.")
 
     def first(inner_state: Any) -> LossScaleState:
         scale = jnp.array(init_scale, jnp.float32)  # a copy: the state may be donated
@@ -201,7 +203,7 @@ def dynamic_loss_scale(
         }
 
     options: dict[str, Any] = {"grads_of": grads_of, "adapted": adapted, "incidents": incidents}
-    return finite_guard(_NAME, inner, first, check, axis_name, **options)
+    return finite_guard(inner, first, check, axis_name, **options)
 
 
 def _unscaled(x: Any, scale: Scalar) -> Any:
@@ -223,9 +225,9 @@ def _check_scales(first: Any, smallest: Any, largest: Any) -> None:
     scales = {"init_scale": first, "min_scale": smallest, "max_scale": largest}
     for argument, value in scales.items():
         hint = "Pass a power of two."
-        check_number(_NAME, argument, value, hint, low=_SMALLEST, high=_LARGEST, closed=True)
+        check_number(argument, value, hint, low=_SMALLEST, high=_LARGEST, closed=True)
     is_known = not any(map(is_traced, scales.values()))
     if is_known and not float(smallest) <= float(first) <= float(largest):
         words = f"between `min_scale` and `max_scale`, {smallest:g} and {largest:g}"
         hint = "Move the bounds, or start within them."
-        raise ValueError(error_message(_NAME, "init_scale", words, f"{first:g}", hint))
+        raise value_error("init_scale", words, f"{first:g}", hint)

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_number, describe, error_message
+from .._checks import check_number, describe
 from .._devices import shared
+from .._errors import type_error, value_error
 from .._mesh import replica_count, shard_axes, sum_over
 from .._run_if import run_if
 from .._types import Array, AxisName, Scalar
@@ -81,25 +82,25 @@ def relearn(
     return is_good, finite, {key: restarted(key, x) for key, x in signals.items()}
 
 
-def loss_rule(name: str, loss: Any) -> Rule:
+def loss_rule(loss: Any) -> Rule:
     """A threshold for losses as a rule; a number may be negative."""
     if isinstance(loss, Rule) and loss.uses_params:
         hint = "Pass a number, a schedule, or a rule of spread such as `gcx.thresholds.mean_std()`."
         rule = "a threshold that does not follow the parameters"
-        raise ValueError(error_message(name, "loss", rule, "one that does", hint))
+        raise value_error("loss", rule, "one that does", hint)
     if isinstance(loss, Rule) or callable(loss):
-        given = as_rule(name, "loss", loss)
+        given = as_rule("loss", loss)
         if not (given.allow_negative or given.counts_steps) and jax.tree.leaves(init_state(given)):
-            hint = "Pass `allow_negative=True` to the rule: it would leave out losses that are not > 0."
+            hint = "Pass `allow_negative=True` to the rule."
             rule = "a rule that takes negative values"
-            raise ValueError(error_message(name, "loss", rule, "one for norms", hint))
+            raise value_error("loss", rule, "one for norms", hint)
         return given
     hint = "Pass a number, a schedule, or a rule from `gcx.thresholds`."
-    check_number(name, "loss", loss, hint, low=-np.inf)
+    check_number("loss", loss, hint, low=-np.inf)
     return constant(loss)
 
 
-def given_loss(name: str, extra_args: dict[str, Any]) -> Any:
+def given_loss(extra_args: dict[str, Any]) -> Any:
     """The loss that `update` was given as `value`, or as `loss`; None without."""
     value, loss = extra_args.get("value"), extra_args.get("loss")
     numbers = (bool, int, float, np.generic, np.ndarray, jax.Array)
@@ -107,22 +108,22 @@ def given_loss(name: str, extra_args: dict[str, Any]) -> Any:
         loss = None
     if value is not None and loss is not None:
         hint = "Both are the loss: pass it once, as `value`."
-        raise TypeError(error_message(name, "loss", "left out beside `value`", "both", hint))
+        raise type_error("loss", "left out beside `value`", "both", hint)
     for leaf in jax.tree.leaves(value):
         if not isinstance(leaf, numbers):
             rule, hint = "a number or an array", "Pass the loss: `value=loss`."
-            raise TypeError(error_message(name, "value", rule, describe(leaf), hint))
+            raise type_error("value", rule, describe(leaf), hint)
     return loss if value is None else value
 
 
-def loss_of(name: str, extra_args: dict[str, Any], axis_name: AxisName) -> Scalar | None:
+def loss_of(extra_args: dict[str, Any], axis_name: AxisName) -> Scalar | None:
     """The loss of a call, alike on all devices: the mean of theirs where they differ."""
-    value = given_loss(name, extra_args)
+    value = given_loss(extra_args)
     if value is None:
         return None
     if np.ndim(value) != 0:
         hint = "Pass the mean over the batch."
-        raise TypeError(error_message(name, "value", "a scalar", describe(value), hint))
+        raise type_error("value", "a scalar", describe(value), hint)
     loss = jnp.asarray(value)
     loss = loss.astype(wide_dtype(loss.dtype))
     axes = shard_axes(loss, axis_name)

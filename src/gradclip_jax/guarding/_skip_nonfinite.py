@@ -9,6 +9,7 @@ import optax
 
 from .._checks import check_choice
 from .._devices import shared
+from .._errors import public
 from .._gate import ComputedStep, Verdict
 from .._states import GATES, increment_where, register_metrics
 from .._types import AxisName, Count, Scalar, Tree
@@ -35,6 +36,7 @@ class SkipNonfiniteState(NamedTuple):
     incidents: Any = None
 
 
+@public
 def skip_nonfinite(
     inner: optax.GradientTransformation,
     *,
@@ -100,11 +102,10 @@ def skip_nonfinite(
 
     limit = max_consecutive_skips
     options: dict[str, Any] = {"incidents": incidents, "max_consecutive_skips": limit}
-    return finite_guard("skip_nonfinite", inner, first, check, axis_name, **options)
+    return finite_guard(inner, first, check, axis_name, **options)
 
 
 def finite_guard(
-    name: str,
     inner: optax.GradientTransformation,
     first: Callable[[Any], Any],
     check: Any,
@@ -119,8 +120,8 @@ def finite_guard(
     `grads_of` makes the gradient that is judged and passed on, `adapted` the other fields;
     `options` are those of `guard`.
     """
-    axes = check_guard(name, inner, axis_name)
-    check_choice(name, "check", check, ("gradient", "step"))
+    axes = check_guard(inner, axis_name)
+    check_choice("check", check, ("gradient", "step"))
     is_finite = all_finite if check == "step" else has_finite_squares
 
     def judge(updates: Tree, state: Any, params: Tree, extra_args: dict[str, Any]) -> Verdict:
@@ -133,7 +134,7 @@ def finite_guard(
         def check_step(step: ComputedStep) -> tuple[Scalar, Scalar]:
             return is_finite_step(step, axes), jnp.zeros((), jnp.float32)
 
-        is_good = finite_extra_args(name, extra_args, axes)
+        is_good = finite_extra_args(extra_args, axes)
         # The check of the step that is next reads the gradient as well.
         if check == "gradient" or type(state.inner_state) in GATES:
             is_good = shared(is_good & is_finite(grads, axes))
@@ -143,4 +144,4 @@ def finite_guard(
         options["checks_step"] = True
     else:
         options["check_window"] = functools.partial(has_finite_squares, axis_name=axes)
-    return guard(name, inner, first, judge, axes, **options)
+    return guard(inner, first, judge, axes, **options)

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_count, check_ord, error_message
+from .._checks import check_count, check_ord
+from .._errors import public, value_error
 from .._gate import ComputedStep, Verdict
 from .._states import increment_where, register_metrics
 from .._types import UNBOUNDED, AxisName, Count, Order, Scalar, Tree
@@ -69,6 +70,7 @@ class SkipSpikesState(NamedTuple):
     incidents: Any = None
 
 
+@public
 def skip_large_norm(
     inner: optax.GradientTransformation,
     max_norm: Any,
@@ -120,12 +122,12 @@ def skip_large_norm(
         >>> updates.tolist(), int(state.skipped_large_norm)
         ([0.0], 1)
     """
-    name = "skip_large_norm"
-    rules = {"norm": as_rule(name, "max_norm", max_norm)}
+    rules = {"norm": as_rule("max_norm", max_norm)}
     options = {"max_consecutive_skips": max_consecutive_skips, "incidents": incidents}
-    return _skip_beyond(name, inner, rules, ord, axis_name, relearn_after, **options)
+    return _skip_beyond(inner, rules, ord, axis_name, relearn_after, **options)
 
 
+@public
 def skip_spikes(
     inner: optax.GradientTransformation,
     *,
@@ -195,21 +197,19 @@ def skip_spikes(
         The rule of OLMo-core's `SkipStepOptimizer`, levanter's `skipstep` and MaxText's
         `skip_step_on_spikes` is `mean_std` for both.
     """
-    name = "skip_spikes"
     norms = {"norm": norm, "update": update}
-    rules = {key: as_rule(name, key, x) for key, x in norms.items() if x is not None}
+    rules = {key: as_rule(key, x) for key, x in norms.items() if x is not None}
     if loss is not None:
-        rules["loss"] = loss_rule(name, loss)
+        rules["loss"] = loss_rule(loss)
     if not rules:
         hint = "Pass for example `loss=gcx.thresholds.mean_std()`."
         rule = "given, or `loss` or `update`"
-        raise ValueError(error_message(name, "norm", rule, "None for all", hint))
+        raise value_error("norm", rule, "None for all", hint)
     options = {"max_consecutive_skips": max_consecutive_skips, "incidents": incidents}
-    return _skip_beyond(name, inner, rules, ord, axis_name, relearn_after, **options)
+    return _skip_beyond(inner, rules, ord, axis_name, relearn_after, **options)
 
 
 def _skip_beyond(
-    name: str,
     inner: optax.GradientTransformation,
     rules: dict[str, Rule],
     ord: Any,
@@ -217,10 +217,10 @@ def _skip_beyond(
     relearn_after: Any,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    axes = check_guard(name, inner, axis_name)
-    order = check_ord(name, ord)
+    axes = check_guard(inner, axis_name)
+    order = check_ord(ord)
     hint = "It bounds how long a new level is mistaken for spikes."
-    check_count(name, "relearn_after", relearn_after, hint)
+    check_count("relearn_after", relearn_after, hint)
 
     def measure(tree: Tree) -> Scalar:
         return norm_of_leaves(measured_leaves(tree), order, axes)
@@ -230,15 +230,15 @@ def _skip_beyond(
     ) -> Verdict:
         values = {"norm": measure(updates)}
         if "loss" in rules:
-            loss = loss_of(name, extra_args, axes)
+            loss = loss_of(extra_args, axes)
             if loss is None:
                 hint = "Pass the loss: `update(grads, state, params, value=loss)`."
                 rule = "given to watch the loss"
-                raise ValueError(error_message(name, "value", rule, "None", hint))
+                raise value_error("value", rule, "None", hint)
             values["loss"] = loss
         param_norm = None
         if any(rule.uses_params for rule in rules.values()):
-            check_params(name, updates, params)
+            check_params(updates, params)
             param_norm = measure(params)
         finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, values.values()))
 
@@ -283,7 +283,7 @@ def _skip_beyond(
         return Verdict(is_good, updates, own_fields, check_step)
 
     first = functools.partial(_first_state, rules)
-    return guard(name, inner, first, judge, axes, checks_step="update" in rules, **options)
+    return guard(inner, first, judge, axes, checks_step="update" in rules, **options)
 
 
 def _first_state(rules: dict[str, Rule], inner_state: Any) -> SkipSpikesState:

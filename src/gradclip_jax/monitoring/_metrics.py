@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from .._checks import check_no_transformation
+from .._errors import public
 from .._states import METRICS, find_states, is_guard
 from .._types import Array
 from ..clipping._incident import IncidentLog
 
 
+@public
 def metrics(state: Any) -> dict[str, Array]:
     """Collects the scalars to log from an optimizer state, however it is nested.
 
@@ -72,7 +74,7 @@ def metrics(state: Any) -> dict[str, Array]:
         >>> float(gcx.metrics(state)["grad_norm"])
         5.0
     """
-    check_no_transformation("metrics", state)
+    check_no_transformation(state)
     guards = {path for path, node in find_states(state, tuple(METRICS)) if is_guard(node)}
     by_name: dict[str, list[tuple[str, bool, Any]]] = {}
     for path, node in find_states(state, tuple(METRICS)):

@@ -4,10 +4,11 @@ from typing import Any
 
 import numpy as np
 
-from .._checks import error_message
+from .._errors import public, value_error
 from ._report import read_columns
 
 
+@public
 def plot_log(log: Any) -> Any:
     """Draws what `watch` saw: norms by unit and step, shares, and update-to-parameter ratios.
 
@@ -31,7 +32,7 @@ def plot_log(log: Any) -> Any:
     """
     from matplotlib.figure import Figure
 
-    columns = read_columns("plot_log", log)
+    columns = read_columns(log)
     norms, ratios = (
         {key.partition("/")[2]: x for key, x in columns.items() if key.startswith(kind)}
         for kind in ("gradient_norm/", "update_ratio/")
@@ -39,7 +40,7 @@ def plot_log(log: Any) -> Any:
     if not norms:
         hint = "Log `metrics(state)` of an optimizer inside `gcx.watch`."
         got = "none with `gradient_norm/...`"
-        raise ValueError(error_message("plot_log", "log", "of norms by unit", got, hint))
+        raise value_error("log", "of norms by unit", got, hint)
     table, names, height = np.stack(list(norms.values())), list(norms), 3 if ratios else 2
     figure = Figure(figsize=(9, 3 * height), layout="constrained")
     axes = figure.subplots(height, sharex=True)

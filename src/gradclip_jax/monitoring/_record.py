@@ -14,10 +14,10 @@ from .._checks import (
     check_ord,
     check_state,
     check_static,
-    error_message,
     refuse_traced,
     shortened,
 )
+from .._errors import public, type_error, value_error
 from .._states import find_states, increment_where, plain_arrays, register_metrics
 from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Count, Order, Scalar, Tree
@@ -43,6 +43,7 @@ class NormRecordState(NamedTuple):
     nonfinite_norms: Scalar
 
 
+@public
 def record_norms(
     window: Count = 1024,
     *,
@@ -80,10 +81,9 @@ def record_norms(
         >>> gcx.diagnostics.norm_history(state).tolist()
         [10.0, 15.0]
     """
-    name = "record_norms"
-    check_length(name, "window", window)
-    check_static(name, "per_leaf", per_leaf)
-    order, axes = check_ord(name, ord), check_axis_name(name, axis_name)
+    check_length("window", window)
+    check_static("per_leaf", per_leaf)
+    order, axes = check_ord(ord), check_axis_name(axis_name)
 
     units_of = leaf_units if per_leaf else tree_units
 
@@ -96,9 +96,9 @@ def record_norms(
     def update(
         updates: Tree, state: Any, params: Tree | None = None
     ) -> tuple[Tree, NormRecordState]:
-        check_inexact(name, "updates", updates)
-        check_bound(name, axes)
-        check_state(name, state, NormRecordState)
+        check_inexact("updates", updates)
+        check_bound(axes)
+        check_state(state, NormRecordState)
         leaves = measured_leaves(updates)
         norms = unit_norms(leaves, units_of(leaves), order, axes).astype(jnp.float32)
         return updates, NormRecordState(
@@ -111,6 +111,7 @@ def record_norms(
     return optax.GradientTransformation(init, update)
 
 
+@public
 def norm_history(state: Any) -> np.ndarray[Any, Any]:
     """The recorded norms, the oldest first.
 
@@ -133,14 +134,13 @@ def norm_history(state: Any) -> np.ndarray[Any, Any]:
         >>> gcx.diagnostics.norm_history(state).tolist()  # before the clip
         [5.0]
     """
-    name = "norm_history"
     records = find_states(state, NormRecordState)
     if not records:
         hint = "Put `record_norms()` into the chain."
         rule = "a state with a record of norms"
-        raise TypeError(error_message(name, "state", rule, type(state).__name__, hint))
+        raise type_error("state", rule, type(state).__name__, hint)
     record = plain_arrays(records[0][1])
-    refuse_traced(name, "state", record.norms)
+    refuse_traced("state", record.norms)
     norms, counts, positions = map(np.asarray, record[:3])
     # Every call has a row, so all seeds have as many.
     axis, count, position = counts.ndim, int(counts.flat[0]), int(positions.flat[0])
@@ -148,6 +148,7 @@ def norm_history(state: Any) -> np.ndarray[Any, Any]:
     return np.take(rows, range(count), axis)
 
 
+@public
 def leaf_norm_history(state: Any, params: Tree) -> dict[str, np.ndarray[Any, Any]]:
     """The recorded norms of each leaf by its name, the oldest first.
 
@@ -177,10 +178,11 @@ def leaf_norm_history(state: Any, params: Tree) -> dict[str, np.ndarray[Any, Any
     if norms.ndim < 2 or norms.shape[-1] != len(names):
         rule = f"a record of {len(names)} leaves"
         got, hint = f"one of shape {list(norms.shape)}", "Record with `per_leaf=True`."
-        raise ValueError(error_message("leaf_norm_history", "state", rule, got, hint))
+        raise value_error("state", rule, got, hint)
     return {name: norms[..., i] for i, name in enumerate(names)}
 
 
+@public
 def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
     """Suggests a `max_norm`: a percentile of recorded norms.
 
@@ -204,18 +206,17 @@ def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
         >>> gcx.diagnostics.suggest_max_norm([1.0, 2.0, 3.0, float("nan")], percentile=100.0)
         3.0
     """
-    name = "suggest_max_norm"
-    refuse_traced(name, "norms", norms)
+    refuse_traced("norms", norms)
     hint = "50 is the median."
-    check_number(name, "percentile", percentile, hint, high=100.0, closed=True)
+    check_number("percentile", percentile, hint, high=100.0, closed=True)
     try:
         values = np.asarray(norms, np.float64)
     except (TypeError, ValueError):
         rule, hint = "an array of real numbers", "Pass for example `norm_history(state)`."
-        raise TypeError(error_message(name, "norms", rule, shortened(norms), hint)) from None
+        raise type_error("norms", rule, shortened(norms), hint) from None
     finite = values[np.isfinite(values)]
     if not finite.size:
         hint = "Record some steps with `record_norms` first."
         got = f"{values.size} of which none is finite"
-        raise ValueError(error_message(name, "norms", "finite norms", got, hint))
+        raise value_error("norms", "finite norms", got, hint)
     return float(np.percentile(finite, percentile))

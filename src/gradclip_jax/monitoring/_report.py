@@ -11,13 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_count, dtype_of, error_message, is_float0, refuse_traced, shortened
+from .._checks import check_count, dtype_of, is_float0, refuse_traced, shortened
+from .._errors import public, type_error, value_error
 from .._states import find_states, plain_arrays
 from ..clipping._incident import Incident, IncidentLog, names_in, read_log
 from ..clipping._norm import global_norm, measured_leaves
 from ._watch import WatchState
 
 
+@public
 def incidents(state: Any) -> list[Incident]:
     """Returns the last incidents that `watch`, a guard or a clip kept, the oldest first.
 
@@ -58,16 +60,17 @@ def incidents(state: Any) -> list[Incident]:
         step 0: skipped, gradient norm 50 above 4; 100 % of it in wi
     """
     records: list[Incident] = []
-    for log in plain_arrays(_logs("incidents", state)):
-        refuse_traced("incidents", "state", log.rows)
+    for log in plain_arrays(_logs(state)):
+        refuse_traced("state", log.rows)
         if np.ndim(log.rows) > 2:
             rule, hint = "of one run", "Of seed i pass `jax.tree.map(lambda x: x[i], state)`."
             got = f"one that was vmapped over {len(log.rows)}"
-            raise ValueError(error_message("incidents", "state", rule, got, hint))
+            raise value_error("state", rule, got, hint)
         records += read_log(log)
     return sorted(records, key=lambda record: record.step)
 
 
+@public
 def unit_names(state: Any) -> list[str]:
     """Names the units that `watch` measures, in the order of `largest_share_index`.
 
@@ -88,19 +91,20 @@ def unit_names(state: Any) -> list[str]:
         >>> gcx.diagnostics.unit_names(tx.init(params))
         ['h_0/wi', 'h_1/wi', 'h_0/wo', 'h_1/wo', 'out']
     """
-    return names_in(_logs("unit_names", state)[0])
+    return names_in(_logs(state)[0])
 
 
-def _logs(function: str, state: Any) -> list[IncidentLog]:
+def _logs(state: Any) -> list[IncidentLog]:
     """That of the first watch, or else those of all guards and clips."""
     watches = find_states(state, WatchState)
     logs = [watches[0][1].incidents] if watches else [x for _, x in find_states(state, IncidentLog)]
     if not logs:
         rule, hint = "a state that keeps incidents", "Put `gcx.watch` around the optimizer."
-        raise TypeError(error_message(function, "state", rule, type(state).__name__, hint))
+        raise type_error("state", rule, type(state).__name__, hint)
     return logs
 
 
+@public
 def summarize_log(log: Any, *, window: int = 1000) -> dict[str, float]:
     """Sums up a run from what was logged of `metrics` at its steps.
 
@@ -130,7 +134,7 @@ def summarize_log(log: Any, *, window: int = 1000) -> dict[str, float]:
         >>> gcx.diagnostics.summarize_log([*log, {"loss": 9.0, "clip_fraction": 1.0}])
         {'steps': 200.0, 'clipped': 0.5, 'spike_score/loss': 0.005}
     """
-    columns = read_columns("summarize_log", log)
+    columns = read_columns(log)
     summary = {"steps": float(max(map(len, columns.values()), default=0))}
     for key, values in sorted(columns.items()):
         name, _, place = key.partition("/")
@@ -155,7 +159,7 @@ def _spike_score(values: Any, window: int) -> float:
     return float(is_spike.mean())
 
 
-def read_columns(function: str, log: Any) -> dict[str, np.ndarray[Any, Any]]:
+def read_columns(log: Any) -> dict[str, np.ndarray[Any, Any]]:
     """The values of each key of a log, NaN where a row has none; refuses what is no log."""
     hint = "Append `metrics(state)` at each step, or name a file of JSON lines."
     if isinstance(log, (str, os.PathLike)):
@@ -163,11 +167,12 @@ def read_columns(function: str, log: Any) -> dict[str, np.ndarray[Any, Any]]:
         log = [json.loads(line) for line in lines if line.strip()]
     if not isinstance(log, Sequence) or not log:
         rule = "a list of at least one dict"
-        raise ValueError(error_message(function, "log", rule, shortened(log), hint))
+        raise value_error("log", rule, shortened(log), hint)
     keys = dict.fromkeys(key for row in log for key in row)
     return {key: np.array([row.get(key) for row in log], np.float64) for key in keys}
 
 
+@public
 def nonfinite_leaves(tree: Any) -> dict[str, int]:
     """Counts the NaN and infinite elements of each leaf that has any.
 
@@ -192,7 +197,7 @@ def nonfinite_leaves(tree: Any) -> dict[str, int]:
     """
     counts: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        refuse_traced("nonfinite_leaves", "tree", leaf)
+        refuse_traced("tree", leaf)
         if not is_float0(leaf) and jnp.issubdtype(dtype_of(leaf), jnp.inexact):
             bad = int(jnp.sum(~jnp.isfinite(leaf)))
             if bad:
@@ -200,6 +205,7 @@ def nonfinite_leaves(tree: Any) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
 
+@public
 def worst_examples(
     fun: Callable[[Any, Any], Any], params: Any, batch: Any, k: int = 3
 ) -> dict[str, dict[Any, float]]:
@@ -243,7 +249,7 @@ def worst_examples(
         >>> gcx.diagnostics.worst_examples(fun, 1.0, batch, k=1)["token_loss"]
         {(0, 1): 81.0}
     """
-    check_count("worst_examples", "k", k, "Pass how many examples to return.")
+    check_count("k", k, "Pass how many examples to return.")
 
     def largest(values: Any, places: Sequence[Any]) -> dict[Any, float]:
         order = np.argsort(-np.nan_to_num(values, nan=np.inf), kind="stable")

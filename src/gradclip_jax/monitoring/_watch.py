@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from .._checks import check_bound, check_choice, check_number, check_state, check_static, is_traced
+from .._errors import public
 from .._run_if import like_dtypes
 from .._states import has_updated, increment_where, plain_arrays, register_metrics
 from .._tree_checks import check_inexact
@@ -24,7 +25,6 @@ from ..guarding._signal import loss_of
 from ._metrics import metrics
 from ._spikes import compare
 
-_NAME = "watch"
 _KINDS = ("gradient", "update", "parameter")
 
 
@@ -74,6 +74,7 @@ def _by_name(state: WatchState, kind: str) -> dict[str | None, Any] | None:
     return {name or None: values[..., i] for i, name in enumerate(("", *names_in(state.incidents)))}
 
 
+@public
 def watch(
     inner: optax.GradientTransformation,
     *,
@@ -112,9 +113,9 @@ def watch(
         granularity: of what norms are taken, as for `clip_by_norm`. A stacked layer is named by
             its index. "global" names no unit. Inside `shard_map` no unit of a leaf may be spread
             over devices along an axis that indexes units.
-        spike_threshold: in standard deviations of the logarithm above its moving average of about 128
-            steps, > 0; of a loss both of its logarithm, if it has one, and of itself. A unit is
-            compared in proportion to the others, by half as many again. inf for none.
+        spike_threshold: in standard deviations of the logarithm above its moving average of
+            about 128 steps, > 0; of a loss both of its logarithm, if it has one, and of itself. A
+            unit is compared in proportion to the others, by half as many again. inf for none.
         max_incidents: how many are kept, 1 to 2^20, static.
         axis_name: mapped axes over which every leaf is a shard, where types cannot tell (inside
             `pmap`, or `shard_map` with `check_vma=False`).
@@ -141,17 +142,17 @@ def watch(
         >>> print(*gcx.incidents(state), sep="\n")
         step 1: skipped, gradient norm NaN; 1 bad element in wo; loss 3.2
     """
-    axes = check_guard(_NAME, inner, axis_name)
+    axes = check_guard(inner, axis_name)
     inner = optax.with_extra_args_support(inner)
     for kind in of:
-        check_choice(_NAME, "of", kind, _KINDS)
-    cut, make_log = as_granularity(_NAME, granularity), log_maker(_NAME, max_incidents)
-    check_number(_NAME, "spike_threshold", spike_threshold, "OLMo-core uses 6; pass inf for none.")
+        check_choice("of", kind, _KINDS)
+    cut, make_log = as_granularity(granularity), log_maker(max_incidents)
+    check_number("spike_threshold", spike_threshold, "OLMo-core uses 6; pass inf for none.")
 
     kinds = ("gradient", *of, *(["ratio"] if {"update", "parameter"} <= {*of} else []))
 
     def init(params: Tree) -> WatchState:
-        inner_state, log = inner.init(params), make_log(params, cut.cut(_NAME, params))
+        inner_state, log = inner.init(params), make_log(params, cut.cut(params))
         size = 1 + max(len(names_in(log)), 1)  # all leaves together are one unit without a name
         norms = {kind: jnp.zeros(size, jnp.float32) for kind in kinds}
         # Not weakly typed, as what comes out of a step is not: one trace for all steps.
@@ -160,19 +161,19 @@ def watch(
 
     def update(updates: Tree, state: Any, params: Tree | None = None, **extra_args: Any) -> Any:
         measure = extra_args.pop("measure", True)
-        check_inexact(_NAME, "updates", updates)
-        check_bound(_NAME, axes)
-        check_state(_NAME, state, WatchState)
-        check_static(_NAME, "measure", measure)
+        check_inexact("updates", updates)
+        check_bound(axes)
+        check_state(state, WatchState)
+        check_static("measure", measure)
         if params is not None or "parameter" in of:
-            check_params(_NAME, updates, params)
+            check_params(updates, params)
         before, log = state.inner_state, state.incidents
         output, after = inner.update(updates, before, params, **extra_args)
         if not measure:
             norms = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state.norms)
             log = log._replace(step_count=increment_where(log.step_count))
             return output, WatchState(norms, state.levels, log, after)
-        units, loss = cut.cut(_NAME, updates), loss_of(_NAME, extra_args, axes)
+        units, loss = cut.cut(updates), loss_of(extra_args, axes)
         gradient, bad = measure_units(measured_leaves(updates), units, axes)
         norms = {"gradient": gradient}
         if {"update", "parameter"} & {*of}:

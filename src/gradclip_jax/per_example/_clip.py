@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_axis_name, check_choice, check_count, check_number, error_message
+from .._checks import check_axis_name, check_choice, check_count, check_number
+from .._errors import public, type_error, value_error
 from .._mesh import shard_axes, sum_over, varying_axes
 from .._types import Array, AxisName, Labels, Number, Tree
 from ..accumulation._split import check_real
@@ -39,6 +40,7 @@ class Stats(NamedTuple):
     aux: Any
 
 
+@public
 def value_and_grad(
     fun: Callable[..., Any],
     max_norm: Any,
@@ -128,11 +130,11 @@ def value_and_grad(
     References:
         Abadi et al. 2016, arXiv 1607.00133; Bu et al. 2022, arXiv 2210.00038 and 2206.07136.
     """
-    loss = Loss("value_and_grad", fun, argnums, batch_argnums, has_aux, has_weight)
+    loss = Loss(fun, argnums, batch_argnums, has_aux, has_weight)
     clip = _Clip(loss, max_norm, param_labels, reaction, reduction, nonfinite)
     clip.check(num_microbatches)
-    check_real("value_and_grad", num_real_microbatches, num_microbatches)
-    axes = check_axis_name("value_and_grad", axis_name)
+    check_real(num_real_microbatches, num_microbatches)
+    axes = check_axis_name(axis_name)
 
     def run(*args: Any, **kwargs: Any) -> tuple[tuple[Array, Stats], Tree]:
         examples = loss.bind(args, kwargs, num_microbatches)
@@ -152,18 +154,17 @@ class _Clip(NamedTuple):
     nonfinite: str
 
     def check(self, num_microbatches: Any) -> None:
-        name = self.loss.function
         if self.param_labels is not None and not isinstance(self.max_norm, Mapping):
             rule, hint = "a mapping from label to threshold", "Give one for each label."
-            raise TypeError(error_message(name, "max_norm", rule, repr(self.max_norm), hint))
+            raise type_error("max_norm", rule, repr(self.max_norm), hint)
         hint = "Pass a positive number, or `schedule(step)`; inf turns clipping off."
         for threshold in self.thresholds().values():
-            check_number(name, "max_norm", threshold, hint)
+            check_number("max_norm", threshold, hint)
         if not callable(self.reaction):
-            check_choice(name, "reaction", self.reaction, tuple(REACTIONS))
-        check_choice(name, "reduction", self.reduction, ("mean", "sum"))
-        check_choice(name, "nonfinite", self.nonfinite, ("propagate", "zero"))
-        check_count(name, "num_microbatches", num_microbatches, "Pass 1 not to split.")
+            check_choice("reaction", self.reaction, tuple(REACTIONS))
+        check_choice("reduction", self.reduction, ("mean", "sum"))
+        check_choice("nonfinite", self.nonfinite, ("propagate", "zero"))
+        check_count("num_microbatches", num_microbatches, "Pass 1 not to split.")
 
     def thresholds(self) -> Mapping[Any, Number]:
         """Returns the threshold of each group; without labels of one, None."""
@@ -171,11 +172,11 @@ class _Clip(NamedTuple):
 
     def groups(self, params: Tree) -> Groups:
         """Sorts the leaves; refuses a group without a threshold, which nothing would bound."""
-        groups = groups_of(self.loss.function, params, self.param_labels)
+        groups = groups_of(params, self.param_labels)
         for label in groups.keys() - self.thresholds().keys():
             rule, hint = "a mapping with every label", "Pass inf for a group not to be clipped."
             got = f"none for {label!r}"
-            raise ValueError(error_message(self.loss.function, "max_norm", rule, got, hint))
+            raise value_error("max_norm", rule, got, hint)
         return groups
 
     def is_finite(self, outputs: Outputs, norms: Norms) -> Array:

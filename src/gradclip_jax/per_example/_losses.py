@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import check_callable, describe, error_message, leaf_path
+from .._checks import check_callable, describe, leaf_path
+from .._errors import type_error, value_error
 from .._mesh import vary, varying_axes, zeros_of_type
 from .._run_if import trace
 from .._tree_checks import broadcast_prefix
@@ -49,7 +50,6 @@ class Outputs(NamedTuple):
 class Loss:
     """A loss of one example; the fields are those of `value_and_grad`, and the caller's name."""
 
-    function: str
     fun: Callable[..., Any]
     argnums: int | Sequence[int] = 0
     batch_argnums: int | Sequence[int] = 1
@@ -57,17 +57,17 @@ class Loss:
     has_weight: bool = False
 
     def __post_init__(self) -> None:
-        check_callable(self.function, "fun", self.fun, "Pass the loss of one example.")
+        check_callable("fun", self.fun, "Pass the loss of one example.")
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any], parts: int = 1) -> "Examples":
         """Takes the arguments of a call apart."""
         groups = positions(self.batch_argnums), (), positions(self.argnums)
         split = Split(parts, *groups, takes_one=isinstance(self.argnums, int))
-        split = counted_from_zero(self.function, split, args)
+        split = counted_from_zero(split, args)
         both = sorted(set(split.batches) & set(split.differentiated))
         if both:
             rule, hint = "other positions than `batch_argnums`", "Parameters are not split."
-            raise ValueError(error_message(self.function, "argnums", rule, str(both[0]), hint))
+            raise value_error("argnums", rule, str(both[0]), hint)
         batch = tuple(args[i] for i in split.batches)
         sizes: dict[int, str] = {}
         for i, tree in zip(split.batches, batch, strict=True):
@@ -76,7 +76,7 @@ class Loss:
         if len(sizes) != 1:
             got = ", ".join(f"{size} at {place}" for size, place in sizes.items()) or "no leaves"
             rule, hint = "arrays of as many examples", "Give every leaf one row per example."
-            raise ValueError(error_message(self.function, "batch", rule, got, hint))
+            raise value_error("batch", rule, got, hint)
         return Examples(self, split, list(args), kwargs, jax.tree.map(jnp.asarray, batch))
 
 
@@ -120,12 +120,12 @@ class Examples(NamedTuple):
         for i, x in zip(positions, (*replaced, *example), strict=True):
             args[i] = x
         loss = self.loss
-        call = in_one_form(loss.function, loss.fun, loss.has_weight, loss.has_aux)
+        call = in_one_form(loss.fun, loss.has_weight, loss.has_aux)
         value, (weight, aux) = call(*args, **self.kwargs)
         weight = jnp.asarray(1 if weight is None else weight, jnp.float32)
         if weight.ndim:
             rule, hint = "a function whose weight is a scalar", "Return that of the example."
-            raise TypeError(error_message(loss.function, "fun", rule, describe(weight), hint))
+            raise type_error("fun", rule, describe(weight), hint)
         return jnp.asarray(value), (weight, aux)
 
     def outputs(self, batch: tuple[Tree, ...]) -> Outputs:
@@ -145,12 +145,12 @@ class Examples(NamedTuple):
         return Outputs(value, weight, aux, outs[count:])
 
 
-def groups_of(function: str, params: Tree, param_labels: Labels | None) -> dict[Any, list[int]]:
+def groups_of(params: Tree, param_labels: Labels | None) -> dict[Any, list[int]]:
     """Sorts the measured leaves into groups; without labels into one, None."""
     if param_labels is None:
         return {None: list(range(len(measured_leaves(params))))}
     tree = param_labels(params) if callable(param_labels) else param_labels
-    labels = broadcast_prefix(function, "param_labels", tree, "params", params)
+    labels = broadcast_prefix("param_labels", tree, "params", params)
     of = [k for k, x in zip(labels, jax.tree.leaves(params), strict=True) if is_measured(x)]
     return {label: [i for i, k in enumerate(of) if k == label] for label in dict.fromkeys(of)}
 

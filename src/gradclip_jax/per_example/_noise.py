@@ -16,8 +16,8 @@ from .._checks import (
     check_number,
     check_state,
     describe,
-    error_message,
 )
+from .._errors import public, value_error
 from .._mesh import shard_axes, varying_axes
 from .._states import increment_where
 from .._tree_checks import check_inexact
@@ -40,6 +40,7 @@ class NoisyMeanState(NamedTuple):
     step: Scalar
 
 
+@public
 def noisy_mean(
     noise_multiplier: Number,
     sensitivity: Number,
@@ -97,13 +98,12 @@ def noisy_mean(
     References:
         Abadi et al. 2016, arXiv 1607.00133.
     """
-    name = "noisy_mean"
     hint = "Pass 0 to draw no noise."
-    check_number(name, "noise_multiplier", noise_multiplier, hint, closed=True)
+    check_number("noise_multiplier", noise_multiplier, hint, closed=True)
     finite = "Pass a finite `sensitivity(max_norm)`."
-    check_number(name, "sensitivity", sensitivity, finite, high=math.inf, below_high=True)
-    check_number(name, "expected_batch_size", expected_batch_size, "Pass the public batch size.")
-    axes = check_axis_name(name, axis_name)
+    check_number("sensitivity", sensitivity, finite, high=math.inf, below_high=True)
+    check_number("expected_batch_size", expected_batch_size, "Pass the public batch size.")
+    axes = check_axis_name(axis_name)
 
     def init(params: Tree) -> NoisyMeanState:
         is_seed = isinstance(key, (int, np.integer))
@@ -113,9 +113,9 @@ def noisy_mean(
     def update(
         updates: Tree, state: Any, params: Tree | None = None
     ) -> tuple[Tree, NoisyMeanState]:
-        check_inexact(name, "updates", updates)
-        check_state(name, state, NoisyMeanState)
-        _check_known_shards(name, axes)
+        check_inexact("updates", updates)
+        check_state(state, NoisyMeanState)
+        _check_known_shards(axes)
         leaves, structure = jax.tree.flatten(updates)
         step_key = jax.random.fold_in(state.key, state.step)
         deviation = jnp.float32(noise_multiplier) * jnp.float32(sensitivity)
@@ -130,7 +130,7 @@ def noisy_mean(
     return optax.GradientTransformation(init, update)
 
 
-def _check_known_shards(function: str, axis_name: AxisName) -> None:
+def _check_known_shards(axis_name: AxisName) -> None:
     """Refuses devices of which it is not known whether they hold the same."""
     manual = jax.sharding.get_abstract_mesh().manual_axes if axis_name is None else ()
     silent = [name for name in manual if name not in varying_axes(lax.axis_index(name))]
@@ -138,7 +138,7 @@ def _check_known_shards(function: str, axis_name: AxisName) -> None:
         rule = "given where types do not say which leaves are shards"
         got = f"None inside the mapped axis {silent[0]!r}"
         hint = "Name the axes over which leaves are shards; `()` if each device holds all."
-        raise ValueError(error_message(function, "axis_name", rule, got, hint))
+        raise value_error("axis_name", rule, got, hint)
 
 
 def _noisy(x: Array, key: Array, deviation: Scalar, divisor: Number, axes: AxisName) -> Array:
@@ -152,6 +152,7 @@ def _noisy(x: Array, key: Array, deviation: Scalar, divisor: Number, axes: AxisN
     return ((x.astype(dtype) + noise) / jnp.asarray(divisor).astype(dtype)).astype(x.dtype)
 
 
+@public
 def noise_scale(norms: Array, grads: Tree) -> Scalar:
     """Estimates the gradient noise scale from one batch, instead of over windows.
 
@@ -191,7 +192,7 @@ def noise_scale(norms: Array, grads: Tree) -> Scalar:
     norms = jnp.asarray(norms)
     if norms.ndim != 1:
         rule, hint = "a vector with one norm per example", "Pass those of `per_example.norms`."
-        raise ValueError(error_message("noise_scale", "norms", rule, describe(norms), hint))
+        raise value_error("norms", rule, describe(norms), hint)
     size = norms.shape[0]
     if size < 2:
         return jnp.float32(jnp.nan)
@@ -202,6 +203,7 @@ def noise_scale(norms: Array, grads: Tree) -> Scalar:
     return state.gradient_noise_scale
 
 
+@public
 def sensitivity(max_norm: Any, adjacency: str = "add_or_remove_one") -> float:
     """How far one example can move the sum of clipped gradients, in 2-norm.
 
@@ -229,11 +231,10 @@ def sensitivity(max_norm: Any, adjacency: str = "add_or_remove_one") -> float:
         >>> gcx.per_example.sensitivity({"head": 3.0, "body": 4.0}, "replace_one")
         10.0
     """
-    name = "sensitivity"
-    check_choice(name, "adjacency", adjacency, ("add_or_remove_one", "replace_one"))
+    check_choice("adjacency", adjacency, ("add_or_remove_one", "replace_one"))
     thresholds = list(max_norm.values()) if isinstance(max_norm, Mapping) else [max_norm]
     hint = "Pass the threshold that examples are clipped to."
     for threshold in thresholds:
-        check_number(name, "max_norm", threshold, hint)
+        check_number("max_norm", threshold, hint)
     alone = math.hypot(*map(float, thresholds))
     return alone if adjacency == "add_or_remove_one" else 2 * alone

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .._errors import public
 from .._types import Array, Labels, Tree
 from ..accumulation._split import positions
 from ..clipping._norm import measured_leaves
@@ -30,6 +31,7 @@ class LeafCost(NamedTuple):
     multiplications: int
 
 
+@public
 def norms(
     fun: Callable[..., Any],
     *,
@@ -81,16 +83,17 @@ def norms(
     References:
         Goodfellow 2015, arXiv 1510.01799; Li et al. 2022, arXiv 2110.05679.
     """
-    loss = Loss("norms", fun, argnums, batch_argnums, has_aux, has_weight)
+    loss = Loss(fun, argnums, batch_argnums, has_aux, has_weight)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         examples = loss.bind(args, kwargs)
-        by_label = _norms(examples, groups_of("norms", examples.params, param_labels))
+        by_label = _norms(examples, groups_of(examples.params, param_labels))
         return by_label[None] if param_labels is None else by_label
 
     return run
 
 
+@public
 def leaf_norms(
     fun: Callable[..., Any],
     *,
@@ -125,7 +128,7 @@ def leaf_norms(
         >>> round(norms["w"].item(), 3), round(norms["b"].item(), 3)
         (5.0, 2.0)
     """
-    loss = Loss("leaf_norms", fun, argnums, batch_argnums, has_aux, has_weight)
+    loss = Loss(fun, argnums, batch_argnums, has_aux, has_weight)
 
     def run(*args: Any, **kwargs: Any) -> Tree:
         examples = loss.bind(args, kwargs)
@@ -135,6 +138,7 @@ def leaf_norms(
     return run
 
 
+@public
 def explain(
     fun: Callable[..., Any],
     *,
@@ -171,7 +175,7 @@ def explain(
         >>> costs["params"].method, costs["params"].elements
         ('gram', 200)
     """
-    loss = Loss("explain", fun, argnums, batch_argnums, has_aux, has_weight)
+    loss = Loss(fun, argnums, batch_argnums, has_aux, has_weight)
 
     def run(*args: Any, **kwargs: Any) -> dict[str, LeafCost]:
         costs: dict[str, LeafCost] = {}
