@@ -18,7 +18,7 @@ QUICK = {
     "rounding.py": ("bfloat16, stochastic", "| float32 |"),
     "bfloat16.py": ("| bfloat16, at random |", "| float32 copies | 14.0 | 0.0 |"),
     "per_example_speed.py": ("per_example.value_and_grad", "CPU ms per example", "Mixer"),
-    "detect.py": ("| GPT | NaN in a leaf | 100% | 100% |", "RNN: 0 false alarms in 10"),
+    "faults/detect.py": ("| GPT | NaN in a leaf | 100% | 100% |", "RNN: 0 false alarms in 10"),
     "end_to_end.py": ("gcx.accumulate_gradients", "optax.MultiSteps"),
 }
 TREE = jax.ShapeDtypeStruct((256, 256), jnp.float32)
