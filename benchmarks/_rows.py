@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from _models import Model
 from jax import lax
 
 import gradclip_jax as gcx
+from benchmarks._models import Model
 
 Tree = Any
 EVERY = 8

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from claims import CLAIMS, check, count
-from compare import (
+
+from benchmarks.study.claims import CLAIMS, check, count
+from benchmarks.study.compare import (
     FIXED,
     RECORDED,
     Entry,
@@ -22,9 +23,9 @@ from compare import (
     percentile_ratios,
     sensitivity,
 )
-from methods import METHODS
-from plots import draw_rates, draw_ratios, draw_sensitivity
-from study import FOLDER, TUNING_SEEDS, Record
+from benchmarks.study.methods import METHODS
+from benchmarks.study.plots import draw_rates, draw_ratios, draw_sensitivity
+from benchmarks.study.study import FOLDER, TUNING_SEEDS, Record
 
 DOCS = FOLDER.parents[1] / "docs"
 SWEEPS = ["tanh RNN, sgd", "LSTM, adam", "GPT, adam"]

@@ -8,12 +8,14 @@ import json
 import pathlib
 from typing import Any
 
-import _report
 import matplotlib
-from _rows import ROWS
 from matplotlib import pyplot as plt
 
-IMAGES = pathlib.Path(__file__).parents[1] / "docs" / "images"
+from benchmarks import _report
+from benchmarks._rows import ROWS
+from benchmarks.compiled.steps import known
+
+IMAGES = pathlib.Path(__file__).parents[2] / "docs" / "images"
 MODEL = "PPO"
 DEVICES = {"H100": "an H100", "TPU v5e": "a TPU v5e", "CPU": "a CPU"}
 STEPS = {
@@ -25,14 +27,6 @@ STEPS = {
     "skip_nonfinite(accumulate_gradients(clip))": "guarded accumulation, held",
 }
 COLOURS = {"gradclip_jax": "#d9541e", "Optax": "#607d8b"}
-
-
-def results() -> dict[str, Any]:
-    """All records of whole steps that were compiled."""
-    found: dict[str, Any] = {}
-    for path in sorted((_report.HERE / "results").glob("steps-compiled*.json")):
-        found |= json.loads(path.read_text())
-    return found
 
 
 def bars(records: dict[str, Any], device: str) -> dict[str, tuple[float, float]]:
@@ -83,7 +77,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="print the numbers only")
     quick = parser.parse_args().quick
     matplotlib.use("svg")
-    records = results()
+    records = known()
     for device in DEVICES:
         extra = bars(records, device)
         print(f"{path_of(device).name}: {extra}")

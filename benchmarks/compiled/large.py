@@ -2,22 +2,21 @@
 
 Prints scratch and collectives of a training step beside the same of Optax. Run it in the
 environment of `make .venv-tpu/.compiled`:
-`JAX_PLATFORMS=cpu .venv-tpu/bin/python benchmarks/large_compiled.py --only "GPT 1.1B"`.
+`JAX_PLATFORMS=cpu .venv-tpu/bin/python -m benchmarks.compiled.large --only "GPT 1.1B"`.
 """
 
 import argparse
 from typing import Any
 
-import _devices
-import _report
-import _sharded
 import jax
 import optax
-from _hlo import describe_collectives
-from _models import gpt
-from _rows import EVERY, Step
 
 import gradclip_jax as gcx
+from benchmarks import _report
+from benchmarks._models import gpt
+from benchmarks._rows import EVERY, Step
+from benchmarks.compiled import _devices, _sharded
+from benchmarks.compiled._hlo import describe_collectives
 
 MODELS = {
     "GPT 1.1B": lambda: gpt(20, 2048, 51200, 256, 1024, scan=True),

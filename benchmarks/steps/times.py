@@ -8,15 +8,15 @@ import argparse
 import time
 from typing import Any
 
-import _report
 import jax
 import numpy as np
 import optax
-from _measure import Case, interleaved
-from _models import MODELS, Model
-from _rows import EVERY, OPTAX, ROWS, Row
 
 import gradclip_jax as gcx
+from benchmarks import _report
+from benchmarks._measure import Case, interleaved
+from benchmarks._models import MODELS, Model
+from benchmarks._rows import EVERY, OPTAX, ROWS, Row
 
 SMALL = ("PPO", "scan GPT, small", "GPT, small", "conv net, small")
 GOAL = 1.05  # times Optax's
