@@ -4,14 +4,12 @@ From results/steps-compiled*.json alone, so that the same results give the same 
 """
 
 import argparse
-import json
 import pathlib
 from typing import Any
 
 import matplotlib
 from matplotlib import pyplot as plt
 
-from benchmarks import _report
 from benchmarks._rows import ROWS
 from benchmarks.compiled.steps import known
 

@@ -19,9 +19,8 @@ import jax.numpy as jnp
 import optax
 
 import gradclip_jax as gcx
-from benchmarks.study import problems
 from benchmarks._models import gpt
-
+from benchmarks.study import problems
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 demo = importlib.import_module("demo")
