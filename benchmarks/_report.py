@@ -15,6 +15,9 @@ import optax
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results"
 Rows = list[dict[str, Any]]
+# For Matplotlib: a transparent background, and a grey that is readable on white and on black.
+_GREY = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+THEME = dict.fromkeys(_GREY, "#808080") | {"savefig.transparent": True, "legend.framealpha": 0}
 
 
 def table(rows: Rows) -> str:

@@ -16,7 +16,7 @@ def main() -> None:
         found = json.loads(path.read_text())
         if "sections" in found:
             _report.write_sections(path)
-    steps.write_tables(steps.known())
+    steps.write_tables(steps.all_records())
     features.write_table(json.loads((_report.RESULTS / "costs.json").read_text()))
     per_example.write_table()
 

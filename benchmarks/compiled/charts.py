@@ -1,6 +1,6 @@
-"""Draws docs/images/steps_*.svg: what clips, guards and accumulations add to a whole training step.
+"""Draw docs/images/steps_*.svg: the cost of clips, guards and accumulations in a whole training step.
 
-From results/steps-compiled*.json alone, so that the same results give the same pictures.
+The charts depend on results/steps-compiled*.json alone. Their background is transparent.
 """
 
 import argparse
@@ -10,8 +10,9 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot as plt
 
+from benchmarks import _report
 from benchmarks._rows import ROWS
-from benchmarks.compiled.steps import known
+from benchmarks.compiled.steps import all_records
 
 IMAGES = pathlib.Path(__file__).parents[2] / "docs" / "images"
 MODEL = "PPO"
@@ -46,14 +47,14 @@ def words(percent: float) -> str:
 
 def draw(found: dict[str, tuple[float, float]], device: str, path: pathlib.Path) -> None:
     """One chart, as an SVG whose bytes depend on nothing but the numbers."""
-    matplotlib.rcParams |= {"svg.hashsalt": device, "svg.fonttype": "none"}
+    matplotlib.rcParams |= _report.THEME | {"svg.hashsalt": device, "svg.fonttype": "none"}
     figure, axes = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
     for offset, (label, colour) in zip((-0.2, 0.2), COLOURS.items(), strict=True):
         extra = [pair[list(COLOURS).index(label)] for pair in found.values()]
         places = [i + offset for i in range(len(found))]
         drawn = axes.barh(places, extra, height=0.38, color=colour, label=label)
         axes.bar_label(drawn, [words(percent) for percent in extra], padding=3, fontsize=8)
-    axes.axvline(0, color="black", linewidth=1, label="none: AdamW alone")
+    axes.axvline(0, color="#808080", linewidth=1, label="none: AdamW alone")
     axes.set_yticks(range(len(found)), list(found))
     axes.invert_yaxis()
     axes.margins(x=0.2)
@@ -75,7 +76,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="print the numbers only")
     quick = parser.parse_args().quick
     matplotlib.use("svg")
-    records = known()
+    records = all_records()
     for device in DEVICES:
         extra = bars(records, device)
         print(f"{path_of(device).name}: {extra}")

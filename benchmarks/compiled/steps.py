@@ -120,10 +120,10 @@ def main() -> None:
         records[key] = {"about": about, **found}
         options.results.write_text(json.dumps(records, indent=1) + "\n")
     if options.results.parent == _report.RESULTS:
-        write_tables(known())
+        write_tables(all_records())
 
 
-def known() -> Record:
+def all_records() -> Record:
     """The records of all files: of an H100 and TPUs, and of a CPU."""
     found: Record = {}
     for path in sorted(_report.RESULTS.glob("steps-compiled*.json")):

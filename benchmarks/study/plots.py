@@ -61,7 +61,7 @@ def draw_sensitivity(path: Path, record: Record, problems: list[str], methods: l
 
 STYLES = {
     "none": ("#999999", "-"),
-    "fixed": ("#000000", "-"),
+    "fixed": ("#e69f00", "-"),
     "quantile": ("#0072b2", "--"),
     "ZClip": ("#d55e00", "-."),
     "value": ("#009e73", ":"),

@@ -29,10 +29,11 @@ def losses_of(tmp_path, **by_method):
 
 
 @pytest.mark.slow
-def test_the_page_is_what_the_results_say(modules):
+def test_the_pages_are_generated_from_the_results(modules):
     from benchmarks.study import report, study
 
-    assert (ROOT / "docs" / "study.md").read_text("utf-8") == report.page(study.Record(FOLDER))
+    for name, text in report.pages(study.Record(FOLDER)).items():
+        assert (ROOT / "docs" / name).read_text("utf-8") == text
 
 
 def test_the_results_are_of_every_pair_and_seed(modules):
@@ -121,7 +122,7 @@ def test_a_quick_study_trains_every_problem_and_method_and_goes_on_where_it_was(
     assert again.returncode == 0 and "0 minutes" in again.stdout
     page = run("report", "--results", results, "--out", docs)
     assert page.returncode == 0, page.stderr[-3000:]
-    assert "| StableAdamW | tuned |" in (docs / "study.md").read_text("utf-8")
+    assert "| StableAdamW | tuned |" in (docs / "study_results.md").read_text("utf-8")
     assert len(list((docs / "images").glob("study_*.png"))) == 4
 
 
