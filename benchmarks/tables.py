@@ -1,6 +1,6 @@
 """Generate every table in results/*.md from the JSON files beside it, without measuring anything.
 
-    python -m benchmarks.tables
+python -m benchmarks.tables
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Draw docs/images/steps_*.svg: the cost of clips, guards and accumulations in a whole training step.
+"""Draw docs/images/steps_*.svg: the cost of clips, guards and accumulations in a step.
 
 The charts depend on results/steps-compiled*.json alone. Their background is transparent.
 """

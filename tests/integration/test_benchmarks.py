@@ -65,7 +65,9 @@ def test_the_tables_are_generated_from_the_stored_results(monkeypatch, tmp_path)
 
     stored = {path.name: path.read_text() for path in _report.RESULTS.glob("*.md")}
     written = {}
-    monkeypatch.setattr(_report, "_write_text", lambda path, text: written.update({path.name: text}))
+    monkeypatch.setattr(
+        _report, "_write_text", lambda path, text: written.update({path.name: text})
+    )
     tables.main()
     assert written == stored, "run `python -m benchmarks.tables`"
 
@@ -76,7 +78,9 @@ def test_a_step_is_compiled_once_and_then_known(tmp_path):
     command = [sys.executable, "-m", "benchmarks.compiled.steps", f"--results={results}"]
     command += ["--only=PPO:clip_by_leaf_norm"]
     first, second = (
-        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True).stdout
+        subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True
+        ).stdout
         for _ in range(2)
     )
     names = ["optax AdamW alone", "optax clip_by_block_rms", "gcx clip_by_leaf_norm"]

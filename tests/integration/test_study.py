@@ -107,7 +107,9 @@ def test_a_claim_is_repeated_where_most_problems_say_so_and_none_contradicts(
 
 def run(script, *words):
     command = [sys.executable, "-m", f"benchmarks.study.{script}", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
+    )
 
 
 @pytest.mark.slow

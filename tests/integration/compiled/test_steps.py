@@ -98,7 +98,9 @@ def test_step_reaches_the_goals(model, name):
     for phase in ("held", "emitted") if row.accumulates else ("",):
         found = (record | record["phases"][phase] for record in (ours, theirs))
         allowed = NOT_REACHED.get((model, name), {})
-        assert {goal: x for goal, x in missed(model, *found).items() if x > allowed.get(goal, 0)} == {}
+        assert {
+            goal: x for goal, x in missed(model, *found).items() if x > allowed.get(goal, 0)
+        } == {}
 
 
 def gathered(record):
