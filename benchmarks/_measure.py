@@ -1,4 +1,4 @@
-"""Interleaved timing, the bandwidth of this machine, and what a compiled program needs."""
+"""Interleaved timing, and what a compiled program needs."""
 
 import gc
 import time
@@ -85,13 +85,6 @@ def in_turn(
             jax.block_until_ready(call())
             seconds[name].append(time.perf_counter() - start)
     return {name: np.asarray(found) for name, found in seconds.items()}
-
-
-def copy_bandwidth(num_bytes: int = 1 << 28) -> float:
-    """Bytes a second that this machine moves while it scales an array in place."""
-    case = Case(lambda x: x * jnp.float32(1.0001), lambda: jnp.ones(num_bytes // 4, jnp.float32))
-    timing = interleaved({"copy": case}, 9)["copy"]
-    return 2 * num_bytes / timing.median
 
 
 def tree_bytes(tree: Any) -> int:
