@@ -12,7 +12,7 @@ predicate of a loop.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from ._devices import HAS_TYPES, shared
 from ._errors import type_error
 from ._mesh import reshard_like, varying_axes, zeros_of_type
 from ._types import Array, Tree
+
+Flag: TypeAlias = Array | np.bool_ | bool
+"""bool[]; a bool of Python or NumPy is known when the step is traced: no branch is compiled."""
 
 
 class Program(NamedTuple):
@@ -59,11 +62,7 @@ def trace(function: Callable[..., Tree], *args: Tree) -> Program:
 
 
 def run_if(
-    predicate: Array | np.bool_ | bool,
-    step: Callable[[Tree], Tree],
-    carry: Tree,
-    *,
-    usually: bool = False,
+    predicate: Flag, step: Callable[[Tree], Tree], carry: Tree, *, usually: bool = False
 ) -> Tree:
     """`step(carry)` if the predicate is true, else the carry, without copying it.
 
@@ -76,63 +75,73 @@ def run_if(
 
 
 def run_step(
-    predicate: Array | np.bool_ | bool,
+    predicate: Flag,
     step: Callable[[Tree], tuple[Tree, Tree]],
     carry: Tree,
     *,
     usually: bool = False,
 ) -> tuple[Tree, Tree]:
-    """Like `run_if` for a step that returns `(output, carry)`; the output is zero if it is not run."""
+    """Like `run_if` for a step that returns `(output, carry)`, with zeros for the output."""
 
     def typed_step(carry: Tree) -> tuple[Tree, Tree]:
         output, new = step(carry)
-        return output, _like(new, carry)
+        return output, like_types(new, carry)
 
-    is_known = not is_traced(predicate)
-    if is_known and bool(predicate):
+    if not is_traced(predicate) and bool(predicate):
         return typed_step(carry)
     program = trace(typed_step, carry)
-    start = jax.tree.map(zeros_of_type, program.output[0]), carry
-    if is_known:
+    start = zeros_like(program.output[0]), carry
+    if not is_traced(predicate):
         return start
-    return _apply(_loop_or_select if usually else _loop, _cond, program, predicate, start)
+    _check_varying(carry, program.output[1])
+    function, constants, output = program
+    structure = jax.tree.structure(output)
+
+    def run(constants: list[Array], start: Tree) -> Tree:
+        return jax.tree.unflatten(structure, function(*constants, *jax.tree.leaves(start[1])))
+
+    form = _loop_or_select if usually else _loop
+    if HAS_TYPES and any(
+        [jax.typeof(x).sharding.spec.unreduced for x in jax.tree.leaves((carry, constants))]
+    ):
+        # XLA (JAX 0.10.2) sums unreduced values over devices before a loop that carries them,
+        # and again inside it.
+        form = _cond
+    return _run(form, run, predicate, start, constants)
 
 
-def run_checked(
-    predicate: Array, step: Callable[[Tree], tuple[Tree, Tree, Array, Tree]], carry: Tree
-) -> tuple[Tree, Tree, Array, Tree]:
-    """Compute a step and select its result if the predicate is true and the step passes its check.
+def select(predicate: Flag, new: Tree, old: Tree) -> Tree:
+    """The new tree if the predicate is true, else the old one: both are computed."""
+    # XLA (JAX 0.10.2, H100 and TPU v5e) fuses a step both into a check before it and into this
+    # selection: 11 N bytes moved for AdamW and no scratch.
+    predicate = shared(jnp.asarray(predicate))
 
-    The step returns `(output, carry, passed, report)`. Returns the output or zeros, the new carry
-    or the old one, whether the step was applied, bool[], and the report.
-    """
+    def select_leaf(x: Any, y: Any) -> Any:
+        return x if x.dtype == jax.dtypes.float0 else lax.select(predicate, x, y)
 
-    def typed_step(carry: Tree) -> tuple[Tree, Tree, Array, Tree]:
-        output, new, passed, report = step(carry)
-        return output, _like(new, carry), passed, report
+    return jax.tree.map(select_leaf, new, old)
 
-    program = trace(typed_step, carry)
-    start = jax.tree.map(zeros_of_type, program.output[0]), carry
-    return _apply(_select_checked, _cond_checked, program, predicate, start)
+
+def zeros_like(tree: Tree) -> Tree:
+    """Zeros with the types of a tree; float0 leaves are unchanged."""
+    return jax.tree.map(lambda x: x if is_float0(x) else zeros_of_type(x), tree)
 
 
 def like_dtypes(tree: Tree, reference: Tree) -> Tree:
-    """The tree in the dtypes of the reference; float0 leaves are unchanged."""
+    """The tree in the dtypes of the reference, without weak types; float0 leaves are unchanged."""
     return jax.tree.map(_cast, tree, reference)
 
 
 def _cast(x: Any, reference: Any) -> Any:
-    """An array in the dtype of the reference, without a weak type."""
     dtype = jnp.result_type(reference)
     # Typed random keys have no `astype` and always have the same dtype.
-    if is_float0(x) or jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return x
-    return jnp.asarray(x).astype(dtype)
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return x if is_float0(x) or is_key else jnp.asarray(x).astype(dtype)
 
 
-def _like(tree: Tree, carry: Tree) -> Tree:
-    """The tree in the dtypes and the sharding of the carry."""
-    return jax.tree.map(_leaf_like, tree, carry)
+def like_types(tree: Tree, reference: Tree) -> Tree:
+    """The tree in the dtypes and the sharding of the reference."""
+    return jax.tree.map(_leaf_like, tree, reference)
 
 
 def _leaf_like(x: Any, reference: Any) -> Any:
@@ -142,56 +151,39 @@ def _leaf_like(x: Any, reference: Any) -> Any:
     return x if is_float0(x) else reshard_like(_cast(x, reference), reference)
 
 
-# How a conditional step is executed: `(step, predicate, (zeros, carry)) -> results`.
-Form = Callable[[Callable[[Tree], Any], Any, Tree], Any]
+def _check_varying(before: Tree, after: Tree) -> None:
+    """Raise if the step makes a value vary over mesh axes: a `pmean` is missing."""
+    for x, kind in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        axes = varying_axes(kind) - varying_axes(x) if jax.typeof(x) != kind else ()
+        if axes:
+            names = ", ".join(map(repr, sorted(axes)))
+            rule = f"the same on all devices along {names}, like the parameters and the state"
+            hint = f"Average gradients and loss first: `jax.lax.pmean(grads, {names})`."
+            raise type_error("updates", rule, "values that differ", hint)
 
 
-def _apply(form: Form, branch: Form, program: Program, predicate: Array, start: Tree) -> Any:
-    """Execute the step in one form, with the derivative of another."""
-    function, constants, output = program
-    _check_varying(start[1], output[1])
-    structure, types = jax.tree.structure(output), map(jax.typeof, jax.tree.leaves(start))
-    if HAS_TYPES and any(
-        [x.sharding.spec.unreduced for x in (*types, *map(jax.typeof, constants))]
-    ):
-        # XLA (JAX 0.10.2) sums unreduced values over devices before a loop that carries them,
-        # and again inside it.
-        form = branch
-
-    def step(constants: list[Array], start: Tree) -> Any:
-        return jax.tree.unflatten(structure, function(*constants, *jax.tree.leaves(start[1])))
-
-    return _run(form, branch, step, predicate, start, constants)
+# How a conditional step is executed: `(step, predicate, (zeros, carry)) -> (output, carry)`.
+Form = Callable[[Callable[[Tree], Tree], Array, Tree], Tree]
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _run(
     form: Form,
-    branch: Form,
-    step: Callable[[list[Array], Tree], Any],
+    step: Callable[[list[Array], Tree], Tree],
     predicate: Array,
     start: Tree,
     constants: list[Array],
-) -> Any:
+) -> Tree:
+    """Execute a step in one form; its derivative is that of `_cond`."""
     return form(functools.partial(step, constants), predicate, start)
 
 
 @_run.defjvp
-def _run_jvp(form: Form, branch: Form, step: Any, primals: Any, tangents: Any) -> Any:
-    return jax.jvp(functools.partial(_run.fun, branch, branch, step), primals, tangents)
+def _run_jvp(form: Form, step: Any, primals: Any, tangents: Any) -> Any:
+    def run(predicate: Array, start: Tree, constants: list[Array]) -> Tree:
+        return _cond(functools.partial(step, constants), predicate, start)
 
-
-def _check_varying(before: Tree, after: Tree) -> None:
-    """Raise if the step makes a value vary over mesh axes: a `pmean` of the gradients is missing."""
-    for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-        if jax.typeof(x) == y:
-            continue
-        axes = varying_axes(y) - varying_axes(x)
-        if axes:
-            names = ", ".join(map(repr, sorted(axes)))
-            rule = f"the same on all devices along {names}, as the state is"
-            hint = f"Average the gradients first: `jax.lax.pmean(grads, {names})`; also the loss."
-            raise type_error("updates", rule, "values that differ", hint)
+    return jax.jvp(run, primals, tangents)
 
 
 def _cond(step: Callable[[Tree], Tree], predicate: Array, start: Tree) -> Tree:
@@ -206,27 +198,8 @@ def _loop(step: Callable[[Tree], Tree], predicate: Array, start: Tree) -> Tree:
 
 
 def _loop_or_select(step: Callable[[Tree], Tree], predicate: Array, start: Tree) -> Tree:
-    def select(predicate: Array, start: Tree) -> Tree:
-        return _select(predicate, step(start), start)
+    def computed(predicate: Array, start: Tree) -> Tree:
+        return select(predicate, step(start), start)
 
     loop = functools.partial(_loop, step)
-    return lax.platform_dependent(predicate, start, cpu=loop, default=select)
-
-
-def _select(predicate: Array, new: Tree, old: Tree) -> Tree:
-    # XLA (JAX 0.10.2, H100 and TPU v5e) fuses the step both into a check before it and into this
-    # selection: 11 N bytes moved for AdamW and no scratch.
-    return jax.tree.map(functools.partial(lax.select, shared(predicate)), new, old)
-
-
-def _select_checked(step: Callable[[Tree], Any], predicate: Array, start: Tree) -> Any:
-    output, carry, passed, report = step(start)
-    applied = lax.bitwise_and(predicate, passed)
-    return *_select(applied, (output, carry), start), applied, report
-
-
-def _cond_checked(step: Callable[[Tree], Any], predicate: Array, start: Tree) -> Any:
-    """The derivative of `_select_checked`: a step that is not applied cannot make it NaN."""
-    *_, passed, report = step(start)
-    applied = lax.bitwise_and(predicate, passed)
-    return *_cond(lambda start: step(start)[:2], applied, start), applied, report
+    return lax.platform_dependent(predicate, start, cpu=loop, default=computed)

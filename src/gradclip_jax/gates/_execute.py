@@ -17,10 +17,10 @@ import optax
 
 from .._checks import check_state, check_transformation, is_float0
 from .._errors import ArgumentTypeError, named, public, type_error
-from .._run_if import like_dtypes, run_checked, run_step, trace
+from .._run_if import like_dtypes, like_types, run_step, select, trace, zeros_like
 from .._states import increment_where, plain_arrays, with_structure_of
 from .._tree_checks import check_inexact
-from .._types import Array, Scalar, Tree
+from .._types import Scalar, Tree
 from ._gate import Accumulation, ComputedStep, Flag, Guard, Verdict
 
 EXTRA_ARGS: Final = ("value", "loss", "weight", "flush", "emit")
@@ -270,76 +270,54 @@ def _judged_step(
     """
     target, state = target_and_state
     inner, judged, before, accepted = judge(inside, grads, state, params, extra_args)
-    accepted, outer = _check_window(outer, grads, accepted)
     opinions = [*outer, *inner]
+    for i in reversed(range(len(outer))):
+        check_window = outer[i].guard.check_window
+        if check_window:
+            accepted = _note(opinions, i, accepted, check_window(grads))
 
-    def compute(carry: tuple[Tree, Any]) -> tuple[Tree, tuple[Tree, Any], Tree]:
+    def compute(carry: tuple[Tree, Any]) -> tuple[tuple[Tree, tuple[Tree, Any]], Tree]:
         target, before = carry
         given = params if target is None else target
-        run = functools.partial(_run_innermost, innermost, given, extra_args)
-        updates, after = run(judged, before, incoming, keeps_dtypes=target is None)
-        if target is None:
-            return updates, (None, after), updates
-        return None, (_apply_updates(target, updates), after), updates
+        is_plain = target is None
+        updates, after = _run_innermost(
+            innermost, given, extra_args, judged, before, incoming, keeps_dtypes=is_plain
+        )
+        output = (updates, None) if is_plain else (None, _apply_updates(target, updates))
+        return (output[0], (output[1], after)), updates
 
-    carry, checking = (target, before), [x for x in opinions if x.guard.checks_step]
-    if not opinions:
-        output, carry, _ = compute(carry)
-    elif not checking:
-        output, carry = run_step(accepted, lambda x: compute(x)[:2], carry, usually=True)
+    carry, checking = (target, before), [i for i, x in enumerate(opinions) if x.guard.checks_step]
+    if checking:
+        (output, (target, after)), updates = compute(carry)
+        after = like_types(after, before)  # a moment may overflow in its own dtype
+        step, is_due = ComputedStep(judged, before, updates, after), jnp.asarray(accepted)
+        for i in reversed(checking):
+            check = opinions[i].verdict.check_step
+            assert check is not None  # the guard checks steps
+            passed, measured = check(step)
+            measured = _where(is_due, measured, opinions[i].guard.unmeasured)
+            opinions[i] = opinions[i]._replace(measured=measured)
+            accepted = _note(opinions, i, accepted, passed)
+        new, old = (output, (target, after)), (zeros_like(output), carry)
+        output, carry = select(accepted, new, old)
+        discard = opinions[checking[-1]].guard.discard
+        carry = carry[0], discard(carry[1], is_due & ~accepted)
+    elif opinions:
+        output, carry = run_step(accepted, lambda x: compute(x)[0], carry, usually=True)
     else:
-
-        def checked(carry: tuple[Tree, Any]) -> tuple[Tree, tuple[Tree, Any], Array, Tree]:
-            output, (target, after), updates = compute(carry)
-            after = like_dtypes(after, carry[1])  # a moment may overflow in its own dtype
-            computed = ComputedStep(judged, carry[1], updates, after)
-            results = [_check_step(x, computed) for x in checking]
-            passed = functools.reduce(jnp.logical_and, [passed for passed, _ in results])
-            return output, (target, after), passed, results
-
-        output, carry, stepped, results = run_checked(jnp.asarray(accepted), checked, carry)
-        failed = accepted & ~stepped
-        carry = carry[0], checking[-1].guard.discard(carry[1], failed)
-        opinions = _with_results(opinions, results, accepted, failed)
-        accepted = stepped
+        (output, carry), _ = compute(carry)
     outer, inner = opinions[: len(outer)], opinions[len(outer) :]
     return output, (carry[0], _next_states(inner, carry[1], accepted)), accepted, outer
 
 
-def _check_window(
-    opinions: list[Opinion], grads: Tree, accepted: Flag
-) -> tuple[Flag, list[Opinion]]:
-    """Whether the outer guards accept the gradient of the window; the innermost of them counts."""
-    places = [i for i, x in enumerate(opinions) if x.guard.check_window]
-    if not places:
-        return accepted, opinions
-    checks = [opinions[i].guard.check_window for i in places]
-    passed = functools.reduce(jnp.logical_and, [check(grads) for check in checks if check])
-    last = opinions[places[-1]]._replace(failed=accepted & ~passed)
-    return accepted & passed, [*opinions[: places[-1]], last, *opinions[places[-1] + 1 :]]
+def _note(opinions: list[Opinion], i: int, accepted: Flag, passed: Scalar) -> Flag:
+    """Whether a step is still accepted after a check, which fails only if it was before."""
+    opinions[i] = opinions[i]._replace(failed=accepted & ~passed)
+    return accepted & passed
 
 
-def _check_step(opinion: Opinion, step: ComputedStep) -> tuple[Scalar, Tree]:
-    """Whether a guard accepts the computed step, and what it measured."""
-    check = opinion.verdict.check_step
-    assert check is not None  # the guard checks steps
-    return check(step)
-
-
-def _with_results(
-    opinions: list[Opinion], results: list[tuple[Scalar, Tree]], accepted: Flag, failed: Flag
-) -> list[Opinion]:
-    """The opinions after the checks of a computed step; the innermost that fails counts."""
-    remaining, updated = list(results), list[Opinion]()
-    for opinion in reversed(opinions):
-        if opinion.guard.checks_step:
-            passed, measured = remaining.pop()
-            keep = functools.partial(jnp.where, accepted)
-            measured = jax.tree.map(keep, measured, opinion.guard.unmeasured)
-            opinion = opinion._replace(failed=failed & ~passed, measured=measured)
-            failed = failed & passed
-        updated.append(opinion)
-    return updated[::-1]
+def _where(predicate: Flag, new: Tree, old: Tree) -> Tree:
+    return jax.tree.map(functools.partial(jnp.where, predicate), new, old)
 
 
 def _next_states(opinions: Sequence[Opinion], inner_state: Any, accepted: Flag) -> Any:
@@ -348,16 +326,12 @@ def _next_states(opinions: Sequence[Opinion], inner_state: Any, accepted: Flag) 
         skipped = refused | failed
         after = verdict.next_state(jnp.asarray(refused), jnp.asarray(failed), measured)
         streak = jnp.where(skipped, increment_where(state.consecutive_skips), 0)
-        has_failed = after.guard_failed
-        if guard.max_consecutive_skips is not None:
-            has_failed = has_failed | (streak >= guard.max_consecutive_skips)
-        after = after._replace(
-            consecutive_skips=streak,
-            guard_failed=jnp.asarray(has_failed, jnp.int32),
-            inner_state=(),
-        )
-        choose = functools.partial(jnp.where, skipped | accepted)
-        after = jax.tree.map(choose, after, state._replace(inner_state=()))
+        has_failed, limit = after.guard_failed, guard.max_consecutive_skips
+        if limit is not None:
+            has_failed = jnp.where(streak >= limit, 1, has_failed)
+        fields = {"consecutive_skips": streak, "guard_failed": has_failed, "inner_state": ()}
+        after = after._replace(**fields)
+        after = _where(skipped | accepted, after, state._replace(inner_state=()))
         inner_state = after._replace(inner_state=inner_state)
     return inner_state
 

@@ -8,7 +8,7 @@ import numpy as np
 from .._types import Array, Scalar, Tree
 
 Flag: TypeAlias = Array | np.bool_
-"""bool[]; a NumPy bool is known when the step is traced, so that no branch is compiled for it."""
+"""bool[]; a NumPy bool is known when the step is traced: no branch is compiled for it."""
 
 
 class ComputedStep(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 from .._checks import check_number, describe
 from .._errors import type_error, value_error
 from .._mesh import replica_count, shard_axes, sum_over
-from .._types import Array, AxisName, Scalar, Threshold, Tree
+from .._types import AxisName, Scalar, Threshold, Tree
 from ..clipping._formula import wide_dtype
 from ..clipping._threshold import Rule, apply_rule, as_rule, constant, init_state
 
