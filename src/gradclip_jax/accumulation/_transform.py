@@ -1,7 +1,8 @@
 """Gradient accumulation as an Optax gradient transformation."""
 
+import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,25 @@ from ._reduction import (
 from ._state import AccumulationState, advance_window, read_call
 
 
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+def _with_hint(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """Explain the keyword of `optax.MultiSteps`."""
+
+    @functools.wraps(fun)
+    def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        if "every_k_schedule" in kwargs:
+            hint = "Pass `every`, a number or a function of the gradient step."
+            raise type_error("every_k_schedule", "passed as `every`", "that keyword", hint)
+        return fun(*args, **kwargs)
+
+    return wrapper
+
+
 @public
+@_with_hint
 def accumulate_gradients(
     inner: optax.GradientTransformation,
     every: Count | Callable[[Scalar], Any],
