@@ -90,7 +90,7 @@ def run_step(
     if not is_traced(predicate) and bool(predicate):
         return typed_step(carry)
     program = trace(typed_step, carry)
-    start = zeros_like(program.output[0]), carry
+    start = jax.tree.map(zeros_of_type, program.output[0]), carry
     if not is_traced(predicate):
         return start
     _check_varying(carry, program.output[1])
@@ -120,11 +120,6 @@ def select(predicate: Flag, new: Tree, old: Tree) -> Tree:
         return x if x.dtype == jax.dtypes.float0 else lax.select(predicate, x, y)
 
     return jax.tree.map(select_leaf, new, old)
-
-
-def zeros_like(tree: Tree) -> Tree:
-    """Zeros with the types of a tree; float0 leaves are unchanged."""
-    return jax.tree.map(lambda x: x if is_float0(x) else zeros_of_type(x), tree)
 
 
 def like_dtypes(tree: Tree, reference: Tree) -> Tree:

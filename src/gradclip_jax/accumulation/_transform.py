@@ -40,7 +40,6 @@ from ._reduction import (
 )
 from ._state import AccumulationState, advance_window, read_call
 
-
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 

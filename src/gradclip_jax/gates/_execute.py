@@ -17,7 +17,8 @@ import optax
 
 from .._checks import check_state, check_transformation, is_float0
 from .._errors import ArgumentTypeError, named, public, type_error
-from .._run_if import like_dtypes, like_types, run_step, select, trace, zeros_like
+from .._mesh import zeros_of_type
+from .._run_if import like_dtypes, like_types, run_step, select, trace
 from .._states import increment_where, plain_arrays, with_structure_of
 from .._tree_checks import check_inexact
 from .._types import Scalar, Tree
@@ -298,7 +299,7 @@ def _judged_step(
             measured = _where(is_due, measured, opinions[i].guard.unmeasured)
             opinions[i] = opinions[i]._replace(measured=measured)
             accepted = _note(opinions, i, accepted, passed)
-        new, old = (output, (target, after)), (zeros_like(output), carry)
+        new, old = (output, (target, after)), (jax.tree.map(zeros_of_type, output), carry)
         output, carry = select(accepted, new, old)
         discard = opinions[checking[-1]].guard.discard
         carry = carry[0], discard(carry[1], is_due & ~accepted)

@@ -939,7 +939,7 @@ BAD_GRADIENTS = {
     "shape": ({"enc": {"w": jnp.zeros((3, 2))}, "b": jnp.zeros(4)}, "updates['enc']['w']"),
     "missing": ({"b": jnp.zeros(4)}, "params['enc']['w']"),
     "renamed": ({"enc": {"v": jnp.zeros((2, 3))}, "b": jnp.zeros(4)}, "updates['enc']['v']"),
-    "list": ({"enc": [jnp.zeros((2, 3))], "b": jnp.zeros(4)}, "a list at updates['enc']"),
+    "list": ({"enc": [jnp.zeros((2, 3))], "b": jnp.zeros(4)}, "updates['enc'][0]"),
     "integer": (
         {"enc": {"w": jnp.zeros((2, 3), jnp.int32)}, "b": jnp.zeros(4)},
         "updates['enc']['w']",
