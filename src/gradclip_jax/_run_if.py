@@ -85,13 +85,14 @@ def run_step(
 
     def typed_step(carry: Tree) -> tuple[Tree, Tree]:
         output, new = step(carry)
-        return output, like_types(new, carry)
+        return output, jax.tree.map(_leaf_like, new, carry)
 
-    if not is_traced(predicate) and bool(predicate):
+    is_known = not is_traced(predicate)
+    if is_known and bool(predicate):
         return typed_step(carry)
     program = trace(typed_step, carry)
     start = jax.tree.map(zeros_of_type, program.output[0]), carry
-    if not is_traced(predicate):
+    if is_known:
         return start
     _check_varying(carry, program.output[1])
     function, constants, output = program
@@ -114,12 +115,11 @@ def select(predicate: Flag, new: Tree, old: Tree) -> Tree:
     """The new tree if the predicate is true, else the old one: both are computed."""
     # XLA (JAX 0.10.2, H100 and TPU v5e) fuses a step both into a check before it and into this
     # selection: 11 N bytes moved for AdamW and no scratch.
-    predicate = shared(jnp.asarray(predicate))
-
-    def select_leaf(x: Any, y: Any) -> Any:
-        return x if x.dtype == jax.dtypes.float0 else lax.select(predicate, x, y)
-
-    return jax.tree.map(select_leaf, new, old)
+    predicate, (leaves, structure) = shared(jnp.asarray(predicate)), jax.tree.flatten(new)
+    pairs = zip(leaves, jax.tree.leaves(old), strict=True)
+    none = jax.dtypes.float0
+    chosen = [x if x.dtype == none else lax.select(predicate, x, y) for x, y in pairs]
+    return jax.tree.unflatten(structure, chosen)
 
 
 def like_dtypes(tree: Tree, reference: Tree) -> Tree:

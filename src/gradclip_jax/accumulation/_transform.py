@@ -193,7 +193,11 @@ def accumulate_gradients(
         step, advanced = advance_window(state, length_of(state.gradient_step), call, accepted)
         reductions = REDUCTION.of_leaves(reduction, "updates", updates)
         if is_unreduced(updates):
-            _check_unreduced(reductions, rounding, noise_scale_decay)
+            _check_unreduced(
+                rounding=None if rounding == "nearest" else rounding,
+                reduction="max" if "max" in reductions else None,
+                noise_scale_decay=noise_scale_decay,
+            )
         key = None
         if rounding == "stochastic":
             key = jax.random.fold_in(jax.random.key(0), state.micro_batch_count)
@@ -236,14 +240,10 @@ def accumulate_gradients(
     return gated(Accumulation(AccumulationState, open_window), inner, init)
 
 
-def _check_unreduced(reductions: list[str], rounding: str, noise_scale_decay: Any) -> None:
+def _check_unreduced(**given: Any) -> None:
     """Raise for options that need the sum over devices in every micro-step."""
-    for argument, value, is_given in (
-        ("rounding", "'stochastic'", rounding == "stochastic"),
-        ("reduction", "'max'", "max" in reductions),
-        ("noise_scale_decay", noise_scale_decay, noise_scale_decay is not None),
-    ):
-        if is_given:
+    for argument, value in given.items():
+        if value is not None:
             rule = "left out if gradients are unreduced over a mesh axis"
             hint = "Sum them over devices first, or give `init` parameters without `reduced`."
             raise type_error(argument, rule, value, hint)

@@ -296,7 +296,8 @@ def _judged_step(
             check = opinions[i].verdict.check_step
             assert check is not None  # the guard checks steps
             passed, measured = check(step)
-            measured = _where(is_due, measured, opinions[i].guard.unmeasured)
+            choose = functools.partial(jnp.where, is_due)
+            measured = jax.tree.map(choose, measured, opinions[i].guard.unmeasured)
             opinions[i] = opinions[i]._replace(measured=measured)
             accepted = _note(opinions, i, accepted, passed)
         new, old = (output, (target, after)), (jax.tree.map(zeros_of_type, output), carry)
@@ -317,10 +318,6 @@ def _note(opinions: list[Opinion], i: int, accepted: Flag, passed: Scalar) -> Fl
     return accepted & passed
 
 
-def _where(predicate: Flag, new: Tree, old: Tree) -> Tree:
-    return jax.tree.map(functools.partial(jnp.where, predicate), new, old)
-
-
 def _next_states(opinions: Sequence[Opinion], inner_state: Any, accepted: Flag) -> Any:
     """The states of guards around the next state inside them."""
     for guard, state, verdict, refused, failed, measured in reversed(opinions):
@@ -332,7 +329,8 @@ def _next_states(opinions: Sequence[Opinion], inner_state: Any, accepted: Flag) 
             has_failed = jnp.where(streak >= limit, 1, has_failed)
         fields = {"consecutive_skips": streak, "guard_failed": has_failed, "inner_state": ()}
         after = after._replace(**fields)
-        after = _where(skipped | accepted, after, state._replace(inner_state=()))
+        choose = functools.partial(jnp.where, skipped | accepted)
+        after = jax.tree.map(choose, after, state._replace(inner_state=()))
         inner_state = after._replace(inner_state=inner_state)
     return inner_state
 

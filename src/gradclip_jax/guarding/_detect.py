@@ -19,7 +19,7 @@ from .._checks import is_scalar
 from .._devices import fusion_barrier, joined
 from .._mesh import max_over, shard_axes
 from .._states import replace_states
-from .._types import Array, AxisName, Scalar, Tree
+from .._types import UNBOUNDED, Array, AxisName, Scalar, Tree
 from ..accumulation._noise import NoiseState
 from ..clipping._clip import ClipState
 from ..clipping._granularity import is_measured
@@ -39,11 +39,12 @@ def has_finite_squares(tree: Tree, axis_name: AxisName) -> Scalar:
     For dtypes with less range than float32 every square has to be finite, but not their sum.
     """
     leaves = measured_leaves(tree)
-    bounds = [math.sqrt(float(jnp.finfo(x.dtype).max)) for x in leaves]
-    narrow = [(x, bound) for x, bound in zip(leaves, bounds, strict=True) if bound < 1e18]
-    wide = min((bound for bound in bounds if bound > 1e18), default=float(np.finfo("f4").max))
-    ok = norm_of_leaves(leaves, 2.0, axis_name) <= wide
-    if narrow:
+    bounds = [math.sqrt(jnp.finfo(x.dtype).max) for x in leaves]
+    # In float16 and float8 each square has to be finite, and the sum in float32.
+    bound = min([x if x > 1e18 else UNBOUNDED for x in bounds], default=UNBOUNDED)
+    ok = norm_of_leaves(leaves, 2.0, axis_name) <= bound
+    if min(bounds, default=bound) < bound:
+        narrow = [(x, y) for x, y in zip(leaves, bounds, strict=True) if y < 1e18]
         # XLA may otherwise omit the rounding that makes them infinite.
         rounded = [fusion_barrier(x) for x, _ in narrow]
         ok &= norm_of_leaves(rounded, math.inf, axis_name) <= min(bound for _, bound in narrow)

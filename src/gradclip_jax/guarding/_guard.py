@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_axis_name, check_bound, check_count, check_transformation
+from .._checks import check_axis_name, check_count, check_transformation
 from .._errors import type_error
 from .._run_if import like_dtypes
 from .._states import find_states
@@ -27,7 +27,6 @@ def guard(
     inner: optax.GradientTransformation,
     make_state: Callable[[Any], Any],
     judge: Callable[[Tree, Any, Tree, dict[str, Any]], Verdict],
-    axes: AxisName,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Build a guard from its verdict; `make_state` maps the state of `inner` to that of the guard.
@@ -51,11 +50,7 @@ def guard(
         # Without weak types, like the states that updates return: one trace for all steps.
         return make_state(like_dtypes(inner_state, inner_state))
 
-    def checked_judge(grads: Tree, state: Any, params: Tree, extra_args: dict[str, Any]) -> Verdict:
-        check_bound(axes)
-        return judge(grads, state, params, extra_args)
-
-    return gated(Guard(kind, checked_judge, discard=discard_windows, **options), inner, init)
+    return gated(Guard(kind, judge, discard=discard_windows, **options), inner, init)
 
 
 def check_guard(inner: Any, axis_name: Any) -> AxisName:

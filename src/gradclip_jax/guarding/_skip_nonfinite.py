@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import optax
 
-from .._checks import check_choice
+from .._checks import check_bound, check_choice
 from .._errors import public
 from .._states import GATES, increment_where, register_guard
 from .._types import AxisName, Count, Scalar, Tree
@@ -120,6 +120,7 @@ def finite_guard(
     is_finite = all_finite if check == "step" else has_finite_squares
 
     def judge(updates: Tree, state: Any, params: Tree, extra_args: dict[str, Any]) -> Verdict:
+        check_bound(axes)
         grads = unscale(updates, state) if unscale else updates
 
         def next_state(refused: Scalar, failed: Scalar, measured: Tree) -> Any:
@@ -141,4 +142,4 @@ def finite_guard(
         options["checks_step"] = True
     else:
         options["check_window"] = functools.partial(has_finite_squares, axis_name=axes)
-    return guard(inner, make_state, judge, axes, **options)
+    return guard(inner, make_state, judge, **options)

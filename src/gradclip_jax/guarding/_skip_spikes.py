@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import check_count, check_ord
+from .._checks import check_bound, check_count, check_ord
 from .._errors import public, type_error, value_error
 from .._states import increment_where, register_guard
 from .._types import UNBOUNDED, AxisName, Count, Order, Scalar, Threshold, Tree
@@ -223,6 +223,7 @@ def _skip_above(
     def judge(
         updates: Tree, state: SkipSpikesState, params: Tree, extra_args: dict[str, Any]
     ) -> Verdict:
+        check_bound(axes)
         if state.signals.keys() != rules.keys():
             rule, got = (", ".join(sorted(x)) for x in (rules, state.signals))
             hint = "Make it with `init(params)` of this transformation."
@@ -280,7 +281,7 @@ def _skip_above(
     options: dict[str, Any] = {"max_consecutive_skips": max_consecutive_skips}
     if checks_step:
         options |= {"checks_step": True, "unmeasured": np.float32(np.nan)}
-    return guard(inner, functools.partial(_make_state, rules), judge, axes, **options)
+    return guard(inner, functools.partial(_make_state, rules), judge, **options)
 
 
 def _make_state(rules: dict[str, Rule], inner_state: Any) -> SkipSpikesState:
