@@ -82,44 +82,59 @@ def run_step(
     usually: bool = False,
 ) -> tuple[Tree, Tree]:
     """Like `run_if` for a step that returns `(output, carry)`, with zeros for the output."""
+    is_known = not is_traced(predicate)
+    if is_known and bool(predicate):
+        output, new = step(carry)
+        return output, like_types(new, carry)
+    program = trace_step(step, carry)
+    if is_known:
+        return jax.tree.map(zeros_of_type, program.output[0]), carry
+    _check_varying(carry, program.output[1])
+    return _execute(_loop_or_select if usually else _loop, program, jnp.asarray(predicate), carry)
+
+
+def trace_step(step: Callable[[Tree], tuple[Tree, Tree]], carry: Tree) -> Program:
+    """Trace a step that returns `(output, carry)`; the carry keeps its types."""
 
     def typed_step(carry: Tree) -> tuple[Tree, Tree]:
         output, new = step(carry)
-        return output, jax.tree.map(_leaf_like, new, carry)
+        return output, like_types(new, carry)
 
-    is_known = not is_traced(predicate)
-    if is_known and bool(predicate):
-        return typed_step(carry)
-    program = trace(typed_step, carry)
-    start = jax.tree.map(zeros_of_type, program.output[0]), carry
-    if is_known:
-        return start
-    _check_varying(carry, program.output[1])
+    return trace(typed_step, carry)
+
+
+def select_step(
+    predicate: Flag, program: Program, computed: Tree, carry: Tree
+) -> tuple[Tree, Tree]:
+    """Like `run_step` for a traced step, whose result has been computed already.
+
+    The step is evaluated again for derivatives only: the derivative of a selection would be NaN
+    if that of a step that is not applied is infinite.
+    """
+    return _execute(_select, program, jnp.asarray(predicate), carry, computed)
+
+
+def _execute(
+    form: "Form", program: Program, predicate: Array, carry: Tree, computed: Tree | None = None
+) -> tuple[Tree, Tree]:
     function, constants, output = program
     structure = jax.tree.structure(output)
 
     def run(constants: list[Array], start: Tree) -> Tree:
         return jax.tree.unflatten(structure, function(*constants, *jax.tree.leaves(start[1])))
 
-    form = _loop_or_select if usually else _loop
-    if HAS_TYPES and any(
-        [jax.typeof(x).sharding.spec.unreduced for x in jax.tree.leaves((carry, constants))]
+    if (
+        form is not _select
+        and HAS_TYPES
+        and any(
+            [jax.typeof(x).sharding.spec.unreduced for x in jax.tree.leaves((carry, constants))]
+        )
     ):
         # XLA (JAX 0.10.2) sums unreduced values over devices before a loop that carries them,
         # and again inside it.
         form = _cond
-    return _run(form, run, predicate, start, constants)
-
-
-def select(predicate: Flag, new: Tree, old: Tree) -> Tree:
-    """The new tree if the predicate is true, else the old one: both are computed."""
-    # XLA (JAX 0.10.2, H100 and TPU v5e) fuses a step both into a check before it and into this
-    # selection: 11 N bytes moved for AdamW and no scratch.
-    predicate, (leaves, structure) = shared(jnp.asarray(predicate)), jax.tree.flatten(new)
-    pairs = zip(leaves, jax.tree.leaves(old), strict=True)
-    none = jax.dtypes.float0
-    chosen = [x if x.dtype == none else lax.select(predicate, x, y) for x, y in pairs]
-    return jax.tree.unflatten(structure, chosen)
+    start = jax.tree.map(zeros_of_type, output[0]), carry
+    return _run(form, run, predicate, start, constants, computed)
 
 
 def like_dtypes(tree: Tree, reference: Tree) -> Tree:
@@ -157,8 +172,9 @@ def _check_varying(before: Tree, after: Tree) -> None:
             raise type_error("updates", rule, "values that differ", hint)
 
 
-# How a conditional step is executed: `(step, predicate, (zeros, carry)) -> (output, carry)`.
-Form = Callable[[Callable[[Tree], Tree], Array, Tree], Tree]
+# How a conditional step is executed: `(step, predicate, (zeros, carry), result if it has been
+# computed) -> (output, carry)`.
+Form = Callable[[Callable[[Tree], Tree], Array, Tree, Tree | None], Tree]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -168,33 +184,50 @@ def _run(
     predicate: Array,
     start: Tree,
     constants: list[Array],
+    computed: Tree | None,
 ) -> Tree:
     """Execute a step in one form; its derivative is that of `_cond`."""
-    return form(functools.partial(step, constants), predicate, start)
+    return form(functools.partial(step, constants), predicate, start, computed)
 
 
 @_run.defjvp
 def _run_jvp(form: Form, step: Any, primals: Any, tangents: Any) -> Any:
     def run(predicate: Array, start: Tree, constants: list[Array]) -> Tree:
-        return _cond(functools.partial(step, constants), predicate, start)
+        return _cond(functools.partial(step, constants), predicate, start, None)
 
-    return jax.jvp(run, primals, tangents)
+    return jax.jvp(run, primals[:3], tangents[:3])
 
 
-def _cond(step: Callable[[Tree], Tree], predicate: Array, start: Tree) -> Tree:
+def _cond(
+    step: Callable[[Tree], Tree], predicate: Array, start: Tree, computed: Tree | None
+) -> Tree:
     return lax.cond(predicate, step, lambda start: start, start)
 
 
-def _loop(step: Callable[[Tree], Tree], predicate: Array, start: Tree) -> Tree:
+def _loop(
+    step: Callable[[Tree], Tree], predicate: Array, start: Tree, computed: Tree | None
+) -> Tree:
     def iteration(state: tuple[Array, Tree]) -> tuple[Array, Tree]:
         return jnp.zeros_like(state[0]), step(state[1])
 
     return lax.while_loop(lambda state: state[0], iteration, (predicate, start))[1]
 
 
-def _loop_or_select(step: Callable[[Tree], Tree], predicate: Array, start: Tree) -> Tree:
-    def computed(predicate: Array, start: Tree) -> Tree:
-        return select(predicate, step(start), start)
+def _select(
+    step: Callable[[Tree], Tree], predicate: Array, start: Tree, computed: Tree | None
+) -> Tree:
+    # XLA (JAX 0.10.2, H100 and TPU v5e) fuses a step both into a check before it and into this
+    # selection: 11 N bytes moved for AdamW and no scratch.
+    leaves, structure = jax.tree.flatten(step(start) if computed is None else computed)
+    pairs, predicate = zip(leaves, jax.tree.leaves(start), strict=True), shared(predicate)
+    none = jax.dtypes.float0
+    chosen = [x if x.dtype == none else lax.select(predicate, x, y) for x, y in pairs]
+    return jax.tree.unflatten(structure, chosen)
 
-    loop = functools.partial(_loop, step)
-    return lax.platform_dependent(predicate, start, cpu=loop, default=computed)
+
+def _loop_or_select(
+    step: Callable[[Tree], Tree], predicate: Array, start: Tree, computed: Tree | None
+) -> Tree:
+    loop = functools.partial(_loop, step, computed=computed)
+    select = functools.partial(_select, step, computed=computed)
+    return lax.platform_dependent(predicate, start, cpu=loop, default=select)

@@ -136,6 +136,18 @@ def test_no_gate_leaks_a_tracer_and_forward_is_reverse(name):
     np.testing.assert_allclose(push, expected_slope(name, w).sum(), rtol=1e-5)
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_step_that_the_check_skips_has_no_derivative(wrap):
+    inner = optax.stateless(lambda updates, _: jax.tree.map(jnp.log, updates))
+    for tx in (step(inner), acc(step(inner), 1)):
+
+        def loss(grads, tx=tx):
+            return jnp.sum(tx.update(grads, tx.init(grads))[0])
+
+        assert wrap(jax.grad(loss))(jnp.array([2.0, 0.0])).tolist() == [0.0, 0.0]
+        assert wrap(jax.grad(loss))(jnp.array([2.0, 4.0])).tolist() == [0.5, 0.25]
+
+
 # --- executions and traces ------------------------------------------------------------------
 
 

@@ -17,8 +17,7 @@ import optax
 
 from .._checks import check_state, check_transformation, is_float0
 from .._errors import ArgumentTypeError, named, public, type_error
-from .._mesh import zeros_of_type
-from .._run_if import like_dtypes, like_types, run_step, select, trace
+from .._run_if import like_dtypes, run_step, select_step, trace, trace_step
 from .._states import increment_where, plain_arrays, with_structure_of
 from .._tree_checks import check_inexact
 from .._types import Scalar, Tree
@@ -277,21 +276,22 @@ def _judged_step(
         if check_window:
             accepted = _note(opinions, i, accepted, check_window(grads))
 
-    def compute(carry: tuple[Tree, Any]) -> tuple[tuple[Tree, tuple[Tree, Any]], Tree]:
+    checking = [i for i, x in enumerate(opinions) if x.guard.checks_step]
+
+    def compute(carry: tuple[Tree, Any]) -> tuple[Tree, tuple[Tree, Any]]:
         target, before = carry
-        given = params if target is None else target
-        is_plain = target is None
+        given, is_plain = (params, True) if target is None else (target, False)
         updates, after = _run_innermost(
             innermost, given, extra_args, judged, before, incoming, keeps_dtypes=is_plain
         )
-        output = (updates, None) if is_plain else (None, _apply_updates(target, updates))
-        return (output[0], (output[1], after)), updates
+        target = None if is_plain else _apply_updates(target, updates)
+        return updates if is_plain or checking else None, (target, after)
 
-    carry, checking = (target, before), [i for i, x in enumerate(opinions) if x.guard.checks_step]
+    carry = target, before
     if checking:
-        (output, (target, after)), updates = compute(carry)
-        after = like_types(after, before)  # a moment may overflow in its own dtype
-        step, is_due = ComputedStep(judged, before, updates, after), jnp.asarray(accepted)
+        program, is_due = trace_step(compute, carry), jnp.asarray(accepted)
+        computed = jax.tree.map(jax.lax.stop_gradient, program(carry))
+        step = ComputedStep(judged, before, computed[0], computed[1][1])
         for i in reversed(checking):
             check = opinions[i].verdict.check_step
             assert check is not None  # the guard checks steps
@@ -300,14 +300,13 @@ def _judged_step(
             measured = jax.tree.map(choose, measured, opinions[i].guard.unmeasured)
             opinions[i] = opinions[i]._replace(measured=measured)
             accepted = _note(opinions, i, accepted, passed)
-        new, old = (output, (target, after)), (jax.tree.map(zeros_of_type, output), carry)
-        output, carry = select(accepted, new, old)
+        output, carry = select_step(accepted, program, computed, carry)
         discard = opinions[checking[-1]].guard.discard
         carry = carry[0], discard(carry[1], is_due & ~accepted)
     elif opinions:
-        output, carry = run_step(accepted, lambda x: compute(x)[0], carry, usually=True)
+        output, carry = run_step(accepted, compute, carry, usually=True)
     else:
-        (output, carry), _ = compute(carry)
+        output, carry = compute(carry)
     outer, inner = opinions[: len(outer)], opinions[len(outer) :]
     return output, (carry[0], _next_states(inner, carry[1], accepted)), accepted, outer
 

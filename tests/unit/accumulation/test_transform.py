@@ -497,43 +497,12 @@ def test_a_nan_weight_spoils_only_its_own_window():
     chex.assert_tree_all_finite((updates, states[-1].inner_opt_state))
 
 
-def test_a_guard_inside_drops_the_window():
-    params = params_like()
-    grads = [gradients(i, params) for i in range(6)]
-    grads[1] = bias_correction(params, jnp.nan)
-    tx = gcx.accumulate_gradients(gcx.skip_nonfinite(optax.adam(0.1)), 3)
-    updates, states = run(tx, params, grads)
-    assert is_zero(updates[:3])
-    assert int(gcx.metrics(states[-1])["skipped_nonfinite"]) == 1
-    fresh, _ = run(gcx.accumulate_gradients(optax.adam(0.1), 3), params, grads[3:])
-    chex.assert_trees_all_close(updates[3:], fresh, rtol=1e-6)
-
-
 def test_a_guard_inside_drops_the_window_for_a_bad_loss_of_its_last_micro_batch():
     params = params_like()
     tx = gcx.accumulate_gradients(gcx.skip_nonfinite(optax.adam(0.1)), 2)
     values = [{"value": jnp.float32(v)} for v in (jnp.nan, 1, 1, jnp.nan)]
     updates, _ = run(tx, params, [params] * 4, values)
     assert [is_zero(u) for u in updates] == [True, False, True, True]
-
-
-@pytest.mark.parametrize("by_value", [False, True], ids=["gradient", "loss"])
-def test_a_guard_outside_drops_the_micro_batch_alone(by_value):
-    params = params_like()
-    grads = [gradients(i, params) for i in range(4)]
-    good = [grads[0], *grads[2:]]
-    values = [{"value": jnp.float32(1)} for _ in range(4)]
-    if by_value:
-        values[1] = {"value": jnp.float32(jnp.nan)}
-    else:
-        grads[1] = bias_correction(params, jnp.nan)
-    tx = gcx.skip_nonfinite(gcx.accumulate_gradients(optax.adam(0.1), 3))
-    updates, states = run(tx, params, grads, values)
-    wanted, _ = run(gcx.accumulate_gradients(optax.adam(0.1), 3), params, good)
-    assert is_zero(updates[1])
-    chex.assert_trees_all_close([updates[0], *updates[2:]], wanted, rtol=1e-6)
-    assert [int(gcx.metrics(s)["mini_step"]) for s in states] == [1, 1, 2, 0]
-    assert int(gcx.metrics(states[-1])["skipped_nonfinite"]) == 1
 
 
 # --- flush ----------------------------------------------------------------------------------
