@@ -10,9 +10,10 @@ import optax
 
 from .._checks import check_bound, check_count, check_ord
 from .._errors import public, type_error, value_error
+from .._leaves import measured_leaves
 from .._states import increment_where, register_guard
 from .._types import UNBOUNDED, AxisName, Count, Order, Scalar, Threshold, Tree
-from ..clipping._norm import measured_leaves, norm_of_leaves
+from ..clipping._norm import norm_of_leaves
 from ..clipping._threshold import Rule, as_rule, check_params, init_state
 from ..gates._gate import ComputedStep, Verdict
 from ._guard import check_guard, guard, zero
@@ -74,7 +75,7 @@ def skip_large_norm(
     inner: optax.GradientTransformation,
     max_norm: Threshold,
     *,
-    ord: Order = 2.0,
+    ord: Order | None = None,
     axis_name: AxisName = None,
     relearn_after: Count = 25,
     max_consecutive_skips: Count | None = 50,
@@ -99,7 +100,7 @@ def skip_large_norm(
         inner: any Optax transformation.
         max_norm: a threshold in the unit of the gradients: a number > 0, a traced scalar, a
             schedule of the step count, or a rule from `gcx.thresholds`.
-        ord: order of the norm, 1, 2, inf or any number > 0.
+        ord: order of the norm, 1, 2, inf or any number > 0; None for 2.
         axis_name: as for `clip_by_global_norm`.
         relearn_after: number of large norms in a row after which a rule restarts, an integer >= 1.
         max_consecutive_skips: as for `skip_nonfinite`.
@@ -131,7 +132,7 @@ def skip_spikes(
     norm: Threshold | None = None,
     loss: Threshold | None = None,
     update: Threshold | None = None,
-    ord: Order = 2.0,
+    ord: Order | None = None,
     axis_name: AxisName = None,
     relearn_after: Count = 25,
     max_consecutive_skips: Count | None = 50,
@@ -167,7 +168,7 @@ def skip_spikes(
             `thresholds.zscore`; a multiple of the level, as in `ema`, has no meaning for a loss.
         update: a threshold for the norm of the update, in the unit of the parameters, as `norm`;
             `relative_to_params` bounds the ratio of update norm to parameter norm.
-        ord: order of the norm, 1, 2, inf or any number > 0.
+        ord: order of the norm, 1, 2, inf or any number > 0; None for 2.
         axis_name: as for `clip_by_global_norm`.
         relearn_after: number of skips in a row after which the rules restart, an integer >= 1.
         max_consecutive_skips: as for `skip_nonfinite`.
@@ -206,7 +207,7 @@ def skip_spikes(
 def _skip_above(
     inner: optax.GradientTransformation,
     rules: dict[str, Rule],
-    ord: Order,
+    ord: Order | None,
     axis_name: AxisName,
     relearn_after: Count,
     max_consecutive_skips: Count | None,
