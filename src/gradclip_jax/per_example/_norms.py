@@ -9,11 +9,10 @@ from .._errors import public
 from .._leaves import measured_leaves
 from .._types import Array, Labels, Tree
 from ..accumulation._split import positions
-from ..clipping._norm import Groups, Norms
 from ._lazy import Lazy, as_lazy
 from ._losses import Examples, Loss, groups_of
 from ._measure import gram_terms, separate
-from ._sum import sums_and_norms
+from ._sum import GroupNorms, LeafGroups, sums_and_norms
 
 
 class LeafCost(NamedTuple):
@@ -133,7 +132,7 @@ def leaf_norms(
 
     def run(*args: Any, **kwargs: Any) -> Tree:
         examples = loss.bind(args, kwargs)
-        groups: Groups = {i: [i] for i, _ in enumerate(measured_leaves(examples.params))}
+        groups: LeafGroups = {i: [i] for i, _ in enumerate(measured_leaves(examples.params))}
         return examples.rebuild(list(_norms(examples, groups).values()), lambda _: None)
 
     return run
@@ -196,7 +195,7 @@ def explain(
     return run
 
 
-def _norms(examples: Examples, groups: Groups) -> Norms:
+def _norms(examples: Examples, groups: LeafGroups) -> GroupNorms:
     outputs = examples.outputs(examples.batch)
     return sums_and_norms(outputs, measured_leaves(examples.params), groups, None)[1]
 
