@@ -134,3 +134,68 @@ def test_one_example_of_65_536_aligned_examples_moves_the_sum_by_the_threshold(k
     rounding = size_of(np.spacing(np.abs(without).astype(np.float32)))
     for examples in (batch, other):
         assert size_of(summed(examples) - without) <= MAX_NORM * (1 + 1e-5) + rounding
+
+
+def test_factor_that_would_overflow_in_float16():
+    def loss(w, x):
+        return jnp.sum((x @ (w * np.float16(2000))) * np.float16(2000))
+
+    w, x = np.zeros((64, 32), np.float16), np.full((2, 1, 64), 1e-4, np.float16)
+    wanted = np.asarray(jax.vmap(jax.grad(loss), (None, 0))(w, x), np.float64)
+    assert np.isfinite(wanted).all()
+    norms = jax.jit(gcx.per_example.norms(loss))(w, x)
+    np.testing.assert_allclose(norms, [size_of(g) for g in wanted], rtol=1e-3)
+
+
+def test_dropped_row_whose_cotangent_is_nan():
+    def loss(tables, example):
+        ids, scale = example
+
+        def step(total, table):
+            rows = table.at[ids].get(mode="fill", fill_value=0)
+            return total + jnp.sum(rows * scale[:, None]), None
+
+        return jax.lax.scan(step, 0.0, tables)[0]
+
+    tables = np.zeros((3, 50, 8), np.float32)
+    ids = np.array([[1, 99], [2, 3]], np.int32)
+    scale = np.array([[1, np.nan], [1, 1]], np.float32)
+    wanted = jax.vmap(jax.grad(loss), (None, 0))(tables, (ids, scale))
+    assert np.isfinite(wanted).all()
+    np.testing.assert_allclose(
+        jax.jit(gcx.per_example.norms(loss))(tables, (ids, scale)),
+        [size_of(g) for g in wanted],
+        rtol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("narrow", [jnp.bfloat16, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("promotion", ["standard", "strict"])
+def test_weight_used_in_two_dtypes(narrow, promotion):
+    def loss(w, x):
+        narrowed = jnp.dot(x.astype(narrow), w.astype(narrow), preferred_element_type=jnp.float32)
+        return jnp.sum(narrowed) + jnp.sum(x @ w)
+
+    w, x = np.zeros((64, 64), np.float32), np.ones((2, 1, 64), np.float32)
+    with jax.numpy_dtype_promotion(promotion):
+        norms = jax.jit(gcx.per_example.norms(loss))(w, x)
+    np.testing.assert_allclose(norms, 128, rtol=1e-5)
+
+
+def test_error_of_a_batch_loss_says_that_it_gets_one_example():
+    with pytest.raises(IndexError) as error:
+        gcx.per_example.norms(lambda w, x: jnp.sum(x @ w) / x.shape[1])(
+            np.zeros(3, np.float32), np.ones((4, 3), np.float32)
+        )
+    assert "float32[3]" in error.value.__notes__[0]
+
+
+def test_error_with_a_batch_argument_that_is_not_split_names_it():
+    def loss(w, x, y):
+        return (x @ w - y) ** 2
+
+    with pytest.raises(TypeError) as error:
+        gcx.per_example.value_and_grad(loss, 1.0)(
+            np.zeros(3, np.float32), np.ones((4, 3), np.float32), np.ones(4, np.float32)
+        )
+    assert "Argument 2" in error.value.__notes__[0] and "batch_argnums" in error.value.__notes__[0]
