@@ -20,7 +20,7 @@ class LeafCost(NamedTuple):
 
     Attributes:
         method: "gram" (Gram matrices of its factors), "product" (multiplied out from its factors,
-            which are larger) or "written out" (as `jax.vmap` of `jax.grad` does: small, or not
+            which are larger) or "materialized" (as `jax.vmap` of `jax.grad` does: small, or not
             followed).
         elements: what is written down for the norm beside the factors, in numbers.
         multiplications: for the norm, given the factors.
@@ -212,6 +212,6 @@ def _part_cost(part: Array | Lazy) -> LeafCost:
     if gram_terms(part) is None:
         is_plain = all(len(term.factors) == 1 for term in lazy.terms)
         size = lazy.elements()
-        return LeafCost("written out" if is_plain else "product", size, rows * size)
+        return LeafCost("materialized" if is_plain else "product", size, rows * size)
     factors = max(len(term.factors) for term in lazy.terms)
     return LeafCost("gram", factors * rows**2, rows * lazy.factor_elements())
