@@ -9,6 +9,7 @@ import operator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -18,7 +19,13 @@ SGD = optax.sgd(0.1)
 W = jnp.ones((2, 3))
 GRADS = {"w": W, "b": jnp.ones(3)}
 HALF = {"w": jnp.ones((2, 3), jnp.float16), "b": jnp.ones(3)}
+COMPLEX = jnp.ones(3, jnp.complex64)
+SIX_AXES = jnp.ones((2,) * 6)
 GROUP = gcx.granularities.group({"w": "a"})
+
+
+def ONES(*shape):
+    return np.ones(shape, np.float32)
 
 
 def updated(tx, grads=GRADS):
@@ -34,28 +41,55 @@ def loss_of_one(params, example):
 ROWS = [
     ("global_norm", lambda f: f(["a"]), TypeError, "tree", "tree[0]"),
     ("global_norm", lambda f: f({"n": jnp.arange(3)}), TypeError, "tree", "tree['n']"),
-    ("global_norm", lambda f: f(GRADS, ord=0), ValueError, "ord"),
     ("global_norm", lambda f: f(GRADS, axis_name="data"), ValueError, "axis_name"),
+    ("global_norm", lambda f: f({"n": jnp.arange(3), "on": jnp.array(True)}), TypeError, "tree", "tree['n']", "tree['on']"),
+    ("global_norm", lambda f: f([jnp.zeros((), int)] * 8), TypeError, "tree", "tree[4]"),
+    ("global_norm", lambda f: jax.jit(lambda p: f(GRADS, ord=p))(2.0), TypeError, "ord"),
+    ("global_norm", lambda f: f(GRADS, axis_name=3), TypeError, "axis_name"),
+    ("global_norm", lambda f: f(GRADS, axis_name=[None]), TypeError, "axis_name"),
     ("leaf_norms", lambda f: f({"x": "a"}), TypeError, "tree", "tree['x']"),
-    ("leaf_norms", lambda f: f(GRADS, ord="2"), TypeError, "ord"),
     ("leaf_norms", lambda f: f(GRADS, axis_name="data"), ValueError, "axis_name"),
     ("clip_grad_norm", lambda f: f(["a"], 1.0), TypeError, "grads", "grads[0]"),
     ("clip_grad_norm", lambda f: f(1.0, GRADS), TypeError, "max_norm"),
     ("clip_grad_norm", lambda f: f(GRADS, None), TypeError, "max_norm"),
     ("clip_grad_norm", lambda f: f(GRADS, 1.0, axis_name="data"), ValueError, "axis_name"),
+    ("clip_grad_norm", lambda f: f({"n": jnp.arange(3)}, 1.0), TypeError, "grads", "grads['n']"),
+    ("clip_grad_norm", lambda f: f(GRADS, 1.0, norm=-1.0), ValueError, "norm"),
+    ("clip_grad_norm", lambda f: f(GRADS, 1.0, norm="x"), TypeError, "norm"),
     ("clip_grad_value", lambda f: f(["a"], 1.0), TypeError, "grads", "grads[0]"),
-    ("clip_grad_value", lambda f: f(GRADS, -1.0), ValueError, "max_value"),
+    ("clip_grad_value", lambda f: f({"n": jnp.arange(3)}, 1.0), TypeError, "grads", "grads['n']"),
+    ("clip_grad_value", lambda f: f({"z": COMPLEX}, 1.0), TypeError, "grads", "grads['z']"),
     ("clip_cotangent", lambda f: f("x", 1.0), TypeError, "x"),
     ("clip_cotangent", lambda f: f(1.0, W), TypeError, "max_norm"),
+    ("clip_cotangent", lambda f: f(W, 1.0, nonfinite="skip"), ValueError, "nonfinite"),
+    ("clip_cotangent", lambda f: f(W, 1.0, axis=2), ValueError, "axis"),
+    ("clip_cotangent", lambda f: f(W, 1.0, axis=(0, -2)), ValueError, "axis"),
+    ("clip_cotangent", lambda f: f(W, 1.0, axis=0.5), TypeError, "axis"),
+    ("clip_cotangent", lambda f: f({"a": 1.0}, 1.0), TypeError, "x"),
+    ("clip_cotangent", lambda f: f(jnp.arange(3), 1.0), TypeError, "x"),
+    ("clip_cotangent", lambda f: f(W, 1.0, norm_probe=jnp.zeros(3)), ValueError, "norm_probe"),
+    ("clip_cotangent", lambda f: f(W, 1.0, norm_probe=np.zeros(2, "float16")), TypeError, "norm_probe"),
     ("qk_clip", lambda f: f(W, W, jnp.ones(2), -1.0), ValueError, "threshold"),
     ("qk_clip", lambda f: f(W, W, [1.0, 2.0], 1.0), TypeError, "max_logits"),
+    ("qk_clip", lambda f: f(ONES(4, 2), ONES(2, 2), ONES(4, 1)), ValueError, "max_logits"),
+    ("qk_clip", lambda f: f(ONES(4, 2), ONES(2, 2), np.ones(4, int)), TypeError, "max_logits"),
+    ("qk_clip", lambda f: f(ONES(4, 2), ONES(3, 2), ONES(4)), ValueError, "key"),
+    ("qk_clip", lambda f: f(ONES(4, 2), None, ONES(4)), ValueError, "key"),
+    ("qk_clip", lambda f: f(ONES(2, 2), ONES(2, 2), ONES(4)), ValueError, "query"),
+    ("qk_clip", lambda f: f(np.ones((4, 2), int), ONES(2, 2), ONES(4)), TypeError, "query"),
+    ("qk_clip", lambda f: f({"a": ONES(4, 2), "b": ONES(2, 2)}, ONES(2, 2), ONES(4)), ValueError, "query", "query['b']"),
+    ("qk_clip", lambda f: f(ONES(4, 2), ONES(2, 2), ONES(4), head_axis=2), ValueError, "head_axis"),
+    ("qk_clip", lambda f: f(ONES(4, 2), ONES(2, 2), ONES(4), head_axis=0.5), ValueError, "head_axis"),
     ("qk_clip_mla", lambda f: f(W, W, W, jnp.ones(2), -1.0), ValueError, "threshold"),
-    ("clip_by_norm", lambda f: f(-1.0), ValueError, "threshold"),
+    ("qk_clip_mla", lambda f: f(ONES(2, 2), ONES(4, 2), ONES(4, 2), ONES(4)), ValueError, "query"),
+    ("qk_clip_mla", lambda f: f(ONES(4, 2), ONES(2, 2), ONES(4, 2), ONES(4)), ValueError, "key"),
+    ("qk_clip_mla", lambda f: f(ONES(4, 2), ONES(4, 2), ONES(2, 2), ONES(4)), ValueError, "query_rotary"),
     ("clip_by_norm", lambda f: f(1.0, granularity=GRADS), ValueError, "granularity"),
     ("clip_by_norm", lambda f: f(1.0, reaction=GRADS), TypeError, "reaction"),
     ("clip_by_norm", lambda f: updated(f({"a": 1.0}, granularity=GROUP)), TypeError, "param_labels", "updates['b']"),
     ("clip_by_norm", lambda f: f(None), TypeError, "threshold"),
-    ("clip_by_global_norm", lambda f: f(-1.0), ValueError, "max_norm"),
+    ("clip_by_norm", lambda f: f(1.0, granularity="rows"), ValueError, "granularity"),
+    ("clip_by_norm", lambda f: f(1.0, reaction="rows"), ValueError, "reaction"),
     ("clip_by_global_norm", lambda f: f(W), TypeError, "max_norm"),
     ("clip_by_global_norm", lambda f: updated(f(1.0), ["a"]), TypeError, "updates", "updates[0]"),
     ("clip_by_global_norm", lambda f: f(1.0, nonfinite="skip"), ValueError, "nonfinite"),
@@ -67,33 +101,81 @@ ROWS = [
     ("clip_by_global_norm", lambda f: updated(f(1.0, axis_name="data")), ValueError, "axis_name"),
     ("clip_by_global_norm", lambda f: f(gcx.thresholds.zscore), TypeError, "max_norm"),
     ("clip_by_global_norm", lambda f: f(None), TypeError, "max_norm"),
-    ("clip_by_leaf_norm", lambda f: f(math.nan), ValueError, "max_norm"),
+    ("clip_by_global_norm", lambda f: f(lambda step: 1.0).update(GRADS, None), ValueError, "state"),
+    ("clip_by_global_norm", lambda f: f(gcx.thresholds.zscore()).update(GRADS, None), ValueError, "state"),
+    ("clip_by_global_norm", lambda f: f(gcx.thresholds.relative_to_params()).update(GRADS, None), ValueError, "params"),
     ("clip_by_leaf_norm", lambda f: f(1.0, ord=GRADS), TypeError, "ord"),
     ("clip_by_leaf_norm", lambda f: f(gcx.thresholds.percentile), TypeError, "max_norm"),
     ("clip_by_leaf_norm", lambda f: f(1.0, num_layer_axes=-1), ValueError, "num_layer_axes"),
     ("clip_by_leaf_norm", lambda f: f(None), TypeError, "max_norm"),
+    ("clip_by_leaf_norm", lambda f: f(1.0, nonfinite="skip"), ValueError, "nonfinite"),
+    ("clip_by_leaf_norm", lambda f: f(1.0, axis_name=3), TypeError, "axis_name"),
+    ("clip_by_leaf_norm", lambda f: updated(f(1.0, num_layer_axes=2)), ValueError, "num_layer_axes", "updates['b']"),
+    ("clip_by_leaf_norm", lambda f: updated(f(1.0, num_layer_axes={"x": 1})), TypeError, "num_layer_axes"),
+    ("clip_by_leaf_norm", lambda f: f(1.0, num_layer_axes="1"), TypeError, "num_layer_axes"),
+    ("clip_by_leaf_norm", lambda f: updated(f({"w": 1.0})), TypeError, "max_norm", "updates['b']"),
+    ("clip_by_leaf_norm", lambda f: updated(f([1.0, 2.0])), TypeError, "max_norm", "updates['b']"),
+    ("clip_by_leaf_norm", lambda f: updated(f({"w": {"v": 1.0}, "b": 1.0})), TypeError, "max_norm", "updates['w']"),
+    ("clip_by_leaf_norm", lambda f: updated(f({"w": 1.0, "b": 1.0, "c": 1.0})), TypeError, "max_norm", "max_norm['c']"),
+    ("clip_by_leaf_norm", lambda f: f({"enc": 1.0, "dec": [1.0, -1.0]}), ValueError, "max_norm", "['dec'][1]"),
     ("clip_by_group_norm", lambda f: f({"a": -1.0}, {"w": "a", "b": "b"}), ValueError, "max_norms", "['a']"),
     ("clip_by_group_norm", lambda f: updated(f({"a": 1.0}, {"w": "a"})), TypeError, "param_labels", "updates['b']"),
-    ("clip_by_block_rms", lambda f: f(0.0), ValueError, "threshold"),
+    ("clip_by_group_norm", lambda f: f({"a": 1.0}, "a", nonfinite="skip"), ValueError, "nonfinite"),
+    ("clip_by_group_norm", lambda f: f({"a": 1.0}, "a", axis_name=3), TypeError, "axis_name"),
+    ("clip_by_group_norm", lambda f: f({"a": 1.0}, "a", ord=0), ValueError, "ord"),
+    ("clip_by_group_norm", lambda f: f(1.0, "a"), TypeError, "max_norms"),
+    ("clip_by_group_norm", lambda f: f(None, "a"), TypeError, "max_norms"),
+    ("clip_by_group_norm", lambda f: f({"a": 1.0, ("a", "b"): 2.0}, "a"), ValueError, "max_norms"),
+    ("clip_by_group_norm", lambda f: f({("a", "a"): 1.0}, "a"), ValueError, "max_norms"),
+    ("clip_by_group_norm", lambda f: f({1: 1.0, "1": 2.0}, "a"), ValueError, "max_norms"),
+    ("clip_by_group_norm", lambda f: updated(f({"a": 1.0, "head": 1.0}, "a")), ValueError, "max_norms", "'head'"),
     ("clip_by_block_rms", lambda f: f(None), TypeError, "threshold"),
+    ("clip_by_block_rms", lambda f: f(1.0, nonfinite="skip"), ValueError, "nonfinite"),
+    ("clip_by_block_rms", lambda f: f(1.0, axis_name=3), TypeError, "axis_name"),
     ("adaptive_grad_clip", lambda f: f(None), TypeError, "clipping"),
     ("adaptive_grad_clip", lambda f: f(0.1, axis=[0, [1]]), TypeError, "axis"),
     ("adaptive_grad_clip", lambda f: f(0.1).update(GRADS, f(0.1).init(GRADS), None), ValueError, "params"),
-    ("zero_large_norm", lambda f: f(-2.0), ValueError, "max_norm"),
+    ("adaptive_grad_clip", lambda f: f(nonfinite="skip"), ValueError, "nonfinite"),
+    ("adaptive_grad_clip", lambda f: f(axis=2).update({"w": W}, None, {"w": W}), ValueError, "axis", "updates['w']"),
+    ("adaptive_grad_clip", lambda f: f(axis=(0, -2)).update({"w": W}, None, {"w": W}), ValueError, "axis", "updates['w']"),
+    ("adaptive_grad_clip", lambda f: f().update(SIX_AXES, None, SIX_AXES), ValueError, "axis"),
+    ("adaptive_grad_clip", lambda f: f(axis=1.5), TypeError, "axis"),
+    ("adaptive_grad_clip", lambda f: f(axis=True), TypeError, "axis"),
+    ("adaptive_grad_clip", lambda f: f().update(GRADS, None, {**GRADS, "w": ONES(2, 5)}), TypeError, "updates", "updates['w']"),
+    ("adaptive_grad_clip", lambda f: f().update(GRADS, None, {"b": GRADS["b"], "c": W}), TypeError, "updates", "updates['w']", "params['c']"),
+    ("adaptive_grad_clip", lambda f: f().update(GRADS, None, {"b": GRADS["b"]}), TypeError, "updates", "updates['w']"),
+    ("adaptive_grad_clip", lambda f: f().update({"b": GRADS["b"]}, None, GRADS), TypeError, "updates", "params['w']"),
     ("zero_large_norm", lambda f: f(None), TypeError, "max_norm"),
     ("clip", lambda f: f(-1.0), ValueError, "max_delta"),
     ("clip_by_value", lambda f: f(GRADS), TypeError, "max_value"),
     ("clip_by_value", lambda f: updated(f(1.0), ["a"]), TypeError, "updates", "updates[0]"),
+    ("clip_by_value", lambda f: updated(f(1.0), {"z": COMPLEX}), TypeError, "updates", "updates['z']"),
+    ("clip_by_value", lambda f: f(1.0, min_value=1.0), ValueError, "min_value"),
+    ("clip_by_value", lambda f: f(1.0, min_value=math.nan), ValueError, "min_value"),
+    ("clip_by_value", lambda f: f(1.0, min_value="0"), TypeError, "min_value"),
     ("autoclip", lambda f: f(GRADS), TypeError, "percentile"),
     ("autoclip", lambda f: f(window=0), ValueError, "window"),
+    ("autoclip", lambda f: optax.inject_hyperparams(f)(50.0, 8).init(W), TypeError, "window"),
+    ("autoclip", lambda f: f().update(W, gcx.zclip().init(W)), TypeError, "state"),
     ("zclip", lambda f: f("2.5"), TypeError, "z_threshold"),
-    ("adagc", lambda f: f(warmup_steps=-1), ValueError, "warmup_steps"),
+    ("zclip", lambda f: f(nonfinite="ignore"), ValueError, "nonfinite"),
+    ("adagc", lambda f: f().update(W, None), ValueError, "state"),
+    ("adagc", lambda f: f().update(W, {}), TypeError, "state"),
+    ("adagc", lambda f: f().update(W, gcx.zclip().init(W)), TypeError, "state"),
+    ("adagc", lambda f: f().update(W, (W, W)), TypeError, "state"),
     ("quantile_clip", lambda f: f(1.5), ValueError, "target"),
     ("contrib.u_clip", lambda f: f(gcx.clip_by_global_norm), TypeError, "clip"),
-    ("contrib.acclip", lambda f: f(1.0), ValueError, "b1"),
-    ("contrib.spam_clip", lambda f: f(reset_every=0), ValueError, "reset_every"),
-    ("contrib.stable_spam_clip", lambda f: f(1.0), ValueError, "max_decay"),
-    ("contrib.stable_adamw", lambda f: f("0.1"), TypeError, "learning_rate"),
+    ("contrib.u_clip", lambda f: f(1.0), TypeError, "clip"),
+    ("contrib.u_clip", lambda f: f(gcx.clip(1.0)).update(W, None), ValueError, "state"),
+    ("contrib.acclip", lambda f: updated(f(), {"w": W, "c": W}), TypeError, "updates", "updates['c']"),
+    ("contrib.acclip", lambda f: f().update(W, None), ValueError, "state"),
+    ("contrib.spam_clip", lambda f: f(warmup_steps=20, reset_every=20), ValueError, "reset_every"),
+    ("contrib.spam_clip", lambda f: updated(f(), {"w": W, "c": W}), TypeError, "updates", "updates['c']"),
+    ("contrib.spam_clip", lambda f: f().update(W, None), ValueError, "state"),
+    ("contrib.stable_spam_clip", lambda f: f().update(W, None), ValueError, "state"),
+    ("contrib.stable_adamw", lambda f: f(1e-3).update(W, None, W), ValueError, "state"),
+    ("contrib.stable_adamw", lambda f: f(1e-3).update(W, f(1e-3).init(W)), ValueError, "params"),
+    ("contrib.stable_adamw", lambda f: f(1e-3, weight_decay=-1.0), ValueError, "weight_decay"),
     ("accumulate_gradients", lambda f: f(2, SGD), TypeError, "inner"),
     ("accumulate_gradients", lambda f: f(SGD, GRADS), TypeError, "every"),
     ("accumulate_gradients", lambda f: f(SGD, 0), ValueError, "every"),
@@ -145,12 +227,16 @@ ROWS = [
     ("configs.AccumulationConfig", lambda f: f(normalize=1), ValueError, "normalize"),
     ("granularities.axis", lambda f: f("0"), TypeError, "axis"),
     ("thresholds.capped", lambda f: f(1.0, -1.0), ValueError, "max_threshold"),
-    ("thresholds.ema", lambda f: f(decay=1.0), ValueError, "decay"),
-    ("thresholds.mean_std", lambda f: f(window=0), ValueError, "window"),
+    ("thresholds.capped", lambda f: f(-2.0, 1.0), ValueError, "rule"),
+    ("thresholds.capped", lambda f: f("1", 1.0), TypeError, "rule"),
+    ("thresholds.mean_std", lambda f: f(ddof=-1), ValueError, "ddof"),
     ("thresholds.percentile", lambda f: f(101), ValueError, "percentile"),
+    ("thresholds.percentile", lambda f: f(window=2**27), ValueError, "window"),
     ("thresholds.quantile", lambda f: f(-0.1), ValueError, "target"),
-    ("thresholds.relative_to_params", lambda f: f("a"), TypeError, "ratio"),
+    ("thresholds.quantile", lambda f: f(True), TypeError, "target"),
     ("thresholds.zscore", lambda f: f(GRADS), TypeError, "z_threshold"),
+    ("thresholds.zscore", lambda f: f(z_threshold=10**400), ValueError, "z_threshold"),
+    ("thresholds.zscore", lambda f: f(warmup_steps=10**5000), ValueError, "warmup_steps"),
     ("watch", lambda f: f(SGD, of=("gradients",)), ValueError, "of"),
     ("incidents", lambda f: f(GRADS), TypeError, "state"),
     ("diagnostics.unit_names", lambda f: f(GRADS), TypeError, "state"),
@@ -170,6 +256,77 @@ ROWS = [
     ("granularities.layer", lambda f: f(1.5), TypeError, "num_layer_axes"),
 ]
 # fmt: on
+
+# Numbers out of range, and values that are no numbers, for each kind of argument.
+RANGES = {
+    "positive": ([0, 0.0, -1.0, math.nan, -math.inf, np.float32(-1)], ["1", True, np.ones(3), 1j]),
+    "decay": ([1.0, -0.1, math.nan], ["0.9", np.ones(2)]),
+    "count": ([0, -1], [1.5, "1"]),
+}
+NUMBERS = {
+    "positive": {
+        "global_norm": ["ord"],
+        "leaf_norms": ["ord"],
+        "clip_grad_norm": ["max_norm"],
+        "clip_grad_value": ["max_value"],
+        "clip_cotangent": ["max_norm"],
+        "qk_clip": ["threshold"],
+        "clip_by_norm": ["threshold", "ord"],
+        "clip_by_global_norm": ["max_norm", "ord"],
+        "clip_by_leaf_norm": ["max_norm", "ord"],
+        "clip_by_block_rms": ["threshold"],
+        "clip_by_value": ["max_value"],
+        "zero_large_norm": ["max_norm"],
+        "adaptive_grad_clip": ["clipping", "eps"],
+        "zclip": ["max_norm"],
+        "adagc": ["relative", "absolute"],
+        "contrib.acclip": ["alpha", "eps"],
+        "contrib.spam_clip": ["spike_threshold"],
+        "contrib.stable_spam_clip": ["eps"],
+        "contrib.stable_adamw": ["learning_rate", "eps", "clipping"],
+        "thresholds.mean_std": ["z_threshold"],
+        "thresholds.zscore": ["z_threshold"],
+        "thresholds.ema": ["factor", "warmup_max"],
+        "thresholds.quantile": ["rate", "initial"],
+        "thresholds.capped": ["max_threshold"],
+        "thresholds.relative_to_params": ["ratio", "eps"],
+    },
+    "decay": {
+        "contrib.acclip": ["b1", "b2"],
+        "contrib.spam_clip": ["decay"],
+        "contrib.stable_spam_clip": ["max_decay", "norm_decay", "square_decay"],
+        "contrib.stable_adamw": ["b2"],
+        "thresholds.zscore": ["decay"],
+        "thresholds.ema": ["decay"],
+    },
+    "count": {
+        "adagc": ["warmup_steps"],
+        "contrib.spam_clip": ["warmup_steps", "reset_every"],
+        "thresholds.percentile": ["window"],
+        "thresholds.mean_std": ["window", "warmup_steps"],
+        "thresholds.zscore": ["warmup_steps", "relearn_after"],
+        "thresholds.ema": ["warmup_steps"],
+    },
+}
+REQUIRED = {
+    "global_norm": {"tree": GRADS},
+    "leaf_norms": {"tree": GRADS},
+    "clip_grad_norm": {"grads": GRADS},
+    "clip_grad_value": {"grads": GRADS},
+    "clip_cotangent": {"x": W},
+    "qk_clip": {"query": W, "key": W, "max_logits": jnp.ones(3)},
+    "clip_by_norm": {"threshold": 1.0},
+    "clip_by_global_norm": {"max_norm": 1.0},
+    "clip_by_leaf_norm": {"max_norm": 1.0},
+    "contrib.stable_adamw": {"learning_rate": 1.0},
+    "thresholds.capped": {"rule": 1.0},
+}
+each_number = [
+    (name, argument, kind)
+    for kind, arguments in NUMBERS.items()
+    for name, listed in arguments.items()
+    for argument in listed
+]
 
 # Nothing can be wrong about their arguments, or a type checker says it.
 WITHOUT = {
@@ -193,7 +350,17 @@ def public_names():
 
 
 def test_every_public_function_has_a_row():
-    assert public_names() - WITHOUT == {name for name, *_ in ROWS}
+    listed = {name for name, *_ in (*ROWS, *each_number)}
+    assert public_names() - WITHOUT == listed
+
+
+@pytest.mark.parametrize(("name", "argument", "kind"), each_number)
+def test_a_number_out_of_range_and_a_value_that_is_no_number_raise(name, argument, kind):
+    function = operator.attrgetter(name)(gcx)
+    for values, error in zip(RANGES[kind], (ValueError, TypeError), strict=True):
+        for value in values:
+            with pytest.raises(error, match=f"^{name.split('.')[-1]}: `{argument}` must be "):
+                function(**REQUIRED.get(name, {}) | {argument: value})
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[f"{i}-{row[0]}" for i, row in enumerate(ROWS)])
