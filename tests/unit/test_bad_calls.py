@@ -15,7 +15,7 @@ import pytest
 
 import gradclip_jax as gcx
 
-SGD = optax.sgd(0.1)
+SGD, ADAM = optax.sgd(0.1), optax.adam(0.1)
 W = jnp.ones((2, 3))
 GRADS = {"w": W, "b": jnp.ones(3)}
 HALF = {"w": jnp.ones((2, 3), jnp.float16), "b": jnp.ones(3)}
@@ -329,6 +329,15 @@ ROWS = [
     ("convert_state", lambda f: f(SGD, gcx.skip_nonfinite(optax.adam(0.1)).init(GRADS), GRADS), TypeError, "state"),
     ("convert_state", lambda f: f(None, (), GRADS), TypeError, "tx"),
     ("convert_state", lambda f: f(SGD, (), GRADS, reduction="max"), ValueError, "reduction"),
+    ("convert_state", lambda f: f(ADAM, optax.chain(ADAM, optax.trace(0.9)).init(W), W), TypeError, "state", "state[1]"),
+    ("convert_state", lambda f: f(optax.chain(ADAM, optax.trace(0.9)), ADAM.init(W), W), TypeError, "state"),
+    ("convert_state", lambda f: f(ADAM, optax.sgd(0.1, momentum=0.9).init(W), W), TypeError, "state", "state[0]"),
+    ("convert_state", lambda f: f(ADAM, ADAM.init({**GRADS, "b": W}), GRADS), TypeError, "state", "state[0].mu['b']"),
+    ("convert_state", lambda f: f(ADAM, optax.adam(0.1, mu_dtype=jnp.bfloat16).init(GRADS), GRADS), TypeError, "state", "state[0].mu['b']"),
+    ("convert_state", lambda f: f(ADAM, {"0": {}, "1": {}}, W), TypeError, "state"),
+    ("convert_state", lambda f: f(gcx.accumulate_gradients(SGD, 2), MULTI_STEPS.init({"w": W}), GRADS), TypeError, "state", "state.acc_grads"),
+    ("convert_state", lambda f: f(SGD, MULTI_STEPS.update(W, MULTI_STEPS.init(W))[1], W), ValueError, "state", "state.mini_step"),
+    ("convert_state", lambda f: f(MULTI_STEPS, step(gcx.accumulate_gradients(SGD, 2), weight=7.0)[1], W), ValueError, "state", "state.total_weight"),
     ("diagnostics.accumulation_stats", lambda f: f(None), TypeError, "state"),
     ("diagnostics.nonfinite_leaves", lambda f: jax.jit(f)(GRADS), TypeError, "tree"),
     ("diagnostics.norm_history", lambda f: f(gcx.record_norms()), TypeError, "state"),
@@ -384,7 +393,7 @@ ROWS = [
     ("per_example.value_and_grad", lambda f: f(loss_of_one, 1.0, param_labels="all"), TypeError, "max_norm"),
     ("per_example.value_and_grad", lambda f: f(loss_of_one, {"x": 1.0}, param_labels={"w": "x", "b": "y"})(GRADS, EXAMPLES), ValueError, "max_norm", "'y'"),
     ("per_example.value_and_grad", lambda f: f(loss_of_one, {"x": 1.0}, param_labels={"w": "x"})(GRADS, EXAMPLES), TypeError, "param_labels", "params['b']"),
-    ("per_example.value_and_grad", lambda f: f(loss_of_one, 1.0, argnums=1), ValueError, "argnums"),
+    ("per_example.value_and_grad", lambda f: f(loss_of_one, 1.0, argnums=1)(W, EXAMPLES), ValueError, "argnums"),
     ("per_example.value_and_grad", lambda f: f(loss_of_one, 1.0, batch_argnums=2)(W, EXAMPLES), TypeError, "args"),
     ("per_example.value_and_grad", lambda f: f(loss_of_one, 1.0, axis_name=3), TypeError, "axis_name"),
     ("per_example.value_and_grad", lambda f: f(loss_of_one, 1.0, has_aux=True)(W, EXAMPLES), TypeError, "fun"),
@@ -448,9 +457,12 @@ NUMBERS = {
         "contrib.stable_adamw": ["b2"],
         "thresholds.zscore": ["decay"],
         "thresholds.ema": ["decay"],
+        "accumulate_gradients": ["noise_scale_decay"],
     },
     "count": {
         "adagc": ["warmup_steps"],
+        "accumulate_gradients": ["every"],
+        "record_norms": ["window"],
         "contrib.spam_clip": ["warmup_steps", "reset_every"],
         "thresholds.percentile": ["window"],
         "thresholds.mean_std": ["window", "warmup_steps"],
@@ -459,6 +471,7 @@ NUMBERS = {
     },
 }
 REQUIRED = {
+    "accumulate_gradients": {"inner": SGD, "every": 2},
     "global_norm": {"tree": GRADS},
     "leaf_norms": {"tree": GRADS},
     "clip_grad_norm": {"grads": GRADS},
