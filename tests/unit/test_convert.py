@@ -181,13 +181,6 @@ def test_sums_go_on_as_sums(place):
     assert_alike(found, expected)
 
 
-def test_a_reduction_that_is_not_that_of_the_optimizer_is_refused():
-    ours = gcx.accumulate_gradients(optax.sgd(0.1), EVERY, reduction="sum")
-    state = optax.MultiSteps(optax.sgd(0.1), EVERY).init(PARAMS)
-    with pytest.raises(ValueError, match="`reduction` must be that of `tx`, 'sum', got 'mean'"):
-        gcx.convert_state(ours, state, PARAMS, reduction="mean")
-
-
 def test_a_reduction_leaf_by_leaf_has_to_be_said():
     ours = gcx.accumulate_gradients(
         optax.sgd(0.1), EVERY, reduction=lambda path: "max" if path == "b" else "mean"
@@ -337,21 +330,6 @@ def test_a_window_may_get_another_length_between_two():
     assert_alike(back.inner_opt_state, state.inner_opt_state)
 
 
-@pytest.mark.parametrize("old", [gcx.accumulate_gradients, multi_steps])
-@pytest.mark.parametrize(
-    "new", [optax.sgd(0.1), gcx.accumulate_gradients(optax.sgd(0.1), 1)], ids=["none", "every=1"]
-)
-def test_an_open_window_is_not_left_behind(old, new):
-    old = old(optax.sgd(0.1), EVERY)
-    params, state = run(old, old.init(PARAMS), PARAMS, range(EVERY + 2))
-    message = (
-        "convert_state: `state` must be between two windows where `tx` has no room for one, "
-        r"got 2 held micro-batches at state\.mini_step\. `flush` the window first"
-    )
-    with pytest.raises(ValueError, match=message):
-        gcx.convert_state(new, state, params)
-
-
 def test_history_of_a_clip_is_kept_where_the_clips_are_the_same():
     learned = gcx.clip_by_global_norm(gcx.thresholds.ema(warmup_steps=1))
     old = optax.chain(learned, optax.sgd(0.1))
@@ -432,84 +410,6 @@ def test_an_orbax_checkpoint_of_optax_goes_on_here(interrupted, tmp_path):
 
 
 # What is refused
-
-
-def test_a_longer_chain_is_refused_by_its_place():
-    old = optax.chain(optax.clip(1.0), optax.trace(0.9), optax.adam(0.1))
-    new = gcx.accumulate_gradients(optax.chain(gcx.clip(1.0), optax.adam(0.1)), EVERY)
-    state = optax.MultiSteps(old, EVERY).init(PARAMS)
-    message = (
-        r"got TraceState where `tx` has ScaleByAdamState at state\.inner_opt_state\[1\]\. Leave the"
-    )
-    with pytest.raises(TypeError, match=message):
-        gcx.convert_state(new, state, PARAMS)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        (
-            (optax.adam(0.1), optax.trace(0.9)),
-            (optax.adam(0.1),),
-            r"TraceState .* nothing at state\[1\]",
-        ),
-        (
-            (optax.adam(0.1),),
-            (optax.adam(0.1), optax.trace(0.9)),
-            r"nothing .* TraceState at state\.",
-        ),
-    ],
-    ids=["longer", "shorter"],
-)
-def test_a_part_without_a_counterpart_is_refused(old, new, message):
-    with pytest.raises(TypeError, match=message):
-        gcx.convert_state(optax.chain(*new), optax.chain(*old).init(PARAMS), PARAMS)
-
-
-def test_another_optimizer_is_refused_by_its_place():
-    new = optax.chain(gcx.clip(1.0), optax.adam(0.1))
-    state = optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.9)).init(PARAMS)
-    message = r"got TraceState where `tx` has ScaleByAdamState at state\[1\]\[0\]"
-    with pytest.raises(TypeError, match=message):
-        gcx.convert_state(new, state, PARAMS)
-
-
-def test_other_shapes_and_dtypes_are_refused_by_their_place():
-    new, old = gcx.skip_nonfinite(optax.adam(0.1)), optax.adam(0.1)
-    other = {**PARAMS, "b": jnp.zeros(3)}
-    with pytest.raises(
-        TypeError, match=r"float32\[3\] where .* float32\[2\] at state\[0\]\.mu\['b'\]"
-    ):
-        gcx.convert_state(new, old.init(other), PARAMS)
-    with pytest.raises(TypeError, match=r"bfloat16\[2\] where .* at state\[0\]\.mu\['b'\]"):
-        gcx.convert_state(new, optax.adam(0.1, mu_dtype=jnp.bfloat16).init(PARAMS), PARAMS)
-    window = optax.MultiSteps(optax.sgd(0.1), EVERY).init({"w": PARAMS["w"]})
-    message = r"keys 'w' where `tx` has a dict with the keys 'b', 'w' at state\.acc_grads"
-    with pytest.raises(TypeError, match=message):
-        gcx.convert_state(gcx.accumulate_gradients(optax.sgd(0.1), EVERY), window, PARAMS)
-
-
-def test_a_checkpoint_restored_without_its_structure_is_refused():
-    plain = flax.serialization.to_state_dict(optax.adam(0.1).init(PARAMS))
-    with pytest.raises(
-        TypeError, match=r"a dict with the keys '0', '1' where .* restore a checkpoint into"
-    ):
-        gcx.convert_state(gcx.skip_nonfinite(optax.adam(0.1)), plain, PARAMS)
-
-
-def test_weights_do_not_go_to_multi_steps():
-    ours = gcx.accumulate_gradients(optax.sgd(0.1), EVERY)
-    _, state = ours.update(draw_grads(0), ours.init(PARAMS), PARAMS, weight=7.0)
-    message = r"got a weight of 7 in 1 micro-batches at state\.total_weight. `flush` the window"
-    with pytest.raises(ValueError, match=message):
-        gcx.convert_state(optax.MultiSteps(optax.sgd(0.1), EVERY), state, PARAMS)
-
-
-def test_what_is_no_optimizer_is_refused():
-    with pytest.raises(TypeError, match=r"convert_state: `tx` must be an optimizer, got None"):
-        gcx.convert_state(None, (), PARAMS)
-    with pytest.raises(ValueError, match="`reduction` must be one of None, 'mean', 'sum'"):
-        gcx.convert_state(optax.sgd(0.1), (), PARAMS, reduction="max")
 
 
 def test_an_empty_window_goes_to_multi_steps_as_zeros():

@@ -1,7 +1,5 @@
 """The gradient noise scale, against a synthetic problem whose noise is known."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -129,10 +127,6 @@ def test_gradients_without_noise_have_a_scale_of_zero():
     np.testing.assert_allclose(told([A, A])[0][-1], 0.0, atol=1e-6)
 
 
-def test_zero_gradients_have_a_scale_of_zero():
-    assert told([0 * A, 0 * A])[0][-1] == 0
-
-
 def test_windows_are_averaged_with_the_decay():
     # Window (2A, 2A): tr(Sigma) = 0, |G|^2 = 4.
     seen, state = told([A, B, 2 * A, 2 * A], decay=0.75)
@@ -182,10 +176,3 @@ def test_it_does_not_change_the_updates():
 def test_without_a_decay_nothing_is_measured():
     state = gcx.accumulate_gradients(optax.sgd(0.1), 2).init(A)
     assert state.noise == () and "gradient_noise_scale" not in gcx.metrics(state)
-
-
-@pytest.mark.parametrize("decay", [-0.1, 1.5, np.nan])
-def test_a_decay_outside_zero_to_one_is_refused(decay):
-    message = "accumulate_gradients: `noise_scale_decay` must be a number >= 0 and < 1, got "
-    with pytest.raises(ValueError, match=re.escape(message)):
-        gcx.accumulate_gradients(optax.sgd(0.1), 2, noise_scale_decay=decay)

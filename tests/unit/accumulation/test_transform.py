@@ -1,7 +1,6 @@
 """`accumulate_gradients` and its companions: what a window is, and what comes out of it."""
 
 import functools
-import operator
 import re
 
 import chex
@@ -144,15 +143,6 @@ def test_every_may_be_any_integer(every):
     assert [int(s.mini_step) for s in states] == [1, 2, 0, 1, 2, 0, 1]
 
 
-def test_every_of_one_is_the_inner_optimizer():
-    params = params_like()
-    grads = [gradients(i, params) for i in range(3)]
-    updates, states = run(gcx.accumulate_gradients(optax.adam(0.1), 1), params, grads)
-    wanted, _ = run(optax.adam(0.1), params, grads)
-    chex.assert_trees_all_close(updates, wanted, rtol=1e-6)
-    assert emissions(states) == [True] * 3
-
-
 def test_every_may_be_traced_under_inject_hyperparams():
     params = params_like()
     make = optax.inject_hyperparams(gcx.accumulate_gradients)
@@ -166,15 +156,6 @@ def test_every_may_be_traced_under_inject_hyperparams():
     assert emissions(states) == [False, False, True] * 2
 
 
-def test_a_schedule_sees_the_gradient_step_and_may_shrink_the_window():
-    lengths = jnp.array([4, 2, 1, 1])
-    params = params_like()
-    tx = gcx.accumulate_gradients(optax.sgd(1.0), lambda step: lengths[step])
-    _, states = run(tx, params, [params] * 8)
-    assert emissions(states) == [False] * 3 + [True, False, True, True, True]
-    assert [int(s.accumulation_steps) for s in states] == [4, 4, 4, 4, 2, 2, 1, 1]
-
-
 @pytest.mark.parametrize("length", [0, -3])
 def test_a_traced_schedule_below_one_counts_as_one(length):
     params = params_like()
@@ -183,16 +164,6 @@ def test_a_traced_schedule_below_one_counts_as_one(length):
     for _ in range(2):
         _, state = jax.jit(tx.update)(params, state, params)
         assert gcx.has_updated(state)
-
-
-@pytest.mark.parametrize("length", ["8", [8], jnp.ones(2), None, -3, 0, True, np.nan])
-def test_a_schedule_that_returns_no_length_is_refused(length):
-    tx = gcx.accumulate_gradients(optax.sgd(1.0), lambda step: length)
-    message = (
-        r"accumulate_gradients: `every\(gradient_step\)` must be a number >= 1, got .*window\."
-    )
-    with pytest.raises((TypeError, ValueError), match=message):
-        tx.init(params_like())
 
 
 # --- when the inner optimizer runs, and what it sees ----------------------------------------
@@ -207,23 +178,6 @@ def test_the_inner_optimizer_runs_only_at_emission(wrap, fast):
     state = tx.init(params)
     for _ in range(8):
         _, state = step(params, state, params)
-    jax.effects_barrier()
-    assert seen == [0, 1]
-
-
-def test_the_inner_optimizer_runs_only_at_emission_inside_scan():
-    seen, params = [], params_like()
-    tx = gcx.accumulate_gradients(watcher(seen), 4)
-
-    @jax.jit
-    def epoch(params, state):
-        def step(carry, _):
-            params, state = carry
-            return gcx.apply_gradients(tx, params, state, params), gcx.has_updated(state)
-
-        return jax.lax.scan(step, (params, state), length=11)
-
-    epoch(params, tx.init(params))
     jax.effects_barrier()
     assert seen == [0, 1]
 
@@ -245,31 +199,12 @@ def test_the_inner_optimizer_sees_the_precision_of_the_accumulator(dtype):
     assert {x.dtype for x in jax.tree.leaves(states[-1].acc_grads)} == {wide}
 
 
-def test_small_bfloat16_gradients_are_not_lost_in_a_long_window():
-    # 1 + 2^-9 is 1 in bfloat16: added up there, all but the first would vanish.
-    params = {"w": jnp.zeros((2,), jnp.bfloat16)}
-    tx = gcx.accumulate_gradients(optax.sgd(1.0), 257, reduction="sum")
-    state = tx.init(params)
-    _, state = tx.update(bias_correction(params, 1.0), state, params)
-    update = jax.jit(tx.update)
-    for _ in range(256):
-        updates, state = update(bias_correction(params, 2.0**-9), state, params)
-    np.testing.assert_array_equal(updates["w"], jnp.full((2,), -1.5, jnp.bfloat16))
-
-
 def test_update_dtypes_are_those_the_inner_optimizer_gives_on_plain_gradients():
     params = {"low": jnp.ones(2, jnp.bfloat16), "full": jnp.ones(2), "half": jnp.ones(2, "float16")}
     inner = optax.adamw(0.1)
     plain, _ = inner.update(params, inner.init(params), params)
     for updates in run(gcx.accumulate_gradients(inner, 2), params, [params] * 2)[0]:
         chex.assert_trees_all_equal_shapes_and_dtypes(updates, plain)
-
-
-def test_accumulator_dtype_can_be_chosen():
-    params = params_like("bfloat16")
-    tx = gcx.accumulate_gradients(optax.sgd(1.0), 2, accumulator_dtype=jnp.bfloat16)
-    _, states = run(tx, params, [params] * 2)
-    chex.assert_trees_all_equal_dtypes(states[-1].acc_grads, params)
 
 
 BY_LEAF = {"w": jnp.bfloat16, "b": "float32"}
@@ -319,13 +254,6 @@ def test_weight_and_flush_do_not_reach_the_inner_optimizer():
     inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
     extra = {"value": jnp.float32(1), "weight": jnp.float32(2), "flush": jnp.array(False)}
     run(gcx.accumulate_gradients(inner, 2), params, [params] * 2, [extra] * 2)
-
-
-def test_updates_are_zero_between_emissions():
-    params = params_like("bfloat16")
-    updates, states = run(gcx.accumulate_gradients(optax.adamw(0.1), 3), params, [params] * 6)
-    assert [is_zero(u) for u in updates] == [True, True, False] * 2
-    assert emissions(states) == [False, False, True] * 2
 
 
 # --- windows of one, and windows that the host closes ----------------------------------------
@@ -431,15 +359,6 @@ def test_a_weighted_window_is_the_weighted_mean_or_sum(reduction):
     )
 
 
-def test_weights_may_be_integers_and_change_nothing_when_equal():
-    params = params_like()
-    grads = [gradients(i, params) for i in range(2)]
-    tx = gcx.accumulate_gradients(optax.identity(), 2)
-    plain, _ = run(tx, params, grads)
-    weighted, _ = run(tx, params, grads, [{"weight": 4}] * 2)
-    chex.assert_trees_all_close(weighted, plain, rtol=1e-6)
-
-
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_nan_micro_batch_of_zero_weight_counts_but_adds_nothing(place):
     params = params_like()
@@ -498,18 +417,6 @@ def test_a_nan_weight_spoils_only_its_own_window():
     chex.assert_tree_all_finite((updates, states[-1].inner_opt_state))
 
 
-def test_a_guard_inside_drops_the_window():
-    params = params_like()
-    grads = [gradients(i, params) for i in range(6)]
-    grads[1] = bias_correction(params, jnp.nan)
-    tx = gcx.accumulate_gradients(gcx.skip_nonfinite(optax.adam(0.1)), 3)
-    updates, states = run(tx, params, grads)
-    assert is_zero(updates[:3])
-    assert int(gcx.metrics(states[-1])["skipped_nonfinite"]) == 1
-    fresh, _ = run(gcx.accumulate_gradients(optax.adam(0.1), 3), params, grads[3:])
-    chex.assert_trees_all_close(updates[3:], fresh, rtol=1e-6)
-
-
 def test_a_guard_inside_drops_the_window_for_a_bad_loss_of_its_last_micro_batch():
     params = params_like()
     tx = gcx.accumulate_gradients(gcx.skip_nonfinite(optax.adam(0.1)), 2)
@@ -518,66 +425,7 @@ def test_a_guard_inside_drops_the_window_for_a_bad_loss_of_its_last_micro_batch(
     assert [is_zero(u) for u in updates] == [True, False, True, True]
 
 
-@pytest.mark.parametrize("by_value", [False, True], ids=["gradient", "loss"])
-def test_a_guard_outside_drops_the_micro_batch_alone(by_value):
-    params = params_like()
-    grads = [gradients(i, params) for i in range(4)]
-    good = [grads[0], *grads[2:]]
-    values = [{"value": jnp.float32(1)} for _ in range(4)]
-    if by_value:
-        values[1] = {"value": jnp.float32(jnp.nan)}
-    else:
-        grads[1] = bias_correction(params, jnp.nan)
-    tx = gcx.skip_nonfinite(gcx.accumulate_gradients(optax.adam(0.1), 3))
-    updates, states = run(tx, params, grads, values)
-    wanted, _ = run(gcx.accumulate_gradients(optax.adam(0.1), 3), params, good)
-    assert is_zero(updates[1])
-    chex.assert_trees_all_close([updates[0], *updates[2:]], wanted, rtol=1e-6)
-    assert [int(gcx.metrics(s)["mini_step"]) for s in states] == [1, 1, 2, 0]
-    assert int(gcx.metrics(states[-1])["skipped_nonfinite"]) == 1
-
-
 # --- flush ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("traced", [False, True], ids=["static", "traced"])
-def test_the_flush_argument_emits_now_divided_by_what_was_accumulated(traced):
-    params = params_like()
-    grads = [gradients(i, params) for i in range(3)]
-    tx = gcx.accumulate_gradients(optax.identity(), 100)
-    state = tx.init(params)
-    for i, g in enumerate(grads):
-        flush = i == 2
-        if traced:
-            updates, state = jax.jit(tx.update)(g, state, params, flush=jnp.array(flush))
-        else:
-            updates, state = tx.update(g, state, params, flush=flush)
-    chex.assert_trees_all_close(
-        jax.tree.map(np.float64, updates), weighted_mean(grads), rtol=1e-5, atol=1e-6
-    )
-    assert (int(state.mini_step), int(state.gradient_step)) == (0, 1)
-    assert bool(gcx.has_updated(state))
-
-
-def test_flush_emits_the_open_window_by_its_weights():
-    params = params_like()
-    grads = [gradients(i, params) for i in range(2)]
-    tx = gcx.accumulate_gradients(optax.identity(), 5)
-    _, states = run(tx, params, grads, [{"weight": jnp.float32(w)} for w in (1, 7)])
-    updates, state = jax.jit(lambda s: gcx.flush(tx, s, params))(states[-1])
-    chex.assert_trees_all_close(
-        jax.tree.map(np.float64, updates), weighted_mean(grads, [1, 7]), rtol=1e-5, atol=1e-6
-    )
-    assert bool(gcx.has_updated(state))
-    assert int(state.micro_batch_count) == 2  # a flush is no micro-batch
-
-
-def test_flush_of_a_sum_is_the_sum_so_far():
-    params = params_like()
-    tx = gcx.accumulate_gradients(optax.identity(), 5, reduction="sum")
-    _, states = run(tx, params, [bias_correction(params, 1.5)] * 2)
-    updates, _ = gcx.flush(tx, states[-1], params)
-    chex.assert_trees_all_equal(updates, bias_correction(params, 3.0))
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -607,17 +455,6 @@ def test_flush_of_an_empty_window_changes_nothing_around_it(guard):
         assert is_zero(updates)
         for ours, before in zip(jax.tree.leaves(flushed), jax.tree.leaves(states[-1]), strict=True):
             np.testing.assert_array_equal(ours, before)
-
-
-def test_training_goes_on_after_a_flush():
-    params = params_like()
-    grads = [gradients(i, params) for i in range(5)]
-    tx = gcx.accumulate_gradients(optax.identity(), 3)
-    updates, states = run(tx, params, grads, [{"flush": jnp.array(i == 1)} for i in range(5)])
-    assert emissions(states) == [False, True, False, False, True]
-    chex.assert_trees_all_close(
-        jax.tree.map(np.float64, updates[-1]), weighted_mean(grads[2:]), rtol=1e-5, atol=1e-6
-    )
 
 
 WRAPPED = {
@@ -706,18 +543,6 @@ def test_has_updated_is_false_at_init():
     assert not bool(gcx.has_updated(gcx.accumulate_gradients(optax.sgd(0.1), 1).init(params)))
 
 
-def test_has_updated_can_be_traced():
-    params = params_like()
-    tx = gcx.accumulate_gradients(optax.sgd(0.1), 2)
-
-    def step(state, _):
-        _, state = tx.update(params, state, params)
-        return state, gcx.has_updated(state)
-
-    _, flags = jax.jit(lambda s: jax.lax.scan(step, s, length=4))(tx.init(params))
-    assert flags.tolist() == [False, True, False, True]
-
-
 def test_accumulated_gradients_is_the_mean_so_far():
     params = params_like()
     grads = [gradients(i, params) for i in range(2)]
@@ -786,14 +611,6 @@ def test_the_longest_window_does_not_wrap():
     assert [int(s.mini_step) for s in states] == [INT32_MAX - 1, 0, 1]
 
 
-def test_metrics_tell_the_place_in_the_window():
-    params = params_like()
-    tx = optax.chain(gcx.clip_by_global_norm(1.0), gcx.accumulate_gradients(optax.adam(0.1), 2))
-    _, states = run(tx, params, [params] * 3)
-    told = gcx.metrics(states[-1])
-    assert (int(told["mini_step"]), int(told["gradient_step"])) == (1, 1)
-
-
 # --- alike everywhere -----------------------------------------------------------------------
 
 
@@ -849,16 +666,6 @@ def test_differentiable_through_update_in_both_modes(emits):
     chex.assert_trees_all_close(grads, bias_correction(params, wanted), rtol=1e-6)
     slope = jax.jvp(lambda g: out(g, weight), (zero,), (bias_correction(params, 1.0),))[1]
     np.testing.assert_allclose(slope, 7 * wanted, rtol=1e-6)  # 7 elements
-
-
-def test_state_never_changes_its_structure_shapes_or_dtypes():
-    params = params_like("bfloat16")
-    tx = gcx.accumulate_gradients(optax.adamw(0.1), 2, noise_scale_decay=0.9)
-    _, states = run(tx, params, [params] * 3)
-    for state in states:
-        chex.assert_trees_all_equal_shapes_and_dtypes(state, tx.init(params))
-    _, state = gcx.flush(tx, states[-1], params)
-    chex.assert_trees_all_equal_shapes_and_dtypes(state, tx.init(params))
 
 
 @pytest.mark.parametrize("name", ["empty", "only_none", "masked", "zero_size", "float0", "scalars"])
@@ -921,162 +728,6 @@ MODEL_FLUSH = jax.jit(lambda state, params: gcx.flush(MODEL, state, params))
 # --- errors ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (
-            {"every": 0},
-            ValueError,
-            "accumulate_gradients: `every` must be an integer >= 1, got 0. "
-            "Pass 1 to run the inner optimizer at every step.",
-        ),
-        ({"every": -2}, ValueError, "`every` must be an integer >= 1, got -2."),
-        (
-            {"every": 2**31},
-            ValueError,
-            "`every` must be an integer that fits 32 bit, got 2147483648.",
-        ),
-        ({"every": 2.0}, TypeError, "`every` must be an integer >= 1, got 2.0."),
-        ({"every": True}, TypeError, "`every` must be an integer >= 1, got True."),
-        ({"every": np.array([2])}, TypeError, "`every` must be an integer >= 1, got int64[1]."),
-        (
-            {"reduction": {"w": "mean", "b": "median"}},
-            ValueError,
-            "accumulate_gradients: `reduction['b']` must be one of 'mean', 'sum', 'max', 'last', got "
-            "'median'. Pick one of them.",
-        ),
-        (
-            {"rounding": "up"},
-            ValueError,
-            "accumulate_gradients: `rounding` must be one of 'nearest', 'stochastic', got 'up'.",
-        ),
-        (
-            {"inner": "adam"},
-            TypeError,
-            "accumulate_gradients: `inner` must be an `optax.GradientTransformation`, got 'adam'. "
-            "Pass an Optax optimizer such as `optax.adamw(1e-3)`.",
-        ),
-        (
-            {"noise_scale_decay": 1.5},
-            ValueError,
-            "accumulate_gradients: `noise_scale_decay` must be a number >= 0 and < 1, got 1.5. "
-            "A decay is a number below 1, such as 0.99.",
-        ),
-    ],
-)
-def test_bad_arguments_are_refused_when_built(arguments, error, message):
-    arguments = {"inner": optax.sgd(0.1), "every": 2, **arguments}
-    with pytest.raises(error, match=re.escape(message)):
-        gcx.accumulate_gradients(arguments.pop("inner"), arguments.pop("every"), **arguments)
-
-
-def refused(grads, error, message, **extra_args):
-    params = {"enc": {"w": jnp.zeros((2, 3))}, "b": jnp.zeros(4)}
-    tx = gcx.accumulate_gradients(optax.sgd(0.1), 2)
-    for step in (tx.update, lambda g, s, p, **kw: gcx.apply_gradients(tx, g, s, p, **kw)):
-        with pytest.raises(error, match=re.escape(message)):
-            step(grads, tx.init(params), params, **extra_args)
-
-
-def test_a_shape_mismatch_names_the_parameter_and_both_shapes():
-    refused(
-        {"enc": {"w": jnp.zeros((3, 2))}, "b": jnp.zeros(4)},
-        TypeError,
-        "accumulate_gradients: `updates` must be a tree like `params`, got float32[3, 2] at "
-        "updates['enc']['w'], expected shape [2, 3]. Pass `updates` with the structure of "
-        "`params`.",
-    )
-
-
-def test_a_missing_gradient_names_the_parameter():
-    refused(
-        {"b": jnp.zeros(4)},
-        TypeError,
-        "accumulate_gradients: `updates` must be a tree like `params`, got nothing "
-        "where params['enc']['w'] was expected.",
-    )
-
-
-def test_another_structure_names_the_first_path_that_differs():
-    refused(
-        {"enc": {"v": jnp.zeros((2, 3))}, "b": jnp.zeros(4)},
-        TypeError,
-        "got updates['enc']['v'] where params['enc']['w'] was expected.",
-    )
-
-
-def test_an_integer_gradient_names_its_path():
-    refused(
-        {"enc": {"w": jnp.zeros((2, 3), jnp.int32)}, "b": jnp.zeros(4)},
-        TypeError,
-        "accumulate_gradients: every leaf of `updates` must be floating or complex, got "
-        "int32[2, 3] at updates['enc']['w']. Leave such leaves out with `optax.masked`.",
-    )
-
-
-def test_a_weight_per_example_is_refused():
-    refused(
-        {"enc": {"w": jnp.zeros((2, 3))}, "b": jnp.zeros(4)},
-        TypeError,
-        "accumulate_gradients: `weight` must be a real scalar >= 0, got float32[8]. Pass the "
-        "number of examples or tokens in the micro-batch.",
-        weight=jnp.ones(8),
-    )
-
-
-@pytest.mark.parametrize(
-    ("extra_args", "error", "message"),
-    [
-        ({"flush": np.array([True])}, TypeError, "`flush` must be a bool scalar, got bool[1]."),
-        ({"flush": 1.0}, TypeError, "`flush` must be a bool scalar, got float[]."),
-        (
-            {"emit": jnp.array(True)},
-            TypeError,
-            "`emit` must be a Python bool, got bool[]. Make it static under jit, or leave it out",
-        ),
-        (
-            {"emit": True, "flush": False},
-            TypeError,
-            "`flush` must be left out beside `emit`, got False.",
-        ),
-        ({"weight": -1}, ValueError, "`weight` must be a real scalar >= 0, got -1."),
-    ],
-)
-def test_what_is_said_of_a_micro_batch_is_checked(extra_args, error, message):
-    grads = {"enc": {"w": jnp.zeros((2, 3))}, "b": jnp.zeros(4)}
-    refused(grads, error, "accumulate_gradients: " + message, **extra_args)
-
-
-def test_a_list_for_a_tuple_is_named():
-    params = {"a": (jnp.zeros(2), jnp.zeros(2))}
-    tx = gcx.accumulate_gradients(optax.sgd(0.1), 2)
-    message = "got a list at updates['a'], expected a tuple. Pass `updates` with the structure of"
-    with pytest.raises(TypeError, match=re.escape(message)):
-        tx.update({"a": list(params["a"])}, tx.init(params), params)
-
-
-def test_state_and_gradients_the_wrong_way_round_are_named():
-    params = params_like()
-    tx = gcx.accumulate_gradients(optax.sgd(0.1), 2)
-    message = (
-        "accumulate_gradients: `updates` must be a tree of gradients, got a AccumulationState at "
-        "updates. The order is `update(grads, state, params)`."
-    )
-    with pytest.raises(TypeError, match=re.escape(message)):
-        tx.update(tx.init(params), params, params)
-
-
-@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: optax.chain(gcx.clip(1.0), tx)])
-def test_an_accumulation_inside_another_is_refused(wrap):
-    inner = wrap(gcx.accumulate_gradients(optax.sgd(0.1), 2))
-    message = (
-        "accumulate_gradients: `inner` must be without an accumulation in it, got one that "
-        "accumulates. Multiply the two lengths: `every=a * b`."
-    )
-    with pytest.raises(TypeError, match=re.escape(message)):
-        gcx.accumulate_gradients(inner, 3).init(params_like())
-
-
 def test_an_error_of_the_inner_optimizer_is_its_own():
     def update(updates, state, params=None):
         raise TypeError(f"mine on {jax.tree.leaves(updates)[0].dtype}")
@@ -1089,33 +740,6 @@ def test_an_error_of_the_inner_optimizer_is_its_own():
         gcx.apply_gradients(tx, params, tx.init(params), params, flush=True)
 
 
-@pytest.mark.parametrize(
-    "name", ["reset_accumulation", "diagnostics.accumulation_stats", "accumulated_gradients"]
-)
-def test_a_state_without_accumulation_is_refused(name):
-    state = optax.adam(0.1).init(jnp.zeros(2))
-    function = name.rpartition(".")[2]
-    message = (
-        f"{function}: `state` must be a state of `accumulate_gradients`, or one around it, got tuple. "
-        "Pass the state that `accumulate_gradients(...).init(params)` made."
-    )
-    with pytest.raises(TypeError, match=re.escape(message)):
-        operator.attrgetter(name)(gcx)(state)
-
-
-def test_flush_of_a_state_without_accumulation_is_refused():
-    tx = optax.adam(0.1)
-    with pytest.raises(TypeError, match="flush: `state` must be a state of"):
-        gcx.flush(tx, tx.init(jnp.zeros(2)), jnp.zeros(2))
-
-
-def test_flush_of_what_is_no_transformation_is_refused():
-    tx = gcx.accumulate_gradients(optax.sgd(1.0), 2)
-    state = tx.init(jnp.zeros(2))
-    with pytest.raises(TypeError, match="flush: `tx` must be"):
-        gcx.flush(optax.sgd, state, jnp.zeros(2))
-
-
 def test_counts_of_a_state_that_was_vmapped_over_seeds():
     tx = gcx.accumulate_gradients(optax.sgd(1.0), 2)
     params = {"w": jnp.zeros((3, 2, 4))}
@@ -1124,3 +748,12 @@ def test_counts_of_a_state_that_was_vmapped_over_seeds():
     counts = gcx.diagnostics.accumulation_stats(state)
     assert counts.total_micro_batches.tolist() == [1, 1, 1]
     assert (counts.registered_params, counts.total_param_elements) == (1, 8)
+
+
+def test_a_schedule_sees_the_gradient_step_and_may_shrink_the_window():
+    lengths = jnp.array([4, 2, 1, 1])
+    params = params_like()
+    tx = gcx.accumulate_gradients(optax.sgd(1.0), lambda step: lengths[step])
+    _, states = run(tx, params, [params] * 8)
+    assert emissions(states) == [False] * 3 + [True, False, True, True, True]
+    assert [int(s.accumulation_steps) for s in states] == [4, 4, 4, 4, 2, 2, 1, 1]

@@ -87,32 +87,6 @@ def test_a_clip_keeps_what_it_clipped_and_what_was_not_finite():
         assert gcx.metrics(state)["incident_count"] == 3
 
 
-CLIPS = {
-    "zero_large_norm": lambda **kept: gcx.zero_large_norm(2.0, **kept),
-    "clip_by_leaf_norm": lambda **kept: gcx.clip_by_leaf_norm(2.0, **kept),
-    "clip_by_group_norm": lambda **kept: gcx.clip_by_group_norm(
-        {"in": 2.0, "out": 9.0}, {"wi": "in", "wo": "out"}, **kept
-    ),
-    "clip_by_block_rms": lambda **kept: gcx.clip_by_block_rms(1.0, **kept),
-    "adaptive_grad_clip": lambda **kept: gcx.adaptive_grad_clip(0.5, **kept),
-    "autoclip": lambda **kept: gcx.autoclip(50.0, window=4, **kept),
-    "zclip": lambda **kept: gcx.zclip(max_norm=2.0, **kept),
-    "adagc": lambda **kept: gcx.adagc(warmup_steps=1, **kept),
-    "quantile_clip": lambda **kept: gcx.quantile_clip(**kept),
-}
-
-
-@pytest.mark.parametrize("name", CLIPS)
-def test_every_clip_by_norm_keeps_incidents(name):
-    tx = CLIPS[name](incidents=2)
-    stream = [grads_of(0.1, 0.1), grads_of(0.1, 0.1), grads_of(8, 1), grads_of(1, np.nan)]
-    state, _ = run(optax.chain(tx, optax.sgd(1.0)), stream)
-    clipped, nan = gcx.incidents(state)
-    assert (clipped.step, clipped.leaf) == (2, "wi") and "clipped" in clipped.kinds
-    assert (nan.step, nan.leaf, nan.bad_elements) == (3, "wo", 2) and "nan" in nan.kinds
-    assert tx.init(PARAMS).incidents is not None and CLIPS[name]().init(PARAMS).incidents is None
-
-
 def test_a_loss_that_is_infinite_is_said_to_be_the_cause():
     tx = gcx.skip_nonfinite(optax.sgd(0.1), incidents=2)
     state, _ = run(tx, [grads_of(1, 1)], [np.inf])
@@ -155,15 +129,6 @@ def test_a_state_without_incidents_converts_to_one_with_them_and_back():
     watched = gcx.convert_state(gcx.watch(kept), new, PARAMS)
     assert watched.inner_state.skipped_nonfinite == 2 and gcx.incidents(watched) == []
     assert gcx.convert_state(kept, watched, PARAMS).incidents.incident_count == 1
-
-
-def test_incidents_are_a_whole_number_from_one_on():
-    message = "skip_nonfinite: `incidents` must be an integer >= 1, got 0."
-    with pytest.raises(ValueError, match=message):
-        gcx.skip_nonfinite(optax.sgd(0.1), incidents=0)
-    message = "clip_by_norm: `incidents` must be an integer >= 1, got 0."
-    with pytest.raises(ValueError, match=message):
-        gcx.clip_by_norm(1.0, incidents=0)
 
 
 # The norm of the update
