@@ -391,7 +391,7 @@ def test_an_update_has_a_name(nest):
 @pytest.mark.parametrize("tx", [gradient(SGD), acc(SGD)], ids=["guard", "accumulation"])
 def test_a_misspelt_extra_argument_is_named(tx, name):
     params = jnp.ones(2)
-    with pytest.raises(TypeError, match=f"update: `{name}` must be .* It is called `"):
+    with pytest.raises(TypeError, match=f"`{name}`"):
         tx.update(params, tx.init(params), params, **{name: 1.0})
 
 
