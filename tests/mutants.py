@@ -63,9 +63,8 @@ def changes(node: ast.AST, in_function: bool) -> list[str]:
                 found += [text(args[1]), text(args[2])]
             if name in TWINS:
                 found += [text(node).replace(text(func), text(func)[: -len(name)] + TWINS[name], 1)]
-            for one in keywords:
-                rest = [x for x in keywords if x is not one]
-                found += [text(ast.Call(func, args, rest))] if one.arg else []
+            for one in (x for x in keywords if x.arg not in (None, "strict")):
+                found += [text(ast.Call(func, args, [x for x in keywords if x is not one]))]
             return found
         case ast.AugAssign() | ast.Expr(ast.Call()) if in_function:
             return ["pass"]
@@ -90,6 +89,8 @@ def sites(path: Path) -> list[tuple[str, ast.AST, str]]:
         for field, value in ast.iter_fields(node):
             if field in ("annotation", "returns", "decorator_list", "type_params"):
                 continue
+            if isinstance(node, ast.keyword) and node.arg == "strict":
+                continue  # `zip(..., strict=True)` only asserts
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
                     visit(child, function, prefix)
@@ -244,8 +245,8 @@ def main() -> None:
     ]
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool, args.out.open("a") as file:
         covered = coverage(package, tests, args.out.with_suffix(".coverage.json"), pool, args)
-        for path, (_, failed, _) in covered.items():
-            print(*(f"fails without a mutant: {path} {test}" for test in failed), sep="\n", end="")
+        for test in (test for _, failed, _ in covered.values() for test in failed):
+            print("fails without a mutant:", test)
         runs = {pool.submit(outcome, x, package, tests, covered, args): x for x in mutants}
         for run in concurrent.futures.as_completed(runs):
             mutant = runs[run]

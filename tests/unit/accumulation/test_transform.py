@@ -1,7 +1,6 @@
 """`accumulate_gradients` and its companions: what a window is, and what comes out of it."""
 
 import functools
-import re
 
 import chex
 import hypothesis
@@ -565,11 +564,7 @@ def test_accumulated_gradients_of_an_empty_window_is_an_error_on_the_host_and_ze
         state = states[-1]
     if case == "zero weight":
         _, state = tx.update(bias_correction(params, jnp.nan), state, params, weight=0)
-    message = (
-        "accumulated_gradients: `state` must be a state with an open window, got an empty one. "
-        "Call `update` with a micro-batch first."
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match="^accumulated_gradients: `state`"):
         gcx.accumulated_gradients(state)
     assert is_zero(jax.jit(gcx.accumulated_gradients)(state))
 

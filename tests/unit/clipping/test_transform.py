@@ -216,7 +216,7 @@ def test_injected_order_must_be_static():
     inject = optax.inject_hyperparams(gcx.clip_by_global_norm, static_args=("ord",))
     updates, _ = step(inject(max_norm=1.0, ord=1.0), jnp.float32([3.0, 4.0]))
     np.testing.assert_allclose(np.abs(updates).sum(), 1.0, rtol=1e-6)
-    with pytest.raises(TypeError, match="`ord` must be a static Python value"):
+    with pytest.raises(TypeError, match="^clip_by_global_norm: `ord`"):
         tx = optax.inject_hyperparams(gcx.clip_by_global_norm)(max_norm=1.0, ord=1.0)
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
 

@@ -231,7 +231,7 @@ def test_the_loss_is_the_extra_argument_that_guards_take():
     grads = {"w": jnp.ones(1)}
     _, state = tx.update(grads, tx.init(grads), grads, value=None, loss=jnp.float32(np.inf))
     assert [x.kinds for x in gcx.incidents(state)] == [("loss",)]
-    with pytest.raises(TypeError, match="watch: `loss` must be left out beside `value`, got both"):
+    with pytest.raises(TypeError, match="^watch: `loss`"):
         tx.update(grads, state, grads, value=jnp.ones(()), loss=jnp.ones(()))
 
 
@@ -283,9 +283,7 @@ def test_seeds_are_watched_side_by_side():
     _, state = jax.jit(jax.vmap(tx.update))(grads, state, params)
     found = gcx.metrics(state)
     np.testing.assert_array_equal(found["gradient_norm/w"], [5, np.nan])
-    with pytest.raises(
-        ValueError, match="incidents: `state` must be of one run, got one that was vmapped over 2"
-    ):
+    with pytest.raises(ValueError, match="^incidents: `state`"):
         gcx.incidents(state)
     second = jax.tree.map(lambda x: x[1], state)
     assert [x.kinds for x in gcx.incidents(second)] == [("nan",)]
