@@ -191,15 +191,6 @@ def test_a_reduction_leaf_by_leaf_has_to_be_said():
     gcx.convert_state(ours, state, PARAMS, reduction="mean")
 
 
-def test_accumulators_of_another_dtype_are_cast():
-    theirs = optax.MultiSteps(optax.sgd(0.1), EVERY)
-    ours = gcx.accumulate_gradients(optax.sgd(0.1), EVERY, accumulator_dtype=jnp.bfloat16)
-    _, state = run(theirs, theirs.init(PARAMS), PARAMS, range(2))
-    found = gcx.convert_state(ours, state, PARAMS).acc_grads["w"]
-    expected = (2 * state.acc_grads["w"]).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(found, expected, strict=True)
-
-
 def test_an_open_window_goes_on_in_other_dtypes_leaf_by_leaf():
     inner = optax.sgd(0.1)
     whole = gcx.accumulate_gradients(inner, EVERY)
@@ -231,15 +222,6 @@ def test_it_can_be_compiled():
     params, state = run(theirs, theirs.init(PARAMS), PARAMS, range(4))
     compiled = jax.jit(lambda state, params: gcx.convert_state(ours, state, params))(state, params)
     jax.tree.map(np.testing.assert_array_equal, compiled, gcx.convert_state(ours, state, params))
-
-
-def test_a_guard_can_be_put_around_a_run():
-    inner = optax.adam(0.1)
-    params, state = run(inner, inner.init(PARAMS), PARAMS, range(3))
-    guarded = gcx.skip_large_norm(gcx.skip_nonfinite(inner), 100.0)
-    converted = gcx.convert_state(guarded, state, params)
-    assert_alike(converted.inner_state.inner_state, state)
-    assert_alike(gcx.convert_state(inner, converted, params), state)
 
 
 # What only one of the two has
@@ -304,20 +286,6 @@ def test_what_is_added_starts_anew_and_can_be_taken_away(before, after, inner):
     back = gcx.convert_state(old, new_state, found)
     found, _ = run(old, back, found, range(2 * EVERY - 1, 3 * EVERY))
     assert_alike(found, expected)
-
-
-def test_windows_of_one_are_converted():
-    theirs, ours = (
-        optax.MultiSteps(optax.adam(0.1), 1),
-        gcx.accumulate_gradients(optax.adam(0.1), 1),
-    )
-    params, state = run(theirs, theirs.init(PARAMS), PARAMS, range(2))
-    expected, _ = run(theirs, state, params, range(2, 6))
-    found, found_state = run(ours, gcx.convert_state(ours, state, params), params, range(2, 4))
-    back = gcx.convert_state(theirs, found_state, found)
-    found, found_state = run(theirs, back, found, range(4, 6))
-    assert_alike(found, expected)
-    assert int(found_state.gradient_step) == 6
 
 
 def test_a_window_may_get_another_length_between_two():

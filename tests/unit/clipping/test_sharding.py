@@ -117,19 +117,6 @@ def test_jit_with_sharded_arrays_is_the_same_as_one_device(name, kind):
 
 @layouts
 @kinds
-def test_every_layout_keeps_its_sharding(layout, kind):
-    clip = CLIPS["global"]
-    g = shard(grads(), SPECS[layout], kind)
-    sharded, state = update_of(clip)(g, None, None)
-    updates, one_state = update_of(clip)(grads(), None, None)
-    assert_same(sharded, updates)
-    assert_same(state, one_state)
-    for name, x in sharded.items():
-        assert x.sharding.is_equivalent_to(g[name].sharding, x.ndim), name
-
-
-@layouts
-@kinds
 @pytest.mark.parametrize("name", ["global", "leaf"])
 def test_no_shard_is_gathered_and_one_all_reduce_per_set_of_axes(layout, kind, name):
     # Small leaves of mixed layouts, which would be joined on one device.
@@ -337,34 +324,3 @@ def test_axis_name_is_harmless_where_types_speak():
     specs = SPECS["fsdp"]
     fun = mapped(lambda g: gcx.global_norm(g, axis_name="data"), (specs,), P())
     assert oracles.ulps(fun(grads()), oracles.global_norm(trees.leaves(grads()))) <= 8
-
-
-MAPPED_CLIPS = {
-    "global": lambda **kw: gcx.clip_by_global_norm(0.5, axis_name="d", **kw),
-    "leaf": lambda **kw: gcx.clip_by_leaf_norm(0.5, axis_name="d", **kw),
-    "group": lambda **kw: gcx.clip_by_group_norm({"all": 0.5}, "all", axis_name="d", **kw),
-    "block rms": lambda **kw: gcx.clip_by_block_rms(0.05, axis_name="d", **kw),
-}
-
-
-@pytest.mark.parametrize("transform", [jax.pmap, jax.vmap], ids=["pmap", "vmap"])
-@pytest.mark.parametrize("make", MAPPED_CLIPS.values(), ids=MAPPED_CLIPS)
-def test_axis_name_of_a_mapped_axis(transform, make):
-    """A tree whose every leaf is cut along a mapped axis is clipped as a whole."""
-    tree = {"a": trees.normal((8, 5), scale=1e21), "b": trees.normal((8, 2, 3), seed=1)}
-    clip = make()
-    first = clip.init(jax.tree.map(lambda x: x[0], tree))  # outside, where the axis has no name
-    updates, state = transform(lambda g: clip.update(g, first), axis_name="d")(tree)
-    one, _ = update_of(clip_without_axis(make))(tree, None, None)
-    assert_same(updates, one)
-    norms = np.asarray(jax.tree.leaves(state.grad_norm)[0])
-    np.testing.assert_allclose(norms, oracles.global_norm(trees.leaves(tree)), rtol=1e-6)
-
-
-def clip_without_axis(make):
-    return {
-        MAPPED_CLIPS["global"]: gcx.clip_by_global_norm(0.5),
-        MAPPED_CLIPS["leaf"]: gcx.clip_by_leaf_norm(0.5),
-        MAPPED_CLIPS["group"]: gcx.clip_by_group_norm({"all": 0.5}, "all"),
-        MAPPED_CLIPS["block rms"]: gcx.clip_by_block_rms(0.05),
-    }[make]
