@@ -11,9 +11,17 @@ from jax.sharding import NamedSharding, PartitionSpec, reshard
 from .._devices import fusion_barrier, sums_of_two
 from .._mesh import is_explicit
 from .._types import Array, AxisName
-from ._formula import norm_dtype, norm_of_squares, reduce_axes, squares, wide_dtype
-from ._granularity import Norms, Units
-from ._norm import norm_of_leaves, totals
+from ._formula import wide_dtype
+from ._norm import (
+    Norms,
+    Units,
+    norm_dtype,
+    norm_of_leaves,
+    norm_of_squares,
+    reduce_axes,
+    squares,
+    totals,
+)
 
 
 def measure_units(leaves: list[Array], units: Units, axis_name: AxisName) -> tuple[Array, Array]:
@@ -21,7 +29,7 @@ def measure_units(leaves: list[Array], units: Units, axis_name: AxisName) -> tup
     dtype = norm_dtype(leaves)
 
     def total(terms: Callable[[Array], Array]) -> Array:
-        def share_of(x: Array, axes: Sequence[int], index: int) -> Array:
+        def share_of(x: Array, axes: Sequence[int]) -> Array:
             return reduce_axes(jnp.sum, terms(x), axes)
 
         return _as_vector(totals(lax.stop_gradient(leaves), units, axis_name, share_of))
@@ -40,7 +48,7 @@ def measure_step(
     """
     dtype = norm_dtype(updates)
 
-    def share_of(u: Array, axes: tuple[int, ...], index: int, p: Array) -> Array:
+    def share_of(u: Array, axes: tuple[int, ...], p: Array) -> Array:
         u, p = (x.astype(wide_dtype(x.dtype, dtype)) for x in lax.stop_gradient((u, p)))
         return sums_of_two(squares((p + u) - p, dtype), squares(p, dtype), axes)
 

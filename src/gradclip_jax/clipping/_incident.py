@@ -12,10 +12,11 @@ import numpy as np
 from jax import lax
 
 from .._checks import check_length
+from .._leaves import measured_shapes
 from .._states import increment_where, register_metrics
 from .._types import UNBOUNDED, Array, Scalar, Tree
-from ._granularity import Units, leaf_units, measured_shapes
 from ._names import name_units
+from ._norm import Units, leaf_units
 
 KINDS = ("nan", "infinity", "norm", "loss", "update", "skipped", "held", "clipped", "leaf")
 """What an incident was, and what became of the step; in a state flag i is 2^i."""

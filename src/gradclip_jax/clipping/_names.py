@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._leaves import is_measured
 from .._types import Tree
-from ._granularity import Units, is_measured
+from ._norm import Groups, Units
 
 
 def leaf_names(tree: Tree) -> list[str]:
@@ -23,7 +24,7 @@ def name_units(units: Units, tree: Tree) -> list[str]:
     have in common: `decoder/layers_3/mlp/wi`. Where they have none, and for rows and columns, it is
     at the end.
     """
-    if not units.by_leaf:
+    if isinstance(units, Groups):
         return list(map(str, units.names))
     paths = _measured_paths(tree)
     shapes = [

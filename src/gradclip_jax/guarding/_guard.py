@@ -11,14 +11,14 @@ from .._checks import check_axis_name, check_bound, check_count, check_transform
 from .._errors import type_error
 from .._execute import gated
 from .._gate import Guard, Verdict
+from .._leaves import measured_leaves
 from .._run_if import like_dtypes
 from .._states import METRICS, find_states
 from .._types import AxisName, Scalar, Tree
 from ..accumulation._state import discard_windows
 from ..clipping._evidence import evidence, measure_units
-from ..clipping._granularity import leaf_units
 from ..clipping._incident import OF_GUARDS, log_maker, note
-from ..clipping._norm import measured_leaves
+from ..clipping._norm import leaf_units
 from ._signal import loss_of
 
 Judge = Callable[[Tree, Any, Tree, dict[str, Any]], Verdict]

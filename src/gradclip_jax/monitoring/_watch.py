@@ -10,15 +10,14 @@ import optax
 
 from .._checks import check_bound, check_choice, check_number, check_state, check_static, is_traced
 from .._errors import public
+from .._leaves import leaves_beside, measured_leaves, measured_shapes
 from .._run_if import like_dtypes
 from .._states import has_updated, increment_where, plain_arrays, register_metrics
 from .._tree_checks import check_inexact
 from .._types import UNBOUNDED, Array, AxisName, Count, Number, Tree
-from ..clipping._clip import leaves_beside
 from ..clipping._evidence import evidence, measure_step, measure_units
 from ..clipping._granularity import Granularity, as_granularity
 from ..clipping._incident import OF_GUARDS, IncidentLog, log_maker, names_in, note
-from ..clipping._norm import measured_leaves
 from ..clipping._threshold import check_params
 from ..guarding._guard import check_guard
 from ..guarding._signal import loss_of
@@ -152,7 +151,10 @@ def watch(
     kinds = ("gradient", *of, *(["ratio"] if {"update", "parameter"} <= {*of} else []))
 
     def init(params: Tree) -> WatchState:
-        inner_state, log = inner.init(params), make_log(params, cut.cut(params))
+        inner_state, log = (
+            inner.init(params),
+            make_log(params, cut.cut(measured_shapes(params), params)),
+        )
         size = 1 + max(len(names_in(log)), 1)  # all leaves together are one unit without a name
         norms = {kind: jnp.zeros(size, jnp.float32) for kind in kinds}
         # Not weakly typed, as what comes out of a step is not: one trace for all steps.
@@ -173,7 +175,7 @@ def watch(
             norms = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state.norms)
             log = log._replace(step_count=increment_where(log.step_count))
             return output, WatchState(norms, state.levels, log, after)
-        units, loss = cut.cut(updates), loss_of(extra_args, axes)
+        units, loss = cut.cut(measured_leaves(updates), updates), loss_of(extra_args, axes)
         gradient, bad = measure_units(measured_leaves(updates), units, axes)
         norms = {"gradient": gradient}
         if {"update", "parameter"} & {*of}:
