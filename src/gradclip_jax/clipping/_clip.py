@@ -24,7 +24,6 @@ from .._mesh import max_over, replica_count, shard_axes, sum_over, varying_axes
 from .._states import register_metrics
 from .._tree_checks import check_inexact
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Threshold, Tree
-from ._evidence import evidence, measure_units
 from ._formula import norm_dtype, norm_of_squares, scale_factor, scale_leaf, squares, zero_factor
 from ._granularity import (
     Granularity,
@@ -33,7 +32,6 @@ from ._granularity import (
     alike,
     as_granularity,
     is_measured,
-    leaf_units,
     map_norms,
     measured_shapes,
     norm_shapes,
@@ -42,7 +40,6 @@ from ._granularity import (
     stack,
     tree_units,
 )
-from ._incident import IncidentLog, log_maker, note
 from ._norm import measured_leaves, norm_of_leaves, norms_of_two, unit_norms
 from ._threshold import (
     Assignment,
@@ -149,7 +146,6 @@ def norm_clip(
     order, axes = check_ord(ord), check_axis_name(axis_name)
     by_label = cut.is_group and isinstance(threshold, Mapping)
     rules = as_rules(argument, threshold, by_label=by_label)
-    make_log = log_maker(incidents)
     clip_leaves = jax.jit(
         functools.partial(
             _clip_leaves, factor_of=factor_of, ord=order, axis_name=axes, drops=nonfinite == "zero"
@@ -166,7 +162,7 @@ def norm_clip(
         units = Units((), (), len(rules), tuple(rules)) if by_label else units_of(params)
         shapes = norm_shapes(units, [] if by_label else measured_shapes(params))
         states = init_states(assign_rules(argument, rules, units, params), shapes)
-        return _first_state(units, states, make_log(params))
+        return _first_state(units, states)
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, ClipState]:
         check_inexact("updates", updates)
@@ -174,13 +170,12 @@ def norm_clip(
         units, leaves = units_of(updates), measured_leaves(updates)
         assigned = assign_rules(argument, rules, units, updates)
         states = init_states(assigned, norm_shapes(units, leaves))
-        log = None
-        if states or incidents is not None:
+        if states:
             check_state(state, ClipState)
             if jax.tree.structure(states) != jax.tree.structure(state.rules):
                 rule, hint = f"a `ClipState` of this `{argument}`", "Call `init(params)` first."
                 raise type_error("state", rule, "that of another", hint)
-            states, log = state.rules, state.incidents
+            states = state.rules
         if states:
             _check_sharded_alike(argument, units, leaves)
         param_leaves = None
@@ -188,8 +183,6 @@ def norm_clip(
             check_params(updates, params)
             param_leaves = leaves_beside(updates, params)
         clipped, state = clip_leaves(units, assigned, leaves, param_leaves, states)
-        if log is not None:
-            state = state._replace(incidents=_noted(log, leaves, state, axes))
         return with_leaves(updates, clipped), state
 
     return optax.GradientTransformation(init, update)
@@ -243,7 +236,7 @@ def _clip_leaves(
     return clipped, ClipState(*report, rules=states)
 
 
-def _first_state(units: Units, rule_states: Any, log: IncidentLog | None) -> ClipState:
+def _first_state(units: Units, rule_states: Any) -> ClipState:
     def scalar(value: float) -> Scalar:
         return jnp.full((), value, jnp.float32)  # one that two fields share cannot be donated
 
@@ -252,7 +245,7 @@ def _first_state(units: Units, rule_states: Any, log: IncidentLog | None) -> Cli
         return {name: scalar(value) for name in names} if units.names else scalar(value)
 
     fields = by_name(0.0), by_name(UNBOUNDED), by_name(1.0), scalar(0.0)
-    return ClipState(*fields, rule_states, log)
+    return ClipState(*fields, rule_states)
 
 
 @functools.partial(jax.jit, static_argnames=("units", "drops"))
@@ -327,19 +320,6 @@ def _summary(
     (square, count), (top, last) = sum_over(sums, everywhere), max_over(tops, everywhere)
     total = norm_of_squares(square) if ord == 2.0 else norm_of_leaves(norms, ord, axis_name)
     return total, -top, -last, count / max(size, 1)
-
-
-def _noted(
-    log: IncidentLog, leaves: list[Array], state: ClipState, axis_name: AxisName
-) -> IncidentLog:
-    """The incidents after a step; one that was clipped, or was not finite, is one."""
-    threshold, factor = (
-        functools.reduce(jnp.minimum, jax.tree.leaves(x))
-        for x in (state.clip_threshold, state.clip_factor)
-    )
-    fields = evidence(*measure_units(leaves, leaf_units(leaves), axis_name))
-    fields["norm_threshold"] = threshold
-    return note(log, fields, is_incident=~(factor >= 1), clipped=factor < 1)
 
 
 def leaves_beside(tree: Tree, other: Tree) -> list[Array]:

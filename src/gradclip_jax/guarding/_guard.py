@@ -15,11 +15,6 @@ from .._run_if import like_dtypes
 from .._states import METRICS, find_states
 from .._types import AxisName, Scalar, Tree
 from ..accumulation._state import discard_windows
-from ..clipping._evidence import evidence, measure_units
-from ..clipping._granularity import leaf_units
-from ..clipping._incident import OF_GUARDS, log_maker, note
-from ..clipping._norm import measured_leaves
-from ._signal import loss_of
 
 Judge = Callable[[Tree, Any, Tree, dict[str, Any]], Verdict]
 """`(updates, state, params, extra_args)` to the verdict."""
@@ -41,7 +36,6 @@ def guard(
     `first` makes the first state from that of `inner`; `incidents` are kept in it.
     """
     kind = type(jax.eval_shape(lambda: first(())))
-    make_log = log_maker(incidents)
 
     def init(params: Tree) -> Any:
         inner_state = inner.init(params)
@@ -56,32 +50,16 @@ def guard(
             )
             _refuse_inner(inner_state, optax.MultiStepsState, "optax.MultiSteps", hint)
         # Not weakly typed, as what comes out of a step is not: one trace for all steps.
-        state = first(like_dtypes(inner_state, inner_state))
-        return state._replace(incidents=make_log(params))
+        return first(like_dtypes(inner_state, inner_state))
 
-    def judge_and_note(
-        updates: Tree, state: Any, params: Tree, extra_args: dict[str, Any]
-    ) -> Verdict:
+    def checked(updates: Tree, state: Any, params: Tree, extra_args: dict[str, Any]) -> Verdict:
         check_bound(axes)
-        verdict = judge(updates, state, params, extra_args)
-        if state.incidents is None:
-            return verdict
-        leaves = measured_leaves(verdict.grads)
-        fields = evidence(*measure_units(leaves, leaf_units(leaves), axes))
-        fields["loss"] = loss_of(extra_args, axes)
-
-        def own_fields(refuses: Scalar, measured: Scalar) -> Any:
-            after = verdict.own_fields(refuses, measured)
-            known = {key: getattr(after, field, None) for key, field in OF_GUARDS.items()}
-            log = note(state.incidents, fields | known, is_incident=refuses, skipped=refuses)
-            return after._replace(incidents=log)
-
-        return verdict._replace(own_fields=own_fields)
+        return judge(updates, state, params, extra_args)
 
     limit = max_consecutive_skips
     if limit is not None:
         check_count("max_consecutive_skips", limit, "Pass None for no limit.")
-    gate = Guard(kind, judge_and_note, limit, check_window, checks_step, discard_windows)
+    gate = Guard(kind, checked, limit, check_window, checks_step, discard_windows)
     return gated(gate, inner, init)
 
 

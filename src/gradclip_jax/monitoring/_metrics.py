@@ -10,7 +10,7 @@ from .._checks import check_no_transformation
 from .._errors import public
 from .._states import METRICS, find_states, is_guard
 from .._types import Array
-from ..clipping._incident import IncidentLog
+from ._incident import IncidentLog
 
 
 @public

@@ -22,8 +22,8 @@ from .._states import find_states, increment_where, plain_arrays, register_metri
 from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Count, Order, Scalar, Tree
 from ..clipping._granularity import leaf_units, tree_units
-from ..clipping._names import leaf_names
 from ..clipping._norm import measured_leaves, unit_norms
+from ._unit_names import leaf_names
 
 
 @register_metrics("nonfinite_norms")

@@ -14,8 +14,8 @@ import numpy as np
 from .._checks import check_count, dtype_of, is_float0, refuse_traced, shortened
 from .._errors import public, type_error, value_error
 from .._states import find_states, plain_arrays
-from ..clipping._incident import Incident, IncidentLog, names_in, read_log
 from ..clipping._norm import global_norm, measured_leaves
+from ._incident import Incident, IncidentLog, names_in, read_log
 from ._watch import WatchState
 
 

@@ -15,13 +15,13 @@ from .._states import has_updated, increment_where, plain_arrays, register_metri
 from .._tree_checks import check_inexact
 from .._types import UNBOUNDED, Array, AxisName, Count, Number, Tree
 from ..clipping._clip import leaves_beside
-from ..clipping._evidence import evidence, measure_step, measure_units
 from ..clipping._granularity import Granularity, as_granularity
-from ..clipping._incident import OF_GUARDS, IncidentLog, log_maker, names_in, note
 from ..clipping._norm import measured_leaves
 from ..clipping._threshold import check_params
 from ..guarding._guard import check_guard
 from ..guarding._signal import loss_of
+from ._evidence import evidence, measure_step, measure_units
+from ._incident import OF_GUARDS, IncidentLog, log_maker, names_in, note
 from ._metrics import metrics
 from ._spikes import compare
 

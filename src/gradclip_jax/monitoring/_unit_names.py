@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from .._types import Tree
-from ._granularity import Units, is_measured
+from ..clipping._granularity import Units, is_measured
 
 
 def leaf_names(tree: Tree) -> list[str]:

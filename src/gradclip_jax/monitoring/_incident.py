@@ -14,8 +14,8 @@ from jax import lax
 from .._checks import check_length
 from .._states import increment_where, register_metrics
 from .._types import UNBOUNDED, Array, Scalar, Tree
-from ._granularity import Units, leaf_units, measured_shapes
-from ._names import name_units
+from ..clipping._granularity import Units, leaf_units, measured_shapes
+from ._unit_names import name_units
 
 KINDS = ("nan", "infinity", "norm", "loss", "update", "skipped", "held", "clipped", "leaf")
 """What an incident was, and what became of the step; in a state flag i is 2^i."""

@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding, PartitionSpec, reshard
 from .._devices import fusion_barrier, sums_of_two
 from .._mesh import is_explicit
 from .._types import Array, AxisName
-from ._formula import norm_dtype, norm_of_squares, reduce_axes, squares, wide_dtype
-from ._granularity import Norms, Units
-from ._norm import norm_of_leaves, totals
+from ..clipping._formula import norm_dtype, norm_of_squares, reduce_axes, squares, wide_dtype
+from ..clipping._granularity import Norms, Units
+from ..clipping._norm import norm_of_leaves, totals
 
 
 def measure_units(leaves: list[Array], units: Units, axis_name: AxisName) -> tuple[Array, Array]:
