@@ -1,6 +1,5 @@
-"""What a gradient and a step say, unit by unit: norms, bad elements, and who has the most."""
+"""Measurements of a gradient and a step, unit by unit, and the unit that an incident names."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,24 +9,23 @@ from jax.sharding import NamedSharding, PartitionSpec, reshard
 
 from .._devices import fusion_barrier, sums_of_two
 from .._mesh import is_explicit
-from .._types import Array, AxisName
-from ..clipping._formula import norm_dtype, norm_of_squares, reduce_axes, squares, wide_dtype
+from .._types import Array, AxisName, Scalar
+from ..clipping._formula import norm_dtype, norm_of_squares, squares, wide_dtype
 from ..clipping._granularity import Norms, Units
-from ..clipping._norm import norm_of_leaves, totals
+from ..clipping._norm import totals
+from ._levels import Comparison
 
 
 def measure_units(leaves: list[Array], units: Units, axis_name: AxisName) -> tuple[Array, Array]:
     """The norms of all leaves and of each unit, and the number of bad elements of each unit."""
     dtype = norm_dtype(leaves)
 
-    def total(terms: Callable[[Array], Array]) -> Array:
-        def share_of(x: Array, axes: Sequence[int], index: int) -> Array:
-            return reduce_axes(jnp.sum, terms(x), axes)
+    def share_of(x: Array, axes: tuple[int, ...], index: int) -> Array:
+        x = lax.stop_gradient(x)
+        return sums_of_two(squares(x, dtype), (~jnp.isfinite(x)).astype(dtype), axes)
 
-        return _as_vector(totals(lax.stop_gradient(leaves), units, axis_name, share_of))
-
-    bad = total(lambda x: (~jnp.isfinite(x)).astype(jnp.float32))  # as sums over devices are
-    return _norms(total(lambda x: squares(x, dtype))), bad
+    sums = _as_vector(totals(leaves, units, axis_name, share_of))
+    return _norms(sums.real), sums.imag.astype(jnp.float32)
 
 
 def measure_step(
@@ -35,14 +33,19 @@ def measure_step(
 ) -> tuple[Array, Array]:
     """The norms of the update, as it is added to the parameters, and of the parameters.
 
-    What is added is `(p + u) - p`: it is read off what the step writes, so that no update is
-    computed a second time.
+    That is `(p + u) - p`, with the sum rounded to the dtype of the parameters: what
+    `optax.apply_updates` adds. XLA reads it off the step, so that no update is computed twice.
     """
     dtype = norm_dtype(updates)
 
     def share_of(u: Array, axes: tuple[int, ...], index: int, p: Array) -> Array:
+        narrow = p.dtype
         u, p = (x.astype(wide_dtype(x.dtype, dtype)) for x in lax.stop_gradient((u, p)))
-        return sums_of_two(squares((p + u) - p, dtype), squares(p, dtype), axes)
+        after = p + u
+        if jnp.issubdtype(narrow, jnp.floating) and jnp.finfo(narrow).bits < 32:
+            info = jnp.finfo(narrow)
+            after = lax.reduce_precision(after, info.nexp, info.nmant)
+        return sums_of_two(squares(after - p, dtype), squares(p, dtype), axes)
 
     sums = _as_vector(totals(updates, units, axis_name, share_of, params))
     return _norms(sums.real), _norms(sums.imag)
@@ -50,9 +53,7 @@ def measure_step(
 
 def _norms(sums: Array) -> Array:
     """The norm of all units together, then that of each; float32."""
-    norms = norm_of_squares(sums)
-    whole = norm_of_leaves([norms], 2.0, None)
-    return jnp.concatenate([whole[None], norms]).astype(jnp.float32)
+    return norm_of_squares(jnp.append(jnp.sum(sums), sums)).astype(jnp.float32)
 
 
 def _as_vector(entries: Norms) -> Array:
@@ -69,26 +70,83 @@ def _as_vector(entries: Norms) -> Array:
     return fusion_barrier(vector if vector.size else jnp.zeros(1))
 
 
-def evidence(norms: Array, bad: Array, rises: Any = 0.0) -> dict[str, Any]:
-    """What a gradient says, as fields of an incident.
+def differing_device(norms: Array, axis_name: AxisName, is_due: Scalar) -> tuple[Scalar, Scalar]:
+    """Whether a device holds other parameters than most, and its index along the axes.
 
-    `rises` are those of the units that rose beside the others, above 1, and else 0.
+    Replicas run the same program on the same numbers: their norms agree bit for bit.
     """
-    whole, of_units, bad_count = norms[0], norms[1:], jnp.sum(bad)
+    axes = tuple(axis_name or ())
+    count, index = lax.axis_size(axes), lax.axis_index(axes)
+
+    def compare(norms: Array) -> tuple[Scalar, Scalar]:
+        # A sum of one row from each device: its type says that it is the same on all of them.
+        row = jnp.where(jnp.arange(count)[:, None] == index, norms, 0)
+        rows = lax.psum(row, axes)
+        typical = jnp.sort(rows, axis=0)[count // 2]
+        distance = jnp.max(jnp.abs(rows - typical), axis=1)
+        distance = jnp.where(jnp.isnan(distance), jnp.inf, distance)
+        differs = jnp.any(rows != rows[:1]) & jnp.isfinite(typical).all()
+        return differs, jnp.argmax(distance).astype(jnp.float32)
+
+    return lax.cond(is_due, compare, lambda _: (jnp.array(False), jnp.float32(-1)), norms)
+
+
+def evidence(norms: dict[str, Array], bad: Array, found: Comparison) -> dict[str, Any]:
+    """The fields and flags of an incident that follow from the norms of all units.
+
+    The unit that is named is the first that applies: the one whose parameters are not finite or
+    have jumped, with the most non-finite elements of the gradient, whose gradient has risen, whose
+    update is not finite or has risen, whose gradient has become zero or has drifted, and else the
+    one with the largest share of the squared norm.
+    """
+    gradient, bad_count = norms["gradient"], jnp.sum(bad)
+    whole, of_units = gradient[0], gradient[1:]
     is_finite = jnp.isfinite(whole)
     shares = jnp.square(of_units / jnp.where(is_finite & (whole > 0), whole, 1))
     # Squares may overflow where no element is infinite.
     shares = jnp.where(is_finite, shares, jnp.isinf(of_units).astype(jnp.float32))
     shares = jnp.where(bad_count > 0, bad / jnp.maximum(bad_count, 1), shares)
-    rises = jnp.where(is_finite, rises, 0.0)
-    first = jnp.argmax(shares + rises)
+
+    def jumps(kind: str) -> Array:
+        """How far each unit rose; a non-finite norm counts as farthest."""
+        if kind not in norms:
+            return jnp.zeros_like(shares)
+        rises = found.rises[list(norms).index(kind)]
+        return jnp.where(jnp.isfinite(norms[kind][1:]), rises, jnp.inf)
+
+    dead = found.dead[1:].astype(jnp.float32)
+    rises = jnp.where(is_finite, jumps("gradient"), 0)
+    ranks = [jumps("parameter"), bad, rises, jumps("update"), dead, found.drifts]
+    first = jnp.argmax(_first_nonzero(*ranks, shares))
     others = jnp.where(jnp.arange(shares.size) == first, 0, shares)
-    return {
+    fields = {
         "norm": whole,
+        "norm_threshold": found.thresholds[0],
+        "loss_threshold": found.loss_threshold,
         "leaf": first,
         "share": shares[first],
         "second_leaf": jnp.argmax(others),
         "second_share": jnp.max(others),
         "bad_elements": bad_count,
-        "leaf_rise": jnp.maximum(jnp.max(rises), 1),
+        "leaf_rise": _first_nonzero(*(ranks[i] for i in (0, 2, 3, 5)))[first],
     }
+    for i, kind in enumerate(norms):
+        if i:
+            fields[f"{kind}_norm"] = norms[kind][0]
+            fields[f"{kind}_threshold"] = found.thresholds[i]
+    flags = {
+        "nan": jnp.isnan(whole),
+        "infinity": jnp.isinf(whole),
+        "leaf": jnp.any(rises > 0),
+        "update": jnp.any(ranks[3] > 0),
+        "parameter": jnp.any(ranks[0] > 0),
+        "zero": jnp.any(found.dead),
+        "drift": jnp.any(found.drifts > 0),
+    }
+    return fields | {"flags": flags}
+
+
+def _first_nonzero(*ranks: Array) -> Array:
+    """The first vector with an element other than 0; the last if there is none."""
+    conditions = [jnp.any(x != 0) for x in ranks[:-1]]
+    return jnp.select(conditions, ranks[:-1], ranks[-1])

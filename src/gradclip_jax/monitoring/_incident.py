@@ -1,9 +1,8 @@
-"""Incidents: the record of one, which is a sentence when printed, and the log in a state."""
+"""Incidents: the record of one, which prints as a sentence, and the log in a state."""
 
 import functools
 import math
 import re
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,37 +10,40 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import check_length
 from .._states import increment_where, register_metrics
 from .._types import UNBOUNDED, Array, Scalar, Tree
-from ..clipping._granularity import Units, leaf_units, measured_shapes
-from ._unit_names import name_units
+from ..clipping._granularity import Units
+from ._unit_names import join_names, name_units, split_names
 
-KINDS = ("nan", "infinity", "norm", "loss", "update", "skipped", "held", "clipped", "leaf")
-"""What an incident was, and what became of the step; in a state flag i is 2^i."""
+KINDS = (
+    *("nan", "infinity", "norm", "loss", "update", "skipped", "held", "clipped", "leaf"),
+    *("parameter", "zero", "drift", "replica", "unchanged"),
+)
+"""What was wrong, and what became of the step; in a state flag i is 2^i."""
 
-OF_GUARDS = {"norm_threshold": "skip_threshold"} | {
-    key: key for key in ("loss_threshold", "update_norm", "update_threshold")
-}
-"""Fields of an incident that a guard may know, and its names of them, also in `metrics`."""
+FATES = ("skipped", "held", "unchanged", "clipped")
+"""The kinds that say what became of the step."""
 
 _CODES = {math.inf: UNBOUNDED, None: -UNBOUNDED}
 """What stands for a field that is None or infinite by default."""
 
+STREAK = 16
+"""Equal incidents at most this many steps apart are one streak."""
+
 
 class Incident(NamedTuple):
-    """What happened at one step; printed it is a sentence.
+    """An incident: what was wrong at one step. It prints as a sentence.
 
     Attributes:
-        step: calls of what kept the incident before this one: `watch`, a guard or a clip.
-        kinds: of "nan", "infinity", "norm", "leaf", "loss", "update" what was wrong, and of
-            "skipped", "held", "clipped" what became of the step; none of these: it was taken.
+        step: calls of `watch` before this one.
+        kinds: what was wrong and what became of the step, see `incidents`.
         norm: of the gradient.
-        norm_threshold: above which a norm counts as a spike, or was skipped by a guard; inf
-            before there is one.
-        leaf: the unit with the most bad elements, or else that which rose beside the others, or
-            else with the largest share of the squared norm; "" where norms are of the whole tree.
-        share: its share of the bad elements, or of the squared norm, 0 to 1.
+        norm_threshold: above which a norm is an outlier, or was skipped by a guard; inf while
+            there is none.
+        leaf: the unit that is named: the leaf or layer in which the fault shows; "" where norms are
+            of the whole tree.
+        share: its share of the non-finite elements if there are any, else of the squared norm of
+            the gradient, 0 to 1.
         second_leaf: the unit with the largest share besides.
         second_share: its share.
         bad_elements: how many elements of the gradient are NaN or infinite.
@@ -49,7 +51,12 @@ class Incident(NamedTuple):
         loss_threshold: as `norm_threshold`.
         update_norm: the norm of the update; None if it was not measured.
         update_threshold: as `norm_threshold`.
-        leaf_rise: of the kind "leaf", its norm over its usual norm, in proportion to the others.
+        leaf_rise: for an outlier of the unit how many times its usual norm the gradient, the update
+            or the parameters have, in proportion to the other units.
+        parameter_norm: the norm of the parameters; None if it was not measured.
+        device: of the kind "replica" the index of the device that differs from the others.
+        count: the number of equal incidents of the streak until this one.
+        first_step: the step of the first of them.
 
     Examples:
         >>> import gradclip_jax as gcx
@@ -59,7 +66,7 @@ class Incident(NamedTuple):
         ...         1203, kinds, 3.1e5, 4.2, "h_7/wi", 0.97, "h_7/wo", 0.02, 0, 3.2, 4.0
         ...     )
         ... )
-        step 1203: skipped, gradient norm 3.1e5 above 4.2; 97 % of it in h_7/wi; loss 3.2, usual
+        step 1203: skipped, gradient norm 3.1e5 above 4.2; 97 % of it in h_7/wi; loss 3.2
     """
 
     step: int
@@ -76,39 +83,86 @@ class Incident(NamedTuple):
     update_norm: float | None = None
     update_threshold: float = math.inf
     leaf_rise: float = 1.0
+    parameter_norm: float | None = None
+    device: int = -1
+    count: int = 1
+    first_step: int = -1
 
     def __str__(self) -> str:
-        """What happened, as a person would say it."""
-        fates = [word for word in ("skipped", "held", "clipped") if word in self.kinds]
-        norm = _compared(self.norm, self.norm_threshold)
-        parts = [f"step {self.step}: {' and '.join(fates) or 'taken'}, gradient norm {norm}"]
-        count, places = self.bad_elements, []
-        if count:
-            places.append(f"{count} bad element{'s' if count > 1 else ''}")
-        if self.leaf and count and self.share == 1:
-            places[0] += f" in {self.leaf}"
-        elif self.leaf:
-            whole = "them" if count else "it"
-            places.append(f"{100 * self.share:.0f} % of {whole} in {self.leaf}")
-        if "leaf" in self.kinds:
-            places.append(f"{_short(self.leaf_rise)} times its usual part")
-        if self.second_share >= 0.1:
-            places.append(f"{100 * self.second_share:.0f} % in {self.second_leaf}")
-        parts += [", ".join(places)] if places else []
-        if "update" in self.kinds:
-            norm = self.update_norm or math.nan  # that of a skipped step is zero
-            text = f"norm {_compared(norm, self.update_threshold)}"
-            parts.append("update " + (text if math.isfinite(norm) else "not finite"))
+        """The incident as a sentence."""
+        fate = " and ".join(word for word in FATES if word in self.kinds) or "applied"
+        norm = "zero" if self.norm == 0 else f"norm {_compared(self.norm, self.norm_threshold)}"
+        text = f"step {self.step}: {fate.replace('unchanged', 'parameters unchanged')}"
+        parts = [f"{text}, gradient {norm}", *filter(None, [self._place(), *self._causes()])]
         if self.loss is not None:
             parts.append(f"loss {_compared(self.loss, self.loss_threshold)}")
+        if self.count > 1:
+            parts.append(f"{self.count} times since step {self.first_step}")
         return "; ".join(parts)
+
+    def _place(self) -> str:
+        """Which units have the non-finite elements, or the largest shares of the norm."""
+        count, second = self.bad_elements, ""
+        if self.second_share >= 0.1:
+            second = f", {100 * self.second_share:.0f} % in {self.second_leaf}"
+        if not count:
+            # A share of nothing says nothing, and neither does a small one.
+            is_share = self.leaf and self.norm > 0 and self.share >= 0.1
+            return f"{100 * self.share:.0f} % of it in {self.leaf}{second}" if is_share else ""
+        elements = f"{count} non-finite element{'s' if count > 1 else ''}"
+        if not self.leaf:
+            return elements
+        if self.share == 1:
+            return f"{elements} in {self.leaf}"
+        return f"{elements}, {100 * self.share:.0f} % of them in {self.leaf}{second}"
+
+    def _causes(self) -> list[str]:
+        """What was wrong besides the norm of the gradient and the loss."""
+        place = f" of {self.leaf}" if self.leaf else ""
+        rise = f"{_short(self.leaf_rise)} times its usual value"
+        parts: list[str] = []
+        if "parameter" in self.kinds:
+            norm = self.parameter_norm or 0.0
+            parts.append(f"parameter norm{place} {rise if math.isfinite(norm) else _short(norm)}")
+        elif "leaf" in self.kinds:
+            parts.append(f"gradient norm{place} {rise} relative to the other leaves")
+        if "update" in self.kinds and self.update_norm is not None:
+            norm = _compared(self.update_norm, self.update_threshold)
+            is_named = {"parameter", "leaf"} & {*self.kinds} or self.bad_elements
+            is_rise = place and 1 < self.leaf_rise < math.inf and not is_named
+            parts.append(f"update norm {norm}{f', that{place} {rise}' if is_rise else ''}")
+        if "zero" in self.kinds and self.norm > 0:
+            parts.append(f"the gradient of {self.leaf} has become zero")
+        if "drift" in self.kinds:
+            rise = _short(self.leaf_rise)
+            parts.append(f"gradient norm{place} has slowly risen {rise} times")
+        if "replica" in self.kinds:
+            parts.append(f"the parameters on device {self.device} differ from those on the others")
+        return parts
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, and under "sentence" the sentence, as values of strict JSON.
+
+        An infinite threshold is None; other non-finite numbers are strings that `float` reads.
+
+        Examples:
+            >>> import gradclip_jax as gcx
+            >>> incident = gcx.diagnostics.Incident(3, ("nan",), float("nan"))
+            >>> row = incident.to_dict()
+            >>> row["norm"], row["norm_threshold"], row["sentence"]
+            ('nan', None, 'step 3: applied, gradient norm NaN')
+        """
+        fields: dict[str, Any] = self._asdict() | {"kinds": list(self.kinds), "sentence": str(self)}
+        for key, value in fields.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                fields[key] = None if key.endswith("_threshold") else str(value)
+        return fields
 
 
 def _compared(value: float, threshold: float) -> str:
-    """A value, and how it stands to its threshold if there is one."""
-    is_above = f" above {_short(threshold)}" if value > threshold else ", usual"
-    is_known = math.isfinite(value) and threshold < UNBOUNDED
-    return _short(value) + (is_above if is_known else "")
+    """A value, and the threshold if it is above it."""
+    is_above = math.isfinite(value) and value > threshold and threshold < UNBOUNDED
+    return _short(value) + (f" above {_short(threshold)}" if is_above else "")
 
 
 def _short(x: float) -> str:
@@ -122,9 +176,10 @@ class IncidentLog(NamedTuple):
 
     Attributes:
         step_count: int32[], calls so far.
-        incident_count: int32[].
+        incident_count: int32[], steps with an incident.
         rows: int32[incidents, fields], the fields of each incident, the last at the end: step and
-            kinds, then the bits of a float32 for each of the others, so that a NaN can be kept.
+            kinds, then the bits of a float32 for each of the others, so that a NaN can be kept;
+            the last two are integers.
         names: a dict with one key, the names of all units, and no leaf: a checkpoint has no place
             for strings.
     """
@@ -138,34 +193,27 @@ class IncidentLog(NamedTuple):
     incident_kind = property(lambda log: log.rows[..., -1, 1], doc="A sum of flags.")
 
 
-def log_maker(size: Any) -> Callable[..., Any]:
-    """Makes a log with room for some incidents, of leaves unless told; None for none."""
-    if size is None:
-        return lambda *_: None
-    check_length("incidents", size)
-
-    def make(params: Tree, units: Units | None = None) -> IncidentLog:
-        names = name_units(units or leaf_units(measured_shapes(params)), params)
-        rows = jnp.zeros((int(size), len(Incident._fields)), jnp.int32).at[:, 0].set(-1)
-        step_count, incident_count = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        return IncidentLog(step_count, incident_count, rows, {"\n".join(names): None})
-
-    return make
+def init_log(size: int, params: Tree, units: Units) -> IncidentLog:
+    """A log without incidents."""
+    rows = jnp.zeros((size, len(Incident._fields)), jnp.int32).at[:, 0].set(-1)
+    step_count, incident_count = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+    names = join_names(name_units(units, params))
+    return IncidentLog(step_count, incident_count, rows, {names: None})
 
 
 def names_in(log: IncidentLog) -> list[str]:
     """The names of the units."""
     (joined,) = log.names
-    return joined.split("\n") if joined else []
+    return split_names(joined)
 
 
 def note(
-    log: IncidentLog, fields: dict[str, Any], is_incident: Scalar | None = None, **fates: Scalar
+    log: IncidentLog, fields: dict[str, Any], flags: dict[str, Any], **fates: Scalar
 ) -> IncidentLog:
-    """The log after a step; unless told, a step with anything wrong is an incident.
+    """The log after a step. A step with a flag is an incident, and a skipped one; other fates not.
 
-    Wrong is what is above its threshold or not finite. It is the update where nothing else is
-    wrong, and that is not finite, too large, or the step was skipped. `fates` are flags besides.
+    Outliers of the norm, the loss and the update follow from the fields. Of a streak of equal
+    incidents the first and the last are kept.
     """
     fields = Incident._field_defaults | {k: x for k, x in fields.items() if x is not None}
     fields = {k: x if isinstance(x, jax.Array) else _CODES.get(x, x) for k, x in fields.items()}
@@ -173,26 +221,25 @@ def note(
     def is_above(key: str, bound: str) -> Array:
         return ~jnp.less_equal(fields[key], fields[bound])
 
-    norm = fields["norm"]
-    flags = {
-        "nan": jnp.isnan(norm),
-        "infinity": jnp.isinf(norm),
-        "norm": jnp.isfinite(norm) & is_above("norm", "norm_threshold"),
-        "loss": is_above("loss", "loss_threshold"),
-        "leaf": fields["leaf_rise"] > 1,
-    }
-    cause = functools.reduce(jnp.logical_or, flags.values())
-    other = is_above("update_norm", "update_threshold") | fates.get("skipped", False)
-    flags["update"] = other & ~cause
-    is_incident = cause | flags["update"] if is_incident is None else is_incident
-    flags |= fates
+    flags["norm"] = jnp.isfinite(fields["norm"]) & is_above("norm", "norm_threshold")
+    flags["loss"] = is_above("loss", "loss_threshold")
+    flags["update"] = flags["update"] | is_above("update_norm", "update_threshold")
+    is_incident = functools.reduce(jnp.logical_or, flags.values(), fates["skipped"])
+    flags = flags | fates
     kinds = sum(jnp.where(flags.get(kind, False), 1 << i, 0) for i, kind in enumerate(KINDS))
-    numbers = jnp.stack([jnp.asarray(fields[name], jnp.float32) for name in Incident._fields[2:]])
+
+    step, last = log.step_count, log.rows[-1]
+    continues = (last[0] >= 0) & (last[1] == kinds) & (step - last[0] <= STREAK)
+    count = jnp.where(continues, last[-2] + 1, 1)
+    first_step = jnp.where(continues, last[-1], step)
+    numbers = jnp.stack([jnp.asarray(fields[k], jnp.float32) for k in Incident._fields[2:-2]])
     bits = lax.bitcast_convert_type(numbers, jnp.int32)
-    row = jnp.concatenate([jnp.stack([log.step_count, kinds]), bits])
-    rows = jnp.concatenate([log.rows[1:], row[None]])
+    row = jnp.concatenate([jnp.stack([step, kinds]), bits, jnp.stack([count, first_step])])
+    # The first of a streak stays, and the last takes the place of the one before it.
+    older = jnp.where(count > 2, log.rows[:-1], log.rows[1:])
+    rows = jnp.concatenate([older, row[None]])
     return log._replace(
-        step_count=increment_where(log.step_count),
+        step_count=increment_where(step),
         incident_count=increment_where(log.incident_count, is_incident),
         rows=jnp.where(is_incident, rows, log.rows),
     )
@@ -206,9 +253,9 @@ def read_log(log: IncidentLog) -> list[Incident]:
 
 def _read(row: Any, names: list[str]) -> Incident:
     values: dict[float, Any] = {code: default for default, code in _CODES.items()}
-    numbers = zip(Incident._fields[2:], row.view(np.float32)[2:].tolist(), strict=True)
+    numbers = zip(Incident._fields[2:-2], row.view(np.float32)[2:-2].tolist(), strict=True)
     fields = {key: values.get(x, x) for key, x in numbers}
     fields |= {key: names[int(fields[key])] if names else "" for key in ("leaf", "second_leaf")}
-    fields["bad_elements"] = int(fields["bad_elements"])
+    fields |= {key: int(fields[key]) for key in ("bad_elements", "device")}
     kinds = tuple(kind for i, kind in enumerate(KINDS) if row[1] >> i & 1)
-    return Incident(int(row[0]), kinds, **fields)
+    return Incident(int(row[0]), kinds, **fields, count=int(row[-2]), first_step=int(row[-1]))
