@@ -125,6 +125,9 @@ def loss_of(extra_args: dict[str, Any], axis_name: AxisName) -> Scalar | None:
         hint = "Pass the mean over the batch."
         raise type_error("value", "a scalar", describe(value), hint)
     loss = jnp.asarray(value)
-    loss = loss.astype(wide_dtype(loss.dtype))
+    if jnp.iscomplexobj(loss):
+        raise type_error("value", "real", describe(value), "Pass the real part of the loss.")
+    is_float = jnp.issubdtype(loss.dtype, jnp.floating)
+    loss = loss.astype(wide_dtype(loss.dtype) if is_float else jnp.float32)
     axes = shard_axes(loss, axis_name)
     return sum_over(loss / replica_count(frozenset(), axes), axes)

@@ -27,7 +27,7 @@ FATES = ("skipped", "held", "unchanged", "clipped")
 _CODES = {math.inf: UNBOUNDED, None: -UNBOUNDED}
 """What stands for a field that is None or infinite by default."""
 
-STREAK = 16
+STREAK = 8
 """Equal incidents at most this many steps apart are one streak."""
 
 
@@ -128,9 +128,13 @@ class Incident(NamedTuple):
             parts.append(f"gradient norm{place} {rise} relative to the other leaves")
         if "update" in self.kinds and self.update_norm is not None:
             norm = _compared(self.update_norm, self.update_threshold)
-            is_named = {"parameter", "leaf"} & {*self.kinds} or self.bad_elements
-            is_rise = place and 1 < self.leaf_rise < math.inf and not is_named
-            parts.append(f"update norm {norm}{f', that{place} {rise}' if is_rise else ''}")
+            if not math.isfinite(self.update_norm):
+                # An element is infinite, or its square overflowed.
+                norm = "NaN" if math.isnan(self.update_norm) else "above 1e25"
+                norm += f" in {self.leaf}" if self.leaf else ""
+            elif place and self.leaf_rise > 1:
+                norm += f", that{place} {rise}"
+            parts.append(f"update norm {norm}")
         if "zero" in self.kinds and self.norm > 0:
             parts.append(f"the gradient of {self.leaf} has become zero")
         if "drift" in self.kinds:
@@ -223,13 +227,18 @@ def note(
 
     flags["norm"] = jnp.isfinite(fields["norm"]) & is_above("norm", "norm_threshold")
     flags["loss"] = is_above("loss", "loss_threshold")
-    flags["update"] = flags["update"] | is_above("update_norm", "update_threshold")
-    is_incident = functools.reduce(jnp.logical_or, flags.values(), fates["skipped"])
+    update = flags.pop("update") | is_above("update_norm", "update_threshold") | fates["skipped"]
+    # A spike of the gradient or a jump of the parameters explains one of the update.
+    cause = functools.reduce(jnp.logical_or, flags.values())
+    flags["update"] = update & ~cause
+    is_incident = cause | update
     flags = flags | fates
     kinds = sum(jnp.where(flags.get(kind, False), 1 << i, 0) for i, kind in enumerate(KINDS))
 
     step, last = log.step_count, log.rows[-1]
-    continues = (last[0] >= 0) & (last[1] == kinds) & (step - last[0] <= STREAK)
+    leaf = lax.bitcast_convert_type(jnp.asarray(fields["leaf"], jnp.float32), jnp.int32)
+    is_equal = (last[1] == kinds) & (last[Incident._fields.index("leaf")] == leaf)
+    continues = (last[0] >= 0) & is_equal & (step - last[0] <= STREAK)
     count = jnp.where(continues, last[-2] + 1, 1)
     first_step = jnp.where(continues, last[-1], step)
     numbers = jnp.stack([jnp.asarray(fields[k], jnp.float32) for k in Incident._fields[2:-2]])

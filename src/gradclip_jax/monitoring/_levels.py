@@ -13,8 +13,8 @@ KINDS = ("gradient", "update", "parameter")
 WARM_UP, SHORT, LONG = 16, 64, 1024
 """Steps before the first threshold, and the steps after which a new value weighs 1 / SHORT."""
 
-_DRIFT = float(np.log(5.0))
-"""A unit drifts if its short mean is 5 times its long mean."""
+_DRIFT = float(np.log(4.0))
+"""A unit drifts if its short mean is 4 times its long mean."""
 
 _EXPECTED = np.array([-3.0, -12.0])
 """Log-probabilities below which zeros are no coincidence: of the whole gradient, of a unit."""
@@ -27,11 +27,13 @@ class LevelState(NamedTuple):
         count: values so far, at most LONG.
         mean: moving average over about 2 * SHORT values.
         variance: moving variance, of the same memory.
+        top: the largest excess over the mean, which decays over LONG / 2 values.
     """
 
     count: Array
     mean: Array
     variance: Array
+    top: Array
 
 
 class Levels(NamedTuple):
@@ -53,12 +55,15 @@ class Levels(NamedTuple):
 def init_levels(num_kinds: int, num_units: int) -> Levels:
     """The levels before the first step."""
     # A buffer for each field: one buffer cannot be donated twice.
-    usual = LevelState(*(jnp.zeros(num_kinds * (1 + num_units) + 2, jnp.float32) for _ in range(3)))
+    size = num_kinds * (1 + num_units) + 2
+    usual = LevelState(*(jnp.zeros(size, jnp.float32) for _ in LevelState._fields))
     zeros = (jnp.zeros(n, jnp.float32) for n in (num_units, 1 + num_units, 1 + num_units))
     return Levels(usual, *zeros)
 
 
-def outliers(z_threshold: Any, floor: Any, memory: Any, relative_floor: Any = 0.0) -> Rule:
+def outliers(
+    z_threshold: Any, floor: Any, memory: Any, tail: Any = 0.0, relative_floor: Any = 0.0
+) -> Rule:
     """A threshold some standard deviations above the moving average of values of any sign.
 
     An outlier enters the average as the threshold, so that it hides no later one, and with weight
@@ -68,18 +73,21 @@ def outliers(z_threshold: Any, floor: Any, memory: Any, relative_floor: Any = 0.
         z_threshold: in standard deviations; elementwise, as the following.
         floor: the least standard deviation.
         memory: the number of values after which a new one weighs `1 / memory`.
+        tail: the least excess, relative to the largest one so far. With 1.3 the threshold rises for
+            values with a long tail.
         relative_floor: the least standard deviation, relative to the mean.
     """
 
     def init(value: Array) -> LevelState:
-        return LevelState(*(jnp.zeros_like(value) for _ in range(3)))
+        return LevelState(*(jnp.zeros_like(value) for _ in LevelState._fields))
 
     def update(value: Array, state: LevelState, param_norm: Any) -> tuple[Array, LevelState]:
-        count, mean, variance = state
+        count, mean, variance, top = state
         # Twice as wide after 16 values as after 64: the variance is hardly known then.
         width = 1 + jnp.clip((SHORT - count) / (SHORT - WARM_UP), 0, 1)
         deviation = jnp.maximum(jnp.sqrt(variance), jnp.maximum(floor, relative_floor * abs(mean)))
-        bound = jnp.where(count >= WARM_UP, z_threshold * width * deviation, UNBOUNDED)
+        bound = jnp.maximum(z_threshold * width * deviation, tail * top)
+        bound = jnp.where(count >= WARM_UP, bound, UNBOUNDED)
         change = jnp.minimum(value - mean, bound)
         steps = jnp.minimum(count + 1, memory)
         weight = jnp.where(value - mean > bound, jnp.maximum(1 / steps, 0.25), 1 / steps)
@@ -87,6 +95,7 @@ def outliers(z_threshold: Any, floor: Any, memory: Any, relative_floor: Any = 0.
             count=jnp.minimum(count + 1, LONG),
             mean=mean + weight * change,
             variance=(1 - 1 / steps) * (variance + change**2 / steps),
+            top=jnp.where(count >= WARM_UP, jnp.maximum((1 - 2 / LONG) * top, change), 0),
         )
         return jnp.where(bound < UNBOUNDED, mean + bound, UNBOUNDED), after
 
@@ -139,6 +148,7 @@ def compare(
         z_threshold * as_flat(scale, 1.0, 1.0),
         as_flat(least, 0.05, 1e-6),
         as_flat(memory, SHORT, SHORT),
+        as_flat(1.3 * (np.arange(1 + units) == 0) * np.ones_like(scale), 1.3, 1.3),
         as_flat(np.zeros_like(scale), 0.0, 0.01),
     )
 
@@ -190,7 +200,7 @@ def _drifts(
     long_mean = long_mean + (mean - long_mean) / steps
     changes = mean - long_mean
     shared = _of_others(jnp.append(0, changes)[None])[0, 1:]
-    is_drift = is_known & (count >= SHORT) & (changes - shared > _DRIFT)
+    is_drift = is_known & (count >= SHORT) & (changes - shared > _DRIFT) & (units > 1)
     drifts = jnp.where(is_drift, jnp.exp(jnp.minimum(changes - shared, 80)), 0)
     return drifts, jnp.where(is_drift, mean, long_mean)
 
