@@ -282,7 +282,7 @@ def _fates(
     """
     guards: list[Any] = []
     skipped, factor = jnp.array(False), jnp.float32(1)
-    states = [find_states(plain_arrays(x), tuple(METRICS)) for x in (before, after)]
+    states = [find_states(x, tuple(METRICS)) for x in (before, after)]
     for (_, old), (_, new) in zip(*states, strict=True):
         names = METRICS[type(new)]
         for x in jax.tree.leaves(new.clip_factor) if "clip_factor" in names else ():

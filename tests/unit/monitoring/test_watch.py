@@ -398,7 +398,7 @@ def test_an_integer_loss_is_a_loss():
     params = {"w": jnp.ones(2)}
     _, state = tx.update(params, tx.init(params), params, value=3)
     assert gcx.incidents(state) == []
-    with pytest.raises(TypeError, match="watch: `value` must be real"):
+    with pytest.raises(TypeError, match="watch: `value` must be"):
         tx.update(params, state, params, value=1j)
 
 
@@ -451,6 +451,51 @@ def test_the_guard_inside_says_by_what_threshold_it_skipped():
     assert incident.norm_threshold == pytest.approx(4.2)
     text = "step 0: skipped, gradient norm 3.1e5 above 4.2; 97 % of it in wi; loss 3.2"
     assert str(incident) == text
+
+
+def grads_of(wi, wo):
+    return {"wi": np.full((2, 3), wi, "f"), "wo": np.full(2, wo, "f")}
+
+
+MATRICES = {"wi": np.ones((2, 3), "f"), "wo": np.ones(2, "f")}
+
+
+def test_of_a_guard_against_nonfinite_steps_it_says_the_cause_of_each_skip():
+    tx = gcx.watch(gcx.skip_nonfinite(optax.sgd(0.1)))
+    one_bad = grads_of(1, 1)
+    one_bad["wi"][1, 2] = np.inf
+    stream = [grads_of(1, 1), grads_of(1, np.nan), one_bad, grads_of(1, 1), grads_of(1e20, 1)]
+    state = run(tx, stream, MATRICES, [3, 3, 3, np.nan, 3])
+    nan, infinity, loss, squares = gcx.incidents(state)
+    assert (nan.step, nan.kinds, nan.leaf) == (1, ("nan", "skipped"), "wo")
+    assert (nan.bad_elements, nan.share) == (2, 1.0)
+    assert (infinity.step, infinity.kinds, infinity.leaf) == (2, ("infinity", "skipped"), "wi")
+    assert (loss.step, loss.kinds) == (3, ("loss", "skipped"))
+    assert (squares.kinds, squares.leaf) == (("update", "skipped"), "wi")
+    assert squares.norm == pytest.approx(6**0.5 * 1e20, rel=1e-5)
+    assert str(nan) == "step 1: skipped, gradient norm NaN; 2 non-finite elements in wo; loss 3"
+
+
+def test_of_a_guard_against_spikes_it_says_values_and_thresholds():
+    tx = gcx.watch(gcx.skip_spikes(optax.sgd(1.0), norm=100.0, loss=4.0, update=50.0))
+    stream = [grads_of(1, 1), grads_of(80, 0), grads_of(1, 1), grads_of(0, 40), grads_of(1, 1)]
+    norm, loss, update = gcx.incidents(run(tx, stream, MATRICES, [3, 3, 5, 3, 3]))
+    assert norm.kinds == ("norm", "skipped") and norm.norm_threshold == 100
+    assert norm.norm == pytest.approx(80 * 6**0.5, rel=1e-6)
+    assert loss.kinds == ("loss", "skipped") and (loss.loss, loss.loss_threshold) == (5, 4)
+    assert update.kinds == ("update", "skipped") and update.update_threshold == 50
+    assert update.update_norm == pytest.approx(40 * 2**0.5, rel=1e-6)
+    assert str(update) == (
+        "step 3: skipped, gradient norm 57; 100 % of it in wo; update norm 57 above 50; loss 3"
+    )
+
+
+def test_each_skip_of_nested_guards_is_one_incident():
+    inner = gcx.skip_large_norm(optax.sgd(1.0), 10.0)
+    stream = [grads_of(1, 1), grads_of(np.nan, 1), grads_of(90, 1), grads_of(1, 1)]
+    tx = gcx.watch(gcx.skip_nonfinite(inner), spike_threshold=np.inf)
+    state = run(tx, stream, MATRICES)
+    assert [(x.step, x.kinds[0]) for x in gcx.incidents(state)] == [(1, "nan"), (2, "norm")]
 
 
 def test_the_last_incidents_are_kept_oldest_first():
