@@ -189,7 +189,9 @@ def check_choice(argument: str, value: Any, choices: tuple[Any, ...]) -> None:
 
 
 def check_ord(ord: Any) -> float:
-    """The order of a norm as a static Python float."""
+    """The order of a norm as a static Python float; None means 2, as in `jnp.linalg.norm`."""
+    if ord is None:
+        return 2.0
     check_static("ord", ord)
     check_number("ord", ord, "Pass 1, 2, any other order > 0, or `jnp.inf`.")
     return float(ord)
@@ -255,17 +257,17 @@ def check_state(state: Any, kind: type) -> None:
         raise type_error("state", rule, type(state).__name__, hint)
 
 
-def check_no_state(updates: Any) -> None:
-    """Refuses a state of this package in the place of the updates."""
+def check_no_state(argument: str, updates: Any) -> None:
+    """Raise if a state of this package was passed in place of the updates."""
 
     def is_state(node: Any) -> bool:
         return isinstance(node, tuple) and type(node).__module__.startswith(f"{__package__}.")
 
     for path, node in jax.tree.leaves_with_path(updates, is_leaf=is_state):
         if is_state(node):
-            got = f"a {type(node).__name__} at {leaf_path('updates', path)}"
+            got = f"a {type(node).__name__} at {leaf_path(argument, path)}"
             hint = "The order is `update(grads, state, params)`."
-            raise type_error("updates", "a tree of gradients", got, hint)
+            raise type_error(argument, "a tree of gradients", got, hint)
 
 
 def check_axis(axis: Any) -> None:

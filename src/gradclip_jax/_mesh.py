@@ -22,8 +22,8 @@ from ._types import Array, AxisName, Tree
 
 def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes of `shard_map` over which a value differs from device to device."""
-    type_of = _type_of(x)
-    return frozenset(type_of.manual_axis_type.varying if HAS_TYPES else type_of.vma)
+    aval = x if isinstance(x, ShapedArray) else jax.typeof(x)
+    return frozenset(aval.manual_axis_type.varying if HAS_TYPES else aval.vma)
 
 
 def shard_axes(x: Any, axis_name: AxisName) -> frozenset[str]:
@@ -33,9 +33,11 @@ def shard_axes(x: Any, axis_name: AxisName) -> frozenset[str]:
     axes named by the user count for every leaf; the index of an axis varies over that axis, so
     a type that does not even say this of it is silent.
     """
-    named = axis_name or ()
-    silent = {name for name in named if name not in varying_axes(lax.axis_index(name))}
-    return varying_axes(x) | silent
+    varying = varying_axes(x)
+    for name in axis_name or ():
+        if name not in varying_axes(lax.axis_index(name)):
+            varying |= {name}
+    return varying
 
 
 def replica_count(axes: frozenset[str], everywhere: frozenset[str]) -> int:
@@ -53,7 +55,8 @@ def device_count(x: Any) -> int:
 
 def memory_of(x: Any) -> str:
     """The memory that a value lies in, "host" or "device", as far as its type says."""
-    space = getattr(_type_of(x), "memory_space", None)
+    aval = x if isinstance(x, ShapedArray) else jax.typeof(x)
+    space = getattr(aval, "memory_space", None)
     return "host" if getattr(space, "name", "") == "Host" else "device"
 
 
@@ -64,7 +67,7 @@ def in_memory_of(x: Any, like: Any) -> Any:
 
 def on_device(x: Any) -> Any:
     """The same value in the memory of the device."""
-    return x if memory_of(x) == "device" else jax.device_put(x, jax.memory.Space.Device)
+    return jax.device_put(x, jax.memory.Space.Device) if memory_of(x) == "host" else x
 
 
 def reshard_like(x: Any, like: Any) -> Any:

@@ -29,14 +29,14 @@ ROWS = [
         lambda: gcx.global_norm(["a"]),
         TypeError,
         "global_norm: every leaf of `tree` must be floating or complex, got str[] at tree[0]. "
-        "Leave such leaves out with `optax.masked`.",
+        "Exclude such leaves with `optax.masked`.",
     ),
     (
         "global_norm",
         lambda: gcx.global_norm({"n": jnp.arange(3)}),
         TypeError,
         "global_norm: every leaf of `tree` must be floating or complex, got int32[3] at "
-        "tree['n']. Leave such leaves out with `optax.masked`.",
+        "tree['n']. Exclude such leaves with `optax.masked`.",
     ),
     (
         "global_norm",
@@ -50,7 +50,7 @@ ROWS = [
         lambda: gcx.leaf_norms({"x": "a"}),
         TypeError,
         "leaf_norms: every leaf of `tree` must be floating or complex, got str[] at tree['x']. "
-        "Leave such leaves out with `optax.masked`.",
+        "Exclude such leaves with `optax.masked`.",
     ),
     (
         "leaf_norms",
@@ -64,7 +64,7 @@ ROWS = [
         lambda: gcx.clip_grad_norm(["a"], 1.0),
         TypeError,
         "clip_grad_norm: every leaf of `grads` must be floating or complex, got str[] at "
-        "grads[0]. Leave such leaves out with `optax.masked`.",
+        "grads[0]. Exclude such leaves with `optax.masked`.",
     ),
     (
         "clip_grad_norm",
@@ -159,7 +159,7 @@ ROWS = [
         lambda: updated(gcx.clip_by_global_norm(1.0), ["a"]),
         TypeError,
         "clip_by_global_norm: every leaf of `updates` must be floating or complex, got str[] at"
-        " updates[0]. Leave such leaves out with `optax.masked`.",
+        " updates[0]. Exclude such leaves with `optax.masked`.",
     ),
     (
         "clip_by_global_norm",
@@ -404,7 +404,7 @@ ROWS = [
         lambda: updated(gcx.accumulate_gradients(SGD, 2), ["a"]),
         TypeError,
         "accumulate_gradients: every leaf of `updates` must be floating or complex, got str[] "
-        "at updates[0]. Leave such leaves out with `optax.masked`.",
+        "at updates[0]. Exclude such leaves with `optax.masked`.",
     ),
     (
         "apply_gradients",
@@ -418,7 +418,7 @@ ROWS = [
         lambda: gcx.apply_gradients(gcx.skip_nonfinite(SGD), ["a"], (), GRADS),
         TypeError,
         "skip_nonfinite: every leaf of `updates` must be floating or complex, got str[] at "
-        "updates[0]. Leave such leaves out with `optax.masked`.",
+        "updates[0]. Exclude such leaves with `optax.masked`.",
     ),
     (
         "microbatched_value_and_grad",
@@ -558,7 +558,7 @@ ROWS = [
         lambda: updated(gcx.record_norms(4), ["a"]),
         TypeError,
         "record_norms: every leaf of `updates` must be floating or complex, got str[] at "
-        "updates[0]. Leave such leaves out with `optax.masked`.",
+        "updates[0]. Exclude such leaves with `optax.masked`.",
     ),
     (
         "convert_state",

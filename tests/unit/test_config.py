@@ -68,7 +68,7 @@ CASES = {
         lambda: gcx.per_example.noisy_mean(1.0, 1.0, 8.0, 0),
     ),
     "u_clip": (
-        {"clip": Config("clip", {"max_value": 0.5})},
+        {"clip": Config("clip", {"max_delta": 0.5})},
         lambda: gcx.contrib.u_clip(gcx.clip(0.5)),
     ),
     "accumulate_gradients": (

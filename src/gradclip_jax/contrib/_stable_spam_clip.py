@@ -8,15 +8,14 @@ import optax
 
 from .._checks import check_axis_name, check_decays, check_number, check_state
 from .._errors import public
+from .._leaves import measured_leaves, with_leaves
 from .._mesh import in_memory_of, on_device
 from .._states import increment_where
 from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Number, Tree
 from ..adaptive._averages import bias_correction, hypotenuse, where_finite
-from ..clipping._clip import with_leaves
 from ..clipping._formula import scale_factor, scale_leaf
-from ..clipping._granularity import leaf_units
-from ..clipping._norm import measured_leaves, unit_norms
+from ..clipping._norm import leaf_units, unit_norms
 
 
 class LeafAverageState(NamedTuple):
@@ -87,7 +86,8 @@ def stable_spam_clip(
     axes = check_axis_name(axis_name)
 
     def norms(leaves: list[Array], ord: float) -> Array:
-        return unit_norms(leaves, leaf_units(leaves), ord, axes)
+        of_leaves = unit_norms(leaves, leaf_units(leaves), ord, axes)
+        return jnp.stack(of_leaves) if of_leaves else jnp.zeros(0)
 
     def init(params: Tree) -> LeafAverageState:
         dtypes = (jnp.int32, jnp.float32, jnp.float32, jnp.float32)

@@ -18,13 +18,13 @@ from jax import lax
 from .._checks import is_scalar
 from .._devices import fusion_barrier, joined
 from .._gate import ComputedStep
+from .._leaves import is_measured, measured_leaves
 from .._mesh import max_over, shard_axes
 from .._states import replace_states
 from .._types import Array, AxisName, Scalar, Tree
 from ..accumulation._noise import NoiseState
 from ..clipping._clip import ClipState
-from ..clipping._granularity import is_measured
-from ..clipping._norm import measured_leaves, norm_of_leaves
+from ..clipping._norm import norm_of_leaves
 from ._signal import given_loss
 
 

@@ -10,9 +10,10 @@ import optax
 from .._checks import check_count, check_ord
 from .._errors import public, value_error
 from .._gate import ComputedStep, Verdict
+from .._leaves import measured_leaves
 from .._states import increment_where, register_metrics
 from .._types import UNBOUNDED, AxisName, Count, Order, Scalar, Tree
-from ..clipping._norm import measured_leaves, norm_of_leaves
+from ..clipping._norm import norm_of_leaves
 from ..clipping._threshold import Rule, as_rule, check_params, init_state
 from ._guard import check_guard, guard, zero
 from ._signal import Signal, compare, loss_of, loss_rule, relearn

@@ -10,9 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec, reshard
 from .._devices import fusion_barrier, sums_of_two
 from .._mesh import is_explicit
 from .._types import Array, AxisName, Scalar
-from ..clipping._formula import norm_dtype, norm_of_squares, squares, wide_dtype
-from ..clipping._granularity import Norms, Units
-from ..clipping._norm import totals
+from ..clipping._formula import wide_dtype
+from ..clipping._norm import Norms, Units, norm_dtype, norm_of_squares, squares, totals
 from ._levels import Comparison
 
 
@@ -20,7 +19,7 @@ def measure_units(leaves: list[Array], units: Units, axis_name: AxisName) -> tup
     """The norms of all leaves and of each unit, and the number of bad elements of each unit."""
     dtype = norm_dtype(leaves)
 
-    def share_of(x: Array, axes: tuple[int, ...], index: int) -> Array:
+    def share_of(x: Array, axes: tuple[int, ...]) -> Array:
         x = lax.stop_gradient(x)
         return sums_of_two(squares(x, dtype), (~jnp.isfinite(x)).astype(dtype), axes)
 
@@ -38,7 +37,7 @@ def measure_step(
     """
     dtype = norm_dtype(updates)
 
-    def share_of(u: Array, axes: tuple[int, ...], index: int, p: Array) -> Array:
+    def share_of(u: Array, axes: tuple[int, ...], p: Array) -> Array:
         narrow = p.dtype
         u, p = (x.astype(wide_dtype(x.dtype, dtype)) for x in lax.stop_gradient((u, p)))
         after = p + u

@@ -12,7 +12,7 @@ from jax import lax
 
 from .._states import increment_where, register_metrics
 from .._types import UNBOUNDED, Array, Scalar, Tree
-from ..clipping._granularity import Units
+from ..clipping._norm import Units
 from ._unit_names import join_names, name_units, split_names
 
 KINDS = (

@@ -73,7 +73,7 @@ def outliers(
         z_threshold: in standard deviations; elementwise, as the following.
         floor: the least standard deviation.
         memory: the number of values after which a new one weighs `1 / memory`.
-        tail: the least excess, relative to the largest one so far. With 1.3 the threshold rises for
+        tail: the least excess, relative to the largest one so far. With 1.5 the threshold rises for
             values with a long tail.
         relative_floor: the least standard deviation, relative to the mean.
     """
@@ -145,10 +145,10 @@ def compare(
     memory = (is_kind @ np.array([SHORT, SHORT, 8.0]))[:, None] * np.ones_like(scale)
     as_flat = lambda x, *of_loss: jnp.asarray([*x.reshape(-1), *of_loss], jnp.float32)  # noqa: E731
     rule = outliers(
-        z_threshold * as_flat(scale, 1.0, 1.0),
+        z_threshold * as_flat(scale, 1.5, 1.5),
         as_flat(least, 0.05, 1e-6),
         as_flat(memory, SHORT, SHORT),
-        as_flat(1.3 * (np.arange(1 + units) == 0) * np.ones_like(scale), 1.3, 1.3),
+        as_flat(1.5 * (np.arange(1 + units) == 0) * np.ones_like(scale), 1.5, 1.5),
         as_flat(np.zeros_like(scale), 0.0, 0.01),
     )
 

@@ -13,8 +13,9 @@ import numpy as np
 
 from .._checks import check_count, dtype_of, is_float0, refuse_traced, shortened
 from .._errors import public, type_error, value_error
+from .._leaves import measured_leaves
 from .._states import find_states, plain_arrays
-from ..clipping._norm import global_norm, measured_leaves
+from ..clipping._norm import global_norm
 from ._incident import Incident, IncidentLog, names_in, read_log
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._leaves import is_measured
 from .._types import Tree
-from ..clipping._granularity import Units, is_measured
+from ..clipping._norm import Groups, Units
 
 
 def leaf_names(tree: Tree) -> list[str]:
@@ -23,7 +24,7 @@ def name_units(units: Units, tree: Tree) -> list[str]:
     have in common: `decoder/layers_3/mlp/wi`. Where they have none, where a position in a list
     follows, and for rows and columns, it is at the end.
     """
-    if units.names or not getattr(units, "by_leaf", len(units.axes) == units.size):
+    if isinstance(units, Groups):
         return list(map(str, units.names))
     paths = _measured_paths(tree)
     shapes = [

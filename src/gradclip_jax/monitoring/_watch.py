@@ -22,6 +22,7 @@ from .._checks import (
     shortened,
 )
 from .._errors import public, type_error, value_error
+from .._leaves import leaves_beside, measured_leaves, measured_shapes
 from .._run_if import like_dtypes
 from .._states import (
     METRICS,
@@ -33,9 +34,7 @@ from .._states import (
 )
 from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Count, Number, Scalar, Tree
-from ..clipping._clip import leaves_beside
 from ..clipping._granularity import Granularity, as_granularity
-from ..clipping._norm import measured_leaves
 from ..clipping._threshold import check_params
 from ..guarding._guard import check_guard
 from ..guarding._signal import loss_of
@@ -202,12 +201,13 @@ def watch(
     check_count("check_every", check_every, "Pass the number of steps between two checks.")
 
     def init(params: Tree) -> WatchState:
-        inner_state, log = inner.init(params), init_log(max_incidents, params, cut.cut(params))
-        units = max(len(names_in(log)), 1)  # all leaves together are one unit without a name
-        norms = {kind: jnp.full(1 + units, NOT_MEASURED, jnp.float32) for kind in kinds}
+        units = cut.cut(measured_shapes(params), params)
+        inner_state, log = inner.init(params), init_log(max_incidents, params, units)
+        num_units = max(len(names_in(log)), 1)  # all leaves together are one unit without a name
+        norms = {kind: jnp.full(1 + num_units, NOT_MEASURED, jnp.float32) for kind in kinds}
         # Not weakly typed, as the state after a step is not: one trace for all steps.
         inner_state = like_dtypes(inner_state, inner_state)
-        return WatchState(norms, init_levels(len(kinds), units), log, inner_state)
+        return WatchState(norms, init_levels(len(kinds), num_units), log, inner_state)
 
     def update(updates: Tree, state: Any, params: Tree | None = None, **extra_args: Any) -> Any:
         measure = extra_args.pop("measure", True)
@@ -224,8 +224,9 @@ def watch(
             norms = jax.tree.map(lambda x: jnp.full_like(x, NOT_MEASURED), state.norms)
             log = log._replace(step_count=increment_where(log.step_count))
             return output, WatchState(norms, state.levels, log, after)
-        units, loss = cut.cut(updates), loss_of(extra_args, axes)
-        gradient, bad = measure_units(measured_leaves(updates), units, axes)
+        leaves, loss = measured_leaves(updates), loss_of(extra_args, axes)
+        units = cut.cut(leaves, updates)
+        gradient, bad = measure_units(leaves, units, axes)
         norms = {"gradient": gradient}
         if len(kinds) > 1:
             # Without parameters the update takes their place: (u + u) - u is u.

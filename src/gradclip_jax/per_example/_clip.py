@@ -10,13 +10,14 @@ import numpy as np
 
 from .._checks import check_axis_name, check_choice, check_count, check_number
 from .._errors import public, type_error, value_error
+from .._leaves import measured_leaves
 from .._mesh import shard_axes, sum_over, varying_axes
 from .._types import Array, AxisName, Labels, Number, Tree
 from ..accumulation._split import check_real
 from ..clipping._formula import scale_factor, zero_factor
-from ..clipping._norm import measured_leaves
+from ..clipping._norm import Groups, Norms
 from ._losses import Examples, Loss, Outputs, groups_of, part_of, sum_parts
-from ._sum import Groups, Norms, sums_and_norms
+from ._sum import sums_and_norms
 
 REACTIONS: Final = {"scale": scale_factor, "zero": zero_factor}
 

@@ -11,6 +11,7 @@ from jax import lax
 
 from .._checks import check_callable, describe, leaf_path
 from .._errors import type_error, value_error
+from .._leaves import is_measured, measured_leaves
 from .._mesh import vary, varying_axes, zeros_of_type
 from .._run_if import trace
 from .._tree_checks import broadcast_prefix
@@ -24,8 +25,6 @@ from ..accumulation._split import (
     positions,
     run_if_real,
 )
-from ..clipping._granularity import is_measured
-from ..clipping._norm import measured_leaves
 from ._evaluate import evaluate
 from ._lazy import Lazy
 

@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 import jax
 
 from .._errors import public
+from .._leaves import measured_leaves
 from .._types import Array, Labels, Tree
 from ..accumulation._split import positions
-from ..clipping._norm import measured_leaves
+from ..clipping._norm import Groups, Norms
 from ._lazy import Lazy, as_lazy
 from ._losses import Examples, Loss, groups_of
 from ._measure import gram_terms, separate
-from ._sum import Groups, Norms, sums_and_norms
+from ._sum import sums_and_norms
 
 
 class LeafCost(NamedTuple):

@@ -408,12 +408,12 @@ def test_integer_leaf_is_named(function):
         function(tree)
     assert str(error.value) == (
         f"{function.__name__}: every leaf of `tree` must be floating or complex, got int32[2, 3] "
-        "at tree['enc']['n'], bool[] at tree['on']. Leave such leaves out with `optax.masked`."
+        "at tree['enc']['n'], bool[] at tree['on']. Exclude such leaves with `optax.masked`."
     )
 
 
 def test_only_the_first_five_bad_leaves_are_listed():
-    with pytest.raises(TypeError, match=r"at tree\[4\] and 3 more\. Leave"):
+    with pytest.raises(TypeError, match=r"at tree\[4\] and 3 more\. "):
         gcx.global_norm([jnp.zeros((), int)] * 8)
 
 
@@ -424,7 +424,7 @@ def test_order_must_be_positive(function, ord):
         function(jnp.ones(2), ord=ord)
 
 
-@pytest.mark.parametrize("ord", ["2", None, True, np.ones(2), 1j])
+@pytest.mark.parametrize("ord", ["2", True, np.ones(2), 1j])
 def test_order_must_be_a_number(ord):
     with pytest.raises(TypeError, match="global_norm: `ord` must be a number > 0, got"):
         gcx.global_norm(jnp.ones(2), ord=ord)

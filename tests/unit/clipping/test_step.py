@@ -127,18 +127,6 @@ def test_norm_and_clip_read_the_gradients_twice_at_most():
     assert hlo.reductions_of(text, SIZE) == 2  # one for each leaf
 
 
-def test_rows_of_leaves_of_one_shape_are_clipped_and_reported_together():
-    grads = {f"{kind}{i}": jnp.ones((4, n)) for i in range(9) for kind, n in (("a", 3), ("b", 5))}
-    clip = gcx.adaptive_grad_clip()
-    text = jax.jit(clip.update).lower(grads, clip.init(grads), grads).as_text()
-    reductions = [line for line in text.splitlines() if "stablehlo.reduce(" in line]
-    # For each of two shapes the norm of the whole and the report at once.
-    assert sum("tensor<9x1x" in line for line in reductions) == 2
-    updates, state = clip.update(grads, clip.init(grads), grads)
-    assert float(state.clip_fraction) == 1
-    np.testing.assert_allclose(updates["b8"], 0.01 * np.ones((4, 5)), rtol=1e-6)
-
-
 def test_adagc_takes_the_norm_of_the_whole_from_those_of_the_leaves():
     clip = gcx.adagc()
     text = hlo.compiled(clip.update, big(), clip.init(big()))
@@ -325,9 +313,7 @@ def test_known_norm_may_be_what_global_norm_returned(bad):
 
 
 def test_integer_leaf_is_named():
-    expected = (
-        r"must be floating or complex, got int32\[2\] at grads\['n'\]\. Leave such leaves out"
-    )
+    expected = r"must be floating or complex, got int32\[2\] at grads\['n'\]\. Exclude such leaves"
     with pytest.raises(TypeError, match="clip_grad_norm: every leaf of `grads` " + expected):
         gcx.clip_grad_norm({"n": jnp.zeros(2, "int32")}, 1.0)
     with pytest.raises(TypeError, match="clip_grad_value: every leaf of `grads` "):

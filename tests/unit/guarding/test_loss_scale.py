@@ -567,7 +567,7 @@ STATE = gcx.dynamic_loss_scale(optax.sgd(1.0)).init(np.zeros(1))
             lambda: make().update({"a": jnp.ones(1, int)}, STATE),
             TypeError,
             "dynamic_loss_scale: every leaf of `updates` must be floating or complex, "
-            "got int32[1] at updates['a']. Leave such leaves out with `optax.masked`.",
+            "got int32[1] at updates['a']. Exclude such leaves with `optax.masked`.",
         ),
         (
             lambda: gcx.scale_loss(optax.sgd(1.0).init(0.0), 1.0),

@@ -200,7 +200,7 @@ def test_the_history_is_what_suggest_max_norm_takes():
             lambda: gcx.record_norms().update(jnp.arange(2), gcx.record_norms().init(jnp.ones(2))),
             TypeError,
             "record_norms: every leaf of `updates` must be floating or complex, got int32[2] at "
-            "updates. Leave such leaves out with `optax.masked`.",
+            "updates. Exclude such leaves with `optax.masked`.",
         ),
         (
             lambda: gcx.diagnostics.norm_history(optax.sgd(0.1).init(jnp.ones(2))),
