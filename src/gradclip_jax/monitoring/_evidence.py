@@ -90,7 +90,9 @@ def differing_device(norms: Array, axis_name: AxisName, is_due: Scalar) -> tuple
     return lax.cond(is_due, compare, lambda _: (jnp.array(False), jnp.float32(-1)), norms)
 
 
-def evidence(norms: dict[str, Array], bad: Array, found: Comparison) -> dict[str, Any]:
+def evidence(
+    norms: dict[str, Array], bad: Array, found: Comparison
+) -> tuple[dict[str, Any], dict[str, Array]]:
     """The fields and flags of an incident that follow from the norms of all units.
 
     The unit that is named is the first that applies: the one whose parameters are not finite or
@@ -118,7 +120,7 @@ def evidence(norms: dict[str, Array], bad: Array, found: Comparison) -> dict[str
     ranks = [jumps("parameter"), bad, rises, jumps("update"), dead, found.drifts]
     first = jnp.argmax(_first_nonzero(*ranks, shares))
     others = jnp.where(jnp.arange(shares.size) == first, 0, shares)
-    fields = {
+    fields: dict[str, Any] = {
         "norm": whole,
         "norm_threshold": found.thresholds[0],
         "loss_threshold": found.loss_threshold,
@@ -142,7 +144,7 @@ def evidence(norms: dict[str, Array], bad: Array, found: Comparison) -> dict[str
         "zero": jnp.any(found.dead),
         "drift": jnp.any(found.drifts > 0),
     }
-    return fields | {"flags": flags}
+    return fields, flags
 
 
 def _first_nonzero(*ranks: Array) -> Array:

@@ -55,7 +55,7 @@ class Incident(NamedTuple):
             or the parameters have, in proportion to the other units.
         parameter_norm: the norm of the parameters; None if it was not measured.
         device: of the kind "replica" the index of the device that differs from the others.
-        count: the number of equal incidents of the streak until this one.
+        streak: the number of equal incidents in a streak, up to this one.
         first_step: the step of the first of them.
 
     Examples:
@@ -85,7 +85,7 @@ class Incident(NamedTuple):
     leaf_rise: float = 1.0
     parameter_norm: float | None = None
     device: int = -1
-    count: int = 1
+    streak: int = 1
     first_step: int = -1
 
     def __str__(self) -> str:
@@ -96,8 +96,8 @@ class Incident(NamedTuple):
         parts = [f"{text}, gradient {norm}", *filter(None, [self._place(), *self._causes()])]
         if self.loss is not None:
             parts.append(f"loss {_compared(self.loss, self.loss_threshold)}")
-        if self.count > 1:
-            parts.append(f"{self.count} times since step {self.first_step}")
+        if self.streak > 1:
+            parts.append(f"{self.streak} times since step {self.first_step}")
         return "; ".join(parts)
 
     def _place(self) -> str:
@@ -267,4 +267,4 @@ def _read(row: Any, names: list[str]) -> Incident:
     fields |= {key: names[int(fields[key])] if names else "" for key in ("leaf", "second_leaf")}
     fields |= {key: int(fields[key]) for key in ("bad_elements", "device")}
     kinds = tuple(kind for i, kind in enumerate(KINDS) if row[1] >> i & 1)
-    return Incident(int(row[0]), kinds, **fields, count=int(row[-2]), first_step=int(row[-1]))
+    return Incident(int(row[0]), kinds, **fields, streak=int(row[-2]), first_step=int(row[-1]))

@@ -24,13 +24,13 @@ class LevelState(NamedTuple):
     """The level of each value: float32[values] each.
 
     Attributes:
-        count: values so far, at most LONG.
+        num_values: values so far, at most LONG.
         mean: moving average over about 2 * SHORT values.
         variance: moving variance, of the same memory.
         top: the largest excess over the mean, which decays over LONG / 2 values.
     """
 
-    count: Array
+    num_values: Array
     mean: Array
     variance: Array
     top: Array
@@ -92,7 +92,7 @@ def outliers(
         steps = jnp.minimum(count + 1, memory)
         weight = jnp.where(value - mean > bound, jnp.maximum(1 / steps, 0.25), 1 / steps)
         after = LevelState(
-            count=jnp.minimum(count + 1, LONG),
+            num_values=jnp.minimum(count + 1, LONG),
             mean=mean + weight * change,
             variance=(1 - 1 / steps) * (variance + change**2 / steps),
             top=jnp.where(count >= WARM_UP, jnp.maximum((1 - 2 / LONG) * top, change), 0),
@@ -195,7 +195,7 @@ def _drifts(
     long_mean: Array, usual: LevelState, is_known: Array, units: int
 ) -> tuple[Array, Array]:
     """The units that slowly left the others, and the long means, which then begin anew."""
-    mean, count = usual.mean[1 : 1 + units], usual.count[1 : 1 + units]
+    mean, count = usual.mean[1 : 1 + units], usual.num_values[1 : 1 + units]
     steps = jnp.where(is_known, jnp.maximum(count, 1), UNBOUNDED)
     long_mean = long_mean + (mean - long_mean) / steps
     changes = mean - long_mean

@@ -38,8 +38,9 @@ def metrics(state: Any) -> dict[str, Array]:
     | `gradient_noise_scale` | in micro-batches, or in the unit of the weights |
     | `nonfinite_norms` | steps of which `record_norms` saw a norm that is not finite |
     | `gradient_norm`, `update_norm`, `parameter_norm`, `update_ratio` | of `watch`, also by unit |
+    | | -1 where the last call measured nothing |
     | `largest_share`, `largest_share_index` | of a unit in the squared gradient norm, and which |
-    | `watch_step`, `has_updated` | calls of `watch`; whether the last took a step |
+    | `watch_step`, `has_updated` | calls of `watch`; whether the last changed the parameters |
     | `incident_count`, `incident_step`, `incident_kind` | how many, and the last: see `incidents` |
 
     A name that occurs once is its own key. If it occurs more often, each has the path in the state

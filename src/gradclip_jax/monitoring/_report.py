@@ -25,7 +25,7 @@ def incidents(state: Any) -> list[Incident]:
 
     Each is a record, and prints as a sentence: "step 1203: skipped, gradient norm 3.1e5 above 4.2;
     97 % of it in decoder/layers_7/mlp/wi; loss 3.2". It waits for the values. Of a streak of equal
-    incidents the first and the last are kept; `count` says how many there were.
+    incidents the first and the last are kept; `streak` says how many there were.
 
     | kind | flag in the metric `incident_kind` | meaning |
     | --- | --- | --- |

@@ -35,7 +35,7 @@ def name_units(units: Units, tree: Tree) -> list[str]:
     shared = 0 if units.is_local else len(os.path.commonprefix(stacked))
     if any(path[shared : shared + 1] and path[shared].isdigit() for path in stacked):
         shared = 0
-    entries: list[tuple[tuple[str, ...], tuple[int, ...]]] = []
+    entries: list[tuple[tuple[str | None, ...], tuple[int, ...]]] = []
     for (path, _), shape in zip(paths, shapes, strict=True):
         at = shared or len(path)
         for index in np.ndindex(*shape):

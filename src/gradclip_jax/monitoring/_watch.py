@@ -202,7 +202,7 @@ def watch(
 
     def init(params: Tree) -> WatchState:
         units = cut.cut(measured_shapes(params), params)
-        inner_state, log = inner.init(params), init_log(max_incidents, params, units)
+        inner_state, log = inner.init(params), init_log(int(max_incidents), params, units)
         num_units = max(len(names_in(log)), 1)  # all leaves together are one unit without a name
         norms = {kind: jnp.full(1 + num_units, NOT_MEASURED, jnp.float32) for kind in kinds}
         # Not weakly typed, as the state after a step is not: one trace for all steps.
@@ -239,10 +239,12 @@ def watch(
         found, levels = compare(
             state.levels, norms, loss, spike_threshold, is_step=stepped, step=log.step_count
         )
-        fields = evidence(norms, bad, found) | {"loss": loss}
-        # A guard that skipped knows its thresholds, and the update before it became zero.
-        fields |= {k: jnp.where(skips, x, fields[k]) for k, skips, x in guards if k in fields}
-        flags = fields.pop("flags")
+        fields, flags = evidence(norms, bad, found)
+        fields["loss"] = loss
+        for key, skips, value in guards:
+            if key in fields:
+                # A guard that skipped has the thresholds, and the update before it became zero.
+                fields[key] = jnp.where(skips, value, fields[key])
         if replicas and "parameter" in kinds:
             is_due = log.step_count % check_every == 0
             flags["replica"], fields["device"] = differing_device(
