@@ -1,6 +1,6 @@
 """Injects faults of known place into training, and counts which `gcx.watch` detects and places.
 
-    python benchmarks/faults/detect.py [--models gpt,conv] [--faults 24] [--clean-steps 100000]
+    python -m benchmarks.faults.detect [--models gpt,conv] [--faults 24] [--clean-steps 100000]
 
 Seven small models with seven optimizers. Each trains for some time; then copies of the run go on
 side by side, each with one fault at a known step and unit, or without one. All steps are jitted

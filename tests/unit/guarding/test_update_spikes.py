@@ -1,4 +1,4 @@
-"""The guard against spikes of the update."""
+"""The guard against spikes of the update norm."""
 
 import math
 
@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import gradclip_jax as gcx
+from guard_cases import on_shards
 
 
 class Model:
@@ -70,7 +71,7 @@ def test_spikes_of_the_update_are_skipped_as_in_plain_python(relearn_after, wrap
     assert gcx.metrics(state)["skipped_nonfinite"] == 1
 
 
-def test_an_update_that_is_not_finite_is_skipped_and_a_window_of_it_dropped():
+def test_a_nonfinite_update_is_skipped_and_its_window_dropped():
     inner = optax.stateless(lambda updates, _: jax.tree.map(lambda x: 1 / (x - 2), updates))
     tx = gcx.skip_spikes(gcx.accumulate_gradients(inner, 2), update=3.0)
     state, updates = tx.init(jnp.zeros(1)), []
@@ -82,6 +83,24 @@ def test_an_update_that_is_not_finite_is_skipped_and_a_window_of_it_dropped():
     found = gcx.metrics(state)
     assert (found["skipped_nonfinite"], found["skipped_large_update"]) == (1, 1)
     assert found["consecutive_skips"] == 1 and found["update_norm"] == pytest.approx(10, rel=1e-4)
+
+
+def test_a_nan_micro_batch_that_flushes_a_window_with_a_large_update_counts_once_in_each_guard():
+    tx = gcx.skip_spikes(gcx.accumulate_gradients(optax.sgd(1.0), 4), update=3.0)
+    tx, params = gcx.skip_nonfinite(tx), jnp.zeros(1)
+    _, state = tx.update(jnp.array([9.0]), tx.init(params), params)
+    _, state = tx.update(jnp.array([jnp.nan]), state, params, flush=True)
+    inner = state.inner_state
+    assert (state.skipped_nonfinite, inner.skipped_nonfinite) == (1, 0)
+    assert inner.skipped_large_update == 1 and inner.consecutive_skips == 1
+    assert inner.inner_state.mini_step == 0
+
+
+def test_a_skipped_update_is_not_reported():
+    tx = gcx.skip_spikes(optax.sgd(1.0), norm=2.0, update=5.0)
+    _, state = tx.update(jnp.array([9.0]), tx.init(jnp.zeros(1)))
+    assert np.isnan(state.update_norm) and state.skipped_large_norm == 1
+    assert state.skipped_large_update == state.skipped_nonfinite == 0
 
 
 def test_the_ratio_of_update_to_parameter_can_be_bounded():
@@ -97,8 +116,6 @@ def test_the_ratio_of_update_to_parameter_can_be_bounded():
 
 @pytest.mark.slow
 def test_the_update_is_judged_alike_on_all_devices():
-    from guard_cases import on_shards
-
     params = {"s": jnp.zeros(16), "w": jnp.zeros(2)}
     grads = {"s": jnp.full(16, 3.0), "w": jnp.array([0.0, 5.0])}  # norm 13
     for bound, skips in ((12.9, 1), (13.1, 0)):

@@ -1,20 +1,19 @@
 """An accumulator in host memory, compiled for devices that are not there: scratch and transfers.
 
 Run it in an environment of `make bench-compiled`:
-`JAX_PLATFORMS=cpu .venv-tpu/bin/python benchmarks/host_compiled.py`.
+`JAX_PLATFORMS=cpu .venv-tpu/bin/python -m benchmarks.compiled.host`.
 """
 
 import re
 from typing import Any
 
-import _devices
-import _hlo
-import _report
 import jax
 import jax.numpy as jnp
 import optax
 
 import gradclip_jax as gcx
+from benchmarks import _report
+from benchmarks.compiled import _devices, _hlo
 
 LAYERS, WIDTH, BATCH, EVERY = 3, 2048, 512, 4
 PARAMS = {f"w{i}": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for i in range(LAYERS)}

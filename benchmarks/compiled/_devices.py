@@ -13,10 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import _hlo
 import jax
 from jax.experimental import topologies
 from jax.sharding import Sharding, SingleDeviceSharding
+
+from benchmarks.compiled import _hlo
 
 Tree = Any
 _H100 = pathlib.Path(__file__).parent / "h100_target_config.pbtxt"

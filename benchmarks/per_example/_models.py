@@ -3,10 +3,11 @@
 import functools
 from typing import Any
 
-import _per_example
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from benchmarks.per_example import _gpt2 as _per_example
 
 Tree = Any
 

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _measure import Case, Timing, fresh, interleaved, tree_bytes
-from _report import environment, table
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import gradclip_jax as gcx
+from benchmarks._measure import Case, Timing, fresh, interleaved, tree_bytes
+from benchmarks._report import environment, table
 
 PARAMS = {f"layer{i}": (512, 1024) for i in range(12)}  # 6.3 million float32
 Row = tuple[str, str, str]

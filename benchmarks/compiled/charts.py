@@ -1,19 +1,20 @@
-"""Draws docs/images/steps_*.svg: what clips, guards and accumulations add to a whole training step.
+"""Draw docs/images/steps_*.svg: the cost of clips, guards and accumulations in a step.
 
-From results/steps-compiled*.json alone, so that the same results give the same pictures.
+The charts depend on results/steps-compiled*.json alone. Their background is transparent.
 """
 
 import argparse
-import json
 import pathlib
 from typing import Any
 
-import _report
 import matplotlib
-from _rows import ROWS
 from matplotlib import pyplot as plt
 
-IMAGES = pathlib.Path(__file__).parents[1] / "docs" / "images"
+from benchmarks import _report
+from benchmarks._rows import ROWS
+from benchmarks.compiled.steps import all_records
+
+IMAGES = pathlib.Path(__file__).parents[2] / "docs" / "images"
 MODEL = "PPO"
 DEVICES = {"H100": "an H100", "TPU v5e": "a TPU v5e", "CPU": "a CPU"}
 STEPS = {
@@ -25,14 +26,6 @@ STEPS = {
     "skip_nonfinite(accumulate_gradients(clip))": "guarded accumulation, held",
 }
 COLOURS = {"gradclip_jax": "#d9541e", "Optax": "#607d8b"}
-
-
-def results() -> dict[str, Any]:
-    """All records of whole steps that were compiled."""
-    found: dict[str, Any] = {}
-    for path in sorted((_report.HERE / "results").glob("steps-compiled*.json")):
-        found |= json.loads(path.read_text())
-    return found
 
 
 def bars(records: dict[str, Any], device: str) -> dict[str, tuple[float, float]]:
@@ -54,14 +47,14 @@ def words(percent: float) -> str:
 
 def draw(found: dict[str, tuple[float, float]], device: str, path: pathlib.Path) -> None:
     """One chart, as an SVG whose bytes depend on nothing but the numbers."""
-    matplotlib.rcParams |= {"svg.hashsalt": device, "svg.fonttype": "none"}
+    matplotlib.rcParams |= _report.THEME | {"svg.hashsalt": device, "svg.fonttype": "none"}
     figure, axes = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
     for offset, (label, colour) in zip((-0.2, 0.2), COLOURS.items(), strict=True):
         extra = [pair[list(COLOURS).index(label)] for pair in found.values()]
         places = [i + offset for i in range(len(found))]
         drawn = axes.barh(places, extra, height=0.38, color=colour, label=label)
         axes.bar_label(drawn, [words(percent) for percent in extra], padding=3, fontsize=8)
-    axes.axvline(0, color="black", linewidth=1, label="none: AdamW alone")
+    axes.axvline(0, color="#808080", linewidth=1, label="none: AdamW alone")
     axes.set_yticks(range(len(found)), list(found))
     axes.invert_yaxis()
     axes.margins(x=0.2)
@@ -83,7 +76,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="print the numbers only")
     quick = parser.parse_args().quick
     matplotlib.use("svg")
-    records = results()
+    records = all_records()
     for device in DEVICES:
         extra = bars(records, device)
         print(f"{path_of(device).name}: {extra}")

@@ -17,20 +17,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from _models import gpt
 
 import gradclip_jax as gcx
+from benchmarks._models import gpt
+from benchmarks.study import problems
 
-
-def load(folder: Path, name: str) -> Any:
-    """A module of another folder."""
-    sys.path.insert(0, str(folder))
-    return importlib.import_module(name)
-
-
-HERE = Path(__file__).parent
-demo = load(HERE.parent / "examples", "demo")
-problems = load(HERE / "study", "problems")
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+demo = importlib.import_module("demo")
 Tree = Any
 COPIES = "float32 copies"
 NEAREST = "bfloat16, to nearest"

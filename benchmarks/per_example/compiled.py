@@ -1,11 +1,11 @@
 """Scratch and FLOPs of per-example clipping beside the ordinary gradient, for an H100 or TPU v5e.
 
-    python benchmarks/per_example_compiled.py 32x256 8x1024      # examples x tokens
-    python benchmarks/per_example_compiled.py 32x256 --layers 2 --programs "ordinary,written down"
+    python -m benchmarks.per_example.compiled 32x256 8x1024      # examples x tokens
+    python -m benchmarks.per_example.compiled 32x256 --layers 2 --programs "ordinary,materialized"
 
 GPT-2 (124M with 12 layers, vocabulary 50,257, tied head, float32), compiled without the device, in
 an environment of `make bench-compiled`. The full model takes two to ten minutes for each program.
-Rows go to results/per-example-compiled.json and to the table of README.md.
+Rows go to results/per-example-compiled.json and .md.
 """
 
 import argparse
@@ -13,14 +13,16 @@ import json
 from importlib import metadata
 from typing import Any
 
-import _devices
-import _per_example
-import _report
 import jax
 import jax.numpy as jnp
 
+from benchmarks import _report
+from benchmarks.compiled import _devices
+from benchmarks.per_example import _gpt2 as _per_example
+
 DEVICES = {"cpu": "CPU", "cuda": "H100", "tpu": "TPU v5e"}
-PATH = _report.HERE / "results" / "per-example-compiled.json"
+KEYS = ("device", "layers", "examples x tokens", "program")
+PATH = _report.RESULTS / "per-example-compiled.json"
 
 
 def compiled(platform: str, program: str, examples: int, tokens: int, **shape: int) -> Any:
@@ -60,12 +62,17 @@ def main() -> None:
 
 
 def write(row: dict[str, Any]) -> None:
-    """Puts a row among those of before, and the table into README.md."""
-    keys = ("device", "layers", "examples x tokens", "program")
+    """Merges a row into the JSON file and generates the table."""
     old = json.loads(PATH.read_text()) if PATH.exists() else []
-    rows = {tuple(x[k] for k in keys): x for x in [*old, row]}
+    rows = {tuple(x[k] for k in KEYS): x for x in [*old, row]}
     PATH.write_text(json.dumps([rows[key] for key in sorted(rows)], indent=1) + "\n")
-    _report.replace_between(_report.HERE / "README.md", "per example, compiled", table(rows))
+    write_table()
+
+
+def write_table() -> None:
+    """Generates results/per-example-compiled.md."""
+    rows = {tuple(x[k] for k in KEYS): x for x in json.loads(PATH.read_text())}
+    _report.write_page("per-example-compiled", table(rows))
 
 
 def table(rows: dict[Any, dict[str, Any]]) -> str:
@@ -73,7 +80,7 @@ def table(rows: dict[Any, dict[str, Any]]) -> str:
     shown: _report.Rows = []
     for key in sorted(rows):
         row, base = rows[key], rows.get((*key[:-1], "ordinary"))
-        cells = {name: row[name] for name in ("device", "layers", "examples x tokens", "program")}
+        cells = {name: row[name] for name in KEYS}
         for name in ("scratch GB", "TFLOP"):
             ratio = f" ({row[name] / base[name]:.2f} x)" if base and base is not row else ""
             cells[name] = f"{row[name]:.2f}{ratio}"

@@ -1,37 +1,24 @@
-"""Whole training steps on this machine: milliseconds of ours beside Optax's, and eager calls.
+"""Milliseconds of whole training steps on this machine: ours beside Optax's.
 
-The steps of `compiled.py`, run in turn: A B A B. `make bench` runs it; `--only "PPO:skip_spikes"`
-runs a part, `--large` the models that take a second and more for a step of a CPU.
+    python -m benchmarks.steps.times --only "PPO:skip_spikes"    # one step
+    python -m benchmarks.steps.times --large                     # also the large models
+
+The steps are those of `benchmarks.compiled.steps`, run in turn: A B A B.
 """
 
 import argparse
-import time
 from typing import Any
 
-import _report
 import jax
 import numpy as np
-import optax
-from _measure import Case, interleaved
-from _models import MODELS, Model
-from _rows import EVERY, OPTAX, ROWS, Row
 
-import gradclip_jax as gcx
+from benchmarks import _report
+from benchmarks._measure import Case, interleaved
+from benchmarks._models import MODELS, Model
+from benchmarks._rows import EVERY, OPTAX, ROWS, Row
 
 SMALL = ("PPO", "scan GPT, small", "GPT, small", "conv net, small")
 GOAL = 1.05  # times Optax's
-_ADAMW = optax.adamw(1e-4)
-EAGER = {
-    "clip_by_global_norm": (gcx.clip_by_global_norm(1.0), optax.clip_by_global_norm(1.0)),
-    "clip_by_leaf_norm": (gcx.clip_by_leaf_norm(1.0), optax.clip_by_block_rms(1.0)),
-    "adaptive_grad_clip": (gcx.adaptive_grad_clip(0.01), optax.adaptive_grad_clip(0.01)),
-    "autoclip": (gcx.autoclip(), optax.clip_by_global_norm(1.0)),
-    "skip_nonfinite(AdamW)": (gcx.skip_nonfinite(_ADAMW), optax.apply_if_finite(_ADAMW, 9)),
-    "accumulate_gradients(AdamW)": (
-        gcx.accumulate_gradients(_ADAMW, EVERY),
-        optax.MultiSteps(_ADAMW, EVERY),
-    ),
-}
 
 
 def jitted(model: Model, name: str, row: Row, repetitions: int) -> dict[str, Any]:
@@ -59,40 +46,6 @@ def jitted(model: Model, name: str, row: Row, repetitions: int) -> dict[str, Any
         "ratio": _marked(ratio),
         "spread": f"{found['ours'].spread:.0%} / {found['Optax'].spread:.0%}",
     }
-
-
-def eager(model: Model, name: str, repetitions: int) -> dict[str, Any]:
-    """One line of calls outside jit: the first of a process, and those that follow."""
-    params, _ = model.arrays()
-    first: list[list[float]] = [[], []]
-    later: list[list[float]] = [[], []]
-    for turn in range(-1, repetitions // 3):  # the first of all also starts JAX
-        for which, tx in enumerate(EAGER[name]):
-            state = tx.init(params)
-            jax.clear_caches()
-            seconds = _call_seconds(tx, params, state)
-            if turn >= 0:
-                first[which].append(seconds)
-    for tx in EAGER[name]:
-        _call_seconds(tx, params, tx.init(params))
-    states = [tx.init(params) for tx in EAGER[name]]
-    for _ in range(3 * repetitions):
-        for which, tx in enumerate(EAGER[name]):
-            later[which].append(_call_seconds(tx, params, states[which]))
-    line: dict[str, Any] = {"what": f"eager, {name}"}
-    for title, seconds in {"first call, ms": first, "then, ms": later}.items():
-        ours, theirs = (1e3 * float(np.median(found)) for found in seconds)
-        line |= {
-            title: _beside(ours, theirs),
-            f"ratio, {title[:5].strip()}": _marked(ours / theirs),
-        }
-    return line
-
-
-def _call_seconds(tx: Any, params: Any, state: Any) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(tx.update(params, state, params))
-    return time.perf_counter() - start
 
 
 def _beside(ours: float, theirs: float) -> str:
@@ -129,12 +82,6 @@ def main() -> None:
                 add(
                     f"{title}: ours / Optax",
                     jitted(MODELS[title](), name, row, options.repetitions),
-                )
-        for name in EAGER if title == "PPO" else ():
-            if options.only in f"{title}:eager {name}":
-                add(
-                    f"{title}, eager: ours / Optax",
-                    eager(MODELS[title](), name, options.repetitions),
                 )
 
 

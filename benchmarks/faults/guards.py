@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _report import replace_between, table
 
 import gradclip_jax as gcx
+from benchmarks._report import replace_between, table
 
-PAGE = Path(__file__).parents[1] / "docs" / "guarding.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guarding.md"
 STEPS, EVERY = 24, 4
 
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import _devices
-import _report
 import jax
 import jax.numpy as jnp
 import optax
 
 import gradclip_jax as gcx
+from benchmarks import _report
+from benchmarks.compiled import _devices
 
 Tree = Any
 
@@ -197,10 +197,6 @@ COSTS = {
         lambda: _step(gcx.skip_spikes(_adamw(), update=gcx.thresholds.mean_std(6.0))),
         lambda: _step(_adamw()),
     ),
-    "`skip_nonfinite(incidents=16)`": Feature(
-        lambda: _step(gcx.skip_nonfinite(_adamw(), incidents=16)),
-        lambda: _step(gcx.skip_nonfinite(_adamw())),
-    ),
     "`watch`, the gradient": Feature(
         lambda: _step(gcx.watch(_adamw(), of=("gradient",))), lambda: _step(_adamw())
     ),
@@ -281,8 +277,8 @@ def _cell(without: tuple[Any, ...], with_it: tuple[Any, ...]) -> str:
 
 
 def write(platform: str, found: dict[str, str], versions: str) -> None:
-    """Puts the cells of this device beside those of the others, in results and README."""
-    path = _report.HERE / "results" / "costs.json"
+    """Merges the cells of this device into results/costs.json and generates the table."""
+    path = _report.RESULTS / "costs.json"
     old: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     device = old.get(DEVICES[platform]) or {"cells": {}}
     device = {"versions": versions, "cells": device["cells"] | found}
@@ -290,13 +286,18 @@ def write(platform: str, found: dict[str, str], versions: str) -> None:
         name: device if name == DEVICES[platform] else old.get(name) for name in DEVICES.values()
     }
     path.write_text(json.dumps(all_of, indent=1, ensure_ascii=False) + "\n")
-    known = {name: entry for name, entry in all_of.items() if entry}
+    write_table(all_of)
+
+
+def write_table(found: dict[str, Any]) -> None:
+    """Generates the table of all devices."""
+    known = {name: entry for name, entry in found.items() if entry}
     rows = [
         {"feature": name} | {d: entry["cells"].get(name, "") for d, entry in known.items()}
         for name in COSTS
     ]
     text = "; ".join(f"{name}: {entry['versions']}" for name, entry in known.items())
-    _report.replace_between(_report.HERE / "README.md", "costs", f"{_report.table(rows)}\n\n{text}")
+    _report.write_page("costs", f"{_report.table(rows)}\n\n{text}")
 
 
 def main() -> None:

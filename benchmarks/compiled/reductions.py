@@ -2,7 +2,7 @@
 
 Counted in programs compiled for devices that are not there, in the environments of `make
 bench-compiled` and, for another JAX, in one with `jax[tpu]` of that version:
-`JAX_PLATFORMS=cpu .venv-tpu/bin/python benchmarks/reductions_compiled.py`.
+`JAX_PLATFORMS=cpu .venv-tpu/bin/python -m benchmarks.compiled.reductions`.
 """
 
 import argparse
@@ -11,9 +11,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import _devices
-import _hlo
-import _report
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +20,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradclip_jax as gcx
+from benchmarks import _report
+from benchmarks.compiled import _devices, _hlo
 
 Tree = Any
 EVERY, BATCH = 4, 1024

@@ -3,12 +3,13 @@
 import math
 from typing import Any
 
-import _devices
 import jax
 import numpy as np
-from _models import Model
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from benchmarks._models import Model
+from benchmarks.compiled import _devices
 
 Tree = Any
 # Chips by data (FSDP) and by model (tensor parallelism), and the topology that they form.

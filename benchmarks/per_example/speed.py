@@ -1,7 +1,7 @@
 """Time, memory and FLOPs of per-example clipping on this machine, beside other libraries.
 
-    python benchmarks/per_example_speed.py            # models of five kinds, and a wide GPT
-    python benchmarks/per_example_speed.py --quick    # one model, one round, printed only
+    python -m benchmarks.per_example.speed            # models of five kinds, and a wide GPT
+    python -m benchmarks.per_example.speed --quick    # one model, one round, printed only
 
 `pip install jax_privacy`, and `pip install torch opacus`, add their rows. Each program has a
 process of its own; these take their steps in turn, and medians are printed. CPU time, of all
@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _per_example_models import MODELS
+
+from benchmarks.per_example._models import MODELS
 
 ROUNDS = 11
 EXAMPLES = 16
@@ -40,9 +41,10 @@ def reset_peak() -> int:
 
 def jax_programs() -> dict[str, Any]:
     """Each program `(params, batch, loss) -> gradients`."""
-    import _per_example
     import jax
     from optax import contrib
+
+    from benchmarks.per_example import _gpt2
 
     def aggregated(params: Any, batch: Any, loss: Any) -> Any:
         tx = contrib.differentially_private_aggregate(1.0, 0.0, 0)
@@ -64,9 +66,9 @@ def jax_programs() -> dict[str, Any]:
         return clipped
 
     programs: dict[str, Any] = {
-        "ordinary gradient, JAX": _per_example.ordinary,
-        "per_example.value_and_grad": _per_example.ours,
-        "every gradient written down": _per_example.written_down,
+        "ordinary gradient, JAX": _gpt2.ordinary,
+        "per_example.value_and_grad": _gpt2.ours,
+        "materialized gradients": _gpt2.materialized,
         "optax.contrib.differentially_private_aggregate": aggregated,
     }
     if importlib.util.find_spec("jax_privacy"):
@@ -97,7 +99,8 @@ def jax_step(model: str, name: str) -> tuple[Callable[[], Any], dict[str, Any]]:
 
 def torch_step(model: str, name: str) -> tuple[Callable[[], Any], dict[str, Any]]:
     import torch
-    from _per_example_torch import ghost_step, ordinary_step
+
+    from benchmarks.per_example._torch import ghost_step, ordinary_step
 
     torch.manual_seed(0)
     is_ghost = "Opacus" in name
@@ -145,7 +148,7 @@ def measured(model: str, chosen: list[str], rounds: int) -> list[dict[str, Any]]
     """A row for each program of a model."""
     workers, abouts = {}, {}
     for name in chosen:
-        command = [sys.executable, __file__, "--one", model, name]
+        command = [sys.executable, "-m", __spec__.name, "--one", model, name]
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         workers[name] = subprocess.Popen(command, **pipes)
         abouts[name] = answer(workers[name])
@@ -183,7 +186,7 @@ def main() -> None:
         title = f"{model}: {' '.join((MODELS[model].__doc__ or '').split())}"
         print(title, *map(json.dumps, rows), sep="\n", flush=True)
         if not options.quick:
-            import _report
+            from benchmarks import _report
 
             _report.write({title: rows}, "per example")
 
