@@ -100,7 +100,7 @@ def record_norms(
         check_bound(axes)
         check_state(state, NormRecordState)
         leaves = measured_leaves(updates)
-        norms = jnp.stack(unit_norms(leaves, units_of(leaves), order, axes)).astype(jnp.float32)
+        norms = jnp.asarray(unit_norms(leaves, units_of(leaves), order, axes), jnp.float32)
         return updates, NormRecordState(
             norms=state.norms.at[state.position].set(norms if per_leaf else norms[0]),
             step_count=jnp.minimum(state.step_count + 1, window),

@@ -767,7 +767,7 @@ def test_a_checkpoint_holds_arrays_only_and_names_come_from_the_structure(tmp_pa
                 PARAMS, gcx.watch(optax.sgd(0.1), of=("gradient",)).init(PARAMS), value=jnp.ones(2)
             ),
             TypeError,
-            "watch: `value` must be a scalar, got float32[2]. Pass the mean over the batch.",
+            "watch: `value` must be a real scalar, got float32[2].",
         ),
         (
             lambda: gcx.incidents(optax.sgd(0.1).init(PARAMS)),
