@@ -20,7 +20,7 @@ from .._checks import (
     check_state,
     is_scalar,
 )
-from .._devices import shared
+from .._devices import map_arrays, shared
 from .._errors import public, type_error, value_error
 from .._leaves import flatten, measured_shapes
 from .._mesh import max_over, replica_count, shard_axes, sum_over, varying_axes
@@ -206,7 +206,7 @@ def _clip_leaves(
         thresholds, states = apply_rules(assigned, compared, states, param_norms)
     else:
         thresholds = [jnp.asarray(number).astype(norm_dtype(leaves))] * units.size
-    factors = list(map(factor_of, compared, thresholds))
+    factors = map_arrays(factor_of, compared, thresholds)
     if units.size == 1 and not norms[0].ndim:
         total, (threshold,), (factor,) = norms[0], thresholds, factors
         fraction = (factor != 1).astype(factor.dtype)
@@ -225,7 +225,7 @@ def _clip_leaves(
         threshold, factor, fraction = _summary(stacks, stacked_thresholds, factor_of, over)
     # A non-finite norm affects every leaf, on every device.
     is_finite, bad = jnp.isfinite(total), 0 if drop else jnp.nan
-    factors = [lax.select(is_finite, x, jnp.full_like(x, bad)) for x in factors]
+    factors = map_arrays(lambda x: lax.select(is_finite, x, jnp.full_like(x, bad)), factors)
     clipped = scale_leaves(leaves, units, factors, drop=drop)
     report = total, jnp.minimum(threshold, UNBOUNDED), jnp.where(is_finite, factor, bad)
     if units.names:
