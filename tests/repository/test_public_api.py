@@ -19,6 +19,7 @@ NAMESPACES = [
     gcx.diagnostics,
     gcx.granularities,
     gcx.per_example,
+    gcx.taps,
     gcx.thresholds,
 ]
 NAMES = list(gcx.__all__)
@@ -26,6 +27,7 @@ named = {name: getattr(gcx, name) for name in NAMES}
 named |= {f"diagnostics.{name}": getattr(gcx.diagnostics, name) for name in gcx.diagnostics.__all__}
 named |= {f"contrib.{name}": getattr(gcx.contrib, name) for name in gcx.contrib.__all__}
 named |= {f"per_example.{name}": getattr(gcx.per_example, name) for name in gcx.per_example.__all__}
+named |= {f"taps.{name}": getattr(gcx.taps, name) for name in gcx.taps.__all__}
 FUNCTIONS = [name for name, value in named.items() if inspect.isfunction(value)]
 CLASSES = [name for name, value in named.items() if inspect.isclass(value)]
 each_namespace = pytest.mark.parametrize("module", NAMESPACES, ids=lambda module: module.__name__)
