@@ -108,13 +108,13 @@ def clip_grad_norm(
         check_bound(axes)
     units = tree_units(leaves.arrays)
     if norm is None:
-        norm = unit_norms(leaves.arrays, units, order, axes)[0]
+        known = unit_norms(leaves.arrays, units, order, axes)[0]
     else:
         check_number("norm", norm, "Pass the norm of `grads`.", closed=True, or_nan=True)
-        norm = jnp.asarray(norm).astype(norm_dtype(leaves.arrays))
-    factor = scale_factor(norm, jnp.asarray(max_norm).astype(norm.dtype))
-    factor = jnp.where(jnp.isfinite(norm), factor, jnp.nan)
-    return leaves.replace(scale_leaves(leaves.arrays, units, [factor])), norm
+        known = jnp.asarray(norm).astype(norm_dtype(leaves.arrays))
+    factor = scale_factor(known, jnp.asarray(max_norm).astype(known.dtype))
+    factor = jnp.where(jnp.isfinite(known), factor, jnp.nan)
+    return leaves.replace(scale_leaves(leaves.arrays, units, [factor])), known
 
 
 def norm_clip(
@@ -143,7 +143,9 @@ def norm_clip(
     )
 
     def cut_groups(leaves: Sequence[Any], tree: Tree) -> Units:
-        return select_groups(argument, granularity.cut(leaves, tree), tuple(rules))
+        units = granularity.cut(leaves, tree)
+        assert isinstance(units, Groups)  # since `is_group`
+        return select_groups(argument, units, tuple(rules))
 
     cut = cut_groups if by_label else granularity.cut
 
@@ -227,12 +229,14 @@ def _clip_leaves(
     is_finite, bad = jnp.isfinite(total), 0 if drop else jnp.nan
     factors = map_arrays(lambda x: lax.select(is_finite, x, jnp.full_like(x, bad)), factors)
     clipped = scale_leaves(leaves, units, factors, drop=drop)
-    report = total, jnp.minimum(threshold, UNBOUNDED), jnp.where(is_finite, factor, bad)
+    factor, fraction = jnp.where(is_finite, factor, bad), jnp.where(is_finite, fraction, 1)
+    report: tuple[Any, ...] = total, jnp.minimum(threshold, UNBOUNDED), factor
     if units.names:
         names = [group_name(name) for name in units.names]
-        report = (dict(zip(names, x, strict=True)) for x in (norms, thresholds, factors))
-    report = optax.tree.cast((*report, jnp.where(is_finite, fraction, 1)), jnp.float32)
-    return clipped, ClipState(*report, states)
+        columns = norms, thresholds, factors
+        report = tuple(dict(zip(names, x, strict=True)) for x in columns)
+    report = jax.tree.map(lambda x: x.astype(jnp.float32), report)
+    return clipped, ClipState(*report, fraction.astype(jnp.float32), states)
 
 
 def _init_state(units: Units, rule_states: Any) -> ClipState:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import check_axis_name, check_bound, check_ord
+from .._checks import check_axis_name, check_bound, check_ord, is_traced
 from .._devices import joined, map_arrays
 from .._errors import public, value_error
 from .._leaves import is_measured, measured_leaves
@@ -185,7 +185,7 @@ def combine_norms(norms: Sequence[Number], *, ord: Order | None = None) -> Scala
     check_inexact("norms", norms, real=True)
     leaves = measured_leaves(norms)
     for i, norm in enumerate(leaves):
-        if not isinstance(norm, jax.core.Tracer) and (norm < 0).any():
+        if not is_traced(norm) and (norm < 0).any():
             raise value_error(f"norms[{i}]", ">= 0", norm, "Pass norms, as `global_norm` returns.")
     return norm_of_leaves(leaves, check_ord(ord), None)
 

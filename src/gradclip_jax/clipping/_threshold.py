@@ -277,7 +277,7 @@ def apply_rules(
         if rule.uses_params and param_norms is not None:
             of_params = [param_norms[i] for i in entries]
         if jax.tree.leaves(state):
-            param_norm = of_params and _as_vector(of_params)
+            param_norm = None if of_params is None else _as_vector(of_params)
             vector, state = apply_rule(rule, _as_vector(own), state, param_norm)
             values = split(vector, own)
         else:

@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from other_devices import on_an_accelerator
 
 import gradclip_jax as gcx
-from other_devices import on_an_accelerator
 
 PARAMS = {
     "decoder": {"layers": {"attn": np.ones((3, 2), "f"), "mlp": {"wi": np.ones((3, 2, 2), "f")}}},
