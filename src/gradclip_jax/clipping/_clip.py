@@ -230,13 +230,12 @@ def _clip_leaves(
     factors = map_arrays(lambda x: lax.select(is_finite, x, jnp.full_like(x, bad)), factors)
     clipped = scale_leaves(leaves, units, factors, drop=drop)
     factor, fraction = jnp.where(is_finite, factor, bad), jnp.where(is_finite, fraction, 1)
-    report: tuple[Any, ...] = total, jnp.minimum(threshold, UNBOUNDED), factor
+    columns: Any = (total, jnp.minimum(threshold, UNBOUNDED), factor)
     if units.names:
         names = [group_name(name) for name in units.names]
-        columns = norms, thresholds, factors
-        report = tuple(dict(zip(names, x, strict=True)) for x in columns)
-    report = jax.tree.map(lambda x: x.astype(jnp.float32), report)
-    return clipped, ClipState(*report, fraction.astype(jnp.float32), states)
+        columns = (dict(zip(names, x, strict=True)) for x in (norms, thresholds, factors))
+    columns = jax.tree.map(lambda x: x.astype(jnp.float32), (*columns, fraction))
+    return clipped, ClipState(*columns, rules=states)
 
 
 def _init_state(units: Units, rule_states: Any) -> ClipState:
