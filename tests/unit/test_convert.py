@@ -181,30 +181,14 @@ def test_sums_go_on_as_sums(place):
     assert_alike(found, expected)
 
 
-def test_a_reduction_that_is_not_that_of_the_optimizer_is_refused():
-    ours = gcx.accumulate_gradients(optax.sgd(0.1), EVERY, reduction="sum")
-    state = optax.MultiSteps(optax.sgd(0.1), EVERY).init(PARAMS)
-    with pytest.raises(ValueError, match="`reduction` must be that of `tx`, 'sum', got 'mean'"):
-        gcx.convert_state(ours, state, PARAMS, reduction="mean")
-
-
 def test_a_reduction_leaf_by_leaf_has_to_be_said():
     ours = gcx.accumulate_gradients(
         optax.sgd(0.1), EVERY, reduction=lambda path: "max" if path == "b" else "mean"
     )
     state = optax.MultiSteps(optax.sgd(0.1), EVERY).init(PARAMS)
-    with pytest.raises(ValueError, match='`reduction` must be given, "mean" or "sum", where `tx`'):
+    with pytest.raises(ValueError, match="^convert_state: `reduction`"):
         gcx.convert_state(ours, state, PARAMS)
     gcx.convert_state(ours, state, PARAMS, reduction="mean")
-
-
-def test_accumulators_of_another_dtype_are_cast():
-    theirs = optax.MultiSteps(optax.sgd(0.1), EVERY)
-    ours = gcx.accumulate_gradients(optax.sgd(0.1), EVERY, accumulator_dtype=jnp.bfloat16)
-    _, state = run(theirs, theirs.init(PARAMS), PARAMS, range(2))
-    found = gcx.convert_state(ours, state, PARAMS).acc_grads["w"]
-    expected = (2 * state.acc_grads["w"]).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(found, expected, strict=True)
 
 
 def test_an_open_window_goes_on_in_other_dtypes_leaf_by_leaf():
@@ -238,15 +222,6 @@ def test_it_can_be_compiled():
     params, state = run(theirs, theirs.init(PARAMS), PARAMS, range(4))
     compiled = jax.jit(lambda state, params: gcx.convert_state(ours, state, params))(state, params)
     jax.tree.map(np.testing.assert_array_equal, compiled, gcx.convert_state(ours, state, params))
-
-
-def test_a_guard_can_be_put_around_a_run():
-    inner = optax.adam(0.1)
-    params, state = run(inner, inner.init(PARAMS), PARAMS, range(3))
-    guarded = gcx.skip_large_norm(gcx.skip_nonfinite(inner), 100.0)
-    converted = gcx.convert_state(guarded, state, params)
-    assert_alike(converted.inner_state.inner_state, state)
-    assert_alike(gcx.convert_state(inner, converted, params), state)
 
 
 # What only one of the two has
@@ -313,20 +288,6 @@ def test_what_is_added_starts_anew_and_can_be_taken_away(before, after, inner):
     assert_alike(found, expected)
 
 
-def test_windows_of_one_are_converted():
-    theirs, ours = (
-        optax.MultiSteps(optax.adam(0.1), 1),
-        gcx.accumulate_gradients(optax.adam(0.1), 1),
-    )
-    params, state = run(theirs, theirs.init(PARAMS), PARAMS, range(2))
-    expected, _ = run(theirs, state, params, range(2, 6))
-    found, found_state = run(ours, gcx.convert_state(ours, state, params), params, range(2, 4))
-    back = gcx.convert_state(theirs, found_state, found)
-    found, found_state = run(theirs, back, found, range(4, 6))
-    assert_alike(found, expected)
-    assert int(found_state.gradient_step) == 6
-
-
 def test_a_window_may_get_another_length_between_two():
     long, short = (gcx.accumulate_gradients(optax.adam(0.1), every) for every in (EVERY, 1))
     params, state = run(long, long.init(PARAMS), PARAMS, range(EVERY))
@@ -335,21 +296,6 @@ def test_a_window_may_get_another_length_between_two():
     back = gcx.convert_state(long, there, params)
     assert int(back.gradient_step) == 1
     assert_alike(back.inner_opt_state, state.inner_opt_state)
-
-
-@pytest.mark.parametrize("old", [gcx.accumulate_gradients, multi_steps])
-@pytest.mark.parametrize(
-    "new", [optax.sgd(0.1), gcx.accumulate_gradients(optax.sgd(0.1), 1)], ids=["none", "every=1"]
-)
-def test_an_open_window_is_not_left_behind(old, new):
-    old = old(optax.sgd(0.1), EVERY)
-    params, state = run(old, old.init(PARAMS), PARAMS, range(EVERY + 2))
-    message = (
-        "convert_state: `state` must be between two windows where `tx` has no room for one, "
-        r"got 2 held micro-batches at state\.mini_step\. `flush` the window first"
-    )
-    with pytest.raises(ValueError, match=message):
-        gcx.convert_state(new, state, params)
 
 
 def test_history_of_a_clip_is_kept_where_the_clips_are_the_same():
@@ -432,84 +378,6 @@ def test_an_orbax_checkpoint_of_optax_goes_on_here(interrupted, tmp_path):
 
 
 # What is refused
-
-
-def test_a_longer_chain_is_refused_by_its_place():
-    old = optax.chain(optax.clip(1.0), optax.trace(0.9), optax.adam(0.1))
-    new = gcx.accumulate_gradients(optax.chain(gcx.clip(1.0), optax.adam(0.1)), EVERY)
-    state = optax.MultiSteps(old, EVERY).init(PARAMS)
-    message = (
-        r"got TraceState where `tx` has ScaleByAdamState at state\.inner_opt_state\[1\]\. Leave the"
-    )
-    with pytest.raises(TypeError, match=message):
-        gcx.convert_state(new, state, PARAMS)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        (
-            (optax.adam(0.1), optax.trace(0.9)),
-            (optax.adam(0.1),),
-            r"TraceState .* nothing at state\[1\]",
-        ),
-        (
-            (optax.adam(0.1),),
-            (optax.adam(0.1), optax.trace(0.9)),
-            r"nothing .* TraceState at state\.",
-        ),
-    ],
-    ids=["longer", "shorter"],
-)
-def test_a_part_without_a_counterpart_is_refused(old, new, message):
-    with pytest.raises(TypeError, match=message):
-        gcx.convert_state(optax.chain(*new), optax.chain(*old).init(PARAMS), PARAMS)
-
-
-def test_another_optimizer_is_refused_by_its_place():
-    new = optax.chain(gcx.clip(1.0), optax.adam(0.1))
-    state = optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.9)).init(PARAMS)
-    message = r"got TraceState where `tx` has ScaleByAdamState at state\[1\]\[0\]"
-    with pytest.raises(TypeError, match=message):
-        gcx.convert_state(new, state, PARAMS)
-
-
-def test_other_shapes_and_dtypes_are_refused_by_their_place():
-    new, old = gcx.skip_nonfinite(optax.adam(0.1)), optax.adam(0.1)
-    other = {**PARAMS, "b": jnp.zeros(3)}
-    with pytest.raises(
-        TypeError, match=r"float32\[3\] where .* float32\[2\] at state\[0\]\.mu\['b'\]"
-    ):
-        gcx.convert_state(new, old.init(other), PARAMS)
-    with pytest.raises(TypeError, match=r"bfloat16\[2\] where .* at state\[0\]\.mu\['b'\]"):
-        gcx.convert_state(new, optax.adam(0.1, mu_dtype=jnp.bfloat16).init(PARAMS), PARAMS)
-    window = optax.MultiSteps(optax.sgd(0.1), EVERY).init({"w": PARAMS["w"]})
-    message = r"keys 'w' where `tx` has a dict with the keys 'b', 'w' at state\.acc_grads"
-    with pytest.raises(TypeError, match=message):
-        gcx.convert_state(gcx.accumulate_gradients(optax.sgd(0.1), EVERY), window, PARAMS)
-
-
-def test_a_checkpoint_restored_without_its_structure_is_refused():
-    plain = flax.serialization.to_state_dict(optax.adam(0.1).init(PARAMS))
-    with pytest.raises(
-        TypeError, match=r"a dict with the keys '0', '1' where .* restore a checkpoint into"
-    ):
-        gcx.convert_state(gcx.skip_nonfinite(optax.adam(0.1)), plain, PARAMS)
-
-
-def test_weights_do_not_go_to_multi_steps():
-    ours = gcx.accumulate_gradients(optax.sgd(0.1), EVERY)
-    _, state = ours.update(draw_grads(0), ours.init(PARAMS), PARAMS, weight=7.0)
-    message = r"got a weight of 7 in 1 micro-batches at state\.total_weight. `flush` the window"
-    with pytest.raises(ValueError, match=message):
-        gcx.convert_state(optax.MultiSteps(optax.sgd(0.1), EVERY), state, PARAMS)
-
-
-def test_what_is_no_optimizer_is_refused():
-    with pytest.raises(TypeError, match=r"convert_state: `tx` must be an optimizer, got None"):
-        gcx.convert_state(None, (), PARAMS)
-    with pytest.raises(ValueError, match="`reduction` must be one of None, 'mean', 'sum'"):
-        gcx.convert_state(optax.sgd(0.1), (), PARAMS, reduction="max")
 
 
 def test_an_empty_window_goes_to_multi_steps_as_zeros():
