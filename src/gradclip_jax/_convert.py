@@ -41,8 +41,8 @@ _KINDS: Final[dict[type, type]] = {
 }
 _FRESH = (ClipState, NormRecordState, RoundingState, optax.EmptyState)
 _HINT = (
-    "Keep the rest of the chain unchanged. Restore a checkpoint into the `init(params)` of the "
-    "optimizer that wrote it, then convert it."
+    "Leave the rest of the chain as it was; restore a checkpoint into the `init(params)` of the "
+    "transformation that wrote it before it is converted."
 )
 
 
@@ -309,6 +309,6 @@ def _name(node: Any) -> str:
 
 
 def _mismatch(expected: str, got: str, path: Any) -> ArgumentTypeError:
-    rule = "a state that corresponds to that of `tx`"
+    rule = "a state that maps on that of `tx`"
     place = leaf_path("state", path)
     return type_error("state", rule, f"{got} where `tx` has {expected} at {place}", _HINT)
