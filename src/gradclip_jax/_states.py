@@ -6,6 +6,7 @@ from typing import Any, Final, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ._checks import check_no_transformation
 from ._errors import public
@@ -15,27 +16,36 @@ METRICS: Final[dict[type, tuple[str, ...]]] = {}
 """Each state of this package that `metrics` reads, and the fields or properties it reports."""
 
 GATES: Final[dict[type, str]] = {}
-"""The states of guards and accumulations, and the field of each that holds the state inside."""
+"""The states of guards and accumulations, and the field of each that holds the inner state."""
+
+GUARDS: Final[set[type]] = set()
+"""The states of guards."""
 
 _State = TypeVar("_State", bound=type)
 
 
-def register_metrics(*names: str, gate: str | None = None) -> Callable[[_State], _State]:
-    """A class decorator: `metrics` reports these fields or properties of the state.
-
-    `gate` is the field in which a guard or an accumulation keeps the state inside it.
-    """
+def register_metrics(*names: str) -> Callable[[_State], _State]:
+    """A class decorator: `metrics` reports these fields or properties of the state."""
 
     def register(kind: _State) -> _State:
         METRICS[kind] = names
-        if gate:
-            GATES[kind] = gate
         return kind
 
     return register
 
 
-def increment_where(count: Array, happened: Array | bool = True) -> Array:
+def register_guard(*names: str) -> Callable[[_State], _State]:
+    """The same for the state of a guard, whose inner state is in `inner_state`."""
+
+    def register(kind: _State) -> _State:
+        GATES[kind] = "inner_state"
+        GUARDS.add(kind)
+        return register_metrics(*names)(kind)
+
+    return register
+
+
+def increment_where(count: Array, happened: Array | np.bool_ | bool = True) -> Array:
     """A counter one higher where something happened; it saturates instead of wrapping."""
     return jnp.maximum(count, count + jnp.asarray(happened, count.dtype))  # one that wraps is less
 
@@ -70,7 +80,7 @@ def replace_states(
 
 def is_guard(state: Any) -> bool:
     """Whether a state is that of a guard."""
-    return GATES.get(type(state)) == "inner_state"
+    return type(state) in GUARDS
 
 
 @public

@@ -22,8 +22,7 @@ each_module = pytest.mark.parametrize(
 
 # Each part may import the parts it names, and itself. `__init__` may import everything.
 FOUNDATION = {"_types", "_checks", "_tree_checks", "_devices", "_mesh", "_run_if"} | {
-    "_gate",
-    "_execute",
+    "gates",
     "_rounding",
     "_states",
 }
@@ -38,9 +37,7 @@ MAY_IMPORT = {
     "_states": {"_types", "_checks"},
     "_run_if": {"_types", "_checks", "_devices", "_mesh"},
     "_rounding": {"_types", "_checks", "_tree_checks", "_devices", "_mesh", "_states"},
-    "_gate": {"_types"},
-    "_execute": {"_types", "_checks", "_tree_checks", "_devices", "_mesh", "_states", "_run_if"}
-    | {"_gate"},
+    "gates": {"_types", "_checks", "_tree_checks", "_devices", "_mesh", "_states", "_run_if"},
     "clipping": FOUNDATION,
     "granularities": {"clipping"},
     "adaptive": FOUNDATION | {"clipping"},

@@ -277,11 +277,7 @@ def test_apply_gradients_hands_extra_arguments_on_to_any_transformation():
 
 
 def test_apply_gradients_refuses_what_is_no_transformation():
-    message = (
-        r"apply_gradients: `tx` must be an `optax.GradientTransformation`, got 'adam'. "
-        r"Pass an Optax optimizer such as `optax.adamw\(1e-3\)`."
-    )
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(TypeError, match="^apply_gradients: `tx` must be"):
         gcx.apply_gradients("adam", X, (), X)
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .._checks import check_axis_name, check_bound, check_ord
 from .._devices import joined
@@ -216,10 +217,12 @@ def reduce_axes(reduce: Callable[..., Array], x: Array, axes: Sequence[int]) -> 
 
 def squares(x: Array, dtype: Any, scale: float = SCALE) -> Array:
     """`(scale * |x|)^2`."""
-    # The minimum keeps LLVM (XLA:CPU, JAX 0.10.2) from regrouping the product as `x^2 * scale^2`,
-    # which overflows from 1.8e19 on. It changes no result: its square is infinite as well.
+    # The selection keeps LLVM (XLA:CPU, JAX 0.10.2) from regrouping the product to `x^2 * scale^2`,
+    # which overflows from 1.8e19 on. Squares above the limit are infinite anyway. A minimum would
+    # not do: of one element XLA makes `sqrt(x^2) = |x|`, which would then be finite.
+    size = magnitude(x, dtype) * scale
     limit = 2.0 ** (jnp.finfo(dtype).maxexp // 2)
-    return jnp.square(jnp.minimum(magnitude(x, dtype) * scale, limit))
+    return jnp.square(lax.select(size >= limit, jnp.full_like(size, jnp.inf), size))
 
 
 def sum_of_squares(x: Array, axes: Sequence[int], dtype: Any, scale: float = SCALE) -> Array:

@@ -276,7 +276,7 @@ def test_init_must_know_that_gradients_stay_unreduced(mesh):
 def test_what_needs_the_whole_gradient_says_so(mesh, argument, options):
     params = place({k: np.asarray(p) for k, p in PARAMS.items()}, mesh)
     tx = gcx.accumulate_gradients(optax.sgd(1.0), 2, **options)
-    message = f"accumulate_gradients: `{argument}` must be left out where gradients are unreduced"
+    message = f"accumulate_gradients: `{argument}` must be left out"
     with pytest.raises(TypeError, match=message):
         jax.jit(lambda p, x: tx.update(jax.grad(loss)(keep(p), x), tx.init(keep(p)), p))(
             params, place(np.asarray(X[0]), mesh, "data")
