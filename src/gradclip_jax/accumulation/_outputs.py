@@ -90,9 +90,13 @@ class LeafReduction:
         x = x if weight is None else combine("sum", jnp.zeros_like(x), x, weight)
         return lax.dynamic_update_index_in_dim(total, x, index, 0)
 
-    def finish(self, total: Array, shape: Any, divisor: Scalar) -> Array:
-        """That of the batch, in the dtype of a micro-batch."""
+    def finish(
+        self, total: Array, shape: Any, divisor: Scalar, has_run: Array | bool, if_empty: float
+    ) -> Array:
+        """The result for the batch, in the dtype of a micro-batch."""
         out = in_order(total) if self.name == "concatenate" else total
+        if self.name == "max":  # without a micro-batch, the total is -inf or the smallest integer
+            out = jnp.where(has_run, out, jnp.full_like(out, if_empty if self.is_weighted else 0))
         if self.is_weighted and self.name in ("mean", "concatenate"):
             out = divide(out, divisor)
         return out if out.dtype == shape.dtype else out.astype(shape.dtype)
@@ -170,8 +174,15 @@ def whole_batch(
     totals = jax.tree.map(lambda r, x: r.start(x, parts, axes, if_empty), reductions, shapes)
     first = (totals, vary(jnp.float32(0), axes))
     (totals, total_weight), _ = lax.scan(step, first, jnp.arange(parts))
-    divisor = jnp.where(total_weight > 0, total_weight, 1 - if_empty)
-    return jax.tree.map(lambda r, total, x: r.finish(total, x, divisor), reductions, totals, shapes)
+    has_weight = total_weight > 0
+    divisor = jnp.where(has_weight, total_weight, 1 - if_empty)
+    has_run = True if real is None else jnp.asarray(real) > 0
+
+    def finish(reduction: LeafReduction, total: Array, shape: Any) -> Array:
+        is_filled = has_weight if reduction.is_weighted else has_run
+        return reduction.finish(total, shape, divisor, is_filled, if_empty)
+
+    return jax.tree.map(finish, reductions, totals, shapes)
 
 
 def aux_reductions(

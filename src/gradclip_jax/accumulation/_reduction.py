@@ -6,7 +6,6 @@ A sum is added to in place, and never poisoned.
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar, copy_context
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -43,28 +42,6 @@ from .._types import Array, Scalar, Tree
 from ..clipping._formula import wide_dtype
 
 REDUCTIONS: Final = ("mean", "sum", "max", "last")
-_REDUCTIONS_OF_INIT: ContextVar[list[Any] | None] = ContextVar("reductions of init", default=None)
-
-
-def init_with_reductions(init: Callable[[Tree], Any], params: Tree) -> tuple[Any, list[Any]]:
-    """The first state of a transformation, and the reduction of each accumulation in it.
-
-    For `convert_state`: a chain is two closures, and no state holds the arguments of its parts.
-    """
-
-    def run() -> tuple[Any, list[Any]]:
-        reductions: list[Any] = []
-        _REDUCTIONS_OF_INIT.set(reductions)
-        return init(params), reductions
-
-    return copy_context().run(run)
-
-
-def note_reduction(reduction: Any) -> None:
-    """Records the reduction of an accumulation, inside `init_with_reductions`."""
-    reductions = _REDUCTIONS_OF_INIT.get()
-    if reductions is not None:
-        reductions.append(reduction)
 
 
 class _Choice(NamedTuple):

@@ -33,7 +33,6 @@ from ._reduction import (
     accumulator_like,
     add_micro_batch,
     check_matches_accumulator,
-    note_reduction,
     only_gradient,
     params_of,
     window_gradient,
@@ -154,7 +153,6 @@ def accumulate_gradients(
 
     def init(params: Tree) -> AccumulationState:
         """An empty window."""
-        note_reduction(reduction)
         inner_state = inner.init(without_reduced_axes(params))
         if find_states(inner_state, (AccumulationState, optax.MultiStepsState)):
             rule, hint = "without an accumulation", "Multiply the two lengths: `every=a * b`."

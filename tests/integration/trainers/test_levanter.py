@@ -76,7 +76,7 @@ def test_goes_on_in_mid_window(tmp_path):
 def test_a_run_of_optax_goes_on_with_ours(tmp_path):
     half = train(of_optax("accumulated"), tmp_path / "half", steps=STOP)
     tx = of_ours("both")
-    state = gcx.convert_state(tx, half.opt_state, params_of(half))
+    state = gcx.convert_state(tx, half.opt_state, params_of(half), reduction="mean")
     half = eqx.tree_at(lambda s: s.opt_state, half, state, is_leaf=lambda x: x is half.opt_state)
     half = type(half)(**{**vars(half), "optimizer": tx})
     rest = train(tx, tmp_path / "rest", DATA[STOP:], state=half)

@@ -196,7 +196,7 @@ def test_what_is_not_real_leaves_no_trace_in_one_program_for_all_numbers(count):
     (value, (weight, aux)), grads = in_real_parts()(jnp.int32(count), batch)
     rows = aux.pop("rows")
     if count == 0:
-        empty = {"mean": 0.0, "most": -np.inf, "last": 0.0, "n": 0.0}
+        empty = {"mean": 0.0, "most": 0.0, "last": 0.0, "n": 0.0}
         agree((value, weight, aux, rows), jax.tree.map(jnp.float32, (0, 0, empty, 0 * X)))
         agree(grads, jax.tree.map(jnp.zeros_like, PARAMS))
         return
@@ -254,6 +254,32 @@ def test_no_real_micro_batch_is_nan_where_bad_ones_are_left_out():
         loss, PARTS, num_real_microbatches=0, drop_nonfinite=True
     )
     assert all(np.isnan(x).all() for x in jax.tree.leaves(take(PARAMS, batch_of())))
+
+
+@pytest.mark.parametrize("parts", [1, PARTS])
+@pytest.mark.parametrize("dtype", ["float32", "int32", "bool"])
+def test_a_maximum_over_no_real_micro_batch_is_zero(dtype, parts):
+    def with_aux(params, batch):
+        return loss(params, batch), jnp.ones((), dtype)
+
+    def run(count):
+        take = gcx.microbatched_value_and_grad(
+            with_aux, parts, num_real_microbatches=count, has_aux=True, aux_reduction="max"
+        )
+        return take(PARAMS, batch_of())[0][1]
+
+    np.testing.assert_array_equal(run(0), np.zeros((), dtype), strict=True)
+    for count, wanted in ((-1, 0), (0, 0), (1, 1)):
+        found = jax.jit(run)(jnp.int32(count))
+        np.testing.assert_array_equal(found, np.full((), wanted, dtype), strict=True)
+
+
+def test_the_maximum_of_a_gradient_without_any_weight_is_zero():
+    def without_weight(params, batch):
+        return loss(params, batch), jnp.float32(0.0)
+
+    take = gcx.microbatched_value_and_grad(without_weight, 2, has_weight=True, reduction="max")
+    assert not any(np.any(x) for x in jax.tree.leaves(take(PARAMS, batch_of())[1]))
 
 
 def test_a_single_part_may_be_not_real():
