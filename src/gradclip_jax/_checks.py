@@ -39,7 +39,10 @@ def shortened(value: Any) -> str:
 
     if isinstance(value, int) and value.bit_length() > 64:  # Python writes no number so long
         return f"an integer of {value.bit_length()} bits"
-    text = repr(jax.tree.map(abstract, value))
+    try:
+        text = repr(jax.tree.map(abstract, value))
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deep"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
@@ -110,7 +113,7 @@ def check_number(
     try:
         known = float(value)
     except OverflowError:  # an integer of hundreds of digits
-        known = math.nan
+        known, or_nan = math.nan, False
     is_above = low <= known if closed else low < known
     is_below = known < high if below_high else known <= high
     if not (is_above and is_below or or_nan and math.isnan(known)):
@@ -130,7 +133,7 @@ def check_count(argument: str, value: Any, hint: str, *, low: int = 1) -> None:
     if hasattr(value, "dtype"):
         is_integer = jnp.issubdtype(value.dtype, jnp.integer)
     else:
-        is_integer = hasattr(value, "__index__") and not isinstance(value, bool)
+        is_integer = hasattr(value, "__index__") and not isinstance(value, (bool, type))
     if not is_integer or np.ndim(value) != 0:
         raise type_error(argument, rule, shortened(value), hint)
     if is_traced(value) or low <= int(value) <= np.iinfo(np.int32).max:
