@@ -24,7 +24,8 @@ Guards: `skip_nonfinite`, `skip_large_norm`, `skip_spikes`; float16: `dynamic_lo
 
 By example: `per_example`, clipped gradients and norms without writing them out.
 
-To see: `watch`, `incidents`, `metrics`, `record_norms`; on the host, between steps, `diagnostics`.
+To see: `watch`, `incidents`, `metrics`, `record_norms`; on the host, between steps, `diagnostics`;
+activations and their cotangents, `taps`.
 
 In the middle of a run: `convert_state`. Calls as plain values: `configs`. Of what a norm is
 taken: `granularities`.
@@ -33,7 +34,7 @@ taken: `granularities`.
 import typing as _typing
 
 from ._version import __version__ as __version__
-from . import configs, contrib, diagnostics, granularities, per_example, thresholds
+from . import configs, contrib, diagnostics, granularities, per_example, taps, thresholds
 
 from .clipping._norm import global_norm, leaf_norms, combine_norms
 from .clipping._clip import clip_grad_norm
@@ -78,6 +79,7 @@ __all__ = [
     "diagnostics",
     "granularities",
     "per_example",
+    "taps",
     "thresholds",
     "global_norm",
     "leaf_norms",

@@ -4,7 +4,7 @@ All else in this package is one program for every device, but for how a step is 
 (`_run_if.py`). Figures are of JAX 0.10.2, an H100 and a TPU v5e.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 import jax
@@ -60,6 +60,33 @@ def _packed(*scalars: Array) -> tuple[Array, ...]:
 
 def _unchanged(*scalars: Array) -> tuple[Array, ...]:
     return scalars
+
+
+def map_arrays(fun: Callable[..., Array], *columns: Sequence[Array]) -> list[Array]:
+    """`list(map(fun, *columns))` of an elementwise function; on a TPU of stacks of arrays.
+
+    A TPU runs each operation on a scalar by itself. XLA:CPU would compile one kernel for each index
+    of a stack (JAX 0.10.2, a step with 300 leaves: 12 s instead of 3.5 s).
+    """
+
+    def one_by_one(*columns: Sequence[Array]) -> list[Array]:
+        return list(map(fun, *columns))
+
+    def stacked(*columns: Sequence[Array]) -> list[Array]:
+        by_type: dict[Any, list[int]] = {}
+        for i, x in enumerate(columns[0]):
+            by_type.setdefault(jax.typeof(x), []).append(i)
+        results = list(columns[0])
+        for kind, places in by_type.items():
+            stacks = [[jnp.broadcast_to(x[i], kind.shape) for i in places] for x in columns]
+            values = jnp.unstack(fun(*map(jnp.stack, stacks)))
+            for i, value in zip(places, values, strict=True):
+                results[i] = value
+        return results
+
+    if len(columns[0]) < 2:
+        return one_by_one(*columns)
+    return lax.platform_dependent(*columns, tpu=stacked, default=one_by_one)
 
 
 def joined(scalars: Sequence[Array], *, is_sum: bool) -> Array:

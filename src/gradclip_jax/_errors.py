@@ -89,7 +89,7 @@ def _named_result(result: Any, function: str) -> Any:
     if isinstance(result, optax.GradientTransformation):
         init, update = result
         # The update of a guard or an accumulation must stay recognizable: it names itself.
-        is_gated = hasattr(update, "named")
-        update = update.named(function) if is_gated else named(update, function)
+        rename = getattr(update, "named", functools.partial(named, update))
+        update = rename(function)
         return type(result)(named(init, function), update)
     return named(result, function) if callable(result) and hasattr(result, "__code__") else result

@@ -22,7 +22,7 @@ from ._types import Array, AxisName, Tree
 
 def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes of `shard_map` over which a value differs from device to device."""
-    aval = x if isinstance(x, ShapedArray) else jax.typeof(x)
+    aval: Any = x if isinstance(x, ShapedArray) else jax.typeof(x)
     return frozenset(aval.manual_axis_type.varying if HAS_TYPES else aval.vma)
 
 

@@ -12,9 +12,9 @@ import optax
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from other_devices import on_an_accelerator
 
 import gradclip_jax as gcx
-from other_devices import on_an_accelerator
 
 gradient = partial(gcx.skip_nonfinite, check="gradient")
 step = partial(gcx.skip_nonfinite, check="step")

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from other_devices import on_an_accelerator
 
 import compat
 import gradclip_jax as gcx
 import hlo
 import trees
 from gradclip_jax._run_if import run_if
-from other_devices import on_an_accelerator
 
 X, Y = jnp.array([1.0, -2.0, 3.0]), jnp.float32(0.5)
 TAKEN = pytest.mark.parametrize("taken", [True, False])

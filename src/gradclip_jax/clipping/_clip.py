@@ -20,7 +20,7 @@ from .._checks import (
     check_state,
     is_scalar,
 )
-from .._devices import shared
+from .._devices import map_arrays, shared
 from .._errors import public, type_error, value_error
 from .._leaves import flatten, measured_shapes
 from .._mesh import max_over, replica_count, shard_axes, sum_over, varying_axes
@@ -108,13 +108,13 @@ def clip_grad_norm(
         check_bound(axes)
     units = tree_units(leaves.arrays)
     if norm is None:
-        norm = unit_norms(leaves.arrays, units, order, axes)[0]
+        known = unit_norms(leaves.arrays, units, order, axes)[0]
     else:
         check_number("norm", norm, "Pass the norm of `grads`.", closed=True, or_nan=True)
-        norm = jnp.asarray(norm).astype(norm_dtype(leaves.arrays))
-    factor = scale_factor(norm, jnp.asarray(max_norm).astype(norm.dtype))
-    factor = jnp.where(jnp.isfinite(norm), factor, jnp.nan)
-    return leaves.replace(scale_leaves(leaves.arrays, units, [factor])), norm
+        known = jnp.asarray(norm).astype(norm_dtype(leaves.arrays))
+    factor = scale_factor(known, jnp.asarray(max_norm).astype(known.dtype))
+    factor = jnp.where(jnp.isfinite(known), factor, jnp.nan)
+    return leaves.replace(scale_leaves(leaves.arrays, units, [factor])), known
 
 
 def norm_clip(
@@ -143,7 +143,9 @@ def norm_clip(
     )
 
     def cut_groups(leaves: Sequence[Any], tree: Tree) -> Units:
-        return select_groups(argument, granularity.cut(leaves, tree), tuple(rules))
+        units = granularity.cut(leaves, tree)
+        assert isinstance(units, Groups)  # since `is_group`
+        return select_groups(argument, units, tuple(rules))
 
     cut = cut_groups if by_label else granularity.cut
 
@@ -206,7 +208,7 @@ def _clip_leaves(
         thresholds, states = apply_rules(assigned, compared, states, param_norms)
     else:
         thresholds = [jnp.asarray(number).astype(norm_dtype(leaves))] * units.size
-    factors = list(map(factor_of, compared, thresholds))
+    factors = map_arrays(factor_of, compared, thresholds)
     if units.size == 1 and not norms[0].ndim:
         total, (threshold,), (factor,) = norms[0], thresholds, factors
         fraction = (factor != 1).astype(factor.dtype)
@@ -225,14 +227,15 @@ def _clip_leaves(
         threshold, factor, fraction = _summary(stacks, stacked_thresholds, factor_of, over)
     # A non-finite norm affects every leaf, on every device.
     is_finite, bad = jnp.isfinite(total), 0 if drop else jnp.nan
-    factors = [lax.select(is_finite, x, jnp.full_like(x, bad)) for x in factors]
+    factors = map_arrays(lambda x: lax.select(is_finite, x, jnp.full_like(x, bad)), factors)
     clipped = scale_leaves(leaves, units, factors, drop=drop)
-    report = total, jnp.minimum(threshold, UNBOUNDED), jnp.where(is_finite, factor, bad)
+    factor, fraction = jnp.where(is_finite, factor, bad), jnp.where(is_finite, fraction, 1)
+    columns: Any = (total, jnp.minimum(threshold, UNBOUNDED), factor)
     if units.names:
         names = [group_name(name) for name in units.names]
-        report = (dict(zip(names, x, strict=True)) for x in (norms, thresholds, factors))
-    report = optax.tree.cast((*report, jnp.where(is_finite, fraction, 1)), jnp.float32)
-    return clipped, ClipState(*report, states)
+        columns = (dict(zip(names, x, strict=True)) for x in (norms, thresholds, factors))
+    columns = jax.tree.map(lambda x: x.astype(jnp.float32), (*columns, fraction))
+    return clipped, ClipState(*columns, rules=states)
 
 
 def _init_state(units: Units, rule_states: Any) -> ClipState:

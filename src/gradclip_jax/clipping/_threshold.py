@@ -4,6 +4,7 @@ The published rules are in `adaptive/`; users write their own with the class `Ru
 """
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._checks import check_number, describe, dtype_of, leaf_path, shortened
+from .._devices import map_arrays
 from .._errors import public, type_error, value_error
 from .._leaves import is_measured
 from .._states import increment_where
@@ -275,16 +277,21 @@ def apply_rules(
         if rule.uses_params and param_norms is not None:
             of_params = [param_norms[i] for i in entries]
         if jax.tree.leaves(state):
-            param_norm = of_params and _as_vector(of_params)
+            param_norm = None if of_params is None else _as_vector(of_params)
             vector, state = apply_rule(rule, _as_vector(own), state, param_norm)
             values = split(vector, own)
         else:
-            columns = zip(own, of_params or [None] * len(own), strict=True)
-            values = [apply_rule(rule, norm, (), param_norm)[0] for norm, param_norm in columns]
+            apply = functools.partial(_apply_stateless, rule)
+            columns = [own] if of_params is None else [own, of_params]
+            values = map_arrays(apply, *columns)
         for i, value in zip(entries, values, strict=True):
             thresholds[i] = value
         next_states.append(state)
     return thresholds, tuple(next_states) if states else ()
+
+
+def _apply_stateless(rule: Rule, norm: Array, param_norm: Array | None = None) -> Array:
+    return apply_rule(rule, norm, (), param_norm)[0]
 
 
 def _as_vector(norms: Norms) -> Array:

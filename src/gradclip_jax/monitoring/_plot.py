@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from .._errors import public, value_error
-from ._report import read_columns
+from ._log import read_columns
 
 
 @public

@@ -87,9 +87,20 @@ def _rows_at(x: Lazy, numbers: Array, axis: int, size: int, windows: Sequence[in
         rows = Factor(numbers.reshape([own[k] for k in labels]), tuple(labels), hot, size)
         axes = [term.axes[i] for i in windows]
         axes.insert(axis, Axis((hot,)))
-        terms.append(Term((rows, *term.factors), tuple(axes)))
+        kept = [f if f.hot is not None else _without_dropped(f, rows) for f in term.factors]
+        terms.append(Term((rows, *kept), tuple(axes)))
     shape = [x.shape[i] for i in windows]
     return Lazy((*shape[:axis], size, *shape[axis:]), x.dtype, tuple(terms))
+
+
+def _without_dropped(f: Factor, rows: Factor) -> Factor:
+    """The factor with zeros in dropped rows, because zero times NaN is NaN."""
+    if not set(rows.labels) <= set(f.labels):
+        return f
+    order = [rows.labels.index(k) for k in f.labels if k in rows.labels]
+    others = [i for i, k in enumerate(f.labels) if k not in rows.labels]
+    is_kept = jnp.expand_dims((rows.array >= 0).transpose(order), others)
+    return replace(f, array=jnp.where(is_kept, f.array, 0))
 
 
 def _added_to(eqn: Any) -> Sequence[int]:

@@ -23,16 +23,16 @@ from ._lazy import Lazy, written
 from ._losses import Outputs, part_of
 from ._measure import is_exact, norm_of, square
 
-Groups = dict[Any, list[int]]
-Norms = dict[Any, Array]
+LeafGroups = dict[Any, list[int]]
+GroupNorms = dict[Any, Array]
 
 
 def sums_and_norms(
     outputs: Outputs,
     params: list[Array],
-    groups: Groups,
-    factors_of: Callable[[Outputs, Norms], Norms] | None,
-) -> tuple[list[Array], Norms]:
+    groups: LeafGroups,
+    factors_of: Callable[[Outputs, GroupNorms], GroupNorms] | None,
+) -> tuple[list[Array], GroupNorms]:
     """Measures each group of leaves of each example, and sums the gradients times their factors.
 
     Args:
@@ -58,10 +58,10 @@ def sums_and_norms(
 
 def _sums_and_norms(
     outputs: Outputs,
-    groups: Groups,
+    groups: LeafGroups,
     shards: Sequence[frozenset[str]],
-    factors_of: Callable[[Outputs, Norms], Norms] | None,
-) -> tuple[list[Array], Norms]:
+    factors_of: Callable[[Outputs, GroupNorms], GroupNorms] | None,
+) -> tuple[list[Array], GroupNorms]:
     # The norms and the sum must use the same digits.
     outputs = outputs._replace(grads=list(map(fusion_barrier, outputs.grads)))
     size = outputs.value.shape[0]
@@ -72,7 +72,7 @@ def _sums_and_norms(
     exact = [jax.vmap(is_exact)(x) | ignored & jnp.isfinite(x[:, 0]) for x in squares.values()]
     is_exact_example = functools.reduce(jnp.logical_and, exact, jnp.ones(size, bool))
 
-    def summed(part: Outputs, norms: Norms, is_included: Array) -> list[Array]:
+    def summed(part: Outputs, norms: GroupNorms, is_included: Array) -> list[Array]:
         if factors_of is None:
             return []
         factors = factors_of(part, norms)
@@ -143,7 +143,7 @@ def weighted_sum(value: Array | Lazy, factors: Array) -> Array:
 
 
 def _squares(
-    grads: Sequence[Array | Lazy], groups: Groups, shards: Sequence[frozenset[str]]
+    grads: Sequence[Array | Lazy], groups: LeafGroups, shards: Sequence[frozenset[str]]
 ) -> dict[Any, Array]:
     """Squares each group of leaves of one example, over the devices that share a leaf."""
     squares = list(map(square, grads))
@@ -160,7 +160,7 @@ def _squares(
 
 
 def _exact_norms(
-    grads: list[Array], groups: Groups, shards: Sequence[frozenset[str]]
+    grads: list[Array], groups: LeafGroups, shards: Sequence[frozenset[str]]
 ) -> dict[Any, Scalar]:
     """The norms of one example from materialized gradients, each leaf scaled by its own maximum."""
     tops: list[Array] = []

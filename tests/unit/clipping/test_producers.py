@@ -66,6 +66,17 @@ def test_a_norm_behind_a_producer_is_exact_at_both_ends_of_the_range(name):
         np.testing.assert_allclose(exact(clipped), min(1.0, want), rtol=4e-6)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("value", [1e-12, 3.0, 1e20, 1e24, np.inf, np.nan, 1e30])
+def test_a_norm_of_one_element(shape, value):
+    want = np.inf if value == 1e30 else value
+    for produce in (lambda x: x, lambda x: -x, lambda x: -2.0 * x * 0.5):
+        norm = jax.jit(lambda x, produce=produce: gcx.global_norm(produce(x)))(
+            jnp.full(shape, value)
+        )
+        np.testing.assert_allclose(norm, want, rtol=2e-6)
+
+
 def test_any_chain_of_producers_keeps_norms_exact():
     rng = np.random.default_rng(0)
     kept = [name for name in PRODUCERS if name not in ("reshape", "concatenation", "broadcast")]

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from other_devices import on_an_accelerator
 
 import compat
 import gradclip_jax as gcx
@@ -26,7 +27,6 @@ from guard_cases import (
     spoiled_all,
     train,
 )
-from other_devices import on_an_accelerator
 
 
 def _is_exact(guard):

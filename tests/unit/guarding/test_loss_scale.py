@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, PartitionSpec
+from other_devices import on_an_accelerator
 
 import gradclip_jax as gcx
 from guard_cases import dtypes, params_and_grads
-from other_devices import on_an_accelerator
 
 
 def scale_of(state):
