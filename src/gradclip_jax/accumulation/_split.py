@@ -11,7 +11,7 @@ from jax import lax
 from .._checks import check_count, describe, is_traced, leaf_path
 from .._errors import type_error, value_error
 from .._run_if import run_if
-from .._types import Array, Tree
+from .._types import Array, Count, Number, Tree
 
 
 class Split(NamedTuple):
@@ -51,7 +51,8 @@ def counted_from_zero(split: Split, args: Sequence[Tree]) -> Split:
         raise type_error("args", f"at least {needed} positional arguments", f"{len(args)}", hint)
     if min(given, default=0) < 0:
         groups = (split.batches, split.keys, split.differentiated)
-        split = Split(split.parts, *[_modulo(x, len(args)) for x in groups], split.takes_one)
+        batches, keys, differentiated = [_modulo(group, len(args)) for group in groups]
+        split = split._replace(batches=batches, keys=keys, differentiated=differentiated)
     for i in split.batches:
         for path, x in jax.tree.leaves_with_path(args[i]):
             if not np.ndim(x) or np.shape(x)[0] % split.parts:
@@ -90,7 +91,7 @@ def in_one_form(fun: Callable[..., Any], has_weight: bool, has_aux: bool) -> Cal
     return call
 
 
-def micro_arguments(args: Sequence[Tree], split: Split, index: Array) -> list[Tree]:
+def micro_arguments(args: Sequence[Tree], split: Split, index: Array | int) -> list[Tree]:
     """The arguments of one micro-batch."""
     chosen = list(args)
     for i in split.batches:
@@ -100,7 +101,7 @@ def micro_arguments(args: Sequence[Tree], split: Split, index: Array) -> list[Tr
     return chosen
 
 
-def check_real(real: Any, parts: Any) -> None:
+def check_real(real: Number | None, parts: Count) -> None:
     """Raise if a number of micro-batches is not an integer from 0 to `parts`, or traced."""
     name, hint = "num_real_microbatches", "Pass None if all are real."
     if real is None:
@@ -111,7 +112,9 @@ def check_real(real: Any, parts: Any) -> None:
         raise value_error(name, rule, int(real), hint)
 
 
-def run_if_real(real: Any, index: Array, step: Callable[[Tree], Tree], carry: Tree) -> Tree:
+def run_if_real(
+    real: Number | None, index: Array, step: Callable[[Tree], Tree], carry: Tree
+) -> Tree:
     """`step(carry)` for a real micro-batch, else the carry; all are real if `real` is None."""
     if real is None:
         return step(carry)
@@ -124,7 +127,7 @@ def in_order(rows: Array) -> Array:
     return by_example.reshape(-1, *by_example.shape[2:])
 
 
-def every_nth(x: Array, index: Array, parts: int) -> Array:
+def every_nth(x: Array, index: Array | int, parts: int) -> Array:
     """Every `parts`-th example from `index` on, so that no device needs the rows of another."""
     split = jnp.reshape(x, (x.shape[0] // parts, parts, *x.shape[1:]))
     return lax.dynamic_index_in_dim(split, index, axis=1, keepdims=False)
