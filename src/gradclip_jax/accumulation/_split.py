@@ -50,9 +50,11 @@ def counted_from_zero(split: Split, args: Sequence[Tree]) -> Split:
         hint = "Arguments that are split or differentiated cannot be passed by name."
         raise type_error("args", f"at least {needed} positional arguments", f"{len(args)}", hint)
     if min(given, default=0) < 0:
-        groups = (split.batches, split.keys, split.differentiated)
-        batches, keys, differentiated = [_modulo(group, len(args)) for group in groups]
-        split = split._replace(batches=batches, keys=keys, differentiated=differentiated)
+        split = split._replace(
+            batches=_modulo(split.batches, len(args)),
+            keys=_modulo(split.keys, len(args)),
+            differentiated=_modulo(split.differentiated, len(args)),
+        )
     for i in split.batches:
         for path, x in jax.tree.leaves_with_path(args[i]):
             if not np.ndim(x) or np.shape(x)[0] % split.parts:
