@@ -291,7 +291,7 @@ def _is_open(window: Any) -> bool:
 def _check_closed(given: Any, path: Any) -> None:
     """Raise if an open window would be dropped."""
     if isinstance(given, (AccumulationState, optax.MultiStepsState)) and _is_open(given):
-        got = f"{int(given.mini_step)} micro-batches at {leaf_path('state', path)}.mini_step"
+        got = f"{given.mini_step} micro-batches at {leaf_path('state', path)}.mini_step"
         hint = "`flush` the window first, or convert the state after the next step."
         raise value_error("state", "one without an open window, as `tx` has none", got, hint)
 

@@ -1,7 +1,7 @@
-"""What a device, a compiler or an older JAX needs otherwise. The numbers are the same on all.
+"""Backend- and version-specific workarounds. The results are the same on every backend.
 
-All else in this package is one program for every device, but for how a step is taken
-(`_run_if.py`). Figures are of JAX 0.10.2, an H100 and a TPU v5e.
+Everything else is one program for every backend, except how a step is skipped (`_run_if.py`).
+Figures: JAX 0.10.2, compiled for an H100 and a TPU v5e.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,18 +17,18 @@ from ._types import Array, Tree
 _Tree = TypeVar("_Tree", bound=Tree)
 
 HAS_TYPES: Final = jax.__version_info__ >= (0, 10)
-"""Whether types say over which mesh axes a value is reduced or unreduced, as from JAX 0.10 on."""
+"""Whether the type of an array carries reduced and unreduced mesh axes (JAX 0.10 and later)."""
 
 
 def fusion_barrier(x: _Tree) -> _Tree:
-    """The same arrays; XLA merges nothing that makes them with what reads them.
+    """Prevent XLA from fusing the producers of arrays with their consumers.
 
-    | of what | XLA otherwise |
+    | arrays | XLA without the barrier |
     | --- | --- |
-    | a bfloat16 leaf that is scaled | keeps the float32 copy that its norm was taken of |
+    | a bfloat16 leaf that is scaled | keeps the float32 copy that its norm was computed from |
     | a bfloat16 factor with two readers | may give one of them more digits |
-    | a float16 leaf before its maximum | may leave out that it was rounded to float16 |
-    | the sums of all leaves as a vector | computes the sum of it leaf by leaf: one read more |
+    | a float16 leaf before its maximum | may skip the rounding to float16 |
+    | the sums of all leaves as a vector | reduces them leaf by leaf, with one more read |
     """
     return lax.optimization_barrier(x)
 

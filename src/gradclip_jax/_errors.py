@@ -7,7 +7,7 @@ transformation is built, trees when it is traced. Traced values never raise.
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import jax
 import optax
@@ -27,6 +27,11 @@ class ArgumentError(Exception):
 
     function: str = ""
     is_named: bool = False
+
+    def of(self, function: str) -> Self:
+        """The same error with the name of the function, where `public` cannot add it."""
+        self.function, self.is_named = function, True
+        return self
 
     def __str__(self) -> str:
         """The message, after the name of the function."""

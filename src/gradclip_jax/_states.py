@@ -1,4 +1,4 @@
-"""States: their counters, and the search for them inside any Optax state, whatever wraps them."""
+"""Counters of states, and the search for states of this package inside any Optax state."""
 
 import functools
 from collections.abc import Callable
@@ -46,12 +46,12 @@ def register_guard(*names: str) -> Callable[[_State], _State]:
 
 
 def increment_where(count: Array, happened: Array | np.bool_ | bool = True) -> Array:
-    """A counter one higher where something happened; it saturates instead of wrapping."""
+    """Increment a counter where `happened`; it saturates instead of wrapping around."""
     return jnp.maximum(count, count + jnp.asarray(happened, count.dtype))  # one that wraps is less
 
 
 def find_states(state: Any, kinds: type | tuple[type, ...]) -> list[tuple[Any, Any]]:
-    """`(path, state)` of every state of the given kinds, also those inside one another."""
+    """`(path, state)` of every state of the given kinds, also of nested ones."""
     matches: list[tuple[Any, Any]] = []
 
     def search(prefix: Any, node: Any, *, inside: bool) -> None:
@@ -70,7 +70,7 @@ def find_states(state: Any, kinds: type | tuple[type, ...]) -> list[tuple[Any, A
 def replace_states(
     state: Any, kinds: type | tuple[type, ...], replace: Callable[[Any], Any]
 ) -> Any:
-    """The same state with the outermost states of the given kinds replaced."""
+    """Replace the outermost states of the given kinds."""
 
     def visit(node: Any) -> Any:
         return replace(node) if isinstance(node, kinds) else node
@@ -85,17 +85,17 @@ def is_guard(state: Any) -> bool:
 
 @public
 def has_updated(state: Any) -> Array:
-    """Whether the last call took a step: the optimizer inside all guards and accumulations ran.
+    """Whether the last call applied a step: the optimizer inside all guards and accumulations ran.
 
-    Count optimizer steps with it, and keep what a step writes elsewhere, such as the statistics
-    of batch normalization, only where one was taken.
+    Use it to count optimizer steps, and to update other state, such as the statistics of batch
+    normalization, only with steps that were applied.
 
     | state | value |
     | --- | --- |
-    | a guard refused, or a window is held or dropped | False |
-    | of an accumulation, before the first call | False |
-    | without a guard or an accumulation; of guards before the first call | True |
-    | of several side by side, as in `optax.partition` | whether any took a step |
+    | a guard skipped the step, or the window is still open or was dropped | False |
+    | an accumulation before the first call | False |
+    | no guard or accumulation; guards before the first call | True |
+    | several side by side, as in `optax.partition` | whether any of them applied a step |
 
     Args:
         state: any pytree that contains optimizer states, as for `metrics`.
@@ -141,7 +141,7 @@ def _stack_stepped(node: Any) -> Array:
 
 
 def plain_arrays(tree: Any) -> Any:
-    """The same tree with arrays in the place of what holds one, such as Flax's `nnx.Variable`."""
+    """Replace wrappers of arrays, such as `flax.nnx.Variable`, by their arrays."""
 
     def holds_array(node: Any) -> bool:
         return hasattr(type(node), "__jax_array__") and not isinstance(node, jax.Array)
@@ -153,5 +153,5 @@ def plain_arrays(tree: Any) -> Any:
 
 
 def with_structure_of(reference: Any, tree: Any) -> Any:
-    """The arrays of a tree, in what holds those of the reference."""
+    """The arrays of a tree in the structure of another tree."""
     return jax.tree.unflatten(jax.tree.structure(reference), jax.tree.leaves(tree))

@@ -1,4 +1,4 @@
-"""Checks of trees, made when they are traced; worded as in `_checks.py`."""
+"""Checks of trees, which run when a tree is traced."""
 
 from itertools import zip_longest
 from typing import Any
@@ -20,9 +20,9 @@ def check_inexact(
 
 
 def check_same_structure(argument: str, tree: Tree, like: str, other: Tree) -> None:
-    """Refuses two trees whose paths or shapes differ, and names the first that does.
+    """Raise if the paths or shapes of two trees differ; the message contains the first difference.
 
-    The gradient of an integer, float0, carries nothing and may have any shape.
+    A float0 leaf, the gradient of an integer, may have any shape.
     """
     leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=False)
     is_alike = jax.tree.structure(tree) == jax.tree.structure(other)
@@ -37,7 +37,7 @@ def _has_other_shape(leaf: Any, other: Any) -> bool:
 
 
 def _first_difference(place: str, tree: Tree, other_place: str, other: Tree) -> str | None:
-    """What differs first between two trees; None if nothing does."""
+    """The first difference between two trees; None if there is none."""
     (ours, structure), (theirs, other_structure) = children_of(tree), children_of(other)
     if structure == other_structure == jax.tree.structure(0):
         expected = f"{describe(tree)} at {place}, expected shape {list(np.shape(other))}"
@@ -66,7 +66,7 @@ def children_of(node: Tree) -> tuple[list[tuple[Any, Any]], Any]:
 def broadcast_prefix(
     argument: str, prefix: Tree, like: str, tree: Tree, is_leaf: Any = None
 ) -> list[Any]:
-    """One entry of `prefix` for each leaf of `tree`, in the order of its leaves."""
+    """Broadcast a prefix tree: one entry for each leaf of `tree`, in order."""
     entries, structure = jax.tree.flatten(prefix, is_leaf)
     try:
         subtrees = structure.flatten_up_to(tree)

@@ -493,6 +493,9 @@ each_number = [
 
 # Nothing can be wrong about their arguments, or a type checker says it.
 WITHOUT = {
+    "taps.FirstNonfinite",
+    *(f"taps.{name}" for name in ("first_nonfinite", "first_nonfinite_index", "metrics", "names")),
+    *(f"taps.{name}" for name in ("make_probes", "tap")),  # in test_taps.py
     "diagnostics.AccumulationStats",
     "diagnostics.Incident",
     "granularities.Granularity",

@@ -12,7 +12,6 @@ import optax
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from other_devices import on_an_accelerator
 
 import gradclip_jax as gcx
 
@@ -220,14 +219,12 @@ def test_an_eager_call_runs_the_optimizer_once(nest, fast):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", [contextlib.nullcontext, on_an_accelerator])
 @each_nest
-def test_a_checked_step_is_computed_once_on_every_backend(nest, device):
+def test_a_checked_step_is_computed_once(nest):
     inner = optax.stateless(lambda updates, params: {"w": -updates["w"] @ updates["w"]})
     tx, params = nest(step, inner), {"w": jnp.ones((3, 3))}
     call = jax.jit(partial(taken, tx, fast=True))
-    with device():
-        lowered = call.lower(params, tx.init(params), params)
+    lowered = call.lower(params, tx.init(params), params)
     assert len(re.findall("stablehlo.dot_general", lowered.as_text())) == 1
 
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from other_devices import on_an_accelerator
 
 import compat
 import gradclip_jax as gcx
@@ -308,17 +307,3 @@ def test_strict_promotion_takes_float32_updates_to_bfloat16_parameters():
         step = jax.jit(lambda p, s, g: gcx.apply_gradients(tx, g, s, p))
         after, _ = step(params, tx.init(params), params)
     assert after.tolist() == [0.5] * 3 and after.dtype == params.dtype
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("taken", [True, False])
-def test_a_step_that_is_usually_taken_is_selected_on_an_accelerator(taken):
-    def run(predicate, x, key):
-        return run_if(predicate, lambda c: (c[0] + 1, c[1]), (x, key), usually=True)
-
-    args = (jnp.array(taken), X, jax.random.key(0))
-    expected = jax.jit(run)(*args)
-    with on_an_accelerator():
-        selected = jax.jit(run).lower(*args)
-    assert "while" not in selected.as_text() and "select" in selected.as_text()
-    chex.assert_trees_all_equal(selected.compile()(*args), expected)

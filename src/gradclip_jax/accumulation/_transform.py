@@ -25,7 +25,7 @@ from .._tree_checks import check_same_structure
 from .._types import FLOAT32, Count, Scalar, Tree
 from ..gates._execute import gated
 from ..gates._gate import Accumulation, Flag, Window
-from ._noise import empty_noise, observe_noise
+from ._noise_scale import empty_noise, observe_noise
 from ._reduction import (
     DTYPE,
     REDUCTION,

@@ -1,7 +1,7 @@
 """Granularity: which elements share a norm. A granularity divides a tree into units."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -16,7 +16,7 @@ from .._checks import (
     describe,
     leaf_path,
 )
-from .._errors import public, value_error
+from .._errors import public, type_error, value_error
 from .._leaves import is_measured
 from .._tree_checks import broadcast_prefix
 from .._types import Labels, Tree
@@ -105,6 +105,10 @@ def group(param_labels: Labels) -> Granularity:
     def cut(leaves: Sequence[Any], tree: Tree) -> Units:
         label_tree = param_labels(tree) if callable(param_labels) else param_labels
         labels = broadcast_prefix("param_labels", label_tree, "updates", tree)
+        for label in labels:
+            if not isinstance(label, Hashable):
+                hint = "Use strings or integers as labels."
+                raise type_error("param_labels", "a tree of hashable labels", describe(label), hint)
         names = tuple(dict.fromkeys(labels))
         pairs = zip(labels, jax.tree.leaves(tree), strict=True)
         entries = tuple(names.index(label) for label, x in pairs if is_measured(x))

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 
 from .._checks import check_axis_name, check_decays, check_number, check_state
-from .._errors import public
+from .._errors import public, type_error
 from .._leaves import measured_leaves, with_leaves
 from .._mesh import in_memory_of, on_device
 from .._states import increment_where
@@ -99,6 +99,10 @@ def stable_spam_clip(
     ) -> tuple[Tree, LeafAverageState]:
         check_inexact("updates", updates)
         check_state(state, LeafAverageState)
+        if state.norm.shape != (len(measured_leaves(updates)),):
+            rule, hint = "the state of a tree with these leaves", "Call `init(params)` first."
+            got = f"the state of a tree with {state.norm.size} leaves"
+            raise type_error("state", rule, got, hint)
         count = increment_where(state.step_count)
         steps = count.astype(jnp.float32)
         given = measured_leaves(updates)

@@ -21,7 +21,7 @@ from .._leaves import is_measured, measured_leaves
 from .._mesh import max_over, shard_axes
 from .._states import replace_states
 from .._types import UNBOUNDED, Array, AxisName, Scalar, Tree
-from ..accumulation._noise import NoiseState
+from ..accumulation._noise_scale import NoiseState
 from ..clipping._clip import ClipState
 from ..clipping._norm import norm_of_leaves
 from ..gates._gate import ComputedStep

@@ -143,6 +143,7 @@ def compare(
     scale = np.ones(norms.shape) * np.array([1.0] + [1.25] * units)
     least = np.log(is_kind @ np.array([2.0, 3.0, 2.0]))[:, None] / (6.0 * scale)
     memory = (is_kind @ np.array([SHORT, SHORT, 8.0]))[:, None] * np.ones_like(scale)
+    memory = memory.astype(np.float32)
     as_flat = lambda x, *of_loss: jnp.asarray([*x.reshape(-1), *of_loss], jnp.float32)  # noqa: E731
     rule = outliers(
         z_threshold * as_flat(scale, 1.5, 1.5),
@@ -187,7 +188,7 @@ def _of_others(changes: Array) -> Array:
     known = ~jnp.isnan(changes[:, 1:])
     bounded = jnp.where(known, jnp.clip(changes[:, 1:], -3, 3), 0)
     total, count = (jnp.sum(x, 1, keepdims=True) for x in (bounded, known.astype(jnp.float32)))
-    others = (total - bounded) / jnp.maximum(count - known, 1)
+    others = (total - bounded) / jnp.maximum(count - known.astype(jnp.float32), 1)
     return jnp.concatenate([jnp.zeros_like(total), others], 1)
 
 

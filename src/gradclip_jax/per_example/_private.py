@@ -23,7 +23,7 @@ from .._mesh import shard_axes, varying_axes
 from .._states import increment_where
 from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Number, Scalar, Tree
-from ..accumulation._noise import empty_noise
+from ..accumulation._noise_scale import empty_noise
 from ..clipping._formula import wide_dtype
 from ..clipping._norm import global_norm
 

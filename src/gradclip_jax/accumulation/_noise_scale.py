@@ -1,13 +1,13 @@
-"""The gradient noise scale: how many micro-batches are worth accumulating.
+"""The gradient noise scale, an estimate of a batch size that is worth accumulating.
 
-A window shows the gradient at two batch sizes, one micro-batch and all of them. With n
+A window gives the gradient at two batch sizes: one micro-batch and all of them. With n
 micro-batches of weights w, W their sum, S the weighted mean of their squared norms and B the
 squared norm of their mean,
 
     tr(Sigma) ~ (S - B) W / (n - 1),    |G|^2 ~ B - tr(Sigma) / W
 
-are unbiased: appendix A of McCandlish et al. 2018, arXiv 1812.06162, for weights of one. Each is
-smoothed over windows before the ratio tr(Sigma) / |G|^2 is taken.
+are unbiased (appendix A of McCandlish et al. 2018, arXiv 1812.06162, generalized to weights).
+Both are averaged over windows before the ratio tr(Sigma) / |G|^2 is computed.
 """
 
 import itertools
@@ -27,11 +27,11 @@ from ._state import AccumulationState, WindowStep
 
 @register_metrics("gradient_noise_scale")
 class NoiseState(NamedTuple):
-    """Sums over the open window, and averages over windows; scalars, float32[] and int32[].
+    """Sums over the open window and averages over windows, float32[] and int32[].
 
     Attributes:
         weighted_squares: sum of weight times squared norm.
-        micro_batches: micro-batches with a weight.
+        micro_batches: number of micro-batches with a weight above 0.
         squared_gradient: decaying sum of the estimates of |G|^2.
         covariance_trace: decaying sum of the estimates of tr(Sigma).
     """
@@ -45,8 +45,8 @@ class NoiseState(NamedTuple):
     def gradient_noise_scale(self) -> Scalar:
         """The batch size at which noise and signal are equal, in the unit of the weights.
 
-        0 before the first window. 3.4e38, the largest float32, while no signal exceeds the
-        noise: `jax_debug_infs` would report an infinity.
+        0 before the first window. The largest float32, 3.4e38, while the estimate of the signal is
+        not positive, because `jax_debug_infs` would raise for an infinity.
         """
         signal = self.squared_gradient
         ratio = jnp.maximum(self.covariance_trace, 0) / jnp.where(signal > 0, signal, 1)
@@ -55,23 +55,23 @@ class NoiseState(NamedTuple):
 
 
 def empty_noise() -> NoiseState:
-    """No window measured yet."""
+    """The state before the first window."""
     return NoiseState(*(jnp.zeros((), kind) for kind in ("f4", "i4", "f4", "f4")))
 
 
 def observe_noise(
     state: AccumulationState, micro_batch: MicroBatch, step: WindowStep, acc: Tree, decay: float
 ) -> NoiseState:
-    """Adds a micro-batch, and the window if it closes; only leaves that are gradients count.
+    """Add a micro-batch, and the window if it is emitted. Only leaves that are summed count.
 
-    Of the state the noise is that before the micro-batch, the weight that after it.
+    `state.noise` is the value before the micro-batch, `state.total_weight` the value after it.
     """
     selectors = list(map(is_summed, micro_batch.reductions))
     trees = (micro_batch.grads, acc)
     grads, sums = (list(itertools.compress(jax.tree.leaves(x), selectors)) for x in trees)
     weight = jnp.float32(1) if micro_batch.weight is None else micro_batch.weight
     observed = observe_micro_batch(state.noise, grads, weight, step.starts)
-    # Selected: a loop would wait for the host.
+    # Selected, because the host of a GPU waits for the predicate of a loop.
     noise = optax.tree.where(step.arrived, observed, state.noise)
 
     def observe(noise: NoiseState) -> NoiseState:
@@ -85,7 +85,7 @@ def observe_noise(
 def observe_micro_batch(
     state: NoiseState, grads: Tree, weight: Scalar, starts: Scalar | bool
 ) -> NoiseState:
-    """Adds the squared norm of one micro-batch."""
+    """Add the squared norm of one micro-batch."""
     square = global_norm(grads).astype(jnp.float32) ** 2
     counts = weight > 0
     return state._replace(
@@ -96,7 +96,7 @@ def observe_micro_batch(
 
 
 def observe_window(state: NoiseState, mean: Tree, total_weight: Scalar, decay: float) -> NoiseState:
-    """Adds the estimates of a window; one of a single micro-batch shows none."""
+    """Add the estimates of a window of at least two micro-batches."""
     n = state.micro_batches.astype(jnp.float32)
     big = global_norm(mean).astype(jnp.float32) ** 2
     small = state.weighted_squares / total_weight
