@@ -6,7 +6,7 @@ library is tested there, in depth:
 
 | invariant | here | in depth |
 | --- | --- | --- |
-| 1 structure, dtypes, odd leaves | updates_have, pass_through, refused_by_path | clipping/test_scale |
+| 1 structure, dtypes, odd leaves | updates_have, pass_through, refused_by_path | clipping/test_formula |
 | 2 unclipped is unchanged | unchanged_bit_for_bit | clipping/test_step |
 | 3 the norm after clipping | are_bounded_after_clipping | clipping/test_grid |
 | 4 exact norms | | clipping/test_norm, test_gpu |

@@ -208,7 +208,7 @@ def adagc(
         (0.75, 0.5)
 
     References:
-        Wang et al., 2025, arXiv 2502.11034.
+        Wang et al., 2025, arXiv 2502.11034, version 2; the algorithm is that of version 1.
     """
     check_number("relative", relative, "The paper uses 1.05.")
     check_number("absolute", absolute, "The paper uses 1; inf is none.")

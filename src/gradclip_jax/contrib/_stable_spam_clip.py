@@ -79,7 +79,7 @@ def stable_spam_clip(
         [0.6, 0.8]
 
     References:
-        Huang et al., 2025, arXiv 2502.17055.
+        Huang et al., 2025, arXiv 2502.17055: Stable-SPAM, GradientStabilizer since version 3.
     """
     check_decays(max_decay=max_decay, norm_decay=norm_decay, square_decay=square_decay)
     check_number("eps", eps, "The authors' code uses 1e-8.")
