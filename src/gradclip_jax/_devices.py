@@ -136,20 +136,6 @@ def sums_of_two(a: Array, b: Array, axes: Sequence[int]) -> Array:
     return lax.platform_dependent(a, b, cuda=at_once, rocm=at_once, default=one_by_one)
 
 
-def where_written(written: Tree, otherwise: Tree) -> Tree:
-    """What XLA writes down on a CPU, and elsewhere something that is there.
-
-    A CPU makes an array of what an optimizer reads in several kernels, a GPU and a TPU compute it
-    in each: 8 N moved by a window of AdamW, and 9 N if it were kept.
-    """
-    return lax.platform_dependent(
-        written,
-        otherwise,
-        cpu=lambda written, otherwise: written,
-        default=lambda written, otherwise: otherwise,
-    )
-
-
 def summand(x: Array, is_added: Array) -> Array:
     """X where it is added, else -0.0: the gradient of a micro-batch, before it is added up.
 
