@@ -9,7 +9,7 @@ raises an error with its path.
 import collections
 import itertools
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from ._errors import ArgumentTypeError, public, type_error, value_error
 from ._rounding import RoundingState
 from ._states import GATES, plain_arrays, with_structure_of
 from ._tree_checks import children_of
-from ._types import Scalar, Tree
+from ._types import Array, Scalar, Tree
 from .accumulation._state import AccumulationState
 from .clipping._clip import ClipState
 from .guarding._loss_scale import LossScaleState
@@ -39,6 +39,8 @@ _KINDS: Final[dict[type, type]] = {
     optax.ApplyIfFiniteState: SkipNonfiniteState,
     LossScaleState: SkipNonfiniteState,
 }
+_Path: TypeAlias = tuple[Any, ...]
+_Window: TypeAlias = AccumulationState | optax.MultiStepsState
 _FRESH = (ClipState, NormRecordState, RoundingState, optax.EmptyState)
 _HINT = (
     "Leave the rest of the chain as it was; restore a checkpoint into the `init(params)` of the "
@@ -48,8 +50,8 @@ _HINT = (
 
 @public
 def convert_state(
-    tx: optax.GradientTransformation, state: Any, params: Tree, *, reduction: str | None = None
-) -> Any:
+    tx: optax.GradientTransformation, state: Tree, params: Tree, *, reduction: str | None = None
+) -> Tree:
     """Convert the state of an optimizer to the state of the optimizer that replaces it.
 
     Use it to continue a run of Optax with this package, or vice versa, and to add or remove a
@@ -113,16 +115,16 @@ def convert_state(
     return with_structure_of(like, jax.tree.map(jnp.asarray, converted))
 
 
-def _converted(like: Any, given: Any, reduction: str | None, path: Any) -> Any:
+def _converted(like: Tree, given: Tree, reduction: str | None, path: _Path) -> Tree:
     """The values of `given` in the structure of `like`, a new state of `tx`."""
-    of_kind: dict[Any, list[tuple[Any, Any]]] = collections.defaultdict(list)
+    of_kind: dict[type | None, list[tuple[_Path, Tree]]] = collections.defaultdict(list)
     for place, part in _parts(given, path):
         of_kind[_kind(part)].append((place, part))
     counts = collections.Counter(_kind(part) for _, part in _parts(like))
     # If the numbers differ, the new ones cannot be told from the old ones.
     restarted = {kind for kind, parts in of_kind.items() if len(parts) != counts[kind]}
 
-    def counterpart(node: Any) -> Any:
+    def counterpart(node: Tree) -> Tree:
         kind = _kind(node)
         if (_is_fresh(node) and kind in restarted) or not of_kind[kind]:
             if kind is None:
@@ -131,7 +133,7 @@ def _converted(like: Any, given: Any, reduction: str | None, path: Any) -> Any:
         place, part = of_kind[kind].pop(0)
         return _copied(node, part, reduction, place)
 
-    def rebuilt(node: Any) -> Any:
+    def rebuilt(node: Tree) -> Tree:
         if type(node) is tuple:
             return tuple(map(rebuilt, node))
         new, inner = counterpart(node), _INNER.get(type(node))
@@ -145,7 +147,7 @@ def _converted(like: Any, given: Any, reduction: str | None, path: Any) -> Any:
     return converted
 
 
-def _parts(node: Any, path: Any = ()) -> Iterator[tuple[Any, Any]]:
+def _parts(node: Tree, path: _Path = ()) -> Iterator[tuple[_Path, Tree]]:
     """The paths and states of all parts, including the states of guards and accumulations."""
     if type(node) is tuple:
         for i, x in enumerate(node):
@@ -157,19 +159,19 @@ def _parts(node: Any, path: Any = ()) -> Iterator[tuple[Any, Any]]:
         yield from _parts(getattr(node, inner), (*path, jax.tree_util.GetAttrKey(inner)))
 
 
-def _kind(part: Any) -> type | None:
+def _kind(part: Tree) -> type | None:
     """The type that matches a part; None for parts that must have a counterpart."""
     is_optional = type(part) in _INNER or _is_fresh(part)
     return _KINDS.get(type(part), type(part)) if is_optional else None
 
 
-def _is_fresh(node: Any) -> bool:
+def _is_fresh(node: Tree) -> bool:
     """Whether a state consists of clips and records, which can be initialized or dropped."""
     parts = jax.tree.leaves(node, is_leaf=lambda x: isinstance(x, _FRESH))
     return bool(parts) and all(isinstance(x, _FRESH) for x in parts)
 
 
-def _copied(like: Any, given: Any, reduction: str | None, path: Any) -> Any:
+def _copied(like: Tree, given: Tree, reduction: str | None, path: _Path) -> Tree:
     """The values of one part in its counterpart, except for the inner state."""
     kind, is_same = _kind(like), type(like) is type(given)
     if is_same and hasattr(like, "incidents") and not _is_alike(like.incidents, given.incidents):
@@ -185,17 +187,17 @@ def _copied(like: Any, given: Any, reduction: str | None, path: Any) -> Any:
     return _copied_children(like, given, reduction, path)
 
 
-def _is_alike(like: Any, given: Any) -> bool:
+def _is_alike(like: Tree, given: Tree) -> bool:
     """Whether two trees have the same structure, shapes and dtypes."""
 
-    def shapes(tree: Any) -> Any:
+    def shapes(tree: Tree) -> Tree:
         leaves, structure = jax.tree.flatten(tree)
         return structure, [(np.shape(x), jnp.result_type(x)) for x in leaves]
 
     return shapes(like) == shapes(given)
 
 
-def _copied_children(like: Any, given: Any, reduction: str | None, path: Any) -> Any:
+def _copied_children(like: Tree, given: Tree, reduction: str | None, path: _Path) -> Tree:
     """The values of `given`, child by child."""
     if isinstance(like, dict) and isinstance(given, dict):
         names = like.keys() ^ given.keys()
@@ -214,7 +216,7 @@ def _copied_children(like: Any, given: Any, reduction: str | None, path: Any) ->
     return jax.tree.unflatten(structure, copied)
 
 
-def _copied_skips(like: Any, given: Any) -> Any:
+def _copied_skips(like: Tree, given: Tree) -> Tree:
     """The counts of skips, translated from or to `apply_if_finite` or a loss scale."""
     if isinstance(given, optax.ApplyIfFiniteState):
         skips, streak, failed = map(_count, (given.total_notfinite, given.notfinite_count, 0))
@@ -226,13 +228,13 @@ def _copied_skips(like: Any, given: Any) -> Any:
     return like._replace(skipped_nonfinite=skips, consecutive_skips=streak, guard_failed=failed)
 
 
-def _copied_window(like: Any, given: Any, reduction: str | None, path: Any) -> Any:
+def _copied_window(like: _Window, given: _Window, reduction: str | None, path: _Path) -> _Window:
     """A window. `MultiSteps` holds the mean if it averages; `accumulate_gradients` always sums."""
     if type(like) is type(given):
         return given._replace(acc_grads=_accumulator(like, given, 1, path))
     held, steps = _count(given.mini_step), _count(given.gradient_step)
     is_ours = isinstance(like, AccumulationState)
-    if not is_ours:
+    if isinstance(given, AccumulationState):
         _check_weights(given, path)
     if not jax.tree.leaves(like.acc_grads):
         _check_closed(given, path)
@@ -245,7 +247,7 @@ def _copied_window(like: Any, given: Any, reduction: str | None, path: Any) -> A
     is_filled = held > 0
     acc = _accumulator(like, given, is_filled * length if is_ours else is_filled / length, path)
     like = like._replace(mini_step=held, gradient_step=steps, acc_grads=acc)
-    if not is_ours:
+    if not isinstance(like, AccumulationState):
         return like
     return like._replace(
         total_weight=held.astype(jnp.float32),
@@ -254,7 +256,7 @@ def _copied_window(like: Any, given: Any, reduction: str | None, path: Any) -> A
     )
 
 
-def _check_weights(window: AccumulationState, path: Any) -> None:
+def _check_weights(window: AccumulationState, path: _Path) -> None:
     """Raise if an open window has weights other than 1."""
     weight, held = window.total_weight, window.mini_step
     if _is_open(window) and not is_traced(weight) and weight != held:
@@ -264,10 +266,10 @@ def _check_weights(window: AccumulationState, path: Any) -> None:
         raise value_error("state", "a window with weights of 1", got, hint)
 
 
-def _accumulator(like: Any, given: Any, factor: Any, path: Any) -> Tree:
+def _accumulator(like: _Window, given: _Window, factor: Scalar | int, path: _Path) -> Tree:
     """The accumulator of `given` times a factor, in the dtypes of the accumulator of `like`."""
 
-    def scaled(x: Any, like: Any) -> Any:
+    def scaled(x: Array, like: Array) -> Array:
         if jnp.iscomplexobj(x) and not jnp.iscomplexobj(like):
             return x
         # Selected, not multiplied: the accumulator of an empty window may contain NaN.
@@ -283,12 +285,12 @@ def _accumulator(like: Any, given: Any, factor: Any, path: Any) -> Tree:
     return jax.tree.map(scaled, acc, ours) if is_same else acc
 
 
-def _is_open(window: Any) -> bool:
+def _is_open(window: _Window) -> bool:
     """Whether a window contains micro-batches; False if the number is traced."""
-    return not is_traced(window.mini_step) and bool(window.mini_step > 0)
+    return not is_traced(window.mini_step) and bool(_count(window.mini_step) > 0)
 
 
-def _check_closed(given: Any, path: Any) -> None:
+def _check_closed(given: Tree, path: _Path) -> None:
     """Raise if an open window would be dropped."""
     if isinstance(given, (AccumulationState, optax.MultiStepsState)) and _is_open(given):
         got = f"{given.mini_step} micro-batches at {leaf_path('state', path)}.mini_step"
@@ -300,7 +302,7 @@ def _count(value: Any) -> Scalar:
     return jnp.asarray(value, jnp.int32)
 
 
-def _name(node: Any) -> str:
+def _name(node: Tree) -> str:
     if isinstance(node, dict):
         return f"a dict with the keys {', '.join(map(repr, sorted(node, key=str)))}"
     if type(node) in (tuple, list):
@@ -308,7 +310,7 @@ def _name(node: Any) -> str:
     return describe(node) if hasattr(node, "dtype") else type(node).__name__
 
 
-def _mismatch(expected: str, got: str, path: Any) -> ArgumentTypeError:
+def _mismatch(expected: str, got: str, path: _Path) -> ArgumentTypeError:
     rule = "a state that maps on that of `tx`"
     place = leaf_path("state", path)
     return type_error("state", rule, f"{got} where `tx` has {expected} at {place}", _HINT)

@@ -2,15 +2,17 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
 
 from .._checks import check_callable, check_choice, check_count, check_transformation
 from .._errors import public
 from .._mesh import is_unreduced, max_over, sum_over, vary, varying_axes
-from .._types import FLOAT32, Tree
+from .._types import FLOAT32, Array, Count, Number, Tree
 from ._outputs import (
     AUX_REDUCTIONS,
     BatchOutputs,
@@ -21,22 +23,25 @@ from ._outputs import (
 from ._reduction import DTYPE, REDUCTION, as_weight, is_summed, map_reduced
 from ._split import Split, check_real, counted_from_zero, in_one_form, micro_arguments, positions
 
+Transform: TypeAlias = optax.GradientTransformation | Callable[[Tree], Tree]
+"""Applied to the gradient of each micro-batch."""
+
 
 @public
 def microbatched_value_and_grad(
     fun: Callable[..., Any],
-    num_microbatches: int,
+    num_microbatches: Count,
     *,
-    num_real_microbatches: Any = None,
+    num_real_microbatches: Number | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     batch_argnums: int | Sequence[int] = 1,
     rng_argnums: int | Sequence[int] = (),
     has_weight: bool = False,
-    accumulator_dtype: Any = FLOAT32,
-    reduction: Any = "mean",
-    aux_reduction: Any = None,
-    microbatch_transform: Any = None,
+    accumulator_dtype: Tree | Callable[[str], DTypeLike] = FLOAT32,
+    reduction: Tree | Callable[[str], str] = "mean",
+    aux_reduction: Tree = None,
+    microbatch_transform: Transform | None = None,
     drop_nonfinite: bool = False,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad(fun)` with the memory of a micro-batch instead of the whole batch.
@@ -129,7 +134,7 @@ def microbatched_value_and_grad(
         axes = _batch_axes(split, args) if sums_once else frozenset[str]()
         local = _vary_differentiated(split, args, axes) if axes else args
 
-        def micro_batch(index: Any, *, holds_weight: bool = False) -> BatchOutputs:
+        def micro_batch(index: Array | int, *, holds_weight: bool = False) -> BatchOutputs:
             chosen = micro_arguments(local, split, index)
             if holds_weight:
                 return _weighted(functools.partial(call, **kwargs), split, chosen)

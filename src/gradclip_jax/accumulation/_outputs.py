@@ -14,7 +14,7 @@ from .._devices import summand
 from .._errors import type_error, value_error
 from .._mesh import unreduced_axes, vary, varying_axes, zeros_of_type
 from .._tree_checks import broadcast_prefix
-from .._types import FLOAT32, Array, Scalar, Tree
+from .._types import FLOAT32, Array, Number, Scalar, Tree
 from ._reduction import (
     REDUCTIONS,
     accumulator_dtype,
@@ -70,7 +70,9 @@ class LeafReduction(NamedTuple):
     dtype: DTypeLike
     holds_weight: bool = False
 
-    def start(self, shape: Any, parts: int, axes: frozenset[str], if_empty: float) -> Array:
+    def start(
+        self, shape: jax.ShapeDtypeStruct, parts: int, axes: frozenset[str], if_empty: float
+    ) -> Array:
         """The total before the first micro-batch, varying over the axes; or room for all rows."""
         zeros = zeros_of_type(shape, self.dtype)
         zeros = vary(zeros, axes) if axes else zeros
@@ -90,7 +92,12 @@ class LeafReduction(NamedTuple):
         return lax.dynamic_update_index_in_dim(total, x, index, 0)
 
     def finish(
-        self, total: Array, shape: Any, divisor: Scalar, has_run: Array | bool, if_empty: float
+        self,
+        total: Array,
+        shape: jax.ShapeDtypeStruct,
+        divisor: Scalar,
+        has_run: Array | bool,
+        if_empty: float,
     ) -> Array:
         """The result for the batch, in the dtype of a micro-batch.
 
@@ -120,7 +127,11 @@ def output_reductions(
     """
 
     def reduction(
-        name: str, leaf: Any, dtype: DTypeLike = FLOAT32, *, is_derived: bool = False
+        name: str,
+        leaf: jax.ShapeDtypeStruct,
+        dtype: DTypeLike = FLOAT32,
+        *,
+        is_derived: bool = False,
     ) -> LeafReduction:
         is_weighted = is_derived or name == "mean"
         if parts == 1 and not (is_derived and name == "sum"):
@@ -145,7 +156,7 @@ def whole_batch(
     reductions: BatchOutputs,
     shapes: BatchOutputs,
     parts: int,
-    real: Any,
+    real: Number | None,
     if_empty: float,
 ) -> BatchOutputs:
     """Run the real micro-batches one after the other, and combine their outputs.
@@ -194,14 +205,14 @@ def _kept(is_added: Array, x: Array) -> Array:
 
 
 def aux_reductions(
-    reduction: Any, parts: int, aux: Tree, whole_aux: Callable[[], Tree]
+    reduction: Tree, parts: int, aux: Tree, whole_aux: Callable[[], Tree]
 ) -> list[str]:
     """The reduction of each leaf of aux: the given one, or the default for its shape."""
     leaves = jax.tree.leaves_with_path(aux)
     if parts == 1 or (not leaves and reduction is None):
         return ["last"] * len(leaves)
     given = broadcast_prefix("aux_reduction", reduction, "aux", aux, is_leaf=lambda x: x is None)
-    whole = jax.tree.leaves(whole_aux()) if None in given else [None] * len(leaves)
+    whole = jax.tree.leaves(whole_aux() if None in given else aux)
 
     names: list[str] = []
     for name, (path, leaf), full in zip(given, leaves, whole, strict=True):
@@ -214,7 +225,9 @@ def aux_reductions(
     return names
 
 
-def _default_for(parts: int, micro: Any, whole: Any, place: str) -> str:
+def _default_for(
+    parts: int, micro: jax.ShapeDtypeStruct, whole: jax.ShapeDtypeStruct, place: str
+) -> str:
     if micro.shape and whole.shape == (parts * micro.shape[0], *micro.shape[1:]):
         return "concatenate"
     if micro.shape == whole.shape == () and jnp.issubdtype(micro.dtype, jnp.floating):

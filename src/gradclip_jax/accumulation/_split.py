@@ -11,7 +11,7 @@ from jax import lax
 from .._checks import check_count, describe, is_traced, leaf_path
 from .._errors import type_error, value_error
 from .._run_if import run_if
-from .._types import Array, Tree
+from .._types import Array, Count, Number, Tree
 
 
 class Split(NamedTuple):
@@ -93,7 +93,7 @@ def in_one_form(fun: Callable[..., Any], has_weight: bool, has_aux: bool) -> Cal
     return call
 
 
-def micro_arguments(args: Sequence[Tree], split: Split, index: Array) -> list[Tree]:
+def micro_arguments(args: Sequence[Tree], split: Split, index: Array | int) -> list[Tree]:
     """The arguments of one micro-batch."""
     chosen = list(args)
     for i in split.batches:
@@ -103,7 +103,7 @@ def micro_arguments(args: Sequence[Tree], split: Split, index: Array) -> list[Tr
     return chosen
 
 
-def check_real(real: Any, parts: Any) -> None:
+def check_real(real: Number | None, parts: Count) -> None:
     """Raise if a number of micro-batches is not an integer from 0 to `parts`, or traced."""
     name, hint = "num_real_microbatches", "Pass None if all are real."
     if real is None:
@@ -114,7 +114,9 @@ def check_real(real: Any, parts: Any) -> None:
         raise value_error(name, rule, int(real), hint)
 
 
-def run_if_real(real: Any, index: Array, step: Callable[[Tree], Tree], carry: Tree) -> Tree:
+def run_if_real(
+    real: Number | None, index: Array, step: Callable[[Tree], Tree], carry: Tree
+) -> Tree:
     """`step(carry)` for a real micro-batch, else the carry; all are real if `real` is None."""
     if real is None:
         return step(carry)
@@ -127,7 +129,7 @@ def in_order(rows: Array) -> Array:
     return by_example.reshape(-1, *by_example.shape[2:])
 
 
-def every_nth(x: Array, index: Array, parts: int) -> Array:
+def every_nth(x: Array, index: Array | int, parts: int) -> Array:
     """Every `parts`-th example from `index` on, so that no device needs the rows of another."""
     split = jnp.reshape(x, (x.shape[0] // parts, parts, *x.shape[1:]))
     return lax.dynamic_index_in_dim(split, index, axis=1, keepdims=False)
