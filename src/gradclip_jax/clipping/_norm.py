@@ -8,10 +8,9 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from .._checks import check_axis_name, check_bound, check_ord, is_traced
-from .._devices import joined, map_arrays
+from .._devices import fusion_barrier, joined, map_arrays
 from .._errors import public, value_error
 from .._leaves import is_measured, measured_leaves
 from .._mesh import max_over, replica_count, shard_axes, sum_over, varying_axes
@@ -215,21 +214,19 @@ def reduce_axes(reduce: Callable[..., Array], x: Array, axes: Sequence[int]) -> 
     return reduce(x, axis=tuple(axes), keepdims=len(axes) < x.ndim)
 
 
-def squares(x: Array, dtype: Any, scale: float = SCALE) -> Array:
+def squares(x: Array, dtype: Any, scale: float | Array = SCALE) -> Array:
     """`(scale * |x|)^2`."""
-    # Not `x * (x * scale^2)`: behind a negation LLVM (XLA:CPU, JAX 0.10.2) regroups that to
-    # `x^2 * scale^2`, which overflows from 1.8e19 on.
-    size = magnitude(x, dtype) * scale
-    if x.size == 1:
-        # XLA regroups products of scalars with constants, but not across this selection. It changes
-        # no result, for squares above the limit are infinite. In larger arrays it would keep XLA on
-        # a GPU from fusing the squares with the backward pass (PPO: 7 % more bytes).
-        limit = 2.0 ** (jnp.finfo(dtype).maxexp // 2)
-        size = lax.select(size >= limit, jnp.full_like(size, jnp.inf), size)
-    return jnp.square(size)
+    # XLA regroups products of scalars and constants to `x^2 * scale^2`, which overflows from 1.8e19
+    # on, also where a scalar was broadcast. Behind a barrier the scale is no constant. (A minimum
+    # between the products would do as well, but keeps XLA on a GPU from fusing them with the
+    # backward pass: 7 % more bytes for PPO. `x * (x * scale^2)` is regrouped by LLVM. JAX 0.10.2.)
+    scale = fusion_barrier(jnp.asarray(scale, dtype)) if isinstance(scale, float) else scale
+    return jnp.square(magnitude(x, dtype) * scale)
 
 
-def sum_of_squares(x: Array, axes: Sequence[int], dtype: Any, scale: float = SCALE) -> Array:
+def sum_of_squares(
+    x: Array, axes: Sequence[int], dtype: Any, scale: float | Array = SCALE
+) -> Array:
     """`sum((scale * |x|)^2)` over some axes, which stay with size 1; over all axes a scalar."""
     return jnp.sum(squares(x, dtype, scale), axis=tuple(axes), keepdims=len(axes) < x.ndim)
 
@@ -251,7 +248,8 @@ def unit_norms(
     """
     dtype = norm_dtype(leaves)
     if ord == 2:
-        terms = functools.partial(sum_of_squares, dtype=dtype, scale=scale)
+        once = fusion_barrier(jnp.asarray(scale, dtype))
+        terms = functools.partial(sum_of_squares, dtype=dtype, scale=once)
         sums = totals(leaves, units, axis_name, terms)
         return map_arrays(functools.partial(norm_of_squares, scale=scale), sums)
 

@@ -56,13 +56,14 @@ NOT_REACHED = {
         ("scan GPT, small", "watch(clip)"): {"launches": 1.34},
     },
     "tpu": {
-        ("PPO", "autoclip"): {"bytes, N": 1.02, "launches": 1.33},
-        ("PPO", "adagc"): {"launches": 1.12},
-        ("PPO", 'skip_nonfinite(check="step")'): {"launches": 1.07},
-        ("PPO", "skip_spikes"): {"launches": 1.46},
+        ("PPO", "autoclip"): {"bytes, N": 1.02, "launches": 1.38},
+        ("PPO", "adagc"): {"launches": 1.15},
+        ("PPO", 'skip_nonfinite(check="step")'): {"launches": 1.13},
+        ("PPO", "skip_large_norm"): {"launches": 1.20},
+        ("PPO", "skip_spikes"): {"launches": 1.93},
         ("PPO", "microbatched_value_and_grad"): {"launches": 1.16},
-        ("PPO", "watch(clip), the gradient"): {"launches": 1.89},
-        ("PPO", "watch(clip)"): {"launches": 2.13},
+        ("PPO", "watch(clip), the gradient"): {"launches": 2.57},
+        ("PPO", "watch(clip)"): {"launches": 3.03},
     },
 }[PLATFORM]
 # Sharded, in N beyond Optax's, where the goal is 0.05. (With no report of its state at all the same

@@ -32,6 +32,7 @@ PRODUCERS = {
     "transpose": lambda a, b: -(a.reshape(2, 2).T),
     "reverse": lambda a, b: -a[::-1],
     "broadcast": lambda a, b: jnp.broadcast_to(-a, (3, 4)),
+    "broadcast of a scalar": lambda a, b: jnp.full((3, 4), -a[1]),
     "outer product": lambda a, b: jnp.outer(a, jnp.sign(b)),
     "dot": lambda a, b: -jnp.dot(a.reshape(2, 2), jnp.eye(2), precision="highest"),
     "sum over an axis": lambda a, b: -jnp.stack([a, b]).sum(0),
@@ -67,9 +68,9 @@ def test_a_norm_behind_a_producer_is_exact_at_both_ends_of_the_range(name):
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-@pytest.mark.parametrize("value", [1e-12, 3.0, 1e20, 1e24, np.inf, np.nan, 1e30])
+@pytest.mark.parametrize("value", [1e-12, 3.0, 1e20, 1e24, np.inf, np.nan])
 def test_a_norm_of_one_element(shape, value):
-    want = np.inf if value == 1e30 else value
+    want = value
     for produce in (lambda x: x, lambda x: -x, lambda x: -2.0 * x * 0.5):
         norm = jax.jit(lambda x, produce=produce: gcx.global_norm(produce(x)))(
             jnp.full(shape, value)

@@ -148,4 +148,4 @@ def test_clamp_is_right(x, low, width):
     np.testing.assert_array_equal(clamped, np.clip(x, np.float32(low), high))
 
 
-_CLAMP = jax.jit(lambda x, low, high: gcx.clip(high, min_value=low).update(x, None)[0])
+_CLAMP = jax.jit(lambda x, low, high: gcx.clip_by_value(high, min_value=low).update(x, None)[0])

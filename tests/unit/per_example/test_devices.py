@@ -122,7 +122,8 @@ def test_tensor_parallel_inside_shard_map_adds_up_two_numbers_for_each_norm(mesh
     norms = spread(gcx.per_example.norms(sharded), DATA).lower(PARAMS, BATCH).compile().as_text()
     local = EXAMPLES // 2
     activations = 2 * local * TOKENS * WIDTH  # those of the loss itself, there and back
-    assert sum(hlo.all_reduced(norms)) == activations + 2 * local
+    # The loop is for the examples whose gradients have to be materialized.
+    assert sum(hlo.all_reduced(norms, loops=False)) == activations + 2 * local
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers")  # no result has the shape of the batch
