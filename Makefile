@@ -26,8 +26,8 @@ export REPOSITORY_URL ?= $(shell sed -n 's/^repository = "\(.*\)"/\1/p' pyprojec
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-all test-oldest test-newest test-nightly test-compiled-tpu \
-	test-compiled-cuda fuzz lint format bench study bench-compiled bench-features notebooks docs docs-site wheel package \
+.PHONY: help demo test test-slow test-all test-oldest test-newest test-nightly mutants test-compiled-tpu \
+	test-compiled-cuda fuzz lint format bench gpu study bench-compiled bench-features notebooks docs docs-site wheel package \
 	test-trainers check-package check-release clean print-oldest print-newest
 
 help:  ## this list
@@ -48,6 +48,11 @@ test-all: $(VENV)/.installed-test  ## both
 fuzz: $(VENV)/.installed-test  ## random programs against plain Python, until one fails or Ctrl-C
 	FUZZ=1 $(VENV)/bin/python -m pytest -n0 -x tests/conformance/test_fuzz.py \
 		tests/unit/per_example/test_random_losses.py $(PYTEST_ARGS)
+
+# Where it stopped it goes on; `MUTANTS_ARGS="--count 20 --seed 1 --out build/few.jsonl"` is a short run.
+MUTANTS_ARGS ?=
+mutants: $(VENV)/.installed-test  ## change src at random, and see whether the tests that cover it fail (hours)
+	$(VENV)/bin/python tests/mutants.py $(MUTANTS_ARGS)
 
 test-oldest:  ## the suite on the oldest supported JAX and Optax, in .venv-oldest
 	@test -n "$(PYTHON_OLDEST)" || \
@@ -72,15 +77,20 @@ format: $(VENV)/.installed-dev  ## let ruff rewrite what it can
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 
-bench: $(VENV)/.installed-test  ## every script in benchmarks/ that measures this machine
-	@set -e; for script in $(filter-out %compiled.py,$(wildcard benchmarks/[a-z]*.py)); do \
-		echo "== $$script"; $(VENV)/bin/python "$$script"; done
+BENCHMARKS = steps.times steps.compile_time faults.other_libraries faults.guards faults.detect per_example.speed
+bench: $(VENV)/.installed-test  ## every benchmark that measures this machine
+	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(VENV)/bin/python -m benchmarks.$$name; done
+
+# GPU_ARGS=--small tries it on a CPU.
+GPU_ARGS ?=
+gpu: $(VENV)/.installed-test  ## the GPU tests, and whole steps in milliseconds beside Optax's, in 20 minutes
+	$(VENV)/bin/python -m benchmarks.steps.gpu $(GPU_ARGS)
 
 # Up to three hours on two cores; stopped, it goes on where it was. The page is made from what there is.
 STUDY_ARGS ?=
 study: $(VENV)/.installed-test  ## which clip, and is it worth it? Trains every method on every problem
-	$(VENV)/bin/python benchmarks/study/study.py $(STUDY_ARGS)
-	$(VENV)/bin/python benchmarks/study/report.py
+	$(VENV)/bin/python -m benchmarks.study.study $(STUDY_ARGS)
+	$(VENV)/bin/python -m benchmarks.study.report
 
 # Training steps compiled for devices that are not there, each in an environment of its own: 1 GB
 # for TPUs, 3 GB for CUDA. `make bench-compiled BENCH_ARGS='--only "PPO:skip_nonfinite"'` runs a part.
@@ -89,13 +99,13 @@ COMPILED_PINS := jax==0.10.2 jaxlib==0.10.2 optax==0.2.8
 compiled_pytest = -m pytest -p no:cacheprovider --confcutdir=tests/integration/compiled tests/integration/compiled
 
 bench-compiled: .venv-tpu/.compiled .venv-cuda/.compiled  ## whole steps, compiled for an H100 and TPUs
-	JAX_PLATFORMS=cpu .venv-cuda/bin/python benchmarks/compiled.py $(BENCH_ARGS)
-	JAX_PLATFORMS=cpu .venv-tpu/bin/python benchmarks/compiled.py $(BENCH_ARGS)
-	@echo "python benchmarks/charts.py draws the charts of docs/benchmarks.md again."
+	JAX_PLATFORMS=cpu .venv-cuda/bin/python -m benchmarks.compiled.steps $(BENCH_ARGS)
+	JAX_PLATFORMS=cpu .venv-tpu/bin/python -m benchmarks.compiled.steps $(BENCH_ARGS)
+	@echo "python -m benchmarks.compiled.charts draws the charts of docs/benchmarks.md again."
 
 bench-features: .venv-tpu/.compiled .venv-cuda/.compiled  ## what each feature costs there
-	JAX_PLATFORMS=cpu .venv-cuda/bin/python benchmarks/features_compiled.py $(BENCH_ARGS)
-	JAX_PLATFORMS=cpu .venv-tpu/bin/python benchmarks/features_compiled.py $(BENCH_ARGS)
+	JAX_PLATFORMS=cpu .venv-cuda/bin/python -m benchmarks.compiled.features $(BENCH_ARGS)
+	JAX_PLATFORMS=cpu .venv-tpu/bin/python -m benchmarks.compiled.features $(BENCH_ARGS)
 
 test-compiled-tpu: .venv-tpu/.compiled  ## what must hold of the programs on TPUs
 	JAX_PLATFORMS=cpu .venv-tpu/bin/python $(compiled_pytest) $(PYTEST_ARGS)

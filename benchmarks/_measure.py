@@ -1,4 +1,4 @@
-"""Interleaved timing, the bandwidth of this machine, and what a compiled program needs."""
+"""Interleaved timing, and what a compiled program needs."""
 
 import gc
 import time
@@ -27,10 +27,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of the repetitions, and what the compiler says of the program."""
+    """Seconds of the repetitions, scratch memory, and the text of the compiled program."""
 
     seconds: np.ndarray[Any, Any]
     scratch_bytes: int
+    text: str
 
     @property
     def median(self) -> float:
@@ -48,11 +49,13 @@ def interleaved(cases: dict[str, Case], repetitions: int, group: int = 1) -> dic
     """Times all cases in turn, A B C A B C, in one process; `group` steps make a repetition."""
     programs: dict[str, Any] = {}
     scratch: dict[str, int] = {}
+    texts: dict[str, str] = {}
     for name, case in cases.items():
         carry = case.carry()
         # Called as users call it: a compiled program called by hand takes its arguments in Python.
         step = jax.jit(case.step, donate_argnums=0)
-        memory = step.lower(carry, *case.args).compile().memory_analysis()
+        compiled = step.lower(carry, *case.args).compile()
+        memory, texts[name] = compiled.memory_analysis(), compiled.as_text()
         scratch[name] = 0 if memory is None else int(memory.temp_size_in_bytes)
         programs[name] = (step, jax.block_until_ready(step(carry, *case.args)))
 
@@ -67,7 +70,7 @@ def interleaved(cases: dict[str, Case], repetitions: int, group: int = 1) -> dic
         return repetition
 
     seconds = in_turn({name: call(name) for name in cases}, repetitions)
-    return {name: Timing(seconds[name], scratch[name]) for name in cases}
+    return {name: Timing(seconds[name], scratch[name], texts[name]) for name in cases}
 
 
 def in_turn(
@@ -82,13 +85,6 @@ def in_turn(
             jax.block_until_ready(call())
             seconds[name].append(time.perf_counter() - start)
     return {name: np.asarray(found) for name, found in seconds.items()}
-
-
-def copy_bandwidth(num_bytes: int = 1 << 28) -> float:
-    """Bytes a second that this machine moves while it scales an array in place."""
-    case = Case(lambda x: x * jnp.float32(1.0001), lambda: jnp.ones(num_bytes // 4, jnp.float32))
-    timing = interleaved({"copy": case}, 9)["copy"]
-    return 2 * num_bytes / timing.median
 
 
 def tree_bytes(tree: Any) -> int:

@@ -266,14 +266,16 @@ def ppo(inputs: int = 8, width: int = 64, actions: int = 4, batch: int = 512) ->
     return Model(params, (_f32(batch, inputs), _i32(batch), *numbers), loss, (actions,))
 
 
-def small_leaves(leaves: int = 1000, size: int = 64) -> Model:
-    """Many vectors, each drawn to the same: no model, but some trees have as many small leaves."""
-    params = {f"leaf{i}": _f32(size) for i in range(leaves)}
+def deep(layers: int = 150, width: int = 32, batch: int = 16) -> Model:
+    """A multilayer perceptron with two small leaves for each layer."""
+    params = [{"weight": _f32(width, width), "bias": _f32(width)} for _ in range(layers)]
 
-    def loss(params: Tree, target: jax.Array) -> jax.Array:
-        return sum((jnp.mean(jnp.square(x - target)) for x in params.values()), jnp.zeros(()))
+    def loss(params: Tree, x: jax.Array) -> jax.Array:
+        for p in params:
+            x = jnp.tanh(x @ p["weight"] + p["bias"])
+        return jnp.mean(jnp.square(x))
 
-    return Model(params, _f32(size), loss)
+    return Model(params, _f32(batch, width), loss)
 
 
 # The small ones compile in seconds and show what the large ones show.
@@ -287,5 +289,5 @@ MODELS: dict[str, Callable[[], Model]] = {
     "ResNet-50": lambda: resnet((3, 4, 6, 3), 64, 32, 224, 1000),
     "ViT-S/14": vit,
     "GPT-2 124M": lambda: gpt(12, 768, 50257, 8, 1024, scan=False),
-    "1,000 leaves of 64": small_leaves,
+    "150 layers": deep,
 }

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from _models import Model
 from jax import lax
 
 import gradclip_jax as gcx
+from benchmarks._models import Model
 
 Tree = Any
 EVERY = 8
@@ -134,6 +134,36 @@ def _watched(*of: str) -> Maker:
     return make
 
 
+def _example_loss(model: Model) -> Callable[..., jax.Array]:
+    """The loss of one example, which has no batch axis."""
+    return lambda params, example: model.loss(params, jax.tree.map(lambda x: x[None], example))
+
+
+def _per_example(model: Model) -> Step:
+    def value_and_grad(_: Any) -> Any:
+        return gcx.per_example.value_and_grad(_example_loss(model), 1.0)
+
+    return _updated(_ADAMW, value_and_grad)(model)
+
+
+def _aggregated(model: Model) -> Step:
+    """Optax's per-example clipping, which gets the materialized gradient of every example."""
+    tx = optax.chain(optax.contrib.differentially_private_aggregate(1.0, 0.0, 0), _ADAMW)
+
+    def value_and_grad(_: Any) -> Any:
+        one = jax.value_and_grad(_example_loss(model))
+
+        def run(params: Tree, batch: Tree) -> Any:
+            losses, grads = jax.vmap(one, (None, 0))(params, batch)
+            return jnp.mean(losses), grads
+
+        return run
+
+    return _updated(tx, value_and_grad)(model)
+
+
+# Too large for the table of all models; `gpu.py` times them.
+PER_EXAMPLE = {"ours": _per_example, "Optax": _aggregated}
 _ACCUMULATED = gcx.accumulate_gradients(_CLIP, EVERY)
 _SPIKES = gcx.skip_spikes(_ADAMW, norm=gcx.thresholds.mean_std(6.0))
 ROWS = {

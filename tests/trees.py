@@ -85,10 +85,6 @@ TREES: dict[str, Callable[[], Any]] = {
     "many": lambda: {f"leaf{i}": normal((i % 5 + 1,), "bfloat16", seed=i) for i in range(300)},
 }
 
-# Optax has no `clip` or unit-wise norm for everything: what a test may leave out.
-WITH_COMPLEX = frozenset({"mixed_dtypes", "complex"})
-SLOW_TO_COMPILE = frozenset({"many"})
-
 
 def build(name: str) -> Any:
     return TREES[name]()

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import NamedTuple
 
-from compare import FIXED, NONE, Comparison, Entry, Losses
+from benchmarks.study.compare import FIXED, NONE, Comparison, Entry, Losses
 
 
 class Claim(NamedTuple):

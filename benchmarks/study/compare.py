@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 from scipy.stats import wilcoxon
-from study import Record
+
+from benchmarks.study.study import Record
 
 SIGNIFICANT = 0.05
 EQUAL = 0.02  # losses this near to each other count as the same

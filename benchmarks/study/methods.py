@@ -136,7 +136,8 @@ METHODS = (
     ),
     Method(
         "StableAdamW", "clipping", 1.0, HUNDREDFOLD,
-        lambda at: gcx.contrib.stable_adamw(at.learning_rate, clipping=at.value), optimizers=("adam",),
+        lambda at: gcx.contrib.stable_adamw(at.learning_rate, clipping=at.value),
+        optimizers=("adam",),
     ),
     Method(
         "skip on norm", "z_threshold", 6.0, times(6.0),
@@ -144,7 +145,11 @@ METHODS = (
     ),
     Method(
         "skip on loss", "z_threshold", 6.0, times(6.0),
-        around(lambda inner, z: gcx.skip_spikes(inner, loss=thresholds.mean_std(z, allow_negative=True))),
+        around(
+            lambda inner, z: gcx.skip_spikes(
+                inner, loss=thresholds.mean_std(z, allow_negative=True)
+            )
+        ),
     ),
     Method(
         "micro-batches", "max_norm", 1.0, HUNDREDFOLD,

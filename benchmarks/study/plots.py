@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import numpy as np
-from compare import FIXED, Entry, Losses, best_by_rate, sensitivity
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
-from study import Record
+
+from benchmarks.study.compare import FIXED, Entry, Losses, best_by_rate, sensitivity
+from benchmarks.study.study import Record
 
 
 def draw_ratios(path: Path, losses: Losses, methods: list[str], setting: str) -> None:
@@ -60,7 +61,7 @@ def draw_sensitivity(path: Path, record: Record, problems: list[str], methods: l
 
 STYLES = {
     "none": ("#999999", "-"),
-    "fixed": ("#000000", "-"),
+    "fixed": ("#e69f00", "-"),
     "quantile": ("#0072b2", "--"),
     "ZClip": ("#d55e00", "-."),
     "value": ("#009e73", ":"),

@@ -1,6 +1,6 @@
-"""Makes the page of the study, docs/study.md, and its plots from the CSV files beside this script.
+"""Generate docs/study.md, docs/study_results.md and their plots from the CSV files of the study.
 
-What is written by hand stands in page.md; every number and table in it is computed here.
+The prose is in page.md, the frame of the tables in results.md; all numbers and tables are computed.
 """
 
 import argparse
@@ -10,9 +10,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import matplotlib
 import numpy as np
-from claims import CLAIMS, check, count
-from compare import (
+
+from benchmarks._report import THEME
+from benchmarks.study.claims import CLAIMS, check, count
+from benchmarks.study.compare import (
     FIXED,
     RECORDED,
     Entry,
@@ -22,11 +25,12 @@ from compare import (
     percentile_ratios,
     sensitivity,
 )
-from methods import METHODS
-from plots import draw_rates, draw_ratios, draw_sensitivity
-from study import FOLDER, TUNING_SEEDS, Record
+from benchmarks.study.methods import METHODS
+from benchmarks.study.plots import draw_rates, draw_ratios, draw_sensitivity
+from benchmarks.study.study import FOLDER, TUNING_SEEDS, Record
 
 DOCS = FOLDER.parents[1] / "docs"
+PAGES = {"study.md": "page.md", "study_results.md": "results.md"}
 SWEEPS = ["tanh RNN, sgd", "LSTM, adam", "GPT, adam"]
 
 
@@ -161,7 +165,8 @@ def claim_table(losses: Losses) -> str:
     return markdown(["source", "claim", "compared here", "on how many problems", "verdict"], rows)
 
 
-def page(record: Record) -> str:
+def pages(record: Record) -> dict[str, str]:
+    """The text of each page, by file name."""
     losses = Losses(record)
     summaries = summarise(record, losses)
     facts: dict[str, object] = json.loads((record.folder / "about.json").read_text())
@@ -181,10 +186,13 @@ def page(record: Record) -> str:
             facts[".".join((*found.entry, field))] = text
     for optimizer, setting in itertools.product(("sgd", "adam"), ("tuned", "default")):
         facts[f"{optimizer}_{setting}"] = loss_table(losses, optimizer, setting)
-    text = (FOLDER / "page.md").read_text(encoding="utf-8")
-    for name, value in facts.items():
-        text = text.replace("{{" + name + "}}", str(value))
-    return text
+    found: dict[str, str] = {}
+    for page, template in PAGES.items():
+        text = (FOLDER / template).read_text(encoding="utf-8")
+        for name, value in facts.items():
+            text = text.replace("{{" + name + "}}", str(value))
+        found[page] = text
+    return found
 
 
 def draw(record: Record, folder: Path) -> None:
@@ -207,8 +215,10 @@ def main(words: list[str] | None = None) -> None:
     if not record.tests:
         parser.error(f"argument --results: no tests.csv in {args.results}; run study.py first")
     (args.out / "images").mkdir(parents=True, exist_ok=True)
-    (args.out / "study.md").write_text(page(record), encoding="utf-8")
-    draw(record, args.out / "images")
+    for name, text in pages(record).items():
+        (args.out / name).write_text(text, encoding="utf-8")
+    with matplotlib.rc_context(THEME):
+        draw(record, args.out / "images")
     print(f"Written: {args.out / 'study.md'}")
 
 

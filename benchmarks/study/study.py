@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-from methods import METHODS, Method
-from problems import PROBLEMS, Problem
 from tqdm import tqdm
-from train import Choice, Result, Trainer, usual_norms
+
+from benchmarks.study.methods import METHODS, Method
+from benchmarks.study.problems import PROBLEMS, Problem
+from benchmarks.study.train import Choice, Result, Trainer, usual_norms
 
 FOLDER = Path(__file__).parent
 TUNING_SEEDS = (0, 1, 2, 3, 4)
@@ -229,7 +230,7 @@ def main(words: list[str] | None = None) -> None:
     minutes = (time.perf_counter() - start) / 60
     record.add_time(minutes)
     print(f"{minutes:.0f} minutes. Written: {args.out}/tests.csv")
-    print("The page and its plots: python benchmarks/study/report.py")
+    print("The page and its plots: python -m benchmarks.study.report")
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from methods import MICRO_BATCHES, Method, Setting
-from problems import Batch, Params, Problem
 
 import gradclip_jax as gcx
+from benchmarks.study.methods import MICRO_BATCHES, Method, Setting
+from benchmarks.study.problems import Batch, Params, Problem
 
 RECORDED_STEPS = 100
 

@@ -55,7 +55,7 @@ from .adaptive._transform import adaptive_grad_clip, autoclip, zclip, adagc, qua
 from .accumulation._transform import accumulate_gradients
 from .accumulation._microbatch import microbatched_value_and_grad
 from .accumulation._state import flush, reset_accumulation, accumulated_gradients
-from ._execute import apply_gradients
+from .gates._execute import apply_gradients
 from ._states import has_updated
 from ._rounding import round_stochastically
 

@@ -1,9 +1,4 @@
-"""The one place that words an error.
-
-Every message reads
-`<function>: <argument> must be <rule>, got <value>[ at <path>]. <one next step>`.
-Numbers are checked when a thing is built, trees when it is traced; traced values never raise.
-"""
+"""Checks of arguments. Values are checked when a transformation is built; tracers pass."""
 
 import inspect
 import math
@@ -29,7 +24,7 @@ def describe(leaf: Any) -> str:
 
 
 def shortened(value: Any) -> str:
-    """A value for a message: arrays by dtype and shape, functions by name, and not too much."""
+    """A value for an error message: arrays by dtype and shape, functions by name, shortened."""
 
     def abstract(leaf: Any) -> Any:
         if inspect.isfunction(leaf):
@@ -39,18 +34,21 @@ def shortened(value: Any) -> str:
 
     if isinstance(value, int) and value.bit_length() > 64:  # Python writes no number so long
         return f"an integer of {value.bit_length()} bits"
-    text = repr(jax.tree.map(abstract, value))
+    try:
+        text = repr(jax.tree.map(abstract, value))
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deep"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 class _Shown(str):
-    """Text that a container shows without quotation marks."""
+    """Text that `repr` of a container shows without quotation marks."""
 
     __repr__ = str.__str__
 
 
 def dtype_of(leaf: Any) -> Any:
-    """The dtype of a leaf, or one like it for a number of Python; `object` for what is neither."""
+    """The dtype of an array or a Python number; `object` for anything else."""
     if hasattr(leaf, "dtype"):
         return leaf.dtype
     kinds = (kind for kind in (bool, int, float, complex) if isinstance(leaf, kind))
@@ -58,25 +56,25 @@ def dtype_of(leaf: Any) -> Any:
 
 
 def is_scalar(value: Any, *kinds: Any) -> bool:
-    """Whether a value is one number, of Python, NumPy or JAX, of one of these kinds."""
+    """Whether a value is a scalar of Python, NumPy or JAX with one of these dtypes."""
     if not isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)) or np.ndim(value):
         return False
-    dtype = dtype_of(value)  # the scalars of bfloat16 are no `np.number`
+    dtype = dtype_of(value)  # scalars of bfloat16 are not instances of `np.number`
     return any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
 def leaf_path(argument: str, path: Any) -> str:
-    """The place of a leaf, written so that it can be pasted."""
+    """The path of a leaf, as an expression."""
     return argument + jax.tree_util.keystr(path)
 
 
 def is_traced(value: Any) -> bool:
-    """Whether a value is known only when the compiled program runs."""
+    """Whether a value is a tracer."""
     return isinstance(value, Tracer)
 
 
 def is_float0(leaf: Any) -> bool:
-    """Whether a leaf is the gradient of an integer: it carries nothing."""
+    """Whether a leaf is float0, the gradient of an integer."""
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
@@ -97,7 +95,7 @@ def check_number(
     below_high: bool = False,
     or_nan: bool = False,
 ) -> None:
-    """Refuses what is not a number in (low, high].
+    """Raise if a value is not a number in (low, high]. Traced values pass.
 
     The interval includes `low` if `closed`, and excludes `high` if `below_high`.
     """
@@ -110,7 +108,7 @@ def check_number(
     try:
         known = float(value)
     except OverflowError:  # an integer of hundreds of digits
-        known = math.nan
+        known, or_nan = math.nan, False
     is_above = low <= known if closed else low < known
     is_below = known < high if below_high else known <= high
     if not (is_above and is_below or or_nan and math.isnan(known)):
@@ -118,30 +116,30 @@ def check_number(
 
 
 def check_decays(**decays: Any) -> None:
-    """Refuses a decay that is not a number in [0, 1)."""
+    """Raise if a decay is not a number in [0, 1)."""
     hint = "A decay is a number below 1, such as 0.99."
     for argument, value in decays.items():
         check_number(argument, value, hint, high=1.0, closed=True, below_high=True)
 
 
 def check_count(argument: str, value: Any, hint: str, *, low: int = 1) -> None:
-    """Refuses what is not an integer >= low; traced integers pass."""
+    """Raise if a value is not an integer >= low. Traced integers pass."""
     rule = f"an integer >= {low}"
     if hasattr(value, "dtype"):
         is_integer = jnp.issubdtype(value.dtype, jnp.integer)
     else:
         is_integer = hasattr(value, "__index__") and not isinstance(value, bool)
-    if not is_integer or np.ndim(value) != 0:
+    if not is_integer or inspect.isclass(value) or np.ndim(value) != 0:
         raise type_error(argument, rule, shortened(value), hint)
     if is_traced(value) or low <= int(value) <= np.iinfo(np.int32).max:
         return
     if int(value) >= low:
-        rule = "an integer that fits 32 bit"  # what the counters of states are
+        rule = "an integer that fits 32 bits"  # as the counters of states
     raise value_error(argument, rule, shortened(value), hint)
 
 
 def check_static(argument: str, value: Any) -> None:
-    """Refuses an array where the shape of the program depends on the value."""
+    """Raise if an argument that must be static is an array."""
     if is_traced(value) or isinstance(value, jax.Array):
         rule = "a static Python value"
         hint = f"Under `optax.inject_hyperparams` pass `static_args=({argument!r},)`."
@@ -149,28 +147,28 @@ def check_static(argument: str, value: Any) -> None:
 
 
 def check_length(argument: str, value: Any) -> None:
-    """Refuses a length of history that is no static integer from 1 to 2^20."""
+    """Raise if a length of a history is not a static integer from 1 to 2^20."""
     check_static(argument, value)
     check_count(argument, value, "Pass the number of steps to keep.")
-    if int(value) > 2**20:  # a file may hold any number, and a state of gigabytes is no use
+    if int(value) > 2**20:  # a config file may contain any number
         rule, hint = "an integer <= 2**20", "Pass a shorter window, such as 1000."
         raise value_error(argument, rule, shortened(value), hint)
 
 
 def refuse_traced(argument: str, value: Any) -> None:
-    """Refuses a tracer where a value on the host is needed."""
+    """Raise if a value that is needed on the host is a tracer."""
     if is_traced(value):
         hint = "Call it outside jit, on what the step returned."
         raise type_error(argument, "known on the host", "a tracer", hint)
 
 
 def is_function(value: Any) -> bool:
-    """Whether a value can be called and is no dtype: `jnp.float32` is both."""
+    """Whether a value is callable and not a type: `jnp.float32` is callable."""
     return callable(value) and not isinstance(value, type)
 
 
 def check_dtype(argument: str, value: Any) -> None:
-    """Refuses what is no real floating dtype."""
+    """Raise if a value is not a real floating dtype."""
     try:
         is_dtype = value is not None and not isinstance(value, (jax.Array, np.ndarray))
         is_floating = is_dtype and jnp.issubdtype(jnp.dtype(value), jnp.floating)
@@ -182,14 +180,16 @@ def check_dtype(argument: str, value: Any) -> None:
 
 
 def check_choice(argument: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Refuses a value outside `choices`: words, bools and None."""
+    """Raise if a value is not one of `choices`, which are strings, bools or None."""
     if not isinstance(value, (str, bool, type(None))) or value not in choices:
         rule, hint = "one of " + ", ".join(map(repr, choices)), "Pick one of them."
         raise value_error(argument, rule, shortened(value), hint)
 
 
 def check_ord(ord: Any) -> float:
-    """The order of a norm as a static Python float."""
+    """The order of a norm as a static Python float; None means 2, as in `jnp.linalg.norm`."""
+    if ord is None:
+        return 2.0
     check_static("ord", ord)
     check_number("ord", ord, "Pass 1, 2, any other order > 0, or `jnp.inf`.")
     return float(ord)
@@ -208,13 +208,13 @@ def check_axis_name(axis_name: Any) -> AxisName:
 
 
 def check_callable(argument: str, value: Any, hint: str) -> None:
-    """Refuses what cannot be called."""
+    """Raise if a value is not callable."""
     if not callable(value):
         raise type_error(argument, "callable", shortened(value), hint)
 
 
 def check_transformation(argument: str, value: Any) -> None:
-    """Refuses what has no `init` and `update`, as an Optax gradient transformation has."""
+    """Raise if a value has no `init` and `update`."""
     is_pair = callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
     if isinstance(value, type) or not is_pair:
         hint = "Pass an Optax optimizer such as `optax.adamw(1e-3)`."
@@ -225,7 +225,7 @@ def check_transformation(argument: str, value: Any) -> None:
 
 
 def check_no_transformation(state: Any) -> None:
-    """Refuses a transformation in the place of its state."""
+    """Raise if a transformation was passed in place of its state."""
     if callable(getattr(state, "init", None)) and callable(getattr(state, "update", None)):
         hint = "Pass what `init(params)` or `update` of it returned."
         got = f"the {type(state).__name__} itself"
@@ -233,7 +233,7 @@ def check_no_transformation(state: Any) -> None:
 
 
 def check_bound(axis_name: AxisName) -> None:
-    """Refuses mapped axes that are not there where the function runs."""
+    """Raise if a named axis is not bound by `pmap`, `shard_map` or `vmap` around this call."""
     for name in (axis_name,) if isinstance(axis_name, str) else axis_name or ():
         try:
             jax.lax.axis_size(name)
@@ -244,7 +244,7 @@ def check_bound(axis_name: AxisName) -> None:
 
 
 def check_state(state: Any, kind: type) -> None:
-    """Refuses no state, or the state of another transformation, where history is kept."""
+    """Raise if the state is missing or belongs to another transformation."""
     name = kind.__name__
     rule = f"{'an' if name[0] in 'AEIOU' else 'a'} `{name}`"
     if state is None:
@@ -255,21 +255,21 @@ def check_state(state: Any, kind: type) -> None:
         raise type_error("state", rule, type(state).__name__, hint)
 
 
-def check_no_state(updates: Any) -> None:
-    """Refuses a state of this package in the place of the updates."""
+def check_no_state(argument: str, updates: Any) -> None:
+    """Raise if a state of this package was passed in place of the updates."""
 
     def is_state(node: Any) -> bool:
         return isinstance(node, tuple) and type(node).__module__.startswith(f"{__package__}.")
 
     for path, node in jax.tree.leaves_with_path(updates, is_leaf=is_state):
         if is_state(node):
-            got = f"a {type(node).__name__} at {leaf_path('updates', path)}"
+            got = f"a {type(node).__name__} at {leaf_path(argument, path)}"
             hint = "The order is `update(grads, state, params)`."
-            raise type_error("updates", "a tree of gradients", got, hint)
+            raise type_error(argument, "a tree of gradients", got, hint)
 
 
 def check_axis(axis: Any) -> None:
-    """Refuses what is neither None, an axis, nor a sequence of axes."""
+    """Raise if a value is neither None, an axis, nor a sequence of axes."""
     check_static("axis", axis)
     plain = axis.tolist() if isinstance(axis, np.ndarray) else axis
     axes = plain if isinstance(plain, (tuple, list, range)) else () if plain is None else (plain,)
@@ -280,7 +280,7 @@ def check_axis(axis: Any) -> None:
 
 
 def axes_within(axis: Any, x: Any, owner: str, place: str, hint: str) -> tuple[int, ...]:
-    """The axes of an array, sorted and counted from 0; refuses those it does not have."""
+    """The axes of an array, sorted and nonnegative; raise if the array does not have them."""
     rank = np.ndim(x)
     axes = (axis,) if np.ndim(axis) == 0 else tuple(axis)
     if any(not -rank <= a < rank for a in axes) or len({a % rank for a in axes}) < len(axes):

@@ -1,5 +1,6 @@
 """Configs: calls of this package as plain values that can be written to a file and read back."""
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -20,7 +21,7 @@ from ._checks import (
     check_transformation,
     shortened,
 )
-from ._errors import type_error, value_error
+from ._errors import named, type_error, value_error
 from .accumulation._transform import accumulate_gradients
 from .clipping._transform import clip_by_global_norm
 
@@ -62,6 +63,7 @@ class TransformConfig:
     name: str
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any], hash=False)
 
+    @functools.partial(named, function="TransformConfig")
     def __post_init__(self) -> None:
         plain = _to_plain(self.arguments)
         _check_call(self.name, plain)
@@ -75,15 +77,16 @@ class TransformConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """`{"name": ..., argument: value, ...}`, a copy."""
-        return {"name": self.name, **_to_plain(self.arguments)}
+        return {"name": self.name, **copy.deepcopy(dict(self.arguments))}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "TransformConfig":
         """The inverse of `to_dict`; it calls nothing that it reads."""
         if not isinstance(values, Mapping) or "name" not in values:
             rule, hint = "a mapping with the key 'name'", "Write it as `to_dict` does."
-            got = shortened(values)
-            raise type_error("values", rule, got, hint)
+            raise type_error("values", rule, shortened(values), hint).of(
+                "TransformConfig.from_dict"
+            )
         arguments = dict(values)
         return cls(arguments.pop("name"), arguments)
 
@@ -111,6 +114,7 @@ class AccumulationConfig:
     normalize: bool = True
     max_grad_norm: float | None = None
 
+    @functools.partial(named, function="AccumulationConfig")
     def __post_init__(self) -> None:
         check_count("accumulation_steps", self.accumulation_steps, "1 is every step.")
         check_choice("normalize", self.normalize, (True, False))
@@ -137,7 +141,16 @@ class AccumulationConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "AccumulationConfig":
         """The inverse of `to_dict`."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(values, Mapping) or not set(values) <= set(names):
+            rule, hint = f"a mapping with keys among {names}", "Write it as `to_dict` does."
+            raise type_error("values", rule, shortened(values), hint).of(
+                "AccumulationConfig.from_dict"
+            )
         return cls(**values)
+
+
+_MAX_DEPTH = 32  # of lists and configs inside each other
 
 
 @functools.cache
@@ -179,20 +192,24 @@ def _built(plain: Any) -> Any:
     return {key: _built(x) for key, x in plain.items()}
 
 
-def _to_plain(value: Any) -> Any:
+def _to_plain(value: Any, depth: int = 0) -> Any:
     """A copy made of strings, numbers, bools, None, lists and dicts with string keys."""
+    if depth > _MAX_DEPTH:
+        rule, hint = f"nested at most {_MAX_DEPTH} deep", "Call the function itself."
+        raise value_error("arguments", rule, f"a {type(value).__name__} deeper inside", hint)
     if isinstance(value, (np.generic, np.ndarray, jax.Array)) and value.ndim == 0:
         value = value.item()
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
-    if isinstance(value, Mapping) and "name" in value:
-        value = TransformConfig.from_dict(value)
     if isinstance(value, TransformConfig):
         return value.to_dict()
     if isinstance(value, list) or type(value) is tuple:
-        return list(map(_to_plain, value))
+        return [_to_plain(x, depth + 1) for x in value]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _to_plain(x) for key, x in value.items()}
+        plain = {key: _to_plain(x, depth + 1) for key, x in value.items()}
+        if depth and "name" in plain:  # another config
+            _check_call(plain["name"], {key: x for key, x in plain.items() if key != "name"})
+        return plain
     if isinstance(value, (np.dtype, type)) and jnp.issubdtype(value, jnp.number):
         return jnp.dtype(value).name
     rule = "a plain value, or lists and mappings by name of such"

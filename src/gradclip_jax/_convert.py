@@ -1,15 +1,15 @@
-"""The state of one optimizer as the state of another: changing over in the middle of a run.
+"""Convert the state of one optimizer to the state of another in the middle of a run.
 
-Chains, guards and accumulations are opened, so each state is a sequence of parts. Parts of one kind
-are matched in order, and copied; the fields of a transformation of Optax are translated to those of
-its counterpart here, or back. A part of this package that only one of the two has starts anew or is
-dropped. All else is refused, with its path.
+Each state is flattened to a sequence of parts by opening chains, guards and accumulations. Parts of
+the same kind are matched in order and copied; between Optax and this package their fields are
+translated. A part of this package without a counterpart is initialized or dropped. Everything else
+raises an error with its path.
 """
 
 import collections
 import itertools
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,9 @@ import optax
 from ._checks import check_choice, describe, is_traced, leaf_path, shortened
 from ._errors import ArgumentTypeError, public, type_error, value_error
 from ._rounding import RoundingState
-from ._states import GATES, find_states, plain_arrays, replace_states, with_structure_of
+from ._states import GATES, plain_arrays, with_structure_of
 from ._tree_checks import children_of
-from ._types import Scalar, Tree
-from .accumulation._reduction import init_with_reductions
+from ._types import Array, Scalar, Tree
 from .accumulation._state import AccumulationState
 from .clipping._clip import ClipState
 from .guarding._loss_scale import LossScaleState
@@ -30,7 +29,7 @@ from .guarding._skip_nonfinite import SkipNonfiniteState
 from .monitoring._record import NormRecordState
 from .monitoring._watch import WatchState
 
-_INNER: Final[dict[type, str]] = GATES | {  # what is around another state, and where that is
+_INNER: Final[dict[type, str]] = GATES | {  # the field that contains the inner state
     optax.MultiStepsState: "inner_opt_state",
     optax.ApplyIfFiniteState: "inner_state",
     WatchState: "inner_state",
@@ -40,6 +39,8 @@ _KINDS: Final[dict[type, type]] = {
     optax.ApplyIfFiniteState: SkipNonfiniteState,
     LossScaleState: SkipNonfiniteState,
 }
+_Path: TypeAlias = tuple[Any, ...]
+_Window: TypeAlias = AccumulationState | optax.MultiStepsState
 _FRESH = (ClipState, NormRecordState, RoundingState, optax.EmptyState)
 _HINT = (
     "Leave the rest of the chain as it was; restore a checkpoint into the `init(params)` of the "
@@ -49,44 +50,47 @@ _HINT = (
 
 @public
 def convert_state(
-    tx: optax.GradientTransformation, state: Any, params: Tree, *, reduction: str | None = None
-) -> Any:
-    """The state of `tx` that continues a run from the state of the optimizer it replaces.
+    tx: optax.GradientTransformation, state: Tree, params: Tree, *, reduction: str | None = None
+) -> Tree:
+    """Convert the state of an optimizer to the state of the optimizer that replaces it.
 
-    For a run that was started with Optax and continues with this package, or vice versa, and
-    for a run that gets a guard, an accumulation or a clip, or loses one. The two optimizers must be
-    alike except for the parts in this table, wherever they are: inside `chain`,
-    `named_chain`, `masked`, `partition`, `inject_hyperparams`, or one another.
+    Use it to continue a run of Optax with this package, or vice versa, and to add or remove a
+    guard, an accumulation or a clip. Apart from the parts in this table, the two optimizers must be
+    equal. The parts may be inside `chain`, `named_chain`, `masked`, `partition`,
+    `inject_hyperparams`, or each other.
 
-    | before | after | what is carried over |
+    | before | after | what is copied |
     | --- | --- | --- |
     | `MultiSteps` | `accumulate_gradients` | the open window, the counts, the inner state |
     | `apply_if_finite` | `skip_nonfinite` | the counts of skips, the inner state |
-    | a clip of Optax | a clip | nothing: Optax's have no state. Rules and schedules start anew |
-    | nothing | a guard, an accumulation, a `watch` | it starts anew around what is there |
+    | a clip of Optax | a clip | nothing: Optax's clips have no state |
+    | nothing | a guard, an accumulation, a `watch` | the inner state |
     | an accumulator | one of another dtype | the open window, rounded to nearest |
-    | nothing | a clip, `record_norms` | it starts anew, and so do others of its kind |
-    | nothing | `round_stochastically` | the same |
+    | nothing | a clip, `record_norms` | nothing: it and all others of its kind are initialized |
+    | nothing | `round_stochastically` | nothing: it is initialized |
 
-    Each row may be read backwards. A window that would be lost is refused while it is open.
+    Each row also holds in the other direction. Dropping a window that contains micro-batches is an
+    error.
 
     Args:
-        tx: the optimizer that goes on: a transformation, or an `optax.MultiSteps`.
-        state: the state of the optimizer it replaces; that of an `nnx.Optimizer` as it is.
+        tx: the new optimizer: a transformation, or an `optax.MultiSteps`.
+        state: the state of the optimizer that `tx` replaces. Of an `nnx.Optimizer` or a
+            `TrainState`, pass `.opt_state`.
         params: the parameters.
-        reduction: "mean" or "sum": whether the accumulation of the two optimizers averages. None
-            asks `tx`, for an `optax.MultiSteps` by one call of its `update`.
+        reduction: "mean" or "sum": whether the accumulation averages or sums its micro-batches.
+            Required if an open window is converted between `MultiSteps` and
+            `accumulate_gradients`, because the state of `MultiSteps` does not contain it, and
+            inside jit, where any window may be open. `MultiSteps` averages by default.
 
     Returns:
-        A state for `tx.update`. `accumulation_stats` counts past micro-batches as if all windows
-        had been as long as the first; a `skip_state` of `MultiSteps` starts anew.
+        A state for `tx.update`. Its `accumulation_stats` count past micro-batches as if all windows
+        had had the length of the first. A `skip_state` of `MultiSteps` is initialized.
 
     Raises:
-        TypeError: a part of `state` has no counterpart in that of `tx`, or other shapes or
-            dtypes; the message names its path.
-        ValueError: an open window has weights other than 1 and goes to `MultiSteps`, which has
-            none, or goes to an optimizer that has no room for it; `reduction` is another word,
-            or is not that of `tx`.
+        TypeError: a part of `state` has no counterpart in the state of `tx`, or different shapes or
+            dtypes.
+        ValueError: `reduction` is required and missing, or has another value; an open window would
+            be dropped, or has weights other than 1, which `MultiSteps` does not support.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -94,7 +98,7 @@ def convert_state(
         >>> old = optax.MultiSteps(optax.sgd(1.0), every_k_schedule=2)
         >>> _, state = old.update(jnp.array([2.0]), old.init(params), params)
         >>> new = gcx.accumulate_gradients(optax.sgd(1.0), every=2)
-        >>> state = gcx.convert_state(new, state, params)
+        >>> state = gcx.convert_state(new, state, params, reduction="mean")
         >>> updates, state = new.update(jnp.array([6.0]), state, params)
         >>> updates.tolist()
         [-4.0]
@@ -102,61 +106,34 @@ def convert_state(
     if not callable(getattr(tx, "init", None)):
         rule, hint = "an optimizer", "Pass an Optax transformation, or an `optax.MultiSteps`."
         raise type_error("tx", rule, shortened(tx), hint)
+    if hasattr(state, "opt_state") and not isinstance(state, tuple):
+        hint = "Pass its `.opt_state`, which is converted as it is."
+        raise type_error("state", "the state of an Optax transformation", _name(state), hint)
     check_choice("reduction", reduction, (None, "mean", "sum"))
-    like, reductions = init_with_reductions(tx.init, params)
-    if reduction is None:
-        averages = _averages(tx, like, params, reductions)
-    elif any(own in ("mean", "sum") and own != reduction for own in reductions):
-        rule, hint = f"that of `tx`, {reductions[0]!r}", "Leave it out: `tx` is asked."
-        raise value_error("reduction", rule, repr(reduction), hint)
-    else:
-        averages = reduction == "mean"
-    arrays = plain_arrays(like), plain_arrays(state)
-    return with_structure_of(like, jax.tree.map(jnp.asarray, _converted(*arrays, averages, ())))
+    like = tx.init(params)
+    converted = _converted(plain_arrays(like), plain_arrays(state), reduction, ())
+    return with_structure_of(like, jax.tree.map(jnp.asarray, converted))
 
 
-def _averages(tx: Any, like: Any, params: Tree, reductions: list[Any]) -> Any:
-    """Whether the accumulation of `tx` averages: bool, bool[] inside jit, or None if unknown."""
-    if reductions:
-        first = reductions[0]
-        is_known = first in ("mean", "sum") and all(other == first for other in reductions)
-        return first == "mean" if is_known else None
-    if not find_states(like, optax.MultiStepsState):
-        return None
-
-    def with_large_sum(state: Any) -> Any:
-        return state._replace(acc_grads=jax.tree.map(lambda x: x + 2.0**15, state.acc_grads))
-
-    # `MultiSteps` has no field for it, but its mean of one gradient forgets what it held before.
-    state = replace_states(like, optax.MultiStepsState, with_large_sum)
-    _, state = tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
-    windows = [window.acc_grads for _, window in find_states(state, optax.MultiStepsState)]
-    sums = [jnp.any(jnp.real(x) > 2.0**14) for x in jax.tree.leaves(windows)]
-    return ~jnp.stack(sums).any() if sums else True
-
-
-def _converted(like: Any, given: Any, averages: Any, path: Any) -> Any:
-    """The values of `given` in the structure of `like`, a fresh state.
-
-    `averages` is whether accumulations do: bool, bool[], or None if that is not known.
-    """
-    of_kind: dict[Any, list[tuple[Any, Any]]] = collections.defaultdict(list)
+def _converted(like: Tree, given: Tree, reduction: str | None, path: _Path) -> Tree:
+    """The values of `given` in the structure of `like`, a new state of `tx`."""
+    of_kind: dict[type | None, list[tuple[_Path, Tree]]] = collections.defaultdict(list)
     for place, part in _parts(given, path):
         of_kind[_kind(part)].append((place, part))
     counts = collections.Counter(_kind(part) for _, part in _parts(like))
-    # Which of several clips is new cannot be known.
-    anew = {kind for kind, parts in of_kind.items() if len(parts) != counts[kind]}
+    # If the numbers differ, the new ones cannot be told from the old ones.
+    restarted = {kind for kind, parts in of_kind.items() if len(parts) != counts[kind]}
 
-    def counterpart(node: Any) -> Any:
+    def counterpart(node: Tree) -> Tree:
         kind = _kind(node)
-        if (_is_fresh(node) and kind in anew) or not of_kind[kind]:
+        if (_is_fresh(node) and kind in restarted) or not of_kind[kind]:
             if kind is None:
                 raise _mismatch(_name(node), "nothing", path)
             return node
         place, part = of_kind[kind].pop(0)
-        return _copied(node, part, averages, place)
+        return _copied(node, part, reduction, place)
 
-    def rebuilt(node: Any) -> Any:
+    def rebuilt(node: Tree) -> Tree:
         if type(node) is tuple:
             return tuple(map(rebuilt, node))
         new, inner = counterpart(node), _INNER.get(type(node))
@@ -170,8 +147,8 @@ def _converted(like: Any, given: Any, averages: Any, path: Any) -> Any:
     return converted
 
 
-def _parts(node: Any, path: Any = ()) -> Iterator[tuple[Any, Any]]:
-    """The path and the state of all that is in chains, guards and accumulations, and of these."""
+def _parts(node: Tree, path: _Path = ()) -> Iterator[tuple[_Path, Tree]]:
+    """The paths and states of all parts, including the states of guards and accumulations."""
     if type(node) is tuple:
         for i, x in enumerate(node):
             yield from _parts(x, (*path, jax.tree_util.SequenceKey(i)))
@@ -182,45 +159,45 @@ def _parts(node: Any, path: Any = ()) -> Iterator[tuple[Any, Any]]:
         yield from _parts(getattr(node, inner), (*path, jax.tree_util.GetAttrKey(inner)))
 
 
-def _kind(part: Any) -> type | None:
-    """What a part is matched by; None for one that must have a counterpart."""
-    may_start_anew = type(part) in _INNER or _is_fresh(part)
-    return _KINDS.get(type(part), type(part)) if may_start_anew else None
+def _kind(part: Tree) -> type | None:
+    """The type that matches a part; None for parts that must have a counterpart."""
+    is_optional = type(part) in _INNER or _is_fresh(part)
+    return _KINDS.get(type(part), type(part)) if is_optional else None
 
 
-def _is_fresh(node: Any) -> bool:
-    """Whether a state may start anew, or be left behind: that of clips, records, or nothing."""
+def _is_fresh(node: Tree) -> bool:
+    """Whether a state consists of clips and records, which can be initialized or dropped."""
     parts = jax.tree.leaves(node, is_leaf=lambda x: isinstance(x, _FRESH))
     return bool(parts) and all(isinstance(x, _FRESH) for x in parts)
 
 
-def _copied(like: Any, given: Any, averages: Any, path: Any) -> Any:
-    """The values of one part in its counterpart; the state inside a guard is left as it is."""
+def _copied(like: Tree, given: Tree, reduction: str | None, path: _Path) -> Tree:
+    """The values of one part in its counterpart, except for the inner state."""
     kind, is_same = _kind(like), type(like) is type(given)
     if is_same and hasattr(like, "incidents") and not _is_alike(like.incidents, given.incidents):
         given = given._replace(incidents=like.incidents)
     if isinstance(like, _FRESH):
         return given if _is_alike(like, given) else like
     if kind is AccumulationState:
-        given = _copied_window(like, given, averages, path)
+        given = _copied_window(like, given, reduction, path)
     elif kind is SkipNonfiniteState and not is_same:
         given = _copied_skips(like, given)
     if kind in _INNER:
         like, given = (x._replace(**{_INNER[type(x)]: ()}) for x in (like, given))
-    return _copied_children(like, given, averages, path)
+    return _copied_children(like, given, reduction, path)
 
 
-def _is_alike(like: Any, given: Any) -> bool:
-    """Whether all shapes and dtypes are the same."""
+def _is_alike(like: Tree, given: Tree) -> bool:
+    """Whether two trees have the same structure, shapes and dtypes."""
 
-    def shapes(tree: Any) -> Any:
+    def shapes(tree: Tree) -> Tree:
         leaves, structure = jax.tree.flatten(tree)
         return structure, [(np.shape(x), jnp.result_type(x)) for x in leaves]
 
     return shapes(like) == shapes(given)
 
 
-def _copied_children(like: Any, given: Any, averages: Any, path: Any) -> Any:
+def _copied_children(like: Tree, given: Tree, reduction: str | None, path: _Path) -> Tree:
     """The values of `given`, child by child."""
     if isinstance(like, dict) and isinstance(given, dict):
         names = like.keys() ^ given.keys()
@@ -235,12 +212,12 @@ def _copied_children(like: Any, given: Any, averages: Any, path: Any) -> Any:
             raise _mismatch(describe(like), describe(given), path)
         return given
     pairs = zip(children, others, strict=True)
-    copied = [_converted(x, y, averages, (*path, *key)) for (key, x), (_, y) in pairs]
+    copied = [_converted(x, y, reduction, (*path, *key)) for (key, x), (_, y) in pairs]
     return jax.tree.unflatten(structure, copied)
 
 
-def _copied_skips(like: Any, given: Any) -> Any:
-    """The counts of skips, where one of the two is Optax's guard or a loss scale."""
+def _copied_skips(like: Tree, given: Tree) -> Tree:
+    """The counts of skips, translated from or to `apply_if_finite` or a loss scale."""
     if isinstance(given, optax.ApplyIfFiniteState):
         skips, streak, failed = map(_count, (given.total_notfinite, given.notfinite_count, 0))
     else:
@@ -251,27 +228,26 @@ def _copied_skips(like: Any, given: Any) -> Any:
     return like._replace(skipped_nonfinite=skips, consecutive_skips=streak, guard_failed=failed)
 
 
-def _copied_window(like: Any, given: Any, averages: Any, path: Any) -> Any:
-    """A window; that of Optax holds the mean, if it averages, and ours always the sum."""
-    held, steps = _count(given.mini_step), _count(given.gradient_step)
+def _copied_window(like: _Window, given: _Window, reduction: str | None, path: _Path) -> _Window:
+    """A window. `MultiSteps` holds the mean if it averages; `accumulate_gradients` always sums."""
     if type(like) is type(given):
         return given._replace(acc_grads=_accumulator(like, given, 1, path))
-    if averages is None:
-        rule = 'given, "mean" or "sum", where `tx` does not decide it for all its leaves'
-        hint = f"A window at {leaf_path('state', path)} is one or the other."
+    held, steps = _count(given.mini_step), _count(given.gradient_step)
+    is_ours = isinstance(like, AccumulationState)
+    if isinstance(given, AccumulationState):
+        _check_weights(given, path)
+    if not jax.tree.leaves(like.acc_grads):
+        _check_closed(given, path)
+    elif reduction is None and (is_traced(held) or _is_open(given)):
+        rule = '"mean" or "sum" for a window that may contain micro-batches'
+        hint = f'It is at {leaf_path("state", path)}. `MultiSteps` averages by default: "mean".'
         raise value_error("reduction", rule, "None", hint)
-    length = jnp.where(averages, jnp.maximum(held, 1), 1).astype(jnp.float32)
-    # Zero for an empty window: ours still holds the sum of the last one, Optax adds to it.
-    is_filled, is_ours = held > 0, isinstance(like, AccumulationState)
+    length = jnp.float32(1) if reduction == "sum" else jnp.maximum(held, 1).astype(jnp.float32)
+    # Zero for an empty window: ours still contains the last sum, and `MultiSteps` would add to it.
+    is_filled = held > 0
     acc = _accumulator(like, given, is_filled * length if is_ours else is_filled / length, path)
     like = like._replace(mini_step=held, gradient_step=steps, acc_grads=acc)
-    if not is_ours:
-        weight = given.total_weight
-        if _is_open(given) and not is_traced(weight) and weight != held:  # Optax has no weights
-            place = leaf_path("state", path) + ".total_weight"
-            rule, hint = "a window of weights 1", "`flush` the window first."
-            got = f"a weight of {float(weight):g} in {int(held)} micro-batches at {place}"
-            raise value_error("state", rule, got, hint)
+    if not isinstance(like, AccumulationState):
         return like
     return like._replace(
         total_weight=held.astype(jnp.float32),
@@ -280,13 +256,23 @@ def _copied_window(like: Any, given: Any, averages: Any, path: Any) -> Any:
     )
 
 
-def _accumulator(like: Any, given: Any, factor: Any, path: Any) -> Tree:
-    """The accumulator of `given` times a factor, in the dtypes of that of `like`."""
+def _check_weights(window: AccumulationState, path: _Path) -> None:
+    """Raise if an open window has weights other than 1."""
+    weight, held = window.total_weight, window.mini_step
+    if _is_open(window) and not is_traced(weight) and weight != held:
+        place = leaf_path("state", path) + ".total_weight"
+        got = f"a weight of {float(weight):g} in {int(held)} micro-batches at {place}"
+        hint = "`flush` the window first; `MultiSteps` has no weights."
+        raise value_error("state", "a window with weights of 1", got, hint)
 
-    def scaled(x: Any, like: Any) -> Any:
+
+def _accumulator(like: _Window, given: _Window, factor: Scalar | int, path: _Path) -> Tree:
+    """The accumulator of `given` times a factor, in the dtypes of the accumulator of `like`."""
+
+    def scaled(x: Array, like: Array) -> Array:
         if jnp.iscomplexobj(x) and not jnp.iscomplexobj(like):
             return x
-        # Selected, not multiplied: an empty window may hold anything.
+        # Selected, not multiplied: the accumulator of an empty window may contain NaN.
         x = jnp.where(factor > 0, x * factor, jnp.zeros_like(x))
         return x.astype(jnp.result_type(like))
 
@@ -299,26 +285,24 @@ def _accumulator(like: Any, given: Any, factor: Any, path: Any) -> Tree:
     return jax.tree.map(scaled, acc, ours) if is_same else acc
 
 
-def _is_open(window: Any) -> bool:
-    """Whether micro-batches wait in a window, as far as that is known."""
-    return not is_traced(window.mini_step) and bool(window.mini_step > 0)
+def _is_open(window: _Window) -> bool:
+    """Whether a window contains micro-batches; False if the number is traced."""
+    return not is_traced(window.mini_step) and bool(_count(window.mini_step) > 0)
 
 
-def _check_closed(given: Any, path: Any) -> None:
-    """Refuses to leave an open window behind."""
+def _check_closed(given: Tree, path: _Path) -> None:
+    """Raise if an open window would be dropped."""
     if isinstance(given, (AccumulationState, optax.MultiStepsState)) and _is_open(given):
-        place = leaf_path("state", path) + ".mini_step"
-        rule = "between two windows where `tx` has no room for one"
-        got = f"{int(_count(given.mini_step))} held micro-batches at {place}"
-        hint = "`flush` the window first, or convert after the next step."
-        raise value_error("state", rule, got, hint)
+        got = f"{given.mini_step} micro-batches at {leaf_path('state', path)}.mini_step"
+        hint = "`flush` the window first, or convert the state after the next step."
+        raise value_error("state", "one without an open window, as `tx` has none", got, hint)
 
 
 def _count(value: Any) -> Scalar:
     return jnp.asarray(value, jnp.int32)
 
 
-def _name(node: Any) -> str:
+def _name(node: Tree) -> str:
     if isinstance(node, dict):
         return f"a dict with the keys {', '.join(map(repr, sorted(node, key=str)))}"
     if type(node) in (tuple, list):
@@ -326,7 +310,7 @@ def _name(node: Any) -> str:
     return describe(node) if hasattr(node, "dtype") else type(node).__name__
 
 
-def _mismatch(expected: str, got: str, path: Any) -> ArgumentTypeError:
+def _mismatch(expected: str, got: str, path: _Path) -> ArgumentTypeError:
     rule = "a state that maps on that of `tx`"
     place = leaf_path("state", path)
     return type_error("state", rule, f"{got} where `tx` has {expected} at {place}", _HINT)

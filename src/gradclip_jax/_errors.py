@@ -7,7 +7,7 @@ transformation is built, trees when it is traced. Traced values never raise.
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import jax
 import optax
@@ -27,6 +27,11 @@ class ArgumentError(Exception):
 
     function: str = ""
     is_named: bool = False
+
+    def of(self, function: str) -> Self:
+        """The same error with the name of the function, where `public` cannot add it."""
+        self.function, self.is_named = function, True
+        return self
 
     def __str__(self) -> str:
         """The message, after the name of the function."""
@@ -89,7 +94,7 @@ def _named_result(result: Any, function: str) -> Any:
     if isinstance(result, optax.GradientTransformation):
         init, update = result
         # The update of a guard or an accumulation must stay recognizable: it names itself.
-        is_gated = hasattr(update, "named")
-        update = update.named(function) if is_gated else named(update, function)
+        rename = getattr(update, "named", functools.partial(named, update))
+        update = rename(function)
         return type(result)(named(init, function), update)
     return named(result, function) if callable(result) and hasattr(result, "__code__") else result

@@ -1,8 +1,8 @@
-"""The mesh axes in the type of a value, and the sums over devices that follow from them.
+"""The mesh axes in the type of an array, and the collectives that follow from them.
 
-Inside `shard_map` a gradient stays on its device if the parameter is typed as varying. Under
-explicit axes it does if the parameter is typed as reduced: the gradient is then *unreduced*, a
-summand. It is summed once, at the end of a window or a batch.
+Inside `shard_map` the gradient of a varying parameter stays local to its device. Under explicit
+axes the gradient of a parameter with reduced axes is *unreduced*: each device holds a summand. Both
+are summed once, at the end of a window or a batch.
 """
 
 import math
@@ -22,29 +22,31 @@ from ._types import Array, AxisName, Tree
 
 def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes of `shard_map` over which a value differs from device to device."""
-    type_of = _type_of(x)
-    return frozenset(type_of.manual_axis_type.varying if HAS_TYPES else type_of.vma)
+    aval: Any = x if isinstance(x, ShapedArray) else jax.typeof(x)
+    return frozenset(aval.manual_axis_type.varying if HAS_TYPES else aval.vma)
 
 
 def shard_axes(x: Any, axis_name: AxisName) -> frozenset[str]:
-    """The axes over which a leaf is a shard of the whole.
+    """The mesh axes over which a leaf is sharded.
 
-    Its type says so inside `shard_map`. Where types are silent (`pmap`, `check_vma=False`) the
-    axes named by the user count for every leaf; the index of an axis varies over that axis, so
-    a type that does not even say this of it is silent.
+    Inside `shard_map` the type of the leaf carries them. Where types do not (`pmap`,
+    `check_vma=False`), every leaf counts as sharded over `axis_name`. The index of an axis varies
+    over that axis, so types carry no axes if the type of the index does not.
     """
-    named = axis_name or ()
-    silent = {name for name in named if name not in varying_axes(lax.axis_index(name))}
-    return varying_axes(x) | silent
+    varying = varying_axes(x)
+    for name in axis_name or ():
+        if name not in varying_axes(lax.axis_index(name)):
+            varying |= {name}
+    return varying
 
 
 def replica_count(axes: frozenset[str], everywhere: frozenset[str]) -> int:
-    """How many devices along `everywhere` hold the same value, if it varies over `axes`."""
+    """The number of devices along `everywhere` with the same value, if it varies over `axes`."""
     return math.prod(map(lax.axis_size, everywhere - axes))
 
 
 def device_count(x: Any) -> int:
-    """Over how many devices an array may be sharded: all there are, where its type is silent."""
+    """The number of devices that an array may be sharded over."""
     mesh = jax.typeof(x).sharding.mesh
     if mesh.empty:
         return len(jax.devices())
@@ -52,23 +54,24 @@ def device_count(x: Any) -> int:
 
 
 def memory_of(x: Any) -> str:
-    """The memory that a value lies in, "host" or "device", as far as its type says."""
-    space = getattr(_type_of(x), "memory_space", None)
+    """The memory space of a value according to its type, "host" or "device"."""
+    aval = x if isinstance(x, ShapedArray) else jax.typeof(x)
+    space = getattr(aval, "memory_space", None)
     return "host" if getattr(space, "name", "") == "Host" else "device"
 
 
 def in_memory_of(x: Any, like: Any) -> Any:
-    """The same value in the memory that another lies in."""
+    """Move a value to the memory space of another."""
     return x if memory_of(x) == memory_of(like) else jax.device_put(x, _type_of(like).memory_space)
 
 
 def on_device(x: Any) -> Any:
-    """The same value in the memory of the device."""
-    return x if memory_of(x) == "device" else jax.device_put(x, jax.memory.Space.Device)
+    """Move a value to device memory."""
+    return jax.device_put(x, jax.memory.Space.Device) if memory_of(x) == "host" else x
 
 
 def reshard_like(x: Any, like: Any) -> Any:
-    """The same value, sharded as the type of another array says, under explicit axes."""
+    """Reshard a value like another one, under explicit axes."""
     ours, theirs = jax.typeof(x).sharding, jax.typeof(like).sharding
     if ours == theirs or not is_explicit(theirs):
         return x
@@ -76,17 +79,17 @@ def reshard_like(x: Any, like: Any) -> Any:
 
 
 def is_explicit(sharding: Any) -> bool:
-    """Whether a type says over which mesh axes an array is sharded."""
+    """Whether a sharding has explicit mesh axes."""
     return any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types)
 
 
 def _type_of(x: Any) -> Any:
-    """The type of an array or of its shape, or that type itself."""
+    """The abstract value of an array, or that abstract value itself."""
     return x if isinstance(x, ShapedArray) else jax.typeof(x)
 
 
 def zeros_of_type(like: Any, dtype: Any = None) -> Array:
-    """Zeros that lie, are sharded, and vary, as an array of this type or shape."""
+    """Zeros with the shape, memory space, sharding and varying axes of another array."""
     sharding = _type_of(like).sharding
     given = sharding if is_explicit(sharding) else None
     zeros = lax.full(like.shape, 0, dtype or like.dtype, sharding=given)
@@ -94,12 +97,12 @@ def zeros_of_type(like: Any, dtype: Any = None) -> Array:
 
 
 def sum_over(x: Array, axes: frozenset[str]) -> Array:
-    """The sum over devices: one all-reduce, or none."""
+    """Sum over devices with one all-reduce, or none."""
     return lax.psum(x, tuple(sorted(axes))) if axes else x
 
 
 def max_over(x: Array, axes: frozenset[str]) -> Array:
-    """The maximum over devices; a NaN counts as infinite, because an all-reduce may drop it."""
+    """The maximum over devices. NaN counts as infinite, because an all-reduce may drop it."""
     if not axes:
         return x
     if jnp.issubdtype(x.dtype, jnp.floating):
@@ -108,9 +111,9 @@ def max_over(x: Array, axes: frozenset[str]) -> Array:
 
 
 def vary(x: Any, axes: frozenset[str]) -> Any:
-    """The same value, typed as one that may differ along the axes.
+    """Cast a value to one that varies over the axes.
 
-    A gradient with respect to it stays on its device instead of being summed at once.
+    The gradient with respect to it stays local instead of being summed immediately.
     """
     missing = tuple(sorted(axes - varying_axes(x)))
     if not missing:
@@ -121,7 +124,7 @@ def vary(x: Any, axes: frozenset[str]) -> Any:
 
 
 def sharding_with(x: Any, **axes: frozenset[str]) -> NamedSharding:
-    """How an array is sharded, with other `reduced` and `unreduced` axes, or none of them."""
+    """The sharding of an array with other `reduced` and `unreduced` axes, or without them."""
     sharding = jax.typeof(x).sharding
     # With such axes a spec is no longer a sequence of its entries.
     entries = sharding.spec.partitions if HAS_TYPES else sharding.spec
@@ -129,23 +132,23 @@ def sharding_with(x: Any, **axes: frozenset[str]) -> NamedSharding:
 
 
 def reduced_axes(x: Any) -> frozenset[str]:
-    """The mesh axes over which a gradient with respect to a value stays unreduced."""
+    """The mesh axes over which the gradient with respect to a value stays unreduced."""
     return frozenset(jax.typeof(x).sharding.spec.reduced) if HAS_TYPES else frozenset()
 
 
 def unreduced_axes(x: Any) -> frozenset[str]:
-    """The mesh axes over which each device holds a summand of the value, under explicit axes."""
+    """The mesh axes over which a value is unreduced: each device holds a summand."""
     return frozenset(jax.typeof(x).sharding.spec.unreduced) if HAS_TYPES else frozenset()
 
 
 def is_unreduced(tree: Any) -> bool:
-    """Whether each device holds a summand of a leaf."""
+    """Whether a leaf of the tree is unreduced."""
     leaves = [x for x in jax.tree.leaves(tree) if hasattr(x, "shape")]
     return any(unreduced_axes(x) for x in leaves if x.dtype != jax.dtypes.float0)
 
 
 def factor_for(value: Array, factor: Any) -> Any:
-    """The factor, typed as what a value that is unreduced may be multiplied by."""
+    """The factor, resharded so that an unreduced value can be multiplied by it."""
     axes = unreduced_axes(value)
     if not axes:
         return factor
@@ -154,7 +157,7 @@ def factor_for(value: Array, factor: Any) -> Any:
 
 
 def without_reduced_axes(params: Tree) -> Tree:
-    """The parameters as an optimizer sees them, whatever their gradients stay unreduced over."""
+    """The parameters without reduced axes, as the optimizer expects them."""
 
     def plain(param: Any) -> Any:
         is_plain = is_float0(param) or not reduced_axes(param)
@@ -164,7 +167,7 @@ def without_reduced_axes(params: Tree) -> Tree:
 
 
 def reduce_over_devices(grads: Tree, inner_state: Any) -> Tree:
-    """Unreduced leaves summed over devices, to the sharding of the inner optimizer's state."""
+    """Sum unreduced leaves over devices, to the sharding of the inner optimizer's state."""
     if not is_unreduced(grads):
         return grads
     structure = jax.tree.structure(grads)

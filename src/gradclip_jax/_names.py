@@ -1,4 +1,4 @@
-"""What a name that others have is called here."""
+"""Hints for names that other libraries use."""
 
 import difflib
 import sys
@@ -24,13 +24,13 @@ _THEIRS: Final = {
     "skip_nonfinite": "apply_if_finite conditionally_mask conditionally_transform "
     "skip_not_finite zero_nans",
 }
-"""Names here, and what Optax, PyTorch, Lightning, Flax, Haiku, JMP and Keras call the same."""
+"""Names of this package, and the names that other libraries use for the same."""
 
 ELSEWHERE: Final = {name: ours for ours, names in _THEIRS.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Says what a name is called here, or which name is meant."""
+    """Raise an `AttributeError` with the name that was probably meant."""
     package = sys.modules[__package__ or ""]
     if name.startswith("_"):  # asked for by `copy`, `inspect` and the like, and never shown
         raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Rounding to bfloat16 up or down at random: of sums of gradients, and of parameters."""
+"""Stochastic rounding to bfloat16, of sums of gradients and of parameters."""
 
 from typing import Any, NamedTuple
 
@@ -17,10 +17,10 @@ from ._types import Array, Scalar, Tree
 
 
 class RoundingState(NamedTuple):
-    """What the next random bits follow from.
+    """The state of `round_stochastically`.
 
     Attributes:
-        step: updates so far, int32[].
+        step: number of updates, int32[]. The random bits depend on it.
     """
 
     step: Scalar
@@ -28,35 +28,37 @@ class RoundingState(NamedTuple):
 
 @public
 def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
-    """Lets parameters in bfloat16 learn from updates too small for them: no float32 copy is kept.
+    """Round parameters in bfloat16 stochastically, instead of keeping a float32 copy of them.
 
-    `update = r(p + u) - p`, where `r` rounds to one of the two neighbours in bfloat16, to each with
-    the probability that makes its mean `p + u`. Added to the parameter the update gives that number
-    exactly. Rounded to nearest, an update below 1/512 of the parameter may be lost every time.
+    `update = r(p + u) - p`, where `r` rounds to one of the two neighbors in bfloat16 with
+    probabilities such that the expectation is `p + u`. Adding the update to the parameter gives
+    the rounded number exactly. Round to nearest may discard every update below 1/512 of the
+    parameter.
 
     Place it last, `optax.chain(optax.adamw(1e-3), round_stochastically())`, inside accumulations
-    and guards, and apply the updates with `apply_gradients` or `optax.apply_updates`. Give `init`
-    of the optimizer float32 parameters, or its moments are rounded to bfloat16 as well.
+    and guards, and apply the updates with `apply_gradients` or `optax.apply_updates`. Pass float32
+    parameters to `init` of the optimizer if its moments should not be bfloat16.
 
     | leaf | update |
     | --- | --- |
-    | bfloat16 | float32, as above; the random bits follow from `seed`, step and place |
-    | bfloat16, and `p + u` has no other digits | `u`, so a step that is held changes nothing |
-    | `p + u` is NaN or infinite | stays so when applied |
+    | bfloat16 | float32; the random bits depend on `seed`, the step and the leaf |
+    | bfloat16, where `p + u` is representable | `u`; a zero update changes nothing |
+    | NaN or infinite `p + u` | NaN or infinite |
     | float32, float64, complex, float0 | unchanged |
     | float16, float8 | an error |
-    | replicated over devices | the same on all |
-    | a shard, in `shard_map` | bits of its own; in `pmap` and unchecked `shard_map` the same bits |
+    | replicated over devices | equal on all devices |
+    | sharded in `shard_map` | different bits on each device |
+    | sharded in `pmap` and unchecked `shard_map` | the same bits on each device |
 
     Args:
-        seed: of the random bits, an integer >= 0.
+        seed: the seed of the random bits, an integer >= 0.
 
     Returns:
-        A transformation whose state is a count of steps. Its updates are those of the optimizer,
-        float32 for parameters in bfloat16.
+        A transformation whose state is the number of steps. Its updates are float32 for parameters
+        in bfloat16 and unchanged otherwise.
 
     Raises:
-        ValueError: `seed` is below 0, or `update` gets no parameters.
+        ValueError: `seed` is below 0, or `update` is called without parameters.
         TypeError: a parameter is float16 or float8.
 
     Examples:
@@ -86,9 +88,9 @@ def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         leaves, structure = jax.tree.flatten(updates)
         named = jax.tree.leaves_with_path(params)
-        keys = jax.random.split(key, len(leaves))  # one program, not one for each leaf
+        keys = jax.random.split(key, len(leaves))  # one split for all leaves
         out = [
-            _to_neighbour(u, p, leaf_path("params", path), keys[i])
+            _to_neighbor(u, p, leaf_path("params", path), keys[i])
             for i, (u, (path, p)) in enumerate(zip(leaves, named, strict=True))
         ]
         return jax.tree.unflatten(structure, out), RoundingState(increment_where(state.step))
@@ -96,8 +98,8 @@ def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def _to_neighbour(update: Any, param: Any, place: str, key: Array) -> Any:
-    """The update to a number of bfloat16, if the parameter is one."""
+def _to_neighbor(update: Any, param: Any, place: str, key: Array) -> Any:
+    """The update to a bfloat16 number, if the parameter has that dtype."""
     kind = jnp.result_type(param)
     if is_float0(update) or jnp.finfo(kind).bits >= 32:
         return update
@@ -112,7 +114,7 @@ def _to_neighbour(update: Any, param: Any, place: str, key: Array) -> Any:
 
 
 def rounded(dtype: Any, x: Array, key: Array | None) -> Array:
-    """An array in a dtype, with a key at random if that is bfloat16."""
+    """Cast an array; a key rounds stochastically if the dtype is bfloat16."""
     if x.dtype == dtype:
         return x
     if key is None or dtype != jnp.bfloat16:
@@ -128,7 +130,7 @@ def rounded(dtype: Any, x: Array, key: Array | None) -> Array:
 def _up_or_down(x: Array, noise: Array) -> Array:
     bits = lax.bitcast_convert_type(x, jnp.uint32) + noise.astype(jnp.uint32)
     new = lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
-    # A carry would turn a NaN into a zero.
+    # Adding the noise to the bits of a NaN may overflow to those of zero.
     return jnp.where(jnp.isfinite(x), new, x.astype(jnp.bfloat16))
 
 

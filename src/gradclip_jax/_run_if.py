@@ -1,16 +1,13 @@
-"""Runs a step zero or one times, in place: what accumulations and guards share.
+"""Conditional execution of a step: run it zero or one times, in place.
 
-A step that is seldom taken, as that of an accumulation, is the body of a `while_loop` of zero or
-one trip. `lax.cond` copies the branch it does not change (9.0 N moved and 3.0 N of scratch for a
-held step of AdamW on an H100, against 3.0 N and none), `jnp.where` computes both.
+A step that rarely runs, such as that of an accumulation, is the body of a `while_loop` with zero
+or one iterations, because XLA updates the carry of a loop in place. `lax.cond` copies the operands
+that the branch does not change (9.0 N bytes moved and 3.0 N of scratch for an AdamW step that is
+not run on an H100, instead of 3.0 N and none). `jnp.where` computes the step in any case.
 
-A step that is usually taken, as behind a guard, stays in the loop on a CPU, where a skipped step
-then costs nothing. A GPU would wait for the host at every step, so there, and on a TPU, the step
-is always computed and its result selected.
-
-A step that is checked before it counts is computed once and selected on a GPU and a TPU, where XLA
-fuses both. A CPU computes it to check it and once more to write it: to select it there would need
-a copy of all it changes.
+A step that usually runs, such as that of a guard, is a loop on CPU, where a skipped step then costs
+nothing. On GPU and TPU it is computed and selected, because the host of a GPU waits for the
+predicate of a loop.
 """
 
 import functools
@@ -19,43 +16,44 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core
 
 from ._checks import is_float0, is_traced
-from ._devices import shared
-from ._mesh import is_unreduced, reshard_like
+from ._devices import HAS_TYPES, shared
+from ._errors import type_error
+from ._mesh import reshard_like, varying_axes, zeros_of_type
 from ._types import Array, Tree
 
-Report: TypeAlias = list[Any]
-"""Of a checked step: whether it passed, bool[], then flags and measurements of the checks."""
+Flag: TypeAlias = Array | np.bool_ | bool
+"""bool[]; a bool of Python or NumPy is known when the step is traced: no branch is compiled."""
 
 
 class Program(NamedTuple):
-    """A function that was traced once, to be run wherever it is needed.
+    """A function that was traced once and can be evaluated in other places.
 
     Attributes:
-        function: what runs it, `(*constants, *leaves of the arguments) -> leaves`. It holds no
-            tracer, so that a derivative or a checkpoint may run it later.
-        constants: the arrays it closes over.
-        output: its results, as types.
+        function: `(*constants, *leaves of the arguments) -> leaves`. It contains no tracer, so
+            that a derivative or a checkpoint can evaluate it later.
+        constants: the arrays that the traced function closes over.
+        output: the types of its results.
     """
 
-    function: Callable[..., list[Any]]
-    constants: list[Any]
+    function: Callable[..., list[Array]]
+    constants: list[Array]
     output: Tree
 
-    def __call__(self, *args: Tree, constants: Any = None) -> Tree:
-        """The results; with other values for the constants where they are arguments themselves."""
-        constants = self.constants if constants is None else constants
-        leaves = self.function(*constants, *jax.tree.leaves(args))
+    def __call__(self, *args: Tree) -> Tree:
+        """Evaluate the function."""
+        leaves = self.function(*self.constants, *jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(self.output), leaves)
 
 
 def trace(function: Callable[..., Tree], *args: Tree) -> Program:
-    """Traces a function on arguments, or on their shapes."""
+    """Trace a function on arguments, or on their shapes."""
     closed, output = jax.make_jaxpr(function, return_shape=True)(*args)
-    # Of the shapes, JAX 0.7 does not say over which devices they vary.
+    # The shapes of JAX 0.7 do not say over which mesh axes a value varies; avals do.
     output = jax.tree.unflatten(jax.tree.structure(output), closed.out_avals)
     jaxpr = closed.jaxpr
     inputs = [*jaxpr.constvars, *jaxpr.invars]
@@ -64,154 +62,172 @@ def trace(function: Callable[..., Tree], *args: Tree) -> Program:
 
 
 def run_if(
-    predicate: Array | bool, step: Callable[[Tree], Tree], carry: Tree, *, usually: bool = False
+    predicate: Flag, step: Callable[[Tree], Tree], carry: Tree, *, usually: bool = False
 ) -> Tree:
-    """`step(carry)` where the predicate holds, else the carry itself, with no copy of it.
+    """`step(carry)` if the predicate is true, else the carry, without copying it.
 
-    A Python bool decides when the program is traced. The carry keeps its dtypes and its
-    sharding. Differentiable in both modes: a loop is not in reverse, so its derivative is that of
-    the equivalent `lax.cond`. With `usually` a GPU and a TPU select instead of looping.
+    A predicate that is known when the program is traced leaves no branch in it. The carry keeps
+    its dtypes and sharding. Differentiable in forward and reverse mode: reverse mode does not
+    support loops, so the derivative is that of the equivalent `lax.cond`. With `usually`, GPU and
+    TPU compute the step and select.
     """
-
-    def typed_step(carry: Tree) -> Tree:
-        return _typed_like(step(carry), carry)
-
-    if not is_traced(predicate):
-        return typed_step(carry) if bool(predicate) else carry
-    program = trace(typed_step, carry)
-    return _run(_usual if usually else _loop, _cond, program, predicate, carry)
+    return run_step(predicate, lambda carry: (None, step(carry)), carry, usually=usually)[1]
 
 
-def run_if_checked(
-    predicate: Array | bool, step: Callable[[Tree], tuple[Tree, Report]], carry: Tree
-) -> tuple[Tree, Report]:
-    """As `run_if`, usually, where also the check of the step passes; and the report of the check.
+def run_step(
+    predicate: Flag,
+    step: Callable[[Tree], tuple[Tree, Tree]],
+    carry: Tree,
+    *,
+    usually: bool = False,
+) -> tuple[Tree, Tree]:
+    """Like `run_if` for a step that returns `(output, carry)`, with zeros for the output."""
+    is_known = not is_traced(predicate)
+    if is_known and bool(predicate):
+        output, new = step(carry)
+        return output, like_types(new, carry)
+    program = trace_step(step, carry)
+    if is_known:
+        return jax.tree.map(zeros_of_type, program.output[0]), carry
+    _check_varying(carry, program.output[1])
+    return _execute(_loop_or_select if usually else _loop, program, jnp.asarray(predicate), carry)
 
-    The step returns the next carry and its report, which begins with whether it may be taken,
-    bool[]. The report of a step that is not computed is False, and NaN.
+
+def trace_step(step: Callable[[Tree], tuple[Tree, Tree]], carry: Tree) -> Program:
+    """Trace a step that returns `(output, carry)`; the carry keeps its types."""
+
+    def typed_step(carry: Tree) -> tuple[Tree, Tree]:
+        output, new = step(carry)
+        return output, like_types(new, carry)
+
+    return trace(typed_step, carry)
+
+
+def select_step(
+    predicate: Flag, program: Program, computed: Tree, carry: Tree
+) -> tuple[Tree, Tree]:
+    """Like `run_step` for a traced step, whose result has been computed already.
+
+    The step is evaluated again for derivatives only: the derivative of a selection would be NaN
+    if that of a step that is not applied is infinite.
     """
-
-    def typed_step(carry: Tree) -> tuple[Tree, Report]:
-        next_carry, report = step(carry)
-        return _typed_like(next_carry, carry), report
-
-    if not is_traced(predicate):
-        if not bool(predicate):
-            return carry, _no_report(jax.eval_shape(typed_step, carry)[1])
-        if not any(map(is_traced, jax.tree.leaves(carry))):
-            next_carry, report = typed_step(carry)
-            if not is_traced(report[0]):
-                return (next_carry if bool(report[0]) else carry), report
-    program = trace(typed_step, carry)
-    return _run(_checked, _checked_cond, program, jnp.asarray(predicate), carry)
+    return _execute(_select, program, jnp.asarray(predicate), carry, computed)
 
 
-def _no_report(report: Report) -> Report:
-    def unknown(x: Any) -> Array:
-        is_float = jnp.issubdtype(x.dtype, jnp.floating)
-        return jnp.full(x.shape, jnp.nan if is_float else 0, x.dtype)
+def _execute(
+    form: "Form", program: Program, predicate: Array, carry: Tree, computed: Tree | None = None
+) -> tuple[Tree, Tree]:
+    function, constants, output = program
+    structure = jax.tree.structure(output)
 
-    return jax.tree.map(unknown, report)
+    def run(constants: list[Array], start: Tree) -> Tree:
+        return jax.tree.unflatten(structure, function(*constants, *jax.tree.leaves(start[1])))
+
+    if (
+        form is not _select
+        and HAS_TYPES
+        and any(
+            [jax.typeof(x).sharding.spec.unreduced for x in jax.tree.leaves((carry, constants))]
+        )
+    ):
+        # XLA (JAX 0.10.2) sums unreduced values over devices before a loop that carries them,
+        # and again inside it.
+        form = _cond
+    start = jax.tree.map(zeros_of_type, output[0]), carry
+    return _run(form, run, predicate, start, constants, computed)
 
 
 def like_dtypes(tree: Tree, reference: Tree) -> Tree:
-    """The tree in the dtypes of the reference; a float0 leaf leaves the reference as it is."""
-
-    def convert(x: Any, like: Any) -> Any:
-        if is_float0(x):
-            return like
-        dtype = jnp.result_type(like)
-        # A typed random key has no `astype`, and is never of another dtype.
-        is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-        return x if is_key else jnp.asarray(x).astype(dtype)
-
-    return jax.tree.map(convert, tree, reference)
+    """The tree in the dtypes of the reference, without weak types; float0 leaves are unchanged."""
+    return jax.tree.map(_cast, tree, reference)
 
 
-def _typed_like(tree: Tree, carry: Tree) -> Tree:
-    """The tree in the dtypes of the carry, and sharded as its type says."""
-
-    def on_mesh(x: Any, like: Any) -> Any:
-        return x if is_float0(x) else reshard_like(x, like)
-
-    return jax.tree.map(on_mesh, like_dtypes(tree, carry), carry)
+def _cast(x: Any, reference: Any) -> Any:
+    dtype = jnp.result_type(reference)
+    # Typed random keys have no `astype` and always have the same dtype.
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return x if is_float0(x) or is_key else jnp.asarray(x).astype(dtype)
 
 
-Form = Callable[[Callable[[Tree], Any], Any, Tree], Any]
-"""How a step is run: from the step, the predicate and the carry to the results."""
+def like_types(tree: Tree, reference: Tree) -> Tree:
+    """The tree in the dtypes and the sharding of the reference."""
+    return jax.tree.map(_leaf_like, tree, reference)
 
 
-def _run(form: Form, branch: Form, program: Program, predicate: Any, carry: Tree) -> Any:
-    """Runs the step in one form, with the derivative of another."""
-    # XLA (JAX 0.10.2) sums what is unreduced over devices before it enters a loop, and what is
-    # added to it there once more.
-    form = branch if is_unreduced((carry, program.constants)) else form
-    bare = program._replace(constants=[])
-
-    def run_as(form: Form, predicate: Any, carry: Tree, constants: list[Any]) -> Any:
-        return form(functools.partial(bare, constants=constants), predicate, carry)
-
-    @jax.custom_jvp
-    def run(predicate: Any, carry: Tree, constants: list[Any]) -> Any:
-        return run_as(form, predicate, carry, constants)
-
-    @run.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        return jax.jvp(functools.partial(run_as, branch), primals, tangents)
-
-    return run(predicate, carry, program.constants)
+def _leaf_like(x: Any, reference: Any) -> Any:
+    kind = jax.typeof(reference)
+    if isinstance(x, jax.Array) and jax.typeof(x) == kind and not kind.weak_type:
+        return x
+    return x if is_float0(x) else reshard_like(_cast(x, reference), reference)
 
 
-def _cond(step: Callable[[Tree], Tree], predicate: Any, carry: Tree) -> Tree:
-    return lax.cond(predicate, step, lambda carry: carry, carry)
+def _check_varying(before: Tree, after: Tree) -> None:
+    """Raise if the step makes a value vary over mesh axes: a `pmean` is missing."""
+    for x, kind in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        axes = varying_axes(kind) - varying_axes(x) if jax.typeof(x) != kind else ()
+        if axes:
+            names = ", ".join(map(repr, sorted(axes)))
+            rule = f"the same on all devices along {names}, like the parameters and the state"
+            hint = f"Average gradients and loss first: `jax.lax.pmean(grads, {names})`."
+            raise type_error("updates", rule, "values that differ", hint)
 
 
-def _loop(step: Callable[[Tree], Tree], predicate: Any, carry: Tree) -> Tree:
-    def trip(state: tuple[Array, Tree]) -> tuple[Array, Tree]:
+# How a conditional step is executed: `(step, predicate, (zeros, carry), result if it has been
+# computed) -> (output, carry)`.
+Form = Callable[[Callable[[Tree], Tree], Array, Tree, Tree | None], Tree]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _run(
+    form: Form,
+    step: Callable[[list[Array], Tree], Tree],
+    predicate: Array,
+    start: Tree,
+    constants: list[Array],
+    computed: Tree | None,
+) -> Tree:
+    """Execute a step in one form; its derivative is that of `_cond`."""
+    return form(functools.partial(step, constants), predicate, start, computed)
+
+
+@_run.defjvp
+def _run_jvp(form: Form, step: Any, primals: Any, tangents: Any) -> Any:
+    def run(predicate: Array, start: Tree, constants: list[Array]) -> Tree:
+        return _cond(functools.partial(step, constants), predicate, start, None)
+
+    return jax.jvp(run, primals[:3], tangents[:3])
+
+
+def _cond(
+    step: Callable[[Tree], Tree], predicate: Array, start: Tree, computed: Tree | None
+) -> Tree:
+    return lax.cond(predicate, step, lambda start: start, start)
+
+
+def _loop(
+    step: Callable[[Tree], Tree], predicate: Array, start: Tree, computed: Tree | None
+) -> Tree:
+    def iteration(state: tuple[Array, Tree]) -> tuple[Array, Tree]:
         return jnp.zeros_like(state[0]), step(state[1])
 
-    return lax.while_loop(lambda state: state[0], trip, (predicate, carry))[1]
+    return lax.while_loop(lambda state: state[0], iteration, (predicate, start))[1]
 
 
-def _select(predicate: Any, new: Tree, old: Tree) -> Tree:
-    # XLA (JAX 0.10.2, H100 and TPU v5e) fuses the step both into a check before it and into this
-    # selection: 11 N moved for AdamW and no scratch, with an optimization barrier in between the
-    # same, and for Adafactor 12 N instead of 9 N.
-    return jax.tree.map(lambda x, y: y if x is y else lax.select(predicate, x, y), new, old)
+def _select(
+    step: Callable[[Tree], Tree], predicate: Array, start: Tree, computed: Tree | None
+) -> Tree:
+    # XLA (JAX 0.10.2, H100 and TPU v5e) fuses a step both into a check before it and into this
+    # selection: 11 N bytes moved for AdamW and no scratch.
+    leaves, structure = jax.tree.flatten(step(start) if computed is None else computed)
+    pairs, predicate = zip(leaves, jax.tree.leaves(start), strict=True), shared(predicate)
+    none = jax.dtypes.float0
+    chosen = [x if x.dtype == none else lax.select(predicate, x, y) for x, y in pairs]
+    return jax.tree.unflatten(structure, chosen)
 
 
-def _usual(step: Callable[[Tree], Tree], predicate: Any, carry: Tree) -> Tree:
-    return lax.platform_dependent(
-        predicate,
-        carry,
-        cpu=functools.partial(_loop, step),
-        default=lambda predicate, carry: _select(predicate, step(carry), carry),
-    )
-
-
-def _twice(
-    write: Form, step: Callable[[Tree], Any], predicate: Any, carry: Tree
-) -> tuple[Tree, Report]:
-    """Computes a step to check it, and once more to write it."""
-
-    def check(carry: Tree) -> Report:
-        return step(carry)[1]
-
-    unknown = _no_report(jax.eval_shape(check, carry))
-    report = lax.cond(predicate, check, lambda _: unknown, carry)
-    return write(lambda carry: step(carry)[0], report[0], carry), report
-
-
-def _checked(step: Callable[[Tree], Any], predicate: Any, carry: Tree) -> tuple[Tree, Report]:
-    def once(predicate: Any, carry: Tree) -> tuple[Tree, Report]:
-        next_carry, report = step(carry)
-        choose = functools.partial(jnp.where, predicate)
-        report = jax.tree.map(choose, report, _no_report(report))
-        report[0] = shared(report[0])
-        return _select(report[0], next_carry, carry), report
-
-    twice = functools.partial(_twice, _loop, step)
-    return lax.platform_dependent(predicate, carry, cpu=twice, default=once)
-
-
-_checked_cond: Form = functools.partial(_twice, _cond)
+def _loop_or_select(
+    step: Callable[[Tree], Tree], predicate: Array, start: Tree, computed: Tree | None
+) -> Tree:
+    loop = functools.partial(_loop, step, computed=computed)
+    select = functools.partial(_select, step, computed=computed)
+    return lax.platform_dependent(predicate, start, cpu=loop, default=select)

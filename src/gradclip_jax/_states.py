@@ -1,4 +1,4 @@
-"""States: their counters, and the search for them inside any Optax state, whatever wraps them."""
+"""Counters of states, and the search for states of this package inside any Optax state."""
 
 import functools
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from typing import Any, Final, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ._checks import check_no_transformation
 from ._errors import public
@@ -15,33 +16,42 @@ METRICS: Final[dict[type, tuple[str, ...]]] = {}
 """Each state of this package that `metrics` reads, and the fields or properties it reports."""
 
 GATES: Final[dict[type, str]] = {}
-"""The states of guards and accumulations, and the field of each that holds the state inside."""
+"""The states of guards and accumulations, and the field of each that holds the inner state."""
+
+GUARDS: Final[set[type]] = set()
+"""The states of guards."""
 
 _State = TypeVar("_State", bound=type)
 
 
-def register_metrics(*names: str, gate: str | None = None) -> Callable[[_State], _State]:
-    """A class decorator: `metrics` reports these fields or properties of the state.
-
-    `gate` is the field in which a guard or an accumulation keeps the state inside it.
-    """
+def register_metrics(*names: str) -> Callable[[_State], _State]:
+    """A class decorator: `metrics` reports these fields or properties of the state."""
 
     def register(kind: _State) -> _State:
         METRICS[kind] = names
-        if gate:
-            GATES[kind] = gate
         return kind
 
     return register
 
 
-def increment_where(count: Array, happened: Array | bool = True) -> Array:
-    """A counter one higher where something happened; it saturates instead of wrapping."""
+def register_guard(*names: str) -> Callable[[_State], _State]:
+    """The same for the state of a guard, whose inner state is in `inner_state`."""
+
+    def register(kind: _State) -> _State:
+        GATES[kind] = "inner_state"
+        GUARDS.add(kind)
+        return register_metrics(*names)(kind)
+
+    return register
+
+
+def increment_where(count: Array, happened: Array | np.bool_ | bool = True) -> Array:
+    """Increment a counter where `happened`; it saturates instead of wrapping around."""
     return jnp.maximum(count, count + jnp.asarray(happened, count.dtype))  # one that wraps is less
 
 
 def find_states(state: Any, kinds: type | tuple[type, ...]) -> list[tuple[Any, Any]]:
-    """`(path, state)` of every state of the given kinds, also those inside one another."""
+    """`(path, state)` of every state of the given kinds, also of nested ones."""
     matches: list[tuple[Any, Any]] = []
 
     def search(prefix: Any, node: Any, *, inside: bool) -> None:
@@ -60,7 +70,7 @@ def find_states(state: Any, kinds: type | tuple[type, ...]) -> list[tuple[Any, A
 def replace_states(
     state: Any, kinds: type | tuple[type, ...], replace: Callable[[Any], Any]
 ) -> Any:
-    """The same state with the outermost states of the given kinds replaced."""
+    """Replace the outermost states of the given kinds."""
 
     def visit(node: Any) -> Any:
         return replace(node) if isinstance(node, kinds) else node
@@ -70,22 +80,22 @@ def replace_states(
 
 def is_guard(state: Any) -> bool:
     """Whether a state is that of a guard."""
-    return GATES.get(type(state)) == "inner_state"
+    return type(state) in GUARDS
 
 
 @public
 def has_updated(state: Any) -> Array:
-    """Whether the last call took a step: the optimizer inside all guards and accumulations ran.
+    """Whether the last call applied a step: the optimizer inside all guards and accumulations ran.
 
-    Count optimizer steps with it, and keep what a step writes elsewhere, such as the statistics
-    of batch normalization, only where one was taken.
+    Use it to count optimizer steps, and to update other state, such as the statistics of batch
+    normalization, only with steps that were applied.
 
     | state | value |
     | --- | --- |
-    | a guard refused, or a window is held or dropped | False |
-    | of an accumulation, before the first call | False |
-    | without a guard or an accumulation; of guards before the first call | True |
-    | of several side by side, as in `optax.partition` | whether any took a step |
+    | a guard skipped the step, or the window is still open or was dropped | False |
+    | an accumulation before the first call | False |
+    | no guard or accumulation; guards before the first call | True |
+    | several side by side, as in `optax.partition` | whether any of them applied a step |
 
     Args:
         state: any pytree that contains optimizer states, as for `metrics`.
@@ -131,7 +141,7 @@ def _stack_stepped(node: Any) -> Array:
 
 
 def plain_arrays(tree: Any) -> Any:
-    """The same tree with arrays in the place of what holds one, such as Flax's `nnx.Variable`."""
+    """Replace wrappers of arrays, such as `flax.nnx.Variable`, by their arrays."""
 
     def holds_array(node: Any) -> bool:
         return hasattr(type(node), "__jax_array__") and not isinstance(node, jax.Array)
@@ -143,5 +153,5 @@ def plain_arrays(tree: Any) -> Any:
 
 
 def with_structure_of(reference: Any, tree: Any) -> Any:
-    """The arrays of a tree, in what holds those of the reference."""
+    """The arrays of a tree in the structure of another tree."""
     return jax.tree.unflatten(jax.tree.structure(reference), jax.tree.leaves(tree))

@@ -1,53 +1,28 @@
-"""Checks of trees, made when they are traced; worded as in `_checks.py`."""
+"""Checks of trees, which run when a tree is traced."""
 
 from itertools import zip_longest
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from ._checks import check_no_state, describe, dtype_of, is_float0, leaf_path, listed
-from ._errors import ArgumentTypeError, type_error
-from ._mesh import sharding_with, unreduced_axes
+from ._checks import describe, is_float0, leaf_path
+from ._errors import type_error
+from ._leaves import flatten
 from ._types import Tree
 
 
 def check_inexact(
     argument: str, tree: Tree, *, real: bool = False, unreduced: bool = False
 ) -> None:
-    """Refuses leaves not floating, complex (unless `real`) or float0, or unreduced ones."""
-    if argument == "updates":
-        check_no_state(tree)
-    kind, rule = (jnp.floating, "floating") if real else (jnp.inexact, "floating or complex")
-    leaves = jax.tree.leaves_with_path(tree)
-    bad = [
-        f"{describe(leaf)} at {leaf_path(argument, path)}"
-        for path, leaf in leaves
-        if not is_float0(leaf) and not jnp.issubdtype(dtype_of(leaf), kind)
-    ]
-    if bad:
-        raise ArgumentTypeError(
-            f"every leaf of `{argument}` must be {rule}, got {listed(bad)}. "
-            "Exclude such leaves with `optax.masked`."
-        )
-    for path, leaf in () if unreduced else leaves:
-        axes = () if is_float0(leaf) else sorted(unreduced_axes(leaf))
-        if axes:
-            got = f"a leaf that is unreduced over {', '.join(map(repr, axes))}"
-            got += f" at {leaf_path(argument, path)}"
-            spec = sharding_with(leaf).spec
-            hint = (
-                f"Sum it over devices first, `jax.sharding.reshard(leaf, {spec})`, or do this "
-                "inside `accumulate_gradients`, which sums once a window."
-            )
-            raise type_error(argument, "reduced", got, hint)
+    """Raise if a leaf is neither floating, complex (unless `real`) nor float0; see `flatten`."""
+    flatten(argument, tree, real=real, unreduced=unreduced)
 
 
 def check_same_structure(argument: str, tree: Tree, like: str, other: Tree) -> None:
-    """Refuses two trees whose paths or shapes differ, and names the first that does.
+    """Raise if the paths or shapes of two trees differ; the message contains the first difference.
 
-    The gradient of an integer, float0, carries nothing and may have any shape.
+    A float0 leaf, the gradient of an integer, may have any shape.
     """
     leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=False)
     is_alike = jax.tree.structure(tree) == jax.tree.structure(other)
@@ -62,7 +37,7 @@ def _has_other_shape(leaf: Any, other: Any) -> bool:
 
 
 def _first_difference(place: str, tree: Tree, other_place: str, other: Tree) -> str | None:
-    """What differs first between two trees; None if nothing does."""
+    """The first difference between two trees; None if there is none."""
     (ours, structure), (theirs, other_structure) = children_of(tree), children_of(other)
     if structure == other_structure == jax.tree.structure(0):
         expected = f"{describe(tree)} at {place}, expected shape {list(np.shape(other))}"
@@ -91,7 +66,7 @@ def children_of(node: Tree) -> tuple[list[tuple[Any, Any]], Any]:
 def broadcast_prefix(
     argument: str, prefix: Tree, like: str, tree: Tree, is_leaf: Any = None
 ) -> list[Any]:
-    """One entry of `prefix` for each leaf of `tree`, in the order of its leaves."""
+    """Broadcast a prefix tree: one entry for each leaf of `tree`, in order."""
     entries, structure = jax.tree.flatten(prefix, is_leaf)
     try:
         subtrees = structure.flatten_up_to(tree)

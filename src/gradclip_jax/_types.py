@@ -1,4 +1,4 @@
-"""The words of this package as types, each with its shape and unit."""
+"""Types of arguments and results, with shapes and units."""
 
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias

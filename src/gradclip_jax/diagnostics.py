@@ -14,7 +14,7 @@ What is logged at every step is in `gcx.metrics`, what happened in `gcx.incident
 """
 
 from .accumulation._state import AccumulationStats, accumulation_stats
-from .clipping._incident import Incident
+from .monitoring._incident import Incident
 from .monitoring._log import summarize_log
 from .monitoring._plot import plot_log
 from .monitoring._record import leaf_norm_history, norm_history, suggest_max_norm

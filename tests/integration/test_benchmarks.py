@@ -1,4 +1,4 @@
-"""The benchmarks run, on small models, for what they print; what counts instructions counts right."""
+"""The benchmarks run at a small size, and the instruction counter counts correctly."""
 
 import os
 import subprocess
@@ -9,17 +9,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
 QUICK = {
-    "steps.py --only PPO:skip_nonfinite": ("skip_nonfinite / optax apply_if_finite", "%"),
-    "suite.py --only zero": ("hold step: loop", "window of 8 calls: select"),
-    "features_compiled.py --only qk_clip": ("`qk_clip` in a step of AdamW",),
-    "devices.py": ("8 devices: gcx, jit", "1 all-reduce"),
-    "rounding.py": ("bfloat16, stochastic", "| float32 |"),
-    "bfloat16.py": ("| bfloat16, at random |", "| float32 copies | 14.0 | 0.0 |"),
-    "per_example_speed.py": ("per_example.value_and_grad", "CPU ms per example", "Mixer"),
-    "detect.py": ("| GPT | NaN in a leaf | 100% | 100% |", "RNN: 0 false alarms in 10"),
-    "end_to_end.py": ("gcx.accumulate_gradients", "optax.MultiSteps"),
+    "steps.times --only PPO:skip_nonfinite": ("skip_nonfinite / optax apply_if_finite", "%"),
+    "steps.compile_time": ("clip_by_leaf_norm", "trace + compile, s"),
+    "steps.gpu --small --no-tests": ("| PPO: clip |", "| PPO: watch |", "per-example"),
+    "compiled.features --only qk_clip": ("`qk_clip` in a step of AdamW",),
+    "study.rounding": ("bfloat16, stochastic", "| float32 |"),
+    "study.bfloat16": ("| bfloat16, at random |", "| float32 copies | 14.0 | 0.0 |"),
+    "per_example.speed": ("per_example.value_and_grad", "CPU ms per example", "Mixer"),
+    "faults.detect": ("| NaN in one element | 100% of 2 |", "gru: 0 incidents in 800"),
 }
 TREE = jax.ShapeDtypeStruct((256, 256), jnp.float32)
 SIZE = 256 * 256 * 4
@@ -27,8 +26,8 @@ SIZE = 256 * 256 * 4
 
 @pytest.fixture
 def hlo(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import _hlo
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.compiled import _hlo
 
     return _hlo
 
@@ -38,9 +37,10 @@ def hlo(monkeypatch):
 def test_script_prints_its_tables(script):
     name, *options = script.split()
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    command = [sys.executable, str(FOLDER / name), *options, "--quick"]
+    command = [sys.executable, "-m", f"benchmarks.{name}", *options]
+    command += [] if "--small" in options else ["--quick"]
     printed = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=600, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert printed.returncode == 0, printed.stderr[-3000:]
     for words in QUICK[script]:
@@ -48,23 +48,39 @@ def test_script_prints_its_tables(script):
 
 
 def test_the_charts_show_the_stored_results(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import charts
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.compiled import charts
 
     for device in charts.DEVICES:
         drawn = charts.path_of(device).read_text()
-        pairs = charts.bars(charts.results(), device).values()
+        pairs = charts.bars(charts.all_records(), device).values()
         missing = [x for pair in pairs for x in pair if f">{charts.words(x)}<" not in drawn]
-        assert not missing, f"{device}: run `python benchmarks/charts.py`"
+        assert not missing, f"{device}: run `python -m benchmarks.compiled.charts`"
+
+
+@pytest.mark.slow
+def test_the_tables_are_generated_from_the_stored_results(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import _report, tables
+
+    stored = {path.name: path.read_text() for path in _report.RESULTS.glob("*.md")}
+    written = {}
+    monkeypatch.setattr(
+        _report, "_write_text", lambda path, text: written.update({path.name: text})
+    )
+    tables.main()
+    assert written == stored, "run `python -m benchmarks.tables`"
 
 
 @pytest.mark.slow
 def test_a_step_is_compiled_once_and_then_known(tmp_path):
     results = tmp_path / "steps.json"
-    command = [sys.executable, str(FOLDER / "compiled.py"), f"--results={results}"]
+    command = [sys.executable, "-m", "benchmarks.compiled.steps", f"--results={results}"]
     command += ["--only=PPO:clip_by_leaf_norm"]
     first, second = (
-        subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
+        subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True
+        ).stdout
         for _ in range(2)
     )
     names = ["optax AdamW alone", "optax clip_by_block_rms", "gcx clip_by_leaf_norm"]

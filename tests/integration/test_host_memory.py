@@ -36,7 +36,6 @@ CLIPS = {
     "stable_spam_clip": gcx.contrib.stable_spam_clip,
     "u_clip": lambda: gcx.contrib.u_clip(gcx.clip_by_global_norm(1.0)),
     "watch": lambda: gcx.watch(optax.sgd(1.0)),
-    "incidents": lambda: gcx.clip_by_global_norm(1.0, incidents=4),
 }
 GUARDS = {
     "skip_nonfinite": lambda tx: gcx.skip_nonfinite(tx),
@@ -135,6 +134,5 @@ def test_gradient_in_another_memory_than_its_accumulator_is_named():
     tx = gcx.accumulate_gradients(optax.sgd(1.0), 2)
     state = tx.init(params)
     state = state._replace(acc_grads=jax.device_put(state.acc_grads, {"w": there(), "b": HERE}))
-    rule = r"`updates` must be in the memory of the accumulator, host, got a leaf in device at "
-    with pytest.raises(TypeError, match=rule + r"updates\['w'\]. Move one of them"):
+    with pytest.raises(TypeError, match=r"accumulate_gradients: `updates` .* updates\['w'\]"):
         jax.jit(tx.update)(params, state, params)

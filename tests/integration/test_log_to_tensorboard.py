@@ -1,12 +1,10 @@
 """The logging example: a real event file, and in it what `metrics` said."""
 
-import struct
 from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tensorboardX.crc32c import crc32c
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KEYS = {
@@ -57,20 +55,3 @@ def test_the_bad_batch_is_on_record_and_did_no_harm(logged):
     assert [row["consecutive_skips"] for row in rows] == 20 * [0.0] + [1.0] + 39 * [0.0]
     assert [step for step, row in enumerate(rows) if not np.isfinite(row["loss"])] == [20]
     assert rows[-1]["loss"] < rows[0]["loss"] / 100
-
-
-def test_the_file_is_in_the_record_format_of_tensorboard(logged):
-    data, records = logged[1].read_bytes(), 0
-    while data:
-        (length,) = struct.unpack("<Q", data[:8])
-        assert struct.unpack("<I", data[8:12]) == (masked(data[:8]),)
-        body, data = data[12 : 12 + length], data[12 + length :]
-        assert struct.unpack("<I", data[:4]) == (masked(body),)
-        data, records = data[4:], records + 1
-    assert records > 60 * (len(KEYS) - 1)
-
-
-def masked(data):
-    """The checksum as TensorBoard stores it."""
-    crc = crc32c(data)
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF

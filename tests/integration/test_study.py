@@ -15,12 +15,11 @@ COLUMNS = "problem,method,setting,learning_rate,value,seed,loss,failed"
 
 @pytest.fixture
 def modules(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.syspath_prepend(str(ROOT))
 
 
 def losses_of(tmp_path, **by_method):
-    import compare
-    import study
+    from benchmarks.study import compare, study
 
     rows = [COLUMNS]
     for method, losses in by_method.items():
@@ -30,15 +29,15 @@ def losses_of(tmp_path, **by_method):
 
 
 @pytest.mark.slow
-def test_the_page_is_what_the_results_say(modules):
-    import report
-    import study
+def test_the_pages_are_generated_from_the_results(modules):
+    from benchmarks.study import report, study
 
-    assert (ROOT / "docs" / "study.md").read_text("utf-8") == report.page(study.Record(FOLDER))
+    for name, text in report.pages(study.Record(FOLDER)).items():
+        assert (ROOT / "docs" / name).read_text("utf-8") == text
 
 
 def test_the_results_are_of_every_pair_and_seed(modules):
-    import study
+    from benchmarks.study import study
 
     record = study.Record(FOLDER)
     wanted = {(problem.name, method.name) for problem, method in study.pairs()}
@@ -55,7 +54,7 @@ def test_the_results_are_of_every_pair_and_seed(modules):
 
 
 def test_p_values_are_corrected_as_by_holm(modules):
-    import compare
+    from benchmarks.study import compare
 
     corrected = compare.holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.9})
     assert corrected == pytest.approx({"a": 0.04, "b": 0.09, "c": 0.09, "d": 0.9})
@@ -63,7 +62,7 @@ def test_p_values_are_corrected_as_by_holm(modules):
 
 @pytest.mark.slow
 def test_a_verdict_needs_a_test_and_a_difference(modules, tmp_path):
-    import compare
+    from benchmarks.study import compare
 
     base = [1.0 + 0.01 * seed for seed in range(15)]
     losses = losses_of(
@@ -94,8 +93,7 @@ def test_a_verdict_needs_a_test_and_a_difference(modules, tmp_path):
 def test_a_claim_is_repeated_where_most_problems_say_so_and_none_contradicts(
     modules, counts, as_good, verdict
 ):
-    import claims
-    import compare
+    from benchmarks.study import claims, compare
 
     examples = {
         "better": (0.5, 0.01),
@@ -108,29 +106,30 @@ def test_a_claim_is_repeated_where_most_problems_say_so_and_none_contradicts(
 
 
 def run(script, *words):
-    command = [sys.executable, str(FOLDER / script), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    command = [sys.executable, "-m", f"benchmarks.study.{script}", *map(str, words)]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
+    )
 
 
 @pytest.mark.slow
 def test_a_quick_study_trains_every_problem_and_method_and_goes_on_where_it_was(tmp_path):
     results, docs = tmp_path / "results", tmp_path / "docs"
-    done = run("study.py", "--quick", "--out", results, "--only", "line, sgd")
+    done = run("study", "--quick", "--out", results, "--only", "line, sgd")
     assert done.returncode == 0, done.stderr[-3000:]
-    done = run("study.py", "--quick", "--out", results)
+    done = run("study", "--quick", "--out", results)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "20 done before" in done.stdout
-    again = run("study.py", "--quick", "--out", results)
+    again = run("study", "--quick", "--out", results)
     assert again.returncode == 0 and "0 minutes" in again.stdout
-    page = run("report.py", "--results", results, "--out", docs)
+    page = run("report", "--results", results, "--out", docs)
     assert page.returncode == 0, page.stderr[-3000:]
-    assert "| StableAdamW | tuned |" in (docs / "study.md").read_text("utf-8")
+    assert "| StableAdamW | tuned |" in (docs / "study_results.md").read_text("utf-8")
     assert len(list((docs / "images").glob("study_*.png"))) == 4
 
 
 def test_bad_arguments_are_refused_with_the_next_step(modules, capsys):
-    import report
-    import study
+    from benchmarks.study import report, study
 
     with pytest.raises(SystemExit):
         study.main(["--quick"])

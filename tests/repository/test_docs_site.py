@@ -18,7 +18,9 @@ FOLDERS = {path.name for path in Path(gcx.__file__).parent.iterdir() if path.is_
 
 
 def public_names():
-    names = {name for name in vars(gcx) if not name.startswith("_")} - (FOLDERS - {"per_example"})
+    names = {name for name in vars(gcx) if not name.startswith("_")} - (
+        FOLDERS - {"per_example", "contrib"}
+    )
     modules = {name for name in names if isinstance(getattr(gcx, name), type(gcx))}
     inside = {f"{module}.{name}" for module in modules for name in getattr(gcx, module).__all__}
     return (names - modules) | inside

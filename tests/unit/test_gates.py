@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import gradclip_jax as gcx
-from other_devices import on_an_accelerator
 
 gradient = partial(gcx.skip_nonfinite, check="gradient")
 step = partial(gcx.skip_nonfinite, check="step")
@@ -134,6 +135,18 @@ def test_no_gate_leaks_a_tracer_and_forward_is_reverse(name):
     np.testing.assert_allclose(push, expected_slope(name, w).sum(), rtol=1e-5)
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_step_that_the_check_skips_has_no_derivative(wrap):
+    inner = optax.stateless(lambda updates, _: jax.tree.map(jnp.log, updates))
+    for tx in (step(inner), acc(step(inner), 1)):
+
+        def loss(grads, tx=tx):
+            return jnp.sum(tx.update(grads, tx.init(grads))[0])
+
+        assert wrap(jax.grad(loss))(jnp.array([2.0, 0.0])).tolist() == [0.0, 0.0]
+        assert wrap(jax.grad(loss))(jnp.array([2.0, 4.0])).tolist() == [0.5, 0.25]
+
+
 # --- executions and traces ------------------------------------------------------------------
 
 
@@ -178,9 +191,8 @@ def test_the_optimizer_runs_once_a_step_and_is_traced_at_most_twice(nest, skip, 
     inner, counts = counting()
     tx = nest(skip, inner)
     runs, traces = runs_and_traces(tx, counts, dtype, fast)
-    each = 1 if skip is gradient else 2  # to check it, and to write it: on a CPU
     holds = "mini_step" in gcx.metrics(tx.init({"w": jnp.ones((3, 2))}))
-    assert runs == ([0, each, 0, each] if holds else [each] * 4)
+    assert runs == ([0, 1, 0, 1] if holds else [1] * 4)
     assert traces <= 2
     if dtype == "float32":
         assert traces == 1
@@ -208,12 +220,11 @@ def test_an_eager_call_runs_the_optimizer_once(nest, fast):
 
 @pytest.mark.slow
 @each_nest
-def test_a_checked_step_is_computed_once_on_an_accelerator(nest):
+def test_a_checked_step_is_computed_once(nest):
     inner = optax.stateless(lambda updates, params: {"w": -updates["w"] @ updates["w"]})
     tx, params = nest(step, inner), {"w": jnp.ones((3, 3))}
     call = jax.jit(partial(taken, tx, fast=True))
-    with on_an_accelerator():
-        lowered = call.lower(params, tx.init(params), params)
+    lowered = call.lower(params, tx.init(params), params)
     assert len(re.findall("stablehlo.dot_general", lowered.as_text())) == 1
 
 
@@ -349,7 +360,7 @@ def test_a_guard_inside_a_held_window_is_as_it_was():
     assert counted(state) == [(1, 1)] and state.mini_step == 1
 
 
-# --- has_updated, has_updated ----------------------------------------------------------------
+# --- has_updated -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -400,12 +411,42 @@ def test_an_update_has_a_name(nest):
     assert tx.update.__name__ == "update"
 
 
-@pytest.mark.parametrize("name", ["weigth", "weights", "emits", "flsh", "losss", "vallue"])
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("weigth", "weight"),
+        ("emits", "emit"),
+        ("flsh", "flush"),
+        ("los", "loss"),
+        ("vale", "value"),
+    ],
+)
 @pytest.mark.parametrize("tx", [gradient(SGD), acc(SGD)], ids=["guard", "accumulation"])
-def test_a_misspelt_extra_argument_is_named(tx, name):
+def test_a_misspelt_extra_argument_is_named(tx, name, meant):
     params = jnp.ones(2)
-    with pytest.raises(TypeError, match=f"update: `{name}` must be .* It is called `"):
+    message = f": unknown extra argument `{name}`; did you mean `{meant}`?"
+    with pytest.raises(TypeError, match=re.escape(message)):
         tx.update(params, tx.init(params), params, **{name: 1.0})
+
+
+@pytest.mark.parametrize("tx", [gradient(SGD), acc(SGD)], ids=["guard", "accumulation"])
+def test_a_positional_loss_is_an_error_that_names_the_keyword(tx):
+    params = jnp.ones(2)
+    with pytest.raises(TypeError, match="^(skip_nonfinite|accumulate_gradients): .*`value=loss`"):
+        tx.update(params, tx.init(params), params, 1.0)
+
+
+@pytest.mark.parametrize("tx", [gradient(optax.adam(0.1)), acc(optax.adam(0.1))])
+def test_gradients_that_are_not_averaged_over_devices_are_an_error_that_says_so(tx):
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    params, grads = jnp.ones(2), jnp.ones(16)
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    def step(params, grads):
+        return gcx.apply_gradients(tx, grads, tx.init(params), params)[0]
+
+    with pytest.raises(TypeError, match="`updates` must be the same on all devices.*pmean"):
+        jax.jit(step)(params, grads)
 
 
 def test_extra_arguments_of_other_names_reach_the_innermost_one():
@@ -429,33 +470,25 @@ def test_a_loss_may_be_called_either(name):
         assert state.skipped_nonfinite == 0
 
 
-def test_a_loss_given_twice_is_refused():
-    params = jnp.ones(2)
-    message = "skip_nonfinite: `loss` must be left out beside `value`, got both. Both are the loss"
-    with pytest.raises(TypeError, match=message):
-        gradient(SGD).update(params, gradient(SGD).init(params), params, value=1.0, loss=1.0)
-
-
 @pytest.mark.parametrize(
-    ("tx", "extra", "message"),
+    ("tx", "extra", "argument"),
     [
-        (acc(SGD), {"weight": "3"}, "accumulate_gradients: `weight` must be a real scalar >= 0"),
-        (acc(SGD), {"weight": None, "flush": "yes"}, "`flush` must be a bool scalar, got str"),
-        (acc(SGD), {"weight": np.nan}, "`weight` must be finite, got nan. A guard around this"),
-        (gradient(SGD), {"value": "x"}, "skip_nonfinite: `value` must be a number or an array"),
+        (acc(SGD), {"weight": "3"}, "weight"),
+        (acc(SGD), {"flush": "yes"}, "flush"),
+        (acc(SGD), {"weight": np.nan}, "weight"),
+        (gradient(SGD), {"value": "x"}, "value"),
+        (gradient(SGD), {"value": 1.0, "loss": 1.0}, "loss"),
     ],
 )
-def test_an_extra_argument_of_another_kind_is_named(tx, extra, message):
+def test_an_extra_argument_of_another_kind_is_named(tx, extra, argument):
     params = jnp.ones(2)
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises((TypeError, ValueError), match=f"`{argument}` must be"):
         tx.update(params, tx.init(params), params, **extra)
 
 
 @pytest.mark.parametrize("tx", [gradient(SGD), acc(SGD)], ids=["guard", "accumulation"])
 def test_gradients_that_are_no_arrays_are_named(tx):
-    with pytest.raises(
-        TypeError, match=r"`updates` must be floating or complex, got str\[\] at upd"
-    ):
+    with pytest.raises(TypeError, match="`updates` must be floating or complex"):
         tx.update(["a"], tx.init([jnp.ones(2)]), [jnp.ones(2)])
 
 
@@ -472,20 +505,6 @@ def test_no_leaf_of_a_state_is_a_bool(nest, skip):
 
 
 # --- windows of one ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "grads",
-    [{"w": jnp.ones((1, 3)), "b": jnp.ones(3)}, {"w": jnp.ones((2, 3))},
-     {"w": jnp.ones((2, 3)), "c": jnp.ones(3)}],
-    ids=["shape", "missing", "renamed"],
-)  # fmt: skip
-@pytest.mark.parametrize("every", [1, 2])
-def test_gradients_unlike_the_parameters_are_refused_whatever_the_window(grads, every):
-    params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
-    tx = acc(SGD, every)
-    with pytest.raises(TypeError, match="accumulate_gradients: `updates` must be a tree like"):
-        tx.update(grads, tx.init(params), params)
 
 
 @ways

@@ -14,7 +14,6 @@ import gradclip_jax as gcx
 import hlo
 import trees
 from gradclip_jax._run_if import run_if
-from other_devices import on_an_accelerator
 
 X, Y = jnp.array([1.0, -2.0, 3.0]), jnp.float32(0.5)
 TAKEN = pytest.mark.parametrize("taken", [True, False])
@@ -277,11 +276,7 @@ def test_apply_gradients_hands_extra_arguments_on_to_any_transformation():
 
 
 def test_apply_gradients_refuses_what_is_no_transformation():
-    message = (
-        r"apply_gradients: `tx` must be an `optax.GradientTransformation`, got 'adam'. "
-        r"Pass an Optax optimizer such as `optax.adamw\(1e-3\)`."
-    )
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(TypeError, match="^apply_gradients: `tx` must be"):
         gcx.apply_gradients("adam", X, (), X)
 
 
@@ -312,17 +307,3 @@ def test_strict_promotion_takes_float32_updates_to_bfloat16_parameters():
         step = jax.jit(lambda p, s, g: gcx.apply_gradients(tx, g, s, p))
         after, _ = step(params, tx.init(params), params)
     assert after.tolist() == [0.5] * 3 and after.dtype == params.dtype
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("taken", [True, False])
-def test_a_step_that_is_usually_taken_is_selected_on_an_accelerator(taken):
-    def run(predicate, x, key):
-        return run_if(predicate, lambda c: (c[0] + 1, c[1]), (x, key), usually=True)
-
-    args = (jnp.array(taken), X, jax.random.key(0))
-    expected = jax.jit(run)(*args)
-    with on_an_accelerator():
-        selected = jax.jit(run).lower(*args)
-    assert "while" not in selected.as_text() and "select" in selected.as_text()
-    chex.assert_trees_all_equal(selected.compile()(*args), expected)

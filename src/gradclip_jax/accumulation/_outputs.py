@@ -1,6 +1,5 @@
-"""What a function returns for micro-batches, put together to what it returns for the batch."""
+"""Combine the outputs of micro-batches to the outputs of the whole batch."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
@@ -8,13 +7,14 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from .._checks import describe, leaf_path
 from .._devices import summand
 from .._errors import type_error, value_error
 from .._mesh import unreduced_axes, vary, varying_axes, zeros_of_type
 from .._tree_checks import broadcast_prefix
-from .._types import FLOAT32, Array, Scalar, Tree
+from .._types import FLOAT32, Array, Number, Scalar, Tree
 from ._reduction import (
     REDUCTIONS,
     accumulator_dtype,
@@ -27,9 +27,8 @@ from ._reduction import (
 )
 from ._split import in_order, run_if_real
 
-NAME: Final = "microbatched_value_and_grad"
 AUX_REDUCTIONS: Final = (*REDUCTIONS, "concatenate")
-_DTYPES: Final[dict[str, tuple[Any, ...]]] = {
+_DTYPES: Final[dict[str | None, tuple[DTypeLike, ...]]] = {
     "mean": (jnp.inexact,),
     "sum": (jnp.number,),
     "max": (jnp.floating, jnp.integer, jnp.bool_),
@@ -40,14 +39,14 @@ _HINT: Final = (
 )
 
 
-class Outputs(NamedTuple):
-    """What a micro-batch, or a batch, gives; or the shapes of it.
+class BatchOutputs(NamedTuple):
+    """The outputs of a micro-batch or of the whole batch, their shapes, or their reductions.
 
     Attributes:
         value: float[].
-        grads: as `jax.value_and_grad` returns them.
-        aux: None without.
-        weight: [], None without.
+        grads: the gradient, as `jax.value_and_grad` returns it.
+        aux: the auxiliary data, or None.
+        weight: the weight, [], or None.
     """
 
     value: Any
@@ -56,25 +55,27 @@ class Outputs(NamedTuple):
     weight: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class LeafReduction:
-    """How one leaf is put together.
+class LeafReduction(NamedTuple):
+    """How the micro-batches of one leaf are combined.
 
     Attributes:
         name: one of `AUX_REDUCTIONS`.
-        is_weighted: whether it is multiplied by the weight, and left out if that is 0.
-        dtype: what it is added up in.
-        holds_weight: whether that was done before.
+        is_weighted: whether the leaf is multiplied by the weight, and ignored if that is 0.
+        dtype: the dtype of the total.
+        holds_weight: whether the leaf is already multiplied by the weight.
     """
 
     name: str
     is_weighted: bool
-    dtype: Any
+    dtype: DTypeLike
     holds_weight: bool = False
 
-    def start(self, shape: Any, parts: int, axes: frozenset[str], if_empty: float) -> Array:
+    def start(
+        self, shape: jax.ShapeDtypeStruct, parts: int, axes: frozenset[str], if_empty: float
+    ) -> Array:
         """The total before the first micro-batch, varying over the axes; or room for all rows."""
-        zeros = vary(zeros_of_type(shape, self.dtype), axes)
+        zeros = zeros_of_type(shape, self.dtype)
+        zeros = vary(zeros, axes) if axes else zeros
         if self.name == "concatenate":
             return lax.broadcast(zeros, (parts,))
         is_kept = self.name == "last" and self.is_weighted
@@ -82,107 +83,136 @@ class LeafReduction:
         return zeros if first == 0 else zeros + first
 
     def add(self, total: Array, x: Any, weight: Scalar | None, index: Array) -> Array:
-        """The total with one micro-batch in it."""
-        x = jnp.asarray(x)  # aux may be a number
+        """The total after one more micro-batch."""
+        x = jnp.asarray(x)  # aux may be a Python number
         weight = weight if self.is_weighted and not self.holds_weight else None
         if self.name != "concatenate":
             return combine(self.name, total, x, weight)
         x = x if weight is None else combine("sum", jnp.zeros_like(x), x, weight)
         return lax.dynamic_update_index_in_dim(total, x, index, 0)
 
-    def finish(self, total: Array, shape: Any, divisor: Scalar) -> Array:
-        """That of the batch, in the dtype of a micro-batch."""
+    def finish(
+        self,
+        total: Array,
+        shape: jax.ShapeDtypeStruct,
+        divisor: Scalar,
+        has_run: Array | bool,
+        if_empty: float,
+    ) -> Array:
+        """The result for the batch, in the dtype of a micro-batch.
+
+        `has_run` is whether a micro-batch was combined.
+        """
         out = in_order(total) if self.name == "concatenate" else total
         if self.is_weighted and self.name in ("mean", "concatenate"):
             out = divide(out, divisor)
+        if self.name == "max":  # the total is otherwise -inf or the smallest integer
+            empty = jnp.full_like(out, if_empty if self.is_weighted else 0)
+            out = jnp.where(has_run, out, empty)
         return out if out.dtype == shape.dtype else out.astype(shape.dtype)
 
 
 def output_reductions(
-    shapes: Outputs,
+    shapes: BatchOutputs,
     parts: int,
     grad_names: Sequence[str],
-    grad_dtypes: Sequence[Any],
+    grad_dtypes: Sequence[DTypeLike],
     aux_names: Sequence[str],
     *,
     holds_weight: bool,
-) -> Outputs:
-    """The reduction of each leaf; a single micro-batch is not averaged, as that would round.
+) -> BatchOutputs:
+    """The reduction of each leaf. A single micro-batch is not averaged, which would round.
 
-    `holds_weight` is about value and gradient.
+    `holds_weight` is for value and gradient.
     """
 
-    def reduction(name: str, leaf: Any, dtype: Any = FLOAT32, *, is_derived: bool = False) -> Any:
+    def reduction(
+        name: str,
+        leaf: jax.ShapeDtypeStruct,
+        dtype: DTypeLike = FLOAT32,
+        *,
+        is_derived: bool = False,
+    ) -> LeafReduction:
         is_weighted = is_derived or name == "mean"
         if parts == 1 and not (is_derived and name == "sum"):
             name = "last"
-        kept = leaf.dtype
-        if is_summed(name) and jnp.issubdtype(kept, jnp.inexact):
-            kept = accumulator_dtype(kept, dtype)
-        return LeafReduction(name, is_weighted, kept, is_derived and holds_weight)
+        total = leaf.dtype
+        if is_summed(name) and jnp.issubdtype(total, jnp.inexact):
+            total = accumulator_dtype(total, dtype)
+        return LeafReduction(name, is_weighted, total, is_derived and holds_weight)
 
     derived = functools.partial(reduction, is_derived=True)
-    return Outputs(
+    weight = shapes.weight
+    return BatchOutputs(
         value=derived("mean", shapes.value),
         grads=map_reduced(derived, grad_names, shapes.grads, grad_dtypes),
-        aux=map_reduced(reduction, aux_names, shapes.aux),
-        weight=jax.tree.map(functools.partial(reduction, "sum"), shapes.weight),
+        aux=map_reduced(reduction, aux_names, shapes.aux) if aux_names else shapes.aux,
+        weight=None if weight is None else reduction("sum", weight),
     )
 
 
 def whole_batch(
-    micro_batch: Callable[[Array], Outputs],
-    reductions: Outputs,
-    shapes: Outputs,
+    micro_batch: Callable[[Array], BatchOutputs],
+    reductions: BatchOutputs,
+    shapes: BatchOutputs,
     parts: int,
-    real: Any,
+    real: Number | None,
     if_empty: float,
-) -> Outputs:
-    """Runs one real micro-batch after the other, and puts together what they give.
+) -> BatchOutputs:
+    """Run the real micro-batches one after the other, and combine their outputs.
 
     Value and gradient are `if_empty`, 0 or NaN, if no micro-batch has a weight.
     """
-    # A total varies over the devices over which the weights do.
+    leaves, structure = jax.tree.flatten(shapes)
+    rules = structure.flatten_up_to(reductions)
+    holds_weight = reductions.value.holds_weight
+    # A total varies over the same devices as the weights.
     arrays = [x for x in (shapes.weight, real) if hasattr(x, "dtype")]
     axes = frozenset[str]().union(*map(varying_axes, arrays))
 
-    def step(carry: Any, index: Array) -> tuple[Any, None]:
-        def add(carry: Any) -> Any:
+    def step(carry: Tree, index: Array) -> tuple[Tree, None]:
+        def add(carry: Tree) -> Tree:
             totals, total_weight = carry
             outputs = micro_batch(index)
             weight = as_weight(outputs.weight)
             is_added = total_weight >= 0 if weight is None else weight != 0
-
-            def kept(x: Any) -> Any:
-                return x if unreduced_axes(x) else summand(x, is_added)
-
-            if weight is None or reductions.value.holds_weight:
-                outputs = outputs._replace(grads=jax.tree.map(kept, outputs.grads))
-            if reductions.value.holds_weight:
-                outputs = outputs._replace(value=kept(outputs.value))
-            totals = jax.tree.map(
-                lambda r, total, x: r.add(total, x, weight, index), reductions, totals, outputs
-            )
+            if weight is None or holds_weight:
+                kept = functools.partial(_kept, is_added)
+                value = kept(outputs.value) if holds_weight else outputs.value
+                outputs = outputs._replace(value=value, grads=jax.tree.map(kept, outputs.grads))
+            columns = zip(rules, totals, structure.flatten_up_to(outputs), strict=True)
+            totals = [rule.add(total, x, weight, index) for rule, total, x in columns]
             return totals, total_weight + (1 if weight is None else weight)
 
         return run_if_real(real, index, add, carry), None
 
-    totals = jax.tree.map(lambda r, x: r.start(x, parts, axes, if_empty), reductions, shapes)
-    first = (totals, vary(jnp.float32(0), axes))
+    pairs = zip(rules, leaves, strict=True)
+    totals = [rule.start(x, parts, axes, if_empty) for rule, x in pairs]
+    first = totals, vary(jnp.float32(0), axes)
     (totals, total_weight), _ = lax.scan(step, first, jnp.arange(parts))
-    divisor = jnp.where(total_weight > 0, total_weight, 1 - if_empty)
-    return jax.tree.map(lambda r, total, x: r.finish(total, x, divisor), reductions, totals, shapes)
+    has_weight = total_weight > 0
+    divisor = jnp.where(has_weight, total_weight, 1 - if_empty)
+    has_run = True if real is None else jnp.asarray(real) > 0
+    out = [
+        rule.finish(total, x, divisor, has_weight if rule.is_weighted else has_run, if_empty)
+        for rule, total, x in zip(rules, totals, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, out)
+
+
+def _kept(is_added: Array, x: Array) -> Array:
+    return x if unreduced_axes(x) else summand(x, is_added)
 
 
 def aux_reductions(
-    reduction: Any, parts: int, aux: Tree, whole_aux: Callable[[], Tree]
+    reduction: Tree, parts: int, aux: Tree, whole_aux: Callable[[], Tree]
 ) -> list[str]:
-    """The reduction of each leaf of aux: the given one, or else by its shape."""
+    """The reduction of each leaf of aux: the given one, or the default for its shape."""
     leaves = jax.tree.leaves_with_path(aux)
-    if parts == 1:
+    if parts == 1 or (not leaves and reduction is None):
         return ["last"] * len(leaves)
     given = broadcast_prefix("aux_reduction", reduction, "aux", aux, is_leaf=lambda x: x is None)
-    whole = jax.tree.leaves(whole_aux()) if None in given else [None] * len(leaves)
+    whole = jax.tree.leaves(whole_aux() if None in given else aux)
 
     names: list[str] = []
     for name, (path, leaf), full in zip(given, leaves, whole, strict=True):
@@ -195,7 +225,9 @@ def aux_reductions(
     return names
 
 
-def _default_for(parts: int, micro: Any, whole: Any, place: str) -> str:
+def _default_for(
+    parts: int, micro: jax.ShapeDtypeStruct, whole: jax.ShapeDtypeStruct, place: str
+) -> str:
     if micro.shape and whole.shape == (parts * micro.shape[0], *micro.shape[1:]):
         return "concatenate"
     if micro.shape == whole.shape == () and jnp.issubdtype(micro.dtype, jnp.floating):

@@ -1,12 +1,8 @@
-"""How micro-batches are added up: the reduction and dtype of each leaf, and the running sum.
-
-A sum is added to in place, and never poisoned.
-"""
+"""The sum of micro-batches: the reduction and dtype of each leaf, and the accumulator."""
 
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar, copy_context
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -25,11 +21,9 @@ from .._checks import (
     is_traced,
     leaf_path,
 )
-from .._devices import where_written
 from .._errors import type_error, value_error
 from .._mesh import (
     factor_for,
-    is_unreduced,
     memory_of,
     reduce_over_devices,
     reduced_axes,
@@ -43,49 +37,29 @@ from .._types import Array, Scalar, Tree
 from ..clipping._formula import wide_dtype
 
 REDUCTIONS: Final = ("mean", "sum", "max", "last")
-_REDUCTIONS_OF_INIT: ContextVar[list[Any] | None] = ContextVar("reductions of init", default=None)
-
-
-def init_with_reductions(init: Callable[[Tree], Any], params: Tree) -> tuple[Any, list[Any]]:
-    """The first state of a transformation, and the reduction of each accumulation in it.
-
-    For `convert_state`: a chain is two closures, and no state holds the arguments of its parts.
-    """
-
-    def run() -> tuple[Any, list[Any]]:
-        reductions: list[Any] = []
-        _REDUCTIONS_OF_INIT.set(reductions)
-        return init(params), reductions
-
-    return copy_context().run(run)
-
-
-def note_reduction(reduction: Any) -> None:
-    """Records the reduction of an accumulation, inside `init_with_reductions`."""
-    reductions = _REDUCTIONS_OF_INIT.get()
-    if reductions is not None:
-        reductions.append(reduction)
 
 
 class _Choice(NamedTuple):
-    """An argument that is one value, a prefix tree of them, or a function of the path of a leaf.
+    """An argument that is one value, a prefix tree of values, or a function of a leaf's path.
 
     Attributes:
-        argument: its name.
-        check: `(argument, value)`, refuses what is no such value.
+        argument: the name of the argument.
+        check: `(argument, value)`, raises if the value is invalid.
     """
 
     argument: str
     check: Callable[[str, Any], None]
 
     def check_given(self, given: Any) -> None:
-        """Refuses a bad value; what a function returns is checked when traced."""
+        """Raise for an invalid value; the results of a function are checked when traced."""
         entries = [] if is_function(given) else jax.tree.leaves_with_path(given)
         for path, value in entries if given is not None else [((), None)]:
             self.check(leaf_path(self.argument, path), value)
 
     def of_leaves(self, given: Any, like: str, tree: Tree) -> list[Any]:
         """The value of each leaf of a tree."""
+        if isinstance(given, (str, np.dtype)):
+            return [given] * len(jax.tree.leaves(tree))
         if not is_function(given):
             return broadcast_prefix(self.argument, given, like, tree)
         values: list[Any] = []
@@ -101,26 +75,26 @@ DTYPE: Final = _Choice("accumulator_dtype", check_dtype)
 
 
 def map_reduced(fun: Callable[..., Any], choices: Sequence[Any], tree: Tree, *others: Tree) -> Tree:
-    """The tree of what `fun(choice, leaf, *counterparts)` makes of each leaf."""
+    """Map `fun(choice, leaf, *other leaves)` over the leaves of a tree."""
     leaves, structure = jax.tree.flatten(tree)
     columns = zip(choices, leaves, *map(jax.tree.leaves, others), strict=True)
     return jax.tree.unflatten(structure, [fun(*column) for column in columns])
 
 
 def is_summed(reduction: str) -> bool:
-    """Whether a leaf is a gradient: it is multiplied by the weight, and summed over devices."""
+    """Whether a leaf is a gradient: multiplied by the weight, and summed over devices."""
     return reduction in ("mean", "sum")
 
 
 def accumulator_dtype(kind: Any, dtype: Any) -> Any:
-    """What gradients of dtype `kind` are added up in: `dtype`, or their own 64 bit."""
+    """The dtype of the sum of gradients of dtype `kind`: `dtype`, or their own of 64 bit."""
     if jnp.finfo(kind).bits == 64:
         return kind
     return wide_dtype(kind, dtype) if jnp.issubdtype(kind, jnp.complexfloating) else dtype
 
 
 def as_weight(weight: Any) -> Any:
-    """The weight of a micro-batch as float32[], on the host if it is there."""
+    """The weight of a micro-batch as float32[], a NumPy scalar unless it is an array of JAX."""
     if weight is None:
         return None
     rule, hint = "a real scalar >= 0", "Pass the number of examples or tokens in the micro-batch."
@@ -134,7 +108,7 @@ def as_weight(weight: Any) -> Any:
 
 
 def identity_of(reduction: str, dtype: Any) -> Any:
-    """What a leaf starts from: combined with it, the first value is itself."""
+    """The initial value of a total: combined with it, the first value is unchanged."""
     if reduction != "max" or dtype == jnp.bool_:
         return 0
     return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
@@ -147,22 +121,25 @@ def combine(
     weight: Scalar | None = None,
     key: Array | None = None,
 ) -> Array:
-    """The total with one more value in it; with a key, sums in bfloat16 are rounded at random.
+    """Combine a total with one more value; a key rounds sums in bfloat16 stochastically.
 
-    Selects, never multiplies by zero: a value without weight may be NaN.
+    A value of weight 0 is selected away, not multiplied by 0, because it may be NaN.
     """
     if reduction == "last" and weight is None:
-        return rounded(total.dtype, value, key)  # also a random key, which has no arithmetic
-    # A weight of 40,000 fits no float16, and 1,001 no bfloat16.
-    is_inexact = jnp.issubdtype(total.dtype, jnp.inexact)
-    wide = wide_dtype(total.dtype) if is_inexact else total.dtype
-    old, new = total.astype(wide), value.astype(wide)
-    if is_summed(reduction):
-        new = old + (new if weight is None else new * factor_for(new, weight.astype(wide)))
-    elif reduction == "max":
-        new = jnp.maximum(old, new)
-    new = new if weight is None else jnp.where(weight == 0, old, new)
-    return rounded(total.dtype, new, key)
+        new = value  # also a random key, which has no arithmetic
+    else:
+        # float16 cannot represent a weight of 70,000, and bfloat16 rounds 1,001.
+        is_inexact = jnp.issubdtype(total.dtype, jnp.inexact)
+        wide = wide_dtype(total.dtype) if is_inexact else total.dtype
+        old, new = total.astype(wide), value.astype(wide)
+        if is_summed(reduction):
+            new = old + (new if weight is None else new * factor_for(new, weight.astype(wide)))
+        elif reduction == "max":
+            new = jnp.maximum(old, new)
+        new = new if weight is None else jnp.where(weight == 0, old, new)
+    if key is not None:
+        return rounded(total.dtype, new, key)
+    return new if new.dtype == total.dtype else new.astype(total.dtype)
 
 
 def divide(total: Array, weight: Scalar) -> Array:
@@ -173,15 +150,15 @@ def divide(total: Array, weight: Scalar) -> Array:
 
 
 def params_of(params: Tree) -> Tree:
-    """The parameters that have gradients: of the two copies of `optax.lookahead` the fast one."""
+    """The parameters that have gradients: the fast ones of `optax.lookahead`, or all."""
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
 def accumulator_like(params: Tree, dtype: Any) -> Tree:
-    """Zeros to add gradients up in, of the dtype that `accumulator_dtype` says for each leaf.
+    """An empty accumulator, with the dtype that `accumulator_dtype` gives for each leaf.
 
-    An integer parameter, whose gradient is float0, gets an idle scalar. Where gradients stay
-    unreduced over mesh axes, so do the zeros.
+    An integer parameter, whose gradient is float0, has a scalar that is not used. The accumulator
+    is unreduced over the same mesh axes as the gradients.
     """
 
     def zeros(dtype: Any, param: Any) -> Array:
@@ -197,7 +174,7 @@ def accumulator_like(params: Tree, dtype: Any) -> Tree:
 
 
 def check_matches_accumulator(updates: Tree, acc: Tree) -> None:
-    """Refuses gradients unlike what they are added to; a float0 leaf may have its own shape."""
+    """Raise if gradients cannot be added to the accumulator; float0 leaves may have any shape."""
     check_same_structure("updates", updates, "params", acc)
     given = jax.tree.leaves_with_path(updates)
     for (path, grad), total in zip(given, jax.tree.leaves(acc), strict=True):
@@ -218,13 +195,13 @@ def check_matches_accumulator(updates: Tree, acc: Tree) -> None:
 
 
 class MicroBatch(NamedTuple):
-    """What is added to a window.
+    """The gradients that one call adds to a window.
 
     Attributes:
         grads: the gradients.
         reductions: the reduction of each leaf.
         weight: float32[]; None counts as one.
-        key: rounds the sum stochastically; None does not.
+        key: for stochastic rounding of the sum; None to round to nearest.
     """
 
     grads: Tree
@@ -234,12 +211,12 @@ class MicroBatch(NamedTuple):
 
 
 def add_micro_batch(acc: Tree, micro_batch: MicroBatch, is_first: Array | bool) -> Tree:
-    """The sum with a micro-batch in it, begun anew if that is the first of a window.
+    """Add a micro-batch to the accumulator; the first one of a window replaces its content.
 
-    What the last window left behind may be NaN.
+    The content from the last window may be NaN.
     """
     keys: Iterator[Any] = itertools.repeat(None)
-    if micro_batch.key is not None:  # one program, not one for each leaf
+    if micro_batch.key is not None:  # one split for all leaves
         keys = iter(jax.random.split(micro_batch.key, len(jax.tree.leaves(acc))))
 
     def add(reduction: str, total: Array, grad: Any) -> Array:
@@ -257,7 +234,7 @@ def add_micro_batch(acc: Tree, micro_batch: MicroBatch, is_first: Array | bool) 
 def window_gradient(
     acc: Tree, micro_batch: MicroBatch, total_weight: Scalar, inner_state: Any = ()
 ) -> Tree:
-    """The gradient of the window, summed over devices; a float0 leaf is that of the micro-batch."""
+    """The gradient of the window, summed over devices, with the float0 leaves of `micro_batch`."""
 
     def read(reduction: str, total: Array, grad: Any) -> Any:
         if is_float0(grad) or reduction != "mean":
@@ -268,20 +245,8 @@ def window_gradient(
     return map_reduced(read, micro_batch.reductions, totals, micro_batch.grads)
 
 
-def spent_accumulator(acc: Tree, window: Tree, *, is_measured: bool) -> Tree:
-    """What is left of the accumulator after the step that reads the window: anything.
-
-    Where the gradient is written down, as for a norm before the step reads it, the accumulator has
-    room for it: 0 N of scratch, not 1.
-    """
-    if is_unreduced(acc):
-        return acc
-    window = jax.tree.map(lambda x, room: room if is_float0(x) else x, window, acc)
-    return window if is_measured else where_written(window, acc)
-
-
 def only_gradient(micro_batch: MicroBatch, inner_state: Any) -> Tree:
-    """The gradient of a window of one micro-batch, bit for bit: no sum is made."""
+    """The gradient of a window of one micro-batch, without rounding to the accumulator's dtype."""
     weight = micro_batch.weight
 
     def read(reduction: str, grad: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which examples a micro-batch holds, and the order in which their rows come back."""
+"""Split a batch into micro-batches, and restore the order of its examples."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,18 +11,18 @@ from jax import lax
 from .._checks import check_count, describe, is_traced, leaf_path
 from .._errors import type_error, value_error
 from .._run_if import run_if
-from .._types import Array, Tree
+from .._types import Array, Count, Number, Tree
 
 
 class Split(NamedTuple):
-    """The positions of arguments, and into how many parts a batch is split.
+    """Positions of arguments, and the number of micro-batches.
 
     Attributes:
-        parts: micro-batches.
-        batches: what is split along the first axis of its leaves.
-        keys: random keys, one for each micro-batch.
-        differentiated: what gradients are taken by.
-        takes_one: whether that is one argument and not a tuple of them.
+        parts: number of micro-batches.
+        batches: positions of the arguments that are split along the first axis of their leaves.
+        keys: positions of random keys.
+        differentiated: positions of the differentiated arguments.
+        takes_one: whether the gradient is that of one argument, not a tuple.
     """
 
     parts: int
@@ -31,38 +31,46 @@ class Split(NamedTuple):
     differentiated: tuple[int, ...]
     takes_one: bool
 
-    def differentiated_of(self, args: Sequence[Any]) -> Any:
-        """What gradients are taken by, in the structure of the gradient."""
-        chosen = tuple(args[i] for i in self.differentiated)
+    def differentiated_of(self, args: Sequence[Tree]) -> Tree:
+        """The differentiated arguments, in the structure of the gradient."""
+        chosen = tuple([args[i] for i in self.differentiated])
         return chosen[0] if self.takes_one else chosen
 
 
 def positions(argnums: int | Sequence[int]) -> tuple[int, ...]:
-    """One position or several as a tuple."""
+    """Positions as a tuple."""
     return (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
 
-def counted_from_zero(split: Split, args: Sequence[Any]) -> Split:
-    """The same positions, none negative; refuses arguments that cannot be split so."""
-    groups = (split.batches, split.keys, split.differentiated)
-    needed = max((i if i >= 0 else -i - 1 for group in groups for i in group), default=-1) + 1
+def counted_from_zero(split: Split, args: Sequence[Tree]) -> Split:
+    """The same positions without negative ones; raise if the arguments cannot be split."""
+    given = (*split.batches, *split.keys, *split.differentiated)
+    needed = max((*given, *[-i - 1 for i in given]), default=-1) + 1
     if len(args) < needed:
-        hint = "What is split or differentiated by cannot be passed by name."
-        rule = f"at least {needed} positional arguments"
-        raise type_error("args", rule, f"{len(args)}", hint)
-    batches, keys, differentiated = (tuple(i % len(args) for i in group) for group in groups)
-    for i in batches:
+        hint = "Arguments that are split or differentiated cannot be passed by name."
+        raise type_error("args", f"at least {needed} positional arguments", f"{len(args)}", hint)
+    if min(given, default=0) < 0:
+        split = split._replace(
+            batches=_modulo(split.batches, len(args)),
+            keys=_modulo(split.keys, len(args)),
+            differentiated=_modulo(split.differentiated, len(args)),
+        )
+    for i in split.batches:
         for path, x in jax.tree.leaves_with_path(args[i]):
             if not np.ndim(x) or np.shape(x)[0] % split.parts:
                 rule = f"split evenly by num_microbatches={split.parts} along its first axis"
                 got = f"{describe(x)} at {leaf_path(f'args[{i}]', path)}"
                 hint = "Change one of the two, or pad the batch with examples of weight 0."
                 raise value_error("batch", rule, got, hint)
-    return split._replace(batches=batches, keys=keys, differentiated=differentiated)
+    return split
+
+
+def _modulo(argnums: tuple[int, ...], length: int) -> tuple[int, ...]:
+    return tuple(i % length for i in argnums)
 
 
 def in_one_form(fun: Callable[..., Any], has_weight: bool, has_aux: bool) -> Callable[..., Any]:
-    """The function with `(value, (weight, aux))` as its result, None where it returns none."""
+    """Normalize the output of `fun` to `(value, (weight, aux))`; missing parts are None."""
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
         value: Any = fun(*args, **kwargs)
@@ -85,8 +93,8 @@ def in_one_form(fun: Callable[..., Any], has_weight: bool, has_aux: bool) -> Cal
     return call
 
 
-def micro_arguments(args: Sequence[Any], split: Split, index: Array) -> list[Any]:
-    """The arguments for one micro-batch."""
+def micro_arguments(args: Sequence[Tree], split: Split, index: Array | int) -> list[Tree]:
+    """The arguments of one micro-batch."""
     chosen = list(args)
     for i in split.batches:
         chosen[i] = jax.tree.map(lambda x: every_nth(x, index, split.parts), chosen[i])
@@ -95,8 +103,8 @@ def micro_arguments(args: Sequence[Any], split: Split, index: Array) -> list[Any
     return chosen
 
 
-def check_real(real: Any, parts: Any) -> None:
-    """Refuses what is no number of micro-batches from 0 to `parts`; traced integers pass."""
+def check_real(real: Number | None, parts: Count) -> None:
+    """Raise if a number of micro-batches is not an integer from 0 to `parts`, or traced."""
     name, hint = "num_real_microbatches", "Pass None if all are real."
     if real is None:
         return
@@ -106,19 +114,22 @@ def check_real(real: Any, parts: Any) -> None:
         raise value_error(name, rule, int(real), hint)
 
 
-def run_if_real(real: Any, index: Array, step: Callable[[Tree], Tree], carry: Tree) -> Tree:
-    """`step(carry)` for a real micro-batch, else the carry; None says that all are real."""
-    is_real = True if real is None else index < jnp.asarray(real).astype(jnp.int32)
-    return run_if(is_real, step, carry)
+def run_if_real(
+    real: Number | None, index: Array, step: Callable[[Tree], Tree], carry: Tree
+) -> Tree:
+    """`step(carry)` for a real micro-batch, else the carry; all are real if `real` is None."""
+    if real is None:
+        return step(carry)
+    return run_if(index < jnp.asarray(real).astype(jnp.int32), step, carry)
 
 
 def in_order(rows: Array) -> Array:
-    """Rows stacked by micro-batch, in the order of the examples."""
+    """Rows that are stacked by micro-batch, in the order of the examples."""
     by_example = jnp.swapaxes(rows, 0, 1)
     return by_example.reshape(-1, *by_example.shape[2:])
 
 
-def every_nth(x: Array, index: Array, parts: int) -> Array:
-    """Examples index, index + parts, ...: each device takes them from the part that it holds."""
+def every_nth(x: Array, index: Array | int, parts: int) -> Array:
+    """Every `parts`-th example from `index` on, so that no device needs the rows of another."""
     split = jnp.reshape(x, (x.shape[0] // parts, parts, *x.shape[1:]))
     return lax.dynamic_index_in_dim(split, index, axis=1, keepdims=False)

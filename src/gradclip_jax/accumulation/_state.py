@@ -1,4 +1,4 @@
-"""The state of an accumulation: what a call does to it, and what can be asked in between."""
+"""The state of an accumulation: the effect of each call on it, and functions that read it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,17 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import (
-    check_transformation,
-    describe,
-    is_scalar,
-    is_traced,
-)
+from .._checks import check_transformation, describe, is_scalar, is_traced
 from .._errors import public, type_error, value_error
-from .._gate import Flag, flag_and, flag_not, flag_or
 from .._mesh import is_unreduced, unreduced_axes, zeros_of_type
-from .._run_if import run_if, trace
+from .._run_if import run_step
 from .._states import (
+    GATES,
     find_states,
     increment_where,
     plain_arrays,
@@ -27,22 +22,24 @@ from .._states import (
     with_structure_of,
 )
 from .._types import Scalar, Tree
+from ..gates._gate import Flag
 from ._reduction import REDUCTION, MicroBatch, as_weight, params_of, window_gradient
 
 
-@register_metrics("mini_step", "gradient_step", gate="inner_opt_state")
+@register_metrics("mini_step", "gradient_step")
 class AccumulationState(NamedTuple):
-    """A window of micro-batches, and the optimizer that waits for it.
+    """A window of micro-batches, and the state of the inner optimizer.
 
     Attributes:
-        mini_step: int32[], micro-batches in the open window.
-        gradient_step: int32[], windows that were emitted; a guard inside may have refused some.
+        mini_step: int32[], number of micro-batches in the open window.
+        gradient_step: int32[], number of emitted windows, including windows that a guard inside
+            has skipped.
         inner_opt_state: the state of the inner optimizer.
         acc_grads: the weighted sum of the window, in the accumulator's dtype, or () if it was made
-            with `every=1`; what it holds while `mini_step` is 0 means nothing.
-        total_weight: float32[], the weight in the window.
+            with `every=1`; the values are ignored while `mini_step` is 0.
+        total_weight: float32[], the sum of the weights in the window.
         accumulation_steps: int32[], the length of the window.
-        micro_batch_count: int32[], all micro-batches so far.
+        micro_batch_count: int32[], number of all micro-batches so far.
         emitted: int32[], 1 if the last call emitted a window, else 0.
         noise: a `NoiseState`, or () if the noise scale is not measured.
     """
@@ -58,57 +55,59 @@ class AccumulationState(NamedTuple):
     noise: Any
 
 
+GATES[AccumulationState] = "inner_opt_state"
+
+
 class Call(NamedTuple):
-    """The extra arguments of a call that belong to the accumulation.
+    """The extra arguments of a call that the accumulation reads.
 
     Attributes:
-        weight: float32[]; None counts as one.
-        flush: whether the window closes with this call; of weight 0 it adds no micro-batch.
-        emit: whether this micro-batch closes the window; None counts them.
+        weight: float32[]; None for one.
+        flush: whether the window closes with this call, which adds no micro-batch if its weight is
+            zero; None for no.
+        emit: whether the window closes with this micro-batch; None to count micro-batches.
     """
 
     weight: Any
-    flush: Flag
+    flush: Flag | None
     emit: bool | None
 
 
-def read_call(
-    extra_args: dict[str, Any], accepted: Flag, *, always_emit: bool
-) -> tuple[Call, dict[str, Any]]:
-    """The arguments that are ours, and all others."""
+def read_call(extra_args: dict[str, Any], accepted: Flag) -> tuple[Call, dict[str, Any]]:
+    """The arguments for the accumulation, and those for the inner optimizer."""
     others = dict(extra_args)
     weight = as_weight(others.pop("weight", None))
-    if accepted is True and isinstance(weight, np.generic) and not np.isfinite(weight):
-        rule, hint = "finite", "A guard around this would leave the micro-batch out."
-        raise value_error("weight", rule, f"{weight}", hint)
+    is_unguarded = isinstance(accepted, np.bool_)
+    if is_unguarded and isinstance(weight, np.generic) and not np.isfinite(weight):
+        hint = "`skip_nonfinite` around this transformation skips such a micro-batch."
+        raise value_error("weight", "finite", f"{weight}", hint)
     flush, emit = others.pop("flush", None), others.pop("emit", None)
     if emit is not None and not isinstance(emit, (bool, np.bool_)):
-        rule, hint = "a Python bool", "Make it static under jit, or leave it out to count."
-        raise type_error("emit", rule, describe(emit), hint)
+        hint = "Make it static under jit, or leave it out to count micro-batches."
+        raise type_error("emit", "a Python bool", describe(emit), hint)
     if emit is not None and flush is not None:
-        hint = "The window closes where `emit` says so."
+        hint = "`emit` already says whether the window closes."
         raise type_error("flush", "left out beside `emit`", flush, hint)
     if flush is not None and not is_scalar(flush, jnp.bool_):
-        rule, hint = "a bool scalar", "Pass whether the window closes now."
-        raise type_error("flush", rule, describe(flush), hint)
-    is_known = flush is None or isinstance(flush, (bool, np.bool_))
-    flush = bool(flush) if is_known else jnp.asarray(flush)
-    emit = always_emit or None if emit is None else bool(emit)
-    return Call(weight, flush, emit), others
+        hint = "Pass whether the window closes now."
+        raise type_error("flush", "a bool scalar", describe(flush), hint)
+    if flush is not None:
+        flush = np.bool_(flush) if isinstance(flush, bool) else flush
+    return Call(weight, flush, None if emit is None else bool(emit)), others
 
 
 class WindowStep(NamedTuple):
-    """The effect of one call.
+    """The effect of one call on a window.
 
     Attributes:
-        arrived: it adds a micro-batch.
-        starts: the first of a window.
-        holds: one that is added up, and the window stays open.
-        emits: the window closes with something in it.
+        arrived: whether it adds a micro-batch.
+        starts: whether that is the first of the window.
+        holds: whether it adds a micro-batch and the window stays open.
+        emits: whether the window closes and contains a micro-batch with a weight.
     """
 
     arrived: Flag
-    starts: Flag
+    starts: Scalar
     holds: Flag
     emits: Flag
 
@@ -116,28 +115,34 @@ class WindowStep(NamedTuple):
 def advance_window(
     state: AccumulationState, length: Scalar, call: Call, accepted: Flag
 ) -> tuple[WindowStep, AccumulationState]:
-    """What a call does to a window of that length, and the counters if no step is taken."""
+    """The effect of a call on a window of that length, and the counters if no step is applied."""
     weight, flush, emit = call
     is_empty = state.mini_step == 0
-    is_bare_flush = False if weight is None else flag_and(flush, weight == 0)
-    arrived = flag_and(accepted, flag_not(is_bare_flush))
-    starts = flag_and(is_empty, arrived)
+    arrived = accepted
+    if flush is not None and weight is not None:
+        arrived = accepted & ~(flush & (weight == 0))
+    starts = jnp.logical_and(is_empty, arrived)
     weight_so_far = jnp.where(starts, 0, state.total_weight)
     with_this = weight_so_far + (1 if weight is None else weight)
     total_weight = jnp.where(arrived, with_this, state.total_weight)
-    mini_step = state.mini_step + jnp.asarray(arrived).astype(jnp.int32)
-    # A micro-batch that is left out closes no window by counting, but a flush is a flush.
-    counted = flag_or(flag_and(accepted, mini_step >= length), flush)
-    closing = counted if emit is None else emit
-    # A window that closes with a micro-batch of known weight has one.
-    is_known = weight is None or (not is_traced(weight) and float(weight) > 0)
-    always = emit and is_known and accepted is True
-    has_weight = True if always else (mini_step > 0) & (total_weight > 0)
-    holds, emits = flag_and(arrived, flag_not(closing)), flag_and(closing, has_weight)
-    # A flush of an empty window changes no state.
-    is_idle = flag_and(flag_and(accepted, flag_not(arrived)), is_empty)
+    mini_step = state.mini_step + jnp.asarray(arrived, jnp.int32)
+    has_weight: Flag = (mini_step > 0) & (total_weight > 0)
+    if emit is None:
+        # A skipped micro-batch does not close a window by its number; a flush does in any case.
+        closes = accepted & (mini_step >= length)
+        closes = closes if flush is None else closes | flush
+        holds, emits = arrived & ~closes, closes & has_weight
+    elif emit:
+        # A window that closes with a micro-batch of known weight is not empty.
+        is_known = weight is None or (not is_traced(weight) and float(weight) > 0)
+        is_certain = is_known and isinstance(accepted, np.bool_)
+        closes, holds, emits = np.True_, np.False_, np.True_ if is_certain else has_weight
+    else:
+        closes, holds, emits = np.False_, arrived, np.False_
+    # A flush of an empty window changes nothing.
+    is_idle = accepted & ~arrived & is_empty
     return WindowStep(arrived, starts, holds, emits), state._replace(
-        mini_step=jnp.where(closing, 0, mini_step),
+        mini_step=jnp.where(closes, 0, mini_step),
         total_weight=total_weight,
         accumulation_steps=jnp.where(starts | ~is_empty, length, state.accumulation_steps),
         micro_batch_count=increment_where(state.micro_batch_count, arrived),
@@ -146,45 +151,45 @@ def advance_window(
 
 
 class AccumulationStats(NamedTuple):
-    """Counts of an accumulation; integers, or arrays inside jit and of a state that was vmapped.
+    """Counts of an accumulation; integers, or arrays inside jit and for a vmapped state.
 
     Attributes:
-        total_micro_batches: micro-batches so far, saturating.
-        total_updates: windows that were emitted, saturating.
-        accumulation_steps: micro-batches in the current window.
-        registered_params: leaves that are accumulated; none with `every=1`.
-        total_param_elements: their elements.
-        effective_batch_multiplier: by how much the batch is larger than a micro-batch.
+        total_micro_batches: number of micro-batches so far, saturating.
+        total_updates: number of emitted windows, saturating.
+        accumulation_steps: number of micro-batches in the current window.
+        registered_params: number of accumulated leaves; none with `every=1`.
+        total_param_elements: number of their elements.
+        effective_batch_multiplier: ratio of the batch size to the micro-batch size.
     """
 
-    total_micro_batches: Any
-    total_updates: Any
-    accumulation_steps: Any
+    total_micro_batches: int | Scalar
+    total_updates: int | Scalar
+    accumulation_steps: int | Scalar
     registered_params: int
     total_param_elements: int
-    effective_batch_multiplier: Any
+    effective_batch_multiplier: int | Scalar
 
 
 @public
 def flush(
     tx: optax.GradientTransformation, state: Any, params: Tree, **extra_args: Any
 ) -> tuple[Tree, Any]:
-    """Emits the open window now, divided by what was really accumulated.
+    """Emit the open window now, divided by the weight that it contains.
 
-    For the end of an epoch that is no multiple of the window. Where every window is empty the
-    updates are zero and no state changes, also none of what is around the accumulation.
+    For the end of an epoch whose length is not a multiple of the window. If every window is empty
+    the updates are zero and no state changes, including the states around the accumulation.
 
     Args:
-        tx: `accumulate_gradients`, or what wraps it and passes extra arguments on.
+        tx: `accumulate_gradients`, or a transformation around it that passes extra arguments on.
         state: its state.
         params: the parameters.
-        **extra_args: passed on to the inner optimizer.
+        **extra_args: passed to the inner optimizer.
 
     Returns:
         The updates and the new state.
 
     Raises:
-        TypeError: the state holds no accumulation.
+        TypeError: the state contains no accumulation.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -202,9 +207,11 @@ def flush(
     nothing = _zero_gradient(params_of(params), windows[0].acc_grads)
     update = optax.with_extra_args_support(tx).update
     ours = {"weight": jnp.float32(0), "flush": True}
-    program = trace(lambda state: update(nothing, state, params, **ours, **extra_args), arrays)
-    zeros = jax.tree.map(zeros_of_type, program.output[0])
-    updates, flushed = run_if(is_open, lambda carry: program(carry[1]), (zeros, arrays))
+
+    def emit(state: Any) -> tuple[Tree, Any]:
+        return update(nothing, state, params, **ours, **extra_args)
+
+    updates, flushed = run_step(is_open, emit, arrays)
     return updates, with_structure_of(state, flushed)
 
 
@@ -228,15 +235,15 @@ def accumulated_gradients(
 
     Args:
         state: the state of `accumulate_gradients`, or any state around it.
-        reduction: as given to `accumulate_gradients`, if it takes the maximum or the last of
-            some leaves. What it sums comes back as a mean, unless "sum" is said here.
+        reduction: as given to `accumulate_gradients`. The default also returns the mean for
+            leaves that the accumulation sums.
 
     Returns:
         The mean gradient; inside jit, zeros for an empty window.
 
     Raises:
-        ValueError: nothing was accumulated (on the host).
-        TypeError: the state holds no accumulation.
+        ValueError: the window is empty (outside jit).
+        TypeError: the state contains no accumulation.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -251,8 +258,7 @@ def accumulated_gradients(
     empty = (count == 0) | ~(total_weight > 0)
     if not is_traced(empty) and bool(empty):
         hint = "Call `update` with a micro-batch first."
-        rule = "a state with an open window"
-        raise value_error("state", rule, "an empty one", hint)
+        raise value_error("state", "one with an open window", "one with an empty window", hint)
     acc = plain_arrays(open_window.acc_grads)
     window = MicroBatch(acc, REDUCTION.of_leaves(reduction, "updates", acc))
     mean = window_gradient(acc, window, jnp.where(empty, 1, total_weight))
@@ -262,16 +268,16 @@ def accumulated_gradients(
 
 @public
 def reset_accumulation(state: Any) -> Any:
-    """Discards the open window; the inner optimizer is not stepped.
+    """Discard the open window without running the inner optimizer.
 
     Args:
         state: the state of `accumulate_gradients`, or any state around it.
 
     Returns:
-        The state with an empty window; counts of past micro-batches and updates stay.
+        The state with an empty window; the counts of micro-batches and updates are unchanged.
 
     Raises:
-        TypeError: the state holds no accumulation.
+        TypeError: the state contains no accumulation.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -287,10 +293,10 @@ def reset_accumulation(state: Any) -> Any:
 
 
 def discard_windows(state: Any, where: Any) -> Any:
-    """The state with every open window reset; `where`, bool[], may be traced."""
+    """The state with all windows empty where the condition, bool[], holds."""
 
     def discard(window: AccumulationState) -> AccumulationState:
-        # Mapped, not replaced: a field may be a variable of Flax's NNX.
+        # Mapped, because a field may be a Flax NNX variable.
         fields = {name: getattr(window, name) for name in ("mini_step", "total_weight", "emitted")}
         zeros = jax.tree.map(lambda x: jnp.where(where, jnp.zeros_like(x), x), fields)
         return window._replace(**zeros)
@@ -300,17 +306,17 @@ def discard_windows(state: Any, where: Any) -> Any:
 
 @public
 def accumulation_stats(state: Any) -> AccumulationStats:
-    """Counts micro-batches, updates and parameters.
+    """Count micro-batches, updates and parameters.
 
     Args:
         state: the state of `accumulate_gradients`, or any state around it.
 
     Returns:
-        Integers on the host; the counts are traced scalars inside jit, and arrays with the leading
-        axes of a state that was vmapped over seeds. The parameters are those of one seed.
+        Integers. The counts are traced scalars inside jit, and arrays with the leading axes of a
+        state that was vmapped over seeds; the parameters are those of one seed.
 
     Raises:
-        TypeError: the state holds no accumulation.
+        TypeError: the state contains no accumulation.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -338,6 +344,6 @@ def _accumulations(state: Any) -> list[AccumulationState]:
     windows = find_states(state, AccumulationState)
     if not windows:
         hint = "Pass the state that `accumulate_gradients(...).init(params)` made."
-        rule = "a state of `accumulate_gradients`, or one around it"
+        rule = "a state of `accumulate_gradients`, or one that contains it"
         raise type_error("state", rule, type(state).__name__, hint)
     return [accumulation for _, accumulation in windows]

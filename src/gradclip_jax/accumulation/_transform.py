@@ -1,7 +1,8 @@
 """Gradient accumulation as an Optax gradient transformation."""
 
+import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +15,17 @@ from .._checks import (
     check_decays,
     check_number,
     check_transformation,
+    is_float0,
 )
 from .._errors import public, type_error
-from .._execute import gated
-from .._gate import Accumulation, Flag, Judged, Window
 from .._mesh import is_unreduced, without_reduced_axes
 from .._run_if import like_dtypes, run_if
-from .._states import METRICS, find_states, increment_where
+from .._states import find_states, increment_where
 from .._tree_checks import check_same_structure
-from .._types import FLOAT32, Scalar, Tree
-from ._noise import empty_noise, observe_noise
+from .._types import FLOAT32, Count, Scalar, Tree
+from ..gates._execute import gated
+from ..gates._gate import Accumulation, Flag, Window
+from ._noise_scale import empty_noise, observe_noise
 from ._reduction import (
     DTYPE,
     REDUCTION,
@@ -31,77 +33,94 @@ from ._reduction import (
     accumulator_like,
     add_micro_batch,
     check_matches_accumulator,
-    note_reduction,
     only_gradient,
     params_of,
-    spent_accumulator,
     window_gradient,
 )
 from ._state import AccumulationState, advance_window, read_call
 
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+def _with_hint(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """Explain the keyword of `optax.MultiSteps`."""
+
+    @functools.wraps(fun)
+    def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        if "every_k_schedule" in kwargs:
+            hint = "Pass `every`, a number or a function of the gradient step."
+            raise type_error("every_k_schedule", "passed as `every`", "that keyword", hint)
+        return fun(*args, **kwargs)
+
+    return wrapper
+
 
 @public
+@_with_hint
 def accumulate_gradients(
     inner: optax.GradientTransformation,
-    every: int | Callable[[Any], Any],
+    every: Count | Callable[[Scalar], Any],
     *,
     reduction: str | Tree | Callable[[str], str] = "mean",
     accumulator_dtype: Any = FLOAT32,
     rounding: Literal["nearest", "stochastic"] = "nearest",
     noise_scale_decay: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Runs the inner optimizer once for every `every` micro-batches, on their mean gradient.
+    """Run the inner optimizer once for every `every` micro-batches, on their mean gradient.
 
-    `sum(weight_i * g_i) / sum(weight_i)` over a window; before its end the updates are zeros and
-    the inner optimizer is not run. Weighted by its tokens, a window equals one big batch. Taken
-    with `apply_gradients`, a step that is held costs no more than the addition.
+    The gradient of a window is `sum(weight_i * g_i) / sum(weight_i)`. Before the end of a window
+    the updates are zeros and the inner optimizer does not run. If the weights are numbers of
+    tokens, a window is equivalent to one large batch. With `apply_gradients` a micro-step only
+    costs the addition.
 
     | micro-batch | effect |
     | --- | --- |
-    | `weight=0`, even one full of NaN | counts, adds nothing |
-    | NaN gradient | spoils its own window only; wrap with `skip_nonfinite` to drop it alone |
-    | the last of an epoch, `flush=True` | emits now, divided by what was really accumulated |
-    | a window of total weight 0 | emits nothing, the inner state is left alone |
-    | unreduced over a mesh axis | added up so, and summed over devices when the window closes |
+    | `weight=0`, even with NaN gradients | counted, adds nothing |
+    | NaN gradient | affects only its window; `skip_nonfinite` around this skips the micro-batch |
+    | the last of an epoch, `flush=True` | emits now, divided by the weight of the window |
+    | the last of a window with a total weight of 0 | emits nothing; the inner state is unchanged |
+    | unreduced over a mesh axis | accumulated unreduced, summed over devices once per window |
 
     Extra arguments of `update`:
 
     - `weight`, a scalar >= 0, for example the number of tokens.
     - `flush`, a bool that may be traced: whether to emit now.
-    - `emit`, a Python bool, known when traced: whether this micro-batch closes the window, in
-      place of counting. The two programs have no branch, so no device waits for the host;
-      but with a traced `weight` the one that emits still leaves out a window of total weight 0.
+    - `emit`, a Python bool, static under jit: whether this micro-batch closes the window, instead
+      of counting. Neither of the two programs has a branch, so the host never waits for a device;
+      but with a traced `weight` the one that emits still checks for a total weight of 0.
 
     All others, such as `value`, are those of the micro-batch that closes the window.
 
-    Use `microbatched_value_and_grad` to split one batch inside one step; the two compose.
+    Use `microbatched_value_and_grad` to split one batch inside one step; both can be combined.
 
     Args:
-        inner: any Optax transformation without an accumulation in it.
-        every: micro-batches in a window, an integer >= 1, or a function of the gradient step,
-            int32[], that returns one. The integer 1 makes no buffer, and emits what is in a window
-            that a longer one left open.
-        reduction: "mean" or "sum"; for leaves that are no gradients, such as the statistics of
-            an fp8 layer, "max" or "last", which no weight multiplies. A prefix tree of these
-            words, or a function of the path of a leaf, "layer/kernel", that returns one.
-        accumulator_dtype: dtype of the sum for leaves of up to 32 bit; complex leaves take the
-            complex dtype over it, 64-bit leaves keep their own. A prefix tree of dtypes, or a
-            function of the path of a leaf that returns one, as for `reduction`.
-        rounding: of sums in bfloat16: "stochastic" rounds up or down at random, so that their
-            mean is right however long the window; alike in every run and on every replica.
+        inner: any Optax transformation without an accumulation.
+        every: number of micro-batches in a window, an integer >= 1, or a function of the gradient
+            step, int32[], that returns one; Optax calls it `every_k_schedule`. The integer 1
+            allocates no buffer, and emits a window that a longer accumulation left open.
+        reduction: "mean" or "sum"; for leaves that are not gradients, such as the statistics of
+            an fp8 layer, "max" or "last", which ignore the weight. A prefix tree of these words,
+            or a function from the path of a leaf, "layer/kernel", to one of them.
+        accumulator_dtype: dtype of the sum for leaves of up to 32 bits; complex leaves use the
+            corresponding complex dtype, 64-bit leaves their own. A prefix tree of dtypes, or a
+            function from the path of a leaf to a dtype, as for `reduction`.
+        rounding: of bfloat16 sums: "stochastic" rounds up or down at random, so that their
+            expectation is exact for windows of any length; the same in every run and replica.
         noise_scale_decay: at least 0 and below 1, such as 0.9: measures the gradient noise
-            scale (McCandlish et al. 2018, arXiv 1812.06162) with this decay over windows, for the
-            price of one norm a micro-batch; `metrics` report it. None does not.
+            scale (McCandlish et al. 2018, arXiv 1812.06162) with this decay over windows, at the
+            cost of one extra norm per micro-batch; `metrics` report it. None does not.
 
     Returns:
-        An Optax transformation with an `AccumulationState`. The inner optimizer sees gradients
-        in the accumulator's dtype, or, if it refuses them, in their own; the updates have the
-        dtypes it gives on plain gradients.
+        An Optax transformation with an `AccumulationState`. The inner optimizer gets gradients in
+        the accumulator's dtype or, if it raises for those, in their own; the updates have the
+        dtypes that it returns for the incoming gradients.
 
     Raises:
-        ValueError: `every` is < 1, or `reduction` or `rounding` is another word.
-        TypeError: `inner` is no transformation, or holds an accumulation; `every` is no integer;
-            when traced, a leaf is not inexact or its shape is not the parameter's.
+        ValueError: `every` is < 1, or `reduction` or `rounding` is unknown.
+        TypeError: `inner` is not a gradient transformation, or contains an accumulation; `every`
+            is not an integer; when traced, a leaf is not inexact or has another shape than its
+            parameter.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -121,11 +140,11 @@ def accumulate_gradients(
     check_choice("rounding", rounding, ("nearest", "stochastic"))
     if noise_scale_decay is not None:
         check_decays(noise_scale_decay=noise_scale_decay)
-    # Static: a traced one must work with the state that a longer window has.
+    # A traced `every` needs the buffer even if its value is 1.
     is_one = isinstance(every, (int, np.integer)) and every == 1
 
     def length_of(gradient_step: Scalar) -> Scalar:
-        """Micro-batches in the window that follows so many steps."""
+        """Number of micro-batches in the window after so many steps."""
         if not callable(every):
             return jnp.asarray(every).astype(jnp.int32)
         length, hint = every(gradient_step), "Return the micro-batches in the next window."
@@ -134,15 +153,14 @@ def accumulate_gradients(
 
     def init(params: Tree) -> AccumulationState:
         """An empty window."""
-        note_reduction(reduction)
         inner_state = inner.init(without_reduced_axes(params))
         if find_states(inner_state, (AccumulationState, optax.MultiStepsState)):
-            rule, hint = "without an accumulation in it", "Multiply the two lengths: `every=a * b`."
+            rule, hint = "without an accumulation", "Multiply the two lengths: `every=a * b`."
             raise type_error("inner", rule, "one that accumulates", hint)
         acc = () if is_one else accumulator_like(params_of(params), accumulator_dtype)
         counts = ("mini_step", "gradient_step", "micro_batch_count", "emitted")
         return AccumulationState(
-            # Not weakly typed, as what comes out of a step is not: one trace for all steps.
+            # Without weak types, like the states that updates return: one trace for all steps.
             inner_opt_state=like_dtypes(inner_state, inner_state),
             acc_grads=acc,
             total_weight=jnp.zeros((), jnp.float32),
@@ -152,55 +170,66 @@ def accumulate_gradients(
         )
 
     def open_window(
-        judged: Judged, params: Tree, extra_args: dict[str, Any], is_measured: bool
+        updates: Tree,
+        state: AccumulationState,
+        accepted: Flag,
+        params: Tree,
+        extra_args: dict[str, Any],
     ) -> Window:
-        """What a call does: it holds or leaves out a micro-batch, or closes the window."""
-        updates, state, accepted = judged.grads, judged.state, judged.accepted
-        # Without a buffer every call closes a window.
-        keeps_sum = not is_one or bool(jax.tree.leaves(state.acc_grads))
-        if keeps_sum:
+        """The effect of a micro-batch."""
+        has_buffer = not is_one or bool(jax.tree.leaves(state.acc_grads))
+        if has_buffer:
             check_matches_accumulator(updates, state.acc_grads)
         elif params is not None:
             check_same_structure("updates", updates, "params", params_of(params))
-        call, others = read_call(extra_args, accepted, always_emit=not keeps_sum)
+        call, others = read_call(extra_args, accepted)
+        if not has_buffer:
+            if call.emit is False:
+                hint = "Pass a longer window, whose state has an accumulator."
+                raise type_error("emit", "True with `every=1`", "False", hint)
+            call = call._replace(emit=True)
         step, advanced = advance_window(state, length_of(state.gradient_step), call, accepted)
         reductions = REDUCTION.of_leaves(reduction, "updates", updates)
         if is_unreduced(updates):
-            _check_unreduced(reductions, rounding, noise_scale_decay)
+            _check_unreduced(
+                rounding=None if rounding == "nearest" else rounding,
+                reduction="max" if "max" in reductions else None,
+                noise_scale_decay=noise_scale_decay,
+            )
         key = None
         if rounding == "stochastic":
             key = jax.random.fold_in(jax.random.key(0), state.micro_batch_count)
-        micro_batch = MicroBatch(updates, reductions, call.weight, key)
-        closing = micro_batch
-        if accepted is not True and (call.emit or call.flush is not False):
-            # One that is left out may be NaN, and the window is emitted without it.
-            weight = 1 if call.weight is None else call.weight
-            closing = closing._replace(weight=jnp.where(accepted, jnp.float32(weight), 0))
+        micro_batch = closing = MicroBatch(updates, reductions, call.weight, key)
+        if not isinstance(accepted, np.bool_) and (call.emit or call.flush is not None):
+            # The window is emitted without a micro-batch that a guard skips: that may be NaN.
+            weight = jnp.float32(1 if call.weight is None else call.weight)
+            closing = micro_batch._replace(weight=jnp.where(accepted, weight, 0))
 
         def add(acc: Tree, micro_batch: MicroBatch = micro_batch) -> Tree:
             return add_micro_batch(acc, micro_batch, step.starts)
 
         if noise_scale_decay is not None:
-            total = add(state.acc_grads, closing) if keeps_sum else updates
+            total = add(state.acc_grads, closing) if has_buffer else updates
             noise = observe_noise(advanced, micro_batch, step, total, noise_scale_decay)
             advanced = advanced._replace(noise=noise)
 
         def read(acc: Tree) -> tuple[Tree, Tree]:
             inner_state = state.inner_opt_state
-            if not keeps_sum:
+            if not has_buffer:
                 return only_gradient(micro_batch, inner_state), acc
             total = add(acc, closing)
-            window = window_gradient(total, micro_batch, advanced.total_weight, inner_state)
-            # By a guard around this, or by what is inside: a clip, a record, another guard.
-            measured = is_measured or bool(find_states(inner_state, tuple(METRICS)))
-            return window, spent_accumulator(acc, window, is_measured=measured)
+            mean = window_gradient(total, micro_batch, advanced.total_weight, inner_state)
+            if is_unreduced(acc):
+                return mean, acc
+            # The mean in the buffers of the accumulator needs no scratch memory.
+            return mean, jax.tree.map(lambda x, y: y if is_float0(x) else x, mean, acc)
 
         def next_state(inner_state: Any, acc: Tree, emitted: Flag) -> AccumulationState:
             return advanced._replace(
                 gradient_step=increment_where(advanced.gradient_step, emitted),
                 emitted=jnp.where(emitted, 1, advanced.emitted),
                 inner_opt_state=inner_state,
-                acc_grads=run_if(step.holds, add, acc) if keeps_sum else (),
+                acc_grads=run_if(step.holds, add, acc) if has_buffer else (),
             )
 
         acc, inner_state = state.acc_grads, state.inner_opt_state
@@ -209,14 +238,10 @@ def accumulate_gradients(
     return gated(Accumulation(AccumulationState, open_window), inner, init)
 
 
-def _check_unreduced(reductions: list[str], rounding: str, noise_scale_decay: Any) -> None:
-    """Refuses what each device cannot do with a summand of the gradient alone."""
-    for argument, value, is_given in (
-        ("rounding", "'stochastic'", rounding == "stochastic"),
-        ("reduction", "'max'", "max" in reductions),
-        ("noise_scale_decay", noise_scale_decay, noise_scale_decay is not None),
-    ):
-        if is_given:
-            rule = "left out where gradients are unreduced over a mesh axis"
+def _check_unreduced(**given: Any) -> None:
+    """Raise for options that need the sum over devices in every micro-step."""
+    for argument, value in given.items():
+        if value is not None:
+            rule = "left out if gradients are unreduced over a mesh axis"
             hint = "Sum them over devices first, or give `init` parameters without `reduced`."
             raise type_error(argument, rule, value, hint)

@@ -30,7 +30,6 @@ def adaptive_grad_clip(
     *,
     axis_name: AxisName = None,
     nonfinite: Nonfinite = "propagate",
-    incidents: Count | None = None,
 ) -> optax.GradientTransformation:
     """Clips each row or filter to a fraction of the norm of its parameters (AGC).
 
@@ -45,7 +44,6 @@ def adaptive_grad_clip(
             and 5. Inside `shard_map` these axes must not be sharded.
         axis_name: mapped axes over which the leaves are sharded, where types do not name them.
         nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
-        incidents: as for `clip_by_global_norm`.
 
     Returns:
         An Optax transformation with a `ClipState`; `update` needs `params`.
@@ -69,19 +67,16 @@ def adaptive_grad_clip(
     check_number("eps", eps, "The paper uses 1e-3.")
     check_axis(axis)
     rule, units = relative_to_params(clipping, eps), unit_axis(axis)
-    return norm_clip(
-        "clipping", rule, units, axis_name=axis_name, nonfinite=nonfinite, incidents=incidents
-    )
+    return norm_clip("clipping", rule, units, axis_name=axis_name, nonfinite=nonfinite)
 
 
 @public
 def autoclip(
     percentile: Number = 10.0,
-    window: Count = 1000,
+    window: Count | None = None,
     *,
     axis_name: AxisName = None,
     nonfinite: Nonfinite = "propagate",
-    incidents: Count | None = None,
 ) -> optax.GradientTransformation:
     """Clips to a percentile of the recent global norms (AutoClip).
 
@@ -91,10 +86,9 @@ def autoclip(
 
     Args:
         percentile: 0 to 100, linearly interpolated as in `numpy.percentile`.
-        window: how many norms are kept, 1 to 2^20, static; the paper keeps all.
+        window: how many norms are kept, 1 to 2^20, static; None means 1000. The paper keeps all.
         axis_name: mapped axes over which the leaves are sharded, where types do not name them.
         nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
-        incidents: as for `clip_by_global_norm`.
 
     Returns:
         An Optax transformation with a `ClipState`.
@@ -115,10 +109,8 @@ def autoclip(
     References:
         Seetharaman, Wichern, Pardo and Le Roux, 2020, arXiv 2007.14469.
     """
-    rule = percentile_rule(percentile, window)
-    return norm_clip(
-        "percentile", rule, axis_name=axis_name, nonfinite=nonfinite, incidents=incidents
-    )
+    rule = percentile_rule(percentile, 1000 if window is None else window)
+    return norm_clip("percentile", rule, axis_name=axis_name, nonfinite=nonfinite)
 
 
 @public
@@ -130,7 +122,6 @@ def zclip(
     *,
     axis_name: AxisName = None,
     nonfinite: Nonfinite = "propagate",
-    incidents: Count | None = None,
 ) -> optax.GradientTransformation:
     """Clips global norms that are outliers among the recent ones (ZClip).
 
@@ -146,7 +137,6 @@ def zclip(
             gradients; None for no bound. The averages do not depend on it.
         axis_name: mapped axes over which the leaves are sharded, where types do not name them.
         nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
-        incidents: as for `clip_by_global_norm`.
 
     Returns:
         An Optax transformation with a `ClipState`.
@@ -170,9 +160,7 @@ def zclip(
     if max_norm is not None:
         check_number("max_norm", max_norm, "The paper uses 1; None is no bound.")
         rule = capped(rule, max_norm)
-    return norm_clip(
-        "max_norm", rule, axis_name=axis_name, nonfinite=nonfinite, incidents=incidents
-    )
+    return norm_clip("max_norm", rule, axis_name=axis_name, nonfinite=nonfinite)
 
 
 @public
@@ -183,9 +171,8 @@ def adagc(
     warmup_steps: int = 100,
     *,
     axis_name: AxisName = None,
-    num_layer_axes: Any = 0,
+    num_layer_axes: Any = None,
     nonfinite: Nonfinite = "propagate",
-    incidents: Count | None = None,
 ) -> optax.GradientTransformation:
     """Clips each leaf to a little above the average of its clipped norms (AdaGC).
 
@@ -203,7 +190,6 @@ def adagc(
         axis_name: mapped axes over which the leaves are sharded, where types do not name them.
         num_layer_axes: how many leading axes of a leaf index layers, static; also a prefix tree.
         nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
-        incidents: as for `clip_by_global_norm`.
 
     Returns:
         An Optax transformation with a `ClipState`.
@@ -222,7 +208,7 @@ def adagc(
         (0.75, 0.5)
 
     References:
-        Wang et al., 2025, arXiv 2502.11034.
+        Wang et al., 2025, arXiv 2502.11034, version 2; the algorithm is that of version 1.
     """
     check_number("relative", relative, "The paper uses 1.05.")
     check_number("absolute", absolute, "The paper uses 1; inf is none.")
@@ -238,7 +224,7 @@ def adagc(
         return jnp.where(scaled < norms, jnp.minimum(scaled, thresholds), thresholds), state
 
     both, units = dataclasses.replace(rule, update=update), layers(num_layer_axes)
-    options: dict[str, Any] = {"nonfinite": nonfinite, "incidents": incidents}
+    options: dict[str, Any] = {"nonfinite": nonfinite}
     return norm_clip("relative", both, units, axis_name=axis_name, **options)
 
 
@@ -250,7 +236,6 @@ def quantile_clip(
     *,
     axis_name: AxisName = None,
     nonfinite: Nonfinite = "propagate",
-    incidents: Count | None = None,
 ) -> optax.GradientTransformation:
     """Clips to a threshold that tracks a quantile of the global norms.
 
@@ -263,7 +248,6 @@ def quantile_clip(
         initial: the first C, in the unit of the gradients, > 0; the paper starts at 0.1.
         axis_name: mapped axes over which the leaves are sharded, where types do not name them.
         nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
-        incidents: as for `clip_by_global_norm`.
 
     Returns:
         An Optax transformation with a `ClipState`.
@@ -284,4 +268,4 @@ def quantile_clip(
         Andrew, Thakkar, McMahan and Ramaswamy, 2021 (first 2019), arXiv 1905.03871.
     """
     rule = quantile(target, rate, initial)
-    return norm_clip("target", rule, axis_name=axis_name, nonfinite=nonfinite, incidents=incidents)
+    return norm_clip("target", rule, axis_name=axis_name, nonfinite=nonfinite)

@@ -1,6 +1,7 @@
-"""Clipping by norm: norm, threshold, factor, scaled tree. The one path of every norm clip."""
+"""Clipping by norm: the path that every clip by norm takes."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -17,33 +18,17 @@ from .._checks import (
     check_number,
     check_ord,
     check_state,
+    is_scalar,
 )
-from .._devices import joined, shared
+from .._devices import map_arrays, shared
 from .._errors import public, type_error, value_error
+from .._leaves import flatten, measured_shapes
 from .._mesh import max_over, replica_count, shard_axes, sum_over, varying_axes
 from .._states import register_metrics
-from .._tree_checks import check_inexact
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Threshold, Tree
-from ._evidence import evidence, measure_units
-from ._formula import norm_dtype, norm_of_squares, scale_factor, scale_leaf, squares, zero_factor
-from ._granularity import (
-    Granularity,
-    Norms,
-    Units,
-    alike,
-    as_granularity,
-    is_measured,
-    leaf_units,
-    map_norms,
-    measured_shapes,
-    norm_shapes,
-    root_mean_squares,
-    select_groups,
-    stack,
-    tree_units,
-)
-from ._incident import IncidentLog, log_maker, note
-from ._norm import measured_leaves, norm_of_leaves, norms_of_two, unit_norms
+from ._formula import scale_factor, scale_leaf, zero_factor
+from ._granularity import Granularity, as_granularity, norm_shapes, select_groups
+from ._norm import Groups, Norms, Slices, Units, norm_dtype, norm_of_leaves, tree_units, unit_norms
 from ._threshold import (
     Assignment,
     apply_rules,
@@ -55,23 +40,22 @@ from ._threshold import (
 )
 
 Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Any]
-"""What happens to a unit: a name, or `(norm, threshold) -> factor`, elementwise, in [0, 1]."""
+"""How a unit above its threshold is changed: a name, or `(norm, threshold) -> factor`."""
 
 
 @register_metrics("grad_norm", "clip_threshold", "clip_factor", "clip_fraction")
 class ClipState(NamedTuple):
-    """What a clip reports of its last step, and what its threshold rules remember.
+    """The metrics of the last step, and the states of the threshold rules.
 
-    The scalars are float32[]; with groups the first three are mappings from group to scalar.
+    The scalars are float32[]. With groups, the first three are mappings from group to scalar.
 
     Attributes:
-        grad_norm: the norm of all that was measured, before clipping.
-        clip_threshold: the threshold; the smallest where there are several units. The largest
-            float32 before the first step.
-        clip_factor: what the update was multiplied by; the smallest over units.
+        grad_norm: the norm of all measured leaves before clipping.
+        clip_threshold: the threshold, or the smallest threshold of all units. The largest float32
+            before the first step.
+        clip_factor: the factor that multiplied the update, or the smallest factor of all units.
         clip_fraction: the fraction of units that were clipped, 0 to 1.
         rules: the states of the threshold rules.
-        incidents: an `IncidentLog`, or None.
     """
 
     grad_norm: Any
@@ -79,7 +63,6 @@ class ClipState(NamedTuple):
     clip_factor: Any
     clip_fraction: Scalar
     rules: tuple[Any, ...]
-    incidents: Any = None
 
 
 @public
@@ -87,29 +70,30 @@ def clip_grad_norm(
     grads: Tree,
     max_norm: Number,
     *,
-    ord: Order = 2.0,
+    ord: Order | None = None,
     norm: Number | None = None,
     axis_name: AxisName = None,
 ) -> tuple[Tree, Scalar]:
-    """Scales a gradient tree so that its norm is at most `max_norm`, and returns the norm.
+    """Scale a gradient tree to a norm of at most `max_norm`, and return its norm.
 
-    The pure function behind `clip_by_global_norm`, with the same edge cases.
+    `g * min(1, max_norm / norm(g))`. This is the pure function behind `clip_by_global_norm`, with
+    the same edge cases.
 
     Args:
         grads: floating or complex leaves of any shape.
         max_norm: the threshold in the unit of the gradients, > 0; may be traced.
-        ord: order of the norm, 1, 2, inf or any number > 0.
-        norm: the norm if it is already known; then it is not computed again.
-        axis_name: mapped axes over which every leaf is a shard, where types cannot tell (inside
-            `pmap`, or `shard_map` with `check_vma=False`).
+        ord: order of the norm: 1, 2, inf or any number > 0. None means 2.
+        norm: the norm, if it is already known; it is then not computed again.
+        axis_name: mapped axes over which every leaf is sharded, where the type of an array does
+            not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
 
     Returns:
-        The clipped gradients, as they came in if the norm is within bounds, and the norm before
-        clipping: float32[], or float64[] when a leaf is float64 or complex128.
+        The clipped gradients, unchanged if the norm is at most `max_norm`, and the norm before
+        clipping: float32[], or float64[] if a leaf is float64 or complex128.
 
     Raises:
         ValueError: `max_norm` or `ord` is not > 0.
-        TypeError: a leaf is an integer or a boolean; the message names its path.
+        TypeError: a leaf is an integer or a boolean; the message contains its path.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -117,19 +101,20 @@ def clip_grad_norm(
         >>> float(norm), [round(x, 4) for x in clipped["w"].tolist()]
         (5.0, [0.6, 0.8])
     """
-    check_number("max_norm", max_norm, "Pass inf to only measure.")
+    check_number("max_norm", max_norm, "Pass inf to compute the norm without clipping.")
     order, axes = check_ord(ord), check_axis_name(axis_name)
-    check_inexact("grads", grads)
-    check_bound(axes)
-    leaves = measured_leaves(grads)
+    leaves = flatten("grads", grads)
+    if axes:
+        check_bound(axes)
+    units = tree_units(leaves.arrays)
     if norm is None:
-        norm = norm_of_leaves(leaves, order, axes)
+        known = unit_norms(leaves.arrays, units, order, axes)[0]
     else:
         check_number("norm", norm, "Pass the norm of `grads`.", closed=True, or_nan=True)
-        norm = jnp.asarray(norm).astype(norm_dtype(leaves))
-    factor = scale_factor(norm, jnp.asarray(max_norm).astype(norm.dtype))
-    factor = jnp.where(jnp.isfinite(norm), factor, jnp.nan)
-    return with_leaves(grads, scale_leaves(leaves, tree_units(leaves), [factor])), norm
+        known = jnp.asarray(norm).astype(norm_dtype(leaves.arrays))
+    factor = scale_factor(known, jnp.asarray(max_norm).astype(known.dtype))
+    factor = jnp.where(jnp.isfinite(known), factor, jnp.nan)
+    return leaves.replace(scale_leaves(leaves.arrays, units, [factor])), known
 
 
 def norm_clip(
@@ -138,59 +123,63 @@ def norm_clip(
     granularity: Literal["global", "leaf"] | Granularity = "global",
     *,
     reaction: Reaction = "scale",
-    ord: Order = 2.0,
+    ord: Order | None = None,
     axis_name: AxisName = None,
     nonfinite: str = "propagate",
-    incidents: Any = None,
 ) -> optax.GradientTransformation:
     """`clip_by_norm`; `argument` is the name of the threshold in error messages."""
     check_choice("nonfinite", nonfinite, ("propagate", "zero"))
-    cut, factor_of = as_granularity(granularity), _as_factor(reaction)
+    granularity, factor_of = as_granularity(granularity), _as_factor(reaction)
     order, axes = check_ord(ord), check_axis_name(axis_name)
-    by_label = cut.is_group and isinstance(threshold, Mapping)
+    by_label = granularity.is_group and isinstance(threshold, Mapping)
+    # A number is passed to the compiled function; anything else is a rule or a tree of rules.
+    number = threshold if is_scalar(threshold, jnp.floating, jnp.integer) else None
     rules = as_rules(argument, threshold, by_label=by_label)
-    make_log = log_maker(incidents)
     clip_leaves = jax.jit(
         functools.partial(
-            _clip_leaves, factor_of=factor_of, ord=order, axis_name=axes, drops=nonfinite == "zero"
+            _clip_leaves, factor_of=factor_of, ord=order, axis_name=axes, drop=nonfinite == "zero"
         ),
         static_argnums=(0, 1),
     )
 
-    def units_of(tree: Tree) -> Units:
-        units = cut.cut(tree)
-        return select_groups(argument, units, tuple(rules)) if by_label else units
+    def cut_groups(leaves: Sequence[Any], tree: Tree) -> Units:
+        units = granularity.cut(leaves, tree)
+        assert isinstance(units, Groups)  # since `is_group`
+        return select_groups(argument, units, tuple(rules))
+
+    cut = cut_groups if by_label else granularity.cut
 
     def init(params: Tree) -> ClipState:
-        # The labels of a mapping are known before a tree is.
-        units = Units((), (), len(rules), tuple(rules)) if by_label else units_of(params)
-        shapes = norm_shapes(units, [] if by_label else measured_shapes(params))
+        # The labels of a mapping are known without a tree.
+        leaves = [] if by_label else measured_shapes(params)
+        units = Groups((), len(rules), tuple(rules)) if by_label else cut(leaves, params)
+        shapes = norm_shapes(units, leaves)
         states = init_states(assign_rules(argument, rules, units, params), shapes)
-        return _first_state(units, states, make_log(params))
+        return _init_state(units, states)
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, ClipState]:
-        check_inexact("updates", updates)
-        check_bound(axes)
-        units, leaves = units_of(updates), measured_leaves(updates)
+        leaves = flatten("updates", updates)
+        if axes:
+            check_bound(axes)
+        units = cut(leaves.arrays, updates)
+        if number is not None:
+            clipped, state = clip_leaves(units, (), leaves.arrays, None, (), number)
+            return leaves.replace(clipped), state
         assigned = assign_rules(argument, rules, units, updates)
-        states = init_states(assigned, norm_shapes(units, leaves))
-        log = None
-        if states or incidents is not None:
+        states = init_states(assigned, norm_shapes(units, leaves.arrays))
+        if states:
             check_state(state, ClipState)
             if jax.tree.structure(states) != jax.tree.structure(state.rules):
                 rule, hint = f"a `ClipState` of this `{argument}`", "Call `init(params)` first."
-                raise type_error("state", rule, "that of another", hint)
-            states, log = state.rules, state.incidents
-        if states:
-            _check_sharded_alike(argument, units, leaves)
+                raise type_error("state", rule, "the state of another clip", hint)
+            states = state.rules
+            _check_sharded_alike(argument, units, leaves.arrays)
         param_leaves = None
         if any(rule.uses_params for rule, _ in assigned):
             check_params(updates, params)
-            param_leaves = leaves_beside(updates, params)
-        clipped, state = clip_leaves(units, assigned, leaves, param_leaves, states)
-        if log is not None:
-            state = state._replace(incidents=_noted(log, leaves, state, axes))
-        return with_leaves(updates, clipped), state
+            param_leaves = leaves.beside(params)
+        clipped, state = clip_leaves(units, assigned, leaves.arrays, param_leaves, states, None)
+        return leaves.replace(clipped), state
 
     return optax.GradientTransformation(init, update)
 
@@ -201,75 +190,79 @@ def _clip_leaves(
     leaves: list[Array],
     params: list[Array] | None,
     states: Any,
+    number: Number | None,
     *,
     factor_of: Callable[[Array, Array], Array],
     ord: float,
     axis_name: AxisName,
-    drops: bool,
+    drop: bool,
 ) -> tuple[list[Array], ClipState]:
-    """Norm, threshold, factor, scaled leaves; and the next state."""
-    if params is None:
-        norms, param_norms = unit_norms(leaves, units, ord, axis_name), None
+    """Norms, thresholds, factors, scaled leaves; and the next state."""
+    norms = compared = unit_norms(leaves, units, ord, axis_name)
+    param_norms = None if params is None else unit_norms(params, units, ord, axis_name)
+    if isinstance(units, Slices) and units.is_rms:
+        compared = _root_mean_squares(norms, units, leaves, axis_name)
+        if param_norms is not None:
+            param_norms = _root_mean_squares(param_norms, units, leaves, axis_name)
+    if number is None:
+        thresholds, states = apply_rules(assigned, compared, states, param_norms)
     else:
-        norms, param_norms = norms_of_two(leaves, params, units, ord, axis_name)
-    measured, of_params = (
-        root_mean_squares(x, units, leaves, axis_name) for x in (norms, param_norms)
-    )
-    thresholds, states = apply_rules(assigned, units, measured, states, of_params)
-    factors = map_norms(factor_of, measured, thresholds)
-    over = axis_name if units.is_local else None
-    is_single = units.is_vector and units.size == 1
-    if is_single:
-        total, threshold, factor, fraction = norms[0], thresholds[0], factors[0], 0
+        thresholds = [jnp.asarray(number).astype(norm_dtype(leaves))] * units.size
+    factors = map_arrays(factor_of, compared, thresholds)
+    if units.size == 1 and not norms[0].ndim:
+        total, (threshold,), (factor,) = norms[0], thresholds, factors
+        fraction = (factor != 1).astype(factor.dtype)
     else:
-        total, threshold, factor, fraction = _summary(norms, thresholds, factors, ord, over)
-    is_good = jnp.isfinite(total)  # One bad norm decides for all leaves, and alike on all devices.
-
-    def if_good(value: Array) -> Array:
-        return jnp.where(is_good, value, 0 if drops else jnp.nan)
-
-    # After the summary, of factors as they were: no reduction waits for the norm of the whole.
-    factor = if_good(factor)
-    if is_single:
-        applied, fraction = [factor], factor != 1
-    else:
-        applied, fraction = list(map_norms(if_good, factors)), jnp.where(is_good, fraction, 1)
-    clipped = scale_leaves(leaves, units, applied, drops=drops)
-    report = (total, jnp.minimum(threshold, UNBOUNDED), factor)
+        over = axis_name if units.is_local else None
+        total = norm_of_leaves(_stacked(norms, norms), ord, over)
+        stacks = _stacked(compared, compared)
+        if number is not None:
+            stacked_thresholds = thresholds[:1] * len(stacks)
+        elif len(assigned) == 1 and not states:  # elementwise, so the rule can be applied to stacks
+            of_params = param_norms and _stacked(param_norms, compared)
+            rule = Assignment(assigned[0].rule, tuple(range(len(stacks))))
+            stacked_thresholds, _ = apply_rules([rule], stacks, (), of_params)
+        else:
+            stacked_thresholds = _stacked(thresholds, compared)
+        threshold, factor, fraction = _summary(stacks, stacked_thresholds, factor_of, over)
+    # A non-finite norm affects every leaf, on every device.
+    is_finite, bad = jnp.isfinite(total), 0 if drop else jnp.nan
+    factors = map_arrays(lambda x: lax.select(is_finite, x, jnp.full_like(x, bad)), factors)
+    clipped = scale_leaves(leaves, units, factors, drop=drop)
+    factor, fraction = jnp.where(is_finite, factor, bad), jnp.where(is_finite, fraction, 1)
+    columns: Any = (total, jnp.minimum(threshold, UNBOUNDED), factor)
     if units.names:
         names = [group_name(name) for name in units.names]
-        report = (dict(zip(names, x, strict=True)) for x in (norms, thresholds, applied))
-    report = jax.tree.map(lambda x: x.astype(jnp.float32), (*report, fraction))
-    return clipped, ClipState(*report, rules=states)
+        columns = (dict(zip(names, x, strict=True)) for x in (norms, thresholds, factors))
+    columns = jax.tree.map(lambda x: x.astype(jnp.float32), (*columns, fraction))
+    return clipped, ClipState(*columns, rules=states)
 
 
-def _first_state(units: Units, rule_states: Any, log: IncidentLog | None) -> ClipState:
+def _init_state(units: Units, rule_states: Any) -> ClipState:
     def scalar(value: float) -> Scalar:
-        return jnp.full((), value, jnp.float32)  # one that two fields share cannot be donated
+        return jnp.full((), value, jnp.float32)  # a new buffer, so that the state can be donated
 
     def by_name(value: float) -> Any:
         names = [group_name(name) for name in units.names]
         return {name: scalar(value) for name in names} if units.names else scalar(value)
 
-    fields = by_name(0.0), by_name(UNBOUNDED), by_name(1.0), scalar(0.0)
-    return ClipState(*fields, rule_states, log)
+    return ClipState(by_name(0.0), by_name(UNBOUNDED), by_name(1.0), scalar(0.0), rule_states)
 
 
-@functools.partial(jax.jit, static_argnames=("units", "drops"))
 def scale_leaves(
-    leaves: Sequence[Array], units: Units, factors: Norms, *, drops: bool = False
+    leaves: Sequence[Array], units: Units, factors: Norms, *, drop: bool = False
 ) -> list[Array]:
-    """Each leaf times the factors of its units."""
-    clipped = [i for i, axes in enumerate(units.axes) if axes is not None]
+    """Multiply each leaf by the factors of its units."""
     factors = shared(factors)
     scaled = list(leaves)
-    for i in clipped:
-        scaled[i] = scale_leaf(leaves[i], factors[units.entry[i]], drops=drops)
+    for i, entry in enumerate(units.entries):
+        if entry is not None:
+            scaled[i] = scale_leaf(leaves[i], factors[entry], drop=drop)
     return scaled
 
 
-def _as_factor(reaction: Any) -> Callable[[Array, Array], Array]:
-    """A reaction by name, or a user's own: from norms that are finite to factors in [0, 1]."""
+def _as_factor(reaction: Reaction) -> Callable[[Array, Array], Array]:
+    """A reaction as a function of norm and threshold whose values are in [0, 1]."""
     named = {"scale": scale_factor, "zero": zero_factor}
     if isinstance(reaction, str):
         check_choice("reaction", reaction, tuple(named))
@@ -285,70 +278,53 @@ def _as_factor(reaction: Any) -> Callable[[Array, Array], Array]:
 
 
 def _check_sharded_alike(argument: str, units: Units, leaves: list[Array]) -> None:
-    """Refuses a vector of norms that stay on their devices, where leaves vary over other axes."""
+    """Raise if the norms of a rule with a state vary over different mesh axes."""
     if units.is_local and len(set(map(varying_axes, leaves))) > 1:
-        rule = "without a state where leaves are sharded along different mesh axes"
-        hint = "Treat leaves that are sharded alike together, with `optax.partition`."
-        got = "a rule that keeps a history"
-        raise value_error(argument, rule, got, hint)
+        rule = "a threshold without history where leaves are sharded along different mesh axes"
+        hint = "Clip leaves with different sharding separately, with `optax.partition`."
+        raise value_error(argument, rule, "a rule that keeps a history", hint)
+
+
+def _root_mean_squares(
+    norms: Norms, units: Slices, leaves: Sequence[Array], axis_name: AxisName
+) -> Norms:
+    """The root mean square of each unit."""
+    values: list[Array] = []
+    for norm, x, axes in zip(norms, leaves, units.axes, strict=True):
+        size = math.prod(x.shape[axis] for axis in axes)
+        size *= replica_count(frozenset(), shard_axes(x, axis_name))
+        values.append(norm / math.sqrt(max(size, 1)))
+    return values
+
+
+def _stacked(values: Norms, norms: Norms) -> list[Array]:
+    """The values of all units, stacked where their norms have the same type."""
+    by_type: dict[Any, list[Array]] = {}
+    for value, norm in zip(values, norms, strict=True):
+        by_type.setdefault(jax.typeof(norm), []).append(value)
+    return [jnp.stack(column) for column in by_type.values()]
 
 
 def _summary(
-    norms: Norms, thresholds: Norms, factors: Norms, ord: float, axis_name: AxisName
-) -> tuple[Scalar, Scalar, Scalar, Scalar]:
-    """The norm of all, the smallest threshold and factor, and the fraction of factors not 1."""
-    if not (isinstance(factors, list) and factors):
-        norms, thresholds, factors = map(jnp.asarray, (norms, thresholds, factors))
-        smallest = jnp.min(thresholds, initial=UNBOUNDED), jnp.min(factors, initial=1)
-        fraction = jnp.sum(factors != 1) / max(factors.size, 1)
-        return norm_of_leaves([norms], ord, axis_name), *smallest, fraction
-    places = alike(norms)
-    columns = [stack(x, places) for x in (norms, thresholds, factors)]
-    shards = [shard_axes(factor, axis_name) for factor in columns[-1]]
+    norms: list[Array],
+    thresholds: list[Array],
+    factor_of: Callable[[Array, Array], Array],
+    axis_name: AxisName,
+) -> tuple[Scalar, Scalar, Scalar]:
+    """The smallest threshold, the smallest factor, and the fraction of factors below 1.
+
+    Given are stacks of norms, of which the factors are computed once more: with a stack of factors
+    XLA:CPU compiles other kernels for each leaf (JAX 0.10.2, 300 leaves: 12 s instead of 3.5 s).
+    """
+    factors = list(map(factor_of, norms, thresholds))
+    shards = [shard_axes(x, axis_name) for x in factors]
     everywhere = frozenset[str]().union(*shards)
-    reports: list[tuple[Array, ...]] = []
-    size = 0
-
-    def join(a: Any, b: Any) -> tuple[Array, ...]:
-        return a[0] + b[0], a[1] + b[1], jnp.maximum(a[2], b[2]), jnp.maximum(a[3], b[3])
-
-    for norm, threshold, factor, over in zip(*columns, shards, strict=True):
-        # One reduction for all four, which has no derivative: nobody needs that of a report.
-        is_clipped = (factor != 1).astype(factor.dtype)
-        row = lax.stop_gradient((squares(norm, norm.dtype), is_clipped, -threshold, -factor))
-        first = tuple(jnp.full_like(factor, x, shape=()) for x in (0.0, 0.0, -UNBOUNDED, -1.0))
-        *sums, top, last = lax.reduce(row, first, join, tuple(range(factor.ndim)))
-        copies = replica_count(over, everywhere)
-        reports.append((*(x / copies for x in sums), top, last))
-        size += factor.size * replica_count(frozenset(), over)
-    *sums, tops, lasts = zip(*reports, strict=True)
-    sums = jnp.stack([joined(x, is_sum=True) for x in sums])
-    tops = jnp.stack([joined(x, is_sum=False) for x in (tops, lasts)])
-    (square, count), (top, last) = sum_over(sums, everywhere), max_over(tops, everywhere)
-    total = norm_of_squares(square) if ord == 2.0 else norm_of_leaves(norms, ord, axis_name)
-    return total, -top, -last, count / max(size, 1)
-
-
-def _noted(
-    log: IncidentLog, leaves: list[Array], state: ClipState, axis_name: AxisName
-) -> IncidentLog:
-    """The incidents after a step; one that was clipped, or was not finite, is one."""
-    threshold, factor = (
-        functools.reduce(jnp.minimum, jax.tree.leaves(x))
-        for x in (state.clip_threshold, state.clip_factor)
-    )
-    fields = evidence(*measure_units(leaves, leaf_units(leaves), axis_name))
-    fields["norm_threshold"] = threshold
-    return note(log, fields, is_incident=~(factor >= 1), clipped=factor < 1)
-
-
-def leaves_beside(tree: Tree, other: Tree) -> list[Array]:
-    """The leaves of another tree at the places of the measured ones of the first."""
-    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
-    return [jnp.asarray(y) for x, y in pairs if is_measured(x)]
-
-
-def with_leaves(tree: Tree, leaves: Sequence[Array]) -> Tree:
-    """The tree with others in the place of its measured leaves."""
-    in_order = iter(leaves)
-    return jax.tree.map(lambda x: next(in_order) if is_measured(x) else x, tree)
+    bound, factor = jnp.asarray(UNBOUNDED), jnp.ones(())
+    num_clipped, size = jnp.zeros(()), 0
+    for threshold, x, axes in zip(thresholds, factors, shards, strict=True):
+        bound = jnp.minimum(bound, jnp.min(threshold, initial=UNBOUNDED))
+        factor = jnp.minimum(factor, jnp.min(x, initial=1))
+        num_clipped += jnp.sum(x != 1) / replica_count(axes, everywhere)
+        size += x.size * replica_count(frozenset(), axes)
+    bound, factor = -max_over(-jnp.stack([bound, factor]), everywhere)
+    return bound, factor, sum_over(num_clipped, everywhere) / max(size, 1)

@@ -10,9 +10,8 @@ import numpy as np
 from .._checks import axes_within, check_axis, check_choice, check_number, describe
 from .._errors import public, type_error, value_error
 from .._types import Array, Number
-from ._formula import norm_dtype, scale_factor, scale_leaf
-from ._granularity import all_axes, units_within_leaves
-from ._norm import unit_norms
+from ._formula import scale_factor, scale_leaf
+from ._norm import Slices, norm_dtype, unit_norms
 
 
 @public
@@ -82,11 +81,11 @@ def clip_cotangent(
     check_axis(axis)
     x = _as_inexact(x)
     hint = "Count the axes that one norm runs over, such as -1 for each token."
-    over = all_axes(x) if axis is None else axes_within(axis, x, "`x`", "", hint)
+    over = tuple(range(np.ndim(x))) if axis is None else axes_within(axis, x, "`x`", "", hint)
     dtype = norm_dtype([x])
     if norm_probe is not None:
         _check_probe(norm_probe, tuple(np.delete(np.shape(x), over).tolist()), dtype)
-    drops = nonfinite == "zero"
+    drop = nonfinite == "zero"
 
     @jax.custom_vjp
     def identity(x: Array, max_norm: Array, probe: Array | None) -> Array:
@@ -98,12 +97,12 @@ def clip_cotangent(
 
     def backward(residuals: Any, cotangent: Array) -> tuple[Array, None, Array | None]:
         max_norm, probe = residuals
-        units = units_within_leaves([cotangent], [over])._replace(is_local=True)
+        units = Slices((over,), is_local=True)
         # Cotangents of tokens are small numbers: they are squared as they are.
         (norms,) = unit_norms([cotangent], units, 2.0, None, 1.0)
         factors = scale_factor(norms, max_norm)
-        factors = jnp.where(jnp.isfinite(norms), factors, 0 if drops else jnp.nan)
-        clipped = scale_leaf(cotangent, factors, drops=drops)
+        factors = jnp.where(jnp.isfinite(norms), factors, 0 if drop else jnp.nan)
+        clipped = scale_leaf(cotangent, factors, drop=drop)
         return clipped, None, None if probe is None else norms.reshape(probe.shape)
 
     identity.defvjp(forward, backward)

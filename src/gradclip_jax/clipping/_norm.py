@@ -1,60 +1,112 @@
-"""Norms of a tree: of which leaves together, over which devices, and their derivative."""
+"""Norms of trees, groups, leaves and slices, and their derivative."""
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
-from .._checks import check_axis_name, check_bound, check_ord
-from .._devices import joined, sums_of_two
-from .._errors import public
-from .._mesh import max_over, on_device, replica_count, shard_axes, sum_over, varying_axes
+from .._checks import check_axis_name, check_bound, check_ord, is_traced
+from .._devices import joined, map_arrays
+from .._errors import public, value_error
+from .._leaves import is_measured, measured_leaves
+from .._mesh import max_over, replica_count, shard_axes, sum_over, varying_axes
 from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Number, Order, Scalar, Tree
-from ._formula import (
-    SCALE,
-    magnitude,
-    norm_dtype,
-    norm_of_squares,
-    reduce_axes,
-    squares,
-    sum_of_squares,
-    wide_dtype,
-)
-from ._granularity import Norms, Units, is_measured, leaf_units, map_norms, split, tree_units
+from ._formula import wide_dtype
+
+Axes: TypeAlias = tuple[int, ...]
+Norms: TypeAlias = list[Array]
+"""An array for each unit, or for all units within one leaf; it broadcasts against its leaves."""
+
+SCALE = 2.0**-20
+"""Elements are multiplied by this before they are squared. A norm in float32 is therefore correct
+from 1e-12 to 1e25 and infinite above; elements below 1e-13 count as zero."""
+
+
+class Groups(NamedTuple):
+    """Units of whole leaves: the tree, or the leaves that share a label. Their norms are scalars.
+
+    Attributes:
+        entries: for each measured leaf the index of its unit; None if it belongs to no unit.
+        size: the number of units.
+        names: the labels of the units; empty for the whole tree.
+    """
+
+    entries: tuple[int | None, ...]
+    size: int
+    names: tuple[Any, ...] = ()
+
+    is_local = False
+
+
+class Slices(NamedTuple):
+    """Units within one leaf: the whole leaf, its layers, its rows. Their norms are one array.
+
+    Attributes:
+        axes: for each measured leaf the axes that a norm runs over. They stay with size 1, unless
+            they are all axes: then the norm is a scalar.
+        is_local: whether no unit is spread over the devices of a `shard_map`.
+        is_rms: whether a threshold applies to the root mean square of a unit instead of its norm.
+    """
+
+    axes: tuple[Axes, ...]
+    is_local: bool = False
+    is_rms: bool = False
+
+    names = ()
+    size = property(lambda self: len(self.axes))
+    entries = property(lambda self: tuple(range(len(self.axes))))
+
+
+Units: TypeAlias = Groups | Slices
+
+
+def tree_units(leaves: Sequence[Any], tree: Tree = None) -> Groups:
+    """One unit: the whole tree."""
+    return Groups((0,) * len(leaves), 1)
+
+
+def leaf_units(leaves: Sequence[Any]) -> Slices:
+    """A unit for each leaf."""
+    return Slices(tuple(tuple(range(np.ndim(x))) for x in leaves))
 
 
 @public
-def global_norm(tree: Tree, *, ord: Order = 2.0, axis_name: AxisName = None) -> Scalar:
-    """Measures a whole tree: the norm of all its elements as one vector.
+def global_norm(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = None) -> Scalar:
+    """Compute the norm of all elements of a tree as one vector.
 
     `(sum |x|^ord)^(1/ord)`; the largest magnitude for `ord=inf`.
 
     | tree | norm |
     | --- | --- |
-    | float16 `[300, 400]` | 500, though its squares overflow float16 |
+    | float16 `[300, 400]` | 500, although its squares overflow float16 |
     | float32 `[1e20, 1e20]`, `[3e-10, 4e-10]` | 1.4142e20, 5e-10 |
+    | float32, a 2-norm from 1e-12 to 1e25 | correct to 1e-6 |
     | float32, a 2-norm above 1e25 | inf |
-    | float32 elements below 1e-13 | may count as zero in a 2-norm |
+    | float32, elements below 1e-13 | may count as zero in a 2-norm |
     | empty, or only `None`, masked or zero-size leaves | 0 |
     | any NaN | NaN; inf for `ord=inf` |
     | an infinity and no NaN | inf |
-    | sharded | that of the whole, see `axis_name` |
+    | sharded | the norm of the whole tree, see `axis_name` |
+
+    The derivative is zero where the norm is zero or not finite.
 
     Args:
         tree: floating or complex leaves of any shape, in the unit of the gradients.
-        ord: order of the norm, 1, 2, inf or any number > 0.
-        axis_name: mapped axes over which every leaf is a shard, where types cannot tell (inside
-            `pmap`, or `shard_map` with `check_vma=False`). Elsewhere leave it out.
+        ord: order of the norm: 1, 2, inf or any number > 0. None means 2.
+        axis_name: mapped axes over which every leaf is sharded, where the type of an array does
+            not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
 
     Returns:
-        The norm, float32[], or float64[] when a leaf is float64 or complex128.
+        The norm, float32[], or float64[] if a leaf is float64 or complex128.
 
     Raises:
-        TypeError: a leaf is an integer or a boolean; the message names its path.
+        TypeError: a leaf is an integer or a boolean; the message contains its path.
         ValueError: `ord` is not > 0.
 
     Examples:
@@ -69,21 +121,20 @@ def global_norm(tree: Tree, *, ord: Order = 2.0, axis_name: AxisName = None) -> 
 
 
 @public
-def leaf_norms(tree: Tree, *, ord: Order = 2.0, axis_name: AxisName = None) -> Tree:
-    """Measures each leaf by itself: `global_norm` of every leaf, all in one pass.
+def leaf_norms(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = None) -> Tree:
+    """Compute the norm of each leaf; see `global_norm`.
 
     Args:
         tree: floating or complex leaves of any shape, in the unit of the gradients.
-        ord: order of the norm, 1, 2, inf or any number > 0.
-        axis_name: mapped axes over which every leaf is a shard, where types cannot tell (inside
-            `pmap`, or `shard_map` with `check_vma=False`).
+        ord: order of the norm: 1, 2, inf or any number > 0. None means 2.
+        axis_name: as for `global_norm`.
 
     Returns:
-        A tree of the same structure, each leaf a scalar of one common dtype (float32, or
-        float64 when a leaf is float64 or complex128). A float0 leaf has norm 0.
+        A tree of the same structure. Each leaf is a scalar; all have the same dtype, float32, or
+        float64 if a leaf is float64 or complex128. The norm of a float0 leaf is 0.
 
     Raises:
-        TypeError: a leaf is an integer or a boolean; the message names its path.
+        TypeError: a leaf is an integer or a boolean; the message contains its path.
         ValueError: `ord` is not > 0.
 
     Examples:
@@ -101,13 +152,13 @@ def leaf_norms(tree: Tree, *, ord: Order = 2.0, axis_name: AxisName = None) -> T
 
 
 @public
-def combine_norms(norms: Sequence[Number], *, ord: Order = 2.0) -> Scalar:
-    """The norm of a whole, from the norms of parts that share no element.
+def combine_norms(norms: Sequence[Number], *, ord: Order | None = None) -> Scalar:
+    """Combine the norms of disjoint parts into the norm of the whole.
 
-    `(sum norm_i^ord)^(1/ord)`, the largest for `ord=inf`. For a model in pieces that no one program
-    holds, such as pipeline stages in processes of their own: each measures its piece with
-    `global_norm`, the few numbers are exchanged, and each piece is clipped with
-    `clip_grad_norm(grads, max_norm, norm=whole)`. What two stages share counts in one of them.
+    `(sum norm_i^ord)^(1/ord)`; the largest for `ord=inf`. Use it for a model that no single program
+    holds, such as pipeline stages in separate processes: each process computes `global_norm` of
+    its part, the processes exchange these scalars, and each clips its part with
+    `clip_grad_norm(grads, max_norm, norm=whole)`. Count a parameter that two stages share once.
 
     | norms | whole |
     | --- | --- |
@@ -116,16 +167,15 @@ def combine_norms(norms: Sequence[Number], *, ord: Order = 2.0) -> Scalar:
     | one is infinite, none is NaN | inf |
 
     Args:
-        norms: the norms of the parts, each a scalar or an array of several, in the unit of the
-            gradients, all of the same order.
-        ord: their order, 1, 2, inf or any number > 0.
+        norms: the norms of the parts, scalars or arrays, all of the same order.
+        ord: their order: 1, 2, inf or any number > 0. None means 2.
 
     Returns:
-        The norm, float32[], or float64[] when one of them is float64.
+        The norm, float32[], or float64[] if one of them is float64.
 
     Raises:
-        TypeError: a norm is no floating number.
-        ValueError: `ord` is not > 0.
+        TypeError: a norm is not a floating number.
+        ValueError: `ord` is not > 0, or a norm that is not traced is negative.
 
     Examples:
         >>> import gradclip_jax as gcx
@@ -133,17 +183,60 @@ def combine_norms(norms: Sequence[Number], *, ord: Order = 2.0) -> Scalar:
         5.0
     """
     check_inexact("norms", norms, real=True)
-    return norm_of_leaves(measured_leaves(norms), check_ord(ord), None)
+    leaves = measured_leaves(norms)
+    for i, norm in enumerate(leaves):
+        if not is_traced(norm) and (norm < 0).any():
+            raise value_error(f"norms[{i}]", ">= 0", norm, "Pass norms, as `global_norm` returns.")
+    return norm_of_leaves(leaves, check_ord(ord), None)
 
 
-def measured_leaves(tree: Tree) -> list[Array]:
-    """The leaves that have a norm, in order."""
-    return [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_measured(x)]
-
-
-def norm_of_leaves(leaves: list[Array], ord: float, axis_name: AxisName) -> Scalar:
+def norm_of_leaves(leaves: Sequence[Array], ord: float, axis_name: AxisName) -> Scalar:
     """The norm of all leaves together."""
-    return unit_norms(leaves, tree_units(leaves), ord, axis_name)[0]
+    return unit_norms(list(leaves), tree_units(leaves), ord, axis_name)[0]
+
+
+def norm_dtype(leaves: Iterable[Any]) -> Any:
+    """float32, or float64 if a leaf is float64 or complex128."""
+    for x in leaves:
+        if jnp.finfo(x.dtype).bits == 64:
+            return jnp.float64
+    return jnp.float32
+
+
+def magnitude(x: Array, dtype: Any) -> Array:
+    """`|x|` in float32 or float64."""
+    if jnp.iscomplexobj(x):
+        return jnp.abs(x.astype(wide_dtype(x.dtype, dtype))).astype(dtype)
+    return jnp.abs(x.astype(dtype))
+
+
+def reduce_axes(reduce: Callable[..., Array], x: Array, axes: Sequence[int]) -> Array:
+    """Reduce some axes and keep them with size 1; reduce all axes to a scalar."""
+    return reduce(x, axis=tuple(axes), keepdims=len(axes) < x.ndim)
+
+
+def squares(x: Array, dtype: Any, scale: float = SCALE) -> Array:
+    """`(scale * |x|)^2`."""
+    # Not `x * (x * scale^2)`: behind a negation LLVM (XLA:CPU, JAX 0.10.2) regroups that to
+    # `x^2 * scale^2`, which overflows from 1.8e19 on.
+    size = magnitude(x, dtype) * scale
+    if x.size == 1:
+        # XLA regroups products of scalars with constants, but not across this selection. It changes
+        # no result, for squares above the limit are infinite. In larger arrays it would keep XLA on
+        # a GPU from fusing the squares with the backward pass (PPO: 7 % more bytes).
+        limit = 2.0 ** (jnp.finfo(dtype).maxexp // 2)
+        size = lax.select(size >= limit, jnp.full_like(size, jnp.inf), size)
+    return jnp.square(size)
+
+
+def sum_of_squares(x: Array, axes: Sequence[int], dtype: Any, scale: float = SCALE) -> Array:
+    """`sum((scale * |x|)^2)` over some axes, which stay with size 1; over all axes a scalar."""
+    return jnp.sum(squares(x, dtype, scale), axis=tuple(axes), keepdims=len(axes) < x.ndim)
+
+
+def norm_of_squares(total: Array, scale: float = SCALE) -> Array:
+    """The norm, given a sum of `squares`."""
+    return jnp.sqrt(total) / scale
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3, 4))
@@ -151,121 +244,134 @@ def norm_of_leaves(leaves: list[Array], ord: float, axis_name: AxisName) -> Scal
 def unit_norms(
     leaves: list[Array], units: Units, ord: float, axis_name: AxisName, scale: float = SCALE
 ) -> Norms:
-    """The norms of all units: one read of the leaves for ord 1, 2 and inf, and one all-reduce."""
+    """The norm of each unit, with one all-reduce.
+
+    Orders 1, 2 and inf read the leaves once. Other orders read them twice: powers are computed
+    relative to the largest magnitude.
+    """
     dtype = norm_dtype(leaves)
-    total = functools.partial(totals, leaves, units, axis_name)
-    if ord == 2.0:
-        sums = total(lambda x, axes, i: sum_of_squares(x, axes, dtype, scale))
-        return map_norms(lambda x: norm_of_squares(x, scale), sums)
-    if ord == 1.0:
-        return total(lambda x, axes, i: reduce_axes(jnp.sum, magnitude(x, dtype), axes))
-    tops = total(lambda x, axes, i: _largest(x, axes, dtype), is_sum=False)
+    if ord == 2:
+        terms = functools.partial(sum_of_squares, dtype=dtype, scale=scale)
+        sums = totals(leaves, units, axis_name, terms)
+        return map_arrays(functools.partial(norm_of_squares, scale=scale), sums)
+
+    def magnitudes(x: Array, axes: Axes) -> Array:
+        return reduce_axes(jnp.sum, magnitude(x, dtype), axes)
+
+    def largest(x: Array, axes: Axes) -> Array:
+        sizes = magnitude(x, dtype)
+        # A maximum on a GPU, or an all-reduce, may drop a NaN.
+        sizes = jnp.where(jnp.isnan(sizes), jnp.inf, sizes)
+        return reduce_axes(functools.partial(jnp.max, initial=0), sizes, axes)
+
+    def powers(x: Array, axes: Axes, base: Array) -> Array:
+        return reduce_axes(jnp.sum, (magnitude(x, dtype) / base) ** ord, axes)
+
+    if ord == 1:
+        return totals(leaves, units, axis_name, magnitudes)
+    tops = totals(leaves, units, axis_name, largest, is_sum=False)
     if math.isinf(ord):
         return tops
-    # Powers are of magnitudes relative to the largest: a second read.
-    bases = jax.tree.map(lambda top: jnp.where((top > 0) & (top < jnp.inf), top, 1), tops)
-    powers = total(
-        lambda x, axes, i: reduce_axes(jnp.sum, (magnitude(x, dtype) / bases[i]) ** ord, axes)
-    )
-    return jax.tree.map(lambda base, power: base * power ** (1 / ord), bases, powers)
+    info = jnp.finfo(dtype)
+    # XLA multiplies by the reciprocal of a base. A subnormal reciprocal would be flushed to zero.
+    bases = [
+        jnp.where((top >= info.tiny) & (top < jnp.inf), jnp.minimum(top, info.max / 4), 1)
+        for top in tops
+    ]
+    sums = totals(leaves, units, axis_name, powers, _of_leaves(bases, units))
+    return [base * total ** (1 / ord) for base, total in zip(bases, sums, strict=True)]
 
 
 @unit_norms.defjvp
 def _unit_norms_jvp(
     units: Units, ord: float, axis_name: AxisName, scale: float, primals: Any, tangents: Any
 ) -> tuple[Norms, Norms]:
-    """The slope is zero where a norm is zero or not finite: a bad step leaves no NaN behind."""
+    """The derivative is zero where a norm is zero or not finite, so that no NaN is left behind."""
     (leaves,), (directions,) = primals, tangents
     norms, dtype = unit_norms(leaves, units, ord, axis_name, scale), norm_dtype(leaves)
-    total = functools.partial(totals, leaves, units, axis_name)
-    ties = norms
+    of_leaves = _of_leaves(norms, units)
 
-    def is_top(x: Array, i: int) -> Array:
-        return (magnitude(x, dtype) == norms[i]).astype(dtype)
+    def num_tops(x: Array, axes: Axes, norm: Array) -> Array:
+        return reduce_axes(jnp.sum, (magnitude(x, dtype) == norm).astype(dtype), axes)
 
+    ties = of_leaves
     if math.isinf(ord):
-        ties = total(lambda x, axes, i: reduce_axes(jnp.sum, is_top(x, i), axes))
+        counts = totals(leaves, units, axis_name, num_tops, of_leaves)
+        ties = _of_leaves(counts, units)
 
-    def slope(x: Array, i: int) -> Array:
-        regular = (x != 0) & (norms[i] > 0) & jnp.isfinite(norms[i])
+    def slope(x: Array, norm: Array, ties: Array) -> Array:
+        is_regular = (norm > 0) & jnp.isfinite(norm)
+        divisor = jnp.where(is_regular, norm, 1)
+        if ord == 2:  # differentiable where an element is zero
+            return jnp.where(is_regular, x / divisor.astype(x.dtype), 0)
         if math.isinf(ord):
-            weight = is_top(x, i) / jnp.maximum(ties[i], 1)
+            weight = (jnp.abs(x) == norm) / jnp.maximum(ties, 1)
+        elif ord == 1:
+            weight = jnp.ones_like(norm)
         else:
-            share = magnitude(x, dtype) / jnp.where(regular, norms[i], 1)
-            weight = share if ord == 2.0 else share ** (ord - 1)
-        return jnp.where(regular, jnp.sign(x) * weight, 0)
+            is_regular &= x != 0
+            # The reciprocal of a norm above 8.5e37 is subnormal and would be flushed to zero.
+            unit = jnp.where(divisor > 1, jnp.asarray(2.0**-8, dtype), 1)
+            ratio = (jnp.abs(x) * unit) / (divisor * unit)
+            weight = jnp.where(is_regular, ratio, 1) ** (ord - 1)
+        return jnp.where(is_regular, jnp.sign(x) * weight.astype(x.dtype), 0)
 
-    def along(x: Array, axes: tuple[int, ...], i: int, direction: Array) -> Array:
-        product = jnp.real(jnp.conj(slope(x, i)) * direction.astype(wide_dtype(x.dtype, dtype)))
-        return reduce_axes(jnp.sum, product.astype(dtype), axes)
+    def along(x: Array, axes: Axes, norm: Array, ties: Array, direction: Array) -> Array:
+        wide = wide_dtype(x.dtype, dtype)
+        product = jnp.conj(slope(x.astype(wide), norm, ties)) * direction.astype(wide)
+        return reduce_axes(jnp.sum, jnp.real(product).astype(dtype), axes)
 
-    return norms, total(along, directions)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def norms_of_two(
-    leaves: list[Array], others: list[Array], units: Units, ord: float, axis_name: AxisName
-) -> tuple[Norms, Norms]:
-    """`unit_norms` of two trees: for ord 2 one reduction of both for each leaf, if placed alike."""
-    ours, theirs = (
-        [(varying_axes(x), jax.typeof(x).sharding) for x in xs] for xs in (leaves, others)
-    )
-    if ord != 2.0 or ours != theirs:
-        return tuple(unit_norms(x, units, ord, axis_name) for x in (leaves, others))
-    dtype = norm_dtype([*leaves, *others])
-
-    def share_of(x: Array, axes: tuple[int, ...], i: int, y: Array) -> Array:
-        return sums_of_two(squares(x, dtype), squares(y, dtype), axes)
-
-    sums = totals(leaves, units, axis_name, share_of, others)
-    of_leaves = map_norms(lambda x: norm_of_squares(x.real), sums)
-    return of_leaves, map_norms(lambda x: norm_of_squares(x.imag), sums)
+    return norms, totals(leaves, units, axis_name, along, of_leaves, ties, directions)
 
 
-@norms_of_two.defjvp
-def _norms_of_two_jvp(
-    units: Units, ord: float, axis_name: AxisName, primals: Any, tangents: Any
-) -> Any:
-    pairs = zip(primals, tangents, strict=True)
-    norms_of = functools.partial(unit_norms, units=units, ord=ord, axis_name=axis_name)
-    return tuple(zip(*(jax.jvp(norms_of, (x,), (dx,)) for x, dx in pairs), strict=True))
-
-
-def _largest(x: Array, axes: tuple[int, ...], dtype: Any) -> Array:
-    """The largest magnitude; a NaN counts as infinite, because a maximum may drop it."""
-    sizes = magnitude(x, dtype)
-    finite = jnp.where(jnp.isnan(sizes), jnp.inf, sizes)
-    return reduce_axes(functools.partial(jnp.max, initial=0), finite, axes)
+def _of_leaves(values: Norms, units: Units) -> Norms:
+    """For each leaf the value of its unit; the first one for a leaf without a unit."""
+    return [values[i or 0] for i in units.entries]
 
 
 def totals(
     leaves: Sequence[Array],
     units: Units,
     axis_name: AxisName,
-    share_of: Callable[..., Array],
+    terms: Callable[..., Array],
     *columns: Sequence[Array],
     is_sum: bool = True,
 ) -> Norms:
-    """For each unit the sum, or the maximum, over its leaves; one all-reduce over devices.
+    """For each unit the sum, or the maximum, over its leaves, with one all-reduce over devices.
 
-    `share_of(leaf, axes, i, *columns)` is what a leaf has in unit i. What lies on the host is
-    measured on the device.
+    `terms(leaf, axes, *columns)` is the contribution of a leaf to its unit.
     """
-    leaves, *others = ([on_device(x) for x in xs] for xs in (leaves, *columns))
-    shards = [frozenset[str]() if units.is_local else shard_axes(x, axis_name) for x in leaves]
+    shards: list[frozenset[str]] = []
+    for x in leaves:
+        axes = shard_axes(x, axis_name) if axis_name else varying_axes(x)
+        shards.append(frozenset() if units.is_local else axes)
     everywhere = frozenset[str]().union(*shards)
-    shares: list[list[Array]] = [[] for _ in range(units.size)]
-    for x, axes, i, over, *of_leaf in zip(
-        leaves, units.axes, units.entry, shards, *others, strict=True
-    ):
-        if axes is not None:
-            share, copies = share_of(x, axes, i, *of_leaf), replica_count(over, everywhere)
-            shares[i].append(share / copies if is_sum and copies > 1 else share)
-    zero = jnp.zeros((), norm_dtype(leaves))
-    entries = [joined(of_unit or [zero], is_sum=is_sum) for of_unit in shares]
-    if not (units.is_vector or everywhere):
+    parts: dict[int, list[Array]] = {}
+    rows = zip(units.entries, shards, leaves, *columns, strict=True)
+    for place, (i, axes, x, *others) in enumerate(rows):
+        if i is None:
+            continue
+        over = units.axes[place] if isinstance(units, Slices) else tuple(range(x.ndim))
+        part = terms(x, over, *others)
+        if is_sum and everywhere:  # a replicated leaf counts once
+            part /= replica_count(axes, everywhere)
+        parts.setdefault(i, []).append(part)
+    entries: Norms = []
+    for i in range(units.size):
+        of_unit = parts.get(i) or [jnp.zeros((), norm_dtype(leaves))]
+        entries.append(joined(of_unit, is_sum=is_sum))
+    if not everywhere:
         return entries
-    vector = jnp.concatenate([x.reshape(-1) for x in entries] or [zero[None][:0]])
+    vector = jnp.concatenate([x.reshape(-1) for x in entries])
     vector = sum_over(vector, everywhere) if is_sum else max_over(vector, everywhere)
-    return vector if units.is_vector else split(vector, entries)
+    return split(vector, entries)
+
+
+def split(vector: Array, like: Sequence[Array]) -> list[Array]:
+    """The parts of a vector, in the shapes of the given arrays."""
+    parts: list[Array] = []
+    start = 0
+    for x in like:
+        parts.append(vector.reshape(-1)[start : start + x.size].reshape(x.shape))
+        start += x.size
+    return parts

@@ -1,11 +1,10 @@
-"""From norm to threshold: what a `max_norm` may be, and how it remembers.
+"""Thresholds: a number, a schedule, or a rule that depends on earlier norms or on the parameters.
 
-A number, a schedule and a rule fed by history or parameters are all one thing here, a `Rule`.
-The published rules fed by history live in `adaptive/`; users write theirs with this class. The
-assignment of rules to norms is at the end.
+The published rules are in `adaptive/`; users write their own with the class `Rule`.
 """
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,36 +15,39 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._checks import check_number, describe, dtype_of, leaf_path, shortened
+from .._devices import map_arrays
 from .._errors import public, type_error, value_error
+from .._leaves import is_measured
 from .._states import increment_where
 from .._tree_checks import broadcast_prefix, check_same_structure
-from .._types import UNBOUNDED, Array, Number, Tree
-from ._granularity import Norms, Units, is_measured, map_norms, split
+from .._types import UNBOUNDED, Array, Number, Schedule, Threshold, Tree
+from ._norm import Groups, Norms, Units, split
 
 _HINT = "Pass a positive number, a schedule, or a rule from `gcx.thresholds`; inf never clips."
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A threshold that may depend on earlier norms and on the parameters.
+    """A threshold that may depend on earlier norms and on the norms of the parameters.
 
-    A rule works elementwise: its norms are float32 of any shape, one entry for each unit that is
-    clipped by itself, shape () for the global norm. Each array of its state has shape () or
-    ends in the shape of the norms. A non-finite norm never reaches the state: the entries of
-    its unit stay as they were, whatever `update` returns for them.
+    A rule works elementwise: norms are float32 arrays of any shape with one element for each unit,
+    shape () for the global norm. Each array of the state has shape () or ends in the shape of the
+    norms. A non-finite norm does not reach the state: the entries of its unit keep their values,
+    whatever `update` returns for them.
 
     Attributes:
-        init: zeros of the shape of the norms, to the first state.
-        update: `(norm, state, param_norm) -> (threshold, state)`; `norm` is before clipping and
-            finite, `param_norm` is None unless `uses_params`. The threshold is in the unit of
-            the norm; one that is not positive gives a zero update.
+        init: from zeros of the shape of the norms to the initial state.
+        update: `(norm, state, param_norm) -> (threshold, state)`. `norm` is the finite norm before
+            clipping; `param_norm` is None unless `uses_params`. The threshold is in the unit of the
+            norm. A threshold that is not positive gives a zero update.
         uses_params: whether `update` needs the norms of the parameters, unit by unit.
-        counts_steps: whether the state is a count of all steps and no memory of norms; it then
-            goes on at a step whose norm is not finite.
-        allow_negative: whether `update` takes values that may be zero or negative, such as losses.
+        counts_steps: whether the state is a count of all steps, which also increases at a step
+            with a non-finite norm.
+        allow_negative: whether `update` accepts values that may be zero or negative, such as
+            losses.
 
     Examples:
-        Twice the largest norm of the last step, and no clipping at first:
+        Clip to twice the norm of the last step:
 
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> def init(norm):
@@ -68,8 +70,8 @@ def constant(value: Number) -> Rule:
     return Rule(lambda norm: (), lambda norm, state, param_norm: (jnp.asarray(value), state))
 
 
-def scheduled(argument: str, schedule: Callable[[Array], Any]) -> Rule:
-    """A threshold that depends on the step count, which the state keeps."""
+def scheduled(argument: str, schedule: Schedule) -> Rule:
+    """A threshold that depends on the step count, which is the state."""
 
     def init(norm: Array) -> Array:
         return jnp.zeros((), jnp.int32)
@@ -92,7 +94,7 @@ def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
 
     Args:
         ratio: largest ratio of gradient norm to parameter norm, dimensionless, > 0.
-        eps: what a parameter norm counts as at least, > 0: zero parameters must be able to move.
+        eps: lower bound of the parameter norm, > 0, so that zero parameters can move.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -108,15 +110,15 @@ def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
     check_number("eps", eps, "The paper uses 1e-3.")
 
     def update(norm: Array, state: Any, param_norm: Array | None) -> tuple[Array, Any]:
-        assert param_norm is not None  # the clip measures it: `uses_params`
+        assert param_norm is not None  # since `uses_params`
         floor, slope = (jnp.asarray(x).astype(param_norm.dtype) for x in (eps, ratio))
         return jnp.maximum(param_norm, floor) * slope, state
 
     return Rule(lambda norm: (), update, uses_params=True)
 
 
-def as_rule(argument: str, threshold: Any) -> Rule:
-    """Whatever a threshold may be, as a rule; refuses what it may not be."""
+def as_rule(argument: str, threshold: Number | Schedule | Rule) -> Rule:
+    """A threshold as a rule."""
     if isinstance(threshold, Rule):
         return threshold
     if inspect.isfunction(threshold) and threshold.__annotations__.get("return") is Rule:
@@ -130,11 +132,11 @@ def as_rule(argument: str, threshold: Any) -> Rule:
 
 @public
 def capped(rule: Rule, max_threshold: Number) -> Rule:
-    """The threshold of another rule, but never above a number.
+    """The threshold of another rule, bounded from above.
 
     Args:
         rule: any rule.
-        max_threshold: in the unit of the norm, > 0.
+        max_threshold: the upper bound in the unit of the norm, > 0.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -154,12 +156,12 @@ def capped(rule: Rule, max_threshold: Number) -> Rule:
 
 
 def init_state(rule: Rule, shape: Sequence[int] = ()) -> Any:
-    """The state before the first norm, each array in a buffer of its own: it may be donated."""
+    """The state before the first norm. Each array has its own buffer, so that it can be donated."""
     return jax.tree.map(jnp.array, rule.init(jnp.zeros(shape, jnp.float32)))
 
 
 def check_params(updates: Tree, params: Tree | None) -> None:
-    """Refuses a step without the parameters that a rule looks at, or with others."""
+    """Raise if the parameters are missing or do not match the updates."""
     if params is None:
         rule, hint = "given for this threshold", "Pass it: `update(grads, state, params)`."
         raise value_error("params", rule, "None", hint)
@@ -169,11 +171,11 @@ def check_params(updates: Tree, params: Tree | None) -> None:
 def apply_rule(
     rule: Rule, norm: Array, state: Any, param_norm: Array | None = None
 ) -> tuple[Array, Any]:
-    """Thresholds of the dtype and shape of the norms, and the next state."""
+    """The thresholds, of the dtype and shape of the norms, and the next state."""
     finite = keeps = jnp.isfinite(norm)
     value, largest, is_wide = norm, jnp.asarray(UNBOUNDED, norm.dtype), norm.dtype == jnp.float64
     if is_wide:
-        # Histories are float32: a larger norm counts as the largest there.
+        # States are float32: a larger norm counts as the largest float32.
         value, keeps = jnp.clip(norm, -largest, largest), finite & (norm <= largest)
     value = jnp.where(finite, value, 0).astype(jnp.float32)
     param_norm = None if param_norm is None else param_norm.astype(jnp.float32)
@@ -195,33 +197,31 @@ def _where_finite(finite: Array, proposed: Any, state: Any) -> Any:
 
 
 class Assignment(NamedTuple):
-    """A rule and the indices of its norms."""
+    """A rule and the indices of the entries of `Norms` that it applies to."""
 
     rule: Rule
-    norms: tuple[int, ...]
+    entries: tuple[int, ...]
 
 
-def as_rules(argument: str, threshold: Any, *, by_label: bool) -> Any:
-    """A threshold, a tree of thresholds or a mapping from labels, as rules; refuses all else."""
-    if by_label:  # its keys may be of several types, and have no order
+def as_rules(argument: str, threshold: Threshold, *, by_label: bool) -> Any:
+    """A threshold, a tree of thresholds, or a mapping from label to threshold, as rules."""
+    if by_label:  # the labels may be of several types, which jax.tree could not sort
         _check_labels(argument, threshold)
         return {key: as_rule(f"{argument}[{key!r}]", x) for key, x in threshold.items()}
     if not jax.tree.leaves(threshold, is_leaf=_is_rule):
         return as_rule(argument, threshold)
     return jax.tree_util.tree_map_with_path(
-        lambda path, entry: as_rule(leaf_path(argument, path), entry),
-        threshold,
-        is_leaf=_is_rule,
+        lambda path, entry: as_rule(leaf_path(argument, path), entry), threshold, is_leaf=_is_rule
     )
 
 
 def _check_labels(argument: str, thresholds: Mapping[Any, Any]) -> None:
-    """Refuses a mapping in which a label, or the name of a group in the metrics, occurs twice."""
+    """Raise if a label, or the name of a group in the metrics, occurs twice."""
     labels = [x for key in thresholds for x in (key if isinstance(key, tuple) else (key,))]
     for names in (list(map(str, labels)), list(map(group_name, thresholds))):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            hint = "A label has one threshold, and a group a name of its own in the metrics."
+            hint = "Give each label one threshold, and each group its own name in the metrics."
             rule = "a mapping in which each label occurs once"
             raise value_error(argument, rule, f"{twice!r} twice", hint)
 
@@ -232,81 +232,73 @@ def group_name(key: Any) -> str:
 
 
 def assign_rules(argument: str, rules: Any, units: Units, tree: Tree) -> tuple[Assignment, ...]:
-    """The rules of a tree, each with the indices of its norms.
+    """The rules of a tree, each with the entries of `Norms` that it applies to.
 
-    | rules | norms of each |
+    | rules | entries of each |
     | --- | --- |
-    | one | all |
-    | a mapping, for groups | that of its group |
-    | a prefix tree, for units within leaves | those of the leaves below it |
+    | one rule | all |
+    | a mapping, for groups | the entry of its group |
+    | a prefix tree, for units within leaves | the entries of the leaves below it |
     """
     if isinstance(rules, Rule):
         return (Assignment(rules, tuple(range(units.size))),)
     if units.names or not units.size:
         return tuple(Assignment(rules[name], (i,)) for i, name in enumerate(units.names))
-    if not units.by_leaf:
+    if isinstance(units, Groups):
         rule = "one threshold, or a mapping from labels to thresholds"
-        hint = "A tree of thresholds goes with `clip_by_leaf_norm`."
+        hint = "Use `clip_by_leaf_norm` for a tree of thresholds."
         raise type_error(argument, rule, "a tree of thresholds", hint)
-    entries = broadcast_prefix(argument, rules, "updates", tree, _is_rule)
-    pairs = zip(entries, jax.tree.leaves(tree), strict=True)
-    norms_of: dict[Rule, list[int]] = {}
-    for i, rule in enumerate(rule for rule, x in pairs if is_measured(x)):
-        norms_of.setdefault(rule, []).append(i)
-    return tuple(Assignment(rule, tuple(norms)) for rule, norms in norms_of.items())
+    rule_of_leaf = broadcast_prefix(argument, rules, "updates", tree, _is_rule)
+    leaves = zip(rule_of_leaf, jax.tree.leaves(tree), strict=True)
+    entries: dict[Rule, list[int]] = {}
+    for i, rule in enumerate(rule for rule, x in leaves if is_measured(x)):
+        entries.setdefault(rule, []).append(i)
+    return tuple(Assignment(rule, tuple(own)) for rule, own in entries.items())
 
 
 def init_states(assigned: Sequence[Assignment], shapes: Sequence[tuple[int, ...]]) -> Any:
-    """The states of all rules before the first norm; () if none has one."""
-    states = tuple(
-        init_state(rule, _joined_shape([shapes[i] for i in own])) for rule, own in assigned
-    )
-    return states if jax.tree.leaves(states) else ()
+    """The states of all rules before the first norm; () if no rule has a state."""
+    states: list[Any] = []
+    for rule, entries in assigned:
+        own = [shapes[i] for i in entries]
+        states.append(init_state(rule, () if own == [()] else (sum(map(math.prod, own)),)))
+    return tuple(states) if jax.tree.leaves(states) else ()
 
 
 def apply_rules(
-    assigned: Sequence[Assignment], units: Units, norms: Norms, states: Any, param_norms: Norms
+    assigned: Sequence[Assignment], norms: Norms, states: Any, param_norms: Norms | None
 ) -> tuple[Norms, Any]:
-    """A threshold for each norm, and the next states.
-
-    Where units lie within leaves only a rule with a state sees its norms as one vector.
-    """
-    if not units.size:
-        return norms, states
-    thresholds: dict[int, Array] = {}
+    """The thresholds and the next states. A rule with a state receives its norms as one vector."""
+    thresholds = list(norms)
     next_states: list[Any] = []
-    for (rule, own), state in zip(assigned, states or [()] * len(assigned), strict=True):
-        of_params = param_norms if rule.uses_params else None
-        if units.is_vector or jax.tree.leaves(state):
-            of_params = None if of_params is None else _joined(of_params, own)
-            threshold, state = apply_rule(rule, _joined(norms, own), state, of_params)
-            if len(own) == units.size and units.is_vector:
-                return threshold.reshape(units.size), (state,) if states else ()
-            thresholds |= zip(own, split(threshold, [norms[i] for i in own]), strict=True)
+    for (rule, entries), state in zip(assigned, states or [()] * len(assigned), strict=True):
+        own = [norms[i] for i in entries]
+        of_params = None
+        if rule.uses_params and param_norms is not None:
+            of_params = [param_norms[i] for i in entries]
+        if jax.tree.leaves(state):
+            param_norm = None if of_params is None else _as_vector(of_params)
+            vector, state = apply_rule(rule, _as_vector(own), state, param_norm)
+            values = split(vector, own)
         else:
-            columns = [[x[i] for i in own] for x in (norms, of_params) if x is not None]
-
-            def stateless(norm: Array, *param_norm: Array, rule: Rule = rule) -> Array:
-                return apply_rule(rule, norm, (), *param_norm)[0]
-
-            thresholds |= zip(own, map_norms(stateless, *columns), strict=True)
+            apply = functools.partial(_apply_stateless, rule)
+            columns = [own] if of_params is None else [own, of_params]
+            values = map_arrays(apply, *columns)
+        for i, value in zip(entries, values, strict=True):
+            thresholds[i] = value
         next_states.append(state)
-    in_order = [thresholds[i] for i in range(units.size)]
-    kept = tuple(next_states) if states else ()
-    return jnp.stack(in_order) if units.is_vector else in_order, kept
+    return thresholds, tuple(next_states) if states else ()
 
 
-def _joined_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    return () if list(shapes) == [()] else (sum(map(math.prod, shapes)),)
+def _apply_stateless(rule: Rule, norm: Array, param_norm: Array | None = None) -> Array:
+    return apply_rule(rule, norm, (), param_norm)[0]
 
 
-def _joined(norms: Norms, own: Sequence[int]) -> Array:
-    """Some norms as a vector; as a scalar, if there is one."""
-    if len(own) == len(norms) and not isinstance(norms, list):
-        return norms.reshape(() if len(own) == 1 else -1)
-    arrays = [norms[i] for i in own]
-    flat = jnp.concatenate([x.reshape(-1) for x in arrays] or [jnp.zeros(0)])
-    return flat.reshape(_joined_shape([x.shape for x in arrays]))
+def _as_vector(norms: Norms) -> Array:
+    """Several norms as one vector; a single scalar stays a scalar."""
+    if len(norms) == 1 and not norms[0].ndim:
+        return norms[0]
+    return jnp.concatenate([x.reshape(-1) for x in norms] or [jnp.zeros(0)])
 
 
 def _is_rule(entry: Any) -> bool:

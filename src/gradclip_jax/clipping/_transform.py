@@ -11,7 +11,7 @@ import optax
 from .._checks import check_number, is_float0, is_traced
 from .._errors import public, type_error, value_error
 from .._tree_checks import check_inexact
-from .._types import AxisName, Count, Labels, Number, Order, Threshold, Tree
+from .._types import AxisName, Labels, Number, Order, Threshold, Tree
 from ._clip import Reaction, norm_clip
 from ._formula import clamp_leaf
 from ._granularity import Granularity, group, layers
@@ -23,10 +23,9 @@ def clip_by_norm(
     *,
     granularity: Literal["global", "leaf"] | Granularity = "global",
     reaction: Reaction = "scale",
-    ord: Order = 2.0,
+    ord: Order | None = None,
     axis_name: AxisName = None,
     nonfinite: Literal["propagate", "zero"] = "propagate",
-    incidents: Count | None = None,
 ) -> optax.GradientTransformation:
     """Clips by norm: of what, to what threshold, and what happens above it are three choices.
 
@@ -60,17 +59,14 @@ def clip_by_norm(
             for groups, a mapping from label to one of those.
         granularity: of what norms are taken.
         reaction: what happens to a unit above its threshold.
-        ord: order of the norm, 1, 2, inf or any number > 0.
+        ord: order of the norm: 1, 2, inf or any number > 0. None means 2.
         axis_name: mapped axes over which every leaf is a shard, where types cannot tell (inside
             `pmap`, or `shard_map` with `check_vma=False`).
         nonfinite: "propagate" or "zero".
-        incidents: how many of the last steps that were clipped, or not finite, it keeps for
-            `incidents`, 1 to 2^20, static; None for none.
 
     Returns:
         An Optax transformation with a `ClipState`. `update(grads, None)` works unless the
-        threshold keeps a state (a schedule, or a rule fed by the history of norms), or it keeps
-        incidents.
+        threshold has a state (a schedule, or a rule that depends on earlier norms).
 
     Raises:
         ValueError: a number is out of range, or a name is none of those above.
@@ -103,7 +99,6 @@ def clip_by_norm(
         ord=ord,
         axis_name=axis_name,
         nonfinite=nonfinite,
-        incidents=incidents,
     )
 
 
@@ -111,10 +106,9 @@ def clip_by_norm(
 def clip_by_global_norm(
     max_norm: Threshold,
     *,
-    ord: Order = 2.0,
+    ord: Order | None = None,
     axis_name: AxisName = None,
     nonfinite: Literal["propagate", "zero"] = "propagate",
-    incidents: Count | None = None,
 ) -> optax.GradientTransformation:
     """Scales the whole update so that its norm is at most `max_norm`.
 
@@ -136,16 +130,14 @@ def clip_by_global_norm(
     Args:
         max_norm: a threshold in the unit of the gradients: a number > 0 (inf never clips), a
             traced scalar, a schedule of the step count, or a rule from `gcx.thresholds`.
-        ord: order of the norm, 1, 2, inf or any number > 0.
+        ord: order of the norm: 1, 2, inf or any number > 0. None means 2.
         axis_name: mapped axes over which every leaf is a shard, where types cannot tell (inside
             `pmap`, or `shard_map` with `check_vma=False`).
         nonfinite: "propagate" or "zero".
-        incidents: how many of the last steps that were clipped, or not finite, it keeps for
-            `incidents`, 1 to 2^20, static; None for none.
 
     Returns:
         An Optax transformation with a `ClipState`. `update(grads, None)` works unless
-        `max_norm` has a state of its own (a schedule or a rule), or it keeps incidents.
+        `max_norm` has a state of its own (a schedule or a rule).
 
     Raises:
         ValueError: `max_norm` or `ord` is not > 0, or `nonfinite` is another word.
@@ -163,18 +155,15 @@ def clip_by_global_norm(
         Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063.
     """
     argument = "max_norm"
-    return norm_clip(
-        argument, max_norm, ord=ord, axis_name=axis_name, nonfinite=nonfinite, incidents=incidents
-    )
+    return norm_clip(argument, max_norm, ord=ord, axis_name=axis_name, nonfinite=nonfinite)
 
 
 @public
 def zero_large_norm(
     max_norm: Threshold,
     *,
-    ord: Order = 2.0,
+    ord: Order | None = None,
     axis_name: AxisName = None,
-    incidents: Count | None = None,
 ) -> optax.GradientTransformation:
     """Zeroes the whole update if its norm is above `max_norm`, or not finite.
 
@@ -183,9 +172,8 @@ def zero_large_norm(
 
     Args:
         max_norm: as for `clip_by_global_norm`; for `jnp.inf` only what is not finite is zeroed.
-        ord: order of the norm, 1, 2, inf or any number > 0.
+        ord: order of the norm: 1, 2, inf or any number > 0. None means 2.
         axis_name: as for `clip_by_global_norm`.
-        incidents: as for `clip_by_global_norm`.
 
     Returns:
         An Optax transformation with a `ClipState`.
@@ -201,7 +189,7 @@ def zero_large_norm(
         [0.0, 0.0]
     """
     argument = "max_norm"
-    options: dict[str, Any] = {"nonfinite": "zero", "incidents": incidents}
+    options: dict[str, Any] = {"nonfinite": "zero"}
     return norm_clip(argument, max_norm, reaction="zero", ord=ord, axis_name=axis_name, **options)
 
 
@@ -209,25 +197,23 @@ def zero_large_norm(
 def clip_by_leaf_norm(
     max_norm: Threshold,
     *,
-    ord: Order = 2.0,
+    ord: Order | None = None,
     axis_name: AxisName = None,
-    num_layer_axes: Any = 0,
+    num_layer_axes: Any = None,
     nonfinite: Literal["propagate", "zero"] = "propagate",
-    incidents: Count | None = None,
 ) -> optax.GradientTransformation:
     """Scales each leaf by itself so that its norm is at most `max_norm`.
 
     Args:
         max_norm: a threshold, or a prefix tree of thresholds, in the unit of the gradients: a
             number > 0, a traced scalar, a schedule, or a rule from `gcx.thresholds`.
-        ord: order of the norm, 1, 2, inf or any number > 0.
+        ord: order of the norm: 1, 2, inf or any number > 0. None means 2.
         axis_name: as for `clip_by_global_norm`.
         num_layer_axes: how many leading axes of a leaf index layers (1 for layers stacked for
             `lax.scan`), each layer then being clipped by itself; an int or a prefix tree.
             These axes must not be sharded inside `shard_map`.
         nonfinite: "propagate" makes every leaf NaN if any is not finite, "zero" drops the
             whole update.
-        incidents: as for `clip_by_global_norm`.
 
     Returns:
         An Optax transformation with a `ClipState`; its scalars summarise the leaves.
@@ -246,7 +232,7 @@ def clip_by_leaf_norm(
     """
     argument = "max_norm"
     units = layers(num_layer_axes)
-    options: dict[str, Any] = {"nonfinite": nonfinite, "incidents": incidents}
+    options: dict[str, Any] = {"nonfinite": nonfinite}
     return norm_clip(argument, max_norm, units, ord=ord, axis_name=axis_name, **options)
 
 
@@ -255,10 +241,9 @@ def clip_by_group_norm(
     max_norms: Mapping[Any, Threshold],
     param_labels: Labels,
     *,
-    ord: Order = 2.0,
+    ord: Order | None = None,
     axis_name: AxisName = None,
     nonfinite: Literal["propagate", "zero"] = "propagate",
-    incidents: Count | None = None,
 ) -> optax.GradientTransformation:
     """Scales each group of leaves so that the norm of the group is at most its threshold.
 
@@ -270,11 +255,10 @@ def clip_by_group_norm(
             schedule, or a rule from `gcx.thresholds`.
         param_labels: a prefix tree of labels, or a function `params -> labels`. By path:
             `lambda params: jax.tree_util.tree_map_with_path(label_of_path, params)`.
-        ord: order of the norm, 1, 2, inf or any number > 0.
+        ord: order of the norm: 1, 2, inf or any number > 0. None means 2.
         axis_name: as for `clip_by_global_norm`.
         nonfinite: "propagate" makes every leaf NaN if any measured one is not finite, "zero"
             drops the whole update; both leave unlisted groups alone.
-        incidents: as for `clip_by_global_norm`.
 
     Returns:
         An Optax transformation with a `ClipState`; norm, threshold and factor by group.
@@ -299,7 +283,7 @@ def clip_by_group_norm(
         hint = "Pass for example `{'encoder': 1.0, 'decoder': 0.5}`."
         rule = "a mapping from label to threshold"
         raise type_error(argument, rule, repr(max_norms), hint)
-    options: dict[str, Any] = {"nonfinite": nonfinite, "incidents": incidents}
+    options: dict[str, Any] = {"nonfinite": nonfinite}
     return norm_clip(argument, max_norms, units, ord=ord, axis_name=axis_name, **options)
 
 
@@ -308,9 +292,8 @@ def clip_by_block_rms(
     threshold: Threshold,
     *,
     axis_name: AxisName = None,
-    num_layer_axes: Any = 0,
+    num_layer_axes: Any = None,
     nonfinite: Literal["propagate", "zero"] = "propagate",
-    incidents: Count | None = None,
 ) -> optax.GradientTransformation:
     """Scales each leaf by itself so that its root mean square is at most `threshold`.
 
@@ -322,7 +305,6 @@ def clip_by_block_rms(
         axis_name: as for `clip_by_global_norm`.
         num_layer_axes: as for `clip_by_leaf_norm`.
         nonfinite: as for `clip_by_leaf_norm`.
-        incidents: as for `clip_by_global_norm`.
 
     Returns:
         An Optax transformation with a `ClipState`.
@@ -344,9 +326,7 @@ def clip_by_block_rms(
     """
     argument = "threshold"
     units = layers(num_layer_axes, rms=True)
-    return norm_clip(
-        argument, threshold, units, axis_name=axis_name, nonfinite=nonfinite, incidents=incidents
-    )
+    return norm_clip(argument, threshold, units, axis_name=axis_name, nonfinite=nonfinite)
 
 
 @public
@@ -384,7 +364,27 @@ def clip_by_value(
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-clip = clip_by_value
+@public
+def clip(max_delta: Number) -> optax.GradientTransformation:
+    """Clamp every element to `[-max_delta, max_delta]`: `clip_by_value` under Optax's name.
+
+    Args:
+        max_delta: the bound in the unit of the gradients, > 0, a number or a traced scalar.
+
+    Returns:
+        An Optax transformation without a state.
+
+    Raises:
+        ValueError: `max_delta` is not > 0.
+        TypeError: `max_delta` is not a number; when traced, a leaf is not floating.
+
+    Examples:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> gcx.clip(1.0).update(jnp.array([-3.0, 0.5]), None)[0].tolist()
+        [-1.0, 0.5]
+    """
+    check_number("max_delta", max_delta, "Pass inf to turn clipping off.")
+    return clip_by_value(max_delta)
 
 
 @public

@@ -46,7 +46,20 @@ class MomentState(NamedTuple):
     second: Tree
 
 
+class ACClipState(MomentState):
+    """The state of `acclip`."""
+
+
+class SPAMState(MomentState):
+    """The state of `spam_clip`."""
+
+
+class StableAdamWState(MomentState):
+    """The state of `stable_adamw`."""
+
+
 def moment_transformation(
+    kind: type[MomentState],
     step_of: Callable[[Scalar], LeafStep],
     *,
     keeps_first: bool = True,
@@ -57,10 +70,10 @@ def moment_transformation(
     def init(params: Tree) -> MomentState:
         zeros = wide_zeros(params)
         second = jax.tree.map(jnp.abs, zeros)  # real, also of a complex leaf
-        return MomentState(jnp.zeros((), jnp.int32), zeros if keeps_first else (), second)
+        return kind(jnp.zeros((), jnp.int32), zeros if keeps_first else (), second)
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, MomentState]:
-        check_update(updates, state, MomentState, "second")
+        check_update(updates, state, kind, "second")
         if needs_params:
             check_params(updates, params)
         step = step_of(state.step_count)
@@ -80,7 +93,7 @@ def moment_transformation(
         rows = [step_leaf(*row) for row in zip(*columns, strict=True)]
         out, first, second = (jax.tree.unflatten(structure, [x[i] for x in rows]) for i in range(3))
         count = increment_where(state.step_count)
-        return out, MomentState(count, first if keeps_first else (), second)
+        return out, kind(count, first if keeps_first else (), second)
 
     return optax.GradientTransformation(init, update)
 
@@ -167,7 +180,7 @@ def acclip(
         tau = jnp.maximum(second, jnp.finfo(second.dtype).tiny) ** (1 / alpha)
         return scale_leaf(first, scale_factor(jnp.abs(first) + eps, tau)), first, second
 
-    return moment_transformation(lambda step_count: step)
+    return moment_transformation(ACClipState, lambda step_count: step)
 
 
 @public
@@ -243,7 +256,7 @@ def spam_clip(
 
         return step
 
-    return moment_transformation(step_of, keeps_first=False)
+    return moment_transformation(SPAMState, step_of, keeps_first=False)
 
 
 @public
@@ -320,4 +333,4 @@ def stable_adamw(
 
         return step
 
-    return moment_transformation(step_of, needs_params=True)
+    return moment_transformation(StableAdamWState, step_of, needs_params=True)

@@ -7,16 +7,15 @@ import numpy as np
 import optax
 
 from .._checks import check_axis_name, check_decays, check_number, check_state
-from .._errors import public
+from .._errors import public, type_error
+from .._leaves import measured_leaves, with_leaves
 from .._mesh import in_memory_of, on_device
 from .._states import increment_where
 from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Number, Tree
 from ..adaptive._averages import bias_correction, hypotenuse, where_finite
-from ..clipping._clip import with_leaves
 from ..clipping._formula import scale_factor, scale_leaf
-from ..clipping._granularity import leaf_units
-from ..clipping._norm import measured_leaves, unit_norms
+from ..clipping._norm import leaf_units, unit_norms
 
 
 class LeafAverageState(NamedTuple):
@@ -80,14 +79,15 @@ def stable_spam_clip(
         [0.6, 0.8]
 
     References:
-        Huang et al., 2025, arXiv 2502.17055.
+        Huang et al., 2025, arXiv 2502.17055: Stable-SPAM, GradientStabilizer since version 3.
     """
     check_decays(max_decay=max_decay, norm_decay=norm_decay, square_decay=square_decay)
     check_number("eps", eps, "The authors' code uses 1e-8.")
     axes = check_axis_name(axis_name)
 
     def norms(leaves: list[Array], ord: float) -> Array:
-        return unit_norms(leaves, leaf_units(leaves), ord, axes)
+        of_leaves = unit_norms(leaves, leaf_units(leaves), ord, axes)
+        return jnp.stack(of_leaves) if of_leaves else jnp.zeros(0)
 
     def init(params: Tree) -> LeafAverageState:
         dtypes = (jnp.int32, jnp.float32, jnp.float32, jnp.float32)
@@ -99,6 +99,10 @@ def stable_spam_clip(
     ) -> tuple[Tree, LeafAverageState]:
         check_inexact("updates", updates)
         check_state(state, LeafAverageState)
+        if state.norm.shape != (len(measured_leaves(updates)),):
+            rule, hint = "the state of a tree with these leaves", "Call `init(params)` first."
+            got = f"the state of a tree with {state.norm.size} leaves"
+            raise type_error("state", rule, got, hint)
         count = increment_where(state.step_count)
         steps = count.astype(jnp.float32)
         given = measured_leaves(updates)

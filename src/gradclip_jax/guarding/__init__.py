@@ -1,1 +1,1 @@
-"""From gradient, loss and update to a verdict: a step, or nothing at all."""
+"""Guards: gradients, loss and step to a verdict, apply or skip the step."""

@@ -1,8 +1,8 @@
-"""What is not finite: in a gradient that comes in, and in the step that would be taken on it.
+"""Non-finite values in gradients and in computed steps.
 
-Finite gradients do not make a finite step: 1e20 makes the second moment of Adam infinite for
-good while its update still looks harmless. So update and next state are checked as well. They are
-reduced to one flag, never written to be checked, and there is no copy to restore.
+A finite gradient does not imply a finite step: 1e20 makes the second moment of Adam infinite
+permanently, while its update still looks normal. Therefore the update and the next state can be
+checked as well.
 """
 
 import functools
@@ -17,48 +17,49 @@ from jax import lax
 
 from .._checks import is_scalar
 from .._devices import fusion_barrier, joined
-from .._gate import ComputedStep
+from .._leaves import is_measured, measured_leaves
 from .._mesh import max_over, shard_axes
 from .._states import replace_states
-from .._types import Array, AxisName, Scalar, Tree
-from ..accumulation._noise import NoiseState
+from .._types import UNBOUNDED, Array, AxisName, Scalar, Tree
+from ..accumulation._noise_scale import NoiseState
 from ..clipping._clip import ClipState
-from ..clipping._granularity import is_measured
-from ..clipping._norm import measured_leaves, norm_of_leaves
+from ..clipping._norm import norm_of_leaves
+from ..gates._gate import ComputedStep
 from ._signal import given_loss
 
 
 def all_finite(tree: Tree, axis_name: AxisName) -> Scalar:
-    """Whether every number of a tree is finite, alike on all devices: one read of it."""
+    """Whether all elements of a tree are finite, on all devices."""
     return ~_is_any([is_bad(x) for x in measured_leaves(tree)], axis_name)
 
 
 def has_finite_squares(tree: Tree, axis_name: AxisName) -> Scalar:
-    """Whether the sum of all squares is finite: no second moment can then become infinite.
+    """Whether the sum of all squares is finite, so that no second moment can become infinite.
 
-    A dtype narrower than float32 in range has to hold each of its squares, but not their sum.
+    For dtypes with less range than float32 every square has to be finite, but not their sum.
     """
     leaves = measured_leaves(tree)
-    bounds = [math.sqrt(float(jnp.finfo(x.dtype).max)) for x in leaves]
-    narrow = [(x, bound) for x, bound in zip(leaves, bounds, strict=True) if bound < 1e18]
-    wide = min((bound for bound in bounds if bound > 1e18), default=float(np.finfo("f4").max))
-    ok = norm_of_leaves(leaves, 2.0, axis_name) <= wide
-    if narrow:
-        # As they are after the rounding to their range, which may otherwise be left out.
+    bounds = [math.sqrt(jnp.finfo(x.dtype).max) for x in leaves]
+    # In float16 and float8 each square has to be finite, and the sum in float32.
+    bound = min([x if x > 1e18 else UNBOUNDED for x in bounds], default=UNBOUNDED)
+    ok = norm_of_leaves(leaves, 2.0, axis_name) <= bound
+    if min(bounds, default=bound) < bound:
+        narrow = [(x, y) for x, y in zip(leaves, bounds, strict=True) if y < 1e18]
+        # XLA may otherwise omit the rounding that makes them infinite.
         rounded = [fusion_barrier(x) for x, _ in narrow]
         ok &= norm_of_leaves(rounded, math.inf, axis_name) <= min(bound for _, bound in narrow)
     return ok
 
 
 def is_finite_step(step: ComputedStep, axis_name: AxisName) -> Scalar:
-    """Whether gradient, update and next state of a step are finite.
+    """Whether the gradient, the update and the next state of a step are finite.
 
     | in the next state | verdict |
     | --- | --- |
-    | a new NaN | not finite |
-    | a new infinity in an array, or in the moment of a parameter | not finite |
-    | an infinity in any other scalar, such as a hyperparameter | no fault |
-    | our own statistics of norms | not checked: they harm no step |
+    | a new NaN | non-finite |
+    | a new infinity in an array, or in the moment of a parameter | non-finite |
+    | an infinity in any other scalar, such as a hyperparameter | accepted |
+    | the norms in the states of clips and noise scales | not checked: no step depends on them |
     """
     shapes = {
         path: np.shape(x) for path, x in jax.tree.leaves_with_path(step.grads) if is_measured(x)
@@ -76,26 +77,26 @@ def is_finite_step(step: ComputedStep, axis_name: AxisName) -> Scalar:
             bad = is_bad(x) if is_moment else jnp.isnan(x)
             if was is not None:
                 bad = lax.bitwise_and(bad, lax.bitwise_not(is_bad(was)))
-            # One reduction for all that belongs to a parameter: its update and its moments.
+            # One reduction for the update and the moments of a parameter: XLA reads them once.
             key = (number, path) if place is None else (place, jax.typeof(bad))
             flags[key] = lax.bitwise_or(flags[key], bad) if key in flags else bad
     return ~_is_any(list(flags.values()), axis_name)
 
 
 def finite_extra_args(extra_args: dict[str, Any], axis_name: AxisName) -> Scalar:
-    """Whether the loss and the weight of a micro-batch are finite, where they are given."""
+    """Whether the loss and the weight of a micro-batch are finite, if they are given."""
     weight = extra_args.get("weight")
     numbers = [given_loss(extra_args), weight if is_scalar(weight, jnp.inexact) else None]
     return ~_is_any([is_bad(x) for x in measured_leaves(numbers)], axis_name)
 
 
 def _without_statistics(state: Any) -> Any:
-    """The state without our own statistics, which may overflow and harm no step."""
+    """The state without statistics of norms, which may overflow."""
     return replace_states(state, (ClipState, NoiseState), lambda statistics: ())
 
 
 def _place(path: Any, shape: tuple[int, ...], shapes: dict[Any, tuple[int, ...]]) -> Any:
-    """The path of the parameter that an array of the state belongs to: the end of its own."""
+    """The path of the parameter that an array of the state belongs to: a suffix of its own path."""
     for start in range(len(path) + 1):
         if shapes.get(path[start:]) == shape:
             return path[start:]
@@ -103,30 +104,30 @@ def _place(path: Any, shape: tuple[int, ...], shapes: dict[Any, tuple[int, ...]]
 
 
 def _overflowing(x: Array) -> Array:
-    """X; in a low precision widened, and scaled so that what is infinite in it overflows.
+    """A narrow array in float32, scaled so that values that overflow its dtype overflow float32.
 
-    A compiler leaves out a rounding whose result is widened again, and with it an overflow.
+    XLA omits a rounding whose result is widened again, and with it the overflow.
     """
     info = jnp.finfo(x.dtype)
     if info.bits >= 32:
         return x
-    # Between the largest number and the first that is rounded to infinity.
+    # Between the largest finite value and the smallest that is rounded to infinity.
     largest = float(info.max) * (1 + float(info.eps) * 3 / 16)
     return x.astype(jnp.float32) * jnp.float32(float(jnp.finfo(jnp.float32).max) / largest)
 
 
 def is_bad(x: Any) -> Array:
-    """Where an array is not finite, elementwise."""
+    """Where an array is non-finite."""
     x = _overflowing(jnp.asarray(x))
     if jnp.iscomplexobj(x):
         return is_bad(x.real) | is_bad(x.imag)
-    return lax.bitwise_not(lax.is_finite(x))  # to trace `~jnp.isfinite(x)` takes four times as long
+    return lax.bitwise_not(lax.is_finite(x))  # tracing `~jnp.isfinite(x)` takes four times as long
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _is_any(flags: list[Array], axis_name: AxisName) -> Scalar:
     """Whether an element of the flags is true, on any device."""
     axes = frozenset[str]().union(*(shard_axes(x, axis_name) for x in flags))
-    # A third faster than `jnp.any`, which is not done in parallel everywhere.
+    # A third faster than `jnp.any` on CPU, where XLA does not parallelize that.
     largest = [jnp.max(x.astype(jnp.uint8), initial=0) for x in flags]
     return max_over(joined(largest or [jnp.uint8(0)], is_sum=False).astype(jnp.int32), axes) > 0

@@ -1,102 +1,69 @@
-"""What all guards share: building one from its verdict. The executor is in `_execute.py`."""
+"""What all guards share: how a guard is built from its verdict. `gates/` executes them."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_axis_name, check_bound, check_count, check_transformation
+from .._checks import check_axis_name, check_count, check_transformation
 from .._errors import type_error
-from .._execute import gated
-from .._gate import Guard, Verdict
 from .._run_if import like_dtypes
-from .._states import METRICS, find_states
+from .._states import find_states
 from .._types import AxisName, Scalar, Tree
 from ..accumulation._state import discard_windows
-from ..clipping._evidence import evidence, measure_units
-from ..clipping._granularity import leaf_units
-from ..clipping._incident import OF_GUARDS, log_maker, note
-from ..clipping._norm import measured_leaves
-from ._signal import loss_of
+from ..gates._execute import gated
+from ..gates._gate import Guard, Verdict
 
-Judge = Callable[[Tree, Any, Tree, dict[str, Any]], Verdict]
-"""`(updates, state, params, extra_args)` to the verdict."""
+Check: TypeAlias = Literal["gradient", "step"]
+"""What has to be finite."""
+
+OUTERMOST: Final[list[type]] = []
+"""The states of guards that have to be outside all other guards."""
 
 
 def guard(
     inner: optax.GradientTransformation,
-    first: Callable[[Any], Any],
-    judge: Judge,
-    axes: AxisName,
-    *,
-    check_window: Callable[[Tree], Scalar] | None = None,
-    checks_step: bool = False,
-    max_consecutive_skips: int | None = None,
-    incidents: Any = None,
+    make_state: Callable[[Any], Any],
+    judge: Callable[[Tree, Any, Tree, dict[str, Any]], Verdict],
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """Builds a guard from its verdict and its checks, see `Guard`.
+    """Build a guard from its verdict; `make_state` maps the state of `inner` to that of the guard.
 
-    `first` makes the first state from that of `inner`; `incidents` are kept in it.
+    `options` are fields of `Guard`.
     """
-    kind = type(jax.eval_shape(lambda: first(())))
-    make_log = log_maker(incidents)
+    limit = options.get("max_consecutive_skips")
+    if limit is not None:
+        check_count("max_consecutive_skips", limit, "Pass None for no limit.")
+    kind = type(jax.eval_shape(lambda: make_state(())))
 
     def init(params: Tree) -> Any:
         inner_state = inner.init(params)
-        # A loss scale that never sees the steps that overflow is never lowered.
-        kinds = tuple(kind for kind, names in METRICS.items() if "loss_scale" in names)
+        # A loss scale that does not see the steps that overflow is never lowered.
         hint = "Put that one around this guard, which then sees unscaled gradients."
-        _refuse_inner(inner_state, kinds, "dynamic_loss_scale", hint)
-        if checks_step:
-            # A window of it whose sum overflows stays so, and every step is refused.
-            hint = (
-                "Use `accumulate_gradients`: a guard can empty its window. Or guard its optimizer."
-            )
-            _refuse_inner(inner_state, optax.MultiStepsState, "optax.MultiSteps", hint)
-        # Not weakly typed, as what comes out of a step is not: one trace for all steps.
-        state = first(like_dtypes(inner_state, inner_state))
-        return state._replace(incidents=make_log(params))
+        _check_inner(inner_state, tuple(OUTERMOST), "dynamic_loss_scale", hint)
+        if options.get("checks_step"):
+            # If the sum of its window overflows, every later step fails the check.
+            hint = "Use `accumulate_gradients`, whose window can be discarded."
+            _check_inner(inner_state, (optax.MultiStepsState,), "optax.MultiSteps", hint)
+        # Without weak types, like the states that updates return: one trace for all steps.
+        return make_state(like_dtypes(inner_state, inner_state))
 
-    def judge_and_note(
-        updates: Tree, state: Any, params: Tree, extra_args: dict[str, Any]
-    ) -> Verdict:
-        check_bound(axes)
-        verdict = judge(updates, state, params, extra_args)
-        if state.incidents is None:
-            return verdict
-        leaves = measured_leaves(verdict.grads)
-        fields = evidence(*measure_units(leaves, leaf_units(leaves), axes))
-        fields["loss"] = loss_of(extra_args, axes)
-
-        def own_fields(refuses: Scalar, measured: Scalar) -> Any:
-            after = verdict.own_fields(refuses, measured)
-            known = {key: getattr(after, field, None) for key, field in OF_GUARDS.items()}
-            log = note(state.incidents, fields | known, is_incident=refuses, skipped=refuses)
-            return after._replace(incidents=log)
-
-        return verdict._replace(own_fields=own_fields)
-
-    limit = max_consecutive_skips
-    if limit is not None:
-        check_count("max_consecutive_skips", limit, "Pass None for no limit.")
-    gate = Guard(kind, judge_and_note, limit, check_window, checks_step, discard_windows)
-    return gated(gate, inner, init)
+    return gated(Guard(kind, judge, discard=discard_windows, **options), inner, init)
 
 
 def check_guard(inner: Any, axis_name: Any) -> AxisName:
-    """Refuses what is no transformation; returns the axes."""
+    """Raise if `inner` is not a gradient transformation; return the axes."""
     check_transformation("inner", inner)
     return check_axis_name(axis_name)
 
 
 def zero(dtype: Any = jnp.int32) -> Scalar:
-    """A call for each field: a buffer that two fields share cannot be donated."""
+    """A scalar in a new buffer: a buffer that two fields share cannot be donated."""
     return jnp.zeros((), dtype)
 
 
-def _refuse_inner(inner_state: Any, kinds: Any, function: str, hint: str) -> None:
+def _check_inner(inner_state: Any, kinds: tuple[type, ...], function: str, hint: str) -> None:
     if find_states(inner_state, kinds):
-        rule = f"free of `{function}`"
-        raise type_error("inner", rule, "a state of one", hint)
+        raise type_error("inner", f"free of `{function}`", "one that contains it", hint)

@@ -1,38 +1,49 @@
-"""The loss scale of a training in float16, and the guard that adapts it."""
+"""Dynamic loss scaling for float16, and the guard that adapts the scale."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_count, check_number, describe, is_float0, is_traced
+from .._checks import (
+    check_axis_name,
+    check_count,
+    check_number,
+    describe,
+    is_float0,
+    is_traced,
+)
 from .._errors import public, type_error, value_error
-from .._states import find_states, increment_where, plain_arrays, register_metrics
-from .._types import Array, AxisName, Count, Scalar, Tree
+from .._leaves import measured_leaves
+from .._states import find_states, increment_where, plain_arrays, register_guard
+from .._types import Array, AxisName, Count, Number, Scalar, Tree
 from ..clipping._formula import wide_dtype
+from ..clipping._norm import norm_of_leaves
 from ._detect import is_bad
-from ._guard import zero
+from ._guard import OUTERMOST, Check, zero
 from ._skip_nonfinite import finite_guard
 
-# Beyond these 1 / scale is no normal number, and a compiled program may take it for zero.
+# Beyond these 1 / scale is subnormal, and a compiled program may flush it to zero.
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
 
 
-@register_metrics(
-    "loss_scale", "skipped_nonfinite", "consecutive_skips", "guard_failed", gate="inner_state"
+@register_guard(
+    *("loss_scale", "unscaled_grad_norm"),
+    *("skipped_nonfinite", "consecutive_skips", "guard_failed"),
 )
 class LossScaleState(NamedTuple):
-    """What `dynamic_loss_scale` keeps; int32[], saturating, but for the scale.
+    """The state of `dynamic_loss_scale`; counters are int32[], saturating.
 
     Attributes:
-        loss_scale: float32[], what the gradient of the next loss is multiplied by.
-        good_steps: steps that were taken since the scale changed or one was skipped.
-        skipped_nonfinite: steps that were skipped.
-        consecutive_skips: steps that were skipped since the last one that was taken.
-        guard_failed: 1 if a step was ever not finite at the smallest scale, else 0.
+        loss_scale: float32[], the factor of the gradient of the next loss.
+        good_steps: number of applied steps since the scale changed or a step was skipped.
+        skipped_nonfinite: number of skipped steps.
+        consecutive_skips: number of steps skipped since the last one that was applied.
+        guard_failed: 1 if a step was ever non-finite at the smallest scale, else 0.
         inner_state: the state of the inner optimizer.
-        incidents: an `IncidentLog`, or None.
+        unscaled_grad_norm: float32[], the norm of the last finite gradient after the division by
+            the scale. If it is about 1 / scale of what you expect, `scale_loss` is missing.
     """
 
     loss_scale: Scalar
@@ -41,24 +52,27 @@ class LossScaleState(NamedTuple):
     consecutive_skips: Scalar
     guard_failed: Scalar
     inner_state: Any
-    incidents: Any = None
+    unscaled_grad_norm: Scalar
+
+
+OUTERMOST.append(LossScaleState)
 
 
 @public
 def scale_loss(state: Any, loss: Any) -> Array:
-    """Returns the loss as it is, with a gradient that is multiplied by the loss scale.
+    """Return the loss unchanged, with a gradient that is multiplied by the loss scale.
 
-    The value is the true loss: to be logged, and to be given to `update` as `value`. It is
-    never multiplied, so it cannot overflow. `update` of `dynamic_loss_scale` divides the gradient.
+    The value is the true loss: log it, and pass it to `update` as `value`. It is not multiplied,
+    so it cannot overflow. `update` of `dynamic_loss_scale` divides the gradient.
 
     | loss | effect |
     | --- | --- |
     | float32, float64 | the same value |
     | float16, bfloat16 | the same value in float32 |
-    | float16, at a scale above 65,504 | its gradient overflows: skipped, and the scale halved |
+    | float16, at a scale above 65,504 | its gradient overflows; the step is skipped |
 
-    In a network that is computed in float16 make the last steps to the loss in float32, such as
-    the logarithm of a softmax and the mean over the batch: the scale can then be larger.
+    In a float16 network compute the last operations of the loss in float32, such as the
+    log-softmax and the mean over the batch; the scale can then be larger.
 
     Args:
         state: the state of `dynamic_loss_scale`, or any state around it: that of a chain, of an
@@ -69,7 +83,7 @@ def scale_loss(state: Any, loss: Any) -> Array:
         The loss in float32, or in float64.
 
     Raises:
-        TypeError: `state` holds no loss scale, or several; `loss` is not floating.
+        TypeError: `state` contains no loss scale, or several; `loss` is not floating.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -83,14 +97,14 @@ def scale_loss(state: Any, loss: Any) -> Array:
     """
     scales = find_states(state, LossScaleState)
     if len(scales) != 1:
-        rule = "a state with one loss scale in it"
+        rule = "a state with one loss scale"
         hint = "Make the state with `dynamic_loss_scale(optimizer).init(params)`."
         if scales:
             hint = "Put one `dynamic_loss_scale` around all of the optimizer."
-        raise type_error("state", rule, f"{len(scales)} in it", hint)
+        raise type_error("state", rule, f"one with {len(scales)}", hint)
     value = jnp.asarray(loss)
     if not jnp.issubdtype(value.dtype, jnp.floating):
-        rule, hint = "real and floating", "Pass the number that is differentiated."
+        rule, hint = "real and floating", "Pass the value that is differentiated."
         raise type_error("loss", rule, describe(value), hint)
     scale = plain_arrays(scales[0][1].loss_scale)
     return _with_scaled_derivative(value.astype(wide_dtype(value.dtype)), jnp.asarray(scale))
@@ -111,52 +125,52 @@ def _with_scaled_derivative_jvp(primals: Any, tangents: Any) -> tuple[Array, Arr
 def dynamic_loss_scale(
     inner: optax.GradientTransformation,
     *,
-    init_scale: Any = 2.0**16,
-    growth_factor: Any = 2.0,
-    backoff_factor: Any = 0.5,
+    init_scale: Number = 2.0**16,
+    growth_factor: Number = 2.0,
+    backoff_factor: Number = 0.5,
     growth_interval: Count = 2000,
-    min_scale: Any = 1.0,
-    max_scale: Any = 2.0**24,
-    check: Literal["gradient", "step"] = "gradient",
-    incidents: Count | None = None,
+    min_scale: Number = 1.0,
+    max_scale: Number = 2.0**24,
+    check: Check = "gradient",
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Trains in float16: divides gradients by a loss scale that finds itself.
+    """Train in float16: divide gradients by a loss scale that is adapted during training.
 
-    The small numbers of a backward pass in float16, below 6e-8, become zero. `scale_loss`
-    multiplies its gradient by the loss scale; this divides it again, in float32, before `inner`
-    sees it. It is `skip_nonfinite` with a scale, and its verdict is the same:
+    Gradients below 6e-8 underflow to zero in a float16 backward pass. `scale_loss` multiplies the
+    gradient by the loss scale; this transformation divides it again, in float32, before `inner`
+    gets it. It is `skip_nonfinite` with a scale and skips the same steps:
 
     | step | effect |
     | --- | --- |
-    | finite | taken; `growth_interval` of them in a row double the scale |
-    | not finite: gradient, loss, weight, update or next state | skipped; the scale is halved |
-    | not finite at the smallest scale | skipped; `guard_failed` says so |
+    | finite | applied; `growth_interval` of them in a row double the scale |
+    | non-finite gradient, loss or weight | skipped; the scale is halved |
+    | non-finite update or next state | applied by default; the same with `check="step"` |
+    | non-finite at the smallest scale | skipped; `guard_failed` is 1 from then on |
+    | `scale_loss` is missing | applied, too small: `unscaled_grad_norm` is the norm / scale |
 
-    It goes outermost: clips and other guards are inside, where gradients are unscaled. A guard
-    around it is an error, because bad steps would never get here to lower the scale. Around an
-    accumulation the steps are micro-batches; inside they are windows, and the scale is the same
-    throughout a window.
+    It has to be outermost, so that clips and other guards get unscaled gradients. A guard around it
+    is an error, because skipped steps would not lower the scale. Around an accumulation its steps
+    are micro-batches; inside one they are windows, and the scale is constant in a window.
 
     Args:
-        inner: as for `skip_nonfinite`. It sees gradients in float32 or wider; the updates have
-            the dtypes it gives on plain gradients.
-        init_scale: the first scale, from `min_scale` to `max_scale`; a power of two rounds nothing.
+        inner: as for `skip_nonfinite`. It gets gradients in float32 or wider; the updates have
+            the dtypes that it returns for the incoming gradients.
+        init_scale: the first scale, from `min_scale` to `max_scale`; a power of two is exact.
         growth_factor: multiplies the scale after `growth_interval` good steps, a number > 1.
-        backoff_factor: multiplies it after a bad step, between 0 and 1.
+        backoff_factor: multiplies it after a skipped step, between 0 and 1.
         growth_interval: an integer >= 1.
-        min_scale: the smallest scale, a number > 0; if all three are alike the scale is fixed.
+        min_scale: the smallest scale, a number > 0; if all three are equal the scale is fixed.
         max_scale: the largest scale.
-        check: as for `skip_nonfinite`; "gradient" is about the unscaled one.
-        incidents: as for `skip_nonfinite`.
+        check: as for `skip_nonfinite`; "gradient" is the unscaled one.
         axis_name: as for `clip_by_global_norm`.
 
     Returns:
-        An Optax transformation whose state reports `loss_scale` in `metrics`.
+        An Optax transformation with a `LossScaleState`; `metrics` report `loss_scale` and
+        `unscaled_grad_norm`.
 
     Raises:
-        TypeError: as `skip_nonfinite`, or there is a loss scale inside already.
-        ValueError: a number is out of range, or `check` another word.
+        TypeError: as `skip_nonfinite`, or `inner` already contains a loss scale.
+        ValueError: a number is out of range, or `check` is unknown.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -182,35 +196,38 @@ def dynamic_loss_scale(
     check_number("backoff_factor", backoff_factor, hint, high=1.0, below_high=True)
     check_count("growth_interval", growth_interval, "Pass the number of good steps.")
 
-    def first(inner_state: Any) -> LossScaleState:
-        scale = jnp.array(init_scale, jnp.float32)  # a copy: the state may be donated
-        return LossScaleState(scale, zero(), zero(), zero(), zero(), inner_state)
+    axes = check_axis_name(axis_name)
 
-    def grads_of(updates: Tree, state: LossScaleState) -> Tree:
+    def make_state(inner_state: Any) -> LossScaleState:
+        scale = jnp.array(init_scale, jnp.float32)  # a copy: the state may be donated
+        return LossScaleState(scale, zero(), zero(), zero(), zero(), inner_state, zero(jnp.float32))
+
+    def unscale(updates: Tree, state: LossScaleState) -> Tree:
         return jax.tree.map(lambda x: _unscaled(x, state.loss_scale), updates)
 
-    def adapted(state: LossScaleState, refuses: Scalar) -> dict[str, Any]:
+    def adapt(state: LossScaleState, grads: Tree, skipped: Scalar) -> LossScaleState:
         given = (growth_factor, backoff_factor, min_scale, max_scale)
         growth, backoff, smallest, largest = (jnp.asarray(x, jnp.float32) for x in given)
-        good_steps = jnp.where(refuses, 0, increment_where(state.good_steps))
+        good_steps = jnp.where(skipped, 0, increment_where(state.good_steps))
         grows = good_steps >= growth_interval
-        factor = jnp.where(refuses, backoff, jnp.where(grows, growth, 1))
-        failed = refuses & (state.loss_scale <= smallest)
-        return {
-            "loss_scale": jnp.clip(state.loss_scale * factor, smallest, largest),
-            "good_steps": jnp.where(grows, 0, good_steps),
-            "guard_failed": state.guard_failed | failed.astype(jnp.int32),
-        }
+        factor = jnp.where(skipped, backoff, jnp.where(grows, growth, 1))
+        failed = skipped & (state.loss_scale <= smallest)
+        norm = norm_of_leaves(measured_leaves(grads), 2.0, axes).astype(jnp.float32)
+        return state._replace(
+            loss_scale=jnp.clip(state.loss_scale * factor, smallest, largest),
+            good_steps=jnp.where(grows, 0, good_steps),
+            guard_failed=state.guard_failed | failed.astype(jnp.int32),
+            unscaled_grad_norm=jnp.where(jnp.isfinite(norm), norm, state.unscaled_grad_norm),
+        )
 
-    options: dict[str, Any] = {"grads_of": grads_of, "adapted": adapted, "incidents": incidents}
-    return finite_guard(inner, first, check, axis_name, **options)
+    return finite_guard(inner, make_state, check, axes, unscale=unscale, adapt=adapt)
 
 
 def _unscaled(x: Any, scale: Scalar) -> Any:
-    """`x / scale` in at least float32; NaN for what is not finite in a narrower dtype.
+    """`x / scale` in at least float32; NaN for non-finite values of a narrower dtype.
 
-    A compiler leaves out a rounding to float16 whose result is widened again, in one place and not
-    in another: the verdict would then be about another number than the step is taken on.
+    XLA may omit a rounding to float16 whose result is widened again, in one place and not in
+    another. The check and the step would then see different values.
     """
     if is_float0(x):
         return x
@@ -221,7 +238,7 @@ def _unscaled(x: Any, scale: Scalar) -> Any:
 
 
 def _check_scales(first: Any, smallest: Any, largest: Any) -> None:
-    """Refuses scales out of range or out of order."""
+    """Raise if a scale is out of range, or the three are not in order."""
     scales = {"init_scale": first, "min_scale": smallest, "max_scale": largest}
     for argument, value in scales.items():
         hint = "Pass a power of two."

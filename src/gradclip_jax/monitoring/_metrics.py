@@ -1,6 +1,7 @@
 """Every scalar that the states of this package report, from any nested Optax state."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,9 +9,10 @@ import jax.numpy as jnp
 
 from .._checks import check_no_transformation
 from .._errors import public
-from .._states import METRICS, find_states, is_guard
+from .._states import GATES, METRICS, find_states, has_updated, is_guard, plain_arrays
 from .._types import Array
-from ..clipping._incident import IncidentLog
+from ._incident import IncidentLog
+from ._watch import NOT_MEASURED, WatchState
 
 
 @public
@@ -36,8 +38,9 @@ def metrics(state: Any) -> dict[str, Array]:
     | `gradient_noise_scale` | in micro-batches, or in the unit of the weights |
     | `nonfinite_norms` | steps of which `record_norms` saw a norm that is not finite |
     | `gradient_norm`, `update_norm`, `parameter_norm`, `update_ratio` | of `watch`, also by unit |
+    | | -1 where the last call measured nothing |
     | `largest_share`, `largest_share_index` | of a unit in the squared gradient norm, and which |
-    | `watch_step`, `has_updated` | calls of `watch`; whether the last took a step |
+    | `watch_step`, `has_updated` | calls of `watch`; whether the last changed the parameters |
     | `incident_count`, `incident_step`, `incident_kind` | how many, and the last: see `incidents` |
 
     A name that occurs once is its own key. If it occurs more often, each has the path in the state
@@ -75,9 +78,13 @@ def metrics(state: Any) -> dict[str, Array]:
         5.0
     """
     check_no_transformation(state)
-    guards = {path for path, node in find_states(state, tuple(METRICS)) if is_guard(node)}
+    states = find_states(state, tuple(METRICS))
+    guards = {path for path, node in states if is_guard(node)}
+    gates = [(path, node) for path, node in states if type(node) in GATES]
     by_name: dict[str, list[tuple[str, bool, Any]]] = {}
-    for path, node in find_states(state, tuple(METRICS)):
+    for path, node in states:
+        if isinstance(node, WatchState):
+            node = _if_measured(node, [gate for at, gate in gates if path[: len(at)] == at])
         # The place of what is no guard stays what it was when a guard is put around it.
         if not is_guard(node) and not isinstance(node, IncidentLog):
             path = tuple(key for i, key in enumerate(path) if path[:i] not in guards)
@@ -99,6 +106,18 @@ def metrics(state: Any) -> dict[str, Array]:
             for place, _, value in entries:
                 out |= _with_groups(f"{name}/{place or 'outermost'}", value)
     return dict(sorted(out.items()))
+
+
+def _if_measured(watched: WatchState, gates: Sequence[Any]) -> WatchState:
+    """The state of a `watch` inside gates, with norms of -1 if the last call did not reach it."""
+    for gate in gates:
+        stepped = has_updated(gate._replace(**{GATES[type(gate)]: ()}))
+        norms = {
+            kind: jnp.where(jnp.expand_dims(stepped, -1), x, NOT_MEASURED)
+            for kind, x in plain_arrays(watched.norms).items()
+        }
+        watched = watched._replace(norms=norms)
+    return watched
 
 
 def _of_all_guards(name: str, values: list[Array]) -> Array:

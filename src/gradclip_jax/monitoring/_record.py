@@ -18,12 +18,12 @@ from .._checks import (
     shortened,
 )
 from .._errors import public, type_error, value_error
+from .._leaves import measured_leaves
 from .._states import find_states, increment_where, plain_arrays, register_metrics
 from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Count, Order, Scalar, Tree
-from ..clipping._granularity import leaf_units, tree_units
-from ..clipping._names import leaf_names
-from ..clipping._norm import measured_leaves, unit_norms
+from ..clipping._norm import leaf_units, tree_units, unit_norms
+from ._unit_names import leaf_names
 
 
 @register_metrics("nonfinite_norms")
@@ -100,7 +100,7 @@ def record_norms(
         check_bound(axes)
         check_state(state, NormRecordState)
         leaves = measured_leaves(updates)
-        norms = unit_norms(leaves, units_of(leaves), order, axes).astype(jnp.float32)
+        norms = jnp.asarray(unit_norms(leaves, units_of(leaves), order, axes), jnp.float32)
         return updates, NormRecordState(
             norms=state.norms.at[state.position].set(norms if per_leaf else norms[0]),
             step_count=jnp.minimum(state.step_count + 1, window),

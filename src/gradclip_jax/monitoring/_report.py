@@ -10,41 +10,44 @@ import numpy as np
 
 from .._checks import check_count, dtype_of, is_float0, refuse_traced
 from .._errors import public, type_error, value_error
+from .._leaves import measured_leaves
 from .._states import find_states, plain_arrays
-from ..clipping._incident import Incident, IncidentLog, names_in, read_log
-from ..clipping._norm import global_norm, measured_leaves
-from ._watch import WatchState
+from ..clipping._norm import global_norm
+from ._incident import Incident, IncidentLog, names_in, read_log
 
 
 @public
 def incidents(state: Any) -> list[Incident]:
-    """Returns the last incidents that `watch`, a guard or a clip kept, the oldest first.
+    """Return the last incidents that `watch` kept, the oldest first.
 
-    Each is a record, and printed a sentence: "step 1203: skipped, gradient norm 3.1e5 above 4.2;
-    97 % of it in decoder/layers_7/mlp/wi; loss 3.2, usual". It waits for the values.
+    Each is a record, and prints as a sentence: "step 1203: skipped, gradient norm 3.1e5 above 4.2;
+    97 % of it in decoder/layers_7/mlp/wi; loss 3.2". It waits for the values. Of a streak of equal
+    incidents the first and the last are kept; `streak` says how many there were.
 
-    | kind | flag in the metric `incident_kind` | what it says |
+    | kind | flag in the metric `incident_kind` | meaning |
     | --- | --- | --- |
     | "nan", "infinity" | 1, 2 | the gradient norm is not finite |
-    | "norm", "loss" | 4, 8 | a spike; a loss also where it is not finite |
-    | "update" | 16 | nothing of these, but the step: its update or next state is not finite, its |
-    | | | update is a spike, a square of the gradient overflows, or its weight is not finite |
-    | "skipped", "held", "clipped" | 32, 64, 128 | what became of the step |
-    | "leaf" | 256 | a leaf, or what else the unit is, has risen far beside the others; `watch` |
-
-    `watch` keeps incidents of all that is inside it. Without one, guards and clips built with
-    `incidents=16` keep their own: what they refused, and what they clipped.
+    | "norm", "loss" | 4, 8 | an outlier; a loss also where it is not finite |
+    | "update" | 16 | an outlier or a non-finite update, whose cause is none of the others; or a |
+    | | | guard skipped the step for its update, its next state or its weight |
+    | "skipped", "held" | 32, 64 | what became of the step: a guard inside skipped it, or an |
+    | | | accumulation inside holds its micro-batch |
+    | "clipped" | 128 | a clip inside was active |
+    | "leaf" | 256 | the gradient of a unit has risen far, in proportion to the other units |
+    | "parameter" | 512 | the parameters of a unit have jumped, or are not finite |
+    | "zero" | 1024 | the gradient, or that of a unit, has become zero, beyond coincidence |
+    | "drift" | 2048 | the gradient of a unit has slowly risen to 4 times its long-term norm |
+    | "replica" | 4096 | the parameters on a device differ from those on the others |
+    | "unchanged" | 8192 | the update was zero, and nothing of this package says why |
 
     Args:
-        state: the state of an optimizer, or any state that contains it. The first `watch` in it is
-            read, or else all guards and clips that keep incidents, in the order of their steps.
+        state: the state of an optimizer, or any state that contains it. The first `watch` is read.
 
     Returns:
-        At most as many as are kept. The step of a clip inside a guard counts the steps that the
-        guard lets through.
+        At most `max_incidents` records.
 
     Raises:
-        TypeError: nothing in the state keeps incidents, or it is traced.
+        TypeError: the state contains no `watch`, or it is traced.
         ValueError: the state was vmapped.
 
     Examples:
@@ -56,30 +59,26 @@ def incidents(state: Any) -> list[Incident]:
         >>> print(gcx.incidents(state)[-1])
         step 0: skipped, gradient norm 50 above 4; 100 % of it in wi
     """
-    records: list[Incident] = []
-    for log in plain_arrays(_logs(state)):
-        refuse_traced("state", log.rows)
-        if np.ndim(log.rows) > 2:
-            rule, hint = "of one run", "Of seed i pass `jax.tree.map(lambda x: x[i], state)`."
-            got = f"one that was vmapped over {len(log.rows)}"
-            raise value_error("state", rule, got, hint)
-        records += read_log(log)
-    return sorted(records, key=lambda record: record.step)
+    log = plain_arrays(_log_of(state))
+    refuse_traced("state", log.rows)
+    if np.ndim(log.rows) > 2:
+        rule, hint = "of one run", "Of seed i pass `jax.tree.map(lambda x: x[i], state)`."
+        raise value_error("state", rule, f"one that was vmapped over {len(log.rows)}", hint)
+    return read_log(log)
 
 
 @public
 def unit_names(state: Any) -> list[str]:
-    """Names the units that `watch` measures, in the order of `largest_share_index`.
+    """Return the names of the units of `watch`, in the order of `largest_share_index`.
 
     Args:
-        state: the state of `watch`, or any state that contains it, or one of a guard or a clip that
-            keeps incidents. Of several the first is read.
+        state: the state of `watch`, or any state that contains it. Of several the first is read.
 
     Returns:
         The names, such as `decoder/layers_3/mlp/wi`; none for `granularity="global"`.
 
     Raises:
-        TypeError: nothing in the state keeps incidents.
+        TypeError: the state contains no `watch`.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -88,72 +87,76 @@ def unit_names(state: Any) -> list[str]:
         >>> gcx.diagnostics.unit_names(tx.init(params))
         ['h_0/wi', 'h_1/wi', 'h_0/wo', 'h_1/wo', 'out']
     """
-    return names_in(_logs(state)[0])
+    return names_in(_log_of(state))
 
 
-def _logs(state: Any) -> list[IncidentLog]:
-    """That of the first watch, or else those of all guards and clips."""
-    watches = find_states(state, WatchState)
-    logs = [watches[0][1].incidents] if watches else [x for _, x in find_states(state, IncidentLog)]
+def _log_of(state: Any) -> IncidentLog:
+    """The log of the first `watch` in a state."""
+    logs = find_states(state, IncidentLog)
     if not logs:
         rule, hint = "a state that keeps incidents", "Put `gcx.watch` around the optimizer."
         raise type_error("state", rule, type(state).__name__, hint)
-    return logs
+    return logs[0][1]
 
 
 @public
-def nonfinite_leaves(tree: Any) -> dict[str, int]:
-    """Counts the NaN and infinite elements of each leaf that has any.
+def nonfinite_leaves(tree: Any, *, include_finite: bool = False) -> dict[str, int]:
+    """Count the NaN and infinite elements of each leaf.
 
-    Call it outside jit when `guard_failed` becomes True, on gradients, parameters or a whole
-    optimizer state. It waits for the values.
+    Call it outside jit when `guard_failed` becomes 1, on gradients, parameters, activations or a
+    whole optimizer state. It waits for the values.
 
     Args:
         tree: any pytree of arrays; integer leaves are finite.
+        include_finite: whether to list finite leaves as well, with a count of 0, all in the order
+            of the tree. The layer where NaN begins is then between two rows.
 
     Returns:
-        Path to number of bad elements, the largest number first; empty if all are finite.
+        Path to number of non-finite elements, the largest number first; empty if all are finite.
 
     Raises:
         TypeError: called inside jit.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
-        >>> gcx.diagnostics.nonfinite_leaves(
-        ...     {"w": jnp.array([1.0, jnp.nan, jnp.inf]), "b": jnp.zeros(3)}
-        ... )
-        {"['w']": 2}
+        >>> tree = {"a": jnp.zeros(3), "b": jnp.array([1.0, jnp.nan, jnp.inf])}
+        >>> gcx.diagnostics.nonfinite_leaves(tree)
+        {"['b']": 2}
+        >>> gcx.diagnostics.nonfinite_leaves(tree, include_finite=True)
+        {"['a']": 0, "['b']": 2}
     """
     counts: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         refuse_traced("tree", leaf)
         if not is_float0(leaf) and jnp.issubdtype(dtype_of(leaf), jnp.inexact):
-            bad = int(jnp.sum(~jnp.isfinite(leaf)))
-            if bad:
-                counts[jax.tree_util.keystr(path)] = bad
-    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+            counts[jax.tree_util.keystr(path)] = int(jnp.sum(~jnp.isfinite(leaf)))
+    if include_finite:
+        return counts
+    bad = {path: count for path, count in counts.items() if count}
+    return dict(sorted(bad.items(), key=lambda item: -item[1]))
 
 
 @public
 def worst_examples(
     fun: Callable[[Any, Any], Any], params: Any, batch: Any, k: int = 3
 ) -> dict[str, dict[Any, float]]:
-    """Finds the examples of a batch with the largest gradient norms and losses, and their tokens.
+    """Find the examples of a batch with the largest gradient norms and losses, and their tokens.
 
-    For the batch of an incident: it takes one example after the other, in the memory of one
-    gradient. What is not finite counts as largest.
+    Use it on the batch of an incident. Examples are measured one after the other, in the memory of
+    one gradient. Non-finite values count as the largest.
 
     | key | index to value |
     | --- | --- |
     | `grad_norm`, `loss` | of each example |
     | `input` | the root mean square of the numbers of an example, if it holds any floating ones |
-    | `deviation` | the largest of the three: the distance of the logarithm from the median of the |
-    | | batch, in 1.4826 median distances, which is robust; what is too small deviates too |
+    | `deviation` | how far the loss is above the median of the batch, in robust standard |
+    | | deviations of the logarithm; or how far the gradient norm is above, or the input is from, |
+    | | their medians, where that is more than 6 |
     | `token_grad_norm`, `token_loss` | of each `(example, token)` of the k examples that deviate |
     | | most, if `fun` returns the loss of each token |
 
-    A row of the batch that is far out of range hides in a network that normalizes or saturates: its
-    gradient is ordinary, and `input` shows it.
+    In a network that normalizes or saturates, a row far out of range has an ordinary gradient, and
+    only `input` shows it.
 
     Args:
         fun: `(params, example) -> loss` of one example: a scalar, or float[tokens], of which the
@@ -186,7 +189,7 @@ def worst_examples(
 
     rows = range(len(jax.tree.leaves(batch)[0]))
     columns = jax.device_get(_measure(fun, params, batch, (np.array(rows),)))
-    columns["deviation"] = np.max([_deviations(x) for x in columns.values()], 0)
+    columns["deviation"] = _ranking(columns)
     worst = {key: largest(x, rows) for key, x in columns.items()}
     losses = jax.eval_shape(fun, params, jax.tree.map(lambda x: x[0], batch))
     if losses.ndim:
@@ -215,10 +218,27 @@ def _measure(fun: Any, params: Any, batch: Any, places: Any) -> dict[str, Any]:
     return jax.lax.map(one, places)
 
 
+def _ranking(columns: dict[str, Any]) -> Any:
+    """One number for each example, large for suspicious ones.
+
+    A wrong label shows in the loss first. Gradient norm and input count where they are outliers.
+    """
+    of_loss = _deviations(columns["loss"])
+    others = [_deviations(columns["grad_norm"])]
+    if "input" in columns:
+        others.append(np.abs(_deviations(columns["input"])))
+    return np.max([of_loss, *(np.where(x > 6, x, -np.inf) for x in others)], 0)
+
+
 def _deviations(values: Any) -> Any:
-    """How far positive values are from their median, in logarithms and robust deviations."""
-    logs = np.log(np.maximum(np.abs(values.astype(np.float64)), 1e-30))
-    finite = logs[np.isfinite(logs)]
-    center = np.median(finite) if finite.size else 0.0
-    spread = np.median(np.abs(finite - center)) if finite.size else 0.0
-    return np.where(np.isfinite(logs), np.abs(logs - center), np.inf) / max(1.4826 * spread, 0.01)
+    """Robust deviations from the median: of logarithms if all values are positive."""
+    finite = np.isfinite(values)
+    is_positive = bool(np.all(values[finite] >= 0))
+    numbers = values.astype(np.float64)
+    numbers = np.log(np.maximum(numbers, 1e-30)) if is_positive else numbers
+    if not finite.any():
+        return np.full(len(values), np.inf)
+    center = np.median(numbers[finite])
+    spread = 1.4826 * np.median(np.abs(numbers[finite] - center))
+    spread = max(spread, 0.01 if is_positive else 0.01 * abs(center), 1e-12)
+    return np.where(finite, (np.where(finite, numbers, 0) - center) / spread, np.inf)

@@ -1,5 +1,6 @@
 """Norms of gradient, update and parameters, unit by unit, and the incidents of a run."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -8,24 +9,46 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import check_bound, check_choice, check_number, check_state, check_static, is_traced
-from .._errors import public
+from .._checks import (
+    check_axis_name,
+    check_bound,
+    check_choice,
+    check_count,
+    check_length,
+    check_number,
+    check_state,
+    check_static,
+    is_traced,
+    shortened,
+)
+from .._errors import public, type_error, value_error
+from .._leaves import leaves_beside, measured_leaves, measured_shapes
 from .._run_if import like_dtypes
-from .._states import has_updated, increment_where, plain_arrays, register_metrics
+from .._states import (
+    METRICS,
+    find_states,
+    has_updated,
+    increment_where,
+    plain_arrays,
+    register_metrics,
+)
 from .._tree_checks import check_inexact
-from .._types import UNBOUNDED, Array, AxisName, Count, Number, Tree
-from ..clipping._clip import leaves_beside
-from ..clipping._evidence import evidence, measure_step, measure_units
+from .._types import Array, AxisName, Count, Number, Scalar, Tree
 from ..clipping._granularity import Granularity, as_granularity
-from ..clipping._incident import OF_GUARDS, IncidentLog, log_maker, names_in, note
-from ..clipping._norm import measured_leaves
 from ..clipping._threshold import check_params
 from ..guarding._guard import check_guard
 from ..guarding._signal import loss_of
-from ._metrics import metrics
-from ._spikes import compare
+from ._evidence import differing_device, evidence, measure_step, measure_units
+from ._incident import IncidentLog, init_log, names_in, note
+from ._levels import KINDS, Levels, compare, init_levels
 
-_KINDS = ("gradient", "update", "parameter")
+_OF_GUARDS = {"norm_threshold": "skip_threshold"} | {
+    key: key for key in ("loss_threshold", "update_norm", "update_threshold")
+}
+"""Fields of an incident that a guard may know, and its names for them."""
+
+NOT_MEASURED = -1.0
+"""The norm of what was not measured: a NaN would stop a run under `jax_debug_nans`."""
 
 
 @register_metrics(
@@ -33,24 +56,23 @@ _KINDS = ("gradient", "update", "parameter")
     *("gradient_norm", "update_norm", "parameter_norm", "update_ratio"),
 )
 class WatchState(NamedTuple):
-    """What `watch` measured at the last call, and the last incidents.
+    """The measurements of the last call of `watch`, and the last incidents.
 
     Attributes:
         norms: for each of "gradient", "update" and "parameter" that is watched float32[1 + units]:
-            the norm of all, then of each unit; NaN at a step that was not measured. The "ratio" of
-            the last two if both are watched.
-        levels: float32[3, 3 + units], what norms and losses are compared with.
+            the norm of all, then of each unit; -1 if the last call did not measure.
+        levels: the `Levels` that norms and losses are compared with.
         incidents: the `IncidentLog`; its `step_count` is the metric `watch_step`.
         inner_state: the state of the inner transformation.
     """
 
     norms: dict[str, Array]
-    levels: Array
+    levels: Levels
     incidents: IncidentLog
     inner_state: Any
 
     watch_step = property(lambda state: state.incidents.step_count)
-    has_updated = property(lambda state: has_updated(state.inner_state).astype(jnp.int32))
+    has_updated = property(lambda state: _has_updated(state).astype(jnp.int32))
     largest_share = property(lambda state: jnp.max(_shares(state), -1))
     largest_share_index = property(lambda state: jnp.argmax(_shares(state), -1).astype(jnp.int32))
     gradient_norm = property(lambda state: _by_name(state, "gradient"))
@@ -59,17 +81,33 @@ class WatchState(NamedTuple):
     update_ratio = property(lambda state: _by_name(state, "ratio"))
 
 
+def _has_updated(state: WatchState) -> Array:
+    """Whether the inner optimizer ran, and if updates are watched whether the update is not zero.
+
+    Wrappers that are not of this package return an update of zero where they skip a step.
+    """
+    ran = has_updated(state.inner_state)
+    if "update" not in state.norms:
+        return ran
+    return ran & (plain_arrays(state.norms["update"])[..., 0] != 0)
+
+
 def _shares(state: WatchState) -> Array:
     """The share of each unit in the squared norm of the gradient."""
     total, of_units = jnp.split(plain_arrays(state.norms["gradient"]), [1], -1)
-    return jnp.square(of_units / jnp.where(total > 0, total, 1))
+    return jnp.where(total < 0, NOT_MEASURED, jnp.square(of_units / jnp.where(total > 0, total, 1)))
 
 
 def _by_name(state: WatchState, kind: str) -> dict[str | None, Any] | None:
     """The norms, or their ratios, of all and of each unit; None where they are not watched."""
-    if kind not in state.norms:
+    norms = plain_arrays(state.norms)
+    if kind == "ratio" and {"update", "parameter"} <= norms.keys():
+        update, parameter = norms["update"], norms["parameter"]
+        ratio = jnp.where(parameter > 0, update / jnp.where(parameter > 0, parameter, 1), 0)
+        norms = norms | {"ratio": jnp.where(parameter < 0, NOT_MEASURED, ratio)}
+    if kind not in norms:
         return None
-    values = plain_arrays(state.norms[kind])
+    values = norms[kind]
     values = values if is_traced(values) else np.asarray(values)  # one transfer for all units
     return {name or None: values[..., i] for i, name in enumerate(("", *names_in(state.incidents)))}
 
@@ -78,55 +116,66 @@ def _by_name(state: WatchState, kind: str) -> dict[str | None, Any] | None:
 def watch(
     inner: optax.GradientTransformation,
     *,
-    of: Sequence[str] = ("gradient", "update", "parameter"),
+    of: Sequence[str] = KINDS,
     granularity: Literal["global", "leaf"] | Granularity = "leaf",
     spike_threshold: Number = 6.0,
     max_incidents: Count = 16,
     axis_name: AxisName = None,
+    replica_axis: AxisName = None,
+    check_every: Count = 100,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Measures gradient, update and parameters, unit by unit, and keeps the last incidents.
+    r"""Measure gradient, update and parameters unit by unit, and keep the last incidents.
 
-    The update of `inner` passes unchanged. `metrics(state)` has `gradient_norm`, `update_norm`,
-    `parameter_norm` and `update_ratio`, each of the whole tree and of each unit, such as
-    `update_norm/decoder/layers_3/mlp/wi`. `incidents(state)` says what happened.
+    The update of `inner` is returned unchanged. `metrics(state)` has `gradient_norm`,
+    `update_norm`, `parameter_norm` and `update_ratio`, each of the whole tree and of each unit,
+    such as `update_norm/decoder/layers_3/mlp/wi`. `incidents(state)` lists what happened.
 
-    Put it around everything, clips and guards too: then it sees the gradient as it came in and
-    whether the step was taken. Put it inside an accumulation whose held steps are to cost nothing.
+    Put it around everything, clips and guards too: then it measures the gradient before clipping
+    and reports whether the step was applied. Put it inside an accumulation to measure once per
+    window.
 
-    An incident is a gradient, update or loss that is not finite, a gradient norm or a loss far
-    above its usual level, a unit that has risen far beside the others, or a step that a guard
-    inside skipped. The loss is the extra argument `value` or `loss` of `update`.
+    An incident is a non-finite gradient, update, parameter or loss; a norm or a loss far above its
+    usual level; a unit whose norm has risen far, in proportion to the other units; a gradient that
+    has become zero; a device whose parameters differ; or a step that a guard inside skipped. The
+    loss is the extra argument `value` or `loss` of `update`. There are no thresholds in the first
+    16 steps, and wide ones until step 64.
 
     | call | what is reported |
     | --- | --- |
     | a step | its norms, `has_updated` 1 |
-    | held or skipped by what is inside | its gradient, an update of 0, `has_updated` 0 |
-    | held or skipped by what is around it | nothing new: `watch_step` stays |
-    | with the extra argument `measure=False`, static | NaN for all norms, and no incident |
-    | NaN or infinity in a unit | its norm so; `largest_share_index` is such a unit |
+    | held or skipped by a transformation inside | its gradient, an update of 0, `has_updated` 0 |
+    | skipped inside by a wrapper of another library | the same, if the update is measured |
+    | held or skipped by a transformation around it | norms of -1, for nothing was measured |
+    | with the extra argument `measure=False`, static | norms of -1, and no incident |
+    | NaN or infinity in a unit | its norm is; `largest_share_index` is such a unit |
     | parameters that are all zero | `update_ratio` 0 |
     | an update that is rounded away | its norm is of what is added: `(params + update) - params` |
 
     Args:
         inner: any Optax transformation.
         of: what is measured: "update", "parameter", and the gradient, which always is.
-        granularity: of what norms are taken, as for `clip_by_norm`. A stacked layer is named by
+        granularity: which elements share a norm, as for `clip_by_norm`. A stacked layer is named by
             its index. "global" names no unit. Inside `shard_map` no unit of a leaf may be spread
             over devices along an axis that indexes units.
-        spike_threshold: in standard deviations of the logarithm above its moving average of
-            about 128 steps, > 0; of a loss both of its logarithm, if it has one, and of itself. A
-            unit is compared in proportion to the others, by half as many again. inf for none.
+        spike_threshold: in standard deviations of the logarithm above its moving average over about
+            128 steps, > 0; of a loss both of its logarithm, if it has one, and of the loss itself.
+            A unit is compared in proportion to the others, by a quarter more. inf for none. A norm
+            less than twice its usual one is no incident.
         max_incidents: how many are kept, 1 to 2^20, static.
         axis_name: mapped axes over which every leaf is a shard, where types cannot tell (inside
             `pmap`, or `shard_map` with `check_vma=False`).
+        replica_axis: mapped axes along which all devices should hold the same parameters, such as
+            the data axis inside `shard_map` or `pmap`. None for no check. Needs "parameter".
+        check_every: the number of steps between two such checks, >= 1: one all-reduce of a norm for
+            each unit and device.
 
     Returns:
         An Optax transformation with a `WatchState`. It passes extra arguments on.
 
     Raises:
         ValueError: `of` names something else; a number is out of range; `params` is missing where
-            parameters are watched.
-        TypeError: `inner` is no transformation; when traced, a leaf is not inexact.
+            parameters are watched; the state is that of another tree.
+        TypeError: `inner` is not a transformation; when traced, a leaf is not inexact.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -140,71 +189,121 @@ def watch(
         0.04
         0.0
         >>> print(*gcx.incidents(state), sep="\n")
-        step 1: skipped, gradient norm NaN; 1 bad element in wo; loss 3.2
+        step 1: skipped, gradient norm NaN; 1 non-finite element in wo; loss 3.2
     """
     axes = check_guard(inner, axis_name)
     inner = optax.with_extra_args_support(inner)
-    for kind in of:
-        check_choice("of", kind, _KINDS)
-    cut, make_log = as_granularity(granularity), log_maker(max_incidents)
+    kinds = _checked_kinds(of)
+    cut = as_granularity(granularity)
+    check_length("max_incidents", max_incidents)
     check_number("spike_threshold", spike_threshold, "OLMo-core uses 6; pass inf for none.")
-
-    kinds = ("gradient", *of, *(["ratio"] if {"update", "parameter"} <= {*of} else []))
+    replicas = check_axis_name(replica_axis)
+    check_count("check_every", check_every, "Pass the number of steps between two checks.")
 
     def init(params: Tree) -> WatchState:
-        inner_state, log = inner.init(params), make_log(params, cut.cut(params))
-        size = 1 + max(len(names_in(log)), 1)  # all leaves together are one unit without a name
-        norms = {kind: jnp.zeros(size, jnp.float32) for kind in kinds}
-        # Not weakly typed, as what comes out of a step is not: one trace for all steps.
+        units = cut.cut(measured_shapes(params), params)
+        inner_state, log = inner.init(params), init_log(int(max_incidents), params, units)
+        num_units = max(len(names_in(log)), 1)  # all leaves together are one unit without a name
+        norms = {kind: jnp.full(1 + num_units, NOT_MEASURED, jnp.float32) for kind in kinds}
+        # Not weakly typed, as the state after a step is not: one trace for all steps.
         inner_state = like_dtypes(inner_state, inner_state)
-        return WatchState(norms, jnp.zeros((3, size + 2), jnp.float32), log, inner_state)
+        return WatchState(norms, init_levels(len(kinds), num_units), log, inner_state)
 
     def update(updates: Tree, state: Any, params: Tree | None = None, **extra_args: Any) -> Any:
         measure = extra_args.pop("measure", True)
         check_inexact("updates", updates)
         check_bound(axes)
+        check_bound(replicas)
         check_state(state, WatchState)
         check_static("measure", measure)
-        if params is not None or "parameter" in of:
+        if params is not None or "parameter" in kinds:
             check_params(updates, params)
         before, log = state.inner_state, state.incidents
         output, after = inner.update(updates, before, params, **extra_args)
         if not measure:
-            norms = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state.norms)
+            norms = jax.tree.map(lambda x: jnp.full_like(x, NOT_MEASURED), state.norms)
             log = log._replace(step_count=increment_where(log.step_count))
             return output, WatchState(norms, state.levels, log, after)
-        units, loss = cut.cut(updates), loss_of(extra_args, axes)
-        gradient, bad = measure_units(measured_leaves(updates), units, axes)
+        leaves, loss = measured_leaves(updates), loss_of(extra_args, axes)
+        units = cut.cut(leaves, updates)
+        gradient, bad = measure_units(leaves, units, axes)
         norms = {"gradient": gradient}
-        if {"update", "parameter"} & {*of}:
+        if len(kinds) > 1:
             # Without parameters the update takes their place: (u + u) - u is u.
             trees = output, output if params is None else params
             added, before_it = (leaves_beside(updates, tree) for tree in trees)
-            update, parameter = measure_step(added, before_it, units, axes)
-            ratio = jnp.where(parameter > 0, update / jnp.where(parameter > 0, parameter, 1), 0)
-            norms |= dict(update=update, parameter=parameter, ratio=ratio)
+            norms["update"], norms["parameter"] = measure_step(added, before_it, units, axes)
         norms = {kind: norms[kind] for kind in kinds}
-        thresholds, rises, levels = compare(state.levels, gradient, loss, spike_threshold)
-        fields = evidence(gradient, bad, rises) | thresholds
-        fields |= {"loss": loss, "update_threshold": UNBOUNDED}
-        fields["update_norm"] = norms["update"][0] if "update" in of else None
-        return output, WatchState(norms, levels, _noted(log, fields, before, after), after)
+        _check_shapes(state.norms, norms)
+        guards, stepped, fates = _fates(before, after, norms)
+        found, levels = compare(
+            state.levels, norms, loss, spike_threshold, is_step=stepped, step=log.step_count
+        )
+        fields, flags = evidence(norms, bad, found)
+        fields["loss"] = loss
+        for key, skips, value in guards:
+            if key in fields:
+                # A guard that skipped has the thresholds, and the update before it became zero.
+                fields[key] = jnp.where(skips, value, fields[key])
+        if replicas and "parameter" in kinds:
+            is_due = log.step_count % check_every == 0
+            flags["replica"], fields["device"] = differing_device(
+                norms["parameter"], replicas, is_due
+            )
+        return output, WatchState(norms, levels, note(log, fields, flags, **fates), after)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _noted(log: IncidentLog, fields: dict[str, Any], before: Any, after: Any) -> IncidentLog:
-    """The incidents after a step, with what the clips and guards inside say of it."""
-    past, present = metrics(before), metrics(after)
+def _checked_kinds(of: Any) -> tuple[str, ...]:
+    """The kinds of norms that are watched, in order; the gradient always is."""
+    if isinstance(of, str) or not isinstance(of, Sequence):
+        hint = 'Pass for example ("gradient", "update").'
+        raise type_error("of", f"a sequence of {', '.join(map(repr, KINDS))}", shortened(of), hint)
+    for kind in of:
+        check_choice("of", kind, KINDS)
+    return tuple(kind for kind in KINDS if kind in ("gradient", *of))
 
-    def skips(report: dict[str, Array]) -> Any:
-        return sum(count for key, count in report.items() if key.startswith("skipped_"))
 
-    skipped = jnp.asarray(skips(present) > skips(past))
-    # A guard that skipped had thresholds of its own, and may have measured the update, now zero.
-    for key, name in OF_GUARDS.items():
-        if key in fields and name in present:
-            fields[key] = jnp.where(skipped, present[name], fields[key])
-    stepped, factor = has_updated(after), present.get("clip_factor", 1)
-    clipped, held = stepped & (factor < 1), ~skipped & ~stepped
-    return note(log, fields, skipped=skipped, held=held, clipped=clipped)
+def _check_shapes(norms: dict[str, Any], measured: dict[str, Array]) -> None:
+    """Raise if the state is that of another tree, granularity or `of`."""
+    given, expected = (
+        ", ".join(f"{kind}[{np.shape(x)[-1]}]" for kind, x in sorted(tree.items()))
+        for tree in (norms, measured)
+    )
+    if given != expected:
+        hint = "Call `init(params)` of this `watch`, or convert with `convert_state`."
+        raise value_error("state", f"one with the norms {expected}", given, hint)
+
+
+def _fates(
+    before: Any, after: Any, norms: dict[str, Array]
+) -> tuple[list[Any], Scalar, dict[str, Scalar]]:
+    """Thresholds of guards inside; whether the parameters changed; what became of the step.
+
+    The first are triples: the field of an incident, whether the guard skipped, and its value.
+    """
+    guards: list[Any] = []
+    skipped, factor = jnp.array(False), jnp.float32(1)
+    states = [find_states(x, tuple(METRICS)) for x in (before, after)]
+    for (_, old), (_, new) in zip(*states, strict=True):
+        names = METRICS[type(new)]
+        for x in jax.tree.leaves(new.clip_factor) if "clip_factor" in names else ():
+            factor = jnp.minimum(factor, x)
+        counts = [getattr(x, n) for n in names if n.startswith("skipped_") for x in (old, new)]
+        pairs = zip(counts[::2], counts[1::2], strict=True)
+        skips = [now > past for past, now in pairs if now is not None]
+        if not skips:
+            continue
+        skipped_here = functools.reduce(jnp.logical_or, skips)
+        skipped |= skipped_here
+        for field, name in _OF_GUARDS.items():
+            if getattr(new, name, None) is not None:
+                guards.append((field, skipped_here, getattr(new, name)))
+    stepped = has_updated(after)
+    fates = {"skipped": skipped, "held": ~skipped & ~stepped}
+    if "update" in norms:
+        is_zero = norms["update"][0] == 0
+        fates["unchanged"] = stepped & is_zero & (norms["gradient"][0] != 0)
+        stepped &= ~is_zero
+    return guards, stepped, fates | {"clipped": stepped & (factor < 1)}

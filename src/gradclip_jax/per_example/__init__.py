@@ -12,8 +12,8 @@
 """
 
 from ._clip import Stats, value_and_grad
-from ._noise import noise_scale, noisy_mean, sensitivity
 from ._norms import LeafCost, explain, leaf_norms, norms
+from ._private import noise_scale, noisy_mean, sensitivity
 
 __all__ = [
     "LeafCost",

@@ -10,13 +10,13 @@ import numpy as np
 
 from .._checks import check_axis_name, check_choice, check_count, check_number
 from .._errors import public, type_error, value_error
+from .._leaves import measured_leaves
 from .._mesh import shard_axes, sum_over, varying_axes
 from .._types import Array, AxisName, Labels, Number, Tree
 from ..accumulation._split import check_real
 from ..clipping._formula import scale_factor, zero_factor
-from ..clipping._norm import measured_leaves
 from ._losses import Examples, Loss, Outputs, groups_of, part_of, sum_parts
-from ._sum import Groups, Norms, sums_and_norms
+from ._sum import GroupNorms, LeafGroups, sums_and_norms
 
 REACTIONS: Final = {"scale": scale_factor, "zero": zero_factor}
 
@@ -170,7 +170,7 @@ class _Clip(NamedTuple):
         """Returns the threshold of each group; without labels of one, None."""
         return {None: self.max_norm} if self.param_labels is None else self.max_norm
 
-    def groups(self, params: Tree) -> Groups:
+    def groups(self, params: Tree) -> LeafGroups:
         """Sorts the leaves; refuses a group without a threshold, which nothing would bound."""
         groups = groups_of(params, self.param_labels)
         for label in groups.keys() - self.thresholds().keys():
@@ -179,12 +179,12 @@ class _Clip(NamedTuple):
             raise value_error("max_norm", rule, got, hint)
         return groups
 
-    def is_finite(self, outputs: Outputs, norms: Norms) -> Array:
+    def is_finite(self, outputs: Outputs, norms: GroupNorms) -> Array:
         """Says which examples neither spoil the sum nor are left out of it."""
         checked = [*norms.values(), *([outputs.value] if self.nonfinite == "zero" else [])]
         return functools.reduce(jnp.logical_and, map(jnp.isfinite, checked))
 
-    def factors(self, outputs: Outputs, norms: Norms) -> Norms:
+    def factors(self, outputs: Outputs, norms: GroupNorms) -> GroupNorms:
         """Computes what each example's gradient is multiplied by, its weight left out."""
         is_finite = self.is_finite(outputs, norms)
         otherwise = 0 if self.nonfinite == "zero" else jnp.nan
@@ -223,7 +223,9 @@ def _run(
     return (value, stats), tree
 
 
-def _sums(clip: _Clip, examples: Examples, groups: Groups, batch: Tree) -> tuple[list[Any], Stats]:
+def _sums(
+    clip: _Clip, examples: Examples, groups: LeafGroups, batch: Tree
+) -> tuple[list[Any], Stats]:
     """Sums gradients, values, weights of values and all weights; what is known of each example."""
     outputs = examples.outputs(batch)
     params = measured_leaves(examples.params)

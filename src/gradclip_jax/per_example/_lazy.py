@@ -193,7 +193,9 @@ class Lazy:
             smallest = min((f for f in term.factors if f.hot is None), key=lambda f: f.array.size)
             # The number may be complex, the factor of a complex product real.
             dtypes = smallest.array.dtype, scalar.dtype
-            dtype = dtypes[0] if dtypes[0] == dtypes[1] else wide_dtype(*dtypes)
+            # float16 overflows: the product of all factors may fit where this factor does not.
+            is_kept = dtypes[0] == dtypes[1] and jnp.finfo(dtypes[0]).maxexp >= 128
+            dtype = dtypes[0] if is_kept else wide_dtype(*dtypes)
             array = smallest.array.astype(dtype) * scalar.astype(dtype)
             return term.map(lambda f: replace(f, array=array) if f is smallest else f)
 

@@ -11,6 +11,7 @@ from jax import lax
 
 from .._checks import check_callable, describe, leaf_path
 from .._errors import type_error, value_error
+from .._leaves import is_measured, measured_leaves
 from .._mesh import vary, varying_axes, zeros_of_type
 from .._run_if import trace
 from .._tree_checks import broadcast_prefix
@@ -24,8 +25,6 @@ from ..accumulation._split import (
     positions,
     run_if_real,
 )
-from ..clipping._granularity import is_measured
-from ..clipping._norm import measured_leaves
 from ._evaluate import evaluate
 from ._lazy import Lazy
 
@@ -121,12 +120,27 @@ class Examples(NamedTuple):
             args[i] = x
         loss = self.loss
         call = in_one_form(loss.fun, loss.has_weight, loss.has_aux)
-        value, (weight, aux) = call(*args, **self.kwargs)
+        try:
+            value, (weight, aux) = call(*args, **self.kwargs)
+        except Exception as error:
+            error.add_note(self._note(example))
+            raise
         weight = jnp.asarray(1 if weight is None else weight, jnp.float32)
         if weight.ndim:
             rule, hint = "a function whose weight is a scalar", "Return that of the example."
             raise type_error("fun", rule, describe(weight), hint)
         return jnp.asarray(value), (weight, aux)
+
+    def _note(self, example: tuple[Tree, ...]) -> str:
+        """The note on an error of the loss: the shapes of one example, and arguments not split."""
+        shapes = ", ".join(describe(x) for x in jax.tree.leaves(example))
+        note = f"`fun` is called with one example, without the axis of the batch: {shapes}."
+        size = np.shape(jax.tree.leaves(self.batch)[0])[0]
+        for i, arg in enumerate(self.args):
+            is_whole = i not in (*self.split.batches, *self.split.differentiated)
+            if is_whole and any(np.shape(x)[:1] == (size,) for x in jax.tree.leaves(arg)):
+                note += f" Argument {i} is passed whole; if it has examples, use `batch_argnums`."
+        return note
 
     def outputs(self, batch: tuple[Tree, ...]) -> Outputs:
         """Computes the outputs of a batch, and keeps the gradient of an example on its device."""

@@ -135,7 +135,8 @@ def _joined(terms: list[Term]) -> list[Term]:
         kinds.setdefault(tuple(map(_kind, term.factors)), []).append(term.factors)
 
     def joined(same: Sequence[Factor]) -> Factor:
-        common = jnp.result_type(*(f.array.dtype for f in same))
+        dtypes = {f.array.dtype for f in same}
+        common = wide_dtype(*dtypes) if len(dtypes) > 1 else same[0].array.dtype
         return replace(same[0], array=jnp.concatenate([f.array.astype(common) for f in same]))
 
     return [

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import jax
 
 from .._errors import public
+from .._leaves import measured_leaves
 from .._types import Array, Labels, Tree
 from ..accumulation._split import positions
-from ..clipping._norm import measured_leaves
 from ._lazy import Lazy, as_lazy
 from ._losses import Examples, Loss, groups_of
 from ._measure import gram_terms, separate
-from ._sum import Groups, Norms, sums_and_norms
+from ._sum import GroupNorms, LeafGroups, sums_and_norms
 
 
 class LeafCost(NamedTuple):
@@ -20,7 +20,7 @@ class LeafCost(NamedTuple):
 
     Attributes:
         method: "gram" (Gram matrices of its factors), "product" (multiplied out from its factors,
-            which are larger) or "written out" (as `jax.vmap` of `jax.grad` does: small, or not
+            which are larger) or "materialized" (as `jax.vmap` of `jax.grad` does: small, or not
             followed).
         elements: what is written down for the norm beside the factors, in numbers.
         multiplications: for the norm, given the factors.
@@ -132,7 +132,7 @@ def leaf_norms(
 
     def run(*args: Any, **kwargs: Any) -> Tree:
         examples = loss.bind(args, kwargs)
-        groups: Groups = {i: [i] for i, _ in enumerate(measured_leaves(examples.params))}
+        groups: LeafGroups = {i: [i] for i, _ in enumerate(measured_leaves(examples.params))}
         return examples.rebuild(list(_norms(examples, groups).values()), lambda _: None)
 
     return run
@@ -195,7 +195,7 @@ def explain(
     return run
 
 
-def _norms(examples: Examples, groups: Groups) -> Norms:
+def _norms(examples: Examples, groups: LeafGroups) -> GroupNorms:
     outputs = examples.outputs(examples.batch)
     return sums_and_norms(outputs, measured_leaves(examples.params), groups, None)[1]
 
@@ -212,6 +212,6 @@ def _part_cost(part: Array | Lazy) -> LeafCost:
     if gram_terms(part) is None:
         is_plain = all(len(term.factors) == 1 for term in lazy.terms)
         size = lazy.elements()
-        return LeafCost("written out" if is_plain else "product", size, rows * size)
+        return LeafCost("materialized" if is_plain else "product", size, rows * size)
     factors = max(len(term.factors) for term in lazy.terms)
     return LeafCost("gram", factors * rows**2, rows * lazy.factor_elements())

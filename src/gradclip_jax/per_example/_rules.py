@@ -62,13 +62,18 @@ def _scatter_add(eqn: Any, operand: Any, numbers: Array, updates: Any) -> Lazy |
     others = [n for i, n in enumerate(shape) if i != axis]
     if dims.operand_batching_dims or [sizes[i] for i in windows] != others:
         return None
-    numbers, size = numbers[..., 0], shape[axis]
+    numbers, size = _as_row_numbers(numbers[..., 0]), shape[axis]
     if eqn.params["mode"] == lax.GatherScatterMode.CLIP:
         numbers = jnp.clip(numbers, 0, size - 1)
     is_valid = (numbers >= 0) & (numbers < size)
-    numbers = jnp.where(is_valid, numbers.astype(jnp.int32), -1)
+    numbers = jnp.where(is_valid, numbers, -1).astype(jnp.int32)
     total = _rows_at(as_lazy(updates), numbers, axis, size, windows)
     return None if total is None or total.is_small() else total.add(as_lazy(operand))
+
+
+def _as_row_numbers(numbers: Array) -> Array:
+    """Row numbers of at least 32 bits: a narrower type cannot hold the number of rows."""
+    return numbers.astype(jnp.int32) if jnp.iinfo(numbers.dtype).bits < 32 else numbers
 
 
 def _rows_at(x: Lazy, numbers: Array, axis: int, size: int, windows: Sequence[int]) -> Lazy | None:
@@ -82,9 +87,20 @@ def _rows_at(x: Lazy, numbers: Array, axis: int, size: int, windows: Sequence[in
         rows = Factor(numbers.reshape([own[k] for k in labels]), tuple(labels), hot, size)
         axes = [term.axes[i] for i in windows]
         axes.insert(axis, Axis((hot,)))
-        terms.append(Term((rows, *term.factors), tuple(axes)))
+        kept = [f if f.hot is not None else _without_dropped(f, rows) for f in term.factors]
+        terms.append(Term((rows, *kept), tuple(axes)))
     shape = [x.shape[i] for i in windows]
     return Lazy((*shape[:axis], size, *shape[axis:]), x.dtype, tuple(terms))
+
+
+def _without_dropped(f: Factor, rows: Factor) -> Factor:
+    """The factor with zeros in dropped rows, because zero times NaN is NaN."""
+    if not set(rows.labels) <= set(f.labels):
+        return f
+    order = [rows.labels.index(k) for k in f.labels if k in rows.labels]
+    others = [i for i, k in enumerate(f.labels) if k not in rows.labels]
+    is_kept = jnp.expand_dims((rows.array >= 0).transpose(order), others)
+    return replace(f, array=jnp.where(is_kept, f.array, 0))
 
 
 def _added_to(eqn: Any) -> Sequence[int]:
@@ -168,8 +184,11 @@ def _reshape(eqn: Any, x: Lazy, *_: Any) -> Lazy | None:
 
 def _cast(eqn: Any, x: Lazy) -> Lazy | None:
     new = eqn.params["new_dtype"]
-    kinds = {jnp.issubdtype(kind, jnp.complexfloating) for kind in (new, x.dtype)}
-    return replace(x, dtype=np.dtype(new)) if len(kinds) == 1 else None
+    # A cast to an integer, a boolean, or from complex to real is not linear.
+    for kind in (jnp.floating, jnp.complexfloating):
+        if jnp.issubdtype(new, kind) and jnp.issubdtype(x.dtype, kind):
+            return replace(x, dtype=np.dtype(new))
+    return None
 
 
 def _add(_: Any, x: Any, y: Any) -> Lazy | None:
@@ -233,7 +252,8 @@ def _update_slice(_: Any, zeros: Any, update: Any, *start: Any) -> Lazy | None:
     axes = [i for i, n in enumerate(zeros.shape) if n != update.shape[i]]
     if not isinstance(zeros, Lazy) or zeros.terms or len(axes) != 1 or update.shape[axes[0]] != 1:
         return None
-    number = jnp.clip(start[axes[0]], 0, zeros.shape[axes[0]] - 1).astype(jnp.int32)
+    number = _as_row_numbers(jnp.asarray(start[axes[0]]))
+    number = jnp.clip(number, 0, zeros.shape[axes[0]] - 1).astype(jnp.int32)
     others = [i for i in range(len(zeros.shape)) if i not in axes]
     return _rows_at(as_lazy(update), number, axes[0], zeros.shape[axes[0]], others)
 

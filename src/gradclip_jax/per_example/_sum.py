@@ -2,8 +2,9 @@
 
 One backward pass gives the factors of every gradient. Norms come from their Gram matrices, and the
 sum is one product, of which the smaller factor is multiplied by each example's clip factor
-(book-keeping: Bu et al. 2022, arXiv 2210.00038). Where a Gram matrix cannot be trusted, or an
-example that is left out holds a NaN, gradients are written down one after the other instead.
+(book-keeping: Bu et al. 2022, arXiv 2210.00038). If the Gram matrix of an example is not accurate
+enough, its gradient is materialized and added to the sum by itself. The path of an example depends
+on that example alone, and so does its contribution.
 """
 
 import functools
@@ -19,19 +20,19 @@ from .._devices import fusion_barrier
 from .._mesh import device_count, is_explicit, max_over, sum_over, varying_axes
 from .._types import Array, Scalar
 from ._lazy import Lazy, written
-from ._losses import Outputs, part_of, sum_parts
+from ._losses import Outputs, part_of
 from ._measure import is_exact, norm_of, square
 
-Groups = dict[Any, list[int]]
-Norms = dict[Any, Array]
+LeafGroups = dict[Any, list[int]]
+GroupNorms = dict[Any, Array]
 
 
 def sums_and_norms(
     outputs: Outputs,
     params: list[Array],
-    groups: Groups,
-    factors_of: Callable[[Outputs, Norms], Norms] | None,
-) -> tuple[list[Array], Norms]:
+    groups: LeafGroups,
+    factors_of: Callable[[Outputs, GroupNorms], GroupNorms] | None,
+) -> tuple[list[Array], GroupNorms]:
     """Measures each group of leaves of each example, and sums the gradients times their factors.
 
     Args:
@@ -57,39 +58,78 @@ def sums_and_norms(
 
 def _sums_and_norms(
     outputs: Outputs,
-    groups: Groups,
+    groups: LeafGroups,
     shards: Sequence[frozenset[str]],
-    factors_of: Callable[[Outputs, Norms], Norms] | None,
-) -> tuple[list[Array], Norms]:
-    # The same digits for the norms and for the sum.
+    factors_of: Callable[[Outputs, GroupNorms], GroupNorms] | None,
+) -> tuple[list[Array], GroupNorms]:
+    # The norms and the sum must use the same digits.
     outputs = outputs._replace(grads=list(map(fusion_barrier, outputs.grads)))
     size = outputs.value.shape[0]
     squares = jax.vmap(lambda grads: _squares(grads, groups, shards), axis_size=size)(outputs.grads)
-    # At once as many as there are devices: each holds one.
-    steps = size // math.gcd(size, device_count(outputs.value))
+    norms = {k: jax.vmap(norm_of)(x) for k, x in squares.items()}
+    # An example of weight 0 contributes 0 whatever its norm, if that is finite.
+    ignored = outputs.weight <= 0
+    exact = [jax.vmap(is_exact)(x) | ignored & jnp.isfinite(x[:, 0]) for x in squares.values()]
+    is_exact_example = functools.reduce(jnp.logical_and, exact, jnp.ones(size, bool))
 
-    def summed(part: Outputs, norms: Norms) -> tuple[list[Array], Norms]:
+    def summed(part: Outputs, norms: GroupNorms, is_included: Array) -> list[Array]:
         if factors_of is None:
-            return [], norms
+            return []
         factors = factors_of(part, norms)
-        weighted = {k: jnp.where(part.weight > 0, x * part.weight, 0) for k, x in factors.items()}
+        is_added = is_included & (part.weight > 0)
+        weighted = {k: jnp.where(is_added, x * part.weight, 0) for k, x in factors.items()}
         of_leaf = {i: weighted[k] for k, group in groups.items() for i in group}
-        return [weighted_sum(g, of_leaf[i]) for i, g in enumerate(part.grads)], norms
+        return [weighted_sum(g, of_leaf[i]) for i, g in enumerate(part.grads)]
 
-    def at_once() -> tuple[list[Array], Norms]:
-        return summed(outputs, {k: jax.vmap(norm_of)(x) for k, x in squares.items()})
+    def without_rest(grads: list[Any]) -> list[Any]:
+        """The gradients with zeros for the remaining examples: zero times a NaN is a NaN."""
+        select = jax.vmap(lambda keep, g: jax.tree.map(lambda x: jnp.where(keep, x, 0), g))
+        return select(is_exact_example, grads)
 
-    def at_index(index: Array) -> tuple[list[Array], Norms]:
-        part: Outputs = part_of(outputs._replace(aux=None), steps, index)
+    def at_once(grads: list[Any]) -> list[Array]:
+        return summed(outputs._replace(grads=grads), norms, is_exact_example)
+
+    totals = [x[:, 0] for x in squares.values()]
+    is_finite = jnp.all(jnp.isfinite(jnp.stack(totals))) if totals else jnp.array(True)
+    sums = lax.cond(is_finite, at_once, lambda grads: at_once(without_rest(grads)), outputs.grads)
+    if not size:
+        return sums, norms
+
+    # The remaining examples follow one after the other: as many at a time as there are devices,
+    # each of which holds one.
+    steps = size // math.gcd(size, device_count(outputs.value))
+    of_steps = is_exact_example.reshape(-1, steps).all(0)
+    order, count = jnp.argsort(of_steps), jnp.sum(~of_steps)
+
+    def add_step(carry: Any) -> Any:
+        step, norms, sums, errors = carry
+        index = order[step]
+        bare = outputs._replace(aux=None)
+        part, before, known = part_of((bare, norms, is_exact_example), steps, index)
         some = functools.partial(jax.vmap, axis_size=size // steps)
         part = part._replace(grads=some(lambda grads: list(map(written, grads)))(part.grads))
-        return summed(part, some(lambda grads: _exact_norms(grads, groups, shards))(part.grads))
+        after = some(lambda grads: _exact_norms(grads, groups, shards))(part.grads)
+        after = {
+            k: jnp.where(known, before[k], x.astype(before[k].dtype)) for k, x in after.items()
+        }
+        terms = summed(part, after, ~known)
+        pairs = [_add_compensated(*row) for row in zip(sums, errors, terms, strict=True)]
+        norms = {
+            k: x.reshape(-1, steps).at[:, index].set(after[k]).reshape(-1) for k, x in norms.items()
+        }
+        return step + 1, norms, [x for x, _ in pairs], [x for _, x in pairs]
 
-    # An example of weight 0 adds 0 whatever its norm, if only that is finite.
-    masked = outputs.weight <= 0
-    exact = [jax.vmap(is_exact)(x) | masked & jnp.isfinite(x[:, 0]) for x in squares.values()]
-    one_by_one = functools.partial(sum_parts, at_index, steps)
-    return lax.cond(jnp.all(jnp.stack(exact)), at_once, one_by_one) if size else at_once()
+    carry = jnp.int32(0), norms, sums, [jnp.zeros_like(x) for x in sums]
+    _, norms, sums, _ = lax.while_loop(lambda carry: carry[0] < count, add_step, carry)
+    return sums, norms
+
+
+def _add_compensated(total: Array, error: Array, term: Array) -> tuple[Array, Array]:
+    """Kahan's sum: its rounding error does not grow with the number of terms."""
+    term = term - error
+    new = total + term
+    # A NaN or an infinity in the sum stays there without a compensation.
+    return new, jnp.where(jnp.isfinite(new), (new - total) - term, 0)
 
 
 def weighted_sum(value: Array | Lazy, factors: Array) -> Array:
@@ -103,7 +143,7 @@ def weighted_sum(value: Array | Lazy, factors: Array) -> Array:
 
 
 def _squares(
-    grads: Sequence[Array | Lazy], groups: Groups, shards: Sequence[frozenset[str]]
+    grads: Sequence[Array | Lazy], groups: LeafGroups, shards: Sequence[frozenset[str]]
 ) -> dict[Any, Array]:
     """Squares each group of leaves of one example, over the devices that share a leaf."""
     squares = list(map(square, grads))
@@ -120,11 +160,25 @@ def _squares(
 
 
 def _exact_norms(
-    grads: list[Array], groups: Groups, shards: Sequence[frozenset[str]]
+    grads: list[Array], groups: LeafGroups, shards: Sequence[frozenset[str]]
 ) -> dict[Any, Scalar]:
-    """Measures written gradients of one example, scaled so that no square is out of range."""
-    tops = list(map(lambda x, axes: max_over(jnp.max(jnp.abs(x), initial=0), axes), grads, shards))
-    top = jnp.max(jnp.stack([x.astype(jnp.result_type(*tops)) for x in tops]))
-    top = jnp.where(jnp.isfinite(top) & (top > 0), top, 1)
-    squares = _squares([x / top.astype(x.dtype) for x in grads], groups, shards)
-    return {k: top * jnp.sqrt(x[0]) for k, x in squares.items()}
+    """The norms of one example from materialized gradients, each leaf scaled by its own maximum."""
+    tops: list[Array] = []
+    totals: list[Array] = []
+    for x, axes in zip(grads, shards, strict=True):
+        sizes, info = jnp.abs(x), jnp.finfo(x.dtype)
+        top = max_over(jnp.max(sizes, initial=0), axes)
+        # XLA multiplies by the reciprocal, which must not be subnormal: it would be flushed to 0.
+        is_regular = (top >= info.tiny) & jnp.isfinite(top)
+        base = jnp.where(is_regular, jnp.minimum(top, info.max / 4), 1)
+        tops.append(base)
+        totals.append(sum_over(jnp.sum(jnp.square(sizes / base)), axes))
+
+    def joined(group: list[int]) -> Scalar:
+        wide = jnp.result_type(jnp.float32, *(tops[i] for i in group))
+        bases = jnp.stack([tops[i].astype(wide) for i in group])
+        squares = jnp.stack([totals[i].astype(wide) for i in group])
+        top = jnp.max(bases)
+        return top * jnp.sqrt(jnp.sum(jnp.square(bases / top) * squares))
+
+    return {k: joined(group) for k, group in groups.items()}

@@ -3,4 +3,4 @@
 import sys
 from pathlib import Path
 
-sys.path += [str(Path(__file__).parents[2]), str(Path(__file__).parents[3] / "benchmarks")]
+sys.path += [str(Path(__file__).parents[2]), str(Path(__file__).parents[3])]

@@ -5,11 +5,11 @@ The last test fails when a workaround is no longer needed.
 
 import re
 
-import _devices
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from benchmarks.compiled import _devices
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P

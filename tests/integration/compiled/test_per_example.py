@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("jax_cuda12_plugin", reason="`make test-compiled-cuda` installs it")
 
-import per_example_compiled
+from benchmarks.per_example import compiled as per_example_compiled
 
 pytestmark = pytest.mark.compiled_cuda
 # The tied embedding outweighs activations: every example's gradient written down would take 400 MB

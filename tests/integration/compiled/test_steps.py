@@ -7,13 +7,13 @@ make it, elsewhere these tests skip. All models: `make bench-compiled`.
 import functools
 import re
 
-import _devices
-import compiled
 import jax
 import pytest
-from _models import MODELS, gpt
-from _rows import OPTAX, ROWS
-from features_compiled import COSTS, tree_of
+from benchmarks._models import MODELS, gpt
+from benchmarks._rows import OPTAX, ROWS
+from benchmarks.compiled import _devices
+from benchmarks.compiled import steps as compiled
+from benchmarks.compiled.features import COSTS, tree_of
 
 PLATFORM = _devices.available()
 if PLATFORM is None:
@@ -34,23 +34,18 @@ MOVED_BY_A_COTANGENT = {"cuda": 3, "tpu": 0}[PLATFORM]
 SLACK = 0.03
 
 
-# Goals that are not reached, and how far: ours by Optax's. May only become less; benchmarks/README.md
-# has the figures.
+# Goals that are not reached, and how far: ours by Optax's. May only become less; the
+# figures are in benchmarks/results.
 NOT_REACHED = {
     "cuda": {
-        ("PPO", "autoclip"): {"launches": 1.04},
         ("PPO", 'skip_nonfinite(check="step")'): {"bytes, N": 1.08},
         ("PPO", "microbatched_value_and_grad"): {"launches": 1.05},
         # Its norms are over layers, and as large as one of them: default axes of a stacked leaf.
         ("scan GPT, small", "adaptive_grad_clip"): {"bytes, N": 1.02},
-        ("scan GPT, small", "adagc"): {"launches": 1.01},
-        ("scan GPT, small", 'skip_nonfinite(check="step")'): {"bytes, N": 1.05, "launches": 1.03},
-        ("scan GPT, small", "skip_spikes"): {"launches": 1.05},
-        ("scan GPT, small", "skip_nonfinite(accumulate_gradients(clip))"): {"launches": 1.05},
+        ("scan GPT, small", 'skip_nonfinite(check="step")'): {"bytes, N": 1.05},
         # What keeps XLA from a wrong sum of an embedding's gradients: docs/compiler_faults.md.
         ("scan GPT, small", "microbatched_value_and_grad"): {
             "bytes, N": 1.04,
-            "launches": 1.03,
             "scratch, N": 1.12,
         },
         ("ViT-S/14", "adaptive_grad_clip"): {"scratch, N": 1.01},
@@ -64,7 +59,6 @@ NOT_REACHED = {
         ("PPO", "autoclip"): {"bytes, N": 1.02, "launches": 1.33},
         ("PPO", "adagc"): {"launches": 1.12},
         ("PPO", 'skip_nonfinite(check="step")'): {"launches": 1.07},
-        ("PPO", "skip_large_norm"): {"launches": 1.03},
         ("PPO", "skip_spikes"): {"launches": 1.46},
         ("PPO", "microbatched_value_and_grad"): {"launches": 1.16},
         ("PPO", "watch(clip), the gradient"): {"launches": 1.89},
@@ -86,13 +80,13 @@ def optax_step(model, name):
     return compiled.measure(OPTAX[name](MODELS[model]()), MODELS[model](), PLATFORM)
 
 
-def missed(ours, theirs):
+def missed(model, ours, theirs):
     """How many times Optax's ours is, where that is more than the goal allows."""
     pairs = {goal: (ours[goal], theirs[goal]) for goal in HELD}
     return {
         goal: pair[0] / pair[1]
         for goal, pair in pairs.items()
-        if compiled.cell(goal, *pair).startswith("**")
+        if compiled.cell(goal, *pair, model).startswith("**")
     }
 
 
@@ -104,7 +98,9 @@ def test_step_reaches_the_goals(model, name):
     for phase in ("held", "emitted") if row.accumulates else ("",):
         found = (record | record["phases"][phase] for record in (ours, theirs))
         allowed = NOT_REACHED.get((model, name), {})
-        assert {goal: x for goal, x in missed(*found).items() if x > allowed.get(goal, 0)} == {}
+        assert {
+            goal: x for goal, x in missed(model, *found).items() if x > allowed.get(goal, 0)
+        } == {}
 
 
 def gathered(record):

@@ -101,5 +101,5 @@ def test_a_loop_of_ones_own_resumes_in_mid_window():
 
     theirs = run(optax_tx, *start(optax_tx), STEPS)
     params, state = run(optax_tx, *start(optax_tx), STOP)
-    state = jax.vmap(lambda s, p: gcx.convert_state(tx, s, p))(state, params)
+    state = jax.vmap(lambda s, p: gcx.convert_state(tx, s, p, reduction="mean"))(state, params)
     check_same(run(tx, params, state, STEPS - STOP)[0], theirs[0])

@@ -79,7 +79,7 @@ def test_goes_on_in_mid_window(tmp_path):
 
 def test_a_run_of_optax_goes_on_with_ours():
     half, tx = train(start(of_optax("accumulated")), TOKENS[:STOP]), of_ours("both")
-    state = gcx.convert_state(tx, half.opt_state, half.graphstate)
+    state = gcx.convert_state(tx, half.opt_state, half.graphstate, reduction="mean")
     rest = train(half.replace(tx=tx, opt_state=state), TOKENS[STOP:])
     theirs = train(start(of_optax("accumulated")))
     check_same(rest.graphstate, theirs.graphstate)

@@ -75,7 +75,7 @@ def test_goes_on_in_mid_window(tmp_path):
 def test_a_run_of_optax_goes_on_with_ours():
     half = train(of_optax("accumulated"), None, STOP)
     run = trainer(of_ours("both"))
-    state = gcx.convert_state(of_ours("both"), half.opt_state, half.params)
+    state = gcx.convert_state(of_ours("both"), half.opt_state, half.params, reduction="mean")
     state = half.replace(opt_state=state)
     batches = iter(run.train_ds.device_put())
     for _ in range(STOP, STEPS):

@@ -107,7 +107,7 @@ def test_a_run_of_optax_goes_on_with_ours():
     fit(half, 0, STOP)
     model = compiled(of_ours("both"))
     params = [x.value for x in half.trainable_variables]
-    state = gcx.convert_state(model.optimizer.tx, half.optimizer.state, params)
+    state = gcx.convert_state(model.optimizer.tx, half.optimizer.state, params, reduction="mean")
     for variable, value in zip(model.trainable_variables, params, strict=True):
         variable.assign(value)
     for variable, leaf in zip(model.optimizer.held, jax.tree.leaves(state), strict=True):

@@ -95,7 +95,9 @@ def test_a_run_of_optax_goes_on_with_ours(tmp_path):
     _, half = restored(of_optax("accumulated"), tmp_path / "optax")
     tx = of_ours("both")
     manager, rest = restored(tx, tmp_path / "ours")
-    state = gcx.convert_state(tx, half.optimizer.opt_state, nnx.state(half.model, nnx.Param))
+    state = gcx.convert_state(
+        tx, half.optimizer.opt_state, nnx.state(half.model, nnx.Param), reduction="mean"
+    )
     nnx.update(rest.model, nnx.state(half.model))
     nnx.update(rest.optimizer.opt_state, nnx.state(state))
     rest.optimizer.step[...] = half.optimizer.step[...]

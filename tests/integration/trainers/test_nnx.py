@@ -71,10 +71,48 @@ def test_goes_on_in_mid_window_from_orbax(tmp_path):
 def test_a_run_of_optax_goes_on_with_ours():
     model, optimizer = train(*start(of_optax("accumulated")), X[:STOP])
     tx = of_ours("both")
-    state = gcx.convert_state(tx, optimizer.opt_state, nnx.state(model, nnx.Param))
+    state = gcx.convert_state(
+        tx, optimizer.opt_state, nnx.state(model, nnx.Param), reduction="mean"
+    )
     ours = nnx.Optimizer(model, tx, wrt=nnx.Param)
     nnx.update(ours, jax.device_put(nnx.state(ours), EVERYWHERE))
     nnx.update(ours.opt_state, nnx.state(state))
     check_same(
         params_of(train(model, ours, X[STOP:])), params_of(train(*start(of_optax("accumulated"))))
     )
+
+
+def flushed(model, optimizer):
+    params = nnx.state(model, nnx.Param)
+    return gcx.flush(optimizer.tx, optimizer.opt_state, params)[1]
+
+
+def reset(model, optimizer):
+    return gcx.reset_accumulation(optimizer.opt_state)
+
+
+def converted(model, optimizer):
+    params = nnx.state(model, nnx.Param)
+    return gcx.convert_state(optimizer.tx, optimizer.opt_state, params)
+
+
+@pytest.mark.parametrize("change", [flushed, reset, converted])
+def test_one_line_copies_a_changed_state_into_an_optimizer(change):
+    model, optimizer = train(*start(of_ours("both")), X[:STOP])
+    state = change(model, optimizer)
+    expected = gcx.metrics(state)
+    nnx.update(optimizer.opt_state, nnx.state(state))
+    assert gcx.metrics(optimizer.opt_state) == expected
+    at = int(expected["mini_step"])
+    train(model, optimizer, X[STOP : STOP + 1])
+    assert gcx.metrics(optimizer.opt_state)["mini_step"] == at + 1
+
+
+def test_step_of_the_new_optimizer_starts_at_zero():
+    model, optimizer = train(*start(of_optax("accumulated")), X[:STOP])
+    tx = of_ours("both")
+    params = nnx.state(model, nnx.Param)
+    state = gcx.convert_state(tx, optimizer.opt_state, params, reduction="mean")
+    ours = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    nnx.update(ours.opt_state, nnx.state(state))
+    assert (int(optimizer.step[...]), int(ours.step[...])) == (STOP, 0)

@@ -62,7 +62,7 @@ def test_a_run_of_optax_goes_on_with_ours():
     half = train(of_optax("accumulated"), STOP)
     tx = of_ours("both")
     count, (params, opt_state) = half.state.optim_state
-    opt_state = gcx.convert_state(tx, opt_state, params)
+    opt_state = gcx.convert_state(tx, opt_state, params, reduction="mean")
     state = half.state._replace(optim_state=(count, (params, opt_state)))
     rest = train(tx, STEPS - STOP, state)
     check_same(rest.params, train(of_optax("accumulated")).params)

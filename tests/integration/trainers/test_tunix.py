@@ -94,7 +94,9 @@ def test_a_run_of_optax_goes_on_with_ours():
     tx = of_ours("both")
     rest = trainer(tx, STEPS - STOP)
     nnx.update(rest.model, nnx.state(half.model))
-    state = gcx.convert_state(tx, half.optimizer.opt_state, nnx.state(half.model, nnx.Param))
+    state = gcx.convert_state(
+        tx, half.optimizer.opt_state, nnx.state(half.model, nnx.Param), reduction="mean"
+    )
     nnx.update(rest.optimizer.opt_state, nnx.state(state))
     with MESH:
         rest.train(DATA[STOP:])

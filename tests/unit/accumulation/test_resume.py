@@ -134,7 +134,7 @@ def launch(folder, kill_after):
     here = pathlib.Path(__file__).parent
     source = pathlib.Path(gcx.__file__).parents[1]
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder), str(kill_after), here, here.parent, source],
+        [sys.executable, "-c", SCRIPT, str(folder), str(kill_after), here, here.parents[1], source],
         capture_output=True,
         text=True,
         timeout=300,

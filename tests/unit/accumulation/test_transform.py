@@ -1,7 +1,6 @@
 """`accumulate_gradients` and its companions: what a window is, and what comes out of it."""
 
 import functools
-import operator
 import re
 
 import chex
@@ -498,43 +497,12 @@ def test_a_nan_weight_spoils_only_its_own_window():
     chex.assert_tree_all_finite((updates, states[-1].inner_opt_state))
 
 
-def test_a_guard_inside_drops_the_window():
-    params = params_like()
-    grads = [gradients(i, params) for i in range(6)]
-    grads[1] = bias_correction(params, jnp.nan)
-    tx = gcx.accumulate_gradients(gcx.skip_nonfinite(optax.adam(0.1)), 3)
-    updates, states = run(tx, params, grads)
-    assert is_zero(updates[:3])
-    assert int(gcx.metrics(states[-1])["skipped_nonfinite"]) == 1
-    fresh, _ = run(gcx.accumulate_gradients(optax.adam(0.1), 3), params, grads[3:])
-    chex.assert_trees_all_close(updates[3:], fresh, rtol=1e-6)
-
-
 def test_a_guard_inside_drops_the_window_for_a_bad_loss_of_its_last_micro_batch():
     params = params_like()
     tx = gcx.accumulate_gradients(gcx.skip_nonfinite(optax.adam(0.1)), 2)
     values = [{"value": jnp.float32(v)} for v in (jnp.nan, 1, 1, jnp.nan)]
     updates, _ = run(tx, params, [params] * 4, values)
     assert [is_zero(u) for u in updates] == [True, False, True, True]
-
-
-@pytest.mark.parametrize("by_value", [False, True], ids=["gradient", "loss"])
-def test_a_guard_outside_drops_the_micro_batch_alone(by_value):
-    params = params_like()
-    grads = [gradients(i, params) for i in range(4)]
-    good = [grads[0], *grads[2:]]
-    values = [{"value": jnp.float32(1)} for _ in range(4)]
-    if by_value:
-        values[1] = {"value": jnp.float32(jnp.nan)}
-    else:
-        grads[1] = bias_correction(params, jnp.nan)
-    tx = gcx.skip_nonfinite(gcx.accumulate_gradients(optax.adam(0.1), 3))
-    updates, states = run(tx, params, grads, values)
-    wanted, _ = run(gcx.accumulate_gradients(optax.adam(0.1), 3), params, good)
-    assert is_zero(updates[1])
-    chex.assert_trees_all_close([updates[0], *updates[2:]], wanted, rtol=1e-6)
-    assert [int(gcx.metrics(s)["mini_step"]) for s in states] == [1, 1, 2, 0]
-    assert int(gcx.metrics(states[-1])["skipped_nonfinite"]) == 1
 
 
 # --- flush ----------------------------------------------------------------------------------
@@ -740,11 +708,7 @@ def test_accumulated_gradients_of_an_empty_window_is_an_error_on_the_host_and_ze
         state = states[-1]
     if case == "zero weight":
         _, state = tx.update(bias_correction(params, jnp.nan), state, params, weight=0)
-    message = (
-        "accumulated_gradients: `state` must be a state with an open window, got an empty one. "
-        "Call `update` with a micro-batch first."
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match="^accumulated_gradients: `state` must be"):
         gcx.accumulated_gradients(state)
     assert is_zero(jax.jit(gcx.accumulated_gradients)(state))
 
@@ -922,158 +886,86 @@ MODEL_FLUSH = jax.jit(lambda state, params: gcx.flush(MODEL, state, params))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("name", "value", "error"),
     [
-        (
-            {"every": 0},
-            ValueError,
-            "accumulate_gradients: `every` must be an integer >= 1, got 0. "
-            "Pass 1 to run the inner optimizer at every step.",
-        ),
-        ({"every": -2}, ValueError, "`every` must be an integer >= 1, got -2."),
-        (
-            {"every": 2**31},
-            ValueError,
-            "`every` must be an integer that fits 32 bit, got 2147483648.",
-        ),
-        ({"every": 2.0}, TypeError, "`every` must be an integer >= 1, got 2.0."),
-        ({"every": True}, TypeError, "`every` must be an integer >= 1, got True."),
-        ({"every": np.array([2])}, TypeError, "`every` must be an integer >= 1, got int64[1]."),
-        (
-            {"reduction": {"w": "mean", "b": "median"}},
-            ValueError,
-            "accumulate_gradients: `reduction['b']` must be one of 'mean', 'sum', 'max', 'last', got "
-            "'median'. Pick one of them.",
-        ),
-        (
-            {"rounding": "up"},
-            ValueError,
-            "accumulate_gradients: `rounding` must be one of 'nearest', 'stochastic', got 'up'.",
-        ),
-        (
-            {"inner": "adam"},
-            TypeError,
-            "accumulate_gradients: `inner` must be an `optax.GradientTransformation`, got 'adam'. "
-            "Pass an Optax optimizer such as `optax.adamw(1e-3)`.",
-        ),
-        (
-            {"noise_scale_decay": 1.5},
-            ValueError,
-            "accumulate_gradients: `noise_scale_decay` must be a number >= 0 and < 1, got 1.5. "
-            "A decay is a number below 1, such as 0.99.",
-        ),
+        ("every", 0, ValueError),
+        ("every", 2**31, ValueError),
+        ("every", 2.0, TypeError),
+        ("every", True, TypeError),
+        ("every", np.array([2]), TypeError),
+        ("reduction", {"w": "mean", "b": "median"}, ValueError),
+        ("rounding", "up", ValueError),
+        ("inner", "adam", TypeError),
+        ("noise_scale_decay", 1.5, ValueError),
     ],
 )
-def test_bad_arguments_are_refused_when_built(arguments, error, message):
-    arguments = {"inner": optax.sgd(0.1), "every": 2, **arguments}
-    with pytest.raises(error, match=re.escape(message)):
-        gcx.accumulate_gradients(arguments.pop("inner"), arguments.pop("every"), **arguments)
+def test_bad_arguments_are_refused_when_built(name, value, error):
+    with pytest.raises(error, match=rf"^accumulate_gradients: `{name}.*` must be"):
+        gcx.accumulate_gradients(**{"inner": optax.sgd(0.1), "every": 2, name: value})
 
 
-def refused(grads, error, message, **extra_args):
-    params = {"enc": {"w": jnp.zeros((2, 3))}, "b": jnp.zeros(4)}
-    tx = gcx.accumulate_gradients(optax.sgd(0.1), 2)
-    for step in (tx.update, lambda g, s, p, **kw: gcx.apply_gradients(tx, g, s, p, **kw)):
-        with pytest.raises(error, match=re.escape(message)):
-            step(grads, tx.init(params), params, **extra_args)
-
-
-def test_a_shape_mismatch_names_the_parameter_and_both_shapes():
-    refused(
-        {"enc": {"w": jnp.zeros((3, 2))}, "b": jnp.zeros(4)},
-        TypeError,
-        "accumulate_gradients: `updates` must be a tree like `params`, got float32[3, 2] at "
-        "updates['enc']['w'], expected shape [2, 3]. Pass `updates` with the structure of "
-        "`params`.",
-    )
-
-
-def test_a_missing_gradient_names_the_parameter():
-    refused(
-        {"b": jnp.zeros(4)},
-        TypeError,
-        "accumulate_gradients: `updates` must be a tree like `params`, got nothing "
-        "where params['enc']['w'] was expected.",
-    )
-
-
-def test_another_structure_names_the_first_path_that_differs():
-    refused(
-        {"enc": {"v": jnp.zeros((2, 3))}, "b": jnp.zeros(4)},
-        TypeError,
-        "got updates['enc']['v'] where params['enc']['w'] was expected.",
-    )
-
-
-def test_an_integer_gradient_names_its_path():
-    refused(
+BAD_GRADIENTS = {
+    "shape": ({"enc": {"w": jnp.zeros((3, 2))}, "b": jnp.zeros(4)}, "updates['enc']['w']"),
+    "missing": ({"b": jnp.zeros(4)}, "params['enc']['w']"),
+    "renamed": ({"enc": {"v": jnp.zeros((2, 3))}, "b": jnp.zeros(4)}, "updates['enc']['v']"),
+    "list": ({"enc": [jnp.zeros((2, 3))], "b": jnp.zeros(4)}, "updates['enc'][0]"),
+    "integer": (
         {"enc": {"w": jnp.zeros((2, 3), jnp.int32)}, "b": jnp.zeros(4)},
-        TypeError,
-        "accumulate_gradients: every leaf of `updates` must be floating or complex, got "
-        "int32[2, 3] at updates['enc']['w']. Leave such leaves out with `optax.masked`.",
-    )
+        "updates['enc']['w']",
+    ),
+}
+BAD_ARGUMENTS = {
+    "weight per example": ({"weight": jnp.ones(8)}, TypeError, "weight"),
+    "negative weight": ({"weight": -1}, ValueError, "weight"),
+    "flush of shape 1": ({"flush": np.array([True])}, TypeError, "flush"),
+    "number as flush": ({"flush": 1.0}, TypeError, "flush"),
+    "traced emit": ({"emit": jnp.array(True)}, TypeError, "emit"),
+    "both": ({"emit": True, "flush": False}, TypeError, "flush"),
+}
+NESTED = {"enc": {"w": jnp.zeros((2, 3))}, "b": jnp.zeros(4)}
 
 
-def test_a_weight_per_example_is_refused():
-    refused(
-        {"enc": {"w": jnp.zeros((2, 3))}, "b": jnp.zeros(4)},
-        TypeError,
-        "accumulate_gradients: `weight` must be a real scalar >= 0, got float32[8]. Pass the "
-        "number of examples or tokens in the micro-batch.",
-        weight=jnp.ones(8),
-    )
-
-
-@pytest.mark.parametrize(
-    ("extra_args", "error", "message"),
-    [
-        ({"flush": np.array([True])}, TypeError, "`flush` must be a bool scalar, got bool[1]."),
-        ({"flush": 1.0}, TypeError, "`flush` must be a bool scalar, got float[]."),
-        (
-            {"emit": jnp.array(True)},
-            TypeError,
-            "`emit` must be a Python bool, got bool[]. Make it static under jit, or leave it out",
-        ),
-        (
-            {"emit": True, "flush": False},
-            TypeError,
-            "`flush` must be left out beside `emit`, got False.",
-        ),
-        ({"weight": -1}, ValueError, "`weight` must be a real scalar >= 0, got -1."),
-    ],
-)
-def test_what_is_said_of_a_micro_batch_is_checked(extra_args, error, message):
-    grads = {"enc": {"w": jnp.zeros((2, 3))}, "b": jnp.zeros(4)}
-    refused(grads, error, "accumulate_gradients: " + message, **extra_args)
-
-
-def test_a_list_for_a_tuple_is_named():
-    params = {"a": (jnp.zeros(2), jnp.zeros(2))}
+def refused(grads, error, pattern, **extra_args):
     tx = gcx.accumulate_gradients(optax.sgd(0.1), 2)
-    message = "got a list at updates['a'], expected a tuple. Pass `updates` with the structure of"
-    with pytest.raises(TypeError, match=re.escape(message)):
-        tx.update({"a": list(params["a"])}, tx.init(params), params)
+    for step in (tx.update, functools.partial(gcx.apply_gradients, tx)):
+        with pytest.raises(error, match=f"^accumulate_gradients: .*{pattern}"):
+            step(grads, tx.init(NESTED), NESTED, **extra_args)
+
+
+@pytest.mark.parametrize("name", BAD_GRADIENTS)
+def test_gradients_unlike_the_parameters_name_the_path(name):
+    grads, path = BAD_GRADIENTS[name]
+    refused(grads, TypeError, re.escape(path))
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_a_wrong_extra_argument_is_named(name):
+    extra_args, error, argument = BAD_ARGUMENTS[name]
+    refused(NESTED, error, f"`{argument}` must be", **extra_args)
+
+
+def test_windows_of_one_cannot_stay_open():
+    tx = gcx.accumulate_gradients(optax.sgd(0.1), 1)
+    with pytest.raises(TypeError, match="^accumulate_gradients: `emit` must be"):
+        tx.update(NESTED, tx.init(NESTED), NESTED, emit=False)
+
+
+def test_the_argument_of_multi_steps_is_explained():
+    with pytest.raises(TypeError, match="every_k_schedule.*`every`"):
+        gcx.accumulate_gradients(optax.sgd(0.1), every_k_schedule=4)
 
 
 def test_state_and_gradients_the_wrong_way_round_are_named():
     params = params_like()
     tx = gcx.accumulate_gradients(optax.sgd(0.1), 2)
-    message = (
-        "accumulate_gradients: `updates` must be a tree of gradients, got a AccumulationState at "
-        "updates. The order is `update(grads, state, params)`."
-    )
-    with pytest.raises(TypeError, match=re.escape(message)):
+    with pytest.raises(TypeError, match="^accumulate_gradients: `updates`.*AccumulationState"):
         tx.update(tx.init(params), params, params)
 
 
 @pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: optax.chain(gcx.clip(1.0), tx)])
 def test_an_accumulation_inside_another_is_refused(wrap):
     inner = wrap(gcx.accumulate_gradients(optax.sgd(0.1), 2))
-    message = (
-        "accumulate_gradients: `inner` must be without an accumulation in it, got one that "
-        "accumulates. Multiply the two lengths: `every=a * b`."
-    )
-    with pytest.raises(TypeError, match=re.escape(message)):
+    with pytest.raises(TypeError, match="^accumulate_gradients: `inner` must be"):
         gcx.accumulate_gradients(inner, 3).init(params_like())
 
 
@@ -1090,23 +982,17 @@ def test_an_error_of_the_inner_optimizer_is_its_own():
 
 
 @pytest.mark.parametrize(
-    "name", ["reset_accumulation", "diagnostics.accumulation_stats", "accumulated_gradients"]
+    "function",
+    [
+        gcx.reset_accumulation,
+        gcx.diagnostics.accumulation_stats,
+        gcx.accumulated_gradients,
+        lambda state: gcx.flush(optax.adam(0.1), state, jnp.zeros(2)),
+    ],
 )
-def test_a_state_without_accumulation_is_refused(name):
-    state = optax.adam(0.1).init(jnp.zeros(2))
-    function = name.rpartition(".")[2]
-    message = (
-        f"{function}: `state` must be a state of `accumulate_gradients`, or one around it, got tuple. "
-        "Pass the state that `accumulate_gradients(...).init(params)` made."
-    )
-    with pytest.raises(TypeError, match=re.escape(message)):
-        operator.attrgetter(name)(gcx)(state)
-
-
-def test_flush_of_a_state_without_accumulation_is_refused():
-    tx = optax.adam(0.1)
-    with pytest.raises(TypeError, match="flush: `state` must be a state of"):
-        gcx.flush(tx, tx.init(jnp.zeros(2)), jnp.zeros(2))
+def test_a_state_without_accumulation_is_refused(function):
+    with pytest.raises(TypeError, match="^(reset|acc|flush).*: `state` must be"):
+        function(optax.adam(0.1).init(jnp.zeros(2)))
 
 
 def test_flush_of_what_is_no_transformation_is_refused():

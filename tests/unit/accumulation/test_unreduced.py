@@ -242,12 +242,9 @@ def refused(name):
 def test_all_but_an_accumulation_say_what_to_do_with_an_unreduced_gradient(mesh, use):
     params = place({k: np.asarray(p) for k, p in PARAMS.items()}, mesh)
     x = place(np.asarray(X[0]), mesh, "data")
-    message = (
-        r"must be reduced, got a leaf that is unreduced over 'data' at \w+\['v'\]. Sum it over "
-        r"devices first, `jax.sharding.reshard\(leaf, P\(None, None\)\)`, or do this inside "
-        "`accumulate_gradients`, which sums once a window."
-    )
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(
+        TypeError, match=r"unreduced over 'data' at \w+\['v'\].*accumulate_gradients"
+    ):
         jax.jit(lambda p, x: use(jax.grad(loss)(keep(p), x)))(params, x)
 
 
@@ -276,7 +273,7 @@ def test_init_must_know_that_gradients_stay_unreduced(mesh):
 def test_what_needs_the_whole_gradient_says_so(mesh, argument, options):
     params = place({k: np.asarray(p) for k, p in PARAMS.items()}, mesh)
     tx = gcx.accumulate_gradients(optax.sgd(1.0), 2, **options)
-    message = f"accumulate_gradients: `{argument}` must be left out where gradients are unreduced"
+    message = f"accumulate_gradients: `{argument}` must be left out"
     with pytest.raises(TypeError, match=message):
         jax.jit(lambda p, x: tx.update(jax.grad(loss)(keep(p), x), tx.init(keep(p)), p))(
             params, place(np.asarray(X[0]), mesh, "data")

@@ -109,11 +109,6 @@ def test_percentile_is_that_of_numpy_over_the_window(percentile, window):
     assert_percentiles(found, oracles.percentile(rounded(norms), percentile, window))
 
 
-def test_percentile_never_clips_the_first_step():
-    found, _ = follow(thresholds.percentile(0.0, 5), [7.0])
-    assert found[0] == 7.0
-
-
 # zscore
 
 
@@ -277,11 +272,6 @@ def test_mean_std_is_mean_and_deviation_of_the_window():
     np.testing.assert_allclose(found, np.minimum(want, UNBOUNDED), rtol=20 * EPS)
 
 
-def test_mean_std_lets_a_constant_norm_rise_a_little():
-    found, _ = follow(thresholds.mean_std(6.0, 16, 8), np.full(40, 0.1))
-    np.testing.assert_allclose(found[8:], 0.1 * 1.06, rtol=20 * EPS)
-
-
 def test_mean_std_ignores_a_nan_for_which_both_projects_skip_a_window():
     run = recorded.recording("levanter_skip_step", "nan_16")
     assert run.gave["step_factor"][35:52] == [0] * 17
@@ -322,12 +312,6 @@ def test_signed_values_shift_the_threshold_by_their_offset(name, offset):
     assert found[50] < offset + 40.0
 
 
-def test_rules_say_whether_they_take_signed_values():
-    assert all(rule.allow_negative for rule in SIGNED.values())
-    assert thresholds.capped(SIGNED["zscore"], 1.0).allow_negative
-    assert not any(rule.allow_negative for rule in RULES.values())
-
-
 def test_signed_values_of_zero_count():
     losses = np.r_[np.zeros(30), 0.5]
     for name, count in (("mean_std", "value_count"), ("zscore", "norm_count")):
@@ -362,13 +346,6 @@ def test_ema_ignores_a_zero_where_the_paper_locks_up():
     assert np.all(paper["level"][1:] == 0)
     found, states = follow(thresholds.ema(1.05, 0.98, 10), norms)
     assert np.all(states.average[1:] >= 0.9 * (1 - EPS)) and np.all(found >= 0.9)
-
-
-def test_ema_that_saw_only_zeros_takes_the_first_norm_unclipped():
-    norms = np.r_[np.zeros(20), 3.0, 3.0]
-    found, states = follow(thresholds.ema(1.05, 0.98, 10), norms)
-    assert is_unbounded(found[20]) and states.average[20] == 3.0
-    assert found[21] == np.float32(1.05) * 3
 
 
 def test_ema_follows_a_lasting_rise_by_a_thousandth_a_step():
@@ -614,15 +591,6 @@ def test_a_rule_is_differentiable_after_zeros_and_steps_that_are_not_finite(rule
         assert jnp.isfinite(slope(norm))
 
 
-def test_no_rule_makes_an_infinity():
-    with jax.debug_infs(True):
-        for rule in RULES.values():
-            state = rule.init(jnp.zeros(()))
-            for norm in (1.0, 0.0, 2.0, 50.0):
-                threshold, state = rule.update(jnp.float32(norm), state, None)
-                assert np.isfinite(threshold)
-
-
 @pytest.fixture
 def x64():
     jax.config.update("jax_enable_x64", True)
@@ -760,96 +728,4 @@ def test_a_users_rule_works_wherever_a_threshold_does(tx, kept):
     np.testing.assert_allclose(updates["a"], 2 * grads["a"] * kept, rtol=8 * EPS)
 
 
-def test_a_users_rule_can_use_the_norms_of_the_parameters():
-    rule = thresholds.Rule(
-        lambda norm: (), lambda norm, state, param_norm: (0.1 * param_norm, state), True
-    )
-    clip = gcx.clip_by_leaf_norm(rule)
-    params = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([10.0])}
-    grads = {"a": jnp.array([0.0, 2.0]), "b": jnp.array([0.5])}
-    updates, _ = clip.update(grads, clip.init(params), params)
-    np.testing.assert_allclose(updates["a"], [0.0, 0.5], rtol=4 * EPS)
-    assert updates["b"].tolist() == [0.5]
-
-
 # errors
-
-DECAY = "must be a number >= 0 and < 1"
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "message"),
-    [
-        ("percentile", {"percentile": 101.0}, "must be a number >= 0 and <= 100, got 101.0"),
-        ("percentile", {"window": 0}, "must be an integer >= 1, got 0"),
-        ("percentile", {"window": 2**27}, "must be an integer <= 2**20, got 134217728"),
-        ("mean_std", {"z_threshold": 0.0}, "must be a number > 0, got 0.0"),
-        ("mean_std", {"window": 0}, "must be an integer >= 1, got 0"),
-        ("mean_std", {"warmup_steps": 0}, "must be an integer >= 1, got 0"),
-        ("mean_std", {"ddof": -1}, "must be an integer >= 0, got -1"),
-        ("zscore", {"z_threshold": -1.0}, "must be a number > 0, got -1.0"),
-        ("zscore", {"z_threshold": 10**400}, "must be a number > 0, got an integer of 1329 bits"),
-        ("zscore", {"decay": 1.0}, f"{DECAY}, got 1.0"),
-        ("zscore", {"warmup_steps": 0}, "must be an integer >= 1, got 0"),
-        (
-            "zscore",
-            {"warmup_steps": 10**5000},
-            "must be an integer that fits 32 bit, got an integer of",
-        ),
-        ("zscore", {"relearn_after": 0}, "must be an integer >= 1, got 0"),
-        ("ema", {"factor": 0.0}, "must be a number > 0, got 0.0"),
-        ("ema", {"decay": -0.1}, f"{DECAY}, got -0.1"),
-        ("ema", {"warmup_steps": 0}, "must be an integer >= 1, got 0"),
-        ("ema", {"warmup_max": 0.0}, "must be a number > 0, got 0.0"),
-        ("quantile", {"target": 2.0}, "must be a number >= 0 and <= 1, got 2.0"),
-        ("quantile", {"rate": 0.0}, "must be a number > 0, got 0.0"),
-        ("quantile", {"initial": math.nan}, "must be a number > 0, got nan"),
-        ("capped", {"max_threshold": -1.0, "rule": 1.0}, "must be a number > 0, got -1.0"),
-        ("capped", {"rule": -2.0, "max_threshold": 1.0}, "must be a number > 0, got -2.0"),
-        ("relative_to_params", {"ratio": 0.0}, "must be a number > 0, got 0.0"),
-        ("relative_to_params", {"eps": 0.0}, "must be a number > 0, got 0.0"),
-    ],
-)
-def test_a_number_out_of_range_is_refused(name, arguments, message):
-    with pytest.raises(ValueError) as error:
-        getattr(thresholds, name)(**arguments)
-    assert str(error.value).startswith(f"{name}: `{next(iter(arguments))}` {message}")
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("percentile", {"percentile": "10"}),
-        ("percentile", {"window": 1.5}),
-        ("mean_std", {"z_threshold": None}),
-        ("zscore", {"decay": "0.97"}),
-        ("ema", {"factor": jnp.ones(2)}),
-        ("quantile", {"target": True}),
-        ("capped", {"max_threshold": "1", "rule": 1.0}),
-        ("capped", {"rule": "1", "max_threshold": 1.0}),
-    ],
-)
-def test_what_is_no_number_is_a_type_error(name, arguments):
-    with pytest.raises(TypeError, match=f"{name}: `{next(iter(arguments))}` must be an? "):
-        getattr(thresholds, name)(**arguments)
-
-
-def test_a_traced_window_is_refused_with_the_way_out():
-    clip = optax.inject_hyperparams(gcx.autoclip)(percentile=50.0, window=8)
-    with pytest.raises(TypeError) as error:
-        clip.init(jnp.ones(1))
-    assert str(error.value) == (
-        "percentile: `window` must be a static Python value, got int32[]. "
-        "Under `optax.inject_hyperparams` pass `static_args=('window',)`."
-    )
-    optax.inject_hyperparams(gcx.autoclip, static_args=("window",))(50.0, 8).init(jnp.ones(1))
-
-
-def test_a_rule_with_a_history_needs_its_state():
-    clip = gcx.clip_by_global_norm(thresholds.zscore())
-    with pytest.raises(ValueError) as error:
-        clip.update(jnp.ones(2), None)
-    assert str(error.value) == (
-        "clip_by_global_norm: `state` must be a `ClipState`, got None. "
-        "Call `init(params)` first: earlier steps are remembered."
-    )

@@ -1,8 +1,5 @@
 """The published methods: against the authors' numbers, and as lines over the grid."""
 
-import ast
-import functools
-import inspect
 import math
 
 import jax
@@ -12,7 +9,6 @@ import optax
 import pytest
 
 import gradclip_jax as gcx
-import oracles as clip_oracles
 import recorded
 import rule_oracles as oracles
 from gradclip_jax import thresholds
@@ -103,15 +99,6 @@ def test_agc_gives_what_the_authors_code_gives(run):
             np.testing.assert_allclose(updates[name], theirs, rtol=8 * EPS)
         np.testing.assert_array_equal(updates["zero_g"], 0.0)
         assert 0 < float(state.clip_fraction) < 1
-
-
-def test_agc_lets_a_parameter_of_zero_move():
-    params, grads = jnp.zeros((4, 3)), jnp.ones((4, 3))
-    updates, _ = gcx.adaptive_grad_clip().update(
-        grads, gcx.adaptive_grad_clip().init(params), params
-    )
-    norms = clip_oracles.unit_norms(updates, [0])
-    np.testing.assert_allclose(norms, 0.01 * 1e-3, rtol=4 * EPS)
 
 
 @recordings("autoclip")
@@ -221,23 +208,6 @@ def test_a_spike_is_cut(tx):
     assert norms[12] < 8 * usual and norms[20] < 8 * usual
 
 
-@pytest.mark.parametrize("name", ["agc", "adagc"])
-def test_a_bad_step_makes_the_whole_update_nan(name):
-    grads = gradients()
-    grads = grads | {"w": grads["w"].at[10, 0, 3].set(math.inf)}
-    updates, _ = train(METHODS[name], grads, PARAMS)
-    assert all(np.isnan(x[10]).all() for x in updates.values())
-
-
-@pytest.mark.parametrize("make", [gcx.zclip, gcx.adagc], ids=lambda make: make.__name__)
-def test_a_bad_step_can_be_made_zero(make):
-    grads = gradients()
-    grads = grads | {"w": grads["w"].at[10, 0, 3].set(math.inf)}
-    updates, _ = train(make(nonfinite="zero"), grads, PARAMS)
-    assert not any(np.asarray(x[10]).any() for x in updates.values())
-    assert all(np.isfinite(x).all() for x in updates.values())
-
-
 @pytest.mark.parametrize("name", ["zclip", "adagc"])
 def test_derivatives_are_finite_after_a_step_that_is_not_finite(name):
     sizes = jnp.array([*np.ones(12), jnp.nan, 1.0, 50.0, 1.0])
@@ -264,36 +234,6 @@ def test_a_first_choice_alters_only_outliers_at_every_scale(scale):
     )
     altered = np.asarray(found)[:, 0] != norms.astype(np.float32)
     assert altered[400] and np.mean(altered) < 0.05
-
-
-def test_state_maps_over_parameters():
-    for tx in (METHODS["zclip"], METHODS["adagc"], METHODS["stable_spam"], METHODS["stable_adamw"]):
-        state = tx.init(PARAMS)
-        mapped = optax.tree.map_params(tx, lambda x: x + 1, state)
-        assert jax.tree.structure(mapped) == jax.tree.structure(state)
-
-
-@pytest.mark.slow
-def test_nothing_holds_an_infinity():
-    with jax.debug_infs(True):
-        for tx in (METHODS["zclip"], METHODS["adagc"], METHODS["spam"], METHODS["stable_spam"]):
-            tx.update(PARAMS, tx.init(PARAMS), PARAMS)
-
-
-def test_defaults_print_as_plain_numbers():
-    constructors = [getattr(gcx, name) for name in dir(gcx) if name.endswith("clip")]
-    for make in [*constructors, gcx.record_norms, thresholds.percentile, thresholds.mean_std]:
-        for parameter in inspect.signature(make).parameters.values():
-            if parameter.default is not parameter.empty:
-                ast.literal_eval(repr(parameter.default))
-
-
-def test_every_method_says_what_it_did():
-    keys = {"clip_factor", "clip_fraction", "clip_threshold", "grad_norm"}
-    for name in ("agc", "autoclip", "zclip", "quantile", "u_clip"):
-        assert set(gcx.metrics(METHODS[name].init(PARAMS))) == keys
-    state = METHODS["adagc"].init(PARAMS)  # two clips, so two of each
-    assert {key.split("/")[0] for key in gcx.metrics(state)} == keys
 
 
 @pytest.mark.parametrize(
@@ -350,80 +290,10 @@ def test_the_papers_caps_of_1_clip_every_step_where_norms_are_30(as_published, a
 # errors
 
 
-@pytest.mark.parametrize("state", [None, {}, gcx.zclip().init(jnp.ones(1)), (jnp.ones(1),) * 2])
-def test_adagc_refuses_a_state_that_is_not_its_own(state):
-    kind = ValueError if state is None else TypeError
-    with pytest.raises(kind, match="adagc: `state` must be a `.*`, got "):
-        gcx.adagc().update(jnp.ones(1), state)
-
-
-def test_a_clip_refuses_the_state_of_a_clip_with_another_threshold():
-    message = r"autoclip: `state` must be a `ClipState` of this `percentile`, got that of another\."
-    with pytest.raises(TypeError, match=message):
-        gcx.autoclip().update(jnp.ones(1), gcx.zclip().init(jnp.ones(1)))
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: gcx.adaptive_grad_clip(0.0), "`clipping` must be a number > 0, got 0.0"),
-        (lambda: gcx.adaptive_grad_clip(eps=-1.0), "`eps` must be a number > 0, got -1.0"),
-        (lambda: gcx.autoclip(-1.0), "`percentile` must be a number >= 0 and <= 100, got -1.0"),
-        (lambda: gcx.zclip(max_norm=0.0), "`max_norm` must be a number > 0, got 0.0"),
-        (lambda: gcx.adagc(absolute=0.0), "`absolute` must be a number > 0, got 0.0"),
-        (lambda: gcx.adagc(warmup_steps=0), "`warmup_steps` must be an integer >= 1, got 0"),
-        (lambda: gcx.adagc(relative=-1.0), "`relative` must be a number > 0, got -1.0"),
-        (lambda: gcx.quantile_clip(target=-0.1), "`target` must be a number >= 0 and <= 1"),
-        (lambda: gcx.zclip(nonfinite="ignore"), "`nonfinite` must be one of 'propagate', 'zero'"),
-    ],
-)
-def test_a_number_out_of_range_is_refused(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()
-
-
-def test_adaptive_grad_clip_needs_the_parameters():
-    tx = gcx.adaptive_grad_clip()
-    with pytest.raises(ValueError, match="`params` must be given for this threshold, got None"):
-        tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: gcx.adaptive_grad_clip("0.01"),
-        lambda: gcx.autoclip(None),
-        lambda: gcx.zclip(decay=jnp.ones(2)),
-        lambda: gcx.adagc(warmup_steps=1.5),
-        lambda: gcx.quantile_clip(rate=1j),
-    ],
-)
-def test_what_is_no_number_is_a_type_error(build):
-    with pytest.raises(TypeError, match="must be an? (number|integer)"):
-        build()
-
-
 def test_rules_are_listed_under_thresholds():
     listed = {name for name in vars(thresholds) if not name.startswith("_")}
     assert listed == set(thresholds.__all__)
     assert all(f"`{name}`" in thresholds.__doc__ for name in thresholds.__all__)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_derivative_is_finite_after_a_bad_step(bad):
-    spoilt = jnp.array([bad, 1.0, 2.0])
-
-    def later_update(clip, grad):
-        state = clip.init(grad)
-        for step in (grad, jnp.where(jnp.isfinite(spoilt), grad, spoilt), spoilt, 9 * grad):
-            update, state = clip.update(step, state)
-        return update.sum()
-
-    for clip in (gcx.adagc(warmup_steps=1), gcx.autoclip(window=4), gcx.quantile_clip()):
-        slope = jax.grad(functools.partial(later_update, clip))
-        for derivative in (slope, jax.jit(slope)):
-            assert jnp.isfinite(derivative(jnp.ones(3))).all()
 
 
 def test_a_finite_step_is_no_fault_to_a_search_for_nans():
@@ -431,3 +301,10 @@ def test_a_finite_step_is_no_fault_to_a_search_for_nans():
     with jax.debug_nans(True):
         update, _ = clip.update(jnp.ones(2), clip.init(jnp.ones(2)))
     np.testing.assert_allclose(update, 2**-0.5, rtol=1e-6)
+
+
+def test_state_maps_over_parameters():
+    for tx in (METHODS["zclip"], METHODS["adagc"], METHODS["stable_spam"], METHODS["stable_adamw"]):
+        state = tx.init(PARAMS)
+        mapped = optax.tree.map_params(tx, lambda x: x + 1, state)
+        assert jax.tree.structure(mapped) == jax.tree.structure(state)

@@ -83,9 +83,6 @@ GRANULARITIES = {
     ),
 }
 
-# A threshold, and the oracle of it: the norms of one unit and that of its parameters, to float64
-# [steps]. Windows are shorter than the stream, warm-ups end within it.
-UNBOUNDED = math.inf
 LAST_NORM = thresholds.Rule(
     lambda norm: jnp.full_like(norm, 1e9), lambda norm, last, _: (last, norm)
 )
@@ -194,9 +191,3 @@ def test_a_reaction_may_be_a_function():
     )
     updates, _ = jax.jit(clip.update)(jnp.float32([[3.0, 4.0], [0.3, 0.4]]), None)
     np.testing.assert_allclose(updates, [[1.8, 2.4], [0.3, 0.4]], rtol=1e-6)
-
-
-@pytest.mark.parametrize("argument", ["granularity", "reaction"])
-def test_an_unknown_choice_is_refused_when_built(argument):
-    with pytest.raises(ValueError, match=f"clip_by_norm: `{argument}` must be one of '"):
-        gcx.clip_by_norm(1.0, **{argument: "rows"})

@@ -181,28 +181,10 @@ def test_norm_is_right_over_the_whole_range(values, ord):
     assert worst({"a": values, "b": np.zeros((3, 2), np.float32)}, ord) <= limit
 
 
-def test_one_overflowing_float16_leaf_among_float32_leaves():
-    tree = {"half": jnp.float16([300, 400]), "single": jnp.float32([1200.0])}
-    assert float(tree_norm(tree)) == 1300.0
-
-
-def test_true_norm_of_the_float16_example_is_right():
-    # 100 elements of N(0, 1) times 1000, the first seed whose norm is near 1000 * sqrt(100).
-    half = np.float16(np.random.default_rng(0).standard_normal(100) * 1_000)
-    assert np.isinf(np.sqrt(np.sum(half * half, dtype=np.float16)))
-    assert worst(half) <= ULPS
-
-
 def test_norm_of_constants_that_are_known_when_compiled_is_right():
     for value in (0.0, 1e-10, 1.0, 1e24):
         norm = jax.jit(lambda value=value: gcx.global_norm(jnp.full(2, value, jnp.float32)))()
         np.testing.assert_allclose(norm, np.hypot(value, value), rtol=1e-6)
-
-
-def test_norm_of_one_element_is_right_when_compiled():
-    # The square of a single element may be taken before it is scaled.
-    for shape in ((), (1,), (1, 1)):
-        assert worst(jnp.full(shape, 1e20, jnp.float32)) <= ULPS
 
 
 def test_norm_beyond_float32_is_infinite():
@@ -257,11 +239,6 @@ def test_combined_norms_of_what_is_no_ordinary_number(norms, whole):
     np.testing.assert_allclose(gcx.combine_norms(norms), whole, rtol=1e-6)
 
 
-def test_combined_norms_are_floating():
-    with pytest.raises(TypeError, match=r"^combine_norms: every leaf of `norms` must be floating"):
-        gcx.combine_norms([3])
-
-
 # --- one pass -------------------------------------------------------------------------------
 
 
@@ -270,11 +247,6 @@ def test_ordinary_norm_reads_the_gradients_once(ord):
     big = {"a": jnp.ones((500, 300)), "b": jnp.ones((200_000,))}
     text = hlo.compiled(lambda tree: gcx.global_norm(tree, ord=ord), big)
     assert hlo.reductions_of(text, 149_900) == 2  # older JAX adds up the last few of a leaf apart
-
-
-def test_leaf_norms_read_the_gradients_once():
-    big = {"a": jnp.ones((500, 300)), "b": jnp.ones((200_000,))}
-    assert hlo.reductions_of(hlo.compiled(gcx.leaf_norms, big), 149_900) == 2
 
 
 # --- what is not an ordinary number ---------------------------------------------------------
@@ -298,37 +270,11 @@ def test_nan_is_seen_beside_an_infinity(ord):
         assert math.isnan(float(tree_norm([np.float32(v) for v in x], ord=ord)))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e5m2", "complex64"])
-def test_bad_value_shows_in_every_dtype(dtype):
-    for bad in (math.nan, math.inf):
-        norm = float(tree_norm(jnp.asarray(np.array([1.0, bad], np.dtype(dtype)))))
-        assert math.isnan(norm) if math.isnan(bad) else norm == math.inf
-
-
 @pytest.mark.parametrize("ord", ORDERS)
 @pytest.mark.parametrize("name", ["empty", "only_none", "only_zero_size", "zeros"])
 def test_norm_of_nothing_is_zero(name, ord):
     norm = tree_norm(trees.build(name), ord=ord)
     assert norm == 0 and norm.dtype == jnp.float32 and norm.shape == ()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in trees.TREES if n != "extreme"])
-def test_norm_of_every_tree_is_right(name):
-    tree = trees.build(name)
-    exact = oracles.global_norm(trees.leaves(tree))
-    assert oracles.ulps(gcx.global_norm(tree), exact) <= ULPS
-    if name in trees.SLOW_TO_COMPILE:
-        return
-    norms = gcx.leaf_norms(tree)
-    assert jax.tree.structure(norms) == jax.tree.structure(tree)
-    exact = [
-        0.0 if x.dtype == jax.dtypes.float0 else oracles.vector_norm(x)
-        for x in jax.tree.leaves(tree)
-    ]
-    for norm, value in zip(jax.tree.leaves(norms), exact, strict=True):
-        assert norm.shape == () and norm.dtype == jnp.float32
-        assert oracles.ulps(norm, value) <= ULPS
 
 
 def test_none_and_masked_leaves_keep_their_place():
@@ -399,47 +345,6 @@ def test_strict_promotion_of_dtypes_and_ranks():
 
 
 # --- errors ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("function", [gcx.global_norm, gcx.leaf_norms])
-def test_integer_leaf_is_named(function):
-    tree = {"enc": {"n": jnp.zeros((2, 3), "int32"), "w": jnp.ones(2)}, "on": jnp.array(True)}
-    with pytest.raises(TypeError) as error:
-        function(tree)
-    assert str(error.value) == (
-        f"{function.__name__}: every leaf of `tree` must be floating or complex, got int32[2, 3] "
-        "at tree['enc']['n'], bool[] at tree['on']. Leave such leaves out with `optax.masked`."
-    )
-
-
-def test_only_the_first_five_bad_leaves_are_listed():
-    with pytest.raises(TypeError, match=r"at tree\[4\] and 3 more\. Leave"):
-        gcx.global_norm([jnp.zeros((), int)] * 8)
-
-
-@pytest.mark.parametrize("function", [gcx.global_norm, gcx.leaf_norms])
-@pytest.mark.parametrize("ord", [0, -1.0, math.nan, -math.inf])
-def test_order_must_be_positive(function, ord):
-    with pytest.raises(ValueError, match="`ord` must be a number > 0, got .* Pass 1, 2, any"):
-        function(jnp.ones(2), ord=ord)
-
-
-@pytest.mark.parametrize("ord", ["2", None, True, np.ones(2), 1j])
-def test_order_must_be_a_number(ord):
-    with pytest.raises(TypeError, match="global_norm: `ord` must be a number > 0, got"):
-        gcx.global_norm(jnp.ones(2), ord=ord)
-
-
-def test_order_must_be_static():
-    expected = r"`ord` must be a static Python value, got float32\[\].*static_args=\('ord',\)"
-    with pytest.raises(TypeError, match=expected):
-        jax.jit(lambda p: gcx.global_norm(jnp.ones(2), ord=p))(2.0)
-
-
-@pytest.mark.parametrize("axis_name", [3, ("a", 1), [None]])
-def test_axis_name_must_be_strings(axis_name):
-    with pytest.raises(TypeError, match="`axis_name` must be a string, a tuple of strings or None"):
-        gcx.global_norm(jnp.ones(2), axis_name=axis_name)
 
 
 def test_a_norm_beyond_the_largest_number_is_infinite():

@@ -1,7 +1,5 @@
 """`qk_clip`: attention logits bounded through the weights. Oracle: float64 NumPy attention."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -176,42 +174,3 @@ def test_sharded_heads_ask_no_other_device(kind):
     text = clip.lower(*placed, TAU).compile().as_text()
     collectives = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
     assert not any(name in text for name in collectives)
-
-
-ONES = functools.partial(np.ones, dtype=np.float32)
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "text"),
-    [
-        ({"threshold": 0.0}, ValueError, "`threshold` must be a number > 0, got 0.0"),
-        ({"max_logits": ONES((4, 1))}, ValueError, r"`max_logits` must be the largest logit of"),
-        ({"max_logits": np.ones(4, int)}, TypeError, r"floating\[heads\], got int64\[4\]"),
-        ({"key": ONES((3, 2))}, ValueError, "`key` must be heads that divide the 4"),
-        ({"key": None}, ValueError, "`key` must be heads that divide the 4"),
-        (
-            {"query": ONES((2, 2))},
-            ValueError,
-            "`query` must be of 4 heads in every leaf, got float32",
-        ),
-        ({"query": np.ones((4, 2), int)}, TypeError, r"every leaf of `query` must be floating"),
-        ({"head_axis": 2}, ValueError, r"`head_axis` must be an axis of it, got 2 for float32"),
-        ({"head_axis": 0.5}, ValueError, "`head_axis` must be an axis of it, got 0.5"),
-        (
-            {"query": {"a": ONES((4, 2)), "b": ONES((2, 2))}},
-            ValueError,
-            r"`query` must be of 4 heads in every leaf, got float32\[2, 2\] at query\['b'\]",
-        ),
-    ],
-)
-def test_errors_name_the_argument(options, kind, text):
-    arguments = {"query": ONES((4, 2)), "key": ONES((2, 2)), "max_logits": ONES(4)} | options
-    with pytest.raises(kind, match="^qk_clip: .*" + text):
-        gcx.qk_clip(**arguments)
-
-
-@pytest.mark.parametrize("argument", ["query", "key", "query_rotary"])
-def test_every_part_of_latent_attention_has_the_same_heads(argument):
-    parts = dict.fromkeys(["query", "key", "query_rotary"], ONES((4, 2))) | {argument: ONES((2, 2))}
-    with pytest.raises(ValueError, match=f"^qk_clip_mla: `{argument}` must be of 4 heads in every"):
-        gcx.qk_clip_mla(**parts, max_logits=ONES(4))

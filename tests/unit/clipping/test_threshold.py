@@ -1,12 +1,10 @@
 """What a threshold may be, and what its state remembers."""
 
 import math
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import compat
@@ -66,30 +64,11 @@ def test_norm_in_float64_has_a_threshold_in_float64():
             assert float(clipped) == pytest.approx(float(value), rel=1e-15)
 
 
-def test_schedule_counts_its_steps():
-    thresholds, count = run(optax.linear_schedule(1.0, 3.0, 2), [9.0] * 4)
-    assert thresholds == [1.0, 2.0, 3.0, 3.0]
-    assert count == 4 and count.dtype == jnp.int32
-
-
-def test_schedule_count_saturates():
-    clip, last = gcx.clip_by_norm(lambda count: 1), jnp.int32(np.iinfo(np.int32).max)
-    state = clip.init(jnp.float32(0))._replace(rules=(last,))
-    _, state = clip.update(jnp.float32(1), state)
-    assert state.rules == (last,) and state.clip_threshold == 1  # a Python number
-
-
 def test_schedule_counts_a_step_whose_norm_is_not_finite():
     # The count is a step count, not a memory of norms.
     thresholds, count = run(lambda count: 1.0 + count, [1, math.nan, 1])
     assert thresholds == [1.0, 2.0, 3.0]
     assert count == 3
-
-
-def test_rule_sees_the_norms_before_clipping_and_keeps_its_state():
-    thresholds, (peak, count) = run(running_max(), [2.0, 5.0, 3.0])
-    assert thresholds == [LARGEST, 2.0, 5.0]
-    assert float(peak) == 5.0 and int(count) == 3
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -150,35 +129,6 @@ def test_params_are_seen_only_by_rules_that_ask():
 
 # --- errors ---------------------------------------------------------------------------------
 
-HINT = "Pass a positive number, a schedule, or a rule from `gcx.thresholds`; inf never clips."
-
-
-@pytest.mark.parametrize(
-    "value", [-1.0, 0, 0.0, -math.inf, math.nan, np.float32(-2), jnp.float32(0)]
-)
-def test_number_must_be_positive(value):
-    with pytest.raises(ValueError) as error:
-        gcx.clip_by_norm(value)
-    expected = f"clip_by_norm: `threshold` must be a number > 0, got {value!r}. {HINT}"
-    assert str(error.value) == expected
-
-
-@pytest.mark.parametrize(
-    ("value", "got"),
-    [
-        ("1", "'1'"),
-        (None, "None"),
-        (True, "True"),
-        (1j, "1j"),
-        (np.ones(2), "float64[2]"),
-        (jnp.ones((2, 3)), "float32[2, 3]"),
-    ],
-)
-def test_threshold_must_be_a_number(value, got):
-    message = f"clip_by_norm: `threshold` must be a number > 0, got {got}. Pass a pos"
-    with pytest.raises(TypeError, match=re.escape(message)):
-        gcx.clip_by_norm(value)
-
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
 def test_traced_number_never_raises(value):
@@ -188,17 +138,16 @@ def test_traced_number_never_raises(value):
     np.testing.assert_equal(float(jax.jit(threshold)(value)), value)
 
 
-@pytest.mark.parametrize("argument", ["ratio", "eps"])
-@pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
-def test_relative_to_params_refuses(argument, value):
-    expected = f"relative_to_params: `{argument}` must be a number > 0, got"
-    with pytest.raises(ValueError, match=expected):
-        gcx.thresholds.relative_to_params(**{argument: value})
-
-
 def test_a_norm_that_fits_no_float32_counts_as_the_largest_that_does():
     half = Rule(lambda norm: (), lambda norm, state, param_norm: (norm / 2, state))
     with compat.x64():
         grads = jnp.asarray(np.array([1e60]))
         updates, _ = gcx.clip_by_global_norm(half).update(grads, None)
         np.testing.assert_allclose(updates, [np.finfo(np.float32).max / 2], rtol=1e-6)
+
+
+def test_schedule_count_saturates():
+    clip, last = gcx.clip_by_norm(lambda count: 1), jnp.int32(np.iinfo(np.int32).max)
+    state = clip.init(jnp.float32(0))._replace(rules=(last,))
+    _, state = clip.update(jnp.float32(1), state)
+    assert state.rules == (last,) and state.clip_threshold == 1  # a Python number

@@ -12,7 +12,6 @@ import pytest
 
 import compat
 import gradclip_jax as gcx
-import oracles
 import trees
 
 
@@ -44,25 +43,6 @@ NORM_CLIPS = {
     "global": gcx.clip_by_global_norm,
     "group": lambda t, **kw: gcx.clip_by_group_norm({"all": t}, "all", **kw),
 }
-
-
-@pytest.mark.parametrize("clip", NORM_CLIPS.values(), ids=NORM_CLIPS)
-@pytest.mark.parametrize(
-    "threshold",
-    [
-        6.5,
-        np.float64(6.5),
-        np.array(6.5),
-        *(jnp.asarray(6.5, d) for d in FLOATS),
-        lambda count: 6.5,
-    ],
-    ids=["float", "numpy scalar", "numpy array", *FLOATS, "schedule"],
-)
-def test_threshold_may_be(clip, threshold):
-    with compat.strict():
-        updates, _ = step(clip(threshold), GRADS)
-    assert_close(updates, {"a": np.float32([1.5, 2.0]), "b": np.float32([6.0])})
-    assert updates["b"].dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -110,38 +90,6 @@ def test_traced_threshold_out_of_range_never_raises_and_never_flips_a_sign(make)
     assert_same_bits(update(jnp.float32(math.inf), grads), grads)
 
 
-def test_schedule_keeps_its_step_count_in_the_state():
-    clip = gcx.clip_by_global_norm(optax.linear_schedule(1.0, 2.0, 2))
-    update = jax.jit(clip.update)
-    state, norms = clip.init(GRADS), []
-    for _ in range(4):
-        updates, state = update(GRADS, state)
-        norms.append(oracles.global_norm(trees.leaves(updates)))
-    np.testing.assert_allclose(norms, [1.0, 1.5, 2.0, 2.0], rtol=1e-2)  # bfloat16
-    assert [int(x) for x in jax.tree.leaves(state.rules)] == [4]
-    assert float(state.clip_threshold) == 2.0
-
-
-def test_rule_has_a_state_of_its_own():
-    rule = gcx.thresholds.Rule(lambda n: jnp.full_like(n, jnp.inf), lambda n, s, p: (s, n))
-    clip = gcx.clip_by_global_norm(rule)
-    _, state = step(clip, GRADS)
-    assert float(state.rules[0]) == 13.0
-    updates, _ = step(clip, jax.tree.map(lambda x: 2 * x, GRADS), state=state)
-    assert oracles.global_norm(trees.leaves(updates)) == pytest.approx(13.0)
-
-
-def test_rule_relative_to_the_parameters_at_every_granularity():
-    rule = gcx.thresholds.relative_to_params(0.5)
-    params = {"a": jnp.float32([3.0, 4.0]), "b": jnp.float32([12.0])}
-    grads = jax.tree.map(lambda x: 10 * x, params)
-    for make in (gcx.clip_by_global_norm, gcx.clip_by_leaf_norm, NORM_CLIPS["group"]):
-        updates, _ = step(make(rule), grads, params)
-        assert_close(updates, {"a": np.float32([1.5, 2.0]), "b": np.float32([6.0])})
-    updates, _ = step(gcx.clip_by_block_rms(rule), grads, params)
-    assert_close(updates, {"a": np.float32([1.5, 2.0]), "b": np.float32([6.0])})
-
-
 # --- without a state ------------------------------------------------------------------------
 
 STATELESS = {
@@ -162,15 +110,6 @@ def test_update_without_a_state_is_the_same(clip):
     with_state, _ = step(clip, grads, grads)
     without, _ = jax.jit(lambda g: clip.update(g, None, g))(grads)
     assert_same_bits(with_state, without)
-
-
-@pytest.mark.parametrize("threshold", [lambda count: 1.0, optax.constant_schedule(1.0)])
-def test_schedule_needs_a_state(threshold):
-    expected = (
-        r"clip_by_global_norm: `state` must be a `ClipState`, got None. Call `init\(params\)`"
-    )
-    with pytest.raises(ValueError, match=expected):
-        gcx.clip_by_global_norm(threshold).update(GRADS, None)
 
 
 # --- drop-in for Optax ----------------------------------------------------------------------
@@ -273,36 +212,13 @@ def test_threshold_may_be_injected_and_changed(ours, theirs, name):
     assert float(state.hyperparams[name]) == np.float32(0.1)
 
 
-def test_injected_threshold_may_be_a_schedule():
-    tx = optax.inject_hyperparams(gcx.clip_by_global_norm, static_args=("ord",))(
-        max_norm=optax.linear_schedule(1.0, 3.0, 2)
-    )
-    params, grads = ordinary(seed=50), ordinary()
-    state, norms = tx.init(params), []
-    for _ in range(3):
-        updates, state = jax.jit(tx.update)(grads, state, params)
-        norms.append(oracles.global_norm(trees.leaves(updates)))
-    np.testing.assert_allclose(norms, [1.0, 2.0, 3.0], rtol=1e-5)
-
-
 def test_injected_order_must_be_static():
     inject = optax.inject_hyperparams(gcx.clip_by_global_norm, static_args=("ord",))
     updates, _ = step(inject(max_norm=1.0, ord=1.0), jnp.float32([3.0, 4.0]))
     np.testing.assert_allclose(np.abs(updates).sum(), 1.0, rtol=1e-6)
-    with pytest.raises(TypeError, match="`ord` must be a static Python value"):
+    with pytest.raises(TypeError, match="^clip_by_global_norm: `ord`"):
         tx = optax.inject_hyperparams(gcx.clip_by_global_norm)(max_norm=1.0, ord=1.0)
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
-
-
-def test_where_optax_fails_we_do_not():
-    """The first two rows of the table in the README."""
-    grads = {"half": jnp.float16([300.0, 400.0])}
-    theirs, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())
-    assert not np.any(np.asarray(theirs["half"]))
-    ours, _ = gcx.clip_by_global_norm(1.0).update(grads, None)
-    np.testing.assert_allclose(np.float32(ours["half"]), [0.6, 0.8], rtol=1e-3)
-    ours, _ = gcx.clip_by_global_norm(1.0).update(jnp.float32([1e20, 1e20]), None)
-    np.testing.assert_allclose(ours, [2**-0.5, 2**-0.5], rtol=1e-6)
 
 
 # --- reactions ------------------------------------------------------------------------------
@@ -329,121 +245,5 @@ def test_zero_large_norm():
 
 # --- errors when built ----------------------------------------------------------------------
 
-BUILDERS = {
-    "clip_by_global_norm": (gcx.clip_by_global_norm, "max_norm"),
-    "zero_large_norm": (gcx.zero_large_norm, "max_norm"),
-    "clip_by_leaf_norm": (gcx.clip_by_leaf_norm, "max_norm"),
-    "clip_by_block_rms": (gcx.clip_by_block_rms, "threshold"),
-    "adaptive_grad_clip": (gcx.adaptive_grad_clip, "clipping"),
-    "clip": (gcx.clip_by_value, "max_value"),
-}
-builders = pytest.mark.parametrize(("make", "argument"), BUILDERS.values(), ids=BUILDERS)
-
-
-@builders
-@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, -math.inf, np.float32(-1), 0])
-def test_threshold_must_be_positive_when_built(make, argument, value):
-    expected = f"{make.__name__}: `{argument}.?` must be a number > 0, got "
-    with pytest.raises(ValueError, match=expected):
-        make(value)
-
-
-@builders
-@pytest.mark.parametrize("value", ["1.0", True, np.ones(3), 1j])
-def test_threshold_must_be_a_number_when_built(make, argument, value):
-    with pytest.raises(
-        TypeError, match=f"{make.__name__}: `{argument}.?` must be a number > 0, got "
-    ):
-        make(value)
-
-
-def test_negative_threshold_of_a_group_is_named():
-    expected = r"clip_by_group_norm: `max_norms\['body'\]` must be a number > 0, got -1.0"
-    with pytest.raises(ValueError, match=expected):
-        gcx.clip_by_group_norm({"head": 1.0, "body": -1.0}, "body")
-
-
-@pytest.mark.parametrize("max_norms", [1.0, [1.0], None])
-def test_groups_must_be_a_mapping(max_norms):
-    expected = "clip_by_group_norm: `max_norms` must be a mapping from label to threshold, got"
-    with pytest.raises(TypeError, match=expected):
-        gcx.clip_by_group_norm(max_norms, "all")
-
-
-def test_eps_of_the_unit_clip_must_be_positive():
-    with pytest.raises(ValueError, match="adaptive_grad_clip: `eps` must be a number > 0, got 0.0"):
-        gcx.adaptive_grad_clip(0.1, eps=0.0)
-
-
-WITH_WORDS = {
-    "clip_by_global_norm": lambda **kw: gcx.clip_by_global_norm(1.0, **kw),
-    "clip_by_leaf_norm": lambda **kw: gcx.clip_by_leaf_norm(1.0, **kw),
-    "clip_by_group_norm": lambda **kw: gcx.clip_by_group_norm({"a": 1.0}, "a", **kw),
-    "clip_by_block_rms": lambda **kw: gcx.clip_by_block_rms(1.0, **kw),
-    "adaptive_grad_clip": lambda **kw: gcx.adaptive_grad_clip(1.0, **kw),
-}
-
-
-@pytest.mark.parametrize("name", WITH_WORDS)
-def test_nonfinite_is_one_of_two_words(name):
-    expected = (
-        f"{name}: `nonfinite` must be one of 'propagate', 'zero', got 'skip'. Pick one of them."
-    )
-    with pytest.raises(ValueError, match=expected):
-        WITH_WORDS[name](nonfinite="skip")
-
-
-@pytest.mark.parametrize("name", ["clip_by_global_norm", "clip_by_leaf_norm", "clip_by_group_norm"])
-def test_order_is_checked_when_built(name):
-    with pytest.raises(ValueError, match=f"{name}: `ord` must be a number > 0, got 0"):
-        WITH_WORDS[name](ord=0)
-    with pytest.raises(TypeError, match=f"{name}: `ord` must be a number > 0, got 'l2'"):
-        WITH_WORDS[name](ord="l2")
-
-
-@pytest.mark.parametrize("name", list(WITH_WORDS)[:4])
-def test_axis_name_is_checked_when_built(name):
-    expected = f"{name}: `axis_name` must be a string, a tuple of strings or None, got 3. Name the"
-    with pytest.raises(TypeError, match=expected):
-        WITH_WORDS[name](axis_name=3)
-
 
 # --- errors when traced ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("clip", STATELESS.values(), ids=STATELESS)
-def test_integer_leaf_is_named_when_traced(clip):
-    grads = {"enc": {"n": jnp.zeros((2, 3), "int32")}}
-    expected = (
-        r"of `updates` must be floating.*, got int32\[2, 3\] at updates\['enc'\]\['n'\]\. Leave"
-    )
-    with pytest.raises(TypeError, match=expected):
-        jax.eval_shape(lambda g: clip.update(g, None, g), grads)
-
-
-def test_parameters_must_be_given():
-    for clip in (
-        gcx.adaptive_grad_clip(0.1),
-        gcx.clip_by_global_norm(gcx.thresholds.relative_to_params()),
-    ):
-        with pytest.raises(
-            ValueError, match=r"`params` must be given for this threshold, got None\. Pass"
-        ):
-            clip.update(GRADS, None)
-
-
-def test_parameters_must_match():
-    clip = gcx.adaptive_grad_clip(0.1)
-    grads = {"a": jnp.ones((2, 3)), "b": jnp.ones(4)}
-    with pytest.raises(TypeError) as error:
-        clip.update(grads, None, {"a": jnp.ones((2, 5)), "b": jnp.ones(4)})
-    assert str(error.value) == (
-        "adaptive_grad_clip: `updates` must be a tree like `params`, got float32[2, 3] at "
-        "updates['a'], expected shape [2, 5]. Pass `updates` with the structure of `params`."
-    )
-    with pytest.raises(TypeError, match=r"got updates\['a'\] where params\['c'\] was expected\."):
-        clip.update(grads, None, {"c": jnp.ones((2, 3)), "d": jnp.ones(4)})
-    with pytest.raises(TypeError, match=r"got updates\['b'\] where nothing was expected\."):
-        clip.update(grads, None, {"a": jnp.ones((2, 3))})
-    with pytest.raises(TypeError, match=r"got nothing where params\['b'\] was expected\."):
-        clip.update({"a": jnp.ones((2, 3))}, None, grads)

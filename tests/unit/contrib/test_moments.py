@@ -103,13 +103,6 @@ def test_acclip_is_that_of_the_paper(alpha):
         np.testing.assert_allclose(state.second[i][-1], want["tau"], rtol=60 * EPS)
 
 
-def test_acclip_starts_with_short_steps():
-    # tau = 0.01 |g| and m = 0.1 g: the first update is 0.01 g, a tenth of the momentum.
-    updates, _, _ = train(gcx.contrib.acclip(eps=1e-12), np.full((2000, 1), 3.0))
-    assert updates[0, 0] == pytest.approx(0.03, rel=8 * EPS)
-    assert updates[-1, 0] == pytest.approx(3.0, rel=1e-5)
-
-
 # spam_clip
 
 
@@ -145,14 +138,6 @@ def test_spam_is_that_of_the_paper(reset_every):
         assert_close(updates[i], want["clipped"], ulps=20)
         np.testing.assert_allclose(state.second[i][-1], want["v"], rtol=60 * EPS)
     assert np.abs(updates[0][30]).max() < 100 < np.abs(grads[0][30]).max()
-
-
-def test_spam_starts_afresh_at_a_reset():
-    # Element i has its one spike at step i. Counted from 1 the resets are steps 20, 40 and 60.
-    grads = np.ones((60, 60)) + 999 * np.eye(60)
-    updates, _, _ = train(gcx.contrib.spam_clip(50.0, 0.9, 5, 20), grads)
-    let_through = 1 + np.flatnonzero(np.diag(updates) == 1000.0)
-    assert let_through.tolist() == [*range(1, 5), *range(20, 25), *range(40, 45), 60]
 
 
 def test_spam_does_not_clip_an_element_without_a_history():
@@ -213,14 +198,6 @@ def test_stable_spam_gives_a_norm_of_about_one_whatever_the_unit():
         assert all(np.isfinite(x).all() for x in state)
 
 
-def test_stable_spam_measures_each_leaf_by_itself():
-    grads = gradients()
-    together, _, _ = train(gcx.contrib.stable_spam_clip(), grads)
-    for i, grad in enumerate(grads):
-        alone, _, _ = train(gcx.contrib.stable_spam_clip(), [grad])
-        assert_close(together[i], alone[0], ulps=4)
-
-
 # stable_adamw
 
 
@@ -237,23 +214,6 @@ def test_stable_adamw_gives_what_the_authors_code_gives(run):
         assert_close(params[i], theirs, ulps=0.6 * len(theirs) + 1)
 
 
-def test_stable_adamw_shortens_steps_as_the_authors_do():
-    # A step is `rate * direction`; the divisor is the ratio to a step that is never shortened.
-    run = recorded.recording("stableadamw", "defaults")
-    given = run.given
-    start = [jnp.asarray(x, jnp.float32) for x in run.raw["inputs"]["params0"]]
-    arguments = (given["lr"], *given["betas"], given["eps"], 0.0)
-    short, _, _ = train(
-        gcx.contrib.stable_adamw(*arguments, given["clip_thresh"]), run.leaves, start
-    )
-    full, _, _ = train(gcx.contrib.stable_adamw(*arguments, math.inf), run.leaves, start)
-    divisors = recorded.numbers(run.gave["lr_divisor"])
-    for i in range(2):
-        ratio = full[i].reshape(24, -1)[:, 0] / short[i].reshape(24, -1)[:, 0]
-        np.testing.assert_allclose(ratio, divisors[:, i], rtol=30 * EPS)
-    assert divisors.max() > 1.8
-
-
 def test_stable_adamw_is_that_of_the_paper():
     grads = gradients()
     start = [np.ones(x.shape[1:], np.float32) for x in grads]
@@ -262,13 +222,6 @@ def test_stable_adamw_is_that_of_the_paper():
     for i, grad in enumerate(float32(grads)):
         want = oracles.stable_adamw(grad, start[i], 0.01, 0.8, 0.95, 1e-4, 0.1, 0.7)
         assert_close(params[i], want, ulps=60)
-
-
-def test_stable_adamw_takes_a_schedule():
-    grads = [np.ones((3, 2))]
-    tx = gcx.contrib.stable_adamw(lambda step: jnp.array([0.1, 0.0, 0.3])[step])
-    updates, _, _ = train(tx, grads)
-    np.testing.assert_allclose(updates[0][:, 0], [-0.1, 0.0, -0.3], rtol=1e-5)
 
 
 # any sequence
@@ -336,13 +289,6 @@ def test_a_gradient_whose_square_overflows_does_not_stay(clip, size):
 
 
 @each_clip
-def test_zero_gradients_stay_zero(clip):
-    updates, state, _ = train(clip, np.zeros((10, 3)))
-    assert not updates.any()
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
-
-
-@each_clip
 def test_a_level_that_shifts_is_followed(clip):
     grads = np.random.default_rng(0).standard_normal((3000, 5))
     grads[1000:] *= 30
@@ -406,7 +352,6 @@ def test_complex_gradients_are_clipped_by_magnitude():
 
 # errors
 
-DECAY = "must be a number >= 0 and < 1"
 MAKE = {
     "acclip": gcx.contrib.acclip,
     "spam_clip": gcx.contrib.spam_clip,
@@ -415,57 +360,6 @@ MAKE = {
         learning_rate, **others
     ),
 }
-each_name = pytest.mark.parametrize("name", MAKE)
-
-
-@pytest.mark.parametrize(
-    ("name", "argument", "value", "message"),
-    [
-        ("acclip", "b1", 1.5, f"{DECAY}, got 1.5"),
-        ("acclip", "b2", 1.0, f"{DECAY}, got 1.0"),
-        ("acclip", "alpha", 0.0, "must be a number > 0, got 0.0"),
-        ("acclip", "eps", 0.0, "must be a number > 0, got 0.0"),
-        ("spam_clip", "spike_threshold", 0.0, "must be a number > 0, got 0.0"),
-        ("spam_clip", "decay", -0.1, f"{DECAY}, got -0.1"),
-        ("spam_clip", "warmup_steps", 0, "must be an integer >= 1, got 0"),
-        ("spam_clip", "reset_every", 0, "must be an integer >= 1, got 0"),
-        ("spam_clip", "reset_every", 20, "must be > warmup_steps=20, got 20"),
-        ("stable_spam_clip", "max_decay", 1, f"{DECAY}, got 1"),
-        ("stable_spam_clip", "norm_decay", math.nan, f"{DECAY}, got nan"),
-        ("stable_spam_clip", "square_decay", 2.0, f"{DECAY}, got 2.0"),
-        ("stable_spam_clip", "eps", 0.0, "must be a number > 0, got 0.0"),
-        ("stable_adamw", "learning_rate", 0.0, "must be a number > 0, got 0.0"),
-        ("stable_adamw", "b2", 1.0, f"{DECAY}, got 1.0"),
-        ("stable_adamw", "eps", 0.0, "must be a number > 0, got 0.0"),
-        ("stable_adamw", "weight_decay", -1.0, "must be a number >= 0, got -1.0"),
-        ("stable_adamw", "clipping", 0.0, "must be a number > 0, got 0.0"),
-    ],
-)
-def test_a_number_out_of_range_is_refused(name, argument, value, message):
-    with pytest.raises(ValueError) as error:
-        MAKE[name](**{argument: value})
-    assert str(error.value).startswith(f"{name}: `{argument}` {message}")
-
-
-def test_stable_adamw_needs_the_parameters():
-    tx = gcx.contrib.stable_adamw(1e-3)
-    with pytest.raises(ValueError, match="stable_adamw: `params` must be given .* got None"):
-        tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
-
-
-@pytest.mark.parametrize(
-    ("name", "argument", "value"),
-    [
-        ("acclip", "b1", "0.9"),
-        ("spam_clip", "spike_threshold", None),
-        ("spam_clip", "warmup_steps", 1.5),
-        ("stable_spam_clip", "eps", jnp.ones(2)),
-        ("stable_adamw", "learning_rate", "1e-3"),
-    ],
-)
-def test_what_is_no_number_is_a_type_error(name, argument, value):
-    with pytest.raises(TypeError, match=f"{name}: `{argument}` must be an? (number|integer)"):
-        MAKE[name](**{argument: value})
 
 
 def test_a_power_below_one_has_a_finite_derivative_at_zero():
@@ -473,21 +367,6 @@ def test_a_power_below_one_has_a_finite_derivative_at_zero():
     state = tx.init(jnp.zeros(2))
     slope = jax.grad(lambda g: jnp.sum(tx.update(g, state)[0]))(jnp.array([0.0, 1.0]))
     assert np.isfinite(slope).all()
-
-
-@pytest.mark.parametrize("name", ["acclip", "spam_clip", "stable_adamw"])
-def test_a_tree_of_another_structure_is_named_by_path(name):
-    tx, params = MAKE[name](), {"a": jnp.ones(2), "b": jnp.ones(2)}
-    expected = rf"{name}: `updates` must be a tree like `params`, got updates\['c'\] where params"
-    with pytest.raises(TypeError, match=expected):
-        tx.update({"a": jnp.ones(2), "c": jnp.ones(2)}, tx.init(params), params)
-
-
-@each_name
-def test_a_missing_state_is_refused(name):
-    expected = f"{name}: `state` must be a `(Moment|LeafAverage)State`, got N"
-    with pytest.raises(ValueError, match=expected):
-        MAKE[name]().update(jnp.ones(2), None, jnp.ones(2))
 
 
 @pytest.mark.parametrize("name", ["stable_adamw", "stable_spam_clip"])
@@ -502,3 +381,10 @@ def test_pmap_with_the_axis_named_is_one_device(name):
     on_devices = functools.partial(two_steps, MAKE[name](axis_name="i"))
     sharded = jax.pmap(on_devices, axis_name="i")(grads, grads)
     np.testing.assert_allclose(sharded, whole, rtol=2e-6)
+
+
+def test_stable_adamw_takes_a_schedule():
+    grads = [np.ones((3, 2))]
+    tx = gcx.contrib.stable_adamw(lambda step: jnp.array([0.1, 0.0, 0.3])[step])
+    updates, _, _ = train(tx, grads)
+    np.testing.assert_allclose(updates[0][:, 0], [-0.1, 0.0, -0.3], rtol=1e-5)

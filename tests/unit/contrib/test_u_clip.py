@@ -140,23 +140,6 @@ def test_a_bad_step_leaves_the_carry_as_it_was(name, bad):
     assert_nothing_lost(without[0], rest, without[1], steps=20)
 
 
-def test_a_bad_step_is_reported_as_the_clip_reports_it():
-    grads = jnp.array([[3.0, math.nan]])
-    for nonfinite, want in [("propagate", [math.nan, math.nan]), ("zero", [0.0, 0.0])]:
-        tx = gcx.contrib.u_clip(gcx.clip_by_global_norm(1.0, nonfinite=nonfinite))
-        updates, state = tx.update(grads[0], tx.init(grads[0]))
-        np.testing.assert_array_equal(updates, want)
-        np.testing.assert_array_equal(state.carry, [0.0, 0.0])
-
-
-def test_a_sum_that_overflows_does_not_stay():
-    tx = gcx.contrib.u_clip(gcx.clip_by_global_norm(1.0))
-    state = tx.init(jnp.ones(1))
-    for size in (2e38, 2e38, 1.0):
-        updates, state = tx.update(jnp.array([size]), state)
-    assert np.isfinite(state.carry).all() and np.isfinite(updates).all()
-
-
 @hypothesis.given(
     sizes=st.lists(
         st.floats(-1e6, 1e6, width=32) | st.sampled_from([math.nan, math.inf, -math.inf, 0.0]),
@@ -179,45 +162,12 @@ def test_nothing_is_lost_for_any_sequence(sizes):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.carry))
 
 
-def test_extra_arguments_reach_the_clip():
-    def update(updates, state, params=None, *, scale):
-        return jax.tree.map(lambda g: scale * g, updates), state
-
-    clip = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
-    tx = gcx.contrib.u_clip(clip)
-    updates, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), scale=0.25)
-    assert updates.tolist() == [0.25, 0.25] and state.carry.tolist() == [0.75, 0.75]
-
-
 def test_metrics_of_the_clip_are_found():
     tx = gcx.contrib.u_clip(gcx.clip_by_global_norm(1.0))
     state = tx.init(jnp.ones(2))
     _, state = tx.update(jnp.array([3.0, 4.0]), state)
     _, state = tx.update(jnp.array([0.0, 0.0]), state)
     assert float(gcx.metrics(state)["grad_norm"]) == pytest.approx(4.0, rel=4 * EPS)  # the carry
-
-
-def test_derivatives_are_finite_at_zero():
-    tx = gcx.contrib.u_clip(gcx.clip_by_global_norm(1.0))
-
-    @jax.jit
-    @jax.grad
-    def slope(grads):
-        updates, state = tx.update(grads, tx.init(grads))
-        more, _ = tx.update(3 * grads, state)
-        return updates.sum() + more.sum()
-
-    assert np.isfinite(slope(jnp.zeros(3))).all()
-    assert np.isfinite(slope(jnp.array([1.0, 0.0, 2.0]))).all()
-
-
-def test_what_is_no_clip_is_refused():
-    with pytest.raises(TypeError) as error:
-        gcx.contrib.u_clip(1.0)
-    assert str(error.value) == (
-        "u_clip: `clip` must be an `optax.GradientTransformation`, got 1.0. "
-        "Pass an Optax optimizer such as `optax.adamw(1e-3)`."
-    )
 
 
 def test_a_bad_value_on_one_device_poisons_no_carry():
@@ -240,8 +190,3 @@ def test_an_update_that_overflows_its_dtype_leaves_the_carry():
     for grad in ([6e4, 6e4, 6e4], [6e4, 0, 0], [0, 0, 0]):
         update, state = clip.update(jnp.asarray(grad, jnp.float16), state)
         assert np.isfinite(state.carry).all()
-
-
-def test_no_state_is_named():
-    with pytest.raises(ValueError, match="u_clip: `state` must be a `CarryState`, got None"):
-        gcx.contrib.u_clip(gcx.clip(1.0)).update(jnp.ones(2), None)

@@ -1,6 +1,5 @@
 """The verdict on a step: which numbers make it a bad one, in which dtypes, on which devices."""
 
-import contextlib
 import functools
 import inspect
 
@@ -12,8 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gradclip_jax as gcx
-from compat import VERSION, strict, x64
-from other_devices import on_an_accelerator
+from compat import VERSION, x64
 from trees import build
 
 LOW = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
@@ -67,16 +65,6 @@ def test_every_dtype_is_looked_at(dtype, size):
     assert not verdict(optax.identity(), good.at[1].set(jnp.nan))
     if dtype == "complex64":
         assert not verdict(optax.identity(), good.at[1].set(complex(0, jnp.inf)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", [contextlib.nullcontext, on_an_accelerator])
-def test_finite_gradients_whose_squares_or_sum_overflow_are_finite_on_any_device(device):
-    with device():
-        for dtype in ("float16", "bfloat16", "float32"):
-            largest = jnp.full(3, jnp.finfo(dtype).max, dtype)
-            look = jax.jit(lambda x: is_taken(x))  # a function of its own for each device
-            assert look(largest) and not look(largest.at[1].set(jnp.inf))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", *LOW[2:]])
@@ -200,13 +188,6 @@ def test_float64_is_not_looked_at_in_float32():
         assert verdict(optax.identity(), {"a": grads, "b": jnp.ones(2, jnp.float32)})
         assert not verdict(to_float32, jnp.full(3, 1e250, jnp.float64))
         assert not verdict(to_float32, jnp.full(3, jnp.inf, jnp.float64))
-
-
-def test_nothing_is_promoted():
-    grads = {"a": jnp.ones(3, jnp.bfloat16), "b": jnp.ones((2, 2), jnp.float32), "c": jnp.ones(())}
-    with strict():
-        assert verdict(optax.identity(), grads)
-        assert verdict(optax.trace(0.5), grads)
 
 
 def scalar_state(of):

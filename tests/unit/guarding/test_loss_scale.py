@@ -1,7 +1,6 @@
 """The loss scale: what it does to loss and gradient, when it moves, and in what it may stand."""
 
 import functools
-import re
 
 import chex
 import jax
@@ -12,8 +11,6 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import gradclip_jax as gcx
-from guard_cases import dtypes, params_and_grads
-from other_devices import on_an_accelerator
 
 
 def scale_of(state):
@@ -77,10 +74,12 @@ def test_the_scale_is_found_in_any_state(name):
     assert scale_of(state) == 32.0
 
 
-def test_metrics_name_the_scale_once():
-    state = gcx.dynamic_loss_scale(optax.adam(0.1)).init(jnp.zeros(2))
-    names = {"loss_scale", "skipped_nonfinite", "consecutive_skips", "guard_failed"}
-    assert set(gcx.metrics(state)) == names
+def test_metrics_report_the_unscaled_norm_which_shows_that_scale_loss_is_missing():
+    tx, params = gcx.dynamic_loss_scale(optax.sgd(1.0), init_scale=1024.0), jnp.zeros(2)
+    grads, state = jnp.array([3.0, 4.0]), tx.init(params)
+    for scale, norm in ((1024, 5), (1, 5 / 1024), (np.nan, 5 / 1024)):
+        _, state = tx.update(scale * grads, state, params)
+        assert gcx.metrics(state)["unscaled_grad_norm"] == norm
 
 
 # When the scale moves
@@ -271,27 +270,6 @@ def test_a_moment_that_overflows_where_it_is_kept_is_refused():
         )
 
 
-@pytest.mark.slow
-def test_an_accelerator_takes_the_same_steps():
-    params, grads = params_and_grads()
-    tx = gcx.dynamic_loss_scale(optax.adam(0.1), init_scale=4.0, growth_interval=2)
-
-    def run():
-        state, now, rows = tx.init(params), params, []
-        for factor in (1.0, np.inf, 2.0, 3.0):
-            batch = jax.tree.map(lambda g, f=factor: (g * f).astype(g.dtype), grads)
-            now, state = jax.jit(functools.partial(gcx.apply_gradients, tx))(batch, state, now)
-            rows.append((now, scale_of(state)))
-        return rows
-
-    on_cpu = run()
-    with on_an_accelerator():
-        elsewhere = run()
-    chex.assert_trees_all_close(on_cpu, elsewhere, rtol=1e-2)
-    assert [scale for _, scale in on_cpu] == [4.0, 2.0, 2.0, 4.0]
-    assert dtypes(on_cpu[-1][0]) == dtypes(params)
-
-
 # With other guards and with accumulation
 
 
@@ -311,28 +289,18 @@ def test_other_guards_inside_see_unscaled_gradients_and_the_true_loss():
     assert gcx.metrics(state)["skipped_large_norm"] == 1 and scale_of(state) == 2.0**10
 
 
-def loss_scale_inside(inner):
-    return gcx.dynamic_loss_scale(inner)
-
-
 @pytest.mark.parametrize(
-    ("name", "build"),
+    "build",
     [
-        ("skip_nonfinite", lambda tx: gcx.skip_nonfinite(tx)),
-        ("skip_nonfinite", lambda tx: gcx.skip_nonfinite(tx, check="gradient")),
-        ("skip_large_norm", lambda tx: gcx.skip_large_norm(tx, 1.0)),
-        ("skip_spikes", lambda tx: gcx.skip_spikes(tx, loss=1.0)),
-        ("skip_nonfinite", lambda tx: gcx.skip_nonfinite(gcx.accumulate_gradients(tx, 2))),
-        ("skip_nonfinite", lambda tx: gcx.skip_nonfinite(optax.chain(gcx.clip(1.0), tx))),
-        ("dynamic_loss_scale", loss_scale_inside),
+        gcx.skip_nonfinite,
+        functools.partial(gcx.skip_spikes, loss=1.0),
+        lambda tx: gcx.skip_nonfinite(gcx.accumulate_gradients(tx, 2)),
+        lambda tx: gcx.skip_nonfinite(optax.chain(gcx.clip(1.0), tx)),
+        gcx.dynamic_loss_scale,
     ],
 )
-def test_a_guard_around_a_loss_scale_is_refused(name, build):
-    message = (
-        f"{name}: `inner` must be free of `dynamic_loss_scale`, got a state of one. "
-        "Put that one around this guard, which then sees unscaled gradients."
-    )
-    with pytest.raises(TypeError, match=re.escape(message)):
+def test_a_guard_around_a_loss_scale_is_refused(build):
+    with pytest.raises(TypeError, match="`inner` must be free of `dynamic_loss_scale`"):
         build(gcx.dynamic_loss_scale(optax.sgd(1.0))).init(jnp.zeros(2))
 
 
@@ -498,97 +466,39 @@ def test_a_run_goes_on_with_a_loss_scale_and_back_without():
         chex.assert_trees_all_equal(back if old is adam else back.inner_state, moved)
 
 
-RANGE = "a number >= 1.17549e-38 and <= 8.50706e+37"
 make = functools.partial(gcx.dynamic_loss_scale, optax.sgd(1.0))
 STATE = gcx.dynamic_loss_scale(optax.sgd(1.0)).init(np.zeros(1))
 
 
 @pytest.mark.parametrize(
-    ("build", "error", "message"),
+    ("name", "value", "error"),
     [
-        (
-            lambda: gcx.dynamic_loss_scale(0.1),
-            TypeError,
-            "dynamic_loss_scale: `inner` must be an `optax.GradientTransformation`, got 0.1. "
-            "Pass an Optax optimizer such as `optax.adamw(1e-3)`.",
-        ),
-        (
-            lambda: make(init_scale=0.0),
-            ValueError,
-            f"dynamic_loss_scale: `init_scale` must be {RANGE}, got 0.0. Pass a power of two.",
-        ),
-        (
-            lambda: make(max_scale=np.inf),
-            ValueError,
-            f"dynamic_loss_scale: `max_scale` must be {RANGE}, got inf. Pass a power of two.",
-        ),
-        (
-            lambda: make(min_scale="1"),
-            TypeError,
-            f"dynamic_loss_scale: `min_scale` must be {RANGE}, got '1'. Pass a power of two.",
-        ),
-        (
-            lambda: make(init_scale=0.5),
-            ValueError,
-            "dynamic_loss_scale: `init_scale` must be between `min_scale` and `max_scale`, "
-            "1 and 1.67772e+07, got 0.5. Move the bounds, or start within them.",
-        ),
-        (
-            lambda: make(growth_factor=1.0),
-            ValueError,
-            "dynamic_loss_scale: `growth_factor` must be a number > 1, got 1.0. "
-            "Pass for example 2.0.",
-        ),
-        (
-            lambda: make(backoff_factor=1.0),
-            ValueError,
-            "dynamic_loss_scale: `backoff_factor` must be a number > 0 and < 1, got 1.0. "
-            "Pass for example 0.5.",
-        ),
-        (
-            lambda: make(growth_interval=0),
-            ValueError,
-            "dynamic_loss_scale: `growth_interval` must be an integer >= 1, got 0. "
-            "Pass the number of good steps.",
-        ),
-        (
-            lambda: make(check="loss"),
-            ValueError,
-            "dynamic_loss_scale: `check` must be one of 'gradient', 'step', got 'loss'. "
-            "Pick one of them.",
-        ),
-        (
-            lambda: make().update(jnp.ones(1), optax.EmptyState()),
-            TypeError,
-            "dynamic_loss_scale: `state` must be a `LossScaleState`, got EmptyState. "
-            "Call `update(grads, state, params)` with the state that `init(params)` made.",
-        ),
-        (
-            lambda: make().update({"a": jnp.ones(1, int)}, STATE),
-            TypeError,
-            "dynamic_loss_scale: every leaf of `updates` must be floating or complex, "
-            "got int32[1] at updates['a']. Leave such leaves out with `optax.masked`.",
-        ),
-        (
-            lambda: gcx.scale_loss(optax.sgd(1.0).init(0.0), 1.0),
-            TypeError,
-            "scale_loss: `state` must be a state with one loss scale in it, got 0 in it. "
-            "Make the state with `dynamic_loss_scale(optimizer).init(params)`.",
-        ),
-        (
-            lambda: gcx.scale_loss((STATE, STATE), 1.0),
-            TypeError,
-            "scale_loss: `state` must be a state with one loss scale in it, got 2 in it. "
-            "Put one `dynamic_loss_scale` around all of the optimizer.",
-        ),
-        (
-            lambda: gcx.scale_loss(STATE, jnp.int32(3)),
-            TypeError,
-            "scale_loss: `loss` must be real and floating, got int32[]. "
-            "Pass the number that is differentiated.",
-        ),
+        ("inner", 0.1, TypeError),
+        ("init_scale", 0.0, ValueError),
+        ("init_scale", 0.5, ValueError),  # below the smallest
+        ("max_scale", np.inf, ValueError),
+        ("min_scale", "1", TypeError),
+        ("growth_factor", 1.0, ValueError),
+        ("backoff_factor", 1.0, ValueError),
+        ("growth_interval", 0, ValueError),
+        ("check", "loss", ValueError),
     ],
 )
-def test_a_wrong_argument_is_named(build, error, message):
-    with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        build()
+def test_a_wrong_argument_is_named(name, value, error):
+    with pytest.raises(error, match=f"^dynamic_loss_scale: `{name}` must be"):
+        gcx.dynamic_loss_scale(**{"inner": optax.sgd(1.0), name: value})
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: make().update(jnp.ones(1), optax.EmptyState()), "dynamic_loss_scale: `state`"),
+        (lambda: make().update({"a": jnp.ones(1, int)}, STATE), "dynamic.*updates.*'a'"),
+        (lambda: gcx.scale_loss(optax.sgd(1.0).init(0.0), 1.0), "scale_loss: `state`"),
+        (lambda: gcx.scale_loss((STATE, STATE), 1.0), "scale_loss: `state`"),
+        (lambda: gcx.scale_loss(STATE, jnp.int32(3)), "scale_loss: `loss`"),
+    ],
+)
+def test_a_wrong_state_or_tree_is_named(call, message):
+    with pytest.raises(TypeError, match=f"^{message}"):
+        call()

@@ -28,12 +28,11 @@ from hlo import compiled
 
 
 def test_the_counts_of_spikes_saturate():
-    tx = gcx.skip_large_norm(optax.sgd(0.1), 1.0)
-    state = tx.init(jnp.zeros(2))
-    full = {"norm": (jnp.int32(INT_MAX), ())}
-    state = state._replace(skipped_large_norm=jnp.int32(INT_MAX), signals=full)
+    tx = gcx.skip_large_norm(optax.sgd(0.1), lambda count: 1.0)
+    state, full = tx.init(jnp.zeros(2)), jnp.int32(INT_MAX)
+    state = state._replace(skipped_large_norm=full, spikes_in_a_row=full, signals={"norm": full})
     _, after = tx.update(jnp.array([1e3, 0.0]), state)
-    assert after.skipped_large_norm == INT_MAX and after.signals["norm"][0] == INT_MAX
+    assert after.skipped_large_norm == after.spikes_in_a_row == after.signals["norm"] == INT_MAX
 
 
 def test_the_norm_of_all_shards_decides():
@@ -434,43 +433,41 @@ def test_the_mean_loss_of_all_devices_decides(check_vma):
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("value", "error"),
+    [(None, ValueError), (jnp.ones(3), TypeError), (1j, TypeError), (jnp.complex64(1), TypeError)],
+)
+def test_a_value_that_is_not_a_real_scalar_is_named(value, error):
+    tx = gcx.skip_spikes(optax.sgd(1.0), loss=1.0)
+    with pytest.raises(error, match="^skip_spikes: `value` must be"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)), value=value)
+
+
+@pytest.mark.parametrize("value", [3, True, jnp.int32(3), jnp.bfloat16(3)])
+def test_an_integer_loss_is_compared(value):
+    tx = gcx.skip_spikes(optax.sgd(1.0), loss=0.5)
+    _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), value=value)
+    assert state.loss == value and state.skipped_large_loss == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "name"),
     [
-        (
-            lambda tx: tx.update(jnp.ones(2), tx.init(jnp.ones(2))),
-            ValueError,
-            "skip_spikes: `value` must be given to watch the loss, got None. "
-            "Pass the loss: `update(grads, state, params, value=loss)`.",
-        ),
-        (
-            lambda tx: tx.update(jnp.ones(2), tx.init(jnp.ones(2)), value=jnp.ones(3)),
-            TypeError,
-            "skip_spikes: `value` must be a scalar, got float32[3]. Pass the mean over the batch.",
-        ),
-        (
-            lambda tx: gcx.skip_spikes(optax.sgd(1.0)),
-            ValueError,
-            "skip_spikes: `norm` must be given, or `loss` or `update`, got None for all. "
-            "Pass for example `loss=gcx.thresholds.mean_std()`.",
-        ),
-        (
-            lambda tx: gcx.skip_spikes(optax.sgd(1.0), loss="big"),
-            TypeError,
-            "skip_spikes: `loss` must be a number > -inf, got 'big'. "
-            "Pass a number, a schedule, or a rule from `gcx.thresholds`.",
-        ),
-        (
-            lambda tx: gcx.skip_spikes(optax.sgd(1.0), loss=gcx.thresholds.relative_to_params(0.1)),
-            ValueError,
-            "skip_spikes: `loss` must be a threshold that does not follow the parameters, got one "
-            "that does. Pass a number, a schedule, or a rule of spread such as "
-            "`gcx.thresholds.mean_std()`.",
-        ),
+        ({}, ValueError, "norm"),
+        ({"loss": "big"}, TypeError, "loss"),
+        ({"loss": gcx.thresholds.relative_to_params(0.1)}, ValueError, "loss"),
     ],
 )
-def test_what_a_loss_may_not_be_is_named(call, error, message):
-    with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        call(gcx.skip_spikes(optax.sgd(1.0), loss=1.0))
+def test_a_wrong_threshold_is_named(options, error, name):
+    with pytest.raises(error, match=f"^skip_spikes: `{name}` must be"):
+        gcx.skip_spikes(optax.sgd(1.0), **options)
+
+
+def test_a_state_with_other_thresholds_is_named():
+    params, sgd = jnp.ones(2), optax.sgd(1.0)
+    tx = gcx.skip_spikes(sgd, norm=1.0, loss=1.0)
+    for other in (gcx.skip_large_norm(sgd, 1.0), gcx.skip_spikes(sgd, loss=1.0)):
+        with pytest.raises(TypeError, match="^skip_spikes: `state` must be"):
+            tx.update(params, other.init(params), params, value=1.0)
 
 
 def run_signals(tx, norms, losses):

@@ -2,7 +2,6 @@
 not finite is dropped."""
 
 import functools
-import re
 from typing import Any, NamedTuple
 
 import chex
@@ -223,13 +222,9 @@ def multi_steps():
     ids=["object", "transformation", "in a chain"],
 )
 def test_multi_steps_is_refused_where_its_window_could_lock_up(inner):
-    message = (
-        "skip_nonfinite: `inner` must be free of `optax.MultiSteps`, got a state of one. "
-        "Use `accumulate_gradients`: a guard can empty its window. Or guard its optimizer."
-    )
-    with pytest.raises(TypeError, match=re.escape(message)):
+    with pytest.raises(TypeError, match=r"^skip_nonfinite: `inner` must be free of `optax.Multi"):
         checking_steps(inner).init(jnp.zeros(2))
-    # A guard that looks at the gradient alone never refuses a window for its sum.
+    # A guard that only checks gradients never drops a window for its sum.
     for tx in (gcx.skip_large_norm(inner, 1e3), gcx.skip_nonfinite(inner)):
         params, _, state = train(tx, jnp.ones(16).at[2].set(1e25))
         assert state.consecutive_skips == 0 and params[-1].all()

@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import gradclip_jax as gcx
-from other_devices import on_an_accelerator
 
 PARAMS = {
     "decoder": {"layers": {"attn": np.ones((3, 2), "f"), "mlp": {"wi": np.ones((3, 2, 2), "f")}}},
@@ -138,12 +137,13 @@ def test_a_held_step_says_so_and_repeats_nothing():
 def test_inside_an_accumulation_it_counts_the_steps_that_were_taken():
     tx = gcx.accumulate_gradients(gcx.watch(optax.sgd(1.0)), 2)
     params = {"w": jnp.ones(1)}
-    state, steps = tx.init(params), []
+    state, steps, norms = tx.init(params), [], []
     for size in (2.0, 4.0, 8.0):
         params, state = gcx.apply_gradients(tx, {"w": jnp.array([size])}, state, params)
         steps.append(int(gcx.metrics(state)["watch_step"]))
+        norms.append(float(gcx.metrics(state)["update_norm"]))
     assert steps == [0, 1, 1]
-    assert gcx.metrics(state)["update_norm"] == 3
+    assert norms == [-1, 3, -1]  # a held micro-batch does not reach it: nothing was measured
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -159,14 +159,15 @@ def test_a_skipped_window_is_one_incident_and_later_held_steps_are_none(inside):
     assert gcx.metrics(state)["incident_step"] == 1
 
 
-def test_what_is_not_measured_is_nan_and_no_incident():
+def test_a_step_without_measurement_reports_minus_one_and_no_incident():
     tx = gcx.watch(optax.sgd(1.0))
     params = {"w": jnp.ones(1)}
     _, state = tx.update({"w": jnp.array([2.0])}, tx.init(params), params)
     updates, state = tx.update({"w": jnp.array([np.inf])}, state, params, measure=False)
     found = gcx.metrics(state)
     assert np.isinf(updates["w"][0]) and found["watch_step"] == 2
-    assert all(np.isnan(found[key]) for key in ("gradient_norm", "update_norm/w"))
+    keys = ("gradient_norm", "update_norm/w", "update_ratio", "largest_share")
+    assert all(found[key] == -1 for key in keys)
     assert gcx.incidents(state) == []
 
 
@@ -200,7 +201,7 @@ def test_nan_infinity_spikes_and_losses_are_told_with_their_place():
     assert spike.leaf == "decoder/layers_1/mlp/wi" and spike.share > 0.99
     assert spike.norm == pytest.approx(norm64(*jax.tree.leaves(stream[70])), rel=1e-6)
     mean, variance = level64(np.log([norm64(*jax.tree.leaves(grads)) for grads in QUIET]))
-    expected = np.exp(mean + 6 * max(np.sqrt(variance), 0.01))
+    expected = np.exp(mean + 6 * max(np.sqrt(variance), np.log(2) / 6))
     assert spike.norm_threshold == pytest.approx(expected, rel=1e-4)
     assert (nan.step, nan.kinds, nan.leaf) == (71, ("nan", "skipped"), "decoder/layers_2/mlp/wi")
     assert np.isnan(nan.norm)
@@ -209,23 +210,217 @@ def test_nan_infinity_spikes_and_losses_are_told_with_their_place():
     assert (loss.step, loss.kinds, loss.loss) == (73, ("loss",), 9.0)
 
 
-def test_a_leaf_that_rises_beside_the_others_is_named_though_the_norm_is_usual():
+def noisy(steps, change=lambda i, name, x: x, noise=0.05, names=("big", "mid", "small")):
+    """Gradients of one number each, whose sizes differ by a factor of 10."""
     rng, stream = np.random.default_rng(0), []
-    for i in range(90):  # a hard batch raises both alike
-        level, own = np.exp(0.5 * rng.standard_normal()), np.exp(0.05 * rng.standard_normal(2))
-        small = own[1] * (10 if i == 80 else 1)
-        stream.append(
-            {"big": np.float32([level * own[0]]), "small": np.float32([level * small / 50])}
-        )
-    params = {"big": np.ones(1, "f"), "small": np.ones(1, "f")}
-    (incident,) = gcx.incidents(run(gcx.watch(optax.sgd(1e-3)), stream, params))
-    assert (incident.step, incident.kinds, incident.leaf) == (80, ("leaf",), "small")
-    assert incident.share < 0.05 and incident.second_leaf == "big"
-    assert 3 < incident.leaf_rise < 3.5  # the root of 10: both leaves are the level
-    assert "% of it in small, 3." in str(incident) and "times its usual part" in str(incident)
-    assert (
-        gcx.incidents(run(gcx.watch(optax.sgd(1e-3), spike_threshold=np.inf), stream, params)) == []
-    )
+    for i in range(steps):
+        level, own = np.exp(0.3 * rng.standard_normal()), np.exp(noise * rng.standard_normal(9))
+        sizes = {name: level * own[j] / 10**j for j, name in enumerate(names)}
+        stream.append({k: np.float32([change(i, k, x)]) for k, x in sizes.items()})
+    return stream
+
+
+ONES = {name: np.ones(1, "f") for name in ("big", "mid", "small")}
+
+
+def watched(stream, tx=None, **options):
+    """The incidents of a run of SGD, each leaf by itself."""
+    tx = gcx.watch(optax.sgd(1e-3) if tx is None else tx, max_incidents=64, **options)
+    return gcx.incidents(run(tx, stream, ONES))
+
+
+@pytest.mark.parametrize("at", [20, 80])
+def test_a_leaf_that_rises_is_named_with_its_true_factor_though_the_norm_is_usual(at):
+    factor = 30 if at == 20 else 10
+    stream = noisy(at + 5, lambda i, k, x: x * factor if (i, k) == (at, "small") else x)
+    (incident,) = watched(stream)
+    assert (incident.step, incident.kinds, incident.leaf) == (at, ("leaf",), "small")
+    assert incident.leaf_rise == pytest.approx(factor, rel=0.3)
+    assert "times its usual value relative to the other leaves" in str(incident)
+    assert watched(stream, spike_threshold=np.inf) == []
+
+
+def test_clean_noise_is_no_incident():
+    assert watched(noisy(3000, noise=0.5)) == []
+
+
+@pytest.mark.parametrize(("at", "found"), [(14, []), (17, [17])])
+def test_there_is_no_threshold_before_step_16(at, found):
+    stream = noisy(at + 1, lambda i, k, x: x * 1e3 if i == at else x)
+    assert [x.step for x in watched(stream)] == found
+
+
+@pytest.mark.parametrize("length", [1, 40])
+def test_a_leaf_whose_gradient_becomes_zero_is_named_once(length):
+    dead = lambda i, k, x: 0 * x if k == "mid" and 100 <= i < 100 + length else x  # noqa: E731
+    found = [x for x in watched(noisy(160, dead)) if "zero" in x.kinds]
+    assert [x.leaf for x in found] == ["mid"] * (length > 1)  # a single zero may be a coincidence
+    if found:
+        assert found[0].step < 110
+        assert str(found[0]).endswith("the gradient of mid has become zero; loss 3")
+
+
+def test_a_leaf_that_is_often_zero_is_not_dead():
+    rng = np.random.default_rng(1)
+    is_zero = rng.random(2000) < 0.5
+    stream = noisy(2000, lambda i, k, x: 0 * x if k == "mid" and is_zero[i] else x)
+    assert watched(stream) == []
+    stream = noisy(2000, lambda i, k, x: 0 * x if k == "mid" and (is_zero[i] or i > 1500) else x)
+    assert [(x.kinds, x.leaf) for x in watched(stream)] == [(("zero",), "mid")]
+
+
+def test_a_whole_gradient_of_zero_is_an_incident_at_once():
+    (incident,) = watched(noisy(60, lambda i, k, x: 0 * x if i == 40 else x))
+    assert (incident.step, incident.kinds) == (40, ("zero",))
+    assert str(incident) == "step 40: applied, gradient zero; loss 3"
+
+
+@pytest.mark.parametrize("rate", [1.01, 1.03])
+def test_a_slow_drift_of_a_leaf_is_noticed_within_a_factor_of_30(rate):
+    drift = lambda i, k, x: x * rate ** max(i - 300, 0) if k == "mid" else x  # noqa: E731
+    found = [x for x in watched(noisy(700, drift)) if "drift" in x.kinds]
+    assert found[0].leaf == "mid" and rate ** (found[0].step - 300) < 30
+    assert "gradient norm of mid has slowly risen" in str(found[0])
+
+
+def test_one_step_of_a_hundredfold_learning_rate_is_noticed_at_that_step():
+    def rate(count):
+        return jnp.where(count == 70, 1e-1, 1e-3)
+
+    (incident,) = watched(noisy(75), optax.sgd(rate))
+    assert (incident.step, incident.kinds) == (70, ("update",))
+    assert incident.update_norm > incident.update_threshold
+    assert "update norm" in str(incident) and " above " in str(incident)
+
+
+def test_a_parameter_that_jumped_is_named():
+    tx = gcx.watch(optax.sgd(1e-3))
+    stream = noisy(40)
+
+    def step(carry, given):
+        params, state = carry
+        i, grads = given
+        params = params | {"mid": jnp.where(i == 30, -1e20, params["mid"])}
+        _, state = tx.update(grads, state, params)
+        return (params, state), None
+
+    stacked = jax.tree.map(lambda *xs: np.stack(xs), *stream)
+    carry = (ONES, tx.init(ONES))
+    (_, state), _ = jax.lax.scan(step, carry, (jnp.arange(40), stacked))
+    first = gcx.incidents(state)[0]
+    assert (first.step, first.leaf) == (30, "mid") and "parameter" in first.kinds
+    assert "parameter norm of mid" in str(first)
+
+
+def test_a_streak_keeps_its_first_and_its_last_incident_with_a_count():
+    tx = gcx.watch(optax.sgd(1.0), of=("gradient",), max_incidents=4)
+    sizes = [1.0, np.inf, *[np.nan] * 50]
+    state = run(tx, [{"w": np.float32([x])} for x in sizes], {"w": np.ones(1, "f")})
+    cause, first, last = gcx.incidents(state)
+    assert (cause.step, cause.kinds) == (1, ("infinity",))
+    assert (first.step, first.streak) == (2, 1)
+    assert (last.step, last.streak, last.first_step) == (51, 50, 2)
+    assert str(last).endswith("; 50 times since step 2")
+    assert gcx.metrics(state)["incident_count"] == 51
+
+
+@pytest.mark.parametrize(
+    ("wrap", "kinds"),
+    [
+        (lambda tx: optax.apply_if_finite(tx, 5), ("nan", "unchanged")),
+        (lambda tx: gcx.skip_nonfinite(tx), ("nan", "skipped")),
+    ],
+)
+def test_a_step_that_any_wrapper_skipped_did_not_change_the_parameters(wrap, kinds):
+    tx = gcx.watch(wrap(optax.sgd(0.1)))
+    params = {"w": jnp.ones(1)}
+    _, state = tx.update({"w": jnp.array([np.nan])}, tx.init(params), params)
+    (incident,) = gcx.incidents(state)
+    assert incident.kinds == kinds and gcx.metrics(state)["has_updated"] == 0
+    _, state = tx.update({"w": jnp.array([1.0])}, state, params)
+    assert gcx.metrics(state)["has_updated"] == 1
+
+
+def test_held_steps_of_optax_multi_steps_are_not_steps():
+    inner = optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()
+    tx = gcx.watch(inner)
+    params = {"w": jnp.ones(1)}
+    state, rows = tx.init(params), []
+    for size in (2.0, 4.0, 8.0):
+        _, state = tx.update({"w": jnp.array([size])}, state, params)
+        rows.append(int(gcx.metrics(state)["has_updated"]))
+    assert rows == [0, 1, 0] and gcx.incidents(state) == []
+
+
+def test_a_watch_inside_a_guard_repeats_no_norm_of_an_earlier_step():
+    tx = gcx.skip_nonfinite(gcx.watch(optax.sgd(0.1)))
+    params = {"w": jnp.ones(1)}
+    _, state = tx.update({"w": jnp.array([2.0])}, tx.init(params), params)
+    assert gcx.metrics(state)["gradient_norm"] == 2
+    _, state = tx.update({"w": jnp.array([np.nan])}, state, params)
+    found = gcx.metrics(state)
+    assert found["gradient_norm"] == found["update_norm/w"] == found["update_ratio"] == -1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_update_norm_is_that_of_what_is_added(dtype):
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.standard_normal(1000), dtype)}
+    grads = {"w": jnp.asarray(rng.standard_normal(1000), dtype)}
+    tx = gcx.watch(optax.sgd(2e-4 if dtype == "float16" else 1e-3))
+
+    @jax.jit
+    def step(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    after, state = step(grads, tx.init(params), params)
+    added = np.float64(after["w"]) - np.float64(params["w"])
+    assert gcx.metrics(state)["update_norm"] == pytest.approx(norm64(added), rel=1e-3)
+
+
+def test_jax_debug_nans_does_not_stop_a_finite_run():
+    params = {"w": jnp.ones(2)}
+    guarded = gcx.watch(gcx.skip_large_norm(optax.sgd(0.1), 10.0))
+    with jax.debug_nans(True):
+        state = guarded.init(params)
+        for size in (1.0, 1e3):
+            _, state = jax.jit(guarded.update)({"w": jnp.full(2, size)}, state, params)
+            gcx.metrics(state)
+        _, state = guarded.update({"w": jnp.ones(2)}, state, params, measure=False)
+        gcx.metrics(state)
+    assert [x.kinds for x in gcx.incidents(state)] == [("norm", "skipped")]
+
+
+def test_an_integer_loss_is_a_loss():
+    tx = gcx.watch(optax.sgd(0.1))
+    params = {"w": jnp.ones(2)}
+    _, state = tx.update(params, tx.init(params), params, value=3)
+    assert gcx.incidents(state) == []
+    with pytest.raises(TypeError, match="watch: `value` must be"):
+        tx.update(params, state, params, value=1j)
+
+
+def test_a_finite_update_with_squares_that_overflow_is_not_called_nonfinite():
+    tx = gcx.watch(optax.scale(1e30))
+    params = {"a": np.ones(1, "f"), "b": np.ones(1, "f")}
+    grads = {"a": jnp.float32([1.0]), "b": jnp.float32([0.0])}
+    _, state = tx.update(grads, tx.init(params), params)
+    (incident,) = gcx.incidents(state)
+    assert (incident.kinds, incident.leaf) == (("update",), "a")
+    assert "update norm above 1e25 in a" in str(incident)
+
+
+def test_an_incident_is_strict_json():
+    import json
+
+    tx = gcx.watch(optax.sgd(1.0), of=("gradient",))
+    state = run(tx, [{"w": np.float32([x])} for x in (1, np.inf, np.nan)], {"w": np.ones(1, "f")})
+    for incident in gcx.incidents(state):
+        text = json.dumps(incident.to_dict(), allow_nan=False)
+        row = json.loads(text)
+        assert row["step"] == incident.step and row["sentence"] == str(incident)
+        np.testing.assert_equal(float(row["norm"]), incident.norm)
 
 
 def test_the_loss_is_the_extra_argument_that_guards_take():
@@ -241,9 +436,10 @@ def test_a_spike_hides_no_other_and_a_lasting_rise_is_learned():
     tx = gcx.watch(optax.sgd(1e-3), of=("gradient",), max_incidents=1024)
     norms = [1 + 0.01 * (i % 7) for i in range(70)] + [1e4, 1.0, 1.0, 20.0] + [30.0] * 2000
     state = run(tx, [{"w": np.float32([x])} for x in norms], {"w": np.ones(1, "f")})
-    steps = [x.step for x in gcx.incidents(state)]
-    assert steps[:3] == [70, 73, 74]
-    assert steps[-1] < 300  # the new level is usual in the end
+    found = gcx.incidents(state)
+    # The spikes at 70 and 73 and the first steps of the new level are one streak.
+    assert found[0].step == 70 and found[1].first_step == 70 and found[1].streak >= 3
+    assert found[-1].step < 100  # the new level is usual soon
 
 
 def test_the_guard_inside_says_by_what_threshold_it_skipped():
@@ -257,11 +453,56 @@ def test_the_guard_inside_says_by_what_threshold_it_skipped():
     assert str(incident) == text
 
 
+def grads_of(wi, wo):
+    return {"wi": np.full((2, 3), wi, "f"), "wo": np.full(2, wo, "f")}
+
+
+MATRICES = {"wi": np.ones((2, 3), "f"), "wo": np.ones(2, "f")}
+
+
+def test_of_a_guard_against_nonfinite_steps_it_says_the_cause_of_each_skip():
+    tx = gcx.watch(gcx.skip_nonfinite(optax.sgd(0.1)))
+    one_bad = grads_of(1, 1)
+    one_bad["wi"][1, 2] = np.inf
+    stream = [grads_of(1, 1), grads_of(1, np.nan), one_bad, grads_of(1, 1), grads_of(1e20, 1)]
+    state = run(tx, stream, MATRICES, [3, 3, 3, np.nan, 3])
+    nan, infinity, loss, squares = gcx.incidents(state)
+    assert (nan.step, nan.kinds, nan.leaf) == (1, ("nan", "skipped"), "wo")
+    assert (nan.bad_elements, nan.share) == (2, 1.0)
+    assert (infinity.step, infinity.kinds, infinity.leaf) == (2, ("infinity", "skipped"), "wi")
+    assert (loss.step, loss.kinds) == (3, ("loss", "skipped"))
+    assert (squares.kinds, squares.leaf) == (("update", "skipped"), "wi")
+    assert squares.norm == pytest.approx(6**0.5 * 1e20, rel=1e-5)
+    assert str(nan) == "step 1: skipped, gradient norm NaN; 2 non-finite elements in wo; loss 3"
+
+
+def test_of_a_guard_against_spikes_it_says_values_and_thresholds():
+    tx = gcx.watch(gcx.skip_spikes(optax.sgd(1.0), norm=100.0, loss=4.0, update=50.0))
+    stream = [grads_of(1, 1), grads_of(80, 0), grads_of(1, 1), grads_of(0, 40), grads_of(1, 1)]
+    norm, loss, update = gcx.incidents(run(tx, stream, MATRICES, [3, 3, 5, 3, 3]))
+    assert norm.kinds == ("norm", "skipped") and norm.norm_threshold == 100
+    assert norm.norm == pytest.approx(80 * 6**0.5, rel=1e-6)
+    assert loss.kinds == ("loss", "skipped") and (loss.loss, loss.loss_threshold) == (5, 4)
+    assert update.kinds == ("update", "skipped") and update.update_threshold == 50
+    assert update.update_norm == pytest.approx(40 * 2**0.5, rel=1e-6)
+    assert str(update) == (
+        "step 3: skipped, gradient norm 57; 100 % of it in wo; update norm 57 above 50; loss 3"
+    )
+
+
+def test_each_skip_of_nested_guards_is_one_incident():
+    inner = gcx.skip_large_norm(optax.sgd(1.0), 10.0)
+    stream = [grads_of(1, 1), grads_of(np.nan, 1), grads_of(90, 1), grads_of(1, 1)]
+    tx = gcx.watch(gcx.skip_nonfinite(inner), spike_threshold=np.inf)
+    state = run(tx, stream, MATRICES)
+    assert [(x.step, x.kinds[0]) for x in gcx.incidents(state)] == [(1, "nan"), (2, "norm")]
+
+
 def test_the_last_incidents_are_kept_oldest_first():
     tx = gcx.watch(optax.sgd(1.0), of=("gradient",), max_incidents=3)
-    bad = [np.inf if i in (1, 2, 4, 6, 7) else 1.0 for i in range(9)]
+    bad = [np.inf if i in (1, 11, 21, 31, 41) else 1.0 for i in range(50)]
     state = run(tx, [{"w": np.float32([x])} for x in bad], {"w": np.ones(1, "f")})
-    assert [x.step for x in gcx.incidents(state)] == [4, 6, 7]
+    assert [x.step for x in gcx.incidents(state)] == [21, 31, 41]
     assert gcx.metrics(state)["incident_count"] == 5
     assert state.incidents.rows.shape == (3, len(gcx.diagnostics.Incident._fields))
 
@@ -271,7 +512,7 @@ def test_an_update_that_is_not_finite_is_an_incident():
     params = {"w": np.ones(1, "f")}
     _, state = tx.update({"w": jnp.float32([1e5])}, tx.init(params), params)
     (incident,) = gcx.incidents(state)
-    assert incident.kinds == ("update",) and "update not finite" in str(incident)
+    assert incident.kinds == ("update",) and "update norm above 1e25 in w" in str(incident)
 
 
 def say(step, *kinds, norm=3.1, bound=4.2, **fields):
@@ -280,17 +521,17 @@ def say(step, *kinds, norm=3.1, bound=4.2, **fields):
 
 def test_an_incident_reads_as_a_person_would_say_it():
     two = {"leaf": "h_7/wi", "share": 0.75, "second_leaf": "h_7/wo", "second_share": 0.25}
-    assert say(3, "norm", norm=3.1e5) == "step 3: taken, gradient norm 3.1e5 above 4.2"
+    assert say(3, "norm", norm=3.1e5) == "step 3: applied, gradient norm 3.1e5 above 4.2"
     assert say(3, "loss", loss=50.0, loss_threshold=4.1, **two) == (
-        "step 3: taken, gradient norm 3.1, usual; 75 % of it in h_7/wi, 25 % in h_7/wo; "
+        "step 3: applied, gradient norm 3.1; 75 % of it in h_7/wi, 25 % in h_7/wo; "
         "loss 50 above 4.1"
     )
     assert say(4, "nan", "skipped", norm=np.nan, bad_elements=8, loss=np.nan, **two) == (
-        "step 4: skipped, gradient norm NaN; 8 bad elements, 75 % of them in h_7/wi, "
+        "step 4: skipped, gradient norm NaN; 8 non-finite elements, 75 % of them in h_7/wi, "
         "25 % in h_7/wo; loss NaN"
     )
     assert say(5, "infinity", "held", norm=np.inf, bad_elements=1, leaf="b") == (
-        "step 5: held, gradient norm inf; 1 bad element in b"
+        "step 5: held, gradient norm inf; 1 non-finite element in b"
     )
     assert say(0, "norm", "clipped", norm=1e-7, bound=1e-8).startswith(
         "step 0: clipped, gradient norm 1e-7 above 1e-8"
@@ -341,6 +582,64 @@ def test_in_shard_map_norms_are_those_of_the_whole_and_the_loss_is_the_mean():
     losses = np.arange(len(jax.devices()), dtype="f")
     (incident,) = gcx.incidents(step(params, grads, losses))
     assert incident.leaf == "w" and incident.loss == pytest.approx(losses.mean())
+
+
+def test_a_device_with_other_parameters_is_named():
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    tx = gcx.watch(optax.sgd(0.1), replica_axis="data", check_every=2)
+    params = {"w": np.ones((4, 3), "f"), "b": np.ones(3, "f")}
+    every = PartitionSpec("data")
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(every, PartitionSpec()), out_specs=PartitionSpec()
+    )
+    def step(factor, state):
+        # Typed as replicated, and not the same on all devices.
+        local = jax.lax.axis_index("data") * 0 + factor[0]
+        same = jax.tree.map(lambda p: jax.lax.psum(p * local, "data") / 8, params)
+        return tx.update(jax.tree.map(jnp.ones_like, same), state, same)[1]
+
+    def spoil(state, factors):
+        update = jax.pmap(lambda p, s: tx.update(p, s, p)[1], axis_name="data", in_axes=(0, None))
+        copies = jax.tree.map(lambda p: factors.reshape(-1, *[1] * p.ndim) * p, params)
+        return jax.tree.map(lambda x: x[0], update(copies, state))
+
+    assert gcx.incidents(step(np.ones(8, "f"), tx.init(params))) == []
+    state = spoil(tx.init(params), np.ones(8, "f"))
+    assert gcx.incidents(state) == []
+    factors = np.float32([1, 1, 1, 1.02, 1, 1, 1, 1])
+    assert gcx.incidents(spoil(state, factors)) == []  # the second step is not checked
+    (incident,) = gcx.incidents(spoil(tx.init(params), factors))
+    assert incident.kinds == ("replica",) and incident.device == 3
+    assert "the parameters on device 3 differ from those on the others" in str(incident)
+
+
+def test_colliding_names_are_escaped_and_a_newline_breaks_nothing():
+    tree = {"a/b": np.ones(1, "f"), "a": {"b": np.ones(2, "f")}, "c\nd": np.ones(1, "f")}
+    tx = gcx.watch(optax.sgd(0.1))
+    _, state = tx.update(tree, tx.init(tree), tree)
+    names = gcx.diagnostics.unit_names(state)
+    assert len(set(names)) == 3 and {"a/b", "a~1b"} <= set(names)
+    assert len([k for k in gcx.metrics(state) if k.startswith("gradient_norm/")]) == 3
+    haiku = {"mlp/~/linear_0": {"w": np.ones(2, "f")}}
+    assert gcx.diagnostics.unit_names(tx.init(haiku)) == ["mlp/~/linear_0/w"]
+
+
+def test_names_of_stacked_layers_in_nnx_and_equinox():
+    from flax import nnx
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.lin = nnx.Param(jnp.ones((2, 3)))
+
+    tx = gcx.watch(optax.sgd(0.1), granularity=gcx.granularities.layer(1))
+    params = nnx.state(Model(), nnx.Param)
+    assert gcx.diagnostics.unit_names(tx.init(params)) == ["lin_0", "lin_1"]
+    lists = {"layers": [{"weight": np.ones((2, 3), "f")}, {"weight": np.ones((2, 3), "f")}]}
+    assert gcx.diagnostics.unit_names(tx.init(lists)) == [
+        *("layers/0/weight_0", "layers/0/weight_1", "layers/1/weight_0", "layers/1/weight_1"),
+    ]
 
 
 NO_SCATTER = pytest.mark.skipif(
@@ -432,7 +731,28 @@ def test_a_checkpoint_holds_arrays_only_and_names_come_from_the_structure(tmp_pa
         (
             lambda: gcx.watch(optax.sgd(0.1), max_incidents=0),
             ValueError,
-            "watch: `incidents` must be an integer >= 1, got 0. Pass the number of steps to keep.",
+            "watch: `max_incidents` must be an integer >= 1, got 0.",
+        ),
+        (
+            lambda: gcx.watch(optax.sgd(0.1), max_incidents=None),
+            TypeError,
+            "watch: `max_incidents` must be",
+        ),
+        (lambda: gcx.watch(optax.sgd(0.1), of=None), TypeError, "watch: `of` must be"),
+        (lambda: gcx.watch(optax.sgd(0.1), of="update"), TypeError, "watch: `of` must be"),
+        (
+            lambda: gcx.watch(optax.sgd(0.1)).update(
+                PARAMS, gcx.watch(optax.sgd(0.1), of=("gradient",)).init(PARAMS), PARAMS
+            ),
+            ValueError,
+            "watch: `state` must be one with the norms",
+        ),
+        (
+            lambda: gcx.watch(optax.sgd(0.1)).update(
+                PARAMS, gcx.watch(optax.sgd(0.1)).init(PARAMS["decoder"]), PARAMS
+            ),
+            ValueError,
+            "watch: `state` must be one with the norms",
         ),
         (
             lambda: gcx.watch(optax.sgd(0.1)).update(
@@ -446,7 +766,7 @@ def test_a_checkpoint_holds_arrays_only_and_names_come_from_the_structure(tmp_pa
                 PARAMS, gcx.watch(optax.sgd(0.1), of=("gradient",)).init(PARAMS), value=jnp.ones(2)
             ),
             TypeError,
-            "watch: `value` must be a scalar, got float32[2]. Pass the mean over the batch.",
+            "watch: `value` must be a real scalar, got float32[2].",
         ),
         (
             lambda: gcx.incidents(optax.sgd(0.1).init(PARAMS)),
@@ -464,28 +784,6 @@ def test_a_checkpoint_holds_arrays_only_and_names_come_from_the_structure(tmp_pa
 def test_a_wrong_argument_is_named(build, error, message):
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         build()
-
-
-@pytest.mark.parametrize(
-    "granularity", ["global", "leaf", gcx.granularities.layer({"h": 1, "w": 0, "z": 0})]
-)
-def test_what_a_gpu_would_sum_at_once_is_the_same(granularity):
-    rng = np.random.default_rng(0)
-    shapes = {"h": (3, 5, 80), "w": (4, 7), "z": (2, 96)}
-    params = {k: jnp.asarray(rng.normal(size=shape), jnp.float32) for k, shape in shapes.items()}
-    params |= {"w": params["w"].astype(jnp.bfloat16), "z": params["z"] * (1 - 2j)}
-    grads = jax.tree.map(lambda p: 1e12 * jnp.ones_like(p), params)
-    tx = gcx.watch(optax.sgd(1e-10), granularity=granularity)
-
-    def reported():
-        return gcx.metrics(jax.jit(tx.update)(grads, tx.init(params), params)[1])
-
-    here = reported()
-    with on_an_accelerator("cuda"):
-        there = reported()
-    assert here.keys() == there.keys() and np.isfinite(list(there.values())).all()
-    for key, value in here.items():
-        np.testing.assert_allclose(there[key], value, rtol=1e-6, err_msg=key)
 
 
 def test_what_is_not_watched_is_not_measured():

@@ -138,11 +138,6 @@ def test_bad_example_adds_zero_or_spoils_everything_as_asked(bad):
     assert np.isnan(spoilt["a"]).all()
 
 
-def test_batch_of_bad_examples_gives_zeros():
-    grads, _ = clipped(1.0, np.full_like(BATCH, np.nan), nonfinite="zero")
-    assert not any(np.any(g) for g in jax.tree.leaves(grads))
-
-
 def test_magnitudes_whose_squares_overflow_or_underflow_are_clipped_exactly():
     sizes = np.array([1e20, 1e-20, 1.0], np.float32)
     x = np.abs(sequences()) + 0.1
@@ -235,13 +230,6 @@ def test_one_part_of_examples_may_be_not_real():
         np.testing.assert_allclose(stats.norm, count * of_all.norm)
 
 
-@pytest.mark.parametrize("option", ["batched", "weights"])
-def test_loss_of_a_batch_is_not_taken_for_one_of_an_example(option):
-    # InfoNCE and batch statistics, called with batches of one, gave gradients of zero in silence.
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{option}'"):
-        gcx.per_example.value_and_grad(loss, 1.0, **{option: True})
-
-
 def test_parameters_and_examples_may_be_at_any_position():
     def spread(x, a, scale, b, y):
         return loss({"a": a, "b": b}, x + y) * scale
@@ -250,19 +238,6 @@ def test_parameters_and_examples_may_be_at_any_position():
     (_, stats), (b, a) = jax.jit(run)(BATCH, PARAMS["a"], 1.0, PARAMS["b"], np.zeros_like(BATCH))
     assert_close({"a": a, "b": b}, expected(np.minimum(1, 1 / norms(oracle()[1]))))
     np.testing.assert_allclose(stats.norm, norms(oracle()[1]), rtol=1e-5)
-
-
-def test_weight_and_aux_are_returned_together_as_from_micro_batches():
-    def full(p, example):
-        x, weight = example
-        return loss(p, x), (weight, jnp.max(x))
-
-    weights = np.array([2.0, 0.0, 1.0], np.float32)
-    run = gcx.per_example.value_and_grad(full, jnp.inf, has_weight=True, has_aux=True)
-    (value, stats), _ = jax.jit(run)(PARAMS, (BATCH, weights))
-    np.testing.assert_array_equal(stats.weight, weights)
-    np.testing.assert_allclose(value, weights @ oracle()[0] / 3, rtol=1e-5)
-    np.testing.assert_allclose(stats.aux, BATCH.max((1, 2)), rtol=1e-6)
 
 
 def test_unused_and_frozen_leaves_have_no_gradient_and_masked_ones_stay_as_they_are():
@@ -328,53 +303,3 @@ def test_examples_may_be_micro_batches_of_accumulate_gradients():
         params, state = step(params, state, BATCH[i : i + 1])
     wanted = expected(np.minimum(1, 1 / norms(oracle()[1])), divisor=1)
     assert_close(jax.tree.map(lambda a, b: a - np.asarray(b), PARAMS, params), wanted)
-
-
-ERRORS = [
-    (dict(max_norm=-1.0), ValueError, "`max_norm` must be a number > 0, got -1.0"),
-    (
-        dict(max_norm=lambda step: 1.0),
-        TypeError,
-        "`max_norm` must be a number > 0, got the function",
-    ),
-    (dict(reaction="halve"), ValueError, "`reaction` must be one of"),
-    (dict(reduction="max"), ValueError, "`reduction` must be one of"),
-    (dict(nonfinite="skip"), ValueError, "`nonfinite` must be one of"),
-    (dict(num_microbatches=0), ValueError, "`num_microbatches` must be an integer >= 1"),
-    (dict(num_microbatches=2), ValueError, "num_microbatches=2 along its first axis, got"),
-    (dict(param_labels="all"), TypeError, "`max_norm` must be a mapping from label"),
-    (
-        dict(param_labels={"a": "x", "b": "y"}, max_norm={"x": 1.0}),
-        ValueError,
-        "`max_norm` must be a mapping with every label, got none for 'y'",
-    ),
-    (
-        dict(param_labels={"a": "x"}, max_norm={"x": 1.0}),
-        TypeError,
-        r"`param_labels` must be a prefix tree of `params`, got no entry for params\['b'\]",
-    ),
-    (dict(argnums=1), ValueError, "`argnums` must be other positions than `batch_argnums`, got 1"),
-    (dict(batch_argnums=2), TypeError, "`args` must be at least 3 positional arguments, got 2"),
-    (dict(axis_name=3), TypeError, "`axis_name` must be a string"),
-    (dict(has_aux=True), TypeError, "`fun` must be a function that returns a pair"),
-    (
-        dict(fun=lambda p, x: (0.0, x), has_weight=True),
-        TypeError,
-        "`fun` must be a function whose weight is a scalar",
-    ),
-    (dict(fun=3), TypeError, "`fun` must be callable"),
-    (dict(fun=lambda p, x: x), TypeError, "`fun` must be a function that returns a scalar"),
-]
-
-
-@pytest.mark.parametrize(("options", "kind", "text"), ERRORS)
-def test_errors_name_the_argument(options, kind, text):
-    options = {"fun": loss, "max_norm": 1.0, **options}
-    with pytest.raises(kind, match=text):
-        jax.eval_shape(lambda: gcx.per_example.value_and_grad(**options)(PARAMS, BATCH))
-
-
-def test_examples_must_be_as_many_in_every_leaf():
-    batch = {"x": np.ones((3, 2)), "y": np.ones(2)}
-    with pytest.raises(ValueError, match=r"3 at args\[1\]\['x'\], 2 at args\[1\]\['y'\]"):
-        gcx.per_example.norms(lambda p, e: 0.0)(PARAMS, batch)

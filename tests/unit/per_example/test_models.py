@@ -86,7 +86,7 @@ def recurrent(w, x):
     ("loss", "tokens", "method"),
     [
         (layer, 7, "gram"),  # 7 (16 + 16) numbers in the factors, 256 in the product
-        (layer, 8, "written out"),
+        (layer, 8, "materialized"),
         (recurrent, 7, "gram"),
         (recurrent, 8, "product"),
     ],

@@ -104,37 +104,6 @@ def test_one_example_shows_no_noise_scale():
     assert np.isnan(gcx.per_example.noise_scale(jnp.ones(1), jnp.ones(3)))
 
 
-@pytest.mark.parametrize(
-    ("call", "kind", "text"),
-    [
-        (
-            lambda: gcx.per_example.noisy_mean(-1.0, 1.0, 1, KEY),
-            ValueError,
-            "`noise_multiplier` must be",
-        ),
-        (lambda: gcx.per_example.noisy_mean(1.0, 0.0, 1, KEY), ValueError, "`sensitivity` must be"),
-        (
-            lambda: gcx.per_example.noisy_mean(1.0, 1.0, 0, KEY),
-            ValueError,
-            "`expected_batch_size` must be",
-        ),
-        (lambda: gcx.per_example.sensitivity(1.0, "zero_out"), ValueError, "`adjacency` must be"),
-        (lambda: gcx.per_example.sensitivity(-1.0), ValueError, "`max_norm` must be"),
-        (lambda: gcx.per_example.noise_scale(jnp.float32(1), 1.0), ValueError, "`norms` must be"),
-        (
-            lambda: gcx.per_example.noisy_mean(1.0, 1.0, 1, KEY).update(
-                {"n": jnp.arange(3)}, gcx.per_example.noisy_mean(1.0, 1.0, 1, KEY).init(None)
-            ),
-            TypeError,
-            r"int32\[3\] at updates\['n'\]",
-        ),
-    ],
-)
-def test_errors_name_the_argument(call, kind, text):
-    with pytest.raises(kind, match=text):
-        call()
-
-
 def devices(function, silent, count=4, **specs):
     """Runs a function on some devices, whose types say where shards are, or do not."""
     if silent == "pmap":
@@ -191,7 +160,7 @@ def test_noise_is_refused_where_nothing_says_what_a_device_holds(silent):
     tx = gcx.per_example.noisy_mean(1.0, 1.0, 1, KEY)
     specs = {} if silent == "pmap" else dict(in_specs=DATA, out_specs=DATA)
     run = devices(lambda x: tx.update(x, tx.init(x))[0], silent, **specs)
-    with pytest.raises(ValueError, match="`axis_name` must be given where types do not say"):
+    with pytest.raises(ValueError, match="^noisy_mean: `axis_name`"):
         run(jnp.zeros((4, 50)))
 
 
@@ -221,15 +190,3 @@ def test_clipped_sum_is_reduced_over_the_devices_of_the_batch(silent):
         out = devices(run, silent, in_specs=(ALL, DATA), out_specs=ALL)(w, batch)
     for ours, wanted in zip(jax.tree.leaves(out), jax.tree.leaves(alone), strict=True):
         np.testing.assert_allclose(ours, wanted, rtol=1e-5)
-
-
-def test_seed_may_be_an_integer_of_numpy():
-    ours, theirs = (gcx.per_example.noisy_mean(1.0, 1.0, 1, seed) for seed in (np.int64(3), 3))
-    zeros = jnp.zeros(4)
-    np.testing.assert_array_equal(drawn(ours, zeros)[0], drawn(theirs, zeros)[0])
-
-
-def test_group_without_a_threshold_has_no_finite_sensitivity():
-    assert gcx.per_example.sensitivity({"x": 1.0, "y": jnp.inf}) == np.inf
-    with pytest.raises(ValueError, match="`sensitivity` must be a number > 0"):
-        gcx.per_example.noisy_mean(1.0, np.inf, 1, KEY)

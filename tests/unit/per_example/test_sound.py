@@ -245,8 +245,8 @@ def test_kernel_of_an_ungrouped_convolution_is_measured_by_gram_matrices():
         (lambda w: w[3:9, 2:31], "gram"),
         (lambda w: jax.lax.select_n(jnp.array(True), w, 0.01 * w), "gram"),
         (lambda w: jax.lax.select_n(jnp.array(False), w, 2 * w), "gram"),
-        (lambda w: w[::2], "written out"),
-        (lambda w: jnp.where(np.arange(32) > 7, w, 0 * w), "written out"),
+        (lambda w: w[::2], "materialized"),
+        (lambda w: jnp.where(np.arange(32) > 7, w, 0 * w), "materialized"),
     ],
 )
 def test_weight_that_is_moved_is_followed_or_written_out(change, method):

@@ -1,0 +1,404 @@
+"""Injects faults of known place into training, and counts which `gcx.watch` detects and places.
+
+    python -m benchmarks.faults.detect [--models gpt,conv] [--faults 24] [--clean-steps 100000]
+
+Seven small models with seven optimizers. Each trains for some time; then copies of the run go on
+side by side, each with one fault at a known step and unit, or without one. All steps are jitted
+scans. Thresholds were chosen on `TUNED_ON` with seed 0; `HELD_OUT` and other seeds were not looked
+at then.
+"""
+
+import argparse
+import collections
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import gradclip_jax as gcx
+
+TUNED_ON = ("gpt", "gru", "conv", "bandit")
+HELD_OUT = ("mixer", "contrastive", "denoiser")
+WARM_UP, AT, STEPS = 400, 5, 80
+
+FAULTS = {
+    # name: the incidents in so many steps from the fault on that count
+    "NaN in one element": 1,
+    "infinity in one element": 1,
+    "gradient of one unit x 10": 1,
+    "gradient of one unit zero from then on": 64,
+    "whole gradient zero": 1,
+    "learning rate x 100": 1,
+    "slow drift of one unit": WARM_UP,
+    "highest exponent bit of a weight": 3,
+    "highest exponent bit of a moment": 3,
+}
+DRIFT = "slow drift of one unit"
+PLACELESS = ("whole gradient zero", "learning rate x 100")
+RATES = (1.01, 1.02, 1.03)
+KINDS = (
+    *("nan", "infinity", "norm", "loss", "update", "skipped", "held", "clipped", "leaf"),
+    *("parameter", "zero", "drift", "replica", "unchanged"),
+)
+
+
+def dense(key, *shape):
+    return jax.random.normal(key, shape) / shape[-2] ** 0.5
+
+
+def normal(h):
+    return (h - h.mean(-1, keepdims=True)) / jnp.sqrt(h.var(-1, keepdims=True) + 1e-5)
+
+
+def weights(key, **shapes):
+    keys = jax.random.split(key, len(shapes))
+    return {name: dense(k, *shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+
+
+def gpt(key):
+    """Next-token prediction, layers in `scan`; AdamW behind a clip."""
+    params = {
+        "layers": weights(key, qkv=(3, 24, 72), wo=(3, 24, 24), wi=(3, 24, 48), out=(3, 48, 24)),
+        **weights(jax.random.fold_in(key, 1), embed=(32, 24), head=(24, 32)),
+    }
+
+    def loss(params, key):
+        start, step = jax.random.randint(key, (2, 16, 1), 0, 7)
+        tokens = (start + (step + 1) * jnp.arange(12)) % 32
+        tokens = jnp.where(jax.random.uniform(key, tokens.shape) < 0.1, tokens // 2, tokens)
+
+        def block(h, layer):
+            q, k, v = jnp.split(normal(h) @ layer["qkv"], 3, -1)
+            scores = jnp.where(jnp.tri(h.shape[1], dtype=bool), q @ k.swapaxes(-1, -2) / 5, -1e9)
+            h = h + jax.nn.softmax(scores) @ v @ layer["wo"]
+            return h + jax.nn.gelu(normal(h) @ layer["wi"]) @ layer["out"], None
+
+        h, _ = jax.lax.scan(block, params["embed"][tokens[:, :-1]], params["layers"])
+        logits = normal(h) @ params["head"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    return params, loss, optax.chain(gcx.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+def gru(key):
+    """The sum of a sequence; RMSProp."""
+    params = weights(key, x=(4, 72), h=(24, 72), out=(24, 1))
+
+    def loss(params, key):
+        x = jax.random.normal(key, (16, 10, 4))
+
+        def cell(h, x):
+            a, b = x @ params["x"], h @ params["h"]
+            z, r = (jax.nn.sigmoid((a + b)[:, i : i + 24]) for i in (0, 24))
+            return z * h + (1 - z) * jnp.tanh(a[:, 48:] + r * b[:, 48:]), None
+
+        h, _ = jax.lax.scan(cell, jnp.zeros((16, 24)), x.swapaxes(0, 1))
+        return jnp.mean((h @ params["out"] - jnp.tanh(x.sum((1, 2)))[:, None]) ** 2)
+
+    return params, loss, optax.rmsprop(1e-3)
+
+
+def conv(key):
+    """Autoencoder of one-dimensional signals; Adafactor."""
+    shapes = {"enc1": (3, 2, 8), "enc2": (3, 8, 4), "dec1": (3, 4, 8), "dec2": (3, 8, 2)}
+    params = weights(key, **shapes) | {"bias": jnp.zeros(8)}
+
+    def apply(w, x):
+        return jax.lax.conv_general_dilated(
+            x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        )
+
+    def loss(params, key):
+        phase, size = jax.random.normal(key, (2, 16, 1, 2))
+        x = size * jnp.sin(jnp.arange(16)[:, None] / 2 + 3 * phase)
+        h = jax.nn.relu(apply(params["enc1"], x) + params["bias"])
+        h = jax.nn.relu(apply(params["dec1"], apply(params["enc2"], h)))
+        return jnp.mean((apply(params["dec2"], h) - x) ** 2)
+
+    return params, loss, optax.adafactor(1e-2)
+
+
+def bandit(key):
+    """Actor and critic with heavy-tailed rewards (Student's t, 2 degrees of freedom); Adam."""
+    params = weights(key, body=(6, 24), actor=(24, 4), critic=(24, 1))
+
+    def loss(params, key):
+        keys = jax.random.split(key, 3)
+        x = jax.random.normal(keys[0], (32, 6))
+        h = jnp.tanh(x @ params["body"])
+        logits, value = h @ params["actor"], (h @ params["critic"])[:, 0]
+        action = jax.random.categorical(keys[1], jax.lax.stop_gradient(logits))
+        noise = jax.random.t(keys[2], 2.0, (32,))
+        reward = jnp.take_along_axis(x, action[:, None], 1)[:, 0] + noise
+        log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), action[:, None], 1)[:, 0]
+        gain = jax.lax.stop_gradient(reward - value)
+        return jnp.mean(-log_p * gain + 0.5 * (reward - value) ** 2)
+
+    return params, loss, optax.chain(gcx.clip_by_global_norm(1.0), optax.adam(3e-4))
+
+
+def mixer(key):
+    """MLP-Mixer that classifies patches; Muon."""
+    shapes = {"token1": (8, 16), "token2": (16, 8), "wi": (12, 24), "wo": (24, 12), "head": (12, 4)}
+    params = weights(key, patch=(6, 12), **shapes) | {"scale": jnp.ones(12)}
+
+    def loss(params, key):
+        label = jax.random.randint(key, (16,), 0, 4)
+        x = jax.random.normal(key, (16, 8, 6)) + jax.nn.one_hot(label, 6)[:, None]
+        h = x @ params["patch"]
+        mixed = jax.nn.gelu(normal(h).swapaxes(1, 2) @ params["token1"]) @ params["token2"]
+        h = h + mixed.swapaxes(1, 2)
+        h = normal(h + jax.nn.gelu(normal(h) @ params["wi"]) @ params["wo"]).mean(1)
+        logits = h * params["scale"] @ params["head"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, label).mean()
+
+    return params, loss, optax.contrib.muon(2e-3)
+
+
+def contrastive(key):
+    """Two views of a point, InfoNCE; Lion."""
+    params = weights(key, a1=(8, 24), a2=(24, 8), b1=(8, 24), b2=(24, 8))
+
+    def loss(params, key):
+        x, *noise = jax.random.normal(key, (3, 32, 8))
+        a = jax.nn.relu((x + noise[0] / 2) @ params["a1"]) @ params["a2"]
+        b = jax.nn.relu((x + noise[1] / 2) @ params["b1"]) @ params["b2"]
+        a, b = (v / (jnp.linalg.norm(v, axis=-1, keepdims=True) + 1e-6) for v in (a, b))
+        return optax.softmax_cross_entropy_with_integer_labels(5 * a @ b.T, jnp.arange(32)).mean()
+
+    return params, loss, optax.lion(3e-4)
+
+
+def denoiser(key):
+    """Predicts noise at random levels; AdamW, an optimizer step every second micro-batch."""
+    params = weights(key, wi=(9, 32), mid=(32, 32), wo=(32, 8)) | {"bias": jnp.zeros(32)}
+
+    def loss(params, key):
+        keys = jax.random.split(key, 3)
+        x = jnp.sin(jax.random.normal(keys[0], (16, 1)) + jnp.arange(8))
+        level, noise = jax.random.uniform(keys[1], (16, 1)), jax.random.normal(keys[2], x.shape)
+        h = jnp.concatenate([(1 - level) * x + level * noise, level], -1) @ params["wi"]
+        h = jax.nn.silu(jax.nn.silu(h + params["bias"]) @ params["mid"])
+        return jnp.mean((h @ params["wo"] - noise) ** 2)
+
+    return params, loss, gcx.accumulate_gradients(optax.adamw(1e-3), 2)
+
+
+def scaled_by_fault():
+    """A learning rate that a fault multiplies: the extra argument `rate`."""
+
+    def update(updates, state, params=None, *, rate=1.0, **extra_args):
+        return jax.tree.map(lambda u: u * rate, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+class Run:
+    """A model, its watched optimizer, and a step into which a fault can be put."""
+
+    def __init__(self, name, seed):
+        self.params, self.loss, inner = globals()[name](jax.random.key(seed))
+        depth = {key: int(key == "layers") for key in self.params}
+        inner = gcx.skip_nonfinite(optax.chain(inner, scaled_by_fault()))
+        self.tx = gcx.watch(inner, granularity=gcx.granularities.layer(depth))
+        self.state = jax.jit(self.tx.init)(self.params)
+        self.names = gcx.diagnostics.unit_names(self.state)
+        self.run = jax.jit(self._run, static_argnums=3)
+        self.copies = jax.jit(jax.vmap(self._run, (None, None, 0, None)), static_argnums=3)
+        key = jax.random.key(1000 + seed)
+        clean = {"kind": -1, "unit": 0, "place": 0, "rate": np.float32(1), "seed": key}
+        self.params, self.state, self.rows = self.run(self.params, self.state, clean, WARM_UP)
+        self.clean = clean
+
+    def _run(self, params, state, fault, steps):
+        keys = jax.random.split(fault["seed"], steps)
+        step = functools.partial(self._step, fault=fault)
+        (params, state), rows = jax.lax.scan(step, (params, state), (jnp.arange(steps), keys))
+        return params, state, rows
+
+    def _step(self, carry, given, fault):
+        (params, state), (t, key) = carry, given
+        is_now, is_on = t == AT, t >= AT
+
+        def happens(name, when=is_now):
+            return when & (fault["kind"] == list(FAULTS).index(name))
+
+        flip = happens("highest exponent bit of a weight")
+        params = self._with_bit(params, fault, flip)
+        flip = happens("highest exponent bit of a moment")
+        state = state._replace(inner_state=self._with_moment(state.inner_state, fault, flip))
+        loss, grads = jax.value_and_grad(self.loss)(params, key)
+        factor = jnp.where(happens("gradient of one unit x 10"), 10.0, 1.0)
+        factor *= jnp.where(happens("gradient of one unit zero from then on", is_on), 0.0, 1.0)
+        drift = fault["rate"] ** jnp.maximum(t - AT, 0)
+        factor *= jnp.where(happens("slow drift of one unit", is_on), drift, 1.0)
+        bad = jnp.where(happens("NaN in one element"), jnp.nan, 0.0)
+        bad = jnp.where(happens("infinity in one element"), jnp.inf, bad)
+        whole = jnp.where(happens("whole gradient zero"), 0.0, 1.0)
+        grads = self._map_units(grads, fault, lambda g: g * factor, lambda g: g + bad, bad != 0)
+        grads = jax.tree.map(lambda g: g * whole, grads)
+        rate = jnp.where(happens("learning rate x 100"), 100.0, 1.0)
+        count = state.incidents.incident_count
+        updates, state = self.tx.update(grads, state, params, value=loss, rate=rate)
+        row = state.incidents.rows[-1]
+        leaf = jax.lax.bitcast_convert_type(row[4], jnp.float32).astype(jnp.int32)
+        found = state.incidents.incident_count > count
+        rows = {"found": found, "kinds": row[1], "leaf": leaf, "loss": loss}
+        return (optax.apply_updates(params, updates), state), rows
+
+    def _places(self):
+        """For each leaf the number of its first unit, and how many units it has."""
+        first = 0
+        for path, x in jax.tree_util.tree_leaves_with_path(self.params):
+            count = len(x) if path[0].key == "layers" else 1
+            yield first, count
+            first += count
+
+    def _map_units(self, tree, fault, of_unit, of_element, is_element):
+        leaves, structure = jax.tree.flatten(tree)
+        for i, (first, count) in enumerate(self._places()):
+            x = leaves[i].reshape(count, -1)
+            here = (first + jnp.arange(count) == fault["unit"])[:, None]
+            element = here & (jnp.arange(x.shape[1]) == fault["place"] % x.shape[1])
+            x = jnp.where(here, of_unit(x), x)
+            x = jnp.where(element & is_element, of_element(x), x)
+            leaves[i] = x.reshape(leaves[i].shape)
+        return jax.tree.unflatten(structure, leaves)
+
+    def _with_bit(self, params, fault, flip):
+        return self._map_units(params, fault, lambda x: x, flipped, flip)
+
+    def _with_moment(self, state, fault, flip):
+        """The state with a bit flipped in one of the trees of moments, such as `mu` and `nu`."""
+        entries, structure = jax.tree_util.tree_flatten_with_path(state)
+        leaves = [x for _, x in entries]
+        params = jax.tree_util.tree_leaves_with_path(self.params)
+        places = [
+            [
+                j
+                for j, (at, x) in enumerate(entries)
+                if at[-len(path) :] == path and x.shape == p.shape
+            ]
+            for path, p in params
+        ]
+        trees = list(zip(*places, strict=False))
+        for k, tree in enumerate(trees):
+            moments = jax.tree.unflatten(jax.tree.structure(self.params), [leaves[j] for j in tree])
+            is_here = flip & (fault["place"] % len(trees) == k)
+            for j, x in zip(
+                tree, jax.tree.leaves(self._with_bit(moments, fault, is_here)), strict=True
+            ):
+                leaves[j] = x
+        return jax.tree.unflatten(structure, leaves)
+
+
+def flipped(x):
+    """All numbers with the highest bit of the exponent flipped."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32) ^ jnp.int32(1 << 30)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def inject(run, count, seed, table, name):
+    """Runs `count` copies with each fault, and as many without one, on the same batches."""
+    rng = np.random.default_rng(seed)
+    kinds = np.arange(-1, len(FAULTS))
+    given = {
+        "unit": np.tile(rng.permutation(np.arange(count) % len(run.names)), len(kinds)),
+        "place": rng.integers(0, 10**6, count * len(kinds)),
+        "rate": np.resize(np.float32(RATES), count * len(kinds)),
+        "kind": np.repeat(kinds, count),
+    }
+    keys = jax.random.split(jax.random.key(seed), count)
+    given["seed"] = keys[np.tile(np.arange(count), len(kinds))]
+    is_drift = given["kind"] == list(FAULTS).index(DRIFT)
+    for chosen, steps in ((~is_drift, STEPS), (is_drift, WARM_UP)):
+        part = {key: x[chosen] for key, x in given.items()}
+        rows = jax.device_get(run.copies(run.params, run.state, part, steps)[2])
+        clean = rows["loss"][part["kind"] == -1]
+        for kind, (fault, window) in enumerate(FAULTS.items()):
+            own = part["kind"] == kind
+            if own.any():
+                table[name, fault] += score(
+                    fault, window, *({k: x[own] for k, x in y.items()} for y in (rows, part)), clean
+                )
+
+
+def score(fault, window, rows, given, clean):
+    """How many faults count, are detected, and are placed."""
+    found = rows["found"][:, AT : AT + window]
+    is_named = rows["leaf"][:, AT : AT + window] == given["unit"][:, None]
+    if fault == DRIFT:  # within a factor of 30 of the usual norm
+        limit = np.log(30) / np.log(given["rate"])
+        found = found & (np.arange(found.shape[1]) <= limit[:, None])
+    counted = np.ones(len(found), bool)
+    if "bit" in fault:
+        # Harmful: the loss is not finite, or above those of the same batches without the fault.
+        usual, spoilt = clean[:, AT:], rows["loss"][:, AT:]
+        counted = ~(spoilt < 1.1 * np.maximum(usual, usual.mean())).all(1)
+    placed = (found & is_named).any(1)
+    # A unit that is dead or drifts is detected by an incident that names it.
+    is_lasting = fault == DRIFT or "from then on" in fault
+    detected = placed if is_lasting else found.any(1)
+    return [counted.sum(), (detected & counted).sum(), (placed & counted).sum()]
+
+
+def count_false_alarms(run, steps, seed):
+    """How many of some clean steps were incidents, and of which kinds."""
+    params, state, kinds = run.params, run.state, collections.Counter()
+    alarms, chunks = 0, max(steps // WARM_UP, 1)
+    for i in range(chunks):
+        fault = run.clean | {"seed": jax.random.key(10**6 * (seed + 1) + i)}
+        params, state, rows = run.run(params, state, fault, WARM_UP)
+        rows = jax.device_get(rows)
+        alarms += int(rows["found"].sum())
+        found = rows["kinds"][rows["found"]]
+        names = (KINDS[bit] for row in found for bit in range(len(KINDS)) if row >> bit & 1)
+        kinds.update(names)
+    return alarms, chunks * WARM_UP, kinds
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", default=",".join((*TUNED_ON, *HELD_OUT)))
+    parser.add_argument("--faults", type=int, default=12, help="of each kind, model and seed")
+    parser.add_argument("--clean-steps", type=int, default=100_000, help="in total")
+    parser.add_argument("--seeds", default="0,1", help="0 was used for tuning")
+    parser.add_argument("--quick", action="store_true", help="a few faults in one model")
+    args = parser.parse_args()
+    names, seeds = args.models.split(","), [int(x) for x in args.seeds.split(",")]
+    if args.quick:
+        names, seeds, args.faults, args.clean_steps = ["gru"], [0], 2, 400
+    table, alarms = collections.defaultdict(lambda: np.zeros(3, int)), {}
+    for name in names:
+        total, steps, kinds = 0, 0, collections.Counter()
+        for seed in seeds:
+            run = Run(name, seed)
+            early = int(np.asarray(run.rows["found"]).sum())
+            if args.faults:
+                inject(run, args.faults, seed, table, name)
+            each = args.clean_steps // (len(names) * len(seeds))
+            count, clean, of_kinds = count_false_alarms(run, each, seed)
+            total, steps, kinds = total + count + early, steps + clean + WARM_UP, kinds + of_kinds
+        alarms[name] = total, steps, kinds
+        own = {fault: table[name, fault].tolist() for fault in FAULTS}
+        print(name, own, *alarms[name], file=sys.stderr, flush=True)
+    print("| fault | " + " | ".join(names) + " | all | placed |")
+    print("| --- |" + " --- |" * (len(names) + 2))
+    for fault in FAULTS:
+        rows = [table[name, fault] for name in names]
+        shares = [
+            f"{row[1] / row[0]:.0%} of {row[0]}" if row[0] else "-" for row in (*rows, sum(rows))
+        ]
+        n, _, placed = sum(rows)
+        share = "-" if fault in PLACELESS else f"{placed / max(n, 1):.0%}"
+        print(f"| {fault} | {' | '.join(shares)} | {share} |")
+    for name, (count, steps, kinds) in alarms.items():
+        print(f"{name}: {count} incidents in {steps} clean steps", dict(kinds))
+    print(f"all: {sum(x[0] for x in alarms.values())} in {sum(x[1] for x in alarms.values())}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Milliseconds of whole training steps on this machine: ours beside Optax's.
+
+    python -m benchmarks.steps.times --only "PPO:skip_spikes"    # one step
+    python -m benchmarks.steps.times --large                     # also the large models
+
+The steps are those of `benchmarks.compiled.steps`, run in turn: A B A B.
+"""
+
+import argparse
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import _report
+from benchmarks._measure import Case, interleaved
+from benchmarks._models import MODELS, Model
+from benchmarks._rows import EVERY, OPTAX, ROWS, Row
+
+SMALL = ("PPO", "scan GPT, small", "GPT, small", "conv net, small")
+GOAL = 1.05  # times Optax's
+
+
+def jitted(model: Model, name: str, row: Row, repetitions: int) -> dict[str, Any]:
+    """One line of a model: milliseconds of a step, or of one in a window of an accumulation."""
+    params, batch = model.arrays()
+
+    def case(maker: Any) -> Case:
+        step = maker(model)
+
+        def run(carry: Any, batch: Any) -> Any:
+            return step.run(*carry, batch)[:2]
+
+        return Case(
+            run, lambda: jax.tree.map(jax.numpy.copy, (params, step.tx.init(params))), (batch,)
+        )
+
+    # A training loop does not wait for a step of a millisecond before it starts the next.
+    group = EVERY if row.accumulates or model.size < 1 << 20 else 1
+    cases = {"ours": case(row.ours), "Optax": case(OPTAX[row.theirs])}
+    found = interleaved(cases, repetitions, group)
+    ratio = float(np.median(found["ours"].seconds / found["Optax"].seconds))
+    return {
+        "what": f"{name} / optax {row.theirs}",
+        "ms": _beside(*(1e3 * found[who].median / group for who in cases)),
+        "ratio": _marked(ratio),
+        "spread": f"{found['ours'].spread:.0%} / {found['Optax'].spread:.0%}",
+    }
+
+
+def _beside(ours: float, theirs: float) -> str:
+    return f"{ours:.3g} / {theirs:.3g}"
+
+
+def _marked(ratio: float) -> str:
+    return f"**{ratio:.2f}**" if ratio > GOAL else f"{ratio:.2f}"
+
+
+def main() -> None:
+    """Runs what is chosen and writes the report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="steps with this in `model:step`")
+    parser.add_argument("--large", action="store_true", help="all models")
+    parser.add_argument("--repetitions", type=int, default=31, help="of each step (31)")
+    parser.add_argument("--quick", action="store_true", help="PPO, three times, printed only")
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    options = parser.parse_args()
+    if options.quick:
+        options.repetitions = 3
+    titles = SMALL[:1] if options.quick else MODELS if options.large else SMALL
+    sections: dict[str, _report.Rows] = {}
+
+    def add(section: str, line: dict[str, Any]) -> None:
+        sections.setdefault(section, []).append(line)
+        print(f"{section} | " + " | ".join(map(str, line.values())), flush=True)
+        if not (options.quick or options.no_write):
+            _report.write(sections, "whole steps", commit=_report.commit())
+
+    for title in titles:
+        for name, row in ROWS.items():
+            if options.only in f"{title}:{name}":
+                add(
+                    f"{title}: ours / Optax",
+                    jitted(MODELS[title](), name, row, options.repetitions),
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""The measured leaves of a tree: the floating and complex ones, which have a norm."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ._checks import check_no_state, describe, dtype_of, is_float0, leaf_path, listed
+from ._errors import ArgumentTypeError, type_error
+from ._mesh import in_memory_of, memory_of, on_device, sharding_with, unreduced_axes
+from ._types import Array, Tree
+
+
+class Leaves(NamedTuple):
+    """A tree that is flattened once for everything that an update does with it.
+
+    Attributes:
+        arrays: the measured leaves, in device memory.
+        places: the indices of these among all leaves.
+        given: all leaves.
+        structure: of the tree.
+    """
+
+    arrays: list[Array]
+    places: list[int]
+    given: list[Any]
+    structure: Any
+
+    def beside(self, tree: Tree) -> list[Array]:
+        """The leaves of another tree of the same structure at the places of the measured leaves."""
+        leaves = jax.tree.leaves(tree)
+        arrays: list[Array] = []
+        for place in self.places:
+            arrays.append(on_device(jnp.asarray(leaves[place])))
+        return arrays
+
+    def replace(self, arrays: Sequence[Array]) -> Tree:
+        """The tree with other measured leaves, each in the memory of the leaf it replaces."""
+        leaves = list(self.given)
+        for place, old, new in zip(self.places, self.arrays, arrays, strict=True):
+            # `old` differs from the given leaf if that is in host memory.
+            leaves[place] = new if old is leaves[place] else in_memory_of(new, leaves[place])
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+def flatten(argument: str, tree: Tree, *, real: bool = False, unreduced: bool = False) -> Leaves:
+    """Flatten a tree whose leaves are floating, complex (unless `real`) or float0.
+
+    Raises:
+        TypeError: another leaf, or a leaf that is unreduced over a mesh axis unless `unreduced`.
+    """
+    paths, structure = jax.tree.flatten_with_path(tree)
+    arrays: list[Array] = []
+    places: list[int] = []
+    given: list[Any] = []
+    kind = jnp.floating if real else jnp.inexact
+    if isinstance(tree, tuple):  # such as a state that was passed in place of the updates
+        check_no_state(argument, tree)
+    for i, (path, x) in enumerate(paths):
+        given.append(x)
+        dtype = getattr(x, "dtype", type(x))
+        if dtype == jax.dtypes.float0:
+            continue
+        if not jnp.issubdtype(dtype, kind):
+            raise _not_inexact(argument, tree, kind)
+        array = x if isinstance(x, jax.Array) else jnp.asarray(x)
+        if unreduced_axes(array) and not unreduced:
+            raise _is_unreduced(leaf_path(argument, path), array)
+        arrays.append(on_device(array) if memory_of(array) == "host" else array)
+        places.append(i)
+    return Leaves(arrays, places, given, structure)
+
+
+def _not_inexact(argument: str, tree: Tree, kind: Any) -> ArgumentTypeError:
+    check_no_state(argument, tree)
+    rule = "floating" if kind is jnp.floating else "floating or complex"
+    bad = [
+        f"{describe(x)} at {leaf_path(argument, path)}"
+        for path, x in jax.tree.leaves_with_path(tree)
+        if not is_float0(x) and not jnp.issubdtype(dtype_of(x), kind)
+    ]
+    hint = "Exclude such leaves with `optax.masked`."
+    return ArgumentTypeError(
+        f"every leaf of `{argument}` must be {rule}, got {listed(bad)}. {hint}"
+    )
+
+
+def _is_unreduced(place: str, x: Array) -> ArgumentTypeError:
+    axes = ", ".join(map(repr, sorted(unreduced_axes(x))))
+    hint = (
+        f"Sum it over devices first, `jax.sharding.reshard(leaf, {sharding_with(x).spec})`, or use "
+        "`accumulate_gradients`, which sums it once for each window."
+    )
+    return type_error(
+        place.split("[")[0], "reduced", f"a leaf that is unreduced over {axes} at {place}", hint
+    )
+
+
+def is_measured(leaf: object) -> bool:
+    """Whether a leaf has a norm; a float0 and the integer parameter it belongs to have none."""
+    if is_float0(leaf):
+        return False
+    try:
+        return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    except TypeError:  # a placeholder of `optax.tree.map_params`
+        return True
+
+
+def measured_leaves(tree: Tree) -> list[Array]:
+    """The measured leaves in order, in device memory."""
+    return [on_device(jnp.asarray(x)) for x in jax.tree.leaves(tree) if is_measured(x)]
+
+
+def measured_shapes(tree: Tree) -> list[Any]:
+    """The measured leaves, for their shapes; in `init` they may be placeholders."""
+    return [x for x in jax.tree.leaves(tree) if is_measured(x)]
+
+
+def leaves_beside(tree: Tree, other: Tree) -> list[Array]:
+    """The leaves of another tree of the same structure at the places of the measured leaves."""
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
+    return [on_device(jnp.asarray(y)) for x, y in pairs if is_measured(x)]
+
+
+def with_leaves(tree: Tree, leaves: Sequence[Array]) -> Tree:
+    """The tree with its measured leaves replaced, each in the memory of the leaf it replaces."""
+    in_order = iter(leaves)
+    return jax.tree.map(lambda x: in_memory_of(next(in_order), x) if is_measured(x) else x, tree)

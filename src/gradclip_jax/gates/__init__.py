@@ -1,0 +1,1 @@
+"""Gates, guards and accumulations, and the executor that runs the optimizer inside them."""

@@ -1,0 +1,380 @@
+"""The executor of guards and accumulations.
+
+Gates that are directly inside one another are flattened into one list, and `_execute` runs the
+innermost transformation once or not at all.
+"""
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._checks import check_state, check_transformation, is_float0
+from .._errors import ArgumentTypeError, named, public, type_error
+from .._run_if import like_dtypes, run_step, select_step, trace, trace_step
+from .._states import increment_where, plain_arrays, with_structure_of
+from .._tree_checks import check_inexact
+from .._types import Scalar, Tree
+from ._gate import Accumulation, ComputedStep, Flag, Guard, Verdict
+
+EXTRA_ARGS: Final = ("value", "loss", "weight", "flush", "emit")
+"""The extra arguments of `update` that guards and accumulations read."""
+
+Gate: TypeAlias = Guard | Accumulation
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedUpdate:
+    """The `update` of guards and accumulations.
+
+    An object, so that a gate around it can read its gates even if a trainer has unpacked and
+    rebuilt the transformation. `jax.named_call` needs `__name__`.
+
+    Attributes:
+        gates: the guards, and at most one accumulation, from the outermost to the innermost.
+        innermost: the transformation inside all of them.
+        function: the public function that made the outermost gate; its errors begin with it.
+    """
+
+    __name__: ClassVar[str] = "update"
+    gates: tuple[Gate, ...]
+    innermost: optax.GradientTransformationExtraArgs
+    function: str = ""
+
+    def __call__(
+        self, updates: Tree, state: Any, params: Tree | None = None, *args: Any, **extra_args: Any
+    ) -> tuple[Tree, Any]:
+        """The update of the innermost transformation, or zeros if it does not run."""
+        return self.run(updates, state, params, args, extra_args, applies=False)
+
+    def run(self, *args: Any, applies: bool) -> tuple[Tree, Any]:
+        """Execute one call; with `applies` the first result is the new parameters."""
+        return named(functools.partial(_execute, self, applies=applies), self.function)(*args)
+
+    def named(self, function: str) -> "GatedUpdate":
+        """The same update for another public function."""
+        return dataclasses.replace(self, function=function)
+
+
+def gated(
+    gate: Gate, inner: optax.GradientTransformation, init: optax.TransformInitFn
+) -> optax.GradientTransformationExtraArgs:
+    """Put a gate around a transformation."""
+    if isinstance(inner.update, GatedUpdate):
+        update = GatedUpdate((gate, *inner.update.gates), inner.update.innermost)
+    else:
+        update = GatedUpdate((gate,), optax.with_extra_args_support(inner))
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+@public
+def apply_gradients(
+    tx: optax.GradientTransformation, grads: Tree, state: Any, params: Tree, **extra_args: Any
+) -> tuple[Tree, Any]:
+    """Run one optimizer step: `update` and `optax.apply_updates` in one call.
+
+    The result is the same for every transformation, but sums that `accumulate_gradients` makes of
+    bfloat16 gradients are rounded only once, when they are added to the parameters. For
+    accumulations and guards this is the fast path: a call that does not run the optimizer neither
+    reads nor writes parameters and optimizer state, while `update` has to write a tree of zeros.
+    Donate `params` and `state` to the jitted step; otherwise they are copied.
+
+    Args:
+        tx: any Optax transformation.
+        grads: the gradients, with the structure of `params`.
+        state: the state of `tx`.
+        params: the parameters. Flax NNX variables are accepted and returned as such.
+        **extra_args: passed to `tx.update`.
+
+    Returns:
+        The new parameters, in their own dtypes, and the new state.
+
+    Raises:
+        TypeError: `tx` is not a gradient transformation.
+
+    Examples:
+        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> tx = gcx.accumulate_gradients(optax.sgd(1.0), every=2)
+        >>> params = jnp.array([0.0])
+        >>> state = tx.init(params)
+        >>> for grads in (jnp.array([1.0]), jnp.array([3.0])):
+        ...     params, state = gcx.apply_gradients(tx, grads, state, params)
+        >>> params.tolist()
+        [-2.0]
+    """
+    check_transformation("tx", tx)
+    arrays = plain_arrays((grads, state, params))
+    if jax.tree.structure(arrays) != jax.tree.structure((grads, state, params)):
+        params_and_state = apply_gradients(tx, *arrays, **extra_args)
+        return with_structure_of((params, state), params_and_state)
+    if isinstance(tx.update, GatedUpdate):
+        return tx.update.run(grads, state, params, (), extra_args, applies=True)
+    update = optax.with_extra_args_support(tx).update
+    updates, state = update(grads, state, params, **extra_args)
+    return _apply_updates(params, updates), state
+
+
+class Opinion(NamedTuple):
+    """What a guard says in one call.
+
+    Attributes:
+        guard: the guard.
+        state: its state before the call.
+        verdict: its verdict on the gradient that it gets.
+        refused: whether it is the first that refuses that gradient, bool[].
+        failed: whether its check of a window or of a computed step is the one that fails, bool[].
+        measured: what its check of the computed step measured.
+    """
+
+    guard: Guard
+    state: Any
+    verdict: Verdict
+    refused: Flag
+    failed: Flag
+    measured: Tree
+
+
+def _execute(
+    update: GatedUpdate,
+    incoming: Tree,
+    state: Any,
+    params: Tree,
+    args: tuple[Any, ...],
+    extra_args: dict[str, Any],
+    *,
+    applies: bool,
+) -> tuple[Tree, Any]:
+    """One call through all gates: the updates or the new parameters, and the next state.
+
+    Gradients go inwards. Guards around an accumulation judge the micro-batch; guards inside it, or
+    all guards if there is none, judge the gradient of the step. Then guards around an accumulation
+    check the gradient of the window, and guards that check steps check the computed step. The
+    first guard that refuses counts the skip, and no other.
+
+    | refused | counted by | the window | innermost state |
+    | --- | --- | --- | --- |
+    | a micro-batch, around an accumulation | the outermost that refuses | stays open | unchanged |
+    | the same, with `flush` or `emit` | the same | emitted without it | updated |
+    | the gradient of a step | the outermost inside that refuses | emitted | unchanged |
+    | that of a window, from around it | the innermost that checks it | dropped | unchanged |
+    | the computed step | the innermost that fails | dropped, if that is around | unchanged |
+    | nothing, and the window stays open | nobody | stays open | unchanged |
+    | nothing | nobody | emitted | updated |
+
+    | guard | its counters | the state of its rules |
+    | --- | --- | --- |
+    | the one that counts | one more skip, and one more in a row | updated |
+    | the others, if a guard refuses | unchanged | unchanged |
+    | all that judged a call that was not refused | no skip in a row | updated |
+    | inside an accumulation whose window stays open | unchanged | unchanged |
+    """
+    _check_call(update.gates, incoming, state, args, extra_args)
+    outside, accumulation, inside = _split(update.gates)
+    outer, grads, state, accepted = judge(outside, incoming, state, params, extra_args)
+    target = params if applies else None
+    step = functools.partial(_judged_step, update.innermost, inside, incoming, params)
+    if accumulation is None:
+        output, (target, state), *_ = step([], grads, (target, state), extra_args)
+        return (target if applies else output), state
+    window = accumulation.open_window(grads, state, accepted, params, extra_args)
+
+    def close_window(carry: Tree) -> tuple[Tree, Tree]:
+        (target, inner_state), accumulator, _ = carry
+        mean, accumulator = window.read(accumulator)
+        output, target_and_state, stepped, opinions = step(
+            outer, mean, (target, inner_state), window.extra_args
+        )
+        checks = [(x.failed, x.measured) for x in opinions]
+        return output, (target_and_state, accumulator, (stepped, checks) if outer else ())
+
+    unchecked = (np.False_, [(x.failed, x.measured) for x in outer]) if outer else ()
+    carry = ((target, window.inner_state), window.accumulator, unchecked)
+    output, (carry, accumulator, checks) = run_step(window.emits, close_window, carry)
+    target, inner_state = carry
+    emitted = window.emits
+    if outer:
+        stepped, results = checks
+        outer = [x._replace(failed=y, measured=z) for x, (y, z) in zip(outer, results, strict=True)]
+        accepted = accepted & (stepped | ~window.emits)
+        emitted = functools.reduce(jnp.logical_and, [~x.failed for x in outer], emitted)
+    state = window.next_state(inner_state, accumulator, emitted)
+    return (target if applies else output), _next_states(outer, state, accepted)
+
+
+def _check_call(
+    gates: Sequence[Gate], grads: Tree, state: Any, args: Any, extra_args: dict[str, Any]
+) -> None:
+    """Raise if the arguments are not those of these gates."""
+    if args:
+        got, hint = f"{len(args)} more positional", "Pass the loss as `value=loss`."
+        raise type_error("update", "called as `update(grads, state, params)`", got, hint)
+    for name in extra_args.keys() - EXTRA_ARGS:  # all others are passed on
+        near = difflib.get_close_matches(name, EXTRA_ARGS, n=1, cutoff=0.8)
+        if near:
+            raise ArgumentTypeError(
+                f"unknown extra argument `{name}`; did you mean `{near[0]}`? "
+                "Choose a less similar name if it is meant for the optimizer."
+            )
+    check_inexact("updates", grads, unreduced=isinstance(gates[0], Accumulation))
+    for gate in gates:
+        check_state(state, gate.kind)
+        state = state.inner_state if isinstance(gate, Guard) else state.inner_opt_state
+
+
+def _split(
+    gates: tuple[Gate, ...],
+) -> tuple[Sequence[Guard], Accumulation | None, Sequence[Guard]]:
+    """The guards around the accumulation, the accumulation, and the guards inside it."""
+    for i, gate in enumerate(gates):
+        if isinstance(gate, Accumulation):
+            return gates[:i], gate, gates[i + 1 :]  # pyright: ignore[reportReturnType]
+    return (), None, gates  # pyright: ignore[reportReturnType]
+
+
+def judge(
+    guards: Sequence[Guard], grads: Tree, state: Any, params: Tree, extra_args: dict[str, Any]
+) -> tuple[list[Opinion], Tree, Any, Flag]:
+    """The opinions of guards, their gradient, the state inside them, and whether all accept it."""
+    opinions: list[Opinion] = []
+    accepted: Flag = np.True_
+    for guard in guards:
+        verdict = guard.judge(grads, state, params, extra_args)
+        refused = accepted & ~verdict.is_good
+        opinions.append(Opinion(guard, state, verdict, refused, np.False_, guard.unmeasured))
+        accepted = accepted & verdict.is_good
+        grads, state = verdict.grads, state.inner_state
+    return opinions, grads, state, accepted
+
+
+def _judged_step(
+    innermost: optax.GradientTransformationExtraArgs,
+    inside: Sequence[Guard],
+    incoming: Tree,
+    params: Tree,
+    outer: list[Opinion],
+    grads: Tree,
+    target_and_state: tuple[Tree, Any],
+    extra_args: dict[str, Any],
+) -> tuple[Tree, tuple[Tree, Any], Flag, list[Opinion]]:
+    """Run the innermost transformation if all guards accept the gradient and the computed step.
+
+    Returns its updates, or zeros, then the target and the state inside the accumulation, then
+    whether the step was applied, and the opinions of the outer guards. The target is the
+    parameters that the updates are added to; with a target there are no updates.
+    """
+    target, state = target_and_state
+    inner, judged, before, accepted = judge(inside, grads, state, params, extra_args)
+    opinions = [*outer, *inner]
+    for i in reversed(range(len(outer))):
+        check_window = outer[i].guard.check_window
+        if check_window:
+            accepted = _note(opinions, i, accepted, check_window(grads))
+
+    checking = [i for i, x in enumerate(opinions) if x.guard.checks_step]
+
+    def compute(carry: tuple[Tree, Any]) -> tuple[Tree, tuple[Tree, Any]]:
+        target, before = carry
+        given, is_plain = (params, True) if target is None else (target, False)
+        updates, after = _run_innermost(
+            innermost, given, extra_args, judged, before, incoming, keeps_dtypes=is_plain
+        )
+        target = None if is_plain else _apply_updates(target, updates)
+        return updates if is_plain or checking else None, (target, after)
+
+    carry = target, before
+    if checking:
+        program, is_due = trace_step(compute, carry), jnp.asarray(accepted)
+        computed = jax.tree.map(jax.lax.stop_gradient, program(carry))
+        step = ComputedStep(judged, before, computed[0], computed[1][1])
+        for i in reversed(checking):
+            check = opinions[i].verdict.check_step
+            assert check is not None  # the guard checks steps
+            passed, measured = check(step)
+            choose = functools.partial(jnp.where, is_due)
+            measured = jax.tree.map(choose, measured, opinions[i].guard.unmeasured)
+            opinions[i] = opinions[i]._replace(measured=measured)
+            accepted = _note(opinions, i, accepted, passed)
+        output, carry = select_step(accepted, program, computed, carry)
+        discard = opinions[checking[-1]].guard.discard
+        carry = carry[0], discard(carry[1], is_due & ~accepted)
+    elif opinions:
+        output, carry = run_step(accepted, compute, carry, usually=True)
+    else:
+        output, carry = compute(carry)
+    outer, inner = opinions[: len(outer)], opinions[len(outer) :]
+    return output, (carry[0], _next_states(inner, carry[1], accepted)), accepted, outer
+
+
+def _note(opinions: list[Opinion], i: int, accepted: Flag, passed: Scalar) -> Flag:
+    """Whether a step is still accepted after a check, which fails only if it was before."""
+    opinions[i] = opinions[i]._replace(failed=accepted & ~passed)
+    return accepted & passed
+
+
+def _next_states(opinions: Sequence[Opinion], inner_state: Any, accepted: Flag) -> Any:
+    """The states of guards around the next state inside them."""
+    for guard, state, verdict, refused, failed, measured in reversed(opinions):
+        skipped = refused | failed
+        after = verdict.next_state(jnp.asarray(refused), jnp.asarray(failed), measured)
+        streak = jnp.where(skipped, increment_where(state.consecutive_skips), 0)
+        has_failed, limit = after.guard_failed, guard.max_consecutive_skips
+        if limit is not None:
+            has_failed = jnp.where(streak >= limit, 1, has_failed)
+        fields = {"consecutive_skips": streak, "guard_failed": has_failed, "inner_state": ()}
+        after = after._replace(**fields)
+        choose = functools.partial(jnp.where, skipped | accepted)
+        after = jax.tree.map(choose, after, state._replace(inner_state=()))
+        inner_state = after._replace(inner_state=inner_state)
+    return inner_state
+
+
+def _run_innermost(
+    innermost: optax.GradientTransformationExtraArgs,
+    params: Tree,
+    extra_args: dict[str, Any],
+    grads: Tree,
+    state: Any,
+    incoming: Tree,
+    *,
+    keeps_dtypes: bool,
+) -> tuple[Tree, Any]:
+    """The updates and the next state of the innermost transformation.
+
+    It gets the gradients in the dtype of the accumulator, or in float32 from a loss scale. Some
+    transformations, such as `optax.novograd` and `optax.apply_if_finite`, raise if the dtype is
+    not that of the parameters; they get the dtypes of the incoming gradients. With `keeps_dtypes`
+    the updates have the dtypes that the transformation returns for those.
+    """
+
+    def run(grads: Tree, state: Any) -> tuple[Tree, Any]:
+        return innermost.update(grads, state, params, **extra_args)
+
+    pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(incoming), strict=True)
+    if all([x.dtype == jax.typeof(y).dtype for x, y in pairs]):
+        return run(grads, state)
+    plain = like_dtypes(grads, incoming)
+    program = trace(run, plain, state) if keeps_dtypes else None
+    try:
+        updates, after = run(grads, state)
+    except (TypeError, ValueError) as error:
+        try:
+            return program(plain, state) if program else run(plain, state)
+        except (TypeError, ValueError):
+            raise error from None
+    return (like_dtypes(updates, program.output[0]) if program else updates), after
+
+
+def _apply_updates(params: Tree, updates: Tree) -> Tree:
+    """`optax.apply_updates` that accepts float0 updates and works under strict promotion."""
+
+    def addend(update: Any, param: Any) -> Any:
+        return jnp.zeros_like(param) if is_float0(update) else update
+
+    with jax.numpy_dtype_promotion("standard"):
+        return optax.apply_updates(params, jax.tree.map(addend, updates, params))

@@ -1,0 +1,270 @@
+"""Incidents: the record of one, which prints as a sentence, and the log in a state."""
+
+import functools
+import math
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._states import increment_where, register_metrics
+from .._types import UNBOUNDED, Array, Scalar, Tree
+from ..clipping._norm import Units
+from ._unit_names import join_names, name_units, split_names
+
+KINDS = (
+    *("nan", "infinity", "norm", "loss", "update", "skipped", "held", "clipped", "leaf"),
+    *("parameter", "zero", "drift", "replica", "unchanged"),
+)
+"""What was wrong, and what became of the step; in a state flag i is 2^i."""
+
+FATES = ("skipped", "held", "unchanged", "clipped")
+"""The kinds that say what became of the step."""
+
+_CODES = {math.inf: UNBOUNDED, None: -UNBOUNDED}
+"""What stands for a field that is None or infinite by default."""
+
+STREAK = 8
+"""Equal incidents at most this many steps apart are one streak."""
+
+
+class Incident(NamedTuple):
+    """An incident: what was wrong at one step. It prints as a sentence.
+
+    Attributes:
+        step: calls of `watch` before this one.
+        kinds: what was wrong and what became of the step, see `incidents`.
+        norm: of the gradient.
+        norm_threshold: above which a norm is an outlier, or was skipped by a guard; inf while
+            there is none.
+        leaf: the unit that is named: the leaf or layer in which the fault shows; "" where norms are
+            of the whole tree.
+        share: its share of the non-finite elements if there are any, else of the squared norm of
+            the gradient, 0 to 1.
+        second_leaf: the unit with the largest share besides.
+        second_share: its share.
+        bad_elements: how many elements of the gradient are NaN or infinite.
+        loss: None if none was passed.
+        loss_threshold: as `norm_threshold`.
+        update_norm: the norm of the update; None if it was not measured.
+        update_threshold: as `norm_threshold`.
+        leaf_rise: for an outlier of the unit how many times its usual norm the gradient, the update
+            or the parameters have, in proportion to the other units.
+        parameter_norm: the norm of the parameters; None if it was not measured.
+        device: of the kind "replica" the index of the device that differs from the others.
+        streak: the number of equal incidents in a streak, up to this one.
+        first_step: the step of the first of them.
+
+    Examples:
+        >>> import gradclip_jax as gcx
+        >>> kinds = ("norm", "skipped")
+        >>> print(
+        ...     gcx.diagnostics.Incident(
+        ...         1203, kinds, 3.1e5, 4.2, "h_7/wi", 0.97, "h_7/wo", 0.02, 0, 3.2, 4.0
+        ...     )
+        ... )
+        step 1203: skipped, gradient norm 3.1e5 above 4.2; 97 % of it in h_7/wi; loss 3.2
+    """
+
+    step: int
+    kinds: tuple[str, ...]
+    norm: float
+    norm_threshold: float = math.inf
+    leaf: str = ""
+    share: float = 1.0
+    second_leaf: str = ""
+    second_share: float = 0.0
+    bad_elements: int = 0
+    loss: float | None = None
+    loss_threshold: float = math.inf
+    update_norm: float | None = None
+    update_threshold: float = math.inf
+    leaf_rise: float = 1.0
+    parameter_norm: float | None = None
+    device: int = -1
+    streak: int = 1
+    first_step: int = -1
+
+    def __str__(self) -> str:
+        """The incident as a sentence."""
+        fate = " and ".join(word for word in FATES if word in self.kinds) or "applied"
+        norm = "zero" if self.norm == 0 else f"norm {_compared(self.norm, self.norm_threshold)}"
+        text = f"step {self.step}: {fate.replace('unchanged', 'parameters unchanged')}"
+        parts = [f"{text}, gradient {norm}", *filter(None, [self._place(), *self._causes()])]
+        if self.loss is not None:
+            parts.append(f"loss {_compared(self.loss, self.loss_threshold)}")
+        if self.streak > 1:
+            parts.append(f"{self.streak} times since step {self.first_step}")
+        return "; ".join(parts)
+
+    def _place(self) -> str:
+        """Which units have the non-finite elements, or the largest shares of the norm."""
+        count, second = self.bad_elements, ""
+        if self.second_share >= 0.1:
+            second = f", {100 * self.second_share:.0f} % in {self.second_leaf}"
+        if not count:
+            # A share of nothing says nothing, and neither does a small one.
+            is_share = self.leaf and self.norm > 0 and self.share >= 0.1
+            return f"{100 * self.share:.0f} % of it in {self.leaf}{second}" if is_share else ""
+        elements = f"{count} non-finite element{'s' if count > 1 else ''}"
+        if not self.leaf:
+            return elements
+        if self.share == 1:
+            return f"{elements} in {self.leaf}"
+        return f"{elements}, {100 * self.share:.0f} % of them in {self.leaf}{second}"
+
+    def _causes(self) -> list[str]:
+        """What was wrong besides the norm of the gradient and the loss."""
+        place = f" of {self.leaf}" if self.leaf else ""
+        rise = f"{_short(self.leaf_rise)} times its usual value"
+        parts: list[str] = []
+        if "parameter" in self.kinds:
+            norm = self.parameter_norm or 0.0
+            parts.append(f"parameter norm{place} {rise if math.isfinite(norm) else _short(norm)}")
+        elif "leaf" in self.kinds:
+            parts.append(f"gradient norm{place} {rise} relative to the other leaves")
+        if "update" in self.kinds and self.update_norm is not None:
+            norm = _compared(self.update_norm, self.update_threshold)
+            if not math.isfinite(self.update_norm):
+                # An element is infinite, or its square overflowed.
+                norm = "NaN" if math.isnan(self.update_norm) else "above 1e25"
+                norm += f" in {self.leaf}" if self.leaf else ""
+            elif place and self.leaf_rise > 1:
+                norm += f", that{place} {rise}"
+            parts.append(f"update norm {norm}")
+        if "zero" in self.kinds and self.norm > 0:
+            parts.append(f"the gradient of {self.leaf} has become zero")
+        if "drift" in self.kinds:
+            rise = _short(self.leaf_rise)
+            parts.append(f"gradient norm{place} has slowly risen {rise} times")
+        if "replica" in self.kinds:
+            parts.append(f"the parameters on device {self.device} differ from those on the others")
+        return parts
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, and under "sentence" the sentence, as values of strict JSON.
+
+        An infinite threshold is None; other non-finite numbers are strings that `float` reads.
+
+        Examples:
+            >>> import gradclip_jax as gcx
+            >>> incident = gcx.diagnostics.Incident(3, ("nan",), float("nan"))
+            >>> row = incident.to_dict()
+            >>> row["norm"], row["norm_threshold"], row["sentence"]
+            ('nan', None, 'step 3: applied, gradient norm NaN')
+        """
+        fields: dict[str, Any] = self._asdict() | {"kinds": list(self.kinds), "sentence": str(self)}
+        for key, value in fields.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                fields[key] = None if key.endswith("_threshold") else str(value)
+        return fields
+
+
+def _compared(value: float, threshold: float) -> str:
+    """A value, and the threshold if it is above it."""
+    is_above = math.isfinite(value) and value > threshold and threshold < UNBOUNDED
+    return _short(value) + (f" above {_short(threshold)}" if is_above else "")
+
+
+def _short(x: float) -> str:
+    """Two digits: 3.1e5."""
+    return "NaN" if math.isnan(x) else re.sub(r"e\+?(-?)0*", r"e\1", f"{x:.2g}")
+
+
+@register_metrics("incident_count", "incident_step", "incident_kind")
+class IncidentLog(NamedTuple):
+    """The last incidents; int32, counters saturating.
+
+    Attributes:
+        step_count: int32[], calls so far.
+        incident_count: int32[], steps with an incident.
+        rows: int32[incidents, fields], the fields of each incident, the last at the end: step and
+            kinds, then the bits of a float32 for each of the others, so that a NaN can be kept;
+            the last two are integers.
+        names: a dict with one key, the names of all units, and no leaf: a checkpoint has no place
+            for strings.
+    """
+
+    step_count: Scalar
+    incident_count: Scalar
+    rows: Array
+    names: Any
+
+    incident_step = property(lambda log: log.rows[..., -1, 0], doc="-1 before the first.")
+    incident_kind = property(lambda log: log.rows[..., -1, 1], doc="A sum of flags.")
+
+
+def init_log(size: int, params: Tree, units: Units) -> IncidentLog:
+    """A log without incidents."""
+    rows = jnp.zeros((size, len(Incident._fields)), jnp.int32).at[:, 0].set(-1)
+    step_count, incident_count = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+    names = join_names(name_units(units, params))
+    return IncidentLog(step_count, incident_count, rows, {names: None})
+
+
+def names_in(log: IncidentLog) -> list[str]:
+    """The names of the units."""
+    (joined,) = log.names
+    return split_names(joined)
+
+
+def note(
+    log: IncidentLog, fields: dict[str, Any], flags: dict[str, Any], **fates: Scalar
+) -> IncidentLog:
+    """The log after a step. A step with a flag is an incident, and a skipped one; other fates not.
+
+    Outliers of the norm, the loss and the update follow from the fields. Of a streak of equal
+    incidents the first and the last are kept.
+    """
+    fields = Incident._field_defaults | {k: x for k, x in fields.items() if x is not None}
+    fields = {k: x if isinstance(x, jax.Array) else _CODES.get(x, x) for k, x in fields.items()}
+
+    def is_above(key: str, bound: str) -> Array:
+        return ~jnp.less_equal(fields[key], fields[bound])
+
+    flags["norm"] = jnp.isfinite(fields["norm"]) & is_above("norm", "norm_threshold")
+    flags["loss"] = is_above("loss", "loss_threshold")
+    update = flags.pop("update") | is_above("update_norm", "update_threshold") | fates["skipped"]
+    # A spike of the gradient or a jump of the parameters explains one of the update.
+    cause = functools.reduce(jnp.logical_or, flags.values())
+    flags["update"] = update & ~cause
+    is_incident = cause | update
+    flags = flags | fates
+    kinds = sum(jnp.where(flags.get(kind, False), 1 << i, 0) for i, kind in enumerate(KINDS))
+
+    step, last = log.step_count, log.rows[-1]
+    leaf = lax.bitcast_convert_type(jnp.asarray(fields["leaf"], jnp.float32), jnp.int32)
+    is_equal = (last[1] == kinds) & (last[Incident._fields.index("leaf")] == leaf)
+    continues = (last[0] >= 0) & is_equal & (step - last[0] <= STREAK)
+    count = jnp.where(continues, last[-2] + 1, 1)
+    first_step = jnp.where(continues, last[-1], step)
+    numbers = jnp.stack([jnp.asarray(fields[k], jnp.float32) for k in Incident._fields[2:-2]])
+    bits = lax.bitcast_convert_type(numbers, jnp.int32)
+    row = jnp.concatenate([jnp.stack([step, kinds]), bits, jnp.stack([count, first_step])])
+    # The first of a streak stays, and the last takes the place of the one before it.
+    older = jnp.where(count > 2, log.rows[:-1], log.rows[1:])
+    rows = jnp.concatenate([older, row[None]])
+    return log._replace(
+        step_count=increment_where(step),
+        incident_count=increment_where(log.incident_count, is_incident),
+        rows=jnp.where(is_incident, rows, log.rows),
+    )
+
+
+def read_log(log: IncidentLog) -> list[Incident]:
+    """The incidents in a log, the oldest first."""
+    names, rows = names_in(log), np.asarray(log.rows)
+    return [_read(row, names) for row in rows if row[0] >= 0]
+
+
+def _read(row: Any, names: list[str]) -> Incident:
+    values: dict[float, Any] = {code: default for default, code in _CODES.items()}
+    numbers = zip(Incident._fields[2:-2], row.view(np.float32)[2:-2].tolist(), strict=True)
+    fields = {key: values.get(x, x) for key, x in numbers}
+    fields |= {key: names[int(fields[key])] if names else "" for key in ("leaf", "second_leaf")}
+    fields |= {key: int(fields[key]) for key in ("bad_elements", "device")}
+    kinds = tuple(kind for i, kind in enumerate(KINDS) if row[1] >> i & 1)
+    return Incident(int(row[0]), kinds, **fields, streak=int(row[-2]), first_step=int(row[-1]))

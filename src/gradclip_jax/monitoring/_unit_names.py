@@ -1,0 +1,88 @@
+"""Readable names of units: of a leaf its path, of a stacked layer the path with its index."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._leaves import is_measured
+from .._types import Tree
+from ..clipping._norm import Groups, Units
+
+
+def leaf_names(tree: Tree) -> list[str]:
+    """The paths of the measured leaves, such as `decoder/mlp/wi`."""
+    return _distinct([(path, ()) for path, _ in _measured_paths(tree)])
+
+
+def name_units(units: Units, tree: Tree) -> list[str]:
+    """A name for each norm; none for the norm of the whole tree.
+
+    Layers that are stacked get their index after the part of the path that all stacked leaves
+    have in common: `decoder/layers_3/mlp/wi`. Where they have none, where a position in a list
+    follows, and for rows and columns, it is at the end.
+    """
+    if isinstance(units, Groups):
+        return list(map(str, units.names))
+    paths = _measured_paths(tree)
+    shapes = [
+        tuple(n for axis, n in enumerate(np.shape(x)) if axis not in (axes or ()))
+        for (_, x), axes in zip(paths, units.axes, strict=True)
+    ]
+    stacked = [path for (path, _), shape in zip(paths, shapes, strict=True) if shape]
+    shared = 0 if units.is_local else len(os.path.commonprefix(stacked))
+    if any(path[shared : shared + 1] and path[shared].isdigit() for path in stacked):
+        shared = 0
+    entries: list[tuple[tuple[str | None, ...], tuple[int, ...]]] = []
+    for (path, _), shape in zip(paths, shapes, strict=True):
+        at = shared or len(path)
+        for index in np.ndindex(*shape):
+            entries.append(((*path[:at], None, *path[at:]) if shape else path, index))
+    return _distinct(entries)
+
+
+def join_names(names: Sequence[str]) -> str:
+    """The names as one string."""
+    return "\n".join(name.replace("\\", r"\\").replace("\n", r"\n") for name in names)
+
+
+def split_names(joined: str) -> list[str]:
+    """The names in such a string."""
+    return joined.split("\n") if joined else []
+
+
+def _distinct(entries: Sequence[tuple[tuple[Any, ...], tuple[int, ...]]]) -> list[str]:
+    """Names for paths, in which None is the place of an index. Keys are escaped if names collide.
+
+    Haiku's keys contain slashes, and stay readable. Otherwise as in a JSON pointer: `a~1b` is the
+    key `a/b`.
+    """
+
+    def name_of(path: Sequence[Any], index: Sequence[int], *escapes: tuple[str, str]) -> str:
+        parts: list[str] = []
+        for key in path:
+            if key is None:
+                suffix = "".join(f"_{i}" for i in index)
+                parts[-1:] = [(parts[-1] if parts else "array") + suffix]
+                continue
+            for old, new in escapes:
+                key = key.replace(old, new)
+            parts.append(key)
+        return "/".join(parts) or "array"
+
+    names = [name_of(*entry) for entry in entries]
+    if len({*names}) == len(names):
+        return names
+    return [name_of(*entry, ("~", "~0"), ("/", "~1"), ("_", "~2")) for entry in entries]
+
+
+def _measured_paths(tree: Tree) -> Sequence[tuple[tuple[str, ...], Any]]:
+    entries = [(path, x) for path, x in jax.tree_util.tree_leaves_with_path(tree) if is_measured(x)]
+    # The variables of Flax NNX hold their array in an attribute.
+    if all(len(path) > 1 and str(path[-1]) == ".value" for path, _ in entries):
+        entries = [(path[:-1], x) for path, x in entries]
+    return [
+        (tuple(jax.tree_util.keystr((key,), simple=True) for key in path), x) for path, x in entries
+    ]

@@ -1,0 +1,139 @@
+"""Norms are correct whatever operation produced the gradient in the same program."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gradclip_jax as gcx
+
+ENDS = [1e-12, 3e-10, 1.0, 1e20, 1e24]
+A, B = np.array([1.0, -3.0, 0.5, 2.0]), np.array([0.25, 1.0, -2.0, 1.0])
+
+# From two vectors of the size under test to the gradient; every function is linear in its scale.
+PRODUCERS = {
+    "itself": lambda a, b: a,
+    "negation": lambda a, b: -a,
+    "scale": lambda a, b: a * 0.5,
+    "negative scale": lambda a, b: -0.5 * a,
+    "division": lambda a, b: a / 3.0,
+    "sum": lambda a, b: a + b,
+    "difference": lambda a, b: a - b,
+    "product": lambda a, b: a * jnp.sign(b),
+    "fused multiply-add": lambda a, b: a * 0.5 - b * 0.25,
+    "cast": lambda a, b: a.astype(jnp.bfloat16).astype(jnp.float32),
+    "where": lambda a, b: jnp.where(b > 0, a, -a),
+    "maximum": jnp.maximum,
+    "absolute value": lambda a, b: -jnp.abs(a),
+    "gather": lambda a, b: a[jnp.array([3, 0, 0, 1])],
+    "scatter": lambda a, b: jnp.zeros_like(a).at[jnp.array([0, 1, 1, 2])].add(-a),
+    "concatenation": lambda a, b: jnp.concatenate([a, -b]),
+    "reshape": lambda a, b: -a.reshape(2, 2),
+    "transpose": lambda a, b: -(a.reshape(2, 2).T),
+    "reverse": lambda a, b: -a[::-1],
+    "broadcast": lambda a, b: jnp.broadcast_to(-a, (3, 4)),
+    "outer product": lambda a, b: jnp.outer(a, jnp.sign(b)),
+    "dot": lambda a, b: -jnp.dot(a.reshape(2, 2), jnp.eye(2), precision="highest"),
+    "sum over an axis": lambda a, b: -jnp.stack([a, b]).sum(0),
+    "cumulative sum": lambda a, b: -jnp.cumsum(a),
+    "sort": lambda a, b: -jnp.sort(a),
+    "scan": lambda a, b: jax.lax.scan(lambda c, x: (c, -x), 0.0, a)[1],
+    "scan over a carry": lambda a, b: jax.lax.fori_loop(0, 2, lambda i, c: -c, a),
+    "conditional": lambda a, b: jax.lax.cond(a[0] > 0, lambda x: -x, lambda x: x, a),
+    "gradient": lambda a, b: jax.grad(lambda x: -jnp.vdot(x, a))(jnp.ones_like(a)),
+}
+
+
+def exact(values):
+    return np.linalg.norm(np.asarray(values, np.float64).ravel())
+
+
+@pytest.mark.parametrize("name", PRODUCERS)
+def test_a_norm_behind_a_producer_is_exact_at_both_ends_of_the_range(name):
+    produce = PRODUCERS[name]
+
+    @jax.jit
+    def together(a, b):
+        grads = produce(a, b)
+        clipped, state = gcx.clip_by_global_norm(1.0).update(grads, None)
+        return grads, gcx.global_norm(grads), clipped, state.grad_norm
+
+    for size in ENDS:
+        a, b = (jnp.asarray(x * size, jnp.float32) for x in (A, B))
+        grads, norm, clipped, reported = together(a, b)
+        want = exact(grads)
+        np.testing.assert_allclose([norm, reported], want, rtol=2e-6)
+        np.testing.assert_allclose(exact(clipped), min(1.0, want), rtol=4e-6)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("value", [1e-12, 3.0, 1e20, 1e24, np.inf, np.nan, 1e30])
+def test_a_norm_of_one_element(shape, value):
+    want = np.inf if value == 1e30 else value
+    for produce in (lambda x: x, lambda x: -x, lambda x: -2.0 * x * 0.5):
+        norm = jax.jit(lambda x, produce=produce: gcx.global_norm(produce(x)))(
+            jnp.full(shape, value)
+        )
+        np.testing.assert_allclose(norm, want, rtol=2e-6)
+
+
+def test_any_chain_of_producers_keeps_norms_exact():
+    rng = np.random.default_rng(0)
+    kept = [name for name in PRODUCERS if name not in ("reshape", "concatenation", "broadcast")]
+    for size in (1e-11, 1e20, 1e23):
+        chain = [PRODUCERS[kept[i]] for i in rng.integers(0, len(kept), 4)]
+
+        @jax.jit
+        def together(a, b, chain=chain):
+            for produce in chain:
+                a = produce(a, b).reshape(-1)[:4]
+            return a, gcx.global_norm(a), gcx.clip_grad_norm(a, 1.0)[0]
+
+        a, b = (jnp.asarray(x * size, jnp.float32) for x in (A, B))
+        grads, norm, clipped = together(a, b)
+        np.testing.assert_allclose(norm, exact(grads), rtol=4e-6)
+        np.testing.assert_allclose(exact(clipped), min(1.0, exact(grads)), rtol=4e-6)
+
+
+@pytest.mark.parametrize("ord", [1.5, 3.0, 4.0, 7.0])
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e37, 9e37, 3e38])
+def test_a_norm_of_any_order_is_exact_up_to_the_largest_number(ord, size):
+    values = np.float32([0.5, -0.25, 0.125]) * np.float32(size)
+    norm = jax.jit(lambda x: gcx.global_norm(-x, ord=ord))(values)
+    want = size * np.linalg.norm(np.float64([0.5, 0.25, 0.125]), ord)
+    np.testing.assert_allclose(norm, want, rtol=1e-5)
+    slope = jax.grad(lambda x: gcx.global_norm(x, ord=ord))(values)
+    want = np.sign(values) * (np.abs(np.float64(values)) / want) ** (ord - 1)
+    np.testing.assert_allclose(slope, want, rtol=1e-4)
+
+
+@pytest.mark.parametrize("fun", [jax.hessian, lambda f: jax.jacrev(jax.grad(f))])
+def test_second_derivatives_of_a_norm_where_an_element_is_zero(fun):
+    def exact_hessian(x):
+        norm = np.linalg.norm(x)
+        return np.eye(x.size) / norm - np.outer(x, x) / norm**3
+
+    for x in ([3.0, 0.0], [0.0, 0.0, 2.0], [1.0, 2.0]):
+        x = np.array(x)
+        got = fun(gcx.global_norm)(jnp.float32(x))
+        np.testing.assert_allclose(got, exact_hessian(x), atol=1e-6)
+
+    def clipped(x):
+        return jnp.sum(gcx.clip_grad_norm(x, 1.0)[0] * jnp.arange(1.0, x.size + 1))
+
+    x, step = np.array([3.0, 0.0, 4.0]), 1e-2
+    shifts = step * np.eye(3)
+    gradient = jax.grad(clipped)
+    want = [
+        (gradient(jnp.float32(x + s)) - gradient(jnp.float32(x - s))) / (2 * step) for s in shifts
+    ]
+    np.testing.assert_allclose(fun(clipped)(jnp.float32(x)), want, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "complex64"])
+def test_derivatives_without_dtype_promotion(dtype):
+    x = jnp.asarray([3.0, 4.0], dtype)
+    with jax.numpy_dtype_promotion("strict"):
+        slope = jax.grad(gcx.global_norm)(x)
+        jax.jvp(lambda x: gcx.clip_grad_norm(x, 1.0)[0], (x,), (x,))
+    np.testing.assert_allclose(np.abs(np.asarray(slope, np.complex64)), [0.6, 0.8], rtol=1e-2)

@@ -1,0 +1,201 @@
+"""One example moves the clipped sum by at most the threshold, whichever path others take."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gradclip_jax as gcx
+
+MAX_NORM = 1.0
+
+
+def clipped_sum(loss, max_norm=MAX_NORM, **kwargs):
+    return jax.jit(gcx.per_example.value_and_grad(loss, max_norm, reduction="sum", **kwargs))
+
+
+def size_of(x):
+    x = np.asarray(x, np.float64).ravel()
+    top = np.abs(x).max(initial=0) or 1
+    return top * np.sqrt(np.sum((x / top) ** 2))
+
+
+@pytest.mark.parametrize("size", [1e20, 8e37, 1e38, 3e38])
+@pytest.mark.parametrize("nonfinite", ["zero", "propagate"])
+def test_gradient_near_the_largest_float_is_clipped_to_the_threshold(size, nonfinite):
+    x = np.ones((4, 3), np.float32)
+    x[0, 0] = size
+    (_, stats), grads = clipped_sum(jnp.dot, nonfinite=nonfinite)(np.zeros(3, np.float32), x)
+    assert stats.norm[0] == pytest.approx(size, rel=1e-5)
+    # The factor of a norm above 8.5e37 underflows: that example adds 0.
+    first = np.float64(stats.factor[0]) * size
+    assert first == pytest.approx(1, rel=1e-5) or (first == 0 and size > 8.5e37)
+    wanted = np.array([first, 0, 0]) + 3 * np.ones(3) / np.sqrt(3)
+    np.testing.assert_allclose(grads, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32])
+@pytest.mark.parametrize("rows", [128, 256, 65_536])
+def test_ids_of_every_integer_dtype(dtype, rows):
+    def loss(table, ids):
+        return jnp.sum(jnp.take(table, ids, axis=0) * jnp.array([3.0, 4.0]))
+
+    last = min(rows - 1, np.iinfo(dtype).max)
+    ids = np.array([[0, 1], [last, last]], dtype)
+    (_, stats), grads = clipped_sum(loss)(np.zeros((rows, 2), np.float32), ids)
+    np.testing.assert_allclose(stats.norm, [5 * np.sqrt(2), 10], rtol=1e-5)
+    np.testing.assert_allclose(grads[last], [0.6, 0.8], rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8])
+def test_weight_taken_at_a_number_of_a_narrow_dtype(dtype):
+    def loss(stack, example):
+        x, number = example
+        return jnp.sum(x @ jax.lax.dynamic_index_in_dim(stack, number, keepdims=False))
+
+    x = np.ones((2, 2, 8), np.float32)
+    number = np.array([3, 120], dtype)
+    norms = jax.jit(gcx.per_example.norms(loss))
+    np.testing.assert_allclose(norms(np.zeros((300, 8, 8), np.float32), (x, number)), 16, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e20, 1e30, 8e37])
+def test_groups_and_leaves_far_apart_are_measured_each_by_itself(size):
+    def loss(params, x):
+        return jnp.sum((size * x) @ params["u"]) + jnp.sum(x @ params["v"])
+
+    params = {"u": np.zeros((8, 8), np.float32), "v": np.zeros((8, 8), np.float32)}
+    x = np.full((2, 1, 8), 0.125, np.float32)
+    wanted = {"u": size, "v": 1.0}
+    labels = {"u": "u", "v": "v"}
+    leaves = jax.jit(gcx.per_example.leaf_norms(loss))(params, x)
+    groups = jax.jit(gcx.per_example.norms(loss, param_labels=labels))(params, x)
+    for k, norm in wanted.items():
+        np.testing.assert_allclose(leaves[k], norm, rtol=1e-5)
+        np.testing.assert_allclose(groups[k], norm, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_])
+def test_cast_of_a_gradient_to_an_integer_is_computed(dtype):
+    @jax.custom_vjp
+    def rounded(w):
+        return w
+
+    rounded.defvjp(lambda w: (w, None), lambda _, g: (g.astype(dtype).astype(g.dtype),))
+
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x) @ rounded(w))
+
+    w, x = np.zeros((16, 16), np.float32), 2 * np.ones((2, 3, 16), np.float32)
+    wanted = jax.vmap(jax.grad(loss), (None, 0))(w, x)
+    norms = jax.jit(gcx.per_example.norms(loss))(w, x)
+    np.testing.assert_allclose(norms, [size_of(g) for g in wanted], rtol=1e-5)
+
+
+def layer(params, x):
+    return jnp.sum(x @ params["w"] + params["b"])
+
+
+def changed_examples():
+    """Changes of one example: removed, a NaN, tokens that cancel, a norm of 1e38."""
+    plain = np.zeros((2, 16), np.float32)
+    nan, cancel, large = plain.copy(), plain.copy(), plain.copy()
+    nan[0, 0] = np.nan
+    cancel[0], cancel[1] = 1e6, -1e6 + 1
+    large[0] = 1e38
+    return {"removed": plain, "nan": nan, "cancels": cancel, "large": large}
+
+
+@pytest.mark.parametrize("kind", list(changed_examples()))
+@pytest.mark.parametrize("place", [0, 40_000])
+def test_one_example_of_65_536_aligned_examples_moves_the_sum_by_the_threshold(kind, place):
+    num_examples = 65_536
+    batch = np.full((num_examples, 2, 16), 0.7, np.float32)
+    weight = np.ones(num_examples, np.float32)
+    run = clipped_sum(
+        lambda params, example: (layer(params, example[0]), example[1]),
+        has_weight=True,
+        nonfinite="zero",
+    )
+    params = {"w": np.zeros((16, 12), np.float32), "b": np.zeros(12, np.float32)}
+    costs = gcx.per_example.explain(layer)(params, batch)
+    assert [cost.method for cost in costs.values()] == ["materialized", "gram"]
+
+    def summed(batch):
+        grads = run(params, (batch, weight))[1]
+        return np.concatenate([np.asarray(g, np.float64).ravel() for g in jax.tree.leaves(grads)])
+
+    weight[place] = 0
+    without = summed(batch)
+    weight[place] = 1
+    other = batch.copy()
+    other[place] = changed_examples()[kind]
+    # The float32 result itself is rounded, before and after.
+    rounding = size_of(np.spacing(np.abs(without).astype(np.float32)))
+    for examples in (batch, other):
+        assert size_of(summed(examples) - without) <= MAX_NORM * (1 + 1e-5) + rounding
+
+
+def test_factor_that_would_overflow_in_float16():
+    def loss(w, x):
+        return jnp.sum((x @ (w * np.float16(2000))) * np.float16(2000))
+
+    w, x = np.zeros((64, 32), np.float16), np.full((2, 1, 64), 1e-4, np.float16)
+    wanted = np.asarray(jax.vmap(jax.grad(loss), (None, 0))(w, x), np.float64)
+    assert np.isfinite(wanted).all()
+    norms = jax.jit(gcx.per_example.norms(loss))(w, x)
+    np.testing.assert_allclose(norms, [size_of(g) for g in wanted], rtol=1e-3)
+
+
+def test_dropped_row_whose_cotangent_is_nan():
+    def loss(tables, example):
+        ids, scale = example
+
+        def step(total, table):
+            rows = table.at[ids].get(mode="fill", fill_value=0)
+            return total + jnp.sum(rows * scale[:, None]), None
+
+        return jax.lax.scan(step, 0.0, tables)[0]
+
+    tables = np.zeros((3, 50, 8), np.float32)
+    ids = np.array([[1, 99], [2, 3]], np.int32)
+    scale = np.array([[1, np.nan], [1, 1]], np.float32)
+    wanted = jax.vmap(jax.grad(loss), (None, 0))(tables, (ids, scale))
+    assert np.isfinite(wanted).all()
+    np.testing.assert_allclose(
+        jax.jit(gcx.per_example.norms(loss))(tables, (ids, scale)),
+        [size_of(g) for g in wanted],
+        rtol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("narrow", [jnp.bfloat16, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("promotion", ["standard", "strict"])
+def test_weight_used_in_two_dtypes(narrow, promotion):
+    def loss(w, x):
+        narrowed = jnp.dot(x.astype(narrow), w.astype(narrow), preferred_element_type=jnp.float32)
+        return jnp.sum(narrowed) + jnp.sum(x @ w)
+
+    w, x = np.zeros((64, 64), np.float32), np.ones((2, 1, 64), np.float32)
+    with jax.numpy_dtype_promotion(promotion):
+        norms = jax.jit(gcx.per_example.norms(loss))(w, x)
+    np.testing.assert_allclose(norms, 128, rtol=1e-5)
+
+
+def test_error_of_a_batch_loss_says_that_it_gets_one_example():
+    with pytest.raises(IndexError) as error:
+        gcx.per_example.norms(lambda w, x: jnp.sum(x @ w) / x.shape[1])(
+            np.zeros(3, np.float32), np.ones((4, 3), np.float32)
+        )
+    assert "float32[3]" in error.value.__notes__[0]
+
+
+def test_error_with_a_batch_argument_that_is_not_split_names_it():
+    def loss(w, x, y):
+        return (x @ w - y) ** 2
+
+    with pytest.raises(TypeError) as error:
+        gcx.per_example.value_and_grad(loss, 1.0)(
+            np.zeros(3, np.float32), np.ones((4, 3), np.float32), np.ones(4, np.float32)
+        )
+    assert "Argument 2" in error.value.__notes__[0] and "batch_argnums" in error.value.__notes__[0]
