@@ -1,5 +1,6 @@
 """Incidents: the record of one, which prints as a sentence, and the log in a state."""
 
+import contextlib
 import functools
 import math
 import re
@@ -257,7 +258,12 @@ def note(
 def read_log(log: IncidentLog) -> list[Incident]:
     """The incidents in a log, the oldest first."""
     names, rows = names_in(log), np.asarray(log.rows)
-    return [_read(row, names) for row in rows if row[0] >= 0]
+    found: list[Incident] = []
+    for row in rows[rows[:, 0] >= 0]:
+        # A damaged row, as of a checkpoint with a flipped bit, does not hide the others.
+        with contextlib.suppress(IndexError, ValueError, OverflowError):
+            found.append(_read(row, names))
+    return found
 
 
 def _read(row: Any, names: list[str]) -> Incident:

@@ -1,40 +1,70 @@
-"""The log of a run, read on the host: its columns, and the run in numbers."""
+"""The log of a run, read on the host: its columns, its incidents, and the run in numbers."""
 
 import json
 import os
 import pathlib
-from collections.abc import Sequence
-from typing import Any
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from .._checks import shortened
 from .._errors import public, value_error
 
+_NUMBERS = (bool, int, float, np.generic, np.ndarray, jax.Array)
+_NORMS = ("gradient_norm", "update_norm", "parameter_norm", "update_ratio", "largest_share")
+
+
+class Log(NamedTuple):
+    """A log by columns.
+
+    Attributes:
+        steps: float64[rows], the step of each row.
+        columns: the values of each key, masked where a row has none or nothing was measured.
+        is_held: bool[rows], the rows of micro-steps that an accumulation held.
+        incidents: pairs of step and sentence.
+    """
+
+    steps: np.ndarray[Any, Any]
+    columns: dict[str, np.ma.MaskedArray[Any, Any]]
+    is_held: np.ndarray[Any, Any]
+    incidents: list[tuple[float, str]]
+
 
 @public
 def summarize_log(log: Any, *, window: int = 1000) -> dict[str, float]:
-    """Sums up a run from what was logged of `metrics` at its steps.
+    """Summarize a run from the logged `metrics` of its steps.
 
     | key | meaning |
     | --- | --- |
-    | `steps`, `taken` | rows of the log; the share of them whose step was taken |
-    | `clipped`, with a place if there are several clips | the share of steps that were clipped |
-    | `skipped_nonfinite`, `skipped_large_norm`, `skipped_large_loss` | how many, by each guard |
-    | `incident_count` | of `watch` |
-    | `spike_score/loss`, of `grad_norm`, `gradient_norm`, `update_norm` too | the share of values |
-    | | that are not finite, or more than 6 standard deviations from the mean of the last `window` |
+    | `steps` | rows of the log, without micro-steps that an accumulation held |
+    | `taken` | the share of these steps that were applied |
+    | `clipped`, with a path if there are several clips | the share of clipped gradients |
+    | `skipped_nonfinite`, `skipped_large_norm`, `skipped_large_loss` | skips of each guard |
+    | `guard_failed` | 1 if a guard has failed |
+    | `incident_count` | the number of incidents of `watch` |
+    | `spike_score/loss`, also of `grad_norm`, `gradient_norm`, `update_norm` | the share of |
+    | | values that are non-finite, or more than 6 standard deviations from the mean of the last |
+    | | `window` values |
+
+    A held row repeats the values of a clip inside the accumulation; they count once. Where the
+    column `step` (or `watch_step`) goes back, as after a resume, the later rows replace the earlier
+    ones. Damaged lines of a file, such as the last one of a run that was killed, are skipped with a
+    warning. Rows with a "sentence", as of `Incident.to_dict()`, are not counted as steps.
 
     Args:
         log: a sequence of mappings from name to number, one for each step, or the path of a file of
             JSON lines.
-        window: how many values a spike is compared with, from the hundredth on.
+        window: the number of preceding values that a spike is compared with; at least 100 of them,
+            or `window` if that is less.
 
     Returns:
-        Key to number; without those of which the log says nothing.
+        Key to number. Keys whose column is missing in the log are left out.
 
     Raises:
-        ValueError: `log` is no list, or empty.
+        ValueError: `log` is not a sequence of mappings, or it is empty.
 
     Examples:
         >>> import gradclip_jax as gcx
@@ -42,18 +72,28 @@ def summarize_log(log: Any, *, window: int = 1000) -> dict[str, float]:
         >>> gcx.diagnostics.summarize_log([*log, {"loss": 9.0, "clip_fraction": 1.0}])
         {'steps': 200.0, 'clipped': 0.5, 'spike_score/loss': 0.005}
     """
-    columns = read_columns(log)
-    summary = {"steps": float(max(map(len, columns.values()), default=0))}
+    steps, columns, is_held, _ = read_log_file(log)
+    summary = {"steps": float(len(steps) - np.sum(is_held))}
     for key, values in sorted(columns.items()):
         name, _, place = key.partition("/")
-        if name == "has_updated":
-            summary["taken"] = float(np.nanmean(values))
+        is_skipped = is_held & (name in ("has_updated", "update_norm"))
+        if name in ("grad_norm", "clip_fraction"):
+            # A clip in front of the accumulation has a new norm in a held row, one inside has not.
+            norms = columns.get(f"grad_norm/{place}" if place else "grad_norm", values).filled(-1)
+            is_skipped = is_held & (np.diff(norms, prepend=-1) == 0)
+        fresh = values[~is_skipped].compressed()
+        if not fresh.size:
+            continue
+        if key == "has_updated":
+            summary["taken"] = float(np.mean(fresh))
         elif name == "clip_fraction":
-            summary["clipped/" + place if place else "clipped"] = float(np.nanmean(values > 0))
+            summary["clipped/" + place if place else "clipped"] = float(np.mean(fresh > 0))
         elif name.startswith("skipped_") or key == "incident_count":
-            summary[key] = float(values[-1])
+            summary[key] = float(fresh[-1])
+        elif key == "guard_failed":
+            summary[key] = float(np.max(fresh))
         elif key in ("loss", "grad_norm", "gradient_norm", "update_norm"):
-            summary[f"spike_score/{key}"] = _spike_score(values, window)
+            summary[f"spike_score/{key}"] = _spike_score(fresh, window)
     return summary
 
 
@@ -67,14 +107,70 @@ def _spike_score(values: Any, window: int) -> float:
     return float(is_spike.mean())
 
 
-def read_columns(log: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """The values of each key of a log, NaN where a row has none; refuses what is no log."""
+def read_log_file(log: Any) -> Log:
+    """The columns and incidents of a log; raise if it has no rows."""
     hint = "Append `metrics(state)` at each step, or name a file of JSON lines."
-    if isinstance(log, (str, os.PathLike)):
-        lines = pathlib.Path(log).read_text(encoding="utf-8").splitlines()
-        log = [json.loads(line) for line in lines if line.strip()]
-    if not isinstance(log, Sequence) or not log:
-        rule = "a list of at least one dict"
-        raise value_error("log", rule, shortened(log), hint)
-    keys = dict.fromkeys(key for row in log for key in row)
-    return {key: np.array([row.get(key) for row in log], np.float64) for key in keys}
+    rows: Any = _parsed(log) if isinstance(log, (str, os.PathLike)) else log
+    is_log = isinstance(rows, Sequence) and all(isinstance(row, Mapping) for row in rows)
+    steps = [row for row in rows if "sentence" not in row] if is_log else []
+    if not steps:
+        raise value_error("log", "a list of at least one dict", shortened(log), hint)
+    found = [(_number(x.get("step")), str(x["sentence"])) for x in rows if "sentence" in x]
+    steps = _last_of_each_step(steps)
+    keys = dict.fromkeys(key for row in steps for key in row)
+    columns = {key: x for key in keys if (x := _column(key, steps)).count()}
+    count = np.arange(len(steps), dtype=np.float64)
+    # `watch_step` counts the calls up to and including that of the row.
+    counter = columns.get("step", columns.get("watch_step", count + 1) - 1)
+    is_held = np.zeros(len(steps), bool)
+    if any(key.partition("/")[0] == "mini_step" for key in columns) and "has_updated" in columns:
+        skips = sum(columns[key].filled(0) for key in columns if key.startswith("skipped_"))
+        is_held = columns["has_updated"].filled(1) == 0
+        is_held &= np.diff(np.broadcast_to(skips, is_held.shape), prepend=0) <= 0
+    return Log(np.ma.filled(counter, np.nan), columns, is_held, found)
+
+
+def _parsed(path: Any) -> list[Any]:
+    """The rows of a file of JSON lines that can be read."""
+    rows, damaged = [], []
+    text = pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            row = json.loads(line) if line.strip() else None
+        except ValueError:
+            row = ""
+        if isinstance(row, dict):
+            rows.append(row)
+        elif row is not None:
+            damaged.append(number)
+    if damaged:
+        places = ", ".join(map(str, damaged[:5])) + (", ..." if damaged[5:] else "")
+        warnings.warn(f"{path}: skipped {len(damaged)} damaged lines: {places}", stacklevel=4)
+    return rows
+
+
+def _last_of_each_step(rows: Sequence[Any]) -> list[Any]:
+    """The rows without those that a resume repeats: where the step goes back, later rows count."""
+    key = "step" if "step" in rows[0] else "watch_step"
+    # Micro-steps of one step, and calls that `watch` did not count, are different rows.
+    is_unique = key == "step" and not any(name.startswith("mini_step") for name in rows[-1])
+    kept: list[Any] = []
+    for row in rows:
+        step = row.get(key, np.inf)
+        goes_back = bool(kept) and kept[-1].get(key, -1) > step
+        while kept and (goes_back or is_unique) and kept[-1].get(key, -1) >= step:
+            kept.pop()
+        kept.append(row)
+    return kept
+
+
+def _column(key: str, rows: Sequence[Any]) -> np.ma.MaskedArray[Any, Any]:
+    """The values of a key; masked where there is none, where it is no number, or not measured."""
+    values = np.array([_number(row.get(key)) for row in rows])
+    is_missing = [not isinstance(row.get(key), _NUMBERS) for row in rows]
+    is_unmeasured = (key.partition("/")[0] in _NORMS) & (values < 0)
+    return np.ma.array(values, mask=is_missing | is_unmeasured)
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, _NUMBERS) else np.nan

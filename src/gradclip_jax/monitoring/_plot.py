@@ -1,64 +1,158 @@
-"""Pictures of a run, from its log. Only here is matplotlib imported, when it is asked for."""
+"""Pictures of a run, from its log. Only here is matplotlib imported, when a picture is drawn."""
 
+import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from .._errors import public, value_error
-from ._log import read_columns
+from ._incident import KINDS
+from ._log import Log, read_log_file
+
+_PANELS = {
+    "gradient norm": ("gradient_norm/", ""),
+    "norm of the update over norm of the parameters": ("update_ratio/", ""),
+    "RMS of activations": ("taps/", "/rms"),
+    "kurtosis of activations": ("taps/", "/kurtosis"),
+}
+"""The title of each heat map, and how the keys of its rows begin and end."""
+_MAX_COLUMNS = 640  # about the pixels of a panel
+_MAX_LABELS = 24
+_MAX_CAPTIONS = 12
 
 
 @public
-def plot_log(log: Any) -> Any:
-    """Draws what `watch` saw: norms by unit and step, shares, and update-to-parameter ratios.
+def plot_log(log: Any, *, incidents: Sequence[Any] = (), dark: bool = False) -> Any:
+    """Draw a run: its loss, and heat maps with one row for each unit or tap; steps to the right.
 
-    Incidents are marked by lines. It needs matplotlib: `pip install "gradclip_jax[plots]"`.
+    The heat maps show the gradient norm and the ratio of update to parameters of each unit of
+    `watch`, and the RMS and the kurtosis of activations of each tap, as far as they are in the log.
+    Colors are logarithmic, from the 1st to the 99th percentile; a non-finite value is red, a zero
+    is gray. A column of many steps shows the largest value. Steps at which nothing was measured,
+    such as held micro-steps of an accumulation, have no column.
+
+    Incidents are numbered lines, with their sentences below. Their sentences are those of
+    `incidents`, or of rows of the log with a "sentence" (log `incident.to_dict()` as a row of its
+    own). If there are none, the lines are drawn where `incident_count` rises, with the kinds.
+
+    The figure is 900 pixels wide and has a transparent background. It needs matplotlib:
+    `pip install "gradclip_jax[plots]"`.
 
     Args:
         log: a sequence of mappings from name to number, one for each step, such as
             `metrics(state)`, or the path of a file of JSON lines.
+        incidents: the incidents to mark, such as `gcx.incidents(state)`.
+        dark: draw text and lines for a dark background.
 
     Returns:
         A `matplotlib.figure.Figure`; `figure.savefig("run.png")` writes it.
 
     Raises:
-        ValueError: `log` is no list, or empty, or has no norms by unit.
+        ValueError: `log` is not a sequence of mappings, or empty, or has neither norms by unit nor
+            statistics of taps.
 
     Examples:
         >>> import gradclip_jax as gcx
-        >>> log = [{"gradient_norm/wi": 1.0, "gradient_norm/wo": 2.0} for step in range(3)]
-        >>> [axes.get_title() for axes in gcx.diagnostics.plot_log(log).axes[:2]]
-        ['gradient norm, log10', 'share of the squared gradient norm']
+        >>> log = [{"loss": 2.0, "gradient_norm/wi": 1.0, "gradient_norm/wo": 2.0}] * 3
+        >>> [axes.get_title(loc="left") for axes in gcx.diagnostics.plot_log(log).axes[:2]]
+        ['loss', 'gradient norm']
     """
     from matplotlib.figure import Figure
 
-    columns = read_columns(log)
-    norms, ratios = (
-        {key.partition("/")[2]: x for key, x in columns.items() if key.startswith(kind)}
-        for kind in ("gradient_norm/", "update_ratio/")
-    )
-    if not norms:
+    found = read_log_file(log)
+    panels = {title: _rows(found, *affixes) for title, affixes in _PANELS.items()}
+    panels = {title: rows for title, rows in panels.items() if rows}
+    if not panels:
         hint = "Log `metrics(state)` of an optimizer inside `gcx.watch`."
-        got = "none with `gradient_norm/...`"
-        raise value_error("log", "of norms by unit", got, hint)
-    table, names, height = np.stack(list(norms.values())), list(norms), 3 if ratios else 2
-    figure = Figure(figsize=(9, 3 * height), layout="constrained")
-    axes = figure.subplots(height, sharex=True)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        heat = np.log10(np.where(table > 0, table, np.nan))
-        share = np.nan_to_num(table**2 / np.nansum(table**2, axis=0))
-    axes[0].set_title("gradient norm, log10")
-    figure.colorbar(axes[0].imshow(heat, aspect="auto", interpolation="nearest"), ax=axes[0])
-    step = len(names) // 24 + 1
-    axes[0].set_yticks(range(0, len(names), step), names[::step], fontsize=7)
-    axes[1].set_title("share of the squared gradient norm")
-    axes[1].stackplot(range(table.shape[1]), share)
-    if ratios:
-        axes[2].set_title("norm of the update over that of the parameters")
-        axes[2].semilogy(np.transpose([np.where(x > 0, x, np.nan) for x in ratios.values()]))
-    axes[-1].set_xlabel("row of the log")
-    counts = np.nan_to_num(columns.get("incident_count", np.zeros(1)))
-    for place in np.flatnonzero(np.diff(counts, prepend=0) > 0):
-        for axis in axes:
-            axis.axvline(place, color="tab:red", linewidth=0.8)
+        raise value_error("log", "of norms by unit", "none with `gradient_norm/...`", hint)
+    marks = [(x.step, str(x)) for x in incidents] or found.incidents or _kinds(found)
+    marks = sorted(dict.fromkeys(mark for mark in marks if np.isfinite(mark[0])))
+    captions = [f"{i}  {text}" for i, (_, text) in enumerate(marks, 1)][-_MAX_CAPTIONS:]
+    captions = [line for x in captions for line in textwrap.wrap(x, 140, subsequent_indent="    ")]
+    has_loss, color = "loss" in found.columns, "#dddddd" if dark else "#333333"
+    heights = [1.3] * has_loss + [min(max(0.16 * len(x), 0.8), 4.0) for x in panels.values()]
+    size = 9, sum(heights) + 0.4 * len(heights) + 0.5 + 0.16 * len(captions)
+    figure = Figure(size, dpi=100, layout="constrained", facecolor="none")
+    axes = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for axis, title in zip(axes, ["loss"] * has_loss + list(panels), strict=True):
+        axis.set_title(title, loc="left", fontsize=9, color=color)
+        axis.set_facecolor("none")
+        shown = [axis]
+        if title == "loss":
+            _draw_loss(axis, found)
+        else:
+            mesh = _draw_heat_map(axis, found.steps, panels[title])
+            shown.append(figure.colorbar(mesh, ax=axis, pad=0.01, aspect=10).ax)
+        for part in shown:
+            part.tick_params(labelsize=7, colors=color, which="both")
+            for spine in part.spines.values():
+                spine.set_color(color)
+        for step, _ in marks:
+            axis.axvline(step, color="tab:red", linewidth=0.8, alpha=0.7)
+    place, last = axes[0].get_xaxis_transform(), -np.inf
+    for i, (step, _) in enumerate(marks, 1):
+        if step - last > 0.02 * np.ptp(found.steps):  # numbers do not overlap
+            last = step
+            axes[0].text(step, 1.02, str(i), transform=place, color="tab:red", size=7, ha="center")
+    axes[-1].set_xlabel("step", fontsize=8, color=color)
+    figure.supxlabel("\n".join(captions), x=0.01, ha="left", fontsize=8, color=color)
     return figure
+
+
+def _rows(log: Log, start: str, end: str) -> dict[str, Any]:
+    """The columns whose keys begin and end so, by the name between."""
+    keys = [key for key in log.columns if key.startswith(start) and key.endswith(end)]
+    return {
+        key[len(start) : len(key) - len(end)]: log.columns[key]
+        for key in keys
+        if not (end and key.endswith(f"/cotangent_{end[1:]}"))
+    }
+
+
+def _kinds(log: Log) -> list[tuple[float, str]]:
+    """The steps at which the number of incidents rises, with their kinds."""
+    counts, flags = (log.columns.get(f"incident_{key}") for key in ("count", "kind"))
+    if counts is None or flags is None:
+        return []
+    places = np.flatnonzero(np.diff(counts.filled(0), prepend=0) > 0)
+    words = [[x for i, x in enumerate(KINDS) if int(flags.filled(0)[at]) >> i & 1] for at in places]
+    steps = log.steps[places].tolist()
+    return [(x, f"step {x:g}: {', '.join(kinds)}") for x, kinds in zip(steps, words, strict=True)]
+
+
+def _draw_loss(axis: Any, log: Log) -> None:
+    loss = log.columns["loss"]
+    axis.plot(log.steps, loss, color="tab:blue", linewidth=1)
+    finite = loss.compressed()[np.isfinite(loss.compressed())]
+    if finite.size and finite.min() > 0 and finite.max() > 10 * finite.min():
+        axis.set_yscale("log")
+
+
+def _draw_heat_map(axis: Any, steps: Any, rows: dict[str, Any]) -> Any:
+    """One row for each name, one column for each step at which anything was measured."""
+    import matplotlib
+    from matplotlib.colors import ListedColormap, LogNorm
+
+    table, names = np.ma.array(list(rows.values())), list(rows)
+    is_measured = ~np.ma.getmaskarray(table).all(axis=0) & np.isfinite(steps)
+    table, steps = table[:, is_measured], steps[is_measured]
+    starts = np.unique(np.linspace(0, len(steps), _MAX_COLUMNS, endpoint=False, dtype=int))
+    is_bad = np.maximum.reduceat(~np.isfinite(table.filled(0)), starts, axis=1)
+    finite = np.where(np.isfinite(table.filled(0)), table.filled(0), 0)
+    values = np.maximum.reduceat(finite, starts, axis=1)
+    last = steps[-1] + np.median(np.diff(steps)) if len(steps) > 1 else steps[-1] + 1
+    edges = np.append(steps[starts], last), np.arange(len(names) + 1)
+    positive = values[values > 0]
+    low, high = np.percentile(positive, [1, 99]) if positive.size else (1.0, 10.0)
+    colors = matplotlib.colormaps["viridis"].with_extremes(under="#8c8c8c")
+    norm = LogNorm(low, max(high, low * 1.01))
+    # A zero is below the range, all else at least at its lower end.
+    shown = np.where(values > 0, np.maximum(values, low), low / 10)
+    mesh = axis.pcolormesh(*edges, shown, norm=norm, cmap=colors, rasterized=True)
+    reds = ListedColormap(["tab:red"])
+    axis.pcolormesh(*edges, np.ma.masked_equal(is_bad, False), cmap=reds, rasterized=True)
+    step = -(-len(names) // _MAX_LABELS)
+    axis.set_yticks(np.arange(0, len(names), step) + 0.5, names[::step])
+    axis.set_ylim(len(names), 0)
+    return mesh
