@@ -1,4 +1,4 @@
-"""The published methods, each one line over granularity, threshold and reaction."""
+"""Clips with adaptive thresholds: each combines a granularity and a threshold rule."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -31,18 +31,18 @@ def adaptive_grad_clip(
     axis_name: AxisName = None,
     nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformation:
-    """Clips each row or filter to a fraction of the norm of its parameters (AGC).
+    """Clip each row or filter to a fraction of the norm of its parameters (AGC).
 
     `g_i * min(1, clipping * max(norm(w_i), eps) / norm(g_i))` for each row or filter i. The
-    paper leaves out the last linear layer: use `optax.masked`.
+    paper excludes the last linear layer: use `optax.masked`.
 
     Args:
         clipping: largest ratio of gradient norm to parameter norm, dimensionless, > 0.
-        eps: what a parameter norm counts as at least, > 0: zero parameters must be able to move.
+        eps: lower bound of the parameter norm, > 0, so that zero parameters can move.
         axis: the axes that the norm of a unit runs over, static. None chooses by rank as Optax
             does: all axes of a scalar or vector, 0 of rank 2 and 3, all but the last of rank 4
             and 5. Inside `shard_map` these axes must not be sharded.
-        axis_name: mapped axes over which the leaves are sharded, where types do not name them.
+        axis_name: as for `clip_by_global_norm`.
         nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
 
     Returns:
@@ -50,7 +50,8 @@ def adaptive_grad_clip(
 
     Raises:
         ValueError: a number is not > 0, `axis` does not fit a leaf, or `params` is missing.
-        TypeError: an argument is no number, or `axis` is traced; a leaf is not inexact.
+        TypeError: an argument is not a number, or `axis` is traced; a leaf is not floating or
+            complex.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -78,16 +79,18 @@ def autoclip(
     axis_name: AxisName = None,
     nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformation:
-    """Clips to a percentile of the recent global norms (AutoClip).
+    """Clip to a percentile of the recent global norms (AutoClip).
 
-    The rule to try first: it works at every scale of the norm, and docs/study.md found its default
-    nearer to the best fixed threshold than that of any other rule. The paper's 10 clips nine steps
-    of ten, for which the learning rate should be tuned; 90 clips one.
+    Try this adaptive clip first: it works at every scale of the norm, and in docs/study.md its
+    default
+    came closer to the best fixed threshold than that of any other rule. With the paper's percentile
+    of 10 it clips nine of ten steps, so tune the learning rate with it; with 90 it clips one of
+    ten.
 
     Args:
         percentile: 0 to 100, linearly interpolated as in `numpy.percentile`.
         window: how many norms are kept, 1 to 2^20, static; None means 1000. The paper keeps all.
-        axis_name: mapped axes over which the leaves are sharded, where types do not name them.
+        axis_name: as for `clip_by_global_norm`.
         nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
 
     Returns:
@@ -123,19 +126,19 @@ def zclip(
     axis_name: AxisName = None,
     nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformation:
-    """Clips global norms that are outliers among the recent ones (ZClip).
+    """Clip global norms that are outliers among the recent ones (ZClip).
 
-    `zclip(max_norm=None)` works at every scale of the norm and alters only outliers. The paper's
-    `max_norm` of 1 is a fixed bound on top of that, for language models with norms below 1; where
-    norms are 30, it clips every step.
+    `zclip(max_norm=None)` works at every scale of the norm and changes outliers only. The paper's
+    `max_norm` of 1 is an additional fixed bound for language models with norms below 1. It clips
+    every step of a model whose norms are 30.
 
     Args:
-        z_threshold: norms more than so many standard deviations above the mean are clipped, > 0.
+        z_threshold: number of standard deviations above the mean from which norms are clipped, > 0.
         decay: of the moving averages of mean and variance, at least 0 and below 1.
-        warmup_steps: how many norms the first mean and variance are taken of, >= 1.
+        warmup_steps: number of norms for the first mean and variance, >= 1.
         max_norm: upper bound of the threshold from the first step on, > 0, in the unit of the
             gradients; None for no bound. The averages do not depend on it.
-        axis_name: mapped axes over which the leaves are sharded, where types do not name them.
+        axis_name: as for `clip_by_global_norm`.
         nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
 
     Returns:
@@ -174,21 +177,21 @@ def adagc(
     num_layer_axes: Any = None,
     nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformation:
-    """Clips each leaf to a little above the average of its clipped norms (AdaGC).
+    """Clip each leaf to a multiple of the moving average of its clipped norms (AdaGC).
 
-    In the warm-up the global norm is clipped to `absolute`, in the same read of the gradient, and
-    each leaf keeps its smallest norm as the first average. The paper's 1 is for language models
-    with norms below 1. Where norms are 30, the averages need thousands of steps to rise from there.
-    `jnp.inf` works at every scale, but clips nothing in the warm-up.
+    During the warm-up the global norm is clipped to `absolute`, and the first average of each leaf
+    is its smallest norm. The paper's value of 1 is for language models with norms below 1. If norms
+    are 30, the averages need thousands of steps to rise. `jnp.inf` works at every scale, but clips
+    nothing during the warm-up.
 
     Args:
-        relative: how far above its average a norm may be, dimensionless, > 0.
+        relative: largest ratio of a norm to its average, dimensionless, > 0.
         absolute: largest global norm during the warm-up, in the unit of the gradients, > 0; inf
             for none.
         decay: of the average, at least 0 and below 1.
         warmup_steps: >= 1.
-        axis_name: mapped axes over which the leaves are sharded, where types do not name them.
-        num_layer_axes: how many leading axes of a leaf index layers, static; also a prefix tree.
+        axis_name: as for `clip_by_global_norm`.
+        num_layer_axes: as for `clip_by_leaf_norm`.
         nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
 
     Returns:
@@ -237,16 +240,16 @@ def quantile_clip(
     axis_name: AxisName = None,
     nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformation:
-    """Clips to a threshold that tracks a quantile of the global norms.
+    """Clip to a threshold that tracks a quantile of the global norms.
 
-    After each step the threshold C becomes `C * exp(-rate * ([norm <= C] - target))`: it finds
-    every scale of the norm, by up to 10 % a step with the defaults.
+    After each step the threshold C becomes `C * exp(-rate * ([norm <= C] - target))`: it reaches
+    every scale of the norm, changing by up to 10 % in each step with the defaults.
 
     Args:
         target: the fraction of steps that should not be clipped, 0 to 1.
         rate: learning rate of log C, > 0.
         initial: the first C, in the unit of the gradients, > 0; the paper starts at 0.1.
-        axis_name: mapped axes over which the leaves are sharded, where types do not name them.
+        axis_name: as for `clip_by_global_norm`.
         nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
 
     Returns:

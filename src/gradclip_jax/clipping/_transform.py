@@ -1,4 +1,4 @@
-"""The public clips: each a line over `norm_clip`, and the clamp of single elements."""
+"""The public clips by norm, each a call of `norm_clip`, and the clip by value."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -27,10 +27,10 @@ def clip_by_norm(
     axis_name: AxisName = None,
     nonfinite: Literal["propagate", "zero"] = "propagate",
 ) -> optax.GradientTransformation:
-    """Clips by norm: of what, to what threshold, and what happens above it are three choices.
+    """Clip by norm, with any granularity, threshold and reaction.
 
     `factor_i = reaction(norm_i, threshold_i)` for each unit i, and each element is multiplied by
-    the factor of its unit. All named clips are lines over this one.
+    the factor of its unit. The other clips by norm are special cases.
 
     | granularity | a unit is |
     | --- | --- |
@@ -57,11 +57,11 @@ def clip_by_norm(
         threshold: in the unit of the gradients: a number > 0 (inf never clips), a traced scalar, a
             schedule of the step count, a rule from `gcx.thresholds`, a prefix tree of those, or,
             for groups, a mapping from label to one of those.
-        granularity: of what norms are taken.
-        reaction: what happens to a unit above its threshold.
+        granularity: which elements share one norm.
+        reaction: how a unit above its threshold is changed.
         ord: order of the norm: 1, 2, inf or any number > 0. None means 2.
-        axis_name: mapped axes over which every leaf is a shard, where types cannot tell (inside
-            `pmap`, or `shard_map` with `check_vma=False`).
+        axis_name: mapped axes over which every leaf is sharded, where the type of an array does
+            not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
         nonfinite: "propagate" or "zero".
 
     Returns:
@@ -69,11 +69,12 @@ def clip_by_norm(
         threshold has a state (a schedule, or a rule that depends on earlier norms).
 
     Raises:
-        ValueError: a number is out of range, or a name is none of those above.
-        TypeError: `threshold` is no threshold; when traced, a leaf is not inexact.
+        ValueError: a number is out of range, or a name is unknown.
+        TypeError: `threshold` is not a valid threshold; when traced, a leaf is not floating or
+            complex.
 
     Examples:
-        Skip leaves whose norm is far above its own history, layer by layer:
+        Zero each layer whose norm is above the median of its history:
 
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.clip_by_norm(
@@ -110,29 +111,29 @@ def clip_by_global_norm(
     axis_name: AxisName = None,
     nonfinite: Literal["propagate", "zero"] = "propagate",
 ) -> optax.GradientTransformation:
-    """Scales the whole update so that its norm is at most `max_norm`.
+    """Scale the update so that its global norm is at most `max_norm`.
 
-    `g * min(1, max_norm / norm(g))`, the norm taken over all leaves together.
+    `g * min(1, max_norm / norm(g))`, with the norm of all leaves together.
 
     | gradient | update |
     | --- | --- |
     | norm <= `max_norm`, or all zero | unchanged, bit for bit |
     | norm > `max_norm` | scaled in float32 or wider, rounded once to the leaf's dtype |
-    | squares overflow or underflow the dtype | as exact as any other |
+    | squares out of range | as exact as any other, from 1e-12 to 1e25 in float32 |
     | a NaN or infinity, `nonfinite="propagate"` | every leaf NaN |
-    | a NaN or infinity, `nonfinite="zero"` | zero; `metrics` show it: a factor of 0 |
+    | a NaN or infinity, `nonfinite="zero"` | zero; `metrics` report a factor of 0 |
     | traced `max_norm` <= 0 | zero |
     | no leaves | unchanged |
 
-    Use `clip_by_leaf_norm` to bound every parameter by itself, `skip_large_norm` to drop the
-    step instead, and `autoclip` or `zclip` for a threshold that finds itself.
+    Use `clip_by_leaf_norm` to bound each leaf, `skip_large_norm` to skip the step instead, and
+    `autoclip` or `zclip` for an adaptive threshold.
 
     Args:
         max_norm: a threshold in the unit of the gradients: a number > 0 (inf never clips), a
             traced scalar, a schedule of the step count, or a rule from `gcx.thresholds`.
         ord: order of the norm: 1, 2, inf or any number > 0. None means 2.
-        axis_name: mapped axes over which every leaf is a shard, where types cannot tell (inside
-            `pmap`, or `shard_map` with `check_vma=False`).
+        axis_name: mapped axes over which every leaf is sharded, where the type of an array does
+            not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
         nonfinite: "propagate" or "zero".
 
     Returns:
@@ -140,8 +141,9 @@ def clip_by_global_norm(
         `max_norm` has a state of its own (a schedule or a rule).
 
     Raises:
-        ValueError: `max_norm` or `ord` is not > 0, or `nonfinite` is another word.
-        TypeError: `max_norm` is no threshold; or, when traced, a leaf is not inexact.
+        ValueError: `max_norm` or `ord` is not > 0, or `nonfinite` is unknown.
+        TypeError: `max_norm` is not a valid threshold; when traced, a leaf is not floating or
+            complex.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -165,13 +167,13 @@ def zero_large_norm(
     ord: Order | None = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformation:
-    """Zeroes the whole update if its norm is above `max_norm`, or not finite.
+    """Zero the update if its norm is above `max_norm` or not finite.
 
-    The optimizer then takes its step with a zero gradient: its moments decay and its schedules
-    go on. `skip_large_norm` leaves the step out altogether, `clip_by_global_norm` scales.
+    The optimizer then runs with a zero gradient: its moments decay and its schedules advance. Use
+    `skip_large_norm` to skip the step, and `clip_by_global_norm` to scale the gradient.
 
     Args:
-        max_norm: as for `clip_by_global_norm`; for `jnp.inf` only what is not finite is zeroed.
+        max_norm: as for `clip_by_global_norm`; with `jnp.inf` only non-finite updates are zeroed.
         ord: order of the norm: 1, 2, inf or any number > 0. None means 2.
         axis_name: as for `clip_by_global_norm`.
 
@@ -180,7 +182,8 @@ def zero_large_norm(
 
     Raises:
         ValueError: `max_norm` or `ord` is not > 0.
-        TypeError: `max_norm` is no threshold; when traced, a leaf is not inexact.
+        TypeError: `max_norm` is not a valid threshold; when traced, a leaf is not floating or
+            complex.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -202,25 +205,27 @@ def clip_by_leaf_norm(
     num_layer_axes: Any = None,
     nonfinite: Literal["propagate", "zero"] = "propagate",
 ) -> optax.GradientTransformation:
-    """Scales each leaf by itself so that its norm is at most `max_norm`.
+    """Scale each leaf so that its norm is at most `max_norm`.
 
     Args:
         max_norm: a threshold, or a prefix tree of thresholds, in the unit of the gradients: a
             number > 0, a traced scalar, a schedule, or a rule from `gcx.thresholds`.
         ord: order of the norm: 1, 2, inf or any number > 0. None means 2.
         axis_name: as for `clip_by_global_norm`.
-        num_layer_axes: how many leading axes of a leaf index layers (1 for layers stacked for
-            `lax.scan`), each layer then being clipped by itself; an int or a prefix tree.
+        num_layer_axes: the number of leading axes of a leaf that index layers (1 for layers that
+            are
+            stacked for `lax.scan`), so that each layer is clipped; an integer or a prefix tree.
             These axes must not be sharded inside `shard_map`.
-        nonfinite: "propagate" makes every leaf NaN if any is not finite, "zero" drops the
-            whole update.
+        nonfinite: "propagate" makes every leaf NaN if any leaf is not finite, "zero" makes the
+            whole update zero.
 
     Returns:
-        An Optax transformation with a `ClipState`; its scalars summarise the leaves.
+        An Optax transformation with a `ClipState`, whose scalars summarize all leaves.
 
     Raises:
         ValueError: a threshold or `ord` is not > 0, or `num_layer_axes` exceeds a leaf's rank.
-        TypeError: `max_norm` is no threshold, or no prefix of the updates; a leaf is not inexact.
+        TypeError: `max_norm` is not a valid threshold or not a prefix of the updates; a leaf is not
+            floating or complex.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -245,10 +250,10 @@ def clip_by_group_norm(
     axis_name: AxisName = None,
     nonfinite: Literal["propagate", "zero"] = "propagate",
 ) -> optax.GradientTransformation:
-    """Scales each group of leaves so that the norm of the group is at most its threshold.
+    """Scale each group of leaves so that its norm is at most its threshold.
 
-    Leaves with a label that `max_norms` leaves out are not touched and not measured. A key that
-    is a tuple of labels makes those labels one group, measured together.
+    Leaves whose label is not in `max_norms` are neither clipped nor measured. A key that is a tuple
+    of labels makes those labels one group.
 
     Args:
         max_norms: label, or tuple of labels, to threshold: a number > 0, a traced scalar, a
@@ -257,15 +262,16 @@ def clip_by_group_norm(
             `lambda params: jax.tree_util.tree_map_with_path(label_of_path, params)`.
         ord: order of the norm: 1, 2, inf or any number > 0. None means 2.
         axis_name: as for `clip_by_global_norm`.
-        nonfinite: "propagate" makes every leaf NaN if any measured one is not finite, "zero"
-            drops the whole update; both leave unlisted groups alone.
+        nonfinite: "propagate" makes every measured leaf NaN if any of them is not finite, "zero"
+            makes them zero. Other leaves are unchanged.
 
     Returns:
         An Optax transformation with a `ClipState`; norm, threshold and factor by group.
 
     Raises:
-        ValueError: a threshold or `ord` is not > 0, or a label of `max_norms` that no leaf has.
-        TypeError: `max_norms` is no mapping, or `param_labels` no prefix tree of the updates.
+        ValueError: a threshold or `ord` is not > 0, or no leaf has a label of `max_norms`.
+        TypeError: `max_norms` is not a mapping, or `param_labels` is not a prefix tree of the
+            updates.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -295,9 +301,9 @@ def clip_by_block_rms(
     num_layer_axes: Any = None,
     nonfinite: Literal["propagate", "zero"] = "propagate",
 ) -> optax.GradientTransformation:
-    """Scales each leaf by itself so that its root mean square is at most `threshold`.
+    """Scale each leaf so that its root mean square is at most `threshold`.
 
-    As `optax.clip_by_block_rms`; after the preconditioner it is the update clipping of
+    The same as `optax.clip_by_block_rms`. After the preconditioner it is the update clipping of
     Adafactor, `u / max(1, RMS(u) / threshold)`.
 
     Args:
@@ -311,7 +317,7 @@ def clip_by_block_rms(
 
     Raises:
         ValueError: the threshold is not > 0.
-        TypeError: `threshold` is no threshold; a leaf is not inexact.
+        TypeError: `threshold` is not a valid threshold; a leaf is not floating or complex.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -333,11 +339,11 @@ def clip_by_block_rms(
 def clip_by_value(
     max_value: Number, *, min_value: Number | None = None
 ) -> optax.GradientTransformation:
-    """Clamps every element to `[-max_value, max_value]`, or from `min_value`.
+    """Clamp every element to `[-max_value, max_value]`, or to `[min_value, max_value]`.
 
-    It changes the direction of the gradient; `clip_by_global_norm` keeps it. A NaN stays where
-    it is, an infinity becomes a bound, a traced `max_value` <= 0 gives zeros. `gcx.clip` is the
-    same function under Optax's name.
+    It changes the direction of the gradient; `clip_by_global_norm` keeps it. NaN stays NaN, an
+    infinity becomes a bound, and a traced `max_value` <= 0 gives zeros. `gcx.clip` has Optax's
+    name.
 
     Args:
         max_value: upper bound in the unit of the gradients, > 0, a number or a traced scalar.
@@ -348,7 +354,7 @@ def clip_by_value(
 
     Raises:
         ValueError: `max_value` is not > 0, or `min_value` is not below it.
-        TypeError: a bound is no number; when traced, a leaf is not inexact.
+        TypeError: a bound is not a number; when traced, a leaf is not floating.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -389,7 +395,7 @@ def clip(max_delta: Number) -> optax.GradientTransformation:
 
 @public
 def clip_grad_value(grads: Tree, max_value: Number) -> Tree:
-    """Clamps every element of a gradient tree to `[-max_value, max_value]`.
+    """Clamp every element of a gradient tree to `[-max_value, max_value]`.
 
     Args:
         grads: floating leaves of any shape.
@@ -415,7 +421,7 @@ def _value_bounds(max_value: Any, min_value: Any) -> tuple[Any, Any]:
     """Lower and upper bound of a clamp, checked."""
     check_number("max_value", max_value, "Pass inf to turn clipping off.")
     if min_value is None:
-        # Nothing is computed of a plain number: built inside a jit, it would be a tracer.
+        # Keep a Python number: inside jit an array operation on it would return a tracer.
         high = jnp.maximum(max_value, 0) if is_traced(max_value) else max_value
         return -high, high
     hint = "Leave it out for `-max_value`."
