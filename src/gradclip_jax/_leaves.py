@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ._checks import check_no_state, describe, dtype_of, is_float0, leaf_path, listed
 from ._errors import ArgumentTypeError, type_error
-from ._mesh import in_memory_of, memory_of, on_device, sharding_with, unreduced_axes
+from ._mesh import in_memory_of, on_device, sharding_with, unreduced_axes
 from ._types import Array, Tree
 
 
@@ -67,7 +67,7 @@ def flatten(argument: str, tree: Tree, *, real: bool = False, unreduced: bool = 
         array = x if isinstance(x, jax.Array) else jnp.asarray(x)
         if unreduced_axes(array) and not unreduced:
             raise _is_unreduced(leaf_path(argument, path), array)
-        arrays.append(on_device(array) if memory_of(array) == "host" else array)
+        arrays.append(on_device(array))
         places.append(i)
     return Leaves(arrays, places, given, structure)
 
@@ -115,15 +115,3 @@ def measured_leaves(tree: Tree) -> list[Array]:
 def measured_shapes(tree: Tree) -> list[Any]:
     """The measured leaves, for their shapes; in `init` they may be placeholders."""
     return [x for x in jax.tree.leaves(tree) if is_measured(x)]
-
-
-def leaves_beside(tree: Tree, other: Tree) -> list[Array]:
-    """The leaves of another tree of the same structure at the places of the measured leaves."""
-    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
-    return [on_device(jnp.asarray(y)) for x, y in pairs if is_measured(x)]
-
-
-def with_leaves(tree: Tree, leaves: Sequence[Array]) -> Tree:
-    """The tree with its measured leaves replaced, each in the memory of the leaf it replaces."""
-    in_order = iter(leaves)
-    return jax.tree.map(lambda x: in_memory_of(next(in_order), x) if is_measured(x) else x, tree)

@@ -104,8 +104,7 @@ def clip_grad_norm(
     check_number("max_norm", max_norm, "Pass inf to compute the norm without clipping.")
     order, axes = check_ord(ord), check_axis_name(axis_name)
     leaves = flatten("grads", grads)
-    if axes:
-        check_bound(axes)
+    check_bound(axes)
     units = tree_units(leaves.arrays)
     if norm is None:
         known = unit_norms(leaves.arrays, units, order, axes)[0]
@@ -159,8 +158,7 @@ def norm_clip(
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, ClipState]:
         leaves = flatten("updates", updates)
-        if axes:
-            check_bound(axes)
+        check_bound(axes)
         units = cut(leaves.arrays, updates)
         if number is not None:
             clipped, state = clip_leaves(units, (), leaves.arrays, None, (), number)

@@ -12,9 +12,8 @@ import numpy as np
 from .._checks import check_axis_name, check_bound, check_ord, is_traced
 from .._devices import fusion_barrier, joined, map_arrays
 from .._errors import public, value_error
-from .._leaves import is_measured, measured_leaves
-from .._mesh import max_over, replica_count, shard_axes, sum_over, varying_axes
-from .._tree_checks import check_inexact
+from .._leaves import flatten, is_measured
+from .._mesh import max_over, replica_count, shard_axes, sum_over
 from .._types import Array, AxisName, Number, Order, Scalar, Tree
 from ._formula import wide_dtype
 
@@ -113,10 +112,10 @@ def global_norm(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = N
         >>> float(gcx.global_norm({"w": jnp.float16([300, 0]), "b": jnp.float16([400])}))
         500.0
     """
-    check_inexact("tree", tree)
+    leaves = flatten("tree", tree)
     order, axes = check_ord(ord), check_axis_name(axis_name)
     check_bound(axes)
-    return norm_of_leaves(measured_leaves(tree), order, axes)
+    return norm_of_leaves(leaves.arrays, order, axes)
 
 
 @public
@@ -142,10 +141,9 @@ def leaf_norms(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = No
         >>> float(norms["w"]), float(norms["b"])
         (5.0, 2.0)
     """
-    check_inexact("tree", tree)
+    leaves = flatten("tree", tree).arrays
     order, axes = check_ord(ord), check_axis_name(axis_name)
     check_bound(axes)
-    leaves = measured_leaves(tree)
     norms = iter(unit_norms(leaves, leaf_units(leaves), order, axes))
     return jax.tree.map(lambda x: next(norms) if is_measured(x) else jnp.float32(0), tree)
 
@@ -181,8 +179,7 @@ def combine_norms(norms: Sequence[Number], *, ord: Order | None = None) -> Scala
         >>> float(gcx.combine_norms([3.0, 4.0]))
         5.0
     """
-    check_inexact("norms", norms, real=True)
-    leaves = measured_leaves(norms)
+    leaves = flatten("norms", norms, real=True).arrays
     for i, norm in enumerate(leaves):
         if not is_traced(norm) and (norm < 0).any():
             raise value_error(f"norms[{i}]", ">= 0", norm, "Pass norms, as `global_norm` returns.")
@@ -228,7 +225,7 @@ def sum_of_squares(
     x: Array, axes: Sequence[int], dtype: Any, scale: float | Array = SCALE
 ) -> Array:
     """`sum((scale * |x|)^2)` over some axes, which stay with size 1; over all axes a scalar."""
-    return jnp.sum(squares(x, dtype, scale), axis=tuple(axes), keepdims=len(axes) < x.ndim)
+    return reduce_axes(jnp.sum, squares(x, dtype, scale), axes)
 
 
 def norm_of_squares(total: Array, scale: float = SCALE) -> Array:
@@ -341,8 +338,7 @@ def totals(
     """
     shards: list[frozenset[str]] = []
     for x in leaves:
-        axes = shard_axes(x, axis_name) if axis_name else varying_axes(x)
-        shards.append(frozenset() if units.is_local else axes)
+        shards.append(frozenset() if units.is_local else shard_axes(x, axis_name))
     everywhere = frozenset[str]().union(*shards)
     parts: dict[int, list[Array]] = {}
     rows = zip(units.entries, shards, leaves, *columns, strict=True)

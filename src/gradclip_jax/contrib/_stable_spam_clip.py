@@ -8,10 +8,8 @@ import optax
 
 from .._checks import check_axis_name, check_decays, check_number, check_state
 from .._errors import public, type_error
-from .._leaves import measured_leaves, with_leaves
-from .._mesh import in_memory_of, on_device
+from .._leaves import flatten, measured_leaves
 from .._states import increment_where
-from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Number, Tree
 from ..adaptive._averages import bias_correction, hypotenuse, where_finite
 from ..clipping._formula import scale_factor, scale_leaf
@@ -97,16 +95,15 @@ def stable_spam_clip(
     def update(
         updates: Tree, state: Any, params: Tree | None = None
     ) -> tuple[Tree, LeafAverageState]:
-        check_inexact("updates", updates)
+        flat = flatten("updates", updates)
         check_state(state, LeafAverageState)
-        if state.norm.shape != (len(measured_leaves(updates)),):
+        if state.norm.shape != (len(flat.arrays),):
             rule, hint = "the state of a tree with these leaves", "Call `init(params)` first."
             got = f"the state of a tree with {state.norm.size} leaves"
             raise type_error("state", rule, got, hint)
         count = increment_where(state.step_count)
         steps = count.astype(jnp.float32)
-        given = measured_leaves(updates)
-        leaves = list(map(on_device, given))
+        leaves = flat.arrays
         peaks = norms(leaves, np.inf)
         # Double `where`: 0 * nan in the unused branch would give NaN derivatives.
         finite = jnp.isfinite(peaks)
@@ -124,7 +121,7 @@ def stable_spam_clip(
         # Not `a / b / c`: a compiler makes `a / (b * c)` of it, which overflows from 1e19 on.
         target = norm / bias_correction(norm_decay, steps) * (1 / root)
         leaves = _scale_to(leaves, clipped_norms, target, finite)
-        out = with_leaves(updates, list(map(in_memory_of, leaves, given)))
+        out = flat.replace(leaves)
         return out, where_finite(finite, LeafAverageState(count, largest, norm, root_square), state)
 
     return optax.GradientTransformation(init, update)

@@ -18,9 +18,8 @@ from .._checks import (
     shortened,
 )
 from .._errors import public, type_error, value_error
-from .._leaves import measured_leaves
+from .._leaves import flatten, measured_leaves
 from .._states import find_states, increment_where, plain_arrays, register_metrics
-from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Count, Order, Scalar, Tree
 from ..clipping._norm import leaf_units, tree_units, unit_norms
 from ._unit_names import leaf_names
@@ -96,10 +95,9 @@ def record_norms(
     def update(
         updates: Tree, state: Any, params: Tree | None = None
     ) -> tuple[Tree, NormRecordState]:
-        check_inexact("updates", updates)
+        leaves = flatten("updates", updates).arrays
         check_bound(axes)
         check_state(state, NormRecordState)
-        leaves = measured_leaves(updates)
         norms = jnp.asarray(unit_norms(leaves, units_of(leaves), order, axes), jnp.float32)
         return updates, NormRecordState(
             norms=state.norms.at[state.position].set(norms if per_leaf else norms[0]),

@@ -22,7 +22,7 @@ from .._checks import (
     shortened,
 )
 from .._errors import public, type_error, value_error
-from .._leaves import leaves_beside, measured_leaves, measured_shapes
+from .._leaves import flatten, measured_shapes
 from .._run_if import like_dtypes
 from .._states import (
     METRICS,
@@ -32,7 +32,6 @@ from .._states import (
     plain_arrays,
     register_metrics,
 )
-from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Count, Number, Scalar, Tree
 from ..clipping._granularity import Granularity, as_granularity
 from ..clipping._threshold import check_params
@@ -211,7 +210,7 @@ def watch(
 
     def update(updates: Tree, state: Any, params: Tree | None = None, **extra_args: Any) -> Any:
         measure = extra_args.pop("measure", True)
-        check_inexact("updates", updates)
+        leaves = flatten("updates", updates)
         check_bound(axes)
         check_bound(replicas)
         check_state(state, WatchState)
@@ -224,14 +223,13 @@ def watch(
             norms = jax.tree.map(lambda x: jnp.full_like(x, NOT_MEASURED), state.norms)
             log = log._replace(step_count=increment_where(log.step_count))
             return output, WatchState(norms, state.levels, log, after)
-        leaves, loss = measured_leaves(updates), loss_of(extra_args, axes)
-        units = cut.cut(leaves, updates)
-        gradient, bad = measure_units(leaves, units, axes)
+        units, loss = cut.cut(leaves.arrays, updates), loss_of(extra_args, axes)
+        gradient, bad = measure_units(leaves.arrays, units, axes)
         norms = {"gradient": gradient}
         if len(kinds) > 1:
             # Without parameters the update takes their place: (u + u) - u is u.
             trees = output, output if params is None else params
-            added, before_it = (leaves_beside(updates, tree) for tree in trees)
+            added, before_it = map(leaves.beside, trees)
             norms["update"], norms["parameter"] = measure_step(added, before_it, units, axes)
         norms = {kind: norms[kind] for kind in kinds}
         _check_shapes(state.norms, norms)
