@@ -172,7 +172,7 @@ def noise_scale(norms: Array, grads: Tree) -> Scalar:
     | case | scale |
     | --- | --- |
     | all gradients are equal | 0 |
-    | the estimated squared signal is not positive | inf |
+    | the estimated squared signal is not positive | 3.4e38, the largest float32 |
     | one example | NaN |
 
     Args:
