@@ -1,4 +1,4 @@
-"""Checks of arguments. Values are checked when a transformation is built; tracers pass."""
+"""Checks of arguments when a transformation is built; traced values are not checked."""
 
 import inspect
 import math
@@ -13,18 +13,18 @@ from jax.core import Tracer
 from ._errors import type_error, value_error
 from ._types import AxisName
 
-_SHOWN = 5  # bad leaves listed in a message before it only counts them
+_SHOWN = 5  # maximum number of invalid leaves listed in a message
 _SHOWN_CHARACTERS = 200
 
 
 def describe(leaf: Any) -> str:
-    """A leaf as `dtype[shape]`."""
+    """Format a leaf as `dtype[shape]`."""
     shape = ", ".join(map(str, np.shape(leaf)))
     return f"{getattr(leaf, 'dtype', type(leaf).__name__)}[{shape}]"
 
 
 def shortened(value: Any) -> str:
-    """A value for an error message: arrays by dtype and shape, functions by name, shortened."""
+    """Format a value for an error message, with dtype and shape of arrays and function names."""
 
     def abstract(leaf: Any) -> Any:
         if inspect.isfunction(leaf):
@@ -32,7 +32,7 @@ def shortened(value: Any) -> str:
         is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
         return _Shown(describe(leaf)) if is_array and (leaf.shape or is_traced(leaf)) else leaf
 
-    if isinstance(value, int) and value.bit_length() > 64:  # Python writes no number so long
+    if isinstance(value, int) and value.bit_length() > 64:  # Python limits int-to-str conversion
         return f"an integer of {value.bit_length()} bits"
     try:
         text = repr(jax.tree.map(abstract, value))
@@ -42,7 +42,7 @@ def shortened(value: Any) -> str:
 
 
 class _Shown(str):
-    """Text that `repr` of a container shows without quotation marks."""
+    """A string that is shown without quotation marks in the `repr` of a container."""
 
     __repr__ = str.__str__
 
@@ -52,11 +52,11 @@ def dtype_of(leaf: Any) -> Any:
     if hasattr(leaf, "dtype"):
         return leaf.dtype
     kinds = (kind for kind in (bool, int, float, complex) if isinstance(leaf, kind))
-    return np.dtype(next(kinds, object))  # where JAX raises an error of its own
+    return np.dtype(next(kinds, object))  # `jnp.result_type` would raise
 
 
 def is_scalar(value: Any, *kinds: Any) -> bool:
-    """Whether a value is a scalar of Python, NumPy or JAX with one of these dtypes."""
+    """Return whether a value is a Python, NumPy or JAX scalar with one of these dtypes."""
     if not isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)) or np.ndim(value):
         return False
     dtype = dtype_of(value)  # scalars of bfloat16 are not instances of `np.number`
@@ -64,17 +64,17 @@ def is_scalar(value: Any, *kinds: Any) -> bool:
 
 
 def leaf_path(argument: str, path: Any) -> str:
-    """The path of a leaf, as an expression."""
+    """Format the path of a leaf as a Python expression."""
     return argument + jax.tree_util.keystr(path)
 
 
 def is_traced(value: Any) -> bool:
-    """Whether a value is a tracer."""
+    """Return whether a value is a tracer."""
     return isinstance(value, Tracer)
 
 
 def is_float0(leaf: Any) -> bool:
-    """Whether a leaf is float0, the gradient of an integer."""
+    """Return whether a leaf is float0, the gradient of an integer."""
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
@@ -95,7 +95,7 @@ def check_number(
     below_high: bool = False,
     or_nan: bool = False,
 ) -> None:
-    """Raise if a value is not a number in (low, high]. Traced values pass.
+    """Raise if a value is not a number in (low, high]; traced values are not checked.
 
     The interval includes `low` if `closed`, and excludes `high` if `below_high`.
     """
@@ -123,7 +123,7 @@ def check_decays(**decays: Any) -> None:
 
 
 def check_count(argument: str, value: Any, hint: str, *, low: int = 1) -> None:
-    """Raise if a value is not an integer >= low. Traced integers pass."""
+    """Raise if a value is not an integer >= low; traced integers are not checked."""
     rule = f"an integer >= {low}"
     if hasattr(value, "dtype"):
         is_integer = jnp.issubdtype(value.dtype, jnp.integer)
@@ -134,7 +134,7 @@ def check_count(argument: str, value: Any, hint: str, *, low: int = 1) -> None:
     if is_traced(value) or low <= int(value) <= np.iinfo(np.int32).max:
         return
     if int(value) >= low:
-        rule = "an integer that fits 32 bits"  # as the counters of states
+        rule = "an integer that fits 32 bits"  # like the counters in states
     raise value_error(argument, rule, shortened(value), hint)
 
 
@@ -147,7 +147,7 @@ def check_static(argument: str, value: Any) -> None:
 
 
 def check_length(argument: str, value: Any) -> None:
-    """Raise if a length of a history is not a static integer from 1 to 2^20."""
+    """Raise if the length of a history is not a static integer from 1 to 2^20."""
     check_static(argument, value)
     check_count(argument, value, "Pass the number of steps to keep.")
     if int(value) > 2**20:  # a config file may contain any number
@@ -163,7 +163,7 @@ def refuse_traced(argument: str, value: Any) -> None:
 
 
 def is_function(value: Any) -> bool:
-    """Whether a value is callable and not a type: `jnp.float32` is callable."""
+    """Return whether a value is callable but not a type, because `jnp.float32` is callable."""
     return callable(value) and not isinstance(value, type)
 
 
@@ -225,7 +225,7 @@ def check_transformation(argument: str, value: Any) -> None:
 
 
 def check_no_transformation(state: Any) -> None:
-    """Raise if a transformation was passed in place of its state."""
+    """Raise if a transformation was passed instead of its state."""
     if callable(getattr(state, "init", None)) and callable(getattr(state, "update", None)):
         hint = "Pass what `init(params)` or `update` of it returned."
         got = f"the {type(state).__name__} itself"
@@ -233,7 +233,7 @@ def check_no_transformation(state: Any) -> None:
 
 
 def check_bound(axis_name: AxisName) -> None:
-    """Raise if a named axis is not bound by `pmap`, `shard_map` or `vmap` around this call."""
+    """Raise if no `pmap`, `shard_map` or `vmap` around this call binds a named axis."""
     for name in (axis_name,) if isinstance(axis_name, str) else axis_name or ():
         try:
             jax.lax.axis_size(name)
@@ -256,7 +256,7 @@ def check_state(state: Any, kind: type) -> None:
 
 
 def check_no_state(argument: str, updates: Any) -> None:
-    """Raise if a state of this package was passed in place of the updates."""
+    """Raise if a state of this package was passed instead of the updates."""
 
     def is_state(node: Any) -> bool:
         return isinstance(node, tuple) and type(node).__module__.startswith(f"{__package__}.")
@@ -280,7 +280,7 @@ def check_axis(axis: Any) -> None:
 
 
 def axes_within(axis: Any, x: Any, owner: str, place: str, hint: str) -> tuple[int, ...]:
-    """The axes of an array, sorted and nonnegative; raise if the array does not have them."""
+    """Return sorted, nonnegative axes of an array; raise if the array does not have them."""
     rank = np.ndim(x)
     axes = (axis,) if np.ndim(axis) == 0 else tuple(axis)
     if any(not -rank <= a < rank for a in axes) or len({a % rank for a in axes}) < len(axes):

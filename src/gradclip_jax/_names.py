@@ -1,4 +1,4 @@
-"""Hints for names that other libraries use."""
+"""Suggestions for users who look for names of other libraries."""
 
 import difflib
 import sys
@@ -24,15 +24,15 @@ _THEIRS: Final = {
     "skip_nonfinite": "apply_if_finite conditionally_mask conditionally_transform "
     "skip_not_finite zero_nans",
 }
-"""Names of this package, and the names that other libraries use for the same."""
+"""Names of this package, and the corresponding names in other libraries."""
 
 ELSEWHERE: Final = {name: ours for ours, names in _THEIRS.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Raise an `AttributeError` with the name that was probably meant."""
+    """Raise an `AttributeError` that suggests a similar name."""
     package = sys.modules[__package__ or ""]
-    if name.startswith("_"):  # asked for by `copy`, `inspect` and the like, and never shown
+    if name.startswith("_"):  # `copy`, `inspect` and other tools look up such names
         raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}")
     names: dict[str, str] = {}
     for public in package.__all__:

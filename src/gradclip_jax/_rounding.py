@@ -20,7 +20,7 @@ class RoundingState(NamedTuple):
     """The state of `round_stochastically`.
 
     Attributes:
-        step: number of updates, int32[]. The random bits depend on it.
+        step: Number of updates, int32[]. The random bits depend on it.
     """
 
     step: Scalar

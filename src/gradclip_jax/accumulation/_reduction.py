@@ -128,7 +128,7 @@ def combine(
     if reduction == "last" and weight is None:
         new = value  # may be a random key, which supports no arithmetic
     else:
-        # float16 cannot represent a weight of 70,000, and bfloat16 rounds 1,001.
+        # float16 cannot represent a weight of 70,000, and bfloat16 cannot represent 1,001.
         is_inexact = jnp.issubdtype(total.dtype, jnp.inexact)
         wide = wide_dtype(total.dtype) if is_inexact else total.dtype
         old, new = total.astype(wide), value.astype(wide)
