@@ -37,7 +37,7 @@ def shortened(value: Any) -> str:
     try:
         text = repr(jax.tree.map(abstract, value))
     except RecursionError:
-        return f"a {type(value).__name__} that is nested too deep"
+        return f"a {type(value).__name__} that is nested too deeply"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
@@ -117,7 +117,7 @@ def check_number(
 
 def check_decays(**decays: Any) -> None:
     """Raise if a decay is not a number in [0, 1)."""
-    hint = "A decay is a number below 1, such as 0.99."
+    hint = "Pass a decay rate such as 0.99."
     for argument, value in decays.items():
         check_number(argument, value, hint, high=1.0, closed=True, below_high=True)
 
@@ -158,7 +158,7 @@ def check_length(argument: str, value: Any) -> None:
 def refuse_traced(argument: str, value: Any) -> None:
     """Raise if a value that is needed on the host is a tracer."""
     if is_traced(value):
-        hint = "Call it outside jit, on what the step returned."
+        hint = "Call this function outside jit, on the outputs of the step."
         raise type_error(argument, "known on the host", "a tracer", hint)
 
 
@@ -182,7 +182,7 @@ def check_dtype(argument: str, value: Any) -> None:
 def check_choice(argument: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Raise if a value is not one of `choices`, which are strings, bools or None."""
     if not isinstance(value, (str, bool, type(None))) or value not in choices:
-        rule, hint = "one of " + ", ".join(map(repr, choices)), "Pick one of them."
+        rule, hint = "one of " + ", ".join(map(repr, choices)), "Pass one of these values."
         raise value_error(argument, rule, shortened(value), hint)
 
 
@@ -191,7 +191,7 @@ def check_ord(ord: Any) -> float:
     if ord is None:
         return 2.0
     check_static("ord", ord)
-    check_number("ord", ord, "Pass 1, 2, any other order > 0, or `jnp.inf`.")
+    check_number("ord", ord, "Pass 1, 2, `jnp.inf` or any other positive number.")
     return float(ord)
 
 
@@ -202,7 +202,7 @@ def check_axis_name(axis_name: Any) -> AxisName:
     names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     if not all(isinstance(name, str) for name in names):
         rule = "a string, a tuple of strings or None"
-        hint = "Name the mapped axes over which the leaves are sharded."
+        hint = "Pass the names of the mapped axes over which leaves are sharded."
         raise type_error("axis_name", rule, shortened(axis_name), hint)
     return names
 
@@ -227,8 +227,8 @@ def check_transformation(argument: str, value: Any) -> None:
 def check_no_transformation(state: Any) -> None:
     """Raise if a transformation was passed instead of its state."""
     if callable(getattr(state, "init", None)) and callable(getattr(state, "update", None)):
-        hint = "Pass what `init(params)` or `update` of it returned."
-        got = f"the {type(state).__name__} itself"
+        hint = "Pass the state that `init(params)` or `update` returned."
+        got = f"a {type(state).__name__}"
         raise type_error("state", "an optimizer state", got, hint)
 
 
@@ -239,7 +239,7 @@ def check_bound(axis_name: AxisName) -> None:
             jax.lax.axis_size(name)
         except NameError:
             rule = "the name of a mapped axis around this call"
-            hint = "Call it inside `pmap`, `shard_map` or `vmap` with that axis, or leave it out."
+            hint = "Map the call over this axis with `pmap`, `shard_map` or `vmap`, or omit it."
             raise value_error("axis_name", rule, repr(name), hint) from None
 
 
@@ -248,10 +248,10 @@ def check_state(state: Any, kind: type) -> None:
     name = kind.__name__
     rule = f"{'an' if name[0] in 'AEIOU' else 'a'} `{name}`"
     if state is None:
-        hint = "Call `init(params)` first: earlier steps are remembered."
+        hint = "Pass the state that `init(params)` or the last `update` returned."
         raise value_error("state", rule, "None", hint)
     if not isinstance(state, kind):
-        hint = "Call `update(grads, state, params)` with the state that `init(params)` made."
+        hint = "Call `update(grads, state, params)` with the state that `init(params)` returned."
         raise type_error("state", rule, type(state).__name__, hint)
 
 
@@ -264,7 +264,7 @@ def check_no_state(argument: str, updates: Any) -> None:
     for path, node in jax.tree.leaves_with_path(updates, is_leaf=is_state):
         if is_state(node):
             got = f"a {type(node).__name__} at {leaf_path(argument, path)}"
-            hint = "The order is `update(grads, state, params)`."
+            hint = "The order of arguments is `update(grads, state, params)`."
             raise type_error(argument, "a tree of gradients", got, hint)
 
 
@@ -274,7 +274,7 @@ def check_axis(axis: Any) -> None:
     plain = axis.tolist() if isinstance(axis, np.ndarray) else axis
     axes = plain if isinstance(plain, (tuple, list, range)) else () if plain is None else (plain,)
     if not all(hasattr(a, "__index__") and not isinstance(a, bool) for a in axes):
-        hint = "Pass for example 0, or (0, 1), or None for the choice by rank."
+        hint = "Pass, for example, 0 or (0, 1), or None to choose axes by rank."
         rule = "an integer, a sequence of integers or None"
         raise type_error("axis", rule, shortened(axis), hint)
 

@@ -83,7 +83,7 @@ class TransformConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> "TransformConfig":
         """Create a config from the output of `to_dict`, without calling the function."""
         if not isinstance(values, Mapping) or "name" not in values:
-            rule, hint = "a mapping with the key 'name'", "Write it as `to_dict` does."
+            rule, hint = "a mapping with the key 'name'", "Pass the output of `to_dict`."
             raise type_error("values", rule, shortened(values), hint).of(
                 "TransformConfig.from_dict"
             )
@@ -118,14 +118,14 @@ class AccumulationConfig:
 
     @functools.partial(named, function="AccumulationConfig")
     def __post_init__(self) -> None:
-        check_count("accumulation_steps", self.accumulation_steps, "1 is every step.")
+        check_count("accumulation_steps", self.accumulation_steps, "Pass 1 for every step.")
         check_choice("normalize", self.normalize, (True, False))
         if self.max_grad_norm is not None:
-            check_number("max_grad_norm", self.max_grad_norm, "Pass None not to clip.")
+            check_number("max_grad_norm", self.max_grad_norm, "Pass None to disable clipping.")
 
     def effective_batch_size(self, micro_batch_size: int) -> int:
         """Return the number of examples in one optimizer step."""
-        check_count("micro_batch_size", micro_batch_size, "Pass the examples of one call.")
+        check_count("micro_batch_size", micro_batch_size, "Pass the number of examples.")
         return int(micro_batch_size) * int(self.accumulation_steps)
 
     def build(self, inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -145,7 +145,7 @@ class AccumulationConfig:
         """Create a config from the output of `to_dict`."""
         names = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(values, Mapping) or not set(values) <= set(names):
-            rule, hint = f"a mapping with keys among {names}", "Write it as `to_dict` does."
+            rule, hint = f"a mapping with keys among {names}", "Pass the output of `to_dict`."
             raise type_error("values", rule, shortened(values), hint).of(
                 "AccumulationConfig.from_dict"
             )
@@ -178,8 +178,8 @@ def _check_call(name: Any, arguments: Any, inner: tuple[Any, ...] | None = None)
     try:
         bind(**arguments)
     except TypeError as error:
-        rule, got = f"a mapping for {name}", f"{shortened(arguments)}: {error}"
-        hint = "Name the arguments as in its signature; pass what it wraps to `build`."
+        rule, got = f"a mapping of valid arguments for `{name}`", f"{shortened(arguments)}: {error}"
+        hint = "Use the names in its signature, and pass inner transformations to `build`."
         raise value_error("arguments", rule, got, hint) from None
 
 
@@ -197,8 +197,8 @@ def _built(plain: Any) -> Any:
 def _to_plain(value: Any, depth: int = 0) -> Any:
     """Convert to strings, numbers, bools, None, lists, and dicts with string keys."""
     if depth > _MAX_DEPTH:
-        rule, hint = f"nested at most {_MAX_DEPTH} deep", "Call the function itself."
-        raise value_error("arguments", rule, f"a {type(value).__name__} deeper inside", hint)
+        rule, hint = f"nested at most {_MAX_DEPTH} levels deep", "Call the function directly."
+        raise value_error("arguments", rule, f"a {type(value).__name__} at a deeper level", hint)
     if isinstance(value, (np.generic, np.ndarray, jax.Array)) and value.ndim == 0:
         value = value.item()
     if value is None or isinstance(value, (str, bool, int, float)):
@@ -214,6 +214,6 @@ def _to_plain(value: Any, depth: int = 0) -> Any:
         return plain
     if isinstance(value, (np.dtype, type)) and jnp.issubdtype(value, jnp.number):
         return jnp.dtype(value).name
-    rule = "a plain value, or lists and mappings by name of such"
-    hint = "Call the function itself with a function, an array or an object."
+    rule = "a plain value, or a list or dict of plain values"
+    hint = "Call the function directly to pass functions, arrays or other objects."
     raise type_error("arguments", rule, shortened(value), hint)

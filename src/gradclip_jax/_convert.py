@@ -43,8 +43,8 @@ _Path: TypeAlias = tuple[Any, ...]
 _Window: TypeAlias = AccumulationState | optax.MultiStepsState
 _FRESH = (ClipState, NormRecordState, RoundingState, optax.EmptyState)
 _HINT = (
-    "Leave the rest of the chain as it was; restore a checkpoint into the `init(params)` of the "
-    "transformation that wrote it before it is converted."
+    "Do not change other parts of the chain. Restore a checkpoint into the state of the "
+    "transformation that wrote it before converting it."
 )
 
 
@@ -107,7 +107,7 @@ def convert_state(
         rule, hint = "an optimizer", "Pass an Optax transformation, or an `optax.MultiSteps`."
         raise type_error("tx", rule, shortened(tx), hint)
     if hasattr(state, "opt_state") and not isinstance(state, tuple):
-        hint = "Pass its `.opt_state`, which is converted as it is."
+        hint = "Pass its `.opt_state`."
         raise type_error("state", "the state of an Optax transformation", _name(state), hint)
     check_choice("reduction", reduction, (None, "mean", "sum"))
     like = tx.init(params)
@@ -240,7 +240,7 @@ def _copied_window(like: _Window, given: _Window, reduction: str | None, path: _
         _check_closed(given, path)
     elif reduction is None and (is_traced(held) or _is_open(given)):
         rule = '"mean" or "sum" for a window that may contain micro-batches'
-        hint = f'It is at {leaf_path("state", path)}. `MultiSteps` averages by default: "mean".'
+        hint = f'The window is at {leaf_path("state", path)}. `MultiSteps` uses "mean" by default.'
         raise value_error("reduction", rule, "None", hint)
     length = jnp.float32(1) if reduction == "sum" else jnp.maximum(held, 1).astype(jnp.float32)
     # Use zero for an empty window. The accumulator of this package still contains the last sum, to
@@ -262,9 +262,9 @@ def _check_weights(window: AccumulationState, path: _Path) -> None:
     weight, held = window.total_weight, window.mini_step
     if _is_open(window) and not is_traced(weight) and weight != held:
         place = leaf_path("state", path) + ".total_weight"
-        got = f"a weight of {float(weight):g} in {int(held)} micro-batches at {place}"
-        hint = "`flush` the window first; `MultiSteps` has no weights."
-        raise value_error("state", "a window with weights of 1", got, hint)
+        got = f"a total weight of {float(weight):g} in {int(held)} micro-batches at {place}"
+        hint = "Call `flush` first, because `MultiSteps` does not support weights."
+        raise value_error("state", "a state whose window has weights of 1", got, hint)
 
 
 def _accumulator(like: _Window, given: _Window, factor: Scalar | int, path: _Path) -> Tree:
@@ -295,8 +295,8 @@ def _check_closed(given: Tree, path: _Path) -> None:
     """Raise if an open window would be dropped."""
     if isinstance(given, (AccumulationState, optax.MultiStepsState)) and _is_open(given):
         got = f"{given.mini_step} micro-batches at {leaf_path('state', path)}.mini_step"
-        hint = "`flush` the window first, or convert the state after the next step."
-        raise value_error("state", "one without an open window, as `tx` has none", got, hint)
+        hint = "Call `flush` first, or convert the state after the next optimizer step."
+        raise value_error("state", "a state without an open window for this `tx`", got, hint)
 
 
 def _count(value: Any) -> Scalar:
@@ -312,6 +312,6 @@ def _name(node: Tree) -> str:
 
 
 def _mismatch(expected: str, got: str, path: _Path) -> ArgumentTypeError:
-    rule = "a state that maps on that of `tx`"
+    rule = "a state that matches the state of `tx`"
     place = leaf_path("state", path)
     return type_error("state", rule, f"{got} where `tx` has {expected} at {place}", _HINT)

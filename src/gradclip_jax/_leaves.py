@@ -90,8 +90,8 @@ def _not_inexact(argument: str, tree: Tree, kind: Any) -> ArgumentTypeError:
 def _is_unreduced(place: str, x: Array) -> ArgumentTypeError:
     axes = ", ".join(map(repr, sorted(unreduced_axes(x))))
     hint = (
-        f"Sum it over devices first, `jax.sharding.reshard(leaf, {sharding_with(x).spec})`, or use "
-        "`accumulate_gradients`, which sums it once for each window."
+        f"Sum it over devices with `jax.sharding.reshard(leaf, {sharding_with(x).spec})`, or use "
+        "`accumulate_gradients`, which sums it once per window."
     )
     return type_error(
         place.split("[")[0], "reduced", f"a leaf that is unreduced over {axes} at {place}", hint

@@ -39,10 +39,10 @@ def __getattr__(name: str) -> NoReturn:
         inside: Any = getattr(getattr(package, public), "__all__", ())
         names |= {public: public} | {x: f"{public}.{x}" for x in inside}
     if name in names or name in ELSEWHERE:
-        hint = f"It is called `gcx.{names.get(name) or ELSEWHERE[name]}` here."
+        hint = f"Use `gcx.{names.get(name) or ELSEWHERE[name]}` instead."
     else:
         near = {x.lower(): path for x, path in names.items()}
         close = difflib.get_close_matches(name.lower(), near, n=2, cutoff=0.6)
         meant = " or ".join(f"`gcx.{near[x]}`" for x in close)
-        hint = f"Did you mean {meant}?" if close else "`help(gradclip_jax)` lists them."
+        hint = f"Did you mean {meant}?" if close else "See `help(gradclip_jax)` for all names."
     raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}. {hint}")

@@ -73,7 +73,7 @@ def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
     References:
         Gupta et al. 2015, arXiv 1502.02551; Zamirai et al. 2020, arXiv 2010.06192.
     """
-    check_count("seed", seed, "Pass one seed for each run.", low=0)
+    check_count("seed", seed, "Pass a different seed for each run.", low=0)
 
     def init(params: Tree) -> RoundingState:
         return RoundingState(jnp.zeros((), jnp.int32))
@@ -83,7 +83,7 @@ def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
         check_state(state, RoundingState)
         if params is None:
             hint = "Call `update(grads, state, params)`."
-            raise value_error("params", "given", "None", hint)
+            raise value_error("params", "passed to `update`", "None", hint)
         check_same_structure("updates", updates, "params", params)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         leaves, structure = jax.tree.flatten(updates)
@@ -104,7 +104,7 @@ def _to_neighbor(update: Any, param: Any, place: str, key: Array) -> Any:
     if is_float0(update) or jnp.finfo(kind).bits >= 32:
         return update
     if kind != jnp.bfloat16:
-        rule, hint = "bfloat16 or of 32 bit or more", "Convert it, or leave it out: `optax.masked`."
+        rule, hint = "bfloat16, 32 bits or wider", "Convert it, or exclude it with `optax.masked`."
         got = f"{describe(param)} at {place}"
         raise type_error("params", rule, got, hint)
     old = jnp.asarray(param).astype(jnp.float32)

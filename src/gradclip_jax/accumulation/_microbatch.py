@@ -112,7 +112,7 @@ def microbatched_value_and_grad(
         (7.5, 15.0)
     """
     check_callable("fun", fun, "Pass the loss function.")
-    check_count("num_microbatches", num_microbatches, "Pass 1 not to split.")
+    check_count("num_microbatches", num_microbatches, "Pass 1 to use the whole batch at once.")
     check_real(num_real_microbatches, num_microbatches)
     DTYPE.check_given(accumulator_dtype)
     REDUCTION.check_given(reduction)

@@ -34,8 +34,8 @@ _DTYPES: Final[dict[str | None, tuple[DTypeLike, ...]]] = {
     "max": (jnp.floating, jnp.integer, jnp.bool_),
 }
 _HINT: Final = (
-    f"Pass `aux_reduction`, a prefix tree of {', '.join(map(repr, AUX_REDUCTIONS))} and, for what "
-    "its shape decides, None."
+    f"Pass `aux_reduction` as a prefix tree of {', '.join(map(repr, AUX_REDUCTIONS))}, or None to "
+    "choose the reduction by shape."
 )
 
 
@@ -220,7 +220,7 @@ def aux_reductions(
         place = leaf_path("aux", path)
         has_dtype = any(jnp.issubdtype(leaf.dtype, x) for x in _DTYPES.get(name, (leaf.dtype,)))
         if not has_dtype or (name == "concatenate" and not leaf.shape):
-            rule, got = f"a reduction that {describe(leaf)} has", f"{name!r} for {place}"
+            rule, got = f"a reduction that supports {describe(leaf)}", f"{name!r} for {place}"
             raise type_error("aux_reduction", rule, got, _HINT)
         names.append(name or _default_for(parts, leaf, full, place))
     return names
@@ -233,6 +233,6 @@ def _default_for(
         return "concatenate"
     if micro.shape == whole.shape == () and jnp.issubdtype(micro.dtype, jnp.floating):
         return "mean"
-    rule = "said for what neither grows along its first axis nor is a floating scalar"
+    rule = "specified for leaves that are not per-example rows or floating-point scalars"
     got = f"{describe(micro)} for a micro-batch and {describe(whole)} for the batch at {place}"
     raise value_error("aux_reduction", rule, got, _HINT)

@@ -182,15 +182,15 @@ def check_matches_accumulator(updates: Tree, acc: Tree) -> None:
             continue
         ours, theirs = (sorted(unreduced_axes(x)) for x in (total, grad))
         if ours != theirs:
-            rule = f"unreduced over {ours}, as the parameters that `init` was given say"
+            rule = f"unreduced over {ours}, like the accumulator"
             got = f"a leaf unreduced over {theirs} at {leaf_path('updates', path)}"
-            hint = "Give `init` the parameters with the `reduced` axes that the loss sees."
+            hint = "Pass parameters to `init` with the same `reduced` axes as in the loss."
             raise type_error("updates", rule, got, hint)
         ours, theirs = map(memory_of, (total, grad))
         if ours != theirs:
             rule = f"in the memory of the accumulator, {ours}"
             got = f"a leaf in {theirs} at {leaf_path('updates', path)}"
-            hint = "Move one of them inside the step with `jax.device_put`: docs/sharding.md."
+            hint = "Move one of them inside the step with `jax.device_put`; see docs/sharding.md."
             raise type_error("updates", rule, got, hint)
 
 

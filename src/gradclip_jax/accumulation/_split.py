@@ -47,7 +47,7 @@ def counted_from_zero(split: Split, args: Sequence[Tree]) -> Split:
     given = (*split.batches, *split.keys, *split.differentiated)
     needed = max((*given, *[-i - 1 for i in given]), default=-1) + 1
     if len(args) < needed:
-        hint = "Arguments that are split or differentiated cannot be passed by name."
+        hint = "Do not pass split or differentiated arguments by keyword."
         raise type_error("args", f"at least {needed} positional arguments", f"{len(args)}", hint)
     if min(given, default=0) < 0:
         split = split._replace(
@@ -58,9 +58,9 @@ def counted_from_zero(split: Split, args: Sequence[Tree]) -> Split:
     for i in split.batches:
         for path, x in jax.tree.leaves_with_path(args[i]):
             if not np.ndim(x) or np.shape(x)[0] % split.parts:
-                rule = f"split evenly by num_microbatches={split.parts} along its first axis"
+                rule = f"divisible by num_microbatches={split.parts} along the first axis"
                 got = f"{describe(x)} at {leaf_path(f'args[{i}]', path)}"
-                hint = "Change one of the two, or pad the batch with examples of weight 0."
+                hint = "Change the batch size, or pad the batch with examples of weight 0."
                 raise value_error("batch", rule, got, hint)
     return split
 
@@ -84,7 +84,7 @@ def in_one_form(fun: Callable[..., Any], has_weight: bool, has_aux: bool) -> Cal
         if jax.tree.structure(value) != jax.tree.structure(0) or np.ndim(value):
             rule = "a function that returns a scalar value"
             got = describe(value) if hasattr(value, "dtype") else type(value).__name__
-            hint = "Take the mean of a vector; pass `has_aux` or `has_weight` if it returns a pair."
+            hint = "Return a mean; pass `has_aux` or `has_weight` if the function returns a pair."
             raise type_error("fun", rule, got, hint)
         if not (has_weight and has_aux):
             rest = (rest, None) if has_weight else (None, rest)
@@ -105,7 +105,7 @@ def micro_arguments(args: Sequence[Tree], split: Split, index: Array | int) -> l
 
 def check_real(real: Number | None, parts: Count) -> None:
     """Raise if a static number of real micro-batches is not an integer from 0 to `parts`."""
-    name, hint = "num_real_microbatches", "Pass None if all are real."
+    name, hint = "num_real_microbatches", "Pass None to run all micro-batches."
     if real is None:
         return
     check_count(name, real, hint, low=0)

@@ -79,17 +79,17 @@ def read_call(extra_args: dict[str, Any], accepted: Flag) -> tuple[Call, dict[st
     weight = as_weight(others.pop("weight", None))
     is_unguarded = isinstance(accepted, np.bool_)
     if is_unguarded and isinstance(weight, np.generic) and not np.isfinite(weight):
-        hint = "`skip_nonfinite` around this transformation skips such a micro-batch."
+        hint = "Wrap this transformation in `skip_nonfinite` to skip such micro-batches."
         raise value_error("weight", "finite", f"{weight}", hint)
     flush, emit = others.pop("flush", None), others.pop("emit", None)
     if emit is not None and not isinstance(emit, (bool, np.bool_)):
-        hint = "Make it static under jit, or leave it out to count micro-batches."
+        hint = "Mark it as static under jit, or omit it to count micro-batches."
         raise type_error("emit", "a Python bool", describe(emit), hint)
     if emit is not None and flush is not None:
-        hint = "`emit` already says whether the window closes."
-        raise type_error("flush", "left out beside `emit`", flush, hint)
+        hint = "`emit` already determines whether the window closes."
+        raise type_error("flush", "omitted if `emit` is passed", flush, hint)
     if flush is not None and not is_scalar(flush, jnp.bool_):
-        hint = "Pass whether the window closes now."
+        hint = "Pass True to close the window in this call."
         raise type_error("flush", "a bool scalar", describe(flush), hint)
     if flush is not None:
         flush = np.bool_(flush) if isinstance(flush, bool) else flush
@@ -260,7 +260,7 @@ def accumulated_gradients(
     empty = (count == 0) | ~(total_weight > 0)
     if not is_traced(empty) and bool(empty):
         hint = "Call `update` with a micro-batch first."
-        raise value_error("state", "one with an open window", "one with an empty window", hint)
+        raise value_error("state", "a state with an open window", "an empty window", hint)
     acc = plain_arrays(open_window.acc_grads)
     window = MicroBatch(acc, REDUCTION.of_leaves(reduction, "updates", acc))
     mean = window_gradient(acc, window, jnp.where(empty, 1, total_weight))
@@ -346,7 +346,7 @@ def accumulation_stats(state: Any) -> AccumulationStats:
 def _accumulations(state: Any) -> list[AccumulationState]:
     windows = find_states(state, AccumulationState)
     if not windows:
-        hint = "Pass the state that `accumulate_gradients(...).init(params)` made."
+        hint = "Pass the state that `accumulate_gradients(...).init(params)` returned."
         rule = "a state of `accumulate_gradients`, or one that contains it"
         raise type_error("state", rule, type(state).__name__, hint)
     return [accumulation for _, accumulation in windows]

@@ -49,8 +49,8 @@ def _with_hint(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     @functools.wraps(fun)
     def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         if "every_k_schedule" in kwargs:
-            hint = "Pass `every`, a number or a function of the gradient step."
-            raise type_error("every_k_schedule", "passed as `every`", "that keyword", hint)
+            hint = "Pass an integer or a function of the gradient step as `every`."
+            raise type_error("every_k_schedule", "renamed to `every`", "`every_k_schedule`", hint)
         return fun(*args, **kwargs)
 
     return wrapper
@@ -149,7 +149,7 @@ def accumulate_gradients(
         """Return the number of micro-batches in the window at a gradient step."""
         if not callable(every):
             return jnp.asarray(every).astype(jnp.int32)
-        length, hint = every(gradient_step), "Return the micro-batches in the next window."
+        length, hint = every(gradient_step), "Return the length of the next window."
         check_number("every(gradient_step)", length, hint, low=1, closed=True)
         return jnp.maximum(jnp.asarray(length).astype(jnp.int32), 1)
 
@@ -157,8 +157,8 @@ def accumulate_gradients(
         """Return a state with an empty window."""
         inner_state = inner.init(without_reduced_axes(params))
         if find_states(inner_state, (AccumulationState, optax.MultiStepsState)):
-            rule, hint = "without an accumulation", "Multiply the two lengths: `every=a * b`."
-            raise type_error("inner", rule, "one that accumulates", hint)
+            rule, hint = "without an accumulation", "Use one accumulation with `every=a * b`."
+            raise type_error("inner", rule, "a transformation that accumulates", hint)
         acc = () if is_one else accumulator_like(params_of(params), accumulator_dtype)
         counts = ("mini_step", "gradient_step", "micro_batch_count", "emitted")
         return AccumulationState(
@@ -187,7 +187,7 @@ def accumulate_gradients(
         call, others = read_call(extra_args, accepted)
         if not has_buffer:
             if call.emit is False:
-                hint = "Pass a longer window, whose state has an accumulator."
+                hint = "Pass a larger `every`, for which `init` allocates an accumulator."
                 raise type_error("emit", "True with `every=1`", "False", hint)
             call = call._replace(emit=True)
         step, advanced = advance_window(state, length_of(state.gradient_step), call, accepted)
@@ -244,6 +244,6 @@ def _check_unreduced(**given: Any) -> None:
     """Raise for options that require a sum over devices in every micro-step."""
     for argument, value in given.items():
         if value is not None:
-            rule = "left out if gradients are unreduced over a mesh axis"
-            hint = "Sum them over devices first, or give `init` parameters without `reduced`."
+            rule = "omitted if gradients are unreduced over a mesh axis"
+            hint = "Sum gradients over devices first, or remove `reduced` from the parameters."
             raise type_error(argument, rule, value, hint)

@@ -72,7 +72,7 @@ def ema(
     check_number("factor", factor, "The paper uses 1.05.")
     check_decays(decay=decay)
     check_count("warmup_steps", warmup_steps, "The paper uses 100.")
-    check_number("warmup_max", warmup_max, "Pass inf not to clip during the warm-up.")
+    check_number("warmup_max", warmup_max, "Pass inf to disable clipping during the warm-up.")
 
     def init(norm: Array) -> EmaState:
         return EmaState(jnp.zeros(norm.shape, jnp.int32), jnp.zeros_like(norm))
@@ -158,7 +158,7 @@ def zscore(
     check_number("z_threshold", z_threshold, "The paper uses 2.5.")
     check_decays(decay=decay)
     check_count("warmup_steps", warmup_steps, "The paper uses 25.")
-    check_count("relearn_after", relearn_after, "A new level counts as spikes this long.")
+    check_count("relearn_after", relearn_after, "Pass the number of consecutive outliers.")
 
     def init(norm: Array) -> ZscoreState:
         count, zeros = jnp.zeros(norm.shape, jnp.int32), jnp.zeros_like(norm)
@@ -216,7 +216,7 @@ def quantile(target: Number = 0.5, rate: Number = 0.2, initial: Number = 1.0) ->
     References:
         Andrew, Thakkar, McMahan and Ramaswamy, 2021 (first 2019), arXiv 1905.03871.
     """
-    check_number("target", target, "0.5 aims at the median.", high=1.0, closed=True)
+    check_number("target", target, "Pass 0.5 for the median.", high=1.0, closed=True)
     check_number("rate", rate, "The paper uses 0.2.")
     check_number("initial", initial, "The paper uses 0.1.")
 
@@ -346,9 +346,9 @@ def mean_std(
         >>> updates.tolist()  # 2 + 2 * 1
         [4.0]
     """
-    check_number("z_threshold", z_threshold, "Both projects use 6.")
+    check_number("z_threshold", z_threshold, "OLMo-core and levanter use 6.")
     check_length("window", window)
-    check_count("warmup_steps", warmup_steps, "levanter uses half the window.")
+    check_count("warmup_steps", warmup_steps, "levanter uses half of the window.")
     check_count("ddof", ddof, "Pass 0 or 1.", low=0)
 
     def update(norm: Array, state: WindowState, param_norm: Any) -> tuple[Array, WindowState]:

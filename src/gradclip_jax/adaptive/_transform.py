@@ -163,7 +163,7 @@ def zclip(
     """
     rule = zscore(z_threshold, decay, warmup_steps)
     if max_norm is not None:
-        check_number("max_norm", max_norm, "The paper uses 1; None is no bound.")
+        check_number("max_norm", max_norm, "The paper uses 1; pass None for no bound.")
         rule = capped(rule, max_norm)
     return norm_clip("max_norm", rule, axis_name=axis_name, nonfinite=nonfinite)
 
@@ -216,7 +216,7 @@ def adagc(
         Wang et al., 2025, arXiv 2502.11034, version 2; the algorithm is that of version 1.
     """
     check_number("relative", relative, "The paper uses 1.05.")
-    check_number("absolute", absolute, "The paper uses 1; inf is none.")
+    check_number("absolute", absolute, "The paper uses 1; pass inf for no bound.")
     check_count("warmup_steps", warmup_steps, "The paper uses 100.")
 
     rule = ema(relative, decay, warmup_steps, warmup_max=UNBOUNDED)

@@ -168,7 +168,7 @@ def norm_clip(
         if states:
             check_state(state, ClipState)
             if jax.tree.structure(states) != jax.tree.structure(state.rules):
-                rule, hint = f"a `ClipState` of this `{argument}`", "Call `init(params)` first."
+                rule, hint = f"a `ClipState` for this `{argument}`", "Call `init(params)` first."
                 raise type_error("state", rule, "the state of another clip", hint)
             states = state.rules
             _check_sharded_alike(argument, units, leaves.arrays)
@@ -278,9 +278,9 @@ def _as_factor(reaction: Reaction) -> Callable[[Array, Array], Array]:
 def _check_sharded_alike(argument: str, units: Units, leaves: list[Array]) -> None:
     """Raise if the norms of a rule with a state vary over different mesh axes."""
     if units.is_local and len(set(map(varying_axes, leaves))) > 1:
-        rule = "a threshold without history where leaves are sharded along different mesh axes"
-        hint = "Clip leaves with different sharding separately, with `optax.partition`."
-        raise value_error(argument, rule, "a rule that keeps a history", hint)
+        rule = "a threshold without state if leaves are sharded over different mesh axes"
+        hint = "Clip leaves with different sharding separately with `optax.partition`."
+        raise value_error(argument, rule, "a rule with state", hint)
 
 
 def _root_mean_squares(

@@ -78,11 +78,11 @@ def clip_cotangent(
         >>> print(norms, round(float(grad), 4))  # 0.6 + 0.8 of the first, 0.3 + 0.4 of the second
         [5.  0.5] 2.1
     """
-    check_number("max_norm", max_norm, "Pass inf to only measure.")
+    check_number("max_norm", max_norm, "Pass inf to measure norms without clipping.")
     check_choice("nonfinite", nonfinite, ("propagate", "zero"))
     check_axis(axis)
     x = _as_inexact(x)
-    hint = "Count the axes that one norm runs over, such as -1 for each token."
+    hint = "Pass the axes over which one norm is computed, such as -1 for each token."
     over = tuple(range(np.ndim(x))) if axis is None else axes_within(axis, x, "`x`", "", hint)
     dtype = norm_dtype([x])
     if norm_probe is not None:
@@ -115,14 +115,14 @@ def _as_inexact(x: Any) -> Array:
     is_array = isinstance(x, (jax.Array, np.ndarray, np.generic, float, complex))
     if not (is_array and jnp.issubdtype(jnp.result_type(x), jnp.inexact)):
         rule, hint = "a floating or complex array", "Integers have no cotangent."
-        hint = hint if is_array else "Map over the arrays of a tree with `jax.tree.map`."
+        hint = hint if is_array else "Use `jax.tree.map` to apply it to each array of a pytree."
         got = describe(x) if is_array else type(x).__name__
         raise type_error("x", rule, got, hint)
     return jnp.asarray(x)
 
 
 def _check_probe(probe: Any, shape: tuple[int, ...], dtype: Any) -> None:
-    rule = f"{jnp.dtype(dtype).name}{list(shape)}, one entry for each norm"
+    rule = f"{jnp.dtype(dtype).name}{list(shape)}, with one entry for each norm"
     hint = f"Pass `jnp.zeros({shape}, jnp.{jnp.dtype(dtype).name})`."
     has_shape = np.shape(probe) == shape
     if not has_shape or jnp.result_type(probe) != dtype:

@@ -22,7 +22,7 @@ from .._tree_checks import broadcast_prefix
 from .._types import Labels, Tree
 from ._norm import Axes, Groups, Slices, Units, tree_units
 
-_DEPTH = "Give the number of leading axes that index layers, 0 for an ordinary leaf."
+_DEPTH = "Pass the number of leading axes that index layers, 0 for an ordinary leaf."
 
 
 def norm_shapes(units: Units, leaves: Sequence[Any]) -> list[tuple[int, ...]]:
@@ -191,7 +191,7 @@ def layers(num_layer_axes: Any, *, rms: bool = False) -> Granularity:
         for (path, x), n in zip(jax.tree_util.tree_leaves_with_path(tree), depths, strict=True):
             if is_measured(x) and n > np.ndim(x):
                 got = f"{n} for {describe(x)} at {leaf_path('updates', path)}"
-                raise value_error("num_layer_axes", "<= the rank", got, _DEPTH)
+                raise value_error("num_layer_axes", "at most the rank of the leaf", got, _DEPTH)
             if is_measured(x):
                 axes.append(tuple(range(n, np.ndim(x))))
         return Slices(tuple(axes), is_rms=rms)
@@ -203,14 +203,14 @@ def _unit_axes(path: Any, x: Any, axis: Any) -> Axes:
     """The axes over which one norm is computed, chosen by rank if `axis` is None."""
     rank = np.ndim(x)
     if axis is not None:
-        hint = "Treat leaves of another rank separately, with `optax.masked` or `optax.partition`."
+        hint = "Clip leaves of other ranks separately with `optax.masked` or `optax.partition`."
         return axes_within(axis, x, "every leaf", leaf_path("updates", path), hint)
     if sum(n != 1 for n in np.shape(x)) <= 1:  # scalars and vectors: the whole leaf
         return tuple(range(rank))
     # Input axes of linear layers (IO), of attention projections, of HWIO and DHWIO filters.
     known = {2: (0,), 3: (0,), 4: (0, 1, 2), 5: (0, 1, 2, 3)}
     if rank not in known:
-        rule = "given for leaves of more than 5 axes"
+        rule = "specified for leaves with more than 5 axes"
         got = f"None for {describe(x)} at {leaf_path('updates', path)}"
-        raise value_error("axis", rule, got, "Pass the axes that the norm of a unit runs over.")
+        raise value_error("axis", rule, got, "Pass the axes over which a norm is computed.")
     return known[rank]

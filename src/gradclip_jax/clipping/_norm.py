@@ -183,7 +183,7 @@ def combine_norms(norms: Sequence[Number], *, ord: Order | None = None) -> Scala
     leaves = flatten("norms", norms, real=True).arrays
     for i, norm in enumerate(leaves):
         if not is_traced(norm) and (norm < 0).any():
-            raise value_error(f"norms[{i}]", ">= 0", norm, "Pass norms, as `global_norm` returns.")
+            raise value_error(f"norms[{i}]", ">= 0", norm, "Pass outputs of `global_norm`.")
     return norm_of_leaves(leaves, check_ord(ord), None)
 
 

@@ -85,8 +85,8 @@ def qk_clip(
     gamma = _head_factors(max_logits, threshold)
     groups = _head_count("key", key, head_axis)
     if groups == 0 or gamma.size % groups:
-        rule = f"heads that divide the {gamma.size} of `max_logits`"
-        hint = "Query head h belongs to key head h // (heads / key_heads)."
+        rule = f"weights whose number of heads divides {gamma.size}, the size of `max_logits`"
+        hint = "Query head h uses key head h // (heads / key_heads)."
         raise value_error("key", rule, groups, hint)
     by_group = gamma.reshape(groups, -1)
     of_key = jnp.sqrt(jnp.max(by_group, axis=1, keepdims=True))
@@ -149,7 +149,7 @@ def qk_clip_mla(
 def _head_factors(max_logits: Any, threshold: Any) -> Array:
     """Return gamma for each head; 1 where the logit or the threshold is invalid."""
     rule = "the largest logit of each query head, floating[heads]"
-    hint = "Pass an array, the maximum over all other axes."
+    hint = "Pass the maximum over all other axes."
     is_floating = jnp.issubdtype(dtype_of(max_logits), jnp.floating)
     if not is_floating or np.ndim(max_logits) != 1:
         error = value_error if is_floating else type_error
@@ -166,14 +166,14 @@ def _head_count(argument: str, tree: Tree, head_axis: Any, count: int | None = N
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         got = f"{describe(x)} at {leaf_path(argument, path)}"
         if not (hasattr(head_axis, "__index__") and -np.ndim(x) <= head_axis < np.ndim(x)):
-            hint = "Weights of heads are [..., heads, head_dim]: reshape them so."
+            hint = "Reshape the weights to [..., heads, head_dim]."
             got = f"{head_axis!r} for {got}"
-            raise value_error("head_axis", "an axis of it", got, hint)
+            raise value_error("head_axis", "an axis of every leaf", got, hint)
         count = np.shape(x)[head_axis] if count is None else count
         if np.shape(x)[head_axis] != count:
             rule, hint = (
-                f"of {count} heads in every leaf",
-                "Name the axis of heads with `head_axis`.",
+                f"a tree with {count} heads in every leaf",
+                "Pass the axis of heads as `head_axis`.",
             )
             raise value_error(argument, rule, got, hint)
     return count or 0

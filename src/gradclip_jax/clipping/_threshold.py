@@ -23,7 +23,7 @@ from .._tree_checks import broadcast_prefix, check_same_structure
 from .._types import UNBOUNDED, Array, Number, Schedule, Threshold, Tree
 from ._norm import Groups, Norms, Units, split
 
-_HINT = "Pass a positive number, a schedule, or a rule from `gcx.thresholds`; inf never clips."
+_HINT = "Pass a positive number, a schedule, or a rule from `gcx.thresholds`."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ def scheduled(argument: str, schedule: Schedule) -> Rule:
         dtype = dtype_of(value)
         is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
         if np.ndim(value) or not is_real:
-            rule, hint = "a schedule that returns a real scalar", "Return one number for each step."
+            rule, hint = "a schedule that returns a real scalar", "Return one number per step."
             raise type_error(argument, rule, describe(value), hint)
         return jnp.asarray(value), increment_where(count)
 
@@ -121,7 +121,7 @@ def as_rule(argument: str, threshold: Number | Schedule | Rule) -> Rule:
     if isinstance(threshold, Rule):
         return threshold
     if inspect.isfunction(threshold) and threshold.__annotations__.get("return") is Rule:
-        rule, hint = "a number, a schedule or a rule", f"Call it: `{threshold.__name__}()`."
+        rule, hint = "a number, a schedule or a rule", f"Pass `{threshold.__name__}()`."
         raise type_error(argument, rule, shortened(threshold), hint)
     if callable(threshold):
         return scheduled(argument, threshold)
@@ -145,7 +145,7 @@ def capped(rule: Rule, max_threshold: Number) -> Rule:
         [1.0]
     """
     rule = as_rule("rule", rule)
-    check_number("max_threshold", max_threshold, "Leave the cap out for none.")
+    check_number("max_threshold", max_threshold, "Use the rule without `capped` for no bound.")
 
     def update(norm: Array, state: Any, param_norm: Any) -> tuple[Array, Any]:
         threshold, state = rule.update(norm, state, param_norm)
@@ -162,7 +162,7 @@ def init_state(rule: Rule, shape: Sequence[int] = ()) -> Any:
 def check_params(updates: Tree, params: Tree | None) -> None:
     """Raise if the parameters are missing or do not match the updates."""
     if params is None:
-        rule, hint = "given for this threshold", "Pass it: `update(grads, state, params)`."
+        rule, hint = "passed for this threshold", "Call `update(grads, state, params)`."
         raise value_error("params", rule, "None", hint)
     check_same_structure("updates", updates, "params", params)
 
@@ -220,7 +220,7 @@ def _check_labels(argument: str, thresholds: Mapping[Any, Any]) -> None:
     for names in (list(map(str, labels)), list(map(group_name, thresholds))):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            hint = "Give each label one threshold, and each group its own name in the metrics."
+            hint = "Assign one threshold to each label and a unique name to each group."
             rule = "a mapping in which each label occurs once"
             raise value_error(argument, rule, f"{twice!r} twice", hint)
 

@@ -290,7 +290,7 @@ def clip_by_group_norm(
     argument = "max_norms"
     units = group(param_labels)
     if not isinstance(max_norms, Mapping):
-        hint = "Pass for example `{'encoder': 1.0, 'decoder': 0.5}`."
+        hint = "Pass, for example, `{'encoder': 1.0, 'decoder': 0.5}`."
         rule = "a mapping from label to threshold"
         raise type_error(argument, rule, repr(max_norms), hint)
     options: dict[str, Any] = {"nonfinite": nonfinite}
@@ -395,7 +395,7 @@ def clip(max_delta: Number) -> optax.GradientTransformation:
         >>> gcx.clip(1.0).update(jnp.array([-3.0, 0.5]), None)[0].tolist()
         [-1.0, 0.5]
     """
-    check_number("max_delta", max_delta, "Pass inf to turn clipping off.")
+    check_number("max_delta", max_delta, "Pass inf to disable clipping.")
     return clip_by_value(max_delta)
 
 
@@ -425,15 +425,15 @@ def clip_grad_value(grads: Tree, max_value: Number) -> Tree:
 
 def _value_bounds(max_value: Any, min_value: Any) -> tuple[Any, Any]:
     """Check and return the lower and upper bound of a clamp."""
-    check_number("max_value", max_value, "Pass inf to turn clipping off.")
+    check_number("max_value", max_value, "Pass inf to disable clipping.")
     if min_value is None:
         # Keep a Python number: inside jit an array operation on it would return a tracer.
         high = jnp.maximum(max_value, 0) if is_traced(max_value) else max_value
         return -high, high
-    hint = "Leave it out for `-max_value`."
+    hint = "Omit it to use `-max_value`."
     check_number("min_value", min_value, hint, low=-np.inf, closed=True)
     if not (is_traced(min_value) or is_traced(max_value) or min_value < max_value):
-        raise value_error("min_value", "< max_value", repr(min_value), hint)
+        raise value_error("min_value", "less than `max_value`", repr(min_value), hint)
     return min_value, max_value
 
 

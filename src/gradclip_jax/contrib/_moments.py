@@ -232,8 +232,8 @@ def spam_clip(
     if reset_every is not None:
         check_count("reset_every", reset_every, "Pass None for no reset.")
         if not (is_traced(reset_every) or is_traced(warmup_steps) or reset_every > warmup_steps):
-            hint = "Nothing would ever be clipped."
-            rule = f"> warmup_steps={warmup_steps}"
+            hint = "Otherwise no step is clipped."
+            rule = f"greater than warmup_steps={warmup_steps}"
             raise value_error("reset_every", rule, reset_every, hint)
 
     def step_of(step_count: Scalar) -> LeafStep:
@@ -306,7 +306,7 @@ def stable_adamw(
     """
     check_decays(b1=b1, b2=b2)
     check_number("eps", eps, "The paper uses 1e-6.")
-    check_number("weight_decay", weight_decay, "Pass 0 for none.", closed=True)
+    check_number("weight_decay", weight_decay, "Pass 0 for no weight decay.", closed=True)
     check_number("clipping", clipping, "The paper uses 1.")
     axes = check_axis_name(axis_name)
     if not callable(learning_rate):

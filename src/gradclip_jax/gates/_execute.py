@@ -212,14 +212,14 @@ def _check_call(
 ) -> None:
     """Raise if the arguments do not match these gates."""
     if args:
-        got, hint = f"{len(args)} more positional", "Pass the loss as `value=loss`."
+        got, hint = f"{len(args)} more positional arguments", "Pass the loss as `value=loss`."
         raise type_error("update", "called as `update(grads, state, params)`", got, hint)
     for name in extra_args.keys() - EXTRA_ARGS:  # all others are passed on
         near = difflib.get_close_matches(name, EXTRA_ARGS, n=1, cutoff=0.8)
         if near:
             raise ArgumentTypeError(
                 f"unknown extra argument `{name}`; did you mean `{near[0]}`? "
-                "Choose a less similar name if it is meant for the optimizer."
+                "If the optimizer expects this argument, rename it."
             )
     check_inexact("updates", grads, unreduced=isinstance(gates[0], Accumulation))
     for gate in gates:

@@ -42,11 +42,11 @@ def guard(
     def init(params: Tree) -> Any:
         inner_state = inner.init(params)
         # If an outer guard skips steps that overflow, the loss scale is never lowered.
-        hint = "Put that one around this guard, which then sees unscaled gradients."
+        hint = "Place it outside this guard, so that the guard checks unscaled gradients."
         _check_inner(inner_state, tuple(OUTERMOST), "dynamic_loss_scale", hint)
         if options.get("checks_step"):
             # If the sum of a `MultiSteps` window overflows, all later steps fail the check.
-            hint = "Use `accumulate_gradients`, whose window can be discarded."
+            hint = "Use `accumulate_gradients` instead, which can discard its window."
             _check_inner(inner_state, (optax.MultiStepsState,), "optax.MultiSteps", hint)
         # Remove weak types, which `update` does not return, to avoid retracing the second step.
         return make_state(like_dtypes(inner_state, inner_state))
@@ -67,4 +67,4 @@ def zero(dtype: Any = jnp.int32) -> Scalar:
 
 def _check_inner(inner_state: Any, kinds: tuple[type, ...], function: str, hint: str) -> None:
     if find_states(inner_state, kinds):
-        raise type_error("inner", f"free of `{function}`", "one that contains it", hint)
+        raise type_error("inner", f"free of `{function}`", "a transformation with it", hint)

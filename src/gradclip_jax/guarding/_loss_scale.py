@@ -99,14 +99,14 @@ def scale_loss(state: Any, loss: Any) -> Array:
     """
     scales = find_states(state, LossScaleState)
     if len(scales) != 1:
-        rule = "a state with one loss scale"
-        hint = "Make the state with `dynamic_loss_scale(optimizer).init(params)`."
+        rule = "a state with exactly one loss scale"
+        hint = "Create the state with `dynamic_loss_scale(optimizer).init(params)`."
         if scales:
-            hint = "Put one `dynamic_loss_scale` around all of the optimizer."
-        raise type_error("state", rule, f"one with {len(scales)}", hint)
+            hint = "Wrap the whole optimizer in a single `dynamic_loss_scale`."
+        raise type_error("state", rule, f"a state with {len(scales)}", hint)
     value = jnp.asarray(loss)
     if not jnp.issubdtype(value.dtype, jnp.floating):
-        rule, hint = "real and floating", "Pass the value that is differentiated."
+        rule, hint = "a real floating-point array", "Pass the loss that is differentiated."
         raise type_error("loss", rule, describe(value), hint)
     scale = plain_arrays(scales[0][1].loss_scale)
     return _with_scaled_derivative(value.astype(wide_dtype(value.dtype)), jnp.asarray(scale))
@@ -197,10 +197,10 @@ def dynamic_loss_scale(
         Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740.
     """
     _check_scales(init_scale, min_scale, max_scale)
-    check_number("growth_factor", growth_factor, "Pass for example 2.0.", low=1.0)
-    hint = "Pass for example 0.5."
+    check_number("growth_factor", growth_factor, "Pass, for example, 2.0.", low=1.0)
+    hint = "Pass, for example, 0.5."
     check_number("backoff_factor", backoff_factor, hint, high=1.0, below_high=True)
-    check_count("growth_interval", growth_interval, "Pass the number of good steps.")
+    check_count("growth_interval", growth_interval, "Pass the number of good steps before growth.")
 
     axes = check_axis_name(axis_name)
 
@@ -252,5 +252,5 @@ def _check_scales(first: Any, smallest: Any, largest: Any) -> None:
     is_known = not any(map(is_traced, scales.values()))
     if is_known and not float(smallest) <= float(first) <= float(largest):
         words = f"between `min_scale` and `max_scale`, {smallest:g} and {largest:g}"
-        hint = "Move the bounds, or start within them."
+        hint = "Change the bounds or the initial scale."
         raise value_error("init_scale", words, f"{first:g}", hint)

@@ -73,14 +73,14 @@ def relearn(
 def loss_rule(loss: Threshold) -> Rule:
     """Convert a threshold for losses, which may be negative, to a rule."""
     if isinstance(loss, Rule) and loss.uses_params:
-        hint = "Pass a number, a schedule, or a rule of the spread, `gcx.thresholds.mean_std()`."
+        hint = "Pass a number, a schedule, or a rule such as `gcx.thresholds.mean_std()`."
         rule = "a threshold that does not depend on the parameters"
-        raise value_error("loss", rule, "one that does", hint)
+        raise value_error("loss", rule, "a rule that does", hint)
     if isinstance(loss, Rule) or callable(loss):
         given = as_rule("loss", loss)
         if not (given.allow_negative or given.counts_steps) and jax.tree.leaves(init_state(given)):
             hint = "Pass `allow_negative=True` to the rule."
-            raise value_error("loss", "a rule for negative values", "one for norms", hint)
+            raise value_error("loss", "a rule for values of any sign", "a rule for norms", hint)
         return given
     hint = "Pass a number, a schedule, or a rule from `gcx.thresholds`."
     check_number("loss", loss, hint, low=-np.inf)
@@ -94,11 +94,11 @@ def given_loss(extra_args: dict[str, Any]) -> Any:
     if not isinstance(loss, numbers):  # `inner` may have an argument of this name
         loss = None
     if value is not None and loss is not None:
-        hint = "Both are the loss: pass it once, as `value`."
-        raise type_error("loss", "left out beside `value`", "both", hint)
+        hint = "Pass the loss once, as `value`."
+        raise type_error("loss", "omitted if `value` is passed", "both", hint)
     for leaf in jax.tree.leaves(value):
         if not isinstance(leaf, numbers):
-            rule, hint = "a number or an array", "Pass the loss: `value=loss`."
+            rule, hint = "a number or an array", "Pass the loss as `value=loss`."
             raise type_error("value", rule, describe(leaf), hint)
     return loss if value is None else value
 

@@ -204,8 +204,8 @@ def skip_spikes(
     if loss is not None:
         rules["loss"] = loss_rule(loss)
     if not rules:
-        hint = "Pass for example `loss=gcx.thresholds.mean_std()`."
-        raise value_error("norm", "given, or `loss` or `update`", "None for all", hint)
+        hint = "Pass, for example, `loss=gcx.thresholds.mean_std()`."
+        raise value_error("norm", "passed if `loss` and `update` are None", "None", hint)
     return _skip_above(inner, rules, ord, axis_name, relearn_after, max_consecutive_skips)
 
 
@@ -219,7 +219,7 @@ def _skip_above(
 ) -> optax.GradientTransformationExtraArgs:
     """Build a guard that skips steps with a value above the threshold of its rule."""
     axes, order = check_guard(inner, axis_name), check_ord(ord)
-    hint = "After so many spikes in a row the level counts as new."
+    hint = "Pass the number of consecutive spikes before rules restart."
     check_count("relearn_after", relearn_after, hint)
     checks_step = "update" in rules
 
@@ -232,14 +232,14 @@ def _skip_above(
         check_bound(axes)
         if state.signals.keys() != rules.keys():
             rule, got = (", ".join(sorted(x)) for x in (rules, state.signals))
-            hint = "Make it with `init(params)` of this transformation."
-            raise type_error("state", f"one with thresholds for {rule}", f"one for {got}", hint)
+            hint = "Create it with `init(params)` of this transformation."
+            raise type_error("state", f"a state with thresholds for {rule}", f"one for {got}", hint)
         values = {"norm": measure(updates)}
         if "loss" in rules:
             loss = loss_of(extra_args, axes)
             if loss is None:
-                hint = "Pass the loss: `update(grads, state, params, value=loss)`."
-                raise value_error("value", "given if `loss` has a threshold", "None", hint)
+                hint = "Call `update(grads, state, params, value=loss)`."
+                raise value_error("value", "passed if `loss` has a threshold", "None", hint)
             values["loss"] = loss
         param_norm = None
         if any(rule.uses_params for rule in rules.values()):

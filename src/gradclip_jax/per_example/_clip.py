@@ -158,16 +158,16 @@ class _Clip(NamedTuple):
 
     def check(self, num_microbatches: Any) -> None:
         if self.param_labels is not None and not isinstance(self.max_norm, Mapping):
-            rule, hint = "a mapping from label to threshold", "Give one for each label."
+            rule, hint = "a mapping from label to threshold", "Pass one threshold for each label."
             raise type_error("max_norm", rule, repr(self.max_norm), hint)
-        hint = "Pass a positive number, or `schedule(step)`; inf turns clipping off."
+        hint = "Pass a positive number or `schedule(step)`; inf disables clipping."
         for threshold in self.thresholds().values():
             check_number("max_norm", threshold, hint)
         if not callable(self.reaction):
             check_choice("reaction", self.reaction, tuple(REACTIONS))
         check_choice("reduction", self.reduction, ("mean", "sum"))
         check_choice("nonfinite", self.nonfinite, ("propagate", "zero"))
-        check_count("num_microbatches", num_microbatches, "Pass 1 not to split.")
+        check_count("num_microbatches", num_microbatches, "Pass 1 to use the whole batch at once.")
 
     def thresholds(self) -> Mapping[Any, Number]:
         """Map each label to its threshold; without labels, the only label is None."""
@@ -177,8 +177,8 @@ class _Clip(NamedTuple):
         """Group the leaves by label; raise if a group has no threshold."""
         groups = groups_of(params, self.param_labels)
         for label in groups.keys() - self.thresholds().keys():
-            rule, hint = "a mapping with every label", "Pass inf for a group not to be clipped."
-            got = f"none for {label!r}"
+            rule, hint = "a mapping with every label", "Pass inf to disable clipping for a group."
+            got = f"no threshold for {label!r}"
             raise value_error("max_norm", rule, got, hint)
         return groups
 

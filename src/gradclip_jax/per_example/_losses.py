@@ -65,7 +65,7 @@ class Loss:
         split = counted_from_zero(split, args)
         both = sorted(set(split.batches) & set(split.differentiated))
         if both:
-            rule, hint = "other positions than `batch_argnums`", "Parameters are not split."
+            rule, hint = "disjoint from `batch_argnums`", "Pass different positions."
             raise value_error("argnums", rule, str(both[0]), hint)
         batch = tuple(args[i] for i in split.batches)
         sizes: dict[int, str] = {}
@@ -74,7 +74,7 @@ class Loss:
                 sizes.setdefault(np.shape(x)[0], leaf_path(f"args[{i}]", path))
         if len(sizes) != 1:
             got = ", ".join(f"{size} at {place}" for size, place in sizes.items()) or "no leaves"
-            rule, hint = "arrays of as many examples", "Give every leaf one row per example."
+            rule, hint = "arrays with equal first axes", "Pass one row per example in every leaf."
             raise value_error("batch", rule, got, hint)
         return Examples(self, split, list(args), kwargs, jax.tree.map(jnp.asarray, batch))
 
@@ -127,19 +127,19 @@ class Examples(NamedTuple):
             raise
         weight = jnp.asarray(1 if weight is None else weight, jnp.float32)
         if weight.ndim:
-            rule, hint = "a function whose weight is a scalar", "Return that of the example."
+            rule, hint = "a function whose weight is a scalar", "Return the weight of one example."
             raise type_error("fun", rule, describe(weight), hint)
         return jnp.asarray(value), (weight, aux)
 
     def _note(self, example: tuple[Tree, ...]) -> str:
         """Return a note for errors in the loss: shapes of one example, arguments not split."""
         shapes = ", ".join(describe(x) for x in jax.tree.leaves(example))
-        note = f"`fun` is called with one example, without the axis of the batch: {shapes}."
+        note = f"`fun` was called with one example, without a batch axis: {shapes}."
         size = np.shape(jax.tree.leaves(self.batch)[0])[0]
         for i, arg in enumerate(self.args):
             is_whole = i not in (*self.split.batches, *self.split.differentiated)
             if is_whole and any(np.shape(x)[:1] == (size,) for x in jax.tree.leaves(arg)):
-                note += f" Argument {i} is passed whole; if it has examples, use `batch_argnums`."
+                note += f" Argument {i} was not split; if it is batched, add it to `batch_argnums`."
         return note
 
     def outputs(self, batch: tuple[Tree, ...]) -> Outputs:

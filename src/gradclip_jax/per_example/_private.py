@@ -102,11 +102,11 @@ def noisy_mean(
     References:
         Abadi et al. 2016, arXiv 1607.00133.
     """
-    hint = "Pass 0 to draw no noise."
+    hint = "Pass 0 for no noise."
     check_number("noise_multiplier", noise_multiplier, hint, closed=True)
     finite = "Pass a finite `sensitivity(max_norm)`."
     check_number("sensitivity", sensitivity, finite, high=math.inf, below_high=True)
-    check_number("expected_batch_size", expected_batch_size, "Pass the public batch size.")
+    check_number("expected_batch_size", expected_batch_size, "Pass the mean batch size.")
     axes = check_axis_name(axis_name)
 
     def init(params: Tree) -> NoisyMeanState:
@@ -139,9 +139,9 @@ def _check_known_shards(axis_name: AxisName) -> None:
     manual = jax.sharding.get_abstract_mesh().manual_axes if axis_name is None else ()
     silent = [name for name in manual if name not in varying_axes(lax.axis_index(name))]
     if silent:
-        rule = "given where types do not say which leaves are shards"
+        rule = "specified where array types do not carry the sharding"
         got = f"None inside the mapped axis {silent[0]!r}"
-        hint = "Name the axes over which leaves are shards; `()` if each device holds all."
+        hint = "Pass the axes over which leaves are sharded, or `()` if they are replicated."
         raise value_error("axis_name", rule, got, hint)
 
 
@@ -197,7 +197,7 @@ def noise_scale(norms: Array, grads: Tree) -> Scalar:
     """
     norms = jnp.asarray(norms)
     if norms.ndim != 1:
-        rule, hint = "a vector with one norm per example", "Pass those of `per_example.norms`."
+        rule, hint = "a vector with one norm per example", "Pass the result of `per_example.norms`."
         raise value_error("norms", rule, describe(norms), hint)
     size = norms.shape[0]
     if size < 2:
@@ -239,7 +239,7 @@ def sensitivity(max_norm: Any, adjacency: str = "add_or_remove_one") -> float:
     """
     check_choice("adjacency", adjacency, ("add_or_remove_one", "replace_one"))
     thresholds = list(max_norm.values()) if isinstance(max_norm, Mapping) else [max_norm]
-    hint = "Pass the threshold that examples are clipped to."
+    hint = "Pass the threshold that was used for clipping."
     for threshold in thresholds:
         check_number("max_norm", threshold, hint)
     alone = math.hypot(*map(float, thresholds))
