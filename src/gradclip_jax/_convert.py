@@ -160,7 +160,7 @@ def _parts(node: Tree, path: _Path = ()) -> Iterator[tuple[_Path, Tree]]:
 
 
 def _kind(part: Tree) -> type | None:
-    """Return the type to match a part by; None if the part must have a counterpart."""
+    """Return the type that identifies a part; None if the part must have a counterpart."""
     is_optional = type(part) in _INNER or _is_fresh(part)
     return _KINDS.get(type(part), type(part)) if is_optional else None
 
@@ -229,7 +229,7 @@ def _copied_skips(like: Tree, given: Tree) -> Tree:
 
 
 def _copied_window(like: _Window, given: _Window, reduction: str | None, path: _Path) -> _Window:
-    """Translate a window between `MultiSteps`, which may store a mean, and the sum stored here."""
+    """Convert a window; `MultiSteps` may store a mean, whereas this package stores a sum."""
     if type(like) is type(given):
         return given._replace(acc_grads=_accumulator(like, given, 1, path))
     held, steps = _count(given.mini_step), _count(given.gradient_step)

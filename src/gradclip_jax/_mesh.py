@@ -2,7 +2,7 @@
 
 Inside `shard_map` the gradient of a varying parameter remains local to its device. Under explicit
 axes, the gradient of a parameter with reduced axes is *unreduced*, which means that each device
-contains one summand. Both are summed once, at the end of a window or a batch.
+contains one summand. In both cases, gradients are summed once, at the end of a window or a batch.
 """
 
 import math
@@ -137,7 +137,7 @@ def reduced_axes(x: Any) -> frozenset[str]:
 
 
 def unreduced_axes(x: Any) -> frozenset[str]:
-    """The mesh axes over which each device contains one summand of a value."""
+    """The mesh axes over which a value is unreduced."""
     return frozenset(jax.typeof(x).sharding.spec.unreduced) if HAS_TYPES else frozenset()
 
 

@@ -138,7 +138,7 @@ def _execute(
 
 
 def like_dtypes(tree: Tree, reference: Tree) -> Tree:
-    """Cast a tree to the dtypes of the reference, without weak types or changes to float0."""
+    """Cast a tree to the dtypes of the reference and remove weak types; float0 is unchanged."""
     return jax.tree.map(_cast, tree, reference)
 
 

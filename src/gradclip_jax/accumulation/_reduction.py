@@ -1,4 +1,4 @@
-"""Reduction of micro-batches: the reduction and dtype of each leaf, and the accumulator."""
+"""Accumulation of micro-batches, with a reduction and a dtype for each leaf."""
 
 import functools
 import itertools
@@ -87,7 +87,7 @@ def is_summed(reduction: str) -> bool:
 
 
 def accumulator_dtype(kind: Any, dtype: Any) -> Any:
-    """Return the dtype of a sum of gradients of dtype `kind`, which is `kind` for 64 bits."""
+    """Return the accumulator dtype for gradients of dtype `kind`; 64-bit dtypes are kept."""
     if jnp.finfo(kind).bits == 64:
         return kind
     return wide_dtype(kind, dtype) if jnp.issubdtype(kind, jnp.complexfloating) else dtype
@@ -150,7 +150,7 @@ def divide(total: Array, weight: Scalar) -> Array:
 
 
 def params_of(params: Tree) -> Tree:
-    """Return the parameters that have gradients, the fast ones for `optax.lookahead`."""
+    """Return the parameters that receive gradients; for `optax.lookahead` the fast ones."""
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 

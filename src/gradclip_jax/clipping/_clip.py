@@ -40,7 +40,7 @@ from ._threshold import (
 )
 
 Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Any]
-"""The change of a unit above its threshold: a name, or a function `(norm, threshold) -> factor`."""
+"""Reaction to a norm above its threshold, a name or a function `(norm, threshold) -> factor`."""
 
 
 @register_metrics("grad_norm", "clip_threshold", "clip_factor", "clip_fraction")

@@ -207,7 +207,7 @@ def _unit_axes(path: Any, x: Any, axis: Any) -> Axes:
         return axes_within(axis, x, "every leaf", leaf_path("updates", path), hint)
     if sum(n != 1 for n in np.shape(x)) <= 1:  # scalars and vectors: the whole leaf
         return tuple(range(rank))
-    # Input axes of linear layers (IO), of attention projections, of HWIO and DHWIO filters.
+    # Input axes of linear layers (IO), attention projections, and HWIO and DHWIO filters.
     known = {2: (0,), 3: (0,), 4: (0, 1, 2), 5: (0, 1, 2, 3)}
     if rank not in known:
         rule = "specified for leaves with more than 5 axes"

@@ -58,7 +58,7 @@ def clip_by_norm(
             clipping), a traced scalar, a schedule of the step count, a rule from `gcx.thresholds`,
             or a prefix tree of these. For groups, also a mapping from label to threshold.
         granularity: Which elements share one norm.
-        reaction: How to change a unit above its threshold.
+        reaction: Reaction to a norm above its threshold, as in the table.
         ord: Order of the norm, 1, 2, inf or any positive number. None means 2.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
             does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).

@@ -77,8 +77,8 @@ def u_clip(clip: optax.GradientTransformation) -> optax.GradientTransformationEx
         clipped, clip_state = clip.update(total, state.clip_state, params, **extra_args)
         out = jax.tree.map(_cast_like, clipped, updates)
         remainder = jax.tree.map(_subtract, total, out, state.carry)
-        # The remainder is non-finite if the gradient or the update is. Devices agree on this if
-        # they agree on the output of the clip.
+        # The remainder is non-finite if the gradient or the update is non-finite. The result is the
+        # same on all devices if the output of the clip is non-finite on all of them.
         finite = jnp.isfinite(global_norm(remainder, ord=jnp.inf))
         return out, CarryState(optax.tree.where(finite, remainder, state.carry), clip_state)
 

@@ -58,7 +58,7 @@ class GatedUpdate:
         return named(functools.partial(_execute, self, applies=applies), self.function)(*args)
 
     def named(self, function: str) -> "GatedUpdate":
-        """Return the same update with the name of another public function."""
+        """Return a copy whose error messages begin with the name of another function."""
         return dataclasses.replace(self, function=function)
 
 
@@ -127,8 +127,8 @@ class Opinion(NamedTuple):
         guard: The guard.
         state: State of the guard before the call.
         verdict: Result of the guard's check of the gradient.
-        refused: Whether this guard is the first whose check of the gradient fails, bool[].
-        failed: Whether this guard is the first whose check of a window or step fails, bool[].
+        refused: Whether this guard was the first to reject the gradient, bool[].
+        failed: Whether this guard was the first to reject a window or a computed step, bool[].
         measured: Measurement from the guard's check of the computed step.
     """
 
@@ -322,7 +322,7 @@ def _note(opinions: list[Opinion], i: int, accepted: Flag, passed: Scalar) -> Fl
 
 
 def _next_states(opinions: Sequence[Opinion], inner_state: Any, accepted: Flag) -> Any:
-    """Compute the next states of guards around the given inner state."""
+    """Compute the next states of nested guards, starting with the innermost guard."""
     for guard, state, verdict, refused, failed, measured in reversed(opinions):
         skipped = refused | failed
         after = verdict.next_state(jnp.asarray(refused), jnp.asarray(failed), measured)

@@ -40,7 +40,7 @@ def has_finite_squares(tree: Tree, axis_name: AxisName) -> Scalar:
     """
     leaves = measured_leaves(tree)
     bounds = [math.sqrt(jnp.finfo(x.dtype).max) for x in leaves]
-    # For float16 and float8, each square has to be finite, and the float32 sum of squares.
+    # For float16 and float8, each square and the float32 sum of squares must be finite.
     bound = min([x if x > 1e18 else UNBOUNDED for x in bounds], default=UNBOUNDED)
     ok = norm_of_leaves(leaves, 2.0, axis_name) <= bound
     if min(bounds, default=bound) < bound:
@@ -96,7 +96,10 @@ def _without_statistics(state: Any) -> Any:
 
 
 def _place(path: Any, shape: tuple[int, ...], shapes: dict[Any, tuple[int, ...]]) -> Any:
-    """Return the path of the parameter that a state array belongs to, a suffix of its own path."""
+    """Return the path of the parameter that a state array belongs to.
+
+    The path of the parameter is a suffix of the path of the array.
+    """
     for start in range(len(path) + 1):
         if shapes.get(path[start:]) == shape:
             return path[start:]

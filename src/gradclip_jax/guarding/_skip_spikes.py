@@ -34,7 +34,7 @@ _FIELDS = {
 class SkipSpikesState(NamedTuple):
     """State of `skip_spikes`; measurements are float32[], counters are int32[] and saturate.
 
-    The fields of the loss and of the update are None without a threshold for them. One step can
+    If the loss or the update has no threshold, the corresponding fields are None. One step can
     increment several counters.
 
     Attributes:

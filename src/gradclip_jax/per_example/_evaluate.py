@@ -161,7 +161,7 @@ def _is_added_to(jaxpr: Any, start: Any, end: Any) -> bool:
 
 
 def _scan(eqn: Any, operands: Sequence[Any], flags: Sequence[bool]) -> Sequence[Any]:
-    """Run a scan whose accumulated or stacked gradients become factors with a label for steps."""
+    """Evaluate a scan, with its accumulated and stacked gradients as lazy arrays."""
     p, closed = eqn.params, eqn.params["jaxpr"]
     first, count = _loop_counts(eqn)
     consts, init, xs = operands[:first], operands[first : first + count], operands[first + count :]

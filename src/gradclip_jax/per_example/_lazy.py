@@ -92,7 +92,7 @@ class Term:
         return tuple(sorted(self.sizes().keys() - set(self.kept())))
 
     def rows(self) -> int:
-        """Count the products that are summed, T for a dense layer."""
+        """Count the products in the sum, for example T for a dense layer."""
         sizes = self.sizes()
         return math.prod(sizes[k] for k in self.summed())
 
@@ -126,7 +126,7 @@ class Term:
         return self.map(shortened).along(label, lambda x, i: lax.slice_in_dim(x, low, high, axis=i))
 
     def split_axes(self, sizes: Sequence[int]) -> "Term | None":
-        """Reshape the value; None if the new shape divides a label unevenly."""
+        """Reshape the value; None if this would split a label unevenly."""
         axes: list[Axis] = []
         term, labels = self, list(self.kept())
         for size in sizes:
@@ -220,7 +220,7 @@ class Lazy:
         return self.map(placed, shape)
 
     def cut(self, axis: int, start: int, size: int) -> "Lazy | None":
-        """Slice one axis; None if a bound is not a multiple of the stride of its first label."""
+        """Slice one axis; None if the slice is not aligned with the labels of the axis."""
         terms: list[Term] = []
         for term in self.terms:
             labels, first = term.axes[axis]
@@ -238,7 +238,7 @@ class Lazy:
         return Lazy(shape, self.dtype, tuple(terms))
 
     def stack(self, length: int, *, summed: bool) -> "Lazy":
-        """Label the leading axis of all factors, and sum over it or make it the leading axis."""
+        """Label the leading axis of all factors, which is summed over or becomes a new axis."""
 
         def stacked(term: Term) -> Term:
             (k,) = term.fresh()
@@ -256,7 +256,7 @@ class Lazy:
         return max((math.prod(term.shape()) for term in self.terms), default=0)
 
     def factor_elements(self) -> int:
-        """Count the elements of all factors; a one-hot factor counts one per row."""
+        """Count the stored elements of all factors, one per row for a one-hot factor."""
         return sum(f.array.size for term in self.terms for f in term.factors)
 
     def is_small(self) -> bool:

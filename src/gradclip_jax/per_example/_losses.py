@@ -170,7 +170,7 @@ def groups_of(params: Tree, param_labels: Labels | None) -> dict[Any, list[int]]
 
 
 def part_of(tree: Tree, parts: int, index: Array) -> Tree:
-    """Select the examples index, index + parts, ..., which include examples of every device."""
+    """Select examples index, index + parts, ..., so that every device contributes examples."""
     return jax.tree.map(lambda x: every_nth(x, index, parts), tree)
 
 

@@ -76,7 +76,7 @@ def separate(value: Array | Lazy) -> Sequence[Array | Lazy]:
 
 
 def gram_terms(part: Array | Lazy) -> list[Term] | None:
-    """Bring all terms to a common form with one row label, from which Gram matrices follow.
+    """Convert all terms to a common form whose Gram matrices can be computed.
 
     Return None if the product is no larger than its factors or if the terms have no common form.
     """
@@ -101,7 +101,7 @@ def _squares(x: Array) -> Array:
 
 
 def _by_rows(term: Term | None) -> Term | None:
-    """Flatten all summed labels of a term into one row label, which leads in each factor."""
+    """Flatten all summed labels of a term into one label, the leading axis of each factor."""
     if term is None or any(len(axis.labels) != 1 for axis in term.axes):
         return None
     kept, summed, sizes, count = term.kept(), term.summed(), term.sizes(), term.rows()

@@ -104,9 +104,9 @@ def _without_dropped(f: Factor, rows: Factor) -> Factor:
 
 
 def _added_to(eqn: Any) -> Sequence[int]:
-    """Return the operands of a scatter that may be lazy: the updates only if they have windows.
+    """Return the operands of a scatter that may be gradients.
 
-    A scatter of activations creates factors, so only its first operand is a gradient.
+    If the updates have fewer than two window axes, they are activations and become a factor.
     """
     return (0,) if len(eqn.params["dimension_numbers"].update_window_dims) < 2 else (0, 2)
 
@@ -138,7 +138,7 @@ def _convolution(eqn: Any, lhs: Array, rhs: Array) -> Lazy | None:
         starts = [stride * c for c in range(count)]
         rows = [lax.slice_in_dim(patches, a, a + length, dilation, axis) for a in starts]
         patches = jnp.stack(rows, axis)
-    # Labels: group, own batch, own features, summed features; position and window of each axis.
+    # Labels: group, output batch, output features, summed features, position and window per axis.
     g, b, o, c = range(4)
     y, k = (tuple(range(first, 4 + 2 * len(window), 2)) for first in (4, 5))
     patches = patches.reshape(groups, n, *patches.shape[1:])
@@ -203,7 +203,7 @@ def _of_one_number(eqn: Any) -> Sequence[int]:
 
 
 def _by_number(eqn: Any) -> Sequence[int]:
-    """Return the operands that may be lazy, whose other operand is a scalar."""
+    """Return the operands that may be lazy because the other operand is a scalar."""
     return [i for i in range(2) if eqn.invars[1 - i].aval.ndim == 0]
 
 
@@ -217,7 +217,7 @@ def _divide(eqn: Any, x: Any, y: Any) -> Lazy | None:
 
 
 def _pad(eqn: Any, x: Any, padding: Any) -> Lazy | None:
-    """Pad with zeros; negative padding, the transpose of padding a weight, slices."""
+    """Pad with zeros, or slice for negative padding, the transpose of padding in the loss."""
     widths = eqn.params["padding_config"]
     if not _is_zero(padding) or any(inner for _, _, inner in widths):
         return None
