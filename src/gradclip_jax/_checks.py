@@ -219,7 +219,7 @@ def check_transformation(argument: str, value: Any) -> None:
     if isinstance(value, type) or not is_pair:
         hint = "Pass an Optax optimizer such as `optax.adamw(1e-3)`."
         if inspect.isfunction(value):
-            hint = f"Call it: `{value.__name__}(...)`."
+            hint = f"Call the function: `{value.__name__}(...)`."
         rule = "an `optax.GradientTransformation`"
         raise type_error(argument, rule, shortened(value), hint)
 
@@ -228,7 +228,7 @@ def check_no_transformation(state: Any) -> None:
     """Raise if a transformation was passed instead of its state."""
     if callable(getattr(state, "init", None)) and callable(getattr(state, "update", None)):
         hint = "Pass the state that `init(params)` or `update` returned."
-        got = f"a {type(state).__name__}"
+        got = type(state).__name__
         raise type_error("state", "an optimizer state", got, hint)
 
 
@@ -263,7 +263,7 @@ def check_no_state(argument: str, updates: Any) -> None:
 
     for path, node in jax.tree.leaves_with_path(updates, is_leaf=is_state):
         if is_state(node):
-            got = f"a {type(node).__name__} at {leaf_path(argument, path)}"
+            got = f"{type(node).__name__} at {leaf_path(argument, path)}"
             hint = "The order of arguments is `update(grads, state, params)`."
             raise type_error(argument, "a tree of gradients", got, hint)
 

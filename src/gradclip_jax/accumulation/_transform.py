@@ -50,7 +50,7 @@ def _with_hint(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         if "every_k_schedule" in kwargs:
             hint = "Pass an integer or a function of the gradient step as `every`."
-            raise type_error("every_k_schedule", "renamed to `every`", "`every_k_schedule`", hint)
+            raise type_error("every_k_schedule", "passed as `every`", "`every_k_schedule`", hint)
         return fun(*args, **kwargs)
 
     return wrapper
@@ -157,8 +157,8 @@ def accumulate_gradients(
         """Return a state with an empty window."""
         inner_state = inner.init(without_reduced_axes(params))
         if find_states(inner_state, (AccumulationState, optax.MultiStepsState)):
-            rule, hint = "without an accumulation", "Use one accumulation with `every=a * b`."
-            raise type_error("inner", rule, "a transformation that accumulates", hint)
+            rule, hint = "an optimizer without accumulation", "Use a single `every=a * b`."
+            raise type_error("inner", rule, "one with an accumulation", hint)
         acc = () if is_one else accumulator_like(params_of(params), accumulator_dtype)
         counts = ("mini_step", "gradient_step", "micro_batch_count", "emitted")
         return AccumulationState(

@@ -36,8 +36,8 @@ class Verdict(NamedTuple):
         next_state: Function `(refused, failed, measured) -> state` that updates the guard's own
             fields. `refused` is whether this check failed, `failed` whether a later check of the
             guard failed, and `measured` the measurement of the later check.
-        check_step: Function from a computed step to whether the check passed, bool[], and a
-            measurement; required if the guard `checks_step`.
+        check_step: Function that checks a computed step and returns whether the check passed,
+            bool[], and a measurement; required if the guard `checks_step`.
     """
 
     is_good: Scalar
@@ -57,9 +57,9 @@ class Guard(NamedTuple):
         judge: Function `(grads, state, params, extra_args) -> Verdict`.
         max_consecutive_skips: Number of consecutive skips that sets `guard_failed`; None for no
             limit.
-        check_window: Function from the gradient of a window to whether it passes, bool[]. It is
-            used if the guard is outside an accumulation, where `judge` only checks micro-batches.
-            None accepts all windows.
+        check_window: Function that checks the gradient of a window and returns a bool[]. It is used
+            if the guard is outside an accumulation, where `judge` only checks micro-batches. None
+            accepts all windows.
         checks_step: Whether the guard also checks the computed step.
         unmeasured: Placeholder for the measurement of `check_step` if no step is computed.
         discard: Function `(state, where) -> state` that drops open windows of the innermost state.

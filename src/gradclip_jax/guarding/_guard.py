@@ -42,7 +42,7 @@ def guard(
     def init(params: Tree) -> Any:
         inner_state = inner.init(params)
         # If an outer guard skips steps that overflow, the loss scale is never lowered.
-        hint = "Place it outside this guard, so that the guard checks unscaled gradients."
+        hint = "Use `dynamic_loss_scale` outside this guard, so that it checks unscaled gradients."
         _check_inner(inner_state, tuple(OUTERMOST), "dynamic_loss_scale", hint)
         if options.get("checks_step"):
             # If the sum of a `MultiSteps` window overflows, all later steps fail the check.

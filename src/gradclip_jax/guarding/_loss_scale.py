@@ -174,8 +174,8 @@ def dynamic_loss_scale(
         `unscaled_grad_norm`.
 
     Raises:
-        TypeError: If `inner` already contains a loss scale, and for the reasons that
-            `skip_nonfinite` lists.
+        TypeError: If `inner` is not a gradient transformation or already contains a loss scale, or
+            if a leaf is not floating-point or complex.
         ValueError: If a number is out of range, or if `check` is unknown.
 
     Examples:
@@ -251,6 +251,6 @@ def _check_scales(first: Any, smallest: Any, largest: Any) -> None:
         check_number(argument, value, hint, low=_SMALLEST, high=_LARGEST, closed=True)
     is_known = not any(map(is_traced, scales.values()))
     if is_known and not float(smallest) <= float(first) <= float(largest):
-        words = f"between `min_scale` and `max_scale`, {smallest:g} and {largest:g}"
+        words = f"between min_scale={smallest:g} and max_scale={largest:g}"
         hint = "Change the bounds or the initial scale."
         raise value_error("init_scale", words, f"{first:g}", hint)

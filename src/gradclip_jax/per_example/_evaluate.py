@@ -137,7 +137,7 @@ def _loop_counts(eqn: Any) -> tuple[int, int]:
 
 
 def _accumulated(eqn: Any, flags: Sequence[bool]) -> list[int]:
-    """Find the required carries of a scan that its body only adds to."""
+    """Find the required carries of a scan to which the body only adds values."""
     jaxpr, (first, count) = eqn.params["jaxpr"].jaxpr, _loop_counts(eqn)
     carries = zip(flags, jaxpr.invars[first : first + count], jaxpr.outvars, strict=False)
     return [i for i, (flag, v, out) in enumerate(carries) if flag and _is_added_to(jaxpr, v, out)]

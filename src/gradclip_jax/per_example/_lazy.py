@@ -180,9 +180,9 @@ class Lazy:
         return Lazy(shape, self.dtype, tuple(map(change, self.terms)))
 
     def arrange(self, sources: Sequence[int | None]) -> "Lazy":
-        """Permute axes: new axis i is old axis `sources[i]`, or has length one for None.
+        """Permute axes according to `sources`, which contains an old axis for each new axis.
 
-        Old axes that are not in `sources` are summed over.
+        None inserts an axis of length one. Old axes that are not in `sources` are summed over.
         """
         shape = [1 if i is None else self.shape[i] for i in sources]
 

@@ -25,8 +25,8 @@ class Rule(NamedTuple):
 
     Attributes:
         apply: Function `(equation, *operands) -> outputs`, which returns None if it does not apply.
-        follows: Positions of the operands that may be lazy, because the operation is linear in
-            them, or a function from the equation to these positions; None for all operands.
+        follows: Positions of operands in which the operation is linear, so that they may be lazy,
+            or a function from the equation to these positions; None for all operands.
         starts: Whether the rule can return a lazy array for ordinary operands.
     """
 
