@@ -162,7 +162,7 @@ def _execute(
     | a micro-batch, by an outer guard | the outermost failing guard | stays open | unchanged |
     | the same, with `flush` or `emit` | the same | emitted without this micro-batch | updated |
     | the gradient of a step | the outermost failing inner guard | emitted | unchanged |
-    | the gradient of a window, by an outer guard | the innermost of these | dropped | unchanged |
+    | a window, by an outer guard | the innermost failing outer guard | dropped | unchanged |
     | the computed step | the innermost failing guard | dropped if it is an outer one | unchanged |
     | none, and the window stays open | no guard | stays open | unchanged |
     | none | no guard | emitted | updated |
