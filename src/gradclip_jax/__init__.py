@@ -1,34 +1,31 @@
 """Clipping, accumulation, guarding and monitoring of gradients for JAX and Optax.
 
-A gradient transformation of this package goes where one of Optax goes:
+The gradient transformations of this package can be combined with those of Optax:
 
     import optax, gradclip_jax as gcx
     tx = optax.chain(gcx.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
-Clips: `clip_by_global_norm`, `clip_by_leaf_norm`, `clip_by_group_norm`, `clip_by_block_rms`,
-`adaptive_grad_clip`, `zero_large_norm`, `clip_by_value`, which Optax calls `clip`; `clip_by_norm`
-is the grid they are points of.
-
-Clips with a threshold that finds itself: `autoclip`, `zclip`, `adagc`, `quantile_clip`; any clip
-with a rule of `thresholds`. Methods without broad adoption: `contrib`.
-
-Functions of a gradient: `global_norm`, `leaf_norms`, `combine_norms`, `clip_grad_norm`,
-`clip_grad_value`. Inside the model: `clip_cotangent`, `qk_clip`, `qk_clip_mla`.
-
-Accumulation: `accumulate_gradients` with `apply_gradients`, `flush`, `has_updated`,
-`reset_accumulation`, `accumulated_gradients`; in one call `microbatched_value_and_grad`.
-Parameters in bfloat16 without a float32 copy: `round_stochastically`.
-
-Guards: `skip_nonfinite`, `skip_large_norm`, `skip_spikes`; float16: `dynamic_loss_scale`,
-`scale_loss`.
-
-By example: `per_example`, clipped gradients and norms without writing them out.
-
-To see: `watch`, `incidents`, `metrics`, `record_norms`; on the host, between steps, `diagnostics`;
-activations and their cotangents, `taps`.
-
-In the middle of a run: `convert_state`. Calls as plain values: `configs`. Of what a norm is
-taken: `granularities`.
+| task | names |
+| --- | --- |
+| clip by norm | `clip_by_global_norm`, `clip_by_leaf_norm`, `clip_by_group_norm` |
+| clip by root mean square | `clip_by_block_rms` |
+| clip by value | `clip_by_value`, `clip` |
+| clip relative to the parameters | `adaptive_grad_clip` |
+| set large gradients to zero | `zero_large_norm` |
+| clip with an adaptive threshold | `autoclip`, `zclip`, `adagc`, `quantile_clip`; `contrib` |
+| combine granularity, threshold and reaction | `clip_by_norm`, `granularities`, `thresholds` |
+| compute norms | `global_norm`, `leaf_norms`, `combine_norms` |
+| clip without a transformation | `clip_grad_norm`, `clip_grad_value` |
+| clip inside a model | `clip_cotangent`, `qk_clip`, `qk_clip_mla` |
+| accumulate gradients | `accumulate_gradients`, `apply_gradients`, `microbatched_value_and_grad` |
+| control an accumulation | `flush`, `has_updated`, `reset_accumulation`, `accumulated_gradients` |
+| skip bad steps | `skip_nonfinite`, `skip_large_norm`, `skip_spikes` |
+| train in float16 | `dynamic_loss_scale`, `scale_loss` |
+| bfloat16 parameters without a float32 copy | `round_stochastically` |
+| per-example gradients | `per_example` |
+| monitor a run | `watch`, `incidents`, `metrics`, `record_norms`, `diagnostics`, `taps` |
+| change the optimizer during a run | `convert_state` |
+| store calls in JSON or YAML | `configs` |
 """
 
 import typing as _typing
@@ -70,7 +67,7 @@ from .monitoring._record import record_norms
 
 from ._convert import convert_state
 
-if not _typing.TYPE_CHECKING:  # a type checker would take every name for one of ours
+if not _typing.TYPE_CHECKING:  # with `__getattr__`, a type checker would accept any name
     from ._names import __getattr__ as __getattr__
 
 __all__ = [

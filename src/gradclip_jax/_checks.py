@@ -1,4 +1,4 @@
-"""Checks of arguments. Values are checked when a transformation is built; tracers pass."""
+"""Checks of arguments when a transformation is built; traced values are not checked."""
 
 import inspect
 import math
@@ -13,18 +13,18 @@ from jax.core import Tracer
 from ._errors import type_error, value_error
 from ._types import AxisName
 
-_SHOWN = 5  # bad leaves listed in a message before it only counts them
+_SHOWN = 5  # maximum number of invalid leaves listed in a message
 _SHOWN_CHARACTERS = 200
 
 
 def describe(leaf: Any) -> str:
-    """A leaf as `dtype[shape]`."""
+    """Format a leaf as `dtype[shape]`."""
     shape = ", ".join(map(str, np.shape(leaf)))
     return f"{getattr(leaf, 'dtype', type(leaf).__name__)}[{shape}]"
 
 
 def shortened(value: Any) -> str:
-    """A value for an error message: arrays by dtype and shape, functions by name, shortened."""
+    """Format a value for an error message, with dtype and shape of arrays and function names."""
 
     def abstract(leaf: Any) -> Any:
         if inspect.isfunction(leaf):
@@ -32,17 +32,17 @@ def shortened(value: Any) -> str:
         is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
         return _Shown(describe(leaf)) if is_array and (leaf.shape or is_traced(leaf)) else leaf
 
-    if isinstance(value, int) and value.bit_length() > 64:  # Python writes no number so long
+    if isinstance(value, int) and value.bit_length() > 64:  # Python limits int-to-str conversion
         return f"an integer of {value.bit_length()} bits"
     try:
         text = repr(jax.tree.map(abstract, value))
     except RecursionError:
-        return f"a {type(value).__name__} that is nested too deep"
+        return f"a {type(value).__name__} that is nested too deeply"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 class _Shown(str):
-    """Text that `repr` of a container shows without quotation marks."""
+    """A string that is shown without quotation marks in the `repr` of a container."""
 
     __repr__ = str.__str__
 
@@ -52,11 +52,11 @@ def dtype_of(leaf: Any) -> Any:
     if hasattr(leaf, "dtype"):
         return leaf.dtype
     kinds = (kind for kind in (bool, int, float, complex) if isinstance(leaf, kind))
-    return np.dtype(next(kinds, object))  # where JAX raises an error of its own
+    return np.dtype(next(kinds, object))  # `jnp.result_type` would raise
 
 
 def is_scalar(value: Any, *kinds: Any) -> bool:
-    """Whether a value is a scalar of Python, NumPy or JAX with one of these dtypes."""
+    """Return whether a value is a Python, NumPy or JAX scalar with one of these dtypes."""
     if not isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)) or np.ndim(value):
         return False
     dtype = dtype_of(value)  # scalars of bfloat16 are not instances of `np.number`
@@ -64,17 +64,17 @@ def is_scalar(value: Any, *kinds: Any) -> bool:
 
 
 def leaf_path(argument: str, path: Any) -> str:
-    """The path of a leaf, as an expression."""
+    """Format the path of a leaf as a Python expression."""
     return argument + jax.tree_util.keystr(path)
 
 
 def is_traced(value: Any) -> bool:
-    """Whether a value is a tracer."""
+    """Return whether a value is a tracer."""
     return isinstance(value, Tracer)
 
 
 def is_float0(leaf: Any) -> bool:
-    """Whether a leaf is float0, the gradient of an integer."""
+    """Return whether a leaf is float0, the gradient of an integer."""
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
@@ -95,7 +95,7 @@ def check_number(
     below_high: bool = False,
     or_nan: bool = False,
 ) -> None:
-    """Raise if a value is not a number in (low, high]. Traced values pass.
+    """Raise if a value is not a number in (low, high]; traced values are not checked.
 
     The interval includes `low` if `closed`, and excludes `high` if `below_high`.
     """
@@ -117,13 +117,13 @@ def check_number(
 
 def check_decays(**decays: Any) -> None:
     """Raise if a decay is not a number in [0, 1)."""
-    hint = "A decay is a number below 1, such as 0.99."
+    hint = "Pass a decay rate such as 0.99."
     for argument, value in decays.items():
         check_number(argument, value, hint, high=1.0, closed=True, below_high=True)
 
 
 def check_count(argument: str, value: Any, hint: str, *, low: int = 1) -> None:
-    """Raise if a value is not an integer >= low. Traced integers pass."""
+    """Raise if a value is not an integer >= low; traced integers are not checked."""
     rule = f"an integer >= {low}"
     if hasattr(value, "dtype"):
         is_integer = jnp.issubdtype(value.dtype, jnp.integer)
@@ -134,7 +134,7 @@ def check_count(argument: str, value: Any, hint: str, *, low: int = 1) -> None:
     if is_traced(value) or low <= int(value) <= np.iinfo(np.int32).max:
         return
     if int(value) >= low:
-        rule = "an integer that fits 32 bits"  # as the counters of states
+        rule = "an integer that fits 32 bits"  # like the counters in states
     raise value_error(argument, rule, shortened(value), hint)
 
 
@@ -147,7 +147,7 @@ def check_static(argument: str, value: Any) -> None:
 
 
 def check_length(argument: str, value: Any) -> None:
-    """Raise if a length of a history is not a static integer from 1 to 2^20."""
+    """Raise if the length of a history is not a static integer from 1 to 2^20."""
     check_static(argument, value)
     check_count(argument, value, "Pass the number of steps to keep.")
     if int(value) > 2**20:  # a config file may contain any number
@@ -158,12 +158,12 @@ def check_length(argument: str, value: Any) -> None:
 def refuse_traced(argument: str, value: Any) -> None:
     """Raise if a value that is needed on the host is a tracer."""
     if is_traced(value):
-        hint = "Call it outside jit, on what the step returned."
+        hint = "Call this function outside jit, on the outputs of the step."
         raise type_error(argument, "known on the host", "a tracer", hint)
 
 
 def is_function(value: Any) -> bool:
-    """Whether a value is callable and not a type: `jnp.float32` is callable."""
+    """Return whether a value is callable but not a type, because `jnp.float32` is callable."""
     return callable(value) and not isinstance(value, type)
 
 
@@ -182,7 +182,7 @@ def check_dtype(argument: str, value: Any) -> None:
 def check_choice(argument: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Raise if a value is not one of `choices`, which are strings, bools or None."""
     if not isinstance(value, (str, bool, type(None))) or value not in choices:
-        rule, hint = "one of " + ", ".join(map(repr, choices)), "Pick one of them."
+        rule, hint = "one of " + ", ".join(map(repr, choices)), "Pass one of these values."
         raise value_error(argument, rule, shortened(value), hint)
 
 
@@ -191,7 +191,7 @@ def check_ord(ord: Any) -> float:
     if ord is None:
         return 2.0
     check_static("ord", ord)
-    check_number("ord", ord, "Pass 1, 2, any other order > 0, or `jnp.inf`.")
+    check_number("ord", ord, "Pass 1, 2, `jnp.inf` or any other positive number.")
     return float(ord)
 
 
@@ -202,7 +202,7 @@ def check_axis_name(axis_name: Any) -> AxisName:
     names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     if not all(isinstance(name, str) for name in names):
         rule = "a string, a tuple of strings or None"
-        hint = "Name the mapped axes over which the leaves are sharded."
+        hint = "Pass the names of the mapped axes over which leaves are sharded."
         raise type_error("axis_name", rule, shortened(axis_name), hint)
     return names
 
@@ -219,27 +219,27 @@ def check_transformation(argument: str, value: Any) -> None:
     if isinstance(value, type) or not is_pair:
         hint = "Pass an Optax optimizer such as `optax.adamw(1e-3)`."
         if inspect.isfunction(value):
-            hint = f"Call it: `{value.__name__}(...)`."
+            hint = f"Call the function: `{value.__name__}(...)`."
         rule = "an `optax.GradientTransformation`"
         raise type_error(argument, rule, shortened(value), hint)
 
 
 def check_no_transformation(state: Any) -> None:
-    """Raise if a transformation was passed in place of its state."""
+    """Raise if a transformation was passed instead of its state."""
     if callable(getattr(state, "init", None)) and callable(getattr(state, "update", None)):
-        hint = "Pass what `init(params)` or `update` of it returned."
-        got = f"the {type(state).__name__} itself"
+        hint = "Pass the state that `init(params)` or `update` returned."
+        got = type(state).__name__
         raise type_error("state", "an optimizer state", got, hint)
 
 
 def check_bound(axis_name: AxisName) -> None:
-    """Raise if a named axis is not bound by `pmap`, `shard_map` or `vmap` around this call."""
+    """Raise if no `pmap`, `shard_map` or `vmap` around this call binds a named axis."""
     for name in (axis_name,) if isinstance(axis_name, str) else axis_name or ():
         try:
             jax.lax.axis_size(name)
         except NameError:
             rule = "the name of a mapped axis around this call"
-            hint = "Call it inside `pmap`, `shard_map` or `vmap` with that axis, or leave it out."
+            hint = "Map the call over this axis with `pmap`, `shard_map` or `vmap`, or omit it."
             raise value_error("axis_name", rule, repr(name), hint) from None
 
 
@@ -248,23 +248,23 @@ def check_state(state: Any, kind: type) -> None:
     name = kind.__name__
     rule = f"{'an' if name[0] in 'AEIOU' else 'a'} `{name}`"
     if state is None:
-        hint = "Call `init(params)` first: earlier steps are remembered."
+        hint = "Pass the state that `init(params)` or the last `update` returned."
         raise value_error("state", rule, "None", hint)
     if not isinstance(state, kind):
-        hint = "Call `update(grads, state, params)` with the state that `init(params)` made."
+        hint = "Call `update(grads, state, params)` with the state that `init(params)` returned."
         raise type_error("state", rule, type(state).__name__, hint)
 
 
 def check_no_state(argument: str, updates: Any) -> None:
-    """Raise if a state of this package was passed in place of the updates."""
+    """Raise if a state of this package was passed instead of the updates."""
 
     def is_state(node: Any) -> bool:
         return isinstance(node, tuple) and type(node).__module__.startswith(f"{__package__}.")
 
     for path, node in jax.tree.leaves_with_path(updates, is_leaf=is_state):
         if is_state(node):
-            got = f"a {type(node).__name__} at {leaf_path(argument, path)}"
-            hint = "The order is `update(grads, state, params)`."
+            got = f"{type(node).__name__} at {leaf_path(argument, path)}"
+            hint = "The order of arguments is `update(grads, state, params)`."
             raise type_error(argument, "a tree of gradients", got, hint)
 
 
@@ -274,13 +274,13 @@ def check_axis(axis: Any) -> None:
     plain = axis.tolist() if isinstance(axis, np.ndarray) else axis
     axes = plain if isinstance(plain, (tuple, list, range)) else () if plain is None else (plain,)
     if not all(hasattr(a, "__index__") and not isinstance(a, bool) for a in axes):
-        hint = "Pass for example 0, or (0, 1), or None for the choice by rank."
+        hint = "Pass, for example, 0 or (0, 1), or None to choose axes by rank."
         rule = "an integer, a sequence of integers or None"
         raise type_error("axis", rule, shortened(axis), hint)
 
 
 def axes_within(axis: Any, x: Any, owner: str, place: str, hint: str) -> tuple[int, ...]:
-    """The axes of an array, sorted and nonnegative; raise if the array does not have them."""
+    """Return sorted, nonnegative axes of an array; raise if the array does not have them."""
     rank = np.ndim(x)
     axes = (axis,) if np.ndim(axis) == 0 else tuple(axis)
     if any(not -rank <= a < rank for a in axes) or len({a % rank for a in axes}) < len(axes):

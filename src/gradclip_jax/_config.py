@@ -1,4 +1,4 @@
-"""Configs: calls of this package as plain values that can be written to a file and read back."""
+"""Configs that represent calls of this package as plain values for JSON or YAML."""
 
 import copy
 import dataclasses
@@ -30,23 +30,23 @@ from .clipping._transform import clip_by_global_norm
 class TransformConfig:
     """A call of a public function of this package, as plain values for JSON or YAML.
 
-    | argument | as a plain value |
+    | argument | representation |
     | --- | --- |
     | a rule or granularity of this package | `{"name": "zscore", "decay": 0.9}`, or a config |
     | a tuple | a list |
     | `jnp.float32` | `"float32"` |
-    | infinity | itself: Python's `json` writes `Infinity`, YAML `.inf` |
-    | an inner transformation | nothing: pass it to `build` |
-    | any other object, such as a schedule or an array | an error: call the function itself |
+    | infinity | unchanged; Python's `json` writes `Infinity`, YAML `.inf` |
+    | an inner transformation | not part of the config; pass it to `build` |
+    | any other object, such as a schedule or an array | an error; call the function directly |
 
     Attributes:
-        name: of a public function that makes a transformation, a rule or a granularity.
-        arguments: by name; they may contain other configs. Kept as plain values.
+        name: Name of a public function that returns a transformation, a rule or a granularity.
+        arguments: Mapping from argument name to plain value; values may contain other configs.
 
     Raises:
-        ValueError: the name or an argument does not exist; `build` raises what the function
-            raises, and this for an argument that is missing.
-        TypeError: an argument cannot be written as plain values.
+        ValueError: If the name or an argument does not exist. `build` raises this error if an
+            argument is missing, and the errors of the function itself.
+        TypeError: If an argument has no representation as plain values.
 
     Examples:
         >>> import json, optax, gradclip_jax as gcx
@@ -70,20 +70,20 @@ class TransformConfig:
         object.__setattr__(self, "arguments", plain)
 
     def build(self, *inner: optax.GradientTransformation) -> Any:
-        """Calls the function; a wrapper is given the transformation that it wraps."""
+        """Call the function; `inner` is the transformation that a wrapper wraps."""
         arguments = {key: _built(value) for key, value in self.arguments.items()}
         _check_call(self.name, arguments, inner)
         return _constructors()[self.name](*inner, **arguments)
 
     def to_dict(self) -> dict[str, Any]:
-        """`{"name": ..., argument: value, ...}`, a copy."""
+        """Return a new dict `{"name": ..., argument: value, ...}`."""
         return {"name": self.name, **copy.deepcopy(dict(self.arguments))}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "TransformConfig":
-        """The inverse of `to_dict`; it calls nothing that it reads."""
+        """Create a config from the output of `to_dict`, without calling the function."""
         if not isinstance(values, Mapping) or "name" not in values:
-            rule, hint = "a mapping with the key 'name'", "Write it as `to_dict` does."
+            rule, hint = "a mapping with the key 'name'", "Pass the output of `to_dict`."
             raise type_error("values", rule, shortened(values), hint).of(
                 "TransformConfig.from_dict"
             )
@@ -93,12 +93,14 @@ class TransformConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AccumulationConfig:
-    """Accumulation as plain values; `TransformConfig("accumulate_gradients")` has all arguments.
+    """The most common options of gradient accumulation, as plain values.
+
+    Use `TransformConfig("accumulate_gradients", ...)` for all other arguments.
 
     Attributes:
-        accumulation_steps: micro-batches in a window, >= 1.
-        normalize: True averages the window, False sums it.
-        max_grad_norm: largest global norm of the accumulated gradient, > 0; None does not clip.
+        accumulation_steps: Number of micro-batches in a window, >= 1.
+        normalize: Whether to average the micro-batches of a window instead of summing them.
+        max_grad_norm: Maximum global norm of the accumulated gradient, > 0; None for no clipping.
 
     Examples:
         >>> import optax, gradclip_jax as gcx
@@ -116,18 +118,18 @@ class AccumulationConfig:
 
     @functools.partial(named, function="AccumulationConfig")
     def __post_init__(self) -> None:
-        check_count("accumulation_steps", self.accumulation_steps, "1 is every step.")
+        check_count("accumulation_steps", self.accumulation_steps, "Pass 1 for every step.")
         check_choice("normalize", self.normalize, (True, False))
         if self.max_grad_norm is not None:
-            check_number("max_grad_norm", self.max_grad_norm, "Pass None not to clip.")
+            check_number("max_grad_norm", self.max_grad_norm, "Pass None to disable clipping.")
 
     def effective_batch_size(self, micro_batch_size: int) -> int:
-        """Examples in one optimizer step."""
-        check_count("micro_batch_size", micro_batch_size, "Pass the examples of one call.")
+        """Return the number of examples in one optimizer step."""
+        check_count("micro_batch_size", micro_batch_size, "Pass the number of examples.")
         return int(micro_batch_size) * int(self.accumulation_steps)
 
     def build(self, inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-        """Wraps an inner optimizer."""
+        """Wrap an inner optimizer."""
         check_transformation("inner", inner)
         if self.max_grad_norm is not None:
             inner = optax.chain(clip_by_global_norm(self.max_grad_norm), inner)
@@ -135,27 +137,27 @@ class AccumulationConfig:
         return accumulate_gradients(inner, self.accumulation_steps, reduction=reduction)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as in `TransformConfig`."""
+        """Return a dict of plain values, as `TransformConfig.to_dict` does."""
         return _to_plain(vars(self))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "AccumulationConfig":
-        """The inverse of `to_dict`."""
+        """Create a config from the output of `to_dict`."""
         names = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(values, Mapping) or not set(values) <= set(names):
-            rule, hint = f"a mapping with keys among {names}", "Write it as `to_dict` does."
+            rule, hint = f"a mapping with keys among {names}", "Pass the output of `to_dict`."
             raise type_error("values", rule, shortened(values), hint).of(
                 "AccumulationConfig.from_dict"
             )
         return cls(**values)
 
 
-_MAX_DEPTH = 32  # of lists and configs inside each other
+_MAX_DEPTH = 32  # maximum nesting depth of lists and configs
 
 
 @functools.cache
 def _constructors() -> dict[str, Callable[..., Any]]:
-    """The public functions that make a transformation, a threshold rule or a granularity."""
+    """Return all public functions that create a transformation, a rule or a granularity."""
     package = sys.modules[__package__ or ""]
     namespaces = (package, package.contrib, package.per_example, thresholds, granularities)
     kinds = (optax.GradientTransformation, thresholds.Rule, granularities.Granularity)
@@ -169,20 +171,20 @@ def _constructors() -> dict[str, Callable[..., Any]]:
 
 
 def _check_call(name: Any, arguments: Any, inner: tuple[Any, ...] | None = None) -> None:
-    """Refuses a call that the function has no signature for; without `inner` it may lack some."""
+    """Raise if the arguments do not match the signature; without `inner`, some may be missing."""
     check_choice("name", name, tuple(_constructors()))
     signature = inspect.signature(_constructors()[name])
     bind = signature.bind_partial if inner is None else functools.partial(signature.bind, *inner)
     try:
         bind(**arguments)
     except TypeError as error:
-        rule, got = f"a mapping for {name}", f"{shortened(arguments)}: {error}"
-        hint = "Name the arguments as in its signature; pass what it wraps to `build`."
+        rule, got = f"a mapping of valid arguments for `{name}`", f"{shortened(arguments)}: {error}"
+        hint = "Use the names in its signature, and pass inner transformations to `build`."
         raise value_error("arguments", rule, got, hint) from None
 
 
 def _built(plain: Any) -> Any:
-    """A plain value with its configs called."""
+    """Build all configs inside a plain value."""
     if isinstance(plain, list):
         return [_built(x) for x in plain]
     if not isinstance(plain, dict):
@@ -193,10 +195,10 @@ def _built(plain: Any) -> Any:
 
 
 def _to_plain(value: Any, depth: int = 0) -> Any:
-    """A copy made of strings, numbers, bools, None, lists and dicts with string keys."""
+    """Convert to strings, numbers, bools, None, lists, and dicts with string keys."""
     if depth > _MAX_DEPTH:
-        rule, hint = f"nested at most {_MAX_DEPTH} deep", "Call the function itself."
-        raise value_error("arguments", rule, f"a {type(value).__name__} deeper inside", hint)
+        rule, hint = f"nested at most {_MAX_DEPTH} levels deep", "Call the function directly."
+        raise value_error("arguments", rule, f"a {type(value).__name__} at a deeper level", hint)
     if isinstance(value, (np.generic, np.ndarray, jax.Array)) and value.ndim == 0:
         value = value.item()
     if value is None or isinstance(value, (str, bool, int, float)):
@@ -212,6 +214,6 @@ def _to_plain(value: Any, depth: int = 0) -> Any:
         return plain
     if isinstance(value, (np.dtype, type)) and jnp.issubdtype(value, jnp.number):
         return jnp.dtype(value).name
-    rule = "a plain value, or lists and mappings by name of such"
-    hint = "Call the function itself with a function, an array or an object."
+    rule = "a plain value, or a list or dict of plain values"
+    hint = "Call the function directly to pass functions, arrays or other objects."
     raise type_error("arguments", rule, shortened(value), hint)

@@ -43,8 +43,8 @@ _Path: TypeAlias = tuple[Any, ...]
 _Window: TypeAlias = AccumulationState | optax.MultiStepsState
 _FRESH = (ClipState, NormRecordState, RoundingState, optax.EmptyState)
 _HINT = (
-    "Leave the rest of the chain as it was; restore a checkpoint into the `init(params)` of the "
-    "transformation that wrote it before it is converted."
+    "Do not change other parts of the chain. Restore a checkpoint into the state of the "
+    "transformation that wrote it before converting it."
 )
 
 
@@ -54,10 +54,10 @@ def convert_state(
 ) -> Tree:
     """Convert the state of an optimizer to the state of the optimizer that replaces it.
 
-    Use it to continue a run of Optax with this package, or vice versa, and to add or remove a
-    guard, an accumulation or a clip. Apart from the parts in this table, the two optimizers must be
-    equal. The parts may be inside `chain`, `named_chain`, `masked`, `partition`,
-    `inject_hyperparams`, or each other.
+    Use this function to continue an Optax run with this package, or vice versa, and to add or
+    remove a guard, an accumulation or a clip. The two optimizers must be equal except for the parts
+    in this table. These parts may be nested inside each other and inside `chain`, `named_chain`,
+    `masked`, `partition` and `inject_hyperparams`.
 
     | before | after | what is copied |
     | --- | --- | --- |
@@ -66,31 +66,31 @@ def convert_state(
     | a clip of Optax | a clip | nothing: Optax's clips have no state |
     | nothing | a guard, an accumulation, a `watch` | the inner state |
     | an accumulator | one of another dtype | the open window, rounded to nearest |
-    | nothing | a clip, `record_norms` | nothing: it and all others of its kind are initialized |
-    | nothing | `round_stochastically` | nothing: it is initialized |
+    | nothing | a clip, `record_norms` | nothing; all states of this type are initialized |
+    | nothing | `round_stochastically` | nothing; its state is initialized |
 
-    Each row also holds in the other direction. Dropping a window that contains micro-batches is an
-    error.
+    Each row also applies in the other direction. Dropping a window that contains micro-batches
+    raises an error.
 
     Args:
-        tx: the new optimizer: a transformation, or an `optax.MultiSteps`.
-        state: the state of the optimizer that `tx` replaces. Of an `nnx.Optimizer` or a
-            `TrainState`, pass `.opt_state`.
-        params: the parameters.
-        reduction: "mean" or "sum": whether the accumulation averages or sums its micro-batches.
-            Required if an open window is converted between `MultiSteps` and
-            `accumulate_gradients`, because the state of `MultiSteps` does not contain it, and
-            inside jit, where any window may be open. `MultiSteps` averages by default.
+        tx: New optimizer; a gradient transformation or an `optax.MultiSteps`.
+        state: State of the optimizer that `tx` replaces. For an `nnx.Optimizer` or a `TrainState`,
+            pass its `.opt_state`.
+        params: Parameters.
+        reduction: "mean" or "sum", which states whether the accumulation averages or sums its
+            micro-batches. `MultiSteps` averages by default, but its state does not contain this
+            option. It is therefore required to convert an open window between `MultiSteps` and
+            `accumulate_gradients`, and inside `jit`, where any window may be open.
 
     Returns:
-        A state for `tx.update`. Its `accumulation_stats` count past micro-batches as if all windows
-        had had the length of the first. A `skip_state` of `MultiSteps` is initialized.
+        A state for `tx.update`. Its `accumulation_stats` count earlier micro-batches as if all
+        windows had the length of the first. The `skip_state` of `MultiSteps` is initialized.
 
     Raises:
-        TypeError: a part of `state` has no counterpart in the state of `tx`, or different shapes or
-            dtypes.
-        ValueError: `reduction` is required and missing, or has another value; an open window would
-            be dropped, or has weights other than 1, which `MultiSteps` does not support.
+        TypeError: If a part of `state` has no counterpart in the state of `tx`, or its counterpart
+            has different shapes or dtypes.
+        ValueError: If `reduction` is invalid, or required and missing; if an open window would be
+            dropped, or has weights other than 1, which `MultiSteps` does not support.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -107,7 +107,7 @@ def convert_state(
         rule, hint = "an optimizer", "Pass an Optax transformation, or an `optax.MultiSteps`."
         raise type_error("tx", rule, shortened(tx), hint)
     if hasattr(state, "opt_state") and not isinstance(state, tuple):
-        hint = "Pass its `.opt_state`, which is converted as it is."
+        hint = "Pass its `.opt_state`."
         raise type_error("state", "the state of an Optax transformation", _name(state), hint)
     check_choice("reduction", reduction, (None, "mean", "sum"))
     like = tx.init(params)
@@ -116,12 +116,12 @@ def convert_state(
 
 
 def _converted(like: Tree, given: Tree, reduction: str | None, path: _Path) -> Tree:
-    """The values of `given` in the structure of `like`, a new state of `tx`."""
+    """Copy the values of `given` into the structure of `like`, a new state of `tx`."""
     of_kind: dict[type | None, list[tuple[_Path, Tree]]] = collections.defaultdict(list)
     for place, part in _parts(given, path):
         of_kind[_kind(part)].append((place, part))
     counts = collections.Counter(_kind(part) for _, part in _parts(like))
-    # If the numbers differ, the new ones cannot be told from the old ones.
+    # If the number of parts of one kind differs, the parts cannot be matched.
     restarted = {kind for kind, parts in of_kind.items() if len(parts) != counts[kind]}
 
     def counterpart(node: Tree) -> Tree:
@@ -148,7 +148,7 @@ def _converted(like: Tree, given: Tree, reduction: str | None, path: _Path) -> T
 
 
 def _parts(node: Tree, path: _Path = ()) -> Iterator[tuple[_Path, Tree]]:
-    """The paths and states of all parts, including the states of guards and accumulations."""
+    """Yield the path and state of each part, including states inside guards and accumulations."""
     if type(node) is tuple:
         for i, x in enumerate(node):
             yield from _parts(x, (*path, jax.tree_util.SequenceKey(i)))
@@ -160,19 +160,19 @@ def _parts(node: Tree, path: _Path = ()) -> Iterator[tuple[_Path, Tree]]:
 
 
 def _kind(part: Tree) -> type | None:
-    """The type that matches a part; None for parts that must have a counterpart."""
+    """Return the type that identifies a part; None if the part must have a counterpart."""
     is_optional = type(part) in _INNER or _is_fresh(part)
     return _KINDS.get(type(part), type(part)) if is_optional else None
 
 
 def _is_fresh(node: Tree) -> bool:
-    """Whether a state consists of clips and records, which can be initialized or dropped."""
+    """Return whether a state contains only parts that can be initialized or dropped."""
     parts = jax.tree.leaves(node, is_leaf=lambda x: isinstance(x, _FRESH))
     return bool(parts) and all(isinstance(x, _FRESH) for x in parts)
 
 
 def _copied(like: Tree, given: Tree, reduction: str | None, path: _Path) -> Tree:
-    """The values of one part in its counterpart, except for the inner state."""
+    """Copy the values of one part, except its inner state, to its counterpart."""
     kind, is_same = _kind(like), type(like) is type(given)
     if is_same and hasattr(like, "incidents") and not _is_alike(like.incidents, given.incidents):
         given = given._replace(incidents=like.incidents)
@@ -188,7 +188,7 @@ def _copied(like: Tree, given: Tree, reduction: str | None, path: _Path) -> Tree
 
 
 def _is_alike(like: Tree, given: Tree) -> bool:
-    """Whether two trees have the same structure, shapes and dtypes."""
+    """Return whether two trees have the same structure, shapes and dtypes."""
 
     def shapes(tree: Tree) -> Tree:
         leaves, structure = jax.tree.flatten(tree)
@@ -198,7 +198,7 @@ def _is_alike(like: Tree, given: Tree) -> bool:
 
 
 def _copied_children(like: Tree, given: Tree, reduction: str | None, path: _Path) -> Tree:
-    """The values of `given`, child by child."""
+    """Convert the children of a part one by one."""
     if isinstance(like, dict) and isinstance(given, dict):
         names = like.keys() ^ given.keys()
         if names and all(_is_fresh({**like, **given}[name]) for name in names):
@@ -217,7 +217,7 @@ def _copied_children(like: Tree, given: Tree, reduction: str | None, path: _Path
 
 
 def _copied_skips(like: Tree, given: Tree) -> Tree:
-    """The counts of skips, translated from or to `apply_if_finite` or a loss scale."""
+    """Translate the counts of skipped steps between guard, `apply_if_finite` and loss scale."""
     if isinstance(given, optax.ApplyIfFiniteState):
         skips, streak, failed = map(_count, (given.total_notfinite, given.notfinite_count, 0))
     else:
@@ -229,7 +229,7 @@ def _copied_skips(like: Tree, given: Tree) -> Tree:
 
 
 def _copied_window(like: _Window, given: _Window, reduction: str | None, path: _Path) -> _Window:
-    """A window. `MultiSteps` holds the mean if it averages; `accumulate_gradients` always sums."""
+    """Convert a window; `MultiSteps` may store a mean, whereas this package stores a sum."""
     if type(like) is type(given):
         return given._replace(acc_grads=_accumulator(like, given, 1, path))
     held, steps = _count(given.mini_step), _count(given.gradient_step)
@@ -240,10 +240,11 @@ def _copied_window(like: _Window, given: _Window, reduction: str | None, path: _
         _check_closed(given, path)
     elif reduction is None and (is_traced(held) or _is_open(given)):
         rule = '"mean" or "sum" for a window that may contain micro-batches'
-        hint = f'It is at {leaf_path("state", path)}. `MultiSteps` averages by default: "mean".'
+        hint = f'The window is at {leaf_path("state", path)}. `MultiSteps` uses "mean" by default.'
         raise value_error("reduction", rule, "None", hint)
     length = jnp.float32(1) if reduction == "sum" else jnp.maximum(held, 1).astype(jnp.float32)
-    # Zero for an empty window: ours still contains the last sum, and `MultiSteps` would add to it.
+    # Use zero for an empty window. The accumulator of this package still contains the last sum, to
+    # which `MultiSteps` would add.
     is_filled = held > 0
     acc = _accumulator(like, given, is_filled * length if is_ours else is_filled / length, path)
     like = like._replace(mini_step=held, gradient_step=steps, acc_grads=acc)
@@ -261,23 +262,23 @@ def _check_weights(window: AccumulationState, path: _Path) -> None:
     weight, held = window.total_weight, window.mini_step
     if _is_open(window) and not is_traced(weight) and weight != held:
         place = leaf_path("state", path) + ".total_weight"
-        got = f"a weight of {float(weight):g} in {int(held)} micro-batches at {place}"
-        hint = "`flush` the window first; `MultiSteps` has no weights."
-        raise value_error("state", "a window with weights of 1", got, hint)
+        got = f"a total weight of {float(weight):g} in {int(held)} micro-batches at {place}"
+        hint = "Call `flush` first, because `MultiSteps` does not support weights."
+        raise value_error("state", "a state whose window has weights of 1", got, hint)
 
 
 def _accumulator(like: _Window, given: _Window, factor: Scalar | int, path: _Path) -> Tree:
-    """The accumulator of `given` times a factor, in the dtypes of the accumulator of `like`."""
+    """Multiply the accumulator of `given` by a factor and cast it to the dtypes of `like`."""
 
     def scaled(x: Array, like: Array) -> Array:
         if jnp.iscomplexobj(x) and not jnp.iscomplexobj(like):
             return x
-        # Selected, not multiplied: the accumulator of an empty window may contain NaN.
+        # Select instead of multiplying by 0, because an empty accumulator may contain NaN.
         x = jnp.where(factor > 0, x * factor, jnp.zeros_like(x))
         return x.astype(jnp.result_type(like))
 
     ours, acc = like.acc_grads, given.acc_grads
-    if not jax.tree.leaves(ours):  # with `every=1` there is none
+    if not jax.tree.leaves(ours):  # `every=1` needs no accumulator
         _check_closed(given, path)
     if not (jax.tree.leaves(ours) and jax.tree.leaves(acc)):
         return ours
@@ -286,7 +287,7 @@ def _accumulator(like: _Window, given: _Window, factor: Scalar | int, path: _Pat
 
 
 def _is_open(window: _Window) -> bool:
-    """Whether a window contains micro-batches; False if the number is traced."""
+    """Return whether a window contains micro-batches; False if their number is traced."""
     return not is_traced(window.mini_step) and bool(_count(window.mini_step) > 0)
 
 
@@ -294,8 +295,8 @@ def _check_closed(given: Tree, path: _Path) -> None:
     """Raise if an open window would be dropped."""
     if isinstance(given, (AccumulationState, optax.MultiStepsState)) and _is_open(given):
         got = f"{given.mini_step} micro-batches at {leaf_path('state', path)}.mini_step"
-        hint = "`flush` the window first, or convert the state after the next step."
-        raise value_error("state", "one without an open window, as `tx` has none", got, hint)
+        hint = "Call `flush` first, or convert the state after the next optimizer step."
+        raise value_error("state", "a state without an open window for this `tx`", got, hint)
 
 
 def _count(value: Any) -> Scalar:
@@ -311,6 +312,6 @@ def _name(node: Tree) -> str:
 
 
 def _mismatch(expected: str, got: str, path: _Path) -> ArgumentTypeError:
-    rule = "a state that maps on that of `tx`"
+    rule = "a state that matches the state of `tx`"
     place = leaf_path("state", path)
     return type_error("state", rule, f"{got} where `tx` has {expected} at {place}", _HINT)

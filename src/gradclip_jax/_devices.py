@@ -1,7 +1,7 @@
 """Backend- and version-specific workarounds. The results are the same on every backend.
 
-Everything else is one program for every backend, except how a step is skipped (`_run_if.py`).
-Figures: JAX 0.10.2, compiled for an H100 and a TPU v5e.
+All other code compiles the same program for every backend, except for the way a step is skipped
+(`_run_if.py`). Measurements: JAX 0.10.2, compiled for an H100 and a TPU v5e.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,21 +23,21 @@ HAS_TYPES: Final = jax.__version_info__ >= (0, 10)
 def fusion_barrier(x: _Tree) -> _Tree:
     """Prevent XLA from fusing the producers of arrays with their consumers.
 
-    | arrays | XLA without the barrier |
+    | arrays | effect of XLA without the barrier |
     | --- | --- |
-    | a bfloat16 leaf that is scaled | keeps the float32 copy that its norm was computed from |
-    | a bfloat16 factor with two readers | may give one of them more digits |
-    | a float16 leaf before its maximum | may skip the rounding to float16 |
+    | a bfloat16 leaf that is scaled | keeps the float32 copy that was made to compute its norm |
+    | a bfloat16 factor with two consumers | may use a higher precision for one of them |
+    | a float16 leaf before its maximum | may omit the rounding to float16 |
     | the sums of all leaves as a vector | reduces them leaf by leaf, with one more read |
     """
     return lax.optimization_barrier(x)
 
 
 def shared(scalars: _Tree) -> _Tree:
-    """On a GPU, read the scalars of one type from one vector; other leaves are unchanged.
+    """On GPU, read all scalars of one type from one vector; other leaves are unchanged.
 
-    XLA merges GPU kernels that read the same vector but not kernels that read the same scalar: 16 %
-    fewer launches for a clip in an unrolled GPT (JAX 0.10.2, H100).
+    XLA merges GPU kernels that read the same vector, but not kernels that read the same scalar.
+    This saves 16 % of the launches for a clip in an unrolled GPT (JAX 0.10.2, H100).
     """
     leaves, structure = jax.tree.flatten(scalars)
     by_type: dict[Any, list[int]] = {}
@@ -53,7 +53,7 @@ def shared(scalars: _Tree) -> _Tree:
 
 
 def _packed(*scalars: Array) -> tuple[Array, ...]:
-    # Two rows: XLA simplifies a vector of one element to a scalar.
+    # Use two rows, because XLA simplifies a vector with one element to a scalar.
     rows = fusion_barrier(jnp.broadcast_to(jnp.stack(scalars), (2, len(scalars))))
     return tuple(jnp.unstack(rows[0]))
 
@@ -63,10 +63,11 @@ def _unchanged(*scalars: Array) -> tuple[Array, ...]:
 
 
 def map_arrays(fun: Callable[..., Array], *columns: Sequence[Array]) -> list[Array]:
-    """`list(map(fun, *columns))` of an elementwise function; on a TPU of stacks of arrays.
+    """Return `list(map(fun, *columns))` for an elementwise function; on TPU, stack the arrays.
 
-    A TPU runs each operation on a scalar by itself. XLA:CPU would compile one kernel for each index
-    of a stack (JAX 0.10.2, a step with 300 leaves: 12 s instead of 3.5 s).
+    A TPU runs every scalar operation as a separate kernel. On CPU the arrays are not stacked,
+    because XLA would compile one kernel per index of a stack (JAX 0.10.2, a step with 300 leaves:
+    12 s instead of 3.5 s).
     """
 
     def one_by_one(*columns: Sequence[Array]) -> list[Array]:
@@ -90,16 +91,17 @@ def map_arrays(fun: Callable[..., Array], *columns: Sequence[Array]) -> list[Arr
 
 
 def joined(scalars: Sequence[Array], *, is_sum: bool) -> Array:
-    """The sum or the maximum of scalars, whose error grows with log n instead of n.
+    """Return the sum or the maximum of scalars, with an error that grows with log n instead of n.
 
-    A GPU merges pairwise additions into one kernel. A TPU runs each addition of two scalars by
-    itself, so there the scalars are reduced as a vector (7 % fewer launches for a scanned GPT).
+    On GPU, XLA merges pairwise additions into one kernel. On TPU, each addition of two scalars
+    would be a separate kernel, so the scalars are reduced as a vector (7 % fewer launches for a
+    scanned GPT).
     """
     if len(scalars) == 1:
         return scalars[0]
 
     def as_vector(*scalars: Array) -> Array:
-        # Without the barrier XLA replaces the reduction of the vector by additions of scalars.
+        # Without the barrier, XLA replaces the reduction of the vector by scalar additions.
         vector = fusion_barrier(jnp.stack(scalars))
         return jnp.sum(vector, axis=0) if is_sum else jnp.max(vector, axis=0)
 
@@ -114,11 +116,12 @@ def joined(scalars: Sequence[Array], *, is_sum: bool) -> Array:
 
 
 def sums_of_two(a: Array, b: Array, axes: Sequence[int]) -> Array:
-    """The sums of two real arrays over some axes, as the parts of complex numbers.
+    """Return the sums of two real arrays over some axes, as one complex array.
 
-    On an H100 it is one kernel and not two. Rows first, it stays in the kernel that makes what is
-    added up, such as that of the optimizer, whose results XLA copies for two sums. A TPU writes
-    complex numbers down.
+    On an H100 this needs one kernel instead of two. If rows are reduced first, XLA fuses the
+    reduction with the kernel that computes the summands, such as the optimizer step. With two
+    separate sums, XLA copies the results of the optimizer. TPUs use separate sums, because XLA
+    materializes complex arrays there.
     """
 
     def total(x: Array) -> Array:
@@ -137,11 +140,11 @@ def sums_of_two(a: Array, b: Array, axes: Sequence[int]) -> Array:
 
 
 def summand(x: Array, is_added: Array) -> Array:
-    """X where it is added, else -0.0: the gradient of a micro-batch, before it is added up.
+    """Return the gradient of a micro-batch, or -0.0 if the micro-batch is not added.
 
-    Where all are added the flag is one that XLA does not know to be true. It otherwise merges the
-    scatter of an embedding's gradient with the sum over micro-batches; the sum over devices then
-    stays in the loop or is wrong: docs/compiler_faults.md.
+    If all micro-batches are added, the flag is a value that XLA cannot prove to be true. Otherwise
+    XLA merges the scatter of an embedding's gradient with the sum over micro-batches, and the
+    all-reduce remains in the loop or its result is wrong (docs/compiler_faults.md).
     """
-    # Not 0: XLA on a GPU would copy and read the zeros in which a scan over layers begins.
+    # With 0 instead of -0.0, XLA on GPU would copy the zeros that initialize a scan over layers.
     return jnp.where(is_added, x, jnp.full_like(x, -0.0))

@@ -1,8 +1,8 @@
-"""Errors of arguments, and the decorator that adds the name of the public function to them.
+"""Argument errors, and the decorator that adds the name of the public function to them.
 
-Every message reads `<function>: <argument> must be <rule>, got <value>[ at <path>]. <next step>`.
-Checks raise without the name of the function; `public` adds it. Values are checked when a
-transformation is built, trees when it is traced. Traced values never raise.
+The format of messages is `<function>: <argument> must be <rule>, got <value>[ at <path>]. <next
+step>`. Checks raise errors without the name of the function, and `public` adds the name. Values are
+checked when a transformation is built, and trees at trace time. Traced values never raise.
 """
 
 import functools
@@ -20,21 +20,21 @@ class ArgumentError(Exception):
     """An invalid argument.
 
     Attributes:
-        function: the public function that the user called.
-        is_named: whether `function` is final. An error inside a function that the user wrote, or
-            inside the update of another transformation, keeps the name that it got there.
+        function: Name of the public function that the user called.
+        is_named: Whether `function` is final. If the error was raised inside a user-defined
+            function or the update of another transformation, outer functions keep its name.
     """
 
     function: str = ""
     is_named: bool = False
 
     def of(self, function: str) -> Self:
-        """The same error with the name of the function, where `public` cannot add it."""
+        """Set the name of the function in places where `public` cannot set it."""
         self.function, self.is_named = function, True
         return self
 
     def __str__(self) -> str:
-        """The message, after the name of the function."""
+        """Return the message with the name of the function as a prefix."""
         return f"{self.function}: {self.args[0]}" if self.function else str(self.args[0])
 
 
@@ -47,20 +47,20 @@ class ArgumentValueError(ArgumentError, ValueError):
 
 
 def type_error(argument: str, rule: str, got: object, hint: str) -> ArgumentTypeError:
-    """The error of an argument of an invalid type."""
+    """Create an error for an argument of an invalid type."""
     return ArgumentTypeError(f"`{argument}` must be {rule}, got {got}. {hint}")
 
 
 def value_error(argument: str, rule: str, got: object, hint: str) -> ArgumentValueError:
-    """The error of an argument of an invalid value."""
+    """Create an error for an argument with an invalid value."""
     return ArgumentValueError(f"`{argument}` must be {rule}, got {got}. {hint}")
 
 
 def public(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Make a function public: its errors begin with its name, and profiles show it.
+    """Add the name of a public function to its errors and to profiles.
 
-    The same holds for the `init` and `update` of a transformation that it returns, and for a
-    function that it returns.
+    The name is also added for functions that it returns, and for the `init` and `update` functions
+    of a transformation that it returns.
     """
 
     @functools.wraps(fun)
@@ -77,7 +77,7 @@ def public(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 
 
 def named(fun: Callable[..., Any], function: str) -> Callable[..., Any]:
-    """A function whose errors begin with the name of the public function that made it."""
+    """Wrap a function so that its errors begin with the name of a public function."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -93,7 +93,7 @@ def named(fun: Callable[..., Any], function: str) -> Callable[..., Any]:
 def _named_result(result: Any, function: str) -> Any:
     if isinstance(result, optax.GradientTransformation):
         init, update = result
-        # The update of a guard or an accumulation must stay recognizable: it names itself.
+        # A `GatedUpdate` has a method `named`, because its type must be preserved.
         rename = getattr(update, "named", functools.partial(named, update))
         update = rename(function)
         return type(result)(named(init, function), update)

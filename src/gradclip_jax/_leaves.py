@@ -1,4 +1,4 @@
-"""The measured leaves of a tree: the floating and complex ones, which have a norm."""
+"""Selection of the measured leaves of a tree, which are floating-point or complex."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,13 +13,13 @@ from ._types import Array, Tree
 
 
 class Leaves(NamedTuple):
-    """A tree that is flattened once for everything that an update does with it.
+    """A flattened tree and its measured leaves.
 
     Attributes:
-        arrays: the measured leaves, in device memory.
-        places: the indices of these among all leaves.
-        given: all leaves.
-        structure: of the tree.
+        arrays: Measured leaves, in device memory.
+        places: Indices of the measured leaves among all leaves.
+        given: All leaves.
+        structure: Structure of the tree.
     """
 
     arrays: list[Array]
@@ -28,7 +28,7 @@ class Leaves(NamedTuple):
     structure: Any
 
     def beside(self, tree: Tree) -> list[Array]:
-        """The leaves of another tree of the same structure at the places of the measured leaves."""
+        """Return the corresponding leaves of another tree with the same structure."""
         leaves = jax.tree.leaves(tree)
         arrays: list[Array] = []
         for place in self.places:
@@ -36,26 +36,27 @@ class Leaves(NamedTuple):
         return arrays
 
     def replace(self, arrays: Sequence[Array]) -> Tree:
-        """The tree with other measured leaves, each in the memory of the leaf it replaces."""
+        """Replace the measured leaves; each new leaf is moved to the memory of the old one."""
         leaves = list(self.given)
         for place, old, new in zip(self.places, self.arrays, arrays, strict=True):
-            # `old` differs from the given leaf if that is in host memory.
+            # `old` is not the given leaf if that was moved from host to device memory.
             leaves[place] = new if old is leaves[place] else in_memory_of(new, leaves[place])
         return jax.tree.unflatten(self.structure, leaves)
 
 
 def flatten(argument: str, tree: Tree, *, real: bool = False, unreduced: bool = False) -> Leaves:
-    """Flatten a tree whose leaves are floating, complex (unless `real`) or float0.
+    """Flatten a tree whose leaves are floating-point, complex (unless `real`) or float0.
 
     Raises:
-        TypeError: another leaf, or a leaf that is unreduced over a mesh axis unless `unreduced`.
+        TypeError: If a leaf has another dtype, or is unreduced over a mesh axis and `unreduced` is
+            False.
     """
     paths, structure = jax.tree.flatten_with_path(tree)
     arrays: list[Array] = []
     places: list[int] = []
     given: list[Any] = []
     kind = jnp.floating if real else jnp.inexact
-    if isinstance(tree, tuple):  # such as a state that was passed in place of the updates
+    if isinstance(tree, tuple):  # may be a state that was passed instead of the updates
         check_no_state(argument, tree)
     for i, (path, x) in enumerate(paths):
         given.append(x)
@@ -89,8 +90,8 @@ def _not_inexact(argument: str, tree: Tree, kind: Any) -> ArgumentTypeError:
 def _is_unreduced(place: str, x: Array) -> ArgumentTypeError:
     axes = ", ".join(map(repr, sorted(unreduced_axes(x))))
     hint = (
-        f"Sum it over devices first, `jax.sharding.reshard(leaf, {sharding_with(x).spec})`, or use "
-        "`accumulate_gradients`, which sums it once for each window."
+        f"Sum it over devices with `jax.sharding.reshard(leaf, {sharding_with(x).spec})`, or use "
+        "`accumulate_gradients`, which sums it once per window."
     )
     return type_error(
         place.split("[")[0], "reduced", f"a leaf that is unreduced over {axes} at {place}", hint
@@ -98,7 +99,7 @@ def _is_unreduced(place: str, x: Array) -> ArgumentTypeError:
 
 
 def is_measured(leaf: object) -> bool:
-    """Whether a leaf has a norm; a float0 and the integer parameter it belongs to have none."""
+    """Return whether a leaf is floating-point or complex; False for float0 and integer leaves."""
     if is_float0(leaf):
         return False
     try:
@@ -113,5 +114,5 @@ def measured_leaves(tree: Tree) -> list[Array]:
 
 
 def measured_shapes(tree: Tree) -> list[Any]:
-    """The measured leaves, for their shapes; in `init` they may be placeholders."""
+    """The measured leaves without conversion to arrays; in `init` they may be placeholders."""
     return [x for x in jax.tree.leaves(tree) if is_measured(x)]

@@ -1,8 +1,8 @@
-"""The mesh axes in the type of an array, and the collectives that follow from them.
+"""Mesh axes in the types of arrays, and the collectives that depend on them.
 
-Inside `shard_map` the gradient of a varying parameter stays local to its device. Under explicit
-axes the gradient of a parameter with reduced axes is *unreduced*: each device holds a summand. Both
-are summed once, at the end of a window or a batch.
+Inside `shard_map` the gradient of a varying parameter remains local to its device. Under explicit
+axes, the gradient of a parameter with reduced axes is *unreduced*, which means that each device
+contains one summand. In both cases, gradients are summed once, at the end of a window or a batch.
 """
 
 import math
@@ -21,7 +21,7 @@ from ._types import Array, AxisName, Tree
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """The mesh axes of `shard_map` over which a value differs from device to device."""
+    """The mesh axes of `shard_map` over which a value differs between devices."""
     aval: Any = x if isinstance(x, ShapedArray) else jax.typeof(x)
     return frozenset(aval.manual_axis_type.varying if HAS_TYPES else aval.vma)
 
@@ -29,9 +29,9 @@ def varying_axes(x: Any) -> frozenset[str]:
 def shard_axes(x: Any, axis_name: AxisName) -> frozenset[str]:
     """The mesh axes over which a leaf is sharded.
 
-    Inside `shard_map` the type of the leaf carries them. Where types do not (`pmap`,
-    `check_vma=False`), every leaf counts as sharded over `axis_name`. The index of an axis varies
-    over that axis, so types carry no axes if the type of the index does not.
+    Inside `shard_map` the type of the leaf carries these axes. If types do not carry axes (`pmap`,
+    `check_vma=False`), every leaf counts as sharded over `axis_name`. This is detected from the
+    type of `lax.axis_index(name)`, which always varies over the axis.
     """
     varying = varying_axes(x)
     for name in axis_name or ():
@@ -79,7 +79,7 @@ def reshard_like(x: Any, like: Any) -> Any:
 
 
 def is_explicit(sharding: Any) -> bool:
-    """Whether a sharding has explicit mesh axes."""
+    """Return whether a sharding has explicit mesh axes."""
     return any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types)
 
 
@@ -102,7 +102,7 @@ def sum_over(x: Array, axes: frozenset[str]) -> Array:
 
 
 def max_over(x: Array, axes: frozenset[str]) -> Array:
-    """The maximum over devices. NaN counts as infinite, because an all-reduce may drop it."""
+    """The maximum over devices, where NaN counts as infinity because an all-reduce may drop NaN."""
     if not axes:
         return x
     if jnp.issubdtype(x.dtype, jnp.floating):
@@ -111,9 +111,9 @@ def max_over(x: Array, axes: frozenset[str]) -> Array:
 
 
 def vary(x: Any, axes: frozenset[str]) -> Any:
-    """Cast a value to one that varies over the axes.
+    """Cast a value so that its type varies over the axes.
 
-    The gradient with respect to it stays local instead of being summed immediately.
+    The gradient with respect to this value is then local instead of being all-reduced immediately.
     """
     missing = tuple(sorted(axes - varying_axes(x)))
     if not missing:
@@ -124,31 +124,31 @@ def vary(x: Any, axes: frozenset[str]) -> Any:
 
 
 def sharding_with(x: Any, **axes: frozenset[str]) -> NamedSharding:
-    """The sharding of an array with other `reduced` and `unreduced` axes, or without them."""
+    """The sharding of an array with the given `reduced` and `unreduced` axes, or without them."""
     sharding = jax.typeof(x).sharding
-    # With such axes a spec is no longer a sequence of its entries.
+    # A spec with such axes cannot be unpacked as a sequence of its entries.
     entries = sharding.spec.partitions if HAS_TYPES else sharding.spec
     return NamedSharding(sharding.mesh, PartitionSpec(*entries, **axes))
 
 
 def reduced_axes(x: Any) -> frozenset[str]:
-    """The mesh axes over which the gradient with respect to a value stays unreduced."""
+    """The mesh axes over which the gradient with respect to a value is unreduced."""
     return frozenset(jax.typeof(x).sharding.spec.reduced) if HAS_TYPES else frozenset()
 
 
 def unreduced_axes(x: Any) -> frozenset[str]:
-    """The mesh axes over which a value is unreduced: each device holds a summand."""
+    """The mesh axes over which a value is unreduced."""
     return frozenset(jax.typeof(x).sharding.spec.unreduced) if HAS_TYPES else frozenset()
 
 
 def is_unreduced(tree: Any) -> bool:
-    """Whether a leaf of the tree is unreduced."""
+    """Return whether any leaf of the tree is unreduced over a mesh axis."""
     leaves = [x for x in jax.tree.leaves(tree) if hasattr(x, "shape")]
     return any(unreduced_axes(x) for x in leaves if x.dtype != jax.dtypes.float0)
 
 
 def factor_for(value: Array, factor: Any) -> Any:
-    """The factor, resharded so that an unreduced value can be multiplied by it."""
+    """Reshard a factor so that an unreduced value can be multiplied by it."""
     axes = unreduced_axes(value)
     if not axes:
         return factor
@@ -157,7 +157,7 @@ def factor_for(value: Array, factor: Any) -> Any:
 
 
 def without_reduced_axes(params: Tree) -> Tree:
-    """The parameters without reduced axes, as the optimizer expects them."""
+    """Remove reduced axes from the parameters, as the optimizer expects."""
 
     def plain(param: Any) -> Any:
         is_plain = is_float0(param) or not reduced_axes(param)
@@ -167,7 +167,7 @@ def without_reduced_axes(params: Tree) -> Tree:
 
 
 def reduce_over_devices(grads: Tree, inner_state: Any) -> Tree:
-    """Sum unreduced leaves over devices, to the sharding of the inner optimizer's state."""
+    """Sum unreduced leaves over devices, with the sharding of the inner optimizer's state."""
     if not is_unreduced(grads):
         return grads
     structure = jax.tree.structure(grads)

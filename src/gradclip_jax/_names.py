@@ -1,4 +1,4 @@
-"""Hints for names that other libraries use."""
+"""Suggestions for users who look for names of other libraries."""
 
 import difflib
 import sys
@@ -24,25 +24,25 @@ _THEIRS: Final = {
     "skip_nonfinite": "apply_if_finite conditionally_mask conditionally_transform "
     "skip_not_finite zero_nans",
 }
-"""Names of this package, and the names that other libraries use for the same."""
+"""Names of this package, and the corresponding names in other libraries."""
 
 ELSEWHERE: Final = {name: ours for ours, names in _THEIRS.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Raise an `AttributeError` with the name that was probably meant."""
+    """Raise an `AttributeError` that suggests a similar name."""
     package = sys.modules[__package__ or ""]
-    if name.startswith("_"):  # asked for by `copy`, `inspect` and the like, and never shown
+    if name.startswith("_"):  # `copy`, `inspect` and other tools look up such names
         raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}")
     names: dict[str, str] = {}
     for public in package.__all__:
         inside: Any = getattr(getattr(package, public), "__all__", ())
         names |= {public: public} | {x: f"{public}.{x}" for x in inside}
     if name in names or name in ELSEWHERE:
-        hint = f"It is called `gcx.{names.get(name) or ELSEWHERE[name]}` here."
+        hint = f"Use `gcx.{names.get(name) or ELSEWHERE[name]}` instead."
     else:
         near = {x.lower(): path for x, path in names.items()}
         close = difflib.get_close_matches(name.lower(), near, n=2, cutoff=0.6)
         meant = " or ".join(f"`gcx.{near[x]}`" for x in close)
-        hint = f"Did you mean {meant}?" if close else "`help(gradclip_jax)` lists them."
+        hint = f"Did you mean {meant}?" if close else "See `help(gradclip_jax)` for all names."
     raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}. {hint}")

@@ -1,4 +1,4 @@
-"""Stochastic rounding to bfloat16, of sums of gradients and of parameters."""
+"""Stochastic rounding of gradient sums and parameters to bfloat16."""
 
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ class RoundingState(NamedTuple):
     """The state of `round_stochastically`.
 
     Attributes:
-        step: number of updates, int32[]. The random bits depend on it.
+        step: Number of updates, int32[]. The random bits depend on it.
     """
 
     step: Scalar
@@ -28,12 +28,12 @@ class RoundingState(NamedTuple):
 
 @public
 def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
-    """Round parameters in bfloat16 stochastically, instead of keeping a float32 copy of them.
+    """Round bfloat16 parameters stochastically, instead of storing a float32 copy of them.
 
-    `update = r(p + u) - p`, where `r` rounds to one of the two neighbors in bfloat16 with
-    probabilities such that the expectation is `p + u`. Adding the update to the parameter gives
-    the rounded number exactly. Round to nearest may discard every update below 1/512 of the
-    parameter.
+    `update = r(p + u) - p`, where `r` rounds to one of the two adjacent bfloat16 values with
+    probabilities such that the expected value is `p + u`. Adding the update to the parameter gives
+    the rounded value exactly. Rounding to nearest, in contrast, may discard every update below
+    1/512 of the parameter.
 
     Place it last, `optax.chain(optax.adamw(1e-3), round_stochastically())`, inside accumulations
     and guards, and apply the updates with `apply_gradients` or `optax.apply_updates`. Pass float32
@@ -51,15 +51,15 @@ def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
     | sharded in `pmap` and unchecked `shard_map` | the same bits on each device |
 
     Args:
-        seed: the seed of the random bits, an integer >= 0.
+        seed: Seed of the random bits; an integer >= 0.
 
     Returns:
-        A transformation whose state is the number of steps. Its updates are float32 for parameters
-        in bfloat16 and unchanged otherwise.
+        A transformation whose state is the number of steps. Its updates are float32 for bfloat16
+        parameters and unchanged otherwise.
 
     Raises:
-        ValueError: `seed` is below 0, or `update` is called without parameters.
-        TypeError: a parameter is float16 or float8.
+        ValueError: If `seed` is negative, or if `update` is called without parameters.
+        TypeError: If a parameter is float16 or float8.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -73,7 +73,7 @@ def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
     References:
         Gupta et al. 2015, arXiv 1502.02551; Zamirai et al. 2020, arXiv 2010.06192.
     """
-    check_count("seed", seed, "Pass one seed for each run.", low=0)
+    check_count("seed", seed, "Pass a different seed for each run.", low=0)
 
     def init(params: Tree) -> RoundingState:
         return RoundingState(jnp.zeros((), jnp.int32))
@@ -83,7 +83,7 @@ def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
         check_state(state, RoundingState)
         if params is None:
             hint = "Call `update(grads, state, params)`."
-            raise value_error("params", "given", "None", hint)
+            raise value_error("params", "passed to `update`", "None", hint)
         check_same_structure("updates", updates, "params", params)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         leaves, structure = jax.tree.flatten(updates)
@@ -99,12 +99,12 @@ def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
 
 
 def _to_neighbor(update: Any, param: Any, place: str, key: Array) -> Any:
-    """The update to a bfloat16 number, if the parameter has that dtype."""
+    """Return the update that rounds a bfloat16 parameter; other updates are unchanged."""
     kind = jnp.result_type(param)
     if is_float0(update) or jnp.finfo(kind).bits >= 32:
         return update
     if kind != jnp.bfloat16:
-        rule, hint = "bfloat16 or of 32 bit or more", "Convert it, or leave it out: `optax.masked`."
+        rule, hint = "bfloat16 or 32 bits or wider", "Convert it, or use `optax.masked`."
         got = f"{describe(param)} at {place}"
         raise type_error("params", rule, got, hint)
     old = jnp.asarray(param).astype(jnp.float32)
@@ -114,7 +114,7 @@ def _to_neighbor(update: Any, param: Any, place: str, key: Array) -> Any:
 
 
 def rounded(dtype: Any, x: Array, key: Array | None) -> Array:
-    """Cast an array; a key rounds stochastically if the dtype is bfloat16."""
+    """Cast an array, with stochastic rounding if the dtype is bfloat16 and a key is given."""
     if x.dtype == dtype:
         return x
     if key is None or dtype != jnp.bfloat16:
@@ -130,7 +130,7 @@ def rounded(dtype: Any, x: Array, key: Array | None) -> Array:
 def _up_or_down(x: Array, noise: Array) -> Array:
     bits = lax.bitcast_convert_type(x, jnp.uint32) + noise.astype(jnp.uint32)
     new = lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
-    # Adding the noise to the bits of a NaN may overflow to those of zero.
+    # Adding noise to the bits of a NaN may overflow to the bits of zero.
     return jnp.where(jnp.isfinite(x), new, x.astype(jnp.bfloat16))
 
 

@@ -27,17 +27,17 @@ from ._mesh import reshard_like, varying_axes, zeros_of_type
 from ._types import Array, Tree
 
 Flag: TypeAlias = Array | np.bool_ | bool
-"""bool[]; a bool of Python or NumPy is known when the step is traced: no branch is compiled."""
+"""A bool[] array, or a Python or NumPy bool, which is known at trace time and needs no branch."""
 
 
 class Program(NamedTuple):
-    """A function that was traced once and can be evaluated in other places.
+    """A traced function that can be evaluated several times.
 
     Attributes:
-        function: `(*constants, *leaves of the arguments) -> leaves`. It contains no tracer, so
-            that a derivative or a checkpoint can evaluate it later.
-        constants: the arrays that the traced function closes over.
-        output: the types of its results.
+        function: Function `(*constants, *leaves of the arguments) -> leaves`. It contains no
+            tracers, so that a derivative or a checkpoint can evaluate it later.
+        constants: Arrays that the traced function closes over.
+        output: Types of the results.
     """
 
     function: Callable[..., list[Array]]
@@ -53,7 +53,7 @@ class Program(NamedTuple):
 def trace(function: Callable[..., Tree], *args: Tree) -> Program:
     """Trace a function on arguments, or on their shapes."""
     closed, output = jax.make_jaxpr(function, return_shape=True)(*args)
-    # The shapes of JAX 0.7 do not say over which mesh axes a value varies; avals do.
+    # In JAX 0.7, only avals carry the mesh axes over which a value varies.
     output = jax.tree.unflatten(jax.tree.structure(output), closed.out_avals)
     jaxpr = closed.jaxpr
     inputs = [*jaxpr.constvars, *jaxpr.invars]
@@ -64,12 +64,12 @@ def trace(function: Callable[..., Tree], *args: Tree) -> Program:
 def run_if(
     predicate: Flag, step: Callable[[Tree], Tree], carry: Tree, *, usually: bool = False
 ) -> Tree:
-    """`step(carry)` if the predicate is true, else the carry, without copying it.
+    """Return `step(carry)` if the predicate is true, else the carry, without copying it.
 
-    A predicate that is known when the program is traced leaves no branch in it. The carry keeps
-    its dtypes and sharding. Differentiable in forward and reverse mode: reverse mode does not
-    support loops, so the derivative is that of the equivalent `lax.cond`. With `usually`, GPU and
-    TPU compute the step and select.
+    If the predicate is known at trace time, no branch is compiled. The carry keeps its dtypes and
+    sharding. Forward- and reverse-mode differentiation are supported. They differentiate the
+    equivalent `lax.cond`, because JAX cannot differentiate a `while_loop` in reverse mode. With
+    `usually`, GPU and TPU compute the step and select.
     """
     return run_step(predicate, lambda carry: (None, step(carry)), carry, usually=usually)[1]
 
@@ -81,7 +81,7 @@ def run_step(
     *,
     usually: bool = False,
 ) -> tuple[Tree, Tree]:
-    """Like `run_if` for a step that returns `(output, carry)`, with zeros for the output."""
+    """Like `run_if`, for a step that returns `(output, carry)`; the default output is zeros."""
     is_known = not is_traced(predicate)
     if is_known and bool(predicate):
         output, new = step(carry)
@@ -94,7 +94,7 @@ def run_step(
 
 
 def trace_step(step: Callable[[Tree], tuple[Tree, Tree]], carry: Tree) -> Program:
-    """Trace a step that returns `(output, carry)`; the carry keeps its types."""
+    """Trace a step that returns `(output, carry)`, and cast its carry to the input types."""
 
     def typed_step(carry: Tree) -> tuple[Tree, Tree]:
         output, new = step(carry)
@@ -106,10 +106,10 @@ def trace_step(step: Callable[[Tree], tuple[Tree, Tree]], carry: Tree) -> Progra
 def select_step(
     predicate: Flag, program: Program, computed: Tree, carry: Tree
 ) -> tuple[Tree, Tree]:
-    """Like `run_step` for a traced step, whose result has been computed already.
+    """Like `run_step`, for a traced step whose result has been computed already.
 
-    The step is evaluated again for derivatives only: the derivative of a selection would be NaN
-    if that of a step that is not applied is infinite.
+    The step is evaluated again only for derivatives. Differentiating the selection would give NaN
+    if the derivative of a skipped step is infinite.
     """
     return _execute(_select, program, jnp.asarray(predicate), carry, computed)
 
@@ -138,7 +138,7 @@ def _execute(
 
 
 def like_dtypes(tree: Tree, reference: Tree) -> Tree:
-    """The tree in the dtypes of the reference, without weak types; float0 leaves are unchanged."""
+    """Cast a tree to the dtypes of the reference and remove weak types; float0 is unchanged."""
     return jax.tree.map(_cast, tree, reference)
 
 
@@ -150,7 +150,7 @@ def _cast(x: Any, reference: Any) -> Any:
 
 
 def like_types(tree: Tree, reference: Tree) -> Tree:
-    """The tree in the dtypes and the sharding of the reference."""
+    """Convert a tree to the dtypes and sharding of the reference."""
     return jax.tree.map(_leaf_like, tree, reference)
 
 
@@ -162,7 +162,7 @@ def _leaf_like(x: Any, reference: Any) -> Any:
 
 
 def _check_varying(before: Tree, after: Tree) -> None:
-    """Raise if the step makes a value vary over mesh axes: a `pmean` is missing."""
+    """Raise if the step makes a value vary over mesh axes, because a `pmean` is missing."""
     for x, kind in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         axes = varying_axes(kind) - varying_axes(x) if jax.typeof(x) != kind else ()
         if axes:
@@ -172,8 +172,8 @@ def _check_varying(before: Tree, after: Tree) -> None:
             raise type_error("updates", rule, "values that differ", hint)
 
 
-# How a conditional step is executed: `(step, predicate, (zeros, carry), result if it has been
-# computed) -> (output, carry)`.
+# Implementation of a conditional step: `(step, predicate, (zeros, carry), computed result or None)
+# -> (output, carry)`.
 Form = Callable[[Callable[[Tree], Tree], Array, Tree, Tree | None], Tree]
 
 
@@ -186,7 +186,7 @@ def _run(
     constants: list[Array],
     computed: Tree | None,
 ) -> Tree:
-    """Execute a step in one form; its derivative is that of `_cond`."""
+    """Execute a conditional step in the given form, with the derivative of `_cond`."""
     return form(functools.partial(step, constants), predicate, start, computed)
 
 
@@ -216,8 +216,8 @@ def _loop(
 def _select(
     step: Callable[[Tree], Tree], predicate: Array, start: Tree, computed: Tree | None
 ) -> Tree:
-    # XLA (JAX 0.10.2, H100 and TPU v5e) fuses a step both into a check before it and into this
-    # selection: 11 N bytes moved for AdamW and no scratch.
+    # XLA (JAX 0.10.2, H100 and TPU v5e) fuses the step into both the check and this selection.
+    # AdamW then moves 11 N bytes and needs no scratch memory.
     leaves, structure = jax.tree.flatten(step(start) if computed is None else computed)
     pairs, predicate = zip(leaves, jax.tree.leaves(start), strict=True), shared(predicate)
     none = jax.dtypes.float0

@@ -1,4 +1,4 @@
-"""Counters of states, and the search for states of this package inside any Optax state."""
+"""Counters in states, and search for states of this package inside any Optax state."""
 
 import functools
 from collections.abc import Callable
@@ -13,19 +13,19 @@ from ._errors import public
 from ._types import Array
 
 METRICS: Final[dict[type, tuple[str, ...]]] = {}
-"""Each state of this package that `metrics` reads, and the fields or properties it reports."""
+"""State types that `metrics` reads, and the names of the fields or properties that it returns."""
 
 GATES: Final[dict[type, str]] = {}
-"""The states of guards and accumulations, and the field of each that holds the inner state."""
+"""State types of guards and accumulations, and the name of the field with the inner state."""
 
 GUARDS: Final[set[type]] = set()
-"""The states of guards."""
+"""State types of guards."""
 
 _State = TypeVar("_State", bound=type)
 
 
 def register_metrics(*names: str) -> Callable[[_State], _State]:
-    """A class decorator: `metrics` reports these fields or properties of the state."""
+    """Return a class decorator that adds these fields or properties of a state to `metrics`."""
 
     def register(kind: _State) -> _State:
         METRICS[kind] = names
@@ -35,7 +35,7 @@ def register_metrics(*names: str) -> Callable[[_State], _State]:
 
 
 def register_guard(*names: str) -> Callable[[_State], _State]:
-    """The same for the state of a guard, whose inner state is in `inner_state`."""
+    """Like `register_metrics`, for the state of a guard, which has a field `inner_state`."""
 
     def register(kind: _State) -> _State:
         GATES[kind] = "inner_state"
@@ -46,12 +46,13 @@ def register_guard(*names: str) -> Callable[[_State], _State]:
 
 
 def increment_where(count: Array, happened: Array | np.bool_ | bool = True) -> Array:
-    """Increment a counter where `happened`; it saturates instead of wrapping around."""
-    return jnp.maximum(count, count + jnp.asarray(happened, count.dtype))  # one that wraps is less
+    """Increment a counter where `happened`; it saturates instead of overflowing."""
+    # After an overflow the sum is less than `count`.
+    return jnp.maximum(count, count + jnp.asarray(happened, count.dtype))
 
 
 def find_states(state: Any, kinds: type | tuple[type, ...]) -> list[tuple[Any, Any]]:
-    """`(path, state)` of every state of the given kinds, also of nested ones."""
+    """Return `(path, state)` for every state of the given types, including nested states."""
     matches: list[tuple[Any, Any]] = []
 
     def search(prefix: Any, node: Any, *, inside: bool) -> None:
@@ -70,7 +71,7 @@ def find_states(state: Any, kinds: type | tuple[type, ...]) -> list[tuple[Any, A
 def replace_states(
     state: Any, kinds: type | tuple[type, ...], replace: Callable[[Any], Any]
 ) -> Any:
-    """Replace the outermost states of the given kinds."""
+    """Replace the outermost states of the given types."""
 
     def visit(node: Any) -> Any:
         return replace(node) if isinstance(node, kinds) else node
@@ -79,32 +80,32 @@ def replace_states(
 
 
 def is_guard(state: Any) -> bool:
-    """Whether a state is that of a guard."""
+    """Return whether a state is the state of a guard."""
     return type(state) in GUARDS
 
 
 @public
 def has_updated(state: Any) -> Array:
-    """Whether the last call applied a step: the optimizer inside all guards and accumulations ran.
+    """Return whether the last call ran the optimizer inside all guards and accumulations.
 
-    Use it to count optimizer steps, and to update other state, such as the statistics of batch
-    normalization, only with steps that were applied.
+    Use this function to count optimizer steps, or to update other state, such as the statistics of
+    batch normalization, only at steps that were applied.
 
-    | state | value |
+    | state | result |
     | --- | --- |
     | a guard skipped the step, or the window is still open or was dropped | False |
     | an accumulation before the first call | False |
     | no guard or accumulation; guards before the first call | True |
-    | several side by side, as in `optax.partition` | whether any of them applied a step |
+    | several branches, as in `optax.partition` | whether any of them applied a step |
 
     Args:
-        state: any pytree that contains optimizer states, as for `metrics`.
+        state: Pytree that contains optimizer states, as for `metrics`.
 
     Returns:
-        bool[], with the leading axes of a state that was vmapped.
+        A bool[], with the leading axes of a vmapped state.
 
     Raises:
-        TypeError: `state` is a transformation.
+        TypeError: If `state` is a gradient transformation.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -123,17 +124,18 @@ def has_updated(state: Any) -> Array:
 
 
 def _stepped(state: Any) -> Array | None:
-    """Whether any of the outermost gates in a state let a step through; None without gates."""
+    """Return whether a step was applied inside any of the outermost gates; None without gates."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node) in GATES)
     flags = [_stack_stepped(node) for node in nodes if type(node) in GATES]
     return functools.reduce(jnp.logical_or, flags) if flags else None
 
 
 def _stack_stepped(node: Any) -> Array:
-    """Whether gates directly in one another let a step through, and so did what is inside them."""
+    """Return whether a step was applied inside nested gates."""
     stepped = jnp.array(True)
     while type(node) in GATES:
-        # An accumulation knows of guards around it; its window closes without what they skip.
+        # `emitted` already includes the outer guards. A window may be emitted although an outer
+        # guard skipped the last micro-batch.
         stepped = stepped & (node.consecutive_skips == 0) if is_guard(node) else node.emitted > 0
         node = getattr(node, GATES[type(node)])
     inside = _stepped(node)
@@ -141,7 +143,7 @@ def _stack_stepped(node: Any) -> Array:
 
 
 def plain_arrays(tree: Any) -> Any:
-    """Replace wrappers of arrays, such as `flax.nnx.Variable`, by their arrays."""
+    """Replace array wrappers, such as `flax.nnx.Variable`, by their arrays."""
 
     def holds_array(node: Any) -> bool:
         return hasattr(type(node), "__jax_array__") and not isinstance(node, jax.Array)
@@ -153,5 +155,5 @@ def plain_arrays(tree: Any) -> Any:
 
 
 def with_structure_of(reference: Any, tree: Any) -> Any:
-    """The arrays of a tree in the structure of another tree."""
+    """Put the arrays of a tree into the structure of another tree."""
     return jax.tree.unflatten(jax.tree.structure(reference), jax.tree.leaves(tree))

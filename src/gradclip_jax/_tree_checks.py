@@ -1,4 +1,4 @@
-"""Checks of trees, which run when a tree is traced."""
+"""Checks of trees at trace time."""
 
 from itertools import zip_longest
 from typing import Any
@@ -37,7 +37,7 @@ def _has_other_shape(leaf: Any, other: Any) -> bool:
 
 
 def _first_difference(place: str, tree: Tree, other_place: str, other: Tree) -> str | None:
-    """The first difference between two trees; None if there is none."""
+    """Describe the first difference between two trees; None if there is no difference."""
     (ours, structure), (theirs, other_structure) = children_of(tree), children_of(other)
     if structure == other_structure == jax.tree.structure(0):
         expected = f"{describe(tree)} at {place}, expected shape {list(np.shape(other))}"

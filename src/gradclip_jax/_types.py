@@ -1,4 +1,4 @@
-"""Types of arguments and results, with shapes and units."""
+"""Types of arguments and results."""
 
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
@@ -22,10 +22,10 @@ Order: TypeAlias = float | np.floating[Any]
 """The order p of a p-norm, static."""
 
 Count: TypeAlias = int | np.integer[Any]
-"""A static whole number."""
+"""A static integer."""
 
 Schedule: TypeAlias = Callable[[Any], Any]
-"""Step count, int32[], to a value of shape ()."""
+"""A function from the step count, int32[], to a value of shape ()."""
 
 AxisName: TypeAlias = str | tuple[str, ...] | None
 """Mapped axes (`pmap`, `vmap`, `shard_map`) over which a tree is sharded."""
@@ -37,7 +37,7 @@ Labels: TypeAlias = Any
 """A prefix tree of group labels, or a function `params -> labels`."""
 
 UNBOUNDED: Final = float(np.finfo(np.float32).max)
-"""No threshold yet. Not infinity, which `jax_debug_infs` would take for a fault."""
+"""The value of a missing threshold; finite, because `jax_debug_infs` raises for infinities."""
 
 
-FLOAT32: Final = np.dtype("float32")  # `jnp.float32` is callable, like a schedule
+FLOAT32: Final = np.dtype("float32")  # `jnp.float32` is callable and looks like a function

@@ -1,3 +1,3 @@
-"""The one place that says the version; packaging, site and release workflow read it here."""
+"""The version of the package, which packaging, site and release workflow read from here."""
 
 __version__ = "0.1.0"

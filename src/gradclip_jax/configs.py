@@ -1,7 +1,4 @@
-"""Configs: calls of this package as plain values, to be written to a file and read back.
-
-A public namespace, `gcx.configs`.
-"""
+"""Configs that represent calls of this package as plain values for JSON or YAML."""
 
 from ._config import AccumulationConfig, TransformConfig
 

@@ -1,16 +1,16 @@
-"""What a run has done so far, read on the host between its steps: `gcx.diagnostics`.
+"""Diagnostics of a run, for use on the host between steps.
 
-| function | answers |
+| function | result |
 | --- | --- |
-| `norm_history`, `leaf_norm_history` | the norms that `record_norms` kept |
-| `suggest_max_norm` | which `max_norm` they suggest |
-| `nonfinite_leaves` | which leaves hold a NaN or an infinity |
-| `accumulation_stats` | how many micro-batches and windows there were |
-| `unit_names` | what `watch` calls the leaves or layers |
-| `worst_examples` | which examples of a batch have the largest gradients and losses |
-| `summarize_log`, `plot_log` | a run in numbers and in pictures, from its log |
+| `norm_history`, `leaf_norm_history` | norms recorded by `record_norms` |
+| `suggest_max_norm` | a `max_norm` based on these norms |
+| `nonfinite_leaves` | leaves that contain NaN or infinity |
+| `accumulation_stats` | numbers of micro-batches and windows |
+| `unit_names` | names of the leaves or layers in `watch` |
+| `worst_examples` | examples of a batch with the largest gradients and losses |
+| `summarize_log`, `plot_log` | summary and plots of a logged run |
 
-What is logged at every step is in `gcx.metrics`, what happened in `gcx.incidents`.
+Use `gcx.metrics` to log values at every step, and `gcx.incidents` to list what went wrong.
 """
 
 from .accumulation._state import AccumulationStats, accumulation_stats

@@ -1,6 +1,6 @@
-"""Of what a norm is taken: `gcx.granularities`, for `clip_by_norm`.
+"""Granularities for `clip_by_norm`: which elements share one norm.
 
-`"global"` and `"leaf"` need no function.
+The granularities `"global"` and `"leaf"` are passed as strings.
 """
 
 from .clipping._granularity import Granularity, axis, group, layer

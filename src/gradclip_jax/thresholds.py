@@ -1,15 +1,15 @@
-"""Rules that choose the threshold of a clip or guard, from earlier norms or from the parameters.
+"""Threshold rules for clips and guards, based on earlier norms or on the parameters.
 
 | rule | threshold |
 | --- | --- |
-| `zscore` | for outliers only, by their distance from the recent mean |
-| `mean_std` | mean plus standard deviations of a window |
-| `percentile` | a percentile of a window |
-| `quantile` | a quantile, tracked with one number of state |
-| `ema` | a multiple of the average of the clipped norms |
-| `relative_to_params` | a fraction of the norm of the parameters |
-| `capped` | that of another rule, with an upper bound |
-| `Rule` | your own |
+| `zscore` | only for outliers, lower for larger z-scores |
+| `mean_std` | mean of a window plus a multiple of its standard deviation |
+| `percentile` | percentile of a window |
+| `quantile` | quantile, tracked with one scalar of state |
+| `ema` | multiple of the moving average of the clipped norms |
+| `relative_to_params` | fraction of the parameter norm |
+| `capped` | threshold of another rule, with an upper bound |
+| `Rule` | custom rule |
 """
 
 from .adaptive._rules import ema, mean_std, percentile, quantile, zscore

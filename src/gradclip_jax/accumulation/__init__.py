@@ -1,1 +1,1 @@
-"""From micro-batches to one step of the inner optimizer."""
+"""Gradient accumulation over micro-batches."""

@@ -1,4 +1,4 @@
-"""Value and gradient of a batch with the memory of one micro-batch."""
+"""Value and gradient of a batch, computed one micro-batch at a time."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from ._reduction import DTYPE, REDUCTION, as_weight, is_summed, map_reduced
 from ._split import Split, check_real, counted_from_zero, in_one_form, micro_arguments, positions
 
 Transform: TypeAlias = optax.GradientTransformation | Callable[[Tree], Tree]
-"""Applied to the gradient of each micro-batch."""
+"""A transformation or function that is applied to the gradient of each micro-batch."""
 
 
 @public
@@ -44,63 +44,63 @@ def microbatched_value_and_grad(
     microbatch_transform: Transform | None = None,
     drop_nonfinite: bool = False,
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad(fun)` with the memory of a micro-batch instead of the whole batch.
+    """Like `jax.value_and_grad(fun)`, with the memory of one micro-batch instead of the batch.
 
-    The batch is split, `fun` runs on one micro-batch after the other, and values and gradients are
-    averaged. The result is that of the whole batch if `fun` is a mean over examples, or, with
-    `has_weight`, a mean over a weight such as the number of tokens. Use `accumulate_gradients` to
-    accumulate over several calls; the two compose.
+    The returned function splits the batch, runs `fun` on one micro-batch at a time, and averages
+    values and gradients. The result equals that of the whole batch if `fun` is a mean over
+    examples, or, with `has_weight`, a weighted mean, for example over tokens. Use
+    `accumulate_gradients` to accumulate over several calls; both can be combined.
 
-    | leaf of aux | combined to, unless `aux_reduction` is given |
+    | leaf of aux | default without `aux_reduction` |
     | --- | --- |
     | an array whose first axis grows with the batch | the rows of all examples, in their order |
-    | a floating scalar | the (weighted) mean over micro-batches |
-    | anything else: a count, a flag, statistics, a key | an error that requires `aux_reduction` |
+    | a floating-point scalar | the (weighted) mean over micro-batches |
+    | anything else, such as a count, a flag or a key | an error that requires `aux_reduction` |
 
-    | micro-batch | effect |
+    | micro-batch | result |
     | --- | --- |
-    | weight 0, even if its gradient is NaN | adds nothing to value, gradient and means |
+    | weight 0, even if its gradient is NaN | contributes 0 to value, gradient and means |
     | non-finite, with `drop_nonfinite` | the same; if all are non-finite, the result is NaN |
-    | not real, by `num_real_microbatches` | does not run; if none is real, all results are zero |
+    | beyond `num_real_microbatches` | does not run; if none runs, all results are zero |
 
-    Micro-batch i contains every `num_microbatches`-th example from i on, so that under jit each
-    device splits its own part of a sharded batch. Gradients of arguments that are replicated over
-    the devices of the batch are all-reduced once, after the last micro-batch: inside `shard_map`,
-    and in `jit` except on CPU. Gradients of arguments that are `reduced` over explicit axes are
-    unreduced, as in JAX.
+    Micro-batch i contains every `num_microbatches`-th example, starting at i. Under `jit`, each
+    device therefore splits its own shard of the batch. If an argument is replicated over the
+    devices of the batch, its gradient is all-reduced once, after the last micro-batch, inside
+    `shard_map` and, except on CPU, under `jit`. As in JAX, gradients of arguments that are
+    `reduced` over explicit axes are unreduced.
 
     Args:
-        fun: a function as for `jax.value_and_grad`. It returns a scalar value, `(value, aux)` with
+        fun: Function as for `jax.value_and_grad`. It returns a scalar value, `(value, aux)` with
             `has_aux`, `(value, weight)` with `has_weight`, or `(value, (weight, aux))` with both;
             weight is a scalar >= 0.
-        num_microbatches: number of micro-batches, an integer >= 1.
-        num_real_microbatches: number of micro-batches that run, an integer that may be traced, for
-            batches of changing size in one program; None runs all. The remaining ones are padding:
-            they do not contribute to value, gradient, weight or aux, and their rows are zeros.
-            A traced number is clamped to [0, `num_microbatches`].
-        argnums: positions of the differentiated arguments. The gradient of an argument that is
-            split has a row for each example.
-        has_aux: whether `fun` returns auxiliary data.
-        batch_argnums: positions of the arguments that are split along the first axis of each leaf.
-        rng_argnums: positions of random keys; each micro-batch gets a different key.
-        has_weight: whether `fun` returns a weight; value and gradient are then weighted means.
-        accumulator_dtype: dtype of the sums of gradients, as for `accumulate_gradients`.
-        reduction: reduction of gradients, as for `accumulate_gradients`.
-        aux_reduction: a prefix tree of aux with "mean" (weighted), "sum", "max", "last",
+        num_microbatches: Number of micro-batches; an integer >= 1.
+        num_real_microbatches: Number of micro-batches to run, which may be traced, to support
+            batches of changing size without retracing; None runs all of them. The remaining
+            micro-batches are padding. They do not contribute to value, gradient, weight or aux, and
+            their rows are zeros. A traced number is clamped to [0, `num_microbatches`].
+        argnums: Positions of the differentiated arguments. The gradient of an argument that is
+            split has one row per example.
+        has_aux: Whether `fun` returns auxiliary data.
+        batch_argnums: Positions of the arguments that are split along the first axis of each leaf.
+        rng_argnums: Positions of random keys; each micro-batch receives a different key.
+        has_weight: Whether `fun` returns a weight; value and gradient are then weighted means.
+        accumulator_dtype: Dtype of the gradient sums; see `accumulate_gradients`.
+        reduction: Reduction of gradients; see `accumulate_gradients`.
+        aux_reduction: Prefix tree of aux with "mean" (weighted), "sum", "max", "last",
             "concatenate", or None for the default in the table.
-        microbatch_transform: applied to the gradient of each micro-batch: a function, or an Optax
-            transformation such as a clip, whose state is initialized for every micro-batch.
-        drop_nonfinite: whether to ignore micro-batches with a non-finite value or gradient. With
-            this or `microbatch_transform`, the gradient is all-reduced for every micro-batch.
+        microbatch_transform: Function or gradient transformation, such as a clip, that is applied
+            to the gradient of each micro-batch. Its state is initialized for every micro-batch.
+        drop_nonfinite: Whether to ignore micro-batches with a non-finite value or gradient. With
+            this option or `microbatch_transform`, the gradient of every micro-batch is all-reduced.
 
     Returns:
-        A function like `jax.value_and_grad(fun, argnums, has_aux=has_aux or has_weight)`; the
-        weight that it returns is the total.
+        A function like `jax.value_and_grad(fun, argnums, has_aux=has_aux or has_weight)`. It
+        returns the total weight.
 
     Raises:
-        ValueError: `num_microbatches` is < 1, does not divide a leaf of the batch, or is less than
-            a static `num_real_microbatches`; a leaf of aux requires `aux_reduction`.
-        TypeError: `fun` is not callable, or the value or the weight is not a scalar.
+        ValueError: If `num_microbatches` is less than 1, does not divide the batch size, or is less
+            than a static `num_real_microbatches`, or if a leaf of aux requires `aux_reduction`.
+        TypeError: If `fun` is not callable, or its value or weight is not a scalar.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -112,7 +112,7 @@ def microbatched_value_and_grad(
         (7.5, 15.0)
     """
     check_callable("fun", fun, "Pass the loss function.")
-    check_count("num_microbatches", num_microbatches, "Pass 1 not to split.")
+    check_count("num_microbatches", num_microbatches, "Pass 1 to use the whole batch at once.")
     check_real(num_real_microbatches, num_microbatches)
     DTYPE.check_given(accumulator_dtype)
     REDUCTION.check_given(reduction)
@@ -146,11 +146,11 @@ def microbatched_value_and_grad(
             return _without_nonfinite(out) if drop_nonfinite else out
 
         def whole_aux() -> Tree:
-            # The arguments are closed over because they may be flags or models, not arrays.
+            # Close over the arguments, because they may be flags or models instead of arrays.
             return jax.eval_shape(lambda: call(*args, **kwargs))[1][1]
 
         shapes = jax.eval_shape(micro_batch, 0)
-        # Gradients times their weights can be all-reduced after the loop, instead of in it.
+        # Weighted gradients can be all-reduced once after the loop instead of in each iteration.
         is_plain = parts > 1 and sums_once and not axes and all(map(is_summed, names))
         holds_weight = has_weight and is_plain and _fits_weight(shapes)
         out = whole_batch(
@@ -178,13 +178,13 @@ def microbatched_value_and_grad(
 
 
 def _batch_axes(split: Split, args: Sequence[Tree]) -> frozenset[str]:
-    """The mesh axes of `shard_map` over which the batch varies."""
+    """Return the mesh axes of `shard_map` over which the batch varies."""
     leaves = jax.tree.leaves([args[i] for i in split.batches])
     return frozenset[str]().union(*map(varying_axes, leaves))
 
 
 def _vary_differentiated(split: Split, args: Sequence[Tree], axes: frozenset[str]) -> list[Tree]:
-    """The arguments; gradients of the differentiated ones are then not all-reduced in the loop."""
+    """Mark differentiated arguments as varying, so that the loop does not all-reduce gradients."""
     local = list(args)
     for i in split.differentiated:
         local[i] = jax.tree.map(lambda x: vary(x, axes), args[i])
@@ -192,13 +192,13 @@ def _vary_differentiated(split: Split, args: Sequence[Tree], axes: frozenset[str
 
 
 def _all_reduced(axes: frozenset[str], reduction: str, grad: Any, arg: Any) -> Any:
-    """The gradient all-reduced over the axes over which its argument is replicated."""
+    """All-reduce a gradient over the mesh axes over which its argument is replicated."""
     missing = varying_axes(grad) & axes - varying_axes(arg)
     return (max_over if reduction == "max" else sum_over)(grad, missing)
 
 
 def _weighted(call: Callable[..., Any], split: Split, args: Sequence[Tree]) -> BatchOutputs:
-    """Value and gradient of a micro-batch, both times its weight."""
+    """Compute value and gradient of a micro-batch, multiplied by its weight."""
 
     def of_params(params: Tree) -> Any:
         chosen = list(args)
@@ -217,10 +217,10 @@ def _weighted(call: Callable[..., Any], split: Split, args: Sequence[Tree]) -> B
 
 
 def _fits_weight(shapes: BatchOutputs) -> bool:
-    """Whether value and gradient can be multiplied by the weight.
+    """Return whether value and gradient can be multiplied by the weight in their dtypes.
 
-    float16 cannot represent a weight of 70,000, and bfloat16 rounds 1,001. Unreduced gradients of
-    weight 0 could not be selected away afterwards.
+    For example, float16 cannot represent a weight of 70,000, and bfloat16 cannot represent 1,001.
+    Unreduced gradients are excluded because they cannot be masked afterwards.
     """
     leaves = jax.tree.leaves((shapes.value, shapes.grads))
     is_wide = all(jnp.finfo(x.dtype).bits >= 32 for x in leaves) and not is_unreduced(shapes.grads)
@@ -228,14 +228,14 @@ def _fits_weight(shapes: BatchOutputs) -> bool:
 
 
 def _transformed(transform: Any, grads: Tree, params: Tree) -> Tree:
-    """The gradient after a function, or after the first update of a transformation."""
+    """Apply a function, or the first update of a transformation, to a gradient."""
     if not hasattr(transform, "update"):
         return transform(grads)
     return transform.update(grads, transform.init(params), params)[0]
 
 
 def _without_nonfinite(out: BatchOutputs) -> BatchOutputs:
-    """The micro-batch with weight 0 if it is non-finite, on any device."""
+    """Set the weight of a micro-batch to 0 if it is non-finite on any device."""
     weight = jnp.float32(1) if out.weight is None else jnp.asarray(out.weight)
     flags = [~jnp.isfinite(x).all() for x in jax.tree.leaves((weight, out.value, out.grads))]
     is_bad = functools.reduce(jnp.logical_or, flags)
@@ -244,7 +244,7 @@ def _without_nonfinite(out: BatchOutputs) -> BatchOutputs:
 
 
 def _with_rows(names: list[str], split: Split, args: Sequence[Tree]) -> list[str]:
-    """The reductions of gradients: "concatenate" for arguments that are split."""
+    """Return the reductions of gradients, with "concatenate" for arguments that are split."""
     if set(split.batches).isdisjoint(split.differentiated):
         return names
     is_split = [i in split.batches for i in split.differentiated for _ in jax.tree.leaves(args[i])]

@@ -1,8 +1,8 @@
-"""The gradient noise scale, an estimate of a batch size that is worth accumulating.
+"""The gradient noise scale, an estimate of the largest useful batch size.
 
-A window gives the gradient at two batch sizes: one micro-batch and all of them. With n
-micro-batches of weights w, W their sum, S the weighted mean of their squared norms and B the
-squared norm of their mean,
+A window contains gradients for two batch sizes, a single micro-batch and the whole window. For n
+micro-batches with weights w, let W be the sum of the weights, S the weighted mean of the squared
+gradient norms and B the squared norm of the mean gradient. Then the estimators
 
     tr(Sigma) ~ (S - B) W / (n - 1),    |G|^2 ~ B - tr(Sigma) / W
 
@@ -27,13 +27,15 @@ from ._state import AccumulationState, WindowStep
 
 @register_metrics("gradient_noise_scale")
 class NoiseState(NamedTuple):
-    """Sums over the open window and averages over windows, float32[] and int32[].
+    """Statistics of the open window, and moving averages over windows.
 
     Attributes:
-        weighted_squares: sum of weight times squared norm.
-        micro_batches: number of micro-batches with a weight above 0.
-        squared_gradient: decaying sum of the estimates of |G|^2.
-        covariance_trace: decaying sum of the estimates of tr(Sigma).
+        weighted_squares: Sum of weight times squared norm over the open window, float32[].
+        micro_batches: Number of micro-batches with positive weight in the open window, int32[].
+        squared_gradient: Moving average of the estimates of |G|^2, without bias correction,
+            float32[].
+        covariance_trace: Moving average of the estimates of tr(Sigma), without bias correction,
+            float32[].
     """
 
     weighted_squares: Scalar
@@ -45,8 +47,8 @@ class NoiseState(NamedTuple):
     def gradient_noise_scale(self) -> Scalar:
         """The batch size at which noise and signal are equal, in the unit of the weights.
 
-        0 before the first window. The largest float32, 3.4e38, while the estimate of the signal is
-        not positive, because `jax_debug_infs` would raise for an infinity.
+        The value is 0 before the first window. If the estimate of the signal is not positive, it is
+        3.4e38, the largest float32, because `jax_debug_infs` would raise for an infinity.
         """
         signal = self.squared_gradient
         ratio = jnp.maximum(self.covariance_trace, 0) / jnp.where(signal > 0, signal, 1)
@@ -55,23 +57,24 @@ class NoiseState(NamedTuple):
 
 
 def empty_noise() -> NoiseState:
-    """The state before the first window."""
+    """Return the initial state."""
     return NoiseState(*(jnp.zeros((), kind) for kind in ("f4", "i4", "f4", "f4")))
 
 
 def observe_noise(
     state: AccumulationState, micro_batch: MicroBatch, step: WindowStep, acc: Tree, decay: float
 ) -> NoiseState:
-    """Add a micro-batch, and the window if it is emitted. Only leaves that are summed count.
+    """Update the statistics with a micro-batch, and with the window if it is emitted.
 
-    `state.noise` is the value before the micro-batch, `state.total_weight` the value after it.
+    Leaves with other reductions than a sum or a mean are ignored. `state.total_weight` already
+    includes the micro-batch, but `state.noise` does not.
     """
     selectors = list(map(is_summed, micro_batch.reductions))
     trees = (micro_batch.grads, acc)
     grads, sums = (list(itertools.compress(jax.tree.leaves(x), selectors)) for x in trees)
     weight = jnp.float32(1) if micro_batch.weight is None else micro_batch.weight
     observed = observe_micro_batch(state.noise, grads, weight, step.starts)
-    # Selected, because the host of a GPU waits for the predicate of a loop.
+    # Select instead of using a loop, because on GPU the host waits for the predicate of a loop.
     noise = optax.tree.where(step.arrived, observed, state.noise)
 
     def observe(noise: NoiseState) -> NoiseState:

@@ -1,4 +1,4 @@
-"""Combine the outputs of micro-batches to the outputs of the whole batch."""
+"""Combine the outputs of micro-batches into the outputs of the whole batch."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -34,8 +34,8 @@ _DTYPES: Final[dict[str | None, tuple[DTypeLike, ...]]] = {
     "max": (jnp.floating, jnp.integer, jnp.bool_),
 }
 _HINT: Final = (
-    f"Pass `aux_reduction`, a prefix tree of {', '.join(map(repr, AUX_REDUCTIONS))} and, for what "
-    "its shape decides, None."
+    f"Pass `aux_reduction` as a prefix tree of {', '.join(map(repr, AUX_REDUCTIONS))}, or None to "
+    "choose the reduction by shape."
 )
 
 
@@ -43,10 +43,10 @@ class BatchOutputs(NamedTuple):
     """The outputs of a micro-batch or of the whole batch, their shapes, or their reductions.
 
     Attributes:
-        value: float[].
-        grads: the gradient, as `jax.value_and_grad` returns it.
-        aux: the auxiliary data, or None.
-        weight: the weight, [], or None.
+        value: Value of the loss, a scalar.
+        grads: Gradient, as returned by `jax.value_and_grad`.
+        aux: Auxiliary data, or None.
+        weight: Scalar weight, or None.
     """
 
     value: Any
@@ -56,13 +56,13 @@ class BatchOutputs(NamedTuple):
 
 
 class LeafReduction(NamedTuple):
-    """How the micro-batches of one leaf are combined.
+    """The reduction of one leaf over micro-batches.
 
     Attributes:
-        name: one of `AUX_REDUCTIONS`.
-        is_weighted: whether the leaf is multiplied by the weight, and ignored if that is 0.
-        dtype: the dtype of the total.
-        holds_weight: whether the leaf is already multiplied by the weight.
+        name: One of `AUX_REDUCTIONS`.
+        is_weighted: Whether the leaf is multiplied by the weight, and ignored if the weight is 0.
+        dtype: Dtype of the total.
+        holds_weight: Whether the leaf is already multiplied by the weight.
     """
 
     name: str
@@ -73,7 +73,7 @@ class LeafReduction(NamedTuple):
     def start(
         self, shape: jax.ShapeDtypeStruct, parts: int, axes: frozenset[str], if_empty: float
     ) -> Array:
-        """The total before the first micro-batch, varying over the axes; or room for all rows."""
+        """Return the initial total, varying over `axes`, or an empty buffer for all rows."""
         zeros = zeros_of_type(shape, self.dtype)
         zeros = vary(zeros, axes) if axes else zeros
         if self.name == "concatenate":
@@ -83,7 +83,7 @@ class LeafReduction(NamedTuple):
         return zeros if first == 0 else zeros + first
 
     def add(self, total: Array, x: Any, weight: Scalar | None, index: Array) -> Array:
-        """The total after one more micro-batch."""
+        """Add a micro-batch to the total."""
         x = jnp.asarray(x)  # aux may be a Python number
         weight = weight if self.is_weighted and not self.holds_weight else None
         if self.name != "concatenate":
@@ -99,14 +99,14 @@ class LeafReduction(NamedTuple):
         has_run: Array | bool,
         if_empty: float,
     ) -> Array:
-        """The result for the batch, in the dtype of a micro-batch.
+        """Return the result for the batch, in the dtype of a micro-batch.
 
-        `has_run` is whether a micro-batch was combined.
+        `has_run` is whether at least one micro-batch was combined.
         """
         out = in_order(total) if self.name == "concatenate" else total
         if self.is_weighted and self.name in ("mean", "concatenate"):
             out = divide(out, divisor)
-        if self.name == "max":  # the total is otherwise -inf or the smallest integer
+        if self.name == "max":  # an empty total is -inf or the smallest integer
             empty = jnp.full_like(out, if_empty if self.is_weighted else 0)
             out = jnp.where(has_run, out, empty)
         return out if out.dtype == shape.dtype else out.astype(shape.dtype)
@@ -121,9 +121,10 @@ def output_reductions(
     *,
     holds_weight: bool,
 ) -> BatchOutputs:
-    """The reduction of each leaf. A single micro-batch is not averaged, which would round.
+    """Return the reduction of each leaf.
 
-    `holds_weight` is for value and gradient.
+    A single micro-batch is returned without averaging, which would round it. `holds_weight` applies
+    to value and gradient.
     """
 
     def reduction(
@@ -161,12 +162,12 @@ def whole_batch(
 ) -> BatchOutputs:
     """Run the real micro-batches one after the other, and combine their outputs.
 
-    Value and gradient are `if_empty`, 0 or NaN, if no micro-batch has a weight.
+    If no micro-batch has a positive weight, value and gradient are `if_empty`, which is 0 or NaN.
     """
     leaves, structure = jax.tree.flatten(shapes)
     rules = structure.flatten_up_to(reductions)
     holds_weight = reductions.value.holds_weight
-    # A total varies over the same devices as the weights.
+    # Totals vary over the same mesh axes as the weights.
     arrays = [x for x in (shapes.weight, real) if hasattr(x, "dtype")]
     axes = frozenset[str]().union(*map(varying_axes, arrays))
 
@@ -207,7 +208,7 @@ def _kept(is_added: Array, x: Array) -> Array:
 def aux_reductions(
     reduction: Tree, parts: int, aux: Tree, whole_aux: Callable[[], Tree]
 ) -> list[str]:
-    """The reduction of each leaf of aux: the given one, or the default for its shape."""
+    """Return the given reduction of each leaf of aux, or the default for its shape."""
     leaves = jax.tree.leaves_with_path(aux)
     if parts == 1 or (not leaves and reduction is None):
         return ["last"] * len(leaves)
@@ -219,7 +220,7 @@ def aux_reductions(
         place = leaf_path("aux", path)
         has_dtype = any(jnp.issubdtype(leaf.dtype, x) for x in _DTYPES.get(name, (leaf.dtype,)))
         if not has_dtype or (name == "concatenate" and not leaf.shape):
-            rule, got = f"a reduction that {describe(leaf)} has", f"{name!r} for {place}"
+            rule, got = f"a reduction that supports {describe(leaf)}", f"{name!r} for {place}"
             raise type_error("aux_reduction", rule, got, _HINT)
         names.append(name or _default_for(parts, leaf, full, place))
     return names
@@ -232,6 +233,6 @@ def _default_for(
         return "concatenate"
     if micro.shape == whole.shape == () and jnp.issubdtype(micro.dtype, jnp.floating):
         return "mean"
-    rule = "said for what neither grows along its first axis nor is a floating scalar"
+    rule = "specified for leaves that are not per-example rows or floating-point scalars"
     got = f"{describe(micro)} for a micro-batch and {describe(whole)} for the batch at {place}"
     raise value_error("aux_reduction", rule, got, _HINT)

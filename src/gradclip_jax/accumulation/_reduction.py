@@ -1,4 +1,4 @@
-"""The sum of micro-batches: the reduction and dtype of each leaf, and the accumulator."""
+"""Accumulation of micro-batches, with a reduction and a dtype for each leaf."""
 
 import functools
 import itertools
@@ -43,21 +43,21 @@ class _Choice(NamedTuple):
     """An argument that is one value, a prefix tree of values, or a function of a leaf's path.
 
     Attributes:
-        argument: the name of the argument.
-        check: `(argument, value)`, raises if the value is invalid.
+        argument: Name of the argument.
+        check: Function `(argument, value)` that raises if the value is invalid.
     """
 
     argument: str
     check: Callable[[str, Any], None]
 
     def check_given(self, given: Any) -> None:
-        """Raise for an invalid value; the results of a function are checked when traced."""
+        """Raise for an invalid value; results of a function are checked at trace time."""
         entries = [] if is_function(given) else jax.tree.leaves_with_path(given)
         for path, value in entries if given is not None else [((), None)]:
             self.check(leaf_path(self.argument, path), value)
 
     def of_leaves(self, given: Any, like: str, tree: Tree) -> list[Any]:
-        """The value of each leaf of a tree."""
+        """Return the value for each leaf of a tree."""
         if isinstance(given, (str, np.dtype)):
             return [given] * len(jax.tree.leaves(tree))
         if not is_function(given):
@@ -82,19 +82,19 @@ def map_reduced(fun: Callable[..., Any], choices: Sequence[Any], tree: Tree, *ot
 
 
 def is_summed(reduction: str) -> bool:
-    """Whether a leaf is a gradient: multiplied by the weight, and summed over devices."""
+    """Return whether leaves with this reduction are multiplied by weights and summed."""
     return reduction in ("mean", "sum")
 
 
 def accumulator_dtype(kind: Any, dtype: Any) -> Any:
-    """The dtype of the sum of gradients of dtype `kind`: `dtype`, or their own of 64 bit."""
+    """Return the accumulator dtype for gradients of dtype `kind`; 64-bit dtypes are kept."""
     if jnp.finfo(kind).bits == 64:
         return kind
     return wide_dtype(kind, dtype) if jnp.issubdtype(kind, jnp.complexfloating) else dtype
 
 
 def as_weight(weight: Any) -> Any:
-    """The weight of a micro-batch as float32[], a NumPy scalar unless it is an array of JAX."""
+    """Convert a weight to float32[], as a NumPy scalar unless it is a JAX array."""
     if weight is None:
         return None
     rule, hint = "a real scalar >= 0", "Pass the number of examples or tokens in the micro-batch."
@@ -108,7 +108,7 @@ def as_weight(weight: Any) -> Any:
 
 
 def identity_of(reduction: str, dtype: Any) -> Any:
-    """The initial value of a total: combined with it, the first value is unchanged."""
+    """Return the identity element of a reduction."""
     if reduction != "max" or dtype == jnp.bool_:
         return 0
     return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
@@ -121,14 +121,14 @@ def combine(
     weight: Scalar | None = None,
     key: Array | None = None,
 ) -> Array:
-    """Combine a total with one more value; a key rounds sums in bfloat16 stochastically.
+    """Combine a total with one more value; with a key, round bfloat16 sums stochastically.
 
-    A value of weight 0 is selected away, not multiplied by 0, because it may be NaN.
+    A value of weight 0 is masked instead of multiplied by 0, because it may be NaN.
     """
     if reduction == "last" and weight is None:
-        new = value  # also a random key, which has no arithmetic
+        new = value  # may be a random key, which supports no arithmetic
     else:
-        # float16 cannot represent a weight of 70,000, and bfloat16 rounds 1,001.
+        # float16 cannot represent a weight of 70,000, and bfloat16 cannot represent 1,001.
         is_inexact = jnp.issubdtype(total.dtype, jnp.inexact)
         wide = wide_dtype(total.dtype) if is_inexact else total.dtype
         old, new = total.astype(wide), value.astype(wide)
@@ -143,22 +143,22 @@ def combine(
 
 
 def divide(total: Array, weight: Scalar) -> Array:
-    """The weighted mean, in the dtype of the total or wider."""
+    """Return the weighted mean, in the dtype of the total or wider."""
     wide = wide_dtype(total.dtype)
     total, weight = total.astype(wide), weight.astype(wide)
     return total * factor_for(total, 1 / weight) if unreduced_axes(total) else total / weight
 
 
 def params_of(params: Tree) -> Tree:
-    """The parameters that have gradients: the fast ones of `optax.lookahead`, or all."""
+    """Return the parameters that receive gradients; for `optax.lookahead` the fast ones."""
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
 def accumulator_like(params: Tree, dtype: Any) -> Tree:
-    """An empty accumulator, with the dtype that `accumulator_dtype` gives for each leaf.
+    """Return an empty accumulator, with the dtype from `accumulator_dtype` for each leaf.
 
-    An integer parameter, whose gradient is float0, has a scalar that is not used. The accumulator
-    is unreduced over the same mesh axes as the gradients.
+    The accumulator of an integer parameter, whose gradient is float0, is an unused scalar. The
+    accumulator is unreduced over the same mesh axes as the gradients.
     """
 
     def zeros(dtype: Any, param: Any) -> Array:
@@ -182,15 +182,15 @@ def check_matches_accumulator(updates: Tree, acc: Tree) -> None:
             continue
         ours, theirs = (sorted(unreduced_axes(x)) for x in (total, grad))
         if ours != theirs:
-            rule = f"unreduced over {ours}, as the parameters that `init` was given say"
+            rule = f"unreduced over {ours}, like the accumulator"
             got = f"a leaf unreduced over {theirs} at {leaf_path('updates', path)}"
-            hint = "Give `init` the parameters with the `reduced` axes that the loss sees."
+            hint = "Pass parameters to `init` with the same `reduced` axes as in the loss."
             raise type_error("updates", rule, got, hint)
         ours, theirs = map(memory_of, (total, grad))
         if ours != theirs:
             rule = f"in the memory of the accumulator, {ours}"
             got = f"a leaf in {theirs} at {leaf_path('updates', path)}"
-            hint = "Move one of them inside the step with `jax.device_put`: docs/sharding.md."
+            hint = "Move one of them inside the step with `jax.device_put`; see docs/sharding.md."
             raise type_error("updates", rule, got, hint)
 
 
@@ -198,10 +198,10 @@ class MicroBatch(NamedTuple):
     """The gradients that one call adds to a window.
 
     Attributes:
-        grads: the gradients.
-        reductions: the reduction of each leaf.
-        weight: float32[]; None counts as one.
-        key: for stochastic rounding of the sum; None to round to nearest.
+        grads: Gradients of the micro-batch.
+        reductions: Reduction of each leaf.
+        weight: Weight, float32[]; None means 1.
+        key: Random key for stochastic rounding of the sum; None to round to nearest.
     """
 
     grads: Tree
@@ -213,7 +213,7 @@ class MicroBatch(NamedTuple):
 def add_micro_batch(acc: Tree, micro_batch: MicroBatch, is_first: Array | bool) -> Tree:
     """Add a micro-batch to the accumulator; the first one of a window replaces its content.
 
-    The content from the last window may be NaN.
+    The content is not multiplied by 0, because it may be NaN.
     """
     keys: Iterator[Any] = itertools.repeat(None)
     if micro_batch.key is not None:  # one split for all leaves
@@ -234,7 +234,7 @@ def add_micro_batch(acc: Tree, micro_batch: MicroBatch, is_first: Array | bool) 
 def window_gradient(
     acc: Tree, micro_batch: MicroBatch, total_weight: Scalar, inner_state: Any = ()
 ) -> Tree:
-    """The gradient of the window, summed over devices, with the float0 leaves of `micro_batch`."""
+    """Return the gradient of the window, summed over devices, with float0 leaves restored."""
 
     def read(reduction: str, total: Array, grad: Any) -> Any:
         if is_float0(grad) or reduction != "mean":
@@ -246,7 +246,7 @@ def window_gradient(
 
 
 def only_gradient(micro_batch: MicroBatch, inner_state: Any) -> Tree:
-    """The gradient of a window of one micro-batch, without rounding to the accumulator's dtype."""
+    """Return the gradient of a window of one micro-batch, without a cast to another dtype."""
     weight = micro_batch.weight
 
     def read(reduction: str, grad: Any) -> Any:

@@ -18,11 +18,11 @@ class Split(NamedTuple):
     """Positions of arguments, and the number of micro-batches.
 
     Attributes:
-        parts: number of micro-batches.
-        batches: positions of the arguments that are split along the first axis of their leaves.
-        keys: positions of random keys.
-        differentiated: positions of the differentiated arguments.
-        takes_one: whether the gradient is that of one argument, not a tuple.
+        parts: Number of micro-batches.
+        batches: Positions of the arguments that are split along the first axis of their leaves.
+        keys: Positions of random keys.
+        differentiated: Positions of the differentiated arguments.
+        takes_one: Whether the gradient has the structure of one argument instead of a tuple.
     """
 
     parts: int
@@ -32,22 +32,22 @@ class Split(NamedTuple):
     takes_one: bool
 
     def differentiated_of(self, args: Sequence[Tree]) -> Tree:
-        """The differentiated arguments, in the structure of the gradient."""
+        """Return the differentiated arguments, in the structure of the gradient."""
         chosen = tuple([args[i] for i in self.differentiated])
         return chosen[0] if self.takes_one else chosen
 
 
 def positions(argnums: int | Sequence[int]) -> tuple[int, ...]:
-    """Positions as a tuple."""
+    """Return argument positions as a tuple."""
     return (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
 
 def counted_from_zero(split: Split, args: Sequence[Tree]) -> Split:
-    """The same positions without negative ones; raise if the arguments cannot be split."""
+    """Normalize negative positions; raise if the arguments cannot be split."""
     given = (*split.batches, *split.keys, *split.differentiated)
     needed = max((*given, *[-i - 1 for i in given]), default=-1) + 1
     if len(args) < needed:
-        hint = "Arguments that are split or differentiated cannot be passed by name."
+        hint = "Do not pass split or differentiated arguments by keyword."
         raise type_error("args", f"at least {needed} positional arguments", f"{len(args)}", hint)
     if min(given, default=0) < 0:
         split = split._replace(
@@ -58,9 +58,9 @@ def counted_from_zero(split: Split, args: Sequence[Tree]) -> Split:
     for i in split.batches:
         for path, x in jax.tree.leaves_with_path(args[i]):
             if not np.ndim(x) or np.shape(x)[0] % split.parts:
-                rule = f"split evenly by num_microbatches={split.parts} along its first axis"
+                rule = f"divisible by num_microbatches={split.parts} along the first axis"
                 got = f"{describe(x)} at {leaf_path(f'args[{i}]', path)}"
-                hint = "Change one of the two, or pad the batch with examples of weight 0."
+                hint = "Change the batch size, or pad the batch with examples of weight 0."
                 raise value_error("batch", rule, got, hint)
     return split
 
@@ -84,7 +84,7 @@ def in_one_form(fun: Callable[..., Any], has_weight: bool, has_aux: bool) -> Cal
         if jax.tree.structure(value) != jax.tree.structure(0) or np.ndim(value):
             rule = "a function that returns a scalar value"
             got = describe(value) if hasattr(value, "dtype") else type(value).__name__
-            hint = "Take the mean of a vector; pass `has_aux` or `has_weight` if it returns a pair."
+            hint = "Return a mean; pass `has_aux` or `has_weight` if the function returns a pair."
             raise type_error("fun", rule, got, hint)
         if not (has_weight and has_aux):
             rest = (rest, None) if has_weight else (None, rest)
@@ -94,7 +94,7 @@ def in_one_form(fun: Callable[..., Any], has_weight: bool, has_aux: bool) -> Cal
 
 
 def micro_arguments(args: Sequence[Tree], split: Split, index: Array | int) -> list[Tree]:
-    """The arguments of one micro-batch."""
+    """Return the arguments of one micro-batch."""
     chosen = list(args)
     for i in split.batches:
         chosen[i] = jax.tree.map(lambda x: every_nth(x, index, split.parts), chosen[i])
@@ -104,8 +104,8 @@ def micro_arguments(args: Sequence[Tree], split: Split, index: Array | int) -> l
 
 
 def check_real(real: Number | None, parts: Count) -> None:
-    """Raise if a number of micro-batches is not an integer from 0 to `parts`, or traced."""
-    name, hint = "num_real_microbatches", "Pass None if all are real."
+    """Raise if a static number of real micro-batches is not an integer from 0 to `parts`."""
+    name, hint = "num_real_microbatches", "Pass None to run all micro-batches."
     if real is None:
         return
     check_count(name, real, hint, low=0)
@@ -117,19 +117,22 @@ def check_real(real: Number | None, parts: Count) -> None:
 def run_if_real(
     real: Number | None, index: Array, step: Callable[[Tree], Tree], carry: Tree
 ) -> Tree:
-    """`step(carry)` for a real micro-batch, else the carry; all are real if `real` is None."""
+    """Return `step(carry)` if micro-batch `index` is real, else the carry.
+
+    All micro-batches are real if `real` is None.
+    """
     if real is None:
         return step(carry)
     return run_if(index < jnp.asarray(real).astype(jnp.int32), step, carry)
 
 
 def in_order(rows: Array) -> Array:
-    """Rows that are stacked by micro-batch, in the order of the examples."""
+    """Reorder rows that are stacked by micro-batch to the order of the examples."""
     by_example = jnp.swapaxes(rows, 0, 1)
     return by_example.reshape(-1, *by_example.shape[2:])
 
 
 def every_nth(x: Array, index: Array | int, parts: int) -> Array:
-    """Every `parts`-th example from `index` on, so that no device needs the rows of another."""
+    """Select every `parts`-th example from `index` on, without communication between devices."""
     split = jnp.reshape(x, (x.shape[0] // parts, parts, *x.shape[1:]))
     return lax.dynamic_index_in_dim(split, index, axis=1, keepdims=False)

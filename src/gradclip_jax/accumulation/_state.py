@@ -1,4 +1,4 @@
-"""The state of an accumulation: the effect of each call on it, and functions that read it."""
+"""The state of an accumulation, its update in each call, and functions that read it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -31,17 +31,17 @@ class AccumulationState(NamedTuple):
     """A window of micro-batches, and the state of the inner optimizer.
 
     Attributes:
-        mini_step: int32[], number of micro-batches in the open window.
-        gradient_step: int32[], number of emitted windows, including windows that a guard inside
-            has skipped.
-        inner_opt_state: the state of the inner optimizer.
-        acc_grads: the weighted sum of the window, in the accumulator's dtype, or () if it was made
-            with `every=1`; the values are ignored while `mini_step` is 0.
-        total_weight: float32[], the sum of the weights in the window.
-        accumulation_steps: int32[], the length of the window.
-        micro_batch_count: int32[], number of all micro-batches so far.
-        emitted: int32[], 1 if the last call emitted a window, else 0.
-        noise: a `NoiseState`, or () if the noise scale is not measured.
+        mini_step: Number of micro-batches in the open window, int32[].
+        gradient_step: Number of emitted windows, including windows that an inner guard skipped,
+            int32[].
+        inner_opt_state: State of the inner optimizer.
+        acc_grads: Weighted sum of the window, in the accumulator's dtype, or () for `every=1`; the
+            values are ignored while `mini_step` is 0.
+        total_weight: Sum of the weights in the window, float32[].
+        accumulation_steps: Length of the window, int32[].
+        micro_batch_count: Number of all micro-batches so far, int32[].
+        emitted: 1 if the last call emitted a window, else 0, int32[].
+        noise: A `NoiseState`, or () if the noise scale is not measured.
     """
 
     mini_step: Scalar
@@ -59,13 +59,13 @@ GATES[AccumulationState] = "inner_opt_state"
 
 
 class Call(NamedTuple):
-    """The extra arguments of a call that the accumulation reads.
+    """The extra arguments of `update` that the accumulation reads.
 
     Attributes:
-        weight: float32[]; None for one.
-        flush: whether the window closes with this call, which adds no micro-batch if its weight is
-            zero; None for no.
-        emit: whether the window closes with this micro-batch; None to count micro-batches.
+        weight: Weight of the micro-batch, float32[]; None means 1.
+        flush: Whether this call closes the window; with a weight of 0 it adds no micro-batch. None
+            means False.
+        emit: Whether this micro-batch closes the window; None to count micro-batches.
     """
 
     weight: Any
@@ -74,22 +74,22 @@ class Call(NamedTuple):
 
 
 def read_call(extra_args: dict[str, Any], accepted: Flag) -> tuple[Call, dict[str, Any]]:
-    """The arguments for the accumulation, and those for the inner optimizer."""
+    """Split extra arguments into those of the accumulation and those of the inner optimizer."""
     others = dict(extra_args)
     weight = as_weight(others.pop("weight", None))
     is_unguarded = isinstance(accepted, np.bool_)
     if is_unguarded and isinstance(weight, np.generic) and not np.isfinite(weight):
-        hint = "`skip_nonfinite` around this transformation skips such a micro-batch."
+        hint = "Wrap this transformation in `skip_nonfinite` to skip such micro-batches."
         raise value_error("weight", "finite", f"{weight}", hint)
     flush, emit = others.pop("flush", None), others.pop("emit", None)
     if emit is not None and not isinstance(emit, (bool, np.bool_)):
-        hint = "Make it static under jit, or leave it out to count micro-batches."
+        hint = "Mark it as static under jit, or omit it to count micro-batches."
         raise type_error("emit", "a Python bool", describe(emit), hint)
     if emit is not None and flush is not None:
-        hint = "`emit` already says whether the window closes."
-        raise type_error("flush", "left out beside `emit`", flush, hint)
+        hint = "`emit` already determines whether the window closes."
+        raise type_error("flush", "omitted if `emit` is passed", flush, hint)
     if flush is not None and not is_scalar(flush, jnp.bool_):
-        hint = "Pass whether the window closes now."
+        hint = "Pass True to close the window in this call."
         raise type_error("flush", "a bool scalar", describe(flush), hint)
     if flush is not None:
         flush = np.bool_(flush) if isinstance(flush, bool) else flush
@@ -100,10 +100,10 @@ class WindowStep(NamedTuple):
     """The effect of one call on a window.
 
     Attributes:
-        arrived: whether it adds a micro-batch.
-        starts: whether that is the first of the window.
-        holds: whether it adds a micro-batch and the window stays open.
-        emits: whether the window closes and contains a micro-batch with a weight.
+        arrived: Whether the call adds a micro-batch.
+        starts: Whether this is the first micro-batch of the window.
+        holds: Whether the call adds a micro-batch and the window stays open.
+        emits: Whether the window closes and contains a micro-batch with nonzero weight.
     """
 
     arrived: Flag
@@ -115,7 +115,7 @@ class WindowStep(NamedTuple):
 def advance_window(
     state: AccumulationState, length: Scalar, call: Call, accepted: Flag
 ) -> tuple[WindowStep, AccumulationState]:
-    """The effect of a call on a window of that length, and the counters if no step is applied."""
+    """Return the effect of a call on a window, and the state before any step is applied."""
     weight, flush, emit = call
     is_empty = state.mini_step == 0
     arrived = accepted
@@ -128,18 +128,18 @@ def advance_window(
     mini_step = state.mini_step + jnp.asarray(arrived, jnp.int32)
     has_weight: Flag = (mini_step > 0) & (total_weight > 0)
     if emit is None:
-        # A skipped micro-batch does not close a window by its number; a flush does in any case.
+        # A skipped micro-batch does not complete a window. A flush always closes it.
         closes = accepted & (mini_step >= length)
         closes = closes if flush is None else closes | flush
         holds, emits = arrived & ~closes, closes & has_weight
     elif emit:
-        # A window that closes with a micro-batch of known weight is not empty.
+        # A window is not empty if its last micro-batch has a known positive weight.
         is_known = weight is None or (not is_traced(weight) and float(weight) > 0)
         is_certain = is_known and isinstance(accepted, np.bool_)
         closes, holds, emits = np.True_, np.False_, np.True_ if is_certain else has_weight
     else:
         closes, holds, emits = np.False_, arrived, np.False_
-    # A flush of an empty window changes nothing.
+    # Flushing an empty window is a no-op.
     is_idle = accepted & ~arrived & is_empty
     return WindowStep(arrived, starts, holds, emits), state._replace(
         mini_step=jnp.where(closes, 0, mini_step),
@@ -154,12 +154,12 @@ class AccumulationStats(NamedTuple):
     """Counts of an accumulation; integers, or arrays inside jit and for a vmapped state.
 
     Attributes:
-        total_micro_batches: number of micro-batches so far, saturating.
-        total_updates: number of emitted windows, saturating.
-        accumulation_steps: number of micro-batches in the current window.
-        registered_params: number of accumulated leaves; none with `every=1`.
-        total_param_elements: number of their elements.
-        effective_batch_multiplier: ratio of the batch size to the micro-batch size.
+        total_micro_batches: Number of micro-batches so far, saturating.
+        total_updates: Number of emitted windows, saturating.
+        accumulation_steps: Number of micro-batches in the current window.
+        registered_params: Number of accumulated leaves; 0 with `every=1`.
+        total_param_elements: Total number of elements in these leaves.
+        effective_batch_multiplier: Ratio of the batch size to the micro-batch size.
     """
 
     total_micro_batches: int | Scalar
@@ -174,22 +174,24 @@ class AccumulationStats(NamedTuple):
 def flush(
     tx: optax.GradientTransformation, state: Any, params: Tree, **extra_args: Any
 ) -> tuple[Tree, Any]:
-    """Emit the open window now, divided by the weight that it contains.
+    """Emit the open window immediately, divided by its total weight.
 
-    For the end of an epoch whose length is not a multiple of the window. If every window is empty
-    the updates are zero and no state changes, including the states around the accumulation.
+    Use this function at the end of an epoch whose length is not a multiple of the window. If all
+    windows are empty, the updates are zero and no state changes, including states around the
+    accumulation.
 
     Args:
-        tx: `accumulate_gradients`, or a transformation around it that passes extra arguments on.
-        state: its state.
-        params: the parameters.
-        **extra_args: passed to the inner optimizer.
+        tx: Result of `accumulate_gradients`, or a transformation around it that forwards extra
+            arguments.
+        state: State of `tx`.
+        params: Parameters.
+        **extra_args: Extra arguments for the inner optimizer.
 
     Returns:
         The updates and the new state.
 
     Raises:
-        TypeError: the state contains no accumulation.
+        TypeError: If the state does not contain an accumulation.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -216,7 +218,7 @@ def flush(
 
 
 def _zero_gradient(params: Tree, acc: Tree) -> Tree:
-    """A gradient of zeros, unreduced where the accumulator is."""
+    """Return a zero gradient that is unreduced over the same axes as the accumulator."""
 
     def zero(param: Any, total: Any) -> Any:
         dtype = jnp.result_type(param)
@@ -231,19 +233,19 @@ def _zero_gradient(params: Tree, acc: Tree) -> Tree:
 def accumulated_gradients(
     state: Any, *, reduction: str | Tree | Callable[[str], str] = "mean"
 ) -> Tree:
-    """The weighted mean of the open window so far, in the accumulator's dtype.
+    """Return the weighted mean of the open window, in the accumulator's dtype.
 
     Args:
-        state: the state of `accumulate_gradients`, or any state around it.
-        reduction: as given to `accumulate_gradients`. The default also returns the mean for
+        state: State of `accumulate_gradients`, or a state that contains it.
+        reduction: Same value as for `accumulate_gradients`. The default returns the mean, also for
             leaves that the accumulation sums.
 
     Returns:
         The mean gradient; inside jit, zeros for an empty window.
 
     Raises:
-        ValueError: the window is empty (outside jit).
-        TypeError: the state contains no accumulation.
+        ValueError: If the window is empty (outside jit).
+        TypeError: If the state does not contain an accumulation.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -258,7 +260,7 @@ def accumulated_gradients(
     empty = (count == 0) | ~(total_weight > 0)
     if not is_traced(empty) and bool(empty):
         hint = "Call `update` with a micro-batch first."
-        raise value_error("state", "one with an open window", "one with an empty window", hint)
+        raise value_error("state", "a state with an open window", "an empty window", hint)
     acc = plain_arrays(open_window.acc_grads)
     window = MicroBatch(acc, REDUCTION.of_leaves(reduction, "updates", acc))
     mean = window_gradient(acc, window, jnp.where(empty, 1, total_weight))
@@ -271,13 +273,13 @@ def reset_accumulation(state: Any) -> Any:
     """Discard the open window without running the inner optimizer.
 
     Args:
-        state: the state of `accumulate_gradients`, or any state around it.
+        state: State of `accumulate_gradients`, or a state that contains it.
 
     Returns:
-        The state with an empty window; the counts of micro-batches and updates are unchanged.
+        The state with an empty window; the counts of micro-batches and updates do not change.
 
     Raises:
-        TypeError: the state contains no accumulation.
+        TypeError: If the state does not contain an accumulation.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -293,10 +295,10 @@ def reset_accumulation(state: Any) -> Any:
 
 
 def discard_windows(state: Any, where: Any) -> Any:
-    """The state with all windows empty where the condition, bool[], holds."""
+    """Discard all open windows if `where`, a bool[], is true."""
 
     def discard(window: AccumulationState) -> AccumulationState:
-        # Mapped, because a field may be a Flax NNX variable.
+        # Use `jax.tree.map`, because a field may be a Flax NNX variable.
         fields = {name: getattr(window, name) for name in ("mini_step", "total_weight", "emitted")}
         zeros = jax.tree.map(lambda x: jnp.where(where, jnp.zeros_like(x), x), fields)
         return window._replace(**zeros)
@@ -309,14 +311,15 @@ def accumulation_stats(state: Any) -> AccumulationStats:
     """Count micro-batches, updates and parameters.
 
     Args:
-        state: the state of `accumulate_gradients`, or any state around it.
+        state: State of `accumulate_gradients`, or a state that contains it.
 
     Returns:
-        Integers. The counts are traced scalars inside jit, and arrays with the leading axes of a
-        state that was vmapped over seeds; the parameters are those of one seed.
+        The counts as integers. Inside jit, the step counts are traced scalars. For a state that was
+        vmapped over seeds, they are arrays with its leading axes, and parameters are counted for
+        one seed.
 
     Raises:
-        TypeError: the state contains no accumulation.
+        TypeError: If the state does not contain an accumulation.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -343,7 +346,7 @@ def accumulation_stats(state: Any) -> AccumulationStats:
 def _accumulations(state: Any) -> list[AccumulationState]:
     windows = find_states(state, AccumulationState)
     if not windows:
-        hint = "Pass the state that `accumulate_gradients(...).init(params)` made."
+        hint = "Pass the state that `accumulate_gradients(...).init(params)` returned."
         rule = "a state of `accumulate_gradients`, or one that contains it"
         raise type_error("state", rule, type(state).__name__, hint)
     return [accumulation for _, accumulation in windows]

@@ -44,13 +44,13 @@ _Result = TypeVar("_Result")
 
 
 def _with_hint(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Explain the keyword of `optax.MultiSteps`."""
+    """Raise an error with a hint if the keyword of `optax.MultiSteps` is used."""
 
     @functools.wraps(fun)
     def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         if "every_k_schedule" in kwargs:
-            hint = "Pass `every`, a number or a function of the gradient step."
-            raise type_error("every_k_schedule", "passed as `every`", "that keyword", hint)
+            hint = "Pass an integer or a function of the gradient step as `every`."
+            raise type_error("every_k_schedule", "passed as `every`", "`every_k_schedule`", hint)
         return fun(*args, **kwargs)
 
     return wrapper
@@ -70,57 +70,59 @@ def accumulate_gradients(
     """Run the inner optimizer once for every `every` micro-batches, on their mean gradient.
 
     The gradient of a window is `sum(weight_i * g_i) / sum(weight_i)`. Before the end of a window
-    the updates are zeros and the inner optimizer does not run. If the weights are numbers of
-    tokens, a window is equivalent to one large batch. With `apply_gradients` a micro-step only
-    costs the addition.
+    the updates are zeros and the inner optimizer does not run. If each weight is a number of
+    tokens, a window is equivalent to one large batch. With `apply_gradients`, a micro-step that
+    does not run the optimizer only adds the gradient to the accumulator.
 
-    | micro-batch | effect |
+    | micro-batch | result |
     | --- | --- |
-    | `weight=0`, even with NaN gradients | counted, adds nothing |
-    | NaN gradient | affects only its window; `skip_nonfinite` around this skips the micro-batch |
-    | the last of an epoch, `flush=True` | emits now, divided by the weight of the window |
-    | the last of a window with a total weight of 0 | emits nothing; the inner state is unchanged |
+    | `weight=0`, even with NaN gradients | counted, but contributes 0 |
+    | NaN gradient | affects only its window; an outer `skip_nonfinite` skips the micro-batch |
+    | the last of an epoch, with `flush=True` | emits the window, divided by its total weight |
+    | the last of a window with a total weight of 0 | zero update; the inner state does not change |
     | unreduced over a mesh axis | accumulated unreduced, summed over devices once per window |
 
     Extra arguments of `update`:
 
     - `weight`, a scalar >= 0, for example the number of tokens.
-    - `flush`, a bool that may be traced: whether to emit now.
-    - `emit`, a Python bool, static under jit: whether this micro-batch closes the window, instead
-      of counting. Neither of the two programs has a branch, so the host never waits for a device;
-      but with a traced `weight` the one that emits still checks for a total weight of 0.
+    - `flush`, a bool that may be traced: whether to emit the window in this call.
+    - `emit`, a Python bool, static under jit: whether this micro-batch closes the window. It
+      replaces the counting of micro-batches and compiles one program for each value. These
+      programs have no branch, so the host does not wait for the device. However, with a traced
+      `weight`, the program that emits checks for a total weight of 0.
 
-    All others, such as `value`, are those of the micro-batch that closes the window.
+    Other extra arguments, such as `value`, are passed from the micro-batch that closes the window.
 
     Use `microbatched_value_and_grad` to split one batch inside one step; both can be combined.
 
     Args:
-        inner: any Optax transformation without an accumulation.
-        every: number of micro-batches in a window, an integer >= 1, or a function of the gradient
-            step, int32[], that returns one; Optax calls it `every_k_schedule`. The integer 1
-            allocates no buffer, and emits a window that a longer accumulation left open.
-        reduction: "mean" or "sum"; for leaves that are not gradients, such as the statistics of
-            an fp8 layer, "max" or "last", which ignore the weight. A prefix tree of these words,
-            or a function from the path of a leaf, "layer/kernel", to one of them.
-        accumulator_dtype: dtype of the sum for leaves of up to 32 bits; complex leaves use the
-            corresponding complex dtype, 64-bit leaves their own. A prefix tree of dtypes, or a
-            function from the path of a leaf to a dtype, as for `reduction`.
-        rounding: of bfloat16 sums: "stochastic" rounds up or down at random, so that their
-            expectation is exact for windows of any length; the same in every run and replica.
-        noise_scale_decay: at least 0 and below 1, such as 0.9: measures the gradient noise
-            scale (McCandlish et al. 2018, arXiv 1812.06162) with this decay over windows, at the
-            cost of one extra norm per micro-batch; `metrics` report it. None does not.
+        inner: Gradient transformation that contains no accumulation.
+        every: Number of micro-batches in a window; an integer >= 1, or a function from the gradient
+            step, int32[], to such a number (`every_k_schedule` in Optax). The integer 1 allocates
+            no accumulator. It also emits an open window in the state of a longer accumulation.
+        reduction: "mean" or "sum"; also "max" or "last", which ignore the weight, for leaves that
+            are not gradients, such as the statistics of an fp8 layer. May be a prefix tree of these
+            strings, or a function from the path of a leaf, such as "layer/kernel", to one of them.
+        accumulator_dtype: Dtype of the sum for leaves of up to 32 bits. Complex leaves use the
+            corresponding complex dtype, and 64-bit leaves keep their dtype. May be a prefix tree of
+            dtypes, or a function from the path of a leaf to a dtype.
+        rounding: Rounding of bfloat16 sums, "nearest" or "stochastic". Stochastic rounding is
+            unbiased for windows of any length and deterministic across runs and replicas.
+        noise_scale_decay: Decay rate, at least 0 and below 1, of a moving average over windows that
+            estimates the gradient noise scale (McCandlish et al. 2018, arXiv 1812.06162). This
+            costs one extra norm computation per micro-batch; `metrics` includes the result. None
+            disables it.
 
     Returns:
-        An Optax transformation with an `AccumulationState`. The inner optimizer gets gradients in
-        the accumulator's dtype or, if it raises for those, in their own; the updates have the
-        dtypes that it returns for the incoming gradients.
+        A gradient transformation with an `AccumulationState`. The inner optimizer receives
+        gradients in the accumulator's dtype or, if it raises for this dtype, in the dtype of the
+        incoming gradients. The updates have the dtypes that it returns for the incoming gradients.
 
     Raises:
-        ValueError: `every` is < 1, or `reduction` or `rounding` is unknown.
-        TypeError: `inner` is not a gradient transformation, or contains an accumulation; `every`
-            is not an integer; when traced, a leaf is not inexact or has another shape than its
-            parameter.
+        ValueError: If `every` is less than 1, or if `reduction` or `rounding` is unknown.
+        TypeError: If `inner` is not a gradient transformation or contains an accumulation, if
+            `every` is not an integer, or if a leaf is not floating-point or complex or has a
+            different shape than its parameter.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -144,23 +146,23 @@ def accumulate_gradients(
     is_one = isinstance(every, (int, np.integer)) and every == 1
 
     def length_of(gradient_step: Scalar) -> Scalar:
-        """Number of micro-batches in the window after so many steps."""
+        """Return the number of micro-batches in the window at a gradient step."""
         if not callable(every):
             return jnp.asarray(every).astype(jnp.int32)
-        length, hint = every(gradient_step), "Return the micro-batches in the next window."
+        length, hint = every(gradient_step), "Return the length of the next window."
         check_number("every(gradient_step)", length, hint, low=1, closed=True)
         return jnp.maximum(jnp.asarray(length).astype(jnp.int32), 1)
 
     def init(params: Tree) -> AccumulationState:
-        """An empty window."""
+        """Return a state with an empty window."""
         inner_state = inner.init(without_reduced_axes(params))
         if find_states(inner_state, (AccumulationState, optax.MultiStepsState)):
-            rule, hint = "without an accumulation", "Multiply the two lengths: `every=a * b`."
-            raise type_error("inner", rule, "one that accumulates", hint)
+            rule, hint = "an optimizer without accumulation", "Use a single `every=a * b`."
+            raise type_error("inner", rule, "one with an accumulation", hint)
         acc = () if is_one else accumulator_like(params_of(params), accumulator_dtype)
         counts = ("mini_step", "gradient_step", "micro_batch_count", "emitted")
         return AccumulationState(
-            # Without weak types, like the states that updates return: one trace for all steps.
+            # Remove weak types, which `update` does not return, to avoid retracing the second step.
             inner_opt_state=like_dtypes(inner_state, inner_state),
             acc_grads=acc,
             total_weight=jnp.zeros((), jnp.float32),
@@ -176,7 +178,7 @@ def accumulate_gradients(
         params: Tree,
         extra_args: dict[str, Any],
     ) -> Window:
-        """The effect of a micro-batch."""
+        """Compute the effect of a micro-batch on the window."""
         has_buffer = not is_one or bool(jax.tree.leaves(state.acc_grads))
         if has_buffer:
             check_matches_accumulator(updates, state.acc_grads)
@@ -185,7 +187,7 @@ def accumulate_gradients(
         call, others = read_call(extra_args, accepted)
         if not has_buffer:
             if call.emit is False:
-                hint = "Pass a longer window, whose state has an accumulator."
+                hint = "Pass a larger `every`, for which `init` allocates an accumulator."
                 raise type_error("emit", "True with `every=1`", "False", hint)
             call = call._replace(emit=True)
         step, advanced = advance_window(state, length_of(state.gradient_step), call, accepted)
@@ -201,7 +203,7 @@ def accumulate_gradients(
             key = jax.random.fold_in(jax.random.key(0), state.micro_batch_count)
         micro_batch = closing = MicroBatch(updates, reductions, call.weight, key)
         if not isinstance(accepted, np.bool_) and (call.emit or call.flush is not None):
-            # The window is emitted without a micro-batch that a guard skips: that may be NaN.
+            # If a guard skips this micro-batch, emit the window without it, because it may be NaN.
             weight = jnp.float32(1 if call.weight is None else call.weight)
             closing = micro_batch._replace(weight=jnp.where(accepted, weight, 0))
 
@@ -221,7 +223,7 @@ def accumulate_gradients(
             mean = window_gradient(total, micro_batch, advanced.total_weight, inner_state)
             if is_unreduced(acc):
                 return mean, acc
-            # The mean in the buffers of the accumulator needs no scratch memory.
+            # Reuse the buffers of the accumulator for the mean, to avoid scratch memory.
             return mean, jax.tree.map(lambda x, y: y if is_float0(x) else x, mean, acc)
 
         def next_state(inner_state: Any, acc: Tree, emitted: Flag) -> AccumulationState:
@@ -239,9 +241,9 @@ def accumulate_gradients(
 
 
 def _check_unreduced(**given: Any) -> None:
-    """Raise for options that need the sum over devices in every micro-step."""
+    """Raise for options that require a sum over devices in every micro-step."""
     for argument, value in given.items():
         if value is not None:
-            rule = "left out if gradients are unreduced over a mesh axis"
-            hint = "Sum them over devices first, or give `init` parameters without `reduced`."
+            rule = "omitted if gradients are unreduced over a mesh axis"
+            hint = "Sum gradients over devices first, or remove `reduced` from the parameters."
             raise type_error(argument, rule, value, hint)

@@ -1,1 +1,1 @@
-"""Adaptive clipping: threshold rules fed by earlier norms, and clips with larger state."""
+"""Adaptive clipping: threshold rules that depend on earlier norms, and clips that use them."""

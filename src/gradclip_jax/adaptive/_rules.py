@@ -1,6 +1,7 @@
-"""Threshold rules that follow the norms, by an average or by a window of the last ones.
+"""Threshold rules based on moving averages or on a window of recent norms.
 
-Averages: AdaGC, ZClip, and a quantile (Andrew et al.). Windows: AutoClip; OLMo-core and levanter.
+Moving averages: AdaGC, ZClip and the quantile of Andrew et al. Windows: AutoClip, and the rule of
+OLMo-core and levanter.
 """
 
 import functools
@@ -18,11 +19,11 @@ from ._averages import hypotenuse, where_nonzero
 
 
 class EmaState(NamedTuple):
-    """The average norm of each unit.
+    """Moving average of the norm of each unit.
 
     Attributes:
-        step_count: int32[...], steps so far, saturating.
-        average: float32[...], of the clipped norms; 0 before the first norm above 0.
+        step_count: Number of steps so far, saturating, int32[...].
+        average: Moving average of the clipped norms, float32[...]; 0 before the first nonzero norm.
     """
 
     step_count: Array
@@ -36,23 +37,24 @@ def ema(
     warmup_steps: int = 100,
     warmup_max: Number = 1.0,
 ) -> Rule:
-    """A threshold of `factor` times the exponential moving average of the clipped norms.
+    """Threshold at `factor` times the exponential moving average of the clipped norms.
 
-    `average = decay * average + (1 - decay) * min(norm, threshold)`. For norms only: it has no
-    meaning for values that may be negative.
+    `average = decay * average + (1 - decay) * min(norm, threshold)`. This rule does not support
+    values that may be negative.
 
     | step | threshold and average |
     | --- | --- |
     | the first `warmup_steps` | `warmup_max`; the average is the smallest clipped norm |
-    | no norm above zero so far | none; the first such norm is the average |
-    | a norm of zero | leaves the average as it was; the step counts as warm-up |
-    | a lasting rise | rises by 0.1 % a step with the defaults, as published |
+    | no nonzero norm so far | no threshold; the first nonzero norm becomes the average |
+    | a norm of zero | the average does not change; the step counts as warm-up |
+    | norms that stay higher | with the defaults, the threshold rises by 0.1 % per step |
 
     Args:
-        factor: how far above the average a norm may be, dimensionless, > 0.
-        decay: of the average, at least 0 and below 1.
-        warmup_steps: >= 1.
-        warmup_max: threshold during the warm-up, in the unit of the norm, > 0; inf for none.
+        factor: Ratio of the threshold to the average; a positive number.
+        decay: Decay rate of the average, at least 0 and below 1.
+        warmup_steps: Number of warm-up steps, >= 1.
+        warmup_max: Threshold during the warm-up, in the unit of the norm; a positive number, or inf
+            for no threshold.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -70,7 +72,7 @@ def ema(
     check_number("factor", factor, "The paper uses 1.05.")
     check_decays(decay=decay)
     check_count("warmup_steps", warmup_steps, "The paper uses 100.")
-    check_number("warmup_max", warmup_max, "Pass inf not to clip during the warm-up.")
+    check_number("warmup_max", warmup_max, "Pass inf to disable clipping during the warm-up.")
 
     def init(norm: Array) -> EmaState:
         return EmaState(jnp.zeros(norm.shape, jnp.int32), jnp.zeros_like(norm))
@@ -94,10 +96,11 @@ class ZscoreState(NamedTuple):
     """Mean and standard deviation of the norms of each unit.
 
     Attributes:
-        norm_count: int32[...], norms so far, saturating.
-        mean: float32[...], of all norms in the warm-up, then an exponential moving average.
-        std: float32[...], the standard deviation, averaged alike, as a variance.
-        outlier_streak: int32[...], consecutive norms above the threshold, saturating.
+        norm_count: Number of norms so far, saturating, int32[...].
+        mean: Mean of all norms during the warm-up, then an exponential moving average,
+            float32[...].
+        std: Standard deviation, float32[...]; its square is averaged in the same way as the mean.
+        outlier_streak: Number of consecutive norms above the threshold, saturating, int32[...].
     """
 
     norm_count: Array
@@ -115,28 +118,30 @@ def zscore(
     relearn_after: int = 25,
     allow_negative: bool = False,
 ) -> Rule:
-    """Clips norms whose z-score exceeds `z_threshold`; larger outliers get lower thresholds.
+    """Clip norms whose z-score exceeds `z_threshold`, with lower thresholds for larger outliers.
 
     With `z = (norm - mean) / std`, the threshold of an outlier is
-    `mean + z_threshold^2 / z * std`. The clipped norm then enters both moving averages; the
-    variance is taken about the new mean, as in the authors' code.
+    `mean + z_threshold^2 / z * std`. Both moving averages are updated with the clipped norm. As in
+    the authors' code, the variance uses deviations from the updated mean.
 
     | step | threshold |
     | --- | --- |
     | the first `warmup_steps` | none |
     | z <= z_threshold | none |
-    | constant norms, then any rise | the old mean, for `relearn_after` steps |
-    | then more outliers in a row | as before, but unclipped norms enter the averages |
-    | a norm of zero | does not enter the averages, unless `allow_negative` |
+    | any increase after constant norms | the old mean, for `relearn_after` steps |
+    | further outliers after that | the same; the averages are updated with unclipped norms |
+    | a norm of zero | ignored by the averages, unless `allow_negative` |
 
-    The fourth row is not in the paper, where the mean never follows a jump after constant norms.
+    The fourth row differs from the paper, where the mean never adapts to a jump after constant
+    norms.
 
     Args:
-        z_threshold: in standard deviations, > 0.
-        decay: of the moving averages, at least 0 and below 1.
-        warmup_steps: how many norms the first mean and variance are taken of, >= 1.
-        relearn_after: consecutive outliers before the averages get unclipped norms, >= 1.
-        allow_negative: the values may be zero or negative, such as losses.
+        z_threshold: Maximum z-score of a norm that is not clipped; a positive number.
+        decay: Decay rate of the moving averages, at least 0 and below 1.
+        warmup_steps: Number of norms in the initial mean and variance, >= 1.
+        relearn_after: Number of consecutive outliers after which unclipped norms update the
+            averages, >= 1.
+        allow_negative: Whether values may be zero or negative, as losses may be.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -153,7 +158,7 @@ def zscore(
     check_number("z_threshold", z_threshold, "The paper uses 2.5.")
     check_decays(decay=decay)
     check_count("warmup_steps", warmup_steps, "The paper uses 25.")
-    check_count("relearn_after", relearn_after, "A new level counts as spikes this long.")
+    check_count("relearn_after", relearn_after, "Pass the number of consecutive outliers.")
 
     def init(norm: Array) -> ZscoreState:
         count, zeros = jnp.zeros(norm.shape, jnp.int32), jnp.zeros_like(norm)
@@ -169,7 +174,7 @@ def zscore(
         is_clipped = is_outlier & (state.outlier_streak < relearn_after)
         observed = jnp.where(is_clipped, threshold, norm)
 
-        # In the warm-up all norms weigh the same: mean and population variance so far.
+        # During the warm-up, compute the mean and population variance with equal weights.
         n = state.norm_count.astype(jnp.float32)
         weight = jnp.where(is_warm, 1 - decay, 1 / (n + 1))
         mean = state.mean + weight * (observed - state.mean)
@@ -188,16 +193,16 @@ def zscore(
 
 @public
 def quantile(target: Number = 0.5, rate: Number = 0.2, initial: Number = 1.0) -> Rule:
-    """A threshold C that moves geometrically towards the `target` quantile of the norms.
+    """Threshold that tracks the `target` quantile of the norms by geometric updates.
 
-    After each step `C *= exp(-rate * ([norm <= C] - target))`. C stays within 1e-30 and 1e30, so
-    that it can always recover. A norm of zero leaves C as it was. For norms only: it has no meaning
-    for values that may be negative.
+    After each step, the threshold C is updated by `C *= exp(-rate * ([norm <= C] - target))` and
+    limited to the range from 1e-30 to 1e30. A norm of zero does not change it. This rule does not
+    support values that may be negative.
 
     Args:
-        target: the fraction of steps that should not be clipped, 0 to 1.
-        rate: learning rate of log C, > 0.
-        initial: the first C, in the unit of the norm, > 0; the paper starts at 0.1.
+        target: Fraction of steps that should not be clipped, between 0 and 1.
+        rate: Learning rate of log C; a positive number.
+        initial: Initial threshold, in the unit of the norm; a positive number. The paper uses 0.1.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -211,7 +216,7 @@ def quantile(target: Number = 0.5, rate: Number = 0.2, initial: Number = 1.0) ->
     References:
         Andrew, Thakkar, McMahan and Ramaswamy, 2021 (first 2019), arXiv 1905.03871.
     """
-    check_number("target", target, "0.5 aims at the median.", high=1.0, closed=True)
+    check_number("target", target, "Pass 0.5 for the median.", high=1.0, closed=True)
     check_number("rate", rate, "The paper uses 0.2.")
     check_number("initial", initial, "The paper uses 0.1.")
 
@@ -224,11 +229,12 @@ def quantile(target: Number = 0.5, rate: Number = 0.2, initial: Number = 1.0) ->
 
 
 class WindowState(NamedTuple):
-    """The last values of each unit.
+    """Most recent values of each unit.
 
     Attributes:
-        values: float32[window, ...], the newest last; UNBOUNDED where nothing is recorded yet.
-        value_count: int32[...], values recorded so far, saturating.
+        values: Recorded values, the newest last, float32[window, ...]; UNBOUNDED for entries that
+            have not been recorded.
+        value_count: Number of values recorded so far, saturating, int32[...].
     """
 
     values: Array
@@ -236,13 +242,13 @@ class WindowState(NamedTuple):
 
 
 def empty_window(norm: Array, window: int) -> WindowState:
-    """The state before the first value."""
+    """Return the initial state, without values."""
     values = jnp.full((window, *norm.shape), UNBOUNDED, jnp.float32)
     return WindowState(values, jnp.zeros(norm.shape, jnp.int32))
 
 
 def record(state: WindowState, value: Array, *, allow_negative: bool) -> WindowState:
-    """Drops the oldest value of each unit for the new one."""
+    """Replace the oldest value of each unit by a new one."""
     values = jnp.concatenate([state.values[1:], value[None]])
     next_state = WindowState(values, increment_where(state.value_count))
     return next_state if allow_negative else where_nonzero(value, next_state, state)
@@ -252,20 +258,21 @@ def record(state: WindowState, value: Array, *, allow_negative: bool) -> WindowS
 def percentile(
     percentile: Number = 10.0, window: Count = 1000, *, allow_negative: bool = False
 ) -> Rule:
-    """A threshold at a percentile of the last norms, the current one included.
+    """Threshold at a percentile of the most recent norms, including the current one.
 
     | step | threshold |
     | --- | --- |
-    | the first | the norm itself: not clipped |
-    | fewer steps than `window` | of all norms so far, as published |
-    | a norm of zero | not recorded, unless `allow_negative` |
+    | the first | the norm itself, so that the step is not clipped |
+    | fewer steps than `window` | the percentile of all norms so far, as published |
+    | a norm of zero | the norm is not recorded, unless `allow_negative` |
 
     Each step sorts the window of each unit.
 
     Args:
-        percentile: 0 to 100, linearly interpolated as in `numpy.percentile`.
-        window: how many values are kept, 1 to 2^20, static; 4 * window bytes for each unit.
-        allow_negative: the values may be zero or negative, such as losses.
+        percentile: Percentile between 0 and 100, with linear interpolation as in
+            `numpy.percentile`.
+        window: Number of values in the window, 1 to 2^20, static. Each unit needs 4 * window bytes.
+        allow_negative: Whether values may be zero or negative, as losses may be.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -309,25 +316,26 @@ def mean_std(
     ddof: int = 0,
     allow_negative: bool = False,
 ) -> Rule:
-    """A threshold `z_threshold` standard deviations above the mean of the last norms.
+    """Threshold `z_threshold` standard deviations above the mean of the most recent norms.
 
-    The current norm is not part of the mean. Norms above the threshold enter the history as they
-    are, so a lasting rise is learned at once; but the first spike of a series hides smaller ones.
-    OLMo-core and levanter skip steps by this rule.
+    Mean and standard deviation do not include the current norm. Norms above the threshold are
+    recorded without clipping. The threshold therefore adapts quickly to a lasting increase, but a
+    large spike raises it for the length of the window. OLMo-core and levanter use this rule to skip
+    steps.
 
     | step | threshold |
     | --- | --- |
     | the first `warmup_steps` | none |
-    | constant norms | above the norm: the deviation counts as at least 1 % of the mean |
-    | constant values, `allow_negative` | the value: no floor beyond rounding |
-    | a norm of zero | not recorded, unless `allow_negative` |
+    | constant norms | above the norm, because the standard deviation is at least 1 % of the mean |
+    | constant values, `allow_negative` | the value, because the floor is at the level of rounding |
+    | a norm of zero | the norm is not recorded, unless `allow_negative` |
 
     Args:
-        z_threshold: in standard deviations, > 0.
-        window: how many values are kept, 1 to 2^20, static.
-        warmup_steps: how many values are recorded before the first threshold, >= 1.
+        z_threshold: Number of standard deviations above the mean; a positive number.
+        window: Number of values in the window, 1 to 2^20, static.
+        warmup_steps: Number of values to record before the first threshold, >= 1.
         ddof: 0 for the population variance (levanter), 1 for the sample variance (OLMo-core).
-        allow_negative: the values may be zero or negative, such as losses.
+        allow_negative: Whether values may be zero or negative, as losses may be.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -338,22 +346,22 @@ def mean_std(
         >>> updates.tolist()  # 2 + 2 * 1
         [4.0]
     """
-    check_number("z_threshold", z_threshold, "Both projects use 6.")
+    check_number("z_threshold", z_threshold, "OLMo-core and levanter use 6.")
     check_length("window", window)
-    check_count("warmup_steps", warmup_steps, "levanter uses half the window.")
+    check_count("warmup_steps", warmup_steps, "levanter uses half of the window.")
     check_count("ddof", ddof, "Pass 0 or 1.", low=0)
 
     def update(norm: Array, state: WindowState, param_norm: Any) -> tuple[Array, WindowState]:
         recorded = state.values < UNBOUNDED
         n = jnp.clip(state.value_count, 1, window).astype(jnp.float32)
         values = jnp.where(recorded, state.values, 0)
-        # In units of the mean size, so that squares cannot overflow.
+        # Divide by the mean magnitude, so that squares cannot overflow.
         size = jax.lax.stop_gradient(jnp.sum(jnp.abs(values) / n[None], axis=0))
         unit = jnp.where(size > 0, size, 1)
         mean = jnp.sum(values / n[None], axis=0) / unit
         deviations = jnp.where(recorded, values / unit[None] - mean[None], 0)
         variance = jnp.sum(deviations**2 / jnp.maximum(n - ddof, 1)[None], axis=0)
-        # Without a floor a constant norm would be its own threshold.
+        # Without this floor, the threshold of constant norms would equal the norm.
         floor = 1e-6 if allow_negative else jnp.maximum(0.01 * mean, 1e-6)
         std = jnp.sqrt(jnp.maximum(variance, floor**2))
         threshold = unit * (mean + z_threshold * std)

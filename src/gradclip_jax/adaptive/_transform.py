@@ -1,4 +1,4 @@
-"""Clips with adaptive thresholds: each combines a granularity and a threshold rule."""
+"""Clips with adaptive thresholds, each a combination of a granularity and a threshold rule."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -34,24 +34,25 @@ def adaptive_grad_clip(
     """Clip each row or filter to a fraction of the norm of its parameters (AGC).
 
     `g_i * min(1, clipping * max(norm(w_i), eps) / norm(g_i))` for each row or filter i. The
-    paper excludes the last linear layer: use `optax.masked`.
+    paper does not clip the last linear layer; use `optax.masked` to exclude it.
 
     Args:
-        clipping: largest ratio of gradient norm to parameter norm, dimensionless, > 0.
-        eps: lower bound of the parameter norm, > 0, so that zero parameters can move.
-        axis: the axes that the norm of a unit runs over, static. None chooses by rank as Optax
-            does: all axes of a scalar or vector, 0 of rank 2 and 3, all but the last of rank 4
-            and 5. Inside `shard_map` these axes must not be sharded.
-        axis_name: as for `clip_by_global_norm`.
-        nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
+        clipping: Maximum ratio of gradient norm to parameter norm; a positive number.
+        eps: Lower bound of the parameter norm, > 0, which allows updates of zero parameters.
+        axis: Axes over which the norm of a unit is computed, static. None chooses them by rank, as
+            Optax does: all axes of a scalar or vector, axis 0 for rank 2 and 3, and all axes but
+            the last for rank 4 and 5. Inside `shard_map` these axes must not be sharded.
+        axis_name: See `clip_by_global_norm`.
+        nonfinite: "propagate" returns NaN for a step with a non-finite norm, "zero" returns zeros.
 
     Returns:
-        An Optax transformation with a `ClipState`; `update` needs `params`.
+        A gradient transformation with a `ClipState`; `update` requires `params`.
 
     Raises:
-        ValueError: a number is not > 0, `axis` does not fit a leaf, or `params` is missing.
-        TypeError: an argument is not a number, or `axis` is traced; a leaf is not floating or
-            complex.
+        ValueError: If a number is not positive, if `axis` is invalid for a leaf, or if `params` is
+            missing.
+        TypeError: If an argument is not a number, if `axis` is traced, or if a leaf is not
+            floating-point or complex.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -81,24 +82,25 @@ def autoclip(
 ) -> optax.GradientTransformation:
     """Clip to a percentile of the recent global norms (AutoClip).
 
-    Try this adaptive clip first: it works at every scale of the norm, and in docs/study.md its
-    default
-    came closer to the best fixed threshold than that of any other rule. With the paper's percentile
-    of 10 it clips nine of ten steps, so tune the learning rate with it; with 90 it clips one of
-    ten.
+    Try this adaptive clip first. It works at every scale of the norm, and in docs/study.md its
+    default came closer to the best fixed threshold than the default of any other rule. With the
+    paper's percentile of 10 it clips nine of ten steps, so tune the learning rate together with it.
+    With a percentile of 90 it clips one of ten steps.
 
     Args:
-        percentile: 0 to 100, linearly interpolated as in `numpy.percentile`.
-        window: how many norms are kept, 1 to 2^20, static; None means 1000. The paper keeps all.
-        axis_name: as for `clip_by_global_norm`.
-        nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
+        percentile: Percentile between 0 and 100, with linear interpolation as in
+            `numpy.percentile`.
+        window: Number of norms in the window, 1 to 2^20, static; None means 1000. The paper uses
+            all norms.
+        axis_name: See `clip_by_global_norm`.
+        nonfinite: "propagate" returns NaN for a step with a non-finite norm, "zero" returns zeros.
 
     Returns:
-        An Optax transformation with a `ClipState`.
+        A gradient transformation with a `ClipState`.
 
     Raises:
-        ValueError: a number is out of range.
-        TypeError: `window` is traced.
+        ValueError: If a number is out of range.
+        TypeError: If `window` is traced.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -126,26 +128,26 @@ def zclip(
     axis_name: AxisName = None,
     nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformation:
-    """Clip global norms that are outliers among the recent ones (ZClip).
+    """Clip global norms that are outliers among recent norms (ZClip).
 
-    `zclip(max_norm=None)` works at every scale of the norm and changes outliers only. The paper's
-    `max_norm` of 1 is an additional fixed bound for language models with norms below 1. It clips
-    every step of a model whose norms are 30.
+    `zclip(max_norm=None)` works at every scale of the norm and only changes outliers. The paper's
+    `max_norm` of 1 is an additional fixed bound for language models with norms below 1. It would
+    clip every step of a model with norms of about 30.
 
     Args:
-        z_threshold: number of standard deviations above the mean from which norms are clipped, > 0.
-        decay: of the moving averages of mean and variance, at least 0 and below 1.
-        warmup_steps: number of norms for the first mean and variance, >= 1.
-        max_norm: upper bound of the threshold from the first step on, > 0, in the unit of the
-            gradients; None for no bound. The averages do not depend on it.
-        axis_name: as for `clip_by_global_norm`.
-        nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
+        z_threshold: Maximum z-score of a norm that is not clipped; a positive number.
+        decay: Decay rate of the moving averages of mean and variance, at least 0 and below 1.
+        warmup_steps: Number of norms in the initial mean and variance, >= 1.
+        max_norm: Upper bound of the threshold from the first step on, > 0, in the unit of the
+            gradients; None for no bound. The moving averages do not depend on it.
+        axis_name: See `clip_by_global_norm`.
+        nonfinite: "propagate" returns NaN for a step with a non-finite norm, "zero" returns zeros.
 
     Returns:
-        An Optax transformation with a `ClipState`.
+        A gradient transformation with a `ClipState`.
 
     Raises:
-        ValueError: a number is out of range.
+        ValueError: If a number is out of range.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -161,7 +163,7 @@ def zclip(
     """
     rule = zscore(z_threshold, decay, warmup_steps)
     if max_norm is not None:
-        check_number("max_norm", max_norm, "The paper uses 1; None is no bound.")
+        check_number("max_norm", max_norm, "The paper uses 1; pass None for no bound.")
         rule = capped(rule, max_norm)
     return norm_clip("max_norm", rule, axis_name=axis_name, nonfinite=nonfinite)
 
@@ -179,27 +181,27 @@ def adagc(
 ) -> optax.GradientTransformation:
     """Clip each leaf to a multiple of the moving average of its clipped norms (AdaGC).
 
-    During the warm-up the global norm is clipped to `absolute`, and the first average of each leaf
-    is its smallest norm. The paper's value of 1 is for language models with norms below 1. If norms
-    are 30, the averages need thousands of steps to rise. `jnp.inf` works at every scale, but clips
-    nothing during the warm-up.
+    During the warm-up the global norm is clipped to `absolute`, and the average of each leaf is its
+    smallest norm so far. The paper's value of 1 is suitable for language models with norms below 1.
+    With norms of about 30, the averages would need thousands of steps to adapt. `jnp.inf` works at
+    every scale, but does not clip during the warm-up.
 
     Args:
-        relative: largest ratio of a norm to its average, dimensionless, > 0.
-        absolute: largest global norm during the warm-up, in the unit of the gradients, > 0; inf
-            for none.
-        decay: of the average, at least 0 and below 1.
-        warmup_steps: >= 1.
-        axis_name: as for `clip_by_global_norm`.
-        num_layer_axes: as for `clip_by_leaf_norm`.
-        nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
+        relative: Maximum ratio of a norm to its average; a positive number.
+        absolute: Maximum global norm during the warm-up, in the unit of the gradients; a positive
+            number, or inf for no bound.
+        decay: Decay rate of the average, at least 0 and below 1.
+        warmup_steps: Number of warm-up steps, >= 1.
+        axis_name: See `clip_by_global_norm`.
+        num_layer_axes: See `clip_by_leaf_norm`.
+        nonfinite: "propagate" returns NaN for a step with a non-finite norm, "zero" returns zeros.
 
     Returns:
-        An Optax transformation with a `ClipState`.
+        A gradient transformation with a `ClipState`.
 
     Raises:
-        ValueError: a number is out of range.
-        TypeError: `num_layer_axes` is traced.
+        ValueError: If a number is out of range.
+        TypeError: If `num_layer_axes` is traced.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -214,13 +216,13 @@ def adagc(
         Wang et al., 2025, arXiv 2502.11034, version 2; the algorithm is that of version 1.
     """
     check_number("relative", relative, "The paper uses 1.05.")
-    check_number("absolute", absolute, "The paper uses 1; inf is none.")
+    check_number("absolute", absolute, "The paper uses 1; pass inf for no bound.")
     check_count("warmup_steps", warmup_steps, "The paper uses 100.")
 
     rule = ema(relative, decay, warmup_steps, warmup_max=UNBOUNDED)
 
     def update(norms: Array, state: EmaState, param_norms: Any) -> tuple[Array, EmaState]:
-        # A rule with a state gets the norms of all leaves as one vector.
+        # `norms` is a vector of all leaf norms, because this rule has a state.
         factor = scale_factor(norm_of_leaves([norms], 2.0, None), jnp.minimum(absolute, UNBOUNDED))
         scaled = jnp.where(state.step_count < warmup_steps, factor, 1) * norms
         thresholds, state = rule.update(scaled, state, None)
@@ -242,21 +244,22 @@ def quantile_clip(
 ) -> optax.GradientTransformation:
     """Clip to a threshold that tracks a quantile of the global norms.
 
-    After each step the threshold C becomes `C * exp(-rate * ([norm <= C] - target))`: it reaches
-    every scale of the norm, changing by up to 10 % in each step with the defaults.
+    After each step the threshold C becomes `C * exp(-rate * ([norm <= C] - target))`. It adapts to
+    any scale of the norm; with the defaults it changes by about 10 % per step.
 
     Args:
-        target: the fraction of steps that should not be clipped, 0 to 1.
-        rate: learning rate of log C, > 0.
-        initial: the first C, in the unit of the gradients, > 0; the paper starts at 0.1.
-        axis_name: as for `clip_by_global_norm`.
-        nonfinite: "propagate" makes a step with a NaN or infinite norm NaN, "zero" makes it zero.
+        target: Fraction of steps that should not be clipped, between 0 and 1.
+        rate: Learning rate of log C; a positive number.
+        initial: Initial threshold, in the unit of the gradients; a positive number. The paper uses
+            0.1.
+        axis_name: See `clip_by_global_norm`.
+        nonfinite: "propagate" returns NaN for a step with a non-finite norm, "zero" returns zeros.
 
     Returns:
-        An Optax transformation with a `ClipState`.
+        A gradient transformation with a `ClipState`.
 
     Raises:
-        ValueError: a number is out of range.
+        ValueError: If a number is out of range.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx

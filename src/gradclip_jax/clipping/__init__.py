@@ -1,1 +1,1 @@
-"""From gradient tree to norm, threshold, factor and clipped tree."""
+"""Clipping of gradient trees by norm or value."""

@@ -1,4 +1,4 @@
-"""Clipping by norm: the path that every clip by norm takes."""
+"""Implementation of all clips by norm."""
 
 import functools
 import math
@@ -40,7 +40,7 @@ from ._threshold import (
 )
 
 Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Any]
-"""How a unit above its threshold is changed: a name, or `(norm, threshold) -> factor`."""
+"""Reaction to a norm above its threshold, a name or a function `(norm, threshold) -> factor`."""
 
 
 @register_metrics("grad_norm", "clip_threshold", "clip_factor", "clip_fraction")
@@ -50,12 +50,12 @@ class ClipState(NamedTuple):
     The scalars are float32[]. With groups, the first three are mappings from group to scalar.
 
     Attributes:
-        grad_norm: the norm of all measured leaves before clipping.
-        clip_threshold: the threshold, or the smallest threshold of all units. The largest float32
+        grad_norm: Norm of all measured leaves before clipping.
+        clip_threshold: Threshold, or the smallest threshold of all units; the largest float32
             before the first step.
-        clip_factor: the factor that multiplied the update, or the smallest factor of all units.
-        clip_fraction: the fraction of units that were clipped, 0 to 1.
-        rules: the states of the threshold rules.
+        clip_factor: Factor of the update, or the smallest factor of all units.
+        clip_fraction: Fraction of units that were clipped, between 0 and 1.
+        rules: States of the threshold rules.
     """
 
     grad_norm: Any
@@ -76,24 +76,24 @@ def clip_grad_norm(
 ) -> tuple[Tree, Scalar]:
     """Scale a gradient tree to a norm of at most `max_norm`, and return its norm.
 
-    `g * min(1, max_norm / norm(g))`. This is the pure function behind `clip_by_global_norm`, with
-    the same edge cases.
+    The result is `g * min(1, max_norm / norm(g))`. This is the functional form of
+    `clip_by_global_norm`, with the same edge cases.
 
     Args:
-        grads: floating or complex leaves of any shape.
-        max_norm: the threshold in the unit of the gradients, > 0; may be traced.
-        ord: order of the norm: 1, 2, inf or any number > 0. None means 2.
-        norm: the norm, if it is already known; it is then not computed again.
-        axis_name: mapped axes over which every leaf is sharded, where the type of an array does
-            not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
+        grads: Pytree of floating-point or complex leaves.
+        max_norm: Maximum norm in the unit of the gradients; a positive number, which may be traced.
+        ord: Order of the norm, 1, 2, inf or any positive number. None means 2.
+        norm: Norm of `grads`, if it is already known, to avoid computing it again.
+        axis_name: Mapped axes over which every leaf is sharded, required where the array's type
+            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
 
     Returns:
         The clipped gradients, unchanged if the norm is at most `max_norm`, and the norm before
-        clipping: float32[], or float64[] if a leaf is float64 or complex128.
+        clipping, float32[], or float64[] if a leaf is float64 or complex128.
 
     Raises:
-        ValueError: `max_norm` or `ord` is not > 0.
-        TypeError: a leaf is an integer or a boolean; the message contains its path.
+        ValueError: If `max_norm` or `ord` is not positive.
+        TypeError: If a leaf has an integer or boolean dtype; the message contains its path.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -126,12 +126,12 @@ def norm_clip(
     axis_name: AxisName = None,
     nonfinite: str = "propagate",
 ) -> optax.GradientTransformation:
-    """`clip_by_norm`; `argument` is the name of the threshold in error messages."""
+    """Implement `clip_by_norm`; `argument` is the name of the threshold in error messages."""
     check_choice("nonfinite", nonfinite, ("propagate", "zero"))
     granularity, factor_of = as_granularity(granularity), _as_factor(reaction)
     order, axes = check_ord(ord), check_axis_name(axis_name)
     by_label = granularity.is_group and isinstance(threshold, Mapping)
-    # A number is passed to the compiled function; anything else is a rule or a tree of rules.
+    # A number is an argument of the compiled function; other thresholds become rules.
     number = threshold if is_scalar(threshold, jnp.floating, jnp.integer) else None
     rules = as_rules(argument, threshold, by_label=by_label)
     clip_leaves = jax.jit(
@@ -143,13 +143,13 @@ def norm_clip(
 
     def cut_groups(leaves: Sequence[Any], tree: Tree) -> Units:
         units = granularity.cut(leaves, tree)
-        assert isinstance(units, Groups)  # since `is_group`
+        assert isinstance(units, Groups)  # because of `is_group`
         return select_groups(argument, units, tuple(rules))
 
     cut = cut_groups if by_label else granularity.cut
 
     def init(params: Tree) -> ClipState:
-        # The labels of a mapping are known without a tree.
+        # The keys of a mapping determine the groups without a tree.
         leaves = [] if by_label else measured_shapes(params)
         units = Groups((), len(rules), tuple(rules)) if by_label else cut(leaves, params)
         shapes = norm_shapes(units, leaves)
@@ -168,7 +168,7 @@ def norm_clip(
         if states:
             check_state(state, ClipState)
             if jax.tree.structure(states) != jax.tree.structure(state.rules):
-                rule, hint = f"a `ClipState` of this `{argument}`", "Call `init(params)` first."
+                rule, hint = f"a `ClipState` for this `{argument}`", "Call `init(params)` first."
                 raise type_error("state", rule, "the state of another clip", hint)
             states = state.rules
             _check_sharded_alike(argument, units, leaves.arrays)
@@ -195,7 +195,7 @@ def _clip_leaves(
     axis_name: AxisName,
     drop: bool,
 ) -> tuple[list[Array], ClipState]:
-    """Norms, thresholds, factors, scaled leaves; and the next state."""
+    """Compute norms, thresholds and factors; return the scaled leaves and the next state."""
     norms = compared = unit_norms(leaves, units, ord, axis_name)
     param_norms = None if params is None else unit_norms(params, units, ord, axis_name)
     if isinstance(units, Slices) and units.is_rms:
@@ -209,7 +209,7 @@ def _clip_leaves(
     over = axis_name if units.is_local else None
     is_single = units.size == 1 and not norms[0].ndim
     total = norms[0] if is_single else norm_of_leaves(_stacked(norms, norms), ord, over)
-    # A non-finite norm affects every leaf, on every device.
+    # A non-finite norm makes every leaf NaN or zero, on every device.
     is_finite, bad = jnp.isfinite(total), 0 if drop else jnp.nan
 
     def if_finite(threshold: Array) -> Array:
@@ -267,7 +267,7 @@ def scale_leaves(
 
 
 def _as_factor(reaction: Reaction) -> Callable[[Array, Array], Array]:
-    """A reaction as a function of norm and threshold whose values are in [0, 1]."""
+    """Convert a reaction to a function of norm and threshold with values in [0, 1]."""
     named = {"scale": scale_factor, "zero": zero_factor}
     if isinstance(reaction, str):
         check_choice("reaction", reaction, tuple(named))
@@ -286,9 +286,9 @@ def _as_factor(reaction: Reaction) -> Callable[[Array, Array], Array]:
 def _check_sharded_alike(argument: str, units: Units, leaves: list[Array]) -> None:
     """Raise if the norms of a rule with a state vary over different mesh axes."""
     if units.is_local and len(set(map(varying_axes, leaves))) > 1:
-        rule = "a threshold without history where leaves are sharded along different mesh axes"
-        hint = "Clip leaves with different sharding separately, with `optax.partition`."
-        raise value_error(argument, rule, "a rule that keeps a history", hint)
+        rule = "a threshold without state if leaves are sharded over different mesh axes"
+        hint = "Clip leaves with different sharding separately with `optax.partition`."
+        raise value_error(argument, rule, "a rule with state", hint)
 
 
 def _root_mean_squares(
@@ -304,7 +304,7 @@ def _root_mean_squares(
 
 
 def _stacked(values: Norms, norms: Norms) -> list[Array]:
-    """The values of all units, stacked where their norms have the same type."""
+    """Stack the values of all units whose norms have the same type."""
     by_type: dict[Any, list[Array]] = {}
     for value, norm in zip(values, norms, strict=True):
         by_type.setdefault(jax.typeof(norm), []).append(value)
@@ -319,8 +319,9 @@ def _summary(
 ) -> tuple[Scalar, Scalar, Scalar]:
     """The smallest threshold, the smallest factor, and the fraction of factors below 1.
 
-    Given are stacks of norms, of which the factors are computed once more: with a stack of factors
-    XLA:CPU compiles other kernels for each leaf (JAX 0.10.2, 300 leaves: 12 s instead of 3.5 s).
+    The factors are computed again from stacks of norms. Stacking the existing factors would make
+    XLA on CPU compile separate kernels for each leaf (JAX 0.10.2, 300 leaves: 12 s instead of
+    3.5 s).
     """
     factors = list(map(factor_of, norms, thresholds))
     shards = [shard_axes(x, axis_name) for x in factors]

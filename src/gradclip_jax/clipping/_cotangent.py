@@ -1,4 +1,4 @@
-"""Clipping inside a model: the identity, whose cotangent is clipped in the backward pass."""
+"""Clipping of cotangents inside a model, during the backward pass."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -23,48 +23,50 @@ def clip_cotangent(
     nonfinite: Literal["propagate", "zero"] = "propagate",
     norm_probe: Array | None = None,
 ) -> Array:
-    """Returns x as it is, and clips its cotangent by norm when the gradient comes back.
+    """Return `x` unchanged, and clip its cotangent by norm in the backward pass.
 
-    `g_i * min(1, max_norm / |g_i|)` for each unit i of the cotangent `g = d loss / d x`: with the
-    default of `axis` each token of an array `[batch, time, features]` is clipped by itself.
+    Each unit i of the cotangent `g = d loss / d x` becomes `g_i * min(1, max_norm / |g_i|)`. With
+    the default `axis=-1`, the units of an array `[batch, time, features]` are its tokens.
 
-    | unit of the cotangent | goes on as |
+    | unit of the cotangent | result |
     | --- | --- |
-    | norm <= max_norm, or all zero | it is, bit for bit |
+    | norm <= max_norm, or all zero | unchanged bit for bit |
     | norm > max_norm | scaled to max_norm |
-    | a NaN or infinity, `nonfinite="propagate"` | NaN in all of this unit, for a guard to find |
-    | a NaN or infinity, `nonfinite="zero"` | zero in all of this unit |
+    | a NaN or infinity, `nonfinite="propagate"` | NaN in the whole unit, which a guard detects |
+    | a NaN or infinity, `nonfinite="zero"` | zero in the whole unit |
     | traced max_norm <= 0; NaN | zero; NaN |
 
-    `max_norm` is in the unit of the loss over that of x. The cotangent of a *mean* over n tokens
-    is 1/n of that of one token's loss: pass `c / n` for a limit c that does not depend on the
-    size of the batch. A scaled loss scales it too.
+    `max_norm` has the unit of the loss divided by the unit of `x`. If the loss is a *mean* over n
+    tokens, each cotangent is divided by n; pass `c / n` for a threshold c that does not depend on
+    the batch size. Loss scaling multiplies the cotangents as well.
 
-    A backward pass returns nothing but gradients, so the norms come as one: give zeros in the
-    shape of the norms as `norm_probe`, and the gradient with respect to it is the norms before
-    clipping. A probe that is used at two places gets the sum of both. Under `lax.scan` over
-    layers, and `vmap`, it has an entry for each.
+    The norms are available as a gradient. Pass zeros with the shape of the norms as `norm_probe`;
+    the gradient with respect to this argument contains the norms before clipping. If the same probe
+    is used twice, its gradient is the sum of both norms. Under `vmap` or a `lax.scan` over layers,
+    pass one probe per iteration.
 
-    Derivatives of the gradient, in both modes, are those of the clipped gradient. The function
-    itself has no forward mode: there is no cotangent in it.
+    Higher derivatives, in both modes, differentiate the clipped gradient. Forward-mode
+    differentiation of this function itself is not supported.
 
     Args:
-        x: a floating or complex array; for a tree, `jax.tree.map` over it.
-        max_norm: the threshold, > 0; may be traced. Infinity never clips.
-        axis: the axes that a norm runs over, as NumPy counts them: -1 for each token,
-            `(1, 2)` for each example of rank 3, None for the whole array. Inside `shard_map`
-            these axes must not be sharded.
+        x: Floating-point or complex array; use `jax.tree.map` for a pytree.
+        max_norm: Maximum norm of a unit; a positive number, which may be traced. Infinity disables
+            clipping.
+        axis: Axes over which one norm is computed, as in NumPy: -1 for each token, `(1, 2)` for
+            each example of a rank-3 array, None for the whole array. Inside `shard_map` these axes
+            must not be sharded.
         nonfinite: "propagate" or "zero".
-        norm_probe: zeros of the shape of x without `axis`, float32 (float64 for float64 and
-            complex128); its values do not matter.
+        norm_probe: Zeros with the shape of `x` without `axis`, in float32 (float64 for float64 and
+            complex128); the values are ignored.
 
     Returns:
-        x.
+        The array `x`.
 
     Raises:
-        ValueError: a number is out of range, `axis` does not fit x, or the shape of
-            `norm_probe` is not that of the norms.
-        TypeError: x is no floating or complex array, or `norm_probe` has another dtype.
+        ValueError: If a number is out of range, if `axis` is invalid for `x`, or if `norm_probe`
+            does not have the shape of the norms.
+        TypeError: If `x` is not a floating-point or complex array, or if `norm_probe` has the
+            wrong dtype.
 
     Examples:
         >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
@@ -76,11 +78,11 @@ def clip_cotangent(
         >>> print(norms, round(float(grad), 4))  # 0.6 + 0.8 of the first, 0.3 + 0.4 of the second
         [5.  0.5] 2.1
     """
-    check_number("max_norm", max_norm, "Pass inf to only measure.")
+    check_number("max_norm", max_norm, "Pass inf to measure norms without clipping.")
     check_choice("nonfinite", nonfinite, ("propagate", "zero"))
     check_axis(axis)
     x = _as_inexact(x)
-    hint = "Count the axes that one norm runs over, such as -1 for each token."
+    hint = "Pass the axes over which one norm is computed, such as -1 for each token."
     over = tuple(range(np.ndim(x))) if axis is None else axes_within(axis, x, "`x`", "", hint)
     dtype = norm_dtype([x])
     if norm_probe is not None:
@@ -92,13 +94,13 @@ def clip_cotangent(
         return x
 
     def forward(x: Array, max_norm: Array, probe: Array | None) -> tuple[Array, Any]:
-        # Not `identity` again: a derivative of the gradient would be clipped in its backward pass.
+        # Calling `identity` here would also clip the backward pass of higher derivatives.
         return x, (max_norm, probe)
 
     def backward(residuals: Any, cotangent: Array) -> tuple[Array, None, Array | None]:
         max_norm, probe = residuals
         units = Slices((over,), is_local=True)
-        # Cotangents of tokens are small numbers: they are squared as they are.
+        # Cotangents of single tokens are small, so they need no scaling before they are squared.
         (norms,) = unit_norms([cotangent], units, 2.0, None, 1.0)
         factors = scale_factor(norms, max_norm)
         factors = jnp.where(jnp.isfinite(norms), factors, 0 if drop else jnp.nan)
@@ -113,14 +115,14 @@ def _as_inexact(x: Any) -> Array:
     is_array = isinstance(x, (jax.Array, np.ndarray, np.generic, float, complex))
     if not (is_array and jnp.issubdtype(jnp.result_type(x), jnp.inexact)):
         rule, hint = "a floating or complex array", "Integers have no cotangent."
-        hint = hint if is_array else "Map over the arrays of a tree with `jax.tree.map`."
+        hint = hint if is_array else "Use `jax.tree.map` to apply it to each array of a pytree."
         got = describe(x) if is_array else type(x).__name__
         raise type_error("x", rule, got, hint)
     return jnp.asarray(x)
 
 
 def _check_probe(probe: Any, shape: tuple[int, ...], dtype: Any) -> None:
-    rule = f"{jnp.dtype(dtype).name}{list(shape)}, one entry for each norm"
+    rule = f"{jnp.dtype(dtype).name}{list(shape)}, with one entry for each norm"
     hint = f"Pass `jnp.zeros({shape}, jnp.{jnp.dtype(dtype).name})`."
     has_shape = np.shape(probe) == shape
     if not has_shape or jnp.result_type(probe) != dtype:

@@ -1,4 +1,4 @@
-"""Granularity: which elements share a norm. A granularity divides a tree into units."""
+"""Granularities, which divide a tree into units whose elements share one norm."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
@@ -22,7 +22,7 @@ from .._tree_checks import broadcast_prefix
 from .._types import Labels, Tree
 from ._norm import Axes, Groups, Slices, Units, tree_units
 
-_DEPTH = "Give the number of leading axes that index layers, 0 for an ordinary leaf."
+_DEPTH = "Pass the number of leading axes that index layers, 0 for an ordinary leaf."
 
 
 def norm_shapes(units: Units, leaves: Sequence[Any]) -> list[tuple[int, ...]]:
@@ -36,7 +36,7 @@ def norm_shapes(units: Units, leaves: Sequence[Any]) -> list[tuple[int, ...]]:
 
 
 def select_groups(argument: str, units: Groups, keys: Sequence[Any]) -> Groups:
-    """The groups that a mapping of thresholds names; other leaves belong to no unit.
+    """Select the groups in a mapping of thresholds; other leaves belong to no unit.
 
     A key is a label, or a tuple of labels that form one group.
     """
@@ -59,8 +59,8 @@ class Granularity:
     """Which elements share a norm.
 
     Attributes:
-        cut: `(measured leaves, tree) -> Units`, called when the tree is traced.
-        is_group: whether units have names, which a mapping of thresholds can use.
+        cut: Function `(measured leaves, tree) -> Units`, called at trace time.
+        is_group: Whether units have names, which a mapping of thresholds can use as keys.
     """
 
     cut: Callable[[Sequence[Any], Tree], Units]
@@ -68,7 +68,7 @@ class Granularity:
 
 
 def as_granularity(granularity: Literal["global", "leaf"] | Granularity) -> Granularity:
-    """A granularity, given its name or itself."""
+    """Convert a name to a granularity; return a granularity unchanged."""
     if isinstance(granularity, Granularity):
         return granularity
     check_choice("granularity", granularity, ("global", "leaf"))
@@ -77,20 +77,20 @@ def as_granularity(granularity: Literal["global", "leaf"] | Granularity) -> Gran
 
 @public
 def group(param_labels: Labels) -> Granularity:
-    """Let the leaves that share a label share one norm.
+    """Compute one norm for all leaves that share a label.
 
-    If the thresholds are a mapping from label to threshold, leaves with another label are not
-    clipped. A key that is a tuple of labels makes those labels one group.
+    If the thresholds are a mapping from label to threshold, leaves with other labels are not
+    clipped. Use a tuple of labels as a key to combine these labels into one group.
 
     Args:
-        param_labels: a prefix tree of labels, or a function `params -> labels`. To label by path:
+        param_labels: Prefix tree of labels, or a function `params -> labels`. To label by path, use
             `lambda params: jax.tree_util.tree_map_with_path(label_of_path, params)`.
 
     Returns:
         A granularity for `clip_by_norm`.
 
     Raises:
-        TypeError: when traced, `param_labels` is not a prefix tree of the updates.
+        TypeError: If `param_labels` is not a prefix tree of the updates; raised at trace time.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -119,20 +119,20 @@ def group(param_labels: Labels) -> Granularity:
 
 @public
 def layer(num_layer_axes: Any = 1, *, rms: bool = False) -> Granularity:
-    """Give each leaf a norm, or each layer of a leaf that stacks layers for `lax.scan`.
+    """Compute one norm per leaf, or per layer for leaves that stack layers for `lax.scan`.
 
     Args:
-        num_layer_axes: the number of leading axes of a leaf that index layers, 0 for an ordinary
-            leaf; an integer >= 0 or a prefix tree of integers. These axes must not be sharded
-            inside `shard_map`.
-        rms: apply thresholds to the root mean square of a unit instead of its norm.
+        num_layer_axes: Number of leading axes of a leaf that index layers, 0 for an ordinary leaf;
+            an integer >= 0 or a prefix tree of integers. These axes must not be sharded inside
+            `shard_map`.
+        rms: Whether thresholds apply to the root mean square of a unit instead of its norm.
 
     Returns:
         A granularity for `clip_by_norm`.
 
     Raises:
-        ValueError: when traced, `num_layer_axes` exceeds the rank of a leaf.
-        TypeError: `num_layer_axes` contains something other than static integers.
+        ValueError: If `num_layer_axes` exceeds the rank of a leaf; raised at trace time.
+        TypeError: If `num_layer_axes` contains a value that is not a static integer.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -146,19 +146,20 @@ def layer(num_layer_axes: Any = 1, *, rms: bool = False) -> Granularity:
 
 @public
 def axis(axis: int | Sequence[int] | None = None) -> Granularity:
-    """Give each row, column or filter of a leaf a norm.
+    """Compute one norm for each row, column or filter of a leaf.
 
     Args:
-        axis: the axes that a norm runs over. None means the axes of `optax.adaptive_grad_clip`:
-            all of a scalar or vector, axis 0 of rank 2 and 3, all but the last of rank 4 and 5.
-            Inside `shard_map` these axes must not be sharded.
+        axis: Axes over which one norm is computed. None chooses the axes of
+            `optax.adaptive_grad_clip`: all axes of a scalar or vector, axis 0 for rank 2 and 3, and
+            all axes but the last for rank 4 and 5. Inside `shard_map` these axes must not be
+            sharded.
 
     Returns:
         A granularity for `clip_by_norm`.
 
     Raises:
-        TypeError: `axis` is neither None, an integer, nor a sequence of integers.
-        ValueError: when traced, `axis` does not fit a leaf.
+        TypeError: If `axis` is not None, an integer or a sequence of integers.
+        ValueError: If `axis` is invalid for a leaf; raised at trace time.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -178,7 +179,7 @@ def axis(axis: int | Sequence[int] | None = None) -> Granularity:
 
 
 def layers(num_layer_axes: Any, *, rms: bool = False) -> Granularity:
-    """`layer`, for functions that have an argument `num_layer_axes` themselves; None means 0."""
+    """Like `layer`, for functions with their own argument `num_layer_axes`; None means 0."""
     num_layer_axes = 0 if num_layer_axes is None else num_layer_axes
     for depth in jax.tree.leaves(num_layer_axes):
         check_static("num_layer_axes", depth)
@@ -190,7 +191,7 @@ def layers(num_layer_axes: Any, *, rms: bool = False) -> Granularity:
         for (path, x), n in zip(jax.tree_util.tree_leaves_with_path(tree), depths, strict=True):
             if is_measured(x) and n > np.ndim(x):
                 got = f"{n} for {describe(x)} at {leaf_path('updates', path)}"
-                raise value_error("num_layer_axes", "<= the rank", got, _DEPTH)
+                raise value_error("num_layer_axes", "at most the rank of the leaf", got, _DEPTH)
             if is_measured(x):
                 axes.append(tuple(range(n, np.ndim(x))))
         return Slices(tuple(axes), is_rms=rms)
@@ -199,17 +200,17 @@ def layers(num_layer_axes: Any, *, rms: bool = False) -> Granularity:
 
 
 def _unit_axes(path: Any, x: Any, axis: Any) -> Axes:
-    """The axes that a norm runs over, by the rank of the leaf if `axis` is None."""
+    """The axes over which one norm is computed, chosen by rank if `axis` is None."""
     rank = np.ndim(x)
     if axis is not None:
-        hint = "Treat leaves of another rank separately, with `optax.masked` or `optax.partition`."
+        hint = "Clip leaves of other ranks separately with `optax.masked` or `optax.partition`."
         return axes_within(axis, x, "every leaf", leaf_path("updates", path), hint)
     if sum(n != 1 for n in np.shape(x)) <= 1:  # scalars and vectors: the whole leaf
         return tuple(range(rank))
-    # Input axes of linear layers (IO), of attention projections, of HWIO and DHWIO filters.
+    # Input axes of linear layers (IO), attention projections, and HWIO and DHWIO filters.
     known = {2: (0,), 3: (0,), 4: (0, 1, 2), 5: (0, 1, 2, 3)}
     if rank not in known:
-        rule = "given for leaves of more than 5 axes"
+        rule = "specified for leaves with more than 5 axes"
         got = f"None for {describe(x)} at {leaf_path('updates', path)}"
-        raise value_error("axis", rule, got, "Pass the axes that the norm of a unit runs over.")
+        raise value_error("axis", rule, got, "Pass the axes over which a norm is computed.")
     return known[rank]

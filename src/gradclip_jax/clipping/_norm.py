@@ -19,20 +19,20 @@ from ._formula import wide_dtype
 
 Axes: TypeAlias = tuple[int, ...]
 Norms: TypeAlias = list[Array]
-"""An array for each unit, or for all units within one leaf; it broadcasts against its leaves."""
+"""One array per unit, or per leaf with several units; each broadcasts against its leaves."""
 
 SCALE = 2.0**-20
-"""Elements are multiplied by this before they are squared. A norm in float32 is therefore correct
-from 1e-12 to 1e25 and infinite above; elements below 1e-13 count as zero."""
+"""Scale by which elements are multiplied before they are squared. A float32 norm is therefore
+accurate from 1e-12 to 1e25 and infinite above this range. Elements below 1e-13 count as zero."""
 
 
 class Groups(NamedTuple):
     """Units of whole leaves: the tree, or the leaves that share a label. Their norms are scalars.
 
     Attributes:
-        entries: for each measured leaf the index of its unit; None if it belongs to no unit.
-        size: the number of units.
-        names: the labels of the units; empty for the whole tree.
+        entries: Index of the unit of each measured leaf; None if it belongs to no unit.
+        size: Number of units.
+        names: Labels of the units; empty for the whole tree.
     """
 
     entries: tuple[int | None, ...]
@@ -43,13 +43,13 @@ class Groups(NamedTuple):
 
 
 class Slices(NamedTuple):
-    """Units within one leaf: the whole leaf, its layers, its rows. Their norms are one array.
+    """Units within one leaf: the whole leaf, its layers or its rows. Their norms are one array.
 
     Attributes:
-        axes: for each measured leaf the axes that a norm runs over. They stay with size 1, unless
-            they are all axes: then the norm is a scalar.
-        is_local: whether no unit is spread over the devices of a `shard_map`.
-        is_rms: whether a threshold applies to the root mean square of a unit instead of its norm.
+        axes: Axes of each measured leaf over which one norm is computed. They are kept with size 1,
+            except that the norm over all axes is a scalar.
+        is_local: Whether no unit is sharded over the devices of a `shard_map`.
+        is_rms: Whether a threshold applies to the root mean square of a unit instead of its norm.
     """
 
     axes: tuple[Axes, ...]
@@ -65,12 +65,12 @@ Units: TypeAlias = Groups | Slices
 
 
 def tree_units(leaves: Sequence[Any], tree: Tree = None) -> Groups:
-    """One unit: the whole tree."""
+    """Return a single unit for the whole tree."""
     return Groups((0,) * len(leaves), 1)
 
 
 def leaf_units(leaves: Sequence[Any]) -> Slices:
-    """A unit for each leaf."""
+    """Return one unit for each leaf."""
     return Slices(tuple(tuple(range(np.ndim(x))) for x in leaves))
 
 
@@ -78,7 +78,7 @@ def leaf_units(leaves: Sequence[Any]) -> Slices:
 def global_norm(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = None) -> Scalar:
     """Compute the norm of all elements of a tree as one vector.
 
-    `(sum |x|^ord)^(1/ord)`; the largest magnitude for `ord=inf`.
+    The norm is `(sum |x|^ord)^(1/ord)`, or the largest magnitude for `ord=inf`.
 
     | tree | norm |
     | --- | --- |
@@ -90,22 +90,22 @@ def global_norm(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = N
     | empty, or only `None`, masked or zero-size leaves | 0 |
     | any NaN | NaN; inf for `ord=inf` |
     | an infinity and no NaN | inf |
-    | sharded | the norm of the whole tree, see `axis_name` |
+    | sharded | the norm of the whole tree; see `axis_name` |
 
     The derivative is zero where the norm is zero or not finite.
 
     Args:
-        tree: floating or complex leaves of any shape, in the unit of the gradients.
-        ord: order of the norm: 1, 2, inf or any number > 0. None means 2.
-        axis_name: mapped axes over which every leaf is sharded, where the type of an array does
-            not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
+        tree: Pytree of floating-point or complex leaves, in the unit of the gradients.
+        ord: Order of the norm, 1, 2, inf or any positive number. None means 2.
+        axis_name: Mapped axes over which every leaf is sharded, required where the array's type
+            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
 
     Returns:
         The norm, float32[], or float64[] if a leaf is float64 or complex128.
 
     Raises:
-        TypeError: a leaf is an integer or a boolean; the message contains its path.
-        ValueError: `ord` is not > 0.
+        TypeError: If a leaf has an integer or boolean dtype; the message contains its path.
+        ValueError: If `ord` is not positive.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -123,17 +123,17 @@ def leaf_norms(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = No
     """Compute the norm of each leaf; see `global_norm`.
 
     Args:
-        tree: floating or complex leaves of any shape, in the unit of the gradients.
-        ord: order of the norm: 1, 2, inf or any number > 0. None means 2.
-        axis_name: as for `global_norm`.
+        tree: Pytree of floating-point or complex leaves, in the unit of the gradients.
+        ord: Order of the norm, 1, 2, inf or any positive number. None means 2.
+        axis_name: See `global_norm`.
 
     Returns:
-        A tree of the same structure. Each leaf is a scalar; all have the same dtype, float32, or
-        float64 if a leaf is float64 or complex128. The norm of a float0 leaf is 0.
+        A tree of scalars with the same structure. All scalars are float32, or float64 if any leaf
+        is float64 or complex128. The norm of a float0 leaf is 0.
 
     Raises:
-        TypeError: a leaf is an integer or a boolean; the message contains its path.
-        ValueError: `ord` is not > 0.
+        TypeError: If a leaf has an integer or boolean dtype; the message contains its path.
+        ValueError: If `ord` is not positive.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -150,12 +150,13 @@ def leaf_norms(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = No
 
 @public
 def combine_norms(norms: Sequence[Number], *, ord: Order | None = None) -> Scalar:
-    """Combine the norms of disjoint parts into the norm of the whole.
+    """Combine the norms of disjoint parts of a model into the norm of the whole model.
 
-    `(sum norm_i^ord)^(1/ord)`; the largest for `ord=inf`. Use it for a model that no single program
-    holds, such as pipeline stages in separate processes: each process computes `global_norm` of
-    its part, the processes exchange these scalars, and each clips its part with
-    `clip_grad_norm(grads, max_norm, norm=whole)`. Count a parameter that two stages share once.
+    The result is `(sum norm_i^ord)^(1/ord)`, or the largest norm for `ord=inf`. Use this function
+    if a model is distributed over several programs, such as pipeline stages in separate processes.
+    Each process computes `global_norm` of its part, the processes exchange these scalars, and each
+    process clips its part with `clip_grad_norm(grads, max_norm, norm=whole)`. A parameter that two
+    stages share must be included only once.
 
     | norms | whole |
     | --- | --- |
@@ -164,15 +165,15 @@ def combine_norms(norms: Sequence[Number], *, ord: Order | None = None) -> Scala
     | one is infinite, none is NaN | inf |
 
     Args:
-        norms: the norms of the parts, scalars or arrays, all of the same order.
-        ord: their order: 1, 2, inf or any number > 0. None means 2.
+        norms: Norms of the parts, scalars or arrays, all of the same order.
+        ord: Order of the norms, 1, 2, inf or any positive number. None means 2.
 
     Returns:
-        The norm, float32[], or float64[] if one of them is float64.
+        The norm, float32[], or float64[] if a norm is float64.
 
     Raises:
-        TypeError: a norm is not a floating number.
-        ValueError: `ord` is not > 0, or a norm that is not traced is negative.
+        TypeError: If a norm is not a floating-point number.
+        ValueError: If `ord` is not positive, or if a norm that is not traced is negative.
 
     Examples:
         >>> import gradclip_jax as gcx
@@ -182,12 +183,12 @@ def combine_norms(norms: Sequence[Number], *, ord: Order | None = None) -> Scala
     leaves = flatten("norms", norms, real=True).arrays
     for i, norm in enumerate(leaves):
         if not is_traced(norm) and (norm < 0).any():
-            raise value_error(f"norms[{i}]", ">= 0", norm, "Pass norms, as `global_norm` returns.")
+            raise value_error(f"norms[{i}]", ">= 0", norm, "Pass outputs of `global_norm`.")
     return norm_of_leaves(leaves, check_ord(ord), None)
 
 
 def norm_of_leaves(leaves: Sequence[Array], ord: float, axis_name: AxisName) -> Scalar:
-    """The norm of all leaves together."""
+    """Compute one norm of all leaves."""
     return unit_norms(list(leaves), tree_units(leaves), ord, axis_name)[0]
 
 
@@ -213,10 +214,10 @@ def reduce_axes(reduce: Callable[..., Array], x: Array, axes: Sequence[int]) -> 
 
 def squares(x: Array, dtype: Any, scale: float | Array = SCALE) -> Array:
     """`(scale * |x|)^2`."""
-    # XLA regroups products of scalars and constants to `x^2 * scale^2`, which overflows from 1.8e19
-    # on, also where a scalar was broadcast. Behind a barrier the scale is no constant. (A minimum
-    # between the products would do as well, but keeps XLA on a GPU from fusing them with the
-    # backward pass: 7 % more bytes for PPO. `x * (x * scale^2)` is regrouped by LLVM. JAX 0.10.2.)
+    # XLA rewrites the product to `x^2 * scale^2`, which overflows above 1.8e19, if `scale` is a
+    # constant or a broadcast scalar. The barrier hides the constant. (Alternatives in JAX 0.10.2: a
+    # minimum between the products prevents XLA on GPU from fusing them with the backward pass,
+    # which moves 7 % more bytes for PPO; LLVM also rewrites `x * (x * scale^2)`.)
     scale = fusion_barrier(jnp.asarray(scale, dtype)) if isinstance(scale, float) else scale
     return jnp.square(magnitude(x, dtype) * scale)
 
@@ -225,13 +226,13 @@ def squares(x: Array, dtype: Any, scale: float | Array = SCALE) -> Array:
 def sum_of_squares(
     x: Array, axes: Sequence[int], dtype: Any, scale: float | Array = SCALE
 ) -> Array:
-    """`sum((scale * |x|)^2)` over some axes, which stay with size 1; over all axes a scalar."""
+    """Return `sum((scale * |x|)^2)` over some axes, kept with size 1; a scalar for all axes."""
     return reduce_axes(jnp.sum, squares(x, dtype, scale), axes)
 
 
 @jax.jit
 def norm_of_squares(total: Array, scale: float | Array = SCALE) -> Array:
-    """The norm, given a sum of `squares`."""
+    """Return the norm for a sum of `squares`."""
     return jnp.sqrt(total) / scale
 
 
@@ -240,10 +241,10 @@ def norm_of_squares(total: Array, scale: float | Array = SCALE) -> Array:
 def unit_norms(
     leaves: list[Array], units: Units, ord: float, axis_name: AxisName, scale: float = SCALE
 ) -> Norms:
-    """The norm of each unit, with one all-reduce.
+    """Compute the norm of each unit, with one all-reduce.
 
-    Orders 1, 2 and inf read the leaves once. Other orders read them twice: powers are computed
-    relative to the largest magnitude.
+    Orders 1, 2 and inf read the leaves once. Other orders read them twice, because powers are
+    computed relative to the largest magnitude.
     """
     dtype = norm_dtype(leaves)
     if ord == 2:
@@ -261,7 +262,7 @@ def unit_norms(
 
     def largest(x: Array, axes: Axes) -> Array:
         sizes = magnitude(x, dtype)
-        # A maximum on a GPU, or an all-reduce, may drop a NaN.
+        # A maximum on GPU and an all-reduce may drop NaN.
         sizes = jnp.where(jnp.isnan(sizes), jnp.inf, sizes)
         return reduce_axes(functools.partial(jnp.max, initial=0), sizes, axes)
 
@@ -274,7 +275,7 @@ def unit_norms(
     if math.isinf(ord):
         return tops
     info = jnp.finfo(dtype)
-    # XLA multiplies by the reciprocal of a base. A subnormal reciprocal would be flushed to zero.
+    # XLA may multiply by the reciprocal of a base, which is flushed to zero if it is subnormal.
     bases = [
         jnp.where((top >= info.tiny) & (top < jnp.inf), jnp.minimum(top, info.max / 4), 1)
         for top in tops
@@ -287,7 +288,7 @@ def unit_norms(
 def _unit_norms_jvp(
     units: Units, ord: float, axis_name: AxisName, scale: float, primals: Any, tangents: Any
 ) -> tuple[Norms, Norms]:
-    """The derivative is zero where a norm is zero or not finite, so that no NaN is left behind."""
+    """Set the derivative to zero where a norm is zero or not finite, to avoid NaN."""
     (leaves,), (directions,) = primals, tangents
     norms, dtype = unit_norms(leaves, units, ord, axis_name, scale), norm_dtype(leaves)
     of_leaves = _of_leaves(norms, units)
@@ -326,7 +327,7 @@ def _unit_norms_jvp(
 
 
 def _of_leaves(values: Norms, units: Units) -> Norms:
-    """For each leaf the value of its unit; the first one for a leaf without a unit."""
+    """Return the value of each leaf's unit, or the first value for a leaf without a unit."""
     return [values[i or 0] for i in units.entries]
 
 
@@ -338,7 +339,7 @@ def totals(
     *columns: Sequence[Array],
     is_sum: bool = True,
 ) -> Norms:
-    """For each unit the sum, or the maximum, over its leaves, with one all-reduce over devices.
+    """Compute the sum or the maximum over the leaves of each unit, with one all-reduce.
 
     `terms(leaf, axes, *columns)` is the contribution of a leaf to its unit.
     """
@@ -353,7 +354,7 @@ def totals(
             continue
         over = units.axes[place] if isinstance(units, Slices) else tuple(range(x.ndim))
         part = terms(x, over, *others)
-        if is_sum and everywhere:  # a replicated leaf counts once
+        if is_sum and everywhere:  # count a replicated leaf once
             part /= replica_count(axes, everywhere)
         parts.setdefault(i, []).append(part)
     entries: Norms = []
@@ -368,7 +369,7 @@ def totals(
 
 
 def split(vector: Array, like: Sequence[Array]) -> list[Array]:
-    """The parts of a vector, in the shapes of the given arrays."""
+    """Split a vector into parts with the shapes of the given arrays."""
     parts: list[Array] = []
     start = 0
     for x in like:

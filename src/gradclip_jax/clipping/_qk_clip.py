@@ -1,4 +1,4 @@
-"""Clipping attention logits through the weights that make them."""
+"""Clipping of attention logits by scaling query and key weights."""
 
 from typing import Any
 
@@ -22,55 +22,54 @@ def qk_clip(
     *,
     head_axis: int = -2,
 ) -> tuple[Tree, Tree]:
-    """Scales the query and key weights of each head so that its largest logit is at most tau.
+    """Scale the query and key weights of each head to limit its attention logits (QK-Clip).
 
-    `gamma_h = min(1, tau / S_h)`, `S_h` the largest logit of query head h. A key head takes the
-    root of what all its query heads have in common, each query head the rest:
+    If `S_h` is the largest logit of query head h and tau the threshold, the logits of this head are
+    multiplied by `gamma_h = min(1, tau / S_h)`. For the group g of query heads that share a key
+    head,
 
         key_g *= sqrt(gamma_g),  query_h *= gamma_h / sqrt(gamma_g),  gamma_g = max_{h in g} gamma_h
 
-    so the logits of each head, which are products of the two, are multiplied by `gamma_h`.
-
-    | attention | query head | key head |
+    | attention | factor of a query head | factor of a key head |
     | --- | --- | --- |
-    | as many key heads as query heads | `sqrt(gamma_h)`, as published | `sqrt(gamma_h)` |
-    | shared key head, one query head within tau | `gamma_h` | untouched |
-    | shared key head, all beyond tau | `gamma_h / sqrt(gamma_g)` | `sqrt(gamma_g)` |
+    | one key head per query head | `sqrt(gamma_h)`, as published | `sqrt(gamma_h)` |
+    | shared key head, some `S_h <= tau` | `gamma_h` | 1 |
+    | shared key head, all `S_h > tau` | `gamma_h / sqrt(gamma_g)` | `sqrt(gamma_g)` |
     | MLA | see `qk_clip_mla` | |
 
     | largest logit | weights of the head |
     | --- | --- |
-    | <= tau, negative or -inf | untouched, bit for bit |
+    | <= tau, negative or -inf | unchanged bit for bit |
     | > tau | scaled |
-    | NaN or inf | untouched: nothing is known, and a guard will have skipped the step |
-    | traced tau <= 0 or NaN | untouched: weights at zero would stay there |
+    | NaN or inf | unchanged; use a guard to skip such a step |
+    | traced tau <= 0 or NaN | unchanged, because zero weights could not recover |
 
-    Measure the logits as the softmax sees them, scale and bias included and masked ones left out,
-    over the whole batch, and clip after the step of the optimizer, as published: the weights then
-    have made one more step than the logits know of. Clip once for each measurement.
+    Compute the maximum over the whole batch, after scale and bias and without masked logits. As in
+    the paper, clip after the optimizer step, although the logits were computed before this step.
+    Call this function once per computation of the logits.
 
-    With several query heads to a key head Megatron-LM scales all of a group by its largest logit;
-    that is this function on `max_logits` that are the same in a group.
+    For grouped query heads, Megatron-LM scales all heads of a group by the largest logit of the
+    group. To reproduce this, pass the maximum of the group for each of its heads.
 
     Args:
-        query: weights of the query heads: an array or a tree of kernel and bias, with the heads
-            on `head_axis` of every leaf, `[..., heads, head_dim]` as Flax has them.
-        key: the same of the key heads; their number divides that of the query heads, and query
-            head h belongs to key head `h // (heads / key_heads)`.
-        max_logits: the largest logit of each query head, [heads], floating. For layers stacked
-            on a first axis, `jax.vmap` this function.
-        threshold: tau, > 0, in the unit of the logits; may be traced.
-        head_axis: the axis of heads, the same in every leaf; negative counts from the end.
+        query: Weights of the query heads, an array or a pytree of kernel and bias; `head_axis` of
+            every leaf is the axis of heads, as in `[..., heads, head_dim]` of Flax.
+        key: Weights of the key heads, in the same layout. The number of key heads divides the
+            number of query heads, and query head h uses key head `h // (heads / key_heads)`.
+        max_logits: Largest logit of each query head, a floating-point array of shape [heads]. If
+            layers are stacked along a leading axis, apply `jax.vmap` to this function.
+        threshold: Threshold tau for the logits; a positive number, which may be traced.
+        head_axis: Axis of heads, the same for every leaf; may be negative.
 
     Returns:
-        Query and key weights, each in its own dtype.
+        The scaled query and key weights, with unchanged dtypes.
 
     Raises:
-        ValueError: `threshold` is not > 0, or numbers of heads do not fit.
-        TypeError: a leaf, or `max_logits`, is not floating.
+        ValueError: If `threshold` is not positive, or if the numbers of heads do not match.
+        TypeError: If a leaf or `max_logits` does not have a floating-point dtype.
 
     Examples:
-        Two query heads share a key head; the second has a logit of 400:
+        Two query heads share a key head, and the second one has a logit of 400:
 
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> query, key = jnp.ones((2, 1)), jnp.ones((1, 1))  # [heads, head_dim]
@@ -79,14 +78,15 @@ def qk_clip(
         ([1.0, 0.25], [1.0])
 
     References:
-        Kimi Team, 2025, arXiv 2507.20534, algorithm 1. The rule for shared keys is ours.
+        Kimi Team, 2025, arXiv 2507.20534, algorithm 1. The rule for shared key heads is not in
+        the paper.
     """
     check_number("threshold", threshold, "Kimi K2 was trained with 100.")
     gamma = _head_factors(max_logits, threshold)
     groups = _head_count("key", key, head_axis)
     if groups == 0 or gamma.size % groups:
-        rule = f"heads that divide the {gamma.size} of `max_logits`"
-        hint = "Query head h belongs to key head h // (heads / key_heads)."
+        rule = f"weights whose number of heads divides {gamma.size}, the size of `max_logits`"
+        hint = "Query head h uses key head h // (heads / key_heads)."
         raise value_error("key", rule, groups, hint)
     by_group = gamma.reshape(groups, -1)
     of_key = jnp.sqrt(jnp.max(by_group, axis=1, keepdims=True))
@@ -104,27 +104,28 @@ def qk_clip_mla(
     *,
     head_axis: int = -2,
 ) -> tuple[Tree, Tree, Tree]:
-    """`qk_clip` for multi-head latent attention, whose rotary keys are shared by all heads.
+    """Apply QK-Clip to multi-head latent attention (MLA), where all heads share the rotary keys.
 
-    A logit is `q_C . k_C + q_R . k_R`, where k_R has no heads. So `q_C` and `k_C` of a head are
-    scaled by `sqrt(gamma_h)`, `q_R` by `gamma_h`, and `k_R` is left alone: both products, and with
-    them the logit, are multiplied by `gamma_h`. The table of `qk_clip` holds.
+    A logit is `q_C . k_C + q_R . k_R`, and `k_R` has no head axis. To multiply the logits of head h
+    by `gamma_h`, this function scales `q_C` and `k_C` by `sqrt(gamma_h)` and `q_R` by `gamma_h`,
+    and does not change `k_R`. Edge cases are as in the table of `qk_clip`.
 
     Args:
-        query: weights of q_C, the heads on `head_axis` of every leaf. Where one kernel makes q_C
-            and q_R, split it on its last axis and join the results.
-        key: weights of k_C, of as many heads; without the part of the kernel that makes values.
-        query_rotary: weights of q_R, of as many heads.
-        max_logits: the largest logit of each head, [heads], floating.
-        threshold: tau, > 0, in the unit of the logits; may be traced.
-        head_axis: the axis of heads, the same in every leaf; negative counts from the end.
+        query: Weights of `q_C`; `head_axis` of every leaf is the axis of heads. If one kernel
+            computes both `q_C` and `q_R`, split it along its last axis and concatenate the results.
+        key: Weights of `k_C`, for the same number of heads, without the columns that compute
+            values.
+        query_rotary: Weights of `q_R`, for the same number of heads.
+        max_logits: Largest logit of each head, a floating-point array of shape [heads].
+        threshold: Threshold tau for the logits; a positive number, which may be traced.
+        head_axis: Axis of heads, the same for every leaf; may be negative.
 
     Returns:
-        The three, in the order of the arguments.
+        The scaled weights, in the order of the arguments.
 
     Raises:
-        ValueError: `threshold` is not > 0, or numbers of heads do not fit.
-        TypeError: a leaf, or `max_logits`, is not floating.
+        ValueError: If `threshold` is not positive, or if the numbers of heads do not match.
+        TypeError: If a leaf or `max_logits` does not have a floating-point dtype.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -146,9 +147,9 @@ def qk_clip_mla(
 
 
 def _head_factors(max_logits: Any, threshold: Any) -> Array:
-    """Gamma of each head; one where nothing is known."""
+    """Return gamma for each head; 1 where the logit or the threshold is invalid."""
     rule = "the largest logit of each query head, floating[heads]"
-    hint = "Pass an array, the maximum over all other axes."
+    hint = "Pass the maximum over all other axes."
     is_floating = jnp.issubdtype(dtype_of(max_logits), jnp.floating)
     if not is_floating or np.ndim(max_logits) != 1:
         error = value_error if is_floating else type_error
@@ -159,27 +160,27 @@ def _head_factors(max_logits: Any, threshold: Any) -> Array:
 
 
 def _head_count(argument: str, tree: Tree, head_axis: Any, count: int | None = None) -> int:
-    """The number of heads: `count`, or that of the first leaf; 0 without a leaf."""
+    """Return the number of heads, `count` or that of the first leaf; 0 for an empty tree."""
     check_inexact(argument, tree, real=True)
     check_static("head_axis", head_axis)
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         got = f"{describe(x)} at {leaf_path(argument, path)}"
         if not (hasattr(head_axis, "__index__") and -np.ndim(x) <= head_axis < np.ndim(x)):
-            hint = "Weights of heads are [..., heads, head_dim]: reshape them so."
+            hint = "Reshape the weights to [..., heads, head_dim]."
             got = f"{head_axis!r} for {got}"
-            raise value_error("head_axis", "an axis of it", got, hint)
+            raise value_error("head_axis", "an axis of every leaf", got, hint)
         count = np.shape(x)[head_axis] if count is None else count
         if np.shape(x)[head_axis] != count:
             rule, hint = (
-                f"of {count} heads in every leaf",
-                "Name the axis of heads with `head_axis`.",
+                f"a tree with {count} heads in every leaf",
+                "Pass the axis of heads as `head_axis`.",
             )
             raise value_error(argument, rule, got, hint)
     return count or 0
 
 
 def _scale_heads(argument: str, tree: Tree, factors: Array, head_axis: int) -> Tree:
-    """Each leaf times the factors of its heads."""
+    """Multiply each leaf by the factors of its heads."""
     _head_count(argument, tree, head_axis, factors.size)
 
     def scaled(x: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Thresholds: a number, a schedule, or a rule that depends on earlier norms or on the parameters.
+"""Thresholds: numbers, schedules, and rules that depend on earlier norms or on the parameters.
 
-The published rules are in `adaptive/`; users write their own with the class `Rule`.
+The published rules are in `adaptive/`. Users can define their own rules with the class `Rule`.
 """
 
 import dataclasses
@@ -23,27 +23,26 @@ from .._tree_checks import broadcast_prefix, check_same_structure
 from .._types import UNBOUNDED, Array, Number, Schedule, Threshold, Tree
 from ._norm import Groups, Norms, Units, split
 
-_HINT = "Pass a positive number, a schedule, or a rule from `gcx.thresholds`; inf never clips."
+_HINT = "Pass a positive number, a schedule, or a rule from `gcx.thresholds`."
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """A threshold that may depend on earlier norms and on the norms of the parameters.
 
-    A rule works elementwise: norms are float32 arrays of any shape with one element for each unit,
-    shape () for the global norm. Each array of the state has shape () or ends in the shape of the
-    norms. A non-finite norm does not reach the state: the entries of its unit keep their values,
-    whatever `update` returns for them.
+    A rule is elementwise. Norms are float32 arrays of any shape with one element per unit; the
+    shape is () for the global norm. Each array of the state has shape () or a shape that ends with
+    the shape of the norms. State entries of units with a non-finite norm keep their old values.
 
     Attributes:
-        init: from zeros of the shape of the norms to the initial state.
-        update: `(norm, state, param_norm) -> (threshold, state)`. `norm` is the finite norm before
-            clipping; `param_norm` is None unless `uses_params`. The threshold is in the unit of the
-            norm. A threshold that is not positive gives a zero update.
-        uses_params: whether `update` needs the norms of the parameters, unit by unit.
-        counts_steps: whether the state is a count of all steps, which also increases at a step
-            with a non-finite norm.
-        allow_negative: whether `update` accepts values that may be zero or negative, such as
+        init: Function from zeros with the shape of the norms to the initial state.
+        update: Function `(norm, state, param_norm) -> (threshold, state)`. `norm` is the finite
+            norm before clipping; `param_norm` is None unless `uses_params`. The threshold has the
+            unit of the norm. A threshold <= 0 results in a zero update.
+        uses_params: Whether `update` needs the norms of the parameters of each unit.
+        counts_steps: Whether the state is a step count, which also increases at steps with a
+            non-finite norm.
+        allow_negative: Whether `update` supports values that may be zero or negative, such as
             losses.
 
     Examples:
@@ -66,12 +65,12 @@ class Rule:
 
 
 def constant(value: Number) -> Rule:
-    """The same threshold at every step."""
+    """Return a rule with the same threshold at every step."""
     return Rule(lambda norm: (), lambda norm, state, param_norm: (jnp.asarray(value), state))
 
 
 def scheduled(argument: str, schedule: Schedule) -> Rule:
-    """A threshold that depends on the step count, which is the state."""
+    """Return a rule for a schedule; its state is the step count."""
 
     def init(norm: Array) -> Array:
         return jnp.zeros((), jnp.int32)
@@ -81,7 +80,7 @@ def scheduled(argument: str, schedule: Schedule) -> Rule:
         dtype = dtype_of(value)
         is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
         if np.ndim(value) or not is_real:
-            rule, hint = "a schedule that returns a real scalar", "Return one number for each step."
+            rule, hint = "a schedule that returns a real scalar", "Return one number per step."
             raise type_error(argument, rule, describe(value), hint)
         return jnp.asarray(value), increment_where(count)
 
@@ -90,11 +89,11 @@ def scheduled(argument: str, schedule: Schedule) -> Rule:
 
 @public
 def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
-    """A threshold of `ratio * max(norm of the parameters, eps)`, unit by unit.
+    """Threshold at `ratio * max(norm of the parameters, eps)` for each unit.
 
     Args:
-        ratio: largest ratio of gradient norm to parameter norm, dimensionless, > 0.
-        eps: lower bound of the parameter norm, > 0, so that zero parameters can move.
+        ratio: Maximum ratio of gradient norm to parameter norm; a positive number.
+        eps: Lower bound of the parameter norm, > 0, which allows updates of zero parameters.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -110,7 +109,7 @@ def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
     check_number("eps", eps, "The paper uses 1e-3.")
 
     def update(norm: Array, state: Any, param_norm: Array | None) -> tuple[Array, Any]:
-        assert param_norm is not None  # since `uses_params`
+        assert param_norm is not None  # because of `uses_params`
         floor, slope = (jnp.asarray(x).astype(param_norm.dtype) for x in (eps, ratio))
         return jnp.maximum(param_norm, floor) * slope, state
 
@@ -118,11 +117,11 @@ def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
 
 
 def as_rule(argument: str, threshold: Number | Schedule | Rule) -> Rule:
-    """A threshold as a rule."""
+    """Convert a number or a schedule to a rule; return a rule unchanged."""
     if isinstance(threshold, Rule):
         return threshold
     if inspect.isfunction(threshold) and threshold.__annotations__.get("return") is Rule:
-        rule, hint = "a number, a schedule or a rule", f"Call it: `{threshold.__name__}()`."
+        rule, hint = "a number, a schedule or a rule", f"Pass `{threshold.__name__}()`."
         raise type_error(argument, rule, shortened(threshold), hint)
     if callable(threshold):
         return scheduled(argument, threshold)
@@ -132,11 +131,11 @@ def as_rule(argument: str, threshold: Number | Schedule | Rule) -> Rule:
 
 @public
 def capped(rule: Rule, max_threshold: Number) -> Rule:
-    """The threshold of another rule, bounded from above.
+    """Limit the threshold of another rule to an upper bound.
 
     Args:
-        rule: any rule.
-        max_threshold: the upper bound in the unit of the norm, > 0.
+        rule: Threshold rule.
+        max_threshold: Upper bound in the unit of the norm; a positive number.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -146,7 +145,7 @@ def capped(rule: Rule, max_threshold: Number) -> Rule:
         [1.0]
     """
     rule = as_rule("rule", rule)
-    check_number("max_threshold", max_threshold, "Leave the cap out for none.")
+    check_number("max_threshold", max_threshold, "Use the rule without `capped` for no bound.")
 
     def update(norm: Array, state: Any, param_norm: Any) -> tuple[Array, Any]:
         threshold, state = rule.update(norm, state, param_norm)
@@ -156,14 +155,14 @@ def capped(rule: Rule, max_threshold: Number) -> Rule:
 
 
 def init_state(rule: Rule, shape: Sequence[int] = ()) -> Any:
-    """The state before the first norm. Each array has its own buffer, so that it can be donated."""
+    """Return the initial state, in which each array has its own buffer and can be donated."""
     return jax.tree.map(jnp.array, rule.init(jnp.zeros(shape, jnp.float32)))
 
 
 def check_params(updates: Tree, params: Tree | None) -> None:
     """Raise if the parameters are missing or do not match the updates."""
     if params is None:
-        rule, hint = "given for this threshold", "Pass it: `update(grads, state, params)`."
+        rule, hint = "passed for this threshold", "Call `update(grads, state, params)`."
         raise value_error("params", rule, "None", hint)
     check_same_structure("updates", updates, "params", params)
 
@@ -171,11 +170,11 @@ def check_params(updates: Tree, params: Tree | None) -> None:
 def apply_rule(
     rule: Rule, norm: Array, state: Any, param_norm: Array | None = None
 ) -> tuple[Array, Any]:
-    """The thresholds, of the dtype and shape of the norms, and the next state."""
+    """Return thresholds with the dtype and shape of the norms, and the next state."""
     finite = keeps = jnp.isfinite(norm)
     value, largest, is_wide = norm, jnp.asarray(UNBOUNDED, norm.dtype), norm.dtype == jnp.float64
     if is_wide:
-        # States are float32: a larger norm counts as the largest float32.
+        # States are float32, so larger norms are limited to the largest float32.
         value, keeps = jnp.clip(norm, -largest, largest), finite & (norm <= largest)
     value = jnp.where(finite, value, 0).astype(jnp.float32)
     param_norm = None if param_norm is None else param_norm.astype(jnp.float32)
@@ -204,8 +203,8 @@ class Assignment(NamedTuple):
 
 
 def as_rules(argument: str, threshold: Threshold, *, by_label: bool) -> Any:
-    """A threshold, a tree of thresholds, or a mapping from label to threshold, as rules."""
-    if by_label:  # the labels may be of several types, which jax.tree could not sort
+    """Convert a threshold, a tree of thresholds or a mapping from labels to thresholds to rules."""
+    if by_label:  # `jax.tree` cannot sort labels of different types
         _check_labels(argument, threshold)
         return {key: as_rule(f"{argument}[{key!r}]", x) for key, x in threshold.items()}
     if not jax.tree.leaves(threshold, is_leaf=_is_rule):
@@ -216,12 +215,12 @@ def as_rules(argument: str, threshold: Threshold, *, by_label: bool) -> Any:
 
 
 def _check_labels(argument: str, thresholds: Mapping[Any, Any]) -> None:
-    """Raise if a label, or the name of a group in the metrics, occurs twice."""
+    """Raise if a label or the name of a group in the metrics is not unique."""
     labels = [x for key in thresholds for x in (key if isinstance(key, tuple) else (key,))]
     for names in (list(map(str, labels)), list(map(group_name, thresholds))):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            hint = "Give each label one threshold, and each group its own name in the metrics."
+            hint = "Assign one threshold to each label and a unique name to each group."
             rule = "a mapping in which each label occurs once"
             raise value_error(argument, rule, f"{twice!r} twice", hint)
 
@@ -232,13 +231,13 @@ def group_name(key: Any) -> str:
 
 
 def assign_rules(argument: str, rules: Any, units: Units, tree: Tree) -> tuple[Assignment, ...]:
-    """The rules of a tree, each with the entries of `Norms` that it applies to.
+    """Assign each rule to the entries of `Norms` that it applies to.
 
-    | rules | entries of each |
+    | rules | entries of each rule |
     | --- | --- |
     | one rule | all |
     | a mapping, for groups | the entry of its group |
-    | a prefix tree, for units within leaves | the entries of the leaves below it |
+    | a prefix tree, for units within leaves | the entries of the leaves in its subtree |
     """
     if isinstance(rules, Rule):
         return (Assignment(rules, tuple(range(units.size))),)
@@ -257,7 +256,7 @@ def assign_rules(argument: str, rules: Any, units: Units, tree: Tree) -> tuple[A
 
 
 def init_states(assigned: Sequence[Assignment], shapes: Sequence[tuple[int, ...]]) -> Any:
-    """The states of all rules before the first norm; () if no rule has a state."""
+    """Return the initial states of all rules; () if no rule has a state."""
     states: list[Any] = []
     for rule, entries in assigned:
         own = [shapes[i] for i in entries]
@@ -268,7 +267,7 @@ def init_states(assigned: Sequence[Assignment], shapes: Sequence[tuple[int, ...]
 def apply_rules(
     assigned: Sequence[Assignment], norms: Norms, states: Any, param_norms: Norms | None
 ) -> tuple[Norms, Any]:
-    """The thresholds and the next states. A rule with a state receives its norms as one vector."""
+    """Return thresholds and next states; a rule with a state receives its norms as one vector."""
     thresholds = list(norms)
     next_states: list[Any] = []
     for (rule, entries), state in zip(assigned, states or [()] * len(assigned), strict=True):
@@ -296,7 +295,7 @@ def _apply_stateless(rule: Rule, norm: Array, param_norm: Array | None = None) -
 
 
 def _as_vector(norms: Norms) -> Array:
-    """Several norms as one vector; a single scalar stays a scalar."""
+    """Concatenate norms to one vector; return a single scalar unchanged."""
     if len(norms) == 1 and not norms[0].ndim:
         return norms[0]
     return jnp.concatenate([x.reshape(-1) for x in norms] or [jnp.zeros(0)])

@@ -1,4 +1,4 @@
-"""The public clips by norm, each a call of `norm_clip`, and the clip by value."""
+"""Public clips by norm, which call `norm_clip`, and clips by value."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -29,10 +29,10 @@ def clip_by_norm(
 ) -> optax.GradientTransformation:
     """Clip by norm, with any granularity, threshold and reaction.
 
-    `factor_i = reaction(norm_i, threshold_i)` for each unit i, and each element is multiplied by
-    the factor of its unit. The other clips by norm are special cases.
+    Each unit i has the factor `reaction(norm_i, threshold_i)`, and each element is multiplied by
+    the factor of its unit. The other clips by norm are special cases of this function.
 
-    | granularity | a unit is |
+    | granularity | unit |
     | --- | --- |
     | `"global"` | the whole tree |
     | `"leaf"` | each leaf |
@@ -48,33 +48,33 @@ def clip_by_norm(
 
     | step | update |
     | --- | --- |
-    | norm <= threshold, or all zero | unchanged, bit for bit |
-    | a NaN or infinity, `nonfinite="propagate"` | every measured leaf NaN |
-    | a NaN or infinity, `nonfinite="zero"` | zero; `metrics` report a factor of 0 |
+    | norm <= threshold, or all zero | unchanged bit for bit |
+    | a NaN or infinity, `nonfinite="propagate"` | every measured leaf is NaN |
+    | a NaN or infinity, `nonfinite="zero"` | zero; the factor in `metrics` is 0 |
     | traced threshold <= 0 | zero |
 
     Args:
-        threshold: in the unit of the gradients: a number > 0 (inf never clips), a traced scalar, a
-            schedule of the step count, a rule from `gcx.thresholds`, a prefix tree of those, or,
-            for groups, a mapping from label to one of those.
-        granularity: which elements share one norm.
-        reaction: how a unit above its threshold is changed.
-        ord: order of the norm: 1, 2, inf or any number > 0. None means 2.
-        axis_name: mapped axes over which every leaf is sharded, where the type of an array does
-            not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
+        threshold: Threshold in the unit of the gradients; a positive number (inf disables
+            clipping), a traced scalar, a schedule of the step count, a rule from `gcx.thresholds`,
+            or a prefix tree of these. For groups, also a mapping from label to threshold.
+        granularity: Which elements share one norm.
+        reaction: Reaction to a norm above its threshold, as in the table.
+        ord: Order of the norm, 1, 2, inf or any positive number. None means 2.
+        axis_name: Mapped axes over which every leaf is sharded, required where the array's type
+            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
         nonfinite: "propagate" or "zero".
 
     Returns:
-        An Optax transformation with a `ClipState`. `update(grads, None)` works unless the
+        A gradient transformation with a `ClipState`. `update(grads, None)` works unless the
         threshold has a state (a schedule, or a rule that depends on earlier norms).
 
     Raises:
-        ValueError: a number is out of range, or a name is unknown.
-        TypeError: `threshold` is not a valid threshold; when traced, a leaf is not floating or
+        ValueError: If a number is out of range, or if a name is unknown.
+        TypeError: If `threshold` is not a valid threshold, or if a leaf is not floating-point or
             complex.
 
     Examples:
-        Zero each layer whose norm is above the median of its history:
+        Set the update of each layer to zero if its norm is above its median so far:
 
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.clip_by_norm(
@@ -113,36 +113,37 @@ def clip_by_global_norm(
 ) -> optax.GradientTransformation:
     """Scale the update so that its global norm is at most `max_norm`.
 
-    `g * min(1, max_norm / norm(g))`, with the norm of all leaves together.
+    The update is `g * min(1, max_norm / norm(g))`, where the norm includes all leaves.
 
     | gradient | update |
     | --- | --- |
-    | norm <= `max_norm`, or all zero | unchanged, bit for bit |
-    | norm > `max_norm` | scaled in float32 or wider, rounded once to the leaf's dtype |
-    | squares out of range | as exact as any other, from 1e-12 to 1e25 in float32 |
-    | a NaN or infinity, `nonfinite="propagate"` | every leaf NaN |
-    | a NaN or infinity, `nonfinite="zero"` | zero; `metrics` report a factor of 0 |
+    | norm <= `max_norm`, or all zero | unchanged bit for bit |
+    | norm > `max_norm` | scaled in at least float32, and rounded once to the leaf's dtype |
+    | squares that overflow or underflow | accurate for norms from 1e-12 to 1e25 in float32 |
+    | a NaN or infinity, `nonfinite="propagate"` | every leaf is NaN |
+    | a NaN or infinity, `nonfinite="zero"` | zero; the factor in `metrics` is 0 |
     | traced `max_norm` <= 0 | zero |
     | no leaves | unchanged |
 
-    Use `clip_by_leaf_norm` to bound each leaf, `skip_large_norm` to skip the step instead, and
-    `autoclip` or `zclip` for an adaptive threshold.
+    Use `clip_by_leaf_norm` to limit the norm of each leaf, `skip_large_norm` to skip the step
+    instead, and `autoclip` or `zclip` for an adaptive threshold.
 
     Args:
-        max_norm: a threshold in the unit of the gradients: a number > 0 (inf never clips), a
-            traced scalar, a schedule of the step count, or a rule from `gcx.thresholds`.
-        ord: order of the norm: 1, 2, inf or any number > 0. None means 2.
-        axis_name: mapped axes over which every leaf is sharded, where the type of an array does
-            not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
+        max_norm: Maximum global norm in the unit of the gradients; a positive number (inf disables
+            clipping), a traced scalar, a schedule of the step count, or a rule from
+            `gcx.thresholds`.
+        ord: Order of the norm, 1, 2, inf or any positive number. None means 2.
+        axis_name: Mapped axes over which every leaf is sharded, required where the array's type
+            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
         nonfinite: "propagate" or "zero".
 
     Returns:
-        An Optax transformation with a `ClipState`. `update(grads, None)` works unless
-        `max_norm` has a state of its own (a schedule or a rule).
+        A gradient transformation with a `ClipState`. `update(grads, None)` works unless `max_norm`
+        has a state (a schedule, or a rule that depends on earlier norms).
 
     Raises:
-        ValueError: `max_norm` or `ord` is not > 0, or `nonfinite` is unknown.
-        TypeError: `max_norm` is not a valid threshold; when traced, a leaf is not floating or
+        ValueError: If `max_norm` or `ord` is not positive, or if `nonfinite` is unknown.
+        TypeError: If `max_norm` is not a valid threshold, or if a leaf is not floating-point or
             complex.
 
     Examples:
@@ -167,22 +168,23 @@ def zero_large_norm(
     ord: Order | None = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformation:
-    """Zero the update if its norm is above `max_norm` or not finite.
+    """Set the update to zero if its norm is above `max_norm` or not finite.
 
-    The optimizer then runs with a zero gradient: its moments decay and its schedules advance. Use
-    `skip_large_norm` to skip the step, and `clip_by_global_norm` to scale the gradient.
+    The optimizer then runs with a zero gradient, so its moments decay and its schedules advance.
+    Use `skip_large_norm` to skip the step, and `clip_by_global_norm` to scale the gradient.
 
     Args:
-        max_norm: as for `clip_by_global_norm`; with `jnp.inf` only non-finite updates are zeroed.
-        ord: order of the norm: 1, 2, inf or any number > 0. None means 2.
-        axis_name: as for `clip_by_global_norm`.
+        max_norm: Maximum global norm, as for `clip_by_global_norm`; with `jnp.inf` only non-finite
+            updates become zero.
+        ord: Order of the norm, 1, 2, inf or any positive number. None means 2.
+        axis_name: See `clip_by_global_norm`.
 
     Returns:
-        An Optax transformation with a `ClipState`.
+        A gradient transformation with a `ClipState`.
 
     Raises:
-        ValueError: `max_norm` or `ord` is not > 0.
-        TypeError: `max_norm` is not a valid threshold; when traced, a leaf is not floating or
+        ValueError: If `max_norm` or `ord` is not positive.
+        TypeError: If `max_norm` is not a valid threshold, or if a leaf is not floating-point or
             complex.
 
     Examples:
@@ -208,24 +210,24 @@ def clip_by_leaf_norm(
     """Scale each leaf so that its norm is at most `max_norm`.
 
     Args:
-        max_norm: a threshold, or a prefix tree of thresholds, in the unit of the gradients: a
-            number > 0, a traced scalar, a schedule, or a rule from `gcx.thresholds`.
-        ord: order of the norm: 1, 2, inf or any number > 0. None means 2.
-        axis_name: as for `clip_by_global_norm`.
-        num_layer_axes: the number of leading axes of a leaf that index layers (1 for layers that
-            are
-            stacked for `lax.scan`), so that each layer is clipped; an integer or a prefix tree.
-            These axes must not be sharded inside `shard_map`.
-        nonfinite: "propagate" makes every leaf NaN if any leaf is not finite, "zero" makes the
-            whole update zero.
+        max_norm: Maximum norm of a leaf in the unit of the gradients; a positive number, a traced
+            scalar, a schedule, a rule from `gcx.thresholds`, or a prefix tree of these.
+        ord: Order of the norm, 1, 2, inf or any positive number. None means 2.
+        axis_name: See `clip_by_global_norm`.
+        num_layer_axes: Number of leading axes of a leaf that index layers, an integer or a prefix
+            tree of integers; each layer is clipped separately. Use 1 for layers that are stacked
+            for `lax.scan`. These axes must not be sharded inside `shard_map`.
+        nonfinite: Result if any leaf is not finite; "propagate" returns NaN for all leaves, "zero"
+            returns zeros.
 
     Returns:
-        An Optax transformation with a `ClipState`, whose scalars summarize all leaves.
+        A gradient transformation with a `ClipState`, whose scalars summarize all leaves.
 
     Raises:
-        ValueError: a threshold or `ord` is not > 0, or `num_layer_axes` exceeds a leaf's rank.
-        TypeError: `max_norm` is not a valid threshold or not a prefix of the updates; a leaf is not
-            floating or complex.
+        ValueError: If a threshold or `ord` is not positive, or if `num_layer_axes` exceeds the rank
+            of a leaf.
+        TypeError: If `max_norm` is not a valid threshold or not a prefix of the updates, or if a
+            leaf is not floating-point or complex.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -252,25 +254,27 @@ def clip_by_group_norm(
 ) -> optax.GradientTransformation:
     """Scale each group of leaves so that its norm is at most its threshold.
 
-    Leaves whose label is not in `max_norms` are neither clipped nor measured. A key that is a tuple
-    of labels makes those labels one group.
+    Leaves whose label is not in `max_norms` are neither clipped nor measured. Use a tuple of labels
+    as a key to combine these labels into one group.
 
     Args:
-        max_norms: label, or tuple of labels, to threshold: a number > 0, a traced scalar, a
-            schedule, or a rule from `gcx.thresholds`.
-        param_labels: a prefix tree of labels, or a function `params -> labels`. By path:
+        max_norms: Mapping from label, or tuple of labels, to threshold; a positive number, a traced
+            scalar, a schedule, or a rule from `gcx.thresholds`.
+        param_labels: Prefix tree of labels, or a function `params -> labels`. To label by path, use
             `lambda params: jax.tree_util.tree_map_with_path(label_of_path, params)`.
-        ord: order of the norm: 1, 2, inf or any number > 0. None means 2.
-        axis_name: as for `clip_by_global_norm`.
-        nonfinite: "propagate" makes every measured leaf NaN if any of them is not finite, "zero"
-            makes them zero. Other leaves are unchanged.
+        ord: Order of the norm, 1, 2, inf or any positive number. None means 2.
+        axis_name: See `clip_by_global_norm`.
+        nonfinite: Result if any measured leaf is not finite; "propagate" returns NaN for all
+            measured leaves, "zero" returns zeros. Other leaves are unchanged.
 
     Returns:
-        An Optax transformation with a `ClipState`; norm, threshold and factor by group.
+        A gradient transformation with a `ClipState`, which contains norm, threshold and factor of
+        each group.
 
     Raises:
-        ValueError: a threshold or `ord` is not > 0, or no leaf has a label of `max_norms`.
-        TypeError: `max_norms` is not a mapping, or `param_labels` is not a prefix tree of the
+        ValueError: If a threshold or `ord` is not positive, or if no leaf has a label in
+            `max_norms`.
+        TypeError: If `max_norms` is not a mapping, or if `param_labels` is not a prefix tree of the
             updates.
 
     Examples:
@@ -286,7 +290,7 @@ def clip_by_group_norm(
     argument = "max_norms"
     units = group(param_labels)
     if not isinstance(max_norms, Mapping):
-        hint = "Pass for example `{'encoder': 1.0, 'decoder': 0.5}`."
+        hint = "Pass, for example, `{'encoder': 1.0, 'decoder': 0.5}`."
         rule = "a mapping from label to threshold"
         raise type_error(argument, rule, repr(max_norms), hint)
     options: dict[str, Any] = {"nonfinite": nonfinite}
@@ -303,21 +307,22 @@ def clip_by_block_rms(
 ) -> optax.GradientTransformation:
     """Scale each leaf so that its root mean square is at most `threshold`.
 
-    The same as `optax.clip_by_block_rms`. After the preconditioner it is the update clipping of
-    Adafactor, `u / max(1, RMS(u) / threshold)`.
+    The result equals that of `optax.clip_by_block_rms`. Applied after the preconditioner, this is
+    the update clipping of Adafactor, `u / max(1, RMS(u) / threshold)`.
 
     Args:
-        threshold: as `max_norm` of `clip_by_leaf_norm`, for the RMS of a leaf.
-        axis_name: as for `clip_by_global_norm`.
-        num_layer_axes: as for `clip_by_leaf_norm`.
-        nonfinite: as for `clip_by_leaf_norm`.
+        threshold: Maximum RMS of a leaf, with the same types as `max_norm` of `clip_by_leaf_norm`.
+        axis_name: See `clip_by_global_norm`.
+        num_layer_axes: See `clip_by_leaf_norm`.
+        nonfinite: See `clip_by_leaf_norm`.
 
     Returns:
-        An Optax transformation with a `ClipState`.
+        A gradient transformation with a `ClipState`.
 
     Raises:
-        ValueError: the threshold is not > 0.
-        TypeError: `threshold` is not a valid threshold; a leaf is not floating or complex.
+        ValueError: If the threshold is not positive.
+        TypeError: If `threshold` is not a valid threshold, or if a leaf is not floating-point or
+            complex.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -341,20 +346,19 @@ def clip_by_value(
 ) -> optax.GradientTransformation:
     """Clamp every element to `[-max_value, max_value]`, or to `[min_value, max_value]`.
 
-    It changes the direction of the gradient; `clip_by_global_norm` keeps it. NaN stays NaN, an
-    infinity becomes a bound, and a traced `max_value` <= 0 gives zeros. `gcx.clip` has Optax's
-    name.
+    Clamping changes the direction of the gradient, in contrast to `clip_by_global_norm`. NaN
+    remains NaN, an infinity becomes a bound, and a traced `max_value` <= 0 returns zeros.
 
     Args:
-        max_value: upper bound in the unit of the gradients, > 0, a number or a traced scalar.
-        min_value: lower bound, below `max_value`; `-max_value` if None.
+        max_value: Upper bound in the unit of the gradients; a positive number or a traced scalar.
+        min_value: Lower bound, less than `max_value`; None means `-max_value`.
 
     Returns:
-        An Optax transformation without a state.
+        A gradient transformation without a state.
 
     Raises:
-        ValueError: `max_value` is not > 0, or `min_value` is not below it.
-        TypeError: a bound is not a number; when traced, a leaf is not floating.
+        ValueError: If `max_value` is not positive, or if `min_value` is not less than `max_value`.
+        TypeError: If a bound is not a number, or if a leaf is not real floating-point.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -372,24 +376,26 @@ def clip_by_value(
 
 @public
 def clip(max_delta: Number) -> optax.GradientTransformation:
-    """Clamp every element to `[-max_delta, max_delta]`: `clip_by_value` under Optax's name.
+    """Clamp every element to `[-max_delta, max_delta]`, as `optax.clip` does.
+
+    This function is equivalent to `clip_by_value(max_delta)`.
 
     Args:
-        max_delta: the bound in the unit of the gradients, > 0, a number or a traced scalar.
+        max_delta: Bound in the unit of the gradients; a positive number or a traced scalar.
 
     Returns:
-        An Optax transformation without a state.
+        A gradient transformation without a state.
 
     Raises:
-        ValueError: `max_delta` is not > 0.
-        TypeError: `max_delta` is not a number; when traced, a leaf is not floating.
+        ValueError: If `max_delta` is not positive.
+        TypeError: If `max_delta` is not a number, or if a leaf is not real floating-point.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
         >>> gcx.clip(1.0).update(jnp.array([-3.0, 0.5]), None)[0].tolist()
         [-1.0, 0.5]
     """
-    check_number("max_delta", max_delta, "Pass inf to turn clipping off.")
+    check_number("max_delta", max_delta, "Pass inf to disable clipping.")
     return clip_by_value(max_delta)
 
 
@@ -398,15 +404,15 @@ def clip_grad_value(grads: Tree, max_value: Number) -> Tree:
     """Clamp every element of a gradient tree to `[-max_value, max_value]`.
 
     Args:
-        grads: floating leaves of any shape.
-        max_value: the bound in the unit of the gradients, > 0; may be traced.
+        grads: Pytree of real floating-point leaves.
+        max_value: Bound in the unit of the gradients; a positive number, which may be traced.
 
     Returns:
         The clamped gradients.
 
     Raises:
-        ValueError: `max_value` is not > 0.
-        TypeError: a leaf is an integer, a boolean or complex; the message names its path.
+        ValueError: If `max_value` is not positive.
+        TypeError: If a leaf is integer, boolean or complex; the message contains its path.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -418,20 +424,20 @@ def clip_grad_value(grads: Tree, max_value: Number) -> Tree:
 
 
 def _value_bounds(max_value: Any, min_value: Any) -> tuple[Any, Any]:
-    """Lower and upper bound of a clamp, checked."""
-    check_number("max_value", max_value, "Pass inf to turn clipping off.")
+    """Check and return the lower and upper bound of a clamp."""
+    check_number("max_value", max_value, "Pass inf to disable clipping.")
     if min_value is None:
         # Keep a Python number: inside jit an array operation on it would return a tracer.
         high = jnp.maximum(max_value, 0) if is_traced(max_value) else max_value
         return -high, high
-    hint = "Leave it out for `-max_value`."
+    hint = "Omit it to use `-max_value`."
     check_number("min_value", min_value, hint, low=-np.inf, closed=True)
     if not (is_traced(min_value) or is_traced(max_value) or min_value < max_value):
-        raise value_error("min_value", "< max_value", repr(min_value), hint)
+        raise value_error("min_value", "less than `max_value`", repr(min_value), hint)
     return min_value, max_value
 
 
 def _clamp_tree(argument: str, tree: Tree, low: Any, high: Any) -> Tree:
-    """Every element within the bounds."""
+    """Clamp every element of a tree to the bounds."""
     check_inexact(argument, tree, real=True)
     return jax.tree.map(lambda x: x if is_float0(x) else clamp_leaf(x, low, high), tree)

@@ -1,4 +1,4 @@
-"""Methods that the field, or our own study, does not stand behind yet.
+"""Methods that are not widely adopted, or that did not improve results in our study.
 
 | function | method |
 | --- | --- |
@@ -8,7 +8,7 @@
 | `stable_adamw` | AdamW whose learning rate is divided by the RMS of the update of each leaf |
 | `u_clip` | add the part that a clip removed to the next gradient |
 
-Their names and defaults may change in any release.
+Names and defaults in this namespace may change in any release.
 """
 
 from ._moments import acclip, spam_clip, stable_adamw

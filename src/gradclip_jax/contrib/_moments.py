@@ -1,4 +1,4 @@
-"""State as large as the parameters: ACClip, SPAM and StableAdamW, element by element."""
+"""Elementwise methods with moments of the gradient: ACClip, SPAM and StableAdamW."""
 
 import math
 from collections.abc import Callable
@@ -28,17 +28,17 @@ from ..clipping._norm import norm_of_leaves
 from ..clipping._threshold import check_params
 
 LeafStep: TypeAlias = Callable[[Array, Any, Array, Any], tuple[Array, Any, Array]]
-"""`(grad, first, second, param) -> (update, first, second)`, for one leaf, as wide as its moments;
-None for a first moment that is not kept, and for parameters that are not needed."""
+"""The update of one leaf, `(grad, first, second, param) -> (update, first, second)`, in the dtype
+of its moments. `first` and `param` are None if the method does not use them."""
 
 
 class MomentState(NamedTuple):
     """Moments of the gradient, float32 or wider, in the structure of the parameters.
 
     Attributes:
-        step_count: int32[], steps so far, saturating.
-        first: exponential moving average of the gradient, or () where it is not needed.
-        second: exponential moving average of a power of its magnitude.
+        step_count: Number of steps so far, saturating, int32[].
+        first: Exponential moving average of the gradient, or () if the method does not use it.
+        second: Exponential moving average of a power of the gradient's magnitude.
     """
 
     step_count: Scalar
@@ -65,11 +65,11 @@ def moment_transformation(
     keeps_first: bool = True,
     needs_params: bool = False,
 ) -> optax.GradientTransformation:
-    """A transformation that is one step for each leaf, chosen by the count of steps before it."""
+    """Return a transformation that applies `step_of(step_count)` to each leaf."""
 
     def init(params: Tree) -> MomentState:
         zeros = wide_zeros(params)
-        second = jax.tree.map(jnp.abs, zeros)  # real, also of a complex leaf
+        second = jax.tree.map(jnp.abs, zeros)  # real even if the leaf is complex
         return kind(jnp.zeros((), jnp.int32), zeros if keeps_first else (), second)
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, MomentState]:
@@ -99,7 +99,7 @@ def moment_transformation(
 
 
 def where_finite_grad(step: LeafStep) -> LeafStep:
-    """The step of finite elements; for others the update is NaN, and the moments stay."""
+    """Return NaN updates for non-finite elements, and keep their moments unchanged."""
 
     def step_finite(grad: Array, first: Any, second: Array, param: Any) -> tuple[Array, Any, Array]:
         # Double `where`: 0 * nan in the unused branch would give NaN derivatives.
@@ -112,7 +112,7 @@ def where_finite_grad(step: LeafStep) -> LeafStep:
 
 
 def wide_zeros(params: Tree) -> Tree:
-    """Zeros like the parameters, in float32 or wider; one scalar for an integer parameter."""
+    """Return zeros like the parameters, in float32 or wider; a scalar for an integer leaf."""
 
     def zeros(param: Any) -> Array:
         dtype = jnp.result_type(param)
@@ -124,7 +124,7 @@ def wide_zeros(params: Tree) -> Tree:
 
 
 def check_update(updates: Tree, state: Any, kind: type, field: str) -> None:
-    """Refuses a step without its state, or whose updates do not match that field of it."""
+    """Raise if `state` has the wrong type or if its field does not match the updates."""
     check_inexact("updates", updates)
     check_state(state, kind)
     check_same_structure("updates", updates, "params", getattr(state, field))
@@ -134,29 +134,29 @@ def check_update(updates: Tree, state: Any, kind: type, field: str) -> None:
 def acclip(
     b1: Number = 0.9, b2: Number = 0.99, alpha: Number = 1.0, eps: Number = 1e-5
 ) -> optax.GradientTransformation:
-    """Clips the momentum elementwise by a moving average of gradient magnitudes (ACClip).
+    """Clip the momentum elementwise by a moving average of gradient magnitudes (ACClip).
 
     `m = b1 m + (1 - b1) g`, `tau^alpha = b2 tau^alpha + (1 - b2) |g|^alpha`,
-    `update = min(tau / (|m| + eps), 1) m`. Made for heavy-tailed noise. Follow it with
-    `optax.scale_by_learning_rate`, or with SGD without momentum.
+    `update = min(tau / (|m| + eps), 1) m`. The method is designed for heavy-tailed noise. Use
+    `optax.scale_by_learning_rate`, or SGD without momentum, after it.
 
     | gradient | effect |
     | --- | --- |
-    | the first steps | short, up to ten times: there is no bias correction |
-    | a NaN or infinite element | its update is NaN, its averages stay as they were |
+    | the first steps | updates are up to ten times smaller, because there is no bias correction |
+    | a NaN or infinite element | its update is NaN; its moving averages do not change |
 
     Args:
-        b1: decay of the momentum, at least 0 and below 1.
-        b2: decay of the threshold, at least 0 and below 1.
-        alpha: the power of the magnitude that is averaged, > 0; the paper uses 1.
-        eps: added to the magnitude of the momentum, in the unit of the gradients, > 0.
+        b1: Decay rate of the momentum, at least 0 and below 1.
+        b2: Decay rate of the threshold, at least 0 and below 1.
+        alpha: Exponent of the averaged magnitude, > 0; the paper uses 1.
+        eps: Constant added to the magnitude of the momentum, in the unit of the gradients, > 0.
 
     Returns:
-        An Optax transformation with a `MomentState`, twice the size of the parameters.
+        A gradient transformation with a `MomentState`, which has twice the size of the parameters.
 
     Raises:
-        ValueError: a number is out of range.
-        TypeError: an argument is no number; when traced, a leaf is not inexact.
+        ValueError: If a number is out of range.
+        TypeError: If an argument is not a number, or a leaf is not floating-point or complex.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -176,7 +176,7 @@ def acclip(
     def step(grad: Array, first: Any, second: Any, param: Any) -> tuple[Array, Array, Array]:
         first = b1 * first + (1 - b1) * grad
         second = b2 * second + (1 - b2) * power_of(jnp.abs(grad), alpha)
-        # Not zero: neither its root nor its quotient has a derivative there.
+        # Avoid zero, where neither the root nor the quotient is differentiable.
         tau = jnp.maximum(second, jnp.finfo(second.dtype).tiny) ** (1 / alpha)
         return scale_leaf(first, scale_factor(jnp.abs(first) + eps, tau)), first, second
 
@@ -190,31 +190,31 @@ def spam_clip(
     warmup_steps: int = 20,
     reset_every: int | None = 500,
 ) -> optax.GradientTransformation:
-    """Clamps elements whose square is far above their second moment (SPAM).
+    """Clip elements whose square is far above their second moment (SPAM).
 
-    Where `g^2 > spike_threshold * v`, g becomes `sign(g) sqrt(spike_threshold * v)`. The second
-    moment v is that before the step, without bias correction; the clamped g then enters it. Put
-    it before Adam, and pass the `b2` of Adam as `decay`. SPAM's reset of the momentum is not
-    part of a clip.
+    If `g^2 > spike_threshold * v`, the element g becomes `sign(g) sqrt(spike_threshold * v)`. Here
+    v is the second moment before the step, without bias correction. The clipped element then
+    updates v. Place this transformation before Adam, and pass Adam's `b2` as `decay`. It does not
+    include the momentum reset of SPAM.
 
     | element | effect |
     | --- | --- |
-    | in the first `warmup_steps`, and after each reset | not clamped, as in the authors' code |
-    | v is 0 | not clamped; in the paper it stays 0 for ever |
-    | NaN or infinite | its update is NaN, its moment stays as it was |
+    | in the first `warmup_steps`, and after each reset | not clipped, as in the authors' code |
+    | v is 0 | not clipped; in the paper, the element would remain 0 |
+    | NaN or infinite | its update is NaN; its second moment does not change |
 
     Args:
-        spike_threshold: largest ratio of g^2 to v, dimensionless, > 0.
-        decay: of the second moment, at least 0 and below 1.
-        warmup_steps: steps without clamping after the start and after each reset, >= 1.
-        reset_every: v restarts from 0 every so many steps, >= 1; None for never.
+        spike_threshold: Maximum ratio of g^2 to v; a positive number.
+        decay: Decay rate of the second moment, at least 0 and below 1.
+        warmup_steps: Number of steps without clipping after the start and each reset, >= 1.
+        reset_every: Number of steps after which v is reset to 0, >= 1; None for no reset.
 
     Returns:
-        An Optax transformation with a `MomentState` of the size of the parameters.
+        A gradient transformation with a `MomentState`, which has the size of the parameters.
 
     Raises:
-        ValueError: a number is out of range.
-        TypeError: an argument is no number; when traced, a leaf is not inexact.
+        ValueError: If a number is out of range.
+        TypeError: If an argument is not a number, or a leaf is not floating-point or complex.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -232,8 +232,8 @@ def spam_clip(
     if reset_every is not None:
         check_count("reset_every", reset_every, "Pass None for no reset.")
         if not (is_traced(reset_every) or is_traced(warmup_steps) or reset_every > warmup_steps):
-            hint = "Nothing would ever be clipped."
-            rule = f"> warmup_steps={warmup_steps}"
+            hint = "Otherwise no step is clipped."
+            rule = f"greater than warmup_steps={warmup_steps}"
             raise value_error("reset_every", rule, reset_every, hint)
 
     def step_of(step_count: Scalar) -> LeafStep:
@@ -270,29 +270,29 @@ def stable_adamw(
     *,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformation:
-    """AdamW whose step is shortened, leaf by leaf, when its second moment lags the gradient.
+    """AdamW with a smaller learning rate for leaves whose second moment lags behind the gradient.
 
-    The learning rate of a leaf is divided by `max(1, RMS / clipping)`, with the root mean square
-    of `g / sqrt(max(u, eps^2))`, where the second moment u includes g. Weight decay is shortened
-    alike, as in version 2 of the authors' code. The decays include the bias correction. Gradient
-    and moment are needed at once, so it is an optimizer, not a clip around one.
+    The learning rate of a leaf is divided by `max(1, RMS / clipping)`, where RMS is the root mean
+    square of `g / sqrt(max(u, eps^2))` and the second moment u includes g. This also scales the
+    weight decay, as in version 2 of the authors' code. The decay rates include the bias correction.
 
     Args:
-        learning_rate: a number > 0 or a schedule.
-        b1: decay of the first moment, at least 0 and below 1.
-        b2: decay of the second moment, at least 0 and below 1.
-        eps: added to the root of the second moment, in the unit of the gradients, > 0.
-        weight_decay: decoupled, times the learning rate, >= 0.
-        clipping: the RMS above which a step is shortened, dimensionless, > 0.
-        axis_name: mapped axes over which the leaves are sharded, where types do not name them.
+        learning_rate: Learning rate; a positive number or a schedule.
+        b1: Decay rate of the first moment, at least 0 and below 1.
+        b2: Decay rate of the second moment, at least 0 and below 1.
+        eps: Constant added to the root of the second moment, in the unit of the gradients, > 0.
+        weight_decay: Decoupled weight decay, multiplied by the learning rate, >= 0.
+        clipping: RMS above which the learning rate is reduced; a positive number.
+        axis_name: Mapped axes over which leaves are sharded, required where the array's type does
+            not carry the sharding.
 
     Returns:
-        An Optax optimizer; `update` needs `params`. Like Adam it keeps a NaN in its moments: wrap
-        it in `skip_nonfinite`.
+        An optimizer; `update` requires `params`. As with Adam, a NaN remains in the moments, so
+        wrap it in `skip_nonfinite`.
 
     Raises:
-        ValueError: a number is out of range, or `params` is missing.
-        TypeError: an argument is no number; when traced, a leaf is not inexact.
+        ValueError: If a number is out of range, or if `params` is missing.
+        TypeError: If an argument is not a number, or a leaf is not floating-point or complex.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -306,7 +306,7 @@ def stable_adamw(
     """
     check_decays(b1=b1, b2=b2)
     check_number("eps", eps, "The paper uses 1e-6.")
-    check_number("weight_decay", weight_decay, "Pass 0 for none.", closed=True)
+    check_number("weight_decay", weight_decay, "Pass 0 for no weight decay.", closed=True)
     check_number("clipping", clipping, "The paper uses 1.")
     axes = check_axis_name(axis_name)
     if not callable(learning_rate):

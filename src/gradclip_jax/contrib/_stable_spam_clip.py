@@ -1,4 +1,4 @@
-"""Stable-SPAM: each leaf clipped and normalised by the history of its magnitude and norm."""
+"""Stable-SPAM: clip and normalize each leaf by moving averages of its magnitude and norm."""
 
 from typing import Any, NamedTuple
 
@@ -17,13 +17,14 @@ from ..clipping._norm import leaf_units, unit_norms
 
 
 class LeafAverageState(NamedTuple):
-    """Exponential moving averages of each leaf, int32[leaves] and float32[leaves].
+    """Exponential moving averages for each leaf.
 
     Attributes:
-        step_count: steps so far, saturating.
-        largest: of the largest magnitude.
-        norm: of the norm.
-        root_square: square root of that of the squared norm, which cannot overflow.
+        step_count: Number of steps so far, saturating, int32[leaves].
+        largest: Average of the largest magnitude, float32[leaves].
+        norm: Average of the norm, float32[leaves].
+        root_square: Square root of the average of the squared norm, float32[leaves]; the square
+            itself could overflow.
     """
 
     step_count: Array
@@ -41,33 +42,37 @@ def stable_spam_clip(
     *,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformation:
-    """Scales spikes down and normalises each leaf by the history of its norm (Stable-SPAM).
+    """Clip spikes and normalize each leaf by moving averages of its norm (Stable-SPAM).
 
-    AdaClip: T is the bias-corrected average of the largest magnitude of the leaf, with this step;
-    elements above it are multiplied by T / max|g|. AdaGN: the leaf is then scaled to the norm
-    `a / (sqrt(b) + eps)`, about 1, with the bias-corrected averages of its norm and squared norm.
-    **It rescales every step**, also one without spikes: use it before Adam, which is invariant to
-    scale. The authors' code resets the bias correction without the averages, which turns
-    clipping off for hundreds of steps; here neither is reset.
+    The first stage (AdaClip) multiplies all elements above T by T / max|g|, where T is the
+    bias-corrected average of the largest magnitude of the leaf, including this step. The second
+    stage (AdaGN) scales the leaf to a norm of `a / (sqrt(b) + eps)`, which is about 1, where a and
+    b are the bias-corrected averages of its norm and squared norm. **Every step is rescaled**, even
+    without spikes. Use this transformation before Adam, which is invariant to the scale. The
+    authors' code resets the bias correction but not the averages, which disables clipping for
+    hundreds of steps. This implementation resets neither.
 
     | leaf | effect |
     | --- | --- |
     | all zeros | unchanged |
-    | a NaN or infinite element | the leaf becomes NaN, its averages stay as they were |
+    | a NaN or infinite element | the leaf becomes NaN; its averages do not change |
 
     Args:
-        max_decay: of the largest magnitude (gamma 3 of the paper), at least 0 and below 1.
-        norm_decay: of the norm (gamma 1), at least 0 and below 1.
-        square_decay: of the squared norm (gamma 2), at least 0 and below 1.
-        eps: added to the root of the squared norm, in the unit of the gradients, > 0.
-        axis_name: mapped axes over which the leaves are sharded, where types do not name them.
+        max_decay: Decay rate of the average of the largest magnitude (gamma 3 in the paper), at
+            least 0 and below 1.
+        norm_decay: Decay rate of the average norm (gamma 1), at least 0 and below 1.
+        square_decay: Decay rate of the average squared norm (gamma 2), at least 0 and below 1.
+        eps: Constant added to the root of the average squared norm, in the unit of the gradients,
+            > 0.
+        axis_name: Mapped axes over which leaves are sharded, required where the array's type does
+            not carry the sharding.
 
     Returns:
-        An Optax transformation with a `LeafAverageState`.
+        A gradient transformation with a `LeafAverageState`.
 
     Raises:
-        ValueError: a number is out of range.
-        TypeError: an argument is no number; when traced, a leaf is not inexact.
+        ValueError: If a number is out of range.
+        TypeError: If an argument is not a number, or a leaf is not floating-point or complex.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -118,7 +123,7 @@ def stable_spam_clip(
         old_weight, new_weight = jnp.sqrt(square_decay), jnp.sqrt(1 - square_decay)
         root_square = hypotenuse(old_weight * state.root_square, new_weight * measured)
         root = root_square / jnp.sqrt(bias_correction(square_decay, steps)) + eps
-        # Not `a / b / c`: a compiler makes `a / (b * c)` of it, which overflows from 1e19 on.
+        # XLA may rewrite `a / b / c` to `a / (b * c)`, which overflows above 1e19.
         target = norm / bias_correction(norm_decay, steps) * (1 / root)
         leaves = _scale_to(leaves, clipped_norms, target, finite)
         out = flat.replace(leaves)
@@ -128,7 +133,7 @@ def stable_spam_clip(
 
 
 def _scale_elements(leaves: list[Array], peaks: Array, bounds: Array) -> list[Array]:
-    """Elements above the bound of their leaf, times bound / largest magnitude."""
+    """Multiply elements above the bound of their leaf by bound / largest magnitude."""
     bounds = bounds.astype(peaks.dtype)
     return [
         jnp.where(jnp.abs(x).astype(bound.dtype) > bound, scale_leaf(x, factor), x)
@@ -137,8 +142,8 @@ def _scale_elements(leaves: list[Array], peaks: Array, bounds: Array) -> list[Ar
 
 
 def _scale_to(leaves: list[Array], norms: Array, targets: Array, finite: Array) -> list[Array]:
-    """Each leaf with its target as its norm; NaN where it was not finite."""
-    # A norm of zero is not scaled.
+    """Scale each leaf to its target norm; non-finite leaves become NaN."""
+    # Leaves with norm zero are not scaled.
     factors = jnp.where(norms > 0, targets.astype(norms.dtype) / jnp.where(norms > 0, norms, 1), 1)
     return [
         jnp.where(ok, scale_leaf(x, factor), jnp.nan)

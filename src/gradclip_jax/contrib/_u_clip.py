@@ -1,4 +1,4 @@
-"""U-Clip: what a clip cuts off is added to the next gradient."""
+"""U-Clip: add the part that a clip removed to the next gradient."""
 
 from typing import Any, NamedTuple
 
@@ -15,11 +15,12 @@ from ._moments import check_update, wide_zeros
 
 
 class CarryState(NamedTuple):
-    """The part of the gradients that was clipped away so far.
+    """State of `u_clip`.
 
     Attributes:
-        carry: float32 or wider leaves, in the unit of the gradients.
-        clip_state: the state of the clip.
+        carry: Sum of the parts that the clip removed, in float32 or wider, in the unit of the
+            gradients.
+        clip_state: State of the clip.
     """
 
     carry: Tree
@@ -28,25 +29,27 @@ class CarryState(NamedTuple):
 
 @public
 def u_clip(clip: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Adds what a clip cuts off to the next gradient, so that the mean update is unbiased.
+    """Add the part that a clip removes to the next gradient, so that the mean update is unbiased.
 
-    `u = clip(g + carry)`, then `carry = g + carry - u`: updates and carry sum to all gradients so
-    far. It needs a buffer of the size of the parameters and another pass over the gradients. A
-    spike is also carried over in full; for bad batches use `skip_large_norm`.
+    Each step computes `u = clip(g + carry)` and then `carry = g + carry - u`, so that the updates
+    and the carry add up to the sum of all gradients. This needs a buffer of the size of the
+    parameters and an additional pass over the gradients. A spike is also carried over completely;
+    use `skip_large_norm` to discard bad batches.
 
     | step | effect |
     | --- | --- |
-    | gradient or update not finite | the update is that of the clip, the carry stays as it was |
-    | update rounded to bfloat16 | the rounding error is carried over |
+    | non-finite gradient or update | the output of the clip; the carry does not change |
+    | update rounded to bfloat16 | the carry includes the rounding error |
 
     Args:
-        clip: any Optax transformation that clips; the paper uses `clip` and `clip_by_global_norm`.
+        clip: Gradient transformation that clips; the paper uses `clip` and `clip_by_global_norm`.
 
     Returns:
-        An Optax transformation with a `CarryState`.
+        A gradient transformation with a `CarryState`.
 
     Raises:
-        TypeError: `clip` is no transformation; when traced, a leaf is not inexact.
+        TypeError: If `clip` is not a gradient transformation, or a leaf is not floating-point or
+            complex.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -74,7 +77,8 @@ def u_clip(clip: optax.GradientTransformation) -> optax.GradientTransformationEx
         clipped, clip_state = clip.update(total, state.clip_state, params, **extra_args)
         out = jax.tree.map(_cast_like, clipped, updates)
         remainder = jax.tree.map(_subtract, total, out, state.carry)
-        # Not finite if the gradient or the update is not; alike on all devices where the clip is.
+        # The remainder is non-finite if the gradient or the update is non-finite. The result is the
+        # same on all devices if the output of the clip is non-finite on all of them.
         finite = jnp.isfinite(global_norm(remainder, ord=jnp.inf))
         return out, CarryState(optax.tree.where(finite, remainder, state.carry), clip_state)
 

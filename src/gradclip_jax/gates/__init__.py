@@ -1,1 +1,1 @@
-"""Gates, guards and accumulations, and the executor that runs the optimizer inside them."""
+"""Gates, which are guards and accumulations, and the executor of the optimizer inside them."""

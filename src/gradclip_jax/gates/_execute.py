@@ -1,7 +1,7 @@
 """The executor of guards and accumulations.
 
-Gates that are directly inside one another are flattened into one list, and `_execute` runs the
-innermost transformation once or not at all.
+Directly nested gates are flattened into one list, and `_execute` runs the innermost transformation
+once or not at all.
 """
 
 import dataclasses
@@ -31,15 +31,15 @@ Gate: TypeAlias = Guard | Accumulation
 
 @dataclasses.dataclass(frozen=True)
 class GatedUpdate:
-    """The `update` of guards and accumulations.
+    """The `update` function of guards and accumulations.
 
-    An object, so that a gate around it can read its gates even if a trainer has unpacked and
-    rebuilt the transformation. `jax.named_call` needs `__name__`.
+    This is an object instead of a closure, so that an outer gate can read the inner gates even if a
+    trainer has unpacked and rebuilt the transformation. `jax.named_call` requires `__name__`.
 
     Attributes:
-        gates: the guards, and at most one accumulation, from the outermost to the innermost.
-        innermost: the transformation inside all of them.
-        function: the public function that made the outermost gate; its errors begin with it.
+        gates: Guards and at most one accumulation, from the outermost to the innermost.
+        innermost: Transformation inside all gates.
+        function: Public function that created the outermost gate; error messages begin with it.
     """
 
     __name__: ClassVar[str] = "update"
@@ -50,15 +50,15 @@ class GatedUpdate:
     def __call__(
         self, updates: Tree, state: Any, params: Tree | None = None, *args: Any, **extra_args: Any
     ) -> tuple[Tree, Any]:
-        """The update of the innermost transformation, or zeros if it does not run."""
+        """Return the update of the innermost transformation, or zeros if it does not run."""
         return self.run(updates, state, params, args, extra_args, applies=False)
 
     def run(self, *args: Any, applies: bool) -> tuple[Tree, Any]:
-        """Execute one call; with `applies` the first result is the new parameters."""
+        """Execute one call; with `applies`, return new parameters instead of updates."""
         return named(functools.partial(_execute, self, applies=applies), self.function)(*args)
 
     def named(self, function: str) -> "GatedUpdate":
-        """The same update for another public function."""
+        """Return a copy whose error messages begin with the name of another function."""
         return dataclasses.replace(self, function=function)
 
 
@@ -77,26 +77,26 @@ def gated(
 def apply_gradients(
     tx: optax.GradientTransformation, grads: Tree, state: Any, params: Tree, **extra_args: Any
 ) -> tuple[Tree, Any]:
-    """Run one optimizer step: `update` and `optax.apply_updates` in one call.
+    """Run `update` and `optax.apply_updates` in one call.
 
-    The result is the same for every transformation, but sums that `accumulate_gradients` makes of
-    bfloat16 gradients are rounded only once, when they are added to the parameters. For
-    accumulations and guards this is the fast path: a call that does not run the optimizer neither
-    reads nor writes parameters and optimizer state, while `update` has to write a tree of zeros.
+    The result equals that of the two separate calls, except that bfloat16 gradients accumulated by
+    `accumulate_gradients` are rounded only once, when they are added to the parameters. For
+    accumulations and guards this function is faster. A call that does not run the optimizer does
+    not read or write parameters and optimizer state, whereas `update` must return a tree of zeros.
     Donate `params` and `state` to the jitted step; otherwise they are copied.
 
     Args:
-        tx: any Optax transformation.
-        grads: the gradients, with the structure of `params`.
-        state: the state of `tx`.
-        params: the parameters. Flax NNX variables are accepted and returned as such.
-        **extra_args: passed to `tx.update`.
+        tx: Gradient transformation.
+        grads: Gradients with the structure of `params`.
+        state: State of `tx`.
+        params: Parameters; may be Flax NNX variables.
+        **extra_args: Extra arguments for `tx.update`.
 
     Returns:
-        The new parameters, in their own dtypes, and the new state.
+        The new parameters, with unchanged dtypes and types, and the new state.
 
     Raises:
-        TypeError: `tx` is not a gradient transformation.
+        TypeError: If `tx` is not a gradient transformation.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -121,15 +121,15 @@ def apply_gradients(
 
 
 class Opinion(NamedTuple):
-    """What a guard says in one call.
+    """The results of one guard in one call.
 
     Attributes:
-        guard: the guard.
-        state: its state before the call.
-        verdict: its verdict on the gradient that it gets.
-        refused: whether it is the first that refuses that gradient, bool[].
-        failed: whether its check of a window or of a computed step is the one that fails, bool[].
-        measured: what its check of the computed step measured.
+        guard: The guard.
+        state: State of the guard before the call.
+        verdict: Result of the guard's check of the gradient.
+        refused: Whether this guard was the first to reject the gradient, bool[].
+        failed: Whether this guard was the first to reject a window or a computed step, bool[].
+        measured: Measurement from the guard's check of the computed step.
     """
 
     guard: Guard
@@ -150,29 +150,29 @@ def _execute(
     *,
     applies: bool,
 ) -> tuple[Tree, Any]:
-    """One call through all gates: the updates or the new parameters, and the next state.
+    """Execute one call through all gates; return updates or new parameters, and the next state.
 
-    Gradients go inwards. Guards around an accumulation judge the micro-batch; guards inside it, or
-    all guards if there is none, judge the gradient of the step. Then guards around an accumulation
-    check the gradient of the window, and guards that check steps check the computed step. The
-    first guard that refuses counts the skip, and no other.
+    Gradients pass from the outermost to the innermost gate. Guards outside an accumulation check
+    the micro-batch. Guards inside it, or all guards without an accumulation, check the gradient of
+    the step. Then the outer guards check the gradient of the window, and guards with `checks_step`
+    check the computed step. Only the first guard whose check fails counts the skip.
 
-    | refused | counted by | the window | innermost state |
+    | failed check | counted by | window | innermost state |
     | --- | --- | --- | --- |
-    | a micro-batch, around an accumulation | the outermost that refuses | stays open | unchanged |
-    | the same, with `flush` or `emit` | the same | emitted without it | updated |
-    | the gradient of a step | the outermost inside that refuses | emitted | unchanged |
-    | that of a window, from around it | the innermost that checks it | dropped | unchanged |
-    | the computed step | the innermost that fails | dropped, if that is around | unchanged |
-    | nothing, and the window stays open | nobody | stays open | unchanged |
-    | nothing | nobody | emitted | updated |
+    | a micro-batch, by an outer guard | the outermost failing guard | stays open | unchanged |
+    | the same, with `flush` or `emit` | the same | emitted without this micro-batch | updated |
+    | the gradient of a step | the outermost failing inner guard | emitted | unchanged |
+    | a window, by an outer guard | the innermost failing outer guard | dropped | unchanged |
+    | the computed step | the innermost failing guard | dropped if it is an outer one | unchanged |
+    | none, and the window stays open | no guard | stays open | unchanged |
+    | none | no guard | emitted | updated |
 
-    | guard | its counters | the state of its rules |
+    | guard | counters | state of its rules |
     | --- | --- | --- |
-    | the one that counts | one more skip, and one more in a row | updated |
-    | the others, if a guard refuses | unchanged | unchanged |
-    | all that judged a call that was not refused | no skip in a row | updated |
-    | inside an accumulation whose window stays open | unchanged | unchanged |
+    | the guard that counts the skip | total and consecutive skips increase by 1 | updated |
+    | other guards, if a check fails | unchanged | unchanged |
+    | guards that ran, if no check fails | consecutive skips are reset | updated |
+    | guards inside an accumulation whose window stays open | unchanged | unchanged |
     """
     _check_call(update.gates, incoming, state, args, extra_args)
     outside, accumulation, inside = _split(update.gates)
@@ -210,16 +210,16 @@ def _execute(
 def _check_call(
     gates: Sequence[Gate], grads: Tree, state: Any, args: Any, extra_args: dict[str, Any]
 ) -> None:
-    """Raise if the arguments are not those of these gates."""
+    """Raise if the arguments do not match these gates."""
     if args:
-        got, hint = f"{len(args)} more positional", "Pass the loss as `value=loss`."
+        got, hint = f"{len(args)} more positional arguments", "Pass the loss as `value=loss`."
         raise type_error("update", "called as `update(grads, state, params)`", got, hint)
     for name in extra_args.keys() - EXTRA_ARGS:  # all others are passed on
         near = difflib.get_close_matches(name, EXTRA_ARGS, n=1, cutoff=0.8)
         if near:
             raise ArgumentTypeError(
                 f"unknown extra argument `{name}`; did you mean `{near[0]}`? "
-                "Choose a less similar name if it is meant for the optimizer."
+                "If the optimizer expects this argument, rename it."
             )
     check_inexact("updates", grads, unreduced=isinstance(gates[0], Accumulation))
     for gate in gates:
@@ -230,7 +230,7 @@ def _check_call(
 def _split(
     gates: tuple[Gate, ...],
 ) -> tuple[Sequence[Guard], Accumulation | None, Sequence[Guard]]:
-    """The guards around the accumulation, the accumulation, and the guards inside it."""
+    """Return the guards outside the accumulation, the accumulation, and the guards inside it."""
     for i, gate in enumerate(gates):
         if isinstance(gate, Accumulation):
             return gates[:i], gate, gates[i + 1 :]  # pyright: ignore[reportReturnType]
@@ -240,7 +240,11 @@ def _split(
 def judge(
     guards: Sequence[Guard], grads: Tree, state: Any, params: Tree, extra_args: dict[str, Any]
 ) -> tuple[list[Opinion], Tree, Any, Flag]:
-    """The opinions of guards, their gradient, the state inside them, and whether all accept it."""
+    """Run the guards' checks of a gradient.
+
+    Return the result of each guard, the gradient and the state inside the guards, and whether all
+    checks passed.
+    """
     opinions: list[Opinion] = []
     accepted: Flag = np.True_
     for guard in guards:
@@ -262,11 +266,11 @@ def _judged_step(
     target_and_state: tuple[Tree, Any],
     extra_args: dict[str, Any],
 ) -> tuple[Tree, tuple[Tree, Any], Flag, list[Opinion]]:
-    """Run the innermost transformation if all guards accept the gradient and the computed step.
+    """Run the innermost transformation if the checks of all guards pass.
 
-    Returns its updates, or zeros, then the target and the state inside the accumulation, then
-    whether the step was applied, and the opinions of the outer guards. The target is the
-    parameters that the updates are added to; with a target there are no updates.
+    Return the updates or zeros, the target and the state inside the accumulation, whether the step
+    was applied, and the results of the outer guards. The target is the parameters to which the
+    updates are added, or None to return updates.
     """
     target, state = target_and_state
     inner, judged, before, accepted = judge(inside, grads, state, params, extra_args)
@@ -312,13 +316,13 @@ def _judged_step(
 
 
 def _note(opinions: list[Opinion], i: int, accepted: Flag, passed: Scalar) -> Flag:
-    """Whether a step is still accepted after a check, which fails only if it was before."""
+    """Return whether the step is still accepted after a check; record the first failed check."""
     opinions[i] = opinions[i]._replace(failed=accepted & ~passed)
     return accepted & passed
 
 
 def _next_states(opinions: Sequence[Opinion], inner_state: Any, accepted: Flag) -> Any:
-    """The states of guards around the next state inside them."""
+    """Compute the next states of nested guards, starting with the innermost guard."""
     for guard, state, verdict, refused, failed, measured in reversed(opinions):
         skipped = refused | failed
         after = verdict.next_state(jnp.asarray(refused), jnp.asarray(failed), measured)
@@ -344,12 +348,13 @@ def _run_innermost(
     *,
     keeps_dtypes: bool,
 ) -> tuple[Tree, Any]:
-    """The updates and the next state of the innermost transformation.
+    """Return the updates and the next state of the innermost transformation.
 
-    It gets the gradients in the dtype of the accumulator, or in float32 from a loss scale. Some
-    transformations, such as `optax.novograd` and `optax.apply_if_finite`, raise if the dtype is
-    not that of the parameters; they get the dtypes of the incoming gradients. With `keeps_dtypes`
-    the updates have the dtypes that the transformation returns for those.
+    Its input has the dtype of the accumulator, or float32 inside a loss scale. Some
+    transformations, such as `optax.novograd` and `optax.apply_if_finite`, raise if this differs
+    from the dtype of the parameters; their input is cast to the dtypes of the incoming gradients.
+    With `keeps_dtypes`, updates have the dtypes that the transformation returns for the incoming
+    gradients.
     """
 
     def run(grads: Tree, state: Any) -> tuple[Tree, Any]:
@@ -371,7 +376,7 @@ def _run_innermost(
 
 
 def _apply_updates(params: Tree, updates: Tree) -> Tree:
-    """`optax.apply_updates` that accepts float0 updates and works under strict promotion."""
+    """Call `optax.apply_updates` with support for float0 updates and strict dtype promotion."""
 
     def addend(update: Any, param: Any) -> Any:
         return jnp.zeros_like(param) if is_float0(update) else update

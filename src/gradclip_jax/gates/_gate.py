@@ -8,17 +8,17 @@ import numpy as np
 from .._types import Array, Scalar, Tree
 
 Flag: TypeAlias = Array | np.bool_
-"""bool[]; a NumPy bool is known when the step is traced: no branch is compiled for it."""
+"""A bool[] array, or a NumPy bool, which is known at trace time and needs no branch."""
 
 
 class ComputedStep(NamedTuple):
     """A step of the innermost transformation that has been computed, but not applied.
 
     Attributes:
-        grads: the gradients.
-        inner_state: the state before the step.
-        updates: the updates.
-        next_inner_state: the state after the step.
+        grads: Gradients of the step.
+        inner_state: State before the step.
+        updates: Updates of the step.
+        next_inner_state: State after the step.
     """
 
     grads: Tree
@@ -31,13 +31,13 @@ class Verdict(NamedTuple):
     """The result of a guard's check of a gradient.
 
     Attributes:
-        is_good: bool[], equal on all devices.
-        grads: the gradient that the guard passes on.
-        next_state: `(refused, failed, measured)` to the guard's state with its own fields updated:
-            whether the guard refused this gradient, bool[], whether a later check of the guard
-            failed, bool[], and what that check measured.
-        check_step: a computed step to whether it may be applied, bool[], and what was measured;
-            required if the guard `checks_step`.
+        is_good: Whether the check passed, bool[], equal on all devices.
+        grads: Gradient that the guard passes to the inner transformation.
+        next_state: Function `(refused, failed, measured) -> state` that updates the guard's own
+            fields. `refused` is whether this check failed, `failed` whether a later check of the
+            guard failed, and `measured` the measurement of the later check.
+        check_step: Function that checks a computed step and returns whether the check passed,
+            bool[], and a measurement; required if the guard `checks_step`.
     """
 
     is_good: Scalar
@@ -49,19 +49,21 @@ class Verdict(NamedTuple):
 class Guard(NamedTuple):
     """A gate that skips bad steps.
 
-    The executor maintains the fields `consecutive_skips`, `guard_failed` and `inner_state` of its
-    state; all others are updated by `Verdict.next_state`.
+    The executor updates the fields `consecutive_skips`, `guard_failed` and `inner_state` of the
+    guard's state; `Verdict.next_state` updates all other fields.
 
     Attributes:
-        kind: the type of its state.
-        judge: `(grads, state, params, extra_args)` to the verdict.
-        max_consecutive_skips: number of skips in a row that sets `guard_failed`; None for no limit.
-        check_window: whether the optimizer may step on the gradient of a window, bool[]. Used by a
-            guard around an accumulation, whose `judge` only gets micro-batches. None accepts all.
-        checks_step: whether the guard also checks the computed step.
-        unmeasured: what `check_step` measures, for a step that is not computed.
-        discard: `(state, where)` to the innermost state without open windows. A window whose sum
-            overflows would otherwise make every later step fail the check of steps.
+        kind: Type of the guard's state.
+        judge: Function `(grads, state, params, extra_args) -> Verdict`.
+        max_consecutive_skips: Number of consecutive skips that sets `guard_failed`; None for no
+            limit.
+        check_window: Function that checks the gradient of a window and returns a bool[]. It is used
+            if the guard is outside an accumulation, where `judge` only checks micro-batches. None
+            accepts all windows.
+        checks_step: Whether the guard also checks the computed step.
+        unmeasured: Placeholder for the measurement of `check_step` if no step is computed.
+        discard: Function `(state, where) -> state` that drops open windows of the innermost state.
+            Otherwise a window whose sum overflows would make all later steps fail the check.
     """
 
     kind: type
@@ -77,12 +79,13 @@ class Window(NamedTuple):
     """The effect of one micro-batch on an accumulation.
 
     Attributes:
-        emits: whether the window closes and contains a micro-batch with a weight.
-        accumulator: the buffers that `read` needs; the step may overwrite them.
-        read: accumulator to the gradient of the window and the accumulator after the step.
-        inner_state: the state of the transformation inside the accumulation.
-        extra_args: the extra arguments for the transformation inside the accumulation.
-        next_state: `(inner_state, accumulator, emitted)` to the state of the accumulation.
+        emits: Whether the window closes and contains a micro-batch with nonzero weight.
+        accumulator: Buffers that `read` needs; the step may overwrite them.
+        read: Function from the accumulator to the gradient of the window and the accumulator after
+            the step.
+        inner_state: State of the transformation inside the accumulation.
+        extra_args: Extra arguments for the transformation inside the accumulation.
+        next_state: Function `(inner_state, accumulator, emitted) -> state` of the accumulation.
     """
 
     emits: Flag
@@ -97,9 +100,9 @@ class Accumulation(NamedTuple):
     """A gate that runs the transformation inside it once for several micro-batches.
 
     Attributes:
-        kind: the type of its state.
-        open_window: `(grads, state, accepted, params, extra_args)` to the window. A micro-batch
-            that is not accepted by the guards around the accumulation is not accumulated.
+        kind: Type of the accumulation's state.
+        open_window: Function `(grads, state, accepted, params, extra_args) -> Window`. If an outer
+            guard skips the micro-batch, `accepted` is false and nothing is accumulated.
     """
 
     kind: type

@@ -1,1 +1,1 @@
-"""Guards: gradients, loss and step to a verdict, apply or skip the step."""
+"""Guards, which skip steps with non-finite or unusually large gradients, losses or updates."""

@@ -1,8 +1,8 @@
-"""Non-finite values in gradients and in computed steps.
+"""Detection of non-finite values in gradients and in computed steps.
 
-A finite gradient does not imply a finite step: 1e20 makes the second moment of Adam infinite
-permanently, while its update still looks normal. Therefore the update and the next state can be
-checked as well.
+A finite gradient does not imply a finite step. For example, a gradient of 1e20 makes the second
+moment of Adam infinite permanently, although the update is still finite. Guards can therefore check
+the update and the next state as well.
 """
 
 import functools
@@ -29,37 +29,37 @@ from ._signal import given_loss
 
 
 def all_finite(tree: Tree, axis_name: AxisName) -> Scalar:
-    """Whether all elements of a tree are finite, on all devices."""
+    """Return whether all elements of a tree are finite on all devices."""
     return ~_is_any([is_bad(x) for x in measured_leaves(tree)], axis_name)
 
 
 def has_finite_squares(tree: Tree, axis_name: AxisName) -> Scalar:
-    """Whether the sum of all squares is finite, so that no second moment can become infinite.
+    """Return whether the sum of squares is finite, so that no second moment becomes infinite.
 
-    For dtypes with less range than float32 every square has to be finite, but not their sum.
+    For dtypes with a smaller range than float32, only each square has to be finite in that dtype.
     """
     leaves = measured_leaves(tree)
     bounds = [math.sqrt(jnp.finfo(x.dtype).max) for x in leaves]
-    # In float16 and float8 each square has to be finite, and the sum in float32.
+    # For float16 and float8, each square and the float32 sum of squares must be finite.
     bound = min([x if x > 1e18 else UNBOUNDED for x in bounds], default=UNBOUNDED)
     ok = norm_of_leaves(leaves, 2.0, axis_name) <= bound
     if min(bounds, default=bound) < bound:
         narrow = [(x, y) for x, y in zip(leaves, bounds, strict=True) if y < 1e18]
-        # XLA may otherwise omit the rounding that makes them infinite.
+        # Without the barrier, XLA may omit the rounding that makes these values infinite.
         rounded = [fusion_barrier(x) for x, _ in narrow]
         ok &= norm_of_leaves(rounded, math.inf, axis_name) <= min(bound for _, bound in narrow)
     return ok
 
 
 def is_finite_step(step: ComputedStep, axis_name: AxisName) -> Scalar:
-    """Whether the gradient, the update and the next state of a step are finite.
+    """Return whether the gradient, the update and the next state of a step are finite.
 
     | in the next state | verdict |
     | --- | --- |
     | a new NaN | non-finite |
     | a new infinity in an array, or in the moment of a parameter | non-finite |
     | an infinity in any other scalar, such as a hyperparameter | accepted |
-    | the norms in the states of clips and noise scales | not checked: no step depends on them |
+    | norms in the states of clips and noise scales | not checked, because no step depends on them |
     """
     shapes = {
         path: np.shape(x) for path, x in jax.tree.leaves_with_path(step.grads) if is_measured(x)
@@ -77,26 +77,29 @@ def is_finite_step(step: ComputedStep, axis_name: AxisName) -> Scalar:
             bad = is_bad(x) if is_moment else jnp.isnan(x)
             if was is not None:
                 bad = lax.bitwise_and(bad, lax.bitwise_not(is_bad(was)))
-            # One reduction for the update and the moments of a parameter: XLA reads them once.
+            # Combine the update and the moments of a parameter, so that XLA reads them once.
             key = (number, path) if place is None else (place, jax.typeof(bad))
             flags[key] = lax.bitwise_or(flags[key], bad) if key in flags else bad
     return ~_is_any(list(flags.values()), axis_name)
 
 
 def finite_extra_args(extra_args: dict[str, Any], axis_name: AxisName) -> Scalar:
-    """Whether the loss and the weight of a micro-batch are finite, if they are given."""
+    """Return whether the loss and the weight of a micro-batch are finite, if they are given."""
     weight = extra_args.get("weight")
     numbers = [given_loss(extra_args), weight if is_scalar(weight, jnp.inexact) else None]
     return ~_is_any([is_bad(x) for x in measured_leaves(numbers)], axis_name)
 
 
 def _without_statistics(state: Any) -> Any:
-    """The state without statistics of norms, which may overflow."""
+    """Remove norm statistics, which may overflow, from a state."""
     return replace_states(state, (ClipState, NoiseState), lambda statistics: ())
 
 
 def _place(path: Any, shape: tuple[int, ...], shapes: dict[Any, tuple[int, ...]]) -> Any:
-    """The path of the parameter that an array of the state belongs to: a suffix of its own path."""
+    """Return the path of the parameter that a state array belongs to.
+
+    The path of the parameter is a suffix of the path of the array.
+    """
     for start in range(len(path) + 1):
         if shapes.get(path[start:]) == shape:
             return path[start:]
@@ -104,20 +107,21 @@ def _place(path: Any, shape: tuple[int, ...], shapes: dict[Any, tuple[int, ...]]
 
 
 def _overflowing(x: Array) -> Array:
-    """A narrow array in float32, scaled so that values that overflow its dtype overflow float32.
+    """Convert to float32, scaled so that values that overflow the narrow dtype overflow float32.
 
-    XLA omits a rounding whose result is widened again, and with it the overflow.
+    XLA may omit a cast to a narrow dtype that is followed by a cast to a wider one, and then no
+    value overflows.
     """
     info = jnp.finfo(x.dtype)
     if info.bits >= 32:
         return x
-    # Between the largest finite value and the smallest that is rounded to infinity.
+    # This bound is between the largest finite value and the smallest value that rounds to infinity.
     largest = float(info.max) * (1 + float(info.eps) * 3 / 16)
     return x.astype(jnp.float32) * jnp.float32(float(jnp.finfo(jnp.float32).max) / largest)
 
 
 def is_bad(x: Any) -> Array:
-    """Where an array is non-finite."""
+    """Return a mask of the non-finite elements."""
     x = _overflowing(jnp.asarray(x))
     if jnp.iscomplexobj(x):
         return is_bad(x.real) | is_bad(x.imag)
@@ -126,8 +130,8 @@ def is_bad(x: Any) -> Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _is_any(flags: list[Array], axis_name: AxisName) -> Scalar:
-    """Whether an element of the flags is true, on any device."""
+    """Return whether any element of the flags is true on any device."""
     axes = frozenset[str]().union(*(shard_axes(x, axis_name) for x in flags))
-    # A third faster than `jnp.any` on CPU, where XLA does not parallelize that.
+    # On CPU this is a third faster than `jnp.any`, which XLA does not parallelize.
     largest = [jnp.max(x.astype(jnp.uint8), initial=0) for x in flags]
     return max_over(joined(largest or [jnp.uint8(0)], is_sum=False).astype(jnp.int32), axes) > 0

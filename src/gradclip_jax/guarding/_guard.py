@@ -1,4 +1,4 @@
-"""What all guards share: how a guard is built from its verdict. `gates/` executes them."""
+"""Construction of guards from a function that checks gradients. `gates/` executes them."""
 
 from collections.abc import Callable
 from typing import Any, Final, Literal, TypeAlias
@@ -17,10 +17,10 @@ from ..gates._execute import gated
 from ..gates._gate import Guard, Verdict
 
 Check: TypeAlias = Literal["gradient", "step"]
-"""What has to be finite."""
+"""Whether a guard checks only the gradient, or the computed step as well."""
 
 OUTERMOST: Final[list[type]] = []
-"""The states of guards that have to be outside all other guards."""
+"""State types of guards that must be the outermost guard."""
 
 
 def guard(
@@ -29,9 +29,10 @@ def guard(
     judge: Callable[[Tree, Any, Tree, dict[str, Any]], Verdict],
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """Build a guard from its verdict; `make_state` maps the state of `inner` to that of the guard.
+    """Build a guard from `judge`, which checks a gradient.
 
-    `options` are fields of `Guard`.
+    `make_state` maps the state of `inner` to the state of the guard. `options` are fields of
+    `Guard`.
     """
     limit = options.get("max_consecutive_skips")
     if limit is not None:
@@ -40,14 +41,14 @@ def guard(
 
     def init(params: Tree) -> Any:
         inner_state = inner.init(params)
-        # A loss scale that does not see the steps that overflow is never lowered.
-        hint = "Put that one around this guard, which then sees unscaled gradients."
+        # If an outer guard skips steps that overflow, the loss scale is never lowered.
+        hint = "Use `dynamic_loss_scale` outside this guard, so that it checks unscaled gradients."
         _check_inner(inner_state, tuple(OUTERMOST), "dynamic_loss_scale", hint)
         if options.get("checks_step"):
-            # If the sum of its window overflows, every later step fails the check.
-            hint = "Use `accumulate_gradients`, whose window can be discarded."
+            # If the sum of a `MultiSteps` window overflows, all later steps fail the check.
+            hint = "Use `accumulate_gradients` instead, which can discard its window."
             _check_inner(inner_state, (optax.MultiStepsState,), "optax.MultiSteps", hint)
-        # Without weak types, like the states that updates return: one trace for all steps.
+        # Remove weak types, which `update` does not return, to avoid retracing the second step.
         return make_state(like_dtypes(inner_state, inner_state))
 
     return gated(Guard(kind, judge, discard=discard_windows, **options), inner, init)
@@ -60,10 +61,10 @@ def check_guard(inner: Any, axis_name: Any) -> AxisName:
 
 
 def zero(dtype: Any = jnp.int32) -> Scalar:
-    """A scalar in a new buffer: a buffer that two fields share cannot be donated."""
+    """Return a scalar in a new buffer, because a buffer shared by two fields cannot be donated."""
     return jnp.zeros((), dtype)
 
 
 def _check_inner(inner_state: Any, kinds: tuple[type, ...], function: str, hint: str) -> None:
     if find_states(inner_state, kinds):
-        raise type_error("inner", f"free of `{function}`", "one that contains it", hint)
+        raise type_error("inner", f"free of `{function}`", "a transformation with it", hint)

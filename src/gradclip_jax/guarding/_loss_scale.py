@@ -24,7 +24,7 @@ from ._detect import is_bad
 from ._guard import OUTERMOST, Check, zero
 from ._skip_nonfinite import finite_guard
 
-# Beyond these 1 / scale is subnormal, and a compiled program may flush it to zero.
+# Outside this range the scale or its reciprocal is subnormal, and XLA may flush it to zero.
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
 
 
@@ -33,17 +33,18 @@ _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
     *("skipped_nonfinite", "consecutive_skips", "guard_failed"),
 )
 class LossScaleState(NamedTuple):
-    """The state of `dynamic_loss_scale`; counters are int32[], saturating.
+    """State of `dynamic_loss_scale`; counters are int32[] and saturate.
 
     Attributes:
-        loss_scale: float32[], the factor of the gradient of the next loss.
-        good_steps: number of applied steps since the scale changed or a step was skipped.
-        skipped_nonfinite: number of skipped steps.
-        consecutive_skips: number of steps skipped since the last one that was applied.
+        loss_scale: Factor by which `scale_loss` multiplies the next gradient, float32[].
+        good_steps: Number of applied steps since the scale changed or a step was skipped.
+        skipped_nonfinite: Number of skipped steps.
+        consecutive_skips: Number of steps skipped since the last applied step.
         guard_failed: 1 if a step was ever non-finite at the smallest scale, else 0.
-        inner_state: the state of the inner optimizer.
-        unscaled_grad_norm: float32[], the norm of the last finite gradient after the division by
-            the scale. If it is about 1 / scale of what you expect, `scale_loss` is missing.
+        inner_state: State of the inner optimizer.
+        unscaled_grad_norm: Norm of the last finite gradient after division by the scale, float32[].
+            If it is smaller than expected by a factor of about the scale, the loss was not passed
+            through `scale_loss`.
     """
 
     loss_scale: Scalar
@@ -62,28 +63,29 @@ OUTERMOST.append(LossScaleState)
 def scale_loss(state: Any, loss: Any) -> Array:
     """Return the loss unchanged, with a gradient that is multiplied by the loss scale.
 
-    The value is the true loss: log it, and pass it to `update` as `value`. It is not multiplied,
-    so it cannot overflow. `update` of `dynamic_loss_scale` divides the gradient.
+    The returned value is the unscaled loss, which cannot overflow. Log it, and pass it to `update`
+    as `value`. The `update` function of `dynamic_loss_scale` divides the gradient by the scale.
 
-    | loss | effect |
+    | loss | result |
     | --- | --- |
     | float32, float64 | the same value |
     | float16, bfloat16 | the same value in float32 |
-    | float16, at a scale above 65,504 | its gradient overflows; the step is skipped |
+    | float16, at a scale above 65,504 | its gradient overflows and the step is skipped |
 
-    In a float16 network compute the last operations of the loss in float32, such as the
-    log-softmax and the mean over the batch; the scale can then be larger.
+    In a float16 network, compute the last operations of the loss in float32, such as the
+    log-softmax and the mean over the batch. This allows a larger scale.
 
     Args:
-        state: the state of `dynamic_loss_scale`, or any state around it: that of a chain, of an
-            accumulation, a train state.
-        loss: a real floating array; with `jax.grad` a scalar.
+        state: State of `dynamic_loss_scale`, or a state that contains it, such as the state of a
+            chain or an accumulation, or a train state.
+        loss: Real floating-point array; for `jax.grad` a scalar.
 
     Returns:
-        The loss in float32, or in float64.
+        The loss in float32 or float64.
 
     Raises:
-        TypeError: `state` contains no loss scale, or several; `loss` is not floating.
+        TypeError: If `state` does not contain exactly one loss scale, or if `loss` is not a real
+            floating-point array.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -97,14 +99,14 @@ def scale_loss(state: Any, loss: Any) -> Array:
     """
     scales = find_states(state, LossScaleState)
     if len(scales) != 1:
-        rule = "a state with one loss scale"
-        hint = "Make the state with `dynamic_loss_scale(optimizer).init(params)`."
+        rule = "a state with exactly one loss scale"
+        hint = "Create the state with `dynamic_loss_scale(optimizer).init(params)`."
         if scales:
-            hint = "Put one `dynamic_loss_scale` around all of the optimizer."
-        raise type_error("state", rule, f"one with {len(scales)}", hint)
+            hint = "Wrap the whole optimizer in a single `dynamic_loss_scale`."
+        raise type_error("state", rule, f"a state with {len(scales)}", hint)
     value = jnp.asarray(loss)
     if not jnp.issubdtype(value.dtype, jnp.floating):
-        rule, hint = "real and floating", "Pass the value that is differentiated."
+        rule, hint = "a real floating-point array", "Pass the loss that is differentiated."
         raise type_error("loss", rule, describe(value), hint)
     scale = plain_arrays(scales[0][1].loss_scale)
     return _with_scaled_derivative(value.astype(wide_dtype(value.dtype)), jnp.asarray(scale))
@@ -134,43 +136,47 @@ def dynamic_loss_scale(
     check: Check = "gradient",
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Train in float16: divide gradients by a loss scale that is adapted during training.
+    """Divide gradients by a dynamic loss scale, for training in float16.
 
-    Gradients below 6e-8 underflow to zero in a float16 backward pass. `scale_loss` multiplies the
-    gradient by the loss scale; this transformation divides it again, in float32, before `inner`
-    gets it. It is `skip_nonfinite` with a scale and skips the same steps:
+    Gradients below 6e-8 underflow to zero in a float16 backward pass. To prevent this, `scale_loss`
+    multiplies the gradient by the loss scale, and this transformation divides it by the scale in
+    float32 before passing it to `inner`. It skips the same steps as `skip_nonfinite`:
 
-    | step | effect |
+    | step | result |
     | --- | --- |
-    | finite | applied; `growth_interval` of them in a row double the scale |
+    | finite | applied; after `growth_interval` such steps in a row, the scale is doubled |
     | non-finite gradient, loss or weight | skipped; the scale is halved |
     | non-finite update or next state | applied by default; the same with `check="step"` |
     | non-finite at the smallest scale | skipped; `guard_failed` is 1 from then on |
-    | `scale_loss` is missing | applied, too small: `unscaled_grad_norm` is the norm / scale |
+    | `scale_loss` was not called | applied; `unscaled_grad_norm` is the norm divided by the scale |
 
-    It has to be outermost, so that clips and other guards get unscaled gradients. A guard around it
-    is an error, because skipped steps would not lower the scale. Around an accumulation its steps
-    are micro-batches; inside one they are windows, and the scale is constant in a window.
+    This transformation must be the outermost guard, so that clips and other guards receive unscaled
+    gradients. A guard around it raises an error, because skipped steps would not lower the scale.
+    Around an accumulation, each micro-batch counts as a step. Inside an accumulation, each window
+    counts as a step, and the scale is constant within a window.
 
     Args:
-        inner: as for `skip_nonfinite`. It gets gradients in float32 or wider; the updates have
-            the dtypes that it returns for the incoming gradients.
-        init_scale: the first scale, from `min_scale` to `max_scale`; a power of two is exact.
-        growth_factor: multiplies the scale after `growth_interval` good steps, a number > 1.
-        backoff_factor: multiplies it after a skipped step, between 0 and 1.
-        growth_interval: an integer >= 1.
-        min_scale: the smallest scale, a number > 0; if all three are equal the scale is fixed.
-        max_scale: the largest scale.
-        check: as for `skip_nonfinite`; "gradient" is the unscaled one.
-        axis_name: as for `clip_by_global_norm`.
+        inner: Gradient transformation, as for `skip_nonfinite`. It receives gradients in float32 or
+            wider; the updates have the dtypes that it returns for the incoming gradients.
+        init_scale: Initial scale, between `min_scale` and `max_scale`; scaling by a power of two is
+            exact.
+        growth_factor: Factor of the scale after `growth_interval` good steps; a number > 1.
+        backoff_factor: Factor of the scale after a skipped step; a number between 0 and 1.
+        growth_interval: Number of good steps after which the scale grows; an integer >= 1.
+        min_scale: Minimum scale; a positive number. The scale is fixed if all three scales are
+            equal.
+        max_scale: Maximum scale.
+        check: See `skip_nonfinite`; "gradient" checks the unscaled gradient.
+        axis_name: See `clip_by_global_norm`.
 
     Returns:
-        An Optax transformation with a `LossScaleState`; `metrics` report `loss_scale` and
+        A gradient transformation with a `LossScaleState`; `metrics` includes `loss_scale` and
         `unscaled_grad_norm`.
 
     Raises:
-        TypeError: as `skip_nonfinite`, or `inner` already contains a loss scale.
-        ValueError: a number is out of range, or `check` is unknown.
+        TypeError: If `inner` is not a gradient transformation or already contains a loss scale, or
+            if a leaf is not floating-point or complex.
+        ValueError: If a number is out of range, or if `check` is unknown.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -191,10 +197,10 @@ def dynamic_loss_scale(
         Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740.
     """
     _check_scales(init_scale, min_scale, max_scale)
-    check_number("growth_factor", growth_factor, "Pass for example 2.0.", low=1.0)
-    hint = "Pass for example 0.5."
+    check_number("growth_factor", growth_factor, "Pass, for example, 2.0.", low=1.0)
+    hint = "Pass, for example, 0.5."
     check_number("backoff_factor", backoff_factor, hint, high=1.0, below_high=True)
-    check_count("growth_interval", growth_interval, "Pass the number of good steps.")
+    check_count("growth_interval", growth_interval, "Pass the number of good steps before growth.")
 
     axes = check_axis_name(axis_name)
 
@@ -224,10 +230,10 @@ def dynamic_loss_scale(
 
 
 def _unscaled(x: Any, scale: Scalar) -> Any:
-    """`x / scale` in at least float32; NaN for non-finite values of a narrower dtype.
+    """Return `x / scale` in at least float32, with NaN for all non-finite float16 values.
 
-    XLA may omit a rounding to float16 whose result is widened again, in one place and not in
-    another. The check and the step would then see different values.
+    XLA may omit a cast to float16 that is followed by a cast to float32, but not everywhere. The
+    check and the step could then read different values.
     """
     if is_float0(x):
         return x
@@ -238,13 +244,13 @@ def _unscaled(x: Any, scale: Scalar) -> Any:
 
 
 def _check_scales(first: Any, smallest: Any, largest: Any) -> None:
-    """Raise if a scale is out of range, or the three are not in order."""
+    """Raise if a scale is out of range or if the three scales are not in ascending order."""
     scales = {"init_scale": first, "min_scale": smallest, "max_scale": largest}
     for argument, value in scales.items():
         hint = "Pass a power of two."
         check_number(argument, value, hint, low=_SMALLEST, high=_LARGEST, closed=True)
     is_known = not any(map(is_traced, scales.values()))
     if is_known and not float(smallest) <= float(first) <= float(largest):
-        words = f"between `min_scale` and `max_scale`, {smallest:g} and {largest:g}"
-        hint = "Move the bounds, or start within them."
+        words = f"between min_scale={smallest:g} and max_scale={largest:g}"
+        hint = "Change the bounds or the initial scale."
         raise value_error("init_scale", words, f"{first:g}", hint)

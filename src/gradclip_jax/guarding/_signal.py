@@ -1,4 +1,4 @@
-"""Signals of guards, norms or losses: whether they are spikes, according to their rules."""
+"""Comparison of norms and losses with the thresholds of a guard."""
 
 import functools
 from typing import Any, NamedTuple
@@ -19,11 +19,11 @@ class Signal(NamedTuple):
     """A norm or a loss compared with the threshold of its rule.
 
     Attributes:
-        is_spike: whether it is above, or NaN.
-        threshold: the threshold at this step.
-        rule_state: the state of the rule after it.
-        restarted: the state of the rule if it restarts at this value; None for numbers and
-            schedules, which do not depend on earlier values.
+        is_spike: Whether the value is above the threshold, or NaN.
+        threshold: Threshold at this step.
+        rule_state: State of the rule after this step.
+        restarted: State of the rule after a restart at this value; None for numbers and schedules,
+            which do not depend on earlier values.
     """
 
     is_spike: Scalar
@@ -39,7 +39,7 @@ def compare(rule: Rule, value: Scalar, rule_state: Tree, param_norm: Scalar | No
     restarted = None
     if jax.tree.leaves(rule_state) and not rule.counts_steps:
         _, new = apply_rule(rule, value, init_state(rule), norm)
-        # Keep the higher threshold: after a restart at 1 the rule cannot reach a level of 1e4.
+        # Keep the higher threshold, because a restarted rule may begin far below the new level.
         bound, bound_after = (apply_rule(rule, value, state, norm)[0] for state in (new, after))
         is_higher = (bound > bound_after) | (value <= threshold)
         restarted = jax.tree.map(functools.partial(jnp.where, is_higher), new, after)
@@ -49,10 +49,10 @@ def compare(rule: Rule, value: Scalar, rule_state: Tree, param_norm: Scalar | No
 def relearn(
     finite: Scalar, signals: dict[str, Signal], is_due: Scalar
 ) -> tuple[Scalar, Scalar, dict[str, Signal]]:
-    """Restart all rules if that is due and makes the step good; it is not a spike then.
+    """Restart all rules if a restart is due and the step would then be applied.
 
-    Non-finite values are not spikes. Returns whether the step is good, whether it is finite, and
-    the signals.
+    Non-finite values do not count as spikes. Return whether the step is good, whether it is finite,
+    and the updated signals.
     """
     spikes = {key: finite & x.is_spike for key, x in signals.items()}
     fixed = [spikes[key] for key, x in signals.items() if x.restarted is None]
@@ -71,16 +71,16 @@ def relearn(
 
 
 def loss_rule(loss: Threshold) -> Rule:
-    """The rule of a threshold for losses, which may be negative."""
+    """Convert a threshold for losses, which may be negative, to a rule."""
     if isinstance(loss, Rule) and loss.uses_params:
-        hint = "Pass a number, a schedule, or a rule of the spread, `gcx.thresholds.mean_std()`."
+        hint = "Pass a number, a schedule, or a rule such as `gcx.thresholds.mean_std()`."
         rule = "a threshold that does not depend on the parameters"
-        raise value_error("loss", rule, "one that does", hint)
+        raise value_error("loss", rule, "a rule that does", hint)
     if isinstance(loss, Rule) or callable(loss):
         given = as_rule("loss", loss)
         if not (given.allow_negative or given.counts_steps) and jax.tree.leaves(init_state(given)):
             hint = "Pass `allow_negative=True` to the rule."
-            raise value_error("loss", "a rule for negative values", "one for norms", hint)
+            raise value_error("loss", "a rule for values of any sign", "a rule for norms", hint)
         return given
     hint = "Pass a number, a schedule, or a rule from `gcx.thresholds`."
     check_number("loss", loss, hint, low=-np.inf)
@@ -88,23 +88,23 @@ def loss_rule(loss: Threshold) -> Rule:
 
 
 def given_loss(extra_args: dict[str, Any]) -> Any:
-    """The loss that `update` got as `value` or as `loss`; None if it got neither."""
+    """Return the loss that was passed to `update` as `value` or `loss`, or None."""
     value, loss = extra_args.get("value"), extra_args.get("loss")
     numbers = (bool, int, float, complex, np.generic, np.ndarray, jax.Array)
     if not isinstance(loss, numbers):  # `inner` may have an argument of this name
         loss = None
     if value is not None and loss is not None:
-        hint = "Both are the loss: pass it once, as `value`."
-        raise type_error("loss", "left out beside `value`", "both", hint)
+        hint = "Pass the loss once, as `value`."
+        raise type_error("loss", "omitted if `value` is passed", "both", hint)
     for leaf in jax.tree.leaves(value):
         if not isinstance(leaf, numbers):
-            rule, hint = "a number or an array", "Pass the loss: `value=loss`."
+            rule, hint = "a number or an array", "Pass the loss as `value=loss`."
             raise type_error("value", rule, describe(leaf), hint)
     return loss if value is None else value
 
 
 def loss_of(extra_args: dict[str, Any], axis_name: AxisName) -> Scalar | None:
-    """The loss of a call in at least float32; the mean over devices if it differs between them."""
+    """Return the loss in at least float32, averaged over devices if it differs between them."""
     value = given_loss(extra_args)
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""The guard against non-finite values."""
+"""Guard that skips steps with non-finite values."""
 
 import functools
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from ._guard import Check, check_guard, guard, zero
 
 @register_guard("skipped_nonfinite", "consecutive_skips", "guard_failed")
 class SkipNonfiniteState(NamedTuple):
-    """The counters of `skip_nonfinite`; int32[], saturating.
+    """State of `skip_nonfinite`; counters are int32[] and saturate.
 
     Attributes:
-        skipped_nonfinite: number of skipped steps.
-        consecutive_skips: number of steps skipped since the last one that was applied.
+        skipped_nonfinite: Number of skipped steps.
+        consecutive_skips: Number of steps skipped since the last applied step.
         guard_failed: 1 if `consecutive_skips` ever reached `max_consecutive_skips`, else 0.
-        inner_state: the state of the inner optimizer.
+        inner_state: State of the inner optimizer.
     """
 
     skipped_nonfinite: Scalar
@@ -42,46 +42,46 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
     """Skip steps with non-finite gradients; parameters and state stay unchanged.
 
-    A step is applied only if the gradient, its sum of squares, the loss and the weight (if `update`
-    gets them as `value` or `loss`, and `weight`) are finite. With `check="step"` the update and
-    the next inner state have to be finite as well.
+    A step is applied only if the gradient and its sum of squares are finite, and also the loss and
+    the weight if `update` receives them as `value` or `loss`, and `weight`. With `check="step"`,
+    the update and the next inner state must be finite as well.
 
-    | step | effect |
+    | step | result |
     | --- | --- |
     | a NaN or infinity in gradient, loss or weight | zero update, state unchanged |
-    | finite, but a norm above 1.8e19 in float32, an element above 255 in float16 | the same |
-    | a NaN or infinity in the update; a new one in an array of the state | applied by default |
+    | a norm above 1.8e19 in float32, or an element above 255 in float16 | the same |
+    | a NaN or infinity in the update, or a new one in a state array | applied by default |
     | the same with `check="step"` | zero update, state unchanged |
-    | an infinity in a scalar of the state, such as a clip threshold that is turned off | applied |
-    | 50 skipped steps in a row | the same; `guard_failed` is 1 from then on |
+    | an infinity in a scalar of the state, such as an infinite clip threshold | applied |
+    | 50 consecutive skipped steps | the same; `guard_failed` is 1 from then on |
 
-    Around `accumulate_gradients` it skips single non-finite micro-batches, and drops a window
-    whose gradient or step is non-finite. Inside it only drops windows.
+    A guard around `accumulate_gradients` skips single non-finite micro-batches, and drops a window
+    if its gradient or step is non-finite. A guard inside `accumulate_gradients` only drops windows.
 
-    `check="gradient"` is free if a clip by global norm follows, and costs one read of the
-    gradient otherwise. Gradients whose squares overflow are skipped because they would make a
-    second moment infinite; every optimizer of Optax returns a finite update for all others. Use
-    `check="step"` if a schedule, a parameter or a transformation of your own can produce a NaN. It
-    never skips a finite gradient with a finite step. It computes every step, checks it and selects
-    the result: 11 N bytes instead of 8 N of memory traffic for AdamW on N bytes of parameters on
-    an accelerator; on CPU the selection also copies the state.
+    `check="gradient"` has no cost if a clip by global norm follows, and otherwise costs one read of
+    the gradient. Gradients whose squares overflow are skipped because they would make a second
+    moment infinite; for all other gradients, the optimizers of Optax return finite updates. Use
+    `check="step"` if a schedule, a parameter or a custom transformation can produce a NaN. It does
+    not skip large gradients if the computed step is finite. This mode computes every step, checks
+    it and selects the result. On an accelerator, AdamW then moves 11 N instead of 8 N bytes for N
+    bytes of parameters; on CPU the selection also copies the state.
 
     Args:
-        inner: any Optax transformation, except `optax.MultiSteps` with `check="step"`.
-        check: what has to be finite, "gradient" or "step".
-        max_consecutive_skips: number of skips in a row after which `guard_failed` becomes 1 and
-            stays 1, an integer >= 1; None for no limit. The guard only sets the flag: check it
-            in the training loop, `if gcx.metrics(state)["guard_failed"]: ...`.
-        axis_name: as for `clip_by_global_norm`.
+        inner: Gradient transformation. With `check="step"` it must not contain `optax.MultiSteps`.
+        check: "gradient" to check only the gradient, or "step" to check the computed step as well.
+        max_consecutive_skips: Number of consecutive skips after which `guard_failed` is set to 1
+            permanently; an integer >= 1, or None for no limit. The guard only sets this flag. Check
+            it in the training loop with `if gcx.metrics(state)["guard_failed"]: ...`.
+        axis_name: See `clip_by_global_norm`.
 
     Returns:
-        An Optax transformation with a `SkipNonfiniteState`. With `apply_gradients` and donated
-        arguments nothing is copied.
+        A gradient transformation with a `SkipNonfiniteState`. With `apply_gradients` and donated
+        arguments, no buffers are copied.
 
     Raises:
-        TypeError: `inner` is not a gradient transformation, or contains `MultiSteps`; a leaf is
-            not inexact.
-        ValueError: `max_consecutive_skips` is < 1, or `check` is unknown.
+        TypeError: If `inner` is not a gradient transformation or contains `MultiSteps`, or if a
+            leaf is not floating-point or complex.
+        ValueError: If `max_consecutive_skips` is less than 1, or if `check` is unknown.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -109,11 +109,11 @@ def finite_guard(
     adapt: Callable[[Any, Tree, Scalar], Any] | None = None,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """A guard that counts non-finite steps in `skipped_nonfinite`.
+    """Build a guard that counts non-finite steps in `skipped_nonfinite`.
 
-    `unscale` maps the gradient to the one that is checked and passed on; `adapt` updates the other
-    fields of the state, given the gradient and whether the step is skipped. `options` are fields
-    of `Guard`.
+    `unscale` maps the incoming gradient to the gradient that is checked and passed to `inner`.
+    `adapt` updates the other fields of the state from the gradient and whether the step is skipped.
+    `options` are fields of `Guard`.
     """
     axes = check_guard(inner, axis_name)
     check_choice("check", check, ("gradient", "step"))
@@ -133,7 +133,7 @@ def finite_guard(
             return is_finite_step(step, axes), ()
 
         is_good = finite_extra_args(extra_args, axes)
-        # The check of the step reads the gradient as well, unless an accumulation is in between.
+        # `check_step` also checks the gradient, unless an accumulation is directly inside.
         if check == "gradient" or type(state.inner_state) in GATES:
             is_good = is_good & is_finite(grads, axes)
         return Verdict(is_good, grads, next_state, check_step)

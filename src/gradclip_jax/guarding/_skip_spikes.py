@@ -19,7 +19,7 @@ from ..gates._gate import ComputedStep, Verdict
 from ._guard import check_guard, guard, zero
 from ._signal import Signal, compare, loss_of, loss_rule, relearn
 
-# Of each signal the fields of its value, its threshold and its count of skips.
+# State fields for the value, the threshold and the number of skips of each signal.
 _FIELDS = {
     "norm": ("grad_norm", "skip_threshold", "skipped_large_norm"),
     "loss": ("loss", "loss_threshold", "skipped_large_loss"),
@@ -32,25 +32,28 @@ _FIELDS = {
     *("skipped_nonfinite", "consecutive_skips", "guard_failed"),
 )
 class SkipSpikesState(NamedTuple):
-    """The measurements and counters of `skip_spikes`; float32[], and int32[] saturating.
+    """State of `skip_spikes`; measurements are float32[], counters are int32[] and saturate.
+
+    If the loss or the update has no threshold, the corresponding fields are None. One step can
+    increment several counters.
 
     Attributes:
-        grad_norm: the norm of the last gradient.
-        skip_threshold: the threshold for it at the last step; the largest float32 for none.
-        skipped_large_norm: number of steps that were skipped for their norm.
-        loss: the last loss; this and the next two are None if there is no threshold for the loss.
-        loss_threshold: the threshold for it at the last step.
-        skipped_large_loss: number of steps skipped for their loss. One step can count in several.
-        update_norm: the norm of the last computed update; this and the next two are None if there
-            is no threshold for the update.
-        update_threshold: the threshold for it at the last step.
-        skipped_large_update: number of steps that were skipped for their update.
-        skipped_nonfinite: number of steps that were skipped for a non-finite norm, loss or update.
-        consecutive_skips: number of steps skipped since the last one that was applied.
+        grad_norm: Norm of the last gradient.
+        skip_threshold: Threshold of the gradient norm at the last step; the largest float32 if
+            there is none.
+        skipped_large_norm: Number of steps skipped because of their gradient norm.
+        loss: Last loss.
+        loss_threshold: Threshold of the loss at the last step.
+        skipped_large_loss: Number of steps skipped because of their loss.
+        update_norm: Norm of the last computed update.
+        update_threshold: Threshold of the update norm at the last step.
+        skipped_large_update: Number of steps skipped because of their update norm.
+        skipped_nonfinite: Number of steps skipped because of a non-finite norm, loss or update.
+        consecutive_skips: Number of steps skipped since the last applied step.
         guard_failed: 1 if `consecutive_skips` ever reached `max_consecutive_skips`, else 0.
-        spikes_in_a_row: number of steps skipped for a spike since the last one that was applied.
-        signals: for "norm", "loss" and "update", the state of the rule.
-        inner_state: the state of the inner optimizer.
+        spikes_in_a_row: Number of steps skipped because of a spike since the last applied step.
+        signals: State of the threshold rule for each of "norm", "loss" and "update".
+        inner_state: State of the inner optimizer.
     """
 
     grad_norm: Scalar
@@ -82,36 +85,37 @@ def skip_large_norm(
 ) -> optax.GradientTransformationExtraArgs:
     """Skip steps whose gradient norm is above a threshold or non-finite.
 
-    `skip_spikes` with a threshold for the norm only, and with the same guarantees.
+    This function is `skip_spikes` with a threshold for the gradient norm only.
 
-    | gradient norm | effect |
+    | gradient norm | result |
     | --- | --- |
     | <= threshold | the step is applied |
     | > threshold | zero update, inner state unchanged |
     | NaN or infinite, also during the warm-up of a rule | the same; the rule ignores the norm |
-    | permanently above the level of a rule | skipped `relearn_after` times, then the new level |
+    | permanently above the threshold of a rule | after `relearn_after` skips, the rule restarts |
     | permanently above a fixed number | always skipped; `guard_failed` is 1 after 50 steps |
 
-    It only measures the gradient; wrap it in `skip_nonfinite(check="step")` to check the update as
-    well. Use `clip_by_global_norm` to scale large gradients instead, `zero_large_norm` to step
-    with a zero gradient.
+    Only the gradient is measured; wrap the result in `skip_nonfinite(check="step")` to check the
+    update as well. Use `clip_by_global_norm` to scale large gradients instead, or `zero_large_norm`
+    to run the optimizer with a zero gradient.
 
     Args:
-        inner: any Optax transformation.
-        max_norm: a threshold in the unit of the gradients: a number > 0, a traced scalar, a
+        inner: Gradient transformation.
+        max_norm: Threshold in the unit of the gradients; a positive number, a traced scalar, a
             schedule of the step count, or a rule from `gcx.thresholds`.
-        ord: order of the norm, 1, 2, inf or any number > 0; None for 2.
-        axis_name: as for `clip_by_global_norm`.
-        relearn_after: number of large norms in a row after which a rule restarts, an integer >= 1.
-        max_consecutive_skips: as for `skip_nonfinite`.
+        ord: Order of the norm, 1, 2, inf or any positive number; None for 2.
+        axis_name: See `clip_by_global_norm`.
+        relearn_after: Number of consecutive large norms after which a rule restarts; an integer
+            >= 1.
+        max_consecutive_skips: See `skip_nonfinite`.
 
     Returns:
-        An Optax transformation with a `SkipSpikesState`.
+        A gradient transformation with a `SkipSpikesState`.
 
     Raises:
-        ValueError: a number is out of range.
-        TypeError: `inner` is not a gradient transformation, `max_norm` is not a threshold; a leaf
-            is not inexact.
+        ValueError: If a number is out of range.
+        TypeError: If `inner` is not a gradient transformation, if `max_norm` is not a threshold, or
+            if a leaf is not floating-point or complex.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -137,50 +141,51 @@ def skip_spikes(
     relearn_after: Count = 25,
     max_consecutive_skips: Count | None = 50,
 ) -> optax.GradientTransformationExtraArgs:
-    """Skip steps whose gradient norm, loss or update norm is above its own threshold.
+    """Skip steps whose gradient norm, loss or update norm is above a threshold.
 
-    A step is applied if each of these that has a threshold is finite and not above it. The loss is
-    the extra argument `value`, or `loss`, of `update`. The update is that of `inner`: its norm can
-    rise before the loss does. `metrics` report which of them caused the skips.
+    Each of the three can have its own threshold. A step is applied if all values with a threshold
+    are finite and none is above its threshold. Pass the loss to `update` as `value` or `loss`. The
+    update is computed by `inner`; its norm may increase earlier than the loss. `metrics` reports
+    the number of skips for each cause.
 
-    Skipping ends: after `relearn_after` steps in a row that were skipped for a spike, every rule
-    that depends on history restarts from the current value, unless its threshold has risen above
-    that by itself. An upper bound of the rule, such as that of `capped` or the `warmup_max` of
-    `ema` (pass inf here), stays like a fixed number.
+    After `relearn_after` consecutive skips because of a spike, every rule that depends on earlier
+    values restarts from the current value, unless its threshold has already risen above this value.
+    The upper bound of a rule, such as `capped` or the `warmup_max` of `ema` (pass inf here), still
+    applies after a restart.
 
-    | step | effect |
+    | step | result |
     | --- | --- |
-    | all at most their thresholds | applied |
-    | one of them above | zero update, inner state unchanged |
+    | no value above its threshold | applied |
+    | a value above its threshold | zero update, inner state unchanged |
     | NaN or infinite norm or loss | the same; the rules ignore the step |
-    | norm or loss above | the same; `update_norm` is NaN |
-    | update above, or non-finite | the same; the cost is that of `skip_nonfinite(check="step")` |
-    | permanently above the level of a rule | skipped `relearn_after` times, then the new level |
+    | norm or loss above its threshold | the same; `update_norm` is NaN |
+    | large or non-finite update | the same, at the cost of `skip_nonfinite(check="step")` |
+    | permanently above the threshold of a rule | after `relearn_after` skips, the rule restarts |
     | permanently above a fixed number | always skipped; `guard_failed` is 1 after 50 steps |
-    | the loss differs between devices | their mean is compared, on all of them |
+    | the loss differs between devices | all devices compare the mean loss |
 
     Args:
-        inner: any Optax transformation.
-        norm: a threshold for the gradient norm, as `max_norm` of `skip_large_norm`; None for
-            none.
-        loss: a threshold for the loss, in its unit: a number, which may be negative, a schedule, or
-            a rule. A loss may be negative, so use a rule of the spread, `thresholds.mean_std` or
-            `thresholds.zscore`; a multiple of the level, as in `ema`, has no meaning for a loss.
-        update: a threshold for the norm of the update, in the unit of the parameters, as `norm`;
-            `relative_to_params` bounds the ratio of update norm to parameter norm.
-        ord: order of the norm, 1, 2, inf or any number > 0; None for 2.
-        axis_name: as for `clip_by_global_norm`.
-        relearn_after: number of skips in a row after which the rules restart, an integer >= 1.
-        max_consecutive_skips: as for `skip_nonfinite`.
+        inner: Gradient transformation.
+        norm: Threshold of the gradient norm, as `max_norm` of `skip_large_norm`; None for no
+            threshold.
+        loss: Threshold of the loss, in the unit of the loss; a number, which may be negative, a
+            schedule, or a rule. Use `thresholds.mean_std` or `thresholds.zscore`, because a
+            multiple of the average, as in `ema`, is not meaningful for negative losses.
+        update: Threshold of the update norm, in the unit of the parameters, of the same types as
+            `norm`; `relative_to_params` limits the ratio of update norm to parameter norm.
+        ord: Order of the norm, 1, 2, inf or any positive number; None for 2.
+        axis_name: See `clip_by_global_norm`.
+        relearn_after: Number of consecutive skips after which the rules restart; an integer >= 1.
+        max_consecutive_skips: See `skip_nonfinite`.
 
     Returns:
-        An Optax transformation with a `SkipSpikesState`; `update` needs `value` if there is a
-        threshold for the loss.
+        A gradient transformation with a `SkipSpikesState`; `update` requires `value` if the loss
+        has a threshold.
 
     Raises:
-        ValueError: a number is out of range, no threshold is given, or `value` is missing.
-        TypeError: `inner` is not a gradient transformation; a leaf is not inexact; `value` is not
-            a real scalar.
+        ValueError: If a number is out of range, if no threshold is given, or if `value` is missing.
+        TypeError: If `inner` is not a gradient transformation, if a leaf is not floating-point or
+            complex, or if `value` is not a real scalar.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -191,16 +196,16 @@ def skip_spikes(
         ([0.0], 1, 0)
 
     References:
-        The rule of OLMo-core's `SkipStepOptimizer`, levanter's `skipstep` and MaxText's
-        `skip_step_on_spikes` is `mean_std` for both.
+        OLMo-core's `SkipStepOptimizer`, levanter's `skipstep` and MaxText's `skip_step_on_spikes`
+        use `mean_std` for both norm and loss.
     """
     norms = {"norm": norm, "update": update}
     rules = {key: as_rule(key, x) for key, x in norms.items() if x is not None}
     if loss is not None:
         rules["loss"] = loss_rule(loss)
     if not rules:
-        hint = "Pass for example `loss=gcx.thresholds.mean_std()`."
-        raise value_error("norm", "given, or `loss` or `update`", "None for all", hint)
+        hint = "Pass, for example, `loss=gcx.thresholds.mean_std()`."
+        raise value_error("norm", "passed if `loss` and `update` are None", "None", hint)
     return _skip_above(inner, rules, ord, axis_name, relearn_after, max_consecutive_skips)
 
 
@@ -212,9 +217,9 @@ def _skip_above(
     relearn_after: Count,
     max_consecutive_skips: Count | None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The guard that skips steps with a signal above the threshold of its rule."""
+    """Build a guard that skips steps with a value above the threshold of its rule."""
     axes, order = check_guard(inner, axis_name), check_ord(ord)
-    hint = "After so many spikes in a row the level counts as new."
+    hint = "Pass the number of consecutive spikes before rules restart."
     check_count("relearn_after", relearn_after, hint)
     checks_step = "update" in rules
 
@@ -227,14 +232,14 @@ def _skip_above(
         check_bound(axes)
         if state.signals.keys() != rules.keys():
             rule, got = (", ".join(sorted(x)) for x in (rules, state.signals))
-            hint = "Make it with `init(params)` of this transformation."
-            raise type_error("state", f"one with thresholds for {rule}", f"one for {got}", hint)
+            hint = "Create it with `init(params)` of this transformation."
+            raise type_error("state", f"a state with thresholds for {rule}", f"one for {got}", hint)
         values = {"norm": measure(updates)}
         if "loss" in rules:
             loss = loss_of(extra_args, axes)
             if loss is None:
-                hint = "Pass the loss: `update(grads, state, params, value=loss)`."
-                raise value_error("value", "given if `loss` has a threshold", "None", hint)
+                hint = "Call `update(grads, state, params, value=loss)`."
+                raise value_error("value", "passed if `loss` has a threshold", "None", hint)
             values["loss"] = loss
         param_norm = None
         if any(rule.uses_params for rule in rules.values()):
@@ -244,7 +249,7 @@ def _skip_above(
         def compare_all(values: dict[str, Scalar]) -> tuple[Scalar, Scalar, dict[str, Signal]]:
             finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, values.values()))
             signals: dict[str, Signal] = {}
-            for key in rules:  # not a set of keys: their order differs between processes
+            for key in rules:  # the order of a set of keys would differ between processes
                 if key in values:
                     value = jnp.where(finite, values[key], jnp.nan)
                     signals[key] = compare(rules[key], value, state.signals[key], param_norm)
@@ -268,7 +273,7 @@ def _skip_above(
                 fields[measurement] = observed[key].astype(jnp.float32)
                 fields[threshold] = signal.threshold.astype(jnp.float32)
                 fields[count] = increment_where(getattr(state, count), signal.is_spike)
-            # Non-finite values say nothing about the level.
+            # Non-finite values do not count as spikes.
             spikes = increment_where(state.spikes_in_a_row, ~nonfinite)
             return state._replace(
                 skipped_nonfinite=increment_where(state.skipped_nonfinite, nonfinite),
@@ -286,7 +291,7 @@ def _skip_above(
 
 
 def _make_state(rules: dict[str, Rule], inner_state: Any) -> SkipSpikesState:
-    """The state before the first step."""
+    """Return the initial state."""
     fields: dict[str, Any] = dict.fromkeys(SkipSpikesState._fields)  # None without a threshold
     for key in ("norm", *rules):
         measured, threshold, count = _FIELDS[key]

@@ -1,14 +1,14 @@
-"""Gradients of each example: their norms, and the mean or sum of them, each clipped by itself.
+"""Per-example gradients: norms, clipping, and differentially private training.
 
-| function | what it gives |
+| function | result |
 | --- | --- |
-| `value_and_grad` | value and gradient, each example clipped; norm and factor of each example |
-| `norms` | the norm of each example's gradient, or of groups of leaves |
-| `leaf_norms` | the norm of each leaf of it |
-| `explain` | how these are computed, leaf by leaf |
-| `noisy_mean` | noise for a sum of clipped gradients: private training |
-| `sensitivity` | how far one example can move that sum |
-| `noise_scale` | the gradient noise scale of one batch |
+| `value_and_grad` | value and mean of clipped per-example gradients, with per-example statistics |
+| `norms` | per-example gradient norms, optionally by group of leaves |
+| `leaf_norms` | per-example gradient norms of each leaf |
+| `explain` | method and cost of the norm computation for each leaf |
+| `noisy_mean` | transformation that adds noise to a sum of clipped gradients |
+| `sensitivity` | maximum change of that sum when one example changes |
+| `noise_scale` | gradient noise scale of one batch |
 """
 
 from ._clip import Stats, value_and_grad

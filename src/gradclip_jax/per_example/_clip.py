@@ -1,4 +1,4 @@
-"""The mean of clipped per-example gradients, as `jax.value_and_grad` gives the ordinary mean."""
+"""Value and gradient of a loss, with the gradient of each example clipped."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -22,15 +22,17 @@ REACTIONS: Final = {"scale": scale_factor, "zero": zero_factor}
 
 
 class Stats(NamedTuple):
-    """What is known of each example, in the order of the batch.
+    """Per-example statistics, in the order of the batch.
 
     Attributes:
-        value: the loss, [B].
-        norm: the norm of the gradient before clipping, [B]; a mapping from label with groups.
-        factor: what the gradient was multiplied by, its weight left out, [B]; a mapping from label
-            with groups.
-        weight: what the loss returned, float32[B]; None without `has_weight`.
-        aux: the auxiliary output of the loss, each leaf [B, ...]; None without `has_aux`.
+        value: Loss of each example, shape [B].
+        norm: Norm of each gradient before clipping, shape [B]; with `param_labels` a mapping from
+            label to such an array.
+        factor: Clip factor of each example, without its weight, shape [B]; with `param_labels` a
+            mapping from label to such an array.
+        weight: Weight that the loss returned for each example, float32[B]; None without
+            `has_weight`.
+        aux: Auxiliary output of the loss, each leaf of shape [B, ...]; None without `has_aux`.
     """
 
     value: Array
@@ -57,64 +59,65 @@ def value_and_grad(
     num_real_microbatches: Any = None,
     axis_name: AxisName = None,
 ) -> Callable[..., tuple[tuple[Array, Stats], Tree]]:
-    """Clips the gradient of each example by itself, then averages: one backward pass.
+    """Clip the gradient of each example, then average, in one backward pass.
 
     `grads = sum of w_i g_i min(1, max_norm / |g_i|) / sum of w_i`, where `g_i` is the gradient of
-    `fun` for example i, and `w_i` its weight, 1 without `has_weight`. No `g_i` is written down
-    where its factors are smaller. The sum is computed and returned in float32, or float64 with a
-    64 bit leaf, whatever the parameters are.
+    `fun` for example i and `w_i` is its weight, which is 1 without `has_weight`. Per-example
+    gradients are materialized only for leaves where this is cheaper. The sum is computed and
+    returned in float32, or in float64 if a leaf has 64 bits, for parameters of any dtype.
 
-    | case | what comes back |
+    | case | result |
     | --- | --- |
     | any example of weight 1 | contributes at most `max_norm (1 + 1e-5)` to the sum |
     | `max_norm=inf` | the ordinary mean |
-    | an example of norm 0 | adds 0 |
-    | an example whose norm is NaN or infinite | NaN everywhere; with `nonfinite="zero"` it adds 0 |
-    | an example of weight 0 | adds 0, whatever it holds |
+    | an example with norm 0 | contributes 0 |
+    | an example with a non-finite norm | every leaf is NaN; contributes 0 with `nonfinite="zero"` |
+    | an example of weight 0 | contributes 0, even if its gradient is NaN |
     | no examples, or only weights of 0 | zeros |
-    | tokens that cancel, or norms out of [1e-19, 1e19] | exact, and slower: one example at a time |
+    | tokens that cancel, or a norm outside [1.8e-12, 1e19] | exact; this example is materialized |
 
-    Use `microbatched_value_and_grad` where examples need no clipping of their own.
+    Use `microbatched_value_and_grad` if examples need not be clipped one by one.
 
     Args:
-        fun: the loss of one example: as for `microbatched_value_and_grad`, but what is at
-            `batch_argnums` has no axis of examples. It returns a real scalar, `(value, aux)` with
-            `has_aux`, `(value, weight)` with `has_weight`, `(value, (weight, aux))` with both.
-            Examples must not mix: no batch statistics, no negatives from the batch. A mean over
-            a batch becomes one of an example as `lambda params, x: mean_loss(params, x[None])`.
-        max_norm: the threshold, in the unit of the gradient: a number > 0, traced or not, such as
-            `schedule(step)`; with `param_labels` a mapping with one for each label, where inf
-            does not clip.
-        argnums: positions of the arguments to differentiate by.
-        batch_argnums: positions of what has examples along the first axis of each leaf.
-        has_aux: whether `fun` returns auxiliary data.
-        has_weight: whether `fun` returns a weight, a real scalar >= 0, that multiplies the clipped
+        fun: Loss of one example, as for `microbatched_value_and_grad`, except that the arguments
+            at `batch_argnums` have no batch axis. It returns a real scalar, `(value, aux)` with
+            `has_aux`, `(value, weight)` with `has_weight`, or `(value, (weight, aux))` with both.
+            Examples must be independent, without batch statistics or in-batch negatives. To use a
+            mean over a batch, pass `lambda params, x: mean_loss(params, x[None])`.
+        max_norm: Threshold in the unit of the gradient; a positive number, which may be traced,
+            such as `schedule(step)`. With `param_labels`, a mapping from each label to a
+            threshold. A threshold of inf disables clipping.
+        argnums: Positions of the arguments to differentiate with respect to.
+        batch_argnums: Positions of the arguments whose leaves have a leading batch axis.
+        has_aux: Whether `fun` returns auxiliary data.
+        has_weight: Whether `fun` returns a weight, a real scalar >= 0 that multiplies the clipped
             gradient and the value; 0 masks an example.
-        param_labels: a prefix tree of group labels for what is differentiated by, or a function
-            from that to labels; each group is clipped by its own norm.
-        reaction: "scale", "zero" (an example above the threshold adds 0), or a function
-            `(norm, threshold) -> factor`, elementwise; `lambda norm, c: c / (norm + 0.01)` is
+        param_labels: Prefix tree of group labels for the differentiated arguments, or a function
+            from these arguments to labels; each group is clipped by its own norm.
+        reaction: "scale", "zero" (an example above the threshold contributes 0), or an elementwise
+            function `(norm, threshold) -> factor`; `lambda norm, c: c / (norm + 0.01)` is
             automatic clipping.
-        reduction: "mean", divided by the sum of the weights, or "sum".
-        nonfinite: "propagate", or "zero" to leave out an example whose value or norm is not
-            finite.
-        num_microbatches: into how many parts the batch is split, one in memory at a time.
-        num_real_microbatches: how many of them are run, as for `microbatched_value_and_grad`; what
-            is known of the other examples is zeros.
-        axis_name: mapped axes over which examples are spread where types do not say so: `pmap`,
-            `shard_map(check_vma=False)`. Value and gradient are summed over them.
+        reduction: "mean", which divides by the sum of the weights, or "sum".
+        nonfinite: "propagate", or "zero" to drop examples whose value or norm is not finite.
+        num_microbatches: Number of micro-batches that are processed one after the other.
+        num_real_microbatches: Number of micro-batches to process, as for
+            `microbatched_value_and_grad`; the statistics of the remaining examples are zeros.
+        axis_name: Mapped axes over which examples are sharded, required where the array's type
+            does not carry the sharding: under `pmap` and `shard_map(check_vma=False)`. Value and
+            gradient are summed over these axes.
 
     Returns:
-        A function, called as `fun` is with a batch in place of an example, to
-        `((value, stats), grads)`, as `jax.value_and_grad(..., has_aux=True)` returns: the mean (or
-        sum) of the values that are not left out, the `Stats` of all examples, and the gradient.
+        A function that takes the arguments of `fun`, with a batch in place of an example, and
+        returns `((value, stats), grads)`, as `jax.value_and_grad(..., has_aux=True)` does: the mean
+        (or sum) of the values, the `Stats` of all examples, and the gradient. With
+        `nonfinite="zero"` the value does not include dropped examples.
 
     Raises:
-        TypeError: `fun` cannot be called, its value or weight is no real scalar, or a number is
-            none.
-        ValueError: `max_norm` is not > 0, or lacks a label; a word is unknown; leaves differ in
-            their number of examples, or `num_microbatches` does not divide it, or is below a known
-            `num_real_microbatches`.
+        TypeError: If `fun` is not callable, its value or weight is not a real scalar, or a numeric
+            argument is not a number.
+        ValueError: If `max_norm` is not positive or has no entry for a label, if an option is
+            unknown, if leaves differ in their number of examples, if `num_microbatches` does not
+            divide this number, or if `num_real_microbatches` is larger than `num_microbatches`.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -144,7 +147,7 @@ def value_and_grad(
 
 
 class _Clip(NamedTuple):
-    """The choices of a clip."""
+    """Checked options of `value_and_grad`."""
 
     loss: Loss
     max_norm: Any
@@ -155,37 +158,37 @@ class _Clip(NamedTuple):
 
     def check(self, num_microbatches: Any) -> None:
         if self.param_labels is not None and not isinstance(self.max_norm, Mapping):
-            rule, hint = "a mapping from label to threshold", "Give one for each label."
+            rule, hint = "a mapping from label to threshold", "Pass one threshold for each label."
             raise type_error("max_norm", rule, repr(self.max_norm), hint)
-        hint = "Pass a positive number, or `schedule(step)`; inf turns clipping off."
+        hint = "Pass a positive number or `schedule(step)`; inf disables clipping."
         for threshold in self.thresholds().values():
             check_number("max_norm", threshold, hint)
         if not callable(self.reaction):
             check_choice("reaction", self.reaction, tuple(REACTIONS))
         check_choice("reduction", self.reduction, ("mean", "sum"))
         check_choice("nonfinite", self.nonfinite, ("propagate", "zero"))
-        check_count("num_microbatches", num_microbatches, "Pass 1 not to split.")
+        check_count("num_microbatches", num_microbatches, "Pass 1 to use the whole batch at once.")
 
     def thresholds(self) -> Mapping[Any, Number]:
-        """Returns the threshold of each group; without labels of one, None."""
+        """Map each label to its threshold; without labels, the only label is None."""
         return {None: self.max_norm} if self.param_labels is None else self.max_norm
 
     def groups(self, params: Tree) -> LeafGroups:
-        """Sorts the leaves; refuses a group without a threshold, which nothing would bound."""
+        """Group the leaves by label; raise if a group has no threshold."""
         groups = groups_of(params, self.param_labels)
         for label in groups.keys() - self.thresholds().keys():
-            rule, hint = "a mapping with every label", "Pass inf for a group not to be clipped."
-            got = f"none for {label!r}"
+            rule, hint = "a mapping with every label", "Pass inf to disable clipping for a group."
+            got = f"no threshold for {label!r}"
             raise value_error("max_norm", rule, got, hint)
         return groups
 
     def is_finite(self, outputs: Outputs, norms: GroupNorms) -> Array:
-        """Says which examples neither spoil the sum nor are left out of it."""
+        """Return which examples have a finite norm, and a finite value if `nonfinite="zero"`."""
         checked = [*norms.values(), *([outputs.value] if self.nonfinite == "zero" else [])]
         return functools.reduce(jnp.logical_and, map(jnp.isfinite, checked))
 
     def factors(self, outputs: Outputs, norms: GroupNorms) -> GroupNorms:
-        """Computes what each example's gradient is multiplied by, its weight left out."""
+        """Compute the clip factor of each example, without its weight."""
         is_finite = self.is_finite(outputs, norms)
         otherwise = 0 if self.nonfinite == "zero" else jnp.nan
         react = self.reaction if callable(self.reaction) else REACTIONS[self.reaction]
@@ -200,7 +203,7 @@ class _Clip(NamedTuple):
 def _run(
     clip: _Clip, examples: Examples, real: Any, axis_name: AxisName
 ) -> tuple[tuple[Array, Stats], Tree]:
-    """Adds up value and gradients over the real parts of a batch and over devices."""
+    """Sum values and gradients over the micro-batches of a batch and over devices."""
     params = measured_leaves(examples.params)
     spread = functools.partial(shard_axes, axis_name=axis_name)
     axes = frozenset[str]().union(*map(spread, jax.tree.leaves(examples.batch)))
@@ -218,7 +221,7 @@ def _run(
     if clip.reduction == "mean":
         value = value / jnp.where(kept > 0, kept, 1).astype(value.dtype)
         grads = [g / jnp.where(weight > 0, weight, 1).astype(g.dtype) for g in grads]
-    # The gradient of an integer is that of `jax.grad(allow_int=True)`.
+    # Integer leaves get a float0 gradient, as `jax.grad(allow_int=True)` returns.
     tree = examples.rebuild(grads, lambda x: np.zeros(np.shape(x), jax.dtypes.float0))
     return (value, stats), tree
 
@@ -226,7 +229,7 @@ def _run(
 def _sums(
     clip: _Clip, examples: Examples, groups: LeafGroups, batch: Tree
 ) -> tuple[list[Any], Stats]:
-    """Sums gradients, values, weights of values and all weights; what is known of each example."""
+    """Return the sums of gradients, values and weights, and the statistics of each example."""
     outputs = examples.outputs(batch)
     params = measured_leaves(examples.params)
     grads, norms = sums_and_norms(outputs, params, groups, clip.factors)

@@ -1,8 +1,8 @@
-"""Evaluates a jaxpr so that chosen outputs stay lazy.
+"""Evaluation of a jaxpr in which selected outputs stay lazy.
 
-First backwards: which variables reach a chosen output through operations that are followed. Then
-forwards: those are computed by their rules, everything else as it stands. A lazy value that is
-needed in another place as well, or by an operation without a rule, is multiplied out for it.
+A backward pass over the equations finds the variables that reach a selected output through
+operations with a rule. A forward pass evaluates these equations by their rules and binds all other
+equations unchanged. A lazy value is materialized for every operation that needs an array.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -24,12 +24,12 @@ _REMAT = {"remat", "remat2", "checkpoint"}
 
 
 def evaluate(closed: Any, operands: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
-    """Computes the outputs of a jaxpr, the chosen ones lazily where that is possible.
+    """Evaluate a jaxpr and keep the selected outputs lazy where rules allow.
 
     Args:
-        closed: a closed jaxpr.
-        operands: one for each of its inputs; those that `_required` names may be lazy.
-        chosen: one for each output.
+        closed: Closed jaxpr.
+        operands: Value of each input; inputs in the set that `_required` returns may be lazy.
+        chosen: Whether to keep each output lazy.
     """
     jaxpr = closed.jaxpr
     required = _required(jaxpr, chosen)
@@ -38,7 +38,7 @@ def evaluate(closed: Any, operands: Sequence[Any], chosen: Sequence[bool]) -> li
     arrays: dict[Any, Array] = {}
 
     def read(v: Any) -> Any:
-        # A literal as a NumPy value, whose zeros can be seen.
+        # A NumPy value lets `_is_zero` inspect it during tracing.
         return np.asarray(v.val) if isinstance(v, core.Literal) else values[v]
 
     def read_array(v: Any) -> Any:
@@ -64,19 +64,19 @@ def evaluate(closed: Any, operands: Sequence[Any], chosen: Sequence[bool]) -> li
 
 
 def _alone(jaxpr: Any, eqn: Any, read: Callable[[Any], Any]) -> Sequence[Any]:
-    """Computes one equation as it stands."""
+    """Evaluate one equation without a rule."""
     inputs = list(dict.fromkeys(_variables(eqn.invars)))
     alone = jaxpr.replace(constvars=[], invars=inputs, outvars=eqn.outvars, eqns=[eqn])
     return core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*map(read, inputs))
 
 
 def _variables(atoms: Iterable[Any]) -> list[Any]:
-    """Leaves out literals, which cannot be looked up."""
+    """Filter out literals, which are not variables."""
     return [v for v in atoms if not isinstance(v, core.Literal)]
 
 
 def _required(jaxpr: Any, chosen: Sequence[bool]) -> set[Any]:
-    """Finds the variables that reach a chosen output through operations that are followed."""
+    """Find the variables that reach a selected output through operations with a rule."""
     outputs = zip(jaxpr.outvars, chosen, strict=True)
     required = set(_variables(v for v, flag in outputs if flag))
     for eqn in reversed(jaxpr.eqns):
@@ -111,7 +111,8 @@ def _follow(eqn: Any, operands: Sequence[Any], flags: Sequence[bool]) -> Sequenc
     if name == "scan":
         return _scan(eqn, operands, flags)
     if name in _REMAT and eqn.params["differentiated"] and eqn.params["prevent_cse"]:
-        # As JAX does: what is computed again is otherwise merged with what was computed.
+        # As in JAX, the barrier prevents common-subexpression elimination, which would merge the
+        # recomputed values with the original ones.
         operands = fusion_barrier([jnp.asarray(x) for x in operands])
     if name in _INLINED | _REMAT:
         return evaluate(_inner(eqn), operands, flags)
@@ -124,7 +125,10 @@ def _follow(eqn: Any, operands: Sequence[Any], flags: Sequence[bool]) -> Sequenc
 
 
 def _loop_counts(eqn: Any) -> tuple[int, int]:
-    """Counts constants and carries; what is read or stacked in steps has an axis more outside."""
+    """Count the constants and carries of a scan.
+
+    Scanned inputs and outputs have one more axis outside the body than inside it.
+    """
     jaxpr = eqn.params["jaxpr"].jaxpr
     steps = [v.aval.ndim > w.aval.ndim for v, w in zip(eqn.invars, jaxpr.invars, strict=True)]
     stacked = [v.aval.ndim > w.aval.ndim for v, w in zip(eqn.outvars, jaxpr.outvars, strict=True)]
@@ -133,17 +137,17 @@ def _loop_counts(eqn: Any) -> tuple[int, int]:
 
 
 def _accumulated(eqn: Any, flags: Sequence[bool]) -> list[int]:
-    """Finds the carries of a scan that are required and only ever added to."""
+    """Find the required carries of a scan to which the body only adds values."""
     jaxpr, (first, count) = eqn.params["jaxpr"].jaxpr, _loop_counts(eqn)
     carries = zip(flags, jaxpr.invars[first : first + count], jaxpr.outvars, strict=False)
     return [i for i, (flag, v, out) in enumerate(carries) if flag and _is_added_to(jaxpr, v, out)]
 
 
 def _is_added_to(jaxpr: Any, start: Any, end: Any) -> bool:
-    """Says whether all that happens to a carry is that something else is added, once or more.
+    """Return whether the body of a scan only adds other values to a carry, at least once.
 
-    Each sum on the way is read once, by the next: `w + w` reads it twice, and another reader would
-    need the sum itself.
+    Every partial sum must have exactly one reader, the next addition. This excludes `w + w` and
+    other operations that read the partial sum.
     """
     v = start
     while True:
@@ -157,7 +161,7 @@ def _is_added_to(jaxpr: Any, start: Any, end: Any) -> bool:
 
 
 def _scan(eqn: Any, operands: Sequence[Any], flags: Sequence[bool]) -> Sequence[Any]:
-    """Runs a loop: what it adds up or stacks becomes factors with a label for the steps."""
+    """Evaluate a scan, with its accumulated and stacked gradients as lazy arrays."""
     p, closed = eqn.params, eqn.params["jaxpr"]
     first, count = _loop_counts(eqn)
     consts, init, xs = operands[:first], operands[first : first + count], operands[first + count :]
@@ -178,7 +182,8 @@ def _scan(eqn: Any, operands: Sequence[Any], flags: Sequence[bool]) -> Sequence[
 
     lazy = _accumulated(eqn, flags)
     if lazy:
-        # Traced once to see which have factors: an array added up at every step stays a carry.
+        # Trace the body once to find which carries have several factors. The others are ordinary
+        # arrays and stay in the carry.
         _, (added, _) = jax.eval_shape(lambda: run(lazy))
         pairs = zip(lazy, added, strict=True)
         lazy = [i for i, x in pairs if all(len(term.factors) > 1 for term in x.terms)]

@@ -1,12 +1,14 @@
-"""The lazy gradient: a sum of products of factors that is not multiplied out.
+"""Lazy gradients: sums of products of factors.
 
-The gradient of a weight `x @ w` over the T tokens of one example is `sum over t of x_t g_t^T`:
-two factors of T rows. Embeddings have row numbers for one factor, convolutions patches of the
-image, experts three factors; a weight used twice has two terms. All are sums of
+For one example of T tokens, the gradient of `w` in `x @ w` is `sum over t of x_t g_t^T`, a product
+of two factors with T rows. For an embedding, one factor contains row indices; for a convolution,
+patches of the image. Expert weights have three factors, and a weight that is used twice has two
+terms. All of them are sums of
 
     value[a, b, ...] = sum over t of F1[t, a] F2[t, b] ...
 
-written as an einsum: each axis of a factor has a label, each axis of the value lists labels.
+in the notation of einsum: each axis of a factor has one label, and each axis of the value has a
+tuple of labels.
 """
 
 import dataclasses
@@ -29,13 +31,13 @@ Labels = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Factor:
-    """An array whose axes are labelled, or rows of an identity matrix.
+    """An array with labelled axes, or a one-hot matrix that is stored as indices.
 
     Attributes:
-        array: the values; with `hot` the row numbers, int32, -1 for a row of zeros.
-        labels: one for each axis of `array`.
-        hot: the label along which a row is one at its number and zero elsewhere.
-        size: the length along `hot`.
+        array: Values of the factor; with `hot` the int32 indices, where -1 is a row of zeros.
+        labels: Label of each axis of `array`.
+        hot: Label of the one-hot axis; None for an ordinary array.
+        size: Length of the one-hot axis.
     """
 
     array: Array
@@ -44,17 +46,17 @@ class Factor:
     size: int = 0
 
     def sizes(self) -> dict[int, int]:
-        """Returns the length along each label."""
+        """Map each label to its length."""
         sizes = dict(zip(self.labels, np.shape(self.array), strict=True))
         return sizes if self.hot is None else {**sizes, self.hot: self.size}
 
 
 class Axis(NamedTuple):
-    """An axis of the value of a term.
+    """One axis of the value of a term.
 
     Attributes:
-        labels: those that make it up, slowest first; none for a length of one.
-        start: where along the axis the product begins; there are zeros around it.
+        labels: Labels that are flattened into this axis in row-major order; empty for length one.
+        start: Offset of the product along this axis; the value is zero outside the product.
     """
 
     labels: Labels = ()
@@ -63,44 +65,44 @@ class Axis(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Term:
-    """A product of factors, summed over every label that no axis has."""
+    """A product of factors, summed over all labels that do not appear in `axes`."""
 
     factors: tuple[Factor, ...]
     axes: tuple[Axis, ...]
 
     def map(self, change: Callable[[Factor], Factor]) -> "Term":
-        """Changes each factor."""
+        """Apply a function to each factor."""
         return replace(self, factors=tuple(map(change, self.factors)))
 
     def sizes(self) -> dict[int, int]:
-        """Returns the length along each label."""
+        """Map each label to its length."""
         return {k: n for factor in self.factors for k, n in factor.sizes().items()}
 
     def shape(self) -> tuple[int, ...]:
-        """Returns the shape of the product, without the zeros around it."""
+        """Return the shape of the product, without zero padding."""
         sizes = self.sizes()
         return tuple(math.prod(sizes[k] for k in axis.labels) for axis in self.axes)
 
     def kept(self) -> Labels:
-        """Lists the labels of the value, in the order of its axes."""
+        """Return the labels of the value, in the order of its axes."""
         return tuple(k for axis in self.axes for k in axis.labels)
 
     def summed(self) -> Labels:
-        """Lists the labels that are summed over."""
+        """Return the labels that are summed over."""
         return tuple(sorted(self.sizes().keys() - set(self.kept())))
 
     def rows(self) -> int:
-        """Counts the products that are summed: T."""
+        """Count the products in the sum, for example T for a dense layer."""
         sizes = self.sizes()
         return math.prod(sizes[k] for k in self.summed())
 
     def fresh(self, count: int = 1) -> Labels:
-        """Makes labels that are not in use."""
+        """Return labels that this term does not use."""
         first = 1 + max((k for f in self.factors for k in (*f.labels, f.hot or 0)), default=-1)
         return tuple(range(first, first + count))
 
     def along(self, label: int, change: Callable[[Array, int], Array]) -> "Term":
-        """Changes each factor along a label."""
+        """Apply a function of array and axis to each factor with the given label."""
 
         def changed(f: Factor) -> Factor:
             has = label in f.labels
@@ -109,11 +111,11 @@ class Term:
         return self.map(changed)
 
     def with_axis(self, i: int, axis: Axis) -> "Term":
-        """Replaces one axis of the value."""
+        """Replace one axis of the value."""
         return replace(self, axes=(*self.axes[:i], axis, *self.axes[i + 1 :]))
 
     def cut(self, label: int, low: int, high: int) -> "Term":
-        """Takes a range of one label."""
+        """Slice all factors along one label."""
 
         def shortened(f: Factor) -> Factor:
             if f.hot != label:
@@ -124,7 +126,7 @@ class Term:
         return self.map(shortened).along(label, lambda x, i: lax.slice_in_dim(x, low, high, axis=i))
 
     def split_axes(self, sizes: Sequence[int]) -> "Term | None":
-        """Gives the value other axes, in the same order; None if a label is cut unevenly."""
+        """Reshape the value; None if this would split a label unevenly."""
         axes: list[Axis] = []
         term, labels = self, list(self.kept())
         for size in sizes:
@@ -145,7 +147,7 @@ class Term:
         return None if is_left else replace(term, axes=tuple(axes))
 
     def split_label(self, label: int, first: int) -> "tuple[Term, Labels]":
-        """Splits a label in two, the first of the given length."""
+        """Split a label in two, the first of the given length."""
         halves = self.fresh(2)
 
         def split(f: Factor) -> Factor:
@@ -160,12 +162,12 @@ class Term:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lazy:
-    """A sum of terms that stands for an array.
+    """An array represented as a sum of terms.
 
     Attributes:
-        shape: of the array.
-        dtype: of the array.
-        terms: none for zeros.
+        shape: Shape of the array.
+        dtype: Dtype of the array.
+        terms: Terms of the sum; empty for an array of zeros.
     """
 
     shape: tuple[int, ...]
@@ -173,12 +175,15 @@ class Lazy:
     terms: tuple[Term, ...] = ()
 
     def map(self, change: Callable[[Term], Term], shape: Sequence[int] | None = None) -> "Lazy":
-        """Changes each term, and the shape if one is given."""
+        """Apply a function to each term, and set the shape if one is given."""
         shape = self.shape if shape is None else tuple(shape)
         return Lazy(shape, self.dtype, tuple(map(change, self.terms)))
 
     def arrange(self, sources: Sequence[int | None]) -> "Lazy":
-        """Makes each new axis of an old one, or for None of length one."""
+        """Permute axes according to `sources`, which contains an old axis for each new axis.
+
+        None inserts an axis of length one. Old axes that are not in `sources` are summed over.
+        """
         shape = [1 if i is None else self.shape[i] for i in sources]
 
         def arranged(term: Term) -> Term:
@@ -187,13 +192,13 @@ class Lazy:
         return self.map(arranged, shape)
 
     def scale(self, scalar: Array) -> "Lazy":
-        """Multiplies a lazy array by a number: the smallest factor of each term."""
+        """Multiply by a scalar, which scales the smallest factor of each term."""
 
         def scaled(term: Term) -> Term:
             smallest = min((f for f in term.factors if f.hot is None), key=lambda f: f.array.size)
-            # The number may be complex, the factor of a complex product real.
+            # The scalar may be complex although this factor is real.
             dtypes = smallest.array.dtype, scalar.dtype
-            # float16 overflows: the product of all factors may fit where this factor does not.
+            # A scaled float16 factor may overflow although the product of all factors does not.
             is_kept = dtypes[0] == dtypes[1] and jnp.finfo(dtypes[0]).maxexp >= 128
             dtype = dtypes[0] if is_kept else wide_dtype(*dtypes)
             array = smallest.array.astype(dtype) * scalar.astype(dtype)
@@ -202,11 +207,11 @@ class Lazy:
         return self.map(scaled)
 
     def add(self, other: "Lazy") -> "Lazy":
-        """Adds two lazy arrays."""
+        """Add two lazy arrays."""
         return replace(self, terms=self.terms + other.terms)
 
     def place(self, shape: Sequence[int], start: Sequence[int]) -> "Lazy":
-        """Puts a lazy array in a larger one of zeros."""
+        """Pad with zeros to the given shape, starting at the given offsets."""
 
         def placed(term: Term) -> Term:
             pairs = zip(term.axes, start, strict=True)
@@ -215,7 +220,7 @@ class Lazy:
         return self.map(placed, shape)
 
     def cut(self, axis: int, start: int, size: int) -> "Lazy | None":
-        """Takes a range of one axis; None if its ends are within the rows of a label."""
+        """Slice one axis; None if the slice is not aligned with the labels of the axis."""
         terms: list[Term] = []
         for term in self.terms:
             labels, first = term.axes[axis]
@@ -233,7 +238,7 @@ class Lazy:
         return Lazy(shape, self.dtype, tuple(terms))
 
     def stack(self, length: int, *, summed: bool) -> "Lazy":
-        """Labels the leading axis that a loop gave all factors; a new axis unless it is summed."""
+        """Label the leading axis of all factors, which is summed over or becomes a new axis."""
 
         def stacked(term: Term) -> Term:
             (k,) = term.fresh()
@@ -242,20 +247,20 @@ class Lazy:
 
         return self.map(stacked, self.shape if summed else (length, *self.shape))
 
-    # What a norm costs: with T rows, and axes of lengths d and p, Gram matrices take `T^2 (d + p)`
-    # multiplications and the product `T d p`: it costs less exactly where it is smaller than its
-    # factors, `d p < T (d + p)`. Counted for one example, from shapes alone.
+    # Cost of a norm for one example with T rows and axes of lengths d and p: Gram matrices need
+    # `T^2 (d + p)` multiplications and the product needs `T d p`. The product is cheaper if and
+    # only if it is smaller than its factors, `d p < T (d + p)`.
 
     def elements(self) -> int:
-        """Counts the elements of the product, without the zeros around it."""
+        """Count the elements of the product, without zero padding."""
         return max((math.prod(term.shape()) for term in self.terms), default=0)
 
     def factor_elements(self) -> int:
-        """Counts the elements of all factors; row numbers count one for each row."""
+        """Count the stored elements of all factors, one per row for a one-hot factor."""
         return sum(f.array.size for term in self.terms for f in term.factors)
 
     def is_small(self) -> bool:
-        """Decides whether to write the product down: no larger than its factors, it costs less."""
+        """Return whether the product has no more elements than its factors."""
         return self.elements() <= self.factor_elements()
 
 
@@ -265,7 +270,7 @@ jax.tree_util.register_dataclass(Lazy, ["terms"], ["shape", "dtype"])
 
 
 def product(aval: Any, factors: Sequence[Factor], axes: Iterable[Labels]) -> Lazy:
-    """Makes a lazy array of one term that fills it; labels of length one are left out."""
+    """Return a lazy array with one term, from which labels of length one are removed."""
     long = {k for f in factors for k, n in f.sizes().items() if n != 1}
     places = tuple(Axis(tuple(k for k in labels if k in long)) for labels in axes)
     return Lazy(tuple(aval.shape), aval.dtype, (Term(tuple(map(_without_ones, factors)), places),))
@@ -278,7 +283,7 @@ def _without_ones(f: Factor) -> Factor:
 
 
 def as_lazy(value: Any) -> Lazy:
-    """Makes an ordinary array its own single factor; a lazy one stays."""
+    """Wrap an array as a lazy array with a single factor; return a lazy array unchanged."""
     if isinstance(value, Lazy):
         return value
     array = jnp.asarray(value)
@@ -286,11 +291,11 @@ def as_lazy(value: Any) -> Lazy:
     return product(array, [Factor(array, labels)], [(k,) for k in labels])
 
 
-# Multiplied out
+# Materialization
 
 
 def as_array(value: Any) -> Array:
-    """Multiplies out a lazy array; anything else stays."""
+    """Materialize a lazy array; return other values unchanged."""
     if not isinstance(value, Lazy):
         return value
     pieces: list[Array] = []
@@ -303,7 +308,7 @@ def as_array(value: Any) -> Array:
 
 
 def written(value: Array | Lazy) -> Array:
-    """Multiplies out in 32 bit at least: the sum of clipped gradients is not rounded to 16."""
+    """Materialize with at least 32 bits, because clipped gradients are summed in float32."""
     wide = wide_dtype(value.dtype)
     return as_array(replace(value, dtype=wide) if isinstance(value, Lazy) else value).astype(wide)
 
@@ -329,7 +334,7 @@ def _one_hot(f: Factor) -> Factor:
 
 
 def einsum(factors: Sequence[Factor], out: Sequence[int]) -> Array:
-    """Sums products of dense factors, in 32 bit at least."""
+    """Contract dense factors, with at least 32 bits for the result."""
     dtypes = {f.array.dtype for f in factors}
     wide = functools.reduce(wide_dtype, dtypes, jnp.float32)
     is_cast = len(dtypes) > 1 or len(factors) == 1

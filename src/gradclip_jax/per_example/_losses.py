@@ -1,4 +1,4 @@
-"""How a loss is called, and what its arguments are: parameters, and a batch of examples."""
+"""Calls of a per-example loss: binding of arguments, differentiation and splitting of batches."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -30,13 +30,13 @@ from ._lazy import Lazy
 
 
 class Outputs(NamedTuple):
-    """What is known of an example, or of each one along the first axis.
+    """Outputs and gradients of one example, or of a batch along the first axis.
 
     Attributes:
-        value: the loss.
-        weight: float32, 1 where the loss returns none.
-        aux: the auxiliary output, or None.
-        grads: a lazy or ordinary array for each leaf that is differentiated by.
+        value: Value of the loss.
+        weight: Weight that the loss returned, float32; 1 without `has_weight`.
+        aux: Auxiliary output, or None.
+        grads: Gradient of each differentiated leaf, a lazy or an ordinary array.
     """
 
     value: Array
@@ -47,7 +47,7 @@ class Outputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A loss of one example; the fields are those of `value_and_grad`, and the caller's name."""
+    """The loss of one example, with the arguments of `value_and_grad` that describe it."""
 
     fun: Callable[..., Any]
     argnums: int | Sequence[int] = 0
@@ -59,13 +59,13 @@ class Loss:
         check_callable("fun", self.fun, "Pass the loss of one example.")
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any], parts: int = 1) -> "Examples":
-        """Takes the arguments of a call apart."""
+        """Check the arguments of a call and split them into parameters and batch."""
         groups = positions(self.batch_argnums), (), positions(self.argnums)
         split = Split(parts, *groups, takes_one=isinstance(self.argnums, int))
         split = counted_from_zero(split, args)
         both = sorted(set(split.batches) & set(split.differentiated))
         if both:
-            rule, hint = "other positions than `batch_argnums`", "Parameters are not split."
+            rule, hint = "disjoint from `batch_argnums`", "Pass different positions."
             raise value_error("argnums", rule, str(both[0]), hint)
         batch = tuple(args[i] for i in split.batches)
         sizes: dict[int, str] = {}
@@ -74,20 +74,20 @@ class Loss:
                 sizes.setdefault(np.shape(x)[0], leaf_path(f"args[{i}]", path))
         if len(sizes) != 1:
             got = ", ".join(f"{size} at {place}" for size, place in sizes.items()) or "no leaves"
-            rule, hint = "arrays of as many examples", "Give every leaf one row per example."
+            rule, hint = "arrays with equal first axes", "Pass one row per example in every leaf."
             raise value_error("batch", rule, got, hint)
         return Examples(self, split, list(args), kwargs, jax.tree.map(jnp.asarray, batch))
 
 
 class Examples(NamedTuple):
-    """A call of a loss: what is differentiated by, and the examples.
+    """The arguments of one call: parameters and a batch of examples.
 
     Attributes:
-        loss: how it is called.
-        split: the positions of both among the arguments.
-        args: all positional arguments.
-        kwargs: the others.
-        batch: the arguments with examples along the first axis of each leaf.
+        loss: The loss that is called.
+        split: Positions of the differentiated and of the batched arguments.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        batch: Arguments whose leaves have a leading batch axis.
     """
 
     loss: Loss
@@ -98,21 +98,21 @@ class Examples(NamedTuple):
 
     @property
     def params(self) -> Tree:
-        """Returns what is differentiated by, in the structure of the gradient."""
+        """Return the differentiated arguments, in the structure of the gradient."""
         return self.split.differentiated_of(self.args)
 
     def rebuild(self, new: Sequence[Any], other: Callable[[Any], Any] = lambda x: x) -> Tree:
-        """Replaces the leaves that are differentiated by."""
+        """Replace the differentiated leaves, and map all other leaves with `other`."""
         leaves = iter(new)
         return jax.tree.map(lambda x: next(leaves) if is_measured(x) else other(x), self.params)
 
     def paths(self) -> list[str]:
-        """Names the leaves that are differentiated by."""
+        """Return the paths of the differentiated leaves."""
         pairs = jax.tree_util.tree_leaves_with_path(self.params)
         return [leaf_path("params", path) for path, x in pairs if is_measured(x)]
 
     def value_of(self, chosen: Sequence[Any], example: tuple[Tree, ...]) -> tuple[Array, Any]:
-        """Computes the loss, `(weight, aux)` of one example from what is differentiated by."""
+        """Compute `(value, (weight, aux))` of one example for the given differentiated leaves."""
         args, params = list(self.args), self.rebuild(chosen)
         replaced = (params,) if self.split.takes_one else params
         positions = (*self.split.differentiated, *self.split.batches)
@@ -127,29 +127,29 @@ class Examples(NamedTuple):
             raise
         weight = jnp.asarray(1 if weight is None else weight, jnp.float32)
         if weight.ndim:
-            rule, hint = "a function whose weight is a scalar", "Return that of the example."
+            rule, hint = "a function whose weight is a scalar", "Return the weight of one example."
             raise type_error("fun", rule, describe(weight), hint)
         return jnp.asarray(value), (weight, aux)
 
     def _note(self, example: tuple[Tree, ...]) -> str:
-        """The note on an error of the loss: the shapes of one example, and arguments not split."""
+        """Return a note for errors in the loss: shapes of one example, arguments not split."""
         shapes = ", ".join(describe(x) for x in jax.tree.leaves(example))
-        note = f"`fun` is called with one example, without the axis of the batch: {shapes}."
+        note = f"`fun` was called with one example, without a batch axis: {shapes}."
         size = np.shape(jax.tree.leaves(self.batch)[0])[0]
         for i, arg in enumerate(self.args):
             is_whole = i not in (*self.split.batches, *self.split.differentiated)
             if is_whole and any(np.shape(x)[:1] == (size,) for x in jax.tree.leaves(arg)):
-                note += f" Argument {i} is passed whole; if it has examples, use `batch_argnums`."
+                note += f" Argument {i} was not split; if it is batched, add it to `batch_argnums`."
         return note
 
     def outputs(self, batch: tuple[Tree, ...]) -> Outputs:
-        """Computes the outputs of a batch, and keeps the gradient of an example on its device."""
+        """Compute the outputs of a batch without an all-reduce of per-example gradients."""
         axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(batch)))
         chosen = [vary(x, axes) for x in measured_leaves(self.params)]
         return jax.vmap(lambda example: self.outputs_of_one(chosen, example))(batch)
 
     def outputs_of_one(self, chosen: list[Array], example: tuple[Tree, ...]) -> Outputs:
-        """Computes value, weight and lazy gradient of one example."""
+        """Compute value, weight and lazy gradient of one example."""
         run = jax.value_and_grad(self.value_of, has_aux=True)
         closed, shapes = jax.make_jaxpr(run, return_shape=True)(chosen, example)
         count = len(closed.out_avals) - len(chosen)
@@ -160,7 +160,7 @@ class Examples(NamedTuple):
 
 
 def groups_of(params: Tree, param_labels: Labels | None) -> dict[Any, list[int]]:
-    """Sorts the measured leaves into groups; without labels into one, None."""
+    """Map each label to the indices of its leaves; without labels, the only label is None."""
     if param_labels is None:
         return {None: list(range(len(measured_leaves(params))))}
     tree = param_labels(params) if callable(param_labels) else param_labels
@@ -170,14 +170,14 @@ def groups_of(params: Tree, param_labels: Labels | None) -> dict[Any, list[int]]
 
 
 def part_of(tree: Tree, parts: int, index: Array) -> Tree:
-    """Takes the examples index, index + parts, ...: of each device some."""
+    """Select examples index, index + parts, ..., so that every device contributes examples."""
     return jax.tree.map(lambda x: every_nth(x, index, parts), tree)
 
 
 def sum_parts(
     step: Callable[[Array], tuple[Tree, Tree]], parts: int, real: Any = None
 ) -> tuple[Tree, Tree]:
-    """Sums the first of what a step returns over the real parts; rows of the second in order."""
+    """Run `step` for each real micro-batch; sum its first output and concatenate its second."""
     program = trace(step, jnp.int32(0))
 
     def body(sums: Tree, index: Array) -> tuple[Tree, Tree]:

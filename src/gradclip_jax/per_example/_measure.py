@@ -1,13 +1,13 @@
-"""The squared norm of a lazy array from its factors, and how far it may be off.
+"""Squared norms of lazy arrays, computed from their factors with an error bound.
 
-The squared norm of `sum over t of F1_t F2_t` is that over s and t of `(F1_s . F1_t)(F2_s . F2_t)`:
-two Gram matrices multiplied elementwise. Terms of one array are multiplied with each other the same
-way. Where tokens cancel, that total is small beside its terms, and its digits are lost; squares
-may overflow or underflow. The bound on the error shows each of these, and the gradient is then
-written down.
+The squared norm of `sum over t of F1_t F2_t` is the sum over s and t of
+`(F1_s . F1_t)(F2_s . F2_t)`, which is an elementwise product of two Gram matrices. Inner products
+between the terms of one array are computed in the same way. If tokens cancel, the total is small
+relative to its summands and loses digits to cancellation. Squares may also overflow or underflow.
+The error bound detects these cases, and the gradient of the example is then materialized.
 
-A squared norm is two numbers here: the total, and a bound on its error beyond that of a plain sum.
-Of a gradient that is exactly zero both are zero, and of no other.
+Each squared norm is a pair: the total, and a bound on its error in excess of the error of a plain
+sum. Both are zero if and only if the gradient is exactly zero.
 """
 
 import itertools
@@ -21,24 +21,27 @@ from .._types import Array, Scalar
 from ..clipping._formula import wide_dtype
 from ._lazy import Axis, Factor, Lazy, Term, as_array, einsum
 
-# What rounding takes off a product, in units of eps: the sums over axes and tokens are blocked.
+# Relative rounding error of a contraction in units of eps. It is small because backends sum over
+# axes and tokens in blocks.
 _ROUNDING = 4
-# Norms off by no more than this share are right to 1e-5, as the square root halves it.
+# Relative error allowed in a squared norm. The square root halves it to 1e-5.
 _TOLERANCE = 2e-5
-_FLOOR = 2.0**-100  # the square of what underflows, over the rounding
-# Sums above this multiple of the smallest normal number are right, though a few squares underflow.
+# Added to the absolute values in the error bound, to account for squares that underflow.
+_FLOOR = 2.0**-100
+# Totals above this multiple of the smallest normal number are accurate even if some squares
+# underflow.
 _UNDERFLOW = 2.0**48
 
 
 def norm_of(square: Array) -> Scalar:
-    """Returns the norm, rounded up."""
+    """Return the norm, rounded up."""
     total, error = square
     eps = float(jnp.finfo(total.dtype).eps)
     return jnp.where(total > 0, jnp.sqrt(total * (1 + _ROUNDING * eps) + error), total)
 
 
 def is_exact(square: Array) -> Array:
-    """Says whether the norm is right to 1e-5."""
+    """Return whether the norm has a relative error of at most 1e-5."""
     total, error = square
     info = jnp.finfo(total.dtype)
     is_close = error <= (_TOLERANCE - _ROUNDING * float(info.eps)) * total
@@ -47,14 +50,17 @@ def is_exact(square: Array) -> Array:
 
 
 def square(value: Array | Lazy) -> tuple[Scalar, Scalar]:
-    """Squares an array or a lazy one, without writing the latter down."""
+    """Return the squared norm and its error bound, without materializing a lazy array."""
     zero = jnp.zeros((), jnp.finfo(wide_dtype(value.dtype)).dtype)
     pairs = [_part_square(part, zero) for part in separate(value)]
     return sum((x for x, _ in pairs), zero), sum((x for _, x in pairs), zero)
 
 
 def separate(value: Array | Lazy) -> Sequence[Array | Lazy]:
-    """Cuts a lazy array into parts that do not overlap; terms that do in part are written down."""
+    """Split a lazy array into parts that do not overlap.
+
+    If terms overlap only partially, return the materialized array.
+    """
     if not isinstance(value, Lazy):
         return [value]
     parts: dict[Any, list[Term]] = {}
@@ -70,9 +76,9 @@ def separate(value: Array | Lazy) -> Sequence[Array | Lazy]:
 
 
 def gram_terms(part: Array | Lazy) -> list[Term] | None:
-    """Brings all terms to rows, labelled alike along the axes, so that they have Gram matrices.
+    """Convert all terms to a common form whose Gram matrices can be computed.
 
-    None if the product is better written down, or the terms cannot be given such labels.
+    Return None if the product is no larger than its factors or if the terms have no common form.
     """
     if not isinstance(part, Lazy) or part.is_small():
         return None
@@ -84,18 +90,18 @@ def gram_terms(part: Array | Lazy) -> list[Term] | None:
 
 
 def _squares(x: Array) -> Array:
-    """Squares magnitudes, in 32 bit at least; what is not zero stays above zero."""
+    """Square magnitudes in at least 32 bits; squares of nonzero values stay positive."""
     x = x.astype(wide_dtype(x.dtype))
     squares = (x * jnp.conj(x)).real
     return jnp.where(x == 0, 0, jnp.maximum(squares, float(jnp.finfo(x.dtype).tiny)))
 
 
-# Gram matrices: the axes have the labels 0, 1, ..., n - 1, and rows the label n, those of the other
-# side n + 1.
+# Gram matrices. Axes have the labels 0, 1, ..., n - 1. Rows have label n in the left operand and
+# label n + 1 in the right operand.
 
 
 def _by_rows(term: Term | None) -> Term | None:
-    """Joins all summed labels of a term to one, the first of each factor."""
+    """Flatten all summed labels of a term into one label, the leading axis of each factor."""
     if term is None or any(len(axis.labels) != 1 for axis in term.axes):
         return None
     kept, summed, sizes, count = term.kept(), term.summed(), term.sizes(), term.rows()
@@ -126,9 +132,9 @@ def _kind(f: Factor) -> tuple[Any, ...]:
 
 
 def _joined(terms: list[Term]) -> list[Term]:
-    """Joins terms with like factors, as of a weight used several times, to one of more rows.
+    """Concatenate terms whose factors have the same labels into one term with more rows.
 
-    Otherwise an unrolled loop of n steps would need n^2 products.
+    Without this, a weight that is used n times in an unrolled loop would need n^2 inner products.
     """
     kinds: dict[Any, list[tuple[Factor, ...]]] = {}
     for term in terms:
@@ -155,16 +161,16 @@ def _part_square(part: Array | Lazy, zero: Scalar) -> tuple[Scalar, Scalar]:
         off = off + sum(shares)
         sizes.append(einsum(bounds, ()))
         total = total + 2 * sum((_inner(other, term) for other in terms[:n]), zero)
-    # By Cauchy and Schwarz the terms of two lazy arrays are no larger than those of each.
+    # By the Cauchy-Schwarz inequality, this bounds the inner products between terms as well.
     size = jnp.square(sum(map(jnp.sqrt, sizes)))
     return total, (_ROUNDING * jnp.finfo(zero.dtype).eps + off) * size
 
 
 def _gram(f: Factor, term: Term) -> tuple[Factor, Factor, Scalar]:
-    """Multiplies the rows of a factor with each other; also their size, and how far that is off.
+    """Return the Gram matrix of a factor, a bound of its magnitude, and its relative error.
 
-    A product may add up in order: 4,096 equal numbers are off by 1.6e-5. The diagonal is
-    added up once more by `sum`, which does so in pairs.
+    A matrix product may sum sequentially, with an error of 1.6e-5 for 4,096 equal numbers. To
+    measure this error, compute the diagonal again with `sum`, which uses pairwise summation.
     """
     n = len(term.axes)
     other = _other_side(f)
@@ -176,7 +182,7 @@ def _gram(f: Factor, term: Term) -> tuple[Factor, Factor, Scalar]:
     array = einsum([f, other], (*shared, n, n + 1))
     diagonal = jnp.sum(jnp.where(jnp.eye(array.shape[-1], dtype=bool), array, 0), -1).real
     squares = einsum([replace(f, array=_squares(f.array))], (*shared, n))
-    # Squares near underflow have no share: `_FLOOR` is larger.
+    # Ignore the error of squares near underflow, because `_FLOOR` exceeds it.
     off = jnp.abs(diagonal - squares) / jnp.where(squares > 2**10 * _FLOOR, squares, 1)
     gram = Factor(array, (*shared, n, n + 1))
     bound = jnp.abs(array) + jnp.where(squares > 0, _FLOOR, 0)[..., None]
@@ -184,7 +190,7 @@ def _gram(f: Factor, term: Term) -> tuple[Factor, Factor, Scalar]:
 
 
 def _inner(left: Term, right: Term) -> Scalar:
-    """Sums over the elements of one term times the conjugate of another."""
+    """Return the real inner product of two terms."""
     ours, theirs = list(left.factors), list(map(_other_side, right.factors))
     for _ in range(2):
         hots = [f for f in ours if f.hot is not None]
@@ -199,7 +205,7 @@ def _other_side(f: Factor) -> Factor:
 
 
 def _picked(f: Factor, hot: Factor) -> Factor:
-    """Takes the rows of a factor at the row numbers of another; zeros for -1."""
+    """Gather the rows of a factor at the indices of a one-hot factor; index -1 gives zeros."""
     if f.hot == hot.hot:
         rows = (f.array == hot.array[:, None]) & (f.array >= 0)
         return Factor(rows.astype(jnp.float32), (*hot.labels, *f.labels))

@@ -1,4 +1,4 @@
-"""Norms of each example's gradient: global, by group, by leaf; and what they cost."""
+"""Per-example gradient norms of the whole tree, of groups or of leaves, and their cost."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,14 +16,14 @@ from ._sum import GroupNorms, LeafGroups, sums_and_norms
 
 
 class LeafCost(NamedTuple):
-    """How the norm of one leaf's per-example gradient is taken, and what that costs an example.
+    """Method and cost of the per-example gradient norm of one leaf.
 
     Attributes:
-        method: "gram" (Gram matrices of its factors), "product" (multiplied out from its factors,
-            which are larger) or "materialized" (as `jax.vmap` of `jax.grad` does: small, or not
-            followed).
-        elements: what is written down for the norm beside the factors, in numbers.
-        multiplications: for the norm, given the factors.
+        method: "gram" (Gram matrices of the factors), "product" (the gradient is computed from
+            factors, because it is smaller than they are) or "materialized" (computed as by
+            `jax.vmap(jax.grad(fun))`, for small leaves and unsupported operations).
+        elements: Number of elements per example that are materialized in addition to the factors.
+        multiplications: Number of multiplications per example to compute the norm from the factors.
     """
 
     method: str
@@ -41,36 +41,37 @@ def norms(
     has_weight: bool = False,
     param_labels: Labels | None = None,
 ) -> Callable[..., Any]:
-    """Measures the gradient of each example by itself, without writing the gradients down.
+    """Compute the gradient norm of each example without materializing per-example gradients.
 
-    `norms[i] = |grad fun(params, batch[i])|`, that of `jax.vmap(jax.grad(fun))` for every loss to
-    1e-5. What the gradient of a weight is made of (activations, and the gradient of the layer's
-    output) is kept instead of the gradient itself wherever that is smaller.
+    `norms[i] = |grad fun(params, batch[i])|`, equal to the norms of `jax.vmap(jax.grad(fun))` to
+    1e-5. The gradient of a weight is the product of activations and the gradient of the layer's
+    output. These factors are kept instead of the product wherever they are smaller.
 
     | example | norm |
     | --- | --- |
-    | tokens that cancel; gradients beyond 1e19, or below 1e-19 | exact: they are written down |
-    | a NaN in its gradient | NaN; the other examples are not touched |
-    | batch of no examples | an empty vector |
-    | integer leaves of the parameters | left out |
+    | tokens that cancel; a norm above 1e19 or below 1.8e-12 | exact; this example is materialized |
+    | a gradient with a NaN | NaN; the norms of other examples do not change |
+    | an empty batch | an empty vector |
+    | integer leaves of the parameters | ignored |
 
-    Call it under `jax.jit`. `explain` shows which leaves are followed.
+    Call the returned function under `jax.jit`. `explain` lists the method for each leaf.
 
     Args:
-        fun: as for `value_and_grad`; weight and auxiliary data are dropped.
-        argnums: as for `value_and_grad`.
-        batch_argnums: as for `value_and_grad`.
-        has_aux: as for `value_and_grad`.
-        has_weight: as for `value_and_grad`.
-        param_labels: as for `value_and_grad`.
+        fun: Loss of one example, as for `value_and_grad`; weight and auxiliary data are ignored.
+        argnums: See `value_and_grad`.
+        batch_argnums: See `value_and_grad`.
+        has_aux: See `value_and_grad`.
+        has_weight: See `value_and_grad`.
+        param_labels: See `value_and_grad`.
 
     Returns:
-        A function, called as that of `value_and_grad`, to the norms: float32[B] (float64 with a 64
-        bit leaf), or with `param_labels` a mapping from label to such a vector.
+        A function with the arguments of the function that `value_and_grad` returns. Its result is
+        a vector of norms, float32[B] (float64 if a leaf has 64 bits), or with `param_labels` a
+        mapping from label to such a vector.
 
     Raises:
-        TypeError: `fun` cannot be called, or its value is no real scalar.
-        ValueError: leaves differ in their number of examples.
+        TypeError: If `fun` is not callable or its value is not a real scalar.
+        ValueError: If leaves differ in their number of examples.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -102,22 +103,23 @@ def leaf_norms(
     has_aux: bool = False,
     has_weight: bool = False,
 ) -> Callable[..., Tree]:
-    """Measures each leaf of each example's gradient, in the same pass.
+    """Compute the norm of each leaf of each example's gradient.
 
     Args:
-        fun: as for `norms`.
-        argnums: as for `value_and_grad`.
-        batch_argnums: as for `value_and_grad`.
-        has_aux: as for `value_and_grad`.
-        has_weight: as for `value_and_grad`.
+        fun: Loss of one example, as for `norms`.
+        argnums: See `value_and_grad`.
+        batch_argnums: See `value_and_grad`.
+        has_aux: See `value_and_grad`.
+        has_weight: See `value_and_grad`.
 
     Returns:
-        A function, called as that of `value_and_grad`, to a tree like what is differentiated by,
-        each leaf float32[B]; None in place of an integer leaf.
+        A function with the arguments of the function that `value_and_grad` returns. Its result has
+        the structure of the differentiated arguments; each leaf is float32[B], and None replaces
+        an integer leaf.
 
     Raises:
-        TypeError: `fun` cannot be called, or its value is no real scalar.
-        ValueError: leaves differ in their number of examples.
+        TypeError: If `fun` is not callable or its value is not a real scalar.
+        ValueError: If leaves differ in their number of examples.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -147,22 +149,23 @@ def explain(
     has_aux: bool = False,
     has_weight: bool = False,
 ) -> Callable[..., dict[str, LeafCost]]:
-    """Lists how the norm of each leaf is taken, from shapes alone.
+    """List the method and cost of the norm computation for each leaf, without running it.
 
     Args:
-        fun: as for `norms`.
-        argnums: as for `value_and_grad`.
-        batch_argnums: as for `value_and_grad`.
-        has_aux: as for `value_and_grad`.
-        has_weight: as for `value_and_grad`.
+        fun: Loss of one example, as for `norms`.
+        argnums: See `value_and_grad`.
+        batch_argnums: See `value_and_grad`.
+        has_aux: See `value_and_grad`.
+        has_weight: See `value_and_grad`.
 
     Returns:
-        A function, called as that of `value_and_grad`, to a mapping from the path of a leaf to its
-        `LeafCost`. Arrays may be given as `jax.ShapeDtypeStruct`.
+        A function with the arguments of the function that `value_and_grad` returns, which may be
+        `jax.ShapeDtypeStruct` instead of arrays. Its result maps the path of each leaf to its
+        `LeafCost`.
 
     Raises:
-        TypeError: `fun` cannot be called, or its value is no real scalar.
-        ValueError: leaves differ in their number of examples.
+        TypeError: If `fun` is not callable or its value is not a real scalar.
+        ValueError: If leaves differ in their number of examples.
 
     Examples:
         >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
@@ -187,7 +190,7 @@ def explain(
             costs.update(zip(examples.paths(), map(_cost, outputs.grads), strict=True))
             return outputs.value
 
-        # Other arguments may be anything, such as a flag or a model.
+        # Trace only these arguments: the others need not be arrays.
         traced = {i % len(args) for i in (*positions(argnums), *positions(batch_argnums))}
         jax.eval_shape(visit, {i: args[i] for i in traced})
         return costs

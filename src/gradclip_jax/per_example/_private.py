@@ -1,4 +1,4 @@
-"""Private training: noise for a sum of clipped gradients, its sensitivity; the noise scale."""
+"""Noise and sensitivity for differentially private training, and the gradient noise scale."""
 
 import math
 from collections.abc import Mapping
@@ -29,11 +29,11 @@ from ..clipping._norm import global_norm
 
 
 class NoisyMeanState(NamedTuple):
-    """What the noise of the next step is drawn from.
+    """State of `noisy_mean`.
 
     Attributes:
-        key: the random key it began with.
-        step: updates so far, int32[].
+        key: Initial random key; the key of a step is `jax.random.fold_in(key, step)`.
+        step: Number of updates so far, int32[].
     """
 
     key: Array
@@ -49,43 +49,47 @@ def noisy_mean(
     *,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformation:
-    """Turns a sum of clipped gradients into a private mean: adds noise, divides by a public number.
+    """Add Gaussian noise to a sum of clipped gradients and divide by the expected batch size.
 
-    `(sum + sensitivity * noise_multiplier * N(0, I)) / expected_batch_size`, drawn in float32.
-    Place it before the optimizer and inside `accumulate_gradients(..., reduction="sum")`, so that
-    noise is drawn once for all micro-batches and devices:
+    The update is `(sum + sensitivity * noise_multiplier * N(0, I)) / expected_batch_size`, with
+    noise drawn in float32. Place this transformation before the optimizer and inside
+    `accumulate_gradients(..., reduction="sum")`, which draws noise once per window:
 
         accumulate_gradients(optax.chain(noisy_mean(...), optimizer), every, reduction="sum")
 
-    | case | what happens |
+    | case | result |
     | --- | --- |
-    | `noise_multiplier=0` | the sum is divided, no noise |
-    | two steps, two leaves, two shards of a leaf | noise of their own |
-    | the same leaf on several devices (replicated) | the same noise |
-    | which of the two, types do not say, nor does `axis_name` | an error |
-    | bfloat16 leaves | noise is added in float32, the result rounded once |
-    | a NaN in the sum | stays; use `value_and_grad(..., nonfinite="zero")` |
+    | `noise_multiplier=0` | the sum divided by `expected_batch_size`, without noise |
+    | two steps, two leaves, two shards of a leaf | independent noise |
+    | the same leaf on several devices (replicated) | identical noise |
+    | neither types nor `axis_name` show whether a leaf is sharded | an error |
+    | bfloat16 leaves | noise is added in float32, and the result is rounded once |
+    | a NaN in the sum | NaN in the update; use `value_and_grad(..., nonfinite="zero")` |
 
-    The guarantee follows from `noise_multiplier`, the sampling of batches and the number of steps;
-    compute it with `dp_accounting`. Divide by the *expected* size of a batch: the true size is not
-    public under Poisson sampling. Random numbers are those of JAX, which are not cryptographic, and
-    floating-point noise has known attacks.
+    The privacy guarantee depends on `noise_multiplier`, the sampling of batches and the number of
+    steps; compute it with `dp_accounting`. Divide by the *expected* batch size, because the actual
+    batch size is not public under Poisson sampling. The random numbers of `jax.random` are not
+    cryptographically secure, and there are known attacks on floating-point noise.
 
     Args:
-        noise_multiplier: standard deviation of the noise over the sensitivity, >= 0; may be traced.
-        sensitivity: from `per_example.sensitivity`, finite, in the unit of the gradient.
-        expected_batch_size: what the sum is divided by, > 0.
-        key: a random key, kept in the state, or a seed for one; fresh for each run.
-        axis_name: mapped axes over which leaves are shards, where types do not say so: `pmap`,
-            `shard_map(check_vma=False)`; `()` if each device holds all. An older JAX cannot refuse
-            a `pmap` without it.
+        noise_multiplier: Standard deviation of the noise divided by the sensitivity; a number >= 0,
+            which may be traced.
+        sensitivity: Result of `per_example.sensitivity`; finite, in the unit of the gradient.
+        expected_batch_size: Divisor of the sum; a positive number.
+        key: Random key, which is stored in the state, or an integer seed; use a new one for each
+            run.
+        axis_name: Mapped axes over which leaves are sharded, required where the array's type does
+            not carry the sharding: under `pmap` and `shard_map(check_vma=False)`. Pass `()` if
+            leaves are replicated. Under `pmap`, older versions of JAX do not detect a missing
+            `axis_name`.
 
     Returns:
-        A transformation whose state is `NoisyMeanState`.
+        A gradient transformation with a `NoisyMeanState`.
 
     Raises:
-        ValueError: a number is out of range, or devices may hold shards and `axis_name` is None.
-        TypeError: a leaf is an integer or a boolean; the message names its path.
+        ValueError: If a number is out of range, or if leaves may be sharded and `axis_name` is
+            None.
+        TypeError: If a leaf has an integer or boolean dtype; the message contains its path.
 
     Examples:
         >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
@@ -98,11 +102,11 @@ def noisy_mean(
     References:
         Abadi et al. 2016, arXiv 1607.00133.
     """
-    hint = "Pass 0 to draw no noise."
+    hint = "Pass 0 for no noise."
     check_number("noise_multiplier", noise_multiplier, hint, closed=True)
     finite = "Pass a finite `sensitivity(max_norm)`."
     check_number("sensitivity", sensitivity, finite, high=math.inf, below_high=True)
-    check_number("expected_batch_size", expected_batch_size, "Pass the public batch size.")
+    check_number("expected_batch_size", expected_batch_size, "Pass the mean batch size.")
     axes = check_axis_name(axis_name)
 
     def init(params: Tree) -> NoisyMeanState:
@@ -131,53 +135,55 @@ def noisy_mean(
 
 
 def _check_known_shards(axis_name: AxisName) -> None:
-    """Refuses devices of which it is not known whether they hold the same."""
+    """Raise if types cannot show whether leaves are sharded or replicated."""
     manual = jax.sharding.get_abstract_mesh().manual_axes if axis_name is None else ()
     silent = [name for name in manual if name not in varying_axes(lax.axis_index(name))]
     if silent:
-        rule = "given where types do not say which leaves are shards"
+        rule = "specified where array types do not carry the sharding"
         got = f"None inside the mapped axis {silent[0]!r}"
-        hint = "Name the axes over which leaves are shards; `()` if each device holds all."
+        hint = "Pass the axes over which leaves are sharded, or `()` if they are replicated."
         raise value_error("axis_name", rule, got, hint)
 
 
 def _noisy(x: Array, key: Array, deviation: Scalar, divisor: Number, axes: AxisName) -> Array:
     x = jnp.asarray(x)
-    for axis in sorted(shard_axes(x, axes)):  # each shard of a leaf draws its own
+    for axis in sorted(shard_axes(x, axes)):  # independent noise for each shard
         key = jax.random.fold_in(key, lax.axis_index(axis))
     dtype = wide_dtype(x.dtype)
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        deviation = deviation * math.sqrt(2)  # both parts are parameters; JAX halves their variance
+        # `jax.random.normal` gives the real and imaginary parts a variance of 1/2 each.
+        deviation = deviation * math.sqrt(2)
     noise = jax.random.normal(key, x.shape, dtype) * deviation.astype(jnp.finfo(dtype).dtype)
     return ((x.astype(dtype) + noise) / jnp.asarray(divisor).astype(dtype)).astype(x.dtype)
 
 
 @public
 def noise_scale(norms: Array, grads: Tree) -> Scalar:
-    """Estimates the gradient noise scale from one batch, instead of over windows.
+    """Estimate the gradient noise scale from the per-example gradients of one batch.
 
-    With B examples, S the mean of their squared norms and M the squared norm of their mean,
+    For B examples, let S be the mean of the squared gradient norms and M the squared norm of the
+    mean gradient. Then
 
         tr(Sigma) ~ (S - M) B / (B - 1),    |G|^2 ~ M - tr(Sigma) / B,    scale = tr(Sigma) / |G|^2
 
-    The same estimators as `accumulate_gradients(..., noise_scale_decay=)` uses for micro-batches,
-    at the finest grain: average over steps with less noise, or use both and compare.
+    `accumulate_gradients(..., noise_scale_decay=)` uses the same estimators with micro-batches in
+    place of examples. The estimate of a single batch is noisy; average it over steps.
 
     | case | scale |
     | --- | --- |
-    | all examples alike | 0 |
-    | no signal stands out of the noise | inf |
-    | one example | NaN: it shows no noise |
+    | all gradients are equal | 0 |
+    | the estimated squared signal is not positive | 3.4e38, the largest float32 |
+    | one example | NaN |
 
     Args:
-        norms: of each example's gradient, unclipped, [B], B >= 2.
-        grads: the mean of the same gradients, unclipped.
+        norms: Norm of each unclipped gradient, shape [B] with B >= 2.
+        grads: Mean of the same gradients.
 
     Returns:
         The batch size at which noise and signal are equal, in examples, float32[].
 
     Raises:
-        ValueError: `norms` is no vector.
+        ValueError: If `norms` is not a vector.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -191,7 +197,7 @@ def noise_scale(norms: Array, grads: Tree) -> Scalar:
     """
     norms = jnp.asarray(norms)
     if norms.ndim != 1:
-        rule, hint = "a vector with one norm per example", "Pass those of `per_example.norms`."
+        rule, hint = "a vector with one norm per example", "Pass the result of `per_example.norms`."
         raise value_error("norms", rule, describe(norms), hint)
     size = norms.shape[0]
     if size < 2:
@@ -205,26 +211,26 @@ def noise_scale(norms: Array, grads: Tree) -> Scalar:
 
 @public
 def sensitivity(max_norm: Any, adjacency: str = "add_or_remove_one") -> float:
-    """How far one example can move the sum of clipped gradients, in 2-norm.
+    """Return the L2 sensitivity of the sum of clipped gradients to one example.
 
-    | adjacency | two data sets differ in | sensitivity |
+    | adjacency | neighbouring data sets differ by | sensitivity |
     | --- | --- | --- |
-    | "add_or_remove_one" | one example more or less | `max_norm` |
-    | "replace_one" | one example exchanged for another | `2 max_norm` |
+    | "add_or_remove_one" | adding or removing one example | `max_norm` |
+    | "replace_one" | replacing one example | `2 max_norm` |
 
-    Groups clipped to thresholds of their own count as `sqrt(sum of max_norm^2)`: infinite, if one
-    is not clipped. Weights, if any, must be 0 or 1; a `reaction` of your own must not let a norm
-    exceed the threshold.
+    For a mapping of thresholds, the sensitivity uses `sqrt(sum of max_norm^2)`, which is infinite
+    if one group is not clipped. Weights must be 0 or 1, and the clipped norm of a custom `reaction`
+    must not exceed the threshold.
 
     Args:
-        max_norm: the threshold, or a mapping from label to threshold.
+        max_norm: Threshold of the clip, or a mapping from label to threshold.
         adjacency: "add_or_remove_one" or "replace_one".
 
     Returns:
-        The sensitivity, in the unit of the gradient of one example; inf if a threshold is.
+        The sensitivity, in the unit of the gradient of one example; inf if a threshold is inf.
 
     Raises:
-        ValueError: a threshold is not > 0, or the adjacency is unknown.
+        ValueError: If a threshold is not positive or `adjacency` is unknown.
 
     Examples:
         >>> import gradclip_jax as gcx
@@ -233,7 +239,7 @@ def sensitivity(max_norm: Any, adjacency: str = "add_or_remove_one") -> float:
     """
     check_choice("adjacency", adjacency, ("add_or_remove_one", "replace_one"))
     thresholds = list(max_norm.values()) if isinstance(max_norm, Mapping) else [max_norm]
-    hint = "Pass the threshold that examples are clipped to."
+    hint = "Pass the threshold that was used for clipping."
     for threshold in thresholds:
         check_number("max_norm", threshold, hint)
     alone = math.hypot(*map(float, thresholds))

@@ -1,8 +1,8 @@
-"""Which operations are followed: one rule for each primitive.
+"""Evaluation rules for lazy arrays, one for each supported primitive.
 
-A rule takes an equation and its operands, ordinary or lazy, and returns a lazy array, or a list of
-them where the equation has several outputs, or None where it is to be computed as it stands. To
-follow another primitive, add a line to `RULES`.
+A rule takes an equation and its operands, which are ordinary or lazy arrays. It returns a lazy
+array, a list of them if the equation has several outputs, or None if the equation must be evaluated
+with ordinary arrays. To support another primitive, add an entry to `RULES`.
 """
 
 import functools
@@ -21,13 +21,13 @@ from ._lazy import Axis, Factor, Labels, Lazy, Term, as_lazy, product
 
 
 class Rule(NamedTuple):
-    """How a primitive is followed.
+    """The evaluation rule of a primitive.
 
     Attributes:
-        apply: `(equation, *operands)` to what the equation returns, or None.
-        follows: positions of the operands in which the operation is linear, so that they may be
-            lazy, or a function from the equation to these; None for all.
-        starts: whether it makes a lazy array of ordinary ones.
+        apply: Function `(equation, *operands) -> outputs`, which returns None if it does not apply.
+        follows: Positions of operands in which the operation is linear, so that they may be lazy,
+            or a function from the equation to these positions; None for all operands.
+        starts: Whether the rule can return a lazy array for ordinary operands.
     """
 
     apply: Callable[..., Lazy | list[Lazy] | None]
@@ -35,11 +35,11 @@ class Rule(NamedTuple):
     starts: bool = False
 
 
-# Where factors come from: products, convolutions and scattered rows that end in a gradient
+# Operations that create factors: products, convolutions and scattered rows
 
 
 def _dot_general(eqn: Any, lhs: Array, rhs: Array) -> Lazy | None:
-    """Makes factors of a product of two arrays."""
+    """Keep the operands of a dot product as factors."""
     (left_summed, right_summed), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     left = list(range(lhs.ndim))
     right = [lhs.ndim + i for i in range(rhs.ndim)]
@@ -53,7 +53,7 @@ def _dot_general(eqn: Any, lhs: Array, rhs: Array) -> Lazy | None:
 
 
 def _scatter_add(eqn: Any, operand: Any, numbers: Array, updates: Any) -> Lazy | None:
-    """Makes factors of rows added at row numbers: the gradient of an embedding, or of experts."""
+    """Keep scattered rows and their indices as factors, for embeddings and expert weights."""
     dims, aval = eqn.params["dimension_numbers"], eqn.outvars[0].aval
     windows, inserted = dims.update_window_dims, tuple(dims.inserted_window_dims)
     if len(inserted) != 1 or tuple(dims.scatter_dims_to_operand_dims) != inserted:
@@ -72,12 +72,12 @@ def _scatter_add(eqn: Any, operand: Any, numbers: Array, updates: Any) -> Lazy |
 
 
 def _as_row_numbers(numbers: Array) -> Array:
-    """Row numbers of at least 32 bits: a narrower type cannot hold the number of rows."""
+    """Cast indices to at least 32 bits, because a narrower type may not hold the row count."""
     return numbers.astype(jnp.int32) if jnp.iinfo(numbers.dtype).bits < 32 else numbers
 
 
 def _rows_at(x: Lazy, numbers: Array, axis: int, size: int, windows: Sequence[int]) -> Lazy | None:
-    """Adds the rows of an array at numbers along a new axis of zeros; windows are its others."""
+    """Scatter the rows of a lazy array along a new axis; `windows` are the other axes."""
     terms: list[Term] = []
     for term in x.terms:
         if term.shape() != x.shape or any(f.hot is not None for f in term.factors):
@@ -94,7 +94,7 @@ def _rows_at(x: Lazy, numbers: Array, axis: int, size: int, windows: Sequence[in
 
 
 def _without_dropped(f: Factor, rows: Factor) -> Factor:
-    """The factor with zeros in dropped rows, because zero times NaN is NaN."""
+    """Set dropped rows of a factor to zero, because zero times NaN is NaN."""
     if not set(rows.labels) <= set(f.labels):
         return f
     order = [rows.labels.index(k) for k in f.labels if k in rows.labels]
@@ -104,15 +104,18 @@ def _without_dropped(f: Factor, rows: Factor) -> Factor:
 
 
 def _added_to(eqn: Any) -> Sequence[int]:
-    """Where rows of activations are scattered, only what they are added to is a gradient."""
+    """Return the operands of a scatter that may be gradients.
+
+    If the updates have fewer than two window axes, they are activations and become a factor.
+    """
     return (0,) if len(eqn.params["dimension_numbers"].update_window_dims) < 2 else (0, 2)
 
 
 def _convolution(eqn: Any, lhs: Array, rhs: Array) -> Lazy | None:
-    """Makes factors of the gradient of a kernel: patches of the image, gradient of the output.
+    """Keep image patches and the gradient of the output as factors of a kernel's gradient.
 
-    In that convolution the gradient of the output is the kernel; the positions of the window are
-    those of the weights, and what is summed over are the pixels and the images.
+    The gradient of a kernel is itself a convolution: its kernel is the gradient of the output, its
+    output positions are the positions of the weights, and it sums over pixels and images.
     """
     p, aval = eqn.params, eqn.outvars[0].aval
     if p["feature_group_count"] != 1 or 0 in aval.shape:
@@ -121,21 +124,21 @@ def _convolution(eqn: Any, lhs: Array, rhs: Array) -> Lazy | None:
     lhs, rhs = lhs.transpose(lhs_spec), rhs.transpose(rhs_spec)
     groups, window = p["batch_group_count"], rhs.shape[2:]
     n, features, *positions = (aval.shape[i] for i in out_spec)
-    # Counted before the patches are made: most kernels are smaller.
+    # Compare the sizes before creating patches, because most kernels are smaller than patches.
     size = groups * n * lhs.shape[1] * math.prod((*positions, *window))
     if math.prod(aval.shape) <= size + rhs.size:
         return None
     pairs = zip(p["padding"], p["lhs_dilation"], strict=True)
     widths = [(0, 0, 0), (0, 0, 0), *((int(a), int(b), int(d) - 1) for (a, b), d in pairs)]
     patches = lax.pad(lhs, jnp.zeros((), lhs.dtype), widths)
-    # Each axis of the image becomes two: a position, and the pixels that the kernel meets there.
+    # Split each image axis into two: the output position, and the pixel within the kernel window.
     axes = zip(positions, window, p["window_strides"], p["rhs_dilation"], strict=True)
     for i, (count, width, stride, dilation) in enumerate(axes):
         axis, length = 2 + 2 * i, (width - 1) * dilation + 1
         starts = [stride * c for c in range(count)]
         rows = [lax.slice_in_dim(patches, a, a + length, dilation, axis) for a in starts]
         patches = jnp.stack(rows, axis)
-    # Labels: group, own batch, own features, summed features; position and window of each axis.
+    # Labels: group, output batch, output features, summed features, position and window per axis.
     g, b, o, c = range(4)
     y, k = (tuple(range(first, 4 + 2 * len(window), 2)) for first in (4, 5))
     patches = patches.reshape(groups, n, *patches.shape[1:])
@@ -145,16 +148,16 @@ def _convolution(eqn: Any, lhs: Array, rhs: Array) -> Lazy | None:
     return product(aval, [left, right], [labels[out_spec.index(i)] for i in range(len(out_spec))])
 
 
-# What happens to factors on the way to the gradient
+# Linear operations between the factors and the gradient
 
 
 def _is_zero(x: Any) -> bool:
-    """Says whether a value is known to be zero when the program is traced."""
+    """Return whether a value is a constant zero at trace time."""
     return isinstance(x, (np.ndarray, np.generic)) and bool(np.all(x == 0))
 
 
 def _without_axes(eqn: Any, x: Lazy) -> Lazy | None:
-    """Sums over the labels of the axes with the rest; axes of length one have none."""
+    """Remove axes, so that their labels are summed over; axes of length one have no labels."""
     axes = eqn.params["axes" if "axes" in eqn.params else "dimensions"]
     if any(_is_hot(x, axis) for axis in axes):
         return None
@@ -184,7 +187,7 @@ def _reshape(eqn: Any, x: Lazy, *_: Any) -> Lazy | None:
 
 def _cast(eqn: Any, x: Lazy) -> Lazy | None:
     new = eqn.params["new_dtype"]
-    # A cast to an integer, a boolean, or from complex to real is not linear.
+    # Casts to integers or booleans, and from complex to real, are not linear.
     for kind in (jnp.floating, jnp.complexfloating):
         if jnp.issubdtype(new, kind) and jnp.issubdtype(x.dtype, kind):
             return replace(x, dtype=np.dtype(new))
@@ -200,7 +203,7 @@ def _of_one_number(eqn: Any) -> Sequence[int]:
 
 
 def _by_number(eqn: Any) -> Sequence[int]:
-    """A product of two arrays is no move; one by a number is."""
+    """Return the operands that may be lazy because the other operand is a scalar."""
     return [i for i in range(2) if eqn.invars[1 - i].aval.ndim == 0]
 
 
@@ -214,7 +217,7 @@ def _divide(eqn: Any, x: Any, y: Any) -> Lazy | None:
 
 
 def _pad(eqn: Any, x: Any, padding: Any) -> Lazy | None:
-    """Puts an array in zeros; where the loss itself pads a weight, cuts them off."""
+    """Pad with zeros, or slice for negative padding, the transpose of padding in the loss."""
     widths = eqn.params["padding_config"]
     if not _is_zero(padding) or any(inner for _, _, inner in widths):
         return None
@@ -248,7 +251,7 @@ def _concatenate(eqn: Any, *values: Any) -> Lazy:
 
 
 def _update_slice(_: Any, zeros: Any, update: Any, *start: Any) -> Lazy | None:
-    """Puts an array at a traced number of a stack of zeros: the gradient of what is taken there."""
+    """Insert an array at a traced index into zeros, as in the gradient of `dynamic_slice`."""
     axes = [i for i, n in enumerate(zeros.shape) if n != update.shape[i]]
     if not isinstance(zeros, Lazy) or zeros.terms or len(axes) != 1 or update.shape[axes[0]] != 1:
         return None
@@ -259,7 +262,7 @@ def _update_slice(_: Any, zeros: Any, update: Any, *start: Any) -> Lazy | None:
 
 
 def _reverse(eqn: Any, x: Lazy) -> Lazy | None:
-    """Turns axes round, and with them the labels that they are made of."""
+    """Reverse axes by reversing all of their labels."""
     turned = eqn.params["dimensions"]
 
     def reversed_(term: Term) -> Term:
@@ -274,7 +277,7 @@ def _reverse(eqn: Any, x: Lazy) -> Lazy | None:
 
 
 def _select(_: Any, which: Array, *cases: Any) -> Lazy:
-    """Chooses by one number: factors of the other cases are zero, whatever they hold."""
+    """Select by a scalar: set the factors of the other cases to zero, even if they are NaN."""
 
     def kept(i: int, f: Factor) -> Factor:
         return f if f.hot is not None else replace(f, array=jnp.where(which == i, f.array, 0))
@@ -299,7 +302,7 @@ def _parts(x: Lazy, axis: int, sizes: Sequence[int]) -> list[Lazy] | None:
 
 
 RULES: dict[str, Rule] = {
-    # Two activations are where factors begin.
+    # Products of ordinary arrays create factors.
     "dot_general": Rule(_dot_general, (), starts=True),
     "conv_general_dilated": Rule(_convolution, (), starts=True),
     **dict.fromkeys(("scatter-add", "scatter_add"), Rule(_scatter_add, _added_to, starts=True)),
@@ -309,7 +312,7 @@ RULES: dict[str, Rule] = {
     "reshape": Rule(_reshape),
     **dict.fromkeys(("squeeze", "reduce_sum"), Rule(_without_axes)),
     "convert_element_type": Rule(_cast),
-    # Where the result is placed is for the weighted sum to say, not for each example.
+    # Ignore sharding constraints of per-example gradients. Only the weighted sum is sharded.
     **dict.fromkeys(("sharding_constraint", "reshard"), Rule(lambda _, x: x)),
     **dict.fromkeys(("reduce_precision", "copy", "copy_p", "name"), Rule(lambda _, x: x)),
     "slice": Rule(_slice),
@@ -321,7 +324,7 @@ RULES: dict[str, Rule] = {
     "mul": Rule(_multiply, _by_number),
     "div": Rule(_divide, _by_number),
     "concatenate": Rule(_concatenate, None),
-    # The gradient of joined parameters is cut into theirs.
+    # The gradient of concatenated parameters is split.
     "split": Rule(lambda eqn, x: _parts(x, eqn.params["axis"], eqn.params["sizes"])),
     "unstack": Rule(_unstack),
 }

@@ -1,10 +1,10 @@
-"""Norms of each example's gradient, and the sum of the gradients times their factors.
+"""Per-example gradient norms, and the sum of gradients multiplied by their clip factors.
 
-One backward pass gives the factors of every gradient. Norms come from their Gram matrices, and the
-sum is one product, of which the smaller factor is multiplied by each example's clip factor
-(book-keeping: Bu et al. 2022, arXiv 2210.00038). If the Gram matrix of an example is not accurate
-enough, its gradient is materialized and added to the sum by itself. The path of an example depends
-on that example alone, and so does its contribution.
+One backward pass computes the factors of every gradient. Their Gram matrices give the norms. The
+sum is one contraction, in which the smaller factor is multiplied by the clip factor of each example
+(book-keeping: Bu et al. 2022, arXiv 2210.00038). If the Gram matrices of an example are not
+accurate enough, its gradient is materialized and added separately. The choice of method for an
+example, and therefore its contribution, does not depend on other examples.
 """
 
 import functools
@@ -33,14 +33,14 @@ def sums_and_norms(
     groups: LeafGroups,
     factors_of: Callable[[Outputs, GroupNorms], GroupNorms] | None,
 ) -> tuple[list[Array], GroupNorms]:
-    """Measures each group of leaves of each example, and sums the gradients times their factors.
+    """Compute the norm of each group of leaves per example, and the sum of clipped gradients.
 
     Args:
-        outputs: of a batch.
-        params: what is differentiated by.
-        groups: the leaves of each.
-        factors_of: from outputs and norms to factors, without weights; without it
-            nothing is summed.
+        outputs: Outputs and gradients of a batch.
+        params: Differentiated leaves.
+        groups: Mapping from each label to the indices of its leaves.
+        factors_of: Function from outputs and norms to clip factors, without weights; None to
+            compute only the norms.
     """
     each = jax.typeof(outputs.value)
     axes = varying_axes(outputs.value)
@@ -49,7 +49,7 @@ def sums_and_norms(
     types = [each, *map(jax.typeof, params)]
     if not any(is_explicit(x.sharding) for x in types):
         return run(outputs)
-    # How a product of two sharded factors is sharded is left open; the sum is as its leaf.
+    # Let XLA choose the sharding of intermediate products. The sum has the sharding of its leaf.
     summed = [] if factors_of is None else [x.sharding for x in types[1:]]
     out = (summed, dict.fromkeys(groups, each.sharding))
     auto: Any = jax.sharding.auto_axes(run, out_sharding=out)
@@ -62,12 +62,12 @@ def _sums_and_norms(
     shards: Sequence[frozenset[str]],
     factors_of: Callable[[Outputs, GroupNorms], GroupNorms] | None,
 ) -> tuple[list[Array], GroupNorms]:
-    # The norms and the sum must use the same digits.
+    # The norms and the sum must use identically rounded values.
     outputs = outputs._replace(grads=list(map(fusion_barrier, outputs.grads)))
     size = outputs.value.shape[0]
     squares = jax.vmap(lambda grads: _squares(grads, groups, shards), axis_size=size)(outputs.grads)
     norms = {k: jax.vmap(norm_of)(x) for k, x in squares.items()}
-    # An example of weight 0 contributes 0 whatever its norm, if that is finite.
+    # An example of weight 0 contributes 0 if its norm is finite, so its error does not matter.
     ignored = outputs.weight <= 0
     exact = [jax.vmap(is_exact)(x) | ignored & jnp.isfinite(x[:, 0]) for x in squares.values()]
     is_exact_example = functools.reduce(jnp.logical_and, exact, jnp.ones(size, bool))
@@ -82,7 +82,7 @@ def _sums_and_norms(
         return [weighted_sum(g, of_leaf[i]) for i, g in enumerate(part.grads)]
 
     def without_rest(grads: list[Any]) -> list[Any]:
-        """The gradients with zeros for the remaining examples: zero times a NaN is a NaN."""
+        """Set gradients of inexact examples to zero, because zero times NaN is NaN."""
         select = jax.vmap(lambda keep, g: jax.tree.map(lambda x: jnp.where(keep, x, 0), g))
         return select(is_exact_example, grads)
 
@@ -95,8 +95,7 @@ def _sums_and_norms(
     if not size:
         return sums, norms
 
-    # The remaining examples follow one after the other: as many at a time as there are devices,
-    # each of which holds one.
+    # Process the inexact examples one at a time on each device.
     steps = size // math.gcd(size, device_count(outputs.value))
     of_steps = is_exact_example.reshape(-1, steps).all(0)
     order, count = jnp.argsort(of_steps), jnp.sum(~of_steps)
@@ -125,27 +124,27 @@ def _sums_and_norms(
 
 
 def _add_compensated(total: Array, error: Array, term: Array) -> tuple[Array, Array]:
-    """Kahan's sum: its rounding error does not grow with the number of terms."""
+    """Add with Kahan compensation, whose error does not grow with the number of terms."""
     term = term - error
     new = total + term
-    # A NaN or an infinity in the sum stays there without a compensation.
+    # If the sum is not finite, the compensation would be NaN.
     return new, jnp.where(jnp.isfinite(new), (new - total) - term, 0)
 
 
 def weighted_sum(value: Array | Lazy, factors: Array) -> Array:
-    """Sums over the first axis the gradients times their factors, in 32 bit at least."""
+    """Multiply gradients by factors and sum over the first axis, in at least 32 bits."""
     if isinstance(value, Lazy):
         return written(jax.vmap(Lazy.scale)(value, factors).stack(len(factors), summed=True))
     value = written(value)
     each = factors.astype(value.dtype).reshape(-1, *(1 for _ in value.shape[1:]))
-    # Selected: zero times a NaN is a NaN.
+    # Select instead of multiplying by 0, because zero times NaN is NaN.
     return jnp.sum(jnp.where(each == 0, 0, each * value), 0)
 
 
 def _squares(
     grads: Sequence[Array | Lazy], groups: LeafGroups, shards: Sequence[frozenset[str]]
 ) -> dict[Any, Array]:
-    """Squares each group of leaves of one example, over the devices that share a leaf."""
+    """Return the squared norm of each group for one example, summed over the shards of a leaf."""
     squares = list(map(square, grads))
 
     def joined(group: list[int]) -> Array:
@@ -162,13 +161,17 @@ def _squares(
 def _exact_norms(
     grads: list[Array], groups: LeafGroups, shards: Sequence[frozenset[str]]
 ) -> dict[Any, Scalar]:
-    """The norms of one example from materialized gradients, each leaf scaled by its own maximum."""
+    """Compute the norms of one example from materialized gradients.
+
+    Each leaf is divided by its largest magnitude before squaring.
+    """
     tops: list[Array] = []
     totals: list[Array] = []
     for x, axes in zip(grads, shards, strict=True):
         sizes, info = jnp.abs(x), jnp.finfo(x.dtype)
         top = max_over(jnp.max(sizes, initial=0), axes)
-        # XLA multiplies by the reciprocal, which must not be subnormal: it would be flushed to 0.
+        # XLA may replace the division by a multiplication with the reciprocal. If the reciprocal
+        # is subnormal, it is flushed to 0.
         is_regular = (top >= info.tiny) & jnp.isfinite(top)
         base = jnp.where(is_regular, jnp.minimum(top, info.max / 4), 1)
         tops.append(base)

@@ -252,9 +252,9 @@ def test_init_must_know_that_gradients_stay_unreduced(mesh):
     params = place({k: np.asarray(p) for k, p in PARAMS.items()}, mesh)
     tx = gcx.accumulate_gradients(optax.sgd(1.0), 2)
     message = (
-        "accumulate_gradients: `updates` must be unreduced over [], as the parameters that `init` "
-        "was given say, got a leaf unreduced over ['data'] at updates['v']. Give `init` the "
-        "parameters with the `reduced` axes that the loss sees."
+        "accumulate_gradients: `updates` must be unreduced over [], like the accumulator, "
+        "got a leaf unreduced over ['data'] at updates['v']. Pass parameters to `init` with the "
+        "same `reduced` axes as in the loss."
     )
     with pytest.raises(TypeError, match=re.escape(message)):
         jax.jit(lambda p, x: tx.update(jax.grad(loss)(keep(p), x), tx.init(p), p))(
@@ -273,7 +273,7 @@ def test_init_must_know_that_gradients_stay_unreduced(mesh):
 def test_what_needs_the_whole_gradient_says_so(mesh, argument, options):
     params = place({k: np.asarray(p) for k, p in PARAMS.items()}, mesh)
     tx = gcx.accumulate_gradients(optax.sgd(1.0), 2, **options)
-    message = f"accumulate_gradients: `{argument}` must be left out"
+    message = f"accumulate_gradients: `{argument}` must be omitted"
     with pytest.raises(TypeError, match=message):
         jax.jit(lambda p, x: tx.update(jax.grad(loss)(keep(p), x), tx.init(keep(p)), p))(
             params, place(np.asarray(X[0]), mesh, "data")

@@ -312,7 +312,7 @@ def test_reactions_to_a_large_norm_are_uniform():
 def test_a_rule_that_looks_at_parameters_needs_them():
     params, grads = params_and_grads()
     tx = gcx.skip_large_norm(optax.sgd(0.1), gcx.thresholds.relative_to_params(0.1))
-    expected = "skip_large_norm: `params` must be given for this threshold, got None."
+    expected = "skip_large_norm: `params` must be passed for this threshold, got None."
     with pytest.raises(ValueError, match=expected):
         tx.update(grads, tx.init(params))
     with pytest.raises(TypeError, match=r"skip_large_norm: `updates` must be a tree like `params`"):

@@ -428,7 +428,7 @@ def test_the_loss_is_the_extra_argument_that_guards_take():
     grads = {"w": jnp.ones(1)}
     _, state = tx.update(grads, tx.init(grads), grads, value=None, loss=jnp.float32(np.inf))
     assert [x.kinds for x in gcx.incidents(state)] == [("loss",)]
-    with pytest.raises(TypeError, match="watch: `loss` must be left out beside `value`, got both"):
+    with pytest.raises(TypeError, match="`loss` must be omitted if `value` is passed, got both"):
         tx.update(grads, state, grads, value=jnp.ones(()), loss=jnp.ones(()))
 
 
@@ -759,7 +759,7 @@ def test_a_checkpoint_holds_arrays_only_and_names_come_from_the_structure(tmp_pa
                 PARAMS, gcx.watch(optax.sgd(0.1)).init(PARAMS)
             ),
             ValueError,
-            "watch: `params` must be given",
+            "watch: `params` must be passed",
         ),
         (
             lambda: gcx.watch(optax.sgd(0.1), of=("gradient",)).update(
