@@ -220,9 +220,8 @@ def init_log(size: int, params: Tree, units: Units, tap_names: Sequence[str]) ->
     """A log without incidents."""
     rows = jnp.zeros((size, len(Incident._fields)), jnp.int32).at[:, 0].set(-1)
     step_count, incident_count = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-    names = join_names(name_units(units, params))
-    tap_names = {join_names(tap_names): None}
-    return IncidentLog(step_count, incident_count, rows, {names: None}, tap_names)
+    names, taps = join_names(name_units(units, params)), join_names(tap_names)
+    return IncidentLog(step_count, incident_count, rows, {names: None}, {taps: None})
 
 
 def names_in(log: IncidentLog) -> list[str]:

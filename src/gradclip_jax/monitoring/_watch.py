@@ -73,7 +73,7 @@ class WatchState(NamedTuple):
     norms: dict[str, Array]
     levels: Levels
     incidents: IncidentLog
-    tap_sums: Array | None
+    tap_sums: Any
     inner_state: Any
 
     watch_step = property(lambda state: state.incidents.step_count)
@@ -154,7 +154,8 @@ def watch(
     usual level; a unit whose norm has risen far, in proportion to the other units; a gradient that
     has become zero; a device whose parameters differ; or a step that a guard inside skipped. The
     loss is the extra argument `value` or `loss` of `update`. There are no thresholds in the first
-    16 steps, and wide ones until step 64.
+    16 steps, and wide ones until step 64; until step 128 a loss or a norm more than 8 times the
+    largest one so far is an incident in any case.
 
     | call | what is reported |
     | --- | --- |
@@ -177,9 +178,10 @@ def watch(
             its index. "global" names no unit. Inside `shard_map` no unit of a leaf may be spread
             over devices along an axis that indexes units.
         spike_threshold: in standard deviations of the logarithm above its moving average over about
-            128 steps, > 0; of a loss both of its logarithm, if it has one, and of the loss itself.
-            A unit is compared in proportion to the others, by a quarter more. inf for none. A norm
-            less than twice its usual one is no incident.
+            128 steps, > 0, times 1.35 for the long tails of norms. The norm of a unit is compared
+            in proportion to the other units; a loss has to be an outlier both by its logarithm, if
+            it has one, and by itself. inf for no threshold. A norm less than twice its usual one is
+            no incident.
         max_incidents: how many are kept, 1 to 2^20, static.
         axis_name: mapped axes over which every leaf is a shard, where types cannot tell (inside
             `pmap`, or `shard_map` with `check_vma=False`).
