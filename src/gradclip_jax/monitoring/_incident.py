@@ -4,6 +4,7 @@ import contextlib
 import functools
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from jax import lax
 from .._states import increment_where, register_metrics
 from .._types import UNBOUNDED, Array, Scalar, Tree
 from ..clipping._norm import Units
+from ._taps import FirstNonfinite
 from ._unit_names import join_names, name_units, split_names
 
 KINDS = (
@@ -27,6 +29,8 @@ FATES = ("skipped", "held", "unchanged", "clipped")
 
 _CODES = {math.inf: UNBOUNDED, None: -UNBOUNDED}
 """What stands for a field that is None or infinite by default."""
+
+_NO_BATCH = np.iinfo(np.int32).min
 
 STREAK = 8
 """Equal incidents at most this many steps apart are one streak."""
@@ -56,6 +60,10 @@ class Incident(NamedTuple):
             or the parameters have, in proportion to the other units.
         parameter_norm: the norm of the parameters; None if it was not measured.
         device: of the kind "replica" the index of the device that differs from the others.
+        activation: the first tap of the forward pass with a non-finite activation; None if there is
+            none or taps were not passed.
+        cotangent: the first tap of the backward pass with a non-finite cotangent, or None.
+        batch_id: the extra argument `batch_id` of that step; None if none was passed.
         streak: the number of equal incidents in a streak, up to this one.
         first_step: the step of the first of them.
 
@@ -86,6 +94,9 @@ class Incident(NamedTuple):
     leaf_rise: float = 1.0
     parameter_norm: float | None = None
     device: int = -1
+    activation: str | None = None
+    cotangent: str | None = None
+    batch_id: int | None = None
     streak: int = 1
     first_step: int = -1
 
@@ -93,7 +104,8 @@ class Incident(NamedTuple):
         """The incident as a sentence."""
         fate = " and ".join(word for word in FATES if word in self.kinds) or "applied"
         norm = "zero" if self.norm == 0 else f"norm {_compared(self.norm, self.norm_threshold)}"
-        text = f"step {self.step}: {fate.replace('unchanged', 'parameters unchanged')}"
+        batch = "" if self.batch_id is None else f", batch {self.batch_id}"
+        text = f"step {self.step}{batch}: {fate.replace('unchanged', 'parameters unchanged')}"
         parts = [f"{text}, gradient {norm}", *filter(None, [self._place(), *self._causes()])]
         if self.loss is not None:
             parts.append(f"loss {_compared(self.loss, self.loss_threshold)}")
@@ -143,6 +155,10 @@ class Incident(NamedTuple):
             parts.append(f"gradient norm{place} has slowly risen {rise} times")
         if "replica" in self.kinds:
             parts.append(f"the parameters on device {self.device} differ from those on the others")
+        if self.activation or self.cotangent:
+            # After a non-finite activation all cotangents are usually non-finite.
+            cotangent = None if self.activation else self.cotangent
+            parts.append(str(FirstNonfinite(self.activation, cotangent)))
         return parts
 
     def to_dict(self) -> dict[str, Any]:
@@ -184,36 +200,42 @@ class IncidentLog(NamedTuple):
         incident_count: int32[], steps with an incident.
         rows: int32[incidents, fields], the fields of each incident, the last at the end: step and
             kinds, then the bits of a float32 for each of the others, so that a NaN can be kept;
-            the last two are integers.
+            the last three are integers.
         names: a dict with one key, the names of all units, and no leaf: a checkpoint has no place
             for strings.
+        tap_names: the same for the names of all taps.
     """
 
     step_count: Scalar
     incident_count: Scalar
     rows: Array
     names: Any
+    tap_names: Any
 
     incident_step = property(lambda log: log.rows[..., -1, 0], doc="-1 before the first.")
     incident_kind = property(lambda log: log.rows[..., -1, 1], doc="A sum of flags.")
 
 
-def init_log(size: int, params: Tree, units: Units) -> IncidentLog:
+def init_log(size: int, params: Tree, units: Units, tap_names: Sequence[str]) -> IncidentLog:
     """A log without incidents."""
     rows = jnp.zeros((size, len(Incident._fields)), jnp.int32).at[:, 0].set(-1)
     step_count, incident_count = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-    names = join_names(name_units(units, params))
-    return IncidentLog(step_count, incident_count, rows, {names: None})
+    names, taps = join_names(name_units(units, params)), join_names(tap_names)
+    return IncidentLog(step_count, incident_count, rows, {names: None}, {taps: None})
 
 
 def names_in(log: IncidentLog) -> list[str]:
     """The names of the units."""
-    (joined,) = log.names
-    return split_names(joined)
+    return split_names(*log.names)
+
+
+def tap_names_in(log: IncidentLog) -> list[str]:
+    """The names of the taps."""
+    return split_names(*log.tap_names)
 
 
 def note(
-    log: IncidentLog, fields: dict[str, Any], flags: dict[str, Any], **fates: Scalar
+    log: IncidentLog, fields: dict[str, Any], flags: dict[str, Any], batch_id: Any, **fates: Scalar
 ) -> IncidentLog:
     """The log after a step. A step with a flag is an incident, and a skipped one; other fates not.
 
@@ -242,9 +264,10 @@ def note(
     continues = (last[0] >= 0) & is_equal & (step - last[0] <= STREAK)
     count = jnp.where(continues, last[-2] + 1, 1)
     first_step = jnp.where(continues, last[-1], step)
-    numbers = jnp.stack([jnp.asarray(fields[k], jnp.float32) for k in Incident._fields[2:-2]])
+    numbers = jnp.stack([jnp.asarray(fields[k], jnp.float32) for k in Incident._fields[2:-3]])
     bits = lax.bitcast_convert_type(numbers, jnp.int32)
-    row = jnp.concatenate([jnp.stack([step, kinds]), bits, jnp.stack([count, first_step])])
+    batch = jnp.asarray(_NO_BATCH if batch_id is None else batch_id, jnp.int32)
+    row = jnp.concatenate([jnp.stack([step, kinds]), bits, jnp.stack([batch, count, first_step])])
     # The first of a streak stays, and the last takes the place of the one before it.
     older = jnp.where(count > 2, log.rows[:-1], log.rows[1:])
     rows = jnp.concatenate([older, row[None]])
@@ -257,20 +280,25 @@ def note(
 
 def read_log(log: IncidentLog) -> list[Incident]:
     """The incidents in a log, the oldest first."""
-    names, rows = names_in(log), np.asarray(log.rows)
+    names, taps, rows = names_in(log), tap_names_in(log), np.asarray(log.rows)
     found: list[Incident] = []
     for row in rows[rows[:, 0] >= 0]:
         # A damaged row, as of a checkpoint with a flipped bit, does not hide the others.
         with contextlib.suppress(IndexError, ValueError, OverflowError):
-            found.append(_read(row, names))
+            found.append(_read(row, names, taps))
     return found
 
 
-def _read(row: Any, names: list[str]) -> Incident:
+def _read(row: Any, names: list[str], taps: list[str]) -> Incident:
     values: dict[float, Any] = {code: default for default, code in _CODES.items()}
-    numbers = zip(Incident._fields[2:-2], row.view(np.float32)[2:-2].tolist(), strict=True)
+    numbers = zip(Incident._fields[2:-3], row.view(np.float32)[2:-3].tolist(), strict=True)
     fields = {key: values.get(x, x) for key, x in numbers}
     fields |= {key: names[int(fields[key])] if names else "" for key in ("leaf", "second_leaf")}
     fields |= {key: int(fields[key]) for key in ("bad_elements", "device")}
+    for key in ("activation", "cotangent"):
+        index = fields[key]
+        fields[key] = None if index is None or index < 0 else taps[int(index)]
     kinds = tuple(kind for i, kind in enumerate(KINDS) if row[1] >> i & 1)
-    return Incident(int(row[0]), kinds, **fields, streak=int(row[-2]), first_step=int(row[-1]))
+    step, batch, streak, first_step = (int(row[i]) for i in (0, -3, -2, -1))
+    batch_id = None if batch == _NO_BATCH else batch
+    return Incident(step, kinds, **fields, batch_id=batch_id, streak=streak, first_step=first_step)

@@ -13,6 +13,13 @@ KINDS = ("gradient", "update", "parameter")
 WARM_UP, SHORT, LONG = 16, 64, 1024
 """Steps before the first threshold, and the steps after which a new value weighs 1 / SHORT."""
 
+_WIDTH = 1.35
+"""Thresholds are this times wider than `spike_threshold` says. The variance counts values far below
+the mean for less, which makes it up to 18 % too small, and logarithms of norms have long tails."""
+
+_EARLY = float(np.log(8.0))
+"""Until step 2 * SHORT no threshold is above 8 times the largest value so far."""
+
 _DRIFT = float(np.log(4.0))
 """A unit drifts if its short mean is 4 times its long mean."""
 
@@ -26,8 +33,8 @@ class LevelState(NamedTuple):
     Attributes:
         num_values: values so far, at most LONG.
         mean: moving average over about 2 * SHORT values.
-        variance: moving variance, of the same memory.
-        top: the largest excess over the mean, which decays over LONG / 2 values.
+        variance: moving variance, of the same memory; values far below the mean count for less.
+        top: the largest excess over the mean, which decays over LONG values.
     """
 
     num_values: Array
@@ -62,20 +69,21 @@ def init_levels(num_kinds: int, num_units: int) -> Levels:
 
 
 def outliers(
-    z_threshold: Any, floor: Any, memory: Any, tail: Any = 0.0, relative_floor: Any = 0.0
+    z_threshold: Any, floor: Any, memory: Any, tail: Any = 0.0, is_log: Any = True
 ) -> Rule:
     """A threshold some standard deviations above the moving average of values of any sign.
 
-    An outlier enters the average as the threshold, so that it hides no later one, and with weight
-    1 / 4, so that a lasting rise is learned within some steps.
+    An outlier enters the average as the threshold, so that later outliers are still detected, and
+    with weight 1 / 4, so that a lasting rise is learned within some steps.
 
     Args:
-        z_threshold: in standard deviations; elementwise, as the following.
-        floor: the least standard deviation.
+        z_threshold: in standard deviations; elementwise, like the other arguments.
+        floor: the smallest standard deviation.
         memory: the number of values after which a new one weighs `1 / memory`.
-        tail: the least excess, relative to the largest one so far. With 1.5 the threshold rises for
-            values with a long tail.
-        relative_floor: the least standard deviation, relative to the mean.
+        tail: the smallest threshold above the mean, relative to the largest excess so far: values
+            with a long tail get a higher threshold.
+        is_log: whether the values are logarithms; the standard deviation of other values is at
+            least 1 % of their mean.
     """
 
     def init(value: Array) -> LevelState:
@@ -83,10 +91,15 @@ def outliers(
 
     def update(value: Array, state: LevelState, param_norm: Any) -> tuple[Array, LevelState]:
         count, mean, variance, top = state
-        # Twice as wide after 16 values as after 64: the variance is hardly known then.
-        width = 1 + jnp.clip((SHORT - count) / (SHORT - WARM_UP), 0, 1)
-        deviation = jnp.maximum(jnp.sqrt(variance), jnp.maximum(floor, relative_floor * abs(mean)))
+        size = abs(mean)
+        deviation = jnp.maximum(jnp.sqrt(variance), jnp.where(is_log, floor, 0.01 * size + floor))
+        # Twice as wide after 16 values as after 64: the variance is not well known by then.
+        width = _WIDTH * (1 + jnp.clip((SHORT - count) / (SHORT - WARM_UP), 0, 1))
         bound = jnp.maximum(z_threshold * width * deviation, tail * top)
+        # While a loss falls fast its variance is large, but not its largest value.
+        early = jnp.maximum(1, count / (2 * SHORT))
+        rise = jnp.where(is_log, _EARLY, (np.exp(_EARLY) - 1) * (top + size))
+        bound = jnp.minimum(bound, jnp.where(z_threshold < jnp.inf, top + early * rise, jnp.inf))
         bound = jnp.where(count >= WARM_UP, bound, UNBOUNDED)
         change = jnp.minimum(value - mean, bound)
         steps = jnp.minimum(count + 1, memory)
@@ -94,8 +107,8 @@ def outliers(
         after = LevelState(
             num_values=jnp.minimum(count + 1, LONG),
             mean=mean + weight * change,
-            variance=(1 - 1 / steps) * (variance + change**2 / steps),
-            top=jnp.where(count >= WARM_UP, jnp.maximum((1 - 2 / LONG) * top, change), 0),
+            variance=(1 - 1 / steps) * (variance + jnp.maximum(change, -deviation) ** 2 / steps),
+            top=jnp.maximum((1 - 1 / LONG) * top, (1 - weight) * change),
         )
         return jnp.where(bound < UNBOUNDED, mean + bound, UNBOUNDED), after
 
@@ -138,20 +151,19 @@ def compare(
     norms = jnp.stack(list(by_kind.values()))
     units = norms.shape[1] - 1
     is_kind = np.array([[kind == other for other in KINDS] for kind in by_kind])
-    # The gradient of a unit, of which there are many, by half as many deviations again. Rises below
-    # a factor of 2 are no incident, and below 3 none of an update: a schedule may restart.
-    scale = np.ones(norms.shape) * np.array([1.0] + [1.25] * units)
-    least = np.log(is_kind @ np.array([2.0, 3.0, 2.0]))[:, None] / (6.0 * scale)
-    memory = (is_kind @ np.array([SHORT, SHORT, 8.0]))[:, None] * np.ones_like(scale)
-    memory = memory.astype(np.float32)
-    as_flat = lambda x, *of_loss: jnp.asarray([*x.reshape(-1), *of_loss], jnp.float32)  # noqa: E731
-    rule = outliers(
-        z_threshold * as_flat(scale, 1.5, 1.5),
-        as_flat(least, 0.05, 1e-6),
-        as_flat(memory, SHORT, SHORT),
-        as_flat(1.5 * (np.arange(1 + units) == 0) * np.ones_like(scale), 1.5, 1.5),
-        as_flat(np.zeros_like(scale), 0.0, 0.01),
+    # Rises below a factor of 2 are no incident, and below 3 none of an update: a schedule may
+    # restart. The last two values are the logarithm of the loss, and the loss.
+    columns = [
+        (np.log(is_kind @ np.array([2.0, 3.0, 2.0])) / (6 * _WIDTH), (0.05, 1e-6)),
+        (memory := is_kind @ np.array([SHORT, SHORT, 8.0]), (SHORT, SHORT)),
+        (np.ones(len(by_kind)), (1, 1)),
+    ]
+    least, memories, ones = (
+        np.float32([*np.repeat(of_kinds, 1 + units), *of_loss]) for of_kinds, of_loss in columns
     )
+    place = np.arange(ones.size)
+    is_whole = (place % (1 + units) == 0) | (place >= norms.size)
+    rule = outliers(z_threshold, least, memories, 2 * is_whole * ones, place < place[-1])
 
     measured = jnp.where(is_kind[:, :1] | is_step, norms, 0)  # the log of 0 enters no level
     logs = jnp.log(measured)
@@ -162,7 +174,9 @@ def compare(
     values = jnp.append((logs - shared).reshape(-1), of_loss)
     limits, usual = apply_rule(rule, values, levels.usual)
     # A level follows what all units do together.
-    weight = jnp.where(jnp.isfinite(logs), 1 / jnp.minimum(count + 1, memory), 0)
+    weight = jnp.where(
+        jnp.isfinite(logs), 1 / jnp.minimum(count + 1, np.float32(memory)[:, None]), 0
+    )
     followed = jnp.pad((shared * weight).reshape(-1), (0, 2))
     usual = usual._replace(mean=usual.mean + followed)
 

@@ -168,7 +168,8 @@ def _column(key: str, rows: Sequence[Any]) -> np.ma.MaskedArray[Any, Any]:
     """The values of a key; masked where there is none, where it is no number, or not measured."""
     values = np.array([_number(row.get(key)) for row in rows])
     is_missing = [not isinstance(row.get(key), _NUMBERS) for row in rows]
-    is_unmeasured = (key.partition("/")[0] in _NORMS) & (values < 0)
+    name = key.partition("/")[0]
+    is_unmeasured = (name in _NORMS) & (values < 0) | (name == "taps") & (values == -1)
     return np.ma.array(values, mask=is_missing | is_unmeasured)
 
 

@@ -40,6 +40,7 @@ def metrics(state: Any) -> dict[str, Array]:
     | `gradient_norm`, `update_norm`, `parameter_norm`, `update_ratio` | of `watch`, also by unit |
     | | -1 where the last call measured nothing |
     | `largest_share`, `largest_share_index` | of a unit in the squared gradient norm, and which |
+    | `taps/<name>/rms` and so on | of the taps whose statistics `watch` got; see `taps.metrics` |
     | `watch_step`, `has_updated` | calls of `watch`; whether the last changed the parameters |
     | `incident_count`, `incident_step`, `incident_kind` | how many, and the last: see `incidents` |
 
@@ -117,6 +118,10 @@ def _if_measured(watched: WatchState, gates: Sequence[Any]) -> WatchState:
             for kind, x in plain_arrays(watched.norms).items()
         }
         watched = watched._replace(norms=norms)
+        if watched.tap_sums is not None:
+            stepped = jnp.expand_dims(stepped, (-3, -2, -1))
+            sums = jnp.where(stepped, plain_arrays(watched.tap_sums), 0)
+            watched = watched._replace(tap_sums=sums)
     return watched
 
 

@@ -190,17 +190,17 @@ def names(stats: Tree) -> list[str]:
         >>> gcx.taps.names(gcx.taps.make_probes(["mlp"], num_layers=2))
         ['mlp_0', 'mlp_1']
     """
-    return _read(stats)[0]
+    return read_sums("stats", stats)[0]
 
 
-def _read(stats: Tree) -> tuple[list[str], Any]:
+def read_sums(argument: str, stats: Tree) -> tuple[list[str], Any]:
     """The names of all taps, and their sums, float[taps, 2, 5]: in the order of `names`."""
     entries = jax.tree_util.tree_leaves_with_path(stats)
     for path, leaf in entries:
         if np.shape(leaf)[-2:] != _SHAPE:
-            got = f"{describe(leaf)} at {leaf_path('stats', path)}"
+            got = f"{describe(leaf)} at {leaf_path(argument, path)}"
             hint = "Pass the gradient with respect to the probes."
-            raise value_error("stats", "a tree of float32[..., 2, 5]", got, hint)
+            raise value_error(argument, "a tree of float32[..., 2, 5]", got, hint)
     leaves = [leaf for _, leaf in entries]
     is_known = not any(map(is_traced, leaves))
     # Outside jit: one transfer for all taps, and float64.
@@ -252,9 +252,14 @@ def metrics(stats: Tree) -> dict[str, Any]:
         >>> sorted(gcx.taps.metrics(gcx.taps.make_probes(["mlp"])))[:3]
         ['taps/mlp/cotangent_kurtosis', 'taps/mlp/cotangent_mean', 'taps/mlp/cotangent_nonfinite']
     """
-    found, sums = _read(stats)
-    is_known = isinstance(sums, np.ndarray)
-    xp: Any = np if is_known else jnp
+    found, sums = read_sums("stats", stats)
+    out = {f"taps/{key}": x for key, x in ratios(found, sums, np.nan).items()}
+    return {key: float(x) for key, x in out.items()} if isinstance(sums, np.ndarray) else out
+
+
+def ratios(found: Sequence[str], sums: Any, missing: float) -> dict[str, Any]:
+    """The statistics by name, given sums[..., taps, 2, 5]; `missing` for a tap without elements."""
+    xp: Any = np if isinstance(sums, np.ndarray) else jnp
     with np.errstate(divide="ignore", invalid="ignore"):
         size, total, squares, fourths, bad = (sums[..., i] for i in range(_SHAPE[1]))
         count = size - bad  # of finite elements
@@ -266,11 +271,12 @@ def metrics(stats: Tree) -> dict[str, Any]:
             "kurtosis": xp.where(squares > 0, kurtosis, 0 / count),
             "nonfinite": bad / size,
         }
+    table = {key: xp.where(size > 0, x, missing) for key, x in table.items()}
     out: dict[str, Any] = {}
     for i, name in enumerate(found):
         for j, kind in enumerate(("", "cotangent_")):
-            out |= {f"taps/{name}/{kind}{key}": values[i, j] for key, values in table.items()}
-    return {key: float(x) for key, x in out.items()} if is_known else out
+            out |= {f"{name}/{kind}{key}": values[..., i, j] for key, values in table.items()}
+    return out
 
 
 @public
@@ -293,7 +299,12 @@ def first_nonfinite_index(stats: Tree) -> Array:
         >>> gcx.taps.first_nonfinite_index(gcx.taps.make_probes(["mlp"])).tolist()
         [-1, -1]
     """
-    is_bad = jnp.asarray(_read(stats)[1][..., -1] != 0)
+    return first_nonfinite_of(read_sums("stats", stats)[1])
+
+
+def first_nonfinite_of(sums: Any) -> Array:
+    """The same, given the sums of all taps."""
+    is_bad = jnp.asarray(sums[..., -1] != 0)
     index = jnp.arange(len(is_bad), dtype=jnp.int32)[:, None]
     last = jnp.max(jnp.where(is_bad, index, -1), axis=0, initial=-1)
     first = jnp.min(jnp.where(is_bad, index, len(is_bad)), axis=0, initial=len(is_bad))

@@ -18,7 +18,9 @@ from .._checks import (
     check_number,
     check_state,
     check_static,
+    is_scalar,
     is_traced,
+    listed,
     shortened,
 )
 from .._errors import public, type_error, value_error
@@ -38,8 +40,9 @@ from ..clipping._threshold import check_params
 from ..guarding._guard import check_guard
 from ..guarding._signal import loss_of
 from ._evidence import differing_device, evidence, measure_step, measure_units
-from ._incident import IncidentLog, init_log, names_in, note
+from ._incident import IncidentLog, init_log, names_in, note, tap_names_in
 from ._levels import KINDS, Levels, compare, init_levels
+from ._taps import first_nonfinite_of, ratios, read_sums
 
 _OF_GUARDS = {"norm_threshold": "skip_threshold"} | {
     key: key for key in ("loss_threshold", "update_norm", "update_threshold")
@@ -52,7 +55,7 @@ NOT_MEASURED = -1.0
 
 @register_metrics(
     *("watch_step", "has_updated", "largest_share", "largest_share_index"),
-    *("gradient_norm", "update_norm", "parameter_norm", "update_ratio"),
+    *("gradient_norm", "update_norm", "parameter_norm", "update_ratio", "taps"),
 )
 class WatchState(NamedTuple):
     """The measurements of the last call of `watch`, and the last incidents.
@@ -62,12 +65,15 @@ class WatchState(NamedTuple):
             the norm of all, then of each unit; -1 if the last call did not measure.
         levels: the `Levels` that norms and losses are compared with.
         incidents: the `IncidentLog`; its `step_count` is the metric `watch_step`.
+        tap_sums: float32[taps, 2, 5], the statistics of the last call, zeros if none were passed;
+            None for a `watch` without taps.
         inner_state: the state of the inner transformation.
     """
 
     norms: dict[str, Array]
     levels: Levels
     incidents: IncidentLog
+    tap_sums: Any
     inner_state: Any
 
     watch_step = property(lambda state: state.incidents.step_count)
@@ -78,6 +84,16 @@ class WatchState(NamedTuple):
     update_norm = property(lambda state: _by_name(state, "update"))
     parameter_norm = property(lambda state: _by_name(state, "parameter"))
     update_ratio = property(lambda state: _by_name(state, "ratio"))
+    taps = property(lambda state: _of_taps(state))
+
+
+def _of_taps(state: WatchState) -> dict[str, Any] | None:
+    """The statistics of taps by name; None without taps."""
+    if state.tap_sums is None:
+        return None
+    sums = plain_arrays(state.tap_sums)
+    sums = sums if is_traced(sums) else np.asarray(sums)
+    return ratios(tap_names_in(state.incidents), sums, NOT_MEASURED)
 
 
 def _has_updated(state: WatchState) -> Array:
@@ -122,6 +138,7 @@ def watch(
     axis_name: AxisName = None,
     replica_axis: AxisName = None,
     check_every: Count = 100,
+    taps: Tree | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Measure gradient, update and parameters unit by unit, and keep the last incidents.
 
@@ -137,7 +154,8 @@ def watch(
     usual level; a unit whose norm has risen far, in proportion to the other units; a gradient that
     has become zero; a device whose parameters differ; or a step that a guard inside skipped. The
     loss is the extra argument `value` or `loss` of `update`. There are no thresholds in the first
-    16 steps, and wide ones until step 64.
+    16 steps, and wide ones until step 64; until step 128 a loss or a norm more than 8 times the
+    largest one so far is an incident in any case.
 
     | call | what is reported |
     | --- | --- |
@@ -149,6 +167,9 @@ def watch(
     | NaN or infinity in a unit | its norm is; `largest_share_index` is such a unit |
     | parameters that are all zero | `update_ratio` 0 |
     | an update that is rounded away | its norm is of what is added: `(params + update) - params` |
+    | with the extra argument `taps=stats` | `metrics` has `taps/...`; an incident names the first |
+    | | non-finite activation, or else the first non-finite cotangent |
+    | with the extra argument `batch_id` | an incident has this integer |
 
     Args:
         inner: any Optax transformation.
@@ -157,9 +178,10 @@ def watch(
             its index. "global" names no unit. Inside `shard_map` no unit of a leaf may be spread
             over devices along an axis that indexes units.
         spike_threshold: in standard deviations of the logarithm above its moving average over about
-            128 steps, > 0; of a loss both of its logarithm, if it has one, and of the loss itself.
-            A unit is compared in proportion to the others, by a quarter more. inf for none. A norm
-            less than twice its usual one is no incident.
+            128 steps, > 0, times 1.35 for the long tails of norms. The norm of a unit is compared
+            in proportion to the other units; a loss has to be an outlier both by its logarithm, if
+            it has one, and by itself. inf for no threshold. A norm less than twice its usual one is
+            no incident.
         max_incidents: how many are kept, 1 to 2^20, static.
         axis_name: mapped axes over which every leaf is a shard, where types cannot tell (inside
             `pmap`, or `shard_map` with `check_vma=False`).
@@ -167,6 +189,8 @@ def watch(
             the data axis inside `shard_map` or `pmap`. None for no check. Needs "parameter".
         check_every: the number of steps between two such checks, >= 1: one all-reduce of a norm for
             each unit and device.
+        taps: the probes of the model, see `gradclip_jax.taps.make_probes`, if statistics of taps
+            are passed to `update`. The statistics of a step may be left out.
 
     Returns:
         An Optax transformation with a `WatchState`. It passes extra arguments on.
@@ -198,18 +222,24 @@ def watch(
     check_number("spike_threshold", spike_threshold, "OLMo-core uses 6; pass inf for none.")
     replicas = check_axis_name(replica_axis)
     check_count("check_every", check_every, "Pass the number of steps between two checks.")
+    tap_names, no_sums = ([], None) if taps is None else read_sums("taps", taps)
 
     def init(params: Tree) -> WatchState:
         units = cut.cut(measured_shapes(params), params)
-        inner_state, log = inner.init(params), init_log(int(max_incidents), params, units)
+        inner_state = inner.init(params)
+        log = init_log(int(max_incidents), params, units, tap_names)
         num_units = max(len(names_in(log)), 1)  # all leaves together are one unit without a name
         norms = {kind: jnp.full(1 + num_units, NOT_MEASURED, jnp.float32) for kind in kinds}
         # Not weakly typed, as the state after a step is not: one trace for all steps.
         inner_state = like_dtypes(inner_state, inner_state)
-        return WatchState(norms, init_levels(len(kinds), num_units), log, inner_state)
+        sums = None if no_sums is None else jnp.zeros(no_sums.shape, jnp.float32)
+        return WatchState(norms, init_levels(len(kinds), num_units), log, sums, inner_state)
 
     def update(updates: Tree, state: Any, params: Tree | None = None, **extra_args: Any) -> Any:
-        measure = extra_args.pop("measure", True)
+        measure, stats = extra_args.pop("measure", True), extra_args.pop("taps", None)
+        batch_id = _checked_batch_id(extra_args.pop("batch_id", None))
+        sums = no_sums if stats is None or not measure else _checked_sums(stats, tap_names)
+        sums = None if sums is None else jnp.asarray(sums, jnp.float32)
         leaves = flatten("updates", updates)
         check_bound(axes)
         check_bound(replicas)
@@ -222,7 +252,7 @@ def watch(
         if not measure:
             norms = jax.tree.map(lambda x: jnp.full_like(x, NOT_MEASURED), state.norms)
             log = log._replace(step_count=increment_where(log.step_count))
-            return output, WatchState(norms, state.levels, log, after)
+            return output, WatchState(norms, state.levels, log, sums, after)
         units, loss = cut.cut(leaves.arrays, updates), loss_of(extra_args, axes)
         gradient, bad = measure_units(leaves.arrays, units, axes)
         norms = {"gradient": gradient}
@@ -239,6 +269,8 @@ def watch(
         )
         fields, flags = evidence(norms, bad, found)
         fields["loss"] = loss
+        if stats is not None:
+            fields["activation"], fields["cotangent"] = first_nonfinite_of(sums)
         for key, skips, value in guards:
             if key in fields:
                 # A guard that skipped has the thresholds, and the update before it became zero.
@@ -248,7 +280,8 @@ def watch(
             flags["replica"], fields["device"] = differing_device(
                 norms["parameter"], replicas, is_due
             )
-        return output, WatchState(norms, levels, note(log, fields, flags, **fates), after)
+        log = note(log, fields, flags, batch_id, **fates)
+        return output, WatchState(norms, levels, log, sums, after)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -261,6 +294,23 @@ def _checked_kinds(of: Any) -> tuple[str, ...]:
     for kind in of:
         check_choice("of", kind, KINDS)
     return tuple(kind for kind in KINDS if kind in ("gradient", *of))
+
+
+def _checked_sums(stats: Tree, tap_names: list[str]) -> Any:
+    """The sums of all taps; raise if they are not those of the probes."""
+    found, sums = read_sums("taps", stats)
+    if found != tap_names:
+        rule = f"the statistics of {listed(tap_names)}" if tap_names else "left out"
+        hint = "Pass the probes of the model to `watch`: `watch(optimizer, taps=probes)`."
+        raise value_error("taps", rule, f"those of {listed(found)}", hint)
+    return sums
+
+
+def _checked_batch_id(batch_id: Any) -> Any:
+    if batch_id is not None and not is_scalar(batch_id, jnp.integer):
+        hint = "Pass the index of the batch in the order of the data."
+        raise type_error("batch_id", "an integer", shortened(batch_id), hint)
+    return batch_id
 
 
 def _check_shapes(norms: dict[str, Any], measured: dict[str, Array]) -> None:

@@ -182,12 +182,17 @@ def spoilt(index, value):
     return grads
 
 
-def level64(values):
-    """Mean and variance of the first 64 values, then moving averages of weight 1 / 64."""
-    mean, variance = np.mean(values[:64]), np.var(values[:64])
-    for value in values[64:]:
-        variance = 63 / 64 * (variance + (value - mean) ** 2 / 64)
-        mean += (value - mean) / 64
+def level64(values, floor):
+    """Mean and variance: averages, with weight 1 / 64 after the first 64 values.
+
+    A change below the mean counts as at most one standard deviation.
+    """
+    mean = variance = 0.0
+    for count, value in enumerate(values, 1):
+        weight = 1 / min(count, 64)
+        change = max(value - mean, -max(np.sqrt(variance), floor))
+        variance = (1 - weight) * (variance + weight * change**2)
+        mean += weight * (value - mean)
     return mean, variance
 
 
@@ -200,8 +205,9 @@ def test_nan_infinity_spikes_and_losses_are_told_with_their_place():
     assert (spike.step, spike.kinds) == (70, ("norm", "leaf"))
     assert spike.leaf == "decoder/layers_1/mlp/wi" and spike.share > 0.99
     assert spike.norm == pytest.approx(norm64(*jax.tree.leaves(stream[70])), rel=1e-6)
-    mean, variance = level64(np.log([norm64(*jax.tree.leaves(grads)) for grads in QUIET]))
-    expected = np.exp(mean + 6 * max(np.sqrt(variance), np.log(2) / 6))
+    floor = np.log(2) / (6 * 1.35)
+    mean, variance = level64(np.log([norm64(*jax.tree.leaves(grads)) for grads in QUIET]), floor)
+    expected = np.exp(mean + 6 * 1.35 * max(np.sqrt(variance), floor))
     assert spike.norm_threshold == pytest.approx(expected, rel=1e-4)
     assert (nan.step, nan.kinds, nan.leaf) == (71, ("nan", "skipped"), "decoder/layers_2/mlp/wi")
     assert np.isnan(nan.norm)
@@ -248,6 +254,18 @@ def test_clean_noise_is_no_incident():
 def test_there_is_no_threshold_before_step_16(at, found):
     stream = noisy(at + 1, lambda i, k, x: x * 1e3 if i == at else x)
     assert [x.step for x in watched(stream)] == found
+
+
+@pytest.mark.parametrize("at", [16, 40, 100])
+def test_an_early_loss_far_above_all_earlier_ones_is_an_incident(at):
+    rng = np.random.default_rng(at)
+    # Falls from 100 to 0.3 within 30 steps.
+    losses = (0.3 + 100 * np.exp(-np.arange(at + 2) / 4)) * np.exp(
+        0.1 * rng.standard_normal(at + 2)
+    )
+    losses[at] = 10 * losses.max() if at < 20 else 695.0
+    state = run(gcx.watch(optax.sgd(1e-3)), noisy(at + 2), ONES, losses)
+    assert [(x.step, x.kinds) for x in gcx.incidents(state)] == [(at, ("loss",))]
 
 
 @pytest.mark.parametrize("length", [1, 40])
