@@ -19,16 +19,16 @@ Y = X @ np.arange(4, dtype="float32")[:, None]
 
 
 class FromOptax(keras.optimizers.Optimizer):
-    """A gradient transformation as an optimizer of Keras: its state is Keras variables."""
+    """A Keras optimizer that stores the state of a gradient transformation in Keras variables."""
 
     def __init__(self, tx, **kwargs):
-        super().__init__(learning_rate=0.0, **kwargs)  # the rate is inside `tx`
+        super().__init__(learning_rate=0.0, **kwargs)  # `tx` contains the learning rate
         self.tx = tx
 
     def build(self, variables):
         super().build(variables)
         leaves, self.structure = jax.tree.flatten(self.tx.init([x.value for x in variables]))
-        # Of the shape of a parameter, and so with its layout, where there is one.
+        # State with the shape of a parameter gets the layout of that parameter.
         self.held = [
             self.add_variable(x.shape, lambda shape, dtype, x=x: x, x.dtype.name) for x in leaves
         ]

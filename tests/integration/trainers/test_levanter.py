@@ -99,7 +99,7 @@ def test_a_hook_logs_metrics_and_the_learning_rate(tmp_path):
         row = {"learning_rate": rate, **gcx.metrics(info.opt_state)}
         levanter.tracker.log(row, step=info.step)
         if row.get("guard_failed"):
-            raise RuntimeError(f"50 steps in a row were skipped, the last at step {info.step}")
+            raise RuntimeError(f"50 consecutive steps were skipped before step {info.step}")
         log.append({name: float(x) for name, x in row.items()})  # the next step takes its buffers
 
     inner = optax.inject_hyperparams(with_rate)(optax.linear_schedule(1e-2, 0, STEPS // EVERY))

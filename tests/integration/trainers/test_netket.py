@@ -53,7 +53,7 @@ def test_goes_on_in_mid_window():
 def test_a_run_of_optax_goes_on_with_ours():
     run, tx = train(of_optax("accumulated"), STOP), of_ours("both")
     state = gcx.convert_state(tx, run._optimizer_state, run.state.parameters, reduction="mean")
-    run.optimizer = tx  # starts anew
+    run.optimizer = tx  # initializes a new state
     run._optimizer_state = state
     run.run(STEPS - STOP, out=nk.logging.RuntimeLog(), show_progress=False)
     theirs = train(of_optax("accumulated"))
