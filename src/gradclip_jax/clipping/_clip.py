@@ -206,13 +206,23 @@ def _clip_leaves(
         thresholds, states = apply_rules(assigned, compared, states, param_norms)
     else:
         thresholds = [jnp.asarray(number).astype(norm_dtype(leaves))] * units.size
-    factors = map_arrays(factor_of, compared, thresholds)
-    if units.size == 1 and not norms[0].ndim:
-        total, (threshold,), (factor,) = norms[0], thresholds, factors
+    over = axis_name if units.is_local else None
+    is_single = units.size == 1 and not norms[0].ndim
+    total = norms[0] if is_single else norm_of_leaves(_stacked(norms, norms), ord, over)
+    # A non-finite norm affects every leaf, on every device.
+    is_finite, bad = jnp.isfinite(total), 0 if drop else jnp.nan
+
+    def if_finite(threshold: Array) -> Array:
+        return lax.select(is_finite, threshold, jnp.full_like(threshold, bad))
+
+    if number is None:
+        factors = map_arrays(lambda n, t: factor_of(n, if_finite(t)), compared, thresholds)
+    else:
+        factors = map_arrays(factor_of, compared, list(map(if_finite, thresholds[:1])) * units.size)
+    if is_single:
+        (threshold,), (factor,) = thresholds, factors
         fraction = (factor != 1).astype(factor.dtype)
     else:
-        over = axis_name if units.is_local else None
-        total = norm_of_leaves(_stacked(norms, norms), ord, over)
         stacks = _stacked(compared, compared)
         if number is not None:
             stacked_thresholds = thresholds[:1] * len(stacks)
@@ -223,9 +233,6 @@ def _clip_leaves(
         else:
             stacked_thresholds = _stacked(thresholds, compared)
         threshold, factor, fraction = _summary(stacks, stacked_thresholds, factor_of, over)
-    # A non-finite norm affects every leaf, on every device.
-    is_finite, bad = jnp.isfinite(total), 0 if drop else jnp.nan
-    factors = map_arrays(lambda x: lax.select(is_finite, x, jnp.full_like(x, bad)), factors)
     clipped = scale_leaves(leaves, units, factors, drop=drop)
     factor, fraction = jnp.where(is_finite, factor, bad), jnp.where(is_finite, fraction, 1)
     columns: Any = (total, jnp.minimum(threshold, UNBOUNDED), factor)
@@ -270,7 +277,8 @@ def _as_factor(reaction: Reaction) -> Callable[[Array, Array], Array]:
 
     def factor_of(norm: Array, threshold: Array) -> Array:
         factor = jnp.asarray(reaction(jnp.where(jnp.isfinite(norm), norm, 1), threshold))
-        return jnp.clip(jnp.broadcast_to(factor.astype(norm.dtype), norm.shape), 0, 1)
+        factor = jnp.clip(jnp.broadcast_to(factor.astype(norm.dtype), norm.shape), 0, 1)
+        return jnp.where(threshold > 0, factor, jnp.sign(jnp.maximum(threshold, 0)))
 
     return factor_of
 

@@ -221,6 +221,7 @@ def squares(x: Array, dtype: Any, scale: float | Array = SCALE) -> Array:
     return jnp.square(magnitude(x, dtype) * scale)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def sum_of_squares(
     x: Array, axes: Sequence[int], dtype: Any, scale: float | Array = SCALE
 ) -> Array:
@@ -228,7 +229,8 @@ def sum_of_squares(
     return reduce_axes(jnp.sum, squares(x, dtype, scale), axes)
 
 
-def norm_of_squares(total: Array, scale: float = SCALE) -> Array:
+@jax.jit
+def norm_of_squares(total: Array, scale: float | Array = SCALE) -> Array:
     """The norm, given a sum of `squares`."""
     return jnp.sqrt(total) / scale
 
@@ -246,9 +248,13 @@ def unit_norms(
     dtype = norm_dtype(leaves)
     if ord == 2:
         once = fusion_barrier(jnp.asarray(scale, dtype))
-        terms = functools.partial(sum_of_squares, dtype=dtype, scale=once)
+
+        def terms(x: Array, axes: Axes) -> Array:
+            return sum_of_squares(x, axes, dtype, once)
+
         sums = totals(leaves, units, axis_name, terms)
-        return map_arrays(functools.partial(norm_of_squares, scale=scale), sums)
+        # XLA:CPU would repeat a division by a constant in every kernel that reads the norm.
+        return map_arrays(functools.partial(norm_of_squares, scale=once), sums)
 
     def magnitudes(x: Array, axes: Axes) -> Array:
         return reduce_axes(jnp.sum, magnitude(x, dtype), axes)

@@ -290,6 +290,7 @@ def apply_rules(
     return thresholds, tuple(next_states) if states else ()
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _apply_stateless(rule: Rule, norm: Array, param_norm: Array | None = None) -> Array:
     return apply_rule(rule, norm, (), param_norm)[0]
 
