@@ -203,6 +203,7 @@ check-release:  ## refuse a TAG that is not the version, or has no dated changel
 docs-site: $(VENV)/.installed-docs  ## build the documentation site in site/, offline; any warning fails
 	$(VENV)/bin/python docs/render_notebooks.py docs/notebooks
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+	@test -s site/llms.txt -a -s site/api/clipping/index.md  # for language models
 	@! grep -rlE --include="*.html" "(src|href)=\"(https?:)?//[^\"]*\.(js|css|woff2?)" site || \
 		{ echo "These pages load something from elsewhere."; exit 1; }
 

@@ -16,7 +16,8 @@ def draw_ratios(path: Path, losses: Losses, methods: list[str], setting: str) ->
     cells = [(p, Entry(m, setting), FIXED) for m in methods for p in losses.problems]
     for (problem, entry, _), found in losses.compare(cells).items():
         ratios[methods.index(entry.method), losses.problems.index(problem)] = found.ratio
-    figure = Figure(figsize=(10, 7.5), layout="constrained")
+    # As wide as the page, where 100 pixels are an inch: the numbers have the size of its tables.
+    figure = Figure(figsize=(7.6, 9), layout="constrained")
     axes = figure.subplots()
     shown = np.log2(ratios)
     image = axes.imshow(shown, cmap="RdBu_r", norm=TwoSlopeNorm(0, -1, 3), aspect="auto")
@@ -24,20 +25,22 @@ def draw_ratios(path: Path, losses: Losses, methods: list[str], setting: str) ->
         if np.isfinite(ratio):
             color = "white" if not -0.8 < shown[i, j] < 1.8 else "black"
             text = f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"
-            axes.text(j, i, text, ha="center", va="center", fontsize=7, color=color)
+            axes.text(j, i, text, ha="center", va="center", fontsize=7.5, color=color)
     axes.set_yticks(range(len(methods)), methods)
-    axes.set_xticks(range(len(losses.problems)), losses.problems, rotation=60, ha="right")
-    bar = figure.colorbar(image, ax=axes, ticks=[-1, 0, 1, 2, 3], shrink=0.6)
-    bar.ax.set_yticklabels(["1/2", "1", "2", "4", "8"])
+    axes.set_xticks(range(len(losses.problems)), losses.problems, rotation=90)
+    bar = figure.colorbar(
+        image, ax=axes, ticks=[-1, 0, 1, 2, 3], location="bottom", shrink=0.6, aspect=40
+    )
+    bar.ax.set_xticklabels(["1/2", "1", "2", "4", "8"])
     bar.set_label("test loss divided by that of the best fixed threshold")
     axes.set_title(f"Methods, {setting}: median over the seeds (blue is better, empty: not run)")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=160)
 
 
 def draw_sensitivity(path: Path, record: Record, problems: list[str], methods: list[str]) -> None:
     """Loss over the whole range of each hyperparameter."""
-    columns = 5
-    figure = Figure(figsize=(11, 2.1 * -(-len(methods) // columns)), layout="constrained")
+    columns = 4
+    figure = Figure(figsize=(8.2, 1.8 * -(-len(methods) // columns)), layout="constrained")
     grid = figure.subplots(-(-len(methods) // columns), columns, sharey=True)
     for axes in grid.flat[len(methods) :]:
         axes.set_visible(False)
@@ -47,7 +50,7 @@ def draw_sensitivity(path: Path, record: Record, problems: list[str], methods: l
             color = "#0072b2" if problem.endswith("adam") else "#d55e00"
             axes.plot(range(len(ratios)), ratios, color=color, alpha=0.6, linewidth=1)
         axes.set(title=method, yscale="log", ylim=(0.9, 60))
-        axes.set_xticks(range(5), ["lowest", "", "", "", "highest"])
+        axes.set_xticks(range(5), ["low", "", "", "", "high"])
         axes.set_yticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
@@ -56,7 +59,7 @@ def draw_sensitivity(path: Path, record: Record, problems: list[str], methods: l
     for label, color in (("a problem with SGD", "#d55e00"), ("with Adam", "#0072b2")):
         grid.flat[0].plot([], [], color=color, label=label)
     grid.flat[0].legend(fontsize=7, loc="upper center")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=150)
 
 
 STYLES = {
@@ -72,7 +75,7 @@ STYLES = {
 
 def draw_rates(path: Path, record: Record, problems: list[str]) -> None:
     """Loss over the learning rate, each method at its best value for each rate."""
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    figure = Figure(figsize=(8.2, 3), layout="constrained")
     for axes, problem in zip(
         figure.subplots(1, len(problems), squeeze=False)[0], problems, strict=True
     ):
@@ -83,4 +86,4 @@ def draw_rates(path: Path, record: Record, problems: list[str]) -> None:
         axes.set(title=problem, xscale="log", xlabel="learning rate", ylabel="test loss")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=150)

@@ -36,8 +36,10 @@ def tidy(output: nbformat.NotebookNode) -> nbformat.NotebookNode:
         data["text/plain"] = re.sub(r"\x1b\[[\d;]*m", "", data["text/plain"])
     if "image/png" in data:
         picture = Image.open(io.BytesIO(base64.b64decode(data["image/png"])))
+        picture = picture.convert("RGBA")  # a transparent picture gets a white background
+        white = Image.new("RGBA", picture.size, "white")
         small = io.BytesIO()
-        picture.convert("RGB").quantize(256).save(small, "PNG", optimize=True)
+        Image.alpha_composite(white, picture).convert("RGB").quantize(256).save(small, "PNG", optimize=True)
         data["image/png"] = base64.b64encode(small.getvalue()).decode()
     return output
 

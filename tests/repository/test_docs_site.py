@@ -1,8 +1,11 @@
 """The site: every public name on one API page, every page in the navigation, nothing fetched."""
 
 import importlib.util
+import inspect
+import operator
 import re
 from collections import Counter
+from fnmatch import fnmatch
 from pathlib import Path
 
 import nbformat
@@ -35,11 +38,30 @@ def test_every_public_name_is_on_one_api_page():
     assert listed == Counter(public_names())
 
 
+@pytest.mark.parametrize("name", sorted(public_names()))
+def test_the_text_of_returns_is_not_rendered_as_a_type(name):
+    # In a Google docstring the text before a colon in the first line is the type.
+    doc = inspect.getdoc(operator.attrgetter(name)(gcx)) or ""
+    returns = doc.partition("\nReturns:\n")[2].partition("\n\n")[0]
+    assert not re.match(r"\s*\w+ [^:\n]*:\s", returns), returns
+
+
 def test_every_page_is_in_the_navigation_once():
     named = Counter(re.findall(r"[\w/]+\.md$", CONFIG.partition("\nnav:")[2], re.MULTILINE))
     notebooks = {f"notebooks/{path.stem}.md" for path in (ROOT / "notebooks").glob("*.ipynb")}
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     assert named == Counter(pages | notebooks)
+
+
+def test_every_page_is_in_llms_txt_once():
+    listed = CONFIG.partition("      sections:\n")[2].partition("\nvalidation:")[0]
+    patterns = re.findall(r"[\w/*]+\.md", listed)
+    notebooks = {f"notebooks/{path.stem}.md" for path in (ROOT / "notebooks").glob("*.ipynb")}
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    found = Counter(
+        page for page in pages | notebooks for pattern in patterns if fnmatch(page, pattern)
+    )
+    assert found == Counter(pages | notebooks)
 
 
 def test_recipes_are_all_in_their_list():

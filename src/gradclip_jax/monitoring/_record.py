@@ -64,7 +64,7 @@ def record_norms(
         axis_name: mapped axes over which the leaves are sharded, where types do not tell.
 
     Returns:
-        An Optax transformation with a `NormRecordState`: 4 * window bytes, for each leaf if
+        An Optax transformation with a `NormRecordState` of 4 * window bytes, for each leaf if
         `per_leaf`.
 
     Raises:
