@@ -39,7 +39,9 @@ def tidy(output: nbformat.NotebookNode) -> nbformat.NotebookNode:
         picture = picture.convert("RGBA")  # a transparent picture gets a white background
         white = Image.new("RGBA", picture.size, "white")
         small = io.BytesIO()
-        Image.alpha_composite(white, picture).convert("RGB").quantize(256).save(small, "PNG", optimize=True)
+        Image.alpha_composite(white, picture).convert("RGB").quantize(256).save(
+            small, "PNG", optimize=True
+        )
         data["image/png"] = base64.b64encode(small.getvalue()).decode()
     return output
 

@@ -153,13 +153,15 @@ def compare(
     is_kind = np.array([[kind == other for other in KINDS] for kind in by_kind])
     # Rises below a factor of 2 are no incident, and below 3 none of an update: a schedule may
     # restart. The last two values are the logarithm of the loss, and the loss.
+    memory = (is_kind @ np.array([SHORT, SHORT, 8.0])).astype(np.float32)
     columns = [
         (np.log(is_kind @ np.array([2.0, 3.0, 2.0])) / (6 * _WIDTH), (0.05, 1e-6)),
-        (memory := is_kind @ np.array([SHORT, SHORT, 8.0]), (SHORT, SHORT)),
+        (memory, (SHORT, SHORT)),
         (np.ones(len(by_kind)), (1, 1)),
     ]
     least, memories, ones = (
-        np.float32([*np.repeat(of_kinds, 1 + units), *of_loss]) for of_kinds, of_loss in columns
+        np.append(np.repeat(of_kinds, 1 + units), of_loss).astype(np.float32)
+        for of_kinds, of_loss in columns
     )
     place = np.arange(ones.size)
     is_whole = (place % (1 + units) == 0) | (place >= norms.size)
@@ -174,9 +176,7 @@ def compare(
     values = jnp.append((logs - shared).reshape(-1), of_loss)
     limits, usual = apply_rule(rule, values, levels.usual)
     # A level follows what all units do together.
-    weight = jnp.where(
-        jnp.isfinite(logs), 1 / jnp.minimum(count + 1, np.float32(memory)[:, None]), 0
-    )
+    weight = jnp.where(jnp.isfinite(logs), 1 / jnp.minimum(count + 1, memory[:, None]), 0)
     followed = jnp.pad((shared * weight).reshape(-1), (0, 2))
     usual = usual._replace(mean=usual.mean + followed)
 
