@@ -215,14 +215,16 @@ def _clip_leaves(
     def if_finite(threshold: Array) -> Array:
         return lax.select(is_finite, threshold, jnp.full_like(threshold, bad))
 
-    if number is None:
-        factors = map_arrays(lambda n, t: factor_of(n, if_finite(t)), compared, thresholds)
-    else:
-        factors = map_arrays(factor_of, compared, list(map(if_finite, thresholds[:1])) * units.size)
     if is_single:
-        (threshold,), (factor,) = thresholds, factors
-        fraction = (factor != 1).astype(factor.dtype)
+        (threshold,) = thresholds
+        factor = jnp.where(is_finite, factor_of(compared[0], threshold), bad)
+        factors, fraction = [factor], (factor != 1).astype(factor.dtype)
     else:
+        if number is None:
+            factors = map_arrays(lambda n, t: factor_of(n, if_finite(t)), compared, thresholds)
+        else:
+            limits = [if_finite(thresholds[0])] * units.size
+            factors = map_arrays(factor_of, compared, limits)
         stacks = _stacked(compared, compared)
         if number is not None:
             stacked_thresholds = thresholds[:1] * len(stacks)
@@ -233,8 +235,8 @@ def _clip_leaves(
         else:
             stacked_thresholds = _stacked(thresholds, compared)
         threshold, factor, fraction = _summary(stacks, stacked_thresholds, factor_of, over)
+        factor, fraction = jnp.where(is_finite, factor, bad), jnp.where(is_finite, fraction, 1)
     clipped = scale_leaves(leaves, units, factors, drop=drop)
-    factor, fraction = jnp.where(is_finite, factor, bad), jnp.where(is_finite, fraction, 1)
     columns: Any = (total, jnp.minimum(threshold, UNBOUNDED), factor)
     if units.names:
         names = [group_name(name) for name in units.names]
