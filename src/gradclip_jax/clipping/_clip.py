@@ -223,7 +223,7 @@ def _clip_leaves(
         if number is None:
             factors = map_arrays(lambda n, t: factor_of(n, if_finite(t)), compared, thresholds)
         else:
-            limits = [if_finite(thresholds[0])] * units.size
+            limits = list(map(if_finite, thresholds[:1])) * units.size  # none for an empty tree
             factors = map_arrays(factor_of, compared, limits)
         stacks = _stacked(compared, compared)
         if number is not None:
