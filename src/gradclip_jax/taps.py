@@ -1,18 +1,18 @@
-"""Statistics of activations and of their cotangents, from inside a model: `gcx.taps`.
+"""Statistics of activations and their cotangents inside a model: `gcx.taps`.
 
 | function | purpose |
 | --- | --- |
-| `make_probes` | the probes of a model: one small array for each tap |
-| `tap` | the identity, which measures its argument and the cotangent of its argument |
-| `metrics` | mean, RMS, kurtosis and share of non-finite elements of each tap, to log |
-| `names` | the names of the taps, in the order of the forward pass |
-| `first_nonfinite` | the tap at which NaN or infinity begins |
-| `first_nonfinite_index` | the same as indices, inside jit |
+| `make_probes` | make the probes of a model, one small array for each tap |
+| `tap` | return the argument and compute statistics of it and of its cotangent |
+| `metrics` | mean, RMS, kurtosis and share of non-finite elements of each tap for logging |
+| `names` | names of the taps in the order of the forward pass |
+| `first_nonfinite` | names of the taps at which non-finite values begin |
+| `first_nonfinite_index` | the same as indices, for use inside jit |
 
-A backward pass returns gradients only, so the statistics are returned as the gradient with respect
-to a probe. They are sums (of x, x^2, x^4 and counts), and are added wherever gradients are added:
-over repeated calls of a tap, micro-batches, examples and devices. `metrics` returns ratios of them,
-which do not change if the sums are averaged instead.
+A backward pass returns only gradients, so the statistics are returned as the gradient with respect
+to a probe. They are sums of x, x^2, x^4 and counts, so they can be added like gradients: over
+repeated calls of a tap, micro-batches, examples and devices. `metrics` computes ratios of these
+sums, which are the same for averaged sums.
 """
 
 from .monitoring._taps import (

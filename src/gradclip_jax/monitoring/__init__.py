@@ -1,1 +1,1 @@
-"""From states to metrics, and norms on record."""
+"""Metrics, incidents, logs and plots of a training run."""

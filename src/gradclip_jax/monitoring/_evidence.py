@@ -1,4 +1,4 @@
-"""Measurements of a gradient and a step, unit by unit, and the unit that an incident names."""
+"""Measurements of gradients and updates by unit, and the unit that an incident names."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from ._levels import Comparison
 
 
 def measure_units(leaves: list[Array], units: Units, axis_name: AxisName) -> tuple[Array, Array]:
-    """The norms of all leaves and of each unit, and the number of bad elements of each unit."""
+    """Return the norms of the tree and of each unit, and non-finite counts by unit."""
     dtype = norm_dtype(leaves)
 
     def share_of(x: Array, axes: tuple[int, ...]) -> Array:
@@ -30,10 +30,11 @@ def measure_units(leaves: list[Array], units: Units, axis_name: AxisName) -> tup
 def measure_step(
     updates: list[Array], params: list[Array], units: Units, axis_name: AxisName
 ) -> tuple[Array, Array]:
-    """The norms of the update, as it is added to the parameters, and of the parameters.
+    """Return the norms of the applied update and of the parameters.
 
-    That is `(p + u) - p`, with the sum rounded to the dtype of the parameters: what
-    `optax.apply_updates` adds. XLA reads it off the step, so that no update is computed twice.
+    The applied update is `(p + u) - p` with the sum rounded to the dtype of the parameters, which
+    is the change that `optax.apply_updates` makes. XLA computes it from the result of the optimizer
+    step, so the update is not computed twice.
     """
     dtype = norm_dtype(updates)
 
@@ -51,16 +52,16 @@ def measure_step(
 
 
 def _norms(sums: Array) -> Array:
-    """The norm of all units together, then that of each; float32."""
+    """Return the norm of all units together, followed by the norm of each unit, as float32."""
     return norm_of_squares(jnp.append(jnp.sum(sums), sums)).astype(jnp.float32)
 
 
 def _as_vector(entries: Norms) -> Array:
-    """The entries of all units, whole on each device; one zero if there is no unit."""
+    """Concatenate the entries of all units, replicated; return one zero if there are no units."""
 
     def whole(x: Array) -> Array:
         sharding = jax.typeof(x).sharding
-        # Under explicit axes only such arrays can be joined.
+        # Under explicit axes, only replicated arrays can be concatenated.
         is_split = is_explicit(sharding)
         return reshard(x, NamedSharding(sharding.mesh, PartitionSpec())) if is_split else x
 
@@ -70,15 +71,15 @@ def _as_vector(entries: Norms) -> Array:
 
 
 def differing_device(norms: Array, axis_name: AxisName, is_due: Scalar) -> tuple[Scalar, Scalar]:
-    """Whether a device holds other parameters than most, and its index along the axes.
+    """Return whether the parameters of any device differ, and the index of that device.
 
-    Replicas run the same program on the same numbers: their norms agree bit for bit.
+    Replicas execute the same program on the same inputs, so their norms are identical bit for bit.
     """
     axes = tuple(axis_name or ())
     count, index = lax.axis_size(axes), lax.axis_index(axes)
 
     def compare(norms: Array) -> tuple[Scalar, Scalar]:
-        # A sum of one row from each device: its type says that it is the same on all of them.
+        # Use a sum instead of an all-gather, so that the type of the result is replicated.
         row = jnp.where(jnp.arange(count)[:, None] == index, norms, 0)
         rows = lax.psum(row, axes)
         typical = jnp.sort(rows, axis=0)[count // 2]
@@ -93,23 +94,28 @@ def differing_device(norms: Array, axis_name: AxisName, is_due: Scalar) -> tuple
 def evidence(
     norms: dict[str, Array], bad: Array, found: Comparison
 ) -> tuple[dict[str, Any], dict[str, Array]]:
-    """The fields and flags of an incident that follow from the norms of all units.
+    """Compute the fields and flags of an incident from the norms of all units.
 
-    The unit that is named is the first that applies: the one whose parameters are not finite or
-    have jumped, with the most non-finite elements of the gradient, whose gradient has risen, whose
-    update is not finite or has risen, whose gradient has become zero or has drifted, and else the
-    one with the largest share of the squared norm.
+    The incident names the unit with the strongest evidence. In order of precedence:
+
+    1. parameters that are non-finite or have jumped,
+    2. the largest number of non-finite elements in the gradient,
+    3. the largest rise of the gradient norm,
+    4. an update that is non-finite or has risen,
+    5. a gradient that has become zero,
+    6. a gradient that has drifted,
+    7. the largest share of the squared gradient norm.
     """
     gradient, bad_count = norms["gradient"], jnp.sum(bad)
     whole, of_units = gradient[0], gradient[1:]
     is_finite = jnp.isfinite(whole)
     shares = jnp.square(of_units / jnp.where(is_finite & (whole > 0), whole, 1))
-    # Squares may overflow where no element is infinite.
+    # Squares may overflow although all elements are finite.
     shares = jnp.where(is_finite, shares, jnp.isinf(of_units).astype(jnp.float32))
     shares = jnp.where(bad_count > 0, bad / jnp.maximum(bad_count, 1), shares)
 
     def jumps(kind: str) -> Array:
-        """How far each unit rose; a non-finite norm counts as farthest."""
+        """Return by how much the norm of each unit rose; inf for a non-finite norm."""
         if kind not in norms:
             return jnp.zeros_like(shares)
         rises = found.rises[list(norms).index(kind)]
@@ -148,6 +154,6 @@ def evidence(
 
 
 def _first_nonzero(*ranks: Array) -> Array:
-    """The first vector with an element other than 0; the last if there is none."""
+    """Return the first vector with a nonzero element, or the last vector if there is none."""
     conditions = [jnp.any(x != 0) for x in ranks[:-1]]
     return jnp.select(conditions, ranks[:-1], ranks[-1])

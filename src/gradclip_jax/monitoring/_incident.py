@@ -1,4 +1,4 @@
-"""Incidents: the record of one, which prints as a sentence, and the log in a state."""
+"""A single incident, which prints as a sentence, and the log of incidents in an optimizer state."""
 
 import contextlib
 import functools
@@ -37,35 +37,35 @@ STREAK = 8
 
 
 class Incident(NamedTuple):
-    """An incident: what was wrong at one step. It prints as a sentence.
+    """A training step at which `watch` found a fault. It prints as a sentence.
 
     Attributes:
-        step: calls of `watch` before this one.
-        kinds: what was wrong and what became of the step, see `incidents`.
-        norm: of the gradient.
-        norm_threshold: above which a norm is an outlier, or was skipped by a guard; inf while
-            there is none.
-        leaf: the unit that is named: the leaf or layer in which the fault shows; "" where norms are
-            of the whole tree.
-        share: its share of the non-finite elements if there are any, else of the squared norm of
-            the gradient, 0 to 1.
-        second_leaf: the unit with the largest share besides.
-        second_share: its share.
-        bad_elements: how many elements of the gradient are NaN or infinite.
-        loss: None if none was passed.
-        loss_threshold: as `norm_threshold`.
-        update_norm: the norm of the update; None if it was not measured.
-        update_threshold: as `norm_threshold`.
-        leaf_rise: for an outlier of the unit how many times its usual norm the gradient, the update
-            or the parameters have, in proportion to the other units.
-        parameter_norm: the norm of the parameters; None if it was not measured.
-        device: of the kind "replica" the index of the device that differs from the others.
-        activation: the first tap of the forward pass with a non-finite activation; None if there is
-            none or taps were not passed.
-        cotangent: the first tap of the backward pass with a non-finite cotangent, or None.
-        batch_id: the extra argument `batch_id` of that step; None if none was passed.
-        streak: the number of equal incidents in a streak, up to this one.
-        first_step: the step of the first of them.
+        step: Number of calls of `watch` before this one.
+        kinds: Kinds of the fault, and whether the step was applied; see `incidents`.
+        norm: Global gradient norm.
+        norm_threshold: Threshold for `norm`, from `watch` or from the guard that skipped the step;
+            inf if there was no threshold yet.
+        leaf: Name of the unit (leaf or layer) that shows the fault; "" for `granularity="global"`.
+        share: Share of this unit in the non-finite elements if there are any, otherwise in the
+            squared gradient norm, from 0 to 1.
+        second_leaf: Name of the unit with the second largest share.
+        second_share: Share of this second unit.
+        bad_elements: Number of non-finite elements of the gradient.
+        loss: Loss; None if no loss was passed.
+        loss_threshold: Threshold for `loss`, like `norm_threshold`.
+        update_norm: Norm of the update; None if it was not measured.
+        update_threshold: Threshold for `update_norm`, like `norm_threshold`.
+        leaf_rise: Factor by which the gradient, update or parameter norm of the unit exceeds its
+            moving average, relative to the other units.
+        parameter_norm: Norm of the parameters; None if it was not measured.
+        device: Index of the device whose parameters differ, for the kind "replica".
+        activation: First tap of the forward pass with a non-finite activation; None if all were
+            finite or no statistics of taps were passed.
+        cotangent: First tap of the backward pass with a non-finite cotangent, or None.
+        batch_id: Extra argument `batch_id` of the step; None if it was not passed.
+        streak: Number of consecutive equal incidents up to this one.
+        first_step: Step of the first incident of the streak.
+
 
     Examples:
         >>> import gradclip_jax as gcx
@@ -101,7 +101,7 @@ class Incident(NamedTuple):
     first_step: int = -1
 
     def __str__(self) -> str:
-        """The incident as a sentence."""
+        """Return the incident as a sentence."""
         fate = " and ".join(word for word in FATES if word in self.kinds) or "applied"
         norm = "zero" if self.norm == 0 else f"norm {_compared(self.norm, self.norm_threshold)}"
         batch = "" if self.batch_id is None else f", batch {self.batch_id}"
@@ -114,12 +114,12 @@ class Incident(NamedTuple):
         return "; ".join(parts)
 
     def _place(self) -> str:
-        """Which units have the non-finite elements, or the largest shares of the norm."""
+        """Describe the units with the non-finite elements or the largest shares of the norm."""
         count, second = self.bad_elements, ""
         if self.second_share >= 0.1:
             second = f", {100 * self.second_share:.0f} % in {self.second_leaf}"
         if not count:
-            # A share of nothing says nothing, and neither does a small one.
+            # The share of a zero norm is meaningless, and a small share is not informative.
             is_share = self.leaf and self.norm > 0 and self.share >= 0.1
             return f"{100 * self.share:.0f} % of it in {self.leaf}{second}" if is_share else ""
         elements = f"{count} non-finite element{'s' if count > 1 else ''}"
@@ -130,7 +130,7 @@ class Incident(NamedTuple):
         return f"{elements}, {100 * self.share:.0f} % of them in {self.leaf}{second}"
 
     def _causes(self) -> list[str]:
-        """What was wrong besides the norm of the gradient and the loss."""
+        """List the faults other than an outlier of the gradient norm or the loss."""
         place = f" of {self.leaf}" if self.leaf else ""
         rise = f"{_short(self.leaf_rise)} times its usual value"
         parts: list[str] = []
@@ -142,7 +142,7 @@ class Incident(NamedTuple):
         if "update" in self.kinds and self.update_norm is not None:
             norm = _compared(self.update_norm, self.update_threshold)
             if not math.isfinite(self.update_norm):
-                # An element is infinite, or its square overflowed.
+                # Either an element is infinite, or its square overflowed.
                 norm = "NaN" if math.isnan(self.update_norm) else "above 1e25"
                 norm += f" in {self.leaf}" if self.leaf else ""
             elif place and self.leaf_rise > 1:
@@ -156,15 +156,17 @@ class Incident(NamedTuple):
         if "replica" in self.kinds:
             parts.append(f"the parameters on device {self.device} differ from those on the others")
         if self.activation or self.cotangent:
-            # After a non-finite activation all cotangents are usually non-finite.
+            # After a non-finite activation, usually all cotangents are non-finite.
             cotangent = None if self.activation else self.cotangent
             parts.append(str(FirstNonfinite(self.activation, cotangent)))
         return parts
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, and under "sentence" the sentence, as values of strict JSON.
+        """Return all fields as strict JSON values, and the sentence under the key "sentence".
 
-        An infinite threshold is None; other non-finite numbers are strings that `float` reads.
+        An infinite threshold becomes None. Other non-finite numbers become strings that `float` can
+        parse.
+
 
         Examples:
             >>> import gradclip_jax as gcx
@@ -181,29 +183,29 @@ class Incident(NamedTuple):
 
 
 def _compared(value: float, threshold: float) -> str:
-    """A value, and the threshold if it is above it."""
+    """Format a value, with its threshold if the value is above it."""
     is_above = math.isfinite(value) and value > threshold and threshold < UNBOUNDED
     return _short(value) + (f" above {_short(threshold)}" if is_above else "")
 
 
 def _short(x: float) -> str:
-    """Two digits: 3.1e5."""
+    """Format a number with two significant digits, such as 3.1e5."""
     return "NaN" if math.isnan(x) else re.sub(r"e\+?(-?)0*", r"e\1", f"{x:.2g}")
 
 
 @register_metrics("incident_count", "incident_step", "incident_kind")
 class IncidentLog(NamedTuple):
-    """The last incidents; int32, counters saturating.
+    """The last incidents, as int32 arrays. Counters saturate.
 
     Attributes:
-        step_count: int32[], calls so far.
-        incident_count: int32[], steps with an incident.
-        rows: int32[incidents, fields], the fields of each incident, the last at the end: step and
-            kinds, then the bits of a float32 for each of the others, so that a NaN can be kept;
-            the last three are integers.
-        names: a dict with one key, the names of all units, and no leaf: a checkpoint has no place
-            for strings.
-        tap_names: the same for the names of all taps.
+        step_count: int32[], number of calls.
+        incident_count: int32[], number of steps with an incident.
+        rows: int32[incidents, fields], the fields of each incident, with the latest in the last
+            row. Step and kinds come first; the other fields are the bits of a float32, so that NaN
+            is preserved, except that the last three fields are integers.
+        names: Dictionary without leaves whose only key contains the names of all units, because a
+            checkpoint cannot store strings.
+        tap_names: Dictionary of the same form with the names of all taps.
     """
 
     step_count: Scalar
@@ -217,7 +219,7 @@ class IncidentLog(NamedTuple):
 
 
 def init_log(size: int, params: Tree, units: Units, tap_names: Sequence[str]) -> IncidentLog:
-    """A log without incidents."""
+    """Return a log without incidents."""
     rows = jnp.zeros((size, len(Incident._fields)), jnp.int32).at[:, 0].set(-1)
     step_count, incident_count = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
     names, taps = join_names(name_units(units, params)), join_names(tap_names)
@@ -225,22 +227,22 @@ def init_log(size: int, params: Tree, units: Units, tap_names: Sequence[str]) ->
 
 
 def names_in(log: IncidentLog) -> list[str]:
-    """The names of the units."""
+    """Return the names of the units."""
     return split_names(*log.names)
 
 
 def tap_names_in(log: IncidentLog) -> list[str]:
-    """The names of the taps."""
+    """Return the names of the taps."""
     return split_names(*log.tap_names)
 
 
 def note(
     log: IncidentLog, fields: dict[str, Any], flags: dict[str, Any], batch_id: Any, **fates: Scalar
 ) -> IncidentLog:
-    """The log after a step. A step with a flag is an incident, and a skipped one; other fates not.
+    """Update the log after a step. A step is an incident if a flag is set or a guard skipped it.
 
-    Outliers of the norm, the loss and the update follow from the fields. Of a streak of equal
-    incidents the first and the last are kept.
+    Outliers of the norm, the loss and the update are determined from the fields. Only the first and
+    the last of consecutive equal incidents are kept.
     """
     fields = Incident._field_defaults | {k: x for k, x in fields.items() if x is not None}
     fields = {k: x if isinstance(x, jax.Array) else _CODES.get(x, x) for k, x in fields.items()}
@@ -251,7 +253,7 @@ def note(
     flags["norm"] = jnp.isfinite(fields["norm"]) & is_above("norm", "norm_threshold")
     flags["loss"] = is_above("loss", "loss_threshold")
     update = flags.pop("update") | is_above("update_norm", "update_threshold") | fates["skipped"]
-    # A spike of the gradient or a jump of the parameters explains one of the update.
+    # A spike of the gradient or a jump of the parameters already explains a spike of the update.
     cause = functools.reduce(jnp.logical_or, flags.values())
     flags["update"] = update & ~cause
     is_incident = cause | update
@@ -268,7 +270,7 @@ def note(
     bits = lax.bitcast_convert_type(numbers, jnp.int32)
     batch = jnp.asarray(_NO_BATCH if batch_id is None else batch_id, jnp.int32)
     row = jnp.concatenate([jnp.stack([step, kinds]), bits, jnp.stack([batch, count, first_step])])
-    # The first of a streak stays, and the last takes the place of the one before it.
+    # Keep the first incident of a streak, and overwrite the previous one with the latest.
     older = jnp.where(count > 2, log.rows[:-1], log.rows[1:])
     rows = jnp.concatenate([older, row[None]])
     return log._replace(
@@ -279,11 +281,11 @@ def note(
 
 
 def read_log(log: IncidentLog) -> list[Incident]:
-    """The incidents in a log, the oldest first."""
+    """Return the incidents in a log, oldest first."""
     names, taps, rows = names_in(log), tap_names_in(log), np.asarray(log.rows)
     found: list[Incident] = []
     for row in rows[rows[:, 0] >= 0]:
-        # A damaged row, as of a checkpoint with a flipped bit, does not hide the others.
+        # Skip damaged rows, for example of a corrupted checkpoint, and return the others.
         with contextlib.suppress(IndexError, ValueError, OverflowError):
             found.append(_read(row, names, taps))
     return found

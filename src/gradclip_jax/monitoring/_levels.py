@@ -1,4 +1,4 @@
-"""Usual levels of the logarithms of norms and losses, and the outliers above them."""
+"""Moving averages of the logarithms of norms and losses, and detection of outliers."""
 
 from typing import Any, NamedTuple
 
@@ -11,30 +11,31 @@ from ..clipping._threshold import Rule, apply_rule
 KINDS = ("gradient", "update", "parameter")
 
 WARM_UP, SHORT, LONG = 16, 64, 1024
-"""Steps before the first threshold, and the steps after which a new value weighs 1 / SHORT."""
+"""Number of steps before the first threshold, and window sizes of the moving averages."""
 
 _WIDTH = 1.35
-"""Thresholds are this times wider than `spike_threshold` says. The variance counts values far below
-the mean for less, which makes it up to 18 % too small, and logarithms of norms have long tails."""
+"""Factor by which `spike_threshold` is multiplied. The variance, in which values far below the mean
+have a lower weight, is up to 18 % too small, and the logarithms of norms have long tails."""
 
 _EARLY = float(np.log(8.0))
-"""Until step 2 * SHORT no threshold is above 8 times the largest value so far."""
+"""Until step 2 * SHORT, thresholds are at most 8 times the largest value so far."""
 
-_DRIFT = float(np.log(4.0))
-"""A unit drifts if its short mean is 4 times its long mean."""
+_DRIFT = float(np.log(3.0))
+"""A unit has drifted if its short-term mean is 3 times its long-term mean."""
 
 _EXPECTED = np.array([-3.0, -12.0])
-"""Log-probabilities below which zeros are no coincidence: of the whole gradient, of a unit."""
+"""Log-probabilities below which zero gradients are an incident: for the whole tree, for a unit."""
 
 
 class LevelState(NamedTuple):
-    """The level of each value: float32[values] each.
+    """Moving statistics of each value, each float32[values].
 
     Attributes:
-        num_values: values so far, at most LONG.
-        mean: moving average over about 2 * SHORT values.
-        variance: moving variance, of the same memory; values far below the mean count for less.
-        top: the largest excess over the mean, which decays over LONG values.
+        num_values: Number of values so far, at most LONG.
+        mean: Moving average over about 2 * SHORT values.
+        variance: Moving variance over about 2 * SHORT values, with a lower weight for values far
+            below the mean.
+        top: Largest excess over the mean, decayed over LONG values.
     """
 
     num_values: Array
@@ -44,13 +45,13 @@ class LevelState(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """What `watch` remembers: float32.
+    """Statistics of previous steps that `watch` compares a step with, all float32.
 
     Attributes:
-        usual: the levels of all values, see `compare`.
-        long_mean: [units], the mean of the gradient norm of each unit over about 2 * LONG steps.
-        zero_share: [1 + units], the share of steps whose gradient was zero.
-        zero_streak: [1 + units], the number of such steps in a row until now.
+        usual: Moving statistics of all norms and losses; see `compare`.
+        long_mean: [units], mean logarithm of each unit's gradient norm over about 2 * LONG steps.
+        zero_share: [1 + units], share of steps with a zero gradient.
+        zero_streak: [1 + units], number of consecutive steps with a zero gradient.
     """
 
     usual: LevelState
@@ -60,8 +61,8 @@ class Levels(NamedTuple):
 
 
 def init_levels(num_kinds: int, num_units: int) -> Levels:
-    """The levels before the first step."""
-    # A buffer for each field: one buffer cannot be donated twice.
+    """Return the statistics before the first step."""
+    # Use one buffer per field, because a buffer cannot be donated twice.
     size = num_kinds * (1 + num_units) + 2
     usual = LevelState(*(jnp.zeros(size, jnp.float32) for _ in LevelState._fields))
     zeros = (jnp.zeros(n, jnp.float32) for n in (num_units, 1 + num_units, 1 + num_units))
@@ -71,18 +72,18 @@ def init_levels(num_kinds: int, num_units: int) -> Levels:
 def outliers(
     z_threshold: Any, floor: Any, memory: Any, tail: Any = 0.0, is_log: Any = True
 ) -> Rule:
-    """A threshold some standard deviations above the moving average of values of any sign.
+    """Threshold rule: a moving average plus a multiple of the standard deviation.
 
     An outlier enters the average as the threshold, so that later outliers are still detected, and
-    with weight 1 / 4, so that a lasting rise is learned within some steps.
+    with a weight of 1 / 4, so that the average follows a lasting rise within some steps.
 
     Args:
-        z_threshold: in standard deviations; elementwise, like the other arguments.
-        floor: the smallest standard deviation.
-        memory: the number of values after which a new one weighs `1 / memory`.
-        tail: the smallest threshold above the mean, relative to the largest excess so far: values
-            with a long tail get a higher threshold.
-        is_log: whether the values are logarithms; the standard deviation of other values is at
+        z_threshold: Number of standard deviations; elementwise, like the other arguments.
+        floor: Smallest standard deviation.
+        memory: Window size of the average; a new value has the weight `1 / memory`.
+        tail: Smallest distance of the threshold from the mean, relative to the largest excess so
+            far, which raises the threshold for long-tailed values.
+        is_log: Whether the values are logarithms. The standard deviation of other values is at
             least 1 % of their mean.
     """
 
@@ -93,10 +94,10 @@ def outliers(
         count, mean, variance, top = state
         size = abs(mean)
         deviation = jnp.maximum(jnp.sqrt(variance), jnp.where(is_log, floor, 0.01 * size + floor))
-        # Twice as wide after 16 values as after 64: the variance is not well known by then.
+        # After 16 values the variance is uncertain, so the threshold is twice as wide as after 64.
         width = _WIDTH * (1 + jnp.clip((SHORT - count) / (SHORT - WARM_UP), 0, 1))
         bound = jnp.maximum(z_threshold * width * deviation, tail * top)
-        # While a loss falls fast its variance is large, but not its largest value.
+        # The variance of a quickly decreasing loss is large, but its largest value is not.
         early = jnp.maximum(1, count / (2 * SHORT))
         rise = jnp.where(is_log, _EARLY, (np.exp(_EARLY) - 1) * (top + size))
         bound = jnp.minimum(bound, jnp.where(z_threshold < jnp.inf, top + early * rise, jnp.inf))
@@ -116,15 +117,16 @@ def outliers(
 
 
 class Comparison(NamedTuple):
-    """How the values of a step compare with their levels.
+    """Comparison of the norms and the loss of a step with previous steps.
 
     Attributes:
-        thresholds: [kinds], of the norm of the whole tree.
-        loss_threshold: of the loss.
-        rises: [kinds, units], how many times its usual norm a unit has, in proportion to the other
-            units; 0 where it is below its threshold.
-        drifts: [units], how many times its long-term norm a unit has, 0 where that is usual.
-        dead: bool[1 + units], whether a gradient has become zero: of the whole tree, of a unit.
+        thresholds: [kinds], threshold for the norm of the whole tree.
+        loss_threshold: Threshold for the loss.
+        rises: [kinds, units], ratio of each unit's norm to its moving average, relative to the
+            other units; 0 below the threshold.
+        drifts: [units], ratio of each unit's gradient norm to its long-term mean; 0 without a
+            drift.
+        dead: bool[1 + units], whether the gradient of the tree or a unit has become zero.
     """
 
     thresholds: Array
@@ -143,16 +145,19 @@ def compare(
     is_step: Scalar,
     step: Scalar,
 ) -> tuple[Comparison, Levels]:
-    """Compares norms, float32[1 + units] of each kind, and the loss of a step with their levels.
+    """Compare the norms and the loss of a step with previous steps.
 
-    Updates and parameters are compared where `is_step`. Norms and losses have long tails and look
-    normally distributed as logarithms; a loss may be negative and is then compared as it is.
+    `norms` contains float32[1 + units] for each kind.
+
+    Updates and parameters are compared only if `is_step`. Norms and losses are compared as
+    logarithms, because their distributions have long tails. The loss is also compared directly,
+    because it may be negative.
     """
     norms = jnp.stack(list(by_kind.values()))
     units = norms.shape[1] - 1
     is_kind = np.array([[kind == other for other in KINDS] for kind in by_kind])
-    # Rises below a factor of 2 are no incident, and below 3 none of an update: a schedule may
-    # restart. The last two values are the logarithm of the loss, and the loss.
+    # Rises below a factor of 2 are not incidents, and of updates below 3, because a schedule may
+    # restart. The last two values are the logarithm of the loss and the loss itself.
     memory = (is_kind @ np.array([SHORT, SHORT, 8.0])).astype(np.float32)
     columns = [
         (np.log(is_kind @ np.array([2.0, 3.0, 2.0])) / (6 * _WIDTH), (0.05, 1e-6)),
@@ -167,7 +172,7 @@ def compare(
     is_whole = (place % (1 + units) == 0) | (place >= norms.size)
     rule = outliers(z_threshold, least, memories, 2 * is_whole * ones, place < place[-1])
 
-    measured = jnp.where(is_kind[:, :1] | is_step, norms, 0)  # the log of 0 enters no level
+    measured = jnp.where(is_kind[:, :1] | is_step, norms, 0)  # log(0) does not enter the average
     logs = jnp.log(measured)
     mean, count = (x[:-2].reshape(norms.shape) for x in levels.usual[1::-1])
     shared = _of_others(jnp.where(jnp.isfinite(logs) & (count > 0), logs - mean, jnp.nan))
@@ -175,7 +180,7 @@ def compare(
     of_loss = jnp.stack([jnp.log(jnp.maximum(value, 0)), value])
     values = jnp.append((logs - shared).reshape(-1), of_loss)
     limits, usual = apply_rule(rule, values, levels.usual)
-    # A level follows what all units do together.
+    # Move the mean of each unit along with the shared change of all units.
     weight = jnp.where(jnp.isfinite(logs), 1 / jnp.minimum(count + 1, memory[:, None]), 0)
     followed = jnp.pad((shared * weight).reshape(-1), (0, 2))
     usual = usual._replace(mean=usual.mean + followed)
@@ -194,10 +199,10 @@ def compare(
 
 
 def _of_others(changes: Array) -> Array:
-    """For each unit the mean change of the other units; 0 for the whole tree. NaN is left out.
+    """Return the mean change of the other units for each unit; 0 for the whole tree.
 
-    A hard batch raises all units together: the change relative to the others says more. No unit
-    moves this mean by more than a factor of 20.
+    NaN is ignored. A difficult batch raises the norms of all units, so a change is measured relative to the other
+    units. Each unit contributes a change of at most a factor of 20.
     """
     known = ~jnp.isnan(changes[:, 1:])
     bounded = jnp.where(known, jnp.clip(changes[:, 1:], -3, 3), 0)
@@ -209,7 +214,7 @@ def _of_others(changes: Array) -> Array:
 def _drifts(
     long_mean: Array, usual: LevelState, is_known: Array, units: int
 ) -> tuple[Array, Array]:
-    """The units that slowly left the others, and the long means, which then begin anew."""
+    """Detect units that slowly drift from the others; their long-term means are reset."""
     mean, count = usual.mean[1 : 1 + units], usual.num_values[1 : 1 + units]
     steps = jnp.where(is_known, jnp.maximum(count, 1), UNBOUNDED)
     long_mean = long_mean + (mean - long_mean) / steps
@@ -221,19 +226,19 @@ def _drifts(
 
 
 def _dead(levels: Levels, norms: Array, count: Scalar) -> tuple[Array, Array, Array]:
-    """The gradients that have become zero at this step, beyond coincidence; shares, streaks."""
+    """Detect gradients that have become zero; update the shares and streaks of zero gradients."""
     least = np.repeat(_EXPECTED, [1, norms.size - 1])
 
     def is_dead(share: Array, streak: Array) -> Array:
         return (count >= WARM_UP) & (streak * jnp.log(share) < least)
 
     is_zero = (norms == 0).astype(jnp.float32)
-    # Half a zero is added to the share: a gradient that was never zero may be so once.
+    # Add half a zero to the share, so that a single zero gradient is not an incident.
     prior = jnp.maximum(levels.zero_share, 0.5 / (jnp.minimum(count, LONG) + 1))
     streak = jnp.where(norms == 0, levels.zero_streak + 1, 0)
     dead = is_dead(prior, streak) & ~is_dead(prior, levels.zero_streak)
     share = levels.zero_share + (is_zero - levels.zero_share) / jnp.minimum(count + 1, LONG)
-    # Where all units are zero, the whole is.
+    # If the whole gradient is zero, report only the whole tree.
     return dead & (np.arange(norms.size) == 0) | dead & (norms[0] > 0), share, streak
 
 

@@ -1,4 +1,4 @@
-"""The log of a run, read on the host: its columns, its incidents, and the run in numbers."""
+"""Training logs on the host: columns, incidents, and a summary."""
 
 import json
 import os
@@ -18,13 +18,13 @@ _NORMS = ("gradient_norm", "update_norm", "parameter_norm", "update_ratio", "lar
 
 
 class Log(NamedTuple):
-    """A log by columns.
+    """The columns and incidents of a training log.
 
     Attributes:
-        steps: float64[rows], the step of each row.
-        columns: the values of each key, masked where a row has none or nothing was measured.
-        is_held: bool[rows], the rows of micro-steps that an accumulation held.
-        incidents: pairs of step and sentence.
+        steps: float64[rows], step of each row.
+        columns: Values of each key, masked in rows without a measured value.
+        is_held: bool[rows], whether the row is a micro-step without an optimizer step.
+        incidents: Pairs of step and sentence.
     """
 
     steps: np.ndarray[Any, Any]
@@ -39,32 +39,33 @@ def summarize_log(log: Any, *, window: int = 1000) -> dict[str, float]:
 
     | key | meaning |
     | --- | --- |
-    | `steps` | rows of the log, without micro-steps that an accumulation held |
-    | `taken` | the share of these steps that were applied |
-    | `clipped`, with a path if there are several clips | the share of clipped gradients |
-    | `skipped_nonfinite`, `skipped_large_norm`, `skipped_large_loss` | skips of each guard |
+    | `steps` | number of rows, without micro-steps that only accumulate |
+    | `taken` | share of these steps that were applied |
+    | `clipped`, with a path if there are several clips | share of clipped gradients |
+    | `skipped_nonfinite`, `skipped_large_norm`, `skipped_large_loss` | number of skipped steps |
     | `guard_failed` | 1 if a guard has failed |
-    | `incident_count` | the number of incidents of `watch` |
-    | `spike_score/loss`, also of `grad_norm`, `gradient_norm`, `update_norm` | the share of |
-    | | values that are non-finite, or more than 6 standard deviations from the mean of the last |
-    | | `window` values |
+    | `incident_count` | number of incidents of `watch` |
+    | `spike_score/loss`, also of `grad_norm`, `gradient_norm`, `update_norm` | share of values |
+    | | that are non-finite, or more than 6 standard deviations from the mean of the last `window` |
 
-    A held row repeats the values of a clip inside the accumulation; they count once. Where the
-    column `step` (or `watch_step`) goes back, as after a resume, the later rows replace the earlier
-    ones. Damaged lines of a file, such as the last one of a run that was killed, are skipped with a
-    warning. Rows with a "sentence", as of `Incident.to_dict()`, are not counted as steps.
+    The metrics of a clip inside an accumulation are repeated in the rows of held micro-steps and
+    are counted once. If the column `step` (or `watch_step`) decreases, as after a resume, the later
+    rows replace the earlier rows of the same steps. Damaged lines of a file, such as an incomplete
+    last line, are skipped with a warning. Rows with the key "sentence", such as
+    `Incident.to_dict()`, are not counted as steps.
 
     Args:
-        log: a sequence of mappings from name to number, one for each step, or the path of a file of
-            JSON lines.
-        window: the number of preceding values that a spike is compared with; at least 100 of them,
-            or `window` if that is less.
+        log: Sequence with one mapping from name to number for each step, or the path of a JSON
+            Lines file.
+        window: Number of preceding values in the mean of a spike score. At least 100 values are
+            required, or `window` values if it is smaller.
 
     Returns:
-        Key to number. Keys whose column is missing in the log are left out.
+        Dictionary of numbers. Keys whose column is missing in the log are omitted.
 
     Raises:
-        ValueError: `log` is not a sequence of mappings, or it is empty.
+        ValueError: If `log` is not a sequence of mappings, or if it is empty.
+
 
     Examples:
         >>> import gradclip_jax as gcx
@@ -78,7 +79,7 @@ def summarize_log(log: Any, *, window: int = 1000) -> dict[str, float]:
         name, _, place = key.partition("/")
         is_skipped = is_held & (name in ("has_updated", "update_norm"))
         if name in ("grad_norm", "clip_fraction"):
-            # A clip in front of the accumulation has a new norm in a held row, one inside has not.
+            # In a held row, only a clip before the accumulation has a new norm.
             norms = columns.get(f"grad_norm/{place}" if place else "grad_norm", values).filled(-1)
             is_skipped = is_held & (np.diff(norms, prepend=-1) == 0)
         fresh = values[~is_skipped].compressed()
@@ -108,7 +109,7 @@ def _spike_score(values: Any, window: int) -> float:
 
 
 def read_log_file(log: Any) -> Log:
-    """The columns and incidents of a log; raise if it has no rows."""
+    """Return the columns and incidents of a log; raise if it has no rows."""
     hint = "Append `metrics(state)` at each step, or name a file of JSON lines."
     rows: Any = _parsed(log) if isinstance(log, (str, os.PathLike)) else log
     is_log = isinstance(rows, Sequence) and all(isinstance(row, Mapping) for row in rows)
@@ -120,7 +121,7 @@ def read_log_file(log: Any) -> Log:
     keys = dict.fromkeys(key for row in steps for key in row)
     columns = {key: x for key in keys if (x := _column(key, steps)).count()}
     count = np.arange(len(steps), dtype=np.float64)
-    # `watch_step` counts the calls up to and including that of the row.
+    # `watch_step` includes the call of the row.
     counter = columns.get("step", columns.get("watch_step", count + 1) - 1)
     is_held = np.zeros(len(steps), bool)
     if any(key.partition("/")[0] == "mini_step" for key in columns) and "has_updated" in columns:
@@ -131,7 +132,7 @@ def read_log_file(log: Any) -> Log:
 
 
 def _parsed(path: Any) -> list[Any]:
-    """The rows of a file of JSON lines that can be read."""
+    """Parse the valid lines of a JSON Lines file."""
     rows, damaged = [], []
     text = pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
     for number, line in enumerate(text.splitlines(), 1):
@@ -150,9 +151,9 @@ def _parsed(path: Any) -> list[Any]:
 
 
 def _last_of_each_step(rows: Sequence[Any]) -> list[Any]:
-    """The rows without those that a resume repeats: where the step goes back, later rows count."""
+    """Drop rows that are repeated after a resume; if the step decreases, the later rows count."""
     key = "step" if "step" in rows[0] else "watch_step"
-    # Micro-steps of one step, and calls that `watch` did not count, are different rows.
+    # Distinguish the micro-steps of one step, and calls that `watch` did not count.
     is_unique = key == "step" and not any(name.startswith("mini_step") for name in rows[-1])
     kept: list[Any] = []
     for row in rows:
@@ -165,7 +166,7 @@ def _last_of_each_step(rows: Sequence[Any]) -> list[Any]:
 
 
 def _column(key: str, rows: Sequence[Any]) -> np.ma.MaskedArray[Any, Any]:
-    """The values of a key; masked where there is none, where it is no number, or not measured."""
+    """Return the values of a key, masked where they are missing, not numbers or not measured."""
     values = np.array([_number(row.get(key)) for row in rows])
     is_missing = [not isinstance(row.get(key), _NUMBERS) for row in rows]
     name = key.partition("/")[0]

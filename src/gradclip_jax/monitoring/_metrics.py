@@ -1,4 +1,4 @@
-"""Every scalar that the states of this package report, from any nested Optax state."""
+"""Collection of metrics from nested optimizer states."""
 
 import functools
 from collections.abc import Sequence
@@ -17,56 +17,59 @@ from ._watch import NOT_MEASURED, WatchState
 
 @public
 def metrics(state: Any) -> dict[str, Array]:
-    """Collects the scalars to log from an optimizer state, however it is nested.
+    """Collect metrics for logging from a nested optimizer state.
 
-    The numbers are from the pass that clipped or guarded. The keys depend
-    on the structure of the state alone, so they are the same at every step, from `init` on.
+    The states already contain these values, so nothing is computed again. The keys depend only on the
+    structure of the state and are the same at every step.
 
     | key | meaning |
     | --- | --- |
-    | `grad_norm` | before clipping, in the unit of the gradients |
-    | `clip_threshold`, `clip_factor` | the smallest of all units |
-    | `clip_fraction` | the fraction of units that were clipped |
-    | `mini_step`, `gradient_step` | of the accumulation |
-    | `loss_scale` | what the gradient of the next loss is multiplied by |
-    | `skip_threshold`, `loss`, `loss_threshold` | of a guard against spikes |
-    | `update_norm`, `update_threshold` | of one that watches the update |
-    | `skipped_nonfinite`, `skipped_large_norm` | counts |
-    | `skipped_large_loss`, `skipped_large_update` | counts |
-    | `consecutive_skips` | skips since the last step that was taken |
-    | `guard_failed` | 1 if the limit of skips, or of the loss scale, was ever reached, else 0 |
-    | `gradient_noise_scale` | in micro-batches, or in the unit of the weights |
-    | `nonfinite_norms` | steps of which `record_norms` saw a norm that is not finite |
-    | `gradient_norm`, `update_norm`, `parameter_norm`, `update_ratio` | of `watch`, also by unit |
-    | | -1 where the last call measured nothing |
-    | `largest_share`, `largest_share_index` | of a unit in the squared gradient norm, and which |
-    | `taps/<name>/rms` and so on | of the taps whose statistics `watch` got; see `taps.metrics` |
-    | `watch_step`, `has_updated` | calls of `watch`; whether the last changed the parameters |
-    | `incident_count`, `incident_step`, `incident_kind` | how many, and the last: see `incidents` |
+    | `grad_norm` | gradient norm before clipping |
+    | `clip_threshold`, `clip_factor` | smallest threshold and factor of all units |
+    | `clip_fraction` | fraction of units that were clipped |
+    | `mini_step`, `gradient_step` | counters of the accumulation |
+    | `loss_scale` | factor of the next loss |
+    | `skip_threshold`, `loss`, `loss_threshold` | loss and thresholds of `skip_spikes` |
+    | `update_norm`, `update_threshold` | the same for `skip_spikes(update=...)` |
+    | `skipped_nonfinite`, `skipped_large_norm` | skipped steps by cause |
+    | `skipped_large_loss`, `skipped_large_update` | number of skipped steps by cause |
+    | `consecutive_skips` | number of skipped steps since the last applied step |
+    | `guard_failed` | 1 if a limit of skipped steps or of the loss scale was ever reached, else 0 |
+    | `gradient_noise_scale` | noise scale in micro-batches, or in the unit of the weights |
+    | `nonfinite_norms` | number of steps for which `record_norms` recorded a non-finite norm |
+    | `gradient_norm`, `update_norm`, `parameter_norm`, `update_ratio` | norms of `watch`, in total |
+    | | and by unit; -1 if the last call did not measure |
+    | `largest_share`, `largest_share_index` | largest share of a unit in the squared gradient |
+    | | norm, and the index of this unit |
+    | `taps/<name>/rms` and so on | statistics of taps passed to `watch`; see `taps.metrics` |
+    | `watch_step`, `has_updated` | number of calls of `watch`; whether the last one updated |
+    | | the parameters |
+    | `incident_count`, `incident_step`, `incident_kind` | number of incidents, and step and kinds |
+    | | of the last one; see `incidents` |
 
-    A name that occurs once is its own key. If it occurs more often, each has the path in the state
-    appended, as in `grad_norm/inner_opt_state/0`; guards are left out of the paths of all else, so
-    a key stays what it is when a guard is put around. A clip by groups appends the label of the
-    group, as in `grad_norm/body`.
+    If several states have the same metric, the path of the state is appended to the key, as in
+    `grad_norm/inner_opt_state/0`. Paths do not contain guards, so that wrapping a transformation in
+    a guard does not change its keys. A clip by groups appends the label of the group, as in
+    `grad_norm/body`.
 
-    | the plain key, if a name occurs more often | |
+    | key without a path, if several states have the metric | value |
     | --- | --- |
-    | `skipped_nonfinite`, `skipped_large_norm`, `skipped_large_loss` | the sum over guards |
-    | `consecutive_skips` | the largest of all guards |
+    | `skipped_nonfinite`, `skipped_large_norm`, `skipped_large_loss` | sum over all guards |
+    | `consecutive_skips` | largest value of all guards |
     | `guard_failed` | 1 if any has failed |
-    | what guards and one other state report, as a clip `grad_norm` | that of the other |
-    | what guards alone report, as `grad_norm` | that of the outermost |
-    | what several others report, as two clips `grad_norm` | none |
+    | a metric of guards and one other state, such as the `grad_norm` of a clip | of the other state |
+    | a metric of guards only | of the outermost guard |
+    | a metric of several other states, such as the `grad_norm` of two clips | no such key |
 
     Args:
-        state: any pytree that contains optimizer states, such as the state of `optax.chain`,
-            `masked`, `partition`, `inject_hyperparams` or of a foreign wrapper, or a train state.
+        state: Pytree that contains optimizer states, such as a train state or the state of
+            `optax.chain`, `masked`, `partition`, `inject_hyperparams` or another wrapper.
 
     Returns:
-        Name to scalar, sorted; empty if the state contains no state of this package.
+        Dictionary of scalars, sorted by name; empty if no state of this package is found.
 
     Raises:
-        TypeError: `state` is a transformation, not the state of one.
+        TypeError: If `state` is a gradient transformation instead of its state.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -86,7 +89,7 @@ def metrics(state: Any) -> dict[str, Array]:
     for path, node in states:
         if isinstance(node, WatchState):
             node = _if_measured(node, [gate for at, gate in gates if path[: len(at)] == at])
-        # The place of what is no guard stays what it was when a guard is put around it.
+        # Paths do not contain guards, so that adding a guard does not change other keys.
         if not is_guard(node) and not isinstance(node, IncidentLog):
             path = tuple(key for i, key in enumerate(path) if path[:i] not in guards)
         place = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -97,7 +100,7 @@ def metrics(state: Any) -> dict[str, Array]:
                 by_name.setdefault(name, []).append((place, is_guard(node), value))
     out: dict[str, Array] = {}
     for name, entries in by_name.items():
-        # A guard leaves the plain key to what reports the same without being a guard.
+        # Other states take precedence over guards for the key without a path.
         plain = [value for _, guards_it, value in entries if not guards_it] or [
             _of_all_guards(name, [jnp.asarray(value) for _, _, value in entries])
         ]
@@ -110,7 +113,7 @@ def metrics(state: Any) -> dict[str, Array]:
 
 
 def _if_measured(watched: WatchState, gates: Sequence[Any]) -> WatchState:
-    """The state of a `watch` inside gates, with norms of -1 if the last call did not reach it."""
+    """Set the norms of a `watch` state to -1 if the last step did not call `watch`."""
     for gate in gates:
         stepped = has_updated(gate._replace(**{GATES[type(gate)]: ()}))
         norms = {
@@ -126,15 +129,15 @@ def _if_measured(watched: WatchState, gates: Sequence[Any]) -> WatchState:
 
 
 def _of_all_guards(name: str, values: list[Array]) -> Array:
-    """One number for all guards: whether any failed, the longest streak, the sum of skips."""
+    """Combine a metric of all guards: the maximum or the sum."""
     if name in ("guard_failed", "consecutive_skips"):
         return functools.reduce(jnp.maximum, values)
     return functools.reduce(jnp.add, values) if name.startswith("skipped_") else values[0]
 
 
 def _with_groups(key: str, value: Any) -> dict[str, Array]:
-    """The entry, or those of a clip by groups."""
+    """Yield the metric, or one metric per group of a clip by groups."""
     if isinstance(value, dict):
-        # None stands for all groups together.
+        # None is the key of the combined value of all groups.
         return {f"{key}/{group}" if group else key: jnp.asarray(x) for group, x in value.items()}
     return {key: jnp.asarray(value)}

@@ -1,4 +1,4 @@
-"""Pictures of a run, from its log. Only here is matplotlib imported, when a picture is drawn."""
+"""Plots of training logs. Matplotlib is imported only when a plot is drawn."""
 
 import textwrap
 from collections.abc import Sequence
@@ -24,33 +24,36 @@ _MAX_CAPTIONS = 12
 
 @public
 def plot_log(log: Any, *, incidents: Sequence[Any] = (), dark: bool = False) -> Any:
-    """Draw a run: its loss, and heat maps with one row for each unit or tap; steps to the right.
+    """Plot the loss of a run and heat maps with one row for each unit or tap.
 
-    The heat maps show the gradient norm and the ratio of update to parameters of each unit of
-    `watch`, and the RMS and the kurtosis of activations of each tap, as far as they are in the log.
-    Colors are logarithmic, from the 1st to the 99th percentile; a non-finite value is red, a zero
-    is gray. A column of many steps shows the largest value. Steps at which nothing was measured,
-    such as held micro-steps of an accumulation, have no column.
+    The x axis is the step. The heat maps show the gradient norm and the ratio of update to
+    parameter norm of each unit of `watch`, and the RMS and kurtosis of the activations of each tap,
+    if they are in the log. The color scale is logarithmic, from the 1st to the 99th percentile.
+    Non-finite values are red and zeros are gray. If a column represents several steps, it shows the
+    largest value. Steps without a measurement, such as micro-steps that only accumulate, have no
+    column.
 
-    Incidents are numbered lines, with their sentences below. Their sentences are those of
-    `incidents`, or of rows of the log with a "sentence" (log `incident.to_dict()` as a row of its
-    own). If there are none, the lines are drawn where `incident_count` rises, with the kinds.
+    Incidents are marked by numbered lines, and their sentences are printed below the plot. They are
+    passed as `incidents`, or as rows of the log with the key "sentence" (log `incident.to_dict()`
+    as a separate row). Without either, the lines mark the steps at which `incident_count`
+    increases.
 
-    The figure is 900 pixels wide and has a transparent background. It needs matplotlib:
-    `pip install "gradclip_jax[plots]"`.
+    The figure is 900 pixels wide with a transparent background. It requires matplotlib: `pip
+    install "gradclip_jax[plots]"`.
 
     Args:
-        log: a sequence of mappings from name to number, one for each step, such as
-            `metrics(state)`, or the path of a file of JSON lines.
-        incidents: the incidents to mark, such as `gcx.incidents(state)`.
-        dark: draw text and lines for a dark background.
+        log: Sequence with one mapping from name to number for each step, such as `metrics(state)`,
+            or the path of a JSON Lines file.
+        incidents: Incidents to mark, such as `gcx.incidents(state)`.
+        dark: Whether to use text and line colors for a dark background.
 
     Returns:
-        A `matplotlib.figure.Figure`; `figure.savefig("run.png")` writes it.
+        A `matplotlib.figure.Figure`, which can be saved with `figure.savefig("run.png")`.
 
     Raises:
-        ValueError: `log` is not a sequence of mappings, or empty, or has neither norms by unit nor
-            statistics of taps.
+        ValueError: If `log` is not a sequence of mappings, is empty, or contains neither norms by
+            unit nor statistics of taps.
+
 
     Examples:
         >>> import gradclip_jax as gcx
@@ -101,7 +104,7 @@ def plot_log(log: Any, *, incidents: Sequence[Any] = (), dark: bool = False) -> 
 
 
 def _rows(log: Log, start: str, end: str) -> dict[str, Any]:
-    """The columns whose keys begin and end so, by the name between."""
+    """Return the columns with a prefix and a suffix, by the part of the key in between."""
     keys = [key for key in log.columns if key.startswith(start) and key.endswith(end)]
     return {
         key[len(start) : len(key) - len(end)]: log.columns[key]
@@ -111,7 +114,7 @@ def _rows(log: Log, start: str, end: str) -> dict[str, Any]:
 
 
 def _kinds(log: Log) -> list[tuple[float, str]]:
-    """The steps at which the number of incidents rises, with their kinds."""
+    """Return the steps at which the number of incidents increases, with their kinds."""
     counts, flags = (log.columns.get(f"incident_{key}") for key in ("count", "kind"))
     if counts is None or flags is None:
         return []
@@ -130,7 +133,7 @@ def _draw_loss(axis: Any, log: Log) -> None:
 
 
 def _draw_heat_map(axis: Any, steps: Any, rows: dict[str, Any]) -> Any:
-    """One row for each name, one column for each step at which anything was measured."""
+    """Draw one row for each name and one column for each measured step."""
     import matplotlib
     from matplotlib.colors import ListedColormap, LogNorm
 
@@ -147,7 +150,7 @@ def _draw_heat_map(axis: Any, steps: Any, rows: dict[str, Any]) -> Any:
     low, high = np.percentile(positive, [1, 99]) if positive.size else (1.0, 10.0)
     colors = matplotlib.colormaps["viridis"].with_extremes(under="#8c8c8c")
     norm = LogNorm(low, max(high, low * 1.01))
-    # A zero is below the range, all else at least at its lower end.
+    # Zeros are below the range of the color scale; clamp all other values to the range.
     shown = np.where(values > 0, np.maximum(values, low), low / 10)
     mesh = axis.pcolormesh(*edges, shown, norm=norm, cmap=colors, rasterized=True)
     reds = ListedColormap(["tab:red"])

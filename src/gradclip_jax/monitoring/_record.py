@@ -1,4 +1,4 @@
-"""A record of the norms of the last steps, kept in the optimizer state."""
+"""A ring buffer of recent norms in the optimizer state."""
 
 from typing import Any, NamedTuple
 
@@ -30,10 +30,10 @@ class NormRecordState(NamedTuple):
     """A ring buffer of norms.
 
     Attributes:
-        norms: float32[window], or float32[window, leaves].
-        step_count: int32[], steps in the buffer, at most `window`.
-        position: int32[], where the next step goes.
-        nonfinite_norms: int32[], steps of which a norm was not finite, saturating.
+        norms: float32[window] or float32[window, leaves].
+        step_count: int32[], number of steps in the buffer, at most `window`.
+        position: int32[], index at which the next step is written.
+        nonfinite_norms: int32[], number of steps with a non-finite norm; saturates.
     """
 
     norms: Array
@@ -50,26 +50,28 @@ def record_norms(
     ord: Order = 2.0,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformation:
-    """Records the norms of the last `window` updates; the updates pass unchanged.
+    """Record the norms of the last `window` updates; the updates are returned unchanged.
 
-    Put it before a clip to record norms before clipping. Every step has a row, so the last is that
-    of the last call; a norm that is not finite is recorded as it is, and counted. Read the norms
-    with `norm_history`, those of leaves by name with `leaf_norm_history`, and pass them to
-    `suggest_max_norm`, which leaves out what is not finite.
+    Place it before a clip to record norms before clipping. Non-finite norms are recorded and
+    counted. Read the norms with `norm_history`, or by leaf with `leaf_norm_history`.
+    `suggest_max_norm` computes a threshold from them.
 
     Args:
-        window: how many steps are kept, 1 to 2^20, static.
-        per_leaf: record the norm of each leaf instead of the global norm; static.
-        ord: order of the norm, 1, 2, inf or any number > 0, static.
-        axis_name: mapped axes over which the leaves are sharded, where types do not tell.
+        window: Number of steps to keep, 1 to 2^20, static.
+        per_leaf: Whether to record the norm of each leaf instead of the global norm, static.
+        ord: Order of the norm, 1, 2, inf or any positive number, static.
+        axis_name: Mapped axes over which every leaf is sharded, required where the array's type
+            does not carry the sharding.
 
     Returns:
-        An Optax transformation with a `NormRecordState` of 4 * window bytes, for each leaf if
-        `per_leaf`.
+        An Optax transformation with a `NormRecordState` of 4 * window bytes, or as many for each
+        leaf with `per_leaf`.
 
     Raises:
-        ValueError: `window` is out of range.
-        TypeError: a static argument is traced; when traced, a leaf is not inexact.
+        ValueError: If `window` is out of range.
+        TypeError: If a static argument is traced or, during tracing, if a leaf has an integer
+            dtype.
+
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -88,7 +90,7 @@ def record_norms(
 
     def init(params: Tree) -> NormRecordState:
         shape = (len(measured_leaves(params)),) if per_leaf else ()
-        # A buffer for each count: one buffer cannot be donated twice.
+        # Use one buffer per count, because a buffer cannot be donated twice.
         counts = (jnp.zeros((), jnp.int32) for _ in range(3))
         return NormRecordState(jnp.zeros((int(window), *shape), jnp.float32), *counts)
 
@@ -111,19 +113,19 @@ def record_norms(
 
 @public
 def norm_history(state: Any) -> np.ndarray[Any, Any]:
-    """The recorded norms, the oldest first.
+    """Return the recorded norms, oldest first.
 
     Args:
-        state: the state of `record_norms`, or any state that contains it. If it contains
-            several, the first is read.
+        state: State of `record_norms`, or any state that contains it. The first record is returned.
 
     Returns:
-        A NumPy array, float32[steps] or float32[steps, leaves] with the leaves in the order of
-        `jax.tree.leaves(params)`; at most `window` steps. Of a state that was vmapped over seeds
-        one for each, along a first axis.
+        NumPy array, float32[steps], or float32[steps, leaves] with the leaves in the order of
+        `jax.tree.leaves(params)`, with at most `window` steps. If the state was vmapped over seeds,
+        the array has a leading axis of seeds.
 
     Raises:
-        TypeError: the state contains no record, or it is traced: call this outside jit.
+        TypeError: If the state contains no record or is traced. Call this function outside jit.
+
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -140,7 +142,7 @@ def norm_history(state: Any) -> np.ndarray[Any, Any]:
     record = plain_arrays(records[0][1])
     refuse_traced("state", record.norms)
     norms, counts, positions = map(np.asarray, record[:3])
-    # Every call has a row, so all seeds have as many.
+    # Every call writes one row, so all seeds have the same number of rows.
     axis, count, position = counts.ndim, int(counts.flat[0]), int(positions.flat[0])
     rows = np.roll(norms, -position, axis) if count == norms.shape[axis] else norms
     return np.take(rows, range(count), axis)
@@ -148,18 +150,19 @@ def norm_history(state: Any) -> np.ndarray[Any, Any]:
 
 @public
 def leaf_norm_history(state: Any, params: Tree) -> dict[str, np.ndarray[Any, Any]]:
-    """The recorded norms of each leaf by its name, the oldest first.
+    """Return the recorded norms of each leaf by name, oldest first.
 
     Args:
-        state: the state of `record_norms(per_leaf=True)`, or any state that contains it.
-        params: the parameters, or any tree of their structure.
+        state: State of `record_norms(per_leaf=True)`, or any state that contains it.
+        params: Parameters, or any tree with the same structure.
 
     Returns:
-        Path, such as `decoder/mlp/wi`, to float32[steps].
+        Dictionary from paths, such as `decoder/mlp/wi`, to float32[steps].
 
     Raises:
-        TypeError: the state contains no record, or it is traced.
-        ValueError: the record is not of the leaves of `params`.
+        TypeError: If the state contains no record or is traced.
+        ValueError: If the record does not match the leaves of `params`.
+
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -182,22 +185,24 @@ def leaf_norm_history(state: Any, params: Tree) -> dict[str, np.ndarray[Any, Any
 
 @public
 def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
-    """Suggests a `max_norm`: a percentile of recorded norms.
+    """Suggest a `max_norm` as a percentile of recorded norms.
 
-    The median is the best compromise of five percentiles over the problems of docs/study.md. It
-    shortens every second step, so try a larger learning rate with it. 90 touches outliers only.
+    The default, the median, was the best of five percentiles over the problems of docs/study.md. It
+    clips every second step, so try a larger learning rate with it. The 90th percentile clips only
+    outliers.
 
     Args:
-        norms: norms of any shape, such as `norm_history(state)`, in the unit of the gradients,
-            also those of several seeds; NaN and infinite ones are ignored.
-        percentile: the percentage of steps, 0 to 100, that should not be clipped.
+        norms: Norms of any shape, such as `norm_history(state)`, also of several seeds. Non-finite
+            norms are ignored.
+        percentile: Percentage of steps that should not be clipped, 0 to 100.
 
     Returns:
-        That percentile of the finite norms.
+        The percentile of the finite norms.
 
     Raises:
-        ValueError: no norm is finite, or `percentile` is outside [0, 100].
-        TypeError: `norms` are no real numbers, or traced: call it outside jit.
+        ValueError: If no norm is finite, or if `percentile` is outside [0, 100].
+        TypeError: If `norms` are not real numbers or are traced. Call this function outside jit.
+
 
     Examples:
         >>> import gradclip_jax as gcx

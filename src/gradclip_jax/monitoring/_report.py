@@ -1,4 +1,4 @@
-"""On the host: what happened in a run, its log in numbers, and where to look for the cause."""
+"""Incidents on the host, and diagnostics that locate the cause of an incident."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,37 +18,38 @@ from ._incident import Incident, IncidentLog, names_in, read_log
 
 @public
 def incidents(state: Any) -> list[Incident]:
-    """Return the last incidents that `watch` kept, the oldest first.
+    """Return the last incidents recorded by `watch`, oldest first.
 
-    Each is a record, and prints as a sentence: "step 1203: skipped, gradient norm 3.1e5 above 4.2;
-    97 % of it in decoder/layers_7/mlp/wi; loss 3.2". It waits for the values. Of a streak of equal
-    incidents the first and the last are kept; `streak` says how many there were.
+    Each incident prints as a sentence: "step 1203: skipped, gradient norm 3.1e5 above 4.2; 97 % of
+    it in decoder/layers_7/mlp/wi; loss 3.2". Only the first and the last of consecutive equal
+    incidents are kept; `streak` is their number. The function blocks until the state is computed.
 
     | kind | flag in the metric `incident_kind` | meaning |
     | --- | --- | --- |
-    | "nan", "infinity" | 1, 2 | the gradient norm is not finite |
-    | "norm", "loss" | 4, 8 | an outlier; a loss also where it is not finite |
-    | "update" | 16 | an outlier or a non-finite update, whose cause is none of the others; or a |
-    | | | guard skipped the step for its update, its next state or its weight |
-    | "skipped", "held" | 32, 64 | what became of the step: a guard inside skipped it, or an |
-    | | | accumulation inside holds its micro-batch |
-    | "clipped" | 128 | a clip inside was active |
-    | "leaf" | 256 | the gradient of a unit has risen far, in proportion to the other units |
-    | "parameter" | 512 | the parameters of a unit have jumped, or are not finite |
-    | "zero" | 1024 | the gradient, or that of a unit, has become zero, beyond coincidence |
-    | "drift" | 2048 | the gradient of a unit has slowly risen to 4 times its long-term norm |
-    | "replica" | 4096 | the parameters on a device differ from those on the others |
-    | "unchanged" | 8192 | the update was zero, and nothing of this package says why |
+    | "nan", "infinity" | 1, 2 | the gradient norm is NaN or infinite |
+    | "norm", "loss" | 4, 8 | an outlier of the gradient norm or the loss, or a non-finite loss |
+    | "update" | 16 | an outlier or non-finite value of the update without another cause; or a guard |
+    | | | skipped the step because of its update, next state or weight |
+    | "skipped", "held" | 32, 64 | a guard inside skipped the step, or an accumulation inside added the |
+    | | | micro-batch without an optimizer step |
+    | "clipped" | 128 | a clip inside clipped the gradient |
+    | "leaf" | 256 | the gradient norm of a unit has risen relative to the other units |
+    | "parameter" | 512 | the parameters of a unit have jumped or are non-finite |
+    | "zero" | 1024 | the gradient, or the gradient of a unit, has become zero |
+    | "drift" | 2048 | the gradient norm of a unit has slowly risen to 3 times its long-term mean |
+    | "replica" | 4096 | the parameters on one device differ from the parameters on the others |
+    | "unchanged" | 8192 | the update was zero for a reason that is not known to this package |
 
     Args:
-        state: the state of an optimizer, or any state that contains it. The first `watch` is read.
+        state: Optimizer state, or any state that contains it. The first `watch` state is used.
 
     Returns:
-        At most `max_incidents` records.
+        List of at most `max_incidents` incidents.
 
     Raises:
-        TypeError: the state contains no `watch`, or it is traced.
-        ValueError: the state was vmapped.
+        TypeError: If the state contains no `watch` state or is traced.
+        ValueError: If the state was vmapped.
+
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -72,13 +73,14 @@ def unit_names(state: Any) -> list[str]:
     """Return the names of the units of `watch`, in the order of `largest_share_index`.
 
     Args:
-        state: the state of `watch`, or any state that contains it. Of several the first is read.
+        state: State of `watch`, or any state that contains it. The first `watch` state is used.
 
     Returns:
-        The names, such as `decoder/layers_3/mlp/wi`; none for `granularity="global"`.
+        List of names such as `decoder/layers_3/mlp/wi`; empty for `granularity="global"`.
 
     Raises:
-        TypeError: the state contains no `watch`.
+        TypeError: If the state contains no `watch` state.
+
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -91,7 +93,7 @@ def unit_names(state: Any) -> list[str]:
 
 
 def _log_of(state: Any) -> IncidentLog:
-    """The log of the first `watch` in a state."""
+    """Return the log of the first `watch` state."""
     logs = find_states(state, IncidentLog)
     if not logs:
         rule, hint = "a state that keeps incidents", "Put `gcx.watch` around the optimizer."
@@ -101,21 +103,23 @@ def _log_of(state: Any) -> IncidentLog:
 
 @public
 def nonfinite_leaves(tree: Any, *, include_finite: bool = False) -> dict[str, int]:
-    """Count the NaN and infinite elements of each leaf.
+    """Count the non-finite elements of each leaf.
 
-    Call it outside jit when `guard_failed` becomes 1, on gradients, parameters, activations or a
-    whole optimizer state. It waits for the values.
+    Call this function outside jit when `guard_failed` becomes 1, for gradients, parameters,
+    activations or a whole optimizer state. It blocks until the values are computed.
 
     Args:
-        tree: any pytree of arrays; integer leaves are finite.
-        include_finite: whether to list finite leaves as well, with a count of 0, all in the order
-            of the tree. The layer where NaN begins is then between two rows.
+        tree: Any pytree of arrays. Integer leaves are finite.
+        include_finite: Whether to include finite leaves, with a count of 0 and in the order of the
+            tree, which shows the layer where NaN begins.
 
     Returns:
-        Path to number of non-finite elements, the largest number first; empty if all are finite.
+        Dictionary from paths to the number of non-finite elements, in descending order; empty if
+        all elements are finite.
 
     Raises:
-        TypeError: called inside jit.
+        TypeError: If called inside jit.
+
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -142,34 +146,35 @@ def worst_examples(
 ) -> dict[str, dict[Any, float]]:
     """Find the examples of a batch with the largest gradient norms and losses, and their tokens.
 
-    Use it on the batch of an incident. Examples are measured one after the other, in the memory of
-    one gradient. Non-finite values count as the largest.
+    Call it with the batch of an incident. Examples are processed one by one, which requires the
+    memory of one gradient. Non-finite values rank first.
 
-    | key | index to value |
+    | key | value for each index |
     | --- | --- |
-    | `grad_norm`, `loss` | of each example |
-    | `input` | the root mean square of the numbers of an example, if it holds any floating ones |
-    | `deviation` | how far the loss is above the median of the batch, in robust standard |
-    | | deviations of the logarithm; or how far the gradient norm is above, or the input is from, |
-    | | their medians, where that is more than 6 |
-    | `token_grad_norm`, `token_loss` | of each `(example, token)` of the k examples that deviate |
-    | | most, if `fun` returns the loss of each token |
+    | `grad_norm`, `loss` | gradient norm and loss of each example |
+    | `input` | root mean square of the floating-point inputs of an example, if it has any |
+    | `deviation` | distance of the loss from the median of the batch, in robust standard deviations of |
+    | | the logarithm; or the distance of the gradient norm or the input, if it exceeds 6 |
+    | `token_grad_norm`, `token_loss` | the same for each `(example, token)` of the k examples with the |
+    | | largest deviation, if `fun` returns the loss of each token |
 
-    In a network that normalizes or saturates, a row far out of range has an ordinary gradient, and
-    only `input` shows it.
+    In a network with normalization or saturation, an example with very large inputs may have a
+    typical gradient. Only `input` identifies such an example.
 
     Args:
-        fun: `(params, example) -> loss` of one example: a scalar, or float[tokens], of which the
-            mean is the loss of the example. The gradient of each token takes a backward pass.
-        params: the parameters.
-        batch: a tree whose leaves have the examples along their first axis.
-        k: how many examples, and how many tokens, are returned.
+        fun: Loss of one example, `(params, example) -> loss`, a scalar or float[tokens]. The loss
+            of the example is the mean over tokens. Each token requires one backward pass.
+        params: Parameters.
+        batch: Pytree whose leaves have the examples along their first axis.
+        k: Number of examples and tokens to return.
 
     Returns:
-        Under each key the index of each of the k largest, to its value; the largest first.
+        For each key, a dictionary from the indices of the k largest values to these values, in
+        descending order.
 
     Raises:
-        ValueError: `k` is < 1.
+        ValueError: If `k` is < 1.
+
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -201,7 +206,7 @@ def worst_examples(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _measure(fun: Any, params: Any, batch: Any, places: Any) -> dict[str, Any]:
-    """The losses and norms of some examples `(i,)`, or of tokens `(i, token)` of them."""
+    """Compute the losses and norms of examples `(i,)`, or of their tokens `(i, token)`."""
 
     def one(place: Any) -> Any:
         example = jax.tree.map(lambda x: x[place[0]], batch)
@@ -219,9 +224,10 @@ def _measure(fun: Any, params: Any, batch: Any, places: Any) -> dict[str, Any]:
 
 
 def _ranking(columns: dict[str, Any]) -> Any:
-    """One number for each example, large for suspicious ones.
+    """Return one score for each example; large scores are suspicious.
 
-    A wrong label shows in the loss first. Gradient norm and input count where they are outliers.
+    A wrong label has its strongest effect on the loss. Gradient norm and input count only as
+    outliers.
     """
     of_loss = _deviations(columns["loss"])
     others = [_deviations(columns["grad_norm"])]
@@ -231,7 +237,7 @@ def _ranking(columns: dict[str, Any]) -> Any:
 
 
 def _deviations(values: Any) -> Any:
-    """Robust deviations from the median: of logarithms if all values are positive."""
+    """Return robust deviations from the median, of the logarithms if all values are positive."""
     finite = np.isfinite(values)
     is_positive = bool(np.all(values[finite] >= 0))
     numbers = values.astype(np.float64)

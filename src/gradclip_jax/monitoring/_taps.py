@@ -1,4 +1,4 @@
-"""Taps: statistics of activations and their cotangents, as the gradient of a probe."""
+"""Taps: statistics of activations and cotangents, returned as the gradient of a probe."""
 
 import itertools
 from collections import OrderedDict
@@ -34,21 +34,22 @@ _LARGEST = 2.0**45  # its square can be summed over 10^11 elements
 def make_probes(names: Sequence[str] | Mapping[str, Any], num_layers: Count | None = None) -> Tree:
     """Make the probes of a model from the names of its taps.
 
-    List the names in the order of the forward pass: `first_nonfinite` relies on it. The result is
-    an `OrderedDict`, because JAX sorts the keys of a plain dict.
+    List the names in the order of the forward pass, which `first_nonfinite` relies on. The result
+    is an `OrderedDict`, because JAX sorts the keys of a dict.
 
     Args:
-        names: the names of the taps; or a mapping from name to None for one tap, or to the probes
-            of a part of the model.
-        num_layers: the length of the leading axis of every probe, for layers that run in
-            `lax.scan`: each layer has a row of its own. None if each tap is called by itself.
+        names: Names of the taps; or a mapping from each name to None for a single tap, or to the
+            probes of a submodule.
+        num_layers: Length of the leading axis of each probe for layers inside `lax.scan`, where
+            each layer has its own row. None if the taps are not inside a scan.
 
     Returns:
         Zeros, float32[2, 5] or float32[num_layers, 2, 5] for each name. The values are ignored.
 
     Raises:
-        TypeError: `names` is not a sequence of strings, or a mapping from strings.
-        ValueError: `num_layers` is < 1.
+        TypeError: If `names` is not a sequence of strings or a mapping from strings.
+        ValueError: If `num_layers` is < 1.
+
 
     Examples:
         >>> import gradclip_jax as gcx
@@ -77,36 +78,40 @@ def make_probes(names: Sequence[str] | Mapping[str, Any], num_layers: Count | No
 
 @public
 def tap(x: Array, probe: Array | None) -> Array:
-    """Return x, and measure x and its cotangent in the backward pass.
+    """Return x, and compute statistics of x and its cotangent in the backward pass.
 
-    The gradient with respect to `probe` is the statistics. The cotangent of x passes unchanged.
+    The statistics are returned as the gradient with respect to `probe`. The cotangent of x is
+    unchanged.
 
     | case | effect |
     | --- | --- |
-    | no gradient with respect to the probe | nothing is measured |
+    | no gradient with respect to the probe | no statistics are computed |
     | the probe is None | x is returned, and the program is the same as without the tap |
     | the same probe in several taps | the sum of their statistics |
     | inside `lax.scan`, one probe for each layer | one row for each layer |
-    | inside `vmap` over examples | `vmap(grad)` has statistics of each example; `grad` sums them |
-    | inside `shard_map` | summed over the devices along the axes over which x varies |
-    | non-finite elements | counted, and left out of the sums |
-    | x does not reach the loss | all sums are zero; `metrics` returns NaN |
+    | inside `vmap` over examples | `vmap(grad)` returns statistics per example, `grad` their sum |
+    | inside `shard_map` | the sum over all devices along the axes over which x varies |
+    | non-finite elements | counted, and excluded from the sums |
+    | x does not affect the loss | all sums are zero, and `metrics` returns NaN |
 
-    Sums are float32. The RMS of an activation is correct from 1e-12 to 1e20, of a cotangent from
-    1e-18 to 1e14, for up to 10^10 elements; above it becomes infinite. The kurtosis is correct for
-    an RMS from 1e-5 (activation) or 1e-11 (cotangent) if all elements are below 5e9 or 5e3; in x^4
-    an element above counts as that number. An element of float64 above 3e38 counts as infinite.
+    Sums are computed in float32. For up to 10^10 elements, the RMS is correct from 1e-12 to 1e20
+    for activations and from 1e-18 to 1e14 for cotangents, and infinite above this range. The
+    kurtosis is correct for an RMS above 1e-5 (activations) or 1e-11 (cotangents) if all elements
+    are below 5e9 or 5e3; larger elements are clamped in x^4. A float64 element above 3e38 counts as
+    infinite.
 
     Args:
-        x: a real floating array. For a tree, give each leaf a probe of its own.
-        probe: an entry of `make_probes`, float32[2, 5]; or None.
+        x: Real floating-point array. For a pytree, use one probe for each leaf.
+        probe: An entry of `make_probes`, float32[2, 5], or None.
 
     Returns:
         x. The function has no forward-mode derivative.
 
     Raises:
-        TypeError: `x` is not a real floating array, or the dtype of `probe` is not float32.
-        ValueError: the shape of `probe` is not [2, 5].
+        TypeError: If `x` is not a real floating-point array, or the dtype of `probe` is not
+            float32.
+        ValueError: If the shape of `probe` is not [2, 5].
+
 
     Examples:
         >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
@@ -128,7 +133,7 @@ def tap(x: Array, probe: Array | None) -> Array:
     if dtype_of(probe) != jnp.float32:
         hint = "Leave probes out where parameters are cast."
         raise type_error("probe", f"float32{list(_SHAPE)}", describe(probe), hint)
-    # The transpose of this cast adds up the statistics of all devices.
+    # The transpose of this cast sums the statistics over all devices.
     return _tap(x, vary(jnp.asarray(probe), varying_axes(x)))
 
 
@@ -138,7 +143,7 @@ def _tap(x: Array, probe: Array) -> Array:
 
 
 def _forward(x: Array, probe: Array) -> tuple[Array, Array]:
-    # The sums are kept for the backward pass, not x, which may not be needed there.
+    # Save the sums for the backward pass instead of x, which may not be needed there.
     return x, vary(_sums(x, _SCALES[0]), varying_axes(probe))
 
 
@@ -150,16 +155,16 @@ _tap.defvjp(_forward, _backward)
 
 
 def _sums(x: Array, scale: float) -> Array:
-    """The number of elements, the sums of x, x^2 and x^4, and the number of non-finite elements."""
+    """Return the number of elements, the sums of x, x^2 and x^4, and the non-finite count."""
     wide = x.astype(jnp.float32)
     is_finite = jnp.isfinite(wide)
     wide = jnp.where(is_finite, wide, 0)
     scaled = wide * scale
     fourth = jnp.square(jnp.minimum(wide * scaled, _LARGEST))
     terms = wide, wide * (scaled * _BELOW), fourth, jnp.where(is_finite, 0.0, 1.0)
-    # One reduction of four arrays: XLA on a CPU materializes the operands of four reductions
-    # (JAX 0.10.2: 1.32 x the bytes of a step instead of 1.04 x). Axis by axis, because a CPU adds
-    # one element after the other: the rounding errors of 10^7 additions reach 3 %.
+    # Use one variadic reduction, because XLA:CPU materializes the operands of four reductions
+    # (JAX 0.10.2: 1.32 x the bytes of a step instead of 1.04 x). Reduce one axis at a time, because
+    # XLA:CPU adds elements sequentially, and the rounding errors of 10^7 additions reach 3 %.
     for axis in reversed(range(x.ndim)):
         terms = lax.reduce(terms, (np.float32(0),) * 4, _add_all, (axis,))
     return jnp.stack([jnp.float32(x.size), *terms])
@@ -171,19 +176,20 @@ def _add_all(a: Any, b: Any) -> Any:
 
 @public
 def names(stats: Tree) -> list[str]:
-    """Return the names of the taps, in the order of the forward pass.
+    """Return the names of the taps in the order of the forward pass.
 
-    A tap in a stack of layers is named by the index of its layer, after the name that the taps of
-    the layer share: `layers_3/mlp`.
+    If layers are stacked, the index of the layer follows the part of the path that all taps of the
+    layer share, as in `layers_3/mlp`.
 
     Args:
-        stats: the statistics, or the probes.
+        stats: Statistics or probes.
 
     Returns:
-        One name for each tap and layer.
+        List with one name for each tap and layer.
 
     Raises:
-        ValueError: a leaf is not an array of shape [..., 2, 5].
+        ValueError: If a leaf is not an array of shape [..., 2, 5].
+
 
     Examples:
         >>> import gradclip_jax as gcx
@@ -194,7 +200,7 @@ def names(stats: Tree) -> list[str]:
 
 
 def read_sums(argument: str, stats: Tree) -> tuple[list[str], Any]:
-    """The names of all taps, and their sums, float[taps, 2, 5]: in the order of `names`."""
+    """Return the names of all taps and their sums, float[taps, 2, 5], in the order of `names`."""
     entries = jax.tree_util.tree_leaves_with_path(stats)
     for path, leaf in entries:
         if np.shape(leaf)[-2:] != _SHAPE:
@@ -203,7 +209,7 @@ def read_sums(argument: str, stats: Tree) -> tuple[list[str], Any]:
             raise value_error(argument, "a tree of float32[..., 2, 5]", got, hint)
     leaves = [leaf for _, leaf in entries]
     is_known = not any(map(is_traced, leaves))
-    # Outside jit: one transfer for all taps, and float64.
+    # Outside jit, transfer all taps at once and compute in float64.
     arrays = [np.asarray(x, np.float64) for x in jax.device_get(leaves)] if is_known else leaves
     xp: Any = np if is_known else jnp
     paths = [[jax.tree_util.keystr((key,), simple=True) for key in path] for path, _ in entries]
@@ -224,28 +230,31 @@ def read_sums(argument: str, stats: Tree) -> tuple[list[str], Any]:
 
 @public
 def metrics(stats: Tree) -> dict[str, Any]:
-    """Return the statistics of all taps as scalars to log, next to `gradclip_jax.metrics`.
+    """Return the statistics of all taps as scalars for logging, next to `gradclip_jax.metrics`.
 
     | key | meaning |
     | --- | --- |
     | `taps/<name>/mean`, `taps/<name>/rms` | of the finite elements of the activation |
-    | `taps/<name>/kurtosis` | `mean(x^4) / mean(x^2)^2`: 3 if x is normal around zero, n if one |
-    | | element out of n holds everything; 0 if all elements are zero |
-    | `taps/<name>/nonfinite` | the share of elements that are NaN or infinite |
-    | `taps/<name>/cotangent_mean` and so on | the same of the cotangent |
+    | `taps/<name>/kurtosis` | `mean(x^4) / mean(x^2)^2`: 3 for normally distributed x with mean 0, n if |
+    | | only one of n elements is nonzero; 0 if all elements are zero |
+    | `taps/<name>/nonfinite` | share of non-finite elements |
+    | `taps/<name>/cotangent_mean` and so on | the same statistics of the cotangent |
 
-    A cotangent is the derivative of the loss that is differentiated: that of a mean over n tokens
-    is 1/n of that of one token, and a scaled loss scales it too.
+    Cotangents are derivatives of the differentiated loss. They are proportional to a loss scale,
+    and to 1/n for a mean over n tokens.
 
     Args:
-        stats: the gradient with respect to the probes, of one step, or a sum or mean of several.
+        stats: Gradient with respect to the probes for one step, or a sum or mean over several
+            steps.
 
     Returns:
-        Scalar arrays inside jit; Python floats outside it, where the call waits for the values. NaN
-        for a tap that was not called, and for the mean, RMS and kurtosis of no finite element.
+        Scalar arrays inside jit. Python floats outside jit, where the call blocks until they are
+        computed. NaN for a tap that was not called, and for the mean, RMS and kurtosis of a tap
+        without finite elements.
 
     Raises:
-        ValueError: a leaf is not an array of shape [..., 2, 5].
+        ValueError: If a leaf is not an array of shape [..., 2, 5].
+
 
     Examples:
         >>> import gradclip_jax as gcx
@@ -258,7 +267,7 @@ def metrics(stats: Tree) -> dict[str, Any]:
 
 
 def ratios(found: Sequence[str], sums: Any, missing: float) -> dict[str, Any]:
-    """The statistics by name, given sums[..., taps, 2, 5]; `missing` for a tap without elements."""
+    """Return statistics by name for sums[..., taps, 2, 5]; `missing` for a tap without elements."""
     xp: Any = np if isinstance(sums, np.ndarray) else jnp
     with np.errstate(divide="ignore", invalid="ignore"):
         size, total, squares, fourths, bad = (sums[..., i] for i in range(_SHAPE[1]))
@@ -281,18 +290,19 @@ def ratios(found: Sequence[str], sums: Any, missing: float) -> dict[str, Any]:
 
 @public
 def first_nonfinite_index(stats: Tree) -> Array:
-    """Return where NaN or infinity begins, as indices into `names(stats)`; it works inside jit.
+    """Return the indices in `names(stats)` at which non-finite values begin; can be used inside jit.
 
     Args:
-        stats: the gradient with respect to the probes.
+        stats: Gradient with respect to the probes.
 
     Returns:
         int32[2]: the first tap of the forward pass with a non-finite activation, and the first tap
-        of the backward pass, that is the last of the forward pass, with a non-finite cotangent; -1
-        if there is none.
+        of the backward pass with a non-finite cotangent, which is the last such tap in `names`. -1
+        if there is no such tap.
 
     Raises:
-        ValueError: a leaf is not an array of shape [..., 2, 5].
+        ValueError: If a leaf is not an array of shape [..., 2, 5].
+
 
     Examples:
         >>> import gradclip_jax as gcx
@@ -303,7 +313,7 @@ def first_nonfinite_index(stats: Tree) -> Array:
 
 
 def first_nonfinite_of(sums: Any) -> Array:
-    """The same, given the sums of all taps."""
+    """Implement `first_nonfinite_index` for the sums of all taps."""
     is_bad = jnp.asarray(sums[..., -1] != 0)
     index = jnp.arange(len(is_bad), dtype=jnp.int32)[:, None]
     last = jnp.max(jnp.where(is_bad, index, -1), axis=0, initial=-1)
@@ -312,12 +322,13 @@ def first_nonfinite_of(sums: Any) -> Array:
 
 
 class FirstNonfinite(NamedTuple):
-    """Where NaN or infinity begins; printed it is a sentence.
+    """The taps at which non-finite values begin. It prints as a sentence.
 
     Attributes:
-        activation: the first tap of the forward pass with a non-finite activation, or None.
-        cotangent: the first tap of the backward pass with a non-finite cotangent, or None. If an
-            activation is non-finite, the loss usually is too, and then all cotangents are.
+        activation: Name of the first tap of the forward pass with a non-finite activation, or None.
+        cotangent: Name of the first tap of the backward pass with a non-finite cotangent, or None.
+            A non-finite activation usually makes the loss and then all cotangents non-finite.
+
 
     Examples:
         >>> import gradclip_jax as gcx
@@ -329,24 +340,27 @@ class FirstNonfinite(NamedTuple):
     cotangent: str | None
 
     def __str__(self) -> str:
-        """The names, or that all elements are finite."""
+        """Return the names, or that all elements are finite."""
         named = [f"first non-finite {kind}: {x}" for kind, x in self._asdict().items() if x]
         return "; ".join(named) or "all activations and cotangents are finite"
 
 
 @public
 def first_nonfinite(stats: Tree) -> FirstNonfinite:
-    """Name the tap at which NaN or infinity begins. It waits for the values.
+    """Return the names of the taps at which non-finite values begin.
+
+    The call blocks until the statistics are computed.
 
     Args:
-        stats: the gradient with respect to the probes, of one step.
+        stats: Gradient with respect to the probes for one step.
 
     Returns:
-        The names, None for what is finite.
+        The names; None if all activations or all cotangents are finite.
 
     Raises:
-        TypeError: called inside jit; use `first_nonfinite_index` there.
-        ValueError: a leaf is not an array of shape [..., 2, 5].
+        TypeError: If called inside jit; use `first_nonfinite_index` there.
+        ValueError: If a leaf is not an array of shape [..., 2, 5].
+
 
     Examples:
         >>> import jax, jax.numpy as jnp, gradclip_jax as gcx

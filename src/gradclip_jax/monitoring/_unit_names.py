@@ -1,4 +1,4 @@
-"""Readable names of units: of a leaf its path, of a stacked layer the path with its index."""
+"""Names of units: the path of a leaf, with an index for stacked layers."""
 
 import os
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from ..clipping._norm import Groups, Units
 
 
 def leaf_names(tree: Tree) -> list[str]:
-    """The paths of the measured leaves, such as `decoder/mlp/wi`."""
+    """Return the paths of the measured leaves, such as `decoder/mlp/wi`."""
     return _distinct([(path, ()) for path, _ in _measured_paths(tree)])
 
 
 def name_units(units: Units, tree: Tree) -> list[str]:
-    """A name for each norm; none for the norm of the whole tree.
+    """Return one name for each norm, or none for the norm of the whole tree.
 
-    Layers that are stacked get their index after the part of the path that all stacked leaves
-    have in common: `decoder/layers_3/mlp/wi`. Where they have none, where a position in a list
-    follows, and for rows and columns, it is at the end.
+    The index of a stacked layer follows the part of the path that all stacked leaves share, as in
+    `decoder/layers_3/mlp/wi`. It is at the end of the name if there is no shared part, if a list
+    index follows, and for rows and columns.
     """
     if isinstance(units, Groups):
         return list(map(str, units.names))
@@ -44,20 +44,20 @@ def name_units(units: Units, tree: Tree) -> list[str]:
 
 
 def join_names(names: Sequence[str]) -> str:
-    """The names as one string."""
+    """Encode the names in one string."""
     return "\n".join(name.replace("\\", r"\\").replace("\n", r"\n") for name in names)
 
 
 def split_names(joined: str) -> list[str]:
-    """The names in such a string."""
+    """Decode the names from such a string."""
     return joined.split("\n") if joined else []
 
 
 def _distinct(entries: Sequence[tuple[tuple[Any, ...], tuple[int, ...]]]) -> list[str]:
-    """Names for paths, in which None is the place of an index. Keys are escaped if names collide.
+    """Return names for paths in which None is the position of an index. Colliding keys are escaped.
 
-    Haiku's keys contain slashes, and stay readable. Otherwise as in a JSON pointer: `a~1b` is the
-    key `a/b`.
+    Keys of Haiku contain slashes and remain readable. If names collide, keys are escaped as in a
+    JSON pointer: `a~1b` is the key `a/b`.
     """
 
     def name_of(path: Sequence[Any], index: Sequence[int], *escapes: tuple[str, str]) -> str:
@@ -80,7 +80,7 @@ def _distinct(entries: Sequence[tuple[tuple[Any, ...], tuple[int, ...]]]) -> lis
 
 def _measured_paths(tree: Tree) -> Sequence[tuple[tuple[str, ...], Any]]:
     entries = [(path, x) for path, x in jax.tree_util.tree_leaves_with_path(tree) if is_measured(x)]
-    # The variables of Flax NNX hold their array in an attribute.
+    # Variables of Flax NNX store their array in an attribute.
     if all(len(path) > 1 and str(path[-1]) == ".value" for path, _ in entries):
         entries = [(path[:-1], x) for path, x in entries]
     return [

@@ -1,4 +1,4 @@
-"""Norms of gradient, update and parameters, unit by unit, and the incidents of a run."""
+"""Norms of gradient, update and parameters by unit, and detection of incidents."""
 
 import functools
 from collections.abc import Sequence
@@ -47,10 +47,10 @@ from ._taps import first_nonfinite_of, ratios, read_sums
 _OF_GUARDS = {"norm_threshold": "skip_threshold"} | {
     key: key for key in ("loss_threshold", "update_norm", "update_threshold")
 }
-"""Fields of an incident that a guard may know, and its names for them."""
+"""Fields of an incident that a guard may report, and the corresponding metrics of the guard."""
 
 NOT_MEASURED = -1.0
-"""The norm of what was not measured: a NaN would stop a run under `jax_debug_nans`."""
+"""Value of a norm that was not measured. NaN would raise an error with `jax_debug_nans`."""
 
 
 @register_metrics(
@@ -58,16 +58,17 @@ NOT_MEASURED = -1.0
     *("gradient_norm", "update_norm", "parameter_norm", "update_ratio", "taps"),
 )
 class WatchState(NamedTuple):
-    """The measurements of the last call of `watch`, and the last incidents.
+    """Norms of the last call of `watch`, and the last incidents.
 
     Attributes:
-        norms: for each of "gradient", "update" and "parameter" that is watched float32[1 + units]:
-            the norm of all, then of each unit; -1 if the last call did not measure.
-        levels: the `Levels` that norms and losses are compared with.
-        incidents: the `IncidentLog`; its `step_count` is the metric `watch_step`.
-        tap_sums: float32[taps, 2, 5], the statistics of the last call, zeros if none were passed;
-            None for a `watch` without taps.
-        inner_state: the state of the inner transformation.
+        norms: For each measured kind of "gradient", "update" and "parameter" float32[1 + units]:
+            the norm of the whole tree, followed by the norm of each unit; -1 if the last call did
+            not measure.
+        levels: Statistics of previous steps that norms and losses are compared with.
+        incidents: Log of incidents; its `step_count` is the metric `watch_step`.
+        tap_sums: float32[taps, 2, 5], statistics of the last call, zeros if none were passed; None
+            for a `watch` without taps.
+        inner_state: State of the inner transformation.
     """
 
     norms: dict[str, Array]
@@ -88,7 +89,7 @@ class WatchState(NamedTuple):
 
 
 def _of_taps(state: WatchState) -> dict[str, Any] | None:
-    """The statistics of taps by name; None without taps."""
+    """Return the statistics of taps by name; None without taps."""
     if state.tap_sums is None:
         return None
     sums = plain_arrays(state.tap_sums)
@@ -97,9 +98,9 @@ def _of_taps(state: WatchState) -> dict[str, Any] | None:
 
 
 def _has_updated(state: WatchState) -> Array:
-    """Whether the inner optimizer ran, and if updates are watched whether the update is not zero.
+    """Return whether the inner optimizer ran and, if updates are measured, the update is not zero.
 
-    Wrappers that are not of this package return an update of zero where they skip a step.
+    Wrappers of other packages return a zero update for a skipped step.
     """
     ran = has_updated(state.inner_state)
     if "update" not in state.norms:
@@ -108,13 +109,13 @@ def _has_updated(state: WatchState) -> Array:
 
 
 def _shares(state: WatchState) -> Array:
-    """The share of each unit in the squared norm of the gradient."""
+    """Return the share of each unit in the squared gradient norm."""
     total, of_units = jnp.split(plain_arrays(state.norms["gradient"]), [1], -1)
     return jnp.where(total < 0, NOT_MEASURED, jnp.square(of_units / jnp.where(total > 0, total, 1)))
 
 
 def _by_name(state: WatchState, kind: str) -> dict[str | None, Any] | None:
-    """The norms, or their ratios, of all and of each unit; None where they are not watched."""
+    """Return norms or ratios of the whole tree and each unit by name; None if not measured."""
     norms = plain_arrays(state.norms)
     if kind == "ratio" and {"update", "parameter"} <= norms.keys():
         update, parameter = norms["update"], norms["parameter"]
@@ -140,65 +141,68 @@ def watch(
     check_every: Count = 100,
     taps: Tree | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Measure gradient, update and parameters unit by unit, and keep the last incidents.
+    r"""Measure the gradient, update and parameters by unit, and record the last incidents.
 
-    The update of `inner` is returned unchanged. `metrics(state)` has `gradient_norm`,
-    `update_norm`, `parameter_norm` and `update_ratio`, each of the whole tree and of each unit,
-    such as `update_norm/decoder/layers_3/mlp/wi`. `incidents(state)` lists what happened.
+    The update of `inner` is returned unchanged. `metrics(state)` contains `gradient_norm`,
+    `update_norm`, `parameter_norm` and `update_ratio` for the whole tree and for each unit, such as
+    `update_norm/decoder/layers_3/mlp/wi`. `incidents(state)` returns the recorded incidents.
 
-    Put it around everything, clips and guards too: then it measures the gradient before clipping
-    and reports whether the step was applied. Put it inside an accumulation to measure once per
-    window.
+    Wrap the whole optimizer, including clips and guards, to measure the gradient before clipping
+    and to report whether the step was applied. Place `watch` inside an accumulation to measure once
+    per window.
 
-    An incident is a non-finite gradient, update, parameter or loss; a norm or a loss far above its
-    usual level; a unit whose norm has risen far, in proportion to the other units; a gradient that
-    has become zero; a device whose parameters differ; or a step that a guard inside skipped. The
-    loss is the extra argument `value` or `loss` of `update`. There are no thresholds in the first
-    16 steps, and wide ones until step 64; until step 128 a loss or a norm more than 8 times the
-    largest one so far is an incident in any case.
+    An incident is a non-finite gradient, update, parameter or loss; an outlier of a norm or the
+    loss; a unit whose norm has risen relative to the other units; a gradient that has become zero;
+    a device whose parameters differ; or a step that a guard inside skipped. The loss is the extra
+    argument `value` or `loss` of `update`. No threshold applies in the first 16 steps, and
+    thresholds are wider until step 64. Until step 128, a loss or a norm more than 8 times the
+    largest previous value is always an incident.
 
-    | call | what is reported |
+    | call | metrics and incidents |
     | --- | --- |
     | a step | its norms, `has_updated` 1 |
-    | held or skipped by a transformation inside | its gradient, an update of 0, `has_updated` 0 |
-    | skipped inside by a wrapper of another library | the same, if the update is measured |
-    | held or skipped by a transformation around it | norms of -1, for nothing was measured |
-    | with the extra argument `measure=False`, static | norms of -1, and no incident |
-    | NaN or infinity in a unit | its norm is; `largest_share_index` is such a unit |
+    | a transformation inside holds or skips the step | its gradient, a zero update, `has_updated` 0 |
+    | a wrapper of another library inside skips the step | the same, if updates are measured |
+    | a transformation outside holds or skips the step | norms of -1 |
+    | the extra argument `measure=False`, static | norms of -1, no incident |
+    | NaN or infinity in a unit | a non-finite norm; `largest_share_index` is such a unit |
     | parameters that are all zero | `update_ratio` 0 |
-    | an update that is rounded away | its norm is of what is added: `(params + update) - params` |
-    | with the extra argument `taps=stats` | `metrics` has `taps/...`; an incident names the first |
-    | | non-finite activation, or else the first non-finite cotangent |
-    | with the extra argument `batch_id` | an incident has this integer |
+    | an update that is partly rounded away | the norm of `(params + update) - params` |
+    | the extra argument `taps=stats` | `metrics` contains `taps/...`; an incident names the first |
+    | | non-finite activation, or otherwise the first non-finite cotangent |
+    | the extra argument `batch_id` | an incident contains this integer |
 
     Args:
-        inner: any Optax transformation.
-        of: what is measured: "update", "parameter", and the gradient, which always is.
-        granularity: which elements share a norm, as for `clip_by_norm`. A stacked layer is named by
-            its index. "global" names no unit. Inside `shard_map` no unit of a leaf may be spread
-            over devices along an axis that indexes units.
-        spike_threshold: in standard deviations of the logarithm above its moving average over about
-            128 steps, > 0, times 1.35 for the long tails of norms. The norm of a unit is compared
-            in proportion to the other units; a loss has to be an outlier both by its logarithm, if
-            it has one, and by itself. inf for no threshold. A norm less than twice its usual one is
-            no incident.
-        max_incidents: how many are kept, 1 to 2^20, static.
-        axis_name: mapped axes over which every leaf is a shard, where types cannot tell (inside
-            `pmap`, or `shard_map` with `check_vma=False`).
-        replica_axis: mapped axes along which all devices should hold the same parameters, such as
-            the data axis inside `shard_map` or `pmap`. None for no check. Needs "parameter".
-        check_every: the number of steps between two such checks, >= 1: one all-reduce of a norm for
-            each unit and device.
-        taps: the probes of the model, see `gradclip_jax.taps.make_probes`, if statistics of taps
-            are passed to `update`. The statistics of a step may be left out.
+        inner: Any Optax transformation.
+        of: Kinds to measure, "update" and "parameter". The gradient is always measured.
+        granularity: Which elements share a norm, as in `clip_by_norm`. The name of a stacked layer
+            contains its index. With "global", units have no names. Inside `shard_map`, no unit of a
+            leaf may be sharded along an axis that indexes units.
+        spike_threshold: Number of standard deviations above a moving average over about 128 steps,
+            > 0. The logarithms of norms are compared, the threshold is multiplied by 1.35 for their
+            long tails, and the norm of a unit is compared relative to the other units. A loss must
+            be an outlier both directly and, if positive, by its logarithm. A norm below twice its
+            average is never an incident. inf disables these thresholds.
+        max_incidents: Number of incidents to keep, 1 to 2^20, static.
+        axis_name: Mapped axes over which every leaf is sharded, required where the array's type
+            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
+        replica_axis: Mapped axes along which all devices should have the same parameters, such as
+            the data axis inside `shard_map` or `pmap`. None disables the check. Requires
+            "parameter".
+        check_every: Number of steps between two checks of replicas, >= 1. A check is one all-reduce
+            of one norm for each unit and device.
+        taps: Probes of the model from `gradclip_jax.taps.make_probes`, if statistics of taps are
+            passed to `update`. Passing statistics is optional for each step.
 
     Returns:
-        An Optax transformation with a `WatchState`. It passes extra arguments on.
+        An Optax transformation with a `WatchState`. Extra arguments are passed to `inner`.
 
     Raises:
-        ValueError: `of` names something else; a number is out of range; `params` is missing where
-            parameters are watched; the state is that of another tree.
-        TypeError: `inner` is not a transformation; when traced, a leaf is not inexact.
+        ValueError: If `of` contains another name, a number is out of range, `params` is missing
+            although parameters are measured, or the state belongs to another tree.
+        TypeError: If `inner` is not a transformation or, during tracing, if a leaf has an integer
+            dtype.
+
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -228,9 +232,9 @@ def watch(
         units = cut.cut(measured_shapes(params), params)
         inner_state = inner.init(params)
         log = init_log(int(max_incidents), params, units, tap_names)
-        num_units = max(len(names_in(log)), 1)  # all leaves together are one unit without a name
+        num_units = max(len(names_in(log)), 1)  # all leaves are one unit without a name
         norms = {kind: jnp.full(1 + num_units, NOT_MEASURED, jnp.float32) for kind in kinds}
-        # Not weakly typed, as the state after a step is not: one trace for all steps.
+        # Avoid weak types, which would cause a second trace after the first step.
         inner_state = like_dtypes(inner_state, inner_state)
         sums = None if no_sums is None else jnp.zeros(no_sums.shape, jnp.float32)
         return WatchState(norms, init_levels(len(kinds), num_units), log, sums, inner_state)
@@ -257,7 +261,7 @@ def watch(
         gradient, bad = measure_units(leaves.arrays, units, axes)
         norms = {"gradient": gradient}
         if len(kinds) > 1:
-            # Without parameters the update takes their place: (u + u) - u is u.
+            # Without parameters, use the update instead, because (u + u) - u is u.
             trees = output, output if params is None else params
             added, before_it = map(leaves.beside, trees)
             norms["update"], norms["parameter"] = measure_step(added, before_it, units, axes)
@@ -273,7 +277,7 @@ def watch(
             fields["activation"], fields["cotangent"] = first_nonfinite_of(sums)
         for key, skips, value in guards:
             if key in fields:
-                # A guard that skipped has the thresholds, and the update before it became zero.
+                # A guard that skipped the step reports its thresholds and the norm of the skipped update.
                 fields[key] = jnp.where(skips, value, fields[key])
         if replicas and "parameter" in kinds:
             is_due = log.step_count % check_every == 0
@@ -287,7 +291,7 @@ def watch(
 
 
 def _checked_kinds(of: Any) -> tuple[str, ...]:
-    """The kinds of norms that are watched, in order; the gradient always is."""
+    """Return the kinds of norms to measure, in order; the gradient is always measured."""
     if isinstance(of, str) or not isinstance(of, Sequence):
         hint = 'Pass for example ("gradient", "update").'
         raise type_error("of", f"a sequence of {', '.join(map(repr, KINDS))}", shortened(of), hint)
@@ -297,7 +301,7 @@ def _checked_kinds(of: Any) -> tuple[str, ...]:
 
 
 def _checked_sums(stats: Tree, tap_names: list[str]) -> Any:
-    """The sums of all taps; raise if they are not those of the probes."""
+    """Return the sums of all taps; raise if the statistics do not match the probes."""
     found, sums = read_sums("taps", stats)
     if found != tap_names:
         rule = f"the statistics of {listed(tap_names)}" if tap_names else "left out"
@@ -314,7 +318,7 @@ def _checked_batch_id(batch_id: Any) -> Any:
 
 
 def _check_shapes(norms: dict[str, Any], measured: dict[str, Array]) -> None:
-    """Raise if the state is that of another tree, granularity or `of`."""
+    """Raise if the state belongs to another tree, granularity or `of`."""
     given, expected = (
         ", ".join(f"{kind}[{np.shape(x)[-1]}]" for kind, x in sorted(tree.items()))
         for tree in (norms, measured)
@@ -327,9 +331,10 @@ def _check_shapes(norms: dict[str, Any], measured: dict[str, Array]) -> None:
 def _fates(
     before: Any, after: Any, norms: dict[str, Array]
 ) -> tuple[list[Any], Scalar, dict[str, Scalar]]:
-    """Thresholds of guards inside; whether the parameters changed; what became of the step.
+    """Return the thresholds of inner guards, whether parameters changed, and the outcome of the step.
 
-    The first are triples: the field of an incident, whether the guard skipped, and its value.
+    The first result contains triples: the field of an incident, whether the guard skipped, and its
+    value.
     """
     guards: list[Any] = []
     skipped, factor = jnp.array(False), jnp.float32(1)
