@@ -184,7 +184,7 @@ def _check_call(name: Any, arguments: Any, inner: tuple[Any, ...] | None = None)
 
 
 def _built(plain: Any) -> Any:
-    """Build all configs inside a plain value."""
+    """Build the configs that are nested in dictionaries and lists."""
     if isinstance(plain, list):
         return [_built(x) for x in plain]
     if not isinstance(plain, dict):

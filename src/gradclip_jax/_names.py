@@ -1,4 +1,4 @@
-"""Suggestions for users who look for names of other libraries."""
+"""Suggestions for misspelled names and for names of other libraries."""
 
 import difflib
 import sys

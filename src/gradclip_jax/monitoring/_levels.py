@@ -201,8 +201,8 @@ def compare(
 def _of_others(changes: Array) -> Array:
     """Return the mean change of the other units for each unit; 0 for the whole tree.
 
-    NaN is ignored. A difficult batch raises the norms of all units, so a change is measured relative to the other
-    units. Each unit contributes a change of at most a factor of 20.
+    A difficult batch raises the norms of all units, so changes are measured relative to the other
+    units. NaN is ignored. Each unit contributes a change of at most a factor of 20.
     """
     known = ~jnp.isnan(changes[:, 1:])
     bounded = jnp.where(known, jnp.clip(changes[:, 1:], -3, 3), 0)

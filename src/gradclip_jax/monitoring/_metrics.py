@@ -19,8 +19,8 @@ from ._watch import NOT_MEASURED, WatchState
 def metrics(state: Any) -> dict[str, Array]:
     """Collect metrics for logging from a nested optimizer state.
 
-    The states already contain these values, so nothing is computed again. The keys depend only on the
-    structure of the state and are the same at every step.
+    The states already contain these values, so nothing is computed again. The keys depend only on
+    the structure of the state and are the same at every step.
 
     | key | meaning |
     | --- | --- |
@@ -37,8 +37,8 @@ def metrics(state: Any) -> dict[str, Array]:
     | `guard_failed` | 1 if a limit of skipped steps or of the loss scale was ever reached, else 0 |
     | `gradient_noise_scale` | noise scale in micro-batches, or in the unit of the weights |
     | `nonfinite_norms` | number of steps for which `record_norms` recorded a non-finite norm |
-    | `gradient_norm`, `update_norm`, `parameter_norm`, `update_ratio` | norms of `watch`, in total |
-    | | and by unit; -1 if the last call did not measure |
+    | `gradient_norm`, `update_norm`, `parameter_norm`, `update_ratio` | norms of `watch`, of |
+    | | the tree and of each unit; -1 if the last call did not measure |
     | `largest_share`, `largest_share_index` | largest share of a unit in the squared gradient |
     | | norm, and the index of this unit |
     | `taps/<name>/rms` and so on | statistics of taps passed to `watch`; see `taps.metrics` |
@@ -57,7 +57,7 @@ def metrics(state: Any) -> dict[str, Array]:
     | `skipped_nonfinite`, `skipped_large_norm`, `skipped_large_loss` | sum over all guards |
     | `consecutive_skips` | largest value of all guards |
     | `guard_failed` | 1 if any has failed |
-    | a metric of guards and one other state, such as the `grad_norm` of a clip | of the other state |
+    | a metric of guards and one other state, such as `grad_norm` of a clip | of the other state |
     | a metric of guards only | of the outermost guard |
     | a metric of several other states, such as the `grad_norm` of two clips | no such key |
 

@@ -28,10 +28,10 @@ def incidents(state: Any) -> list[Incident]:
     | --- | --- | --- |
     | "nan", "infinity" | 1, 2 | the gradient norm is NaN or infinite |
     | "norm", "loss" | 4, 8 | an outlier of the gradient norm or the loss, or a non-finite loss |
-    | "update" | 16 | an outlier or non-finite value of the update without another cause; or a guard |
+    | "update" | 16 | an outlier or non-finite update without another cause; or a guard |
     | | | skipped the step because of its update, next state or weight |
-    | "skipped", "held" | 32, 64 | a guard inside skipped the step, or an accumulation inside added the |
-    | | | micro-batch without an optimizer step |
+    | "skipped", "held" | 32, 64 | a guard inside skipped the step, or an accumulation inside |
+    | | | added the micro-batch without an optimizer step |
     | "clipped" | 128 | a clip inside clipped the gradient |
     | "leaf" | 256 | the gradient norm of a unit has risen relative to the other units |
     | "parameter" | 512 | the parameters of a unit have jumped or are non-finite |
@@ -153,10 +153,10 @@ def worst_examples(
     | --- | --- |
     | `grad_norm`, `loss` | gradient norm and loss of each example |
     | `input` | root mean square of the floating-point inputs of an example, if it has any |
-    | `deviation` | distance of the loss from the median of the batch, in robust standard deviations of |
-    | | the logarithm; or the distance of the gradient norm or the input, if it exceeds 6 |
-    | `token_grad_norm`, `token_loss` | the same for each `(example, token)` of the k examples with the |
-    | | largest deviation, if `fun` returns the loss of each token |
+    | `deviation` | distance of the loss from the median of the batch, in robust standard deviations |
+    | | of the logarithm; or the distance of the gradient norm or the input, if it exceeds 6 |
+    | `token_grad_norm`, `token_loss` | the same for each `(example, token)` of the k examples with |
+    | | the largest deviation, if `fun` returns the loss of each token |
 
     In a network with normalization or saturation, an example with very large inputs may have a
     typical gradient. Only `input` identifies such an example.

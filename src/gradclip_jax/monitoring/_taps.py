@@ -235,8 +235,8 @@ def metrics(stats: Tree) -> dict[str, Any]:
     | key | meaning |
     | --- | --- |
     | `taps/<name>/mean`, `taps/<name>/rms` | of the finite elements of the activation |
-    | `taps/<name>/kurtosis` | `mean(x^4) / mean(x^2)^2`: 3 for normally distributed x with mean 0, n if |
-    | | only one of n elements is nonzero; 0 if all elements are zero |
+    | `taps/<name>/kurtosis` | `mean(x^4) / mean(x^2)^2`: 3 for normally distributed x of mean 0, n |
+    | | if only one of n elements is nonzero; 0 if all elements are zero |
     | `taps/<name>/nonfinite` | share of non-finite elements |
     | `taps/<name>/cotangent_mean` and so on | the same statistics of the cotangent |
 
@@ -290,7 +290,7 @@ def ratios(found: Sequence[str], sums: Any, missing: float) -> dict[str, Any]:
 
 @public
 def first_nonfinite_index(stats: Tree) -> Array:
-    """Return the indices in `names(stats)` at which non-finite values begin; can be used inside jit.
+    """Return the indices of `names(stats)` at which non-finite values begin; works inside jit.
 
     Args:
         stats: Gradient with respect to the probes.

@@ -161,7 +161,7 @@ def watch(
     | call | metrics and incidents |
     | --- | --- |
     | a step | its norms, `has_updated` 1 |
-    | a transformation inside holds or skips the step | its gradient, a zero update, `has_updated` 0 |
+    | a transformation inside holds or skips the step | its gradient, `has_updated` 0 |
     | a wrapper of another library inside skips the step | the same, if updates are measured |
     | a transformation outside holds or skips the step | norms of -1 |
     | the extra argument `measure=False`, static | norms of -1, no incident |
@@ -277,7 +277,7 @@ def watch(
             fields["activation"], fields["cotangent"] = first_nonfinite_of(sums)
         for key, skips, value in guards:
             if key in fields:
-                # A guard that skipped the step reports its thresholds and the norm of the skipped update.
+                # A guard that skipped reports its thresholds and the norm of the skipped update.
                 fields[key] = jnp.where(skips, value, fields[key])
         if replicas and "parameter" in kinds:
             is_due = log.step_count % check_every == 0
@@ -331,7 +331,7 @@ def _check_shapes(norms: dict[str, Any], measured: dict[str, Array]) -> None:
 def _fates(
     before: Any, after: Any, norms: dict[str, Array]
 ) -> tuple[list[Any], Scalar, dict[str, Scalar]]:
-    """Return the thresholds of inner guards, whether parameters changed, and the outcome of the step.
+    """Return thresholds of inner guards, whether parameters changed, and the fate of the step.
 
     The first result contains triples: the field of an incident, whether the guard skipped, and its
     value.
