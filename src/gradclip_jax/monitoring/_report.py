@@ -153,10 +153,10 @@ def worst_examples(
     | --- | --- |
     | `grad_norm`, `loss` | gradient norm and loss of each example |
     | `input` | root mean square of the floating-point inputs of an example, if it has any |
-    | `deviation` | distance of the loss from the median of the batch, in robust standard deviations |
-    | | of the logarithm; or the distance of the gradient norm or the input, if it exceeds 6 |
-    | `token_grad_norm`, `token_loss` | the same for each `(example, token)` of the k examples with |
-    | | the largest deviation, if `fun` returns the loss of each token |
+    | `deviation` | distance of the loss from the median of the batch, in robust standard |
+    | | deviations of the logarithm; or that of the gradient norm or the input, if it exceeds 6 |
+    | `token_grad_norm`, `token_loss` | the same for each `(example, token)` of the k examples |
+    | | with the largest deviation, if `fun` returns the loss of each token |
 
     In a network with normalization or saturation, an example with very large inputs may have a
     typical gradient. Only `input` identifies such an example.

@@ -235,8 +235,8 @@ def metrics(stats: Tree) -> dict[str, Any]:
     | key | meaning |
     | --- | --- |
     | `taps/<name>/mean`, `taps/<name>/rms` | of the finite elements of the activation |
-    | `taps/<name>/kurtosis` | `mean(x^4) / mean(x^2)^2`: 3 for normally distributed x of mean 0, n |
-    | | if only one of n elements is nonzero; 0 if all elements are zero |
+    | `taps/<name>/kurtosis` | `mean(x^4) / mean(x^2)^2`: 3 for a normal distribution of mean 0, |
+    | | n if only one of n elements is nonzero; 0 if all elements are zero |
     | `taps/<name>/nonfinite` | share of non-finite elements |
     | `taps/<name>/cotangent_mean` and so on | the same statistics of the cotangent |
 
