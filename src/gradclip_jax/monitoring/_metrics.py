@@ -37,15 +37,15 @@ def metrics(state: Any) -> dict[str, Array]:
     | `guard_failed` | 1 if a limit of skipped steps or of the loss scale was ever reached, else 0 |
     | `gradient_noise_scale` | noise scale in micro-batches, or in the unit of the weights |
     | `nonfinite_norms` | number of steps for which `record_norms` recorded a non-finite norm |
-    | `gradient_norm`, `update_norm`, `parameter_norm`, `update_ratio` | norms of `watch`, of |
-    | | the tree and of each unit; -1 if the last call did not measure |
-    | `largest_share`, `largest_share_index` | largest share of a unit in the squared gradient |
-    | | norm, and the index of this unit |
+    | `gradient_norm`, `update_norm`, `parameter_norm`, `update_ratio` | of `watch`, also by unit |
+    | | -1 if the last call did not measure |
+    | `largest_share` | largest share of a unit in the squared gradient norm |
+    | `largest_share_index` | index of this unit in `diagnostics.unit_names(state)` |
     | `taps/<name>/rms` and so on | statistics of taps passed to `watch`; see `taps.metrics` |
-    | `watch_step`, `has_updated` | number of calls of `watch`; whether the last one updated |
-    | | the parameters |
-    | `incident_count`, `incident_step`, `incident_kind` | number of incidents, and step and kinds |
-    | | of the last one; see `incidents` |
+    | `watch_step` | number of calls of `watch` |
+    | `has_updated` | 1 if the last call updated the parameters, else 0 |
+    | `incident_count` | number of incidents of `watch` |
+    | `incident_step`, `incident_kind` | step and kinds of the last incident; see `incidents` |
 
     If several states have the same metric, the path of the state is appended to the key, as in
     `grad_norm/inner_opt_state/0`. Paths do not contain guards, so that wrapping a transformation in
