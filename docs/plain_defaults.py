@@ -1,4 +1,4 @@
-"""The API pages show the value of a default such as `TWO`, a number with a type, not its name."""
+"""Show the values of defaults such as `TWO` instead of their names on the API pages."""
 
 import re
 from pathlib import Path

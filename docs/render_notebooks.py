@@ -1,6 +1,6 @@
 """Writes notebooks as pages, with the outputs that `make notebooks` stored in them.
 
-One argument, the folder of the pages: docs/notebooks.
+The only argument is the output folder, docs/notebooks.
 """
 
 import base64
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def as_page(notebook: nbformat.NotebookNode, stem: str, folder: Path) -> str:
-    """The notebook as Markdown; pictures become files beside the page."""
+    """Convert a notebook to Markdown; its pictures are written to files beside the page."""
     parts, pictures = [], 0
     for cell in notebook.cells:
         if cell.cell_type == "markdown":

@@ -37,7 +37,7 @@ def shared(scalars: _Tree) -> _Tree:
     """On GPU, read all scalars of one type from one vector; other leaves are unchanged.
 
     XLA merges GPU kernels that read the same vector, but not kernels that read the same scalar.
-    This saves 16 % of the launches for a clip in an unrolled GPT (JAX 0.10.2, H100).
+    A training step of an unrolled GPT with a clip launches 16 % fewer kernels (JAX 0.10.2, H100).
     """
     leaves, structure = jax.tree.flatten(scalars)
     by_type: dict[Any, list[int]] = {}

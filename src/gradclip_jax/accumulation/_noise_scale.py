@@ -64,7 +64,7 @@ def empty_noise() -> NoiseState:
 def observe_noise(
     state: AccumulationState, micro_batch: MicroBatch, step: WindowStep, acc: Tree, decay: float
 ) -> NoiseState:
-    """Update the statistics with a micro-batch, and with the window if it is emitted.
+    """Update the statistics of the window, and the moving averages if the window is emitted.
 
     Leaves with other reductions than a sum or a mean are ignored. `state.total_weight` already
     includes the micro-batch, but `state.noise` does not.

@@ -211,9 +211,9 @@ class MicroBatch(NamedTuple):
 
 
 def add_micro_batch(acc: Tree, micro_batch: MicroBatch, is_first: Array | bool) -> Tree:
-    """Add a micro-batch to the accumulator; the first one of a window replaces its content.
+    """Add a micro-batch to the accumulator; the first one of a window overwrites the accumulator.
 
-    The content is not multiplied by 0, because it may be NaN.
+    The old values are not multiplied by 0, because they may be NaN.
     """
     keys: Iterator[Any] = itertools.repeat(None)
     if micro_batch.key is not None:  # one split for all leaves

@@ -35,7 +35,8 @@ class Rule:
     the shape of the norms. State entries of units with a non-finite norm keep their old values.
 
     Attributes:
-        init: Function from zeros with the shape of the norms to the initial state.
+        init: Function `zeros -> state` that returns the initial state; `zeros` has the shape of the
+            norms.
         update: Function `(norm, state, param_norm) -> (threshold, state)`. `norm` is the finite
             norm before clipping; `param_norm` is None unless `uses_params`. The threshold has the
             unit of the norm. A threshold <= 0 results in a zero update.
@@ -203,7 +204,7 @@ class Assignment(NamedTuple):
 
 
 def as_rules(argument: str, threshold: Threshold, *, by_label: bool) -> Any:
-    """Convert a threshold, a tree of thresholds or a mapping from labels to thresholds to rules."""
+    """Return the rule of each threshold in a tree, or in a mapping from label to threshold."""
     if by_label:  # `jax.tree` cannot sort labels of different types
         _check_labels(argument, threshold)
         return {key: as_rule(f"{argument}[{key!r}]", x) for key, x in threshold.items()}

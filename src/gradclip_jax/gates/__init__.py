@@ -1,1 +1,1 @@
-"""Gates, which are guards and accumulations, and the executor of the optimizer inside them."""
+"""Guards and accumulations, which decide whether the transformation inside them runs."""

@@ -1,7 +1,7 @@
-"""The executor of guards and accumulations.
+"""Execution of nested guards and accumulations.
 
-Directly nested gates are flattened into one list, and `_execute` runs the innermost transformation
-once or not at all.
+Guards and accumulations are called gates. Directly nested gates are flattened into one list, and
+`_execute` runs the innermost transformation at most once per call.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class GatedUpdate:
     Attributes:
         gates: Guards and at most one accumulation, from the outermost to the innermost.
         innermost: Transformation inside all gates.
-        function: Public function that created the outermost gate; error messages begin with it.
+        function: Name of the public function that error messages begin with.
     """
 
     __name__: ClassVar[str] = "update"
@@ -150,12 +150,13 @@ def _execute(
     *,
     applies: bool,
 ) -> tuple[Tree, Any]:
-    """Execute one call through all gates; return updates or new parameters, and the next state.
+    """Execute one call of `update`; return updates or new parameters, and the next state.
 
     Gradients pass from the outermost to the innermost gate. Guards outside an accumulation check
     the micro-batch. Guards inside it, or all guards without an accumulation, check the gradient of
-    the step. Then the outer guards check the gradient of the window, and guards with `checks_step`
-    check the computed step. Only the first guard whose check fails counts the skip.
+    the step. When a window closes, the guards outside the accumulation also check its gradient.
+    Finally, guards with `checks_step` check the computed step. Only the first guard whose check
+    fails counts the skip.
 
     | failed check | counted by | window | innermost state |
     | --- | --- | --- | --- |

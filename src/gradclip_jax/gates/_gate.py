@@ -49,7 +49,7 @@ class Verdict(NamedTuple):
 class Guard(NamedTuple):
     """A gate that skips bad steps.
 
-    The executor updates the fields `consecutive_skips`, `guard_failed` and `inner_state` of the
+    `_execute` updates the fields `consecutive_skips`, `guard_failed` and `inner_state` of the
     guard's state; `Verdict.next_state` updates all other fields.
 
     Attributes:

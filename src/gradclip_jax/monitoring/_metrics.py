@@ -96,7 +96,7 @@ def metrics(state: Any) -> dict[str, Array]:
         kind = next(kind for kind in type(node).__mro__ if kind in METRICS)
         for name in METRICS[kind]:
             value = getattr(node, name)
-            if value is not None:  # a guard that does not watch the loss has none to report
+            if value is not None:  # without a threshold for the loss, its metrics are None
                 by_name.setdefault(name, []).append((place, is_guard(node), value))
     out: dict[str, Array] = {}
     for name, entries in by_name.items():

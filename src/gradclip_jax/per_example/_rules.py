@@ -203,7 +203,7 @@ def _of_one_number(eqn: Any) -> Sequence[int]:
 
 
 def _by_number(eqn: Any) -> Sequence[int]:
-    """Return the operands that may be lazy because the other operand is a scalar."""
+    """Return the positions of operands whose other operand is a scalar; these may be lazy."""
     return [i for i in range(2) if eqn.invars[1 - i].aval.ndim == 0]
 
 
