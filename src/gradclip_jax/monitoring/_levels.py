@@ -21,7 +21,8 @@ _EARLY = float(np.log(8.0))
 """Until step 2 * SHORT, thresholds are at most 8 times the largest value so far."""
 
 _DRIFT = float(np.log(3.0))
-"""A unit has drifted if its short-term mean is 3 times its long-term mean."""
+"""A unit has drifted if its short-term mean is 3 times its long-term mean, or up to 8 times in the
+first 8 * SHORT steps."""
 
 _EXPECTED = np.array([-3.0, -12.0])
 """Log-probabilities below which zero gradients are an incident: for the whole tree, for a unit."""
@@ -220,7 +221,9 @@ def _drifts(
     long_mean = long_mean + (mean - long_mean) / steps
     changes = mean - long_mean
     shared = _of_others(jnp.append(0, changes)[None])[0, 1:]
-    is_drift = is_known & (count >= SHORT) & (changes - shared > _DRIFT) & (units > 1)
+    # Gradient norms of units change early in training, so the threshold is larger at first.
+    threshold = _DRIFT * jnp.maximum(1, 2 - count / (8 * SHORT))
+    is_drift = is_known & (count >= SHORT) & (changes - shared > threshold) & (units > 1)
     drifts = jnp.where(is_drift, jnp.exp(jnp.minimum(changes - shared, 80)), 0)
     return drifts, jnp.where(is_drift, mean, long_mean)
 

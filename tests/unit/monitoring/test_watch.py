@@ -301,6 +301,11 @@ def test_a_slow_drift_of_a_leaf_is_noticed_within_a_factor_of_30(rate):
     assert "gradient norm of mid has slowly risen" in str(found[0])
 
 
+def test_a_leaf_that_changes_early_in_training_has_not_drifted():
+    early = lambda i, k, x: x * 6 ** np.clip((i - 70) / 80, 0, 1) if k == "mid" else x  # noqa: E731
+    assert not [x for x in watched(noisy(700, early)) if "drift" in x.kinds]
+
+
 def test_one_step_of_a_hundredfold_learning_rate_is_noticed_at_that_step():
     def rate(count):
         return jnp.where(count == 70, 1e-1, 1e-3)
