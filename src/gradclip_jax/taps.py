@@ -11,8 +11,8 @@
 
 A backward pass returns only gradients, so the statistics are returned as the gradient with respect
 to a probe. They are sums of x, x^2, x^4 and counts, so they can be added like gradients over
-micro-batches, examples, devices and repeated calls of the same tap. `metrics` computes ratios of these
-sums, which are the same for averaged sums.
+micro-batches, examples, devices and repeated calls of the same tap. `metrics`
+computes ratios of these sums, which are the same for averaged sums.
 """
 
 from .monitoring._taps import (

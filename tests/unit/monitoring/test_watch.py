@@ -302,7 +302,7 @@ def test_a_slow_drift_of_a_leaf_is_noticed_within_a_factor_of_30(rate):
 
 
 def test_a_leaf_that_changes_early_in_training_has_not_drifted():
-    early = lambda i, k, x: x * 6 ** np.clip((i - 70) / 80, 0, 1) if k == "mid" else x  # noqa: E731
+    early = lambda i, k, x: x * 12 ** np.clip((i - 70) / 80, 0, 1) if k == "mid" else x  # noqa: E731
     assert not [x for x in watched(noisy(700, early)) if "drift" in x.kinds]
 
 
