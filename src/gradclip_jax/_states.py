@@ -35,7 +35,7 @@ def register_metrics(*names: str) -> Callable[[_State], _State]:
 
 
 def register_guard(*names: str) -> Callable[[_State], _State]:
-    """Like `register_metrics`, for the state of a guard, which has a field `inner_state`."""
+    """Like `register_metrics`, for the state of a guard with a field `inner_state`."""
 
     def register(kind: _State) -> _State:
         GATES[kind] = "inner_state"

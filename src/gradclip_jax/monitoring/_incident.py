@@ -237,7 +237,11 @@ def tap_names_in(log: IncidentLog) -> list[str]:
 
 
 def note(
-    log: IncidentLog, fields: dict[str, Any], flags: dict[str, Any], batch_id: Any, **fates: Scalar
+    log: IncidentLog,
+    fields: dict[str, Any],
+    flags: dict[str, Any],
+    batch_id: Any,
+    **outcome: Scalar,
 ) -> IncidentLog:
     """Update the log after a step. A step is an incident if a flag is set or a guard skipped it.
 
@@ -252,12 +256,12 @@ def note(
 
     flags["norm"] = jnp.isfinite(fields["norm"]) & is_above("norm", "norm_threshold")
     flags["loss"] = is_above("loss", "loss_threshold")
-    update = flags.pop("update") | is_above("update_norm", "update_threshold") | fates["skipped"]
+    update = flags.pop("update") | is_above("update_norm", "update_threshold") | outcome["skipped"]
     # A spike of the gradient or a jump of the parameters already explains a spike of the update.
     cause = functools.reduce(jnp.logical_or, flags.values())
     flags["update"] = update & ~cause
     is_incident = cause | update
-    flags = flags | fates
+    flags = flags | outcome
     kinds = sum(jnp.where(flags.get(kind, False), 1 << i, 0) for i, kind in enumerate(KINDS))
 
     step, last = log.step_count, log.rows[-1]

@@ -64,7 +64,7 @@ class WatchState(NamedTuple):
         norms: For each measured kind of "gradient", "update" and "parameter" float32[1 + units]:
             the norm of the whole tree, followed by the norm of each unit; -1 if the last call did
             not measure.
-        levels: Statistics of previous steps that norms and losses are compared with.
+        levels: Statistics of the norms and losses of previous steps.
         incidents: Log of incidents; its `step_count` is the metric `watch_step`.
         tap_sums: float32[taps, 2, 5], statistics of the last call, zeros if none were passed; None
             for a `watch` without taps.
@@ -267,7 +267,7 @@ def watch(
             norms["update"], norms["parameter"] = measure_step(added, before_it, units, axes)
         norms = {kind: norms[kind] for kind in kinds}
         _check_shapes(state.norms, norms)
-        guards, stepped, fates = _fates(before, after, norms)
+        guards, stepped, outcome = _outcome(before, after, norms)
         found, levels = compare(
             state.levels, norms, loss, spike_threshold, is_step=stepped, step=log.step_count
         )
@@ -284,7 +284,7 @@ def watch(
             flags["replica"], fields["device"] = differing_device(
                 norms["parameter"], replicas, is_due
             )
-        log = note(log, fields, flags, batch_id, **fates)
+        log = note(log, fields, flags, batch_id, **outcome)
         return output, WatchState(norms, levels, log, sums, after)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -328,10 +328,10 @@ def _check_shapes(norms: dict[str, Any], measured: dict[str, Array]) -> None:
         raise value_error("state", f"one with the norms {expected}", given, hint)
 
 
-def _fates(
+def _outcome(
     before: Any, after: Any, norms: dict[str, Array]
 ) -> tuple[list[Any], Scalar, dict[str, Scalar]]:
-    """Return thresholds of inner guards, whether parameters changed, and the fate of the step.
+    """Return thresholds of inner guards, whether parameters changed, and the outcome of the step.
 
     The first result contains triples: the field of an incident, whether the guard skipped, and its
     value.
@@ -354,9 +354,9 @@ def _fates(
             if getattr(new, name, None) is not None:
                 guards.append((field, skipped_here, getattr(new, name)))
     stepped = has_updated(after)
-    fates = {"skipped": skipped, "held": ~skipped & ~stepped}
+    outcome = {"skipped": skipped, "held": ~skipped & ~stepped}
     if "update" in norms:
         is_zero = norms["update"][0] == 0
-        fates["unchanged"] = stepped & is_zero & (norms["gradient"][0] != 0)
+        outcome["unchanged"] = stepped & is_zero & (norms["gradient"][0] != 0)
         stepped &= ~is_zero
-    return guards, stepped, fates | {"clipped": stepped & (factor < 1)}
+    return guards, stepped, outcome | {"clipped": stepped & (factor < 1)}
