@@ -62,27 +62,6 @@ def _step(tx: Any) -> Case:
     return Case(step, lambda t: ((t, jax.eval_shape(tx.init, t)), t), donate=(0,))
 
 
-def toy_loss(params: Tree, batch: Any) -> Any:
-    """Touches every parameter, and is no larger than its gradient."""
-    scale = jnp.mean(batch)
-    return sum(jnp.mean(jnp.square(x.astype(jnp.float32) * scale)) for x in jax.tree.leaves(params))
-
-
-def _microbatched(**options: Any) -> Case:
-    batch = jax.ShapeDtypeStruct((64, 32), jnp.float32)
-    value_and_grad = gcx.microbatched_value_and_grad(toy_loss, 8, **options)
-    return Case(value_and_grad, lambda t: (t, batch))
-
-
-def _changing_batch() -> Case:
-    def step(params: Tree, batch: Any, count: Any) -> Any:
-        take = gcx.microbatched_value_and_grad(toy_loss, 8, num_real_microbatches=count)
-        return take(params, batch)
-
-    batch = jax.ShapeDtypeStruct((64, 32), jnp.float32)
-    return Case(step, lambda t: (t, batch, jax.ShapeDtypeStruct((), jnp.int32)))
-
-
 def _accumulated(**options: Any) -> Case:
     return _step(gcx.accumulate_gradients(_adamw(), 8, **options))
 
@@ -211,17 +190,6 @@ COSTS = {
     ),
     '`dynamic_loss_scale(check="step")`': Feature(
         lambda: _step(gcx.dynamic_loss_scale(_adamw(), check="step")), lambda: _step(_adamw())
-    ),
-    '`reduction="max"` for one leaf of eight': Feature(
-        lambda: _accumulated(reduction=lambda path: "max" if path.endswith("0") else "mean"),
-        _accumulated,
-    ),
-    "`microbatch_transform`: a clip": Feature(
-        lambda: _microbatched(microbatch_transform=gcx.clip_by_global_norm(1.0)), _microbatched
-    ),
-    "`num_real_microbatches`, traced": Feature(_changing_batch, _microbatched),
-    "`accumulate_gradients(..., every=1)`": Feature(
-        lambda: _step(gcx.accumulate_gradients(_adamw(), 1)), lambda: _step(_adamw())
     ),
     "`accumulator_dtype=bfloat16`": Feature(
         lambda: _accumulated(accumulator_dtype=jnp.bfloat16), _accumulated

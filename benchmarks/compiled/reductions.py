@@ -59,27 +59,6 @@ def scanned(params: Tree, state: Tree, ids: Any) -> Any:
     return lax.scan(lambda c, part: (call(*c, part), None), (params, state), batches)[0]
 
 
-def by_hand(params: Tree, ids: Any) -> Any:
-    """A scan that adds up gradients."""
-    return _added(loss, params, jax.tree.map(jnp.zeros_like, params), ids)
-
-
-def by_hand_reduced(params: Tree, ids: Any) -> Any:
-    """The same with unreduced gradients, as MaxText (#2208; over calls #5099)."""
-    mesh = jax.sharding.get_abstract_mesh()
-    kept = NamedSharding(mesh, P(None, None, unreduced={"data"}))
-    zeros = jax.tree.map(lambda p: lax.full(p.shape, 0, p.dtype, sharding=kept), params)
-    total = _added(loss_of_types, as_reduced(params), zeros, ids)
-    return jax.tree.map(lambda g: jax.sharding.reshard(g, P()), total)
-
-
-def _added(loss: Any, params: Tree, zeros: Tree, ids: Any) -> Tree:
-    def add(total: Tree, part: Any) -> Any:
-        return jax.tree.map(jnp.add, total, jax.grad(loss)(params, part)), None
-
-    return lax.scan(add, zeros, ids.reshape(-1, EVERY).T)[0]
-
-
 def once(params: Tree, ids: Any) -> Any:
     """One call of `microbatched_value_and_grad`."""
     return gcx.microbatched_value_and_grad(loss, EVERY)(params, ids)[1]
@@ -203,14 +182,10 @@ def programs(devices: list[Any]) -> dict[str, Callable[[], float]]:
     reduced_init = lambda params: TX.init(as_reduced(params))  # noqa: E731
     rules["plain `jit`, k calls of `accumulate_gradients`"] = lambda: counted(call, auto, TX, EVERY)
     rules["plain `jit`, one scan over `accumulate_gradients`"] = lambda: counted(scanned, auto, TX)
-    rules["plain `jit`, one scan by hand"] = lambda: counted(by_hand, auto)
     rules["plain `jit`, `microbatched_value_and_grad`"] = lambda: counted(once, auto)
     rules["the same with `has_weight`"] = lambda: counted(weighted, auto)
     rules["explicit axes, k calls, reduced parameters"] = lambda: counted(
         call_reduced, explicit, TX, EVERY, reduced_init
-    )
-    rules["explicit axes, one scan by hand, as MaxText"] = lambda: counted(
-        by_hand_reduced, explicit
     )
     rules["explicit axes, `microbatched_value_and_grad`"] = lambda: counted(once_of_types, explicit)
     rules["`shard_map`, k calls"] = lambda: counted(call_local, auto, TX_LOCAL, EVERY)

@@ -5,7 +5,6 @@ Every cell is computed by this run. Takes about half a minute on one core of a C
 
 import functools
 import os
-import warnings
 
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -182,48 +181,6 @@ def guard_past_its_limit() -> Row:
     )
 
 
-def monitor_in_a_scan() -> Row:
-    def scan(tx) -> str:
-        grads = jnp.ones((4, 2))
-        state = tx.init(grads[0])
-
-        def step(state, grad):
-            updates, state = tx.update(grad, state)
-            return state, updates
-
-        try:
-            jax.lax.scan(step, state, grads)
-        except TypeError as error:
-            return f"`TypeError`: {str(error).split(',')[0].splitlines()[0]}"
-        return "runs"
-
-    what = "record the norm of each step of a `lax.scan`"
-    monitor = getattr(optax, "monitor", None)  # from Optax 0.2.7 on
-    optax_ = (
-        "not in this version" if monitor is None else scan(monitor({"norm": optax.global_norm}))
-    )
-    return what, optax_, scan(gcx.record_norms(window=4))
-
-
-def logging_the_norm() -> Row:
-    """What it costs to read the norm after a jitted step that clipped by it."""
-    grads = {name: jnp.ones(shape) for name, shape in PARAMS.items()}
-    clip = gcx.clip_by_global_norm(1.0)
-    _, state = jax.jit(clip.update)(grads, clip.init(grads))
-    timing = interleaved(
-        {
-            "again": Case(lambda carry, g: carry + optax.global_norm(g), lambda: 0.0, (grads,)),
-            "state": Case(
-                lambda carry, s: carry + gcx.metrics(s)["grad_norm"], lambda: 0.0, (state,)
-            ),
-        },
-        repetitions=15,
-    )
-    cells = [f"{timing[name].median * 1e3:.2f} ms" for name in ("again", "state")]
-    what = "log the norm after the jitted step"
-    return what, f"{cells[0]}, a second pass", f"{cells[1]}, from the state"
-
-
 def unequal_micro_batches() -> Row:
     tokens = [1.0, 9.0]
     means = [jnp.float32([10.0]), jnp.float32([0.0])]  # gradient of each mean over tokens
@@ -242,79 +199,6 @@ def unequal_micro_batches() -> Row:
         window(optax.MultiSteps(optax.sgd(1.0), 2)),
         window(gcx.accumulate_gradients(optax.sgd(1.0), 2), weight=tokens),
     )
-
-
-def many_bfloat16_micro_batches() -> Row:
-    count = 1_024
-    params, batch = jnp.ones((), jnp.bfloat16), jnp.ones(count, jnp.bfloat16)
-
-    def loss(params, x):
-        return jnp.mean(params * x)  # its gradient is 1, for each micro-batch and for all
-
-    microbatching = getattr(optax, "microbatching", None)  # Optax 0.2.5 has none
-    if microbatching is None:
-        theirs = "not in this version"
-    else:
-        mean = microbatching.AccumulationType.MEAN
-        split = microbatching.microbatch(jax.grad(loss), 1, 1, mean)
-        theirs = numbers(jax.jit(split)(params, batch))
-    _, ours = jax.jit(gcx.microbatched_value_and_grad(loss, count))(params, batch)
-    return f"mean of {count:,} bfloat16 micro-batches with gradient 1", theirs, numbers(ours)
-
-
-def complex_micro_batches() -> Row:
-    def window(tx) -> str:
-        params = jnp.zeros(1, jnp.complex64)
-        state = tx.init(params)
-        for grad in (2 + 2j, 4 + 0j):
-            updates, state = tx.update(jnp.full(1, grad, jnp.complex64), state, params)
-        return f"{complex(updates[0]):g}"
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", np.exceptions.ComplexWarning)  # the only sign of it
-        theirs = window(optax.MultiSteps(optax.sgd(1.0), 2))
-    ours = window(gcx.accumulate_gradients(optax.sgd(1.0), 2))
-    return "update of the micro-batches 2+2j and 4, rate 1: exactly -3-1j", theirs, ours
-
-
-def float64_micro_batches() -> Row:
-    enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
-    with enable_x64(True):
-
-        def window(tx) -> str:
-            grad = jnp.full(1, 1 + 1e-12, jnp.float64)
-            state = tx.init(grad)
-            for _ in range(2):
-                updates, state = tx.update(grad, state, grad)
-            return f"{-float(updates[0]) - 1:.3g}"
-
-        theirs = window(optax.MultiSteps(optax.sgd(1.0), 2))
-        ours = window(gcx.accumulate_gradients(optax.sgd(1.0), 2))
-    return "mean of float64 micro-batches 1 + 1e-12, minus 1", theirs, ours
-
-
-def guard_behind_a_clip() -> Row:
-    """MaxText clips to 1 and hands the norm of what is left to `skip_step_on_spikes`."""
-    rng = np.random.default_rng(0)
-    sizes = np.append(rng.uniform(2, 3, 40), 100.0)  # the last is a spike
-    clip = optax.clip_by_global_norm(1.0)
-
-    def sees(tx) -> str:
-        params = jnp.zeros(4)
-        state, update = tx.init(params), jax.jit(tx.update)
-        for size in sizes:
-            _, state = update(jnp.full(4, size / 2, jnp.float32), state, params)
-        found = gcx.metrics(state)
-        verdict = "skips it" if int(found["skipped_large_norm"]) else "steps on it"
-        return f"sees a norm of {float(found['grad_norm']):.0f}, {verdict}"
-
-    def guard(inner):
-        return gcx.skip_large_norm(inner, gcx.thresholds.mean_std(window=32, warmup_steps=16))
-
-    behind = optax.chain(clip, guard(optax.sgd(1.0)))
-    around = guard(optax.chain(clip, optax.sgd(1.0)))
-    what = "a spike of norm 100 among 2 to 3; the guard measures behind a clip to 1, as MaxText"
-    return what, sees(behind), f"around the clip it {sees(around)}"
 
 
 def last_partial_window() -> Row:
@@ -360,13 +244,7 @@ def main() -> None:
         nan_micro_batch(),
         *hold_step(),
         guard_past_its_limit(),
-        monitor_in_a_scan(),
-        logging_the_norm(),
         unequal_micro_batches(),
-        many_bfloat16_micro_batches(),
-        complex_micro_batches(),
-        float64_micro_batches(),
-        guard_behind_a_clip(),
         last_partial_window(),
         negative_max_norm(),
     ]

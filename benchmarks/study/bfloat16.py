@@ -189,35 +189,6 @@ def table(name: str, steps: int, seeds: int) -> None:
         print(f"{variant}: {time.process_time() - start:.0f} s of CPU time", file=sys.stderr)
 
 
-def memory() -> None:
-    """Bytes of a step of AdamW, compiled here: kept between steps, and scratch."""
-    side = 512
-    shapes = {f"w{i}": jax.ShapeDtypeStruct((side, side), jnp.bfloat16) for i in range(8)}
-    size = 8 * side * side
-    print("\n| parameters | bytes kept for each parameter | scratch |\n| --- | --- | --- |")
-    for name, choice in VARIANTS.items():
-        rounding = [gcx.round_stochastically()] * choice.is_random
-        tx = optax.chain(optax.adamw(1e-3), *rounding)
-        params, moments = (
-            jax.eval_shape(functools.partial(as_dtype, dtype=dtype), shapes)
-            for dtype in (choice.params, choice.moments)
-        )
-        state = jax.eval_shape(tx.init, moments)
-
-        step = jax.jit(functools.partial(updated, tx, choice), donate_argnums=(0, 1))
-        found: Any = step.lower(params, state, shapes).compile().memory_analysis()
-        # Without the gradient, and with what the forward pass reads of float32 copies.
-        kept = found.argument_size_in_bytes + 2 * size * ((choice.params == jnp.float32) - 1)
-        cells = [f"{x / size:.1f}" for x in (kept, found.temp_size_in_bytes)]
-        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
-
-
-def updated(tx: Any, choice: Variant, params: Tree, state: Any, grads: Tree) -> Any:
-    """Parameters and state after a step, and what the forward pass reads of float32 copies."""
-    params, state = gcx.apply_gradients(tx, as_dtype(grads, choice.moments), state, params)
-    return params, state, as_dtype(params, jnp.bfloat16) if choice.params == jnp.float32 else ()
-
-
 def main() -> None:
     """Trains what is chosen, and prints a table for each problem."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -231,7 +202,6 @@ def main() -> None:
     for name in PROBLEMS:
         if options.only in name:
             table(name, options.steps, options.seeds)
-    memory()
 
 
 if __name__ == "__main__":
