@@ -1,4 +1,4 @@
-"""Configs that represent calls of this package as plain values for JSON or YAML."""
+"""Configs that describe calls to functions of this package and can be stored as JSON or YAML."""
 
 import copy
 import dataclasses
@@ -28,7 +28,7 @@ from .clipping._transform import clip_by_global_norm
 
 @dataclasses.dataclass(frozen=True)
 class TransformConfig:
-    """A call of a public function of this package, as plain values for JSON or YAML.
+    """Description of a call to a public function of this package that JSON and YAML can store.
 
     | argument | representation |
     | --- | --- |
@@ -40,7 +40,8 @@ class TransformConfig:
     | any other object, such as a schedule or an array | an error; call the function directly |
 
     Attributes:
-        name: Name of a public function that returns a transformation, a rule or a granularity.
+        name: Name of a public function that returns a gradient transformation, a threshold rule or
+            a granularity.
         arguments: Mapping from argument name to plain value; values may contain other configs.
 
     Raises:
@@ -93,7 +94,7 @@ class TransformConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AccumulationConfig:
-    """The most common options of gradient accumulation, as plain values.
+    """The most common options of gradient accumulation, as a config for JSON or YAML.
 
     Use `TransformConfig("accumulate_gradients", ...)` for all other arguments.
 

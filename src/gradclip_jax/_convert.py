@@ -1,7 +1,7 @@
 """Convert the state of one optimizer to the state of another in the middle of a run.
 
-Each state is flattened to a sequence of parts by opening chains, guards and accumulations. Parts of
-the same kind are matched in order and copied; between Optax and this package their fields are
+Chains, guards and accumulations are unpacked, so that each state becomes a sequence of parts. Parts
+of the same kind are matched in order and copied; between Optax and this package their fields are
 translated. A part of this package without a counterpart is initialized or dropped. Everything else
 raises an error with its path.
 """
@@ -69,8 +69,8 @@ def convert_state(
     | nothing | a clip, `record_norms` | nothing; all states of this type are initialized |
     | nothing | `round_stochastically` | nothing; its state is initialized |
 
-    Each row also applies in the other direction. Dropping a window that contains micro-batches
-    raises an error.
+    All conversions in the table also work in the opposite direction. Discarding a window that
+    contains micro-batches raises an error.
 
     Args:
         tx: New optimizer; a gradient transformation or an `optax.MultiSteps`.
@@ -217,7 +217,7 @@ def _copied_children(like: Tree, given: Tree, reduction: str | None, path: _Path
 
 
 def _copied_skips(like: Tree, given: Tree) -> Tree:
-    """Translate the counts of skipped steps between guard, `apply_if_finite` and loss scale."""
+    """Convert the counts of skipped steps between guards of this package and of Optax."""
     if isinstance(given, optax.ApplyIfFiniteState):
         skips, streak, failed = map(_count, (given.total_notfinite, given.notfinite_count, 0))
     else:
@@ -258,7 +258,7 @@ def _copied_window(like: _Window, given: _Window, reduction: str | None, path: _
 
 
 def _check_weights(window: AccumulationState, path: _Path) -> None:
-    """Raise if an open window has weights other than 1."""
+    """Raise if an unfinished window contains micro-batches with weights other than 1."""
     weight, held = window.total_weight, window.mini_step
     if _is_open(window) and not is_traced(weight) and weight != held:
         place = leaf_path("state", path) + ".total_weight"
@@ -268,7 +268,7 @@ def _check_weights(window: AccumulationState, path: _Path) -> None:
 
 
 def _accumulator(like: _Window, given: _Window, factor: Scalar | int, path: _Path) -> Tree:
-    """Multiply the accumulator of `given` by a factor and cast it to the dtypes of `like`."""
+    """Multiply the accumulator of `given` by a factor and cast it to the dtypes of that of `like`."""
 
     def scaled(x: Array, like: Array) -> Array:
         if jnp.iscomplexobj(x) and not jnp.iscomplexobj(like):
@@ -292,7 +292,7 @@ def _is_open(window: _Window) -> bool:
 
 
 def _check_closed(given: Tree, path: _Path) -> None:
-    """Raise if an open window would be dropped."""
+    """Raise if micro-batches of an unfinished window would be discarded."""
     if isinstance(given, (AccumulationState, optax.MultiStepsState)) and _is_open(given):
         got = f"{given.mini_step} micro-batches at {leaf_path('state', path)}.mini_step"
         hint = "Call `flush` first, or convert the state after the next optimizer step."

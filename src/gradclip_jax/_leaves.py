@@ -1,4 +1,4 @@
-"""Selection of the measured leaves of a tree, which are floating-point or complex."""
+"""Selection of the floating-point and complex leaves of a tree, called measured leaves."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -2,7 +2,8 @@
 
 Inside `shard_map` the gradient of a varying parameter remains local to its device. Under explicit
 axes, the gradient of a parameter with reduced axes is *unreduced*, which means that each device
-contains one summand. In both cases, gradients are summed once, at the end of a window or a batch.
+holds one summand of it. In both cases, gradients are summed over devices once, at the end of an
+accumulation window or a batch.
 """
 
 import math
@@ -71,7 +72,7 @@ def on_device(x: Any) -> Any:
 
 
 def reshard_like(x: Any, like: Any) -> Any:
-    """Reshard a value like another one, under explicit axes."""
+    """Reshard a value to the sharding of another value, if its mesh has explicit axes."""
     ours, theirs = jax.typeof(x).sharding, jax.typeof(like).sharding
     if ours == theirs or not is_explicit(theirs):
         return x
@@ -97,7 +98,7 @@ def zeros_of_type(like: Any, dtype: Any = None) -> Array:
 
 
 def sum_over(x: Array, axes: frozenset[str]) -> Array:
-    """Sum over devices with one all-reduce, or none."""
+    """Sum over devices with one all-reduce; without axes, return the value unchanged."""
     return lax.psum(x, tuple(sorted(axes))) if axes else x
 
 

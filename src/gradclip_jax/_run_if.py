@@ -69,7 +69,7 @@ def run_if(
     If the predicate is known at trace time, no branch is compiled. The carry keeps its dtypes and
     sharding. Forward- and reverse-mode differentiation are supported. They differentiate the
     equivalent `lax.cond`, because JAX cannot differentiate a `while_loop` in reverse mode. With
-    `usually`, GPU and TPU compute the step and select.
+    `usually`, GPU and TPU always compute the step and then select the result.
     """
     return run_step(predicate, lambda carry: (None, step(carry)), carry, usually=usually)[1]
 

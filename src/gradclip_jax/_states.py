@@ -124,14 +124,14 @@ def has_updated(state: Any) -> Array:
 
 
 def _stepped(state: Any) -> Array | None:
-    """Return whether a step was applied inside any of the outermost gates; None without gates."""
+    """Return whether any outermost guard or accumulation applied a step; None if there is none."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node) in GATES)
     flags = [_stack_stepped(node) for node in nodes if type(node) in GATES]
     return functools.reduce(jnp.logical_or, flags) if flags else None
 
 
 def _stack_stepped(node: Any) -> Array:
-    """Return whether a step was applied inside nested gates."""
+    """Return whether nested guards and accumulations applied a step."""
     stepped = jnp.array(True)
     while type(node) in GATES:
         # `emitted` already includes the outer guards. A window may be emitted although an outer

@@ -27,11 +27,11 @@ from ._state import AccumulationState, WindowStep
 
 @register_metrics("gradient_noise_scale")
 class NoiseState(NamedTuple):
-    """Statistics of the open window, and moving averages over windows.
+    """Statistics of the current window, and moving averages over completed windows.
 
     Attributes:
-        weighted_squares: Sum of weight times squared norm over the open window, float32[].
-        micro_batches: Number of micro-batches with positive weight in the open window, int32[].
+        weighted_squares: Sum of weight times squared norm over the current window, float32[].
+        micro_batches: Number of micro-batches with positive weight in the current window, int32[].
         squared_gradient: Moving average of the estimates of |G|^2, without bias correction,
             float32[].
         covariance_trace: Moving average of the estimates of tr(Sigma), without bias correction,

@@ -160,7 +160,7 @@ def whole_batch(
     real: Number | None,
     if_empty: float,
 ) -> BatchOutputs:
-    """Run the real micro-batches one after the other, and combine their outputs.
+    """Run the micro-batches one after the other, and combine their outputs.
 
     If no micro-batch has a positive weight, value and gradient are `if_empty`, which is 0 or NaN.
     """

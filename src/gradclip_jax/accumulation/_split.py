@@ -15,7 +15,7 @@ from .._types import Array, Count, Number, Tree
 
 
 class Split(NamedTuple):
-    """Positions of arguments, and the number of micro-batches.
+    """Positions of the arguments that are split or differentiated, and the number of micro-batches.
 
     Attributes:
         parts: Number of micro-batches.
@@ -117,9 +117,9 @@ def check_real(real: Number | None, parts: Count) -> None:
 def run_if_real(
     real: Number | None, index: Array, step: Callable[[Tree], Tree], carry: Tree
 ) -> Tree:
-    """Return `step(carry)` if micro-batch `index` is real, else the carry.
+    """Return `step(carry)` for the first `real` micro-batches, else the carry.
 
-    All micro-batches are real if `real` is None.
+    All micro-batches run if `real` is None.
     """
     if real is None:
         return step(carry)

@@ -31,7 +31,7 @@ class AccumulationState(NamedTuple):
     """A window of micro-batches, and the state of the inner optimizer.
 
     Attributes:
-        mini_step: Number of micro-batches in the open window, int32[].
+        mini_step: Number of micro-batches in the current window, int32[].
         gradient_step: Number of emitted windows, including windows that an inner guard skipped,
             int32[].
         inner_opt_state: State of the inner optimizer.
@@ -97,7 +97,7 @@ def read_call(extra_args: dict[str, Any], accepted: Flag) -> tuple[Call, dict[st
 
 
 class WindowStep(NamedTuple):
-    """The effect of one call on a window.
+    """The effect of one call of `update` on the current window.
 
     Attributes:
         arrived: Whether the call adds a micro-batch.
@@ -174,7 +174,7 @@ class AccumulationStats(NamedTuple):
 def flush(
     tx: optax.GradientTransformation, state: Any, params: Tree, **extra_args: Any
 ) -> tuple[Tree, Any]:
-    """Emit the open window immediately, divided by its total weight.
+    """Run the inner optimizer on the mean gradient of an unfinished window.
 
     Use this function at the end of an epoch whose length is not a multiple of the window. If all
     windows are empty, the updates are zero and no state changes, including states around the
@@ -270,7 +270,7 @@ def accumulated_gradients(
 
 @public
 def reset_accumulation(state: Any) -> Any:
-    """Discard the open window without running the inner optimizer.
+    """Discard the micro-batches of an unfinished window without running the inner optimizer.
 
     Args:
         state: State of `accumulate_gradients`, or a state that contains it.
@@ -295,7 +295,7 @@ def reset_accumulation(state: Any) -> Any:
 
 
 def discard_windows(state: Any, where: Any) -> Any:
-    """Discard all open windows if `where`, a bool[], is true."""
+    """Discard all unfinished windows if `where`, a bool[], is true."""
 
     def discard(window: AccumulationState) -> AccumulationState:
         # Use `jax.tree.map`, because a field may be a Flax NNX variable.

@@ -91,12 +91,13 @@ def accumulate_gradients(
       programs have no branch, so the host does not wait for the device. However, with a traced
       `weight`, the program that emits checks for a total weight of 0.
 
-    Other extra arguments, such as `value`, are passed from the micro-batch that closes the window.
+    Other extra arguments, such as `value`, are forwarded to the inner optimizer by the call that
+    closes the window.
 
     Use `microbatched_value_and_grad` to split one batch inside one step; both can be combined.
 
     Args:
-        inner: Gradient transformation that contains no accumulation.
+        inner: Gradient transformation, which must not contain another accumulation.
         every: Number of micro-batches in a window; an integer >= 1, or a function from the gradient
             step, int32[], to such a number (`every_k_schedule` in Optax). The integer 1 allocates
             no accumulator. It also emits an open window in the state of a longer accumulation.

@@ -33,8 +33,9 @@ Gate: TypeAlias = Guard | Accumulation
 class GatedUpdate:
     """The `update` function of guards and accumulations.
 
-    This is an object instead of a closure, so that an outer gate can read the inner gates even if a
-    trainer has unpacked and rebuilt the transformation. `jax.named_call` requires `__name__`.
+    This is a callable object instead of a closure, so that an outer guard can find the guards
+    inside it even if a trainer has unpacked and rebuilt the transformation. `jax.named_call`
+    requires `__name__`.
 
     Attributes:
         gates: Guards and at most one accumulation, from the outermost to the innermost.
@@ -65,7 +66,7 @@ class GatedUpdate:
 def gated(
     gate: Gate, inner: optax.GradientTransformation, init: optax.TransformInitFn
 ) -> optax.GradientTransformationExtraArgs:
-    """Put a gate around a transformation."""
+    """Wrap a transformation in a guard or an accumulation."""
     if isinstance(inner.update, GatedUpdate):
         update = GatedUpdate((gate, *inner.update.gates), inner.update.innermost)
     else:
@@ -121,7 +122,7 @@ def apply_gradients(
 
 
 class Opinion(NamedTuple):
-    """The results of one guard in one call.
+    """The results of all checks of one guard in one call of `update`.
 
     Attributes:
         guard: The guard.
@@ -129,7 +130,7 @@ class Opinion(NamedTuple):
         verdict: Result of the guard's check of the gradient.
         refused: Whether this guard was the first to reject the gradient, bool[].
         failed: Whether this guard was the first to reject a window or a computed step, bool[].
-        measured: Measurement from the guard's check of the computed step.
+        measured: Value that the guard measured when it checked the computed step.
     """
 
     guard: Guard
@@ -152,11 +153,11 @@ def _execute(
 ) -> tuple[Tree, Any]:
     """Execute one call of `update`; return updates or new parameters, and the next state.
 
-    Gradients pass from the outermost to the innermost gate. Guards outside an accumulation check
-    the micro-batch. Guards inside it, or all guards without an accumulation, check the gradient of
-    the step. When a window closes, the guards outside the accumulation also check its gradient.
-    Finally, guards with `checks_step` check the computed step. Only the first guard whose check
-    fails counts the skip.
+    Gradients are passed from the outermost to the innermost guard or accumulation. Guards outside
+    an accumulation check the micro-batch. Guards inside it, or all guards without an accumulation,
+    check the gradient of the step. When a window closes, the guards outside the accumulation also
+    check its gradient. Finally, guards with `checks_step` check the computed step. Only the first
+    guard whose check fails counts the skip.
 
     | failed check | counted by | window | innermost state |
     | --- | --- | --- | --- |
@@ -211,7 +212,7 @@ def _execute(
 def _check_call(
     gates: Sequence[Gate], grads: Tree, state: Any, args: Any, extra_args: dict[str, Any]
 ) -> None:
-    """Raise if the arguments do not match these gates."""
+    """Raise if the arguments of `update` are invalid for these guards and accumulations."""
     if args:
         got, hint = f"{len(args)} more positional arguments", "Pass the loss as `value=loss`."
         raise type_error("update", "called as `update(grads, state, params)`", got, hint)

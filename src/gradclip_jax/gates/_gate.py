@@ -1,4 +1,4 @@
-"""Gates: guards and accumulations, which decide whether the transformation inside them runs."""
+"""Guards and accumulations, which decide whether the transformation inside them runs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -47,7 +47,7 @@ class Verdict(NamedTuple):
 
 
 class Guard(NamedTuple):
-    """A gate that skips bad steps.
+    """A guard, which skips bad steps.
 
     `_execute` updates the fields `consecutive_skips`, `guard_failed` and `inner_state` of the
     guard's state; `Verdict.next_state` updates all other fields.
@@ -61,9 +61,11 @@ class Guard(NamedTuple):
             if the guard is outside an accumulation, where `judge` only checks micro-batches. None
             accepts all windows.
         checks_step: Whether the guard also checks the computed step.
-        unmeasured: Placeholder for the measurement of `check_step` if no step is computed.
-        discard: Function `(state, where) -> state` that drops open windows of the innermost state.
-            Otherwise a window whose sum overflows would make all later steps fail the check.
+        unmeasured: Value that replaces the measurement of `check_step` in calls that compute no
+            step.
+        discard: Function `(state, where) -> state` that discards unfinished accumulation windows in
+            the innermost state. Otherwise a window whose sum overflows would make all later steps
+            fail the check.
     """
 
     kind: type
@@ -97,7 +99,7 @@ class Window(NamedTuple):
 
 
 class Accumulation(NamedTuple):
-    """A gate that runs the transformation inside it once for several micro-batches.
+    """An accumulation, which runs the transformation inside it once for several micro-batches.
 
     Attributes:
         kind: Type of the accumulation's state.

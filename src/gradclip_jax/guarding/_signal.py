@@ -22,7 +22,7 @@ class Signal(NamedTuple):
         is_spike: Whether the value is above the threshold, or NaN.
         threshold: Threshold at this step.
         rule_state: State of the rule after this step.
-        restarted: State of the rule after a restart at this value; None for numbers and schedules,
+        restarted: State of the rule if it restarts from this value; None for numbers and schedules,
             which do not depend on earlier values.
     """
 
@@ -49,7 +49,7 @@ def compare(rule: Rule, value: Scalar, rule_state: Tree, param_norm: Scalar | No
 def relearn(
     finite: Scalar, signals: dict[str, Signal], is_due: Scalar
 ) -> tuple[Scalar, Scalar, dict[str, Signal]]:
-    """Restart all rules if a restart is due and the step would then be applied.
+    """Restart all threshold rules if a restart is due and the step would be applied after it.
 
     Non-finite values do not count as spikes. Return whether the step is good, whether it is finite,
     and the updated signals.
