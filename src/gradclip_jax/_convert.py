@@ -268,7 +268,7 @@ def _check_weights(window: AccumulationState, path: _Path) -> None:
 
 
 def _accumulator(like: _Window, given: _Window, factor: Scalar | int, path: _Path) -> Tree:
-    """Multiply the accumulator of `given` by a factor and cast it to the dtypes of that of `like`."""
+    """Multiply the accumulator of `given` by a factor and cast it to the dtypes of `like`."""
 
     def scaled(x: Array, like: Array) -> Array:
         if jnp.iscomplexobj(x) and not jnp.iscomplexobj(like):
