@@ -194,6 +194,7 @@ ROWS = [
     ("accumulate_gradients", lambda f: f(2, SGD), TypeError, "inner"),
     ("accumulate_gradients", lambda f: f(SGD, GRADS), TypeError, "every"),
     ("accumulate_gradients", lambda f: f(SGD, 0), ValueError, "every"),
+    ("accumulate_gradients", lambda f: f(SGD, int), TypeError, "every"),
     ("accumulate_gradients", lambda f: f(SGD, 2, reduction="median"), ValueError, "reduction"),
     ("accumulate_gradients", lambda f: f(SGD, 2, accumulator_dtype=W), TypeError, "accumulator_dtype"),
     ("accumulate_gradients", lambda f: f(SGD, 2, accumulator_dtype={"w": jnp.int8, "b": "f4"}), TypeError, "accumulator_dtype", "['w']"),

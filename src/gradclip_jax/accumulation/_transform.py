@@ -16,6 +16,7 @@ from .._checks import (
     check_number,
     check_transformation,
     is_float0,
+    is_function,
 )
 from .._errors import public, type_error
 from .._mesh import is_unreduced, without_reduced_axes
@@ -136,7 +137,7 @@ def accumulate_gradients(
         ([0.0], [-5.0], True)
     """
     check_transformation("inner", inner)
-    if not callable(every):
+    if not is_function(every):
         check_count("every", every, "Pass 1 to run the inner optimizer at every step.")
     REDUCTION.check_given(reduction)
     DTYPE.check_given(accumulator_dtype)
