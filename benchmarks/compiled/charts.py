@@ -60,7 +60,7 @@ def draw(found: dict[str, tuple[float, float]], device: str, path: pathlib.Path)
     axes.margins(x=0.2)
     axes.set_xlabel("additional memory traffic, percent of the step with only AdamW")
     axes.set_title(f"PPO's two networks, compiled for {DEVICES[device]}", fontsize=10)
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside upper left", ncols=3, frameon=False)
     figure.savefig(path, metadata={"Date": None, "Creator": None})
     plt.close(figure)
 
