@@ -22,8 +22,8 @@ STEPS = {
     "adaptive_grad_clip": "adaptive_grad_clip",
     "skip_nonfinite": "guard",
     "skip_nonfinite(clip)": "guard and clip",
-    "accumulate_gradients(clip)": "accumulation, held",
-    "skip_nonfinite(accumulate_gradients(clip))": "guarded accumulation, held",
+    "accumulate_gradients(clip)": "micro-step, accumulation",
+    "skip_nonfinite(accumulate_gradients(clip))": "micro-step, guarded accumulation",
 }
 COLOURS = {"gradclip_jax": "#d9541e", "Optax": "#607d8b"}
 
@@ -54,13 +54,13 @@ def draw(found: dict[str, tuple[float, float]], device: str, path: pathlib.Path)
         places = [i + offset for i in range(len(found))]
         drawn = axes.barh(places, extra, height=0.38, color=colour, label=label)
         axes.bar_label(drawn, [words(percent) for percent in extra], padding=3, fontsize=8)
-    axes.axvline(0, color="#808080", linewidth=1, label="none: AdamW alone")
+    axes.axvline(0, color="#808080", linewidth=1, label="only AdamW")
     axes.set_yticks(range(len(found)), list(found))
     axes.invert_yaxis()
     axes.margins(x=0.2)
-    axes.set_xlabel("bytes moved beyond the step with AdamW alone, percent")
+    axes.set_xlabel("additional memory traffic, percent of the step with only AdamW")
     axes.set_title(f"PPO's two networks, compiled for {DEVICES[device]}", fontsize=10)
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside upper left", ncols=3, frameon=False)
     figure.savefig(path, metadata={"Date": None, "Creator": None})
     plt.close(figure)
 
