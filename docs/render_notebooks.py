@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def as_page(notebook: nbformat.NotebookNode, stem: str, folder: Path) -> str:
-    """Convert a notebook to Markdown; its pictures are written to files beside the page."""
+    """Convert a notebook to Markdown; images are written to files in the same folder."""
     parts, pictures = [], 0
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
