@@ -11,7 +11,7 @@ import optax
 from .._checks import check_transformation, describe, is_scalar, is_traced
 from .._errors import public, type_error, value_error
 from .._mesh import is_unreduced, unreduced_axes, zeros_of_type
-from .._run_if import run_step
+from .._run_if import Flag, run_step
 from .._states import (
     GATES,
     find_states,
@@ -22,7 +22,6 @@ from .._states import (
     with_structure_of,
 )
 from .._types import Scalar, Tree
-from ..gates._gate import Flag
 from ._reduction import REDUCTION, MicroBatch, as_weight, params_of, window_gradient
 
 

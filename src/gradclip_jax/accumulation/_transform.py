@@ -19,12 +19,12 @@ from .._checks import (
 )
 from .._errors import public, type_error
 from .._mesh import is_unreduced, without_reduced_axes
-from .._run_if import like_dtypes, run_if
+from .._run_if import Flag, like_dtypes, run_if
 from .._states import find_states, increment_where
 from .._tree_checks import check_same_structure
 from .._types import FLOAT32, Count, Scalar, Tree
 from ..gates._execute import gated
-from ..gates._gate import Accumulation, Flag, Window
+from ..gates._gate import Accumulation, Window
 from ._noise_scale import empty_noise, observe_noise
 from ._reduction import (
     DTYPE,
@@ -234,8 +234,7 @@ def accumulate_gradients(
                 acc_grads=run_if(step.holds, add, acc) if has_buffer else (),
             )
 
-        acc, inner_state = state.acc_grads, state.inner_opt_state
-        return Window(step.emits, acc, read, inner_state, others, next_state)
+        return Window(step.emits, read, others, next_state)
 
     return gated(Accumulation(AccumulationState, open_window), inner, init)
 

@@ -24,7 +24,6 @@ from .._types import UNBOUNDED, Array, AxisName, Scalar, Tree
 from ..accumulation._noise_scale import NoiseState
 from ..clipping._clip import ClipState
 from ..clipping._norm import norm_of_leaves
-from ..gates._gate import ComputedStep
 from ._signal import given_loss
 
 
@@ -51,7 +50,9 @@ def has_finite_squares(tree: Tree, axis_name: AxisName) -> Scalar:
     return ok
 
 
-def is_finite_step(step: ComputedStep, axis_name: AxisName) -> Scalar:
+def is_finite_step(
+    grads: Tree, updates: Tree, before: Tree, after: Tree, axis_name: AxisName
+) -> Scalar:
     """Return whether the gradient, the update and the next state of a step are finite.
 
     | in the next state | verdict |
@@ -61,12 +62,14 @@ def is_finite_step(step: ComputedStep, axis_name: AxisName) -> Scalar:
     | an infinity in any other scalar, such as a hyperparameter | accepted |
     | norms in the states of clips and noise scales | not checked, because no step depends on them |
     """
-    shapes = {
-        path: np.shape(x) for path, x in jax.tree.leaves_with_path(step.grads) if is_measured(x)
-    }
+    shapes = {path: np.shape(x) for path, x in jax.tree.leaves_with_path(grads) if is_measured(x)}
     flags: dict[Any, Array] = {}
-    states = _without_statistics(step.next_inner_state), _without_statistics(step.inner_state)
-    pairs = [(step.grads, None), (step.updates, None), states]
+    # Norm statistics may overflow.
+    after, before = (
+        replace_states(state, (ClipState, NoiseState), lambda statistics: ())
+        for state in (after, before)
+    )
+    pairs = [(grads, None), (updates, None), (after, before)]
     for number, (new, old) in enumerate(pairs):
         before = itertools.repeat(None) if old is None else jax.tree.leaves(old)
         for (path, x), was in zip(jax.tree.leaves_with_path(new), before, strict=False):
@@ -88,11 +91,6 @@ def finite_extra_args(extra_args: dict[str, Any], axis_name: AxisName) -> Scalar
     weight = extra_args.get("weight")
     numbers = [given_loss(extra_args), weight if is_scalar(weight, jnp.inexact) else None]
     return ~_is_any([is_bad(x) for x in measured_leaves(numbers)], axis_name)
-
-
-def _without_statistics(state: Any) -> Any:
-    """Remove norm statistics, which may overflow, from a state."""
-    return replace_states(state, (ClipState, NoiseState), lambda statistics: ())
 
 
 def _place(path: Any, shape: tuple[int, ...], shapes: dict[Any, tuple[int, ...]]) -> Any:

@@ -15,7 +15,7 @@ from .._states import increment_where, register_guard
 from .._types import UNBOUNDED, AxisName, Count, Order, Scalar, Threshold, Tree
 from ..clipping._norm import norm_of_leaves
 from ..clipping._threshold import Rule, as_rule, check_params, init_state
-from ..gates._gate import ComputedStep, Verdict
+from ..gates._gate import Verdict
 from ._guard import check_guard, guard, zero
 from ._signal import Signal, compare, loss_of, loss_rule, relearn
 
@@ -257,8 +257,10 @@ def _skip_above(
 
         is_good, finite, signals = compare_all(values)
 
-        def check_step(step: ComputedStep) -> tuple[Scalar, Tree]:
-            norm = measure(step.updates)
+        def check_step(
+            grads: Tree, updates: Tree, before: Tree, after: Tree
+        ) -> tuple[Scalar, Tree]:
+            norm = measure(updates)
             return compare_all({"update": norm})[0], norm.astype(jnp.float32)
 
         def next_state(refused: Scalar, failed: Scalar, update_norm: Tree) -> SkipSpikesState:
@@ -282,12 +284,16 @@ def _skip_above(
                 **fields,
             )
 
-        return Verdict(is_good, updates, next_state, check_step)
+        return Verdict(is_good, updates, next_state, None, check_step if checks_step else None)
 
-    options: dict[str, Any] = {"max_consecutive_skips": max_consecutive_skips}
-    if checks_step:
-        options |= {"checks_step": True, "unmeasured": np.float32(np.nan)}
-    return guard(inner, functools.partial(_make_state, rules), judge, **options)
+    return guard(
+        inner,
+        functools.partial(_make_state, rules),
+        judge,
+        max_consecutive_skips=max_consecutive_skips,
+        checks_step=checks_step,
+        unmeasured=np.float32(np.nan) if checks_step else (),
+    )
 
 
 def _make_state(rules: dict[str, Rule], inner_state: Any) -> SkipSpikesState:
