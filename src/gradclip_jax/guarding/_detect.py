@@ -1,4 +1,4 @@
-"""Detection of non-finite values in gradients and in computed steps.
+"""Detection of non-finite values in gradients, losses and computed steps.
 
 A finite gradient does not imply a finite step. For example, a gradient of 1e20 makes the second
 moment of Adam infinite permanently, although the update is still finite. Guards can therefore check
@@ -15,16 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import is_scalar
+from .._checks import describe, is_scalar
 from .._devices import fusion_barrier, joined
+from .._errors import type_error
 from .._leaves import is_measured, measured_leaves
-from .._mesh import max_over, shard_axes
+from .._mesh import max_over, replica_count, shard_axes, sum_over
 from .._states import replace_states
 from .._types import UNBOUNDED, Array, AxisName, Scalar, Tree
 from ..accumulation._noise_scale import NoiseState
 from ..clipping._clip import ClipState
+from ..clipping._formula import wide_dtype
 from ..clipping._norm import norm_of_leaves
-from ._signal import given_loss
 
 
 def all_finite(tree: Tree, axis_name: AxisName) -> Scalar:
@@ -91,6 +92,37 @@ def finite_extra_args(extra_args: dict[str, Any], axis_name: AxisName) -> Scalar
     weight = extra_args.get("weight")
     numbers = [given_loss(extra_args), weight if is_scalar(weight, jnp.inexact) else None]
     return ~_is_any([is_bad(x) for x in measured_leaves(numbers)], axis_name)
+
+
+def given_loss(extra_args: dict[str, Any]) -> Any:
+    """Return the loss that was passed to `update` as `value` or `loss`, or None."""
+    value, loss = extra_args.get("value"), extra_args.get("loss")
+    numbers = (bool, int, float, complex, np.generic, np.ndarray, jax.Array)
+    if not isinstance(loss, numbers):  # `inner` may have an argument of this name
+        loss = None
+    if value is not None and loss is not None:
+        hint = "Pass the loss once, as `value`."
+        raise type_error("loss", "omitted if `value` is passed", "both", hint)
+    for leaf in jax.tree.leaves(value):
+        if not isinstance(leaf, numbers):
+            rule, hint = "a number or an array", "Pass the loss as `value=loss`."
+            raise type_error("value", rule, describe(leaf), hint)
+    return loss if value is None else value
+
+
+def loss_of(extra_args: dict[str, Any], axis_name: AxisName) -> Scalar | None:
+    """Return the loss in at least float32, averaged over devices if it differs between them."""
+    value = given_loss(extra_args)
+    if value is None:
+        return None
+    if np.ndim(value) != 0 or not jnp.isrealobj(value):
+        hint = "Pass the mean loss over the batch."
+        raise type_error("value", "a real scalar", describe(value), hint)
+    loss = jnp.asarray(value)
+    is_float = jnp.issubdtype(loss.dtype, jnp.floating)
+    loss = loss.astype(wide_dtype(loss.dtype) if is_float else jnp.float32)
+    axes = shard_axes(loss, axis_name)
+    return sum_over(loss / replica_count(frozenset(), axes), axes)
 
 
 def _place(path: Any, shape: tuple[int, ...], shapes: dict[Any, tuple[int, ...]]) -> Any:

@@ -16,8 +16,9 @@ from .._types import UNBOUNDED, AxisName, Count, Order, Scalar, Threshold, Tree
 from ..clipping._norm import norm_of_leaves
 from ..clipping._threshold import Rule, as_rule, check_params, init_state
 from ..gates._gate import Verdict
+from ._detect import loss_of
 from ._guard import check_guard, guard, zero
-from ._signal import Signal, compare, loss_of, loss_rule, relearn
+from ._signal import Signal, compare, loss_rule, relearn
 
 # State fields for the value, the threshold and the number of skips of each signal.
 _FIELDS = {
