@@ -147,7 +147,7 @@ def like_dtypes(tree: Tree, reference: Tree) -> Tree:
     return jax.tree.map(_cast, tree, reference)
 
 
-def _cast(x: Any, reference: Any) -> Any:
+def _cast(x: Array, reference: Array) -> Array:
     dtype = jnp.result_type(reference)
     # Typed random keys have no `astype` and always have the same dtype.
     is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
@@ -159,7 +159,7 @@ def like_types(tree: Tree, reference: Tree) -> Tree:
     return jax.tree.map(_leaf_like, tree, reference)
 
 
-def _leaf_like(x: Any, reference: Any) -> Any:
+def _leaf_like(x: Array, reference: Array) -> Array:
     kind = jax.typeof(reference)
     if isinstance(x, jax.Array) and jax.typeof(x) == kind and not kind.weak_type:
         return x

@@ -11,7 +11,7 @@ import optax
 from .._checks import check_transformation, is_traced
 from .._errors import public, type_error, value_error
 from .._mesh import is_unreduced, unreduced_axes, zeros_of_type
-from .._run_if import run_step
+from .._run_if import Flag, run_step
 from .._states import (
     GATES,
     find_states,
@@ -20,7 +20,7 @@ from .._states import (
     replace_states,
     with_structure_of,
 )
-from .._types import Scalar, Tree
+from .._types import Array, Scalar, Tree
 from ._reduction import REDUCTION, MicroBatch, params_of, window_gradient
 
 
@@ -44,13 +44,13 @@ class AccumulationState(NamedTuple):
 
     mini_step: Scalar
     gradient_step: Scalar
-    inner_opt_state: Any
+    inner_opt_state: Tree
     acc_grads: Tree
     total_weight: Scalar
     accumulation_steps: Scalar
     micro_batch_count: Scalar
     emitted: Scalar
-    noise: Any
+    noise: Tree
 
 
 GATES[AccumulationState] = "inner_opt_state"
@@ -78,8 +78,8 @@ class AccumulationStats(NamedTuple):
 
 @public
 def flush(
-    tx: optax.GradientTransformation, state: Any, params: Tree, **extra_args: Any
-) -> tuple[Tree, Any]:
+    tx: optax.GradientTransformation, state: Tree, params: Tree, **extra_args: Any
+) -> tuple[Tree, Tree]:
     """Emit the open window immediately, divided by its total weight.
 
     Use this function at the end of an epoch whose length is not a multiple of the window. If all
@@ -116,7 +116,7 @@ def flush(
     update = optax.with_extra_args_support(tx).update
     ours = {"weight": jnp.float32(0), "flush": True}
 
-    def emit(state: Any) -> tuple[Tree, Any]:
+    def emit(state: Tree) -> tuple[Tree, Tree]:
         return update(nothing, state, params, **ours, **extra_args)
 
     updates, flushed = run_step(is_open, emit, arrays)
@@ -126,7 +126,7 @@ def flush(
 def _zero_gradient(params: Tree, acc: Tree) -> Tree:
     """Return a zero gradient that is unreduced over the same axes as the accumulator."""
 
-    def zero(param: Any, total: Any) -> Any:
+    def zero(param: Array, total: Array) -> Array | np.ndarray[Any, Any]:
         dtype = jnp.result_type(param)
         if not jnp.issubdtype(dtype, jnp.inexact):
             return np.zeros(np.shape(param), jax.dtypes.float0)
@@ -137,7 +137,7 @@ def _zero_gradient(params: Tree, acc: Tree) -> Tree:
 
 @public
 def accumulated_gradients(
-    state: Any, *, reduction: str | Tree | Callable[[str], str] = "mean"
+    state: Tree, *, reduction: str | Tree | Callable[[str], str] = "mean"
 ) -> Tree:
     """Return the weighted mean of the open window, in the accumulator's dtype.
 
@@ -175,7 +175,7 @@ def accumulated_gradients(
 
 
 @public
-def reset_accumulation(state: Any) -> Any:
+def reset_accumulation(state: Tree) -> Tree:
     """Discard the open window without running the inner optimizer.
 
     Args:
@@ -200,7 +200,7 @@ def reset_accumulation(state: Any) -> Any:
     return discard_windows(state, True)
 
 
-def discard_windows(state: Any, where: Any) -> Any:
+def discard_windows(state: Tree, where: Flag | bool) -> Tree:
     """Discard all open windows if `where`, a bool[], is true."""
 
     def discard(window: AccumulationState) -> AccumulationState:
@@ -213,7 +213,7 @@ def discard_windows(state: Any, where: Any) -> Any:
 
 
 @public
-def accumulation_stats(state: Any) -> AccumulationStats:
+def accumulation_stats(state: Tree) -> AccumulationStats:
     """Count micro-batches, updates and parameters.
 
     Args:
@@ -249,7 +249,7 @@ def accumulation_stats(state: Any) -> AccumulationStats:
     )
 
 
-def _accumulations(state: Any) -> list[AccumulationState]:
+def _accumulations(state: Tree) -> list[AccumulationState]:
     windows = find_states(state, AccumulationState)
     if not windows:
         hint = "Pass the state that `accumulate_gradients(...).init(params)` returned."

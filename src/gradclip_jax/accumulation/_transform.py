@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 
 from .._checks import (
     check_choice,
@@ -25,14 +26,15 @@ from .._mesh import is_unreduced, without_reduced_axes
 from .._run_if import Flag, like_dtypes, run_if
 from .._states import find_states, increment_where
 from .._tree_checks import check_same_structure
-from .._types import FLOAT32, Count, Scalar, Tree
+from .._types import FLOAT32, Count, Number, Scalar, Tree
 from ..gates._execute import gated
-from ..gates._gate import Accumulation, Window
+from ..gates._gate import Accumulation, ExtraArgs, Window
 from ._noise_scale import empty_noise, observe_noise
 from ._reduction import (
     DTYPE,
     REDUCTION,
     MicroBatch,
+    Weight,
     accumulator_like,
     add_micro_batch,
     as_weight,
@@ -64,10 +66,10 @@ def _with_hint(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 @_with_hint
 def accumulate_gradients(
     inner: optax.GradientTransformation,
-    every: Count | Callable[[Scalar], Any],
+    every: Count | Callable[[Scalar], Number],
     *,
     reduction: str | Tree | Callable[[str], str] = "mean",
-    accumulator_dtype: Any = FLOAT32,
+    accumulator_dtype: Tree | Callable[[str], DTypeLike] = FLOAT32,
     rounding: Literal["nearest", "stochastic"] = "nearest",
     noise_scale_decay: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -180,7 +182,7 @@ def accumulate_gradients(
         state: AccumulationState,
         accepted: Flag,
         params: Tree,
-        extra_args: dict[str, Any],
+        extra_args: ExtraArgs,
     ) -> Window:
         """Compute the effect of a micro-batch on the window."""
         has_buffer = not is_one or bool(jax.tree.leaves(state.acc_grads))
@@ -239,7 +241,7 @@ def accumulate_gradients(
             # Reuse the buffers of the accumulator for the mean, to avoid scratch memory.
             return mean, jax.tree.map(lambda x, y: y if is_float0(x) else x, mean, acc)
 
-        def next_state(inner_state: Any, acc: Tree, emitted: Flag) -> AccumulationState:
+        def next_state(inner_state: Tree, acc: Tree, emitted: Flag) -> AccumulationState:
             return advanced._replace(
                 gradient_step=increment_where(advanced.gradient_step, emitted),
                 emitted=jnp.where(emitted, 1, advanced.emitted),
@@ -262,12 +264,12 @@ class _Call(NamedTuple):
         emit: Whether this micro-batch closes the window; None to count micro-batches.
     """
 
-    weight: Any
+    weight: Weight | None
     flush: Flag | None
     emit: bool | None
 
 
-def _read_call(extra_args: dict[str, Any], accepted: Flag) -> tuple[_Call, dict[str, Any]]:
+def _read_call(extra_args: ExtraArgs, accepted: Flag) -> tuple[_Call, ExtraArgs]:
     """Split extra arguments into those of the accumulation and those of the inner optimizer."""
     others = dict(extra_args)
     weight = as_weight(others.pop("weight", None))

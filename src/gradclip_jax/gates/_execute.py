@@ -20,8 +20,8 @@ from .._errors import ArgumentTypeError, named, public, type_error
 from .._run_if import Flag, compute_step, like_dtypes, run_step, select_step, trace
 from .._states import increment_where, plain_arrays, with_structure_of
 from .._tree_checks import check_inexact
-from .._types import Tree
-from ._gate import Accumulation, Guard, Verdict
+from .._types import Array, Tree
+from ._gate import Accumulation, ExtraArgs, Guard, Verdict
 
 EXTRA_ARGS: Final = ("value", "loss", "weight", "flush", "emit")
 """The extra arguments of `update` that guards and accumulations read."""
@@ -48,12 +48,12 @@ class GatedUpdate:
     function: str = ""
 
     def __call__(
-        self, updates: Tree, state: Any, params: Tree | None = None, *args: Any, **extra_args: Any
-    ) -> tuple[Tree, Any]:
+        self, updates: Tree, state: Tree, params: Tree | None = None, *args: Any, **extra_args: Any
+    ) -> tuple[Tree, Tree]:
         """Return the update of the innermost transformation, or zeros if it does not run."""
         return self.run(updates, state, params, args, extra_args, applies=False)
 
-    def run(self, *args: Any, applies: bool) -> tuple[Tree, Any]:
+    def run(self, *args: Any, applies: bool) -> tuple[Tree, Tree]:
         """Execute one call; with `applies`, return new parameters instead of updates."""
         return named(functools.partial(_execute, self, applies=applies), self.function)(*args)
 
@@ -75,8 +75,8 @@ def gated(
 
 @public
 def apply_gradients(
-    tx: optax.GradientTransformation, grads: Tree, state: Any, params: Tree, **extra_args: Any
-) -> tuple[Tree, Any]:
+    tx: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree, **extra_args: Any
+) -> tuple[Tree, Tree]:
     """Run `update` and `optax.apply_updates` in one call.
 
     The result equals that of the two separate calls, except that bfloat16 gradients accumulated by
@@ -133,7 +133,7 @@ class Judgment(NamedTuple):
     """
 
     guard: Guard
-    state: Any
+    state: Tree
     verdict: Verdict
     refused: Flag
     failed: Flag
@@ -143,13 +143,13 @@ class Judgment(NamedTuple):
 def _execute(
     update: GatedUpdate,
     incoming: Tree,
-    state: Any,
+    state: Tree,
     params: Tree,
     args: tuple[Any, ...],
-    extra_args: dict[str, Any],
+    extra_args: ExtraArgs,
     *,
     applies: bool,
-) -> tuple[Tree, Any]:
+) -> tuple[Tree, Tree]:
     """Execute one call of `update`; return updates or new parameters, and the next state.
 
     Gradients pass from the outermost to the innermost gate. Guards outside an accumulation check
@@ -212,7 +212,7 @@ def _checks(stepped: Flag, outer: Sequence[Judgment]) -> Tree:
 
 
 def _check_call(
-    gates: Sequence[Gate], grads: Tree, state: Any, args: Any, extra_args: dict[str, Any]
+    gates: Sequence[Gate], grads: Tree, state: Tree, args: tuple[Any, ...], extra_args: ExtraArgs
 ) -> None:
     """Raise if the arguments do not match these gates."""
     if args:
@@ -242,8 +242,8 @@ def _split(
 
 
 def _judge(
-    guards: Sequence[Guard], grads: Tree, state: Any, params: Tree, extra_args: dict[str, Any]
-) -> tuple[list[Judgment], Tree, Any, Flag]:
+    guards: Sequence[Guard], grads: Tree, state: Tree, params: Tree, extra_args: ExtraArgs
+) -> tuple[list[Judgment], Tree, Tree, Flag]:
     """Run the guards' checks of a gradient.
 
     Return the result of each guard, the gradient and the state inside the guards, and whether all
@@ -267,8 +267,8 @@ def _step(
     params: Tree,
     outer: Sequence[Judgment],
     grads: Tree,
-    target_and_state: tuple[Tree, Any],
-    extra_args: dict[str, Any],
+    target_and_state: tuple[Tree, Tree],
+    extra_args: ExtraArgs,
 ) -> tuple[Tree, tuple[Tree, Any], Flag, Sequence[Judgment]]:
     """Run the innermost transformation if the checks of all guards pass.
 
@@ -287,7 +287,7 @@ def _step(
             accepted = accepted & passed
     checking = [i for i, x in enumerate(judged) if x.verdict.check_step]
 
-    def compute(carry: tuple[Tree, Any]) -> tuple[Tree, tuple[Tree, Any]]:
+    def compute(carry: tuple[Tree, Tree]) -> tuple[Tree, tuple[Tree, Tree]]:
         target, before = carry
         returns_updates = target is None
         updates, after = _run_innermost(
@@ -327,7 +327,7 @@ def _step(
     return output, (carry[0], _next_states(inner, carry[1], accepted)), accepted, outer
 
 
-def _next_states(judged: Sequence[Judgment], inner_state: Any, accepted: Flag) -> Any:
+def _next_states(judged: Sequence[Judgment], inner_state: Tree, accepted: Flag) -> Tree:
     """Compute the next states of nested guards, starting with the innermost guard."""
     for guard, state, verdict, refused, failed, measured in reversed(judged):
         skipped = refused | failed
@@ -347,13 +347,13 @@ def _next_states(judged: Sequence[Judgment], inner_state: Any, accepted: Flag) -
 def _run_innermost(
     innermost: optax.GradientTransformationExtraArgs,
     params: Tree,
-    extra_args: dict[str, Any],
+    extra_args: ExtraArgs,
     grads: Tree,
-    state: Any,
+    state: Tree,
     incoming: Tree,
     *,
     keeps_dtypes: bool,
-) -> tuple[Tree, Any]:
+) -> tuple[Tree, Tree]:
     """Return the updates and the next state of the innermost transformation.
 
     Its input has the dtype of the accumulator, or float32 inside a loss scale. Some
@@ -363,7 +363,7 @@ def _run_innermost(
     gradients.
     """
 
-    def run(grads: Tree, state: Any) -> tuple[Tree, Any]:
+    def run(grads: Tree, state: Tree) -> tuple[Tree, Tree]:
         return innermost.update(grads, state, params, **extra_args)
 
     pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(incoming), strict=True)
@@ -384,7 +384,7 @@ def _run_innermost(
 def _apply_updates(params: Tree, updates: Tree) -> Tree:
     """Call `optax.apply_updates` with support for float0 updates and strict dtype promotion."""
 
-    def addend(update: Any, param: Any) -> Any:
+    def addend(update: Array, param: Array) -> Array:
         return jnp.zeros_like(param) if is_float0(update) else update
 
     with jax.numpy_dtype_promotion("standard"):

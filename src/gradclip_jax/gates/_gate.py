@@ -1,10 +1,13 @@
 """Gates: guards and accumulations, which decide whether the transformation inside them runs."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from .._run_if import Flag
 from .._types import Count, Scalar, Tree
+
+ExtraArgs: TypeAlias = dict[str, Any]
+"""The extra arguments of `update` by name."""
 
 
 class Verdict(NamedTuple):
@@ -25,7 +28,7 @@ class Verdict(NamedTuple):
 
     is_good: Scalar
     grads: Tree
-    next_state: Callable[[Scalar, Scalar, Tree], Any]
+    next_state: Callable[[Scalar, Scalar, Tree], Tree]
     check_window: Callable[[Tree], Scalar] | None = None
     check_step: Callable[[Tree, Tree, Tree, Tree], tuple[Scalar, Tree]] | None = None
 
@@ -48,7 +51,7 @@ class Guard(NamedTuple):
     """
 
     kind: type
-    judge: Callable[[Tree, Any, Tree, dict[str, Any]], Verdict]
+    judge: Callable[[Tree, Tree, Tree, ExtraArgs], Verdict]
     discard: Callable[[Tree, Scalar], Tree]
     max_consecutive_skips: Count | None = None
     unmeasured: Tree = ()
@@ -67,8 +70,8 @@ class Window(NamedTuple):
 
     emits: Flag
     read: Callable[[Tree], tuple[Tree, Tree]]
-    extra_args: dict[str, Any]
-    next_state: Callable[[Any, Tree, Flag], Any]
+    extra_args: ExtraArgs
+    next_state: Callable[[Tree, Tree, Flag], Tree]
 
 
 class Accumulation(NamedTuple):
@@ -81,4 +84,4 @@ class Accumulation(NamedTuple):
     """
 
     kind: type
-    open_window: Callable[[Tree, Any, Flag, Tree, dict[str, Any]], Window]
+    open_window: Callable[[Tree, Tree, Flag, Tree, ExtraArgs], Window]

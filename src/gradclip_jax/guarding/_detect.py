@@ -26,6 +26,7 @@ from ..accumulation._noise_scale import NoiseState
 from ..clipping._clip import ClipState
 from ..clipping._formula import wide_dtype
 from ..clipping._norm import norm_of_leaves
+from ..gates._gate import ExtraArgs
 
 
 def all_finite(tree: Tree, axis_name: AxisName) -> Scalar:
@@ -87,14 +88,14 @@ def is_finite_step(
     return ~_is_any(list(flags.values()), axis_name)
 
 
-def finite_extra_args(extra_args: dict[str, Any], axis_name: AxisName) -> Scalar:
+def finite_extra_args(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar:
     """Return whether the loss and the weight of a micro-batch are finite, if they are given."""
     weight = extra_args.get("weight")
     numbers = [given_loss(extra_args), weight if is_scalar(weight, jnp.inexact) else None]
     return ~_is_any([is_bad(x) for x in measured_leaves(numbers)], axis_name)
 
 
-def given_loss(extra_args: dict[str, Any]) -> Any:
+def given_loss(extra_args: ExtraArgs) -> Any:
     """Return the loss that was passed to `update` as `value` or `loss`, or None."""
     value, loss = extra_args.get("value"), extra_args.get("loss")
     numbers = (bool, int, float, complex, np.generic, np.ndarray, jax.Array)
@@ -110,7 +111,7 @@ def given_loss(extra_args: dict[str, Any]) -> Any:
     return loss if value is None else value
 
 
-def loss_of(extra_args: dict[str, Any], axis_name: AxisName) -> Scalar | None:
+def loss_of(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar | None:
     """Return the loss in at least float32, averaged over devices if it differs between them."""
     value = given_loss(extra_args)
     if value is None:
@@ -150,7 +151,7 @@ def _overflowing(x: Array) -> Array:
     return x.astype(jnp.float32) * jnp.float32(float(jnp.finfo(jnp.float32).max) / largest)
 
 
-def is_bad(x: Any) -> Array:
+def is_bad(x: Array) -> Array:
     """Return a mask of the non-finite elements."""
     x = _overflowing(jnp.asarray(x))
     if jnp.iscomplexobj(x):

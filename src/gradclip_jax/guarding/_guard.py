@@ -6,6 +6,7 @@ from typing import Any, Final, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from .._checks import check_axis_name, check_count, check_transformation
 from .._errors import type_error
@@ -14,7 +15,7 @@ from .._states import find_states
 from .._types import AxisName, Count, Scalar, Tree
 from ..accumulation._state import discard_windows
 from ..gates._execute import gated
-from ..gates._gate import Guard, Verdict
+from ..gates._gate import ExtraArgs, Guard, Verdict
 
 Check: TypeAlias = Literal["gradient", "step"]
 """Whether a guard checks only the gradient, or the computed step as well."""
@@ -25,8 +26,8 @@ OUTERMOST: Final[list[type]] = []
 
 def guard(
     inner: optax.GradientTransformation,
-    make_state: Callable[[Any], Any],
-    judge: Callable[[Tree, Any, Tree, dict[str, Any]], Verdict],
+    make_state: Callable[[Tree], Tree],
+    judge: Callable[[Tree, Tree, Tree, ExtraArgs], Verdict],
     *,
     max_consecutive_skips: Count | None = None,
     checks_step: bool = False,
@@ -41,7 +42,7 @@ def guard(
         check_count("max_consecutive_skips", max_consecutive_skips, "Pass None for no limit.")
     kind = type(jax.eval_shape(lambda: make_state(())))
 
-    def init(params: Tree) -> Any:
+    def init(params: Tree) -> Tree:
         inner_state = inner.init(params)
         # If an outer guard skips steps that overflow, the loss scale is never lowered.
         hint = "Use `dynamic_loss_scale` outside this guard, so that it checks unscaled gradients."
@@ -63,11 +64,11 @@ def check_guard(inner: Any, axis_name: Any) -> AxisName:
     return check_axis_name(axis_name)
 
 
-def zero(dtype: Any = jnp.int32) -> Scalar:
+def zero(dtype: DTypeLike = jnp.int32) -> Scalar:
     """Return a scalar in a new buffer, because a buffer shared by two fields cannot be donated."""
     return jnp.zeros((), dtype)
 
 
-def _check_inner(inner_state: Any, kinds: tuple[type, ...], function: str, hint: str) -> None:
+def _check_inner(inner_state: Tree, kinds: tuple[type, ...], function: str, hint: str) -> None:
     if find_states(inner_state, kinds):
         raise type_error("inner", f"free of `{function}`", "a transformation with it", hint)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optax
 
@@ -10,7 +10,7 @@ from .._checks import check_bound, check_choice
 from .._errors import public
 from .._states import GATES, increment_where, register_guard
 from .._types import AxisName, Count, Scalar, Tree
-from ..gates._gate import Verdict
+from ..gates._gate import ExtraArgs, Verdict
 from ._detect import all_finite, finite_extra_args, has_finite_squares, is_finite_step
 from ._guard import Check, check_guard, guard, zero
 
@@ -29,7 +29,7 @@ class SkipNonfiniteState(NamedTuple):
     skipped_nonfinite: Scalar
     consecutive_skips: Scalar
     guard_failed: Scalar
-    inner_state: Any
+    inner_state: Tree
 
 
 @public
@@ -92,7 +92,7 @@ def skip_nonfinite(
         ([0.0], 1)
     """
 
-    def make_state(inner_state: Any) -> SkipNonfiniteState:
+    def make_state(inner_state: Tree) -> SkipNonfiniteState:
         return SkipNonfiniteState(zero(), zero(), zero(), inner_state)
 
     return finite_guard(inner, make_state, check, axis_name, max_consecutive_skips)
@@ -100,13 +100,13 @@ def skip_nonfinite(
 
 def finite_guard(
     inner: optax.GradientTransformation,
-    make_state: Callable[[Any], Any],
+    make_state: Callable[[Tree], Tree],
     check: Check,
     axis_name: AxisName,
     max_consecutive_skips: Count | None = None,
     *,
-    unscale: Callable[[Tree, Any], Tree] | None = None,
-    adapt: Callable[[Any, Tree, Scalar], Any] | None = None,
+    unscale: Callable[[Tree, Tree], Tree] | None = None,
+    adapt: Callable[[Tree, Tree, Scalar], Tree] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Build a guard that counts non-finite steps in `skipped_nonfinite`.
 
@@ -117,11 +117,11 @@ def finite_guard(
     check_choice("check", check, ("gradient", "step"))
     checks_step = check == "step"
 
-    def judge(updates: Tree, state: Any, params: Tree, extra_args: dict[str, Any]) -> Verdict:
+    def judge(updates: Tree, state: Tree, params: Tree, extra_args: ExtraArgs) -> Verdict:
         check_bound(axes)
         grads = unscale(updates, state) if unscale else updates
 
-        def next_state(refused: Scalar, failed: Scalar, measured: Tree) -> Any:
+        def next_state(refused: Scalar, failed: Scalar, measured: Tree) -> Tree:
             skipped = refused | failed
             after = adapt(state, grads, skipped) if adapt else state
             count = increment_where(state.skipped_nonfinite, skipped)

@@ -15,7 +15,7 @@ from .._states import increment_where, register_guard
 from .._types import UNBOUNDED, AxisName, Count, Order, Scalar, Threshold, Tree
 from ..clipping._norm import norm_of_leaves
 from ..clipping._threshold import Rule, as_rule, check_params, init_state
-from ..gates._gate import Verdict
+from ..gates._gate import ExtraArgs, Verdict
 from ._detect import loss_of
 from ._guard import check_guard, guard, zero
 from ._signal import Signal, compare, loss_rule, relearn
@@ -71,7 +71,7 @@ class SkipSpikesState(NamedTuple):
     guard_failed: Scalar
     spikes_in_a_row: Scalar
     signals: dict[str, Tree]
-    inner_state: Any
+    inner_state: Tree
 
 
 @public
@@ -228,7 +228,7 @@ def _skip_above(
         return norm_of_leaves(measured_leaves(tree), order, axes)
 
     def judge(
-        updates: Tree, state: SkipSpikesState, params: Tree, extra_args: dict[str, Any]
+        updates: Tree, state: SkipSpikesState, params: Tree, extra_args: ExtraArgs
     ) -> Verdict:
         check_bound(axes)
         if state.signals.keys() != rules.keys():
@@ -297,7 +297,7 @@ def _skip_above(
     )
 
 
-def _make_state(rules: dict[str, Rule], inner_state: Any) -> SkipSpikesState:
+def _make_state(rules: dict[str, Rule], inner_state: Tree) -> SkipSpikesState:
     """Return the initial state."""
     fields: dict[str, Any] = dict.fromkeys(SkipSpikesState._fields)  # None without a threshold
     for key in ("norm", *rules):
