@@ -1,11 +1,12 @@
 """Stochastic rounding of gradient sums and parameters to bfloat16."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import DTypeLike
 
 from ._checks import check_count, check_state, describe, is_float0, leaf_path
 from ._devices import HAS_TYPES
@@ -78,7 +79,9 @@ def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
     def init(params: Tree) -> RoundingState:
         return RoundingState(jnp.zeros((), jnp.int32))
 
-    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, RoundingState]:
+    def update(
+        updates: Tree, state: Tree, params: Tree | None = None
+    ) -> tuple[Tree, RoundingState]:
         check_inexact("updates", updates)
         check_state(state, RoundingState)
         if params is None:
@@ -98,7 +101,7 @@ def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def _to_neighbor(update: Any, param: Any, place: str, key: Array) -> Any:
+def _to_neighbor(update: Array, param: Array, place: str, key: Array) -> Array:
     """Return the update that rounds a bfloat16 parameter; other updates are unchanged."""
     kind = jnp.result_type(param)
     if is_float0(update) or jnp.finfo(kind).bits >= 32:
@@ -113,7 +116,7 @@ def _to_neighbor(update: Any, param: Any, place: str, key: Array) -> Any:
     return jnp.where(jnp.isinf(old), update, new - old)  # inf - inf is NaN
 
 
-def rounded(dtype: Any, x: Array, key: Array | None) -> Array:
+def rounded(dtype: DTypeLike, x: Array, key: Array | None) -> Array:
     """Cast an array, with stochastic rounding if the dtype is bfloat16 and a key is given."""
     if x.dtype == dtype:
         return x
@@ -135,5 +138,5 @@ def _up_or_down(x: Array, noise: Array) -> Array:
 
 
 @_up_or_down.defjvp
-def _jvp(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
+def _jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     return _up_or_down(*primals), tangents[0].astype(jnp.bfloat16)

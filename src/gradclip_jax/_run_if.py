@@ -21,13 +21,13 @@ from jax import lax
 from jax.extend import core
 
 from ._checks import is_float0, is_traced
-from ._devices import HAS_TYPES, shared
+from ._devices import shared
 from ._errors import type_error
-from ._mesh import reshard_like, varying_axes, zeros_of_type
+from ._mesh import is_unreduced, reshard_like, varying_axes, zeros_of_type
 from ._types import Array, Tree
 
-Flag: TypeAlias = Array | np.bool_ | bool
-"""A bool[] array, or a Python or NumPy bool, which is known at trace time and needs no branch."""
+Flag: TypeAlias = Array | np.bool_
+"""A bool[] array, or a NumPy bool, which is known at trace time and needs no branch."""
 
 
 class Program(NamedTuple):
@@ -86,14 +86,36 @@ def run_step(
     if is_known and bool(predicate):
         output, new = step(carry)
         return output, like_types(new, carry)
-    program = trace_step(step, carry)
+    program = _trace_step(step, carry)
     if is_known:
         return jax.tree.map(zeros_of_type, program.output[0]), carry
     _check_varying(carry, program.output[1])
     return _execute(_loop_or_select if usually else _loop, program, jnp.asarray(predicate), carry)
 
 
-def trace_step(step: Callable[[Tree], tuple[Tree, Tree]], carry: Tree) -> Program:
+def compute_step(
+    step: Callable[[Tree], tuple[Tree, Tree]], carry: Tree
+) -> tuple[Program, tuple[Tree, Tree]]:
+    """Compute `step(carry)` without derivatives; return the traced step and the result.
+
+    A predicate that depends on the result can be passed to `select_step`.
+    """
+    program = _trace_step(step, carry)
+    return program, jax.tree.map(lax.stop_gradient, program(carry))
+
+
+def select_step(
+    predicate: Flag, program: Program, computed: Tree, carry: Tree
+) -> tuple[Tree, Tree]:
+    """Like `run_step`, for the results of `compute_step`.
+
+    The step is evaluated again only for derivatives. Differentiating the selection would give NaN
+    if the derivative of a skipped step is infinite.
+    """
+    return _execute(_select, program, jnp.asarray(predicate), carry, computed)
+
+
+def _trace_step(step: Callable[[Tree], tuple[Tree, Tree]], carry: Tree) -> Program:
     """Trace a step that returns `(output, carry)`, and cast its carry to the input types."""
 
     def typed_step(carry: Tree) -> tuple[Tree, Tree]:
@@ -101,17 +123,6 @@ def trace_step(step: Callable[[Tree], tuple[Tree, Tree]], carry: Tree) -> Progra
         return output, like_types(new, carry)
 
     return trace(typed_step, carry)
-
-
-def select_step(
-    predicate: Flag, program: Program, computed: Tree, carry: Tree
-) -> tuple[Tree, Tree]:
-    """Like `run_step`, for a traced step whose result has been computed already.
-
-    The step is evaluated again only for derivatives. Differentiating the selection would give NaN
-    if the derivative of a skipped step is infinite.
-    """
-    return _execute(_select, program, jnp.asarray(predicate), carry, computed)
 
 
 def _execute(
@@ -123,13 +134,7 @@ def _execute(
     def run(constants: list[Array], start: Tree) -> Tree:
         return jax.tree.unflatten(structure, function(*constants, *jax.tree.leaves(start[1])))
 
-    if (
-        form is not _select
-        and HAS_TYPES
-        and any(
-            [jax.typeof(x).sharding.spec.unreduced for x in jax.tree.leaves((carry, constants))]
-        )
-    ):
+    if form is not _select and is_unreduced((carry, constants)):
         # XLA (JAX 0.10.2) sums unreduced values over devices before a loop that carries them,
         # and again inside it.
         form = _cond
@@ -142,7 +147,7 @@ def like_dtypes(tree: Tree, reference: Tree) -> Tree:
     return jax.tree.map(_cast, tree, reference)
 
 
-def _cast(x: Any, reference: Any) -> Any:
+def _cast(x: Array, reference: Array) -> Array:
     dtype = jnp.result_type(reference)
     # Typed random keys have no `astype` and always have the same dtype.
     is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
@@ -154,7 +159,7 @@ def like_types(tree: Tree, reference: Tree) -> Tree:
     return jax.tree.map(_leaf_like, tree, reference)
 
 
-def _leaf_like(x: Any, reference: Any) -> Any:
+def _leaf_like(x: Array, reference: Array) -> Array:
     kind = jax.typeof(reference)
     if isinstance(x, jax.Array) and jax.typeof(x) == kind and not kind.weak_type:
         return x
@@ -172,9 +177,11 @@ def _check_varying(before: Tree, after: Tree) -> None:
             raise type_error("updates", rule, "values that differ", hint)
 
 
-# Implementation of a conditional step: `(step, predicate, (zeros, carry), computed result or None)
-# -> (output, carry)`.
-Form = Callable[[Callable[[Tree], Tree], Array, Tree, Tree | None], Tree]
+# A traced step: `(zeros, carry) -> (output, carry)`.
+_Step: TypeAlias = Callable[[Tree], Tree]
+# Its conditional execution: `(step, predicate, (zeros, carry), computed result or None) -> (output,
+# carry)`.
+Form: TypeAlias = Callable[[_Step, Array, Tree, Tree | None], Tree]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -198,24 +205,18 @@ def _run_jvp(form: Form, step: Any, primals: Any, tangents: Any) -> Any:
     return jax.jvp(run, primals[:3], tangents[:3])
 
 
-def _cond(
-    step: Callable[[Tree], Tree], predicate: Array, start: Tree, computed: Tree | None
-) -> Tree:
+def _cond(step: _Step, predicate: Array, start: Tree, computed: Tree | None) -> Tree:
     return lax.cond(predicate, step, lambda start: start, start)
 
 
-def _loop(
-    step: Callable[[Tree], Tree], predicate: Array, start: Tree, computed: Tree | None
-) -> Tree:
+def _loop(step: _Step, predicate: Array, start: Tree, computed: Tree | None) -> Tree:
     def iteration(state: tuple[Array, Tree]) -> tuple[Array, Tree]:
         return jnp.zeros_like(state[0]), step(state[1])
 
     return lax.while_loop(lambda state: state[0], iteration, (predicate, start))[1]
 
 
-def _select(
-    step: Callable[[Tree], Tree], predicate: Array, start: Tree, computed: Tree | None
-) -> Tree:
+def _select(step: _Step, predicate: Array, start: Tree, computed: Tree | None) -> Tree:
     # XLA (JAX 0.10.2, H100 and TPU v5e) fuses the step into both the check and this selection.
     # AdamW then moves 11 N bytes and needs no scratch memory.
     leaves, structure = jax.tree.flatten(step(start) if computed is None else computed)
@@ -225,9 +226,6 @@ def _select(
     return jax.tree.unflatten(structure, chosen)
 
 
-def _loop_or_select(
-    step: Callable[[Tree], Tree], predicate: Array, start: Tree, computed: Tree | None
-) -> Tree:
-    loop = functools.partial(_loop, step, computed=computed)
-    select = functools.partial(_select, step, computed=computed)
+def _loop_or_select(step: _Step, predicate: Array, start: Tree, computed: Tree | None) -> Tree:
+    loop, select = (functools.partial(form, step, computed=computed) for form in (_loop, _select))
     return lax.platform_dependent(predicate, start, cpu=loop, default=select)

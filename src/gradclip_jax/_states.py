@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import numpy as np
 
 from ._checks import check_no_transformation
 from ._errors import public
-from ._types import Array
+from ._types import Array, Tree
 
 METRICS: Final[dict[type, tuple[str, ...]]] = {}
 """State types that `metrics` reads, and the names of the fields or properties that it returns."""
@@ -20,6 +20,9 @@ GATES: Final[dict[type, str]] = {}
 
 GUARDS: Final[set[type]] = set()
 """State types of guards."""
+
+Path: TypeAlias = tuple[Any, ...]
+"""The keys of a node in a pytree."""
 
 _State = TypeVar("_State", bound=type)
 
@@ -51,12 +54,12 @@ def increment_where(count: Array, happened: Array | np.bool_ | bool = True) -> A
     return jnp.maximum(count, count + jnp.asarray(happened, count.dtype))
 
 
-def find_states(state: Any, kinds: type | tuple[type, ...]) -> list[tuple[Any, Any]]:
+def find_states(state: Tree, kinds: type | tuple[type, ...]) -> list[tuple[Path, Tree]]:
     """Return `(path, state)` for every state of the given types, including nested states."""
-    matches: list[tuple[Any, Any]] = []
+    matches: list[tuple[Path, Tree]] = []
 
-    def search(prefix: Any, node: Any, *, inside: bool) -> None:
-        def stop(value: Any) -> bool:
+    def search(prefix: Path, node: Tree, *, inside: bool) -> None:
+        def stop(value: object) -> bool:
             return isinstance(value, kinds) and not (inside and value is node)
 
         for path, value in jax.tree.leaves_with_path(node, is_leaf=stop):
@@ -69,23 +72,23 @@ def find_states(state: Any, kinds: type | tuple[type, ...]) -> list[tuple[Any, A
 
 
 def replace_states(
-    state: Any, kinds: type | tuple[type, ...], replace: Callable[[Any], Any]
-) -> Any:
+    state: Tree, kinds: type | tuple[type, ...], replace: Callable[[Any], Tree]
+) -> Tree:
     """Replace the outermost states of the given types."""
 
-    def visit(node: Any) -> Any:
+    def visit(node: Tree) -> Tree:
         return replace(node) if isinstance(node, kinds) else node
 
     return jax.tree.map(visit, state, is_leaf=lambda node: isinstance(node, kinds))
 
 
-def is_guard(state: Any) -> bool:
+def is_guard(state: Tree) -> bool:
     """Return whether a state is the state of a guard."""
     return type(state) in GUARDS
 
 
 @public
-def has_updated(state: Any) -> Array:
+def has_updated(state: Tree) -> Array:
     """Return whether the last call ran the optimizer inside all guards and accumulations.
 
     Use this function to count optimizer steps, or to update other state, such as the statistics of
@@ -123,14 +126,14 @@ def has_updated(state: Any) -> Array:
     return jnp.array(True) if stepped is None else stepped
 
 
-def _stepped(state: Any) -> Array | None:
+def _stepped(state: Tree) -> Array | None:
     """Return whether any outermost guard or accumulation applied a step; None if there is none."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node) in GATES)
     flags = [_stack_stepped(node) for node in nodes if type(node) in GATES]
     return functools.reduce(jnp.logical_or, flags) if flags else None
 
 
-def _stack_stepped(node: Any) -> Array:
+def _stack_stepped(node: Tree) -> Array:
     """Return whether nested guards and accumulations applied a step."""
     stepped = jnp.array(True)
     while type(node) in GATES:
@@ -142,18 +145,18 @@ def _stack_stepped(node: Any) -> Array:
     return stepped if inside is None else stepped & inside
 
 
-def plain_arrays(tree: Any) -> Any:
+def plain_arrays(tree: Tree) -> Tree:
     """Replace array wrappers, such as `flax.nnx.Variable`, by their arrays."""
 
-    def holds_array(node: Any) -> bool:
+    def holds_array(node: Tree) -> bool:
         return hasattr(type(node), "__jax_array__") and not isinstance(node, jax.Array)
 
-    def unwrap(node: Any) -> Any:
+    def unwrap(node: Tree) -> Tree:
         return jax.tree.leaves(node)[0] if holds_array(node) else node
 
     return jax.tree.map(unwrap, tree, is_leaf=holds_array)
 
 
-def with_structure_of(reference: Any, tree: Any) -> Any:
+def with_structure_of(reference: Tree, tree: Tree) -> Any:
     """Put the arrays of a tree into the structure of another tree."""
     return jax.tree.unflatten(jax.tree.structure(reference), jax.tree.leaves(tree))

@@ -191,7 +191,7 @@ def _vary_differentiated(split: Split, args: Sequence[Tree], axes: frozenset[str
     return local
 
 
-def _all_reduced(axes: frozenset[str], reduction: str, grad: Any, arg: Any) -> Any:
+def _all_reduced(axes: frozenset[str], reduction: str, grad: Array, arg: Array) -> Array:
     """All-reduce a gradient over the mesh axes over which its argument is replicated."""
     missing = varying_axes(grad) & axes - varying_axes(arg)
     return (max_over if reduction == "max" else sum_over)(grad, missing)
@@ -200,7 +200,7 @@ def _all_reduced(axes: frozenset[str], reduction: str, grad: Any, arg: Any) -> A
 def _weighted(call: Callable[..., Any], split: Split, args: Sequence[Tree]) -> BatchOutputs:
     """Compute value and gradient of a micro-batch, multiplied by its weight."""
 
-    def of_params(params: Tree) -> Any:
+    def of_params(params: Tree) -> tuple[Array, Tree]:
         chosen = list(args)
         for i, x in zip(
             split.differentiated, (params,) if split.takes_one else params, strict=True

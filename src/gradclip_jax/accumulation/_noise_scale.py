@@ -15,14 +15,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from .._run_if import run_if
+from .._run_if import Flag, run_if
 from .._states import register_metrics
 from .._types import Scalar, Tree
 from ..clipping._norm import global_norm
 from ._reduction import MicroBatch, is_summed, window_gradient
-from ._state import AccumulationState, WindowStep
 
 
 @register_metrics("gradient_noise_scale")
@@ -62,55 +60,48 @@ def empty_noise() -> NoiseState:
 
 
 def observe_noise(
-    state: AccumulationState, micro_batch: MicroBatch, step: WindowStep, acc: Tree, decay: float
+    noise: NoiseState,
+    micro_batch: MicroBatch,
+    acc: Tree,
+    total_weight: Scalar,
+    decay: float,
+    *,
+    arrived: Flag,
+    starts: Scalar,
+    emits: Flag,
 ) -> NoiseState:
     """Update the statistics of the window, and the moving averages if the window is emitted.
 
-    Leaves with other reductions than a sum or a mean are ignored. `state.total_weight` already
-    includes the micro-batch, but `state.noise` does not.
+    Leaves with other reductions than a sum or a mean are ignored. `acc` and `total_weight` already
+    include the micro-batch; see `_WindowStep` for the flags.
     """
     selectors = list(map(is_summed, micro_batch.reductions))
     trees = (micro_batch.grads, acc)
     grads, sums = (list(itertools.compress(jax.tree.leaves(x), selectors)) for x in trees)
     weight = jnp.float32(1) if micro_batch.weight is None else micro_batch.weight
-    observed = observe_micro_batch(state.noise, grads, weight, step.starts)
-    # Select instead of using a loop, because on GPU the host waits for the predicate of a loop.
-    noise = optax.tree.where(step.arrived, observed, state.noise)
-
-    def observe(noise: NoiseState) -> NoiseState:
-        window = MicroBatch(sums, ["mean"] * len(sums))
-        mean = window_gradient(sums, window, state.total_weight)
-        return observe_window(noise, mean, state.total_weight, decay)
-
-    return run_if(step.emits, observe, noise)
-
-
-def observe_micro_batch(
-    state: NoiseState, grads: Tree, weight: Scalar, starts: Scalar | bool
-) -> NoiseState:
-    """Add the squared norm of one micro-batch."""
     square = global_norm(grads).astype(jnp.float32) ** 2
-    counts = weight > 0
-    return state._replace(
-        weighted_squares=jnp.where(starts, 0, state.weighted_squares)
+    counts = arrived & (weight > 0)
+    noise = noise._replace(
+        weighted_squares=jnp.where(starts, 0, noise.weighted_squares)
         + jnp.where(counts, weight * square, 0),
-        micro_batches=jnp.where(starts, 0, state.micro_batches) + counts.astype(jnp.int32),
+        micro_batches=jnp.where(starts, 0, noise.micro_batches) + counts.astype(jnp.int32),
     )
 
+    def observe_window(noise: NoiseState) -> NoiseState:
+        window = MicroBatch(sums, ["mean"] * len(sums))
+        big = global_norm(window_gradient(sums, window, total_weight)).astype(jnp.float32) ** 2
+        small = noise.weighted_squares / total_weight
+        n = noise.micro_batches.astype(jnp.float32)
+        trace = (small - big) * total_weight / (n - 1)
+        square = big - trace / total_weight
+        usable = (n > 1) & jnp.isfinite(trace) & jnp.isfinite(square)
 
-def observe_window(state: NoiseState, mean: Tree, total_weight: Scalar, decay: float) -> NoiseState:
-    """Add the estimates of a window of at least two micro-batches."""
-    n = state.micro_batches.astype(jnp.float32)
-    big = global_norm(mean).astype(jnp.float32) ** 2
-    small = state.weighted_squares / total_weight
-    trace = (small - big) * total_weight / (n - 1)
-    square = big - trace / total_weight
-    usable = (n > 1) & jnp.isfinite(trace) & jnp.isfinite(square)
+        def averaged(average: Scalar, estimate: Scalar) -> Scalar:
+            return jnp.where(usable, decay * average + (1 - decay) * estimate, average)
 
-    def averaged(average: Scalar, estimate: Scalar) -> Scalar:
-        return jnp.where(usable, decay * average + (1 - decay) * estimate, average)
+        return noise._replace(
+            squared_gradient=averaged(noise.squared_gradient, square),
+            covariance_trace=averaged(noise.covariance_trace, trace),
+        )
 
-    return state._replace(
-        squared_gradient=averaged(state.squared_gradient, square),
-        covariance_trace=averaged(state.covariance_trace, trace),
-    )
+    return run_if(emits, observe_window, noise)

@@ -2,12 +2,12 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from .._checks import describe, leaf_path
 from .._devices import summand
@@ -49,10 +49,10 @@ class BatchOutputs(NamedTuple):
         weight: Scalar weight, or None.
     """
 
-    value: Any
+    value: Tree
     grads: Tree
     aux: Tree
-    weight: Any
+    weight: Tree
 
 
 class LeafReduction(NamedTuple):
@@ -82,7 +82,7 @@ class LeafReduction(NamedTuple):
         first = if_empty if is_kept else identity_of(self.name, self.dtype)
         return zeros if first == 0 else zeros + first
 
-    def add(self, total: Array, x: Any, weight: Scalar | None, index: Array) -> Array:
+    def add(self, total: Array, x: ArrayLike, weight: Scalar | None, index: Array) -> Array:
         """Add a micro-batch to the total."""
         x = jnp.asarray(x)  # aux may be a Python number
         weight = weight if self.is_weighted and not self.holds_weight else None

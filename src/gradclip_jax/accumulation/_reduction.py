@@ -3,13 +3,14 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.typing import DTypeLike
 
 from .._checks import (
     check_choice,
@@ -35,6 +36,9 @@ from .._rounding import rounded
 from .._tree_checks import broadcast_prefix, check_same_structure
 from .._types import Array, Scalar, Tree
 from ..clipping._formula import wide_dtype
+
+Weight: TypeAlias = Array | np.float32
+"""The weight of a micro-batch; NumPy scalars are known at trace time."""
 
 REDUCTIONS: Final = ("mean", "sum", "max", "last")
 
@@ -74,7 +78,9 @@ REDUCTION: Final = _Choice("reduction", functools.partial(check_choice, choices=
 DTYPE: Final = _Choice("accumulator_dtype", check_dtype)
 
 
-def map_reduced(fun: Callable[..., Any], choices: Sequence[Any], tree: Tree, *others: Tree) -> Tree:
+def map_reduced(
+    fun: Callable[..., Any], choices: Sequence[object], tree: Tree, *others: Tree
+) -> Tree:
     """Map `fun(choice, leaf, *other leaves)` over the leaves of a tree."""
     leaves, structure = jax.tree.flatten(tree)
     columns = zip(choices, leaves, *map(jax.tree.leaves, others), strict=True)
@@ -86,14 +92,14 @@ def is_summed(reduction: str) -> bool:
     return reduction in ("mean", "sum")
 
 
-def accumulator_dtype(kind: Any, dtype: Any) -> Any:
+def accumulator_dtype(kind: DTypeLike, dtype: DTypeLike) -> DTypeLike:
     """Return the accumulator dtype for gradients of dtype `kind`; 64-bit dtypes are kept."""
     if jnp.finfo(kind).bits == 64:
         return kind
     return wide_dtype(kind, dtype) if jnp.issubdtype(kind, jnp.complexfloating) else dtype
 
 
-def as_weight(weight: Any) -> Any:
+def as_weight(weight: Any) -> Weight | None:
     """Convert a weight to float32[], as a NumPy scalar unless it is a JAX array."""
     if weight is None:
         return None
@@ -107,7 +113,7 @@ def as_weight(weight: Any) -> Any:
     return value
 
 
-def identity_of(reduction: str, dtype: Any) -> Any:
+def identity_of(reduction: str, dtype: DTypeLike) -> float:
     """Return the identity element of a reduction."""
     if reduction != "max" or dtype == jnp.bool_:
         return 0
@@ -118,7 +124,7 @@ def combine(
     reduction: str,
     total: Array,
     value: Array,
-    weight: Scalar | None = None,
+    weight: Weight | None = None,
     key: Array | None = None,
 ) -> Array:
     """Combine a total with one more value; with a key, round bfloat16 sums stochastically.
@@ -154,14 +160,14 @@ def params_of(params: Tree) -> Tree:
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
-def accumulator_like(params: Tree, dtype: Any) -> Tree:
+def accumulator_like(params: Tree, dtype: Tree | Callable[[str], DTypeLike]) -> Tree:
     """Return an empty accumulator, with the dtype from `accumulator_dtype` for each leaf.
 
     The accumulator of an integer parameter, whose gradient is float0, is an unused scalar. The
     accumulator is unreduced over the same mesh axes as the gradients.
     """
 
-    def zeros(dtype: Any, param: Any) -> Array:
+    def zeros(dtype: DTypeLike, param: Array) -> Array:
         kind = jnp.result_type(param)
         if not jnp.issubdtype(kind, jnp.inexact):
             return jnp.zeros((), dtype)
@@ -206,7 +212,7 @@ class MicroBatch(NamedTuple):
 
     grads: Tree
     reductions: Sequence[str]
-    weight: Any = None
+    weight: Weight | None = None
     key: Array | None = None
 
 
@@ -215,11 +221,11 @@ def add_micro_batch(acc: Tree, micro_batch: MicroBatch, is_first: Array | bool) 
 
     The old values are not multiplied by 0, because they may be NaN.
     """
-    keys: Iterator[Any] = itertools.repeat(None)
+    keys: Iterator[Array | None] = itertools.repeat(None)
     if micro_batch.key is not None:  # one split for all leaves
         keys = iter(jax.random.split(micro_batch.key, len(jax.tree.leaves(acc))))
 
-    def add(reduction: str, total: Array, grad: Any) -> Array:
+    def add(reduction: str, total: Array, grad: Array) -> Array:
         key = next(keys)
         if is_float0(grad):
             return total
@@ -232,11 +238,11 @@ def add_micro_batch(acc: Tree, micro_batch: MicroBatch, is_first: Array | bool) 
 
 
 def window_gradient(
-    acc: Tree, micro_batch: MicroBatch, total_weight: Scalar, inner_state: Any = ()
+    acc: Tree, micro_batch: MicroBatch, total_weight: Scalar, inner_state: Tree = ()
 ) -> Tree:
     """Return the gradient of the window, summed over devices, with float0 leaves restored."""
 
-    def read(reduction: str, total: Array, grad: Any) -> Any:
+    def read(reduction: str, total: Array, grad: Array) -> Array:
         if is_float0(grad) or reduction != "mean":
             return grad if is_float0(grad) else total
         return divide(total, total_weight).astype(total.dtype)
@@ -245,11 +251,11 @@ def window_gradient(
     return map_reduced(read, micro_batch.reductions, totals, micro_batch.grads)
 
 
-def only_gradient(micro_batch: MicroBatch, inner_state: Any) -> Tree:
+def only_gradient(micro_batch: MicroBatch, inner_state: Tree) -> Tree:
     """Return the gradient of a window of one micro-batch, without a cast to another dtype."""
     weight = micro_batch.weight
 
-    def read(reduction: str, grad: Any) -> Any:
+    def read(reduction: str, grad: Array) -> Array:
         if is_float0(grad) or reduction != "sum" or weight is None:
             return grad
         return combine("sum", jnp.zeros_like(grad), grad, weight)

@@ -1,4 +1,4 @@
-"""The state of an accumulation, its update in each call, and functions that read it."""
+"""The state of an accumulation, and functions that read or change it between calls."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,22 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import check_transformation, describe, is_scalar, is_traced
+from .._checks import check_transformation, is_traced
 from .._errors import public, type_error, value_error
 from .._mesh import is_unreduced, unreduced_axes, zeros_of_type
-from .._run_if import run_step
+from .._run_if import Flag, run_step
 from .._states import (
     GATES,
     find_states,
-    increment_where,
     plain_arrays,
     register_metrics,
     replace_states,
     with_structure_of,
 )
-from .._types import Scalar, Tree
-from ..gates._gate import Flag
-from ._reduction import REDUCTION, MicroBatch, as_weight, params_of, window_gradient
+from .._types import Array, Scalar, Tree
+from ._reduction import REDUCTION, MicroBatch, params_of, window_gradient
 
 
 @register_metrics("mini_step", "gradient_step")
@@ -46,108 +44,16 @@ class AccumulationState(NamedTuple):
 
     mini_step: Scalar
     gradient_step: Scalar
-    inner_opt_state: Any
+    inner_opt_state: Tree
     acc_grads: Tree
     total_weight: Scalar
     accumulation_steps: Scalar
     micro_batch_count: Scalar
     emitted: Scalar
-    noise: Any
+    noise: Tree
 
 
 GATES[AccumulationState] = "inner_opt_state"
-
-
-class Call(NamedTuple):
-    """The extra arguments of `update` that the accumulation reads.
-
-    Attributes:
-        weight: Weight of the micro-batch, float32[]; None means 1.
-        flush: Whether this call closes the window; with a weight of 0 it adds no micro-batch. None
-            means False.
-        emit: Whether this micro-batch closes the window; None to count micro-batches.
-    """
-
-    weight: Any
-    flush: Flag | None
-    emit: bool | None
-
-
-def read_call(extra_args: dict[str, Any], accepted: Flag) -> tuple[Call, dict[str, Any]]:
-    """Split extra arguments into those of the accumulation and those of the inner optimizer."""
-    others = dict(extra_args)
-    weight = as_weight(others.pop("weight", None))
-    is_unguarded = isinstance(accepted, np.bool_)
-    if is_unguarded and isinstance(weight, np.generic) and not np.isfinite(weight):
-        hint = "Wrap this transformation in `skip_nonfinite` to skip such micro-batches."
-        raise value_error("weight", "finite", f"{weight}", hint)
-    flush, emit = others.pop("flush", None), others.pop("emit", None)
-    if emit is not None and not isinstance(emit, (bool, np.bool_)):
-        hint = "Mark it as static under jit, or omit it to count micro-batches."
-        raise type_error("emit", "a Python bool", describe(emit), hint)
-    if emit is not None and flush is not None:
-        hint = "`emit` already determines whether the window closes."
-        raise type_error("flush", "omitted if `emit` is passed", flush, hint)
-    if flush is not None and not is_scalar(flush, jnp.bool_):
-        hint = "Pass True to close the window in this call."
-        raise type_error("flush", "a bool scalar", describe(flush), hint)
-    if flush is not None:
-        flush = np.bool_(flush) if isinstance(flush, bool) else flush
-    return Call(weight, flush, None if emit is None else bool(emit)), others
-
-
-class WindowStep(NamedTuple):
-    """The effect of one call of `update` on the current window.
-
-    Attributes:
-        arrived: Whether the call adds a micro-batch.
-        starts: Whether this is the first micro-batch of the window.
-        holds: Whether the call adds a micro-batch and the window stays open.
-        emits: Whether the window closes and contains a micro-batch with nonzero weight.
-    """
-
-    arrived: Flag
-    starts: Scalar
-    holds: Flag
-    emits: Flag
-
-
-def advance_window(
-    state: AccumulationState, length: Scalar, call: Call, accepted: Flag
-) -> tuple[WindowStep, AccumulationState]:
-    """Return the effect of a call on a window, and the state before any step is applied."""
-    weight, flush, emit = call
-    is_empty = state.mini_step == 0
-    arrived = accepted
-    if flush is not None and weight is not None:
-        arrived = accepted & ~(flush & (weight == 0))
-    starts = jnp.logical_and(is_empty, arrived)
-    weight_so_far = jnp.where(starts, 0, state.total_weight)
-    with_this = weight_so_far + (1 if weight is None else weight)
-    total_weight = jnp.where(arrived, with_this, state.total_weight)
-    mini_step = state.mini_step + jnp.asarray(arrived, jnp.int32)
-    has_weight: Flag = (mini_step > 0) & (total_weight > 0)
-    if emit is None:
-        # A skipped micro-batch does not complete a window. A flush always closes it.
-        closes = accepted & (mini_step >= length)
-        closes = closes if flush is None else closes | flush
-        holds, emits = arrived & ~closes, closes & has_weight
-    elif emit:
-        # A window is not empty if its last micro-batch has a known positive weight.
-        is_known = weight is None or (not is_traced(weight) and float(weight) > 0)
-        is_certain = is_known and isinstance(accepted, np.bool_)
-        closes, holds, emits = np.True_, np.False_, np.True_ if is_certain else has_weight
-    else:
-        closes, holds, emits = np.False_, arrived, np.False_
-    # Flushing an empty window is a no-op.
-    is_idle = accepted & ~arrived & is_empty
-    return WindowStep(arrived, starts, holds, emits), state._replace(
-        mini_step=jnp.where(closes, 0, mini_step),
-        total_weight=total_weight,
-        accumulation_steps=jnp.where(starts | ~is_empty, length, state.accumulation_steps),
-        micro_batch_count=increment_where(state.micro_batch_count, arrived),
-        emitted=jnp.where(is_idle, state.emitted, 0),
-    )
 
 
 class AccumulationStats(NamedTuple):
@@ -172,8 +78,8 @@ class AccumulationStats(NamedTuple):
 
 @public
 def flush(
-    tx: optax.GradientTransformation, state: Any, params: Tree, **extra_args: Any
-) -> tuple[Tree, Any]:
+    tx: optax.GradientTransformation, state: Tree, params: Tree, **extra_args: Any
+) -> tuple[Tree, Tree]:
     """Run the inner optimizer on the mean gradient of an unfinished window.
 
     Use this function at the end of an epoch whose length is not a multiple of the window. If all
@@ -210,7 +116,7 @@ def flush(
     update = optax.with_extra_args_support(tx).update
     ours = {"weight": jnp.float32(0), "flush": True}
 
-    def emit(state: Any) -> tuple[Tree, Any]:
+    def emit(state: Tree) -> tuple[Tree, Tree]:
         return update(nothing, state, params, **ours, **extra_args)
 
     updates, flushed = run_step(is_open, emit, arrays)
@@ -220,7 +126,7 @@ def flush(
 def _zero_gradient(params: Tree, acc: Tree) -> Tree:
     """Return a zero gradient that is unreduced over the same axes as the accumulator."""
 
-    def zero(param: Any, total: Any) -> Any:
+    def zero(param: Array, total: Array) -> Array | np.ndarray[Any, Any]:
         dtype = jnp.result_type(param)
         if not jnp.issubdtype(dtype, jnp.inexact):
             return np.zeros(np.shape(param), jax.dtypes.float0)
@@ -231,7 +137,7 @@ def _zero_gradient(params: Tree, acc: Tree) -> Tree:
 
 @public
 def accumulated_gradients(
-    state: Any, *, reduction: str | Tree | Callable[[str], str] = "mean"
+    state: Tree, *, reduction: str | Tree | Callable[[str], str] = "mean"
 ) -> Tree:
     """Return the weighted mean of the open window, in the accumulator's dtype.
 
@@ -269,7 +175,7 @@ def accumulated_gradients(
 
 
 @public
-def reset_accumulation(state: Any) -> Any:
+def reset_accumulation(state: Tree) -> Tree:
     """Discard the micro-batches of an unfinished window without running the inner optimizer.
 
     Args:
@@ -294,7 +200,7 @@ def reset_accumulation(state: Any) -> Any:
     return discard_windows(state, True)
 
 
-def discard_windows(state: Any, where: Any) -> Any:
+def discard_windows(state: Tree, where: Flag | bool) -> Tree:
     """Discard all unfinished windows if `where`, a bool[], is true."""
 
     def discard(window: AccumulationState) -> AccumulationState:
@@ -307,7 +213,7 @@ def discard_windows(state: Any, where: Any) -> Any:
 
 
 @public
-def accumulation_stats(state: Any) -> AccumulationStats:
+def accumulation_stats(state: Tree) -> AccumulationStats:
     """Count micro-batches, updates and parameters.
 
     Args:
@@ -343,7 +249,7 @@ def accumulation_stats(state: Any) -> AccumulationStats:
     )
 
 
-def _accumulations(state: Any) -> list[AccumulationState]:
+def _accumulations(state: Tree) -> list[AccumulationState]:
     windows = find_states(state, AccumulationState)
     if not windows:
         hint = "Pass the state that `accumulate_gradients(...).init(params)` returned."

@@ -2,12 +2,13 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 
 from .._checks import (
     check_choice,
@@ -15,30 +16,35 @@ from .._checks import (
     check_decays,
     check_number,
     check_transformation,
+    describe,
     is_float0,
     is_function,
+    is_scalar,
+    is_traced,
 )
-from .._errors import public, type_error
+from .._errors import public, type_error, value_error
 from .._mesh import is_unreduced, without_reduced_axes
-from .._run_if import like_dtypes, run_if
+from .._run_if import Flag, like_dtypes, run_if
 from .._states import find_states, increment_where
 from .._tree_checks import check_same_structure
-from .._types import FLOAT32, Count, Scalar, Tree
+from .._types import FLOAT32, Count, Number, Scalar, Tree
 from ..gates._execute import gated
-from ..gates._gate import Accumulation, Flag, Window
+from ..gates._gate import Accumulation, ExtraArgs, Window
 from ._noise_scale import empty_noise, observe_noise
 from ._reduction import (
     DTYPE,
     REDUCTION,
     MicroBatch,
+    Weight,
     accumulator_like,
     add_micro_batch,
+    as_weight,
     check_matches_accumulator,
     only_gradient,
     params_of,
     window_gradient,
 )
-from ._state import AccumulationState, advance_window, read_call
+from ._state import AccumulationState
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -61,10 +67,10 @@ def _with_hint(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 @_with_hint
 def accumulate_gradients(
     inner: optax.GradientTransformation,
-    every: Count | Callable[[Scalar], Any],
+    every: Count | Callable[[Scalar], Number],
     *,
     reduction: str | Tree | Callable[[str], str] = "mean",
-    accumulator_dtype: Any = FLOAT32,
+    accumulator_dtype: Tree | Callable[[str], DTypeLike] = FLOAT32,
     rounding: Literal["nearest", "stochastic"] = "nearest",
     noise_scale_decay: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -178,7 +184,7 @@ def accumulate_gradients(
         state: AccumulationState,
         accepted: Flag,
         params: Tree,
-        extra_args: dict[str, Any],
+        extra_args: ExtraArgs,
     ) -> Window:
         """Compute the effect of a micro-batch on the window."""
         has_buffer = not is_one or bool(jax.tree.leaves(state.acc_grads))
@@ -186,13 +192,13 @@ def accumulate_gradients(
             check_matches_accumulator(updates, state.acc_grads)
         elif params is not None:
             check_same_structure("updates", updates, "params", params_of(params))
-        call, others = read_call(extra_args, accepted)
+        call, others = _read_call(extra_args, accepted)
         if not has_buffer:
             if call.emit is False:
                 hint = "Pass a larger `every`, for which `init` allocates an accumulator."
                 raise type_error("emit", "True with `every=1`", "False", hint)
             call = call._replace(emit=True)
-        step, advanced = advance_window(state, length_of(state.gradient_step), call, accepted)
+        step, advanced = _advance_window(state, length_of(state.gradient_step), call, accepted)
         reductions = REDUCTION.of_leaves(reduction, "updates", updates)
         if is_unreduced(updates):
             _check_unreduced(
@@ -214,7 +220,16 @@ def accumulate_gradients(
 
         if noise_scale_decay is not None:
             total = add(state.acc_grads, closing) if has_buffer else updates
-            noise = observe_noise(advanced, micro_batch, step, total, noise_scale_decay)
+            noise = observe_noise(
+                state.noise,
+                micro_batch,
+                total,
+                advanced.total_weight,
+                noise_scale_decay,
+                arrived=step.arrived,
+                starts=step.starts,
+                emits=step.emits,
+            )
             advanced = advanced._replace(noise=noise)
 
         def read(acc: Tree) -> tuple[Tree, Tree]:
@@ -228,7 +243,7 @@ def accumulate_gradients(
             # Reuse the buffers of the accumulator for the mean, to avoid scratch memory.
             return mean, jax.tree.map(lambda x, y: y if is_float0(x) else x, mean, acc)
 
-        def next_state(inner_state: Any, acc: Tree, emitted: Flag) -> AccumulationState:
+        def next_state(inner_state: Tree, acc: Tree, emitted: Flag) -> AccumulationState:
             return advanced._replace(
                 gradient_step=increment_where(advanced.gradient_step, emitted),
                 emitted=jnp.where(emitted, 1, advanced.emitted),
@@ -236,10 +251,101 @@ def accumulate_gradients(
                 acc_grads=run_if(step.holds, add, acc) if has_buffer else (),
             )
 
-        acc, inner_state = state.acc_grads, state.inner_opt_state
-        return Window(step.emits, acc, read, inner_state, others, next_state)
+        return Window(step.emits, read, others, next_state)
 
     return gated(Accumulation(AccumulationState, open_window), inner, init)
+
+
+class _Call(NamedTuple):
+    """The extra arguments of `update` that the accumulation reads.
+
+    Attributes:
+        weight: Weight of the micro-batch, float32[]; None means 1.
+        flush: Whether this call closes the window; with a weight of 0 it adds no micro-batch. None
+            means False.
+        emit: Whether this micro-batch closes the window; None to count micro-batches.
+    """
+
+    weight: Weight | None
+    flush: Flag | None
+    emit: bool | None
+
+
+def _read_call(extra_args: ExtraArgs, accepted: Flag) -> tuple[_Call, ExtraArgs]:
+    """Split extra arguments into those of the accumulation and those of the inner optimizer."""
+    others = dict(extra_args)
+    weight = as_weight(others.pop("weight", None))
+    is_unguarded = isinstance(accepted, np.bool_)
+    if is_unguarded and isinstance(weight, np.generic) and not np.isfinite(weight):
+        hint = "Wrap this transformation in `skip_nonfinite` to skip such micro-batches."
+        raise value_error("weight", "finite", f"{weight}", hint)
+    flush, emit = others.pop("flush", None), others.pop("emit", None)
+    if emit is not None and not isinstance(emit, (bool, np.bool_)):
+        hint = "Mark it as static under jit, or omit it to count micro-batches."
+        raise type_error("emit", "a Python bool", describe(emit), hint)
+    if emit is not None and flush is not None:
+        hint = "`emit` already determines whether the window closes."
+        raise type_error("flush", "omitted if `emit` is passed", flush, hint)
+    if flush is not None and not is_scalar(flush, jnp.bool_):
+        hint = "Pass True to close the window in this call."
+        raise type_error("flush", "a bool scalar", describe(flush), hint)
+    if flush is not None:
+        flush = np.bool_(flush) if isinstance(flush, bool) else flush
+    return _Call(weight, flush, None if emit is None else bool(emit)), others
+
+
+class _WindowStep(NamedTuple):
+    """The effect of one call of `update` on the current window.
+
+    Attributes:
+        arrived: Whether the call adds a micro-batch.
+        starts: Whether this is the first micro-batch of the window.
+        holds: Whether the call adds a micro-batch and the window stays open.
+        emits: Whether the window closes and contains a micro-batch with nonzero weight.
+    """
+
+    arrived: Flag
+    starts: Scalar
+    holds: Flag
+    emits: Flag
+
+
+def _advance_window(
+    state: AccumulationState, length: Scalar, call: _Call, accepted: Flag
+) -> tuple[_WindowStep, AccumulationState]:
+    """Return the effect of a call on a window, and the state before any step is applied."""
+    weight, flush, emit = call
+    is_empty = state.mini_step == 0
+    arrived = accepted
+    if flush is not None and weight is not None:
+        arrived = accepted & ~(flush & (weight == 0))
+    starts = jnp.logical_and(is_empty, arrived)
+    weight_so_far = jnp.where(starts, 0, state.total_weight)
+    with_this = weight_so_far + (1 if weight is None else weight)
+    total_weight = jnp.where(arrived, with_this, state.total_weight)
+    mini_step = state.mini_step + jnp.asarray(arrived, jnp.int32)
+    has_weight: Flag = (mini_step > 0) & (total_weight > 0)
+    if emit is None:
+        # A skipped micro-batch does not complete a window. A flush always closes it.
+        closes = accepted & (mini_step >= length)
+        closes = closes if flush is None else closes | flush
+        holds, emits = arrived & ~closes, closes & has_weight
+    elif emit:
+        # A window is not empty if its last micro-batch has a known positive weight.
+        is_known = weight is None or (not is_traced(weight) and float(weight) > 0)
+        is_certain = is_known and isinstance(accepted, np.bool_)
+        closes, holds, emits = np.True_, np.False_, np.True_ if is_certain else has_weight
+    else:
+        closes, holds, emits = np.False_, arrived, np.False_
+    # Flushing an empty window is a no-op.
+    is_idle = accepted & ~arrived & is_empty
+    return _WindowStep(arrived, starts, holds, emits), state._replace(
+        mini_step=jnp.where(closes, 0, mini_step),
+        total_weight=total_weight,
+        accumulation_steps=jnp.where(starts | ~is_empty, length, state.accumulation_steps),
+        micro_batch_count=increment_where(state.micro_batch_count, arrived),
+        emitted=jnp.where(is_idle, state.emitted, 0),
+    )
 
 
 def _check_unreduced(**given: Any) -> None:

@@ -17,11 +17,11 @@ import optax
 
 from .._checks import check_state, check_transformation, is_float0
 from .._errors import ArgumentTypeError, named, public, type_error
-from .._run_if import like_dtypes, run_step, select_step, trace, trace_step
+from .._run_if import Flag, compute_step, like_dtypes, run_step, select_step, trace
 from .._states import increment_where, plain_arrays, with_structure_of
 from .._tree_checks import check_inexact
-from .._types import Scalar, Tree
-from ._gate import Accumulation, ComputedStep, Flag, Guard, Verdict
+from .._types import Array, Tree
+from ._gate import Accumulation, ExtraArgs, Guard, Verdict
 
 EXTRA_ARGS: Final = ("value", "loss", "weight", "flush", "emit")
 """The extra arguments of `update` that guards and accumulations read."""
@@ -49,12 +49,12 @@ class GatedUpdate:
     function: str = ""
 
     def __call__(
-        self, updates: Tree, state: Any, params: Tree | None = None, *args: Any, **extra_args: Any
-    ) -> tuple[Tree, Any]:
+        self, updates: Tree, state: Tree, params: Tree | None = None, *args: Any, **extra_args: Any
+    ) -> tuple[Tree, Tree]:
         """Return the update of the innermost transformation, or zeros if it does not run."""
         return self.run(updates, state, params, args, extra_args, applies=False)
 
-    def run(self, *args: Any, applies: bool) -> tuple[Tree, Any]:
+    def run(self, *args: Any, applies: bool) -> tuple[Tree, Tree]:
         """Execute one call; with `applies`, return new parameters instead of updates."""
         return named(functools.partial(_execute, self, applies=applies), self.function)(*args)
 
@@ -76,8 +76,8 @@ def gated(
 
 @public
 def apply_gradients(
-    tx: optax.GradientTransformation, grads: Tree, state: Any, params: Tree, **extra_args: Any
-) -> tuple[Tree, Any]:
+    tx: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree, **extra_args: Any
+) -> tuple[Tree, Tree]:
     """Run `update` and `optax.apply_updates` in one call.
 
     The result equals that of the two separate calls, except that bfloat16 gradients accumulated by
@@ -121,8 +121,8 @@ def apply_gradients(
     return _apply_updates(params, updates), state
 
 
-class Opinion(NamedTuple):
-    """The results of all checks of one guard in one call of `update`.
+class Judgment(NamedTuple):
+    """The checks of one guard in one call.
 
     Attributes:
         guard: The guard.
@@ -134,7 +134,7 @@ class Opinion(NamedTuple):
     """
 
     guard: Guard
-    state: Any
+    state: Tree
     verdict: Verdict
     refused: Flag
     failed: Flag
@@ -144,19 +144,19 @@ class Opinion(NamedTuple):
 def _execute(
     update: GatedUpdate,
     incoming: Tree,
-    state: Any,
+    state: Tree,
     params: Tree,
     args: tuple[Any, ...],
-    extra_args: dict[str, Any],
+    extra_args: ExtraArgs,
     *,
     applies: bool,
-) -> tuple[Tree, Any]:
+) -> tuple[Tree, Tree]:
     """Execute one call of `update`; return updates or new parameters, and the next state.
 
     Gradients are passed from the outermost to the innermost guard or accumulation. Guards outside
     an accumulation check the micro-batch. Guards inside it, or all guards without an accumulation,
     check the gradient of the step. When a window closes, the guards outside the accumulation also
-    check its gradient. Finally, guards with `checks_step` check the computed step. Only the first
+    check its gradient. Finally, guards with a `check_step` check the computed step. Only the first
     guard whose check fails counts the skip.
 
     | failed check | counted by | window | innermost state |
@@ -178,25 +178,23 @@ def _execute(
     """
     _check_call(update.gates, incoming, state, args, extra_args)
     outside, accumulation, inside = _split(update.gates)
-    outer, grads, state, accepted = judge(outside, incoming, state, params, extra_args)
+    outer, grads, state, accepted = _judge(outside, incoming, state, params, extra_args)
     target = params if applies else None
-    step = functools.partial(_judged_step, update.innermost, inside, incoming, params)
+    step = functools.partial(_step, update.innermost, inside, incoming, params)
     if accumulation is None:
         output, (target, state), *_ = step([], grads, (target, state), extra_args)
         return (target if applies else output), state
     window = accumulation.open_window(grads, state, accepted, params, extra_args)
 
     def close_window(carry: Tree) -> tuple[Tree, Tree]:
-        (target, inner_state), accumulator, _ = carry
+        target_and_state, accumulator, _ = carry
         mean, accumulator = window.read(accumulator)
-        output, target_and_state, stepped, opinions = step(
-            outer, mean, (target, inner_state), window.extra_args
+        output, target_and_state, stepped, judged = step(
+            outer, mean, target_and_state, window.extra_args
         )
-        checks = [(x.failed, x.measured) for x in opinions]
-        return output, (target_and_state, accumulator, (stepped, checks) if outer else ())
+        return output, (target_and_state, accumulator, _checks(stepped, judged))
 
-    unchecked = (np.False_, [(x.failed, x.measured) for x in outer]) if outer else ()
-    carry = ((target, window.inner_state), window.accumulator, unchecked)
+    carry = (target, state.inner_opt_state), state.acc_grads, _checks(np.False_, outer)
     output, (carry, accumulator, checks) = run_step(window.emits, close_window, carry)
     target, inner_state = carry
     emitted = window.emits
@@ -209,8 +207,13 @@ def _execute(
     return (target if applies else output), _next_states(outer, state, accepted)
 
 
+def _checks(stepped: Flag, outer: Sequence[Judgment]) -> Tree:
+    """Return what the guards outside an accumulation need to know about the step inside it."""
+    return (stepped, [(x.failed, x.measured) for x in outer]) if outer else ()
+
+
 def _check_call(
-    gates: Sequence[Gate], grads: Tree, state: Any, args: Any, extra_args: dict[str, Any]
+    gates: Sequence[Gate], grads: Tree, state: Tree, args: tuple[Any, ...], extra_args: ExtraArgs
 ) -> None:
     """Raise if the arguments of `update` are invalid for these guards and accumulations."""
     if args:
@@ -239,35 +242,35 @@ def _split(
     return (), None, gates  # pyright: ignore[reportReturnType]
 
 
-def judge(
-    guards: Sequence[Guard], grads: Tree, state: Any, params: Tree, extra_args: dict[str, Any]
-) -> tuple[list[Opinion], Tree, Any, Flag]:
+def _judge(
+    guards: Sequence[Guard], grads: Tree, state: Tree, params: Tree, extra_args: ExtraArgs
+) -> tuple[list[Judgment], Tree, Tree, Flag]:
     """Run the guards' checks of a gradient.
 
     Return the result of each guard, the gradient and the state inside the guards, and whether all
     checks passed.
     """
-    opinions: list[Opinion] = []
+    judged: list[Judgment] = []
     accepted: Flag = np.True_
     for guard in guards:
         verdict = guard.judge(grads, state, params, extra_args)
         refused = accepted & ~verdict.is_good
-        opinions.append(Opinion(guard, state, verdict, refused, np.False_, guard.unmeasured))
+        judged.append(Judgment(guard, state, verdict, refused, np.False_, guard.unmeasured))
         accepted = accepted & verdict.is_good
         grads, state = verdict.grads, state.inner_state
-    return opinions, grads, state, accepted
+    return judged, grads, state, accepted
 
 
-def _judged_step(
+def _step(
     innermost: optax.GradientTransformationExtraArgs,
     inside: Sequence[Guard],
     incoming: Tree,
     params: Tree,
-    outer: list[Opinion],
+    outer: Sequence[Judgment],
     grads: Tree,
-    target_and_state: tuple[Tree, Any],
-    extra_args: dict[str, Any],
-) -> tuple[Tree, tuple[Tree, Any], Flag, list[Opinion]]:
+    target_and_state: tuple[Tree, Tree],
+    extra_args: ExtraArgs,
+) -> tuple[Tree, tuple[Tree, Any], Flag, Sequence[Judgment]]:
     """Run the innermost transformation if the checks of all guards pass.
 
     Return the updates or zeros, the target and the state inside the accumulation, whether the step
@@ -275,57 +278,59 @@ def _judged_step(
     updates are added, or None to return updates.
     """
     target, state = target_and_state
-    inner, judged, before, accepted = judge(inside, grads, state, params, extra_args)
-    opinions = [*outer, *inner]
+    inner, judged_grads, before, accepted = _judge(inside, grads, state, params, extra_args)
+    judged = [*outer, *inner]
     for i in reversed(range(len(outer))):
-        check_window = outer[i].guard.check_window
+        check_window = outer[i].verdict.check_window
         if check_window:
-            accepted = _note(opinions, i, accepted, check_window(grads))
+            passed = check_window(grads)
+            judged[i] = judged[i]._replace(failed=accepted & ~passed)
+            accepted = accepted & passed
+    checking = [i for i, x in enumerate(judged) if x.verdict.check_step]
 
-    checking = [i for i, x in enumerate(opinions) if x.guard.checks_step]
-
-    def compute(carry: tuple[Tree, Any]) -> tuple[Tree, tuple[Tree, Any]]:
+    def compute(carry: tuple[Tree, Tree]) -> tuple[Tree, tuple[Tree, Tree]]:
         target, before = carry
-        given, is_plain = (params, True) if target is None else (target, False)
+        returns_updates = target is None
         updates, after = _run_innermost(
-            innermost, given, extra_args, judged, before, incoming, keeps_dtypes=is_plain
+            innermost,
+            params if returns_updates else target,
+            extra_args,
+            judged_grads,
+            before,
+            incoming,
+            keeps_dtypes=returns_updates,
         )
-        target = None if is_plain else _apply_updates(target, updates)
-        return updates if is_plain or checking else None, (target, after)
+        target = None if returns_updates else _apply_updates(target, updates)
+        return updates if returns_updates or checking else None, (target, after)
 
     carry = target, before
     if checking:
-        program, is_due = trace_step(compute, carry), jnp.asarray(accepted)
-        computed = jax.tree.map(jax.lax.stop_gradient, program(carry))
-        step = ComputedStep(judged, before, computed[0], computed[1][1])
+        program, computed = compute_step(compute, carry)
+        updates, (_, after) = computed
+        is_due = jnp.asarray(accepted)
         for i in reversed(checking):
-            check = opinions[i].verdict.check_step
-            assert check is not None  # the guard checks steps
-            passed, measured = check(step)
+            guard, _, verdict, *_ = judged[i]
+            assert verdict.check_step is not None
+            passed, measured = verdict.check_step(judged_grads, updates, before, after)
             choose = functools.partial(jnp.where, is_due)
-            measured = jax.tree.map(choose, measured, opinions[i].guard.unmeasured)
-            opinions[i] = opinions[i]._replace(measured=measured)
-            accepted = _note(opinions, i, accepted, passed)
-        output, carry = select_step(accepted, program, computed, carry)
-        discard = opinions[checking[-1]].guard.discard
-        carry = carry[0], discard(carry[1], is_due & ~accepted)
-    elif opinions:
+            judged[i] = judged[i]._replace(
+                failed=accepted & ~passed,
+                measured=jax.tree.map(choose, measured, guard.unmeasured),
+            )
+            accepted = accepted & passed
+        output, (target, after) = select_step(accepted, program, computed, carry)
+        carry = target, judged[checking[-1]].guard.discard(after, is_due & ~accepted)
+    elif judged:
         output, carry = run_step(accepted, compute, carry, usually=True)
     else:
         output, carry = compute(carry)
-    outer, inner = opinions[: len(outer)], opinions[len(outer) :]
+    outer, inner = judged[: len(outer)], judged[len(outer) :]
     return output, (carry[0], _next_states(inner, carry[1], accepted)), accepted, outer
 
 
-def _note(opinions: list[Opinion], i: int, accepted: Flag, passed: Scalar) -> Flag:
-    """Return whether the step is still accepted after a check; record the first failed check."""
-    opinions[i] = opinions[i]._replace(failed=accepted & ~passed)
-    return accepted & passed
-
-
-def _next_states(opinions: Sequence[Opinion], inner_state: Any, accepted: Flag) -> Any:
+def _next_states(judged: Sequence[Judgment], inner_state: Tree, accepted: Flag) -> Tree:
     """Compute the next states of nested guards, starting with the innermost guard."""
-    for guard, state, verdict, refused, failed, measured in reversed(opinions):
+    for guard, state, verdict, refused, failed, measured in reversed(judged):
         skipped = refused | failed
         after = verdict.next_state(jnp.asarray(refused), jnp.asarray(failed), measured)
         streak = jnp.where(skipped, increment_where(state.consecutive_skips), 0)
@@ -343,13 +348,13 @@ def _next_states(opinions: Sequence[Opinion], inner_state: Any, accepted: Flag) 
 def _run_innermost(
     innermost: optax.GradientTransformationExtraArgs,
     params: Tree,
-    extra_args: dict[str, Any],
+    extra_args: ExtraArgs,
     grads: Tree,
-    state: Any,
+    state: Tree,
     incoming: Tree,
     *,
     keeps_dtypes: bool,
-) -> tuple[Tree, Any]:
+) -> tuple[Tree, Tree]:
     """Return the updates and the next state of the innermost transformation.
 
     Its input has the dtype of the accumulator, or float32 inside a loss scale. Some
@@ -359,7 +364,7 @@ def _run_innermost(
     gradients.
     """
 
-    def run(grads: Tree, state: Any) -> tuple[Tree, Any]:
+    def run(grads: Tree, state: Tree) -> tuple[Tree, Tree]:
         return innermost.update(grads, state, params, **extra_args)
 
     pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(incoming), strict=True)
@@ -380,7 +385,7 @@ def _run_innermost(
 def _apply_updates(params: Tree, updates: Tree) -> Tree:
     """Call `optax.apply_updates` with support for float0 updates and strict dtype promotion."""
 
-    def addend(update: Any, param: Any) -> Any:
+    def addend(update: Array, param: Array) -> Array:
         return jnp.zeros_like(param) if is_float0(update) else update
 
     with jax.numpy_dtype_promotion("standard"):

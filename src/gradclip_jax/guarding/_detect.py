@@ -1,4 +1,4 @@
-"""Detection of non-finite values in gradients and in computed steps.
+"""Detection of non-finite values in gradients, losses and computed steps.
 
 A finite gradient does not imply a finite step. For example, a gradient of 1e20 makes the second
 moment of Adam infinite permanently, although the update is still finite. Guards can therefore check
@@ -15,17 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import is_scalar
+from .._checks import describe, is_scalar
 from .._devices import fusion_barrier, joined
+from .._errors import type_error
 from .._leaves import is_measured, measured_leaves
-from .._mesh import max_over, shard_axes
+from .._mesh import max_over, replica_count, shard_axes, sum_over
 from .._states import replace_states
 from .._types import UNBOUNDED, Array, AxisName, Scalar, Tree
 from ..accumulation._noise_scale import NoiseState
 from ..clipping._clip import ClipState
+from ..clipping._formula import wide_dtype
 from ..clipping._norm import norm_of_leaves
-from ..gates._gate import ComputedStep
-from ._signal import given_loss
+from ..gates._gate import ExtraArgs
 
 
 def all_finite(tree: Tree, axis_name: AxisName) -> Scalar:
@@ -51,7 +52,9 @@ def has_finite_squares(tree: Tree, axis_name: AxisName) -> Scalar:
     return ok
 
 
-def is_finite_step(step: ComputedStep, axis_name: AxisName) -> Scalar:
+def is_finite_step(
+    grads: Tree, updates: Tree, before: Tree, after: Tree, axis_name: AxisName
+) -> Scalar:
     """Return whether the gradient, the update and the next state of a step are finite.
 
     | in the next state | verdict |
@@ -61,12 +64,14 @@ def is_finite_step(step: ComputedStep, axis_name: AxisName) -> Scalar:
     | an infinity in any other scalar, such as a hyperparameter | accepted |
     | norms in the states of clips and noise scales | not checked, because no step depends on them |
     """
-    shapes = {
-        path: np.shape(x) for path, x in jax.tree.leaves_with_path(step.grads) if is_measured(x)
-    }
+    shapes = {path: np.shape(x) for path, x in jax.tree.leaves_with_path(grads) if is_measured(x)}
     flags: dict[Any, Array] = {}
-    states = _without_statistics(step.next_inner_state), _without_statistics(step.inner_state)
-    pairs = [(step.grads, None), (step.updates, None), states]
+    # Norm statistics may overflow.
+    after, before = (
+        replace_states(state, (ClipState, NoiseState), lambda statistics: ())
+        for state in (after, before)
+    )
+    pairs = [(grads, None), (updates, None), (after, before)]
     for number, (new, old) in enumerate(pairs):
         before = itertools.repeat(None) if old is None else jax.tree.leaves(old)
         for (path, x), was in zip(jax.tree.leaves_with_path(new), before, strict=False):
@@ -83,16 +88,42 @@ def is_finite_step(step: ComputedStep, axis_name: AxisName) -> Scalar:
     return ~_is_any(list(flags.values()), axis_name)
 
 
-def finite_extra_args(extra_args: dict[str, Any], axis_name: AxisName) -> Scalar:
+def finite_extra_args(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar:
     """Return whether the loss and the weight of a micro-batch are finite, if they are given."""
     weight = extra_args.get("weight")
     numbers = [given_loss(extra_args), weight if is_scalar(weight, jnp.inexact) else None]
     return ~_is_any([is_bad(x) for x in measured_leaves(numbers)], axis_name)
 
 
-def _without_statistics(state: Any) -> Any:
-    """Remove norm statistics, which may overflow, from a state."""
-    return replace_states(state, (ClipState, NoiseState), lambda statistics: ())
+def given_loss(extra_args: ExtraArgs) -> Any:
+    """Return the loss that was passed to `update` as `value` or `loss`, or None."""
+    value, loss = extra_args.get("value"), extra_args.get("loss")
+    numbers = (bool, int, float, complex, np.generic, np.ndarray, jax.Array)
+    if not isinstance(loss, numbers):  # `inner` may have an argument of this name
+        loss = None
+    if value is not None and loss is not None:
+        hint = "Pass the loss once, as `value`."
+        raise type_error("loss", "omitted if `value` is passed", "both", hint)
+    for leaf in jax.tree.leaves(value):
+        if not isinstance(leaf, numbers):
+            rule, hint = "a number or an array", "Pass the loss as `value=loss`."
+            raise type_error("value", rule, describe(leaf), hint)
+    return loss if value is None else value
+
+
+def loss_of(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar | None:
+    """Return the loss in at least float32, averaged over devices if it differs between them."""
+    value = given_loss(extra_args)
+    if value is None:
+        return None
+    if np.ndim(value) != 0 or not jnp.isrealobj(value):
+        hint = "Pass the mean loss over the batch."
+        raise type_error("value", "a real scalar", describe(value), hint)
+    loss = jnp.asarray(value)
+    is_float = jnp.issubdtype(loss.dtype, jnp.floating)
+    loss = loss.astype(wide_dtype(loss.dtype) if is_float else jnp.float32)
+    axes = shard_axes(loss, axis_name)
+    return sum_over(loss / replica_count(frozenset(), axes), axes)
 
 
 def _place(path: Any, shape: tuple[int, ...], shapes: dict[Any, tuple[int, ...]]) -> Any:
@@ -120,7 +151,7 @@ def _overflowing(x: Array) -> Array:
     return x.astype(jnp.float32) * jnp.float32(float(jnp.finfo(jnp.float32).max) / largest)
 
 
-def is_bad(x: Any) -> Array:
+def is_bad(x: Array) -> Array:
     """Return a mask of the non-finite elements."""
     x = _overflowing(jnp.asarray(x))
     if jnp.iscomplexobj(x):

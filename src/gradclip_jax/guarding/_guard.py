@@ -6,15 +6,16 @@ from typing import Any, Final, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from .._checks import check_axis_name, check_count, check_transformation
 from .._errors import type_error
 from .._run_if import like_dtypes
 from .._states import find_states
-from .._types import AxisName, Scalar, Tree
+from .._types import AxisName, Count, Scalar, Tree
 from ..accumulation._state import discard_windows
 from ..gates._execute import gated
-from ..gates._gate import Guard, Verdict
+from ..gates._gate import ExtraArgs, Guard, Verdict
 
 Check: TypeAlias = Literal["gradient", "step"]
 """Whether a guard checks only the gradient, or the computed step as well."""
@@ -25,33 +26,36 @@ OUTERMOST: Final[list[type]] = []
 
 def guard(
     inner: optax.GradientTransformation,
-    make_state: Callable[[Any], Any],
-    judge: Callable[[Tree, Any, Tree, dict[str, Any]], Verdict],
-    **options: Any,
+    make_state: Callable[[Tree], Tree],
+    judge: Callable[[Tree, Tree, Tree, ExtraArgs], Verdict],
+    *,
+    max_consecutive_skips: Count | None = None,
+    checks_step: bool = False,
+    unmeasured: Tree = (),
 ) -> optax.GradientTransformationExtraArgs:
     """Build a guard from `judge`, which checks a gradient.
 
-    `make_state` maps the state of `inner` to the state of the guard. `options` are fields of
-    `Guard`.
+    `make_state` maps the state of `inner` to the state of the guard. `checks_step` is whether the
+    guard also checks the computed step. The other arguments are fields of `Guard`.
     """
-    limit = options.get("max_consecutive_skips")
-    if limit is not None:
-        check_count("max_consecutive_skips", limit, "Pass None for no limit.")
+    if max_consecutive_skips is not None:
+        check_count("max_consecutive_skips", max_consecutive_skips, "Pass None for no limit.")
     kind = type(jax.eval_shape(lambda: make_state(())))
 
-    def init(params: Tree) -> Any:
+    def init(params: Tree) -> Tree:
         inner_state = inner.init(params)
         # If an outer guard skips steps that overflow, the loss scale is never lowered.
         hint = "Use `dynamic_loss_scale` outside this guard, so that it checks unscaled gradients."
         _check_inner(inner_state, tuple(OUTERMOST), "dynamic_loss_scale", hint)
-        if options.get("checks_step"):
+        if checks_step:
             # If the sum of a `MultiSteps` window overflows, all later steps fail the check.
             hint = "Use `accumulate_gradients` instead, which can discard its window."
             _check_inner(inner_state, (optax.MultiStepsState,), "optax.MultiSteps", hint)
         # Remove weak types, which `update` does not return, to avoid retracing the second step.
         return make_state(like_dtypes(inner_state, inner_state))
 
-    return gated(Guard(kind, judge, discard=discard_windows, **options), inner, init)
+    gate = Guard(kind, judge, discard_windows, max_consecutive_skips, unmeasured)
+    return gated(gate, inner, init)
 
 
 def check_guard(inner: Any, axis_name: Any) -> AxisName:
@@ -60,11 +64,11 @@ def check_guard(inner: Any, axis_name: Any) -> AxisName:
     return check_axis_name(axis_name)
 
 
-def zero(dtype: Any = jnp.int32) -> Scalar:
+def zero(dtype: DTypeLike = jnp.int32) -> Scalar:
     """Return a scalar in a new buffer, because a buffer shared by two fields cannot be donated."""
     return jnp.zeros((), dtype)
 
 
-def _check_inner(inner_state: Any, kinds: tuple[type, ...], function: str, hint: str) -> None:
+def _check_inner(inner_state: Tree, kinds: tuple[type, ...], function: str, hint: str) -> None:
     if find_states(inner_state, kinds):
         raise type_error("inner", f"free of `{function}`", "a transformation with it", hint)

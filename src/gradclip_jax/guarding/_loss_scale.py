@@ -1,10 +1,11 @@
 """Dynamic loss scaling for float16, and the guard that adapts the scale."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from .._checks import (
     check_axis_name,
@@ -52,7 +53,7 @@ class LossScaleState(NamedTuple):
     skipped_nonfinite: Scalar
     consecutive_skips: Scalar
     guard_failed: Scalar
-    inner_state: Any
+    inner_state: Tree
     unscaled_grad_norm: Scalar
 
 
@@ -60,7 +61,7 @@ OUTERMOST.append(LossScaleState)
 
 
 @public
-def scale_loss(state: Any, loss: Any) -> Array:
+def scale_loss(state: Tree, loss: ArrayLike) -> Array:
     """Return the loss unchanged, with a gradient that is multiplied by the loss scale.
 
     The returned value is the unscaled loss, which cannot overflow. Log it, and pass it to `update`
@@ -118,7 +119,9 @@ def _with_scaled_derivative(loss: Array, scale: Array) -> Array:
 
 
 @_with_scaled_derivative.defjvp
-def _with_scaled_derivative_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _with_scaled_derivative_jvp(
+    primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
     loss, scale = primals
     return loss, tangents[0] * scale.astype(loss.dtype)
 
@@ -204,7 +207,7 @@ def dynamic_loss_scale(
 
     axes = check_axis_name(axis_name)
 
-    def make_state(inner_state: Any) -> LossScaleState:
+    def make_state(inner_state: Tree) -> LossScaleState:
         scale = jnp.array(init_scale, jnp.float32)  # a copy: the state may be donated
         return LossScaleState(scale, zero(), zero(), zero(), zero(), inner_state, zero(jnp.float32))
 
@@ -229,7 +232,7 @@ def dynamic_loss_scale(
     return finite_guard(inner, make_state, check, axes, unscale=unscale, adapt=adapt)
 
 
-def _unscaled(x: Any, scale: Scalar) -> Any:
+def _unscaled(x: Array, scale: Scalar) -> Array:
     """Return `x / scale` in at least float32, with NaN for all non-finite float16 values.
 
     XLA may omit a cast to float16 that is followed by a cast to float32, but not everywhere. The
@@ -243,7 +246,7 @@ def _unscaled(x: Any, scale: Scalar) -> Any:
     return quotient if dtype == x.dtype else jnp.where(is_bad(x), jnp.nan, quotient)
 
 
-def _check_scales(first: Any, smallest: Any, largest: Any) -> None:
+def _check_scales(first: Number, smallest: Number, largest: Number) -> None:
     """Raise if a scale is out of range or if the three scales are not in ascending order."""
     scales = {"init_scale": first, "min_scale": smallest, "max_scale": largest}
     for argument, value in scales.items():

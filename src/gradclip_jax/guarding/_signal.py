@@ -1,17 +1,15 @@
 """Comparison of norms and losses with the thresholds of a guard."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_number, describe
-from .._errors import type_error, value_error
-from .._mesh import replica_count, shard_axes, sum_over
-from .._types import AxisName, Scalar, Threshold, Tree
-from ..clipping._formula import wide_dtype
+from .._checks import check_number
+from .._errors import value_error
+from .._types import Scalar, Threshold, Tree
 from ..clipping._threshold import Rule, apply_rule, as_rule, constant, init_state
 
 
@@ -85,34 +83,3 @@ def loss_rule(loss: Threshold) -> Rule:
     hint = "Pass a number, a schedule, or a rule from `gcx.thresholds`."
     check_number("loss", loss, hint, low=-np.inf)
     return constant(loss)
-
-
-def given_loss(extra_args: dict[str, Any]) -> Any:
-    """Return the loss that was passed to `update` as `value` or `loss`, or None."""
-    value, loss = extra_args.get("value"), extra_args.get("loss")
-    numbers = (bool, int, float, complex, np.generic, np.ndarray, jax.Array)
-    if not isinstance(loss, numbers):  # `inner` may have an argument of this name
-        loss = None
-    if value is not None and loss is not None:
-        hint = "Pass the loss once, as `value`."
-        raise type_error("loss", "omitted if `value` is passed", "both", hint)
-    for leaf in jax.tree.leaves(value):
-        if not isinstance(leaf, numbers):
-            rule, hint = "a number or an array", "Pass the loss as `value=loss`."
-            raise type_error("value", rule, describe(leaf), hint)
-    return loss if value is None else value
-
-
-def loss_of(extra_args: dict[str, Any], axis_name: AxisName) -> Scalar | None:
-    """Return the loss in at least float32, averaged over devices if it differs between them."""
-    value = given_loss(extra_args)
-    if value is None:
-        return None
-    if np.ndim(value) != 0 or not jnp.isrealobj(value):
-        hint = "Pass the mean loss over the batch."
-        raise type_error("value", "a real scalar", describe(value), hint)
-    loss = jnp.asarray(value)
-    is_float = jnp.issubdtype(loss.dtype, jnp.floating)
-    loss = loss.astype(wide_dtype(loss.dtype) if is_float else jnp.float32)
-    axes = shard_axes(loss, axis_name)
-    return sum_over(loss / replica_count(frozenset(), axes), axes)

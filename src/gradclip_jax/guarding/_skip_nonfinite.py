@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optax
 
@@ -10,7 +10,7 @@ from .._checks import check_bound, check_choice
 from .._errors import public
 from .._states import GATES, increment_where, register_guard
 from .._types import AxisName, Count, Scalar, Tree
-from ..gates._gate import ComputedStep, Verdict
+from ..gates._gate import ExtraArgs, Verdict
 from ._detect import all_finite, finite_extra_args, has_finite_squares, is_finite_step
 from ._guard import Check, check_guard, guard, zero
 
@@ -29,7 +29,7 @@ class SkipNonfiniteState(NamedTuple):
     skipped_nonfinite: Scalar
     consecutive_skips: Scalar
     guard_failed: Scalar
-    inner_state: Any
+    inner_state: Tree
 
 
 @public
@@ -92,54 +92,53 @@ def skip_nonfinite(
         ([0.0], 1)
     """
 
-    def make_state(inner_state: Any) -> SkipNonfiniteState:
+    def make_state(inner_state: Tree) -> SkipNonfiniteState:
         return SkipNonfiniteState(zero(), zero(), zero(), inner_state)
 
-    limit = max_consecutive_skips
-    return finite_guard(inner, make_state, check, axis_name, max_consecutive_skips=limit)
+    return finite_guard(inner, make_state, check, axis_name, max_consecutive_skips)
 
 
 def finite_guard(
     inner: optax.GradientTransformation,
-    make_state: Callable[[Any], Any],
+    make_state: Callable[[Tree], Tree],
     check: Check,
     axis_name: AxisName,
+    max_consecutive_skips: Count | None = None,
     *,
-    unscale: Callable[[Tree, Any], Tree] | None = None,
-    adapt: Callable[[Any, Tree, Scalar], Any] | None = None,
-    **options: Any,
+    unscale: Callable[[Tree, Tree], Tree] | None = None,
+    adapt: Callable[[Tree, Tree, Scalar], Tree] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Build a guard that counts non-finite steps in `skipped_nonfinite`.
 
     `unscale` maps the incoming gradient to the gradient that is checked and passed to `inner`.
     `adapt` updates the other fields of the state from the gradient and whether the step is skipped.
-    `options` are fields of `Guard`.
     """
     axes = check_guard(inner, axis_name)
     check_choice("check", check, ("gradient", "step"))
-    is_finite = all_finite if check == "step" else has_finite_squares
+    checks_step = check == "step"
 
-    def judge(updates: Tree, state: Any, params: Tree, extra_args: dict[str, Any]) -> Verdict:
+    def judge(updates: Tree, state: Tree, params: Tree, extra_args: ExtraArgs) -> Verdict:
         check_bound(axes)
         grads = unscale(updates, state) if unscale else updates
 
-        def next_state(refused: Scalar, failed: Scalar, measured: Tree) -> Any:
+        def next_state(refused: Scalar, failed: Scalar, measured: Tree) -> Tree:
             skipped = refused | failed
             after = adapt(state, grads, skipped) if adapt else state
             count = increment_where(state.skipped_nonfinite, skipped)
             return after._replace(skipped_nonfinite=count)
 
-        def check_step(step: ComputedStep) -> tuple[Scalar, Tree]:
-            return is_finite_step(step, axes), ()
+        def check_step(*step: Tree) -> tuple[Scalar, Tree]:
+            return is_finite_step(*step, axis_name=axes), ()
 
         is_good = finite_extra_args(extra_args, axes)
+        if not checks_step:
+            is_good &= has_finite_squares(grads, axes)
+            check_window = functools.partial(has_finite_squares, axis_name=axes)
+            return Verdict(is_good, grads, next_state, check_window)
         # `check_step` also checks the gradient, unless an accumulation is directly inside.
-        if check == "gradient" or type(state.inner_state) in GATES:
-            is_good = is_good & is_finite(grads, axes)
-        return Verdict(is_good, grads, next_state, check_step)
+        if type(state.inner_state) in GATES:
+            is_good &= all_finite(grads, axes)
+        return Verdict(is_good, grads, next_state, check_step=check_step)
 
-    if check == "step":
-        options["checks_step"] = True
-    else:
-        options["check_window"] = functools.partial(has_finite_squares, axis_name=axes)
-    return guard(inner, make_state, judge, **options)
+    limit = max_consecutive_skips
+    return guard(inner, make_state, judge, max_consecutive_skips=limit, checks_step=checks_step)

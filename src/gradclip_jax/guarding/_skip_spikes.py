@@ -15,9 +15,10 @@ from .._states import increment_where, register_guard
 from .._types import UNBOUNDED, AxisName, Count, Order, Scalar, Threshold, Tree
 from ..clipping._norm import norm_of_leaves
 from ..clipping._threshold import Rule, as_rule, check_params, init_state
-from ..gates._gate import ComputedStep, Verdict
+from ..gates._gate import ExtraArgs, Verdict
+from ._detect import loss_of
 from ._guard import check_guard, guard, zero
-from ._signal import Signal, compare, loss_of, loss_rule, relearn
+from ._signal import Signal, compare, loss_rule, relearn
 
 # State fields for the value, the threshold and the number of skips of each signal.
 _FIELDS = {
@@ -70,7 +71,7 @@ class SkipSpikesState(NamedTuple):
     guard_failed: Scalar
     spikes_in_a_row: Scalar
     signals: dict[str, Tree]
-    inner_state: Any
+    inner_state: Tree
 
 
 @public
@@ -227,7 +228,7 @@ def _skip_above(
         return norm_of_leaves(measured_leaves(tree), order, axes)
 
     def judge(
-        updates: Tree, state: SkipSpikesState, params: Tree, extra_args: dict[str, Any]
+        updates: Tree, state: SkipSpikesState, params: Tree, extra_args: ExtraArgs
     ) -> Verdict:
         check_bound(axes)
         if state.signals.keys() != rules.keys():
@@ -257,8 +258,10 @@ def _skip_above(
 
         is_good, finite, signals = compare_all(values)
 
-        def check_step(step: ComputedStep) -> tuple[Scalar, Tree]:
-            norm = measure(step.updates)
+        def check_step(
+            grads: Tree, updates: Tree, before: Tree, after: Tree
+        ) -> tuple[Scalar, Tree]:
+            norm = measure(updates)
             return compare_all({"update": norm})[0], norm.astype(jnp.float32)
 
         def next_state(refused: Scalar, failed: Scalar, update_norm: Tree) -> SkipSpikesState:
@@ -282,15 +285,19 @@ def _skip_above(
                 **fields,
             )
 
-        return Verdict(is_good, updates, next_state, check_step)
+        return Verdict(is_good, updates, next_state, None, check_step if checks_step else None)
 
-    options: dict[str, Any] = {"max_consecutive_skips": max_consecutive_skips}
-    if checks_step:
-        options |= {"checks_step": True, "unmeasured": np.float32(np.nan)}
-    return guard(inner, functools.partial(_make_state, rules), judge, **options)
+    return guard(
+        inner,
+        functools.partial(_make_state, rules),
+        judge,
+        max_consecutive_skips=max_consecutive_skips,
+        checks_step=checks_step,
+        unmeasured=np.float32(np.nan) if checks_step else (),
+    )
 
 
-def _make_state(rules: dict[str, Rule], inner_state: Any) -> SkipSpikesState:
+def _make_state(rules: dict[str, Rule], inner_state: Tree) -> SkipSpikesState:
     """Return the initial state."""
     fields: dict[str, Any] = dict.fromkeys(SkipSpikesState._fields)  # None without a threshold
     for key in ("norm", *rules):

@@ -37,8 +37,8 @@ from .._states import (
 from .._types import Array, AxisName, Count, Number, Scalar, Tree
 from ..clipping._granularity import Granularity, as_granularity
 from ..clipping._threshold import check_params
+from ..guarding._detect import loss_of
 from ..guarding._guard import check_guard
-from ..guarding._signal import loss_of
 from ._evidence import differing_device, evidence, measure_step, measure_units
 from ._incident import IncidentLog, init_log, names_in, note, tap_names_in
 from ._levels import KINDS, Levels, compare, init_levels
