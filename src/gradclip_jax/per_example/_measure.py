@@ -67,7 +67,7 @@ def separate(value: Array | Lazy) -> Sequence[Array | Lazy]:
     for term in value.terms:
         starts = tuple(axis.start for axis in term.axes)
         at_start = replace(term, axes=tuple(Axis(axis.labels) for axis in term.axes))
-        parts.setdefault((starts, term.shape()), []).append(at_start)
+        parts.setdefault((starts, term.shape), []).append(at_start)
     for window, other in itertools.combinations(parts, 2):
         if all(a < b + m and b < a + n for a, n, b, m in zip(*window, *other, strict=True)):
             return [as_array(value)]
@@ -82,8 +82,8 @@ def gram_terms(part: Array | Lazy) -> list[Term] | None:
     """
     if not isinstance(part, Lazy) or part.is_small():
         return None
-    finest = max(part.terms, key=lambda term: len(term.kept()))
-    sizes = [finest.sizes()[k] for k in finest.kept()]
+    finest = max(part.terms, key=lambda term: len(term.kept))
+    sizes = [finest.sizes[k] for k in finest.kept]
     terms = [_by_rows(term.split_axes(sizes)) for term in part.terms]
     whole = [term for term in terms if term is not None]
     return _joined(whole) if len(whole) == len(terms) else None
@@ -104,7 +104,7 @@ def _by_rows(term: Term | None) -> Term | None:
     """Flatten all summed labels of a term into one label, the leading axis of each factor."""
     if term is None or any(len(axis.labels) != 1 for axis in term.axes):
         return None
-    kept, summed, sizes, count = term.kept(), term.summed(), term.sizes(), term.rows()
+    kept, summed, sizes, count = term.kept, term.summed, term.sizes, term.rows
 
     def in_rows(f: Factor) -> Factor:
         own = [k for k in kept if k in f.labels]
@@ -117,11 +117,9 @@ def _by_rows(term: Term | None) -> Term | None:
         labels = (len(kept), *map(kept.index, own))
         return Factor(array.reshape(count, *shape), labels, hot, f.size)
 
-    for f in term.factors:
-        others = {k for g in term.factors if g is not f for k in g.sizes()}
-        if f.hot is not None and (
-            f.hot not in kept or f.hot in others or set(f.labels) & set(kept)
-        ):
+    for hot in term.hots:
+        uses = [f for f in term.factors if hot.hot in (*f.labels, f.hot)]
+        if hot.hot not in kept or len(uses) > 1 or set(hot.labels) & set(kept):
             return None
     factors = sorted(map(in_rows, term.factors), key=_kind)
     return Term(tuple(factors), tuple(Axis((i,)) for i in range(len(kept))))

@@ -211,7 +211,7 @@ def _cost(value: Array | Lazy) -> LeafCost:
 
 def _part_cost(part: Array | Lazy) -> LeafCost:
     lazy = as_lazy(part)
-    rows = sum(term.rows() for term in lazy.terms)
+    rows = sum(term.rows for term in lazy.terms)
     if gram_terms(part) is None:
         is_plain = all(len(term.factors) == 1 for term in lazy.terms)
         size = lazy.elements()

@@ -19,7 +19,7 @@ from jax import lax
 from .._devices import fusion_barrier
 from .._mesh import device_count, is_explicit, max_over, sum_over, varying_axes
 from .._types import Array, Scalar
-from ._lazy import Lazy, written
+from ._lazy import Lazy, as_wide_array
 from ._losses import Outputs, part_of
 from ._measure import is_exact, norm_of, square
 
@@ -106,7 +106,7 @@ def _sums_and_norms(
         bare = outputs._replace(aux=None)
         part, before, known = part_of((bare, norms, is_exact_example), steps, index)
         some = functools.partial(jax.vmap, axis_size=size // steps)
-        part = part._replace(grads=some(lambda grads: list(map(written, grads)))(part.grads))
+        part = part._replace(grads=some(lambda grads: list(map(as_wide_array, grads)))(part.grads))
         after = some(lambda grads: _exact_norms(grads, groups, shards))(part.grads)
         after = {
             k: jnp.where(known, before[k], x.astype(before[k].dtype)) for k, x in after.items()
@@ -134,8 +134,8 @@ def _add_compensated(total: Array, error: Array, term: Array) -> tuple[Array, Ar
 def weighted_sum(value: Array | Lazy, factors: Array) -> Array:
     """Multiply gradients by factors and sum over the first axis, in at least 32 bits."""
     if isinstance(value, Lazy):
-        return written(jax.vmap(Lazy.scale)(value, factors).stack(len(factors), summed=True))
-    value = written(value)
+        return as_wide_array(jax.vmap(Lazy.scale)(value, factors).stack(len(factors), summed=True))
+    value = as_wide_array(value)
     each = factors.astype(value.dtype).reshape(-1, *(1 for _ in value.shape[1:]))
     # Select instead of multiplying by 0, because zero times NaN is NaN.
     return jnp.sum(jnp.where(each == 0, 0, each * value), 0)
