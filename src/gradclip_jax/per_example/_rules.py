@@ -28,12 +28,12 @@ class Rule(NamedTuple):
     Attributes:
         apply: Function `(equation, *operands) -> outputs`, which returns None if it does not apply.
         follows: Positions of operands in which the operation is linear, so that they may be lazy,
-            or a function from the equation to these positions; None for all operands.
+            or a function from the equation to these positions.
         starts: Whether the rule can return a lazy array for ordinary operands.
     """
 
     apply: Callable[..., Lazy | list[Lazy] | None]
-    follows: Sequence[int] | Callable[[JaxprEqn], Sequence[int]] | None = (0,)
+    follows: Sequence[int] | Callable[[JaxprEqn], Sequence[int]] = (0,)
     starts: bool = False
 
 
@@ -328,10 +328,10 @@ RULES: dict[str, Rule] = {
     "select_n": Rule(_select, _of_one_number),
     "dynamic_update_slice": Rule(_update_slice, (0, 1)),
     "neg": Rule(lambda _, x: x.scale(jnp.asarray(-1, x.dtype))),
-    **dict.fromkeys(("add", "add_any"), Rule(_add, None)),
+    **dict.fromkeys(("add", "add_any"), Rule(_add, (0, 1))),
     "mul": Rule(_multiply, _by_number),
     "div": Rule(_divide, _by_number),
-    "concatenate": Rule(_concatenate, None),
+    "concatenate": Rule(_concatenate, lambda eqn: range(len(eqn.invars))),
     # The gradient of concatenated parameters is split.
     "split": Rule(lambda eqn, x: _parts(x, eqn.params["axis"], eqn.params["sizes"])),
     "unstack": Rule(_unstack),
