@@ -14,9 +14,9 @@ tuple of labels.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -312,6 +312,16 @@ def as_lazy(value: Value) -> Lazy:
     array = jnp.asarray(value)
     labels = tuple(range(array.ndim))
     return product(array, [Factor(array, labels)], [(k,) for k in labels])
+
+
+_T = TypeVar("_T")
+
+
+def all_or_none(items: Iterable[_T | None]) -> list[_T] | None:
+    """Return the items as a list, or None if any item is None."""
+    found = list(items)
+    present = [x for x in found if x is not None]
+    return present if len(present) == len(found) else None
 
 
 # Materialization

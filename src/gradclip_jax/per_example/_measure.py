@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from .._types import Array, Scalar
 from ..clipping._formula import wide_dtype
-from ._lazy import Axis, Factor, Lazy, Term, as_array, einsum
+from ._lazy import Axis, Factor, Lazy, Term, Value, all_or_none, as_array, einsum
 
 # Relative rounding error of a contraction in units of eps. It is small because backends sum over
 # axes and tokens in blocks.
@@ -33,30 +33,28 @@ _FLOOR = 2.0**-100
 _UNDERFLOW = 2.0**48
 
 
-def norm_of(square: Array) -> Scalar:
+def norm_of(total: Array, error: Array) -> Array:
     """Return the norm, rounded up."""
-    total, error = square
     eps = float(jnp.finfo(total.dtype).eps)
     return jnp.where(total > 0, jnp.sqrt(total * (1 + _ROUNDING * eps) + error), total)
 
 
-def is_exact(square: Array) -> Array:
+def is_exact(total: Array, error: Array) -> Array:
     """Return whether the norm has a relative error of at most 1e-5."""
-    total, error = square
     info = jnp.finfo(total.dtype)
     is_close = error <= (_TOLERANCE - _ROUNDING * float(info.eps)) * total
     is_in_range = (total == 0) | (total > _UNDERFLOW * float(info.tiny))
     return jnp.isfinite(total) & is_close & is_in_range
 
 
-def square(value: Array | Lazy) -> tuple[Scalar, Scalar]:
+def square(value: Value) -> tuple[Scalar, Scalar]:
     """Return the squared norm and its error bound, without materializing a lazy array."""
     zero = jnp.zeros((), jnp.finfo(wide_dtype(value.dtype)).dtype)
     pairs = [_part_square(part, zero) for part in separate(value)]
     return sum((x for x, _ in pairs), zero), sum((x for _, x in pairs), zero)
 
 
-def separate(value: Array | Lazy) -> Sequence[Array | Lazy]:
+def separate(value: Value) -> Sequence[Value]:
     """Split a lazy array into parts that do not overlap.
 
     If terms overlap only partially, return the materialized array.
@@ -75,7 +73,7 @@ def separate(value: Array | Lazy) -> Sequence[Array | Lazy]:
     return [Lazy(shape, wide, tuple(terms)) for (_, shape), terms in parts.items()]
 
 
-def gram_terms(part: Array | Lazy) -> list[Term] | None:
+def gram_terms(part: Value) -> list[Term] | None:
     """Convert all terms to a common form whose Gram matrices can be computed.
 
     Return None if the product is no larger than its factors or if the terms have no common form.
@@ -84,9 +82,8 @@ def gram_terms(part: Array | Lazy) -> list[Term] | None:
         return None
     finest = max(part.terms, key=lambda term: len(term.kept))
     sizes = [finest.sizes[k] for k in finest.kept]
-    terms = [_by_rows(term.split_axes(sizes)) for term in part.terms]
-    whole = [term for term in terms if term is not None]
-    return _joined(whole) if len(whole) == len(terms) else None
+    terms = all_or_none(_by_rows(term.split_axes(sizes)) for term in part.terms)
+    return None if terms is None else _joined(terms)
 
 
 def _squares(x: Array) -> Array:
@@ -148,7 +145,7 @@ def _joined(terms: list[Term]) -> list[Term]:
     ]
 
 
-def _part_square(part: Array | Lazy, zero: Scalar) -> tuple[Scalar, Scalar]:
+def _part_square(part: Value, zero: Scalar) -> tuple[Scalar, Scalar]:
     terms = gram_terms(part)
     if terms is None:
         return jnp.sum(_squares(as_array(part))), zero

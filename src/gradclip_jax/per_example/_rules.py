@@ -19,7 +19,7 @@ from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from .._types import Array
-from ._lazy import Axis, Factor, Labels, Lazy, Term, Value, as_lazy, product
+from ._lazy import Axis, Factor, Labels, Lazy, Term, Value, all_or_none, as_lazy, product
 
 
 class Rule(NamedTuple):
@@ -187,10 +187,10 @@ def _broadcast(eqn: JaxprEqn, x: Value, *_: Value) -> Lazy | None:
 
 def _reshape(eqn: JaxprEqn, x: Lazy, *_: Value) -> Lazy | None:
     shape = aval_of(eqn.outvars[0]).shape
-    is_whole = 0 not in shape and all(term.shape == x.shape for term in x.terms)
-    terms = [term.split_axes(shape) for term in x.terms] if is_whole else [None]
-    sized = tuple(term for term in terms if term is not None)
-    return Lazy(shape, x.dtype, sized) if len(sized) == len(terms) else None
+    if 0 in shape or any(term.shape != x.shape for term in x.terms):
+        return None
+    terms = all_or_none(term.split_axes(shape) for term in x.terms)
+    return None if terms is None else Lazy(shape, x.dtype, tuple(terms))
 
 
 def _cast(eqn: JaxprEqn, x: Lazy) -> Lazy | None:
@@ -304,9 +304,7 @@ def _unstack(eqn: JaxprEqn, x: Lazy) -> list[Lazy] | None:
 
 def _parts(x: Lazy, axis: int, sizes: Sequence[int]) -> list[Lazy] | None:
     starts = itertools.accumulate(map(int, sizes[:-1]), initial=0)
-    parts = [x.cut(axis, start, int(n)) for start, n in zip(starts, sizes, strict=True)]
-    whole = [part for part in parts if part is not None]
-    return whole if len(whole) == len(parts) else None
+    return all_or_none(x.cut(axis, start, int(n)) for start, n in zip(starts, sizes, strict=True))
 
 
 RULES: dict[str, Rule] = {
