@@ -225,26 +225,19 @@ class Lazy:
         """Add two lazy arrays."""
         return replace(self, terms=self.terms + other.terms)
 
-    def place(self, shape: Sequence[int], start: Sequence[int]) -> "Lazy":
-        """Pad with zeros to the given shape, starting at the given offsets."""
+    def window(self, axis: int, start: int, size: int) -> "Lazy | None":
+        """Slice or pad one axis: select `size` elements from `start` on, and zeros outside.
 
-        def placed(term: Term) -> Term:
-            pairs = zip(term.axes, start, strict=True)
-            return replace(term, axes=tuple(Axis(a.labels, a.start + n) for a, n in pairs))
-
-        return self.map(placed, shape)
-
-    def cut(self, axis: int, start: int, size: int) -> "Lazy | None":
-        """Slice one axis; None if the slice is not aligned with the labels of the axis."""
+        Return None if a slice is not aligned with the labels of the axis.
+        """
         terms: list[Term] = []
         for term in self.terms:
-            labels, first = term.axes[axis]
-            low = max(start - first, 0)
-            high = min(start + size - first, term.shape[axis])
+            (labels, first), length = term.axes[axis], term.shape[axis]
+            low, high = max(start - first, 0), min(start + size - first, length)
             if low >= high:
                 continue
-            if high - low < term.shape[axis]:
-                step = math.prod(term.sizes[k] for k in labels[1:])
+            if high - low < length:
+                step = math.prod([term.sizes[k] for k in labels[1:]])
                 if low % step or high % step:
                     return None
                 term = term.cut(labels[0], low // step, high // step)

@@ -8,7 +8,7 @@ with ordinary arrays. To support another primitive, add an entry to `RULES`.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast
 
@@ -226,37 +226,35 @@ def _divide(eqn: JaxprEqn, x: Value, y: Value) -> Lazy | None:
 
 
 def _pad(eqn: JaxprEqn, x: Value, padding: Value) -> Lazy | None:
-    """Pad with zeros, or slice for negative padding, the transpose of padding in the loss."""
+    """Pad with zeros; negative padding slices, as in the transpose of padding in the loss."""
     widths = eqn.params["padding_config"]
     if not _is_zero(padding) or any(inner for _, _, inner in widths):
         return None
-    pairs = zip(widths, x.shape, strict=True)
-    part = _crop(as_lazy(x), ((max(-low, 0), n + min(high, 0)) for (low, high, _), n in pairs))
-    start = [max(int(low), 0) for low, _, _ in widths]
-    return None if part is None else part.place(aval_of(eqn.outvars[0]).shape, start)
+    return _window(as_lazy(x), [-low for low, _, _ in widths], aval_of(eqn.outvars[0]).shape)
 
 
 def _slice(eqn: JaxprEqn, x: Lazy) -> Lazy | None:
-    p = eqn.params
-    if any(step != 1 for step in p["strides"] or ()):
+    if any(step != 1 for step in eqn.params["strides"] or ()):
         return None
-    return _crop(x, zip(p["start_indices"], p["limit_indices"], strict=True))
+    return _window(x, eqn.params["start_indices"], aval_of(eqn.outvars[0]).shape)
 
 
-def _crop(x: Lazy | None, ranges: Iterable[tuple[int, int]]) -> Lazy | None:
-    for axis, (low, high) in enumerate(ranges):
-        x = None if x is None else x.cut(axis, low, high - low)
-    return x
+def _window(x: Lazy, start: Sequence[int], shape: Sequence[int]) -> Lazy | None:
+    """Slice or pad all axes."""
+    window: Lazy | None = x
+    for axis, (first, size) in enumerate(zip(start, shape, strict=True)):
+        window = window and window.window(axis, first, size)
+    return window
 
 
-def _concatenate(eqn: JaxprEqn, *values: Value) -> Lazy:
+def _concatenate(eqn: JaxprEqn, *values: Value) -> Lazy | None:
     aval, axis, offset = aval_of(eqn.outvars[0]), eqn.params["dimension"], 0
-    total = Lazy(aval.shape, aval.dtype)
+    parts: list[Lazy | None] = []
     for value in map(as_lazy, values):
-        start = [offset if i == axis else 0 for i in range(len(aval.shape))]
-        total = total.add(value.place(aval.shape, start))
+        parts.append(value.window(axis, -offset, aval.shape[axis]))
         offset += value.shape[axis]
-    return total
+    whole = all_or_none(parts)
+    return None if whole is None else functools.reduce(Lazy.add, whole)
 
 
 def _update_slice(_: JaxprEqn, zeros: Value, update: Value, *start: Array) -> Lazy | None:
@@ -304,7 +302,9 @@ def _unstack(eqn: JaxprEqn, x: Lazy) -> list[Lazy] | None:
 
 def _parts(x: Lazy, axis: int, sizes: Sequence[int]) -> list[Lazy] | None:
     starts = itertools.accumulate(map(int, sizes[:-1]), initial=0)
-    return all_or_none(x.cut(axis, start, int(n)) for start, n in zip(starts, sizes, strict=True))
+    return all_or_none(
+        x.window(axis, start, int(n)) for start, n in zip(starts, sizes, strict=True)
+    )
 
 
 RULES: dict[str, Rule] = {
