@@ -10,7 +10,6 @@ import numpy as np
 
 from .._checks import check_axis_name, check_choice, check_count, check_number
 from .._errors import public, type_error, value_error
-from .._leaves import measured_leaves
 from .._mesh import shard_axes, sum_over, varying_axes
 from .._types import Array, AxisName, Labels, Number, Tree
 from ..accumulation._split import check_real
@@ -152,7 +151,7 @@ def value_and_grad(
 
     def run(*args: Any, **kwargs: Any) -> tuple[tuple[Array, Stats], Tree]:
         examples = loss.bind(args, kwargs, num_microbatches)
-        groups = groups_of(examples.params, param_labels)
+        groups = groups_of(examples, param_labels)
         for label in groups.keys() - thresholds.keys():
             rule, hint = "a mapping with every label", "Pass inf to disable clipping for a group."
             raise value_error("max_norm", rule, f"no threshold for {label!r}", hint)
@@ -216,8 +215,8 @@ class _Clip(NamedTuple):
 
 def _sums(clip: _Clip, examples: Examples, batch: Tree) -> tuple[_Sums, Stats]:
     """Return sums over a batch, and the statistics of each example."""
-    outputs, params = examples.outputs(batch), measured_leaves(examples.params)
-    grads, norms = sums_and_norms(outputs, params, list(clip.groups.values()), clip.factors)
+    outputs, groups = examples.outputs(batch), list(clip.groups.values())
+    grads, norms = sums_and_norms(outputs, examples.leaves, groups, clip.factors)
     weight = kept = jnp.where(outputs.weight > 0, outputs.weight, 0)
     if clip.drops:
         kept = jnp.where(clip.is_finite(outputs, norms), weight, 0)
@@ -236,8 +235,8 @@ def _reduced(
     spread = functools.partial(shard_axes, axis_name=axis_name)
     axes = frozenset[str]().union(*map(spread, jax.tree.leaves(examples.batch)))
     value, kept, weight = [sum_over(x, axes) for x in sums[1:]]
-    params = measured_leaves(examples.params)
-    grads = [sum_over(g, axes - varying_axes(x)) for g, x in zip(sums.grads, params, strict=True)]
+    pairs = zip(sums.grads, examples.leaves, strict=True)
+    grads = [sum_over(g, axes - varying_axes(x)) for g, x in pairs]
     if is_mean:
         value = value / jnp.where(kept > 0, kept, 1).astype(value.dtype)
         grads = [g / jnp.where(weight > 0, weight, 1).astype(g.dtype) for g in grads]

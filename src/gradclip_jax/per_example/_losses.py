@@ -70,11 +70,12 @@ class Loss:
             rule, hint = "disjoint from `batch_argnums`", "Pass different positions."
             raise value_error("argnums", rule, str(both[0]), hint)
         size = _batch_size(split, args)
+        params = split.differentiated_of(args)
         call = in_one_form(self.fun, self.has_weight, self.has_aux)
 
-        def value_of(params: Tree, example: Example) -> tuple[Array, tuple[Array, Tree]]:
-            chosen = list(args)
-            new = *((params,) if split.takes_one else params), *example
+        def value_of(leaves: list[Array], example: Example) -> tuple[Array, tuple[Array, Tree]]:
+            chosen, new_params = list(args), replace_measured(params, leaves)
+            new = *((new_params,) if split.takes_one else new_params), *example
             for i, x in zip((*split.differentiated, *split.batches), new, strict=True):
                 chosen[i] = x
             try:
@@ -89,7 +90,7 @@ class Loss:
             return jnp.asarray(value), (weight, aux)
 
         batch = jax.tree.map(jnp.asarray, tuple([args[i] for i in split.batches]))
-        return Examples(value_of, split.differentiated_of(args), batch)
+        return Examples(value_of, params, measured_leaves(params), batch)
 
 
 def _batch_size(split: Split, args: Sequence[Tree]) -> int:
@@ -120,28 +121,26 @@ class Examples(NamedTuple):
     """The parameters and the batch of one call.
 
     Attributes:
-        value_of: Function `(params, example) -> (value, (weight, aux))`.
+        value_of: Function `(leaves, example) -> (value, (weight, aux))`.
         params: Differentiated arguments, in the structure of the gradient.
+        leaves: Differentiated leaves.
         batch: Arguments whose leaves have a leading batch axis.
     """
 
-    value_of: Callable[[Tree, Example], tuple[Array, tuple[Array, Tree]]]
+    value_of: Callable[[list[Array], Example], tuple[Array, tuple[Array, Tree]]]
     params: Tree
+    leaves: list[Array]
     batch: Example
 
     def outputs(self, batch: Example) -> Outputs:
         """Compute the outputs of a batch without an all-reduce of per-example gradients."""
         axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(batch)))
-        leaves = [vary(x, axes) for x in measured_leaves(self.params)]
+        leaves = [vary(x, axes) for x in self.leaves]
         return jax.vmap(lambda example: self.outputs_of_one(leaves, example))(batch)
 
     def outputs_of_one(self, leaves: list[Array], example: Example) -> Outputs:
         """Compute value, weight and lazy gradient of one example."""
-
-        def value_of(leaves: list[Array], example: Example) -> tuple[Array, tuple[Array, Tree]]:
-            return self.value_of(replace_measured(self.params, leaves), example)
-
-        run = jax.value_and_grad(value_of, has_aux=True)
+        run = jax.value_and_grad(self.value_of, has_aux=True)
         closed, shapes = jax.make_jaxpr(run, return_shape=True)(leaves, example)
         count = len(closed.out_avals) - len(leaves)
         is_grad = [i >= count for i in range(len(closed.out_avals))]
@@ -158,10 +157,11 @@ def replace_measured(
     return jax.tree.map(lambda x: next(leaves) if is_measured(x) else other(x), tree)
 
 
-def groups_of(params: Tree, param_labels: Labels | None) -> dict[Any, list[int]]:
+def groups_of(examples: Examples, param_labels: Labels | None) -> dict[Any, list[int]]:
     """Map each label to the indices of its leaves; without labels, the only label is None."""
     if param_labels is None:
-        return {None: list(range(len(measured_leaves(params))))}
+        return {None: list(range(len(examples.leaves)))}
+    params = examples.params
     tree = param_labels(params) if callable(param_labels) else param_labels
     labels = broadcast_prefix("param_labels", tree, "params", params)
     of = [k for k, x in zip(labels, jax.tree.leaves(params), strict=True) if is_measured(x)]

@@ -7,7 +7,7 @@ import jax
 
 from .._checks import leaf_path
 from .._errors import public
-from .._leaves import is_measured, measured_leaves
+from .._leaves import is_measured
 from .._types import Array, Labels, Tree
 from ..accumulation._split import positions
 from ._lazy import Value, as_lazy
@@ -89,7 +89,7 @@ def norms(
 
     def run(*args: Any, **kwargs: Any) -> Array | dict[Any, Array]:
         examples = loss.bind(args, kwargs)
-        groups = groups_of(examples.params, param_labels)
+        groups = groups_of(examples, param_labels)
         return by_label(groups, _norms(examples, list(groups.values())))
 
     return run
@@ -135,7 +135,7 @@ def leaf_norms(
 
     def run(*args: Any, **kwargs: Any) -> Tree:
         examples = loss.bind(args, kwargs)
-        groups = [[i] for i in range(len(measured_leaves(examples.params)))]
+        groups = [[i] for i in range(len(examples.leaves))]
         return replace_measured(examples.params, _norms(examples, groups), lambda _: None)
 
     return run
@@ -187,7 +187,7 @@ def explain(
         def visit(chosen: dict[int, Any]) -> Array:
             examples = loss.bind([chosen.get(i, x) for i, x in enumerate(args)], kwargs)
             one = jax.tree.map(lambda x: x[0], examples.batch)
-            outputs = examples.outputs_of_one(measured_leaves(examples.params), one)
+            outputs = examples.outputs_of_one(examples.leaves, one)
             leaves = jax.tree_util.tree_leaves_with_path(examples.params)
             paths = [leaf_path("params", path) for path, x in leaves if is_measured(x)]
             costs.update(zip(paths, map(_cost, outputs.grads), strict=True))
@@ -203,7 +203,7 @@ def explain(
 
 def _norms(examples: Examples, groups: list[list[int]]) -> list[Array]:
     outputs = examples.outputs(examples.batch)
-    return sums_and_norms(outputs, measured_leaves(examples.params), groups, None)[1]
+    return sums_and_norms(outputs, examples.leaves, groups, None)[1]
 
 
 def _cost(value: Value) -> LeafCost:
