@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,11 @@ from ..accumulation._split import (
 from ._evaluate import evaluate
 from ._lazy import Value
 
-Example = tuple[Tree, ...]
+Example: TypeAlias = tuple[Tree, ...]
+"""The arguments at `batch_argnums`, for one example or a batch."""
+
+ValueAndRest: TypeAlias = tuple[Array, tuple[Array, Tree]]
+"""`(value, (weight, aux))` of one example."""
 
 
 class Outputs(NamedTuple):
@@ -73,7 +77,7 @@ class Loss:
         params = split.differentiated_of(args)
         call = in_one_form(self.fun, self.has_weight, self.has_aux)
 
-        def value_of(leaves: list[Array], example: Example) -> tuple[Array, tuple[Array, Tree]]:
+        def value_of(leaves: list[Array], example: Example) -> ValueAndRest:
             chosen, new_params = list(args), replace_measured(params, leaves)
             new = *((new_params,) if split.takes_one else new_params), *example
             for i, x in zip((*split.differentiated, *split.batches), new, strict=True):
@@ -127,7 +131,7 @@ class Examples(NamedTuple):
         batch: Arguments whose leaves have a leading batch axis.
     """
 
-    value_of: Callable[[list[Array], Example], tuple[Array, tuple[Array, Tree]]]
+    value_of: Callable[[list[Array], Example], ValueAndRest]
     params: Tree
     leaves: list[Array]
     batch: Example

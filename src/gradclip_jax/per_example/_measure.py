@@ -13,13 +13,13 @@ sum. Both are zero if and only if the gradient is exactly zero.
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypeAlias
 
 import jax.numpy as jnp
 
 from .._types import Array, Scalar
 from ..clipping._formula import wide_dtype
-from ._lazy import Axis, Factor, Lazy, Term, Value, all_or_none, as_array, einsum
+from ._lazy import Axis, Factor, Labels, Lazy, Term, Value, all_or_none, as_array, einsum
 
 # Relative rounding error of a contraction in units of eps. It is small because backends sum over
 # axes and tokens in blocks.
@@ -61,7 +61,7 @@ def separate(value: Value) -> Sequence[Value]:
     """
     if not isinstance(value, Lazy):
         return [value]
-    parts: dict[Any, list[Term]] = {}
+    parts: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Term]] = {}
     for term in value.terms:
         starts = tuple(axis.start for axis in term.axes)
         at_start = replace(term, axes=tuple(Axis(axis.labels) for axis in term.axes))
@@ -122,7 +122,11 @@ def _by_rows(term: Term | None) -> Term | None:
     return Term(tuple(factors), tuple(Axis((i,)) for i in range(len(kept))))
 
 
-def _kind(f: Factor) -> tuple[Any, ...]:
+Kind: TypeAlias = tuple[bool, int, Labels]
+"""Labels of a factor. Factors of one kind can be concatenated along their rows."""
+
+
+def _kind(f: Factor) -> Kind:
     return f.hot is None, f.hot or 0, f.labels
 
 
@@ -131,7 +135,7 @@ def _joined(terms: list[Term]) -> list[Term]:
 
     Without this, a weight that is used n times in an unrolled loop would need n^2 inner products.
     """
-    kinds: dict[Any, list[tuple[Factor, ...]]] = {}
+    kinds: dict[tuple[Kind, ...], list[tuple[Factor, ...]]] = {}
     for term in terms:
         kinds.setdefault(tuple(map(_kind, term.factors)), []).append(term.factors)
 
@@ -208,5 +212,5 @@ def _picked(f: Factor, hot: Factor) -> Factor:
         return f
     axis = f.labels.index(hot.hot)
     rows = jnp.moveaxis(jnp.take(f.array, hot.array, axis=axis, mode="clip"), axis, 0)
-    array = jnp.where((hot.array >= 0).reshape(-1, *(1 for _ in rows.shape[1:])), rows, 0)
+    array = jnp.where(jnp.expand_dims(hot.array >= 0, range(1, rows.ndim)), rows, 0)
     return replace(f, array=array, labels=(*hot.labels, *f.labels[:axis], *f.labels[axis + 1 :]))

@@ -254,6 +254,17 @@ def test_unused_and_frozen_leaves_have_no_gradient_and_masked_ones_stay_as_they_
     assert_close(grads["a"], weighted_mean(written, np.minimum(1, 1 / norms(written))))
 
 
+@pytest.mark.parametrize("params", [{}, {"count": np.int32(3), "none": None}])
+@pytest.mark.parametrize("labels", [None, lambda params: jax.tree.map(lambda _: "all", params)])
+def test_parameters_without_a_floating_point_leaf_have_gradients_of_norm_zero(params, labels):
+    max_norm = 1.0 if labels is None else {"all": 1.0}
+    run = gcx.per_example.value_and_grad(lambda p, x: jnp.sum(x), max_norm, param_labels=labels)
+    (value, stats), grads = jax.jit(run)(params, BATCH)
+    np.testing.assert_allclose(value, BATCH.sum((1, 2)).mean(), rtol=1e-4)
+    assert jax.tree.structure(grads) == jax.tree.structure(params)
+    assert not np.any(stats.norm) if labels is None else stats.norm == {}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [square, rnn, gpt_in_scan])
 def test_data_parallel_inside_shard_map_equals_one_device(make):
