@@ -241,10 +241,12 @@ def _slice(eqn: JaxprEqn, x: Lazy) -> Lazy | None:
 
 def _window(x: Lazy, start: Sequence[int], shape: Sequence[int]) -> Lazy | None:
     """Slice or pad all axes."""
-    window: Lazy | None = x
     for axis, (first, size) in enumerate(zip(start, shape, strict=True)):
-        window = window and window.window(axis, first, size)
-    return window
+        window = x.window(axis, first, size)
+        if window is None:
+            return None
+        x = window
+    return x
 
 
 def _concatenate(eqn: JaxprEqn, *values: Value) -> Lazy | None:
