@@ -226,8 +226,8 @@ def test_one_part_of_examples_may_be_not_real():
     for count in range(2):
         grads, stats = clipped(1.0, num_real_microbatches=jnp.int32(count))
         whole, of_all = clipped(1.0)
-        jax.tree.map(lambda a, b, n=count: np.testing.assert_allclose(a, n * b), grads, whole)
-        np.testing.assert_allclose(stats.norm, count * of_all.norm)
+        jax.tree.map(lambda a, b, n=count: np.testing.assert_allclose(a, n * b, 1e-6), grads, whole)
+        np.testing.assert_allclose(stats.norm, count * of_all.norm, 1e-6)
 
 
 def test_parameters_and_examples_may_be_at_any_position():
