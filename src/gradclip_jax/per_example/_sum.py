@@ -64,7 +64,9 @@ def _sums_and_norms(
     # The norms and the sum must use identically rounded values.
     outputs = outputs._replace(grads=list(map(fusion_barrier, outputs.grads)))
     size = outputs.value.shape[0]
-    squares = jax.vmap(lambda grads: _squares(grads, groups, shards), axis_size=size)(outputs.grads)
+    squares = jax.vmap(lambda grads: _group_squares(grads, groups, shards), axis_size=size)(
+        outputs.grads
+    )
     norms = [norm_of(total, error) for total, error in squares]
     is_exact_example = is_finite = jnp.ones(size, bool)
     for total, error in squares:
@@ -153,7 +155,7 @@ def _weighted_sum(value: Value, factors: Array) -> Array:
     return jnp.sum(jnp.where(each == 0, 0, each * value), 0)
 
 
-def _squares(
+def _group_squares(
     grads: Sequence[Value], groups: Groups, shards: Sequence[frozenset[str]]
 ) -> list[tuple[Scalar, Scalar]]:
     """Return the squared norm of each group for one example, summed over the shards of a leaf."""
