@@ -10,13 +10,12 @@ import numpy as np
 
 from .._checks import check_axis_name, check_choice, check_count, check_number
 from .._errors import public, type_error, value_error
-from .._leaves import measured_leaves
 from .._mesh import shard_axes, sum_over, varying_axes
 from .._types import Array, AxisName, Labels, Number, Tree
 from ..accumulation._split import check_real
 from ..clipping._formula import scale_factor, zero_factor
-from ._losses import Examples, Loss, Outputs, groups_of, part_of, sum_parts
-from ._sum import GroupNorms, LeafGroups, sums_and_norms
+from ._losses import Examples, Loss, Outputs, by_label, groups_of, replace_measured, sum_parts
+from ._sum import sums_and_norms
 
 REACTIONS: Final = {"scale": scale_factor, "zero": zero_factor}
 
@@ -36,27 +35,27 @@ class Stats(NamedTuple):
     """
 
     value: Array
-    norm: Any
-    factor: Any
+    norm: Array | Mapping[Any, Array]
+    factor: Array | Mapping[Any, Array]
     weight: Array | None
-    aux: Any
+    aux: Tree
 
 
 @public
 def value_and_grad(
     fun: Callable[..., Any],
-    max_norm: Any,
+    max_norm: Number | Mapping[Any, Number],
     *,
     argnums: int | Sequence[int] = 0,
     batch_argnums: int | Sequence[int] = 1,
     has_aux: bool = False,
     has_weight: bool = False,
     param_labels: Labels | None = None,
-    reaction: Any = "scale",
+    reaction: str | Callable[[Array, Array], Array] = "scale",
     reduction: str = "mean",
     nonfinite: str = "propagate",
     num_microbatches: int = 1,
-    num_real_microbatches: Any = None,
+    num_real_microbatches: Number | None = None,
     axis_name: AxisName = None,
 ) -> Callable[..., tuple[tuple[Array, Stats], Tree]]:
     """Clip the gradient of each example, then average, in one backward pass.
@@ -134,112 +133,113 @@ def value_and_grad(
         Abadi et al. 2016, arXiv 1607.00133; Bu et al. 2022, arXiv 2210.00038 and 2206.07136.
     """
     loss = Loss(fun, argnums, batch_argnums, has_aux, has_weight)
-    clip = _Clip(loss, max_norm, param_labels, reaction, reduction, nonfinite)
-    clip.check(num_microbatches)
+    thresholds: Any = {None: max_norm} if param_labels is None else max_norm
+    if not isinstance(thresholds, Mapping):
+        rule, hint = "a mapping from label to threshold", "Pass one threshold for each label."
+        raise type_error("max_norm", rule, repr(max_norm), hint)
+    hint = "Pass a positive number or `schedule(step)`; inf disables clipping."
+    for threshold in thresholds.values():
+        check_number("max_norm", threshold, hint)
+    if not callable(reaction):
+        check_choice("reaction", reaction, tuple(REACTIONS))
+    check_choice("reduction", reduction, ("mean", "sum"))
+    check_choice("nonfinite", nonfinite, ("propagate", "zero"))
+    check_count("num_microbatches", num_microbatches, "Pass 1 to use the whole batch at once.")
     check_real(num_real_microbatches, num_microbatches)
     axes = check_axis_name(axis_name)
+    react = reaction if callable(reaction) else REACTIONS[reaction]
 
     def run(*args: Any, **kwargs: Any) -> tuple[tuple[Array, Stats], Tree]:
         examples = loss.bind(args, kwargs, num_microbatches)
-        return _run(clip, examples, num_real_microbatches, axes)
+        groups = groups_of(examples, param_labels)
+        for label in groups.keys() - thresholds.keys():
+            rule, hint = "a mapping with every label", "Pass inf to disable clipping for a group."
+            raise value_error("max_norm", rule, f"no threshold for {label!r}", hint)
+        clip = _Clip(groups, thresholds, react, drops=nonfinite == "zero")
+        of_part = functools.partial(_sums, clip, examples)
+        sums, stats = sum_parts(of_part, examples.batch, num_microbatches, num_real_microbatches)
+        value, grads = _reduced(sums, examples, axes, is_mean=reduction == "mean")
+        return (value, stats if has_weight else stats._replace(weight=None)), grads
 
     return run
 
 
+class _Sums(NamedTuple):
+    """Sums over examples.
+
+    Attributes:
+        grads: Clipped gradients times weights, for each differentiated leaf.
+        value: Values times weights, without dropped examples.
+        kept: Weights, without dropped examples.
+        weight: Weights.
+    """
+
+    grads: list[Array]
+    value: Array
+    kept: Array
+    weight: Array
+
+
 class _Clip(NamedTuple):
-    """Checked options of `value_and_grad`."""
+    """Groups of leaves, and the factors of their gradients.
 
-    loss: Loss
-    max_norm: Any
-    param_labels: Labels | None
-    reaction: Any
-    reduction: str
-    nonfinite: str
+    Attributes:
+        groups: Map from each label to the indices of its leaves.
+        thresholds: Map from each label to its threshold.
+        react: Function `(norm, threshold) -> factor`.
+        drops: Whether non-finite examples are dropped.
+    """
 
-    def check(self, num_microbatches: Any) -> None:
-        if self.param_labels is not None and not isinstance(self.max_norm, Mapping):
-            rule, hint = "a mapping from label to threshold", "Pass one threshold for each label."
-            raise type_error("max_norm", rule, repr(self.max_norm), hint)
-        hint = "Pass a positive number or `schedule(step)`; inf disables clipping."
-        for threshold in self.thresholds().values():
-            check_number("max_norm", threshold, hint)
-        if not callable(self.reaction):
-            check_choice("reaction", self.reaction, tuple(REACTIONS))
-        check_choice("reduction", self.reduction, ("mean", "sum"))
-        check_choice("nonfinite", self.nonfinite, ("propagate", "zero"))
-        check_count("num_microbatches", num_microbatches, "Pass 1 to use the whole batch at once.")
+    groups: dict[Any, list[int]]
+    thresholds: Mapping[Any, Number]
+    react: Callable[[Array, Array], Array]
+    drops: bool
 
-    def thresholds(self) -> Mapping[Any, Number]:
-        """Map each label to its threshold; without labels, the only label is None."""
-        return {None: self.max_norm} if self.param_labels is None else self.max_norm
+    def is_finite(self, outputs: Outputs, norms: list[Array]) -> Array:
+        """Return which examples have a finite norm and, if they may be dropped, value."""
+        checked = [*norms, outputs.value] if self.drops else norms
+        return functools.reduce(
+            jnp.logical_and, map(jnp.isfinite, checked), jnp.ones_like(outputs.value, bool)
+        )
 
-    def groups(self, params: Tree) -> LeafGroups:
-        """Group the leaves by label; raise if a group has no threshold."""
-        groups = groups_of(params, self.param_labels)
-        for label in groups.keys() - self.thresholds().keys():
-            rule, hint = "a mapping with every label", "Pass inf to disable clipping for a group."
-            got = f"no threshold for {label!r}"
-            raise value_error("max_norm", rule, got, hint)
-        return groups
-
-    def is_finite(self, outputs: Outputs, norms: GroupNorms) -> Array:
-        """Return which examples have a finite norm, and a finite value if `nonfinite="zero"`."""
-        checked = [*norms.values(), *([outputs.value] if self.nonfinite == "zero" else [])]
-        return functools.reduce(jnp.logical_and, map(jnp.isfinite, checked))
-
-    def factors(self, outputs: Outputs, norms: GroupNorms) -> GroupNorms:
-        """Compute the clip factor of each example, without its weight."""
+    def factors(self, outputs: Outputs, norms: list[Array]) -> list[Array]:
+        """Compute the clip factors of each group, without weights."""
         is_finite = self.is_finite(outputs, norms)
-        otherwise = 0 if self.nonfinite == "zero" else jnp.nan
-        react = self.reaction if callable(self.reaction) else REACTIONS[self.reaction]
-
-        def factor(norm: Array, threshold: Any) -> Array:
-            chosen = react(norm, jnp.asarray(threshold).astype(norm.dtype))
-            return jnp.where(is_finite, jnp.asarray(chosen).astype(norm.dtype), otherwise)
-
-        return {k: factor(norm, self.thresholds()[k]) for k, norm in norms.items()}
+        factors: list[Array] = []
+        for label, norm in zip(self.groups, norms, strict=True):
+            threshold = jnp.asarray(self.thresholds[label]).astype(norm.dtype)
+            factor = jnp.asarray(self.react(norm, threshold)).astype(norm.dtype)
+            factors.append(jnp.where(is_finite, factor, 0 if self.drops else jnp.nan))
+        return factors
 
 
-def _run(
-    clip: _Clip, examples: Examples, real: Any, axis_name: AxisName
-) -> tuple[tuple[Array, Stats], Tree]:
-    """Sum values and gradients over the micro-batches of a batch and over devices."""
-    params = measured_leaves(examples.params)
+def _sums(clip: _Clip, examples: Examples, batch: Tree) -> tuple[_Sums, Stats]:
+    """Return sums over a batch, and the statistics of each example."""
+    outputs, groups = examples.outputs(batch), list(clip.groups.values())
+    grads, norms = sums_and_norms(outputs, examples.leaves, groups, clip.factors)
+    weight = kept = jnp.where(outputs.weight > 0, outputs.weight, 0)
+    if clip.drops:
+        kept = jnp.where(clip.is_finite(outputs, norms), weight, 0)
+    values = outputs.value * kept.astype(outputs.value.dtype)
+    value = jnp.sum(jnp.where(kept > 0, values, 0))
+    norm = by_label(clip.groups, norms)
+    factor = by_label(clip.groups, clip.factors(outputs, norms))
+    stats = Stats(outputs.value, norm, factor, outputs.weight, outputs.aux)
+    return _Sums(grads, value, jnp.sum(kept), jnp.sum(weight)), stats
+
+
+def _reduced(
+    sums: _Sums, examples: Examples, axis_name: AxisName, *, is_mean: bool
+) -> tuple[Array, Tree]:
+    """Sum value and gradients over devices, and divide them by the weights for a mean."""
     spread = functools.partial(shard_axes, axis_name=axis_name)
     axes = frozenset[str]().union(*map(spread, jax.tree.leaves(examples.batch)))
-    groups = clip.groups(examples.params)
-
-    of_part = functools.partial(_sums, clip, examples, groups)
-    parts, batch = examples.split.parts, examples.batch
-    if parts == 1 and real is None:
-        sums, stats = of_part(batch)
-    else:
-        sums, stats = sum_parts(lambda i: of_part(part_of(batch, parts, i)), parts, real)
-    grads, *of_values = sums
-    value, kept, weight = (sum_over(x, axes) for x in of_values)
-    grads = [sum_over(g, axes - varying_axes(x)) for g, x in zip(grads, params, strict=True)]
-    if clip.reduction == "mean":
+    value, kept, weight = [sum_over(x, axes) for x in sums[1:]]
+    pairs = zip(sums.grads, examples.leaves, strict=True)
+    grads = [sum_over(g, axes - varying_axes(x)) for g, x in pairs]
+    if is_mean:
         value = value / jnp.where(kept > 0, kept, 1).astype(value.dtype)
         grads = [g / jnp.where(weight > 0, weight, 1).astype(g.dtype) for g in grads]
     # Integer leaves get a float0 gradient, as `jax.grad(allow_int=True)` returns.
-    tree = examples.rebuild(grads, lambda x: np.zeros(np.shape(x), jax.dtypes.float0))
-    return (value, stats), tree
-
-
-def _sums(
-    clip: _Clip, examples: Examples, groups: LeafGroups, batch: Tree
-) -> tuple[list[Any], Stats]:
-    """Return the sums of gradients, values and weights, and the statistics of each example."""
-    outputs = examples.outputs(batch)
-    params = measured_leaves(examples.params)
-    grads, norms = sums_and_norms(outputs, params, groups, clip.factors)
-    factors = clip.factors(outputs, norms)
-    weight = kept = jnp.where(outputs.weight > 0, outputs.weight, 0)
-    if clip.nonfinite == "zero":
-        kept = jnp.where(clip.is_finite(outputs, norms), weight, 0)
-    values = outputs.value * kept.astype(outputs.value.dtype)
-    sums = [grads, jnp.sum(jnp.where(kept > 0, values, 0)), jnp.sum(kept), jnp.sum(weight)]
-    if clip.param_labels is None:
-        norms, factors = norms[None], factors[None]
-    given = outputs.weight if clip.loss.has_weight else None
-    return sums, Stats(outputs.value, norms, factors, given, outputs.aux)
+    zeros = functools.partial(np.zeros, dtype=jax.dtypes.float0)
+    return value, replace_measured(examples.params, grads, lambda x: zeros(np.shape(x)))

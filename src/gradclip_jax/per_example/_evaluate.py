@@ -5,8 +5,9 @@ operations with a rule. A forward pass evaluates these equations by their rules 
 equations unchanged. A lazy value is materialized for every operation that needs an array.
 """
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +17,16 @@ from jax.extend import core
 
 from .._devices import fusion_barrier
 from .._types import Array
-from ._lazy import Lazy, as_array, as_lazy
-from ._rules import RULES
+from ._lazy import Lazy, Value, as_array, as_lazy
+from ._rules import RULES, aval_of
 
 _INLINED = {"jit", "pjit", "closed_call", "core_call"}
 _REMAT = {"remat", "remat2", "checkpoint"}
 
 
-def evaluate(closed: Any, operands: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
+def evaluate(
+    closed: core.ClosedJaxpr, operands: Sequence[Value], chosen: Sequence[bool]
+) -> list[Value]:
     """Evaluate a jaxpr and keep the selected outputs lazy where rules allow.
 
     Args:
@@ -33,15 +36,15 @@ def evaluate(closed: Any, operands: Sequence[Any], chosen: Sequence[bool]) -> li
     """
     jaxpr = closed.jaxpr
     required = _required(jaxpr, chosen)
-    values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    values: dict[core.Var, Value] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values.update(zip(jaxpr.invars, operands, strict=True))
-    arrays: dict[Any, Array] = {}
+    arrays: dict[core.Var | core.Literal, Array] = {}
 
-    def read(v: Any) -> Any:
+    def read(v: core.Var | core.Literal) -> Value:
         # A NumPy value lets `_is_zero` inspect it during tracing.
-        return np.asarray(v.val) if isinstance(v, core.Literal) else values[v]
+        return cast(Array, np.asarray(v.val)) if isinstance(v, core.Literal) else values[v]
 
-    def read_array(v: Any) -> Any:
+    def read_array(v: core.Var | core.Literal) -> Array:
         value = read(v)
         if not isinstance(value, Lazy):
             return value
@@ -63,30 +66,33 @@ def evaluate(closed: Any, operands: Sequence[Any], chosen: Sequence[bool]) -> li
     return [read(v) if lazily else read_array(v) for v, lazily in results]
 
 
-def _alone(jaxpr: Any, eqn: Any, read: Callable[[Any], Any]) -> Sequence[Any]:
+def _alone(
+    jaxpr: core.Jaxpr, eqn: core.JaxprEqn, read: Callable[[core.Var], Array]
+) -> Sequence[Array]:
     """Evaluate one equation without a rule."""
     inputs = list(dict.fromkeys(_variables(eqn.invars)))
     alone = jaxpr.replace(constvars=[], invars=inputs, outvars=eqn.outvars, eqns=[eqn])
     return core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*map(read, inputs))
 
 
-def _variables(atoms: Iterable[Any]) -> list[Any]:
+def _variables(atoms: Iterable[core.Var | core.Literal]) -> list[core.Var]:
     """Filter out literals, which are not variables."""
     return [v for v in atoms if not isinstance(v, core.Literal)]
 
 
-def _required(jaxpr: Any, chosen: Sequence[bool]) -> set[Any]:
+def _required(jaxpr: core.Jaxpr, chosen: Sequence[bool]) -> set[core.Var]:
     """Find the variables that reach a selected output through operations with a rule."""
-    outputs = zip(jaxpr.outvars, chosen, strict=True)
-    required = set(_variables(v for v, flag in outputs if flag))
+    required = set(_variables(itertools.compress(jaxpr.outvars, chosen)))
     for eqn in reversed(jaxpr.eqns):
         flags = [v in required for v in eqn.outvars]
         if any(flags):
-            required.update(_variables(eqn.invars[i] for i in _linear_operands(eqn, flags)))
+            linear = _linear_operands(eqn, flags)
+            required.update(_variables([eqn.invars[i] for i in linear]))
     return required
 
 
-def _linear_operands(eqn: Any, flags: Sequence[bool]) -> Collection[int]:
+def _linear_operands(eqn: core.JaxprEqn, flags: Sequence[bool]) -> Collection[int]:
+    """Return the positions of operands that may be lazy; `flags` are the required outputs."""
     name = eqn.primitive.name
     if name in _INLINED:
         jaxpr = _inner(eqn).jaxpr
@@ -97,16 +103,18 @@ def _linear_operands(eqn: Any, flags: Sequence[bool]) -> Collection[int]:
     rule = RULES.get(name)
     if rule is None:
         return ()
-    follows = rule.follows(eqn) if callable(rule.follows) else rule.follows
-    return range(len(eqn.invars)) if follows is None else follows
+    return rule.follows(eqn) if callable(rule.follows) else rule.follows
 
 
-def _inner(eqn: Any) -> Any:
-    closed = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+def _inner(eqn: core.JaxprEqn) -> core.ClosedJaxpr:
+    closed = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
     return closed if hasattr(closed, "consts") else core.ClosedJaxpr(closed, [])
 
 
-def _follow(eqn: Any, operands: Sequence[Any], flags: Sequence[bool]) -> Sequence[Any] | None:
+def _follow(
+    eqn: core.JaxprEqn, operands: Sequence[Value], flags: Sequence[bool]
+) -> Sequence[Value] | None:
+    """Evaluate an equation by its rule; return None if no rule applies."""
     name = eqn.primitive.name
     if name == "scan":
         return _scan(eqn, operands, flags)
@@ -116,34 +124,40 @@ def _follow(eqn: Any, operands: Sequence[Any], flags: Sequence[bool]) -> Sequenc
         operands = fusion_barrier([jnp.asarray(x) for x in operands])
     if name in _INLINED | _REMAT:
         return evaluate(_inner(eqn), operands, flags)
-    rule, is_any_lazy = RULES.get(name), any(isinstance(x, Lazy) for x in operands)
+    rule, is_any_lazy = RULES.get(name), any([isinstance(x, Lazy) for x in operands])
     result = rule.apply(eqn, *operands) if rule and (rule.starts or is_any_lazy) else None
     return [result] if isinstance(result, Lazy) else result
 
 
 # Loops
 
+Values: TypeAlias = dict[int, Value]
+"""Values of carries, by position."""
 
-def _loop_counts(eqn: Any) -> tuple[int, int]:
+ScanResult: TypeAlias = tuple[Values, tuple[dict[int, Lazy], list[Value]]]
+"""The other carries, what each step adds to the lazy carries, and the stacked outputs."""
+
+
+def _loop_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
     """Count the constants and carries of a scan.
 
     Scanned inputs and outputs have one more axis outside the body than inside it.
     """
     jaxpr = eqn.params["jaxpr"].jaxpr
-    steps = [v.aval.ndim > w.aval.ndim for v, w in zip(eqn.invars, jaxpr.invars, strict=True)]
-    stacked = [v.aval.ndim > w.aval.ndim for v, w in zip(eqn.outvars, jaxpr.outvars, strict=True)]
-    count = stacked.count(False)
-    return steps.count(False) - count, count
+    inputs = zip(eqn.invars, jaxpr.invars, strict=True)
+    outputs = zip(eqn.outvars, jaxpr.outvars, strict=True)
+    count = [aval_of(v).ndim > aval_of(w).ndim for v, w in outputs].count(False)
+    return [aval_of(v).ndim > aval_of(w).ndim for v, w in inputs].count(False) - count, count
 
 
-def _accumulated(eqn: Any, flags: Sequence[bool]) -> list[int]:
+def _accumulated(eqn: core.JaxprEqn, flags: Sequence[bool]) -> list[int]:
     """Find the required carries of a scan to which the body only adds values."""
     jaxpr, (first, count) = eqn.params["jaxpr"].jaxpr, _loop_counts(eqn)
     carries = zip(flags, jaxpr.invars[first : first + count], jaxpr.outvars, strict=False)
     return [i for i, (flag, v, out) in enumerate(carries) if flag and _is_added_to(jaxpr, v, out)]
 
 
-def _is_added_to(jaxpr: Any, start: Any, end: Any) -> bool:
+def _is_added_to(jaxpr: core.Jaxpr, start: core.Var, end: core.Var | core.Literal) -> bool:
     """Return whether the body of a scan only adds other values to a carry, at least once.
 
     Every partial sum must have exactly one reader, the next addition. This excludes `w + w` and
@@ -152,7 +166,7 @@ def _is_added_to(jaxpr: Any, start: Any, end: Any) -> bool:
     v = start
     while True:
         readers = [eqn for eqn in jaxpr.eqns for x in eqn.invars if x is v]
-        results = sum(x is v for x in jaxpr.outvars)
+        results = sum([x is v for x in jaxpr.outvars])
         if v is end:
             return results == 1 and not readers and v is not start
         if results or len(readers) != 1 or readers[0].primitive.name not in ("add", "add_any"):
@@ -160,24 +174,24 @@ def _is_added_to(jaxpr: Any, start: Any, end: Any) -> bool:
         (v,) = readers[0].outvars
 
 
-def _scan(eqn: Any, operands: Sequence[Any], flags: Sequence[bool]) -> Sequence[Any]:
+def _scan(eqn: core.JaxprEqn, operands: Sequence[Value], flags: Sequence[bool]) -> list[Value]:
     """Evaluate a scan, with its accumulated and stacked gradients as lazy arrays."""
     p, closed = eqn.params, eqn.params["jaxpr"]
     first, count = _loop_counts(eqn)
-    consts, init, xs = operands[:first], operands[first : first + count], operands[first + count :]
+    consts, init = operands[:first], operands[first : first + count]
+    xs = list(map(as_array, operands[first + count :]))
 
-    def run(lazy: Sequence[int]) -> tuple[Any, Any]:
-        zeros = {i: Lazy(v.aval.shape, v.aval.dtype) for i, v in enumerate(closed.jaxpr.outvars)}
+    def run(lazy: Sequence[int]) -> ScanResult:
         chosen = [i in lazy if i < count else flag for i, flag in enumerate(flags)]
+        zeros = {i: Lazy(init[i].shape, init[i].dtype) for i in lazy}
 
-        def body(carry: Any, x: Any) -> tuple[Any, Any]:
-            left = iter(carry)
-            full = [zeros[i] if i in lazy else next(left) for i in range(count)]
-            outs = evaluate(closed, [*consts, *full, *x], chosen)
-            added = [as_lazy(outs[i]) for i in lazy]
-            return [outs[i] for i in range(count) if i not in lazy], (added, outs[count:])
+        def body(carry: Values, x: list[Array]) -> ScanResult:
+            start = {**zeros, **carry}
+            outs = evaluate(closed, [*consts, *[start[i] for i in range(count)], *x], chosen)
+            added = {i: as_lazy(outs[i]) for i in lazy}
+            return {i: outs[i] for i in carry}, (added, outs[count:])
 
-        carry = [as_array(x) for i, x in enumerate(init) if i not in lazy]
+        carry: Values = {i: as_array(x) for i, x in enumerate(init) if i not in lazy}
         return lax.scan(body, carry, xs, p["length"], reverse=p["reverse"], unroll=p["unroll"])
 
     lazy = _accumulated(eqn, flags)
@@ -185,13 +199,10 @@ def _scan(eqn: Any, operands: Sequence[Any], flags: Sequence[bool]) -> Sequence[
         # Trace the body once to find which carries have several factors. The others are ordinary
         # arrays and stay in the carry.
         _, (added, _) = jax.eval_shape(lambda: run(lazy))
-        pairs = zip(lazy, added, strict=True)
-        lazy = [i for i, x in pairs if all(len(term.factors) > 1 for term in x.terms)]
-    carry, (added, stacked) = run(lazy)
-    kept, sums, steps = iter(carry), iter(added), p["length"]
-    outs = [
-        as_lazy(x).add(next(sums).stack(steps, summed=True)) if i in lazy else next(kept)
-        for i, x in enumerate(init)
-    ]
-    rows = [y.stack(steps, summed=False) if isinstance(y, Lazy) else y for y in stacked]
-    return [*outs, *rows]
+        lazy = [i for i in lazy if all([len(term.factors) > 1 for term in added[i].terms])]
+    values, (added, rows) = run(lazy)
+    steps = p["length"]
+    for i in lazy:
+        values[i] = as_lazy(init[i]).add(added[i].stack(steps, summed=True))
+    stacked = [y.stack(steps, summed=False) if isinstance(y, Lazy) else y for y in rows]
+    return [*[values[i] for i in range(count)], *stacked]

@@ -16,12 +16,13 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 
 from .._types import Array
 from ..clipping._formula import wide_dtype
@@ -44,11 +45,6 @@ class Factor:
     labels: Labels
     hot: int | None = None
     size: int = 0
-
-    def sizes(self) -> dict[int, int]:
-        """Map each label to its length."""
-        sizes = dict(zip(self.labels, np.shape(self.array), strict=True))
-        return sizes if self.hot is None else {**sizes, self.hot: self.size}
 
 
 class Axis(NamedTuple):
@@ -74,39 +70,62 @@ class Term:
         """Apply a function to each factor."""
         return replace(self, factors=tuple(map(change, self.factors)))
 
+    @functools.cached_property
     def sizes(self) -> dict[int, int]:
         """Map each label to its length."""
-        return {k: n for factor in self.factors for k, n in factor.sizes().items()}
+        sizes: dict[int, int] = {}
+        for f in self.factors:
+            sizes.update(zip(f.labels, np.shape(f.array), strict=True))
+            if f.hot is not None:
+                sizes[f.hot] = f.size
+        return sizes
 
+    @functools.cached_property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the product, without zero padding."""
-        sizes = self.sizes()
-        return tuple(math.prod(sizes[k] for k in axis.labels) for axis in self.axes)
+        """The shape of the product, without zero padding."""
+        return tuple([math.prod([self.sizes[k] for k in axis.labels]) for axis in self.axes])
 
+    @functools.cached_property
     def kept(self) -> Labels:
-        """Return the labels of the value, in the order of its axes."""
-        return tuple(k for axis in self.axes for k in axis.labels)
+        """The labels of the value, in the order of its axes."""
+        return tuple([k for axis in self.axes for k in axis.labels])
 
+    @functools.cached_property
     def summed(self) -> Labels:
-        """Return the labels that are summed over."""
-        return tuple(sorted(self.sizes().keys() - set(self.kept())))
+        """The labels that are summed over."""
+        return tuple(sorted(self.sizes.keys() - set(self.kept)))
 
+    @functools.cached_property
     def rows(self) -> int:
-        """Count the products in the sum, for example T for a dense layer."""
-        sizes = self.sizes()
-        return math.prod(sizes[k] for k in self.summed())
+        """The number of products in the sum, for example T for a dense layer."""
+        return math.prod([self.sizes[k] for k in self.summed])
+
+    @property
+    def dense(self) -> list[Factor]:
+        """The factors that are ordinary arrays."""
+        return [f for f in self.factors if f.hot is None]
+
+    @property
+    def hots(self) -> list[Factor]:
+        """The factors that are one-hot matrices."""
+        return [f for f in self.factors if f.hot is not None]
 
     def fresh(self, count: int = 1) -> Labels:
         """Return labels that this term does not use."""
-        first = 1 + max((k for f in self.factors for k in (*f.labels, f.hot or 0)), default=-1)
+        first = 1 + max([k for f in self.factors for k in (*f.labels, f.hot or 0)])
         return tuple(range(first, first + count))
 
-    def along(self, label: int, change: Callable[[Array, int], Array]) -> "Term":
-        """Apply a function of array and axis to each factor with the given label."""
+    def along(
+        self, label: int, change: Callable[[Array, int], Array], new: Labels | None = None
+    ) -> "Term":
+        """Apply a function of array and axis to each factor with a label, and replace the label."""
 
         def changed(f: Factor) -> Factor:
-            has = label in f.labels
-            return replace(f, array=change(f.array, f.labels.index(label))) if has else f
+            if label not in f.labels:
+                return f
+            i = f.labels.index(label)
+            labels = f.labels if new is None else (*f.labels[:i], *new, *f.labels[i + 1 :])
+            return replace(f, array=change(f.array, i), labels=labels)
 
         return self.map(changed)
 
@@ -128,13 +147,13 @@ class Term:
     def split_axes(self, sizes: Sequence[int]) -> "Term | None":
         """Reshape the value; None if this would split a label unevenly."""
         axes: list[Axis] = []
-        term, labels = self, list(self.kept())
+        term, labels = self, list(self.kept)
         for size in sizes:
             axis: list[int] = []
             while size > 1:
                 if not labels:
                     return None
-                length = term.sizes()[labels[0]]
+                length = term.sizes[labels[0]]
                 if size % length:
                     if length % size or any(f.hot == labels[0] for f in term.factors):
                         return None
@@ -150,14 +169,10 @@ class Term:
         """Split a label in two, the first of the given length."""
         halves = self.fresh(2)
 
-        def split(f: Factor) -> Factor:
-            if label not in f.labels:
-                return f
-            i = f.labels.index(label)
-            array = f.array.reshape(*f.array.shape[:i], first, -1, *f.array.shape[i + 1 :])
-            return replace(f, array=array, labels=(*f.labels[:i], *halves, *f.labels[i + 1 :]))
+        def split(x: Array, axis: int) -> Array:
+            return x.reshape(*x.shape[:axis], first, -1, *x.shape[axis + 1 :])
 
-        return self.map(split), halves
+        return self.along(label, split, halves), halves
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -171,7 +186,7 @@ class Lazy:
     """
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: jnp.dtype
     terms: tuple[Term, ...] = ()
 
     def map(self, change: Callable[[Term], Term], shape: Sequence[int] | None = None) -> "Lazy":
@@ -195,7 +210,7 @@ class Lazy:
         """Multiply by a scalar, which scales the smallest factor of each term."""
 
         def scaled(term: Term) -> Term:
-            smallest = min((f for f in term.factors if f.hot is None), key=lambda f: f.array.size)
+            smallest = min(term.dense, key=lambda f: f.array.size)
             # The scalar may be complex although this factor is real.
             dtypes = smallest.array.dtype, scalar.dtype
             # A scaled float16 factor may overflow although the product of all factors does not.
@@ -210,26 +225,19 @@ class Lazy:
         """Add two lazy arrays."""
         return replace(self, terms=self.terms + other.terms)
 
-    def place(self, shape: Sequence[int], start: Sequence[int]) -> "Lazy":
-        """Pad with zeros to the given shape, starting at the given offsets."""
+    def window(self, axis: int, start: int, size: int) -> "Lazy | None":
+        """Slice or pad one axis: select `size` elements from `start` on, and zeros outside.
 
-        def placed(term: Term) -> Term:
-            pairs = zip(term.axes, start, strict=True)
-            return replace(term, axes=tuple(Axis(a.labels, a.start + n) for a, n in pairs))
-
-        return self.map(placed, shape)
-
-    def cut(self, axis: int, start: int, size: int) -> "Lazy | None":
-        """Slice one axis; None if the slice is not aligned with the labels of the axis."""
+        Return None if a slice is not aligned with the labels of the axis.
+        """
         terms: list[Term] = []
         for term in self.terms:
-            labels, first = term.axes[axis]
-            low = max(start - first, 0)
-            high = min(start + size - first, term.shape()[axis])
+            (labels, first), length = term.axes[axis], term.shape[axis]
+            low, high = max(start - first, 0), min(start + size - first, length)
             if low >= high:
                 continue
-            if high - low < term.shape()[axis]:
-                step = math.prod(term.sizes()[k] for k in labels[1:])
+            if high - low < length:
+                step = math.prod([term.sizes[k] for k in labels[1:]])
                 if low % step or high % step:
                     return None
                 term = term.cut(labels[0], low // step, high // step)
@@ -253,7 +261,7 @@ class Lazy:
 
     def elements(self) -> int:
         """Count the elements of the product, without zero padding."""
-        return max((math.prod(term.shape()) for term in self.terms), default=0)
+        return max((math.prod(term.shape) for term in self.terms), default=0)
 
     def factor_elements(self) -> int:
         """Count the stored elements of all factors, one per row for a one-hot factor."""
@@ -268,21 +276,29 @@ jax.tree_util.register_dataclass(Factor, ["array"], ["labels", "hot", "size"])
 jax.tree_util.register_dataclass(Term, ["factors"], ["axes"])
 jax.tree_util.register_dataclass(Lazy, ["terms"], ["shape", "dtype"])
 
-
-def product(aval: Any, factors: Sequence[Factor], axes: Iterable[Labels]) -> Lazy:
-    """Return a lazy array with one term, from which labels of length one are removed."""
-    long = {k for f in factors for k, n in f.sizes().items() if n != 1}
-    places = tuple(Axis(tuple(k for k in labels if k in long)) for labels in axes)
-    return Lazy(tuple(aval.shape), aval.dtype, (Term(tuple(map(_without_ones, factors)), places),))
+Value: TypeAlias = Array | Lazy
+"""An ordinary or a lazy array."""
 
 
-def _without_ones(f: Factor) -> Factor:
-    long = [i for i, n in enumerate(f.array.shape) if n != 1]
-    array = f.array.reshape([f.array.shape[i] for i in long])
-    return replace(f, array=array, labels=tuple(f.labels[i] for i in long))
+def product(like: Array | ShapedArray, factors: Sequence[Factor], axes: Sequence[Labels]) -> Lazy:
+    """Return a lazy array with one term, from which labels of length one are removed.
+
+    Args:
+        like: Array with the shape and dtype of the product.
+        factors: Dense factors.
+        axes: Labels of each axis of the product.
+    """
+    sizes = Term(tuple(factors), ()).sizes
+
+    def squeezed(f: Factor) -> Factor:
+        labels = tuple([k for k in f.labels if sizes[k] != 1])
+        return Factor(f.array.reshape([sizes[k] for k in labels]), labels)
+
+    places = [Axis(tuple([k for k in labels if sizes[k] != 1])) for labels in axes]
+    return Lazy(like.shape, like.dtype, (Term(tuple(map(squeezed, factors)), tuple(places)),))
 
 
-def as_lazy(value: Any) -> Lazy:
+def as_lazy(value: Value) -> Lazy:
     """Wrap an array as a lazy array with a single factor; return a lazy array unchanged."""
     if isinstance(value, Lazy):
         return value
@@ -291,41 +307,50 @@ def as_lazy(value: Any) -> Lazy:
     return product(array, [Factor(array, labels)], [(k,) for k in labels])
 
 
+_T = TypeVar("_T")
+
+
+def all_or_none(items: Iterable[_T | None]) -> list[_T] | None:
+    """Return the items as a list, or None if any item is None."""
+    found = list(items)
+    present = [x for x in found if x is not None]
+    return present if len(present) == len(found) else None
+
+
 # Materialization
 
 
-def as_array(value: Any) -> Array:
-    """Materialize a lazy array; return other values unchanged."""
+def as_array(value: Value) -> Array:
+    """Materialize a lazy array; return an ordinary array unchanged."""
     if not isinstance(value, Lazy):
         return value
     pieces: list[Array] = []
     for term in value.terms:
-        places = zip(term.axes, term.shape(), value.shape, strict=True)
+        places = zip(term.axes, term.shape, value.shape, strict=True)
         widths = [(axis.start, size - axis.start - inner, 0) for axis, inner, size in places]
         piece = _multiply(term).astype(value.dtype)
         pieces.append(lax.pad(piece, jnp.zeros((), value.dtype), widths))
     return functools.reduce(jnp.add, pieces) if pieces else jnp.zeros(value.shape, value.dtype)
 
 
-def written(value: Array | Lazy) -> Array:
+def as_wide_array(value: Value) -> Array:
     """Materialize with at least 32 bits, because clipped gradients are summed in float32."""
     wide = wide_dtype(value.dtype)
     return as_array(replace(value, dtype=wide) if isinstance(value, Lazy) else value).astype(wide)
 
 
 def _multiply(term: Term) -> Array:
-    kept, hots = term.kept(), [f for f in term.factors if f.hot is not None]
-    dense = [f for f in term.factors if f.hot is None]
+    dense, hots = term.dense, term.hots
+    kept = term.kept
     if len(hots) != 1 or set(hots[0].labels) & set(kept):
-        dense += map(_one_hot, hots)
-        return einsum(dense, kept).reshape(term.shape())
+        return einsum([*dense, *map(_one_hot, hots)], kept).reshape(term.shape)
     (hot,) = hots
     ones = Factor(jnp.ones(hot.array.shape, jnp.float32), hot.labels)
-    rows = einsum([*dense, ones], [*hot.labels, *(k for k in kept if k != hot.hot)])
+    rows = einsum([*dense, ones], (*hot.labels, *[k for k in kept if k != hot.hot]))
     numbers = jnp.where(hot.array < 0, hot.size, hot.array)
     zeros = jnp.zeros((hot.size, *rows.shape[numbers.ndim :]), rows.dtype)
     placed = zeros.at[numbers].add(rows, mode="drop")
-    return jnp.moveaxis(placed, 0, kept.index(hot.hot)).reshape(term.shape())
+    return jnp.moveaxis(placed, 0, kept.index(hot.hot)).reshape(term.shape)
 
 
 def _one_hot(f: Factor) -> Factor:
@@ -333,14 +358,12 @@ def _one_hot(f: Factor) -> Factor:
     return Factor(rows.astype(jnp.float32), tuple(k for k in (*f.labels, f.hot) if k is not None))
 
 
-def einsum(factors: Sequence[Factor], out: Sequence[int]) -> Array:
+def einsum(factors: Sequence[Factor], out: Labels) -> Array:
     """Contract dense factors, with at least 32 bits for the result."""
     dtypes = {f.array.dtype for f in factors}
     wide = functools.reduce(wide_dtype, dtypes, jnp.float32)
     is_cast = len(dtypes) > 1 or len(factors) == 1
-    operands: list[Any] = []
+    operands: list[Array | Labels] = []
     for f in factors:
-        operands += [f.array.astype(wide) if is_cast else f.array, list(f.labels)]
-    return jnp.einsum(
-        *operands, list(out), precision=lax.Precision.HIGHEST, preferred_element_type=wide
-    )
+        operands += [f.array.astype(wide) if is_cast else f.array, f.labels]
+    return jnp.einsum(*operands, out, precision=lax.Precision.HIGHEST, preferred_element_type=wide)

@@ -1,8 +1,8 @@
 """Calls of a per-example loss: binding of arguments, differentiation and splitting of batches."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from .._leaves import is_measured, measured_leaves
 from .._mesh import vary, varying_axes, zeros_of_type
 from .._run_if import trace
 from .._tree_checks import broadcast_prefix
-from .._types import Array, Labels, Tree
+from .._types import Array, Labels, Number, Tree
 from ..accumulation._split import (
     Split,
     counted_from_zero,
@@ -26,7 +26,13 @@ from ..accumulation._split import (
     run_if_real,
 )
 from ._evaluate import evaluate
-from ._lazy import Lazy
+from ._lazy import Value
+
+Example: TypeAlias = tuple[Tree, ...]
+"""The arguments at `batch_argnums`, for one example or a batch."""
+
+ValueAndRest: TypeAlias = tuple[Array, tuple[Array, Tree]]
+"""`(value, (weight, aux))` of one example."""
 
 
 class Outputs(NamedTuple):
@@ -41,8 +47,8 @@ class Outputs(NamedTuple):
 
     value: Array
     weight: Array
-    aux: Any
-    grads: list[Array | Lazy]
+    aux: Tree
+    grads: list[Value]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,15 +56,15 @@ class Loss:
     """The loss of one example, with the arguments of `value_and_grad` that describe it."""
 
     fun: Callable[..., Any]
-    argnums: int | Sequence[int] = 0
-    batch_argnums: int | Sequence[int] = 1
-    has_aux: bool = False
-    has_weight: bool = False
+    argnums: int | Sequence[int]
+    batch_argnums: int | Sequence[int]
+    has_aux: bool
+    has_weight: bool
 
     def __post_init__(self) -> None:
         check_callable("fun", self.fun, "Pass the loss of one example.")
 
-    def bind(self, args: Sequence[Any], kwargs: dict[str, Any], parts: int = 1) -> "Examples":
+    def bind(self, args: Sequence[Tree], kwargs: dict[str, Any], parts: int = 1) -> "Examples":
         """Check the arguments of a call and split them into parameters and batch."""
         groups = positions(self.batch_argnums), (), positions(self.argnums)
         split = Split(parts, *groups, takes_one=isinstance(self.argnums, int))
@@ -67,106 +73,109 @@ class Loss:
         if both:
             rule, hint = "disjoint from `batch_argnums`", "Pass different positions."
             raise value_error("argnums", rule, str(both[0]), hint)
-        batch = tuple(args[i] for i in split.batches)
-        sizes: dict[int, str] = {}
-        for i, tree in zip(split.batches, batch, strict=True):
-            for path, x in jax.tree_util.tree_leaves_with_path(tree):
-                sizes.setdefault(np.shape(x)[0], leaf_path(f"args[{i}]", path))
-        if len(sizes) != 1:
-            got = ", ".join(f"{size} at {place}" for size, place in sizes.items()) or "no leaves"
-            rule, hint = "arrays with equal first axes", "Pass one row per example in every leaf."
-            raise value_error("batch", rule, got, hint)
-        return Examples(self, split, list(args), kwargs, jax.tree.map(jnp.asarray, batch))
+        size = _batch_size(split, args)
+        params = split.differentiated_of(args)
+        call = in_one_form(self.fun, self.has_weight, self.has_aux)
+
+        def value_of(leaves: list[Array], example: Example) -> ValueAndRest:
+            chosen, new_params = list(args), replace_measured(params, leaves)
+            new = *((new_params,) if split.takes_one else new_params), *example
+            for i, x in zip((*split.differentiated, *split.batches), new, strict=True):
+                chosen[i] = x
+            try:
+                value, (weight, aux) = call(*chosen, **kwargs)
+            except Exception as error:
+                error.add_note(_note(split, args, size, example))
+                raise
+            weight = jnp.asarray(1 if weight is None else weight, jnp.float32)
+            if weight.ndim:
+                rule = "a function whose weight is a scalar"
+                raise type_error("fun", rule, describe(weight), "Return the weight of one example.")
+            return jnp.asarray(value), (weight, aux)
+
+        batch = jax.tree.map(jnp.asarray, tuple([args[i] for i in split.batches]))
+        return Examples(value_of, params, measured_leaves(params), batch)
+
+
+def _batch_size(split: Split, args: Sequence[Tree]) -> int:
+    """Return the number of examples; raise if the leaves of the batch differ in it."""
+    sizes: dict[int, str] = {}
+    for i in split.batches:
+        for path, x in jax.tree_util.tree_leaves_with_path(args[i]):
+            sizes.setdefault(np.shape(x)[0], leaf_path(f"args[{i}]", path))
+    if len(sizes) != 1:
+        got = ", ".join(f"{size} at {place}" for size, place in sizes.items()) or "no leaves"
+        rule, hint = "arrays with equal first axes", "Pass one row per example in every leaf."
+        raise value_error("batch", rule, got, hint)
+    return next(iter(sizes))
+
+
+def _note(split: Split, args: Sequence[Tree], size: int, example: Example) -> str:
+    """Return a note for errors in the loss: shapes of one example, arguments not split."""
+    shapes = ", ".join(describe(x) for x in jax.tree.leaves(example))
+    note = f"`fun` was called with one example, without a batch axis: {shapes}."
+    for i, arg in enumerate(args):
+        is_whole = i not in (*split.batches, *split.differentiated)
+        if is_whole and any(np.shape(x)[:1] == (size,) for x in jax.tree.leaves(arg)):
+            note += f" Argument {i} was not split; if it is batched, add it to `batch_argnums`."
+    return note
 
 
 class Examples(NamedTuple):
-    """The arguments of one call: parameters and a batch of examples.
+    """The parameters and the batch of one call.
 
     Attributes:
-        loss: The loss that is called.
-        split: Positions of the differentiated and of the batched arguments.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
+        value_of: Function `(leaves, example) -> (value, (weight, aux))`.
+        params: Differentiated arguments, in the structure of the gradient.
+        leaves: Differentiated leaves.
         batch: Arguments whose leaves have a leading batch axis.
     """
 
-    loss: Loss
-    split: Split
-    args: list[Any]
-    kwargs: dict[str, Any]
-    batch: tuple[Tree, ...]
+    value_of: Callable[[list[Array], Example], ValueAndRest]
+    params: Tree
+    leaves: list[Array]
+    batch: Example
 
-    @property
-    def params(self) -> Tree:
-        """Return the differentiated arguments, in the structure of the gradient."""
-        return self.split.differentiated_of(self.args)
-
-    def rebuild(self, new: Sequence[Any], other: Callable[[Any], Any] = lambda x: x) -> Tree:
-        """Replace the differentiated leaves, and map all other leaves with `other`."""
-        leaves = iter(new)
-        return jax.tree.map(lambda x: next(leaves) if is_measured(x) else other(x), self.params)
-
-    def paths(self) -> list[str]:
-        """Return the paths of the differentiated leaves."""
-        pairs = jax.tree_util.tree_leaves_with_path(self.params)
-        return [leaf_path("params", path) for path, x in pairs if is_measured(x)]
-
-    def value_of(self, chosen: Sequence[Any], example: tuple[Tree, ...]) -> tuple[Array, Any]:
-        """Compute `(value, (weight, aux))` of one example for the given differentiated leaves."""
-        args, params = list(self.args), self.rebuild(chosen)
-        replaced = (params,) if self.split.takes_one else params
-        positions = (*self.split.differentiated, *self.split.batches)
-        for i, x in zip(positions, (*replaced, *example), strict=True):
-            args[i] = x
-        loss = self.loss
-        call = in_one_form(loss.fun, loss.has_weight, loss.has_aux)
-        try:
-            value, (weight, aux) = call(*args, **self.kwargs)
-        except Exception as error:
-            error.add_note(self._note(example))
-            raise
-        weight = jnp.asarray(1 if weight is None else weight, jnp.float32)
-        if weight.ndim:
-            rule, hint = "a function whose weight is a scalar", "Return the weight of one example."
-            raise type_error("fun", rule, describe(weight), hint)
-        return jnp.asarray(value), (weight, aux)
-
-    def _note(self, example: tuple[Tree, ...]) -> str:
-        """Return a note for errors in the loss: shapes of one example, arguments not split."""
-        shapes = ", ".join(describe(x) for x in jax.tree.leaves(example))
-        note = f"`fun` was called with one example, without a batch axis: {shapes}."
-        size = np.shape(jax.tree.leaves(self.batch)[0])[0]
-        for i, arg in enumerate(self.args):
-            is_whole = i not in (*self.split.batches, *self.split.differentiated)
-            if is_whole and any(np.shape(x)[:1] == (size,) for x in jax.tree.leaves(arg)):
-                note += f" Argument {i} was not split; if it is batched, add it to `batch_argnums`."
-        return note
-
-    def outputs(self, batch: tuple[Tree, ...]) -> Outputs:
+    def outputs(self, batch: Example) -> Outputs:
         """Compute the outputs of a batch without an all-reduce of per-example gradients."""
         axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(batch)))
-        chosen = [vary(x, axes) for x in measured_leaves(self.params)]
-        return jax.vmap(lambda example: self.outputs_of_one(chosen, example))(batch)
+        leaves = [vary(x, axes) for x in self.leaves]
+        return jax.vmap(lambda example: self.outputs_of_one(leaves, example))(batch)
 
-    def outputs_of_one(self, chosen: list[Array], example: tuple[Tree, ...]) -> Outputs:
+    def outputs_of_one(self, leaves: list[Array], example: Example) -> Outputs:
         """Compute value, weight and lazy gradient of one example."""
         run = jax.value_and_grad(self.value_of, has_aux=True)
-        closed, shapes = jax.make_jaxpr(run, return_shape=True)(chosen, example)
-        count = len(closed.out_avals) - len(chosen)
-        flags = [i >= count for i in range(len(closed.out_avals))]
-        outs = evaluate(closed, [*chosen, *jax.tree.leaves(example)], flags)
+        closed, shapes = jax.make_jaxpr(run, return_shape=True)(leaves, example)
+        count = len(closed.out_avals) - len(leaves)
+        is_grad = [i >= count for i in range(len(closed.out_avals))]
+        outs = evaluate(closed, [*leaves, *jax.tree.leaves(example)], is_grad)
         value, (weight, aux) = jax.tree.unflatten(jax.tree.structure(shapes[0]), outs[:count])
         return Outputs(value, weight, aux, outs[count:])
 
 
-def groups_of(params: Tree, param_labels: Labels | None) -> dict[Any, list[int]]:
+def replace_measured(
+    tree: Tree, new: Iterable[Array], other: Callable[[Any], Any] = lambda x: x
+) -> Tree:
+    """Replace the differentiated leaves of a tree, and map all other leaves with `other`."""
+    leaves = iter(new)
+    return jax.tree.map(lambda x: next(leaves) if is_measured(x) else other(x), tree)
+
+
+def groups_of(examples: Examples, param_labels: Labels | None) -> dict[Any, list[int]]:
     """Map each label to the indices of its leaves; without labels, the only label is None."""
     if param_labels is None:
-        return {None: list(range(len(measured_leaves(params))))}
+        return {None: list(range(len(examples.leaves)))}
+    params = examples.params
     tree = param_labels(params) if callable(param_labels) else param_labels
     labels = broadcast_prefix("param_labels", tree, "params", params)
     of = [k for k, x in zip(labels, jax.tree.leaves(params), strict=True) if is_measured(x)]
     return {label: [i for i, k in enumerate(of) if k == label] for label in dict.fromkeys(of)}
+
+
+def by_label(labels: Iterable[Any], rows: Sequence[Array]) -> Array | dict[Any, Array]:
+    """Map each label to the row of its group; without labels, return the only row."""
+    rows_of = dict(zip(labels, rows, strict=True))
+    return rows[0] if None in rows_of else rows_of
 
 
 def part_of(tree: Tree, parts: int, index: Array) -> Tree:
@@ -175,10 +184,12 @@ def part_of(tree: Tree, parts: int, index: Array) -> Tree:
 
 
 def sum_parts(
-    step: Callable[[Array], tuple[Tree, Tree]], parts: int, real: Any = None
+    step: Callable[[Tree], tuple[Tree, Tree]], batch: Tree, parts: int, real: Number | None
 ) -> tuple[Tree, Tree]:
     """Run `step` for each real micro-batch; sum its first output and concatenate its second."""
-    program = trace(step, jnp.int32(0))
+    if parts == 1 and real is None:
+        return step(batch)
+    program = trace(lambda index: step(part_of(batch, parts, index)), jnp.int32(0))
 
     def body(sums: Tree, index: Array) -> tuple[Tree, Tree]:
         def add(carry: tuple[Tree, Tree]) -> tuple[Tree, Tree]:

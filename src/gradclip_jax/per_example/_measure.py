@@ -13,13 +13,13 @@ sum. Both are zero if and only if the gradient is exactly zero.
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypeAlias
 
 import jax.numpy as jnp
 
 from .._types import Array, Scalar
 from ..clipping._formula import wide_dtype
-from ._lazy import Axis, Factor, Lazy, Term, as_array, einsum
+from ._lazy import Axis, Factor, Labels, Lazy, Term, Value, all_or_none, as_array, einsum
 
 # Relative rounding error of a contraction in units of eps. It is small because backends sum over
 # axes and tokens in blocks.
@@ -33,41 +33,39 @@ _FLOOR = 2.0**-100
 _UNDERFLOW = 2.0**48
 
 
-def norm_of(square: Array) -> Scalar:
+def norm_of(total: Array, error: Array) -> Array:
     """Return the norm, rounded up."""
-    total, error = square
     eps = float(jnp.finfo(total.dtype).eps)
     return jnp.where(total > 0, jnp.sqrt(total * (1 + _ROUNDING * eps) + error), total)
 
 
-def is_exact(square: Array) -> Array:
+def is_exact(total: Array, error: Array) -> Array:
     """Return whether the norm has a relative error of at most 1e-5."""
-    total, error = square
     info = jnp.finfo(total.dtype)
     is_close = error <= (_TOLERANCE - _ROUNDING * float(info.eps)) * total
     is_in_range = (total == 0) | (total > _UNDERFLOW * float(info.tiny))
     return jnp.isfinite(total) & is_close & is_in_range
 
 
-def square(value: Array | Lazy) -> tuple[Scalar, Scalar]:
+def square(value: Value) -> tuple[Scalar, Scalar]:
     """Return the squared norm and its error bound, without materializing a lazy array."""
     zero = jnp.zeros((), jnp.finfo(wide_dtype(value.dtype)).dtype)
     pairs = [_part_square(part, zero) for part in separate(value)]
     return sum((x for x, _ in pairs), zero), sum((x for _, x in pairs), zero)
 
 
-def separate(value: Array | Lazy) -> Sequence[Array | Lazy]:
+def separate(value: Value) -> Sequence[Value]:
     """Split a lazy array into parts that do not overlap.
 
     If terms overlap only partially, return the materialized array.
     """
     if not isinstance(value, Lazy):
         return [value]
-    parts: dict[Any, list[Term]] = {}
+    parts: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Term]] = {}
     for term in value.terms:
         starts = tuple(axis.start for axis in term.axes)
         at_start = replace(term, axes=tuple(Axis(axis.labels) for axis in term.axes))
-        parts.setdefault((starts, term.shape()), []).append(at_start)
+        parts.setdefault((starts, term.shape), []).append(at_start)
     for window, other in itertools.combinations(parts, 2):
         if all(a < b + m and b < a + n for a, n, b, m in zip(*window, *other, strict=True)):
             return [as_array(value)]
@@ -75,18 +73,17 @@ def separate(value: Array | Lazy) -> Sequence[Array | Lazy]:
     return [Lazy(shape, wide, tuple(terms)) for (_, shape), terms in parts.items()]
 
 
-def gram_terms(part: Array | Lazy) -> list[Term] | None:
+def gram_terms(part: Value) -> list[Term] | None:
     """Convert all terms to a common form whose Gram matrices can be computed.
 
     Return None if the product is no larger than its factors or if the terms have no common form.
     """
     if not isinstance(part, Lazy) or part.is_small():
         return None
-    finest = max(part.terms, key=lambda term: len(term.kept()))
-    sizes = [finest.sizes()[k] for k in finest.kept()]
-    terms = [_by_rows(term.split_axes(sizes)) for term in part.terms]
-    whole = [term for term in terms if term is not None]
-    return _joined(whole) if len(whole) == len(terms) else None
+    finest = max(part.terms, key=lambda term: len(term.kept))
+    sizes = [finest.sizes[k] for k in finest.kept]
+    terms = all_or_none(_by_rows(term.split_axes(sizes)) for term in part.terms)
+    return None if terms is None else _joined(terms)
 
 
 def _squares(x: Array) -> Array:
@@ -104,7 +101,7 @@ def _by_rows(term: Term | None) -> Term | None:
     """Flatten all summed labels of a term into one label, the leading axis of each factor."""
     if term is None or any(len(axis.labels) != 1 for axis in term.axes):
         return None
-    kept, summed, sizes, count = term.kept(), term.summed(), term.sizes(), term.rows()
+    kept, summed, sizes, count = term.kept, term.summed, term.sizes, term.rows
 
     def in_rows(f: Factor) -> Factor:
         own = [k for k in kept if k in f.labels]
@@ -117,17 +114,19 @@ def _by_rows(term: Term | None) -> Term | None:
         labels = (len(kept), *map(kept.index, own))
         return Factor(array.reshape(count, *shape), labels, hot, f.size)
 
-    for f in term.factors:
-        others = {k for g in term.factors if g is not f for k in g.sizes()}
-        if f.hot is not None and (
-            f.hot not in kept or f.hot in others or set(f.labels) & set(kept)
-        ):
+    for hot in term.hots:
+        uses = [f for f in term.factors if hot.hot in (*f.labels, f.hot)]
+        if hot.hot not in kept or len(uses) > 1 or set(hot.labels) & set(kept):
             return None
     factors = sorted(map(in_rows, term.factors), key=_kind)
     return Term(tuple(factors), tuple(Axis((i,)) for i in range(len(kept))))
 
 
-def _kind(f: Factor) -> tuple[Any, ...]:
+Kind: TypeAlias = tuple[bool, int, Labels]
+"""Labels of a factor. Factors of one kind can be concatenated along their rows."""
+
+
+def _kind(f: Factor) -> Kind:
     return f.hot is None, f.hot or 0, f.labels
 
 
@@ -136,7 +135,7 @@ def _joined(terms: list[Term]) -> list[Term]:
 
     Without this, a weight that is used n times in an unrolled loop would need n^2 inner products.
     """
-    kinds: dict[Any, list[tuple[Factor, ...]]] = {}
+    kinds: dict[tuple[Kind, ...], list[tuple[Factor, ...]]] = {}
     for term in terms:
         kinds.setdefault(tuple(map(_kind, term.factors)), []).append(term.factors)
 
@@ -150,7 +149,7 @@ def _joined(terms: list[Term]) -> list[Term]:
     ]
 
 
-def _part_square(part: Array | Lazy, zero: Scalar) -> tuple[Scalar, Scalar]:
+def _part_square(part: Value, zero: Scalar) -> tuple[Scalar, Scalar]:
     terms = gram_terms(part)
     if terms is None:
         return jnp.sum(_squares(as_array(part))), zero
@@ -213,5 +212,5 @@ def _picked(f: Factor, hot: Factor) -> Factor:
         return f
     axis = f.labels.index(hot.hot)
     rows = jnp.moveaxis(jnp.take(f.array, hot.array, axis=axis, mode="clip"), axis, 0)
-    array = jnp.where((hot.array >= 0).reshape(-1, *(1 for _ in rows.shape[1:])), rows, 0)
+    array = jnp.where(jnp.expand_dims(hot.array >= 0, range(1, rows.ndim)), rows, 0)
     return replace(f, array=array, labels=(*hot.labels, *f.labels[:axis], *f.labels[axis + 1 :]))

@@ -5,14 +5,15 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .._checks import leaf_path
 from .._errors import public
-from .._leaves import measured_leaves
+from .._leaves import is_measured
 from .._types import Array, Labels, Tree
 from ..accumulation._split import positions
-from ._lazy import Lazy, as_lazy
-from ._losses import Examples, Loss, groups_of
+from ._lazy import Value, as_lazy
+from ._losses import Examples, Loss, by_label, groups_of, replace_measured
 from ._measure import gram_terms, separate
-from ._sum import GroupNorms, LeafGroups, sums_and_norms
+from ._sum import sums_and_norms
 
 
 class LeafCost(NamedTuple):
@@ -40,7 +41,7 @@ def norms(
     has_aux: bool = False,
     has_weight: bool = False,
     param_labels: Labels | None = None,
-) -> Callable[..., Any]:
+) -> Callable[..., Array | dict[Any, Array]]:
     """Compute the gradient norm of each example without materializing per-example gradients.
 
     `norms[i] = |grad fun(params, batch[i])|`, equal to the norms of `jax.vmap(jax.grad(fun))` to
@@ -86,10 +87,10 @@ def norms(
     """
     loss = Loss(fun, argnums, batch_argnums, has_aux, has_weight)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Array | dict[Any, Array]:
         examples = loss.bind(args, kwargs)
-        by_label = _norms(examples, groups_of(examples.params, param_labels))
-        return by_label[None] if param_labels is None else by_label
+        groups = groups_of(examples, param_labels)
+        return by_label(groups, _norms(examples, list(groups.values())))
 
     return run
 
@@ -134,8 +135,8 @@ def leaf_norms(
 
     def run(*args: Any, **kwargs: Any) -> Tree:
         examples = loss.bind(args, kwargs)
-        groups: LeafGroups = {i: [i] for i, _ in enumerate(measured_leaves(examples.params))}
-        return examples.rebuild(list(_norms(examples, groups).values()), lambda _: None)
+        groups = [[i] for i in range(len(examples.leaves))]
+        return replace_measured(examples.params, _norms(examples, groups), lambda _: None)
 
     return run
 
@@ -186,8 +187,10 @@ def explain(
         def visit(chosen: dict[int, Any]) -> Array:
             examples = loss.bind([chosen.get(i, x) for i, x in enumerate(args)], kwargs)
             one = jax.tree.map(lambda x: x[0], examples.batch)
-            outputs = examples.outputs_of_one(measured_leaves(examples.params), one)
-            costs.update(zip(examples.paths(), map(_cost, outputs.grads), strict=True))
+            outputs = examples.outputs_of_one(examples.leaves, one)
+            leaves = jax.tree_util.tree_leaves_with_path(examples.params)
+            paths = [leaf_path("params", path) for path, x in leaves if is_measured(x)]
+            costs.update(zip(paths, map(_cost, outputs.grads), strict=True))
             return outputs.value
 
         # Trace only these arguments: the others need not be arrays.
@@ -198,20 +201,20 @@ def explain(
     return run
 
 
-def _norms(examples: Examples, groups: LeafGroups) -> GroupNorms:
+def _norms(examples: Examples, groups: list[list[int]]) -> list[Array]:
     outputs = examples.outputs(examples.batch)
-    return sums_and_norms(outputs, measured_leaves(examples.params), groups, None)[1]
+    return sums_and_norms(outputs, examples.leaves, groups, None)[1]
 
 
-def _cost(value: Array | Lazy) -> LeafCost:
+def _cost(value: Value) -> LeafCost:
     of_parts = list(map(_part_cost, separate(value)))
     worst = max(of_parts, key=lambda cost: cost.elements, default=LeafCost("gram", 0, 0))
     return worst._replace(multiplications=sum(cost.multiplications for cost in of_parts))
 
 
-def _part_cost(part: Array | Lazy) -> LeafCost:
+def _part_cost(part: Value) -> LeafCost:
     lazy = as_lazy(part)
-    rows = sum(term.rows() for term in lazy.terms)
+    rows = sum(term.rows for term in lazy.terms)
     if gram_terms(part) is None:
         is_plain = all(len(term.factors) == 1 for term in lazy.terms)
         size = lazy.elements()

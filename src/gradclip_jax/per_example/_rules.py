@@ -8,16 +8,18 @@ with ordinary arrays. To support another primitive, add an entry to `RULES`.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from .._types import Array
-from ._lazy import Axis, Factor, Labels, Lazy, Term, as_lazy, product
+from ._lazy import Axis, Factor, Labels, Lazy, Term, Value, all_or_none, as_lazy, product
 
 
 class Rule(NamedTuple):
@@ -26,19 +28,24 @@ class Rule(NamedTuple):
     Attributes:
         apply: Function `(equation, *operands) -> outputs`, which returns None if it does not apply.
         follows: Positions of operands in which the operation is linear, so that they may be lazy,
-            or a function from the equation to these positions; None for all operands.
+            or a function from the equation to these positions.
         starts: Whether the rule can return a lazy array for ordinary operands.
     """
 
     apply: Callable[..., Lazy | list[Lazy] | None]
-    follows: Sequence[int] | Callable[[Any], Sequence[int]] | None = (0,)
+    follows: Sequence[int] | Callable[[JaxprEqn], Sequence[int]] = (0,)
     starts: bool = False
+
+
+def aval_of(v: Var | Literal) -> ShapedArray:
+    """Return the shape and dtype of a variable or literal."""
+    return cast(ShapedArray, v.aval)
 
 
 # Operations that create factors: products, convolutions and scattered rows
 
 
-def _dot_general(eqn: Any, lhs: Array, rhs: Array) -> Lazy | None:
+def _dot_general(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Lazy | None:
     """Keep the operands of a dot product as factors."""
     (left_summed, right_summed), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     left = list(range(lhs.ndim))
@@ -48,46 +55,47 @@ def _dot_general(eqn: Any, lhs: Array, rhs: Array) -> Lazy | None:
     batch, summed = [left[i] for i in left_batch], [left[i] for i in left_summed]
     free = [k for k in (*left, *right) if k not in (*batch, *summed)]
     factors = [Factor(lhs, tuple(left)), Factor(rhs, tuple(right))]
-    lazy = product(eqn.outvars[0].aval, factors, [(k,) for k in (*batch, *free)])
+    lazy = product(aval_of(eqn.outvars[0]), factors, [(k,) for k in (*batch, *free)])
     return None if 0 in lazy.shape or lazy.is_small() else lazy
 
 
-def _scatter_add(eqn: Any, operand: Any, numbers: Array, updates: Any) -> Lazy | None:
+def _scatter_add(eqn: JaxprEqn, operand: Value, numbers: Array, updates: Value) -> Lazy | None:
     """Keep scattered rows and their indices as factors, for embeddings and expert weights."""
-    dims, aval = eqn.params["dimension_numbers"], eqn.outvars[0].aval
+    dims, aval = eqn.params["dimension_numbers"], aval_of(eqn.outvars[0])
     windows, inserted = dims.update_window_dims, tuple(dims.inserted_window_dims)
     if len(inserted) != 1 or tuple(dims.scatter_dims_to_operand_dims) != inserted:
         return None
-    (axis,), shape, sizes = inserted, aval.shape, updates.shape
-    others = [n for i, n in enumerate(shape) if i != axis]
-    if dims.operand_batching_dims or [sizes[i] for i in windows] != others:
+    (axis,) = inserted
+    others = [n for i, n in enumerate(aval.shape) if i != axis]
+    if dims.operand_batching_dims or [updates.shape[i] for i in windows] != others:
         return None
-    numbers, size = _as_row_numbers(numbers[..., 0]), shape[axis]
-    if eqn.params["mode"] == lax.GatherScatterMode.CLIP:
-        numbers = jnp.clip(numbers, 0, size - 1)
-    is_valid = (numbers >= 0) & (numbers < size)
-    numbers = jnp.where(is_valid, numbers, -1).astype(jnp.int32)
-    total = _rows_at(as_lazy(updates), numbers, axis, size, windows)
+    is_clipped = eqn.params["mode"] == lax.GatherScatterMode.CLIP
+    numbers = _row_numbers(numbers[..., 0], aval.shape[axis], is_clipped)
+    total = _rows_at(as_lazy(updates), numbers, axis, aval.shape[axis], windows)
     return None if total is None or total.is_small() else total.add(as_lazy(operand))
 
 
-def _as_row_numbers(numbers: Array) -> Array:
-    """Cast indices to at least 32 bits, because a narrower type may not hold the row count."""
-    return numbers.astype(jnp.int32) if jnp.iinfo(numbers.dtype).bits < 32 else numbers
+def _row_numbers(numbers: Array, size: int, is_clipped: bool) -> Array:
+    """Clip indices to the rows of an array, or replace invalid indices by -1."""
+    if jnp.iinfo(numbers.dtype).bits < 32:  # such a dtype may not hold the row count
+        numbers = numbers.astype(jnp.int32)
+    if is_clipped:
+        return jnp.clip(numbers, 0, size - 1).astype(jnp.int32)
+    return jnp.where((numbers >= 0) & (numbers < size), numbers, -1).astype(jnp.int32)
 
 
 def _rows_at(x: Lazy, numbers: Array, axis: int, size: int, windows: Sequence[int]) -> Lazy | None:
     """Scatter the rows of a lazy array along a new axis; `windows` are the other axes."""
     terms: list[Term] = []
     for term in x.terms:
-        if term.shape() != x.shape or any(f.hot is not None for f in term.factors):
+        if term.shape != x.shape or term.hots:
             return None
-        own, (hot,) = term.sizes(), term.fresh()
+        (hot,) = term.fresh()
         labels = [k for i, a in enumerate(term.axes) if i not in windows for k in a.labels]
-        rows = Factor(numbers.reshape([own[k] for k in labels]), tuple(labels), hot, size)
+        rows = Factor(numbers.reshape([term.sizes[k] for k in labels]), tuple(labels), hot, size)
         axes = [term.axes[i] for i in windows]
         axes.insert(axis, Axis((hot,)))
-        kept = [f if f.hot is not None else _without_dropped(f, rows) for f in term.factors]
+        kept = [_without_dropped(f, rows) for f in term.factors]
         terms.append(Term((rows, *kept), tuple(axes)))
     shape = [x.shape[i] for i in windows]
     return Lazy((*shape[:axis], size, *shape[axis:]), x.dtype, tuple(terms))
@@ -103,7 +111,7 @@ def _without_dropped(f: Factor, rows: Factor) -> Factor:
     return replace(f, array=jnp.where(is_kept, f.array, 0))
 
 
-def _added_to(eqn: Any) -> Sequence[int]:
+def _added_to(eqn: JaxprEqn) -> Sequence[int]:
     """Return the operands of a scatter that may be gradients.
 
     If the updates have fewer than two window axes, they are activations and become a factor.
@@ -111,13 +119,13 @@ def _added_to(eqn: Any) -> Sequence[int]:
     return (0,) if len(eqn.params["dimension_numbers"].update_window_dims) < 2 else (0, 2)
 
 
-def _convolution(eqn: Any, lhs: Array, rhs: Array) -> Lazy | None:
+def _convolution(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Lazy | None:
     """Keep image patches and the gradient of the output as factors of a kernel's gradient.
 
     The gradient of a kernel is itself a convolution: its kernel is the gradient of the output, its
     output positions are the positions of the weights, and it sums over pixels and images.
     """
-    p, aval = eqn.params, eqn.outvars[0].aval
+    p, aval = eqn.params, aval_of(eqn.outvars[0])
     if p["feature_group_count"] != 1 or 0 in aval.shape:
         return None
     lhs_spec, rhs_spec, out_spec = p["dimension_numbers"]
@@ -151,12 +159,12 @@ def _convolution(eqn: Any, lhs: Array, rhs: Array) -> Lazy | None:
 # Linear operations between the factors and the gradient
 
 
-def _is_zero(x: Any) -> bool:
+def _is_zero(x: object) -> bool:
     """Return whether a value is a constant zero at trace time."""
     return isinstance(x, (np.ndarray, np.generic)) and bool(np.all(x == 0))
 
 
-def _without_axes(eqn: Any, x: Lazy) -> Lazy | None:
+def _without_axes(eqn: JaxprEqn, x: Lazy) -> Lazy | None:
     """Remove axes, so that their labels are summed over; axes of length one have no labels."""
     axes = eqn.params["axes" if "axes" in eqn.params else "dimensions"]
     if any(_is_hot(x, axis) for axis in axes):
@@ -168,24 +176,24 @@ def _is_hot(x: Lazy, axis: int) -> bool:
     return any(f.hot in term.axes[axis].labels for term in x.terms for f in term.factors)
 
 
-def _broadcast(eqn: Any, x: Any, *_: Any) -> Lazy | None:
-    aval = eqn.outvars[0].aval
+def _broadcast(eqn: JaxprEqn, x: Value, *_: Value) -> Lazy | None:
+    aval = aval_of(eqn.outvars[0])
     if not isinstance(x, Lazy):
-        return Lazy(tuple(aval.shape), aval.dtype) if _is_zero(x) else None
+        return Lazy(aval.shape, aval.dtype) if _is_zero(x) else None
     sources = {axis: i for i, axis in enumerate(eqn.params["broadcast_dimensions"])}
     new = x.arrange([sources.get(i) for i in range(aval.ndim)])
-    return new if new.shape == tuple(aval.shape) else None
+    return new if new.shape == aval.shape else None
 
 
-def _reshape(eqn: Any, x: Lazy, *_: Any) -> Lazy | None:
-    shape = tuple(eqn.outvars[0].aval.shape)
-    is_whole = 0 not in shape and all(term.shape() == x.shape for term in x.terms)
-    terms = [term.split_axes(shape) for term in x.terms] if is_whole else [None]
-    sized = tuple(term for term in terms if term is not None)
-    return Lazy(shape, x.dtype, sized) if len(sized) == len(terms) else None
+def _reshape(eqn: JaxprEqn, x: Lazy, *_: Value) -> Lazy | None:
+    shape = aval_of(eqn.outvars[0]).shape
+    if 0 in shape or any(term.shape != x.shape for term in x.terms):
+        return None
+    terms = all_or_none(term.split_axes(shape) for term in x.terms)
+    return None if terms is None else Lazy(shape, x.dtype, tuple(terms))
 
 
-def _cast(eqn: Any, x: Lazy) -> Lazy | None:
+def _cast(eqn: JaxprEqn, x: Lazy) -> Lazy | None:
     new = eqn.params["new_dtype"]
     # Casts to integers or booleans, and from complex to real, are not linear.
     for kind in (jnp.floating, jnp.complexfloating):
@@ -194,80 +202,80 @@ def _cast(eqn: Any, x: Lazy) -> Lazy | None:
     return None
 
 
-def _add(_: Any, x: Any, y: Any) -> Lazy | None:
+def _add(_: JaxprEqn, x: Value, y: Value) -> Lazy | None:
     return as_lazy(x).add(as_lazy(y)) if np.shape(x) == np.shape(y) else None
 
 
-def _of_one_number(eqn: Any) -> Sequence[int]:
-    return () if eqn.invars[0].aval.ndim else range(1, len(eqn.invars))
+def _of_one_number(eqn: JaxprEqn) -> Sequence[int]:
+    return () if aval_of(eqn.invars[0]).ndim else range(1, len(eqn.invars))
 
 
-def _by_number(eqn: Any) -> Sequence[int]:
+def _by_number(eqn: JaxprEqn) -> Sequence[int]:
     """Return the positions of operands whose other operand is a scalar; these may be lazy."""
-    return [i for i in range(2) if eqn.invars[1 - i].aval.ndim == 0]
+    return [i for i in range(2) if aval_of(eqn.invars[1 - i]).ndim == 0]
 
 
-def _multiply(_: Any, x: Any, y: Any) -> Lazy | None:
-    lazy, number = (x, y) if isinstance(x, Lazy) else (y, x)
-    return None if isinstance(number, Lazy) else lazy.scale(jnp.asarray(number))
+def _multiply(_: JaxprEqn, x: Value, y: Value) -> Lazy | None:
+    if isinstance(y, Lazy):
+        x, y = y, x
+    return x.scale(jnp.asarray(y)) if isinstance(x, Lazy) and not isinstance(y, Lazy) else None
 
 
-def _divide(eqn: Any, x: Any, y: Any) -> Lazy | None:
+def _divide(eqn: JaxprEqn, x: Value, y: Value) -> Lazy | None:
     return None if isinstance(y, Lazy) else _multiply(eqn, x, 1 / jnp.asarray(y))
 
 
-def _pad(eqn: Any, x: Any, padding: Any) -> Lazy | None:
-    """Pad with zeros, or slice for negative padding, the transpose of padding in the loss."""
+def _pad(eqn: JaxprEqn, x: Value, padding: Value) -> Lazy | None:
+    """Pad with zeros; negative padding slices, as in the transpose of padding in the loss."""
     widths = eqn.params["padding_config"]
     if not _is_zero(padding) or any(inner for _, _, inner in widths):
         return None
-    pairs = zip(widths, x.shape, strict=True)
-    part = _crop(as_lazy(x), ((max(-low, 0), n + min(high, 0)) for (low, high, _), n in pairs))
-    start = [max(int(low), 0) for low, _, _ in widths]
-    return None if part is None else part.place(eqn.outvars[0].aval.shape, start)
+    return _window(as_lazy(x), [-low for low, _, _ in widths], aval_of(eqn.outvars[0]).shape)
 
 
-def _slice(eqn: Any, x: Lazy) -> Lazy | None:
-    p = eqn.params
-    if any(step != 1 for step in p["strides"] or ()):
+def _slice(eqn: JaxprEqn, x: Lazy) -> Lazy | None:
+    if any(step != 1 for step in eqn.params["strides"] or ()):
         return None
-    return _crop(x, zip(p["start_indices"], p["limit_indices"], strict=True))
+    return _window(x, eqn.params["start_indices"], aval_of(eqn.outvars[0]).shape)
 
 
-def _crop(x: Lazy | None, ranges: Iterable[tuple[int, int]]) -> Lazy | None:
-    for axis, (low, high) in enumerate(ranges):
-        x = None if x is None else x.cut(axis, low, high - low)
+def _window(x: Lazy, start: Sequence[int], shape: Sequence[int]) -> Lazy | None:
+    """Slice or pad all axes."""
+    for axis, (first, size) in enumerate(zip(start, shape, strict=True)):
+        window = x.window(axis, first, size)
+        if window is None:
+            return None
+        x = window
     return x
 
 
-def _concatenate(eqn: Any, *values: Any) -> Lazy:
-    aval, axis, offset = eqn.outvars[0].aval, eqn.params["dimension"], 0
-    total = Lazy(tuple(aval.shape), aval.dtype)
+def _concatenate(eqn: JaxprEqn, *values: Value) -> Lazy | None:
+    aval, axis, offset = aval_of(eqn.outvars[0]), eqn.params["dimension"], 0
+    parts: list[Lazy | None] = []
     for value in map(as_lazy, values):
-        start = [offset if i == axis else 0 for i in range(len(aval.shape))]
-        total = total.add(value.place(aval.shape, start))
+        parts.append(value.window(axis, -offset, aval.shape[axis]))
         offset += value.shape[axis]
-    return total
+    whole = all_or_none(parts)
+    return None if whole is None else functools.reduce(Lazy.add, whole)
 
 
-def _update_slice(_: Any, zeros: Any, update: Any, *start: Any) -> Lazy | None:
+def _update_slice(_: JaxprEqn, zeros: Value, update: Value, *start: Array) -> Lazy | None:
     """Insert an array at a traced index into zeros, as in the gradient of `dynamic_slice`."""
     axes = [i for i, n in enumerate(zeros.shape) if n != update.shape[i]]
     if not isinstance(zeros, Lazy) or zeros.terms or len(axes) != 1 or update.shape[axes[0]] != 1:
         return None
-    number = _as_row_numbers(jnp.asarray(start[axes[0]]))
-    number = jnp.clip(number, 0, zeros.shape[axes[0]] - 1).astype(jnp.int32)
-    others = [i for i in range(len(zeros.shape)) if i not in axes]
-    return _rows_at(as_lazy(update), number, axes[0], zeros.shape[axes[0]], others)
+    (axis,), others = axes, [i for i in range(len(zeros.shape)) if i not in axes]
+    number = _row_numbers(jnp.asarray(start[axis]), zeros.shape[axis], is_clipped=True)
+    return _rows_at(as_lazy(update), number, axis, zeros.shape[axis], others)
 
 
-def _reverse(eqn: Any, x: Lazy) -> Lazy | None:
+def _reverse(eqn: JaxprEqn, x: Lazy) -> Lazy | None:
     """Reverse axes by reversing all of their labels."""
     turned = eqn.params["dimensions"]
 
     def reversed_(term: Term) -> Term:
         for i in turned:
-            (labels, start), size = term.axes[i], term.shape()[i]
+            (labels, start), size = term.axes[i], term.shape[i]
             term = term.with_axis(i, Axis(labels, x.shape[i] - start - size))
             for k in labels:
                 term = term.along(k, lambda array, axis: lax.rev(array, [axis]))
@@ -276,7 +284,7 @@ def _reverse(eqn: Any, x: Lazy) -> Lazy | None:
     return None if any(_is_hot(x, axis) for axis in turned) else x.map(reversed_)
 
 
-def _select(_: Any, which: Array, *cases: Any) -> Lazy:
+def _select(_: JaxprEqn, which: Array, *cases: Value) -> Lazy:
     """Select by a scalar: set the factors of the other cases to zero, even if they are NaN."""
 
     def kept(i: int, f: Factor) -> Factor:
@@ -287,7 +295,7 @@ def _select(_: Any, which: Array, *cases: Any) -> Lazy:
     return replace(lazy[0], terms=tuple(terms))
 
 
-def _unstack(eqn: Any, x: Lazy) -> list[Lazy] | None:
+def _unstack(eqn: JaxprEqn, x: Lazy) -> list[Lazy] | None:
     axis = eqn.params["axis"]
     left = [i for i in range(len(x.shape)) if i != axis]
     parts = None if _is_hot(x, axis) else _parts(x, axis, [1] * x.shape[axis])
@@ -296,9 +304,9 @@ def _unstack(eqn: Any, x: Lazy) -> list[Lazy] | None:
 
 def _parts(x: Lazy, axis: int, sizes: Sequence[int]) -> list[Lazy] | None:
     starts = itertools.accumulate(map(int, sizes[:-1]), initial=0)
-    parts = [x.cut(axis, start, int(n)) for start, n in zip(starts, sizes, strict=True)]
-    whole = [part for part in parts if part is not None]
-    return whole if len(whole) == len(parts) else None
+    return all_or_none(
+        x.window(axis, start, int(n)) for start, n in zip(starts, sizes, strict=True)
+    )
 
 
 RULES: dict[str, Rule] = {
@@ -320,10 +328,10 @@ RULES: dict[str, Rule] = {
     "select_n": Rule(_select, _of_one_number),
     "dynamic_update_slice": Rule(_update_slice, (0, 1)),
     "neg": Rule(lambda _, x: x.scale(jnp.asarray(-1, x.dtype))),
-    **dict.fromkeys(("add", "add_any"), Rule(_add, None)),
+    **dict.fromkeys(("add", "add_any"), Rule(_add, (0, 1))),
     "mul": Rule(_multiply, _by_number),
     "div": Rule(_divide, _by_number),
-    "concatenate": Rule(_concatenate, None),
+    "concatenate": Rule(_concatenate, lambda eqn: range(len(eqn.invars))),
     # The gradient of concatenated parameters is split.
     "split": Rule(lambda eqn, x: _parts(x, eqn.params["axis"], eqn.params["sizes"])),
     "unstack": Rule(_unstack),

@@ -147,6 +147,25 @@ def test_factor_that_would_overflow_in_float16():
     np.testing.assert_allclose(norms, [size_of(g) for g in wanted], rtol=1e-3)
 
 
+@pytest.mark.parametrize("size", [1e36, 1.0])
+@pytest.mark.parametrize("divisor", [1e37, 8e37, 9e37, 3e38])
+@pytest.mark.parametrize("is_static", [True, False])
+def test_weight_divided_by_a_large_number_has_its_gradient_or_zero(size, divisor, is_static):
+    # The reciprocal of a number above 8.5e37 is subnormal, and flushed to 0 on a CPU. XLA divides
+    # by multiplying by the reciprocal as well, except for traced divisors in JAX 0.7.
+    def loss(w, example):
+        x, number = example
+        return jnp.sum(x @ (w / (np.float32(divisor) if is_static else number)))
+
+    w, x = np.zeros((16, 16), np.float32), np.full((2, 2, 16), size, np.float32)
+    batch = x, np.full(2, divisor, np.float32)
+    assert gcx.per_example.explain(loss)(w, batch)["params"].method == "gram"
+    wanted = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(w, batch)
+    norms = jax.jit(gcx.per_example.norms(loss))(w, batch)
+    is_flushed = divisor > 8.5e37 and not np.any(norms)
+    assert is_flushed or norms == pytest.approx([size_of(g) for g in wanted], rel=1e-5)
+
+
 def test_dropped_row_whose_cotangent_is_nan():
     def loss(tables, example):
         ids, scale = example
