@@ -114,7 +114,7 @@ def clip_cotangent(
 def _as_inexact(x: Any) -> Array:
     is_array = isinstance(x, (jax.Array, np.ndarray, np.generic, float, complex))
     if not (is_array and jnp.issubdtype(jnp.result_type(x), jnp.inexact)):
-        rule, hint = "a floating or complex array", "Integers have no cotangent."
+        rule, hint = "a floating or complex array", "Integers are not differentiable."
         hint = hint if is_array else "Use `jax.tree.map` to apply it to each array of a pytree."
         got = describe(x) if is_array else type(x).__name__
         raise type_error("x", rule, got, hint)

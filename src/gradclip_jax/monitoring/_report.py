@@ -64,7 +64,7 @@ def incidents(state: Any) -> list[Incident]:
     log = plain_arrays(_log_of(state))
     refuse_traced("state", log.rows)
     if np.ndim(log.rows) > 2:
-        rule, hint = "of one run", "Of seed i pass `jax.tree.map(lambda x: x[i], state)`."
+        rule, hint = "the state of one run", "Select seed i: `jax.tree.map(lambda x: x[i], state)`."
         raise value_error("state", rule, f"one that was vmapped over {len(log.rows)}", hint)
     return read_log(log)
 

@@ -124,14 +124,15 @@ def tap(x: Array, probe: Array | None) -> Array:
         [2.3333, 2.8868, 1.6176]
     """
     if not jnp.issubdtype(dtype_of(x), jnp.floating):
-        raise type_error("x", "a real floating array", describe(x), "Tap its real part by itself.")
+        hint = "Tap the real and the imaginary part separately."
+        raise type_error("x", "a real floating array", describe(x), hint)
     if probe is None:
         return x
     if np.shape(probe) != _SHAPE:
         hint = "Pass one row inside `lax.scan`: give the probes to it as `xs`."
         raise value_error("probe", f"float32{list(_SHAPE)}", describe(probe), hint)
     if dtype_of(probe) != jnp.float32:
-        hint = "Leave probes out where parameters are cast."
+        hint = "Do not cast probes together with the parameters."
         raise type_error("probe", f"float32{list(_SHAPE)}", describe(probe), hint)
     # The transpose of this cast sums the statistics over all devices.
     return _tap(x, vary(jnp.asarray(probe), varying_axes(x)))

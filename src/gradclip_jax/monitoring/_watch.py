@@ -304,9 +304,9 @@ def _checked_sums(stats: Tree, tap_names: list[str]) -> Any:
     """Return the sums of all taps; raise if the statistics do not match the probes."""
     found, sums = read_sums("taps", stats)
     if found != tap_names:
-        rule = f"the statistics of {listed(tap_names)}" if tap_names else "left out"
+        rule = f"statistics of the taps {listed(tap_names)}" if tap_names else "omitted"
         hint = "Pass the probes of the model to `watch`: `watch(optimizer, taps=probes)`."
-        raise value_error("taps", rule, f"those of {listed(found)}", hint)
+        raise value_error("taps", rule, f"statistics of the taps {listed(found)}", hint)
     return sums
 
 
@@ -325,7 +325,7 @@ def _check_shapes(norms: dict[str, Any], measured: dict[str, Array]) -> None:
     )
     if given != expected:
         hint = "Call `init(params)` of this `watch`, or convert with `convert_state`."
-        raise value_error("state", f"one with the norms {expected}", given, hint)
+        raise value_error("state", f"a `WatchState` with the norms {expected}", given, hint)
 
 
 def _outcome(

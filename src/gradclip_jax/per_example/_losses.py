@@ -105,7 +105,7 @@ def _batch_size(split: Split, args: Sequence[Tree]) -> int:
             sizes.setdefault(np.shape(x)[0], leaf_path(f"args[{i}]", path))
     if len(sizes) != 1:
         got = ", ".join(f"{size} at {place}" for size, place in sizes.items()) or "no leaves"
-        rule, hint = "arrays with equal first axes", "Pass one row per example in every leaf."
+        rule, hint = "arrays of equal length", "Pass one row per example in every leaf."
         raise value_error("batch", rule, got, hint)
     return next(iter(sizes))
 
