@@ -30,7 +30,7 @@ def power_of(x: Array, exponent: Any) -> Array:
 
 
 def where_finite(finite: Array, proposed: Any, before: Any) -> Any:
-    """Select the new averages where `finite` is true and all of them are finite, else the old."""
+    """Select the new averages where `finite` is true and all of them are finite."""
     finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, jax.tree.leaves(proposed)), finite)
     return optax.tree.where(finite, optax.tree.cast_like(proposed, before), before)
 

@@ -118,7 +118,7 @@ def zscore(
     relearn_after: int = 25,
     allow_negative: bool = False,
 ) -> Rule:
-    """Clip norms whose z-score exceeds `z_threshold`, with lower thresholds for larger outliers.
+    """Clip norms whose z-score exceeds `z_threshold`; larger outliers are clipped to lower norms.
 
     With `z = (norm - mean) / std`, the threshold of an outlier is
     `mean + z_threshold^2 / z * std`. Both moving averages are updated with the clipped norm. As in

@@ -286,7 +286,7 @@ def _as_factor(reaction: Reaction) -> Callable[[Array, Array], Array]:
 
 
 def _check_sharded_alike(argument: str, units: Units, leaves: list[Array]) -> None:
-    """Raise if the norms of a rule with a state vary over different mesh axes."""
+    """Raise if a stateful threshold rule has norms that vary over different mesh axes."""
     if units.is_local and len(set(map(varying_axes, leaves))) > 1:
         rule = "a threshold without state if leaves are sharded over different mesh axes"
         hint = "Clip leaves with different sharding separately with `optax.partition`."
@@ -306,7 +306,7 @@ def _root_mean_squares(
 
 
 def _stacked(values: Norms, norms: Norms) -> list[Array]:
-    """Stack the values of all units whose norms have the same type."""
+    """Stack the values whose norms have the same shape, dtype and sharding."""
     by_type: dict[Any, list[Array]] = {}
     for value, norm in zip(values, norms, strict=True):
         by_type.setdefault(jax.typeof(norm), []).append(value)

@@ -1,4 +1,4 @@
-"""Granularities, which divide a tree into units whose elements share one norm."""
+"""Granularities, which define the sets of elements (units) that share one norm."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence

@@ -65,7 +65,7 @@ Units: TypeAlias = Groups | Slices
 
 
 def tree_units(leaves: Sequence[Any], tree: Tree = None) -> Groups:
-    """Return a single unit for the whole tree."""
+    """Return one unit that contains all leaves."""
     return Groups((0,) * len(leaves), 1)
 
 
@@ -327,7 +327,7 @@ def _unit_norms_jvp(
 
 
 def _of_leaves(values: Norms, units: Units) -> Norms:
-    """Return the value of each leaf's unit, or the first value for a leaf without a unit."""
+    """Return the value that belongs to each leaf, or the first value for a leaf without a norm."""
     return [values[i or 0] for i in units.entries]
 
 

@@ -32,7 +32,7 @@ class Rule:
 
     A rule is elementwise. Norms are float32 arrays of any shape with one element per unit; the
     shape is () for the global norm. Each array of the state has shape () or a shape that ends with
-    the shape of the norms. State entries of units with a non-finite norm keep their old values.
+    the shape of the norms. Where a norm is non-finite, the state keeps its old value.
 
     Attributes:
         init: Function `zeros -> state` that returns the initial state; `zeros` has the shape of the
@@ -41,7 +41,7 @@ class Rule:
             norm before clipping; `param_norm` is None unless `uses_params`. The threshold has the
             unit of the norm. A threshold <= 0 results in a zero update.
         uses_params: Whether `update` needs the norms of the parameters of each unit.
-        counts_steps: Whether the state is a step count, which also increases at steps with a
+        counts_steps: Whether the state is a step count, which must also increase in steps with a
             non-finite norm.
         allow_negative: Whether `update` supports values that may be zero or negative, such as
             losses.
@@ -197,7 +197,7 @@ def _where_finite(finite: Array, proposed: Any, state: Any) -> Any:
 
 
 class Assignment(NamedTuple):
-    """A rule and the indices of the entries of `Norms` that it applies to."""
+    """A threshold rule, and the indices of the norms that it applies to."""
 
     rule: Rule
     entries: tuple[int, ...]

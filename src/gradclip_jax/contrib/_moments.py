@@ -65,7 +65,7 @@ def moment_transformation(
     keeps_first: bool = True,
     needs_params: bool = False,
 ) -> optax.GradientTransformation:
-    """Return a transformation that applies `step_of(step_count)` to each leaf."""
+    """Return a transformation that applies the function `step_of(step_count)` to each leaf."""
 
     def init(params: Tree) -> MomentState:
         zeros = wide_zeros(params)

@@ -33,8 +33,8 @@ def u_clip(clip: optax.GradientTransformation) -> optax.GradientTransformationEx
 
     Each step computes `u = clip(g + carry)` and then `carry = g + carry - u`, so that the updates
     and the carry add up to the sum of all gradients. This needs a buffer of the size of the
-    parameters and an additional pass over the gradients. A spike is also carried over completely;
-    use `skip_large_norm` to discard bad batches.
+    parameters and an additional pass over the gradients. The clipped part of a spike is also added
+    to later gradients; use `skip_large_norm` to discard bad batches.
 
     | step | effect |
     | --- | --- |

@@ -1,4 +1,4 @@
-"""Measurements of gradients and updates by unit, and the unit that an incident names."""
+"""Norms of gradients and updates by leaf or layer, and the location of a fault."""
 
 from typing import Any
 

@@ -22,18 +22,18 @@ KINDS = (
     *("nan", "infinity", "norm", "loss", "update", "skipped", "held", "clipped", "leaf"),
     *("parameter", "zero", "drift", "replica", "unchanged"),
 )
-"""What was wrong, and what became of the step; in a state flag i is 2^i."""
+"""Kinds of faults and outcomes of a step; kind i is stored as the bit 2^i."""
 
 FATES = ("skipped", "held", "unchanged", "clipped")
-"""The kinds that say what became of the step."""
+"""The kinds that describe the outcome of the step."""
 
 _CODES = {math.inf: UNBOUNDED, None: -UNBOUNDED}
-"""What stands for a field that is None or infinite by default."""
+"""Finite values that represent infinity and None in a log."""
 
 _NO_BATCH = np.iinfo(np.int32).min
 
 STREAK = 8
-"""Equal incidents at most this many steps apart are one streak."""
+"""Maximum number of steps between two equal incidents of the same streak."""
 
 
 class Incident(NamedTuple):
@@ -162,7 +162,7 @@ class Incident(NamedTuple):
         return parts
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as strict JSON values, and the sentence under the key "sentence".
+        """Return all fields as JSON values, with the text of the incident as "sentence".
 
         An infinite threshold becomes None. Other non-finite numbers become strings that `float` can
         parse.
@@ -183,7 +183,7 @@ class Incident(NamedTuple):
 
 
 def _compared(value: float, threshold: float) -> str:
-    """Format a value, with its threshold if the value is above it."""
+    """Format a value, followed by its threshold if the value exceeds the threshold."""
     is_above = math.isfinite(value) and value > threshold and threshold < UNBOUNDED
     return _short(value) + (f" above {_short(threshold)}" if is_above else "")
 

@@ -75,8 +75,8 @@ def outliers(
 ) -> Rule:
     """Threshold rule: a moving average plus a multiple of the standard deviation.
 
-    An outlier enters the average as the threshold, so that later outliers are still detected, and
-    with a weight of 1 / 4, so that the average follows a lasting rise within some steps.
+    An outlier is replaced by the threshold before it is averaged, so that later outliers are still
+    detected. Its weight is 1 / 4, so that the average adapts to a lasting increase in a few steps.
 
     Args:
         z_threshold: Number of standard deviations; elementwise, like the other arguments.
@@ -203,7 +203,7 @@ def _of_others(changes: Array) -> Array:
     """Return the mean change of the other units for each unit; 0 for the whole tree.
 
     A difficult batch raises the norms of all units, so changes are measured relative to the other
-    units. NaN is ignored. Each unit contributes a change of at most a factor of 20.
+    units. NaN is ignored. The change of each unit is limited to a factor of 20.
     """
     known = ~jnp.isnan(changes[:, 1:])
     bounded = jnp.where(known, jnp.clip(changes[:, 1:], -3, 3), 0)
@@ -229,14 +229,14 @@ def _drifts(
 
 
 def _dead(levels: Levels, norms: Array, count: Scalar) -> tuple[Array, Array, Array]:
-    """Detect gradients that have become zero; update the shares and streaks of zero gradients."""
+    """Detect gradients that have become zero, and update the counts of zero gradients."""
     least = np.repeat(_EXPECTED, [1, norms.size - 1])
 
     def is_dead(share: Array, streak: Array) -> Array:
         return (count >= WARM_UP) & (streak * jnp.log(share) < least)
 
     is_zero = (norms == 0).astype(jnp.float32)
-    # Add half a zero to the share, so that a single zero gradient is not an incident.
+    # Start from half a zero gradient, so that a single one is not an incident.
     prior = jnp.maximum(levels.zero_share, 0.5 / (jnp.minimum(count, LONG) + 1))
     streak = jnp.where(norms == 0, levels.zero_streak + 1, 0)
     dead = is_dead(prior, streak) & ~is_dead(prior, levels.zero_streak)

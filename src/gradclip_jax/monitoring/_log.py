@@ -18,7 +18,7 @@ _NORMS = ("gradient_norm", "update_norm", "parameter_norm", "update_ratio", "lar
 
 
 class Log(NamedTuple):
-    """The columns and incidents of a training log.
+    """Columns of metrics and incidents of a training log.
 
     Attributes:
         steps: float64[rows], step of each row.
@@ -153,7 +153,7 @@ def _parsed(path: Any) -> list[Any]:
 def _last_of_each_step(rows: Sequence[Any]) -> list[Any]:
     """Drop rows that are repeated after a resume; if the step decreases, the later rows count."""
     key = "step" if "step" in rows[0] else "watch_step"
-    # Distinguish the micro-steps of one step, and calls that `watch` did not count.
+    # Distinguish the micro-steps of one step, and steps that `watch` did not count.
     is_unique = key == "step" and not any(name.startswith("mini_step") for name in rows[-1])
     kept: list[Any] = []
     for row in rows:

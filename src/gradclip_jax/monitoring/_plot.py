@@ -24,7 +24,7 @@ _MAX_CAPTIONS = 12
 
 @public
 def plot_log(log: Any, *, incidents: Sequence[Any] = (), dark: bool = False) -> Any:
-    """Plot the loss of a run and heat maps with one row for each unit or tap.
+    """Plot the loss of a run, and heat maps with one row for each leaf, layer or tap.
 
     The x axis is the step. The heat maps show the gradient norm and the ratio of update to
     parameter norm of each unit of `watch`, and the RMS and kurtosis of the activations of each tap,

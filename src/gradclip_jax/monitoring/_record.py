@@ -187,9 +187,9 @@ def leaf_norm_history(state: Any, params: Tree) -> dict[str, np.ndarray[Any, Any
 def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
     """Suggest a `max_norm` as a percentile of recorded norms.
 
-    The default, the median, was the best of five percentiles over the problems of docs/study.md. It
-    clips every second step, so try a larger learning rate with it. The 90th percentile clips only
-    outliers.
+    The default, the median, was the best of five percentiles over the problems of docs/study.md.
+    This threshold clips every second step, so consider a larger learning rate. The 90th percentile
+    clips only outliers.
 
     Args:
         norms: Norms of any shape, such as `norm_history(state)`, also of several seeds. Non-finite

@@ -1,4 +1,4 @@
-"""Incidents on the host, and diagnostics that locate the cause of an incident."""
+"""Functions that read incidents on the host and locate the cause of an incident."""
 
 import functools
 from collections.abc import Callable, Sequence

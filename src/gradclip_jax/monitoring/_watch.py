@@ -1,4 +1,4 @@
-"""Norms of gradient, update and parameters by unit, and detection of incidents."""
+"""Norms of gradients, updates and parameters by leaf or layer, and detection of faults."""
 
 import functools
 from collections.abc import Sequence
@@ -318,7 +318,7 @@ def _checked_batch_id(batch_id: Any) -> Any:
 
 
 def _check_shapes(norms: dict[str, Any], measured: dict[str, Array]) -> None:
-    """Raise if the state belongs to another tree, granularity or `of`."""
+    """Raise if the state was created for another tree or with other arguments of `watch`."""
     given, expected = (
         ", ".join(f"{kind}[{np.shape(x)[-1]}]" for kind, x in sorted(tree.items()))
         for tree in (norms, measured)

@@ -58,7 +58,7 @@ def value_and_grad(
     num_real_microbatches: Number | None = None,
     axis_name: AxisName = None,
 ) -> Callable[..., tuple[tuple[Array, Stats], Tree]]:
-    """Clip the gradient of each example, then average, in one backward pass.
+    """Compute the mean of clipped per-example gradients in one backward pass.
 
     `grads = sum of w_i g_i min(1, max_norm / |g_i|) / sum of w_i`, where `g_i` is the gradient of
     `fun` for example i and `w_i` is its weight, which is 1 without `has_weight`. Per-example

@@ -27,7 +27,7 @@ _REMAT = {"remat", "remat2", "checkpoint"}
 def evaluate(
     closed: core.ClosedJaxpr, operands: Sequence[Value], chosen: Sequence[bool]
 ) -> list[Value]:
-    """Evaluate a jaxpr and keep the selected outputs lazy where rules allow.
+    """Evaluate a jaxpr, and return the selected outputs as lazy arrays if all rules support it.
 
     Args:
         closed: Closed jaxpr.

@@ -51,7 +51,8 @@ class Axis(NamedTuple):
     """One axis of the value of a term.
 
     Attributes:
-        labels: Labels that are flattened into this axis in row-major order; empty for length one.
+        labels: Labels of the factors that are flattened into this axis, in row-major order; empty
+            for length one.
         start: Offset of the product along this axis; the value is zero outside the product.
     """
 
@@ -166,7 +167,7 @@ class Term:
         return None if is_left else replace(term, axes=tuple(axes))
 
     def split_label(self, label: int, first: int) -> "tuple[Term, Labels]":
-        """Split a label in two, the first of the given length."""
+        """Split a label into two labels, where the first one has the given length."""
         halves = self.fresh(2)
 
         def split(x: Array, axis: int) -> Array:
@@ -246,7 +247,7 @@ class Lazy:
         return Lazy(shape, self.dtype, tuple(terms))
 
     def stack(self, length: int, *, summed: bool) -> "Lazy":
-        """Label the leading axis of all factors, which is summed over or becomes a new axis."""
+        """Label the leading axis of all factors, which is then summed over or kept as an axis."""
 
         def stacked(term: Term) -> Term:
             (k,) = term.fresh()

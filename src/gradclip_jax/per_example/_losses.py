@@ -111,7 +111,7 @@ def _batch_size(split: Split, args: Sequence[Tree]) -> int:
 
 
 def _note(split: Split, args: Sequence[Tree], size: int, example: Example) -> str:
-    """Return a note for errors in the loss: shapes of one example, arguments not split."""
+    """Return a note for errors in the loss, which lists shapes and unsplit arguments."""
     shapes = ", ".join(describe(x) for x in jax.tree.leaves(example))
     note = f"`fun` was called with one example, without a batch axis: {shapes}."
     for i, arg in enumerate(args):
@@ -179,14 +179,14 @@ def by_label(labels: Iterable[Any], rows: Sequence[Array]) -> Array | dict[Any, 
 
 
 def part_of(tree: Tree, parts: int, index: Array) -> Tree:
-    """Select examples index, index + parts, ..., so that every device contributes examples."""
+    """Select every `parts`-th example from `index` on, so that no device is idle."""
     return jax.tree.map(lambda x: every_nth(x, index, parts), tree)
 
 
 def sum_parts(
     step: Callable[[Tree], tuple[Tree, Tree]], batch: Tree, parts: int, real: Number | None
 ) -> tuple[Tree, Tree]:
-    """Run `step` for each real micro-batch; sum its first output and concatenate its second."""
+    """Run `step` for each micro-batch; sum its first output and concatenate its second."""
     if parts == 1 and real is None:
         return step(batch)
     program = trace(lambda index: step(part_of(batch, parts, index)), jnp.int32(0))

@@ -166,7 +166,7 @@ def _part_square(part: Value, zero: Scalar) -> tuple[Scalar, Scalar]:
 
 
 def _gram(f: Factor, term: Term) -> tuple[Factor, Factor, Scalar]:
-    """Return the Gram matrix of a factor, a bound of its magnitude, and its relative error.
+    """Return the Gram matrix of a factor, a bound on its magnitude, and its relative error.
 
     A matrix product may sum sequentially, with an error of 1.6e-5 for 4,096 equal numbers. To
     measure this error, compute the diagonal again with `sum`, which uses pairwise summation.

@@ -193,7 +193,7 @@ def explain(
             costs.update(zip(paths, map(_cost, outputs.grads), strict=True))
             return outputs.value
 
-        # Trace only these arguments: the others need not be arrays.
+        # Trace only these arguments, because the others may not be arrays.
         traced = {i % len(args) for i in (*positions(argnums), *positions(batch_argnums))}
         jax.eval_shape(visit, {i: args[i] for i in traced})
         return costs

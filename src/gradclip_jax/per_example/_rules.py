@@ -112,7 +112,7 @@ def _without_dropped(f: Factor, rows: Factor) -> Factor:
 
 
 def _added_to(eqn: JaxprEqn) -> Sequence[int]:
-    """Return the operands of a scatter that may be gradients.
+    """Return the positions of the operands of a scatter that may be gradients.
 
     If the updates have fewer than two window axes, they are activations and become a factor.
     """

@@ -112,7 +112,7 @@ def _add_inexact(
     exact_norms: Callable[[list[Value]], tuple[list[Array], list[Scalar]]],
     summed: Callable[[Outputs, list[Array], Array], list[Array]],
 ) -> tuple[list[Array], list[Array]]:
-    """Measure and add the inexact examples one at a time on each device."""
+    """Process inexact examples one at a time on each device."""
     size = outputs.value.shape[0]
     steps = size // math.gcd(size, device_count(outputs.value))
     of_steps = is_exact_example.reshape(-1, steps).all(0)
