@@ -37,7 +37,9 @@ from ._threshold import (
     assign_rules,
     check_params,
     group_name,
+    init_state,
     init_states,
+    is_rule,
 )
 
 Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Any]
@@ -135,6 +137,8 @@ def norm_clip(
     # A number is an argument of the compiled function; other thresholds become rules.
     number = threshold if is_scalar(threshold, jnp.floating, jnp.integer) else None
     rules = as_rules(argument, threshold, by_label=by_label)
+    every_rule = jax.tree.leaves(list(rules.values()) if by_label else rules, is_leaf=is_rule)
+    has_state = any(jax.tree.leaves(init_state(rule)) for rule in every_rule)
     clip_leaves = jax.jit(
         functools.partial(
             _clip_leaves, factor_of=factor_of, ord=order, axis_name=axes, drop=nonfinite == "zero"
@@ -164,11 +168,11 @@ def norm_clip(
         if number is not None:
             clipped, state = clip_leaves(units, (), leaves.arrays, None, (), number)
             return leaves.replace(clipped), state
-        assigned = assign_rules(argument, rules, units, updates)
-        states = init_states(assigned, norm_shapes(units, leaves.arrays))
-        if states:
+        assigned, states = assign_rules(argument, rules, units, updates), ()
+        if has_state and assigned:
             check_state(state, ClipState)
-            if jax.tree.structure(states) != jax.tree.structure(state.rules):
+            expected = tuple(init_state(rule) for rule, _ in assigned)
+            if jax.tree.structure(expected) != jax.tree.structure(state.rules):
                 rule, hint = f"a `ClipState` for this `{argument}`", "Call `init(params)` first."
                 raise type_error("state", rule, "the state of another clip", hint)
             states = state.rules

@@ -39,7 +39,7 @@ class Groups(NamedTuple):
     size: int
     names: tuple[Any, ...] = ()
 
-    is_local = is_rms = False
+    is_local = False
 
 
 class Slices(NamedTuple):
