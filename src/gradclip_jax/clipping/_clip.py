@@ -176,7 +176,10 @@ def norm_clip(
                 rule, hint = f"a `ClipState` for this `{argument}`", "Call `init(params)` first."
                 raise type_error("state", rule, "the state of another clip", hint)
             states = state.rules
-            _check_sharded_alike(argument, units, leaves.arrays)
+            if units.is_local and len(set(map(varying_axes, leaves.arrays))) > 1:
+                rule = "a threshold without state if leaves are sharded over different mesh axes"
+                hint = "Clip leaves with different sharding separately with `optax.partition`."
+                raise value_error(argument, rule, "a rule with state", hint)
         param_leaves = None
         if any(rule.uses_params for rule, _ in assigned):
             check_params(updates, params)
@@ -329,14 +332,6 @@ def _as_factor(reaction: Reaction) -> Callable[[Array, Array], Array]:
         return jnp.where(threshold > 0, factor, jnp.sign(jnp.maximum(threshold, 0)))
 
     return factor_of
-
-
-def _check_sharded_alike(argument: str, units: Units, leaves: list[Array]) -> None:
-    """Raise if the norms of a rule with a state vary over different mesh axes."""
-    if units.is_local and len(set(map(varying_axes, leaves))) > 1:
-        rule = "a threshold without state if leaves are sharded over different mesh axes"
-        hint = "Clip leaves with different sharding separately with `optax.partition`."
-        raise value_error(argument, rule, "a rule with state", hint)
 
 
 def _summary(
