@@ -268,8 +268,9 @@ def _measured(
     if roots is None:
         return norms
     # XLA:CPU would repeat a division by a constant in every kernel that reads the result.
-    divisors = fusion_barrier([jnp.asarray(root, norm_dtype(norms)) for root in roots])
-    return list(map(jnp.divide, norms, divisors))
+    dtype = norm_dtype(norms)
+    divisors = {root: fusion_barrier(jnp.asarray(root, dtype)) for root in set(roots)}
+    return [norm / divisors[root] for norm, root in zip(norms, roots, strict=True)]
 
 
 def _total(norms: Norms, roots: list[float] | None, ord: float, axis_name: AxisName) -> Scalar:
