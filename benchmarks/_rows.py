@@ -171,6 +171,9 @@ ROWS = {
     "clip_by_leaf_norm": Row(
         _updated(_then_adamw(gcx.clip_by_leaf_norm(1.0))), "clip_by_block_rms"
     ),
+    "clip_by_block_rms": Row(
+        _updated(_then_adamw(gcx.clip_by_block_rms(1.0))), "clip_by_block_rms"
+    ),
     "adaptive_grad_clip": Row(
         _updated(_then_adamw(gcx.adaptive_grad_clip(0.01))), "adaptive_grad_clip"
     ),

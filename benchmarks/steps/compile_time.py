@@ -19,7 +19,13 @@ from benchmarks import _report
 from benchmarks._models import Model, deep, ppo
 from benchmarks._rows import OPTAX, ROWS, Maker
 
-CLIPS = ("clip_by_global_norm", "clip_by_leaf_norm", "adaptive_grad_clip")
+CLIPS = (
+    "clip_by_global_norm",
+    "clip_by_leaf_norm",
+    "clip_by_block_rms",
+    "adaptive_grad_clip",
+    "adagc",
+)
 TRACE, COMPILE = "trace, ms", "trace + compile, s"
 
 

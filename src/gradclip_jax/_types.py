@@ -1,10 +1,13 @@
 """Types of arguments and results."""
 
-from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, Union
 
 import jax
 import numpy as np
+
+if TYPE_CHECKING:
+    from .clipping._threshold import Rule
 
 Array: TypeAlias = jax.Array
 """An array or a tracer."""
@@ -30,10 +33,12 @@ Schedule: TypeAlias = Callable[[Any], Any]
 AxisName: TypeAlias = str | tuple[str, ...] | None
 """Mapped axes (`pmap`, `vmap`, `shard_map`) over which a tree is sharded."""
 
-Threshold: TypeAlias = Any
+Threshold: TypeAlias = Union[  # `|` does not support a forward reference
+    Number, Schedule, "Rule", Mapping[Any, Any], list[Any], tuple[Any, ...]
+]
 """A number > 0, a traced scalar, a schedule, a rule from `gcx.thresholds`, or a tree of those."""
 
-Labels: TypeAlias = Any
+Labels: TypeAlias = Hashable | Mapping[Any, Any] | list[Any]
 """A prefix tree of group labels, or a function `params -> labels`."""
 
 UNBOUNDED: Final = float(np.finfo(np.float32).max)

@@ -229,8 +229,7 @@ def adagc(
         return jnp.where(scaled < norms, jnp.minimum(scaled, thresholds), thresholds), state
 
     both, units = dataclasses.replace(rule, update=update), layers(num_layer_axes)
-    options: dict[str, Any] = {"nonfinite": nonfinite}
-    return norm_clip("relative", both, units, axis_name=axis_name, **options)
+    return norm_clip("relative", both, units, axis_name=axis_name, nonfinite=nonfinite)
 
 
 @public

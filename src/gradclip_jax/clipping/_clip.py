@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -20,7 +21,7 @@ from .._checks import (
     check_state,
     is_scalar,
 )
-from .._devices import map_arrays, shared
+from .._devices import fusion_barrier, groups_of_type, map_arrays, shared
 from .._errors import public, type_error, value_error
 from .._leaves import flatten, measured_shapes
 from .._mesh import max_over, replica_count, shard_axes, sum_over, varying_axes
@@ -36,7 +37,9 @@ from ._threshold import (
     assign_rules,
     check_params,
     group_name,
+    init_state,
     init_states,
+    is_rule,
 )
 
 Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Any]
@@ -134,6 +137,8 @@ def norm_clip(
     # A number is an argument of the compiled function; other thresholds become rules.
     number = threshold if is_scalar(threshold, jnp.floating, jnp.integer) else None
     rules = as_rules(argument, threshold, by_label=by_label)
+    every_rule = jax.tree.leaves(list(rules.values()) if by_label else rules, is_leaf=is_rule)
+    has_state = any(jax.tree.leaves(init_state(rule)) for rule in every_rule)
     clip_leaves = jax.jit(
         functools.partial(
             _clip_leaves, factor_of=factor_of, ord=order, axis_name=axes, drop=nonfinite == "zero"
@@ -163,15 +168,18 @@ def norm_clip(
         if number is not None:
             clipped, state = clip_leaves(units, (), leaves.arrays, None, (), number)
             return leaves.replace(clipped), state
-        assigned = assign_rules(argument, rules, units, updates)
-        states = init_states(assigned, norm_shapes(units, leaves.arrays))
-        if states:
+        assigned, states = assign_rules(argument, rules, units, updates), ()
+        if has_state and assigned:
             check_state(state, ClipState)
-            if jax.tree.structure(states) != jax.tree.structure(state.rules):
+            expected = tuple(init_state(rule) for rule, _ in assigned)
+            if jax.tree.structure(expected) != jax.tree.structure(state.rules):
                 rule, hint = f"a `ClipState` for this `{argument}`", "Call `init(params)` first."
                 raise type_error("state", rule, "the state of another clip", hint)
             states = state.rules
-            _check_sharded_alike(argument, units, leaves.arrays)
+            if units.is_local and len(set(map(varying_axes, leaves.arrays))) > 1:
+                rule = "a threshold without state if leaves are sharded over different mesh axes"
+                hint = "Clip leaves with different sharding separately with `optax.partition`."
+                raise value_error(argument, rule, "a rule with state", hint)
         param_leaves = None
         if any(rule.uses_params for rule, _ in assigned):
             check_params(updates, params)
@@ -196,53 +204,95 @@ def _clip_leaves(
     drop: bool,
 ) -> tuple[list[Array], ClipState]:
     """Compute norms, thresholds and factors; return the scaled leaves and the next state."""
-    norms = compared = unit_norms(leaves, units, ord, axis_name)
-    param_norms = None if params is None else unit_norms(params, units, ord, axis_name)
-    if isinstance(units, Slices) and units.is_rms:
-        compared = _root_mean_squares(norms, units, leaves, axis_name)
-        if param_norms is not None:
-            param_norms = _root_mean_squares(param_norms, units, leaves, axis_name)
-    if number is None:
-        thresholds, states = apply_rules(assigned, compared, states, param_norms)
-    else:
-        thresholds = [jnp.asarray(number).astype(norm_dtype(leaves))] * units.size
     over = axis_name if units.is_local else None
-    is_single = units.size == 1 and not norms[0].ndim
-    total = norms[0] if is_single else norm_of_leaves(_stacked(norms, norms), ord, over)
-    # A non-finite norm makes every leaf NaN or zero, on every device.
+    roots = _root_sizes(units, leaves, axis_name)
+    norms = _measured(leaves, units, roots, ord, axis_name)
+    param_norms = None if params is None else _measured(params, units, roots, ord, axis_name)
+    total = _total(norms, roots, ord, over)
     is_finite, bad = jnp.isfinite(total), 0 if drop else jnp.nan
 
-    def if_finite(threshold: Array) -> Array:
-        return lax.select(is_finite, threshold, jnp.full_like(threshold, bad))
+    def respond(norm: Array, threshold: Array) -> Array:
+        # A non-finite norm makes every leaf NaN or zero, on every device.
+        return factor_of(norm, lax.select(is_finite, threshold, jnp.full_like(threshold, bad)))
 
-    if is_single:
-        (threshold,) = thresholds
-        factor = jnp.where(is_finite, factor_of(compared[0], threshold), bad)
-        factors, fraction = [factor], (factor != 1).astype(factor.dtype)
+    if number is None:
+        thresholds, states = apply_rules(assigned, norms, states, param_norms)
+        factors = map_arrays(respond, norms, thresholds)
     else:
-        if number is None:
-            factors = map_arrays(lambda n, t: factor_of(n, if_finite(t)), compared, thresholds)
-        else:
-            limits = list(map(if_finite, thresholds[:1])) * units.size  # none for an empty tree
-            factors = map_arrays(factor_of, compared, limits)
-        stacks = _stacked(compared, compared)
-        if number is not None:
-            stacked_thresholds = thresholds[:1] * len(stacks)
-        elif len(assigned) == 1 and not states:  # elementwise, so the rule can be applied to stacks
-            of_params = param_norms and _stacked(param_norms, compared)
-            rule = Assignment(assigned[0].rule, tuple(range(len(stacks))))
-            stacked_thresholds, _ = apply_rules([rule], stacks, (), of_params)
-        else:
-            stacked_thresholds = _stacked(thresholds, compared)
-        threshold, factor, fraction = _summary(stacks, stacked_thresholds, factor_of, over)
-        factor, fraction = jnp.where(is_finite, factor, bad), jnp.where(is_finite, fraction, 1)
+        limit = jnp.asarray(number).astype(total.dtype)
+        thresholds = [limit] * units.size
+        # XLA:CPU would repeat the selection in the kernel of every leaf, but not a division.
+        limit = jnp.where(is_finite, limit, bad) / fusion_barrier(jnp.ones_like(limit))
+        factors = map_arrays(factor_of, norms, [limit] * units.size)
     clipped = scale_leaves(leaves, units, factors, drop=drop)
+    if _is_scalar(norms):
+        (threshold,), (factor,) = thresholds, factors
+        fraction = (factor != 1).astype(factor.dtype)
+    else:
+        # If the factors were stacked, XLA on CPU would compile a separate kernel for each leaf
+        # (JAX 0.10.2, 300 leaves: 12 s instead of 3.5 s).
+        stacks = _stacked(norms, norms)
+        if number is not None:
+            limits = thresholds[:1] * len(stacks)
+        elif len(assigned) == 1 and not states:  # elementwise, so the rule can be applied to stacks
+            of_params = None if param_norms is None else _stacked(param_norms, norms)
+            rule = Assignment(assigned[0].rule, tuple(range(len(stacks))))
+            limits, _ = apply_rules([rule], stacks, (), of_params)
+        else:
+            limits = _stacked(thresholds, norms)
+        threshold, factor, fraction = _summary(limits, list(map(respond, stacks, limits)), over)
     columns: Any = (total, jnp.minimum(threshold, UNBOUNDED), factor)
     if units.names:
         names = [group_name(name) for name in units.names]
         columns = (dict(zip(names, x, strict=True)) for x in (norms, thresholds, factors))
     columns = jax.tree.map(lambda x: x.astype(jnp.float32), (*columns, fraction))
     return clipped, ClipState(*columns, rules=states)
+
+
+def _root_sizes(units: Units, leaves: Sequence[Array], axis_name: AxisName) -> list[float] | None:
+    """The square root of the number of elements of each unit; None if norms are compared."""
+    if not isinstance(units, Slices) or not units.is_rms:
+        return None
+    sizes: list[int] = []
+    for x, axes in zip(leaves, units.axes, strict=True):
+        shards = replica_count(frozenset(), shard_axes(x, axis_name))
+        sizes.append(shards * math.prod(x.shape[axis] for axis in axes))
+    return [math.sqrt(max(size, 1)) for size in sizes]
+
+
+def _measured(
+    leaves: list[Array], units: Units, roots: list[float] | None, ord: float, axis_name: AxisName
+) -> Norms:
+    """Return the norm of each unit, divided by the root of its size for root mean squares."""
+    norms = unit_norms(leaves, units, ord, axis_name)
+    if roots is None:
+        return norms
+    # XLA:CPU would repeat a division by a constant in every kernel that reads the result.
+    dtype = norm_dtype(norms)
+    divisors = {root: fusion_barrier(jnp.asarray(root, dtype)) for root in set(roots)}
+    return [norm / divisors[root] for norm, root in zip(norms, roots, strict=True)]
+
+
+def _total(norms: Norms, roots: list[float] | None, ord: float, axis_name: AxisName) -> Scalar:
+    """Return the norm of all leaves."""
+    if _is_scalar(norms):
+        return norms[0] if roots is None else norms[0] * roots[0]
+    stacks = _stacked(norms, norms)
+    if roots is not None:
+        for i, group in enumerate(groups_of_type(norms)):
+            of_units = [np.full(norms[j].shape, roots[j], stacks[i].dtype) for j in group]
+            stacks[i] *= np.stack(of_units)
+    return norm_of_leaves(stacks, ord, axis_name)
+
+
+def _is_scalar(norms: Norms) -> bool:
+    """Return whether there is one norm, which is a scalar."""
+    return len(norms) == 1 and not norms[0].ndim
+
+
+def _stacked(values: Norms, norms: Norms) -> list[Array]:
+    """Stack the values whose norms have the same shape, dtype and sharding."""
+    return [jnp.stack([values[i] for i in group]) for group in groups_of_type(norms)]
 
 
 def _init_state(units: Units, rule_states: Any) -> ClipState:
@@ -285,47 +335,10 @@ def _as_factor(reaction: Reaction) -> Callable[[Array, Array], Array]:
     return factor_of
 
 
-def _check_sharded_alike(argument: str, units: Units, leaves: list[Array]) -> None:
-    """Raise if a stateful threshold rule has norms that vary over different mesh axes."""
-    if units.is_local and len(set(map(varying_axes, leaves))) > 1:
-        rule = "a threshold without state if leaves are sharded over different mesh axes"
-        hint = "Clip leaves with different sharding separately with `optax.partition`."
-        raise value_error(argument, rule, "a rule with state", hint)
-
-
-def _root_mean_squares(
-    norms: Norms, units: Slices, leaves: Sequence[Array], axis_name: AxisName
-) -> Norms:
-    """The root mean square of each unit."""
-    values: list[Array] = []
-    for norm, x, axes in zip(norms, leaves, units.axes, strict=True):
-        size = math.prod(x.shape[axis] for axis in axes)
-        size *= replica_count(frozenset(), shard_axes(x, axis_name))
-        values.append(norm / math.sqrt(max(size, 1)))
-    return values
-
-
-def _stacked(values: Norms, norms: Norms) -> list[Array]:
-    """Stack the values whose norms have the same shape, dtype and sharding."""
-    by_type: dict[Any, list[Array]] = {}
-    for value, norm in zip(values, norms, strict=True):
-        by_type.setdefault(jax.typeof(norm), []).append(value)
-    return [jnp.stack(column) for column in by_type.values()]
-
-
 def _summary(
-    norms: list[Array],
-    thresholds: list[Array],
-    factor_of: Callable[[Array, Array], Array],
-    axis_name: AxisName,
+    thresholds: list[Array], factors: list[Array], axis_name: AxisName
 ) -> tuple[Scalar, Scalar, Scalar]:
-    """The smallest threshold, the smallest factor, and the fraction of factors below 1.
-
-    The factors are computed again from stacks of norms. Stacking the existing factors would make
-    XLA on CPU compile separate kernels for each leaf (JAX 0.10.2, 300 leaves: 12 s instead of
-    3.5 s).
-    """
-    factors = list(map(factor_of, norms, thresholds))
+    """The smallest threshold, the smallest factor, and the fraction of factors below 1."""
     shards = [shard_axes(x, axis_name) for x in factors]
     everywhere = frozenset[str]().union(*shards)
     bound, factor = jnp.asarray(UNBOUNDED), jnp.ones(())

@@ -65,7 +65,7 @@ class Rule:
     allow_negative: bool = False
 
 
-def constant(value: Number) -> Rule:
+def constant(value: Any) -> Rule:
     """Return a rule with the same threshold at every step."""
     return Rule(lambda norm: (), lambda norm, state, param_norm: (jnp.asarray(value), state))
 
@@ -111,13 +111,14 @@ def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
 
     def update(norm: Array, state: Any, param_norm: Array | None) -> tuple[Array, Any]:
         assert param_norm is not None  # because of `uses_params`
-        floor, slope = (jnp.asarray(x).astype(param_norm.dtype) for x in (eps, ratio))
-        return jnp.maximum(param_norm, floor) * slope, state
+        dtype = param_norm.dtype
+        floor = jnp.asarray(eps).astype(dtype)
+        return jnp.maximum(param_norm, floor) * jnp.asarray(ratio).astype(dtype), state
 
     return Rule(lambda norm: (), update, uses_params=True)
 
 
-def as_rule(argument: str, threshold: Number | Schedule | Rule) -> Rule:
+def as_rule(argument: str, threshold: Threshold) -> Rule:
     """Convert a number or a schedule to a rule; return a rule unchanged."""
     if isinstance(threshold, Rule):
         return threshold
@@ -205,13 +206,15 @@ class Assignment(NamedTuple):
 
 def as_rules(argument: str, threshold: Threshold, *, by_label: bool) -> Any:
     """Return the rule of each threshold in a tree, or in a mapping from label to threshold."""
-    if by_label:  # `jax.tree` cannot sort labels of different types
+    if by_label and isinstance(
+        threshold, Mapping
+    ):  # `jax.tree` cannot sort labels of different types
         _check_labels(argument, threshold)
         return {key: as_rule(f"{argument}[{key!r}]", x) for key, x in threshold.items()}
-    if not jax.tree.leaves(threshold, is_leaf=_is_rule):
+    if not jax.tree.leaves(threshold, is_leaf=is_rule):
         return as_rule(argument, threshold)
     return jax.tree_util.tree_map_with_path(
-        lambda path, entry: as_rule(leaf_path(argument, path), entry), threshold, is_leaf=_is_rule
+        lambda path, entry: as_rule(leaf_path(argument, path), entry), threshold, is_leaf=is_rule
     )
 
 
@@ -248,7 +251,7 @@ def assign_rules(argument: str, rules: Any, units: Units, tree: Tree) -> tuple[A
         rule = "one threshold, or a mapping from labels to thresholds"
         hint = "Use `clip_by_leaf_norm` for a tree of thresholds."
         raise type_error(argument, rule, "a tree of thresholds", hint)
-    rule_of_leaf = broadcast_prefix(argument, rules, "updates", tree, _is_rule)
+    rule_of_leaf = broadcast_prefix(argument, rules, "updates", tree, is_rule)
     leaves = zip(rule_of_leaf, jax.tree.leaves(tree), strict=True)
     entries: dict[Rule, list[int]] = {}
     for i, rule in enumerate(rule for rule, x in leaves if is_measured(x)):
@@ -302,5 +305,6 @@ def _as_vector(norms: Norms) -> Array:
     return jnp.concatenate([x.reshape(-1) for x in norms] or [jnp.zeros(0)])
 
 
-def _is_rule(entry: Any) -> bool:
+def is_rule(entry: object) -> bool:
+    """Return whether an entry of a tree of thresholds is a rule."""
     return isinstance(entry, Rule)

@@ -157,8 +157,7 @@ def clip_by_global_norm(
     References:
         Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063.
     """
-    argument = "max_norm"
-    return norm_clip(argument, max_norm, ord=ord, axis_name=axis_name, nonfinite=nonfinite)
+    return norm_clip("max_norm", max_norm, ord=ord, axis_name=axis_name, nonfinite=nonfinite)
 
 
 @public
@@ -193,9 +192,9 @@ def zero_large_norm(
         >>> drop.update(jnp.array([3.0, 4.0]), None)[0].tolist()
         [0.0, 0.0]
     """
-    argument = "max_norm"
-    options: dict[str, Any] = {"nonfinite": "zero"}
-    return norm_clip(argument, max_norm, reaction="zero", ord=ord, axis_name=axis_name, **options)
+    return norm_clip(
+        "max_norm", max_norm, reaction="zero", ord=ord, axis_name=axis_name, nonfinite="zero"
+    )
 
 
 @public
@@ -237,10 +236,8 @@ def clip_by_leaf_norm(
         >>> updates["w"].tolist(), updates["b"].tolist()
         ([0.0, 1.0], [0.25])
     """
-    argument = "max_norm"
     units = layers(num_layer_axes)
-    options: dict[str, Any] = {"nonfinite": nonfinite}
-    return norm_clip(argument, max_norm, units, ord=ord, axis_name=axis_name, **options)
+    return norm_clip("max_norm", max_norm, units, ord=ord, axis_name=axis_name, nonfinite=nonfinite)
 
 
 @public
@@ -287,14 +284,14 @@ def clip_by_group_norm(
         >>> float(updates["fp8"][0]), float(state.grad_norm["body"])
         (9.0, 5.0)
     """
-    argument = "max_norms"
-    units = group(param_labels)
     if not isinstance(max_norms, Mapping):
         hint = "Pass, for example, `{'encoder': 1.0, 'decoder': 0.5}`."
         rule = "a mapping from label to threshold"
-        raise type_error(argument, rule, repr(max_norms), hint)
-    options: dict[str, Any] = {"nonfinite": nonfinite}
-    return norm_clip(argument, max_norms, units, ord=ord, axis_name=axis_name, **options)
+        raise type_error("max_norms", rule, repr(max_norms), hint)
+    units = group(param_labels)
+    return norm_clip(
+        "max_norms", max_norms, units, ord=ord, axis_name=axis_name, nonfinite=nonfinite
+    )
 
 
 @public
@@ -335,9 +332,8 @@ def clip_by_block_rms(
     References:
         Shazeer and Stern, 2018, arXiv 1804.04235, section 6.
     """
-    argument = "threshold"
     units = layers(num_layer_axes, rms=True)
-    return norm_clip(argument, threshold, units, axis_name=axis_name, nonfinite=nonfinite)
+    return norm_clip("threshold", threshold, units, axis_name=axis_name, nonfinite=nonfinite)
 
 
 @public
