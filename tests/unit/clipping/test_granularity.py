@@ -142,6 +142,18 @@ def test_stacked_rms_is_that_of_a_layer():
     np.testing.assert_allclose(updates, exact, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "grads", [{"w": jnp.float32([3.0, 4.0])}, {"w": jnp.full((2, 3), 2.0), "b": jnp.ones(5)}]
+)
+def test_clip_by_block_rms_reports_the_norm_of_all_leaves(grads):
+    _, state = step(gcx.clip_by_block_rms(0.5), grads)
+    np.testing.assert_allclose(
+        state.grad_norm, oracles.global_norm(jax.tree.leaves(grads)), rtol=1e-6
+    )
+    rms = [oracles.rms(x) for x in jax.tree.leaves(grads)]
+    np.testing.assert_allclose(state.clip_factor, 0.5 / max(rms), rtol=1e-6)
+
+
 def test_layers_without_elements_pass():
     grads = {"a": jnp.zeros((0, 3)), "b": jnp.zeros((2, 0)), "c": jnp.float32([[3.0], [4.0]])}
     updates, state = step(gcx.clip_by_leaf_norm(1.0, num_layer_axes=1), grads)
