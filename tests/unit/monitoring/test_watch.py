@@ -638,6 +638,26 @@ def test_a_device_with_other_parameters_is_named():
     assert "the parameters on device 3 differ from those on the others" in str(incident)
 
 
+@pytest.mark.parametrize("factor", [-1.0, 0.0])
+def test_a_device_that_applied_another_gradient_is_named(factor):
+    tx = gcx.watch(optax.sgd(0.1), replica_axis="data", check_every=1)
+    params = {"w": np.arange(1.0, 13.0, dtype="f").reshape(4, 3), "b": np.ones(3, "f")}
+    factors = np.ones(len(jax.devices()), "f")
+    factors[5] = factor
+
+    @functools.partial(jax.pmap, axis_name="data", in_axes=(0, None))
+    def two_steps(factor, params):
+        state = tx.init(params)
+        for _ in range(2):
+            grads = jax.tree.map(lambda p: p * factor, params)
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return state
+
+    (incident,) = gcx.incidents(jax.tree.map(lambda x: x[0], two_steps(factors, params)))
+    assert incident.step == 1 and incident.kinds == ("replica",) and incident.device == 5
+
+
 def test_colliding_names_are_escaped_and_a_newline_breaks_nothing():
     tree = {"a/b": np.ones(1, "f"), "a": {"b": np.ones(2, "f")}, "c\nd": np.ones(1, "f")}
     tx = gcx.watch(optax.sgd(0.1))
