@@ -1,13 +1,10 @@
 """Types of arguments and results."""
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, Union
+from typing import Any, Final, TypeAlias
 
 import jax
 import numpy as np
-
-if TYPE_CHECKING:
-    from .clipping._threshold import Rule
 
 Array: TypeAlias = jax.Array
 """An array or a tracer."""
@@ -32,11 +29,6 @@ Schedule: TypeAlias = Callable[[Any], Any]
 
 AxisName: TypeAlias = str | tuple[str, ...] | None
 """Mapped axes (`pmap`, `vmap`, `shard_map`) over which a tree is sharded."""
-
-Threshold: TypeAlias = Union[  # `|` does not support a forward reference
-    Number, Schedule, "Rule", Mapping[Any, Any], list[Any], tuple[Any, ...]
-]
-"""A number > 0, a traced scalar, a schedule, a rule from `gcx.thresholds`, or a tree of those."""
 
 Labels: TypeAlias = Hashable | Mapping[Any, Any] | list[Any]
 """A prefix tree of group labels, or a function `params -> labels`."""

@@ -26,12 +26,13 @@ from .._errors import public, type_error, value_error
 from .._leaves import flatten, measured_shapes
 from .._mesh import max_over, replica_count, shard_axes, sum_over, varying_axes
 from .._states import register_metrics
-from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Threshold, Tree
+from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Tree
 from ._formula import scale_factor, scale_leaf, zero_factor
 from ._granularity import Granularity, as_granularity, norm_shapes, select_groups
 from ._norm import Groups, Norms, Slices, Units, norm_dtype, norm_of_leaves, tree_units, unit_norms
 from ._threshold import (
     Assignment,
+    Threshold,
     apply_rules,
     as_rules,
     assign_rules,

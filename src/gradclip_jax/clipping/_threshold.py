@@ -8,7 +8,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from .._errors import public, type_error, value_error
 from .._leaves import is_measured
 from .._states import increment_where
 from .._tree_checks import broadcast_prefix, check_same_structure
-from .._types import UNBOUNDED, Array, Number, Schedule, Threshold, Tree
+from .._types import UNBOUNDED, Array, Number, Schedule, Tree
 from ._norm import Groups, Norms, Units, split
 
 _HINT = "Pass a positive number, a schedule, or a rule from `gcx.thresholds`."
@@ -63,6 +63,10 @@ class Rule:
     uses_params: bool = False
     counts_steps: bool = False
     allow_negative: bool = False
+
+
+Threshold: TypeAlias = Number | Schedule | Rule | Mapping[Any, Any] | list[Any] | tuple[Any, ...]
+"""A number > 0, a traced scalar, a schedule, a rule from `gcx.thresholds`, or a tree of those."""
 
 
 def constant(value: Any) -> Rule:

@@ -9,8 +9,8 @@ import numpy as np
 
 from .._checks import check_number
 from .._errors import value_error
-from .._types import Scalar, Threshold, Tree
-from ..clipping._threshold import Rule, apply_rule, as_rule, constant, init_state
+from .._types import Scalar, Tree
+from ..clipping._threshold import Rule, Threshold, apply_rule, as_rule, constant, init_state
 
 
 class Signal(NamedTuple):

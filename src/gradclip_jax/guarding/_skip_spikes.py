@@ -12,9 +12,9 @@ from .._checks import check_bound, check_count, check_ord
 from .._errors import public, type_error, value_error
 from .._leaves import measured_leaves
 from .._states import increment_where, register_guard
-from .._types import UNBOUNDED, AxisName, Count, Order, Scalar, Threshold, Tree
+from .._types import UNBOUNDED, AxisName, Count, Order, Scalar, Tree
 from ..clipping._norm import norm_of_leaves
-from ..clipping._threshold import Rule, as_rule, check_params, init_state
+from ..clipping._threshold import Rule, Threshold, as_rule, check_params, init_state
 from ..gates._gate import ExtraArgs, Verdict
 from ._detect import loss_of
 from ._guard import check_guard, guard, zero

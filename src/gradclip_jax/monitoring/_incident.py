@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from numpy.typing import NDArray
 
 from .._states import increment_where, register_metrics
 from .._types import UNBOUNDED, Array, Scalar, Tree
@@ -211,8 +212,8 @@ class IncidentLog(NamedTuple):
     step_count: Scalar
     incident_count: Scalar
     rows: Array
-    names: Any
-    tap_names: Any
+    names: Tree
+    tap_names: Tree
 
     incident_step = property(lambda log: log.rows[..., -1, 0], doc="-1 before the first.")
     incident_kind = property(lambda log: log.rows[..., -1, 1], doc="A sum of flags.")
@@ -239,8 +240,8 @@ def tap_names_in(log: IncidentLog) -> list[str]:
 def note(
     log: IncidentLog,
     fields: dict[str, Any],
-    flags: dict[str, Any],
-    batch_id: Any,
+    flags: dict[str, Array],
+    batch_id: Array | int | None,
     **outcome: Scalar,
 ) -> IncidentLog:
     """Update the log after a step. A step is an incident if a flag is set or a guard skipped it.
@@ -295,7 +296,7 @@ def read_log(log: IncidentLog) -> list[Incident]:
     return found
 
 
-def _read(row: Any, names: list[str], taps: list[str]) -> Incident:
+def _read(row: NDArray[np.int32], names: list[str], taps: list[str]) -> Incident:
     values: dict[float, Any] = {code: default for default, code in _CODES.items()}
     numbers = zip(Incident._fields[2:-3], row.view(np.float32)[2:-3].tolist(), strict=True)
     fields = {key: values.get(x, x) for key, x in numbers}

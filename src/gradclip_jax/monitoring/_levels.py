@@ -1,12 +1,15 @@
 """Moving averages of the logarithms of norms and losses, and detection of outliers."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from .._types import UNBOUNDED, Array, Number, Scalar
 from ..clipping._threshold import Rule, apply_rule
+
+Values: TypeAlias = NDArray[Any]
 
 KINDS = ("gradient", "update", "parameter")
 
@@ -71,7 +74,11 @@ def init_levels(num_kinds: int, num_units: int) -> Levels:
 
 
 def outliers(
-    z_threshold: Any, floor: Any, memory: Any, tail: Any = 0.0, is_log: Any = True
+    z_threshold: Number,
+    floor: Values,
+    memory: Values,
+    tail: Values | float = 0.0,
+    is_log: Values | bool = True,
 ) -> Rule:
     """Threshold rule: a moving average plus a multiple of the standard deviation.
 

@@ -5,13 +5,16 @@ import os
 import pathlib
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
+from numpy.typing import NDArray
 
 from .._checks import shortened
 from .._errors import public, value_error
+
+Row: TypeAlias = Mapping[str, Any]
 
 _NUMBERS = (bool, int, float, np.generic, np.ndarray, jax.Array)
 _NORMS = ("gradient_norm", "update_norm", "parameter_norm", "update_ratio", "largest_share")
@@ -27,9 +30,9 @@ class Log(NamedTuple):
         incidents: Pairs of step and sentence.
     """
 
-    steps: np.ndarray[Any, Any]
+    steps: NDArray[np.float64]
     columns: dict[str, np.ma.MaskedArray[Any, Any]]
-    is_held: np.ndarray[Any, Any]
+    is_held: NDArray[np.bool_]
     incidents: list[tuple[float, str]]
 
 
@@ -98,7 +101,7 @@ def summarize_log(log: Any, *, window: int = 1000) -> dict[str, float]:
     return summary
 
 
-def _spike_score(values: Any, window: int) -> float:
+def _spike_score(values: NDArray[np.float64], window: int) -> float:
     is_spike = ~np.isfinite(values)
     for i, value in enumerate(values):
         past = values[max(i - window, 0) : i]
@@ -131,9 +134,9 @@ def read_log_file(log: Any) -> Log:
     return Log(np.ma.filled(counter, np.nan), columns, is_held, found)
 
 
-def _parsed(path: Any) -> list[Any]:
+def _parsed(path: str | os.PathLike[str]) -> list[Row]:
     """Parse the valid lines of a JSON Lines file."""
-    rows, damaged = [], []
+    rows, damaged = list[Row](), list[int]()
     text = pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
     for number, line in enumerate(text.splitlines(), 1):
         try:
@@ -150,12 +153,12 @@ def _parsed(path: Any) -> list[Any]:
     return rows
 
 
-def _last_of_each_step(rows: Sequence[Any]) -> list[Any]:
+def _last_of_each_step(rows: Sequence[Row]) -> list[Row]:
     """Drop rows that are repeated after a resume; if the step decreases, the later rows count."""
     key = "step" if "step" in rows[0] else "watch_step"
     # Distinguish the micro-steps of one step, and steps that `watch` did not count.
     is_unique = key == "step" and not any(name.startswith("mini_step") for name in rows[-1])
-    kept: list[Any] = []
+    kept: list[Row] = []
     for row in rows:
         step = row.get(key, np.inf)
         goes_back = bool(kept) and kept[-1].get(key, -1) > step
@@ -165,7 +168,7 @@ def _last_of_each_step(rows: Sequence[Any]) -> list[Any]:
     return kept
 
 
-def _column(key: str, rows: Sequence[Any]) -> np.ma.MaskedArray[Any, Any]:
+def _column(key: str, rows: Sequence[Row]) -> np.ma.MaskedArray[Any, Any]:
     """Return the values of a key, masked where they are missing, not numbers or not measured."""
     values = np.array([_number(row.get(key)) for row in rows])
     is_missing = [not isinstance(row.get(key), _NUMBERS) for row in rows]

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from .._checks import check_no_transformation
 from .._errors import public
 from .._states import GATES, METRICS, find_states, has_updated, is_guard, plain_arrays
-from .._types import Array
+from .._types import Array, Tree
 from ._incident import IncidentLog
 from ._watch import NOT_MEASURED, WatchState
 
 
 @public
-def metrics(state: Any) -> dict[str, Array]:
+def metrics(state: Tree) -> dict[str, Array]:
     """Collect metrics for logging from a nested optimizer state.
 
     The states already contain these values, so nothing is computed again. The keys depend only on
@@ -112,7 +112,7 @@ def metrics(state: Any) -> dict[str, Array]:
     return dict(sorted(out.items()))
 
 
-def _if_measured(watched: WatchState, gates: Sequence[Any]) -> WatchState:
+def _if_measured(watched: WatchState, gates: Sequence[Tree]) -> WatchState:
     """Set the norms of a `watch` state to -1 if the last step did not call `watch`."""
     for gate in gates:
         stepped = has_updated(gate._replace(**{GATES[type(gate)]: ()}))

@@ -95,7 +95,7 @@ def record_norms(
         return NormRecordState(jnp.zeros((int(window), *shape), jnp.float32), *counts)
 
     def update(
-        updates: Tree, state: Any, params: Tree | None = None
+        updates: Tree, state: Tree, params: Tree | None = None
     ) -> tuple[Tree, NormRecordState]:
         leaves = flatten("updates", updates).arrays
         check_bound(axes)
@@ -112,7 +112,7 @@ def record_norms(
 
 
 @public
-def norm_history(state: Any) -> np.ndarray[Any, Any]:
+def norm_history(state: Tree) -> np.ndarray[Any, Any]:
     """Return the recorded norms, oldest first.
 
     Args:
@@ -149,7 +149,7 @@ def norm_history(state: Any) -> np.ndarray[Any, Any]:
 
 
 @public
-def leaf_norm_history(state: Any, params: Tree) -> dict[str, np.ndarray[Any, Any]]:
+def leaf_norm_history(state: Tree, params: Tree) -> dict[str, np.ndarray[Any, Any]]:
     """Return the recorded norms of each leaf by name, oldest first.
 
     Args:

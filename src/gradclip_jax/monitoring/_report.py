@@ -2,22 +2,26 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from .._checks import check_count, dtype_of, is_float0, refuse_traced
 from .._errors import public, type_error, value_error
 from .._leaves import measured_leaves
 from .._states import find_states, plain_arrays
+from .._types import Array, Tree
 from ..clipping._norm import global_norm
 from ._incident import Incident, IncidentLog, names_in, read_log
 
+FloatArray: TypeAlias = NDArray[np.floating[Any]]
+
 
 @public
-def incidents(state: Any) -> list[Incident]:
+def incidents(state: Tree) -> list[Incident]:
     """Return the last incidents recorded by `watch`, oldest first.
 
     Each incident prints as a sentence: "step 1203: skipped, gradient norm 3.1e5 above 4.2; 97 % of
@@ -70,7 +74,7 @@ def incidents(state: Any) -> list[Incident]:
 
 
 @public
-def unit_names(state: Any) -> list[str]:
+def unit_names(state: Tree) -> list[str]:
     """Return the names of the units of `watch`, in the order of `largest_share_index`.
 
     Args:
@@ -93,7 +97,7 @@ def unit_names(state: Any) -> list[str]:
     return names_in(_log_of(state))
 
 
-def _log_of(state: Any) -> IncidentLog:
+def _log_of(state: Tree) -> IncidentLog:
     """Return the log of the first `watch` state."""
     logs = find_states(state, IncidentLog)
     if not logs:
@@ -103,7 +107,7 @@ def _log_of(state: Any) -> IncidentLog:
 
 
 @public
-def nonfinite_leaves(tree: Any, *, include_finite: bool = False) -> dict[str, int]:
+def nonfinite_leaves(tree: Tree, *, include_finite: bool = False) -> dict[str, int]:
     """Count the non-finite elements of each leaf.
 
     Call this function outside jit when `guard_failed` becomes 1, for gradients, parameters,
@@ -143,7 +147,7 @@ def nonfinite_leaves(tree: Any, *, include_finite: bool = False) -> dict[str, in
 
 @public
 def worst_examples(
-    fun: Callable[[Any, Any], Any], params: Any, batch: Any, k: int = 3
+    fun: Callable[[Tree, Tree], Array], params: Tree, batch: Tree, k: int = 3
 ) -> dict[str, dict[Any, float]]:
     """Find the examples of a batch with the largest gradient norms and losses, and their tokens.
 
@@ -189,7 +193,7 @@ def worst_examples(
     """
     check_count("k", k, "Pass how many examples to return.")
 
-    def largest(values: Any, places: Sequence[Any]) -> dict[Any, float]:
+    def largest(values: FloatArray, places: Sequence[Any]) -> dict[Any, float]:
         order = np.argsort(-np.nan_to_num(values, nan=np.inf), kind="stable")
         return {places[i]: float(values[i]) for i in order[:k].tolist()}
 
@@ -206,13 +210,15 @@ def worst_examples(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _measure(fun: Any, params: Any, batch: Any, places: Any) -> dict[str, Any]:
+def _measure(
+    fun: Callable[[Tree, Tree], Array], params: Tree, batch: Tree, places: tuple[Any, ...]
+) -> dict[str, Array]:
     """Compute the losses and norms of examples `(i,)`, or of their tokens `(i, token)`."""
 
-    def one(place: Any) -> Any:
+    def one(place: tuple[Array, ...]) -> dict[str, Array]:
         example = jax.tree.map(lambda x: x[place[0]], batch)
 
-        def loss_of(params: Any) -> Any:
+        def loss_of(params: Tree) -> Array:
             losses = fun(params, example)
             return jnp.mean(losses) if len(place) == 1 else losses[place[1]]
 
@@ -224,7 +230,7 @@ def _measure(fun: Any, params: Any, batch: Any, places: Any) -> dict[str, Any]:
     return jax.lax.map(one, places)
 
 
-def _ranking(columns: dict[str, Any]) -> Any:
+def _ranking(columns: dict[str, FloatArray]) -> FloatArray:
     """Return one score for each example; large scores are suspicious.
 
     A wrong label has its strongest effect on the loss. Gradient norm and input count only as
@@ -237,7 +243,7 @@ def _ranking(columns: dict[str, Any]) -> Any:
     return np.max([of_loss, *(np.where(x > 6, x, -np.inf) for x in others)], 0)
 
 
-def _deviations(values: Any) -> Any:
+def _deviations(values: FloatArray) -> FloatArray:
     """Return robust deviations from the median, of the logarithms if all values are positive."""
     finite = np.isfinite(values)
     is_positive = bool(np.all(values[finite] >= 0))

@@ -75,7 +75,7 @@ class WatchState(NamedTuple):
     levels: Levels
     incidents: IncidentLog
     tap_sums: Any
-    inner_state: Any
+    inner_state: Tree
 
     watch_step = property(lambda state: state.incidents.step_count)
     has_updated = property(lambda state: _has_updated(state).astype(jnp.int32))
@@ -239,7 +239,7 @@ def watch(
         sums = None if no_sums is None else jnp.zeros(no_sums.shape, jnp.float32)
         return WatchState(norms, init_levels(len(kinds), num_units), log, sums, inner_state)
 
-    def update(updates: Tree, state: Any, params: Tree | None = None, **extra_args: Any) -> Any:
+    def update(updates: Tree, state: Tree, params: Tree | None = None, **extra_args: Any) -> Tree:
         measure, stats = extra_args.pop("measure", True), extra_args.pop("taps", None)
         batch_id = _checked_batch_id(extra_args.pop("batch_id", None))
         sums = no_sums if stats is None or not measure else _checked_sums(stats, tap_names)
@@ -300,7 +300,7 @@ def _checked_kinds(of: Any) -> tuple[str, ...]:
     return tuple(kind for kind in KINDS if kind in ("gradient", *of))
 
 
-def _checked_sums(stats: Tree, tap_names: list[str]) -> Any:
+def _checked_sums(stats: Tree, tap_names: list[str]) -> Array:
     """Return the sums of all taps; raise if the statistics do not match the probes."""
     found, sums = read_sums("taps", stats)
     if found != tap_names:
@@ -317,7 +317,7 @@ def _checked_batch_id(batch_id: Any) -> Any:
     return batch_id
 
 
-def _check_shapes(norms: dict[str, Any], measured: dict[str, Array]) -> None:
+def _check_shapes(norms: dict[str, Array], measured: dict[str, Array]) -> None:
     """Raise if the state was created for another tree or with other arguments of `watch`."""
     given, expected = (
         ", ".join(f"{kind}[{np.shape(x)[-1]}]" for kind, x in sorted(tree.items()))
@@ -329,14 +329,14 @@ def _check_shapes(norms: dict[str, Any], measured: dict[str, Array]) -> None:
 
 
 def _outcome(
-    before: Any, after: Any, norms: dict[str, Array]
-) -> tuple[list[Any], Scalar, dict[str, Scalar]]:
+    before: Tree, after: Tree, norms: dict[str, Array]
+) -> tuple[list[tuple[str, Scalar, Scalar]], Scalar, dict[str, Scalar]]:
     """Return thresholds of inner guards, whether parameters changed, and the outcome of the step.
 
     The first result contains triples: the field of an incident, whether the guard skipped, and its
     value.
     """
-    guards: list[Any] = []
+    guards: list[tuple[str, Scalar, Scalar]] = []
     skipped, factor = jnp.array(False), jnp.float32(1)
     states = [find_states(x, tuple(METRICS)) for x in (before, after)]
     for (_, old), (_, new) in zip(*states, strict=True):

@@ -573,7 +573,7 @@ def test_seeds_are_watched_side_by_side():
     found = gcx.metrics(state)
     np.testing.assert_array_equal(found["gradient_norm/w"], [5, np.nan])
     with pytest.raises(
-        ValueError, match="incidents: `state` must be of one run, got one that was vmapped over 2"
+        ValueError, match="incidents: `state` must be the state of one run, got one that was vmapped over 2"
     ):
         gcx.incidents(state)
     second = jax.tree.map(lambda x: x[1], state)
@@ -636,6 +636,26 @@ def test_a_device_with_other_parameters_is_named():
     (incident,) = gcx.incidents(spoil(tx.init(params), factors))
     assert incident.kinds == ("replica",) and incident.device == 3
     assert "the parameters on device 3 differ from those on the others" in str(incident)
+
+
+@pytest.mark.parametrize("factor", [-1.0, 0.0])
+def test_a_device_that_applied_another_gradient_is_named(factor):
+    tx = gcx.watch(optax.sgd(0.1), replica_axis="data", check_every=1)
+    params = {"w": np.arange(1.0, 13.0, dtype="f").reshape(4, 3), "b": np.ones(3, "f")}
+    factors = np.ones(len(jax.devices()), "f")
+    factors[5] = factor
+
+    @functools.partial(jax.pmap, axis_name="data", in_axes=(0, None))
+    def two_steps(factor, params):
+        state = tx.init(params)
+        for _ in range(2):
+            grads = jax.tree.map(lambda p: p * factor, params)
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return state
+
+    (incident,) = gcx.incidents(jax.tree.map(lambda x: x[0], two_steps(factors, params)))
+    assert incident.step == 1 and incident.kinds == ("replica",) and incident.device == 5
 
 
 def test_colliding_names_are_escaped_and_a_newline_breaks_nothing():
@@ -768,14 +788,14 @@ def test_a_checkpoint_holds_arrays_only_and_names_come_from_the_structure(tmp_pa
                 PARAMS, gcx.watch(optax.sgd(0.1), of=("gradient",)).init(PARAMS), PARAMS
             ),
             ValueError,
-            "watch: `state` must be one with the norms",
+            "watch: `state` must be a `WatchState` with the norms",
         ),
         (
             lambda: gcx.watch(optax.sgd(0.1)).update(
                 PARAMS, gcx.watch(optax.sgd(0.1)).init(PARAMS["decoder"]), PARAMS
             ),
             ValueError,
-            "watch: `state` must be one with the norms",
+            "watch: `state` must be a `WatchState` with the norms",
         ),
         (
             lambda: gcx.watch(optax.sgd(0.1)).update(
