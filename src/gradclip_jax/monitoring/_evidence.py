@@ -16,7 +16,7 @@ from ._levels import Comparison
 
 
 def measure_units(leaves: list[Array], units: Units, axis_name: AxisName) -> tuple[Array, Array]:
-    """Return the norms of the tree and of each unit, and non-finite counts by unit."""
+    """Return the norm of the tree, the norm of each leaf or layer, and their non-finite counts."""
     dtype = norm_dtype(leaves)
 
     def share_of(x: Array, axes: tuple[int, ...]) -> Array:
@@ -52,12 +52,12 @@ def measure_step(
 
 
 def _norms(sums: Array) -> Array:
-    """Return the norm of all units together, followed by the norm of each unit, as float32."""
+    """Return the norm of the whole tree, followed by the norm of each leaf or layer, as float32."""
     return norm_of_squares(jnp.append(jnp.sum(sums), sums)).astype(jnp.float32)
 
 
 def _as_vector(entries: Norms) -> Array:
-    """Concatenate the entries of all units, replicated; return one zero if there are no units."""
+    """Concatenate arrays to one replicated vector; return one zero if there are no arrays."""
 
     def whole(x: Array) -> Array:
         sharding = jax.typeof(x).sharding
@@ -94,9 +94,9 @@ def differing_device(norms: Array, axis_name: AxisName, is_due: Scalar) -> tuple
 def evidence(
     norms: dict[str, Array], bad: Array, found: Comparison
 ) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Compute the fields and flags of an incident from the norms of all units.
+    """Compute the fields and flags of an incident from the norms of all leaves or layers.
 
-    The incident names the unit with the strongest evidence. In order of precedence:
+    The incident names the leaf or layer with the strongest evidence. In order of precedence:
 
     1. parameters that are non-finite or have jumped,
     2. the largest number of non-finite elements in the gradient,
@@ -115,7 +115,7 @@ def evidence(
     shares = jnp.where(bad_count > 0, bad / jnp.maximum(bad_count, 1), shares)
 
     def jumps(kind: str) -> Array:
-        """Return by how much the norm of each unit rose; inf for a non-finite norm."""
+        """Return the factor by which each norm rose; inf for a non-finite norm."""
         if kind not in norms:
             return jnp.zeros_like(shares)
         rises = found.rises[list(norms).index(kind)]

@@ -1,4 +1,4 @@
-"""A single incident, which prints as a sentence, and the log of incidents in an optimizer state."""
+"""The class `Incident`, and the log of incidents in an optimizer state."""
 
 import contextlib
 import functools
@@ -38,7 +38,7 @@ STREAK = 8
 
 
 class Incident(NamedTuple):
-    """A training step at which `watch` found a fault. It prints as a sentence.
+    """A training step in which `watch` detected a fault; `str` returns it as a sentence.
 
     Attributes:
         step: Number of calls of `watch` before this one.
@@ -46,18 +46,18 @@ class Incident(NamedTuple):
         norm: Global gradient norm.
         norm_threshold: Threshold for `norm`, from `watch` or from the guard that skipped the step;
             inf if there was no threshold yet.
-        leaf: Name of the unit (leaf or layer) that shows the fault; "" for `granularity="global"`.
-        share: Share of this unit in the non-finite elements if there are any, otherwise in the
-            squared gradient norm, from 0 to 1.
-        second_leaf: Name of the unit with the second largest share.
-        second_share: Share of this second unit.
+        leaf: Name of the leaf or layer in which the fault occurred; "" for `granularity="global"`.
+        share: Share of this leaf or layer in the non-finite elements if there are any, otherwise in
+            the squared gradient norm, from 0 to 1.
+        second_leaf: Name of the leaf or layer with the second largest share.
+        second_share: Share of this second leaf or layer.
         bad_elements: Number of non-finite elements of the gradient.
         loss: Loss; None if no loss was passed.
         loss_threshold: Threshold for `loss`, like `norm_threshold`.
         update_norm: Norm of the update; None if it was not measured.
         update_threshold: Threshold for `update_norm`, like `norm_threshold`.
-        leaf_rise: Factor by which the gradient, update or parameter norm of the unit exceeds its
-            moving average, relative to the other units.
+        leaf_rise: Factor by which the gradient, update or parameter norm of this leaf or layer
+            exceeds its moving average, relative to the others.
         parameter_norm: Norm of the parameters; None if it was not measured.
         device: Index of the device whose parameters differ, for the kind "replica".
         activation: First tap of the forward pass with a non-finite activation; None if all were
@@ -115,7 +115,7 @@ class Incident(NamedTuple):
         return "; ".join(parts)
 
     def _place(self) -> str:
-        """Describe the units with the non-finite elements or the largest shares of the norm."""
+        """Describe the leaves with the non-finite elements or the largest shares of the norm."""
         count, second = self.bad_elements, ""
         if self.second_share >= 0.1:
             second = f", {100 * self.second_share:.0f} % in {self.second_leaf}"

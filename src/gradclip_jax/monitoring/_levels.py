@@ -134,7 +134,8 @@ class Comparison(NamedTuple):
             other units; 0 below the threshold.
         drifts: [units], ratio of each unit's gradient norm to its long-term mean; 0 without a
             drift.
-        dead: bool[1 + units], whether the gradient of the tree or a unit has become zero.
+        dead: bool[1 + units], whether the gradient of the tree or of a leaf or layer has become
+            zero.
     """
 
     thresholds: Array
@@ -188,7 +189,7 @@ def compare(
     of_loss = jnp.stack([jnp.log(jnp.maximum(value, 0)), value])
     values = jnp.append((logs - shared).reshape(-1), of_loss)
     limits, usual = apply_rule(rule, values, levels.usual)
-    # Move the mean of each unit along with the shared change of all units.
+    # Shift each mean by the change that all leaves share.
     weight = jnp.where(jnp.isfinite(logs), 1 / jnp.minimum(count + 1, memory[:, None]), 0)
     followed = jnp.pad((shared * weight).reshape(-1), (0, 2))
     usual = usual._replace(mean=usual.mean + followed)
@@ -207,10 +208,10 @@ def compare(
 
 
 def _of_others(changes: Array) -> Array:
-    """Return the mean change of the other units for each unit; 0 for the whole tree.
+    """Return the mean change of all other leaves for each leaf; 0 for the whole tree.
 
-    A difficult batch raises the norms of all units, so changes are measured relative to the other
-    units. NaN is ignored. The change of each unit is limited to a factor of 20.
+    A difficult batch raises the norms of all leaves, so changes are measured relative to the other
+    leaves. NaN is ignored. Each change is limited to a factor of 20.
     """
     known = ~jnp.isnan(changes[:, 1:])
     bounded = jnp.where(known, jnp.clip(changes[:, 1:], -3, 3), 0)
@@ -222,13 +223,13 @@ def _of_others(changes: Array) -> Array:
 def _drifts(
     long_mean: Array, usual: LevelState, is_known: Array, units: int
 ) -> tuple[Array, Array]:
-    """Detect units that slowly drift from the others; their long-term means are reset."""
+    """Detect gradient norms that slowly drift from the others, and reset their long-term means."""
     mean, count = usual.mean[1 : 1 + units], usual.num_values[1 : 1 + units]
     steps = jnp.where(is_known, jnp.maximum(count, 1), UNBOUNDED)
     long_mean = long_mean + (mean - long_mean) / steps
     changes = mean - long_mean
     shared = _of_others(jnp.append(0, changes)[None])[0, 1:]
-    # Gradient norms of units change early in training, so the threshold is larger at first.
+    # Gradient norms of single leaves change early in training, so the threshold is larger at first.
     threshold = _DRIFT * jnp.maximum(1, 2 - count / (8 * SHORT))
     is_drift = is_known & (count >= SHORT) & (changes - shared > threshold) & (units > 1)
     drifts = jnp.where(is_drift, jnp.exp(jnp.minimum(changes - shared, 80)), 0)

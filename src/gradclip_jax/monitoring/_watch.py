@@ -109,13 +109,13 @@ def _has_updated(state: WatchState) -> Array:
 
 
 def _shares(state: WatchState) -> Array:
-    """Return the share of each unit in the squared gradient norm."""
+    """Return the share of each leaf or layer in the squared gradient norm."""
     total, of_units = jnp.split(plain_arrays(state.norms["gradient"]), [1], -1)
     return jnp.where(total < 0, NOT_MEASURED, jnp.square(of_units / jnp.where(total > 0, total, 1)))
 
 
 def _by_name(state: WatchState, kind: str) -> dict[str | None, Any] | None:
-    """Return norms or ratios of the whole tree and each unit by name; None if not measured."""
+    """Return norms or ratios of the tree and of each leaf or layer by name; None if not measured."""
     norms = plain_arrays(state.norms)
     if kind == "ratio" and {"update", "parameter"} <= norms.keys():
         update, parameter = norms["update"], norms["parameter"]
@@ -232,7 +232,7 @@ def watch(
         units = cut.cut(measured_shapes(params), params)
         inner_state = inner.init(params)
         log = init_log(int(max_incidents), params, units, tap_names)
-        num_units = max(len(names_in(log)), 1)  # all leaves are one unit without a name
+        num_units = max(len(names_in(log)), 1)  # one norm without a name for the whole tree
         norms = {kind: jnp.full(1 + num_units, NOT_MEASURED, jnp.float32) for kind in kinds}
         # Avoid weak types, which would cause a second trace after the first step.
         inner_state = like_dtypes(inner_state, inner_state)
