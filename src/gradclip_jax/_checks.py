@@ -18,9 +18,9 @@ _SHOWN_CHARACTERS = 200
 
 
 def describe(leaf: Any) -> str:
-    """Format a leaf as `dtype[shape]`."""
+    """Format an array as `dtype[shape]`, and any other leaf as the name of its type."""
     shape = ", ".join(map(str, np.shape(leaf)))
-    return f"{getattr(leaf, 'dtype', type(leaf).__name__)}[{shape}]"
+    return f"{leaf.dtype}[{shape}]" if hasattr(leaf, "dtype") else type(leaf).__name__
 
 
 def shortened(value: Any) -> str:
@@ -100,7 +100,9 @@ def check_number(
     The interval includes `low` if `closed`, and excludes `high` if `below_high`.
     """
     relation, upper = (">=" if closed else ">"), ("<" if below_high else "<=")
-    rule = f"a number {relation} {low:g}" + ("" if high == math.inf else f" and {upper} {high:g}")
+    bounds = [f"{relation} {low:g}"] if low > -math.inf else []
+    bounds += [f"{upper} {high:g}"] if high < math.inf else []
+    rule = " ".join(["a number", " and ".join(bounds)]).strip()
     if not is_scalar(value, jnp.floating, jnp.integer):
         raise type_error(argument, rule, shortened(value), hint)
     if is_traced(value):
@@ -134,7 +136,7 @@ def check_count(argument: str, value: Any, hint: str, *, low: int = 1) -> None:
     if is_traced(value) or low <= int(value) <= np.iinfo(np.int32).max:
         return
     if int(value) >= low:
-        rule = "an integer that fits 32 bits"  # like the counters in states
+        rule = "an integer that fits in 32 bits"  # like the counters in states
     raise value_error(argument, rule, shortened(value), hint)
 
 
@@ -182,7 +184,8 @@ def check_dtype(argument: str, value: Any) -> None:
 def check_choice(argument: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Raise if a value is not one of `choices`, which are strings, bools or None."""
     if not isinstance(value, (str, bool, type(None))) or value not in choices:
-        rule, hint = "one of " + ", ".join(map(repr, choices)), "Pass one of these values."
+        names, hint = list(map(repr, choices)), "Pass one of these values."
+        rule = " or ".join(names) if len(names) == 2 else f"one of {', '.join(names)}"
         raise value_error(argument, rule, shortened(value), hint)
 
 
@@ -210,7 +213,7 @@ def check_axis_name(axis_name: Any) -> AxisName:
 def check_callable(argument: str, value: Any, hint: str) -> None:
     """Raise if a value is not callable."""
     if not callable(value):
-        raise type_error(argument, "callable", shortened(value), hint)
+        raise type_error(argument, "a function", shortened(value), hint)
 
 
 def check_transformation(argument: str, value: Any) -> None:

@@ -176,6 +176,9 @@ def _check_call(name: Any, arguments: Any, inner: tuple[Any, ...] | None = None)
     check_choice("name", name, tuple(_constructors()))
     signature = inspect.signature(_constructors()[name])
     bind = signature.bind_partial if inner is None else functools.partial(signature.bind, *inner)
+    if not isinstance(arguments, Mapping):
+        rule, hint = "a mapping from names to values", "Pass a dict of the function's arguments."
+        raise type_error("arguments", rule, shortened(arguments), hint)
     try:
         bind(**arguments)
     except TypeError as error:

@@ -239,8 +239,8 @@ def _copied_window(like: _Window, given: _Window, reduction: str | None, path: _
     if not jax.tree.leaves(like.acc_grads):
         _check_closed(given, path)
     elif reduction is None and (is_traced(held) or _is_open(given)):
-        rule = '"mean" or "sum" for a window that may contain micro-batches'
-        hint = f'The window is at {leaf_path("state", path)}. `MultiSteps` uses "mean" by default.'
+        rule = '"mean" or "sum" if micro-batches may be accumulated'
+        hint = f'They are at {leaf_path("state", path)}. `MultiSteps` uses "mean" by default.'
         raise value_error("reduction", rule, "None", hint)
     length = jnp.float32(1) if reduction == "sum" else jnp.maximum(held, 1).astype(jnp.float32)
     # Use zero for an empty window. The accumulator of this package still contains the last sum, to
@@ -262,9 +262,9 @@ def _check_weights(window: AccumulationState, path: _Path) -> None:
     weight, held = window.total_weight, window.mini_step
     if _is_open(window) and not is_traced(weight) and weight != held:
         place = leaf_path("state", path) + ".total_weight"
-        got = f"a total weight of {float(weight):g} in {int(held)} micro-batches at {place}"
+        got = f"{place} = {float(weight):g} after {int(held)} micro-batches"
         hint = "Call `flush` first, because `MultiSteps` does not support weights."
-        raise value_error("state", "a state whose window has weights of 1", got, hint)
+        raise value_error("state", "a state with micro-batches of weight 1", got, hint)
 
 
 def _accumulator(like: _Window, given: _Window, factor: Scalar | int, path: _Path) -> Tree:
@@ -294,9 +294,9 @@ def _is_open(window: _Window) -> bool:
 def _check_closed(given: Tree, path: _Path) -> None:
     """Raise if micro-batches of an unfinished window would be discarded."""
     if isinstance(given, (AccumulationState, optax.MultiStepsState)) and _is_open(given):
-        got = f"{given.mini_step} micro-batches at {leaf_path('state', path)}.mini_step"
+        got = f"{leaf_path('state', path)}.mini_step = {given.mini_step}"
         hint = "Call `flush` first, or convert the state after the next optimizer step."
-        raise value_error("state", "a state without an open window for this `tx`", got, hint)
+        raise value_error("state", "a state without accumulated micro-batches", got, hint)
 
 
 def _count(value: Any) -> Scalar:
@@ -314,4 +314,4 @@ def _name(node: Tree) -> str:
 def _mismatch(expected: str, got: str, path: _Path) -> ArgumentTypeError:
     rule = "a state that matches the state of `tx`"
     place = leaf_path("state", path)
-    return type_error("state", rule, f"{got} where `tx` has {expected} at {place}", _HINT)
+    return type_error("state", rule, f"{got} instead of {expected} at {place}", _HINT)

@@ -107,7 +107,7 @@ def _to_neighbor(update: Array, param: Array, place: str, key: Array) -> Array:
     if is_float0(update) or jnp.finfo(kind).bits >= 32:
         return update
     if kind != jnp.bfloat16:
-        rule, hint = "bfloat16 or 32 bits or wider", "Convert it, or use `optax.masked`."
+        rule, hint = "bfloat16 or at least 32 bits wide", "Convert it, or use `optax.masked`."
         got = f"{describe(param)} at {place}"
         raise type_error("params", rule, got, hint)
     old = jnp.asarray(param).astype(jnp.float32)

@@ -47,7 +47,7 @@ def counted_from_zero(split: Split, args: Sequence[Tree]) -> Split:
     given = (*split.batches, *split.keys, *split.differentiated)
     needed = max((*given, *[-i - 1 for i in given]), default=-1) + 1
     if len(args) < needed:
-        hint = "Do not pass split or differentiated arguments by keyword."
+        hint = "Pass the parameters and the batch by position, not by keyword."
         raise type_error("args", f"at least {needed} positional arguments", f"{len(args)}", hint)
     if min(given, default=0) < 0:
         split = split._replace(
@@ -77,7 +77,7 @@ def in_one_form(fun: Callable[..., Any], has_weight: bool, has_aux: bool) -> Cal
         rest: Any = None
         if has_weight or has_aux:
             if not (isinstance(value, tuple) and len(value) == 2):
-                rule = "a function that returns a pair, with `has_weight` or `has_aux`"
+                rule = "a function that returns a pair if `has_weight` or `has_aux` is True"
                 hint = "Return `(value, weight)`, `(value, aux)` or `(value, (weight, aux))`."
                 raise type_error("fun", rule, type(value).__name__, hint)
             value, rest = value

@@ -165,8 +165,9 @@ def accumulate_gradients(
         """Return a state with an empty window."""
         inner_state = inner.init(without_reduced_axes(params))
         if find_states(inner_state, (AccumulationState, optax.MultiStepsState)):
-            rule, hint = "an optimizer without accumulation", "Use a single `every=a * b`."
-            raise type_error("inner", rule, "one with an accumulation", hint)
+            rule = "a transformation that contains no accumulation"
+            hint = "Use one accumulation with `every=a * b` instead of two."
+            raise type_error("inner", rule, "one that contains an accumulation", hint)
         acc = () if is_one else accumulator_like(params_of(params), accumulator_dtype)
         counts = ("mini_step", "gradient_step", "micro_batch_count", "emitted")
         return AccumulationState(

@@ -47,7 +47,7 @@ def select_groups(argument: str, units: Groups, keys: Sequence[Any]) -> Groups:
         group_of |= dict.fromkeys(members, position)
     unknown = [label for label in group_of if label not in known]
     if unknown and known:
-        hint = f"The labels of the tree are {', '.join(sorted(map(repr, known)))}."
+        hint = f"Labels of the tree: {', '.join(sorted(map(repr, known)))}."
         rule = "a mapping from labels of the tree to thresholds"
         raise value_error(argument, rule, repr(unknown[0]), hint)
     entries = [None if i is None else group_of.get(units.names[i]) for i in units.entries]

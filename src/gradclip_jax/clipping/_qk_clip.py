@@ -85,7 +85,7 @@ def qk_clip(
     gamma = _head_factors(max_logits, threshold)
     groups = _head_count("key", key, head_axis)
     if groups == 0 or gamma.size % groups:
-        rule = f"weights whose number of heads divides {gamma.size}, the size of `max_logits`"
+        rule = f"weights with a number of heads that divides the {gamma.size} query heads"
         hint = "Query head h uses key head h // (heads / key_heads)."
         raise value_error("key", rule, groups, hint)
     by_group = gamma.reshape(groups, -1)
@@ -148,7 +148,7 @@ def qk_clip_mla(
 
 def _head_factors(max_logits: Any, threshold: Any) -> Array:
     """Return gamma for each head; 1 where the logit or the threshold is invalid."""
-    rule = "the largest logit of each query head, floating[heads]"
+    rule = "a floating-point vector with the largest logit of each query head"
     hint = "Pass the maximum over all other axes."
     is_floating = jnp.issubdtype(dtype_of(max_logits), jnp.floating)
     if not is_floating or np.ndim(max_logits) != 1:

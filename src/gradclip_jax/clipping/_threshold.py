@@ -230,7 +230,7 @@ def _check_labels(argument: str, thresholds: Mapping[Any, Any]) -> None:
         if twice is not None:
             hint = "Assign one threshold to each label and a unique name to each group."
             rule = "a mapping in which each label occurs once"
-            raise value_error(argument, rule, f"{twice!r} twice", hint)
+            raise value_error(argument, rule, f"the label {twice!r} twice", hint)
 
 
 def group_name(key: Any) -> str:

@@ -217,7 +217,7 @@ def _check_call(
 ) -> None:
     """Raise if the arguments of `update` are invalid for these guards and accumulations."""
     if args:
-        got, hint = f"{len(args)} more positional arguments", "Pass the loss as `value=loss`."
+        got, hint = f"{3 + len(args)} positional arguments", "Pass the loss as `value=loss`."
         raise type_error("update", "called as `update(grads, state, params)`", got, hint)
     for name in extra_args.keys() - EXTRA_ARGS:  # all others are passed on
         near = difflib.get_close_matches(name, EXTRA_ARGS, n=1, cutoff=0.8)

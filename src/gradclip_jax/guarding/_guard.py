@@ -71,4 +71,5 @@ def zero(dtype: DTypeLike = jnp.int32) -> Scalar:
 
 def _check_inner(inner_state: Tree, kinds: tuple[type, ...], function: str, hint: str) -> None:
     if find_states(inner_state, kinds):
-        raise type_error("inner", f"free of `{function}`", "a transformation with it", hint)
+        rule = f"a transformation that does not contain `{function}`"
+        raise type_error("inner", rule, "one that contains it", hint)

@@ -220,7 +220,7 @@ def _skip_above(
 ) -> optax.GradientTransformationExtraArgs:
     """Build a guard that skips steps with a value above the threshold of its rule."""
     axes, order = check_guard(inner, axis_name), check_ord(ord)
-    hint = "Pass the number of consecutive spikes before rules restart."
+    hint = "Pass the number of consecutive skips after which threshold rules restart."
     check_count("relearn_after", relearn_after, hint)
     checks_step = "update" in rules
 

@@ -118,7 +118,7 @@ def read_log_file(log: Any) -> Log:
     is_log = isinstance(rows, Sequence) and all(isinstance(row, Mapping) for row in rows)
     steps = [row for row in rows if "sentence" not in row] if is_log else []
     if not steps:
-        raise value_error("log", "a list of at least one dict", shortened(log), hint)
+        raise value_error("log", "a non-empty list of dicts, or a path", shortened(log), hint)
     found = [(_number(x.get("step")), str(x["sentence"])) for x in rows if "sentence" in x]
     steps = _last_of_each_step(steps)
     keys = dict.fromkeys(key for row in steps for key in row)

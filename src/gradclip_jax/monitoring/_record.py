@@ -177,8 +177,8 @@ def leaf_norm_history(state: Tree, params: Tree) -> dict[str, np.ndarray[Any, An
     """
     norms, names = norm_history(state), leaf_names(params)
     if norms.ndim < 2 or norms.shape[-1] != len(names):
-        rule = f"a record of {len(names)} leaves"
-        got, hint = f"one of shape {list(norms.shape)}", "Record with `per_leaf=True`."
+        rule = f"a record of the norms of {len(names)} leaves"
+        got, hint = f"a record of shape {list(norms.shape)}", "Record with `per_leaf=True`."
         raise value_error("state", rule, got, hint)
     return {name: norms[..., i] for i, name in enumerate(names)}
 

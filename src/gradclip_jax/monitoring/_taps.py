@@ -129,7 +129,7 @@ def tap(x: Array, probe: Array | None) -> Array:
     if probe is None:
         return x
     if np.shape(probe) != _SHAPE:
-        hint = "Pass one row inside `lax.scan`: give the probes to it as `xs`."
+        hint = "Pass the probes of stacked layers to `lax.scan` as `xs`."
         raise value_error("probe", f"float32{list(_SHAPE)}", describe(probe), hint)
     if dtype_of(probe) != jnp.float32:
         hint = "Do not cast probes together with the parameters."

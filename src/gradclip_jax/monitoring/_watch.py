@@ -115,7 +115,7 @@ def _shares(state: WatchState) -> Array:
 
 
 def _by_name(state: WatchState, kind: str) -> dict[str | None, Any] | None:
-    """Return norms or ratios of the tree and of each leaf or layer by name; None if not measured."""
+    """Return norms or ratios of the tree and its leaves or layers by name; None if not measured."""
     norms = plain_arrays(state.norms)
     if kind == "ratio" and {"update", "parameter"} <= norms.keys():
         update, parameter = norms["update"], norms["parameter"]
@@ -304,9 +304,9 @@ def _checked_sums(stats: Tree, tap_names: list[str]) -> Array:
     """Return the sums of all taps; raise if the statistics do not match the probes."""
     found, sums = read_sums("taps", stats)
     if found != tap_names:
-        rule = f"statistics of the taps {listed(tap_names)}" if tap_names else "omitted"
+        rule = f"statistics of {listed(tap_names)}" if tap_names else "omitted without probes"
         hint = "Pass the probes of the model to `watch`: `watch(optimizer, taps=probes)`."
-        raise value_error("taps", rule, f"statistics of the taps {listed(found)}", hint)
+        raise value_error("taps", rule, f"statistics of {listed(found)}", hint)
     return sums
 
 
@@ -325,7 +325,8 @@ def _check_shapes(norms: dict[str, Array], measured: dict[str, Array]) -> None:
     )
     if given != expected:
         hint = "Call `init(params)` of this `watch`, or convert with `convert_state`."
-        raise value_error("state", f"a `WatchState` with the norms {expected}", given, hint)
+        rule, got = f"a `WatchState` for the norms {expected}", f"one for {given}"
+        raise value_error("state", rule, got, hint)
 
 
 def _outcome(

@@ -104,7 +104,7 @@ def noisy_mean(
     """
     hint = "Pass 0 for no noise."
     check_number("noise_multiplier", noise_multiplier, hint, closed=True)
-    finite = "Pass a finite `sensitivity(max_norm)`."
+    finite = "Pass `sensitivity(max_norm)` with a finite threshold."
     check_number("sensitivity", sensitivity, finite, high=math.inf, below_high=True)
     check_number("expected_batch_size", expected_batch_size, "Pass the mean batch size.")
     axes = check_axis_name(axis_name)

@@ -788,14 +788,14 @@ def test_a_checkpoint_holds_arrays_only_and_names_come_from_the_structure(tmp_pa
                 PARAMS, gcx.watch(optax.sgd(0.1), of=("gradient",)).init(PARAMS), PARAMS
             ),
             ValueError,
-            "watch: `state` must be a `WatchState` with the norms",
+            "watch: `state` must be a `WatchState` for the norms",
         ),
         (
             lambda: gcx.watch(optax.sgd(0.1)).update(
                 PARAMS, gcx.watch(optax.sgd(0.1)).init(PARAMS["decoder"]), PARAMS
             ),
             ValueError,
-            "watch: `state` must be a `WatchState` with the norms",
+            "watch: `state` must be a `WatchState` for the norms",
         ),
         (
             lambda: gcx.watch(optax.sgd(0.1)).update(

@@ -112,12 +112,12 @@ def test_seeds_side_by_side_have_their_own_taps():
     ("options", "extra", "error", "message"),
     [
         ({"taps": np.ones(3)}, {}, ValueError, r"`taps` must be a tree of float32\[..., 2, 5\]"),
-        ({}, {"taps": PROBES}, ValueError, "`taps` must be omitted, got .*embed.*taps=probes"),
+        ({}, {"taps": PROBES}, ValueError, "`taps` must be omitted without probes, got .*embed.*taps=probes"),
         (
             {"taps": PROBES},
             {"taps": PROBES["layers"]},
             ValueError,
-            "`taps` must be statistics of the taps embed, layers_0/hidden",
+            "`taps` must be statistics of embed, layers_0/hidden",
         ),
         ({}, {"batch_id": 1.5}, TypeError, "`batch_id` must be an integer, got 1.5"),
         ({}, {"batch_id": jnp.arange(2)}, TypeError, "`batch_id` must be an integer"),
