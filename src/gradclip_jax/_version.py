@@ -1,3 +1,3 @@
-"""The version of the package, which packaging, site and release workflow read from here."""
+"""The version of the package, which is used by the build, the site and the release workflow."""
 
 __version__ = "0.1.0"

@@ -228,7 +228,7 @@ def _fits_weight(shapes: BatchOutputs) -> bool:
 
 
 def _transformed(transform: Any, grads: Tree, params: Tree) -> Tree:
-    """Apply a function, or the first update of a transformation, to a gradient."""
+    """Transform a gradient by a function or by the initial state of a transformation."""
     if not hasattr(transform, "update"):
         return transform(grads)
     return transform.update(grads, transform.init(params), params)[0]
@@ -244,7 +244,7 @@ def _without_nonfinite(out: BatchOutputs) -> BatchOutputs:
 
 
 def _with_rows(names: list[str], split: Split, args: Sequence[Tree]) -> list[str]:
-    """Return the reductions of gradients, with "concatenate" for arguments that are split."""
+    """Return how gradients are combined; those of split arguments are concatenated."""
     if set(split.batches).isdisjoint(split.differentiated):
         return names
     is_split = [i in split.batches for i in split.differentiated for _ in jax.tree.leaves(args[i])]

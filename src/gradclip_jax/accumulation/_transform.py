@@ -314,7 +314,7 @@ class _WindowStep(NamedTuple):
 def _advance_window(
     state: AccumulationState, length: Scalar, call: _Call, accepted: Flag
 ) -> tuple[_WindowStep, AccumulationState]:
-    """Return the effect of a call on a window, and the state before any step is applied."""
+    """Return how a call changes the current window, and the state before a step is applied."""
     weight, flush, emit = call
     is_empty = state.mini_step == 0
     arrived = accepted

@@ -30,7 +30,7 @@ class Groups(NamedTuple):
     """Units of whole leaves: the tree, or the leaves that share a label. Their norms are scalars.
 
     Attributes:
-        entries: Index of the unit of each measured leaf; None if it belongs to no unit.
+        entries: For each measured leaf, the index of its norm; None if it belongs to no unit.
         size: Number of units.
         names: Labels of the units; empty for the whole tree.
     """

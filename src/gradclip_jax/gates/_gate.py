@@ -66,7 +66,8 @@ class Window(NamedTuple):
         read: Function from the accumulator to the gradient of the window and the accumulator after
             the step, which may reuse its buffers.
         extra_args: Extra arguments for the transformation inside the accumulation.
-        next_state: Function `(inner_state, accumulator, emitted) -> state` of the accumulation.
+        next_state: Function `(inner_state, accumulator, emitted) -> state` that returns the next
+            state of the accumulation.
     """
 
     emits: Flag

@@ -136,7 +136,7 @@ def _of_all_guards(name: str, values: list[Array]) -> Array:
 
 
 def _with_groups(key: str, value: Any) -> dict[str, Array]:
-    """Yield the metric, or one metric per group of a clip by groups."""
+    """Return the metric, or one metric for each group of `clip_by_group_norm`."""
     if isinstance(value, dict):
         # None is the key of the combined value of all groups.
         return {f"{key}/{group}" if group else key: jnp.asarray(x) for group, x in value.items()}

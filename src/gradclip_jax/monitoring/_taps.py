@@ -25,8 +25,8 @@ from .._mesh import vary, varying_axes
 from .._types import Array, Count, Tree
 
 _SHAPE = (2, 5)  # activation, cotangent; count, sums of x, x^2 and x^4, non-finite elements
-_SCALES = np.array([2.0**-20, 2.0**20], np.float32)  # of the squares in x^4
-_BELOW = 2.0**-20  # of the squares that are summed: they reach larger x, and need no small ones
+_SCALES = np.array([2.0**-20, 2.0**20], np.float32)  # scales of the squares in x^4
+_BELOW = 2.0**-20  # smaller scale of the summed squares, which extends the range to larger x
 _LARGEST = 2.0**45  # its square can be summed over 10^11 elements
 
 

@@ -158,7 +158,7 @@ def _accumulated(eqn: core.JaxprEqn, flags: Sequence[bool]) -> list[int]:
 
 
 def _is_added_to(jaxpr: core.Jaxpr, start: core.Var, end: core.Var | core.Literal) -> bool:
-    """Return whether the body of a scan only adds other values to a carry, at least once.
+    """Return whether the only operations of a scan body on a carry are one or more additions.
 
     Every partial sum must have exactly one reader, the next addition. This excludes `w + w` and
     other operations that read the partial sum.
