@@ -9,6 +9,9 @@ import numpy as np
 Array: TypeAlias = jax.Array
 """An array or a tracer."""
 
+HostArray: TypeAlias = np.ndarray[Any, Any]
+"""A NumPy array. Importing `numpy.typing` would load more modules."""
+
 Scalar: TypeAlias = jax.Array
 """An array of shape ()."""
 

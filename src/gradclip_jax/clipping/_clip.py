@@ -139,7 +139,8 @@ def norm_clip(
     number = threshold if is_scalar(threshold, jnp.floating, jnp.integer) else None
     rules = as_rules(argument, threshold, by_label=by_label)
     every_rule = jax.tree.leaves(list(rules.values()) if by_label else rules, is_leaf=is_rule)
-    has_state = any(jax.tree.leaves(init_state(rule)) for rule in every_rule)
+    # `eval_shape`, because an array would start the backend when the transformation is created.
+    has_state = bool(jax.tree.leaves(jax.eval_shape(lambda: list(map(init_state, every_rule)))))
     clip_leaves = jax.jit(
         functools.partial(
             _clip_leaves, factor_of=factor_of, ord=order, axis_name=axes, drop=nonfinite == "zero"

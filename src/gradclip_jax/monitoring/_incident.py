@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from numpy.typing import NDArray
 
 from .._states import increment_where, register_metrics
-from .._types import UNBOUNDED, Array, Scalar, Tree
+from .._types import UNBOUNDED, Array, HostArray, Scalar, Tree
 from ..clipping._norm import Units
 from ._taps import FirstNonfinite
 from ._unit_names import join_names, name_units, split_names
@@ -296,7 +295,7 @@ def read_log(log: IncidentLog) -> list[Incident]:
     return found
 
 
-def _read(row: NDArray[np.int32], names: list[str], taps: list[str]) -> Incident:
+def _read(row: HostArray, names: list[str], taps: list[str]) -> Incident:
     values: dict[float, Any] = {code: default for default, code in _CODES.items()}
     numbers = zip(Incident._fields[2:-3], row.view(np.float32)[2:-3].tolist(), strict=True)
     fields = {key: values.get(x, x) for key, x in numbers}

@@ -1,15 +1,12 @@
 """Moving averages of the logarithms of norms and losses, and detection of outliers."""
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
 
-from .._types import UNBOUNDED, Array, Number, Scalar
+from .._types import UNBOUNDED, Array, HostArray, Number, Scalar
 from ..clipping._threshold import Rule, apply_rule
-
-Values: TypeAlias = NDArray[Any]
 
 KINDS = ("gradient", "update", "parameter")
 
@@ -75,10 +72,10 @@ def init_levels(num_kinds: int, num_units: int) -> Levels:
 
 def outliers(
     z_threshold: Number,
-    floor: Values,
-    memory: Values,
-    tail: Values | float = 0.0,
-    is_log: Values | bool = True,
+    floor: HostArray,
+    memory: HostArray,
+    tail: HostArray | float = 0.0,
+    is_log: HostArray | bool = True,
 ) -> Rule:
     """Threshold rule: a moving average plus a multiple of the standard deviation.
 

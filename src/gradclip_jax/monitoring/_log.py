@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
-from numpy.typing import NDArray
 
 from .._checks import shortened
 from .._errors import public, value_error
+from .._types import HostArray
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -30,9 +30,9 @@ class Log(NamedTuple):
         incidents: Pairs of step and sentence.
     """
 
-    steps: NDArray[np.float64]
+    steps: HostArray
     columns: dict[str, np.ma.MaskedArray[Any, Any]]
-    is_held: NDArray[np.bool_]
+    is_held: HostArray
     incidents: list[tuple[float, str]]
 
 
@@ -101,7 +101,7 @@ def summarize_log(log: Any, *, window: int = 1000) -> dict[str, float]:
     return summary
 
 
-def _spike_score(values: NDArray[np.float64], window: int) -> float:
+def _spike_score(values: HostArray, window: int) -> float:
     is_spike = ~np.isfinite(values)
     for i, value in enumerate(values):
         past = values[max(i - window, 0) : i]

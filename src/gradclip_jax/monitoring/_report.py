@@ -2,22 +2,19 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
 
 from .._checks import check_count, dtype_of, is_float0, refuse_traced
 from .._errors import public, type_error, value_error
 from .._leaves import measured_leaves
 from .._states import find_states, plain_arrays
-from .._types import Array, Tree
+from .._types import Array, HostArray, Tree
 from ..clipping._norm import global_norm
 from ._incident import Incident, IncidentLog, names_in, read_log
-
-FloatArray: TypeAlias = NDArray[np.floating[Any]]
 
 
 @public
@@ -193,7 +190,7 @@ def worst_examples(
     """
     check_count("k", k, "Pass how many examples to return.")
 
-    def largest(values: FloatArray, places: Sequence[Any]) -> dict[Any, float]:
+    def largest(values: HostArray, places: Sequence[Any]) -> dict[Any, float]:
         order = np.argsort(-np.nan_to_num(values, nan=np.inf), kind="stable")
         return {places[i]: float(values[i]) for i in order[:k].tolist()}
 
@@ -230,7 +227,7 @@ def _measure(
     return jax.lax.map(one, places)
 
 
-def _ranking(columns: dict[str, FloatArray]) -> FloatArray:
+def _ranking(columns: dict[str, HostArray]) -> HostArray:
     """Return one score for each example; large scores are suspicious.
 
     A wrong label has its strongest effect on the loss. Gradient norm and input count only as
@@ -243,7 +240,7 @@ def _ranking(columns: dict[str, FloatArray]) -> FloatArray:
     return np.max([of_loss, *(np.where(x > 6, x, -np.inf) for x in others)], 0)
 
 
-def _deviations(values: FloatArray) -> FloatArray:
+def _deviations(values: HostArray) -> HostArray:
     """Return robust deviations from the median, of the logarithms if all values are positive."""
     finite = np.isfinite(values)
     is_positive = bool(np.all(values[finite] >= 0))
