@@ -21,9 +21,9 @@ from jax import lax
 from jax.extend import core
 
 from ._checks import is_float0, is_traced
-from ._devices import shared
+from ._devices import HAS_TYPES, shared
 from ._errors import type_error
-from ._mesh import is_unreduced, reshard_like, varying_axes, zeros_of_type
+from ._mesh import reshard_like, varying_axes, zeros_of_type
 from ._types import Array, Tree
 
 Flag: TypeAlias = Array | np.bool_
@@ -134,7 +134,12 @@ def _execute(
     def run(constants: list[Array], start: Tree) -> Tree:
         return jax.tree.unflatten(structure, function(*constants, *jax.tree.leaves(start[1])))
 
-    if form is not _select and is_unreduced((carry, constants)):
+    leaves = jax.tree.leaves((carry, constants))
+    if (
+        form is not _select
+        and HAS_TYPES
+        and any([jax.typeof(x).sharding.spec.unreduced for x in leaves])
+    ):
         # XLA (JAX 0.10.2) sums unreduced values over devices before a loop that carries them,
         # and again inside it.
         form = _cond
