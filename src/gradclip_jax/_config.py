@@ -182,9 +182,9 @@ def _check_call(name: Any, arguments: Any, inner: tuple[Any, ...] | None = None)
     try:
         bind(**arguments)
     except TypeError as error:
-        rule, got = f"a mapping of valid arguments for `{name}`", f"{shortened(arguments)}: {error}"
-        hint = "Use the names in its signature, and pass inner transformations to `build`."
-        raise value_error("arguments", rule, got, hint) from None
+        rule, reason = f"valid arguments for `{name}`", str(error)
+        hint = f"{reason[0].upper()}{reason[1:]}. Pass inner transformations to `build`."
+        raise value_error("arguments", rule, shortened(arguments), hint) from None
 
 
 def _built(plain: Any) -> Any:

@@ -240,8 +240,8 @@ def _copied_window(like: _Window, given: _Window, reduction: str | None, path: _
         _check_closed(given, path)
     elif reduction is None and (is_traced(held) or _is_open(given)):
         rule = '"mean" or "sum" if micro-batches may be accumulated'
-        hint = f'They are at {leaf_path("state", path)}. `MultiSteps` uses "mean" by default.'
-        raise value_error("reduction", rule, "None", hint)
+        got = f"None for the micro-batches at {leaf_path('state', path)}"
+        raise value_error("reduction", rule, got, '`MultiSteps` uses "mean" by default.')
     length = jnp.float32(1) if reduction == "sum" else jnp.maximum(held, 1).astype(jnp.float32)
     # Use zero for an empty window. The accumulator of this package still contains the last sum, to
     # which `MultiSteps` would add.

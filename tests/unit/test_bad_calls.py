@@ -105,6 +105,7 @@ ROWS = [
     ("clip_by_norm", lambda f: f(None), TypeError, "threshold"),
     ("clip_by_norm", lambda f: f(1.0, granularity="rows"), ValueError, "granularity"),
     ("clip_by_norm", lambda f: f(1.0, reaction="rows"), ValueError, "reaction"),
+    ("clip_by_global_norm", lambda f: f(float), TypeError, "max_norm"),
     ("clip_by_global_norm", lambda f: f(W), TypeError, "max_norm"),
     ("clip_by_global_norm", lambda f: updated(f(1.0), ["a"]), TypeError, "updates", "updates[0]"),
     ("clip_by_global_norm", lambda f: f(1.0, nonfinite="skip"), ValueError, "nonfinite"),

@@ -234,5 +234,5 @@ def _default_for(
     if micro.shape == whole.shape == () and jnp.issubdtype(micro.dtype, jnp.floating):
         return "mean"
     rule = "specified for leaves that are not per-example rows or floating-point scalars"
-    got = f"{describe(micro)} at {place} ({describe(whole)} for the whole batch)"
+    got = f"{describe(micro)} at {place}"
     raise value_error("aux_reduction", rule, got, _HINT)

@@ -79,7 +79,7 @@ def in_one_form(fun: Callable[..., Any], has_weight: bool, has_aux: bool) -> Cal
             if not (isinstance(value, tuple) and len(value) == 2):
                 rule = "a function that returns a pair if `has_weight` or `has_aux` is True"
                 hint = "Return `(value, weight)`, `(value, aux)` or `(value, (weight, aux))`."
-                raise type_error("fun", rule, type(value).__name__, hint)
+                raise type_error("fun", rule, "a function with a single output", hint)
             value, rest = value
         if jax.tree.structure(value) != jax.tree.structure(0) or np.ndim(value):
             rule = "a function that returns a scalar value"

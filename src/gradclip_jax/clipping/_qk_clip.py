@@ -87,7 +87,7 @@ def qk_clip(
     if groups == 0 or gamma.size % groups:
         rule = f"weights with a number of heads that divides the {gamma.size} query heads"
         hint = "Query head h uses key head h // (heads / key_heads)."
-        raise value_error("key", rule, groups, hint)
+        raise value_error("key", rule, f"{groups} heads", hint)
     by_group = gamma.reshape(groups, -1)
     of_key = jnp.sqrt(jnp.max(by_group, axis=1, keepdims=True))
     query = _scale_heads("query", query, (by_group / of_key).reshape(-1), head_axis)

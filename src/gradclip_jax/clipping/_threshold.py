@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_number, describe, dtype_of, leaf_path, shortened
+from .._checks import check_number, describe, dtype_of, is_scalar, leaf_path, shortened
 from .._devices import map_arrays
 from .._errors import public, type_error, value_error
 from .._leaves import is_measured
@@ -129,8 +129,11 @@ def as_rule(argument: str, threshold: Threshold) -> Rule:
     if inspect.isfunction(threshold) and threshold.__annotations__.get("return") is Rule:
         rule, hint = "a number, a schedule or a rule", f"Pass `{threshold.__name__}()`."
         raise type_error(argument, rule, shortened(threshold), hint)
-    if callable(threshold):
+    if callable(threshold) and not isinstance(threshold, type):
         return scheduled(argument, threshold)
+    if not is_scalar(threshold, jnp.floating, jnp.integer):
+        rule = "a number, a schedule or a rule"
+        raise type_error(argument, rule, shortened(threshold), _HINT)
     check_number(argument, threshold, _HINT)
     return constant(threshold)
 

@@ -68,7 +68,8 @@ def plot_log(log: Any, *, incidents: Sequence[Any] = (), dark: bool = False) -> 
     panels = {title: rows for title, rows in panels.items() if rows}
     if not panels:
         hint = "Log `metrics(state)` of an optimizer inside `gcx.watch`."
-        raise value_error("log", "rows with norms by unit", "no key `gradient_norm/...`", hint)
+        rule, got = "a log with norms of layers or leaves", "no key `gradient_norm/...`"
+        raise value_error("log", rule, got, hint)
     marks = [(x.step, str(x)) for x in incidents] or found.incidents or _kinds(found)
     marks = sorted(dict.fromkeys(mark for mark in marks if np.isfinite(mark[0])))
     captions = [f"{i}  {text}" for i, (_, text) in enumerate(marks, 1)][-_MAX_CAPTIONS:]

@@ -220,6 +220,6 @@ def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
     finite = values[np.isfinite(values)]
     if not finite.size:
         hint = "Record some steps with `record_norms` first."
-        got = f"{values.size} norms and no finite one"
-        raise value_error("norms", "an array with a finite norm", got, hint)
+        got = f"{values.size} non-finite norms" if values.size else "an empty array"
+        raise value_error("norms", "an array with at least one finite norm", got, hint)
     return float(np.percentile(finite, percentile))

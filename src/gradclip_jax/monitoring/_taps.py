@@ -124,7 +124,7 @@ def tap(x: Array, probe: Array | None) -> Array:
         [2.3333, 2.8868, 1.6176]
     """
     if not jnp.issubdtype(dtype_of(x), jnp.floating):
-        hint = "Tap the real and the imaginary part separately."
+        hint = "Pass an activation; tap the real and imaginary parts of a complex array separately."
         raise type_error("x", "a real floating array", describe(x), hint)
     if probe is None:
         return x

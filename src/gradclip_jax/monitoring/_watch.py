@@ -304,7 +304,11 @@ def _checked_sums(stats: Tree, tap_names: list[str]) -> Array:
     """Return the sums of all taps; raise if the statistics do not match the probes."""
     found, sums = read_sums("taps", stats)
     if found != tap_names:
-        rule = f"statistics of {listed(tap_names)}" if tap_names else "omitted without probes"
+        rule = (
+            f"statistics of {listed(tap_names)}"
+            if tap_names
+            else "omitted if `watch` has no probes"
+        )
         hint = "Pass the probes of the model to `watch`: `watch(optimizer, taps=probes)`."
         raise value_error("taps", rule, f"statistics of {listed(found)}", hint)
     return sums
@@ -325,7 +329,8 @@ def _check_shapes(norms: dict[str, Array], measured: dict[str, Array]) -> None:
     )
     if given != expected:
         hint = "Call `init(params)` of this `watch`, or convert with `convert_state`."
-        rule, got = f"a `WatchState` for the norms {expected}", f"one for {given}"
+        rule = "the state of this `watch`"
+        got = f"a state with the norms {given} instead of {expected}"
         raise value_error("state", rule, got, hint)
 
 

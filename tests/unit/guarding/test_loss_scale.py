@@ -300,7 +300,10 @@ def test_other_guards_inside_see_unscaled_gradients_and_the_true_loss():
     ],
 )
 def test_a_guard_around_a_loss_scale_is_refused(build):
-    with pytest.raises(TypeError, match="`inner` must be a transformation that does not contain `dynamic_loss_scale`"):
+    with pytest.raises(
+        TypeError,
+        match="`inner` must be a transformation that does not contain `dynamic_loss_scale`",
+    ):
         build(gcx.dynamic_loss_scale(optax.sgd(1.0))).init(jnp.zeros(2))
 
 

@@ -222,7 +222,10 @@ def multi_steps():
     ids=["object", "transformation", "in a chain"],
 )
 def test_multi_steps_is_refused_where_its_window_could_lock_up(inner):
-    with pytest.raises(TypeError, match=r"^skip_nonfinite: `inner` must be a transformation that does not contain `optax.Multi"):
+    with pytest.raises(
+        TypeError,
+        match=r"^skip_nonfinite: `inner` must be a transformation that does not contain `optax.Multi",
+    ):
         checking_steps(inner).init(jnp.zeros(2))
     # A guard that only checks gradients never drops a window for its sum.
     for tx in (gcx.skip_large_norm(inner, 1e3), gcx.skip_nonfinite(inner)):

@@ -573,7 +573,8 @@ def test_seeds_are_watched_side_by_side():
     found = gcx.metrics(state)
     np.testing.assert_array_equal(found["gradient_norm/w"], [5, np.nan])
     with pytest.raises(
-        ValueError, match="incidents: `state` must be the state of one run, got one that was vmapped over 2"
+        ValueError,
+        match="incidents: `state` must be the state of one run, got one that was vmapped over 2",
     ):
         gcx.incidents(state)
     second = jax.tree.map(lambda x: x[1], state)
@@ -788,14 +789,14 @@ def test_a_checkpoint_holds_arrays_only_and_names_come_from_the_structure(tmp_pa
                 PARAMS, gcx.watch(optax.sgd(0.1), of=("gradient",)).init(PARAMS), PARAMS
             ),
             ValueError,
-            "watch: `state` must be a `WatchState` for the norms",
+            "watch: `state` must be the state of this `watch`",
         ),
         (
             lambda: gcx.watch(optax.sgd(0.1)).update(
                 PARAMS, gcx.watch(optax.sgd(0.1)).init(PARAMS["decoder"]), PARAMS
             ),
             ValueError,
-            "watch: `state` must be a `WatchState` for the norms",
+            "watch: `state` must be the state of this `watch`",
         ),
         (
             lambda: gcx.watch(optax.sgd(0.1)).update(

@@ -112,7 +112,12 @@ def test_seeds_side_by_side_have_their_own_taps():
     ("options", "extra", "error", "message"),
     [
         ({"taps": np.ones(3)}, {}, ValueError, r"`taps` must be a tree of float32\[..., 2, 5\]"),
-        ({}, {"taps": PROBES}, ValueError, "`taps` must be omitted without probes, got .*embed.*taps=probes"),
+        (
+            {},
+            {"taps": PROBES},
+            ValueError,
+            "`taps` must be omitted if `watch` has no probes, got .*embed.*taps=probes",
+        ),
         (
             {"taps": PROBES},
             {"taps": PROBES["layers"]},
