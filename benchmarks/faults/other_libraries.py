@@ -160,47 +160,6 @@ def hold_step() -> list[Row]:
     ]
 
 
-def guard_past_its_limit() -> Row:
-    limit, steps = 3, 6
-
-    def first_nan(tx) -> str:
-        params = jnp.ones(1)
-        state = tx.init(params)
-        for i in range(steps):
-            updates, state = tx.update(jnp.full(1, jnp.nan), state, params)
-            params = optax.apply_updates(params, updates)
-            if jnp.isnan(params).any():
-                return f"applies the NaN of step {i + 1}"
-        failed = gcx.metrics(state).get("guard_failed")
-        return f"never applies one; `guard_failed` is {bool(failed)}"
-
-    return (
-        f"{steps} NaN gradients in a row, limit {limit}",
-        first_nan(optax.apply_if_finite(optax.sgd(1.0), limit)),
-        first_nan(gcx.skip_nonfinite(optax.sgd(1.0), max_consecutive_skips=limit)),
-    )
-
-
-def unequal_micro_batches() -> Row:
-    tokens = [1.0, 9.0]
-    means = [jnp.float32([10.0]), jnp.float32([0.0])]  # gradient of each mean over tokens
-    big = sum(n * g for n, g in zip(tokens, means, strict=True)) / sum(tokens)
-
-    def window(tx, **weights) -> str:
-        params = jnp.zeros(1)
-        state = tx.init(params)
-        for i, grad in enumerate(means):
-            extra = {name: value[i] for name, value in weights.items()}
-            updates, state = tx.update(grad, state, params, **extra)
-        return f"gradient {numbers(-updates)}"
-
-    return (
-        f"micro-batches of 1 and 9 tokens; as one big batch: gradient {numbers(big)}",
-        window(optax.MultiSteps(optax.sgd(1.0), 2)),
-        window(gcx.accumulate_gradients(optax.sgd(1.0), 2), weight=tokens),
-    )
-
-
 def last_partial_window() -> Row:
     batches, every = 10, 4
     params = jnp.zeros(1)
@@ -243,8 +202,6 @@ def main() -> None:
         inside_shard_map(),
         nan_micro_batch(),
         *hold_step(),
-        guard_past_its_limit(),
-        unequal_micro_batches(),
         last_partial_window(),
         negative_max_norm(),
     ]
