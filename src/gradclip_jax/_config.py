@@ -182,8 +182,9 @@ def _check_call(name: Any, arguments: Any, inner: tuple[Any, ...] | None = None)
     try:
         bind(**arguments)
     except TypeError as error:
-        rule, reason = f"valid arguments for `{name}`", str(error)
-        hint = f"{reason[0].upper()}{reason[1:]}. Pass inner transformations to `build`."
+        rule, hint = f"valid arguments for `{name}`", f"`{name}` raises: {error}."
+        if "positional" in str(error) or "'inner'" in str(error):
+            hint += " Pass the inner transformation to `build`."
         raise value_error("arguments", rule, shortened(arguments), hint) from None
 
 

@@ -240,8 +240,8 @@ def _copied_window(like: _Window, given: _Window, reduction: str | None, path: _
         _check_closed(given, path)
     elif reduction is None and (is_traced(held) or _is_open(given)):
         rule = '"mean" or "sum" if micro-batches may be accumulated'
-        got = f"None for the micro-batches at {leaf_path('state', path)}"
-        raise value_error("reduction", rule, got, '`MultiSteps` uses "mean" by default.')
+        hint = f'Pass "mean" if the accumulation at {leaf_path("state", path)} averages gradients.'
+        raise value_error("reduction", rule, "None", hint)
     length = jnp.float32(1) if reduction == "sum" else jnp.maximum(held, 1).astype(jnp.float32)
     # Use zero for an empty window. The accumulator of this package still contains the last sum, to
     # which `MultiSteps` would add.
@@ -262,9 +262,9 @@ def _check_weights(window: AccumulationState, path: _Path) -> None:
     weight, held = window.total_weight, window.mini_step
     if _is_open(window) and not is_traced(weight) and weight != held:
         place = leaf_path("state", path) + ".total_weight"
-        got = f"{place} = {float(weight):g} after {int(held)} micro-batches"
+        got = f"{place} = {float(weight):g} with mini_step = {int(held)}"
         hint = "Call `flush` first, because `MultiSteps` does not support weights."
-        raise value_error("state", "a state with micro-batches of weight 1", got, hint)
+        raise value_error("state", "a state whose micro-batches have weight 1", got, hint)
 
 
 def _accumulator(like: _Window, given: _Window, factor: Scalar | int, path: _Path) -> Tree:
@@ -314,4 +314,4 @@ def _name(node: Tree) -> str:
 def _mismatch(expected: str, got: str, path: _Path) -> ArgumentTypeError:
     rule = "a state that matches the state of `tx`"
     place = leaf_path("state", path)
-    return type_error("state", rule, f"{got} instead of {expected} at {place}", _HINT)
+    return type_error("state", rule, f"{got} at {place}, expected {expected}", _HINT)

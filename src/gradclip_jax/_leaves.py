@@ -81,10 +81,9 @@ def _not_inexact(argument: str, tree: Tree, kind: Any) -> ArgumentTypeError:
         for path, x in jax.tree.leaves_with_path(tree)
         if not is_float0(x) and not jnp.issubdtype(dtype_of(x), kind)
     ]
-    is_gradient = argument in ("grads", "updates")
-    hint = (
-        "Exclude such leaves with `optax.masked`." if is_gradient else "Convert them with `astype`."
-    )
+    hint = "Exclude such leaves with `optax.masked`."
+    if argument not in ("grads", "updates"):
+        hint = "Convert them to floating point."
     return ArgumentTypeError(
         f"every leaf of `{argument}` must be {rule}, got {listed(bad)}. {hint}"
     )

@@ -14,12 +14,12 @@ from jax import lax
 from .._checks import (
     check_axis_name,
     check_bound,
-    check_callable,
     check_choice,
     check_number,
     check_ord,
     check_state,
     is_scalar,
+    shortened,
 )
 from .._devices import fusion_barrier, groups_of_type, map_arrays, shared
 from .._errors import public, type_error, value_error
@@ -326,8 +326,9 @@ def _as_factor(reaction: Reaction) -> Callable[[Array, Array], Array]:
     if isinstance(reaction, str):
         check_choice("reaction", reaction, tuple(named))
         return named[reaction]
-    hint = 'Pass "scale", "zero" or a function (norm, threshold) -> factor.'
-    check_callable("reaction", reaction, hint)
+    if not callable(reaction):
+        rule, hint = '"scale", "zero" or a function', "It maps (norm, threshold) to a factor."
+        raise type_error("reaction", rule, shortened(reaction), hint)
 
     def factor_of(norm: Array, threshold: Array) -> Array:
         factor = jnp.asarray(reaction(jnp.where(jnp.isfinite(norm), norm, 1), threshold))

@@ -49,7 +49,7 @@ def select_groups(argument: str, units: Groups, keys: Sequence[Any]) -> Groups:
     if unknown and known:
         hint = f"Labels of the tree: {', '.join(sorted(map(repr, known)))}."
         rule = "a mapping from labels of the tree to thresholds"
-        raise value_error(argument, rule, repr(unknown[0]), hint)
+        raise value_error(argument, rule, f"the unknown label {unknown[0]!r}", hint)
     entries = [None if i is None else group_of.get(units.names[i]) for i in units.entries]
     return Groups(tuple(entries), len(keys), tuple(keys))
 

@@ -85,8 +85,8 @@ def qk_clip(
     gamma = _head_factors(max_logits, threshold)
     groups = _head_count("key", key, head_axis)
     if groups == 0 or gamma.size % groups:
-        rule = f"weights with a number of heads that divides the {gamma.size} query heads"
-        hint = "Query head h uses key head h // (heads / key_heads)."
+        rule = f"weights whose number of heads divides {gamma.size}"
+        hint = "Pass key weights with one head for each group of query heads."
         raise value_error("key", rule, f"{groups} heads", hint)
     by_group = gamma.reshape(groups, -1)
     of_key = jnp.sqrt(jnp.max(by_group, axis=1, keepdims=True))
@@ -166,7 +166,7 @@ def _head_count(argument: str, tree: Tree, head_axis: Any, count: int | None = N
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         got = f"{describe(x)} at {leaf_path(argument, path)}"
         if not (hasattr(head_axis, "__index__") and -np.ndim(x) <= head_axis < np.ndim(x)):
-            hint = "Reshape the weights to [..., heads, head_dim]."
+            hint = "Pass an integer axis, such as -2 for weights of shape [..., heads, head_dim]."
             got = f"{head_axis!r} for {got}"
             raise value_error("head_axis", "an axis of every leaf", got, hint)
         count = np.shape(x)[head_axis] if count is None else count

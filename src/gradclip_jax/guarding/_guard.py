@@ -49,7 +49,7 @@ def guard(
         _check_inner(inner_state, tuple(OUTERMOST), "dynamic_loss_scale", hint)
         if checks_step:
             # If the sum of a `MultiSteps` window overflows, all later steps fail the check.
-            hint = "Use `accumulate_gradients` instead, which can discard its window."
+            hint = "Use `accumulate_gradients` instead."
             _check_inner(inner_state, (optax.MultiStepsState,), "optax.MultiSteps", hint)
         # Remove weak types, which `update` does not return, to avoid retracing the second step.
         return make_state(like_dtypes(inner_state, inner_state))

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_number
-from .._errors import value_error
+from .._checks import check_number, is_scalar, shortened
+from .._errors import type_error, value_error
 from .._types import Scalar, Tree
 from ..clipping._threshold import Rule, Threshold, apply_rule, as_rule, constant, init_state
 
@@ -81,5 +81,8 @@ def loss_rule(loss: Threshold) -> Rule:
             raise value_error("loss", "a rule for values of any sign", "a rule for norms", hint)
         return given
     hint = "Pass a number, a schedule, or a rule from `gcx.thresholds`."
+    if not is_scalar(loss, jnp.floating, jnp.integer):
+        rule = "a number, a schedule or a rule"
+        raise type_error("loss", rule, shortened(loss), hint)
     check_number("loss", loss, hint, low=-np.inf)
     return constant(loss)
