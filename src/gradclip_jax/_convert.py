@@ -198,7 +198,7 @@ def _is_alike(like: Tree, given: Tree) -> bool:
 
 
 def _copied_children(like: Tree, given: Tree, reduction: str | None, path: _Path) -> Tree:
-    """Convert the children of a part one by one."""
+    """Convert each child of a state separately."""
     if isinstance(like, dict) and isinstance(given, dict):
         names = like.keys() ^ given.keys()
         if names and all(_is_fresh({**like, **given}[name]) for name in names):

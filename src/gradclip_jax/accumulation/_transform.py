@@ -187,7 +187,7 @@ def accumulate_gradients(
         params: Tree,
         extra_args: ExtraArgs,
     ) -> Window:
-        """Compute the effect of a micro-batch on the window."""
+        """Determine how a micro-batch changes the current window."""
         has_buffer = not is_one or bool(jax.tree.leaves(state.acc_grads))
         if has_buffer:
             check_matches_accumulator(updates, state.acc_grads)

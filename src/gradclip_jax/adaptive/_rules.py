@@ -19,7 +19,7 @@ from ._averages import hypotenuse, where_nonzero
 
 
 class EmaState(NamedTuple):
-    """Moving average of the norm of each unit.
+    """Moving average of each norm.
 
     Attributes:
         step_count: Number of steps so far, saturating, int32[...].
@@ -242,7 +242,7 @@ class WindowState(NamedTuple):
 
 
 def empty_window(norm: Array, window: int) -> WindowState:
-    """Return the initial state, without values."""
+    """Return the initial state with an empty window."""
     values = jnp.full((window, *norm.shape), UNBOUNDED, jnp.float32)
     return WindowState(values, jnp.zeros(norm.shape, jnp.int32))
 

@@ -288,7 +288,7 @@ def _total(norms: Norms, roots: list[float] | None, ord: float, axis_name: AxisN
 
 
 def _is_scalar(norms: Norms) -> bool:
-    """Return whether there is one norm, which is a scalar."""
+    """Return whether the norms consist of a single scalar."""
     return len(norms) == 1 and not norms[0].ndim
 
 

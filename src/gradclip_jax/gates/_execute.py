@@ -154,10 +154,10 @@ def _execute(
     """Execute one call of `update`; return updates or new parameters, and the next state.
 
     Gradients are passed from the outermost to the innermost guard or accumulation. Guards outside
-    an accumulation check the micro-batch. Guards inside it, or all guards without an accumulation,
-    check the gradient of the step. When a window closes, the guards outside the accumulation also
-    check its gradient. Finally, guards with a `check_step` check the computed step. Only the first
-    guard whose check fails counts the skip.
+    an accumulation check the micro-batch. Guards inside it, or all guards if there is no
+    accumulation, check the gradient of the step. When a window closes, the guards outside the
+    accumulation also check its gradient. Finally, guards with a `check_step` check the computed
+    step. Only the first guard whose check fails counts the skip.
 
     | failed check | counted by | window | innermost state |
     | --- | --- | --- | --- |

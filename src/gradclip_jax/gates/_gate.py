@@ -59,7 +59,7 @@ class Guard(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The effect of one micro-batch on an accumulation.
+    """The way in which one micro-batch changes an accumulation.
 
     Attributes:
         emits: Whether the window closes and contains a micro-batch with nonzero weight.

@@ -64,7 +64,7 @@ class Incident(NamedTuple):
         cotangent: First tap of the backward pass with a non-finite cotangent, or None.
         batch_id: Extra argument `batch_id` of the step; None if it was not passed.
         streak: Number of consecutive equal incidents up to this one.
-        first_step: Step of the first incident of the streak.
+        first_step: Step of the first of these incidents.
 
 
     Examples:

@@ -36,7 +36,7 @@ class LevelState(NamedTuple):
         mean: Moving average over about 2 * SHORT values.
         variance: Moving variance over about 2 * SHORT values, with a lower weight for values far
             below the mean.
-        top: Largest excess over the mean, decayed over LONG values.
+        top: Largest difference from the mean, which decays exponentially over LONG values.
     """
 
     num_values: Array
@@ -241,7 +241,7 @@ def _dead(levels: Levels, norms: Array, count: Scalar) -> tuple[Array, Array, Ar
         return (count >= WARM_UP) & (streak * jnp.log(share) < least)
 
     is_zero = (norms == 0).astype(jnp.float32)
-    # Start from half a zero gradient, so that a single one is not an incident.
+    # Add half a count, so that a single zero gradient is not an incident.
     prior = jnp.maximum(levels.zero_share, 0.5 / (jnp.minimum(count, LONG) + 1))
     streak = jnp.where(norms == 0, levels.zero_streak + 1, 0)
     dead = is_dead(prior, streak) & ~is_dead(prior, levels.zero_streak)

@@ -187,7 +187,7 @@ def leaf_norm_history(state: Tree, params: Tree) -> dict[str, np.ndarray[Any, An
 def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
     """Suggest a `max_norm` as a percentile of recorded norms.
 
-    The default, the median, was the best of five percentiles over the problems of docs/study.md.
+    The default is the median, which was the best of five percentiles in docs/study.md.
     This threshold clips every second step, so consider a larger learning rate. The 90th percentile
     clips only outliers.
 

@@ -81,7 +81,7 @@ def _variables(atoms: Iterable[core.Var | core.Literal]) -> list[core.Var]:
 
 
 def _required(jaxpr: core.Jaxpr, chosen: Sequence[bool]) -> set[core.Var]:
-    """Find the variables that reach a selected output through operations with a rule."""
+    """Find the variables from which only supported operations lead to a selected output."""
     required = set(_variables(itertools.compress(jaxpr.outvars, chosen)))
     for eqn in reversed(jaxpr.eqns):
         flags = [v in required for v in eqn.outvars]
