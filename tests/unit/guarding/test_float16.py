@@ -163,9 +163,11 @@ def test_it_learns_what_float32_learns_where_plain_float16_does_not(network):
         print(f"{zeros:.1%} of the gradient is zero, scales", scales)
     gap = {kind: ends[kind] / ends["float32"] - 1 for kind in ("float16", "scaled")}
     noise = 2 * np.std(ends["float32"]) / np.mean(ends["float32"])  # two deviations over seeds
-    # One seed may differ by more than `noise`, which three seeds estimate (JAX 0.12 on a CPU: 1.7 %).
-    assert np.abs(gap["scaled"]).max() < 0.02
-    assert abs(gap["scaled"].mean()) < min(0.02, noise)
+    gaps = np.abs(gap["scaled"])
+    assert gaps.max() < 0.02
+    # In JAX 0.12.0.1 on some CPUs, one of three seeds differs by 1.7 %, with `noise` at 1.1 %.
+    is_known = jax.__version_info__ >= (0, 12)
+    assert (abs(gap["scaled"].mean()) if is_known else gaps.max()) < min(0.02, noise)
     assert gap["float16"].min() > 0.05
     assert found["float16"][1] > 2 * found["scaled"][1]
     assert min(found["scaled"][2]) > 2.0**16
