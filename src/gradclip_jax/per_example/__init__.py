@@ -1,4 +1,4 @@
-"""Per-example gradients: norms, clipping, and differentially private training.
+"""Per-example gradient norms, clipping, and differentially private training.
 
 | function | result |
 | --- | --- |

@@ -1,4 +1,4 @@
-"""Value and gradient of a loss, with the gradient of each example clipped."""
+"""Value and gradient of a loss with per-example gradient clipping."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +25,13 @@ class Stats(NamedTuple):
 
     Attributes:
         value: Loss of each example, shape [B].
-        norm: Norm of each gradient before clipping, shape [B]; with `param_labels` a mapping from
-            label to such an array.
-        factor: Clip factor of each example, without its weight, shape [B]; with `param_labels` a
-            mapping from label to such an array.
-        weight: Weight that the loss returned for each example, float32[B]; None without
+        norm: Gradient norm of each example before clipping, shape [B]. With `param_labels`, a
+            mapping from label to an array of norms.
+        factor: Clip factor of each example, not multiplied by its weight, shape [B]. With
+            `param_labels`, a mapping from label to an array of factors.
+        weight: Weight of each example as returned by the loss, float32[B]; None without
             `has_weight`.
-        aux: Auxiliary output of the loss, each leaf of shape [B, ...]; None without `has_aux`.
+        aux: Auxiliary output of the loss, whose leaves have shape [B, ...]; None without `has_aux`.
     """
 
     value: Array
@@ -61,9 +61,9 @@ def value_and_grad(
     """Compute the mean of clipped per-example gradients in one backward pass.
 
     `grads = sum of w_i g_i min(1, max_norm / |g_i|) / sum of w_i`, where `g_i` is the gradient of
-    `fun` for example i and `w_i` is its weight, which is 1 without `has_weight`. Per-example
-    gradients are materialized only for leaves where this is cheaper. The sum is computed and
-    returned in float32, or in float64 if a leaf has 64 bits, for parameters of any dtype.
+    `fun` for example i and `w_i` is its weight, which is 1 without `has_weight`. The per-example
+    gradients of a leaf are materialized only where this reduces the cost. Gradients are summed and
+    returned in float32 even for bfloat16 parameters, and in float64 for 64-bit leaves.
 
     | case | result |
     | --- | --- |
@@ -75,34 +75,34 @@ def value_and_grad(
     | no examples, or only weights of 0 | zeros |
     | tokens that cancel, or a norm outside [1.8e-12, 1e19] | exact; this example is materialized |
 
-    Use `microbatched_value_and_grad` if examples need not be clipped one by one.
+    Use `microbatched_value_and_grad` if per-example clipping is not needed.
 
     Args:
-        fun: Loss of one example, as for `microbatched_value_and_grad`, except that the arguments
-            at `batch_argnums` have no batch axis. It returns a real scalar, `(value, aux)` with
+        fun: Loss function that is called with a single example, so that the arguments at
+            `batch_argnums` have no batch axis. It returns a real scalar, `(value, aux)` with
             `has_aux`, `(value, weight)` with `has_weight`, or `(value, (weight, aux))` with both.
             Examples must be independent, without batch statistics or in-batch negatives. To use a
             mean over a batch, pass `lambda params, x: mean_loss(params, x[None])`.
-        max_norm: Threshold in the unit of the gradient; a positive number, which may be traced,
-            such as `schedule(step)`. With `param_labels`, a mapping from each label to a
-            threshold. A threshold of inf disables clipping.
+        max_norm: Clipping threshold for the gradient norm of each example. A positive number, which
+            may be traced, such as `schedule(step)`. With `param_labels`, a mapping from each label
+            to a threshold. A threshold of inf disables clipping.
         argnums: Positions of the arguments to differentiate with respect to.
         batch_argnums: Positions of the arguments whose leaves have a leading batch axis.
         has_aux: Whether `fun` returns auxiliary data.
-        has_weight: Whether `fun` returns a weight, a real scalar >= 0 that multiplies the clipped
-            gradient and the value; 0 masks an example.
-        param_labels: Prefix tree of group labels for the differentiated arguments, or a function
-            from these arguments to labels; each group is clipped by its own norm.
+        has_weight: Whether `fun` returns the weight of the example, a real scalar >= 0 that
+            multiplies the value and the clipped gradient. A weight of 0 masks the example.
+        param_labels: Group labels as a prefix tree of the differentiated arguments, or a function
+            that maps these arguments to labels. Each group is clipped by its own norm.
         reaction: "scale", "zero" (an example above the threshold contributes 0), or an elementwise
             function `(norm, threshold) -> factor`; `lambda norm, c: c / (norm + 0.01)` is
             automatic clipping.
         reduction: "mean", which divides by the sum of the weights, or "sum".
         nonfinite: "propagate", or "zero" to drop examples whose value or norm is not finite.
-        num_microbatches: Number of micro-batches that are processed one after the other.
-        num_real_microbatches: Number of micro-batches to process, as for
-            `microbatched_value_and_grad`; the statistics of the remaining examples are zeros.
-        axis_name: Mapped axes over which examples are sharded, required where the array's type
-            does not carry the sharding: under `pmap` and `shard_map(check_vma=False)`. Value and
+        num_microbatches: Number of micro-batches that are processed sequentially.
+        num_real_microbatches: Number of micro-batches to process, which may be traced. The
+            statistics of the remaining examples are zeros.
+        axis_name: Mapped axes over which examples are sharded. Required under `pmap` and
+            `shard_map(check_vma=False)`, where array types do not carry the sharding. Value and
             gradient are summed over these axes.
 
     Returns:
@@ -112,11 +112,12 @@ def value_and_grad(
         `nonfinite="zero"` the value does not include dropped examples.
 
     Raises:
-        TypeError: If `fun` is not callable, its value or weight is not a real scalar, or a numeric
-            argument is not a number.
+        TypeError: If `fun` is not callable, if its value or weight is not a real scalar, or if a
+            numeric argument is not a number.
         ValueError: If `max_norm` is not positive or has no entry for a label, if an option is
-            unknown, if leaves differ in their number of examples, if `num_microbatches` does not
-            divide this number, or if `num_real_microbatches` is larger than `num_microbatches`.
+            unknown, if the batch leaves have different numbers of examples, if `num_microbatches`
+            does not divide this number, or if `num_real_microbatches` is larger than
+            `num_microbatches`.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -168,10 +169,10 @@ class _Sums(NamedTuple):
     """Sums over examples.
 
     Attributes:
-        grads: Clipped gradients times weights, for each differentiated leaf.
-        value: Values times weights, without dropped examples.
-        kept: Weights, without dropped examples.
-        weight: Weights.
+        grads: Weighted sum of the clipped gradients for each differentiated leaf.
+        value: Weighted sum of the loss values, without dropped examples.
+        kept: Sum of the weights, without dropped examples.
+        weight: Sum of all weights.
     """
 
     grads: list[Array]
@@ -181,13 +182,13 @@ class _Sums(NamedTuple):
 
 
 class _Clip(NamedTuple):
-    """Groups of leaves, and the factors of their gradients.
+    """Clip factors for groups of leaves.
 
     Attributes:
-        groups: Map from each label to the indices of its leaves.
-        thresholds: Map from each label to its threshold.
+        groups: Indices of the leaves with each label.
+        thresholds: Clipping threshold of each label.
         react: Function `(norm, threshold) -> factor`.
-        drops: Whether non-finite examples are dropped.
+        drops: Whether to drop non-finite examples.
     """
 
     groups: dict[Any, list[int]]
@@ -196,14 +197,14 @@ class _Clip(NamedTuple):
     drops: bool
 
     def is_finite(self, outputs: Outputs, norms: list[Array]) -> Array:
-        """Return which examples have a finite norm and, if they may be dropped, value."""
+        """Return a mask of the examples with finite norms and, if `drops`, finite loss values."""
         checked = [*norms, outputs.value] if self.drops else norms
         return functools.reduce(
             jnp.logical_and, map(jnp.isfinite, checked), jnp.ones_like(outputs.value, bool)
         )
 
     def factors(self, outputs: Outputs, norms: list[Array]) -> list[Array]:
-        """Compute the clip factors of each group, without weights."""
+        """Compute the clip factor of each example for each group of leaves."""
         is_finite = self.is_finite(outputs, norms)
         factors: list[Array] = []
         for label, norm in zip(self.groups, norms, strict=True):
@@ -214,7 +215,7 @@ class _Clip(NamedTuple):
 
 
 def _sums(clip: _Clip, examples: Examples, batch: Tree) -> tuple[_Sums, Stats]:
-    """Return sums over a batch, and the statistics of each example."""
+    """Compute the sums over a batch and the statistics of each example."""
     outputs, groups = examples.outputs(batch), list(clip.groups.values())
     grads, norms = sums_and_norms(outputs, examples.leaves, groups, clip.factors)
     weight = kept = jnp.where(outputs.weight > 0, outputs.weight, 0)
@@ -231,7 +232,7 @@ def _sums(clip: _Clip, examples: Examples, batch: Tree) -> tuple[_Sums, Stats]:
 def _reduced(
     sums: _Sums, examples: Examples, axis_name: AxisName, *, is_mean: bool
 ) -> tuple[Array, Tree]:
-    """Sum value and gradients over devices, and divide them by the weights for a mean."""
+    """Sum value and gradients over devices, and divide by the sum of weights if `is_mean`."""
     spread = functools.partial(shard_axes, axis_name=axis_name)
     axes = frozenset[str]().union(*map(spread, jax.tree.leaves(examples.batch)))
     value, kept, weight = [sum_over(x, axes) for x in sums[1:]]
@@ -240,6 +241,6 @@ def _reduced(
     if is_mean:
         value = value / jnp.where(kept > 0, kept, 1).astype(value.dtype)
         grads = [g / jnp.where(weight > 0, weight, 1).astype(g.dtype) for g in grads]
-    # Integer leaves get a float0 gradient, as `jax.grad(allow_int=True)` returns.
+    # Return float0 gradients for integer leaves, as `jax.grad(allow_int=True)` does.
     zeros = functools.partial(np.zeros, dtype=jax.dtypes.float0)
     return value, replace_measured(examples.params, grads, lambda x: zeros(np.shape(x)))

@@ -1,8 +1,8 @@
-"""Evaluation of a jaxpr in which selected outputs stay lazy.
+"""Evaluate a jaxpr without materializing the gradients among its outputs.
 
-A backward pass over the equations finds the variables that reach a selected output through
-operations with a rule. A forward pass evaluates these equations by their rules and binds all other
-equations unchanged. A lazy value is materialized for every operation that needs an array.
+A backward pass over the equations finds the variables that are connected to a selected output by
+primitives with an entry in `RULES`. A forward pass applies these rules and evaluates all other
+equations unchanged. A factored value is materialized before any other operation uses it.
 """
 
 import itertools
@@ -27,12 +27,13 @@ _REMAT = {"remat", "remat2", "checkpoint"}
 def evaluate(
     closed: core.ClosedJaxpr, operands: Sequence[Value], chosen: Sequence[bool]
 ) -> list[Value]:
-    """Evaluate a jaxpr, and return the selected outputs as lazy arrays if all rules support it.
+    """Evaluate a jaxpr, and keep the selected outputs as products of factors where possible.
 
     Args:
         closed: Closed jaxpr.
-        operands: Value of each input; inputs in the set that `_required` returns may be lazy.
-        chosen: Whether to keep each output lazy.
+        operands: Value of each input. Only the inputs in `_required(jaxpr, chosen)` may be
+            factored.
+        chosen: Whether to keep each output as a product of factors.
     """
     jaxpr = closed.jaxpr
     required = _required(jaxpr, chosen)
@@ -41,7 +42,7 @@ def evaluate(
     arrays: dict[core.Var | core.Literal, Array] = {}
 
     def read(v: core.Var | core.Literal) -> Value:
-        # A NumPy value lets `_is_zero` inspect it during tracing.
+        # Convert literals to NumPy arrays, which `_is_zero` can inspect during tracing.
         return cast(Array, np.asarray(v.val)) if isinstance(v, core.Literal) else values[v]
 
     def read_array(v: core.Var | core.Literal) -> Array:
@@ -76,12 +77,12 @@ def _alone(
 
 
 def _variables(atoms: Iterable[core.Var | core.Literal]) -> list[core.Var]:
-    """Filter out literals, which are not variables."""
+    """Return only the variables, without the literals."""
     return [v for v in atoms if not isinstance(v, core.Literal)]
 
 
 def _required(jaxpr: core.Jaxpr, chosen: Sequence[bool]) -> set[core.Var]:
-    """Find the variables from which only supported operations lead to a selected output."""
+    """Find the variables that are connected to a selected output by supported primitives."""
     required = set(_variables(itertools.compress(jaxpr.outvars, chosen)))
     for eqn in reversed(jaxpr.eqns):
         flags = [v in required for v in eqn.outvars]
@@ -92,7 +93,7 @@ def _required(jaxpr: core.Jaxpr, chosen: Sequence[bool]) -> set[core.Var]:
 
 
 def _linear_operands(eqn: core.JaxprEqn, flags: Sequence[bool]) -> Collection[int]:
-    """Return the positions of operands that may be lazy; `flags` are the required outputs."""
+    """Return the positions of operands that may be factored, given the required outputs."""
     name = eqn.primitive.name
     if name in _INLINED:
         jaxpr = _inner(eqn).jaxpr
@@ -114,13 +115,12 @@ def _inner(eqn: core.JaxprEqn) -> core.ClosedJaxpr:
 def _follow(
     eqn: core.JaxprEqn, operands: Sequence[Value], flags: Sequence[bool]
 ) -> Sequence[Value] | None:
-    """Evaluate an equation by its rule; return None if no rule applies."""
+    """Evaluate an equation by its rule, or return None if no rule applies."""
     name = eqn.primitive.name
     if name == "scan":
         return _scan(eqn, operands, flags)
     if name in _REMAT and eqn.params["differentiated"] and eqn.params["prevent_cse"]:
-        # As in JAX, the barrier prevents common-subexpression elimination, which would merge the
-        # recomputed values with the original ones.
+        # As in JAX, prevent XLA from merging the recomputed values with the original values.
         operands = fusion_barrier([jnp.asarray(x) for x in operands])
     if name in _INLINED | _REMAT:
         return evaluate(_inner(eqn), operands, flags)
@@ -135,13 +135,13 @@ Values: TypeAlias = dict[int, Value]
 """Values of carries, by position."""
 
 ScanResult: TypeAlias = tuple[Values, tuple[dict[int, Lazy], list[Value]]]
-"""The other carries, what each step adds to the lazy carries, and the stacked outputs."""
+"""Ordinary carries, the values that each step adds to factored carries, and stacked outputs."""
 
 
 def _loop_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
-    """Count the constants and carries of a scan.
+    """Return the numbers of constants and carries of a `lax.scan` equation.
 
-    Scanned inputs and outputs have one more axis outside the body than inside it.
+    Each scanned input or output has one more axis outside the scan body than inside it.
     """
     jaxpr = eqn.params["jaxpr"].jaxpr
     inputs = zip(eqn.invars, jaxpr.invars, strict=True)
@@ -151,17 +151,16 @@ def _loop_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
 
 
 def _accumulated(eqn: core.JaxprEqn, flags: Sequence[bool]) -> list[int]:
-    """Find the required carries of a scan to which the body only adds values."""
+    """Find the required scan carries that are only used to accumulate a sum."""
     jaxpr, (first, count) = eqn.params["jaxpr"].jaxpr, _loop_counts(eqn)
     carries = zip(flags, jaxpr.invars[first : first + count], jaxpr.outvars, strict=False)
     return [i for i, (flag, v, out) in enumerate(carries) if flag and _is_added_to(jaxpr, v, out)]
 
 
 def _is_added_to(jaxpr: core.Jaxpr, start: core.Var, end: core.Var | core.Literal) -> bool:
-    """Return whether the only operations of a scan body on a carry are one or more additions.
+    """Return whether a scan body uses a carry only to add values to it.
 
-    Every partial sum must have exactly one reader, the next addition. This excludes `w + w` and
-    other operations that read the partial sum.
+    Each partial sum may be read only once, by the next addition, which excludes `w + w`.
     """
     v = start
     while True:
@@ -175,7 +174,7 @@ def _is_added_to(jaxpr: core.Jaxpr, start: core.Var, end: core.Var | core.Litera
 
 
 def _scan(eqn: core.JaxprEqn, operands: Sequence[Value], flags: Sequence[bool]) -> list[Value]:
-    """Evaluate a scan, with its accumulated and stacked gradients as lazy arrays."""
+    """Evaluate a `lax.scan` without materializing the gradients that it sums or stacks."""
     p, closed = eqn.params, eqn.params["jaxpr"]
     first, count = _loop_counts(eqn)
     consts, init = operands[:first], operands[first : first + count]
@@ -196,8 +195,7 @@ def _scan(eqn: core.JaxprEqn, operands: Sequence[Value], flags: Sequence[bool]) 
 
     lazy = _accumulated(eqn, flags)
     if lazy:
-        # Trace the body once to find which carries have several factors. The others are ordinary
-        # arrays and stay in the carry.
+        # Trace the body once to find the carries whose terms are products of several factors.
         _, (added, _) = jax.eval_shape(lambda: run(lazy))
         lazy = [i for i in lazy if all([len(term.factors) > 1 for term in added[i].terms])]
     values, (added, rows) = run(lazy)

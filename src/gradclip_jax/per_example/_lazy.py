@@ -1,14 +1,15 @@
-"""Lazy gradients: sums of products of factors.
+"""Gradients that are stored as sums of products of factors.
 
 For one example of T tokens, the gradient of `w` in `x @ w` is `sum over t of x_t g_t^T`, a product
-of two factors with T rows. For an embedding, one factor contains row indices; for a convolution,
-patches of the image. Expert weights have three factors, and a weight that is used twice has two
-terms. All of them are sums of
+of two factors with T rows. For an embedding, one factor contains the row indices. For a
+convolution, one factor contains image patches. The gradient of expert weights has three factors,
+and the gradient of a weight that is used twice is a sum of two terms. All of these gradients have
+the form
 
     value[a, b, ...] = sum over t of F1[t, a] F2[t, b] ...
 
-in the notation of einsum: each axis of a factor has one label, and each axis of the value has a
-tuple of labels.
+Axes are labeled as in `jnp.einsum`. Each axis of a factor has one label, and each axis of the value
+has a tuple of labels.
 """
 
 import dataclasses
@@ -32,10 +33,11 @@ Labels = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Factor:
-    """An array with labelled axes, or a one-hot matrix that is stored as indices.
+    """An array with labeled axes, or a one-hot matrix that is stored as indices.
 
     Attributes:
-        array: Values of the factor; with `hot` the int32 indices, where -1 is a row of zeros.
+        array: Values of the factor. For a one-hot matrix, its int32 indices, where -1 represents a
+            row of zeros.
         labels: Label of each axis of `array`.
         hot: Label of the one-hot axis; None for an ordinary array.
         size: Length of the one-hot axis.
@@ -51,9 +53,10 @@ class Axis(NamedTuple):
     """One axis of the value of a term.
 
     Attributes:
-        labels: Labels of the factors that are flattened into this axis, in row-major order; empty
-            for length one.
-        start: Offset of the product along this axis; the value is zero outside the product.
+        labels: Labels of the factor axes that are flattened into this axis in row-major order.
+            Empty for an axis of length one.
+        start: Index at which the product starts along this axis. The value is zero outside the
+            product.
     """
 
     labels: Labels = ()
@@ -83,12 +86,12 @@ class Term:
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the product, without zero padding."""
+        """The shape of the product before zero padding."""
         return tuple([math.prod([self.sizes[k] for k in axis.labels]) for axis in self.axes])
 
     @functools.cached_property
     def kept(self) -> Labels:
-        """The labels of the value, in the order of its axes."""
+        """The labels that are not summed over, in the order of the value's axes."""
         return tuple([k for axis in self.axes for k in axis.labels])
 
     @functools.cached_property
@@ -98,28 +101,28 @@ class Term:
 
     @functools.cached_property
     def rows(self) -> int:
-        """The number of products in the sum, for example T for a dense layer."""
+        """The number of outer products in the sum, which is the token count for a dense layer."""
         return math.prod([self.sizes[k] for k in self.summed])
 
     @property
     def dense(self) -> list[Factor]:
-        """The factors that are ordinary arrays."""
+        """The factors that are stored as ordinary arrays."""
         return [f for f in self.factors if f.hot is None]
 
     @property
     def hots(self) -> list[Factor]:
-        """The factors that are one-hot matrices."""
+        """The factors that represent one-hot matrices."""
         return [f for f in self.factors if f.hot is not None]
 
     def fresh(self, count: int = 1) -> Labels:
-        """Return labels that this term does not use."""
+        """Return `count` labels that this term does not use."""
         first = 1 + max([k for f in self.factors for k in (*f.labels, f.hot or 0)])
         return tuple(range(first, first + count))
 
     def along(
         self, label: int, change: Callable[[Array, int], Array], new: Labels | None = None
     ) -> "Term":
-        """Apply a function of array and axis to each factor with a label, and replace the label."""
+        """Apply `change(array, axis)` to the factors with a label, and rename the label."""
 
         def changed(f: Factor) -> Factor:
             if label not in f.labels:
@@ -146,7 +149,7 @@ class Term:
         return self.map(shortened).along(label, lambda x, i: lax.slice_in_dim(x, low, high, axis=i))
 
     def split_axes(self, sizes: Sequence[int]) -> "Term | None":
-        """Reshape the value; None if this would split a label unevenly."""
+        """Reshape the value to `sizes`, or return None if a label cannot be split evenly."""
         axes: list[Axis] = []
         term, labels = self, list(self.kept)
         for size in sizes:
@@ -167,7 +170,7 @@ class Term:
         return None if is_left else replace(term, axes=tuple(axes))
 
     def split_label(self, label: int, first: int) -> "tuple[Term, Labels]":
-        """Split a label into two labels, where the first one has the given length."""
+        """Split a label into two labels, the first of which has length `first`."""
         halves = self.fresh(2)
 
         def split(x: Array, axis: int) -> Array:
@@ -191,14 +194,14 @@ class Lazy:
     terms: tuple[Term, ...] = ()
 
     def map(self, change: Callable[[Term], Term], shape: Sequence[int] | None = None) -> "Lazy":
-        """Apply a function to each term, and set the shape if one is given."""
+        """Apply a function to each term, and optionally change the shape."""
         shape = self.shape if shape is None else tuple(shape)
         return Lazy(shape, self.dtype, tuple(map(change, self.terms)))
 
     def arrange(self, sources: Sequence[int | None]) -> "Lazy":
-        """Permute axes according to `sources`, which contains an old axis for each new axis.
+        """Permute the axes, where `sources[i]` is the old axis at the new position i.
 
-        None inserts an axis of length one. Old axes that are not in `sources` are summed over.
+        None inserts an axis of length one. The value is summed over axes that are not in `sources`.
         """
         shape = [1 if i is None else self.shape[i] for i in sources]
 
@@ -208,13 +211,13 @@ class Lazy:
         return self.map(arranged, shape)
 
     def scale(self, scalar: Array) -> "Lazy":
-        """Multiply by a scalar, which scales the smallest factor of each term."""
+        """Multiply by a scalar by scaling the smallest factor of each term."""
 
         def scaled(term: Term) -> Term:
             smallest = min(term.dense, key=lambda f: f.array.size)
-            # The scalar may be complex although this factor is real.
+            # The scalar may be complex even if this factor is real.
             dtypes = smallest.array.dtype, scalar.dtype
-            # A scaled float16 factor may overflow although the product of all factors does not.
+            # A scaled float16 factor may overflow even if the product of all factors does not.
             is_kept = dtypes[0] == dtypes[1] and jnp.finfo(dtypes[0]).maxexp >= 128
             dtype = dtypes[0] if is_kept else wide_dtype(*dtypes)
             array = smallest.array.astype(dtype) * scalar.astype(dtype)
@@ -227,9 +230,9 @@ class Lazy:
         return replace(self, terms=self.terms + other.terms)
 
     def window(self, axis: int, start: int, size: int) -> "Lazy | None":
-        """Slice or pad one axis: select `size` elements from `start` on, and zeros outside.
+        """Slice or zero-pad one axis to `size` elements, beginning at index `start`.
 
-        Return None if a slice is not aligned with the labels of the axis.
+        Return None if the slice is not aligned with the first label of the axis.
         """
         terms: list[Term] = []
         for term in self.terms:
@@ -247,7 +250,7 @@ class Lazy:
         return Lazy(shape, self.dtype, tuple(terms))
 
     def stack(self, length: int, *, summed: bool) -> "Lazy":
-        """Label the leading axis of all factors, which is then summed over or kept as an axis."""
+        """Label the leading axis of all factors, and either sum over this axis or keep it."""
 
         def stacked(term: Term) -> Term:
             (k,) = term.fresh()
@@ -256,16 +259,16 @@ class Lazy:
 
         return self.map(stacked, self.shape if summed else (length, *self.shape))
 
-    # Cost of a norm for one example with T rows and axes of lengths d and p: Gram matrices need
-    # `T^2 (d + p)` multiplications and the product needs `T d p`. The product is cheaper if and
-    # only if it is smaller than its factors, `d p < T (d + p)`.
+    # With T rows and axes of lengths d and p, Gram matrices require `T^2 (d + p)` multiplications.
+    # Computing the product requires `T d p`, which is less if and only if the product is smaller
+    # than its factors, `d p < T (d + p)`.
 
     def elements(self) -> int:
         """Count the elements of the product, without zero padding."""
         return max((math.prod(term.shape) for term in self.terms), default=0)
 
     def factor_elements(self) -> int:
-        """Count the stored elements of all factors, one per row for a one-hot factor."""
+        """Count the stored elements of all factors, with one element per one-hot row."""
         return sum(f.array.size for term in self.terms for f in term.factors)
 
     def is_small(self) -> bool:
@@ -278,11 +281,11 @@ jax.tree_util.register_dataclass(Term, ["factors"], ["axes"])
 jax.tree_util.register_dataclass(Lazy, ["terms"], ["shape", "dtype"])
 
 Value: TypeAlias = Array | Lazy
-"""An ordinary or a lazy array."""
+"""An ordinary array or a sum of products of factors."""
 
 
 def product(like: Array | ShapedArray, factors: Sequence[Factor], axes: Sequence[Labels]) -> Lazy:
-    """Return a lazy array with one term, from which labels of length one are removed.
+    """Represent an array as one product of factors without labels of length one.
 
     Args:
         like: Array with the shape and dtype of the product.
@@ -300,7 +303,7 @@ def product(like: Array | ShapedArray, factors: Sequence[Factor], axes: Sequence
 
 
 def as_lazy(value: Value) -> Lazy:
-    """Wrap an array as a lazy array with a single factor; return a lazy array unchanged."""
+    """Convert an ordinary array to a sum with a single term and a single factor."""
     if isinstance(value, Lazy):
         return value
     array = jnp.asarray(value)
@@ -322,7 +325,7 @@ def all_or_none(items: Iterable[_T | None]) -> list[_T] | None:
 
 
 def as_array(value: Value) -> Array:
-    """Materialize a lazy array; return an ordinary array unchanged."""
+    """Materialize a factored array, and return an ordinary array unchanged."""
     if not isinstance(value, Lazy):
         return value
     pieces: list[Array] = []
@@ -335,7 +338,7 @@ def as_array(value: Value) -> Array:
 
 
 def as_wide_array(value: Value) -> Array:
-    """Materialize with at least 32 bits, because clipped gradients are summed in float32."""
+    """Materialize a gradient in float32 or wider, as required for summing clipped gradients."""
     wide = wide_dtype(value.dtype)
     return as_array(replace(value, dtype=wide) if isinstance(value, Lazy) else value).astype(wide)
 
@@ -360,7 +363,7 @@ def _one_hot(f: Factor) -> Factor:
 
 
 def einsum(factors: Sequence[Factor], out: Labels) -> Array:
-    """Contract dense factors, with at least 32 bits for the result."""
+    """Contract dense factors and return the result in float32 or a wider dtype."""
     dtypes = {f.array.dtype for f in factors}
     wide = functools.reduce(wide_dtype, dtypes, jnp.float32)
     is_cast = len(dtypes) > 1 or len(factors) == 1

@@ -1,4 +1,4 @@
-"""Calls of a per-example loss: binding of arguments, differentiation and splitting of batches."""
+"""Bind the arguments of a per-example loss, differentiate it and split batches."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -36,13 +36,13 @@ ValueAndRest: TypeAlias = tuple[Array, tuple[Array, Tree]]
 
 
 class Outputs(NamedTuple):
-    """Outputs and gradients of one example, or of a batch along the first axis.
+    """Loss outputs and gradients of one example, or of a batch along the leading axis.
 
     Attributes:
         value: Value of the loss.
-        weight: Weight that the loss returned, float32; 1 without `has_weight`.
+        weight: Weight returned by the loss, float32; 1 without `has_weight`.
         aux: Auxiliary output, or None.
-        grads: Gradient of each differentiated leaf, a lazy or an ordinary array.
+        grads: Gradient of each differentiated leaf, as an array or as a product of factors.
     """
 
     value: Array
@@ -53,7 +53,7 @@ class Outputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """The loss of one example, with the arguments of `value_and_grad` that describe it."""
+    """A per-example loss function with the `value_and_grad` arguments that describe it."""
 
     fun: Callable[..., Any]
     argnums: int | Sequence[int]
@@ -65,7 +65,7 @@ class Loss:
         check_callable("fun", self.fun, "Pass the loss of one example.")
 
     def bind(self, args: Sequence[Tree], kwargs: dict[str, Any], parts: int = 1) -> "Examples":
-        """Check the arguments of a call and split them into parameters and batch."""
+        """Check the arguments of a call, and separate the parameters from the batch."""
         groups = positions(self.batch_argnums), (), positions(self.argnums)
         split = Split(parts, *groups, takes_one=isinstance(self.argnums, int))
         split = counted_from_zero(split, args)
@@ -98,7 +98,7 @@ class Loss:
 
 
 def _batch_size(split: Split, args: Sequence[Tree]) -> int:
-    """Return the number of examples; raise if the leaves of the batch differ in it."""
+    """Return the number of examples, or raise if the batch leaves have different lengths."""
     sizes: dict[int, str] = {}
     for i in split.batches:
         for path, x in jax.tree_util.tree_leaves_with_path(args[i]):
@@ -111,7 +111,7 @@ def _batch_size(split: Split, args: Sequence[Tree]) -> int:
 
 
 def _note(split: Split, args: Sequence[Tree], size: int, example: Example) -> str:
-    """Return a note for errors in the loss, which lists shapes and unsplit arguments."""
+    """Explain an error in the loss function by listing the shapes of one example."""
     shapes = ", ".join(describe(x) for x in jax.tree.leaves(example))
     note = f"`fun` was called with one example, without a batch axis: {shapes}."
     for i, arg in enumerate(args):
@@ -122,11 +122,11 @@ def _note(split: Split, args: Sequence[Tree], size: int, example: Example) -> st
 
 
 class Examples(NamedTuple):
-    """The parameters and the batch of one call.
+    """The loss function, parameters and batch of a single call.
 
     Attributes:
         value_of: Function `(leaves, example) -> (value, (weight, aux))`.
-        params: Differentiated arguments, in the structure of the gradient.
+        params: Differentiated arguments, with the same pytree structure as the gradient.
         leaves: Differentiated leaves.
         batch: Arguments whose leaves have a leading batch axis.
     """
@@ -143,7 +143,7 @@ class Examples(NamedTuple):
         return jax.vmap(lambda example: self.outputs_of_one(leaves, example))(batch)
 
     def outputs_of_one(self, leaves: list[Array], example: Example) -> Outputs:
-        """Compute value, weight and lazy gradient of one example."""
+        """Compute the loss value, weight and gradient factors of one example."""
         run = jax.value_and_grad(self.value_of, has_aux=True)
         closed, shapes = jax.make_jaxpr(run, return_shape=True)(leaves, example)
         count = len(closed.out_avals) - len(leaves)
@@ -156,13 +156,13 @@ class Examples(NamedTuple):
 def replace_measured(
     tree: Tree, new: Iterable[Array], other: Callable[[Any], Any] = lambda x: x
 ) -> Tree:
-    """Replace the differentiated leaves of a tree, and map all other leaves with `other`."""
+    """Replace the differentiated leaves of a pytree, and apply `other` to all other leaves."""
     leaves = iter(new)
     return jax.tree.map(lambda x: next(leaves) if is_measured(x) else other(x), tree)
 
 
 def groups_of(examples: Examples, param_labels: Labels | None) -> dict[Any, list[int]]:
-    """Map each label to the indices of its leaves; without labels, the only label is None."""
+    """Return the leaf indices of each label, or of the single label None without `param_labels`."""
     if param_labels is None:
         return {None: list(range(len(examples.leaves)))}
     params = examples.params
@@ -173,20 +173,20 @@ def groups_of(examples: Examples, param_labels: Labels | None) -> dict[Any, list
 
 
 def by_label(labels: Iterable[Any], rows: Sequence[Array]) -> Array | dict[Any, Array]:
-    """Map each label to the row of its group; without labels, return the only row."""
+    """Map each label to the array of its group, or return the only array if there are no labels."""
     rows_of = dict(zip(labels, rows, strict=True))
     return rows[0] if None in rows_of else rows_of
 
 
 def part_of(tree: Tree, parts: int, index: Array) -> Tree:
-    """Select every `parts`-th example from `index` on, so that no device is idle."""
+    """Select every `parts`-th example starting at `index`, which keeps all devices busy."""
     return jax.tree.map(lambda x: every_nth(x, index, parts), tree)
 
 
 def sum_parts(
     step: Callable[[Tree], tuple[Tree, Tree]], batch: Tree, parts: int, real: Number | None
 ) -> tuple[Tree, Tree]:
-    """Run `step` for each micro-batch; sum its first output and concatenate its second."""
+    """Run `step` on each micro-batch, sum its first outputs and concatenate its second outputs."""
     if parts == 1 and real is None:
         return step(batch)
     program = trace(lambda index: step(part_of(batch, parts, index)), jnp.int32(0))

@@ -1,13 +1,12 @@
-"""Squared norms of lazy arrays, computed from their factors with an error bound.
+"""Squared gradient norms, computed from the factors of each gradient with an error bound.
 
 The squared norm of `sum over t of F1_t F2_t` is the sum over s and t of
-`(F1_s . F1_t)(F2_s . F2_t)`, which is an elementwise product of two Gram matrices. Inner products
-between the terms of one array are computed in the same way. If tokens cancel, the total is small
-relative to its summands and loses digits to cancellation. Squares may also overflow or underflow.
-The error bound detects these cases, and the gradient of the example is then materialized.
+`<F1_s, F1_t> <F2_s, F2_t>`, the elementwise product of two Gram matrices. If a gradient has several
+terms, their inner products are computed in the same way. The gradient of an example is materialized
+if cancellation between tokens, overflow or underflow makes its norm inaccurate.
 
-Each squared norm is a pair: the total, and a bound on its error in excess of the error of a plain
-sum. Both are zero if and only if the gradient is exactly zero.
+A squared norm is returned with a bound on its error beyond the rounding error of a plain sum. Both
+numbers are zero if and only if the gradient is exactly zero.
 """
 
 import itertools
@@ -21,15 +20,14 @@ from .._types import Array, Scalar
 from ..clipping._formula import wide_dtype
 from ._lazy import Axis, Factor, Labels, Lazy, Term, Value, all_or_none, as_array, einsum
 
-# Relative rounding error of a contraction in units of eps. It is small because backends sum over
-# axes and tokens in blocks.
+# Relative rounding error of a contraction, as a multiple of the machine epsilon.
+# The error is small because backends sum over axes and tokens in blocks.
 _ROUNDING = 4
-# Relative error allowed in a squared norm. The square root halves it to 1e-5.
+# Maximum relative error of a squared norm, which is a relative error of 1e-5 in the norm.
 _TOLERANCE = 2e-5
-# Added to the absolute values in the error bound, to account for squares that underflow.
+# The error bound adds this constant to absolute values, because their squares may underflow.
 _FLOOR = 2.0**-100
-# Totals above this multiple of the smallest normal number are accurate even if some squares
-# underflow.
+# A squared norm above this multiple of `finfo.tiny` is accurate even if some squares underflow.
 _UNDERFLOW = 2.0**48
 
 
@@ -48,14 +46,14 @@ def is_exact(total: Array, error: Array) -> Array:
 
 
 def square(value: Value) -> tuple[Scalar, Scalar]:
-    """Return the squared norm and its error bound, without materializing a lazy array."""
+    """Return the squared norm of a gradient and its error bound, from factors where possible."""
     zero = jnp.zeros((), jnp.finfo(wide_dtype(value.dtype)).dtype)
     pairs = [_part_square(part, zero) for part in separate(value)]
     return sum((x for x, _ in pairs), zero), sum((x for _, x in pairs), zero)
 
 
 def separate(value: Value) -> Sequence[Value]:
-    """Split a lazy array into parts that do not overlap.
+    """Split a gradient into blocks of terms that do not overlap.
 
     If terms overlap only partially, return the materialized array.
     """
@@ -74,9 +72,9 @@ def separate(value: Value) -> Sequence[Value]:
 
 
 def gram_terms(part: Value) -> list[Term] | None:
-    """Convert all terms to a common form whose Gram matrices can be computed.
+    """Convert all terms to a common layout from which Gram matrices can be computed.
 
-    Return None if the product is no larger than its factors or if the terms have no common form.
+    Return None if the product is no larger than its factors or if there is no common layout.
     """
     if not isinstance(part, Lazy) or part.is_small():
         return None
@@ -87,18 +85,18 @@ def gram_terms(part: Value) -> list[Term] | None:
 
 
 def _squares(x: Array) -> Array:
-    """Square magnitudes in at least 32 bits; squares of nonzero values stay positive."""
+    """Square magnitudes in float32 or wider, and keep the squares of nonzero values positive."""
     x = x.astype(wide_dtype(x.dtype))
     squares = (x * jnp.conj(x)).real
     return jnp.where(x == 0, 0, jnp.maximum(squares, float(jnp.finfo(x.dtype).tiny)))
 
 
-# Gram matrices. Axes have the labels 0, 1, ..., n - 1. Rows have label n in the left operand and
-# label n + 1 in the right operand.
+# Gram matrices. The axes of the value have the labels 0, 1, ..., n - 1.
+# The row axis has label n in the left operand and label n + 1 in the right operand.
 
 
 def _by_rows(term: Term | None) -> Term | None:
-    """Flatten all summed labels of a term into one label, the leading axis of each factor."""
+    """Flatten all summed labels of a term into one leading row axis of each factor."""
     if term is None or any(len(axis.labels) != 1 for axis in term.axes):
         return None
     kept, summed, sizes, count = term.kept, term.summed, term.sizes, term.rows
@@ -133,7 +131,7 @@ def _kind(f: Factor) -> Kind:
 def _joined(terms: list[Term]) -> list[Term]:
     """Concatenate terms whose factors have the same labels into one term with more rows.
 
-    Without this, a weight that is used n times in an unrolled loop would need n^2 inner products.
+    Otherwise, a weight that is used n times in an unrolled loop would require n^2 inner products.
     """
     kinds: dict[tuple[Kind, ...], list[tuple[Factor, ...]]] = {}
     for term in terms:
@@ -160,16 +158,16 @@ def _part_square(part: Value, zero: Scalar) -> tuple[Scalar, Scalar]:
         off = off + sum(shares)
         sizes.append(einsum(bounds, ()))
         total = total + 2 * sum((_inner(other, term) for other in terms[:n]), zero)
-    # By the Cauchy-Schwarz inequality, this bounds the inner products between terms as well.
+    # By the Cauchy-Schwarz inequality, this also bounds the inner products of different terms.
     size = jnp.square(sum(map(jnp.sqrt, sizes)))
     return total, (_ROUNDING * jnp.finfo(zero.dtype).eps + off) * size
 
 
 def _gram(f: Factor, term: Term) -> tuple[Factor, Factor, Scalar]:
-    """Return the Gram matrix of a factor, a bound on its magnitude, and its relative error.
+    """Return the Gram matrix of a factor, a bound on its elements, and its relative error.
 
-    A matrix product may sum sequentially, with an error of 1.6e-5 for 4,096 equal numbers. To
-    measure this error, compute the diagonal again with `sum`, which uses pairwise summation.
+    Some backends add the terms of a matrix product sequentially, with an error of 1.6e-5 for 4,096
+    equal numbers. To measure this error, the diagonal is recomputed with pairwise summation.
     """
     n = len(term.axes)
     other = _other_side(f)
@@ -181,7 +179,7 @@ def _gram(f: Factor, term: Term) -> tuple[Factor, Factor, Scalar]:
     array = einsum([f, other], (*shared, n, n + 1))
     diagonal = jnp.sum(jnp.where(jnp.eye(array.shape[-1], dtype=bool), array, 0), -1).real
     squares = einsum([replace(f, array=_squares(f.array))], (*shared, n))
-    # Ignore the error of squares near underflow, because `_FLOOR` exceeds it.
+    # The error of squares near underflow can be ignored, because `_FLOOR` is larger.
     off = jnp.abs(diagonal - squares) / jnp.where(squares > 2**10 * _FLOOR, squares, 1)
     gram = Factor(array, (*shared, n, n + 1))
     bound = jnp.abs(array) + jnp.where(squares > 0, _FLOOR, 0)[..., None]
@@ -189,7 +187,7 @@ def _gram(f: Factor, term: Term) -> tuple[Factor, Factor, Scalar]:
 
 
 def _inner(left: Term, right: Term) -> Scalar:
-    """Return the real inner product of two terms."""
+    """Return the real part of the inner product of two terms."""
     ours, theirs = list(left.factors), list(map(_other_side, right.factors))
     for _ in range(2):
         hots = [f for f in ours if f.hot is not None]
@@ -204,7 +202,7 @@ def _other_side(f: Factor) -> Factor:
 
 
 def _picked(f: Factor, hot: Factor) -> Factor:
-    """Gather the rows of a factor at the indices of a one-hot factor; index -1 gives zeros."""
+    """Gather the rows of a factor at one-hot indices, with zeros for the index -1."""
     if f.hot == hot.hot:
         rows = (f.array == hot.array[:, None]) & (f.array >= 0)
         return Factor(rows.astype(jnp.float32), (*hot.labels, *f.labels))

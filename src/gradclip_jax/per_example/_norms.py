@@ -1,4 +1,4 @@
-"""Per-example gradient norms of the whole tree, of groups or of leaves, and their cost."""
+"""Compute per-example gradient norms and list their cost."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,14 +17,16 @@ from ._sum import sums_and_norms
 
 
 class LeafCost(NamedTuple):
-    """Method and cost of the per-example gradient norm of one leaf.
+    """Method and cost of computing the per-example gradient norm of one leaf.
 
     Attributes:
         method: "gram" (Gram matrices of the factors), "product" (the gradient is computed from
             factors, because it is smaller than they are) or "materialized" (computed as by
             `jax.vmap(jax.grad(fun))`, for small leaves and unsupported operations).
-        elements: Number of elements per example that are materialized in addition to the factors.
-        multiplications: Number of multiplications per example to compute the norm from the factors.
+        elements: Number of array elements that are materialized per example in addition to the
+            factors.
+        multiplications: Number of multiplications per example for computing the norm from the
+            factors.
     """
 
     method: str
@@ -45,8 +47,8 @@ def norms(
     """Compute the gradient norm of each example without materializing per-example gradients.
 
     `norms[i] = |grad fun(params, batch[i])|`, equal to the norms of `jax.vmap(jax.grad(fun))` to
-    1e-5. The gradient of a weight is the product of activations and the gradient of the layer's
-    output. These factors are kept instead of the product wherever they are smaller.
+    1e-5. The gradient of a weight is the product of the layer's inputs and output gradients. The
+    norm is computed from inputs and output gradients if they are smaller than their product.
 
     | example | norm |
     | --- | --- |
@@ -55,10 +57,11 @@ def norms(
     | an empty batch | an empty vector |
     | integer leaves of the parameters | ignored |
 
-    Call the returned function under `jax.jit`. `explain` lists the method for each leaf.
+    Call the returned function inside `jax.jit`. `explain` lists the method for each leaf.
 
     Args:
-        fun: Loss of one example, as for `value_and_grad`; weight and auxiliary data are ignored.
+        fun: Loss function of a single example, as in `value_and_grad`; weight and auxiliary data
+            are ignored.
         argnums: See `value_and_grad`.
         batch_argnums: See `value_and_grad`.
         has_aux: See `value_and_grad`.
@@ -66,13 +69,13 @@ def norms(
         param_labels: See `value_and_grad`.
 
     Returns:
-        A function with the arguments of the function that `value_and_grad` returns. Its result is
-        a vector of norms, float32[B] (float64 if a leaf has 64 bits), or with `param_labels` a
-        mapping from label to such a vector.
+        A function that takes the arguments of `fun` for a batch and returns a vector of norms,
+        float32[B] (float64 if a leaf has 64 bits), or with `param_labels` a mapping from label to
+        such a vector.
 
     Raises:
         TypeError: If `fun` is not callable or its value is not a real scalar.
-        ValueError: If leaves differ in their number of examples.
+        ValueError: If the batch leaves have different numbers of examples.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -104,23 +107,22 @@ def leaf_norms(
     has_aux: bool = False,
     has_weight: bool = False,
 ) -> Callable[..., Tree]:
-    """Compute the norm of each leaf of each example's gradient.
+    """Compute the per-example gradient norm of each leaf.
 
     Args:
-        fun: Loss of one example, as for `norms`.
+        fun: Loss function of a single example, as in `norms`.
         argnums: See `value_and_grad`.
         batch_argnums: See `value_and_grad`.
         has_aux: See `value_and_grad`.
         has_weight: See `value_and_grad`.
 
     Returns:
-        A function with the arguments of the function that `value_and_grad` returns. Its result has
-        the structure of the differentiated arguments; each leaf is float32[B], and None replaces
-        an integer leaf.
+        A function that takes the arguments of `fun` for a batch. Its result has the structure of
+        the differentiated arguments; each leaf is float32[B], and None replaces an integer leaf.
 
     Raises:
         TypeError: If `fun` is not callable or its value is not a real scalar.
-        ValueError: If leaves differ in their number of examples.
+        ValueError: If the batch leaves have different numbers of examples.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -150,23 +152,22 @@ def explain(
     has_aux: bool = False,
     has_weight: bool = False,
 ) -> Callable[..., dict[str, LeafCost]]:
-    """List the method and cost of the norm computation for each leaf, without running it.
+    """List the method and cost of the norm computation for each leaf without executing it.
 
     Args:
-        fun: Loss of one example, as for `norms`.
+        fun: Loss function of a single example, as in `norms`.
         argnums: See `value_and_grad`.
         batch_argnums: See `value_and_grad`.
         has_aux: See `value_and_grad`.
         has_weight: See `value_and_grad`.
 
     Returns:
-        A function with the arguments of the function that `value_and_grad` returns, which may be
-        `jax.ShapeDtypeStruct` instead of arrays. Its result maps the path of each leaf to its
-        `LeafCost`.
+        A function that takes the arguments of `fun` for a batch, with `jax.ShapeDtypeStruct`
+        allowed in place of arrays, and returns a mapping from leaf paths to `LeafCost`.
 
     Raises:
         TypeError: If `fun` is not callable or its value is not a real scalar.
-        ValueError: If leaves differ in their number of examples.
+        ValueError: If the batch leaves have different numbers of examples.
 
     Examples:
         >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
@@ -193,7 +194,7 @@ def explain(
             costs.update(zip(paths, map(_cost, outputs.grads), strict=True))
             return outputs.value
 
-        # Trace only these arguments, because the others may not be arrays.
+        # Trace only differentiated and batched arguments, because the others may not be arrays.
         traced = {i % len(args) for i in (*positions(argnums), *positions(batch_argnums))}
         jax.eval_shape(visit, {i: args[i] for i in traced})
         return costs

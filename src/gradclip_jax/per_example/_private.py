@@ -51,9 +51,10 @@ def noisy_mean(
 ) -> optax.GradientTransformation:
     """Add Gaussian noise to a sum of clipped gradients and divide by the expected batch size.
 
-    The update is `(sum + sensitivity * noise_multiplier * N(0, I)) / expected_batch_size`, with
-    noise drawn in float32. Place this transformation before the optimizer and inside
-    `accumulate_gradients(..., reduction="sum")`, which draws noise once per window:
+    The update is `(sum + sensitivity * noise_multiplier * N(0, I)) / expected_batch_size`, and
+    noise is sampled in float32. Place this transformation before the optimizer and inside
+    `accumulate_gradients(..., reduction="sum")`, so that noise is added once per accumulation
+    window:
 
         accumulate_gradients(optax.chain(noisy_mean(...), optimizer), every, reduction="sum")
 
@@ -66,20 +67,19 @@ def noisy_mean(
     | bfloat16 leaves | noise is added in float32, and the result is rounded once |
     | a NaN in the sum | NaN in the update; use `value_and_grad(..., nonfinite="zero")` |
 
-    The privacy guarantee depends on `noise_multiplier`, the sampling of batches and the number of
-    steps; compute it with `dp_accounting`. Divide by the *expected* batch size, because the actual
+    The privacy guarantee depends on `noise_multiplier`, the batch sampling and the number of steps,
+    and can be computed with `dp_accounting`. Pass the *expected* batch size, because the actual
     batch size is not public under Poisson sampling. The random numbers of `jax.random` are not
     cryptographically secure, and there are known attacks on floating-point noise.
 
     Args:
-        noise_multiplier: Standard deviation of the noise divided by the sensitivity; a number >= 0,
+        noise_multiplier: Ratio of the noise standard deviation to the sensitivity. A number >= 0,
             which may be traced.
         sensitivity: Result of `per_example.sensitivity`; finite, in the unit of the gradient.
         expected_batch_size: Divisor of the sum; a positive number.
-        key: Random key, which is stored in the state, or an integer seed; use a new one for each
-            run.
-        axis_name: Mapped axes over which leaves are sharded, required where the array's type does
-            not carry the sharding: under `pmap` and `shard_map(check_vma=False)`. Pass `()` if
+        key: Random key or integer seed. The key is stored in the state. Use a new one for each run.
+        axis_name: Mapped axes over which leaves are sharded. Required under `pmap` and
+            `shard_map(check_vma=False)`, where array types do not carry the sharding. Pass `()` if
             leaves are replicated. Under `pmap`, older versions of JAX do not detect a missing
             `axis_name`.
 
@@ -87,9 +87,9 @@ def noisy_mean(
         A gradient transformation with a `NoisyMeanState`.
 
     Raises:
-        ValueError: If a number is out of range, or if leaves may be sharded and `axis_name` is
-            None.
-        TypeError: If a leaf has an integer or boolean dtype; the message contains its path.
+        ValueError: If a number is out of range, or if `axis_name` is None although leaves may be
+            sharded.
+        TypeError: If a leaf has an integer or boolean dtype.
 
     Examples:
         >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
@@ -135,7 +135,7 @@ def noisy_mean(
 
 
 def _check_known_shards(axis_name: AxisName) -> None:
-    """Raise if types cannot show whether leaves are sharded or replicated."""
+    """Raise if array types do not show whether leaves are sharded or replicated."""
     manual = jax.sharding.get_abstract_mesh().manual_axes if axis_name is None else ()
     silent = [name for name in manual if name not in varying_axes(lax.axis_index(name))]
     if silent:
@@ -167,7 +167,7 @@ def noise_scale(norms: Array, grads: Tree) -> Scalar:
         tr(Sigma) ~ (S - M) B / (B - 1),    |G|^2 ~ M - tr(Sigma) / B,    scale = tr(Sigma) / |G|^2
 
     `accumulate_gradients(..., noise_scale_decay=)` uses the same estimators with micro-batches in
-    place of examples. The estimate of a single batch is noisy; average it over steps.
+    place of examples. Average the noisy estimates of single batches over steps.
 
     | case | scale |
     | --- | --- |
@@ -176,8 +176,8 @@ def noise_scale(norms: Array, grads: Tree) -> Scalar:
     | one example | NaN |
 
     Args:
-        norms: Norm of each unclipped gradient, shape [B] with B >= 2.
-        grads: Mean of the same gradients.
+        norms: Unclipped gradient norm of each example, shape [B] with B >= 2.
+        grads: Mean of the unclipped gradients.
 
     Returns:
         The batch size at which noise and signal are equal, in examples, float32[].
@@ -211,19 +211,19 @@ def noise_scale(norms: Array, grads: Tree) -> Scalar:
 
 @public
 def sensitivity(max_norm: Any, adjacency: str = "add_or_remove_one") -> float:
-    """Return the L2 sensitivity of the sum of clipped gradients to one example.
+    """Return the L2 sensitivity of a sum of clipped gradients to a change of one example.
 
     | adjacency | neighbouring data sets differ by | sensitivity |
     | --- | --- | --- |
     | "add_or_remove_one" | adding or removing one example | `max_norm` |
     | "replace_one" | replacing one example | `2 max_norm` |
 
-    For a mapping of thresholds, the sensitivity uses `sqrt(sum of max_norm^2)`, which is infinite
-    if one group is not clipped. Weights must be 0 or 1, and the clipped norm of a custom `reaction`
-    must not exceed the threshold.
+    If each group has its own threshold, `max_norm` is replaced by `sqrt(sum of max_norm^2)`, which
+    is infinite if one group is not clipped. Example weights must be 0 or 1, and a custom `reaction`
+    must scale every gradient norm to at most the threshold.
 
     Args:
-        max_norm: Threshold of the clip, or a mapping from label to threshold.
+        max_norm: Clipping threshold, or a mapping from group label to threshold.
         adjacency: "add_or_remove_one" or "replace_one".
 
     Returns:

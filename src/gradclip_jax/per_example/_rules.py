@@ -1,8 +1,8 @@
-"""Evaluation rules for lazy arrays, one for each supported primitive.
+"""Rules that evaluate JAX primitives on gradients stored as factors.
 
-A rule takes an equation and its operands, which are ordinary or lazy arrays. It returns a lazy
-array, a list of them if the equation has several outputs, or None if the equation must be evaluated
-with ordinary arrays. To support another primitive, add an entry to `RULES`.
+A rule takes an equation and its operands, which are ordinary or factored arrays. A rule returns one
+factored array per output, or None if the equation must be evaluated with ordinary arrays. To
+support another primitive, add an entry to `RULES`.
 """
 
 import functools
@@ -26,10 +26,11 @@ class Rule(NamedTuple):
     """The evaluation rule of a primitive.
 
     Attributes:
-        apply: Function `(equation, *operands) -> outputs`, which returns None if it does not apply.
-        follows: Positions of operands in which the operation is linear, so that they may be lazy,
-            or a function from the equation to these positions.
-        starts: Whether the rule can return a lazy array for ordinary operands.
+        apply: Function `(equation, *operands) -> outputs` that returns None if the rule does not
+            apply.
+        follows: Positions of the operands in which the primitive is linear, or a function that
+            returns these positions.
+        starts: Whether the rule can return factors even if all operands are ordinary arrays.
     """
 
     apply: Callable[..., Lazy | list[Lazy] | None]
@@ -42,11 +43,11 @@ def aval_of(v: Var | Literal) -> ShapedArray:
     return cast(ShapedArray, v.aval)
 
 
-# Operations that create factors: products, convolutions and scattered rows
+# Operations that create factors
 
 
 def _dot_general(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Lazy | None:
-    """Keep the operands of a dot product as factors."""
+    """Represent a dot product by its two operands instead of computing it."""
     (left_summed, right_summed), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     left = list(range(lhs.ndim))
     right = [lhs.ndim + i for i in range(rhs.ndim)]
@@ -60,7 +61,7 @@ def _dot_general(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Lazy | None:
 
 
 def _scatter_add(eqn: JaxprEqn, operand: Value, numbers: Array, updates: Value) -> Lazy | None:
-    """Keep scattered rows and their indices as factors, for embeddings and expert weights."""
+    """Represent the gradient of an embedding or of expert weights by rows and row indices."""
     dims, aval = eqn.params["dimension_numbers"], aval_of(eqn.outvars[0])
     windows, inserted = dims.update_window_dims, tuple(dims.inserted_window_dims)
     if len(inserted) != 1 or tuple(dims.scatter_dims_to_operand_dims) != inserted:
@@ -76,8 +77,8 @@ def _scatter_add(eqn: JaxprEqn, operand: Value, numbers: Array, updates: Value) 
 
 
 def _row_numbers(numbers: Array, size: int, is_clipped: bool) -> Array:
-    """Clip indices to the rows of an array, or replace invalid indices by -1."""
-    if jnp.iinfo(numbers.dtype).bits < 32:  # such a dtype may not hold the row count
+    """Clip row indices to the valid range, or replace out-of-range indices by -1."""
+    if jnp.iinfo(numbers.dtype).bits < 32:  # int8 or int16 cannot represent all row numbers
         numbers = numbers.astype(jnp.int32)
     if is_clipped:
         return jnp.clip(numbers, 0, size - 1).astype(jnp.int32)
@@ -85,7 +86,7 @@ def _row_numbers(numbers: Array, size: int, is_clipped: bool) -> Array:
 
 
 def _rows_at(x: Lazy, numbers: Array, axis: int, size: int, windows: Sequence[int]) -> Lazy | None:
-    """Scatter the rows of a lazy array along a new axis; `windows` are the other axes."""
+    """Scatter rows to the indices `numbers` of a new axis; `windows` are the axes of a row."""
     terms: list[Term] = []
     for term in x.terms:
         if term.shape != x.shape or term.hots:
@@ -102,7 +103,7 @@ def _rows_at(x: Lazy, numbers: Array, axis: int, size: int, windows: Sequence[in
 
 
 def _without_dropped(f: Factor, rows: Factor) -> Factor:
-    """Set dropped rows of a factor to zero, because zero times NaN is NaN."""
+    """Set the rows with index -1 to zero, because a dropped row may contain NaN."""
     if not set(rows.labels) <= set(f.labels):
         return f
     order = [rows.labels.index(k) for k in f.labels if k in rows.labels]
@@ -114,16 +115,16 @@ def _without_dropped(f: Factor, rows: Factor) -> Factor:
 def _added_to(eqn: JaxprEqn) -> Sequence[int]:
     """Return the positions of the operands of a scatter that may be gradients.
 
-    If the updates have fewer than two window axes, they are activations and become a factor.
+    Scatter updates with fewer than two window axes are activations and become a factor.
     """
     return (0,) if len(eqn.params["dimension_numbers"].update_window_dims) < 2 else (0, 2)
 
 
 def _convolution(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Lazy | None:
-    """Keep image patches and the gradient of the output as factors of a kernel's gradient.
+    """Represent the gradient of a convolution kernel by image patches and output gradients.
 
-    The gradient of a kernel is itself a convolution: its kernel is the gradient of the output, its
-    output positions are the positions of the weights, and it sums over pixels and images.
+    The kernel gradient is itself a convolution of the input images with the output gradient. Each
+    output position of this convolution is a position in the kernel.
     """
     p, aval = eqn.params, aval_of(eqn.outvars[0])
     if p["feature_group_count"] != 1 or 0 in aval.shape:
@@ -132,21 +133,21 @@ def _convolution(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Lazy | None:
     lhs, rhs = lhs.transpose(lhs_spec), rhs.transpose(rhs_spec)
     groups, window = p["batch_group_count"], rhs.shape[2:]
     n, features, *positions = (aval.shape[i] for i in out_spec)
-    # Compare the sizes before creating patches, because most kernels are smaller than patches.
+    # Compare sizes before extracting patches, because most kernels are smaller than patches.
     size = groups * n * lhs.shape[1] * math.prod((*positions, *window))
     if math.prod(aval.shape) <= size + rhs.size:
         return None
     pairs = zip(p["padding"], p["lhs_dilation"], strict=True)
     widths = [(0, 0, 0), (0, 0, 0), *((int(a), int(b), int(d) - 1) for (a, b), d in pairs)]
     patches = lax.pad(lhs, jnp.zeros((), lhs.dtype), widths)
-    # Split each image axis into two: the output position, and the pixel within the kernel window.
+    # Split each image axis into an output position and a position within the kernel window.
     axes = zip(positions, window, p["window_strides"], p["rhs_dilation"], strict=True)
     for i, (count, width, stride, dilation) in enumerate(axes):
         axis, length = 2 + 2 * i, (width - 1) * dilation + 1
         starts = [stride * c for c in range(count)]
         rows = [lax.slice_in_dim(patches, a, a + length, dilation, axis) for a in starts]
         patches = jnp.stack(rows, axis)
-    # Labels: group, output batch, output features, summed features, position and window per axis.
+    # The labels stand for groups, batch, output features, input features, positions and windows.
     g, b, o, c = range(4)
     y, k = (tuple(range(first, 4 + 2 * len(window), 2)) for first in (4, 5))
     patches = patches.reshape(groups, n, *patches.shape[1:])
@@ -156,16 +157,16 @@ def _convolution(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Lazy | None:
     return product(aval, [left, right], [labels[out_spec.index(i)] for i in range(len(out_spec))])
 
 
-# Linear operations between the factors and the gradient
+# Linear operations on factored gradients
 
 
 def _is_zero(x: object) -> bool:
-    """Return whether a value is a constant zero at trace time."""
+    """Return whether a value is known to be zero during tracing."""
     return isinstance(x, (np.ndarray, np.generic)) and bool(np.all(x == 0))
 
 
 def _without_axes(eqn: JaxprEqn, x: Lazy) -> Lazy | None:
-    """Remove axes, so that their labels are summed over; axes of length one have no labels."""
+    """Sum over axes and remove them, which also implements `squeeze` for axes of length one."""
     axes = eqn.params["axes" if "axes" in eqn.params else "dimensions"]
     if any(_is_hot(x, axis) for axis in axes):
         return None
@@ -211,7 +212,7 @@ def _of_one_number(eqn: JaxprEqn) -> Sequence[int]:
 
 
 def _by_number(eqn: JaxprEqn) -> Sequence[int]:
-    """Return the positions of operands whose other operand is a scalar; these may be lazy."""
+    """Return the positions of operands that are multiplied or divided by a scalar."""
     return [i for i in range(2) if aval_of(eqn.invars[1 - i]).ndim == 0]
 
 
@@ -226,7 +227,7 @@ def _divide(eqn: JaxprEqn, x: Value, y: Value) -> Lazy | None:
 
 
 def _pad(eqn: JaxprEqn, x: Value, padding: Value) -> Lazy | None:
-    """Pad with zeros; negative padding slices, as in the transpose of padding in the loss."""
+    """Pad with zeros, or slice if the padding is negative, as in the transpose of `lax.pad`."""
     widths = eqn.params["padding_config"]
     if not _is_zero(padding) or any(inner for _, _, inner in widths):
         return None
@@ -260,7 +261,7 @@ def _concatenate(eqn: JaxprEqn, *values: Value) -> Lazy | None:
 
 
 def _update_slice(_: JaxprEqn, zeros: Value, update: Value, *start: Array) -> Lazy | None:
-    """Insert an array at a traced index into zeros, as in the gradient of `dynamic_slice`."""
+    """Insert an array into zeros at a traced index, as in the gradient of `lax.dynamic_slice`."""
     axes = [i for i, n in enumerate(zeros.shape) if n != update.shape[i]]
     if not isinstance(zeros, Lazy) or zeros.terms or len(axes) != 1 or update.shape[axes[0]] != 1:
         return None
@@ -270,7 +271,7 @@ def _update_slice(_: JaxprEqn, zeros: Value, update: Value, *start: Array) -> La
 
 
 def _reverse(eqn: JaxprEqn, x: Lazy) -> Lazy | None:
-    """Reverse axes by reversing all of their labels."""
+    """Reverse axes of the value by reversing the corresponding axes of its factors."""
     turned = eqn.params["dimensions"]
 
     def reversed_(term: Term) -> Term:
@@ -285,7 +286,7 @@ def _reverse(eqn: JaxprEqn, x: Lazy) -> Lazy | None:
 
 
 def _select(_: JaxprEqn, which: Array, *cases: Value) -> Lazy:
-    """Select by a scalar: set the factors of the other cases to zero, even if they are NaN."""
+    """Select one case by a scalar index, and set the factors of all other cases to zero."""
 
     def kept(i: int, f: Factor) -> Factor:
         return f if f.hot is not None else replace(f, array=jnp.where(which == i, f.array, 0))
@@ -310,7 +311,7 @@ def _parts(x: Lazy, axis: int, sizes: Sequence[int]) -> list[Lazy] | None:
 
 
 RULES: dict[str, Rule] = {
-    # Products of ordinary arrays create factors.
+    # These primitives create factors from ordinary arrays.
     "dot_general": Rule(_dot_general, (), starts=True),
     "conv_general_dilated": Rule(_convolution, (), starts=True),
     **dict.fromkeys(("scatter-add", "scatter_add"), Rule(_scatter_add, _added_to, starts=True)),
@@ -320,7 +321,7 @@ RULES: dict[str, Rule] = {
     "reshape": Rule(_reshape),
     **dict.fromkeys(("squeeze", "reduce_sum"), Rule(_without_axes)),
     "convert_element_type": Rule(_cast),
-    # Ignore sharding constraints of per-example gradients. Only the weighted sum is sharded.
+    # Ignore sharding constraints on per-example gradients, because only their sum is sharded.
     **dict.fromkeys(("sharding_constraint", "reshard"), Rule(lambda _, x: x)),
     **dict.fromkeys(("reduce_precision", "copy", "copy_p", "name"), Rule(lambda _, x: x)),
     "slice": Rule(_slice),
@@ -332,7 +333,7 @@ RULES: dict[str, Rule] = {
     "mul": Rule(_multiply, _by_number),
     "div": Rule(_divide, _by_number),
     "concatenate": Rule(_concatenate, lambda eqn: range(len(eqn.invars))),
-    # The gradient of concatenated parameters is split.
+    # The backward pass through a concatenation of parameters splits the gradient.
     "split": Rule(lambda eqn, x: _parts(x, eqn.params["axis"], eqn.params["sizes"])),
     "unstack": Rule(_unstack),
 }

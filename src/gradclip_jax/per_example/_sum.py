@@ -1,10 +1,11 @@
-"""Per-example gradient norms, and the sum of gradients multiplied by their clip factors.
+"""Compute per-example gradient norms and the sum of clipped gradients.
 
-One backward pass computes the factors of every gradient. Their Gram matrices give the norms. The
-sum is one contraction, in which the smaller factor is multiplied by the clip factor of each example
-(book-keeping: Bu et al. 2022, arXiv 2210.00038). If the Gram matrices of an example are not
-accurate enough, its gradient is materialized and added separately. The choice of method for an
-example, and therefore its contribution, does not depend on other examples.
+One backward pass computes the factors of every per-example gradient. The gradient norms are
+computed from Gram matrices of the factors. The clipped gradients are summed in one contraction,
+after the smaller factor is multiplied by the clip factor of each example (book-keeping, Bu et al.
+2022, arXiv 2210.00038). If the Gram matrices of an example are not accurate enough, its gradient is
+materialized and added separately. The method used for an example, and thus its contribution to the
+sum, does not depend on other examples.
 """
 
 import functools
@@ -33,13 +34,13 @@ Factors: TypeAlias = Callable[[Outputs, list[Array]], list[Array]]
 def sums_and_norms(
     outputs: Outputs, params: list[Array], groups: Groups, factors_of: Factors | None
 ) -> tuple[list[Array], list[Array]]:
-    """Compute the norm of each group of leaves per example, and the sum of clipped gradients.
+    """Compute the per-example norm of each group of leaves and the sum of clipped gradients.
 
     Args:
         outputs: Outputs and gradients of a batch.
         params: Differentiated leaves.
         groups: Groups of leaves.
-        factors_of: Function that computes the clip factors; None to compute only the norms.
+        factors_of: Function that computes the clip factors, or None to compute only the norms.
     """
     each = jax.typeof(outputs.value)
     axes = varying_axes(outputs.value)
@@ -48,7 +49,7 @@ def sums_and_norms(
     types = [each, *map(jax.typeof, params)]
     if not any([is_explicit(x.sharding) for x in types]):
         return run(outputs)
-    # Let XLA choose the sharding of intermediate products. The sum has the sharding of its leaf.
+    # Let XLA choose the sharding of intermediate products.
     summed = [] if factors_of is None else [x.sharding for x in types[1:]]
     out = (summed, [each.sharding] * len(groups))
     auto: Any = jax.sharding.auto_axes(run, out_sharding=out)
@@ -61,7 +62,7 @@ def _sums_and_norms(
     shards: Sequence[frozenset[str]],
     factors_of: Factors | None,
 ) -> tuple[list[Array], list[Array]]:
-    # The norms and the sum must use identically rounded values.
+    # Norms and sums must be computed from identically rounded gradients.
     outputs = outputs._replace(grads=list(map(fusion_barrier, outputs.grads)))
     size = outputs.value.shape[0]
     squares = jax.vmap(lambda grads: _group_squares(grads, groups, shards), axis_size=size)(
@@ -71,7 +72,7 @@ def _sums_and_norms(
     is_exact_example = is_finite = jnp.ones(size, bool)
     for total, error in squares:
         is_finite &= jnp.isfinite(total)
-        # An example of weight 0 contributes 0 if its norm is finite, so its error does not matter.
+        # An example with weight 0 and a finite norm contributes 0, so its norm may be inaccurate.
         ignored = (outputs.weight <= 0) & jnp.isfinite(total)
         is_exact_example &= is_exact(total, error) | ignored
 
@@ -88,7 +89,7 @@ def _sums_and_norms(
         return summed(outputs._replace(grads=grads), norms, is_exact_example)
 
     def without_rest(grads: list[Value]) -> list[Array]:
-        # Set gradients of inexact examples to zero, because zero times NaN is NaN.
+        # Set the gradients of inexact examples to zero, because multiplying NaN by 0 returns NaN.
         select = jax.vmap(lambda keep, g: jax.tree.map(lambda x: jnp.where(keep, x, 0), g))
         return at_once(select(is_exact_example, grads))
 
@@ -112,7 +113,7 @@ def _add_inexact(
     exact_norms: Callable[[list[Value]], tuple[list[Array], list[Scalar]]],
     summed: Callable[[Outputs, list[Array], Array], list[Array]],
 ) -> tuple[list[Array], list[Array]]:
-    """Process inexact examples one at a time on each device."""
+    """Add the examples with inaccurate norms, materializing one gradient at a time per device."""
     size = outputs.value.shape[0]
     steps = size // math.gcd(size, device_count(outputs.value))
     of_steps = is_exact_example.reshape(-1, steps).all(0)
@@ -137,28 +138,28 @@ def _add_inexact(
 
 
 def _add_compensated(total: Array, error: Array, term: Array) -> tuple[Array, Array]:
-    """Add with Kahan compensation, whose error does not grow with the number of terms."""
+    """Add a term with Kahan summation, whose error does not grow with the number of terms."""
     term = term - error
     new = total + term
-    # If the sum is not finite, the compensation would be NaN.
+    # The compensation term would otherwise be NaN for a non-finite sum.
     return new, jnp.where(jnp.isfinite(new), (new - total) - term, 0)
 
 
 def _weighted_sum(value: Value, factors: Array) -> Array:
-    """Multiply gradients by factors and sum over the first axis, in at least 32 bits."""
+    """Multiply per-example gradients by factors and sum over examples in float32 or wider."""
     if isinstance(value, Lazy):
         scaled = jax.vmap(Lazy.scale)(value, factors)
         return as_wide_array(scaled.stack(len(factors), summed=True))
     value = as_wide_array(value)
     each = jnp.expand_dims(factors.astype(value.dtype), range(1, value.ndim))
-    # Select instead of multiplying by 0, because zero times NaN is NaN.
+    # Use `jnp.where` instead of only multiplying by 0, because 0 * NaN is NaN.
     return jnp.sum(jnp.where(each == 0, 0, each * value), 0)
 
 
 def _group_squares(
     grads: Sequence[Value], groups: Groups, shards: Sequence[frozenset[str]]
 ) -> list[tuple[Scalar, Scalar]]:
-    """Return the squared norm of each group for one example, summed over the shards of a leaf."""
+    """Return the squared gradient norm of each group for one example, summed over shards."""
     squares = list(map(square, grads))
 
     def joined(group: Sequence[int]) -> tuple[Scalar, Scalar]:
@@ -175,14 +176,14 @@ def _group_squares(
 def _exact_norm(
     grads: Sequence[Array], shards: Sequence[frozenset[str]], group: Sequence[int]
 ) -> Scalar:
-    """Compute the norm of a group of materialized leaves, divided by their largest magnitude."""
+    """Compute the norm of materialized leaves, which are scaled to avoid overflow."""
     sizes = [jnp.abs(grads[i]) for i in group]
     wide = jnp.result_type(jnp.float32, *sizes)
     leaves = [(x.astype(wide), shards[i]) for x, i in zip(sizes, group, strict=True)]
     tops = [max_over(jnp.max(x, initial=0), axes) for x, axes in leaves]
     top, info = functools.reduce(jnp.maximum, tops, jnp.zeros((), wide)), jnp.finfo(wide)
-    # XLA may replace the division by a multiplication with the reciprocal. If the reciprocal is
-    # subnormal, it is flushed to 0.
+    # XLA may replace division by multiplication with the reciprocal.
+    # A subnormal reciprocal would be flushed to 0.
     is_regular = (top >= info.tiny) & jnp.isfinite(top)
     top = jnp.where(is_regular, jnp.minimum(top, info.max / 4), 1)
     return top * jnp.sqrt(sum([sum_over(jnp.sum(jnp.square(x / top)), axes) for x, axes in leaves]))
