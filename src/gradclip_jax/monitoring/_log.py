@@ -21,12 +21,12 @@ _NORMS = ("gradient_norm", "update_norm", "parameter_norm", "update_ratio", "lar
 
 
 class Log(NamedTuple):
-    """Columns of metrics and incidents of a training log.
+    """Metric columns and incidents that were read from a training log.
 
     Attributes:
         steps: float64[rows], step of each row.
-        columns: Values of each key, masked in rows without a measured value.
-        is_held: bool[rows], whether the row is a micro-step without an optimizer step.
+        columns: Values of each key, masked in rows where the key was not measured.
+        is_held: bool[rows], whether each row is a micro-step that only accumulated gradients.
         incidents: Pairs of step and sentence.
     """
 
@@ -38,7 +38,7 @@ class Log(NamedTuple):
 
 @public
 def summarize_log(log: Any, *, window: int = 1000) -> dict[str, float]:
-    """Summarize a run from the logged `metrics` of its steps.
+    """Summarize a training run from its logged `metrics`.
 
     | key | meaning |
     | --- | --- |
@@ -51,23 +51,23 @@ def summarize_log(log: Any, *, window: int = 1000) -> dict[str, float]:
     | `spike_score/loss`, also of `grad_norm`, `gradient_norm`, `update_norm` | share of values |
     | | that are non-finite, or more than 6 standard deviations from the mean of the last `window` |
 
-    The metrics of a clip inside an accumulation are repeated in the rows of held micro-steps and
-    are counted once. If the column `step` (or `watch_step`) decreases, as after a resume, the later
-    rows replace the earlier rows of the same steps. Damaged lines of a file, such as an incomplete
+    Clipping inside an accumulation is counted once per optimizer step, although all micro-steps log
+    it. If `step` (or `watch_step`) decreases because training resumed from a checkpoint, the later
+    rows replace the earlier rows of the same steps. Invalid lines of a file, such as an incomplete
     last line, are skipped with a warning. Rows with the key "sentence", such as
-    `Incident.to_dict()`, are not counted as steps.
+    `Incident.to_dict()`, do not count as steps.
 
     Args:
-        log: Sequence with one mapping from name to number for each step, or the path of a JSON
-            Lines file.
-        window: Number of preceding values in the mean of a spike score. At least 100 values are
-            required, or `window` values if it is smaller.
+        log: Sequence of dictionaries with the metrics of one step each, or the path of a JSON Lines
+            file.
+        window: Number of preceding values to which each value is compared in the spike score. At
+            least 100 values are required, or `window` values if it is smaller.
 
     Returns:
         Dictionary of numbers. Keys whose column is missing in the log are omitted.
 
     Raises:
-        ValueError: If `log` is not a sequence of mappings, or if it is empty.
+        ValueError: If `log` is empty or is not a sequence of mappings.
 
 
     Examples:
@@ -82,7 +82,7 @@ def summarize_log(log: Any, *, window: int = 1000) -> dict[str, float]:
         name, _, place = key.partition("/")
         is_skipped = is_held & (name in ("has_updated", "update_norm"))
         if name in ("grad_norm", "clip_fraction"):
-            # In a held row, only a clip before the accumulation has a new norm.
+            # While gradients accumulate, only a clip before the accumulation measures a new norm.
             norms = columns.get(f"grad_norm/{place}" if place else "grad_norm", values).filled(-1)
             is_skipped = is_held & (np.diff(norms, prepend=-1) == 0)
         fresh = values[~is_skipped].compressed()
@@ -112,7 +112,7 @@ def _spike_score(values: HostArray, window: int) -> float:
 
 
 def read_log_file(log: Any) -> Log:
-    """Return the columns and incidents of a log; raise if it has no rows."""
+    """Read the metric columns and incidents of a log, or raise if it has no rows."""
     hint = "Append `metrics(state)` at each step, or name a file of JSON lines."
     rows: Any = _parsed(log) if isinstance(log, (str, os.PathLike)) else log
     is_log = isinstance(rows, Sequence) and all(isinstance(row, Mapping) for row in rows)
@@ -135,7 +135,7 @@ def read_log_file(log: Any) -> Log:
 
 
 def _parsed(path: str | os.PathLike[str]) -> list[Row]:
-    """Parse the valid lines of a JSON Lines file."""
+    """Parse a JSON Lines file, and skip invalid lines with a warning."""
     rows, damaged = list[Row](), list[int]()
     text = pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
     for number, line in enumerate(text.splitlines(), 1):
@@ -154,9 +154,9 @@ def _parsed(path: str | os.PathLike[str]) -> list[Row]:
 
 
 def _last_of_each_step(rows: Sequence[Row]) -> list[Row]:
-    """Drop rows that are repeated after a resume; if the step decreases, the later rows count."""
+    """Drop the earlier rows of steps that were repeated after resuming from a checkpoint."""
     key = "step" if "step" in rows[0] else "watch_step"
-    # Distinguish the micro-steps of one step, and steps that `watch` did not count.
+    # Several rows share a step number if they are micro-steps or if `watch` did not count a step.
     is_unique = key == "step" and not any(name.startswith("mini_step") for name in rows[-1])
     kept: list[Row] = []
     for row in rows:
@@ -169,7 +169,7 @@ def _last_of_each_step(rows: Sequence[Row]) -> list[Row]:
 
 
 def _column(key: str, rows: Sequence[Row]) -> np.ma.MaskedArray[Any, Any]:
-    """Return the values of a key, masked where they are missing, not numbers or not measured."""
+    """Return the values of a key, masked where a value is missing, not a number or not measured."""
     values = np.array([_number(row.get(key)) for row in rows])
     is_missing = [not isinstance(row.get(key), _NUMBERS) for row in rows]
     name = key.partition("/")[0]

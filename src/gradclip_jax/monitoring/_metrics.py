@@ -1,4 +1,4 @@
-"""Collection of metrics from nested optimizer states."""
+"""Collect metrics from nested optimizer states."""
 
 import functools
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from ._watch import NOT_MEASURED, WatchState
 def metrics(state: Tree) -> dict[str, Array]:
     """Collect metrics for logging from a nested optimizer state.
 
-    The states already contain these values, so nothing is computed again. The keys depend only on
-    the structure of the state and are the same at every step.
+    All values are read from the states without recomputing them. The keys depend only on the
+    structure of the state and are the same at every step.
 
     | key | meaning |
     | --- | --- |
@@ -48,9 +48,9 @@ def metrics(state: Tree) -> dict[str, Array]:
     | `incident_step`, `incident_kind` | step and kinds of the last incident; see `incidents` |
 
     If several states have the same metric, the path of the state is appended to the key, as in
-    `grad_norm/inner_opt_state/0`. Paths do not contain guards, so that wrapping a transformation in
-    a guard does not change its keys. A clip by groups appends the label of the group, as in
-    `grad_norm/body`.
+    `grad_norm/inner_opt_state/0`. Guards are omitted from the path, so that wrapping a
+    transformation in a guard such as `skip_nonfinite` does not change its keys. When clipping by
+    group, the group label is appended to the key, as in `grad_norm/body`.
 
     | key without a path, if several states have the metric | value |
     | --- | --- |
@@ -89,18 +89,18 @@ def metrics(state: Tree) -> dict[str, Array]:
     for path, node in states:
         if isinstance(node, WatchState):
             node = _if_measured(node, [gate for at, gate in gates if path[: len(at)] == at])
-        # Paths do not contain guards, so that adding a guard does not change other keys.
+        # Omit guards from the path, so that adding a guard does not change other keys.
         if not is_guard(node) and not isinstance(node, IncidentLog):
             path = tuple(key for i, key in enumerate(path) if path[:i] not in guards)
         place = jax.tree_util.keystr(path, simple=True, separator="/")
         kind = next(kind for kind in type(node).__mro__ if kind in METRICS)
         for name in METRICS[kind]:
             value = getattr(node, name)
-            if value is not None:  # without a threshold for the loss, its metrics are None
+            if value is not None:  # loss metrics are None without a loss threshold
                 by_name.setdefault(name, []).append((place, is_guard(node), value))
     out: dict[str, Array] = {}
     for name, entries in by_name.items():
-        # Other states take precedence over guards for the key without a path.
+        # Guards use the key without a path only if no other state has the metric.
         plain = [value for _, guards_it, value in entries if not guards_it] or [
             _of_all_guards(name, [jnp.asarray(value) for _, _, value in entries])
         ]
@@ -113,7 +113,7 @@ def metrics(state: Tree) -> dict[str, Array]:
 
 
 def _if_measured(watched: WatchState, gates: Sequence[Tree]) -> WatchState:
-    """Set the norms of a `watch` state to -1 if the last step did not call `watch`."""
+    """Replace the norms in a `watch` state by -1 if the last step did not call `watch`."""
     for gate in gates:
         stepped = has_updated(gate._replace(**{GATES[type(gate)]: ()}))
         norms = {
@@ -136,8 +136,8 @@ def _of_all_guards(name: str, values: list[Array]) -> Array:
 
 
 def _with_groups(key: str, value: Any) -> dict[str, Array]:
-    """Return the metric, or one metric for each group of `clip_by_group_norm`."""
+    """Return one entry for a metric, or one entry per group for `clip_by_group_norm`."""
     if isinstance(value, dict):
-        # None is the key of the combined value of all groups.
+        # The key None contains the combined value of all groups.
         return {f"{key}/{group}" if group else key: jnp.asarray(x) for group, x in value.items()}
     return {key: jnp.asarray(value)}

@@ -24,25 +24,23 @@ _MAX_CAPTIONS = 12
 
 @public
 def plot_log(log: Any, *, incidents: Sequence[Any] = (), dark: bool = False) -> Any:
-    """Plot the loss of a run, and heat maps with one row for each leaf, layer or tap.
+    """Plot the loss of a training run, and heat maps with one row per leaf, layer or tap.
 
-    The x axis is the step. The heat maps show the gradient norm and the ratio of update to
-    parameter norm of each unit of `watch`, and the RMS and kurtosis of the activations of each tap,
-    if they are in the log. The color scale is logarithmic, from the 1st to the 99th percentile.
-    Non-finite values are red and zeros are gray. If a column represents several steps, it shows the
-    largest value. Steps without a measurement, such as micro-steps that only accumulate, have no
-    column.
+    The heat maps show the gradient norm and the ratio of update norm to parameter norm of each leaf
+    or layer, and the RMS and kurtosis of the activations at each tap, if the log contains them. The
+    color scale is logarithmic, from the 1st to the 99th percentile. Non-finite values are red and
+    zeros are gray. A column that represents several steps shows their largest value. Steps without
+    a measurement, such as micro-steps that only accumulate, are omitted.
 
-    Incidents are marked by numbered lines, and their sentences are printed below the plot. They are
-    passed as `incidents`, or as rows of the log with the key "sentence" (log `incident.to_dict()`
-    as a separate row). Without either, the lines mark the steps at which `incident_count`
-    increases.
+    Incidents recorded by `watch` are marked by numbered vertical lines and described below the
+    plot. Pass them as `incidents`, or add `incident.to_dict()` to the log as a separate row. If no
+    incidents are given, lines mark the steps at which `incident_count` increases.
 
     The figure is 900 pixels wide with a transparent background. It requires matplotlib: `pip
     install "gradclip_jax[plots]"`.
 
     Args:
-        log: Sequence with one mapping from name to number for each step, such as `metrics(state)`,
+        log: Sequence of dictionaries with the metrics of one step each, such as `metrics(state)`,
             or the path of a JSON Lines file.
         incidents: Incidents to mark, such as `gcx.incidents(state)`.
         dark: Whether to use text and line colors for a dark background.
@@ -51,8 +49,8 @@ def plot_log(log: Any, *, incidents: Sequence[Any] = (), dark: bool = False) -> 
         A `matplotlib.figure.Figure`, which can be saved with `figure.savefig("run.png")`.
 
     Raises:
-        ValueError: If `log` is not a sequence of mappings, is empty, or contains neither norms by
-            unit nor statistics of taps.
+        ValueError: If `log` is empty, is not a sequence of mappings, or contains neither norms of
+            leaves or layers nor statistics of taps.
 
 
     Examples:
@@ -105,7 +103,7 @@ def plot_log(log: Any, *, incidents: Sequence[Any] = (), dark: bool = False) -> 
 
 
 def _rows(log: Log, start: str, end: str) -> dict[str, Any]:
-    """Return the columns with a prefix and a suffix, by the part of the key in between."""
+    """Return the columns whose keys have a prefix and a suffix, which are removed from the keys."""
     keys = [key for key in log.columns if key.startswith(start) and key.endswith(end)]
     return {
         key[len(start) : len(key) - len(end)]: log.columns[key]
@@ -115,7 +113,7 @@ def _rows(log: Log, start: str, end: str) -> dict[str, Any]:
 
 
 def _kinds(log: Log) -> list[tuple[float, str]]:
-    """Return the steps at which the number of incidents increases, with their kinds."""
+    """Return the steps at which `incident_count` increases, and the kinds of these incidents."""
     counts, flags = (log.columns.get(f"incident_{key}") for key in ("count", "kind"))
     if counts is None or flags is None:
         return []
@@ -134,7 +132,7 @@ def _draw_loss(axis: Any, log: Log) -> None:
 
 
 def _draw_heat_map(axis: Any, steps: Any, rows: dict[str, Any]) -> Any:
-    """Draw one row for each name and one column for each measured step."""
+    """Draw a heat map with one row for each name and one column for each measured step."""
     import matplotlib
     from matplotlib.colors import ListedColormap, LogNorm
 
@@ -151,7 +149,7 @@ def _draw_heat_map(axis: Any, steps: Any, rows: dict[str, Any]) -> Any:
     low, high = np.percentile(positive, [1, 99]) if positive.size else (1.0, 10.0)
     colors = matplotlib.colormaps["viridis"].with_extremes(under="#8c8c8c")
     norm = LogNorm(low, max(high, low * 1.01))
-    # Zeros are below the range of the color scale; clamp all other values to the range.
+    # Draw zeros below the range of the color scale, and clamp positive values to the range.
     shown = np.where(values > 0, np.maximum(values, low), low / 10)
     mesh = axis.pcolormesh(*edges, shown, norm=norm, cmap=colors, rasterized=True)
     reds = ListedColormap(["tab:red"])

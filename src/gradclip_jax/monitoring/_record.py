@@ -1,4 +1,4 @@
-"""A ring buffer of recent norms in the optimizer state."""
+"""Record recent norms in a ring buffer in the optimizer state."""
 
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ class NormRecordState(NamedTuple):
     """A ring buffer of norms.
 
     Attributes:
-        norms: float32[window] or float32[window, leaves].
+        norms: Recorded norms, float32[window] or float32[window, leaves].
         step_count: int32[], number of steps in the buffer, at most `window`.
         position: int32[], index at which the next step is written.
         nonfinite_norms: int32[], number of steps with a non-finite norm; saturates.
@@ -50,18 +50,18 @@ def record_norms(
     ord: Order = 2.0,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformation:
-    """Record the norms of the last `window` updates; the updates are returned unchanged.
+    """Record the norms of the last `window` updates, and return the updates unchanged.
 
-    Place it before a clip to record norms before clipping. Non-finite norms are recorded and
-    counted. Read the norms with `norm_history`, or by leaf with `leaf_norm_history`.
-    `suggest_max_norm` computes a threshold from them.
+    Place this transformation before clipping to record unclipped norms. Non-finite norms are
+    recorded and counted. Read the norms with `norm_history` or `leaf_norm_history`.
+    `suggest_max_norm` computes a threshold from the norms.
 
     Args:
-        window: Number of steps to keep, 1 to 2^20, static.
-        per_leaf: Whether to record the norm of each leaf instead of the global norm, static.
-        ord: Order of the norm, 1, 2, inf or any positive number, static.
-        axis_name: Mapped axes over which every leaf is sharded, required where the array's type
-            does not carry the sharding.
+        window: Number of steps to keep, a static integer from 1 to 2^20.
+        per_leaf: Whether to record the norm of each leaf instead of the global norm; static.
+        ord: Order of the norm, a static positive number such as 1, 2 or inf.
+        axis_name: Mapped axes over which every leaf is sharded. Required if array types do not
+            carry the sharding.
 
     Returns:
         An Optax transformation with a `NormRecordState` of 4 * window bytes, or as many for each
@@ -69,8 +69,7 @@ def record_norms(
 
     Raises:
         ValueError: If `window` is out of range.
-        TypeError: If a static argument is traced or, during tracing, if a leaf has an integer
-            dtype.
+        TypeError: If a static argument is traced, or if a leaf of the updates has an integer dtype.
 
 
     Examples:
@@ -90,7 +89,7 @@ def record_norms(
 
     def init(params: Tree) -> NormRecordState:
         shape = (len(measured_leaves(params)),) if per_leaf else ()
-        # Use one buffer per count, because a buffer cannot be donated twice.
+        # Allocate each counter separately, because a buffer cannot be donated twice.
         counts = (jnp.zeros((), jnp.int32) for _ in range(3))
         return NormRecordState(jnp.zeros((int(window), *shape), jnp.float32), *counts)
 
@@ -113,10 +112,11 @@ def record_norms(
 
 @public
 def norm_history(state: Tree) -> np.ndarray[Any, Any]:
-    """Return the recorded norms, oldest first.
+    """Return the recorded norms, ordered from oldest to newest.
 
     Args:
-        state: State of `record_norms`, or any state that contains it. The first record is returned.
+        state: State of `record_norms`, or any pytree that contains it. The first record is
+            returned.
 
     Returns:
         NumPy array, float32[steps], or float32[steps, leaves] with the leaves in the order of
@@ -124,7 +124,7 @@ def norm_history(state: Tree) -> np.ndarray[Any, Any]:
         the array has a leading axis of seeds.
 
     Raises:
-        TypeError: If the state contains no record or is traced. Call this function outside jit.
+        TypeError: If called inside jit, or if `state` contains no state of `record_norms`.
 
 
     Examples:
@@ -142,7 +142,7 @@ def norm_history(state: Tree) -> np.ndarray[Any, Any]:
     record = plain_arrays(records[0][1])
     refuse_traced("state", record.norms)
     norms, counts, positions = map(np.asarray, record[:3])
-    # Every call writes one row, so all seeds have the same number of rows.
+    # Each update writes one row, so all vmapped seeds have the same number of rows.
     axis, count, position = counts.ndim, int(counts.flat[0]), int(positions.flat[0])
     rows = np.roll(norms, -position, axis) if count == norms.shape[axis] else norms
     return np.take(rows, range(count), axis)
@@ -150,18 +150,18 @@ def norm_history(state: Tree) -> np.ndarray[Any, Any]:
 
 @public
 def leaf_norm_history(state: Tree, params: Tree) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the recorded norms of each leaf by name, oldest first.
+    """Return the recorded norms of each leaf, ordered from oldest to newest.
 
     Args:
-        state: State of `record_norms(per_leaf=True)`, or any state that contains it.
-        params: Parameters, or any tree with the same structure.
+        state: State of `record_norms(per_leaf=True)`, or any pytree that contains it.
+        params: Parameters, or any pytree with the same structure.
 
     Returns:
         Dictionary from paths, such as `decoder/mlp/wi`, to float32[steps].
 
     Raises:
-        TypeError: If the state contains no record or is traced.
-        ValueError: If the record does not match the leaves of `params`.
+        TypeError: If called inside jit, or if `state` contains no state of `record_norms`.
+        ValueError: If the recorded norms do not match the leaves of `params`.
 
 
     Examples:
@@ -187,21 +187,21 @@ def leaf_norm_history(state: Tree, params: Tree) -> dict[str, np.ndarray[Any, An
 def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
     """Suggest a `max_norm` as a percentile of recorded norms.
 
-    The default is the median, which was the best of five percentiles in docs/study.md.
-    This threshold clips every second step, so consider a larger learning rate. The 90th percentile
-    clips only outliers.
+    The default is the median, which performed best among five percentiles in docs/study.md. The
+    median clips every second step, so consider a larger learning rate. The 90th percentile clips
+    only outliers.
 
     Args:
-        norms: Norms of any shape, such as `norm_history(state)`, also of several seeds. Non-finite
-            norms are ignored.
-        percentile: Percentage of steps that should not be clipped, 0 to 100.
+        norms: Array of norms of any shape, such as `norm_history(state)` for one or several seeds.
+            Non-finite norms are ignored.
+        percentile: Percentage of steps that should not be clipped, from 0 to 100.
 
     Returns:
         The percentile of the finite norms.
 
     Raises:
         ValueError: If no norm is finite, or if `percentile` is outside [0, 100].
-        TypeError: If `norms` are not real numbers or are traced. Call this function outside jit.
+        TypeError: If called inside jit, or if `norms` are not real numbers.
 
 
     Examples:

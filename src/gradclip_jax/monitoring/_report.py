@@ -1,4 +1,4 @@
-"""Functions that read incidents on the host and locate the cause of an incident."""
+"""Read the incidents of `watch` on the host, and find their causes."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ from ._incident import Incident, IncidentLog, names_in, read_log
 
 @public
 def incidents(state: Tree) -> list[Incident]:
-    """Return the last incidents recorded by `watch`, oldest first.
+    """Return the most recent incidents recorded by `watch`, oldest first.
 
     Each incident prints as a sentence: "step 1203: skipped, gradient norm 3.1e5 above 4.2; 97 % of
-    it in decoder/layers_7/mlp/wi; loss 3.2". Only the first and the last of consecutive equal
-    incidents are kept; `streak` is their number. The function blocks until the state is computed.
+    it in decoder/layers_7/mlp/wi; loss 3.2". If equal incidents follow each other, only the first
+    and the last are kept, and `streak` counts them. The call blocks until the state is computed.
 
     | kind | flag in the metric `incident_kind` | meaning |
     | --- | --- | --- |
@@ -43,13 +43,13 @@ def incidents(state: Tree) -> list[Incident]:
     | "unchanged" | 8192 | the update was zero for a reason that is not known to this package |
 
     Args:
-        state: Optimizer state, or any state that contains it. The first `watch` state is used.
+        state: Optimizer state, or any pytree that contains it. The first `watch` state is used.
 
     Returns:
         List of at most `max_incidents` incidents.
 
     Raises:
-        TypeError: If the state contains no `watch` state or is traced.
+        TypeError: If called inside jit, or if `state` contains no `watch` state.
         ValueError: If the state was vmapped.
 
 
@@ -72,16 +72,18 @@ def incidents(state: Tree) -> list[Incident]:
 
 @public
 def unit_names(state: Tree) -> list[str]:
-    """Return the names of the units of `watch`, in the order of `largest_share_index`.
+    """Return the names of the leaves or layers that `watch` measures.
+
+    The metric `largest_share_index` is an index into this list.
 
     Args:
-        state: State of `watch`, or any state that contains it. The first `watch` state is used.
+        state: State of `watch`, or any pytree that contains it. The first `watch` state is used.
 
     Returns:
         List of names such as `decoder/layers_3/mlp/wi`; empty for `granularity="global"`.
 
     Raises:
-        TypeError: If the state contains no `watch` state.
+        TypeError: If `state` contains no `watch` state.
 
 
     Examples:
@@ -95,7 +97,7 @@ def unit_names(state: Tree) -> list[str]:
 
 
 def _log_of(state: Tree) -> IncidentLog:
-    """Return the log of the first `watch` state."""
+    """Return the incident log of the first `watch` state."""
     logs = find_states(state, IncidentLog)
     if not logs:
         rule, hint = "a state that keeps incidents", "Put `gcx.watch` around the optimizer."
@@ -107,13 +109,13 @@ def _log_of(state: Tree) -> IncidentLog:
 def nonfinite_leaves(tree: Tree, *, include_finite: bool = False) -> dict[str, int]:
     """Count the non-finite elements of each leaf.
 
-    Call this function outside jit when `guard_failed` becomes 1, for gradients, parameters,
-    activations or a whole optimizer state. It blocks until the values are computed.
+    When `guard_failed` becomes 1, call this function outside jit on gradients, parameters,
+    activations or a whole optimizer state. The call blocks until the values are computed.
 
     Args:
         tree: Any pytree of arrays. Integer leaves are finite.
-        include_finite: Whether to include finite leaves, with a count of 0 and in the order of the
-            tree, which shows the layer where NaN begins.
+        include_finite: Whether to list all leaves in the order of the tree, with a count of 0 for
+            finite leaves, to show the layer where NaN first appears.
 
     Returns:
         Dictionary from paths to the number of non-finite elements, in descending order; empty if
@@ -146,10 +148,10 @@ def nonfinite_leaves(tree: Tree, *, include_finite: bool = False) -> dict[str, i
 def worst_examples(
     fun: Callable[[Tree, Tree], Array], params: Tree, batch: Tree, k: int = 3
 ) -> dict[str, dict[Any, float]]:
-    """Find the examples of a batch with the largest gradient norms and losses, and their tokens.
+    """Find the examples and tokens of a batch with the largest gradient norms and losses.
 
-    Call it with the batch of an incident. Examples are processed one by one, which requires the
-    memory of one gradient. Non-finite values rank first.
+    Pass the batch for which `watch` recorded an incident. Examples are processed one by one, so
+    that only one gradient is in memory at a time. Non-finite values rank first.
 
     | key | value for each index |
     | --- | --- |
@@ -160,14 +162,15 @@ def worst_examples(
     | `token_grad_norm`, `token_loss` | the same for each `(example, token)` of the k examples |
     | | with the largest deviation, if `fun` returns the loss of each token |
 
-    In a network with normalization or saturation, an example with very large inputs may have a
-    typical gradient. Only `input` identifies such an example.
+    In networks with normalization or saturating activations, an example with very large inputs may
+    have a typical gradient, so that only `input` identifies it.
 
     Args:
-        fun: Loss of one example, `(params, example) -> loss`, a scalar or float[tokens]. The loss
-            of the example is the mean over tokens. Each token requires one backward pass.
+        fun: Function `(params, example) -> loss` that returns the loss of one example, a scalar or
+            float[tokens]. The loss of the example is the mean over tokens. Each token requires one
+            backward pass.
         params: Parameters.
-        batch: Pytree whose leaves have the examples along their first axis.
+        batch: Pytree of arrays with a leading batch axis.
         k: Number of examples and tokens to return.
 
     Returns:
@@ -210,7 +213,7 @@ def worst_examples(
 def _measure(
     fun: Callable[[Tree, Tree], Array], params: Tree, batch: Tree, places: tuple[Any, ...]
 ) -> dict[str, Array]:
-    """Compute the losses and norms of examples `(i,)`, or of their tokens `(i, token)`."""
+    """Compute the losses and gradient norms of examples `(i,)` or tokens `(i, token)`."""
 
     def one(place: tuple[Array, ...]) -> dict[str, Array]:
         example = jax.tree.map(lambda x: x[place[0]], batch)
@@ -228,10 +231,10 @@ def _measure(
 
 
 def _ranking(columns: dict[str, HostArray]) -> HostArray:
-    """Return one score for each example; large scores are suspicious.
+    """Return a score for each example that is large for suspicious examples.
 
-    A wrong label has its strongest effect on the loss. Gradient norm and input count only as
-    outliers.
+    A wrong label mainly increases the loss. Gradient norms and inputs only affect the score if they
+    are outliers.
     """
     of_loss = _deviations(columns["loss"])
     others = [_deviations(columns["grad_norm"])]
@@ -241,7 +244,7 @@ def _ranking(columns: dict[str, HostArray]) -> HostArray:
 
 
 def _deviations(values: HostArray) -> HostArray:
-    """Return robust deviations from the median, of the logarithms if all values are positive."""
+    """Return robust z-scores of the values, or of their logarithms if no value is negative."""
     finite = np.isfinite(values)
     is_positive = bool(np.all(values[finite] >= 0))
     numbers = values.astype(np.float64)

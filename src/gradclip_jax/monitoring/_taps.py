@@ -1,4 +1,4 @@
-"""Taps: statistics of activations and cotangents, returned as the gradient of a probe."""
+"""Statistics of activations and cotangents, returned as the gradient with respect to a probe."""
 
 import itertools
 from collections import OrderedDict
@@ -24,30 +24,31 @@ from .._errors import public, type_error, value_error
 from .._mesh import vary, varying_axes
 from .._types import Array, Count, Tree
 
-_SHAPE = (2, 5)  # activation, cotangent; count, sums of x, x^2 and x^4, non-finite elements
+# Each row contains the element count, the sums of x, x^2 and x^4, and the non-finite count.
+_SHAPE = (2, 5)
 _SCALES = np.array([2.0**-20, 2.0**20], np.float32)  # scales of the squares in x^4
-_BELOW = 2.0**-20  # smaller scale of the summed squares, which extends the range to larger x
-_LARGEST = 2.0**45  # its square can be summed over 10^11 elements
+_BELOW = 2.0**-20  # additional scale of summed squares, which prevents overflow for large x
+_LARGEST = 2.0**45  # limit for scaled squares, so that 10^11 fourth powers can be summed
 
 
 @public
 def make_probes(names: Sequence[str] | Mapping[str, Any], num_layers: Count | None = None) -> Tree:
-    """Make the probes of a model from the names of its taps.
+    """Create the probes of a model from the names of its taps.
 
-    List the names in the order of the forward pass, which `first_nonfinite` relies on. The result
-    is an `OrderedDict`, because JAX sorts the keys of a dict.
+    List the names in the order of the forward pass, because `first_nonfinite` relies on this order.
+    The result is an `OrderedDict`, because JAX sorts the keys of a dict.
 
     Args:
-        names: Names of the taps; or a mapping from each name to None for a single tap, or to the
+        names: Names of the taps, or a mapping from each name to None for a single tap or to the
             probes of a submodule.
-        num_layers: Length of the leading axis of each probe for layers inside `lax.scan`, where
-            each layer has its own row. None if the taps are not inside a scan.
+        num_layers: Number of layers that `lax.scan` runs over, which becomes the leading axis of
+            each probe. None if the taps are not inside a scan.
 
     Returns:
         Zeros, float32[2, 5] or float32[num_layers, 2, 5] for each name. The values are ignored.
 
     Raises:
-        TypeError: If `names` is not a sequence of strings or a mapping from strings.
+        TypeError: If `names` is neither a sequence of strings nor a mapping from strings.
         ValueError: If `num_layers` is < 1.
 
 
@@ -78,7 +79,7 @@ def make_probes(names: Sequence[str] | Mapping[str, Any], num_layers: Count | No
 
 @public
 def tap(x: Array, probe: Array | None) -> Array:
-    """Return x, and compute statistics of x and its cotangent in the backward pass.
+    """Return x unchanged, and compute statistics of x and its cotangent in the backward pass.
 
     The statistics are returned as the gradient with respect to `probe`. The cotangent of x is
     unchanged.
@@ -94,15 +95,15 @@ def tap(x: Array, probe: Array | None) -> Array:
     | non-finite elements | counted, and excluded from the sums |
     | x does not affect the loss | all sums are zero, and `metrics` returns NaN |
 
-    Sums are computed in float32. For up to 10^10 elements, the RMS is correct from 1e-12 to 1e20
-    for activations and from 1e-18 to 1e14 for cotangents, and infinite above this range. The
-    kurtosis is correct for an RMS above 1e-5 (activations) or 1e-11 (cotangents) if all elements
-    are below 5e9 or 5e3; larger elements are clamped in x^4. A float64 element above 3e38 counts as
-    infinite.
+    Sums are computed in float32. For up to 10^10 elements, the RMS is accurate between 1e-12 and
+    1e20 for activations and between 1e-18 and 1e14 for cotangents. A larger RMS is returned as
+    infinity. The kurtosis of activations is accurate if the RMS is above 1e-5 and all elements are
+    below 5e9. The kurtosis of cotangents requires an RMS above 1e-11 and elements below 5e3. Larger
+    elements are clamped in the sum of x^4. A float64 element above 3e38 counts as infinite.
 
     Args:
         x: Real floating-point array. For a pytree, use one probe for each leaf.
-        probe: An entry of `make_probes`, float32[2, 5], or None.
+        probe: Probe from `make_probes`, float32[2, 5], or None to disable the tap.
 
     Returns:
         x. The function has no forward-mode derivative.
@@ -134,7 +135,7 @@ def tap(x: Array, probe: Array | None) -> Array:
     if dtype_of(probe) != jnp.float32:
         hint = "Do not cast probes together with the parameters."
         raise type_error("probe", f"float32{list(_SHAPE)}", describe(probe), hint)
-    # The transpose of this cast sums the statistics over all devices.
+    # In the backward pass, the transpose of `vary` sums the statistics over all devices.
     return _tap(x, vary(jnp.asarray(probe), varying_axes(x)))
 
 
@@ -144,7 +145,7 @@ def _tap(x: Array, probe: Array) -> Array:
 
 
 def _forward(x: Array, probe: Array) -> tuple[Array, Array]:
-    # Save the sums for the backward pass instead of x, which may not be needed there.
+    # Save only the sums for the backward pass, because saving x would require more memory.
     return x, vary(_sums(x, _SCALES[0]), varying_axes(probe))
 
 
@@ -164,8 +165,9 @@ def _sums(x: Array, scale: float) -> Array:
     fourth = jnp.square(jnp.minimum(wide * scaled, _LARGEST))
     terms = wide, wide * (scaled * _BELOW), fourth, jnp.where(is_finite, 0.0, 1.0)
     # Use one variadic reduction, because XLA:CPU materializes the operands of four reductions
-    # (JAX 0.10.2: 1.32 x the bytes of a step instead of 1.04 x). Reduce one axis at a time, because
-    # XLA:CPU adds elements sequentially, and the rounding errors of 10^7 additions reach 3 %.
+    # (JAX 0.10.2: 1.32 x the bytes of a step instead of 1.04 x).
+    # Reduce one axis at a time, because XLA:CPU adds elements sequentially.
+    # In one sequential sum, the rounding errors of 10^7 additions reach 3 %.
     for axis in reversed(range(x.ndim)):
         terms = lax.reduce(terms, (np.float32(0),) * 4, _add_all, (axis,))
     return jnp.stack([jnp.float32(x.size), *terms])
@@ -179,8 +181,7 @@ def _add_all(a: Any, b: Any) -> Any:
 def names(stats: Tree) -> list[str]:
     """Return the names of the taps in the order of the forward pass.
 
-    If layers are stacked, the index of the layer follows the part of the path that all taps of the
-    layer share, as in `layers_3/mlp`.
+    For stacked layers, the layer index is appended to the name of the stack, as in `layers_3/mlp`.
 
     Args:
         stats: Statistics or probes.
@@ -201,7 +202,7 @@ def names(stats: Tree) -> list[str]:
 
 
 def read_sums(argument: str, stats: Tree) -> tuple[list[str], Any]:
-    """Return the names of all taps and their sums, float[taps, 2, 5], in the order of `names`."""
+    """Return the names of all taps and an array of their sums, float[taps, 2, 5]."""
     entries = jax.tree_util.tree_leaves_with_path(stats)
     for path, leaf in entries:
         if np.shape(leaf)[-2:] != _SHAPE:
@@ -210,7 +211,7 @@ def read_sums(argument: str, stats: Tree) -> tuple[list[str], Any]:
             raise value_error(argument, "a tree of float32[..., 2, 5]", got, hint)
     leaves = [leaf for _, leaf in entries]
     is_known = not any(map(is_traced, leaves))
-    # Outside jit, transfer all taps at once and compute in float64.
+    # Outside jit, transfer all taps to the host at once and compute in float64.
     arrays = [np.asarray(x, np.float64) for x in jax.device_get(leaves)] if is_known else leaves
     xp: Any = np if is_known else jnp
     paths = [[jax.tree_util.keystr((key,), simple=True) for key in path] for path, _ in entries]
@@ -223,7 +224,7 @@ def read_sums(argument: str, stats: Tree) -> tuple[list[str], Any]:
         members = list(group)
         tables.append(xp.stack([x for _, x in members], -3).reshape(-1, *_SHAPE))
         for index, (path, _) in itertools.product(np.ndindex(*layers), members):
-            at = max(len(path) - 1, 1)  # the index follows the name of the stack
+            at = max(len(path) - 1, 1)  # the layer index follows the name of the stack
             stack = "/".join(path[:at]) + "".join(f"_{i}" for i in index)
             found.append("/".join([stack, *path[at:]]))
     return found, xp.concatenate(tables)
@@ -241,11 +242,10 @@ def metrics(stats: Tree) -> dict[str, Any]:
     | `taps/<name>/nonfinite` | share of non-finite elements |
     | `taps/<name>/cotangent_mean` and so on | the same statistics of the cotangent |
 
-    Cotangents are derivatives of the differentiated loss. They are proportional to a loss scale,
-    and to 1/n for a mean over n tokens.
+    Cotangents are proportional to the loss scale, and to 1/n if the loss is a mean over n tokens.
 
     Args:
-        stats: Gradient with respect to the probes for one step, or a sum or mean over several
+        stats: Gradient with respect to the probes, for one step or summed or averaged over several
             steps.
 
     Returns:
@@ -268,7 +268,7 @@ def metrics(stats: Tree) -> dict[str, Any]:
 
 
 def ratios(found: Sequence[str], sums: Any, missing: float) -> dict[str, Any]:
-    """Return statistics by name for sums[..., taps, 2, 5]; `missing` for a tap without elements."""
+    """Compute the statistics of each tap from its sums; a tap without elements gets `missing`."""
     xp: Any = np if isinstance(sums, np.ndarray) else jnp
     with np.errstate(divide="ignore", invalid="ignore"):
         size, total, squares, fourths, bad = (sums[..., i] for i in range(_SHAPE[1]))
@@ -291,7 +291,9 @@ def ratios(found: Sequence[str], sums: Any, missing: float) -> dict[str, Any]:
 
 @public
 def first_nonfinite_index(stats: Tree) -> Array:
-    """Return the indices of `names(stats)` at which non-finite values begin; works inside jit.
+    """Return the indices in `names(stats)` of the taps where non-finite values first appear.
+
+    Unlike `first_nonfinite`, this function works inside jit.
 
     Args:
         stats: Gradient with respect to the probes.
@@ -314,7 +316,7 @@ def first_nonfinite_index(stats: Tree) -> Array:
 
 
 def first_nonfinite_of(sums: Any) -> Array:
-    """Implement `first_nonfinite_index` for the sums of all taps."""
+    """Compute `first_nonfinite_index` from the sums of all taps."""
     is_bad = jnp.asarray(sums[..., -1] != 0)
     index = jnp.arange(len(is_bad), dtype=jnp.int32)[:, None]
     last = jnp.max(jnp.where(is_bad, index, -1), axis=0, initial=-1)
@@ -323,7 +325,7 @@ def first_nonfinite_of(sums: Any) -> Array:
 
 
 class FirstNonfinite(NamedTuple):
-    """The taps at which non-finite values begin. It prints as a sentence.
+    """Names of the taps where non-finite values first appear, printed as a sentence.
 
     Attributes:
         activation: Name of the first tap of the forward pass with a non-finite activation, or None.
@@ -341,14 +343,14 @@ class FirstNonfinite(NamedTuple):
     cotangent: str | None
 
     def __str__(self) -> str:
-        """Return the names, or that all elements are finite."""
+        """Describe the first non-finite taps, or state that all elements are finite."""
         named = [f"first non-finite {kind}: {x}" for kind, x in self._asdict().items() if x]
         return "; ".join(named) or "all activations and cotangents are finite"
 
 
 @public
 def first_nonfinite(stats: Tree) -> FirstNonfinite:
-    """Return the names of the taps at which non-finite values begin.
+    """Return the names of the taps where non-finite values first appear.
 
     The call blocks until the statistics are computed.
 

@@ -1,4 +1,4 @@
-"""Names of units: the path of a leaf, with an index for stacked layers."""
+"""Name each leaf by its path, and each stacked layer by a path with an index."""
 
 import os
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from ..clipping._norm import Groups, Units
 
 
 def leaf_names(tree: Tree) -> list[str]:
-    """Return the paths of the measured leaves, such as `decoder/mlp/wi`."""
+    """Return the paths of all floating-point and complex leaves, such as `decoder/mlp/wi`."""
     return _distinct([(path, ()) for path, _ in _measured_paths(tree)])
 
 
 def name_units(units: Units, tree: Tree) -> list[str]:
-    """Return one name for each norm, or none for the norm of the whole tree.
+    """Return one name for each norm, or an empty list for the global norm.
 
-    The index of a stacked layer follows the part of the path that all stacked leaves share, as in
-    `decoder/layers_3/mlp/wi`. It is at the end of the name if there is no shared part, if a list
-    index follows, and for rows and columns.
+    The index of a stacked layer follows the common path prefix of all stacked leaves, as in
+    `decoder/layers_3/mlp/wi`. The index is at the end of the name if there is no common prefix, if
+    a list index follows the prefix, and for norms of rows or columns.
     """
     if isinstance(units, Groups):
         return list(map(str, units.names))
@@ -49,15 +49,15 @@ def join_names(names: Sequence[str]) -> str:
 
 
 def split_names(joined: str) -> list[str]:
-    """Decode the names from such a string."""
+    """Decode the names that `join_names` encoded."""
     return joined.split("\n") if joined else []
 
 
 def _distinct(entries: Sequence[tuple[tuple[Any, ...], tuple[int, ...]]]) -> list[str]:
-    """Return names for paths in which None is the position of an index. Colliding keys are escaped.
+    """Return names for paths, with an index inserted where the path contains None.
 
-    Keys of Haiku contain slashes and remain readable. If names collide, keys are escaped as in a
-    JSON pointer: `a~1b` is the key `a/b`.
+    Keys of Haiku contain slashes and remain readable. If two names collide, keys are escaped as in
+    a JSON Pointer, where `a~1b` represents the key `a/b`.
     """
 
     def name_of(path: Sequence[Any], index: Sequence[int], *escapes: tuple[str, str]) -> str:
