@@ -185,7 +185,7 @@ def check_choice(argument: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Raise if a value is not one of `choices`, which are strings, bools or None."""
     if not isinstance(value, (str, bool, type(None))) or value not in choices:
         names, hint = list(map(repr, choices)), "Pass one of these values."
-        rule = " or ".join(names) if len(names) == 2 else f"one of {', '.join(names)}"
+        rule = " or ".join(names) if len(names) == 2 else f"one of {listed(names)}"
         raise value_error(argument, rule, shortened(value), hint)
 
 
@@ -220,7 +220,7 @@ def check_transformation(argument: str, value: Any) -> None:
     """Raise if a value has no `init` and `update`."""
     is_pair = callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
     if isinstance(value, type) or not is_pair:
-        hint = "Pass an Optax optimizer such as `optax.adamw(1e-3)`."
+        hint = "Pass an Optax transformation such as `optax.adamw(1e-3)`."
         if inspect.isfunction(value):
             hint = f"Call the function: `{value.__name__}(...)`."
         rule = "an `optax.GradientTransformation`"

@@ -183,7 +183,9 @@ def _check_call(name: Any, arguments: Any, inner: tuple[Any, ...] | None = None)
         bind(**arguments)
     except TypeError as error:
         rule, hint = f"valid arguments for `{name}`", f"`{name}` raises: {error}."
-        if "positional" in str(error) or "'inner'" in str(error):
+        if "multiple values" in str(error):
+            hint = f"`{name}` wraps no transformation: call `build()` without arguments."
+        elif "positional" in str(error) or "'inner'" in str(error):
             hint += " Pass the inner transformation to `build`."
         raise value_error("arguments", rule, shortened(arguments), hint) from None
 

@@ -43,8 +43,8 @@ _Path: TypeAlias = tuple[Any, ...]
 _Window: TypeAlias = AccumulationState | optax.MultiStepsState
 _FRESH = (ClipState, NormRecordState, RoundingState, optax.EmptyState)
 _HINT = (
-    "Do not change other parts of the chain. Restore a checkpoint into the state of the "
-    "transformation that wrote it before converting it."
+    "Only clips, guards and accumulations may differ between the two optimizers. Restore a "
+    "checkpoint into the state of the optimizer that wrote it, and then convert that state."
 )
 
 
@@ -128,7 +128,7 @@ def _converted(like: Tree, given: Tree, reduction: str | None, path: _Path) -> T
         kind = _kind(node)
         if (_is_fresh(node) and kind in restarted) or not of_kind[kind]:
             if kind is None:
-                raise _mismatch(_name(node), "nothing", path)
+                raise _mismatch(_name(node), "no state", path)
             return node
         place, part = of_kind[kind].pop(0)
         return _copied(node, part, reduction, place)
@@ -142,7 +142,7 @@ def _converted(like: Tree, given: Tree, reduction: str | None, path: _Path) -> T
     converted = rebuilt(like)
     for place, part in itertools.chain(*of_kind.values()):
         if _kind(part) is None:
-            raise _mismatch("nothing", _name(part), place)
+            raise _mismatch("no state", _name(part), place)
         _check_closed(part, place)
     return converted
 
@@ -240,7 +240,7 @@ def _copied_window(like: _Window, given: _Window, reduction: str | None, path: _
         _check_closed(given, path)
     elif reduction is None and (is_traced(held) or _is_open(given)):
         rule = '"mean" or "sum" if micro-batches may be accumulated'
-        hint = f'Pass "mean" if the accumulation at {leaf_path("state", path)} averages gradients.'
+        hint = f'Pass "mean" if {leaf_path("state", path)} accumulates the mean of gradients.'
         raise value_error("reduction", rule, "None", hint)
     length = jnp.float32(1) if reduction == "sum" else jnp.maximum(held, 1).astype(jnp.float32)
     # Use zero for an empty window. The accumulator of this package still contains the last sum, to

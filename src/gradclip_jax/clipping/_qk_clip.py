@@ -173,7 +173,7 @@ def _head_count(argument: str, tree: Tree, head_axis: Any, count: int | None = N
         if np.shape(x)[head_axis] != count:
             rule, hint = (
                 f"a tree with {count} heads in every leaf",
-                "Pass the axis of heads as `head_axis`.",
+                "Pass the axis that indexes heads as `head_axis`.",
             )
             raise value_error(argument, rule, got, hint)
     return count or 0

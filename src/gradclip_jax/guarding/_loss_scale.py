@@ -26,7 +26,7 @@ from ._guard import OUTERMOST, Check, zero
 from ._skip_nonfinite import finite_guard
 
 # Outside this range the scale or its reciprocal is subnormal, and XLA may flush it to zero.
-_SMALLEST, _LARGEST = 2.0**-126, 2.0**126
+_SMALLEST, _LARGEST = 1e-37, 1e37
 
 
 @register_guard(

@@ -232,9 +232,9 @@ def _skip_above(
     ) -> Verdict:
         check_bound(axes)
         if state.signals.keys() != rules.keys():
-            rule, got = (", ".join(sorted(x)) for x in (rules, state.signals))
+            rule, got = (" and ".join(sorted(x)) for x in (rules, state.signals))
             hint = "Create it with `init(params)` of this transformation."
-            raise type_error("state", f"a state with thresholds for {rule}", f"one for {got}", hint)
+            raise type_error("state", f"a state with a threshold for {rule}", f"only {got}", hint)
         values = {"norm": measure(updates)}
         if "loss" in rules:
             loss = loss_of(extra_args, axes)

@@ -4,56 +4,68 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 
-from .._devices import fusion_barrier, sums_of_two
 from .._mesh import is_explicit
 from .._types import Array, AxisName, Scalar
 from ..clipping._formula import wide_dtype
-from ..clipping._norm import Norms, Units, norm_dtype, norm_of_squares, squares, totals
+from ..clipping._norm import (
+    Norms,
+    Units,
+    norm_dtype,
+    norm_of_squares,
+    reduce_axes,
+    sum_of_squares,
+    totals,
+)
 from ._levels import Comparison
 
 
-def measure_units(leaves: list[Array], units: Units, axis_name: AxisName) -> tuple[Array, Array]:
-    """Return the norm of the tree, the norm of each leaf or layer, and their non-finite counts."""
-    dtype = norm_dtype(leaves)
-
-    def share_of(x: Array, axes: tuple[int, ...]) -> Array:
-        x = lax.stop_gradient(x)
-        return sums_of_two(squares(x, dtype), (~jnp.isfinite(x)).astype(dtype), axes)
-
-    sums = _as_vector(totals(leaves, units, axis_name, share_of))
-    return _norms(sums.real), sums.imag.astype(jnp.float32)
-
-
-def measure_step(
-    updates: list[Array], params: list[Array], units: Units, axis_name: AxisName
+def norms_of_step(
+    gradient: list[Array],
+    update: list[Array] | None,
+    params: list[Array] | None,
+    units: Units,
+    axis_name: AxisName,
 ) -> tuple[Array, Array]:
-    """Return the norms of the applied update and of the parameters.
+    """Return the norms of the gradient, the applied update and the parameters, and bad counts.
+
+    The norms have the shape [3, 1 + units], or [1, 1 + units] without an update: the norm of the
+    whole tree, followed by the norm of each leaf or layer. The counts are the numbers of non-finite
+    elements in the gradient of each leaf or layer.
 
     The applied update is `(p + u) - p` with the sum rounded to the dtype of the parameters, which
     is the change that `optax.apply_updates` makes. XLA computes it from the result of the optimizer
     step, so the update is not computed twice.
     """
-    dtype = norm_dtype(updates)
+    dtype = norm_dtype(gradient)
 
-    def share_of(u: Array, axes: tuple[int, ...], p: Array) -> Array:
+    def square(x: Array, axes: tuple[int, ...]) -> Array:
+        return sum_of_squares(lax.stop_gradient(x), axes, dtype)
+
+    def count(x: Array, axes: tuple[int, ...]) -> Array:
+        is_bad = ~jnp.isfinite(lax.stop_gradient(x))
+        return reduce_axes(jnp.sum, is_bad.astype(dtype), axes)
+
+    def square_of_change(u: Array, axes: tuple[int, ...], p: Array) -> Array:
         narrow = p.dtype
         u, p = (x.astype(wide_dtype(x.dtype, dtype)) for x in lax.stop_gradient((u, p)))
         after = p + u
         if jnp.issubdtype(narrow, jnp.floating) and jnp.finfo(narrow).bits < 32:
             info = jnp.finfo(narrow)
             after = lax.reduce_precision(after, info.nexp, info.nmant)
-        return sums_of_two(squares(after - p, dtype), squares(p, dtype), axes)
+        return sum_of_squares(after - p, axes, dtype)
 
-    sums = _as_vector(totals(updates, units, axis_name, share_of, params))
-    return _norms(sums.real), _norms(sums.imag)
-
-
-def _norms(sums: Array) -> Array:
-    """Return the norm of the whole tree, followed by the norm of each leaf or layer, as float32."""
-    return norm_of_squares(jnp.append(jnp.sum(sums), sums)).astype(jnp.float32)
+    sums = [totals(gradient, units, axis_name, square)]
+    if update is not None:
+        sums.append(totals(update, units, axis_name, square_of_change, params))
+        sums.append(totals(params, units, axis_name, square))
+    rows = jnp.stack(list(map(_as_vector, sums)))
+    norms = norm_of_squares(jnp.concatenate([jnp.sum(rows, 1, keepdims=True), rows], 1))
+    bad = _as_vector(totals(gradient, units, axis_name, count))
+    return norms.astype(jnp.float32), bad.astype(jnp.float32)
 
 
 def _as_vector(entries: Norms) -> Array:
@@ -65,9 +77,8 @@ def _as_vector(entries: Norms) -> Array:
         is_split = is_explicit(sharding)
         return reshard(x, NamedSharding(sharding.mesh, PartitionSpec())) if is_split else x
 
-    arrays = [whole(x).reshape(-1) for x in jax.tree.leaves(entries)]
-    vector = jnp.concatenate(arrays or [jnp.zeros(1)])
-    return fusion_barrier(vector if vector.size else jnp.zeros(1))
+    vector = jnp.concatenate([whole(x).reshape(-1) for x in entries] or [jnp.zeros(1)])
+    return vector if vector.size else jnp.zeros(1)
 
 
 def differing_device(norms: Array, axis_name: AxisName, is_due: Scalar) -> tuple[Scalar, Scalar]:
@@ -121,11 +132,16 @@ def evidence(
         rises = found.rises[list(norms).index(kind)]
         return jnp.where(jnp.isfinite(norms[kind][1:]), rises, jnp.inf)
 
-    dead = found.dead[1:].astype(jnp.float32)
     rises = jnp.where(is_finite, jumps("gradient"), 0)
-    ranks = [jumps("parameter"), bad, rises, jumps("update"), dead, found.drifts]
-    first = jnp.argmax(_first_nonzero(*ranks, shares))
+    dead = found.dead[1:].astype(jnp.float32)
+    ranks = jnp.stack(
+        [jumps("parameter"), bad, rises, jumps("update"), dead, found.drifts, shares]
+    )
+    is_found = jnp.any(ranks != 0, axis=1)
+    first = jnp.argmax(ranks[jnp.argmax(is_found)])
     others = jnp.where(jnp.arange(shares.size) == first, 0, shares)
+    # Factors by which the parameter, gradient and update norms rose, and the drift.
+    factors = ranks[np.array([0, 2, 3, 5]), first]
     fields: dict[str, Any] = {
         "norm": whole,
         "norm_threshold": found.thresholds[0],
@@ -135,7 +151,7 @@ def evidence(
         "second_leaf": jnp.argmax(others),
         "second_share": jnp.max(others),
         "bad_elements": bad_count,
-        "leaf_rise": _first_nonzero(*(ranks[i] for i in (0, 2, 3, 5)))[first],
+        "leaf_rise": factors[jnp.argmax(factors > 0)],
     }
     for i, kind in enumerate(norms):
         if i:
@@ -144,16 +160,10 @@ def evidence(
     flags = {
         "nan": jnp.isnan(whole),
         "infinity": jnp.isinf(whole),
-        "leaf": jnp.any(rises > 0),
-        "update": jnp.any(ranks[3] > 0),
-        "parameter": jnp.any(ranks[0] > 0),
-        "zero": jnp.any(found.dead),
-        "drift": jnp.any(found.drifts > 0),
+        "leaf": is_found[2],
+        "update": is_found[3],
+        "parameter": is_found[0],
+        "zero": found.dead[0] | is_found[4],
+        "drift": is_found[5],
     }
     return fields, flags
-
-
-def _first_nonzero(*ranks: Array) -> Array:
-    """Return the first vector with a nonzero element, or the last vector if there is none."""
-    conditions = [jnp.any(x != 0) for x in ranks[:-1]]
-    return jnp.select(conditions, ranks[:-1], ranks[-1])

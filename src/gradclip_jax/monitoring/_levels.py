@@ -24,6 +24,11 @@ _DRIFT = float(np.log(3.0))
 """A unit has drifted if its short-term mean is 3 times its long-term mean, or up to 8 times in the
 first 8 * SHORT steps."""
 
+_OF_KINDS = {"gradient": (2.0, SHORT), "update": (3.0, SHORT), "parameter": (2.0, 8.0)}
+"""Smallest factor by which a norm must rise to be an incident, and window size of its average. A
+schedule that restarts raises the norm of updates."""
+_OF_KINDS["loss"] = float(np.exp(0.05 * 6 * _WIDTH)), SHORT
+
 _EXPECTED = np.array([-3.0, -12.0])
 """Log-probabilities below which zero gradients are an incident: for the whole tree, for a unit."""
 
@@ -46,28 +51,33 @@ class LevelState(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """Statistics of previous steps that `watch` compares a step with, all float32.
+    """Statistics of previous steps, each float32[kinds + 1, 1 + units].
+
+    There is one row for each kind of norm, which contains the norm of the whole tree and the norm
+    of each leaf or layer. The last row starts with the logarithm of the loss and the loss.
 
     Attributes:
-        usual: Moving statistics of all norms and losses; see `compare`.
-        long_mean: [units], mean logarithm of each unit's gradient norm over about 2 * LONG steps.
-        zero_share: [1 + units], share of steps with a zero gradient.
-        zero_streak: [1 + units], number of consecutive steps with a zero gradient.
+        num_values: As in `LevelState`, like the following three.
+        mean: Moving average of the logarithm of a norm or loss, or of a loss.
+        variance: Moving variance.
+        top: Largest difference from the mean.
+        long_mean: Moving average over about 2 * LONG steps.
+        zero_share: Share of steps in which the norm was zero.
+        zero_streak: Number of consecutive steps in which the norm was zero.
     """
 
-    usual: LevelState
+    num_values: Array
+    mean: Array
+    variance: Array
+    top: Array
     long_mean: Array
     zero_share: Array
     zero_streak: Array
 
 
-def init_levels(num_kinds: int, num_units: int) -> Levels:
-    """Return the statistics before the first step."""
-    # Use one buffer per field, because a buffer cannot be donated twice.
-    size = num_kinds * (1 + num_units) + 2
-    usual = LevelState(*(jnp.zeros(size, jnp.float32) for _ in LevelState._fields))
-    zeros = (jnp.zeros(n, jnp.float32) for n in (num_units, 1 + num_units, 1 + num_units))
-    return Levels(usual, *zeros)
+def init_levels(num_kinds: int, num_units: int) -> Array:
+    """Return the statistics before the first step, stacked in the order of `Levels`."""
+    return jnp.zeros((len(Levels._fields), num_kinds + 1, 1 + num_units), jnp.float32)
 
 
 def outliers(
@@ -125,7 +135,7 @@ class Comparison(NamedTuple):
     """Comparison of the norms and the loss of a step with previous steps.
 
     Attributes:
-        thresholds: [kinds], threshold for the norm of the whole tree.
+        thresholds: [kinds + 1], threshold for the norm of the whole tree; the last is unused.
         loss_threshold: Threshold for the loss.
         rises: [kinds, units], ratio of each unit's norm to its moving average, relative to the
             other units; 0 below the threshold.
@@ -143,111 +153,103 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    levels: Levels,
+    levels: Array,
     by_kind: dict[str, Array],
     loss: Scalar | None,
     z_threshold: Number,
     *,
     is_step: Scalar,
     step: Scalar,
-) -> tuple[Comparison, Levels]:
+) -> tuple[Comparison, Array]:
     """Compare the norms and the loss of a step with previous steps.
 
-    `norms` contains float32[1 + units] for each kind.
+    `by_kind` contains float32[1 + units] for each kind. Updates and parameters are compared only if
+    `is_step`. Norms and losses are compared as logarithms, because their distributions have long
+    tails. The loss is also compared directly, because it may be negative.
 
-    Updates and parameters are compared only if `is_step`. Norms and losses are compared as
-    logarithms, because their distributions have long tails. The loss is also compared directly,
-    because it may be negative.
+    All values and statistics are rows of one matrix, because compile time on a CPU grows with the
+    number of kernels.
     """
-    norms = jnp.stack(list(by_kind.values()))
-    units = norms.shape[1] - 1
-    is_kind = np.array([[kind == other for other in KINDS] for kind in by_kind])
-    # Rises below a factor of 2 are not incidents, and of updates below 3, because a schedule may
-    # restart. The last two values are the logarithm of the loss and the loss itself.
-    memory = (is_kind @ np.array([SHORT, SHORT, 8.0])).astype(np.float32)
-    columns = [
-        (np.log(is_kind @ np.array([2.0, 3.0, 2.0])) / (6 * _WIDTH), (0.05, 1e-6)),
-        (memory, (SHORT, SHORT)),
-        (np.ones(len(by_kind)), (1, 1)),
-    ]
-    least, memories, ones = (
-        np.append(np.repeat(of_kinds, 1 + units), of_loss).astype(np.float32)
-        for of_kinds, of_loss in columns
-    )
-    place = np.arange(ones.size)
-    is_whole = (place % (1 + units) == 0) | (place >= norms.size)
-    rule = outliers(z_threshold, least, memories, 2 * is_whole * ones, place < place[-1])
+    past = Levels(*levels)
+    num_kinds, size = len(by_kind), past.mean.shape[1]
+    row, column = np.arange(num_kinds + 1)[:, None], np.arange(size)
+    is_loss = row == num_kinds
+    is_log = ~(is_loss & (column == 1))
+    least, memory = (np.array(x)[:, None] for x in zip(*map(_OF_KINDS.get, (*by_kind, "loss"))))
+    floor = np.where(is_log, np.log(least) / (6 * _WIDTH), 1e-6).astype(np.float32)
+    tail = 2.0 * ((column == 0) | is_loss)
+    rule = outliers(z_threshold, floor, memory, tail, is_log)
 
-    measured = jnp.where(is_kind[:, :1] | is_step, norms, 0)  # log(0) does not enter the average
-    logs = jnp.log(measured)
-    mean, count = (x[:-2].reshape(norms.shape) for x in levels.usual[1::-1])
-    shared = _of_others(jnp.where(jnp.isfinite(logs) & (count > 0), logs - mean, jnp.nan))
-    value = jnp.float32(jnp.inf) if loss is None else loss.astype(jnp.float32)
-    of_loss = jnp.stack([jnp.log(jnp.maximum(value, 0)), value])
-    values = jnp.append((logs - shared).reshape(-1), of_loss)
-    limits, usual = apply_rule(rule, values, levels.usual)
+    def row_of(kind: str, norms: Array) -> Array:
+        return norms if kind == "gradient" else jnp.where(is_step, norms, 0)
+
+    loss = jnp.float32(jnp.inf) if loss is None else loss.astype(jnp.float32)
+    losses = jnp.pad(jnp.stack([jnp.maximum(loss, 0), loss]), (0, size - 2))
+    measured = jnp.stack([*(row_of(*x) for x in by_kind.items()), losses])
+    # The logarithm of zero is infinite and does not enter the averages.
+    values = jnp.where(is_log, jnp.log(measured), measured)
+    is_known = jnp.isfinite(values) & ~is_loss
+    has_past = is_known & (past.num_values > 0)
+    drift = past.mean - past.long_mean
+    shared, shared_drift = _of_others(jnp.stack([values - past.mean, drift]), has_past)
+    drift = drift - shared_drift
+
+    limits, usual = apply_rule(rule, values - shared, LevelState(*past[:4]))
+    excess = values - shared - past.mean
+    is_rise = jnp.isfinite(excess) & (values - shared > limits)
+    rises = jnp.where(is_rise, jnp.exp(jnp.minimum(excess, 80)), 0)[:-1, 1:]
+    thresholds = _exp(limits[:, 0])
+    # The logarithm of a negative loss has no threshold.
+    of_log = jnp.where(limits[-1, 0] < UNBOUNDED, thresholds[-1], -jnp.inf)
+    loss_threshold = jnp.maximum(limits[-1, 1], of_log)
+
+    # Gradient norms of single leaves change early in training, so the threshold is larger at first.
+    threshold = _DRIFT * jnp.maximum(1, 2 - past.num_values / (8 * SHORT))
+    is_drift = is_known & (past.num_values >= SHORT) & (drift > threshold) & (size > 2)
+    drifts = jnp.where(is_drift, jnp.exp(jnp.minimum(drift, 80)), 0)[0, 1:]
+    rate = jnp.where(is_known, 1 / jnp.maximum(past.num_values, 1), 0)
+    rate = jnp.where(is_drift, 1, rate)
+    dead, share, streak = _dead(past, measured == 0, step.astype(jnp.float32))
+    # If the whole gradient is zero, report only the whole tree.
+    dead = dead[0] & ((column == 0) | (measured[0, 0] > 0))
     # Shift each mean by the change that all leaves share.
-    weight = jnp.where(jnp.isfinite(logs), 1 / jnp.minimum(count + 1, memory[:, None]), 0)
-    followed = jnp.pad((shared * weight).reshape(-1), (0, 2))
-    usual = usual._replace(mean=usual.mean + followed)
-
-    limit = limits[:-2].reshape(norms.shape)
-    excess = logs - shared - mean
-    is_rise = jnp.isfinite(excess) & (logs - shared > limit)
-    rises = jnp.where(is_rise, jnp.exp(jnp.minimum(excess, 80)), 0)[:, 1:]
-    is_low = limits[-2] < UNBOUNDED
-    loss_threshold = jnp.where(is_low, jnp.maximum(limits[-1], _exp(limits[-2])), limits[-1])
-
-    drifts, long_mean = _drifts(levels.long_mean, usual, jnp.isfinite(logs[0, 1:]), units)
-    dead, share, streak = _dead(levels, norms[0], step.astype(jnp.float32))
-    after = Levels(usual, long_mean, share, streak)
-    return Comparison(_exp(limit[:, 0]), loss_threshold, rises, drifts, dead), after
+    weight = jnp.where(is_known, 1 / jnp.minimum(past.num_values + 1, memory), 0)
+    after = Levels(
+        *usual._replace(mean=usual.mean + weight * shared),
+        past.long_mean + rate * (past.mean - past.long_mean),
+        share,
+        streak,
+    )
+    found = Comparison(thresholds, loss_threshold, rises, drifts, dead)
+    return found, jnp.stack(after)
 
 
-def _of_others(changes: Array) -> Array:
+def _of_others(changes: Array, is_known: Array) -> Array:
     """Return the mean change of all other leaves for each leaf; 0 for the whole tree.
 
     A difficult batch raises the norms of all leaves, so changes are measured relative to the other
-    leaves. NaN is ignored. Each change is limited to a factor of 20.
+    leaves. Each change is limited to a factor of 20.
     """
-    known = ~jnp.isnan(changes[:, 1:])
-    bounded = jnp.where(known, jnp.clip(changes[:, 1:], -3, 3), 0)
-    total, count = (jnp.sum(x, 1, keepdims=True) for x in (bounded, known.astype(jnp.float32)))
-    others = (total - bounded) / jnp.maximum(count - known.astype(jnp.float32), 1)
-    return jnp.concatenate([jnp.zeros_like(total), others], 1)
+    is_unit = np.arange(changes.shape[-1]) > 0
+    known = is_known & is_unit
+    bounded = jnp.where(known, jnp.clip(changes, -3, 3), 0)
+    total, count = jnp.sum(jnp.stack(jnp.broadcast_arrays(bounded, known)), -1, keepdims=True)
+    return jnp.where(is_unit, (total - bounded) / jnp.maximum(count - known, 1), 0)
 
 
-def _drifts(
-    long_mean: Array, usual: LevelState, is_known: Array, units: int
-) -> tuple[Array, Array]:
-    """Detect gradient norms that slowly drift from the others, and reset their long-term means."""
-    mean, count = usual.mean[1 : 1 + units], usual.num_values[1 : 1 + units]
-    steps = jnp.where(is_known, jnp.maximum(count, 1), UNBOUNDED)
-    long_mean = long_mean + (mean - long_mean) / steps
-    changes = mean - long_mean
-    shared = _of_others(jnp.append(0, changes)[None])[0, 1:]
-    # Gradient norms of single leaves change early in training, so the threshold is larger at first.
-    threshold = _DRIFT * jnp.maximum(1, 2 - count / (8 * SHORT))
-    is_drift = is_known & (count >= SHORT) & (changes - shared > threshold) & (units > 1)
-    drifts = jnp.where(is_drift, jnp.exp(jnp.minimum(changes - shared, 80)), 0)
-    return drifts, jnp.where(is_drift, mean, long_mean)
+def _dead(past: Levels, is_zero: Array, count: Scalar) -> tuple[Array, Array, Array]:
+    """Detect norms that have become zero, and update the counts of zeros."""
+    least = np.where(np.arange(is_zero.shape[1]) == 0, *_EXPECTED)
 
-
-def _dead(levels: Levels, norms: Array, count: Scalar) -> tuple[Array, Array, Array]:
-    """Detect gradients that have become zero, and update the counts of zero gradients."""
-    least = np.repeat(_EXPECTED, [1, norms.size - 1])
-
-    def is_dead(share: Array, streak: Array) -> Array:
+    def is_dead(streak: Array) -> Array:
+        # Add half a count, so that a single zero gradient is not an incident.
+        share = jnp.maximum(past.zero_share, 0.5 / (jnp.minimum(count, LONG) + 1))
         return (count >= WARM_UP) & (streak * jnp.log(share) < least)
 
-    is_zero = (norms == 0).astype(jnp.float32)
-    # Add half a count, so that a single zero gradient is not an incident.
-    prior = jnp.maximum(levels.zero_share, 0.5 / (jnp.minimum(count, LONG) + 1))
-    streak = jnp.where(norms == 0, levels.zero_streak + 1, 0)
-    dead = is_dead(prior, streak) & ~is_dead(prior, levels.zero_streak)
-    share = levels.zero_share + (is_zero - levels.zero_share) / jnp.minimum(count + 1, LONG)
-    # If the whole gradient is zero, report only the whole tree.
-    return dead & (np.arange(norms.size) == 0) | dead & (norms[0] > 0), share, streak
+    streak = jnp.where(is_zero, past.zero_streak + 1, 0)
+    change = is_zero.astype(jnp.float32) - past.zero_share
+    share = past.zero_share + change / jnp.minimum(count + 1, LONG)
+    return is_dead(streak) & ~is_dead(past.zero_streak), share, streak
 
 
 def _exp(x: Array) -> Array:

@@ -136,7 +136,7 @@ def norm_history(state: Tree) -> np.ndarray[Any, Any]:
     """
     records = find_states(state, NormRecordState)
     if not records:
-        hint = "Put `record_norms()` into the chain."
+        hint = "Add `record_norms()` to the optimizer, and pass the state of the optimizer."
         rule = "a state with a record of norms"
         raise type_error("state", rule, type(state).__name__, hint)
     record = plain_arrays(records[0][1])

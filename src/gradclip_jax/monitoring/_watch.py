@@ -39,9 +39,9 @@ from ..clipping._granularity import Granularity, as_granularity
 from ..clipping._threshold import check_params
 from ..guarding._detect import loss_of
 from ..guarding._guard import check_guard
-from ._evidence import differing_device, evidence, measure_step, measure_units
+from ._evidence import differing_device, evidence, norms_of_step
 from ._incident import IncidentLog, init_log, names_in, note, tap_names_in
-from ._levels import KINDS, Levels, compare, init_levels
+from ._levels import KINDS, compare, init_levels
 from ._taps import first_nonfinite_of, ratios, read_sums
 
 _OF_GUARDS = {"norm_threshold": "skip_threshold"} | {
@@ -64,7 +64,7 @@ class WatchState(NamedTuple):
         norms: For each measured kind of "gradient", "update" and "parameter" float32[1 + units]:
             the norm of the whole tree, followed by the norm of each unit; -1 if the last call did
             not measure.
-        levels: Statistics of the norms and losses of previous steps.
+        levels: Statistics of the norms and losses of previous steps, stacked as in `Levels`.
         incidents: Log of incidents; its `step_count` is the metric `watch_step`.
         tap_sums: float32[taps, 2, 5], statistics of the last call, zeros if none were passed; None
             for a `watch` without taps.
@@ -72,7 +72,7 @@ class WatchState(NamedTuple):
     """
 
     norms: dict[str, Array]
-    levels: Levels
+    levels: Array
     incidents: IncidentLog
     tap_sums: Any
     inner_state: Tree
@@ -258,14 +258,13 @@ def watch(
             log = log._replace(step_count=increment_where(log.step_count))
             return output, WatchState(norms, state.levels, log, sums, after)
         units, loss = cut.cut(leaves.arrays, updates), loss_of(extra_args, axes)
-        gradient, bad = measure_units(leaves.arrays, units, axes)
-        norms = {"gradient": gradient}
+        added = before_it = None
         if len(kinds) > 1:
             # Without parameters, use the update instead, because (u + u) - u is u.
             trees = output, output if params is None else params
             added, before_it = map(leaves.beside, trees)
-            norms["update"], norms["parameter"] = measure_step(added, before_it, units, axes)
-        norms = {kind: norms[kind] for kind in kinds}
+        rows, bad = norms_of_step(leaves.arrays, added, before_it, units, axes)
+        norms = {kind: x for kind, x in zip(KINDS, rows, strict=False) if kind in kinds}
         _check_shapes(state.norms, norms)
         guards, stepped, outcome = _outcome(before, after, norms)
         found, levels = compare(
