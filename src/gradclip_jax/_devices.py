@@ -119,31 +119,6 @@ def joined(scalars: Sequence[Array], *, is_sum: bool) -> Array:
     return lax.platform_dependent(*scalars, tpu=as_vector, default=in_pairs)
 
 
-def sums_of_two(a: Array, b: Array, axes: Sequence[int]) -> Array:
-    """Return the sums of two real arrays over some axes, as one array with a last axis of size 2.
-
-    On an H100, a sum of complex numbers needs one kernel instead of two. If rows are reduced first,
-    XLA fuses the reduction with the kernel that computes the summands, such as the optimizer step.
-    With two separate sums, XLA copies the results of the optimizer. TPUs materialize complex arrays
-    and CPUs compile one more kernel for each of them, so they use separate sums.
-    """
-
-    def total(x: Array) -> Array:
-        return jnp.sum(x, axis=tuple(axes), keepdims=len(axes) < x.ndim)
-
-    def at_once(a: Array, b: Array) -> Array:
-        both = lax.complex(a, b)
-        if len(axes) > 1 and axes[-1] == a.ndim - 1 and a.shape[-1] >= 64:
-            both = fusion_barrier(jnp.sum(both, axes[-1], keepdims=True))
-        both = total(both)
-        return jnp.stack([both.real, both.imag], axis=-1)
-
-    def one_by_one(a: Array, b: Array) -> Array:
-        return jnp.stack([total(a), total(b)], axis=-1)
-
-    return lax.platform_dependent(a, b, cuda=at_once, rocm=at_once, default=one_by_one)
-
-
 def summand(x: Array, is_added: Array) -> Array:
     """Return the gradient of a micro-batch, or -0.0 if the micro-batch is not added.
 

@@ -327,7 +327,8 @@ def _as_factor(reaction: Reaction) -> Callable[[Array, Array], Array]:
         check_choice("reaction", reaction, tuple(named))
         return named[reaction]
     if not callable(reaction):
-        rule, hint = '"scale", "zero" or a function', "A function receives the norm and the threshold, and returns a factor."
+        rule = '"scale", "zero" or a function'
+        hint = "Pass a function of the norm and the threshold that returns a factor."
         raise type_error("reaction", rule, shortened(reaction), hint)
 
     def factor_of(norm: Array, threshold: Array) -> Array:

@@ -26,7 +26,7 @@ from ._guard import OUTERMOST, Check, zero
 from ._skip_nonfinite import finite_guard
 
 # Outside this range the scale or its reciprocal is subnormal, and XLA may flush it to zero.
-_SMALLEST, _LARGEST = 1e-37, 1e37
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**126
 
 
 @register_guard(
@@ -250,7 +250,7 @@ def _check_scales(first: Number, smallest: Number, largest: Number) -> None:
     """Raise if a scale is out of range or if the three scales are not in ascending order."""
     scales = {"init_scale": first, "min_scale": smallest, "max_scale": largest}
     for argument, value in scales.items():
-        hint = "Pass a power of two."
+        hint = "Pass a power of two. Scales beyond this range have a subnormal reciprocal."
         check_number(argument, value, hint, low=_SMALLEST, high=_LARGEST, closed=True)
     is_known = not any(map(is_traced, scales.values()))
     if is_known and not float(smallest) <= float(first) <= float(largest):

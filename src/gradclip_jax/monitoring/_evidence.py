@@ -25,16 +25,16 @@ from ._levels import Comparison
 
 def norms_of_step(
     gradient: list[Array],
-    update: list[Array] | None,
-    params: list[Array] | None,
+    step: tuple[list[Array], list[Array]] | None,
     units: Units,
     axis_name: AxisName,
 ) -> tuple[Array, Array]:
-    """Return the norms of the gradient, the applied update and the parameters, and bad counts.
+    """Return norms of the gradient, update and parameters, and counts of non-finite elements.
 
-    The norms have the shape [3, 1 + units], or [1, 1 + units] without an update: the norm of the
-    whole tree, followed by the norm of each leaf or layer. The counts are the numbers of non-finite
-    elements in the gradient of each leaf or layer.
+    The norms are a float32[3, 1 + units], or float32[1, 1 + units] if `step` is None. Each row
+    contains the norm of the whole tree, followed by the norm of each leaf or layer. The counts are
+    the numbers of non-finite elements in the gradient of each leaf or layer. `step` contains the
+    leaves of the update and of the parameters.
 
     The applied update is `(p + u) - p` with the sum rounded to the dtype of the parameters, which
     is the change that `optax.apply_updates` makes. XLA computes it from the result of the optimizer
@@ -59,7 +59,8 @@ def norms_of_step(
         return sum_of_squares(after - p, axes, dtype)
 
     sums = [totals(gradient, units, axis_name, square)]
-    if update is not None:
+    if step is not None:
+        update, params = step
         sums.append(totals(update, units, axis_name, square_of_change, params))
         sums.append(totals(params, units, axis_name, square))
     rows = jnp.stack(list(map(_as_vector, sums)))
@@ -134,9 +135,7 @@ def evidence(
 
     rises = jnp.where(is_finite, jumps("gradient"), 0)
     dead = found.dead[1:].astype(jnp.float32)
-    ranks = jnp.stack(
-        [jumps("parameter"), bad, rises, jumps("update"), dead, found.drifts, shares]
-    )
+    ranks = jnp.stack([jumps("parameter"), bad, rises, jumps("update"), dead, found.drifts, shares])
     is_found = jnp.any(ranks != 0, axis=1)
     first = jnp.argmax(ranks[jnp.argmax(is_found)])
     others = jnp.where(jnp.arange(shares.size) == first, 0, shares)

@@ -24,10 +24,13 @@ _DRIFT = float(np.log(3.0))
 """A unit has drifted if its short-term mean is 3 times its long-term mean, or up to 8 times in the
 first 8 * SHORT steps."""
 
-_OF_KINDS = {"gradient": (2.0, SHORT), "update": (3.0, SHORT), "parameter": (2.0, 8.0)}
-"""Smallest factor by which a norm must rise to be an incident, and window size of its average. A
-schedule that restarts raises the norm of updates."""
-_OF_KINDS["loss"] = float(np.exp(0.05 * 6 * _WIDTH)), SHORT
+_OF_KINDS: dict[str, tuple[float, float]] = {
+    "gradient": (2.0, SHORT),
+    "update": (3.0, SHORT),  # a schedule may restart
+    "parameter": (2.0, 8),
+    "loss": (1.5, SHORT),
+}
+"""Smallest factor of an outlier, and window size of the moving average."""
 
 _EXPECTED = np.array([-3.0, -12.0])
 """Log-probabilities below which zero gradients are an incident: for the whole tree, for a unit."""
@@ -170,32 +173,29 @@ def compare(
     All values and statistics are rows of one matrix, because compile time on a CPU grows with the
     number of kernels.
     """
-    past = Levels(*levels)
-    num_kinds, size = len(by_kind), past.mean.shape[1]
-    row, column = np.arange(num_kinds + 1)[:, None], np.arange(size)
-    is_loss = row == num_kinds
+    past = Levels(*jnp.unstack(levels))
+    size = past.mean.shape[1]
+    is_loss, column = np.arange(len(by_kind) + 1)[:, None] == len(by_kind), np.arange(size)
     is_log = ~(is_loss & (column == 1))
-    least, memory = (np.array(x)[:, None] for x in zip(*map(_OF_KINDS.get, (*by_kind, "loss"))))
-    floor = np.where(is_log, np.log(least) / (6 * _WIDTH), 1e-6).astype(np.float32)
-    tail = 2.0 * ((column == 0) | is_loss)
+    of_rows = [_OF_KINDS[kind] for kind in (*by_kind, "loss")]
+    least, memory = np.array(of_rows, np.float32).T[..., None]
+    floor = np.where(is_log, np.log(least) / (6 * _WIDTH), np.float32(1e-6))
+    tail = 2.0 * (is_loss | (column == 0))
     rule = outliers(z_threshold, floor, memory, tail, is_log)
 
-    def row_of(kind: str, norms: Array) -> Array:
-        return norms if kind == "gradient" else jnp.where(is_step, norms, 0)
-
-    loss = jnp.float32(jnp.inf) if loss is None else loss.astype(jnp.float32)
-    losses = jnp.pad(jnp.stack([jnp.maximum(loss, 0), loss]), (0, size - 2))
-    measured = jnp.stack([*(row_of(*x) for x in by_kind.items()), losses])
+    value = jnp.float32(jnp.inf) if loss is None else loss.astype(jnp.float32)
+    losses = jnp.pad(jnp.stack([jnp.maximum(value, 0), value]), (0, size - 2))
+    rows = [x if kind == "gradient" else jnp.where(is_step, x, 0) for kind, x in by_kind.items()]
+    measured = jnp.stack([*rows, losses])
     # The logarithm of zero is infinite and does not enter the averages.
     values = jnp.where(is_log, jnp.log(measured), measured)
     is_known = jnp.isfinite(values) & ~is_loss
-    has_past = is_known & (past.num_values > 0)
-    drift = past.mean - past.long_mean
-    shared, shared_drift = _of_others(jnp.stack([values - past.mean, drift]), has_past)
-    drift = drift - shared_drift
+    changes = jnp.stack([values - past.mean, past.mean - past.long_mean])
+    shared = _of_others(changes, is_known & (past.num_values > 0))
+    excess, drift = changes - shared
+    shared = shared[0]
 
     limits, usual = apply_rule(rule, values - shared, LevelState(*past[:4]))
-    excess = values - shared - past.mean
     is_rise = jnp.isfinite(excess) & (values - shared > limits)
     rises = jnp.where(is_rise, jnp.exp(jnp.minimum(excess, 80)), 0)[:-1, 1:]
     thresholds = _exp(limits[:, 0])
@@ -203,25 +203,20 @@ def compare(
     of_log = jnp.where(limits[-1, 0] < UNBOUNDED, thresholds[-1], -jnp.inf)
     loss_threshold = jnp.maximum(limits[-1, 1], of_log)
 
-    # Gradient norms of single leaves change early in training, so the threshold is larger at first.
-    threshold = _DRIFT * jnp.maximum(1, 2 - past.num_values / (8 * SHORT))
-    is_drift = is_known & (past.num_values >= SHORT) & (drift > threshold) & (size > 2)
+    is_drift = _is_drift(past, drift) & is_known & (size > 2)
     drifts = jnp.where(is_drift, jnp.exp(jnp.minimum(drift, 80)), 0)[0, 1:]
-    rate = jnp.where(is_known, 1 / jnp.maximum(past.num_values, 1), 0)
-    rate = jnp.where(is_drift, 1, rate)
+    # After a drift, the long-term mean restarts.
+    rate = jnp.where(is_drift, 1, 1 / jnp.maximum(past.num_values, 1))
+    long_mean = past.long_mean + jnp.where(is_known, rate, 0) * (past.mean - past.long_mean)
+
     dead, share, streak = _dead(past, measured == 0, step.astype(jnp.float32))
     # If the whole gradient is zero, report only the whole tree.
     dead = dead[0] & ((column == 0) | (measured[0, 0] > 0))
     # Shift each mean by the change that all leaves share.
     weight = jnp.where(is_known, 1 / jnp.minimum(past.num_values + 1, memory), 0)
-    after = Levels(
-        *usual._replace(mean=usual.mean + weight * shared),
-        past.long_mean + rate * (past.mean - past.long_mean),
-        share,
-        streak,
-    )
-    found = Comparison(thresholds, loss_threshold, rises, drifts, dead)
-    return found, jnp.stack(after)
+    mean = usual.mean + weight * shared
+    after = [usual.num_values, mean, usual.variance, usual.top, long_mean, share, streak]
+    return Comparison(thresholds, loss_threshold, rises, drifts, dead), jnp.stack(after)
 
 
 def _of_others(changes: Array, is_known: Array) -> Array:
@@ -235,6 +230,15 @@ def _of_others(changes: Array, is_known: Array) -> Array:
     bounded = jnp.where(known, jnp.clip(changes, -3, 3), 0)
     total, count = jnp.sum(jnp.stack(jnp.broadcast_arrays(bounded, known)), -1, keepdims=True)
     return jnp.where(is_unit, (total - bounded) / jnp.maximum(count - known, 1), 0)
+
+
+def _is_drift(past: Levels, drift: Array) -> Array:
+    """Return whether the short-term mean has risen above the long-term mean.
+
+    Gradient norms of single leaves change early in training, so the threshold is larger at first.
+    """
+    threshold = _DRIFT * jnp.maximum(1, 2 - past.num_values / (8 * SHORT))
+    return (past.num_values >= SHORT) & (drift > threshold)
 
 
 def _dead(past: Levels, is_zero: Array, count: Scalar) -> tuple[Array, Array, Array]:

@@ -258,12 +258,11 @@ def watch(
             log = log._replace(step_count=increment_where(log.step_count))
             return output, WatchState(norms, state.levels, log, sums, after)
         units, loss = cut.cut(leaves.arrays, updates), loss_of(extra_args, axes)
-        added = before_it = None
+        step = None
         if len(kinds) > 1:
             # Without parameters, use the update instead, because (u + u) - u is u.
-            trees = output, output if params is None else params
-            added, before_it = map(leaves.beside, trees)
-        rows, bad = norms_of_step(leaves.arrays, added, before_it, units, axes)
+            step = leaves.beside(output), leaves.beside(output if params is None else params)
+        rows, bad = norms_of_step(leaves.arrays, step, units, axes)
         norms = {kind: x for kind, x in zip(KINDS, rows, strict=False) if kind in kinds}
         _check_shapes(state.norms, norms)
         guards, stepped, outcome = _outcome(before, after, norms)

@@ -52,7 +52,7 @@ def noisy_mean(
     """Add Gaussian noise to a sum of clipped gradients and divide by the expected batch size.
 
     The update is `(sum + sensitivity * noise_multiplier * N(0, I)) / expected_batch_size`, and
-    noise is sampled in float32. Place this transformation before the optimizer and inside
+    noise is sampled in float32 or wider. Place this transformation before the optimizer and inside
     `accumulate_gradients(..., reduction="sum")`, so that noise is added once per accumulation
     window:
 
