@@ -252,7 +252,7 @@ def window_gradient(
 
 
 def only_gradient(micro_batch: MicroBatch, inner_state: Tree) -> Tree:
-    """Return the gradient of a window of one micro-batch, without a cast to another dtype."""
+    """Return the gradient of a single micro-batch, without a cast to another dtype."""
     weight = micro_batch.weight
 
     def read(reduction: str, grad: Array) -> Array:

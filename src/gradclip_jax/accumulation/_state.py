@@ -29,13 +29,13 @@ class AccumulationState(NamedTuple):
     """The accumulated micro-batches, and the state of the inner optimizer.
 
     Attributes:
-        mini_step: Number of micro-batches in the current window, int32[].
+        mini_step: Number of micro-batches in the current accumulation window, int32[].
         gradient_step: Number of completed windows, including those that an inner guard skipped,
             int32[].
         inner_opt_state: State of the inner optimizer.
         acc_grads: Weighted sum of gradients, in the accumulator's dtype, or () for `every=1`; the
             values are ignored while `mini_step` is 0.
-        total_weight: Sum of the weights in the window, float32[].
+        total_weight: Sum of the accumulated weights, float32[].
         accumulation_steps: Length of the window, int32[].
         micro_batch_count: Number of all micro-batches so far, int32[].
         emitted: 1 if the last call emitted a window, else 0, int32[].
@@ -139,7 +139,7 @@ def _zero_gradient(params: Tree, acc: Tree) -> Tree:
 def accumulated_gradients(
     state: Tree, *, reduction: str | Tree | Callable[[str], str] = "mean"
 ) -> Tree:
-    """Return the weighted mean of the open window, in the accumulator's dtype.
+    """Return the weighted mean of the accumulated gradients, in the accumulator's dtype.
 
     Args:
         state: State of `accumulate_gradients`, or a state that contains it.
@@ -150,7 +150,7 @@ def accumulated_gradients(
         The mean gradient; inside jit, zeros for an empty window.
 
     Raises:
-        ValueError: If the window is empty and the state is not traced.
+        ValueError: If no micro-batch was accumulated and the state is not traced.
         TypeError: If the state does not contain an accumulation.
 
     Examples:
@@ -176,7 +176,7 @@ def accumulated_gradients(
 
 @public
 def reset_accumulation(state: Tree) -> Tree:
-    """Discard the micro-batches of an unfinished window without running the inner optimizer.
+    """Discard the accumulated micro-batches without running the inner optimizer.
 
     Args:
         state: State of `accumulate_gradients`, or a state that contains it.

@@ -76,10 +76,10 @@ def accumulate_gradients(
 ) -> optax.GradientTransformationExtraArgs:
     """Run the inner optimizer once for every `every` micro-batches, on their mean gradient.
 
-    The gradient of a window is `sum(weight_i * g_i) / sum(weight_i)`. Before the end of a window,
-    the updates are zeros and the inner optimizer does not run. If each weight is a number of
-    tokens, a window is equivalent to one large batch. With `apply_gradients`, a micro-step that
-    does not run the optimizer only adds the gradient to the accumulator.
+    The gradient of an accumulation window is `sum(weight_i * g_i) / sum(weight_i)`. Before the last
+    micro-batch, the updates are zeros and the inner optimizer does not run. If each weight is a
+    number of tokens, accumulation is equivalent to one large batch. With `apply_gradients`, a
+    micro-step that does not run the optimizer only adds the gradient to the accumulator.
 
     | micro-batch | result |
     | --- | --- |
@@ -99,7 +99,7 @@ def accumulate_gradients(
       `weight`, the program that emits checks for a total weight of 0.
 
     Other extra arguments, such as `value`, are forwarded to the inner optimizer by the call that
-    closes the window.
+    runs it.
 
     Use `microbatched_value_and_grad` to split one batch inside one step; both can be combined.
 
@@ -155,7 +155,7 @@ def accumulate_gradients(
     is_one = isinstance(every, (int, np.integer)) and every == 1
 
     def length_of(gradient_step: Scalar) -> Scalar:
-        """Return the number of micro-batches in the window at a gradient step."""
+        """Return the number of micro-batches to accumulate at a gradient step."""
         if not callable(every):
             return jnp.asarray(every).astype(jnp.int32)
         length, hint = every(gradient_step), "Return the length of the next window."
@@ -163,7 +163,7 @@ def accumulate_gradients(
         return jnp.maximum(jnp.asarray(length).astype(jnp.int32), 1)
 
     def init(params: Tree) -> AccumulationState:
-        """Return a state with an empty window."""
+        """Return a state without accumulated micro-batches."""
         inner_state = inner.init(without_reduced_axes(params))
         if find_states(inner_state, (AccumulationState, optax.MultiStepsState)):
             rule = "a transformation that contains no accumulation"
@@ -304,7 +304,7 @@ class _WindowStep(NamedTuple):
         arrived: Whether the call adds a micro-batch to the window.
         starts: Whether this is the first micro-batch of the window.
         holds: Whether the call adds a micro-batch without closing the window.
-        emits: Whether the window closes and contains a micro-batch with nonzero weight.
+        emits: Whether the window closes with a positive total weight.
     """
 
     arrived: Flag

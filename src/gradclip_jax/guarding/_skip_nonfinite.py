@@ -55,9 +55,9 @@ def skip_nonfinite(
     | an infinity in a scalar of the state, such as an infinite clip threshold | applied |
     | 50 consecutive skipped steps | the same; `guard_failed` is 1 from then on |
 
-    A guard around `accumulate_gradients` skips single non-finite micro-batches, and drops a window
-    if its gradient or step is non-finite. A guard inside `accumulate_gradients` only skips whole
-    windows.
+    A guard around `accumulate_gradients` skips single non-finite micro-batches, and drops an
+    accumulation window if its gradient or step is non-finite. A guard inside `accumulate_gradients`
+    only drops whole accumulation windows.
 
     `check="gradient"` has no cost if a clip by global norm follows, and otherwise costs one read of
     the gradient. Gradients whose squares overflow are skipped because they would make a second
