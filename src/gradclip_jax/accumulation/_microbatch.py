@@ -44,7 +44,7 @@ def microbatched_value_and_grad(
     microbatch_transform: Transform | None = None,
     drop_nonfinite: bool = False,
 ) -> Callable[..., Any]:
-    """Like `jax.value_and_grad(fun)`, with the memory of one micro-batch instead of the batch.
+    """Compute `jax.value_and_grad(fun)` with the memory of one micro-batch instead of the batch.
 
     The returned function splits the batch, runs `fun` on one micro-batch at a time, and averages
     values and gradients. The result equals that of the whole batch if `fun` is a mean over
@@ -64,18 +64,18 @@ def microbatched_value_and_grad(
     | beyond `num_real_microbatches` | does not run; if none runs, all results are zero |
 
     Micro-batch i contains every `num_microbatches`-th example, starting at i. Under `jit`, each
-    device therefore splits its own shard of the batch. If an argument is replicated over the
-    devices of the batch, its gradient is all-reduced once, after the last micro-batch, inside
-    `shard_map` and, except on CPU, under `jit`. As in JAX, gradients of arguments that are
-    `reduced` over explicit axes are unreduced.
+    device therefore splits its own shard of the batch. If an argument is replicated over devices
+    that share the batch, its gradient is all-reduced only once, after the last micro-batch (on CPU
+    only inside `shard_map`). As in JAX, gradients of arguments that are `reduced` over explicit
+    mesh axes are unreduced.
 
     Args:
-        fun: Function as for `jax.value_and_grad`. It returns a scalar value, `(value, aux)` with
-            `has_aux`, `(value, weight)` with `has_weight`, or `(value, (weight, aux))` with both;
-            weight is a scalar >= 0.
+        fun: Function to differentiate, as for `jax.value_and_grad`. It returns a scalar value,
+            `(value, aux)` with `has_aux`, `(value, weight)` with `has_weight`, or
+            `(value, (weight, aux))` with both; weight is a scalar >= 0.
         num_microbatches: Number of micro-batches; an integer >= 1.
-        num_real_microbatches: Number of micro-batches to run, which may be traced, to support
-            batches of changing size without retracing; None runs all of them. The remaining
+        num_real_microbatches: Number of micro-batches to run, which may be traced to support
+            varying batch sizes without retracing. None runs all of them. The remaining
             micro-batches are padding. They do not contribute to value, gradient, weight or aux, and
             their rows are zeros. A traced number is clamped to [0, `num_microbatches`].
         argnums: Positions of the differentiated arguments. The gradient of an argument that is
@@ -86,7 +86,7 @@ def microbatched_value_and_grad(
         has_weight: Whether `fun` returns a weight; value and gradient are then weighted means.
         accumulator_dtype: Dtype of the gradient sums; see `accumulate_gradients`.
         reduction: Reduction of gradients; see `accumulate_gradients`.
-        aux_reduction: Prefix tree of aux with "mean" (weighted), "sum", "max", "last",
+        aux_reduction: Prefix tree of aux, with values "mean" (weighted), "sum", "max", "last",
             "concatenate", or None for the default in the table.
         microbatch_transform: Function or gradient transformation, such as a clip, that is applied
             to the gradient of each micro-batch. Its state is initialized for every micro-batch.
@@ -146,7 +146,7 @@ def microbatched_value_and_grad(
             return _without_nonfinite(out) if drop_nonfinite else out
 
         def whole_aux() -> Tree:
-            # Close over the arguments, because they may be flags or models instead of arrays.
+            # Close over the arguments, because they may be flags or models, which are not arrays.
             return jax.eval_shape(lambda: call(*args, **kwargs))[1][1]
 
         shapes = jax.eval_shape(micro_batch, 0)
@@ -198,7 +198,7 @@ def _all_reduced(axes: frozenset[str], reduction: str, grad: Array, arg: Array) 
 
 
 def _weighted(call: Callable[..., Any], split: Split, args: Sequence[Tree]) -> BatchOutputs:
-    """Compute value and gradient of a micro-batch, multiplied by its weight."""
+    """Compute the value and gradient of a micro-batch, both multiplied by its weight."""
 
     def of_params(params: Tree) -> tuple[Array, Tree]:
         chosen = list(args)
@@ -217,7 +217,7 @@ def _weighted(call: Callable[..., Any], split: Split, args: Sequence[Tree]) -> B
 
 
 def _fits_weight(shapes: BatchOutputs) -> bool:
-    """Return whether value and gradient can be multiplied by the weight in their dtypes.
+    """Return whether the dtypes of value and gradient can represent products with the weight.
 
     For example, float16 cannot represent a weight of 70,000, and bfloat16 cannot represent 1,001.
     Unreduced gradients are excluded because they cannot be masked afterwards.
@@ -228,7 +228,7 @@ def _fits_weight(shapes: BatchOutputs) -> bool:
 
 
 def _transformed(transform: Any, grads: Tree, params: Tree) -> Tree:
-    """Transform a gradient by a function or by the initial state of a transformation."""
+    """Apply a function, or a gradient transformation with its initial state, to a gradient."""
     if not hasattr(transform, "update"):
         return transform(grads)
     return transform.update(grads, transform.init(params), params)[0]
@@ -244,7 +244,7 @@ def _without_nonfinite(out: BatchOutputs) -> BatchOutputs:
 
 
 def _with_rows(names: list[str], split: Split, args: Sequence[Tree]) -> list[str]:
-    """Return how gradients are combined; those of split arguments are concatenated."""
+    """Return the reduction of each gradient; gradients of split arguments are concatenated."""
     if set(split.batches).isdisjoint(split.differentiated):
         return names
     is_split = [i in split.batches for i in split.differentiated for _ in jax.tree.leaves(args[i])]

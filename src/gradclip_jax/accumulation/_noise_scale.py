@@ -1,13 +1,13 @@
 """The gradient noise scale, an estimate of the largest useful batch size.
 
-A window contains gradients for two batch sizes, a single micro-batch and the whole window. For n
-micro-batches with weights w, let W be the sum of the weights, S the weighted mean of the squared
+Accumulation provides gradients for two batch sizes, a single micro-batch and the whole window. For
+n micro-batches with weights w, let W be the sum of the weights, S the weighted mean of the squared
 gradient norms and B the squared norm of the mean gradient. Then the estimators
 
     tr(Sigma) ~ (S - B) W / (n - 1),    |G|^2 ~ B - tr(Sigma) / W
 
 are unbiased (appendix A of McCandlish et al. 2018, arXiv 1812.06162, generalized to weights).
-Both are averaged over windows before the ratio tr(Sigma) / |G|^2 is computed.
+Both estimates are averaged over windows before the ratio tr(Sigma) / |G|^2 is computed.
 """
 
 import itertools
@@ -25,10 +25,11 @@ from ._reduction import MicroBatch, is_summed, window_gradient
 
 @register_metrics("gradient_noise_scale")
 class NoiseState(NamedTuple):
-    """Statistics of the current window, and moving averages over completed windows.
+    """Statistics of the current accumulation window, and moving averages over completed windows.
 
     Attributes:
-        weighted_squares: Sum of weight times squared norm over the current window, float32[].
+        weighted_squares: Sum of weight times squared gradient norm over the current window,
+            float32[].
         micro_batches: Number of micro-batches with positive weight in the current window, int32[].
         squared_gradient: Moving average of the estimates of |G|^2, without bias correction,
             float32[].
@@ -43,10 +44,11 @@ class NoiseState(NamedTuple):
 
     @property
     def gradient_noise_scale(self) -> Scalar:
-        """The batch size at which noise and signal are equal, in the unit of the weights.
+        """The batch size at which noise and signal are equal, in the units of the weights.
 
-        The value is 0 before the first window. If the estimate of the signal is not positive, it is
-        3.4e38, the largest float32, because `jax_debug_infs` would raise for an infinity.
+        The value is 0 until the first window completes. If the estimate of |G|^2 is not positive,
+        the value is 3.4e38, the largest float32, because `jax_debug_infs` would raise for an
+        infinity.
         """
         signal = self.squared_gradient
         ratio = jnp.maximum(self.covariance_trace, 0) / jnp.where(signal > 0, signal, 1)
@@ -70,9 +72,9 @@ def observe_noise(
     starts: Scalar,
     emits: Flag,
 ) -> NoiseState:
-    """Update the statistics of the window, and the moving averages if the window is emitted.
+    """Add a micro-batch to the statistics; update the moving averages when a window completes.
 
-    Leaves with other reductions than a sum or a mean are ignored. `acc` and `total_weight` already
+    Leaves whose reduction is neither "sum" nor "mean" are ignored. `acc` and `total_weight` already
     include the micro-batch; see `_WindowStep` for the flags.
     """
     selectors = list(map(is_summed, micro_batch.reductions))

@@ -73,7 +73,7 @@ class LeafReduction(NamedTuple):
     def start(
         self, shape: jax.ShapeDtypeStruct, parts: int, axes: frozenset[str], if_empty: float
     ) -> Array:
-        """Return the initial total, varying over `axes`, or an empty buffer for all rows."""
+        """Return the initial total, varying over mesh `axes`, or an empty buffer for all rows."""
         zeros = zeros_of_type(shape, self.dtype)
         zeros = vary(zeros, axes) if axes else zeros
         if self.name == "concatenate":
@@ -99,14 +99,14 @@ class LeafReduction(NamedTuple):
         has_run: Array | bool,
         if_empty: float,
     ) -> Array:
-        """Return the result for the batch, in the dtype of a micro-batch.
+        """Return the result for the whole batch, in the dtype of the micro-batch results.
 
         `has_run` is whether at least one micro-batch was combined.
         """
         out = in_order(total) if self.name == "concatenate" else total
         if self.is_weighted and self.name in ("mean", "concatenate"):
             out = divide(out, divisor)
-        if self.name == "max":  # an empty total is -inf or the smallest integer
+        if self.name == "max":  # the initial total is -inf or the smallest integer
             empty = jnp.full_like(out, if_empty if self.is_weighted else 0)
             out = jnp.where(has_run, out, empty)
         return out if out.dtype == shape.dtype else out.astype(shape.dtype)
@@ -123,8 +123,8 @@ def output_reductions(
 ) -> BatchOutputs:
     """Return the reduction of each leaf.
 
-    A single micro-batch is returned without averaging, which would round it. `holds_weight` applies
-    to value and gradient.
+    A single micro-batch is returned without averaging, to avoid rounding. `holds_weight` applies to
+    value and gradient.
     """
 
     def reduction(
@@ -160,7 +160,7 @@ def whole_batch(
     real: Number | None,
     if_empty: float,
 ) -> BatchOutputs:
-    """Run the micro-batches one after the other, and combine their outputs.
+    """Run the micro-batches sequentially, and combine their outputs.
 
     If no micro-batch has a positive weight, value and gradient are `if_empty`, which is 0 or NaN.
     """

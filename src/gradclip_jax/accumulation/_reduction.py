@@ -132,7 +132,7 @@ def combine(
     A value of weight 0 is masked instead of multiplied by 0, because it may be NaN.
     """
     if reduction == "last" and weight is None:
-        new = value  # may be a random key, which supports no arithmetic
+        new = value  # random keys do not support arithmetic
     else:
         # float16 cannot represent a weight of 70,000, and bfloat16 cannot represent 1,001.
         is_inexact = jnp.issubdtype(total.dtype, jnp.inexact)
@@ -201,7 +201,7 @@ def check_matches_accumulator(updates: Tree, acc: Tree) -> None:
 
 
 class MicroBatch(NamedTuple):
-    """The gradients that one call adds to a window.
+    """The gradients that one call of `update` adds to the accumulator.
 
     Attributes:
         grads: Gradients of the micro-batch.
@@ -217,9 +217,9 @@ class MicroBatch(NamedTuple):
 
 
 def add_micro_batch(acc: Tree, micro_batch: MicroBatch, is_first: Array | bool) -> Tree:
-    """Add a micro-batch to the accumulator; the first one of a window overwrites the accumulator.
+    """Add a micro-batch to the accumulator; the first micro-batch of a window overwrites it.
 
-    The old values are not multiplied by 0, because they may be NaN.
+    Old values are overwritten instead of multiplied by 0, because they may be NaN.
     """
     keys: Iterator[Array | None] = itertools.repeat(None)
     if micro_batch.key is not None:  # one split for all leaves
@@ -240,7 +240,7 @@ def add_micro_batch(acc: Tree, micro_batch: MicroBatch, is_first: Array | bool) 
 def window_gradient(
     acc: Tree, micro_batch: MicroBatch, total_weight: Scalar, inner_state: Tree = ()
 ) -> Tree:
-    """Return the gradient of the window, summed over devices, with float0 leaves restored."""
+    """Return the accumulated gradient, summed over devices, with float0 leaves restored."""
 
     def read(reduction: str, total: Array, grad: Array) -> Array:
         if is_float0(grad) or reduction != "mean":
@@ -252,7 +252,7 @@ def window_gradient(
 
 
 def only_gradient(micro_batch: MicroBatch, inner_state: Tree) -> Tree:
-    """Return the gradient of a window of one micro-batch, without a cast to another dtype."""
+    """Return the gradient of a single micro-batch, without a cast to another dtype."""
     weight = micro_batch.weight
 
     def read(reduction: str, grad: Array) -> Array:

@@ -22,7 +22,7 @@ class Split(NamedTuple):
         batches: Positions of the arguments that are split along the first axis of their leaves.
         keys: Positions of random keys.
         differentiated: Positions of the differentiated arguments.
-        takes_one: Whether the gradient has the structure of one argument instead of a tuple.
+        takes_one: Whether the gradient is for a single argument instead of a tuple of arguments.
     """
 
     parts: int
@@ -127,12 +127,12 @@ def run_if_real(
 
 
 def in_order(rows: Array) -> Array:
-    """Reorder rows that are stacked by micro-batch to the order of the examples."""
+    """Reorder rows that are stacked by micro-batch to the example order of the batch."""
     by_example = jnp.swapaxes(rows, 0, 1)
     return by_example.reshape(-1, *by_example.shape[2:])
 
 
 def every_nth(x: Array, index: Array | int, parts: int) -> Array:
-    """Select every `parts`-th example from `index` on, without communication between devices."""
+    """Select every `parts`-th example from `index`, without communication between devices."""
     split = jnp.reshape(x, (x.shape[0] // parts, parts, *x.shape[1:]))
     return lax.dynamic_index_in_dim(split, index, axis=1, keepdims=False)

@@ -26,16 +26,16 @@ from ._reduction import REDUCTION, MicroBatch, params_of, window_gradient
 
 @register_metrics("mini_step", "gradient_step")
 class AccumulationState(NamedTuple):
-    """A window of micro-batches, and the state of the inner optimizer.
+    """The accumulated micro-batches, and the state of the inner optimizer.
 
     Attributes:
-        mini_step: Number of micro-batches in the current window, int32[].
-        gradient_step: Number of emitted windows, including windows that an inner guard skipped,
+        mini_step: Number of micro-batches in the current accumulation window, int32[].
+        gradient_step: Number of completed windows, including those that an inner guard skipped,
             int32[].
         inner_opt_state: State of the inner optimizer.
-        acc_grads: Weighted sum of the window, in the accumulator's dtype, or () for `every=1`; the
+        acc_grads: Weighted sum of gradients, in the accumulator's dtype, or () for `every=1`; the
             values are ignored while `mini_step` is 0.
-        total_weight: Sum of the weights in the window, float32[].
+        total_weight: Sum of the accumulated weights, float32[].
         accumulation_steps: Length of the window, int32[].
         micro_batch_count: Number of all micro-batches so far, int32[].
         emitted: 1 if the last call emitted a window, else 0, int32[].
@@ -60,8 +60,8 @@ class AccumulationStats(NamedTuple):
     """Counts of an accumulation; integers, or arrays inside jit and for a vmapped state.
 
     Attributes:
-        total_micro_batches: Number of micro-batches so far, saturating.
-        total_updates: Number of emitted windows, saturating.
+        total_micro_batches: Number of micro-batches so far; the counter saturates.
+        total_updates: Number of completed windows; the counter saturates.
         accumulation_steps: Number of micro-batches in the current window.
         registered_params: Number of accumulated leaves; 0 with `every=1`.
         total_param_elements: Total number of elements in these leaves.
@@ -80,14 +80,14 @@ class AccumulationStats(NamedTuple):
 def flush(
     tx: optax.GradientTransformation, state: Tree, params: Tree, **extra_args: Any
 ) -> tuple[Tree, Tree]:
-    """Run the inner optimizer on the mean gradient of an unfinished window.
+    """Run the inner optimizer on the mean gradient of an unfinished accumulation window.
 
-    Use this function at the end of an epoch whose length is not a multiple of the window. If all
-    windows are empty, the updates are zero and no state changes, including states around the
-    accumulation.
+    Use this function at the end of an epoch whose number of micro-batches is not a multiple of
+    `every`. If no micro-batches were accumulated, the updates are zero and all states, including
+    outer states, are unchanged.
 
     Args:
-        tx: Result of `accumulate_gradients`, or a transformation around it that forwards extra
+        tx: Result of `accumulate_gradients`, or a transformation that wraps it and forwards extra
             arguments.
         state: State of `tx`.
         params: Parameters.
@@ -139,18 +139,18 @@ def _zero_gradient(params: Tree, acc: Tree) -> Tree:
 def accumulated_gradients(
     state: Tree, *, reduction: str | Tree | Callable[[str], str] = "mean"
 ) -> Tree:
-    """Return the weighted mean of the open window, in the accumulator's dtype.
+    """Return the weighted mean of the accumulated gradients, in the accumulator's dtype.
 
     Args:
         state: State of `accumulate_gradients`, or a state that contains it.
-        reduction: Same value as for `accumulate_gradients`. The default returns the mean, also for
-            leaves that the accumulation sums.
+        reduction: The same argument as for `accumulate_gradients`. The default returns the mean,
+            also for leaves that the accumulation sums.
 
     Returns:
         The mean gradient; inside jit, zeros for an empty window.
 
     Raises:
-        ValueError: If the window is empty (outside jit).
+        ValueError: If no micro-batch was accumulated and the state is not traced.
         TypeError: If the state does not contain an accumulation.
 
     Examples:
@@ -176,7 +176,7 @@ def accumulated_gradients(
 
 @public
 def reset_accumulation(state: Tree) -> Tree:
-    """Discard the micro-batches of an unfinished window without running the inner optimizer.
+    """Discard the accumulated micro-batches without running the inner optimizer.
 
     Args:
         state: State of `accumulate_gradients`, or a state that contains it.
@@ -201,7 +201,7 @@ def reset_accumulation(state: Tree) -> Tree:
 
 
 def discard_windows(state: Tree, where: Flag | bool) -> Tree:
-    """Discard all unfinished windows if `where`, a bool[], is true."""
+    """Discard all unfinished accumulation windows if the scalar `where` is true."""
 
     def discard(window: AccumulationState) -> AccumulationState:
         # Use `jax.tree.map`, because a field may be a Flax NNX variable.

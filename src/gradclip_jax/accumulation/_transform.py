@@ -76,10 +76,10 @@ def accumulate_gradients(
 ) -> optax.GradientTransformationExtraArgs:
     """Run the inner optimizer once for every `every` micro-batches, on their mean gradient.
 
-    The gradient of a window is `sum(weight_i * g_i) / sum(weight_i)`. Before the end of a window
-    the updates are zeros and the inner optimizer does not run. If each weight is a number of
-    tokens, a window is equivalent to one large batch. With `apply_gradients`, a micro-step that
-    does not run the optimizer only adds the gradient to the accumulator.
+    The gradient of an accumulation window is `sum(weight_i * g_i) / sum(weight_i)`. Before the last
+    micro-batch, the updates are zeros and the inner optimizer does not run. If each weight is a
+    number of tokens, accumulation is equivalent to one large batch. With `apply_gradients`, a
+    micro-step that does not run the optimizer only adds the gradient to the accumulator.
 
     | micro-batch | result |
     | --- | --- |
@@ -99,15 +99,16 @@ def accumulate_gradients(
       `weight`, the program that emits checks for a total weight of 0.
 
     Other extra arguments, such as `value`, are forwarded to the inner optimizer by the call that
-    closes the window.
+    runs it.
 
     Use `microbatched_value_and_grad` to split one batch inside one step; both can be combined.
 
     Args:
         inner: Gradient transformation, which must not contain another accumulation.
-        every: Number of micro-batches in a window; an integer >= 1, or a function from the gradient
-            step, int32[], to such a number (`every_k_schedule` in Optax). The integer 1 allocates
-            no accumulator. It also emits an open window in the state of a longer accumulation.
+        every: Number of micro-batches in an accumulation window; an integer >= 1, or a function
+            from the gradient step, int32[], to such a number (`every_k_schedule` in Optax). The
+            integer 1 allocates no accumulator. It also emits an open window in the state of a
+            longer accumulation.
         reduction: "mean" or "sum"; also "max" or "last", which ignore the weight, for leaves that
             are not gradients, such as the statistics of an fp8 layer. May be a prefix tree of these
             strings, or a function from the path of a leaf, such as "layer/kernel", to one of them.
@@ -150,11 +151,11 @@ def accumulate_gradients(
     check_choice("rounding", rounding, ("nearest", "stochastic"))
     if noise_scale_decay is not None:
         check_decays(noise_scale_decay=noise_scale_decay)
-    # A traced `every` needs the buffer even if its value is 1.
+    # A traced `every` requires the accumulator even if its value is 1.
     is_one = isinstance(every, (int, np.integer)) and every == 1
 
     def length_of(gradient_step: Scalar) -> Scalar:
-        """Return the number of micro-batches in the window at a gradient step."""
+        """Return the number of micro-batches to accumulate at a gradient step."""
         if not callable(every):
             return jnp.asarray(every).astype(jnp.int32)
         length, hint = every(gradient_step), "Return the length of the next window."
@@ -162,7 +163,7 @@ def accumulate_gradients(
         return jnp.maximum(jnp.asarray(length).astype(jnp.int32), 1)
 
     def init(params: Tree) -> AccumulationState:
-        """Return a state with an empty window."""
+        """Return a state without accumulated micro-batches."""
         inner_state = inner.init(without_reduced_axes(params))
         if find_states(inner_state, (AccumulationState, optax.MultiStepsState)):
             rule = "a transformation that contains no accumulation"
@@ -187,7 +188,7 @@ def accumulate_gradients(
         params: Tree,
         extra_args: ExtraArgs,
     ) -> Window:
-        """Determine how a micro-batch changes the current window."""
+        """Determine how a micro-batch changes the accumulation window."""
         has_buffer = not is_one or bool(jax.tree.leaves(state.acc_grads))
         if has_buffer:
             check_matches_accumulator(updates, state.acc_grads)
@@ -212,7 +213,8 @@ def accumulate_gradients(
             key = jax.random.fold_in(jax.random.key(0), state.micro_batch_count)
         micro_batch = closing = MicroBatch(updates, reductions, call.weight, key)
         if not isinstance(accepted, np.bool_) and (call.emit or call.flush is not None):
-            # If a guard skips this micro-batch, emit the window without it, because it may be NaN.
+            # If a guard skips this micro-batch, compute the mean gradient without it, because it
+            # may be NaN.
             weight = jnp.float32(1 if call.weight is None else call.weight)
             closing = micro_batch._replace(weight=jnp.where(accepted, weight, 0))
 
@@ -258,7 +260,7 @@ def accumulate_gradients(
 
 
 class _Call(NamedTuple):
-    """The extra arguments of `update` that the accumulation reads.
+    """Extra arguments of `update` that control the accumulation.
 
     Attributes:
         weight: Weight of the micro-batch, float32[]; None means 1.
@@ -296,13 +298,13 @@ def _read_call(extra_args: ExtraArgs, accepted: Flag) -> tuple[_Call, ExtraArgs]
 
 
 class _WindowStep(NamedTuple):
-    """The effect of one call of `update` on the current window.
+    """Flags that describe how one call of `update` changes the accumulation window.
 
     Attributes:
-        arrived: Whether the call adds a micro-batch.
+        arrived: Whether the call adds a micro-batch to the window.
         starts: Whether this is the first micro-batch of the window.
-        holds: Whether the call adds a micro-batch and the window stays open.
-        emits: Whether the window closes and contains a micro-batch with nonzero weight.
+        holds: Whether the call adds a micro-batch without closing the window.
+        emits: Whether the window closes with a positive total weight.
     """
 
     arrived: Flag
@@ -314,7 +316,7 @@ class _WindowStep(NamedTuple):
 def _advance_window(
     state: AccumulationState, length: Scalar, call: _Call, accepted: Flag
 ) -> tuple[_WindowStep, AccumulationState]:
-    """Return how a call changes the current window, and the state before a step is applied."""
+    """Return the `_WindowStep` of a call, and the next state before any optimizer step."""
     weight, flush, emit = call
     is_empty = state.mini_step == 0
     arrived = accepted
@@ -327,7 +329,7 @@ def _advance_window(
     mini_step = state.mini_step + jnp.asarray(arrived, jnp.int32)
     has_weight: Flag = (mini_step > 0) & (total_weight > 0)
     if emit is None:
-        # A skipped micro-batch does not complete a window. A flush always closes it.
+        # A skipped micro-batch does not complete a window, but a flush always closes it.
         closes = accepted & (mini_step >= length)
         closes = closes if flush is None else closes | flush
         holds, emits = arrived & ~closes, closes & has_weight

@@ -1,4 +1,4 @@
-"""Implementation of all clips by norm."""
+"""Implementation of all functions that clip by norm."""
 
 import functools
 import math
@@ -49,16 +49,18 @@ Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Any]
 
 @register_metrics("grad_norm", "clip_threshold", "clip_factor", "clip_fraction")
 class ClipState(NamedTuple):
-    """The metrics of the last step, and the states of the threshold rules.
+    """Metrics of the last step, and the state of each threshold rule.
 
-    The scalars are float32[]. With groups, the first three are mappings from group to scalar.
+    The scalars are float32[]. When clipping by group, norm, threshold and factor are dictionaries
+    of scalars.
 
     Attributes:
         grad_norm: Norm of all measured leaves before clipping.
-        clip_threshold: Threshold, or the smallest threshold of all units; the largest float32
-            before the first step.
-        clip_factor: Factor of the update, or the smallest factor of all units.
-        clip_fraction: Fraction of units that were clipped, between 0 and 1.
+        clip_threshold: Threshold (the smallest one if several norms are clipped); the largest
+            float32 before the first step.
+        clip_factor: Factor that multiplies the update (the smallest one if several norms are
+            clipped).
+        clip_fraction: Fraction of the norms that were clipped, between 0 and 1.
         rules: States of the threshold rules.
     """
 
@@ -78,14 +80,14 @@ def clip_grad_norm(
     norm: Number | None = None,
     axis_name: AxisName = None,
 ) -> tuple[Tree, Scalar]:
-    """Scale a gradient tree to a norm of at most `max_norm`, and return its norm.
+    """Scale a gradient tree to a norm of at most `max_norm`, and return the original norm.
 
     The result is `g * min(1, max_norm / norm(g))`. This is the functional form of
     `clip_by_global_norm`, with the same edge cases.
 
     Args:
         grads: Pytree of floating-point or complex leaves.
-        max_norm: Maximum norm in the unit of the gradients; a positive number, which may be traced.
+        max_norm: Maximum norm in the units of `grads`; a positive number, which may be traced.
         ord: Order of the norm, 1, 2, inf or any positive number. None means 2.
         norm: Norm of `grads`, if it is already known, to avoid computing it again.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
@@ -135,7 +137,7 @@ def norm_clip(
     granularity, factor_of = as_granularity(granularity), _as_factor(reaction)
     order, axes = check_ord(ord), check_axis_name(axis_name)
     by_label = granularity.is_group and isinstance(threshold, Mapping)
-    # A number is an argument of the compiled function; other thresholds become rules.
+    # Pass a number as an argument of the compiled function; convert other thresholds to rules.
     number = threshold if is_scalar(threshold, jnp.floating, jnp.integer) else None
     rules = as_rules(argument, threshold, by_label=by_label)
     every_rule = jax.tree.leaves(list(rules.values()) if by_label else rules, is_leaf=is_rule)
@@ -156,7 +158,7 @@ def norm_clip(
     cut = cut_groups if by_label else granularity.cut
 
     def init(params: Tree) -> ClipState:
-        # The keys of a mapping determine the groups without a tree.
+        # The keys of a mapping determine the groups, so no tree is needed.
         leaves = [] if by_label else measured_shapes(params)
         units = Groups((), len(rules), tuple(rules)) if by_label else cut(leaves, params)
         shapes = norm_shapes(units, leaves)
@@ -223,7 +225,7 @@ def _clip_leaves(
     else:
         limit = jnp.asarray(number).astype(total.dtype)
         thresholds = [limit] * units.size
-        # XLA:CPU would repeat the selection in the kernel of every leaf, but not a division.
+        # XLA:CPU would recompute a `where` in the kernel of every leaf, but not a division.
         limit = jnp.where(is_finite, limit, bad) / fusion_barrier(jnp.ones_like(limit))
         factors = map_arrays(factor_of, norms, [limit] * units.size)
     clipped = scale_leaves(leaves, units, factors, drop=drop)
@@ -236,7 +238,7 @@ def _clip_leaves(
         stacks = _stacked(norms, norms)
         if number is not None:
             limits = thresholds[:1] * len(stacks)
-        elif len(assigned) == 1 and not states:  # elementwise, so the rule can be applied to stacks
+        elif len(assigned) == 1 and not states:  # an elementwise rule also works on stacks
             of_params = None if param_norms is None else _stacked(param_norms, norms)
             rule = Assignment(assigned[0].rule, tuple(range(len(stacks))))
             limits, _ = apply_rules([rule], stacks, (), of_params)
@@ -252,7 +254,7 @@ def _clip_leaves(
 
 
 def _root_sizes(units: Units, leaves: Sequence[Array], axis_name: AxisName) -> list[float] | None:
-    """The square root of the number of elements of each unit; None if norms are compared."""
+    """Square root of the number of elements in each norm; None unless thresholds limit the RMS."""
     if not isinstance(units, Slices) or not units.is_rms:
         return None
     sizes: list[int] = []
@@ -265,11 +267,11 @@ def _root_sizes(units: Units, leaves: Sequence[Array], axis_name: AxisName) -> l
 def _measured(
     leaves: list[Array], units: Units, roots: list[float] | None, ord: float, axis_name: AxisName
 ) -> Norms:
-    """Return the norm of each unit, divided by the root of its size for root mean squares."""
+    """Compute all norms, or all root mean squares if `roots` is given."""
     norms = unit_norms(leaves, units, ord, axis_name)
     if roots is None:
         return norms
-    # XLA:CPU would repeat a division by a constant in every kernel that reads the result.
+    # XLA:CPU would recompute a division by a constant in every kernel that reads the result.
     dtype = norm_dtype(norms)
     divisors = {root: fusion_barrier(jnp.asarray(root, dtype)) for root in set(roots)}
     return [norm / divisors[root] for norm, root in zip(norms, roots, strict=True)]
@@ -299,7 +301,7 @@ def _stacked(values: Norms, norms: Norms) -> list[Array]:
 
 def _init_state(units: Units, rule_states: Any) -> ClipState:
     def scalar(value: float) -> Scalar:
-        return jnp.full((), value, jnp.float32)  # a new buffer, so that the state can be donated
+        return jnp.full((), value, jnp.float32)  # a state with shared buffers cannot be donated
 
     def by_name(value: float) -> Any:
         names = [group_name(name) for name in units.names]
@@ -311,7 +313,7 @@ def _init_state(units: Units, rule_states: Any) -> ClipState:
 def scale_leaves(
     leaves: Sequence[Array], units: Units, factors: Norms, *, drop: bool = False
 ) -> list[Array]:
-    """Multiply each leaf by the factors of its units."""
+    """Multiply each leaf by its clipping factors."""
     factors = shared(factors)
     scaled = list(leaves)
     for i, entry in enumerate(units.entries):
@@ -321,7 +323,7 @@ def scale_leaves(
 
 
 def _as_factor(reaction: Reaction) -> Callable[[Array, Array], Array]:
-    """Convert a reaction to a function of norm and threshold with values in [0, 1]."""
+    """Convert `reaction` to a function of norm and threshold that returns a factor in [0, 1]."""
     named = {"scale": scale_factor, "zero": zero_factor}
     if isinstance(reaction, str):
         check_choice("reaction", reaction, tuple(named))

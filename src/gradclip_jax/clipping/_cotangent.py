@@ -25,28 +25,28 @@ def clip_cotangent(
 ) -> Array:
     """Return `x` unchanged, and clip its cotangent by norm in the backward pass.
 
-    Each unit i of the cotangent `g = d loss / d x` becomes `g_i * min(1, max_norm / |g_i|)`. With
-    the default `axis=-1`, the units of an array `[batch, time, features]` are its tokens.
+    Each slice i of the cotangent `g = d loss / d x` becomes `g_i * min(1, max_norm / |g_i|)`. With
+    the default `axis=-1`, an array `[batch, time, features]` is clipped per token.
 
-    | unit of the cotangent | result |
+    | slice of the cotangent | result |
     | --- | --- |
     | norm <= max_norm, or all zero | unchanged bit for bit |
     | norm > max_norm | scaled to max_norm |
-    | a NaN or infinity, `nonfinite="propagate"` | NaN in the whole unit, which a guard detects |
-    | a NaN or infinity, `nonfinite="zero"` | zero in the whole unit |
+    | a NaN or infinity, `nonfinite="propagate"` | NaN in the whole slice, which a guard detects |
+    | a NaN or infinity, `nonfinite="zero"` | zero in the whole slice |
     | traced max_norm <= 0; NaN | zero; NaN |
 
     `max_norm` has the unit of the loss divided by the unit of `x`. If the loss is a *mean* over n
-    tokens, each cotangent is divided by n; pass `c / n` for a threshold c that does not depend on
-    the batch size. Loss scaling multiplies the cotangents as well.
+    tokens, each cotangent is divided by n; pass `c / n` to use a threshold c that does not depend
+    on the batch size. Loss scaling also multiplies the cotangents.
 
-    The norms are available as a gradient. Pass zeros with the shape of the norms as `norm_probe`;
-    the gradient with respect to this argument contains the norms before clipping. If the same probe
-    is used twice, its gradient is the sum of both norms. Under `vmap` or a `lax.scan` over layers,
-    pass one probe per iteration.
+    To obtain the norms before clipping, pass zeros of their shape as `norm_probe`, and compute the
+    gradient with respect to this argument. If two calls share one `norm_probe`, its gradient is the
+    sum of both norms. Under `vmap` or a `lax.scan` over layers, pass a separate `norm_probe` to
+    each iteration.
 
-    Higher derivatives, in both modes, differentiate the clipped gradient. Forward-mode
-    differentiation of this function itself is not supported.
+    Higher-order derivatives, in forward or reverse mode, differentiate the clipped gradient.
+    Forward-mode differentiation of this function itself is not supported.
 
     Args:
         x: Floating-point or complex array; use `jax.tree.map` for a pytree.
@@ -94,7 +94,7 @@ def clip_cotangent(
         return x
 
     def forward(x: Array, max_norm: Array, probe: Array | None) -> tuple[Array, Any]:
-        # Calling `identity` here would also clip the backward pass of higher derivatives.
+        # Calling `identity` here would also clip the backward pass of higher-order derivatives.
         return x, (max_norm, probe)
 
     def backward(residuals: Any, cotangent: Array) -> tuple[Array, None, Array | None]:

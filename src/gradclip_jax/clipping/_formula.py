@@ -1,4 +1,4 @@
-"""The formula of a clip: factors from norms, and scaled leaves.
+"""Computation of clipping factors from norms, and scaling of leaves.
 
 factor  = min(1, threshold / norm)
 clipped = factor * x
@@ -17,7 +17,7 @@ from .._types import Array
 
 
 def wide_dtype(*dtypes: Any) -> Any:
-    """The floating-point or complex dtype of at least 32 bits to which all dtypes can be cast.
+    """The floating-point or complex dtype of at least 32 bits to which `dtypes` can be cast.
 
     `jnp.promote_types` does not support float8, and raises under strict promotion.
     """
@@ -34,17 +34,17 @@ def wide_dtype(*dtypes: Any) -> Any:
 def scale_factor(norm: Array, threshold: Array) -> Array:
     """Return `min(1, threshold / norm)`; 0 for a threshold <= 0, and NaN for a NaN threshold."""
     # `lax.select` is 0.3 s faster than `jnp.where` to trace and lower for 300 leaves. It requires
-    # equal shardings, which the zeros take from the norm.
+    # equal shardings, so the zeros have the sharding of the norm.
     threshold = jnp.maximum(threshold, jnp.zeros_like(norm))
     is_above = norm > threshold
     # Without the inner selection, the derivative at a norm of zero would be NaN.
-    # The division comes last: XLA:CPU repeats cheaper operations in every kernel that reads them.
+    # Divide last, because XLA:CPU recomputes cheaper operations in every kernel that reads them.
     numerator = lax.select(is_above, threshold, jnp.sign(threshold))
     return numerator / lax.select(is_above, norm, jnp.ones_like(norm))
 
 
 def zero_factor(norm: Array, threshold: Array) -> Array:
-    """Return 1 up to the threshold and 0 above it; 0 for a threshold <= 0, and NaN for NaN."""
+    """Return 1 if `0 < threshold` and `norm <= threshold`, else 0; NaN for a NaN threshold."""
     factor = ((norm <= threshold) & (threshold > 0)).astype(norm.dtype)
     return jnp.where(jnp.isnan(threshold), jnp.nan, factor)
 

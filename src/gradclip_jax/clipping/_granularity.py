@@ -1,4 +1,4 @@
-"""Granularities, which define the sets of elements (units) that share one norm."""
+"""Granularities, which specify the elements that share one norm."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
@@ -26,7 +26,7 @@ _DEPTH = "Pass the number of leading axes that index layers, 0 for an ordinary l
 
 
 def norm_shapes(units: Units, leaves: Sequence[Any]) -> list[tuple[int, ...]]:
-    """The shape of each entry of `Norms`."""
+    """The shape of each array in `Norms`."""
     shapes: list[tuple[int, ...]] = [()] * units.size
     if isinstance(units, Slices):
         for i, (x, axes) in enumerate(zip(leaves, units.axes, strict=True)):
@@ -36,9 +36,9 @@ def norm_shapes(units: Units, leaves: Sequence[Any]) -> list[tuple[int, ...]]:
 
 
 def select_groups(argument: str, units: Groups, keys: Sequence[Any]) -> Groups:
-    """Select the groups in a mapping of thresholds; other leaves belong to no unit.
+    """Select the groups that have a threshold; other leaves are not clipped.
 
-    A key is a label, or a tuple of labels that form one group.
+    Each key of the mapping is a label, or a tuple of labels that form one group.
     """
     known = set(units.names)
     group_of: dict[Any, int] = {}
@@ -60,7 +60,8 @@ class Granularity:
 
     Attributes:
         cut: Function `(measured leaves, tree) -> Units`, called at trace time.
-        is_group: Whether units have names, which a mapping of thresholds can use as keys.
+        is_group: Whether leaves are grouped by labels, which can be the keys of a mapping of
+            thresholds.
     """
 
     cut: Callable[[Sequence[Any], Tree], Units]
@@ -79,8 +80,8 @@ def as_granularity(granularity: Literal["global", "leaf"] | Granularity) -> Gran
 def group(param_labels: Labels) -> Granularity:
     """Compute one norm for all leaves that share a label.
 
-    If the thresholds are a mapping from label to threshold, leaves with other labels are not
-    clipped. Use a tuple of labels as a key to combine these labels into one group.
+    If the threshold is a mapping, leaves whose label is not a key are not clipped. Use a tuple of
+    labels as a key to combine several labels into one group.
 
     Args:
         param_labels: Prefix tree of labels, or a function `params -> labels`. To label by path, use
@@ -119,13 +120,13 @@ def group(param_labels: Labels) -> Granularity:
 
 @public
 def layer(num_layer_axes: Any = 1, *, rms: bool = False) -> Granularity:
-    """Compute one norm per leaf, or per layer for leaves that stack layers for `lax.scan`.
+    """Compute one norm per leaf, or per layer if layers are stacked for `lax.scan`.
 
     Args:
         num_layer_axes: Number of leading axes of a leaf that index layers, 0 for an ordinary leaf;
             an integer >= 0 or a prefix tree of integers. These axes must not be sharded inside
             `shard_map`.
-        rms: Whether thresholds apply to the root mean square of a unit instead of its norm.
+        rms: Whether thresholds limit root mean squares instead of norms.
 
     Returns:
         A granularity for `clip_by_norm`.
@@ -179,7 +180,7 @@ def axis(axis: int | Sequence[int] | None = None) -> Granularity:
 
 
 def layers(num_layer_axes: Any, *, rms: bool = False) -> Granularity:
-    """Like `layer`, for functions with their own argument `num_layer_axes`; None means 0."""
+    """Implement `layer` for functions that take `num_layer_axes` themselves; None means 0."""
     num_layer_axes = 0 if num_layer_axes is None else num_layer_axes
     for depth in jax.tree.leaves(num_layer_axes):
         check_static("num_layer_axes", depth)
@@ -200,14 +201,15 @@ def layers(num_layer_axes: Any, *, rms: bool = False) -> Granularity:
 
 
 def _unit_axes(path: Any, x: Any, axis: Any) -> Axes:
-    """The axes over which one norm is computed, chosen by rank if `axis` is None."""
+    """Return the axes over which each norm of a leaf is computed; None depends on the rank."""
     rank = np.ndim(x)
     if axis is not None:
         hint = "Clip leaves of other ranks separately with `optax.masked` or `optax.partition`."
         return axes_within(axis, x, "every leaf", leaf_path("updates", path), hint)
-    if sum(n != 1 for n in np.shape(x)) <= 1:  # scalars and vectors: the whole leaf
+    if sum(n != 1 for n in np.shape(x)) <= 1:  # compute one norm for a scalar or vector
         return tuple(range(rank))
-    # Input axes of linear layers (IO), attention projections, and HWIO and DHWIO filters.
+    # These are the input axes of linear layers (IO), attention projections, and HWIO and DHWIO
+    # filters.
     known = {2: (0,), 3: (0,), 4: (0, 1, 2), 5: (0, 1, 2, 3)}
     if rank not in known:
         rule = "specified for leaves with more than 5 axes"

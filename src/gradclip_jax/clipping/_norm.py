@@ -27,7 +27,7 @@ accurate from 1e-12 to 1e25 and infinite above this range. Elements below 1e-13 
 
 
 class Groups(NamedTuple):
-    """Units of whole leaves: the tree, or the leaves that share a label. Their norms are scalars.
+    """Assignment of whole leaves to scalar norms, such as the global norm or one norm per label.
 
     Attributes:
         entries: For each measured leaf, the index of its norm; None if it belongs to no unit.
@@ -43,13 +43,13 @@ class Groups(NamedTuple):
 
 
 class Slices(NamedTuple):
-    """Units within one leaf: the whole leaf, its layers or its rows. Their norms are one array.
+    """Slices of a leaf with one norm each, such as its layers or rows. Their norms are one array.
 
     Attributes:
         axes: Axes of each measured leaf over which one norm is computed. They are kept with size 1,
             except that the norm over all axes is a scalar.
-        is_local: Whether no unit is sharded over the devices of a `shard_map`.
-        is_rms: Whether a threshold applies to the root mean square of a unit instead of its norm.
+        is_local: Whether norms are computed without communication inside `shard_map`.
+        is_rms: Whether thresholds limit root mean squares instead of norms.
     """
 
     axes: tuple[Axes, ...]
@@ -65,12 +65,12 @@ Units: TypeAlias = Groups | Slices
 
 
 def tree_units(leaves: Sequence[Any], tree: Tree = None) -> Groups:
-    """Return one unit that contains all leaves."""
+    """Define one norm over all leaves."""
     return Groups((0,) * len(leaves), 1)
 
 
 def leaf_units(leaves: Sequence[Any]) -> Slices:
-    """Return one unit for each leaf."""
+    """Define one norm for each leaf."""
     return Slices(tuple(tuple(range(np.ndim(x))) for x in leaves))
 
 
@@ -95,7 +95,7 @@ def global_norm(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = N
     The derivative is zero where the norm is zero or not finite.
 
     Args:
-        tree: Pytree of floating-point or complex leaves, in the unit of the gradients.
+        tree: Pytree of floating-point or complex leaves, in the units of the gradients.
         ord: Order of the norm, 1, 2, inf or any positive number. None means 2.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
             does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
@@ -123,7 +123,7 @@ def leaf_norms(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = No
     """Compute the norm of each leaf; see `global_norm`.
 
     Args:
-        tree: Pytree of floating-point or complex leaves, in the unit of the gradients.
+        tree: Pytree of floating-point or complex leaves, in the units of the gradients.
         ord: Order of the norm, 1, 2, inf or any positive number. None means 2.
         axis_name: See `global_norm`.
 
@@ -208,7 +208,7 @@ def magnitude(x: Array, dtype: Any) -> Array:
 
 
 def reduce_axes(reduce: Callable[..., Array], x: Array, axes: Sequence[int]) -> Array:
-    """Reduce some axes and keep them with size 1; reduce all axes to a scalar."""
+    """Reduce the given axes with `keepdims=True`; return a scalar if these are all axes."""
     return reduce(x, axis=tuple(axes), keepdims=len(axes) < x.ndim)
 
 
@@ -227,13 +227,13 @@ def squares(x: Array, dtype: Any, scale: float | Array = SCALE) -> Array:
 def sum_of_squares(
     x: Array, axes: Sequence[int], dtype: Any, scale: float | Array = SCALE
 ) -> Array:
-    """Return `sum((scale * |x|)^2)` over some axes, kept with size 1; a scalar for all axes."""
+    """Return `sum((scale * |x|)^2)` over the given axes; see `reduce_axes`."""
     return reduce_axes(jnp.sum, squares(x, dtype, scale), axes)
 
 
 @jax.jit
 def norm_of_squares(total: Array, scale: float | Array = SCALE) -> Array:
-    """Return the norm for a sum of `squares`."""
+    """Compute a norm from a sum of `squares`."""
     return jnp.sqrt(total) / scale
 
 
@@ -242,10 +242,10 @@ def norm_of_squares(total: Array, scale: float | Array = SCALE) -> Array:
 def unit_norms(
     leaves: list[Array], units: Units, ord: float, axis_name: AxisName, scale: float = SCALE
 ) -> Norms:
-    """Compute the norm of each unit, with one all-reduce.
+    """Compute all norms with a single all-reduce.
 
-    Orders 1, 2 and inf read the leaves once. Other orders read them twice, because powers are
-    computed relative to the largest magnitude.
+    For orders 1, 2 and inf, each leaf is read once. For other orders, each leaf is read twice,
+    because powers are computed relative to the largest magnitude.
     """
     dtype = norm_dtype(leaves)
     if ord == 2:
@@ -305,7 +305,7 @@ def _unit_norms_jvp(
     def slope(x: Array, norm: Array, ties: Array) -> Array:
         is_regular = (norm > 0) & jnp.isfinite(norm)
         divisor = jnp.where(is_regular, norm, 1)
-        if ord == 2:  # differentiable where an element is zero
+        if ord == 2:  # this form is differentiable at zero elements
             return jnp.where(is_regular, x / divisor.astype(x.dtype), 0)
         if math.isinf(ord):
             weight = (jnp.abs(x) == norm) / jnp.maximum(ties, 1)
@@ -328,7 +328,7 @@ def _unit_norms_jvp(
 
 
 def _of_leaves(values: Norms, units: Units) -> Norms:
-    """Return the value that belongs to each leaf, or the first value for a leaf without a norm."""
+    """Return one value for each leaf; a leaf without a norm receives the first value."""
     return [values[i or 0] for i in units.entries]
 
 
@@ -340,7 +340,7 @@ def totals(
     *columns: Sequence[Array],
     is_sum: bool = True,
 ) -> Norms:
-    """Compute the sum or the maximum over the leaves of each unit, with one all-reduce.
+    """Compute the sum or the maximum over the leaves that share each norm, with one all-reduce.
 
     `terms(leaf, axes, *columns)` is the contribution of a leaf to its unit.
     """

@@ -46,7 +46,7 @@ def qk_clip(
 
     Compute the maximum over the whole batch, after scale and bias and without masked logits. As in
     the paper, clip after the optimizer step, although the logits were computed before this step.
-    Call this function once per computation of the logits.
+    Call this function once each time the logits are computed.
 
     For grouped query heads, Megatron-LM scales all heads of a group by the largest logit of the
     group. To reproduce this, pass the maximum of the group for each of its heads.
@@ -59,7 +59,7 @@ def qk_clip(
         max_logits: Largest logit of each query head, a floating-point array of shape [heads]. If
             layers are stacked along a leading axis, apply `jax.vmap` to this function.
         threshold: Threshold tau for the logits; a positive number, which may be traced.
-        head_axis: Axis of heads, the same for every leaf; may be negative.
+        head_axis: Axis that indexes the heads, the same for every leaf; may be negative.
 
     Returns:
         The scaled query and key weights, with unchanged dtypes.
@@ -108,7 +108,7 @@ def qk_clip_mla(
 
     A logit is `q_C . k_C + q_R . k_R`, and `k_R` has no head axis. To multiply the logits of head h
     by `gamma_h`, this function scales `q_C` and `k_C` by `sqrt(gamma_h)` and `q_R` by `gamma_h`,
-    and does not change `k_R`. Edge cases are as in the table of `qk_clip`.
+    and does not change `k_R`. The edge cases are those of `qk_clip`.
 
     Args:
         query: Weights of `q_C`; `head_axis` of every leaf is the axis of heads. If one kernel
@@ -118,7 +118,7 @@ def qk_clip_mla(
         query_rotary: Weights of `q_R`, for the same number of heads.
         max_logits: Largest logit of each head, a floating-point array of shape [heads].
         threshold: Threshold tau for the logits; a positive number, which may be traced.
-        head_axis: Axis of heads, the same for every leaf; may be negative.
+        head_axis: Axis that indexes the heads, the same for every leaf; may be negative.
 
     Returns:
         The scaled weights, in the order of the arguments.
@@ -160,7 +160,7 @@ def _head_factors(max_logits: Any, threshold: Any) -> Array:
 
 
 def _head_count(argument: str, tree: Tree, head_axis: Any, count: int | None = None) -> int:
-    """Return the number of heads, `count` or that of the first leaf; 0 for an empty tree."""
+    """Return `count` or, if it is None, the number of heads in the first leaf; 0 without leaves."""
     check_inexact(argument, tree, real=True)
     check_static("head_axis", head_axis)
     for path, x in jax.tree_util.tree_leaves_with_path(tree):

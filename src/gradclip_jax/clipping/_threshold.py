@@ -30,9 +30,9 @@ _HINT = "Pass a positive number, a schedule, or a rule from `gcx.thresholds`."
 class Rule:
     """A threshold that may depend on earlier norms and on the norms of the parameters.
 
-    A rule is elementwise. Norms are float32 arrays of any shape with one element per unit; the
-    shape is () for the global norm. Each array of the state has shape () or a shape that ends with
-    the shape of the norms. Where a norm is non-finite, the state keeps its old value.
+    A rule is elementwise. Norms are float32 arrays of any shape; the global norm has shape (). Each
+    array of the state has shape () or a shape that ends with the shape of the norms. The state is
+    not updated where a norm is non-finite.
 
     Attributes:
         init: Function `zeros -> state` that returns the initial state; `zeros` has the shape of the
@@ -40,9 +40,8 @@ class Rule:
         update: Function `(norm, state, param_norm) -> (threshold, state)`. `norm` is the finite
             norm before clipping; `param_norm` is None unless `uses_params`. The threshold has the
             unit of the norm. A threshold <= 0 results in a zero update.
-        uses_params: Whether `update` needs the norms of the parameters of each unit.
-        counts_steps: Whether the state is a step count, which must also increase in steps with a
-            non-finite norm.
+        uses_params: Whether `update` needs the norms of the parameters.
+        counts_steps: Whether the state counts steps, including steps with a non-finite norm.
         allow_negative: Whether `update` supports values that may be zero or negative, such as
             losses.
 
@@ -94,7 +93,7 @@ def scheduled(argument: str, schedule: Schedule) -> Rule:
 
 @public
 def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
-    """Threshold at `ratio * max(norm of the parameters, eps)` for each unit.
+    """Set each threshold to `ratio * max(norm of the parameters, eps)`.
 
     Args:
         ratio: Maximum ratio of gradient norm to parameter norm; a positive number.
@@ -144,7 +143,7 @@ def capped(rule: Rule, max_threshold: Number) -> Rule:
 
     Args:
         rule: Threshold rule.
-        max_threshold: Upper bound in the unit of the norm; a positive number.
+        max_threshold: Upper bound in the units of the norm; a positive number.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -179,7 +178,7 @@ def check_params(updates: Tree, params: Tree | None) -> None:
 def apply_rule(
     rule: Rule, norm: Array, state: Any, param_norm: Array | None = None
 ) -> tuple[Array, Any]:
-    """Return thresholds with the dtype and shape of the norms, and the next state."""
+    """Compute thresholds with the dtype and shape of the norms, and the next state."""
     finite = keeps = jnp.isfinite(norm)
     value, largest, is_wide = norm, jnp.asarray(UNBOUNDED, norm.dtype), norm.dtype == jnp.float64
     if is_wide:
@@ -212,7 +211,7 @@ class Assignment(NamedTuple):
 
 
 def as_rules(argument: str, threshold: Threshold, *, by_label: bool) -> Any:
-    """Return the rule of each threshold in a tree, or in a mapping from label to threshold."""
+    """Convert each threshold in a tree, or in a mapping from label to threshold, to a rule."""
     if by_label and isinstance(
         threshold, Mapping
     ):  # `jax.tree` cannot sort labels of different types
@@ -248,7 +247,7 @@ def assign_rules(argument: str, rules: Any, units: Units, tree: Tree) -> tuple[A
     | --- | --- |
     | one rule | all |
     | a mapping, for groups | the entry of its group |
-    | a prefix tree, for units within leaves | the entries of the leaves in its subtree |
+    | a prefix tree, for norms within leaves | the entries of the leaves in its subtree |
     """
     if isinstance(rules, Rule):
         return (Assignment(rules, tuple(range(units.size))),)

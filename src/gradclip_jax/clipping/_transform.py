@@ -1,4 +1,4 @@
-"""Public clips by norm, which call `norm_clip`, and clips by value."""
+"""Public transformations that clip by norm, which call `norm_clip`, or by value."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -28,12 +28,12 @@ def clip_by_norm(
     axis_name: AxisName = None,
     nonfinite: Literal["propagate", "zero"] = "propagate",
 ) -> optax.GradientTransformation:
-    """Clip by norm, with any granularity, threshold and reaction.
+    """Clip by norm with a configurable granularity, threshold and reaction.
 
-    Each unit i has the factor `reaction(norm_i, threshold_i)`, and each element is multiplied by
-    the factor of its unit. The other clips by norm are special cases of this function.
+    All elements that share norm i are multiplied by `reaction(norm_i, threshold_i)`. The other
+    functions that clip by norm are special cases of this function.
 
-    | granularity | unit |
+    | granularity | elements that share a norm |
     | --- | --- |
     | `"global"` | the whole tree |
     | `"leaf"` | each leaf |
@@ -55,7 +55,7 @@ def clip_by_norm(
     | traced threshold <= 0 | zero |
 
     Args:
-        threshold: Threshold in the unit of the gradients; a positive number (inf disables
+        threshold: Threshold in the units of the gradients; a positive number (inf disables
             clipping), a traced scalar, a schedule of the step count, a rule from `gcx.thresholds`,
             or a prefix tree of these. For groups, also a mapping from label to threshold.
         granularity: Which elements share one norm.
@@ -130,7 +130,7 @@ def clip_by_global_norm(
     instead, and `autoclip` or `zclip` for an adaptive threshold.
 
     Args:
-        max_norm: Maximum global norm in the unit of the gradients; a positive number (inf disables
+        max_norm: Maximum global norm in the units of the gradients; a positive number (inf disables
             clipping), a traced scalar, a schedule of the step count, or a rule from
             `gcx.thresholds`.
         ord: Order of the norm, 1, 2, inf or any positive number. None means 2.
@@ -210,7 +210,7 @@ def clip_by_leaf_norm(
     """Scale each leaf so that its norm is at most `max_norm`.
 
     Args:
-        max_norm: Maximum norm of a leaf in the unit of the gradients; a positive number, a traced
+        max_norm: Maximum norm of a leaf in the units of the gradients; a positive number, a traced
             scalar, a schedule, a rule from `gcx.thresholds`, or a prefix tree of these.
         ord: Order of the norm, 1, 2, inf or any positive number. None means 2.
         axis_name: See `clip_by_global_norm`.
@@ -226,8 +226,8 @@ def clip_by_leaf_norm(
     Raises:
         ValueError: If a threshold or `ord` is not positive, or if `num_layer_axes` exceeds the rank
             of a leaf.
-        TypeError: If `max_norm` is not a valid threshold or not a prefix of the updates, or if a
-            leaf is not floating-point or complex.
+        TypeError: If `max_norm` is not a valid threshold or not a prefix tree of the updates, or if
+            a leaf is not floating-point or complex.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -305,8 +305,8 @@ def clip_by_block_rms(
 ) -> optax.GradientTransformation:
     """Scale each leaf so that its root mean square is at most `threshold`.
 
-    The result equals that of `optax.clip_by_block_rms`. Applied after the preconditioner, this is
-    the update clipping of Adafactor, `u / max(1, RMS(u) / threshold)`.
+    The result equals that of `optax.clip_by_block_rms`. Applied after the preconditioner, this
+    transformation is the update clipping of Adafactor, `u / max(1, RMS(u) / threshold)`.
 
     Args:
         threshold: Maximum RMS of a leaf, with the same types as `max_norm` of `clip_by_leaf_norm`.
@@ -344,10 +344,10 @@ def clip_by_value(
     """Clamp every element to `[-max_value, max_value]`, or to `[min_value, max_value]`.
 
     Clamping changes the direction of the gradient, in contrast to `clip_by_global_norm`. NaN
-    remains NaN, an infinity becomes a bound, and a traced `max_value` <= 0 returns zeros.
+    remains NaN, an infinity becomes the nearest bound, and a traced `max_value` <= 0 returns zeros.
 
     Args:
-        max_value: Upper bound in the unit of the gradients; a positive number or a traced scalar.
+        max_value: Upper bound in the units of the gradients; a positive number or a traced scalar.
         min_value: Lower bound, less than `max_value`; None means `-max_value`.
 
     Returns:
@@ -378,7 +378,7 @@ def clip(max_delta: Number) -> optax.GradientTransformation:
     This function is equivalent to `clip_by_value(max_delta)`.
 
     Args:
-        max_delta: Bound in the unit of the gradients; a positive number or a traced scalar.
+        max_delta: Bound in the units of the gradients; a positive number or a traced scalar.
 
     Returns:
         A gradient transformation without a state.
@@ -402,7 +402,7 @@ def clip_grad_value(grads: Tree, max_value: Number) -> Tree:
 
     Args:
         grads: Pytree of real floating-point leaves.
-        max_value: Bound in the unit of the gradients; a positive number, which may be traced.
+        max_value: Bound in the units of the gradients; a positive number, which may be traced.
 
     Returns:
         The clamped gradients.
@@ -421,7 +421,7 @@ def clip_grad_value(grads: Tree, max_value: Number) -> Tree:
 
 
 def _value_bounds(max_value: Any, min_value: Any) -> tuple[Any, Any]:
-    """Check and return the lower and upper bound of a clamp."""
+    """Check and return the lower and upper bounds."""
     check_number("max_value", max_value, "Pass inf to disable clipping.")
     if min_value is None:
         # Keep a Python number: inside jit an array operation on it would return a tracer.

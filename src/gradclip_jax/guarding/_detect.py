@@ -1,8 +1,8 @@
 """Detection of non-finite values in gradients, losses and computed steps.
 
-A finite gradient does not imply a finite step. For example, a gradient of 1e20 makes the second
-moment of Adam infinite permanently, although the update is still finite. Guards can therefore check
-the update and the next state as well.
+A finite gradient does not imply a finite optimizer step. For example, a gradient of 1e20 makes the
+second moment of Adam infinite permanently, although the update is still finite. Guards can
+therefore check the update and the next state as well.
 """
 
 import functools
@@ -37,7 +37,8 @@ def all_finite(tree: Tree, axis_name: AxisName) -> Scalar:
 def has_finite_squares(tree: Tree, axis_name: AxisName) -> Scalar:
     """Return whether the sum of squares is finite, so that no second moment becomes infinite.
 
-    For dtypes with a smaller range than float32, only each square has to be finite in that dtype.
+    For dtypes with a smaller range than float32, only the individual squares must be finite in that
+    dtype.
     """
     leaves = measured_leaves(tree)
     bounds = [math.sqrt(jnp.finfo(x.dtype).max) for x in leaves]
@@ -129,7 +130,7 @@ def loss_of(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar | None:
 def _place(path: Any, shape: tuple[int, ...], shapes: dict[Any, tuple[int, ...]]) -> Any:
     """Return the path of the parameter that a state array belongs to.
 
-    The path of the parameter is a suffix of the path of the array.
+    The path of the parameter is a suffix of the path of the state array.
     """
     for start in range(len(path) + 1):
         if shapes.get(path[start:]) == shape:
@@ -161,8 +162,8 @@ def is_bad(x: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _is_any(flags: list[Array], axis_name: AxisName) -> Scalar:
-    """Return whether any element of the flags is true on any device."""
+    """Return whether any element of `flags` is true on any device."""
     axes = frozenset[str]().union(*(shard_axes(x, axis_name) for x in flags))
-    # On CPU this is a third faster than `jnp.any`, which XLA does not parallelize.
+    # On CPU, a maximum is a third faster than `jnp.any`, which XLA does not parallelize.
     largest = [jnp.max(x.astype(jnp.uint8), initial=0) for x in flags]
     return max_over(joined(largest or [jnp.uint8(0)], is_sum=False).astype(jnp.int32), axes) > 0

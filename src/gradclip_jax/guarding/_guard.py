@@ -33,7 +33,7 @@ def guard(
     checks_step: bool = False,
     unmeasured: Tree = (),
 ) -> optax.GradientTransformationExtraArgs:
-    """Build a guard from `judge`, which checks a gradient.
+    """Build a guard from a function `judge` that checks each gradient.
 
     `make_state` maps the state of `inner` to the state of the guard. `checks_step` is whether the
     guard also checks the computed step. The other arguments are fields of `Guard`.
@@ -44,11 +44,11 @@ def guard(
 
     def init(params: Tree) -> Tree:
         inner_state = inner.init(params)
-        # If an outer guard skips steps that overflow, the loss scale is never lowered.
+        # If an outer guard skipped steps that overflow, the loss scale would never decrease.
         hint = "Use `dynamic_loss_scale` outside this guard, so that it checks unscaled gradients."
         _check_inner(inner_state, tuple(OUTERMOST), "dynamic_loss_scale", hint)
         if checks_step:
-            # If the sum of a `MultiSteps` window overflows, all later steps fail the check.
+            # Once the gradient sum in `MultiSteps` overflows, all later steps fail the check.
             hint = "Use `accumulate_gradients` instead."
             _check_inner(inner_state, (optax.MultiStepsState,), "optax.MultiSteps", hint)
         # Remove weak types, which `update` does not return, to avoid retracing the second step.

@@ -154,17 +154,18 @@ def dynamic_loss_scale(
     | `scale_loss` was not called | applied; `unscaled_grad_norm` is the norm divided by the scale |
 
     This transformation must be the outermost guard, so that clips and other guards receive unscaled
-    gradients. A guard around it raises an error, because skipped steps would not lower the scale.
-    Around an accumulation, each micro-batch counts as a step. Inside an accumulation, each window
-    counts as a step, and the scale is constant within a window.
+    gradients. Wrapping `dynamic_loss_scale` in another guard raises an error, because skipped steps
+    would not lower the scale. If this transformation wraps an accumulation, each micro-batch counts
+    as a step. Inside an accumulation, each window counts as a step, and the scale is constant
+    within a window.
 
     Args:
         inner: Gradient transformation, as for `skip_nonfinite`. It receives gradients in float32 or
             wider; the updates have the dtypes that it returns for the incoming gradients.
         init_scale: Initial scale, between `min_scale` and `max_scale`; scaling by a power of two is
             exact.
-        growth_factor: Factor of the scale after `growth_interval` good steps; a number > 1.
-        backoff_factor: Factor of the scale after a skipped step; a number between 0 and 1.
+        growth_factor: Growth factor of the scale after `growth_interval` good steps; a number > 1.
+        backoff_factor: Reduction factor of the scale after a skipped step; a number in (0, 1).
         growth_interval: Number of good steps after which the scale grows; an integer >= 1.
         min_scale: Minimum scale; a positive number. The scale is fixed if all three scales are
             equal.
@@ -235,8 +236,8 @@ def dynamic_loss_scale(
 def _unscaled(x: Array, scale: Scalar) -> Array:
     """Return `x / scale` in at least float32, with NaN for all non-finite float16 values.
 
-    XLA may omit a cast to float16 that is followed by a cast to float32, but not everywhere. The
-    check and the step could then read different values.
+    In some kernels, XLA may omit a cast to float16 that is followed by a cast to float32. The
+    finiteness check and the optimizer could then read different values.
     """
     if is_float0(x):
         return x

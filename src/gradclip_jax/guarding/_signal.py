@@ -14,14 +14,14 @@ from ..clipping._threshold import Rule, Threshold, apply_rule, as_rule, constant
 
 
 class Signal(NamedTuple):
-    """A norm or a loss compared with the threshold of its rule.
+    """Result of comparing a norm or a loss with its threshold.
 
     Attributes:
         is_spike: Whether the value is above the threshold, or NaN.
         threshold: Threshold at this step.
         rule_state: State of the rule after this step.
-        restarted: State of the rule if it restarts from this value; None for numbers and schedules,
-            which do not depend on earlier values.
+        restarted: State of the threshold rule after a restart from this value; None for numbers and
+            schedules, which do not depend on earlier values.
     """
 
     is_spike: Scalar
@@ -31,13 +31,14 @@ class Signal(NamedTuple):
 
 
 def compare(rule: Rule, value: Scalar, rule_state: Tree, param_norm: Scalar | None) -> Signal:
-    """Compare a value with the threshold of its rule."""
+    """Compare a value with the threshold that `rule` computes."""
     norm = param_norm if rule.uses_params else None
     threshold, after = apply_rule(rule, value, rule_state, norm)
     restarted = None
     if jax.tree.leaves(rule_state) and not rule.counts_steps:
         _, new = apply_rule(rule, value, init_state(rule), norm)
-        # Keep the higher threshold, because a restarted rule may begin far below the new level.
+        # Keep the higher threshold, because a restarted rule may begin far below the current
+        # values.
         bound, bound_after = (apply_rule(rule, value, state, norm)[0] for state in (new, after))
         is_higher = (bound > bound_after) | (value <= threshold)
         restarted = jax.tree.map(functools.partial(jnp.where, is_higher), new, after)
@@ -47,7 +48,7 @@ def compare(rule: Rule, value: Scalar, rule_state: Tree, param_norm: Scalar | No
 def relearn(
     finite: Scalar, signals: dict[str, Signal], is_due: Scalar
 ) -> tuple[Scalar, Scalar, dict[str, Signal]]:
-    """Restart all threshold rules if a restart is due and the step would be applied after it.
+    """Restart all threshold rules if `is_due` is true and no fixed threshold is exceeded.
 
     Non-finite values do not count as spikes. Return whether the step is good, whether it is finite,
     and the updated signals.

@@ -55,16 +55,18 @@ def skip_nonfinite(
     | an infinity in a scalar of the state, such as an infinite clip threshold | applied |
     | 50 consecutive skipped steps | the same; `guard_failed` is 1 from then on |
 
-    A guard around `accumulate_gradients` skips single non-finite micro-batches, and drops a window
-    if its gradient or step is non-finite. A guard inside `accumulate_gradients` only drops windows.
+    A guard around `accumulate_gradients` skips single non-finite micro-batches, and drops an
+    accumulation window if its gradient or step is non-finite. A guard inside `accumulate_gradients`
+    only drops whole accumulation windows.
 
     `check="gradient"` has no cost if a clip by global norm follows, and otherwise costs one read of
     the gradient. Gradients whose squares overflow are skipped because they would make a second
     moment infinite; for all other gradients, the optimizers of Optax return finite updates. Use
-    `check="step"` if a schedule, a parameter or a custom transformation can produce a NaN. It does
-    not skip large gradients if the computed step is finite. This mode computes every step, checks
-    it and selects the result. On an accelerator, AdamW then moves 11 N instead of 8 N bytes for N
-    bytes of parameters; on CPU the selection also copies the state.
+    `check="step"` if a schedule, a parameter or a custom transformation can produce a NaN. This
+    mode applies steps with large gradients if the computed step is finite. It computes and checks
+    every step, then selects the old or the new state. On an accelerator, this increases the memory
+    traffic of AdamW from 8 N to 11 N bytes for N bytes of parameters; on CPU, the selection also
+    copies the state.
 
     Args:
         inner: Gradient transformation. With `check="step"` it must not contain `optax.MultiSteps`.

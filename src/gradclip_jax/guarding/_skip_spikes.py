@@ -96,18 +96,18 @@ def skip_large_norm(
     | permanently above the threshold of a rule | after `relearn_after` skips, the rule restarts |
     | permanently above a fixed number | always skipped; `guard_failed` is 1 after 50 steps |
 
-    Only the gradient is measured; wrap the result in `skip_nonfinite(check="step")` to check the
-    update as well. Use `clip_by_global_norm` to scale large gradients instead, or `zero_large_norm`
-    to run the optimizer with a zero gradient.
+    Only the gradient is measured; to check the update as well, wrap the guard in
+    `skip_nonfinite(check="step")`. Use `clip_by_global_norm` to scale large gradients instead, or
+    `zero_large_norm` to run the optimizer with a zero gradient.
 
     Args:
         inner: Gradient transformation.
-        max_norm: Threshold in the unit of the gradients; a positive number, a traced scalar, a
+        max_norm: Threshold in the units of the gradients; a positive number, a traced scalar, a
             schedule of the step count, or a rule from `gcx.thresholds`.
         ord: Order of the norm, 1, 2, inf or any positive number; None for 2.
         axis_name: See `clip_by_global_norm`.
-        relearn_after: Number of consecutive large norms after which a rule restarts; an integer
-            >= 1.
+        relearn_after: Number of consecutive large norms after which a threshold rule restarts; an
+            integer >= 1.
         max_consecutive_skips: See `skip_nonfinite`.
 
     Returns:
@@ -144,10 +144,10 @@ def skip_spikes(
 ) -> optax.GradientTransformationExtraArgs:
     """Skip steps whose gradient norm, loss or update norm is above a threshold.
 
-    Each of the three can have its own threshold. A step is applied if all values with a threshold
-    are finite and none is above its threshold. Pass the loss to `update` as `value` or `loss`. The
-    update is computed by `inner`; its norm may increase earlier than the loss. `metrics` reports
-    the number of skips for each cause.
+    Each of these three values can have its own threshold. A step is applied if all values with a
+    threshold are finite and none is above its threshold. Pass the loss to `update` as `value` or
+    `loss`. The update is computed by `inner`; the update norm may increase earlier than the loss.
+    `metrics` reports the number of skips for each cause.
 
     After `relearn_after` consecutive skips because of a spike, every rule that depends on earlier
     values restarts from the current value, unless its threshold has already risen above this value.
@@ -169,14 +169,15 @@ def skip_spikes(
         inner: Gradient transformation.
         norm: Threshold of the gradient norm, as `max_norm` of `skip_large_norm`; None for no
             threshold.
-        loss: Threshold of the loss, in the unit of the loss; a number, which may be negative, a
+        loss: Threshold of the loss, in the units of the loss; a number, which may be negative, a
             schedule, or a rule. Use `thresholds.mean_std` or `thresholds.zscore`, because a
             multiple of the average, as in `ema`, is not meaningful for negative losses.
-        update: Threshold of the update norm, in the unit of the parameters, of the same types as
+        update: Threshold of the update norm, in the units of the parameters, of the same types as
             `norm`; `relative_to_params` limits the ratio of update norm to parameter norm.
         ord: Order of the norm, 1, 2, inf or any positive number; None for 2.
         axis_name: See `clip_by_global_norm`.
-        relearn_after: Number of consecutive skips after which the rules restart; an integer >= 1.
+        relearn_after: Number of consecutive skips after which all threshold rules restart; an
+            integer >= 1.
         max_consecutive_skips: See `skip_nonfinite`.
 
     Returns:
@@ -218,7 +219,7 @@ def _skip_above(
     relearn_after: Count,
     max_consecutive_skips: Count | None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Build a guard that skips steps with a value above the threshold of its rule."""
+    """Build a guard that skips steps with a value above its threshold."""
     axes, order = check_guard(inner, axis_name), check_ord(ord)
     hint = "Pass the number of consecutive skips after which threshold rules restart."
     check_count("relearn_after", relearn_after, hint)
