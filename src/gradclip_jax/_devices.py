@@ -4,6 +4,7 @@ All other code compiles the same program for every backend, except for the way a
 (`_run_if.py`). Measurements: JAX 0.10.2, compiled for an H100 and a TPU v5e.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
@@ -117,6 +118,42 @@ def joined(scalars: Sequence[Array], *, is_sum: bool) -> Array:
         return terms[0]
 
     return lax.platform_dependent(*scalars, tpu=as_vector, default=in_pairs)
+
+
+def sums_of_pairs(
+    sums: Callable[..., list[Array]],
+    pair: Callable[..., tuple[Array, Array]],
+    *columns: Sequence[Array],
+) -> tuple[list[Array], list[Array]]:
+    """Return the sums of two functions of leaves.
+
+    `sums(term, *columns)` returns sums of `term(leaf, axes, *others)`, and `pair(leaf, *others)`
+    returns two real arrays.
+
+    On an H100, one sum of complex numbers replaces two sums, because it is one kernel, and because
+    XLA fuses it with the kernel that computes the summands, such as the optimizer step, if rows are
+    reduced first (a step of a GPT with `watch` moves 5 % fewer bytes in 9 % fewer launches). TPUs
+    materialize complex arrays, and CPUs compile one more kernel for each sum.
+    """
+
+    def at_once(*columns: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+        def term(x: Array, axes: Sequence[int], *others: Array) -> Array:
+            both = lax.complex(*pair(x, *others))
+            if len(axes) > 1 and axes[-1] == x.ndim - 1 and x.shape[-1] >= 64:
+                both = fusion_barrier(jnp.sum(both, axes[-1], keepdims=True))
+            return jnp.sum(both, axis=tuple(axes), keepdims=len(axes) < x.ndim)
+
+        both = sums(term, *columns)
+        return [x.real for x in both], [x.imag for x in both]
+
+    def one_by_one(*columns: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+        def term(i: int, x: Array, axes: Sequence[int], *others: Array) -> Array:
+            return jnp.sum(pair(x, *others)[i], axis=tuple(axes), keepdims=len(axes) < x.ndim)
+
+        first, second = (sums(functools.partial(term, i), *columns) for i in (0, 1))
+        return first, second
+
+    return lax.platform_dependent(*columns, cuda=at_once, rocm=at_once, default=one_by_one)
 
 
 def summand(x: Array, is_added: Array) -> Array:

@@ -1,5 +1,6 @@
 """Norms of gradients and updates by leaf or layer, and the location of a fault."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,18 +9,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 
+from .._devices import fusion_barrier, sums_of_pairs
 from .._mesh import is_explicit
 from .._types import Array, AxisName, Scalar
 from ..clipping._formula import wide_dtype
-from ..clipping._norm import (
-    Norms,
-    Units,
-    norm_dtype,
-    norm_of_squares,
-    reduce_axes,
-    sum_of_squares,
-    totals,
-)
+from ..clipping._norm import Norms, Units, norm_dtype, norm_of_squares, squares, totals
 from ._levels import Comparison
 
 
@@ -42,30 +36,27 @@ def norms_of_step(
     """
     dtype = norm_dtype(gradient)
 
-    def square(x: Array, axes: tuple[int, ...]) -> Array:
-        return sum_of_squares(lax.stop_gradient(x), axes, dtype)
+    def sums(term: Callable[..., Array], leaves: list[Array], *others: list[Array]) -> Norms:
+        return totals(leaves, units, axis_name, term, *others)
 
-    def count(x: Array, axes: tuple[int, ...]) -> Array:
-        is_bad = ~jnp.isfinite(lax.stop_gradient(x))
-        return reduce_axes(jnp.sum, is_bad.astype(dtype), axes)
+    def of_gradient(x: Array) -> tuple[Array, Array]:
+        x = lax.stop_gradient(x)
+        return squares(x, dtype), (~jnp.isfinite(x)).astype(dtype)
 
-    def square_of_change(u: Array, axes: tuple[int, ...], p: Array) -> Array:
+    def of_step(u: Array, p: Array) -> tuple[Array, Array]:
         narrow = p.dtype
         u, p = (x.astype(wide_dtype(x.dtype, dtype)) for x in lax.stop_gradient((u, p)))
         after = p + u
         if jnp.issubdtype(narrow, jnp.floating) and jnp.finfo(narrow).bits < 32:
             info = jnp.finfo(narrow)
             after = lax.reduce_precision(after, info.nexp, info.nmant)
-        return sum_of_squares(after - p, axes, dtype)
+        return squares(after - p, dtype), squares(p, dtype)
 
-    sums = [totals(gradient, units, axis_name, square)]
-    if step is not None:
-        update, params = step
-        sums.append(totals(update, units, axis_name, square_of_change, params))
-        sums.append(totals(params, units, axis_name, square))
-    rows = jnp.stack(list(map(_as_vector, sums)))
+    square, count = sums_of_pairs(sums, of_gradient, gradient)
+    squared = [square] if step is None else [square, *sums_of_pairs(sums, of_step, *step)]
+    rows = jnp.stack(list(map(_as_vector, squared)))
     norms = norm_of_squares(jnp.concatenate([jnp.sum(rows, 1, keepdims=True), rows], 1))
-    bad = _as_vector(totals(gradient, units, axis_name, count))
+    bad = _as_vector(count)
     return norms.astype(jnp.float32), bad.astype(jnp.float32)
 
 
@@ -79,7 +70,7 @@ def _as_vector(entries: Norms) -> Array:
         return reshard(x, NamedSharding(sharding.mesh, PartitionSpec())) if is_split else x
 
     vector = jnp.concatenate([whole(x).reshape(-1) for x in entries] or [jnp.zeros(1)])
-    return vector if vector.size else jnp.zeros(1)
+    return fusion_barrier(vector if vector.size else jnp.zeros(1))
 
 
 def differing_device(norms: Array, axis_name: AxisName, is_due: Scalar) -> tuple[Scalar, Scalar]:
