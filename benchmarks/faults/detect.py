@@ -41,7 +41,14 @@ DRIFT = "slow drift of one unit"
 RATES = (1.01, 1.02, 1.03)
 EARLY = (16, 24, 40, 64)
 EARLY_LOSS = "loss x 10 at step 16 to 64 of a run"
-ROWS = (*FAULTS, EARLY_LOSS)
+REPLICAS, CHECK_EVERY = 8, 16
+REPLICA_FAULTS = {
+    # name: factors of the parameters and of the summed gradient on one device in one step
+    "parameters 2 % off on one of 8 devices": (1.02, 1.0),
+    "gradient negated on one of 8 devices": (1.0, -1.0),
+    "gradient zero on one of 8 devices": (1.0, 0.0),
+}
+ROWS = (*FAULTS, EARLY_LOSS, *REPLICA_FAULTS)
 PLACELESS = ("whole gradient zero", "learning rate x 100", EARLY_LOSS)
 KINDS = (
     *("nan", "infinity", "norm", "loss", "update", "skipped", "held", "clipped", "leaf"),
@@ -347,6 +354,37 @@ def inject_early(run, count, seed, table, name):
     table[name, EARLY_LOSS] += [count, found.sum(), 0]
 
 
+def inject_on_device(name, count, seed, table):
+    """Trains on 8 replicas, and spoils one of them in one step; the next check should name it."""
+    key = jax.random.key(199 + seed)
+    params, loss, inner = globals()[name](key)
+    tx = gcx.watch(inner, replica_axis="devices", check_every=CHECK_EVERY)
+    place = gcx.diagnostics.Incident._fields.index("device")
+
+    def replica(device, factors, key, index):
+        def step(carry, given):
+            (params, state), (t, key) = carry, given
+            of_params, of_grads = jnp.where((t == AT) & (index == device), factors, 1.0)
+            params = jax.tree.map(lambda x: x * of_params, params)
+            grads = jax.grad(loss)(params, jax.random.fold_in(key, index))
+            grads = jax.tree.map(lambda g: of_grads * g, jax.lax.pmean(grads, "devices"))
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), state.incidents.rows[-1]
+
+        given = jnp.arange(AT + CHECK_EVERY + 1), jax.random.split(key, AT + CHECK_EVERY + 1)
+        return jax.lax.scan(step, (params, tx.init(params)), given)[1]
+
+    replicas = jax.vmap(replica, (None, None, None, 0), axis_name="devices")
+    run = jax.jit(jax.vmap(replicas, (0, None, 0, None)))
+    devices = np.random.default_rng(seed).integers(0, REPLICAS, count)
+    for fault, factors in REPLICA_FAULTS.items():
+        keys = jax.random.split(key, count)
+        rows = np.asarray(run(devices, jnp.array(factors), keys, jnp.arange(REPLICAS)))[:, 0, AT:]
+        found = rows[..., 1] >> KINDS.index("replica") & 1 == 1
+        named = found & (rows[..., place].view(np.float32) == devices[:, None])
+        table[name, fault] += [count, found.any(1).sum(), named.any(1).sum()]
+
+
 def score(fault, window, rows, given, clean):
     """How many faults count, are detected, and are placed."""
     found = rows["found"][:, AT : AT + window]
@@ -401,6 +439,7 @@ def main():
             if args.faults:
                 inject(run, args.faults, seed, table, name)
                 inject_early(run, args.faults, seed, table, name)
+                inject_on_device(name, args.faults, seed, table)
             each = args.clean_steps // (len(names) * len(seeds))
             count, clean, of_kinds = count_false_alarms(run, each, seed)
             total, steps, kinds = total + count + early, steps + clean + WARM_UP, kinds + of_kinds
