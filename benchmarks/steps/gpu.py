@@ -102,6 +102,7 @@ def main() -> None:
     start = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="small models, on any device")
+    parser.add_argument("--only", help="one of the models, such as PPO")
     parser.add_argument("--no-tests", action="store_true", help="without the GPU tests")
     parser.add_argument("--minutes", type=float, default=17.0, help="start no step later (17)")
     parser.add_argument("--repetitions", type=int, default=21, help="of each step (21)")
@@ -115,12 +116,13 @@ def main() -> None:
     sections: dict[str, _report.Rows] = {}
     with tempfile.TemporaryDirectory() as cache:  # each program is compiled once
         jax.config.update("jax_compilation_cache_dir", cache)
-        for title, make in (SMALL if options.small else MODELS).items():
+        models = SMALL if options.small else MODELS
+        for title in [options.only] if options.only else models:
             for group in groups():
                 if time.monotonic() - start > 60 * options.minutes:
                     print(f"| {title}: {', '.join(group[2])} | not run: out of time |", flush=True)
                     continue
-                rows = rows_of(make(), *group, 3 if options.small else options.repetitions)
+                rows = rows_of(models[title](), *group, 3 if options.small else options.repetitions)
                 sections.setdefault(title, []).extend(rows)
                 for row in rows:
                     print(f"| {title}: " + " | ".join(row.values()) + " |", flush=True)

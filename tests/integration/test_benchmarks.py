@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 QUICK = {
     "steps.times --only PPO:skip_nonfinite": ("skip_nonfinite / optax apply_if_finite", "%"),
     "steps.compile_time": ("clip_by_leaf_norm", "trace + compile, s"),
-    "steps.gpu --small --no-tests": ("| PPO: clip |", "| PPO: watch |", "per-example"),
+    "steps.gpu --small --no-tests --only PPO": ("| PPO: clip |", "| PPO: watch |", "per-example"),
     "compiled.features --only qk_clip": ("`qk_clip` in a step of AdamW",),
     "study.rounding": ("bfloat16, stochastic", "| float32 |"),
     "study.bfloat16": ("| bfloat16, at random |", "| float32 copies |"),

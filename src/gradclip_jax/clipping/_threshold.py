@@ -212,9 +212,8 @@ class Assignment(NamedTuple):
 
 def as_rules(argument: str, threshold: Threshold, *, by_label: bool) -> Any:
     """Convert each threshold in a tree, or in a mapping from label to threshold, to a rule."""
-    if by_label and isinstance(
-        threshold, Mapping
-    ):  # `jax.tree` cannot sort labels of different types
+    # `jax.tree` cannot sort labels of different types.
+    if by_label and isinstance(threshold, Mapping):
         _check_labels(argument, threshold)
         return {key: as_rule(f"{argument}[{key!r}]", x) for key, x in threshold.items()}
     if not jax.tree.leaves(threshold, is_leaf=is_rule):
