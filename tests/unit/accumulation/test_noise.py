@@ -75,25 +75,6 @@ def test_estimates_are_unbiased_for_a_known_covariance(weights):
         assert abs(np.mean(sample) - truth) <= 5 * error
 
 
-@pytest.mark.parametrize("weights", [(1, 1, 1, 1), (4, 12, 8, 40)], ids=["equal", "weighted"])
-def test_metrics_tell_the_noise_scale_in_the_unit_of_the_weights(weights):
-    weighted = weights != (1, 1, 1, 1)
-    tx = gcx.accumulate_gradients(optax.sgd(0.0), len(weights), noise_scale_decay=0.995)
-    params = {"g": jnp.zeros(SIZE)}
-    stream = micro_batches(weights, seed=1).reshape(-1, SIZE)
-    by_step = jnp.tile(jnp.asarray(weights, jnp.float32), WINDOWS)
-
-    def step(state, now):
-        extra_args = {"weight": now[1]} if weighted else {}
-        _, state = tx.update({"g": now[0]}, state, params, **extra_args)
-        return state, None
-
-    run = jax.jit(lambda state: jax.lax.scan(step, state, (stream, by_step))[0])
-    measured = float(gcx.metrics(run(tx.init(params)))["gradient_noise_scale"])
-    # About 200 windows count, so the standard error is some 5%.
-    np.testing.assert_allclose(measured, TRACE / SQUARE, rtol=0.2)
-
-
 def told(grads, weights=None, decay=0.9, every=2):
     """The metric after each micro-batch."""
     tx = gcx.accumulate_gradients(optax.sgd(0.1), every, noise_scale_decay=decay)
