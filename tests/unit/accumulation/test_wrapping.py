@@ -48,21 +48,15 @@ def train(tx, params, grads, *, value=VALUE):
 
 # --- any optimizer inside -------------------------------------------------------------------
 
+# Each keeps something of its own: a dtype, a key, a value, parameters, a wrapped state.
 OPTIMIZERS = {
-    "sgd": lambda: optax.sgd(0.1),
-    "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
     "low_precision_momentum": lambda: optax.sgd(0.1, momentum=0.9, accumulator_dtype="bfloat16"),
     "adamw": lambda: optax.adamw(optax.cosine_decay_schedule(0.1, 10), mu_dtype="bfloat16"),
     "adafactor": lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
-    "lion": lambda: optax.lion(0.1),
-    "lamb": lambda: optax.lamb(0.1),
-    "rmsprop": lambda: optax.rmsprop(0.1),
     "sm3": lambda: optax.sm3(0.1),
     "novograd": lambda: optax.novograd(0.1),
     "polyak_sgd": lambda: optax.polyak_sgd(),
     "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)),
-    "centralize": lambda: optax.chain(optax.centralize(), optax.sgd(0.1)),
-    "ema": lambda: optax.chain(optax.ema(0.9, accumulator_dtype=jnp.float32), optax.sgd(0.1)),
     "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(0.1), 3),
     "skip_nonfinite": lambda: gcx.skip_nonfinite(optax.adam(0.1)),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
@@ -72,13 +66,9 @@ OPTIMIZERS = {
     ),
     "muon": lambda: optax.contrib.muon(0.1),
     "schedule_free": lambda: optax.contrib.schedule_free_adamw(0.1),
-    "ademamix": lambda: optax.contrib.ademamix(0.1),
     "prodigy": lambda: optax.contrib.prodigy(),
-    "dadapt_adamw": lambda: optax.contrib.dadapt_adamw(),
     "dog": lambda: optax.contrib.dog(1.0),
-    "cocob": lambda: optax.contrib.cocob(),
     "momo": lambda: optax.contrib.momo(1.0),
-    "adopt": lambda: optax.contrib.adopt(0.1),
     "madgrad": lambda: optax.contrib.madgrad(0.1),
     "reduce_on_plateau": lambda: optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()),
     "split_real_and_imaginary": lambda: optax.contrib.split_real_and_imaginary(optax.adam(0.1)),
@@ -87,12 +77,6 @@ OPTIMIZERS = {
 SAME_DTYPE_ONLY = {"novograd", "apply_if_finite"}
 # Their update is the difference of two parameters, each rounded to bfloat16.
 DIFFERENCES = {"schedule_free", "madgrad"}
-
-
-def optimizer(name):
-    if name in {"adopt", "madgrad"} and not hasattr(optax.contrib, name):
-        pytest.skip(f"this Optax has no {name}")
-    return OPTIMIZERS[name]()
 
 
 def first_update(inner, grads, params):
@@ -110,7 +94,9 @@ def wide(tree):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_takes_the_mean_of_bfloat16_gradients(name):
     # In MultiSteps this raised errors for years: Optax issues 377, 1038, 1039.
-    inner, params = optimizer(name), params_like("bfloat16")
+    if name == "madgrad" and not hasattr(optax.contrib, name):
+        pytest.skip("this Optax has no madgrad")
+    inner, params = OPTIMIZERS[name](), params_like("bfloat16")
     grads = gradients(4, params)
     tx = gcx.accumulate_gradients(inner, 2)
     trained, updates, states = train(tx, params, grads)
@@ -188,27 +174,17 @@ def accumulated(inner=None):
     return gcx.accumulate_gradients(optax.sgd(0.1) if inner is None else inner, 3)
 
 
+# test_transform.py also flushes chains, masks, partitions and guards.
 WRAPPERS = {
-    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), accumulated(), optax.scale(2.0)),
-    "named_chain": lambda: optax.named_chain(
-        ("clip", gcx.clip_by_global_norm(1.0)), ("accumulate", accumulated())
-    ),
-    "masked": lambda: optax.masked(accumulated(), {"w": True, "b": False}),
-    "partition": lambda: optax.partition(
-        {"a": accumulated(), "b": optax.set_to_zero()}, {"w": "a", "b": "b"}
-    ),
     "inject_hyperparams": lambda: optax.inject_hyperparams(
         lambda learning_rate: accumulated(optax.adam(learning_rate))
     )(learning_rate=optax.linear_schedule(0.1, 0.0, 10)),
     "flatten": lambda: optax.flatten(accumulated(optax.adam(0.1))),
     "apply_if_finite": lambda: optax.apply_if_finite(accumulated(), 3),
-    "skip_nonfinite": lambda: gcx.skip_nonfinite(accumulated()),
-    "skip_large_norm": lambda: gcx.skip_large_norm(accumulated(), 1e6),
     "schedule_free": lambda: optax.contrib.schedule_free(accumulated(), 0.1),
     "mechanize": lambda: optax.contrib.mechanize(accumulated()),
     "split_real_and_imaginary": lambda: optax.contrib.split_real_and_imaginary(accumulated()),
     "conditionally_mask": lambda: optax.conditionally_mask(accumulated(), lambda step: step >= 0),
-    "weight_decay": lambda: optax.chain(optax.add_decayed_weights(0.1), accumulated()),
 }
 
 
@@ -226,7 +202,8 @@ def test_any_wrapper_can_hold_it(name):
 
 def test_masked_accumulates_its_own_leaves_only():
     params = params_like("float32")
-    _, updates, states = train(WRAPPERS["masked"](), params, gradients(1, params))
+    tx = optax.masked(accumulated(), {"w": True, "b": False})
+    _, updates, states = train(tx, params, gradients(1, params))
     assert not np.any(updates[0]["w"])
     np.testing.assert_array_equal(updates[0]["b"], gradients(1, params)[0]["b"])
     assert gcx.diagnostics.accumulation_stats(states[0]).registered_params == 1
