@@ -1,7 +1,6 @@
 """The verdict on a step: which numbers make it a bad one, in which dtypes, on which devices."""
 
 import functools
-import inspect
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gradclip_jax as gcx
 from compat import VERSION, x64
+from guard_cases import feed
 from trees import build
 
 LOW = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
@@ -25,18 +25,12 @@ def has_updated(tx, grads, *, check="step", axis_name=None, **extra_args):
     return gcx.has_updated(guard.update(grads, guard.init(grads), grads, **extra_args)[1])
 
 
-def verdict(tx, grads, wrap=jax.jit, **extra_args):
-    return bool(wrap(lambda grads: has_updated(tx, grads, **extra_args))(grads))
+def verdict(tx, grads, **extra_args):
+    return bool(jax.jit(lambda grads: has_updated(tx, grads, **extra_args))(grads))
 
 
 # The gradient is checked, and nothing else can be bad.
 is_taken = functools.partial(has_updated, optax.set_to_zero())
-
-
-def test_the_verdict_is_the_same_without_jit():
-    for second in (1.0, np.nan):
-        grads = jnp.array([1.0, second], jnp.bfloat16)
-        assert verdict(optax.trace(0.5), grads, wrap=lambda f: f) == np.isfinite(second)
 
 
 def widened(fun):
@@ -85,7 +79,7 @@ def test_an_update_that_overflows_when_it_is_rounded_is_found(dtype, size):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("size", [4, 1000, 2 * BLOCK])
+@pytest.mark.parametrize("size", [4, 2 * BLOCK])
 def test_a_gradient_that_overflows_when_it_is_rounded_is_found(dtype, size):
     largest = jnp.full(size, float(jnp.finfo(dtype).max), jnp.float32)
     look = jax.jit(lambda x, factor: is_taken((x * factor).astype(dtype)))
@@ -93,7 +87,7 @@ def test_a_gradient_that_overflows_when_it_is_rounded_is_found(dtype, size):
     assert look(largest, 1 - 1e-3)
 
 
-@pytest.mark.parametrize("shapes", [(4,), (1000,), (7, 1000), (2_000_000,)])
+@pytest.mark.parametrize("shapes", [(4,), (7, 1000), (2_000_000,)])
 def test_a_bfloat16_sum_that_overflows_when_it_is_rounded_is_found(shapes):
     # Half a step at the largest number, to which XLA may hold on in float32.
     largest = [jnp.full(n, jnp.finfo(jnp.bfloat16).max, jnp.bfloat16) for n in shapes]
@@ -214,30 +208,27 @@ def test_an_infinite_moment_of_a_scalar_parameter_is_found(wrap):
     assert not verdict(wrap(optax.adam(0.1)), grads)
 
 
-@pytest.mark.parametrize("clip", [gcx.clip_by_global_norm, optax.clip_by_global_norm])
-def test_a_hyperparameter_may_become_infinite(clip):
-    def schedule(count):
-        return jnp.where(count < 2, 1.0, jnp.inf)
-
-    static = {"ord"} & set(inspect.signature(clip).parameters)
-    clip = optax.inject_hyperparams(clip, static_args=static)(schedule)
-    tx = optax.chain(clip, optax.sgd(1.0))
-    guarded = gcx.skip_nonfinite(tx)
-    params = {"w": jnp.zeros(2)}
-    state, step = guarded.init(params), jax.jit(guarded.update)
-    for _ in range(5):
-        _, state = step({"w": jnp.array([3.0, 4.0])}, state, params)
-    assert int(state.skipped_nonfinite) == 0
-    assert jnp.isinf(state.inner_state[0].hyperparams[next(iter(state.inner_state[0].hyperparams))])
+def turned_off(count):
+    return jnp.where(count < 2, 1.0, jnp.inf)
 
 
-def test_the_threshold_of_a_clip_may_become_infinite():
-    off = gcx.clip_by_leaf_norm(lambda count: jnp.where(count < 1, 1.0, jnp.inf))
-    tx = gcx.skip_nonfinite(optax.chain(off, optax.sgd(0.1)))
-    state = tx.init(jnp.ones(2))
-    for _ in range(3):
-        _, state = tx.update(jnp.ones(2), state)
-    assert int(state.skipped_nonfinite) == 0
+@pytest.mark.parametrize(
+    "clip",
+    [
+        gcx.clip_by_leaf_norm(turned_off),
+        optax.inject_hyperparams(optax.clip_by_global_norm)(turned_off),
+        # ZClip has no threshold for norms that are no spikes, AdaGC none for the whole tree after
+        # its warm-up: both go from a number to infinity.
+        gcx.zclip(max_norm=None, warmup_steps=3),
+        gcx.adagc(warmup_steps=3),
+    ],
+    ids=["schedule", "injected", "zclip", "adagc"],
+)
+def test_a_threshold_may_become_infinite(clip):
+    tx = gcx.skip_nonfinite(optax.chain(clip, optax.sgd(1.0)), check="step")
+    skipped, state = feed(tx, [1.0, 1.1, 0.9, 1.0, 50.0, 1.0, 1.1, 0.9])
+    assert not skipped.any()
+    assert any(np.isinf(x).any() for x in jax.tree.leaves(state.inner_state))
 
 
 # By default the squares of the gradient have to be finite.

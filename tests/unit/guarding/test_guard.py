@@ -19,7 +19,6 @@ from guard_cases import (
     adamw,
     dtypes,
     each_guard,
-    feed,
     on_shards,
     params_and_grads,
     spoiled,
@@ -131,31 +130,13 @@ def test_a_loss_that_is_not_finite_is_skipped(value):
     assert state.skipped_nonfinite == 0
 
 
-def test_a_bad_update_of_a_good_gradient_is_skipped():
-    params, grads = params_and_grads()
-    tx = gcx.skip_nonfinite(optax.chain(optax.adam(0.1), optax.scale(np.inf)), check="step")
-    start = tx.init(params)
-    updates, state = tx.update(grads, start, params)
-    chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, grads))
-    chex.assert_trees_all_equal(state.inner_state, start.inner_state)
-
-
-@pytest.mark.parametrize("ord", [1, 2, 3.5, np.inf])
+@pytest.mark.parametrize("ord", [1, 2, np.inf])
 def test_a_nan_is_skipped_in_a_large_leaf_whatever_the_order_of_the_norm(ord):
     # From 65,536 elements on, JAX on the CPU drops a NaN from a maximum.
     grads = jnp.ones(70_000).at[30_000].set(jnp.nan)
     for tx in (gcx.skip_nonfinite, functools.partial(gcx.skip_large_norm, max_norm=1e9, ord=ord)):
         updates, state = jax.jit(tx(optax.sgd(0.1)).update)(grads, tx(optax.sgd(0.1)).init(grads))
         assert state.skipped_nonfinite == 1 and not updates.any()
-
-
-def test_the_guard_does_not_take_a_threshold_that_is_turned_off_for_a_fault():
-    # ZClip has no threshold for norms that are no spikes, AdaGC none for the whole tree after
-    # its warm-up: both go from a number to infinity.
-    for clip in (gcx.zclip(max_norm=None, warmup_steps=3), gcx.adagc(warmup_steps=3)):
-        tx = gcx.skip_nonfinite(optax.chain(clip, optax.sgd(0.1)))
-        skipped, _ = feed(tx, [1.0, 1.1, 0.9, 1.0, 50.0, 1.0, 1.1, 0.9])
-        assert not skipped.any()
 
 
 @each_guard
@@ -217,16 +198,6 @@ def test_a_skip_copies_no_buffer(guard):
     assert not [shape for shape in copies if np.prod(list(map(int, shape.split(",")))) > 100]
 
 
-def test_a_guard_may_stand_anywhere_in_a_chain():
-    params, grads = params_and_grads()
-    tx = optax.chain(
-        gcx.clip_by_global_norm(1.0), gcx.skip_nonfinite(optax.scale_by_adam()), optax.scale(-0.1)
-    )
-    updates, state = tx.update(spoiled(grads), tx.init(params), params)
-    chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, grads))
-    assert gcx.metrics(state)["skipped_nonfinite"] == 1
-
-
 @each_guard
 def test_a_guard_is_differentiable(guard):
     tx = guard(optax.sgd(0.5))
@@ -251,45 +222,6 @@ def test_extra_arguments_of_another_meaning_are_left_to_the_inner_one(extra):
     params = jnp.ones(1)
     updates, _ = tx.update(params, tx.init(params), params, **extra)
     assert updates.tolist() == [1.0]
-
-
-def test_reactions_to_what_is_not_finite_are_uniform():
-    params, grads = params_and_grads()
-    bad = spoiled(grads)
-    adam = optax.adam(0.1)
-    _, moved = adam.update(jax.tree.map(jnp.zeros_like, grads), adam.init(params))
-
-    skip = gcx.skip_nonfinite(adam)  # the optimizer does not run
-    updates, state = skip.update(bad, skip.init(params), params)
-    assert state.inner_state[0].count == 0 and not updates["w"].any()
-
-    for clip in (  # the optimizer runs on a zero gradient
-        gcx.clip_by_global_norm(1.0, nonfinite="zero"),
-        gcx.zero_large_norm(jnp.inf),
-    ):
-        zero = optax.chain(clip, adam)
-        updates, state = zero.update(bad, zero.init(params), params)
-        chex.assert_trees_all_equal(state[1], moved)
-        assert not gcx.diagnostics.nonfinite_leaves((updates, state[1]))
-
-
-@pytest.mark.parametrize(
-    ("guard", "arguments", "error", "name"),
-    [
-        (gcx.skip_nonfinite, {"inner": 0.1}, TypeError, "inner"),
-        (gcx.skip_large_norm, {"inner": None, "max_norm": 1.0}, TypeError, "inner"),
-        (gcx.skip_nonfinite, {"max_consecutive_skips": 0}, ValueError, "max_consecutive_skips"),
-        (gcx.skip_spikes, {"norm": 1.0, "max_consecutive_skips": 2.5}, TypeError, "max_consec"),
-        (gcx.skip_large_norm, {"max_norm": 1.0, "relearn_after": 0}, ValueError, "relearn_after"),
-        (gcx.skip_large_norm, {"max_norm": -1.0}, ValueError, "max_norm"),
-        (gcx.skip_large_norm, {"max_norm": "big"}, TypeError, "max_norm"),
-        (gcx.skip_large_norm, {"max_norm": 1.0, "ord": 0}, ValueError, "ord"),
-        (gcx.skip_nonfinite, {"axis_name": 3}, TypeError, "axis_name"),
-    ],
-)
-def test_a_wrong_argument_is_named(guard, arguments, error, name):
-    with pytest.raises(error, match=f"^{guard.__name__}: `{name}"):
-        guard(**{"inner": optax.sgd(1.0)} | arguments)
 
 
 # Other inputs
@@ -333,32 +265,21 @@ def test_a_weakly_typed_inner_state_is_traced_once(guard):
 
 
 @each_guard
-def test_swapped_state_and_gradients_are_named(guard):
-    params, grads = params_and_grads()
-    tx = guard(optax.sgd(0.1))
-    for state, error in ((grads, TypeError), (None, ValueError)):
-        with pytest.raises(error, match="^skip_.*: `state` must be"):
-            tx.update(grads, state, params)
-
-
-@each_guard
 def test_lookahead_is_guarded(guard):
     bare = optax.lookahead(optax.sgd(0.5), sync_period=2, slow_step_size=0.5)
     tx = guard(bare)
-    params = {"w": jnp.array([4.0, 2.0])}
-    expected = pair = optax.LookaheadParams.init_synced(params)
+    pair = optax.LookaheadParams.init_synced({"w": jnp.array([4.0, 2.0])})
     state, bare_state = tx.init(pair), bare.init(pair)
     step = jax.jit(tx.update)
     for i in range(5):
         grads = jax.tree.map(lambda x: x * 0.5, pair.fast)
         if i == 2:
-            updates, state = step(jax.tree.map(lambda x: x * jnp.nan, grads), state, pair)
-            chex.assert_trees_all_equal(optax.apply_updates(pair, updates), pair)
+            updates, state = step(spoiled_all(grads), state, pair)
+            assert not any(np.any(x) for x in jax.tree.leaves(updates))
         updates, state = step(grads, state, pair)
+        expected, bare_state = bare.update(grads, bare_state, pair)
+        chex.assert_trees_all_close(updates, expected, rtol=1e-6)
         pair = optax.apply_updates(pair, updates)
-        updates, bare_state = bare.update(grads, bare_state, expected)
-        expected = optax.apply_updates(expected, updates)
-    chex.assert_trees_all_close(pair, expected, rtol=1e-6)
 
 
 def test_an_object_with_init_and_update_is_taken():
@@ -373,6 +294,3 @@ def test_an_object_with_init_and_update_is_taken():
         tx = guard(Plain())
         updates, _ = tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
         assert updates.tolist() == [-1.0, -1.0]
-
-
-# What a GPU and a TPU run
