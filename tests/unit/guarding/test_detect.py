@@ -208,27 +208,13 @@ def test_an_infinite_moment_of_a_scalar_parameter_is_found(wrap):
     assert not verdict(wrap(optax.adam(0.1)), grads)
 
 
-def turned_off(count):
-    return jnp.where(count < 2, 1.0, jnp.inf)
-
-
-@pytest.mark.parametrize(
-    "clip",
-    [
-        gcx.clip_by_leaf_norm(turned_off),
-        optax.inject_hyperparams(optax.clip_by_global_norm)(turned_off),
-        # ZClip has no threshold for norms that are no spikes, AdaGC none for the whole tree after
-        # its warm-up: both go from a number to infinity.
-        gcx.zclip(max_norm=None, warmup_steps=3),
-        gcx.adagc(warmup_steps=3),
-    ],
-    ids=["schedule", "injected", "zclip", "adagc"],
-)
-def test_a_threshold_may_become_infinite(clip):
+def test_an_injected_threshold_may_become_infinite():
+    schedule = optax.piecewise_constant_schedule(1.0, {2: jnp.inf})
+    clip = optax.inject_hyperparams(optax.clip_by_global_norm)(schedule)
     tx = gcx.skip_nonfinite(optax.chain(clip, optax.sgd(1.0)), check="step")
-    skipped, state = feed(tx, [1.0, 1.1, 0.9, 1.0, 50.0, 1.0, 1.1, 0.9])
+    skipped, state = feed(tx, [5.0] * 5)
     assert not skipped.any()
-    assert any(np.isinf(x).any() for x in jax.tree.leaves(state.inner_state))
+    assert np.isinf(state.inner_state[0].hyperparams["max_norm"])
 
 
 # By default the squares of the gradient have to be finite.
