@@ -238,7 +238,7 @@ def calls(tx, stream):
     call = jax.jit(partial(taken, tx, fast=True))
     for item in stream:
         grad, extra_args = item if isinstance(item, tuple) else (item, {})
-        params, state = call(jnp.array([grad]), state, params, **extra_args)
+        params, state = call(jnp.float32([grad]), state, params, **extra_args)
         rows.append(int(gcx.has_updated(state)))
     return params.item(), state, rows
 
@@ -304,7 +304,9 @@ VERDICTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("tx", "stream", "param", "steps", "counts"), VERDICTS.values(), ids=VERDICTS)
+@pytest.mark.parametrize(
+    ("tx", "stream", "param", "steps", "counts"), VERDICTS.values(), ids=VERDICTS
+)
 def test_one_guard_counts_a_refusal(tx, stream, param, steps, counts):
     found, state, rows = calls(tx, stream)
     assert (found, rows, counted(state)) == (param, steps, counts)

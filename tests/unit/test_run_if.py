@@ -255,10 +255,13 @@ def test_a_parameter_without_gradient_stays_as_it_is(every):
     np.testing.assert_array_equal(after["n"], params["n"])
 
 
-def test_strict_promotion_takes_float32_updates_to_bfloat16_parameters():
-    tx = gcx.accumulate_gradients(optax.sgd(0.5), 1)
-    params = jnp.ones(3, jnp.bfloat16)
+@pytest.mark.parametrize("every", [1, 2])
+def test_strict_promotion_takes_float32_updates_to_bfloat16_parameters(every):
+    tx = gcx.accumulate_gradients(optax.sgd(0.5), every)
+    params = grads = jnp.ones(3, jnp.bfloat16)
+    state = tx.init(params)
     with compat.strict():
-        step = jax.jit(lambda p, s, g: gcx.apply_gradients(tx, g, s, p))
-        after, _ = step(params, tx.init(params), params)
-    assert after.tolist() == [0.5] * 3 and after.dtype == params.dtype
+        step = jax.jit(functools.partial(gcx.apply_gradients, tx))
+        for _ in range(every):
+            params, state = step(grads, state, params)
+    assert params.tolist() == [0.5] * 3 and params.dtype == grads.dtype

@@ -209,11 +209,12 @@ def test_the_host_may_say_when_a_window_closes(fast):
     assert gcx.diagnostics.accumulation_stats(state).total_updates == 2
 
 
-def test_a_window_of_zero_weight_that_the_host_closes_emits_nothing():
+@pytest.mark.parametrize("wrap", [lambda f, **_: f, jax.jit], ids=["known", "traced"])
+def test_a_window_of_zero_weight_that_the_host_closes_emits_nothing(wrap):
     params = params_like()
     tx = gcx.accumulate_gradients(optax.adam(0.1), 2)
-    step = jax.jit(tx.update, static_argnames="emit")
-    updates, state = step(params, tx.init(params), params, weight=jnp.float32(0), emit=True)
+    step = wrap(tx.update, static_argnames="emit")
+    updates, state = step(params, tx.init(params), params, weight=0, emit=True)
     assert is_zero(updates) and not bool(gcx.has_updated(state))
 
 

@@ -172,24 +172,17 @@ def test_the_scale_stays_finite_whatever_the_factors():
 
 def test_bounds_are_arguments_and_hold_after_a_checkpoint_in_a_new_program():
     make = functools.partial(gcx.dynamic_loss_scale, optax.sgd(0.1), init_scale=4.0)
-    tx = make(min_scale=2.0)
-    params = jnp.zeros(2)
-    host = jax.tree.map(np.asarray, tx.init(params))  # plain arrays, in plain tuples
-    assert jax.tree.structure(host) == jax.tree.structure(tx.init(params))
-    for scales, new in (
-        ([2.0, 2.0, 2.0], tx),
-        ([1.0, 0.5, 0.5], make(min_scale=0.5, max_scale=4.0)),
+    host = jax.tree.map(np.asarray, make().init(jnp.zeros(2)))
+    for start, bounds, grad, scales in (
+        (4.0, {"min_scale": 2.0}, np.nan, [2.0, 2.0]),
+        (4.0, {"min_scale": 0.5}, np.nan, [2.0, 1.0, 0.5, 0.5]),
+        (64.0, {"max_scale": 4.0}, 1.0, [4.0]),
     ):
-        state = jax.tree.map(jnp.asarray, host)
-        if new is not tx:
-            _, state = tx.update(jnp.full(2, np.nan), state)
+        state = host._replace(loss_scale=np.float32(start))
+        update = jax.jit(make(**bounds).update)
         for expected in scales:
-            _, state = jax.jit(new.update)(jnp.full(2, np.nan), state, params)
+            _, state = update(jnp.full(2, grad), state)
             assert scale_of(state) == expected
-    _, state = jax.jit(make(max_scale=4.0).update)(
-        jnp.ones(2), host._replace(loss_scale=jnp.float32(64)), params
-    )
-    assert scale_of(state) == 4.0
 
 
 def test_a_traced_scale_may_be_injected():
@@ -287,24 +280,6 @@ def test_other_guards_inside_see_unscaled_gradients_and_the_true_loss():
     # A spike is no fault of the scale.
     _, state = tx.update(100 * grads, state, params, value=loss)
     assert gcx.metrics(state)["skipped_large_norm"] == 1 and scale_of(state) == 2.0**10
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        gcx.skip_nonfinite,
-        functools.partial(gcx.skip_spikes, loss=1.0),
-        lambda tx: gcx.skip_nonfinite(gcx.accumulate_gradients(tx, 2)),
-        lambda tx: gcx.skip_nonfinite(optax.chain(gcx.clip(1.0), tx)),
-        gcx.dynamic_loss_scale,
-    ],
-)
-def test_a_guard_around_a_loss_scale_is_refused(build):
-    with pytest.raises(
-        TypeError,
-        match="`inner` must be a transformation that does not contain `dynamic_loss_scale`",
-    ):
-        build(gcx.dynamic_loss_scale(optax.sgd(1.0))).init(jnp.zeros(2))
 
 
 def around(inner, every, **options):
@@ -428,30 +403,23 @@ def test_an_overflow_on_one_shard_lowers_the_scale_of_all_devices(check_vma):
 
     @jax.jit
     @functools.partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=(shards, shards),
-        out_specs=(shards, shards, whole),
-        check_vma=check_vma,
+        jax.shard_map, mesh=mesh, in_specs=shards, out_specs=(shards, whole), check_vma=check_vma
     )
-    def step(params, x):
+    def step(x):
+        params = jnp.zeros_like(x, jnp.float32)
         state = tx.init(params)
-
-        def loss(params):
-            return gcx.scale_loss(state, jnp.sum(params.astype(jnp.float16) * x))
-
-        value, grads = jax.value_and_grad(loss)(params)
+        grads = jax.grad(lambda params: gcx.scale_loss(state, params.astype(x.dtype) @ x))(params)
         params, state = gcx.apply_gradients(tx, grads, state, params)
-        return params, jnp.full(1, value), state.loss_scale
+        return params, state.loss_scale
 
     x = np.ones(16, np.float16)
-    params, _, scale = step(jnp.zeros(16), x)
+    params, scale = step(x)
     assert (params != 0).all() and float(scale) == 8.0
-    params, _, scale = step(jnp.zeros(16), np.where(np.arange(16) == 9, np.float16(6e4), x))
+    params, scale = step(np.where(np.arange(16) == 9, np.float16(6e4), x))
     assert not params.any() and float(scale) == 4.0
 
 
-# Changing over, and errors
+# Changing over
 
 
 def test_a_run_goes_on_with_a_loss_scale_and_back_without():
@@ -467,41 +435,3 @@ def test_a_run_goes_on_with_a_loss_scale_and_back_without():
         assert scale_of(new) == 8.0 and gcx.metrics(new)["skipped_nonfinite"] == count
         back = gcx.convert_state(old, new, params)
         chex.assert_trees_all_equal(back if old is adam else back.inner_state, moved)
-
-
-make = functools.partial(gcx.dynamic_loss_scale, optax.sgd(1.0))
-STATE = gcx.dynamic_loss_scale(optax.sgd(1.0)).init(np.zeros(1))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [
-        ("inner", 0.1, TypeError),
-        ("init_scale", 0.0, ValueError),
-        ("init_scale", 0.5, ValueError),  # below the smallest
-        ("max_scale", np.inf, ValueError),
-        ("min_scale", "1", TypeError),
-        ("growth_factor", 1.0, ValueError),
-        ("backoff_factor", 1.0, ValueError),
-        ("growth_interval", 0, ValueError),
-        ("check", "loss", ValueError),
-    ],
-)
-def test_a_wrong_argument_is_named(name, value, error):
-    with pytest.raises(error, match=f"^dynamic_loss_scale: `{name}` must be"):
-        gcx.dynamic_loss_scale(**{"inner": optax.sgd(1.0), name: value})
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: make().update(jnp.ones(1), optax.EmptyState()), "dynamic_loss_scale: `state`"),
-        (lambda: make().update({"a": jnp.ones(1, int)}, STATE), "dynamic.*updates.*'a'"),
-        (lambda: gcx.scale_loss(optax.sgd(1.0).init(0.0), 1.0), "scale_loss: `state`"),
-        (lambda: gcx.scale_loss((STATE, STATE), 1.0), "scale_loss: `state`"),
-        (lambda: gcx.scale_loss(STATE, jnp.int32(3)), "scale_loss: `loss`"),
-    ],
-)
-def test_a_wrong_state_or_tree_is_named(call, message):
-    with pytest.raises(TypeError, match=f"^{message}"):
-        call()
