@@ -99,6 +99,20 @@ def train(tx, stream):
     return params, skipped, state
 
 
+def calls(tx, stream, wrap=jax.jit):
+    """The parameter, the state, and whether a step was taken, for gradients of one number each.
+
+    A gradient may come with extra arguments.
+    """
+    params, rows = jnp.zeros(1), []
+    state, call = tx.init(params), wrap(functools.partial(gcx.apply_gradients, tx))
+    for item in stream:
+        grad, extra_args = item if isinstance(item, tuple) else (item, {})
+        params, state = call(jnp.float32([grad]), state, params, **extra_args)
+        rows.append(int(gcx.has_updated(state)))
+    return params.item(), state, rows
+
+
 def dtypes(tree):
     return [x.dtype.name for x in jax.tree.leaves(tree)]
 

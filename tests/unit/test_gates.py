@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import gradclip_jax as gcx
+from guard_cases import calls
 
 gradient = partial(gcx.skip_nonfinite, check="gradient")
 step = partial(gcx.skip_nonfinite, check="step")
@@ -229,18 +230,6 @@ def test_a_checked_step_is_computed_once(nest):
 
 
 # --- the verdict table ----------------------------------------------------------------------
-
-
-def calls(tx, stream):
-    """Parameter, state, and whether a step was taken, after calls on gradients of one number."""
-    params, rows = jnp.zeros(1), []
-    state = tx.init(params)
-    call = jax.jit(partial(taken, tx, fast=True))
-    for item in stream:
-        grad, extra_args = item if isinstance(item, tuple) else (item, {})
-        params, state = call(jnp.float32([grad]), state, params, **extra_args)
-        rows.append(int(gcx.has_updated(state)))
-    return params.item(), state, rows
 
 
 def counted(state):

@@ -288,14 +288,6 @@ def test_only_other_extra_arguments_reach_the_inner_optimizer_and_those_of_the_l
     assert float(flushed.inner_opt_state) == 7
 
 
-@pytest.mark.parametrize("name", ["empty", "only_none"])
-def test_a_tree_without_leaves_passes_through(name):
-    grads = trees.build(name)
-    updates, states = run(gcx.accumulate_gradients(optax.identity(), 2), grads, [grads] * 2)
-    chex.assert_trees_all_equal_structs(updates[0], grads)
-    assert emissions(states) == [False, True]
-
-
 def test_any_tree_passes_through():
     grads = {name: trees.build(name) for name in ("masked", "zero_size", "float0", "scalars")}
     params = jax.tree.map(

@@ -225,17 +225,6 @@ def test_two_accumulations_in_a_partition_keep_their_own_windows():
     assert sorted(int(v) for v in told) == [2, 3]
 
 
-def test_clipping_before_it_clips_the_micro_batch_and_inside_it_the_window():
-    params = {"w": jnp.zeros(2)}
-    grads = [{"w": jnp.array([30.0, 40.0])}, {"w": jnp.array([0.0, 0.0])}]
-    clip = gcx.clip_by_global_norm(1.0)
-    accumulate = gcx.accumulate_gradients(optax.identity(), 2)
-    _, updates, _ = train(optax.chain(clip, accumulate), params, grads)
-    np.testing.assert_allclose(updates[-1]["w"], [0.3, 0.4], rtol=1e-6)
-    _, updates, _ = train(gcx.accumulate_gradients(clip, 2), params, grads)
-    np.testing.assert_allclose(updates[-1]["w"], [0.6, 0.8], rtol=1e-6)
-
-
 # --- Flax -----------------------------------------------------------------------------------
 
 
