@@ -465,7 +465,9 @@ def test_leaves_that_are_not_gradients_have_a_reduction_of_their_own(has_weight)
     def fun(params, x):
         # The derivative by a statistic is the statistic.
         statistics = params["statistics"]
-        value = jnp.mean(x @ params["w"]) + statistics["most"] * x.max() + statistics["last"] * x.sum()
+        value = (
+            jnp.mean(x @ params["w"]) + statistics["most"] * x.max() + statistics["last"] * x.sum()
+        )
         return (value, jnp.sum(x > 0)) if has_weight else value
 
     def word(path):
