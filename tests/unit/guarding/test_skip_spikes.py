@@ -2,7 +2,6 @@
 
 import functools
 import json
-import re
 from pathlib import Path
 
 import chex
@@ -14,6 +13,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import gradclip_jax as gcx
+import hlo
 from guard_cases import (
     FROZEN,
     INT_MAX,
@@ -23,7 +23,6 @@ from guard_cases import (
     on_shards,
     params_and_grads,
 )
-from hlo import compiled
 
 
 def test_the_counts_of_spikes_saturate():
@@ -53,19 +52,14 @@ def test_a_state_with_a_rule_can_be_donated():
 
 def test_a_skip_for_the_norm_does_not_run_the_optimizer():
     def update(updates, state, params=None):
-        jax.debug.callback(ran.append, 1)
+        jax.debug.callback(lambda: ran.append(1))
         return updates, state
 
     ran = []
     inner = optax.GradientTransformation(lambda params: (), update)
-    tx = gcx.skip_large_norm(inner, 1.0)
-    step = jax.jit(tx.update)
-    _, state = step(jnp.array([2.0]), tx.init(jnp.zeros(1)))
+    skipped, _ = feed(gcx.skip_large_norm(inner, 1.0), [2.0, 0.5])
     jax.effects_barrier()
-    assert not ran
-    step(jnp.array([0.5]), state)
-    jax.effects_barrier()
-    assert ran == [1]
+    assert skipped.tolist() == [True, False] and ran == [1]
 
 
 def test_the_verdict_costs_one_all_reduce_in_shard_map():
@@ -77,9 +71,8 @@ def test_the_verdict_costs_one_all_reduce_in_shard_map():
     def step(grads):
         return tx.update(grads, tx.init(grads))[0]["a"]
 
-    text = compiled(step, {"a": jnp.ones(64), "b": jnp.ones((64, 4))})
-    reduces = re.findall(r"all-reduce(?:-start)?\(", text.split("ENTRY")[1])
-    assert len(reduces) == 1
+    text = hlo.compiled(step, {"a": jnp.ones(64), "b": jnp.ones((64, 4))})
+    assert hlo.count(text, "all-reduce") == 1
 
 
 @pytest.mark.parametrize(
@@ -172,20 +165,6 @@ def longest_run(skipped):
     return longest
 
 
-@pytest.mark.slow
-@each_rule
-def test_a_lasting_rise_is_learned(rule):
-    tx = gcx.skip_large_norm(optax.sgd(0.1), rule, relearn_after=25)
-    rises = (30.0, 1e4, 1e8)
-    skips, state = feed(tx, [np.r_[normals(100), rise * normals(300)] for rise in rises])
-    for skipped in skips:
-        assert longest_run(skipped) <= 25
-        # Learned: no more is skipped of the new level than of the old one; a percentile of 90
-        # or a quantile of 0.9 skips one norm of ten by its definition.
-        assert skipped[-100:].mean() <= 0.35
-    assert not np.isnan(state.skip_threshold).any()
-
-
 @pytest.mark.parametrize("relearn_after", [1, 3, 25])
 def test_the_level_is_learned_anew_after_so_many_skips(relearn_after):
     tx = gcx.skip_large_norm(optax.sgd(0.1), FROZEN, relearn_after=relearn_after)
@@ -211,18 +190,6 @@ def test_a_fixed_number_is_not_learned_anew_but_the_flag_tells():
     assert skipped.tolist() == 20 * [True] + 30 * [False]
 
 
-@pytest.mark.slow
-@each_rule
-def test_norms_that_are_not_finite_do_not_enter_the_history(rule):
-    tx = gcx.skip_large_norm(optax.sgd(0.1), rule)
-    stream = normals(60)
-    _, clean = feed(tx, stream)
-    holes = np.insert(stream, [0, 5, 5, 30, 59], [np.nan, np.inf, np.nan, -np.inf, np.nan])
-    skipped, state = feed(tx, holes)
-    chex.assert_trees_all_equal(state.signals, clean.signals)
-    assert skipped[~np.isfinite(holes)].all()
-
-
 @each_rule
 def test_the_warm_up_blocks_what_is_not_finite(rule):
     tx = gcx.skip_large_norm(optax.sgd(0.1), rule)
@@ -232,34 +199,27 @@ def test_the_warm_up_blocks_what_is_not_finite(rule):
 
 
 SPIKES = (1e3, 1e10, 1e20, 1e30, 3e38)
+STREAMS = [
+    *[np.r_[normals(100), rise * normals(300)] for rise in (30.0, 1e4, 1e8)],
+    *[np.r_[normals(3), spike, normals(396)] for spike in SPIKES],  # during the warm-up
+    *[np.r_[normals(100), spike, normals(298, seed=1), 1e3] for spike in SPIKES],
+    np.r_[np.zeros(100), normals(300)],
+]
 
 
 @pytest.mark.slow
 @each_rule
-def test_a_spike_during_warm_up_does_not_lock_up(rule):
-    tx = gcx.skip_large_norm(optax.sgd(0.1), rule)
-    skips, _ = feed(tx, [np.r_[normals(3), spike, normals(400)] for spike in SPIKES])
+def test_no_stream_locks_a_guard_up_or_switches_it_off(rule):
+    tx = gcx.skip_large_norm(optax.sgd(0.1), rule, relearn_after=25)
+    skips, state = feed(tx, STREAMS)
     for skipped in skips:
         assert longest_run(skipped) <= 25
+        # Learned: no more is skipped of the new level than of the old one; a percentile of 90
+        # or a quantile of 0.9 skips one norm of ten by its definition.
         assert skipped[-100:].mean() <= 0.35
-
-
-@pytest.mark.slow
-@each_rule
-def test_a_spike_does_not_switch_the_guard_off_for_good(rule):
-    tx = gcx.skip_large_norm(optax.sgd(0.1), rule)
-    streams = [np.r_[normals(100), spike, normals(200, seed=1), 1e3] for spike in SPIKES]
-    skips, _ = feed(tx, streams)
-    assert skips[:, 100].all() and skips[:, -1].all()
-
-
-@pytest.mark.slow
-@each_rule
-def test_zero_gradients_do_not_lock_up(rule):
-    tx = gcx.skip_large_norm(optax.sgd(0.1), rule)
-    skipped, _ = feed(tx, np.r_[np.zeros(150), normals(300)])
-    assert not skipped[:150].any()
-    assert longest_run(skipped) <= 25 and skipped[-100:].mean() <= 0.35
+    assert skips[8:13, [100, -1]].all()  # both spikes are skipped
+    assert not skips[-1, :100].any()  # no zero is
+    assert not np.isnan(state.skip_threshold).any()
 
 
 # Loss and norm
@@ -319,11 +279,9 @@ def test_a_guard_of_the_loss_alone_skips_a_gradient_that_is_not_finite():
     assert skipped.tolist() == [False, True, False] and state.skipped_nonfinite == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("level", [-3.0, 0.0, 2.0])
-def test_a_lasting_rise_of_the_loss_is_learned(level):
+def test_a_lasting_rise_of_a_negative_loss_is_learned():
     noise = 0.1 * np.random.default_rng(0).standard_normal(200)
-    losses = level + noise + np.r_[np.zeros(100), np.full(100, 50.0)]
+    losses = -3.0 + noise + np.r_[np.zeros(100), np.full(100, 50.0)]
     for rule in (
         gcx.thresholds.mean_std(6.0, window=50, warmup_steps=10, allow_negative=True),
         gcx.thresholds.zscore(6.0, allow_negative=True),
