@@ -13,7 +13,7 @@ import pytest
 import compat
 import gradclip_jax as gcx
 import hlo
-import trees
+from accumulation_cases import gradients, params_like
 from gradclip_jax._run_if import run_if
 
 X, Y = jnp.array([1.0, -2.0, 3.0]), jnp.float32(0.5)
@@ -164,11 +164,6 @@ TRANSFORMATIONS = {
 }
 
 
-def gradients(seed, params, bad=False):
-    grads = jax.tree.map(lambda p: trees.normal(p.shape, p.dtype, seed=seed), params)
-    return jax.tree.map(lambda g: g * jnp.nan, grads) if bad else grads
-
-
 def by_update(tx):
     tx = optax.with_extra_args_support(tx)
 
@@ -182,18 +177,16 @@ def by_update(tx):
 def trained(step, tx, params, bad_at=None):
     state = tx.init(params)
     for i in range(6):
-        params, state = step(gradients(i, params, bad=i == bad_at), state, params)
+        grads = gradients(i, params)
+        bad = jax.tree.map(lambda g: g * jnp.nan, grads)
+        params, state = step(bad if i == bad_at else grads, state, params)
     return params, state
-
-
-def small_params(dtype="float32"):
-    return {"w": trees.normal((3, 2), dtype), "b": [None, trees.normal((), dtype)]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_apply_gradients_is_update_and_apply_updates(name):
-    tx, params = TRANSFORMATIONS[name](), small_params()
+    tx, params = TRANSFORMATIONS[name](), params_like()
     fast = jax.jit(functools.partial(gcx.apply_gradients, tx))
     plain = jax.jit(by_update(tx))
     for bad_at in (None, 2):
@@ -206,7 +199,7 @@ def test_apply_gradients_of_low_precision_parameters_is_no_less_precise():
     # The update is not rounded to bfloat16 before it is added: the result is that of `update`
     # in float32, rounded once.
     tx = gcx.accumulate_gradients(optax.adamw(0.1), 2)
-    params = small_params("bfloat16")
+    params = params_like("bfloat16")
     grads = [gradients(i, params) for i in range(2)]
     state, exact = tx.init(params), jax.tree.map(lambda p: p.astype(jnp.float32), params)
     exact_state = tx.init(exact)
@@ -237,7 +230,7 @@ def test_apply_gradients_hands_extra_arguments_on_to_any_transformation():
 
 def test_a_held_step_returns_the_parameters_themselves():
     tx = gcx.accumulate_gradients(optax.adam(0.1), 2)
-    params = small_params()
+    params = params_like()
     held, _ = gcx.apply_gradients(tx, gradients(0, params), tx.init(params), params)
     assert all(a is b for a, b in zip(jax.tree.leaves(held), jax.tree.leaves(params), strict=True))
 

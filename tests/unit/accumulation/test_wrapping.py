@@ -10,40 +10,16 @@ import pytest
 import gradclip_jax as gcx
 import hlo
 import trees
+from accumulation_cases import emissions, gradients, is_zero, run
 
 VALUE = jnp.float32(1.0)
 
 
-def params_like(dtype):
-    return {"w": trees.normal((4, 3), dtype, seed=7), "b": trees.normal((3,), dtype, seed=8)}
+PARAMS = {"w": trees.normal((4, 3), seed=7), "b": trees.normal((3,), seed=8)}
 
 
-def gradients(count, params):
-    make = [
-        jax.tree.map(lambda p, s=seed: trees.normal(p.shape, p.dtype, seed=s), params)
-        for seed in range(count)
-    ]
-    return make
-
-
-def train(tx, params, grads, *, value=VALUE):
-    """Parameters, updates and states after each step; one compiled program, traced once."""
-    tx = optax.with_extra_args_support(tx)
-    traces, updates, states = [], [], []
-
-    @jax.jit
-    def step(grads, state, params):
-        traces.append(1)
-        out, state = tx.update(grads, state, params, value=value)
-        return optax.apply_updates(params, out), out, state
-
-    state = tx.init(params)
-    for g in grads:
-        params, out, state = step(g, state, params)
-        updates.append(out)
-        states.append(state)
-    assert len(traces) == 1
-    return params, updates, states
+def grads_of(count, params=PARAMS):
+    return [gradients(seed, params) for seed in range(count)]
 
 
 # --- any optimizer inside -------------------------------------------------------------------
@@ -96,15 +72,13 @@ def test_any_optimizer_takes_the_mean_of_bfloat16_gradients(name):
     # In MultiSteps this raised errors for years: Optax issues 377, 1038, 1039.
     if name == "madgrad" and not hasattr(optax.contrib, name):
         pytest.skip("this Optax has no madgrad")
-    inner, params = OPTIMIZERS[name](), params_like("bfloat16")
-    grads = gradients(4, params)
+    inner, params = OPTIMIZERS[name](), jax.tree.map(lambda p: p.astype("bfloat16"), PARAMS)
+    grads = grads_of(4, params)
     tx = gcx.accumulate_gradients(inner, 2)
-    trained, updates, states = train(tx, params, grads)
+    updates, states = run(tx, params, grads, [{"value": VALUE}] * 4)
     chex.assert_trees_all_equal_shapes_and_dtypes(states[-1], tx.init(params))
-    chex.assert_trees_all_equal_dtypes(trained, params)
-    assert [bool(gcx.has_updated(s)) for s in states] == [False, True] * 2
-    for held in (updates[0], updates[2]):
-        assert not any(np.any(x) for x in jax.tree.leaves(held))
+    assert emissions(states) == [False, True] * 2
+    assert is_zero(updates[0]) and is_zero(updates[2])
     # The mean of two bfloat16 numbers is exact in float32.
     mean = jax.tree.map(lambda *g: sum(x.astype(jnp.float32) for x in g) / 2, *grads[:2])
     narrow = jax.tree.map(lambda m, p: m.astype(p.dtype), mean, params)
@@ -121,16 +95,14 @@ def test_a_weakly_typed_inner_state_costs_no_second_trace():
     inner = optax.GradientTransformation(
         lambda params: jnp.asarray(1.0), lambda updates, state, params=None: (updates, state * 2)
     )
-    params = params_like("float32")
     tx = gcx.accumulate_gradients(inner, 2)
-    assert not tx.init(params).inner_opt_state.weak_type
-    train(tx, params, gradients(3, params))
+    assert not tx.init(PARAMS).inner_opt_state.weak_type
+    run(tx, PARAMS, grads_of(3))
 
 
 @pytest.mark.parametrize("fast", [False, True], ids=["update", "apply_gradients"])
 def test_lookahead_may_be_inside(fast):
-    fast_params = params_like("float32")
-    grads = gradients(4, fast_params)
+    grads = grads_of(4)
     lookahead = optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5)
     tx = gcx.accumulate_gradients(lookahead, 2)
 
@@ -141,7 +113,7 @@ def test_lookahead_may_be_inside(fast):
         updates, state = tx.update(g, state, params)
         return optax.apply_updates(params, updates), state
 
-    params = optax.LookaheadParams.init_synced(fast_params)
+    params = optax.LookaheadParams.init_synced(PARAMS)
     state, wanted = tx.init(params), params
     for g in grads:
         params, state = step(params, state, g)
@@ -191,34 +163,25 @@ WRAPPERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_any_wrapper_can_hold_it(name):
-    tx, params = WRAPPERS[name](), params_like("float32")
-    grads = gradients(7, params)
-    trained, _, states = train(tx, params, grads)
-    assert [bool(gcx.has_updated(s)) for s in states] == [False, False, True] * 2 + [False]
+    updates, states = run(WRAPPERS[name](), PARAMS, grads_of(7), [{"value": VALUE}] * 7)
+    assert emissions(states) == [False, False, True] * 2 + [False]
     assert gcx.diagnostics.accumulation_stats(states[-1]).total_updates == 2
-    chex.assert_tree_all_finite(trained)
-    assert np.any(trained["w"] != params["w"])
+    chex.assert_tree_all_finite(updates)
+    assert np.any(updates[2]["w"]) and np.any(updates[5]["w"])
 
 
 def test_masked_accumulates_its_own_leaves_only():
-    params = params_like("float32")
     tx = optax.masked(accumulated(), {"w": True, "b": False})
-    _, updates, states = train(tx, params, gradients(1, params))
+    grads = grads_of(1)
+    updates, states = run(tx, PARAMS, grads)
     assert not np.any(updates[0]["w"])
-    np.testing.assert_array_equal(updates[0]["b"], gradients(1, params)[0]["b"])
+    np.testing.assert_array_equal(updates[0]["b"], grads[0]["b"])
     assert gcx.diagnostics.accumulation_stats(states[0]).registered_params == 1
 
 
 def test_two_accumulations_in_a_partition_keep_their_own_windows():
-    params = params_like("float32")
-    tx = optax.partition(
-        {
-            "a": gcx.accumulate_gradients(optax.sgd(0.1), 2),
-            "b": gcx.accumulate_gradients(optax.sgd(0.1), 3),
-        },
-        {"w": "a", "b": "b"},
-    )
-    _, updates, states = train(tx, params, gradients(6, params))
+    parts = {"a": gcx.accumulate_gradients(optax.sgd(0.1), 2), "b": accumulated()}
+    updates, states = run(optax.partition(parts, {"w": "a", "b": "b"}), PARAMS, grads_of(6))
     assert [bool(np.any(u["w"])) for u in updates] == [False, True] * 3
     assert [bool(np.any(u["b"])) for u in updates] == [False, False, True] * 2
     told = [v for k, v in gcx.metrics(states[-1]).items() if k.startswith("gradient_step")]

@@ -353,17 +353,6 @@ def test_a_window_whose_step_is_not_finite_is_dropped_and_halves_the_scale(build
     assert not gcx.diagnostics.nonfinite_leaves(state)
 
 
-@both_ways
-def test_weight_and_flush_reach_the_accumulation(build):
-    tx = build(optax.sgd(1.0), 10)
-    params = jnp.zeros(1)
-    state = tx.init(params)
-    for grad, weight in ((2.0, 1.0), (6.0, 3.0)):
-        _, state = tx.update(jnp.array([8.0 * grad]), state, params, weight=weight)
-    updates, state = gcx.flush(tx, state, params)
-    assert updates.tolist() == [-5.0] and gcx.has_updated(state)
-
-
 def test_micro_batches_of_one_call_are_scaled_and_return_the_true_loss():
     tx = gcx.dynamic_loss_scale(optax.sgd(1.0), init_scale=2.0**10)
     params, batch = {"w": jnp.array([1.0, 2.0])}, jnp.arange(8.0).reshape(4, 2)
@@ -382,15 +371,6 @@ def test_micro_batches_of_one_call_are_scaled_and_return_the_true_loss():
     expected, grads = jax.value_and_grad(loss)(params, batch)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     np.testing.assert_allclose(updates["w"], -grads["w"], rtol=1e-6)
-
-
-def test_members_of_a_vmap_have_scales_of_their_own():
-    tx = gcx.dynamic_loss_scale(optax.sgd(1.0), init_scale=8.0)
-    grads = jnp.full((4, 3), 8.0).at[2, 1].set(jnp.inf)
-    state = jax.vmap(tx.init)(jnp.zeros((4, 3)))
-    updates, state = jax.jit(jax.vmap(tx.update))(grads, state)
-    assert state.loss_scale.tolist() == [8.0, 8.0, 4.0, 8.0]
-    assert updates.sum(1).tolist() == [-3.0, -3.0, 0.0, -3.0]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
