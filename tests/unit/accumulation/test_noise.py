@@ -32,16 +32,6 @@ def estimates(grads, weights):
     return big - trace / total, trace
 
 
-def two_batch_sizes(grads):
-    """The same as the paper words it, for micro-batches of one example."""
-    b_small, b_big = 1, len(grads)
-    g_small = np.mean(np.sum(np.square(grads), axis=1))
-    g_big = np.sum(np.square(np.mean(grads, axis=0)))
-    square = (b_big * g_big - b_small * g_small) / (b_big - b_small)
-    trace = (g_small - g_big) / (1 / b_small - 1 / b_big)
-    return square, trace
-
-
 def observed(grads, weights):
     """The estimates of one window alone."""
     tx = gcx.accumulate_gradients(optax.identity(), len(weights), noise_scale_decay=0.0)
@@ -60,8 +50,6 @@ def test_estimates_of_one_window_are_those_of_the_paper(weights):
     square, trace = estimates(np.float64(grads), weights)
     np.testing.assert_allclose(state.squared_gradient, square, rtol=1e-5)
     np.testing.assert_allclose(state.covariance_trace, trace, rtol=1e-5)
-    if set(weights) == {1}:
-        np.testing.assert_allclose((square, trace), two_batch_sizes(np.float64(grads)))
 
 
 @pytest.mark.parametrize("weights", [(1, 1, 1, 1), (1, 3, 2, 10)], ids=["equal", "weighted"])

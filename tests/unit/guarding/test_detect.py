@@ -234,25 +234,6 @@ def test_in_float16_each_square_has_to_be_finite():
     assert flags.tolist() == jnp.isfinite(half**2).all(axis=1).tolist() == [True, False]
 
 
-def test_one_bad_shard_is_seen_by_all_devices():
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    replicated, shards = PartitionSpec(), PartitionSpec("data")
-
-    # `out_specs` is checked: the verdict has to be of the type of what is alike on all devices.
-    @jax.jit
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(shards, replicated), out_specs=replicated
-    )
-    def look(sharded, whole):
-        return has_updated(optax.adam(0.1), {"sharded": sharded, "whole": whole})
-
-    good, other = jnp.ones(16), jnp.ones(3)
-    assert look(good, other)
-    for place in range(16):
-        assert not look(good.at[place].set(jnp.nan), other)
-    assert not look(good, other.at[1].set(jnp.inf))
-
-
 def test_sharded_arrays_are_looked_at_as_a_whole_under_jit():
     mesh = Mesh(np.array(jax.devices()), ("data",))
     sharding = NamedSharding(mesh, PartitionSpec("data"))
@@ -260,11 +241,3 @@ def test_sharded_arrays_are_looked_at_as_a_whole_under_jit():
     good = jax.device_put(jnp.ones(16), sharding)
     assert look(good)
     assert not look(jax.device_put(jnp.ones(16).at[9].set(jnp.nan), sharding))
-
-
-def test_named_axes_are_pooled_where_types_are_silent():
-    look = functools.partial(is_taken, axis_name="data")
-    flags = jax.pmap(look, axis_name="data")(jnp.ones((8, 2)).at[3, 1].set(jnp.nan))
-    assert not np.asarray(flags).any()
-    flags = jax.jit(jax.vmap(look, axis_name="data"))(jnp.ones((8, 2)).at[3, 1].set(jnp.nan))
-    assert not np.asarray(flags).any()
