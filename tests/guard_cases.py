@@ -99,17 +99,20 @@ def train(tx, stream):
     return params, skipped, state
 
 
-def calls(tx, stream, wrap=jax.jit):
+def calls(tx, stream):
     """The parameter, the state, and whether a step was taken, for gradients of one number each.
 
     A gradient may come with extra arguments.
     """
     params, rows = jnp.zeros(1), []
-    state, call = tx.init(params), wrap(functools.partial(gcx.apply_gradients, tx))
+    state = tx.init(params)
+    call = jax.jit(functools.partial(gcx.apply_gradients, tx), static_argnames="emit")
     for item in stream:
         grad, extra_args = item if isinstance(item, tuple) else (item, {})
+        before = params
         params, state = call(jnp.float32([grad]), state, params, **extra_args)
         rows.append(int(gcx.has_updated(state)))
+        assert rows[-1] == bool(params != before)
     return params.item(), state, rows
 
 
