@@ -85,22 +85,18 @@ def test_metrics_report_the_unscaled_norm_which_shows_that_scale_loss_is_missing
 # When the scale moves
 
 
-class PlainScale:
-    """The rule in plain Python."""
-
-    def __init__(self, interval, smallest, largest):
-        self.interval, self.bounds = interval, (smallest, largest)
-        self.scale, self.good, self.failed = 8.0, 0, False
-
-    def step(self, is_good):
-        smallest, largest = self.bounds
-        self.failed |= not is_good and self.scale == smallest
-        self.good = self.good + 1 if is_good else 0
-        if not is_good:
-            self.scale = max(self.scale * 0.5, smallest)
-        elif self.good == self.interval:
-            self.scale, self.good = min(self.scale * 2, largest), 0
-        return self.scale, self.failed
+def plain_scales(is_bad, interval=3, smallest=1.0, largest=64.0):
+    """The rule in plain Python: scales, and whether the guard has failed."""
+    scale, good, failed, rows = 8.0, 0, False, []
+    for bad in is_bad:
+        failed |= bad and scale == smallest
+        good = 0 if bad else good + 1
+        if bad:
+            scale = max(scale * 0.5, smallest)
+        elif good == interval:
+            scale, good = min(scale * 2, largest), 0
+        rows.append((scale, failed))
+    return rows
 
 
 @functools.cache
@@ -128,10 +124,7 @@ def test_the_scale_follows_the_rule_and_bad_steps_leave_no_trace(share):
     grads = np.where(is_bad & ~by_loss, rng.choice([np.nan, np.inf, 1e25], 40), good)
     values = np.where(is_bad & by_loss, np.inf, 1.0)
     scales, failed, params = map(np.asarray, fed()(np.float32(grads), np.float32(values)))
-    model = PlainScale(3, 1.0, 64.0)
-    expected = [model.step(not bad) for bad in is_bad]
-    np.testing.assert_array_equal(scales, [scale for scale, _ in expected])
-    np.testing.assert_array_equal(failed, [flag for _, flag in expected])
+    np.testing.assert_array_equal(list(zip(scales, failed, strict=True)), plain_scales(is_bad))
 
     adam = optax.adam(0.1)
     state, param, rows = adam.init(0.0), jnp.float32(0), []
