@@ -87,53 +87,29 @@ def expected_slope(name, w):
 
 
 SLOW = pytest.mark.slow
-PLACES = ["eager", "jit", "jit inside", "scan", "checkpoint"]
+WRAPS = {"eager": lambda f: f, "jit": jax.jit, "checkpoint": jax.checkpoint}
+QUICK = ("accumulation", "jit")
 
 
 @pytest.mark.parametrize(
-    ("name", "where"),
+    ("name", "wrap"),
     [
-        pytest.param(
-            name, where, marks=() if (name, where) == ("accumulation", "jit inside") else SLOW
-        )
+        pytest.param(name, wrap, marks=() if (name, wrap) == QUICK else SLOW)
         for name in GATES
-        for where in PLACES
+        for wrap in WRAPS
     ],
 )
-def test_every_gate_is_differentiable_wherever_it_runs(name, where):
+def test_every_gate_is_differentiable_and_leaks_no_tracer(name, wrap):
+    # tests/conformance/test_fuzz.py also differentiates through scans.
     tx, w = GATES[name], jnp.array([0.5, -1.5, 2.0])
-
-    def update(grads, state, params):
-        return tx.update(grads, state, params, value=jnp.float32(1))
-
-    if where == "scan":
-
-        def total(w):
-            def body(state, grads):
-                updates, state = update(grads, state, w)
-                return state, updates
-
-            _, (first, second) = jax.lax.scan(body, tx.init(w), jnp.stack([w, jnp.sin(w)]))
-            return jnp.sum(first**2) + jnp.sum((w + second) ** 2)
-
-    else:
-        wrap = {"jit inside": jax.jit, "checkpoint": jax.checkpoint}.get(where, lambda f: f)
-        total = partial(two_steps, wrap(update), tx)
-    slope = jax.grad(total)
-    slope = jax.jit(slope) if where == "jit" else slope
-    # Under the check nothing that was traced is kept: nested gates take a minute.
-    with jax.checking_leaks() if name == "accumulation" else contextlib.nullcontext():
-        np.testing.assert_allclose(slope(w), expected_slope(name, w), rtol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", GATES)
-def test_no_gate_leaks_a_tracer_and_forward_is_reverse(name):
-    tx, w = GATES[name], jnp.array([0.5, -1.5, 2.0])
-    update = jax.jit(lambda g, s, p: tx.update(g, s, p, value=jnp.float32(1)))
-    with jax.checking_leaks():
-        push = jax.jvp(partial(two_steps, update, tx), (w,), (jnp.ones_like(w),))[1]
-    np.testing.assert_allclose(push, expected_slope(name, w).sum(), rtol=1e-5)
+    update = WRAPS[wrap](lambda g, s, p: tx.update(g, s, p, value=jnp.float32(1)))
+    total = partial(two_steps, update, tx)
+    # Under the check nothing that was traced is kept, and eager calls take a minute.
+    with jax.checking_leaks() if wrap == "jit" else contextlib.nullcontext():
+        slope, push = jax.grad(total)(w), jax.jvp(total, (w,), (jnp.ones_like(w),))[1]
+    expected = expected_slope(name, w)
+    np.testing.assert_allclose(slope, expected, rtol=1e-5)
+    np.testing.assert_allclose(push, expected.sum(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
