@@ -226,8 +226,34 @@ BREAKS = optax.chain(
 
 NAN_FLUSH = (np.nan, {"flush": True})
 HOLDS, CLOSES = {"emit": False}, {"emit": True}
+LARGEST = float(jnp.finfo(jnp.bfloat16).max)
+
+
+def weighted(grad, weight):
+    return grad, {"weight": weight}
+
+
 # Transformation, gradients, the parameter at the end, the steps, and the counts of each guard.
 VERDICTS = {
+    "around an accumulation a micro-batch is dropped": (
+        gradient(acc(SGD)), [1, np.nan, 3, 5], -2, [0, 0, 1, 0], [(1, 0)],
+    ),
+    "inside an accumulation a window is dropped": (
+        acc(gradient(SGD)), [1, np.nan, 3, 5], -4, [0, 0, 0, 1], [(1, 0)],
+    ),
+    "a weight of NaN drops its micro-batch": (
+        gradient(acc(SGD)), [weighted(1, 1), weighted(7, np.nan), weighted(3, 1)], -2, [0, 0, 1], [(1, 0)],
+    ),
+    "an infinite weight drops its micro-batch": (
+        gradient(acc(SGD)), [weighted(1, 1), weighted(7, np.inf), weighted(3, 1)], -2, [0, 0, 1], [(1, 0)],
+    ),
+    # 2^119 is half a step at the largest bfloat16: in float32 the sum would be finite.
+    "a sum that overflows when it is rounded is not taken": (
+        step(acc(SGD, 2, accumulator_dtype=jnp.bfloat16)), [LARGEST, 2.0**119], 0, [0, 0], [(1, 1)],
+    ),
+    "what a dropped window leaves behind harms no window of one micro-batch": (
+        step(acc(SGD, 3)), [3e38, 3e38, 3e38, (1, {"flush": True})], -1, [0, 0, 0, 1], [(1, 0)],
+    ),
     "the outermost guard counts a micro-batch, and the window goes on": (
         gradient(gradient(acc(gradient(SGD)))), [1, np.nan, 3], -2, [0, 0, 1], [(1, 0), (0, 0), (0, 0)],
     ),

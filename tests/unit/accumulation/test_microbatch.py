@@ -324,15 +324,13 @@ def test_a_sharded_batch_may_have_padding(kind):
 # --- aux ------------------------------------------------------------------------------------
 
 
-def run_aux(aux_of, parts=4, *, aux_reduction=None, **kwargs):
-    """What aux becomes in parts."""
+def run_aux(aux_of, aux_reduction=None):
+    """What aux becomes in four parts."""
 
     def fun(params, batch):
         return loss(params, batch), aux_of(batch)
 
-    take = gcx.microbatched_value_and_grad(
-        fun, parts, has_aux=True, aux_reduction=aux_reduction, **kwargs
-    )
+    take = gcx.microbatched_value_and_grad(fun, 4, has_aux=True, aux_reduction=aux_reduction)
     return jax.jit(take)(PARAMS, batch_of())[0][1]
 
 
@@ -357,9 +355,9 @@ def test_aux_reduction_says_what_becomes_of_all_else():
         }
 
     words = {"count": "sum", "any": "max", "each": "mean", "most": "max", "classes": "last"}
-    ours = run_aux(aux_of, aux_reduction={**words, "rows": None})
+    ours = run_aux(aux_of, {**words, "rows": None})
     agree(ours, jax.tree.map(jnp.asarray, aux_of(batch_of())))
-    agree(run_aux(aux_of, aux_reduction={**words, "rows": "concatenate"}), ours)
+    agree(run_aux(aux_of, {**words, "rows": "concatenate"}), ours)
 
 
 def test_a_random_key_may_be_aux():

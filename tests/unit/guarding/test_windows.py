@@ -1,5 +1,4 @@
-"""Guards and accumulation: a micro-batch that is not finite is left out, a window whose step is
-not finite is dropped."""
+"""Guards and accumulation: windows that lock nothing up; tests/unit/test_gates.py has the verdicts."""
 
 import functools
 from typing import Any, NamedTuple
@@ -22,22 +21,6 @@ def acc(inner, every, **options):
 
 
 SGD = optax.sgd(1.0)
-
-
-@pytest.mark.parametrize(
-    ("tx", "wanted", "mini_step"),
-    [
-        (acc(gcx.skip_nonfinite(SGD), 2), -4.0, 0),  # the window of 3 and 5
-        (gcx.skip_nonfinite(acc(SGD, 2)), -2.0, 1),  # 1 and 3; 5 waits
-    ],
-    ids=["inside", "around"],
-)
-def test_inside_an_accumulation_a_window_is_dropped_and_around_it_a_micro_batch(
-    tx, wanted, mini_step
-):
-    param, state, _ = calls(tx, [1.0, np.nan, 3.0, 5.0])
-    found = gcx.metrics(state)
-    assert (param, found["skipped_nonfinite"], found["mini_step"]) == (wanted, 1, mini_step)
 
 
 @each_guard
@@ -81,11 +64,6 @@ def test_a_window_whose_sum_overflows_does_not_lock_up():
     assert not gcx.diagnostics.nonfinite_leaves(state)
 
 
-def test_what_a_dropped_window_leaves_behind_harms_no_window_of_one_micro_batch():
-    param, state, _ = calls(checking_steps(acc(SGD, 3)), [3e38, 3e38, 3e38, (1.0, {"flush": True})])
-    assert (param, state.skipped_nonfinite, state.consecutive_skips) == (-1.0, 1, 0)
-
-
 @pytest.mark.parametrize("bad", [3e38, 1e25])
 def test_a_window_that_a_flush_cannot_close_is_dropped(bad):
     tx = checking_steps(acc(optax.adam(0.1), 10_000))
@@ -107,20 +85,6 @@ def test_a_compiled_flush_behind_a_clip_closes_the_window():
     _, state = tx.update(jnp.array([3.0, 4.0]), tx.init(params), params)
     updates, state = jax.jit(lambda s, p: gcx.flush(tx, s, p))(state, params)
     assert updates.tolist() == [-3.0, -4.0] and gcx.metrics(state)["skipped_nonfinite"] == 0
-
-
-@pytest.mark.parametrize("weight", [np.nan, np.inf])
-def test_a_weight_that_is_not_finite_drops_its_micro_batch(weight):
-    stream = [(grad, {"weight": w}) for grad, w in ((1.0, 1.0), (7.0, weight), (3.0, 1.0))]
-    param, state, _ = calls(gcx.skip_nonfinite(acc(SGD, 2)), stream)
-    assert (param, state.skipped_nonfinite) == (-2.0, 1)
-
-
-def test_a_sum_that_overflows_when_it_is_rounded_is_not_taken():
-    # 2^119 is half a step at the largest bfloat16: in float32 the sum would be finite.
-    tx = checking_steps(acc(SGD, 2, accumulator_dtype=jnp.bfloat16))
-    param, state, _ = calls(tx, [float(jnp.finfo(jnp.bfloat16).max), 2.0**119])
-    assert (param, state.skipped_nonfinite) == (0.0, 1)
 
 
 @each_guard
