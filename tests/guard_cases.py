@@ -40,23 +40,14 @@ each_guard = pytest.mark.parametrize("guard", GUARDS.values(), ids=GUARDS)
 each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
-def naive_zscore(z=3.0, decay=0.9, warmup=5):
-    """As published ones lock up: a zero variance, and a level that skipped norms never move."""
-
-    def init(norm):
-        return {"count": jnp.zeros((), jnp.int32), "mean": norm, "var": jnp.zeros_like(norm)}
-
-    def update(norm, s, param_norm):
-        threshold = jnp.where(s["count"] < warmup, jnp.inf, s["mean"] + z * jnp.sqrt(s["var"]))
-        first = s["count"] == 0
-        mean = jnp.where(first, norm, decay * s["mean"] + (1 - decay) * norm)
-        var = jnp.where(first, 0.0, decay * s["var"] + (1 - decay) * (norm - mean) ** 2)
-        learned = {"count": s["count"] + 1, "mean": mean, "var": var}
-        return threshold, jax.tree.map(
-            lambda new, old: jnp.where(norm <= threshold, new, old), learned, s
-        )
-
-    return gcx.thresholds.Rule(init, update)
+# A rule that would skip for good: twice the first norm.
+FROZEN = gcx.thresholds.Rule(
+    lambda norm: norm,
+    lambda norm, first, _: (
+        jnp.where(first > 0, 2 * first, jnp.inf),
+        jnp.where(first > 0, first, norm),
+    ),
+)
 
 
 def params_and_grads():
@@ -75,21 +66,24 @@ def adamw():
     return make(schedule, weight_decay=0.1)
 
 
-def feed(tx, norms):
+def feed(tx, norms, losses=None):
     """Runs a guard on gradients of the given norms; the skips of each step, and the last state.
 
     Several streams of norms, one a row, are fed by one program.
     """
 
-    def step(state, norm):
-        _, state = tx.update(jnp.stack([norm * 0.6, norm * 0.8]), state)
-        return state, state.consecutive_skips > 0
+    def step(state, now):
+        norm, *loss = now
+        extra_args = {"value": loss[0]} if loss else {}
+        _, state = tx.update(jnp.stack([norm * 0.6, norm * 0.8]), state, **extra_args)
+        return state, ~gcx.has_updated(state)
 
-    def run(stream):
+    def run(*stream):
         return jax.lax.scan(step, tx.init(jnp.zeros(2)), stream)
 
-    norms = jnp.asarray(np.asarray(norms), jnp.float32)
-    state, skipped = jax.jit(run if norms.ndim == 1 else jax.vmap(run))(norms)
+    given = [norms] if losses is None else [norms, losses]
+    stream = [jnp.asarray(np.asarray(x), jnp.float32) for x in given]
+    state, skipped = jax.jit(run if stream[0].ndim == 1 else jax.vmap(run))(*stream)
     return np.asarray(skipped), jax.tree.map(np.asarray, state)
 
 
@@ -103,6 +97,23 @@ def train(tx, stream):
     start = (jnp.zeros(2), tx.init(jnp.zeros(2)))
     (_, state), (params, skipped) = jax.jit(lambda s: jax.lax.scan(step, s, stream))(start)
     return params, skipped, state
+
+
+def calls(tx, stream):
+    """The parameter, the state, and whether a step was taken, for gradients of one number each.
+
+    A gradient may come with extra arguments.
+    """
+    params, rows = jnp.zeros(1), []
+    state = tx.init(params)
+    call = jax.jit(functools.partial(gcx.apply_gradients, tx), static_argnames="emit")
+    for item in stream:
+        grad, extra_args = item if isinstance(item, tuple) else (item, {})
+        before = params
+        params, state = call(jnp.float32([grad]), state, params, **extra_args)
+        rows.append(int(gcx.has_updated(state)))
+        assert rows[-1] == bool(params != before)
+    return params.item(), state, rows
 
 
 def dtypes(tree):

@@ -61,18 +61,10 @@ def agree(ours, wanted):
 # --- equal to the whole batch ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 24])
+@pytest.mark.parametrize("parts", [1, 3, 24])
 def test_value_and_gradient_are_those_of_the_whole_batch(parts):
     agree(*both(loss, parts, PARAMS, batch_of()))
-
-
-@pytest.mark.slow
-def test_it_is_differentiable_itself():
-    def norm(params, take):
-        return optax.tree.norm(take(params, batch_of())[1])
-
-    ours = jax.grad(lambda p: norm(p, gcx.microbatched_value_and_grad(loss, 3)))(PARAMS)
-    agree(ours, jax.grad(lambda p: norm(p, jax.value_and_grad(loss)))(PARAMS))
+    agree(*both(token_loss, parts, PARAMS, batch_of(), has_weight=True))
 
 
 def test_it_can_be_vmapped_over_parameters():
@@ -86,13 +78,11 @@ def test_batches_may_be_several_arguments_and_any_pytree():
     def fun(params, x, scale, rest):
         return loss(params, {"x": x * scale, "y": rest[0]["y"]})
 
-    ours, wanted = both(fun, 4, PARAMS, X, 2.0, [{"y": Y}, None], batch_argnums=(1, 3))
-    agree(ours, wanted)
-    ours, wanted = both(fun, 4, PARAMS, X, 2.0, [{"y": Y}, None], batch_argnums=(1, -1))
-    agree(ours, wanted)
+    for argnums in ((1, 3), (1, -1)):
+        agree(*both(fun, 4, PARAMS, X, 2.0, [{"y": Y}, None], batch_argnums=argnums))
 
 
-@pytest.mark.parametrize("argnums", [1, -2, (0, 1), (1, 0), (0,)])
+@pytest.mark.parametrize("argnums", [-2, (1, 0), (0,)])
 def test_argnums_are_those_of_jax(argnums):
     def fun(shift, params, batch):
         return loss(params, {**batch, "x": batch["x"] + shift})
@@ -130,19 +120,15 @@ def test_bfloat16_gradients_are_added_up_in_float32():
     np.testing.assert_allclose(float(grad), wanted, rtol=2.0**-8)
 
 
-@pytest.mark.parametrize(
-    "choice",
-    [{"a": jnp.bfloat16, "b": "float32"}, lambda path: "bfloat16" if path == "a" else "float32"],
-    ids=["tree", "function"],
-)
-def test_the_dtype_of_sums_can_be_chosen_leaf_by_leaf(choice):
+def test_the_dtype_of_sums_can_be_chosen_leaf_by_leaf():
     # As above; a sum in bfloat16 stays at 1, one in float32 does not.
     values = jnp.full((256,), 2.0**-9).at[0].set(1.0)
 
     def fun(params, x):
         return jnp.sum((params["a"] + params["b"]) * x)
 
-    take = gcx.microbatched_value_and_grad(fun, 256, reduction="sum", accumulator_dtype=choice)
+    dtypes = {"a": jnp.bfloat16, "b": "float32"}
+    take = gcx.microbatched_value_and_grad(fun, 256, reduction="sum", accumulator_dtype=dtypes)
     _, grads = take({"a": jnp.float32(1), "b": jnp.float32(1)}, values)
     assert (float(grads["a"]), float(grads["b"])) == (1.0, 1 + 255 * 2.0**-9)
 
@@ -173,27 +159,25 @@ def with_everything(params, batch):
 EVERYTHING = {"rows": None, "mean": None, "most": "max", "last": "last", "n": "sum"}
 
 
-@functools.cache
-def in_real_parts():
-    @jax.jit
-    def run(count, batch):
-        take = gcx.microbatched_value_and_grad(
-            with_everything,
-            PARTS,
-            num_real_microbatches=count,
-            has_weight=True,
-            has_aux=True,
-            aux_reduction=EVERYTHING,
-        )
-        return take(PARAMS, batch)
+def in_real_parts(count, batch):
+    take = gcx.microbatched_value_and_grad(
+        with_everything,
+        PARTS,
+        num_real_microbatches=count,
+        has_weight=True,
+        has_aux=True,
+        aux_reduction=EVERYTHING,
+    )
+    return take(PARAMS, batch)
 
-    return run
+
+in_traced_parts = jax.jit(in_real_parts)
 
 
 @pytest.mark.parametrize("count", range(PARTS + 1))
 def test_what_is_not_real_leaves_no_trace_in_one_program_for_all_numbers(count):
     batch, order = arranged(count)
-    (value, (weight, aux)), grads = in_real_parts()(jnp.int32(count), batch)
+    (value, (weight, aux)), grads = in_traced_parts(jnp.int32(count), batch)
     rows = aux.pop("rows")
     if count == 0:
         empty = {"mean": 0.0, "most": 0.0, "last": 0.0, "n": 0.0}
@@ -209,25 +193,21 @@ def test_what_is_not_real_leaves_no_trace_in_one_program_for_all_numbers(count):
     agree(aux, jax.tree.map(jnp.float32, {**means, "n": weights.sum()}))
     is_real = (order < count * EACH)[:, None]
     np.testing.assert_array_equal(rows, np.where(is_real, np.asarray(X)[order], 0))
-    assert in_real_parts()._cache_size() == 1
+    assert in_traced_parts._cache_size() == 1
 
 
 @pytest.mark.parametrize(("given", "meant"), [(7, PARTS), (-1, 0)])
 def test_a_traced_number_out_of_range_counts_as_all_or_none(given, meant):
     batch = arranged(PARTS)[0]
-    run = in_real_parts()
-    chex.assert_trees_all_equal(run(jnp.int32(given), batch), run(jnp.int32(meant), batch))
+    ours, wanted = (in_traced_parts(jnp.int32(count), batch) for count in (given, meant))
+    chex.assert_trees_all_equal(ours, wanted)
 
 
 @pytest.mark.parametrize("count", [0, 1, PARTS])
 def test_a_known_number_gives_what_a_traced_one_does(count):
     batch = arranged(count)[0]
-    take = gcx.microbatched_value_and_grad(loss, PARTS, num_real_microbatches=count)
-    value, grads = take(PARAMS, batch)
-    if count:
-        agree((value, grads), jax.value_and_grad(loss)(PARAMS, batch_of(count * EACH)))
-    else:
-        agree((value, grads), jax.tree.map(jnp.zeros_like, (value, PARAMS)))
+    known = jax.jit(functools.partial(in_real_parts, count))
+    agree(known(batch), in_traced_parts(jnp.int32(count), batch))
 
 
 def test_what_is_not_real_is_not_run():
@@ -249,22 +229,14 @@ def test_what_is_not_real_is_not_run():
         assert len(calls) == count
 
 
-def test_no_real_micro_batch_is_nan_where_bad_ones_are_left_out():
-    take = gcx.microbatched_value_and_grad(
-        loss, PARTS, num_real_microbatches=0, drop_nonfinite=True
-    )
-    assert all(np.isnan(x).all() for x in jax.tree.leaves(take(PARAMS, batch_of())))
-
-
-@pytest.mark.parametrize("parts", [1, PARTS])
 @pytest.mark.parametrize("dtype", ["float32", "int32", "bool"])
-def test_a_maximum_over_no_real_micro_batch_is_zero(dtype, parts):
+def test_a_maximum_over_no_real_micro_batch_is_zero(dtype):
     def with_aux(params, batch):
         return loss(params, batch), jnp.ones((), dtype)
 
     def run(count):
         take = gcx.microbatched_value_and_grad(
-            with_aux, parts, num_real_microbatches=count, has_aux=True, aux_reduction="max"
+            with_aux, PARTS, num_real_microbatches=count, has_aux=True, aux_reduction="max"
         )
         return take(PARAMS, batch_of())[0][1]
 
@@ -282,17 +254,17 @@ def test_the_maximum_of_a_gradient_without_any_weight_is_zero():
     assert not any(np.any(x) for x in jax.tree.leaves(take(PARAMS, batch_of())[1]))
 
 
-def test_a_single_part_may_be_not_real():
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_single_part_may_be_not_real(count):
     expected = jax.value_and_grad(loss)(PARAMS, batch_of())
-    nothing = jax.tree.map(jnp.zeros_like, expected)
-    for count, wanted in ((0, nothing), (1, expected)):
-        take = gcx.microbatched_value_and_grad(loss, 1, num_real_microbatches=jnp.int32(count))
-        agree(jax.jit(take)(PARAMS, batch_of()), wanted)
+    take = gcx.microbatched_value_and_grad(loss, 1, num_real_microbatches=jnp.int32(count))
+    agree(jax.jit(take)(PARAMS, batch_of()), jax.tree.map(lambda x: count * x, expected))
 
 
 @pytest.mark.slow
-def test_derivatives_of_real_parts_are_those_of_the_real_batch():
-    batch, _ = arranged(3)
+@pytest.mark.parametrize("count", [None, 3])
+def test_second_derivatives_are_those_of_the_real_batch(count):
+    size, batch = (3 * EACH, arranged(3)[0]) if count else (BATCH, batch_of())
 
     def norm(params, take, batch):
         return optax.tree.norm(take(params, batch)[1])
@@ -301,20 +273,13 @@ def test_derivatives_of_real_parts_are_those_of_the_real_batch():
         take = gcx.microbatched_value_and_grad(loss, PARTS, num_real_microbatches=count)
         return norm(params, take, batch)
 
-    found = jax.jit(jax.grad(ours))(PARAMS, jnp.int32(3))
-    real = batch_of(3 * EACH)
-    agree(found, jax.grad(lambda p: norm(p, jax.value_and_grad(loss), real))(PARAMS))
+    found = jax.jit(jax.grad(ours))(PARAMS, count)
+    agree(found, jax.grad(lambda p: norm(p, jax.value_and_grad(loss), batch_of(size)))(PARAMS))
 
 
 @pytest.mark.slow
 def test_each_device_may_have_a_number_of_its_own():
-    # Four devices with 3, 0, 1 and 2 micro-batches of two examples; the mean over devices of means.
     counts = np.array([3, 0, 1, 2], np.int32)
-    x = trees.normal((4, 3, 2, 4), seed=7)
-    y = trees.normal((4, 3, 2, 3), seed=8)
-    is_real = np.arange(3)[None, :, None, None] < counts[:, None, None, None]
-    # Within a device micro-batch i has every third row from i on.
-    placed = [np.where(is_real, z, np.nan).swapaxes(1, 2).reshape(24, -1) for z in (x, y)]
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     data = PartitionSpec("data")
 
@@ -326,20 +291,15 @@ def test_each_device_may_have_a_number_of_its_own():
         out_specs=(data, PartitionSpec()),
     )
     def run(params, batch, count):
-        take = gcx.microbatched_value_and_grad(loss, 3, num_real_microbatches=count[0])
+        take = gcx.microbatched_value_and_grad(loss, PARTS, num_real_microbatches=count[0])
         value, grads = take(params, batch)
         return value[None], grads
 
-    values, grads = run(PARAMS, {"x": placed[0], "y": placed[1]}, counts)
-    expected = [
-        jax.value_and_grad(loss)(
-            PARAMS, {"x": x[d, :n].reshape(-1, 4), "y": y[d, :n].reshape(-1, 3)}
-        )
-        for d, n in enumerate(counts)
-        if n
-    ]
-    agree(values, jnp.array([expected[0][0], 0, expected[1][0], expected[2][0]]))
-    agree(grads, jax.tree.map(lambda *g: sum(g), *(g for _, g in expected)))
+    on_devices = [arranged(count)[0] for count in counts]
+    values, grads = run(PARAMS, jax.tree.map(lambda *x: np.concatenate(x), *on_devices), counts)
+    real = [jax.value_and_grad(loss)(PARAMS, batch_of(n * EACH)) for n in counts if n]
+    agree(values, jnp.insert(jnp.array([value for value, _ in real]), 1, 0.0))
+    agree(grads, jax.tree.map(lambda *g: sum(g), *(g for _, g in real)))
 
 
 @pytest.mark.slow
@@ -364,15 +324,13 @@ def test_a_sharded_batch_may_have_padding(kind):
 # --- aux ------------------------------------------------------------------------------------
 
 
-def run_aux(aux_of, parts=4, *, aux_reduction=None, **kwargs):
-    """What aux becomes in parts."""
+def run_aux(aux_of, aux_reduction=None):
+    """What aux becomes in four parts."""
 
     def fun(params, batch):
         return loss(params, batch), aux_of(batch)
 
-    take = gcx.microbatched_value_and_grad(
-        fun, parts, has_aux=True, aux_reduction=aux_reduction, **kwargs
-    )
+    take = gcx.microbatched_value_and_grad(fun, 4, has_aux=True, aux_reduction=aux_reduction)
     return jax.jit(take)(PARAMS, batch_of())[0][1]
 
 
@@ -397,9 +355,9 @@ def test_aux_reduction_says_what_becomes_of_all_else():
         }
 
     words = {"count": "sum", "any": "max", "each": "mean", "most": "max", "classes": "last"}
-    ours = run_aux(aux_of, aux_reduction={**words, "rows": None})
+    ours = run_aux(aux_of, {**words, "rows": None})
     agree(ours, jax.tree.map(jnp.asarray, aux_of(batch_of())))
-    agree(run_aux(aux_of, aux_reduction={**words, "rows": "concatenate"}), ours)
+    agree(run_aux(aux_of, {**words, "rows": "concatenate"}), ours)
 
 
 def test_a_random_key_may_be_aux():
@@ -415,7 +373,7 @@ def test_a_random_key_may_be_aux():
     chex.assert_trees_all_equal(aux, {"rows": keys, "last": keys[-1]})
 
 
-@pytest.mark.parametrize("weight", [0, 3, 2**24 + 1, 1e30])
+@pytest.mark.parametrize("weight", [0, 2**24 + 1, 1e30])
 def test_aux_of_a_single_part_is_what_the_function_returned(weight):
     def fun(params, batch):
         aux = {"rows": batch["x"], "each": batch["x"][0], "n": 10, "key": jax.random.key(1)}
@@ -426,26 +384,6 @@ def test_aux_of_a_single_part_is_what_the_function_returned(weight):
 
 
 # --- weights --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("parts", [1, 3, 24])
-def test_weighted_micro_batches_are_the_weighted_whole(parts):
-    agree(*both(token_loss, parts, PARAMS, batch_of(), has_weight=True))
-
-
-def test_weight_and_aux_come_back_together():
-    def fun(params, batch):
-        value, count = token_loss(params, batch)
-        return value, (count, {"rows": errors(params, batch), "examples": len(batch["x"])})
-
-    words = {"rows": None, "examples": "sum"}
-    (value, (weight, aux)), _ = gcx.microbatched_value_and_grad(
-        fun, 4, has_weight=True, has_aux=True, aux_reduction=words
-    )(PARAMS, batch_of())
-    assert float(weight) == float(jnp.sum(TOKENS))
-    np.testing.assert_allclose(value, token_loss(PARAMS, batch_of())[0], rtol=1e-5)
-    np.testing.assert_allclose(aux["rows"], errors(PARAMS, batch_of()), rtol=1e-5)
-    assert int(aux["examples"]) == BATCH
 
 
 def test_integer_weights_add_up_exactly():
@@ -486,16 +424,14 @@ def test_weights_can_be_differentiated_by():
         return jnp.sum(weights * (batch["x"] @ w) ** 2) / jnp.sum(weights), jnp.sum(weights)
 
     def outer(weights, value_and_grad):
-        (value, _), grad = value_and_grad(PARAMS["w"], {"x": X, "weights": weights})
+        (value, _), grad = value_and_grad(PARAMS["w"][:, 0], {"x": X, "weights": weights})
         return value + jnp.sum(jnp.sin(grad))
 
-    fun_of_vector = lambda w, batch: fun(w[:, 0], batch)  # noqa: E731
     weights = 1.0 + jnp.arange(float(BATCH))
-    split = gcx.microbatched_value_and_grad(fun_of_vector, 4, has_weight=True)
-    whole = jax.value_and_grad(fun_of_vector, has_aux=True)
-    np.testing.assert_allclose(
-        jax.grad(outer)(weights, split), jax.grad(outer)(weights, whole), rtol=1e-4, atol=1e-6
-    )
+    split = gcx.microbatched_value_and_grad(fun, 4, has_weight=True)
+    whole = jax.value_and_grad(fun, has_aux=True)
+    ours, wanted = (jax.grad(outer)(weights, take) for take in (split, whole))
+    np.testing.assert_allclose(ours, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_a_batch_of_zero_weight_has_value_and_gradient_zero():
@@ -522,29 +458,24 @@ def test_a_gradient_by_the_batch_has_a_row_for_each_example(argnums, parts):
 
 @pytest.mark.parametrize("has_weight", [False, True])
 def test_leaves_that_are_not_gradients_have_a_reduction_of_their_own(has_weight):
-    @jax.custom_vjp
-    def with_statistics(x, statistics):
-        return x
-
-    def backward(x, cotangent):
-        return cotangent, {"most": jnp.max(x), "last": jnp.sum(x)}
-
-    with_statistics.defvjp(lambda x, statistics: (x, x), backward)
     params = {"w": PARAMS["w"], "statistics": {"most": jnp.zeros(()), "last": jnp.zeros(())}}
 
     def fun(params, x):
-        value = jnp.mean(with_statistics(x @ params["w"], params["statistics"]))
+        # The derivative by a statistic is the statistic.
+        statistics = params["statistics"]
+        value = (
+            jnp.mean(x @ params["w"]) + statistics["most"] * x.max() + statistics["last"] * x.sum()
+        )
         return (value, jnp.sum(x > 0)) if has_weight else value
 
     def word(path):
         return {"most": "max", "last": "last"}.get(path.split("/")[-1], "mean")
 
-    out = X @ params["w"]
     for reduction in (word, {"w": "mean", "statistics": {"most": "max", "last": "last"}}):
         take = gcx.microbatched_value_and_grad(fun, 4, has_weight=has_weight, reduction=reduction)
         _, grads = take(params, X)
-        np.testing.assert_allclose(grads["statistics"]["most"], out.max(), rtol=1e-6)
-        np.testing.assert_allclose(grads["statistics"]["last"], out[3::4].sum(), rtol=1e-5)
+        np.testing.assert_allclose(grads["statistics"]["most"], X.max(), rtol=1e-6)
+        np.testing.assert_allclose(grads["statistics"]["last"], X[3::4].sum(), rtol=1e-5)
     if not has_weight:
         agree(grads["w"], jax.grad(fun)(params, X)["w"])
 
@@ -570,11 +501,15 @@ def test_a_micro_batch_that_is_not_finite_can_be_dropped(has_weight):
     agree(jax.jit(take)(PARAMS, batch), jax.value_and_grad(fun, has_aux=has_weight)(PARAMS, good))
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-def test_a_batch_of_which_every_part_is_dropped_gives_nan(parts):
-    batch = {**batch_of(), "x": X * jnp.nan}
-    value, grads = gcx.microbatched_value_and_grad(loss, parts, drop_nonfinite=True)(PARAMS, batch)
-    assert all(np.isnan(x).all() for x in jax.tree.leaves((value, grads)))
+@pytest.mark.parametrize(
+    ("parts", "real", "factor"), [(1, None, np.nan), (4, None, np.nan), (4, 0, 1)]
+)
+def test_a_batch_of_which_every_part_is_dropped_or_not_real_gives_nan(parts, real, factor):
+    take = gcx.microbatched_value_and_grad(
+        loss, parts, num_real_microbatches=real, drop_nonfinite=True
+    )
+    found = take(PARAMS, {**batch_of(), "x": X * factor})
+    assert all(np.isnan(x).all() for x in jax.tree.leaves(found))
 
 
 # --- random keys ----------------------------------------------------------------------------
@@ -598,35 +533,12 @@ def test_each_micro_batch_gets_its_own_key(make_key):
 # --- properties -----------------------------------------------------------------------------
 
 
-@st.composite
-def problems(draw):
-    """Parameters, examples of any number of tokens, and how they are split."""
-    parts, size = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    dtypes = draw(
-        st.lists(st.sampled_from(["float32", "bfloat16", "float16"]), min_size=1, max_size=3)
-    )
-    shapes = [draw(st.sampled_from([(), (3,), (2, 2)])) for _ in dtypes]
-    seed = draw(st.integers(0, 2**16))
-    tokens = draw(st.lists(st.integers(0, 50), min_size=parts * size, max_size=parts * size))
-    params = {
-        f"p{i}": trees.normal(shape, dtype, seed=seed + i)
-        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
-    }
-    examples = {
-        name: trees.normal((parts * size, *p.shape), seed=seed + 10 + i)
-        for i, (name, p) in enumerate(params.items())
-    }
-    return parts, params, examples, jnp.asarray(tokens, jnp.float32)
-
-
 def wave_loss(params, examples, tokens):
     """The mean over tokens of `sum tanh(p x)`; the count of tokens."""
-    terms = [
-        jnp.sum(jnp.tanh(p.astype(jnp.float32) * x).reshape(len(tokens), -1), axis=1)
-        for p, x in zip(jax.tree.leaves(params), jax.tree.leaves(examples), strict=True)
-    ]
+    waves = jnp.tanh(params.astype(jnp.float32) * examples)
     count = jnp.sum(tokens)
-    return jnp.sum(sum(terms) * tokens) / jnp.where(count > 0, count, 1), count
+    total = jnp.sum(waves * tokens[:, None])
+    return total / jnp.where(count > 0, count, 1), count
 
 
 def wave_gradient(param, x, tokens):
@@ -635,38 +547,47 @@ def wave_gradient(param, x, tokens):
     terms = x * (1 - np.tanh(p * x) ** 2)
     if tokens.sum() == 0:
         return 0 * p, 1.0
-    return np.average(terms, axis=0, weights=oracles.wide(tokens)), float(np.abs(terms).max())
+    return np.average(terms, axis=0, weights=tokens), float(np.abs(terms).max())
 
 
 @pytest.mark.slow
 @hypothesis.settings(derandomize=True, max_examples=15, deadline=None)
-@hypothesis.given(problems())
-def test_weighted_micro_batches_across_calls_are_one_step_is_the_big_batch(problem):
-    parts, params, examples, tokens = problem
+@hypothesis.given(
+    tokens=st.integers(1, 4).flatmap(
+        lambda parts: st.lists(
+            st.lists(st.integers(0, 50), min_size=parts, max_size=parts), min_size=1, max_size=3
+        )
+    ),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    seed=st.integers(0, 2**16),
+)
+def test_weighted_micro_batches_across_calls_are_one_step_is_the_big_batch(tokens, dtype, seed):
+    tokens = np.float32(tokens)  # the columns are micro-batches
+    parts, tokens = tokens.shape[1], tokens.ravel()
+    params = trees.normal((3,), dtype, seed=seed)
+    examples = trees.normal((len(tokens), 3), seed=seed + 1)
     in_one_step = jax.jit(
         gcx.microbatched_value_and_grad(wave_loss, parts, batch_argnums=(1, 2), has_weight=True)
     )
     (_, total), one_step = in_one_step(params, examples, tokens)
-    assert float(total) == float(tokens.sum())
+    assert float(total) == tokens.sum()
 
     value_and_grad = jax.jit(jax.value_and_grad(wave_loss, has_aux=True))
     tx = gcx.accumulate_gradients(optax.identity(), parts)
     update, state = jax.jit(tx.update), tx.init(params)
     for i in range(parts):
-        mine = jax.tree.map(lambda x, i=i: x[i::parts], examples)
-        (_, weight), grads = value_and_grad(params, mine, tokens[i::parts])
+        (_, weight), grads = value_and_grad(params, examples[i::parts], tokens[i::parts])
         across_calls, state = update(grads, state, params, weight=weight)
-    assert bool(gcx.has_updated(state)) == (float(tokens.sum()) > 0)
+    assert bool(gcx.has_updated(state)) == (tokens.sum() > 0)
 
     _, big_batch = value_and_grad(params, examples, tokens)
-    for name, param in params.items():
-        wanted, largest = wave_gradient(param, examples[name], tokens)
-        # A gradient of each micro-batch and the result are rounded to the dtype of the
-        # parameter; the arithmetic in between is that of float32.
-        bound = largest * (oracles.eps(param.dtype) + 40 * 2.0**-23)
-        for got in (one_step, across_calls, big_batch):
-            assert got[name].dtype == param.dtype
-            assert np.all(np.abs(oracles.wide(got[name]) - wanted) <= bound)
+    wanted, largest = wave_gradient(params, examples, tokens)
+    # A gradient of each micro-batch and the result are rounded to the dtype of the parameter; the
+    # arithmetic in between is that of float32.
+    bound = largest * (oracles.eps(dtype) + 40 * 2.0**-23)
+    for got in (one_step, across_calls, big_batch):
+        assert got.dtype == dtype
+        assert np.all(np.abs(oracles.wide(got) - wanted) <= bound)
 
 
 # --- memory and devices ---------------------------------------------------------------------
@@ -726,25 +647,18 @@ def test_a_sharded_batch_stays_where_it_is_under_jit(explicit):
     agree(jax.device_get(((value, rows), grads)), jax.device_get(wanted))
 
 
-def in_shard_map(fun, take, **specs):
-    """`take(fun)` on each device's part of the batch, averaged over devices."""
+def test_inside_shard_map_the_gradient_is_reduced_once_after_the_loop():
+    batch, spec = sharded_batch(mesh_of()), PartitionSpec
 
     def step(params, batch):
-        out, grads = take(fun)(params, batch)
-        return jax.lax.pmean(out, "data"), jax.tree.map(lambda g: g / 8, grads)
+        value, grads = gcx.microbatched_value_and_grad(loss, 4, argnums=-2)(params, batch)
+        return jax.lax.pmean(value, "data"), jax.tree.map(lambda g: g / 8, grads)
 
-    spec = PartitionSpec
-    return jax.jit(
+    run = jax.jit(
         jax.shard_map(
             step, mesh=mesh_of(), in_specs=(spec(), spec("data")), out_specs=(spec(), spec())
         )
     )
-
-
-@pytest.mark.parametrize("argnums", [0, -2])
-def test_inside_shard_map_the_gradient_is_reduced_once_after_the_loop(argnums):
-    batch = sharded_batch(mesh_of())
-    run = in_shard_map(loss, lambda fun: gcx.microbatched_value_and_grad(fun, 4, argnums=argnums))
     text = run.lower(PARAMS, batch).compile().as_text()
     for collective in COLLECTIVES[1:]:
         assert hlo.count(text, collective) == 0
@@ -763,30 +677,19 @@ def test_inside_shard_map_weights_and_aux_come_back_for_each_device():
 
     def fun(params, batch):
         value, count = token_loss(params, batch)
-        aux = {
-            "rows": errors(params, batch),
-            "count": jnp.sum(batch["x"] > 0),
-            "any": jnp.any(batch["x"] > 2),
-            "mean": value,
-        }
+        aux = {"rows": errors(params, batch), "count": jnp.sum(batch["x"] > 0), "mean": value}
         return value, (count, aux)
 
-    words = {"rows": None, "count": "sum", "any": "max", "mean": "mean"}
-
-    def step(params, batch, take):
-        (value, (count, aux)), grads = take(params, batch)
-        return jax.tree.map(lambda x: x[None], (value, count, aux)), grads
-
     def run(take):
-        spec = PartitionSpec
-        mapped = jax.shard_map(
-            lambda params, batch: step(params, batch, take),
-            mesh=mesh_of(),
-            in_specs=(spec(), spec("data")),
-            out_specs=(spec("data"), spec()),
-        )
+        def step(params, batch):
+            outputs, grads = take(params, batch)
+            return jax.tree.map(lambda x: x[None], outputs), grads
+
+        spec, data = PartitionSpec(), PartitionSpec("data")
+        mapped = jax.shard_map(step, mesh=mesh_of(), in_specs=(spec, data), out_specs=(data, spec))
         return jax.jit(mapped)(PARAMS, batch)
 
+    words = {"rows": None, "count": "sum", "mean": "mean"}
     ours = run(
         gcx.microbatched_value_and_grad(fun, 4, has_weight=True, has_aux=True, aux_reduction=words)
     )
@@ -799,9 +702,6 @@ def test_inside_pmap_each_device_has_its_own_gradient():
     ours = jax.pmap(take, in_axes=(None, 0))(PARAMS, batch)
     wanted = jax.vmap(jax.value_and_grad(token_loss, has_aux=True), (None, 0))(PARAMS, batch)
     agree(jax.device_get(ours), jax.device_get(wanted))
-
-
-# --- with accumulate_gradients, and errors --------------------------------------------------
 
 
 def test_without_aux_the_function_only_ever_sees_a_micro_batch():

@@ -1,7 +1,6 @@
 """The verdict on a step: which numbers make it a bad one, in which dtypes, on which devices."""
 
 import functools
-import inspect
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gradclip_jax as gcx
 from compat import VERSION, x64
+from guard_cases import feed
 from trees import build
 
 LOW = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
@@ -25,18 +25,12 @@ def has_updated(tx, grads, *, check="step", axis_name=None, **extra_args):
     return gcx.has_updated(guard.update(grads, guard.init(grads), grads, **extra_args)[1])
 
 
-def verdict(tx, grads, wrap=jax.jit, **extra_args):
-    return bool(wrap(lambda grads: has_updated(tx, grads, **extra_args))(grads))
+def verdict(tx, grads, **extra_args):
+    return bool(jax.jit(lambda grads: has_updated(tx, grads, **extra_args))(grads))
 
 
 # The gradient is checked, and nothing else can be bad.
 is_taken = functools.partial(has_updated, optax.set_to_zero())
-
-
-def test_the_verdict_is_the_same_without_jit():
-    for second in (1.0, np.nan):
-        grads = jnp.array([1.0, second], jnp.bfloat16)
-        assert verdict(optax.trace(0.5), grads, wrap=lambda f: f) == np.isfinite(second)
 
 
 def widened(fun):
@@ -56,21 +50,14 @@ def test_one_bad_element_is_found_in_a_leaf_of_any_size(size, bad):
     assert not look(jnp.full(size, bad))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "complex64", *LOW])
-@pytest.mark.parametrize("size", [3, 2 * BLOCK])
-def test_every_dtype_is_looked_at(dtype, size):
-    good = jnp.ones(size, dtype)
-    assert verdict(optax.identity(), good)
-    assert not verdict(optax.identity(), good.at[1].set(jnp.nan))
-    if dtype == "complex64":
-        assert not verdict(optax.identity(), good.at[1].set(complex(0, jnp.inf)))
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", *LOW[2:]])
-def test_the_largest_number_of_a_dtype_is_finite(dtype):
-    largest = jnp.full(4, jnp.finfo(dtype).max, dtype)
+@pytest.mark.parametrize("size", [3, pytest.param(2 * BLOCK, marks=pytest.mark.slow)])
+def test_the_largest_number_of_every_dtype_is_finite_and_a_nan_is_not(dtype, size):
+    largest = jnp.full(size, jnp.finfo(dtype).max, dtype)
     assert verdict(optax.identity(), {"a": largest, "b": -largest})
+    assert not verdict(optax.identity(), largest.at[1].set(jnp.nan))
+    if dtype == "complex64":
+        assert not verdict(optax.identity(), largest.at[1].set(complex(0, jnp.inf)))
 
 
 @pytest.mark.slow
@@ -85,7 +72,7 @@ def test_an_update_that_overflows_when_it_is_rounded_is_found(dtype, size):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("size", [4, 1000, 2 * BLOCK])
+@pytest.mark.parametrize("size", [4, 2 * BLOCK])
 def test_a_gradient_that_overflows_when_it_is_rounded_is_found(dtype, size):
     largest = jnp.full(size, float(jnp.finfo(dtype).max), jnp.float32)
     look = jax.jit(lambda x, factor: is_taken((x * factor).astype(dtype)))
@@ -93,7 +80,7 @@ def test_a_gradient_that_overflows_when_it_is_rounded_is_found(dtype, size):
     assert look(largest, 1 - 1e-3)
 
 
-@pytest.mark.parametrize("shapes", [(4,), (1000,), (7, 1000), (2_000_000,)])
+@pytest.mark.parametrize("shapes", [(4,), (7, 1000), (2_000_000,)])
 def test_a_bfloat16_sum_that_overflows_when_it_is_rounded_is_found(shapes):
     # Half a step at the largest number, to which XLA may hold on in float32.
     largest = [jnp.full(n, jnp.finfo(jnp.bfloat16).max, jnp.bfloat16) for n in shapes]
@@ -214,30 +201,14 @@ def test_an_infinite_moment_of_a_scalar_parameter_is_found(wrap):
     assert not verdict(wrap(optax.adam(0.1)), grads)
 
 
-@pytest.mark.parametrize("clip", [gcx.clip_by_global_norm, optax.clip_by_global_norm])
-def test_a_hyperparameter_may_become_infinite(clip):
-    def schedule(count):
-        return jnp.where(count < 2, 1.0, jnp.inf)
-
-    static = {"ord"} & set(inspect.signature(clip).parameters)
-    clip = optax.inject_hyperparams(clip, static_args=static)(schedule)
-    tx = optax.chain(clip, optax.sgd(1.0))
-    guarded = gcx.skip_nonfinite(tx)
-    params = {"w": jnp.zeros(2)}
-    state, step = guarded.init(params), jax.jit(guarded.update)
-    for _ in range(5):
-        _, state = step({"w": jnp.array([3.0, 4.0])}, state, params)
-    assert int(state.skipped_nonfinite) == 0
-    assert jnp.isinf(state.inner_state[0].hyperparams[next(iter(state.inner_state[0].hyperparams))])
-
-
-def test_the_threshold_of_a_clip_may_become_infinite():
-    off = gcx.clip_by_leaf_norm(lambda count: jnp.where(count < 1, 1.0, jnp.inf))
-    tx = gcx.skip_nonfinite(optax.chain(off, optax.sgd(0.1)))
-    state = tx.init(jnp.ones(2))
-    for _ in range(3):
-        _, state = tx.update(jnp.ones(2), state)
-    assert int(state.skipped_nonfinite) == 0
+def test_an_injected_threshold_may_become_infinite():
+    clip = optax.inject_hyperparams(optax.clip_by_global_norm)(
+        lambda count: jnp.where(count < 2, 1.0, jnp.inf)
+    )
+    tx = gcx.skip_nonfinite(optax.chain(clip, optax.sgd(1.0)), check="step")
+    skipped, state = feed(tx, [5.0] * 5)
+    assert not skipped.any()
+    assert np.isinf(state.inner_state[0].hyperparams["max_norm"])
 
 
 # By default the squares of the gradient have to be finite.
@@ -256,25 +227,6 @@ def test_in_float16_each_square_has_to_be_finite():
     assert flags.tolist() == jnp.isfinite(half**2).all(axis=1).tolist() == [True, False]
 
 
-def test_one_bad_shard_is_seen_by_all_devices():
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    replicated, shards = PartitionSpec(), PartitionSpec("data")
-
-    # `out_specs` is checked: the verdict has to be of the type of what is alike on all devices.
-    @jax.jit
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(shards, replicated), out_specs=replicated
-    )
-    def look(sharded, whole):
-        return has_updated(optax.adam(0.1), {"sharded": sharded, "whole": whole})
-
-    good, other = jnp.ones(16), jnp.ones(3)
-    assert look(good, other)
-    for place in range(16):
-        assert not look(good.at[place].set(jnp.nan), other)
-    assert not look(good, other.at[1].set(jnp.inf))
-
-
 def test_sharded_arrays_are_looked_at_as_a_whole_under_jit():
     mesh = Mesh(np.array(jax.devices()), ("data",))
     sharding = NamedSharding(mesh, PartitionSpec("data"))
@@ -282,11 +234,3 @@ def test_sharded_arrays_are_looked_at_as_a_whole_under_jit():
     good = jax.device_put(jnp.ones(16), sharding)
     assert look(good)
     assert not look(jax.device_put(jnp.ones(16).at[9].set(jnp.nan), sharding))
-
-
-def test_named_axes_are_pooled_where_types_are_silent():
-    look = functools.partial(is_taken, axis_name="data")
-    flags = jax.pmap(look, axis_name="data")(jnp.ones((8, 2)).at[3, 1].set(jnp.nan))
-    assert not np.asarray(flags).any()
-    flags = jax.jit(jax.vmap(look, axis_name="data"))(jnp.ones((8, 2)).at[3, 1].set(jnp.nan))
-    assert not np.asarray(flags).any()

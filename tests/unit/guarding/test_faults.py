@@ -176,6 +176,15 @@ def finite_cases(tree):
     return np.all([np.isfinite(x.reshape(len(x), -1)).all(1) for x in leaves], axis=0)
 
 
+def check_no_trace(tx, cases, count, inside, **options):
+    """The state of each faulty run, whose parameters and state `inside` are those without."""
+    faulty, clean = outcomes(tx, cases, count, **options)
+    ours, wanted = ((x.params, inside(x.state)) for x in (faulty, clean))
+    assert finite_cases(ours).all()
+    assert_bitwise_equal(ours, wanted, cases)
+    return faulty.state
+
+
 each_path = pytest.mark.parametrize("fast", [False, True], ids=["update", "apply_gradients"])
 
 STEPS = 7
@@ -189,6 +198,11 @@ NONFINITE = joined(
     faults(GRAD, steps=EVERY_STEP, places=EVERY_PLACE, values=(1e20, -1e20)),
     faults(SCALE, steps=EVERY_STEP, values=(1e20, 1e30, 1e38, np.inf)),
     faults(GRAD, steps=range(STEPS - 2), places=EVERY_PLACE, length=3),
+)
+OVERFLOW = joined(
+    faults(GRAD, steps=EVERY_STEP, places=EVERY_PLACE),
+    faults(SCALE, steps=EVERY_STEP, values=(1e7,)),  # overflows where the gradient is cast
+    faults(GRAD, steps=EVERY_STEP, places=EVERY_PLACE, values=(60000.0,)),  # its square does
 )
 LARGE = joined(
     faults(GRAD, steps=EVERY_STEP, places=EVERY_PLACE),
@@ -214,88 +228,36 @@ def test_every_fault_ruins_an_optimizer_without_guards():
 
 
 @each_path
-def test_what_is_not_finite_leaves_no_trace(fast):
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_what_is_not_finite_leaves_no_trace(dtype, fast):
+    cases = {"float32": NONFINITE, "float16": OVERFLOW}[dtype]
     tx = gcx.skip_nonfinite(optimizer(), check="step")
-    faulty, clean = outcomes(tx, NONFINITE, STEPS, fast=fast)
-    assert finite_cases((faulty.params, faulty.state.inner_state)).all()
-    assert_bitwise_equal(
-        (faulty.params, faulty.state.inner_state),
-        (clean.params, clean.state.inner_state),
-        NONFINITE,
-    )
-    np.testing.assert_array_equal(faulty.state.skipped_nonfinite, NONFINITE.steps)
-    assert not clean.state.skipped_nonfinite.any()
+    state = check_no_trace(tx, cases, STEPS, lambda s: s.inner_state, fast=fast, dtype=dtype)
+    np.testing.assert_array_equal(state.skipped_nonfinite, cases.steps)
 
 
 @each_path
 @pytest.mark.parametrize("max_norm", [50.0, LEVEL], ids=["number", "rule"])
 def test_spikes_leave_no_trace(max_norm, fast):
     tx = gcx.skip_large_norm(optimizer(), max_norm)
-    faulty, clean = outcomes(tx, LARGE, STEPS, fast=fast)
-    assert finite_cases((faulty.params, faulty.state.inner_state, faulty.state.signals)).all()
-    assert_bitwise_equal(
-        (faulty.params, faulty.state.inner_state), (clean.params, clean.state.inner_state), LARGE
-    )
+    state = check_no_trace(tx, LARGE, STEPS, lambda s: s.inner_state, fast=fast)
+    assert finite_cases(state.signals).all()
     # A norm above 1e25 is infinite, and so not finite.
     is_large = np.abs(LARGE.value) < 1e25
-    np.testing.assert_array_equal(
-        faulty.state.skipped_large_norm, np.where(is_large, LARGE.steps, 0)
-    )
-    np.testing.assert_array_equal(
-        faulty.state.skipped_nonfinite, np.where(is_large, 0, LARGE.steps)
-    )
+    np.testing.assert_array_equal(state.skipped_large_norm, np.where(is_large, LARGE.steps, 0))
+    np.testing.assert_array_equal(state.skipped_nonfinite, np.where(is_large, 0, LARGE.steps))
 
 
 @each_path
 def test_guards_in_one_another_leave_no_trace_of_either(fast):
     cases = joined(NONFINITE, LARGE)
     tx = gcx.skip_nonfinite(gcx.skip_large_norm(optimizer(), LEVEL), check="step")
-    faulty, clean = outcomes(tx, cases, STEPS, fast=fast)
-
-    def innermost(outcome):
-        return outcome.params, outcome.state.inner_state.inner_state
-
-    assert finite_cases((innermost(faulty), faulty.state.inner_state.signals)).all()
-    assert_bitwise_equal(innermost(faulty), innermost(clean), cases)
-    inner = faulty.state.inner_state
+    state = check_no_trace(tx, cases, STEPS, lambda s: s.inner_state.inner_state, fast=fast)
+    inner = state.inner_state
+    assert finite_cases(inner.signals).all()
     # A norm above 1e25 is infinite: the inner guard counts it as not finite.
-    skips = faulty.state.skipped_nonfinite + inner.skipped_large_norm + inner.skipped_nonfinite
+    skips = state.skipped_nonfinite + inner.skipped_large_norm + inner.skipped_nonfinite
     np.testing.assert_array_equal(skips, cases.steps)
-
-
-@each_path
-def test_an_overflow_of_float16_leaves_no_trace(fast):
-    cases = joined(
-        faults(GRAD, steps=EVERY_STEP, places=EVERY_PLACE),
-        faults(SCALE, steps=EVERY_STEP, values=(1e7,)),  # overflows where the gradient is cast
-        faults(GRAD, steps=EVERY_STEP, places=EVERY_PLACE, values=(60000.0,)),  # its square does
-    )
-    tx = gcx.skip_nonfinite(optimizer(), check="step")
-    faulty, clean = outcomes(tx, cases, STEPS, fast=fast, dtype="float16")
-    assert finite_cases((faulty.params, faulty.state)).all()
-    assert_bitwise_equal(
-        (faulty.params, faulty.state.inner_state), (clean.params, clean.state.inner_state), cases
-    )
-    np.testing.assert_array_equal(faulty.state.skipped_nonfinite, cases.steps)
-
-
-@pytest.mark.parametrize(
-    "guard", [gcx.skip_nonfinite, lambda inner: gcx.skip_large_norm(inner, LEVEL)]
-)
-def test_zero_gradients_are_no_fault(guard):
-    cases = joined(
-        faults(SCALE, steps=EVERY_STEP, values=(0.0,)),
-        faults(SCALE, steps=(0,), values=(0.0,), length=STEPS),
-    )
-    guarded, _ = outcomes(guard(optimizer()), cases, STEPS, fast=True)
-    bare, _ = outcomes(optimizer(), cases, STEPS, fast=True)
-    assert finite_cases((guarded.params, guarded.state)).all()
-    assert not guarded.state.skipped_nonfinite.any() and not guarded.state.consecutive_skips.any()
-    # Two programs round differently; the coarsest leaf is bfloat16.
-    close = functools.partial(np.testing.assert_allclose, atol=STEPS * 2.0**-8, rtol=0)
-    got, want = (guarded.params, guarded.state.inner_state), (bare.params, bare.state)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        close(a.astype(np.float64), b.astype(np.float64))
 
 
 MICRO = 4 * WINDOW
@@ -314,14 +276,10 @@ def test_a_bad_window_leaves_no_trace(fast):
         faults(SCALE, steps=range(0, MICRO, WINDOW), values=(np.inf, 1e38), length=WINDOW),
     )
     tx = gcx.accumulate_gradients(gcx.skip_nonfinite(optimizer(), check="step"), WINDOW)
-    faulty, clean = outcomes(tx, cases, MICRO, fast=fast, window=WINDOW)
-
-    def innermost(outcome):
-        return outcome.params, outcome.state.inner_opt_state.inner_state
-
-    assert finite_cases(innermost(faulty)).all()
-    assert_bitwise_equal(innermost(faulty), innermost(clean), cases)
-    assert (faulty.state.inner_opt_state.skipped_nonfinite == 1).all()
+    state = check_no_trace(
+        tx, cases, MICRO, lambda s: s.inner_opt_state.inner_state, fast=fast, window=WINDOW
+    )
+    assert (state.inner_opt_state.skipped_nonfinite == 1).all()
 
 
 @each_path
@@ -334,15 +292,11 @@ def test_a_bad_micro_batch_leaves_no_trace(fast):
         faults(GRAD, steps=range(MICRO - 4), places=EVERY_PLACE, length=5),
     )
     tx = gcx.skip_nonfinite(gcx.accumulate_gradients(optimizer(), WINDOW), check="step")
-    faulty, clean = outcomes(tx, cases, MICRO, fast=fast)
-    assert finite_cases((faulty.params, faulty.state)).all()
-
-    def left(outcome):
-        # Whether the last call updated is told of the call, and a skipped one is a call.
-        return outcome.params, outcome.state.inner_state._replace(emitted=())
-
-    assert_bitwise_equal(left(faulty), left(clean), cases)
-    np.testing.assert_array_equal(faulty.state.skipped_nonfinite, cases.steps)
+    # Whether the last call updated is told of the call, and a skipped one is a call.
+    state = check_no_trace(
+        tx, cases, MICRO, lambda s: s.inner_state._replace(emitted=()), fast=fast
+    )
+    np.testing.assert_array_equal(state.skipped_nonfinite, cases.steps)
 
 
 @each_path
@@ -353,11 +307,8 @@ def test_a_window_whose_step_is_not_finite_leaves_no_trace(fast):
         faults(GRAD, steps=EVERY_MICRO, places=EVERY_PLACE, values=(1e25,)),
     )
     tx = gcx.skip_nonfinite(gcx.accumulate_gradients(optimizer(), WINDOW), check="step")
-    faulty, clean = outcomes(tx, cases, MICRO, fast=fast, window=WINDOW)
-
-    def innermost(outcome):
-        return outcome.params, outcome.state.inner_state.inner_opt_state
-
-    assert finite_cases((faulty.params, faulty.state)).all()
-    assert_bitwise_equal(innermost(faulty), innermost(clean), cases)
-    np.testing.assert_array_equal(faulty.state.skipped_nonfinite, cases.steps)
+    state = check_no_trace(
+        tx, cases, MICRO, lambda s: s.inner_state.inner_opt_state, fast=fast, window=WINDOW
+    )
+    assert finite_cases(state).all()
+    np.testing.assert_array_equal(state.skipped_nonfinite, cases.steps)

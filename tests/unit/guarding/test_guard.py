@@ -17,9 +17,9 @@ from guard_cases import (
     GUARDS,
     INT_MAX,
     adamw,
+    calls,
     dtypes,
     each_guard,
-    feed,
     on_shards,
     params_and_grads,
     spoiled,
@@ -65,45 +65,35 @@ def test_a_good_step_is_that_of_the_inner_optimizer(guard):
 def test_gradients_and_parameters_may_differ_in_dtype():
     params = {"w": jnp.ones((2, 2), jnp.bfloat16), "b": jnp.ones(2, jnp.float32)}
     grads = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-    for inner in (adamw(), optax.lion(0.1)):
-        tx = GUARDS["both"](inner)
-        state = tx.init(params)
-        update, apply = jax.jit(tx.update), jax.jit(functools.partial(gcx.apply_gradients, tx))
-        for batch in (grads, spoiled_all(grads), grads):
-            updates, _ = update(batch, state, params)
-            after, next_state = apply(batch, state, params)
-            assert dtypes((after, next_state)) == dtypes((params, state))
-            assert not gcx.diagnostics.nonfinite_leaves((updates, after, next_state))
-            state = next_state
-        assert state.skipped_nonfinite == 1
+    tx = GUARDS["both"](adamw())
+    state = tx.init(params)
+    update, apply = jax.jit(tx.update), jax.jit(functools.partial(gcx.apply_gradients, tx))
+    for batch in (grads, spoiled_all(grads), grads):
+        updates, _ = update(batch, state, params)
+        after, next_state = apply(batch, state, params)
+        assert dtypes((after, next_state)) == dtypes((params, state))
+        assert not gcx.diagnostics.nonfinite_leaves((updates, after, next_state))
+        state = next_state
+    assert state.skipped_nonfinite == 1
 
 
 @each_guard
-def test_a_bad_step_is_never_applied_whatever_the_limit(guard):
-    params, grads = params_and_grads()
-    tx = guard(optax.sgd(0.1), max_consecutive_skips=2)
-    state, failed = tx.init(params), []
-    for batch in [grads] + 5 * [spoiled(grads)] + [grads, grads]:
-        before = params
-        params, state = gcx.apply_gradients(tx, batch, state, params)
-        is_bad = bool(jnp.isnan(batch["w"]).any())
-        assert all(jax.tree.leaves(jax.tree.map(jnp.array_equal, params, before))) == is_bad
-        failed.append(bool(state.guard_failed))
-    assert failed == [False, False, True, True, True, True, True, True]
-    assert state.skipped_nonfinite == 5 and state.consecutive_skips == 0
+@pytest.mark.parametrize(("options", "limit"), [
+    ({}, 50), ({"max_consecutive_skips": 2}, 2), ({"max_consecutive_skips": None}, np.inf),
+])  # fmt: skip
+def test_the_guard_fails_after_so_many_skips_in_a_row_and_goes_on_to_skip(guard, options, limit):
+    tx = guard(optax.sgd(1.0), **options)
 
+    def step(state, grad):
+        updates, state = tx.update(grad[None], state)
+        return state, (state.guard_failed, updates[0])
 
-@each_guard
-@pytest.mark.parametrize("limit", [{}, {"max_consecutive_skips": None}])
-def test_the_guard_fails_after_50_skips_in_a_row_unless_there_is_no_limit(guard, limit):
-    params, grads = params_and_grads()
-    tx = guard(optax.sgd(0.1), **limit)
-    update = jax.jit(lambda state: tx.update(spoiled(grads), state, params)[1])
-    state, failed = tx.init(params), []
-    for _ in range(51):
-        state = update(state)
-        failed.append(int(state.guard_failed))
-    assert state.consecutive_skips == 51 and failed == [0] * 49 + 2 * [0 if limit else 1]
+    grads = jnp.array([1.0, *[np.nan] * 51, 1.0])
+    run = jax.jit(lambda grads: jax.lax.scan(step, tx.init(jnp.zeros(1)), grads))
+    state, (failed, updates) = run(grads)
+    assert failed.tolist() == [int(i >= limit) for i in range(53)]
+    assert updates.tolist() == [-1.0, *[0.0] * 51, -1.0]
+    assert (state.skipped_nonfinite, state.consecutive_skips) == (51, 0)
 
 
 @each_guard
@@ -131,31 +121,13 @@ def test_a_loss_that_is_not_finite_is_skipped(value):
     assert state.skipped_nonfinite == 0
 
 
-def test_a_bad_update_of_a_good_gradient_is_skipped():
-    params, grads = params_and_grads()
-    tx = gcx.skip_nonfinite(optax.chain(optax.adam(0.1), optax.scale(np.inf)), check="step")
-    start = tx.init(params)
-    updates, state = tx.update(grads, start, params)
-    chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, grads))
-    chex.assert_trees_all_equal(state.inner_state, start.inner_state)
-
-
-@pytest.mark.parametrize("ord", [1, 2, 3.5, np.inf])
+@pytest.mark.parametrize("ord", [1, 2, np.inf])
 def test_a_nan_is_skipped_in_a_large_leaf_whatever_the_order_of_the_norm(ord):
     # From 65,536 elements on, JAX on the CPU drops a NaN from a maximum.
     grads = jnp.ones(70_000).at[30_000].set(jnp.nan)
     for tx in (gcx.skip_nonfinite, functools.partial(gcx.skip_large_norm, max_norm=1e9, ord=ord)):
         updates, state = jax.jit(tx(optax.sgd(0.1)).update)(grads, tx(optax.sgd(0.1)).init(grads))
         assert state.skipped_nonfinite == 1 and not updates.any()
-
-
-def test_the_guard_does_not_take_a_threshold_that_is_turned_off_for_a_fault():
-    # ZClip has no threshold for norms that are no spikes, AdaGC none for the whole tree after
-    # its warm-up: both go from a number to infinity.
-    for clip in (gcx.zclip(max_norm=None, warmup_steps=3), gcx.adagc(warmup_steps=3)):
-        tx = gcx.skip_nonfinite(optax.chain(clip, optax.sgd(0.1)))
-        skipped, _ = feed(tx, [1.0, 1.1, 0.9, 1.0, 50.0, 1.0, 1.1, 0.9])
-        assert not skipped.any()
 
 
 @each_guard
@@ -168,32 +140,31 @@ def test_members_of_a_vmap_decide_for_themselves(guard):
     assert updates.sum(1).tolist() == [-3.0, -3.0, 0.0, -3.0]
 
 
-@pytest.mark.slow
 @each_guard
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_nan_on_one_shard_is_skipped_by_all_devices(guard, check_vma):
-    axis_name = None if check_vma else "data"
-    tx = guard(optax.adam(0.1), axis_name=axis_name)
+    # The parameter "w" is replicated: with `check_vma` the verdict has to be typed as such.
+    tx = guard(optax.adam(0.1), axis_name=None if check_vma else "data")
     params = {"s": jnp.zeros(16), "w": jnp.zeros(3)}
     grads = {"s": jnp.ones(16), "w": jnp.ones(3)}
     step = on_shards(tx, check_vma)
     after, nonfinite, streak = step(grads, params)
     assert nonfinite.tolist() == streak.tolist() == [0] * 8
     assert (after["s"] != 0).all() and (after["w"] != 0).all()
-    for place in (0, 7, 15):
-        bad = {**grads, "s": grads["s"].at[place].set(jnp.nan)}
-        after, nonfinite, streak = step(bad, params)
+    bad = [{**grads, "s": grads["s"].at[place].set(jnp.nan)} for place in (0, 7, 15)]
+    for spoilt in (*bad, {**grads, "w": grads["w"].at[1].set(jnp.inf)}):
+        after, nonfinite, streak = step(spoilt, params)
         assert nonfinite.tolist() == [1] * 8 or streak.tolist() == [1] * 8
         chex.assert_trees_all_equal(after, params)
 
 
-def test_devices_of_a_pmap_decide_alike():
-    for guard in GUARDS.values():
-        tx = guard(optax.sgd(1.0), axis_name="data")
-        grads = jnp.ones((8, 2)).at[3, 1].set(jnp.nan)
-        state = jax.pmap(tx.init)(grads)
-        updates, state = jax.pmap(tx.update, axis_name="data")(grads, state)
-        assert not updates.any() and (state.skipped_nonfinite == 1).all()
+@each_guard
+@pytest.mark.parametrize("spmd", [jax.pmap, jax.vmap])
+def test_devices_of_a_named_axis_decide_alike(guard, spmd):
+    tx = guard(optax.sgd(1.0), axis_name="data")
+    grads = jnp.ones((8, 2)).at[3, 1].set(jnp.nan)
+    updates, state = spmd(tx.update, axis_name="data")(grads, spmd(tx.init)(grads))
+    assert not updates.any() and (state.skipped_nonfinite == 1).all()
 
 
 @pytest.mark.parametrize("guard", [x for key, x in GUARDS.items() if key != "check of steps"])
@@ -215,16 +186,6 @@ def test_a_skip_copies_no_buffer(guard):
     assert memory.alias_size_in_bytes >= 3 * 4 * n
     copies = re.findall(r"= f32\[([\d,]+)\]\S* copy\(", lowered.compile().as_text())
     assert not [shape for shape in copies if np.prod(list(map(int, shape.split(",")))) > 100]
-
-
-def test_a_guard_may_stand_anywhere_in_a_chain():
-    params, grads = params_and_grads()
-    tx = optax.chain(
-        gcx.clip_by_global_norm(1.0), gcx.skip_nonfinite(optax.scale_by_adam()), optax.scale(-0.1)
-    )
-    updates, state = tx.update(spoiled(grads), tx.init(params), params)
-    chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, grads))
-    assert gcx.metrics(state)["skipped_nonfinite"] == 1
 
 
 @each_guard
@@ -253,45 +214,6 @@ def test_extra_arguments_of_another_meaning_are_left_to_the_inner_one(extra):
     assert updates.tolist() == [1.0]
 
 
-def test_reactions_to_what_is_not_finite_are_uniform():
-    params, grads = params_and_grads()
-    bad = spoiled(grads)
-    adam = optax.adam(0.1)
-    _, moved = adam.update(jax.tree.map(jnp.zeros_like, grads), adam.init(params))
-
-    skip = gcx.skip_nonfinite(adam)  # the optimizer does not run
-    updates, state = skip.update(bad, skip.init(params), params)
-    assert state.inner_state[0].count == 0 and not updates["w"].any()
-
-    for clip in (  # the optimizer runs on a zero gradient
-        gcx.clip_by_global_norm(1.0, nonfinite="zero"),
-        gcx.zero_large_norm(jnp.inf),
-    ):
-        zero = optax.chain(clip, adam)
-        updates, state = zero.update(bad, zero.init(params), params)
-        chex.assert_trees_all_equal(state[1], moved)
-        assert not gcx.diagnostics.nonfinite_leaves((updates, state[1]))
-
-
-@pytest.mark.parametrize(
-    ("guard", "arguments", "error", "name"),
-    [
-        (gcx.skip_nonfinite, {"inner": 0.1}, TypeError, "inner"),
-        (gcx.skip_large_norm, {"inner": None, "max_norm": 1.0}, TypeError, "inner"),
-        (gcx.skip_nonfinite, {"max_consecutive_skips": 0}, ValueError, "max_consecutive_skips"),
-        (gcx.skip_spikes, {"norm": 1.0, "max_consecutive_skips": 2.5}, TypeError, "max_consec"),
-        (gcx.skip_large_norm, {"max_norm": 1.0, "relearn_after": 0}, ValueError, "relearn_after"),
-        (gcx.skip_large_norm, {"max_norm": -1.0}, ValueError, "max_norm"),
-        (gcx.skip_large_norm, {"max_norm": "big"}, TypeError, "max_norm"),
-        (gcx.skip_large_norm, {"max_norm": 1.0, "ord": 0}, ValueError, "ord"),
-        (gcx.skip_nonfinite, {"axis_name": 3}, TypeError, "axis_name"),
-    ],
-)
-def test_a_wrong_argument_is_named(guard, arguments, error, name):
-    with pytest.raises(error, match=f"^{guard.__name__}: `{name}"):
-        guard(**{"inner": optax.sgd(1.0)} | arguments)
-
-
 # Other inputs
 
 
@@ -316,52 +238,36 @@ def test_replicated_gradients_with_sharded_moments_keep_their_types():
 
 @each_guard
 def test_a_weakly_typed_inner_state_is_traced_once(guard):
-    traces = []
-
-    def update(updates, state, params=None):
-        traces.append(1)
-        return updates, {"scale": state["scale"] * jnp.float32(2)}
-
-    inner = optax.GradientTransformation(lambda params: {"scale": jnp.asarray(1.0)}, update)
-    tx = guard(inner)
-    step, params = jax.jit(tx.update), jnp.ones(2)
-    _, state = step(params, tx.init(params), params)
-    first = len(traces)
+    inner = optax.GradientTransformation(
+        lambda params: jnp.asarray(1.0), lambda updates, state, params=None: (updates, 2 * state)
+    )
+    tx, params = guard(inner), jnp.ones(2)
+    step, state = jax.jit(tx.update), tx.init(params)
     for _ in range(3):
         _, state = step(params, state, params)
-    assert len(traces) == first
-
-
-@each_guard
-def test_swapped_state_and_gradients_are_named(guard):
-    params, grads = params_and_grads()
-    tx = guard(optax.sgd(0.1))
-    for state, error in ((grads, TypeError), (None, ValueError)):
-        with pytest.raises(error, match="^skip_.*: `state` must be"):
-            tx.update(grads, state, params)
+    assert step._cache_size() == 1
 
 
 @each_guard
 def test_lookahead_is_guarded(guard):
     bare = optax.lookahead(optax.sgd(0.5), sync_period=2, slow_step_size=0.5)
     tx = guard(bare)
-    params = {"w": jnp.array([4.0, 2.0])}
-    expected = pair = optax.LookaheadParams.init_synced(params)
+    pair = optax.LookaheadParams.init_synced({"w": jnp.array([4.0, 2.0])})
     state, bare_state = tx.init(pair), bare.init(pair)
     step = jax.jit(tx.update)
     for i in range(5):
         grads = jax.tree.map(lambda x: x * 0.5, pair.fast)
         if i == 2:
-            updates, state = step(jax.tree.map(lambda x: x * jnp.nan, grads), state, pair)
-            chex.assert_trees_all_equal(optax.apply_updates(pair, updates), pair)
+            updates, state = step(spoiled_all(grads), state, pair)
+            assert not any(np.any(x) for x in jax.tree.leaves(updates))
         updates, state = step(grads, state, pair)
+        expected, bare_state = bare.update(grads, bare_state, pair)
+        chex.assert_trees_all_close(updates, expected, rtol=1e-6)
         pair = optax.apply_updates(pair, updates)
-        updates, bare_state = bare.update(grads, bare_state, expected)
-        expected = optax.apply_updates(expected, updates)
-    chex.assert_trees_all_close(pair, expected, rtol=1e-6)
 
 
-def test_an_object_with_init_and_update_is_taken():
+@each_guard
+def test_an_object_with_init_and_update_is_taken(guard):
     class Plain:
         def init(self, params):
             return ()
@@ -369,10 +275,4 @@ def test_an_object_with_init_and_update_is_taken():
         def update(self, updates, state, params=None):
             return jax.tree.map(jnp.negative, updates), state
 
-    for guard in GUARDS.values():
-        tx = guard(Plain())
-        updates, _ = tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
-        assert updates.tolist() == [-1.0, -1.0]
-
-
-# What a GPU and a TPU run
+    assert calls(guard(Plain()), [1.0])[0] == -1.0

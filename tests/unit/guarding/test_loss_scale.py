@@ -85,22 +85,18 @@ def test_metrics_report_the_unscaled_norm_which_shows_that_scale_loss_is_missing
 # When the scale moves
 
 
-class PlainScale:
-    """The rule in plain Python."""
-
-    def __init__(self, interval, smallest, largest):
-        self.interval, self.bounds = interval, (smallest, largest)
-        self.scale, self.good, self.failed = 8.0, 0, False
-
-    def step(self, is_good):
-        smallest, largest = self.bounds
-        self.failed |= not is_good and self.scale == smallest
-        self.good = self.good + 1 if is_good else 0
-        if not is_good:
-            self.scale = max(self.scale * 0.5, smallest)
-        elif self.good == self.interval:
-            self.scale, self.good = min(self.scale * 2, largest), 0
-        return self.scale, self.failed
+def plain_scales(is_bad, interval=3, smallest=1.0, largest=64.0):
+    """The rule in plain Python: scales, and whether the guard has failed."""
+    scale, good, failed, rows = 8.0, 0, False, []
+    for bad in is_bad:
+        failed |= bad and scale == smallest
+        good = 0 if bad else good + 1
+        if bad:
+            scale = max(scale * 0.5, smallest)
+        elif good == interval:
+            scale, good = min(scale * 2, largest), 0
+        rows.append((scale, failed))
+    return rows
 
 
 @functools.cache
@@ -128,10 +124,7 @@ def test_the_scale_follows_the_rule_and_bad_steps_leave_no_trace(share):
     grads = np.where(is_bad & ~by_loss, rng.choice([np.nan, np.inf, 1e25], 40), good)
     values = np.where(is_bad & by_loss, np.inf, 1.0)
     scales, failed, params = map(np.asarray, fed()(np.float32(grads), np.float32(values)))
-    model = PlainScale(3, 1.0, 64.0)
-    expected = [model.step(not bad) for bad in is_bad]
-    np.testing.assert_array_equal(scales, [scale for scale, _ in expected])
-    np.testing.assert_array_equal(failed, [flag for _, flag in expected])
+    np.testing.assert_array_equal(list(zip(scales, failed, strict=True)), plain_scales(is_bad))
 
     adam = optax.adam(0.1)
     state, param, rows = adam.init(0.0), jnp.float32(0), []
@@ -172,24 +165,17 @@ def test_the_scale_stays_finite_whatever_the_factors():
 
 def test_bounds_are_arguments_and_hold_after_a_checkpoint_in_a_new_program():
     make = functools.partial(gcx.dynamic_loss_scale, optax.sgd(0.1), init_scale=4.0)
-    tx = make(min_scale=2.0)
-    params = jnp.zeros(2)
-    host = jax.tree.map(np.asarray, tx.init(params))  # plain arrays, in plain tuples
-    assert jax.tree.structure(host) == jax.tree.structure(tx.init(params))
-    for scales, new in (
-        ([2.0, 2.0, 2.0], tx),
-        ([1.0, 0.5, 0.5], make(min_scale=0.5, max_scale=4.0)),
+    host = jax.tree.map(np.asarray, make().init(jnp.zeros(2)))
+    for start, bounds, grad, scales in (
+        (4.0, {"min_scale": 2.0}, np.nan, [2.0, 2.0]),
+        (4.0, {"min_scale": 0.5}, np.nan, [2.0, 1.0, 0.5, 0.5]),
+        (64.0, {"max_scale": 4.0}, 1.0, [4.0]),
     ):
-        state = jax.tree.map(jnp.asarray, host)
-        if new is not tx:
-            _, state = tx.update(jnp.full(2, np.nan), state)
+        state = host._replace(loss_scale=np.float32(start))
+        update = jax.jit(make(**bounds).update)
         for expected in scales:
-            _, state = jax.jit(new.update)(jnp.full(2, np.nan), state, params)
+            _, state = update(jnp.full(2, grad), state)
             assert scale_of(state) == expected
-    _, state = jax.jit(make(max_scale=4.0).update)(
-        jnp.ones(2), host._replace(loss_scale=jnp.float32(64)), params
-    )
-    assert scale_of(state) == 4.0
 
 
 def test_a_traced_scale_may_be_injected():
@@ -289,24 +275,6 @@ def test_other_guards_inside_see_unscaled_gradients_and_the_true_loss():
     assert gcx.metrics(state)["skipped_large_norm"] == 1 and scale_of(state) == 2.0**10
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        gcx.skip_nonfinite,
-        functools.partial(gcx.skip_spikes, loss=1.0),
-        lambda tx: gcx.skip_nonfinite(gcx.accumulate_gradients(tx, 2)),
-        lambda tx: gcx.skip_nonfinite(optax.chain(gcx.clip(1.0), tx)),
-        gcx.dynamic_loss_scale,
-    ],
-)
-def test_a_guard_around_a_loss_scale_is_refused(build):
-    with pytest.raises(
-        TypeError,
-        match="`inner` must be a transformation that does not contain `dynamic_loss_scale`",
-    ):
-        build(gcx.dynamic_loss_scale(optax.sgd(1.0))).init(jnp.zeros(2))
-
-
 def around(inner, every, **options):
     return gcx.dynamic_loss_scale(
         gcx.accumulate_gradients(inner, every), **{"init_scale": 8.0} | options
@@ -378,17 +346,6 @@ def test_a_window_whose_step_is_not_finite_is_dropped_and_halves_the_scale(build
     assert not gcx.diagnostics.nonfinite_leaves(state)
 
 
-@both_ways
-def test_weight_and_flush_reach_the_accumulation(build):
-    tx = build(optax.sgd(1.0), 10)
-    params = jnp.zeros(1)
-    state = tx.init(params)
-    for grad, weight in ((2.0, 1.0), (6.0, 3.0)):
-        _, state = tx.update(jnp.array([8.0 * grad]), state, params, weight=weight)
-    updates, state = gcx.flush(tx, state, params)
-    assert updates.tolist() == [-5.0] and gcx.has_updated(state)
-
-
 def test_micro_batches_of_one_call_are_scaled_and_return_the_true_loss():
     tx = gcx.dynamic_loss_scale(optax.sgd(1.0), init_scale=2.0**10)
     params, batch = {"w": jnp.array([1.0, 2.0])}, jnp.arange(8.0).reshape(4, 2)
@@ -409,15 +366,6 @@ def test_micro_batches_of_one_call_are_scaled_and_return_the_true_loss():
     np.testing.assert_allclose(updates["w"], -grads["w"], rtol=1e-6)
 
 
-def test_members_of_a_vmap_have_scales_of_their_own():
-    tx = gcx.dynamic_loss_scale(optax.sgd(1.0), init_scale=8.0)
-    grads = jnp.full((4, 3), 8.0).at[2, 1].set(jnp.inf)
-    state = jax.vmap(tx.init)(jnp.zeros((4, 3)))
-    updates, state = jax.jit(jax.vmap(tx.update))(grads, state)
-    assert state.loss_scale.tolist() == [8.0, 8.0, 4.0, 8.0]
-    assert updates.sum(1).tolist() == [-3.0, -3.0, 0.0, -3.0]
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_an_overflow_on_one_shard_lowers_the_scale_of_all_devices(check_vma):
     tx = gcx.dynamic_loss_scale(
@@ -428,30 +376,23 @@ def test_an_overflow_on_one_shard_lowers_the_scale_of_all_devices(check_vma):
 
     @jax.jit
     @functools.partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=(shards, shards),
-        out_specs=(shards, shards, whole),
-        check_vma=check_vma,
+        jax.shard_map, mesh=mesh, in_specs=shards, out_specs=(shards, whole), check_vma=check_vma
     )
-    def step(params, x):
+    def step(x):
+        params = jnp.zeros_like(x, jnp.float32)
         state = tx.init(params)
-
-        def loss(params):
-            return gcx.scale_loss(state, jnp.sum(params.astype(jnp.float16) * x))
-
-        value, grads = jax.value_and_grad(loss)(params)
+        grads = jax.grad(lambda params: gcx.scale_loss(state, params.astype(x.dtype) @ x))(params)
         params, state = gcx.apply_gradients(tx, grads, state, params)
-        return params, jnp.full(1, value), state.loss_scale
+        return params, state.loss_scale
 
     x = np.ones(16, np.float16)
-    params, _, scale = step(jnp.zeros(16), x)
+    params, scale = step(x)
     assert (params != 0).all() and float(scale) == 8.0
-    params, _, scale = step(jnp.zeros(16), np.where(np.arange(16) == 9, np.float16(6e4), x))
+    params, scale = step(np.where(np.arange(16) == 9, np.float16(6e4), x))
     assert not params.any() and float(scale) == 4.0
 
 
-# Changing over, and errors
+# Changing over
 
 
 def test_a_run_goes_on_with_a_loss_scale_and_back_without():
@@ -467,41 +408,3 @@ def test_a_run_goes_on_with_a_loss_scale_and_back_without():
         assert scale_of(new) == 8.0 and gcx.metrics(new)["skipped_nonfinite"] == count
         back = gcx.convert_state(old, new, params)
         chex.assert_trees_all_equal(back if old is adam else back.inner_state, moved)
-
-
-make = functools.partial(gcx.dynamic_loss_scale, optax.sgd(1.0))
-STATE = gcx.dynamic_loss_scale(optax.sgd(1.0)).init(np.zeros(1))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [
-        ("inner", 0.1, TypeError),
-        ("init_scale", 0.0, ValueError),
-        ("init_scale", 0.5, ValueError),  # below the smallest
-        ("max_scale", np.inf, ValueError),
-        ("min_scale", "1", TypeError),
-        ("growth_factor", 1.0, ValueError),
-        ("backoff_factor", 1.0, ValueError),
-        ("growth_interval", 0, ValueError),
-        ("check", "loss", ValueError),
-    ],
-)
-def test_a_wrong_argument_is_named(name, value, error):
-    with pytest.raises(error, match=f"^dynamic_loss_scale: `{name}` must be"):
-        gcx.dynamic_loss_scale(**{"inner": optax.sgd(1.0), name: value})
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: make().update(jnp.ones(1), optax.EmptyState()), "dynamic_loss_scale: `state`"),
-        (lambda: make().update({"a": jnp.ones(1, int)}, STATE), "dynamic.*updates.*'a'"),
-        (lambda: gcx.scale_loss(optax.sgd(1.0).init(0.0), 1.0), "scale_loss: `state`"),
-        (lambda: gcx.scale_loss((STATE, STATE), 1.0), "scale_loss: `state`"),
-        (lambda: gcx.scale_loss(STATE, jnp.int32(3)), "scale_loss: `loss`"),
-    ],
-)
-def test_a_wrong_state_or_tree_is_named(call, message):
-    with pytest.raises(TypeError, match=f"^{message}"):
-        call()

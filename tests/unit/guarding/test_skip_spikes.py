@@ -2,7 +2,6 @@
 
 import functools
 import json
-import re
 from pathlib import Path
 
 import chex
@@ -14,17 +13,16 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import gradclip_jax as gcx
+import hlo
 from guard_cases import (
+    FROZEN,
     INT_MAX,
     RULES,
     each_rule,
     feed,
-    naive_zscore,
     on_shards,
     params_and_grads,
-    spoiled,
 )
-from hlo import compiled
 
 
 def test_the_counts_of_spikes_saturate():
@@ -35,16 +33,17 @@ def test_the_counts_of_spikes_saturate():
     assert after.skipped_large_norm == after.spikes_in_a_row == after.signals["norm"] == INT_MAX
 
 
-def test_the_norm_of_all_shards_decides():
+@pytest.mark.parametrize("signal", ["norm", "update"])
+def test_the_norm_of_all_shards_decides(signal):
     params = {"s": jnp.zeros(16), "w": jnp.zeros(2)}
     grads = {"s": jnp.full(16, 3.0), "w": jnp.array([0.0, 5.0])}  # norm 13, 3 * sqrt(2) a device
-    for max_norm, skips in ((12.9, 1), (13.1, 0)):
-        _, _, streak = on_shards(gcx.skip_large_norm(optax.sgd(1.0), max_norm))(grads, params)
+    for bound, skips in ((12.9, 1), (13.1, 0)):
+        _, _, streak = on_shards(gcx.skip_spikes(optax.sgd(1.0), **{signal: bound}))(grads, params)
         assert streak.tolist() == [skips] * 8
 
 
 def test_a_state_with_a_rule_can_be_donated():
-    for rule in (*RULES.values(), naive_zscore(), 1.0, lambda count: 1.0):
+    for rule in (*RULES.values(), 1.0, lambda count: 1.0):
         tx = gcx.skip_large_norm(optax.sgd(0.1), rule)
         state = tx.init(jnp.ones(2))
         step = jax.jit(lambda s, tx=tx: tx.update(jnp.ones(2), s)[1], donate_argnums=0)
@@ -53,19 +52,14 @@ def test_a_state_with_a_rule_can_be_donated():
 
 def test_a_skip_for_the_norm_does_not_run_the_optimizer():
     def update(updates, state, params=None):
-        jax.debug.callback(ran.append, 1)
+        jax.debug.callback(lambda: ran.append(1))
         return updates, state
 
     ran = []
     inner = optax.GradientTransformation(lambda params: (), update)
-    tx = gcx.skip_large_norm(inner, 1.0)
-    step = jax.jit(tx.update)
-    _, state = step(jnp.array([2.0]), tx.init(jnp.zeros(1)))
+    skipped, _ = feed(gcx.skip_large_norm(inner, 1.0), [2.0, 0.5])
     jax.effects_barrier()
-    assert not ran
-    step(jnp.array([0.5]), state)
-    jax.effects_barrier()
-    assert ran == [1]
+    assert skipped.tolist() == [True, False] and ran == [1]
 
 
 def test_the_verdict_costs_one_all_reduce_in_shard_map():
@@ -77,9 +71,8 @@ def test_the_verdict_costs_one_all_reduce_in_shard_map():
     def step(grads):
         return tx.update(grads, tx.init(grads))[0]["a"]
 
-    text = compiled(step, {"a": jnp.ones(64), "b": jnp.ones((64, 4))})
-    reduces = re.findall(r"all-reduce(?:-start)?\(", text.split("ENTRY")[1])
-    assert len(reduces) == 1
+    text = hlo.compiled(step, {"a": jnp.ones(64), "b": jnp.ones((64, 4))})
+    assert hlo.count(text, "all-reduce") == 1
 
 
 @pytest.mark.parametrize(
@@ -114,7 +107,7 @@ def test_a_schedule_counts_all_steps():
     assert state.skip_threshold == 5.0  # it has no level to learn anew
 
 
-@pytest.mark.parametrize("ord", [1, 2, np.inf])
+@pytest.mark.parametrize("ord", [1, np.inf])
 def test_the_order_of_the_norm_is_a_choice(ord):
     grads = jnp.array([3.0, -4.0])
     tx = gcx.skip_large_norm(optax.sgd(1.0), 100.0, ord=ord)
@@ -151,9 +144,6 @@ def test_hyperparameters_can_be_injected():
         _, state = jax.jit(injected.update)(grads, state, params)
         skips.append(int(gcx.metrics(state)["skipped_large_norm"]))
     assert skips == [1, 2, 2, 2] and "max_norm" in state.hyperparams
-    injected = optax.inject_hyperparams(gcx.skip_nonfinite)(optax.adam(0.1))
-    _, state = injected.update(spoiled(grads), injected.init(params), params)
-    assert gcx.metrics(state)["skipped_nonfinite"] == 1
 
 
 def normals(count, level=1.0, seed=0):
@@ -167,13 +157,6 @@ def test_a_constant_norm_from_step_0_is_not_skipped_for_good(rule):
     assert skipped.mean() <= (0.15 if rule is RULES["quantile"] else 0)
 
 
-def test_a_constant_norm_does_not_lock_up_a_rule_that_would():
-    # Its threshold is the mean, which rounds to either side of the norm.
-    tx = gcx.skip_large_norm(optax.sgd(0.1), naive_zscore(), relearn_after=5)
-    skipped, _ = feed(tx, np.full(200, 0.7))
-    assert longest_run(skipped) <= 5 and skipped.mean() < 0.9
-
-
 def longest_run(skipped):
     longest = run = 0
     for skip in skipped:
@@ -182,45 +165,16 @@ def longest_run(skipped):
     return longest
 
 
-@pytest.mark.slow
-@each_rule
-def test_a_lasting_rise_is_learned(rule):
-    tx = gcx.skip_large_norm(optax.sgd(0.1), rule, relearn_after=25)
-    rises = (30.0, 1e4, 1e8)
-    skips, state = feed(tx, [np.r_[normals(100), rise * normals(300)] for rise in rises])
-    for skipped in skips:
-        assert longest_run(skipped) <= 25
-        # Learned: no more is skipped of the new level than of the old one; a percentile of 90
-        # or a quantile of 0.9 skips one norm of ten by its definition.
-        assert skipped[-100:].mean() <= 0.35
-    assert not np.isnan(state.skip_threshold).any()
-
-
-def test_a_lasting_rise_is_learned_where_the_rule_itself_would_never():
-    tx = gcx.skip_large_norm(optax.sgd(0.1), naive_zscore(), relearn_after=10)
-    skipped, _ = feed(tx, np.r_[normals(50), 30 * normals(100)])
-    assert skipped[50:60].all() and not skipped[60:65].any()
-    assert skipped[-50:].mean() < 0.3
-
-
 @pytest.mark.parametrize("relearn_after", [1, 3, 25])
 def test_the_level_is_learned_anew_after_so_many_skips(relearn_after):
-    frozen = gcx.thresholds.Rule(  # twice the first norm, for ever
-        lambda norm: norm,
-        lambda norm, first, _: (
-            jnp.where(first > 0, 2 * first, jnp.inf),
-            jnp.where(first > 0, first, norm),
-        ),
-    )
-    tx = gcx.skip_large_norm(optax.sgd(0.1), frozen, relearn_after=relearn_after)
+    tx = gcx.skip_large_norm(optax.sgd(0.1), FROZEN, relearn_after=relearn_after)
     skipped, state = feed(tx, [1.0] + (relearn_after + 3) * [100.0])
     assert skipped.tolist() == [False] + relearn_after * [True] + 3 * [False]
     assert state.skipped_large_norm == relearn_after and state.signals["norm"] == 100.0
 
 
 def test_a_norm_that_is_not_finite_does_not_count_towards_learning_anew():
-    frozen = gcx.thresholds.Rule(lambda norm: norm + 1, lambda norm, level, _: (level, level))
-    tx = gcx.skip_large_norm(optax.sgd(0.1), frozen, relearn_after=2)
+    tx = gcx.skip_large_norm(optax.sgd(0.1), FROZEN, relearn_after=2)
     skipped, state = feed(tx, [1.0, np.nan, np.inf, np.nan, 9.0, np.nan, 9.0])
     assert skipped.tolist() == [False] + 6 * [True]
     assert state.spikes_in_a_row == 2 and state.consecutive_skips == 6
@@ -236,18 +190,6 @@ def test_a_fixed_number_is_not_learned_anew_but_the_flag_tells():
     assert skipped.tolist() == 20 * [True] + 30 * [False]
 
 
-@pytest.mark.slow
-@each_rule
-def test_norms_that_are_not_finite_do_not_enter_the_history(rule):
-    tx = gcx.skip_large_norm(optax.sgd(0.1), rule)
-    stream = normals(60)
-    _, clean = feed(tx, stream)
-    holes = np.insert(stream, [0, 5, 5, 30, 59], [np.nan, np.inf, np.nan, -np.inf, np.nan])
-    skipped, state = feed(tx, holes)
-    chex.assert_trees_all_equal(state.signals, clean.signals)
-    assert skipped[~np.isfinite(holes)].all()
-
-
 @each_rule
 def test_the_warm_up_blocks_what_is_not_finite(rule):
     tx = gcx.skip_large_norm(optax.sgd(0.1), rule)
@@ -257,83 +199,30 @@ def test_the_warm_up_blocks_what_is_not_finite(rule):
 
 
 SPIKES = (1e3, 1e10, 1e20, 1e30, 3e38)
+STREAMS = [
+    *[np.r_[normals(100), rise * normals(300)] for rise in (30.0, 1e4, 1e8)],
+    *[np.r_[normals(3), spike, normals(396)] for spike in SPIKES],  # during the warm-up
+    *[np.r_[normals(100), spike, normals(298, seed=1), 1e3] for spike in SPIKES],
+    np.r_[np.zeros(100), normals(300)],
+]
 
 
 @pytest.mark.slow
 @each_rule
-def test_a_spike_during_warm_up_does_not_lock_up(rule):
-    tx = gcx.skip_large_norm(optax.sgd(0.1), rule)
-    skips, _ = feed(tx, [np.r_[normals(3), spike, normals(400)] for spike in SPIKES])
+def test_no_stream_locks_a_guard_up_or_switches_it_off(rule):
+    tx = gcx.skip_large_norm(optax.sgd(0.1), rule, relearn_after=25)
+    skips, state = feed(tx, STREAMS)
     for skipped in skips:
         assert longest_run(skipped) <= 25
+        # Learned: no more is skipped of the new level than of the old one; a percentile of 90
+        # or a quantile of 0.9 skips one norm of ten by its definition.
         assert skipped[-100:].mean() <= 0.35
-
-
-@pytest.mark.slow
-@each_rule
-def test_a_spike_does_not_switch_the_guard_off_for_good(rule):
-    tx = gcx.skip_large_norm(optax.sgd(0.1), rule)
-    streams = [np.r_[normals(100), spike, normals(200, seed=1), 1e3] for spike in SPIKES]
-    skips, _ = feed(tx, streams)
-    assert skips[:, 100].all() and skips[:, -1].all()
-
-
-@pytest.mark.slow
-@each_rule
-def test_zero_gradients_do_not_lock_up(rule):
-    tx = gcx.skip_large_norm(optax.sgd(0.1), rule)
-    skipped, _ = feed(tx, np.r_[np.zeros(150), normals(300)])
-    assert not skipped[:150].any()
-    assert longest_run(skipped) <= 25 and skipped[-100:].mean() <= 0.35
-
-
-def test_reactions_to_a_large_norm_are_uniform():
-    grads = jnp.array([3.0, 4.0])
-    adam = optax.trace(0.5)
-    for reaction, seen in (
-        (gcx.skip_large_norm(adam, 1.0), None),
-        (optax.chain(gcx.zero_large_norm(1.0), adam), [0.0, 0.0]),
-        (optax.chain(gcx.clip_by_global_norm(1.0), adam), [0.6, 0.8]),
-    ):
-        _, before = reaction.update(grads / 10, reaction.init(grads))
-        updates, after = reaction.update(grads, before)
-        found = gcx.metrics(after)
-        assert found["grad_norm"] == 5.0
-        assert found["clip_threshold" if seen else "skip_threshold"] == 1.0
-        if seen is None:
-            chex.assert_trees_all_equal(after.inner_state, before.inner_state)
-            assert updates.tolist() == [0.0, 0.0] and found["skipped_large_norm"] == 1
-        else:
-            np.testing.assert_allclose(
-                after[1].trace, 0.5 * before[1].trace + np.array(seen), rtol=1e-6
-            )
-
-
-def test_a_rule_that_looks_at_parameters_needs_them():
-    params, grads = params_and_grads()
-    tx = gcx.skip_large_norm(optax.sgd(0.1), gcx.thresholds.relative_to_params(0.1))
-    expected = "skip_large_norm: `params` must be passed for this threshold, got None."
-    with pytest.raises(ValueError, match=expected):
-        tx.update(grads, tx.init(params))
-    with pytest.raises(TypeError, match=r"skip_large_norm: `updates` must be a tree like `params`"):
-        tx.update(grads, tx.init(params), {"w": params["w"]})
+    assert skips[8:13, [100, -1]].all()  # both spikes are skipped
+    assert not skips[-1, :100].any()  # no zero is
+    assert not np.isnan(state.skip_threshold).any()
 
 
 # Loss and norm
-
-
-def feed_both(tx, losses, norms):
-    """Which steps a guard skips on a stream of losses and norms, and its last state."""
-
-    def step(state, now):
-        loss, norm = now
-        _, state = tx.update(jnp.stack([norm * 0.6, norm * 0.8]), state, value=loss)
-        return state, state.consecutive_skips > 0
-
-    stream = jnp.asarray(losses, jnp.float32), jnp.asarray(norms, jnp.float32)
-    run = jax.jit(lambda stream: jax.lax.scan(step, tx.init(jnp.zeros(2)), stream))
-    state, skipped = run(stream)
-    return np.flatnonzero(skipped).tolist(), state
 
 
 RECORDED = json.loads((Path(__file__).parents[2] / "data" / "spike_guards.json").read_text())
@@ -352,8 +241,8 @@ def published(name):
 @pytest.mark.parametrize("stream", ["spikes", "rise"])
 def test_published_guards_are_reproduced_step_by_step(name, stream):
     recorded = RECORDED["streams"][stream]
-    skipped, _ = feed_both(published(name), recorded["losses"], recorded["norms"])
-    assert skipped == recorded["skipped"][name]
+    skipped, _ = feed(published(name), recorded["norms"], recorded["losses"])
+    assert np.flatnonzero(skipped).tolist() == recorded["skipped"][name]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -363,16 +252,16 @@ def test_a_nan_costs_one_step_where_published_guards_let_it_through_or_lock_up(n
     assert 5 not in theirs  # in their warm-up they step on it
     assert set(range(35, 52)) <= set(theirs)  # and skip until it has left their window
     losses = [float(x) for x in recorded["losses"]]
-    skipped, state = feed_both(published(name), losses, recorded["norms"])
-    assert skipped == [5, 30, 35, 40, 60]
+    skipped, state = feed(published(name), recorded["norms"], losses)
+    assert np.flatnonzero(skipped).tolist() == [5, 30, 35, 40, 60]
     assert state.skipped_nonfinite == 2
 
 
 def test_the_counts_say_whether_it_was_the_loss_or_the_norm():
     tx = gcx.skip_spikes(optax.sgd(0.1), norm=10.0, loss=-1.0)
     losses, norms = [-2.0, -0.5, -2.0, 3.0, np.nan], [1.0, 1.0, 20.0, 20.0, 1.0]
-    skipped, state = feed_both(tx, losses, norms)
-    assert skipped == [1, 2, 3, 4]
+    skipped, state = feed(tx, norms, losses)
+    assert skipped.tolist() == [False, True, True, True, True]
     found = {key: float(value) for key, value in gcx.metrics(state).items()}
     assert found["skipped_large_loss"] == found["skipped_large_norm"] == 2
     assert found["skipped_nonfinite"] == 1 and found["consecutive_skips"] == 4
@@ -385,29 +274,28 @@ def test_a_loss_that_is_not_watched_is_not_reported():
 
 
 def test_a_guard_of_the_loss_alone_skips_a_gradient_that_is_not_finite():
-    skipped, state = feed_both(gcx.skip_spikes(optax.sgd(0.1), loss=5.0), [1.0] * 3, [1, np.inf, 1])
-    assert skipped == [1] and state.skipped_nonfinite == 1
+    tx = gcx.skip_spikes(optax.sgd(0.1), loss=5.0)
+    skipped, state = feed(tx, [1, np.inf, 1], [1.0] * 3)
+    assert skipped.tolist() == [False, True, False] and state.skipped_nonfinite == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("level", [-3.0, 0.0, 2.0])
-def test_a_lasting_rise_of_the_loss_is_learned(level):
+def test_a_lasting_rise_of_a_negative_loss_is_learned():
     noise = 0.1 * np.random.default_rng(0).standard_normal(200)
-    losses = level + noise + np.r_[np.zeros(100), np.full(100, 50.0)]
+    losses = -3.0 + noise + np.r_[np.zeros(100), np.full(100, 50.0)]
     for rule in (
         gcx.thresholds.mean_std(6.0, window=50, warmup_steps=10, allow_negative=True),
         gcx.thresholds.zscore(6.0, allow_negative=True),
     ):
         tx = gcx.skip_spikes(optax.sgd(0.1), loss=rule)
-        skipped, _ = feed_both(tx, losses, np.ones(200))
-        assert skipped and skipped[0] == 100 and skipped[-1] <= 126
+        skipped = np.flatnonzero(feed(tx, np.ones(200), losses)[0])
+        assert skipped[0] == 100 and skipped[-1] <= 126
 
 
 def test_both_histories_are_blind_to_a_step_that_is_not_finite():
     rule = gcx.thresholds.mean_std(4.0, window=8, warmup_steps=3, allow_negative=True)
     tx = gcx.skip_spikes(optax.sgd(0.1), norm=rule, loss=rule)
-    _, clean = feed_both(tx, [1.0, 1.1, 0.9], [2.0, 2.1, 1.9])
-    _, state = feed_both(tx, [1.0, np.nan, 1.1, 7.0, 0.9], [2.0, 9.0, 2.1, np.inf, 1.9])
+    _, clean = feed(tx, [2.0, 2.1, 1.9], [1.0, 1.1, 0.9])
+    _, state = feed(tx, [2.0, 9.0, 2.1, np.inf, 1.9], [1.0, np.nan, 1.1, 7.0, 0.9])
     chex.assert_trees_all_equal(state.signals, clean.signals)
 
 
@@ -432,14 +320,10 @@ def test_the_mean_loss_of_all_devices_decides(check_vma):
     assert skipped == 1 and loss == 4.5
 
 
-@pytest.mark.parametrize(
-    ("value", "error"),
-    [(None, ValueError), (jnp.ones(3), TypeError), (1j, TypeError), (jnp.complex64(1), TypeError)],
-)
-def test_a_value_that_is_not_a_real_scalar_is_named(value, error):
+def test_a_complex_loss_is_named():
     tx = gcx.skip_spikes(optax.sgd(1.0), loss=1.0)
-    with pytest.raises(error, match="^skip_spikes: `value` must be"):
-        tx.update(jnp.ones(2), tx.init(jnp.ones(2)), value=value)
+    with pytest.raises(TypeError, match="^skip_spikes: `value` must be"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)), value=1j)
 
 
 @pytest.mark.parametrize("value", [3, True, jnp.int32(3), jnp.bfloat16(3)])
@@ -449,37 +333,12 @@ def test_an_integer_loss_is_compared(value):
     assert state.loss == value and state.skipped_large_loss == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "name"),
-    [
-        ({}, ValueError, "norm"),
-        ({"loss": "big"}, TypeError, "loss"),
-        ({"loss": gcx.thresholds.relative_to_params(0.1)}, ValueError, "loss"),
-    ],
-)
-def test_a_wrong_threshold_is_named(options, error, name):
-    with pytest.raises(error, match=f"^skip_spikes: `{name}` must be"):
-        gcx.skip_spikes(optax.sgd(1.0), **options)
-
-
 def test_a_state_with_other_thresholds_is_named():
     params, sgd = jnp.ones(2), optax.sgd(1.0)
     tx = gcx.skip_spikes(sgd, norm=1.0, loss=1.0)
     for other in (gcx.skip_large_norm(sgd, 1.0), gcx.skip_spikes(sgd, loss=1.0)):
         with pytest.raises(TypeError, match="^skip_spikes: `state` must be"):
             tx.update(params, other.init(params), params, value=1.0)
-
-
-def run_signals(tx, norms, losses):
-    """Whether each step was skipped; one program for all."""
-
-    def step(state, pair):
-        _, state = tx.update(pair[:1], state, jnp.zeros(1), value=pair[1])
-        return state, ~gcx.has_updated(state)
-
-    stream = jnp.stack([jnp.asarray(norms), jnp.asarray(losses)], 1).astype(jnp.float32)
-    state, skipped = jax.jit(lambda x: jax.lax.scan(step, tx.init(jnp.zeros(1)), x))(stream)
-    return np.asarray(skipped), state
 
 
 def test_faults_of_norm_and_loss_in_turn_lock_nothing_up():
@@ -492,15 +351,76 @@ def test_faults_of_norm_and_loss_in_turn_lock_nothing_up():
     rule = gcx.thresholds.zscore(warmup_steps=25)
     loss_rule = gcx.thresholds.zscore(warmup_steps=25, allow_negative=True)
     tx = gcx.skip_spikes(optax.sgd(0.1), norm=rule, loss=loss_rule, relearn_after=25)
-    skipped, _ = run_signals(tx, norms, losses)
+    skipped, _ = feed(tx, norms, losses)
     assert skipped[100:125].all() and skipped[126:].mean() < 0.1
 
 
 def test_a_fixed_loss_is_never_learned_and_holds_no_other_rule_back():
-    frozen = gcx.thresholds.Rule(lambda x: x, lambda x, s, _: (jnp.where(s > 0, 2 * s, jnp.inf),
-                                                                jnp.where(s > 0, s, x)))  # fmt: skip
-    tx = gcx.skip_spikes(optax.sgd(0.1), norm=frozen, loss=5.0, relearn_after=3)
+    tx = gcx.skip_spikes(optax.sgd(0.1), norm=FROZEN, loss=5.0, relearn_after=3)
     # Two skips for the loss and one for the norm are three: the norm is then learned anew.
-    skipped, state = run_signals(tx, [1, 1, 1, 9, 9, 9, 1], [1, 8, 8, 1, 8, 1, 1])
+    skipped, state = feed(tx, [1, 1, 1, 9, 9, 9, 1], [1, 8, 8, 1, 8, 1, 1])
     assert skipped.tolist() == [False, True, True, True, True, False, False]
     assert state.signals["norm"] == 9.0 and state.spikes_in_a_row == 0
+
+
+# The update
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda tx: tx, lambda tx: gcx.skip_nonfinite(tx, check="step")],
+    ids=["alone", "in guard"],
+)
+def test_a_rule_for_the_update_skips_and_learns_anew(wrap):
+    momentum = optax.chain(optax.trace(0.5), optax.scale(-1.0))
+    tx = wrap(gcx.skip_spikes(momentum, update=FROZEN, relearn_after=2))
+    # The updates, of which those in brackets are skipped: 1, 1.5, [], [9.75], [9.75], 9.75 which
+    # becomes the level, 13.875, [36.9375].
+    skipped, state = feed(tx, [1, 1, np.nan, 9, 9, 9, 9, 30])
+    assert skipped.tolist() == [False, False, True, True, True, False, False, True]
+    found = gcx.metrics(state)
+    assert (found["skipped_large_update"], found["skipped_nonfinite"]) == (3, 1)
+    np.testing.assert_allclose((found["update_norm"], found["update_threshold"]), (36.9375, 19.5))
+
+
+def test_a_nonfinite_update_is_skipped_and_its_window_dropped():
+    inner = optax.stateless(lambda updates, _: jax.tree.map(lambda x: 1 / (x - 2), updates))
+    tx = gcx.skip_spikes(gcx.accumulate_gradients(inner, 2), update=3.0)
+    state, updates = tx.init(jnp.zeros(1)), []
+    step = jax.jit(tx.update)
+    for grad in (2.0, 2.0, 3.0, 3.0, 2.1, 2.1):
+        update, state = step(jnp.array([grad]), state)
+        updates.append(float(update[0]))
+    assert updates == [0, 0, 0, 1, 0, 0]
+    found = gcx.metrics(state)
+    assert (found["skipped_nonfinite"], found["skipped_large_update"]) == (1, 1)
+    assert found["consecutive_skips"] == 1 and found["update_norm"] == pytest.approx(10, rel=1e-4)
+
+
+def test_a_nan_micro_batch_that_flushes_a_window_with_a_large_update_counts_once_in_each_guard():
+    tx = gcx.skip_spikes(gcx.accumulate_gradients(optax.sgd(1.0), 4), update=3.0)
+    tx, params = gcx.skip_nonfinite(tx), jnp.zeros(1)
+    _, state = tx.update(jnp.array([9.0]), tx.init(params), params)
+    _, state = tx.update(jnp.array([jnp.nan]), state, params, flush=True)
+    inner = state.inner_state
+    assert (state.skipped_nonfinite, inner.skipped_nonfinite) == (1, 0)
+    assert inner.skipped_large_update == 1 and inner.consecutive_skips == 1
+    assert inner.inner_state.mini_step == 0
+
+
+def test_a_skipped_update_is_not_reported():
+    tx = gcx.skip_spikes(optax.sgd(1.0), norm=2.0, update=5.0)
+    _, state = tx.update(jnp.array([9.0]), tx.init(jnp.zeros(1)))
+    assert np.isnan(state.update_norm) and state.skipped_large_norm == 1
+    assert state.skipped_large_update == state.skipped_nonfinite == 0
+
+
+def test_the_ratio_of_update_to_parameter_can_be_bounded():
+    rule = gcx.thresholds.relative_to_params(0.1)
+    tx = gcx.skip_spikes(optax.sgd(1.0), update=rule)
+    params = jnp.array([30.0, 40.0])
+    state, skips = tx.init(params), []
+    for size in (4.9, 5.1):
+        _, state = tx.update(jnp.array([size, 0.0]), state, params)
+        skips.append(int(state.skipped_large_update))
+    assert skips == [0, 1] and state.update_threshold == 5
