@@ -168,25 +168,8 @@ def test_zscore_is_the_paper_with_our_addition_over_the_whole_recording(run):
     assert_zscores(*follow(rule, norms), want(rounded(norms)))
 
 
-@pytest.mark.parametrize("name", ["nan", "inf"])
-def test_zscore_ignores_steps_that_are_not_finite(name):
-    run = recorded.recording("zclip", name)
-    rule, want = zscore_of(run)
-    bad = ~np.isfinite(run.norms)
-    found, states = follow(rule, run.norms)
-    kept = jax.tree.map(lambda x: x[~bad], states)
-    assert_zscores(found[~bad], kept, want(rounded(run.norms[~bad])))
-    assert found[45] < 20.0 and run.norms[45] == 20.0  # the spike after it is clipped
-    if name == "nan":  # and by the authors' code it is not
-        assert np.isnan(recorded.numbers(run.gave["threshold"])[36:]).all()
 
 
-def test_zscore_relearns_a_level_that_lasts_where_the_paper_is_stuck():
-    run = recorded.recording("zclip", "level_shift")
-    theirs = recorded.numbers(run.gave["threshold"])
-    assert np.isfinite(theirs[60:110]).all()  # the norm is 5 instead of 1: clipped to 1 for ever
-    found, _ = follow(thresholds.zscore(), run.norms)
-    assert not is_unbounded(found[60:85]).any() and is_unbounded(found[95:110]).all()
 
 
 def test_zscore_relearns_after_a_constant_warm_up():
@@ -206,13 +189,6 @@ def test_zscore_takes_a_new_level_for_spikes_that_long(relearn_after):
     assert is_unbounded(found[50 + relearn_after + 10 :]).all()
 
 
-def test_zscore_survives_a_spike_of_any_size_in_the_warm_up():
-    # 1e25 squared is no float32: a variance would be infinite from then on, and clip no more.
-    norms = np.ones(5000)
-    norms[5], norms[-1] = 1e25, 100.0
-    found, states = follow(thresholds.zscore(), norms)
-    assert all(np.isfinite(x).all() for x in states)
-    assert found[-1] < 2.0
 
 
 # mean_std
@@ -255,14 +231,6 @@ def test_mean_std_gives_what_olmo_gives_but_for_its_unbiased_variance(run):
         assert unbiased == pytest.approx(theirs[t], rel=50 * EPS)
 
 
-@recordings("levanter_clip_update_norm")
-def test_mean_std_clips_as_levanter_does(run):
-    window = run.given["rolling_interval_length"]
-    rule = thresholds.mean_std(run.given["sigma_factor"], window, window // 2)
-    until = int(np.argmin(run.norms > 0))
-    found, _ = follow(rule, run.norms)
-    theirs = recorded.numbers(run.gave["clipped_norm"])[:until]
-    np.testing.assert_allclose(np.minimum(run.norms, found)[:until], theirs, rtol=20 * EPS)
 
 
 def test_mean_std_is_mean_and_deviation_of_the_window():
@@ -272,21 +240,8 @@ def test_mean_std_is_mean_and_deviation_of_the_window():
     np.testing.assert_allclose(found, np.minimum(want, UNBOUNDED), rtol=20 * EPS)
 
 
-def test_mean_std_ignores_a_nan_for_which_both_projects_skip_a_window():
-    run = recorded.recording("levanter_skip_step", "nan_16")
-    assert run.gave["step_factor"][35:52] == [0] * 17
-    found, _ = follow(thresholds.mean_std(6.0, 16, 8), run.norms)
-    assert np.all(run.norms[36:45] <= found[36:45])
-    assert run.norms[45] > found[45]
 
 
-def test_mean_std_with_ddof_1_is_what_olmo_computes():
-    norms = lognormal(100)
-    found, _ = follow(thresholds.mean_std(3.0, 20, 10, ddof=1), norms)
-    for t in range(10, 100):
-        before = rounded(norms)[max(0, t - 20) : t]
-        want = np.mean(before) + 3.0 * np.std(before, ddof=1)
-        assert found[t] == pytest.approx(want, rel=20 * EPS)
 
 
 # signed values
@@ -340,12 +295,6 @@ def test_ema_is_that_of_the_paper(warmup_max):
     np.testing.assert_allclose(states.average, want["level"], rtol=60 * EPS)
 
 
-def test_ema_ignores_a_zero_where_the_paper_locks_up():
-    norms = np.r_[0.9, 0.0, 1.1, np.ones(300)]
-    paper = oracles.ema(norms, 1.05, 0.98, 10)
-    assert np.all(paper["level"][1:] == 0)
-    found, states = follow(thresholds.ema(1.05, 0.98, 10), norms)
-    assert np.all(states.average[1:] >= 0.9 * (1 - EPS)) and np.all(found >= 0.9)
 
 
 def test_ema_follows_a_lasting_rise_by_a_thousandth_a_step():
@@ -379,15 +328,6 @@ def test_quantile_is_that_of_the_paper(target):
     np.testing.assert_allclose(found, want[:-1], rtol=200 * EPS)
 
 
-@pytest.mark.parametrize("name", ["nan_median", "inf_median"])
-def test_quantile_stays_where_it_is_when_a_norm_is_not_finite(name):
-    run = recorded.recording("quantile", name)
-    found, after = follow(thresholds.quantile(), run.norms)
-    bad = int(np.argmin(np.isfinite(run.norms)))
-    assert after[bad] == found[bad]
-    theirs = recorded.numbers(run.gave["estimate_after"])
-    assert theirs[bad] > theirs[bad - 1]  # there it counts as a large one
-    np.testing.assert_allclose(after[:bad], theirs[:bad], rtol=60 * EPS)
 
 
 def test_quantile_comes_back_from_either_end():
@@ -591,11 +531,6 @@ def test_a_rule_is_differentiable_after_zeros_and_steps_that_are_not_finite(rule
         assert jnp.isfinite(slope(norm))
 
 
-@pytest.fixture
-def x64():
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", False)
 
 
 @each_rule
@@ -652,24 +587,6 @@ def test_units_have_histories_of_their_own(granularity):
 # skipping
 
 
-@pytest.mark.parametrize("name", ["level_shift_32", "spiky_32"])
-def test_skipping_by_mean_std_skips_what_levanter_and_olmo_skip(name):
-    run = recorded.recording("levanter_skip_step", name)
-    taken = np.array(run.gave["step_factor"], bool)
-    until = len(taken) if (run.norms > 0).all() else int(np.argmin(run.norms))
-    tx = gcx.skip_large_norm(optax.sgd(1.0), thresholds.mean_std(6.0, 32, 16))
-
-    @jax.jit
-    def train(norms):
-        def step(state, norm):
-            updates, state = tx.update(norm[None], state, norm[None])
-            return state, updates[0] != 0
-
-        return jax.lax.scan(step, tx.init(jnp.ones(1)), norms)[1]
-
-    found = np.asarray(train(jnp.asarray(run.norms, jnp.float32)))
-    np.testing.assert_array_equal(found[:until], taken[:until])
-    assert not taken[:until].all()
 
 
 @each_rule

@@ -57,13 +57,6 @@ def test_number_of_any_type_is_a_threshold_for_every_unit(value):
     assert state.clip_threshold.dtype == jnp.float32 and state.rules == ()
 
 
-def test_norm_in_float64_has_a_threshold_in_float64():
-    with compat.x64():
-        for value in (0.1, jnp.float32(0.1), np.float64(0.1)):
-            clipped, _ = gcx.clip_by_norm(value).update(jnp.asarray(np.float64(3)), None)
-            assert float(clipped) == pytest.approx(float(value), rel=1e-15)
-
-
 def test_schedule_counts_a_step_whose_norm_is_not_finite():
     # The count is a step count, not a memory of norms.
     thresholds, count = run(lambda count: 1.0 + count, [1, math.nan, 1])
@@ -125,9 +118,6 @@ def test_params_are_seen_only_by_rules_that_ask():
     tree = {"a": jnp.ones(2), "b": jnp.ones(3)}
     clip.update(tree, clip.init(tree), tree)
     assert seen == [None]
-
-
-# --- errors ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan])

@@ -352,14 +352,6 @@ def test_complex_gradients_are_clipped_by_magnitude():
 
 # errors
 
-MAKE = {
-    "acclip": gcx.contrib.acclip,
-    "spam_clip": gcx.contrib.spam_clip,
-    "stable_spam_clip": gcx.contrib.stable_spam_clip,
-    "stable_adamw": lambda learning_rate=1e-3, **others: gcx.contrib.stable_adamw(
-        learning_rate, **others
-    ),
-}
 
 
 def test_a_power_below_one_has_a_finite_derivative_at_zero():
