@@ -168,10 +168,6 @@ def test_zscore_is_the_paper_with_our_addition_over_the_whole_recording(run):
     assert_zscores(*follow(rule, norms), want(rounded(norms)))
 
 
-
-
-
-
 def test_zscore_relearns_after_a_constant_warm_up():
     norms = np.r_[np.ones(50), np.full(60, 3.0)]
     found, _ = follow(thresholds.zscore(), norms)
@@ -187,8 +183,6 @@ def test_zscore_takes_a_new_level_for_spikes_that_long(relearn_after):
     found, _ = follow(thresholds.zscore(relearn_after=relearn_after), norms)
     assert np.all(found[50 : 50 + relearn_after] < 2.0)
     assert is_unbounded(found[50 + relearn_after + 10 :]).all()
-
-
 
 
 # mean_std
@@ -231,17 +225,11 @@ def test_mean_std_gives_what_olmo_gives_but_for_its_unbiased_variance(run):
         assert unbiased == pytest.approx(theirs[t], rel=50 * EPS)
 
 
-
-
 def test_mean_std_is_mean_and_deviation_of_the_window():
     norms = lognormal(100)
     found, _ = follow(thresholds.mean_std(3.0, 20, 10), norms)
     want = oracles.mean_std(rounded(norms), 3.0, 20, 10, floor=0.01)
     np.testing.assert_allclose(found, np.minimum(want, UNBOUNDED), rtol=20 * EPS)
-
-
-
-
 
 
 # signed values
@@ -295,8 +283,6 @@ def test_ema_is_that_of_the_paper(warmup_max):
     np.testing.assert_allclose(states.average, want["level"], rtol=60 * EPS)
 
 
-
-
 def test_ema_follows_a_lasting_rise_by_a_thousandth_a_step():
     # 1.05 x the level enters the level with weight 0.02: it grows by 1.001, by 30 in 3,403 steps.
     norms = np.r_[np.ones(100), np.full(3600, 30.0)]
@@ -326,8 +312,6 @@ def test_quantile_is_that_of_the_paper(target):
     found, _ = follow(thresholds.quantile(target, 0.2, 0.1), norms)
     want = oracles.quantile(rounded(norms), target, 0.2, 0.1)
     np.testing.assert_allclose(found, want[:-1], rtol=200 * EPS)
-
-
 
 
 def test_quantile_comes_back_from_either_end():
@@ -531,8 +515,6 @@ def test_a_rule_is_differentiable_after_zeros_and_steps_that_are_not_finite(rule
         assert jnp.isfinite(slope(norm))
 
 
-
-
 @each_rule
 def test_a_float64_norm_beyond_float32_does_not_stay_in_the_history(x64, rule):
     norms = lognormal(200, spread=0.1)
@@ -585,8 +567,6 @@ def test_units_have_histories_of_their_own(granularity):
 
 
 # skipping
-
-
 
 
 @each_rule

@@ -101,10 +101,6 @@ def test_agc_gives_what_the_authors_code_gives(run):
         assert 0 < float(state.clip_fraction) < 1
 
 
-
-
-
-
 def test_zclip_caps_from_the_first_step_on():
     found, _ = train(gcx.zclip(), jnp.full((3, 1), 7.0), jnp.ones(1))
     np.testing.assert_allclose(found, 1.0, rtol=2 * EPS)
@@ -160,8 +156,6 @@ def test_adagc_clips_the_whole_gradient_in_the_warm_up():
     np.testing.assert_allclose([updates["a"][0, 0], updates["b"][0, 0]], [0.6, 0.8], rtol=4 * EPS)
 
 
-
-
 def test_quantile_clip_leaves_half_of_the_steps_alone():
     norms = np.exp(0.5 * np.random.default_rng(0).standard_normal(3000))
     found, _ = train(gcx.quantile_clip(), jnp.asarray(norms, jnp.float32)[:, None], jnp.ones(1))
@@ -170,8 +164,6 @@ def test_quantile_clip_leaves_half_of_the_steps_alone():
 
 
 # in any company
-
-
 
 
 @pytest.mark.parametrize("name", ["zclip", "adagc"])
@@ -200,8 +192,6 @@ def test_a_first_choice_alters_only_outliers_at_every_scale(scale):
     )
     altered = np.asarray(found)[:, 0] != norms.astype(np.float32)
     assert altered[400] and np.mean(altered) < 0.05
-
-
 
 
 def test_adagc_measures_the_layers_of_a_stacked_leaf_one_by_one():
@@ -233,8 +223,6 @@ def test_the_papers_caps_of_1_clip_every_step_where_norms_are_30(as_published, a
 
 
 # errors
-
-
 
 
 def test_a_finite_step_is_no_fault_to_a_search_for_nans():

@@ -353,7 +353,6 @@ def test_complex_gradients_are_clipped_by_magnitude():
 # errors
 
 
-
 def test_a_power_below_one_has_a_finite_derivative_at_zero():
     tx = gcx.contrib.acclip(alpha=0.5)
     state = tx.init(jnp.zeros(2))

@@ -109,8 +109,6 @@ def test_steps_are_those_of_the_paper(clip, exact):
         np.testing.assert_allclose(updates[name], emitted, atol=80 * EPS * largest)
 
 
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["value", "global_norm", "zclip", "spam"])
 def test_a_bad_step_leaves_the_carry_as_it_was(name, bad):
