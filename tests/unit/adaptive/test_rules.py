@@ -11,10 +11,10 @@ import numpy as np
 import optax
 import pytest
 
+import compat
 import gradclip_jax as gcx
 import recorded
 import rule_oracles as oracles
-from compat import strict
 from gradclip_jax import thresholds
 
 EPS = float(np.finfo(np.float32).eps)
@@ -79,6 +79,12 @@ def recordings(method, *left_out):
     )
 
 
+def until_zero(run):
+    """The steps before the first norm that is zero or no number: there the codes differ."""
+    counts = run.norms > 0
+    return len(counts) if counts.all() else int(np.argmin(counts))
+
+
 def lognormal(steps, *, seed=0, spread=0.3):
     return np.exp(spread * np.random.default_rng(seed).standard_normal(steps))
 
@@ -94,15 +100,14 @@ def assert_percentiles(actual, exact):
 
 @recordings("autoclip")
 def test_percentile_gives_what_the_authors_code_gives(run):
-    counts = run.norms > 0  # one norm of the spiky sequence is zero
-    until = len(run.norms) if counts.all() else int(np.argmin(counts))
+    until = until_zero(run)
     found, _ = follow(thresholds.percentile(run.given["clip_percentile"], 1000), run.norms)
     assert_percentiles(found[:until], recorded.numbers(run.gave["threshold"])[:until])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("window", [1, 7, 1000])
-@pytest.mark.parametrize("percentile", [0.0, 10.0, 37.5, 100.0])
+@pytest.mark.parametrize(
+    ("percentile", "window"), [(37.5, 1), (0.0, 7), (37.5, 7), (100.0, 7), (10.0, 1000)]
+)
 def test_percentile_is_that_of_numpy_over_the_window(percentile, window):
     norms = lognormal(60)
     found, _ = follow(thresholds.percentile(percentile, window), norms)
@@ -139,26 +144,18 @@ def assert_zscores(found, states, want):
 @recordings("zclip", "spiky_cap1", "nan", "inf")
 def test_zscore_gives_what_the_authors_code_gives(run):
     rule, want = zscore_of(run)
-    found, states = follow(rule, run.norms)
+    found, _ = follow(rule, run.norms)
     want = want(run.norms)
     # No decision hangs on a rounding: z is never within 0.2 of its threshold.
     assert np.nanmin(want["margin"]) > 0.2
     theirs = recorded.numbers(run.gave["threshold"])
-    until = len(theirs)
-    if (run.norms == 0).any():  # zeros are not part of our history
-        until = int(np.argmin(run.norms))
+    until = until_zero(run)
     clipped = ~is_unbounded(found)
     if run.raw["name"] == "level_shift":  # stuck from 60 on; we relearn after 25 steps of that
         until = 85
     np.testing.assert_array_equal(clipped[:until], ~np.isnan(theirs[:until]))
     both = clipped[:until]
     np.testing.assert_allclose(found[:until][both], theirs[:until][both], rtol=300 * EPS)
-    if "mean_after" in run.gave:
-        from_warmup = slice(run.given["warmup_steps"] - 1, until)
-        means = recorded.numbers(run.gave["mean_after"])[from_warmup]
-        np.testing.assert_allclose(states.mean[from_warmup], means, rtol=40 * EPS)
-        stds = np.sqrt(recorded.numbers(run.gave["var_after"])[from_warmup])
-        assert np.all(np.abs(states.std[from_warmup] - stds) <= 100 * EPS * means.max())
 
 
 @recordings("zclip", "spiky_cap1", "nan", "inf")
@@ -193,9 +190,7 @@ def test_mean_std_gives_what_levanter_gives(run):
     window = run.given["rolling_interval_length"]
     rule = thresholds.mean_std(run.given["sigma_factor"], window, window // 2)
     theirs = recorded.numbers(run.gave["norm_threshold"])
-    until = len(theirs) - 1
-    if not (run.norms > 0).all():  # a NaN or a zero: theirs is part of the history
-        until = int(np.argmin(run.norms > 0))
+    until = min(until_zero(run), len(theirs) - 1)
     if run.raw["name"] == "constant_16":  # theirs is 1.000006: the first rise is anything at all
         until = 51
         theirs[:until] = 1 + 6 * 0.01
@@ -209,20 +204,17 @@ def test_mean_std_gives_what_levanter_gives(run):
 
 
 @recordings("olmo_skip_step", "constant_16")
-def test_mean_std_gives_what_olmo_gives_but_for_its_unbiased_variance(run):
+def test_mean_std_gives_what_olmo_gives(run):
     window = run.given["rolling_interval_length"]
     # It counts the present norm as well: one step earlier than levanter.
-    rule = thresholds.mean_std(run.given["sigma_factor"], window, window // 2 - 1)
-    until = len(run.norms) if (run.norms > 0).all() else int(np.argmin(run.norms > 0))
+    rule = thresholds.mean_std(run.given["sigma_factor"], window, window // 2 - 1, ddof=1)
+    until = until_zero(run)
     found, _ = follow(rule, run.norms)
     taken = (run.norms <= found)[:until]
     np.testing.assert_array_equal(taken, np.array(run.gave["step_factor"][:until], bool))
     theirs = recorded.numbers(run.gave["norm_threshold_from_their_history"])
-    for t in range(window // 2 - 1, until):
-        n = min(t, window)
-        mean = np.mean(run.norms[t - n : t])
-        unbiased = mean + (found[t] - mean) * math.sqrt(n / (n - 1))
-        assert unbiased == pytest.approx(theirs[t], rel=50 * EPS)
+    used = slice(window // 2 - 1, until)
+    np.testing.assert_allclose(found[used], theirs[used], rtol=50 * EPS)
 
 
 def test_mean_std_is_mean_and_deviation_of_the_window():
@@ -299,11 +291,11 @@ def test_quantile_gives_what_the_authors_code_gives(run):
     rule = thresholds.quantile(
         given["target_quantile"], given["learning_rate"], given["initial_estimate"]
     )
-    zero = np.argmin(run.norms) if (run.norms == 0).any() else len(run.norms)
+    until = until_zero(run)
     _, after = follow(rule, run.norms)
     theirs = recorded.numbers(run.gave["estimate_after"])
     # Theirs is float32, too: each of 150 factors rounds, and so does the last exponential.
-    np.testing.assert_allclose(after[:zero], theirs[:zero], rtol=150 * EPS)
+    np.testing.assert_allclose(after[:until], theirs[:until], rtol=150 * EPS)
 
 
 @pytest.mark.parametrize("target", [0.1, 0.5, 0.9])
@@ -486,7 +478,7 @@ def test_a_rule_is_elementwise(rule):
 def test_a_state_keeps_its_structure_and_types(rule):
     for shape in [(), (3,), (1, 2)]:
         first = rule.init(jnp.zeros(shape))
-        with strict():
+        with compat.strict():
             _, later = jax.eval_shape(rule.update, jnp.ones(shape), first, None)
         described = jax.tree.map(lambda x: (x.shape, x.dtype), first)
         assert described == jax.tree.map(lambda x: (x.shape, x.dtype), later)
@@ -516,10 +508,11 @@ def test_a_rule_is_differentiable_after_zeros_and_steps_that_are_not_finite(rule
 
 
 @each_rule
-def test_a_float64_norm_beyond_float32_does_not_stay_in_the_history(x64, rule):
+def test_a_float64_norm_beyond_float32_does_not_stay_in_the_history(rule):
     norms = lognormal(200, spread=0.1)
     norms[[5, 150, 199]] = [1e300, 1e300, 100.0]
-    found, states = jax.tree.map(np.asarray, _follow(rule, jnp.asarray(norms, jnp.float64)))
+    with compat.x64():
+        found, states = jax.tree.map(np.asarray, _follow(rule, jnp.asarray(norms, jnp.float64)))
     assert is_sound(found, states)
     assert found[-1] < 10 and found[-2] > 0.5
 
@@ -623,6 +616,3 @@ def test_a_users_rule_works_wherever_a_threshold_does(tx, kept):
     updates, _ = update(jax.tree.map(lambda x: 10 * x, grads), state, grads)
     # Ten times as large as before: scaled to twice as large, or dropped.
     np.testing.assert_allclose(updates["a"], 2 * grads["a"] * kept, rtol=8 * EPS)
-
-
-# errors

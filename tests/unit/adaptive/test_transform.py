@@ -11,7 +11,6 @@ import pytest
 import gradclip_jax as gcx
 import recorded
 import rule_oracles as oracles
-from gradclip_jax import thresholds
 
 EPS = float(np.finfo(np.float32).eps)
 
@@ -99,6 +98,40 @@ def test_agc_gives_what_the_authors_code_gives(run):
             np.testing.assert_allclose(updates[name], theirs, rtol=8 * EPS)
         np.testing.assert_array_equal(updates["zero_g"], 0.0)
         assert 0 < float(state.clip_fraction) < 1
+
+
+# A transformation from the settings of a recorded run, and the runs.
+CLIPS = {
+    "autoclip": (lambda given: gcx.autoclip(given["clip_percentile"]), recorded.names("autoclip")),
+    "zclip": (
+        lambda given: gcx.zclip(
+            given["z_thresh"], given["alpha"], given["warmup_steps"], given["max_grad_norm"]
+        ),
+        ["spiky", "spiky_cap1", "spiky_a9_z2_w10", "constant"],
+    ),
+    "quantile": (
+        lambda given: gcx.quantile_clip(
+            given["target_quantile"], given["learning_rate"], given["initial_estimate"]
+        ),
+        ["spiky_median", "spiky_q90", "level_shift_median", "constant_median"],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "name"), [(method, name) for method in CLIPS for name in CLIPS[method][1]]
+)
+def test_a_clip_by_a_learned_threshold_clips_to_what_the_authors_code_gives(method, name):
+    run = recorded.recording(method, name)
+    found = clipped_norms(CLIPS[method][0](run.given), run)
+    if method == "quantile":  # they give the threshold of the next step
+        estimates = recorded.numbers(run.gave["estimate_after"])
+        theirs = np.minimum(run.norms, [run.given["initial_estimate"], *estimates[:-1]])
+    else:
+        theirs = recorded.numbers(run.gave["clipped_norm"])
+    # Zeros are not part of our history. They divide by norm + 1e-6, and norms are 0.03 or more.
+    until = len(run.norms) if (run.norms > 0).all() else int(np.argmin(run.norms))
+    np.testing.assert_allclose(found[:until], theirs[:until], rtol=4e-5)
 
 
 def test_zclip_caps_from_the_first_step_on():
@@ -220,9 +253,6 @@ def test_the_papers_caps_of_1_clip_every_step_where_norms_are_30(as_published, a
         for tx in (as_published, at_every_scale)
     )
     assert clipped == 1 and free < 0.75
-
-
-# errors
 
 
 def test_a_finite_step_is_no_fault_to_a_search_for_nans():
