@@ -11,10 +11,10 @@ import numpy as np
 import optax
 import pytest
 
+import compat
 import gradclip_jax as gcx
 import recorded
 import rule_oracles as oracles
-from compat import strict
 from gradclip_jax import thresholds
 
 EPS = float(np.finfo(np.float32).eps)
@@ -79,6 +79,12 @@ def recordings(method, *left_out):
     )
 
 
+def until_zero(run):
+    """The steps before the first norm that is zero or no number: there the codes differ."""
+    counts = run.norms > 0
+    return len(counts) if counts.all() else int(np.argmin(counts))
+
+
 def lognormal(steps, *, seed=0, spread=0.3):
     return np.exp(spread * np.random.default_rng(seed).standard_normal(steps))
 
@@ -94,15 +100,14 @@ def assert_percentiles(actual, exact):
 
 @recordings("autoclip")
 def test_percentile_gives_what_the_authors_code_gives(run):
-    counts = run.norms > 0  # one norm of the spiky sequence is zero
-    until = len(run.norms) if counts.all() else int(np.argmin(counts))
+    until = until_zero(run)
     found, _ = follow(thresholds.percentile(run.given["clip_percentile"], 1000), run.norms)
     assert_percentiles(found[:until], recorded.numbers(run.gave["threshold"])[:until])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("window", [1, 7, 1000])
-@pytest.mark.parametrize("percentile", [0.0, 10.0, 37.5, 100.0])
+@pytest.mark.parametrize(
+    ("percentile", "window"), [(37.5, 1), (0.0, 7), (37.5, 7), (100.0, 7), (10.0, 1000)]
+)
 def test_percentile_is_that_of_numpy_over_the_window(percentile, window):
     norms = lognormal(60)
     found, _ = follow(thresholds.percentile(percentile, window), norms)
@@ -139,26 +144,18 @@ def assert_zscores(found, states, want):
 @recordings("zclip", "spiky_cap1", "nan", "inf")
 def test_zscore_gives_what_the_authors_code_gives(run):
     rule, want = zscore_of(run)
-    found, states = follow(rule, run.norms)
+    found, _ = follow(rule, run.norms)
     want = want(run.norms)
     # No decision hangs on a rounding: z is never within 0.2 of its threshold.
     assert np.nanmin(want["margin"]) > 0.2
     theirs = recorded.numbers(run.gave["threshold"])
-    until = len(theirs)
-    if (run.norms == 0).any():  # zeros are not part of our history
-        until = int(np.argmin(run.norms))
+    until = until_zero(run)
     clipped = ~is_unbounded(found)
     if run.raw["name"] == "level_shift":  # stuck from 60 on; we relearn after 25 steps of that
         until = 85
     np.testing.assert_array_equal(clipped[:until], ~np.isnan(theirs[:until]))
     both = clipped[:until]
     np.testing.assert_allclose(found[:until][both], theirs[:until][both], rtol=300 * EPS)
-    if "mean_after" in run.gave:
-        from_warmup = slice(run.given["warmup_steps"] - 1, until)
-        means = recorded.numbers(run.gave["mean_after"])[from_warmup]
-        np.testing.assert_allclose(states.mean[from_warmup], means, rtol=40 * EPS)
-        stds = np.sqrt(recorded.numbers(run.gave["var_after"])[from_warmup])
-        assert np.all(np.abs(states.std[from_warmup] - stds) <= 100 * EPS * means.max())
 
 
 @recordings("zclip", "spiky_cap1", "nan", "inf")
@@ -166,27 +163,6 @@ def test_zscore_is_the_paper_with_our_addition_over_the_whole_recording(run):
     rule, want = zscore_of(run, relearn_after=25)
     norms = run.norms[run.norms > 0]
     assert_zscores(*follow(rule, norms), want(rounded(norms)))
-
-
-@pytest.mark.parametrize("name", ["nan", "inf"])
-def test_zscore_ignores_steps_that_are_not_finite(name):
-    run = recorded.recording("zclip", name)
-    rule, want = zscore_of(run)
-    bad = ~np.isfinite(run.norms)
-    found, states = follow(rule, run.norms)
-    kept = jax.tree.map(lambda x: x[~bad], states)
-    assert_zscores(found[~bad], kept, want(rounded(run.norms[~bad])))
-    assert found[45] < 20.0 and run.norms[45] == 20.0  # the spike after it is clipped
-    if name == "nan":  # and by the authors' code it is not
-        assert np.isnan(recorded.numbers(run.gave["threshold"])[36:]).all()
-
-
-def test_zscore_relearns_a_level_that_lasts_where_the_paper_is_stuck():
-    run = recorded.recording("zclip", "level_shift")
-    theirs = recorded.numbers(run.gave["threshold"])
-    assert np.isfinite(theirs[60:110]).all()  # the norm is 5 instead of 1: clipped to 1 for ever
-    found, _ = follow(thresholds.zscore(), run.norms)
-    assert not is_unbounded(found[60:85]).any() and is_unbounded(found[95:110]).all()
 
 
 def test_zscore_relearns_after_a_constant_warm_up():
@@ -206,15 +182,6 @@ def test_zscore_takes_a_new_level_for_spikes_that_long(relearn_after):
     assert is_unbounded(found[50 + relearn_after + 10 :]).all()
 
 
-def test_zscore_survives_a_spike_of_any_size_in_the_warm_up():
-    # 1e25 squared is no float32: a variance would be infinite from then on, and clip no more.
-    norms = np.ones(5000)
-    norms[5], norms[-1] = 1e25, 100.0
-    found, states = follow(thresholds.zscore(), norms)
-    assert all(np.isfinite(x).all() for x in states)
-    assert found[-1] < 2.0
-
-
 # mean_std
 
 
@@ -223,9 +190,7 @@ def test_mean_std_gives_what_levanter_gives(run):
     window = run.given["rolling_interval_length"]
     rule = thresholds.mean_std(run.given["sigma_factor"], window, window // 2)
     theirs = recorded.numbers(run.gave["norm_threshold"])
-    until = len(theirs) - 1
-    if not (run.norms > 0).all():  # a NaN or a zero: theirs is part of the history
-        until = int(np.argmin(run.norms > 0))
+    until = min(until_zero(run), len(theirs) - 1)
     if run.raw["name"] == "constant_16":  # theirs is 1.000006: the first rise is anything at all
         until = 51
         theirs[:until] = 1 + 6 * 0.01
@@ -239,30 +204,17 @@ def test_mean_std_gives_what_levanter_gives(run):
 
 
 @recordings("olmo_skip_step", "constant_16")
-def test_mean_std_gives_what_olmo_gives_but_for_its_unbiased_variance(run):
+def test_mean_std_gives_what_olmo_gives(run):
     window = run.given["rolling_interval_length"]
     # It counts the present norm as well: one step earlier than levanter.
-    rule = thresholds.mean_std(run.given["sigma_factor"], window, window // 2 - 1)
-    until = len(run.norms) if (run.norms > 0).all() else int(np.argmin(run.norms > 0))
+    rule = thresholds.mean_std(run.given["sigma_factor"], window, window // 2 - 1, ddof=1)
+    until = until_zero(run)
     found, _ = follow(rule, run.norms)
     taken = (run.norms <= found)[:until]
     np.testing.assert_array_equal(taken, np.array(run.gave["step_factor"][:until], bool))
     theirs = recorded.numbers(run.gave["norm_threshold_from_their_history"])
-    for t in range(window // 2 - 1, until):
-        n = min(t, window)
-        mean = np.mean(run.norms[t - n : t])
-        unbiased = mean + (found[t] - mean) * math.sqrt(n / (n - 1))
-        assert unbiased == pytest.approx(theirs[t], rel=50 * EPS)
-
-
-@recordings("levanter_clip_update_norm")
-def test_mean_std_clips_as_levanter_does(run):
-    window = run.given["rolling_interval_length"]
-    rule = thresholds.mean_std(run.given["sigma_factor"], window, window // 2)
-    until = int(np.argmin(run.norms > 0))
-    found, _ = follow(rule, run.norms)
-    theirs = recorded.numbers(run.gave["clipped_norm"])[:until]
-    np.testing.assert_allclose(np.minimum(run.norms, found)[:until], theirs, rtol=20 * EPS)
+    used = slice(window // 2 - 1, until)
+    np.testing.assert_allclose(found[used], theirs[used], rtol=50 * EPS)
 
 
 def test_mean_std_is_mean_and_deviation_of_the_window():
@@ -270,23 +222,6 @@ def test_mean_std_is_mean_and_deviation_of_the_window():
     found, _ = follow(thresholds.mean_std(3.0, 20, 10), norms)
     want = oracles.mean_std(rounded(norms), 3.0, 20, 10, floor=0.01)
     np.testing.assert_allclose(found, np.minimum(want, UNBOUNDED), rtol=20 * EPS)
-
-
-def test_mean_std_ignores_a_nan_for_which_both_projects_skip_a_window():
-    run = recorded.recording("levanter_skip_step", "nan_16")
-    assert run.gave["step_factor"][35:52] == [0] * 17
-    found, _ = follow(thresholds.mean_std(6.0, 16, 8), run.norms)
-    assert np.all(run.norms[36:45] <= found[36:45])
-    assert run.norms[45] > found[45]
-
-
-def test_mean_std_with_ddof_1_is_what_olmo_computes():
-    norms = lognormal(100)
-    found, _ = follow(thresholds.mean_std(3.0, 20, 10, ddof=1), norms)
-    for t in range(10, 100):
-        before = rounded(norms)[max(0, t - 20) : t]
-        want = np.mean(before) + 3.0 * np.std(before, ddof=1)
-        assert found[t] == pytest.approx(want, rel=20 * EPS)
 
 
 # signed values
@@ -340,21 +275,6 @@ def test_ema_is_that_of_the_paper(warmup_max):
     np.testing.assert_allclose(states.average, want["level"], rtol=60 * EPS)
 
 
-def test_ema_ignores_a_zero_where_the_paper_locks_up():
-    norms = np.r_[0.9, 0.0, 1.1, np.ones(300)]
-    paper = oracles.ema(norms, 1.05, 0.98, 10)
-    assert np.all(paper["level"][1:] == 0)
-    found, states = follow(thresholds.ema(1.05, 0.98, 10), norms)
-    assert np.all(states.average[1:] >= 0.9 * (1 - EPS)) and np.all(found >= 0.9)
-
-
-def test_ema_follows_a_lasting_rise_by_a_thousandth_a_step():
-    # 1.05 x the level enters the level with weight 0.02: it grows by 1.001, by 30 in 3,403 steps.
-    norms = np.r_[np.ones(100), np.full(3600, 30.0)]
-    found, _ = follow(thresholds.ema(), norms)
-    assert found[100 + 3300] < 30.0 < found[100 + 3500]
-
-
 # quantile
 
 
@@ -364,30 +284,11 @@ def test_quantile_gives_what_the_authors_code_gives(run):
     rule = thresholds.quantile(
         given["target_quantile"], given["learning_rate"], given["initial_estimate"]
     )
-    zero = np.argmin(run.norms) if (run.norms == 0).any() else len(run.norms)
+    until = until_zero(run)
     _, after = follow(rule, run.norms)
     theirs = recorded.numbers(run.gave["estimate_after"])
     # Theirs is float32, too: each of 150 factors rounds, and so does the last exponential.
-    np.testing.assert_allclose(after[:zero], theirs[:zero], rtol=150 * EPS)
-
-
-@pytest.mark.parametrize("target", [0.1, 0.5, 0.9])
-def test_quantile_is_that_of_the_paper(target):
-    norms = lognormal(200)
-    found, _ = follow(thresholds.quantile(target, 0.2, 0.1), norms)
-    want = oracles.quantile(rounded(norms), target, 0.2, 0.1)
-    np.testing.assert_allclose(found, want[:-1], rtol=200 * EPS)
-
-
-@pytest.mark.parametrize("name", ["nan_median", "inf_median"])
-def test_quantile_stays_where_it_is_when_a_norm_is_not_finite(name):
-    run = recorded.recording("quantile", name)
-    found, after = follow(thresholds.quantile(), run.norms)
-    bad = int(np.argmin(np.isfinite(run.norms)))
-    assert after[bad] == found[bad]
-    theirs = recorded.numbers(run.gave["estimate_after"])
-    assert theirs[bad] > theirs[bad - 1]  # there it counts as a large one
-    np.testing.assert_allclose(after[:bad], theirs[:bad], rtol=60 * EPS)
+    np.testing.assert_allclose(after[:until], theirs[:until], rtol=150 * EPS)
 
 
 def test_quantile_comes_back_from_either_end():
@@ -451,24 +352,15 @@ def streams(draw):
 
 
 @each_rule
-@hypothesis.given(norms=streams())
-@hypothesis.settings(max_examples=40)
-def test_no_stream_makes_a_rule_nan(rule, norms):
-    found, states = follow(rule, norms)
-    assert is_sound(found, states)
-    assert np.all(found[norms > 0] > 0)
-
-
-@pytest.mark.slow
-@each_rule
 @hypothesis.given(norms=streams(), log_level=st.floats(-3, 3))
-@hypothesis.settings(max_examples=25)
-def test_every_rule_finds_the_level_again(rule, norms, log_level):
+@hypothesis.settings(max_examples=40)
+def test_no_stream_makes_a_rule_nan_and_every_rule_finds_the_level_again(rule, norms, log_level):
     # Spikes of 1e30 take an average of decay 0.9 about 700 steps, or 1,400 the squared ones.
     level = 10.0**log_level * (1.0 if rule is not RULES["capped"] else 1e-3)
     steady = level * lognormal(2000, spread=0.1)
     found, states = follow(rule, np.r_[norms, steady, 100 * level])
     assert is_sound(found, states)
+    assert np.all(found[:200][norms > 0] > 0)
     # Nothing is clipped to less than half of what is usual, and what is unusual is clipped.
     assert np.all(found[-101:-1] > 0.5 * level)
     assert found[-1] < 20 * level
@@ -562,7 +454,7 @@ def test_a_rule_is_elementwise(rule):
 def test_a_state_keeps_its_structure_and_types(rule):
     for shape in [(), (3,), (1, 2)]:
         first = rule.init(jnp.zeros(shape))
-        with strict():
+        with compat.strict():
             _, later = jax.eval_shape(rule.update, jnp.ones(shape), first, None)
         described = jax.tree.map(lambda x: (x.shape, x.dtype), first)
         assert described == jax.tree.map(lambda x: (x.shape, x.dtype), later)
@@ -591,85 +483,14 @@ def test_a_rule_is_differentiable_after_zeros_and_steps_that_are_not_finite(rule
         assert jnp.isfinite(slope(norm))
 
 
-@pytest.fixture
-def x64():
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", False)
-
-
 @each_rule
-def test_a_float64_norm_beyond_float32_does_not_stay_in_the_history(x64, rule):
+def test_a_float64_norm_beyond_float32_does_not_stay_in_the_history(rule):
     norms = lognormal(200, spread=0.1)
     norms[[5, 150, 199]] = [1e300, 1e300, 100.0]
-    found, states = jax.tree.map(np.asarray, _follow(rule, jnp.asarray(norms, jnp.float64)))
+    with compat.x64():
+        found, states = jax.tree.map(np.asarray, _follow(rule, jnp.asarray(norms, jnp.float64)))
     assert is_sound(found, states)
     assert found[-1] < 10 and found[-2] > 0.5
-
-
-# granularities
-
-
-def unit_clips(rule):
-    """Clips with a unit for each of three numbers: how to spread them, and how to join them."""
-    groups = {name: rule for name in "ABC"}
-    labels = {"a": "A", "b": "B", "c": "C"}
-    by_leaf = (lambda x: dict(zip("abc", x, strict=True)), lambda tree: jnp.stack([*tree.values()]))
-    stacked = (lambda x: {"w": x[:, None]}, lambda tree: tree["w"][:, 0])
-    return {
-        "leaf": (gcx.clip_by_leaf_norm(rule), *by_leaf),
-        "group": (gcx.clip_by_group_norm(groups, labels), *by_leaf),
-        "stacked": (gcx.clip_by_leaf_norm(rule, num_layer_axes=1), *stacked),
-    }
-
-
-@pytest.mark.parametrize("granularity", ["leaf", "group", "stacked"])
-def test_units_have_histories_of_their_own(granularity):
-    rule = RULES["zscore"]
-    clip, spread, join = unit_clips(rule)[granularity]
-    norms = lognormal(150).reshape(50, 3) * [1.0, 30.0, 0.01]
-    norms[30:, 1] *= 20
-    norms[20, 0] = math.nan
-
-    @jax.jit
-    def train(norms):
-        def step(state, row):
-            updates, state = clip.update(spread(row), state)
-            return state, join(updates)
-
-        return jax.lax.scan(step, clip.init(spread(norms[0])), norms)[1]
-
-    found = np.asarray(train(jnp.asarray(norms, jnp.float32)))
-    assert np.isnan(found[20]).all()  # the update of that step, but no later one
-    for unit in range(3):
-        threshold, _ = follow(rule, norms[:, unit])
-        want = np.minimum(rounded(norms[:, unit]), threshold)
-        np.testing.assert_allclose(
-            np.delete(found[:, unit], 20), np.delete(want, 20), rtol=20 * EPS
-        )
-
-
-# skipping
-
-
-@pytest.mark.parametrize("name", ["level_shift_32", "spiky_32"])
-def test_skipping_by_mean_std_skips_what_levanter_and_olmo_skip(name):
-    run = recorded.recording("levanter_skip_step", name)
-    taken = np.array(run.gave["step_factor"], bool)
-    until = len(taken) if (run.norms > 0).all() else int(np.argmin(run.norms))
-    tx = gcx.skip_large_norm(optax.sgd(1.0), thresholds.mean_std(6.0, 32, 16))
-
-    @jax.jit
-    def train(norms):
-        def step(state, norm):
-            updates, state = tx.update(norm[None], state, norm[None])
-            return state, updates[0] != 0
-
-        return jax.lax.scan(step, tx.init(jnp.ones(1)), norms)[1]
-
-    found = np.asarray(train(jnp.asarray(run.norms, jnp.float32)))
-    np.testing.assert_array_equal(found[:until], taken[:until])
-    assert not taken[:until].all()
 
 
 @each_rule
@@ -726,6 +547,3 @@ def test_a_users_rule_works_wherever_a_threshold_does(tx, kept):
     updates, _ = update(jax.tree.map(lambda x: 10 * x, grads), state, grads)
     # Ten times as large as before: scaled to twice as large, or dropped.
     np.testing.assert_allclose(updates["a"], 2 * grads["a"] * kept, rtol=8 * EPS)
-
-
-# errors

@@ -159,29 +159,19 @@ def backward_oracle(weights, x, max_norm):
     return np.stack(grads[::-1]), np.stack(norms[::-1])
 
 
-def test_scan_of_rematerialised_layers_is_clipped_at_each():
-    x = trees.normal((2, 3, WIDTH), scale=0.3)
-    probes = jnp.zeros((LAYERS, 2, 3))
-    grad = jax.jit(jax.grad(loss_of, argnums=(0, 1)))
-    grads, norms = grad(layers(), probes, x, 0.5)
-    expected, exact = backward_oracle(layers(), x, 0.5)
-    assert (exact > 0.5).any() and (exact < 0.5).any()
-    np.testing.assert_allclose(norms, exact, rtol=2e-4, atol=1e-5)
-    np.testing.assert_allclose(grads, expected, rtol=2e-4, atol=1e-4)
-    unclipped = jax.grad(loss_of)(layers(), probes, x, jnp.inf)
-    plain = jax.grad(loss_of)(layers(), probes, x, 0.5, lambda x, *_, **__: x)
-    assert np.array_equal(unclipped, plain)
-
-
-def test_vmap_is_one_example_after_the_other():
+def test_rematerialised_layers_of_a_scan_are_clipped_at_each_of_many_examples():
     x, limits = trees.normal((4, 3, WIDTH), scale=0.3), jnp.array([0.1, 0.5, 1.0, 9.0])
     probe = jnp.zeros((LAYERS, 3))
     grad = jax.grad(loss_of, argnums=(0, 1))
-    rows = jax.jit(jax.vmap(grad, in_axes=(None, None, 0, 0)))(layers(), probe, x, limits)
-    for i in range(4):
-        expected, exact = backward_oracle(layers(), x[i], float(limits[i]))
-        np.testing.assert_allclose(rows[0][i], expected, rtol=2e-4, atol=1e-4)
-        np.testing.assert_allclose(rows[1][i], exact, rtol=2e-4, atol=1e-5)
+    grads, norms = jax.jit(jax.vmap(grad, in_axes=(None, None, 0, 0)))(layers(), probe, x, limits)
+    for i, limit in enumerate(limits):
+        expected, exact = backward_oracle(layers(), x[i], float(limit))
+        np.testing.assert_allclose(grads[i], expected, rtol=2e-4, atol=1e-4)
+        np.testing.assert_allclose(norms[i], exact, rtol=2e-4, atol=1e-5)
+    assert (norms > limits[:, None, None]).any() and (norms < limits[:, None, None]).any()
+    unclipped = jax.grad(loss_of)(layers(), probe, x[0], jnp.inf)
+    plain = jax.grad(loss_of)(layers(), probe, x[0], 0.5, lambda x, *_, **__: x)
+    assert np.array_equal(unclipped, plain)
 
 
 @pytest.mark.slow
@@ -226,46 +216,36 @@ def grads_of(x, weight, probe, axis=-1):
     return jax.grad(loss, argnums=(0, 1))(x, probe)
 
 
-KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-TOKENS = {"batch": P("data"), "batch and time": P("data", "model")}
+# Values, weights and probes of 8 x 4 tokens.
+TOKENS = np.ones((8, 4, 6), np.float32), trees.normal((8, 4, 6)), np.zeros((8, 4), np.float32)
+GATHERING = ("all-gather", "all-to-all")
+# How the tokens are sharded, and the collectives that this must not cost.
+LAYOUTS = {
+    "batch": (P("data", None, None), ("all-reduce", *GATHERING)),
+    "batch and time": (P("data", "model", None), ("all-reduce", *GATHERING)),
+    "features": (P("data", None, "model"), GATHERING),
+}
+
+
+def assert_all_close(found, expected):
+    for x, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, wanted, rtol=1e-6)
 
 
 @needs_eight
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_sharded_tokens_ask_no_other_device(kind, tokens):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(KINDS[kind],) * 2)
-    given = np.ones((8, 4, 6), np.float32), trees.normal((8, 4, 6)), np.zeros((8, 4), np.float32)
-    expected = grads_of(*given)
-    placed = jax.device_put(given, NamedSharding(mesh, TOKENS[tokens]))
-    for found, wanted in zip(grads_of(*placed), expected, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(("spec", "forbidden"), LAYOUTS.values(), ids=LAYOUTS)
+def test_sharded_tokens_are_not_gathered_and_only_features_are_summed(spec, forbidden, kind):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    specs = (spec, spec, P(*spec[:2]))  # a probe has no features
+    placed = jax.device_put(TOKENS, tuple(NamedSharding(mesh, one) for one in specs))
+    assert_all_close(grads_of(*placed), grads_of(*TOKENS))
     text = grads_of.lower(*placed).compile().as_text()
-    assert not any(kind in text for kind in ("all-reduce", "all-gather", "all-to-all"))
-
-
-@needs_eight
-@pytest.mark.parametrize("kind", KINDS)
-def test_sharded_features_are_summed_and_not_gathered(kind):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(KINDS[kind],) * 2)
-    given = np.ones((8, 4, 6), np.float32), trees.normal((8, 4, 6)), np.zeros((8, 4), np.float32)
-    features = NamedSharding(mesh, P("data", None, "model"))
-    placed = (
-        *jax.device_put(given[:2], features),
-        jax.device_put(given[2], NamedSharding(mesh, P("data"))),
-    )
-    for found, wanted in zip(grads_of(*placed), grads_of(*given), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-6)
-    assert "all-gather" not in grads_of.lower(*placed).compile().as_text()
+    assert not any(collective in text for collective in forbidden)
 
 
 @needs_eight
 def test_inside_shard_map_each_device_clips_its_own_tokens():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    given = np.ones((8, 4, 6), np.float32), trees.normal((8, 4, 6)), np.zeros((8, 4), np.float32)
     mapped = jax.shard_map(grads_of, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-    for found, wanted in zip(jax.jit(mapped)(*given), grads_of(*given), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-6)
-
-
-# --- errors --------------------------------------------------------------------------------------
+    assert_all_close(jax.jit(mapped)(*TOKENS), grads_of(*TOKENS))

@@ -55,17 +55,6 @@ def test_each_leaf_is_clipped_by_its_own_norm():
     assert float(state.clip_fraction) == np.mean([n > 2.0 for n in oracles.leaf_norms(leaves)])
 
 
-def test_one_overflowing_leaf_does_not_change_the_others():
-    grads = {
-        "a": jnp.float32([3.0, 4.0]),
-        "b": jnp.float32([3e23, 4e23]),
-        "c": jnp.float32([1e-30]),
-    }
-    updates, _ = step(gcx.clip_by_leaf_norm(1.0), grads)
-    assert_close(updates, [[0.6, 0.8], [0.6, 0.8], [1e-30]])
-    assert bits(updates["c"]) == bits(grads["c"])
-
-
 @pytest.mark.parametrize(
     "max_norm",
     [
@@ -109,24 +98,16 @@ def test_one_rule_has_a_memory_for_each_leaf():
 # --- layers stacked in a leaf ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_layer_axes", [{"kernel": 1, "bias": 1, "head": 0}, "function"])
-def test_stacked_layers_are_clipped_by_themselves(num_layer_axes):
-    if num_layer_axes == "function":
-        num_layer_axes = jax.tree.map(lambda x: int(x.shape[0] == 3), layers())
+def test_stacked_layers_are_clipped_by_themselves():
     grads = layers()
-    updates, state = step(gcx.clip_by_leaf_norm(1.0, num_layer_axes=num_layer_axes), grads)
-    clip_one = jax.jit(lambda g: gcx.clip_by_leaf_norm(1.0).update(g, None)[0])
-    for layer in range(3):
-        alone = clip_one({name: grads[name][layer] for name in ("kernel", "bias")})
-        for name, x in alone.items():
-            np.testing.assert_allclose(updates[name][layer], x, rtol=2e-7)
-    assert_close([updates["head"]], oracles.clip_by_leaf_norm([grads["head"]], 1.0))
-    norms = [oracles.vector_norm(x) for n in ("bias", "kernel") for x in grads[n]]
-    norms.append(oracles.vector_norm(grads["head"]))
-    assert float(state.clip_fraction) == pytest.approx(np.mean([n > 1.0 for n in norms]))
-    assert float(state.grad_norm) == pytest.approx(
-        oracles.global_norm(trees.leaves(grads)), rel=1e-6
-    )
+    clip = gcx.clip_by_leaf_norm(1.0, num_layer_axes={"kernel": 1, "bias": 1, "head": 0})
+    updates, state = step(clip, grads)
+    parts = [*grads["kernel"], *grads["bias"], grads["head"]]
+    found = [*updates["kernel"], *updates["bias"], updates["head"]]
+    assert_close(found, oracles.clip_by_leaf_norm(parts, 1.0))
+    is_clipped = [norm > 1.0 for norm in oracles.leaf_norms(parts)]
+    assert float(state.clip_fraction) == pytest.approx(np.mean(is_clipped))
+    assert float(state.grad_norm) == pytest.approx(oracles.global_norm(parts), rel=1e-6)
 
 
 def test_all_axes_stacked_clips_each_element():
@@ -142,16 +123,11 @@ def test_stacked_rms_is_that_of_a_layer():
     np.testing.assert_allclose(updates, exact, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "grads", [{"w": jnp.float32([3.0, 4.0])}, {"w": jnp.full((2, 3), 2.0), "b": jnp.ones(5)}]
-)
-def test_clip_by_block_rms_reports_the_norm_of_all_leaves(grads):
+def test_clip_by_block_rms_reports_the_norm_of_all_leaves():
+    grads = [jnp.full((2, 3), 2.0), jnp.ones(5)]
     _, state = step(gcx.clip_by_block_rms(0.5), grads)
-    np.testing.assert_allclose(
-        state.grad_norm, oracles.global_norm(jax.tree.leaves(grads)), rtol=1e-6
-    )
-    rms = [oracles.rms(x) for x in jax.tree.leaves(grads)]
-    np.testing.assert_allclose(state.clip_factor, 0.5 / max(rms), rtol=1e-6)
+    np.testing.assert_allclose(state.grad_norm, oracles.global_norm(grads), rtol=1e-6)
+    np.testing.assert_allclose(state.clip_factor, 0.5 / 2.0, rtol=1e-6)
 
 
 def test_layers_without_elements_pass():
@@ -218,16 +194,6 @@ def test_unlisted_group_is_not_touched_and_not_measured(nonfinite):
     np.testing.assert_array_equal(bad, np.full(5, math.nan if nonfinite == "propagate" else 0.0))
 
 
-def test_tuple_of_labels_is_measured_together():
-    grads = grouped_grads()
-    updates, state = step(gcx.clip_by_group_norm({("enc", "dec"): 1.0}, FULL_LABELS), grads)
-    together = ["ours"] * 4 + ["raw"]
-    leaves = trees.leaves(grads)
-    assert_close(updates, oracles.clip_by_group_norm(leaves, together, {"ours": 1.0}))
-    norm = oracles.group_norms(leaves, together)["ours"]
-    assert float(state.grad_norm["enc+dec"]) == pytest.approx(norm, rel=1e-6)
-
-
 def test_no_groups_at_all_leave_everything_alone():
     grads = grouped_grads()
     updates, _ = step(gcx.clip_by_group_norm({}, FULL_LABELS), grads)
@@ -237,31 +203,25 @@ def test_no_groups_at_all_leave_everything_alone():
 
 # --- rows and filters -----------------------------------------------------------------------
 
-# Optax's choice: all of a scalar or vector, the input axes of linear layers and convolutions.
-UNITS = {
-    "scalar": ((), ()),
-    "vector": ((6,), (0,)),
-    "vector in disguise": ((1, 1, 6), (0, 1, 2)),
-    "linear": ((4, 5), (0,)),
-    "attention": ((4, 2, 3), (0,)),
-    "convolution": ((3, 3, 2, 4), (0, 1, 2)),
-    "convolution in 3d": ((2, 2, 2, 3, 4), (0, 1, 2, 3)),
-}
+
+# Shapes, and the axes of a unit by the rule of Optax: all of a scalar or vector, the input axes of
+# linear layers and convolutions.
+UNITS = [
+    ((), ()),
+    ((6,), (0,)),
+    ((1, 1, 6), (0, 1, 2)),
+    ((4, 5), (0,)),
+    ((4, 2, 3), (0,)),
+    ((3, 3, 2, 4), (0, 1, 2)),
+    ((2, 2, 2, 3, 4), (0, 1, 2, 3)),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("shape", "axes"), UNITS.values(), ids=UNITS)
-def test_units_follow_the_axis_rules_of_optax(shape, axes):
-    grads, params = trees.normal(shape, seed=1), trees.normal(shape, seed=2)
+def test_units_follow_the_axis_rules_of_optax():
+    shapes, axes = zip(*UNITS, strict=True)
+    grads, params = ([trees.normal(x, seed=seed) for x in shapes] for seed in (1, 2))
     updates, _ = step(gcx.adaptive_grad_clip(0.3, eps=0.5), grads, params)
-    exact = oracles.adaptive_grad_clip([grads], [params], 0.3, 0.5, [axes])
-    assert_close([updates], exact)
-    if len(shape) == 5 and optax.__version__ == "0.2.5":
-        return  # it refuses rank 5
-    theirs = optax.adaptive_grad_clip(0.3, eps=0.5)
-    np.testing.assert_allclose(
-        updates, theirs.update(grads, theirs.init(params), params)[0], rtol=1e-6
-    )
+    assert_close(updates, oracles.adaptive_grad_clip(grads, params, 0.3, 0.5, axes))
 
 
 @pytest.mark.parametrize("axis", [0, -1, 2, (0, 2), [-1, 1], ()])
@@ -333,16 +293,12 @@ def test_zero_and_small_gradients_are_unchanged_bit_for_bit(make):
         assert set(np.float32(jax.tree.leaves(state.clip_factor)).tolist()) == {1.0}
 
 
-@pytest.mark.slow
 def test_slope_through_the_clip_is_the_true_one():
     clip = gcx.clip_by_global_norm(1.0)
     x = np.float64([3.0, 4.0])
     jacobian = jax.jacrev(lambda g: clip.update(g, None)[0])(jnp.float32(x))
     norm = np.sqrt(x @ x)
     np.testing.assert_allclose(jacobian, np.eye(2) / norm - np.outer(x, x) / norm**3, atol=1e-7)
-
-
-# --- errors ---------------------------------------------------------------------------------
 
 
 def test_labels_of_several_types_and_tuples_of_labels_may_be_mixed():
@@ -353,7 +309,15 @@ def test_labels_of_several_types_and_tuples_of_labels_may_be_mixed():
     assert {key: float(value) for key, value in state.grad_norm.items()} == {"a+b": 5.0, "1": 8.0}
 
 
-def test_a_reaction_of_ones_own_is_held_within_zero_and_one():
-    for factor, wanted in ((0.5, 1.5), (2.0, 3.0), (-1.0, 0.0)):
-        clip = gcx.clip_by_norm(1.0, reaction=lambda norm, bound, factor=factor: factor)
-        assert float(step(clip, jnp.float32(3.0))[0]) == wanted
+@pytest.mark.parametrize(
+    ("reaction", "factors"),
+    [
+        (lambda norm, threshold: (1 + threshold / norm) / 2, [0.6, 1.0]),
+        (lambda norm, threshold: threshold - norm, [0.0, 0.5]),
+        (lambda norm, threshold: 0.5, [0.5, 0.5]),
+    ],
+)
+def test_a_reaction_of_ones_own_is_held_within_zero_and_one(reaction, factors):
+    rows = np.float32([[3.0, 4.0], [0.3, 0.4]])
+    clip = gcx.clip_by_norm(1.0, granularity=gcx.granularities.axis(-1), reaction=reaction)
+    np.testing.assert_allclose(step(clip, rows)[0], rows * np.array(factors)[:, None], rtol=1e-6)

@@ -180,14 +180,3 @@ def run(threshold, granularity, grads, params):
 
     found = all_steps(grads, {k: clip.init(params) for k, clip in clips.items()})
     return jax.tree.map(np.asarray, found)
-
-
-def test_a_reaction_may_be_a_function():
-    """Half way to the threshold: any factor between 0 and 1, elementwise."""
-    clip = gcx.clip_by_norm(
-        1.0,
-        granularity=granularities.axis(-1),
-        reaction=lambda norm, threshold: jnp.minimum(1, (1 + threshold / norm) / 2),
-    )
-    updates, _ = jax.jit(clip.update)(jnp.float32([[3.0, 4.0], [0.3, 0.4]]), None)
-    np.testing.assert_allclose(updates, [[1.8, 2.4], [0.3, 0.4]], rtol=1e-6)

@@ -69,33 +69,21 @@ def test_norm_of_a_small_constant_array_is_right(size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [65_536, 65_537, 1_000_000, 10_000_000])
+@pytest.mark.parametrize("size", [65_536, 65_537, 1_000_000, 10_000_000, 100_000_000])
 def test_norm_of_a_large_array_is_right(size):
-    for value in (0.1, 1 / 3):
-        assert worst(jnp.full(size, value)) <= ULPS, value
-    assert worst(trees.normal((size,))) <= ULPS
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("value", [0.1, 1 / 3, None], ids=["0.1", "1/3", "normal"])
-def test_norm_of_a_hundred_million_elements_is_right(value):
-    size = 100_000_000
-    if value is None:
-        x = np.random.default_rng(0).standard_normal(size, np.float32)
-    else:
-        x = np.full(size, value, np.float32)
+    for value in np.float32([0.1, 1 / 3]):
+        norm = tree_norm(jnp.full(size, value))
+        assert oracles.ulps(norm, float(value) * math.sqrt(size)) <= ULPS, value
+    x = np.random.default_rng(0).standard_normal(size, np.float32)
     squares = sum(np.sum(np.square(part, dtype=np.float64)) for part in np.array_split(x, 100))
     assert oracles.ulps(tree_norm(jnp.asarray(x)), math.sqrt(squares)) <= ULPS
 
 
-many = pytest.mark.slow  # to compile
 # More take minutes: XLA's time grows with the square of the number of leaves, with Optax's norm as
 # with ours (JAX 0.10.2).
 
 
-@pytest.mark.parametrize(
-    "count", [1, 40, pytest.param(600, marks=many), pytest.param(1_200, marks=many)]
-)
+@pytest.mark.parametrize("count", [1, 40, pytest.param(600, marks=pytest.mark.slow)])
 def test_norm_of_many_leaves_is_right(count):
     assert worst([np.full((3, 2), 0.1 + 1e-4 * i, np.float32) for i in range(count)]) <= ULPS
 
@@ -191,6 +179,7 @@ def test_norm_of_constants_that_are_known_when_compiled_is_right():
 def test_norm_beyond_float32_is_infinite():
     assert float(tree_norm(jnp.float32([3e38, 3e38]))) == math.inf
     assert float(tree_norm(jnp.float32([1e26, 1.0]))) == math.inf
+    assert float(tree_norm(jnp.ones(10_000), ord=0.1)) == math.inf  # 1e40
 
 
 @pytest.mark.parametrize("ord", [0.3, 0.5, 1.7, 10.0, 100.0])
@@ -343,10 +332,3 @@ def test_strict_promotion_of_dtypes_and_ranks():
             jax.eval_shape(lambda t, p=ord: gcx.global_norm(t, ord=p), trees.build("mixed_dtypes"))
             jax.eval_shape(lambda t, p=ord: gcx.leaf_norms(t, ord=p), trees.build("mixed_dtypes"))
             jax.eval_shape(lambda x, p=ord: own_norms(x, (0,), p), trees.normal((3, 4)))
-
-
-# --- errors ---------------------------------------------------------------------------------
-
-
-def test_a_norm_beyond_the_largest_number_is_infinite():
-    assert float(tree_norm(jnp.ones(10_000), ord=0.1)) == math.inf  # 1e40

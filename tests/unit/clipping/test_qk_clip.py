@@ -77,17 +77,6 @@ def test_a_shared_key_takes_what_its_query_heads_have_in_common():
     np.testing.assert_allclose(query[:, 0], [0.5, 0.125, 1.0, 0.25], rtol=1e-6)
 
 
-def test_the_rule_of_megatron_is_that_of_logits_alike_in_a_group():
-    query, key = kernel(HEADS, 0), kernel(2, 1)
-    largest = LOGITS.reshape(2, 4).max(axis=1)
-    clipped = clip(query, key, np.repeat(largest, 4), TAU)
-    root = np.sqrt(gammas(largest))
-    np.testing.assert_allclose(
-        clipped[0], oracles.wide(query) * np.repeat(root, 4)[:, None], rtol=1e-6
-    )
-    np.testing.assert_allclose(clipped[1], oracles.wide(key) * root[:, None], rtol=1e-6)
-
-
 def test_latent_attention_leaves_the_shared_rotary_key_alone():
     parts, x = [3 * kernel(HEADS, seed) for seed in range(3)], activations()
     key_rotary = oracles.wide(trees.normal((WIDTH, HEAD_DIM), seed=3))
