@@ -67,7 +67,7 @@ from .monitoring._record import record_norms
 
 from ._convert import convert_state
 
-if not _typing.TYPE_CHECKING:  # with `__getattr__`, a type checker would accept any name
+if not _typing.TYPE_CHECKING:  # a module `__getattr__` makes type checkers accept any name
     from ._names import __getattr__ as __getattr__
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Checks of arguments when a transformation is built; traced values are not checked."""
+"""Validate the arguments of transformations when they are built, except traced values."""
 
 import inspect
 import math
@@ -13,7 +13,7 @@ from jax.core import Tracer
 from ._errors import type_error, value_error
 from ._types import AxisName
 
-_SHOWN = 5  # maximum number of invalid leaves listed in a message
+_SHOWN = 5  # maximum number of invalid leaves listed in an error message
 _SHOWN_CHARACTERS = 200
 
 
@@ -24,7 +24,7 @@ def describe(leaf: Any) -> str:
 
 
 def shortened(value: Any) -> str:
-    """Format a value for an error message, with dtype and shape of arrays and function names."""
+    """Format a value for an error message, with arrays as `dtype[shape]` and functions by name."""
 
     def abstract(leaf: Any) -> Any:
         if inspect.isfunction(leaf):
@@ -42,13 +42,13 @@ def shortened(value: Any) -> str:
 
 
 class _Shown(str):
-    """A string that is shown without quotation marks in the `repr` of a container."""
+    """A string whose `repr` has no quotation marks."""
 
     __repr__ = str.__str__
 
 
 def dtype_of(leaf: Any) -> Any:
-    """The dtype of an array or a Python number; `object` for anything else."""
+    """Return the dtype of an array or a Python number, or `object` for other values."""
     if hasattr(leaf, "dtype"):
         return leaf.dtype
     kinds = (kind for kind in (bool, int, float, complex) if isinstance(leaf, kind))
@@ -56,25 +56,24 @@ def dtype_of(leaf: Any) -> Any:
 
 
 def is_scalar(value: Any, *kinds: Any) -> bool:
-    """Return whether a value is a Python, NumPy or JAX scalar with one of these dtypes."""
+    """Return whether a value is a Python, NumPy or JAX scalar with a dtype in `kinds`."""
     if not isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)) or np.ndim(value):
         return False
-    dtype = dtype_of(value)  # scalars of bfloat16 are not instances of `np.number`
+    dtype = dtype_of(value)  # bfloat16 scalars are not instances of `np.number`
     return any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
 def leaf_path(argument: str, path: Any) -> str:
-    """Format the path of a leaf as a Python expression."""
+    """Format the path of a leaf as a Python expression, such as `params['w']`."""
     return argument + jax.tree_util.keystr(path)
 
 
 def is_traced(value: Any) -> bool:
-    """Return whether a value is a tracer."""
     return isinstance(value, Tracer)
 
 
 def is_float0(leaf: Any) -> bool:
-    """Return whether a leaf is float0, the gradient of an integer."""
+    """Return whether a leaf has dtype float0, the dtype of gradients of integers."""
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
@@ -95,7 +94,7 @@ def check_number(
     below_high: bool = False,
     or_nan: bool = False,
 ) -> None:
-    """Raise if a value is not a number in (low, high]; traced values are not checked.
+    """Check that a value is a number and, unless it is traced, that it lies in (low, high].
 
     The interval includes `low` if `closed`, and excludes `high` if `below_high`.
     """
@@ -118,14 +117,14 @@ def check_number(
 
 
 def check_decays(**decays: Any) -> None:
-    """Raise if a decay is not a number in [0, 1)."""
+    """Raise if a decay rate is not a number in [0, 1)."""
     hint = "Pass a decay rate such as 0.99."
     for argument, value in decays.items():
         check_number(argument, value, hint, high=1.0, closed=True, below_high=True)
 
 
 def check_count(argument: str, value: Any, hint: str, *, low: int = 1) -> None:
-    """Raise if a value is not an integer >= low; traced integers are not checked."""
+    """Check that a value is an integer and, unless it is traced, that it is at least `low`."""
     rule = f"an integer >= {low}"
     if hasattr(value, "dtype"):
         is_integer = jnp.issubdtype(value.dtype, jnp.integer)
@@ -141,7 +140,7 @@ def check_count(argument: str, value: Any, hint: str, *, low: int = 1) -> None:
 
 
 def check_static(argument: str, value: Any) -> None:
-    """Raise if an argument that must be static is an array."""
+    """Raise if a static argument is a JAX array or a tracer."""
     if is_traced(value) or isinstance(value, jax.Array):
         rule = "a static Python value"
         hint = f"Under `optax.inject_hyperparams` pass `static_args=({argument!r},)`."
@@ -149,23 +148,23 @@ def check_static(argument: str, value: Any) -> None:
 
 
 def check_length(argument: str, value: Any) -> None:
-    """Raise if the length of a history is not a static integer from 1 to 2^20."""
+    """Raise if a history length is not a static integer between 1 and 2^20."""
     check_static(argument, value)
     check_count(argument, value, "Pass the number of steps to keep.")
-    if int(value) > 2**20:  # a config file may contain any number
+    if int(value) > 2**20:  # a config file may contain an arbitrarily large number
         rule, hint = "an integer <= 2**20", "Pass a shorter window, such as 1000."
         raise value_error(argument, rule, shortened(value), hint)
 
 
 def refuse_traced(argument: str, value: Any) -> None:
-    """Raise if a value that is needed on the host is a tracer."""
+    """Raise if a value is a tracer, which code on the host cannot read."""
     if is_traced(value):
         hint = "Call this function outside jit, on the outputs of the step."
         raise type_error(argument, "known on the host", "a tracer", hint)
 
 
 def is_function(value: Any) -> bool:
-    """Return whether a value is callable but not a type, because `jnp.float32` is callable."""
+    """Return whether a value is callable and not a type such as `jnp.float32`."""
     return callable(value) and not isinstance(value, type)
 
 
@@ -190,7 +189,7 @@ def check_choice(argument: str, value: Any, choices: tuple[Any, ...]) -> None:
 
 
 def check_ord(ord: Any) -> float:
-    """The order of a norm as a static Python float; None means 2, as in `jnp.linalg.norm`."""
+    """Return the order of a norm as a Python float, 2 by default as in `jnp.linalg.norm`."""
     if ord is None:
         return 2.0
     check_static("ord", ord)
@@ -199,7 +198,7 @@ def check_ord(ord: Any) -> float:
 
 
 def check_axis_name(axis_name: Any) -> AxisName:
-    """Axis names as a tuple, or None."""
+    """Return the names of mapped axes as a tuple, or None."""
     if axis_name is None:
         return None
     names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
@@ -211,13 +210,12 @@ def check_axis_name(axis_name: Any) -> AxisName:
 
 
 def check_callable(argument: str, value: Any, hint: str) -> None:
-    """Raise if a value is not callable."""
     if not callable(value):
         raise type_error(argument, "a function", shortened(value), hint)
 
 
 def check_transformation(argument: str, value: Any) -> None:
-    """Raise if a value has no `init` and `update`."""
+    """Raise if a value has no `init` or no `update` function."""
     is_pair = callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
     if isinstance(value, type) or not is_pair:
         hint = "Pass an Optax transformation such as `optax.adamw(1e-3)`."
@@ -236,7 +234,7 @@ def check_no_transformation(state: Any) -> None:
 
 
 def check_bound(axis_name: AxisName) -> None:
-    """Raise if no `pmap`, `shard_map` or `vmap` around this call binds a named axis."""
+    """Raise if a named axis is not bound by an enclosing `pmap`, `shard_map` or `vmap`."""
     for name in (axis_name,) if isinstance(axis_name, str) else axis_name or ():
         try:
             jax.lax.axis_size(name)
@@ -259,7 +257,7 @@ def check_state(state: Any, kind: type) -> None:
 
 
 def check_no_state(argument: str, updates: Any) -> None:
-    """Raise if a state of this package was passed instead of the updates."""
+    """Raise if an optimizer state of this package was passed instead of the updates."""
 
     def is_state(node: Any) -> bool:
         return isinstance(node, tuple) and type(node).__module__.startswith(f"{__package__}.")
@@ -272,7 +270,7 @@ def check_no_state(argument: str, updates: Any) -> None:
 
 
 def check_axis(axis: Any) -> None:
-    """Raise if a value is neither None, an axis, nor a sequence of axes."""
+    """Raise if `axis` is not None, an integer or a sequence of integers."""
     check_static("axis", axis)
     plain = axis.tolist() if isinstance(axis, np.ndarray) else axis
     axes = plain if isinstance(plain, (tuple, list, range)) else () if plain is None else (plain,)
@@ -283,7 +281,7 @@ def check_axis(axis: Any) -> None:
 
 
 def axes_within(axis: Any, x: Any, owner: str, place: str, hint: str) -> tuple[int, ...]:
-    """Return sorted, nonnegative axes of an array; raise if the array does not have them."""
+    """Normalize axes to sorted, nonnegative integers, or raise if the array does not have them."""
     rank = np.ndim(x)
     axes = (axis,) if np.ndim(axis) == 0 else tuple(axis)
     if any(not -rank <= a < rank for a in axes) or len({a % rank for a in axes}) < len(axes):

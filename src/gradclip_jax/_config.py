@@ -1,4 +1,4 @@
-"""Configs that describe calls to functions of this package and can be stored as JSON or YAML."""
+"""Configs that store the name and arguments of a transformation as JSON or YAML."""
 
 import copy
 import dataclasses
@@ -28,7 +28,7 @@ from .clipping._transform import clip_by_global_norm
 
 @dataclasses.dataclass(frozen=True)
 class TransformConfig:
-    """Description of a call to a public function of this package that JSON and YAML can store.
+    """Config of a transformation, threshold rule or granularity, for storage as JSON or YAML.
 
     | argument | representation |
     | --- | --- |
@@ -42,12 +42,12 @@ class TransformConfig:
     Attributes:
         name: Name of a public function that returns a gradient transformation, a threshold rule or
             a granularity.
-        arguments: Mapping from argument name to plain value; values may contain other configs.
+        arguments: Mapping from argument names to plain values or nested configs.
 
     Raises:
-        ValueError: If the name or an argument does not exist. `build` raises this error if an
-            argument is missing, and the errors of the function itself.
-        TypeError: If an argument has no representation as plain values.
+        ValueError: If `name` or an argument name is unknown. `build` also raises this error if an
+            argument is missing, and propagates errors of the function.
+        TypeError: If an argument cannot be represented by plain values.
 
     Examples:
         >>> import json, optax, gradclip_jax as gcx
@@ -71,7 +71,7 @@ class TransformConfig:
         object.__setattr__(self, "arguments", plain)
 
     def build(self, *inner: optax.GradientTransformation) -> Any:
-        """Call the function; `inner` is the transformation that a wrapper wraps."""
+        """Call the function, passing `inner` to a function that wraps a transformation."""
         arguments = {key: _built(value) for key, value in self.arguments.items()}
         _check_call(self.name, arguments, inner)
         return _constructors()[self.name](*inner, **arguments)
@@ -94,14 +94,14 @@ class TransformConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AccumulationConfig:
-    """The most common options of gradient accumulation, as a config for JSON or YAML.
+    """Config of the most common gradient accumulation options, for storage as JSON or YAML.
 
-    Use `TransformConfig("accumulate_gradients", ...)` for all other arguments.
+    To set other options, use `TransformConfig("accumulate_gradients", ...)`.
 
     Attributes:
-        accumulation_steps: Number of micro-batches in a window, >= 1.
-        normalize: Whether to average the micro-batches of a window instead of summing them.
-        max_grad_norm: Maximum global norm of the accumulated gradient, > 0; None for no clipping.
+        accumulation_steps: Number of micro-batches per optimizer step, >= 1.
+        normalize: Whether to average gradients over micro-batches instead of summing them.
+        max_grad_norm: Maximum global norm of the accumulated gradient, > 0; None disables clipping.
 
     Examples:
         >>> import optax, gradclip_jax as gcx
@@ -125,12 +125,12 @@ class AccumulationConfig:
             check_number("max_grad_norm", self.max_grad_norm, "Pass None to disable clipping.")
 
     def effective_batch_size(self, micro_batch_size: int) -> int:
-        """Return the number of examples in one optimizer step."""
+        """Return the number of examples per optimizer step."""
         check_count("micro_batch_size", micro_batch_size, "Pass the number of examples.")
         return int(micro_batch_size) * int(self.accumulation_steps)
 
     def build(self, inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-        """Wrap an inner optimizer."""
+        """Wrap an optimizer with gradient accumulation."""
         check_transformation("inner", inner)
         if self.max_grad_norm is not None:
             inner = optax.chain(clip_by_global_norm(self.max_grad_norm), inner)
@@ -138,7 +138,7 @@ class AccumulationConfig:
         return accumulate_gradients(inner, self.accumulation_steps, reduction=reduction)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict of plain values, as `TransformConfig.to_dict` does."""
+        """Convert the config to a dict of plain values."""
         return _to_plain(vars(self))
 
     @classmethod
@@ -172,7 +172,7 @@ def _constructors() -> dict[str, Callable[..., Any]]:
 
 
 def _check_call(name: Any, arguments: Any, inner: tuple[Any, ...] | None = None) -> None:
-    """Raise if the arguments do not match the signature; without `inner`, some may be missing."""
+    """Raise if a function does not accept the arguments; some may be missing without `inner`."""
     check_choice("name", name, tuple(_constructors()))
     signature = inspect.signature(_constructors()[name])
     bind = signature.bind_partial if inner is None else functools.partial(signature.bind, *inner)
@@ -191,7 +191,7 @@ def _check_call(name: Any, arguments: Any, inner: tuple[Any, ...] | None = None)
 
 
 def _built(plain: Any) -> Any:
-    """Build the configs that are nested in dictionaries and lists."""
+    """Recursively build the configs in dictionaries and lists."""
     if isinstance(plain, list):
         return [_built(x) for x in plain]
     if not isinstance(plain, dict):
@@ -202,7 +202,7 @@ def _built(plain: Any) -> Any:
 
 
 def _to_plain(value: Any, depth: int = 0) -> Any:
-    """Convert to strings, numbers, bools, None, lists, and dicts with string keys."""
+    """Convert a value to strings, numbers, bools, None, lists, and dicts with string keys."""
     if depth > _MAX_DEPTH:
         rule, hint = f"nested at most {_MAX_DEPTH} levels deep", "Call the function directly."
         raise value_error("arguments", rule, f"a {type(value).__name__} at a deeper level", hint)

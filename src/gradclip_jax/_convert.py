@@ -1,9 +1,9 @@
-"""Convert the state of one optimizer to the state of another in the middle of a run.
+"""Convert an optimizer state to the state of another optimizer during training.
 
-Chains, guards and accumulations are unpacked, so that each state becomes a sequence of parts. Parts
-of the same kind are matched in order and copied; between Optax and this package their fields are
-translated. A part of this package without a counterpart is initialized or dropped. Everything else
-raises an error with its path.
+Optimizer states are split into the states of their transformations, including those inside chains,
+guards and accumulations. States of the same type are matched in order and copied. Fields are
+translated between the states of Optax and of this package. A state of this package without a
+counterpart is initialized or dropped. Any other unmatched state raises an error with its path.
 """
 
 import collections
@@ -29,7 +29,7 @@ from .guarding._skip_nonfinite import SkipNonfiniteState
 from .monitoring._record import NormRecordState
 from .monitoring._watch import WatchState
 
-_INNER: Final[dict[type, str]] = GATES | {  # the field that contains the inner state
+_INNER: Final[dict[type, str]] = GATES | {  # name of the field that contains the inner state
     optax.MultiStepsState: "inner_opt_state",
     optax.ApplyIfFiniteState: "inner_state",
     WatchState: "inner_state",
@@ -55,9 +55,9 @@ def convert_state(
     """Convert the state of an optimizer to the state of the optimizer that replaces it.
 
     Use this function to continue an Optax run with this package, or vice versa, and to add or
-    remove a guard, an accumulation or a clip. The two optimizers must be equal except for the parts
-    in this table. These parts may be nested inside each other and inside `chain`, `named_chain`,
-    `masked`, `partition` and `inject_hyperparams`.
+    remove a guard, an accumulation or a clip. The two optimizers may differ only in the
+    transformations listed below, which may be nested inside each other and inside `chain`,
+    `named_chain`, `masked`, `partition` and `inject_hyperparams`.
 
     | before | after | what is copied |
     | --- | --- | --- |
@@ -69,28 +69,29 @@ def convert_state(
     | nothing | a clip, `record_norms` | nothing; all states of this type are initialized |
     | nothing | `round_stochastically` | nothing; its state is initialized |
 
-    All conversions in the table also work in the opposite direction. Discarding a window that
-    contains micro-batches raises an error.
+    Every conversion in the table also works in reverse. Discarding accumulated micro-batches raises
+    an error.
 
     Args:
         tx: New optimizer; a gradient transformation or an `optax.MultiSteps`.
-        state: State of the optimizer that `tx` replaces. For an `nnx.Optimizer` or a `TrainState`,
-            pass its `.opt_state`.
+        state: State of the old optimizer. For an `nnx.Optimizer` or a `TrainState`, pass its
+            `.opt_state`.
         params: Parameters.
         reduction: "mean" or "sum", which states whether the accumulation averages or sums its
             micro-batches. `MultiSteps` averages by default, but its state does not contain this
-            option. It is therefore required to convert an open window between `MultiSteps` and
-            `accumulate_gradients`, and inside `jit`, where any window may be open.
+            option. `reduction` is therefore required to convert an unfinished accumulation between
+            `MultiSteps` and `accumulate_gradients`, and for every such conversion inside `jit`.
 
     Returns:
-        A state for `tx.update`. Its `accumulation_stats` count earlier micro-batches as if all
-        windows had the length of the first. The `skip_state` of `MultiSteps` is initialized.
+        A state for `tx.update`. Its `accumulation_stats` assume that all earlier accumulation
+        windows had the length of the first one. The `skip_state` of `MultiSteps` is initialized.
 
     Raises:
-        TypeError: If a part of `state` has no counterpart in the state of `tx`, or its counterpart
-            has different shapes or dtypes.
-        ValueError: If `reduction` is invalid, or required and missing; if an open window would be
-            dropped, or has weights other than 1, which `MultiSteps` does not support.
+        TypeError: If part of `state` has no counterpart in the state of `tx`, or differs from it in
+            shapes or dtypes.
+        ValueError: If `reduction` is invalid or is required but missing, if accumulated
+            micro-batches would be discarded, or if they have weights other than 1, which
+            `MultiSteps` does not support.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -121,7 +122,7 @@ def _converted(like: Tree, given: Tree, reduction: str | None, path: _Path) -> T
     for place, part in _parts(given, path):
         of_kind[_kind(part)].append((place, part))
     counts = collections.Counter(_kind(part) for _, part in _parts(like))
-    # If the number of parts of one kind differs, the parts cannot be matched.
+    # States of one type cannot be matched in order if their numbers differ.
     restarted = {kind for kind, parts in of_kind.items() if len(parts) != counts[kind]}
 
     def counterpart(node: Tree) -> Tree:
@@ -148,7 +149,7 @@ def _converted(like: Tree, given: Tree, reduction: str | None, path: _Path) -> T
 
 
 def _parts(node: Tree, path: _Path = ()) -> Iterator[tuple[_Path, Tree]]:
-    """Yield the path and state of each part, including states inside guards and accumulations."""
+    """Yield each transformation's state with its path, also inside guards and accumulations."""
     if type(node) is tuple:
         for i, x in enumerate(node):
             yield from _parts(x, (*path, jax.tree_util.SequenceKey(i)))
@@ -160,19 +161,19 @@ def _parts(node: Tree, path: _Path = ()) -> Iterator[tuple[_Path, Tree]]:
 
 
 def _kind(part: Tree) -> type | None:
-    """Return the type that identifies a part; None if the part must have a counterpart."""
+    """Return the type by which a state is matched, or None if it must have a counterpart."""
     is_optional = type(part) in _INNER or _is_fresh(part)
     return _KINDS.get(type(part), type(part)) if is_optional else None
 
 
 def _is_fresh(node: Tree) -> bool:
-    """Return whether a state contains only parts that can be initialized or dropped."""
+    """Return whether a state can be initialized or dropped during conversion."""
     parts = jax.tree.leaves(node, is_leaf=lambda x: isinstance(x, _FRESH))
     return bool(parts) and all(isinstance(x, _FRESH) for x in parts)
 
 
 def _copied(like: Tree, given: Tree, reduction: str | None, path: _Path) -> Tree:
-    """Copy the values of one part, except its inner state, to its counterpart."""
+    """Copy a state, except its inner state, to its counterpart in the new optimizer."""
     kind, is_same = _kind(like), type(like) is type(given)
     if is_same and hasattr(like, "incidents") and not _is_alike(like.incidents, given.incidents):
         given = given._replace(incidents=like.incidents)
@@ -198,7 +199,7 @@ def _is_alike(like: Tree, given: Tree) -> bool:
 
 
 def _copied_children(like: Tree, given: Tree, reduction: str | None, path: _Path) -> Tree:
-    """Convert each child of a state separately."""
+    """Convert each child of a state pytree separately."""
     if isinstance(like, dict) and isinstance(given, dict):
         names = like.keys() ^ given.keys()
         if names and all(_is_fresh({**like, **given}[name]) for name in names):
@@ -229,7 +230,7 @@ def _copied_skips(like: Tree, given: Tree) -> Tree:
 
 
 def _copied_window(like: _Window, given: _Window, reduction: str | None, path: _Path) -> _Window:
-    """Convert a window; `MultiSteps` may store a mean, whereas this package stores a sum."""
+    """Convert accumulated gradients, which `MultiSteps` may store as a mean instead of a sum."""
     if type(like) is type(given):
         return given._replace(acc_grads=_accumulator(like, given, 1, path))
     held, steps = _count(given.mini_step), _count(given.gradient_step)
@@ -243,8 +244,8 @@ def _copied_window(like: _Window, given: _Window, reduction: str | None, path: _
         hint = f'Pass "mean" if {leaf_path("state", path)} accumulates the mean of gradients.'
         raise value_error("reduction", rule, "None", hint)
     length = jnp.float32(1) if reduction == "sum" else jnp.maximum(held, 1).astype(jnp.float32)
-    # Use zero for an empty window. The accumulator of this package still contains the last sum, to
-    # which `MultiSteps` would add.
+    # Use zeros for an empty window, because our accumulator still contains the previous sum.
+    # `MultiSteps` would add to this sum.
     is_filled = held > 0
     acc = _accumulator(like, given, is_filled * length if is_ours else is_filled / length, path)
     like = like._replace(mini_step=held, gradient_step=steps, acc_grads=acc)
@@ -258,7 +259,7 @@ def _copied_window(like: _Window, given: _Window, reduction: str | None, path: _
 
 
 def _check_weights(window: AccumulationState, path: _Path) -> None:
-    """Raise if an unfinished window contains micro-batches with weights other than 1."""
+    """Raise if accumulated micro-batches have weights other than 1."""
     weight, held = window.total_weight, window.mini_step
     if _is_open(window) and not is_traced(weight) and weight != held:
         place = leaf_path("state", path) + ".total_weight"
@@ -287,12 +288,12 @@ def _accumulator(like: _Window, given: _Window, factor: Scalar | int, path: _Pat
 
 
 def _is_open(window: _Window) -> bool:
-    """Return whether a window contains micro-batches; False if their number is traced."""
+    """Return whether the number of accumulated micro-batches is positive and not traced."""
     return not is_traced(window.mini_step) and bool(_count(window.mini_step) > 0)
 
 
 def _check_closed(given: Tree, path: _Path) -> None:
-    """Raise if micro-batches of an unfinished window would be discarded."""
+    """Raise if accumulated micro-batches would be discarded."""
     if isinstance(given, (AccumulationState, optax.MultiStepsState)) and _is_open(given):
         got = f"{leaf_path('state', path)}.mini_step = {given.mini_step}"
         hint = "Call `flush` first, or convert the state after the next optimizer step."

@@ -1,7 +1,7 @@
-"""Backend- and version-specific workarounds. The results are the same on every backend.
+"""Workarounds for specific backends and JAX versions, which do not change results.
 
-All other code compiles the same program for every backend, except for the way a step is skipped
-(`_run_if.py`). Measurements: JAX 0.10.2, compiled for an H100 and a TPU v5e.
+Code outside this module does not depend on the backend, except for conditional steps in
+`_run_if.py`. Measurements use JAX 0.10.2, compiled for an H100 and a TPU v5e.
 """
 
 import functools
@@ -35,7 +35,7 @@ def fusion_barrier(x: _Tree) -> _Tree:
 
 
 def groups_of_type(arrays: Sequence[Array]) -> list[list[int]]:
-    """The indices of the arrays of each type."""
+    """Group the indices of arrays by array type."""
     groups: dict[Any, list[int]] = {}
     for i, x in enumerate(arrays):
         groups.setdefault(jax.typeof(x), []).append(i)
@@ -43,10 +43,11 @@ def groups_of_type(arrays: Sequence[Array]) -> list[list[int]]:
 
 
 def shared(scalars: _Tree) -> _Tree:
-    """On GPU, read all scalars of one type from one vector; other leaves are unchanged.
+    """Pack the scalars of each type into one vector on GPU; other leaves are unchanged.
 
     XLA merges GPU kernels that read the same vector, but not kernels that read the same scalar.
-    A training step of an unrolled GPT with a clip launches 16 % fewer kernels (JAX 0.10.2, H100).
+    Packing reduces the kernel launches of a training step of an unrolled GPT with clipping by 16 %
+    (JAX 0.10.2, H100).
     """
     leaves, structure = jax.tree.flatten(scalars)
     for places in groups_of_type(leaves):
@@ -70,11 +71,11 @@ def _unchanged(*scalars: Array) -> tuple[Array, ...]:
 
 
 def map_arrays(fun: Callable[..., Array], *columns: Sequence[Array]) -> list[Array]:
-    """Return `list(map(fun, *columns))` for an elementwise function; on TPU, stack the arrays.
+    """Return `list(map(fun, *columns))` for an elementwise function, using stacks on TPU.
 
     A TPU runs every scalar operation as a separate kernel. On CPU the arrays are not stacked,
-    because XLA would compile one kernel per index of a stack (JAX 0.10.2, a step with 300 leaves:
-    12 s instead of 3.5 s).
+    because XLA would compile one kernel per index of a stack. Compiling a step with 300 leaves
+    would take 12 s instead of 3.5 s (JAX 0.10.2).
     """
 
     def one_by_one(*columns: Sequence[Array]) -> list[Array]:
@@ -96,11 +97,11 @@ def map_arrays(fun: Callable[..., Array], *columns: Sequence[Array]) -> list[Arr
 
 
 def joined(scalars: Sequence[Array], *, is_sum: bool) -> Array:
-    """Return the sum or the maximum of scalars, with an error that grows with log n instead of n.
+    """Return the sum or maximum of n scalars, with an error that grows with log n instead of n.
 
-    On GPU, XLA merges pairwise additions into one kernel. On TPU, each addition of two scalars
-    would be a separate kernel, so the scalars are reduced as a vector (7 % fewer launches for a
-    scanned GPT).
+    On GPU, XLA fuses pairwise additions into one kernel. On TPU, each addition of two scalars
+    would be a separate kernel, so the scalars are reduced as a vector (7 % fewer kernel
+    launches for a GPT with scanned layers).
     """
     if len(scalars) == 1:
         return scalars[0]
@@ -125,15 +126,15 @@ def sums_of_pairs(
     pair: Callable[..., tuple[Array, Array]],
     *columns: Sequence[Array],
 ) -> tuple[list[Array], list[Array]]:
-    """Return the sums of two functions of leaves.
+    """Return per-leaf sums of two elementwise functions, computed together on GPU.
 
     `sums(term, *columns)` returns sums of `term(leaf, axes, *others)`, and `pair(leaf, *others)`
     returns two real arrays.
 
-    On an H100, one sum of complex numbers replaces two sums, because it is one kernel, and because
-    XLA fuses it with the kernel that computes the summands, such as the optimizer step, if rows are
-    reduced first (a step of a GPT with `watch` moves 5 % fewer bytes in 9 % fewer launches). TPUs
-    materialize complex arrays, and CPUs compile one more kernel for each sum.
+    On GPU, one complex sum replaces two real sums. It needs only one kernel, and if rows are
+    reduced first, XLA fuses it with the kernel that computes the summands, such as the optimizer
+    step. A GPT training step with `watch` moves 5 % fewer bytes in 9 % fewer kernel launches on an
+    H100. XLA would materialize complex arrays on TPU and compile one more kernel per sum on CPU.
     """
 
     def at_once(*columns: Sequence[Array]) -> tuple[list[Array], list[Array]]:
@@ -157,11 +158,11 @@ def sums_of_pairs(
 
 
 def summand(x: Array, is_added: Array) -> Array:
-    """Return the gradient of a micro-batch, or -0.0 if the micro-batch is not added.
+    """Return the gradient of a micro-batch, or -0.0 if the micro-batch is skipped.
 
-    If all micro-batches are added, the flag is a value that XLA cannot prove to be true. Otherwise
-    XLA merges the scatter of an embedding's gradient with the sum over micro-batches, and the
-    all-reduce remains in the loop or its result is wrong (docs/compiler_faults.md).
+    `is_added` must not be a compile-time constant, even if all micro-batches are added. Otherwise
+    XLA merges the scatter of an embedding gradient with the sum over micro-batches, which keeps the
+    all-reduce inside the loop or makes its result wrong (docs/compiler_faults.md).
     """
     # With 0 instead of -0.0, XLA on GPU would copy the zeros that initialize a scan over layers.
     return jnp.where(is_added, x, jnp.full_like(x, -0.0))

@@ -1,8 +1,11 @@
-"""Argument errors, and the decorator that adds the name of the public function to them.
+"""Errors for invalid arguments, which begin with the name of the public function.
 
-The format of messages is `<function>: <argument> must be <rule>, got <value>[ at <path>]. <next
-step>`. Checks raise errors without the name of the function, and `public` adds the name. Values are
-checked when a transformation is built, and trees at trace time. Traced values never raise.
+All messages have this format:
+
+    <function>: <argument> must be <rule>, got <value>[ at <path>]. <next step>
+
+The decorator `public` adds the function name to errors that checks raise. Hyperparameters are
+checked when a transformation is built, and pytrees at trace time. Traced values are not checked.
 """
 
 import functools
@@ -17,50 +20,47 @@ _Result = TypeVar("_Result")
 
 
 class ArgumentError(Exception):
-    """An invalid argument.
+    """Base class of errors for invalid arguments.
 
     Attributes:
         function: Name of the public function that the user called.
-        is_named: Whether `function` is final. If the error was raised inside a user-defined
-            function or the update of another transformation, outer functions keep its name.
+        is_named: Whether `function` is final. Enclosing public functions do not replace the name if
+            a user-defined function or the update of another transformation raised the error.
     """
 
     function: str = ""
     is_named: bool = False
 
     def of(self, function: str) -> Self:
-        """Set the name of the function in places where `public` cannot set it."""
+        """Set the function name explicitly, where the decorator `public` cannot be used."""
         self.function, self.is_named = function, True
         return self
 
     def __str__(self) -> str:
-        """Return the message with the name of the function as a prefix."""
         return f"{self.function}: {self.args[0]}" if self.function else str(self.args[0])
 
 
 class ArgumentTypeError(ArgumentError, TypeError):
-    """An argument of an invalid type."""
+    """Raised if an argument has an invalid type."""
 
 
 class ArgumentValueError(ArgumentError, ValueError):
-    """An argument of an invalid value."""
+    """Raised if an argument has an invalid value."""
 
 
 def type_error(argument: str, rule: str, got: object, hint: str) -> ArgumentTypeError:
-    """Create an error for an argument of an invalid type."""
     return ArgumentTypeError(f"`{argument}` must be {rule}, got {got}. {hint}")
 
 
 def value_error(argument: str, rule: str, got: object, hint: str) -> ArgumentValueError:
-    """Create an error for an argument with an invalid value."""
     return ArgumentValueError(f"`{argument}` must be {rule}, got {got}. {hint}")
 
 
 def public(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Add the name of a public function to its errors and to profiles.
+    """Decorate a public function so that its errors and profiles contain its name.
 
-    The name is also added for functions that it returns, and for the `init` and `update` functions
-    of a transformation that it returns.
+    Functions that it returns, and the `init` and `update` functions of a transformation that it
+    returns, are decorated as well.
     """
 
     @functools.wraps(fun)
@@ -93,7 +93,7 @@ def named(fun: Callable[..., Any], function: str) -> Callable[..., Any]:
 def _named_result(result: Any, function: str) -> Any:
     if isinstance(result, optax.GradientTransformation):
         init, update = result
-        # A `GatedUpdate` has a method `named`, because its type must be preserved.
+        # `GatedUpdate` has its own method `named`, which preserves its type.
         rename = getattr(update, "named", functools.partial(named, update))
         update = rename(function)
         return type(result)(named(init, function), update)

@@ -1,4 +1,4 @@
-"""Selection of the floating-point and complex leaves of a tree, called measured leaves."""
+"""Selection of floating-point and complex leaves, which are called measured leaves."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,12 +13,12 @@ from ._types import Array, Tree
 
 
 class Leaves(NamedTuple):
-    """A flattened tree and its measured leaves.
+    """A flattened tree and its floating-point and complex leaves.
 
     Attributes:
-        arrays: Measured leaves, in device memory.
-        places: Indices of the measured leaves among all leaves.
-        given: All leaves.
+        arrays: Floating-point and complex leaves, in device memory.
+        places: Indices of these leaves among all leaves of the tree.
+        given: All leaves of the tree.
         structure: Structure of the tree.
     """
 
@@ -28,7 +28,7 @@ class Leaves(NamedTuple):
     structure: Any
 
     def beside(self, tree: Tree) -> list[Array]:
-        """Return the corresponding leaves of another tree with the same structure."""
+        """Return the leaves of another tree at the same positions as `arrays`."""
         leaves = jax.tree.leaves(tree)
         arrays: list[Array] = []
         for place in self.places:
@@ -36,16 +36,16 @@ class Leaves(NamedTuple):
         return arrays
 
     def replace(self, arrays: Sequence[Array]) -> Tree:
-        """Replace the measured leaves; each new leaf is moved to the memory of the old one."""
+        """Return the tree with new arrays, each in the memory space of the leaf it replaces."""
         leaves = list(self.given)
         for place, old, new in zip(self.places, self.arrays, arrays, strict=True):
-            # `old` is not the given leaf if that was moved from host to device memory.
+            # `old` is not the given leaf if the leaf was moved from host to device memory.
             leaves[place] = new if old is leaves[place] else in_memory_of(new, leaves[place])
         return jax.tree.unflatten(self.structure, leaves)
 
 
 def flatten(argument: str, tree: Tree, *, real: bool = False, unreduced: bool = False) -> Leaves:
-    """Flatten a tree whose leaves are floating-point, complex (unless `real`) or float0.
+    """Flatten a tree of floating-point, complex (unless `real`) or float0 leaves.
 
     Raises:
         TypeError: If a leaf has another dtype, or is unreduced over a mesh axis and `unreduced` is
@@ -56,7 +56,7 @@ def flatten(argument: str, tree: Tree, *, real: bool = False, unreduced: bool = 
     places: list[int] = []
     given: list[Any] = []
     kind = jnp.floating if real else jnp.inexact
-    if isinstance(tree, tuple):  # may be a state that was passed instead of the updates
+    if isinstance(tree, tuple):  # a state may have been passed instead of updates
         check_no_state(argument, tree)
     for i, (path, x) in enumerate(paths):
         given.append(x)
@@ -101,7 +101,7 @@ def _is_unreduced(place: str, x: Array) -> ArgumentTypeError:
 
 
 def is_measured(leaf: object) -> bool:
-    """Return whether a leaf is floating-point or complex; False for float0 and integer leaves."""
+    """Return whether a leaf is floating-point or complex, and not float0 or an integer."""
     if is_float0(leaf):
         return False
     try:
@@ -111,10 +111,10 @@ def is_measured(leaf: object) -> bool:
 
 
 def measured_leaves(tree: Tree) -> list[Array]:
-    """The measured leaves in order, in device memory."""
+    """Return all floating-point and complex leaves in device memory."""
     return [on_device(jnp.asarray(x)) for x in jax.tree.leaves(tree) if is_measured(x)]
 
 
 def measured_shapes(tree: Tree) -> list[Any]:
-    """The measured leaves without conversion to arrays; in `init` they may be placeholders."""
+    """Return floating-point and complex leaves unconverted, because `init` may get placeholders."""
     return [x for x in jax.tree.leaves(tree) if is_measured(x)]

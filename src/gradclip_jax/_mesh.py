@@ -1,9 +1,9 @@
-"""Mesh axes in the types of arrays, and the collectives that depend on them.
+"""Mesh axes of array types, and the collectives that depend on them.
 
-Inside `shard_map` the gradient of a varying parameter remains local to its device. Under explicit
-axes, the gradient of a parameter with reduced axes is *unreduced*, which means that each device
-holds one summand of it. In both cases, gradients are summed over devices once, at the end of an
-accumulation window or a batch.
+Inside `shard_map`, the gradient with respect to a parameter that varies over devices remains local
+to each device. With explicit axes, the gradient with respect to a parameter with reduced axes is
+*unreduced*, which means that each device stores a partial sum. Local and unreduced gradients are
+all-reduced once, at the end of an accumulation window or a batch.
 """
 
 import math
@@ -22,17 +22,17 @@ from ._types import Array, AxisName, Tree
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """The mesh axes of `shard_map` over which a value differs between devices."""
+    """Return the mesh axes of `shard_map` over which a value varies."""
     aval: Any = x if isinstance(x, ShapedArray) else jax.typeof(x)
     return frozenset(aval.manual_axis_type.varying if HAS_TYPES else aval.vma)
 
 
 def shard_axes(x: Any, axis_name: AxisName) -> frozenset[str]:
-    """The mesh axes over which a leaf is sharded.
+    """Return the mesh axes over which a leaf is sharded.
 
-    Inside `shard_map` the type of the leaf carries these axes. If types do not carry axes (`pmap`,
-    `check_vma=False`), every leaf counts as sharded over `axis_name`. This is detected from the
-    type of `lax.axis_index(name)`, which always varies over the axis.
+    Inside `shard_map`, the type of a leaf carries these axes. If types do not carry axes (`pmap`,
+    `check_vma=False`), every leaf counts as sharded over `axis_name`. The type of
+    `lax.axis_index(name)`, which always varies over the axis, shows whether types carry axes.
     """
     varying = varying_axes(x)
     for name in axis_name or ():
@@ -42,12 +42,12 @@ def shard_axes(x: Any, axis_name: AxisName) -> frozenset[str]:
 
 
 def replica_count(axes: frozenset[str], everywhere: frozenset[str]) -> int:
-    """The number of devices along `everywhere` with the same value, if it varies over `axes`."""
+    """Return how many devices along `everywhere` share a value that varies over `axes`."""
     return math.prod(map(lax.axis_size, everywhere - axes))
 
 
 def device_count(x: Any) -> int:
-    """The number of devices that an array may be sharded over."""
+    """Return the number of devices over which an array may be sharded."""
     mesh = jax.typeof(x).sharding.mesh
     if mesh.empty:
         return len(jax.devices())
@@ -55,19 +55,18 @@ def device_count(x: Any) -> int:
 
 
 def memory_of(x: Any) -> str:
-    """The memory space of a value according to its type, "host" or "device"."""
+    """Return the memory space of a value, either "host" or "device"."""
     aval = x if isinstance(x, ShapedArray) else jax.typeof(x)
     space = getattr(aval, "memory_space", None)
     return "host" if getattr(space, "name", "") == "Host" else "device"
 
 
 def in_memory_of(x: Any, like: Any) -> Any:
-    """Move a value to the memory space of another."""
+    """Move a value to the memory space of another value."""
     return x if memory_of(x) == memory_of(like) else jax.device_put(x, _type_of(like).memory_space)
 
 
 def on_device(x: Any) -> Any:
-    """Move a value to device memory."""
     return jax.device_put(x, jax.memory.Space.Device) if memory_of(x) == "host" else x
 
 
@@ -85,12 +84,12 @@ def is_explicit(sharding: Any) -> bool:
 
 
 def _type_of(x: Any) -> Any:
-    """The abstract value of an array, or that abstract value itself."""
+    """Return the abstract value of an array, or a given abstract value unchanged."""
     return x if isinstance(x, ShapedArray) else jax.typeof(x)
 
 
 def zeros_of_type(like: Any, dtype: Any = None) -> Array:
-    """Zeros with the shape, memory space, sharding and varying axes of another array."""
+    """Return zeros with the shape, memory space, sharding and varying axes of another array."""
     sharding = _type_of(like).sharding
     given = sharding if is_explicit(sharding) else None
     zeros = lax.full(like.shape, 0, dtype or like.dtype, sharding=given)
@@ -98,12 +97,12 @@ def zeros_of_type(like: Any, dtype: Any = None) -> Array:
 
 
 def sum_over(x: Array, axes: frozenset[str]) -> Array:
-    """Sum over devices with one all-reduce; without axes, return the value unchanged."""
+    """Sum an array over mesh axes with one all-reduce, or return it unchanged without axes."""
     return lax.psum(x, tuple(sorted(axes))) if axes else x
 
 
 def max_over(x: Array, axes: frozenset[str]) -> Array:
-    """The maximum over devices, where NaN counts as infinity because an all-reduce may drop NaN."""
+    """Return the maximum over mesh axes, with NaN as infinity, because all-reduces may drop NaN."""
     if not axes:
         return x
     if jnp.issubdtype(x.dtype, jnp.floating):
@@ -112,9 +111,10 @@ def max_over(x: Array, axes: frozenset[str]) -> Array:
 
 
 def vary(x: Any, axes: frozenset[str]) -> Any:
-    """Cast a value so that its type varies over the axes.
+    """Cast a value to a type that varies over the given mesh axes.
 
-    The gradient with respect to this value is then local instead of being all-reduced immediately.
+    The gradient with respect to the result remains local to each device instead of being
+    all-reduced.
     """
     missing = tuple(sorted(axes - varying_axes(x)))
     if not missing:
@@ -125,20 +125,20 @@ def vary(x: Any, axes: frozenset[str]) -> Any:
 
 
 def sharding_with(x: Any, **axes: frozenset[str]) -> NamedSharding:
-    """The sharding of an array with the given `reduced` and `unreduced` axes, or without them."""
+    """Return the sharding of an array with its reduced and unreduced axes replaced by `axes`."""
     sharding = jax.typeof(x).sharding
-    # A spec with such axes cannot be unpacked as a sequence of its entries.
+    # A `PartitionSpec` with reduced or unreduced axes cannot be unpacked as a sequence.
     entries = sharding.spec.partitions if HAS_TYPES else sharding.spec
     return NamedSharding(sharding.mesh, PartitionSpec(*entries, **axes))
 
 
 def reduced_axes(x: Any) -> frozenset[str]:
-    """The mesh axes over which the gradient with respect to a value is unreduced."""
+    """Return the mesh axes over which the gradient with respect to a value is unreduced."""
     return frozenset(jax.typeof(x).sharding.spec.reduced) if HAS_TYPES else frozenset()
 
 
 def unreduced_axes(x: Any) -> frozenset[str]:
-    """The mesh axes over which a value is unreduced."""
+    """Return the mesh axes over which a value is unreduced."""
     return frozenset(jax.typeof(x).sharding.spec.unreduced) if HAS_TYPES else frozenset()
 
 
@@ -158,7 +158,7 @@ def factor_for(value: Array, factor: Any) -> Any:
 
 
 def without_reduced_axes(params: Tree) -> Tree:
-    """Remove reduced axes from the parameters, as the optimizer expects."""
+    """Reshard parameters without reduced axes, as the optimizer expects."""
 
     def plain(param: Any) -> Any:
         is_plain = is_float0(param) or not reduced_axes(param)
@@ -168,7 +168,7 @@ def without_reduced_axes(params: Tree) -> Tree:
 
 
 def reduce_over_devices(grads: Tree, inner_state: Any) -> Tree:
-    """Sum unreduced leaves over devices, with the sharding of the inner optimizer's state."""
+    """Sum unreduced gradients over devices, and shard them like the inner optimizer state."""
     if not is_unreduced(grads):
         return grads
     structure = jax.tree.structure(grads)

@@ -1,4 +1,4 @@
-"""Suggestions for misspelled names and for names of other libraries."""
+"""Suggested replacements for misspelled names and names from other libraries."""
 
 import difflib
 import sys

@@ -21,7 +21,7 @@ class RoundingState(NamedTuple):
     """The state of `round_stochastically`.
 
     Attributes:
-        step: Number of updates, int32[]. The random bits depend on it.
+        step: Number of updates, int32[], from which the random bits are derived.
     """
 
     step: Scalar
@@ -33,12 +33,12 @@ def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
 
     `update = r(p + u) - p`, where `r` rounds to one of the two adjacent bfloat16 values with
     probabilities such that the expected value is `p + u`. Adding the update to the parameter gives
-    the rounded value exactly. Rounding to nearest, in contrast, may discard every update below
-    1/512 of the parameter.
+    the rounded value exactly. Rounding to nearest may discard every update smaller than 1/512
+    of the parameter.
 
-    Place it last, `optax.chain(optax.adamw(1e-3), round_stochastically())`, inside accumulations
-    and guards, and apply the updates with `apply_gradients` or `optax.apply_updates`. Pass float32
-    parameters to `init` of the optimizer if its moments should not be bfloat16.
+    Place it last, as in `optax.chain(optax.adamw(1e-3), round_stochastically())`, inside
+    accumulations and guards, and apply the updates with `apply_gradients` or `optax.apply_updates`.
+    To keep the moments of the optimizer in float32, call its `init` with float32 parameters.
 
     | leaf | update |
     | --- | --- |
@@ -102,7 +102,7 @@ def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
 
 
 def _to_neighbor(update: Array, param: Array, place: str, key: Array) -> Array:
-    """Return the update that rounds a bfloat16 parameter; other updates are unchanged."""
+    """Return an update that moves a bfloat16 parameter to its stochastically rounded value."""
     kind = jnp.result_type(param)
     if is_float0(update) or jnp.finfo(kind).bits >= 32:
         return update
@@ -117,7 +117,7 @@ def _to_neighbor(update: Array, param: Array, place: str, key: Array) -> Array:
 
 
 def rounded(dtype: DTypeLike, x: Array, key: Array | None) -> Array:
-    """Cast an array, with stochastic rounding if the dtype is bfloat16 and a key is given."""
+    """Cast an array, rounding stochastically if the dtype is bfloat16 and a key is given."""
     if x.dtype == dtype:
         return x
     if key is None or dtype != jnp.bfloat16:
@@ -133,7 +133,7 @@ def rounded(dtype: DTypeLike, x: Array, key: Array | None) -> Array:
 def _up_or_down(x: Array, noise: Array) -> Array:
     bits = lax.bitcast_convert_type(x, jnp.uint32) + noise.astype(jnp.uint32)
     new = lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
-    # Adding noise to the bits of a NaN may overflow to the bits of zero.
+    # Adding noise to the bits of a NaN may overflow and give the bits of zero.
     return jnp.where(jnp.isfinite(x), new, x.astype(jnp.bfloat16))
 
 

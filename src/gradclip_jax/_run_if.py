@@ -1,13 +1,14 @@
-"""Conditional execution of a step: run it zero or one times, in place.
+"""Conditional execution of an optimizer step, with in-place updates.
 
-A step that rarely runs, such as that of an accumulation, is the body of a `while_loop` with zero
-or one iterations, because XLA updates the carry of a loop in place. `lax.cond` copies the operands
-that the branch does not change (9.0 N bytes moved and 3.0 N of scratch for an AdamW step that is
-not run on an H100, instead of 3.0 N and none). `jnp.where` computes the step in any case.
+A step that rarely runs, such as the optimizer step of an accumulation, is the body of a
+`while_loop` with zero or one iterations, because XLA updates the carry of a loop in place.
+`lax.cond` copies the operands that the branch does not change. On an H100, a skipped AdamW step
+then moves 9.0 N bytes and uses 3.0 N bytes of scratch memory, instead of 3.0 N and none.
+`jnp.where` always computes the step.
 
-A step that usually runs, such as that of a guard, is a loop on CPU, where a skipped step then costs
-nothing. On GPU and TPU it is computed and selected, because the host of a GPU waits for the
-predicate of a loop.
+A step that usually runs, such as the optimizer step of a guard, is also a loop on CPU, where a
+skipped step costs nothing. On GPU and TPU the step is always computed and its result is selected,
+because the host of a GPU waits for the predicate of a loop.
 """
 
 import functools
@@ -34,10 +35,10 @@ class Program(NamedTuple):
     """A traced function that can be evaluated several times.
 
     Attributes:
-        function: Function `(*constants, *leaves of the arguments) -> leaves`. It contains no
-            tracers, so that a derivative or a checkpoint can evaluate it later.
+        function: Function that maps constants and argument leaves to output leaves. It contains no
+            tracers, so that derivatives and `jax.checkpoint` can evaluate it later.
         constants: Arrays that the traced function closes over.
-        output: Types of the results.
+        output: Pytree of the abstract output values.
     """
 
     function: Callable[..., list[Array]]
@@ -45,13 +46,12 @@ class Program(NamedTuple):
     output: Tree
 
     def __call__(self, *args: Tree) -> Tree:
-        """Evaluate the function."""
         leaves = self.function(*self.constants, *jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(self.output), leaves)
 
 
 def trace(function: Callable[..., Tree], *args: Tree) -> Program:
-    """Trace a function on arguments, or on their shapes."""
+    """Trace a function on arrays or on `jax.ShapeDtypeStruct` arguments."""
     closed, output = jax.make_jaxpr(function, return_shape=True)(*args)
     # In JAX 0.7, only avals carry the mesh axes over which a value varies.
     output = jax.tree.unflatten(jax.tree.structure(output), closed.out_avals)
@@ -64,12 +64,12 @@ def trace(function: Callable[..., Tree], *args: Tree) -> Program:
 def run_if(
     predicate: Flag, step: Callable[[Tree], Tree], carry: Tree, *, usually: bool = False
 ) -> Tree:
-    """Return `step(carry)` if the predicate is true, else the carry, without copying it.
+    """Return `step(carry)` if the predicate is true, otherwise the carry without a copy.
 
     If the predicate is known at trace time, no branch is compiled. The carry keeps its dtypes and
-    sharding. Forward- and reverse-mode differentiation are supported. They differentiate the
-    equivalent `lax.cond`, because JAX cannot differentiate a `while_loop` in reverse mode. With
-    `usually`, GPU and TPU always compute the step and then select the result.
+    sharding. Forward- and reverse-mode differentiation use the equivalent `lax.cond`, because JAX
+    cannot differentiate a `while_loop` in reverse mode. If `usually` is True, the step is always
+    computed on GPU and TPU, and its result is then selected.
     """
     return run_step(predicate, lambda carry: (None, step(carry)), carry, usually=usually)[1]
 
@@ -81,7 +81,7 @@ def run_step(
     *,
     usually: bool = False,
 ) -> tuple[Tree, Tree]:
-    """Like `run_if`, for a step that returns `(output, carry)`; the default output is zeros."""
+    """Run a step that returns `(output, carry)` as in `run_if`, with zeros as default output."""
     is_known = not is_traced(predicate)
     if is_known and bool(predicate):
         output, new = step(carry)
@@ -96,9 +96,9 @@ def run_step(
 def compute_step(
     step: Callable[[Tree], tuple[Tree, Tree]], carry: Tree
 ) -> tuple[Program, tuple[Tree, Tree]]:
-    """Compute `step(carry)` without derivatives; return the traced step and the result.
+    """Return the traced step and the result of `step(carry)` with its gradient stopped.
 
-    A predicate that depends on the result can be passed to `select_step`.
+    `select_step` can then be called with a predicate that depends on the result.
     """
     program = _trace_step(step, carry)
     return program, jax.tree.map(lax.stop_gradient, program(carry))
@@ -107,9 +107,9 @@ def compute_step(
 def select_step(
     predicate: Flag, program: Program, computed: Tree, carry: Tree
 ) -> tuple[Tree, Tree]:
-    """Like `run_step`, for the results of `compute_step`.
+    """Return the results of `compute_step` if the predicate is true, else zeros and the carry.
 
-    The step is evaluated again only for derivatives. Differentiating the selection would give NaN
+    Only differentiation evaluates the step again. Differentiating the selection would give NaN
     if the derivative of a skipped step is infinite.
     """
     return _execute(_select, program, jnp.asarray(predicate), carry, computed)
@@ -140,27 +140,26 @@ def _execute(
         and HAS_TYPES
         and any([jax.typeof(x).sharding.spec.unreduced for x in leaves])
     ):
-        # XLA (JAX 0.10.2) sums unreduced values over devices before a loop that carries them,
-        # and again inside it.
+        # XLA (JAX 0.10.2) sums unreduced values over devices both before and inside a loop.
         form = _cond
     start = jax.tree.map(zeros_of_type, output[0]), carry
     return _run(form, run, predicate, start, constants, computed)
 
 
 def like_dtypes(tree: Tree, reference: Tree) -> Tree:
-    """Cast a tree to the dtypes of the reference and remove weak types; float0 is unchanged."""
+    """Cast all leaves except float0 to the dtypes of a reference tree, without weak types."""
     return jax.tree.map(_cast, tree, reference)
 
 
 def _cast(x: Array, reference: Array) -> Array:
     dtype = jnp.result_type(reference)
-    # Typed random keys have no `astype` and always have the same dtype.
+    # Typed PRNG keys have no `astype` method and do not need a cast.
     is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     return x if is_float0(x) or is_key else jnp.asarray(x).astype(dtype)
 
 
 def like_types(tree: Tree, reference: Tree) -> Tree:
-    """Convert a tree to the dtypes and sharding of the reference."""
+    """Convert a tree to the dtypes and shardings of a reference tree."""
     return jax.tree.map(_leaf_like, tree, reference)
 
 
@@ -172,7 +171,7 @@ def _leaf_like(x: Array, reference: Array) -> Array:
 
 
 def _check_varying(before: Tree, after: Tree) -> None:
-    """Raise if the step makes a value vary over mesh axes, because a `pmean` is missing."""
+    """Raise if a step makes a value vary over mesh axes, which indicates a missing `pmean`."""
     for x, kind in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         axes = varying_axes(kind) - varying_axes(x) if jax.typeof(x) != kind else ()
         if axes:
@@ -182,10 +181,10 @@ def _check_varying(before: Tree, after: Tree) -> None:
             raise type_error("updates", rule, "values that differ", hint)
 
 
-# A traced step: `(zeros, carry) -> (output, carry)`.
+# Signature of a traced step, `(zeros, carry) -> (output, carry)`.
 _Step: TypeAlias = Callable[[Tree], Tree]
-# Its conditional execution: `(step, predicate, (zeros, carry), computed result or None) -> (output,
-# carry)`.
+# Signature of a function that executes a step conditionally,
+# `(step, predicate, (zeros, carry), computed result or None) -> (output, carry)`.
 Form: TypeAlias = Callable[[_Step, Array, Tree, Tree | None], Tree]
 
 
@@ -198,7 +197,7 @@ def _run(
     constants: list[Array],
     computed: Tree | None,
 ) -> Tree:
-    """Execute a conditional step in the given form, with the derivative of `_cond`."""
+    """Execute a step conditionally with `form`, and differentiate it like `_cond`."""
     return form(functools.partial(step, constants), predicate, start, computed)
 
 
@@ -222,7 +221,7 @@ def _loop(step: _Step, predicate: Array, start: Tree, computed: Tree | None) -> 
 
 
 def _select(step: _Step, predicate: Array, start: Tree, computed: Tree | None) -> Tree:
-    # XLA (JAX 0.10.2, H100 and TPU v5e) fuses the step into both the check and this selection.
+    # XLA (JAX 0.10.2, H100 and TPU v5e) fuses the step with both the check and this selection.
     # AdamW then moves 11 N bytes and needs no scratch memory.
     leaves, structure = jax.tree.flatten(step(start) if computed is None else computed)
     pairs, predicate = zip(leaves, jax.tree.leaves(start), strict=True), shared(predicate)

@@ -1,4 +1,4 @@
-"""Counters in states, and search for states of this package inside any Optax state."""
+"""Counters, and functions that search Optax states for states of this package."""
 
 import functools
 from collections.abc import Callable
@@ -28,7 +28,7 @@ _State = TypeVar("_State", bound=type)
 
 
 def register_metrics(*names: str) -> Callable[[_State], _State]:
-    """Return a class decorator that adds these fields or properties of a state to `metrics`."""
+    """Return a class decorator that adds the named fields of a state to `metrics`."""
 
     def register(kind: _State) -> _State:
         METRICS[kind] = names
@@ -38,7 +38,7 @@ def register_metrics(*names: str) -> Callable[[_State], _State]:
 
 
 def register_guard(*names: str) -> Callable[[_State], _State]:
-    """Like `register_metrics`, for the state of a guard with a field `inner_state`."""
+    """Return a decorator like `register_metrics` for guard states with a field `inner_state`."""
 
     def register(kind: _State) -> _State:
         GATES[kind] = "inner_state"
@@ -49,8 +49,8 @@ def register_guard(*names: str) -> Callable[[_State], _State]:
 
 
 def increment_where(count: Array, happened: Array | np.bool_ | bool = True) -> Array:
-    """Increment a counter where `happened`; it saturates instead of overflowing."""
-    # After an overflow the sum is less than `count`.
+    """Increment a counter where `happened` is true, saturating instead of overflowing."""
+    # If the sum overflows, it is less than `count`.
     return jnp.maximum(count, count + jnp.asarray(happened, count.dtype))
 
 
@@ -74,7 +74,7 @@ def find_states(state: Tree, kinds: type | tuple[type, ...]) -> list[tuple[Path,
 def replace_states(
     state: Tree, kinds: type | tuple[type, ...], replace: Callable[[Any], Tree]
 ) -> Tree:
-    """Replace the outermost states of the given types."""
+    """Apply `replace` to the outermost states of the given types."""
 
     def visit(node: Tree) -> Tree:
         return replace(node) if isinstance(node, kinds) else node
@@ -83,16 +83,16 @@ def replace_states(
 
 
 def is_guard(state: Tree) -> bool:
-    """Return whether a state is the state of a guard."""
+    """Return whether a state belongs to a guard such as `skip_nonfinite`."""
     return type(state) in GUARDS
 
 
 @public
 def has_updated(state: Tree) -> Array:
-    """Return whether the last call ran the optimizer inside all guards and accumulations.
+    """Return whether the last update applied an optimizer step.
 
-    Use this function to count optimizer steps, or to update other state, such as the statistics of
-    batch normalization, only at steps that were applied.
+    Use this function to count optimizer steps, or to update other state, such as batch
+    normalization statistics, only after applied steps.
 
     | state | result |
     | --- | --- |
@@ -102,7 +102,7 @@ def has_updated(state: Tree) -> Array:
     | several branches, as in `optax.partition` | whether any of them applied a step |
 
     Args:
-        state: Pytree that contains optimizer states, as for `metrics`.
+        state: Optimizer state, or a pytree that contains optimizer states.
 
     Returns:
         A bool[], with the leading axes of a vmapped state.
@@ -127,18 +127,18 @@ def has_updated(state: Tree) -> Array:
 
 
 def _stepped(state: Tree) -> Array | None:
-    """Return whether any outermost guard or accumulation applied a step; None if there is none."""
+    """Return whether an outermost guard or accumulation applied a step, or None if none exists."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node) in GATES)
     flags = [_stack_stepped(node) for node in nodes if type(node) in GATES]
     return functools.reduce(jnp.logical_or, flags) if flags else None
 
 
 def _stack_stepped(node: Tree) -> Array:
-    """Return whether nested guards and accumulations applied a step."""
+    """Return whether all nested guards and accumulations applied the step."""
     stepped = jnp.array(True)
     while type(node) in GATES:
-        # `emitted` already includes the outer guards. A window may be emitted although an outer
-        # guard skipped the last micro-batch.
+        # `emitted` already accounts for outer guards.
+        # An accumulation may run the optimizer even if an outer guard skipped the last micro-batch.
         stepped = stepped & (node.consecutive_skips == 0) if is_guard(node) else node.emitted > 0
         node = getattr(node, GATES[type(node)])
     inside = _stepped(node)
@@ -158,5 +158,5 @@ def plain_arrays(tree: Tree) -> Tree:
 
 
 def with_structure_of(reference: Tree, tree: Tree) -> Any:
-    """Put the arrays of a tree into the structure of another tree."""
+    """Return the leaves of `tree` with the pytree structure of `reference`."""
     return jax.tree.unflatten(jax.tree.structure(reference), jax.tree.leaves(tree))

@@ -15,14 +15,14 @@ from ._types import Tree
 def check_inexact(
     argument: str, tree: Tree, *, real: bool = False, unreduced: bool = False
 ) -> None:
-    """Raise if a leaf is neither floating, complex (unless `real`) nor float0; see `flatten`."""
+    """Raise if a leaf is not floating-point, complex (unless `real`) or float0."""
     flatten(argument, tree, real=real, unreduced=unreduced)
 
 
 def check_same_structure(argument: str, tree: Tree, like: str, other: Tree) -> None:
-    """Raise if the paths or shapes of two trees differ; the message contains the first difference.
+    """Raise an error that describes the first difference in path or shape between two trees.
 
-    A float0 leaf, the gradient of an integer, may have any shape.
+    A float0 leaf, which is the gradient of an integer, may have any shape.
     """
     leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=False)
     is_alike = jax.tree.structure(tree) == jax.tree.structure(other)
@@ -37,7 +37,7 @@ def _has_other_shape(leaf: Any, other: Any) -> bool:
 
 
 def _first_difference(place: str, tree: Tree, other_place: str, other: Tree) -> str | None:
-    """Describe the first difference between two trees; None if there is no difference."""
+    """Describe the first difference between two trees, or return None if they are alike."""
     (ours, structure), (theirs, other_structure) = children_of(tree), children_of(other)
     if structure == other_structure == jax.tree.structure(0):
         expected = f"{describe(tree)} at {place}, expected shape {list(np.shape(other))}"
@@ -59,14 +59,14 @@ def _first_leaf(place: str, path: Any, child: Tree) -> str:
 
 
 def children_of(node: Tree) -> tuple[list[tuple[Any, Any]], Any]:
-    """The paths and children of a node, and its structure."""
+    """Return the children of a pytree node with their paths, and its structure."""
     return jax.tree.flatten_with_path(node, is_leaf=lambda x: x is not node)
 
 
 def broadcast_prefix(
     argument: str, prefix: Tree, like: str, tree: Tree, is_leaf: Any = None
 ) -> list[Any]:
-    """Broadcast a prefix tree: one entry for each leaf of `tree`, in order."""
+    """Broadcast a prefix tree to a list with one entry for each leaf of `tree`."""
     entries, structure = jax.tree.flatten(prefix, is_leaf)
     try:
         subtrees = structure.flatten_up_to(tree)

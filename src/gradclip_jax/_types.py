@@ -22,7 +22,7 @@ Number: TypeAlias = float | np.number[Any] | np.ndarray[Any, Any] | jax.Array
 """A Python number, NumPy scalar, or array of shape (), traced or not."""
 
 Order: TypeAlias = float | np.floating[Any]
-"""The order p of a p-norm, static."""
+"""The static order p of a p-norm."""
 
 Count: TypeAlias = int | np.integer[Any]
 """A static integer."""
@@ -37,7 +37,7 @@ Labels: TypeAlias = Hashable | Mapping[Any, Any] | list[Any]
 """A prefix tree of group labels, or a function `params -> labels`."""
 
 UNBOUNDED: Final = float(np.finfo(np.float32).max)
-"""The value of a missing threshold; finite, because `jax_debug_infs` raises for infinities."""
+"""A finite value for missing thresholds, because `jax_debug_infs` raises for infinities."""
 
 
 FLOAT32: Final = np.dtype("float32")  # `jnp.float32` is callable and looks like a function

@@ -1,3 +1,3 @@
-"""The version of the package, which is used by the build, the site and the release workflow."""
+"""The package version, which the build, the website and the release workflow read."""
 
 __version__ = "0.1.0"

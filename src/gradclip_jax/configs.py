@@ -1,4 +1,4 @@
-"""Configs that represent calls of this package as plain values for JSON or YAML."""
+"""Configs that store the arguments of transformations as JSON or YAML."""
 
 from ._config import AccumulationConfig, TransformConfig
 

@@ -1,4 +1,4 @@
-"""Diagnostics of a run, for use on the host between steps.
+"""Diagnostics of a training run, for use outside jit between steps.
 
 | function | result |
 | --- | --- |

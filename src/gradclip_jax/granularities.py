@@ -1,4 +1,4 @@
-"""Granularities for `clip_by_norm`: which elements share one norm.
+"""Granularities for `clip_by_norm`, which determine the elements that share one norm.
 
 The granularities `"global"` and `"leaf"` are passed as strings.
 """

@@ -1,4 +1,4 @@
-"""Statistics of activations and their cotangents inside a model: `gcx.taps`.
+"""Statistics of activations and their cotangents inside a model.
 
 | function | purpose |
 | --- | --- |
@@ -10,9 +10,9 @@
 | `first_nonfinite_index` | the same as indices, for use inside jit |
 
 A backward pass returns only gradients, so the statistics are returned as the gradient with respect
-to a probe. They are sums of x, x^2, x^4 and counts, so they can be added like gradients over
-micro-batches, examples, devices and repeated calls of the same tap. `metrics`
-computes ratios of these sums, which are the same for averaged sums.
+to a probe. The statistics are sums of x, x^2 and x^4 and counts, so they can be added, like
+gradients, over micro-batches, examples, devices and repeated calls of the same tap. `metrics`
+computes ratios of these sums, which do not change if the sums are averaged.
 """
 
 from .monitoring._taps import (

@@ -1,4 +1,4 @@
-"""Threshold rules for clips and guards, based on earlier norms or on the parameters.
+"""Threshold rules for clipping and guards, based on earlier norms or on the parameters.
 
 | rule | threshold |
 | --- | --- |
