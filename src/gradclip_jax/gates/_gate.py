@@ -62,8 +62,8 @@ class Window(NamedTuple):
 
     Attributes:
         emits: Whether the accumulation window closes and has nonzero total weight.
-        read: Function that returns the accumulated gradient and the next accumulator, given the current
-            accumulator. The result may reuse its buffers.
+        read: Function that returns the accumulated gradient and the next accumulator, given the
+            current accumulator. The result may reuse its buffers.
         extra_args: Extra arguments for the transformation inside the accumulation.
         next_state: Function `(inner_state, accumulator, emitted) -> state` that computes the next
             accumulation state.
