@@ -1,7 +1,7 @@
 """Threshold rules based on moving averages or on a window of recent norms.
 
-Moving averages: AdaGC, ZClip and the quantile of Andrew et al. Windows: AutoClip, and the rule of
-OLMo-core and levanter.
+AdaGC, ZClip and the quantile of Andrew et al. use moving averages. AutoClip and the rule of
+OLMo-core and levanter use a window of recent norms.
 """
 
 import functools
@@ -23,7 +23,8 @@ class EmaState(NamedTuple):
 
     Attributes:
         step_count: Number of steps so far, saturating, int32[...].
-        average: Moving average of the clipped norms, float32[...]; 0 before the first nonzero norm.
+        average: Moving average of the clipped norms as float32[...]; 0 before the first nonzero
+            norm.
     """
 
     step_count: Array
@@ -40,7 +41,7 @@ def ema(
     """Threshold at `factor` times the exponential moving average of the clipped norms.
 
     `average = decay * average + (1 - decay) * min(norm, threshold)`. This rule does not support
-    values that may be negative.
+    negative values.
 
     | step | threshold and average |
     | --- | --- |
@@ -93,11 +94,11 @@ def ema(
 
 
 class ZscoreState(NamedTuple):
-    """Mean and standard deviation of the norms of each unit.
+    """Mean and standard deviation of the gradient norms.
 
     Attributes:
         norm_count: Number of norms so far, saturating, int32[...].
-        mean: Mean of all norms during the warm-up, then an exponential moving average,
+        mean: Mean of all norms during the warm-up, and their exponential moving average after it,
             float32[...].
         std: Standard deviation, float32[...]; its square is averaged in the same way as the mean.
         outlier_streak: Number of consecutive norms above the threshold, saturating, int32[...].
@@ -118,11 +119,11 @@ def zscore(
     relearn_after: int = 25,
     allow_negative: bool = False,
 ) -> Rule:
-    """Clip norms whose z-score exceeds `z_threshold`; larger outliers are clipped to lower norms.
+    """Clip norms whose z-score exceeds `z_threshold`; larger outliers have lower thresholds.
 
     With `z = (norm - mean) / std`, the threshold of an outlier is
     `mean + z_threshold^2 / z * std`. Both moving averages are updated with the clipped norm. As in
-    the authors' code, the variance uses deviations from the updated mean.
+    the authors' code, the variance is computed from deviations from the updated mean.
 
     | step | threshold |
     | --- | --- |
@@ -132,8 +133,8 @@ def zscore(
     | further outliers after that | the same; the averages are updated with unclipped norms |
     | a norm of zero | ignored by the averages, unless `allow_negative` |
 
-    The fourth row differs from the paper, where the mean never adapts to a jump after constant
-    norms.
+    In the paper, the mean never adapts to a jump after constant norms; here it adapts after
+    `relearn_after` outliers.
 
     Args:
         z_threshold: Maximum z-score of a norm that is not clipped; a positive number.
@@ -197,7 +198,7 @@ def quantile(target: Number = 0.5, rate: Number = 0.2, initial: Number = 1.0) ->
 
     After each step, the threshold C is updated by `C *= exp(-rate * ([norm <= C] - target))` and
     limited to the range from 1e-30 to 1e30. A norm of zero does not change it. This rule does not
-    support values that may be negative.
+    support negative values.
 
     Args:
         target: Fraction of steps that should not be clipped, between 0 and 1.
@@ -229,11 +230,11 @@ def quantile(target: Number = 0.5, rate: Number = 0.2, initial: Number = 1.0) ->
 
 
 class WindowState(NamedTuple):
-    """Most recent values of each unit.
+    """The most recent norms or losses.
 
     Attributes:
-        values: Recorded values, the newest last, float32[window, ...]; UNBOUNDED for entries that
-            have not been recorded.
+        values: Recorded values in chronological order, float32[window, ...]; UNBOUNDED for entries
+            that have not been recorded.
         value_count: Number of values recorded so far, saturating, int32[...].
     """
 
@@ -242,13 +243,13 @@ class WindowState(NamedTuple):
 
 
 def empty_window(norm: Array, window: int) -> WindowState:
-    """Return the initial state with an empty window."""
+    """Initialize a window without values."""
     values = jnp.full((window, *norm.shape), UNBOUNDED, jnp.float32)
     return WindowState(values, jnp.zeros(norm.shape, jnp.int32))
 
 
 def record(state: WindowState, value: Array, *, allow_negative: bool) -> WindowState:
-    """Replace the oldest value of each unit by a new one."""
+    """Replace the oldest value in the window with a new one."""
     values = jnp.concatenate([state.values[1:], value[None]])
     next_state = WindowState(values, increment_where(state.value_count))
     return next_state if allow_negative else where_nonzero(value, next_state, state)
@@ -266,12 +267,12 @@ def percentile(
     | fewer steps than `window` | the percentile of all norms so far, as published |
     | a norm of zero | the norm is not recorded, unless `allow_negative` |
 
-    Each step sorts the window of each unit.
+    Each step sorts all values in the window.
 
     Args:
         percentile: Percentile between 0 and 100, with linear interpolation as in
             `numpy.percentile`.
-        window: Number of values in the window, 1 to 2^20, static. Each unit needs 4 * window bytes.
+        window: Number of values in the window, 1 to 2^20, static. Each norm needs 4 * window bytes.
         allow_negative: Whether values may be zero or negative, as losses may be.
 
     Examples:
@@ -318,9 +319,9 @@ def mean_std(
 ) -> Rule:
     """Threshold `z_threshold` standard deviations above the mean of the most recent norms.
 
-    Mean and standard deviation do not include the current norm. Norms above the threshold are
-    recorded without clipping. The threshold therefore adapts quickly to a lasting increase, but a
-    large spike raises it for the length of the window. OLMo-core and levanter use this rule to skip
+    The mean and standard deviation do not include the current norm. Norms above the threshold enter
+    the window unclipped. The threshold therefore adapts quickly to a lasting increase, but a large
+    spike raises it for the length of the window. OLMo-core and levanter use this rule to skip
     steps.
 
     | step | threshold |
@@ -333,7 +334,7 @@ def mean_std(
     Args:
         z_threshold: Number of standard deviations above the mean; a positive number.
         window: Number of values in the window, 1 to 2^20, static.
-        warmup_steps: Number of values to record before the first threshold, >= 1.
+        warmup_steps: Number of recorded norms before the first threshold, >= 1.
         ddof: 0 for the population variance (levanter), 1 for the sample variance (OLMo-core).
         allow_negative: Whether values may be zero or negative, as losses may be.
 
@@ -355,7 +356,7 @@ def mean_std(
         recorded = state.values < UNBOUNDED
         n = jnp.clip(state.value_count, 1, window).astype(jnp.float32)
         values = jnp.where(recorded, state.values, 0)
-        # Divide by the mean magnitude, so that squares cannot overflow.
+        # Divide the values by their mean magnitude, so that their squares cannot overflow.
         size = jax.lax.stop_gradient(jnp.sum(jnp.abs(values) / n[None], axis=0))
         unit = jnp.where(size > 0, size, 1)
         mean = jnp.sum(values / n[None], axis=0) / unit

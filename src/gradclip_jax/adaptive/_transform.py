@@ -1,4 +1,4 @@
-"""Clips with adaptive thresholds, each a combination of a granularity and a threshold rule."""
+"""Gradient clipping with adaptive thresholds."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -31,17 +31,18 @@ def adaptive_grad_clip(
     axis_name: AxisName = None,
     nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformation:
-    """Clip each row or filter to a fraction of the norm of its parameters (AGC).
+    """Clip the gradient of each row or filter relative to the norm of its parameters (AGC).
 
     `g_i * min(1, clipping * max(norm(w_i), eps) / norm(g_i))` for each row or filter i. The
     paper does not clip the last linear layer; use `optax.masked` to exclude it.
 
     Args:
         clipping: Maximum ratio of gradient norm to parameter norm; a positive number.
-        eps: Lower bound of the parameter norm, > 0, which allows updates of zero parameters.
-        axis: Axes over which the norm of a unit is computed, static. None chooses them by rank, as
-            Optax does: all axes of a scalar or vector, axis 0 for rank 2 and 3, and all axes but
-            the last for rank 4 and 5. Inside `shard_map` these axes must not be sharded.
+        eps: Lower bound of the parameter norm, > 0; with it, parameters that are zero can be
+            updated.
+        axis: Axes over which each norm is computed, static. None chooses them by rank, as Optax
+            does: all axes of a scalar or vector, axis 0 for rank 2 and 3, and all axes but the last
+            for rank 4 and 5. Inside `shard_map` these axes must not be sharded.
         axis_name: See `clip_by_global_norm`.
         nonfinite: "propagate" returns NaN for a step with a non-finite norm, "zero" returns zeros.
 
@@ -82,10 +83,10 @@ def autoclip(
 ) -> optax.GradientTransformation:
     """Clip to a percentile of the recent global norms (AutoClip).
 
-    Try this adaptive clip first. It works at every scale of the norm, and in docs/study.md its
-    default came closer to the best fixed threshold than the default of any other rule. With the
-    paper's percentile of 10 it clips nine of ten steps, so tune the learning rate together with it.
-    With a percentile of 90 it clips one of ten steps.
+    Try this adaptive clip first. It works at every gradient scale, and in docs/study.md its default
+    was closer to the best fixed threshold than the default of any other rule. The paper's
+    percentile of 10 clips nine of ten steps, so tune the learning rate together with it. A
+    percentile of 90 clips one of ten steps.
 
     Args:
         percentile: Percentile between 0 and 100, with linear interpolation as in
@@ -128,18 +129,18 @@ def zclip(
     axis_name: AxisName = None,
     nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformation:
-    """Clip global norms that are outliers among recent norms (ZClip).
+    """Clip the global norm if it is an outlier among recent norms (ZClip).
 
     `zclip(max_norm=None)` works at every scale of the norm and only changes outliers. The paper's
-    `max_norm` of 1 is an additional fixed bound for language models with norms below 1. It would
-    clip every step of a model with norms of about 30.
+    `max_norm` of 1 is an additional fixed bound for language models with norms below 1. A model
+    with norms of about 30 would be clipped at every step.
 
     Args:
         z_threshold: Maximum z-score of a norm that is not clipped; a positive number.
         decay: Decay rate of the moving averages of mean and variance, at least 0 and below 1.
         warmup_steps: Number of norms in the initial mean and variance, >= 1.
-        max_norm: Upper bound of the threshold from the first step on, > 0, in the unit of the
-            gradients; None for no bound. The moving averages do not depend on it.
+        max_norm: Fixed upper bound of the threshold, also during the warm-up, in the unit of
+            the gradients, > 0; None for no bound. The moving averages do not depend on it.
         axis_name: See `clip_by_global_norm`.
         nonfinite: "propagate" returns NaN for a step with a non-finite norm, "zero" returns zeros.
 
@@ -182,9 +183,9 @@ def adagc(
     """Clip each leaf to a multiple of the moving average of its clipped norms (AdaGC).
 
     During the warm-up the global norm is clipped to `absolute`, and the average of each leaf is its
-    smallest norm so far. The paper's value of 1 is suitable for language models with norms below 1.
-    With norms of about 30, the averages would need thousands of steps to adapt. `jnp.inf` works at
-    every scale, but does not clip during the warm-up.
+    smallest norm so far. The default of 1 from the paper is suitable for language models with
+    gradient norms below 1. If norms are about 30, the averages need thousands of steps to adapt.
+    `jnp.inf` works at every scale, but does not clip during the warm-up.
 
     Args:
         relative: Maximum ratio of a norm to its average; a positive number.
@@ -243,8 +244,8 @@ def quantile_clip(
 ) -> optax.GradientTransformation:
     """Clip to a threshold that tracks a quantile of the global norms.
 
-    After each step the threshold C becomes `C * exp(-rate * ([norm <= C] - target))`. It adapts to
-    any scale of the norm; with the defaults it changes by about 10 % per step.
+    Each step multiplies the threshold C by `exp(-rate * ([norm <= C] - target))`. C adapts to any
+    gradient scale; with the defaults, C changes by about 10 % per step.
 
     Args:
         target: Fraction of steps that should not be clipped, between 0 and 1.

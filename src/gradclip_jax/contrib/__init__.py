@@ -1,4 +1,4 @@
-"""Methods that are not widely adopted, or that did not improve results in our study.
+"""Gradient clipping methods without wide adoption or without a benefit in our study.
 
 | function | method |
 | --- | --- |
@@ -6,9 +6,9 @@
 | `spam_clip` | clip elements whose square exceeds a multiple of the second moment |
 | `stable_spam_clip` | clip and normalize each leaf by moving averages of its magnitude and norm |
 | `stable_adamw` | AdamW whose learning rate is divided by the RMS of the update of each leaf |
-| `u_clip` | add the part that a clip removed to the next gradient |
+| `u_clip` | clip, and add the clipped-off part of the gradient to the next gradient |
 
-Names and defaults in this namespace may change in any release.
+The API of `gradclip_jax.contrib` may change in any release.
 """
 
 from ._moments import acclip, spam_clip, stable_adamw

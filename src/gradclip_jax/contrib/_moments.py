@@ -1,4 +1,4 @@
-"""Elementwise methods with moments of the gradient: ACClip, SPAM and StableAdamW."""
+"""ACClip, SPAM and StableAdamW, which use elementwise moments of the gradient."""
 
 import math
 from collections.abc import Callable
@@ -33,12 +33,12 @@ of its moments. `first` and `param` are None if the method does not use them."""
 
 
 class MomentState(NamedTuple):
-    """Moments of the gradient, float32 or wider, in the structure of the parameters.
+    """Elementwise moments of the gradient in float32 or a wider dtype.
 
     Attributes:
         step_count: Number of steps so far, saturating, int32[].
         first: Exponential moving average of the gradient, or () if the method does not use it.
-        second: Exponential moving average of a power of the gradient's magnitude.
+        second: Exponential moving average of a power of the gradient magnitude.
     """
 
     step_count: Scalar
@@ -65,7 +65,7 @@ def moment_transformation(
     keeps_first: bool = True,
     needs_params: bool = False,
 ) -> optax.GradientTransformation:
-    """Return a transformation that applies the function `step_of(step_count)` to each leaf."""
+    """Create a transformation that applies the function `step_of(step_count)` to each leaf."""
 
     def init(params: Tree) -> MomentState:
         zeros = wide_zeros(params)
@@ -99,10 +99,10 @@ def moment_transformation(
 
 
 def where_finite_grad(step: LeafStep) -> LeafStep:
-    """Return NaN updates for non-finite elements, and keep their moments unchanged."""
+    """Wrap `step` so that non-finite elements have NaN updates and unchanged moments."""
 
     def step_finite(grad: Array, first: Any, second: Array, param: Any) -> tuple[Array, Any, Array]:
-        # Double `where`: 0 * nan in the unused branch would give NaN derivatives.
+        # Replace NaN before `step`, because 0 * nan in the unused branch gives NaN derivatives.
         finite = jnp.isfinite(jnp.abs(grad))
         out, *moments = step(jnp.where(finite, grad, 0), first, second, param)
         first, second = where_finite(finite, moments, [first, second])
@@ -112,7 +112,7 @@ def where_finite_grad(step: LeafStep) -> LeafStep:
 
 
 def wide_zeros(params: Tree) -> Tree:
-    """Return zeros like the parameters, in float32 or wider; a scalar for an integer leaf."""
+    """Create zeros like the parameters in float32 or wider; a scalar zero for an integer leaf."""
 
     def zeros(param: Any) -> Array:
         dtype = jnp.result_type(param)
@@ -134,10 +134,10 @@ def check_update(updates: Tree, state: Any, kind: type, field: str) -> None:
 def acclip(
     b1: Number = 0.9, b2: Number = 0.99, alpha: Number = 1.0, eps: Number = 1e-5
 ) -> optax.GradientTransformation:
-    """Clip the momentum elementwise by a moving average of gradient magnitudes (ACClip).
+    """Clip each element of the momentum to a moving average of gradient magnitudes (ACClip).
 
     `m = b1 m + (1 - b1) g`, `tau^alpha = b2 tau^alpha + (1 - b2) |g|^alpha`,
-    `update = min(tau / (|m| + eps), 1) m`. The method is designed for heavy-tailed noise. Use
+    `update = min(tau / (|m| + eps), 1) m`. ACClip is designed for heavy-tailed gradient noise. Use
     `optax.scale_by_learning_rate`, or SGD without momentum, after it.
 
     | gradient | effect |
@@ -176,7 +176,7 @@ def acclip(
     def step(grad: Array, first: Any, second: Any, param: Any) -> tuple[Array, Array, Array]:
         first = b1 * first + (1 - b1) * grad
         second = b2 * second + (1 - b2) * power_of(jnp.abs(grad), alpha)
-        # Avoid zero, where neither the root nor the quotient is differentiable.
+        # A lower bound is needed because the derivative of the root at zero is infinite.
         tau = jnp.maximum(second, jnp.finfo(second.dtype).tiny) ** (1 / alpha)
         return scale_leaf(first, scale_factor(jnp.abs(first) + eps, tau)), first, second
 
@@ -190,12 +190,12 @@ def spam_clip(
     warmup_steps: int = 20,
     reset_every: int | None = 500,
 ) -> optax.GradientTransformation:
-    """Clip elements whose square is far above their second moment (SPAM).
+    """Clip gradient elements whose square is far above their second moment (SPAM).
 
-    If `g^2 > spike_threshold * v`, the element g becomes `sign(g) sqrt(spike_threshold * v)`. Here
-    v is the second moment before the step, without bias correction. The clipped element then
-    updates v. Place this transformation before Adam, and pass Adam's `b2` as `decay`. It does not
-    include the momentum reset of SPAM.
+    If `g^2 > spike_threshold * v`, the element g becomes `sign(g) sqrt(spike_threshold * v)`. The
+    second moment v has no bias correction, and is updated with the clipped element after the
+    comparison. Place this transformation before Adam, and pass Adam's `b2` as `decay`. The momentum
+    reset of SPAM is not included.
 
     | element | effect |
     | --- | --- |
@@ -206,7 +206,7 @@ def spam_clip(
     Args:
         spike_threshold: Maximum ratio of g^2 to v; a positive number.
         decay: Decay rate of the second moment, at least 0 and below 1.
-        warmup_steps: Number of steps without clipping after the start and each reset, >= 1.
+        warmup_steps: Number of steps without clipping at the start and after each reset, >= 1.
         reset_every: Number of steps after which v is reset to 0, >= 1; None for no reset.
 
     Returns:
@@ -273,8 +273,9 @@ def stable_adamw(
     """AdamW with a smaller learning rate for leaves whose second moment lags behind the gradient.
 
     The learning rate of a leaf is divided by `max(1, RMS / clipping)`, where RMS is the root mean
-    square of `g / sqrt(max(u, eps^2))` and the second moment u includes g. This also scales the
-    weight decay, as in version 2 of the authors' code. The decay rates include the bias correction.
+    square of `g / sqrt(max(u, eps^2))` and the second moment u includes g. As in version 2 of the
+    authors' code, the weight decay is scaled by the same factor. The decay rates of the moments
+    include the bias correction.
 
     Args:
         learning_rate: Learning rate; a positive number or a schedule.
@@ -282,7 +283,7 @@ def stable_adamw(
         b2: Decay rate of the second moment, at least 0 and below 1.
         eps: Constant added to the root of the second moment, in the unit of the gradients, > 0.
         weight_decay: Decoupled weight decay, multiplied by the learning rate, >= 0.
-        clipping: RMS above which the learning rate is reduced; a positive number.
+        clipping: Threshold of the RMS above which the learning rate is reduced; a positive number.
         axis_name: Mapped axes over which leaves are sharded, required where the array's type does
             not carry the sharding.
 

@@ -17,13 +17,13 @@ from ..clipping._norm import leaf_units, unit_norms
 
 
 class LeafAverageState(NamedTuple):
-    """Exponential moving averages for each leaf.
+    """Exponential moving averages of the magnitude and norm of each leaf.
 
     Attributes:
         step_count: Number of steps so far, saturating, int32[leaves].
-        largest: Average of the largest magnitude, float32[leaves].
-        norm: Average of the norm, float32[leaves].
-        root_square: Square root of the average of the squared norm, float32[leaves]; the square
+        largest: Average of the largest gradient magnitude, float32[leaves].
+        norm: Average of the gradient norm, float32[leaves].
+        root_square: Square root of the average squared norm, float32[leaves]; the squared norm
             itself could overflow.
     """
 
@@ -44,13 +44,13 @@ def stable_spam_clip(
 ) -> optax.GradientTransformation:
     """Clip spikes and normalize each leaf by moving averages of its norm (Stable-SPAM).
 
-    The first stage (AdaClip) multiplies all elements above T by T / max|g|, where T is the
-    bias-corrected average of the largest magnitude of the leaf, including this step. The second
-    stage (AdaGN) scales the leaf to a norm of `a / (sqrt(b) + eps)`, which is about 1, where a and
-    b are the bias-corrected averages of its norm and squared norm. **Every step is rescaled**, even
-    without spikes. Use this transformation before Adam, which is invariant to the scale. The
-    authors' code resets the bias correction but not the averages, which disables clipping for
-    hundreds of steps. This implementation resets neither.
+    The first stage (AdaClip) multiplies all elements with magnitudes above T by T / max|g|, where T
+    is the bias-corrected moving average of max|g| for the leaf, including the current step. The
+    second stage (AdaGN) scales the leaf to a norm of `a / (sqrt(b) + eps)`, which is about 1, where
+    a and b are the bias-corrected averages of its norm and squared norm. **Every step is
+    rescaled**, even without spikes. Use this transformation before Adam, which is invariant to the
+    scale. The authors' code periodically resets the bias correction without the averages, so
+    hundreds of steps are not clipped. This implementation resets neither.
 
     | leaf | effect |
     | --- | --- |
@@ -110,7 +110,7 @@ def stable_spam_clip(
         steps = count.astype(jnp.float32)
         leaves = flat.arrays
         peaks = norms(leaves, np.inf)
-        # Double `where`: 0 * nan in the unused branch would give NaN derivatives.
+        # Replace NaN first, because 0 * nan in the unused branch gives NaN derivatives.
         finite = jnp.isfinite(peaks)
         peaks = jnp.where(finite, peaks, 0)
         leaves = [jnp.where(ok, x, jnp.zeros_like(x)) for ok, x in zip(finite, leaves, strict=True)]
@@ -143,7 +143,7 @@ def _scale_elements(leaves: list[Array], peaks: Array, bounds: Array) -> list[Ar
 
 def _scale_to(leaves: list[Array], norms: Array, targets: Array, finite: Array) -> list[Array]:
     """Scale each leaf to its target norm; non-finite leaves become NaN."""
-    # Leaves with norm zero are not scaled.
+    # Do not scale leaves whose norm is zero.
     factors = jnp.where(norms > 0, targets.astype(norms.dtype) / jnp.where(norms > 0, norms, 1), 1)
     return [
         jnp.where(ok, scale_leaf(x, factor), jnp.nan)

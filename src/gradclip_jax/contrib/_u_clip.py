@@ -1,4 +1,4 @@
-"""U-Clip: add the part that a clip removed to the next gradient."""
+"""U-Clip, which adds the clipped-off part of a gradient to the next gradient."""
 
 from typing import Any, NamedTuple
 
@@ -18,8 +18,7 @@ class CarryState(NamedTuple):
     """State of `u_clip`.
 
     Attributes:
-        carry: Sum of the parts that the clip removed, in float32 or wider, in the unit of the
-            gradients.
+        carry: Clipped-off part of the gradient that the next step adds, in float32 or wider.
         clip_state: State of the clip.
     """
 
@@ -29,12 +28,12 @@ class CarryState(NamedTuple):
 
 @public
 def u_clip(clip: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Add the part that a clip removes to the next gradient, so that the mean update is unbiased.
+    """Add the clipped-off part of each gradient to the next one, for unbiased mean updates.
 
     Each step computes `u = clip(g + carry)` and then `carry = g + carry - u`, so that the updates
-    and the carry add up to the sum of all gradients. This needs a buffer of the size of the
-    parameters and an additional pass over the gradients. The clipped part of a spike is also added
-    to later gradients; use `skip_large_norm` to discard bad batches.
+    and the carry add up to the sum of all gradients. The carry needs a buffer of the size of the
+    parameters and an additional pass over the gradients. The clipped-off part of a spike also
+    enters later updates; use `skip_large_norm` to discard bad batches.
 
     | step | effect |
     | --- | --- |

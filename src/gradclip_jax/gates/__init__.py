@@ -1,1 +1,1 @@
-"""Guards and accumulations, which decide whether the transformation inside them runs."""
+"""Guards and accumulations, which decide whether their inner transformation runs."""

@@ -1,7 +1,7 @@
 """Execution of nested guards and accumulations.
 
-Guards and accumulations are called gates. Directly nested gates are flattened into one list, and
-`_execute` runs the innermost transformation at most once per call.
+Directly nested guards and accumulations are flattened into one list, and `_execute` runs the
+innermost transformation at most once per call.
 """
 
 import dataclasses
@@ -33,14 +33,14 @@ Gate: TypeAlias = Guard | Accumulation
 class GatedUpdate:
     """The `update` function of guards and accumulations.
 
-    This is a callable object instead of a closure, so that an outer guard can find the guards
-    inside it even if a trainer has unpacked and rebuilt the transformation. `jax.named_call`
-    requires `__name__`.
+    The function is a callable object instead of a closure, so that an outer guard can find the
+    inner guards even if a trainer has rebuilt the transformation from `init` and `update`.
+    `jax.named_call` requires `__name__`.
 
     Attributes:
         gates: Guards and at most one accumulation, from the outermost to the innermost.
-        innermost: Transformation inside all gates.
-        function: Name of the public function that error messages begin with.
+        innermost: Transformation inside all guards and the accumulation.
+        function: Name of the public function at the start of error messages.
     """
 
     __name__: ClassVar[str] = "update"
@@ -55,11 +55,11 @@ class GatedUpdate:
         return self.run(updates, state, params, args, extra_args, applies=False)
 
     def run(self, *args: Any, applies: bool) -> tuple[Tree, Tree]:
-        """Execute one call; with `applies`, return new parameters instead of updates."""
+        """Execute one call; return new parameters instead of updates if `applies` is true."""
         return named(functools.partial(_execute, self, applies=applies), self.function)(*args)
 
     def named(self, function: str) -> "GatedUpdate":
-        """Return a copy whose error messages begin with the name of another function."""
+        """Return a copy whose error messages start with `function`."""
         return dataclasses.replace(self, function=function)
 
 
@@ -81,10 +81,10 @@ def apply_gradients(
     """Run `update` and `optax.apply_updates` in one call.
 
     The result equals that of the two separate calls, except that bfloat16 gradients accumulated by
-    `accumulate_gradients` are rounded only once, when they are added to the parameters. For
-    accumulations and guards this function is faster. A call that does not run the optimizer does
-    not read or write parameters and optimizer state, whereas `update` must return a tree of zeros.
-    Donate `params` and `state` to the jitted step; otherwise they are copied.
+    `accumulate_gradients` are rounded only once, when they are added to the parameters.
+    `apply_gradients` is faster for accumulations and guards. If the optimizer does not run,
+    parameters and optimizer state are not read or written, whereas `update` must return a tree of
+    zeros. Donate `params` and `state` to the jitted step; otherwise they are copied.
 
     Args:
         tx: Gradient transformation.
@@ -122,15 +122,16 @@ def apply_gradients(
 
 
 class Judgment(NamedTuple):
-    """The checks of one guard in one call.
+    """Results of all checks of one guard in one call of `update`.
 
     Attributes:
         guard: The guard.
         state: State of the guard before the call.
         verdict: Result of the guard's check of the gradient.
         refused: Whether this guard was the first to reject the gradient, bool[].
-        failed: Whether this guard was the first to reject a window or a computed step, bool[].
-        measured: Value that the guard measured when it checked the computed step.
+        failed: Whether this guard was the first to reject an accumulated gradient or a computed
+            step, bool[].
+        measured: Value that `check_step` measured, such as the norm of the update.
     """
 
     guard: Guard
@@ -154,10 +155,10 @@ def _execute(
     """Execute one call of `update`; return updates or new parameters, and the next state.
 
     Gradients are passed from the outermost to the innermost guard or accumulation. Guards outside
-    an accumulation check the micro-batch. Guards inside it, or all guards if there is no
-    accumulation, check the gradient of the step. When a window closes, the guards outside the
-    accumulation also check its gradient. Finally, guards with a `check_step` check the computed
-    step. Only the first guard whose check fails counts the skip.
+    an accumulation check the gradient of the micro-batch. Guards inside an accumulation, or all
+    guards without one, check the gradient of the step. When an accumulation window closes, outer
+    guards also check the accumulated gradient. Finally, guards with a `check_step` check the
+    computed update. Only the first guard whose check fails increments its skip counters.
 
     | failed check | counted by | window | innermost state |
     | --- | --- | --- | --- |
@@ -208,14 +209,14 @@ def _execute(
 
 
 def _checks(stepped: Flag, outer: Sequence[Judgment]) -> Tree:
-    """Return what the guards outside an accumulation need to know about the step inside it."""
+    """Return whether the step was applied, and the results of the outer guards; () without them."""
     return (stepped, [(x.failed, x.measured) for x in outer]) if outer else ()
 
 
 def _check_call(
     gates: Sequence[Gate], grads: Tree, state: Tree, args: tuple[Any, ...], extra_args: ExtraArgs
 ) -> None:
-    """Raise if the arguments of `update` are invalid for these guards and accumulations."""
+    """Raise if the arguments of `update` do not match the guards and accumulations."""
     if args:
         got, hint = f"{3 + len(args)} positional arguments", "Pass the loss as `value=loss`."
         raise type_error("update", "called as `update(grads, state, params)`", got, hint)
@@ -235,7 +236,7 @@ def _check_call(
 def _split(
     gates: tuple[Gate, ...],
 ) -> tuple[Sequence[Guard], Accumulation | None, Sequence[Guard]]:
-    """Return the guards outside the accumulation, the accumulation, and the guards inside it."""
+    """Split the list into outer guards, accumulation, and inner guards."""
     for i, gate in enumerate(gates):
         if isinstance(gate, Accumulation):
             return gates[:i], gate, gates[i + 1 :]  # pyright: ignore[reportReturnType]
@@ -245,9 +246,9 @@ def _split(
 def _judge(
     guards: Sequence[Guard], grads: Tree, state: Tree, params: Tree, extra_args: ExtraArgs
 ) -> tuple[list[Judgment], Tree, Tree, Flag]:
-    """Run the guards' checks of a gradient.
+    """Check a gradient with all guards.
 
-    Return the result of each guard, the gradient and the state inside the guards, and whether all
+    Return the result of each guard, the gradient and state inside the guards, and whether all
     checks passed.
     """
     judged: list[Judgment] = []
@@ -273,9 +274,9 @@ def _step(
 ) -> tuple[Tree, tuple[Tree, Any], Flag, Sequence[Judgment]]:
     """Run the innermost transformation if the checks of all guards pass.
 
-    Return the updates or zeros, the target and the state inside the accumulation, whether the step
-    was applied, and the results of the outer guards. The target is the parameters to which the
-    updates are added, or None to return updates.
+    Return the updates or zeros, the new target and inner state, whether the step was applied, and
+    the results of the outer guards. The target is the tree of parameters to which the updates are
+    added, or None if the caller needs the updates.
     """
     target, state = target_and_state
     inner, judged_grads, before, accepted = _judge(inside, grads, state, params, extra_args)
@@ -355,13 +356,13 @@ def _run_innermost(
     *,
     keeps_dtypes: bool,
 ) -> tuple[Tree, Tree]:
-    """Return the updates and the next state of the innermost transformation.
+    """Run the innermost transformation and return its updates and next state.
 
-    Its input has the dtype of the accumulator, or float32 inside a loss scale. Some
-    transformations, such as `optax.novograd` and `optax.apply_if_finite`, raise if this differs
-    from the dtype of the parameters; their input is cast to the dtypes of the incoming gradients.
-    With `keeps_dtypes`, updates have the dtypes that the transformation returns for the incoming
-    gradients.
+    The input has the dtype of the accumulator, or float32 inside a loss scale. Some
+    transformations, such as `optax.novograd` and `optax.apply_if_finite`, raise if the dtype
+    differs from that of the parameters. In this case, cast the input to the dtypes of the incoming
+    gradients. With `keeps_dtypes`, updates have the dtypes that the transformation returns for the
+    incoming gradients.
     """
 
     def run(grads: Tree, state: Tree) -> tuple[Tree, Tree]:

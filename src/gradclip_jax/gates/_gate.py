@@ -1,4 +1,4 @@
-"""Guards and accumulations, which decide whether the transformation inside them runs."""
+"""Guards and accumulations, which decide whether their inner transformation runs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -11,17 +11,17 @@ ExtraArgs: TypeAlias = dict[str, Any]
 
 
 class Verdict(NamedTuple):
-    """The result of a guard's check of a gradient, and its later checks.
+    """Result of a guard's check of a gradient, and functions for its later checks.
 
     Attributes:
-        is_good: Whether the check passed, bool[], equal on all devices.
-        grads: Gradient that the guard passes to the inner transformation.
-        next_state: Function `(refused, failed, measured) -> state` that updates the guard's own
-            fields. `refused` is whether the guard counts a skip because this check failed, `failed`
-            the same for a later check, and `measured` the measurement of `check_step`.
-        check_window: Function that checks the gradient of a window and returns a bool[]. It is used
-            if the guard is outside an accumulation, where `is_good` only covers the micro-batch.
-            None accepts all windows.
+        is_good: Whether the gradient passed the check, bool[], equal on all devices.
+        grads: Gradient to pass to the inner transformation.
+        next_state: Function `(refused, failed, measured) -> state` that updates the fields of the
+            guard's state. `refused` is whether the guard counts a skip because this check failed,
+            `failed` the same for a later check, and `measured` the measurement of `check_step`.
+        check_window: Function that checks the accumulated gradient of a window and returns a
+            bool[]. It is used if the guard is outside an accumulation, where `is_good` only covers
+            the micro-batch. None accepts all windows.
         check_step: Function `(grads, updates, state before, state after) -> (passed, measured)`
             that checks a computed step of the innermost transformation; None accepts all steps.
     """
@@ -34,21 +34,20 @@ class Verdict(NamedTuple):
 
 
 class Guard(NamedTuple):
-    """A guard, which skips bad steps.
+    """A guard, which skips steps that fail its checks.
 
-    The executor updates the fields `consecutive_skips`, `guard_failed` and `inner_state` of the
-    guard's state; `Verdict.next_state` updates all other fields.
+    `_next_states` updates `consecutive_skips`, `guard_failed` and `inner_state` in the guard's
+    state, and `Verdict.next_state` updates all other fields.
 
     Attributes:
         kind: Type of the guard's state.
         judge: Function `(grads, state, params, extra_args) -> Verdict`.
-        discard: Function `(state, where) -> state` that discards unfinished windows in the
-            innermost state after a failed `check_step`. Otherwise a window whose sum overflows
+        discard: Function `(state, where) -> state` that resets unfinished accumulators in the
+            innermost state after a failed `check_step`. Otherwise an accumulator that overflows
             would make all later steps fail the check.
         max_consecutive_skips: Number of consecutive skips that sets `guard_failed`; None for no
             limit.
-        unmeasured: Value that replaces the measurement of `check_step` in calls that compute no
-            step.
+        unmeasured: Placeholder for the measurement of `check_step` if the optimizer does not run.
     """
 
     kind: type
@@ -59,15 +58,15 @@ class Guard(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The way in which one micro-batch changes an accumulation.
+    """An accumulation window after the current micro-batch.
 
     Attributes:
-        emits: Whether the window closes and contains a micro-batch with nonzero weight.
-        read: Function from the accumulator to the gradient of the window and the accumulator after
-            the step, which may reuse its buffers.
+        emits: Whether the accumulation window closes and has nonzero total weight.
+        read: Function that returns the accumulated gradient and the next accumulator, given the
+            current accumulator. The result may reuse its buffers.
         extra_args: Extra arguments for the transformation inside the accumulation.
-        next_state: Function `(inner_state, accumulator, emitted) -> state` that returns the next
-            state of the accumulation.
+        next_state: Function `(inner_state, accumulator, emitted) -> state` that computes the next
+            accumulation state.
     """
 
     emits: Flag
@@ -77,7 +76,7 @@ class Window(NamedTuple):
 
 
 class Accumulation(NamedTuple):
-    """An accumulation, which runs the transformation inside it once for several micro-batches.
+    """Gradient accumulation, which runs the inner transformation once for several micro-batches.
 
     Attributes:
         kind: Type of the accumulation's state.

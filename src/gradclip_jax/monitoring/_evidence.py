@@ -1,4 +1,4 @@
-"""Norms of gradients and updates by leaf or layer, and the location of a fault."""
+"""Compute the norms of each leaf or layer, and locate the cause of a training fault."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,16 +23,16 @@ def norms_of_step(
     units: Units,
     axis_name: AxisName,
 ) -> tuple[Array, Array]:
-    """Return norms of the gradient, update and parameters, and counts of non-finite elements.
+    """Compute norms of the gradient, update and parameters, and count non-finite elements.
 
-    The norms are a float32[3, 1 + units], or float32[1, 1 + units] if `step` is None. Each row
-    contains the norm of the whole tree, followed by the norm of each leaf or layer. The counts are
-    the numbers of non-finite elements in the gradient of each leaf or layer. `step` contains the
-    leaves of the update and of the parameters.
+    The norms have the shape [3, 1 + units], or [1, 1 + units] if `step` is None. Each row contains
+    the norm of the whole tree, followed by the norm of each leaf or layer. Non-finite elements are
+    counted in the gradient of each leaf or layer. `step` contains the leaves of the update and of
+    the parameters.
 
     The applied update is `(p + u) - p` with the sum rounded to the dtype of the parameters, which
-    is the change that `optax.apply_updates` makes. XLA computes it from the result of the optimizer
-    step, so the update is not computed twice.
+    is the change that `optax.apply_updates` makes. XLA reuses `p + u` from the optimizer step, so
+    the sum is not computed twice.
     """
     dtype = norm_dtype(gradient)
 
@@ -61,11 +61,11 @@ def norms_of_step(
 
 
 def _as_vector(entries: Norms) -> Array:
-    """Concatenate arrays to one replicated vector; return one zero if there are no arrays."""
+    """Concatenate arrays into one replicated vector; an empty list gives a single zero."""
 
     def whole(x: Array) -> Array:
         sharding = jax.typeof(x).sharding
-        # Under explicit axes, only replicated arrays can be concatenated.
+        # With explicit mesh axes, only replicated arrays can be concatenated.
         is_split = is_explicit(sharding)
         return reshard(x, NamedSharding(sharding.mesh, PartitionSpec())) if is_split else x
 
@@ -74,7 +74,7 @@ def _as_vector(entries: Norms) -> Array:
 
 
 def differing_device(norms: Array, axis_name: AxisName, is_due: Scalar) -> tuple[Scalar, Scalar]:
-    """Return whether the parameters of any device differ, and the index of that device.
+    """Check whether the parameters of all replicas are equal, and find the device that differs.
 
     Replicas execute the same program on the same inputs, so their norms are identical bit for bit.
     """
@@ -82,7 +82,7 @@ def differing_device(norms: Array, axis_name: AxisName, is_due: Scalar) -> tuple
     count, index = lax.axis_size(axes), lax.axis_index(axes)
 
     def compare(norms: Array) -> tuple[Scalar, Scalar]:
-        # Use a sum instead of an all-gather, so that the type of the result is replicated.
+        # `psum`, unlike `all_gather`, returns an array whose type is replicated.
         row = jnp.where(jnp.arange(count)[:, None] == index, norms, 0)
         rows = lax.psum(row, axes)
         typical = jnp.sort(rows, axis=0)[count // 2]
@@ -99,7 +99,8 @@ def evidence(
 ) -> tuple[dict[str, Any], dict[str, Array]]:
     """Compute the fields and flags of an incident from the norms of all leaves or layers.
 
-    The incident names the leaf or layer with the strongest evidence. In order of precedence:
+    The incident names the leaf or layer with the strongest evidence. The evidence is, from
+    strongest to weakest:
 
     1. parameters that are non-finite or have jumped,
     2. the largest number of non-finite elements in the gradient,
@@ -113,12 +114,12 @@ def evidence(
     whole, of_units = gradient[0], gradient[1:]
     is_finite = jnp.isfinite(whole)
     shares = jnp.square(of_units / jnp.where(is_finite & (whole > 0), whole, 1))
-    # Squares may overflow although all elements are finite.
+    # The squared norm may overflow although all elements are finite.
     shares = jnp.where(is_finite, shares, jnp.isinf(of_units).astype(jnp.float32))
     shares = jnp.where(bad_count > 0, bad / jnp.maximum(bad_count, 1), shares)
 
     def jumps(kind: str) -> Array:
-        """Return the factor by which each norm rose; inf for a non-finite norm."""
+        """Return the increase of each norm as a factor; inf for a non-finite norm."""
         if kind not in norms:
             return jnp.zeros_like(shares)
         rises = found.rises[list(norms).index(kind)]
@@ -130,7 +131,7 @@ def evidence(
     is_found = jnp.any(ranks != 0, axis=1)
     first = jnp.argmax(ranks[jnp.argmax(is_found)])
     others = jnp.where(jnp.arange(shares.size) == first, 0, shares)
-    # Factors by which the parameter, gradient and update norms rose, and the drift.
+    # Increase of the parameter, gradient and update norms, and the drift, as factors.
     factors = ranks[np.array([0, 2, 3, 5]), first]
     fields: dict[str, Any] = {
         "norm": whole,

@@ -1,4 +1,4 @@
-"""The class `Incident`, and the log of incidents in an optimizer state."""
+"""Detected training faults (incidents), and the log of incidents in the optimizer state."""
 
 import contextlib
 import functools
@@ -33,38 +33,38 @@ _CODES = {math.inf: UNBOUNDED, None: -UNBOUNDED}
 _NO_BATCH = np.iinfo(np.int32).min
 
 STREAK = 8
-"""Maximum number of steps between two equal incidents of the same streak."""
+"""Maximum number of steps between two incidents that are recorded as one streak."""
 
 
 class Incident(NamedTuple):
     """A training step in which `watch` detected a fault; `str` returns it as a sentence.
 
     Attributes:
-        step: Number of calls of `watch` before this one.
-        kinds: Kinds of the fault, and whether the step was applied; see `incidents`.
+        step: Index of the call of `watch`, starting at 0.
+        kinds: Kinds of the fault and outcome of the step; see `incidents`.
         norm: Global gradient norm.
         norm_threshold: Threshold for `norm`, from `watch` or from the guard that skipped the step;
             inf if there was no threshold yet.
         leaf: Name of the leaf or layer in which the fault occurred; "" for `granularity="global"`.
-        share: Share of this leaf or layer in the non-finite elements if there are any, otherwise in
-            the squared gradient norm, from 0 to 1.
-        second_leaf: Name of the leaf or layer with the second largest share.
-        second_share: Share of this second leaf or layer.
-        bad_elements: Number of non-finite elements of the gradient.
+        share: Fraction of the non-finite elements that are in this leaf or layer; if all are
+            finite, its fraction of the squared gradient norm.
+        second_leaf: Name of the leaf or layer with the second largest fraction.
+        second_share: The second largest fraction, for `second_leaf`.
+        bad_elements: Number of NaN or infinite elements in the gradient.
         loss: Loss; None if no loss was passed.
-        loss_threshold: Threshold for `loss`, like `norm_threshold`.
+        loss_threshold: Threshold for `loss`; inf if there was no threshold.
         update_norm: Norm of the update; None if it was not measured.
-        update_threshold: Threshold for `update_norm`, like `norm_threshold`.
-        leaf_rise: Factor by which the gradient, update or parameter norm of this leaf or layer
-            exceeds its moving average, relative to the others.
+        update_threshold: Threshold for `update_norm`; inf if there was no threshold.
+        leaf_rise: Ratio of the gradient, update or parameter norm of this leaf or layer to its
+            moving average, relative to the other leaves.
         parameter_norm: Norm of the parameters; None if it was not measured.
         device: Index of the device whose parameters differ, for the kind "replica".
-        activation: First tap of the forward pass with a non-finite activation; None if all were
-            finite or no statistics of taps were passed.
-        cotangent: First tap of the backward pass with a non-finite cotangent, or None.
-        batch_id: Extra argument `batch_id` of the step; None if it was not passed.
-        streak: Number of consecutive equal incidents up to this one.
-        first_step: Step of the first of these incidents.
+        activation: Name of the first tap in the forward pass with a non-finite activation; None if
+            all were finite or no statistics of taps were passed.
+        cotangent: Name of the first tap in the backward pass with a non-finite cotangent, or None.
+        batch_id: The extra argument `batch_id` of `update`; None if it was not passed.
+        streak: Number of consecutive incidents of the same kinds and leaf, including this one.
+        first_step: Step at which these consecutive incidents started.
 
 
     Examples:
@@ -114,12 +114,12 @@ class Incident(NamedTuple):
         return "; ".join(parts)
 
     def _place(self) -> str:
-        """Describe the leaves with the non-finite elements or the largest shares of the norm."""
+        """Describe which leaves contain the non-finite elements or dominate the gradient norm."""
         count, second = self.bad_elements, ""
         if self.second_share >= 0.1:
             second = f", {100 * self.second_share:.0f} % in {self.second_leaf}"
         if not count:
-            # The share of a zero norm is meaningless, and a small share is not informative.
+            # Omit leaves if the gradient is zero or if no leaf dominates its norm.
             is_share = self.leaf and self.norm > 0 and self.share >= 0.1
             return f"{100 * self.share:.0f} % of it in {self.leaf}{second}" if is_share else ""
         elements = f"{count} non-finite element{'s' if count > 1 else ''}"
@@ -130,7 +130,7 @@ class Incident(NamedTuple):
         return f"{elements}, {100 * self.share:.0f} % of them in {self.leaf}{second}"
 
     def _causes(self) -> list[str]:
-        """List the faults other than an outlier of the gradient norm or the loss."""
+        """Describe faults other than outliers of the gradient norm or the loss."""
         place = f" of {self.leaf}" if self.leaf else ""
         rise = f"{_short(self.leaf_rise)} times its usual value"
         parts: list[str] = []
@@ -142,7 +142,7 @@ class Incident(NamedTuple):
         if "update" in self.kinds and self.update_norm is not None:
             norm = _compared(self.update_norm, self.update_threshold)
             if not math.isfinite(self.update_norm):
-                # Either an element is infinite, or its square overflowed.
+                # The norm is infinite because an element is infinite or its square overflowed.
                 norm = "NaN" if math.isnan(self.update_norm) else "above 1e25"
                 norm += f" in {self.leaf}" if self.leaf else ""
             elif place and self.leaf_rise > 1:
@@ -156,16 +156,15 @@ class Incident(NamedTuple):
         if "replica" in self.kinds:
             parts.append(f"the parameters on device {self.device} differ from those on the others")
         if self.activation or self.cotangent:
-            # After a non-finite activation, usually all cotangents are non-finite.
+            # A non-finite activation usually makes all cotangents non-finite.
             cotangent = None if self.activation else self.cotangent
             parts.append(str(FirstNonfinite(self.activation, cotangent)))
         return parts
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as JSON values, with the text of the incident as "sentence".
+        """Return a dictionary of JSON values with all fields; "sentence" is `str(incident)`.
 
-        An infinite threshold becomes None. Other non-finite numbers become strings that `float` can
-        parse.
+        An infinite threshold becomes None. Other non-finite numbers become strings such as "nan".
 
 
         Examples:
@@ -183,7 +182,7 @@ class Incident(NamedTuple):
 
 
 def _compared(value: float, threshold: float) -> str:
-    """Format a value, followed by its threshold if the value exceeds the threshold."""
+    """Format a value; append the threshold if the value exceeds it."""
     is_above = math.isfinite(value) and value > threshold and threshold < UNBOUNDED
     return _short(value) + (f" above {_short(threshold)}" if is_above else "")
 
@@ -195,17 +194,17 @@ def _short(x: float) -> str:
 
 @register_metrics("incident_count", "incident_step", "incident_kind")
 class IncidentLog(NamedTuple):
-    """The last incidents, as int32 arrays. Counters saturate.
+    """Log of the latest incidents, stored as int32 arrays. Counters saturate.
 
     Attributes:
         step_count: int32[], number of calls.
-        incident_count: int32[], number of steps with an incident.
-        rows: int32[incidents, fields], the fields of each incident, with the latest in the last
-            row. Step and kinds come first; the other fields are the bits of a float32, so that NaN
-            is preserved, except that the last three fields are integers.
-        names: Dictionary without leaves whose only key contains the names of all units, because a
-            checkpoint cannot store strings.
-        tap_names: Dictionary of the same form with the names of all taps.
+        incident_count: int32[], number of steps in which an incident was detected.
+        rows: int32[incidents, fields], one row for each incident, in chronological order. The first
+            two and the last three fields are integers; all others are the bits of a float32, which
+            preserves NaN.
+        names: Dictionary without leaves whose only key contains the names of all leaves or layers,
+            because checkpoints cannot store string arrays.
+        tap_names: Dictionary without leaves whose only key contains the names of all taps.
     """
 
     step_count: Scalar
@@ -243,10 +242,10 @@ def note(
     batch_id: Array | int | None,
     **outcome: Scalar,
 ) -> IncidentLog:
-    """Update the log after a step. A step is an incident if a flag is set or a guard skipped it.
+    """Update the log after a step.
 
-    Outliers of the norm, the loss and the update are determined from the fields. Only the first and
-    the last of consecutive equal incidents are kept.
+    An incident is recorded if a flag is set, a threshold in `fields` is exceeded, or a guard
+    skipped the step. For consecutive equal incidents, the log keeps only the first and the last.
     """
     fields = Incident._field_defaults | {k: x for k, x in fields.items() if x is not None}
     fields = {k: x if isinstance(x, jax.Array) else _CODES.get(x, x) for k, x in fields.items()}
@@ -257,7 +256,7 @@ def note(
     flags["norm"] = jnp.isfinite(fields["norm"]) & is_above("norm", "norm_threshold")
     flags["loss"] = is_above("loss", "loss_threshold")
     update = flags.pop("update") | is_above("update_norm", "update_threshold") | outcome["skipped"]
-    # A spike of the gradient or a jump of the parameters already explains a spike of the update.
+    # Do not report a large update if a large gradient or parameter change explains it.
     cause = functools.reduce(jnp.logical_or, flags.values())
     flags["update"] = update & ~cause
     is_incident = cause | update
@@ -274,7 +273,7 @@ def note(
     bits = lax.bitcast_convert_type(numbers, jnp.int32)
     batch = jnp.asarray(_NO_BATCH if batch_id is None else batch_id, jnp.int32)
     row = jnp.concatenate([jnp.stack([step, kinds]), bits, jnp.stack([batch, count, first_step])])
-    # Keep the first incident of a streak, and overwrite the previous one with the latest.
+    # In a streak of equal incidents, keep the first and overwrite the last one.
     older = jnp.where(count > 2, log.rows[:-1], log.rows[1:])
     rows = jnp.concatenate([older, row[None]])
     return log._replace(
@@ -285,11 +284,11 @@ def note(
 
 
 def read_log(log: IncidentLog) -> list[Incident]:
-    """Return the incidents in a log, oldest first."""
+    """Return the incidents in a log in chronological order."""
     names, taps, rows = names_in(log), tap_names_in(log), np.asarray(log.rows)
     found: list[Incident] = []
     for row in rows[rows[:, 0] >= 0]:
-        # Skip damaged rows, for example of a corrupted checkpoint, and return the others.
+        # Ignore invalid rows, which may come from a corrupted checkpoint.
         with contextlib.suppress(IndexError, ValueError, OverflowError):
             found.append(_read(row, names, taps))
     return found

@@ -11,18 +11,18 @@ from ..clipping._threshold import Rule, apply_rule
 KINDS = ("gradient", "update", "parameter")
 
 WARM_UP, SHORT, LONG = 16, 64, 1024
-"""Number of steps before the first threshold, and window sizes of the moving averages."""
+"""Number of steps without thresholds, and window sizes of the moving averages."""
 
 _WIDTH = 1.35
 """Factor by which `spike_threshold` is multiplied. The variance, in which values far below the mean
 have a lower weight, is up to 18 % too small, and the logarithms of norms have long tails."""
 
 _EARLY = float(np.log(8.0))
-"""Until step 2 * SHORT, thresholds are at most 8 times the largest value so far."""
+"""Until step 2 * SHORT, thresholds are at most 8 times the largest previous value."""
 
 _DRIFT = float(np.log(3.0))
-"""A unit has drifted if its short-term mean is 3 times its long-term mean, or up to 8 times in the
-first 8 * SHORT steps."""
+"""A leaf or layer has drifted if its short-term mean is 3 times its long-term mean. In the
+first 8 * SHORT steps, up to 8 times are allowed."""
 
 _OF_KINDS: dict[str, tuple[float, float]] = {
     "gradient": (2.0, SHORT),
@@ -30,21 +30,21 @@ _OF_KINDS: dict[str, tuple[float, float]] = {
     "parameter": (2.0, 8),
     "loss": (1.5, SHORT),
 }
-"""Smallest factor of an outlier, and window size of the moving average."""
+"""Smallest ratio of an outlier to its average, and window size of the moving average."""
 
 _EXPECTED = np.array([-3.0, -12.0])
-"""Log-probabilities below which zero gradients are an incident: for the whole tree, for a unit."""
+"""Log-probabilities below which zero gradients are reported, for the whole tree and for a leaf."""
 
 
 class LevelState(NamedTuple):
-    """Moving statistics of each value, each float32[values].
+    """Moving statistics of each value; all arrays are float32[values].
 
     Attributes:
-        num_values: Number of values so far, at most LONG.
+        num_values: Number of previous values, at most LONG.
         mean: Moving average over about 2 * SHORT values.
         variance: Moving variance over about 2 * SHORT values, with a lower weight for values far
             below the mean.
-        top: Largest difference from the mean, which decays exponentially over LONG values.
+        top: Largest excess over the mean, which decays exponentially over LONG values.
     """
 
     num_values: Array
@@ -54,18 +54,18 @@ class LevelState(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """Statistics of previous steps, each float32[kinds + 1, 1 + units].
+    """Statistics of previous steps; all arrays are float32[kinds + 1, 1 + units].
 
-    There is one row for each kind of norm, which contains the norm of the whole tree and the norm
-    of each leaf or layer. The last row starts with the logarithm of the loss and the loss.
+    Each kind of norm has one row, with the whole tree in the first column, followed by the leaves
+    or layers. The last row starts with the statistics of the logarithm of the loss and of the loss.
 
     Attributes:
-        num_values: As in `LevelState`, like the following three.
-        mean: Moving average of the logarithm of a norm or loss, or of a loss.
+        num_values: Number of previous values, at most LONG.
+        mean: Moving average of the logarithms of norms and losses, and of the loss itself.
         variance: Moving variance.
         top: Largest difference from the mean.
         long_mean: Moving average over about 2 * LONG steps.
-        zero_share: Share of steps in which the norm was zero.
+        zero_share: Fraction of steps in which the norm was zero.
         zero_streak: Number of consecutive steps in which the norm was zero.
     """
 
@@ -79,7 +79,7 @@ class Levels(NamedTuple):
 
 
 def init_levels(num_kinds: int, num_units: int) -> Array:
-    """Return the statistics before the first step, stacked in the order of `Levels`."""
+    """Initialize the statistics as one array, stacked in the order of the fields of `Levels`."""
     return jnp.zeros((len(Levels._fields), num_kinds + 1, 1 + num_units), jnp.float32)
 
 
@@ -90,17 +90,18 @@ def outliers(
     tail: HostArray | float = 0.0,
     is_log: HostArray | bool = True,
 ) -> Rule:
-    """Threshold rule: a moving average plus a multiple of the standard deviation.
+    """Threshold a multiple of the standard deviation above a moving average.
 
-    An outlier is replaced by the threshold before it is averaged, so that later outliers are still
-    detected. Its weight is 1 / 4, so that the average adapts to a lasting increase in a few steps.
+    Outliers are clipped to the threshold before averaging, so that later outliers are still
+    detected. The weight of an outlier is 1 / 4, so that the average adapts to a lasting increase in
+    a few steps.
 
     Args:
-        z_threshold: Number of standard deviations; elementwise, like the other arguments.
+        z_threshold: Number of standard deviations; all arguments are applied elementwise.
         floor: Smallest standard deviation.
         memory: Window size of the average; a new value has the weight `1 / memory`.
-        tail: Smallest distance of the threshold from the mean, relative to the largest excess so
-            far, which raises the threshold for long-tailed values.
+        tail: Minimum of `(threshold - mean) / top`, which raises the threshold for long-tailed
+            values.
         is_log: Whether the values are logarithms. The standard deviation of other values is at
             least 1 % of their mean.
     """
@@ -112,10 +113,11 @@ def outliers(
         count, mean, variance, top = state
         size = abs(mean)
         deviation = jnp.maximum(jnp.sqrt(variance), jnp.where(is_log, floor, 0.01 * size + floor))
-        # After 16 values the variance is uncertain, so the threshold is twice as wide as after 64.
+        # The variance of 16 values is uncertain, so the threshold is twice as wide as for 64
+        # values.
         width = _WIDTH * (1 + jnp.clip((SHORT - count) / (SHORT - WARM_UP), 0, 1))
         bound = jnp.maximum(z_threshold * width * deviation, tail * top)
-        # The variance of a quickly decreasing loss is large, but its largest value is not.
+        # While the loss decreases quickly, its variance is large, so also use its largest value.
         early = jnp.maximum(1, count / (2 * SHORT))
         rise = jnp.where(is_log, _EARLY, (np.exp(_EARLY) - 1) * (top + size))
         bound = jnp.minimum(bound, jnp.where(z_threshold < jnp.inf, top + early * rise, jnp.inf))
@@ -135,7 +137,7 @@ def outliers(
 
 
 class Comparison(NamedTuple):
-    """Comparison of the norms and the loss of a step with previous steps.
+    """Outliers, drifts and zero gradients found by `compare`.
 
     Attributes:
         thresholds: [kinds + 1], threshold for the norm of the whole tree; the last is unused.
@@ -164,13 +166,14 @@ def compare(
     is_step: Scalar,
     step: Scalar,
 ) -> tuple[Comparison, Array]:
-    """Compare the norms and the loss of a step with previous steps.
+    """Compare the norms and loss of the current step with previous steps.
 
     `by_kind` contains float32[1 + units] for each kind. Updates and parameters are compared only if
-    `is_step`. Norms and losses are compared as logarithms, because their distributions have long
-    tails. The loss is also compared directly, because it may be negative.
+    the optimizer ran (`is_step`). Norms and losses are compared as logarithms, because
+    their distributions have long tails. The loss is also compared directly, because it may be
+    negative.
 
-    All values and statistics are rows of one matrix, because compile time on a CPU grows with the
+    All values and statistics are stored in one matrix, because compile time on CPU grows with the
     number of kernels.
     """
     past = Levels(*jnp.unstack(levels))
@@ -187,7 +190,7 @@ def compare(
     losses = jnp.pad(jnp.stack([jnp.maximum(value, 0), value]), (0, size - 2))
     rows = [x if kind == "gradient" else jnp.where(is_step, x, 0) for kind, x in by_kind.items()]
     measured = jnp.stack([*rows, losses])
-    # The logarithm of zero is infinite and does not enter the averages.
+    # Norms of zero are not averaged, because their logarithm is infinite.
     values = jnp.where(is_log, jnp.log(measured), measured)
     is_known = jnp.isfinite(values) & ~is_loss
     changes = jnp.stack([values - past.mean, past.mean - past.long_mean])
@@ -199,20 +202,20 @@ def compare(
     is_rise = jnp.isfinite(excess) & (values - shared > limits)
     rises = jnp.where(is_rise, jnp.exp(jnp.minimum(excess, 80)), 0)[:-1, 1:]
     thresholds = _exp(limits[:, 0])
-    # The logarithm of a negative loss has no threshold.
+    # The threshold of the logarithm does not apply to negative losses.
     of_log = jnp.where(limits[-1, 0] < UNBOUNDED, thresholds[-1], -jnp.inf)
     loss_threshold = jnp.maximum(limits[-1, 1], of_log)
 
     is_drift = _is_drift(past, drift) & is_known & (size > 2)
     drifts = jnp.where(is_drift, jnp.exp(jnp.minimum(drift, 80)), 0)[0, 1:]
-    # After a drift, the long-term mean restarts.
+    # After a drift, reset the long-term mean to the short-term mean.
     rate = jnp.where(is_drift, 1, 1 / jnp.maximum(past.num_values, 1))
     long_mean = past.long_mean + jnp.where(is_known, rate, 0) * (past.mean - past.long_mean)
 
     dead, share, streak = _dead(past, measured == 0, step.astype(jnp.float32))
     # If the whole gradient is zero, report only the whole tree.
     dead = dead[0] & ((column == 0) | (measured[0, 0] > 0))
-    # Shift each mean by the change that all leaves share.
+    # Add the common change of all leaves to each mean.
     weight = jnp.where(is_known, 1 / jnp.minimum(past.num_values + 1, memory), 0)
     mean = usual.mean + weight * shared
     after = [usual.num_values, mean, usual.variance, usual.top, long_mean, share, streak]
@@ -220,10 +223,10 @@ def compare(
 
 
 def _of_others(changes: Array, is_known: Array) -> Array:
-    """Return the mean change of all other leaves for each leaf; 0 for the whole tree.
+    """For each leaf, compute the mean change of all other leaves; 0 for the whole tree.
 
-    A difficult batch raises the norms of all leaves, so changes are measured relative to the other
-    leaves. Each change is limited to a factor of 20.
+    A difficult batch raises the norms of all leaves, so each leaf is compared with the others. The
+    change of a norm is limited to a factor of 20.
     """
     is_unit = np.arange(changes.shape[-1]) > 0
     known = is_known & is_unit
@@ -233,20 +236,20 @@ def _of_others(changes: Array, is_known: Array) -> Array:
 
 
 def _is_drift(past: Levels, drift: Array) -> Array:
-    """Return whether the short-term mean has risen above the long-term mean.
+    """Return whether the short-term mean of a norm is far above its long-term mean.
 
-    Gradient norms of single leaves change early in training, so the threshold is larger at first.
+    Gradient norms of single leaves change early in training, so the threshold is larger then.
     """
     threshold = _DRIFT * jnp.maximum(1, 2 - past.num_values / (8 * SHORT))
     return (past.num_values >= SHORT) & (drift > threshold)
 
 
 def _dead(past: Levels, is_zero: Array, count: Scalar) -> tuple[Array, Array, Array]:
-    """Detect norms that have become zero, and update the counts of zeros."""
+    """Detect leaves whose gradient has become zero, and update the statistics of zero norms."""
     least = np.where(np.arange(is_zero.shape[1]) == 0, *_EXPECTED)
 
     def is_dead(streak: Array) -> Array:
-        # Add half a count, so that a single zero gradient is not an incident.
+        # Use at least half a zero step, so that a single zero gradient is not an incident.
         share = jnp.maximum(past.zero_share, 0.5 / (jnp.minimum(count, LONG) + 1))
         return (count >= WARM_UP) & (streak * jnp.log(share) < least)
 

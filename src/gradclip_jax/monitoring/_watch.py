@@ -1,4 +1,4 @@
-"""Norms of gradients, updates and parameters by leaf or layer, and detection of faults."""
+"""Measure norms of gradients, updates and parameters during training, and detect faults."""
 
 import functools
 from collections.abc import Sequence
@@ -58,16 +58,16 @@ NOT_MEASURED = -1.0
     *("gradient_norm", "update_norm", "parameter_norm", "update_ratio", "taps"),
 )
 class WatchState(NamedTuple):
-    """Norms of the last call of `watch`, and the last incidents.
+    """State of `watch`: the norms of the last call and a log of training faults.
 
     Attributes:
-        norms: For each measured kind of "gradient", "update" and "parameter" float32[1 + units]:
-            the norm of the whole tree, followed by the norm of each unit; -1 if the last call did
+        norms: Dictionary from "gradient", "update" or "parameter" to float32[1 + units], the norm
+            of the whole tree, followed by the norms of leaves or layers; -1 if the last call did
             not measure.
-        levels: Statistics of the norms and losses of previous steps, stacked as in `Levels`.
+        levels: Statistics of previous norms and losses, one array with the fields of `Levels`.
         incidents: Log of incidents; its `step_count` is the metric `watch_step`.
-        tap_sums: float32[taps, 2, 5], statistics of the last call, zeros if none were passed; None
-            for a `watch` without taps.
+        tap_sums: Tap statistics of the last call, float32[taps, 2, 5], zeros if none were passed;
+            None for a `watch` without taps.
         inner_state: State of the inner transformation.
     """
 
@@ -89,7 +89,7 @@ class WatchState(NamedTuple):
 
 
 def _of_taps(state: WatchState) -> dict[str, Any] | None:
-    """Return the statistics of taps by name; None without taps."""
+    """Return a dictionary from tap names to statistics; None without taps."""
     if state.tap_sums is None:
         return None
     sums = plain_arrays(state.tap_sums)
@@ -98,9 +98,9 @@ def _of_taps(state: WatchState) -> dict[str, Any] | None:
 
 
 def _has_updated(state: WatchState) -> Array:
-    """Return whether the inner optimizer ran and, if updates are measured, the update is not zero.
+    """Return whether the inner optimizer ran and, if measured, its update is nonzero.
 
-    Wrappers of other packages return a zero update for a skipped step.
+    Wrappers from other packages, such as Optax, return zero updates if they skip a step.
     """
     ran = has_updated(state.inner_state)
     if "update" not in state.norms:
@@ -109,13 +109,13 @@ def _has_updated(state: WatchState) -> Array:
 
 
 def _shares(state: WatchState) -> Array:
-    """Return the share of each leaf or layer in the squared gradient norm."""
+    """Compute each leaf's or layer's fraction of the squared gradient norm."""
     total, of_units = jnp.split(plain_arrays(state.norms["gradient"]), [1], -1)
     return jnp.where(total < 0, NOT_MEASURED, jnp.square(of_units / jnp.where(total > 0, total, 1)))
 
 
 def _by_name(state: WatchState, kind: str) -> dict[str | None, Any] | None:
-    """Return norms or ratios of the tree and its leaves or layers by name; None if not measured."""
+    """Return a dictionary from leaf or layer names to norms or ratios; None if not measured."""
     norms = plain_arrays(state.norms)
     if kind == "ratio" and {"update", "parameter"} <= norms.keys():
         update, parameter = norms["update"], norms["parameter"]
@@ -141,21 +141,22 @@ def watch(
     check_every: Count = 100,
     taps: Tree | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Measure the gradient, update and parameters by unit, and record the last incidents.
+    r"""Measure the norms of gradients, updates and parameters, and record training faults.
 
     The update of `inner` is returned unchanged. `metrics(state)` contains `gradient_norm`,
-    `update_norm`, `parameter_norm` and `update_ratio` for the whole tree and for each unit, such as
-    `update_norm/decoder/layers_3/mlp/wi`. `incidents(state)` returns the recorded incidents.
+    `update_norm`, `parameter_norm` and `update_ratio` for the whole tree and for each leaf or
+    layer, such as `update_norm/decoder/layers_3/mlp/wi`. `incidents(state)` returns the recorded
+    incidents.
 
     Wrap the whole optimizer, including clips and guards, to measure the gradient before clipping
-    and to report whether the step was applied. Place `watch` inside an accumulation to measure once
-    per window.
+    and to report whether the step was applied. Place `watch` inside `accumulate_gradients` to
+    measure once per accumulation window.
 
     An incident is a non-finite gradient, update, parameter or loss; an outlier of a norm or the
-    loss; a unit whose norm has risen relative to the other units; a gradient that has become zero;
-    a device whose parameters differ; or a step that a guard inside skipped. The loss is the extra
-    argument `value` or `loss` of `update`. No threshold applies in the first 16 steps, and
-    thresholds are wider until step 64. Until step 128, a loss or a norm more than 8 times the
+    loss; a leaf or layer whose norm has risen relative to the others; a gradient that has become
+    zero; a device whose parameters differ; or a step that an inner guard skipped. The loss is the
+    extra argument `value` or `loss` of `update`. Outliers are not detected in the first 16 steps,
+    and thresholds are wider until step 64. From step 16 to 128, a loss or a norm above 8 times the
     largest previous value is always an incident.
 
     | call | metrics and incidents |
@@ -174,14 +175,14 @@ def watch(
 
     Args:
         inner: Any Optax transformation.
-        of: Kinds to measure, "update" and "parameter". The gradient is always measured.
+        of: Which norms to measure in addition to the gradient norm: "update", "parameter" or both.
         granularity: Which elements share a norm, as in `clip_by_norm`. The name of a stacked layer
-            contains its index. With "global", units have no names. Inside `shard_map`, no unit of a
-            leaf may be sharded along an axis that indexes units.
+            contains its index. With "global", only the whole tree is measured. Inside `shard_map`,
+            an axis that indexes layers or rows must not be sharded.
         spike_threshold: Number of standard deviations above a moving average over about 128 steps,
             > 0. The logarithms of norms are compared, the threshold is multiplied by 1.35 for their
-            long tails, and the norm of a unit is compared relative to the other units. A loss must
-            be an outlier both directly and, if positive, by its logarithm. A norm below twice its
+            long tails, and the norm of a leaf is compared relative to the other leaves. A positive
+            loss is an outlier only if its logarithm is also an outlier. A norm below twice its
             average is never an incident. inf disables these thresholds.
         max_incidents: Number of incidents to keep, 1 to 2^20, static.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
@@ -189,8 +190,8 @@ def watch(
         replica_axis: Mapped axes along which all devices should have the same parameters, such as
             the data axis inside `shard_map` or `pmap`. None disables the check. Requires
             "parameter".
-        check_every: Number of steps between two checks of replicas, >= 1. A check is one all-reduce
-            of one norm for each unit and device.
+        check_every: Number of steps between two checks of the replicas, >= 1. Each check is one
+            all-reduce of one norm for each leaf or layer and device.
         taps: Probes of the model from `gradclip_jax.taps.make_probes`, if statistics of taps are
             passed to `update`. Passing statistics is optional for each step.
 
@@ -232,9 +233,9 @@ def watch(
         units = cut.cut(measured_shapes(params), params)
         inner_state = inner.init(params)
         log = init_log(int(max_incidents), params, units, tap_names)
-        num_units = max(len(names_in(log)), 1)  # one norm without a name for the whole tree
+        num_units = max(len(names_in(log)), 1)  # with "global", one norm without a name
         norms = {kind: jnp.full(1 + num_units, NOT_MEASURED, jnp.float32) for kind in kinds}
-        # Avoid weak types, which would cause a second trace after the first step.
+        # Remove weak types, which would cause recompilation after the first step.
         inner_state = like_dtypes(inner_state, inner_state)
         sums = None if no_sums is None else jnp.zeros(no_sums.shape, jnp.float32)
         return WatchState(norms, init_levels(len(kinds), num_units), log, sums, inner_state)
@@ -260,7 +261,7 @@ def watch(
         units, loss = cut.cut(leaves.arrays, updates), loss_of(extra_args, axes)
         step = None
         if len(kinds) > 1:
-            # Without parameters, use the update instead, because (u + u) - u is u.
+            # If `params` is None, pass the update twice, because `(u + u) - u` is u.
             step = leaves.beside(output), leaves.beside(output if params is None else params)
         rows, bad = norms_of_step(leaves.arrays, step, units, axes)
         norms = {kind: x for kind, x in zip(KINDS, rows, strict=False) if kind in kinds}
@@ -275,7 +276,7 @@ def watch(
             fields["activation"], fields["cotangent"] = first_nonfinite_of(sums)
         for key, skips, value in guards:
             if key in fields:
-                # A guard that skipped reports its thresholds and the norm of the skipped update.
+                # If a guard skipped the step, record its thresholds and the norm of its update.
                 fields[key] = jnp.where(skips, value, fields[key])
         if replicas and "parameter" in kinds:
             is_due = log.step_count % check_every == 0
@@ -289,7 +290,7 @@ def watch(
 
 
 def _checked_kinds(of: Any) -> tuple[str, ...]:
-    """Return the kinds of norms to measure, in order; the gradient is always measured."""
+    """Validate `of`; return it with "gradient" in the order of `KINDS`."""
     if isinstance(of, str) or not isinstance(of, Sequence):
         hint = 'Pass for example ("gradient", "update").'
         raise type_error("of", f"a sequence of {', '.join(map(repr, KINDS))}", shortened(of), hint)
@@ -299,7 +300,7 @@ def _checked_kinds(of: Any) -> tuple[str, ...]:
 
 
 def _checked_sums(stats: Tree, tap_names: list[str]) -> Array:
-    """Return the sums of all taps; raise if the statistics do not match the probes."""
+    """Stack the statistics of all taps; raise if they do not match the probes."""
     found, sums = read_sums("taps", stats)
     if found != tap_names:
         rule = (
@@ -320,7 +321,7 @@ def _checked_batch_id(batch_id: Any) -> Any:
 
 
 def _check_shapes(norms: dict[str, Array], measured: dict[str, Array]) -> None:
-    """Raise if the state was created for another tree or with other arguments of `watch`."""
+    """Raise if the state belongs to other parameters or to a `watch` with other arguments."""
     given, expected = (
         ", ".join(f"{kind}[{np.shape(x)[-1]}]" for kind, x in sorted(tree.items()))
         for tree in (norms, measured)
@@ -337,8 +338,8 @@ def _outcome(
 ) -> tuple[list[tuple[str, Scalar, Scalar]], Scalar, dict[str, Scalar]]:
     """Return thresholds of inner guards, whether parameters changed, and the outcome of the step.
 
-    The first result contains triples: the field of an incident, whether the guard skipped, and its
-    value.
+    The thresholds are tuples of the name of an incident field, whether the guard skipped, and the
+    value of the field.
     """
     guards: list[tuple[str, Scalar, Scalar]] = []
     skipped, factor = jnp.array(False), jnp.float32(1)
