@@ -69,7 +69,7 @@ class _Choice(NamedTuple):
         values: list[Any] = []
         for path, _ in jax.tree.leaves_with_path(tree):
             values.append(given(jax.tree_util.keystr(path, simple=True, separator="/")))
-            place = leaf_path(f"{self.argument}({like})", path)
+            place = f"{self.argument}({leaf_path(like, path)})"
             self.check(place, values[-1])
         return values
 
