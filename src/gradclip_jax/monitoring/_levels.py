@@ -183,7 +183,7 @@ def compare(
     of_rows = [_OF_KINDS[kind] for kind in (*by_kind, "loss")]
     least, memory = np.array(of_rows, np.float32).T[..., None]
     floor = np.where(is_log, np.log(least) / (6 * _WIDTH), np.float32(1e-6))
-    tail = 2.0 * (is_loss | (column == 0))
+    tail = np.where(is_loss | (column == 0), np.float32(2), 0)
     rule = outliers(z_threshold, floor, memory, tail, is_log)
 
     value = jnp.float32(jnp.inf) if loss is None else loss.astype(jnp.float32)
@@ -194,7 +194,7 @@ def compare(
     values = jnp.where(is_log, jnp.log(measured), measured)
     is_known = jnp.isfinite(values) & ~is_loss
     changes = jnp.stack([values - past.mean, past.mean - past.long_mean])
-    shared = _of_others(changes, is_known & (past.num_values > 0))
+    shared = _of_others(changes, (is_known & (past.num_values > 0))[None])
     excess, drift = changes - shared
     shared = shared[0]
 
@@ -228,10 +228,11 @@ def _of_others(changes: Array, is_known: Array) -> Array:
     A difficult batch raises the norms of all leaves, so each leaf is compared with the others. The
     change of a norm is limited to a factor of 20.
     """
-    is_unit = np.arange(changes.shape[-1]) > 0
-    known = is_known & is_unit
-    bounded = jnp.where(known, jnp.clip(changes, -3, 3), 0)
-    total, count = jnp.sum(jnp.stack(jnp.broadcast_arrays(bounded, known)), -1, keepdims=True)
+    is_unit = (np.arange(changes.shape[-1]) > 0).reshape(1, 1, -1)
+    is_counted = jnp.broadcast_to(is_known & is_unit, changes.shape)
+    bounded = jnp.where(is_counted, jnp.clip(changes, -3, 3), 0)
+    known = is_counted.astype(jnp.float32)
+    total, count = jnp.sum(jnp.stack([bounded, known]), -1, keepdims=True)
     return jnp.where(is_unit, (total - bounded) / jnp.maximum(count - known, 1), 0)
 
 
@@ -246,7 +247,7 @@ def _is_drift(past: Levels, drift: Array) -> Array:
 
 def _dead(past: Levels, is_zero: Array, count: Scalar) -> tuple[Array, Array, Array]:
     """Detect leaves whose gradient has become zero, and update the statistics of zero norms."""
-    least = np.where(np.arange(is_zero.shape[1]) == 0, *_EXPECTED)
+    least = np.where(np.arange(is_zero.shape[1]) == 0, *_EXPECTED)[None]
 
     def is_dead(streak: Array) -> Array:
         # Use at least half a zero step, so that a single zero gradient is not an incident.
