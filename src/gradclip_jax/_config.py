@@ -40,8 +40,7 @@ class TransformConfig:
     | any other object, such as a schedule or an array | an error; call the function directly |
 
     Attributes:
-        name: Name of a public function that returns a gradient transformation, a threshold rule or
-            a granularity.
+        name: Name of a public function, as in `"clip_by_global_norm"` or `"zscore"`.
         arguments: Mapping from argument names to plain values or nested configs.
 
     Raises:

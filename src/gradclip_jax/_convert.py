@@ -161,7 +161,7 @@ def _parts(node: Tree, path: _Path = ()) -> Iterator[tuple[_Path, Tree]]:
 
 
 def _kind(part: Tree) -> type | None:
-    """Return the type by which a state is matched, or None if it must have a counterpart."""
+    """Return the type of a state that can lack a counterpart, or None for other states."""
     is_optional = type(part) in _INNER or _is_fresh(part)
     return _KINDS.get(type(part), type(part)) if is_optional else None
 

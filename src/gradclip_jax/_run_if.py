@@ -181,7 +181,7 @@ def _check_varying(before: Tree, after: Tree) -> None:
             raise type_error("updates", rule, "values that differ", hint)
 
 
-# Signature of a traced step, `(zeros, carry) -> (output, carry)`.
+# A traced function `step(zeros, carry) -> (output, carry)`.
 _Step: TypeAlias = Callable[[Tree], Tree]
 # Signature of a function that executes a step conditionally,
 # `(step, predicate, (zeros, carry), computed result or None) -> (output, carry)`.

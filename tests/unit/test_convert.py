@@ -190,7 +190,7 @@ def test_an_open_window_has_to_come_with_its_reduction(here_to_there):
         assert_alike(convert(state, params), convert(state, params, reduction="sum"))
     _, state = run(old, old.init(PARAMS), PARAMS, range(1))
     for call in (convert, jax.jit(convert)):  # jit does not know the number of micro-batches
-        with pytest.raises(ValueError, match=r"^convert_state: `reduction`.*\bat state"):
+        with pytest.raises(ValueError, match=r"^convert_state: `reduction`"):
             call(state, PARAMS)
 
 

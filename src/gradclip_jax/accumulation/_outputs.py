@@ -40,7 +40,7 @@ _HINT: Final = (
 
 
 class BatchOutputs(NamedTuple):
-    """The outputs of a micro-batch or of the whole batch, their shapes, or their reductions.
+    """Loss, gradient, auxiliary data and weight of a batch, or a property of each of them.
 
     Attributes:
         value: Value of the loss, a scalar.
@@ -208,7 +208,7 @@ def _kept(is_added: Array, x: Array) -> Array:
 def aux_reductions(
     reduction: Tree, parts: int, aux: Tree, whole_aux: Callable[[], Tree]
 ) -> list[str]:
-    """Return the given reduction of each leaf of aux, or the default for its shape."""
+    """Return the reduction of each leaf of the auxiliary output."""
     leaves = jax.tree.leaves_with_path(aux)
     if parts == 1 or (not leaves and reduction is None):
         return ["last"] * len(leaves)

@@ -59,7 +59,8 @@ class Granularity:
     """Which elements share a norm.
 
     Attributes:
-        cut: Function `(measured leaves, tree) -> Units`, called at trace time.
+        cut: Function `(leaves, tree) -> Units`, called at trace time; `leaves` are those of `tree`
+            that are clipped.
         is_group: Whether leaves are grouped by labels, which can be the keys of a mapping of
             thresholds.
     """

@@ -172,8 +172,8 @@ def skip_spikes(
         loss: Threshold of the loss, in the units of the loss; a number, which may be negative, a
             schedule, or a rule. Use `thresholds.mean_std` or `thresholds.zscore`, because a
             multiple of the average, as in `ema`, is not meaningful for negative losses.
-        update: Threshold of the update norm, in the units of the parameters, of the same types as
-            `norm`; `relative_to_params` limits the ratio of update norm to parameter norm.
+        update: Threshold of the update norm; a number, a schedule, or a rule.
+            `relative_to_params` limits the ratio of update norm to parameter norm.
         ord: Order of the norm, 1, 2, inf or any positive number; None for 2.
         axis_name: See `clip_by_global_norm`.
         relearn_after: Number of consecutive skips after which all threshold rules restart; an

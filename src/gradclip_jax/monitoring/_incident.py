@@ -56,7 +56,7 @@ class Incident(NamedTuple):
         update_norm: Norm of the update; None if it was not measured.
         update_threshold: Threshold for `update_norm`; inf if there was no threshold.
         leaf_rise: Ratio of the gradient, update or parameter norm of this leaf or layer to its
-            moving average, relative to the other leaves.
+            moving average, divided by the mean ratio of all other leaves.
         parameter_norm: Norm of the parameters; None if it was not measured.
         device: Index of the device whose parameters differ, for the kind "replica".
         activation: Name of the first tap in the forward pass with a non-finite activation; None if
@@ -202,9 +202,9 @@ class IncidentLog(NamedTuple):
         rows: int32[incidents, fields], one row for each incident, in chronological order. The first
             two and the last three fields are integers; all others are the bits of a float32, which
             preserves NaN.
-        names: Dictionary without leaves whose only key contains the names of all leaves or layers,
-            because checkpoints cannot store string arrays.
-        tap_names: Dictionary without leaves whose only key contains the names of all taps.
+        names: Names of all leaves or layers. They are the key of an empty dictionary, because
+            checkpoints cannot store arrays of strings.
+        tap_names: Names of all taps, stored in the same way.
     """
 
     step_count: Scalar

@@ -82,7 +82,7 @@ def summarize_log(log: Any, *, window: int = 1000) -> dict[str, float]:
         name, _, place = key.partition("/")
         is_skipped = is_held & (name in ("has_updated", "update_norm"))
         if name in ("grad_norm", "clip_fraction"):
-            # While gradients accumulate, only a clip before the accumulation measures a new norm.
+            # While gradients accumulate, a clip after the accumulation repeats its last norm.
             norms = columns.get(f"grad_norm/{place}" if place else "grad_norm", values).filled(-1)
             is_skipped = is_held & (np.diff(norms, prepend=-1) == 0)
         fresh = values[~is_skipped].compressed()

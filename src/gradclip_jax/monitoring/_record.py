@@ -187,9 +187,9 @@ def leaf_norm_history(state: Tree, params: Tree) -> dict[str, np.ndarray[Any, An
 def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
     """Suggest a `max_norm` as a percentile of recorded norms.
 
-    The default is the median, which performed best among five percentiles in docs/study.md. The
-    median clips every second step, so consider a larger learning rate. The 90th percentile clips
-    only outliers.
+    The default is the median, which performed best among five percentiles in docs/study.md. A
+    threshold at the median clips half of the steps, so consider a larger learning rate. The 90th
+    percentile clips only outliers.
 
     Args:
         norms: Array of norms of any shape, such as `norm_history(state)` for one or several seeds.

@@ -211,7 +211,7 @@ def read_sums(argument: str, stats: Tree) -> tuple[list[str], Any]:
             raise value_error(argument, "a tree of float32[..., 2, 5]", got, hint)
     leaves = [leaf for _, leaf in entries]
     is_known = not any(map(is_traced, leaves))
-    # Outside jit, transfer all taps to the host at once and compute in float64.
+    # Outside jit, all statistics are transferred to the host at once and computed in float64.
     arrays = [np.asarray(x, np.float64) for x in jax.device_get(leaves)] if is_known else leaves
     xp: Any = np if is_known else jnp
     paths = [[jax.tree_util.keystr((key,), simple=True) for key in path] for path, _ in entries]

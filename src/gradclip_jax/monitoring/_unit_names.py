@@ -21,8 +21,8 @@ def name_units(units: Units, tree: Tree) -> list[str]:
     """Return one name for each norm, or an empty list for the global norm.
 
     The index of a stacked layer follows the common path prefix of all stacked leaves, as in
-    `decoder/layers_3/mlp/wi`. The index is at the end of the name if there is no common prefix, if
-    a list index follows the prefix, and for norms of rows or columns.
+    `decoder/layers_3/mlp/wi`. Without a common prefix, the index is at the end of the name. It is
+    also at the end if the prefix is followed by the index of a list, and for rows or columns.
     """
     if isinstance(units, Groups):
         return list(map(str, units.names))

@@ -30,7 +30,7 @@ class Rule(NamedTuple):
             apply.
         follows: Positions of the operands in which the primitive is linear, or a function that
             returns these positions.
-        starts: Whether the rule can return factors even if all operands are ordinary arrays.
+        starts: Whether the rule can return a product of factors although no operand is one.
     """
 
     apply: Callable[..., Lazy | list[Lazy] | None]
