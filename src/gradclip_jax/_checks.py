@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ._errors import type_error, value_error
-from ._types import AxisName
+from ._types import Array, AxisName, Count, Order, Path, Tree
 
 _SHOWN = 5  # maximum number of invalid leaves listed in an error message
 _SHOWN_CHARACTERS = 200
@@ -23,10 +23,10 @@ def describe(leaf: Any) -> str:
     return f"{leaf.dtype}[{shape}]" if hasattr(leaf, "dtype") else type(leaf).__name__
 
 
-def shortened(value: Any) -> str:
+def shortened(value: object) -> str:
     """Format a value for an error message, with arrays as `dtype[shape]` and functions by name."""
 
-    def abstract(leaf: Any) -> Any:
+    def abstract(leaf: Any) -> object:
         if inspect.isfunction(leaf):
             return _Shown(f"the function `{leaf.__name__}`")
         is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
@@ -47,7 +47,7 @@ class _Shown(str):
     __repr__ = str.__str__
 
 
-def dtype_of(leaf: Any) -> Any:
+def dtype_of(leaf: Any) -> np.dtype:
     """Return the dtype of an array or a Python number, or `object` for other values."""
     if hasattr(leaf, "dtype"):
         return leaf.dtype
@@ -55,7 +55,7 @@ def dtype_of(leaf: Any) -> Any:
     return np.dtype(next(kinds, object))  # `jnp.result_type` would raise
 
 
-def is_scalar(value: Any, *kinds: Any) -> bool:
+def is_scalar(value: object, *kinds: type) -> bool:
     """Return whether a value is a Python, NumPy or JAX scalar with a dtype in `kinds`."""
     if not isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)) or np.ndim(value):
         return False
@@ -63,16 +63,16 @@ def is_scalar(value: Any, *kinds: Any) -> bool:
     return any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
-def leaf_path(argument: str, path: Any) -> str:
+def leaf_path(argument: str, path: Path) -> str:
     """Format the path of a leaf as a Python expression, such as `params['w']`."""
     return argument + jax.tree_util.keystr(path)
 
 
-def is_traced(value: Any) -> bool:
+def is_traced(value: object) -> bool:
     return isinstance(value, Tracer)
 
 
-def is_float0(leaf: Any) -> bool:
+def is_float0(leaf: object) -> bool:
     """Return whether a leaf has dtype float0, the dtype of gradients of integers."""
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
@@ -116,7 +116,7 @@ def check_number(
         raise value_error(argument, rule, shortened(value), hint)
 
 
-def check_decays(**decays: Any) -> None:
+def check_decays(**decays: object) -> None:
     """Raise if a decay rate is not a number in [0, 1)."""
     hint = "Pass a decay rate such as 0.99."
     for argument, value in decays.items():
@@ -139,7 +139,7 @@ def check_count(argument: str, value: Any, hint: str, *, low: int = 1) -> None:
     raise value_error(argument, rule, shortened(value), hint)
 
 
-def check_static(argument: str, value: Any) -> None:
+def check_static(argument: str, value: object) -> None:
     """Raise if a static argument is a JAX array or a tracer."""
     if is_traced(value) or isinstance(value, jax.Array):
         rule = "a static Python value"
@@ -147,7 +147,7 @@ def check_static(argument: str, value: Any) -> None:
         raise type_error(argument, rule, describe(value), hint)
 
 
-def check_length(argument: str, value: Any) -> None:
+def check_length(argument: str, value: Count) -> None:
     """Raise if a history length is not a static integer between 1 and 2^20."""
     check_static(argument, value)
     check_count(argument, value, "Pass the number of steps to keep.")
@@ -156,14 +156,14 @@ def check_length(argument: str, value: Any) -> None:
         raise value_error(argument, rule, shortened(value), hint)
 
 
-def refuse_traced(argument: str, value: Any) -> None:
+def refuse_traced(argument: str, value: object) -> None:
     """Raise if a value is a tracer, which code on the host cannot read."""
     if is_traced(value):
         hint = "Call this function outside jit, on the outputs of the step."
         raise type_error(argument, "known on the host", "a tracer", hint)
 
 
-def is_function(value: Any) -> bool:
+def is_function(value: object) -> bool:
     """Return whether a value is callable and not a type such as `jnp.float32`."""
     return callable(value) and not isinstance(value, type)
 
@@ -180,7 +180,7 @@ def check_dtype(argument: str, value: Any) -> None:
         raise type_error(argument, rule, shortened(value), hint)
 
 
-def check_choice(argument: str, value: Any, choices: tuple[Any, ...]) -> None:
+def check_choice(argument: str, value: object, choices: tuple[object, ...]) -> None:
     """Raise if a value is not one of `choices`, which are strings, bools or None."""
     if not isinstance(value, (str, bool, type(None))) or value not in choices:
         names, hint = list(map(repr, choices)), "Pass one of these values."
@@ -188,7 +188,7 @@ def check_choice(argument: str, value: Any, choices: tuple[Any, ...]) -> None:
         raise value_error(argument, rule, shortened(value), hint)
 
 
-def check_ord(ord: Any) -> float:
+def check_ord(ord: Order | None) -> float:
     """Return the order of a norm as a Python float, 2 by default as in `jnp.linalg.norm`."""
     if ord is None:
         return 2.0
@@ -197,7 +197,7 @@ def check_ord(ord: Any) -> float:
     return float(ord)
 
 
-def check_axis_name(axis_name: Any) -> AxisName:
+def check_axis_name(axis_name: AxisName) -> AxisName:
     """Return the names of mapped axes as a tuple, or None."""
     if axis_name is None:
         return None
@@ -209,12 +209,12 @@ def check_axis_name(axis_name: Any) -> AxisName:
     return names
 
 
-def check_callable(argument: str, value: Any, hint: str) -> None:
+def check_callable(argument: str, value: object, hint: str) -> None:
     if not callable(value):
         raise type_error(argument, "a function", shortened(value), hint)
 
 
-def check_transformation(argument: str, value: Any) -> None:
+def check_transformation(argument: str, value: object) -> None:
     """Raise if a value has no `init` or no `update` function."""
     is_pair = callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
     if isinstance(value, type) or not is_pair:
@@ -225,7 +225,7 @@ def check_transformation(argument: str, value: Any) -> None:
         raise type_error(argument, rule, shortened(value), hint)
 
 
-def check_no_transformation(state: Any) -> None:
+def check_no_transformation(state: object) -> None:
     """Raise if a transformation was passed instead of its state."""
     if callable(getattr(state, "init", None)) and callable(getattr(state, "update", None)):
         hint = "Pass the state that `init(params)` or `update` returned."
@@ -244,7 +244,7 @@ def check_bound(axis_name: AxisName) -> None:
             raise value_error("axis_name", rule, repr(name), hint) from None
 
 
-def check_state(state: Any, kind: type) -> None:
+def check_state(state: object, kind: type) -> None:
     """Raise if the state is missing or belongs to another transformation."""
     name = kind.__name__
     rule = f"{'an' if name[0] in 'AEIOU' else 'a'} `{name}`"
@@ -256,10 +256,10 @@ def check_state(state: Any, kind: type) -> None:
         raise type_error("state", rule, type(state).__name__, hint)
 
 
-def check_no_state(argument: str, updates: Any) -> None:
+def check_no_state(argument: str, updates: Tree) -> None:
     """Raise if an optimizer state of this package was passed instead of the updates."""
 
-    def is_state(node: Any) -> bool:
+    def is_state(node: object) -> bool:
         return isinstance(node, tuple) and type(node).__module__.startswith(f"{__package__}.")
 
     for path, node in jax.tree.leaves_with_path(updates, is_leaf=is_state):
@@ -269,7 +269,7 @@ def check_no_state(argument: str, updates: Any) -> None:
             raise type_error(argument, "a tree of gradients", got, hint)
 
 
-def check_axis(axis: Any) -> None:
+def check_axis(axis: object) -> None:
     """Raise if `axis` is not None, an integer or a sequence of integers."""
     check_static("axis", axis)
     plain = axis.tolist() if isinstance(axis, np.ndarray) else axis
@@ -280,7 +280,7 @@ def check_axis(axis: Any) -> None:
         raise type_error("axis", rule, shortened(axis), hint)
 
 
-def axes_within(axis: Any, x: Any, owner: str, place: str, hint: str) -> tuple[int, ...]:
+def axes_within(axis: Any, x: Array, owner: str, place: str, hint: str) -> tuple[int, ...]:
     """Normalize axes to sorted, nonnegative integers, or raise if the array does not have them."""
     rank = np.ndim(x)
     axes = (axis,) if np.ndim(axis) == 0 else tuple(axis)

@@ -162,7 +162,7 @@ def _constructors() -> dict[str, Callable[..., Any]]:
     namespaces = (package, package.contrib, package.per_example, thresholds, granularities)
     kinds = (optax.GradientTransformation, thresholds.Rule, granularities.Granularity)
 
-    def makes_one(value: Any) -> bool:
+    def makes_one(value: object) -> bool:
         made = inspect.get_annotations(value).get("return") if inspect.isfunction(value) else None
         return isinstance(made, type) and issubclass(made, kinds)
 
@@ -170,7 +170,7 @@ def _constructors() -> dict[str, Callable[..., Any]]:
     return {name: x for name, x in public.items() if makes_one(x)}
 
 
-def _check_call(name: Any, arguments: Any, inner: tuple[Any, ...] | None = None) -> None:
+def _check_call(name: str, arguments: object, inner: tuple[object, ...] | None = None) -> None:
     """Raise if a function does not accept the arguments; some may be missing without `inner`."""
     check_choice("name", name, tuple(_constructors()))
     signature = inspect.signature(_constructors()[name])
@@ -200,7 +200,7 @@ def _built(plain: Any) -> Any:
     return {key: _built(x) for key, x in plain.items()}
 
 
-def _to_plain(value: Any, depth: int = 0) -> Any:
+def _to_plain(value: object, depth: int = 0) -> Any:
     """Convert a value to strings, numbers, bools, None, lists, and dicts with string keys."""
     if depth > _MAX_DEPTH:
         rule, hint = f"nested at most {_MAX_DEPTH} levels deep", "Call the function directly."

@@ -21,7 +21,7 @@ from ._errors import ArgumentTypeError, public, type_error, value_error
 from ._rounding import RoundingState
 from ._states import GATES, plain_arrays, with_structure_of
 from ._tree_checks import children_of
-from ._types import Array, Scalar, Tree
+from ._types import Array, Path, Scalar, Tree
 from .accumulation._state import AccumulationState
 from .clipping._clip import ClipState
 from .guarding._loss_scale import LossScaleState
@@ -39,7 +39,6 @@ _KINDS: Final[dict[type, type]] = {
     optax.ApplyIfFiniteState: SkipNonfiniteState,
     LossScaleState: SkipNonfiniteState,
 }
-_Path: TypeAlias = tuple[Any, ...]
 _Window: TypeAlias = AccumulationState | optax.MultiStepsState
 _FRESH = (ClipState, NormRecordState, RoundingState, optax.EmptyState)
 _HINT = (
@@ -116,9 +115,9 @@ def convert_state(
     return with_structure_of(like, jax.tree.map(jnp.asarray, converted))
 
 
-def _converted(like: Tree, given: Tree, reduction: str | None, path: _Path) -> Tree:
+def _converted(like: Tree, given: Tree, reduction: str | None, path: Path) -> Tree:
     """Copy the values of `given` into the structure of `like`, a new state of `tx`."""
-    of_kind: dict[type | None, list[tuple[_Path, Tree]]] = collections.defaultdict(list)
+    of_kind: dict[type | None, list[tuple[Path, Tree]]] = collections.defaultdict(list)
     for place, part in _parts(given, path):
         of_kind[_kind(part)].append((place, part))
     counts = collections.Counter(_kind(part) for _, part in _parts(like))
@@ -148,7 +147,7 @@ def _converted(like: Tree, given: Tree, reduction: str | None, path: _Path) -> T
     return converted
 
 
-def _parts(node: Tree, path: _Path = ()) -> Iterator[tuple[_Path, Tree]]:
+def _parts(node: Tree, path: Path = ()) -> Iterator[tuple[Path, Tree]]:
     """Yield each transformation's state with its path, also inside guards and accumulations."""
     if type(node) is tuple:
         for i, x in enumerate(node):
@@ -172,7 +171,7 @@ def _is_fresh(node: Tree) -> bool:
     return bool(parts) and all(isinstance(x, _FRESH) for x in parts)
 
 
-def _copied(like: Tree, given: Tree, reduction: str | None, path: _Path) -> Tree:
+def _copied(like: Tree, given: Tree, reduction: str | None, path: Path) -> Tree:
     """Copy a state, except its inner state, to its counterpart in the new optimizer."""
     kind, is_same = _kind(like), type(like) is type(given)
     if is_same and hasattr(like, "incidents") and not _is_alike(like.incidents, given.incidents):
@@ -198,7 +197,7 @@ def _is_alike(like: Tree, given: Tree) -> bool:
     return shapes(like) == shapes(given)
 
 
-def _copied_children(like: Tree, given: Tree, reduction: str | None, path: _Path) -> Tree:
+def _copied_children(like: Tree, given: Tree, reduction: str | None, path: Path) -> Tree:
     """Convert each child of a state pytree separately."""
     if isinstance(like, dict) and isinstance(given, dict):
         names = like.keys() ^ given.keys()
@@ -229,7 +228,7 @@ def _copied_skips(like: Tree, given: Tree) -> Tree:
     return like._replace(skipped_nonfinite=skips, consecutive_skips=streak, guard_failed=failed)
 
 
-def _copied_window(like: _Window, given: _Window, reduction: str | None, path: _Path) -> _Window:
+def _copied_window(like: _Window, given: _Window, reduction: str | None, path: Path) -> _Window:
     """Convert accumulated gradients, which `MultiSteps` may store as a mean instead of a sum."""
     if type(like) is type(given):
         return given._replace(acc_grads=_accumulator(like, given, 1, path))
@@ -258,7 +257,7 @@ def _copied_window(like: _Window, given: _Window, reduction: str | None, path: _
     )
 
 
-def _check_weights(window: AccumulationState, path: _Path) -> None:
+def _check_weights(window: AccumulationState, path: Path) -> None:
     """Raise if accumulated micro-batches have weights other than 1."""
     weight, held = window.total_weight, window.mini_step
     if _is_open(window) and not is_traced(weight) and weight != held:
@@ -268,7 +267,7 @@ def _check_weights(window: AccumulationState, path: _Path) -> None:
         raise value_error("state", "a state whose micro-batches have weight 1", got, hint)
 
 
-def _accumulator(like: _Window, given: _Window, factor: Scalar | int, path: _Path) -> Tree:
+def _accumulator(like: _Window, given: _Window, factor: Scalar | int, path: Path) -> Tree:
     """Multiply the accumulator of `given` by a factor and cast it to the dtypes of `like`."""
 
     def scaled(x: Array, like: Array) -> Array:
@@ -292,7 +291,7 @@ def _is_open(window: _Window) -> bool:
     return not is_traced(window.mini_step) and bool(_count(window.mini_step) > 0)
 
 
-def _check_closed(given: Tree, path: _Path) -> None:
+def _check_closed(given: Tree, path: Path) -> None:
     """Raise if accumulated micro-batches would be discarded."""
     if isinstance(given, (AccumulationState, optax.MultiStepsState)) and _is_open(given):
         got = f"{leaf_path('state', path)}.mini_step = {given.mini_step}"
@@ -312,7 +311,7 @@ def _name(node: Tree) -> str:
     return describe(node) if hasattr(node, "dtype") else type(node).__name__
 
 
-def _mismatch(expected: str, got: str, path: _Path) -> ArgumentTypeError:
+def _mismatch(expected: str, got: str, path: Path) -> ArgumentTypeError:
     rule = "a state that matches the state of `tx`"
     place = leaf_path("state", path)
     return type_error("state", rule, f"{got} at {place}, expected {expected}", _HINT)

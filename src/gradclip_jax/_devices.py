@@ -6,12 +6,12 @@ Code outside this module does not depend on the backend, except for conditional 
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 
 from ._types import Array, Tree
 
@@ -36,7 +36,7 @@ def fusion_barrier(x: _Tree) -> _Tree:
 
 def groups_of_type(arrays: Sequence[Array]) -> list[list[int]]:
     """Group the indices of arrays by array type."""
-    groups: dict[Any, list[int]] = {}
+    groups: dict[ShapedArray, list[int]] = {}
     for i, x in enumerate(arrays):
         groups.setdefault(jax.typeof(x), []).append(i)
     return list(groups.values())

@@ -10,7 +10,7 @@ checked when a transformation is built, and pytrees at trace time. Traced values
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import ParamSpec, Self, TypeVar
 
 import jax
 import optax
@@ -76,10 +76,10 @@ def public(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     return wrapper
 
 
-def named(fun: Callable[..., Any], function: str) -> Callable[..., Any]:
+def named(fun: Callable[_Args, _Result], function: str) -> Callable[_Args, _Result]:
     """Wrap a function so that its errors begin with the name of a public function."""
 
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         try:
             with jax.named_scope(function):
                 return fun(*args, **kwargs)
@@ -90,7 +90,7 @@ def named(fun: Callable[..., Any], function: str) -> Callable[..., Any]:
     return wrapper
 
 
-def _named_result(result: Any, function: str) -> Any:
+def _named_result(result: _Result, function: str) -> _Result:
     if isinstance(result, optax.GradientTransformation):
         init, update = result
         # `GatedUpdate` has its own method `named`, which preserves its type.

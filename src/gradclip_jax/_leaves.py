@@ -24,7 +24,7 @@ class Leaves(NamedTuple):
 
     arrays: list[Array]
     places: list[int]
-    given: list[Any]
+    given: list[object]
     structure: Any
 
     def beside(self, tree: Tree) -> list[Array]:
@@ -54,7 +54,7 @@ def flatten(argument: str, tree: Tree, *, real: bool = False, unreduced: bool = 
     paths, structure = jax.tree.flatten_with_path(tree)
     arrays: list[Array] = []
     places: list[int] = []
-    given: list[Any] = []
+    given: list[object] = []
     kind = jnp.floating if real else jnp.inexact
     if isinstance(tree, tuple):  # a state may have been passed instead of updates
         check_no_state(argument, tree)
@@ -73,7 +73,7 @@ def flatten(argument: str, tree: Tree, *, real: bool = False, unreduced: bool = 
     return Leaves(arrays, places, given, structure)
 
 
-def _not_inexact(argument: str, tree: Tree, kind: Any) -> ArgumentTypeError:
+def _not_inexact(argument: str, tree: Tree, kind: type) -> ArgumentTypeError:
     check_no_state(argument, tree)
     rule = "floating" if kind is jnp.floating else "floating or complex"
     bad = [

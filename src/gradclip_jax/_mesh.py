@@ -15,19 +15,20 @@ import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
+from jax.typing import DTypeLike
 
 from ._checks import is_float0
 from ._devices import HAS_TYPES
 from ._types import Array, AxisName, Tree
 
 
-def varying_axes(x: Any) -> frozenset[str]:
+def varying_axes(x: object) -> frozenset[str]:
     """Return the mesh axes of `shard_map` over which a value varies."""
-    aval: Any = x if isinstance(x, ShapedArray) else jax.typeof(x)
+    aval: Any = _type_of(x)
     return frozenset(aval.manual_axis_type.varying if HAS_TYPES else aval.vma)
 
 
-def shard_axes(x: Any, axis_name: AxisName) -> frozenset[str]:
+def shard_axes(x: Array, axis_name: AxisName) -> frozenset[str]:
     """Return the mesh axes over which a leaf is sharded.
 
     Inside `shard_map`, the type of a leaf carries these axes. If types do not carry axes (`pmap`,
@@ -46,7 +47,7 @@ def replica_count(axes: frozenset[str], everywhere: frozenset[str]) -> int:
     return math.prod(map(lax.axis_size, everywhere - axes))
 
 
-def device_count(x: Any) -> int:
+def device_count(x: object) -> int:
     """Return the number of devices over which an array may be sharded."""
     mesh = jax.typeof(x).sharding.mesh
     if mesh.empty:
@@ -54,23 +55,22 @@ def device_count(x: Any) -> int:
     return 1 if all(kind == AxisType.Manual for kind in mesh.axis_types) else mesh.size
 
 
-def memory_of(x: Any) -> str:
+def memory_of(x: object) -> str:
     """Return the memory space of a value, either "host" or "device"."""
-    aval = x if isinstance(x, ShapedArray) else jax.typeof(x)
-    space = getattr(aval, "memory_space", None)
+    space = getattr(_type_of(x), "memory_space", None)
     return "host" if getattr(space, "name", "") == "Host" else "device"
 
 
-def in_memory_of(x: Any, like: Any) -> Any:
+def in_memory_of(x: Array, like: object) -> Array:
     """Move a value to the memory space of another value."""
     return x if memory_of(x) == memory_of(like) else jax.device_put(x, _type_of(like).memory_space)
 
 
-def on_device(x: Any) -> Any:
+def on_device(x: Array) -> Array:
     return jax.device_put(x, jax.memory.Space.Device) if memory_of(x) == "host" else x
 
 
-def reshard_like(x: Any, like: Any) -> Any:
+def reshard_like(x: Array, like: Array) -> Array:
     """Reshard a value to the sharding of another value, if its mesh has explicit axes."""
     ours, theirs = jax.typeof(x).sharding, jax.typeof(like).sharding
     if ours == theirs or not is_explicit(theirs):
@@ -78,17 +78,17 @@ def reshard_like(x: Any, like: Any) -> Any:
     return reshard(x, theirs)
 
 
-def is_explicit(sharding: Any) -> bool:
+def is_explicit(sharding: NamedSharding) -> bool:
     """Return whether a sharding has explicit mesh axes."""
     return any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types)
 
 
-def _type_of(x: Any) -> Any:
+def _type_of(x: object) -> ShapedArray:
     """Return the abstract value of an array, or a given abstract value unchanged."""
     return x if isinstance(x, ShapedArray) else jax.typeof(x)
 
 
-def zeros_of_type(like: Any, dtype: Any = None) -> Array:
+def zeros_of_type(like: Any, dtype: DTypeLike | None = None) -> Array:
     """Return zeros with the shape, memory space, sharding and varying axes of another array."""
     sharding = _type_of(like).sharding
     given = sharding if is_explicit(sharding) else None
@@ -110,7 +110,7 @@ def max_over(x: Array, axes: frozenset[str]) -> Array:
     return lax.pmax(x, tuple(sorted(axes)))
 
 
-def vary(x: Any, axes: frozenset[str]) -> Any:
+def vary(x: Array, axes: frozenset[str]) -> Array:
     """Cast a value to a type that varies over the given mesh axes.
 
     The gradient with respect to the result remains local to each device instead of being
@@ -124,7 +124,7 @@ def vary(x: Any, axes: frozenset[str]) -> Any:
     return lax.pvary(x, missing)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def sharding_with(x: Any, **axes: frozenset[str]) -> NamedSharding:
+def sharding_with(x: Array, **axes: frozenset[str]) -> NamedSharding:
     """Return the sharding of an array with its reduced and unreduced axes replaced by `axes`."""
     sharding = jax.typeof(x).sharding
     # A `PartitionSpec` with reduced or unreduced axes cannot be unpacked as a sequence.
@@ -132,23 +132,23 @@ def sharding_with(x: Any, **axes: frozenset[str]) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*entries, **axes))
 
 
-def reduced_axes(x: Any) -> frozenset[str]:
+def reduced_axes(x: object) -> frozenset[str]:
     """Return the mesh axes over which the gradient with respect to a value is unreduced."""
     return frozenset(jax.typeof(x).sharding.spec.reduced) if HAS_TYPES else frozenset()
 
 
-def unreduced_axes(x: Any) -> frozenset[str]:
+def unreduced_axes(x: object) -> frozenset[str]:
     """Return the mesh axes over which a value is unreduced."""
     return frozenset(jax.typeof(x).sharding.spec.unreduced) if HAS_TYPES else frozenset()
 
 
-def is_unreduced(tree: Any) -> bool:
+def is_unreduced(tree: Tree) -> bool:
     """Return whether any leaf of the tree is unreduced over a mesh axis."""
     leaves = [x for x in jax.tree.leaves(tree) if hasattr(x, "shape")]
     return any(unreduced_axes(x) for x in leaves if x.dtype != jax.dtypes.float0)
 
 
-def factor_for(value: Array, factor: Any) -> Any:
+def factor_for(value: Array, factor: Array) -> Array:
     """Reshard a factor so that an unreduced value can be multiplied by it."""
     axes = unreduced_axes(value)
     if not axes:
@@ -160,23 +160,23 @@ def factor_for(value: Array, factor: Any) -> Any:
 def without_reduced_axes(params: Tree) -> Tree:
     """Reshard parameters without reduced axes, as the optimizer expects."""
 
-    def plain(param: Any) -> Any:
+    def plain(param: Array) -> Array:
         is_plain = is_float0(param) or not reduced_axes(param)
         return param if is_plain else reshard(param, sharding_with(param))
 
     return jax.tree.map(plain, params)
 
 
-def reduce_over_devices(grads: Tree, inner_state: Any) -> Tree:
+def reduce_over_devices(grads: Tree, inner_state: Tree) -> Tree:
     """Sum unreduced gradients over devices, and shard them like the inner optimizer state."""
     if not is_unreduced(grads):
         return grads
     structure = jax.tree.structure(grads)
 
-    def is_moment(node: Any) -> bool:
+    def is_moment(node: Tree) -> bool:
         return jax.tree.structure(node) == structure
 
-    def reduce(grad: Any, *moments: Any) -> Any:
+    def reduce(grad: Array, *moments: Tree) -> Array:
         if is_float0(grad) or not unreduced_axes(grad):
             return grad
         alike = [x for x in moments if np.shape(x) == grad.shape]

@@ -13,7 +13,7 @@ because the host of a GPU waits for the predicate of a loop.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -202,7 +202,7 @@ def _run(
 
 
 @_run.defjvp
-def _run_jvp(form: Form, step: Any, primals: Any, tangents: Any) -> Any:
+def _run_jvp(form: Form, step: Callable[..., Tree], primals: Tree, tangents: Tree) -> Tree:
     def run(predicate: Array, start: Tree, constants: list[Array]) -> Tree:
         return _cond(functools.partial(step, constants), predicate, start, None)
 

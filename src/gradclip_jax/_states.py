@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Final, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import numpy as np
 
 from ._checks import check_no_transformation
 from ._errors import public
-from ._types import Array, Tree
+from ._types import Array, Path, Tree
 
 METRICS: Final[dict[type, tuple[str, ...]]] = {}
 """State types that `metrics` reads, and the names of the fields or properties that it returns."""
@@ -20,9 +20,6 @@ GATES: Final[dict[type, str]] = {}
 
 GUARDS: Final[set[type]] = set()
 """State types of guards."""
-
-Path: TypeAlias = tuple[Any, ...]
-"""The keys of a node in a pytree."""
 
 _State = TypeVar("_State", bound=type)
 
@@ -72,7 +69,7 @@ def find_states(state: Tree, kinds: type | tuple[type, ...]) -> list[tuple[Path,
 
 
 def replace_states(
-    state: Tree, kinds: type | tuple[type, ...], replace: Callable[[Any], Tree]
+    state: Tree, kinds: type | tuple[type, ...], replace: Callable[[Tree], Tree]
 ) -> Tree:
     """Apply `replace` to the outermost states of the given types."""
 
@@ -157,6 +154,6 @@ def plain_arrays(tree: Tree) -> Tree:
     return jax.tree.map(unwrap, tree, is_leaf=holds_array)
 
 
-def with_structure_of(reference: Tree, tree: Tree) -> Any:
+def with_structure_of(reference: Tree, tree: Tree) -> Tree:
     """Return the leaves of `tree` with the pytree structure of `reference`."""
     return jax.tree.unflatten(jax.tree.structure(reference), jax.tree.leaves(tree))

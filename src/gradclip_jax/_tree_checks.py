@@ -9,7 +9,7 @@ import numpy as np
 from ._checks import describe, is_float0, leaf_path
 from ._errors import type_error
 from ._leaves import flatten
-from ._types import Tree
+from ._types import Array, Path, Tree
 
 
 def check_inexact(
@@ -32,7 +32,7 @@ def check_same_structure(argument: str, tree: Tree, like: str, other: Tree) -> N
         raise type_error(argument, f"a tree like `{like}`", got, hint)
 
 
-def _has_other_shape(leaf: Any, other: Any) -> bool:
+def _has_other_shape(leaf: Array, other: Array) -> bool:
     return np.shape(leaf) != np.shape(other) and not is_float0(leaf)
 
 
@@ -43,7 +43,7 @@ def _first_difference(place: str, tree: Tree, other_place: str, other: Tree) -> 
         expected = f"{describe(tree)} at {place}, expected shape {list(np.shape(other))}"
         return expected if _has_other_shape(tree, other) else None
     for (path, x), (other_path, y) in zip_longest(ours, theirs, fillvalue=(None, None)):
-        if path != other_path:
+        if path is None or other_path is None or path != other_path:
             missing = _first_leaf(other_place, other_path, y)
             return f"{_first_leaf(place, path, x)} where {missing} was expected"
         difference = _first_difference(leaf_path(place, path), x, leaf_path(other_place, path), y)
@@ -53,12 +53,12 @@ def _first_difference(place: str, tree: Tree, other_place: str, other: Tree) -> 
     return None if structure == other_structure else kinds
 
 
-def _first_leaf(place: str, path: Any, child: Tree) -> str:
+def _first_leaf(place: str, path: Path | None, child: Tree) -> str:
     leaves = jax.tree.leaves_with_path(child) or [((), None)]
     return "nothing" if path is None else leaf_path(place, (*path, *leaves[0][0]))
 
 
-def children_of(node: Tree) -> tuple[list[tuple[Any, Any]], Any]:
+def children_of(node: Tree) -> tuple[list[tuple[Path, Tree]], Any]:
     """Return the children of a pytree node with their paths, and its structure."""
     return jax.tree.flatten_with_path(node, is_leaf=lambda x: x is not node)
 

@@ -9,7 +9,7 @@ import numpy as np
 Array: TypeAlias = jax.Array
 """An array or a tracer."""
 
-HostArray: TypeAlias = np.ndarray[Any, Any]
+HostArray: TypeAlias = np.ndarray
 """A NumPy array. Importing `numpy.typing` would load more modules."""
 
 Scalar: TypeAlias = jax.Array
@@ -18,22 +18,25 @@ Scalar: TypeAlias = jax.Array
 Tree: TypeAlias = Any
 """A pytree of arrays; `None` and `optax.MaskedNode` are nodes without leaves."""
 
-Number: TypeAlias = float | np.number[Any] | np.ndarray[Any, Any] | jax.Array
+Number: TypeAlias = float | np.number | np.ndarray | jax.Array
 """A Python number, NumPy scalar, or array of shape (), traced or not."""
 
-Order: TypeAlias = float | np.floating[Any]
+Order: TypeAlias = float | np.floating
 """The static order p of a p-norm."""
 
-Count: TypeAlias = int | np.integer[Any]
+Count: TypeAlias = int | np.integer
 """A static integer."""
 
-Schedule: TypeAlias = Callable[[Any], Any]
+Schedule: TypeAlias = Callable[[Array], jax.typing.ArrayLike]
 """A function from the step count, int32[], to a value of shape ()."""
+
+Path: TypeAlias = tuple[Hashable, ...]
+"""The keys of a node in a pytree."""
 
 AxisName: TypeAlias = str | tuple[str, ...] | None
 """Mapped axes (`pmap`, `vmap`, `shard_map`) over which a tree is sharded."""
 
-Labels: TypeAlias = Hashable | Mapping[Any, Any] | list[Any]
+Labels: TypeAlias = Hashable | Mapping[Any, Tree] | list[Tree]
 """A prefix tree of group labels, or a function `params -> labels`."""
 
 UNBOUNDED: Final = float(np.finfo(np.float32).max)
