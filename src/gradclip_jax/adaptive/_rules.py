@@ -5,7 +5,7 @@ OLMo-core and levanter use a window of recent norms.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ def ema(
     def init(norm: Array) -> EmaState:
         return EmaState(jnp.zeros(norm.shape, jnp.int32), jnp.zeros_like(norm))
 
-    def update(norm: Array, state: EmaState, param_norm: Any) -> tuple[Array, EmaState]:
+    def update(norm: Array, state: EmaState, param_norm: object) -> tuple[Array, EmaState]:
         is_warm = state.step_count >= warmup_steps
         has_average = state.average > 0
         bound = jnp.where(has_average, factor * state.average, UNBOUNDED)
@@ -165,7 +165,7 @@ def zscore(
         count, zeros = jnp.zeros(norm.shape, jnp.int32), jnp.zeros_like(norm)
         return ZscoreState(count, zeros, zeros, count)
 
-    def update(norm: Array, state: ZscoreState, param_norm: Any) -> tuple[Array, ZscoreState]:
+    def update(norm: Array, state: ZscoreState, param_norm: object) -> tuple[Array, ZscoreState]:
         is_warm = state.norm_count >= warmup_steps
         z = (norm - state.mean) / (state.std + 1e-6)
         is_outlier = is_warm & (z > z_threshold)
@@ -221,7 +221,7 @@ def quantile(target: Number = 0.5, rate: Number = 0.2, initial: Number = 1.0) ->
     check_number("rate", rate, "The paper uses 0.2.")
     check_number("initial", initial, "The paper uses 0.1.")
 
-    def update(norm: Array, threshold: Array, param_norm: Any) -> tuple[Array, Array]:
+    def update(norm: Array, threshold: Array, param_norm: object) -> tuple[Array, Array]:
         below = (norm <= threshold).astype(jnp.float32)
         moved = jnp.clip(threshold * jnp.exp(-rate * (below - target)), 1e-30, 1e30)
         return threshold, where_nonzero(norm, moved, threshold)
@@ -290,7 +290,7 @@ def percentile(
     check_number("percentile", percentile, "The paper uses 10.", high=100.0, closed=True)
     check_length("window", window)
 
-    def update(norm: Array, state: WindowState, param_norm: Any) -> tuple[Array, WindowState]:
+    def update(norm: Array, state: WindowState, param_norm: object) -> tuple[Array, WindowState]:
         state = record(state, norm, allow_negative=allow_negative)
         ordered = jnp.sort(state.values, axis=0)
         last = jnp.clip(state.value_count - 1, 0, window - 1)
@@ -352,7 +352,7 @@ def mean_std(
     check_count("warmup_steps", warmup_steps, "Pass at most `window`, for example half of it.")
     check_count("ddof", ddof, "Pass 0 or 1.", low=0)
 
-    def update(norm: Array, state: WindowState, param_norm: Any) -> tuple[Array, WindowState]:
+    def update(norm: Array, state: WindowState, param_norm: object) -> tuple[Array, WindowState]:
         recorded = state.values < UNBOUNDED
         n = jnp.clip(state.value_count, 1, window).astype(jnp.float32)
         values = jnp.where(recorded, state.values, 0)

@@ -2,14 +2,14 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import jax.numpy as jnp
 import optax
 
 from .._checks import check_axis, check_count, check_number
 from .._errors import public
-from .._types import UNBOUNDED, Array, AxisName, Count, Number
+from .._types import UNBOUNDED, Array, AxisName, Count, Number, Tree
 from ..clipping._clip import norm_clip
 from ..clipping._formula import scale_factor
 from ..clipping._granularity import axis as unit_axis
@@ -177,7 +177,7 @@ def adagc(
     warmup_steps: int = 100,
     *,
     axis_name: AxisName = None,
-    num_layer_axes: Any = None,
+    num_layer_axes: Tree = None,
     nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformation:
     """Clip each leaf to a multiple of the moving average of its clipped norms (AdaGC).
@@ -222,7 +222,7 @@ def adagc(
 
     rule = ema(relative, decay, warmup_steps, warmup_max=UNBOUNDED)
 
-    def update(norms: Array, state: EmaState, param_norms: Any) -> tuple[Array, EmaState]:
+    def update(norms: Array, state: EmaState, param_norms: Array | None) -> tuple[Array, EmaState]:
         # `norms` is a vector of all leaf norms, because this rule has a state.
         factor = scale_factor(norm_of_leaves([norms], 2.0, None), jnp.minimum(absolute, UNBOUNDED))
         scaled = jnp.where(state.step_count < warmup_steps, factor, 1) * norms

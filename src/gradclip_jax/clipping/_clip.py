@@ -43,7 +43,7 @@ from ._threshold import (
     is_rule,
 )
 
-Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Any]
+Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Array]
 """Reaction to a norm above its threshold, a name or a function `(norm, threshold) -> factor`."""
 
 
@@ -64,11 +64,11 @@ class ClipState(NamedTuple):
         rules: States of the threshold rules.
     """
 
-    grad_norm: Any
-    clip_threshold: Any
-    clip_factor: Any
+    grad_norm: Scalar | dict[str, Scalar]
+    clip_threshold: Scalar | dict[str, Scalar]
+    clip_factor: Scalar | dict[str, Scalar]
     clip_fraction: Scalar
-    rules: tuple[Any, ...]
+    rules: tuple[Tree, ...]
 
 
 @public
@@ -150,7 +150,7 @@ def norm_clip(
         static_argnums=(0, 1),
     )
 
-    def cut_groups(leaves: Sequence[Any], tree: Tree) -> Units:
+    def cut_groups(leaves: Sequence[Array], tree: Tree) -> Units:
         units = granularity.cut(leaves, tree)
         assert isinstance(units, Groups)  # because of `is_group`
         return select_groups(argument, units, tuple(rules))
@@ -165,7 +165,7 @@ def norm_clip(
         states = init_states(assign_rules(argument, rules, units, params), shapes)
         return _init_state(units, states)
 
-    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, ClipState]:
+    def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, ClipState]:
         leaves = flatten("updates", updates)
         check_bound(axes)
         units = cut(leaves.arrays, updates)
@@ -199,7 +199,7 @@ def _clip_leaves(
     assigned: tuple[Assignment, ...],
     leaves: list[Array],
     params: list[Array] | None,
-    states: Any,
+    states: Tree,
     number: Number | None,
     *,
     factor_of: Callable[[Array, Array], Array],
@@ -299,11 +299,11 @@ def _stacked(values: Norms, norms: Norms) -> list[Array]:
     return [jnp.stack([values[i] for i in group]) for group in groups_of_type(norms)]
 
 
-def _init_state(units: Units, rule_states: Any) -> ClipState:
+def _init_state(units: Units, rule_states: Tree) -> ClipState:
     def scalar(value: float) -> Scalar:
         return jnp.full((), value, jnp.float32)  # a state with shared buffers cannot be donated
 
-    def by_name(value: float) -> Any:
+    def by_name(value: float) -> Scalar | dict[str, Scalar]:
         names = [group_name(name) for name in units.names]
         return {name: scalar(value) for name in names} if units.names else scalar(value)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from .._checks import axes_within, check_axis, check_choice, check_number, describe
 from .._errors import public, type_error, value_error
-from .._types import Array, Number
+from .._types import Array, Number, Tree
 from ._formula import scale_factor, scale_leaf
 from ._norm import Slices, norm_dtype, unit_norms
 
@@ -93,11 +93,11 @@ def clip_cotangent(
     def identity(x: Array, max_norm: Array, probe: Array | None) -> Array:
         return x
 
-    def forward(x: Array, max_norm: Array, probe: Array | None) -> tuple[Array, Any]:
+    def forward(x: Array, max_norm: Array, probe: Array | None) -> tuple[Array, Tree]:
         # Calling `identity` here would also clip the backward pass of higher-order derivatives.
         return x, (max_norm, probe)
 
-    def backward(residuals: Any, cotangent: Array) -> tuple[Array, None, Array | None]:
+    def backward(residuals: Tree, cotangent: Array) -> tuple[Array, None, Array | None]:
         max_norm, probe = residuals
         units = Slices((over,), is_local=True)
         # Cotangents of single tokens are small, so they need no scaling before they are squared.
@@ -111,7 +111,7 @@ def clip_cotangent(
     return identity(x, jnp.asarray(max_norm, dtype), norm_probe)
 
 
-def _as_inexact(x: Any) -> Array:
+def _as_inexact(x: Array) -> Array:
     is_array = isinstance(x, (jax.Array, np.ndarray, np.generic, float, complex))
     if not (is_array and jnp.issubdtype(jnp.result_type(x), jnp.inexact)):
         rule, hint = "a floating or complex array", "Integers are not differentiable."
@@ -121,7 +121,7 @@ def _as_inexact(x: Any) -> Array:
     return jnp.asarray(x)
 
 
-def _check_probe(probe: Any, shape: tuple[int, ...], dtype: Any) -> None:
+def _check_probe(probe: Array, shape: tuple[int, ...], dtype: Any) -> None:
     rule = f"{jnp.dtype(dtype).name}{list(shape)}, with one entry for each norm"
     hint = f"Pass `jnp.zeros({shape}, jnp.{jnp.dtype(dtype).name})`."
     has_shape = np.shape(probe) == shape

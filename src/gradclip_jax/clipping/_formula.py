@@ -5,18 +5,18 @@ clipped = factor * x
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from .._devices import fusion_barrier
 from .._mesh import in_memory_of, on_device
-from .._types import Array
+from .._types import Array, Number, Tree
 
 
-def wide_dtype(*dtypes: Any) -> Any:
+def wide_dtype(*dtypes: DTypeLike) -> DTypeLike:
     """The floating-point or complex dtype of at least 32 bits to which `dtypes` can be cast.
 
     `jnp.promote_types` does not support float8, and raises under strict promotion.
@@ -70,7 +70,7 @@ def _product(x: Array, factor: Array) -> Array:
 
 
 @_product.defjvp
-def _product_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _product_jvp(primals: Tree, tangents: Tree) -> tuple[Array, Array]:
     """Set the derivative to zero where the factor is NaN, so that later steps remain finite."""
     (x, factor), (dx, dfactor) = primals, tangents
     wide = wide_dtype(x.dtype, factor.dtype)
@@ -81,7 +81,7 @@ def _product_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return _product(x, factor), slope.astype(x.dtype)
 
 
-def clamp_leaf(x: Any, low: Any, high: Any) -> Array:
+def clamp_leaf(x: Array, low: Number, high: Number) -> Array:
     """Clamp to [low, high] with comparisons in at least float32; NaN remains NaN."""
     given = jnp.asarray(x)
     x = on_device(given)
@@ -91,7 +91,7 @@ def clamp_leaf(x: Any, low: Any, high: Any) -> Array:
     return in_memory_of(jnp.where((wide < low) | (wide > high), clamped, x), given)
 
 
-def round_to(x: Array, dtype: Any) -> Array:
+def round_to(x: Array, dtype: DTypeLike) -> Array:
     """Round to a narrower dtype, with rounding toward zero for subnormal results.
 
     Rounding subnormal numbers to nearest could nearly double the norm of the clipped leaf.

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -19,13 +19,13 @@ from .._checks import (
 from .._errors import public, type_error, value_error
 from .._leaves import is_measured
 from .._tree_checks import broadcast_prefix
-from .._types import Labels, Tree
+from .._types import Array, Labels, Path, Tree
 from ._norm import Axes, Groups, Slices, Units, tree_units
 
 _DEPTH = "Pass the number of leading axes that index layers, 0 for an ordinary leaf."
 
 
-def norm_shapes(units: Units, leaves: Sequence[Any]) -> list[tuple[int, ...]]:
+def norm_shapes(units: Units, leaves: Sequence[Array]) -> list[tuple[int, ...]]:
     """The shape of each array in `Norms`."""
     shapes: list[tuple[int, ...]] = [()] * units.size
     if isinstance(units, Slices):
@@ -35,13 +35,13 @@ def norm_shapes(units: Units, leaves: Sequence[Any]) -> list[tuple[int, ...]]:
     return shapes
 
 
-def select_groups(argument: str, units: Groups, keys: Sequence[Any]) -> Groups:
+def select_groups(argument: str, units: Groups, keys: Sequence[Hashable]) -> Groups:
     """Select the groups that have a threshold; other leaves are not clipped.
 
     Each key of the mapping is a label, or a tuple of labels that form one group.
     """
     known = set(units.names)
-    group_of: dict[Any, int] = {}
+    group_of: dict[Hashable, int] = {}
     for position, key in enumerate(keys):
         members = key if isinstance(key, tuple) and key not in known else (key,)
         group_of |= dict.fromkeys(members, position)
@@ -65,7 +65,7 @@ class Granularity:
             thresholds.
     """
 
-    cut: Callable[[Sequence[Any], Tree], Units]
+    cut: Callable[[Sequence[Array], Tree], Units]
     is_group: bool = False
 
 
@@ -104,7 +104,7 @@ def group(param_labels: Labels) -> Granularity:
         [0.6, 0.8, 0.5]
     """
 
-    def cut(leaves: Sequence[Any], tree: Tree) -> Units:
+    def cut(leaves: Sequence[Array], tree: Tree) -> Units:
         label_tree = param_labels(tree) if callable(param_labels) else param_labels
         labels = broadcast_prefix("param_labels", label_tree, "updates", tree)
         for label in labels:
@@ -120,7 +120,7 @@ def group(param_labels: Labels) -> Granularity:
 
 
 @public
-def layer(num_layer_axes: Any = 1, *, rms: bool = False) -> Granularity:
+def layer(num_layer_axes: Tree = 1, *, rms: bool = False) -> Granularity:
     """Compute one norm per leaf, or per layer if layers are stacked for `lax.scan`.
 
     Args:
@@ -172,7 +172,7 @@ def axis(axis: int | Sequence[int] | None = None) -> Granularity:
     """
     check_axis(axis)
 
-    def cut(leaves: Sequence[Any], tree: Tree) -> Units:
+    def cut(leaves: Sequence[Array], tree: Tree) -> Units:
         paths = jax.tree_util.tree_leaves_with_path(tree)
         axes = [_unit_axes(path, x, axis) for path, x in paths if is_measured(x)]
         return Slices(tuple(axes), is_local=True)
@@ -180,14 +180,14 @@ def axis(axis: int | Sequence[int] | None = None) -> Granularity:
     return Granularity(cut)
 
 
-def layers(num_layer_axes: Any, *, rms: bool = False) -> Granularity:
+def layers(num_layer_axes: Tree, *, rms: bool = False) -> Granularity:
     """Implement `layer` for functions that take `num_layer_axes` themselves; None means 0."""
     num_layer_axes = 0 if num_layer_axes is None else num_layer_axes
     for depth in jax.tree.leaves(num_layer_axes):
         check_static("num_layer_axes", depth)
         check_count("num_layer_axes", depth, _DEPTH, low=0)
 
-    def cut(leaves: Sequence[Any], tree: Tree) -> Units:
+    def cut(leaves: Sequence[Array], tree: Tree) -> Units:
         depths = broadcast_prefix("num_layer_axes", num_layer_axes, "updates", tree)
         axes: list[Axes] = []
         for (path, x), n in zip(jax.tree_util.tree_leaves_with_path(tree), depths, strict=True):
@@ -201,7 +201,7 @@ def layers(num_layer_axes: Any, *, rms: bool = False) -> Granularity:
     return Granularity(cut)
 
 
-def _unit_axes(path: Any, x: Any, axis: Any) -> Axes:
+def _unit_axes(path: Path, x: Array, axis: int | Sequence[int] | None) -> Axes:
     """Return the axes over which each norm of a leaf is computed; None depends on the rank."""
     rank = np.ndim(x)
     if axis is not None:

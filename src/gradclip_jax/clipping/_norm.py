@@ -2,12 +2,13 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from .._checks import check_axis_name, check_bound, check_ord, is_traced
 from .._devices import fusion_barrier, joined, map_arrays
@@ -37,7 +38,7 @@ class Groups(NamedTuple):
 
     entries: tuple[int | None, ...]
     size: int
-    names: tuple[Any, ...] = ()
+    names: tuple[Hashable, ...] = ()
 
     is_local = False
 
@@ -64,12 +65,12 @@ class Slices(NamedTuple):
 Units: TypeAlias = Groups | Slices
 
 
-def tree_units(leaves: Sequence[Any], tree: Tree = None) -> Groups:
+def tree_units(leaves: Sequence[Array], tree: Tree = None) -> Groups:
     """Define one norm over all leaves."""
     return Groups((0,) * len(leaves), 1)
 
 
-def leaf_units(leaves: Sequence[Any]) -> Slices:
+def leaf_units(leaves: Sequence[Array]) -> Slices:
     """Define one norm for each leaf."""
     return Slices(tuple(tuple(range(np.ndim(x))) for x in leaves))
 
@@ -192,7 +193,7 @@ def norm_of_leaves(leaves: Sequence[Array], ord: float, axis_name: AxisName) -> 
     return unit_norms(list(leaves), tree_units(leaves), ord, axis_name)[0]
 
 
-def norm_dtype(leaves: Iterable[Any]) -> Any:
+def norm_dtype(leaves: Iterable[Array]) -> DTypeLike:
     """float32, or float64 if a leaf is float64 or complex128."""
     for x in leaves:
         if jnp.finfo(x.dtype).bits == 64:
@@ -200,7 +201,7 @@ def norm_dtype(leaves: Iterable[Any]) -> Any:
     return jnp.float32
 
 
-def magnitude(x: Array, dtype: Any) -> Array:
+def magnitude(x: Array, dtype: DTypeLike) -> Array:
     """`|x|` in float32 or float64."""
     if jnp.iscomplexobj(x):
         return jnp.abs(x.astype(wide_dtype(x.dtype, dtype))).astype(dtype)
@@ -212,7 +213,7 @@ def reduce_axes(reduce: Callable[..., Array], x: Array, axes: Sequence[int]) -> 
     return reduce(x, axis=tuple(axes), keepdims=len(axes) < x.ndim)
 
 
-def squares(x: Array, dtype: Any, scale: float | Array = SCALE) -> Array:
+def squares(x: Array, dtype: DTypeLike, scale: float | Array = SCALE) -> Array:
     """`(scale * |x|)^2`."""
     # XLA rewrites the product to `x^2 * scale^2`, which overflows above 1.8e19, if `scale` is a
     # constant or a broadcast scalar. The barrier hides the constant. (Alternatives in JAX 0.10.2: a
@@ -225,7 +226,7 @@ def squares(x: Array, dtype: Any, scale: float | Array = SCALE) -> Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def sum_of_squares(
-    x: Array, axes: Sequence[int], dtype: Any, scale: float | Array = SCALE
+    x: Array, axes: Sequence[int], dtype: DTypeLike, scale: float | Array = SCALE
 ) -> Array:
     """Return `sum((scale * |x|)^2)` over the given axes; see `reduce_axes`."""
     return reduce_axes(jnp.sum, squares(x, dtype, scale), axes)
@@ -287,7 +288,7 @@ def unit_norms(
 
 @unit_norms.defjvp
 def _unit_norms_jvp(
-    units: Units, ord: float, axis_name: AxisName, scale: float, primals: Any, tangents: Any
+    units: Units, ord: float, axis_name: AxisName, scale: float, primals: Tree, tangents: Tree
 ) -> tuple[Norms, Norms]:
     """Set the derivative to zero where a norm is zero or not finite, to avoid NaN."""
     (leaves,), (directions,) = primals, tangents

@@ -1,7 +1,5 @@
 """Clipping of attention logits by scaling query and key weights."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -146,7 +144,7 @@ def qk_clip_mla(
     )
 
 
-def _head_factors(max_logits: Any, threshold: Any) -> Array:
+def _head_factors(max_logits: Array, threshold: Number) -> Array:
     """Return gamma for each head; 1 where the logit or the threshold is invalid."""
     rule = "a floating-point vector with the largest logit of each query head"
     hint = "Pass the maximum over all other axes."
@@ -159,7 +157,7 @@ def _head_factors(max_logits: Any, threshold: Any) -> Array:
     return jnp.where(is_known, scale_factor(jnp.where(is_known, logits, 0), tau), 1)
 
 
-def _head_count(argument: str, tree: Tree, head_axis: Any, count: int | None = None) -> int:
+def _head_count(argument: str, tree: Tree, head_axis: int, count: int | None = None) -> int:
     """Return `count` or, if it is None, the number of heads in the first leaf; 0 without leaves."""
     check_inexact(argument, tree, real=True)
     check_static("head_axis", head_axis)
@@ -183,7 +181,7 @@ def _scale_heads(argument: str, tree: Tree, factors: Array, head_axis: int) -> T
     """Multiply each leaf by the factors of its heads."""
     _head_count(argument, tree, head_axis, factors.size)
 
-    def scaled(x: Any) -> Any:
+    def scaled(x: Array) -> Array:
         shape = [1] * np.ndim(x)
         shape[head_axis] = factors.size
         return scale_leaf(x, factors.reshape(shape))

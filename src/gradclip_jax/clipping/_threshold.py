@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -57,14 +57,14 @@ class Rule:
         >>> clip = gcx.clip_by_global_norm(gcx.thresholds.Rule(init, update))
     """
 
-    init: Callable[[Array], Any]
-    update: Callable[[Array, Any, Array | None], tuple[Array, Any]]
+    init: Callable[[Array], Tree]
+    update: Callable[[Array, Tree, Array | None], tuple[Array, Tree]]
     uses_params: bool = False
     counts_steps: bool = False
     allow_negative: bool = False
 
 
-Threshold: TypeAlias = Number | Schedule | Rule | Mapping[Any, Any] | list[Any] | tuple[Any, ...]
+Threshold: TypeAlias = Number | Schedule | Rule | Mapping[Any, Tree] | list[Tree] | tuple[Tree, ...]
 """A number > 0, a traced scalar, a schedule, a rule from `gcx.thresholds`, or a tree of those."""
 
 
@@ -112,7 +112,7 @@ def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
     check_number("ratio", ratio, "The paper uses 0.01 for large batches.")
     check_number("eps", eps, "The paper uses 1e-3.")
 
-    def update(norm: Array, state: Any, param_norm: Array | None) -> tuple[Array, Any]:
+    def update(norm: Array, state: Tree, param_norm: Array | None) -> tuple[Array, Tree]:
         assert param_norm is not None  # because of `uses_params`
         dtype = param_norm.dtype
         floor = jnp.asarray(eps).astype(dtype)
@@ -155,14 +155,14 @@ def capped(rule: Rule, max_threshold: Number) -> Rule:
     rule = as_rule("rule", rule)
     check_number("max_threshold", max_threshold, "Use the rule without `capped` for no bound.")
 
-    def update(norm: Array, state: Any, param_norm: Any) -> tuple[Array, Any]:
+    def update(norm: Array, state: Tree, param_norm: Array | None) -> tuple[Array, Tree]:
         threshold, state = rule.update(norm, state, param_norm)
         return jnp.minimum(threshold, max_threshold), state
 
     return dataclasses.replace(rule, update=update)
 
 
-def init_state(rule: Rule, shape: Sequence[int] = ()) -> Any:
+def init_state(rule: Rule, shape: Sequence[int] = ()) -> Tree:
     """Return the initial state, in which each array has its own buffer and can be donated."""
     return jax.tree.map(jnp.array, rule.init(jnp.zeros(shape, jnp.float32)))
 
@@ -176,8 +176,8 @@ def check_params(updates: Tree, params: Tree | None) -> None:
 
 
 def apply_rule(
-    rule: Rule, norm: Array, state: Any, param_norm: Array | None = None
-) -> tuple[Array, Any]:
+    rule: Rule, norm: Array, state: Tree, param_norm: Array | None = None
+) -> tuple[Array, Tree]:
     """Compute thresholds with the dtype and shape of the norms, and the next state."""
     finite = keeps = jnp.isfinite(norm)
     value, largest, is_wide = norm, jnp.asarray(UNBOUNDED, norm.dtype), norm.dtype == jnp.float64
@@ -194,7 +194,7 @@ def apply_rule(
     return jnp.broadcast_to(threshold, norm.shape), _where_finite(keeps, proposed, state)
 
 
-def _where_finite(finite: Array, proposed: Any, state: Any) -> Any:
+def _where_finite(finite: Array, proposed: Tree, state: Tree) -> Tree:
     def select(new: Array, old: Array) -> Array:
         per_unit = old.ndim >= finite.ndim and old.shape[old.ndim - finite.ndim :] == finite.shape
         chosen = finite if per_unit else finite.any()
@@ -223,7 +223,7 @@ def as_rules(argument: str, threshold: Threshold, *, by_label: bool) -> Any:
     )
 
 
-def _check_labels(argument: str, thresholds: Mapping[Any, Any]) -> None:
+def _check_labels(argument: str, thresholds: Mapping[Hashable, Threshold]) -> None:
     """Raise if a label or the name of a group in the metrics is not unique."""
     labels = [x for key in thresholds for x in (key if isinstance(key, tuple) else (key,))]
     for names in (list(map(str, labels)), list(map(group_name, thresholds))):
@@ -234,7 +234,7 @@ def _check_labels(argument: str, thresholds: Mapping[Any, Any]) -> None:
             raise value_error(argument, rule, f"the label {twice!r} twice", hint)
 
 
-def group_name(key: Any) -> str:
+def group_name(key: Hashable) -> str:
     """The name of a group in the metrics."""
     return "+".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
@@ -264,9 +264,9 @@ def assign_rules(argument: str, rules: Any, units: Units, tree: Tree) -> tuple[A
     return tuple(Assignment(rule, tuple(own)) for rule, own in entries.items())
 
 
-def init_states(assigned: Sequence[Assignment], shapes: Sequence[tuple[int, ...]]) -> Any:
+def init_states(assigned: Sequence[Assignment], shapes: Sequence[tuple[int, ...]]) -> Tree:
     """Return the initial states of all rules; () if no rule has a state."""
-    states: list[Any] = []
+    states: list[Tree] = []
     for rule, entries in assigned:
         own = [shapes[i] for i in entries]
         states.append(init_state(rule, () if own == [()] else (sum(map(math.prod, own)),)))
@@ -274,11 +274,11 @@ def init_states(assigned: Sequence[Assignment], shapes: Sequence[tuple[int, ...]
 
 
 def apply_rules(
-    assigned: Sequence[Assignment], norms: Norms, states: Any, param_norms: Norms | None
-) -> tuple[Norms, Any]:
+    assigned: Sequence[Assignment], norms: Norms, states: Tree, param_norms: Norms | None
+) -> tuple[Norms, Tree]:
     """Return thresholds and next states; a rule with a state receives its norms as one vector."""
     thresholds = list(norms)
-    next_states: list[Any] = []
+    next_states: list[Tree] = []
     for (rule, entries), state in zip(assigned, states or [()] * len(assigned), strict=True):
         own = [norms[i] for i in entries]
         of_params = None

@@ -204,7 +204,7 @@ def clip_by_leaf_norm(
     *,
     ord: Order | None = None,
     axis_name: AxisName = None,
-    num_layer_axes: Any = None,
+    num_layer_axes: Tree = None,
     nonfinite: Literal["propagate", "zero"] = "propagate",
 ) -> optax.GradientTransformation:
     """Scale each leaf so that its norm is at most `max_norm`.
@@ -300,7 +300,7 @@ def clip_by_block_rms(
     threshold: Threshold,
     *,
     axis_name: AxisName = None,
-    num_layer_axes: Any = None,
+    num_layer_axes: Tree = None,
     nonfinite: Literal["propagate", "zero"] = "propagate",
 ) -> optax.GradientTransformation:
     """Scale each leaf so that its root mean square is at most `threshold`.
@@ -365,7 +365,7 @@ def clip_by_value(
     """
     low, high = _value_bounds(max_value, min_value)
 
-    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:
+    def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, Tree]:
         return _clamp_tree("updates", updates, low, high), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
@@ -420,7 +420,7 @@ def clip_grad_value(grads: Tree, max_value: Number) -> Tree:
     return _clamp_tree("grads", grads, low, high)
 
 
-def _value_bounds(max_value: Any, min_value: Any) -> tuple[Any, Any]:
+def _value_bounds(max_value: Number, min_value: Number | None) -> tuple[Number, Number]:
     """Check and return the lower and upper bounds."""
     check_number("max_value", max_value, "Pass inf to disable clipping.")
     if min_value is None:
@@ -434,7 +434,7 @@ def _value_bounds(max_value: Any, min_value: Any) -> tuple[Any, Any]:
     return min_value, max_value
 
 
-def _clamp_tree(argument: str, tree: Tree, low: Any, high: Any) -> Tree:
+def _clamp_tree(argument: str, tree: Tree, low: Number, high: Number) -> Tree:
     """Clamp every element of a tree to the bounds."""
     check_inexact(argument, tree, real=True)
     return jax.tree.map(lambda x: x if is_float0(x) else clamp_leaf(x, low, high), tree)

@@ -42,7 +42,7 @@ class MomentState(NamedTuple):
     """
 
     step_count: Scalar
-    first: Any
+    first: Tree
     second: Tree
 
 
@@ -72,7 +72,7 @@ def moment_transformation(
         second = jax.tree.map(jnp.abs, zeros)  # real even if the leaf is complex
         return kind(jnp.zeros((), jnp.int32), zeros if keeps_first else (), second)
 
-    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, MomentState]:
+    def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, MomentState]:
         check_update(updates, state, kind, "second")
         if needs_params:
             check_params(updates, params)
@@ -114,7 +114,7 @@ def where_finite_grad(step: LeafStep) -> LeafStep:
 def wide_zeros(params: Tree) -> Tree:
     """Create zeros like the parameters in float32 or wider; a scalar zero for an integer leaf."""
 
-    def zeros(param: Any) -> Array:
+    def zeros(param: Array) -> Array:
         dtype = jnp.result_type(param)
         if not jnp.issubdtype(dtype, jnp.inexact):
             return jnp.zeros((), jnp.float32)
@@ -123,7 +123,7 @@ def wide_zeros(params: Tree) -> Tree:
     return jax.tree.map(zeros, params)
 
 
-def check_update(updates: Tree, state: Any, kind: type, field: str) -> None:
+def check_update(updates: Tree, state: Tree, kind: type, field: str) -> None:
     """Raise if `state` has the wrong type or if its field does not match the updates."""
     check_inexact("updates", updates)
     check_state(state, kind)
@@ -173,7 +173,7 @@ def acclip(
     check_number("eps", eps, "The paper uses 1e-5.")
 
     @where_finite_grad
-    def step(grad: Array, first: Any, second: Any, param: Any) -> tuple[Array, Array, Array]:
+    def step(grad: Array, first: Any, second: Any, param: None) -> tuple[Array, Array, Array]:
         first = b1 * first + (1 - b1) * grad
         second = b2 * second + (1 - b2) * power_of(jnp.abs(grad), alpha)
         # A lower bound is needed because the derivative of the root at zero is infinite.
@@ -243,7 +243,7 @@ def spam_clip(
         is_warm = since_reset >= warmup_steps
 
         @where_finite_grad
-        def clip(grad: Array, first: None, second: Any, param: Any) -> tuple[Array, None, Array]:
+        def clip(grad: Array, first: None, second: Any, param: None) -> tuple[Array, None, Array]:
             is_clamped = is_warm & (second > 0)
             bound = jnp.sqrt(spike_threshold * jnp.where(is_clamped, second, 1))
             threshold = jnp.where(is_clamped, bound, jnp.finfo(second.dtype).max)
@@ -251,7 +251,7 @@ def spam_clip(
             second = decay * second + (1 - decay) * jnp.minimum(magnitude, threshold) ** 2
             return scale_leaf(grad, scale_factor(magnitude, threshold)), first, second
 
-        def step(grad: Array, first: None, second: Array, param: Any) -> tuple[Array, None, Array]:
+        def step(grad: Array, first: None, second: Array, param: None) -> tuple[Array, None, Array]:
             return clip(grad, first, jnp.where(resets, 0, second), param)
 
         return step

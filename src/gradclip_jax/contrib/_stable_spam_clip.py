@@ -1,6 +1,6 @@
 """Stable-SPAM: clip and normalize each leaf by moving averages of its magnitude and norm."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -98,7 +98,7 @@ def stable_spam_clip(
         return LeafAverageState(*(jnp.zeros(num_leaves, dtype) for dtype in dtypes))
 
     def update(
-        updates: Tree, state: Any, params: Tree | None = None
+        updates: Tree, state: Tree, params: Tree | None = None
     ) -> tuple[Tree, LeafAverageState]:
         flat = flatten("updates", updates)
         check_state(state, LeafAverageState)

@@ -9,7 +9,7 @@ import optax
 from .._checks import check_transformation, is_float0
 from .._errors import public
 from .._mesh import in_memory_of, on_device
-from .._types import Tree
+from .._types import Array, Tree
 from ..clipping._norm import global_norm
 from ._moments import check_update, wide_zeros
 
@@ -23,7 +23,7 @@ class CarryState(NamedTuple):
     """
 
     carry: Tree
-    clip_state: Any
+    clip_state: Tree
 
 
 @public
@@ -69,7 +69,7 @@ def u_clip(clip: optax.GradientTransformation) -> optax.GradientTransformationEx
         return CarryState(wide_zeros(params), clip.init(params))
 
     def update(
-        updates: Tree, state: Any, params: Tree | None = None, **extra_args: Any
+        updates: Tree, state: Tree, params: Tree | None = None, **extra_args: Any
     ) -> tuple[Tree, CarryState]:
         check_update(updates, state, CarryState, "carry")
         total = jax.tree.map(_add, updates, state.carry)
@@ -84,13 +84,13 @@ def u_clip(clip: optax.GradientTransformation) -> optax.GradientTransformationEx
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _add(grad: Any, carry: Any) -> Any:
+def _add(grad: Array, carry: Array) -> Array:
     return grad if is_float0(grad) else on_device(jnp.asarray(grad)).astype(carry.dtype) + carry
 
 
-def _subtract(total: Any, update: Any, carry: Any) -> Any:
+def _subtract(total: Array, update: Array, carry: Array) -> Array:
     return carry if is_float0(update) else total - on_device(update).astype(total.dtype)
 
 
-def _cast_like(update: Any, grad: Any) -> Any:
+def _cast_like(update: Array, grad: Array) -> Array:
     return update if is_float0(grad) else in_memory_of(update.astype(jnp.result_type(grad)), grad)
