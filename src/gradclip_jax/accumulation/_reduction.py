@@ -79,7 +79,7 @@ DTYPE: Final = _Choice("accumulator_dtype", check_dtype)
 
 
 def map_reduced(
-    fun: Callable[..., Any], choices: Sequence[object], tree: Tree, *others: Tree
+    fun: Callable[..., object], choices: Sequence[object], tree: Tree, *others: Tree
 ) -> Tree:
     """Map `fun(choice, leaf, *other leaves)` over the leaves of a tree."""
     leaves, structure = jax.tree.flatten(tree)

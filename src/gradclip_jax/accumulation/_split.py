@@ -11,7 +11,7 @@ from jax import lax
 from .._checks import check_count, describe, is_traced, leaf_path
 from .._errors import type_error, value_error
 from .._run_if import run_if
-from .._types import Array, Count, Number, Tree
+from .._types import Array, Count, Number, Scalar, Tree
 
 
 class Split(NamedTuple):
@@ -72,7 +72,7 @@ def _modulo(argnums: tuple[int, ...], length: int) -> tuple[int, ...]:
 def in_one_form(fun: Callable[..., Any], has_weight: bool, has_aux: bool) -> Callable[..., Any]:
     """Normalize the output of `fun` to `(value, (weight, aux))`; missing parts are None."""
 
-    def call(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
+    def call(*args: Any, **kwargs: Any) -> tuple[Scalar, tuple[Tree, Tree]]:
         value: Any = fun(*args, **kwargs)
         rest: Any = None
         if has_weight or has_aux:

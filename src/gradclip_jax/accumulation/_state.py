@@ -20,7 +20,7 @@ from .._states import (
     replace_states,
     with_structure_of,
 )
-from .._types import Array, Scalar, Tree
+from .._types import Array, HostArray, Scalar, Tree
 from ._reduction import REDUCTION, MicroBatch, params_of, window_gradient
 
 
@@ -126,7 +126,7 @@ def flush(
 def _zero_gradient(params: Tree, acc: Tree) -> Tree:
     """Return a zero gradient that is unreduced over the same axes as the accumulator."""
 
-    def zero(param: Array, total: Array) -> Array | np.ndarray[Any, Any]:
+    def zero(param: Array, total: Array) -> Array | HostArray:
         dtype = jnp.result_type(param)
         if not jnp.issubdtype(dtype, jnp.inexact):
             return np.zeros(np.shape(param), jax.dtypes.float0)

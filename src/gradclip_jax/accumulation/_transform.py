@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Literal, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -351,7 +351,7 @@ def _advance_window(
     )
 
 
-def _check_unreduced(**given: Any) -> None:
+def _check_unreduced(**given: object) -> None:
     """Raise for options that require a sum over devices in every micro-step."""
     for argument, value in given.items():
         if value is not None:

@@ -147,7 +147,7 @@ def _execute(
     incoming: Tree,
     state: Tree,
     params: Tree,
-    args: tuple[Any, ...],
+    args: tuple[object, ...],
     extra_args: ExtraArgs,
     *,
     applies: bool,
@@ -214,7 +214,7 @@ def _checks(stepped: Flag, outer: Sequence[Judgment]) -> Tree:
 
 
 def _check_call(
-    gates: Sequence[Gate], grads: Tree, state: Tree, args: tuple[Any, ...], extra_args: ExtraArgs
+    gates: Sequence[Gate], grads: Tree, state: Tree, args: tuple[object, ...], extra_args: ExtraArgs
 ) -> None:
     """Raise if the arguments of `update` do not match the guards and accumulations."""
     if args:
@@ -271,7 +271,7 @@ def _step(
     grads: Tree,
     target_and_state: tuple[Tree, Tree],
     extra_args: ExtraArgs,
-) -> tuple[Tree, tuple[Tree, Any], Flag, Sequence[Judgment]]:
+) -> tuple[Tree, tuple[Tree, Tree], Flag, Sequence[Judgment]]:
     """Run the innermost transformation if the checks of all guards pass.
 
     Return the updates or zeros, the new target and inner state, whether the step was applied, and

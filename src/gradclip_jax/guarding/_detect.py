@@ -8,7 +8,7 @@ therefore check the update and the next state as well.
 import functools
 import itertools
 import math
-from typing import Any
+from collections.abc import Hashable
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from .._errors import type_error
 from .._leaves import is_measured, measured_leaves
 from .._mesh import max_over, replica_count, shard_axes, sum_over
 from .._states import replace_states
-from .._types import UNBOUNDED, Array, AxisName, Scalar, Tree
+from .._types import UNBOUNDED, Array, AxisName, Path, Scalar, Tree
 from ..accumulation._noise_scale import NoiseState
 from ..clipping._clip import ClipState
 from ..clipping._formula import wide_dtype
@@ -66,7 +66,7 @@ def is_finite_step(
     | norms in the states of clips and noise scales | not checked, because no step depends on them |
     """
     shapes = {path: np.shape(x) for path, x in jax.tree.leaves_with_path(grads) if is_measured(x)}
-    flags: dict[Any, Array] = {}
+    flags: dict[Hashable, Array] = {}
     # Norm statistics may overflow.
     after, before = (
         replace_states(state, (ClipState, NoiseState), lambda statistics: ())
@@ -96,7 +96,7 @@ def finite_extra_args(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar:
     return ~_is_any([is_bad(x) for x in measured_leaves(numbers)], axis_name)
 
 
-def given_loss(extra_args: ExtraArgs) -> Any:
+def given_loss(extra_args: ExtraArgs) -> Tree:
     """Return the loss that was passed to `update` as `value` or `loss`, or None."""
     value, loss = extra_args.get("value"), extra_args.get("loss")
     numbers = (bool, int, float, complex, np.generic, np.ndarray, jax.Array)
@@ -127,7 +127,7 @@ def loss_of(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar | None:
     return sum_over(loss / replica_count(frozenset(), axes), axes)
 
 
-def _place(path: Any, shape: tuple[int, ...], shapes: dict[Any, tuple[int, ...]]) -> Any:
+def _place(path: Path, shape: tuple[int, ...], shapes: dict[Path, tuple[int, ...]]) -> Path | None:
     """Return the path of the parameter that a state array belongs to.
 
     The path of the parameter is a suffix of the path of the state array.

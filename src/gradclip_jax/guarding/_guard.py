@@ -1,7 +1,7 @@
 """Construction of guards from a function that checks gradients. `gates/` executes them."""
 
 from collections.abc import Callable
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ def guard(
     return gated(gate, inner, init)
 
 
-def check_guard(inner: Any, axis_name: Any) -> AxisName:
+def check_guard(inner: object, axis_name: AxisName) -> AxisName:
     """Raise if `inner` is not a gradient transformation; return the axes."""
     check_transformation("inner", inner)
     return check_axis_name(axis_name)

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -300,7 +300,7 @@ def _skip_above(
 
 def _make_state(rules: dict[str, Rule], inner_state: Tree) -> SkipSpikesState:
     """Return the initial state."""
-    fields: dict[str, Any] = dict.fromkeys(SkipSpikesState._fields)  # None without a threshold
+    fields: dict[str, Tree] = dict.fromkeys(SkipSpikesState._fields)  # None without a threshold
     for key in ("norm", *rules):
         measured, threshold, count = _FIELDS[key]
         fields |= {measured: zero(jnp.float32), count: zero()}

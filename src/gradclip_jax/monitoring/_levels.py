@@ -1,6 +1,6 @@
 """Moving averages of the logarithms of norms and losses, and detection of outliers."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -109,7 +109,7 @@ def outliers(
     def init(value: Array) -> LevelState:
         return LevelState(*(jnp.zeros_like(value) for _ in LevelState._fields))
 
-    def update(value: Array, state: LevelState, param_norm: Any) -> tuple[Array, LevelState]:
+    def update(value: Array, state: LevelState, param_norm: object) -> tuple[Array, LevelState]:
         count, mean, variance, top = state
         size = abs(mean)
         deviation = jnp.maximum(jnp.sqrt(variance), jnp.where(is_log, floor, 0.01 * size + floor))

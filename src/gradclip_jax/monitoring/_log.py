@@ -15,6 +15,8 @@ from .._errors import public, value_error
 from .._types import HostArray
 
 Row: TypeAlias = Mapping[str, Any]
+LogSource: TypeAlias = Sequence[Row] | str | os.PathLike[str]
+"""The rows of a log, or the path of a JSON Lines file."""
 
 _NUMBERS = (bool, int, float, np.generic, np.ndarray, jax.Array)
 _NORMS = ("gradient_norm", "update_norm", "parameter_norm", "update_ratio", "largest_share")
@@ -31,13 +33,13 @@ class Log(NamedTuple):
     """
 
     steps: HostArray
-    columns: dict[str, np.ma.MaskedArray[Any, Any]]
+    columns: dict[str, np.ma.MaskedArray]
     is_held: HostArray
     incidents: list[tuple[float, str]]
 
 
 @public
-def summarize_log(log: Any, *, window: int = 1000) -> dict[str, float]:
+def summarize_log(log: LogSource, *, window: int = 1000) -> dict[str, float]:
     """Summarize a training run from its logged `metrics`.
 
     | key | meaning |
@@ -111,10 +113,10 @@ def _spike_score(values: HostArray, window: int) -> float:
     return float(is_spike.mean())
 
 
-def read_log_file(log: Any) -> Log:
+def read_log_file(log: LogSource) -> Log:
     """Read the metric columns and incidents of a log, or raise if it has no rows."""
     hint = "Append `metrics(state)` at each step, or name a file of JSON lines."
-    rows: Any = _parsed(log) if isinstance(log, (str, os.PathLike)) else log
+    rows = _parsed(log) if isinstance(log, (str, os.PathLike)) else log
     is_log = isinstance(rows, Sequence) and all(isinstance(row, Mapping) for row in rows)
     steps = [row for row in rows if "sentence" not in row] if is_log else []
     if not steps:
@@ -168,7 +170,7 @@ def _last_of_each_step(rows: Sequence[Row]) -> list[Row]:
     return kept
 
 
-def _column(key: str, rows: Sequence[Row]) -> np.ma.MaskedArray[Any, Any]:
+def _column(key: str, rows: Sequence[Row]) -> np.ma.MaskedArray:
     """Return the values of a key, masked where a value is missing, not a number or not measured."""
     values = np.array([_number(row.get(key)) for row in rows])
     is_missing = [not isinstance(row.get(key), _NUMBERS) for row in rows]
@@ -177,5 +179,5 @@ def _column(key: str, rows: Sequence[Row]) -> np.ma.MaskedArray[Any, Any]:
     return np.ma.array(values, mask=is_missing | is_unmeasured)
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     return float(value) if isinstance(value, _NUMBERS) else np.nan

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +84,7 @@ def metrics(state: Tree) -> dict[str, Array]:
     states = find_states(state, tuple(METRICS))
     guards = {path for path, node in states if is_guard(node)}
     gates = [(path, node) for path, node in states if type(node) in GATES]
-    by_name: dict[str, list[tuple[str, bool, Any]]] = {}
+    by_name: dict[str, list[tuple[str, bool, Tree]]] = {}
     for path, node in states:
         if isinstance(node, WatchState):
             node = _if_measured(node, [gate for at, gate in gates if path[: len(at)] == at])
@@ -135,7 +134,7 @@ def _of_all_guards(name: str, values: list[Array]) -> Array:
     return functools.reduce(jnp.add, values) if name.startswith("skipped_") else values[0]
 
 
-def _with_groups(key: str, value: Any) -> dict[str, Array]:
+def _with_groups(key: str, value: Tree) -> dict[str, Array]:
     """Return one entry for a metric, or one entry per group for `clip_by_group_norm`."""
     if isinstance(value, dict):
         # The key None contains the combined value of all groups.

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from .._errors import public, value_error
-from ._incident import KINDS
-from ._log import Log, read_log_file
+from ._incident import KINDS, Incident
+from ._log import Log, LogSource, read_log_file
 
 _PANELS = {
     "gradient norm": ("gradient_norm/", ""),
@@ -23,7 +23,7 @@ _MAX_CAPTIONS = 12
 
 
 @public
-def plot_log(log: Any, *, incidents: Sequence[Any] = (), dark: bool = False) -> Any:
+def plot_log(log: LogSource, *, incidents: Sequence[Incident] = (), dark: bool = False) -> Any:
     """Plot the loss of a training run, and heat maps with one row per leaf, layer or tap.
 
     The heat maps show the gradient norm and the ratio of update norm to parameter norm of each leaf
@@ -102,7 +102,7 @@ def plot_log(log: Any, *, incidents: Sequence[Any] = (), dark: bool = False) -> 
     return figure
 
 
-def _rows(log: Log, start: str, end: str) -> dict[str, Any]:
+def _rows(log: Log, start: str, end: str) -> dict[str, np.ma.MaskedArray]:
     """Return the columns whose keys have a prefix and a suffix, which are removed from the keys."""
     keys = [key for key in log.columns if key.startswith(start) and key.endswith(end)]
     return {
@@ -131,7 +131,7 @@ def _draw_loss(axis: Any, log: Log) -> None:
         axis.set_yscale("log")
 
 
-def _draw_heat_map(axis: Any, steps: Any, rows: dict[str, Any]) -> Any:
+def _draw_heat_map(axis: Any, steps: np.ndarray, rows: dict[str, np.ma.MaskedArray]) -> Any:
     """Draw a heat map with one row for each name and one column for each measured step."""
     import matplotlib
     from matplotlib.colors import ListedColormap, LogNorm

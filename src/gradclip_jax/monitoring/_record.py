@@ -20,7 +20,7 @@ from .._checks import (
 from .._errors import public, type_error, value_error
 from .._leaves import flatten, measured_leaves
 from .._states import find_states, increment_where, plain_arrays, register_metrics
-from .._types import Array, AxisName, Count, Order, Scalar, Tree
+from .._types import Array, AxisName, Count, HostArray, Order, Scalar, Tree
 from ..clipping._norm import leaf_units, tree_units, unit_norms
 from ._unit_names import leaf_names
 
@@ -111,7 +111,7 @@ def record_norms(
 
 
 @public
-def norm_history(state: Tree) -> np.ndarray[Any, Any]:
+def norm_history(state: Tree) -> HostArray:
     """Return the recorded norms, ordered from oldest to newest.
 
     Args:
@@ -149,7 +149,7 @@ def norm_history(state: Tree) -> np.ndarray[Any, Any]:
 
 
 @public
-def leaf_norm_history(state: Tree, params: Tree) -> dict[str, np.ndarray[Any, Any]]:
+def leaf_norm_history(state: Tree, params: Tree) -> dict[str, HostArray]:
     """Return the recorded norms of each leaf, ordered from oldest to newest.
 
     Args:

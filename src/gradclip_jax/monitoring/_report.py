@@ -211,7 +211,7 @@ def worst_examples(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _measure(
-    fun: Callable[[Tree, Tree], Array], params: Tree, batch: Tree, places: tuple[Any, ...]
+    fun: Callable[[Tree, Tree], Array], params: Tree, batch: Tree, places: tuple[HostArray, ...]
 ) -> dict[str, Array]:
     """Compute the losses and gradient norms of examples `(i,)` or tokens `(i, token)`."""
 

@@ -32,7 +32,7 @@ _LARGEST = 2.0**45  # limit for scaled squares, so that 10^11 fourth powers can 
 
 
 @public
-def make_probes(names: Sequence[str] | Mapping[str, Any], num_layers: Count | None = None) -> Tree:
+def make_probes(names: Sequence[str] | Mapping[str, Tree], num_layers: Count | None = None) -> Tree:
     """Create the probes of a model from the names of its taps.
 
     List the names in the order of the forward pass, because `first_nonfinite` relies on this order.
@@ -173,7 +173,7 @@ def _sums(x: Array, scale: float) -> Array:
     return jnp.stack([jnp.float32(x.size), *terms])
 
 
-def _add_all(a: Any, b: Any) -> Any:
+def _add_all(a: Sequence[Array], b: Sequence[Array]) -> tuple[Array, ...]:
     return tuple(map(jnp.add, a, b))
 
 
@@ -217,7 +217,7 @@ def read_sums(argument: str, stats: Tree) -> tuple[list[str], Any]:
     paths = [[jax.tree_util.keystr((key,), simple=True) for key in path] for path, _ in entries]
     found, tables = list[str](), [xp.zeros((0, *_SHAPE))]
 
-    def stack_of(entry: tuple[list[str], Any]) -> Any:
+    def stack_of(entry: tuple[list[str], Any]) -> tuple[tuple[int, ...], list[str]]:
         return np.shape(entry[1])[:-2], entry[0][:-1]
 
     for (layers, _), group in itertools.groupby(zip(paths, arrays, strict=True), stack_of):

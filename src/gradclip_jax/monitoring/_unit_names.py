@@ -2,13 +2,12 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from .._leaves import is_measured
-from .._types import Tree
+from .._types import Array, Tree
 from ..clipping._norm import Groups, Units
 
 
@@ -53,14 +52,14 @@ def split_names(joined: str) -> list[str]:
     return joined.split("\n") if joined else []
 
 
-def _distinct(entries: Sequence[tuple[tuple[Any, ...], tuple[int, ...]]]) -> list[str]:
+def _distinct(entries: Sequence[tuple[tuple[str | None, ...], tuple[int, ...]]]) -> list[str]:
     """Return names for paths, with an index inserted where the path contains None.
 
     Keys of Haiku contain slashes and remain readable. If two names collide, keys are escaped as in
     a JSON Pointer, where `a~1b` represents the key `a/b`.
     """
 
-    def name_of(path: Sequence[Any], index: Sequence[int], *escapes: tuple[str, str]) -> str:
+    def name_of(path: Sequence[str | None], index: Sequence[int], *escapes: tuple[str, str]) -> str:
         parts: list[str] = []
         for key in path:
             if key is None:
@@ -78,7 +77,7 @@ def _distinct(entries: Sequence[tuple[tuple[Any, ...], tuple[int, ...]]]) -> lis
     return [name_of(*entry, ("~", "~0"), ("/", "~1"), ("_", "~2")) for entry in entries]
 
 
-def _measured_paths(tree: Tree) -> Sequence[tuple[tuple[str, ...], Any]]:
+def _measured_paths(tree: Tree) -> Sequence[tuple[tuple[str, ...], Array]]:
     entries = [(path, x) for path, x in jax.tree_util.tree_leaves_with_path(tree) if is_measured(x)]
     # Variables of Flax NNX store their array in an attribute.
     if all(len(path) > 1 and str(path[-1]) == ".value" for path, _ in entries):

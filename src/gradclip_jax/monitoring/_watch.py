@@ -34,7 +34,7 @@ from .._states import (
     plain_arrays,
     register_metrics,
 )
-from .._types import Array, AxisName, Count, Number, Scalar, Tree
+from .._types import Array, AxisName, Count, HostArray, Number, Scalar, Tree
 from ..clipping._granularity import Granularity, as_granularity
 from ..clipping._threshold import check_params
 from ..guarding._detect import loss_of
@@ -74,7 +74,7 @@ class WatchState(NamedTuple):
     norms: dict[str, Array]
     levels: Array
     incidents: IncidentLog
-    tap_sums: Any
+    tap_sums: Tree
     inner_state: Tree
 
     watch_step = property(lambda state: state.incidents.step_count)
@@ -88,7 +88,7 @@ class WatchState(NamedTuple):
     taps = property(lambda state: _of_taps(state))
 
 
-def _of_taps(state: WatchState) -> dict[str, Any] | None:
+def _of_taps(state: WatchState) -> dict[str, Array | HostArray] | None:
     """Return a dictionary from tap names to statistics; None without taps."""
     if state.tap_sums is None:
         return None
@@ -114,7 +114,7 @@ def _shares(state: WatchState) -> Array:
     return jnp.where(total < 0, NOT_MEASURED, jnp.square(of_units / jnp.where(total > 0, total, 1)))
 
 
-def _by_name(state: WatchState, kind: str) -> dict[str | None, Any] | None:
+def _by_name(state: WatchState, kind: str) -> dict[str | None, Array | HostArray] | None:
     """Return a dictionary from leaf or layer names to norms or ratios; None if not measured."""
     norms = plain_arrays(state.norms)
     if kind == "ratio" and {"update", "parameter"} <= norms.keys():
@@ -289,7 +289,7 @@ def watch(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _checked_kinds(of: Any) -> tuple[str, ...]:
+def _checked_kinds(of: Sequence[str]) -> tuple[str, ...]:
     """Validate `of`; return it with "gradient" in the order of `KINDS`."""
     if isinstance(of, str) or not isinstance(of, Sequence):
         hint = 'Pass for example ("gradient", "update").'
@@ -313,7 +313,7 @@ def _checked_sums(stats: Tree, tap_names: list[str]) -> Array:
     return sums
 
 
-def _checked_batch_id(batch_id: Any) -> Any:
+def _checked_batch_id(batch_id: Array | int | None) -> Array | int | None:
     if batch_id is not None and not is_scalar(batch_id, jnp.integer):
         hint = "Pass the index of the batch in the order of the data."
         raise type_error("batch_id", "an integer", shortened(batch_id), hint)

@@ -1,7 +1,7 @@
 """Value and gradient of a loss with per-example gradient clipping."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -35,8 +35,8 @@ class Stats(NamedTuple):
     """
 
     value: Array
-    norm: Array | Mapping[Any, Array]
-    factor: Array | Mapping[Any, Array]
+    norm: Array | Mapping[Hashable, Array]
+    factor: Array | Mapping[Hashable, Array]
     weight: Array | None
     aux: Tree
 
@@ -191,8 +191,8 @@ class _Clip(NamedTuple):
         drops: Whether to drop non-finite examples.
     """
 
-    groups: dict[Any, list[int]]
-    thresholds: Mapping[Any, Number]
+    groups: dict[Hashable, list[int]]
+    thresholds: Mapping[Hashable, Number]
     react: Callable[[Array, Array], Array]
     drops: bool
 

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray
+from jax.typing import DTypeLike
 
 from .._types import Array
 from ..clipping._formula import wide_dtype
@@ -190,7 +191,7 @@ class Lazy:
     """
 
     shape: tuple[int, ...]
-    dtype: jnp.dtype
+    dtype: DTypeLike
     terms: tuple[Term, ...] = ()
 
     def map(self, change: Callable[[Term], Term], shape: Sequence[int] | None = None) -> "Lazy":

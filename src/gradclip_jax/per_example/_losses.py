@@ -1,7 +1,7 @@
 """Bind the arguments of a per-example loss, differentiate it and split batches."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -154,14 +154,14 @@ class Examples(NamedTuple):
 
 
 def replace_measured(
-    tree: Tree, new: Iterable[Array], other: Callable[[Any], Any] = lambda x: x
+    tree: Tree, new: Iterable[Array], other: Callable[[Array], object] = lambda x: x
 ) -> Tree:
     """Replace the differentiated leaves of a pytree, and apply `other` to all other leaves."""
     leaves = iter(new)
     return jax.tree.map(lambda x: next(leaves) if is_measured(x) else other(x), tree)
 
 
-def groups_of(examples: Examples, param_labels: Labels | None) -> dict[Any, list[int]]:
+def groups_of(examples: Examples, param_labels: Labels | None) -> dict[Hashable, list[int]]:
     """Return the leaf indices of each label, or of the single label None without `param_labels`."""
     if param_labels is None:
         return {None: list(range(len(examples.leaves)))}
@@ -172,7 +172,7 @@ def groups_of(examples: Examples, param_labels: Labels | None) -> dict[Any, list
     return {label: [i for i, k in enumerate(of) if k == label] for label in dict.fromkeys(of)}
 
 
-def by_label(labels: Iterable[Any], rows: Sequence[Array]) -> Array | dict[Any, Array]:
+def by_label(labels: Iterable[Hashable], rows: Sequence[Array]) -> Array | dict[Hashable, Array]:
     """Map each label to the array of its group, or return the only array if there are no labels."""
     rows_of = dict(zip(labels, rows, strict=True))
     return rows[0] if None in rows_of else rows_of

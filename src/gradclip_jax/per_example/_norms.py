@@ -1,6 +1,6 @@
 """Compute per-example gradient norms and list their cost."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -43,7 +43,7 @@ def norms(
     has_aux: bool = False,
     has_weight: bool = False,
     param_labels: Labels | None = None,
-) -> Callable[..., Array | dict[Any, Array]]:
+) -> Callable[..., Array | dict[Hashable, Array]]:
     """Compute the gradient norm of each example without materializing per-example gradients.
 
     `norms[i] = |grad fun(params, batch[i])|`, equal to the norms of `jax.vmap(jax.grad(fun))` to
@@ -90,7 +90,7 @@ def norms(
     """
     loss = Loss(fun, argnums, batch_argnums, has_aux, has_weight)
 
-    def run(*args: Any, **kwargs: Any) -> Array | dict[Any, Array]:
+    def run(*args: Any, **kwargs: Any) -> Array | dict[Hashable, Array]:
         examples = loss.bind(args, kwargs)
         groups = groups_of(examples, param_labels)
         return by_label(groups, _norms(examples, list(groups.values())))
@@ -185,7 +185,7 @@ def explain(
     def run(*args: Any, **kwargs: Any) -> dict[str, LeafCost]:
         costs: dict[str, LeafCost] = {}
 
-        def visit(chosen: dict[int, Any]) -> Array:
+        def visit(chosen: dict[int, Tree]) -> Array:
             examples = loss.bind([chosen.get(i, x) for i, x in enumerate(args)], kwargs)
             one = jax.tree.map(lambda x: x[0], examples.batch)
             outputs = examples.outputs_of_one(examples.leaves, one)

@@ -115,7 +115,7 @@ def noisy_mean(
         return NoisyMeanState(first, jnp.zeros((), jnp.int32))
 
     def update(
-        updates: Tree, state: Any, params: Tree | None = None
+        updates: Tree, state: Tree, params: Tree | None = None
     ) -> tuple[Tree, NoisyMeanState]:
         check_inexact("updates", updates)
         check_state(state, NoisyMeanState)
@@ -210,7 +210,9 @@ def noise_scale(norms: Array, grads: Tree) -> Scalar:
 
 
 @public
-def sensitivity(max_norm: Any, adjacency: str = "add_or_remove_one") -> float:
+def sensitivity(
+    max_norm: Number | Mapping[Any, Number], adjacency: str = "add_or_remove_one"
+) -> float:
     """Return the L2 sensitivity of a sum of clipped gradients to a change of one example.
 
     | adjacency | neighbouring data sets differ by | sensitivity |

@@ -19,7 +19,7 @@ from jax import lax
 
 from .._devices import fusion_barrier
 from .._mesh import device_count, is_explicit, max_over, sum_over, varying_axes
-from .._types import Array, Scalar
+from .._types import Array, Scalar, Tree
 from ._lazy import Lazy, Value, as_wide_array
 from ._losses import Outputs, part_of
 from ._measure import is_exact, norm_of, square
@@ -119,7 +119,7 @@ def _add_inexact(
     of_steps = is_exact_example.reshape(-1, steps).all(0)
     order, count = jnp.argsort(of_steps), jnp.sum(~of_steps)
 
-    def add_step(carry: Any) -> Any:
+    def add_step(carry: Tree) -> Tree:
         step, norms, sums, errors = carry
         index = order[step]
         part, before, known = part_of((outputs, norms, is_exact_example), steps, index)
