@@ -176,7 +176,7 @@ def check_dtype(argument: str, value: Any) -> None:
     except TypeError:
         is_floating = False
     if not is_floating:
-        rule, hint = "a real floating dtype", "Pass jnp.float32, or jnp.bfloat16 to save memory."
+        rule, hint = "a real floating dtype", "Use jnp.float32, or jnp.bfloat16 to save memory."
         raise type_error(argument, rule, shortened(value), hint)
 
 

@@ -185,11 +185,8 @@ def _check_call(name: Any, arguments: Any, inner: tuple[Any, ...] | None = None)
         bind(**arguments)
     except TypeError as error:
         if "multiple values" in str(error):
-            rule, got = (
-                f"empty, because `{name}` wraps no transformation",
-                f"{len(inner)} arguments",
-            )
-            raise value_error("inner", rule, got, "Call `build()` without arguments.") from None
+            rule, hint = f"empty, because `{name}` has no inner transformation", "Call `build()`."
+            raise value_error("inner", rule, f"{len(inner or ())} arguments", hint) from None
         rule, hint = f"valid arguments for `{name}`", f"`{name}` raises: {error}."
         if "positional" in str(error) or "'inner'" in str(error):
             hint += " Pass the inner transformation to `build`."
