@@ -96,7 +96,7 @@ def differing_device(norms: Array, axis_name: AxisName, is_due: Scalar) -> tuple
 def evidence(
     norms: dict[str, Array], bad: Array, found: Comparison
 ) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Compute the fields and flags of an incident from the norms of all leaves or layers.
+    """Find out from the norms which faults occurred in a step, and in which leaf or layer.
 
     The incident names the leaf or layer with the strongest evidence. The evidence is, from
     strongest to weakest:

@@ -5,8 +5,8 @@ The squared norm of `sum over t of F1_t F2_t` is the sum over s and t of
 terms, their inner products are computed in the same way. The gradient of an example is materialized
 if cancellation between tokens, overflow or underflow makes its norm inaccurate.
 
-A squared norm is returned with a bound on its error beyond the rounding error of a plain sum. Both
-numbers are zero if and only if the gradient is exactly zero.
+Each squared norm is returned with an error bound, which does not include the rounding error of a
+plain sum. Both numbers are zero if and only if the gradient is exactly zero.
 """
 
 import itertools
