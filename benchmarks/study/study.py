@@ -103,7 +103,7 @@ def run_pair(problem_name: str, method_name: str, quick: bool) -> tuple[list[Tun
 
 
 def quick_version(problem: Problem) -> Problem:
-    return problem._replace(steps=20)
+    return problem._replace(steps=4)
 
 
 def best(choices: list[Choice], results: dict[Choice, list[Result]]) -> Choice:
@@ -187,7 +187,7 @@ def read_arguments(words: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=FOLDER, metavar="DIR", help="folder of the CSV files")
     add("--only", default="", metavar="WORDS", help="problems or methods with these words in them")
     add("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
-    add("--quick", action="store_true", help="does it run? 20 steps, few pairs")
+    add("--quick", action="store_true", help="does it run? 4 steps, few pairs")
     args = parser.parse_args(words)
     if args.jobs < 1:
         parser.error(f"argument --jobs: must be an integer >= 1, got {args.jobs}")

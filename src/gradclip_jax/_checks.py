@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -134,8 +134,8 @@ def check_count(argument: str, value: Any, hint: str, *, low: int = 1) -> None:
         raise type_error(argument, rule, shortened(value), hint)
     if is_traced(value) or low <= int(value) <= np.iinfo(np.int32).max:
         return
-    if int(value) >= low:
-        rule = "an integer that fits in 32 bits"  # like the counters in states
+    if int(value) >= low:  # counters in states have 32 bits
+        rule, hint = f"an integer <= {np.iinfo(np.int32).max}", "Pass a smaller integer."
     raise value_error(argument, rule, shortened(value), hint)
 
 
@@ -176,14 +176,16 @@ def check_dtype(argument: str, value: Any) -> None:
     except TypeError:
         is_floating = False
     if not is_floating:
-        rule, hint = "a real floating dtype", "Pass jnp.float32, or jnp.bfloat16 to save memory."
+        rule, hint = "a real floating dtype", "Use jnp.float32, or jnp.bfloat16 to save memory."
         raise type_error(argument, rule, shortened(value), hint)
 
 
-def check_choice(argument: str, value: object, choices: tuple[object, ...]) -> None:
+def check_choice(
+    argument: str, value: object, choices: Sequence[object], hint: str = "Pass one of these values."
+) -> None:
     """Raise if a value is not one of `choices`, which are strings, bools or None."""
     if not isinstance(value, (str, bool, type(None))) or value not in choices:
-        names, hint = list(map(repr, choices)), "Pass one of these values."
+        names = list(map(repr, choices))
         rule = " or ".join(names) if len(names) == 2 else f"one of {listed(names)}"
         raise value_error(argument, rule, shortened(value), hint)
 
@@ -218,7 +220,7 @@ def check_transformation(argument: str, value: object) -> None:
     """Raise if a value has no `init` or no `update` function."""
     is_pair = callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
     if isinstance(value, type) or not is_pair:
-        hint = "Pass an Optax transformation such as `optax.adamw(1e-3)`."
+        hint = "Pass for example `optax.adamw(1e-3)` or `optax.clip_by_global_norm(1.0)`."
         if inspect.isfunction(value):
             hint = f"Call the function: `{value.__name__}(...)`."
         rule = "an `optax.GradientTransformation`"
@@ -270,7 +272,7 @@ def check_no_state(argument: str, updates: Tree) -> None:
 
 
 def check_axis(axis: object) -> None:
-    """Raise if `axis` is not None, an integer or a sequence of integers."""
+    """Check that `axis` is None, an integer or a sequence of integers."""
     check_static("axis", axis)
     plain = axis.tolist() if isinstance(axis, np.ndarray) else axis
     axes = plain if isinstance(plain, (tuple, list, range)) else () if plain is None else (plain,)
@@ -284,8 +286,10 @@ def axes_within(axis: Any, x: Array, owner: str, place: str, hint: str) -> tuple
     """Normalize axes to sorted, nonnegative integers, or raise if the array does not have them."""
     rank = np.ndim(x)
     axes = (axis,) if np.ndim(axis) == 0 else tuple(axis)
-    if any(not -rank <= a < rank for a in axes) or len({a % rank for a in axes}) < len(axes):
-        rule = f"distinct axes of {owner}, in [{-rank}, {rank})"
-        got = f"{axis} for {describe(x)}" + (f" at {place}" if place else "")
-        raise value_error("axis", rule, got, hint)
-    return tuple(sorted(int(a) % rank for a in axes))
+    got = f"{axis} for {describe(x)}" + (f" at {place}" if place else "")
+    if any(not -rank <= a < rank for a in axes):
+        raise value_error("axis", f"in [{-rank}, {rank}) for {owner}", got, hint)
+    found = sorted({int(a) % rank for a in axes})
+    if len(found) < len(axes):
+        raise value_error("axis", f"distinct axes of {owner}", got, f"Pass {tuple(found)}.")
+    return tuple(found)

@@ -118,7 +118,9 @@ class AccumulationConfig:
 
     @functools.partial(named, function="AccumulationConfig")
     def __post_init__(self) -> None:
-        check_count("accumulation_steps", self.accumulation_steps, "Pass 1 for every step.")
+        check_count(
+            "accumulation_steps", self.accumulation_steps, "Pass 1 to disable accumulation."
+        )
         check_choice("normalize", self.normalize, (True, False))
         if self.max_grad_norm is not None:
             check_number("max_grad_norm", self.max_grad_norm, "Pass None to disable clipping.")
@@ -171,8 +173,9 @@ def _constructors() -> dict[str, Callable[..., Any]]:
 
 
 def _check_call(name: str, arguments: object, inner: tuple[object, ...] | None = None) -> None:
-    """Raise if a function does not accept the arguments; some may be missing without `inner`."""
-    check_choice("name", name, tuple(_constructors()))
+    """Raise if a function does not accept the arguments; without `inner`, some may be missing."""
+    hint = "Pass the name of a function that returns a transformation, a rule or a granularity."
+    check_choice("name", name, tuple(_constructors()), hint)
     signature = inspect.signature(_constructors()[name])
     bind = signature.bind_partial if inner is None else functools.partial(signature.bind, *inner)
     if not isinstance(arguments, Mapping):
@@ -181,10 +184,11 @@ def _check_call(name: str, arguments: object, inner: tuple[object, ...] | None =
     try:
         bind(**arguments)
     except TypeError as error:
-        rule, hint = f"valid arguments for `{name}`", f"`{name}` raises: {error}."
         if "multiple values" in str(error):
-            hint = f"`{name}` wraps no transformation: call `build()` without arguments."
-        elif "positional" in str(error) or "'inner'" in str(error):
+            rule, hint = f"empty, because `{name}` has no inner transformation", "Call `build()`."
+            raise value_error("inner", rule, f"{len(inner or ())} arguments", hint) from None
+        rule, hint = f"valid arguments for `{name}`", f"`{name}` raises: {error}."
+        if "positional" in str(error) or "'inner'" in str(error):
             hint += " Pass the inner transformation to `build`."
         raise value_error("arguments", rule, shortened(arguments), hint) from None
 
@@ -203,7 +207,7 @@ def _built(plain: Any) -> Any:
 def _to_plain(value: object, depth: int = 0) -> Any:
     """Convert a value to strings, numbers, bools, None, lists, and dicts with string keys."""
     if depth > _MAX_DEPTH:
-        rule, hint = f"nested at most {_MAX_DEPTH} levels deep", "Call the function directly."
+        rule, hint = f"nested at most {_MAX_DEPTH} levels deep", "Flatten the config."
         raise value_error("arguments", rule, f"a {type(value).__name__} at a deeper level", hint)
     if isinstance(value, (np.generic, np.ndarray, jax.Array)) and value.ndim == 0:
         value = value.item()

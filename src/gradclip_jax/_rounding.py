@@ -74,7 +74,7 @@ def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
     References:
         Gupta et al. 2015, arXiv 1502.02551; Zamirai et al. 2020, arXiv 2010.06192.
     """
-    check_count("seed", seed, "Pass a different seed for each run.", low=0)
+    check_count("seed", seed, "Pass a nonnegative integer, such as the index of the run.", low=0)
 
     def init(params: Tree) -> RoundingState:
         return RoundingState(jnp.zeros((), jnp.int32))

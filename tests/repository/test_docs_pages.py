@@ -1,6 +1,7 @@
 """The code of the pages runs on one device too, unless it is about several."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -27,7 +28,8 @@ for name in sys.argv[2:]:
 @pytest.mark.slow
 def test_pages_run_on_one_device(tmp_path):
     pages = [str(path) for path in RUNS if path.relative_to(ROOT).as_posix() not in NEEDS_EIGHT]
-    environment = {**os.environ, "XLA_FLAGS": "", "MPLBACKEND": "agg", "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "MPLBACKEND": "agg", "JAX_PLATFORMS": "cpu"}
+    environment["XLA_FLAGS"] = re.sub(r"(device_count=)\d+", r"\g<1>1", os.environ["XLA_FLAGS"])
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     command = [sys.executable, "-c", RUNNER, str(ROOT / "tests"), *pages]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)

@@ -73,7 +73,7 @@ class LeafReduction(NamedTuple):
     def start(
         self, shape: jax.ShapeDtypeStruct, parts: int, axes: frozenset[str], if_empty: float
     ) -> Array:
-        """Return the initial total, varying over mesh `axes`, or an empty buffer for all rows."""
+        """Initialize the sum over micro-batches, or the array of all outputs if concatenated."""
         zeros = zeros_of_type(shape, self.dtype)
         zeros = vary(zeros, axes) if axes else zeros
         if self.name == "concatenate":

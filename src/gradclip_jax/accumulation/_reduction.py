@@ -81,7 +81,7 @@ DTYPE: Final = _Choice("accumulator_dtype", check_dtype)
 def map_reduced(
     fun: Callable[..., object], choices: Sequence[object], tree: Tree, *others: Tree
 ) -> Tree:
-    """Map `fun(choice, leaf, *other leaves)` over the leaves of a tree."""
+    """Apply a function to the choice for each leaf, the leaf, and the leaves of other trees."""
     leaves, structure = jax.tree.flatten(tree)
     columns = zip(choices, leaves, *map(jax.tree.leaves, others), strict=True)
     return jax.tree.unflatten(structure, [fun(*column) for column in columns])

@@ -159,7 +159,11 @@ def zscore(
     check_number("z_threshold", z_threshold, "The paper uses 2.5.")
     check_decays(decay=decay)
     check_count("warmup_steps", warmup_steps, "The paper uses 25.")
-    check_count("relearn_after", relearn_after, "Pass the number of consecutive outliers.")
+    check_count(
+        "relearn_after",
+        relearn_after,
+        "Pass the number of consecutive outliers before the rule adapts to them.",
+    )
 
     def init(norm: Array) -> ZscoreState:
         count, zeros = jnp.zeros(norm.shape, jnp.int32), jnp.zeros_like(norm)

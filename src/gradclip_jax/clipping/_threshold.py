@@ -229,7 +229,7 @@ def _check_labels(argument: str, thresholds: Mapping[Hashable, Threshold]) -> No
     for names in (list(map(str, labels)), list(map(group_name, thresholds))):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            hint = "Assign one threshold to each label and a unique name to each group."
+            hint = "Labels that print alike, such as 1 and '1', count as equal. Rename one of them."
             rule = "a mapping in which each label occurs once"
             raise value_error(argument, rule, f"the label {twice!r} twice", hint)
 

@@ -157,8 +157,8 @@ def _execute(
     Gradients are passed from the outermost to the innermost guard or accumulation. Guards outside
     an accumulation check the gradient of the micro-batch. Guards inside an accumulation, or all
     guards without one, check the gradient of the step. When an accumulation window closes, outer
-    guards also check the accumulated gradient. Finally, guards with a `check_step` check the
-    computed update. Only the first guard whose check fails increments its skip counters.
+    guards also check the accumulated gradient. Finally, guards that define `check_step` validate
+    the computed update. Only the first guard whose check fails increments its skip counters.
 
     | failed check | counted by | window | innermost state |
     | --- | --- | --- | --- |
@@ -248,8 +248,8 @@ def _judge(
 ) -> tuple[list[Judgment], Tree, Tree, Flag]:
     """Check a gradient with all guards.
 
-    Return the result of each guard, the gradient and state inside the guards, and whether all
-    checks passed.
+    Return the result of each guard, whether all checks passed, and the gradient and state that are
+    passed to the inner transformation.
     """
     judged: list[Judgment] = []
     accepted: Flag = np.True_

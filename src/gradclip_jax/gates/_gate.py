@@ -16,8 +16,8 @@ class Verdict(NamedTuple):
     Attributes:
         is_good: Whether the gradient passed the check, bool[], equal on all devices.
         grads: Gradient to pass to the inner transformation.
-        next_state: Function `(refused, failed, measured) -> state` that updates the fields of the
-            guard's state. `refused` is whether the guard counts a skip because this check failed,
+        next_state: Function `(refused, failed, measured) -> state` that returns the next state of
+            the guard. `refused` is whether the guard counts a skip because this check failed,
             `failed` the same for a later check, and `measured` the measurement of `check_step`.
         check_window: Function that checks the accumulated gradient of a window and returns a
             bool[]. It is used if the guard is outside an accumulation, where `is_good` only covers

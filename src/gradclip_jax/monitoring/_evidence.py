@@ -25,10 +25,9 @@ def norms_of_step(
 ) -> tuple[Array, Array]:
     """Compute norms of the gradient, update and parameters, and count non-finite elements.
 
-    The norms have the shape [3, 1 + units], or [1, 1 + units] if `step` is None. Each row contains
-    the norm of the whole tree, followed by the norm of each leaf or layer. Non-finite elements are
-    counted in the gradient of each leaf or layer. `step` contains the leaves of the update and of
-    the parameters.
+    `step` contains the leaves of the update and of the parameters; with None, only the gradient is
+    measured. Each row of the result contains the norm of the whole tree, followed by the norm of
+    each leaf or layer. Non-finite elements are counted in the gradient of each leaf or layer.
 
     The applied update is `(p + u) - p` with the sum rounded to the dtype of the parameters, which
     is the change that `optax.apply_updates` makes. XLA reuses `p + u` from the optimizer step, so
@@ -97,18 +96,18 @@ def differing_device(norms: Array, axis_name: AxisName, is_due: Scalar) -> tuple
 def evidence(
     norms: dict[str, Array], bad: Array, found: Comparison
 ) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Compute the fields and flags of an incident from the norms of all leaves or layers.
+    """Find out from the norms which faults occurred in a step, and in which leaf or layer.
 
     The incident names the leaf or layer with the strongest evidence. The evidence is, from
     strongest to weakest:
 
-    1. parameters that are non-finite or have jumped,
-    2. the largest number of non-finite elements in the gradient,
-    3. the largest rise of the gradient norm,
-    4. an update that is non-finite or has risen,
-    5. a gradient that has become zero,
-    6. a gradient that has drifted,
-    7. the largest share of the squared gradient norm.
+    - parameters that are non-finite or have jumped,
+    - the largest number of non-finite elements in the gradient,
+    - the largest rise of the gradient norm,
+    - an update that is non-finite or has risen,
+    - a gradient that has become zero,
+    - a gradient that has drifted,
+    - the largest share of the squared gradient norm.
     """
     gradient, bad_count = norms["gradient"], jnp.sum(bad)
     whole, of_units = gradient[0], gradient[1:]

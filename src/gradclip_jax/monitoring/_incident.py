@@ -49,7 +49,7 @@ class Incident(NamedTuple):
         share: Fraction of the non-finite elements that are in this leaf or layer; if all are
             finite, its fraction of the squared gradient norm.
         second_leaf: Name of the leaf or layer with the second largest fraction.
-        second_share: The second largest fraction, for `second_leaf`.
+        second_share: Fraction of `second_leaf`, as in `share`.
         bad_elements: Number of NaN or infinite elements in the gradient.
         loss: Loss; None if no loss was passed.
         loss_threshold: Threshold for `loss`; inf if there was no threshold.
@@ -58,12 +58,12 @@ class Incident(NamedTuple):
         leaf_rise: Ratio of the gradient, update or parameter norm of this leaf or layer to its
             moving average, divided by the mean ratio of all other leaves.
         parameter_norm: Norm of the parameters; None if it was not measured.
-        device: Index of the device whose parameters differ, for the kind "replica".
+        device: Index of the device whose parameters differ from the others; -1 if they are equal.
         activation: Name of the first tap in the forward pass with a non-finite activation; None if
             all were finite or no statistics of taps were passed.
         cotangent: Name of the first tap in the backward pass with a non-finite cotangent, or None.
         batch_id: The extra argument `batch_id` of `update`; None if it was not passed.
-        streak: Number of consecutive incidents of the same kinds and leaf, including this one.
+        streak: Number of consecutive incidents with equal `kinds` and `leaf`, including this one.
         first_step: Step at which these consecutive incidents started.
 
 

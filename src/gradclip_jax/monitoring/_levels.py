@@ -202,7 +202,7 @@ def compare(
     is_rise = jnp.isfinite(excess) & (values - shared > limits)
     rises = jnp.where(is_rise, jnp.exp(jnp.minimum(excess, 80)), 0)[:-1, 1:]
     thresholds = _exp(limits[:, 0])
-    # The threshold of the logarithm does not apply to negative losses.
+    # Negative losses have no logarithm and are only compared directly.
     of_log = jnp.where(limits[-1, 0] < UNBOUNDED, thresholds[-1], -jnp.inf)
     loss_threshold = jnp.maximum(limits[-1, 1], of_log)
 
@@ -215,7 +215,7 @@ def compare(
     dead, share, streak = _dead(past, measured == 0, step.astype(jnp.float32))
     # If the whole gradient is zero, report only the whole tree.
     dead = dead[0] & ((column == 0) | (measured[0, 0] > 0))
-    # Add the common change of all leaves to each mean.
+    # The rule averaged the changes relative to the other leaves, so add the mean change.
     weight = jnp.where(is_known, 1 / jnp.minimum(past.num_values + 1, memory), 0)
     mean = usual.mean + weight * shared
     after = [usual.num_values, mean, usual.variance, usual.top, long_mean, share, streak]

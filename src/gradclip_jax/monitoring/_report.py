@@ -65,8 +65,8 @@ def incidents(state: Tree) -> list[Incident]:
     log = plain_arrays(_log_of(state))
     refuse_traced("state", log.rows)
     if np.ndim(log.rows) > 2:
-        rule, hint = "the state of one run", "Select seed i: `jax.tree.map(lambda x: x[i], state)`."
-        raise value_error("state", rule, f"one that was vmapped over {len(log.rows)}", hint)
+        rule, hint = "the state of one run", "Select run i: `jax.tree.map(lambda x: x[i], state)`."
+        raise value_error("state", rule, f"a batch of {len(log.rows)} states", hint)
     return read_log(log)
 
 

@@ -64,7 +64,7 @@ class WatchState(NamedTuple):
         norms: Dictionary from "gradient", "update" or "parameter" to float32[1 + units], the norm
             of the whole tree, followed by the norms of leaves or layers; -1 if the last call did
             not measure.
-        levels: Statistics of previous norms and losses, one array with the fields of `Levels`.
+        levels: Statistics of previous norms and losses, as returned by `init_levels`.
         incidents: Log of incidents; its `step_count` is the metric `watch_step`.
         tap_sums: Tap statistics of the last call, float32[taps, 2, 5], zeros if none were passed;
             None for a `watch` without taps.
@@ -156,8 +156,8 @@ def watch(
     loss; a leaf or layer whose norm has risen relative to the others; a gradient that has become
     zero; a device whose parameters differ; or a step that an inner guard skipped. The loss is the
     extra argument `value` or `loss` of `update`. Outliers are not detected in the first 16 steps,
-    and thresholds are wider until step 64. From step 16 to 128, a loss or a norm above 8 times the
-    largest previous value is always an incident.
+    and thresholds are wider until step 64. From step 16 to 128, a loss or a norm is also an outlier
+    if it exceeds 8 times the largest previous value.
 
     | call | metrics and incidents |
     | --- | --- |
@@ -224,7 +224,7 @@ def watch(
     kinds = _checked_kinds(of)
     cut = as_granularity(granularity)
     check_length("max_incidents", max_incidents)
-    check_number("spike_threshold", spike_threshold, "OLMo-core uses 6; pass inf for none.")
+    check_number("spike_threshold", spike_threshold, "Pass 6, or inf to disable the thresholds.")
     replicas = check_axis_name(replica_axis)
     check_count("check_every", check_every, "Pass the number of steps between two checks.")
     tap_names, no_sums = ([], None) if taps is None else read_sums("taps", taps)
@@ -290,7 +290,7 @@ def watch(
 
 
 def _checked_kinds(of: Sequence[str]) -> tuple[str, ...]:
-    """Validate `of`; return it with "gradient" in the order of `KINDS`."""
+    """Validate `of`, add "gradient", and return the kinds in the order of `KINDS`."""
     if isinstance(of, str) or not isinstance(of, Sequence):
         hint = 'Pass for example ("gradient", "update").'
         raise type_error("of", f"a sequence of {', '.join(map(repr, KINDS))}", shortened(of), hint)

@@ -160,7 +160,7 @@ def _accumulated(eqn: core.JaxprEqn, flags: Sequence[bool]) -> list[int]:
 def _is_added_to(jaxpr: core.Jaxpr, start: core.Var, end: core.Var | core.Literal) -> bool:
     """Return whether a scan body uses a carry only to add values to it.
 
-    Each partial sum may be read only once, by the next addition, which excludes `w + w`.
+    Each partial sum must be read only once, by the next addition. `w + w` reads it twice.
     """
     v = start
     while True:

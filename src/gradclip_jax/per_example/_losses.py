@@ -62,7 +62,7 @@ class Loss:
     has_weight: bool
 
     def __post_init__(self) -> None:
-        check_callable("fun", self.fun, "Pass the loss of one example.")
+        check_callable("fun", self.fun, "Pass a function that returns the loss of one example.")
 
     def bind(self, args: Sequence[Tree], kwargs: dict[str, Any], parts: int = 1) -> "Examples":
         """Check the arguments of a call, and separate the parameters from the batch."""
@@ -89,7 +89,7 @@ class Loss:
                 raise
             weight = jnp.asarray(1 if weight is None else weight, jnp.float32)
             if weight.ndim:
-                rule = "a function whose weight is a scalar"
+                rule = "a function that returns a scalar weight"
                 raise type_error("fun", rule, describe(weight), "Return the weight of one example.")
             return jnp.asarray(value), (weight, aux)
 

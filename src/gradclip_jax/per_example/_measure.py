@@ -5,8 +5,8 @@ The squared norm of `sum over t of F1_t F2_t` is the sum over s and t of
 terms, their inner products are computed in the same way. The gradient of an example is materialized
 if cancellation between tokens, overflow or underflow makes its norm inaccurate.
 
-A squared norm is returned with a bound on its error beyond the rounding error of a plain sum. Both
-numbers are zero if and only if the gradient is exactly zero.
+Each squared norm is returned with an error bound, which does not include the rounding error of a
+plain sum. Both numbers are zero if and only if the gradient is exactly zero.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from ._lazy import Axis, Factor, Labels, Lazy, Term, Value, all_or_none, as_arra
 # Relative rounding error of a contraction, as a multiple of the machine epsilon.
 # The error is small because backends sum over axes and tokens in blocks.
 _ROUNDING = 4
-# Maximum relative error of a squared norm, which is a relative error of 1e-5 in the norm.
+# Maximum relative error of a squared norm; the norm has half of this error.
 _TOLERANCE = 2e-5
 # The error bound adds this constant to absolute values, because their squares may underflow.
 _FLOOR = 2.0**-100
@@ -96,7 +96,7 @@ def _squares(x: Array) -> Array:
 
 
 def _by_rows(term: Term | None) -> Term | None:
-    """Flatten all summed labels of a term into one leading row axis of each factor."""
+    """Reshape all factors of a product so that the summed axes become one leading axis."""
     if term is None or any(len(axis.labels) != 1 for axis in term.axes):
         return None
     kept, summed, sizes, count = term.kept, term.summed, term.sizes, term.rows

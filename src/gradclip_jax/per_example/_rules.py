@@ -115,7 +115,7 @@ def _without_dropped(f: Factor, rows: Factor) -> Factor:
 def _added_to(eqn: JaxprEqn) -> Sequence[int]:
     """Return the positions of the operands of a scatter that may be gradients.
 
-    Scatter updates with fewer than two window axes are activations and become a factor.
+    The updates of a scatter with fewer than two window axes are activations, not gradients.
     """
     return (0,) if len(eqn.params["dimension_numbers"].update_window_dims) < 2 else (0, 2)
 
@@ -311,7 +311,7 @@ def _parts(x: Lazy, axis: int, sizes: Sequence[int]) -> list[Lazy] | None:
 
 
 RULES: dict[str, Rule] = {
-    # These primitives create factors from ordinary arrays.
+    # Primitives of linear layers, whose per-example gradients are products of two arrays.
     "dot_general": Rule(_dot_general, (), starts=True),
     "conv_general_dilated": Rule(_convolution, (), starts=True),
     **dict.fromkeys(("scatter-add", "scatter_add"), Rule(_scatter_add, _added_to, starts=True)),
