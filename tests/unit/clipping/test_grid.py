@@ -17,8 +17,6 @@ import gradclip_jax as gcx
 import rule_oracles
 from gradclip_jax import granularities, thresholds
 
-pytestmark = pytest.mark.slow
-
 SHAPES = {"a": (3, 4), "b": (3, 2, 2), "c": (5,)}
 STEPS = 7
 
@@ -130,7 +128,10 @@ def unit_norms(leaves: dict[str, np.ndarray], units: dict[str, Any]) -> np.ndarr
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("threshold", THRESHOLDS)
+@pytest.mark.parametrize(
+    "threshold",
+    [x if x == "tree" else pytest.param(x, marks=pytest.mark.slow) for x in THRESHOLDS],
+)
 def test_every_step_of_every_unit_is_that_of_the_formula(granularity, threshold):
     case, (value, thresholds_of) = GRANULARITIES[granularity], THRESHOLDS[threshold]
     grads, params = stream(), parameters()
