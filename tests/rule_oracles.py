@@ -47,16 +47,16 @@ def zscore(
 
 
 def mean_std(
-    norms, z_threshold: float, window: int, warmup_steps: int, floor: float = 0.0
+    norms, z_threshold: float, window: int, warmup_steps: int, floor: float = 0.0, ddof: int = 0
 ) -> np.ndarray:
-    """OLMo-core and levanter: of the `window` norms before this one, population variance."""
+    """OLMo-core and levanter: of the `window` norms before this one."""
     out = []
     for t in range(len(norms)):
         before = norms[max(0, t - window) : t]
         if t < warmup_steps:
             out.append(math.inf)
         else:
-            std = max(np.std(before), floor * np.mean(before))
+            std = max(np.std(before, ddof=ddof), floor * np.mean(before))
             out.append(np.mean(before) + z_threshold * std)
     return np.array(out)
 

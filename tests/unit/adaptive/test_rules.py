@@ -203,24 +203,11 @@ def test_mean_std_gives_what_levanter_gives(run):
     np.testing.assert_array_equal(taken, np.array(run.gave["step_factor"][:until], bool))
 
 
-@recordings("olmo_skip_step", "constant_16")
-def test_mean_std_gives_what_olmo_gives(run):
-    window = run.given["rolling_interval_length"]
-    # It counts the present norm as well: one step earlier than levanter.
-    rule = thresholds.mean_std(run.given["sigma_factor"], window, window // 2 - 1, ddof=1)
-    until = until_zero(run)
-    found, _ = follow(rule, run.norms)
-    taken = (run.norms <= found)[:until]
-    np.testing.assert_array_equal(taken, np.array(run.gave["step_factor"][:until], bool))
-    theirs = recorded.numbers(run.gave["norm_threshold_from_their_history"])
-    used = slice(window // 2 - 1, until)
-    np.testing.assert_allclose(found[used], theirs[used], rtol=50 * EPS)
-
-
-def test_mean_std_is_mean_and_deviation_of_the_window():
+@pytest.mark.parametrize("ddof", [0, 1])  # OLMo-core has one
+def test_mean_std_is_mean_and_deviation_of_the_window(ddof):
     norms = lognormal(100)
-    found, _ = follow(thresholds.mean_std(3.0, 20, 10), norms)
-    want = oracles.mean_std(rounded(norms), 3.0, 20, 10, floor=0.01)
+    found, _ = follow(thresholds.mean_std(3.0, 20, 10, ddof=ddof), norms)
+    want = oracles.mean_std(rounded(norms), 3.0, 20, 10, floor=0.01, ddof=ddof)
     np.testing.assert_allclose(found, np.minimum(want, UNBOUNDED), rtol=20 * EPS)
 
 
@@ -425,43 +412,6 @@ def test_a_spike_in_the_warm_up_is_forgotten(rule):
     assert found[-1] < 10.0
 
 
-@each_rule
-def test_a_rule_is_elementwise(rule):
-    norms = lognormal(80).reshape(40, 2) * [1.0, 50.0]
-    norms[10:, 1] *= 3
-
-    @jax.jit
-    def together_of(norms):
-        def step(state, norm):
-            threshold, state = rule.update(norm, state, None)
-            return state, (threshold, state)
-
-        return jax.lax.scan(step, rule.init(norms[0]), norms)[1]
-
-    together, states = together_of(jnp.float32(norms.reshape(40, 1, 2)))
-    for unit in range(2):
-        apart, apart_states = follow(rule, norms[:, unit])
-        # A sum over the window may be added up in another order.
-        np.testing.assert_allclose(together[:, 0, unit], apart, rtol=8 * EPS)
-        jax.tree.map(
-            lambda x, y, u=unit: np.testing.assert_allclose(x[..., 0, u], y, rtol=8 * EPS),
-            states,
-            apart_states,
-        )
-
-
-@each_rule
-def test_a_state_keeps_its_structure_and_types(rule):
-    for shape in [(), (3,), (1, 2)]:
-        first = rule.init(jnp.zeros(shape))
-        with compat.strict():
-            _, later = jax.eval_shape(rule.update, jnp.ones(shape), first, None)
-        described = jax.tree.map(lambda x: (x.shape, x.dtype), first)
-        assert described == jax.tree.map(lambda x: (x.shape, x.dtype), later)
-        assert all(x.dtype in (jnp.float32, jnp.int32) for x in jax.tree.leaves(first))
-
-
-@pytest.mark.slow
 @each_rule
 def test_a_rule_is_differentiable_after_zeros_and_steps_that_are_not_finite(rule):
     sizes = jnp.array([0.0, 1.0, 0.0, *np.full(12, 2.0), 50.0, 0.0, 3.0, 2.0, 50.0])

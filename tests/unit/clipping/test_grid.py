@@ -5,6 +5,7 @@ its own norms so far, and the factor. It shares nothing with the library.
 """
 
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -127,10 +128,12 @@ def unit_norms(leaves: dict[str, np.ndarray], units: dict[str, Any]) -> np.ndarr
     return np.sqrt(np.bincount(np.concatenate(ids), np.concatenate(squares)))
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize(
-    "threshold",
-    [x if x == "tree" else pytest.param(x, marks=pytest.mark.slow) for x in THRESHOLDS],
+    ("granularity", "threshold"),
+    [
+        pytest.param(x, y, marks=() if x == "axis" or y == "tree" else pytest.mark.slow)
+        for x, y in itertools.product(GRANULARITIES, THRESHOLDS)
+    ],
 )
 def test_every_step_of_every_unit_is_that_of_the_formula(granularity, threshold):
     case, (value, thresholds_of) = GRANULARITIES[granularity], THRESHOLDS[threshold]
