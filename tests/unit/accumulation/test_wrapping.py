@@ -90,15 +90,6 @@ def test_any_optimizer_takes_the_mean_of_bfloat16_gradients(name):
     chex.assert_trees_all_close(wide(updates[1]), wide(wanted), atol=float(bound))
 
 
-def test_a_weakly_typed_inner_state_costs_no_second_trace():
-    inner = optax.GradientTransformation(
-        lambda params: jnp.asarray(1.0), lambda updates, state, params=None: (updates, state * 2)
-    )
-    tx = gcx.accumulate_gradients(inner, 2)
-    assert not tx.init(PARAMS).inner_opt_state.weak_type
-    run(tx, PARAMS, grads_of(3))
-
-
 @pytest.mark.parametrize("fast", [False, True], ids=["update", "apply_gradients"])
 def test_lookahead_may_be_inside(fast):
     grads = grads_of(4)

