@@ -269,7 +269,6 @@ def test_second_derivatives_are_those_of_the_real_batch(count):
     agree(found, jax.grad(lambda p: norm(p, jax.value_and_grad(loss), batch_of(size)))(PARAMS))
 
 
-@pytest.mark.slow
 def test_each_device_may_have_a_number_of_its_own():
     counts = np.array([3, 0, 1, 2], np.int32)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
@@ -277,21 +276,17 @@ def test_each_device_may_have_a_number_of_its_own():
 
     @jax.jit
     @functools.partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=(PartitionSpec(), data, data),
-        out_specs=(data, PartitionSpec()),
+        jax.shard_map, mesh=mesh, in_specs=(data, data), out_specs=(data, PartitionSpec())
     )
-    def run(params, batch, count):
-        take = gcx.microbatched_value_and_grad(loss, PARTS, num_real_microbatches=count[0])
-        value, grads = take(params, batch)
-        return value[None], grads
+    def run(batch, count):
+        outputs, grads = in_real_parts(count[0], batch)
+        return jax.tree.map(lambda x: x[None], outputs), grads
 
     on_devices = [arranged(count)[0] for count in counts]
-    values, grads = run(PARAMS, jax.tree.map(lambda *x: np.concatenate(x), *on_devices), counts)
-    real = [jax.value_and_grad(loss)(PARAMS, batch_of(n * EACH)) for n in counts if n]
-    agree(values, jnp.insert(jnp.array([value for value, _ in real]), 1, 0.0))
-    agree(grads, jax.tree.map(lambda *g: sum(g), *(g for _, g in real)))
+    outputs, grads = run(jax.tree.map(lambda *x: np.concatenate(x), *on_devices), counts)
+    alone = [in_traced_parts(count, batch) for count, batch in zip(counts, on_devices, strict=True)]
+    agree(outputs, jax.tree.map(lambda *x: jnp.stack(x), *(one for one, _ in alone)))
+    agree(grads, jax.tree.map(lambda *x: sum(x), *(one for _, one in alone)))
 
 
 # --- aux ------------------------------------------------------------------------------------
@@ -589,30 +584,6 @@ def test_inside_shard_map_the_gradient_is_reduced_once_after_the_loop():
     assert sum(sizes) == sum(p.size for p in jax.tree.leaves(PARAMS)) + 1
     assert len([s for s in sizes if s > 1]) == (1 if compat.VERSION >= (0, 10) else 2)
     agree(run(PARAMS, batch), jax.value_and_grad(loss)(PARAMS, jax.device_get(batch)))
-
-
-def test_inside_shard_map_weights_and_aux_come_back_for_each_device():
-    batch = sharded_batch(mesh_of())
-
-    def fun(params, batch):
-        value, count = token_loss(params, batch)
-        aux = {"rows": errors(params, batch), "count": jnp.sum(batch["x"] > 0), "mean": value}
-        return value, (count, aux)
-
-    def run(take):
-        def step(params, batch):
-            outputs, grads = take(params, batch)
-            return jax.tree.map(lambda x: x[None], outputs), grads
-
-        spec, data = PartitionSpec(), PartitionSpec("data")
-        mapped = jax.shard_map(step, mesh=mesh_of(), in_specs=(spec, data), out_specs=(data, spec))
-        return jax.jit(mapped)(PARAMS, batch)
-
-    words = {"rows": None, "count": "sum", "mean": "mean"}
-    ours = run(
-        gcx.microbatched_value_and_grad(fun, 4, has_weight=True, has_aux=True, aux_reduction=words)
-    )
-    agree(ours, run(jax.value_and_grad(fun, has_aux=True)))
 
 
 def test_without_aux_the_function_only_ever_sees_a_micro_batch():

@@ -184,23 +184,6 @@ def test_a_window_of_zero_weight_that_the_host_closes_emits_nothing(wrap):
 # --- when the inner optimizer runs, and what it sees ----------------------------------------
 
 
-def test_the_inner_optimizer_runs_only_at_emission_inside_scan():
-    seen, params = [], params_like()
-    tx = gcx.accumulate_gradients(watcher(seen), 4)
-
-    @jax.jit
-    def epoch(params, state):
-        def step(carry, _):
-            params, state = carry
-            return gcx.apply_gradients(tx, params, state, params), gcx.has_updated(state)
-
-        return jax.lax.scan(step, (params, state), length=11)
-
-    epoch(params, tx.init(params))
-    jax.effects_barrier()
-    assert seen == [0, 1]
-
-
 def test_the_inner_optimizer_sees_the_precision_of_the_accumulator():
     seen = []
 

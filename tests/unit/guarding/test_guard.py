@@ -130,7 +130,7 @@ def test_a_nan_is_skipped_in_a_large_leaf_whatever_the_order_of_the_norm(ord):
         assert state.skipped_nonfinite == 1 and not updates.any()
 
 
-@each_guard
+@pytest.mark.parametrize("guard", [*GUARDS.values(), gcx.dynamic_loss_scale])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_nan_on_one_shard_is_skipped_by_all_devices(guard, check_vma):
     # The parameter "w" is replicated: with `check_vma` the verdict has to be typed as such.
