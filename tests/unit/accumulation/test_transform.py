@@ -199,14 +199,6 @@ def test_the_inner_optimizer_sees_the_precision_of_the_accumulator():
     chex.assert_trees_all_equal_dtypes(*updates, params)
 
 
-def test_update_dtypes_are_those_the_inner_optimizer_gives_on_plain_gradients():
-    params = {"low": jnp.ones(2, jnp.bfloat16), "full": jnp.ones(2), "half": jnp.ones(2, "float16")}
-    inner = optax.adamw(0.1)
-    plain, _ = inner.update(params, inner.init(params), params)
-    for updates in run(gcx.accumulate_gradients(inner, 2), params, [params] * 2)[0]:
-        chex.assert_trees_all_equal_shapes_and_dtypes(updates, plain)
-
-
 BY_LEAF = {"w": jnp.bfloat16, "b": "float32"}
 
 

@@ -38,18 +38,6 @@ def widened(fun):
     return optax.stateless(lambda u, p: fun(u.astype(jnp.float32)).astype(u.dtype))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 1000, BLOCK - 1, BLOCK, 3 * BLOCK])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_one_bad_element_is_found_in_a_leaf_of_any_size(size, bad):
-    look = jax.jit(is_taken)
-    good = jnp.ones(size)
-    assert look(good)
-    for place in {0, size // 2, size - 1}:
-        assert not look(good.at[place].set(bad))
-    assert not look(jnp.full(size, bad))
-
-
 @pytest.mark.parametrize("dtype", ["float32", "complex64", *LOW])
 @pytest.mark.parametrize("size", [3, pytest.param(2 * BLOCK, marks=pytest.mark.slow)])
 def test_the_largest_number_of_every_dtype_is_finite_and_a_nan_is_not(dtype, size):
