@@ -54,17 +54,20 @@ def test_a_skip_for_the_norm_does_not_run_the_optimizer():
     assert skipped.tolist() == [True, False] and ran == [1]
 
 
-def test_the_verdict_costs_one_all_reduce_in_shard_map():
+@pytest.mark.parametrize("guard", [gcx.skip_nonfinite, lambda tx: gcx.skip_large_norm(tx, 1.0)])
+def test_the_verdict_costs_one_all_reduce_of_a_number_in_shard_map(guard):
     mesh = Mesh(np.array(jax.devices()), ("data",))
     spec = PartitionSpec("data")
-    tx = gcx.skip_large_norm(optax.sgd(1.0), 1.0)
+    tx, specs = guard(optax.sgd(1.0)), {"a": spec, "b": PartitionSpec()}
 
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=({"a": spec, "b": spec},), out_specs=spec)
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs,), out_specs=spec)
     def step(grads):
         return tx.update(grads, tx.init(grads))[0]["a"]
 
     text = hlo.compiled(step, {"a": jnp.ones(64), "b": jnp.ones((64, 4))})
-    assert hlo.count(text, "all-reduce") == 1
+    assert hlo.all_reduced(text) == [1]
+    for moves in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter"):
+        assert hlo.count(text, moves) == 0
 
 
 @pytest.mark.parametrize(
