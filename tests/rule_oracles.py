@@ -47,16 +47,16 @@ def zscore(
 
 
 def mean_std(
-    norms, z_threshold: float, window: int, warmup_steps: int, floor: float = 0.0
+    norms, z_threshold: float, window: int, warmup_steps: int, floor: float = 0.0, ddof: int = 0
 ) -> np.ndarray:
-    """OLMo-core and levanter: of the `window` norms before this one, population variance."""
+    """OLMo-core and levanter: of the `window` norms before this one."""
     out = []
     for t in range(len(norms)):
         before = norms[max(0, t - window) : t]
         if t < warmup_steps:
             out.append(math.inf)
         else:
-            std = max(np.std(before), floor * np.mean(before))
+            std = max(np.std(before, ddof=ddof), floor * np.mean(before))
             out.append(np.mean(before) + z_threshold * std)
     return np.array(out)
 
@@ -115,24 +115,19 @@ def u_clip(grads, clip) -> tuple[np.ndarray, np.ndarray]:
     return np.array(emitted), np.array(carries)
 
 
-def acclip(grads, b1: float, b2: float, alpha: float, eps: float) -> dict[str, np.ndarray]:
-    """ACClip, 1912.03194, algorithm 2."""
+def acclip(grads, b1: float, b2: float, alpha: float, eps: float) -> np.ndarray:
+    """ACClip, 1912.03194, algorithm 2: the updates."""
     m, tau = np.zeros(grads.shape[1:]), np.zeros(grads.shape[1:])
     out = []
     for g in grads:
         m = b1 * m + (1 - b1) * g
         tau = b2 * tau + (1 - b2) * np.abs(g) ** alpha
         out.append(np.minimum(tau ** (1 / alpha) / (np.abs(m) + eps), 1) * m)
-    return {"update": np.array(out), "m": m, "tau": tau}
+    return np.array(out)
 
 
-def spam(
-    grads, theta: float, decay: float, warmup: int, reset_every: float, dead: bool = True
-) -> dict[str, np.ndarray]:
-    """SPAM, 2501.06842, algorithm 1, with the grace periods of the authors' code.
-
-    `dead`: what was zero all the time is clipped to zero, as in the code.
-    """
+def spam(grads, theta: float, decay: float, warmup: int, reset_every: float) -> np.ndarray:
+    """SPAM, 2501.06842, algorithm 1, with the grace periods of the authors' code: the updates."""
     v = np.zeros(grads.shape[1:])
     out = []
     for t, g in enumerate(grads, 1):
@@ -140,20 +135,18 @@ def spam(
         if since == 0:
             v = np.zeros_like(v)
         if t >= warmup and since >= warmup:
-            is_spike = g**2 > theta * v
-            is_spike &= (v > 0) | dead
-            g = np.where(is_spike, np.sign(g) * np.sqrt(theta * v), g)
+            g = np.where(g**2 > theta * v, np.sign(g) * np.sqrt(theta * v), g)
         v = decay * v + (1 - decay) * g**2
         out.append(g)
-    return {"clipped": np.array(out), "v": v}
+    return np.array(out)
 
 
 def stable_spam(
     grads, max_decay: float, norm_decay: float, square_decay: float, eps: float
-) -> dict[str, np.ndarray]:
+) -> np.ndarray:
     """AdaClip and AdaGN of Stable-SPAM, 2502.17055, for one leaf; t is never set back."""
     peak = norm = square = 0.0
-    out: dict[str, list] = {"adaclip": [], "adagn": [], "peak": [], "norm": [], "square": []}
+    out = []
     for t, g in enumerate(grads, 1):
         largest = np.abs(g).max()
         peak = max_decay * peak + (1 - max_decay) * largest
@@ -163,10 +156,8 @@ def stable_spam(
         norm = norm_decay * norm + (1 - norm_decay) * length
         square = square_decay * square + (1 - square_decay) * length**2
         wanted = norm / (1 - norm_decay**t) / (math.sqrt(square / (1 - square_decay**t)) + eps)
-        values = (g, g / length * wanted if length > 0 else g, peak, norm, square)
-        for name, value in zip(out, values, strict=True):
-            out[name].append(value)
-    return {name: np.array(values) for name, values in out.items()}
+        out.append(g / length * wanted if length > 0 else g)
+    return np.array(out)
 
 
 def stable_adamw(

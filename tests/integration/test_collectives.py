@@ -37,27 +37,6 @@ def values(shape, seed):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-# --- one clip -------------------------------------------------------------------------------
-
-
-TREE = {"data": values((16, 16), 0), "none": values((16, 16), 1)}
-
-
-def test_guard_inside_shard_map_is_one_scalar_all_reduce():
-    mesh = make_mesh(data=8)
-    tx = gcx.skip_nonfinite(optax.sgd(1.0))
-    spec = {"data": P("data"), "none": P()}
-    state = tx.init(TREE)
-
-    def step(params, state, grads):
-        return gcx.apply_gradients(tx, grads, state, params)
-
-    sharded = jax.shard_map(step, mesh=mesh, in_specs=(spec, P(), spec), out_specs=(spec, P()))
-    text = hlo.compiled(sharded, TREE, state, TREE)
-    assert hlo.all_reduced(text) == [1]
-    assert not any(hlo.count(text, op) for op in MOVES)
-
-
 # --- one gradient reduction per window --------------------------------------------------------
 
 

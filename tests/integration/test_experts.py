@@ -1,4 +1,4 @@
-"""One norm over experts, tensors and stages: docs/experts.md."""
+"""Experts without tokens: docs/experts.md. Norms over shards are in unit/clipping/test_sharding.py."""
 
 import functools
 
@@ -7,58 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-import compat
 import gradclip_jax as gcx
-import hlo
 
-needs_eight = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
-MOVES = ("all-gather", "all-to-all", "collective-permute", "reduce-scatter")
-SPECS = {"experts": P("expert"), "both": P("expert", "tensor"), "tensor": P("tensor"), "all": P()}
-SHAPES = {"experts": (4, 6, 4), "both": (4, 8, 3), "tensor": (8, 4), "all": (7,)}
-GRADS = {
-    name: np.random.default_rng(i).normal(size=shape).astype(np.float32)
-    for i, (name, shape) in enumerate(SHAPES.items())
-}
-EXACT = np.sqrt(sum((x.astype(np.float64) ** 2).sum() for x in GRADS.values()))
-
-
-def clip(grads):
-    return gcx.clip_grad_norm(grads, 1.0)
-
-
-def placed(kind):
-    mesh = jax.make_mesh((4, 2), ("expert", "tensor"), axis_types=(kind,) * 2)
-    return mesh, {k: jax.device_put(x, NamedSharding(mesh, SPECS[k])) for k, x in GRADS.items()}
-
-
-@needs_eight
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["jit", "explicit", "shard_map"])
-def test_each_expert_counts_once_and_nothing_is_gathered(how):
-    mesh, grads = placed(AxisType.Explicit if how == "explicit" else AxisType.Auto)
-    function = clip
-    if how == "shard_map":
-        function = jax.shard_map(clip, mesh=mesh, in_specs=(SPECS,), out_specs=(SPECS, P()))
-    with jax.set_mesh(mesh):
-        step = jax.jit(function).lower(grads).compile()
-    clipped, norm = step(grads)
-    np.testing.assert_allclose(norm, EXACT, rtol=1e-6)
-    for name, x in clipped.items():
-        np.testing.assert_allclose(x, GRADS[name] / EXACT, rtol=1e-6, atol=1e-8)
-    text = step.as_text()
-    assert not any(hlo.count(text, op, branches=True) for op in MOVES)
-    sizes = hlo.all_reduced(text)
-    assert max(sizes) <= len(SPECS)  # scalars
-    if how == "shard_map":
-        assert sizes == [1]
-    elif compat.VERSION >= (0, 10):
-        assert len(sizes) <= 3  # experts; tensors; both
-
-
-# --- an expert without tokens -----------------------------------------------------------------
+pytestmark = pytest.mark.slow
 
 EXPERTS, WIDTH = 4, 8
 PARAMS = {
@@ -100,7 +52,6 @@ def moe_gradient():
     return jax.jit(jax.grad(moe_loss))(PARAMS, TOKENS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("make", IDLE_STEPS.values(), ids=IDLE_STEPS)
 def test_expert_without_tokens_stays_as_it_is_and_hurts_no_other(make):
     grads, tx = moe_gradient(), make()

@@ -1,5 +1,6 @@
 """Several processes, as on several hosts: the numbers of one, and no process left waiting."""
 
+import contextlib
 import functools
 import json
 import os
@@ -27,36 +28,41 @@ def free_port():
         return probe.getsockname()[1]
 
 
+def environment_of_users():
+    """The environment without settings of JAX, for a process that imports what this one does."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
+    return kept | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+
+
+def run_together(commands, folder, environment):
+    """Runs one process for each command; `(exit code, output)` of each."""
+    started = time.monotonic()
+    logs = [folder / f"{i}.log" for i in range(len(commands))]
+    with contextlib.ExitStack() as running:
+        processes = []
+        for command, path in zip(commands, logs, strict=True):
+            log = running.enter_context(path.open("w"))
+            words = [sys.executable, *map(str, command)]
+            process = subprocess.Popen(words, env=environment, stdout=log, stderr=log)
+            running.callback(process.wait)
+            running.callback(process.kill)
+            processes.append(process)
+        for process in processes:
+            process.wait(timeout=max(PATIENCE - (time.monotonic() - started), 0.1))
+    texts = [path.read_text(errors="replace") for path in logs]
+    return [(x.returncode, text) for x, text in zip(processes, texts, strict=True)]
+
+
 def launch(what, processes, folder, *options):
-    """Runs the worker in so many processes; `(exit code, output)` of each, and the seconds."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
-    environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    common = [sys.executable, WORKER, what, "--of", processes, "--port", free_port(), *options]
-    started, running = time.monotonic(), []
-    try:
-        for i in range(processes):
-            command = [*common, "--process", i, "--out", folder / f"{i}.json"]
-            with (folder / f"{i}.log").open("w") as log:
-                running.append(
-                    subprocess.Popen(
-                        [str(word) for word in command], env=environment, stdout=log, stderr=log
-                    )
-                )
-        for process in running:
-            left = PATIENCE - (time.monotonic() - started)
-            process.wait(timeout=max(left, 0.1))
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-    seconds = time.monotonic() - started
-    logs = [(folder / f"{i}.log").read_text(errors="replace") for i in range(processes)]
-    return [(p.returncode, log) for p, log in zip(running, logs, strict=True)], seconds
+    """Runs the worker in so many processes."""
+    common = [WORKER, what, "--of", processes, "--port", free_port(), *options]
+    commands = [[*common, "--process", i, "--out", folder / f"{i}.json"] for i in range(processes)]
+    return run_together(commands, folder, environment_of_users())
 
 
 def launch_training(processes, folder, *cases):
     """What each process saw."""
-    ended, _ = launch("train", processes, folder, "--cases", *cases)
+    ended = launch("train", processes, folder, "--cases", *cases)
     for i, (code, log) in enumerate(ended):
         assert code == 0, f"process {i} of {processes}:\n{log[-3000:]}"
     return [json.loads((folder / f"{i}.json").read_text()) for i in range(processes)]
@@ -119,11 +125,12 @@ def test_several_processes_see_what_one_device_sees(processes, tmp_path):
 
 @pytest.mark.parametrize("who", [0, 1], ids=["coordinator", "other"])
 def test_death_of_a_process_ends_the_others_with_an_error(tmp_path, who):
-    ended, seconds = launch("die", 2, tmp_path, "--who", who, "--heartbeat", HEARTBEAT)
+    started = time.monotonic()
+    ended = launch("die", 2, tmp_path, "--who", who, "--heartbeat", HEARTBEAT)
     assert ended[who][0] == 7, ended[who][1][-3000:]
     code, log = ended[1 - who]
     assert code not in (0, 7), log[-3000:]
     # It worked until then, and was not killed for waiting too long. (Step `DEATH - 1`, which the
     # other process ended, it had begun; it may have been ended before it printed that.)
     assert f"{process_worker.DEATH - 2} " in log
-    assert seconds < PATIENCE / 2
+    assert time.monotonic() - started < PATIENCE / 2

@@ -1,20 +1,17 @@
 """examples/sharded_transformer.py learns, and resumes in the middle of a window on any mesh."""
 
-import contextlib
 import importlib.util
 import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from test_processes import PATIENCE, free_port
+from test_processes import environment_of_users, free_port, run_together
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "sharded_transformer.py"
 SIZES = {"batch-size": 16, "length": 32, "layers": 1, "width": 32, "every": 4}
@@ -41,33 +38,20 @@ def run_here(folder, *words):
 
 def run_apart(folder, *words, processes=1):
     """Runs the example as users do, in so many processes with eight devices together."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
-    environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    environment = environment_of_users()
     # Compiled as in this process: numbers are compared to the last bit.
     environment["XLA_FLAGS"] = re.sub(
         r"(device_count=)\d+", rf"\g<1>{8 // processes}", os.environ["XLA_FLAGS"]
     )
     environment["JAX_PLATFORMS"] = "cpu"
     summary = folder / "summary.json"
-    command = [sys.executable, str(SCRIPT), *words, "--summary", str(summary)]
+    command = [SCRIPT, *words, "--summary", summary]
     if processes > 1:
-        where = f"127.0.0.1:{free_port()}"
-        command += ["--coordinator", where, "--num-processes", str(processes)]
-    with contextlib.ExitStack() as running:
-        started = []
-        for i in range(processes):
-            own = ["--process-id", str(i)] if processes > 1 else []
-            log = running.enter_context((folder / f"{i}.log").open("w"))
-            process = subprocess.Popen(
-                [*command, *own], env=environment, stdout=log, stderr=subprocess.STDOUT
-            )
-            running.callback(process.wait)
-            running.callback(process.kill)
-            started.append(process)
-        codes = [process.wait(timeout=PATIENCE) for process in started]
-    logs = [(folder / f"{i}.log").read_text(errors="replace") for i in range(processes)]
-    assert codes == [0] * processes, "\n".join(log[-3000:] for log in logs)
-    return json.loads(summary.read_text()), logs[0]
+        command += ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", processes]
+    own = [["--process-id", i] if processes > 1 else [] for i in range(processes)]
+    ended = run_together([[*command, *one] for one in own], folder, environment)
+    assert [code for code, _ in ended] == [0] * processes, "\n".join(x[-3000:] for _, x in ended)
+    return json.loads(summary.read_text()), ended[0][1]
 
 
 def copied(folder, name, step):

@@ -87,11 +87,6 @@ def test_a_step_reuses_every_buffer_and_needs_scratch_only_to_clip(name, limit):
 
 
 @pytest.mark.parametrize("name", INNER)
-def test_scratch_of_update_is_that_of_its_updates(name):
-    assert scratch(compiled(update_step, name)) <= 1.3
-
-
-@pytest.mark.parametrize("name", INNER)
 def test_a_step_inside_scan_copies_nothing_and_needs_the_gradient_as_scratch(name):
     program = compiled(scanned, name)
     assert scratch(program) <= 2.05

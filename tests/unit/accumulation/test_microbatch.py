@@ -3,8 +3,6 @@
 import functools
 
 import chex
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +13,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import compat
 import gradclip_jax as gcx
 import hlo
-import oracles
 import trees
 
 BATCH = 24
@@ -74,20 +71,15 @@ def test_it_can_be_vmapped_over_parameters():
     agree(ours, jax.vmap(jax.value_and_grad(loss), (0, None))(stacked, batch_of()))
 
 
-def test_batches_may_be_several_arguments_and_any_pytree():
+@pytest.mark.parametrize(
+    ("argnums", "batch_argnums"), [(0, (1, 3)), (-4, (1, -1)), ((2, 0), (1, 3)), ((0,), (1, 3))]
+)
+def test_arguments_are_chosen_as_by_jax_and_batches_are_any_pytrees(argnums, batch_argnums):
     def fun(params, x, scale, rest):
         return loss(params, {"x": x * scale, "y": rest[0]["y"]})
 
-    for argnums in ((1, 3), (1, -1)):
-        agree(*both(fun, 4, PARAMS, X, 2.0, [{"y": Y}, None], batch_argnums=argnums))
-
-
-@pytest.mark.parametrize("argnums", [-2, (1, 0), (0,)])
-def test_argnums_are_those_of_jax(argnums):
-    def fun(shift, params, batch):
-        return loss(params, {**batch, "x": batch["x"] + shift})
-
-    agree(*both(fun, 4, jnp.ones(4), PARAMS, batch_of(), argnums=argnums, batch_argnums=2))
+    args = PARAMS, X, 2.0, [{"y": Y}, None]
+    agree(*both(fun, 4, *args, argnums=argnums, batch_argnums=batch_argnums))
 
 
 def test_complex_parameters():
@@ -277,7 +269,6 @@ def test_second_derivatives_are_those_of_the_real_batch(count):
     agree(found, jax.grad(lambda p: norm(p, jax.value_and_grad(loss), batch_of(size)))(PARAMS))
 
 
-@pytest.mark.slow
 def test_each_device_may_have_a_number_of_its_own():
     counts = np.array([3, 0, 1, 2], np.int32)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
@@ -285,40 +276,17 @@ def test_each_device_may_have_a_number_of_its_own():
 
     @jax.jit
     @functools.partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=(PartitionSpec(), data, data),
-        out_specs=(data, PartitionSpec()),
+        jax.shard_map, mesh=mesh, in_specs=(data, data), out_specs=(data, PartitionSpec())
     )
-    def run(params, batch, count):
-        take = gcx.microbatched_value_and_grad(loss, PARTS, num_real_microbatches=count[0])
-        value, grads = take(params, batch)
-        return value[None], grads
+    def run(batch, count):
+        outputs, grads = in_real_parts(count[0], batch)
+        return jax.tree.map(lambda x: x[None], outputs), grads
 
     on_devices = [arranged(count)[0] for count in counts]
-    values, grads = run(PARAMS, jax.tree.map(lambda *x: np.concatenate(x), *on_devices), counts)
-    real = [jax.value_and_grad(loss)(PARAMS, batch_of(n * EACH)) for n in counts if n]
-    agree(values, jnp.insert(jnp.array([value for value, _ in real]), 1, 0.0))
-    agree(grads, jax.tree.map(lambda *g: sum(g), *(g for _, g in real)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_a_sharded_batch_may_have_padding(kind):
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,), devices=jax.devices()[:2])
-    batch, _ = arranged(3)
-    batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
-    params = jax.device_put(PARAMS, NamedSharding(mesh, PartitionSpec()))
-
-    @jax.jit
-    def run(params, batch, count):
-        return gcx.microbatched_value_and_grad(loss, PARTS, num_real_microbatches=count)(
-            params, batch
-        )
-
-    with jax.set_mesh(mesh):
-        found = run(params, batch, jnp.int32(3))
-    agree(found, jax.value_and_grad(loss)(PARAMS, batch_of(3 * EACH)))
+    outputs, grads = run(jax.tree.map(lambda *x: np.concatenate(x), *on_devices), counts)
+    alone = [in_traced_parts(count, batch) for count, batch in zip(counts, on_devices, strict=True)]
+    agree(outputs, jax.tree.map(lambda *x: jnp.stack(x), *(one for one, _ in alone)))
+    agree(grads, jax.tree.map(lambda *x: sum(x), *(one for _, one in alone)))
 
 
 # --- aux ------------------------------------------------------------------------------------
@@ -530,66 +498,6 @@ def test_each_micro_batch_gets_its_own_key(make_key):
     np.testing.assert_array_equal(noise, own.reshape(BATCH, 3))
 
 
-# --- properties -----------------------------------------------------------------------------
-
-
-def wave_loss(params, examples, tokens):
-    """The mean over tokens of `sum tanh(p x)`; the count of tokens."""
-    waves = jnp.tanh(params.astype(jnp.float32) * examples)
-    count = jnp.sum(tokens)
-    total = jnp.sum(waves * tokens[:, None])
-    return total / jnp.where(count > 0, count, 1), count
-
-
-def wave_gradient(param, x, tokens):
-    """The same by hand, in float64: `sum t x (1 - tanh^2(p x)) / sum t`, and its largest term."""
-    p, x = oracles.wide(param), oracles.wide(x)
-    terms = x * (1 - np.tanh(p * x) ** 2)
-    if tokens.sum() == 0:
-        return 0 * p, 1.0
-    return np.average(terms, axis=0, weights=tokens), float(np.abs(terms).max())
-
-
-@pytest.mark.slow
-@hypothesis.settings(derandomize=True, max_examples=15, deadline=None)
-@hypothesis.given(
-    tokens=st.integers(1, 4).flatmap(
-        lambda parts: st.lists(
-            st.lists(st.integers(0, 50), min_size=parts, max_size=parts), min_size=1, max_size=3
-        )
-    ),
-    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
-    seed=st.integers(0, 2**16),
-)
-def test_weighted_micro_batches_across_calls_are_one_step_is_the_big_batch(tokens, dtype, seed):
-    tokens = np.float32(tokens)  # the columns are micro-batches
-    parts, tokens = tokens.shape[1], tokens.ravel()
-    params = trees.normal((3,), dtype, seed=seed)
-    examples = trees.normal((len(tokens), 3), seed=seed + 1)
-    in_one_step = jax.jit(
-        gcx.microbatched_value_and_grad(wave_loss, parts, batch_argnums=(1, 2), has_weight=True)
-    )
-    (_, total), one_step = in_one_step(params, examples, tokens)
-    assert float(total) == tokens.sum()
-
-    value_and_grad = jax.jit(jax.value_and_grad(wave_loss, has_aux=True))
-    tx = gcx.accumulate_gradients(optax.identity(), parts)
-    update, state = jax.jit(tx.update), tx.init(params)
-    for i in range(parts):
-        (_, weight), grads = value_and_grad(params, examples[i::parts], tokens[i::parts])
-        across_calls, state = update(grads, state, params, weight=weight)
-    assert bool(gcx.has_updated(state)) == (tokens.sum() > 0)
-
-    _, big_batch = value_and_grad(params, examples, tokens)
-    wanted, largest = wave_gradient(params, examples, tokens)
-    # A gradient of each micro-batch and the result are rounded to the dtype of the parameter; the
-    # arithmetic in between is that of float32.
-    bound = largest * (oracles.eps(dtype) + 40 * 2.0**-23)
-    for got in (one_step, across_calls, big_batch):
-        assert got.dtype == dtype
-        assert np.all(np.abs(oracles.wide(got) - wanted) <= bound)
-
-
 # --- memory and devices ---------------------------------------------------------------------
 
 
@@ -614,8 +522,7 @@ def test_scratch_is_one_micro_batch_and_one_accumulator():
     assert ours < 0.3 * whole
 
 
-def mesh_of(*, explicit=False):
-    kind = AxisType.Explicit if explicit else AxisType.Auto
+def mesh_of(kind=AxisType.Auto):
     return jax.make_mesh((8,), ("data",), axis_types=(kind,))
 
 
@@ -625,9 +532,10 @@ def sharded_batch(mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-def test_a_sharded_batch_stays_where_it_is_under_jit(explicit):
-    mesh = mesh_of(explicit=explicit)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("count", [None, 4])
+def test_a_sharded_batch_stays_where_it_is_under_jit(kind, count):
+    mesh = mesh_of(kind)
     use = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
     with use(mesh):
         batch = sharded_batch(mesh)
@@ -637,9 +545,15 @@ def test_a_sharded_batch_stays_where_it_is_under_jit(explicit):
             each = errors(params, batch)
             return jnp.mean(each), each
 
-        take = jax.jit(gcx.microbatched_value_and_grad(fun, 4, has_aux=True))
-        text = take.lower(params, batch).compile().as_text()
-        (value, rows), grads = take(params, batch)
+        @jax.jit
+        def take(params, batch, count):
+            taken = gcx.microbatched_value_and_grad(
+                fun, 4, has_aux=True, num_real_microbatches=count
+            )
+            return taken(params, batch)
+
+        text = take.lower(params, batch, count).compile().as_text()
+        (value, rows), grads = take(params, batch, count)
     for collective in COLLECTIVES[1:]:
         assert hlo.count(text, collective) == 0
     assert rows.sharding.is_equivalent_to(batch["tokens"].sharding, 1)
@@ -670,38 +584,6 @@ def test_inside_shard_map_the_gradient_is_reduced_once_after_the_loop():
     assert sum(sizes) == sum(p.size for p in jax.tree.leaves(PARAMS)) + 1
     assert len([s for s in sizes if s > 1]) == (1 if compat.VERSION >= (0, 10) else 2)
     agree(run(PARAMS, batch), jax.value_and_grad(loss)(PARAMS, jax.device_get(batch)))
-
-
-def test_inside_shard_map_weights_and_aux_come_back_for_each_device():
-    batch = sharded_batch(mesh_of())
-
-    def fun(params, batch):
-        value, count = token_loss(params, batch)
-        aux = {"rows": errors(params, batch), "count": jnp.sum(batch["x"] > 0), "mean": value}
-        return value, (count, aux)
-
-    def run(take):
-        def step(params, batch):
-            outputs, grads = take(params, batch)
-            return jax.tree.map(lambda x: x[None], outputs), grads
-
-        spec, data = PartitionSpec(), PartitionSpec("data")
-        mapped = jax.shard_map(step, mesh=mesh_of(), in_specs=(spec, data), out_specs=(data, spec))
-        return jax.jit(mapped)(PARAMS, batch)
-
-    words = {"rows": None, "count": "sum", "mean": "mean"}
-    ours = run(
-        gcx.microbatched_value_and_grad(fun, 4, has_weight=True, has_aux=True, aux_reduction=words)
-    )
-    agree(ours, run(jax.value_and_grad(fun, has_aux=True)))
-
-
-def test_inside_pmap_each_device_has_its_own_gradient():
-    batch = jax.tree.map(lambda x: x.reshape(8, 3, *x.shape[1:]), batch_of())
-    take = gcx.microbatched_value_and_grad(token_loss, 3, has_weight=True)
-    ours = jax.pmap(take, in_axes=(None, 0))(PARAMS, batch)
-    wanted = jax.vmap(jax.value_and_grad(token_loss, has_aux=True), (None, 0))(PARAMS, batch)
-    agree(jax.device_get(ours), jax.device_get(wanted))
 
 
 def test_without_aux_the_function_only_ever_sees_a_micro_batch():

@@ -133,27 +133,6 @@ def test_a_window_is_reduced_once_and_equals_that_of_one_device(mesh, params, na
     )
 
 
-@pytest.mark.parametrize("spec", [(), ("data",), (None, "data")])
-def test_gradients_state_and_parameters_may_be_sharded_each_in_its_own_way(mesh, params, spec):
-    tx = gcx.accumulate_gradients(optax.adam(0.1), 2)
-    inner = jax.tree.map(
-        lambda x: place(x, mesh, "data") if x.ndim else x, optax.adam(0.1).init(params)
-    )
-    state = tx.init(params)._replace(inner_opt_state=inner)
-    plain = wanted = jax.device_get(PARAMS)
-    one, grads = tx.init(plain), place(plain, mesh, *spec)
-    update, apply = jax.jit(tx.update), jax.jit(functools.partial(gcx.apply_gradients, tx))
-    for _ in range(2):
-        updates, _ = update(grads, state, params)
-        params, after = apply(grads, state, params)
-        assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
-        state = after
-        wanted_updates, one = tx.update(plain, one, wanted)
-        wanted = optax.apply_updates(wanted, wanted_updates)
-    ours, theirs = jax.device_get(((params, updates), (wanted, wanted_updates)))
-    chex.assert_trees_all_close(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("has_weight", [False, True])
 def test_inside_one_step_the_gradient_is_reduced_once_after_the_loop(mesh, params, has_weight):
     def fun(params, x):

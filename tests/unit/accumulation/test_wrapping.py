@@ -8,7 +8,6 @@ import optax
 import pytest
 
 import gradclip_jax as gcx
-import hlo
 import trees
 from accumulation_cases import emissions, gradients, is_zero, run
 
@@ -45,14 +44,11 @@ OPTIMIZERS = {
     "prodigy": lambda: optax.contrib.prodigy(),
     "dog": lambda: optax.contrib.dog(1.0),
     "momo": lambda: optax.contrib.momo(1.0),
-    "madgrad": lambda: optax.contrib.madgrad(0.1),
     "reduce_on_plateau": lambda: optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()),
     "split_real_and_imaginary": lambda: optax.contrib.split_real_and_imaginary(optax.adam(0.1)),
 }
 # They cannot be traced on float32 gradients of bfloat16 parameters, and get them rounded.
 SAME_DTYPE_ONLY = {"novograd", "apply_if_finite"}
-# Their update is the difference of two parameters, each rounded to bfloat16.
-DIFFERENCES = {"schedule_free", "madgrad"}
 
 
 def first_update(inner, grads, params):
@@ -70,8 +66,6 @@ def wide(tree):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_takes_the_mean_of_bfloat16_gradients(name):
     # In MultiSteps this raised errors for years: Optax issues 377, 1038, 1039.
-    if name == "madgrad" and not hasattr(optax.contrib, name):
-        pytest.skip("this Optax has no madgrad")
     inner, params = OPTIMIZERS[name](), jax.tree.map(lambda p: p.astype("bfloat16"), PARAMS)
     grads = grads_of(4, params)
     tx = gcx.accumulate_gradients(inner, 2)
@@ -85,19 +79,11 @@ def test_any_optimizer_takes_the_mean_of_bfloat16_gradients(name):
     plain = first_update(inner, narrow, params)
     chex.assert_trees_all_equal_dtypes(*updates, plain)
     wanted = plain if name in SAME_DTYPE_ONLY else first_update(inner, mean, params)
-    # One rounding to bfloat16, and one of what an optimizer keeps in it.
-    rounded = params if name in DIFFERENCES else wanted
+    # One rounding to bfloat16, and one of what an optimizer keeps in it. The update of schedule_free
+    # is the difference of two parameters, each rounded.
+    rounded = params if name == "schedule_free" else wanted
     bound = 2 * 2.0**-8 * max(np.abs(x).max() for x in jax.tree.leaves(wide(rounded)))
     chex.assert_trees_all_close(wide(updates[1]), wide(wanted), atol=float(bound))
-
-
-def test_a_weakly_typed_inner_state_costs_no_second_trace():
-    inner = optax.GradientTransformation(
-        lambda params: jnp.asarray(1.0), lambda updates, state, params=None: (updates, state * 2)
-    )
-    tx = gcx.accumulate_gradients(inner, 2)
-    assert not tx.init(PARAMS).inner_opt_state.weak_type
-    run(tx, PARAMS, grads_of(3))
 
 
 @pytest.mark.parametrize("fast", [False, True], ids=["update", "apply_gradients"])
@@ -126,17 +112,6 @@ def test_lookahead_may_be_inside(fast):
     _, state = step(params, state, grads[0])
     updates, _ = gcx.flush(tx, state, params)
     np.testing.assert_allclose(updates.fast["w"], -0.1 * grads[0]["w"], rtol=1e-6)
-
-
-def test_muon_does_nothing_expensive_while_the_window_is_open():
-    # Its five matrix products per step are inside the loop that makes no trip.
-    params = {"w": jnp.ones((32, 32))}
-    tx = gcx.accumulate_gradients(optax.contrib.muon(0.1), 2)
-    text = hlo.compiled(
-        lambda g, s, p: gcx.apply_gradients(tx, g, s, p), params, tx.init(params), params
-    )
-    assert hlo.count(text, "dot") + hlo.count(text, "custom-call") > 0
-    assert hlo.count(text, "dot", loops=False) + hlo.count(text, "custom-call", loops=False) == 0
 
 
 # --- inside any wrapper ---------------------------------------------------------------------
@@ -191,47 +166,25 @@ def test_two_accumulations_in_a_partition_keep_their_own_windows():
 # --- Flax -----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("in_one_call", [False, True], ids=["over calls", "in one call"])
-def test_a_flax_fp8_layer_trains_to_the_statistics_of_the_big_batch(in_one_call):
+def test_statistics_of_a_flax_fp8_layer_are_those_of_the_big_batch():
     nn = pytest.importorskip("flax.linen")
-    model = nn.Dense(8, dot_general_cls=nn.Fp8DotGeneralOp)
-    data = trees.normal((3, 16, 4), seed=1) * jnp.array([1.0, 3.0, 2.0])[:, None, None]
-    start = model.init(jax.random.key(0), data[0])
+    model, x = nn.Dense(8, dot_general_cls=nn.Fp8DotGeneralOp), trees.normal((16, 4), seed=1)
+    variables = model.init(jax.random.key(0), x)
 
     def loss(variables, x):
         # A sum over examples: the gradient of an output is that of the big batch.
         return jnp.sum(model.apply(variables, x) ** 2) / 16
 
-    overwrite = optax.stateless(lambda new, old: jax.tree.map(jnp.subtract, new, old))
-    inner = optax.partition(
-        {"train": optax.sgd(0.1), "overwrite": overwrite},
-        {"params": "train", "_overwrite_with_gradient": "overwrite"},
-    )
-    reduction = {"params": "sum", "_overwrite_with_gradient": "max"}
-    tx = gcx.accumulate_gradients(inner, 1 if in_one_call else 4, reduction=reduction)
+    def reduction(path):
+        return "max" if path.startswith("_overwrite_with_gradient") else "sum"
+
+    wanted, grad = jax.grad(loss)(variables, x), jax.jit(jax.grad(loss))
+    assert all(np.any(x) for x in jax.tree.leaves(wanted["_overwrite_with_gradient"]))
     take = gcx.microbatched_value_and_grad(loss, 4, reduction=reduction)
-
-    @jax.jit
-    def parts(variables, state, x):
-        if in_one_call:
-            return gcx.apply_gradients(tx, take(variables, x)[1], state, variables)
-        for i in range(4):
-            grads = jax.grad(loss)(variables, x[i::4])
-            variables, state = gcx.apply_gradients(tx, grads, state, variables)
-        return variables, state
-
-    @jax.jit
-    def whole(variables, state, x):
-        return gcx.apply_gradients(inner, jax.grad(loss)(variables, x), state, variables)
-
-    ours, state, wanted, inner_state = start, tx.init(start), start, inner.init(start)
-    for x in data:
-        ours, state = parts(ours, state, x)
-        wanted, inner_state = whole(wanted, inner_state, x)
-        chex.assert_trees_all_close(ours, wanted, rtol=1e-4, atol=1e-6)
-    statistics = jax.tree.leaves(ours["_overwrite_with_gradient"])
-    assert all(np.any(x != 0) for x in statistics)
+    tx = gcx.accumulate_gradients(optax.identity(), 4, reduction=reduction)
+    over_calls, _ = run(tx, variables, [grad(variables, x[i::4]) for i in range(4)])
+    for found in (take(variables, x)[1], over_calls[-1]):
+        chex.assert_trees_all_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
 @pytest.fixture
@@ -249,34 +202,26 @@ def nnx_training():
     return nnx, model, optimizer, lambda: step(model, optimizer, jnp.ones((4, 2)))
 
 
-def test_the_state_inside_an_nnx_optimizer_can_be_asked(nnx_training):
-    _, model, optimizer, step = nnx_training
-    before = np.asarray(model.kernel[...])
-    for i in range(7):
-        assert np.array_equal(model.kernel[...], before) == (i < 3)
-        step()
-    assert gcx.diagnostics.accumulation_stats(optimizer.opt_state).total_micro_batches == 7
-    assert not bool(gcx.has_updated(optimizer.opt_state))
-    assert int(gcx.metrics(optimizer.opt_state)["gradient_step"]) == 2
-    mean = gcx.accumulated_gradients(optimizer.opt_state)
-    assert jax.tree.structure(mean) == jax.tree.structure(optimizer.opt_state.acc_grads)
-
-
-def test_an_nnx_optimizer_can_be_reset_and_flushed(nnx_training):
+def test_an_nnx_optimizer_can_be_asked_reset_and_flushed(nnx_training):
     nnx, model, optimizer, step = nnx_training
+    before = np.asarray(model.kernel[...])
     step()
     optimizer.opt_state = nnx.data(gcx.reset_accumulation(optimizer.opt_state))
     step()
     assert int(gcx.metrics(optimizer.opt_state)["mini_step"]) == 1
+    mean = gcx.accumulated_gradients(optimizer.opt_state)
+    assert jax.tree.structure(mean) == jax.tree.structure(optimizer.opt_state.acc_grads)
     params = nnx.state(model, nnx.Param)
     updates, state = gcx.flush(optimizer.tx, optimizer.opt_state, params)
     assert jax.tree.structure(state) == jax.tree.structure(optimizer.opt_state)
-    before = np.asarray(model.kernel[...])
+    assert np.array_equal(before, model.kernel[...])
     nnx.update(model, optax.apply_updates(getattr(nnx, "as_pure", nnx.pure)(params), updates))
     optimizer.opt_state = nnx.data(state)
-    assert np.any(before != model.kernel[...])
-    step()  # the types of the state are what they were
-    assert gcx.diagnostics.accumulation_stats(optimizer.opt_state).total_updates == 1
+    assert bool(gcx.has_updated(state)) and np.any(before != model.kernel[...])
+    for _ in range(3):  # the types of the state are what they were
+        step()
+    stats = gcx.diagnostics.accumulation_stats(optimizer.opt_state)
+    assert (stats.total_micro_batches, stats.total_updates) == (5, 2)
 
 
 def test_apply_gradients_takes_and_returns_the_variables_of_nnx(nnx_training):

@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 
-import compat
 import gradclip_jax as gcx
 import recorded
 import rule_oracles as oracles
@@ -117,35 +116,11 @@ def test_percentile_is_that_of_numpy_over_the_window(percentile, window):
 # zscore
 
 
-def zscore_of(run, **added):
-    given = run.given
-    rule = thresholds.zscore(given["z_thresh"], given["alpha"], given["warmup_steps"], **added)
-    want = functools.partial(
-        oracles.zscore,
-        z_threshold=given["z_thresh"],
-        decay=given["alpha"],
-        warmup_steps=given["warmup_steps"],
-        **added,
-    )
-    return rule, want
-
-
-def assert_zscores(found, states, want):
-    np.testing.assert_array_equal(is_unbounded(found), np.isinf(want["threshold"]))
-    # Each step rounds by a few eps, and the average forgets a thirtieth of that at each step.
-    np.testing.assert_allclose(states.mean, want["mean"], rtol=40 * EPS)
-    # The deviations are differences of norms: their error is that of the norms, not their own.
-    error = 100 * EPS * np.maximum.accumulate(want["mean"])
-    assert np.all(np.abs(states.std - np.sqrt(want["var"])) <= error)
-    clipped = ~is_unbounded(found)
-    np.testing.assert_allclose(found[clipped], want["threshold"][clipped], rtol=300 * EPS)
-
-
 @recordings("zclip", "spiky_cap1", "nan", "inf")
 def test_zscore_gives_what_the_authors_code_gives(run):
-    rule, want = zscore_of(run)
-    found, _ = follow(rule, run.norms)
-    want = want(run.norms)
+    given = [run.given[name] for name in ("z_thresh", "alpha", "warmup_steps")]
+    found, _ = follow(thresholds.zscore(*given), run.norms)
+    want = oracles.zscore(run.norms, *given)
     # No decision hangs on a rounding: z is never within 0.2 of its threshold.
     assert np.nanmin(want["margin"]) > 0.2
     theirs = recorded.numbers(run.gave["threshold"])
@@ -156,13 +131,6 @@ def test_zscore_gives_what_the_authors_code_gives(run):
     np.testing.assert_array_equal(clipped[:until], ~np.isnan(theirs[:until]))
     both = clipped[:until]
     np.testing.assert_allclose(found[:until][both], theirs[:until][both], rtol=300 * EPS)
-
-
-@recordings("zclip", "spiky_cap1", "nan", "inf")
-def test_zscore_is_the_paper_with_our_addition_over_the_whole_recording(run):
-    rule, want = zscore_of(run, relearn_after=25)
-    norms = run.norms[run.norms > 0]
-    assert_zscores(*follow(rule, norms), want(rounded(norms)))
 
 
 def test_zscore_relearns_after_a_constant_warm_up():
@@ -203,24 +171,11 @@ def test_mean_std_gives_what_levanter_gives(run):
     np.testing.assert_array_equal(taken, np.array(run.gave["step_factor"][:until], bool))
 
 
-@recordings("olmo_skip_step", "constant_16")
-def test_mean_std_gives_what_olmo_gives(run):
-    window = run.given["rolling_interval_length"]
-    # It counts the present norm as well: one step earlier than levanter.
-    rule = thresholds.mean_std(run.given["sigma_factor"], window, window // 2 - 1, ddof=1)
-    until = until_zero(run)
-    found, _ = follow(rule, run.norms)
-    taken = (run.norms <= found)[:until]
-    np.testing.assert_array_equal(taken, np.array(run.gave["step_factor"][:until], bool))
-    theirs = recorded.numbers(run.gave["norm_threshold_from_their_history"])
-    used = slice(window // 2 - 1, until)
-    np.testing.assert_allclose(found[used], theirs[used], rtol=50 * EPS)
-
-
-def test_mean_std_is_mean_and_deviation_of_the_window():
+@pytest.mark.parametrize("ddof", [0, 1])  # OLMo-core has one
+def test_mean_std_is_mean_and_deviation_of_the_window(ddof):
     norms = lognormal(100)
-    found, _ = follow(thresholds.mean_std(3.0, 20, 10), norms)
-    want = oracles.mean_std(rounded(norms), 3.0, 20, 10, floor=0.01)
+    found, _ = follow(thresholds.mean_std(3.0, 20, 10, ddof=ddof), norms)
+    want = oracles.mean_std(rounded(norms), 3.0, 20, 10, floor=0.01, ddof=ddof)
     np.testing.assert_allclose(found, np.minimum(want, UNBOUNDED), rtol=20 * EPS)
 
 
@@ -366,26 +321,6 @@ def test_no_stream_makes_a_rule_nan_and_every_rule_finds_the_level_again(rule, n
     assert found[-1] < 20 * level
 
 
-@pytest.mark.parametrize("rise", [30.0, 1 / 30])
-@each_rule
-def test_a_level_that_shifts_is_followed(rule, rise):
-    if rule is RULES["capped"]:
-        rule = thresholds.capped(thresholds.zscore(2.5, 0.9, warmup_steps=10), 100.0)
-    norms = lognormal(300, spread=0.1)
-    norms[100:] *= rise
-    found, _ = follow(rule, norms)
-    # ema: 1.05 a step makes 30 in 70 steps; zscore: 25 steps and some; the others at once.
-    assert np.all(found[180:] > 0.8 * np.median(norms[180:]))
-
-
-@each_rule
-def test_a_constant_norm_is_hardly_clipped(rule):
-    found, states = follow(rule, np.full(200, 0.7))
-    assert is_sound(found, states)
-    # The quantile of a constant goes up and down around it by exp(0.1).
-    assert np.all(found[50:] > 0.7 * 0.9)
-
-
 @each_rule
 def test_bad_norms_leave_the_state_as_it_was(rule):
     norms = lognormal(60)
@@ -408,14 +343,6 @@ def test_zeros_are_not_part_of_the_history(rule):
 
 
 @each_rule
-def test_a_leaf_that_is_seldom_used_is_not_clipped_to_nothing(rule):
-    norms = np.zeros(2000)
-    norms[99::100] = lognormal(20, spread=0.1)
-    found, _ = follow(rule, norms)
-    assert np.all(found[99::100] > 0.5 * norms[99::100])
-
-
-@each_rule
 def test_a_spike_in_the_warm_up_is_forgotten(rule):
     norms = lognormal(300, spread=0.1)
     norms[4] = 1000.0
@@ -425,43 +352,6 @@ def test_a_spike_in_the_warm_up_is_forgotten(rule):
     assert found[-1] < 10.0
 
 
-@each_rule
-def test_a_rule_is_elementwise(rule):
-    norms = lognormal(80).reshape(40, 2) * [1.0, 50.0]
-    norms[10:, 1] *= 3
-
-    @jax.jit
-    def together_of(norms):
-        def step(state, norm):
-            threshold, state = rule.update(norm, state, None)
-            return state, (threshold, state)
-
-        return jax.lax.scan(step, rule.init(norms[0]), norms)[1]
-
-    together, states = together_of(jnp.float32(norms.reshape(40, 1, 2)))
-    for unit in range(2):
-        apart, apart_states = follow(rule, norms[:, unit])
-        # A sum over the window may be added up in another order.
-        np.testing.assert_allclose(together[:, 0, unit], apart, rtol=8 * EPS)
-        jax.tree.map(
-            lambda x, y, u=unit: np.testing.assert_allclose(x[..., 0, u], y, rtol=8 * EPS),
-            states,
-            apart_states,
-        )
-
-
-@each_rule
-def test_a_state_keeps_its_structure_and_types(rule):
-    for shape in [(), (3,), (1, 2)]:
-        first = rule.init(jnp.zeros(shape))
-        with compat.strict():
-            _, later = jax.eval_shape(rule.update, jnp.ones(shape), first, None)
-        described = jax.tree.map(lambda x: (x.shape, x.dtype), first)
-        assert described == jax.tree.map(lambda x: (x.shape, x.dtype), later)
-        assert all(x.dtype in (jnp.float32, jnp.int32) for x in jax.tree.leaves(first))
-
-
-@pytest.mark.slow
 @each_rule
 def test_a_rule_is_differentiable_after_zeros_and_steps_that_are_not_finite(rule):
     sizes = jnp.array([0.0, 1.0, 0.0, *np.full(12, 2.0), 50.0, 0.0, 3.0, 2.0, 50.0])
@@ -481,16 +371,6 @@ def test_a_rule_is_differentiable_after_zeros_and_steps_that_are_not_finite(rule
 
     for norm in (0.0, 1.0, 1e-3):
         assert jnp.isfinite(slope(norm))
-
-
-@each_rule
-def test_a_float64_norm_beyond_float32_does_not_stay_in_the_history(rule):
-    norms = lognormal(200, spread=0.1)
-    norms[[5, 150, 199]] = [1e300, 1e300, 100.0]
-    with compat.x64():
-        found, states = jax.tree.map(np.asarray, _follow(rule, jnp.asarray(norms, jnp.float64)))
-    assert is_sound(found, states)
-    assert found[-1] < 10 and found[-2] > 0.5
 
 
 @each_rule

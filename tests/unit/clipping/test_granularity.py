@@ -12,34 +12,7 @@ import pytest
 import gradclip_jax as gcx
 import oracles
 import trees
-
-
-def step(tx, grads, params=None, state=None):
-    """One jitted update from a fresh state."""
-    state = tx.init(grads if params is None else params) if state is None else state
-    return jax.jit(tx.update)(grads, state, params)
-
-
-def assert_close(updates, exact, rtol=1e-6):
-    for got, wanted in zip(jax.tree.leaves(updates), exact, strict=True):
-        eps = oracles.eps(got.dtype)
-        step = float(jnp.finfo(got.dtype).tiny) * eps  # of subnormal numbers, rounded downwards
-        np.testing.assert_allclose(oracles.wide(got), wanted, rtol=max(rtol, eps), atol=step)
-
-
-def bits(x) -> bytes:
-    return np.asarray(x).tobytes()
-
-
-def layers(scale=1.0):
-    """Two leaves that stack three layers of very different size, and one that stacks none."""
-    sizes = np.float32([0.1, 1.0, 10.0])
-    return {
-        "kernel": trees.normal((3, 4, 5), seed=1) * sizes[:, None, None] * scale,
-        "bias": trees.normal((3, 5), seed=2) * sizes[:, None] * scale,
-        "head": trees.normal((5, 2), seed=3) * scale,
-    }
-
+from clip_cases import assert_close, assert_same_bits, step
 
 # --- leaf -----------------------------------------------------------------------------------
 
@@ -95,19 +68,7 @@ def test_one_rule_has_a_memory_for_each_leaf():
     assert_close(second, [[2.0], [1.0], [5.0]])
 
 
-# --- layers stacked in a leaf ---------------------------------------------------------------
-
-
-def test_stacked_layers_are_clipped_by_themselves():
-    grads = layers()
-    clip = gcx.clip_by_leaf_norm(1.0, num_layer_axes={"kernel": 1, "bias": 1, "head": 0})
-    updates, state = step(clip, grads)
-    parts = [*grads["kernel"], *grads["bias"], grads["head"]]
-    found = [*updates["kernel"], *updates["bias"], updates["head"]]
-    assert_close(found, oracles.clip_by_leaf_norm(parts, 1.0))
-    is_clipped = [norm > 1.0 for norm in oracles.leaf_norms(parts)]
-    assert float(state.clip_fraction) == pytest.approx(np.mean(is_clipped))
-    assert float(state.grad_norm) == pytest.approx(oracles.global_norm(parts), rel=1e-6)
+# --- layers stacked in a leaf; test_grid.py has more ------------------------------------------
 
 
 def test_all_axes_stacked_clips_each_element():
@@ -117,7 +78,7 @@ def test_all_axes_stacked_clips_each_element():
 
 
 def test_stacked_rms_is_that_of_a_layer():
-    x = layers()["kernel"]
+    x = trees.normal((3, 4, 5)) * np.float32([[[0.1]], [[1.0]], [[10.0]]])
     updates, _ = step(gcx.clip_by_block_rms(0.5, num_layer_axes=1), x)
     exact = [oracles.clip_by_block_rms([layer], 0.5)[0] for layer in x]
     np.testing.assert_allclose(updates, exact, rtol=1e-6)
@@ -164,41 +125,30 @@ def label_by_path(params):
     ids=["tree", "prefix", "function"],
 )
 def test_each_group_is_clipped_by_its_own_norm(labels):
-    grads = grouped_grads()
-    updates, state = step(gcx.clip_by_group_norm({"enc": 1.0, "dec": 0.5}, labels), grads)
-    bounds = {"enc": 1.0, "dec": 0.5}
+    grads, bounds = grouped_grads(), {"enc": 1.0, "dec": 0.5}
+    updates, state = step(gcx.clip_by_group_norm(bounds, labels), grads)
     assert_close(updates, oracles.clip_by_group_norm(trees.leaves(grads), GROUP_OF_LEAF, bounds))
     norms = oracles.group_norms(trees.leaves(grads), GROUP_OF_LEAF)
     for name, bound in bounds.items():
-        assert float(state.grad_norm[name]) == pytest.approx(norms[name], rel=1e-6)
-        assert float(state.clip_threshold[name]) == bound
-        assert float(state.clip_factor[name]) == pytest.approx(bound / norms[name], rel=1e-6)
-    assert float(state.clip_fraction) == 1.0
+        assert state.grad_norm[name] == pytest.approx(norms[name], rel=1e-6)
+        assert state.clip_threshold[name] == bound
+        assert state.clip_factor[name] == pytest.approx(bound / norms[name], rel=1e-6)
+    assert state.clip_fraction == 1.0
 
 
-@pytest.mark.parametrize("nonfinite", ["propagate", "zero"])
-def test_unlisted_group_is_not_touched_and_not_measured(nonfinite):
+@pytest.mark.parametrize(("nonfinite", "value"), [("propagate", math.nan), ("zero", 0.0)])
+def test_a_group_without_a_threshold_is_neither_changed_nor_measured(nonfinite, value):
     grads = grouped_grads()
     grads["fp8"] = grads["fp8"].at[2].set(math.nan)
     clip = gcx.clip_by_group_norm({"enc": 1.0}, FULL_LABELS, nonfinite=nonfinite)
     updates, state = step(clip, grads)
-    assert bits(updates["fp8"]) == bits(grads["fp8"])
-    assert bits(updates["dec"]["w"]) == bits(grads["dec"]["w"])
-    assert np.isfinite(updates["enc"]["w"]).all() and np.isfinite(float(state.grad_norm["enc"]))
-    # And the other way round: a NaN in a measured group leaves the unlisted ones alone.
+    assert np.isfinite(updates["enc"]["w"]).all() and np.isfinite(state.grad_norm["enc"])
+    # And the other way round: a NaN in a measured group leaves the others alone.
     grads["enc"]["w"] = grads["enc"]["w"].at[0, 0].set(math.nan)
-    updates, state = step(clip, grads)
-    assert bits(updates["fp8"]) == bits(grads["fp8"])
-    assert bits(updates["dec"]["w"]) == bits(grads["dec"]["w"])
-    bad = np.asarray(updates["enc"]["b"]).astype(np.float32)
-    np.testing.assert_array_equal(bad, np.full(5, math.nan if nonfinite == "propagate" else 0.0))
-
-
-def test_no_groups_at_all_leave_everything_alone():
-    grads = grouped_grads()
-    updates, _ = step(gcx.clip_by_group_norm({}, FULL_LABELS), grads)
-    for got, wanted in zip(jax.tree.leaves(updates), jax.tree.leaves(grads), strict=True):
-        assert bits(got) == bits(wanted)
+    spoiled, _ = step(clip, grads)
+    np.testing.assert_array_equal(np.float32(spoiled["enc"]["b"]), np.full(5, value))
+    for found in (updates, spoiled, step(gcx.clip_by_group_norm({}, FULL_LABELS), grads)[0]):
+        assert_same_bits((found["fp8"], found["dec"]), (grads["fp8"], grads["dec"]))
 
 
 # --- rows and filters -----------------------------------------------------------------------
@@ -287,8 +237,7 @@ def test_zero_and_small_gradients_are_unchanged_bit_for_bit(make):
     for scale in (-0.0, 0.01):
         grads = jax.tree.map(lambda x, s=scale: np.asarray(x * jnp.asarray(s, x.dtype)), PARAMS)
         updates, state = update(grads, first, PARAMS)
-        for got, wanted in zip(updates, grads, strict=True):
-            assert bits(got) == bits(wanted)
+        assert_same_bits(updates, grads)
         assert float(state.clip_fraction) == 0.0
         assert set(np.float32(jax.tree.leaves(state.clip_factor)).tolist()) == {1.0}
 

@@ -5,6 +5,7 @@ its own norms so far, and the factor. It shares nothing with the library.
 """
 
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -16,8 +17,6 @@ import pytest
 import gradclip_jax as gcx
 import rule_oracles
 from gradclip_jax import granularities, thresholds
-
-pytestmark = pytest.mark.slow
 
 SHAPES = {"a": (3, 4), "b": (3, 2, 2), "c": (5,)}
 STEPS = 7
@@ -129,8 +128,13 @@ def unit_norms(leaves: dict[str, np.ndarray], units: dict[str, Any]) -> np.ndarr
     return np.sqrt(np.bincount(np.concatenate(ids), np.concatenate(squares)))
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("threshold", THRESHOLDS)
+@pytest.mark.parametrize(
+    ("granularity", "threshold"),
+    [
+        pytest.param(x, y, marks=() if x == "axis" or y == "tree" else pytest.mark.slow)
+        for x, y in itertools.product(GRANULARITIES, THRESHOLDS)
+    ],
+)
 def test_every_step_of_every_unit_is_that_of_the_formula(granularity, threshold):
     case, (value, thresholds_of) = GRANULARITIES[granularity], THRESHOLDS[threshold]
     grads, params = stream(), parameters()

@@ -184,24 +184,20 @@ def test_norm_beyond_float32_is_infinite():
 
 @pytest.mark.parametrize("ord", [0.3, 0.5, 1.7, 10.0, 100.0])
 def test_any_order_is_robust(ord):
-    for scale in (1e-11, 1e-6, 1.0, 1e6, 1e23):
+    for scale in (1e-30, 1e-11, 1e-6, 1.0, 1e6, 1e23, 1.7e38):
         x = np.float32(np.random.default_rng(0).uniform(0.1, 1.0, 20) * scale)
         assert worst(x, ord) <= tolerance(ord), scale
 
 
-def test_leaves_of_other_magnitudes_keep_their_own_norms():
-    tree = [jnp.float32([3e-12, 4e-12]), jnp.float32([3.0, 4.0]), jnp.float32([3e23, 4e23])]
-    exact = oracles.leaf_norms(trees.leaves(tree))
-    assert oracles.ulps(jnp.stack(gcx.leaf_norms(tree)), exact) <= ULPS
-
-
-def test_unit_norms_of_other_magnitudes():
+def test_leaf_and_unit_norms_of_other_magnitudes():
     x = jnp.float32(
         [[3e-12, 4e-12], [3.0, 4.0], [3e23, 4e23], [0, 0], [math.inf, 1], [math.nan, 1]]
     )
     exact = [5e-12, 5.0, 5e23, 0.0, -1, -1]  # no rule sees one that is not finite
     norms = own_norms(x, (1,))
-    assert oracles.ulps(norms[:3], [oracles.vector_norm(row) for row in x[:3]]) <= ULPS
+    ordinary = [oracles.vector_norm(row) for row in x[:3]]
+    assert oracles.ulps(norms[:3], ordinary) <= ULPS
+    assert oracles.ulps(jnp.stack(gcx.leaf_norms([*x[:3]])), ordinary) <= ULPS
     np.testing.assert_allclose(norms, exact, rtol=1e-6)
 
 
@@ -289,7 +285,7 @@ def test_gradient_of_the_norm_is_right(ord):
         exact = np.sign(plain) * (np.abs(plain) == norm)
     else:
         exact = np.sign(plain) * (np.abs(plain) / norm) ** (ord - 1)
-    for scale in (1e-10, 1.0, 1e23):
+    for scale in (1e-10, 1.0, 1e23 if ord == 2 else 3e37):
         x = np.float32(plain * scale)
         np.testing.assert_allclose(slope(x), exact, rtol=1e-5, atol=1e-6, err_msg=str(scale))
         # A norm is homogeneous: its slope along x itself is the norm.
@@ -298,13 +294,7 @@ def test_gradient_of_the_norm_is_right(ord):
 
 @pytest.mark.parametrize(
     ("ord", "dtype"),
-    [
-        (1.5, "float32"),
-        (2.0, "float32"),
-        (2.0, "complex64"),
-        (3.0, "float32"),
-        (math.inf, "float32"),
-    ],
+    [(2.0, "complex64"), *((ord, "float32") for ord in (1.5, 2.0, 3.0, math.inf))],
 )
 def test_gradient_at_zero_is_finite(ord, dtype):
     zero = jnp.zeros((2, 3), dtype)

@@ -139,16 +139,6 @@ def test_kernel_and_bias_are_scaled_alike_on_any_axis():
     np.testing.assert_allclose(first[0][:, 0, 0], new_query["bias"][:, 0] / query["bias"][:, 0])
 
 
-def test_layers_stacked_for_scan_are_mapped_over():
-    query, key = (trees.normal((3, WIDTH, n, HEAD_DIM), seed=n) for n in (4, 2))
-    logits = np.float32([[1, 20, 40, 80]] * 3) * np.float32([[1], [10], [0.1]])
-    stacked = jax.jit(jax.vmap(gcx.qk_clip, in_axes=(0, 0, 0, None)))(query, key, logits, TAU)
-    for i in range(3):
-        alone = clip(query[i], key[i], logits[i], TAU)
-        for found, expected in zip(stacked, alone, strict=True):
-            np.testing.assert_allclose(found[i], expected, rtol=1e-6)
-
-
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_sharded_heads_ask_no_other_device(kind):

@@ -130,17 +130,7 @@ def test_a_nan_is_skipped_in_a_large_leaf_whatever_the_order_of_the_norm(ord):
         assert state.skipped_nonfinite == 1 and not updates.any()
 
 
-@each_guard
-def test_members_of_a_vmap_decide_for_themselves(guard):
-    tx = guard(optax.sgd(1.0))
-    grads = jnp.ones((4, 3)).at[2, 1].set(jnp.nan)
-    state = jax.vmap(tx.init)(jnp.zeros((4, 3)))
-    updates, state = jax.jit(jax.vmap(tx.update))(grads, state)
-    assert state.skipped_nonfinite.tolist() == [0, 0, 1, 0]
-    assert updates.sum(1).tolist() == [-3.0, -3.0, 0.0, -3.0]
-
-
-@each_guard
+@pytest.mark.parametrize("guard", [*GUARDS.values(), gcx.dynamic_loss_scale])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_nan_on_one_shard_is_skipped_by_all_devices(guard, check_vma):
     # The parameter "w" is replicated: with `check_vma` the verdict has to be typed as such.
@@ -246,24 +236,6 @@ def test_a_weakly_typed_inner_state_is_traced_once(guard):
     for _ in range(3):
         _, state = step(params, state, params)
     assert step._cache_size() == 1
-
-
-@each_guard
-def test_lookahead_is_guarded(guard):
-    bare = optax.lookahead(optax.sgd(0.5), sync_period=2, slow_step_size=0.5)
-    tx = guard(bare)
-    pair = optax.LookaheadParams.init_synced({"w": jnp.array([4.0, 2.0])})
-    state, bare_state = tx.init(pair), bare.init(pair)
-    step = jax.jit(tx.update)
-    for i in range(5):
-        grads = jax.tree.map(lambda x: x * 0.5, pair.fast)
-        if i == 2:
-            updates, state = step(spoiled_all(grads), state, pair)
-            assert not any(np.any(x) for x in jax.tree.leaves(updates))
-        updates, state = step(grads, state, pair)
-        expected, bare_state = bare.update(grads, bare_state, pair)
-        chex.assert_trees_all_close(updates, expected, rtol=1e-6)
-        pair = optax.apply_updates(pair, updates)
 
 
 @each_guard

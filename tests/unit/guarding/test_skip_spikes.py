@@ -42,14 +42,6 @@ def test_the_norm_of_all_shards_decides(signal):
         assert streak.tolist() == [skips] * 8
 
 
-def test_a_state_with_a_rule_can_be_donated():
-    for rule in (*RULES.values(), 1.0, lambda count: 1.0):
-        tx = gcx.skip_large_norm(optax.sgd(0.1), rule)
-        state = tx.init(jnp.ones(2))
-        step = jax.jit(lambda s, tx=tx: tx.update(jnp.ones(2), s)[1], donate_argnums=0)
-        step(step(state))
-
-
 def test_a_skip_for_the_norm_does_not_run_the_optimizer():
     def update(updates, state, params=None):
         jax.debug.callback(lambda: ran.append(1))
@@ -62,17 +54,20 @@ def test_a_skip_for_the_norm_does_not_run_the_optimizer():
     assert skipped.tolist() == [True, False] and ran == [1]
 
 
-def test_the_verdict_costs_one_all_reduce_in_shard_map():
+@pytest.mark.parametrize("guard", [gcx.skip_nonfinite, lambda tx: gcx.skip_large_norm(tx, 1.0)])
+def test_the_verdict_costs_one_all_reduce_of_a_number_in_shard_map(guard):
     mesh = Mesh(np.array(jax.devices()), ("data",))
     spec = PartitionSpec("data")
-    tx = gcx.skip_large_norm(optax.sgd(1.0), 1.0)
+    tx, specs = guard(optax.sgd(1.0)), {"a": spec, "b": PartitionSpec()}
 
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=({"a": spec, "b": spec},), out_specs=spec)
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs,), out_specs=spec)
     def step(grads):
         return tx.update(grads, tx.init(grads))[0]["a"]
 
     text = hlo.compiled(step, {"a": jnp.ones(64), "b": jnp.ones((64, 4))})
-    assert hlo.count(text, "all-reduce") == 1
+    assert hlo.all_reduced(text) == [1]
+    for moves in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter"):
+        assert hlo.count(text, moves) == 0
 
 
 @pytest.mark.parametrize(
@@ -115,21 +110,15 @@ def test_the_order_of_the_norm_is_a_choice(ord):
     assert state.grad_norm == np.linalg.norm([3, 4], ord)
 
 
-def test_a_traced_threshold_works():
-    def step(max_norm, grads):
-        tx = gcx.skip_large_norm(optax.sgd(1.0), max_norm)
-        return tx.update(grads, tx.init(grads))[1].consecutive_skips
-
-    assert jax.jit(step)(4.9, jnp.array([3.0, 4.0])) == 1
-    assert jax.jit(step)(5.1, jnp.array([3.0, 4.0])) == 0
-
-
-def test_a_threshold_may_follow_the_parameters():
-    tx = gcx.skip_large_norm(optax.sgd(1.0), gcx.thresholds.relative_to_params(0.1))
-    params = jnp.array([30.0, 40.0])
-    for norm, skips in ((4.9, 0), (5.1, 1)):
-        _, state = tx.update(jnp.array([norm, 0.0]), tx.init(params), params)
-        assert state.consecutive_skips == skips and state.skip_threshold == 5.0
+@pytest.mark.parametrize("signal", ["norm", "update"])
+def test_a_threshold_may_follow_the_parameters(signal):
+    rule = gcx.thresholds.relative_to_params(0.1)
+    tx, params = gcx.skip_spikes(optax.sgd(1.0), **{signal: rule}), jnp.array([30.0, 40.0])
+    for size, skips in ((4.9, 0), (5.1, 1)):
+        _, state = tx.update(jnp.array([size, 0.0]), tx.init(params), params)
+        found = gcx.metrics(state)
+        assert found[f"skipped_large_{signal}"] == found["consecutive_skips"] == skips
+        assert found[{"norm": "skip_threshold", "update": "update_threshold"}[signal]] == 5.0
 
 
 def test_hyperparameters_can_be_injected():
@@ -157,14 +146,6 @@ def test_a_constant_norm_from_step_0_is_not_skipped_for_good(rule):
     assert skipped.mean() <= (0.15 if rule is RULES["quantile"] else 0)
 
 
-def longest_run(skipped):
-    longest = run = 0
-    for skip in skipped:
-        run = run + 1 if skip else 0
-        longest = max(longest, run)
-    return longest
-
-
 @pytest.mark.parametrize("relearn_after", [1, 3, 25])
 def test_the_level_is_learned_anew_after_so_many_skips(relearn_after):
     tx = gcx.skip_large_norm(optax.sgd(0.1), FROZEN, relearn_after=relearn_after)
@@ -188,38 +169,6 @@ def test_a_fixed_number_is_not_learned_anew_but_the_flag_tells():
     tx = gcx.skip_large_norm(optax.sgd(0.1), lambda count: 1.0 + count // 20, relearn_after=3)
     skipped, _ = feed(tx, np.full(50, 1.5))
     assert skipped.tolist() == 20 * [True] + 30 * [False]
-
-
-@each_rule
-def test_the_warm_up_blocks_what_is_not_finite(rule):
-    tx = gcx.skip_large_norm(optax.sgd(0.1), rule)
-    skipped, state = feed(tx, [np.nan, np.inf, 0.5, np.nan])
-    assert skipped.tolist() == [True, True, False, True]
-    assert state.skipped_nonfinite == 3
-
-
-SPIKES = (1e3, 1e10, 1e20, 1e30, 3e38)
-STREAMS = [
-    *[np.r_[normals(100), rise * normals(300)] for rise in (30.0, 1e4, 1e8)],
-    *[np.r_[normals(3), spike, normals(396)] for spike in SPIKES],  # during the warm-up
-    *[np.r_[normals(100), spike, normals(298, seed=1), 1e3] for spike in SPIKES],
-    np.r_[np.zeros(100), normals(300)],
-]
-
-
-@pytest.mark.slow
-@each_rule
-def test_no_stream_locks_a_guard_up_or_switches_it_off(rule):
-    tx = gcx.skip_large_norm(optax.sgd(0.1), rule, relearn_after=25)
-    skips, state = feed(tx, STREAMS)
-    for skipped in skips:
-        assert longest_run(skipped) <= 25
-        # Learned: no more is skipped of the new level than of the old one; a percentile of 90
-        # or a quantile of 0.9 skips one norm of ten by its definition.
-        assert skipped[-100:].mean() <= 0.35
-    assert skips[8:13, [100, -1]].all()  # both spikes are skipped
-    assert not skips[-1, :100].any()  # no zero is
-    assert not np.isnan(state.skip_threshold).any()
 
 
 # Loss and norm
@@ -413,14 +362,3 @@ def test_a_skipped_update_is_not_reported():
     _, state = tx.update(jnp.array([9.0]), tx.init(jnp.zeros(1)))
     assert np.isnan(state.update_norm) and state.skipped_large_norm == 1
     assert state.skipped_large_update == state.skipped_nonfinite == 0
-
-
-def test_the_ratio_of_update_to_parameter_can_be_bounded():
-    rule = gcx.thresholds.relative_to_params(0.1)
-    tx = gcx.skip_spikes(optax.sgd(1.0), update=rule)
-    params = jnp.array([30.0, 40.0])
-    state, skips = tx.init(params), []
-    for size in (4.9, 5.1):
-        _, state = tx.update(jnp.array([size, 0.0]), state, params)
-        skips.append(int(state.skipped_large_update))
-    assert skips == [0, 1] and state.update_threshold == 5
