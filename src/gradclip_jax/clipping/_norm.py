@@ -269,7 +269,7 @@ def unit_norms(
         return reduce_axes(functools.partial(jnp.max, initial=0), sizes, axes)
 
     def powers(x: Array, axes: Axes, base: Array) -> Array:
-        return reduce_axes(jnp.sum, (magnitude(x, dtype) / base) ** ord, axes)
+        return reduce_axes(jnp.sum, _ratio(magnitude(x, dtype), base) ** ord, axes)
 
     if ord == 1:
         return totals(leaves, units, axis_name, magnitudes)
@@ -277,11 +277,7 @@ def unit_norms(
     if math.isinf(ord):
         return tops
     info = jnp.finfo(dtype)
-    # XLA may multiply by the reciprocal of a base, which is flushed to zero if it is subnormal.
-    bases = [
-        jnp.where((top >= info.tiny) & (top < jnp.inf), jnp.minimum(top, info.max / 4), 1)
-        for top in tops
-    ]
+    bases = [jnp.where((top >= info.tiny) & (top < jnp.inf), top, 1) for top in tops]
     sums = totals(leaves, units, axis_name, powers, _of_leaves(bases, units))
     return [base * total ** (1 / ord) for base, total in zip(bases, sums, strict=True)]
 
@@ -314,10 +310,7 @@ def _unit_norms_jvp(
             weight = jnp.ones_like(norm)
         else:
             is_regular &= x != 0
-            # The reciprocal of a norm above 8.5e37 is subnormal and would be flushed to zero.
-            unit = jnp.where(divisor > 1, jnp.asarray(2.0**-8, dtype), 1)
-            ratio = (jnp.abs(x) * unit) / (divisor * unit)
-            weight = jnp.where(is_regular, ratio, 1) ** (ord - 1)
+            weight = jnp.where(is_regular, _ratio(jnp.abs(x), divisor), 1) ** (ord - 1)
         return jnp.where(is_regular, jnp.sign(x) * weight.astype(x.dtype), 0)
 
     def along(x: Array, axes: Axes, norm: Array, ties: Array, direction: Array) -> Array:
@@ -326,6 +319,12 @@ def _unit_norms_jvp(
         return reduce_axes(jnp.sum, jnp.real(product).astype(dtype), axes)
 
     return norms, totals(leaves, units, axis_name, along, of_leaves, ties, directions)
+
+
+def _ratio(size: Array, base: Array) -> Array:
+    """`size / base`, although the reciprocal of a base above 8.5e37 would be flushed to zero."""
+    unit = jnp.where(base > 1, jnp.asarray(2.0**-8, base.dtype), 1)
+    return (size * unit) / (base * unit)
 
 
 def _of_leaves(values: Norms, units: Units) -> Norms:
