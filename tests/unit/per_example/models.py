@@ -1,6 +1,5 @@
-"""Losses of one example, their parameters and a batch: one of each kind of use of a weight."""
+"""Losses of one example, their parameters and a batch: networks of several kinds."""
 
-import functools
 import itertools
 
 import jax
@@ -25,13 +24,6 @@ def texts():
 
 def sequences():
     return array(EXAMPLES, TOKENS, WIDTH, seed=1)
-
-
-def mlp():
-    def loss(p, x):
-        return jnp.sum(jnp.tanh(jnp.tanh(x @ p["a"] + p["b"]) @ p["c"]) ** 2)
-
-    return loss, {"a": array(8, 16), "b": array(16), "c": array(16, 8)}, array(EXAMPLES, 8)
 
 
 def attention(q, k, v):
@@ -90,22 +82,6 @@ def gpt_in_scan():
     return loss, {"embed": array(VOCABULARY, WIDTH), "blocks": blocks(2)}, texts()
 
 
-def rnn():
-    def loss(p, xs):
-        def step(h, x):
-            h = jnp.tanh(h @ p["u"] + x @ p["w"] + p["b"])
-            return h, h
-
-        h, ys = jax.lax.scan(step, 0 * xs[0], xs)
-        return jnp.sum(h**2) + jnp.sum(jnp.sin(ys))
-
-    return (
-        loss,
-        {"u": array(WIDTH, WIDTH), "w": array(WIDTH, WIDTH), "b": array(WIDTH)},
-        sequences(),
-    )
-
-
 def lstm():
     def loss(p, xs):
         def step(carry, x):
@@ -161,170 +137,14 @@ def depthwise():
     return loss, {**params, "up": array(2, 1, 2 * n, n)}, array(EXAMPLES, 3, 2, n)
 
 
-def square():
-    return lambda w, x: jnp.sum(jnp.sin(x @ w @ w)), array(WIDTH, WIDTH), sequences()
-
-
-def gram():
-    return lambda w, x: jnp.sum(jnp.sin(x @ (w.T @ w))), array(WIDTH, WIDTH), sequences()
-
-
-def weight_norm():
-    def loss(p, x):
-        return jnp.sum(jnp.sin(x @ (p["g"] * p["v"] / jnp.linalg.norm(p["v"], axis=0))))
-
-    return loss, {"g": array(WIDTH), "v": array(WIDTH, WIDTH)}, sequences()
-
-
-def masked():
-    """Pruned weights, a frozen leaf, and one of which half the columns are frozen."""
-    mask = np.float32(np.arange(WIDTH**2).reshape(WIDTH, WIDTH) % 3 == 0)
-
-    def loss(p, x):
-        stop = jax.lax.stop_gradient
-        x = jnp.sin(x @ (p["pruned"] * mask)) @ stop(p["frozen"])
-        half = jnp.where(np.arange(WIDTH) % 2, p["half"], stop(p["half"]))
-        return jnp.sum(jnp.sin(jnp.sin(x @ half) @ p["last"]))
-
-    return loss, {k: array(WIDTH, WIDTH) for k in ("pruned", "frozen", "half", "last")}, sequences()
-
-
-def l2():
-    def loss(w, x):
-        return jnp.sum(jnp.sin(x @ w)) + 0.3 * jnp.sum(w**2)
-
-    return loss, array(WIDTH, WIDTH), sequences()
-
-
-def lora():
-    def loss(p, x):
-        x = jnp.sin(x @ jax.lax.stop_gradient(p["frozen"]) + x @ p["a"] @ p["b"])
-        return jnp.sum(jnp.sin(x @ (p["merged"] + p["a"] @ p["b"])))
-
-    n = WIDTH
-    params = {"frozen": array(n, n), "a": array(n, 4), "b": array(4, n), "merged": array(n, n)}
-    return loss, params, sequences()
-
-
-def experts():
-    def loss(p, x):
-        chosen = jnp.argmax(x @ p["router"], -1)
-        y = jnp.einsum("td,tdp->tp", x, p["experts"][chosen])
-        return jnp.sum(jnp.sin(y)) + jnp.sum(jax.nn.softmax(x @ p["router"]) ** 2)
-
-    return loss, {"router": array(WIDTH, 4), "experts": array(4, WIDTH, WIDTH)}, sequences()
-
-
-def stacked_by_hand():
-    def loss(p, x):
-        for i in range(3):
-            x = jnp.tanh(x @ p[i])
-        return jnp.sum(x**2)
-
-    return loss, array(3, WIDTH, WIDTH), sequences()
-
-
-def picked():
-    def loss(p, example):
-        number, x = example
-        return jnp.sum(jnp.sin(x @ p["w"][number]) @ p["flat"][: WIDTH**2].reshape(WIDTH, WIDTH))
-
-    params = {"w": array(3, WIDTH, WIDTH), "flat": array(WIDTH**2 + 5)}
-    return loss, params, (np.array([0, 2, 1], np.int32), sequences())
-
-
-def joined():
-    def loss(p, ids):
-        x = jnp.concatenate([p["words"], p["prompts"]])[ids]
-        x = jnp.sin(x @ jnp.concatenate([p["q"], p["k"]], 1))
-        x = (
-            jnp.sin(x @ jnp.stack([p["a"], p["b"]])[1])
-            + x @ jnp.concatenate([p["a"], p["b"]])[:WIDTH]
-        )
-        return jnp.sum(jnp.einsum("td,kdp->ktp", x, jnp.stack([p["a"], p["b"]], 0)) ** 2)
-
-    half = WIDTH // 2
-    params = {"words": array(30, WIDTH), "prompts": array(10, WIDTH)}
-    params |= {"q": array(WIDTH, half), "k": array(WIDTH, half)}
-    params |= {"a": array(WIDTH, WIDTH), "b": array(WIDTH, WIDTH)}
-    return loss, params, texts() % VOCABULARY
-
-
-def complex_weights():
-    def loss(w, x):
-        return jnp.sum(jnp.abs(jnp.sin(x @ w) @ w) ** 2)
-
-    w = array(WIDTH, WIDTH) + 1j * array(WIDTH, WIDTH)
-    return loss, w.astype(np.complex64), sequences()
-
-
-def dropout():
-    def loss(w, example):
-        key, x = example
-        kept = jax.random.bernoulli(key, np.float32(0.5), (TOKENS, WIDTH))
-        return jnp.sum(jnp.sin(jnp.where(kept, x, 0) @ w))
-
-    keys = jax.random.split(jax.random.key(0), EXAMPLES)
-    return loss, array(WIDTH, WIDTH), (keys, sequences())
-
-
-def jitted():
-    @jax.jit
-    def layer(w, x):
-        return jnp.sin(x @ w)
-
-    def loss(p, x):
-        return jnp.sum(jax.checkpoint(layer)(p["b"], layer(p["a"].T, x)))
-
-    return loss, {"a": array(WIDTH, WIDTH), "b": array(WIDTH, WIDTH)}, sequences()
-
-
-def one_hot_and_wide():
-    """A head whose gradient is smaller than its factors, and logits that outnumber all weights."""
-
-    def loss(p, ids):
-        x = jax.nn.one_hot(ids, VOCABULARY, dtype=p["embed"].dtype) @ p["embed"]
-        return jnp.sum(jnp.sin(x @ p["head"]) ** 2)
-
-    ids = np.arange(2 * 16, dtype=np.int32).reshape(2, 16)
-    return loss, {"embed": array(VOCABULARY, 4), "head": array(4, 150)}, ids
-
-
-def branches():
-    def loss(p, x):
-        return jnp.sum(jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x @ p) ** 2)
-
-    return loss, array(WIDTH, WIDTH), sequences()
-
-
 MODELS = {
-    f.__name__: f
-    for f in (
-        mlp,
-        gpt,
-        gpt_in_scan,
-        rnn,
-        lstm,
-        resnet,
-        depthwise,
-        square,
-        gram,
-        weight_norm,
-        masked,
-        l2,
-        lora,
-        experts,
-        stacked_by_hand,
-        joined,
-        picked,
-        complex_weights,
-        dropout,
-        jitted,
-        one_hot_and_wide,
-        branches,
-    )
+    "gpt": gpt,
+    "gpt_with_custom_attention": lambda: gpt(custom_attention),
+    "gpt_in_scan": gpt_in_scan,
+    "lstm": lstm,
+    "resnet": resnet,
+    "depthwise": depthwise,
 }
-MODELS["gpt_with_custom_attention"] = functools.partial(gpt, custom_attention)
 
 
 def made(name):
