@@ -89,9 +89,9 @@ def test_a_wrong_label_ranks_in_deviation_at_least_as_high_as_by_loss():
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7F7FFFFF, 0x7F800000])  # NaN, huge, infinite
 def test_a_damaged_incident_does_not_hide_the_others(bits):
     tx, params = gcx.watch(optax.sgd(0.1)), {"w": jnp.ones(2)}
-    state = tx.init(params)
+    update, state = jax.jit(tx.update), tx.init(params)
     for _ in range(2):
-        _, state = tx.update({"w": jnp.array([1.0, jnp.nan])}, state, params)
+        _, state = update({"w": jnp.array([1.0, jnp.nan])}, state, params)
     whole = gcx.incidents(state)
     field = gcx.diagnostics.Incident._fields.index("leaf")
     rows = state.incidents.rows.at[-2, field].set(bits)

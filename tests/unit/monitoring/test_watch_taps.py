@@ -108,27 +108,20 @@ def test_seeds_side_by_side_have_their_own_taps():
     assert [x.activation for x in gcx.incidents(second)] == ["layers_3/mlp"]
 
 
+WITH_PROBES = {"taps": PROBES}
+
+
 @pytest.mark.parametrize(
-    ("options", "extra", "error", "message"),
+    ("options", "extra", "error", "argument"),
     [
-        ({"taps": np.ones(3)}, {}, ValueError, r"`taps` must be a tree of float32\[..., 2, 5\]"),
-        (
-            {},
-            {"taps": PROBES},
-            ValueError,
-            "`taps` must be omitted if `watch` has no probes, got .*embed.*taps=probes",
-        ),
-        (
-            {"taps": PROBES},
-            {"taps": PROBES["layers"]},
-            ValueError,
-            "`taps` must be statistics of embed, layers_0/hidden",
-        ),
-        ({}, {"batch_id": 1.5}, TypeError, "`batch_id` must be an integer, got 1.5"),
-        ({}, {"batch_id": jnp.arange(2)}, TypeError, "`batch_id` must be an integer"),
+        ({"taps": np.ones(3)}, {}, ValueError, "taps"),
+        ({}, WITH_PROBES, ValueError, "taps"),
+        (WITH_PROBES, {"taps": PROBES["layers"]}, ValueError, "taps"),
+        ({}, {"batch_id": 1.5}, TypeError, "batch_id"),
+        ({}, {"batch_id": jnp.arange(2)}, TypeError, "batch_id"),
     ],
 )
-def test_a_wrong_argument_is_named(options, extra, error, message):
-    with pytest.raises(error, match=f"^watch: {message}"):
+def test_a_wrong_argument_is_named(options, extra, error, argument):
+    with pytest.raises(error, match=f"^watch: `{argument}` must be"):
         tx = gcx.watch(optax.sgd(0.1), **options)
         tx.update(PARAMS, tx.init(PARAMS), PARAMS, **extra)
