@@ -153,10 +153,7 @@ def test_clipped_norm_is_within_the_threshold(dtype):
         assert grads["a"].dtype == np.float32
 
 
-def test_batch_of_one_example_and_of_none():
-    grads, stats = clipped(1.0, BATCH[:1])
-    factor = np.minimum(1, 1 / norms(oracle()[1]))
-    assert_close(grads, expected(factor * [1, 0, 0], divisor=1))
+def test_batch_without_examples_has_gradients_of_zero():
     grads, stats = clipped(1.0, BATCH[:0])
     assert stats.norm.shape == (0,)
     assert not any(np.any(g) for g in jax.tree.leaves(grads))

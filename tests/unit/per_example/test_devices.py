@@ -84,23 +84,20 @@ def compiled_on(mesh, function, specs):
 
 @needs_eight
 @pytest.mark.slow
-def test_tensor_parallel_under_jit_equals_one_device_and_gathers_nothing(mesh, alone):
-    program, args = compiled_on(mesh, clip_of(loss), TENSOR_PARALLEL)
+@pytest.mark.parametrize("specs", [TENSOR_PARALLEL, FSDP], ids=["tensor parallel", "FSDP"])
+def test_sharded_weights_under_jit_equal_one_device(mesh, alone, specs):
+    program, args = compiled_on(mesh, clip_of(loss), specs)
     assert_equal_to_one_device(program(*args), alone)
-    ours, theirs = program.as_text(), compiled_on(mesh, ordinary, TENSOR_PARALLEL)[0].as_text()
+    if specs is FSDP:
+        return
+    # Nothing is gathered.
+    ours, theirs = program.as_text(), compiled_on(mesh, ordinary, specs)[0].as_text()
     for kind in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter"):
         assert hlo.count(ours, kind) == 0
     # The second pass has its own activations; each norm adds up two Gram matrices and the rest.
     local = EXAMPLES // 2
     passes, norms = 2 * local * TOKENS * WIDTH, local * (2 * TOKENS**2 + 6)
     assert sum(hlo.all_reduced(ours)) <= sum(hlo.all_reduced(theirs)) + passes + norms
-
-
-@needs_eight
-@pytest.mark.slow
-def test_weights_sharded_with_the_batch_under_jit_equal_one_device(mesh, alone):
-    program, args = compiled_on(mesh, clip_of(loss), FSDP)
-    assert_equal_to_one_device(program(*args), alone)
 
 
 @needs_eight

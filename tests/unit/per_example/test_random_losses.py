@@ -14,6 +14,7 @@ from hypothesis import given, settings
 import gradclip_jax as gcx
 
 sys.path.insert(0, str(Path(__file__).parent))
+from models import conv
 from oracle import assert_close, gradients, norms, size_of, weighted_mean
 
 pytestmark = pytest.mark.slow
@@ -26,6 +27,9 @@ SHAPES = {
     "flat": (W * W + 7,),
     "stack": (3, W, W),
     "kernel": (3, W, W),
+    "image kernel": (3, 2, W // 2, W // 2),
+    "kernel of groups": (2, 1, W // 2, W),
+    "gates": (2 * W, 4 * W),
     "table": (VOCABULARY, W),
     "bias": (W,),
 }
@@ -51,6 +55,21 @@ through.defvjp(
 
 def recurrent(p, h, w):
     return jax.lax.scan(lambda c, x: (jnp.tanh(c @ w + x), c), 0 * h[0], h)[1]
+
+
+def lstm(p, h):
+    def step(carry, x):
+        h, c = carry
+        i, f, g, o = jnp.split(jnp.concatenate([h, x]) @ p["gates"], 4)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    return jax.lax.scan(step, (0 * h[0], 0 * h[0]), h)[1]
+
+
+def image_conv(p, h, **options):
+    return conv(h.reshape(1, -1, 2, W // 2), p["image kernel"], **options).reshape(h.shape)
 
 
 def layers(p, h, checkpoint):
@@ -123,7 +142,15 @@ STEPS = {
     "convolution": lambda p, h, ids: jax.lax.conv_general_dilated(
         h[None], p["kernel"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
     )[0],
+    "convolution, dilated": lambda p, h, ids: image_conv(p, h, rhs_dilation=(2, 1)),
+    "convolution, transposed": lambda p, h, ids: image_conv(
+        p, h, strides=(2, 1), padding=((1, 1), (1, 0)), lhs_dilation=(2, 1)
+    ),
+    "convolution of groups": lambda p, h, ids: conv(
+        h[None, :, None], p["kernel of groups"], feature_group_count=2
+    )[0, :, 0],
     "recurrent": lambda p, h, ids: recurrent(p, h, p["a"]),
+    "lstm": lambda p, h, ids: lstm(p, h),
     "layers": lambda p, h, ids: layers(p, h, False),
     "layers, checkpointed": lambda p, h, ids: layers(p, h, True),
     "carried": lambda p, h, ids: carried(p, h, lambda w: 0.5 * (w + w)),
