@@ -64,32 +64,22 @@ def test_product_is_taken_only_where_it_is_no_larger_than_its_factors(loss, toke
     np.testing.assert_allclose(found, norms(gradients(loss, w, batch)[1]), rtol=1e-5)
 
 
-def shifted_loss_and_program():
-    """The logits are used twice, without their last row: their gradient is a sum in zeros."""
-
+def test_the_program_has_no_more_gradients_of_activations_than_an_ordinary_one():
     def loss(p, ids):
+        # The logits are used twice, without their last row: their gradient is a sum in zeros.
         x = jnp.sin(p["embed"][ids]) * p["scale"]
         logits = x @ p["embed"].T
         picked = jnp.take_along_axis(logits[:-1], ids[1:, None], -1)[:, 0]
         return jnp.mean(jax.nn.logsumexp(logits[:-1], -1) - picked)
 
-    rng = np.random.default_rng(0)
-    params = {"embed": rng.normal(size=(60, 24)), "scale": rng.normal(size=24)}
-    params = jax.tree.map(np.float32, params)
-    batch = rng.integers(0, 60, (2, 8)).astype(np.int32)
-    program = str(jax.make_jaxpr(gcx.per_example.norms(loss))(params, batch))
-    return loss, params, batch, program
-
-
-def test_gradient_of_an_activation_is_computed_once():
-    *_, program = shifted_loss_and_program()
-    assert [program.count(f"f32[2,{n},24] = dot_general[") for n in (7, 8)] == [0, 1]
-
-
-def test_gradient_of_logits_is_the_one_array_that_an_ordinary_gradient_has():
-    loss, params, batch, program = shifted_loss_and_program()
-    ordinary = str(jax.make_jaxpr(jax.vmap(jax.grad(loss), (None, 0)))(params, batch))
-    for padded in ("f32[2,8,60] = pad[", "f32[2,8,60] = add"):
-        assert program.count(padded) == ordinary.count(padded)
+    params = {"embed": array(60, 24, seed=1), "scale": array(24, seed=2)}
+    batch = np.random.default_rng(0).integers(0, 60, (2, 8)).astype(np.int32)
+    ours, ordinary = (
+        str(jax.make_jaxpr(run)(params, batch))
+        for run in (gcx.per_example.norms(loss), jax.vmap(jax.grad(loss), (None, 0)))
+    )
+    for gradient_of_logits in ("f32[2,8,60] = pad[", "f32[2,8,60] = add"):
+        assert ours.count(gradient_of_logits) == ordinary.count(gradient_of_logits)
+    assert [ours.count(f"f32[2,{n},24] = dot_general[") for n in (7, 8)] == [0, 1]
     found = jax.jit(gcx.per_example.norms(loss))(params, batch)
     np.testing.assert_allclose(found, norms(gradients(loss, params, batch)[1]), rtol=1e-5)
