@@ -29,17 +29,14 @@ def labels(params):
 
 
 PLACES = {
-    "alone": (clip(), CLIP),
     "chain": (optax.chain(optax.scale(1.0), clip(), optax.adam(0.1)), CLIP),
-    "named_chain": (optax.named_chain(("clip", clip()), ("adam", optax.adam(0.1))), CLIP),
     "masked": (optax.masked(clip(), {"w": True, "b": False}), CLIP),
     "partition": (optax.partition({"body": clip(), "head": optax.sgd(0.1)}, labels), CLIP),
     "inject_hyperparams": (  # the learning rate that it stores is no metric of ours
         optax.inject_hyperparams(lambda rate: optax.chain(clip(), optax.sgd(rate)))(rate=0.1),
         CLIP,
     ),
-    "accumulation": (gcx.accumulate_gradients(clip(), 2), CLIP | ACCUMULATION),
-    "accumulation_with_noise": (
+    "accumulation": (
         gcx.accumulate_gradients(clip(), 2, noise_scale_decay=0.9),
         CLIP | ACCUMULATION | {"gradient_noise_scale"},
     ),

@@ -542,19 +542,6 @@ def test_an_incident_reads_as_a_person_would_say_it():
 # Where it runs
 
 
-def test_seeds_are_watched_side_by_side():
-    tx = gcx.watch(optax.sgd(0.1))
-    params = {"w": np.ones((2, 3), "f")}
-    grads = {"w": np.float32([[3, 4, 0], [np.nan, 0, 0]])}
-    state = jax.vmap(tx.init)(params)
-    _, state = jax.jit(jax.vmap(tx.update))(grads, state, params)
-    np.testing.assert_array_equal(gcx.metrics(state)["gradient_norm/w"], [5, np.nan])
-    with pytest.raises(ValueError, match="incidents: `state` must be the state of one run"):
-        gcx.incidents(state)
-    second = jax.tree.map(lambda x: x[1], state)
-    assert [x.kinds for x in gcx.incidents(second)] == [("nan",)]
-
-
 def test_in_shard_map_norms_are_those_of_the_whole_and_the_loss_is_the_mean():
     mesh = Mesh(np.array(jax.devices()), ("data",))
     specs = {"w": PartitionSpec("data"), "b": PartitionSpec()}

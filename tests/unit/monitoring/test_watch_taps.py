@@ -98,11 +98,14 @@ def test_a_guard_around_watch_that_skips_leaves_no_statistics_of_an_earlier_step
     assert row["taps/embed/rms"] == row["gradient_norm"] == -1
 
 
-def test_seeds_side_by_side_have_their_own_taps():
+def test_seeds_side_by_side_have_their_own_norms_taps_and_incidents():
     tx = gcx.watch(optax.sgd(0.1), taps=PROBES)
     state = jax.vmap(lambda _: tx.init(PARAMS))(jnp.arange(2))
     state, row, _ = jax.vmap(stepper(tx), (0, 0, None))(state, jnp.array([-1, 3]), 0)
     assert row["taps/layers_3/mlp/nonfinite"].tolist() == [0, 1]
+    assert np.isfinite(row["gradient_norm"]).tolist() == [True, False]
+    with pytest.raises(ValueError, match="incidents: `state` must be the state of one run"):
+        gcx.incidents(state)
     first, second = (jax.tree.map(lambda x, i=i: x[i], state) for i in range(2))
     assert gcx.incidents(first) == []
     assert [x.activation for x in gcx.incidents(second)] == ["layers_3/mlp"]

@@ -76,7 +76,9 @@ def test_groups_and_leaves_far_apart_are_measured_each_by_itself(size):
     x = np.full((2, 1, 8), 0.125, np.float32)
     wanted = {"u": size, "v": 1.0}
     labels = {"u": "u", "v": "v"}
-    leaves = jax.jit(gcx.per_example.leaf_norms(loss))(params, x)
+    others = {"count": np.int32(3), "none": None}
+    leaves = jax.jit(gcx.per_example.leaf_norms(loss))(params | others, x)
+    assert leaves["count"] is None and leaves["none"] is None
     groups = jax.jit(gcx.per_example.norms(loss, param_labels=labels))(params, x)
     for k, norm in wanted.items():
         np.testing.assert_allclose(leaves[k], norm, rtol=1e-5)
