@@ -91,57 +91,43 @@ def test_one_example_shows_no_noise_scale():
     assert np.isnan(gcx.per_example.noise_scale(jnp.ones(1), jnp.ones(3)))
 
 
-def devices(function, silent, count=4, **specs):
-    """Runs a function on some devices, whose types say where shards are, or do not."""
-    if silent == "pmap":
-        return jax.pmap(function, axis_name="data", devices=jax.devices()[:count], **specs)
-    mesh = Mesh(np.array(jax.devices()[:count]), ("data",))
-    return jax.jit(jax.shard_map(function, mesh=mesh, check_vma=not silent, **specs))
-
-
 DATA, ALL = PartitionSpec("data"), PartitionSpec()
-needs_four = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
+needs_eight = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
 
 
-@needs_four
-@pytest.mark.parametrize("silent", [False, True])
-def test_shards_draw_noise_of_their_own_and_replicas_the_same(silent):
-    def noise(tree):
-        # Both kinds of leaves, where types say which is which; else one kind in each call.
-        if not silent:
-            tx = gcx.per_example.noisy_mean(1.0, 1.0, 1, KEY)
-            return tx.update(tree, tx.init(tree))[0]
-        shard, copy = (
-            gcx.per_example.noisy_mean(1.0, 1.0, 1, KEY, axis_name=axes) for axes in ("data", ())
-        )
-        return {
-            "shard": shard.update(tree["shard"], shard.init(tree))[0],
-            "copy": copy.update(tree["copy"], copy.init(tree))[0],
-        }
+def shard_map(function, specs, **options):
+    mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=specs, **options)
+    return jax.jit(mapped)
 
-    specs = {"shard": DATA, "copy": ALL}
-    run = devices(noise, silent, in_specs=(specs,), out_specs=specs)
-    found = run({"shard": jnp.zeros((4, 50)), "copy": jnp.zeros(50)})
-    assert len({tuple(np.asarray(row)) for row in found["shard"]}) == 4
+
+@needs_eight
+def test_shards_draw_noise_of_their_own_and_replicas_the_same():
+    tx = gcx.per_example.noisy_mean(1.0, 1.0, 1, KEY)
+    zeros = {"shard": jnp.zeros((8, 50)), "copy": jnp.zeros(50)}
+    noise = shard_map(lambda x: tx.update(x, tx.init(x))[0], {"shard": DATA, "copy": ALL})
+    found = noise(zeros)
+    assert len({tuple(np.asarray(row)) for row in found["shard"]}) == 8
     copies = [np.asarray(x.data) for x in found["copy"].addressable_shards]
     assert all((copy == copies[0]).all() for copy in copies)
 
 
-@needs_four
-@pytest.mark.parametrize("axis_name", ["data", ()])
-def test_noise_in_pmap_is_what_axis_name_says(axis_name):
-    tx = gcx.per_example.noisy_mean(1.0, 1.0, 1, KEY, axis_name=axis_name)
-    noisy = devices(lambda x: tx.update(x, tx.init(x))[0], "pmap")(jnp.zeros((4, 50)))
-    assert len({tuple(row) for row in np.asarray(noisy)}) == (4 if axis_name else 1)
-
-
-@needs_four
-@pytest.mark.parametrize("silent", [True, "pmap"])
-def test_noise_is_refused_where_nothing_says_what_a_device_holds(silent):
-    if silent == "pmap" and VERSION < (0, 8):
+@needs_eight
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+@pytest.mark.parametrize(("axis_name", "draws"), [("data", 8), ((), 1), (None, None)])
+def test_axis_name_says_what_a_device_holds_where_types_do_not(mode, axis_name, draws):
+    if mode == "pmap" and axis_name is None and VERSION < (0, 8):
         pytest.skip("a pmap of JAX 0.7 cannot be seen")
-    tx = gcx.per_example.noisy_mean(1.0, 1.0, 1, KEY)
-    specs = {} if silent == "pmap" else dict(in_specs=DATA, out_specs=DATA)
-    run = devices(lambda x: tx.update(x, tx.init(x))[0], silent, **specs)
-    with pytest.raises(ValueError, match="^noisy_mean: `axis_name`"):
-        run(jnp.zeros((4, 50)))
+    tx = gcx.per_example.noisy_mean(1.0, 1.0, 1, KEY, axis_name=axis_name)
+
+    def noise(x):
+        return tx.update(x, tx.init(x))[0]
+
+    is_pmap = mode == "pmap"
+    run = jax.pmap(noise, "data") if is_pmap else shard_map(noise, DATA, check_vma=False)
+    if axis_name is None:
+        with pytest.raises(ValueError, match="^noisy_mean: `axis_name`"):
+            run(jnp.zeros((8, 50)))
+    else:
+        noisy = run(jnp.zeros((8, 50)))
+        assert len({tuple(row) for row in np.asarray(noisy)}) == draws
