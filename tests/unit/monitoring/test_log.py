@@ -8,6 +8,10 @@ import pytest
 import gradclip_jax as gcx
 
 
+def summary_of(log, **options):
+    return gcx.diagnostics.summarize_log(log, **options)
+
+
 def log_of(losses, **columns):
     rows = [{"loss": float(loss)} for loss in losses]
     for key, values in columns.items():
@@ -33,7 +37,7 @@ def test_the_spike_score_is_the_share_of_values_far_from_the_recent_mean(window)
     losses = np.random.default_rng(0).normal(3.0, 0.1, 400)
     losses[[150, 151, 300]] += [5.0, -5.0, 2.0]
     losses[200] = np.nan
-    summary = gcx.diagnostics.summarize_log(log_of(losses), window=window)
+    summary = summary_of(log_of(losses), window=window)
     assert summary["spike_score/loss"] == pytest.approx(score64(list(losses), window))
     assert summary["spike_score/loss"] >= 3 / 400
 
@@ -48,7 +52,7 @@ def test_a_run_in_numbers():
         incident_count=[0, 0, 1, 2],
         largest_share=[0.5] * 4,
     )
-    assert gcx.diagnostics.summarize_log(log) == {
+    assert summary_of(log) == {
         "steps": 4,
         "clipped": 0.5,
         "clipped/inner_state/0": 0.25,
@@ -63,15 +67,7 @@ def test_a_file_of_json_lines_is_a_log(tmp_path):
     log = log_of([3.0, np.nan, 4.0])
     path = tmp_path / "run.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in log) + "\n")
-    assert (
-        gcx.diagnostics.summarize_log(path)
-        == gcx.diagnostics.summarize_log(str(path))
-        == gcx.diagnostics.summarize_log(log)
-    )
-
-
-def summary_of(log):
-    return gcx.diagnostics.summarize_log(log)
+    assert summary_of(path) == summary_of(str(path)) == summary_of(log)
 
 
 def test_damaged_lines_are_skipped_with_a_warning(tmp_path):
@@ -121,10 +117,11 @@ def test_norms_that_were_not_measured_are_no_spikes():
     assert summary_of(log)["spike_score/gradient_norm"] == 0
 
 
-def watched(steps=20, **columns):
-    columns = {f"gradient_norm__{name}": [norm] * steps for name, norm in columns.items()}
-    columns |= {f"update_ratio__{name[15:]}": [1e-3] * steps for name in columns}
-    return log_of([3.0] * steps, **columns)
+def watched(steps=20, **norms):
+    """A log in which these leaves have constant norms."""
+    row = {f"gradient_norm/{name}": norm for name, norm in norms.items()}
+    row |= {f"update_ratio/{name}": 1e-3 for name in norms}
+    return [{"loss": 3.0, **row} for _ in range(steps)]
 
 
 def heat_maps(figure):
@@ -154,20 +151,16 @@ def test_the_picture_has_a_row_for_each_unit_and_the_step_as_its_axis():
     assert np.argwhere(~np.ma.getmaskarray(bad)).tolist() == [[0, 7]]
 
 
-def test_with_an_accumulation_only_measured_steps_have_a_column():
-    log = watched(12, a=3.0)
+def test_columns_are_measured_steps_and_those_of_a_long_log_their_largest_values():
+    log = watched(5000, a=3.0)
+    log[1235]["gradient_norm/a"] = 7.0
     for i, row in enumerate(log):
         if i % 4 != 3:
             row.update({"gradient_norm/a": -1.0, "update_ratio/a": -1.0})
-    axes = heat_maps(gcx.diagnostics.plot_log(log))["gradient norm"]
-    assert table(axes, 1).tolist() == [[3.0, 3.0, 3.0]]
-
-
-def test_a_long_log_keeps_its_largest_values():
-    log = watched(5000, a=3.0)
-    log[1234]["gradient_norm/a"] = 7.0
-    shown = table(heat_maps(gcx.diagnostics.plot_log(log))["gradient norm"], 1)
-    assert shown.size < 1000 and shown.max() == 7
+    short = table(heat_maps(gcx.diagnostics.plot_log(log[:12]))["gradient norm"], 1)
+    assert short.tolist() == [[3.0, 3.0, 3.0]]
+    long = table(heat_maps(gcx.diagnostics.plot_log(log))["gradient norm"], 1)
+    assert long.size < 1000 and long.max() == 7 and long.min() == 3
 
 
 def captions(figure):
@@ -175,16 +168,12 @@ def captions(figure):
 
 
 def test_incidents_are_marked_and_captioned():
-    log, incident = (
-        watched(a=3.0),
-        gcx.diagnostics.Incident(7, ("nan", "skipped"), np.nan, leaf="a"),
-    )
+    log = watched(a=3.0)
+    incident = gcx.diagnostics.Incident(7, ("nan", "skipped"), np.nan, leaf="a")
     damaged = [{"sentence": "no step", "kinds": 3}, {"step": "x", "sentence": None}]
     rows = [*log[:8], *damaged, incident.to_dict(), *log[8:]]
-    for figure in (
-        gcx.diagnostics.plot_log(log, incidents=[incident]),
-        gcx.diagnostics.plot_log(rows),
-    ):
+    given = gcx.diagnostics.plot_log(log, incidents=[incident])
+    for figure in (given, gcx.diagnostics.plot_log(rows)):
         assert captions(figure) == [f"1  {incident}"]
         for axes in (figure.axes[0], *heat_maps(figure).values()):
             assert 7 in [line.get_xdata()[0] for line in axes.lines if len(line.get_xdata()) == 2]

@@ -1,6 +1,5 @@
 """Metrics of any state: registered fields, fixed keys, and a path where a name occurs twice."""
 
-import functools
 from typing import Any, NamedTuple
 
 import chex
@@ -21,40 +20,6 @@ LARGE = NONFINITE | {"skipped_large_norm", "grad_norm", "skip_threshold"}
 PARAMS = {"w": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])}
 
 
-class Wrapped(NamedTuple):
-    """The state of a wrapper this package knows nothing of."""
-
-    inner: Any
-    steps: Any
-
-
-@jax.tree_util.register_pytree_node_class
-class Box:
-    """A pytree node that has no names for its parts."""
-
-    def __init__(self, content):
-        self.content = content
-
-    def tree_flatten(self):
-        return [self.content], None
-
-    @classmethod
-    def tree_unflatten(cls, _, parts):
-        return cls(*parts)
-
-
-def wrapped(inner, wrap):
-    def init(params):
-        return wrap(inner.init(params))
-
-    def update(updates, state, params=None):
-        content = state.inner if isinstance(state, Wrapped) else state.content
-        updates, content = inner.update(updates, content, params)
-        return updates, wrap(content)
-
-    return optax.GradientTransformation(init, update)
-
-
 def clip(max_norm=1.0):
     return gcx.clip_by_global_norm(max_norm)
 
@@ -64,17 +29,14 @@ def labels(params):
 
 
 PLACES = {
-    "alone": (clip(), CLIP),
     "chain": (optax.chain(optax.scale(1.0), clip(), optax.adam(0.1)), CLIP),
-    "named_chain": (optax.named_chain(("clip", clip()), ("adam", optax.adam(0.1))), CLIP),
     "masked": (optax.masked(clip(), {"w": True, "b": False}), CLIP),
     "partition": (optax.partition({"body": clip(), "head": optax.sgd(0.1)}, labels), CLIP),
-    "inject_hyperparams": (
-        optax.inject_hyperparams(gcx.clip_by_global_norm, static_args=("ord",))(max_norm=1.0),
+    "inject_hyperparams": (  # the learning rate that it stores is no metric of ours
+        optax.inject_hyperparams(lambda rate: optax.chain(clip(), optax.sgd(rate)))(rate=0.1),
         CLIP,
     ),
-    "accumulation": (gcx.accumulate_gradients(clip(), 2), CLIP | ACCUMULATION),
-    "accumulation_with_noise": (
+    "accumulation": (
         gcx.accumulate_gradients(clip(), 2, noise_scale_decay=0.9),
         CLIP | ACCUMULATION | {"gradient_noise_scale"},
     ),
@@ -84,8 +46,6 @@ PLACES = {
     "skip_large_norm": (gcx.skip_large_norm(optax.sgd(0.1), 9.0), LARGE),
     "record_norms": (gcx.record_norms(2), {"nonfinite_norms"}),
     "zero_large_norm": (gcx.zero_large_norm(9.0), CLIP),
-    "named_tuple": (wrapped(clip(), lambda s: Wrapped(s, jnp.zeros(()))), CLIP),
-    "unknown_pytree": (wrapped(clip(), Box), CLIP),
     "nothing_of_ours": (optax.adam(0.1), set()),
 }
 
@@ -122,16 +82,26 @@ def test_a_foreign_state_with_fields_of_ours_reports_nothing():
         assert gcx.metrics(state) == {}
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: TrainState.create(apply_fn=jnp.dot, params=PARAMS, tx=tx),
+        lambda tx: jax.tree_util.Partial(jnp.dot, tx.init(PARAMS)),  # its parts have no names
+    ],
+    ids=["TrainState", "Partial"],
+)
+def test_a_state_is_found_inside_any_pytree(wrap):
+    assert set(gcx.metrics(wrap(optax.chain(clip(), optax.sgd(0.1))))) == CLIP
+
+
 def test_a_state_derived_from_one_of_ours_reports_the_same():
     noise = gcx.accumulate_gradients(clip(), 2, noise_scale_decay=0.9).init(PARAMS).noise
 
     class Derived(type(noise)):
         pass
 
-    told = Derived(*noise)._replace(
-        squared_gradient=jnp.float32(2), covariance_trace=jnp.float32(6)
-    )
-    assert gcx.metrics((told,)) == {"gradient_noise_scale": 3.0}
+    known = {"squared_gradient": jnp.float32(2), "covariance_trace": jnp.float32(6)}
+    assert gcx.metrics((Derived(*noise)._replace(**known),)) == {"gradient_noise_scale": 3.0}
 
 
 def test_the_values_are_those_of_the_last_step():
@@ -238,36 +208,7 @@ def test_groups_carry_their_label():
     assert {"grad_norm/0/body", "grad_norm/1/head", "clip_fraction/0"} < set(found)
 
 
-def test_a_train_state_is_searched():
-    state = TrainState.create(
-        apply_fn=lambda params, x: x, params=PARAMS, tx=optax.chain(clip(), optax.sgd(0.1))
-    )
-    assert set(gcx.metrics(state)) == CLIP
-    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
-    assert gcx.metrics(step(state, PARAMS))["grad_norm"] == 5.0
-
-
-def test_injected_hyperparameters_are_no_metrics_of_ours_and_hide_none():
-    tx = optax.inject_hyperparams(
-        lambda learning_rate: optax.chain(clip(), optax.sgd(learning_rate))
-    )(learning_rate=0.1)
-    _, state = jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
-    assert set(gcx.metrics(state)) == CLIP and gcx.metrics(state)["grad_norm"] == 5.0
-
-
 def test_nothing_is_computed_inside_jit():
     tx = optax.chain(clip(), gcx.skip_large_norm(optax.adam(0.1), 1.0))
     jaxpr = jax.make_jaxpr(gcx.metrics)(tx.init(PARAMS))
     assert not jaxpr.eqns
-
-
-def test_metrics_survive_a_step_that_is_skipped():
-    tx = gcx.skip_nonfinite(optax.chain(clip(), optax.sgd(0.1)))
-    step = jax.jit(functools.partial(gcx.apply_gradients, tx))
-    params, state = step(PARAMS, tx.init(PARAMS), PARAMS)
-    before = gcx.metrics(state)
-    bad = jax.tree.map(lambda p: p * jnp.nan, PARAMS)
-    _, state = step(bad, state, params)
-    after = gcx.metrics(state)
-    assert after.keys() == before.keys()
-    assert after["skipped_nonfinite"] == 1 and after["grad_norm"] == before["grad_norm"]

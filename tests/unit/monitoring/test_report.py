@@ -25,8 +25,7 @@ def test_the_worst_examples_by_norm_and_by_loss():
 def test_an_example_that_is_not_finite_is_the_worst():
     batch = jnp.array([1.0, 2.0, jnp.nan, 3.0])
     worst = gcx.diagnostics.worst_examples(lambda w, x: (w * x) ** 2, 1.0, batch, k=2)
-    assert list(worst["grad_norm"]) == [2, 3]
-    assert list(worst["loss"]) == [2, 3]
+    assert list(worst["grad_norm"]) == list(worst["loss"]) == [2, 3]
 
 
 def test_the_worst_tokens_are_those_of_their_own_gradients():
@@ -87,19 +86,12 @@ def test_a_wrong_label_ranks_in_deviation_at_least_as_high_as_by_loss():
     assert hits["deviation"] >= hits["loss"] > 0
 
 
-def test_the_leaf_where_nan_begins_is_between_two_rows():
-    tree = {"h_0": jnp.ones(2), "h_1": jnp.array([1.0, jnp.nan]), "h_2": jnp.full(2, jnp.nan)}
-    counts = gcx.diagnostics.nonfinite_leaves(tree, include_finite=True)
-    assert list(counts.items()) == [("['h_0']", 0), ("['h_1']", 1), ("['h_2']", 2)]
-    assert list(gcx.diagnostics.nonfinite_leaves(tree).values()) == [2, 1]
-
-
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7F7FFFFF, 0x7F800000])  # NaN, huge, infinite
 def test_a_damaged_incident_does_not_hide_the_others(bits):
     tx, params = gcx.watch(optax.sgd(0.1)), {"w": jnp.ones(2)}
-    state = tx.init(params)
+    update, state = jax.jit(tx.update), tx.init(params)
     for _ in range(2):
-        _, state = tx.update({"w": jnp.array([1.0, jnp.nan])}, state, params)
+        _, state = update({"w": jnp.array([1.0, jnp.nan])}, state, params)
     whole = gcx.incidents(state)
     field = gcx.diagnostics.Incident._fields.index("leaf")
     rows = state.incidents.rows.at[-2, field].set(bits)

@@ -30,6 +30,11 @@ def norms(grads):
     return np.sqrt(sum(np.sum(np.abs(g) ** 2, 1) for g in leaves))
 
 
+def size_of(tree):
+    """The norm of a whole tree."""
+    return norms(jax.tree.map(lambda x: np.asarray(x)[None].astype(np.complex128), tree))[0]
+
+
 def weighted_mean(grads, factors):
     """The mean of the gradients times their factors."""
     return jax.tree.map(lambda g: np.tensordot(factors, g, 1) / len(factors), grads)
@@ -40,6 +45,5 @@ def assert_close(ours, wanted, tolerance=1e-5):
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
         assert a.shape == b.shape
     difference = jax.tree.map(lambda a, b: np.asarray(a) - b, ours, wanted)
-    error = norms(jax.tree.map(lambda x: x[None], difference))[0]
-    size = norms(jax.tree.map(lambda x: np.asarray(x)[None], wanted))[0]
+    error, size = size_of(difference), size_of(wanted)
     assert error <= tolerance * size, f"relative error {error / max(size, 1e-300)}"

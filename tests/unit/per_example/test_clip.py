@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, PartitionSpec
 
 import gradclip_jax as gcx
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import EXAMPLES, MODELS, WIDTH, array, gpt_in_scan, rnn, sequences, square
-from oracle import assert_close, gradients, norms, weighted_mean
+from models import EXAMPLES, TOKENS, WIDTH, array, sequences
+from oracle import assert_close, gradients, norms, size_of, weighted_mean
 
 
 def loss(p, x):
@@ -85,16 +84,6 @@ def test_threshold_may_be_traced():
     assert_close(traced, expected(np.minimum(1, 3 / norms(oracle()[1]))))
 
 
-def test_a_rule_fed_with_each_norm_moves_by_the_fraction_within_as_in_the_paper():
-    rule = gcx.thresholds.quantile(0.9)
-    found = np.array([1.0, 3.0, 5.0, np.inf], np.float32)  # half of them are within 4
-    _, each = rule.update(found, jnp.full(4, 4.0), None)
-    wanted = 4 * np.exp(-0.2 * (0.5 - 0.9))
-    assert float(jnp.exp(jnp.log(each).mean())) == pytest.approx(wanted, rel=1e-6)
-    _, unmoved = rule.update(np.array([np.nan, 0.0], np.float32), jnp.full(2, 4.0), None)
-    np.testing.assert_array_equal(unmoved, 4)
-
-
 def test_groups_are_clipped_by_their_own_norms():
     max_norms = {"first": 1.0, "last": jnp.inf}
     grads, stats = clipped(max_norms, param_labels={"a": "first", "b": "last"})
@@ -104,15 +93,6 @@ def test_groups_are_clipped_by_their_own_norms():
     factors = np.minimum(1, 1 / norms(written["a"]))
     assert_close(grads["a"], weighted_mean(written["a"], factors))
     assert_close(grads["b"], written["b"].mean(0))
-
-
-def test_leaf_norms_are_those_of_each_leaf():
-    params = {**PARAMS, "count": jnp.int32(3), "none": None}
-    found = jax.jit(gcx.per_example.leaf_norms(loss))(params, BATCH)
-    written = oracle()[1]
-    np.testing.assert_allclose(found["a"], norms(written["a"]), rtol=1e-5)
-    np.testing.assert_allclose(found["b"], norms(written["b"]), rtol=1e-5)
-    assert found["count"] is None
 
 
 def test_weights_multiply_and_mask_even_a_bad_example():
@@ -138,44 +118,23 @@ def test_bad_example_adds_zero_or_spoils_everything_as_asked(bad):
     assert np.isnan(spoilt["a"]).all()
 
 
-def test_magnitudes_whose_squares_overflow_or_underflow_are_clipped_exactly():
-    sizes = np.array([1e20, 1e-20, 1.0], np.float32)
-    x = np.abs(sequences()) + 0.1
-    x *= sizes[:, None, None]
-    w = array(WIDTH, WIDTH)
-    run = jax.jit(gcx.per_example.value_and_grad(lambda w, x: jnp.sum(x @ w), 1e-3))
-    (_, stats), grads = run(w, x)
-    wanted = np.sqrt(WIDTH * np.sum(x.astype(np.float64).sum(1) ** 2, 1))
-    np.testing.assert_allclose(stats.norm, wanted, rtol=1e-5)
-    np.testing.assert_allclose(stats.factor, np.minimum(1, 1e-3 / wanted), rtol=1e-5)
-    assert np.isfinite(grads).all()
-
-
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
 def test_clipped_norm_is_within_the_threshold(dtype):
     def low(p, x):
-        return jnp.sum(jnp.sin(jnp.sin(x @ p["a"]) @ p["b"]).astype(jnp.float32))
+        return jnp.sum(jnp.sin(jnp.sin(x @ p["a"]) @ p["b"]))
 
     params, batch = jax.tree.map(lambda x: jnp.asarray(x, dtype), (PARAMS, BATCH))
     run = jax.jit(gcx.per_example.value_and_grad(low, 0.37))
     for i in range(EXAMPLES):
         (_, stats), grads = run(params, batch[i : i + 1])
-        size = norms(jax.tree.map(lambda g: np.asarray(g, np.float64)[None], grads))[0]
-        assert size <= 0.37 * (1 + 1e-5)
-        assert size >= 0.37 * (1 - 1e-5) and stats.norm[0] > 0.37
+        assert size_of(grads) == pytest.approx(0.37, rel=1e-5) and stats.norm[0] > 0.37
         assert grads["a"].dtype == np.float32
 
 
-@pytest.mark.parametrize("size", [0, 1])
-def test_batch_of_no_example_and_of_one(size):
-    grads, stats = clipped(1.0, BATCH[:size])
-    assert stats.norm.shape == (size,)
-    total = np.minimum(1, 1 / norms(oracle()[1])) * [1, 0, 0] * size
-    wanted = expected(total, divisor=1)
-    if size:
-        assert_close(grads, wanted)
-    else:
-        assert not any(np.any(g) for g in jax.tree.leaves(grads))
+def test_batch_without_examples_has_gradients_of_zero():
+    grads, stats = clipped(1.0, BATCH[:0])
+    assert stats.norm.shape == (0,)
+    assert not any(np.any(g) for g in jax.tree.leaves(grads))
 
 
 def test_micro_batches_give_the_same():
@@ -186,24 +145,24 @@ def test_micro_batches_give_the_same():
 
 
 @functools.cache
-def in_real_parts():
+def in_real_parts(parts):
     def run(batch, count):
         aux = lambda p, e: (loss(p, e[0]), (e[1], jnp.max(e[0])))  # noqa: E731
-        take = gcx.per_example.value_and_grad(
-            aux, 1.0, has_aux=True, has_weight=True, num_microbatches=3, num_real_microbatches=count
-        )
-        return take(PARAMS, batch)
+        sizes = {"num_microbatches": parts, "num_real_microbatches": count}
+        options = {"has_aux": True, "has_weight": True}
+        return gcx.per_example.value_and_grad(aux, 1.0, **options, **sizes)(PARAMS, batch)
 
     return jax.jit(run)
 
 
-@pytest.mark.parametrize("count", range(5))
-def test_examples_that_are_not_real_leave_no_trace_in_one_program_for_all_numbers(count):
-    # A part is one example here; the NaN of the others would be seen even with weight 0.
-    is_real = np.arange(EXAMPLES) < count
+@pytest.mark.parametrize(("parts", "count"), [*((3, i) for i in range(5)), (1, 0), (1, 1)])
+def test_examples_that_are_not_real_leave_no_trace_in_one_program_for_all_numbers(parts, count):
+    # The NaN of the examples that are not real would be seen even with weight 0.
+    is_real = np.arange(EXAMPLES) < count * EXAMPLES / parts
     weights = np.where(is_real, np.float32([2, 1, 3]), np.nan)
     batch = np.where(is_real[:, None, None], BATCH, np.nan).astype(np.float32)
-    (value, stats), grads = in_real_parts()((batch, weights.astype(np.float32)), jnp.int32(count))
+    run = in_real_parts(parts)
+    (value, stats), grads = run((batch, weights.astype(np.float32)), jnp.int32(count))
     values, written = oracle()
     weights, norm = np.where(is_real, [2.0, 1, 3], 0), norms(written)
     factor = np.minimum(1, 1 / norm)
@@ -218,16 +177,7 @@ def test_examples_that_are_not_real_leave_no_trace_in_one_program_for_all_number
     tops = np.max(np.asarray(BATCH), (1, 2))
     for ours, exact in zip(rows, (values, norm, factor, weights, tops), strict=True):
         np.testing.assert_allclose(ours, np.where(is_real, exact, 0), rtol=1e-5)
-    assert in_real_parts()._cache_size() == 1
-
-
-@pytest.mark.slow
-def test_one_part_of_examples_may_be_not_real():
-    for count in range(2):
-        grads, stats = clipped(1.0, num_real_microbatches=jnp.int32(count))
-        whole, of_all = clipped(1.0)
-        jax.tree.map(lambda a, b, n=count: np.testing.assert_allclose(a, n * b, 1e-6), grads, whole)
-        np.testing.assert_allclose(stats.norm, count * of_all.norm, 1e-6)
+    assert run._cache_size() == 1
 
 
 def test_parameters_and_examples_may_be_at_any_position():
@@ -265,52 +215,15 @@ def test_parameters_without_a_floating_point_leaf_have_gradients_of_norm_zero(pa
     assert not np.any(stats.norm) if labels is None else stats.norm == {}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [square, rnn, gpt_in_scan])
-def test_data_parallel_inside_shard_map_equals_one_device(make):
-    function, params, batch = make()
-    batch = np.concatenate([batch, batch[::-1]])[:4]
-    run = gcx.per_example.value_and_grad(function, 1.0)
-    (_, stats), alone = jax.jit(run)(params, batch)
-    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-    spec = PartitionSpec("data")
-    shard_map = getattr(jax, "shard_map", None)
-    if shard_map is None:
-        from jax.experimental.shard_map import shard_map
-    sharded = jax.jit(
-        shard_map(
-            lambda p, b: (lambda out: (out[1], out[0][1].norm))(run(p, b)),
-            mesh=mesh,
-            in_specs=(PartitionSpec(), spec),
-            out_specs=(PartitionSpec(), spec),
-        )
-    )
-    grads, found = sharded(params, batch)
-    np.testing.assert_allclose(found, stats.norm, rtol=1e-5)
-    assert_close(grads, jax.tree.map(np.asarray, alone), 1e-5)
-    text = sharded.lower(params, batch).as_text()
-    assert "all_gather" not in text
-
-
 def test_random_keys_of_examples_are_used_once():
-    function, params, batch = MODELS["dropout"]()
-    run = jax.jit(gcx.per_example.value_and_grad(function, 1e-3, reduction="sum"))
-    one = jax.tree.map(lambda x: x[:1], batch)
-    _, grads = run(params, one)
-    assert norms(np.asarray(grads)[None])[0] == pytest.approx(1e-3, rel=1e-5)
+    def dropout(w, example):
+        key, x = example
+        kept = jax.random.bernoulli(key, np.float32(0.5), (TOKENS, WIDTH))
+        return jnp.sum(jnp.sin(jnp.where(kept, x, 0) @ w))
 
-
-def test_examples_may_be_micro_batches_of_accumulate_gradients():
-    run = gcx.per_example.value_and_grad(loss, 1.0, reduction="sum")
-    tx = gcx.accumulate_gradients(optax.sgd(1.0), 3, reduction="sum")
-
-    @jax.jit
-    def step(params, state, x):
-        updates, state = tx.update(run(params, x)[1], state, params)
-        return optax.apply_updates(params, updates), state
-
-    params, state = jax.tree.map(jnp.asarray, PARAMS), tx.init(PARAMS)
-    for i in range(EXAMPLES):
-        params, state = step(params, state, BATCH[i : i + 1])
-    wanted = expected(np.minimum(1, 1 / norms(oracle()[1])), divisor=1)
-    assert_close(jax.tree.map(lambda a, b: a - np.asarray(b), PARAMS, params), wanted)
+    keys = jax.random.split(jax.random.key(0), EXAMPLES)
+    values, grads = gradients(dropout, PARAMS["a"], (keys, BATCH))
+    run = jax.jit(gcx.per_example.value_and_grad(dropout, 1e-3))
+    (_, stats), ours = run(PARAMS["a"], (keys, BATCH))
+    np.testing.assert_allclose(stats.value, values, rtol=1e-5)
+    assert_close(ours, weighted_mean(grads, 1e-3 / norms(grads)))

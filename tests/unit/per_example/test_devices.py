@@ -42,8 +42,8 @@ def loss(params, x, add_up=lambda y: y):
     return jnp.sum(jnp.sin(add_up(hidden @ params["down"])))
 
 
-def clip_of(loss):
-    run = gcx.per_example.value_and_grad(loss, 0.5)
+def clip_of(loss, **options):
+    run = gcx.per_example.value_and_grad(loss, 0.5, **options)
 
     def clip(params, batch):
         (_, stats), grads = run(params, batch)
@@ -84,10 +84,14 @@ def compiled_on(mesh, function, specs):
 
 @needs_eight
 @pytest.mark.slow
-def test_tensor_parallel_under_jit_equals_one_device_and_gathers_nothing(mesh, alone):
-    program, args = compiled_on(mesh, clip_of(loss), TENSOR_PARALLEL)
+@pytest.mark.parametrize("specs", [TENSOR_PARALLEL, FSDP], ids=["tensor parallel", "FSDP"])
+def test_sharded_weights_under_jit_equal_one_device(mesh, alone, specs):
+    program, args = compiled_on(mesh, clip_of(loss), specs)
     assert_equal_to_one_device(program(*args), alone)
-    ours, theirs = program.as_text(), compiled_on(mesh, ordinary, TENSOR_PARALLEL)[0].as_text()
+    if specs is FSDP:
+        return
+    # Nothing is gathered.
+    ours, theirs = program.as_text(), compiled_on(mesh, ordinary, specs)[0].as_text()
     for kind in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter"):
         assert hlo.count(ours, kind) == 0
     # The second pass has its own activations; each norm adds up two Gram matrices and the rest.
@@ -98,24 +102,13 @@ def test_tensor_parallel_under_jit_equals_one_device_and_gathers_nothing(mesh, a
 
 @needs_eight
 @pytest.mark.slow
-def test_weights_sharded_with_the_batch_under_jit_equal_one_device(mesh, alone):
-    program, args = compiled_on(mesh, clip_of(loss), FSDP)
-    assert_equal_to_one_device(program(*args), alone)
-
-
-@needs_eight
-@pytest.mark.slow
 def test_tensor_parallel_inside_shard_map_adds_up_two_numbers_for_each_norm(mesh, alone):
-    shard_map = getattr(jax, "shard_map", None)
-    if shard_map is None:
-        from jax.experimental.shard_map import shard_map
-
     def sharded(params, x):
         return loss(params, x, lambda y: jax.lax.psum(y, "model"))
 
     def spread(function, out_specs):
         specs = dict(in_specs=(TENSOR_PARALLEL, DATA), out_specs=out_specs)
-        return jax.jit(shard_map(function, mesh=mesh, **specs))
+        return jax.jit(jax.shard_map(function, mesh=mesh, **specs))
 
     clip = spread(clip_of(sharded), (TENSOR_PARALLEL, DATA))
     assert_equal_to_one_device(clip(PARAMS, BATCH), alone)
@@ -124,6 +117,24 @@ def test_tensor_parallel_inside_shard_map_adds_up_two_numbers_for_each_norm(mesh
     activations = 2 * local * TOKENS * WIDTH  # those of the loss itself, there and back
     # The loop is for the examples whose gradients have to be materialized.
     assert sum(hlo.all_reduced(norms, loops=False)) == activations + 2 * local
+
+
+@needs_eight
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["typed", "silent", "pmap"])
+def test_clipped_mean_is_reduced_over_the_devices_of_the_batch(kind, alone):
+    axes = None if kind == "typed" else "data"
+    clip = clip_of(loss, axis_name=axes)
+    if kind == "pmap":
+        run = jax.pmap(clip, axis_name=axes, in_axes=(None, 0), out_axes=(None, 0))
+        grads, norms = run(PARAMS, BATCH[:, None])
+        assert_equal_to_one_device((grads, norms.reshape(-1)), alone)
+        return
+    mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
+    specs = {"in_specs": (ALL, DATA), "out_specs": (ALL, DATA), "check_vma": kind == "typed"}
+    run = jax.jit(jax.shard_map(clip, mesh=mesh, **specs))
+    assert_equal_to_one_device(run(PARAMS, BATCH), alone)
+    assert "all_gather" not in run.lower(PARAMS, BATCH).as_text()
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers")  # no result has the shape of the batch

@@ -14,16 +14,9 @@ import gradclip_jax as gcx
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models import array, conv
-from oracle import assert_close, gradients, norms, weighted_mean
+from oracle import assert_close, gradients, norms, size_of, weighted_mean
 
 clipped_sum = functools.partial(gcx.per_example.value_and_grad, reduction="sum")
-
-
-def size_of(tree):
-    """The norm of a tree in 64 bit, scaled first."""
-    leaves = [np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)]
-    top = max(np.abs(x).max(initial=0) for x in leaves) or 1
-    return top * np.sqrt(sum(np.sum((x / top) ** 2) for x in leaves))
 
 
 def assert_sound(loss, params, batch, max_norm=None, tolerance=1e-5, of_norms=1e-5):
@@ -47,7 +40,7 @@ def linear(w, x):
     return (x @ w).sum()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("size", [1e4, 1e7])
 def test_tokens_that_cancel_are_clipped_by_their_true_norm(seed, size):
     rng = np.random.default_rng(seed)
@@ -85,57 +78,6 @@ def test_instance_norm_of_an_offset_of_a_thousand_is_measured_as_by_vmap():
     np.testing.assert_allclose(found, wanted, rtol=max(1e-5, 2 * theirs))
 
 
-@jax.custom_vjp
-def clip_gradient(x):
-    return x
-
-
-clip_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.01, 0.01),))
-
-
-def test_backward_rule_that_is_not_linear_runs_once():
-    def loss(w, x):
-        return jnp.sum(clip_gradient(x @ w) ** 2)
-
-    assert_sound(loss, array(16, 16, seed=1), array(3, 3, 16, seed=2), max_norm=0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda w: w + w,
-        lambda w: 0.5 * w,
-        lambda w: w + jnp.sin(w),
-        lambda w: jax.lax.optimization_barrier(w),
-        lambda w: w.T,
-    ],
-)
-def test_weight_that_a_loop_carries_and_changes(change):
-    def loss(w, xs):
-        def step(carry, x):
-            w, total = carry
-            return (change(w), total + jnp.sum(jnp.sin(x @ w))), None
-
-        return jax.lax.scan(step, (w, 0 * xs[0, 0]), xs)[0][1]
-
-    assert_sound(loss, array(16, 16, seed=1), array(3, 3, 16, seed=2))
-
-
-@pytest.mark.slow
-def test_nan_in_a_row_that_is_cut_off_leaves_out_that_example_only():
-    def loss(w, x):
-        return jnp.sin((x @ w)[:-1]).sum()
-
-    w, batch = array(16, 16, seed=1), array(3, 4, 16, seed=2)
-    bad = batch.copy()
-    bad[1, -1] = np.nan
-    (_, stats), grads = jax.jit(clipped_sum(loss, 0.5, nonfinite="zero"))(w, bad)
-    assert np.isnan(stats.norm[1]) and stats.factor[1] == 0
-    wanted = clipped_sum(loss, 0.5)(w, batch[::2])[1]
-    assert_close(grads, np.asarray(wanted, np.float64))
-
-
 def test_factors_whose_rows_are_of_opposite_magnitude():
     def loss(w, example):
         x, g = example
@@ -149,15 +91,6 @@ def test_factors_whose_rows_are_of_opposite_magnitude():
     assert_sound(loss, w, batch, max_norm=1.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("magnitude", [1e-30, 1e-20, 1e-12, 1e12, 1e20])
-def test_magnitudes_far_from_one(magnitude):
-    def loss(w, x):
-        return jnp.sum((x * magnitude) @ w)
-
-    assert_sound(loss, array(16, 16, seed=1), array(3, 3, 16, seed=2), max_norm=0.5 * magnitude)
-
-
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
 def test_sum_of_many_examples_of_narrow_parameters_is_that_of_each(dtype):
     def loss(w, x):
@@ -168,17 +101,6 @@ def test_sum_of_many_examples_of_narrow_parameters_is_that_of_each(dtype):
     whole, without = run(w, batch)[1], run(w, batch[1:])[1]
     assert whole.dtype == np.float32
     assert size_of(np.asarray(whole, np.float64) - without) <= 1 + 1e-4  # 512 sums in float32
-
-
-def test_loss_in_float16_is_clipped_to_the_threshold():
-    def loss(w, x):
-        return jnp.mean(jnp.sin(x @ w) ** 2)
-
-    w, batch = array(16, 16, seed=1).astype(np.float16), array(4, 3, 16, seed=2).astype(np.float16)
-    for i in range(4):
-        (_, stats), grads = jax.jit(clipped_sum(loss, 1e-3))(w, batch[i : i + 1])
-        assert stats.norm[0] > 1e-3
-        assert size_of(grads) == pytest.approx(1e-3, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -230,47 +152,6 @@ def test_kernel_of_an_ungrouped_convolution_is_measured_by_gram_matrices():
         shape((3, 3, 512, 512), jnp.float32), shape((2, 7, 7, 512), jnp.float32)
     )
     assert found["params"].method == "gram" and found["params"].elements == 2 * 49**2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "method"),
-    [
-        (lambda w: jnp.pad(w, ((0, 0), (1, 2)))[:, 1:-2], "gram"),
-        (lambda w: jnp.pad(w, ((0, 0), (3, 0))), "gram"),
-        (lambda w: jnp.roll(w, 5, 0), "gram"),
-        (lambda w: w[::-1], "gram"),
-        (lambda w: w[:, ::-1], "gram"),
-        (lambda w: jnp.pad(w, ((0, 0), (3, 0)))[::-1, ::-1], "gram"),
-        (lambda w: w[3:9, 2:31], "gram"),
-        (lambda w: jax.lax.select_n(jnp.array(True), w, 0.01 * w), "gram"),
-        (lambda w: jax.lax.select_n(jnp.array(False), w, 2 * w), "gram"),
-        (lambda w: w[::2], "materialized"),
-        (lambda w: jnp.where(np.arange(32) > 7, w, 0 * w), "materialized"),
-    ],
-)
-def test_weight_that_is_moved_is_followed_or_written_out(change, method):
-    def loss(w, x):
-        moved = change(w)
-        return jnp.sum(jnp.sin(x[:, : len(moved)] @ moved))
-
-    w, batch = array(32, 32, seed=1), array(3, 2, 32, seed=2)
-    assert gcx.per_example.explain(loss)(w, batch)["params"].method == method
-    assert_sound(loss, w, batch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [-9, 0, 2, 9])
-def test_weight_that_each_example_takes_from_a_stack_is_followed(number):
-    def loss(p, example):
-        number, x = example
-        taken = jax.lax.dynamic_index_in_dim(p["stack"], number, keepdims=False)
-        return jnp.sum(jnp.sin(jnp.sin(x @ taken) @ p["b"]))
-
-    params = {"stack": array(3, 32, 32, seed=1), "b": array(32, 32, seed=2)}
-    batch = (np.array([1, number], np.int32), array(2, 2, 32, seed=2))
-    assert gcx.per_example.explain(loss)(params, batch)["params['stack']"].method == "gram"
-    assert_sound(loss, params, batch)
 
 
 def test_weights_chosen_by_each_example_are_followed():
