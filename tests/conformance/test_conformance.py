@@ -6,7 +6,7 @@ library is tested there, in depth:
 
 | invariant | here | in depth |
 | --- | --- | --- |
-| 1 structure, dtypes, odd leaves | updates_have, pass_through, refused_by_path | clipping/test_formula |
+| 1 structure, dtypes, odd leaves | updates_have, pass_through, that_is_no_gradient | clipping/test_formula |
 | 2 unclipped is unchanged | unchanged_bit_for_bit | clipping/test_step |
 | 3 the norm after clipping | are_bounded_after_clipping | clipping/test_grid |
 | 4 exact norms | | clipping/test_norm, test_gpu |
@@ -118,7 +118,7 @@ def test_updates_have_the_types_of_the_input_and_states_those_of_init(name, dtyp
 def test_none_masked_zero_size_scalar_and_float0_leaves_pass_through(name):
     row = TRANSFORMATIONS[name]
     # The optimizers of Optax refuse float0 themselves.
-    tx = row.around(optax.identity()) if row.around else row.make()
+    tx = row.around(optax.identity()) if row.around else row()
     params = {
         "n": None,
         "m": optax.MaskedNode(),
@@ -142,11 +142,12 @@ def test_empty_tree_passes_through(name):
 
 
 @every
-def test_integer_leaf_is_refused_by_path(name):
+@pytest.mark.parametrize("leaf", [jnp.ones((4, 3), jnp.int32), "a"], ids=["integers", "string"])
+def test_a_leaf_that_is_no_gradient_is_refused_by_path(name, leaf):
     tx, params = make(name), example()
-    state = tx.init(params)
-    with pytest.raises(TypeError, match=r"int32\[4, 3\] at updates\['w'\]"):
-        tx.update({**params, "w": jnp.ones((4, 3), jnp.int32)}, state, params)
+    got = r"int32\[4, 3\]" if isinstance(leaf, jax.Array) else "str"
+    with pytest.raises(TypeError, match=rf"{got} at updates\['w'\]"):
+        tx.update({**params, "w": leaf}, tx.init(params), params)
 
 
 @every
@@ -156,6 +157,14 @@ def test_swapped_state_and_gradients_raise_and_name_the_argument(name):
     if jax.tree.leaves(state):
         with pytest.raises(TypeError, match=r"^\w+: `(updates|state)`"):
             jax.eval_shape(make(name).update, state, params, params)
+
+
+@pytest.mark.parametrize("name", [n for n, row in TRANSFORMATIONS.items() if row.reads_state])
+def test_a_missing_state_and_one_of_another_transformation_raise(name):
+    params = example()
+    for state, error in ((None, ValueError), ({}, TypeError), (optax.EmptyState(), TypeError)):
+        with pytest.raises(error, match=r"^\w+: `state` must be "):
+            make(name).update(params, state, params)
 
 
 SEVEN_SCALES = (0.3, 3.0, 30.0, 0.1, 0.3, 3.0, 0.1)
@@ -220,7 +229,7 @@ def test_extra_arguments_are_taken_and_reach_the_inner_one(name):
 
     spy = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), inner_update)
     row = TRANSFORMATIONS[name]
-    tx = row.around(spy) if row.around else optax.chain(row.make(), spy)
+    tx = row.around(spy) if row.around else optax.chain(row(), spy)
     params = example(scale=0.1)
     state = tx.init(params)
     jax.eval_shape(lambda g: tx.update(g, state, params, marker="here"), params)
@@ -247,7 +256,7 @@ def test_eight_devices_give_what_one_gives(name, mode):
         del grads["b"], params["b"]
     expected = step(name, grads, params)
     if mode == "pmap":
-        close(by_pmap(TRANSFORMATIONS[name].make(axis_name="data"), grads, params, axis), expected)
+        close(by_pmap(TRANSFORMATIONS[name](axis_name="data"), grads, params, axis), expected)
         return
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     specs = {"w": P(*[None] * axis, "data"), "b": P()}
