@@ -112,6 +112,8 @@ def test_updates_have_the_types_of_the_input_and_states_those_of_init(name, dtyp
         updates, state = jax.eval_shape(tx.update, params, first, params)
         assert types(updates) == types(params)
         assert types(state) == types(first)
+    # Checkpoints by tensorstore on several devices restore no bool.
+    assert not [x for x in jax.tree.leaves(first) if jnp.asarray(x).dtype == jnp.bool_]
 
 
 @every
@@ -207,6 +209,38 @@ def test_eager_jit_and_scan_agree_on_one_trace_and_donated_states(name):
     eager, after = tx.update(stream[2], jax.tree.map(jnp.asarray, at(states, 1)), params)
     close(eager, at(scanned_updates, 2))
     assert types(after) == types(tx.init(params))
+
+
+@pytest.mark.slow
+@every
+def test_apply_gradients_is_update_and_apply_updates(name):
+    stream, params = [example(scale=scale) for scale in SEVEN_SCALES], example()
+    stream[2] = jax.tree.map(lambda x: x * np.float32(np.nan), params)
+    updates, states = run(name, stream)
+    state = make(name).init(params)
+    apply = jax.jit(functools.partial(gcx.apply_gradients, make(name)))
+    for i, grads in enumerate(stream):
+        found, state = apply(grads, state, params)
+        # XLA may fuse a product and a sum in one of two programs and not in the other.
+        close(found, optax.apply_updates(params, at(updates, i)), rtol=1e-5, atol=1e-6)
+    close(state, at(states, -1), rtol=1e-5, atol=1e-6)
+
+
+LAST = np.iinfo(np.int32).max
+
+
+# The counts of the two left out are bounded by their windows; they have tests of their own.
+@pytest.mark.parametrize(
+    "name", sorted(TRANSFORMATIONS.keys() - {"accumulate_gradients", "record_norms"})
+)
+def test_no_counter_wraps(name):
+    params = example()
+    full = jax.tree.map(
+        lambda x: jnp.full_like(x, LAST) if x.dtype == jnp.int32 else x, make(name).init(params)
+    )
+    _, after = jitted(name)[1](params, full, params)
+    for path, x in jax.tree_util.tree_leaves_with_path(after):
+        assert x.dtype != jnp.int32 or jnp.all(x >= 0), path
 
 
 @pytest.mark.slow

@@ -45,48 +45,6 @@ def test_a_state_keeps_its_dtypes_whatever_the_step_returns(wrap):
         assert int(state.inner_opt_state["count"]) == count
 
 
-TRANSFORMATIONS = {
-    "chain": lambda: optax.chain(gcx.clip_by_global_norm(1.0), optax.adam(0.1)),
-    "accumulate_sum": lambda: gcx.accumulate_gradients(optax.lion(0.1), 2, reduction="sum"),
-    "accumulate_noise": lambda: gcx.accumulate_gradients(optax.sgd(0.1), 2, noise_scale_decay=0.9),
-    "skip_large_norm": lambda: gcx.skip_large_norm(optax.adam(0.1), 2.5),
-    "accumulate_of_guard": lambda: gcx.accumulate_gradients(gcx.skip_nonfinite(optax.adam(0.1)), 2),
-    "guard_of_accumulate": lambda: gcx.skip_nonfinite(gcx.accumulate_gradients(optax.adam(0.1), 2)),
-    "multi_steps": lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
-}
-
-
-def by_update(tx):
-    tx = optax.with_extra_args_support(tx)
-
-    def step(grads, state, params):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
-
-
-def trained(step, tx, params, bad_at=None):
-    state = tx.init(params)
-    for i in range(6):
-        grads = gradients(i, params)
-        bad = jax.tree.map(lambda g: g * jnp.nan, grads)
-        params, state = step(bad if i == bad_at else grads, state, params)
-    return params, state
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_apply_gradients_is_update_and_apply_updates(name):
-    tx, params = TRANSFORMATIONS[name](), params_like()
-    fast = jax.jit(functools.partial(gcx.apply_gradients, tx))
-    plain = jax.jit(by_update(tx))
-    for bad_at in (None, 2):
-        ours, wanted = (trained(step, tx, params, bad_at) for step in (fast, plain))
-        # Two programs: XLA may fuse a product and a sum in one and not in the other.
-        chex.assert_trees_all_close(ours, wanted, rtol=1e-5, atol=1e-6)
-
-
 def test_apply_gradients_of_low_precision_parameters_is_no_less_precise():
     # The update is not rounded to bfloat16 before it is added: the result is that of `update`
     # in float32, rounded once.
