@@ -378,22 +378,17 @@ def test_a_dict_is_a_config_or_refused_in_our_words(values):
 # --- 5. two signals -------------------------------------------------------------------------
 
 RULES = {
-    "zscore": lambda **allow_negative: gcx.thresholds.zscore(warmup_steps=4, **allow_negative),
-    "mean_std": lambda **allow_negative: gcx.thresholds.mean_std(
-        4.0, window=8, warmup_steps=4, **allow_negative
-    ),
+    "zscore": functools.partial(gcx.thresholds.zscore, warmup_steps=4),
+    "mean_std": functools.partial(gcx.thresholds.mean_std, 4.0, window=8, warmup_steps=4),
 }
-RELEARN_AFTER = 5
+rules = st.sampled_from(sorted(RULES))
 
 
 @functools.cache
-def spikes_run(norm_rule, loss_rule):
-    tx = gcx.skip_spikes(
-        optax.sgd(0.1),
-        norm=RULES[norm_rule](),
-        loss=RULES[loss_rule](allow_negative=True),
-        relearn_after=RELEARN_AFTER,
-    )
+def skips_in_a_row(norm_rule, loss_rule):
+    """A program that runs `skip_spikes` on rows of norm and loss."""
+    norm, loss = RULES[norm_rule](), RULES[loss_rule](allow_negative=True)
+    tx = gcx.skip_spikes(optax.sgd(0.1), norm=norm, loss=loss, relearn_after=5)
 
     def call(state, row):
         _, state = tx.update(row[:1], state, jnp.zeros(1), value=row[1])
@@ -403,20 +398,14 @@ def spikes_run(norm_rule, loss_rule):
 
 
 @few(40)
-@given(
-    st.sampled_from(sorted(RULES)),
-    st.sampled_from(sorted(RULES)),
-    st.integers(0, 2**31 - 1),
-    st.lists(st.sampled_from("nlb."), min_size=1, max_size=6),
-)
+@given(rules, rules, st.integers(0, 2**31 - 1), st.text("nlb.", min_size=1, max_size=6))
 def test_faults_of_norm_and_loss_in_any_order_lock_nothing_up(norm_rule, loss_rule, seed, pattern):
     """`n` is a fault of the norm, `l` of the loss, `b` of both; each pattern goes on for ever."""
-    rng = np.random.default_rng(seed)
-    rows = 1 + 0.1 * rng.random((120, 2)).astype(np.float32)
+    rows = 1 + 0.1 * np.random.default_rng(seed).random((120, 2)).astype(np.float32)
     for i in range(20, 120):
         fault = pattern[i % len(pattern)]
         rows[i] *= [100.0 if fault in "nb" else 1.0, 100.0 if fault in "lb" else 1.0]
-    assert int(spikes_run(norm_rule, loss_rule)(rows).max()) <= RELEARN_AFTER
+    assert int(skips_in_a_row(norm_rule, loss_rule)(rows).max()) <= 5
 
 
 # --- 6. debugging modes of JAX --------------------------------------------------------------

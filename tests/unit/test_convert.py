@@ -239,19 +239,10 @@ def test_counts_of_a_window_are_carried_over():
 # What only one of the two has
 
 
-def alone(tx):
-    return tx
-
-
 ADDED = {
-    "an accumulation": (alone, lambda tx: gcx.accumulate_gradients(tx, 1)),
     "an accumulation around a chain": (
         lambda tx: optax.chain(optax.clip(1e3), tx),
         lambda tx: gcx.accumulate_gradients(optax.chain(gcx.clip(1e3), tx), 1),
-    ),
-    "a clip before an optimizer": (
-        alone,
-        lambda tx: optax.chain(gcx.clip_by_global_norm(1e3), tx),
     ),
     "a clip in a chain": (
         lambda tx: optax.chain(optax.trace(0.5), tx),
