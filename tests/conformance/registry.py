@@ -1,8 +1,9 @@
 """Every public transformation with its traits, one row each: the rows of the conformance suite."""
 
 import dataclasses
-import functools
+import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,11 +21,12 @@ class Row:
     """How one transformation is made, and in what it differs from the others.
 
     Attributes:
-        make: makes it; takes `axis_name`, for mapped axes that types do not name.
+        make: makes it; may take `axis_name`, for mapped axes that types do not name.
         around: makes it around another transformation, if it is a wrapper.
         bound: unit of the norm ("tree", "leaf" or "column") and what bounds it after clipping: a
             number, or the metric that reports it. None if no norm is bounded.
         is_identity_below: whether an update that needs no clipping is returned bit for bit.
+        reads_state: whether an update depends on the state.
         recovers: whether a step that is not finite leaves the state finite.
         split_axis: the axis of a matrix along which it may be spread over devices.
         scratch: peak temporary memory of a step, in sizes of the parameters.
@@ -35,112 +37,88 @@ class Row:
     around: Callable[[Any], Any] | None = None
     bound: tuple[str, float | str] | None = None
     is_identity_below: bool = True
+    reads_state: bool = True
     recovers: bool = True
     split_axis: int = 0
     scratch: float = 1.1
     keeps_dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16", "float16")
 
-    def __call__(self, **axes: Any) -> Any:
-        return self.make(**axes)
+    def __call__(self, axis_name: str | None = None) -> Any:
+        takes_axis = "axis_name" in inspect.signature(self.make).parameters
+        return self.make(axis_name=axis_name) if takes_axis else self.make()
 
 
 def _group(tree: Any) -> Any:
     return {key: "rest" if key == "b" else "a" for key in tree}
 
 
-learned = functools.partial(Row, bound=("tree", "clip_threshold"))
-optimizer = functools.partial(Row, is_identity_below=False)
+fixed = partial(Row, reads_state=False)
+learned = partial(Row, bound=("tree", "clip_threshold"))
+optimizer = partial(Row, is_identity_below=False)
+
+
+def wrapper(function: Callable[..., Any], scratch: float = 1.1, **arguments: Any) -> Row:
+    around = partial(function, **arguments)
+    return optimizer(partial(function, SGD, **arguments), around=around, scratch=scratch)
+
 
 TRANSFORMATIONS: dict[str, Row] = {
-    "clip": Row(lambda **_: gcx.clip(0.5)),
-    "clip_by_value": Row(lambda **_: gcx.clip_by_value(0.5, min_value=-1.0)),
-    "clip_by_norm": Row(
-        lambda **axes: gcx.clip_by_norm(100.0, granularity="leaf", reaction="zero", **axes)
+    "clip": fixed(partial(gcx.clip, 0.5)),
+    "clip_by_value": fixed(partial(gcx.clip_by_value, 0.5, min_value=-1.0)),
+    "clip_by_norm": fixed(partial(gcx.clip_by_norm, 100.0, granularity="leaf", reaction="zero")),
+    "clip_by_global_norm": fixed(partial(gcx.clip_by_global_norm, 1.0), bound=("tree", 1.0)),
+    "clip_by_leaf_norm": fixed(partial(gcx.clip_by_leaf_norm, 1.0), bound=("leaf", 1.0)),
+    "clip_by_group_norm": fixed(
+        partial(gcx.clip_by_group_norm, {"a": 1.0}, _group), bound=("tree", 1.0)
     ),
-    "clip_by_global_norm": Row(
-        lambda **axes: gcx.clip_by_global_norm(1.0, **axes), bound=("tree", 1.0)
-    ),
-    "clip_by_leaf_norm": Row(
-        lambda **axes: gcx.clip_by_leaf_norm(1.0, **axes), bound=("leaf", 1.0)
-    ),
-    "clip_by_group_norm": Row(
-        lambda **axes: gcx.clip_by_group_norm({"a": 1.0}, _group, **axes), bound=("tree", 1.0)
-    ),
-    "clip_by_block_rms": Row(
-        lambda **axes: gcx.clip_by_block_rms(0.5, **axes), bound=("leaf", 0.5 * (64 * 8) ** 0.5)
+    "clip_by_block_rms": fixed(
+        partial(gcx.clip_by_block_rms, 0.5), bound=("leaf", 0.5 * (64 * 8) ** 0.5)
     ),
     # Its units, the columns of a matrix, must not be spread over devices.
-    "adaptive_grad_clip": Row(
-        lambda **_: gcx.adaptive_grad_clip(0.1),
+    "adaptive_grad_clip": fixed(
+        lambda: gcx.adaptive_grad_clip(0.1),
         bound=("column", 0.1),
         split_axis=1,
         scratch=2.1 if OLD_XLA else 1.1,
     ),
-    "zero_large_norm": Row(lambda **axes: gcx.zero_large_norm(100.0, **axes)),
-    "autoclip": learned(lambda **axes: gcx.autoclip(window=8, **axes)),
-    "zclip": learned(lambda **axes: gcx.zclip(warmup_steps=2, **axes)),
-    "quantile_clip": learned(lambda **axes: gcx.quantile_clip(**axes)),
-    "adagc": Row(
-        lambda **axes: gcx.adagc(warmup_steps=2, **axes), bound=("leaf", "clip_threshold")
-    ),
+    "zero_large_norm": fixed(partial(gcx.zero_large_norm, 100.0)),
+    "autoclip": learned(partial(gcx.autoclip, window=8)),
+    "zclip": learned(partial(gcx.zclip, warmup_steps=2)),
+    "quantile_clip": learned(gcx.quantile_clip),
+    "adagc": Row(partial(gcx.adagc, warmup_steps=2), bound=("leaf", "clip_threshold")),
     # Scratch above 1.1: gradient and carry, or moments and an update, all at once: the first tree
     # has to be there while the norm of the second is taken.
     "u_clip": Row(
-        lambda **axes: gcx.contrib.u_clip(gcx.clip_by_global_norm(1.0, **axes)),
-        around=lambda inner: gcx.contrib.u_clip(inner),
+        lambda axis_name: gcx.contrib.u_clip(gcx.clip_by_global_norm(1.0, axis_name=axis_name)),
+        around=gcx.contrib.u_clip,
         bound=("tree", 1.0),
         scratch=3.1 if OLD_XLA else 2.1,
     ),
-    "acclip": Row(lambda **_: gcx.contrib.acclip(), is_identity_below=False, scratch=1.6),
+    "acclip": optimizer(gcx.contrib.acclip, scratch=1.6),
     "spam_clip": Row(
-        lambda **_: gcx.contrib.spam_clip(warmup_steps=2), scratch=1.6 if OLD_XLA else 1.3
+        partial(gcx.contrib.spam_clip, warmup_steps=2), scratch=1.6 if OLD_XLA else 1.3
     ),
-    "stable_spam_clip": Row(
-        lambda **axes: gcx.contrib.stable_spam_clip(**axes), is_identity_below=False, scratch=2.1
-    ),
+    "stable_spam_clip": optimizer(gcx.contrib.stable_spam_clip, scratch=2.1),
     # Like Adam it keeps a bad value; its docstring says to wrap it.
     "stable_adamw": optimizer(
-        lambda **axes: gcx.contrib.stable_adamw(0.1, **axes),
-        recovers=False,
-        scratch=2.3 if OLD_XLA else 1.3,
+        partial(gcx.contrib.stable_adamw, 0.1), recovers=False, scratch=2.3 if OLD_XLA else 1.3
     ),
     "accumulate_gradients": optimizer(
-        lambda **_: gcx.accumulate_gradients(SGD, 2),
-        around=lambda inner: gcx.accumulate_gradients(inner, 1),
+        partial(gcx.accumulate_gradients, SGD, 2),
+        around=partial(gcx.accumulate_gradients, every=1),
     ),
-    "skip_nonfinite": optimizer(
-        lambda **axes: gcx.skip_nonfinite(SGD, **axes),
-        around=lambda inner: gcx.skip_nonfinite(inner),
-    ),
-    "skip_large_norm": optimizer(
-        lambda **axes: gcx.skip_large_norm(SGD, 100.0, **axes),
-        around=lambda inner: gcx.skip_large_norm(inner, 100.0),
-    ),
-    "skip_spikes": optimizer(
-        lambda **axes: gcx.skip_spikes(SGD, norm=100.0, **axes),
-        around=lambda inner: gcx.skip_spikes(inner, norm=100.0),
-    ),
+    "skip_nonfinite": wrapper(gcx.skip_nonfinite),
+    "skip_large_norm": wrapper(gcx.skip_large_norm, max_norm=100.0),
+    "skip_spikes": wrapper(gcx.skip_spikes, norm=100.0),
     # The unscaled gradient, and a flag for each element.
-    "dynamic_loss_scale": optimizer(
-        lambda **axes: gcx.dynamic_loss_scale(SGD, init_scale=8.0, growth_interval=2, **axes),
-        around=lambda inner: gcx.dynamic_loss_scale(inner),
-        scratch=2.1 if OLD_XLA else 1.3,
+    "dynamic_loss_scale": wrapper(
+        gcx.dynamic_loss_scale, init_scale=8.0, growth_interval=2, scratch=2.1 if OLD_XLA else 1.3
     ),
     # The random bits and the noise of a leaf beside the sum.
-    "noisy_mean": Row(
-        lambda **axes: gcx.per_example.noisy_mean(1.0, 1.0, 1.0, 0, **axes),
-        is_identity_below=False,
-        scratch=2.6,
-    ),
-    "watch": optimizer(
-        lambda **axes: gcx.watch(SGD, **axes),
-        around=lambda inner: gcx.watch(inner),
-        # A CPU writes the squares of a leaf, and flags of its bad elements, before it adds them up.
-        scratch=4.3 if OLD_XLA else 3.3,
-    ),
-    "record_norms": Row(lambda **axes: gcx.record_norms(4, **axes)),
-    # Of bfloat16 it makes float32, and float16 it refuses: tests/test_rounding.py.
-    "round_stochastically": Row(
-        lambda **_: gcx.round_stochastically(), keeps_dtypes=("float32", "float64")
-    ),
+    "noisy_mean": optimizer(partial(gcx.per_example.noisy_mean, 1.0, 1.0, 1.0, 0), scratch=2.6),
+    # A CPU writes the squares of a leaf, and flags of its bad elements, before it adds them up.
+    "watch": wrapper(gcx.watch, scratch=4.3 if OLD_XLA else 3.3),
+    "record_norms": Row(partial(gcx.record_norms, 4)),
+    # Of bfloat16 it makes float32, and float16 it refuses: tests/unit/test_rounding.py.
+    "round_stochastically": Row(gcx.round_stochastically, keeps_dtypes=("float32", "float64")),
 }

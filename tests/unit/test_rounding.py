@@ -80,11 +80,11 @@ def test_what_is_exact_in_bfloat16_is_not_rounded():
 
 def test_an_update_of_zero_leaves_every_finite_number_as_it_is():
     params = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
-    params = params[np.isfinite(params.astype(np.float32))]
-    new = applied(params, np.zeros(params.shape))
     size = np.abs(params.astype(np.float32))
-    normal = (size == 0) | (size >= np.finfo(np.float32).tiny)  # XLA takes smaller ones for zero
-    np.testing.assert_array_equal(np.float32(new)[normal], np.float32(params)[normal])
+    # XLA takes subnormal numbers for zero.
+    params = params[np.isfinite(size) & ((size == 0) | (size >= np.finfo(np.float32).tiny))]
+    new = applied(params, np.zeros(params.shape))
+    np.testing.assert_array_equal(np.float32(new), np.float32(params))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -134,24 +134,17 @@ def test_seeds_steps_and_leaves_draw_bits_of_their_own():
     np.testing.assert_array_equal(np.float32(again), np.float32(later))
 
 
-def test_other_leaves_pass_through_in_strict_types():
+def test_leaves_of_other_dtypes_pass_through_in_strict_types():
+    params = {
+        "full": jnp.ones(3),
+        "complex": jnp.ones(2, "complex64"),
+        "low": jnp.ones(2, "bfloat16"),
+    }
+    tx = gcx.round_stochastically()
     with compat.strict():
-        params = {
-            "full": jnp.ones(3),
-            "complex": jnp.ones(2, "complex64"),
-            "count": jnp.int32(3),
-            "none": None,
-            "low": jnp.ones(2, jnp.bfloat16),
-        }
-        updates = {**params, "count": np.zeros((), jax.dtypes.float0)}
-        tx = gcx.round_stochastically()
-        out, _ = jax.jit(lambda low: tx.update({**updates, "low": low}, tx.init(params), params))(
-            params["low"]
-        )
-    for name in ("full", "complex", "low"):
-        np.testing.assert_array_equal(out[name], np.ones_like(out[name]))
-    assert [out[k].dtype for k in ("full", "complex", "low")] == ["float32", "complex64", "float32"]
-    assert out["count"].dtype == jax.dtypes.float0 and out["none"] is None
+        out, _ = jax.jit(lambda params: tx.update(params, tx.init(params), params))(params)
+    expected = {**params, "low": jnp.ones(2)}
+    chex.assert_trees_all_equal(out, expected, strict=True)
 
 
 def test_derivatives_go_straight_through():
@@ -176,33 +169,22 @@ def test_derivatives_go_straight_through():
 def test_held_and_skipped_steps_change_neither_parameters_nor_the_count():
     inner = optax.chain(optax.sgd(1.0), gcx.round_stochastically())
     tx = gcx.skip_nonfinite(gcx.accumulate_gradients(inner, 2))
-    params = {"w": jnp.linspace(1, 2, 64).astype(jnp.bfloat16)}
-    state, first = tx.init(params), params
-    apply = jax.jit(lambda grad, *carry: gcx.apply_gradients(tx, {"w": jnp.full(64, grad)}, *carry))
-    steps = []
+    first = params = jnp.linspace(1, 2, 64).astype(jnp.bfloat16)
+    state, steps = tx.init(params), []
+    apply = jax.jit(functools.partial(gcx.apply_gradients, tx))
     for grad in (1e-3, jnp.nan, 1e-3, 1e-3):
-        new, state = apply(jnp.float32(grad), state, params)
-        changed = np.any(np.float32(new["w"]) != np.float32(params["w"]))
-        steps.append((bool(changed), int(state.inner_state.inner_opt_state[1].step)))
+        new, state = apply(jnp.full(64, grad), state, params)
+        changed = bool(jnp.any(new != params))
+        steps.append((changed, int(state.inner_state.inner_opt_state[1].step)))
         params = new
     assert steps == [(False, 0), (False, 0), (True, 1), (False, 1)]
     # The step that was taken is that of the optimizer alone, with the mean of the window.
     step = jax.jit(functools.partial(gcx.apply_gradients, inner))
-    alone, _ = step({"w": jnp.full(64, 1e-3)}, inner.init(first), first)
+    alone, _ = step(jnp.full(64, 1e-3), inner.init(first), first)
     chex.assert_trees_all_equal(params, alone)
 
 
-def test_it_can_join_a_run():
-    params = {"w": jnp.ones(4, jnp.bfloat16)}
-    state = optax.adam(0.1).init(params)
-    tx = optax.chain(optax.adam(0.1), gcx.round_stochastically())
-    converted = gcx.convert_state(tx, state, params)
-    chex.assert_trees_all_equal(converted, (state, gcx.round_stochastically().init(params)))
-
-
 # --- devices -----------------------------------------------------------------------------------
-
-needs_eight = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
 
 
 def example():
@@ -218,7 +200,6 @@ def stepped(params, updates):
 
 
 @pytest.mark.slow
-@needs_eight
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_arrays_get_the_bits_of_one_device(kind):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
@@ -235,7 +216,6 @@ def test_sharded_arrays_get_the_bits_of_one_device(kind):
     assert "[16,4]" not in text  # each device draws the bits of its own rows
 
 
-@needs_eight
 def test_replicas_stay_alike_in_shard_map_and_shards_draw_their_own():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     params, updates = {"w": jnp.ones((16, 64)), "b": jnp.ones(64)}, {}
@@ -251,11 +231,8 @@ def test_replicas_stay_alike_in_shard_map_and_shards_draw_their_own():
     assert len(shards) == 8
 
 
-@needs_eight
 @pytest.mark.slow
 def test_replicas_stay_alike_where_types_are_silent():
-    params, updates = example()
-    spread = [jax.tree.map(lambda x: jnp.stack([x] * 8), tree) for tree in (params, updates)]
-    found = jax.pmap(stepped, axis_name="data")(*spread)
-    for x in jax.tree.leaves(found):
-        np.testing.assert_array_equal(np.float32(x), np.float32(x[:1]).repeat(8, 0))
+    stacked = jax.tree.map(lambda x: jnp.stack([x] * 8), example())
+    found = jax.pmap(stepped, axis_name="data")(*stacked)
+    chex.assert_trees_all_equal(found, jax.tree.map(lambda x: jnp.stack([x[0]] * 8), found))
