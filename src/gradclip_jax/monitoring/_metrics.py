@@ -86,8 +86,11 @@ def metrics(state: Tree) -> dict[str, Array]:
     gates = [(path, node) for path, node in states if type(node) in GATES]
     by_name: dict[str, list[tuple[str, bool, Tree]]] = {}
     for path, node in states:
+        # Whether each guard and accumulation around `watch` called it in the last step.
+        calls: list[Array] = []
         if isinstance(node, WatchState):
-            node = _if_measured(node, [gate for at, gate in gates if path[: len(at)] == at])
+            calls = [_called_inner(gate) for at, gate in gates if path[: len(at)] == at]
+            node = _if_measured(node, calls)
         # Omit guards from the path, so that adding a guard does not change other keys.
         if not is_guard(node) and not isinstance(node, IncidentLog):
             path = tuple(key for i, key in enumerate(path) if path[:i] not in guards)
@@ -95,6 +98,8 @@ def metrics(state: Tree) -> dict[str, Array]:
         kind = next(kind for kind in type(node).__mro__ if kind in METRICS)
         for name in METRICS[kind]:
             value = getattr(node, name)
+            if name == "has_updated":
+                value = functools.reduce(jnp.multiply, calls, value)
             if value is not None:  # loss metrics are None without a loss threshold
                 by_name.setdefault(name, []).append((place, is_guard(node), value))
     out: dict[str, Array] = {}
@@ -111,18 +116,22 @@ def metrics(state: Tree) -> dict[str, Array]:
     return dict(sorted(out.items()))
 
 
-def _if_measured(watched: WatchState, gates: Sequence[Tree]) -> WatchState:
+def _called_inner(gate: Tree) -> Array:
+    """Return whether a guard or accumulation called its inner transformation in the last step."""
+    return has_updated(gate._replace(**{GATES[type(gate)]: ()}))
+
+
+def _if_measured(watched: WatchState, calls: Sequence[Array]) -> WatchState:
     """Replace the norms in a `watch` state by -1 if the last step did not call `watch`."""
-    for gate in gates:
-        stepped = has_updated(gate._replace(**{GATES[type(gate)]: ()}))
+    for called in calls:
         norms = {
-            kind: jnp.where(jnp.expand_dims(stepped, -1), x, NOT_MEASURED)
+            kind: jnp.where(jnp.expand_dims(called, -1), x, NOT_MEASURED)
             for kind, x in plain_arrays(watched.norms).items()
         }
         watched = watched._replace(norms=norms)
         if watched.tap_sums is not None:
-            stepped = jnp.expand_dims(stepped, (-3, -2, -1))
-            sums = jnp.where(stepped, plain_arrays(watched.tap_sums), 0)
+            is_new = jnp.expand_dims(called, (-3, -2, -1))
+            sums = jnp.where(is_new, plain_arrays(watched.tap_sums), 0)
             watched = watched._replace(tap_sums=sums)
     return watched
 
