@@ -199,15 +199,15 @@ def check_ord(ord: Order | None) -> float:
     return float(ord)
 
 
-def check_axis_name(axis_name: AxisName) -> AxisName:
+def check_axis_name(axis_name: AxisName, argument: str = "axis_name") -> AxisName:
     """Return the names of mapped axes as a tuple, or None."""
     if axis_name is None:
         return None
     names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     if not all(isinstance(name, str) for name in names):
         rule = "a string, a tuple of strings or None"
-        hint = "Pass the names of the mapped axes over which leaves are sharded."
-        raise type_error("axis_name", rule, shortened(axis_name), hint)
+        hint = "Pass the names of mapped axes, as in `jax.lax.psum`."
+        raise type_error(argument, rule, shortened(axis_name), hint)
     return names
 
 
@@ -235,7 +235,7 @@ def check_no_transformation(state: object) -> None:
         raise type_error("state", "an optimizer state", got, hint)
 
 
-def check_bound(axis_name: AxisName) -> None:
+def check_bound(axis_name: AxisName, argument: str = "axis_name") -> None:
     """Raise if a named axis is not bound by an enclosing `pmap`, `shard_map` or `vmap`."""
     for name in (axis_name,) if isinstance(axis_name, str) else axis_name or ():
         try:
@@ -243,7 +243,7 @@ def check_bound(axis_name: AxisName) -> None:
         except NameError:
             rule = "the name of a mapped axis around this call"
             hint = "Map the call over this axis with `pmap`, `shard_map` or `vmap`, or omit it."
-            raise value_error("axis_name", rule, repr(name), hint) from None
+            raise value_error(argument, rule, repr(name), hint) from None
 
 
 def check_state(state: object, kind: type) -> None:

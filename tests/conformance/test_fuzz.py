@@ -61,28 +61,25 @@ AROUND = {
     "clip": (_wide_clip, plain.Clip),
     "skip_nonfinite": (gcx.skip_nonfinite, plain.SkipNonfinite),
     "skip_nonfinite step": (
-        lambda inner: gcx.skip_nonfinite(inner, check="step"),
+        functools.partial(gcx.skip_nonfinite, check="step"),
         plain.SkipNonfiniteStep,
     ),
     "skip_large_norm": (
-        lambda inner: gcx.skip_large_norm(inner, plain.SkipLargeNorm.MAX_NORM),
+        functools.partial(gcx.skip_large_norm, max_norm=plain.SkipLargeNorm.MAX_NORM),
         plain.SkipLargeNorm,
     ),
     "loss_scale": (
-        lambda inner: gcx.dynamic_loss_scale(
-            inner, init_scale=4.0, growth_interval=3, max_scale=8.0, check="step"
+        functools.partial(
+            gcx.dynamic_loss_scale, init_scale=4.0, growth_interval=3, max_scale=8.0, check="step"
         ),
         plain.LossScale,
     ),
-    "window of 1": (
-        lambda inner: gcx.accumulate_gradients(inner, 1),
-        lambda: plain.Accumulate(1),
-    ),
-    "window of 3": (
-        lambda inner: gcx.accumulate_gradients(inner, 3),
-        lambda: plain.Accumulate(3),
-    ),
 }
+for every in (1, 3):
+    AROUND[f"window of {every}"] = (
+        functools.partial(gcx.accumulate_gradients, every=every),
+        functools.partial(plain.Accumulate, every),
+    )
 
 
 def _all_nests():
@@ -118,19 +115,15 @@ def programs(nest):
     """The transformation, and two programs that take the same step."""
     tx = optax.with_extra_args_support(build(nest))
 
-    @jax.jit
-    def by_apply(params, state, grad, value, weight, flush):
-        extra = {"value": value, "weight": weight, "flush": flush}
-        return gcx.apply_gradients(tx, grad, state, params, **extra)
+    def by_apply(params, state, grad, **extra_args):
+        return gcx.apply_gradients(tx, grad, state, params, **extra_args)
 
-    @jax.jit
-    def by_update(params, state, grad, value, weight, flush):
-        extra = {"value": value, "weight": weight, "flush": flush}
-        updates, state = tx.update(grad, state, params, **extra)
+    def by_update(params, state, grad, **extra_args):
+        updates, state = tx.update(grad, state, params, **extra_args)
         return optax.apply_updates(params, updates), state
 
     flush = jax.jit(lambda params, state: gcx.flush(tx, state, params))
-    return tx, by_apply, by_update, flush
+    return tx, jax.jit(by_apply), jax.jit(by_update), flush
 
 
 # No norm, of one of these or of a mean of some, is near one of the bounds.
@@ -163,9 +156,11 @@ class Nest(RuleBasedStateMachine):
     def steps(self, seed):
         for grad, call in random_calls(seed):
             program = programs(self.nest)[self.step_index]
-            args = (np.float32(grad), np.float32(call.value), np.float32(call.weight))
-            flush = np.bool_(call.flush)
-            self.params, self.state = program(self.params, self.state, *args, flush)
+            value, weight = np.float32(call.value), np.float32(call.weight)
+            extra_args = {"value": value, "weight": weight, "flush": np.bool_(call.flush)}
+            self.params, self.state = program(
+                self.params, self.state, np.float32(grad), **extra_args
+            )
             self.apply(self.model.update(list(grad), call))
 
     @precondition(has_window)

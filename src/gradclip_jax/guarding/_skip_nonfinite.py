@@ -8,7 +8,7 @@ import optax
 
 from .._checks import check_bound, check_choice
 from .._errors import public
-from .._states import GATES, increment_where, register_guard
+from .._states import GATES, find_states, increment_where, register_guard
 from .._types import AxisName, Count, Scalar, Tree
 from ..gates._gate import ExtraArgs, Verdict
 from ._detect import all_finite, finite_extra_args, has_finite_squares, is_finite_step
@@ -137,8 +137,8 @@ def finite_guard(
             is_good &= has_finite_squares(grads, axes)
             check_window = functools.partial(has_finite_squares, axis_name=axes)
             return Verdict(is_good, grads, next_state, check_window)
-        # `check_step` also checks the gradient, unless an accumulation is directly inside.
-        if type(state.inner_state) in GATES:
+        # `check_step` also checks the gradient, unless an accumulation inside adds it to a window.
+        if find_states(state.inner_state, tuple(GATES)):
             is_good &= all_finite(grads, axes)
         return Verdict(is_good, grads, next_state, check_step=check_step)
 

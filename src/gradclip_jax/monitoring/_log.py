@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from .._checks import shortened
+from .._checks import check_count, shortened
 from .._errors import public, value_error
 from .._types import HostArray
 
@@ -69,7 +69,7 @@ def summarize_log(log: LogSource, *, window: int = 1000) -> dict[str, float]:
         Dictionary of numbers. Keys whose column is missing in the log are omitted.
 
     Raises:
-        ValueError: If `log` is empty or is not a sequence of mappings.
+        ValueError: If `log` is empty or is not a sequence of mappings, or `window` is < 1.
 
 
     Examples:
@@ -78,6 +78,7 @@ def summarize_log(log: LogSource, *, window: int = 1000) -> dict[str, float]:
         >>> gcx.diagnostics.summarize_log([*log, {"loss": 9.0, "clip_fraction": 1.0}])
         {'steps': 200.0, 'clipped': 0.5, 'spike_score/loss': 0.005}
     """
+    check_count("window", window, "Pass the number of values to compare with.")
     steps, columns, is_held, _ = read_log_file(log)
     summary = {"steps": float(len(steps) - np.sum(is_held))}
     for key, values in sorted(columns.items()):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_count, dtype_of, is_float0, refuse_traced
+from .._checks import check_callable, check_count, dtype_of, is_float0, refuse_traced
 from .._errors import public, type_error, value_error
 from .._leaves import measured_leaves
 from .._states import find_states, plain_arrays
@@ -179,6 +179,7 @@ def worst_examples(
 
     Raises:
         ValueError: If `k` is < 1.
+        TypeError: If `fun` is not a function.
 
 
     Examples:
@@ -191,6 +192,7 @@ def worst_examples(
         >>> gcx.diagnostics.worst_examples(fun, 1.0, batch, k=1)["token_loss"]
         {(0, 1): 81.0}
     """
+    check_callable("fun", fun, "Pass a function that returns the loss of one example.")
     check_count("k", k, "Pass how many examples to return.")
 
     def largest(values: HostArray, places: Sequence[Any]) -> dict[Any, float]:

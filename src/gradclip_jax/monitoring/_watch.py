@@ -225,7 +225,7 @@ def watch(
     cut = as_granularity(granularity)
     check_length("max_incidents", max_incidents)
     check_number("spike_threshold", spike_threshold, "Pass 6, or inf to disable the thresholds.")
-    replicas = check_axis_name(replica_axis)
+    replicas = check_axis_name(replica_axis, "replica_axis")
     check_count("check_every", check_every, "Pass the number of steps between two checks.")
     tap_names, no_sums = ([], None) if taps is None else read_sums("taps", taps)
 
@@ -247,7 +247,7 @@ def watch(
         sums = None if sums is None else jnp.asarray(sums, jnp.float32)
         leaves = flatten("updates", updates)
         check_bound(axes)
-        check_bound(replicas)
+        check_bound(replicas, "replica_axis")
         check_state(state, WatchState)
         check_static("measure", measure)
         if params is not None or "parameter" in kinds:

@@ -72,6 +72,14 @@ def test_a_skip_right_after_an_emission_is_no_update(guard):
     assert (param, rows) == (-3.0, [1, 0, 1])
 
 
+@pytest.mark.parametrize("check", ["gradient", "step"])
+@pytest.mark.parametrize("guard", [gcx.skip_nonfinite, gcx.dynamic_loss_scale])
+def test_a_bad_micro_batch_before_a_clip_leaves_the_window_open(guard, check):
+    tx = guard(optax.chain(gcx.clip_by_global_norm(1.0), acc(SGD, 3)), check=check)
+    _, state, _ = calls(tx, [0.5, np.nan, 0.25])
+    assert gcx.metrics(state)["mini_step"] == 2 and state.skipped_nonfinite == 1
+
+
 class Stranger(NamedTuple):
     """A state with the field names of ours."""
 
