@@ -20,7 +20,7 @@ from test_readme import blocks
 assert jax.device_count() == 1
 for name in sys.argv[2:]:
     namespace = {"__name__": "page"}
-    for line, code in blocks(pathlib.Path(name)):
+    for line, code, _ in blocks(pathlib.Path(name)):
         exec(compile("\\n" * (line - 1) + code, name, "exec"), namespace)
 """
 

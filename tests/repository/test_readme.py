@@ -1,10 +1,12 @@
 """Every ```python block of README.md and docs/*.md runs, in order, in one namespace per file.
 
-A block with `<!-- not run -->` on the line before it is left out, one with `<!-- needs a, b -->`
+A ```text block right after it is what it prints. A block with `<!-- not run -->` on the line before it is left out, one with `<!-- needs a, b -->`
 where one of these packages is not installed.
 """
 
+import contextlib
 import importlib.util
+import io
 import re
 import textwrap
 from pathlib import Path
@@ -15,16 +17,21 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("**/*.md"))]
 BLOCK = re.compile(
-    r"^(?P<skip><!-- (?:not run|needs (?P<needs>[\w, ]+)) -->\n)?^(?P<indent> *)```python\n(?P<code>.*?)^(?P=indent)```",
+    r"^(?P<skip><!-- (?:not run|needs (?P<needs>[\w, ]+)) -->\n)?^(?P<indent> *)```python\n(?P<code>.*?)^(?P=indent)```"
+    r"(?:\n+^(?P=indent)```text\n(?P<shown>.*?)^(?P=indent)```)?",
     re.MULTILINE | re.DOTALL,
 )
 
 
-def blocks(page: Path) -> list[tuple[int, str]]:
-    """The blocks of `page` that are to run, each with the line number it starts on."""
+def blocks(page: Path) -> list[tuple[int, str, str | None]]:
+    """The blocks of `page` that are to run: the line each starts on, its code and its output."""
     text = page.read_text(encoding="utf-8")
     return [
-        (text.count("\n", 0, found.start("code")) + 1, textwrap.dedent(found["code"]))
+        (
+            text.count("\n", 0, found.start("code")) + 1,
+            textwrap.dedent(found["code"]),
+            found["shown"] and textwrap.dedent(found["shown"]),
+        )
         for found in BLOCK.finditer(text)
         if not found["skip"] or (found["needs"] and are_installed(found["needs"]))
     ]
@@ -43,9 +50,12 @@ def test_code_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a block may write a file
     monkeypatch.setenv("MPLBACKEND", "agg")
     namespace = {"__name__": page.stem}
-    for line, code in blocks(page):
-        # Blank lines in front: a traceback then names the line of the page itself.
-        exec(compile("\n" * (line - 1) + code, str(page), "exec"), namespace)
+    for line, code, shown in blocks(page):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            # Blank lines in front: a traceback then names the line of the page itself.
+            exec(compile("\n" * (line - 1) + code, str(page), "exec"), namespace)
+        assert shown in (None, printed.getvalue()), f"the block on line {line} prints"
 
 
 def test_readme_shows_code_that_runs():
@@ -58,6 +68,6 @@ def test_blocks_are_found_with_their_line_numbers(tmp_path):
         "# Title\n\n```python\na = 1\n```\n\n<!-- not run -->\n```python\n1 / 0\n```\n"
         "- item\n\n  ```python\n  b = a\n  ```\n\n```bash\nls\n```\n"
         "<!-- needs re, no_such_package -->\n```python\n1 / 0\n```\n"
-        "<!-- needs re, sys -->\n```python\nc = b\n```\n"
+        "<!-- needs re, sys -->\n```python\nc = b\n```\n\n```text\n1\n```\n"
     )
-    assert blocks(page) == [(4, "a = 1\n"), (14, "b = a\n"), (26, "c = b\n")]
+    assert blocks(page) == [(4, "a = 1\n", None), (14, "b = a\n", None), (26, "c = b\n", "1\n")]
