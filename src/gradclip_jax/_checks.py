@@ -103,6 +103,7 @@ def check_number(
     bounds += [f"{upper} {high:g}"] if high < math.inf else []
     rule = " ".join(["a number", " and ".join(bounds)]).strip()
     if not is_scalar(value, jnp.floating, jnp.integer):
+        hint = hint if value is None else "Pass one number."
         raise type_error(argument, rule, shortened(value), hint)
     if is_traced(value):
         return
@@ -131,6 +132,7 @@ def check_count(argument: str, value: Any, hint: str, *, low: int = 1) -> None:
     else:
         is_integer = hasattr(value, "__index__") and not isinstance(value, bool)
     if not is_integer or inspect.isclass(value) or np.ndim(value) != 0:
+        hint = hint if value is None else "Pass one integer."
         raise type_error(argument, rule, shortened(value), hint)
     if is_traced(value) or low <= int(value) <= np.iinfo(np.int32).max:
         return

@@ -185,10 +185,13 @@ def _check_call(name: str, arguments: object, inner: tuple[object, ...] | None =
         bind(**arguments)
     except TypeError as error:
         if "multiple values" in str(error):
-            rule, hint = f"empty, because `{name}` has no inner transformation", "Call `build()`."
-            raise value_error("inner", rule, f"{len(inner or ())} arguments", hint) from None
+            rule, hint = f"omitted for `{name}`", "Call `build()`."
+            raise value_error("inner", rule, "a transformation", hint) from None
+        if len(inner or ()) > 1:
+            rule, got = f"one transformation for `{name}`", f"{len(inner or ())} transformations"
+            raise value_error("inner", rule, got, "Call `build(inner)`.") from None
         rule, hint = f"valid arguments for `{name}`", f"`{name}` raises: {error}."
-        if "positional" in str(error) or "'inner'" in str(error):
+        if "'inner'" in str(error):
             hint += " Pass the inner transformation to `build`."
         raise value_error("arguments", rule, shortened(arguments), hint) from None
 
@@ -224,6 +227,6 @@ def _to_plain(value: object, depth: int = 0) -> Any:
         return plain
     if isinstance(value, (np.dtype, type)) and jnp.issubdtype(value, jnp.number):
         return jnp.dtype(value).name
-    rule = "a plain value, or a list or dict of plain values"
+    rule = "a plain value, a list, or a dict with string keys"
     hint = "Call the function directly to pass functions, arrays or other objects."
     raise type_error("arguments", rule, shortened(value), hint)

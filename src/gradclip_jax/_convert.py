@@ -42,8 +42,7 @@ _KINDS: Final[dict[type, type]] = {
 _Window: TypeAlias = AccumulationState | optax.MultiStepsState
 _FRESH = (ClipState, NormRecordState, RoundingState, optax.EmptyState)
 _HINT = (
-    "Only clips, guards and accumulations may differ between the two optimizers. Restore a "
-    "checkpoint into the state of the optimizer that wrote it, and then convert that state."
+    "Restore checkpoints with the old optimizer; only clips, guards and accumulations may differ."
 )
 
 
@@ -314,4 +313,4 @@ def _name(node: Tree) -> str:
 def _mismatch(expected: str, got: str, path: Path) -> ArgumentTypeError:
     rule = "a state that matches the state of `tx`"
     place = leaf_path("state", path)
-    return type_error("state", rule, f"{got} at {place}, expected {expected}", _HINT)
+    return type_error("state", rule, f"{got} at {place}, where `tx` has {expected}", _HINT)

@@ -172,7 +172,7 @@ BAD = [
     ),
     (lambda: from_dict("accumulate_gradients", SGD), ValueError, "arguments"),
     (lambda: from_dict("skip_nonfinite"), ValueError, "arguments"),
-    (lambda: from_dict("skip_nonfinite", SGD, SGD), ValueError, "arguments"),
+    (lambda: from_dict("skip_nonfinite", SGD, SGD), ValueError, "inner"),
     (lambda: from_dict("clip_by_global_norm", SGD, max_norm=1.0), ValueError, "inner"),
     (lambda: from_dict("clip_by_global_norm", max_norm=-1.0), ValueError, "max_norm"),
     (lambda: norm_clip({"name": "percentile", "window": 2**27}).build(), ValueError, "window"),

@@ -34,8 +34,8 @@ _DTYPES: Final[dict[str | None, tuple[DTypeLike, ...]]] = {
     "max": (jnp.floating, jnp.integer, jnp.bool_),
 }
 _HINT: Final = (
-    f"Pass `aux_reduction` as a prefix tree of {', '.join(map(repr, AUX_REDUCTIONS))}, or None to "
-    "choose the reduction by shape."
+    "'mean' requires floating-point leaves, 'max' real leaves, 'concatenate' leaves with a batch "
+    "axis, and 'last' accepts every leaf."
 )
 
 

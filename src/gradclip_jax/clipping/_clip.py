@@ -221,13 +221,9 @@ def _clip_leaves(
 
     if number is None:
         thresholds, states = apply_rules(assigned, norms, states, param_norms)
-        factors = map_arrays(respond, norms, thresholds)
     else:
-        limit = jnp.asarray(number).astype(total.dtype)
-        thresholds = [limit] * units.size
-        # XLA:CPU would recompute a `where` in the kernel of every leaf, but not a division.
-        limit = jnp.where(is_finite, limit, bad) / fusion_barrier(jnp.ones_like(limit))
-        factors = map_arrays(factor_of, norms, [limit] * units.size)
+        thresholds = [jnp.asarray(number).astype(total.dtype)] * units.size
+    factors = map_arrays(respond, norms, thresholds)
     clipped = scale_leaves(leaves, units, factors, drop=drop)
     if _is_scalar(norms):
         (threshold,), (factor,) = thresholds, factors

@@ -147,7 +147,7 @@ def qk_clip_mla(
 def _head_factors(max_logits: Array, threshold: Number) -> Array:
     """Return gamma for each head; 1 where the logit or the threshold is invalid."""
     rule = "a floating-point vector with the largest logit of each query head"
-    hint = "Pass the maximum over all other axes."
+    hint = "Pass one floating-point number for each head, the maximum over all other axes."
     is_floating = jnp.issubdtype(dtype_of(max_logits), jnp.floating)
     if not is_floating or np.ndim(max_logits) != 1:
         error = value_error if is_floating else type_error

@@ -225,7 +225,7 @@ def _check_call(
         if near:
             raise ArgumentTypeError(
                 f"unknown extra argument `{name}`; did you mean `{near[0]}`? "
-                "If the optimizer expects this argument, rename it."
+                "Arguments of the optimizer must not have such similar names."
             )
     check_inexact("updates", grads, unreduced=isinstance(gates[0], Accumulation))
     for gate in gates:

@@ -206,7 +206,7 @@ def skip_spikes(
     if loss is not None:
         rules["loss"] = loss_rule(loss)
     if not rules:
-        hint = "Pass, for example, `loss=gcx.thresholds.mean_std()`."
+        hint = "Pass a threshold for the norm, the loss or the update."
         raise value_error("norm", "passed if `loss` and `update` are None", "None", hint)
     return _skip_above(inner, rules, ord, axis_name, relearn_after, max_consecutive_skips)
 

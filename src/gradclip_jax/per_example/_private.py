@@ -139,7 +139,7 @@ def _check_known_shards(axis_name: AxisName) -> None:
     manual = jax.sharding.get_abstract_mesh().manual_axes if axis_name is None else ()
     silent = [name for name in manual if name not in varying_axes(lax.axis_index(name))]
     if silent:
-        rule = "specified where array types do not carry the sharding"
+        rule = "specified inside `pmap` and `shard_map(check_vma=False)`"
         got = f"None inside the mapped axis {silent[0]!r}"
         hint = "Pass the axes over which leaves are sharded, or `()` if they are replicated."
         raise value_error("axis_name", rule, got, hint)
