@@ -330,9 +330,12 @@ def _as_factor(reaction: Reaction) -> Callable[[Array, Array], Array]:
         raise type_error("reaction", rule, shortened(reaction), hint)
 
     def factor_of(norm: Array, threshold: Array) -> Array:
-        factor = jnp.asarray(reaction(jnp.where(jnp.isfinite(norm), norm, 1), threshold))
-        factor = jnp.clip(jnp.broadcast_to(factor.astype(norm.dtype), norm.shape), 0, 1)
-        return jnp.where(threshold > 0, factor, jnp.sign(jnp.maximum(threshold, 0)))
+        # The factor is 1 if the rule has no threshold yet, and 0 for a threshold <= 0.
+        is_limit = (threshold > 0) & (threshold < UNBOUNDED)
+        given = jnp.where(jnp.isfinite(norm), norm, 1), jnp.where(is_limit, threshold, 1)
+        factor = jnp.asarray(reaction(*given)).astype(norm.dtype)
+        factor = jnp.clip(jnp.broadcast_to(factor, norm.shape), 0, 1)
+        return jnp.where(is_limit, factor, jnp.sign(jnp.maximum(threshold, 0)))
 
     return factor_of
 

@@ -45,7 +45,7 @@ def clip_by_norm(
     | --- | --- |
     | `"scale"` | `min(1, threshold / norm)` |
     | `"zero"` | 1 up to the threshold, 0 above it |
-    | a function | `reaction(norm, threshold)`, elementwise, in [0, 1] |
+    | a function | `reaction(norm, threshold)` of finite thresholds > 0, elementwise, in [0, 1] |
 
     | step | update |
     | --- | --- |

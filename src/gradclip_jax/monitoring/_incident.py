@@ -75,7 +75,7 @@ class Incident(NamedTuple):
         ...         1203, kinds, 3.1e5, 4.2, "h_7/wi", 0.97, "h_7/wo", 0.02, 0, 3.2, 4.0
         ...     )
         ... )
-        step 1203: skipped, gradient norm 3.1e5 above 4.2; 97 % of it in h_7/wi; loss 3.2
+        step 1203: skipped, gradient norm 3.1e5 (threshold 4.2); 97 % of it in h_7/wi; loss 3.2
     """
 
     step: int
@@ -132,13 +132,16 @@ class Incident(NamedTuple):
     def _causes(self) -> list[str]:
         """Describe faults other than outliers of the gradient norm or the loss."""
         place = f" of {self.leaf}" if self.leaf else ""
-        rise = f"{_short(self.leaf_rise)} times its usual value"
+        factor = _short(self.leaf_rise)
+        rise = f"{factor} times its usual value"
         parts: list[str] = []
         if "parameter" in self.kinds:
             norm = self.parameter_norm or 0.0
             parts.append(f"parameter norm{place} {rise if math.isfinite(norm) else _short(norm)}")
         elif "leaf" in self.kinds:
-            parts.append(f"gradient norm{place} {rise} relative to the other leaves")
+            parts.append(
+                f"gradient norm{place} rose {factor} times more than those of other leaves"
+            )
         if "update" in self.kinds and self.update_norm is not None:
             norm = _compared(self.update_norm, self.update_threshold)
             if not math.isfinite(self.update_norm):
@@ -151,8 +154,7 @@ class Incident(NamedTuple):
         if "zero" in self.kinds and self.norm > 0:
             parts.append(f"the gradient of {self.leaf} has become zero")
         if "drift" in self.kinds:
-            rise = _short(self.leaf_rise)
-            parts.append(f"gradient norm{place} has slowly risen {rise} times")
+            parts.append(f"gradient norm{place} has slowly risen {factor} times")
         if "replica" in self.kinds:
             parts.append(f"the parameters on device {self.device} differ from those on the others")
         if self.activation or self.cotangent:
@@ -184,7 +186,7 @@ class Incident(NamedTuple):
 def _compared(value: float, threshold: float) -> str:
     """Format a value; append the threshold if the value exceeds it."""
     is_above = math.isfinite(value) and value > threshold and threshold < UNBOUNDED
-    return _short(value) + (f" above {_short(threshold)}" if is_above else "")
+    return _short(value) + (f" (threshold {_short(threshold)})" if is_above else "")
 
 
 def _short(x: float) -> str:

@@ -21,9 +21,10 @@ from ._incident import Incident, IncidentLog, names_in, read_log
 def incidents(state: Tree) -> list[Incident]:
     """Return the most recent incidents recorded by `watch`, oldest first.
 
-    Each incident prints as a sentence: "step 1203: skipped, gradient norm 3.1e5 above 4.2; 97 % of
-    it in decoder/layers_7/mlp/wi; loss 3.2". If equal incidents follow each other, only the first
-    and the last are kept, and `streak` counts them. The call blocks until the state is computed.
+    Each incident prints as a sentence: "step 1203: skipped, gradient norm 3.1e5 (threshold 4.2);
+    97 % of it in decoder/layers_7/mlp/wi; loss 3.2". If equal incidents follow each other, only the
+    first and the last are kept, and `streak` counts them. The call blocks until the state is
+    computed.
 
     | kind | flag in the metric `incident_kind` | meaning |
     | --- | --- | --- |
@@ -60,7 +61,7 @@ def incidents(state: Tree) -> list[Incident]:
         >>> grads = {"wi": jnp.array([30.0, 40.0]), "wo": jnp.array([0.5, 0.5])}
         >>> _, state = tx.update(grads, tx.init(params), params)
         >>> print(gcx.incidents(state)[-1])
-        step 0: skipped, gradient norm 50 above 4; 100 % of it in wi
+        step 0: skipped, gradient norm 50 (threshold 4); 100 % of it in wi
     """
     log = plain_arrays(_log_of(state))
     refuse_traced("state", log.rows)

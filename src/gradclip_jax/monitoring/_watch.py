@@ -164,7 +164,7 @@ def watch(
     | a step | its norms, `has_updated` 1 |
     | a transformation inside holds or skips the step | its gradient, `has_updated` 0 |
     | a wrapper of another library inside skips the step | the same, if updates are measured |
-    | a transformation outside holds or skips the step | norms of -1 |
+    | a transformation outside holds or skips the step | norms of -1, `has_updated` 0 |
     | the extra argument `measure=False`, static | norms of -1, no incident |
     | NaN or infinity in a unit | a non-finite norm; `largest_share_index` is such a unit |
     | parameters that are all zero | `update_ratio` 0 |

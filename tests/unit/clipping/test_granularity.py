@@ -270,3 +270,10 @@ def test_a_reaction_of_ones_own_is_held_within_zero_and_one(reaction, factors):
     rows = np.float32([[3.0, 4.0], [0.3, 0.4]])
     clip = gcx.clip_by_norm(1.0, granularity=gcx.granularities.axis(-1), reaction=reaction)
     np.testing.assert_allclose(step(clip, rows)[0], rows * np.array(factors)[:, None], rtol=1e-6)
+
+
+def test_a_reaction_of_ones_own_gets_no_threshold_that_is_infinite():
+    rule = gcx.thresholds.Rule(jnp.zeros_like, lambda norm, state, _: (jnp.inf * (norm + 1), state))
+    for threshold in (jnp.inf, rule, gcx.thresholds.mean_std()):
+        clip = gcx.clip_by_norm(threshold, reaction=lambda n, t: t / n * jnp.tanh(n / t))
+        assert step(clip, np.float32([3.0, 4.0]))[0].tolist() == [3.0, 4.0]
