@@ -228,5 +228,5 @@ def _to_plain(value: object, depth: int = 0) -> Any:
     if isinstance(value, (np.dtype, type)) and jnp.issubdtype(value, jnp.number):
         return jnp.dtype(value).name
     rule = "a plain value, a list, or a dict with string keys"
-    hint = "Call the function directly to pass functions, arrays or other objects."
+    hint = "Call the function directly to pass other values."
     raise type_error("arguments", rule, shortened(value), hint)
