@@ -313,4 +313,4 @@ def _name(node: Tree) -> str:
 def _mismatch(expected: str, got: str, path: Path) -> ArgumentTypeError:
     rule = "a state that matches the state of `tx`"
     place = leaf_path("state", path)
-    return type_error("state", rule, f"{got} at {place}, where `tx` has {expected}", _HINT)
+    return type_error("state", rule, f"{got} at {place} instead of {expected}", _HINT)

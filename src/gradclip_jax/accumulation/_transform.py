@@ -57,7 +57,7 @@ def _with_hint(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         if "every_k_schedule" in kwargs:
             hint = "Pass an integer or a function of the gradient step as `every`."
-            raise type_error("every_k_schedule", "passed as `every`", "`every_k_schedule`", hint)
+            raise type_error("every_k_schedule", "renamed to `every`", "Optax's name", hint)
         return fun(*args, **kwargs)
 
     return wrapper

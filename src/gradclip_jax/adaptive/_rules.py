@@ -353,7 +353,7 @@ def mean_std(
     """
     check_number("z_threshold", z_threshold, "OLMo-core and levanter use 6.")
     check_length("window", window)
-    check_count("warmup_steps", warmup_steps, "Pass at most `window`, for example half of it.")
+    check_count("warmup_steps", warmup_steps, "Pass for example half of `window`.")
     check_count("ddof", ddof, "Pass 0 or 1.", low=0)
 
     def update(norm: Array, state: WindowState, param_norm: object) -> tuple[Array, WindowState]:

@@ -177,7 +177,10 @@ def norm_clip(
             check_state(state, ClipState)
             expected = tuple(init_state(rule) for rule, _ in assigned)
             if jax.tree.structure(expected) != jax.tree.structure(state.rules):
-                rule, hint = "the state of this transformation", "Call `init(params)` first."
+                rule, hint = (
+                    "the state of this clip",
+                    "Pass the state that its `init(params)` returned.",
+                )
                 raise type_error("state", rule, "the state of another clip", hint)
             states = state.rules
             if units.is_local and len(set(map(varying_axes, leaves.arrays))) > 1:

@@ -251,7 +251,7 @@ def _check_scales(first: Number, smallest: Number, largest: Number) -> None:
     """Raise if a scale is out of range or if the three scales are not in ascending order."""
     scales = {"init_scale": first, "min_scale": smallest, "max_scale": largest}
     for argument, value in scales.items():
-        hint = "Pass a power of two, such as 2.0**15."
+        hint = "Pass a power of two within these bounds."
         check_number(argument, value, hint, low=_SMALLEST, high=_LARGEST, closed=True)
     is_known = not any(map(is_traced, scales.values()))
     if is_known and not float(smallest) <= float(first) <= float(largest):

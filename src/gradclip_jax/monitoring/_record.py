@@ -210,7 +210,7 @@ def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
         3.0
     """
     refuse_traced("norms", norms)
-    hint = "50 is the median."
+    hint = "Pass 50 for the median."
     check_number("percentile", percentile, hint, high=100.0, closed=True)
     try:
         values = np.asarray(norms, np.float64)
@@ -219,7 +219,7 @@ def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
         raise type_error("norms", rule, shortened(norms), hint) from None
     finite = values[np.isfinite(values)]
     if not finite.size:
-        hint = "Record some steps with `record_norms` first."
+        hint = "Record steps with finite gradients first."
         got = f"{values.size} non-finite norms" if values.size else "an empty array"
         raise value_error("norms", "an array with at least one finite norm", got, hint)
     return float(np.percentile(finite, percentile))

@@ -101,7 +101,7 @@ def _log_of(state: Tree) -> IncidentLog:
     """Return the incident log of the first `watch` state."""
     logs = find_states(state, IncidentLog)
     if not logs:
-        rule, hint = "a state that keeps incidents", "Put `gcx.watch` around the optimizer."
+        rule, hint = "a state of `watch`", "Pass the state of an optimizer inside `gcx.watch`."
         raise type_error("state", rule, type(state).__name__, hint)
     return logs[0][1]
 

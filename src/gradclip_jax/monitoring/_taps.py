@@ -64,7 +64,7 @@ def make_probes(names: Sequence[str] | Mapping[str, Tree], num_layers: Count | N
     """
     is_valid = isinstance(names, (Sequence, Mapping)) and not isinstance(names, str)
     if not is_valid or not all(isinstance(name, str) for name in names):
-        rule = "a list of strings, or a mapping from strings"
+        rule = "a list of strings, or a mapping with string keys"
         raise type_error("names", rule, shortened(names), 'Pass for example ["embed", "mlp"].')
     shape = _SHAPE
     if num_layers is not None:
