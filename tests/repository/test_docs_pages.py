@@ -10,7 +10,6 @@ from test_readme import PAGES, ROOT, blocks
 
 NEEDS_EIGHT = {"docs/experts.md", "docs/sharding.md"}
 RUNS = [path for path in PAGES if blocks(path) and "notebooks" not in path.parts]
-NAMES = {path.relative_to(ROOT).as_posix() for path in RUNS}
 # Runs the pages named on its command line, each in a namespace of its own.
 RUNNER = """
 import pathlib, sys
@@ -34,20 +33,3 @@ def test_pages_run_on_one_device(tmp_path):
     command = [sys.executable, "-c", RUNNER, str(ROOT / "tests"), *pages]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-def test_pages_that_need_eight_devices_say_so():
-    assert NEEDS_EIGHT <= NAMES
-    for name in NEEDS_EIGHT:
-        assert "xla_force_host_platform_device_count=8" in (ROOT / name).read_text()
-
-
-def test_recipes_and_changes_of_library_show_code_that_runs():
-    folders = ("docs/recipes/", "docs/coming_from/")
-    pages = {
-        path.relative_to(ROOT).as_posix()
-        for folder in folders
-        for path in (ROOT / folder).glob("*.md")
-        if path.name not in {"index.md", "scripts.md"}
-    }
-    assert pages <= NAMES

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from files import ROOT
+
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("**/*.md"))]
 BLOCK = re.compile(
