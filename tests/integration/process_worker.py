@@ -4,6 +4,7 @@ Run by hand: `python process_worker.py train --process 0 --of 1 --port 12345 --o
 """
 
 import argparse
+import functools
 import inspect
 import json
 import os
@@ -42,6 +43,7 @@ def loss_fn(params, x, y):
     return jnp.mean((hidden @ params["v"] - y) ** 2)
 
 
+LOSS_AND_GRAD = jax.value_and_grad(loss_fn)
 OPTIMIZER = optax.chain(gcx.clip_by_global_norm(0.5), optax.adam(1e-2))
 # The whole batch is lost, or the whole window: guard outside or inside.
 GUARDED_CALLS = gcx.skip_nonfinite(gcx.accumulate_gradients(OPTIMIZER, 2))
@@ -50,7 +52,6 @@ MEAN = optax.stateless(lambda grads, _: lax.pmean(grads, "data"))
 LOCAL_WINDOWS = gcx.accumulate_gradients(optax.chain(MEAN, gcx.skip_nonfinite(OPTIMIZER)), 2)
 
 LAYOUTS = {  # mesh axes, where the parameters are, where the batch is
-    "data_parallel": ({"data": 8}, {"w": P(), "b": P(), "v": P()}, P("data")),
     "fsdp": ({"data": 8}, {"w": P("data"), "b": P("data"), "v": P(None, "data")}, P("data")),
     "tensor_parallel": (
         {"model": 8},
@@ -91,16 +92,6 @@ def specs_like(tree, specs, accumulator=None):
     return jax.tree_util.tree_map_with_path(spec, tree)
 
 
-def train(step, params, state, batches):
-    """Losses, all metrics of every call, and the last parameters."""
-    losses, told = [], []
-    for x, y in batches:
-        params, state, loss = step(params, state, x, y)
-        losses.append(float(loss))
-        told.append({name: float(value) for name, value in gcx.metrics(state).items()})
-    return {"loss": losses, "metrics": told, "params": whole(params)}
-
-
 def whole(tree):
     """The values of global arrays as lists, on every process."""
     leaves, structure = jax.tree.flatten(tree)
@@ -110,89 +101,82 @@ def whole(tree):
     return jax.tree.unflatten(structure, [np.asarray(x).tolist() for x in leaves])
 
 
+def make_step(tx, value_and_grad=LOSS_AND_GRAD, over_devices=lambda loss: loss):
+    def step(params, state, x, y):
+        loss, grads = value_and_grad(params, x, y)
+        params, state = gcx.apply_gradients(tx, grads, state, params)
+        return params, state, over_devices(loss)
+
+    return step
+
+
+def train(step, params, state, batches):
+    """Losses, all metrics of every call, and the last parameters."""
+    step, losses, told = jax.jit(step), [], []
+    for x, y in batches:
+        params, state, loss = step(params, state, x, y)
+        losses.append(float(loss))
+        told.append({name: float(value) for name, value in gcx.metrics(state).items()})
+    return {"loss": losses, "metrics": told, "params": whole(params)}
+
+
 def reference(tx):
     """The same training on one device."""
+    return train(make_step(tx), PARAMS, tx.init(PARAMS), zip(XS, YS, strict=True))
 
-    @jax.jit
-    def step(params, state, x, y):
-        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
-        params, state = gcx.apply_gradients(tx, grads, state, params)
-        return params, state, loss
 
-    return train(step, PARAMS, tx.init(PARAMS), zip(XS, YS, strict=True))
+def distributed(step, mesh, specs, state, state_specs, batch):
+    params, state = spread((PARAMS, state), mesh, (specs, state_specs))
+    batches = [spread(pair, mesh, (batch, batch)) for pair in zip(XS, YS, strict=True)]
+    return train(step, params, state, batches)
 
 
 def by_jit(layout):
     axes, specs, batch = LAYOUTS[layout]
-    mesh, tx = make_mesh(axes), GUARDED_CALLS
-
-    @jax.jit
-    def step(params, state, x, y):
-        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
-        params, state = gcx.apply_gradients(tx, grads, state, params)
-        return params, state, loss
-
-    state = tx.init(PARAMS)
-    params, state = spread((PARAMS, state), mesh, (specs, specs_like(state, specs)))
-    return train(step, params, state, spread_batches(mesh, batch))
+    state = GUARDED_CALLS.init(PARAMS)
+    step = make_step(GUARDED_CALLS)
+    return distributed(step, make_mesh(axes), specs, state, specs_like(state, specs), batch)
 
 
-def spread_batches(mesh, spec):
-    return [spread(pair, mesh, (spec, spec)) for pair in zip(XS, YS, strict=True)]
-
-
-def mapped(step, mesh, specs, state_specs):
-    return jax.jit(
-        jax.shard_map(
-            step,
-            mesh=mesh,
-            in_specs=(specs, state_specs, P("data"), P("data")),
-            out_specs=(specs, state_specs, P()),
-        )
+def by_shard_map(step, specs, state, state_specs):
+    mesh, batch = make_mesh({"data": DEVICES}), P("data")
+    step = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(specs, state_specs, batch, batch),
+        out_specs=(specs, state_specs, P()),
     )
+    return distributed(step, mesh, specs, state, state_specs, batch)
 
 
 def shard_map_fsdp():
     """Parameters are gathered for the loss; their gradients come back as shards."""
-    axes, specs, _ = LAYOUTS["fsdp"]
-    mesh, tx = make_mesh(axes), GUARDED_CALLS
-    specs = specs | {"v": P("data")}
+    specs = jax.tree.map(lambda _: P("data"), PARAMS)
 
     def gathered_loss(shards, x, y):
         params = jax.tree.map(lambda p: lax.all_gather(p, "data", tiled=True), shards)
         return loss_fn(params, x, y) / DEVICES
 
-    def step(params, state, x, y):
-        loss, grads = jax.value_and_grad(gathered_loss)(params, x, y)
-        params, state = gcx.apply_gradients(tx, grads, state, params)
-        return params, state, lax.psum(loss, "data")
-
-    state = tx.init(PARAMS)
-    state_specs = specs_like(state, specs)
-    params, state = spread((PARAMS, state), mesh, (specs, state_specs))
-    step = mapped(step, mesh, specs, state_specs)
-    return train(step, params, state, spread_batches(mesh, P("data")))
+    state = GUARDED_CALLS.init(PARAMS)
+    total = functools.partial(lax.psum, axis_name="data")
+    step = make_step(GUARDED_CALLS, jax.value_and_grad(gathered_loss), total)
+    return by_shard_map(step, specs, state, specs_like(state, specs))
 
 
 def shard_map_window():
     """Micro-gradients stay on their device; one mean over devices where a window closes."""
-    mesh, tx = make_mesh({"data": DEVICES}), LOCAL_WINDOWS
     specs = jax.tree.map(lambda _: P(), PARAMS)
 
-    def step(params, state, x, y):
-        local = compat.vary(params, "data")
-        loss, grads = jax.value_and_grad(loss_fn)(local, x, y)
-        params, state = gcx.apply_gradients(tx, grads, state, params)
-        return params, state, lax.pmean(loss, "data")
+    def local_value_and_grad(params, x, y):
+        return LOSS_AND_GRAD(compat.vary(params, "data"), x, y)
 
     # The accumulators of all devices, one after the other along the first axis.
-    state = tx.init(PARAMS)
+    state = LOCAL_WINDOWS.init(PARAMS)
     stacked = jax.tree.map(lambda x: np.concatenate([x] * DEVICES), state.acc_grads)
     state = state._replace(acc_grads=stacked)
-    state_specs = specs_like(state, specs, accumulator=P("data"))
-    params, state = spread((PARAMS, state), mesh, (specs, state_specs))
-    step = mapped(step, mesh, specs, state_specs)
-    return train(step, params, state, spread_batches(mesh, P("data")))
+    mean = functools.partial(lax.pmean, axis_name="data")
+    step = make_step(LOCAL_WINDOWS, local_value_and_grad, mean)
+    return by_shard_map(step, specs, state, specs_like(state, specs, accumulator=P("data")))
 
 
 def huge_norm():
@@ -251,7 +235,6 @@ def main():
     parser.add_argument("--process", type=int, required=True)
     parser.add_argument("--of", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--who", type=int, default=0, help="the process that dies")
     parser.add_argument("--heartbeat", type=int, default=100, help="seconds")
     parser.add_argument("--out", type=Path, required=True)
@@ -267,7 +250,7 @@ def main():
     if args.what == "die":
         die(args.who, args.process)
     else:
-        args.out.write_text(json.dumps({name: CASES[name]() for name in args.cases}))
+        args.out.write_text(json.dumps({name: case() for name, case in CASES.items()}))
 
 
 if __name__ == "__main__":

@@ -2,14 +2,16 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from process_worker import MEAN, OPTIMIZER, PARAMS, loss_fn, make_mesh, values
 
 import compat
 import gradclip_jax as gcx
@@ -23,37 +25,13 @@ pytestmark = [
 # JAX 0.7 leaves each scalar its own all-reduce on the CPU.
 MERGES = compat.VERSION >= (0, 10)
 MOVES = ("all-gather", "all-to-all", "collective-permute", "reduce-scatter")
-SHAPES = {"w": (16, 8), "b": (8,), "v": (8, 4)}
-ELEMENTS = sum(int(np.prod(shape)) for shape in SHAPES.values())
+ELEMENTS = sum(x.size for x in PARAMS.values())
 WINDOW, CALLS, BATCH = 3, 6, 32
-
-
-def make_mesh(**axes):
-    kinds = (AxisType.Auto,) * len(axes)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
-
-
-def values(shape, seed):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-# --- one gradient reduction per window --------------------------------------------------------
-
-
-def loss_fn(params, x, y):
-    hidden = jnp.tanh(x @ params["w"] + params["b"])
-    return jnp.mean((hidden @ params["v"] - y) ** 2)
-
-
-PARAMS = {name: values(shape, i) for i, (name, shape) in enumerate(SHAPES.items())}
-XS, YS = values((CALLS, BATCH, 16), 7), values((CALLS, BATCH, 4), 8)
-OPTIMIZER = optax.chain(gcx.clip_by_global_norm(0.5), optax.adam(1e-2))
-MEAN = optax.stateless(lambda grads, _: lax.pmean(grads, "data"))
+XS, YS = values((CALLS, BATCH, 16), 7), values((CALLS, BATCH, 8), 8)
 MODES = {
     "plain": gcx.accumulate_gradients(optax.chain(MEAN, OPTIMIZER), WINDOW),
     "guarded": gcx.accumulate_gradients(optax.chain(MEAN, gcx.skip_nonfinite(OPTIMIZER)), WINDOW),
 }
-each_mode = pytest.mark.parametrize("mode", MODES)
 AROUND = {
     "checks_gradient": gcx.skip_nonfinite(MODES["plain"]),
     "checks_step": gcx.skip_nonfinite(MODES["plain"], check="step"),
@@ -79,17 +57,15 @@ def by_update(tx, grads, state, params):
     return optax.apply_updates(params, updates), state
 
 
-@functools.cache
-def compiled_step(mode, take=by_apply, *, is_local=True, model=1):
+def compiled_step(mode, take=by_apply, *, model=1):
     """The step inside `shard_map` over "data", with its first parameters and state."""
     tx = (MODES | AROUND)[mode]
-    mesh = make_mesh(data=8 // model, model=model)
+    mesh = make_mesh({"data": 8 // model, "model": model})
     specs = specs_of(tx)
 
     def step(params, state, x, y):
         # As varying, so that the gradient stays on its device instead of being summed at once.
-        local = compat.vary(params, "data")
-        grads = jax.grad(loss_fn)(local if is_local else params, x, y)
+        grads = jax.grad(loss_fn)(compat.vary(params, "data"), x, y)
         return take(tx, grads, state, params)
 
     # Where there is a model axis, XLA partitions over it inside the `shard_map`.
@@ -127,29 +103,23 @@ def on_one_device():
 
 def assert_like_one_device(params, state):
     expected, told = on_one_device()
-    for name, leaf in expected.items():
-        np.testing.assert_allclose(params[name], leaf, rtol=0, atol=1e-5)
+    chex.assert_trees_all_close(params, expected, rtol=0, atol=1e-5)
     found = gcx.metrics(state)
-    for name, value in told.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-5)
+    chex.assert_trees_all_close({name: found[name] for name in told}, told, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("take", [by_apply, by_update])
-@each_mode
-def test_window_inside_shard_map_reduces_the_gradient_once(mode, take):
-    text = compiled_step(mode, take)[0].as_text()
+@pytest.mark.parametrize("mode", MODES)
+def test_window_inside_shard_map_is_that_of_one_device_and_reduces_the_gradient_once(mode, take):
+    step, params, state = compiled_step(mode, take)
+    assert_like_one_device(*trained(step, params, state))
+    text = step.as_text()
     # A held step moves nothing. The step that closes the window is a loop of one trip, and adds
     # up each element of the gradient once.
     assert hlo.all_reduced(text, loops=False, branches=True) == []
     sizes = hlo.all_reduced(text, branches=True)
     assert sum(sizes) == ELEMENTS and (len(sizes) == 1 or not MERGES)
     assert not any(hlo.count(text, op, branches=True) for op in MOVES)
-
-
-@pytest.mark.parametrize("take", [by_apply, by_update])
-@each_mode
-def test_window_inside_shard_map_is_that_of_one_device(mode, take):
-    assert_like_one_device(*trained(*compiled_step(mode, take)))
 
 
 def test_window_beside_tensor_parallel_parameters_is_that_of_one_device():
@@ -187,7 +157,7 @@ def test_weighted_window_inside_shard_map_is_that_of_one_device():
         grads = jax.grad(weighted_loss)(local, x, y, count, tokens)
         return gcx.apply_gradients(tx, grads, state, params, weight=tokens)
 
-    mesh = make_mesh(data=8)
+    mesh = make_mesh({"data": 8})
     parallel = gcx.accumulate_gradients(optax.chain(total, OPTIMIZER), WINDOW)
     specs = specs_of(parallel)
     many = jax.jit(
@@ -206,8 +176,7 @@ def test_weighted_window_inside_shard_map_is_that_of_one_device():
     for x, y, count in zip(XS, YS, counts, strict=True):
         params, state = many(params, state, x, y, count)
         expected, expected_state = one(expected, expected_state, x, y, count)
-    for name, leaf in expected.items():
-        np.testing.assert_allclose(params[name], leaf, rtol=0, atol=1e-5)
+    chex.assert_trees_all_close(params, expected, rtol=0, atol=1e-5)
     text = many.lower(params, state, XS[0], YS[0], counts[0]).compile().as_text()
     assert hlo.all_reduced(text, loops=False, branches=True) == [1]  # the tokens
     assert sum(hlo.all_reduced(text, branches=True)) == ELEMENTS + 1

@@ -1,6 +1,5 @@
 """examples/sharded_transformer.py learns, and resumes in the middle of a window on any mesh."""
 
-import importlib.util
 import json
 import os
 import re
@@ -13,7 +12,9 @@ import orbax.checkpoint as ocp
 import pytest
 from test_processes import environment_of_users, free_port, run_together
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "sharded_transformer.py"
+from files import ROOT, load
+
+SCRIPT = ROOT / "examples/sharded_transformer.py"
 SIZES = {"batch-size": 16, "length": 32, "layers": 1, "width": 32, "every": 4}
 TINY = [word for name, size in SIZES.items() for word in (f"--{name}", str(size))]
 STEPS, SAVED = 42, 21  # calls; the second leaves one micro-batch in the window
@@ -22,17 +23,10 @@ LONG = [*TINY, "--steps", str(STEPS), "--checkpoint-every", str(SAVED), "--learn
 needs_eight = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
 
 
-def load():
-    spec = importlib.util.spec_from_file_location("sharded_transformer", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def run_here(folder, *words):
     """Runs the example in this process; what it summed up."""
     summary = folder / "summary.json"
-    load().main([*words, "--summary", str(summary)])
+    load(SCRIPT).main([*words, "--summary", str(summary)])
     return json.loads(summary.read_text())
 
 
@@ -110,26 +104,7 @@ def test_learns_and_resumes_in_the_middle_of_a_window(tmp_path):
 def test_resume_from_a_folder_that_is_not_there_is_refused_and_creates_nothing(tmp_path, capsys):
     missing = tmp_path / "missing"
     with pytest.raises(SystemExit) as stopped:
-        load().main([*TINY, "--data", "1", "--checkpoint-dir", str(missing), "--resume"])
+        load(SCRIPT).main([*TINY, "--data", "1", "--checkpoint-dir", str(missing), "--resume"])
     assert stopped.value.code == 2
     assert f"argument --resume: there is no folder {missing}" in capsys.readouterr().err
     assert not missing.exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "argument"),
-    [
-        ("--steps 0", "--steps"),
-        ("--max-norm -1", "--max-norm"),
-        ("--max-norm nan", "--max-norm"),
-        ("--resume", "--resume"),
-        ("--data 512", "--data"),
-        ("--heads 3", "--width"),
-        ("--batch-size 12 --micro-batches 8 --data 1", "--batch-size"),
-        ("--accumulation torch", "--accumulation"),
-    ],
-)
-def test_bad_argument_is_named(words, argument, capsys):
-    with pytest.raises(SystemExit):
-        load().main(words.split())
-    assert f"argument {argument}: " in capsys.readouterr().err
