@@ -1,26 +1,19 @@
 """The study: its statistics, its page, and that every problem trains with every kind of method."""
 
 import math
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
+from benchmarks.study import claims, compare, study
+from test_benchmarks import run
 
-ROOT = Path(__file__).parents[2]
+from files import ROOT
+
 FOLDER = ROOT / "benchmarks" / "study"
 COLUMNS = "problem,method,setting,learning_rate,value,seed,loss,failed"
 
 
-@pytest.fixture
-def modules(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-
-
 def losses_of(tmp_path, **by_method):
-    from benchmarks.study import compare, study
-
     rows = [COLUMNS]
     for method, losses in by_method.items():
         rows += [f"p,{method},tuned,0.1,1,{seed},{loss},0" for seed, loss in enumerate(losses)]
@@ -29,16 +22,14 @@ def losses_of(tmp_path, **by_method):
 
 
 @pytest.mark.slow
-def test_the_pages_are_generated_from_the_results(modules):
-    from benchmarks.study import report, study
+def test_the_pages_are_generated_from_the_results():
+    from benchmarks.study import report
 
     for name, text in report.pages(study.Record(FOLDER)).items():
         assert (ROOT / "docs" / name).read_text("utf-8") == text
 
 
-def test_the_results_are_of_every_pair_and_seed(modules):
-    from benchmarks.study import study
-
+def test_the_results_are_of_every_pair_and_seed():
     record = study.Record(FOLDER)
     wanted = {(problem.name, method.name) for problem, method in study.pairs()}
     assert record.done() == wanted
@@ -53,17 +44,13 @@ def test_the_results_are_of_every_pair_and_seed(modules):
     assert len({row[:5] for row in record.tuning}) == len(record.tuning)
 
 
-def test_p_values_are_corrected_as_by_holm(modules):
-    from benchmarks.study import compare
-
+def test_p_values_are_corrected_as_by_holm():
     corrected = compare.holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.9})
     assert corrected == pytest.approx({"a": 0.04, "b": 0.09, "c": 0.09, "d": 0.9})
 
 
 @pytest.mark.slow
-def test_a_verdict_needs_a_test_and_a_difference(modules, tmp_path):
-    from benchmarks.study import compare
-
+def test_a_verdict_needs_a_test_and_a_difference(tmp_path):
     base = [1.0 + 0.01 * seed for seed in range(15)]
     losses = losses_of(
         tmp_path,
@@ -91,10 +78,8 @@ def test_a_verdict_needs_a_test_and_a_difference(modules, tmp_path):
     ],
 )
 def test_a_claim_is_repeated_where_most_problems_say_so_and_none_contradicts(
-    modules, counts, as_good, verdict
+    counts, as_good, verdict
 ):
-    from benchmarks.study import claims, compare
-
     examples = {
         "better": (0.5, 0.01),
         "worse": (2.0, 0.01),
@@ -105,37 +90,12 @@ def test_a_claim_is_repeated_where_most_problems_say_so_and_none_contradicts(
     assert claims.judge(as_good, found) == verdict
 
 
-def run(script, *words):
-    command = [sys.executable, "-m", f"benchmarks.study.{script}", *map(str, words)]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
-    )
-
-
 @pytest.mark.slow
 def test_a_quick_study_trains_every_problem_and_method_and_goes_on_where_it_was(tmp_path):
     results, docs = tmp_path / "results", tmp_path / "docs"
-    done = run("study", "--quick", "--out", results, "--only", "line, sgd")
-    assert done.returncode == 0, done.stderr[-3000:]
-    done = run("study", "--quick", "--out", results)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "20 done before" in done.stdout
-    again = run("study", "--quick", "--out", results)
-    assert again.returncode == 0 and "0 minutes" in again.stdout
-    page = run("report", "--results", results, "--out", docs)
-    assert page.returncode == 0, page.stderr[-3000:]
+    study_of_few = ("study.study", "--quick", "--out", results)
+    run(*study_of_few, "--only", "line, sgd")
+    assert "20 done before" in run(*study_of_few)
+    run("study.report", "--results", results, "--out", docs)
     assert "| StableAdamW | tuned |" in (docs / "study_results.md").read_text("utf-8")
     assert len(list((docs / "images").glob("study_*.png"))) == 4
-
-
-def test_bad_arguments_are_refused_with_the_next_step(modules, capsys):
-    from benchmarks.study import report, study
-
-    with pytest.raises(SystemExit):
-        study.main(["--quick"])
-    assert "needs --out" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="There are: 'tanh RNN, sgd'"):
-        study.main(["--only", "nothing"])
-    with pytest.raises(SystemExit):
-        report.main(["--results", str(ROOT / "docs")])
-    assert "run study.py first" in capsys.readouterr().err
