@@ -4,7 +4,6 @@ Run by hand: `python process_worker.py train --process 0 --of 1 --port 12345 --o
 """
 
 import argparse
-import functools
 import inspect
 import json
 import os
@@ -52,7 +51,6 @@ MEAN = optax.stateless(lambda grads, _: lax.pmean(grads, "data"))
 LOCAL_WINDOWS = gcx.accumulate_gradients(optax.chain(MEAN, gcx.skip_nonfinite(OPTIMIZER)), 2)
 
 LAYOUTS = {  # mesh axes, where the parameters are, where the batch is
-    "fsdp": ({"data": 8}, {"w": P("data"), "b": P("data"), "v": P(None, "data")}, P("data")),
     "tensor_parallel": (
         {"model": 8},
         {"w": P(None, "model"), "b": P("model"), "v": P("model")},
@@ -81,15 +79,11 @@ def spread(tree, mesh, specs):
     return jax.tree.map(put, tree, specs)
 
 
-def specs_like(tree, specs, accumulator=None):
+def specs_like(tree, specs):
     """The spec of each leaf of a state: that of the parameter it belongs to, or none."""
-
-    def spec(path, _):
-        name = getattr(path[-1], "key", None) if path else None
-        is_local = accumulator is not None and "acc_grads" in jax.tree_util.keystr(path)
-        return accumulator if is_local else specs.get(name, P())
-
-    return jax.tree_util.tree_map_with_path(spec, tree)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: specs.get(getattr(path[-1], "key", None), P()), tree
+    )
 
 
 def whole(tree):
@@ -101,11 +95,11 @@ def whole(tree):
     return jax.tree.unflatten(structure, [np.asarray(x).tolist() for x in leaves])
 
 
-def make_step(tx, value_and_grad=LOSS_AND_GRAD, over_devices=lambda loss: loss):
+def make_step(tx, value_and_grad=LOSS_AND_GRAD):
     def step(params, state, x, y):
         loss, grads = value_and_grad(params, x, y)
         params, state = gcx.apply_gradients(tx, grads, state, params)
-        return params, state, over_devices(loss)
+        return params, state, loss
 
     return step
 
@@ -138,45 +132,27 @@ def by_jit(layout):
     return distributed(step, make_mesh(axes), specs, state, specs_like(state, specs), batch)
 
 
-def by_shard_map(step, specs, state, state_specs):
-    mesh, batch = make_mesh({"data": DEVICES}), P("data")
-    step = jax.shard_map(
-        step,
-        mesh=mesh,
-        in_specs=(specs, state_specs, batch, batch),
-        out_specs=(specs, state_specs, P()),
-    )
-    return distributed(step, mesh, specs, state, state_specs, batch)
-
-
-def shard_map_fsdp():
-    """Parameters are gathered for the loss; their gradients come back as shards."""
-    specs = jax.tree.map(lambda _: P("data"), PARAMS)
-
-    def gathered_loss(shards, x, y):
-        params = jax.tree.map(lambda p: lax.all_gather(p, "data", tiled=True), shards)
-        return loss_fn(params, x, y) / DEVICES
-
-    state = GUARDED_CALLS.init(PARAMS)
-    total = functools.partial(lax.psum, axis_name="data")
-    step = make_step(GUARDED_CALLS, jax.value_and_grad(gathered_loss), total)
-    return by_shard_map(step, specs, state, specs_like(state, specs))
-
-
 def shard_map_window():
     """Micro-gradients stay on their device; one mean over devices where a window closes."""
-    specs = jax.tree.map(lambda _: P(), PARAMS)
+    mesh, batch = make_mesh({"data": DEVICES}), P("data")
 
     def local_value_and_grad(params, x, y):
-        return LOSS_AND_GRAD(compat.vary(params, "data"), x, y)
+        loss, grads = LOSS_AND_GRAD(compat.vary(params, "data"), x, y)
+        return lax.pmean(loss, "data"), grads
 
     # The accumulators of all devices, one after the other along the first axis.
     state = LOCAL_WINDOWS.init(PARAMS)
     stacked = jax.tree.map(lambda x: np.concatenate([x] * DEVICES), state.acc_grads)
     state = state._replace(acc_grads=stacked)
-    mean = functools.partial(lax.pmean, axis_name="data")
-    step = make_step(LOCAL_WINDOWS, local_value_and_grad, mean)
-    return by_shard_map(step, specs, state, specs_like(state, specs, accumulator=P("data")))
+    specs, state_specs = jax.tree.map(lambda _: P(), (PARAMS, state))
+    state_specs = state_specs._replace(acc_grads=jax.tree.map(lambda _: P("data"), stacked))
+    step = jax.shard_map(
+        make_step(LOCAL_WINDOWS, local_value_and_grad),
+        mesh=mesh,
+        in_specs=(specs, state_specs, batch, batch),
+        out_specs=(specs, state_specs, P()),
+    )
+    return distributed(step, mesh, specs, state, state_specs, batch)
 
 
 def huge_norm():
@@ -185,14 +161,6 @@ def huge_norm():
     tree = spread(HUGE, mesh, P("data"))
     inside = jax.shard_map(gcx.global_norm, mesh=mesh, in_specs=P("data"), out_specs=P())
     return {"norm": [float(jax.jit(gcx.global_norm)(tree)), float(jax.jit(inside)(tree))]}
-
-
-def pmap_norm():
-    """`pmap` over all devices of all processes: types are silent, `axis_name` is not."""
-    ours = [i for i, device in enumerate(jax.devices()) if device in jax.local_devices()]
-    rows = values((DEVICES, 5), 10)[ours]
-    clip = jax.pmap(lambda g: gcx.clip_grad_norm(g, 1.0, axis_name="all")[1], axis_name="all")
-    return {"norm": [float(clip(rows).addressable_shards[0].data.ravel()[0])]}
 
 
 def pipeline_stages():
@@ -209,11 +177,9 @@ def pipeline_stages():
 
 CASES = {
     **{layout: lambda layout=layout: by_jit(layout) for layout in LAYOUTS},
-    "shard_map_fsdp": shard_map_fsdp,
     "shard_map_window": shard_map_window,
     "huge_norm": huge_norm,
     "pipeline_stages": pipeline_stages,
-    "pmap_norm": pmap_norm,
 }
 
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow  # each launch starts JAX anew in several processe
 WORKER = Path(process_worker.__file__)
 PATIENCE = 180  # seconds before a launch is given up; a quiet machine needs a tenth of it
 HEARTBEAT = 5  # seconds until the death of a process counts
-TRAINED = [*process_worker.LAYOUTS, "shard_map_fsdp", "shard_map_window"]
+TRAINED = [*process_worker.LAYOUTS, "shard_map_window"]
 
 
 def free_port():
@@ -80,7 +80,6 @@ def assert_norms_are_of_the_whole(seen):
     for case, whole in {
         "huge_norm": process_worker.HUGE,
         "pipeline_stages": process_worker.values((4, 6, 3), 11),
-        "pmap_norm": process_worker.values((process_worker.DEVICES, 5), 10),
     }.items():
         np.testing.assert_allclose(
             seen[case]["norm"], oracles.global_norm([whole]), rtol=3e-7, err_msg=case
