@@ -1,6 +1,9 @@
-"""The repository's files: where they are, and a Python file as a module."""
+"""The files of the repository, and what processes that run them need."""
 
 import importlib.util
+import os
+import re
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -12,3 +15,10 @@ def load(path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def environment(devices):
+    """Of a process with so many CPU devices that compiles and imports as this one does."""
+    flags = re.sub(r"(device_count=)\d+", rf"\g<1>{devices}", os.environ["XLA_FLAGS"])
+    path = os.pathsep.join(folder for folder in sys.path if folder)
+    return {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}

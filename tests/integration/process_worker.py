@@ -1,6 +1,7 @@
 """One of several processes of tests/test_processes.py: trains by every layout, writes what it saw.
 
-Run by hand: `python process_worker.py train --process 0 --of 1 --port 12345 --out seen.json`.
+Run by hand: `XLA_FLAGS=--xla_force_host_platform_device_count=8 python process_worker.py train
+--process 0 --of 1 --port 12345 --out seen.json`.
 """
 
 import argparse
@@ -205,8 +206,6 @@ def main():
     parser.add_argument("--heartbeat", type=int, default=100, help="seconds")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", DEVICES // args.of)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     timeouts = {"initialization_timeout": 60, "heartbeat_timeout_seconds": args.heartbeat}
     if "shutdown_timeout_seconds" in inspect.signature(jax.distributed.initialize).parameters:

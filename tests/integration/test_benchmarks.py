@@ -1,7 +1,5 @@
 """The benchmarks run at a small size, and the instruction counter counts correctly."""
 
-import os
-import re
 import subprocess
 import sys
 
@@ -11,7 +9,7 @@ import pytest
 from benchmarks import _report, tables
 from benchmarks.compiled import _hlo, charts
 
-from files import ROOT
+from files import ROOT, environment
 
 QUICK = {
     "steps.times --only PPO:skip_nonfinite": ("skip_nonfinite / optax apply_if_finite", "%"),
@@ -29,11 +27,9 @@ SIZE = 256 * 256 * 4
 
 def run(name, *options):
     """What a script prints on one device."""
-    flags = re.sub(r"(device_count=)\d+", r"\g<1>1", os.environ["XLA_FLAGS"])
-    environment = {**os.environ, "XLA_FLAGS": flags}
     command = [sys.executable, "-m", f"benchmarks.{name}", *map(str, options)]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
+        command, cwd=ROOT, env=environment(1), capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

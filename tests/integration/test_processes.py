@@ -2,12 +2,10 @@
 
 import contextlib
 import json
-import os
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import chex
 import numpy as np
@@ -15,10 +13,10 @@ import process_worker
 import pytest
 
 import oracles
+from files import environment
 
 pytestmark = pytest.mark.slow  # each launch starts JAX anew in several processes
 
-WORKER = Path(process_worker.__file__)
 PATIENCE = 180  # seconds before a launch is given up; a quiet machine needs a tenth of it
 HEARTBEAT = 5  # seconds until the death of a process counts
 TRAINED = [*process_worker.LAYOUTS, "shard_map_window"]
@@ -30,22 +28,16 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def environment_of_users():
-    """The environment without settings of JAX, for a process that imports what this one does."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
-    return kept | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-
-
-def run_together(commands, folder, environment):
-    """Runs one process for each command; `(exit code, output)` of each."""
-    started = time.monotonic()
+def run_together(commands, folder):
+    """Runs one process for each command, with eight devices together; `(exit code, output)` of each."""
+    started, variables = time.monotonic(), environment(8 // len(commands))
     logs = [folder / f"{i}.log" for i in range(len(commands))]
     with contextlib.ExitStack() as running:
         processes = []
         for command, path in zip(commands, logs, strict=True):
             log = running.enter_context(path.open("w"))
             words = [sys.executable, *map(str, command)]
-            process = subprocess.Popen(words, env=environment, stdout=log, stderr=log)
+            process = subprocess.Popen(words, env=variables, stdout=log, stderr=log)
             running.callback(process.wait)
             running.callback(process.kill)
             processes.append(process)
@@ -55,11 +47,11 @@ def run_together(commands, folder, environment):
     return [(x.returncode, text) for x, text in zip(processes, texts, strict=True)]
 
 
-def launch(what, processes, folder, *options):
-    """Runs the worker in so many processes."""
-    common = [WORKER, what, "--of", processes, "--port", free_port(), *options]
-    commands = [[*common, "--process", i, "--out", folder / f"{i}.json"] for i in range(processes)]
-    return run_together(commands, folder, environment_of_users())
+def launch(what, folder, *options):
+    """Runs the worker in two processes."""
+    common = [process_worker.__file__, what, "--of", 2, "--port", free_port(), *options]
+    commands = [[*common, "--process", i, "--out", folder / f"{i}.json"] for i in range(2)]
+    return run_together(commands, folder)
 
 
 def assert_like(expected, seen):
@@ -89,7 +81,7 @@ def assert_norms_are_of_the_whole(seen):
 
 # One launch for all claims, since each starts JAX anew.
 def test_several_processes_see_what_one_device_sees(tmp_path):
-    ended = launch("train", 2, tmp_path)
+    ended = launch("train", tmp_path)
     for i, (code, log) in enumerate(ended):
         assert code == 0, f"process {i}:\n{log[-3000:]}"
     seen, other = (json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2))
@@ -105,7 +97,7 @@ def test_several_processes_see_what_one_device_sees(tmp_path):
 @pytest.mark.parametrize("who", [0, 1], ids=["coordinator", "other"])
 def test_death_of_a_process_ends_the_others_with_an_error(tmp_path, who):
     started = time.monotonic()
-    ended = launch("die", 2, tmp_path, "--who", who, "--heartbeat", HEARTBEAT)
+    ended = launch("die", tmp_path, "--who", who, "--heartbeat", HEARTBEAT)
     assert ended[who][0] == 7, ended[who][1][-3000:]
     code, log = ended[1 - who]
     assert code not in (0, 7), log[-3000:]
