@@ -52,6 +52,8 @@ MEAN = optax.stateless(lambda grads, _: lax.pmean(grads, "data"))
 LOCAL_WINDOWS = gcx.accumulate_gradients(optax.chain(MEAN, gcx.skip_nonfinite(OPTIMIZER)), 2)
 
 LAYOUTS = {  # mesh axes, where the parameters are, where the batch is
+    "data_parallel": ({"data": 8}, {"w": P(), "b": P(), "v": P()}, P("data")),
+    "fsdp": ({"data": 8}, {"w": P("data"), "b": P("data"), "v": P(None, "data")}, P("data")),
     "tensor_parallel": (
         {"model": 8},
         {"w": P(None, "model"), "b": P("model"), "v": P("model")},

@@ -47,10 +47,10 @@ def run_together(commands, folder):
     return [(x.returncode, text) for x, text in zip(processes, texts, strict=True)]
 
 
-def launch(what, folder, *options):
-    """Runs the worker in two processes."""
-    common = [process_worker.__file__, what, "--of", 2, "--port", free_port(), *options]
-    commands = [[*common, "--process", i, "--out", folder / f"{i}.json"] for i in range(2)]
+def launch(what, processes, folder, *options):
+    """Runs the worker in so many processes."""
+    common = [process_worker.__file__, what, "--of", processes, "--port", free_port(), *options]
+    commands = [[*common, "--process", i, "--out", folder / f"{i}.json"] for i in range(processes)]
     return run_together(commands, folder)
 
 
@@ -80,12 +80,14 @@ def assert_norms_are_of_the_whole(seen):
 
 
 # One launch for all claims, since each starts JAX anew.
-def test_several_processes_see_what_one_device_sees(tmp_path):
-    ended = launch("train", tmp_path)
+@pytest.mark.parametrize("processes", [2, 4])
+def test_several_processes_see_what_one_device_sees(processes, tmp_path):
+    ended = launch("train", processes, tmp_path)
     for i, (code, log) in enumerate(ended):
-        assert code == 0, f"process {i}:\n{log[-3000:]}"
-    seen, other = (json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2))
-    assert json.dumps(seen) == json.dumps(other)  # bit for bit, or they would drift apart
+        assert code == 0, f"process {i} of {processes}:\n{log[-3000:]}"
+    texts = [(tmp_path / f"{i}.json").read_text() for i in range(processes)]
+    assert len(set(texts)) == 1  # bit for bit, or they would drift apart
+    seen = json.loads(texts[0])
     assert_norms_are_of_the_whole(seen)
     calls = process_worker.reference(process_worker.GUARDED_CALLS)
     windows = process_worker.reference(process_worker.GUARDED_WINDOWS)
@@ -97,7 +99,7 @@ def test_several_processes_see_what_one_device_sees(tmp_path):
 @pytest.mark.parametrize("who", [0, 1], ids=["coordinator", "other"])
 def test_death_of_a_process_ends_the_others_with_an_error(tmp_path, who):
     started = time.monotonic()
-    ended = launch("die", tmp_path, "--who", who, "--heartbeat", HEARTBEAT)
+    ended = launch("die", 2, tmp_path, "--who", who, "--heartbeat", HEARTBEAT)
     assert ended[who][0] == 7, ended[who][1][-3000:]
     code, log = ended[1 - who]
     assert code not in (0, 7), log[-3000:]

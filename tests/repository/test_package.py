@@ -57,29 +57,19 @@ def test_wheel_holds_the_package_and_nothing_else_and_needs_jax_and_optax_only(t
     assert metadata["Requires-Python"] == ">=3.11"
 
 
-@pytest.mark.slow
-def test_import_loads_nothing_that_jax_and_optax_do_not():
-    # Ours alone and the standard library: importing it costs what reading it costs.
-    new = python(
-        "-c",
-        "import sys, jax, optax; before = set(sys.modules); import gradclip_jax; "
-        "print(*{name.split('.')[0] for name in set(sys.modules) - before})",
-    ).stdout.split()
-    assert set(new) - sys.stdlib_module_names <= {"gradclip_jax", "jax"}
+IMPORT = """
+import sys, jax, optax
+modules, config = set(sys.modules), dict(jax.config.values)
+import gradclip_jax
+new = {name.split(".")[0] for name in set(sys.modules) - modules}
+assert new - sys.stdlib_module_names <= {"gradclip_jax", "jax"}, new
+assert dict(jax.config.values) == config
+jax.config.update("jax_num_cpu_devices", 2)  # raises once a backend runs
+"""
 
 
-@pytest.mark.slow
-def test_import_leaves_the_configuration_of_jax_alone():
-    python(
-        "-c",
-        "import jax, optax; before = dict(jax.config.values); "
-        "import gradclip_jax; assert dict(jax.config.values) == before",
-    )
-
-
-def test_import_starts_no_backend():
-    # JAX refuses this setting once a backend runs: after it, the user could not choose one.
-    python("-c", "import jax, gradclip_jax; jax.config.update('jax_num_cpu_devices', 2)")
+def test_import_loads_nothing_more_than_jax_and_optax_changes_no_setting_and_starts_no_backend():
+    python("-c", IMPORT)
 
 
 def test_imports_between_modules_and_folders_go_one_way():

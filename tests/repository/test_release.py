@@ -29,15 +29,10 @@ def test_actions_are_pinned_by_hash(name):
 
 
 def test_every_trainer_is_run_by_the_workflow():
-    makefile = (ROOT / "Makefile").read_text()
-    listed = re.search(r"^TRAINERS \?= (.*)$", makefile, re.MULTILINE)[1].split()
-    workflow = (ROOT / ".github" / "workflows" / "trainers.yml").read_text()
-    files = {
-        path.stem.removeprefix("test_")
-        for path in (ROOT / "tests/integration/trainers").glob("test_*.py")
-    }
-    assert set(listed) == files
-    assert set(re.search(r"trainer: \[(.*)\]", workflow)[1].split(", ")) == files
+    workflow = (ROOT / ".github/workflows/trainers.yml").read_text()
+    named = re.search(r"trainer: \[(.*)\]", workflow)[1].split(", ")
+    paths = (ROOT / "tests/integration/trainers").glob("test_*.py")
+    assert set(named) == {path.stem.removeprefix("test_") for path in paths}
 
 
 @pytest.mark.parametrize("tag", ["v0.0.0", "0.1.0", ""])
