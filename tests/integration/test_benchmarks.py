@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from benchmarks import _report, tables
-from benchmarks.compiled import _hlo, charts
+from benchmarks.compiled import _hlo
 
 from files import ROOT, environment
 
@@ -44,6 +44,8 @@ def test_script_prints_its_tables(script):
 
 
 def test_the_charts_show_the_stored_results():
+    from benchmarks.compiled import charts
+
     for device in charts.DEVICES:
         drawn = charts.path_of(device).read_text()
         pairs = charts.bars(charts.all_records(), device).values()

@@ -1,10 +1,12 @@
-"""The study: its statistics, its page, and that every problem trains with every kind of method."""
+"""The study: its statistics, its page, and that every problem trains with every kind of method.
+
+What imports Matplotlib and the models is imported by the test that needs it.
+"""
 
 import math
 from collections import Counter
 
 import pytest
-from benchmarks.study import compare, study
 from test_benchmarks import run
 
 from files import ROOT
@@ -14,13 +16,15 @@ FOLDER = ROOT / "benchmarks" / "study"
 
 @pytest.mark.slow
 def test_the_pages_are_generated_from_the_results():
-    from benchmarks.study import report
+    from benchmarks.study import report, study
 
     for name, text in report.pages(study.Record(FOLDER)).items():
         assert (ROOT / "docs" / name).read_text("utf-8") == text
 
 
 def test_the_results_are_of_every_pair_and_seed():
+    from benchmarks.study import study
+
     record = study.Record(FOLDER)
     wanted = {(problem.name, method.name) for problem, method in study.pairs()}
     assert record.done() == wanted
@@ -36,6 +40,8 @@ def test_the_results_are_of_every_pair_and_seed():
 
 
 def test_p_values_are_corrected_as_by_holm():
+    from benchmarks.study import compare
+
     corrected = compare.holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.9})
     assert corrected == pytest.approx({"a": 0.04, "b": 0.09, "c": 0.09, "d": 0.9})
 
