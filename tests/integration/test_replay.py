@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from files import ROOT, load
+from files import ROOT, environment, load
 
 pytestmark = pytest.mark.slow
 
@@ -86,11 +86,9 @@ def test_a_cause_in_the_model_stops_the_run(tmp_path, example, monkeypatch):
 
 
 KILLED = """
-import pathlib, sys
-sys.path.insert(0, sys.argv[1])
-import replay
+import pathlib, sys, replay
 replay.STEPS = 200
-params, _ = replay.train(pathlib.Path(sys.argv[2]), 0, range(100, 120))
+params, _ = replay.train(pathlib.Path(sys.argv[1]), 0, range(100, 120))
 print(replay.test_loss(params))
 """
 
@@ -101,8 +99,8 @@ def test_a_run_that_is_killed_during_a_save_loses_nothing(tmp_path, example, mon
         params, _ = example.train(tmp_path / "whole", 0, range(100, 120))
 
     def start():
-        command = [sys.executable, "-c", KILLED, str(EXAMPLE.parent), str(tmp_path / "killed")]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-c", KILLED, str(tmp_path / "killed")]
+        return subprocess.Popen(command, env=environment(8), stdout=subprocess.PIPE, text=True)
 
     last = 0
     for delay in (0.0, 0.03):
