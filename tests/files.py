@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -19,6 +18,7 @@ def load(path):
 
 def environment(devices):
     """Of a process with so many CPU devices that compiles and imports as this one does."""
-    flags = re.sub(r"(device_count=)\d+", rf"\g<1>{devices}", os.environ["XLA_FLAGS"])
+    flags = os.environ.get("XLA_FLAGS", "")
+    flags += f" --xla_force_host_platform_device_count={devices}"  # the last one counts
     path = os.pathsep.join(folder for folder in sys.path if folder)
     return {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}

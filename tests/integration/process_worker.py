@@ -123,6 +123,7 @@ def reference(tx):
 
 
 def distributed(step, mesh, specs, state, state_specs, batch):
+    """The same training on a mesh: parameters, state and batches are spread over it."""
     params, state = spread((PARAMS, state), mesh, (specs, state_specs))
     batches = [spread(pair, mesh, (batch, batch)) for pair in zip(XS, YS, strict=True)]
     return train(step, params, state, batches)
