@@ -157,7 +157,7 @@ notebooks: $(VENV)/.installed-test  ## execute every notebook and store its outp
 	STORE_OUTPUTS=1 $(PYTEST) tests/integration/test_notebooks.py -k runs $(PYTEST_ARGS)
 
 docs: $(VENV)/.installed-test  ## run the code shown in README.md and docs/
-	$(PYTEST) tests/repository/test_readme.py tests/repository/test_docs_pages.py $(PYTEST_ARGS)
+	$(PYTEST) tests/repository/test_readme.py $(PYTEST_ARGS)
 
 wheel: $(VENV)/.installed-test  ## build the wheel, install it in an empty environment, import it
 	rm -rf dist .venv-wheel

@@ -52,6 +52,11 @@ def instructions(text: str, *, branches: bool = False, loops: bool = True) -> li
     return found
 
 
+def _elements(shape: str) -> int:
+    """How many elements an array of a shape such as `16,8` has."""
+    return math.prod(int(n) for n in shape.split(",") if n)
+
+
 def count(text: str, operation: str, *, branches: bool = False, loops: bool = True) -> int:
     """How many instructions of a kind there are; an asynchronous pair counts once."""
     pattern = re.compile(rf"[ )}}]{operation}(-start)?\(")
@@ -65,26 +70,22 @@ def all_reduced(text: str, *, branches: bool = False, loops: bool = True) -> lis
     for line in instructions(text, branches=branches, loops=loops):
         made = re.search(r" = (.*?[ )}])all-reduce(?:-start)?\(", line)
         if made:
-            shapes = re.findall(r"\w+\[([\d,]*)\]", made.group(1))
-            sizes.append(sum(math.prod(int(n) for n in s.split(",") if n) for s in shapes))
+            sizes.append(sum(map(_elements, re.findall(r"\w+\[([\d,]*)\]", made.group(1)))))
     return sizes
 
 
 def reductions_of(text: str, elements: int, *, branches: bool = False) -> int:
     """How many reductions read an array of at least that many elements."""
-    shapes: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     lines = instructions(text, branches=branches)
     for line in lines:
         made = re.match(r"(?:ROOT )?%?([\w.\-]+) = \w+\[([\d,]*)\]", line)
         if made:
-            size = 1
-            for n in filter(None, made.group(2).split(",")):
-                size *= int(n)
-            shapes[made.group(1)] = size
+            sizes[made.group(1)] = _elements(made.group(2))
     found = 0
     for line in lines:
         called = re.search(r"[ )}](?:reduce|reduce-window)\((.*)", line)
         if called:
             operands = re.findall(r"%([\w.\-]+)", called.group(1).split("), ")[0])
-            found += any(shapes.get(name, 0) >= elements for name in operands)
+            found += any(sizes.get(name, 0) >= elements for name in operands)
     return found

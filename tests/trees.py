@@ -74,7 +74,6 @@ TREES: dict[str, Callable[[], Any]] = {
     "float8": lambda: {name: normal((6,), name, seed=i) for i, name in enumerate(FLOAT8)},
     "float0": lambda: {"a": normal((4,)), "count": np.zeros((2,), jax.dtypes.float0)},
     "numpy": lambda: {"a": np.float32([3.0, 4.0]), "b": np.ones((2, 2), ml_dtypes.bfloat16)},
-    "convolutions": lambda: [normal((2, 2, 3, 4)), normal((1, 2, 2, 3, 2)), normal((1, 1, 5))],
     "zeros": lambda: {"a": jnp.zeros((3, 2)), "b": jnp.zeros((2,), jnp.float16)},
     "extreme": lambda: {
         "huge": jnp.float32([1e38, -2e38]),
@@ -82,7 +81,6 @@ TREES: dict[str, Callable[[], Any]] = {
         "half": jnp.float16([6e4, 6e-8]),
         "ordinary": normal((3,)),
     },
-    "many": lambda: {f"leaf{i}": normal((i % 5 + 1,), "bfloat16", seed=i) for i in range(300)},
 }
 
 

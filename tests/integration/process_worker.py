@@ -1,6 +1,7 @@
 """One of several processes of tests/test_processes.py: trains by every layout, writes what it saw.
 
-Run by hand: `python process_worker.py train --process 0 --of 1 --port 12345 --out seen.json`.
+Run by hand: `XLA_FLAGS=--xla_force_host_platform_device_count=8 python process_worker.py train
+--process 0 --of 1 --port 12345 --out seen.json`.
 """
 
 import argparse
@@ -42,6 +43,7 @@ def loss_fn(params, x, y):
     return jnp.mean((hidden @ params["v"] - y) ** 2)
 
 
+LOSS_AND_GRAD = jax.value_and_grad(loss_fn)
 OPTIMIZER = optax.chain(gcx.clip_by_global_norm(0.5), optax.adam(1e-2))
 # The whole batch is lost, or the whole window: guard outside or inside.
 GUARDED_CALLS = gcx.skip_nonfinite(gcx.accumulate_gradients(OPTIMIZER, 2))
@@ -80,25 +82,11 @@ def spread(tree, mesh, specs):
     return jax.tree.map(put, tree, specs)
 
 
-def specs_like(tree, specs, accumulator=None):
+def specs_like(tree, specs):
     """The spec of each leaf of a state: that of the parameter it belongs to, or none."""
-
-    def spec(path, _):
-        name = getattr(path[-1], "key", None) if path else None
-        is_local = accumulator is not None and "acc_grads" in jax.tree_util.keystr(path)
-        return accumulator if is_local else specs.get(name, P())
-
-    return jax.tree_util.tree_map_with_path(spec, tree)
-
-
-def train(step, params, state, batches):
-    """Losses, all metrics of every call, and the last parameters."""
-    losses, told = [], []
-    for x, y in batches:
-        params, state, loss = step(params, state, x, y)
-        losses.append(float(loss))
-        told.append({name: float(value) for name, value in gcx.metrics(state).items()})
-    return {"loss": losses, "metrics": told, "params": whole(params)}
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: specs.get(getattr(path[-1], "key", None), P()), tree
+    )
 
 
 def whole(tree):
@@ -110,89 +98,65 @@ def whole(tree):
     return jax.tree.unflatten(structure, [np.asarray(x).tolist() for x in leaves])
 
 
-def reference(tx):
-    """The same training on one device."""
-
-    @jax.jit
+def make_step(tx, value_and_grad=LOSS_AND_GRAD):
     def step(params, state, x, y):
-        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+        loss, grads = value_and_grad(params, x, y)
         params, state = gcx.apply_gradients(tx, grads, state, params)
         return params, state, loss
 
-    return train(step, PARAMS, tx.init(PARAMS), zip(XS, YS, strict=True))
+    return step
+
+
+def train(step, params, state, batches):
+    """Losses, all metrics of every call, and the last parameters."""
+    step, losses, told = jax.jit(step), [], []
+    for x, y in batches:
+        params, state, loss = step(params, state, x, y)
+        losses.append(float(loss))
+        told.append({name: float(value) for name, value in gcx.metrics(state).items()})
+    return {"loss": losses, "metrics": told, "params": whole(params)}
+
+
+def reference(tx):
+    """The same training on one device."""
+    return train(make_step(tx), PARAMS, tx.init(PARAMS), zip(XS, YS, strict=True))
+
+
+def distributed(step, mesh, specs, state, state_specs, batch):
+    """The same training on a mesh: parameters, state and batches are spread over it."""
+    params, state = spread((PARAMS, state), mesh, (specs, state_specs))
+    batches = [spread(pair, mesh, (batch, batch)) for pair in zip(XS, YS, strict=True)]
+    return train(step, params, state, batches)
 
 
 def by_jit(layout):
     axes, specs, batch = LAYOUTS[layout]
-    mesh, tx = make_mesh(axes), GUARDED_CALLS
-
-    @jax.jit
-    def step(params, state, x, y):
-        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
-        params, state = gcx.apply_gradients(tx, grads, state, params)
-        return params, state, loss
-
-    state = tx.init(PARAMS)
-    params, state = spread((PARAMS, state), mesh, (specs, specs_like(state, specs)))
-    return train(step, params, state, spread_batches(mesh, batch))
-
-
-def spread_batches(mesh, spec):
-    return [spread(pair, mesh, (spec, spec)) for pair in zip(XS, YS, strict=True)]
-
-
-def mapped(step, mesh, specs, state_specs):
-    return jax.jit(
-        jax.shard_map(
-            step,
-            mesh=mesh,
-            in_specs=(specs, state_specs, P("data"), P("data")),
-            out_specs=(specs, state_specs, P()),
-        )
-    )
-
-
-def shard_map_fsdp():
-    """Parameters are gathered for the loss; their gradients come back as shards."""
-    axes, specs, _ = LAYOUTS["fsdp"]
-    mesh, tx = make_mesh(axes), GUARDED_CALLS
-    specs = specs | {"v": P("data")}
-
-    def gathered_loss(shards, x, y):
-        params = jax.tree.map(lambda p: lax.all_gather(p, "data", tiled=True), shards)
-        return loss_fn(params, x, y) / DEVICES
-
-    def step(params, state, x, y):
-        loss, grads = jax.value_and_grad(gathered_loss)(params, x, y)
-        params, state = gcx.apply_gradients(tx, grads, state, params)
-        return params, state, lax.psum(loss, "data")
-
-    state = tx.init(PARAMS)
-    state_specs = specs_like(state, specs)
-    params, state = spread((PARAMS, state), mesh, (specs, state_specs))
-    step = mapped(step, mesh, specs, state_specs)
-    return train(step, params, state, spread_batches(mesh, P("data")))
+    state = GUARDED_CALLS.init(PARAMS)
+    step = make_step(GUARDED_CALLS)
+    return distributed(step, make_mesh(axes), specs, state, specs_like(state, specs), batch)
 
 
 def shard_map_window():
     """Micro-gradients stay on their device; one mean over devices where a window closes."""
-    mesh, tx = make_mesh({"data": DEVICES}), LOCAL_WINDOWS
-    specs = jax.tree.map(lambda _: P(), PARAMS)
+    mesh, batch = make_mesh({"data": DEVICES}), P("data")
 
-    def step(params, state, x, y):
-        local = compat.vary(params, "data")
-        loss, grads = jax.value_and_grad(loss_fn)(local, x, y)
-        params, state = gcx.apply_gradients(tx, grads, state, params)
-        return params, state, lax.pmean(loss, "data")
+    def local_value_and_grad(params, x, y):
+        loss, grads = LOSS_AND_GRAD(compat.vary(params, "data"), x, y)
+        return lax.pmean(loss, "data"), grads
 
     # The accumulators of all devices, one after the other along the first axis.
-    state = tx.init(PARAMS)
+    state = LOCAL_WINDOWS.init(PARAMS)
     stacked = jax.tree.map(lambda x: np.concatenate([x] * DEVICES), state.acc_grads)
     state = state._replace(acc_grads=stacked)
-    state_specs = specs_like(state, specs, accumulator=P("data"))
-    params, state = spread((PARAMS, state), mesh, (specs, state_specs))
-    step = mapped(step, mesh, specs, state_specs)
-    return train(step, params, state, spread_batches(mesh, P("data")))
+    specs, state_specs = jax.tree.map(lambda _: P(), (PARAMS, state))
+    state_specs = state_specs._replace(acc_grads=jax.tree.map(lambda _: P("data"), stacked))
+    step = jax.shard_map(
+        make_step(LOCAL_WINDOWS, local_value_and_grad),
+        mesh=mesh,
+        in_specs=(specs, state_specs, batch, batch),
+        out_specs=(specs, state_specs, P()),
+    )
+    return distributed(step, mesh, specs, state, state_specs, batch)
 
 
 def huge_norm():
@@ -201,14 +165,6 @@ def huge_norm():
     tree = spread(HUGE, mesh, P("data"))
     inside = jax.shard_map(gcx.global_norm, mesh=mesh, in_specs=P("data"), out_specs=P())
     return {"norm": [float(jax.jit(gcx.global_norm)(tree)), float(jax.jit(inside)(tree))]}
-
-
-def pmap_norm():
-    """`pmap` over all devices of all processes: types are silent, `axis_name` is not."""
-    ours = [i for i, device in enumerate(jax.devices()) if device in jax.local_devices()]
-    rows = values((DEVICES, 5), 10)[ours]
-    clip = jax.pmap(lambda g: gcx.clip_grad_norm(g, 1.0, axis_name="all")[1], axis_name="all")
-    return {"norm": [float(clip(rows).addressable_shards[0].data.ravel()[0])]}
 
 
 def pipeline_stages():
@@ -225,11 +181,9 @@ def pipeline_stages():
 
 CASES = {
     **{layout: lambda layout=layout: by_jit(layout) for layout in LAYOUTS},
-    "shard_map_fsdp": shard_map_fsdp,
     "shard_map_window": shard_map_window,
     "huge_norm": huge_norm,
     "pipeline_stages": pipeline_stages,
-    "pmap_norm": pmap_norm,
 }
 
 
@@ -251,13 +205,10 @@ def main():
     parser.add_argument("--process", type=int, required=True)
     parser.add_argument("--of", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--who", type=int, default=0, help="the process that dies")
     parser.add_argument("--heartbeat", type=int, default=100, help="seconds")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", DEVICES // args.of)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     timeouts = {"initialization_timeout": 60, "heartbeat_timeout_seconds": args.heartbeat}
     if "shutdown_timeout_seconds" in inspect.signature(jax.distributed.initialize).parameters:
@@ -267,7 +218,7 @@ def main():
     if args.what == "die":
         die(args.who, args.process)
     else:
-        args.out.write_text(json.dumps({name: CASES[name]() for name in args.cases}))
+        args.out.write_text(json.dumps({name: case() for name, case in CASES.items()}))
 
 
 if __name__ == "__main__":

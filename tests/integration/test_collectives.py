@@ -2,14 +2,16 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from process_worker import MEAN, OPTIMIZER, PARAMS, loss_fn, make_mesh, values
 
 import compat
 import gradclip_jax as gcx
@@ -23,82 +25,62 @@ pytestmark = [
 # JAX 0.7 leaves each scalar its own all-reduce on the CPU.
 MERGES = compat.VERSION >= (0, 10)
 MOVES = ("all-gather", "all-to-all", "collective-permute", "reduce-scatter")
-SHAPES = {"w": (16, 8), "b": (8,), "v": (8, 4)}
-ELEMENTS = sum(int(np.prod(shape)) for shape in SHAPES.values())
+ELEMENTS = sum(x.size for x in PARAMS.values())
 WINDOW, CALLS, BATCH = 3, 6, 32
-
-
-def make_mesh(**axes):
-    kinds = (AxisType.Auto,) * len(axes)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
-
-
-def values(shape, seed):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-# --- one gradient reduction per window --------------------------------------------------------
-
-
-def loss_fn(params, x, y):
-    hidden = jnp.tanh(x @ params["w"] + params["b"])
-    return jnp.mean((hidden @ params["v"] - y) ** 2)
-
-
-PARAMS = {name: values(shape, i) for i, (name, shape) in enumerate(SHAPES.items())}
-XS, YS = values((CALLS, BATCH, 16), 7), values((CALLS, BATCH, 4), 8)
-OPTIMIZER = optax.chain(gcx.clip_by_global_norm(0.5), optax.adam(1e-2))
-MEAN = optax.stateless(lambda grads, _: lax.pmean(grads, "data"))
-MODES = {
-    "plain": gcx.accumulate_gradients(optax.chain(MEAN, OPTIMIZER), WINDOW),
-    "guarded": gcx.accumulate_gradients(optax.chain(MEAN, gcx.skip_nonfinite(OPTIMIZER)), WINDOW),
-}
-each_mode = pytest.mark.parametrize("mode", MODES)
-AROUND = {
-    "checks_gradient": gcx.skip_nonfinite(MODES["plain"]),
-    "checks_step": gcx.skip_nonfinite(MODES["plain"], check="step"),
-}
+XS, YS = values((CALLS, BATCH, 16), 7), values((CALLS, BATCH, 8), 8)
+BATCHES = list(zip(XS, YS, strict=True))
+COUNTS = np.random.default_rng(3).integers(0, 2, (CALLS, BATCH)).astype(np.float32)
+SUM = optax.stateless(lambda grads, _: lax.psum(grads, "data"))
+ALONE = gcx.accumulate_gradients(OPTIMIZER, WINDOW)
+PLAIN = gcx.accumulate_gradients(optax.chain(MEAN, OPTIMIZER), WINDOW)
+GUARDED = gcx.accumulate_gradients(optax.chain(MEAN, gcx.skip_nonfinite(OPTIMIZER)), WINDOW)
+WEIGHTED = gcx.accumulate_gradients(optax.chain(SUM, OPTIMIZER), WINDOW)
 TENSOR_PARALLEL = {"w": P(None, "model"), "b": P("model"), "v": P("model")}
 
 
-def specs_of(tx):
-    """The accumulator differs from device to device, all else is the same everywhere."""
-
-    def spec(path, _):
-        return P("data") if "acc_grads" in jax.tree_util.keystr(path) else P()
-
-    return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(tx.init, PARAMS))
+def local(params, axes):
+    """As varying, so that the gradient stays on its device instead of being summed at once."""
+    return compat.vary(params, *axes) if axes else params
 
 
-def by_apply(tx, grads, state, params):
+def by_apply(tx, axes, params, state, x, y):
+    grads = jax.grad(loss_fn)(local(params, axes), x, y)
     return gcx.apply_gradients(tx, grads, state, params)
 
 
-def by_update(tx, grads, state, params):
-    updates, state = tx.update(grads, state, params)
+def by_update(tx, axes, params, state, x, y):
+    updates, state = tx.update(jax.grad(loss_fn)(local(params, axes), x, y), state, params)
     return optax.apply_updates(params, updates), state
 
 
-@functools.cache
-def compiled_step(mode, take=by_apply, *, is_local=True, model=1):
+def by_weight(tx, axes, params, state, x, y, count):
+    """Each device has its own number of tokens; the loss is divided by the sum over devices."""
+    tokens = lax.psum(count.sum(), axes) if axes else count.sum()
+
+    def weighted_loss(params):
+        errors = jax.vmap(loss_fn, (None, 0, 0))(params, x, y)
+        return jnp.sum(count * errors) / tokens
+
+    grads = jax.grad(weighted_loss)(local(params, axes))
+    return gcx.apply_gradients(tx, grads, state, params, weight=tokens)
+
+
+def compiled_step(tx, take, batches=BATCHES, *, model=1):
     """The step inside `shard_map` over "data", with its first parameters and state."""
-    tx = (MODES | AROUND)[mode]
-    mesh = make_mesh(data=8 // model, model=model)
-    specs = specs_of(tx)
-
-    def step(params, state, x, y):
-        # As varying, so that the gradient stays on its device instead of being summed at once.
-        local = compat.vary(params, "data")
-        grads = jax.grad(loss_fn)(local if is_local else params, x, y)
-        return take(tx, grads, state, params)
-
+    mesh = make_mesh({"data": 8 // model, "model": model})
+    # The accumulator differs from device to device, all else is the same everywhere.
+    specs = jax.tree_util.tree_map_with_path(
+        lambda path, _: P("data") if "acc_grads" in jax.tree_util.keystr(path) else P(),
+        jax.eval_shape(tx.init, PARAMS),
+    )
     # Where there is a model axis, XLA partitions over it inside the `shard_map`.
     shard = functools.partial(jax.shard_map, mesh=mesh, axis_names={"data"})
     params = {k: put(x, mesh, TENSOR_PARALLEL[k]) for k, x in PARAMS.items()}
     state = jax.jit(shard(tx.init, in_specs=P(), out_specs=specs))(params)
-    in_specs = (P(), specs, P("data"), P("data"))
+    in_specs = (P(), specs, *[P("data")] * len(batches[0]))
+    step = functools.partial(take, tx, ("data",))
     step = jax.jit(shard(step, in_specs=in_specs, out_specs=(P(), specs)))
-    example = put((XS[0], YS[0]), mesh, P("data"))
+    example = put(batches[0], mesh, P("data"))
     # XLA may find better places for the state than where it starts, which `compile` fixes.
     step = step if model > 1 else step.lower(params, state, *example).compile()
     return step, params, state
@@ -108,36 +90,26 @@ def put(tree, mesh, spec):
     return jax.device_put(tree, NamedSharding(mesh, spec))
 
 
-def trained(step, params, state):
-    mesh = jax.tree.leaves(params)[0].sharding.mesh
-    for x, y in zip(XS, YS, strict=True):
-        params, state = step(params, state, *put((x, y), mesh, P("data")))
-    return params, state
-
-
-@functools.cache
-def on_one_device():
-    tx = gcx.accumulate_gradients(OPTIMIZER, WINDOW)
-    params, state = PARAMS, tx.init(PARAMS)
-    step = jax.jit(lambda p, s, x, y: by_apply(tx, jax.grad(loss_fn)(p, x, y), s, p))
-    for x, y in zip(XS, YS, strict=True):
-        params, state = step(params, state, x, y)
-    return params, gcx.metrics(state)
-
-
-def assert_like_one_device(params, state):
-    expected, told = on_one_device()
-    for name, leaf in expected.items():
-        np.testing.assert_allclose(params[name], leaf, rtol=0, atol=1e-5)
-    found = gcx.metrics(state)
-    for name, value in told.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-5)
+def assert_like_one_device(step, params, state, take=by_apply, batches=BATCHES):
+    """Train there and on one device; the last parameters on the mesh."""
+    mesh = params["w"].sharding.mesh
+    expected, expected_state = PARAMS, ALONE.init(PARAMS)
+    on_one_device = jax.jit(functools.partial(take, ALONE, ()))
+    for batch in batches:
+        params, state = step(params, state, *put(batch, mesh, P("data")))
+        expected, expected_state = on_one_device(expected, expected_state, *batch)
+    chex.assert_trees_all_close(params, expected, rtol=0, atol=1e-5)
+    found, told = gcx.metrics(state), gcx.metrics(expected_state)
+    chex.assert_trees_all_close({name: found[name] for name in told}, told, rtol=1e-5, atol=0)
+    return params
 
 
 @pytest.mark.parametrize("take", [by_apply, by_update])
-@each_mode
-def test_window_inside_shard_map_reduces_the_gradient_once(mode, take):
-    text = compiled_step(mode, take)[0].as_text()
+@pytest.mark.parametrize("tx", [PLAIN, GUARDED], ids=["plain", "guarded"])
+def test_window_inside_shard_map_is_that_of_one_device_and_reduces_the_gradient_once(tx, take):
+    step, params, state = compiled_step(tx, take)
+    assert_like_one_device(step, params, state)
+    text = step.as_text()
     # A held step moves nothing. The step that closes the window is a loop of one trip, and adds
     # up each element of the gradient once.
     assert hlo.all_reduced(text, loops=False, branches=True) == []
@@ -146,68 +118,25 @@ def test_window_inside_shard_map_reduces_the_gradient_once(mode, take):
     assert not any(hlo.count(text, op, branches=True) for op in MOVES)
 
 
-@pytest.mark.parametrize("take", [by_apply, by_update])
-@each_mode
-def test_window_inside_shard_map_is_that_of_one_device(mode, take):
-    assert_like_one_device(*trained(*compiled_step(mode, take)))
-
-
 def test_window_beside_tensor_parallel_parameters_is_that_of_one_device():
-    params, state = trained(*compiled_step("guarded", model=2))
-    assert_like_one_device(params, state)
+    params = assert_like_one_device(*compiled_step(GUARDED, by_apply, model=2))
     for name, leaf in params.items():
         kept = NamedSharding(leaf.sharding.mesh, TENSOR_PARALLEL[name])
         assert leaf.sharding.is_equivalent_to(kept, leaf.ndim)
 
 
-@pytest.mark.parametrize("mode", ["checks_gradient", "checks_step"])
-def test_guard_around_the_window_reduces_the_gradient_once(mode):
-    text = compiled_step(mode)[0].as_text()
+@pytest.mark.parametrize("check", ["gradient", "step"])
+def test_guard_around_the_window_reduces_the_gradient_once(check):
+    text = compiled_step(gcx.skip_nonfinite(PLAIN, check=check), by_apply)[0].as_text()
     assert hlo.all_reduced(text, loops=False) == [1]  # whether the micro-gradient is finite
     sizes = hlo.all_reduced(text, branches=True)
     assert sum(size for size in sizes if size > 2) == ELEMENTS  # and verdicts
 
 
 def test_weighted_window_inside_shard_map_is_that_of_one_device():
-    # Each device has its own number of tokens: the loss is divided by the sum over devices,
-    # which is the weight as well, and the gradients are summed where the window closes.
-    counts = np.random.default_rng(3).integers(0, 2, (CALLS, BATCH)).astype(np.float32)
-    total = optax.stateless(lambda grads, _: lax.psum(grads, "data"))
-
-    def errors(params, x, y):
-        hidden = jnp.tanh(x @ params["w"] + params["b"])
-        return jnp.mean((hidden @ params["v"] - y) ** 2, axis=-1)
-
-    def weighted_loss(params, x, y, count, tokens):
-        return jnp.sum(count * errors(params, x, y)) / tokens
-
-    def step(tx, params, state, x, y, count, axes):
-        tokens = lax.psum(count.sum(), axes) if axes else count.sum()
-        local = compat.vary(params, *axes)
-        grads = jax.grad(weighted_loss)(local, x, y, count, tokens)
-        return gcx.apply_gradients(tx, grads, state, params, weight=tokens)
-
-    mesh = make_mesh(data=8)
-    parallel = gcx.accumulate_gradients(optax.chain(total, OPTIMIZER), WINDOW)
-    specs = specs_of(parallel)
-    many = jax.jit(
-        jax.shard_map(
-            functools.partial(step, parallel, axes=("data",)),
-            mesh=mesh,
-            in_specs=(P(), specs, *[P("data")] * 3),
-            out_specs=(P(), specs),
-        )
-    )
-    init = jax.shard_map(parallel.init, mesh=mesh, in_specs=P(), out_specs=specs)
-    single = gcx.accumulate_gradients(OPTIMIZER, WINDOW)
-    one = jax.jit(functools.partial(step, single, axes=()))
-    params, state = PARAMS, jax.jit(init)(PARAMS)
-    expected, expected_state = PARAMS, single.init(PARAMS)
-    for x, y, count in zip(XS, YS, counts, strict=True):
-        params, state = many(params, state, x, y, count)
-        expected, expected_state = one(expected, expected_state, x, y, count)
-    for name, leaf in expected.items():
-        np.testing.assert_allclose(params[name], leaf, rtol=0, atol=1e-5)
-    text = many.lower(params, state, XS[0], YS[0], counts[0]).compile().as_text()
+    batches = list(zip(XS, YS, COUNTS, strict=True))
+    step, params, state = compiled_step(WEIGHTED, by_weight, batches)
+    assert_like_one_device(step, params, state, by_weight, batches)
+    text = step.as_text()
     assert hlo.all_reduced(text, loops=False, branches=True) == [1]  # the tokens
     assert sum(hlo.all_reduced(text, branches=True)) == ELEMENTS + 1

@@ -5,43 +5,35 @@ import json
 import math
 import re
 from importlib import import_module
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 pytestmark = pytest.mark.slow  # compiles many programs; .ci/run and the workflow run it
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 RUNS = ["no clipping", "clipping", "clipping + accumulation"]
-TINY = ["--steps=6", "--batch-size=4", "-k=2", "--max-norm=0.5"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def examples_on_the_path():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
-        yield
-
-
-def run_demo(folder: Path) -> list[dict[str, str]]:
-    import_module("demo").main([*TINY, f"--out={folder}"])
-    with (folder / "demo.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def column(rows: list[dict[str, str]], run: str, name: str) -> np.ndarray:
-    return np.array([float(row[name]) for row in rows if row["run"] == run])
+STEPS = 6
+SHARDED = "sharded_transformer"
+TINY = [f"--steps={STEPS}", "--batch-size=4", "-k=2", "--max-norm=0.5"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("demo") / "made" / "when missing"
+    folder = tmp_path_factory.mktemp("demo") / "made" / "when missing"
+    import_module("demo").main([*TINY, f"--out={folder}"])
+    return folder
 
 
 @pytest.fixture(scope="module")
-def rows(folder):
-    return run_demo(folder)
+def columns(folder):
+    """What the demo wrote of each run, by name."""
+    with (folder / "demo.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    numbers = ("bits_per_character", "grad_norm", "clip_factor")
+    return {
+        run: {name: np.array([float(r[name]) for r in rows if r["run"] == run]) for name in numbers}
+        for run in RUNS
+    }
 
 
 def make_run(name: str, bits: list[float]):
@@ -57,55 +49,34 @@ def make_runs(*losses: list[float]):
 # The demo from end to end
 
 
-def test_demo_writes_a_row_for_each_step_of_each_run(rows):
-    assert list(rows[0]) == ["run", "step", "bits_per_character", "grad_norm", "clip_factor"]
-    assert [(row["run"], int(row["step"])) for row in rows] == [
-        (run, step) for run in RUNS for step in range(1, 7)
-    ]
-
-
-def test_demo_clips_to_the_threshold_and_only_where_asked(rows):
+def test_demo_clips_to_the_threshold_and_only_where_asked(columns):
     for run in RUNS[1:]:
-        expected = np.minimum(1, 0.5 / column(rows, run, "grad_norm"))
-        np.testing.assert_allclose(column(rows, run, "clip_factor"), expected, rtol=1e-5)
-    assert (column(rows, "no clipping", "clip_factor") == 1).all()
+        expected = np.minimum(1, 0.5 / columns[run]["grad_norm"])
+        np.testing.assert_allclose(columns[run]["clip_factor"], expected, rtol=1e-5)
+    np.testing.assert_array_equal(columns["no clipping"]["clip_factor"], np.ones(STEPS))
 
 
 @pytest.mark.parametrize("name", ["bits_per_character", "grad_norm"])
-def test_demo_accumulates_to_the_numbers_of_the_whole_batch(rows, name):
-    whole, accumulated = column(rows, RUNS[1], name), column(rows, RUNS[2], name)
+def test_demo_accumulates_to_the_numbers_of_the_whole_batch(columns, name):
     # The same sums in another order, through six steps of a network that enlarges differences.
-    np.testing.assert_allclose(accumulated, whole, rtol=1e-2)
+    np.testing.assert_allclose(columns[RUNS[2]][name], columns[RUNS[1]][name], rtol=1e-2)
 
 
-def test_demo_writes_a_summary_that_any_reader_of_json_takes(rows, folder):
+def test_demo_draws_a_picture_and_writes_a_summary_that_any_reader_of_json_takes(columns, folder):
+    assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
+
     def refuse(word):
         pytest.fail(f"{word} is no JSON")
 
     found = json.loads((folder / "demo.json").read_text(), parse_constant=refuse)
-    assert found["settings"] | {"out": ""} == {
-        "steps": 6,
-        "learning_rate": 1.0,
-        "max_norm": 0.5,
-        "micro_batches": 2,
-        "batch_size": 4,
-        "seed": 0,
-        "out": "",
-    }
-    assert list(found["runs"]) == RUNS
-    for run in RUNS:
-        summary = found["runs"][run]
-        bits = column(rows, run, "bits_per_character")
+    assert (found["settings"]["steps"], found["settings"]["max_norm"]) == (STEPS, 0.5)
+    assert found["runs"].keys() == columns.keys()
+    for run, summary in found["runs"].items():
+        bits = columns[run]["bits_per_character"]
         assert summary["best_bits"] == pytest.approx(bits.min())
         assert summary["final_bits"] == pytest.approx(bits[-1])
-        assert summary["max_grad_norm"] == pytest.approx(column(rows, run, "grad_norm").max())
-        assert summary["nonfinite_steps"] == 0
-        assert summary["ms_per_step"] > 0
-
-
-def test_demo_draws_a_picture(rows, folder):
-    picture = (folder / "demo.png").read_bytes()
-    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+        assert summary["max_grad_norm"] == pytest.approx(columns[run]["grad_norm"].max())
+        assert summary["nonfinite_steps"] == 0 < summary["ms_per_step"]
 
 
 # What it says about numbers made up here
@@ -144,26 +115,31 @@ def test_lost_steps_are_counted_and_reported_as_null(tmp_path):
     assert "nan" in report.table(runs)
 
 
-# Its command line
+# Command lines
 
 
 @pytest.mark.parametrize(
-    ("word", "argument"),
+    ("example", "words", "argument"),
     [
-        ("--steps=0", "--steps"),
-        ("--steps=1.5", "--steps"),
-        ("--max-norm=-1", "--max-norm"),
-        ("--learning-rate=nan", "--learning-rate"),
-        ("--learning-rate=fast", "--learning-rate"),
-        ("-k=0", "-k/--micro-batches"),
-        ("--batch-size=6", "--micro-batches"),
-        ("--seed=-1", "--seed"),
-        (f"--out={__file__}", "--out"),
+        ("demo", "--steps=0", "--steps"),
+        ("demo", "--max-norm=-1", "--max-norm"),
+        ("demo", "--learning-rate=nan", "--learning-rate"),
+        ("demo", "-k=0", "-k/--micro-batches"),
+        ("demo", "--batch-size=6", "--micro-batches"),
+        ("demo", "--seed=-1", "--seed"),
+        ("demo", f"--out={__file__}", "--out"),
+        (SHARDED, "--steps 0", "--steps"),
+        (SHARDED, "--max-norm nan", "--max-norm"),
+        (SHARDED, "--resume", "--resume"),
+        (SHARDED, "--data 512", "--data"),
+        (SHARDED, "--heads 3", "--width"),
+        (SHARDED, "--batch-size 12 --micro-batches 8 --data 1", "--batch-size"),
+        (SHARDED, "--accumulation torch", "--accumulation"),
     ],
 )
-def test_bad_value_is_refused_before_any_training(word, argument, capsys):
+def test_bad_value_is_refused_before_any_training(example, words, argument, capsys):
     with pytest.raises(SystemExit) as stopped:
-        import_module("demo").main([word])
+        import_module(example).main(words.split())
     assert stopped.value.code == 2
     assert argument in capsys.readouterr().err
 
@@ -171,15 +147,8 @@ def test_bad_value_is_refused_before_any_training(word, argument, capsys):
 # The short examples
 
 
-def test_haiku_step_trains(capsys):
-    _check_it_trained("haiku_step", capsys)
-
-
-def test_equinox_step_trains(capsys):
-    _check_it_trained("equinox_step", capsys)
-
-
-def _check_it_trained(name, capsys):
+@pytest.mark.parametrize("name", ["haiku_step", "equinox_step"])
+def test_step_trains(name, capsys):
     import_module(name).main()
     said = capsys.readouterr().out
     first, last = map(float, re.search(r"loss (\S+) -> (\S+) in 200 optimizer", said).groups())
@@ -190,3 +159,19 @@ def test_flax_states_count_optimizer_steps(capsys):
     import_module("flax_step").main()
     said = capsys.readouterr().out
     assert [float(loss) < 0.1 for loss in re.findall(r"loss (\S+) after 200 ", said)] == [True] * 2
+
+
+def test_the_event_file_of_tensorboard_holds_what_metrics_said_of_a_bad_batch(tmp_path):
+    example = import_module("log_to_tensorboard")
+    rows, file = example.main(tmp_path)
+    scalars = example.read_scalars(file)
+    assert all(row.keys() == scalars.keys() for row in rows)
+    for name, points in scalars.items():
+        values = np.float32([row[name] for row in rows])
+        steps = np.flatnonzero(np.isfinite(values))
+        assert [step for step, _ in points] == steps.tolist()
+        np.testing.assert_array_equal(np.float32([v for _, v in points]), values[steps])
+    assert [row["skipped_nonfinite"] for row in rows] == 20 * [0.0] + 40 * [1.0]
+    assert [row["consecutive_skips"] for row in rows] == 20 * [0.0] + [1.0] + 39 * [0.0]
+    assert [step for step, row in enumerate(rows) if not np.isfinite(row["loss"])] == [20]
+    assert rows[-1]["loss"] < rows[0]["loss"] / 100

@@ -1,21 +1,21 @@
 """The replay example: the same incident in another process, rewinding undoes a bad stretch, and kills."""
 
 import contextlib
-import importlib.util
 import io
 import json
 import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from files import ROOT, environment, load
+
 pytestmark = pytest.mark.slow
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "replay.py"
+EXAMPLE = ROOT / "examples/replay.py"
 
 
 def run(*args):
@@ -34,10 +34,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("replay", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(EXAMPLE)
 
 
 def test_a_fresh_process_comes_to_the_same_verdict_bit_for_bit(trained):
@@ -67,9 +64,7 @@ def test_with_rewinding_the_loss_is_that_of_a_clean_run_and_without_it_is_not(tr
     assert losses["spoilt"] > 3 * max(clean)
 
 
-@pytest.mark.parametrize(
-    ("seed", "start", "length"), [(2, 20, 50), (3, 55, 100), (4, 198, 10), (5, 246, 25), (0, 40, 1)]
-)
+@pytest.mark.parametrize(("seed", "start", "length"), [(3, 55, 100), (4, 198, 10), (0, 40, 1)])
 def test_rewinding_finds_the_stretch(tmp_path, example, seed, start, length):
     clean = example.test_loss(example.train_plainly(seed, ()))
     with contextlib.redirect_stdout(io.StringIO()):
@@ -90,21 +85,26 @@ def test_a_cause_in_the_model_stops_the_run(tmp_path, example, monkeypatch):
         example.train(tmp_path, 0, ())
 
 
-def test_a_run_that_is_killed_during_a_save_loses_nothing(tmp_path, example):
-    stretch, code = range(100, 120), "import sys; sys.path.insert(0, sys.argv[1]); import pathlib; "
-    code += "import replay; replay.STEPS = 200; "
-    code += (
-        f"p, _ = replay.train(pathlib.Path(sys.argv[2]), 0, {stretch}); print(replay.test_loss(p))"
-    )
+KILLED = """
+import pathlib, sys, replay
+replay.STEPS = 200
+params, _ = replay.train(pathlib.Path(sys.argv[1]), 0, range(100, 120))
+print(replay.test_loss(params))
+"""
 
-    def start(folder):
-        command = [sys.executable, "-c", code, str(EXAMPLE.parent), str(folder)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
-    whole = start(tmp_path / "whole").communicate()[0].splitlines()[-1]
+def test_a_run_that_is_killed_during_a_save_loses_nothing(tmp_path, example, monkeypatch):
+    monkeypatch.setattr(example, "STEPS", 200)
+    with contextlib.redirect_stdout(io.StringIO()):
+        params, _ = example.train(tmp_path / "whole", 0, range(100, 120))
+
+    def start():
+        command = [sys.executable, "-c", KILLED, str(tmp_path / "killed")]
+        return subprocess.Popen(command, env=environment(8), stdout=subprocess.PIPE, text=True)
+
     last = 0
-    for delay in (0.0, 0.01, 0.03, 0.06, 0.1):
-        process = start(tmp_path / "killed")
+    for delay in (0.0, 0.03):
+        process = start()
         saves = 0
         for line in process.stdout:
             saves += line.startswith("saving")
@@ -118,4 +118,4 @@ def test_a_run_that_is_killed_during_a_save_loses_nothing(tmp_path, example):
         assert step >= last  # each run continues where the one before it had saved
         last = step
     assert last > 0
-    assert start(tmp_path / "killed").communicate()[0].splitlines()[-1] == whole
+    assert start().communicate()[0].splitlines()[-1] == str(example.test_loss(params))

@@ -1,42 +1,28 @@
-"""The study: its statistics, its page, and that every problem trains with every kind of method."""
+"""The study: its statistics, its page, and that every problem trains with every kind of method.
+
+What imports Matplotlib and the models is imported by the test that needs it.
+"""
 
 import math
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
+from test_benchmarks import run
 
-ROOT = Path(__file__).parents[2]
+from files import ROOT
+
 FOLDER = ROOT / "benchmarks" / "study"
-COLUMNS = "problem,method,setting,learning_rate,value,seed,loss,failed"
-
-
-@pytest.fixture
-def modules(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-
-
-def losses_of(tmp_path, **by_method):
-    from benchmarks.study import compare, study
-
-    rows = [COLUMNS]
-    for method, losses in by_method.items():
-        rows += [f"p,{method},tuned,0.1,1,{seed},{loss},0" for seed, loss in enumerate(losses)]
-    (tmp_path / "tests.csv").write_text("\n".join(rows))
-    return compare.Losses(study.Record(tmp_path))
 
 
 @pytest.mark.slow
-def test_the_pages_are_generated_from_the_results(modules):
+def test_the_pages_are_generated_from_the_results():
     from benchmarks.study import report, study
 
     for name, text in report.pages(study.Record(FOLDER)).items():
         assert (ROOT / "docs" / name).read_text("utf-8") == text
 
 
-def test_the_results_are_of_every_pair_and_seed(modules):
+def test_the_results_are_of_every_pair_and_seed():
     from benchmarks.study import study
 
     record = study.Record(FOLDER)
@@ -53,7 +39,7 @@ def test_the_results_are_of_every_pair_and_seed(modules):
     assert len({row[:5] for row in record.tuning}) == len(record.tuning)
 
 
-def test_p_values_are_corrected_as_by_holm(modules):
+def test_p_values_are_corrected_as_by_holm():
     from benchmarks.study import compare
 
     corrected = compare.holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.9})
@@ -61,81 +47,11 @@ def test_p_values_are_corrected_as_by_holm(modules):
 
 
 @pytest.mark.slow
-def test_a_verdict_needs_a_test_and_a_difference(modules, tmp_path):
-    from benchmarks.study import compare
-
-    base = [1.0 + 0.01 * seed for seed in range(15)]
-    losses = losses_of(
-        tmp_path,
-        fixed=base,
-        lower=[0.9 * x for x in base],
-        higher=[1.1 * x for x in base],
-        near=[1.01 * x for x in base],
-        noisy=[x * (1.3 if seed % 2 else 0.8) for seed, x in enumerate(base)],
-    )
-    found = losses.beside(losses.entries, compare.FIXED)
-    verdicts = {entry.method: result.verdict for (_, entry), result in found.items()}
-    assert verdicts == {"lower": "better", "higher": "worse", "near": "equal", "noisy": "unclear"}
-
-
-@pytest.mark.parametrize(
-    ("counts", "as_good", "verdict"),
-    [
-        ({"better": 2, "equal": 1}, False, "repeated"),
-        ({"better": 2, "worse": 1}, False, "cannot tell"),
-        ({"equal": 2, "better": 1}, False, "not repeated"),
-        ({"equal": 2, "unclear": 1}, True, "repeated"),
-        ({"unclear": 2, "better": 1}, False, "cannot tell"),
-        ({"worse": 2, "better": 1}, True, "not repeated"),
-        ({"equal": 1}, False, "cannot tell"),
-    ],
-)
-def test_a_claim_is_repeated_where_most_problems_say_so_and_none_contradicts(
-    modules, counts, as_good, verdict
-):
-    from benchmarks.study import claims, compare
-
-    examples = {
-        "better": (0.5, 0.01),
-        "worse": (2.0, 0.01),
-        "equal": (1.0, 1.0),
-        "unclear": (2.0, 1.0),
-    }
-    found = [compare.Comparison(*examples[word]) for word, n in counts.items() for _ in range(n)]
-    assert claims.judge(as_good, found) == verdict
-
-
-def run(script, *words):
-    command = [sys.executable, "-m", f"benchmarks.study.{script}", *map(str, words)]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
-    )
-
-
-@pytest.mark.slow
 def test_a_quick_study_trains_every_problem_and_method_and_goes_on_where_it_was(tmp_path):
     results, docs = tmp_path / "results", tmp_path / "docs"
-    done = run("study", "--quick", "--out", results, "--only", "line, sgd")
-    assert done.returncode == 0, done.stderr[-3000:]
-    done = run("study", "--quick", "--out", results)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "20 done before" in done.stdout
-    again = run("study", "--quick", "--out", results)
-    assert again.returncode == 0 and "0 minutes" in again.stdout
-    page = run("report", "--results", results, "--out", docs)
-    assert page.returncode == 0, page.stderr[-3000:]
+    study_of_few = ("study.study", "--quick", "--out", results)
+    run(*study_of_few, "--only", "line, sgd")
+    assert "20 done before" in run(*study_of_few)
+    run("study.report", "--results", results, "--out", docs)
     assert "| StableAdamW | tuned |" in (docs / "study_results.md").read_text("utf-8")
     assert len(list((docs / "images").glob("study_*.png"))) == 4
-
-
-def test_bad_arguments_are_refused_with_the_next_step(modules, capsys):
-    from benchmarks.study import report, study
-
-    with pytest.raises(SystemExit):
-        study.main(["--quick"])
-    assert "needs --out" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="There are: 'tanh RNN, sgd'"):
-        study.main(["--only", "nothing"])
-    with pytest.raises(SystemExit):
-        report.main(["--results", str(ROOT / "docs")])
-    assert "run study.py first" in capsys.readouterr().err

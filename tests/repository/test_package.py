@@ -1,18 +1,22 @@
 """The package as a whole: what is shipped, what importing it does, and that imports go one way."""
 
-import ast
 import graphlib
+import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+import gradclip_jax as gcx
+from files import ROOT
+
 PACKAGE = ROOT / "src" / "gradclip_jax"
 MODULES = sorted(PACKAGE.rglob("*.py"))
+SHIPPED = {".py", ".md", ".ipynb", ".json", ".png", ".typed"}
 
 
 def python(*args: str) -> subprocess.CompletedProcess[str]:
@@ -21,83 +25,63 @@ def python(*args: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
-    python("-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder))
-    (path,) = folder.glob("*.whl")
-    with zipfile.ZipFile(path) as archive:
-        yield archive
+def build(kind: str, folder: Path) -> Path:
+    python("-m", "build", f"--{kind}", "--no-isolation", "--outdir", str(folder))
+    (path,) = folder.iterdir()
+    return path
 
 
-def test_wheel_holds_the_package_and_nothing_else(wheel):
-    shipped = {name for name in wheel.namelist() if ".dist-info/" not in name}
+@pytest.mark.slow
+def test_sdist_has_the_version_and_every_file_that_tests_and_commands_read(tmp_path):
+    with tarfile.open(build("sdist", tmp_path)) as archive:
+        names = archive.getnames()
+    assert names[0].startswith(f"gradclip_jax-{gcx.__version__}/")
+    wanted = {"Makefile", "README.md", "CHANGELOG.md", "LICENSE", "hatch_build.py", "mkdocs.yml"}
+    for folder in ("src", "tests", "docs", "examples", "benchmarks", "notebooks"):
+        paths = (path for path in (ROOT / folder).rglob("*") if path.suffix in SHIPPED)
+        wanted |= {path.relative_to(ROOT).as_posix() for path in paths}
+    left_out = wanted - {name.partition("/")[2] for name in names}
+    assert not {x for x in left_out if "/." not in x and not x.startswith("docs/notebooks/")}
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_package_and_nothing_else_and_needs_jax_and_optax_only(tmp_path):
+    with zipfile.ZipFile(build("wheel", tmp_path)) as wheel:
+        shipped = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = Parser().parsestr(wheel.read(name).decode())
     wanted = {path.relative_to(PACKAGE.parent).as_posix() for path in MODULES}
     assert shipped == wanted | {"gradclip_jax/py.typed"}
-
-
-def test_wheel_needs_jax_and_optax_only(wheel):
-    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
-    metadata = Parser().parsestr(wheel.read(name).decode())
     needed = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert needed == ["jax>=0.7", "optax>=0.2.5"]
     assert metadata["Requires-Python"] == ">=3.11"
 
 
-@pytest.mark.slow
-def test_import_loads_nothing_that_jax_and_optax_do_not():
-    # Ours alone and the standard library: importing it costs what reading it costs.
-    new = python(
-        "-c",
-        "import sys, jax, optax; before = set(sys.modules); import gradclip_jax; "
-        "print(*{name.split('.')[0] for name in set(sys.modules) - before})",
-    ).stdout.split()
-    assert set(new) - sys.stdlib_module_names <= {"gradclip_jax", "jax"}
+IMPORT = """
+import sys, jax, optax
+modules, config = set(sys.modules), dict(jax.config.values)
+import gradclip_jax
+new = {name.split(".")[0] for name in set(sys.modules) - modules}
+assert new - sys.stdlib_module_names <= {"gradclip_jax", "jax"}, new
+assert dict(jax.config.values) == config
+jax.config.update("jax_num_cpu_devices", 2)  # raises once a backend runs
+"""
 
 
-@pytest.mark.slow
-def test_import_leaves_the_configuration_of_jax_alone():
-    python(
-        "-c",
-        "import jax, optax; before = dict(jax.config.values); "
-        "import gradclip_jax; assert dict(jax.config.values) == before",
-    )
-
-
-def test_import_starts_no_backend():
-    # JAX refuses this setting once a backend runs: after it, the user could not choose one.
-    python("-c", "import jax, gradclip_jax; jax.config.update('jax_num_cpu_devices', 2)")
+def test_import_loads_nothing_more_than_jax_and_optax_changes_no_setting_and_starts_no_backend():
+    python("-c", IMPORT)
 
 
 def test_imports_between_modules_and_folders_go_one_way():
     graph: dict[str, set[str]] = {}
     for path in MODULES:
-        part = _part(path.relative_to(PACKAGE))
-        graph[part] = graph.get(part, set()) | (_imported_parts(path) - {part})
-    graph.pop("__init__")  # it imports everything, and nothing imports it
-    assert not any("__init__" in imported for imported in graph.values())
+        parts = path.relative_to(PACKAGE).parts
+        # Two dots lead from a module in a folder to another folder, one dot from a module beside it.
+        imported = re.findall(rf"^ *from \.{{{len(parts)}}}(\w+)", path.read_text(), re.MULTILINE)
+        graph.setdefault(parts[0].removesuffix(".py"), set()).update(imported)
+    del graph["__init__"]  # it imports everything
     graphlib.TopologicalSorter(graph).prepare()  # raises where there is a cycle
 
 
 def test_internals_of_jax_are_not_used():
     assert not [path for path in MODULES if "jax._src" in path.read_text(encoding="utf-8")]
-
-
-def _part(relative: Path) -> str:
-    """`clipping` for clipping/_norm.py, `_types` for _types.py."""
-    return relative.parts[0].removesuffix(".py")
-
-
-def _imported_parts(path: Path) -> set[str]:
-    """The parts of this package that `path` imports, anywhere in its text."""
-    package = path.relative_to(PACKAGE.parent).parent.parts
-    names: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else ()
-            source = ".".join([*above, *([node.module] if node.module else [])])
-            names += [f"{source}.{alias.name}" for alias in node.names]
-    ours = [name.split(".") for name in names if name.split(".")[0] == "gradclip_jax"]
-    return {name[1] if len(name) > 1 else "__init__" for name in ours}

@@ -1,12 +1,15 @@
 """The public names: all registered and documented, and a wrong name gets a hint."""
 
 import inspect
+import re
 import types
+from collections import Counter
 
 import pytest
 from registry import TRANSFORMATIONS
 
 import gradclip_jax as gcx
+from files import ROOT
 
 NAMESPACES = [gcx, *(getattr(gcx, x) for x in gcx.__all__ if inspect.ismodule(getattr(gcx, x)))]
 named = {
@@ -16,6 +19,7 @@ named = {
 }
 FUNCTIONS = [name for name, value in named.items() if inspect.isfunction(value)]
 CLASSES = [name for name, value in named.items() if inspect.isclass(value)]
+MODULES = [name for name, value in named.items() if inspect.ismodule(value)]
 each_namespace = pytest.mark.parametrize("module", NAMESPACES, ids=lambda module: module.__name__)
 
 
@@ -39,6 +43,15 @@ def test_all_is_what_is_public(module):
     }
     assert set(module.__all__) - {"__version__"} == public
     assert len(set(module.__all__)) == len(module.__all__)
+
+
+def test_every_public_name_is_on_one_api_page():
+    listed = Counter(
+        name
+        for page in (ROOT / "docs/api").glob("*.md")
+        for name in re.findall(r"^::: gradclip_jax\.(\S+)$", page.read_text(), re.MULTILINE)
+    )
+    assert listed == Counter(named.keys() - MODULES - {"__version__"})
 
 
 # In Optax, PyTorch, Lightning, Flax, Haiku, JMP and Keras.
@@ -87,6 +100,9 @@ def test_docstring_explains_every_parameter(name):
     assert text.splitlines()[0].endswith(".")
     for parameter in inspect.signature(named[name]).parameters:
         assert f"\n    {parameter}: " in text or parameter == "extra_args", parameter
+    # The site renders the text before a colon in the first line of Returns as a type.
+    returns = text.partition("\nReturns:\n")[2].partition("\n\n")[0]
+    assert not re.match(r"\s*\w+ [^:\n]*:\s", returns), returns
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -8,12 +8,15 @@ import contextlib
 import importlib.util
 import io
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from files import ROOT, environment
+
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("**/*.md"))]
 BLOCK = re.compile(
@@ -41,14 +44,7 @@ def are_installed(names: str) -> bool:
     return all(importlib.util.find_spec(name) for name in names.split(", "))
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(x, marks=() if x == README else pytest.mark.slow) for x in PAGES],
-    ids=lambda page: str(page.relative_to(ROOT)),
-)
-def test_code_blocks_run(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # a block may write a file
-    monkeypatch.setenv("MPLBACKEND", "agg")
+def run(page: Path) -> None:
     namespace = {"__name__": page.stem}
     for line, code, shown in blocks(page):
         printed = io.StringIO()
@@ -58,11 +54,33 @@ def test_code_blocks_run(page, tmp_path, monkeypatch):
         assert shown in (None, printed.getvalue()), f"the block on line {line} prints"
 
 
-def test_readme_shows_code_that_runs():
-    assert blocks(README)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(x, marks=() if x == README else pytest.mark.slow) for x in PAGES],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_code_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a block may write a file
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    run(page)
+
+
+@pytest.mark.slow
+def test_a_page_about_devices_runs_on_one_or_says_that_it_needs_eight(tmp_path):
+    programs = {page: "".join(code for _, code, _ in blocks(page)) for page in PAGES}
+    about_devices = [page for page in PAGES if re.search("mesh|pmap|devices", programs[page])]
+    pages = [page for page in about_devices if "device_count=8" not in page.read_text("utf-8")]
+    assert pages
+    code = "import pathlib, sys, jax, test_readme; assert jax.device_count() == 1\n"
+    code += "for page in sys.argv[1:]: test_readme.run(pathlib.Path(page))"
+    variables = environment(1) | {"MPLBACKEND": "agg"}
+    command = [sys.executable, "-c", code, *map(str, pages)]
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_blocks_are_found_with_their_line_numbers(tmp_path):
+    assert blocks(README)
     page = tmp_path / "page.md"
     page.write_text(
         "# Title\n\n```python\na = 1\n```\n\n<!-- not run -->\n```python\n1 / 0\n```\n"

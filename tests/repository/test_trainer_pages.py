@@ -1,11 +1,11 @@
 """What the pages by trainer show is what `make test-trainers` runs there."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from files import ROOT
+
 PAGES = sorted((ROOT / "docs/trainers").glob("*.md"))
 # `diff` and `py`; what is in `python` is run by the tests of the pages.
 SHOWN = re.compile(r"^```(diff|py)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -28,10 +28,3 @@ def test_every_line_of_a_diff_is_in_the_test_of_its_trainer(page):
         for line in block.splitlines()
     }
     assert shown and shown - known == set()
-
-
-def test_there_is_a_page_for_each_trainer_that_is_run():
-    stems = {page.stem for page in PAGES} - {"index"}
-    assert {f"test_{stem}.py" for stem in stems} == {
-        path.name for path in (ROOT / "tests/integration/trainers").glob("test_*.py")
-    }

@@ -6,7 +6,6 @@ pytest.importorskip("jax_cuda12_plugin", reason="`make test-compiled-cuda` insta
 
 from benchmarks.per_example import compiled as per_example_compiled
 
-pytestmark = pytest.mark.compiled_cuda
 # The tied embedding outweighs activations: every example's gradient written down would take 400 MB
 # more than the 480 MB of the ordinary one. On a TPU a model that compiles in a minute fits on chip.
 SMALL = dict(examples=16, tokens=128, layers=1, width=384, vocabulary=16384)

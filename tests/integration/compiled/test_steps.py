@@ -1,7 +1,6 @@
 """Whole training steps compiled for an H100 or a TPU: bytes, launches and scratch beside Optax's.
 
-An environment compiles for one of them; `make test-compiled-cuda` and `make test-compiled-tpu`
-make it, elsewhere these tests skip. All models: `make bench-compiled`.
+An environment compiles for one of them. All models: `make bench-compiled`.
 """
 
 import functools
@@ -16,10 +15,6 @@ from benchmarks.compiled import steps as compiled
 from benchmarks.compiled.features import COSTS, tree_of
 
 PLATFORM = _devices.available()
-if PLATFORM is None:
-    pytest.skip("`make test-compiled-tpu` installs a compiler", allow_module_level=True)
-
-pytestmark = getattr(pytest.mark, f"compiled_{PLATFORM}")
 
 # A TPU compiles a GPT for 15 s, and PPO's networks for 2.
 SMALL = {"cuda": ["PPO", "scan GPT, small"], "tpu": ["PPO"]}[PLATFORM]

@@ -3,7 +3,6 @@
 import flax
 import jax
 import netket as nk
-import optax
 import pytest
 from pairs import EVERY, NAMES, STEPS, STOP, check_same, of_optax, of_ours
 
@@ -15,9 +14,9 @@ hilbert = nk.hilbert.Spin(0.5, graph.n_nodes)
 energy = nk.operator.IsingJax(hilbert, graph, h=1.0)
 
 
-def driver(tx, dtype=float, **options):
+def driver(tx, **options):
     sampler = nk.sampler.MetropolisLocal(hilbert, n_chains=16)
-    model = nk.models.RBM(param_dtype=dtype)
+    model = nk.models.RBM(param_dtype=float)
     vstate = nk.vqs.MCState(sampler, model, n_samples=128, seed=0, sampler_seed=0)
     return nk.driver.VMC(energy, tx, variational_state=vstate, **options)
 
@@ -58,15 +57,3 @@ def test_a_run_of_optax_goes_on_with_ours():
     run.run(STEPS - STOP, out=nk.logging.RuntimeLog(), show_progress=False)
     theirs = train(of_optax("accumulated"))
     check_same(run.state.parameters, theirs.state.parameters, rtol=1e-7, atol=1e-8)
-
-
-def test_a_complex_gradient_keeps_its_imaginary_part():
-    """`optax.MultiSteps` drops it."""
-    tx = gcx.accumulate_gradients(optax.sgd(1e-2), every=1)
-    theirs, ours = train(optax.sgd(1e-2), dtype=complex), train(tx, dtype=complex)
-    check_same(
-        jax.tree.map(lambda x: (x.real, x.imag), ours.state.parameters),
-        jax.tree.map(lambda x: (x.real, x.imag), theirs.state.parameters),
-        rtol=1e-7,
-        atol=1e-8,
-    )

@@ -70,14 +70,6 @@ def test_trains_as_with_optax(name):
     assert gcx.metrics(ours.optimizer.opt_state)["clip_factor"] < 1
 
 
-def test_accumulates_as_tunix_does():
-    inner = of_optax("alone")
-    theirs = train(inner, STEPS // EVERY, gradient_accumulation_steps=EVERY)
-    ours = train(of_ours("accumulated"), STEPS)
-    check_same(params_of(ours), params_of(theirs))
-    assert (ours.train_steps, theirs.train_steps) == (STEPS, STEPS // EVERY)
-
-
 def test_goes_on_in_mid_window(tmp_path):
     whole = train(of_ours("both"))
     train(of_ours("both"), STOP, tmp_path)
