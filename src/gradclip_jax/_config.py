@@ -187,8 +187,8 @@ def _check_call(name: str, arguments: object, inner: tuple[object, ...] | None =
         if "multiple values" in str(error):
             rule, hint = f"omitted for `{name}`", "Call `build()`."
             raise value_error("inner", rule, "a transformation", hint) from None
-        if len(inner or ()) > 1:
-            rule, got = f"one transformation for `{name}`", f"{len(inner or ())} transformations"
+        if inner and len(inner) > 1:
+            rule, got = f"one transformation for `{name}`", f"{len(inner)} transformations"
             raise value_error("inner", rule, got, "Call `build(inner)`.") from None
         rule, hint = f"valid arguments for `{name}`", f"`{name}` raises: {error}."
         if "'inner'" in str(error):

@@ -177,11 +177,9 @@ def norm_clip(
             check_state(state, ClipState)
             expected = tuple(init_state(rule) for rule, _ in assigned)
             if jax.tree.structure(expected) != jax.tree.structure(state.rules):
-                rule, hint = (
-                    "the state of this clip",
-                    "Pass the state that its `init(params)` returned.",
-                )
-                raise type_error("state", rule, "the state of another clip", hint)
+                hint = "Pass the state that its `init(params)` returned."
+                got = "the state of another clip"
+                raise type_error("state", "the state of this clip", got, hint)
             states = state.rules
             if units.is_local and len(set(map(varying_axes, leaves.arrays))) > 1:
                 rule = "a threshold without state if leaves are sharded over different mesh axes"

@@ -137,7 +137,8 @@ def finite_guard(
             is_good &= has_finite_squares(grads, axes)
             check_window = functools.partial(has_finite_squares, axis_name=axes)
             return Verdict(is_good, grads, next_state, check_window)
-        # `check_step` also checks the gradient, unless an accumulation inside adds it to a window.
+        # `check_step` also checks the gradient, but only after the guards and accumulations inside
+        # have used it.
         if find_states(state.inner_state, tuple(GATES)):
             is_good &= all_finite(grads, axes)
         return Verdict(is_good, grads, next_state, check_step=check_step)

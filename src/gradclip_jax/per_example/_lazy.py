@@ -261,7 +261,7 @@ class Lazy:
         return self.map(stacked, self.shape if summed else (length, *self.shape))
 
     # With T rows and axes of lengths d and p, Gram matrices require `T^2 (d + p)` multiplications.
-    # The product requires `T d p` multiplications, which is fewer if `d p < T (d + p)`.
+    # The product requires `T d p`, which is less if `d p < T (d + p)`.
 
     def elements(self) -> int:
         """Count the elements of the product, without zero padding."""
