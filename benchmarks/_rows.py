@@ -126,9 +126,10 @@ def _watched(*of: str) -> Maker:
     """The clip and AdamW, watched; of stacked blocks each layer by itself."""
 
     def make(model: Model) -> Step:
+        names = model.params if isinstance(model.params, dict) else {}
         # A list of blocks is unrolled, a dict of arrays is stacked.
-        stacked = [name for name, x in model.params.items() if name == "blocks" and type(x) is dict]
-        layers = gcx.granularities.layer({name: int(name in stacked) for name in model.params})
+        stacked = {name: int(name == "blocks" and type(x) is dict) for name, x in names.items()}
+        layers = gcx.granularities.layer(stacked) if names else "leaf"
         return _updated(gcx.watch(_CLIP, of=of, granularity=layers))(model)
 
     return make
