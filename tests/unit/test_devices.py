@@ -1,0 +1,55 @@
+"""Variants for a GPU and a TPU return the same values, when run on the CPU, as those for a CPU."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import gradclip_jax as gcx
+
+OPTIMIZERS = {
+    "watch": gcx.watch(
+        gcx.clip_by_global_norm(1.0),
+        granularity=gcx.granularities.layer({"stack": 1, "w": 0, "b": 0, "s": 0}),
+    ),
+    "clip": gcx.clip_by_leaf_norm(1.0),
+    "guard": gcx.skip_nonfinite(gcx.adaptive_grad_clip(0.01)),
+}
+
+
+def _tree(seed: int) -> dict[str, jax.Array]:
+    random = np.random.default_rng(seed)
+    shapes = {"stack": (3, 8, 80), "w": (256, 70), "b": (7,), "s": ()}
+    tree = {name: jnp.float32(random.normal(size=shape)) for name, shape in shapes.items()}
+    return tree | {"b": tree["b"].astype(jnp.bfloat16)}
+
+
+def _outputs(tx: Any) -> list[Any]:
+    jax.clear_caches()
+    update, params, outputs = jax.jit(tx.update), _tree(0), list[Any]()
+    for element in (1.0, 1e30, np.nan):
+        grads = _tree(1)
+        grads["stack"] = grads["stack"].at[1, 2, 3].set(element)
+        updates, state = update(grads, tx.init(params), params)
+        outputs.append((updates, gcx.metrics(state)))
+    return outputs
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_variants_agree(name: str, platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, used = _outputs(OPTIMIZERS[name]), list[Any]()
+
+    def chosen(*args: Any, default: Any, **variants: Any) -> Any:
+        used.append(variants.get(platform))
+        return variants.get(platform, default)(*args)
+
+    monkeypatch.setattr(lax, "platform_dependent", chosen)
+    found = _outputs(OPTIMIZERS[name])
+    jax.clear_caches()
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), found, expected)
+    assert any(used)
