@@ -126,11 +126,12 @@ def _watched(*of: str) -> Maker:
     """The clip and AdamW, watched; of stacked blocks each layer by itself."""
 
     def make(model: Model) -> Step:
-        names = model.params if isinstance(model.params, dict) else {}
-        # A list of blocks is unrolled, a dict of arrays is stacked.
-        stacked = {name: int(name == "blocks" and type(x) is dict) for name, x in names.items()}
-        layers = gcx.granularities.layer(stacked) if names else "leaf"
-        return _updated(gcx.watch(_CLIP, of=of, granularity=layers))(model)
+        params, granularity = model.params, "leaf"
+        if isinstance(params, dict):
+            # A list of blocks is unrolled, a dict of arrays is stacked.
+            axes = {name: int(name == "blocks" and type(x) is dict) for name, x in params.items()}
+            granularity = gcx.granularities.layer(axes)
+        return _updated(gcx.watch(_CLIP, of=of, granularity=granularity))(model)
 
     return make
 

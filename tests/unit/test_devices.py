@@ -1,15 +1,15 @@
-"""Variants for a GPU and a TPU return the same values, when run on the CPU, as those for a CPU."""
+"""The code for a GPU and for a TPU, run on a CPU, returns the same values as the code for a CPU."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 
 import gradclip_jax as gcx
+from trees import normal
 
 OPTIMIZERS = {
     "watch": gcx.watch(
@@ -22,10 +22,9 @@ OPTIMIZERS = {
 
 
 def _tree(seed: int) -> dict[str, jax.Array]:
-    random = np.random.default_rng(seed)
-    shapes = {"stack": (3, 8, 80), "w": (256, 70), "b": (7,), "s": ()}
-    tree = {name: jnp.float32(random.normal(size=shape)) for name, shape in shapes.items()}
-    return tree | {"b": tree["b"].astype(jnp.bfloat16)}
+    shapes = {"stack": (3, 8, 80), "w": (256, 70), "s": ()}
+    tree = {name: normal(shape, seed=seed) for name, shape in shapes.items()}
+    return tree | {"b": normal(7, jnp.bfloat16, seed=seed)}
 
 
 def _outputs(tx: Any) -> list[Any]:
