@@ -25,13 +25,12 @@ The gradient transformations of this package can be combined with those of Optax
 | per-example gradients | `per_example` |
 | monitor a run | `watch`, `incidents`, `metrics`, `record_norms`, `diagnostics`, `taps` |
 | change the optimizer during a run | `convert_state` |
-| store calls in JSON or YAML | `configs` |
 """
 
 import typing as _typing
 
 from ._version import __version__ as __version__
-from . import configs, contrib, diagnostics, granularities, per_example, taps, thresholds
+from . import contrib, diagnostics, granularities, per_example, taps, thresholds
 
 from .clipping._norm import global_norm, leaf_norms, combine_norms
 from .clipping._clip import clip_grad_norm
@@ -71,7 +70,6 @@ if not _typing.TYPE_CHECKING:  # a module `__getattr__` makes type checkers acce
     from ._names import __getattr__ as __getattr__
 
 __all__ = [
-    "configs",
     "contrib",
     "diagnostics",
     "granularities",

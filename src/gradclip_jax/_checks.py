@@ -34,10 +34,7 @@ def shortened(value: object) -> str:
 
     if isinstance(value, int) and value.bit_length() > 64:  # Python limits int-to-str conversion
         return f"an integer of {value.bit_length()} bits"
-    try:
-        text = repr(jax.tree.map(abstract, value))
-    except RecursionError:
-        return f"a {type(value).__name__} that is nested too deeply"
+    text = repr(jax.tree.map(abstract, value))
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
@@ -153,7 +150,7 @@ def check_length(argument: str, value: Count) -> None:
     """Raise if a history length is not a static integer between 1 and 2^20."""
     check_static(argument, value)
     check_count(argument, value, "Pass the number of steps to keep.")
-    if int(value) > 2**20:  # a config file may contain an arbitrarily large number
+    if int(value) > 2**20:  # the state would not fit into memory
         rule, hint = "an integer <= 2**20", "Pass a shorter window, such as 1000."
         raise value_error(argument, rule, shortened(value), hint)
 

@@ -10,7 +10,7 @@ checked when a transformation is built, and pytrees at trace time. Traced values
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, Self, TypeVar
+from typing import ParamSpec, TypeVar
 
 import jax
 import optax
@@ -30,11 +30,6 @@ class ArgumentError(Exception):
 
     function: str = ""
     is_named: bool = False
-
-    def of(self, function: str) -> Self:
-        """Set the function name explicitly, where the decorator `public` cannot be used."""
-        self.function, self.is_named = function, True
-        return self
 
     def __str__(self) -> str:
         return f"{self.function}: {self.args[0]}" if self.function else str(self.args[0])

@@ -4,15 +4,12 @@
    second compilation at any point, against `plain_model.py`.
 2. `microbatched_value_and_grad` with random signatures against `jax.value_and_grad`.
 3. Runs that are converted to another optimizer and back against runs that are not.
-4. Configs from hostile dicts: a config that comes back the same, or an error of ours.
-5. Faults of norm and loss in any order: no rule of `skip_spikes` locks up.
-6. Every transformation on hostile gradients under `jax_debug_nans` and `jax_debug_infs`.
+4. Faults of norm and loss in any order: no rule of `skip_spikes` locks up.
+5. Every transformation on hostile gradients under `jax_debug_nans` and `jax_debug_infs`.
 """
 
 import functools
-import inspect
 import itertools
-import json
 import math
 import os
 import re
@@ -328,51 +325,7 @@ def test_a_run_converted_and_back_is_that_run(names, inner, before, here):
     )
 
 
-# --- 4. hostile dicts -----------------------------------------------------------------------
-
-CONFIGURABLE = sorted(
-    name
-    for module in (gcx, gcx.thresholds, gcx.granularities)
-    for name in module.__all__
-    if inspect.isfunction(getattr(module, name))
-)
-scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
-scalars |= st.sampled_from([0, 1, 2, 0.5, 1.0, math.inf, 10**400, "mean", "zero", *CONFIGURABLE])
-values = st.recursive(
-    scalars,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["name", "a"]) | st.text(max_size=3), inner, max_size=3)
-        | st.sampled_from(CONFIGURABLE).flatmap(lambda name: calls(name, inner))
-    ),
-)
-
-
-def calls(name, arguments):
-    """Dicts that call a function by arguments that it has."""
-    module = next(x for x in (gcx, gcx.thresholds, gcx.granularities) if name in x.__all__)
-    parameters = list(inspect.signature(getattr(module, name)).parameters)
-    some = st.dictionaries(st.sampled_from(parameters), arguments, max_size=3)
-    first = st.fixed_dictionaries({"name": st.just(name), parameters[0]: arguments})
-    return st.tuples(first, some).map(lambda pair: pair[1] | pair[0])
-
-
-configs = st.sampled_from(CONFIGURABLE).flatmap(lambda name: calls(name, values))
-
-
-@few(300)
-@given(configs | values)
-def test_a_dict_is_a_config_or_refused_in_our_words(values):
-    try:
-        config = gcx.configs.TransformConfig.from_dict(values)
-        again = gcx.configs.TransformConfig.from_dict(json.loads(json.dumps(config.to_dict())))
-        assert repr(again) == repr(config)  # a NaN is not equal to itself
-        config.build()
-    except (TypeError, ValueError) as error:
-        assert " must be " in str(error) and ", got " in str(error)
-
-
-# --- 5. two signals -------------------------------------------------------------------------
+# --- 4. two signals -------------------------------------------------------------------------
 
 RULES = {
     "zscore": functools.partial(gcx.thresholds.zscore, warmup_steps=4),
@@ -405,7 +358,7 @@ def test_faults_of_norm_and_loss_in_any_order_lock_nothing_up(norm_rule, loss_ru
     assert int(skips_in_a_row(norm_rule, loss_rule)(rows).max()) <= 5
 
 
-# --- 6. debugging modes of JAX --------------------------------------------------------------
+# --- 5. debugging modes of JAX --------------------------------------------------------------
 
 
 @few(30)

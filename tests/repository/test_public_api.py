@@ -82,7 +82,6 @@ def test_a_name_of_another_library_leads_to_ours(theirs):
         ("AutoClip", "`gcx.autoclip`"),
         ("zscore", "`gcx.thresholds.zscore`"),
         ("nonfinite_leaves", "`gcx.diagnostics.nonfinite_leaves`"),
-        ("AccumulationConfig", "`gcx.configs.AccumulationConfig`"),
         ("xylophone", "help"),
         ("_nothing", "gradclip_jax"),
     ],

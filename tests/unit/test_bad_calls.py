@@ -242,8 +242,6 @@ ROWS = [
     ("diagnostics.suggest_max_norm", lambda f: f([]), ValueError, "norms"),
     ("diagnostics.suggest_max_norm", lambda f: f([np.nan, np.inf]), ValueError, "norms"),
     ("diagnostics.suggest_max_norm", lambda f: jax.jit(f)(ONES(2)), TypeError, "norms"),
-    ("configs.TransformConfig", lambda f: f("clip_by_value", {"max_value": W}), TypeError, "arguments"),
-    ("configs.AccumulationConfig", lambda f: f(0), ValueError, "accumulation_steps"),
     ("thresholds.capped", lambda f: f(-2.0, 1.0), ValueError, "rule"),
     ("thresholds.capped", lambda f: f("1", 1.0), TypeError, "rule"),
     ("thresholds.percentile", lambda f: f(window=2**27), ValueError, "window"),
