@@ -20,6 +20,9 @@ _Tree = TypeVar("_Tree", bound=Tree)
 _SMALL: Final = 1 << 14
 """Largest number of elements of a leaf whose summands are stored before they are reduced."""
 
+_WIDTH: Final = 64
+"""Largest number of operands of a concatenation."""
+
 HAS_TYPES: Final = jax.__version_info__ >= (0, 10)
 """Whether the type of an array carries reduced and unreduced mesh axes (JAX 0.10 and later)."""
 
@@ -145,6 +148,7 @@ def sums_of_pairs(
     """
 
     def at_once(*columns: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+        @functools.partial(jax.jit, static_argnums=1)
         def term(x: Array, axes: Sequence[int], *others: Array) -> Array:
             both = lax.complex(*pair(x, *others))
             # Without other columns, as for the gradient, no input is overwritten.
@@ -158,6 +162,7 @@ def sums_of_pairs(
         return [x.real for x in both], [x.imag for x in both]
 
     def one_by_one(*columns: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+        @functools.partial(jax.jit, static_argnums=(0, 2))
         def term(i: int, x: Array, axes: Sequence[int], *others: Array) -> Array:
             return jnp.sum(pair(x, *others)[i], axis=tuple(axes), keepdims=len(axes) < x.ndim)
 
@@ -165,6 +170,19 @@ def sums_of_pairs(
         return first, second
 
     return lax.platform_dependent(*columns, cuda=at_once, rocm=at_once, default=one_by_one)
+
+
+def concatenated(vectors: Sequence[Array]) -> Array:
+    """Concatenate vectors, at most 64 of them in one kernel.
+
+    XLA on GPU compiles one kernel for a concatenation and the operations that compute its operands,
+    and the compile time of this kernel grows faster than linearly. The limit reduces trace and
+    compile time of a `watch` step with 300 leaves from 45 s to 30 s (JAX 0.10.2, H100).
+    """
+    while len(vectors) > _WIDTH:
+        starts = range(0, len(vectors), _WIDTH)
+        vectors = [fusion_barrier(jnp.concatenate(vectors[i : i + _WIDTH])) for i in starts]
+    return fusion_barrier(jnp.concatenate(vectors))
 
 
 def summand(x: Array, is_added: Array) -> Array:

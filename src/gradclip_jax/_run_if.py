@@ -58,7 +58,7 @@ def trace(function: Callable[..., Tree], *args: Tree) -> Program:
     jaxpr = closed.jaxpr
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     pure = core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=inputs), [])
-    return Program(core.jaxpr_as_fun(pure), list(closed.consts), output)
+    return Program(jax.jit(core.jaxpr_as_fun(pure)), list(closed.consts), output)
 
 
 def run_if(

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 
-from .._devices import fusion_barrier, sums_of_pairs
+from .._devices import concatenated, sums_of_pairs
 from .._mesh import is_explicit
 from .._types import Array, AxisName, Scalar
 from ..clipping._formula import wide_dtype
@@ -68,8 +68,8 @@ def _as_vector(entries: Norms) -> Array:
         is_split = is_explicit(sharding)
         return reshard(x, NamedSharding(sharding.mesh, PartitionSpec())) if is_split else x
 
-    vector = jnp.concatenate([whole(x).reshape(-1) for x in entries] or [jnp.zeros(1)])
-    return fusion_barrier(vector if vector.size else jnp.zeros(1))
+    vector = concatenated([whole(x).reshape(-1) for x in entries] or [jnp.zeros(1)])
+    return vector if vector.size else jnp.zeros(1)
 
 
 def differing_device(norms: Array, axis_name: AxisName, is_due: Scalar) -> tuple[Scalar, Scalar]:
