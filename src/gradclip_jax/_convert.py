@@ -19,7 +19,7 @@ import optax
 from ._checks import check_choice, describe, is_traced, leaf_path, shortened
 from ._errors import ArgumentTypeError, public, type_error, value_error
 from ._rounding import RoundingState
-from ._states import GATES, plain_arrays, with_structure_of
+from ._states import GATES, find_states, plain_arrays, with_structure_of
 from ._tree_checks import children_of
 from ._types import Array, Path, Scalar, Tree
 from .accumulation._state import AccumulationState
@@ -74,7 +74,7 @@ def convert_state(
         tx: New optimizer; a gradient transformation or an `optax.MultiSteps`.
         state: State of the old optimizer. For an `nnx.Optimizer` or a `TrainState`, pass its
             `.opt_state`.
-        params: Parameters.
+        params: Parameters, with the dtypes that `init` of the old optimizer received.
         reduction: "mean" or "sum", which states whether the accumulation averages or sums its
             micro-batches. `MultiSteps` averages by default, but its state does not contain this
             option. `reduction` is therefore required to convert an unfinished accumulation between
@@ -88,8 +88,9 @@ def convert_state(
         TypeError: If part of `state` has no counterpart in the state of `tx`, or differs from it in
             shapes or dtypes.
         ValueError: If `reduction` is invalid or is required but missing, if accumulated
-            micro-batches would be discarded, or if they have weights other than 1, which
-            `MultiSteps` does not support.
+            micro-batches would be discarded, if they have weights other than 1, which `MultiSteps`
+            does not support, or if a `dynamic_loss_scale` inside the accumulation is added or
+            removed.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -178,6 +179,7 @@ def _copied(like: Tree, given: Tree, reduction: str | None, path: Path) -> Tree:
     if isinstance(like, _FRESH):
         return given if _is_alike(like, given) else like
     if kind is AccumulationState:
+        _check_same_scale(like, given, path)
         given = _copied_window(like, given, reduction, path)
     elif kind is SkipNonfiniteState and not is_same:
         given = _copied_skips(like, given)
@@ -254,6 +256,17 @@ def _copied_window(like: _Window, given: _Window, reduction: str | None, path: P
         micro_batch_count=steps * like.accumulation_steps + held,
         emitted=_count((held == 0) & (steps > 0)),
     )
+
+
+def _check_same_scale(like: _Window, given: _Window, path: Path) -> None:
+    """Raise if only one of two windows may contain gradients multiplied by a loss scale."""
+    windows = (getattr(x, _INNER[type(x)]) for x in (like, given))
+    has_scale, had_scale = (bool(find_states(x, LossScaleState)) for x in windows)
+    if has_scale != had_scale and (is_traced(given.mini_step) or _is_open(given)):
+        rule = "a state without accumulated micro-batches if a loss scale is added or removed"
+        got = f"{leaf_path('state', path)}.mini_step = {shortened(given.mini_step)}"
+        hint = "Call `flush` first, because the micro-batches are multiplied by the loss scale."
+        raise value_error("state", rule, got, hint)
 
 
 def _check_weights(window: AccumulationState, path: Path) -> None:

@@ -96,7 +96,7 @@ def has_updated(state: Tree) -> Array:
     | a guard skipped the step, or the window is still open or was dropped | False |
     | an accumulation before the first call | False |
     | no guard or accumulation; guards before the first call | True |
-    | several branches, as in `optax.partition` | whether any of them applied a step |
+    | several guards or accumulations, as in `optax.partition` | whether any applied a step |
 
     Args:
         state: Optimizer state, or a pytree that contains optimizer states.

@@ -1,5 +1,6 @@
 """Checks of trees at trace time."""
 
+from collections.abc import Hashable
 from itertools import zip_longest
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from ._checks import describe, is_float0, leaf_path
 from ._errors import type_error
 from ._leaves import flatten
-from ._types import Array, Path, Tree
+from ._types import Array, Labels, Path, Tree
 
 
 def check_inexact(
@@ -85,3 +86,14 @@ def broadcast_prefix(
         raise type_error(argument, rule, got, hint) from None
     pairs = zip(entries, subtrees, strict=True)
     return [entry for entry, subtree in pairs for _ in jax.tree.leaves(subtree)]
+
+
+def labels_of(param_labels: Labels, like: str, tree: Tree) -> list[Hashable]:
+    """Return the label of each leaf of `tree`."""
+    prefix = param_labels(tree) if callable(param_labels) else param_labels
+    labels = broadcast_prefix("param_labels", prefix, like, tree)
+    for label in labels:
+        if not isinstance(label, Hashable):
+            hint = "Use strings or integers as labels."
+            raise type_error("param_labels", "a tree of hashable labels", describe(label), hint)
+    return labels

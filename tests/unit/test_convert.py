@@ -166,6 +166,20 @@ def test_an_open_window_has_to_come_with_its_reduction(here_to_there):
             call(state, PARAMS)
 
 
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_gradients_in_an_open_window_do_not_change_their_loss_scale(is_removed):
+    plain = gcx.accumulate_gradients(optax.sgd(0.1), EVERY)
+    scaled = gcx.accumulate_gradients(gcx.dynamic_loss_scale(optax.sgd(0.1)), EVERY)
+    old, new = (scaled, plain) if is_removed else (plain, scaled)
+    convert = functools.partial(gcx.convert_state, new)
+    params, state = run(old, old.init(PARAMS), PARAMS, range(EVERY))
+    assert_alike(convert(state, params).acc_grads, state.acc_grads)
+    _, state = run(old, old.init(PARAMS), PARAMS, range(1))
+    for call in (convert, jax.jit(convert)):
+        with pytest.raises(ValueError, match="loss scale"):
+            call(state, PARAMS)
+
+
 def test_a_reduction_is_not_required_between_two_accumulations_of_ours():
     old = gcx.accumulate_gradients(optax.sgd(0.1), EVERY, reduction="sum")
     new = gcx.skip_nonfinite(old)

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import compat
 import gradclip_jax as gcx
 from gradclip_jax import taps
 
@@ -349,3 +350,13 @@ def test_names_follow_the_forward_pass_and_not_the_alphabet():
     stats = jax.jit(lambda x: jax.tree.map(lambda x: x + 1, x))(probes)
     assert taps.names(stats) == taps.names(probes)
     assert taps.names(taps.make_probes(["b", "a"], num_layers=2)) == ["b_0", "a_0", "b_1", "a_1"]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_with_64_bit_types_statistics_are_the_same(dtype):
+    with compat.x64(), compat.strict():
+        x = jnp.arange(1, 4).astype(dtype)
+        probe = taps.make_probes(["a"])["a"]
+        stats = jax.grad(lambda probe: taps.tap(x, probe).astype(jnp.float32).sum())(probe)
+        assert stats.dtype == jnp.float32
+        np.testing.assert_allclose(taps.metrics({"a": stats})["taps/a/mean"], 2.0, rtol=1e-6)

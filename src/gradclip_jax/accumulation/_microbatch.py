@@ -83,7 +83,8 @@ def microbatched_value_and_grad(
         has_aux: Whether `fun` returns auxiliary data.
         batch_argnums: Positions of the arguments that are split along the first axis of each leaf.
         rng_argnums: Positions of random keys; each micro-batch receives a different key.
-        has_weight: Whether `fun` returns a weight; value and gradient are then weighted means.
+        has_weight: Whether `fun` returns a weight, which is converted to float32; value and
+            gradient are then weighted means.
         accumulator_dtype: Dtype of the gradient sums; see `accumulate_gradients`.
         reduction: Reduction of gradients; see `accumulate_gradients`.
         aux_reduction: Prefix tree of aux, with values "mean" (weighted), "sum", "max", "last",
@@ -121,7 +122,7 @@ def microbatched_value_and_grad(
     if microbatch_transform is not None and not callable(microbatch_transform):
         check_transformation("microbatch_transform", microbatch_transform)
     groups = map(positions, (batch_argnums, rng_argnums, argnums))
-    given = Split(int(num_microbatches), *groups, takes_one=isinstance(argnums, int))
+    given = Split(int(num_microbatches), *groups, takes_one=not isinstance(argnums, Sequence))
     call = in_one_form(fun, has_weight, has_aux)
     value_and_grad = jax.value_and_grad(call, argnums, has_aux=True)
     sums_once = microbatch_transform is None and not drop_nonfinite

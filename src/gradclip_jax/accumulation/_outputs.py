@@ -210,9 +210,12 @@ def aux_reductions(
 ) -> list[str]:
     """Return the reduction of each leaf of the auxiliary output."""
     leaves = jax.tree.leaves_with_path(aux)
-    if parts == 1 or (not leaves and reduction is None):
-        return ["last"] * len(leaves)
+    if not leaves and reduction is None:
+        return []
     given = broadcast_prefix("aux_reduction", reduction, "aux", aux, is_leaf=lambda x: x is None)
+    if parts == 1:  # every reduction returns the only value, but a mean ignores a weight of 0
+        defaults = ["mean" if _is_float_scalar(x) else "last" for _, x in leaves]
+        return [name or default for name, default in zip(given, defaults, strict=True)]
     whole = jax.tree.leaves(whole_aux() if None in given else aux)
 
     names: list[str] = []
@@ -226,12 +229,16 @@ def aux_reductions(
     return names
 
 
+def _is_float_scalar(leaf: jax.ShapeDtypeStruct) -> bool:
+    return not leaf.shape and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
 def _default_for(
     parts: int, micro: jax.ShapeDtypeStruct, whole: jax.ShapeDtypeStruct, place: str
 ) -> str:
     if micro.shape and whole.shape == (parts * micro.shape[0], *micro.shape[1:]):
         return "concatenate"
-    if micro.shape == whole.shape == () and jnp.issubdtype(micro.dtype, jnp.floating):
+    if _is_float_scalar(micro) and _is_float_scalar(whole):
         return "mean"
     rule = "specified for leaves that are not per-example rows or floating-point scalars"
     got = f"{describe(micro)} at {place}"

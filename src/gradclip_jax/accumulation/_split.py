@@ -1,5 +1,6 @@
 """Split a batch into micro-batches, and restore the order of its examples."""
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ class Split(NamedTuple):
 
 def positions(argnums: int | Sequence[int]) -> tuple[int, ...]:
     """Return argument positions as a tuple."""
-    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    return tuple(argnums) if isinstance(argnums, Sequence) else (operator.index(argnums),)
 
 
 def counted_from_zero(split: Split, args: Sequence[Tree]) -> Split:
@@ -99,6 +100,9 @@ def micro_arguments(args: Sequence[Tree], split: Split, index: Array | int) -> l
     for i in split.batches:
         chosen[i] = jax.tree.map(lambda x: every_nth(x, index, split.parts), chosen[i])
     for i in split.keys:
+        if not hasattr(chosen[i], "dtype"):
+            rule, hint = "positions of random keys", "Pass one key, and split it inside `fun`."
+            raise type_error("rng_argnums", rule, f"a {describe(chosen[i])} at position {i}", hint)
         chosen[i] = jax.random.split(chosen[i], split.parts)[index]
     return chosen
 

@@ -163,6 +163,9 @@ def accumulated_gradients(
     """
     open_window = _accumulations(state)[0]
     count, total_weight = plain_arrays((open_window.mini_step, open_window.total_weight))
+    if np.ndim(count):
+        hint = "Call this function under `jax.vmap`."
+        raise value_error("state", "the state of one run", f"a batch of {len(count)} states", hint)
     empty = (count == 0) | ~(total_weight > 0)
     if not is_traced(empty) and bool(empty):
         hint = "Call `update` with a micro-batch first."

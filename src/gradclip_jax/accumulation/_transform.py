@@ -91,7 +91,7 @@ def accumulate_gradients(
 
     Extra arguments of `update`:
 
-    - `weight`, a scalar >= 0, for example the number of tokens.
+    - `weight`, a scalar >= 0, for example the number of tokens. It is converted to float32.
     - `flush`, a bool that may be traced: whether to emit the window in this call.
     - `emit`, a Python bool, static under jit: whether this micro-batch closes the window. It
       replaces the counting of micro-batches and compiles one program for each value. These
@@ -109,9 +109,10 @@ def accumulate_gradients(
             from the gradient step, int32[], to such a number (`every_k_schedule` in Optax). The
             integer 1 allocates no accumulator. It also emits an open window in the state of a
             longer accumulation.
-        reduction: "mean" or "sum"; also "max" or "last", which ignore the weight, for leaves that
-            are not gradients, such as the statistics of an fp8 layer. May be a prefix tree of these
-            strings, or a function from the path of a leaf, such as "layer/kernel", to one of them.
+        reduction: "mean" or "sum"; also "max" or "last", which ignore positive weights, for leaves
+            that are not gradients, such as the statistics of an fp8 layer. May be a prefix tree of
+            these strings, or a function from the path of a leaf, such as "layer/kernel", to one of
+            them.
         accumulator_dtype: Dtype of the sum for leaves of up to 32 bits. Complex leaves use the
             corresponding complex dtype, and 64-bit leaves keep their dtype. May be a prefix tree of
             dtypes, or a function from the path of a leaf to a dtype.
@@ -190,6 +191,9 @@ def accumulate_gradients(
     ) -> Window:
         """Determine how a micro-batch changes the accumulation window."""
         has_buffer = not is_one or bool(jax.tree.leaves(state.acc_grads))
+        if has_buffer and jax.tree.leaves(updates) and not jax.tree.leaves(state.acc_grads):
+            hint = "Convert the state of `every=1` with `convert_state`."
+            raise value_error("state", "a state with an accumulator", "one without", hint)
         if has_buffer:
             check_matches_accumulator(updates, state.acc_grads)
         elif params is not None:

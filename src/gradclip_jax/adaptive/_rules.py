@@ -134,7 +134,8 @@ def zscore(
     | a norm of zero | ignored by the averages, unless `allow_negative` |
 
     In the paper, the mean never adapts to a jump after constant norms; here it adapts after
-    `relearn_after` outliers.
+    `relearn_after` outliers. The authors' code adds 1e-6 to `std`; here `1e-6 * mean` is added, so
+    that the rule does not depend on the scale of the norms.
 
     Args:
         z_threshold: Maximum z-score of a norm that is not clipped; a positive number.
@@ -171,7 +172,9 @@ def zscore(
 
     def update(norm: Array, state: ZscoreState, param_norm: object) -> tuple[Array, ZscoreState]:
         is_warm = state.norm_count >= warmup_steps
-        z = (norm - state.mean) / (state.std + 1e-6)
+        # The authors' code adds 1e-6, with which norms below 1e-6 would never be outliers.
+        spread = state.std + 1e-6 * jnp.abs(state.mean)
+        z = (norm - state.mean) / jnp.maximum(spread, 1e-30)
         is_outlier = is_warm & (z > z_threshold)
         safe_z = jnp.where(is_outlier, z, 1)
         bound = state.mean + z_threshold**2 / safe_z * state.std

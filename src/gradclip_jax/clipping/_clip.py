@@ -117,7 +117,7 @@ def clip_grad_norm(
     else:
         check_number("norm", norm, "Pass the norm of `grads`.", closed=True, or_nan=True)
         known = jnp.asarray(norm).astype(norm_dtype(leaves.arrays))
-    factor = scale_factor(known, jnp.asarray(max_norm).astype(known.dtype))
+    factor = scale_factor(known, jnp.asarray(max_norm, known.dtype))
     factor = jnp.where(jnp.isfinite(known), factor, jnp.nan)
     return leaves.replace(scale_leaves(leaves.arrays, units, [factor])), known
 
@@ -139,6 +139,8 @@ def norm_clip(
     by_label = granularity.is_group and isinstance(threshold, Mapping)
     # Pass a number as an argument of the compiled function; convert other thresholds to rules.
     number = threshold if is_scalar(threshold, jnp.floating, jnp.integer) else None
+    if isinstance(number, int):  # an int above 2^31 is not an int32
+        number = float(number)
     rules = as_rules(argument, threshold, by_label=by_label)
     every_rule = jax.tree.leaves(list(rules.values()) if by_label else rules, is_leaf=is_rule)
     # `eval_shape`, because an array would start the backend when the transformation is created.
@@ -223,7 +225,7 @@ def _clip_leaves(
     if number is None:
         thresholds, states = apply_rules(assigned, norms, states, param_norms)
     else:
-        thresholds = [jnp.asarray(number).astype(total.dtype)] * units.size
+        thresholds = [jnp.asarray(number, total.dtype)] * units.size
     factors = map_arrays(respond, norms, thresholds)
     clipped = scale_leaves(leaves, units, factors, drop=drop)
     if _is_scalar(norms):
@@ -347,12 +349,12 @@ def _summary(
     """The smallest threshold, the smallest factor, and the fraction of factors below 1."""
     shards = [shard_axes(x, axis_name) for x in factors]
     everywhere = frozenset[str]().union(*shards)
-    bound, factor = jnp.asarray(UNBOUNDED), jnp.ones(())
-    num_clipped, size = jnp.zeros(()), 0
+    dtype, size = norm_dtype(factors), 0
+    bound, factor, num_clipped = (jnp.asarray(x, dtype) for x in (UNBOUNDED, 1, 0))
     for threshold, x, axes in zip(thresholds, factors, shards, strict=True):
         bound = jnp.minimum(bound, jnp.min(threshold, initial=UNBOUNDED))
         factor = jnp.minimum(factor, jnp.min(x, initial=1))
-        num_clipped += jnp.sum(x != 1) / replica_count(axes, everywhere)
+        num_clipped += jnp.sum(x != 1, dtype=dtype) / replica_count(axes, everywhere)
         size += x.size * replica_count(frozenset(), axes)
     bound, factor = -max_over(-jnp.stack([bound, factor]), everywhere)
     return bound, factor, sum_over(num_clipped, everywhere) / max(size, 1)

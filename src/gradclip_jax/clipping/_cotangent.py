@@ -32,6 +32,7 @@ def clip_cotangent(
     | --- | --- |
     | norm <= max_norm, or all zero | unchanged bit for bit |
     | norm > max_norm | scaled to max_norm |
+    | a norm above 1.8e19, or elements below 1e-19 | counts as infinite; count as zero |
     | a NaN or infinity, `nonfinite="propagate"` | NaN in the whole slice, which a guard detects |
     | a NaN or infinity, `nonfinite="zero"` | zero in the whole slice |
     | traced max_norm <= 0; NaN | zero; NaN |

@@ -86,7 +86,7 @@ def clamp_leaf(x: Array, low: Number, high: Number) -> Array:
     given = jnp.asarray(x)
     x = on_device(given)
     wide = x.astype(wide_dtype(x.dtype))
-    low, high = (jnp.asarray(bound).astype(wide.dtype) for bound in (low, high))
+    low, high = (jnp.asarray(bound, wide.dtype) for bound in (low, high))
     clamped = round_to(jnp.clip(wide, low, high), x.dtype)
     return in_memory_of(jnp.where((wide < low) | (wide > high), clamped, x), given)
 

@@ -16,9 +16,9 @@ from .._checks import (
     describe,
     leaf_path,
 )
-from .._errors import public, type_error, value_error
+from .._errors import public, value_error
 from .._leaves import is_measured
-from .._tree_checks import broadcast_prefix
+from .._tree_checks import broadcast_prefix, labels_of
 from .._types import Array, Labels, Path, Tree
 from ._norm import Axes, Groups, Slices, Units, tree_units
 
@@ -105,12 +105,7 @@ def group(param_labels: Labels) -> Granularity:
     """
 
     def cut(leaves: Sequence[Array], tree: Tree) -> Units:
-        label_tree = param_labels(tree) if callable(param_labels) else param_labels
-        labels = broadcast_prefix("param_labels", label_tree, "updates", tree)
-        for label in labels:
-            if not isinstance(label, Hashable):
-                hint = "Use strings or integers as labels."
-                raise type_error("param_labels", "a tree of hashable labels", describe(label), hint)
+        labels = labels_of(param_labels, "updates", tree)
         names = tuple(dict.fromkeys(labels))
         pairs = zip(labels, jax.tree.leaves(tree), strict=True)
         entries = tuple(names.index(label) for label, x in pairs if is_measured(x))

@@ -311,7 +311,7 @@ def _unit_norms_jvp(
         else:
             is_regular &= x != 0
             weight = jnp.where(is_regular, _ratio(jnp.abs(x), divisor), 1) ** (ord - 1)
-        return jnp.where(is_regular, jnp.sign(x) * weight.astype(x.dtype), 0)
+        return jnp.where(is_regular, _sign(x) * weight.astype(x.dtype), 0)
 
     def along(x: Array, axes: Axes, norm: Array, ties: Array, direction: Array) -> Array:
         wide = wide_dtype(x.dtype, dtype)
@@ -319,6 +319,13 @@ def _unit_norms_jvp(
         return reduce_axes(jnp.sum, jnp.real(product).astype(dtype), axes)
 
     return norms, totals(leaves, units, axis_name, along, of_leaves, ties, directions)
+
+
+def _sign(x: Array) -> Array:
+    """Return `x / |x|`. Before JAX 0.12, the derivative of `jnp.sign` is zero for complex x."""
+    if not jnp.iscomplexobj(x):
+        return jnp.sign(x)
+    return x / jnp.abs(jnp.where(x == 0, 1, x)).astype(x.dtype)
 
 
 def _ratio(size: Array, base: Array) -> Array:

@@ -70,6 +70,7 @@ Threshold: TypeAlias = Number | Schedule | Rule | Mapping[Any, Tree] | list[Tree
 
 def constant(value: Any) -> Rule:
     """Return a rule with the same threshold at every step."""
+    value = float(value) if isinstance(value, int) else value  # an int above 2^31 is not an int32
     return Rule(lambda norm: (), lambda norm, state, param_norm: (jnp.asarray(value), state))
 
 
@@ -115,8 +116,8 @@ def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
     def update(norm: Array, state: Tree, param_norm: Array | None) -> tuple[Array, Tree]:
         assert param_norm is not None  # because of `uses_params`
         dtype = param_norm.dtype
-        floor = jnp.asarray(eps).astype(dtype)
-        return jnp.maximum(param_norm, floor) * jnp.asarray(ratio).astype(dtype), state
+        floor = jnp.asarray(eps, dtype)
+        return jnp.maximum(param_norm, floor) * jnp.asarray(ratio, dtype), state
 
     return Rule(lambda norm: (), update, uses_params=True)
 
@@ -157,7 +158,7 @@ def capped(rule: Rule, max_threshold: Number) -> Rule:
 
     def update(norm: Array, state: Tree, param_norm: Array | None) -> tuple[Array, Tree]:
         threshold, state = rule.update(norm, state, param_norm)
-        return jnp.minimum(threshold, max_threshold), state
+        return jnp.minimum(threshold, jnp.asarray(max_threshold, threshold.dtype)), state
 
     return dataclasses.replace(rule, update=update)
 

@@ -425,7 +425,10 @@ def _value_bounds(max_value: Number, min_value: Number | None) -> tuple[Number, 
     check_number("max_value", max_value, "Pass inf to disable clipping.")
     if min_value is None:
         # Keep a Python number: inside jit an array operation on it would return a tracer.
-        high = jnp.maximum(max_value, 0) if is_traced(max_value) else max_value
+        if is_traced(max_value):
+            high = jnp.maximum(max_value, 0).astype(jnp.result_type(max_value, jnp.float32))
+        else:
+            high = float(max_value)
         return -high, high
     hint = "Omit it to use `-max_value`."
     check_number("min_value", min_value, hint, low=-np.inf, closed=True)

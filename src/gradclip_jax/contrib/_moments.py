@@ -142,7 +142,7 @@ def acclip(
 
     | gradient | effect |
     | --- | --- |
-    | the first steps | updates are up to ten times smaller, because there is no bias correction |
+    | the first steps | updates are up to 100 times smaller, because there is no bias correction |
     | a NaN or infinite element | its update is NaN; its moving averages do not change |
 
     Args:
@@ -199,14 +199,16 @@ def spam_clip(
 
     | element | effect |
     | --- | --- |
-    | in the first `warmup_steps`, and after each reset | not clipped, as in the authors' code |
+    | in the first `warmup_steps - 1` steps, and in the | not clipped, as in the authors' code |
+    | `warmup_steps` steps from each reset | |
     | v is 0 | not clipped; in the paper, the element would remain 0 |
     | NaN or infinite | its update is NaN; its second moment does not change |
 
     Args:
         spike_threshold: Maximum ratio of g^2 to v; a positive number.
         decay: Decay rate of the second moment, at least 0 and below 1.
-        warmup_steps: Number of steps without clipping at the start and after each reset, >= 1.
+        warmup_steps: Number of steps without clipping from each reset, >= 1. The start counts as
+            the step after a reset, as in the authors' code.
         reset_every: Number of steps after which v is reset to 0, >= 1; None for no reset.
 
     Returns:

@@ -170,8 +170,9 @@ def skip_spikes(
         norm: Threshold of the gradient norm, as `max_norm` of `skip_large_norm`; None for no
             threshold.
         loss: Threshold of the loss, in the units of the loss; a number, which may be negative, a
-            schedule, or a rule. Use `thresholds.mean_std` or `thresholds.zscore`, because a
-            multiple of the average, as in `ema`, is not meaningful for negative losses.
+            schedule, or a rule. Use `thresholds.mean_std` or `thresholds.zscore` with
+            `allow_negative=True`, because a multiple of the average, as in `ema`, is not meaningful
+            for negative losses.
         update: Threshold of the update norm; a number, a schedule, or a rule.
             `relative_to_params` limits the ratio of update norm to parameter norm.
         ord: Order of the norm, 1, 2, inf or any positive number; None for 2.
@@ -199,7 +200,7 @@ def skip_spikes(
 
     References:
         OLMo-core's `SkipStepOptimizer`, levanter's `skipstep` and MaxText's `skip_step_on_spikes`
-        use `mean_std` for both norm and loss.
+        use the rule of `mean_std` for both norm and loss.
     """
     norms = {"norm": norm, "update": update}
     rules = {key: as_rule(key, x) for key, x in norms.items() if x is not None}

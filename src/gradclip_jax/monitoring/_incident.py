@@ -134,14 +134,14 @@ class Incident(NamedTuple):
         place = f" of {self.leaf}" if self.leaf else ""
         factor = _short(self.leaf_rise)
         rise = f"{factor} times its usual value"
+        is_only = self.second_leaf in ("", self.leaf)
+        others = "" if is_only else " more than those of other leaves"
         parts: list[str] = []
         if "parameter" in self.kinds:
             norm = self.parameter_norm or 0.0
             parts.append(f"parameter norm{place} {rise if math.isfinite(norm) else _short(norm)}")
         elif "leaf" in self.kinds:
-            parts.append(
-                f"gradient norm{place} rose {factor} times more than those of other leaves"
-            )
+            parts.append(f"gradient norm{place} rose {factor} times{others}")
         if "update" in self.kinds and self.update_norm is not None:
             norm = _compared(self.update_norm, self.update_threshold)
             if not math.isfinite(self.update_norm):
@@ -154,7 +154,7 @@ class Incident(NamedTuple):
         if "zero" in self.kinds and self.norm > 0:
             parts.append(f"the gradient of {self.leaf} has become zero")
         if "drift" in self.kinds:
-            parts.append(f"gradient norm{place} has slowly risen {factor} times")
+            parts.append(f"gradient norm{place} has slowly risen {factor} times{others}")
         if "replica" in self.kinds:
             parts.append(f"the parameters on device {self.device} differ from those on the others")
         if self.activation or self.cotangent:
@@ -256,7 +256,7 @@ def note(
         return ~jnp.less_equal(fields[key], fields[bound])
 
     flags["norm"] = jnp.isfinite(fields["norm"]) & is_above("norm", "norm_threshold")
-    flags["loss"] = is_above("loss", "loss_threshold")
+    flags["loss"] = is_above("loss", "loss_threshold") | jnp.isneginf(fields["loss"])
     update = flags.pop("update") | is_above("update_norm", "update_threshold") | outcome["skipped"]
     # Do not report a large update if a large gradient or parameter change explains it.
     cause = functools.reduce(jnp.logical_or, flags.values())

@@ -1,5 +1,6 @@
 """Moving averages of the logarithms of norms and losses, and detection of outliers."""
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -17,12 +18,15 @@ _WIDTH = 1.35
 """Factor by which `spike_threshold` is multiplied. The variance, in which values far below the mean
 have a lower weight, is up to 18 % too small, and the logarithms of norms have long tails."""
 
-_EARLY = float(np.log(8.0))
+_EARLY = math.log(8.0)
 """Until step 2 * SHORT, thresholds are at most 8 times the largest previous value."""
 
-_DRIFT = float(np.log(3.0))
+_DRIFT = math.log(3.0)
 """A leaf or layer has drifted if its short-term mean is 3 times its long-term mean. In the
 first 8 * SHORT steps, up to 8 times are allowed."""
+
+_OWN_DRIFT = math.log(1.25)
+"""Smallest drift if it is not compared with the other leaves."""
 
 _OF_KINDS: dict[str, tuple[float, float]] = {
     "gradient": (2.0, SHORT),
@@ -65,8 +69,9 @@ class Levels(NamedTuple):
         variance: Moving variance.
         top: Largest difference from the mean.
         long_mean: Moving average over about 2 * LONG steps.
-        zero_share: Fraction of steps in which the norm was zero.
+        zero_share: Fraction of steps in which the norm was zero, before the current streak.
         zero_streak: Number of consecutive steps in which the norm was zero.
+        longest_streak: Largest number of consecutive zeros before the current streak.
     """
 
     num_values: Array
@@ -76,6 +81,7 @@ class Levels(NamedTuple):
     long_mean: Array
     zero_share: Array
     zero_streak: Array
+    longest_streak: Array
 
 
 def init_levels(num_kinds: int, num_units: int) -> Array:
@@ -119,7 +125,7 @@ def outliers(
         bound = jnp.maximum(z_threshold * width * deviation, tail * top)
         # While the loss decreases quickly, its variance is large, so also use its largest value.
         early = jnp.maximum(1, count / (2 * SHORT))
-        rise = jnp.where(is_log, _EARLY, (np.exp(_EARLY) - 1) * (top + size))
+        rise = jnp.where(is_log, _EARLY, (math.exp(_EARLY) - 1) * (top + size))
         bound = jnp.minimum(bound, jnp.where(z_threshold < jnp.inf, top + early * rise, jnp.inf))
         bound = jnp.where(count >= WARM_UP, bound, UNBOUNDED)
         change = jnp.minimum(value - mean, bound)
@@ -200,6 +206,8 @@ def compare(
 
     limits, usual = apply_rule(rule, values - shared, LevelState(*past[:4]))
     is_rise = jnp.isfinite(excess) & (values - shared > limits)
+    # If all other norms decrease, a constant norm is not an outlier.
+    is_rise &= changes[0] > np.log(least)
     rises = jnp.where(is_rise, jnp.exp(jnp.minimum(excess, 80)), 0)[:-1, 1:]
     thresholds = _exp(limits[:, 0])
     # Negative losses have no logarithm and are only compared directly.
@@ -212,13 +220,13 @@ def compare(
     rate = jnp.where(is_drift, 1, 1 / jnp.maximum(past.num_values, 1))
     long_mean = past.long_mean + jnp.where(is_known, rate, 0) * (past.mean - past.long_mean)
 
-    dead, share, streak = _dead(past, measured == 0, step.astype(jnp.float32))
+    dead, *zeros = _dead(past, measured == 0, step.astype(jnp.float32))
     # If the whole gradient is zero, report only the whole tree.
     dead = dead[0] & ((column == 0) | (measured[0, 0] > 0))
     # The rule averaged the changes relative to the other leaves, so add the mean change.
     weight = jnp.where(is_known, 1 / jnp.minimum(past.num_values + 1, memory), 0)
     mean = usual.mean + weight * shared
-    after = [usual.num_values, mean, usual.variance, usual.top, long_mean, share, streak]
+    after = [usual.num_values, mean, usual.variance, usual.top, long_mean, *zeros]
     return Comparison(thresholds, loss_threshold, rises, drifts, dead), jnp.stack(after)
 
 
@@ -239,25 +247,40 @@ def _of_others(changes: Array, is_known: Array) -> Array:
 def _is_drift(past: Levels, drift: Array) -> Array:
     """Return whether the short-term mean of a norm is far above its long-term mean.
 
-    Gradient norms of single leaves change early in training, so the threshold is larger then.
+    `drift` is relative to the other leaves. Gradient norms of single leaves change early in
+    training, so the threshold is larger then.
     """
     threshold = _DRIFT * jnp.maximum(1, 2 - past.num_values / (8 * SHORT))
-    return (past.num_values >= SHORT) & (drift > threshold)
+    # If all other norms decrease, a constant norm has not drifted.
+    has_risen = past.mean - past.long_mean > _OWN_DRIFT
+    return (past.num_values >= SHORT) & (drift > threshold) & has_risen
 
 
-def _dead(past: Levels, is_zero: Array, count: Scalar) -> tuple[Array, Array, Array]:
-    """Detect leaves whose gradient has become zero, and update the statistics of zero norms."""
-    least = np.where(np.arange(is_zero.shape[1]) == 0, *_EXPECTED)[None]
+def _dead(past: Levels, is_zero: Array, count: Scalar) -> tuple[Array, Array, Array, Array]:
+    """Detect leaves whose gradient has become zero, and update the statistics of zero norms.
 
-    def is_dead(streak: Array) -> Array:
-        # Use at least half a zero step, so that a single zero gradient is not an incident.
-        share = jnp.maximum(past.zero_share, 0.5 / (jnp.minimum(count, LONG) + 1))
-        return (count >= WARM_UP) & (streak * jnp.log(share) < least)
+    A streak of n zeros is reported once, if it is longer than all earlier streaks and the
+    probability `zero_share^n` is small.
+    """
+    least = np.where(np.arange(is_zero.shape[1]) == 0, *_EXPECTED).astype(np.float32)[None]
+    length = past.zero_streak
+    # Use at least half a zero step, so that a single zero gradient is not an incident.
+    num_before = jnp.clip(count - length, 0, LONG)
+    share = jnp.maximum(past.zero_share, 0.5 / (num_before + 1))
 
-    streak = jnp.where(is_zero, past.zero_streak + 1, 0)
-    change = is_zero.astype(jnp.float32) - past.zero_share
-    share = past.zero_share + change / jnp.minimum(count + 1, LONG)
-    return is_dead(streak) & ~is_dead(past.zero_streak), share, streak
+    def is_dead(length: Array) -> Array:
+        return (length * jnp.log(share) < least) & (length > past.longest_streak)
+
+    is_new = (count == WARM_UP) | ~is_dead(length)
+    dead = is_zero & is_dead(length + 1) & is_new & (count >= WARM_UP)
+    weight = jnp.minimum((length + 1) / jnp.minimum(count + 1, LONG), 1)
+    after = past.zero_share + weight * (length / (length + 1) - past.zero_share)
+    return (
+        dead,
+        jnp.where(is_zero, past.zero_share, after),
+        jnp.where(is_zero, length + 1, 0),
+        jnp.where(is_zero, past.longest_streak, jnp.maximum(past.longest_streak, length)),
+    )
 
 
 def _exp(x: Array) -> Array:

@@ -28,12 +28,14 @@ class Log(NamedTuple):
     Attributes:
         steps: float64[rows], step of each row.
         columns: Values of each key, masked in rows where the key was not measured.
+        has_stepped: bool[rows], whether the optimizer ran in the step of each row.
         is_held: bool[rows], whether each row is a micro-step that only accumulated gradients.
         incidents: Pairs of step and sentence.
     """
 
     steps: HostArray
     columns: dict[str, np.ma.MaskedArray]
+    has_stepped: HostArray
     is_held: HostArray
     incidents: list[tuple[float, str]]
 
@@ -53,9 +55,10 @@ def summarize_log(log: LogSource, *, window: int = 1000) -> dict[str, float]:
     | `spike_score/loss`, also of `grad_norm`, `gradient_norm`, `update_norm` | share of values |
     | | that are non-finite, or more than 6 standard deviations from the mean of the last `window` |
 
-    Clipping inside an accumulation is counted once per optimizer step, although all micro-steps log
-    it. If `step` (or `watch_step`) decreases because training resumed from a checkpoint, the later
-    rows replace the earlier rows of the same steps. Invalid lines of a file, such as an incomplete
+    Clipping inside an accumulation or a guard is counted once per optimizer step, although
+    micro-steps and skipped steps log it as well. If `step` (or `watch_step`) decreases because
+    training resumed from a checkpoint, the later rows replace the earlier rows of the same steps.
+    Consecutive rows with the same `step` are merged. Invalid lines of a file, such as an incomplete
     last line, are skipped with a warning. Rows with the key "sentence", such as
     `Incident.to_dict()`, do not count as steps.
 
@@ -79,15 +82,16 @@ def summarize_log(log: LogSource, *, window: int = 1000) -> dict[str, float]:
         {'steps': 200.0, 'clipped': 0.5, 'spike_score/loss': 0.005}
     """
     check_count("window", window, "Pass the number of values to compare with.")
-    steps, columns, is_held, _ = read_log_file(log)
+    steps, columns, has_stepped, is_held, _ = read_log_file(log)
     summary = {"steps": float(len(steps) - np.sum(is_held))}
     for key, values in sorted(columns.items()):
         name, _, place = key.partition("/")
         is_skipped = is_held & (name in ("has_updated", "update_norm"))
         if name in ("grad_norm", "clip_fraction"):
-            # While gradients accumulate, a clip after the accumulation repeats its last norm.
+            # If the optimizer does not run, a clip inside it repeats its last norm.
             norms = columns.get(f"grad_norm/{place}" if place else "grad_norm", values).filled(-1)
-            is_skipped = is_held & (np.diff(norms, prepend=-1) == 0)
+            is_repeated = np.isclose(norms, np.append(norms[:1], norms[:-1]), 0, 0, equal_nan=True)
+            is_skipped = ~has_stepped & is_repeated
         fresh = values[~is_skipped].compressed()
         if not fresh.size:
             continue
@@ -129,12 +133,23 @@ def read_log_file(log: LogSource) -> Log:
     count = np.arange(len(steps), dtype=np.float64)
     # `watch_step` includes the call of the row.
     counter = columns.get("step", columns.get("watch_step", count + 1) - 1)
-    is_held = np.zeros(len(steps), bool)
-    if any(key.partition("/")[0] == "mini_step" for key in columns) and "has_updated" in columns:
-        skips = sum(columns[key].filled(0) for key in columns if key.startswith("skipped_"))
-        is_held = columns["has_updated"].filled(1) == 0
-        is_held &= np.diff(np.broadcast_to(skips, is_held.shape), prepend=0) <= 0
-    return Log(np.ma.filled(counter, np.nan), columns, is_held, found)
+    has_stepped = _has_stepped(columns, len(steps))
+    skips = sum(columns[key].filled(0) for key in columns if key.startswith("skipped_"))
+    is_held = ~has_stepped & (np.diff(np.broadcast_to(skips, len(steps)), prepend=0) <= 0)
+    is_held &= any(key.partition("/")[0] == "mini_step" for key in columns)
+    return Log(np.ma.filled(counter, np.nan), columns, has_stepped, is_held, found)
+
+
+def _has_stepped(columns: Mapping[str, np.ma.MaskedArray], size: int) -> HostArray:
+    """Return whether the optimizer ran in the step of each row."""
+    if "has_updated" in columns:  # only `watch` reports it
+        return columns["has_updated"].filled(1) > 0
+    has_stepped = np.ones(size, bool)
+    if "gradient_step" in columns:
+        has_stepped = np.diff(columns["gradient_step"].filled(0), prepend=0) > 0
+    if "consecutive_skips" in columns:
+        has_stepped &= columns["consecutive_skips"].filled(0) == 0
+    return has_stepped
 
 
 def _parsed(path: str | os.PathLike[str]) -> list[Row]:
@@ -160,14 +175,18 @@ def _last_of_each_step(rows: Sequence[Row]) -> list[Row]:
     """Drop the earlier rows of steps that were repeated after resuming from a checkpoint."""
     key = "step" if "step" in rows[0] else "watch_step"
     # Several rows share a step number if they are micro-steps or if `watch` did not count a step.
-    is_unique = key == "step" and not any(name.startswith("mini_step") for name in rows[-1])
+    # Otherwise they are one row, such as the metrics of training and of evaluation.
+    is_unique = key == "step" and not any(x.startswith("mini_step") for row in rows for x in row)
     kept: list[Row] = []
     for row in rows:
         step = row.get(key, np.inf)
-        goes_back = bool(kept) and kept[-1].get(key, -1) > step
-        while kept and (goes_back or is_unique) and kept[-1].get(key, -1) >= step:
-            kept.pop()
-        kept.append(row)
+        if kept and kept[-1].get(key, -1) > step:
+            while kept and kept[-1].get(key, -1) >= step:
+                kept.pop()
+        if is_unique and kept and kept[-1].get(key, -1) == step:
+            kept[-1] = {**kept[-1], **row}
+        else:
+            kept.append(row)
     return kept
 
 

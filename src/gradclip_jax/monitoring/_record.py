@@ -99,6 +99,10 @@ def record_norms(
         leaves = flatten("updates", updates).arrays
         check_bound(axes)
         check_state(state, NormRecordState)
+        shape = (int(window), len(leaves)) if per_leaf else (int(window),)
+        if state.norms.shape != shape:
+            rule, hint = f"a record of shape {list(shape)}", "Call `init(params)` again."
+            raise value_error("state", rule, f"shape {list(state.norms.shape)}", hint)
         norms = jnp.asarray(unit_norms(leaves, units_of(leaves), order, axes), jnp.float32)
         return updates, NormRecordState(
             norms=state.norms.at[state.position].set(norms if per_leaf else norms[0]),

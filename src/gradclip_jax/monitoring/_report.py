@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_callable, check_count, dtype_of, is_float0, refuse_traced
+from .._checks import check_callable, check_count, dtype_of, is_float0, refuse_traced, shortened
 from .._errors import public, type_error, value_error
 from .._leaves import measured_leaves
 from .._states import find_states, plain_arrays
@@ -39,7 +39,7 @@ def incidents(state: Tree) -> list[Incident]:
     | "parameter" | 512 | the parameters of a unit have jumped or are non-finite |
     | "zero" | 1024 | the gradient, or the gradient of a unit, has become zero |
     | "drift" | 2048 | the gradient norm of a unit has slowly risen to 3 times its long-term mean, |
-    | | | or up to 8 times in the first 512 steps |
+    | | | or up to 8 times in the first 512 steps, relative to the other units |
     | "replica" | 4096 | the parameters on one device differ from the parameters on the others |
     | "unchanged" | 8192 | the update was zero for a reason that is not known to this package |
 
@@ -179,7 +179,7 @@ def worst_examples(
         descending order.
 
     Raises:
-        ValueError: If `k` is < 1.
+        ValueError: If `k` is < 1, or the leaves of `batch` have different lengths.
         TypeError: If `fun` is not a function.
 
 
@@ -200,19 +200,24 @@ def worst_examples(
         order = np.argsort(-np.nan_to_num(values, nan=np.inf), kind="stable")
         return {places[i]: float(values[i]) for i in order[:k].tolist()}
 
-    rows = range(len(jax.tree.leaves(batch)[0]))
-    columns = jax.device_get(_measure(fun, params, batch, (np.array(rows),)))
+    sizes = {np.shape(x)[0] if np.ndim(x) else 0 for x in jax.tree.leaves(batch)}
+    if len(sizes) != 1 or 0 in sizes:
+        hint = "Pass one row for each example in every leaf."
+        raise value_error("batch", "arrays of equal length > 0", shortened(batch), hint)
+    rows = range(*sizes)
+    # Compile `fun` anew in each call, because the values that it closes over may have changed.
+    measure = jax.jit(functools.partial(_measure, fun))
+    columns = jax.device_get(measure(params, batch, (np.array(rows),)))
     columns["deviation"] = _ranking(columns)
     worst = {key: largest(x, rows) for key, x in columns.items()}
     losses = jax.eval_shape(fun, params, jax.tree.map(lambda x: x[0], batch))
     if losses.ndim:
         places = [(i, token) for i in worst["deviation"] for token in range(losses.size)]
-        columns = jax.device_get(_measure(fun, params, batch, tuple(np.transpose(places))))
+        columns = jax.device_get(measure(params, batch, tuple(np.transpose(places))))
         worst |= {f"token_{key}": largest(columns[key], places) for key in ("loss", "grad_norm")}
     return worst
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _measure(
     fun: Callable[[Tree, Tree], Array], params: Tree, batch: Tree, places: tuple[HostArray, ...]
 ) -> dict[str, Array]:

@@ -164,14 +164,15 @@ def watch(
     | a step | its norms, `has_updated` 1 |
     | a transformation inside holds or skips the step | its gradient, `has_updated` 0 |
     | a wrapper of another library inside skips the step | the same, if updates are measured |
-    | a transformation outside holds or skips the step | norms of -1, `has_updated` 0 |
+    | a guard or accumulation outside holds or skips the step | norms of -1, `has_updated` 0 |
+    | a wrapper of another library outside skips the step | those of the last call of `watch` |
     | the extra argument `measure=False`, static | norms of -1, no incident |
     | NaN or infinity in a unit | a non-finite norm; `largest_share_index` is such a unit |
     | parameters that are all zero | `update_ratio` 0 |
     | an update that is partly rounded away | the norm of `(params + update) - params` |
     | the extra argument `taps=stats` | `metrics` contains `taps/...`; an incident names the first |
     | | non-finite activation, or otherwise the first non-finite cotangent |
-    | the extra argument `batch_id` | an incident contains this integer |
+    | the extra argument `batch_id` | an incident contains this integer, of 32 bits |
 
     Args:
         inner: Any Optax transformation.
@@ -183,7 +184,8 @@ def watch(
             > 0. The logarithms of norms are compared, the threshold is multiplied by 1.35 for their
             long tails, and the norm of a leaf is compared relative to the other leaves. A positive
             loss is an outlier only if its logarithm is also an outlier. A norm below twice its
-            average is never an incident. inf disables these thresholds.
+            average (3 times for an update, 1.5 times for a loss) is never an incident. inf disables
+            these thresholds.
         max_incidents: Number of incidents to keep, 1 to 2^20, static.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
             does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
@@ -191,7 +193,8 @@ def watch(
             the data axis inside `shard_map` or `pmap`. None disables the check. Requires
             "parameter".
         check_every: Number of steps between two checks of the replicas, >= 1. Each check is one
-            all-reduce of one norm for each leaf or layer and device.
+            all-reduce of one norm for each leaf or layer and device. Steps 0, `check_every`,
+            `2 * check_every` and so on are checked, unless they have `measure=False`.
         taps: Probes of the model from `gradclip_jax.taps.make_probes`, if statistics of taps are
             passed to `update`. Passing statistics is optional for each step.
 
@@ -317,6 +320,9 @@ def _checked_batch_id(batch_id: Array | int | None) -> Array | int | None:
     if batch_id is not None and not is_scalar(batch_id, jnp.integer):
         hint = "Pass the index of the batch in the order of the data."
         raise type_error("batch_id", "an integer", shortened(batch_id), hint)
+    if batch_id is not None and not is_traced(batch_id) and abs(int(batch_id)) >= 2**31:
+        rule, hint = "between -2^31 and 2^31", "Pass the index of a batch instead of an example."
+        raise value_error("batch_id", rule, shortened(batch_id), hint)
     return batch_id
 
 

@@ -13,7 +13,7 @@ from .._errors import public, type_error, value_error
 from .._mesh import shard_axes, sum_over, varying_axes
 from .._types import Array, AxisName, Labels, Number, Tree
 from ..accumulation._split import check_real
-from ..clipping._formula import scale_factor, zero_factor
+from ..clipping._formula import scale_factor, wide_dtype, zero_factor
 from ._losses import Examples, Loss, Outputs, by_label, groups_of, replace_measured, sum_parts
 from ._sum import sums_and_norms
 
@@ -71,7 +71,7 @@ def value_and_grad(
     | `max_norm=inf` | the ordinary mean |
     | an example with norm 0 | contributes 0 |
     | an example with a non-finite norm | every leaf is NaN; contributes 0 with `nonfinite="zero"` |
-    | an example of weight 0 | contributes 0, even if its gradient is NaN |
+    | an example of weight 0 or NaN | contributes 0, even if its gradient is NaN |
     | no examples, or only weights of 0 | zeros |
     | tokens that cancel, or a norm outside [1.8e-12, 1e19] | exact; this example is materialized |
 
@@ -160,6 +160,7 @@ def value_and_grad(
         of_part = functools.partial(_sums, clip, examples)
         sums, stats = sum_parts(of_part, examples.batch, num_microbatches, num_real_microbatches)
         value, grads = _reduced(sums, examples, axes, is_mean=reduction == "mean")
+        value = value.astype(stats.value.dtype)
         return (value, stats if has_weight else stats._replace(weight=None)), grads
 
     return run
@@ -170,7 +171,7 @@ class _Sums(NamedTuple):
 
     Attributes:
         grads: Weighted sum of the clipped gradients for each differentiated leaf.
-        value: Weighted sum of the loss values, without dropped examples.
+        value: Weighted sum of the loss values, without dropped examples, in at least float32.
         kept: Sum of the weights, without dropped examples.
         weight: Sum of all weights.
     """
@@ -208,8 +209,12 @@ class _Clip(NamedTuple):
         is_finite = self.is_finite(outputs, norms)
         factors: list[Array] = []
         for label, norm in zip(self.groups, norms, strict=True):
-            threshold = jnp.asarray(self.thresholds[label]).astype(norm.dtype)
-            factor = jnp.asarray(self.react(norm, threshold)).astype(norm.dtype)
+            threshold = jnp.asarray(self.thresholds[label], norm.dtype)
+            is_limit = (threshold > 0) & jnp.isfinite(threshold)
+            factor = jnp.asarray(self.react(norm, jnp.where(is_limit, threshold, 1)))
+            # The factor is 1 for an infinite threshold, and 0 for a threshold <= 0.
+            other = jnp.sign(jnp.maximum(threshold, 0))
+            factor = jnp.where(is_limit, factor.astype(norm.dtype), other)
             factors.append(jnp.where(is_finite, factor, 0 if self.drops else jnp.nan))
         return factors
 
@@ -221,7 +226,9 @@ def _sums(clip: _Clip, examples: Examples, batch: Tree) -> tuple[_Sums, Stats]:
     weight = kept = jnp.where(outputs.weight > 0, outputs.weight, 0)
     if clip.drops:
         kept = jnp.where(clip.is_finite(outputs, norms), weight, 0)
-    values = outputs.value * kept.astype(outputs.value.dtype)
+    # The sum of float16 losses or of their products with weights may overflow float16.
+    wide = wide_dtype(outputs.value.dtype)
+    values = outputs.value.astype(wide) * kept.astype(wide)
     value = jnp.sum(jnp.where(kept > 0, values, 0))
     norm = by_label(clip.groups, norms)
     factor = by_label(clip.groups, clip.factors(outputs, norms))

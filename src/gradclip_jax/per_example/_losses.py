@@ -14,7 +14,7 @@ from .._errors import type_error, value_error
 from .._leaves import is_measured, measured_leaves
 from .._mesh import vary, varying_axes, zeros_of_type
 from .._run_if import trace
-from .._tree_checks import broadcast_prefix
+from .._tree_checks import labels_of
 from .._types import Array, Labels, Number, Tree
 from ..accumulation._split import (
     Split,
@@ -67,7 +67,7 @@ class Loss:
     def bind(self, args: Sequence[Tree], kwargs: dict[str, Any], parts: int = 1) -> "Examples":
         """Check the arguments of a call, and separate the parameters from the batch."""
         groups = positions(self.batch_argnums), (), positions(self.argnums)
-        split = Split(parts, *groups, takes_one=isinstance(self.argnums, int))
+        split = Split(parts, *groups, takes_one=not isinstance(self.argnums, Sequence))
         split = counted_from_zero(split, args)
         both = sorted(set(split.batches) & set(split.differentiated))
         if both:
@@ -166,8 +166,7 @@ def groups_of(examples: Examples, param_labels: Labels | None) -> dict[Hashable,
     if param_labels is None:
         return {None: list(range(len(examples.leaves)))}
     params = examples.params
-    tree = param_labels(params) if callable(param_labels) else param_labels
-    labels = broadcast_prefix("param_labels", tree, "params", params)
+    labels = labels_of(param_labels, "params", params)
     of = [k for k, x in zip(labels, jax.tree.leaves(params), strict=True) if is_measured(x)]
     return {label: [i for i, k in enumerate(of) if k == label] for label in dict.fromkeys(of)}
 

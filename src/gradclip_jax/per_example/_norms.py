@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from .._checks import leaf_path
 from .._errors import public
@@ -187,7 +188,8 @@ def explain(
 
         def visit(chosen: dict[int, Tree]) -> Array:
             examples = loss.bind([chosen.get(i, x) for i, x in enumerate(args)], kwargs)
-            one = jax.tree.map(lambda x: x[0], examples.batch)
+            # The batch may be empty.
+            one = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), examples.batch)
             outputs = examples.outputs_of_one(examples.leaves, one)
             leaves = jax.tree_util.tree_leaves_with_path(examples.params)
             paths = [leaf_path("params", path) for path, x in leaves if is_measured(x)]

@@ -20,6 +20,7 @@ from jax import lax
 from .._devices import fusion_barrier
 from .._mesh import device_count, is_explicit, max_over, sum_over, varying_axes
 from .._types import Array, Scalar, Tree
+from ..clipping._formula import wide_dtype
 from ._lazy import Lazy, Value, as_wide_array
 from ._losses import Outputs, part_of
 from ._measure import is_exact, norm_of, square
@@ -117,7 +118,7 @@ def _add_inexact(
     size = outputs.value.shape[0]
     steps = size // math.gcd(size, device_count(outputs.value))
     of_steps = is_exact_example.reshape(-1, steps).all(0)
-    order, count = jnp.argsort(of_steps), jnp.sum(~of_steps)
+    order, count = jnp.argsort(of_steps), jnp.sum(~of_steps, dtype=jnp.int32)
 
     def add_step(carry: Tree) -> Tree:
         step, norms, sums, errors = carry
@@ -163,7 +164,7 @@ def _group_squares(
     squares = list(map(square, grads))
 
     def joined(group: Sequence[int]) -> tuple[Scalar, Scalar]:
-        wide = jnp.result_type(jnp.float32, *[squares[i][0].dtype for i in group])
+        wide = wide_dtype(*[squares[i][0].dtype for i in group])
         sums = jnp.zeros(2, wide)
         for axes in dict.fromkeys([shards[i] for i in group]):
             pairs = zip(*[squares[i] for i in group if shards[i] == axes], strict=True)
@@ -178,7 +179,7 @@ def _exact_norm(
 ) -> Scalar:
     """Compute the norm of materialized leaves, which are scaled to avoid overflow."""
     sizes = [jnp.abs(grads[i]) for i in group]
-    wide = jnp.result_type(jnp.float32, *sizes)
+    wide = wide_dtype(*[x.dtype for x in sizes])
     leaves = [(x.astype(wide), shards[i]) for x, i in zip(sizes, group, strict=True)]
     tops = [max_over(jnp.max(x, initial=0), axes) for x, axes in leaves]
     top, info = functools.reduce(jnp.maximum, tops, jnp.zeros((), wide)), jnp.finfo(wide)

@@ -375,6 +375,16 @@ def test_a_micro_batch_of_zero_weight_adds_nothing_even_if_it_is_nan():
     agree(ours, jax.value_and_grad(token_loss, has_aux=True)(PARAMS, good))
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_no_mean_of_a_batch_of_zero_weight_is_nan(parts):
+    def fun(w, x):
+        return jnp.mean(w * x), (jnp.float32(0), {"accuracy": jnp.mean(x)})
+
+    run = gcx.microbatched_value_and_grad(fun, parts, has_weight=True, has_aux=True)
+    found = run(jnp.float32(1), jnp.full(4, jnp.nan))
+    assert all(float(x) == 0 for x in jax.tree.leaves(found))
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 def test_a_weight_of_40_000_is_right_in_every_dtype(dtype):
     def fun(w, x):

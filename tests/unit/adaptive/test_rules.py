@@ -133,6 +133,14 @@ def test_zscore_gives_what_the_authors_code_gives(run):
     np.testing.assert_allclose(found[:until][both], theirs[:until][both], rtol=300 * EPS)
 
 
+def test_zscore_does_not_depend_on_the_scale_of_the_norms():
+    norms = np.r_[lognormal(50, spread=0.1), 3.0, 30.0]
+    expected, _ = follow(thresholds.zscore(), norms)
+    found, _ = follow(thresholds.zscore(), 2.0**-30 * norms)
+    assert np.all(expected[50:] < 2.0)
+    np.testing.assert_allclose(found[50:], 2.0**-30 * expected[50:], rtol=1e-5)
+
+
 def test_zscore_relearns_after_a_constant_warm_up():
     norms = np.r_[np.ones(50), np.full(60, 3.0)]
     found, _ = follow(thresholds.zscore(), norms)

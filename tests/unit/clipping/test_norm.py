@@ -292,6 +292,16 @@ def test_gradient_of_the_norm_is_right(ord):
         np.testing.assert_allclose(forward(x), norm * scale, rtol=1e-5, err_msg=str(scale))
 
 
+@pytest.mark.parametrize("ord", [1.0, 1.5, 2.0, 3.0, math.inf])
+def test_second_derivatives_of_a_complex_norm_are_right(ord):
+    def norm(parts):
+        return gcx.global_norm(jax.lax.complex(*parts), ord=ord)
+
+    parts = jnp.array([1.0, 2.0])
+    exact = jax.hessian(jnp.linalg.norm)(parts)  # a norm of one number is its magnitude
+    np.testing.assert_allclose(jax.hessian(norm)(parts), exact, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("ord", "dtype"),
     [(2.0, "complex64"), *((ord, "float32") for ord in (1.5, 2.0, 3.0, math.inf))],

@@ -94,3 +94,19 @@ def test_zero_large_norm_keeps_a_small_gradient_and_drops_a_large_or_nonfinite_o
         updates, state = update(grads, state)
         assert_same_bits(updates, grads if is_kept else jax.tree.map(jnp.zeros_like, grads))
         assert (state.clip_factor, state.clip_fraction) == (is_kept, not is_kept)
+
+
+@pytest.mark.parametrize("bound", [np.uint8(1), jnp.uint32(1), np.int8(1), 2**31, 10**20])
+def test_a_bound_may_be_any_integer(bound):
+    grads = jnp.array([-3.0, 0.5])
+    eager, compiled = gcx.clip_grad_value(grads, bound), None
+    expected = np.clip(grads, -float(bound), float(bound))
+    np.testing.assert_array_equal(eager, expected)
+    if not isinstance(bound, int):
+        compiled = jax.jit(gcx.clip_grad_value)(grads, bound)
+        np.testing.assert_array_equal(compiled, expected)
+    norm, bound = np.linalg.norm(grads), float(bound)
+    for clip in (gcx.clip_by_global_norm, gcx.clip_by_leaf_norm, gcx.adaptive_grad_clip):
+        updates, _ = clip(int(bound)).update(grads, clip(int(bound)).init(grads), 1 + 0 * grads)
+        assert np.linalg.norm(updates) <= min(norm, 2 * bound) * (1 + 1e-6)
+    assert float(gcx.clip_grad_norm(grads, int(bound))[1]) == pytest.approx(norm)

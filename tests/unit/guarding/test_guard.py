@@ -248,3 +248,15 @@ def test_an_object_with_init_and_update_is_taken(guard):
             return jax.tree.map(jnp.negative, updates), state
 
     assert calls(guard(Plain()), [1.0])[0] == -1.0
+
+
+@pytest.mark.parametrize("step", [jax.jit, lambda step: step])
+@each_guard
+def test_a_state_with_a_constant_bool_is_taken(guard, step):
+    inner = optax.optimistic_gradient_descent(0.1)
+    tx, params = guard(inner), jnp.ones(2)
+    state, plain = tx.init(params), inner.init(params)
+    for grads in (params, 3 * params):
+        updates, state = step(tx.update)(grads, state, params)
+        expected, plain = inner.update(grads, plain, params)
+        np.testing.assert_allclose(updates, expected)

@@ -2,10 +2,14 @@
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import gradclip_jax as gcx
+
+ONE = jnp.ones(1)
 
 
 def summary_of(log, **options):
@@ -55,7 +59,7 @@ def test_a_run_in_numbers():
     assert summary_of(log) == {
         "steps": 4,
         "clipped": 0.5,
-        "clipped/inner_state/0": 0.25,
+        "clipped/inner_state/0": pytest.approx(1 / 3),  # the third row repeats the second
         "incident_count": 2,
         "skipped_nonfinite": 2,
         "taken": 0.5,
@@ -101,9 +105,40 @@ def test_held_rows_count_once():
     )
     found = summary_of([row | {"step": i // 3} for i, row in enumerate(log)])
     assert found["steps"] == 2 and found["taken"] == 1 and found["guard_failed"] == 1
-    assert found["clipped"] == pytest.approx(1 / 3)  # the row before the first window, 5 and 2
+    assert found["clipped"] == 0.5  # 5 and 2
     in_front = summary_of([row | {"grad_norm": float(i)} for i, row in enumerate(log, 1)])
-    assert in_front["clipped"] == 0.5
+    assert in_front["clipped"] == 0.6  # the first held row may repeat a norm of before the log
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+@pytest.mark.parametrize(
+    ("wrap", "sizes"),
+    [
+        (lambda clip: gcx.accumulate_gradients(clip, 2), [5, 5, 5, 5, 0.1, 0.1]),
+        (gcx.skip_nonfinite, [5, np.nan, np.nan, np.nan, 0.1, 5]),
+        (
+            lambda clip: gcx.skip_nonfinite(gcx.accumulate_gradients(clip, 2)),
+            [5, np.nan, 5, 0.1, np.nan, np.nan, 0.1, 5, 5],
+        ),
+        (lambda clip: gcx.accumulate_gradients(gcx.skip_nonfinite(clip), 1), [5, 5, 0.1]),
+    ],
+)
+def test_of_the_steps_that_ran_two_of_three_were_clipped(wrap, sizes, is_watched):
+    tx = wrap(optax.chain(gcx.clip_by_global_norm(1.0), optax.sgd(0.1)))
+    state, log = tx.init(ONE), []
+    for size in sizes:
+        _, state = tx.update(size * ONE, state, ONE)
+        extra = {"has_updated": float(gcx.has_updated(state))} if is_watched else {}
+        log.append({key: float(x) for key, x in gcx.metrics(state).items()} | extra)
+    assert summary_of(log)["clipped"] == pytest.approx(2 / 3)
+
+
+def test_rows_of_the_same_step_are_merged():
+    log = [{"step": i, "clip_fraction": float(i % 10 == 0)} for i in range(100)]
+    for i in range(0, 100, 10):
+        log.append({"step": i, "eval_loss": 0.5})
+    log.sort(key=lambda row: row["step"])
+    assert summary_of(log) == {"steps": 100, "clipped": 0.1}
 
 
 def test_a_skipped_window_is_a_step_that_was_not_taken():

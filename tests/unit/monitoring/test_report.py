@@ -97,3 +97,12 @@ def test_a_damaged_incident_does_not_hide_the_others(bits):
     rows = state.incidents.rows.at[-2, field].set(bits)
     damaged = state._replace(incidents=state.incidents._replace(rows=rows))
     assert gcx.incidents(damaged) == whole[1:] or str(gcx.incidents(damaged)[0]) == str(whole[1])
+
+
+def test_what_a_loss_closes_over_may_change_between_two_calls():
+    target = {"y": 0.0}
+    batch, worst = jnp.array([1.0, 2.0, 3.0]), []
+    for target["y"] in (0.0, 3.0):
+        found = gcx.diagnostics.worst_examples(lambda w, x: (w * x - target["y"]) ** 2, 1.0, batch)
+        worst.append(next(iter(found["loss"])))
+    assert worst == [2, 0]

@@ -328,6 +328,11 @@ def often_zero(dead_after=np.inf):
     return lambda i, name, x: 0 * x if name == "mid" and (is_zero[i] or i > dead_after) else x
 
 
+def taking_turns(i, name, x):
+    """Leave a leaf untrained in every second phase of 50 steps, as in alternating training."""
+    return 0 * x if name == "mid" and i >= 250 and i % 100 >= 50 else x
+
+
 ONES = {name: np.ones(1, "f") for name in ("big", "mid", "small")}
 
 
@@ -350,6 +355,12 @@ def watched(stream, tx=None, **options):
             {},
             id="leaf that rises early in training",
         ),
+        pytest.param(
+            1400,
+            lambda i, name, x: x if name == "mid" else x * 0.997 ** max(i - 600, 0),
+            {},
+            id="leaf that is constant while the others decrease",
+        ),
     ],
 )
 def test_an_ordinary_run_has_no_incident(steps, change, options):
@@ -363,11 +374,20 @@ def test_an_ordinary_run_has_no_incident(steps, change, options):
         (60, times(0, 40, 41), range(40, 41), ("zero",), "big", "applied, gradient zero; loss 3"),
         (160, times(0, 100, 140, "mid"), range(101, 110), ("zero",), "mid", "mid has become zero"),
         (2000, often_zero(1500), range(1501, 1530), ("zero",), "mid", "mid has become zero"),
+        (300, times(0, 0, 300), range(16, 17), ("zero",), "big", "applied, gradient zero; loss 3"),
+        (300, times(0, 0, 300, "mid"), range(16, 19), ("zero",), "mid", "mid has become zero"),
+        (3000, times(0, 10, 3000, "mid"), range(16, 19), ("zero",), "mid", "mid has become zero"),
+        (3000, times(0, 40, 3000, "mid"), range(40, 50), ("zero",), "mid", "mid has become zero"),
+        (2000, taking_turns, range(250, 270), ("zero",), "mid", "mid has become zero"),
         # Noticed before the drift reaches a factor of 30.
         (620, drifting(1.01), range(300, 620), ("drift",), "mid", "of mid has slowly risen"),
         (415, drifting(1.03), range(300, 415), ("drift",), "mid", "of mid has slowly risen"),
     ],
-    ids=["spike", "zero", "dead leaf", "dead leaf, often zero before", "slow drift", "drift"],
+    ids=[
+        *("spike", "zero", "dead leaf", "dead leaf, often zero before"),
+        *("zero from the start", "dead from the start", "dead early", "dead late", "turns"),
+        *("slow drift", "drift"),
+    ],
 )
 def test_a_fault_is_one_incident_that_names_its_leaf(steps, change, at, kinds, leaf, words):
     (incident,) = watched(noisy(steps, change))

@@ -76,6 +76,23 @@ def test_other_factors_of_the_norm(reaction, factor):
     assert_close(grads, expected(wanted))
 
 
+def test_an_infinite_threshold_disables_every_reaction():
+    grads, stats = clipped(jnp.inf, reaction=lambda n, c: c / (n + 0.01))
+    np.testing.assert_array_equal(stats.factor, 1.0)
+    assert_close(grads, expected(np.ones(EXAMPLES)))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("weight", [1.0, 100.0])
+def test_the_mean_of_narrow_losses_is_summed_in_float32(dtype, weight):
+    def loss(w, x):
+        return (jnp.dot(w, x) * 250).astype(dtype), weight
+
+    run = gcx.per_example.value_and_grad(loss, 1.0, num_microbatches=32, has_weight=True)
+    (value, _), _ = jax.jit(run)(jnp.ones(4, dtype), jnp.ones((1024, 4), dtype))
+    assert value.dtype == dtype and float(value) == 1000
+
+
 def test_threshold_may_be_traced():
     def step(count):
         return gcx.per_example.value_and_grad(loss, optax.linear_schedule(1.0, 3.0, 2)(count))
