@@ -74,7 +74,7 @@ def convert_state(
         tx: New optimizer; a gradient transformation or an `optax.MultiSteps`.
         state: State of the old optimizer. For an `nnx.Optimizer` or a `TrainState`, pass its
             `.opt_state`.
-        params: Parameters, with the dtypes that `init` of the old optimizer received.
+        params: Parameters, with the dtypes that `init` received.
         reduction: "mean" or "sum", which states whether the accumulation averages or sums its
             micro-batches. `MultiSteps` averages by default, but its state does not contain this
             option. `reduction` is therefore required to convert an unfinished accumulation between

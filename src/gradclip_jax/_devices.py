@@ -147,6 +147,7 @@ def sums_of_pairs(
     11 % of the launches of GPT-2 and PPO and 26 % of those of a model with 150 small layers.
     """
 
+    # With `jit`, each term is traced once for all leaves of the same shape.
     def at_once(*columns: Sequence[Array]) -> tuple[list[Array], list[Array]]:
         @functools.partial(jax.jit, static_argnums=1)
         def term(x: Array, axes: Sequence[int], *others: Array) -> Array:

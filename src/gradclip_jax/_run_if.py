@@ -58,6 +58,7 @@ def trace(function: Callable[..., Tree], *args: Tree) -> Program:
     jaxpr = closed.jaxpr
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     pure = core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=inputs), [])
+    # With `jit`, the function is traced once for all backends and branches.
     return Program(jax.jit(core.jaxpr_as_fun(pure)), list(closed.consts), output)
 
 

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import DTypeLike
 
@@ -122,7 +123,7 @@ def microbatched_value_and_grad(
     if microbatch_transform is not None and not callable(microbatch_transform):
         check_transformation("microbatch_transform", microbatch_transform)
     groups = map(positions, (batch_argnums, rng_argnums, argnums))
-    given = Split(int(num_microbatches), *groups, takes_one=not isinstance(argnums, Sequence))
+    given = Split(int(num_microbatches), *groups, takes_one=not np.ndim(argnums))
     call = in_one_form(fun, has_weight, has_aux)
     value_and_grad = jax.value_and_grad(call, argnums, has_aux=True)
     sums_once = microbatch_transform is None and not drop_nonfinite

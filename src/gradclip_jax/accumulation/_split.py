@@ -1,6 +1,5 @@
 """Split a batch into micro-batches, and restore the order of its examples."""
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -40,7 +39,7 @@ class Split(NamedTuple):
 
 def positions(argnums: int | Sequence[int]) -> tuple[int, ...]:
     """Return argument positions as a tuple."""
-    return tuple(argnums) if isinstance(argnums, Sequence) else (operator.index(argnums),)
+    return tuple(np.atleast_1d(argnums).tolist())
 
 
 def counted_from_zero(split: Split, args: Sequence[Tree]) -> Split:

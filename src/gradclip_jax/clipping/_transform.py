@@ -425,10 +425,11 @@ def _value_bounds(max_value: Number, min_value: Number | None) -> tuple[Number, 
     check_number("max_value", max_value, "Pass inf to disable clipping.")
     if min_value is None:
         # Keep a Python number: inside jit an array operation on it would return a tracer.
-        if is_traced(max_value):
-            high = jnp.maximum(max_value, 0).astype(jnp.result_type(max_value, jnp.float32))
-        else:
-            high = float(max_value)
+        if not is_traced(max_value):
+            return -float(max_value), float(max_value)
+        high = jnp.maximum(max_value, 0)
+        if not jnp.issubdtype(high.dtype, jnp.floating):  # such as uint32, which has no -1
+            high = high.astype(jnp.float32)
         return -high, high
     hint = "Omit it to use `-max_value`."
     check_number("min_value", min_value, hint, low=-np.inf, closed=True)

@@ -67,7 +67,7 @@ class Loss:
     def bind(self, args: Sequence[Tree], kwargs: dict[str, Any], parts: int = 1) -> "Examples":
         """Check the arguments of a call, and separate the parameters from the batch."""
         groups = positions(self.batch_argnums), (), positions(self.argnums)
-        split = Split(parts, *groups, takes_one=not isinstance(self.argnums, Sequence))
+        split = Split(parts, *groups, takes_one=not np.ndim(self.argnums))
         split = counted_from_zero(split, args)
         both = sorted(set(split.batches) & set(split.differentiated))
         if both:
