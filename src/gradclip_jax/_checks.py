@@ -150,7 +150,7 @@ def check_length(argument: str, value: Count) -> None:
     """Raise if a history length is not a static integer between 1 and 2^20."""
     check_static(argument, value)
     check_count(argument, value, "Pass the number of steps to keep.")
-    if int(value) > 2**20:  # the state would not fit into memory
+    if int(value) > 2**20:  # the state contains every value of the window
         rule, hint = "an integer <= 2**20", "Pass a shorter window, such as 1000."
         raise value_error(argument, rule, shortened(value), hint)
 

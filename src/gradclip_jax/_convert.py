@@ -239,7 +239,7 @@ def _copied_window(like: _Window, given: _Window, reduction: str | None, path: P
         _check_weights(given, path)
     if not jax.tree.leaves(like.acc_grads):
         _check_closed(given, path)
-    elif reduction is None and (is_traced(held) or _is_open(given)):
+    elif reduction is None and _may_be_open(given):
         rule = '"mean" or "sum" if micro-batches may be accumulated'
         hint = f'Pass "mean" if {leaf_path("state", path)} accumulates the mean of gradients.'
         raise value_error("reduction", rule, "None", hint)
@@ -262,7 +262,7 @@ def _check_same_scale(like: _Window, given: _Window, path: Path) -> None:
     """Raise if only one of two windows may contain gradients multiplied by a loss scale."""
     windows = (getattr(x, _INNER[type(x)]) for x in (like, given))
     has_scale, had_scale = (bool(find_states(x, LossScaleState)) for x in windows)
-    if has_scale != had_scale and (is_traced(given.mini_step) or _is_open(given)):
+    if has_scale != had_scale and _may_be_open(given):
         rule = "a state without accumulated micro-batches if a loss scale is added or removed"
         got = f"{leaf_path('state', path)}.mini_step = {shortened(given.mini_step)}"
         hint = "Call `flush` first, because the micro-batches are multiplied by the loss scale."
@@ -301,6 +301,11 @@ def _accumulator(like: _Window, given: _Window, factor: Scalar | int, path: Path
 def _is_open(window: _Window) -> bool:
     """Return whether the number of accumulated micro-batches is positive and not traced."""
     return not is_traced(window.mini_step) and bool(_count(window.mini_step) > 0)
+
+
+def _may_be_open(window: _Window) -> bool:
+    """Return whether the number of accumulated micro-batches is positive or traced."""
+    return is_traced(window.mini_step) or _is_open(window)
 
 
 def _check_closed(given: Tree, path: Path) -> None:

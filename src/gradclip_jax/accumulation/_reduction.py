@@ -181,6 +181,9 @@ def accumulator_like(params: Tree, dtype: Tree | Callable[[str], DTypeLike]) -> 
 
 def check_matches_accumulator(updates: Tree, acc: Tree) -> None:
     """Raise if gradients cannot be added to the accumulator; float0 leaves may have any shape."""
+    if jax.tree.leaves(updates) and not jax.tree.leaves(acc):
+        hint = "Convert the state of `every=1` with `convert_state`."
+        raise value_error("state", "a state with an accumulator", "one without", hint)
     check_same_structure("updates", updates, "params", acc)
     given = jax.tree.leaves_with_path(updates)
     for (path, grad), total in zip(given, jax.tree.leaves(acc), strict=True):

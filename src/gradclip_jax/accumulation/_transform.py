@@ -191,9 +191,6 @@ def accumulate_gradients(
     ) -> Window:
         """Determine how a micro-batch changes the accumulation window."""
         has_buffer = not is_one or bool(jax.tree.leaves(state.acc_grads))
-        if has_buffer and jax.tree.leaves(updates) and not jax.tree.leaves(state.acc_grads):
-            hint = "Convert the state of `every=1` with `convert_state`."
-            raise value_error("state", "a state with an accumulator", "one without", hint)
         if has_buffer:
             check_matches_accumulator(updates, state.acc_grads)
         elif params is not None:

@@ -27,7 +27,7 @@ from .._leaves import flatten, measured_shapes
 from .._mesh import max_over, replica_count, shard_axes, sum_over, varying_axes
 from .._states import register_metrics
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Tree
-from ._formula import scale_factor, scale_leaf, zero_factor
+from ._formula import apply_reaction, scale_factor, scale_leaf, zero_factor
 from ._granularity import Granularity, as_granularity, norm_shapes, select_groups
 from ._norm import Groups, Norms, Slices, Units, norm_dtype, norm_of_leaves, tree_units, unit_norms
 from ._threshold import (
@@ -333,12 +333,8 @@ def _as_factor(reaction: Reaction) -> Callable[[Array, Array], Array]:
         raise type_error("reaction", rule, shortened(reaction), hint)
 
     def factor_of(norm: Array, threshold: Array) -> Array:
-        # The factor is 1 if the rule has no threshold yet, and 0 for a threshold <= 0.
-        is_limit = (threshold > 0) & (threshold < UNBOUNDED)
-        given = jnp.where(jnp.isfinite(norm), norm, 1), jnp.where(is_limit, threshold, 1)
-        factor = jnp.asarray(reaction(*given)).astype(norm.dtype)
-        factor = jnp.clip(jnp.broadcast_to(factor, norm.shape), 0, 1)
-        return jnp.where(is_limit, factor, jnp.sign(jnp.maximum(threshold, 0)))
+        factor = apply_reaction(reaction, norm, threshold)
+        return jnp.clip(jnp.broadcast_to(factor, norm.shape), 0, 1)
 
     return factor_of
 

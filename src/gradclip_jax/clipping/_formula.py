@@ -5,6 +5,7 @@ clipped = factor * x
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,19 @@ def zero_factor(norm: Array, threshold: Array) -> Array:
     """Return 1 if `0 < threshold` and `norm <= threshold`, else 0; NaN for a NaN threshold."""
     factor = ((norm <= threshold) & (threshold > 0)).astype(norm.dtype)
     return jnp.where(jnp.isnan(threshold), jnp.nan, factor)
+
+
+def apply_reaction(
+    reaction: Callable[[Array, Array], Array], norm: Array, threshold: Array
+) -> Array:
+    """Return `reaction(norm, threshold)`; 1 without a threshold, and 0 for a threshold <= 0.
+
+    A user-defined reaction receives only finite norms, and positive, finite thresholds.
+    """
+    is_limit = (threshold > 0) & (threshold < jnp.finfo(threshold.dtype).max)
+    given = jnp.where(jnp.isfinite(norm), norm, 1), jnp.where(is_limit, threshold, 1)
+    factor = jnp.asarray(reaction(*given)).astype(norm.dtype)
+    return jnp.where(is_limit, factor, jnp.sign(jnp.maximum(threshold, 0)))
 
 
 @functools.partial(jax.jit, static_argnames="drop")

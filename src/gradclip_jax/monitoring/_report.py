@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_callable, check_count, dtype_of, is_float0, refuse_traced, shortened
+from .._checks import check_callable, check_count, dtype_of, is_float0, refuse_traced
 from .._errors import public, type_error, value_error
 from .._leaves import measured_leaves
 from .._states import find_states, plain_arrays
+from .._tree_checks import batch_size
 from .._types import Array, HostArray, Tree
 from ..clipping._norm import global_norm
 from ._incident import Incident, IncidentLog, names_in, read_log
@@ -179,7 +180,7 @@ def worst_examples(
         descending order.
 
     Raises:
-        ValueError: If `k` is < 1, or the leaves of `batch` have different lengths.
+        ValueError: If `k` is < 1, or if `batch` is empty or its leaves have different lengths.
         TypeError: If `fun` is not a function.
 
 
@@ -200,11 +201,10 @@ def worst_examples(
         order = np.argsort(-np.nan_to_num(values, nan=np.inf), kind="stable")
         return {places[i]: float(values[i]) for i in order[:k].tolist()}
 
-    sizes = {np.shape(x)[0] if np.ndim(x) else 0 for x in jax.tree.leaves(batch)}
-    if len(sizes) != 1 or 0 in sizes:
-        hint = "Pass one row for each example in every leaf."
-        raise value_error("batch", "arrays of equal length > 0", shortened(batch), hint)
-    rows = range(*sizes)
+    rows = range(batch_size({"batch": batch}))
+    if not rows:
+        hint = "Pass the batch of the incident."
+        raise value_error("batch", "a batch with at least one example", "an empty batch", hint)
     # Compile `fun` anew in each call, because the values that it closes over may have changed.
     measure = jax.jit(functools.partial(_measure, fun))
     columns = jax.device_get(measure(params, batch, (np.array(rows),)))

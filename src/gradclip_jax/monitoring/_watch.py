@@ -317,10 +317,12 @@ def _checked_sums(stats: Tree, tap_names: list[str]) -> Array:
 
 
 def _checked_batch_id(batch_id: Array | int | None) -> Array | int | None:
-    if batch_id is not None and not is_scalar(batch_id, jnp.integer):
+    if batch_id is None:
+        return None
+    if not is_scalar(batch_id, jnp.integer):
         hint = "Pass the index of the batch in the order of the data."
         raise type_error("batch_id", "an integer", shortened(batch_id), hint)
-    if batch_id is not None and not is_traced(batch_id) and abs(int(batch_id)) >= 2**31:
+    if not is_traced(batch_id) and abs(int(batch_id)) >= 2**31:
         rule, hint = "between -2^31 and 2^31", "Pass the index of a batch instead of an example."
         raise value_error("batch_id", rule, shortened(batch_id), hint)
     return batch_id

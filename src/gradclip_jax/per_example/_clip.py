@@ -13,7 +13,7 @@ from .._errors import public, type_error, value_error
 from .._mesh import shard_axes, sum_over, varying_axes
 from .._types import Array, AxisName, Labels, Number, Tree
 from ..accumulation._split import check_real
-from ..clipping._formula import scale_factor, wide_dtype, zero_factor
+from ..clipping._formula import apply_reaction, scale_factor, wide_dtype, zero_factor
 from ._losses import Examples, Loss, Outputs, by_label, groups_of, replace_measured, sum_parts
 from ._sum import sums_and_norms
 
@@ -210,11 +210,7 @@ class _Clip(NamedTuple):
         factors: list[Array] = []
         for label, norm in zip(self.groups, norms, strict=True):
             threshold = jnp.asarray(self.thresholds[label], norm.dtype)
-            is_limit = (threshold > 0) & jnp.isfinite(threshold)
-            factor = jnp.asarray(self.react(norm, jnp.where(is_limit, threshold, 1)))
-            # The factor is 1 for an infinite threshold, and 0 for a threshold <= 0.
-            other = jnp.sign(jnp.maximum(threshold, 0))
-            factor = jnp.where(is_limit, factor.astype(norm.dtype), other)
+            factor = apply_reaction(self.react, norm, threshold)
             factors.append(jnp.where(is_finite, factor, 0 if self.drops else jnp.nan))
         return factors
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import check_callable, describe, leaf_path
+from .._checks import check_callable, describe
 from .._errors import type_error, value_error
 from .._leaves import is_measured, measured_leaves
 from .._mesh import vary, varying_axes, zeros_of_type
 from .._run_if import trace
-from .._tree_checks import labels_of
+from .._tree_checks import batch_size, labels_of
 from .._types import Array, Labels, Number, Tree
 from ..accumulation._split import (
     Split,
@@ -73,7 +73,7 @@ class Loss:
         if both:
             rule, hint = "disjoint from `batch_argnums`", "Pass different positions."
             raise value_error("argnums", rule, str(both[0]), hint)
-        size = _batch_size(split, args)
+        size = batch_size({f"args[{i}]": args[i] for i in split.batches})
         params = split.differentiated_of(args)
         call = in_one_form(self.fun, self.has_weight, self.has_aux)
 
@@ -95,19 +95,6 @@ class Loss:
 
         batch = jax.tree.map(jnp.asarray, tuple([args[i] for i in split.batches]))
         return Examples(value_of, params, measured_leaves(params), batch)
-
-
-def _batch_size(split: Split, args: Sequence[Tree]) -> int:
-    """Return the number of examples, or raise if the batch leaves have different lengths."""
-    sizes: dict[int, str] = {}
-    for i in split.batches:
-        for path, x in jax.tree_util.tree_leaves_with_path(args[i]):
-            sizes.setdefault(np.shape(x)[0], leaf_path(f"args[{i}]", path))
-    if len(sizes) != 1:
-        got = ", ".join(f"{size} at {place}" for size, place in sizes.items()) or "no leaves"
-        rule, hint = "arrays of equal length", "Pass one row per example in every leaf."
-        raise value_error("batch", rule, got, hint)
-    return next(iter(sizes))
 
 
 def _note(split: Split, args: Sequence[Tree], size: int, example: Example) -> str:
