@@ -6,7 +6,8 @@ Every mutant changes one place of `--src`: an operator, a constant, a condition,
 argument, a statement. The same `--src` and `--seed` always give the same mutants, so that two versions
 of the tests are compared by running both with `--tests`. A first run of every test file on instrumented
 code records which functions the file calls (`<out>.coverage.json`). Each mutant then runs the files that
-call its function, the fastest first. Results are appended to `--out`; a second run continues there.
+call its function: those of the same folder first, then the fastest. Results are appended to `--out`; a
+second run continues there.
 """
 
 import argparse
@@ -207,7 +208,8 @@ def outcome(mutant: dict, package: Path, tests: Path, covered: dict, args) -> di
         for x in covered
         if any(hit == where or (not in_function and hit.startswith(where)) for hit in covered[x][0])
     ]
-    files.sort(key=lambda path: covered[path][2])
+    nearest = Path(mutant["path"]).parent.name
+    files.sort(key=lambda path: (Path(path).parent.name != nearest, covered[path][2]))
     if not files:
         return {"killed": False, "by": "no test runs it", "seconds": 0}
     known = [f"--deselect={failed}" for x in files for failed in covered[x][1]]
