@@ -140,7 +140,7 @@ def test_none_masked_zero_size_scalar_and_float0_leaves_pass_through(name):
     }
     float0 = np.zeros((), jax.dtypes.float0)
     grads = {**params, "i": float0, "x": jnp.float32(0.25)}
-    updates, _ = tx.update(grads, tx.init(params), params)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
     assert updates["n"] is None and isinstance(updates["m"], optax.MaskedNode)
     assert updates["z"].shape == (0, 3) and updates["i"].dtype == jax.dtypes.float0
     assert np.isfinite(updates["x"])

@@ -56,11 +56,11 @@ def incidents(state: Tree) -> list[Incident]:
 
 
     Examples:
-        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> import jax, jax.numpy as jnp, optax, gradclip_jax as gcx
         >>> tx = gcx.watch(gcx.skip_large_norm(optax.sgd(0.1), 4.0))
         >>> params = {"wi": jnp.ones(2), "wo": jnp.ones(2)}
         >>> grads = {"wi": jnp.array([30.0, 40.0]), "wo": jnp.array([0.5, 0.5])}
-        >>> _, state = tx.update(grads, tx.init(params), params)
+        >>> _, state = jax.jit(tx.update)(grads, tx.init(params), params)
         >>> print(gcx.incidents(state)[-1])
         step 0: skipped, gradient norm 50 (threshold 4); 100 % of it in wi
     """

@@ -209,13 +209,13 @@ def watch(
 
 
     Examples:
-        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> import jax, jax.numpy as jnp, optax, gradclip_jax as gcx
         >>> tx = gcx.watch(gcx.skip_nonfinite(optax.sgd(0.1)))
         >>> params = {"wi": jnp.array([3.0, 4.0]), "wo": jnp.array([1.0])}
-        >>> state = tx.init(params)
+        >>> update, state = jax.jit(tx.update), tx.init(params)
         >>> for bad in (1.0, jnp.nan):
         ...     grads = {"wi": jnp.array([0.0, 2.0]), "wo": jnp.array([bad])}
-        ...     _, state = tx.update(grads, state, params, value=3.2)
+        ...     _, state = update(grads, state, params, value=3.2)
         ...     print(round(float(gcx.metrics(state)["update_ratio/wi"]), 4))
         0.04
         0.0

@@ -207,8 +207,9 @@ def test_a_skipped_window_is_one_incident_and_later_held_steps_are_none(inside):
 def test_a_step_without_measurement_reports_minus_one_and_no_incident():
     tx = gcx.watch(SGD)
     good, bad = of_sizes([2, np.inf])
-    _, state = tx.update(good, tx.init(ONE), ONE)
-    updates, state = tx.update(bad, state, ONE, measure=False)
+    update = jax.jit(tx.update, static_argnames="measure")
+    _, state = update(good, tx.init(ONE), ONE)
+    updates, state = update(bad, state, ONE, measure=False)
     found = gcx.metrics(state)
     assert np.isinf(updates["w"][0]) and found["watch_step"] == 2
     keys = ("gradient_norm", "update_norm/w", "update_ratio", "largest_share")
@@ -482,7 +483,7 @@ def test_an_update_of_which_the_norm_overflows_is_an_incident(scale, size):
     tx = gcx.watch(optax.scale(scale))
     params = {"a": np.ones(1, "f"), "b": np.ones(1, "f")}
     grads = {"a": jnp.float32([size]), "b": jnp.float32([0.0])}
-    _, state = tx.update(grads, tx.init(params), params)
+    _, state = jax.jit(tx.update)(grads, tx.init(params), params)
     (incident,) = gcx.incidents(state)
     assert (incident.kinds, incident.leaf) == (("update",), "a")
     # Infinite, or finite with squares that overflow.

@@ -43,7 +43,7 @@ def test_gradient_near_the_largest_float_is_clipped_to_the_threshold(size, nonfi
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32])
-@pytest.mark.parametrize("rows", [128, 65_536])
+@pytest.mark.parametrize("rows", [128, pytest.param(65_536, marks=pytest.mark.slow)])
 def test_ids_of_every_integer_dtype(dtype, rows):
     def loss(table, ids):
         return jnp.sum(jnp.take(table, ids, axis=0) * jnp.array([3.0, 4.0]))
@@ -114,6 +114,7 @@ def changed_examples():
     return {"removed": plain, "nan": nan, "cancels": cancel, "large": large}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(changed_examples()))
 @pytest.mark.parametrize("place", [0, 40_000])
 def test_one_example_of_65_536_aligned_examples_moves_the_sum_by_the_threshold(kind, place):
