@@ -223,13 +223,16 @@ def init_log(size: int, params: Tree, units: Units, tap_names: Sequence[str]) ->
     """Return a log without incidents."""
     rows = jnp.zeros((size, len(Incident._fields)), jnp.int32).at[:, 0].set(-1)
     step_count, incident_count = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-    names, taps = join_names(name_units(units, params)), join_names(tap_names)
-    return IncidentLog(step_count, incident_count, rows, {names: None}, {taps: None})
+    names: Tree = {join_names(name_units(units, params)): None}
+    if not jax.tree.leaves(params):
+        # The placeholder of `optax.tree.map_params`: a leaf matches the names of any parameters.
+        names = jnp.zeros((), jnp.int32)
+    return IncidentLog(step_count, incident_count, rows, names, {join_names(tap_names): None})
 
 
 def names_in(log: IncidentLog) -> list[str]:
     """Return the names of the units."""
-    return split_names(*log.names)
+    return split_names(*log.names) if isinstance(log.names, dict) else []
 
 
 def tap_names_in(log: IncidentLog) -> list[str]:

@@ -654,6 +654,16 @@ def test_a_checkpoint_holds_arrays_only_and_names_come_from_the_structure():
     assert gcx.diagnostics.unit_names(restored) == gcx.diagnostics.unit_names(state)
 
 
+def test_map_params_of_optax_finds_the_moments_inside():
+    tx = gcx.watch(optax.adam(0.1), granularity=gcx.granularities.layer(1))
+    state = tx.init(PARAMS)
+    mapped = optax.tree.map_params(tx, lambda x: x + 1, state)
+    moments = mapped.inner_state[0].mu
+    chex.assert_trees_all_equal(moments, jax.tree.map(np.ones_like, PARAMS))
+    assert gcx.diagnostics.unit_names(mapped) == gcx.diagnostics.unit_names(state)
+    assert jax.tree.structure(mapped) == jax.tree.structure(state)
+
+
 @pytest.mark.parametrize(
     ("options", "params"), [({"of": ("gradient",)}, PARAMS), ({}, PARAMS["decoder"])]
 )
