@@ -120,6 +120,14 @@ def test_units_of_any_granularity_and_tree_have_names_and_norms(granularity, tre
     assert found["update_ratio"] == pytest.approx(1.0, rel=1e-6)
 
 
+def test_each_of_many_leaves_has_its_norm():
+    tx = gcx.watch(optax.identity(), of=("gradient",))
+    tree = {f"w{i:03}": np.float32([i]) for i in range(130)}
+    _, state = jax.jit(tx.update)(tree, tx.init(tree))
+    found = gcx.metrics(state)
+    assert [found[f"gradient_norm/{name}"] for name in tree] == list(range(130))
+
+
 def test_the_largest_share_names_its_leaf():
     tx = gcx.watch(optax.sgd(0.1), of=("gradient",))
     grads = {"a": jnp.array([3.0]), "b": jnp.array([1.0]), "c": jnp.array([0.0])}
