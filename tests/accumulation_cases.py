@@ -1,11 +1,20 @@
 """What the tests of accumulation share: small parameters, gradients, and runs of micro-batches."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 import gradclip_jax as gcx
+import hlo
 import trees
+
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+def collectives(text, **where):
+    """How many collectives of each kind a compiled program has, of those that it has."""
+    return {c: n for c in COLLECTIVES if (n := hlo.count(text, c, **where))}
 
 
 def params_like(dtype="float32"):
@@ -42,3 +51,21 @@ def emissions(states):
 
 def is_zero(tree):
     return not any(np.any(x) for x in jax.tree.leaves(tree))
+
+
+def taken(tx, grads, state, params, *, fast, **extra_args):
+    """The next parameters and state, by either function."""
+    if fast:
+        return gcx.apply_gradients(tx, grads, state, params, **extra_args)
+    updates, state = tx.update(grads, state, params, **extra_args)
+    return optax.apply_updates(params, updates), state
+
+
+def watcher(seen):
+    """An inner optimizer that passes gradients through and tells whenever it really runs."""
+
+    def update(updates, state, params=None, **extra_args):
+        jax.debug.callback(lambda count: seen.append(int(count)), state)
+        return updates, state + 1
+
+    return optax.GradientTransformationExtraArgs(lambda params: jnp.int32(0), update)

@@ -1,16 +1,66 @@
-"""What the tests of clips share: one step, and comparisons with the oracles."""
+"""What the tests of clips share: steps, and comparisons with oracles and the authors' numbers."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import pytest
 
 import oracles
+import recorded
 
 
 def step(tx, grads, params=None, state=None):
     """One jitted update, from a fresh state unless there is one."""
     state = tx.init(grads if params is None else params) if state is None else state
     return jax.jit(tx.update)(grads, state, params)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _train(tx, grads, params):
+    def step(carry, grad):
+        params, state = carry
+        updates, state = tx.update(grad, state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, state), (updates, state, params)
+
+    return jax.lax.scan(step, (params, tx.init(params)), grads)[1]
+
+
+def train(tx, grads, params=None):
+    """The updates, states and parameters after each step, as NumPy arrays."""
+    grads = jax.tree.map(jnp.asarray, grads)
+    if params is None:
+        params = jax.tree.map(lambda x: jnp.zeros_like(x[0]), grads)
+    return jax.tree.map(np.asarray, _train(tx, grads, params))
+
+
+def recordings(method, *left_out):
+    """A parameter `run` with what the authors' code gave."""
+    names = [name for name in recorded.names(method) if name not in left_out]
+    return pytest.mark.parametrize(
+        "run", [recorded.recording(method, name) for name in names], ids=names
+    )
+
+
+def assert_differentiable_after_zeros_and_bad_steps(clip):
+    sizes = jnp.array([0.0, 1.0, 0.0, *np.full(12, 2.0), 50.0, 0.0, 3.0, 2.0, 50.0])
+    bad = jnp.zeros(len(sizes)).at[5].set(jnp.nan).at[18].set(jnp.inf)
+
+    @jax.jit
+    @jax.grad
+    def slope(grads):
+        def step(state, inputs):
+            size, bad = inputs
+            clipped, state = clip.update(jnp.where(bad == 0, size * grads, bad), state)
+            return state, jnp.where(bad == 0, clipped.sum(), 0)
+
+        return jax.lax.scan(step, clip.init(grads), (sizes, bad))[1].sum()
+
+    for scale in (0.0, 1.0, 1e-3):
+        assert np.isfinite(slope(scale * jnp.array([0.0, 1.0, 2.0]))).all()
 
 
 def assert_close(updates, exact, rtol=1e-6):

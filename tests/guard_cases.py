@@ -13,6 +13,7 @@ import gradclip_jax as gcx
 from trees import normal
 
 INT_MAX = np.iinfo(np.int32).max
+SHARDS, WHOLE = PartitionSpec("data"), PartitionSpec()
 
 
 GUARDS = {
@@ -87,18 +88,6 @@ def feed(tx, norms, losses=None):
     return np.asarray(skipped), jax.tree.map(np.asarray, state)
 
 
-def train(tx, stream):
-    """Takes a step on a gradient of each number; the parameters and skips so far, last state."""
-
-    def step(carry, grad):
-        params, state = gcx.apply_gradients(tx, jnp.full(2, grad), carry[1], carry[0])
-        return (params, state), (params, state.skipped_nonfinite)
-
-    start = (jnp.zeros(2), tx.init(jnp.zeros(2)))
-    (_, state), (params, skipped) = jax.jit(lambda s: jax.lax.scan(step, s, stream))(start)
-    return params, skipped, state
-
-
 def calls(tx, stream):
     """The parameter, the state, and whether a step was taken, for gradients of one number each.
 
@@ -120,25 +109,21 @@ def dtypes(tree):
     return [x.dtype.name for x in jax.tree.leaves(tree)]
 
 
-def spoiled_all(tree):
-    return jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), tree)
+def sharded(in_specs, out_specs, **options):
+    """A decorator that compiles a function for shards on all devices, over the axis "data"."""
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    specs = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    return lambda function: jax.jit(jax.shard_map(function, **specs, **options))
 
 
 def on_shards(tx, check_vma=True):
     """One step on a sharded and a replicated leaf; what each device decided, and the updates."""
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    shards, whole = PartitionSpec("data"), PartitionSpec()
+    specs = {"s": SHARDS, "w": WHOLE}
 
-    @functools.partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=({"s": shards, "w": whole},) * 2,
-        out_specs=({"s": shards, "w": whole}, shards, shards),
-        check_vma=check_vma,
-    )
+    @sharded((specs, specs), (specs, SHARDS, SHARDS), check_vma=check_vma)
     def step(grads, params):
         params, state = gcx.apply_gradients(tx, grads, tx.init(params), params)
         mine = jnp.zeros(1, jnp.int32) + (jax.lax.axis_index("data") * 0).astype(jnp.int32)
         return params, mine + state.skipped_nonfinite, mine + state.consecutive_skips
 
-    return jax.jit(step)
+    return step

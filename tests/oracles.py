@@ -45,18 +45,6 @@ def global_norm(leaves: Sequence, ord: float = 2.0) -> float:
     return vector_norm(ravel(leaves), ord)
 
 
-def leaf_norms(leaves: Sequence, ord: float = 2.0) -> list[float]:
-    return [vector_norm(x, ord) for x in leaves]
-
-
-def group_norms(leaves: Sequence, labels: Sequence, ord: float = 2.0) -> dict:
-    """The norm of all leaves with a label, for each label."""
-    members = {
-        name: [x for x, la in zip(leaves, labels, strict=True) if la == name] for name in labels
-    }
-    return {name: global_norm(group, ord) for name, group in members.items()}
-
-
 def unit_norms(x, axes: Sequence[int], ord: float = 2.0) -> np.ndarray:
     """One norm for each position along the other axes; the given axes are kept as 1."""
     x = wide(x)
@@ -87,11 +75,11 @@ def clip_by_group_norm(
     leaves: Sequence, labels: Sequence, max_norms: dict, ord: float = 2.0
 ) -> list[np.ndarray]:
     """Labels that `max_norms` leaves out are not clipped."""
-    norms = group_norms(leaves, labels, ord)
-    factors = {
-        name: clip_factor(norm, max_norms.get(name, math.inf)) for name, norm in norms.items()
-    }
-    return [wide(x) * factors[label] for x, label in zip(leaves, labels, strict=True)]
+    pairs, factors = list(zip(leaves, labels, strict=True)), {}
+    for name in labels:
+        norm = global_norm([x for x, label in pairs if label == name], ord)
+        factors[name] = clip_factor(norm, max_norms.get(name, math.inf))
+    return [wide(x) * factors[label] for x, label in pairs]
 
 
 def rms(x) -> float:
@@ -112,10 +100,6 @@ def adaptive_grad_clip(
         threshold = clipping * np.maximum(unit_norms(w, over), eps)
         clipped.append(wide(g) * clip_factor(unit_norms(g, over), threshold))
     return clipped
-
-
-def clip(leaves: Sequence, low: float, high: float) -> list[np.ndarray]:
-    return [np.clip(wide(x), low, high) for x in leaves]
 
 
 def eps(dtype) -> float:

@@ -1,8 +1,7 @@
 """Adaptive clipping step by step: float64 NumPy, written from the papers. No JAX in here.
 
 A rule takes norms, float64[steps], and returns what it says at each step, `inf` for "do not
-clip". A method that looks at gradients takes, for one leaf, float64[steps, ...]. What the
-library adds to a paper is an argument whose default is the paper.
+clip". What the library adds to a paper is an argument whose default is the paper.
 """
 
 import math
@@ -23,7 +22,7 @@ def zscore(
     seen: list[float] = []
     mean = var = math.nan
     streak = 0
-    out: dict[str, list[float]] = {"threshold": [], "mean": [], "var": [], "margin": []}
+    out: dict[str, list[float]] = {"threshold": [], "margin": []}
     for n in norms:
         threshold = math.inf
         if len(seen) < warmup_steps:
@@ -41,8 +40,6 @@ def zscore(
             mean = decay * mean + (1 - decay) * fed
             var = decay * var + (1 - decay) * (fed - mean) ** 2
         out["threshold"].append(threshold)
-        out["mean"].append(mean)
-        out["var"].append(var)
     return {name: np.array(values) for name, values in out.items()}
 
 
@@ -101,77 +98,4 @@ def quantile(norms, target: float, rate: float, initial: float) -> np.ndarray:
     out = [initial]
     for n in norms:
         out.append(out[-1] * math.exp(-rate * (float(n <= out[-1]) - target)))
-    return np.array(out)
-
-
-def u_clip(grads, clip) -> tuple[np.ndarray, np.ndarray]:
-    """U-Clip, 2302.02971, algorithm 1."""
-    carry = np.zeros(grads.shape[1:])
-    emitted, carries = [], []
-    for g in grads:
-        emitted.append(clip(g + carry))
-        carry = g + carry - emitted[-1]
-        carries.append(carry)
-    return np.array(emitted), np.array(carries)
-
-
-def acclip(grads, b1: float, b2: float, alpha: float, eps: float) -> np.ndarray:
-    """ACClip, 1912.03194, algorithm 2: the updates."""
-    m, tau = np.zeros(grads.shape[1:]), np.zeros(grads.shape[1:])
-    out = []
-    for g in grads:
-        m = b1 * m + (1 - b1) * g
-        tau = b2 * tau + (1 - b2) * np.abs(g) ** alpha
-        out.append(np.minimum(tau ** (1 / alpha) / (np.abs(m) + eps), 1) * m)
-    return np.array(out)
-
-
-def spam(grads, theta: float, decay: float, warmup: int, reset_every: float) -> np.ndarray:
-    """SPAM, 2501.06842, algorithm 1, with the grace periods of the authors' code: the updates."""
-    v = np.zeros(grads.shape[1:])
-    out = []
-    for t, g in enumerate(grads, 1):
-        since = math.fmod(t, reset_every)
-        if since == 0:
-            v = np.zeros_like(v)
-        if t >= warmup and since >= warmup:
-            g = np.where(g**2 > theta * v, np.sign(g) * np.sqrt(theta * v), g)
-        v = decay * v + (1 - decay) * g**2
-        out.append(g)
-    return np.array(out)
-
-
-def stable_spam(
-    grads, max_decay: float, norm_decay: float, square_decay: float, eps: float
-) -> np.ndarray:
-    """AdaClip and AdaGN of Stable-SPAM, 2502.17055, for one leaf; t is never set back."""
-    peak = norm = square = 0.0
-    out = []
-    for t, g in enumerate(grads, 1):
-        largest = np.abs(g).max()
-        peak = max_decay * peak + (1 - max_decay) * largest
-        bound = peak / (1 - max_decay**t)
-        g = np.where(np.abs(g) > bound, g / (largest or 1) * bound, g)
-        length = np.linalg.norm(g)
-        norm = norm_decay * norm + (1 - norm_decay) * length
-        square = square_decay * square + (1 - square_decay) * length**2
-        wanted = norm / (1 - norm_decay**t) / (math.sqrt(square / (1 - square_decay**t)) + eps)
-        out.append(g / length * wanted if length > 0 else g)
-    return np.array(out)
-
-
-def stable_adamw(
-    grads, param, lr: float, b1: float, b2: float, eps: float, weight_decay: float, d: float
-) -> np.ndarray:
-    """StableAdamW, 2304.13013, algorithm 2, for one leaf: the parameters after each step."""
-    v, u = np.zeros(grads.shape[1:]), np.zeros(grads.shape[1:])
-    out = []
-    for t, g in enumerate(grads, 1):
-        d1, d2 = (b * (1 - b ** (t - 1)) / (1 - b**t) for b in (b1, b2))
-        v = d1 * v + (1 - d1) * g
-        u = d2 * u + (1 - d2) * g**2
-        rms = math.sqrt(np.mean(g**2 / np.maximum(u, eps**2)))
-        rate = lr / max(1, rms / d)
-        param = param - rate * weight_decay * param - rate * v / (np.sqrt(u) + eps)
-        out.append(param)
     return np.array(out)

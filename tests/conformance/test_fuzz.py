@@ -8,11 +8,11 @@
 5. Every transformation on hostile gradients under `jax_debug_nans` and `jax_debug_infs`.
 """
 
-import functools
 import itertools
 import math
 import os
 import re
+from functools import cache, partial, reduce
 
 import hypothesis.strategies as st
 import jax
@@ -58,16 +58,13 @@ LEAVES = {
 AROUND = {
     "clip": (_wide_clip, plain.Clip),
     "skip_nonfinite": (gcx.skip_nonfinite, plain.SkipNonfinite),
-    "skip_nonfinite step": (
-        functools.partial(gcx.skip_nonfinite, check="step"),
-        plain.SkipNonfiniteStep,
-    ),
+    "skip_nonfinite step": (partial(gcx.skip_nonfinite, check="step"), plain.SkipNonfiniteStep),
     "skip_large_norm": (
-        functools.partial(gcx.skip_large_norm, max_norm=plain.SkipLargeNorm.MAX_NORM),
+        partial(gcx.skip_large_norm, max_norm=plain.SkipLargeNorm.MAX_NORM),
         plain.SkipLargeNorm,
     ),
     "loss_scale": (
-        functools.partial(
+        partial(
             gcx.dynamic_loss_scale, init_scale=4.0, growth_interval=3, max_scale=8.0, check="step"
         ),
         plain.LossScale,
@@ -75,8 +72,8 @@ AROUND = {
 }
 for every in (1, 3):
     AROUND[f"window of {every}"] = (
-        functools.partial(gcx.accumulate_gradients, every=every),
-        functools.partial(plain.Accumulate, every),
+        partial(gcx.accumulate_gradients, every=every),
+        partial(plain.Accumulate, every),
     )
 
 
@@ -95,23 +92,12 @@ def _all_nests():
 NESTS = sorted(_all_nests())
 
 
-def build(nest):
-    *around, leaf = nest
-    return functools.reduce(
-        lambda tx, name: AROUND[name][0](tx), reversed(around), LEAVES[leaf][0]()
-    )
-
-
-def build_model(nest):
-    *around, leaf = nest
-    parts = [plain.Clip if name == "clip" else AROUND[name][1]() for name in around]
-    return plain.stacked([*parts, LEAVES[leaf][1]()])
-
-
-@functools.cache
+@cache
 def programs(nest):
     """The transformation, and two programs that take the same step."""
-    tx = optax.with_extra_args_support(build(nest))
+    *around, leaf = nest
+    made = reduce(lambda tx, name: AROUND[name][0](tx), reversed(around), LEAVES[leaf][0]())
+    tx = optax.with_extra_args_support(made)
 
     def by_apply(params, state, grad, **extra_args):
         return gcx.apply_gradients(tx, grad, state, params, **extra_args)
@@ -142,7 +128,10 @@ def random_calls(seed):
 class Nest(RuleBasedStateMachine):
     @initialize(nest=st.sampled_from(NESTS))
     def start(self, nest):
-        self.nest, self.model, self.step_index = nest, build_model(nest), 1
+        *around, leaf = nest
+        gates = [plain.Clip if name == "clip" else AROUND[name][1]() for name in around]
+        self.model = plain.stacked([*gates, LEAVES[leaf][1]()])
+        self.nest, self.step_index = nest, 1
         self.tx = programs(nest)[0]
         self.params, self.expected = jnp.zeros(2), [0.0, 0.0]
         self.state = self.tx.init(self.params)
@@ -255,9 +244,7 @@ def test_micro_batches_of_any_signature_are_the_batch(signature, seed):
     )
     found = jax.jit(split)(*args)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), found, expected
-    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), found, expected)
 
 
 # --- 3. conversions there and back ----------------------------------------------------------
@@ -312,7 +299,7 @@ def test_a_run_converted_and_back_is_that_run(names, inner, before, here):
         return params, state
 
     reduction = "sum" if "sum" in names else "mean"
-    convert = functools.partial(gcx.convert_state, reduction=reduction)
+    convert = partial(gcx.convert_state, reduction=reduction)
     start = {"w": jnp.zeros(2), "b": jnp.float32(0.0)}
     params, state = run(theirs, theirs.init(start), start, range(before))
     expected, _ = run(theirs, state, params, range(before, 18))
@@ -320,21 +307,19 @@ def test_a_run_converted_and_back_is_that_run(names, inner, before, here):
     assert jax.tree.structure(there) == jax.tree.structure(ours.init(start))
     back = convert(theirs, there, found)
     found, _ = run(theirs, back, found, range(before + here, 18))
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected
-    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected)
 
 
 # --- 4. two signals -------------------------------------------------------------------------
 
 RULES = {
-    "zscore": functools.partial(gcx.thresholds.zscore, warmup_steps=4),
-    "mean_std": functools.partial(gcx.thresholds.mean_std, 4.0, window=8, warmup_steps=4),
+    "zscore": partial(gcx.thresholds.zscore, warmup_steps=4),
+    "mean_std": partial(gcx.thresholds.mean_std, 4.0, window=8, warmup_steps=4),
 }
 rules = st.sampled_from(sorted(RULES))
 
 
-@functools.cache
+@cache
 def skips_in_a_row(norm_rule, loss_rule):
     """A program that runs `skip_spikes` on rows of norm and loss."""
     norm, loss = RULES[norm_rule](), RULES[loss_rule](allow_negative=True)

@@ -54,31 +54,6 @@ def launch(what, processes, folder, *options):
     return run_together(commands, folder)
 
 
-def assert_like(expected, seen):
-    np.testing.assert_allclose(seen["loss"], expected["loss"], rtol=1e-5)
-    for name, leaf in expected["params"].items():
-        np.testing.assert_allclose(seen["params"][name], leaf, rtol=0, atol=1e-5)
-    chex.assert_trees_all_close(seen["metrics"], expected["metrics"], rtol=1e-5, atol=0)
-
-
-def assert_bad_call_is_skipped(seen):
-    is_bad = [i == process_worker.BAD_CALL for i in range(process_worker.CALLS)]
-    assert np.isnan(seen["loss"]).tolist() == is_bad
-    assert seen["metrics"][-1]["skipped_nonfinite"] == 1
-    assert all(np.isfinite(leaf).all() for leaf in seen["params"].values())
-
-
-def assert_norms_are_of_the_whole(seen):
-    for case, whole in {
-        "huge_norm": process_worker.HUGE,
-        "pipeline_stages": process_worker.values((4, 6, 3), 11),
-    }.items():
-        np.testing.assert_allclose(
-            seen[case]["norm"], oracles.global_norm([whole]), rtol=3e-7, err_msg=case
-        )
-    assert abs(seen["pipeline_stages"]["after"] - 1) < 1e-6
-
-
 # One launch for all claims, since each starts JAX anew.
 @pytest.mark.parametrize("processes", [2, 4])
 def test_several_processes_see_what_one_device_sees(processes, tmp_path):
@@ -88,12 +63,26 @@ def test_several_processes_see_what_one_device_sees(processes, tmp_path):
     texts = [(tmp_path / f"{i}.json").read_text() for i in range(processes)]
     assert len(set(texts)) == 1  # bit for bit, or they would drift apart
     seen = json.loads(texts[0])
-    assert_norms_are_of_the_whole(seen)
+    for case, whole in {
+        "huge_norm": process_worker.HUGE,
+        "pipeline_stages": process_worker.values((4, 6, 3), 11),
+    }.items():
+        exact = oracles.global_norm([whole])
+        np.testing.assert_allclose(seen[case]["norm"], exact, rtol=3e-7, err_msg=case)
+    assert abs(seen["pipeline_stages"]["after"] - 1) < 1e-6
     calls = process_worker.reference(process_worker.GUARDED_CALLS)
     windows = process_worker.reference(process_worker.GUARDED_WINDOWS)
+    is_bad = [i == process_worker.BAD_CALL for i in range(process_worker.CALLS)]
     for case in TRAINED:
-        assert_like(windows if case == "shard_map_window" else calls, seen[case])
-        assert_bad_call_is_skipped(seen[case])  # the NaN came in on the last process
+        expected, found = windows if case == "shard_map_window" else calls, seen[case]
+        np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
+        chex.assert_trees_all_close(found["metrics"], expected["metrics"], rtol=1e-5, atol=0)
+        for name, leaf in expected["params"].items():
+            np.testing.assert_allclose(found["params"][name], leaf, rtol=0, atol=1e-5)
+            assert np.isfinite(leaf).all()
+        # The NaN came in on the last process.
+        assert np.isnan(found["loss"]).tolist() == is_bad
+        assert found["metrics"][-1]["skipped_nonfinite"] == 1
 
 
 @pytest.mark.parametrize("who", [0, 1], ids=["coordinator", "other"])

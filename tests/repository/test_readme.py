@@ -36,12 +36,9 @@ def blocks(page: Path) -> list[tuple[int, str, str | None]]:
             found["shown"] and textwrap.dedent(found["shown"]),
         )
         for found in BLOCK.finditer(text)
-        if not found["skip"] or (found["needs"] and are_installed(found["needs"]))
+        if not found["skip"]
+        or (found["needs"] and all(map(importlib.util.find_spec, found["needs"].split(", "))))
     ]
-
-
-def are_installed(names: str) -> bool:
-    return all(importlib.util.find_spec(name) for name in names.split(", "))
 
 
 def run(page: Path) -> None:

@@ -11,17 +11,13 @@ PAGES = sorted((ROOT / "docs/trainers").glob("*.md"))
 SHOWN = re.compile(r"^```(diff|py)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-def lines_of(*paths):
-    return {line.strip() for path in paths for line in path.read_text().splitlines()}
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_line_of_a_diff_is_in_the_test_of_its_trainer(page):
     folder = ROOT / "tests/integration/trainers"
     sources = [folder / "pairs.py"]
     if page.stem != "index":
         sources.append(folder / f"test_{page.stem}.py")
-    known = lines_of(*sources)
+    known = {line.strip() for path in sources for line in path.read_text().splitlines()}
     shown = {
         (line[1:] if kind == "diff" else line).strip()
         for kind, block in SHOWN.findall(page.read_text())

@@ -3,13 +3,12 @@
 import functools
 
 import chex
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
+from flax.serialization import from_bytes, to_bytes
 
 import gradclip_jax as gcx
 
@@ -28,17 +27,12 @@ def multi_steps(inner, every):
 
 
 class Optax:
-    clip, clip_by_global_norm = optax.clip, optax.clip_by_global_norm
-    clip_by_block_rms, adaptive_grad_clip = optax.clip_by_block_rms, optax.adaptive_grad_clip
-    accumulate, guard = (
-        multi_steps,
-        functools.partial(optax.apply_if_finite, max_consecutive_errors=9),
-    )
+    clip, clip_by_global_norm, accumulate = optax.clip, optax.clip_by_global_norm, multi_steps
+    guard = functools.partial(optax.apply_if_finite, max_consecutive_errors=9)
 
 
 class Ours:
     clip, clip_by_global_norm = gcx.clip, gcx.clip_by_global_norm
-    clip_by_block_rms, adaptive_grad_clip = gcx.clip_by_block_rms, gcx.adaptive_grad_clip
     accumulate, guard = gcx.accumulate_gradients, gcx.skip_nonfinite
 
 
@@ -46,9 +40,6 @@ class Ours:
 OPTIMIZERS = {
     "chain": lambda lib: optax.chain(
         lib.clip(0.5), lib.clip_by_global_norm(1.0), optax.adamw(schedule)
-    ),
-    "block rms and relative to the parameters": lambda lib: optax.chain(
-        lib.clip_by_block_rms(0.5), lib.adaptive_grad_clip(0.1), optax.sgd(0.1)
     ),
     "named_chain": lambda lib: optax.named_chain(
         ("clip", lib.clip_by_global_norm(1.0)), ("adam", optax.adam(0.1))
@@ -69,9 +60,6 @@ OPTIMIZERS = {
     "window": lambda lib: lib.accumulate(
         optax.chain(lib.clip_by_global_norm(1.0), optax.adamw(schedule)), EVERY
     ),
-    "window in a chain": lambda lib: optax.chain(
-        lib.clip_by_global_norm(5.0), lib.accumulate(optax.adam(0.1), EVERY)
-    ),
     "guard": lambda lib: lib.guard(optax.adam(schedule)),
     "guard in a window": lambda lib: lib.accumulate(lib.guard(optax.adam(schedule)), EVERY),
 }
@@ -81,6 +69,10 @@ PAIRS["guard around a window"] = (
         optax.adam(0.1), EVERY, should_skip_update_fn=optax.skip_not_finite
     ).gradient_transformation(),
     gcx.skip_nonfinite(gcx.accumulate_gradients(optax.adam(0.1), EVERY)),
+)
+PAIRS["loss scale"] = (  # of 1, so that no gradient has to be scaled
+    gcx.skip_nonfinite(optax.adam(0.1)),
+    gcx.dynamic_loss_scale(optax.adam(0.1), init_scale=1.0),
 )
 
 
@@ -119,7 +111,9 @@ def test_a_run_goes_on_here_and_back_there(theirs, ours, taken):
 
 
 # The skip function of MultiSteps counts nothing that could be carried over.
-@pytest.mark.parametrize(("name", "skips"), [("guard", 3), ("guard around a window", 1)])
+@pytest.mark.parametrize(
+    ("name", "skips"), [("guard", 3), ("guard around a window", 1), ("loss scale", 3)]
+)
 def test_skips_before_and_after_are_those_of_one_run(name, skips):
     theirs, ours = PAIRS[name]
     bad = {2, 3, 8}
@@ -132,16 +126,10 @@ def test_skips_before_and_after_are_those_of_one_run(name, skips):
     assert gcx.metrics(found_state)["skipped_nonfinite"] == skips
 
 
-def in_a_chain(tx):
-    return optax.chain(optax.add_decayed_weights(0.1), tx)
-
-
-@pytest.mark.parametrize("place", [lambda tx: tx, in_a_chain, gcx.skip_nonfinite])
-def test_sums_go_on_as_sums(place):
+def test_sums_go_on_as_sums():
     inner = optax.sgd(0.1)
     theirs = optax.MultiSteps(inner, EVERY, use_grad_mean=False).gradient_transformation()
-    theirs = theirs if place is gcx.skip_nonfinite else place(theirs)
-    ours = place(gcx.accumulate_gradients(inner, EVERY, reduction="sum"))
+    ours = gcx.skip_nonfinite(gcx.accumulate_gradients(inner, EVERY, reduction="sum"))
     params, state = run(theirs, theirs.init(PARAMS), PARAMS, range(5))
     expected, _ = run(theirs, state, params, range(5, 10))
     as_sums = functools.partial(gcx.convert_state, reduction="sum")
@@ -152,31 +140,28 @@ def test_sums_go_on_as_sums(place):
     assert_alike(found, expected)
 
 
-@pytest.mark.parametrize("here_to_there", [False, True])
-def test_an_open_window_has_to_come_with_its_reduction(here_to_there):
-    pair = multi_steps(optax.sgd(0.1), EVERY), gcx.accumulate_gradients(optax.sgd(0.1), EVERY)
-    old, new = reversed(pair) if here_to_there else pair
+SUM = gcx.accumulate_gradients(optax.sgd(0.1), EVERY)
+SCALED = gcx.accumulate_gradients(gcx.dynamic_loss_scale(optax.sgd(0.1)), EVERY)
+THEIRS = multi_steps(optax.sgd(0.1), EVERY)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (THEIRS, SUM, "^convert_state: `reduction`"),
+        (SUM, THEIRS, "^convert_state: `reduction`"),
+        (SUM, SCALED, "loss scale"),
+        (SCALED, SUM, "loss scale"),
+    ],
+)
+def test_an_open_window_has_to_come_with_its_reduction_and_keep_its_loss_scale(old, new, message):
     convert = functools.partial(gcx.convert_state, new)
     for taken in (0, EVERY):
         params, state = run(old, old.init(PARAMS), PARAMS, range(taken))
         assert_alike(convert(state, params), convert(state, params, reduction="sum"))
     _, state = run(old, old.init(PARAMS), PARAMS, range(1))
     for call in (convert, jax.jit(convert)):  # jit does not know the number of micro-batches
-        with pytest.raises(ValueError, match=r"^convert_state: `reduction`"):
-            call(state, PARAMS)
-
-
-@pytest.mark.parametrize("is_removed", [False, True])
-def test_gradients_in_an_open_window_do_not_change_their_loss_scale(is_removed):
-    plain = gcx.accumulate_gradients(optax.sgd(0.1), EVERY)
-    scaled = gcx.accumulate_gradients(gcx.dynamic_loss_scale(optax.sgd(0.1)), EVERY)
-    old, new = (scaled, plain) if is_removed else (plain, scaled)
-    convert = functools.partial(gcx.convert_state, new)
-    params, state = run(old, old.init(PARAMS), PARAMS, range(EVERY))
-    assert_alike(convert(state, params).acc_grads, state.acc_grads)
-    _, state = run(old, old.init(PARAMS), PARAMS, range(1))
-    for call in (convert, jax.jit(convert)):
-        with pytest.raises(ValueError, match="loss scale"):
+        with pytest.raises(ValueError, match=message):
             call(state, PARAMS)
 
 
@@ -188,29 +173,6 @@ def test_a_reduction_is_not_required_between_two_accumulations_of_ours():
     convert = jax.jit(lambda state, params: gcx.convert_state(new, state, params))
     found, _ = run(new, convert(state, params), params, range(EVERY + 1, 2 * EVERY))
     assert_alike(found, expected)
-
-
-def test_the_state_does_not_say_whether_multi_steps_averages():
-    averages = multi_steps(optax.sgd(0.1), EVERY)
-    _, state = run(averages, averages.init(PARAMS), PARAMS, range(2))
-    ours = gcx.accumulate_gradients(optax.sgd(0.1), EVERY)
-    mean, total = (
-        gcx.convert_state(ours, state, PARAMS, reduction=name).acc_grads for name in ("mean", "sum")
-    )
-    assert_alike(mean, jax.tree.map(lambda x: 2 * x, total))
-
-
-@pytest.mark.parametrize("kind", ["nnx.Optimizer", "TrainState"])
-def test_an_optimizer_object_is_an_error_that_names_its_state(kind):
-    tx = optax.sgd(0.1)
-    if kind == "nnx.Optimizer":
-        nnx = pytest.importorskip("flax.nnx")
-        whole = nnx.Optimizer(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
-    else:
-        train_state = pytest.importorskip("flax.training.train_state")
-        whole = train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
-    with pytest.raises(TypeError, match=r"^convert_state: `state`.*`\.opt_state`"):
-        gcx.convert_state(gcx.skip_nonfinite(tx), whole, PARAMS)
 
 
 def test_an_open_window_goes_on_in_other_dtypes_leaf_by_leaf():
@@ -247,23 +209,9 @@ ADDED = {
         lambda tx: optax.chain(optax.clip(1e3), tx),
         lambda tx: gcx.accumulate_gradients(optax.chain(gcx.clip(1e3), tx), 1),
     ),
-    "a clip in a chain": (
-        lambda tx: optax.chain(optax.trace(0.5), tx),
-        lambda tx: optax.chain(optax.trace(0.5), gcx.clip_by_leaf_norm(1e3), tx),
-    ),
-    "a clip and a record in a window": (
-        lambda tx: optax.MultiSteps(tx, EVERY).gradient_transformation(),
-        lambda tx: gcx.accumulate_gradients(
-            optax.chain(gcx.record_norms(4), gcx.clip_by_global_norm(1e3), tx), EVERY
-        ),
-    ),
     "a named clip": (
         lambda tx: optax.named_chain(("tx", tx)),
         lambda tx: optax.named_chain(("clip", gcx.clip_by_global_norm(1e3)), ("tx", tx)),
-    ),
-    "a guard in a chain": (
-        lambda tx: optax.chain(optax.clip(1e3), tx),
-        lambda tx: optax.chain(gcx.clip(1e3), gcx.skip_nonfinite(tx)),
     ),
     "a guard inside a window": (
         lambda tx: gcx.accumulate_gradients(tx, EVERY),
@@ -317,23 +265,12 @@ def test_history_of_a_clip_is_kept_where_the_clips_are_the_same():
     assert_alike(gcx.convert_state(of_another_kind, state, params), of_another_kind.init(PARAMS))
 
 
-def by_flax(saved, like, path):
-    return flax.serialization.from_bytes(like, flax.serialization.to_bytes(saved))
-
-
-def by_orbax(saved, like, path):
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path / "run", saved)
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(path / "run", like)
-
-
-@pytest.mark.parametrize("through_checkpoint", [by_flax, by_orbax])
-def test_a_checkpoint_of_optax_goes_on_here(through_checkpoint, tmp_path):
+def test_a_checkpoint_of_optax_goes_on_here():
     theirs, ours = PAIRS["window"]
     saved = run(theirs, theirs.init(PARAMS), PARAMS, range(4))
     expected, _ = run(theirs, saved[1], saved[0], range(4, 12))
-    params, state = through_checkpoint(saved, (PARAMS, theirs.init(PARAMS)), tmp_path)
+    # Arrays of NumPy, as from a checkpoint of any kind.
+    params, state = from_bytes((PARAMS, theirs.init(PARAMS)), to_bytes(saved))
     state = gcx.convert_state(ours, state, params, reduction="mean")
     found, _ = run(ours, state, params, range(4, 12))
     assert_alike(found, expected)

@@ -9,12 +9,11 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
 
 import compat
 import gradclip_jax as gcx
-
-DATA, ALL = PartitionSpec("data"), PartitionSpec()
+from guard_cases import SHARDS, WHOLE, sharded
 
 
 @functools.cache
@@ -93,24 +92,6 @@ def test_what_is_not_finite_stays_so(bad):
     np.testing.assert_array_equal(np.float32(applied(np.full(64, bad), np.ones(64))), bad)
 
 
-def test_small_steps_add_up_where_rounding_to_nearest_loses_them_all():
-    steps, size = 1000, 512
-    params, grads = jnp.ones(size, jnp.bfloat16), jnp.full(size, -1e-4)
-
-    def run(tx):
-        def step(carry, _):
-            params, state = carry
-            return gcx.apply_gradients(tx, grads, state, params), None
-
-        carry = (params, tx.init(params))
-        return np.float64(jax.jit(lambda c: jax.lax.scan(step, c, length=steps)[0])(carry)[0])
-
-    sgd = optax.sgd(1.0)
-    found = run(optax.chain(sgd, gcx.round_stochastically()))
-    assert abs(found.mean() - 1.1) < 5 * found.std() / size**0.5
-    np.testing.assert_array_equal(run(sgd), 1.0)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_update_and_apply_updates_give_what_apply_gradients_gives(dtype):
     params = jnp.linspace(-2, 2, 64).astype(jnp.bfloat16)
@@ -170,17 +151,13 @@ def test_held_and_skipped_steps_change_neither_parameters_nor_the_count():
     inner = optax.chain(optax.sgd(1.0), gcx.round_stochastically())
     tx = gcx.skip_nonfinite(gcx.accumulate_gradients(inner, 2))
     first = params = jnp.linspace(1, 2, 64).astype(jnp.bfloat16)
-    state, steps = tx.init(params), []
-    apply = jax.jit(functools.partial(gcx.apply_gradients, tx))
+    state = tx.init(params)
+    apply = jax.jit(gcx.apply_gradients, static_argnums=0)
     for grad in (1e-3, jnp.nan, 1e-3, 1e-3):
-        new, state = apply(jnp.full(64, grad), state, params)
-        changed = bool(jnp.any(new != params))
-        steps.append((changed, int(state.inner_state.inner_opt_state[1].step)))
-        params = new
-    assert steps == [(False, 0), (False, 0), (True, 1), (False, 1)]
-    # The step that was taken is that of the optimizer alone, with the mean of the window.
-    step = jax.jit(functools.partial(gcx.apply_gradients, inner))
-    alone, _ = step(jnp.full(64, 1e-3), inner.init(first), first)
+        params, state = apply(tx, jnp.full(64, grad), state, params)
+    assert state.inner_state.inner_opt_state[1].step == 1
+    # The one step that was taken is that of the optimizer alone, with the mean of the window.
+    alone, _ = apply(inner, jnp.full(64, 1e-3), inner.init(first), first)
     chex.assert_trees_all_equal(params, alone)
 
 
@@ -204,7 +181,7 @@ def stepped(params, updates):
 def test_sharded_arrays_get_the_bits_of_one_device(kind):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
     expected = jax.jit(stepped)(*example())
-    shardings = {"w": NamedSharding(mesh, DATA), "b": NamedSharding(mesh, ALL)}
+    shardings = {"w": NamedSharding(mesh, SHARDS), "b": NamedSharding(mesh, WHOLE)}
     with jax.set_mesh(mesh):
         placed = [jax.device_put(tree, shardings) for tree in example()]
         compiled = jax.jit(stepped).lower(*placed).compile()
@@ -217,14 +194,11 @@ def test_sharded_arrays_get_the_bits_of_one_device(kind):
 
 
 def test_replicas_stay_alike_in_shard_map_and_shards_draw_their_own():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    params, updates = {"w": jnp.ones((16, 64)), "b": jnp.ones(64)}, {}
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    params = {"w": jnp.ones((16, 64), jnp.bfloat16), "b": jnp.ones(64, jnp.bfloat16)}
     updates = jax.tree.map(lambda x: jnp.full(x.shape, 1e-3), params)
-    specs = {"w": DATA, "b": ALL}
+    specs = {"w": SHARDS, "b": WHOLE}
     # That `b` may leave as replicated is checked by its type.
-    run = jax.shard_map(stepped, mesh=mesh, in_specs=(specs, specs), out_specs=specs)
-    found = jax.jit(run)(params, updates)
+    found = sharded((specs, specs), specs)(stepped)(params, updates)
     copies = {np.float32(shard.data).tobytes() for shard in found["b"].addressable_shards}
     assert len(copies) == 1
     shards = {np.float32(shard.data).tobytes() for shard in found["w"].addressable_shards}

@@ -9,11 +9,12 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import compat
 import gradclip_jax as gcx
+from accumulation_cases import run
 from gradclip_jax import taps
+from guard_cases import SHARDS, WHOLE, sharded
 
 LAYERS, WIDTH, BATCH = 3, 6, 8
 
@@ -68,29 +69,25 @@ def case():
 
 
 def activations64(params, x):
-    """Every tapped activation and its cotangent by central differences of NumPy in float64."""
-    params = jax.tree.map(np.float64, params)
+    """Every tapped activation, and its cotangent as the gradient by what is added, in float64."""
+    params, x = jax.tree.map(np.float64, (params, x))
 
-    def run(x, shifts):
-        seen = {"embed": x @ params["embed"] + shifts.get("embed", 0)}
+    def run(shifts):
+        seen = {"embed": x @ params["embed"] + shifts["embed"]}
         h = seen["embed"]
         for i in range(LAYERS):
-            hidden = h @ params["layers"]["wi"][i] + shifts.get(f"layers_{i}/hidden", 0)
-            out = np.tanh(hidden) @ params["layers"]["wo"][i] + shifts.get(f"layers_{i}/out", 0)
+            hidden = h @ params["layers"]["wi"][i] + shifts[f"layers_{i}/hidden"]
+            out = jnp.tanh(hidden) @ params["layers"]["wo"][i] + shifts[f"layers_{i}/out"]
             seen |= {f"layers_{i}/hidden": hidden, f"layers_{i}/out": out}
             h = h + out
-        return np.mean(np.sum(h**2, -1)), seen
+        return jnp.mean(jnp.sum(h**2, -1)), seen
 
-    x, cotangents = np.float64(x), {}
-    _, seen = run(x, {})
-    for name, activation in seen.items():
-        cotangent = np.zeros_like(activation)
-        for i in np.ndindex(*activation.shape):
-            shift = np.zeros_like(activation)
-            shift[i] = 1e-5
-            cotangent[i] = (run(x, {name: shift})[0] - run(x, {name: -shift})[0]) / 2e-5
-        cotangents[name] = cotangent
-    return seen, cotangents
+    names = ["embed", *(f"layers_{i}/{kind}" for i in range(LAYERS) for kind in ("hidden", "out"))]
+    with compat.x64():
+        cotangents, seen = jax.grad(run, has_aux=True)(
+            dict.fromkeys(names, np.zeros((BATCH, WIDTH)))
+        )
+    return jax.device_get((seen, cotangents))
 
 
 @pytest.fixture(scope="module")
@@ -235,22 +232,18 @@ def test_vmap_over_examples_sums_or_keeps_them(case, oracle):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_sums_over_devices(case, oracle, check_vma):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-
-    def local(*args):
+    @sharded((WHOLE, WHOLE, SHARDS), WHOLE, check_vma=check_vma)
+    def run(*args):
         grads = jax.grad(lambda *args: model(*args) / 8, argnums=(0, 1))(*args)
         return grads if check_vma else jax.lax.psum(grads, "data")
 
-    run = jax.shard_map(
-        local, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=check_vma
-    )
-    assert_measured(jax.jit(run)(*case)[1], oracle)
+    assert_measured(run(*case)[1], oracle)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_arrays_have_the_statistics_of_the_whole(case, oracle, kind):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
-    shardings = [NamedSharding(mesh, spec) for spec in (P(), P(), P("data"))]
+    shardings = [NamedSharding(mesh, spec) for spec in (WHOLE, WHOLE, SHARDS)]
     with jax.set_mesh(mesh):
         sharded = [jax.device_put(*pair) for pair in zip(case, shardings, strict=True)]
         assert_measured(jax.jit(jax.grad(model, argnums=1))(*sharded), oracle)
@@ -268,21 +261,11 @@ def test_micro_batches_have_the_statistics_of_the_batch(case, oracle, drop_nonfi
 def test_accumulate_gradients_accumulates_them_beside_the_parameters(case, oracle):
     params, probes, x = case
     both = {"params": params, "probes": probes}
-    optimizer = optax.chain(gcx.clip_by_global_norm(1e-3), optax.sgd(1.0))
-    inner = optax.partition(
-        {"params": optimizer, "probes": optax.identity()}, {"params": "params", "probes": "probes"}
-    )
-    tx = gcx.accumulate_gradients(inner, every=2)
-    state = tx.init(both)
-
-    @jax.jit
-    def step(state, part):
-        grads = jax.grad(lambda both: model(both["params"], both["probes"], part))(both)
-        return tx.update(grads, state, both)
-
-    for part in (x[:4], x[4:]):
-        updates, state = step(state, part)
-    assert_measured(updates["probes"], oracle, factor=2)
+    parts = {"params": gcx.clip_by_global_norm(1e-3), "probes": optax.identity()}
+    tx = gcx.accumulate_gradients(optax.partition(parts, {name: name for name in parts}), 2)
+    grad = jax.jit(jax.grad(lambda both, part: model(both["params"], both["probes"], part)))
+    updates, _ = run(tx, both, [grad(both, part) for part in (x[:4], x[4:])])
+    assert_measured(updates[-1]["probes"], oracle, factor=2)
 
 
 def test_per_example_keeps_its_clipping_and_the_statistics(case, oracle):

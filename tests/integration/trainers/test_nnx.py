@@ -5,16 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from pairs import (
-    EVERYWHERE,
-    NAMES,
-    STEPS,
-    STOP,
-    check_same,
-    of_optax,
-    of_ours,
-    on_all_devices,
-)
+from pairs import EVERYWHERE, NAMES, STEPS, STOP, check_same, of_optax, of_ours, on_all_devices
 
 import gradclip_jax as gcx
 

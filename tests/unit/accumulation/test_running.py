@@ -10,6 +10,7 @@ import compat
 import gradclip_jax as gcx
 import oracles
 import trees
+from accumulation_cases import run
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -31,11 +32,9 @@ def test_an_integer_parameter_has_an_idle_scalar():
 def test_float16_gradients_may_add_up_beyond_float16():
     grads = jnp.float16([6e4])
     tx = gcx.accumulate_gradients(optax.identity(), 4)
-    state = tx.init(grads)
-    for _ in range(3):
-        _, state = tx.update(grads, state, grads)
-    np.testing.assert_array_equal(state.acc_grads, np.float32([3 * 6e4]))
-    np.testing.assert_array_equal(tx.update(grads, state, grads)[0], grads)
+    updates, states = run(tx, grads, [grads] * 4)
+    np.testing.assert_array_equal(states[2].acc_grads, np.float32([3 * 6e4]))
+    np.testing.assert_array_equal(updates[3], grads)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64", "float8_e4m3fn"])
@@ -43,10 +42,8 @@ def test_float16_gradients_may_add_up_beyond_float16():
 def test_a_window_is_read_as_the_weighted_mean_or_sum_of_every_dtype(dtype, reduction):
     weights, grads = np.float32([3, 0, 1000, 7]), trees.normal((4, 5), dtype)
     tx = gcx.accumulate_gradients(optax.identity(), 5, reduction=reduction)
-    state = tx.init(grads[0])
-    for grad, weight in zip(grads, weights, strict=True):
-        _, state = tx.update(grad, state, grads[0], weight=weight)
-    found = np.asarray(gcx.accumulated_gradients(state, reduction=reduction))
+    _, states = run(tx, grads[0], grads, [{"weight": weight} for weight in weights])
+    found = np.asarray(gcx.accumulated_gradients(states[-1], reduction=reduction))
     divisor = weights.sum() if reduction == "mean" else 1
     terms = weights[:, None] * oracles.wide(grads) / divisor
     # Each product, sum and quotient rounds once, to half an eps of the largest partial sum.
@@ -54,14 +51,10 @@ def test_a_window_is_read_as_the_weighted_mean_or_sum_of_every_dtype(dtype, redu
     assert np.all(np.abs(found - terms.sum(axis=0)) <= bound)
 
 
-def weighted(weight):
-    tx = gcx.accumulate_gradients(optax.identity(), 2)
-    return tx.update(jnp.ones(1), tx.init(jnp.ones(1)), jnp.ones(1), weight=weight)[1].total_weight
-
-
 @pytest.mark.parametrize("weight", [3, 2.5, np.int64(7), np.float16(2), jnp.int32(4), 2**40, 0])
 def test_weight_is_a_float32_scalar_whatever_number_it_was(weight):
-    total = weighted(weight)
+    tx = gcx.accumulate_gradients(optax.identity(), 2)
+    total = tx.update(jnp.ones(1), tx.init(jnp.ones(1)), jnp.ones(1), weight=weight)[1].total_weight
     assert total.dtype == jnp.float32 and total.shape == () and float(total) == float(weight)
 
 
@@ -98,9 +91,6 @@ def test_stochastic_rounding_keeps_what_is_not_finite():
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_weights_may_be_larger_than_the_accumulator_can_hold(dtype):
     tx = gcx.accumulate_gradients(optax.sgd(1.0), 2, accumulator_dtype=dtype)
-    params = jnp.zeros(3)
-    state = tx.init(params)
-    for weight in (40_001.0, 40_003.0):
-        updates, state = tx.update(jnp.full(3, 0.5), state, params, weight=weight)
-    eps = float(jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(updates, -0.5, rtol=2 * eps)
+    weights = [{"weight": weight} for weight in (40_001.0, 40_003.0)]
+    updates, _ = run(tx, jnp.zeros(3), [jnp.full(3, 0.5)] * 2, weights)
+    np.testing.assert_allclose(updates[-1], -0.5, rtol=2 * float(jnp.finfo(dtype).eps))

@@ -11,7 +11,7 @@ import pytest
 
 import gradclip_jax as gcx
 import trees
-from accumulation_cases import emissions, gradients, is_zero, params_like, run
+from accumulation_cases import emissions, gradients, is_zero, params_like, run, taken, watcher
 
 INT32_MAX = np.iinfo(np.int32).max
 
@@ -37,16 +37,6 @@ def assert_close(tree, wanted, scale=1.0):
     chex.assert_trees_all_close(wide, wanted, rtol=1e-5, atol=1e-6 * scale)
 
 
-def watcher(seen):
-    """An inner optimizer that passes gradients through and tells whenever it really runs."""
-
-    def update(updates, state, params=None, **extra_args):
-        jax.debug.callback(lambda count: seen.append(int(count)), state)
-        return updates, state + 1
-
-    return optax.GradientTransformationExtraArgs(lambda params: jnp.int32(0), update)
-
-
 def recorder():
     """An inner optimizer whose state is the `value` it was last given; it takes nothing else."""
 
@@ -59,39 +49,30 @@ def recorder():
 # --- equal to MultiSteps on ordinary gradients ----------------------------------------------
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_mean_and_sum_equal_those_of_multi_steps(reduction):
+def by_table(gradient_step):
+    return jnp.array([3, 1, 2, 2])[gradient_step]
+
+
+@pytest.mark.parametrize(("every", "reduction"), [(3, "mean"), (3, "sum"), (by_table, "mean")])
+def test_updates_and_counts_are_those_of_multi_steps(every, reduction):
     params = params_like()
-    grads = [gradients(i, params) for i in range(7)]
+    grads = [gradients(i, params) for i in range(8)]
     adamw = optax.adamw(optax.linear_schedule(0.1, 0.0, 10))
     inner = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-    ours = gcx.accumulate_gradients(inner, 3, reduction=reduction)
-    theirs = optax.MultiSteps(inner, 3, use_grad_mean=reduction == "mean")
+    ours = gcx.accumulate_gradients(inner, every, reduction=reduction)
+    theirs = optax.MultiSteps(inner, every, use_grad_mean=reduction == "mean")
     updates, states = run(ours, params, grads)
     wanted, their_states = run(theirs.gradient_transformation(), params, grads)
     # MultiSteps keeps a running mean, which rounds otherwise; Adam divides by a root of it.
-    chex.assert_trees_all_close(updates, wanted, rtol=1e-5, atol=1e-7)
-    for name in ("mini_step", "gradient_step", "inner_opt_state"):
-        chex.assert_trees_all_close(
-            getattr(states[-1], name), getattr(their_states[-1], name), rtol=1e-5, atol=1e-7
-        )
+    close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-7)
+    close(updates, wanted)
+    for state, their_state in zip(states, their_states, strict=True):
+        for name in ("mini_step", "gradient_step", "inner_opt_state"):
+            close(getattr(state, name), getattr(their_state, name))
+        assert gcx.has_updated(state) == (state.mini_step == 0)
+        length = every(state.gradient_step) if callable(every) else every
+        assert state.accumulation_steps == length or gcx.has_updated(state)
     chex.assert_trees_all_equal_shapes_and_dtypes(states[-1].acc_grads, their_states[-1].acc_grads)
-    assert emissions(states) == [False, False, True] * 2 + [False]
-
-
-def test_a_schedule_of_the_gradient_step_equals_that_of_multi_steps():
-    params, lengths = params_like(), jnp.array([3, 1, 2, 2])
-    grads = [gradients(i, params) for i in range(8)]
-
-    def every(gradient_step):
-        return lengths[gradient_step]
-
-    updates, states = run(gcx.accumulate_gradients(optax.adam(0.1), every), params, grads)
-    theirs = optax.MultiSteps(optax.adam(0.1), every).gradient_transformation()
-    wanted, _ = run(theirs, params, grads)
-    chex.assert_trees_all_close(updates, wanted, rtol=1e-5, atol=1e-7)
-    assert [int(s.gradient_step) for s in states] == [0, 0, 1, 2, 2, 3, 3, 4]
-    assert [int(s.accumulation_steps) for s in states] == [3, 3, 3, 1, 2, 2, 2, 2]
 
 
 # --- the length of a window -----------------------------------------------------------------
@@ -153,17 +134,11 @@ def test_the_host_may_say_when_a_window_closes(fast):
     told = gcx.skip_nonfinite(gcx.accumulate_gradients(optax.adam(0.1), 1_000))
 
     def run_with(tx, *, tells):
-        def step(params, state, grads, **extra_args):
-            if fast:
-                return gcx.apply_gradients(tx, grads, state, params, **extra_args)
-            updates, state = tx.update(grads, state, params, **extra_args)
-            return optax.apply_updates(params, updates), state
-
-        step = jax.jit(step, static_argnames="emit")
+        step = jax.jit(functools.partial(taken, tx, fast=fast), static_argnames="emit")
         now, state = params, tx.init(params)
         for i in range(7):
             emit = {"emit": i % 3 == 2} if tells else {}
-            now, state = step(now, state, gradients(i, params), weight=1.0 + i, **emit)
+            now, state = step(gradients(i, params), state, now, weight=1.0 + i, **emit)
         return now, state
 
     ours, state = run_with(told, tells=True)
@@ -244,13 +219,11 @@ def test_any_tree_passes_through():
 # --- reductions and weights -----------------------------------------------------------------
 
 
-def by_leaf(path):
-    return {"most": "max", "now": "last", "count": "sum"}.get(path.split("/")[-1], "mean")
+WORDS = {"w": "mean", "stats": {"most": "max", "now": "last", "count": "sum"}}
+BY_PATH = {"w": "mean", "stats/most": "max", "stats/now": "last", "stats/count": "sum"}
 
 
-@pytest.mark.parametrize(
-    "reduction", [by_leaf, {"w": "mean", "stats": {"most": "max", "now": "last", "count": "sum"}}]
-)
+@pytest.mark.parametrize("reduction", [WORDS, BY_PATH.get])
 def test_each_leaf_may_have_its_own_reduction(reduction):
     zero = jnp.zeros(())
     params = {"w": zero, "stats": {"most": zero, "now": zero, "count": zero}}
@@ -320,14 +293,6 @@ def test_a_nan_weight_spoils_only_its_own_window():
     chex.assert_tree_all_finite((updates, states[-1].inner_opt_state))
 
 
-def test_a_guard_inside_drops_the_window_for_a_bad_loss_of_its_last_micro_batch():
-    params = params_like()
-    tx = gcx.accumulate_gradients(gcx.skip_nonfinite(optax.adam(0.1)), 2)
-    values = [{"value": jnp.float32(v)} for v in (jnp.nan, 1, 1, jnp.nan)]
-    updates, _ = run(tx, params, [params] * 4, values)
-    assert [is_zero(u) for u in updates] == [True, False, True, True]
-
-
 # --- flush ----------------------------------------------------------------------------------
 
 
@@ -342,42 +307,42 @@ def test_flush_emits_the_open_window_by_its_weights(reduction):
     wanted = jax.tree.map(lambda g: g * scale, weighted_mean(grads, [1, 7]))
     assert_close(updates, wanted, scale)
     assert bool(gcx.has_updated(state))
+    assert not gcx.has_updated(gcx.reset_accumulation(state))
     assert int(state.micro_batch_count) == 2  # a flush is no micro-batch
     chex.assert_trees_all_equal_shapes_and_dtypes(state, states[-1])
 
 
-both_flushes = pytest.mark.parametrize(
-    "flush", [gcx.flush, jax.jit(gcx.flush, static_argnums=0)], ids=["eager", "jit"]
+AROUND = {
+    "nothing": lambda tx: tx,
+    "skip_nonfinite": lambda tx: optax.chain(optax.trace(0.9), gcx.skip_nonfinite(tx)),
+    "skip_large_norm": lambda tx: optax.chain(optax.trace(0.9), gcx.skip_large_norm(tx, 1.0)),
+}
+
+
+@pytest.mark.parametrize("flush", [gcx.flush, jax.jit(gcx.flush, static_argnums=0)])
+@pytest.mark.parametrize(
+    ("name", "seen"),
+    [
+        ("nothing", []),
+        ("nothing", [1, 1]),
+        ("skip_nonfinite", [np.nan] * 2),
+        ("skip_large_norm", [9, 9]),
+    ],
 )
-
-
-@both_flushes
-@pytest.mark.parametrize("seen", [0, 2], ids=["from the start", "after a window"])
-def test_flush_of_an_empty_window_is_no_op(flush, seen):
+def test_flush_of_an_empty_window_changes_nothing_in_it_and_around_it(name, seen, flush):
     params, calls = params_like(), []
     inner = optax.chain(optax.adam(0.1), watcher(calls))
     # The window grows after the first emission: that is not to be seen before it opens.
-    tx = gcx.accumulate_gradients(inner, lambda step: 2 + step, noise_scale_decay=0.9)
-    state = tx.init(params)
-    for i in range(seen):
-        _, state = tx.update(gradients(i, params), state, params)
-    updates, flushed = flush(tx, state, params)
+    window = gcx.accumulate_gradients(inner, lambda step: 2 + step, noise_scale_decay=0.9)
+    tx = AROUND[name](window)
+    grads = [filled(params, grad) for grad in seen]
+    before = run(tx, params, grads)[1][-1] if seen else tx.init(params)
     jax.effects_barrier()
-    assert is_zero(updates) and len(calls) == seen // 2
-    chex.assert_trees_all_equal(flushed, state)
-
-
-@both_flushes
-@pytest.mark.parametrize("guard", [gcx.skip_nonfinite, lambda tx: gcx.skip_large_norm(tx, 1.0)])
-def test_flush_of_an_empty_window_changes_nothing_around_it(guard, flush):
-    params = params_like()
-    tx = optax.chain(optax.trace(0.9), guard(gcx.accumulate_gradients(optax.adam(0.1), 3)))
-    _, states = run(tx, params, [filled(params, jnp.nan)] * 2)
-    assert int(gcx.metrics(states[-1])["consecutive_skips"]) == 2
-    updates, flushed = flush(tx, states[-1], params)
-    assert is_zero(updates)
-    for ours, before in zip(jax.tree.leaves(flushed), jax.tree.leaves(states[-1]), strict=True):
-        np.testing.assert_array_equal(ours, before)
+    ran = len(calls)
+    updates, flushed = flush(tx, before, params)
+    jax.effects_barrier()
+    assert is_zero(updates) and len(calls) == ran
+    jax.tree.map(np.testing.assert_array_equal, flushed, before)
 
 
 WRAPPED = {
@@ -386,7 +351,6 @@ WRAPPED = {
     "skip_large_norm": lambda tx: gcx.skip_large_norm(tx, 1e6),
     "masked": lambda tx: optax.masked(tx, True),
     "named_chain": lambda tx: optax.named_chain(("accumulate", tx)),
-    "partition": lambda tx: optax.partition({"all": tx}, "all"),
 }
 
 
@@ -405,40 +369,7 @@ def test_reset_and_flush_reach_through_wrappers(name):
     assert is_zero(nothing) and bool(gcx.has_updated(state))
 
 
-def test_an_accumulation_of_some_of_the_leaves_can_be_flushed():
-    params = {"a": jnp.ones(2), "b": jnp.ones(3)}
-    parts = {"a": gcx.accumulate_gradients(optax.identity(), 5), "b": optax.set_to_zero()}
-    tx = optax.partition(parts, {"a": "a", "b": "b"})
-    _, state = tx.update(params, tx.init(params), params)
-    updates, _ = gcx.flush(tx, state, params)
-    chex.assert_trees_all_equal(updates, {"a": jnp.ones(2), "b": jnp.zeros(3)})
-
-
 # --- has_updated, accumulated gradients, counts ---------------------------------------------
-
-
-def test_has_updated_is_true_after_an_emission_until_the_next_call_or_reset():
-    params = params_like()
-    tx = gcx.accumulate_gradients(optax.sgd(0.1), 2)
-
-    def step(state, _):
-        before = gcx.has_updated(state)
-        _, state = tx.update(params, state, params)
-        return state, before
-
-    state, flags = jax.jit(lambda s: jax.lax.scan(step, s, length=4))(tx.init(params))
-    assert flags.tolist() == [False, False, True, False]
-    assert gcx.has_updated(state) and not gcx.has_updated(gcx.reset_accumulation(state))
-
-
-def test_accumulated_gradients_is_the_mean_so_far():
-    params = params_like()
-    grads = [gradients(i, params) for i in range(2)]
-    tx = optax.chain(gcx.accumulate_gradients(optax.sgd(0.1), 5))
-    _, states = run(tx, params, grads, weighted(1, 3))
-    mean = gcx.accumulated_gradients(states[-1])
-    assert_close(mean, weighted_mean(grads, [1, 3]))
-    chex.assert_trees_all_equal_dtypes(mean, states[-1][0].acc_grads)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2], ids=["init", "zero weight", "emitted"])
@@ -457,14 +388,8 @@ def test_stats_count_micro_batches_updates_and_parameters():
     tx = gcx.skip_nonfinite(gcx.accumulate_gradients(optax.adam(0.1), 3))
     _, states = run(tx, params, [params] * 7)
     stats = gcx.diagnostics.accumulation_stats(states[-1])
-    assert stats == gcx.diagnostics.AccumulationStats(
-        total_micro_batches=7,
-        total_updates=2,
-        accumulation_steps=3,
-        registered_params=2,
-        total_param_elements=7,
-        effective_batch_multiplier=3,
-    )
+    # Micro-batches, updates, the length of a window, parameters, elements, and the length again.
+    assert stats == gcx.diagnostics.AccumulationStats(7, 2, 3, 2, 7, 3)
     assert all(isinstance(x, int) for x in stats)
     traced = jax.jit(gcx.diagnostics.accumulation_stats)(states[-1])
     assert tuple(int(x) for x in traced) == tuple(stats)
@@ -520,24 +445,22 @@ def test_members_of_a_vmap_may_be_at_different_places_of_their_windows():
     chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
-RESUMED = {
-    "plain": lambda tx: tx,
-    "guarded": gcx.skip_nonfinite,
-    "partition": lambda tx: optax.partition({"a": tx, "b": optax.sgd(0.1)}, {"w": "a", "b": "b"}),
-}
+def in_partition(tx):
+    return optax.partition({"a": tx, "b": optax.sgd(0.1)}, {"w": "a", "b": "b"})
 
 
 @pytest.mark.parametrize(
-    ("name", "stop"), [("plain", 0), ("plain", 3), ("plain", 4), ("guarded", 6), ("partition", 6)]
+    ("wrap", "stop"),
+    [(optax.chain, 0), (optax.chain, 3), (gcx.skip_nonfinite, 4), (in_partition, 6)],
 )
-def test_a_run_resumed_on_the_host_in_a_new_program_is_bit_identical(name, stop):
+def test_a_run_resumed_on_the_host_in_a_new_program_is_bit_identical(wrap, stop):
     # tests/integration/test_sharded_transformer.py resumes from files in another process.
     params = {"w": trees.normal((3, 2), "bfloat16", seed=1), "b": trees.normal((2,), seed=2)}
     dtypes = {"w": jnp.bfloat16, "b": jnp.float32}
     tx = gcx.accumulate_gradients(
         optax.adam(0.1), 4, noise_scale_decay=0.9, accumulator_dtype=dtypes, rounding="stochastic"
     )
-    tx = RESUMED[name](tx)
+    tx = wrap(tx)
     grads = [gradients(i, params) for i in range(9)]
     weights = weighted(*range(1, 10))
     updates, states = run(tx, params, grads, weights)
@@ -549,12 +472,6 @@ def test_a_run_resumed_on_the_host_in_a_new_program_is_bit_identical(name, stop)
 
 
 # --- errors; tests/unit/test_bad_calls.py has the others ------------------------------------
-
-
-def test_windows_of_one_cannot_stay_open():
-    params, tx = jnp.zeros(2), gcx.accumulate_gradients(optax.sgd(0.1), 1)
-    with pytest.raises(TypeError, match="^accumulate_gradients: `emit` must be"):
-        tx.update(params, tx.init(params), params, emit=False)
 
 
 def test_the_argument_of_multi_steps_is_explained():

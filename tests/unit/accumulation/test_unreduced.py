@@ -16,6 +16,7 @@ import compat
 import gradclip_jax as gcx
 import hlo
 import trees
+from accumulation_cases import collectives
 
 pytestmark = [
     pytest.mark.slow,
@@ -25,8 +26,8 @@ pytestmark = [
 EVERY, SIZE = 3, 16
 PARAMS = {"w": trees.normal((16, 8), seed=1), "v": trees.normal((8, 16), seed=2)}
 X = trees.normal((2 * EVERY, SIZE, 16), seed=3)
+ROWS = np.asarray(X).reshape(-1, 16)[:64]
 WEIGHTS = jnp.array([1.0, 3.0, 0.0, 2.0, 2.0, 5.0])
-COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 N = sum(x.size for x in PARAMS.values())
 
 
@@ -59,10 +60,6 @@ def params(mesh):
 def whole(grads):
     """Summed over devices."""
     return jax.tree.map(lambda g: jax.sharding.reshard(g, P(None, None)), grads)
-
-
-def collectives(text, **where):
-    return {c: n for c in COLLECTIVES if (n := hlo.count(text, c, **where))}
 
 
 def train(tx, params, state, xs, weights, gradient):
@@ -138,7 +135,7 @@ def test_inside_one_step_the_gradient_is_reduced_once_after_the_loop(mesh, param
     def fun(params, x):
         return (loss(params, x), jnp.float32(2)) if has_weight else loss(params, x)
 
-    batch = place(np.asarray(X).reshape(-1, 16)[:64], mesh, "data")
+    batch = place(ROWS, mesh, "data")
     value_and_grad = gcx.microbatched_value_and_grad(fun, 4, has_weight=has_weight)
 
     @jax.jit
@@ -164,7 +161,7 @@ def test_a_bad_micro_batch_of_weight_zero_adds_nothing_to_what_stays_unreduced(m
         weight = jnp.where(jnp.isfinite(jnp.sum(x)), 2.0, 0.0)
         return loss(params, x), weight
 
-    rows = np.array(X).reshape(-1, 16)[:64]
+    rows = ROWS.copy()
     good = rows.reshape(16, 4, 16)[:, 1:].reshape(-1, 16)
     rows[::4] = np.nan  # every fourth example is of the first micro-batch
     value_and_grad = gcx.microbatched_value_and_grad(fun, 4, has_weight=True)
@@ -180,7 +177,7 @@ def test_what_is_not_typed_as_reduced_comes_back_whole(mesh, params, has_weight)
         value = loss(params, x) + jnp.sum(jnp.sort(params["w"]) ** 2)
         return (value, jnp.float32(2)) if has_weight else value
 
-    batch = place(np.asarray(X).reshape(-1, 16)[:64], mesh, "data")
+    batch = place(ROWS, mesh, "data")
     take = jax.jit(gcx.microbatched_value_and_grad(fun, 4, has_weight=has_weight))
     _, ours = take(params, batch)
     _, wanted = jax.value_and_grad(fun, has_aux=has_weight)(params, batch)
@@ -188,27 +185,20 @@ def test_what_is_not_typed_as_reduced_comes_back_whole(mesh, params, has_weight)
     chex.assert_trees_all_close(ours, wanted, rtol=1e-5, atol=1e-6)
 
 
-def refused(name):
-    def use(grads):
+@pytest.mark.parametrize(
+    "name", ["global_norm", *sorted(TRANSFORMATIONS.keys() - {"accumulate_gradients"})]
+)
+def test_all_but_an_accumulation_say_what_to_do_with_an_unreduced_gradient(mesh, params, name):
+    def use(params, x):
+        grads = jax.grad(loss)(keep(params), x)
+        if name == "global_norm":
+            return gcx.global_norm(grads)
         tx = TRANSFORMATIONS[name]()
         return tx.update(grads, tx.init(PARAMS), PARAMS)
 
-    return pytest.param(use, id=name)
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        pytest.param(gcx.global_norm, id="global_norm"),
-        *map(refused, sorted(TRANSFORMATIONS.keys() - {"accumulate_gradients"})),
-    ],
-)
-def test_all_but_an_accumulation_say_what_to_do_with_an_unreduced_gradient(mesh, params, use):
-    x = place(np.asarray(X[0]), mesh, "data")
-    with pytest.raises(
-        TypeError, match=r"unreduced over 'data' at \w+\['v'\].*accumulate_gradients"
-    ):
-        jax.jit(lambda p, x: use(jax.grad(loss)(keep(p), x)))(params, x)
+    message = r"unreduced over 'data' at \w+\['v'\].*accumulate_gradients"
+    with pytest.raises(TypeError, match=message):
+        jax.jit(use)(params, place(np.asarray(X[0]), mesh, "data"))
 
 
 @pytest.mark.parametrize(

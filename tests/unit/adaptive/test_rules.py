@@ -14,6 +14,7 @@ import pytest
 import gradclip_jax as gcx
 import recorded
 import rule_oracles as oracles
+from clip_cases import assert_differentiable_after_zeros_and_bad_steps, recordings
 from gradclip_jax import thresholds
 
 EPS = float(np.finfo(np.float32).eps)
@@ -69,13 +70,6 @@ def is_unbounded(thresholds):
 def rounded(norms):
     """The norms as the rules get them, rounded to float32, in float64."""
     return np.asarray(norms, np.float32).astype(np.float64)
-
-
-def recordings(method, *left_out):
-    names = [name for name in recorded.names(method) if name not in left_out]
-    return pytest.mark.parametrize(
-        "run", [recorded.recording(method, name) for name in names], ids=names
-    )
 
 
 def until_zero(run):
@@ -141,18 +135,10 @@ def test_zscore_does_not_depend_on_the_scale_of_the_norms():
     np.testing.assert_allclose(found[50:], 2.0**-30 * expected[50:], rtol=1e-5)
 
 
-def test_zscore_relearns_after_a_constant_warm_up():
-    norms = np.r_[np.ones(50), np.full(60, 3.0)]
-    found, _ = follow(thresholds.zscore(), norms)
-    paper = oracles.zscore(norms, 2.5, 0.97, 25)["threshold"]
-    assert np.all(paper[50:] == 1.0)  # for ever
-    np.testing.assert_array_equal(found[50:75], 1.0)
-    assert is_unbounded(found[85:]).all()
-
-
-@pytest.mark.parametrize("relearn_after", [1, 5, 40])
-def test_zscore_takes_a_new_level_for_spikes_that_long(relearn_after):
-    norms = np.r_[lognormal(50, spread=0.1), np.full(100, 30.0)]
+# After constant norms the paper's threshold would be their level for ever.
+@pytest.mark.parametrize(("relearn_after", "spread"), [(1, 0.1), (5, 0.1), (40, 0.1), (25, 0.0)])
+def test_zscore_takes_a_new_level_for_spikes_that_long(relearn_after, spread):
+    norms = np.r_[lognormal(50, spread=spread), np.full(100, 30.0)]
     found, _ = follow(thresholds.zscore(relearn_after=relearn_after), norms)
     assert np.all(found[50 : 50 + relearn_after] < 2.0)
     assert is_unbounded(found[50 + relearn_after + 10 :]).all()
@@ -177,14 +163,6 @@ def test_mean_std_gives_what_levanter_gives(run):
     np.testing.assert_allclose(found[used], theirs[used], rtol=20 * EPS)
     taken = (run.norms <= found)[:until]
     np.testing.assert_array_equal(taken, np.array(run.gave["step_factor"][:until], bool))
-
-
-@pytest.mark.parametrize("ddof", [0, 1])  # OLMo-core has one
-def test_mean_std_is_mean_and_deviation_of_the_window(ddof):
-    norms = lognormal(100)
-    found, _ = follow(thresholds.mean_std(3.0, 20, 10, ddof=ddof), norms)
-    want = oracles.mean_std(rounded(norms), 3.0, 20, 10, floor=0.01, ddof=ddof)
-    np.testing.assert_allclose(found, np.minimum(want, UNBOUNDED), rtol=20 * EPS)
 
 
 # signed values
@@ -225,19 +203,6 @@ def test_signed_mean_std_has_the_deviation_of_the_window_and_no_floor():
     np.testing.assert_allclose(found[10:], want[10:], rtol=20 * EPS)
 
 
-# ema
-
-
-@pytest.mark.parametrize("warmup_max", [0.8, math.inf])
-def test_ema_is_that_of_the_paper(warmup_max):
-    norms = lognormal(300)
-    norms[[40, 41, 120]] *= 20
-    found, states = follow(thresholds.ema(1.05, 0.98, 100, warmup_max), norms)
-    want = oracles.ema(rounded(norms), 1.05, 0.98, 100, warmup_max)
-    np.testing.assert_allclose(found, np.minimum(want["threshold"], UNBOUNDED), rtol=60 * EPS)
-    np.testing.assert_allclose(states.average, want["level"], rtol=60 * EPS)
-
-
 # quantile
 
 
@@ -263,14 +228,6 @@ def test_quantile_comes_back_from_either_end():
 
 
 # capped
-
-
-def test_cap_bounds_the_threshold_and_leaves_the_history_alone():
-    norms = lognormal(60)
-    free, free_states = follow(thresholds.zscore(), norms)
-    found, states = follow(thresholds.capped(thresholds.zscore(), 0.7), norms)
-    np.testing.assert_array_equal(found, np.minimum(free, np.float32(0.7)))
-    jax.tree.map(np.testing.assert_array_equal, states, free_states)
 
 
 @pytest.mark.parametrize(
@@ -330,24 +287,17 @@ def test_no_stream_makes_a_rule_nan_and_every_rule_finds_the_level_again(rule, n
 
 
 @each_rule
-def test_bad_norms_leave_the_state_as_it_was(rule):
-    norms = lognormal(60)
-    bad = norms.copy()
-    bad[[0, 5, 30]] = [math.nan, math.inf, math.nan]
-    found, states = follow(rule, bad)
-    fine = np.isfinite(bad)
-    want, want_states = follow(rule, norms[fine])
+def test_zeros_and_bad_norms_leave_the_state_as_it_was(rule):
+    norms = lognormal(120)
+    places, odd = np.r_[0, 5, np.arange(20, 120)], [math.nan, math.inf, 0.0]
+    with_odd = np.insert(norms, places, np.resize(odd, len(places)))
+    found, states = follow(rule, with_odd)
+    fine = np.isfinite(with_odd) & (with_odd > 0)
+    want, want_states = follow(rule, norms)
+    if rule is RULES["ema"]:  # it counts the steps of its warm-up, whose norm may be zero
+        want_states = want_states._replace(step_count=np.isfinite(with_odd).cumsum()[fine])
     np.testing.assert_array_equal(found[fine], want)
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[fine], y), states, want_states)
-
-
-@each_rule
-def test_zeros_are_not_part_of_the_history(rule):
-    norms = lognormal(120)
-    with_zeros = np.insert(norms, np.repeat(np.arange(20, 120), 3), 0.0)
-    found, _ = follow(rule, with_zeros)
-    want, _ = follow(rule, norms)
-    np.testing.assert_array_equal(found[with_zeros > 0], want)
 
 
 @each_rule
@@ -362,76 +312,4 @@ def test_a_spike_in_the_warm_up_is_forgotten(rule):
 
 @each_rule
 def test_a_rule_is_differentiable_after_zeros_and_steps_that_are_not_finite(rule):
-    sizes = jnp.array([0.0, 1.0, 0.0, *np.full(12, 2.0), 50.0, 0.0, 3.0, 2.0, 50.0])
-    bad = jnp.zeros(len(sizes)).at[5].set(jnp.nan).at[18].set(jnp.inf)
-
-    clip = clip_by(rule)
-
-    @jax.jit
-    @jax.grad
-    def slope(norm):
-        def step(state, inputs):
-            size, bad = inputs
-            clipped, state = clip.update(jnp.where(bad == 0, size * norm, bad), state)
-            return state, jnp.where(bad == 0, clipped, 0)
-
-        return jax.lax.scan(step, clip.init(norm), (sizes, bad))[1].sum()
-
-    for norm in (0.0, 1.0, 1e-3):
-        assert jnp.isfinite(slope(norm))
-
-
-@each_rule
-def test_a_guard_skips_spikes_by_any_rule_and_finds_a_new_level(rule):
-    norms = lognormal(200, spread=0.05)
-    norms[60], norms[80] = 500.0, math.nan
-    norms[120:] *= 30
-    if rule is RULES["capped"]:
-        rule = thresholds.capped(thresholds.zscore(2.5, 0.9, warmup_steps=10), 100.0)
-    tx = gcx.skip_large_norm(optax.sgd(1.0), rule, relearn_after=25)
-
-    @jax.jit
-    def train(norms):
-        def step(state, norm):
-            updates, state = tx.update(norm[None], state, norm[None])
-            return state, (updates[0], state)
-
-        return jax.lax.scan(step, tx.init(jnp.ones(1)), norms)[1]
-
-    updates, states = jax.tree.map(np.asarray, train(jnp.asarray(norms, jnp.float32)))
-    assert np.isfinite(updates).all()
-    assert updates[60] == 0 and updates[80] == 0
-    # A percentile of 30 lets 30 % of the steps through, the median half of them.
-    assert np.mean(updates[-30:] != 0) > 0.25
-    assert states.skipped_nonfinite[-1] == 1
-
-
-# a user's rule
-
-
-def users_rule(slack=2.0):
-    """At most `slack` times the largest norm so far, once there is one."""
-
-    def update(norm, largest, param_norm):
-        threshold = jnp.where(largest > 0, slack * largest, jnp.inf)
-        return threshold, jnp.maximum(largest, jnp.minimum(norm, threshold))
-
-    return thresholds.Rule(jnp.zeros_like, update)
-
-
-@pytest.mark.parametrize(
-    ("tx", "kept"),
-    [
-        (gcx.clip_by_leaf_norm({"a": users_rule(), "b": 1e6}), True),
-        (gcx.clip_by_global_norm(thresholds.capped(users_rule(), 1e6)), True),
-        (gcx.zero_large_norm(users_rule()), False),
-        (gcx.skip_large_norm(optax.identity(), users_rule()), False),
-    ],
-)
-def test_a_users_rule_works_wherever_a_threshold_does(tx, kept):
-    grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([[0.5]])}
-    update = jax.jit(tx.update)
-    _, state = update(grads, tx.init(grads), grads)
-    updates, _ = update(jax.tree.map(lambda x: 10 * x, grads), state, grads)
-    # Ten times as large as before: scaled to twice as large, or dropped.
-    np.testing.assert_allclose(updates["a"], 2 * grads["a"] * kept, rtol=8 * EPS)
+    assert_differentiable_after_zeros_and_bad_steps(clip_by(rule))

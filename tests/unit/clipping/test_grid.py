@@ -19,7 +19,7 @@ import rule_oracles
 from gradclip_jax import granularities, thresholds
 
 SHAPES = {"a": (3, 4), "b": (3, 2, 2), "c": (5,)}
-STEPS = 7
+STEPS, UNBOUNDED = 7, float(np.finfo(np.float32).max)
 
 
 def stream() -> dict[str, np.ndarray]:
@@ -69,10 +69,10 @@ GRANULARITIES = {
     ),
     "leaf": Case("leaf", {"a": 0, "b": 1, "c": 2}, {"a": 1.0, "b": 3.0, "c": 0.5}, [1.0, 3.0, 0.5]),
     "stacked layer": Case(
-        granularities.layer({"a": 1, "b": 1, "c": 0}),
-        {"a": _numbered(0, 3, 1), "b": _numbered(3, 3, 1, 1), "c": 6},
+        granularities.layer({"a": 1, "b": 3, "c": 0}),
+        {"a": _numbered(0, 3, 1), "b": _numbered(3, 3, 2, 2), "c": 15},
         {"a": 1.0, "b": 3.0, "c": 0.5},
-        [1.0] * 3 + [3.0] * 3 + [0.5],
+        [1.0] * 3 + [3.0] * 12 + [0.5],
     ),
     "axis": Case(
         granularities.axis(0),
@@ -94,16 +94,16 @@ THRESHOLDS = {
         lambda n, p: rule_oracles.percentile(n, 40.0, 4),
     ),
     "mean_std": (
-        thresholds.mean_std(0.5, window=4, warmup_steps=2),
-        lambda n, p: rule_oracles.mean_std(n, 0.5, 4, 2, floor=0.01),
+        thresholds.mean_std(0.5, window=4, warmup_steps=2, ddof=1),
+        lambda n, p: rule_oracles.mean_std(n, 0.5, 4, 2, floor=0.01, ddof=1),
     ),
     "zscore": (
         thresholds.zscore(1.0, 0.9, 2),
         lambda n, p: rule_oracles.zscore(n, 1.0, 0.9, 2, relearn_after=25)["threshold"],
     ),
     "ema": (
-        thresholds.ema(1.05, 0.9, 2, jnp.inf),
-        lambda n, p: rule_oracles.ema(n, 1.05, 0.9, 2)["threshold"],
+        thresholds.ema(1.05, 0.9, 2, 0.8),
+        lambda n, p: rule_oracles.ema(n, 1.05, 0.9, 2, 0.8)["threshold"],
     ),
     "quantile": (
         thresholds.quantile(0.5, 0.2, 1.0),
@@ -164,9 +164,15 @@ def test_every_step_of_every_unit_is_that_of_the_formula(granularity, threshold)
             assert np.all(np.where(keep, error, 0) <= 3e-5 * np.abs(x)), (reaction, name)
         clipped = np.mean((norms > bounds)[is_decided.all(axis=1)], axis=1)
         np.testing.assert_allclose(state.clip_fraction[is_decided.all(axis=1)], clipped, rtol=1e-6)
-        reported = np.stack(jax.tree.leaves(state.grad_norm), axis=1)
-        expected = norms if granularity == "group" else np.linalg.norm(norms, axis=1)
-        np.testing.assert_allclose(reported.squeeze(), expected.squeeze(), rtol=1e-6)
+        exact = {"grad_norm": norms, "clip_threshold": np.minimum(bounds, UNBOUNDED)}
+        if reaction == "scale":
+            exact["clip_factor"] = factor
+        for name, x in exact.items():
+            if granularity != "group":
+                x = np.linalg.norm(x, axis=1) if name == "grad_norm" else x.min(axis=1)
+            told = np.stack(jax.tree.leaves(getattr(state, name)), axis=1).squeeze()
+            rtol = 1e-6 if name == "grad_norm" else 3e-5
+            np.testing.assert_allclose(told, x.squeeze(), rtol=rtol, err_msg=name)
 
 
 def run(threshold, granularity, grads, params):

@@ -1,6 +1,7 @@
 """`global_norm` and `leaf_norms`: right for every dtype, magnitude, order and tree."""
 
 import functools
+import itertools
 import math
 import os
 
@@ -17,8 +18,7 @@ import hlo
 import oracles
 import trees
 
-ULPS = 8.0  # of float32, 1e-6: invariant 4
-ULPS_64 = 8.0  # of float64
+ULPS = 8.0  # 1e-6 in float32: invariant 4
 ORDERS = (0.5, 1.0, 1.5, 2.0, 3.0, 7.0, math.inf)
 
 tree_norm = jax.jit(gcx.global_norm, static_argnames=("ord", "axis_name"))
@@ -124,7 +124,7 @@ def test_float64_norms_are_right():
                 norm = gcx.global_norm(jnp.asarray(x), ord=ord)
                 assert norm.dtype == jnp.float64
                 exact = oracles.vector_norm(x, ord)
-                assert oracles.ulps(norm, exact) <= ULPS_64, (name, ord)
+                assert oracles.ulps(norm, exact) <= ULPS, (name, ord)
         # One float64 leaf is enough, and a float32 tree stays float32.
         mixed = [jnp.float32([3.0]), jnp.asarray(np.float64([4.0]))]
         assert gcx.global_norm(mixed).dtype == jnp.float64
@@ -137,9 +137,6 @@ def test_float64_norms_are_right():
 # Invariant 4: float32 norms from 1e-12 to 1e25, and all of float16 and float8.
 RANGE = {
     "float16 whose squares overflow": np.float16([300, 400]),
-    "float16 N(0, 1000)": (np.random.default_rng(0).standard_normal(1_000) * 1_000).astype(
-        "float16"
-    ),
     "float16 whose sum of squares overflows": np.float16(np.full(100, 300)),
     "float16 whose squares underflow": np.float16([1e-4] * 4),
     "float16 subnormal": np.float16([6e-8, 1.2e-7]),
@@ -154,7 +151,6 @@ RANGE = {
     "float8 smallest": np.array([2.0**-9, 2.0**-9], np.dtype("float8_e4m3fn")),
     "complex64 huge": np.complex64([3e20 + 4e20j]),
     "complex64 tiny": np.complex64([3e-12 + 4e-12j]),
-    "negative": np.float32([-3e20, -4e20]),
 }
 
 
@@ -187,18 +183,6 @@ def test_any_order_is_robust(ord):
     for scale in (1e-30, 1e-11, 1e-6, 1.0, 1e6, 1e23, 1.7e38, 2.7e38):
         x = np.float32(np.random.default_rng(0).uniform(0.1, 1.0, 20) * scale)
         assert worst(x, ord) <= tolerance(ord), scale
-
-
-def test_leaf_and_unit_norms_of_other_magnitudes():
-    x = jnp.float32(
-        [[3e-12, 4e-12], [3.0, 4.0], [3e23, 4e23], [0, 0], [math.inf, 1], [math.nan, 1]]
-    )
-    exact = [5e-12, 5.0, 5e23, 0.0, -1, -1]  # no rule sees one that is not finite
-    norms = own_norms(x, (1,))
-    ordinary = [oracles.vector_norm(row) for row in x[:3]]
-    assert oracles.ulps(norms[:3], ordinary) <= ULPS
-    assert oracles.ulps(jnp.stack(gcx.leaf_norms([*x[:3]])), ordinary) <= ULPS
-    np.testing.assert_allclose(norms, exact, rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -240,20 +224,12 @@ def test_ordinary_norm_reads_the_gradients_once(ord):
 
 @pytest.mark.parametrize("ord", ORDERS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_bad_value_shows_at_every_position(bad, ord):
-    for position in range(5):
-        flat = np.float32([1e20, 1.0, -2.0, 1e-30, 0.0])
-        flat[position] = bad
+def test_bad_value_shows_at_every_position_and_nan_also_beside_an_infinity(bad, ord):
+    for position, beside in itertools.product(range(5), (1e20, math.inf)):
+        flat = np.insert(np.float32([beside, -2.0, 1e-30, 0.0]), position, bad)
         norm = float(tree_norm({"a": flat[:3], "b": flat[3:]}, ord=ord))
         is_nan = math.isnan(bad) and not math.isinf(ord)  # the largest of a NaN is infinite
         assert math.isnan(norm) if is_nan else norm == math.inf
-
-
-@pytest.mark.parametrize("ord", [p for p in ORDERS if p < math.inf])
-def test_nan_is_seen_beside_an_infinity(ord):
-    for x in ([math.nan, math.inf], [math.inf, math.nan]):
-        assert math.isnan(float(tree_norm(np.float32(x), ord=ord)))
-        assert math.isnan(float(tree_norm([np.float32(v) for v in x], ord=ord)))
 
 
 @pytest.mark.parametrize("ord", ORDERS)
@@ -317,13 +293,6 @@ def test_gradient_at_zero_is_finite(ord, dtype):
         return jax.grad(measure)(x), jax.jvp(measure, (x,), (x + 1,))[1]
 
     chex.assert_tree_all_finite(derivatives(zero))
-
-
-def test_vmap_keeps_norms_apart():
-    batch = np.float32([[3, 4], [3e-12, 4e-12], [1e20, 1e20], [0, 0], [math.nan, 1]])
-    norms = jax.jit(jax.vmap(gcx.global_norm))(batch)
-    np.testing.assert_array_equal(norms, [tree_norm(row) for row in batch])
-    assert oracles.ulps(norms[:4], [oracles.vector_norm(row) for row in batch[:4]]) <= ULPS
 
 
 def test_strict_promotion_of_dtypes_and_ranks():

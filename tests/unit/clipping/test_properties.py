@@ -37,16 +37,12 @@ _COMPILED = {
 }
 
 
-def apply(make, grads, threshold):
-    clipped = _COMPILED[make](grads, jnp.float32(threshold))
-    return {name: np.asarray(clipped[name]) for name in grads}  # JAX sorts the keys
-
-
 @pytest.mark.parametrize(("clip", "exact"), CLIPS.values(), ids=CLIPS)
 @hypothesis.given(grads=gradients, threshold=thresholds)
 def test_clip_is_exact_and_small_gradients_are_unchanged(clip, exact, grads, threshold):
     """That clips are idempotent, keep the direction and commute with scaling follows from this."""
-    leaves, clipped = list(grads.values()), list(apply(clip, grads, threshold).values())
+    leaves, found = list(grads.values()), _COMPILED[clip](grads, jnp.float32(threshold))
+    clipped = [np.asarray(found[name]) for name in grads]  # JAX sorts the keys
     for found, wanted in zip(clipped, exact(leaves, threshold), strict=True):
         # A component below the smallest normal number may be taken for zero.
         np.testing.assert_allclose(found, wanted, rtol=8 * EPS, atol=1.2e-38)

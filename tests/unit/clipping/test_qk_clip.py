@@ -42,15 +42,6 @@ def activations(tokens=32):
     return np.random.default_rng(7).standard_normal((tokens, WIDTH))
 
 
-def test_a_head_of_its_own_key_is_split_as_published():
-    query, key = kernel(HEADS, 0), kernel(HEADS, 1)
-    clipped = clip(query, key, LOGITS, TAU)
-    root = np.sqrt(gammas(LOGITS))[:, None]
-    for found, given in zip(clipped, (query, key), strict=True):
-        np.testing.assert_allclose(found, oracles.wide(given) * root, rtol=1e-6)
-        assert np.array_equal(found[:, LOGITS <= TAU], given[:, LOGITS <= TAU])
-
-
 @pytest.mark.parametrize("key_heads", [8, 4, 2, 1])
 @pytest.mark.parametrize("tau", [3.0, 30.0, 60.0])
 def test_no_logit_is_beyond_the_threshold_on_the_same_activations(key_heads, tau):

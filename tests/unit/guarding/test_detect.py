@@ -7,11 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gradclip_jax as gcx
 from compat import VERSION, x64
-from guard_cases import feed
 from trees import build
 
 LOW = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
@@ -120,11 +118,9 @@ LARGEST = np.finfo(np.float32).max
 # Transformation, gradient, and whether the step is taken.
 STEPS = {
     "a large update": (optax.scale(1e10), [1.0, 2.0], True),
-    "an infinite update": (optax.scale(jnp.inf), [1.0, 2.0], False),
     "an infinite element": (optax.stateless(lambda u, _: u / (u - 1)), [1.0, 2.0], False),
     "an infinite moment": (optax.adam(1e-3), SQUARE_OVERFLOWS, False),
     "an infinite moment of a scalar": (optax.adam(0.1), SCALAR_OVERFLOWS, False),
-    "the same in a chain": (optax.chain(optax.adam(0.1)), SCALAR_OVERFLOWS, False),
     "the same in a mask": (optax.masked(optax.adam(0.1), True), SCALAR_OVERFLOWS, False),
     "what was infinite before": (PLATEAU, [1.0, 1.0], True),
     "numbers whose norm overflows": (with_state([LARGEST] * 2, lambda x: x), [1.0], True),
@@ -171,16 +167,6 @@ def test_float64_is_not_looked_at_in_float32():
         assert not verdict(to_float32, jnp.full(3, jnp.inf, jnp.float64))
 
 
-def test_an_injected_threshold_may_become_infinite():
-    clip = optax.inject_hyperparams(optax.clip_by_global_norm)(
-        lambda count: jnp.where(count < 2, 1.0, jnp.inf)
-    )
-    tx = gcx.skip_nonfinite(optax.chain(clip, optax.sgd(1.0)), check="step")
-    skipped, state = feed(tx, [5.0] * 5)
-    assert not skipped.any()
-    assert np.isinf(state.inner_state[0].hyperparams["max_norm"])
-
-
 # By default the squares of the gradient have to be finite.
 are_taken = jax.jit(jax.vmap(functools.partial(has_updated, optax.identity(), check="gradient")))
 
@@ -195,12 +181,3 @@ def test_in_float16_each_square_has_to_be_finite():
     half = jnp.full((1000, 2), jnp.float16([250, 260])).T
     flags = are_taken({"half": half, "b": jnp.ones((2, 2))})
     assert flags.tolist() == jnp.isfinite(half**2).all(axis=1).tolist() == [True, False]
-
-
-def test_sharded_arrays_are_looked_at_as_a_whole_under_jit():
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    sharding = NamedSharding(mesh, PartitionSpec("data"))
-    look = jax.jit(functools.partial(has_updated, optax.adam(0.1)))
-    good = jax.device_put(jnp.ones(16), sharding)
-    assert look(good)
-    assert not look(jax.device_put(jnp.ones(16).at[9].set(jnp.nan), sharding))

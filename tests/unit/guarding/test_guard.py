@@ -2,6 +2,7 @@
 
 import functools
 import re
+import types
 
 import chex
 import jax
@@ -23,15 +24,10 @@ from guard_cases import (
     on_shards,
     params_and_grads,
     spoiled,
-    spoiled_all,
 )
 
 
-def _is_exact(guard):
-    return guard is not GUARDS["check of steps"]
-
-
-@each_guard
+@pytest.mark.parametrize("guard", [*GUARDS.values(), gcx.dynamic_loss_scale])
 def test_a_skip_changes_nothing(guard):
     params, grads = params_and_grads()
     tx = guard(adamw())
@@ -57,7 +53,9 @@ def test_a_good_step_is_that_of_the_inner_optimizer(guard):
         updates, state = tx.update(grads, state, params)
         expected, bare = inner.update(grads, bare, params)
         # A checked step is traced, and XLA fuses it: one unit in the last place.
-        chex.assert_trees_all_close(updates, expected, rtol=0 if _is_exact(guard) else 2e-7)
+        chex.assert_trees_all_close(
+            updates, expected, rtol=2e-7 if guard is GUARDS["check of steps"] else 0
+        )
         assert state.skipped_nonfinite == state.consecutive_skips == 0
         grads = jax.tree.map(lambda g: (g * 1.5).astype(g.dtype), grads)
 
@@ -68,7 +66,7 @@ def test_gradients_and_parameters_may_differ_in_dtype():
     tx = GUARDS["both"](adamw())
     state = tx.init(params)
     update, apply = jax.jit(tx.update), jax.jit(functools.partial(gcx.apply_gradients, tx))
-    for batch in (grads, spoiled_all(grads), grads):
+    for batch in (grads, jax.tree.map(lambda g: g * jnp.nan, grads), grads):
         updates, _ = update(batch, state, params)
         after, next_state = apply(batch, state, params)
         assert dtypes((after, next_state)) == dtypes((params, state))
@@ -178,19 +176,6 @@ def test_a_skip_copies_no_buffer(guard):
     assert not [shape for shape in copies if np.prod(list(map(int, shape.split(",")))) > 100]
 
 
-@each_guard
-def test_a_guard_is_differentiable(guard):
-    tx = guard(optax.sgd(0.5))
-
-    def loss(grads):
-        updates, _ = tx.update(grads, tx.init(grads))
-        return jnp.sum(updates**2)
-
-    slope = jax.jit(jax.grad(loss))
-    assert slope(jnp.array([2.0, 0.0])).tolist() == [1.0, 0.0]
-    assert slope(jnp.array([jnp.nan, 1.0]))[1] == 0.0
-
-
 @pytest.mark.parametrize("extra", [{"flush": None}, {"weight": "mean"}, {"weight": [-np.inf]}])
 def test_extra_arguments_of_another_meaning_are_left_to_the_inner_one(extra):
     def update(updates, state, params=None, **extra_args):
@@ -240,14 +225,10 @@ def test_a_weakly_typed_inner_state_is_traced_once(guard):
 
 @each_guard
 def test_an_object_with_init_and_update_is_taken(guard):
-    class Plain:
-        def init(self, params):
-            return ()
-
-        def update(self, updates, state, params=None):
-            return jax.tree.map(jnp.negative, updates), state
-
-    assert calls(guard(Plain()), [1.0])[0] == -1.0
+    plain = types.SimpleNamespace(
+        init=lambda params: (), update=lambda g, state, params: (-g, state)
+    )
+    assert calls(guard(plain), [1.0])[0] == -1.0
 
 
 @pytest.mark.parametrize("step", [jax.jit, lambda step: step])

@@ -1,7 +1,7 @@
 """Guards and accumulation: windows that lock nothing up; tests/unit/test_gates.py has the verdicts."""
 
+import collections
 import functools
-from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import gradclip_jax as gcx
-from guard_cases import FROZEN, GUARDS, calls, each_guard, train
+from guard_cases import FROZEN, GUARDS, calls, each_guard, feed
 
 checking_steps = functools.partial(gcx.skip_nonfinite, check="step")
 
@@ -33,27 +33,6 @@ def test_weight_and_flush_reach_an_accumulation_in_a_guard(guard):
     assert calls(guard(acc(SGD, 10)), stream)[0] == -5.0
 
 
-def test_a_window_whose_sum_overflows_does_not_lock_up():
-    # A partial sum is not checked, which would cost more than the addition.
-    tx = checking_steps(acc(optax.sgd(0.1), 4))
-    params, skipped, state = train(tx, jnp.ones(16).at[1:3].set(3e38))
-    steps = np.repeat([0, 1, 2, 3], [7, 4, 4, 1])
-    np.testing.assert_allclose(params, -0.1 * np.stack([steps, steps], 1), rtol=1e-6)
-    assert skipped.tolist() == [0] * 3 + [1] * 13
-    assert not gcx.diagnostics.nonfinite_leaves(state)
-
-
-@pytest.mark.parametrize("bad", [3e38, 1e25])
-def test_a_window_that_a_flush_cannot_close_is_dropped(bad):
-    tx = checking_steps(acc(optax.adam(0.1), 10_000))
-    stream = [(grad, {"flush": i % 4 == 3}) for i, grad in enumerate([bad, bad] + [1.0] * 10)]
-    param, state, rows = calls(tx, stream)
-    assert rows == [0] * 7 + [1, 0, 0, 0, 1] and int(state.skipped_nonfinite) == 1
-    np.testing.assert_allclose(param, -0.2, rtol=1e-5)
-    assert not gcx.diagnostics.nonfinite_leaves(state)
-    assert (state.inner_state.gradient_step, state.inner_state.mini_step) == (2, 0)
-
-
 def test_a_compiled_flush_behind_a_clip_closes_the_window():
     # The gradient of the flush, zero, is a constant of the program.
     tx = optax.chain(
@@ -66,12 +45,6 @@ def test_a_compiled_flush_behind_a_clip_closes_the_window():
     assert updates.tolist() == [-3.0, -4.0] and gcx.metrics(state)["skipped_nonfinite"] == 0
 
 
-@each_guard
-def test_a_skip_right_after_an_emission_is_no_update(guard):
-    param, _, rows = calls(guard(acc(SGD, 1)), [1.0, np.nan, 2.0])
-    assert (param, rows) == (-3.0, [1, 0, 1])
-
-
 @pytest.mark.parametrize("check", ["gradient", "step"])
 @pytest.mark.parametrize("guard", [gcx.skip_nonfinite, gcx.dynamic_loss_scale])
 def test_a_bad_micro_batch_before_a_clip_leaves_the_window_open(guard, check):
@@ -80,13 +53,7 @@ def test_a_bad_micro_batch_before_a_clip_leaves_the_window_open(guard, check):
     assert gcx.metrics(state)["mini_step"] == 2 and state.skipped_nonfinite == 1
 
 
-class Stranger(NamedTuple):
-    """A state with the field names of ours."""
-
-    mini_step: Any
-    acc_grads: Any
-    clip_threshold: Any
-    emitted: Any
+Stranger = collections.namedtuple("Stranger", "mini_step acc_grads clip_threshold emitted")
 
 
 @pytest.mark.parametrize(("factor", "skips"), [(1.0, 0), (np.nan, 1)])
@@ -104,13 +71,6 @@ def test_a_state_with_the_field_names_of_ours_is_checked_but_not_reset(factor, s
         _, state = tx.update(grads, first, params)
         chex.assert_trees_all_equal(state.inner_state, first.inner_state)
         assert state.skipped_nonfinite == (skips if grads is params else 1)
-
-
-@pytest.mark.parametrize("guard", ["skip_nonfinite", "skip_large_norm"])
-def test_a_window_of_multi_steps_locks_up_no_guard_that_checks_gradients_only(guard):
-    tx = GUARDS[guard](optax.MultiSteps(optax.adam(0.1), 4))
-    params, _, state = train(tx, jnp.ones(16).at[2].set(1e25))
-    assert state.consecutive_skips == 0 and params[-1].all()
 
 
 @each_guard
@@ -139,8 +99,15 @@ def test_a_new_level_is_learned_where_empty_windows_are_flushed():
     assert skips == [0, 1, 2, 3, 0]
 
 
+@pytest.mark.parametrize("guard", ["skip_nonfinite", "skip_large_norm"])
+def test_a_window_of_multi_steps_locks_up_no_guard_that_checks_gradients_only(guard):
+    tx = GUARDS[guard](optax.MultiSteps(optax.adam(0.1), 4))
+    skipped, state = feed(tx, [1.0, 1.0, 1e25, *[1.0] * 14])
+    assert np.flatnonzero(skipped).tolist() == [2] and state.inner_state.gradient_step == 4
+
+
 def test_a_noise_scale_that_overflows_is_no_fault():
     accumulation = acc(optax.sgd(0.1), 2, noise_scale_decay=0.9)
     for inner in (accumulation, optax.chain(accumulation)):
-        params, skipped, _ = train(checking_steps(inner), jnp.full(8, 1e20))
-        assert skipped[-1] == 0 and params[-1].all()
+        emitted, state = feed(checking_steps(inner), np.full(8, 1e20))
+        assert emitted.tolist() == [True, False] * 4 and state.skipped_nonfinite == 0

@@ -16,10 +16,6 @@ def texts():
     return np.array([[1, 2, 2], [0, 5, -1], [39, 55, 3]], np.int32)
 
 
-def sequences():
-    return array(EXAMPLES, TOKENS, WIDTH, seed=1)
-
-
 def attention(q, k, v):
     return jax.nn.softmax(q @ k.T / 4.0) @ v
 
@@ -52,10 +48,10 @@ def next_token_loss(x, embed, ids):
     return -jnp.mean(jnp.take_along_axis(logits, ids[:, None] % VOCABULARY, -1))
 
 
-def gpt(attend=attention):
+def gpt():
     def loss(p, ids):
         x = p["embed"].at[ids].get(mode="clip") + p["place"]
-        for layer in p["blocks"]:
+        for layer, attend in zip(p["blocks"], (attention, custom_attention), strict=True):
             x = block(x, layer, attend)
         return next_token_loss(x, p["embed"], ids)
 
@@ -78,8 +74,4 @@ def conv(x, kernel, strides=(1, 1), padding="SAME", **options):
     )
 
 
-MODELS = {
-    "gpt": gpt,
-    "gpt_with_custom_attention": lambda: gpt(custom_attention),
-    "gpt_in_scan": gpt_in_scan,
-}
+MODELS = {"gpt": gpt, "gpt_in_scan": gpt_in_scan}

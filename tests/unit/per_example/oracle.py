@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 
+import gradclip_jax as gcx
 from compat import x64
 
 
@@ -47,3 +48,18 @@ def assert_close(ours, wanted, tolerance=1e-5):
     difference = jax.tree.map(lambda a, b: np.asarray(a) - b, ours, wanted)
     error, size = size_of(difference), size_of(wanted)
     assert error <= tolerance * size, f"relative error {error / max(size, 1e-300)}"
+
+
+def assert_sound(loss, params, batch, max_norm=None, *, rtol=1e-5, atol=0.0, of_mean=1e-5):
+    """Equal to written gradients, clipped in 64 bit; each example alone within the threshold."""
+    _, grads = gradients(loss, params, batch)
+    wanted = norms(grads)
+    max_norm = max_norm or float(np.median(wanted)) or 1.0
+    run = jax.jit(gcx.per_example.value_and_grad(loss, max_norm))
+    (_, stats), ours = run(params, batch)
+    np.testing.assert_allclose(stats.norm, wanted, rtol=rtol, atol=atol)
+    factors = np.minimum(1, max_norm / np.where(wanted > 0, wanted, 1))
+    assert_close(ours, weighted_mean(grads, factors), of_mean)
+    for i in range(len(wanted)):
+        alone = run(params, jax.tree.map(lambda x, i=i: x[i : i + 1], batch))[1]
+        assert size_of(alone) <= max_norm * (1 + 1e-5)

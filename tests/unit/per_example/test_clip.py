@@ -1,20 +1,16 @@
-"""Clipped means: factors, masks, bad examples, dtypes, devices; and the errors."""
+"""Clipped means: factors, masks, bad examples, dtypes, donated buffers."""
 
 import functools
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from models import EXAMPLES, TOKENS, WIDTH, array
+from oracle import assert_close, gradients, norms, weighted_mean
 
 import gradclip_jax as gcx
-
-sys.path.insert(0, str(Path(__file__).parent))
-from models import EXAMPLES, TOKENS, WIDTH, array, sequences
-from oracle import assert_close, gradients, norms, size_of, weighted_mean
 
 
 def loss(p, x):
@@ -23,7 +19,7 @@ def loss(p, x):
 
 
 PARAMS = {"a": array(WIDTH, WIDTH, seed=3), "b": array(WIDTH, WIDTH, seed=4)}
-BATCH = sequences()
+BATCH = array(EXAMPLES, TOKENS, WIDTH, seed=1)
 
 
 @functools.cache
@@ -119,33 +115,6 @@ def test_weights_multiply_and_mask_even_a_bad_example():
     factors = np.minimum(1, 1 / norms(oracle()[1])) * [2, 0, 1]
     assert_close(grads, expected(factors, divisor=3))
     assert np.isnan(stats.norm[1]) and np.isfinite(stats.norm[::2]).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bad", [np.nan, -9.0, np.inf])
-def test_bad_example_adds_zero_or_spoils_everything_as_asked(bad):
-    # -9 is a finite input; the NaN is made inside, by the square root.
-    batch = BATCH.copy()
-    batch[2, 0, 0] = bad
-    grads, stats = clipped(1.0, batch, nonfinite="zero")
-    factors = np.minimum(1, 1 / norms(oracle()[1])) * [1, 1, 0]
-    assert_close(grads, expected(factors))
-    assert stats.factor[2] == 0 and not np.isfinite(stats.norm[2])
-    spoilt, _ = clipped(1.0, batch)
-    assert np.isnan(spoilt["a"]).all()
-
-
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
-def test_clipped_norm_is_within_the_threshold(dtype):
-    def low(p, x):
-        return jnp.sum(jnp.sin(jnp.sin(x @ p["a"]) @ p["b"]))
-
-    params, batch = jax.tree.map(lambda x: jnp.asarray(x, dtype), (PARAMS, BATCH))
-    run = jax.jit(gcx.per_example.value_and_grad(low, 0.37))
-    for i in range(EXAMPLES):
-        (_, stats), grads = run(params, batch[i : i + 1])
-        assert size_of(grads) == pytest.approx(0.37, rel=1e-5) and stats.norm[0] > 0.37
-        assert grads["a"].dtype == np.float32
 
 
 def test_batch_without_examples_has_gradients_of_zero():
@@ -244,3 +213,21 @@ def test_random_keys_of_examples_are_used_once():
     (_, stats), ours = run(PARAMS["a"], (keys, BATCH))
     np.testing.assert_allclose(stats.value, values, rtol=1e-5)
     assert_close(ours, weighted_mean(grads, 1e-3 / norms(grads)))
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers")  # no result has the shape of the batch
+def test_donated_parameters_and_batch_are_reused_and_give_the_same():
+    clip = gcx.per_example.value_and_grad(loss, 0.5)
+
+    def step(params, batch):
+        _, grads = clip(params, batch)
+        return optax.apply_updates(params, jax.tree.map(lambda g: -0.1 * g, grads))
+
+    args = jax.tree.map(jnp.array, (PARAMS, BATCH))
+    donating = jax.jit(step, donate_argnums=(0, 1))
+    new = donating(*args)
+    assert all(x.is_deleted() for x in jax.tree.leaves(args[0]))
+    grads, _ = clipped(0.5)
+    assert_close(new, {k: p - 0.1 * np.asarray(grads[k]) for k, p in PARAMS.items()}, 1e-6)
+    memory = donating.lower(PARAMS, BATCH).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= sum(x.nbytes for x in PARAMS.values())

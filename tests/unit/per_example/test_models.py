@@ -1,40 +1,21 @@
 """Transformers against `jax.vmap(jax.grad(loss))` in 64 bit, and the cost of their norms."""
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models import MODELS, array
+from oracle import assert_sound, gradients, norms
 
 import gradclip_jax as gcx
-
-sys.path.insert(0, str(Path(__file__).parent))
-from models import MODELS, array
-from oracle import assert_close, gradients, norms, weighted_mean
 
 pytestmark = pytest.mark.slow  # compiles many programs; .ci/run and the workflow run it
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_norms_and_clipped_mean_equal_those_of_written_gradients(name):
+def test_gradients_are_clipped_as_written_ones_and_large_weights_are_followed(name):
     loss, params, batch = MODELS[name]()
-    values, grads = gradients(loss, params, batch)
-    wanted = norms(grads)
-    max_norm = float(np.median(wanted))
-    (_, stats), ours = jax.jit(gcx.per_example.value_and_grad(loss, max_norm))(params, batch)
-    np.testing.assert_allclose(stats.norm, wanted, rtol=1e-5)
-    # A sum of sines may cancel: its error is that of its terms.
-    np.testing.assert_allclose(stats.value, values, rtol=1e-5, atol=1e-5)
-    factors = np.minimum(1, max_norm / wanted)
-    np.testing.assert_allclose(stats.factor, factors, rtol=1e-5)
-    assert_close(ours, weighted_mean(grads, factors))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_large_weights_are_followed(name):
-    loss, params, batch = MODELS[name]()
+    assert_sound(loss, params, batch)
     costs = gcx.per_example.explain(loss)(params, batch)
     materialized = [path for path, cost in costs.items() if cost.method == "materialized"]
     assert all(path.endswith(("['place']", "['bias']")) for path in materialized)

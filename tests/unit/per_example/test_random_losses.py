@@ -1,8 +1,6 @@
 """Random losses against float64 `vmap(grad)`; a few in the suite, others without end in `make fuzz`."""
 
 import os
-import sys
-from pathlib import Path
 
 import hypothesis.strategies as st
 import jax
@@ -10,12 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from models import conv
+from oracle import assert_sound
 
 import gradclip_jax as gcx
-
-sys.path.insert(0, str(Path(__file__).parent))
-from models import conv
-from oracle import assert_close, gradients, norms, size_of, weighted_mean
 
 pytestmark = pytest.mark.slow
 
@@ -33,14 +29,6 @@ SHAPES = {
     "table": (VOCABULARY, W),
     "bias": (W,),
 }
-
-
-@jax.custom_vjp
-def clipped_cotangent(x):
-    return x
-
-
-clipped_cotangent.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.05, 0.05),))
 
 
 @jax.custom_vjp
@@ -72,9 +60,8 @@ def image_conv(p, h, **options):
     return conv(h.reshape(1, -1, 2, W // 2), p["image kernel"], **options).reshape(h.shape)
 
 
-def layers(p, h, checkpoint):
-    step = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
-    return jax.lax.scan(jax.checkpoint(step) if checkpoint else step, h, p["stack"])[0]
+def layers(p, h):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), h, p["stack"])[0]
 
 
 def carried(p, h, change):
@@ -116,7 +103,7 @@ STEPS = {
     "padded, turned": lambda p, h, ids: (h @ jnp.pad(p["a"], ((0, 0), (3, 0)))[::-1, ::-1])[:, :W],
     "masked": lambda p, h, ids: h @ jnp.where(np.arange(W) % 3 > 0, p["a"], 0.0),
     "pruned": lambda p, h, ids: h @ (p["a"] * np.tri(W, dtype=np.float32)),
-    "selected": lambda p, h, ids: h @ jax.lax.select(ids[0] > 9, p["a"], p["b"]),
+    "selected": lambda p, h, ids: h @ jax.lax.select_n(ids[0] % 3, p["a"], 2 * p["b"], p["a"].T),
     "selected by a constant": lambda p, h, ids: h @ jax.lax.select_n(True, 2 * p["a"], p["b"]),
     "layers by hand": lambda p, h, ids: jnp.tanh(h @ p["stack"][0]) @ p["stack"][2],
     "picked": lambda p, h, ids: h @ p["stack"][ids[0] % 3],
@@ -132,7 +119,6 @@ STEPS = {
     "scaled": lambda p, h, ids: h @ (p["a"] * jnp.sum(p["bias"])),
     "complex": lambda p, h, ids: jnp.real((h * (1 + 2j)) @ (p["a"] * (0.5 - 1j))),
     "custom": lambda p, h, ids: through(h, p["a"]),
-    "clipped cotangent": lambda p, h, ids: clipped_cotangent(h @ p["a"]),
     "embedded": lambda p, h, ids: h + p["table"][ids],
     "joined tables": lambda p, h, ids: h + jnp.concatenate([p["table"], p["b"]])[ids + W],
     "one hot": lambda p, h, ids: h + jax.nn.one_hot(ids, VOCABULARY, dtype=h.dtype) @ p["table"],
@@ -151,8 +137,7 @@ STEPS = {
     )[0, :, 0],
     "recurrent": lambda p, h, ids: recurrent(p, h, p["a"]),
     "lstm": lambda p, h, ids: lstm(p, h),
-    "layers": lambda p, h, ids: layers(p, h, False),
-    "layers, checkpointed": lambda p, h, ids: layers(p, h, True),
+    "layers": lambda p, h, ids: layers(p, h),
     "carried": lambda p, h, ids: carried(p, h, lambda w: 0.5 * (w + w)),
     "carried, changed": lambda p, h, ids: carried(p, h, lambda w: w + jnp.sin(w)),
     "carried, transposed": lambda p, h, ids: carried(p, h, lambda w: w.T),
@@ -213,25 +198,7 @@ def params_and_batch(tokens, seed):
     return params, (np.float32(numbers[0]), numbers[1])
 
 
-def assert_clipped_as_written_gradients(loss, params, batch, rtol):
-    _, grads = gradients(loss, params, batch)
-    wanted = norms(grads)
-    max_norm = float(np.median(wanted)) or 1.0
-    run = jax.jit(gcx.per_example.value_and_grad(loss, max_norm))
-    (_, stats), ours = run(params, batch)
-    np.testing.assert_allclose(stats.norm, wanted, rtol=rtol, atol=1e-6)
-    factors = np.minimum(1, max_norm / np.where(wanted > 0, wanted, 1))
-    assert_close(ours, weighted_mean(grads, factors), 2 * rtol)
-    for i in range(3):
-        alone = run(params, jax.tree.map(lambda x, i=i: x[i : i + 1], batch))[1]
-        assert size_of(alone) <= max_norm * (1 + 1e-5)
-
-
-def is_fuzzing():
-    return bool(os.environ.get("FUZZ"))
-
-
-@settings(**({} if is_fuzzing() else {"max_examples": 12}))
+@settings(**({} if os.environ.get("FUZZ") else {"max_examples": 12}))
 @given(
     st.lists(st.sampled_from(list(STEPS)), min_size=1, max_size=5),
     st.sampled_from([1, 2, 5, 8]),
@@ -239,13 +206,14 @@ def is_fuzzing():
 )
 def test_random_loss_is_clipped_as_its_written_gradients(names, tokens, seed):
     # What float32 itself loses in a chain of layers, at a tenth of what a wrong rule would show.
-    assert_clipped_as_written_gradients(loss_of(names), *params_and_batch(tokens, seed), rtol=5e-5)
+    loss, (params, batch) = loss_of(names), params_and_batch(tokens, seed)
+    assert_sound(loss, params, batch, rtol=5e-5, atol=1e-6, of_mean=1e-4)
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_each_step_alone_is_exact_and_its_weights_are_followed(name):
     loss, (params, batch) = loss_of([name]), params_and_batch(2, 0)
-    assert_clipped_as_written_gradients(loss, params, batch, rtol=1e-5)
+    assert_sound(loss, params, batch, atol=1e-6, of_mean=2e-5)
     costs = gcx.per_example.explain(loss)(params, batch)
     found = {key for key in SHAPES if costs[f"params['{key}']"].method == "materialized"}
     assert found == MATERIALIZED.get(name, set())

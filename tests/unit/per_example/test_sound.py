@@ -1,39 +1,18 @@
 """The numbers of `vmap(grad)` in 64 bit, and no contribution beyond the threshold, whatever comes."""
 
 import functools
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from models import array, conv
+from oracle import assert_close, assert_sound, gradients, norms, size_of
 
 import gradclip_jax as gcx
 
-sys.path.insert(0, str(Path(__file__).parent))
-from models import array, conv
-from oracle import assert_close, gradients, norms, size_of, weighted_mean
-
 clipped_sum = functools.partial(gcx.per_example.value_and_grad, reduction="sum")
-
-
-def assert_sound(loss, params, batch, max_norm=None, tolerance=1e-5, of_norms=1e-5):
-    """Equal to written gradients, clipped in 64 bit; each example alone within the threshold."""
-    values, grads = gradients(loss, params, batch)
-    wanted = norms(grads)
-    max_norm = float(np.median(wanted)) if max_norm is None else max_norm
-    run = jax.jit(clipped_sum(loss, max_norm))
-    (_, stats), ours = run(params, batch)
-    np.testing.assert_allclose(stats.norm, wanted, rtol=of_norms)
-    factors = np.minimum(1, max_norm / np.where(wanted > 0, wanted, 1))
-    assert_close(
-        ours, jax.tree.map(lambda g: g * len(wanted), weighted_mean(grads, factors)), tolerance
-    )
-    for i in range(len(wanted)):
-        alone = run(params, jax.tree.map(lambda x, i=i: x[i : i + 1], batch))[1]
-        assert size_of(alone) <= max_norm * (1 + 1e-5)
 
 
 def linear(w, x):
@@ -49,7 +28,7 @@ def test_tokens_that_cancel_are_clipped_by_their_true_norm(seed, size):
     batch = np.concatenate([a, -a + r], 1).astype(np.float32)
     assert gcx.per_example.explain(linear)(w, batch)["params"].method == "gram"
     # Added in 64 bit the rows leave what rounding made of `-a + r`: both agree on that.
-    assert_sound(linear, w, batch, max_norm=0.5, of_norms=1e-4, tolerance=1e-4)
+    assert_sound(linear, w, batch, max_norm=0.5, rtol=1e-4, of_mean=1e-4)
 
 
 def test_many_copies_that_cancel_but_for_one_token_stay_within_the_threshold():
@@ -60,7 +39,7 @@ def test_many_copies_that_cancel_but_for_one_token_stay_within_the_threshold():
     w = np.zeros((512, 512), np.float32)
     assert gcx.per_example.explain(linear)(w, batch)["params"].method == "gram"
     # Written gradients of float32 lose as much: their terms are 1e5 times as large.
-    assert_sound(linear, w, batch, max_norm=1.0, of_norms=1e-3, tolerance=1e-2)
+    assert_sound(linear, w, batch, max_norm=1.0, rtol=1e-3, of_mean=1e-2)
 
 
 def test_instance_norm_of_an_offset_of_a_thousand_is_measured_as_by_vmap():
@@ -92,7 +71,7 @@ def test_factors_whose_rows_are_of_opposite_magnitude():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
-def test_sum_of_many_examples_of_narrow_parameters_is_that_of_each(dtype):
+def test_sum_of_many_examples_of_narrow_parameters_is_that_of_each_in_float32(dtype):
     def loss(w, x):
         return jnp.sum(jnp.sin(x @ w).astype(jnp.float32))
 
@@ -100,15 +79,17 @@ def test_sum_of_many_examples_of_narrow_parameters_is_that_of_each(dtype):
     run = jax.jit(clipped_sum(loss, 1.0))
     whole, without = run(w, batch)[1], run(w, batch[1:])[1]
     assert whole.dtype == np.float32
+    assert size_of(run(w, batch[:1])[1]) == pytest.approx(1, rel=1e-5)  # it was clipped
     assert size_of(np.asarray(whole, np.float64) - without) <= 1 + 1e-4  # 512 sums in float32
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -9.0])
 @pytest.mark.parametrize("nonfinite", ["zero", "propagate"])
-def test_bad_number_anywhere_in_one_example_of_many(bad, nonfinite):
+def test_bad_number_anywhere_in_one_example_of_many_adds_zero_or_spoils_all(bad, nonfinite):
     def loss(p, x):
-        return jnp.sum(jnp.sin(jax.nn.relu(x @ p["a"]) @ p["b"])[1:] @ p["c"])
+        # -9 is a finite input; the NaN is made inside, by the square root.
+        return jnp.sum(jnp.sin(jax.nn.relu(jnp.sqrt(x + 5) @ p["a"]) @ p["b"])[1:] @ p["c"])
 
     params = {"a": array(16, 16, seed=1), "b": array(16, 16, seed=2), "c": array(16, seed=3)}
     batch = array(64, 3, 16, seed=4)
@@ -117,8 +98,10 @@ def test_bad_number_anywhere_in_one_example_of_many(bad, nonfinite):
     for place in range(3):
         spoilt = batch.copy()
         spoilt[5, place, 7] = bad
-        grads = run(params, spoilt)[1]
+        (_, stats), grads = run(params, spoilt)
+        assert not np.isfinite(stats.norm[5])
         if nonfinite == "zero":
+            assert stats.factor[5] == 0
             assert_close(grads, jax.tree.map(lambda x: np.asarray(x, np.float64), without), 1e-4)
         else:
             assert all(np.isnan(x).all() for x in jax.tree.leaves(grads))
@@ -152,18 +135,6 @@ def test_kernel_of_an_ungrouped_convolution_is_measured_by_gram_matrices():
         shape((3, 3, 512, 512), jnp.float32), shape((2, 7, 7, 512), jnp.float32)
     )
     assert found["params"].method == "gram" and found["params"].elements == 2 * 49**2
-
-
-def test_weights_chosen_by_each_example_are_followed():
-    def loss(p, x):
-        chosen = jax.lax.select_n(jnp.sum(x > 0) % 3, p["a"], 2 * p["b"], p["a"].T)
-        return jnp.sum(jnp.sin(x @ chosen))
-
-    params = {"a": array(32, 32, seed=1), "b": array(32, 32, seed=2)}
-    batch = array(6, 2, 32, seed=3)
-    costs = gcx.per_example.explain(loss)(params, batch)
-    assert {cost.method for cost in costs.values()} == {"gram"}
-    assert_sound(loss, params, batch)
 
 
 def test_weight_that_is_not_chosen_has_no_gradient_where_the_chosen_one_is_bad():
