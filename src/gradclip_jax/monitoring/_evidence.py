@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 
-from .._devices import concatenated, fusion_barrier, sums_of_pairs
+from .._devices import concatenated, fusion_barrier, sums_of_terms
 from .._mesh import is_explicit
 from .._types import Array, AxisName, Scalar
 from ..clipping._formula import wide_dtype
@@ -38,22 +38,21 @@ def norms_of_step(
     def sums(term: Callable[..., Array], leaves: list[Array], *others: list[Array]) -> Norms:
         return totals(leaves, units, axis_name, term, *others)
 
-    def of_gradient(x: Array) -> tuple[Array, Array]:
-        x = lax.stop_gradient(x)
-        return squares(x, dtype), (~jnp.isfinite(x)).astype(dtype)
-
-    def of_step(u: Array, p: Array) -> tuple[Array, Array]:
-        narrow = p.dtype
-        u, p = (x.astype(wide_dtype(x.dtype, dtype)) for x in lax.stop_gradient((u, p)))
+    def terms(x: Array, *step: Array) -> Sequence[Array]:
+        x, step = lax.stop_gradient((x, step))
+        of_gradient = squares(x, dtype), (~jnp.isfinite(x)).astype(dtype)
+        if not step:
+            return of_gradient
+        narrow = step[1].dtype
+        u, p = (x.astype(wide_dtype(x.dtype, dtype)) for x in step)
         after = p + u
         if jnp.issubdtype(narrow, jnp.floating) and jnp.finfo(narrow).bits < 32:
             after = _rounded(after, jnp.finfo(narrow))
-        return squares(after - p, dtype), squares(p, dtype)
+        return *of_gradient, squares(after - p, dtype), squares(p, dtype)
 
-    square, count = sums_of_pairs(sums, of_gradient, gradient)
-    squared = [square] if step is None else [square, *sums_of_pairs(sums, of_step, *step)]
-    rows = _as_rows([*squared, count])
-    rows, bad = rows[:-1], rows[-1]
+    columns = (gradient,) if step is None else (gradient, *step)
+    rows = _as_rows(sums_of_terms(sums, terms, 2 if step is None else 4, *columns))
+    rows, bad = jnp.concatenate([rows[:1], rows[2:]]), rows[1]
     norms = norm_of_squares(jnp.concatenate([jnp.sum(rows, 1, keepdims=True), rows], 1))
     return norms.astype(jnp.float32), bad.astype(jnp.float32)
 
