@@ -92,7 +92,8 @@ def microbatched_value_and_grad(
         batch_argnums: Positions of the arguments that are split along the first axis of each leaf.
         rng_argnums: Positions of random keys; each micro-batch receives a different key.
         has_weight: Whether `fun` returns a weight, which is converted to float32; value and
-            gradient are then weighted means.
+            gradient are then weighted means. If `fun` contains a `custom_vjp` or float16, or has
+            16-bit gradients, the gradient of every micro-batch is all-reduced.
         accumulator_dtype: Dtype of the gradient sums; see `accumulate_gradients`.
         reduction: Reduction of gradients; see `accumulate_gradients`.
         aux_reduction: Prefix tree of aux, with values "mean" (weighted), "sum", "max", "last",
@@ -241,9 +242,9 @@ def _fits_weight(shapes: BatchOutputs) -> bool:
 
 
 def _scales_with_weight(jaxpr: core.Jaxpr) -> bool:
-    """Return whether the gradient of a program is multiplied by a factor if its cotangent is.
+    """Return whether the gradient of a program is proportional to its cotangent.
 
-    A `custom_vjp`, such as that of `clip_cotangent`, need not be linear, and numbers of less than 8
+    A `custom_vjp`, such as that of `clip_cotangent`, may be nonlinear, and dtypes with less than 8
     exponent bits may overflow.
     """
     for eqn in jaxpr.eqns:

@@ -177,7 +177,7 @@ def watch(
     | the extra argument `batch_id` | an incident contains this integer, of 32 bits |
 
     Args:
-        inner: Any Optax transformation.
+        inner: Any Optax transformation, except `optax.lookahead`, which must be outside.
         of: Which norms to measure in addition to the gradient norm: "update", or "parameter", which
             includes "update".
         granularity: Which elements share a norm, as in `clip_by_norm`. The name of a stacked layer
