@@ -8,9 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend import core
 from jax.typing import DTypeLike
 
-from .._checks import check_callable, check_choice, check_count, check_transformation
+from .._checks import (
+    check_callable,
+    check_choice,
+    check_count,
+    check_transformation,
+    dtype_of,
+)
 from .._errors import public
 from .._mesh import is_unreduced, max_over, sum_over, vary, varying_axes
 from .._types import FLOAT32, Array, Count, Number, Tree
@@ -85,7 +92,8 @@ def microbatched_value_and_grad(
         batch_argnums: Positions of the arguments that are split along the first axis of each leaf.
         rng_argnums: Positions of random keys; each micro-batch receives a different key.
         has_weight: Whether `fun` returns a weight, which is converted to float32; value and
-            gradient are then weighted means.
+            gradient are then weighted means. If `fun` contains a `custom_vjp` or float16, or has
+            16-bit gradients, the gradient of every micro-batch is all-reduced.
         accumulator_dtype: Dtype of the gradient sums; see `accumulate_gradients`.
         reduction: Reduction of gradients; see `accumulate_gradients`.
         aux_reduction: Prefix tree of aux, with values "mean" (weighted), "sum", "max", "last",
@@ -155,6 +163,10 @@ def microbatched_value_and_grad(
         # Weighted gradients can be all-reduced once after the loop instead of in each iteration.
         is_plain = parts > 1 and sums_once and not axes and all(map(is_summed, names))
         holds_weight = has_weight and is_plain and _fits_weight(shapes)
+        if holds_weight:
+            first = micro_arguments(args, split, 0)
+            program = jax.make_jaxpr(lambda: call(*first, **kwargs))()
+            holds_weight = _scales_with_weight(program.jaxpr)
         out = whole_batch(
             functools.partial(micro_batch, holds_weight=holds_weight),
             output_reductions(
@@ -168,7 +180,7 @@ def microbatched_value_and_grad(
             shapes,
             parts,
             num_real_microbatches,
-            if_empty=jnp.nan if drop_nonfinite else 0,
+            is_nan_if_ignored=drop_nonfinite,
         )
         rest = [x for x, has in ((out.weight, has_weight), (out.aux, has_aux)) if has]
         value = (out.value, rest[0] if len(rest) == 1 else tuple(rest)) if rest else out.value
@@ -227,6 +239,23 @@ def _fits_weight(shapes: BatchOutputs) -> bool:
     leaves = jax.tree.leaves((shapes.value, shapes.grads))
     is_wide = all(jnp.finfo(x.dtype).bits >= 32 for x in leaves) and not is_unreduced(shapes.grads)
     return is_wide and varying_axes(shapes.weight) == varying_axes(shapes.value)
+
+
+def _scales_with_weight(jaxpr: core.Jaxpr) -> bool:
+    """Return whether the gradient of a program is proportional to its cotangent.
+
+    A `custom_vjp`, such as that of `clip_cotangent`, may be nonlinear, and dtypes with less than 8
+    exponent bits may overflow.
+    """
+    for eqn in jaxpr.eqns:
+        dtypes = [dtype_of(v.aval) for v in eqn.outvars]
+        floats = [x for x in dtypes if jnp.issubdtype(x, jnp.floating)]
+        if "custom_vjp" in eqn.primitive.name or any(jnp.finfo(x).nexp < 8 for x in floats):
+            return False
+        inner = [getattr(x, "jaxpr", x) for x in jax.tree.leaves(eqn.params)]
+        if not all(_scales_with_weight(x) for x in inner if isinstance(x, core.Jaxpr)):
+            return False
+    return True
 
 
 def _transformed(transform: Any, grads: Tree, params: Tree) -> Tree:

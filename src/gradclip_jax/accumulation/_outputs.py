@@ -70,16 +70,13 @@ class LeafReduction(NamedTuple):
     dtype: DTypeLike
     holds_weight: bool = False
 
-    def start(
-        self, shape: jax.ShapeDtypeStruct, parts: int, axes: frozenset[str], if_empty: float
-    ) -> Array:
+    def start(self, shape: jax.ShapeDtypeStruct, parts: int, axes: frozenset[str]) -> Array:
         """Initialize the sum over micro-batches, or the array of all outputs if concatenated."""
         zeros = zeros_of_type(shape, self.dtype)
         zeros = vary(zeros, axes) if axes else zeros
         if self.name == "concatenate":
             return lax.broadcast(zeros, (parts,))
-        is_kept = self.name == "last" and self.is_weighted
-        first = if_empty if is_kept else identity_of(self.name, self.dtype)
+        first = identity_of(self.name, self.dtype)
         return zeros if first == 0 else zeros + first
 
     def add(self, total: Array, x: ArrayLike, weight: Scalar | None, index: Array) -> Array:
@@ -97,16 +94,18 @@ class LeafReduction(NamedTuple):
         shape: jax.ShapeDtypeStruct,
         divisor: Scalar,
         has_run: Array | bool,
-        if_empty: float,
+        if_empty: Array | float,
     ) -> Array:
         """Return the result for the whole batch, in the dtype of the micro-batch results.
 
-        `has_run` is whether at least one micro-batch was combined.
+        `has_run` is whether at least one micro-batch was combined. If none was, the result of a
+        weighted leaf is `if_empty`, and 0 otherwise.
         """
         out = in_order(total) if self.name == "concatenate" else total
         if self.is_weighted and self.name in ("mean", "concatenate"):
             out = divide(out, divisor)
-        if self.name == "max":  # the initial total is -inf or the smallest integer
+        elif self.name == "max" or (self.is_weighted and isinstance(if_empty, jax.Array)):
+            # The initial total of a maximum is -inf or the smallest integer.
             empty = jnp.full_like(out, if_empty if self.is_weighted else 0)
             out = jnp.where(has_run, out, empty)
         return out if out.dtype == shape.dtype else out.astype(shape.dtype)
@@ -158,11 +157,13 @@ def whole_batch(
     shapes: BatchOutputs,
     parts: int,
     real: Number | None,
-    if_empty: float,
+    *,
+    is_nan_if_ignored: bool,
 ) -> BatchOutputs:
     """Run the micro-batches sequentially, and combine their outputs.
 
-    If no micro-batch has a positive weight, value and gradient are `if_empty`, which is 0 or NaN.
+    If no micro-batch has a positive weight, value and gradient are 0, or NaN if `is_nan_if_ignored`
+    and at least one micro-batch ran.
     """
     leaves, structure = jax.tree.flatten(shapes)
     rules = structure.flatten_up_to(reductions)
@@ -188,12 +189,13 @@ def whole_batch(
         return run_if_real(real, index, add, carry), None
 
     pairs = zip(rules, leaves, strict=True)
-    totals = [rule.start(x, parts, axes, if_empty) for rule, x in pairs]
+    totals = [rule.start(x, parts, axes) for rule, x in pairs]
     first = totals, vary(jnp.float32(0), axes)
     (totals, total_weight), _ = lax.scan(step, first, jnp.arange(parts))
     has_weight = total_weight > 0
-    divisor = jnp.where(has_weight, total_weight, 1 - if_empty)
     has_run = True if real is None else jnp.asarray(real) > 0
+    if_empty = jnp.where(has_run, jnp.nan, jnp.float32(0)) if is_nan_if_ignored else 0
+    divisor = jnp.where(has_weight, total_weight, 1 - if_empty)
     out = [
         rule.finish(total, x, divisor, has_weight if rule.is_weighted else has_run, if_empty)
         for rule, total, x in zip(rules, totals, leaves, strict=True)

@@ -1,6 +1,6 @@
 """Compute the norms of each leaf or layer, and locate the cause of a training fault."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,12 +9,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 
-from .._devices import concatenated, sums_of_pairs
+from .._devices import concatenated, fusion_barrier, sums_of_terms
 from .._mesh import is_explicit
 from .._types import Array, AxisName, Scalar
 from ..clipping._formula import wide_dtype
 from ..clipping._norm import Norms, Units, norm_dtype, norm_of_squares, squares, totals
-from ._levels import Comparison
+from ._levels import KINDS, Comparison
 
 
 def norms_of_step(
@@ -38,29 +38,36 @@ def norms_of_step(
     def sums(term: Callable[..., Array], leaves: list[Array], *others: list[Array]) -> Norms:
         return totals(leaves, units, axis_name, term, *others)
 
-    def of_gradient(x: Array) -> tuple[Array, Array]:
-        x = lax.stop_gradient(x)
-        return squares(x, dtype), (~jnp.isfinite(x)).astype(dtype)
-
-    def of_step(u: Array, p: Array) -> tuple[Array, Array]:
-        narrow = p.dtype
-        u, p = (x.astype(wide_dtype(x.dtype, dtype)) for x in lax.stop_gradient((u, p)))
+    def terms(x: Array, *step: Array) -> Sequence[Array]:
+        x, step = lax.stop_gradient((x, step))
+        of_gradient = squares(x, dtype), (~jnp.isfinite(x)).astype(dtype)
+        if not step:
+            return of_gradient
+        narrow = step[1].dtype
+        u, p = (x.astype(wide_dtype(x.dtype, dtype)) for x in step)
         after = p + u
         if jnp.issubdtype(narrow, jnp.floating) and jnp.finfo(narrow).bits < 32:
-            info = jnp.finfo(narrow)
-            after = lax.reduce_precision(after, info.nexp, info.nmant)
-        return squares(after - p, dtype), squares(p, dtype)
+            after = _rounded(after, jnp.finfo(narrow))
+        return *of_gradient, squares(after - p, dtype), squares(p, dtype)
 
-    square, count = sums_of_pairs(sums, of_gradient, gradient)
-    squared = [square] if step is None else [square, *sums_of_pairs(sums, of_step, *step)]
-    rows = jnp.stack(list(map(_as_vector, squared)))
+    columns = (gradient,) if step is None else (gradient, *step)
+    rows = _as_rows(sums_of_terms(sums, terms, 2 if step is None else 4, *columns))
+    rows, bad = jnp.concatenate([rows[:1], rows[2:]]), rows[1]
     norms = norm_of_squares(jnp.concatenate([jnp.sum(rows, 1, keepdims=True), rows], 1))
-    bad = _as_vector(count)
     return norms.astype(jnp.float32), bad.astype(jnp.float32)
 
 
-def _as_vector(entries: Norms) -> Array:
-    """Concatenate arrays into one replicated vector; an empty list gives a single zero."""
+def _rounded(x: Array, info: Any) -> Array:
+    """Round to a narrower dtype. XLA would remove a conversion to this dtype and back."""
+    rounded = lax.reduce_precision(x, info.nexp, info.nmant)
+    if info.nexp == 8:  # bfloat16, whose subnormal numbers are subnormal in float32
+        return rounded
+    step = np.float32(info.smallest_subnormal)  # `reduce_precision` replaces subnormals by 0
+    return jnp.where(abs(x) < np.float32(info.tiny), jnp.round(x / step) * step, rounded)
+
+
+def _as_rows(groups: Sequence[Norms]) -> Array:
+    """Concatenate the arrays of each group into a row; empty groups give a single zero."""
 
     def whole(x: Array) -> Array:
         sharding = jax.typeof(x).sharding
@@ -68,8 +75,9 @@ def _as_vector(entries: Norms) -> Array:
         is_split = is_explicit(sharding)
         return reshard(x, NamedSharding(sharding.mesh, PartitionSpec())) if is_split else x
 
-    vector = concatenated([whole(x).reshape(-1) for x in entries] or [jnp.zeros(1)])
-    return vector if vector.size else jnp.zeros(1)
+    entries = [whole(x).reshape(-1) for group in groups for x in group]
+    rows = concatenated(entries or [jnp.zeros(0)]).reshape(len(groups), -1)
+    return rows if rows.size else jnp.zeros((len(groups), 1))
 
 
 def differing_device(norms: Array, axis_name: AxisName, is_due: Scalar) -> tuple[Scalar, Scalar]:
@@ -94,7 +102,7 @@ def differing_device(norms: Array, axis_name: AxisName, is_due: Scalar) -> tuple
 
 
 def evidence(
-    norms: dict[str, Array], bad: Array, found: Comparison
+    norms: Array, bad: Array, found: Comparison
 ) -> tuple[dict[str, Any], dict[str, Array]]:
     """Find out from the norms which faults occurred in a step, and in which leaf or layer.
 
@@ -109,26 +117,21 @@ def evidence(
     - a gradient that has drifted,
     - the largest share of the squared gradient norm.
     """
-    gradient, bad_count = norms["gradient"], jnp.sum(bad)
-    whole, of_units = gradient[0], gradient[1:]
+    bad_count, whole, of_units = jnp.sum(bad), norms[0, 0], norms[0, 1:]
     is_finite = jnp.isfinite(whole)
     shares = jnp.square(of_units / jnp.where(is_finite & (whole > 0), whole, 1))
     # The squared norm may overflow although all elements are finite.
     shares = jnp.where(is_finite, shares, jnp.isinf(of_units).astype(jnp.float32))
     shares = jnp.where(bad_count > 0, bad / jnp.maximum(bad_count, 1), shares)
 
-    def jumps(kind: str) -> Array:
-        """Return the increase of each norm as a factor; inf for a non-finite norm."""
-        if kind not in norms:
-            return jnp.zeros_like(shares)
-        rises = found.rises[list(norms).index(kind)]
-        return jnp.where(jnp.isfinite(norms[kind][1:]), rises, jnp.inf)
-
-    rises = jnp.where(is_finite, jumps("gradient"), 0)
+    # Increases of the gradient, update and parameter norms as factors; inf for a non-finite norm.
+    jumps = jnp.where(jnp.isfinite(norms[:, 1:]), found.rises, jnp.inf)
+    jumps = jnp.pad(jumps, ((0, 3 - len(norms)), (0, 0)))
+    rises = jnp.where(is_finite, jumps[0], 0)
     dead = found.dead[1:].astype(jnp.float32)
-    ranks = jnp.stack([jumps("parameter"), bad, rises, jumps("update"), dead, found.drifts, shares])
+    ranks = fusion_barrier(jnp.stack([jumps[2], bad, rises, jumps[1], dead, found.drifts, shares]))
     is_found = jnp.any(ranks != 0, axis=1)
-    first = jnp.argmax(ranks[jnp.argmax(is_found)])
+    first = jnp.argmax(_first_true(is_found, ranks))
     others = jnp.where(jnp.arange(shares.size) == first, 0, shares)
     # Increase of the parameter, gradient and update norms, and the drift, as factors.
     factors = ranks[np.array([0, 2, 3, 5]), first]
@@ -141,12 +144,10 @@ def evidence(
         "second_leaf": jnp.argmax(others),
         "second_share": jnp.max(others),
         "bad_elements": bad_count,
-        "leaf_rise": factors[jnp.argmax(factors > 0)],
+        "leaf_rise": _first_true(factors > 0, factors),
     }
-    for i, kind in enumerate(norms):
-        if i:
-            fields[f"{kind}_norm"] = norms[kind][0]
-            fields[f"{kind}_threshold"] = found.thresholds[i]
+    for i, kind in enumerate(KINDS[1 : len(norms)], 1):
+        fields[f"{kind}_norm"], fields[f"{kind}_threshold"] = norms[i, 0], found.thresholds[i]
     flags = {
         "nan": jnp.isnan(whole),
         "infinity": jnp.isinf(whole),
@@ -157,3 +158,14 @@ def evidence(
         "drift": is_found[5],
     }
     return fields, flags
+
+
+def _first_true(conditions: Array, values: Array) -> Array:
+    """Return the value of the first true condition, or the last value.
+
+    `jnp.select` would reduce the conditions with one more kernel.
+    """
+    found = values[-1]
+    for i in reversed(range(len(values) - 1)):
+        found = jnp.where(conditions[i], values[i], found)
+    return found

@@ -165,7 +165,7 @@ class Comparison(NamedTuple):
 
 def compare(
     levels: Array,
-    by_kind: dict[str, Array],
+    norms: Array,
     loss: Scalar | None,
     z_threshold: Number,
     *,
@@ -174,8 +174,8 @@ def compare(
 ) -> tuple[Comparison, Array]:
     """Compare the norms and loss of the current step with previous steps.
 
-    `by_kind` contains float32[1 + units] for each kind. Updates and parameters are compared only if
-    the optimizer ran (`is_step`). Norms and losses are compared as logarithms, because
+    `norms` is float32[kinds, 1 + units]. Updates and parameters are compared only if the optimizer
+    ran (`is_step`). Norms and losses are compared as logarithms, because
     their distributions have long tails. The loss is also compared directly, because it may be
     negative.
 
@@ -184,9 +184,10 @@ def compare(
     """
     past = Levels(*jnp.unstack(levels))
     size = past.mean.shape[1]
-    is_loss, column = np.arange(len(by_kind) + 1)[:, None] == len(by_kind), np.arange(size)
+    row, column = np.arange(len(norms) + 1)[:, None], np.arange(size)
+    is_loss = row == len(norms)
     is_log = ~(is_loss & (column == 1))
-    of_rows = [_OF_KINDS[kind] for kind in (*by_kind, "loss")]
+    of_rows = [_OF_KINDS[kind] for kind in (*KINDS[: len(norms)], "loss")]
     least, memory = np.array(of_rows, np.float32).T[..., None]
     floor = np.where(is_log, np.log(least) / (6 * _WIDTH), np.float32(1e-6))
     tail = np.where(is_loss | (column == 0), np.float32(2), 0)
@@ -194,8 +195,7 @@ def compare(
 
     value = jnp.float32(jnp.inf) if loss is None else loss.astype(jnp.float32)
     losses = jnp.pad(jnp.stack([jnp.maximum(value, 0), value]), (0, size - 2))
-    rows = [x if kind == "gradient" else jnp.where(is_step, x, 0) for kind, x in by_kind.items()]
-    measured = jnp.stack([*rows, losses])
+    measured = jnp.where(is_step | (row == 0) | is_loss, jnp.vstack([norms, losses]), 0)
     # Norms of zero are not averaged, because their logarithm is infinite.
     values = jnp.where(is_log, jnp.log(measured), measured)
     is_known = jnp.isfinite(values) & ~is_loss

@@ -19,6 +19,7 @@ LogSource: TypeAlias = Sequence[Row] | str | os.PathLike[str]
 """The rows of a log, or the path of a JSON Lines file."""
 
 _NUMBERS = (bool, int, float, np.generic, np.ndarray, jax.Array)
+_NON_FINITE = ("nan", "inf", "-inf")
 _NORMS = ("gradient_norm", "update_norm", "parameter_norm", "update_ratio", "largest_share")
 
 
@@ -126,7 +127,7 @@ def read_log_file(log: LogSource) -> Log:
     steps = [row for row in rows if "sentence" not in row] if is_log else []
     if not steps:
         raise value_error("log", "a non-empty list of dicts, or a path", shortened(log), hint)
-    found = [(_number(x.get("step")), str(x["sentence"])) for x in rows if "sentence" in x]
+    found = [(_number(x.get("step"), np.nan), str(x["sentence"])) for x in rows if "sentence" in x]
     steps = _last_of_each_step(steps)
     keys = dict.fromkeys(key for row in steps for key in row)
     columns = {key: x for key in keys if (x := _column(key, steps)).count()}
@@ -146,7 +147,10 @@ def _has_stepped(columns: Mapping[str, np.ma.MaskedArray], size: int) -> HostArr
         return columns["has_updated"].filled(1) > 0
     has_stepped = np.ones(size, bool)
     if "gradient_step" in columns:
-        has_stepped = np.diff(columns["gradient_step"].filled(0), prepend=0) > 0
+        counts = columns["gradient_step"].filled(0)
+        # The log may begin in the middle of a run, so the first row is compared with no other.
+        open_windows = [x.filled(0)[0] for key, x in columns.items() if key.startswith("mini_step")]
+        has_stepped = np.append(not any(open_windows), np.diff(counts) > 0)
     if "consecutive_skips" in columns:
         has_stepped &= columns["consecutive_skips"].filled(0) == 0
     return has_stepped
@@ -156,7 +160,7 @@ def _parsed(path: str | os.PathLike[str]) -> list[Row]:
     """Parse a JSON Lines file, and skip invalid lines with a warning."""
     rows, damaged = list[Row](), list[int]()
     text = pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # JSON strings may contain U+2028
         try:
             row = json.loads(line) if line.strip() else None
         except ValueError:
@@ -178,26 +182,32 @@ def _last_of_each_step(rows: Sequence[Row]) -> list[Row]:
     # Otherwise they are one row, such as the metrics of training and of evaluation.
     is_unique = key == "step" and not any(x.startswith("mini_step") for row in rows for x in row)
     kept: list[Row] = []
+    steps: list[float] = []
     for row in rows:
-        step = row.get(key, np.inf)
-        if kept and kept[-1].get(key, -1) > step:
-            while kept and kept[-1].get(key, -1) >= step:
+        step = _number(row.get(key), np.inf)
+        if steps and np.inf > steps[-1] > step:
+            while steps and steps[-1] >= step:
                 kept.pop()
-        if is_unique and kept and kept[-1].get(key, -1) == step:
+                steps.pop()
+        if is_unique and steps and np.inf > steps[-1] == step:
             kept[-1] = {**kept[-1], **row}
         else:
             kept.append(row)
+            steps.append(step)
     return kept
 
 
 def _column(key: str, rows: Sequence[Row]) -> np.ma.MaskedArray:
     """Return the values of a key, masked where a value is missing, not a number or not measured."""
-    values = np.array([_number(row.get(key)) for row in rows])
-    is_missing = [not isinstance(row.get(key), _NUMBERS) for row in rows]
+    found = [_number(row.get(key), None) for row in rows]
+    values, is_missing = np.array(found, np.float64), [x is None for x in found]
     name = key.partition("/")[0]
     is_unmeasured = (name in _NORMS) & (values < 0) | (name == "taps") & (values == -1)
     return np.ma.array(values, mask=is_missing | is_unmeasured)
 
 
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, _NUMBERS) else np.nan
+def _number(value: object, default: Any) -> Any:
+    """Convert a scalar, or the name of a non-finite number, to a float."""
+    if isinstance(value, _NUMBERS) and not np.ndim(value):
+        return float(value)
+    return float(value) if isinstance(value, str) and value in _NON_FINITE else default

@@ -124,10 +124,8 @@ def _called_inner(gate: Tree) -> Array:
 def _if_measured(watched: WatchState, calls: Sequence[Array]) -> WatchState:
     """Replace the norms in a `watch` state by -1 if the last step did not call `watch`."""
     for called in calls:
-        norms = {
-            kind: jnp.where(jnp.expand_dims(called, -1), x, NOT_MEASURED)
-            for kind, x in plain_arrays(watched.norms).items()
-        }
+        is_new = jnp.expand_dims(called, (-2, -1))
+        norms = jnp.where(is_new, plain_arrays(watched.norms), NOT_MEASURED)
         watched = watched._replace(norms=norms)
         if watched.tap_sums is not None:
             is_new = jnp.expand_dims(called, (-3, -2, -1))

@@ -129,6 +129,7 @@ def norm_history(state: Tree) -> HostArray:
 
     Raises:
         TypeError: If called inside jit, or if `state` contains no state of `record_norms`.
+        ValueError: If vmapped seeds have recorded different numbers of steps.
 
 
     Examples:
@@ -146,10 +147,16 @@ def norm_history(state: Tree) -> HostArray:
     record = plain_arrays(records[0][1])
     refuse_traced("state", record.norms)
     norms, counts, positions = map(np.asarray, record[:3])
-    # Each update writes one row, so all vmapped seeds have the same number of rows.
-    axis, count, position = counts.ndim, int(counts.flat[0]), int(positions.flat[0])
-    rows = np.roll(norms, -position, axis) if count == norms.shape[axis] else norms
-    return np.take(rows, range(count), axis)
+    axis, count = counts.ndim, int(counts.flat[0])
+    if np.any(counts != count):  # a guard or an accumulation around the record held some seeds
+        hint = "Pass the state of one seed, `jax.tree.map(lambda x: x[0], state)`."
+        got = f"numbers of steps from {counts.min()} to {counts.max()}"
+        raise value_error("state", "a state whose seeds have recorded as many steps", got, hint)
+    window = norms.shape[axis]
+    order = np.arange(count) + (positions[..., None] if count == window else 0)
+    order = np.broadcast_to(order % window, (*counts.shape, count))
+    order = order.reshape(*order.shape, *[1] * (norms.ndim - order.ndim))
+    return np.take_along_axis(norms, order, axis)
 
 
 @public

@@ -198,7 +198,7 @@ def worst_examples(
     check_count("k", k, "Pass how many examples to return.")
 
     def largest(values: HostArray, places: Sequence[Any]) -> dict[Any, float]:
-        order = np.argsort(-np.nan_to_num(values, nan=np.inf), kind="stable")
+        order = np.argsort(-np.where(np.isfinite(values), values, np.inf), kind="stable")
         return {places[i]: float(values[i]) for i in order[:k].tolist()}
 
     rows = range(batch_size({"batch": batch}))

@@ -61,9 +61,9 @@ class WatchState(NamedTuple):
     """State of `watch`: the norms of the last call and a log of training faults.
 
     Attributes:
-        norms: Dictionary from "gradient", "update" or "parameter" to float32[1 + units], the norm
-            of the whole tree, followed by the norms of leaves or layers; -1 if the last call did
-            not measure.
+        norms: float32[kinds, 1 + units], one row each for the gradient, the update and the
+            parameters, as far as they are measured. The norm of the whole tree is followed by the
+            norms of leaves or layers. -1 if the last call did not measure.
         levels: Statistics of previous norms and losses, as returned by `init_levels`.
         incidents: Log of incidents; its `step_count` is the metric `watch_step`.
         tap_sums: Tap statistics of the last call, float32[taps, 2, 5], zeros if none were passed;
@@ -71,7 +71,7 @@ class WatchState(NamedTuple):
         inner_state: State of the inner transformation.
     """
 
-    norms: dict[str, Array]
+    norms: Array
     levels: Array
     incidents: IncidentLog
     tap_sums: Tree
@@ -98,32 +98,34 @@ def _of_taps(state: WatchState) -> dict[str, Array | HostArray] | None:
 
 
 def _has_updated(state: WatchState) -> Array:
-    """Return whether the inner optimizer ran and, if measured, its update is nonzero.
+    """Return whether the update is nonzero or, if it is not measured, whether a step was applied.
 
-    Wrappers from other packages, such as Optax, return zero updates if they skip a step.
+    Wrappers from other packages, such as Optax, return zero updates if they skip a step. With
+    `optax.partition`, a guard or accumulation may hold only some of the parameters.
     """
-    ran = has_updated(state.inner_state)
-    if "update" not in state.norms:
+    ran, norms = has_updated(state.inner_state), plain_arrays(state.norms)
+    if norms.shape[-2] < 2:
         return ran
-    return ran & (plain_arrays(state.norms["update"])[..., 0] != 0)
+    update = norms[..., 1, 0]
+    return jnp.where(update == NOT_MEASURED, ran, update != 0)
 
 
 def _shares(state: WatchState) -> Array:
     """Compute each leaf's or layer's fraction of the squared gradient norm."""
-    total, of_units = jnp.split(plain_arrays(state.norms["gradient"]), [1], -1)
+    total, of_units = jnp.split(plain_arrays(state.norms)[..., 0, :], [1], -1)
     return jnp.where(total < 0, NOT_MEASURED, jnp.square(of_units / jnp.where(total > 0, total, 1)))
 
 
 def _by_name(state: WatchState, kind: str) -> dict[str | None, Array | HostArray] | None:
     """Return a dictionary from leaf or layer names to norms or ratios; None if not measured."""
     norms = plain_arrays(state.norms)
-    if kind == "ratio" and {"update", "parameter"} <= norms.keys():
-        update, parameter = norms["update"], norms["parameter"]
-        ratio = jnp.where(parameter > 0, update / jnp.where(parameter > 0, parameter, 1), 0)
-        norms = norms | {"ratio": jnp.where(parameter < 0, NOT_MEASURED, ratio)}
-    if kind not in norms:
+    row = KINDS.index("parameter" if kind == "ratio" else kind)
+    if row >= norms.shape[-2]:
         return None
-    values = norms[kind]
+    values = norms[..., row, :]
+    if kind == "ratio":
+        ratio = jnp.where(values > 0, norms[..., 1, :] / jnp.where(values > 0, values, 1), 0)
+        values = jnp.where(values < 0, NOT_MEASURED, ratio)
     values = values if is_traced(values) else np.asarray(values)  # one transfer for all units
     return {name or None: values[..., i] for i, name in enumerate(("", *names_in(state.incidents)))}
 
@@ -175,8 +177,9 @@ def watch(
     | the extra argument `batch_id` | an incident contains this integer, of 32 bits |
 
     Args:
-        inner: Any Optax transformation.
-        of: Which norms to measure in addition to the gradient norm: "update", "parameter" or both.
+        inner: Any Optax transformation, except `optax.lookahead`, which must be outside.
+        of: Which norms to measure in addition to the gradient norm: "update", or "parameter", which
+            includes "update".
         granularity: Which elements share a norm, as in `clip_by_norm`. The name of a stacked layer
             contains its index. With "global", only the whole tree is measured. Inside `shard_map`,
             an axis that indexes layers or rows must not be sharded.
@@ -237,7 +240,7 @@ def watch(
         inner_state = inner.init(params)
         log = init_log(int(max_incidents), params, units, tap_names)
         num_units = max(len(names_in(log)), 1)  # with "global", one norm without a name
-        norms = {kind: jnp.full(1 + num_units, NOT_MEASURED, jnp.float32) for kind in kinds}
+        norms = jnp.full((len(kinds), 1 + num_units), NOT_MEASURED, jnp.float32)
         # Remove weak types, which would cause recompilation after the first step.
         inner_state = like_dtypes(inner_state, inner_state)
         sums = None if no_sums is None else jnp.zeros(no_sums.shape, jnp.float32)
@@ -258,7 +261,7 @@ def watch(
         before, log = state.inner_state, state.incidents
         output, after = inner.update(updates, before, params, **extra_args)
         if not measure:
-            norms = jax.tree.map(lambda x: jnp.full_like(x, NOT_MEASURED), state.norms)
+            norms = jnp.full_like(state.norms, NOT_MEASURED)
             log = log._replace(step_count=increment_where(log.step_count))
             return output, WatchState(norms, state.levels, log, sums, after)
         units, loss = cut.cut(leaves.arrays, updates), loss_of(extra_args, axes)
@@ -266,9 +269,9 @@ def watch(
         if len(kinds) > 1:
             # If `params` is None, pass the update twice, because `(u + u) - u` is u.
             step = leaves.beside(output), leaves.beside(output if params is None else params)
-        rows, bad = norms_of_step(leaves.arrays, step, units, axes)
-        norms = {kind: x for kind, x in zip(KINDS, rows, strict=False) if kind in kinds}
-        _check_shapes(state.norms, norms)
+        norms, bad = norms_of_step(leaves.arrays, step, units, axes)
+        norms = norms[: len(kinds)]
+        _check_shape(state.norms, norms)
         guards, stepped, outcome = _outcome(before, after, norms)
         found, levels = compare(
             state.levels, norms, loss, spike_threshold, is_step=stepped, step=log.step_count
@@ -283,9 +286,7 @@ def watch(
                 fields[key] = jnp.where(skips, value, fields[key])
         if replicas and "parameter" in kinds:
             is_due = log.step_count % check_every == 0
-            flags["replica"], fields["device"] = differing_device(
-                norms["parameter"], replicas, is_due
-            )
+            flags["replica"], fields["device"] = differing_device(norms[2], replicas, is_due)
         log = note(log, fields, flags, batch_id, **outcome)
         return output, WatchState(norms, levels, log, sums, after)
 
@@ -293,13 +294,13 @@ def watch(
 
 
 def _checked_kinds(of: Sequence[str]) -> tuple[str, ...]:
-    """Validate `of`, add "gradient", and return the kinds in the order of `KINDS`."""
+    """Validate `of`, and return the first 1, 2 or 3 of `KINDS`."""
     if isinstance(of, str) or not isinstance(of, Sequence):
         hint = 'Pass for example ("gradient", "update").'
         raise type_error("of", f"a sequence of {', '.join(map(repr, KINDS))}", shortened(of), hint)
     for kind in of:
         check_choice("of", kind, KINDS)
-    return tuple(kind for kind in KINDS if kind in ("gradient", *of))
+    return KINDS[: 1 + max(map(KINDS.index, of), default=0)]
 
 
 def _checked_sums(stats: Tree, tap_names: list[str]) -> Array:
@@ -328,21 +329,17 @@ def _checked_batch_id(batch_id: Array | int | None) -> Array | int | None:
     return batch_id
 
 
-def _check_shapes(norms: dict[str, Array], measured: dict[str, Array]) -> None:
+def _check_shape(norms: Array, measured: Array) -> None:
     """Raise if the state belongs to other parameters or to a `watch` with other arguments."""
-    given, expected = (
-        ", ".join(f"{kind}[{np.shape(x)[-1]}]" for kind, x in sorted(tree.items()))
-        for tree in (norms, measured)
-    )
-    if given != expected:
+    if norms.shape != measured.shape:
         hint = "Call `init(params)` of this `watch`, or convert with `convert_state`."
         rule = "the state of this `watch`"
-        got = f"a state with the norms {given} instead of {expected}"
+        got = f"a state with norms of shape {list(norms.shape)} instead of {list(measured.shape)}"
         raise value_error("state", rule, got, hint)
 
 
 def _outcome(
-    before: Tree, after: Tree, norms: dict[str, Array]
+    before: Tree, after: Tree, norms: Array
 ) -> tuple[list[tuple[str, Scalar, Scalar]], Scalar, dict[str, Scalar]]:
     """Return thresholds of inner guards, whether parameters changed, and the outcome of the step.
 
@@ -366,10 +363,12 @@ def _outcome(
         for field, name in _OF_GUARDS.items():
             if getattr(new, name, None) is not None:
                 guards.append((field, skipped_here, getattr(new, name)))
-    stepped = has_updated(after)
-    outcome = {"skipped": skipped, "held": ~skipped & ~stepped}
-    if "update" in norms:
-        is_zero = norms["update"][0] == 0
-        outcome["unchanged"] = stepped & is_zero & (norms["gradient"][0] != 0)
-        stepped &= ~is_zero
+    ran = stepped = has_updated(after)
+    outcome = {"skipped": skipped}
+    if len(norms) > 1:
+        # With `optax.partition`, some parameters may change although others are held.
+        stepped = norms[1, 0] != 0
+        outcome["unchanged"] = ran & ~stepped & (norms[0, 0] != 0)
+        ran |= stepped
+    outcome["held"] = ~skipped & ~ran
     return guards, stepped, outcome | {"clipped": stepped & (factor < 1)}

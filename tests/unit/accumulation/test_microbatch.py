@@ -460,13 +460,33 @@ def test_a_micro_batch_that_is_not_finite_can_be_dropped(has_weight):
     agree(jax.jit(take)(PARAMS, batch), jax.value_and_grad(fun, has_aux=has_weight)(PARAMS, good))
 
 
-@pytest.mark.parametrize(
-    ("parts", "real", "factor"), [(1, None, np.nan), (4, None, np.nan), (4, 0, 1)]
-)
-def test_a_batch_of_which_every_part_is_dropped_or_not_real_gives_nan(parts, real, factor):
-    take = microbatched(loss, parts, num_real_microbatches=real, drop_nonfinite=True)
-    found = take(PARAMS, {**batch_of(), "x": X * factor})
-    assert all(np.isnan(x).all() for x in jax.tree.leaves(found))
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "max", "last"])
+def test_a_batch_of_which_every_part_is_dropped_gives_nan_and_one_of_padding_zero(parts, reduction):
+    @jax.jit
+    def take(x, real):
+        run = microbatched(
+            loss, parts, num_real_microbatches=real, drop_nonfinite=True, reduction=reduction
+        )
+        return run(PARAMS, {**batch_of(), "x": x})
+
+    assert all(np.isnan(x).all() for x in jax.tree.leaves(take(X * np.nan, parts)))
+    assert not any(np.any(x) for x in jax.tree.leaves(take(X, 0)))
+
+
+def with_clipped_cotangent(w, x):
+    return jnp.mean(gcx.clip_cotangent(w * x, 0.05)), x.size
+
+
+def in_float16(w, x):
+    return jnp.mean((x * w).astype("float16").astype("float32") ** 2), jnp.float32(2048)
+
+
+@pytest.mark.parametrize(("fun", "x"), [(with_clipped_cotangent, 1.0), (in_float16, 200.0)])
+def test_a_weight_does_not_change_the_cotangents_of_a_micro_batch(fun, x):
+    w, batch = jnp.ones(2), jnp.full((8, 2), x)
+    _, grads = microbatched(fun, 4, has_weight=True)(w, batch)
+    np.testing.assert_allclose(grads, jax.grad(fun, has_aux=True)(w, batch[:2])[0], rtol=1e-3)
 
 
 # --- random keys ----------------------------------------------------------------------------

@@ -133,6 +133,22 @@ def test_of_the_steps_that_ran_two_of_three_were_clipped(wrap, sizes, is_watched
     assert summary_of(log)["clipped"] == pytest.approx(2 / 3)
 
 
+def test_values_that_are_no_numbers_are_missing_and_names_of_numbers_are_read(tmp_path):
+    rows = [{"step": i, "loss": 1.0, "text": "a\u2028b"} for i in range(3)]
+    rows += [{"step": None, "loss": "nan"}, {"step": 5, "loss": [1.0, 2.0], "text": "inf "}]
+    path = tmp_path / "log.jsonl"
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    rows[-1]["loss"] = np.ones(2)
+    expected = {"steps": 5.0, "spike_score/loss": 0.25}
+    assert summary_of(path) == summary_of(rows) == expected
+
+
+def test_a_log_that_begins_with_a_held_micro_step_has_no_step_there():
+    rows = [{"gradient_step": i // 2 + 7, "mini_step": i % 2, "clip_fraction": 1} for i in (1, 2)]
+    assert summary_of(rows) == {"steps": 1.0, "clipped": 1.0}
+
+
 def test_rows_of_the_same_step_are_merged():
     log = [{"step": i, "clip_fraction": float(i % 10 == 0)} for i in range(100)]
     for i in range(0, 100, 10):

@@ -125,3 +125,14 @@ def test_the_history_of_a_state_that_was_vmapped_over_seeds():
     history = gcx.diagnostics.norm_history(state)
     np.testing.assert_array_equal(history, [[2, 3, 4], [np.nan, 6, np.nan]])
     assert gcx.diagnostics.suggest_max_norm(history) == 3.5  # the median of 2, 3, 4 and 6
+
+
+def test_seeds_that_a_guard_skipped_have_histories_of_their_own():
+    tx = gcx.skip_nonfinite(gcx.record_norms(3))
+    state = jax.vmap(tx.init)(jnp.zeros((2, 1)))
+    for i, row in enumerate([[1, 1], [np.nan, 2], [3, 3], [4, 4], [5, 5]], 1):
+        _, state = jax.vmap(tx.update)(jnp.float32(row)[:, None], state)
+        if i == 3:
+            with pytest.raises(ValueError, match="^norm_history: `state` must be .* from 2 to 3"):
+                gcx.diagnostics.norm_history(state)
+    np.testing.assert_array_equal(gcx.diagnostics.norm_history(state), [[3, 4, 5], [3, 4, 5]])

@@ -138,6 +138,16 @@ def test_the_largest_share_names_its_leaf():
     assert "update_norm" not in found and "parameter_norm" not in found
 
 
+@pytest.mark.parametrize(
+    ("of", "found"), [((), 1), (("update",), 2), (("parameter",), 3), (("parameter", "update"), 3)]
+)
+def test_the_norm_of_the_parameters_includes_that_of_the_update(of, found):
+    tx = gcx.watch(optax.sgd(0.1), of=of)
+    _, state = jax.jit(tx.update)(ONE, tx.init(ONE), ONE)
+    keys = ["gradient_norm", "update_norm", "parameter_norm", "update_ratio"]
+    assert [key in gcx.metrics(state) for key in keys] == [found > i for i in (0, 1, 2, 2)]
+
+
 def test_parameters_that_are_zero_have_a_ratio_of_zero():
     tx = gcx.watch(optax.sgd(1.0))
     params = {"w": jnp.zeros(2), "b": jnp.ones(2)}
@@ -200,6 +210,18 @@ def test_nothing_is_measured_in_a_step_that_a_wrapper_outside_holds_or_skips(wra
     assert steps_of(wrap(gcx.watch(SGD)), sizes, "has_updated") == (rows, [])
 
 
+def test_a_step_of_some_parameters_is_a_step_though_those_of_a_guard_are_held():
+    inner = optax.partition({"a": gcx.accumulate_gradients(SGD, 2), "b": SGD}, {"a": "a", "b": "b"})
+    tx, params = gcx.watch(inner), {"a": np.ones(1, "f"), "b": np.ones(1, "f")}
+    state = tx.init(params)
+    for b in (np.inf, 0.0):
+        grads = {"a": np.ones(1, "f"), "b": np.float32([b])}
+        _, state = jax.jit(tx.update)(grads, state, params)
+        assert gcx.metrics(state)["has_updated"] == 1
+    (incident,) = gcx.incidents(state)
+    assert "held" not in incident.kinds
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_skipped_window_is_one_incident_and_later_held_steps_are_none(inside):
     if inside:
@@ -235,10 +257,12 @@ def test_what_is_not_watched_is_not_measured():
     assert not reads_params(("gradient",)) and reads_params(("gradient", "update"))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_update_norm_is_that_of_what_is_added(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [("bfloat16", 1), ("float16", 1), ("float16", 0), ("float16", 1e-4)]
+)
+def test_the_update_norm_is_that_of_what_is_added(dtype, scale):
     rng = np.random.default_rng(0)
-    params = {"w": jnp.asarray(rng.standard_normal(1000), dtype)}
+    params = {"w": jnp.asarray(scale * rng.standard_normal(1000), dtype)}
     grads = {"w": jnp.asarray(rng.standard_normal(1000), dtype)}
     tx = gcx.watch(optax.sgd(2e-4 if dtype == "float16" else 1e-3))
 
