@@ -352,5 +352,8 @@ def _summary(
         factor = jnp.minimum(factor, jnp.min(x, initial=1))
         num_clipped += jnp.sum(x != 1, dtype=dtype) / replica_count(axes, everywhere)
         size += x.size * replica_count(frozenset(), axes)
-    bound, factor = -max_over(-jnp.stack([bound, factor]), everywhere)
+    lowest = -max_over(-jnp.stack([bound, factor]), everywhere)
+    if everywhere:  # `max_over` replaces NaN by infinity
+        lowest = jnp.where(lowest > -jnp.inf, lowest, jnp.nan)
+    bound, factor = lowest
     return bound, factor, sum_over(num_clipped, everywhere) / max(size, 1)
