@@ -148,6 +148,13 @@ def test_none_masked_zero_size_scalar_and_float0_leaves_and_empty_trees_pass_thr
 
 
 @every
+def test_map_params_of_optax_keeps_the_structure_of_a_state(name):
+    state = make(name).init(example())
+    mapped = optax.tree.map_params(make(name), lambda x: x, state)
+    assert jax.tree.structure(mapped) == jax.tree.structure(state)
+
+
+@every
 @pytest.mark.parametrize("leaf", [jnp.ones((4, 3), jnp.int32), "a"], ids=["integers", "string"])
 def test_a_leaf_that_is_no_gradient_is_refused_by_path(name, leaf):
     tx, params = make(name), example()

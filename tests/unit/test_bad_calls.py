@@ -204,6 +204,7 @@ ROWS = [
     ("thresholds.zscore", lambda f: f(z_threshold=10**400), ValueError, "z_threshold"),
     ("thresholds.zscore", lambda f: f(warmup_steps=10**5000), ValueError, "warmup_steps"),
     ("watch", lambda f: f(SGD, of=("gradients",)), ValueError, "of"),
+    ("watch", lambda f: f(SGD, of="update"), TypeError, "of"),
     ("watch", lambda f: f(SGD, replica_axis=3), TypeError, "replica_axis"),
     ("watch", lambda f: updated(f(SGD, replica_axis="data")), ValueError, "replica_axis"),
     ("watch", lambda f: f(SGD).update(GRADS, f(SGD).init(GRADS)), ValueError, "params"),

@@ -686,16 +686,6 @@ def test_a_checkpoint_holds_arrays_only_and_names_come_from_the_structure():
     assert gcx.diagnostics.unit_names(restored) == gcx.diagnostics.unit_names(state)
 
 
-def test_map_params_of_optax_finds_the_moments_inside():
-    tx = gcx.watch(optax.adam(0.1), granularity=gcx.granularities.layer(1))
-    state = tx.init(PARAMS)
-    mapped = optax.tree.map_params(tx, lambda x: x + 1, state)
-    moments = mapped.inner_state[0].mu
-    chex.assert_trees_all_equal(moments, jax.tree.map(np.ones_like, PARAMS))
-    assert gcx.diagnostics.unit_names(mapped) == gcx.diagnostics.unit_names(state)
-    assert jax.tree.structure(mapped) == jax.tree.structure(state)
-
-
 @pytest.mark.parametrize(
     ("options", "params"), [({"of": ("gradient",)}, PARAMS), ({}, PARAMS["decoder"])]
 )
@@ -703,9 +693,3 @@ def test_the_state_of_another_watch_is_refused(options, params):
     other = gcx.watch(optax.sgd(0.1), **options).init(params)
     with pytest.raises(ValueError, match="^watch: `state` must be the state of this `watch`"):
         gcx.watch(optax.sgd(0.1)).update(PARAMS, other, PARAMS)
-
-
-@pytest.mark.parametrize("option", [{"max_incidents": None}, {"of": None}, {"of": "update"}])
-def test_an_option_of_another_type_is_named(option):
-    with pytest.raises(TypeError, match=f"^watch: `{next(iter(option))}` must be"):
-        gcx.watch(optax.sgd(0.1), **option)
