@@ -47,10 +47,10 @@ NOT_REACHED = {
         },
         ("ViT-S/14", "adaptive_grad_clip"): {"scratch, N": 1.01},
         # What is watched is measured besides: what that costs, in kernels.
-        ("PPO", "watch(clip), the gradient"): {"launches": 1.37},
-        ("PPO", "watch(clip)"): {"bytes, N": 1.03, "launches": 1.67},
-        ("scan GPT, small", "watch(clip), the gradient"): {"launches": 1.13},
-        ("scan GPT, small", "watch(clip)"): {"launches": 1.23},
+        ("PPO", "watch(clip), the gradient"): {"launches": 1.32},
+        ("PPO", "watch(clip)"): {"bytes, N": 1.05, "launches": 1.46},
+        ("scan GPT, small", "watch(clip), the gradient"): {"launches": 1.11},
+        ("scan GPT, small", "watch(clip)"): {"launches": 1.17},
     },
     "tpu": {
         ("PPO", "autoclip"): {"bytes, N": 1.02, "launches": 1.38},
@@ -59,8 +59,8 @@ NOT_REACHED = {
         ("PPO", "skip_large_norm"): {"launches": 1.20},
         ("PPO", "skip_spikes"): {"launches": 1.93},
         ("PPO", "microbatched_value_and_grad"): {"launches": 1.16},
-        ("PPO", "watch(clip), the gradient"): {"bytes, N": 1.02, "launches": 2.68},
-        ("PPO", "watch(clip)"): {"bytes, N": 1.03, "launches": 2.89},
+        ("PPO", "watch(clip), the gradient"): {"bytes, N": 1.02, "launches": 2.65},
+        ("PPO", "watch(clip)"): {"bytes, N": 1.03, "launches": 2.92},
     },
 }[PLATFORM]
 # Sharded, in N beyond Optax's, where the goal is 0.05. (With no report of its state at all the same
