@@ -43,6 +43,7 @@ def test_script_prints_its_tables(script):
         assert words in printed
 
 
+@pytest.mark.slow
 def test_the_charts_show_the_stored_results():
     from benchmarks.compiled import charts
 

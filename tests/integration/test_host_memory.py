@@ -51,6 +51,7 @@ def test_norm_over_both_memories(jit):
     assert float(jit(gcx.global_norm)(mixed(**GRADS))) == 5.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(MADE.keys() - KEEP_DEVICE_STATE))
 def test_step_over_both_memories_leaves_each_leaf_where_it_is(name):
     @jax.jit

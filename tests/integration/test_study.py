@@ -22,6 +22,7 @@ def test_the_pages_are_generated_from_the_results():
         assert (ROOT / "docs" / name).read_text("utf-8") == text
 
 
+@pytest.mark.slow
 def test_the_results_are_of_every_pair_and_seed():
     from benchmarks.study import study
 
@@ -39,6 +40,7 @@ def test_the_results_are_of_every_pair_and_seed():
     assert len({row[:5] for row in record.tuning}) == len(record.tuning)
 
 
+@pytest.mark.slow
 def test_p_values_are_corrected_as_by_holm():
     from benchmarks.study import compare
 

@@ -68,6 +68,7 @@ jax.config.update("jax_num_cpu_devices", 2)  # raises once a backend runs
 """
 
 
+@pytest.mark.slow
 def test_import_loads_nothing_more_than_jax_and_optax_changes_no_setting_and_starts_no_backend():
     python("-c", IMPORT)
 

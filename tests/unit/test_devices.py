@@ -40,6 +40,7 @@ def _outputs(tx: Any) -> list[Any]:
     return [step(element) for element in (1.0, 1e30, np.nan)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_variants_agree(name: str, platform: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,17 +86,11 @@ def expected_total(name, w):
 
 SLOW = pytest.mark.slow
 HOW = {"eager": lambda call: call, "jit": jax.jit, "checkpoint": jax.checkpoint, "scan": None}
-QUICK = ("accumulation", "jit")
 
 
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        pytest.param(name, how, marks=() if (name, how) == QUICK else SLOW)
-        for name in GATES
-        for how in HOW
-    ],
-)
+@SLOW
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", GATES)
 def test_every_gate_is_differentiable_and_leaks_no_tracer(name, how):
     tx, w = GATES[name], jnp.array([0.5, -1.5, 2.0])
     total = partial(two_steps, how, optax.with_extra_args_support(tx))
@@ -110,6 +104,7 @@ def test_every_gate_is_differentiable_and_leaks_no_tracer(name, how):
     np.testing.assert_allclose(push, slope.sum(), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["accumulation", "guard of steps"])
 def test_second_derivatives_are_those_of_the_step_taken(name):
     w = jnp.array([0.5, -1.5])

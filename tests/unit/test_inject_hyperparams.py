@@ -27,6 +27,7 @@ CLIPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fun", CLIPS, ids=lambda fun: fun.__name__)
 def test_a_clip_under_plain_inject_hyperparams_does_what_it_does_alone(fun):
     first = next(iter(inspect.signature(fun).parameters))

@@ -389,6 +389,7 @@ def test_a_weight_of_40_000_is_right_in_every_dtype(dtype):
     assert [float(leaf) for leaf in jax.tree.leaves(ours)] == [3.5, 160_000, 3.5]
 
 
+@pytest.mark.slow
 def test_weights_can_be_differentiated_by():
     # Learning to reweight examples: the gradient of a gradient by the weights in it.
     def fun(w, batch):
@@ -439,6 +440,7 @@ def test_leaves_that_are_not_gradients_have_a_reduction_of_their_own(has_weight)
         agree(grads["w"], jax.grad(fun)(params, X)["w"])
 
 
+@pytest.mark.slow
 def test_each_micro_gradient_is_transformed_before_it_is_added():
     clip = gcx.clip_by_global_norm(0.1)
     for transform in (clip, lambda grads: clip.update(grads, clip.init(PARAMS))[0]):

@@ -395,6 +395,7 @@ def test_stats_count_micro_batches_updates_and_parameters():
     assert tuple(int(x) for x in traced) == tuple(stats)
 
 
+@pytest.mark.slow
 def test_counts_of_a_state_that_was_vmapped_over_seeds():
     tx = gcx.accumulate_gradients(optax.sgd(1.0), 2)
     params = {"w": jnp.zeros((3, 2, 4))}
@@ -449,6 +450,7 @@ def in_partition(tx):
     return optax.partition({"a": tx, "b": optax.sgd(0.1)}, {"w": "a", "b": "b"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrap", "stop"),
     [(optax.chain, 0), (optax.chain, 3), (gcx.skip_nonfinite, 4), (in_partition, 6)],

@@ -152,6 +152,7 @@ def test_two_accumulations_in_a_partition_keep_their_own_windows():
 # --- Flax -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_statistics_of_a_flax_fp8_layer_are_those_of_the_big_batch():
     nn = pytest.importorskip("flax.linen")
     model, x = nn.Dense(8, dot_general_cls=nn.Fp8DotGeneralOp), trees.normal((16, 4), seed=1)

@@ -271,6 +271,7 @@ def streams(draw):
     return norms
 
 
+@pytest.mark.slow
 @each_rule
 @hypothesis.given(norms=streams(), log_level=st.floats(-3, 3))
 @hypothesis.settings(max_examples=40)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import gradclip_jax as gcx
 import trees
@@ -50,6 +51,7 @@ def curve(dtype, scaled, seed):
     return losses, zeros.mean(), gcx.metrics(state).get("loss_scale", 1.0)
 
 
+@pytest.mark.slow
 def test_it_learns_what_float32_learns_where_plain_float16_does_not():
     kinds = {"float32": (jnp.float32, False), "float16": (jnp.float16, False)}
     kinds["scaled"] = jnp.float16, True

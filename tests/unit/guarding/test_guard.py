@@ -128,6 +128,7 @@ def test_a_nan_is_skipped_in_a_large_leaf_whatever_the_order_of_the_norm(ord):
         assert state.skipped_nonfinite == 1 and not updates.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guard", [*GUARDS.values(), gcx.dynamic_loss_scale])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_nan_on_one_shard_is_skipped_by_all_devices(guard, check_vma):
@@ -146,6 +147,7 @@ def test_a_nan_on_one_shard_is_skipped_by_all_devices(guard, check_vma):
         chex.assert_trees_all_equal(after, params)
 
 
+@pytest.mark.slow
 @each_guard
 @pytest.mark.parametrize("spmd", [jax.pmap, jax.vmap])
 def test_devices_of_a_named_axis_decide_alike(guard, spmd):

@@ -245,6 +245,7 @@ def test_taps_have_panels_of_rms_and_kurtosis(tmp_path):
     figure.savefig(tmp_path / "run.png")
 
 
+@pytest.mark.slow
 def test_the_picture_is_900_pixels_wide_and_transparent(tmp_path):
     from matplotlib.image import imread
 

@@ -490,6 +490,7 @@ def test_the_last_incidents_are_kept_oldest_first():
     assert gcx.metrics(state)["incident_count"] == 5
 
 
+@pytest.mark.slow
 def test_a_spike_hides_no_other_and_a_lasting_rise_is_learned():
     tx = gcx.watch(optax.sgd(1e-3), of=("gradient",), max_incidents=1024)
     norms = [1 + 0.01 * (i % 7) for i in range(70)] + [1e4, 1.0, 1.0, 20.0] + [30.0] * 2000
@@ -595,6 +596,7 @@ def test_an_incident_reads_as_a_person_would_say_it():
 # Where it runs
 
 
+@pytest.mark.slow
 def test_in_shard_map_norms_are_those_of_the_whole_and_the_loss_is_the_mean():
     mesh = Mesh(np.array(jax.devices()), ("data",))
     specs = {"w": PartitionSpec("data"), "b": PartitionSpec()}
@@ -623,6 +625,7 @@ def test_in_shard_map_norms_are_those_of_the_whole_and_the_loss_is_the_mean():
     assert incident.leaf == "w" and incident.loss == pytest.approx(losses.mean())
 
 
+@pytest.mark.slow
 def test_a_device_with_other_parameters_is_named_at_the_next_check():
     tx = gcx.watch(optax.sgd(0.1), replica_axis="data", check_every=2)
 
@@ -648,6 +651,7 @@ NO_SCATTER = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=NO_SCATTER)])
 def test_layers_that_are_sharded_have_norms_of_the_whole(kind):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))

@@ -56,6 +56,7 @@ def test_one_step_is_enough_to_place_a_nan_in_a_layer_of_a_scan(layer):
     assert incident.batch_id == 1234 and str(incident).startswith("step 1, batch 1234: skipped")
 
 
+@pytest.mark.slow
 def test_the_metrics_of_watch_have_the_row_of_the_taps_and_the_state_keeps_its_types():
     tx = gcx.watch(optax.adam(1e-3), taps=PROBES)
     step, before = stepper(tx), tx.init(PARAMS)
@@ -76,6 +77,7 @@ def test_the_metrics_of_watch_have_the_row_of_the_taps_and_the_state_keeps_its_t
     assert "kurtosis of activations" in titles
 
 
+@pytest.mark.slow
 def test_a_nonfinite_cotangent_after_finite_activations_is_named():
     tx = gcx.watch(optax.sgd(1.0), taps=PROBES)
     stats = jax.tree.map(np.array, PROBES)
@@ -89,6 +91,7 @@ def test_a_nonfinite_cotangent_after_finite_activations_is_named():
     assert incident.batch_id is None and str(incident).startswith("step 0: ")
 
 
+@pytest.mark.slow
 def test_a_guard_around_watch_that_skips_leaves_no_statistics_of_an_earlier_step():
     tx = gcx.skip_nonfinite(gcx.watch(optax.sgd(0.1), taps=PROBES))
     step = stepper(tx)
@@ -98,6 +101,7 @@ def test_a_guard_around_watch_that_skips_leaves_no_statistics_of_an_earlier_step
     assert row["taps/embed/rms"] == row["gradient_norm"] == -1
 
 
+@pytest.mark.slow
 def test_seeds_side_by_side_have_their_own_norms_taps_and_incidents():
     tx = gcx.watch(optax.sgd(0.1), taps=PROBES)
     state = jax.vmap(lambda _: tx.init(PARAMS))(jnp.arange(2))

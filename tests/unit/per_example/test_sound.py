@@ -70,6 +70,7 @@ def test_factors_whose_rows_are_of_opposite_magnitude():
     assert_sound(loss, w, batch, max_norm=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
 def test_sum_of_many_examples_of_narrow_parameters_is_that_of_each_in_float32(dtype):
     def loss(w, x):
@@ -149,6 +150,7 @@ def test_weight_that_is_not_chosen_has_no_gradient_where_the_chosen_one_is_bad()
     np.testing.assert_array_equal(found["b"], 0)
 
 
+@pytest.mark.slow
 def test_sharding_constraint_on_a_weight_is_followed():
     mesh = Mesh(np.array(jax.devices()[:1]), ("model",))
     spec = NamedSharding(mesh, PartitionSpec(None, "model"))
