@@ -268,6 +268,7 @@ def test_gradient_of_the_norm_is_right(ord):
         np.testing.assert_allclose(forward(x), norm * scale, rtol=1e-5, err_msg=str(scale))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ord", [1.0, 1.5, 2.0, 3.0, math.inf])
 def test_second_derivatives_of_a_complex_norm_are_right(ord):
     def norm(parts):

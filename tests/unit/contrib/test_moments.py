@@ -11,6 +11,8 @@ import gradclip_jax as gcx
 import recorded
 from clip_cases import assert_differentiable_after_zeros_and_bad_steps, recordings, train
 
+pytestmark = pytest.mark.slow
+
 EPS = float(np.finfo(np.float32).eps)
 
 CLIPS = {
@@ -205,7 +207,6 @@ def test_a_level_that_shifts_is_followed(clip):
     assert late > (0.5 if clip is CLIPS["stable_spam"] else 10) * before
 
 
-@pytest.mark.slow
 @each_transformation
 def test_low_precision_is_that_of_the_updates_alone(tx):
     low = [jnp.asarray(x, jnp.bfloat16) for x in gradients(40)]
@@ -222,7 +223,6 @@ def test_low_precision_is_that_of_the_updates_alone(tx):
         )
 
 
-@pytest.mark.slow
 @each_clip
 def test_derivatives_are_finite_at_zero_and_after_steps_that_are_not_finite(clip):
     assert_differentiable_after_zeros_and_bad_steps(clip)

@@ -13,6 +13,8 @@ import clip_cases
 import gradclip_jax as gcx
 import oracles
 
+pytestmark = pytest.mark.slow
+
 EPS = float(np.finfo(np.float32).eps)
 
 CLIPS = {

@@ -8,6 +8,7 @@ from oracle import size_of
 
 import gradclip_jax as gcx
 
+pytestmark = pytest.mark.slow
 MAX_NORM = 1.0
 
 
@@ -38,7 +39,7 @@ def test_gradient_near_the_largest_float_is_clipped_to_the_threshold(size, nonfi
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32])
-@pytest.mark.parametrize("rows", [128, pytest.param(65_536, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [128, 65_536])
 def test_ids_of_every_integer_dtype(dtype, rows):
     def loss(table, ids):
         return jnp.sum(jnp.take(table, ids, axis=0) * jnp.array([3.0, 4.0]))
@@ -109,7 +110,6 @@ def changed_examples():
     return {"removed": plain, "nan": nan, "cancels": cancel, "large": large}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(changed_examples()))
 @pytest.mark.parametrize("place", [0, 40_000])
 def test_one_example_of_65_536_aligned_examples_moves_the_sum_by_the_threshold(kind, place):
