@@ -166,6 +166,7 @@ def sums_of_terms(
             return jnp.stack([jnp.sum(pair, axis=tuple(axes), keepdims=keepdims) for pair in pairs])
 
         totals = sums(term, *columns)
+        # The sum of a group without leaves is a scalar 0.
         parts = [[x[i] if x.ndim else x for x in totals] for i in range(num_terms // 2)]
         return [list(map(part, x)) for x in parts for part in (jnp.real, jnp.imag)]
 

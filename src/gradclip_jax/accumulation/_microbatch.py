@@ -11,13 +11,7 @@ import optax
 from jax.extend import core
 from jax.typing import DTypeLike
 
-from .._checks import (
-    check_callable,
-    check_choice,
-    check_count,
-    check_transformation,
-    dtype_of,
-)
+from .._checks import check_callable, check_choice, check_count, check_transformation, dtype_of
 from .._errors import public
 from .._mesh import is_unreduced, max_over, sum_over, vary, varying_axes
 from .._types import FLOAT32, Array, Count, Number, Tree

@@ -126,9 +126,10 @@ def evidence(
 
     # Increases of the gradient, update and parameter norms as factors; inf for a non-finite norm.
     jumps = jnp.where(jnp.isfinite(norms[:, 1:]), found.rises, jnp.inf)
-    jumps = jnp.pad(jumps, ((0, 3 - len(norms)), (0, 0)))
+    jumps = jnp.pad(jumps, ((0, len(KINDS) - len(norms)), (0, 0)))
     rises = jnp.where(is_finite, jumps[0], 0)
     dead = found.dead[1:].astype(jnp.float32)
+    # Without the barrier, XLA on GPU computes the rows in three more kernels.
     ranks = fusion_barrier(jnp.stack([jumps[2], bad, rises, jumps[1], dead, found.drifts, shares]))
     is_found = jnp.any(ranks != 0, axis=1)
     first = jnp.argmax(_first_true(is_found, ranks))

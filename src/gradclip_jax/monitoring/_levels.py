@@ -175,9 +175,8 @@ def compare(
     """Compare the norms and loss of the current step with previous steps.
 
     `norms` is float32[kinds, 1 + units]. Updates and parameters are compared only if the optimizer
-    ran (`is_step`). Norms and losses are compared as logarithms, because
-    their distributions have long tails. The loss is also compared directly, because it may be
-    negative.
+    ran (`is_step`). Norms and losses are compared as logarithms, because their distributions have
+    long tails. The loss is also compared directly, because it may be negative.
 
     All values and statistics are stored in one matrix, because compile time on CPU grows with the
     number of kernels.
