@@ -234,17 +234,6 @@ def check_no_transformation(state: object) -> None:
         raise type_error("state", "an optimizer state", got, hint)
 
 
-def check_bound(axis_name: AxisName, argument: str = "axis_name") -> None:
-    """Raise if a named axis is not bound by an enclosing `pmap`, `shard_map` or `vmap`."""
-    for name in (axis_name,) if isinstance(axis_name, str) else axis_name or ():
-        try:
-            jax.lax.axis_size(name)
-        except NameError:
-            rule = "the name of a mapped axis around this call"
-            hint = "Map the call over this axis with `pmap`, `shard_map` or `vmap`, or omit it."
-            raise value_error(argument, rule, repr(name), hint) from None
-
-
 def check_state(state: object, kind: type) -> None:
     """Raise if the state is missing or belongs to another transformation."""
     name = kind.__name__

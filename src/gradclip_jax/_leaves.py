@@ -1,10 +1,11 @@
-"""Selection of floating-point and complex leaves, which are called measured leaves."""
+"""Floating-point and complex leaves, which are called measured leaves, and their arithmetic."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ._checks import check_no_state, describe, dtype_of, is_float0, leaf_path, listed
 from ._errors import ArgumentTypeError, type_error
@@ -73,6 +74,13 @@ def flatten(argument: str, tree: Tree, *, real: bool = False, unreduced: bool = 
     return Leaves(arrays, places, given, structure)
 
 
+def check_inexact(
+    argument: str, tree: Tree, *, real: bool = False, unreduced: bool = False
+) -> None:
+    """Raise if a leaf is not floating-point, complex (unless `real`) or float0."""
+    flatten(argument, tree, real=real, unreduced=unreduced)
+
+
 def _not_inexact(argument: str, tree: Tree, kind: type) -> ArgumentTypeError:
     check_no_state(argument, tree)
     rule = "floating" if kind is jnp.floating else "floating or complex"
@@ -118,3 +126,17 @@ def measured_leaves(tree: Tree) -> list[Array]:
 def measured_shapes(tree: Tree) -> list[Any]:
     """Return floating-point and complex leaves unconverted, because `init` may get placeholders."""
     return [x for x in jax.tree.leaves(tree) if is_measured(x)]
+
+
+def wide_dtype(*dtypes: DTypeLike) -> DTypeLike:
+    """The floating-point or complex dtype of at least 32 bits to which `dtypes` can be cast.
+
+    `jnp.promote_types` does not support float8, and raises under strict promotion.
+    """
+    bits, is_complex = 32, False
+    for dtype in dtypes:
+        bits = max(bits, jnp.finfo(dtype).bits)
+        is_complex |= jnp.issubdtype(dtype, jnp.complexfloating)
+    if is_complex:
+        return jnp.complex128 if bits == 64 else jnp.complex64
+    return jnp.float64 if bits == 64 else jnp.float32

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from ._checks import is_float0
 from ._devices import HAS_TYPES
+from ._errors import value_error
 from ._types import Array, AxisName, Tree
 
 
@@ -40,6 +41,17 @@ def shard_axes(x: Array, axis_name: AxisName) -> frozenset[str]:
         if name not in varying_axes(lax.axis_index(name)):
             varying |= {name}
     return varying
+
+
+def check_bound(axis_name: AxisName, argument: str = "axis_name") -> None:
+    """Raise if a named axis is not bound by an enclosing `pmap`, `shard_map` or `vmap`."""
+    for name in (axis_name,) if isinstance(axis_name, str) else axis_name or ():
+        try:
+            jax.lax.axis_size(name)
+        except NameError:
+            rule = "the name of a mapped axis around this call"
+            hint = "Map the call over this axis with `pmap`, `shard_map` or `vmap`, or omit it."
+            raise value_error(argument, rule, repr(name), hint) from None
 
 
 def replica_count(axes: frozenset[str], everywhere: frozenset[str]) -> int:
@@ -80,7 +92,7 @@ def reshard_like(x: Array, like: Array) -> Array:
 
 def is_explicit(sharding: NamedSharding) -> bool:
     """Return whether a sharding has explicit mesh axes."""
-    return any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types)
+    return AxisType.Explicit in sharding.mesh.axis_types
 
 
 def _type_of(x: object) -> ShapedArray:
@@ -144,8 +156,7 @@ def unreduced_axes(x: object) -> frozenset[str]:
 
 def is_unreduced(tree: Tree) -> bool:
     """Return whether any leaf of the tree is unreduced over a mesh axis."""
-    leaves = [x for x in jax.tree.leaves(tree) if hasattr(x, "shape")]
-    return any(unreduced_axes(x) for x in leaves if x.dtype != jax.dtypes.float0)
+    return any(map(unreduced_axes, jax.tree.leaves(tree)))
 
 
 def factor_for(value: Array, factor: Array) -> Array:

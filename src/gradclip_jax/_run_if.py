@@ -22,9 +22,9 @@ from jax import lax
 from jax.extend import core
 
 from ._checks import is_float0, is_traced
-from ._devices import HAS_TYPES, shared
+from ._devices import shared
 from ._errors import type_error
-from ._mesh import reshard_like, varying_axes, zeros_of_type
+from ._mesh import is_unreduced, reshard_like, varying_axes, zeros_of_type
 from ._types import Array, Tree
 
 Flag: TypeAlias = Array | np.bool_
@@ -35,31 +35,34 @@ class Program(NamedTuple):
     """A traced function that can be evaluated several times.
 
     Attributes:
-        function: Function that maps constants and argument leaves to output leaves. It contains no
-            tracers, so that derivatives and `jax.checkpoint` can evaluate it later.
+        function: Function `(constants, *args) -> output`. It contains no tracers, so that
+            derivatives and `jax.checkpoint` can evaluate it later.
         constants: Arrays that the traced function closes over.
         output: Pytree of the abstract output values.
     """
 
-    function: Callable[..., list[Array]]
+    function: Callable[..., Tree]
     constants: list[Array]
     output: Tree
 
     def __call__(self, *args: Tree) -> Tree:
-        leaves = self.function(*self.constants, *jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(self.output), leaves)
+        return self.function(self.constants, *args)
 
 
 def trace(function: Callable[..., Tree], *args: Tree) -> Program:
     """Trace a function on arrays or on `jax.ShapeDtypeStruct` arguments."""
     closed, output = jax.make_jaxpr(function, return_shape=True)(*args)
-    # In JAX 0.7, only avals carry the mesh axes over which a value varies.
-    output = jax.tree.unflatten(jax.tree.structure(output), closed.out_avals)
-    jaxpr = closed.jaxpr
+    structure, jaxpr = jax.tree.structure(output), closed.jaxpr
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     pure = core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=inputs), [])
     # With `jit`, the function is traced once for all backends and branches.
-    return Program(jax.jit(core.jaxpr_as_fun(pure)), list(closed.consts), output)
+    flat = jax.jit(core.jaxpr_as_fun(pure))
+
+    def evaluate(constants: list[Array], *args: Tree) -> Tree:
+        return jax.tree.unflatten(structure, flat(*constants, *jax.tree.leaves(args)))
+
+    # In JAX 0.7, only avals carry the mesh axes over which a value varies.
+    return Program(evaluate, closed.consts, jax.tree.unflatten(structure, closed.out_avals))
 
 
 def run_if(
@@ -86,12 +89,17 @@ def run_step(
     is_known = not is_traced(predicate)
     if is_known and bool(predicate):
         output, new = step(carry)
-        return output, like_types(new, carry)
+        return output, jax.tree.map(like_type, new, carry)
     program = _trace_step(step, carry)
+    start = jax.tree.map(zeros_of_type, program.output[0]), carry
     if is_known:
-        return jax.tree.map(zeros_of_type, program.output[0]), carry
+        return start
     _check_varying(carry, program.output[1])
-    return _execute(_loop_or_select if usually else _loop, program, jnp.asarray(predicate), carry)
+    form = _loop_or_select if usually else _loop
+    if is_unreduced((carry, program.constants)):
+        # XLA (JAX 0.10.2) sums unreduced values over devices both before and inside a loop.
+        form = _cond
+    return _run(form, program.function, predicate, start, program.constants, None)
 
 
 def compute_step(
@@ -113,7 +121,9 @@ def select_step(
     Only differentiation evaluates the step again. Differentiating the selection would give NaN
     if the derivative of a skipped step is infinite.
     """
-    return _execute(_select, program, jnp.asarray(predicate), carry, computed)
+    function, constants, output = program
+    start = jax.tree.map(zeros_of_type, output[0]), carry
+    return _run(_select, function, jnp.asarray(predicate), start, constants, computed)
 
 
 def _trace_step(step: Callable[[Tree], tuple[Tree, Tree]], carry: Tree) -> Program:
@@ -121,30 +131,9 @@ def _trace_step(step: Callable[[Tree], tuple[Tree, Tree]], carry: Tree) -> Progr
 
     def typed_step(carry: Tree) -> tuple[Tree, Tree]:
         output, new = step(carry)
-        return output, like_types(new, carry)
+        return output, jax.tree.map(like_type, new, carry)
 
     return trace(typed_step, carry)
-
-
-def _execute(
-    form: "Form", program: Program, predicate: Array, carry: Tree, computed: Tree | None = None
-) -> tuple[Tree, Tree]:
-    function, constants, output = program
-    structure = jax.tree.structure(output)
-
-    def run(constants: list[Array], start: Tree) -> Tree:
-        return jax.tree.unflatten(structure, function(*constants, *jax.tree.leaves(start[1])))
-
-    leaves = jax.tree.leaves((carry, constants))
-    if (
-        form is not _select
-        and HAS_TYPES
-        and any([jax.typeof(x).sharding.spec.unreduced for x in leaves])
-    ):
-        # XLA (JAX 0.10.2) sums unreduced values over devices both before and inside a loop.
-        form = _cond
-    start = jax.tree.map(zeros_of_type, output[0]), carry
-    return _run(form, run, predicate, start, constants, computed)
 
 
 def like_dtypes(tree: Tree, reference: Tree) -> Tree:
@@ -159,12 +148,8 @@ def _cast(x: Array, reference: Array) -> Array:
     return x if is_float0(x) or is_key else jnp.asarray(x).astype(dtype)
 
 
-def like_types(tree: Tree, reference: Tree) -> Tree:
-    """Convert a tree to the dtypes and shardings of a reference tree."""
-    return jax.tree.map(_leaf_like, tree, reference)
-
-
-def _leaf_like(x: Array, reference: Array) -> Array:
+def like_type(x: Array, reference: Array) -> Array:
+    """Convert an array to the dtype and sharding of a reference array."""
     kind = jax.typeof(reference)
     if isinstance(x, jax.Array) and jax.typeof(x) == kind and not kind.weak_type:
         return x
@@ -182,16 +167,16 @@ def _check_varying(before: Tree, after: Tree) -> None:
             raise type_error("updates", rule, "values that differ", hint)
 
 
-# A traced function `step(zeros, carry) -> (output, carry)`.
+# A traced function `step(carry) -> (output, carry)`.
 _Step: TypeAlias = Callable[[Tree], Tree]
 # Signature of a function that executes a step conditionally,
 # `(step, predicate, (zeros, carry), computed result or None) -> (output, carry)`.
-Form: TypeAlias = Callable[[_Step, Array, Tree, Tree | None], Tree]
+_Form: TypeAlias = Callable[[_Step, Array, Tree, Tree | None], Tree]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _run(
-    form: Form,
+    form: _Form,
     step: Callable[[list[Array], Tree], Tree],
     predicate: Array,
     start: Tree,
@@ -203,7 +188,7 @@ def _run(
 
 
 @_run.defjvp
-def _run_jvp(form: Form, step: Callable[..., Tree], primals: Tree, tangents: Tree) -> Tree:
+def _run_jvp(form: _Form, step: Callable[..., Tree], primals: Tree, tangents: Tree) -> Tree:
     def run(predicate: Array, start: Tree, constants: list[Array]) -> Tree:
         return _cond(functools.partial(step, constants), predicate, start, None)
 
@@ -211,12 +196,12 @@ def _run_jvp(form: Form, step: Callable[..., Tree], primals: Tree, tangents: Tre
 
 
 def _cond(step: _Step, predicate: Array, start: Tree, computed: Tree | None) -> Tree:
-    return lax.cond(predicate, step, lambda start: start, start)
+    return lax.cond(predicate, lambda start: step(start[1]), lambda start: start, start)
 
 
 def _loop(step: _Step, predicate: Array, start: Tree, computed: Tree | None) -> Tree:
     def iteration(state: tuple[Array, Tree]) -> tuple[Array, Tree]:
-        return jnp.zeros_like(state[0]), step(state[1])
+        return jnp.zeros_like(state[0]), step(state[1][1])
 
     return lax.while_loop(lambda state: state[0], iteration, (predicate, start))[1]
 
@@ -224,13 +209,14 @@ def _loop(step: _Step, predicate: Array, start: Tree, computed: Tree | None) -> 
 def _select(step: _Step, predicate: Array, start: Tree, computed: Tree | None) -> Tree:
     # XLA (JAX 0.10.2, H100 and TPU v5e) fuses the step with both the check and this selection.
     # AdamW then moves 11 N bytes and needs no scratch memory.
-    leaves, structure = jax.tree.flatten(step(start) if computed is None else computed)
-    pairs, predicate = zip(leaves, jax.tree.leaves(start), strict=True), shared(predicate)
-    none = jax.dtypes.float0
-    chosen = [x if x.dtype == none else lax.select(predicate, x, y) for x, y in pairs]
-    return jax.tree.unflatten(structure, chosen)
+    predicate = shared(predicate)
+
+    def choose(new: Array, old: Array) -> Array:
+        return new if is_float0(new) else lax.select(predicate, new, old)
+
+    return jax.tree.map(choose, step(start[1]) if computed is None else computed, start)
 
 
 def _loop_or_select(step: _Step, predicate: Array, start: Tree, computed: Tree | None) -> Tree:
-    loop, select = (functools.partial(form, step, computed=computed) for form in (_loop, _select))
-    return lax.platform_dependent(predicate, start, cpu=loop, default=select)
+    loop, select = functools.partial(_loop, step), functools.partial(_select, step)
+    return lax.platform_dependent(predicate, start, computed, cpu=loop, default=select)

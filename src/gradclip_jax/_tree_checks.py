@@ -1,6 +1,6 @@
 """Checks of trees at trace time."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from itertools import zip_longest
 from typing import Any
 
@@ -8,16 +8,8 @@ import jax
 import numpy as np
 
 from ._checks import describe, is_float0, leaf_path
-from ._errors import type_error, value_error
-from ._leaves import flatten
+from ._errors import type_error
 from ._types import Array, Labels, Path, Tree
-
-
-def check_inexact(
-    argument: str, tree: Tree, *, real: bool = False, unreduced: bool = False
-) -> None:
-    """Raise if a leaf is not floating-point, complex (unless `real`) or float0."""
-    flatten(argument, tree, real=real, unreduced=unreduced)
 
 
 def check_same_structure(argument: str, tree: Tree, like: str, other: Tree) -> None:
@@ -97,22 +89,3 @@ def labels_of(param_labels: Labels, like: str, tree: Tree) -> list[Hashable]:
             hint = "Use strings or integers as labels."
             raise type_error("param_labels", "a tree of hashable labels", describe(label), hint)
     return labels
-
-
-def batch_size(batches: Mapping[str, Tree]) -> int:
-    """Return the number of examples in trees of arrays with a leading batch axis.
-
-    Raises:
-        ValueError: If the leaves have different lengths, with the path of one leaf of each length.
-    """
-    sizes: dict[int | None, str] = {}
-    for place, batch in batches.items():
-        for path, x in jax.tree.leaves_with_path(batch):
-            sizes.setdefault(next(iter(np.shape(x)), None), leaf_path(place, path))
-    size = next(iter(sizes), None)
-    if size is None or len(sizes) > 1:
-        places = [f"{'a scalar' if n is None else n} at {place}" for n, place in sizes.items()]
-        got = ", ".join(places) or "no leaves"
-        rule, hint = "arrays of equal length", "Pass one row per example in every leaf."
-        raise value_error("batch", rule, got, hint)
-    return size

@@ -22,7 +22,7 @@ from ._outputs import (
     output_reductions,
     whole_batch,
 )
-from ._reduction import DTYPE, REDUCTION, as_weight, is_summed, map_reduced
+from ._reduction import DTYPE, REDUCTION, SUMMED, as_weight
 from ._split import Split, check_real, counted_from_zero, in_one_form, micro_arguments, positions
 
 Transform: TypeAlias = optax.GradientTransformation | Callable[[Tree], Tree]
@@ -133,8 +133,8 @@ def microbatched_value_and_grad(
     def run(*args: Any, **kwargs: Any) -> Any:
         split = counted_from_zero(given, args)
         params, parts = split.differentiated_of(args), split.parts
-        names = REDUCTION.of_leaves(reduction, "updates", params)
-        dtypes = DTYPE.of_leaves(accumulator_dtype, "updates", params)
+        names = REDUCTION.as_tree(reduction, "updates", params)
+        dtypes = DTYPE.as_tree(accumulator_dtype, "updates", params)
         axes = _batch_axes(split, args) if sums_once else frozenset[str]()
         local = _vary_differentiated(split, args, axes) if axes else args
 
@@ -155,7 +155,8 @@ def microbatched_value_and_grad(
 
         shapes = jax.eval_shape(micro_batch, 0)
         # Weighted gradients can be all-reduced once after the loop instead of in each iteration.
-        is_plain = parts > 1 and sums_once and not axes and all(map(is_summed, names))
+        is_summed = set(SUMMED).issuperset(jax.tree.leaves(names))
+        is_plain = parts > 1 and sums_once and not axes and is_summed
         holds_weight = has_weight and is_plain and _fits_weight(shapes)
         if holds_weight:
             first = micro_arguments(args, split, 0)
@@ -166,7 +167,7 @@ def microbatched_value_and_grad(
             output_reductions(
                 shapes,
                 parts,
-                _with_rows(names, split, args),
+                _with_rows(names, split),
                 dtypes,
                 aux_reductions(aux_reduction, parts, shapes.aux, whole_aux),
                 holds_weight=holds_weight,
@@ -180,7 +181,8 @@ def microbatched_value_and_grad(
         value = (out.value, rest[0] if len(rest) == 1 else tuple(rest)) if rest else out.value
         if not axes:
             return value, out.grads
-        return value, map_reduced(functools.partial(_all_reduced, axes), names, out.grads, params)
+        all_reduced = functools.partial(_all_reduced, axes)
+        return value, jax.tree.map(all_reduced, names, out.grads, params)
 
     return run
 
@@ -268,10 +270,11 @@ def _without_nonfinite(out: BatchOutputs) -> BatchOutputs:
     return out._replace(weight=jnp.where(is_bad, jnp.zeros_like(weight), weight))
 
 
-def _with_rows(names: list[str], split: Split, args: Sequence[Tree]) -> list[str]:
+def _with_rows(names: Tree, split: Split) -> Tree:
     """Return the reduction of each gradient; gradients of split arguments are concatenated."""
-    if set(split.batches).isdisjoint(split.differentiated):
-        return names
-    is_split = [i in split.batches for i in split.differentiated for _ in jax.tree.leaves(args[i])]
-    pairs = zip(names, is_split, strict=True)
-    return ["concatenate" if has_rows else name for name, has_rows in pairs]
+    of_args = (names,) if split.takes_one else names
+    chosen: list[Tree] = []
+    for i, of_arg in zip(split.differentiated, of_args, strict=True):
+        is_split = i in split.batches
+        chosen.append(jax.tree.map(lambda _: "concatenate", of_arg) if is_split else of_arg)
+    return chosen[0] if split.takes_one else tuple(chosen)

@@ -20,7 +20,7 @@ from .._run_if import Flag, run_if
 from .._states import register_metrics
 from .._types import Scalar, Tree
 from ..clipping._norm import global_norm
-from ._reduction import MicroBatch, is_summed, window_gradient
+from ._reduction import SUMMED, MicroBatch, window_gradient
 
 
 @register_metrics("gradient_noise_scale")
@@ -77,7 +77,7 @@ def observe_noise(
     Leaves whose reduction is neither "sum" nor "mean" are ignored. `acc` and `total_weight` already
     include the micro-batch; see `_WindowStep` for the flags.
     """
-    selectors = list(map(is_summed, micro_batch.reductions))
+    selectors = [x in SUMMED for x in jax.tree.leaves(micro_batch.reductions)]
     trees = (micro_batch.grads, acc)
     grads, sums = (list(itertools.compress(jax.tree.leaves(x), selectors)) for x in trees)
     weight = jnp.float32(1) if micro_batch.weight is None else micro_batch.weight

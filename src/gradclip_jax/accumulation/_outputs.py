@@ -1,7 +1,7 @@
 """Combine the outputs of micro-batches into the outputs of the whole batch."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import jax
@@ -17,13 +17,12 @@ from .._tree_checks import broadcast_prefix
 from .._types import FLOAT32, Array, Number, Scalar, Tree
 from ._reduction import (
     REDUCTIONS,
+    SUMMED,
     accumulator_dtype,
     as_weight,
     combine,
     divide,
     identity_of,
-    is_summed,
-    map_reduced,
 )
 from ._split import in_order, run_if_real
 
@@ -114,9 +113,9 @@ class LeafReduction(NamedTuple):
 def output_reductions(
     shapes: BatchOutputs,
     parts: int,
-    grad_names: Sequence[str],
-    grad_dtypes: Sequence[DTypeLike],
-    aux_names: Sequence[str],
+    grad_names: Tree,
+    grad_dtypes: Tree,
+    aux_names: Tree,
     *,
     holds_weight: bool,
 ) -> BatchOutputs:
@@ -137,7 +136,7 @@ def output_reductions(
         if parts == 1 and not (is_derived and name == "sum"):
             name = "last"
         total = leaf.dtype
-        if is_summed(name) and jnp.issubdtype(total, jnp.inexact):
+        if name in SUMMED and jnp.issubdtype(total, jnp.inexact):
             total = accumulator_dtype(total, dtype)
         return LeafReduction(name, is_weighted, total, is_derived and holds_weight)
 
@@ -145,8 +144,8 @@ def output_reductions(
     weight = shapes.weight
     return BatchOutputs(
         value=derived("mean", shapes.value),
-        grads=map_reduced(derived, grad_names, shapes.grads, grad_dtypes),
-        aux=map_reduced(reduction, aux_names, shapes.aux) if aux_names else shapes.aux,
+        grads=jax.tree.map(derived, grad_names, shapes.grads, grad_dtypes),
+        aux=jax.tree.map(reduction, aux_names, shapes.aux),
         weight=None if weight is None else reduction("sum", weight),
     )
 
@@ -207,20 +206,19 @@ def _kept(is_added: Array, x: Array) -> Array:
     return x if unreduced_axes(x) else summand(x, is_added)
 
 
-def aux_reductions(
-    reduction: Tree, parts: int, aux: Tree, whole_aux: Callable[[], Tree]
-) -> list[str]:
-    """Return the reduction of each leaf of the auxiliary output."""
-    leaves = jax.tree.leaves_with_path(aux)
+def aux_reductions(reduction: Tree, parts: int, aux: Tree, whole_aux: Callable[[], Tree]) -> Tree:
+    """Return a tree with the reduction of each leaf of the auxiliary output."""
+    leaves, structure = jax.tree.flatten_with_path(aux)
     if not leaves and reduction is None:
-        return []
+        return aux
     given = broadcast_prefix("aux_reduction", reduction, "aux", aux, is_leaf=lambda x: x is None)
     if parts == 1:  # every reduction returns the only value, but a mean ignores a weight of 0
         defaults = ["mean" if _is_float_scalar(x) else "last" for _, x in leaves]
-        return [name or default for name, default in zip(given, defaults, strict=True)]
+        names = [name or default for name, default in zip(given, defaults, strict=True)]
+        return jax.tree.unflatten(structure, names)
     whole = jax.tree.leaves(whole_aux() if None in given else aux)
 
-    names: list[str] = []
+    names = []
     for name, (path, leaf), full in zip(given, leaves, whole, strict=True):
         place = leaf_path("aux", path)
         has_dtype = any(jnp.issubdtype(leaf.dtype, x) for x in _DTYPES.get(name, (leaf.dtype,)))
@@ -228,7 +226,7 @@ def aux_reductions(
             rule, got = f"a reduction that supports {describe(leaf)}", f"{name!r} for {place}"
             raise type_error("aux_reduction", rule, got, _HINT)
         names.append(name or _default_for(parts, leaf, full, place))
-    return names
+    return jax.tree.unflatten(structure, names)
 
 
 def _is_float_scalar(leaf: jax.ShapeDtypeStruct) -> bool:

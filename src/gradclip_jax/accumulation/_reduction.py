@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
@@ -23,6 +23,7 @@ from .._checks import (
     leaf_path,
 )
 from .._errors import type_error, value_error
+from .._leaves import wide_dtype
 from .._mesh import (
     factor_for,
     memory_of,
@@ -34,13 +35,15 @@ from .._mesh import (
 )
 from .._rounding import rounded
 from .._tree_checks import broadcast_prefix, check_same_structure
-from .._types import Array, Scalar, Tree
-from ..clipping._formula import wide_dtype
+from .._types import Array, Path, Scalar, Tree
 
 Weight: TypeAlias = Array | np.float32
 """The weight of a micro-batch; NumPy scalars are known at trace time."""
 
-REDUCTIONS: Final = ("mean", "sum", "max", "last")
+SUMMED: Final = ("mean", "sum")
+"""Reductions that multiply each micro-batch by its weight and add the products."""
+
+REDUCTIONS: Final = (*SUMMED, "max", "last")
 
 
 class _Choice(NamedTuple):
@@ -60,36 +63,25 @@ class _Choice(NamedTuple):
         for path, value in entries if given is not None else [((), None)]:
             self.check(leaf_path(self.argument, path), value)
 
-    def of_leaves(self, given: Any, like: str, tree: Tree) -> list[Any]:
-        """Return the value for each leaf of a tree."""
+    def as_tree(self, given: Any, like: str, tree: Tree) -> Tree:
+        """Return a tree with the value for each leaf of `tree`."""
+        structure = jax.tree.structure(tree)
         if isinstance(given, (str, np.dtype)):
-            return [given] * len(jax.tree.leaves(tree))
+            return jax.tree.unflatten(structure, [given] * structure.num_leaves)
         if not is_function(given):
-            return broadcast_prefix(self.argument, given, like, tree)
-        values: list[Any] = []
-        for path, _ in jax.tree.leaves_with_path(tree):
-            values.append(given(jax.tree_util.keystr(path, simple=True, separator="/")))
-            place = f"{self.argument}({leaf_path(like, path)})"
-            self.check(place, values[-1])
-        return values
+            values = broadcast_prefix(self.argument, given, like, tree)
+            return jax.tree.unflatten(structure, values)
+
+        def value_at(path: Path, leaf: Array) -> Any:
+            value = given(jax.tree_util.keystr(path, simple=True, separator="/"))
+            self.check(f"{self.argument}({leaf_path(like, path)})", value)
+            return value
+
+        return jax.tree.map_with_path(value_at, tree)
 
 
 REDUCTION: Final = _Choice("reduction", functools.partial(check_choice, choices=REDUCTIONS))
 DTYPE: Final = _Choice("accumulator_dtype", check_dtype)
-
-
-def map_reduced(
-    fun: Callable[..., object], choices: Sequence[object], tree: Tree, *others: Tree
-) -> Tree:
-    """Apply a function to the choice for each leaf, the leaf, and the leaves of other trees."""
-    leaves, structure = jax.tree.flatten(tree)
-    columns = zip(choices, leaves, *map(jax.tree.leaves, others), strict=True)
-    return jax.tree.unflatten(structure, [fun(*column) for column in columns])
-
-
-def is_summed(reduction: str) -> bool:
-    """Return whether leaves with this reduction are multiplied by weights and summed."""
-    return reduction in ("mean", "sum")
 
 
 def accumulator_dtype(kind: DTypeLike, dtype: DTypeLike) -> DTypeLike:
@@ -138,7 +130,7 @@ def combine(
         is_inexact = jnp.issubdtype(total.dtype, jnp.inexact)
         wide = wide_dtype(total.dtype) if is_inexact else total.dtype
         old, new = total.astype(wide), value.astype(wide)
-        if is_summed(reduction):
+        if reduction in SUMMED:
             new = old + (new if weight is None else new * factor_for(new, weight.astype(wide)))
         elif reduction == "max":
             new = jnp.maximum(old, new)
@@ -176,7 +168,7 @@ def accumulator_like(params: Tree, dtype: Tree | Callable[[str], DTypeLike]) -> 
             return jnp.zeros_like(param, kind)
         return lax.full(param.shape, 0, kind, sharding=sharding_with(param, unreduced=axes))
 
-    return map_reduced(zeros, DTYPE.of_leaves(dtype, "params", params), params)
+    return jax.tree.map(zeros, DTYPE.as_tree(dtype, "params", params), params)
 
 
 def check_matches_accumulator(updates: Tree, acc: Tree) -> None:
@@ -189,13 +181,13 @@ def check_matches_accumulator(updates: Tree, acc: Tree) -> None:
     for (path, grad), total in zip(given, jax.tree.leaves(acc), strict=True):
         if is_float0(grad):
             continue
-        ours, theirs = (sorted(unreduced_axes(x)) for x in (total, grad))
+        ours, theirs = unreduced_axes(total), unreduced_axes(grad)
         if ours != theirs:
-            rule = f"unreduced over {ours}, like the accumulator"
-            got = f"a leaf unreduced over {theirs} at {leaf_path('updates', path)}"
+            rule = f"unreduced over {sorted(ours)}, like the accumulator"
+            got = f"a leaf unreduced over {sorted(theirs)} at {leaf_path('updates', path)}"
             hint = "Pass parameters to `init` with the same `reduced` axes as in the loss."
             raise type_error("updates", rule, got, hint)
-        ours, theirs = map(memory_of, (total, grad))
+        ours, theirs = memory_of(total), memory_of(grad)
         if ours != theirs:
             rule = f"in the memory of the accumulator, {ours}"
             got = f"a leaf in {theirs} at {leaf_path('updates', path)}"
@@ -208,13 +200,13 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         grads: Gradients of the micro-batch.
-        reductions: Reduction of each leaf.
+        reductions: Tree with the reduction of each leaf.
         weight: Weight, float32[]; None means 1.
         key: Random key for stochastic rounding of the sum; None to round to nearest.
     """
 
     grads: Tree
-    reductions: Sequence[str]
+    reductions: Tree
     weight: Weight | None = None
     key: Array | None = None
 
@@ -237,7 +229,7 @@ def add_micro_batch(acc: Tree, micro_batch: MicroBatch, is_first: Array | bool) 
         new = combine(reduction, start, jnp.asarray(grad), micro_batch.weight, key)
         return reshard_like(new, total)
 
-    return map_reduced(add, micro_batch.reductions, acc, micro_batch.grads)
+    return jax.tree.map(add, micro_batch.reductions, acc, micro_batch.grads)
 
 
 def window_gradient(
@@ -251,7 +243,7 @@ def window_gradient(
         return divide(total, total_weight).astype(total.dtype)
 
     totals = reduce_over_devices(acc, inner_state)
-    return map_reduced(read, micro_batch.reductions, totals, micro_batch.grads)
+    return jax.tree.map(read, micro_batch.reductions, totals, micro_batch.grads)
 
 
 def only_gradient(micro_batch: MicroBatch, inner_state: Tree) -> Tree:
@@ -264,4 +256,4 @@ def only_gradient(micro_batch: MicroBatch, inner_state: Tree) -> Tree:
         return combine("sum", jnp.zeros_like(grad), grad, weight)
 
     grads = reduce_over_devices(micro_batch.grads, inner_state)
-    return map_reduced(read, micro_batch.reductions, grads)
+    return jax.tree.map(read, micro_batch.reductions, grads)

@@ -1,6 +1,6 @@
 """Split a batch into micro-batches, and restore the order of its examples."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +35,25 @@ class Split(NamedTuple):
         """Return the differentiated arguments, in the structure of the gradient."""
         chosen = tuple([args[i] for i in self.differentiated])
         return chosen[0] if self.takes_one else chosen
+
+
+def batch_size(batches: Mapping[str, Tree]) -> int:
+    """Return the number of examples in trees of arrays with a leading batch axis.
+
+    Raises:
+        ValueError: If the leaves have different lengths, with the path of one leaf of each length.
+    """
+    sizes: dict[int | None, str] = {}
+    for place, batch in batches.items():
+        for path, x in jax.tree.leaves_with_path(batch):
+            sizes.setdefault(next(iter(np.shape(x)), None), leaf_path(place, path))
+    size = next(iter(sizes), None)
+    if size is None or len(sizes) > 1:
+        places = [f"{'a scalar' if n is None else n} at {place}" for n, place in sizes.items()]
+        got = ", ".join(places) or "no leaves"
+        rule, hint = "arrays of equal length", "Pass one row per example in every leaf."
+        raise value_error("batch", rule, got, hint)
+    return size
 
 
 def positions(argnums: int | Sequence[int]) -> tuple[int, ...]:

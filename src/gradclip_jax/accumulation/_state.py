@@ -171,7 +171,7 @@ def accumulated_gradients(
         hint = "Call `update` with a micro-batch first."
         raise value_error("state", "a state with an open window", "an empty window", hint)
     acc = plain_arrays(open_window.acc_grads)
-    window = MicroBatch(acc, REDUCTION.of_leaves(reduction, "updates", acc))
+    window = MicroBatch(acc, REDUCTION.as_tree(reduction, "updates", acc))
     mean = window_gradient(acc, window, jnp.where(empty, 1, total_weight))
     mean = jax.tree.map(lambda x: jnp.where(empty, jnp.zeros_like(x), x), mean)
     return with_structure_of(open_window.acc_grads, mean)

@@ -202,11 +202,11 @@ def accumulate_gradients(
                 raise type_error("emit", "True with `every=1`", "False", hint)
             call = call._replace(emit=True)
         step, advanced = _advance_window(state, length_of(state.gradient_step), call, accepted)
-        reductions = REDUCTION.of_leaves(reduction, "updates", updates)
+        reductions = REDUCTION.as_tree(reduction, "updates", updates)
         if is_unreduced(updates):
             _check_unreduced(
                 rounding=None if rounding == "nearest" else rounding,
-                reduction="max" if "max" in reductions else None,
+                reduction="max" if "max" in jax.tree.leaves(reductions) else None,
                 noise_scale_decay=noise_scale_decay,
             )
         key = None

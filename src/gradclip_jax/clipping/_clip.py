@@ -13,7 +13,6 @@ from jax import lax
 
 from .._checks import (
     check_axis_name,
-    check_bound,
     check_choice,
     check_number,
     check_ord,
@@ -24,7 +23,7 @@ from .._checks import (
 from .._devices import fusion_barrier, groups_of_type, map_arrays, shared
 from .._errors import public, type_error, value_error
 from .._leaves import flatten, measured_shapes
-from .._mesh import max_over, replica_count, shard_axes, sum_over, varying_axes
+from .._mesh import check_bound, max_over, replica_count, shard_axes, sum_over, varying_axes
 from .._states import register_metrics
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Tree
 from ._formula import apply_reaction, scale_factor, scale_leaf, zero_factor

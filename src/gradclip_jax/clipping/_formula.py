@@ -13,22 +13,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from .._devices import fusion_barrier
+from .._leaves import wide_dtype
 from .._mesh import in_memory_of, on_device
 from .._types import Array, Number, Tree
-
-
-def wide_dtype(*dtypes: DTypeLike) -> DTypeLike:
-    """The floating-point or complex dtype of at least 32 bits to which `dtypes` can be cast.
-
-    `jnp.promote_types` does not support float8, and raises under strict promotion.
-    """
-    bits, is_complex = 32, False
-    for dtype in dtypes:
-        bits = max(bits, jnp.finfo(dtype).bits)
-        is_complex |= jnp.issubdtype(dtype, jnp.complexfloating)
-    if is_complex:
-        return jnp.complex128 if bits == 64 else jnp.complex64
-    return jnp.float64 if bits == 64 else jnp.float32
 
 
 @jax.jit

@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._checks import check_axis_name, check_bound, check_ord, is_traced
+from .._checks import check_axis_name, check_ord, is_traced
 from .._devices import fusion_barrier, joined, map_arrays
 from .._errors import public, value_error
-from .._leaves import flatten, is_measured
-from .._mesh import max_over, replica_count, shard_axes, sum_over
+from .._leaves import flatten, is_measured, wide_dtype
+from .._mesh import check_bound, max_over, replica_count, shard_axes, sum_over
 from .._types import Array, AxisName, Number, Order, Scalar, Tree
-from ._formula import wide_dtype
 
 Axes: TypeAlias = tuple[int, ...]
 Norms: TypeAlias = list[Array]

@@ -6,7 +6,7 @@ import numpy as np
 
 from .._checks import check_number, check_static, describe, dtype_of, leaf_path
 from .._errors import public, type_error, value_error
-from .._tree_checks import check_inexact
+from .._leaves import check_inexact
 from .._types import Array, Number, Tree
 from ._formula import scale_factor, scale_leaf
 

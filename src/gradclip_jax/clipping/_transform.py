@@ -10,7 +10,7 @@ import optax
 
 from .._checks import check_number, is_float0, is_traced
 from .._errors import public, type_error, value_error
-from .._tree_checks import check_inexact
+from .._leaves import check_inexact
 from .._types import AxisName, Labels, Number, Order, Tree
 from ._clip import Reaction, norm_clip
 from ._formula import clamp_leaf

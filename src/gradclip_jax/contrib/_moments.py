@@ -18,12 +18,13 @@ from .._checks import (
     is_traced,
 )
 from .._errors import public, value_error
+from .._leaves import check_inexact, wide_dtype
 from .._mesh import in_memory_of, on_device, replica_count, shard_axes
 from .._states import increment_where
-from .._tree_checks import check_inexact, check_same_structure
+from .._tree_checks import check_same_structure
 from .._types import Array, AxisName, Number, Scalar, Tree
 from ..adaptive._averages import bias_correction, power_of, where_finite
-from ..clipping._formula import scale_factor, scale_leaf, wide_dtype
+from ..clipping._formula import scale_factor, scale_leaf
 from ..clipping._norm import norm_of_leaves
 from ..clipping._threshold import check_params
 

@@ -17,9 +17,9 @@ import optax
 
 from .._checks import check_state, check_transformation, is_float0
 from .._errors import ArgumentTypeError, named, public, type_error
+from .._leaves import check_inexact
 from .._run_if import Flag, compute_step, like_dtypes, run_step, select_step, trace
 from .._states import increment_where, plain_arrays, with_structure_of
-from .._tree_checks import check_inexact
 from .._types import Array, Tree
 from ._gate import Accumulation, ExtraArgs, Guard, Verdict
 
@@ -52,11 +52,8 @@ class GatedUpdate:
         self, updates: Tree, state: Tree, params: Tree | None = None, *args: Any, **extra_args: Any
     ) -> tuple[Tree, Tree]:
         """Return the update of the innermost transformation, or zeros if it does not run."""
-        return self.run(updates, state, params, args, extra_args, applies=False)
-
-    def run(self, *args: Any, applies: bool) -> tuple[Tree, Tree]:
-        """Execute one call; return new parameters instead of updates if `applies` is true."""
-        return named(functools.partial(_execute, self, applies=applies), self.function)(*args)
+        execute = named(_execute, self.function)
+        return execute(self, updates, state, params, args, extra_args, applies=False)
 
     def named(self, function: str) -> "GatedUpdate":
         """Return a copy whose error messages start with `function`."""
@@ -115,7 +112,8 @@ def apply_gradients(
         params_and_state = apply_gradients(tx, *arrays, **extra_args)
         return with_structure_of((params, state), params_and_state)
     if isinstance(tx.update, GatedUpdate):
-        return tx.update.run(grads, state, params, (), extra_args, applies=True)
+        execute = named(_execute, tx.update.function)
+        return execute(tx.update, grads, state, params, (), extra_args, applies=True)
     update = optax.with_extra_args_support(tx).update
     updates, state = update(grads, state, params, **extra_args)
     return _apply_updates(params, updates), state

@@ -18,13 +18,12 @@ from jax import lax
 from .._checks import describe, is_scalar
 from .._devices import fusion_barrier, joined
 from .._errors import type_error
-from .._leaves import is_measured, measured_leaves
+from .._leaves import is_measured, measured_leaves, wide_dtype
 from .._mesh import max_over, replica_count, shard_axes, sum_over
 from .._states import replace_states
 from .._types import UNBOUNDED, Array, AxisName, Path, Scalar, Tree
 from ..accumulation._noise_scale import NoiseState
 from ..clipping._clip import ClipState
-from ..clipping._formula import wide_dtype
 from ..clipping._norm import norm_of_leaves
 from ..gates._gate import ExtraArgs
 

@@ -16,10 +16,9 @@ from .._checks import (
     is_traced,
 )
 from .._errors import public, type_error, value_error
-from .._leaves import measured_leaves
+from .._leaves import measured_leaves, wide_dtype
 from .._states import find_states, increment_where, plain_arrays, register_guard
 from .._types import Array, AxisName, Count, Number, Scalar, Tree
-from ..clipping._formula import wide_dtype
 from ..clipping._norm import norm_of_leaves
 from ._detect import is_bad
 from ._guard import OUTERMOST, Check, zero

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import optax
 
-from .._checks import check_bound, check_choice
+from .._checks import check_choice
 from .._errors import public
+from .._mesh import check_bound
 from .._states import GATES, find_states, increment_where, register_guard
 from .._types import AxisName, Count, Scalar, Tree
 from ..gates._gate import ExtraArgs, Verdict

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import check_bound, check_count, check_ord
+from .._checks import check_count, check_ord
 from .._errors import public, type_error, value_error
 from .._leaves import measured_leaves
+from .._mesh import check_bound
 from .._states import increment_where, register_guard
 from .._types import UNBOUNDED, AxisName, Count, Order, Scalar, Tree
 from ..clipping._norm import norm_of_leaves

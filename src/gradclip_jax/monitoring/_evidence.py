@@ -10,9 +10,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 
 from .._devices import concatenated, fusion_barrier, sums_of_terms
+from .._leaves import wide_dtype
 from .._mesh import is_explicit
 from .._types import Array, AxisName, Scalar
-from ..clipping._formula import wide_dtype
 from ..clipping._norm import Norms, Units, norm_dtype, norm_of_squares, squares, totals
 from ._levels import KINDS, Comparison
 

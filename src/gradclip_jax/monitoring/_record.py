@@ -8,7 +8,6 @@ import optax
 
 from .._checks import (
     check_axis_name,
-    check_bound,
     check_length,
     check_number,
     check_ord,
@@ -19,6 +18,7 @@ from .._checks import (
 )
 from .._errors import public, type_error, value_error
 from .._leaves import flatten, measured_leaves
+from .._mesh import check_bound
 from .._states import find_states, increment_where, plain_arrays, register_metrics
 from .._types import Array, AxisName, Count, HostArray, Order, Scalar, Tree
 from ..clipping._norm import leaf_units, tree_units, unit_norms

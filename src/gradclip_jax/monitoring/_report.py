@@ -12,8 +12,8 @@ from .._checks import check_callable, check_count, dtype_of, is_float0, refuse_t
 from .._errors import public, type_error, value_error
 from .._leaves import measured_leaves
 from .._states import find_states, plain_arrays
-from .._tree_checks import batch_size
 from .._types import Array, HostArray, Tree
+from ..accumulation._split import batch_size
 from ..clipping._norm import global_norm
 from ._incident import Incident, IncidentLog, names_in, read_log
 

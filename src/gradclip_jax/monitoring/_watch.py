@@ -11,7 +11,6 @@ import optax
 
 from .._checks import (
     check_axis_name,
-    check_bound,
     check_choice,
     check_count,
     check_length,
@@ -25,6 +24,7 @@ from .._checks import (
 )
 from .._errors import public, type_error, value_error
 from .._leaves import flatten, measured_shapes
+from .._mesh import check_bound
 from .._run_if import like_dtypes
 from .._states import (
     METRICS,

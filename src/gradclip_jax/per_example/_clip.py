@@ -10,10 +10,11 @@ import numpy as np
 
 from .._checks import check_axis_name, check_choice, check_count, check_number
 from .._errors import public, type_error, value_error
+from .._leaves import wide_dtype
 from .._mesh import shard_axes, sum_over, varying_axes
 from .._types import Array, AxisName, Labels, Number, Tree
 from ..accumulation._split import check_real
-from ..clipping._formula import apply_reaction, scale_factor, wide_dtype, zero_factor
+from ..clipping._formula import apply_reaction, scale_factor, zero_factor
 from ._losses import Examples, Loss, Outputs, by_label, groups_of, replace_measured, sum_parts
 from ._sum import sums_and_norms
 

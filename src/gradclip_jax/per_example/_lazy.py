@@ -26,8 +26,8 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.typing import DTypeLike
 
+from .._leaves import wide_dtype
 from .._types import Array
-from ..clipping._formula import wide_dtype
 
 Labels = tuple[int, ...]
 

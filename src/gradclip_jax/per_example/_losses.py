@@ -14,10 +14,11 @@ from .._errors import type_error, value_error
 from .._leaves import is_measured, measured_leaves
 from .._mesh import vary, varying_axes, zeros_of_type
 from .._run_if import trace
-from .._tree_checks import batch_size, labels_of
+from .._tree_checks import labels_of
 from .._types import Array, Labels, Number, Tree
 from ..accumulation._split import (
     Split,
+    batch_size,
     counted_from_zero,
     every_nth,
     in_one_form,

@@ -16,8 +16,8 @@ from typing import TypeAlias
 
 import jax.numpy as jnp
 
+from .._leaves import wide_dtype
 from .._types import Array, Scalar
-from ..clipping._formula import wide_dtype
 from ._lazy import Axis, Factor, Labels, Lazy, Term, Value, all_or_none, as_array, einsum
 
 # Relative rounding error of a contraction, as a multiple of the machine epsilon.

@@ -18,13 +18,11 @@ from .._checks import (
     describe,
 )
 from .._errors import public, value_error
-from .._leaves import is_measured
+from .._leaves import check_inexact, is_measured, wide_dtype
 from .._mesh import shard_axes, varying_axes
 from .._states import increment_where
-from .._tree_checks import check_inexact
 from .._types import Array, AxisName, Number, Scalar, Tree
 from ..accumulation._noise_scale import empty_noise
-from ..clipping._formula import wide_dtype
 from ..clipping._norm import global_norm
 
 
