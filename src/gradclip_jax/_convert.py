@@ -16,11 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._checks import check_choice, describe, is_traced, leaf_path, shortened
+from ._checks import check_choice, children_of, describe, is_traced, leaf_path, shortened
 from ._errors import ArgumentTypeError, public, type_error, value_error
 from ._rounding import RoundingState
 from ._states import GATES, find_states, plain_arrays, with_structure_of
-from ._tree_checks import children_of
 from ._types import Array, Path, Scalar, Tree
 from .accumulation._state import AccumulationState
 from .clipping._clip import ClipState

@@ -98,7 +98,7 @@ def map_arrays(fun: Callable[..., Array], *columns: Sequence[Array]) -> list[Arr
         return results
 
     if len(columns[0]) < 2:
-        return one_by_one(*columns)
+        return list(map(fun, *columns))
     return lax.platform_dependent(*columns, tpu=stacked, default=one_by_one)
 
 

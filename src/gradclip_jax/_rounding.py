@@ -8,13 +8,12 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from ._checks import check_count, check_state, describe, is_float0, leaf_path
+from ._checks import check_count, check_same_structure, check_state, describe, is_float0, leaf_path
 from ._devices import HAS_TYPES
 from ._errors import public, type_error, value_error
 from ._leaves import check_inexact
 from ._mesh import is_explicit, varying_axes
 from ._states import increment_where
-from ._tree_checks import check_same_structure
 from ._types import Array, Scalar, Tree
 
 

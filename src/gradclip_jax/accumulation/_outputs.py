@@ -9,11 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from .._checks import describe, leaf_path
+from .._checks import broadcast_prefix, describe, leaf_path
 from .._devices import summand
 from .._errors import type_error, value_error
 from .._mesh import unreduced_axes, vary, varying_axes, zeros_of_type
-from .._tree_checks import broadcast_prefix
 from .._types import FLOAT32, Array, Number, Scalar, Tree
 from ._reduction import (
     REDUCTIONS,

@@ -13,8 +13,10 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from .._checks import (
+    broadcast_prefix,
     check_choice,
     check_dtype,
+    check_same_structure,
     describe,
     is_float0,
     is_function,
@@ -34,7 +36,6 @@ from .._mesh import (
     unreduced_axes,
 )
 from .._rounding import rounded
-from .._tree_checks import broadcast_prefix, check_same_structure
 from .._types import Array, Path, Scalar, Tree
 
 Weight: TypeAlias = Array | np.float32

@@ -64,7 +64,7 @@ def positions(argnums: int | Sequence[int]) -> tuple[int, ...]:
 def counted_from_zero(split: Split, args: Sequence[Tree]) -> Split:
     """Normalize negative positions; raise if the arguments cannot be split."""
     given = (*split.batches, *split.keys, *split.differentiated)
-    needed = max((*given, *[-i - 1 for i in given]), default=-1) + 1
+    needed = 1 + max(*given, -1 - min(given, default=0), -1)
     if len(args) < needed:
         hint = "Pass the parameters and the batch by position, not by keyword."
         raise type_error("args", f"at least {needed} positional arguments", f"{len(args)}", hint)

@@ -15,6 +15,7 @@ from .._checks import (
     check_count,
     check_decays,
     check_number,
+    check_same_structure,
     check_transformation,
     describe,
     is_float0,
@@ -26,7 +27,6 @@ from .._errors import public, type_error, value_error
 from .._mesh import is_unreduced, without_reduced_axes
 from .._run_if import Flag, like_dtypes, run_if
 from .._states import find_states, increment_where
-from .._tree_checks import check_same_structure
 from .._types import FLOAT32, Count, Number, Scalar, Tree
 from ..gates._execute import gated
 from ..gates._gate import Accumulation, ExtraArgs, Window

@@ -211,7 +211,9 @@ def _clip_leaves(
 ) -> tuple[list[Array], ClipState]:
     """Compute norms, thresholds and factors; return the scaled leaves and the next state."""
     over = axis_name if units.is_local else None
-    roots = _root_sizes(units, leaves, axis_name)
+    roots = None
+    if isinstance(units, Slices) and units.is_rms:
+        roots = _root_sizes(units, leaves, axis_name)
     norms = _measured(leaves, units, roots, ord, axis_name)
     param_norms = None if params is None else _measured(params, units, roots, ord, axis_name)
     total = _total(norms, roots, ord, over)
@@ -247,14 +249,12 @@ def _clip_leaves(
     if units.names:
         names = [group_name(name) for name in units.names]
         columns = (dict(zip(names, x, strict=True)) for x in (norms, thresholds, factors))
-    columns = jax.tree.map(lambda x: x.astype(jnp.float32), (*columns, fraction))
+    columns = optax.tree.cast((*columns, fraction), jnp.float32)
     return clipped, ClipState(*columns, rules=states)
 
 
-def _root_sizes(units: Units, leaves: Sequence[Array], axis_name: AxisName) -> list[float] | None:
-    """Square root of the number of elements in each norm; None unless thresholds limit the RMS."""
-    if not isinstance(units, Slices) or not units.is_rms:
-        return None
+def _root_sizes(units: Slices, leaves: Sequence[Array], axis_name: AxisName) -> list[float]:
+    """Return the square root of the number of elements in each norm."""
     sizes: list[int] = []
     for x, axes in zip(leaves, units.axes, strict=True):
         shards = replica_count(frozenset(), shard_axes(x, axis_name))

@@ -9,16 +9,17 @@ import numpy as np
 
 from .._checks import (
     axes_within,
+    broadcast_prefix,
     check_axis,
     check_choice,
     check_count,
     check_static,
     describe,
+    labels_of,
     leaf_path,
 )
 from .._errors import public, value_error
 from .._leaves import is_measured
-from .._tree_checks import broadcast_prefix, labels_of
 from .._types import Array, Labels, Path, Tree
 from ._norm import Axes, Groups, Slices, Units, tree_units
 

@@ -14,12 +14,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_number, describe, dtype_of, is_scalar, leaf_path, shortened
+from .._checks import (
+    broadcast_prefix,
+    check_number,
+    check_same_structure,
+    describe,
+    dtype_of,
+    is_scalar,
+    leaf_path,
+    shortened,
+)
 from .._devices import map_arrays
 from .._errors import public, type_error, value_error
 from .._leaves import is_measured
 from .._states import increment_where
-from .._tree_checks import broadcast_prefix, check_same_structure
 from .._types import UNBOUNDED, Array, Number, Schedule, Tree
 from ._norm import Groups, Norms, Units, split
 

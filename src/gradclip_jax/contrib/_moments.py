@@ -13,6 +13,7 @@ from .._checks import (
     check_count,
     check_decays,
     check_number,
+    check_same_structure,
     check_state,
     is_float0,
     is_traced,
@@ -21,7 +22,6 @@ from .._errors import public, value_error
 from .._leaves import check_inexact, wide_dtype
 from .._mesh import in_memory_of, on_device, replica_count, shard_axes
 from .._states import increment_where
-from .._tree_checks import check_same_structure
 from .._types import Array, AxisName, Number, Scalar, Tree
 from ..adaptive._averages import bias_correction, power_of, where_finite
 from ..clipping._formula import scale_factor, scale_leaf

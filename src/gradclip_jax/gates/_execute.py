@@ -1,14 +1,14 @@
 """Execution of nested guards and accumulations.
 
-Directly nested guards and accumulations are flattened into one list, and `_execute` runs the
-innermost transformation at most once per call.
+Directly nested guards and accumulations share one `GatedUpdate`, and `_execute` runs the innermost
+transformation at most once per call.
 """
 
 import dataclasses
 import difflib
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,6 @@ from ._gate import Accumulation, ExtraArgs, Guard, Verdict
 EXTRA_ARGS: Final = ("value", "loss", "weight", "flush", "emit")
 """The extra arguments of `update` that guards and accumulations read."""
 
-Gate: TypeAlias = Guard | Accumulation
-
 
 @dataclasses.dataclass(frozen=True)
 class GatedUpdate:
@@ -38,14 +36,18 @@ class GatedUpdate:
     `jax.named_call` requires `__name__`.
 
     Attributes:
-        gates: Guards and at most one accumulation, from the outermost to the innermost.
         innermost: Transformation inside all guards and the accumulation.
+        outside: Guards outside the accumulation, from the outermost to the innermost.
+        accumulation: The accumulation, or None.
+        inside: Guards inside the accumulation, or all guards without one.
         function: Name of the public function at the start of error messages.
     """
 
     __name__: ClassVar[str] = "update"
-    gates: tuple[Gate, ...]
     innermost: optax.GradientTransformationExtraArgs
+    outside: tuple[Guard, ...] = ()
+    accumulation: Accumulation | None = None
+    inside: tuple[Guard, ...] = ()
     function: str = ""
 
     def __call__(
@@ -61,13 +63,18 @@ class GatedUpdate:
 
 
 def gated(
-    gate: Gate, inner: optax.GradientTransformation, init: optax.TransformInitFn
+    gate: Guard | Accumulation, inner: optax.GradientTransformation, init: optax.TransformInitFn
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap a transformation in a guard or an accumulation."""
-    if isinstance(inner.update, GatedUpdate):
-        update = GatedUpdate((gate, *inner.update.gates), inner.update.innermost)
+    update = inner.update
+    if not isinstance(update, GatedUpdate):
+        update = GatedUpdate(optax.with_extra_args_support(inner))
+    if isinstance(gate, Accumulation):  # its `init` raises if `inner` contains an accumulation
+        update = dataclasses.replace(update, accumulation=gate)
+    elif update.accumulation:
+        update = dataclasses.replace(update, outside=(gate, *update.outside))
     else:
-        update = GatedUpdate((gate,), optax.with_extra_args_support(inner))
+        update = dataclasses.replace(update, inside=(gate, *update.inside))
     return optax.GradientTransformationExtraArgs(init, update)
 
 
@@ -175,14 +182,17 @@ def _execute(
     | guards that ran, if no check fails | consecutive skips are reset | updated |
     | guards inside an accumulation whose window stays open | unchanged | unchanged |
     """
-    _check_call(update.gates, incoming, state, args, extra_args)
-    outside, accumulation, inside = _split(update.gates)
-    outer, grads, state, accepted = _judge(outside, incoming, state, params, extra_args)
+    _check_extra_args(args, extra_args)
+    accumulation = update.accumulation
+    sums_over_devices = accumulation is not None and not update.outside
+    check_inexact("updates", incoming, unreduced=sums_over_devices)
+    outer, grads, state, accepted = _judge(update.outside, incoming, state, params, extra_args)
     target = params if applies else None
-    step = functools.partial(_step, update.innermost, inside, incoming, params)
+    step = functools.partial(_step, update.innermost, update.inside, incoming, params)
     if accumulation is None:
         output, (target, state), *_ = step([], grads, (target, state), extra_args)
         return (target if applies else output), state
+    check_state(state, accumulation.kind)
     window = accumulation.open_window(grads, state, accepted, params, extra_args)
 
     def close_window(carry: Tree) -> tuple[Tree, Tree]:
@@ -211,10 +221,8 @@ def _checks(stepped: Flag, outer: Sequence[Judgment]) -> Tree:
     return (stepped, [(x.failed, x.measured) for x in outer]) if outer else ()
 
 
-def _check_call(
-    gates: Sequence[Gate], grads: Tree, state: Tree, args: tuple[object, ...], extra_args: ExtraArgs
-) -> None:
-    """Raise if the arguments of `update` do not match the guards and accumulations."""
+def _check_extra_args(args: tuple[object, ...], extra_args: ExtraArgs) -> None:
+    """Raise for additional positional arguments and misspelled names."""
     if args:
         got, hint = f"{3 + len(args)} positional arguments", "Pass the loss as `value=loss`."
         raise type_error("update", "called as `update(grads, state, params)`", got, hint)
@@ -225,20 +233,6 @@ def _check_call(
                 f"unknown extra argument `{name}`; did you mean `{near[0]}`? "
                 "Arguments of the optimizer must not have such similar names."
             )
-    check_inexact("updates", grads, unreduced=isinstance(gates[0], Accumulation))
-    for gate in gates:
-        check_state(state, gate.kind)
-        state = state.inner_state if isinstance(gate, Guard) else state.inner_opt_state
-
-
-def _split(
-    gates: tuple[Gate, ...],
-) -> tuple[Sequence[Guard], Accumulation | None, Sequence[Guard]]:
-    """Split the list into outer guards, accumulation, and inner guards."""
-    for i, gate in enumerate(gates):
-        if isinstance(gate, Accumulation):
-            return gates[:i], gate, gates[i + 1 :]  # pyright: ignore[reportReturnType]
-    return (), None, gates  # pyright: ignore[reportReturnType]
 
 
 def _judge(
@@ -252,6 +246,7 @@ def _judge(
     judged: list[Judgment] = []
     accepted: Flag = np.True_
     for guard in guards:
+        check_state(state, guard.kind)
         verdict = guard.judge(grads, state, params, extra_args)
         refused = accepted & ~verdict.is_good
         judged.append(Judgment(guard, state, verdict, refused, np.False_, guard.unmeasured))

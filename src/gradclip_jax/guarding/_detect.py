@@ -92,7 +92,7 @@ def finite_extra_args(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar:
     """Return whether the loss and the weight of a micro-batch are finite, if they are given."""
     weight = extra_args.get("weight")
     numbers = [given_loss(extra_args), weight if is_scalar(weight, jnp.inexact) else None]
-    return ~_is_any([is_bad(x) for x in measured_leaves(numbers)], axis_name)
+    return all_finite(numbers, axis_name)
 
 
 def given_loss(extra_args: ExtraArgs) -> Tree:

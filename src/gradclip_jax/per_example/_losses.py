@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import check_callable, describe
+from .._checks import check_callable, describe, labels_of
 from .._errors import type_error, value_error
 from .._leaves import is_measured, measured_leaves
 from .._mesh import vary, varying_axes, zeros_of_type
 from .._run_if import trace
-from .._tree_checks import labels_of
 from .._types import Array, Labels, Number, Tree
 from ..accumulation._split import (
     Split,
