@@ -104,8 +104,8 @@ def compile_for(
     end = _cpu_seconds()
     memory, text = compiled.memory_analysis(), compiled.as_text()
     scratch = 0 if memory is None else int(memory.temp_size_in_bytes)
-    flops = (compiled.cost_analysis() or {}).get("flops") or _hlo.product_flops(text)
     program = _hlo.analyse(text)
+    flops = (compiled.cost_analysis() or {}).get("flops") or program.always.flops
     return Compiled(program, scratch, flops, middle - start, end - middle, text)
 
 

@@ -34,6 +34,7 @@ class Counts:
         launches: instructions that do something; on a TPU many are of scalars, next to free.
         scalars: how many of them only read and write scalars.
         stops: conditionals and loops of zero or one trip; a GPU's host waits for their predicate.
+        flops: multiplications and additions of matrix products.
         collectives: for each kind, the bytes of each result.
     """
 
@@ -41,6 +42,7 @@ class Counts:
     launches: int = 0
     scalars: int = 0
     stops: int = 0
+    flops: int = 0
     collectives: dict[str, list[int]] = field(default_factory=dict)
 
     def add(self, other: "Counts") -> None:
@@ -49,6 +51,7 @@ class Counts:
         self.launches += other.launches
         self.scalars += other.scalars
         self.stops += other.stops
+        self.flops += other.flops
         for kind, sizes in other.collectives.items():
             self.collectives.setdefault(kind, []).extend(sizes)
 
@@ -95,21 +98,20 @@ def analyse(text: str) -> Program:
     return program
 
 
-def product_flops(text: str) -> int:
-    """Counts multiplications and additions of the matrix products; those of a loop count once."""
+def _product_flops(lines: Iterable[str]) -> int:
+    """Counts multiplications and additions of the matrix products of one computation."""
     total = 0
-    for lines in computations(text).values():
-        shapes: dict[str, list[int]] = {}
-        for found in filter(None, map(_INSTRUCTION.match, lines)):
-            _, made, shape, kind, rest = found.groups()
-            dimensions = re.match(r"\w+\[([\d,]*)\]", shape)
-            if dimensions:
-                shapes[made] = [int(n) for n in dimensions[1].split(",") if n]
-            if kind == "dot":
-                left = shapes[re.findall(r"%([\w.\-]+)", rest)[0]]
-                summed = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", rest)
-                axes = [int(n) for n in summed[1].split(",") if n] if summed else []
-                total += 2 * math.prod(shapes[made]) * math.prod(left[i] for i in axes)
+    shapes: dict[str, list[int]] = {}
+    for found in filter(None, map(_INSTRUCTION.match, lines)):
+        _, made, shape, kind, rest = found.groups()
+        dimensions = re.match(r"\w+\[([\d,]*)\]", shape)
+        if dimensions:
+            shapes[made] = [int(n) for n in dimensions[1].split(",") if n]
+        if kind == "dot":
+            left = shapes[re.findall(r"%([\w.\-]+)", rest)[0]]
+            summed = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", rest)
+            axes = [int(n) for n in summed[1].split(",") if n] if summed else []
+            total += 2 * math.prod(shapes[made]) * math.prod(left[i] for i in axes)
     return total
 
 
@@ -143,7 +145,7 @@ def _count_computation(
     computations: dict[str, list[str]], name: str, optional: list[Counts]
 ) -> Counts:
     sizes: dict[str, int] = {}
-    counts = Counts()
+    counts = Counts(flops=_product_flops(computations.get(name, [])))
 
     def called(pattern: str, attributes: str) -> Counts:
         found = re.search(pattern, attributes)
@@ -175,7 +177,9 @@ def _count_computation(
         elif kind not in _FREE and not kind.endswith("-done") and not _NO_WORK.search(rest):
             given = [sizes.get(x, 0) for x in re.findall(r"%([\w.\-]+)", operands)]
             _count(counts, kind, sizes[made], given)
-            body = _fused(computations, attributes) if kind == "fusion" else []
+            lines = _called_lines(computations, attributes) if kind == "fusion" else []
+            counts.flops += _product_flops(lines)
+            body = list(filter(None, map(_INSTRUCTION.match, lines)))
             for fused in body:  # a TPU fuses a reduce-scatter with what slices it
                 if fused[4] in _COLLECTIVES:
                     counts.collectives.setdefault(fused[4], []).append(sizes[made])
@@ -204,10 +208,10 @@ def _count(counts: Counts, kind: str, made: int, given: list[int]) -> None:
     counts.moved += made + sum(given)
 
 
-def _fused(computations: dict[str, list[str]], attributes: str) -> list[re.Match[str]]:
+def _called_lines(computations: dict[str, list[str]], attributes: str) -> list[str]:
+    """The lines of the computation that a fusion calls."""
     called = re.search(r"calls=%?([\w.\-]+)", attributes)
-    lines = computations.get(called[1], []) if called else []
-    return [found for line in lines if (found := _INSTRUCTION.match(line))]
+    return computations.get(called[1], []) if called else []
 
 
 def _split(rest: str) -> tuple[str, str]:

@@ -240,6 +240,7 @@ def tap_names_in(log: IncidentLog) -> list[str]:
     return split_names(*log.tap_names)
 
 
+@jax.jit
 def note(
     log: IncidentLog,
     fields: dict[str, Any],

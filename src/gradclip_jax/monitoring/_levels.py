@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -163,6 +164,7 @@ class Comparison(NamedTuple):
     dead: Array
 
 
+@jax.jit
 def compare(
     levels: Array,
     norms: Array,
