@@ -2,14 +2,14 @@
 
 Optimizer states are split into the states of their transformations, including those inside chains,
 guards and accumulations. States of the same type are matched in order and copied. Fields are
-translated between the states of Optax and of this package. A state of this package without a
-counterpart is initialized or dropped. Any other unmatched state raises an error with its path.
+translated between the states of Optax and of this package. A state of this package without an
+unambiguous counterpart is initialized or dropped. Any other unmatched state raises an error with
+its path.
 """
 
 import collections
-import itertools
-from collections.abc import Iterator
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -36,13 +36,14 @@ _INNER: Final[dict[type, str]] = GATES | {  # name of the field that contains th
 _KINDS: Final[dict[type, type]] = {
     optax.MultiStepsState: AccumulationState,
     optax.ApplyIfFiniteState: SkipNonfiniteState,
-    LossScaleState: SkipNonfiniteState,
 }
 _Window: TypeAlias = AccumulationState | optax.MultiStepsState
+_WINDOWS = (AccumulationState, optax.MultiStepsState)
 _FRESH = (ClipState, NormRecordState, RoundingState, optax.EmptyState)
 _HINT = (
     "Restore checkpoints with the old optimizer; only clips, guards and accumulations may differ."
 )
+_FLUSH = "Call `flush` first, or convert the state outside jit after the next optimizer step."
 
 
 @public
@@ -63,11 +64,12 @@ def convert_state(
     | a clip of Optax | a clip | nothing: Optax's clips have no state |
     | nothing | a guard, an accumulation, a `watch` | the inner state |
     | an accumulator | one of another dtype | the open window, rounded to nearest |
-    | nothing | a clip, `record_norms` | nothing; all states of this type are initialized |
+    | nothing | a clip, `record_norms` | nothing; its state is initialized |
     | nothing | `round_stochastically` | nothing; its state is initialized |
 
-    Every conversion in the table also works in reverse. Discarding accumulated micro-batches raises
-    an error.
+    Every conversion in the table also works in reverse. If the number of guards or clips of one
+    type changes, or if one of them moves into or out of an accumulation, the states of this type
+    there are initialized. Discarding accumulated micro-batches raises an error.
 
     Args:
         tx: New optimizer; a gradient transformation or an `optax.MultiSteps`.
@@ -82,14 +84,16 @@ def convert_state(
     Returns:
         A state for `tx.update`. Its `accumulation_stats` assume that all earlier accumulation
         windows had the length of the first one. The `skip_state` of `MultiSteps` is initialized.
+        `MultiSteps` closes an unfinished accumulation correctly only if it contains fewer
+        micro-batches than the new window.
 
     Raises:
         TypeError: If part of `state` has no counterpart in the state of `tx`, or differs from it in
             shapes or dtypes.
         ValueError: If `reduction` is invalid or is required but missing, if accumulated
-            micro-batches would be discarded, if they have weights other than 1, which `MultiSteps`
-            does not support, or if a `dynamic_loss_scale` inside the accumulation is added or
-            removed.
+            micro-batches would be discarded (inside `jit`, if they could be), if they have weights
+            other than 1, which `MultiSteps` does not support, or if a `dynamic_loss_scale` or a
+            noise scale is added to, or the former removed from, an unfinished accumulation.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -116,21 +120,24 @@ def convert_state(
 
 def _converted(like: Tree, given: Tree, reduction: str | None, path: Path) -> Tree:
     """Copy the values of `given` into the structure of `like`, a new state of `tx`."""
-    of_kind: dict[type | None, list[tuple[Path, Tree]]] = collections.defaultdict(list)
-    for place, part in _parts(given, path):
-        of_kind[_kind(part)].append((place, part))
-    counts = collections.Counter(_kind(part) for _, part in _parts(like))
-    # States of one type cannot be matched in order if their numbers differ.
-    restarted = {kind for kind, parts in of_kind.items() if len(parts) != counts[kind]}
+    parts, others = list(_parts(like)), list(_parts(given, path))
+    key_of = _key_function(parts, others)
+    unmatched: dict[Hashable, list[_Part]] = collections.defaultdict(list)
+    for part in others:
+        unmatched[key_of(part)].append(part)
+    counts = collections.Counter(map(key_of, parts))
+    # Optional states cannot be matched in order if their numbers differ.
+    restarted = {key for key, n in counts.items() if key and len(unmatched[key]) != n}
+    keys = map(key_of, parts)  # `rebuilt` visits the parts in the same order
 
     def counterpart(node: Tree) -> Tree:
-        kind = _kind(node)
-        if (_is_fresh(node) and kind in restarted) or not of_kind[kind]:
-            if kind is None:
-                raise _mismatch(_name(node), "no state", path)
+        key = next(keys)
+        if key in restarted:
             return node
-        place, part = of_kind[kind].pop(0)
-        return _copied(node, part, reduction, place)
+        if not unmatched[key]:
+            raise _mismatch(_name(node), "no state", path)
+        part = unmatched[key].pop(0)
+        return _copied(node, part.node, reduction, part.path)
 
     def rebuilt(node: Tree) -> Tree:
         if type(node) is tuple:
@@ -139,29 +146,71 @@ def _converted(like: Tree, given: Tree, reduction: str | None, path: Path) -> Tr
         return new._replace(**{inner: rebuilt(getattr(node, inner))}) if inner else new
 
     converted = rebuilt(like)
-    for place, part in itertools.chain(*of_kind.values()):
-        if _kind(part) is None:
-            raise _mismatch("no state", _name(part), place)
-        _check_closed(part, place)
+    for key, found in unmatched.items():
+        for part in found:
+            if key is None:
+                raise _mismatch("no state", _name(part.node), part.path)
+            _check_closed(part.node, part.path)
     return converted
 
 
-def _parts(node: Tree, path: Path = ()) -> Iterator[tuple[Path, Tree]]:
-    """Yield each transformation's state with its path, also inside guards and accumulations."""
+class _Part(NamedTuple):
+    """The state of one transformation.
+
+    Attributes:
+        node: The state.
+        path: Its path.
+        depth: Number of accumulations around it.
+    """
+
+    node: Tree
+    path: Path
+    depth: int
+
+
+def _parts(node: Tree, path: Path = (), depth: int = 0) -> Iterator[_Part]:
+    """Yield the state of each transformation, also inside guards and accumulations."""
     if type(node) is tuple:
         for i, x in enumerate(node):
-            yield from _parts(x, (*path, jax.tree_util.SequenceKey(i)))
+            yield from _parts(x, (*path, jax.tree_util.SequenceKey(i)), depth)
         return
-    yield path, node
+    yield _Part(node, path, depth)
     inner = _INNER.get(type(node))
     if inner:
-        yield from _parts(getattr(node, inner), (*path, jax.tree_util.GetAttrKey(inner)))
+        depth += isinstance(node, _WINDOWS)
+        yield from _parts(getattr(node, inner), (*path, jax.tree_util.GetAttrKey(inner)), depth)
 
 
-def _kind(part: Tree) -> type | None:
-    """Return the type of a state that can lack a counterpart, or None for other states."""
-    is_optional = type(part) in _INNER or _is_fresh(part)
-    return _KINDS.get(type(part), type(part)) if is_optional else None
+def _key_function(parts: Sequence[_Part], others: Sequence[_Part]) -> Callable[[_Part], Hashable]:
+    """Return a function of a part, whose results are equal for parts that may be counterparts.
+
+    The result is None for parts that must have a counterpart.
+    """
+
+    def is_optional(part: _Part) -> bool:
+        return type(part.node) in _INNER or type(part.node) in _FRESH
+
+    def containers(parts: Sequence[_Part]) -> list[type]:
+        return [type(part.node) for part in parts if not is_optional(part)]
+
+    def has_same_number_of(kinds: type | tuple[type, ...]) -> bool:
+        own, given = ([isinstance(x.node, kinds) for x in own] for own in (parts, others))
+        return sum(own) == sum(given)
+
+    has_same_containers = containers(parts) == containers(others)
+    has_same_windows = has_same_number_of(_WINDOWS)
+    kinds = dict(_KINDS)
+    if not has_same_number_of(LossScaleState):  # it may replace a guard against non-finite steps
+        kinds[LossScaleState] = SkipNonfiniteState
+
+    def key_of(part: _Part) -> Hashable:
+        kind = type(part.node)
+        if is_optional(part):
+            # A guard or clip outside an accumulation has other statistics than one inside.
+            return kinds.get(kind, kind), part.depth if has_same_windows else 0
+        return None if has_same_containers or not _is_fresh(part.node) else kind
+
+    return key_of
 
 
 def _is_fresh(node: Tree) -> bool:
@@ -172,15 +221,15 @@ def _is_fresh(node: Tree) -> bool:
 
 def _copied(like: Tree, given: Tree, reduction: str | None, path: Path) -> Tree:
     """Copy a state, except its inner state, to its counterpart in the new optimizer."""
-    kind, is_same = _kind(like), type(like) is type(given)
+    kind, is_same = type(like), type(like) is type(given)
     if is_same and hasattr(like, "incidents") and not _is_alike(like.incidents, given.incidents):
         given = given._replace(incidents=like.incidents)
     if isinstance(like, _FRESH):
         return given if _is_alike(like, given) else like
-    if kind is AccumulationState:
+    if kind in _WINDOWS:
         _check_same_scale(like, given, path)
         given = _copied_window(like, given, reduction, path)
-    elif kind is SkipNonfiniteState and not is_same:
+    elif kind in _INNER and not is_same:
         given = _copied_skips(like, given)
     if kind in _INNER:
         like, given = (x._replace(**{_INNER[type(x)]: ()}) for x in (like, given))
@@ -230,6 +279,12 @@ def _copied_skips(like: Tree, given: Tree) -> Tree:
 
 def _copied_window(like: _Window, given: _Window, reduction: str | None, path: Path) -> _Window:
     """Convert accumulated gradients, which `MultiSteps` may store as a mean instead of a sum."""
+    noise = getattr(like, "noise", ())
+    if not _is_alike(noise, getattr(given, "noise", ())):
+        if jax.tree.leaves(noise):
+            hint = "Call `flush` first, because the noise scale needs the norms of all of them."
+            _check_closed(given, path, hint)
+        given = given._replace(noise=noise) if isinstance(given, AccumulationState) else given
     if type(like) is type(given):
         return given._replace(acc_grads=_accumulator(like, given, 1, path))
     held, steps = _count(given.mini_step), _count(given.gradient_step)
@@ -307,11 +362,10 @@ def _may_be_open(window: _Window) -> bool:
     return is_traced(window.mini_step) or _is_open(window)
 
 
-def _check_closed(given: Tree, path: Path) -> None:
-    """Raise if accumulated micro-batches would be discarded."""
-    if isinstance(given, (AccumulationState, optax.MultiStepsState)) and _is_open(given):
-        got = f"{leaf_path('state', path)}.mini_step = {given.mini_step}"
-        hint = "Call `flush` first, or convert the state after the next optimizer step."
+def _check_closed(given: Tree, path: Path, hint: str = _FLUSH) -> None:
+    """Raise if there may be accumulated micro-batches."""
+    if isinstance(given, _WINDOWS) and _may_be_open(given):
+        got = f"{leaf_path('state', path)}.mini_step = {shortened(given.mini_step)}"
         raise value_error("state", "a state without accumulated micro-batches", got, hint)
 
 

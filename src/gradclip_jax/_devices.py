@@ -48,40 +48,33 @@ def groups_of_type(arrays: Sequence[Array]) -> list[list[int]]:
     return list(groups.values())
 
 
-def shared(scalars: _Tree) -> _Tree:
-    """Pack the scalars of each type into one vector on GPU; other leaves are unchanged.
+def shared(scalar: Array) -> Array:
+    """Return a scalar as an element of a vector on GPU.
 
     XLA merges GPU kernels that read the same vector, but not kernels that read the same scalar.
-    Packing reduces the kernel launches of a training step of an unrolled GPT with clipping by 16 %
+    This reduces the kernel launches of a training step of an unrolled GPT with clipping by 16 %
     (JAX 0.10.2, H100).
     """
-    leaves, structure = jax.tree.flatten(scalars)
-    for places in groups_of_type(leaves):
-        given = [leaves[i] for i in places]
-        if given[0].ndim or not any(isinstance(x, Tracer) for x in given):
-            continue
-        packed = lax.platform_dependent(*given, cuda=_packed, rocm=_packed, default=_unchanged)
-        for i, x in zip(places, packed, strict=True):
-            leaves[i] = x
-    return jax.tree.unflatten(structure, leaves)
+    if scalar.ndim or not isinstance(scalar, Tracer):
+        return scalar
 
+    def copied(scalar: Array) -> Array:
+        # Use two elements, because XLA simplifies a vector with one element to a scalar.
+        return fusion_barrier(jnp.broadcast_to(scalar, 2))[0]
 
-def _packed(*scalars: Array) -> tuple[Array, ...]:
-    # Use two rows, because XLA simplifies a vector with one element to a scalar.
-    rows = fusion_barrier(jnp.broadcast_to(jnp.stack(scalars), (2, len(scalars))))
-    return tuple(jnp.unstack(rows[0]))
+    def unchanged(scalar: Array) -> Array:
+        return scalar
 
-
-def _unchanged(*scalars: Array) -> tuple[Array, ...]:
-    return scalars
+    return lax.platform_dependent(scalar, cuda=copied, rocm=copied, default=unchanged)
 
 
 def map_arrays(fun: Callable[..., Array], *columns: Sequence[Array]) -> list[Array]:
-    """Return `list(map(fun, *columns))` for an elementwise function, using stacks on TPU.
+    """Return `list(map(fun, *columns))` for an elementwise function, using stacks on GPU and TPU.
 
-    A TPU runs every scalar operation as a separate kernel. On CPU the arrays are not stacked,
-    because XLA would compile one kernel per index of a stack. Compiling a step with 300 leaves
-    would take 12 s instead of 3.5 s (JAX 0.10.2).
+    A GPU or TPU runs the operations on each scalar as separate kernels. Stacks reduce the kernel
+    launches of a training step of a ViT with one norm per leaf by 23 % (JAX 0.10.2, H100). On CPU
+    the arrays are not stacked, because XLA would compile one kernel per index of a stack. Compiling
+    a step with 300 leaves would take 12 s instead of 3.5 s (JAX 0.10.2).
     """
 
     def one_by_one(*columns: Sequence[Array]) -> list[Array]:
@@ -99,7 +92,7 @@ def map_arrays(fun: Callable[..., Array], *columns: Sequence[Array]) -> list[Arr
 
     if len(columns[0]) < 2:
         return list(map(fun, *columns))
-    return lax.platform_dependent(*columns, tpu=stacked, default=one_by_one)
+    return lax.platform_dependent(*columns, cpu=one_by_one, default=stacked)
 
 
 def joined(scalars: Sequence[Array], *, is_sum: bool) -> Array:

@@ -282,3 +282,52 @@ def test_an_empty_window_goes_to_multi_steps_as_zeros():
     assert jnp.any(state.acc_grads["w"] != 0)
     there = gcx.convert_state(optax.MultiSteps(optax.sgd(0.1), EVERY), state, PARAMS)
     assert not jnp.any(there.acc_grads["w"])
+
+
+SPIKES = functools.partial(gcx.skip_large_norm, max_norm=gcx.thresholds.mean_std(warmup_steps=2))
+LEARNED = gcx.clip_by_global_norm(gcx.thresholds.ema(warmup_steps=1))
+
+
+def test_guards_and_clips_are_matched_by_type_and_place():
+    inner = gcx.dynamic_loss_scale(optax.sgd(0.1), init_scale=4.0)
+    old, new = optax.apply_if_finite(gcx.accumulate_gradients(inner, EVERY), 3), SCALED
+    there = gcx.convert_state(new, old.init(PARAMS), PARAMS)
+    assert there.inner_opt_state.loss_scale == 4
+    back = gcx.convert_state(old, there, PARAMS)
+    assert back.inner_state.inner_opt_state.loss_scale == 4
+
+    old = gcx.accumulate_gradients(SPIKES(optax.sgd(0.1)), EVERY)
+    params, state = run(old, old.init(PARAMS), PARAMS, range(3 * EVERY))
+    new = SPIKES(old)
+    there = gcx.convert_state(new, state, params)
+    assert_alike(there.inner_state, state)
+    assert_alike(there._replace(inner_state=()), new.init(PARAMS)._replace(inner_state=()))
+    assert_alike(gcx.convert_state(old, there, params), state)
+
+    old = optax.chain(LEARNED, SUM)
+    params, state = run(old, old.init(PARAMS), PARAMS, range(EVERY))
+    new = gcx.accumulate_gradients(optax.chain(LEARNED, optax.sgd(0.1)), EVERY)
+    there = gcx.convert_state(new, state, params)  # its norms were those of micro-batches
+    assert_alike(there.inner_opt_state[0], LEARNED.init(PARAMS))
+
+
+def test_an_open_window_is_neither_discarded_nor_measured_in_part():
+    noisy = gcx.accumulate_gradients(optax.sgd(0.1), EVERY, noise_scale_decay=0.9)
+    for old in (SUM, THEIRS):
+        _, state = run(old, old.init(PARAMS), PARAMS, range(1))
+        convert = functools.partial(gcx.convert_state, reduction="mean")
+        for new in (noisy, optax.sgd(0.1)):
+            for call in (convert, jax.jit(convert, static_argnums=0)):
+                with pytest.raises(ValueError, match="^convert_state: `state` must be"):
+                    call(new, state, PARAMS)
+        _, state = run(old, old.init(PARAMS), PARAMS, range(EVERY))
+        assert_alike(convert(noisy, state, PARAMS).noise, noisy.init(PARAMS).noise)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda tx: optax.masked(tx, True), lambda tx: optax.named_chain(("tx", tx))]
+)
+def test_a_transformation_without_state_may_get_a_guard(wrap):
+    old, new = wrap(optax.sgd(0.1)), wrap(gcx.skip_nonfinite(optax.sgd(0.1)))
+    assert_alike(gcx.convert_state(new, old.init(PARAMS), PARAMS), new.init(PARAMS))
+    assert_alike(gcx.convert_state(old, new.init(PARAMS), PARAMS), old.init(PARAMS))

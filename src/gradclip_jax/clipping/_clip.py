@@ -312,7 +312,8 @@ def scale_leaves(
     leaves: Sequence[Array], units: Units, factors: Norms, *, drop: bool = False
 ) -> list[Array]:
     """Multiply each leaf by its clipping factors."""
-    factors = shared(factors)
+    if len(factors) == 1:  # several factors are already slices of vectors, see `map_arrays`
+        factors = [shared(factors[0])]
     scaled = list(leaves)
     for i, entry in enumerate(units.entries):
         if entry is not None:
