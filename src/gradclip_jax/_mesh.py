@@ -67,6 +67,13 @@ def device_count(x: object) -> int:
     return 1 if all(kind == AxisType.Manual for kind in mesh.axis_types) else mesh.size
 
 
+def num_shards(x: Array, axis: int) -> int:
+    """Return the number of devices over which an axis of an array is explicitly sharded."""
+    sharding = jax.typeof(x).sharding
+    names = sharding_with(x).spec[axis] if is_explicit(sharding) else None
+    return math.prod(sharding.mesh.shape[name] for name in np.atleast_1d(names or ()))
+
+
 def memory_of(x: object) -> str:
     """Return the memory space of a value, either "host" or "device"."""
     space = getattr(_type_of(x), "memory_space", None)

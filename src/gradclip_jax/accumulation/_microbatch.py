@@ -12,7 +12,7 @@ from jax.extend import core
 from jax.typing import DTypeLike
 
 from .._checks import check_callable, check_choice, check_count, check_transformation, dtype_of
-from .._errors import public
+from .._errors import public, value_error
 from .._mesh import is_unreduced, max_over, sum_over, vary, varying_axes
 from .._types import FLOAT32, Array, Count, Number, Tree
 from ._outputs import (
@@ -22,7 +22,7 @@ from ._outputs import (
     output_reductions,
     whole_batch,
 )
-from ._reduction import DTYPE, REDUCTION, SUMMED, as_weight
+from ._reduction import DTYPE, REDUCTION, SUMMED, as_weight, check_unreduced
 from ._split import Split, check_real, counted_from_zero, in_one_form, micro_arguments, positions
 
 Transform: TypeAlias = optax.GradientTransformation | Callable[[Tree], Tree]
@@ -55,14 +55,14 @@ def microbatched_value_and_grad(
 
     | leaf of aux | default without `aux_reduction` |
     | --- | --- |
-    | an array whose first axis grows with the batch | the rows of all examples, in their order |
+    | an array with one or more rows per example | the rows of all examples, in their order |
     | a floating-point scalar | the (weighted) mean over micro-batches |
     | anything else, such as a count, a flag or a key | an error that requires `aux_reduction` |
 
     | micro-batch | result |
     | --- | --- |
     | weight 0, even if its gradient is NaN | contributes 0 to value, gradient and means |
-    | non-finite, with `drop_nonfinite` | the same; if all are non-finite, the result is NaN |
+    | non-finite, with `drop_nonfinite` | the same; if no other has a weight, the result is NaN |
     | beyond `num_real_microbatches` | does not run; if none runs, all results are zero |
 
     Micro-batch i contains every `num_microbatches`-th example, starting at i. Under `jit`, each
@@ -95,7 +95,8 @@ def microbatched_value_and_grad(
         microbatch_transform: Function or gradient transformation, such as a clip, that is applied
             to the gradient of each micro-batch. Its state is initialized for every micro-batch.
         drop_nonfinite: Whether to ignore micro-batches with a non-finite value or gradient. With
-            this option or `microbatch_transform`, the gradient of every micro-batch is all-reduced.
+            this option or `microbatch_transform`, the gradient of every micro-batch is all-reduced,
+            so that weights and `num_real_microbatches` must be equal on all devices.
 
     Returns:
         A function like `jax.value_and_grad(fun, argnums, has_aux=has_aux or has_weight)`. It
@@ -147,13 +148,23 @@ def microbatched_value_and_grad(
             if microbatch_transform is not None:
                 own = split.differentiated_of(chosen)
                 out = out._replace(grads=_transformed(microbatch_transform, grads, own))
-            return _without_nonfinite(out) if drop_nonfinite else out
+            return out
 
         def whole_aux() -> Tree:
             # Close over the arguments, because they may be flags or models, which are not arrays.
             return jax.eval_shape(lambda: call(*args, **kwargs))[1][1]
 
         shapes = jax.eval_shape(micro_batch, 0)
+        if drop_nonfinite and shapes.weight is None:
+            shapes = shapes._replace(weight=jax.ShapeDtypeStruct((), jnp.float32))
+        if not sums_once:
+            _check_equal_on_devices(shapes, num_real_microbatches)
+        if is_unreduced(shapes.grads):
+            has_max = "max" in jax.tree.leaves(names)
+            check_unreduced(
+                drop_nonfinite=drop_nonfinite or None, reduction="max" if has_max else None
+            )
+        sizes = {len(x) // parts for i in split.batches for x in jax.tree.leaves(args[i])}
         # Weighted gradients can be all-reduced once after the loop instead of in each iteration.
         is_summed = set(SUMMED).issuperset(jax.tree.leaves(names))
         is_plain = parts > 1 and sums_once and not axes and is_summed
@@ -169,13 +180,14 @@ def microbatched_value_and_grad(
                 parts,
                 _with_rows(names, split),
                 dtypes,
-                aux_reductions(aux_reduction, parts, shapes.aux, whole_aux),
+                aux_reductions(aux_reduction, parts, shapes.aux, whole_aux, sizes),
+                sizes,
                 holds_weight=holds_weight,
             ),
             shapes,
             parts,
             num_real_microbatches,
-            is_nan_if_ignored=drop_nonfinite,
+            drops_nonfinite=drop_nonfinite,
         )
         rest = [x for x, has in ((out.weight, has_weight), (out.aux, has_aux)) if has]
         value = (out.value, rest[0] if len(rest) == 1 else tuple(rest)) if rest else out.value
@@ -254,20 +266,28 @@ def _scales_with_weight(jaxpr: core.Jaxpr) -> bool:
     return True
 
 
+def _check_equal_on_devices(shapes: BatchOutputs, real: Number | None) -> None:
+    """Raise if devices have different weights or numbers of micro-batches with equal gradients."""
+    hint = "All-reduce it first, or use neither `drop_nonfinite` nor `microbatch_transform`."
+    rule = "equal on all devices, because each micro-batch is all-reduced"
+    axes = frozenset[str]() if real is None else varying_axes(jnp.asarray(real))
+    if axes:
+        got = f"a value that varies over {sorted(axes)}"
+        raise value_error("num_real_microbatches", rule, got, hint)
+    if shapes.weight is None:
+        return
+    for grad in jax.tree.leaves(shapes.grads):
+        axes = varying_axes(shapes.weight) - varying_axes(grad)
+        if axes:
+            got = f"a weight that varies over {sorted(axes)}"
+            raise value_error("fun", f"a function whose weight is {rule}", got, hint)
+
+
 def _transformed(transform: Any, grads: Tree, params: Tree) -> Tree:
     """Apply a function, or a gradient transformation with its initial state, to a gradient."""
     if not hasattr(transform, "update"):
         return transform(grads)
     return transform.update(grads, transform.init(params), params)[0]
-
-
-def _without_nonfinite(out: BatchOutputs) -> BatchOutputs:
-    """Set the weight of a micro-batch to 0 if it is non-finite on any device."""
-    weight = jnp.float32(1) if out.weight is None else jnp.asarray(out.weight)
-    flags = [~jnp.isfinite(x).all() for x in jax.tree.leaves((weight, out.value, out.grads))]
-    is_bad = functools.reduce(jnp.logical_or, flags)
-    is_bad = max_over(is_bad.astype(jnp.int32), varying_axes(is_bad)) > 0
-    return out._replace(weight=jnp.where(is_bad, jnp.zeros_like(weight), weight))
 
 
 def _with_rows(names: Tree, split: Split) -> Tree:

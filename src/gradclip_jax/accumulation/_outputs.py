@@ -1,7 +1,7 @@
 """Combine the outputs of micro-batches into the outputs of the whole batch."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Final, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 from .._checks import broadcast_prefix, describe, leaf_path
 from .._devices import summand
 from .._errors import type_error, value_error
-from .._mesh import unreduced_axes, vary, varying_axes, zeros_of_type
+from .._mesh import max_over, unreduced_axes, vary, varying_axes, zeros_of_type
 from .._types import FLOAT32, Array, Number, Scalar, Tree
 from ._reduction import (
     REDUCTIONS,
@@ -23,7 +23,7 @@ from ._reduction import (
     divide,
     identity_of,
 )
-from ._split import in_order, run_if_real
+from ._split import in_order, rows_per_example, run_if_real
 
 AUX_REDUCTIONS: Final = (*REDUCTIONS, "concatenate")
 _DTYPES: Final[dict[str | None, tuple[DTypeLike, ...]]] = {
@@ -32,8 +32,8 @@ _DTYPES: Final[dict[str | None, tuple[DTypeLike, ...]]] = {
     "max": (jnp.floating, jnp.integer, jnp.bool_),
 }
 _HINT: Final = (
-    "'mean' requires floating-point leaves, 'max' real leaves, 'concatenate' leaves with a batch "
-    "axis, and 'last' accepts every leaf."
+    "'mean' requires floating-point leaves, 'max' real leaves, 'concatenate' leaves with the same "
+    "number of rows for each example, and 'last' accepts every leaf."
 )
 
 
@@ -61,12 +61,14 @@ class LeafReduction(NamedTuple):
         is_weighted: Whether the leaf is multiplied by the weight, and ignored if the weight is 0.
         dtype: Dtype of the total.
         holds_weight: Whether the leaf is already multiplied by the weight.
+        rows_per_example: Number of rows per example, if rows are concatenated.
     """
 
     name: str
     is_weighted: bool
     dtype: DTypeLike
     holds_weight: bool = False
+    rows_per_example: int = 1
 
     def start(self, shape: jax.ShapeDtypeStruct, parts: int, axes: frozenset[str]) -> Array:
         """Initialize the sum over micro-batches, or the array of all outputs if concatenated."""
@@ -99,7 +101,8 @@ class LeafReduction(NamedTuple):
         `has_run` is whether at least one micro-batch was combined. If none was, the result of a
         weighted leaf is `if_empty`, and 0 otherwise.
         """
-        out = in_order(total) if self.name == "concatenate" else total
+        is_rows = self.name == "concatenate"
+        out = in_order(total, self.rows_per_example) if is_rows else total
         if self.is_weighted and self.name in ("mean", "concatenate"):
             out = divide(out, divisor)
         elif self.name == "max" or (self.is_weighted and isinstance(if_empty, jax.Array)):
@@ -115,13 +118,14 @@ def output_reductions(
     grad_names: Tree,
     grad_dtypes: Tree,
     aux_names: Tree,
+    sizes: Set[int],
     *,
     holds_weight: bool,
 ) -> BatchOutputs:
     """Return the reduction of each leaf.
 
     A single micro-batch is returned without averaging, to avoid rounding. `holds_weight` applies to
-    value and gradient.
+    value and gradient. `sizes` are the lengths of the arguments in a micro-batch.
     """
 
     def reduction(
@@ -137,7 +141,10 @@ def output_reductions(
         total = leaf.dtype
         if name in SUMMED and jnp.issubdtype(total, jnp.inexact):
             total = accumulator_dtype(total, dtype)
-        return LeafReduction(name, is_weighted, total, is_derived and holds_weight)
+        rows = 1  # the gradient of a split argument has one row per example
+        if name == "concatenate" and not is_derived:
+            rows = rows_per_example(leaf.shape[0], sizes)
+        return LeafReduction(name, is_weighted, total, is_derived and holds_weight, rows)
 
     derived = functools.partial(reduction, is_derived=True)
     weight = shapes.weight
@@ -156,12 +163,12 @@ def whole_batch(
     parts: int,
     real: Number | None,
     *,
-    is_nan_if_ignored: bool,
+    drops_nonfinite: bool,
 ) -> BatchOutputs:
     """Run the micro-batches sequentially, and combine their outputs.
 
-    If no micro-batch has a positive weight, value and gradient are 0, or NaN if `is_nan_if_ignored`
-    and at least one micro-batch ran.
+    If no micro-batch has a positive weight, value and gradient are 0, or NaN if `drops_nonfinite`
+    and a micro-batch was dropped.
     """
     leaves, structure = jax.tree.flatten(shapes)
     rules = structure.flatten_up_to(reductions)
@@ -172,8 +179,11 @@ def whole_batch(
 
     def step(carry: Tree, index: Array) -> tuple[Tree, None]:
         def add(carry: Tree) -> Tree:
-            totals, total_weight = carry
+            totals, total_weight, dropped = carry
             outputs = micro_batch(index)
+            if drops_nonfinite:
+                outputs, is_dropped = _without_nonfinite(outputs)
+                dropped |= is_dropped
             weight = as_weight(outputs.weight)
             is_added = total_weight >= 0 if weight is None else weight != 0
             if weight is None or holds_weight:
@@ -182,17 +192,17 @@ def whole_batch(
                 outputs = outputs._replace(value=value, grads=jax.tree.map(kept, outputs.grads))
             columns = zip(rules, totals, structure.flatten_up_to(outputs), strict=True)
             totals = [rule.add(total, x, weight, index) for rule, total, x in columns]
-            return totals, total_weight + (1 if weight is None else weight)
+            return totals, total_weight + (1 if weight is None else weight), dropped
 
         return run_if_real(real, index, add, carry), None
 
     pairs = zip(rules, leaves, strict=True)
     totals = [rule.start(x, parts, axes) for rule, x in pairs]
-    first = totals, vary(jnp.float32(0), axes)
-    (totals, total_weight), _ = lax.scan(step, first, jnp.arange(parts))
+    first = totals, vary(jnp.float32(0), axes), vary(jnp.array(False), axes)
+    (totals, total_weight, dropped), _ = lax.scan(step, first, jnp.arange(parts))
     has_weight = total_weight > 0
     has_run = True if real is None else jnp.asarray(real) > 0
-    if_empty = jnp.where(has_run, jnp.nan, jnp.float32(0)) if is_nan_if_ignored else 0
+    if_empty = jnp.where(dropped, jnp.nan, jnp.float32(0)) if drops_nonfinite else 0
     divisor = jnp.where(has_weight, total_weight, 1 - if_empty)
     out = [
         rule.finish(total, x, divisor, has_weight if rule.is_weighted else has_run, if_empty)
@@ -201,11 +211,25 @@ def whole_batch(
     return jax.tree.unflatten(structure, out)
 
 
+def _without_nonfinite(out: BatchOutputs) -> tuple[BatchOutputs, Array]:
+    """Set the weight of a micro-batch to 0 if it is non-finite on any device.
+
+    Also return whether the weight was positive before.
+    """
+    weight = jnp.float32(1) if out.weight is None else jnp.asarray(out.weight)
+    flags = [~jnp.isfinite(x).all() for x in jax.tree.leaves((weight, out.value, out.grads))]
+    is_bad = functools.reduce(jnp.logical_or, flags)
+    is_bad = max_over(is_bad.astype(jnp.int32), varying_axes(is_bad)) > 0
+    return out._replace(weight=jnp.where(is_bad, 0, weight)), is_bad & (weight != 0)
+
+
 def _kept(is_added: Array, x: Array) -> Array:
     return x if unreduced_axes(x) else summand(x, is_added)
 
 
-def aux_reductions(reduction: Tree, parts: int, aux: Tree, whole_aux: Callable[[], Tree]) -> Tree:
+def aux_reductions(
+    reduction: Tree, parts: int, aux: Tree, whole_aux: Callable[[], Tree], sizes: Set[int]
+) -> Tree:
     """Return a tree with the reduction of each leaf of the auxiliary output."""
     leaves, structure = jax.tree.flatten_with_path(aux)
     if not leaves and reduction is None:
@@ -221,10 +245,14 @@ def aux_reductions(reduction: Tree, parts: int, aux: Tree, whole_aux: Callable[[
     for name, (path, leaf), full in zip(given, leaves, whole, strict=True):
         place = leaf_path("aux", path)
         has_dtype = any(jnp.issubdtype(leaf.dtype, x) for x in _DTYPES.get(name, (leaf.dtype,)))
-        if not has_dtype or (name == "concatenate" and not leaf.shape):
+        has_rows = bool(leaf.shape) and rows_per_example(leaf.shape[0], sizes) > 0
+        if not has_dtype or (name == "concatenate" and not has_rows):
             rule, got = f"a reduction that supports {describe(leaf)}", f"{name!r} for {place}"
             raise type_error("aux_reduction", rule, got, _HINT)
-        names.append(name or _default_for(parts, leaf, full, place))
+        if name is None:
+            grows = has_rows and full.shape == (parts * leaf.shape[0], *leaf.shape[1:])
+            name = "concatenate" if grows else _default_for(leaf, full, place)
+        names.append(name)
     return jax.tree.unflatten(structure, names)
 
 
@@ -232,11 +260,8 @@ def _is_float_scalar(leaf: jax.ShapeDtypeStruct) -> bool:
     return not leaf.shape and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def _default_for(
-    parts: int, micro: jax.ShapeDtypeStruct, whole: jax.ShapeDtypeStruct, place: str
-) -> str:
-    if micro.shape and whole.shape == (parts * micro.shape[0], *micro.shape[1:]):
-        return "concatenate"
+def _default_for(micro: jax.ShapeDtypeStruct, whole: jax.ShapeDtypeStruct, place: str) -> str:
+    """Return the reduction of a leaf without rows."""
     if _is_float_scalar(micro) and _is_float_scalar(whole):
         return "mean"
     rule = "specified for leaves that are not per-example rows or floating-point scalars"

@@ -196,6 +196,15 @@ def check_matches_accumulator(updates: Tree, acc: Tree) -> None:
             raise type_error("updates", rule, got, hint)
 
 
+def check_unreduced(**given: object) -> None:
+    """Raise for options that require a sum over devices in every micro-step."""
+    for argument, value in given.items():
+        if value is not None:
+            rule = "omitted if gradients are unreduced over a mesh axis"
+            hint = "Sum gradients over devices first, or remove `reduced` from the parameters."
+            raise type_error(argument, rule, value, hint)
+
+
 class MicroBatch(NamedTuple):
     """The gradients that one call of `update` adds to the accumulator.
 

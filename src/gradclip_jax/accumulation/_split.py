@@ -1,6 +1,6 @@
 """Split a batch into micro-batches, and restore the order of its examples."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +10,7 @@ from jax import lax
 
 from .._checks import check_count, describe, is_traced, leaf_path
 from .._errors import type_error, value_error
+from .._mesh import num_shards
 from .._run_if import run_if
 from .._types import Array, Count, Number, Scalar, Tree
 
@@ -81,6 +82,12 @@ def counted_from_zero(split: Split, args: Sequence[Tree]) -> Split:
                 got = f"{describe(x)} at {leaf_path(f'args[{i}]', path)}"
                 hint = "Change the batch size, or pad the batch with examples of weight 0."
                 raise value_error("batch", rule, got, hint)
+            shards = num_shards(x, axis=0)
+            if np.shape(x)[0] // split.parts % shards:
+                rule = f"divisible by {shards} shards in each micro-batch"
+                got = f"{describe(x)} at {leaf_path(f'args[{i}]', path)}"
+                hint = f"Pass a divisor of {np.shape(x)[0] // shards} as `num_microbatches`."
+                raise value_error("batch", rule, got, hint)
     return split
 
 
@@ -148,10 +155,23 @@ def run_if_real(
     return run_if(index < jnp.asarray(real).astype(jnp.int32), step, carry)
 
 
-def in_order(rows: Array) -> Array:
+def in_order(rows: Array, rows_per_example: int = 1) -> Array:
     """Reorder rows that are stacked by micro-batch to the example order of the batch."""
-    by_example = jnp.swapaxes(rows, 0, 1)
-    return by_example.reshape(-1, *by_example.shape[2:])
+    shape = rows.shape[2:]
+    if rows_per_example > 1:
+        rows = rows.reshape(len(rows), -1, rows_per_example, *shape)
+    return jnp.swapaxes(rows, 0, 1).reshape(-1, *shape)
+
+
+def rows_per_example(num_rows: int, sizes: Set[int]) -> int:
+    """Return how many rows of an output belong to each example, or 0 if this is unknown.
+
+    `sizes` are the numbers of examples in the arguments of a micro-batch.
+    """
+    if not sizes or num_rows in (0, *sizes):
+        return 1
+    size = min(sizes)
+    return num_rows // size if len(sizes) == 1 and num_rows % size == 0 else 0
 
 
 def every_nth(x: Array, index: Array | int, parts: int) -> Array:

@@ -40,6 +40,7 @@ from ._reduction import (
     add_micro_batch,
     as_weight,
     check_matches_accumulator,
+    check_unreduced,
     only_gradient,
     params_of,
     window_gradient,
@@ -204,7 +205,7 @@ def accumulate_gradients(
         step, advanced = _advance_window(state, length_of(state.gradient_step), call, accepted)
         reductions = REDUCTION.as_tree(reduction, "updates", updates)
         if is_unreduced(updates):
-            _check_unreduced(
+            check_unreduced(
                 rounding=None if rounding == "nearest" else rounding,
                 reduction="max" if "max" in jax.tree.leaves(reductions) else None,
                 noise_scale_decay=noise_scale_decay,
@@ -350,12 +351,3 @@ def _advance_window(
         micro_batch_count=increment_where(state.micro_batch_count, arrived),
         emitted=jnp.where(is_idle, state.emitted, 0),
     )
-
-
-def _check_unreduced(**given: object) -> None:
-    """Raise for options that require a sum over devices in every micro-step."""
-    for argument, value in given.items():
-        if value is not None:
-            rule = "omitted if gradients are unreduced over a mesh axis"
-            hint = "Sum gradients over devices first, or remove `reduced` from the parameters."
-            raise type_error(argument, rule, value, hint)

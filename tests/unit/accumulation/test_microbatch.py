@@ -283,6 +283,23 @@ def test_each_device_may_have_a_number_of_its_own():
     agree(grads, jax.tree.map(lambda *x: sum(x), *(one for _, one in alone)))
 
 
+@pytest.mark.parametrize("option", ["drop_nonfinite", "microbatch_transform"])
+@pytest.mark.parametrize("varies", ["weight", "count"])
+def test_devices_that_all_reduce_each_micro_batch_need_equal_weights(option, varies):
+    @sharded((SHARDS, SHARDS), SHARDS)
+    def run(batch, count):
+        options = {option: optax.identity() if option == "microbatch_transform" else True}
+        if varies == "count":
+            take = microbatched(loss, 4, num_real_microbatches=count[0], **options)
+        else:
+            take = microbatched(token_loss, 4, has_weight=True, **options)
+        return jnp.ravel(take(PARAMS, batch)[1]["b"])
+
+    batch = jax.tree.map(lambda x: jnp.repeat(x, 4, axis=0), batch_of())
+    with pytest.raises(ValueError, match="^microbatched_value_and_grad: `(num_real|fun)"):
+        run(batch, jnp.arange(8, dtype=jnp.int32))
+
+
 # --- aux ------------------------------------------------------------------------------------
 
 
@@ -298,10 +315,16 @@ def run_aux(aux_of, aux_reduction=None):
 
 def test_rows_come_back_in_order_and_floating_scalars_as_their_mean():
     def aux_of(batch):
-        rows = (batch["x"], jnp.arange(len(batch["x"])) * 0 + jnp.int8(3))
+        rows = (batch["x"], jnp.arange(len(batch["x"])) * 0 + jnp.int8(3), batch["x"].reshape(-1))
         return {"rows": rows, "mean": jnp.mean(batch["x"]), "none": None}
 
     agree(run_aux(aux_of), aux_of(batch_of()))
+
+
+@pytest.mark.parametrize("reduction", [None, "concatenate"])
+def test_an_output_that_combines_neighbouring_examples_is_refused(reduction):
+    with pytest.raises((ValueError, TypeError), match="^microbatched_value_and_grad: `aux_red"):
+        run_aux(lambda batch: batch["tokens"].reshape(-1, 2).sum(1), reduction)
 
 
 def test_aux_reduction_says_what_becomes_of_all_else():
@@ -474,6 +497,10 @@ def test_a_batch_of_which_every_part_is_dropped_gives_nan_and_one_of_padding_zer
 
     assert all(np.isnan(x).all() for x in jax.tree.leaves(take(X * np.nan, parts)))
     assert not any(np.any(x) for x in jax.tree.leaves(take(X, 0)))
+    masked = microbatched(token_loss, parts, drop_nonfinite=True, has_weight=True)
+    for x in (X, X * np.nan):  # of weight 0, so that nothing is dropped
+        found = masked(PARAMS, {**batch_of(), "x": x, "tokens": 0 * TOKENS})
+        assert not any(np.any(x) for x in jax.tree.leaves(found))
 
 
 def with_clipped_cotangent(w, x):
