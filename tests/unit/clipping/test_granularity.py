@@ -187,3 +187,10 @@ def test_a_reaction_of_ones_own_gets_no_threshold_that_is_infinite():
     for threshold in (jnp.inf, rule, gcx.thresholds.mean_std()):
         clip = gcx.clip_by_norm(threshold, reaction=lambda n, t: t / n * jnp.tanh(n / t))
         assert step(clip, np.float32([3.0, 4.0]))[0].tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("tree", [{"w": jnp.full((2, 8), 3.0)}, {"w": jnp.full(9, 3.0), "b": 4.0}])
+def test_the_norm_in_metrics_is_not_divided_by_the_number_of_elements(tree):
+    clip = gcx.clip_by_block_rms(1.0)
+    _, state = clip.update(tree, clip.init(tree))
+    assert state.grad_norm == pytest.approx(float(gcx.global_norm(tree)))

@@ -449,6 +449,13 @@ def test_an_early_loss_far_above_all_earlier_ones_is_an_incident(at):
     assert [(x.step, x.kinds) for x in gcx.incidents(state)] == [(at, ("loss",))]
 
 
+def test_an_outlier_of_a_negative_loss_is_an_incident():
+    losses = -100 + np.random.default_rng(0).standard_normal(72)
+    losses[70] = -50
+    state = run(gcx.watch(optax.sgd(1e-3)), noisy(72), ONES, losses)
+    assert [(x.step, x.kinds) for x in gcx.incidents(state)] == [(70, ("loss",))]
+
+
 def test_one_step_of_a_hundredfold_learning_rate_is_noticed_at_that_step():
     def rate(count):
         return jnp.where(count == 70, 1e-1, 1e-3)
