@@ -38,7 +38,7 @@ NOT_REACHED = {
         ("PPO", "skip_spikes"): {"launches": 1.11},
         ("PPO", "skip_nonfinite(accumulate_gradients(clip))"): {"launches": 1.07},
         # Its norms are over layers, and as large as one of them: default axes of a stacked leaf.
-        ("scan GPT, small", "adaptive_grad_clip"): {"bytes, N": 1.02, "launches": 1.24},
+        ("scan GPT, small", "adaptive_grad_clip"): {"bytes, N": 1.02, "launches": 1.17},
         ("scan GPT, small", 'skip_nonfinite(check="step")'): {"bytes, N": 1.05},
         # What keeps XLA from a wrong sum of an embedding's gradients: docs/compiler_faults.md.
         ("scan GPT, small", "microbatched_value_and_grad"): {
@@ -66,7 +66,7 @@ NOT_REACHED = {
 # Sharded, in N beyond Optax's, where the goal is 0.05. (With no report of its state at all the same
 # step takes 5 N more on a TPU: the compiler's order decides.)
 MORE_SCRATCH_SHARDED = {
-    "cuda": {"clip_by_leaf_norm": 1.84, "adaptive_grad_clip": 2.76},
+    "cuda": {"clip_by_leaf_norm": 1.84, "adaptive_grad_clip": 6.68},
     "tpu": {"adaptive_grad_clip": 0.18},
 }[PLATFORM]
 # Scratch of PPO's small networks on a TPU is 0 or some 90 N, for near-identical programs of Optax too.
