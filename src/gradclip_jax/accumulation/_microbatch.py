@@ -65,7 +65,9 @@ def microbatched_value_and_grad(
     | non-finite, with `drop_nonfinite` | the same; if no other has a weight, the result is NaN |
     | beyond `num_real_microbatches` | does not run; if none runs, all results are zero |
 
-    Micro-batch i contains every `num_microbatches`-th example, starting at i. Under `jit`, each
+    Micro-batch i contains every `num_microbatches`-th example, starting at i. If the lengths of
+    arguments differ, the smallest is the number of examples, and an argument with a multiple of
+    this length has several consecutive rows for each example. Under `jit`, each
     device therefore splits its own shard of the batch. If an argument is replicated over devices
     that share the batch, its gradient is all-reduced only once, after the last micro-batch (on CPU
     only inside `shard_map`). As in JAX, gradients of arguments that are `reduced` over explicit
@@ -125,8 +127,13 @@ def microbatched_value_and_grad(
         check_choice("aux_reduction", word, AUX_REDUCTIONS)
     if microbatch_transform is not None and not callable(microbatch_transform):
         check_transformation("microbatch_transform", microbatch_transform)
-    groups = map(positions, (batch_argnums, rng_argnums, argnums))
-    given = Split(int(num_microbatches), *groups, takes_one=not np.ndim(argnums))
+    given = Split(
+        parts=int(num_microbatches),
+        batches=positions("batch_argnums", batch_argnums),
+        keys=positions("rng_argnums", rng_argnums),
+        differentiated=positions("argnums", argnums),
+        takes_one=not np.ndim(argnums),
+    )
     call = in_one_form(fun, has_weight, has_aux)
     value_and_grad = jax.value_and_grad(call, argnums, has_aux=True)
     sums_once = microbatch_transform is None and not drop_nonfinite
@@ -164,7 +171,7 @@ def microbatched_value_and_grad(
             check_unreduced(
                 drop_nonfinite=drop_nonfinite or None, reduction="max" if has_max else None
             )
-        sizes = {len(x) // parts for i in split.batches for x in jax.tree.leaves(args[i])}
+        sizes = split.sizes(args)
         # Weighted gradients can be all-reduced once after the loop instead of in each iteration.
         is_summed = set(SUMMED).issuperset(jax.tree.leaves(names))
         is_plain = parts > 1 and sums_once and not axes and is_summed

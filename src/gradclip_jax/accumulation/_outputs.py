@@ -141,9 +141,7 @@ def output_reductions(
         total = leaf.dtype
         if name in SUMMED and jnp.issubdtype(total, jnp.inexact):
             total = accumulator_dtype(total, dtype)
-        rows = 1  # the gradient of a split argument has one row per example
-        if name == "concatenate" and not is_derived:
-            rows = rows_per_example(leaf.shape[0], sizes)
+        rows = rows_per_example(leaf.shape[0], sizes) if name == "concatenate" else 1
         return LeafReduction(name, is_weighted, total, is_derived and holds_weight, rows)
 
     derived = functools.partial(reduction, is_derived=True)

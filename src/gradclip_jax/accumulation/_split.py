@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import check_count, describe, is_traced, leaf_path
+from .._checks import check_count, describe, is_traced, leaf_path, shortened
 from .._errors import type_error, value_error
 from .._mesh import num_shards
 from .._run_if import run_if
@@ -37,6 +37,10 @@ class Split(NamedTuple):
         chosen = tuple([args[i] for i in self.differentiated])
         return chosen[0] if self.takes_one else chosen
 
+    def sizes(self, args: Sequence[Tree]) -> set[int]:
+        """Return the lengths of the split arguments in a micro-batch."""
+        return {len(x) // self.parts for i in self.batches for x in jax.tree.leaves(args[i])}
+
 
 def batch_size(batches: Mapping[str, Tree]) -> int:
     """Return the number of examples in trees of arrays with a leading batch axis.
@@ -57,9 +61,13 @@ def batch_size(batches: Mapping[str, Tree]) -> int:
     return size
 
 
-def positions(argnums: int | Sequence[int]) -> tuple[int, ...]:
-    """Return argument positions as a tuple."""
-    return tuple(np.atleast_1d(argnums).tolist())
+def positions(argument: str, argnums: int | Sequence[int]) -> tuple[int, ...]:
+    """Return argument positions as a tuple, or raise if they are not integers."""
+    given = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+    if not all(hasattr(i, "__index__") and not isinstance(i, bool) for i in given):
+        rule, hint = "an integer or a sequence of integers", "Pass positions as for `jax.grad`."
+        raise type_error(argument, rule, shortened(argnums), hint)
+    return tuple(map(int, given))
 
 
 def counted_from_zero(split: Split, args: Sequence[Tree]) -> Split:
@@ -121,9 +129,16 @@ def in_one_form(fun: Callable[..., Any], has_weight: bool, has_aux: bool) -> Cal
 
 def micro_arguments(args: Sequence[Tree], split: Split, index: Array | int) -> list[Tree]:
     """Return the arguments of one micro-batch."""
-    chosen = list(args)
+    chosen, sizes = list(args), split.sizes(args)
+
+    def of_micro_batch(x: Array) -> Array:
+        rows = rows_per_example(len(x) // split.parts, sizes)
+        blocks = jnp.reshape(x, (-1, rows, *x.shape[1:])) if rows > 1 else x
+        part = every_nth(blocks, index, split.parts)
+        return jnp.reshape(part, (-1, *x.shape[1:])) if rows > 1 else part
+
     for i in split.batches:
-        chosen[i] = jax.tree.map(lambda x: every_nth(x, index, split.parts), chosen[i])
+        chosen[i] = jax.tree.map(of_micro_batch, chosen[i])
     for i in split.keys:
         if not hasattr(chosen[i], "dtype"):
             rule, hint = "positions of random keys", "Pass one key, and split it inside `fun`."
@@ -164,14 +179,15 @@ def in_order(rows: Array, rows_per_example: int = 1) -> Array:
 
 
 def rows_per_example(num_rows: int, sizes: Set[int]) -> int:
-    """Return how many rows of an output belong to each example, or 0 if this is unknown.
+    """Return how many rows of an array belong to each example, or 0 if this is unknown.
 
-    `sizes` are the numbers of examples in the arguments of a micro-batch.
+    `sizes` are the lengths of the arguments in a micro-batch. The smallest length is the number of
+    examples. An argument whose length is not a multiple of it is independent of the others.
     """
-    if not sizes or num_rows in (0, *sizes):
-        return 1
-    size = min(sizes)
-    return num_rows // size if len(sizes) == 1 and num_rows % size == 0 else 0
+    size = min(sizes, default=0)
+    if size and num_rows and num_rows % size == 0:
+        return num_rows // size
+    return 1 if not size or num_rows in (0, *sizes) else 0
 
 
 def every_nth(x: Array, index: Array | int, parts: int) -> Array:

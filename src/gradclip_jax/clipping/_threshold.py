@@ -52,6 +52,8 @@ class Rule:
         counts_steps: Whether the state counts steps, including steps with a non-finite norm.
         allow_negative: Whether `update` supports values that may be zero or negative, such as
             losses.
+        max_threshold: Upper bound of the threshold, or None. A guard that restarts the rule does
+            not apply a step above this bound.
 
     Examples:
         Clip to twice the norm of the last step:
@@ -70,6 +72,7 @@ class Rule:
     uses_params: bool = False
     counts_steps: bool = False
     allow_negative: bool = False
+    max_threshold: Number | None = None
 
 
 Threshold: TypeAlias = Number | Schedule | Rule | Mapping[Any, Tree] | list[Tree] | tuple[Tree, ...]
@@ -168,7 +171,7 @@ def capped(rule: Rule, max_threshold: Number) -> Rule:
         threshold, state = rule.update(norm, state, param_norm)
         return jnp.minimum(threshold, jnp.asarray(max_threshold, threshold.dtype)), state
 
-    return dataclasses.replace(rule, update=update)
+    return dataclasses.replace(rule, update=update, max_threshold=max_threshold)
 
 
 def init_state(rule: Rule, shape: Sequence[int] = ()) -> Tree:

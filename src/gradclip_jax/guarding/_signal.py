@@ -18,6 +18,8 @@ class Signal(NamedTuple):
 
     Attributes:
         is_spike: Whether the value is above the threshold, or NaN.
+        is_fixed: Whether the value is above a threshold that a restart does not change, if it is a
+            spike.
         threshold: Threshold at this step.
         rule_state: State of the rule after this step.
         restarted: State of the threshold rule after a restart from this value; None for numbers and
@@ -25,6 +27,7 @@ class Signal(NamedTuple):
     """
 
     is_spike: Scalar
+    is_fixed: Scalar
     threshold: Scalar
     rule_state: Tree
     restarted: Tree | None
@@ -34,7 +37,7 @@ def compare(rule: Rule, value: Scalar, rule_state: Tree, param_norm: Scalar | No
     """Compare a value with the threshold that `rule` computes."""
     norm = param_norm if rule.uses_params else None
     threshold, after = apply_rule(rule, value, rule_state, norm)
-    restarted = None
+    restarted, is_fixed = None, jnp.array(True)
     if jax.tree.leaves(rule_state) and not rule.counts_steps:
         _, new = apply_rule(rule, value, init_state(rule), norm)
         # Keep the higher threshold, because a restarted rule may begin far below the current
@@ -42,7 +45,8 @@ def compare(rule: Rule, value: Scalar, rule_state: Tree, param_norm: Scalar | No
         bound, bound_after = (apply_rule(rule, value, state, norm)[0] for state in (new, after))
         is_higher = (bound > bound_after) | (value <= threshold)
         restarted = jax.tree.map(functools.partial(jnp.where, is_higher), new, after)
-    return Signal(~(value <= threshold), threshold, after, restarted)
+        is_fixed = value > (jnp.inf if rule.max_threshold is None else rule.max_threshold)
+    return Signal(~(value <= threshold), is_fixed, threshold, after, restarted)
 
 
 def relearn(
@@ -54,11 +58,11 @@ def relearn(
     and the updated signals.
     """
     spikes = {key: finite & x.is_spike for key, x in signals.items()}
-    fixed = [spikes[key] for key, x in signals.items() if x.restarted is None]
     restarts = jnp.array(False)
-    if len(fixed) < len(signals):
+    if any(x.restarted is not None for x in signals.values()):
         is_spike = functools.reduce(jnp.logical_or, spikes.values())
-        restarts = functools.reduce(jnp.logical_and, [~spike for spike in fixed], is_due & is_spike)
+        others = [~(spikes[key] & x.is_fixed) for key, x in signals.items()]
+        restarts = functools.reduce(jnp.logical_and, others, is_due & is_spike)
     after: dict[str, Signal] = {}
     for key, signal in signals.items():
         new, old = signal.restarted, signal.rule_state

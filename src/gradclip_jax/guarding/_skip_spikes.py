@@ -152,8 +152,8 @@ def skip_spikes(
 
     After `relearn_after` consecutive skips because of a spike, every rule that depends on earlier
     values restarts from the current value, unless its threshold has already risen above this value.
-    The upper bound of a rule, such as `capped` or the `warmup_max` of `ema` (pass inf here), still
-    applies after a restart.
+    Rules do not restart while a value exceeds the bound of `capped`. The `warmup_max` of `ema`
+    (pass inf here) still applies after a restart.
 
     | step | result |
     | --- | --- |

@@ -112,9 +112,9 @@ def evidence(
     - parameters that are non-finite or have jumped,
     - the largest number of non-finite elements in the gradient,
     - the largest rise of the gradient norm,
-    - an update that is non-finite or has risen,
     - a gradient that has become zero,
     - a gradient that has drifted,
+    - an update that is non-finite or has risen,
     - the largest share of the squared gradient norm.
     """
     bad_count, whole, of_units = jnp.sum(bad), norms[0, 0], norms[0, 1:]
@@ -130,12 +130,12 @@ def evidence(
     rises = jnp.where(is_finite, jumps[0], 0)
     dead = found.dead[1:].astype(jnp.float32)
     # Without the barrier, XLA on GPU computes the rows in three more kernels.
-    ranks = fusion_barrier(jnp.stack([jumps[2], bad, rises, jumps[1], dead, found.drifts, shares]))
+    ranks = fusion_barrier(jnp.stack([jumps[2], bad, rises, dead, found.drifts, jumps[1], shares]))
     is_found = jnp.any(ranks != 0, axis=1)
     first = jnp.argmax(_first_true(is_found, ranks))
     others = jnp.where(jnp.arange(shares.size) == first, 0, shares)
-    # Increase of the parameter, gradient and update norms, and the drift, as factors.
-    factors = ranks[np.array([0, 2, 3, 5]), first]
+    # Increase of the parameter and gradient norms, the drift, and increase of the update norm.
+    factors = ranks[np.array([0, 2, 4, 5]), first]
     fields: dict[str, Any] = {
         "norm": whole,
         "norm_threshold": found.thresholds[0],
@@ -153,10 +153,10 @@ def evidence(
         "nan": jnp.isnan(whole),
         "infinity": jnp.isinf(whole),
         "leaf": is_found[2],
-        "update": is_found[3],
+        "update": is_found[5],
         "parameter": is_found[0],
-        "zero": found.dead[0] | is_found[4],
-        "drift": is_found[5],
+        "zero": found.dead[0] | is_found[3],
+        "drift": is_found[4],
     }
     return fields, flags
 

@@ -142,7 +142,7 @@ class Incident(NamedTuple):
             parts.append(f"parameter norm{place} {rise if math.isfinite(norm) else _short(norm)}")
         elif "leaf" in self.kinds:
             parts.append(f"gradient norm{place} rose {factor} times{others}")
-        if "update" in self.kinds and self.update_norm is not None:
+        if "update" in self.kinds and self.update_norm:
             norm = _compared(self.update_norm, self.update_threshold)
             if not math.isfinite(self.update_norm):
                 # The norm is infinite because an element is infinite or its square overflowed.
@@ -151,9 +151,14 @@ class Incident(NamedTuple):
             elif place and self.leaf_rise > 1:
                 norm += f", that{place} {rise}"
             parts.append(f"update norm {norm}")
+        # `leaf` is the leaf of the first of these faults, which are ordered by their evidence.
+        found = {"parameter", "leaf"} & {*self.kinds} or self.bad_elements > 0
         if "zero" in self.kinds and self.norm > 0:
-            parts.append(f"the gradient of {self.leaf} has become zero")
-        if "drift" in self.kinds:
+            leaf = "another leaf" if found else self.leaf
+            parts.append(f"the gradient of {leaf} has become zero")
+        if "drift" in self.kinds and (found or "zero" in self.kinds):
+            parts.append("the gradient norm of another leaf has slowly risen")
+        elif "drift" in self.kinds:
             parts.append(f"gradient norm{place} has slowly risen {factor} times{others}")
         if "replica" in self.kinds:
             parts.append(f"the parameters on device {self.device} differ from those on the others")

@@ -29,6 +29,9 @@ first 8 * SHORT steps, up to 8 times are allowed."""
 _OWN_DRIFT = math.log(1.25)
 """Smallest drift if it is not compared with the other leaves."""
 
+_UPDATES = 16
+"""A parameter has jumped if its norm exceeds its average by 16 times the usual update norm."""
+
 _OF_KINDS: dict[str, tuple[float, float]] = {
     "gradient": (2.0, SHORT),
     "update": (3.0, SHORT),  # a schedule may restart
@@ -39,6 +42,10 @@ _OF_KINDS: dict[str, tuple[float, float]] = {
 
 _EXPECTED = np.array([-3.0, -12.0])
 """Log-probabilities below which zero gradients are reported, for the whole tree and for a leaf."""
+
+_SURPRISE = 9.0
+"""Negative log-probability above which zero gradients of a leaf are reported, given the uncertainty
+of the share of zeros."""
 
 
 class LevelState(NamedTuple):
@@ -71,7 +78,8 @@ class Levels(NamedTuple):
         top: Largest difference from the mean.
         long_mean: Moving average over about 2 * LONG steps.
         zero_share: Fraction of steps in which the norm was zero, before the current streak.
-        zero_streak: Number of consecutive steps in which the norm was zero.
+        zero_streak: Number of consecutive steps in which the norm was zero, negative after it was
+            reported.
         longest_streak: Largest number of consecutive zeros before the current streak.
     """
 
@@ -172,7 +180,6 @@ def compare(
     z_threshold: Number,
     *,
     is_step: Scalar,
-    step: Scalar,
 ) -> tuple[Comparison, Array]:
     """Compare the norms and loss of the current step with previous steps.
 
@@ -209,10 +216,14 @@ def compare(
     is_rise = jnp.isfinite(excess) & (values - shared > limits)
     # If all other norms decrease, a constant norm is not an outlier.
     is_rise &= changes[0] > np.log(least)
+    if len(norms) == len(KINDS):  # a small parameter may change its sign
+        update, parameter = jnp.where(past.num_values > 0, jnp.exp(past.mean), 0)[1:3]
+        is_rise &= (row != 2) | (measured > parameter + _UPDATES * update)
     rises = jnp.where(is_rise, jnp.exp(jnp.minimum(excess, 80)), 0)[:-1, 1:]
     thresholds = _exp(limits[:, 0])
     # Negative losses have no logarithm and are only compared directly.
-    of_log = jnp.where(limits[-1, 0] < UNBOUNDED, thresholds[-1], -jnp.inf)
+    has_log = (limits[-1, 0] < UNBOUNDED) | (past.mean[-1, 1] >= 0)
+    of_log = jnp.where(has_log, thresholds[-1], -jnp.inf)
     loss_threshold = jnp.maximum(limits[-1, 1], of_log)
 
     is_drift = _is_drift(past, drift) & is_known & (size > 2)
@@ -221,7 +232,7 @@ def compare(
     rate = jnp.where(is_drift, 1, 1 / jnp.maximum(past.num_values, 1))
     long_mean = past.long_mean + jnp.where(is_known, rate, 0) * (past.mean - past.long_mean)
 
-    dead, *zeros = _dead(past, measured == 0, step.astype(jnp.float32))
+    dead, *zeros = _dead(past, measured == 0)
     # If the whole gradient is zero, report only the whole tree.
     dead = dead[0] & ((column == 0) | (measured[0, 0] > 0))
     # The rule averaged the changes relative to the other leaves, so add the mean change.
@@ -257,30 +268,34 @@ def _is_drift(past: Levels, drift: Array) -> Array:
     return (past.num_values >= SHORT) & (drift > threshold) & has_risen
 
 
-def _dead(past: Levels, is_zero: Array, count: Scalar) -> tuple[Array, Array, Array, Array]:
+def _dead(past: Levels, is_zero: Array) -> tuple[Array, Array, Array, Array]:
     """Detect leaves whose gradient has become zero, and update the statistics of zero norms.
 
     A streak of n zeros is reported once, if it is longer than all earlier streaks and the
-    probability `zero_share^n` is small.
+    probability `zero_share^n` is small. The share of a leaf with few nonzero gradients is
+    uncertain: after k of them in m steps, the probability of n zeros is about `(m / (m + n))^k`.
     """
-    least = np.where(np.arange(is_zero.shape[1]) == 0, *_EXPECTED).astype(np.float32)[None]
-    length = past.zero_streak
+    is_tree = (np.arange(is_zero.shape[1]) == 0)[None]
+    least = np.where(is_tree, *_EXPECTED).astype(np.float32)
+    streak = jnp.abs(past.zero_streak)
+    length = streak + 1
+    count = past.num_values[0, 0] + streak[0, 0]  # number of measured steps, at most about LONG
     # Use at least half a zero step, so that a single zero gradient is not an incident.
-    num_before = jnp.clip(count - length, 0, LONG)
+    num_before = jnp.clip(count - streak, 0, LONG)
     share = jnp.maximum(past.zero_share, 0.5 / (num_before + 1))
-
-    def is_dead(length: Array) -> Array:
-        return (length * jnp.log(share) < least) & (length > past.longest_streak)
-
-    is_new = (count == WARM_UP) | ~is_dead(length)
-    dead = is_zero & is_dead(length + 1) & is_new & (count >= WARM_UP)
-    weight = jnp.minimum((length + 1) / jnp.minimum(count + 1, LONG), 1)
-    after = past.zero_share + weight * (length / (length + 1) - past.zero_share)
+    is_dead = (length * jnp.log(share) < least) & (length > past.longest_streak)
+    num_nonzero = past.num_values
+    surprise = num_nonzero * jnp.log1p(length / jnp.maximum(num_before, 1))
+    is_dead &= is_tree | (num_nonzero == 0) | (surprise > _SURPRISE)
+    was_reported = past.zero_streak < 0
+    dead = is_zero & is_dead & ~was_reported & (count >= WARM_UP)
+    weight = jnp.minimum(length / jnp.minimum(count + 1, LONG), 1)
+    after = past.zero_share + weight * (streak / length - past.zero_share)
     return (
         dead,
         jnp.where(is_zero, past.zero_share, after),
-        jnp.where(is_zero, length + 1, 0),
-        jnp.where(is_zero, past.longest_streak, jnp.maximum(past.longest_streak, length)),
+        jnp.where(is_zero, jnp.where(dead | was_reported, -length, length), 0),
+        jnp.where(is_zero, past.longest_streak, jnp.maximum(past.longest_streak, streak)),
     )
 
 

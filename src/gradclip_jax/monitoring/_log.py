@@ -177,10 +177,14 @@ def _parsed(path: str | os.PathLike[str]) -> list[Row]:
 
 def _last_of_each_step(rows: Sequence[Row]) -> list[Row]:
     """Drop the earlier rows of steps that were repeated after resuming from a checkpoint."""
-    key = "step" if "step" in rows[0] else "watch_step"
+    key = "step" if any("step" in row for row in rows) else "watch_step"
+
+    def is_micro_step(row: Row) -> bool:
+        return any(name.startswith("mini_step") for name in row)
+
     # Several rows share a step number if they are micro-steps or if `watch` did not count a step.
     # Otherwise they are one row, such as the metrics of training and of evaluation.
-    is_unique = key == "step" and not any(x.startswith("mini_step") for row in rows for x in row)
+    has_micro_steps = any(map(is_micro_step, rows))
     kept: list[Row] = []
     steps: list[float] = []
     for row in rows:
@@ -189,7 +193,8 @@ def _last_of_each_step(rows: Sequence[Row]) -> list[Row]:
             while steps and steps[-1] >= step:
                 kept.pop()
                 steps.pop()
-        if is_unique and steps and np.inf > steps[-1] == step:
+        is_alone = key == "step" and not (has_micro_steps and is_micro_step(row))
+        if is_alone and steps and np.inf > steps[-1] == step:
             kept[-1] = {**kept[-1], **row}
         else:
             kept.append(row)

@@ -32,7 +32,8 @@ def incidents(state: Tree) -> list[Incident]:
     | "nan", "infinity" | 1, 2 | the gradient norm is NaN or infinite |
     | "norm", "loss" | 4, 8 | an outlier of the gradient norm or the loss, or a non-finite loss |
     | "update" | 16 | an outlier or non-finite update without another cause; or a guard |
-    | | | skipped the step because of its update, next state or weight |
+    | | | skipped the step because of its update, next state or weight, or, inside an |
+    | | | accumulation, because of the accumulated gradient |
     | "skipped", "held" | 32, 64 | a guard inside skipped the step, or an accumulation inside |
     | | | added the micro-batch without an optimizer step |
     | "clipped" | 128 | a clip inside clipped the gradient |

@@ -42,7 +42,8 @@ def make_probes(names: Sequence[str] | Mapping[str, Tree], num_layers: Count | N
         names: Names of the taps, or a mapping from each name to None for a single tap or to the
             probes of a submodule.
         num_layers: Number of layers that `lax.scan` runs over, which becomes the leading axis of
-            each probe. None if the taps are not inside a scan.
+            each probe. None if the taps are not inside a scan. Taps with the same number of layers
+            in one mapping belong to the same scan, so use a separate submodule for each scan.
 
     Returns:
         Zeros, float32[2, 5] or float32[num_layers, 2, 5] for each name. The values are ignored.

@@ -273,9 +273,7 @@ def watch(
         norms = norms[: len(kinds)]
         _check_shape(state.norms, norms)
         guards, stepped, outcome = _outcome(before, after, norms)
-        found, levels = compare(
-            state.levels, norms, loss, spike_threshold, is_step=stepped, step=log.step_count
-        )
+        found, levels = compare(state.levels, norms, loss, spike_threshold, is_step=stepped)
         fields, flags = evidence(norms, bad, found)
         fields["loss"] = loss
         if stats is not None:

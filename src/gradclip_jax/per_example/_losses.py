@@ -66,8 +66,9 @@ class Loss:
 
     def bind(self, args: Sequence[Tree], kwargs: dict[str, Any], parts: int = 1) -> "Examples":
         """Check the arguments of a call, and separate the parameters from the batch."""
-        groups = positions(self.batch_argnums), (), positions(self.argnums)
-        split = Split(parts, *groups, takes_one=not np.ndim(self.argnums))
+        batches = positions("batch_argnums", self.batch_argnums)
+        differentiated = positions("argnums", self.argnums)
+        split = Split(parts, batches, (), differentiated, takes_one=not np.ndim(self.argnums))
         split = counted_from_zero(split, args)
         both = sorted(set(split.batches) & set(split.differentiated))
         if both:

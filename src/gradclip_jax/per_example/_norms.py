@@ -197,7 +197,8 @@ def explain(
             return outputs.value
 
         # Trace only differentiated and batched arguments, because the others may not be arrays.
-        traced = {i % len(args) for i in (*positions(argnums), *positions(batch_argnums))}
+        given = *positions("argnums", argnums), *positions("batch_argnums", batch_argnums)
+        traced = {i % len(args) for i in given}
         jax.eval_shape(visit, {i: args[i] for i in traced})
         return costs
 

@@ -321,6 +321,16 @@ def test_rows_come_back_in_order_and_floating_scalars_as_their_mean():
     agree(run_aux(aux_of), aux_of(batch_of()))
 
 
+def test_an_argument_may_have_several_rows_for_each_example():
+    def fun(w, x, y):
+        return jnp.mean(w * x * y.reshape(len(x), -1).sum(1)), jnp.repeat(x, 2)
+
+    args = jnp.float32(2), jnp.arange(6.0), jnp.arange(12.0)
+    options = {"has_aux": True, "argnums": (0, 2)}
+    ours = microbatched(fun, 3, batch_argnums=(1, 2), **options)(*args)
+    agree(ours, jax.value_and_grad(fun, **options)(*args))
+
+
 @pytest.mark.parametrize("reduction", [None, "concatenate"])
 def test_an_output_that_combines_neighbouring_examples_is_refused(reduction):
     with pytest.raises((ValueError, TypeError), match="^microbatched_value_and_grad: `aux_red"):

@@ -292,3 +292,13 @@ def test_a_skipped_update_is_not_reported():
     _, state, _ = calls(tx, [9.0])
     assert np.isnan(state.update_norm) and state.skipped_large_norm == 1
     assert state.skipped_large_update == state.skipped_nonfinite == 0
+
+
+def test_no_step_above_the_bound_of_a_capped_rule_is_applied():
+    rule = gcx.thresholds.capped(gcx.thresholds.mean_std(window=8, warmup_steps=2), 10.0)
+    tx = gcx.skip_large_norm(optax.sgd(1.0), rule, relearn_after=3)
+    state = tx.init(jnp.zeros(1))
+    for norm in [1.0] * 3 + [1000.0] * 9 + [5.0] * 4:
+        updates, state = tx.update(jnp.array([norm]), state)
+        assert abs(updates[0]) <= 10
+    assert updates[0] == -5  # between its mean and its bound: learned anew

@@ -157,6 +157,12 @@ def test_rows_of_the_same_step_are_merged():
     assert summary_of(log) == {"steps": 100, "clipped": 0.1}
 
 
+def test_evaluation_rows_of_an_accumulating_run_are_no_steps():
+    rows = [{"step": i, "mini_step": (i + 1) % 2, "gradient_step": (i + 1) // 2} for i in range(8)]
+    log = [{"lr": 0.1}] + [x for i, row in enumerate(rows) for x in (row, {"step": i, "eval": 1.0})]
+    assert summary_of(log[1:])["steps"] == summary_of(rows)["steps"] == 4
+
+
 def test_a_skipped_window_is_a_step_that_was_not_taken():
     columns = {"mini_step": [1, 0, 1, 0], "has_updated": [0, 1, 0, 0]}
     found = summary_of(log_of([1.0] * 4, skipped_nonfinite=[0, 0, 0, 1], **columns))
