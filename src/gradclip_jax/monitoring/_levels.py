@@ -217,8 +217,8 @@ def compare(
     # If all other norms decrease, a constant norm is not an outlier.
     is_rise &= changes[0] > np.log(least)
     if len(norms) == len(KINDS):  # a small parameter may change its sign
-        update, parameter = jnp.where(past.num_values > 0, jnp.exp(past.mean), 0)[1:3]
-        is_rise &= (row != 2) | (measured > parameter + _UPDATES * update)
+        usual_norm = jnp.where(past.num_values > 0, jnp.exp(past.mean), 0)
+        is_rise &= (row != 2) | (measured > usual_norm[2:3] + _UPDATES * usual_norm[1:2])
     rises = jnp.where(is_rise, jnp.exp(jnp.minimum(excess, 80)), 0)[:-1, 1:]
     thresholds = _exp(limits[:, 0])
     # Negative losses have no logarithm and are only compared directly.
