@@ -194,8 +194,8 @@ def _key_function(parts: Sequence[_Part], others: Sequence[_Part]) -> Callable[[
         return [type(part.node) for part in parts if not is_optional(part)]
 
     def has_same_number_of(kinds: type | tuple[type, ...]) -> bool:
-        own, given = ([isinstance(x.node, kinds) for x in own] for own in (parts, others))
-        return sum(own) == sum(given)
+        count = sum(isinstance(part.node, kinds) for part in parts)
+        return count == sum(isinstance(part.node, kinds) for part in others)
 
     has_same_containers = containers(parts) == containers(others)
     has_same_windows = has_same_number_of(_WINDOWS)
@@ -282,7 +282,7 @@ def _copied_window(like: _Window, given: _Window, reduction: str | None, path: P
     noise = getattr(like, "noise", ())
     if not _is_alike(noise, getattr(given, "noise", ())):
         if jax.tree.leaves(noise):
-            hint = "Call `flush` first, because the noise scale needs the norms of all of them."
+            hint = "Call `flush` first: the noise scale needs the norms of all micro-batches."
             _check_closed(given, path, hint)
         given = given._replace(noise=noise) if isinstance(given, AccumulationState) else given
     if type(like) is type(given):

@@ -65,13 +65,13 @@ def microbatched_value_and_grad(
     | non-finite, with `drop_nonfinite` | the same; if no other has a weight, the result is NaN |
     | beyond `num_real_microbatches` | does not run; if none runs, all results are zero |
 
-    Micro-batch i contains every `num_microbatches`-th example, starting at i. If the lengths of
-    arguments differ, the smallest is the number of examples, and an argument with a multiple of
-    this length has several consecutive rows for each example. Under `jit`, each
-    device therefore splits its own shard of the batch. If an argument is replicated over devices
-    that share the batch, its gradient is all-reduced only once, after the last micro-batch (on CPU
-    only inside `shard_map`). As in JAX, gradients of arguments that are `reduced` over explicit
-    mesh axes are unreduced.
+    Micro-batch i contains every `num_microbatches`-th example, starting at i. Under `jit`, each
+    device therefore splits its own shard of the batch. If the lengths of arguments differ, the
+    smallest is the number of examples, and an argument with a multiple of this length has several
+    consecutive rows for each example. If an argument is replicated over devices that share the
+    batch, its gradient is all-reduced only once, after the last micro-batch (on CPU only inside
+    `shard_map`). As in JAX, gradients of arguments that are `reduced` over explicit mesh axes are
+    unreduced.
 
     Args:
         fun: Function to differentiate, as for `jax.value_and_grad`. It returns a scalar value,

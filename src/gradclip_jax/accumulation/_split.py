@@ -133,9 +133,7 @@ def micro_arguments(args: Sequence[Tree], split: Split, index: Array | int) -> l
 
     def of_micro_batch(x: Array) -> Array:
         rows = rows_per_example(len(x) // split.parts, sizes)
-        blocks = jnp.reshape(x, (-1, rows, *x.shape[1:])) if rows > 1 else x
-        part = every_nth(blocks, index, split.parts)
-        return jnp.reshape(part, (-1, *x.shape[1:])) if rows > 1 else part
+        return every_nth(x, index, split.parts, rows)
 
     for i in split.batches:
         chosen[i] = jax.tree.map(of_micro_batch, chosen[i])
@@ -170,11 +168,11 @@ def run_if_real(
     return run_if(index < jnp.asarray(real).astype(jnp.int32), step, carry)
 
 
-def in_order(rows: Array, rows_per_example: int = 1) -> Array:
+def in_order(rows: Array, per_example: int = 1) -> Array:
     """Reorder rows that are stacked by micro-batch to the example order of the batch."""
     shape = rows.shape[2:]
-    if rows_per_example > 1:
-        rows = rows.reshape(len(rows), -1, rows_per_example, *shape)
+    if per_example > 1:
+        rows = rows.reshape(len(rows), -1, per_example, *shape)
     return jnp.swapaxes(rows, 0, 1).reshape(-1, *shape)
 
 
@@ -190,7 +188,10 @@ def rows_per_example(num_rows: int, sizes: Set[int]) -> int:
     return 1 if not size or num_rows in (0, *sizes) else 0
 
 
-def every_nth(x: Array, index: Array | int, parts: int) -> Array:
+def every_nth(x: Array, index: Array | int, parts: int, per_example: int = 1) -> Array:
     """Select every `parts`-th example from `index`, without communication between devices."""
-    split = jnp.reshape(x, (x.shape[0] // parts, parts, *x.shape[1:]))
-    return lax.dynamic_index_in_dim(split, index, axis=1, keepdims=False)
+    num_rows, *shape = x.shape
+    block = [per_example] if per_example > 1 else []
+    split = jnp.reshape(x, (num_rows // (parts * per_example), parts, *block, *shape))
+    chosen = lax.dynamic_index_in_dim(split, index, axis=1, keepdims=False)
+    return chosen.reshape(-1, *shape) if block else chosen

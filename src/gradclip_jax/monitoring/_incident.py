@@ -152,11 +152,11 @@ class Incident(NamedTuple):
                 norm += f", that{place} {rise}"
             parts.append(f"update norm {norm}")
         # `leaf` is the leaf of the first of these faults, which are ordered by their evidence.
-        found = {"parameter", "leaf"} & {*self.kinds} or self.bad_elements > 0
+        has_other = not {"parameter", "leaf"}.isdisjoint(self.kinds) or self.bad_elements > 0
         if "zero" in self.kinds and self.norm > 0:
-            leaf = "another leaf" if found else self.leaf
+            leaf = "another leaf" if has_other else self.leaf
             parts.append(f"the gradient of {leaf} has become zero")
-        if "drift" in self.kinds and (found or "zero" in self.kinds):
+        if "drift" in self.kinds and (has_other or "zero" in self.kinds):
             parts.append("the gradient norm of another leaf has slowly risen")
         elif "drift" in self.kinds:
             parts.append(f"gradient norm{place} has slowly risen {factor} times{others}")

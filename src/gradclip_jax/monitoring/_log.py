@@ -184,7 +184,6 @@ def _last_of_each_step(rows: Sequence[Row]) -> list[Row]:
 
     # Several rows share a step number if they are micro-steps or if `watch` did not count a step.
     # Otherwise they are one row, such as the metrics of training and of evaluation.
-    has_micro_steps = any(map(is_micro_step, rows))
     kept: list[Row] = []
     steps: list[float] = []
     for row in rows:
@@ -193,8 +192,8 @@ def _last_of_each_step(rows: Sequence[Row]) -> list[Row]:
             while steps and steps[-1] >= step:
                 kept.pop()
                 steps.pop()
-        is_alone = key == "step" and not (has_micro_steps and is_micro_step(row))
-        if is_alone and steps and np.inf > steps[-1] == step:
+        is_unique = key == "step" and not is_micro_step(row)
+        if is_unique and steps and np.inf > steps[-1] == step:
             kept[-1] = {**kept[-1], **row}
         else:
             kept.append(row)
