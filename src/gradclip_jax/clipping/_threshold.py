@@ -72,7 +72,8 @@ class Rule:
     uses_params: bool = False
     counts_steps: bool = False
     allow_negative: bool = False
-    max_threshold: Number | None = None
+    # A rule is a static argument, and a traced number has no hash.
+    max_threshold: Number | None = dataclasses.field(default=None, compare=False)
 
 
 Threshold: TypeAlias = Number | Schedule | Rule | Mapping[Any, Tree] | list[Tree] | tuple[Tree, ...]
