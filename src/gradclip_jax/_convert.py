@@ -68,8 +68,8 @@ def convert_state(
     | nothing | `round_stochastically` | nothing; its state is initialized |
 
     Every conversion in the table also works in reverse. If the number of guards or clips of one
-    type changes, or if one of them moves into or out of an accumulation, the states of this type
-    there are initialized. Discarding accumulated micro-batches raises an error.
+    type changes, their states are initialized. The state of a guard or clip that moves into or out
+    of an accumulation is initialized as well. Discarding accumulated micro-batches raises an error.
 
     Args:
         tx: New optimizer; a gradient transformation or an `optax.MultiSteps`.

@@ -62,7 +62,7 @@ def microbatched_value_and_grad(
     | micro-batch | result |
     | --- | --- |
     | weight 0, even if its gradient is NaN | contributes 0 to value, gradient and means |
-    | non-finite, with `drop_nonfinite` | the same; if no other has a weight, the result is NaN |
+    | non-finite, with `drop_nonfinite` | the same; NaN if no other one has a positive weight |
     | beyond `num_real_microbatches` | does not run; if none runs, all results are zero |
 
     Micro-batch i contains every `num_microbatches`-th example, starting at i. Under `jit`, each
@@ -151,6 +151,8 @@ def microbatched_value_and_grad(
             if holds_weight:
                 return _weighted(functools.partial(call, **kwargs), split, chosen)
             (value, (weight, aux)), grads = value_and_grad(*chosen, **kwargs)
+            if drop_nonfinite and weight is None:
+                weight = jnp.float32(1)
             out = BatchOutputs(value, grads, aux, weight)
             if microbatch_transform is not None:
                 own = split.differentiated_of(chosen)
@@ -162,8 +164,6 @@ def microbatched_value_and_grad(
             return jax.eval_shape(lambda: call(*args, **kwargs))[1][1]
 
         shapes = jax.eval_shape(micro_batch, 0)
-        if drop_nonfinite and shapes.weight is None:
-            shapes = shapes._replace(weight=jax.ShapeDtypeStruct((), jnp.float32))
         if not sums_once:
             _check_equal_on_devices(shapes, num_real_microbatches)
         if is_unreduced(shapes.grads):

@@ -212,9 +212,9 @@ def whole_batch(
 def _without_nonfinite(out: BatchOutputs) -> tuple[BatchOutputs, Array]:
     """Set the weight of a micro-batch to 0 if it is non-finite on any device.
 
-    Also return whether the weight was positive before.
+    Also return whether this changed the weight.
     """
-    weight = jnp.float32(1) if out.weight is None else jnp.asarray(out.weight)
+    weight = jnp.asarray(out.weight)
     flags = [~jnp.isfinite(x).all() for x in jax.tree.leaves((weight, out.value, out.grads))]
     is_bad = functools.reduce(jnp.logical_or, flags)
     is_bad = max_over(is_bad.astype(jnp.int32), varying_axes(is_bad)) > 0
