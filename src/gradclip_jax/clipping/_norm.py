@@ -345,24 +345,25 @@ def totals(
     terms: Callable[..., Array],
     *columns: Sequence[Array],
     is_sum: bool = True,
+    map_terms: Callable[..., Iterable[Array]] = map,
 ) -> Norms:
     """Compute the sum or the maximum over the leaves that share each norm, with one all-reduce.
 
-    `terms(leaf, axes, *columns)` is the contribution of a leaf to its unit.
+    `terms(leaf, axes, *columns)` is the contribution of a leaf to its unit, and
+    `map_terms(terms, leaves, axes, *columns)` returns the contributions of all leaves.
     """
     shards: list[frozenset[str]] = []
     for x in leaves:
         shards.append(frozenset() if units.is_local else shard_axes(x, axis_name))
     everywhere = frozenset[str]().union(*shards)
+    all_axes = units.axes if isinstance(units, Slices) else [tuple(range(x.ndim)) for x in leaves]
     parts: dict[int, list[Array]] = {}
-    rows = zip(units.entries, shards, leaves, *columns, strict=True)
-    for place, (i, axes, x, *others) in enumerate(rows):
+    rows = zip(units.entries, shards, map_terms(terms, leaves, all_axes, *columns), strict=True)
+    for i, axes, part in rows:
         if i is None:
             continue
-        over = units.axes[place] if isinstance(units, Slices) else tuple(range(x.ndim))
-        part = terms(x, over, *others)
         if is_sum and everywhere:  # count a replicated leaf once
-            part /= replica_count(axes, everywhere)
+            part = part / replica_count(axes, everywhere)
         parts.setdefault(i, []).append(part)
     entries: Norms = []
     for i in range(units.size):

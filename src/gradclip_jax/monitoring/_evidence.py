@@ -35,8 +35,10 @@ def norms_of_step(
     """
     dtype = norm_dtype(gradient)
 
-    def sums(term: Callable[..., Array], leaves: list[Array], *others: list[Array]) -> Norms:
-        return totals(leaves, units, axis_name, term, *others)
+    def sums(
+        term: Callable[..., Array], leaves: list[Array], *others: Any, **options: Any
+    ) -> Norms:
+        return totals(leaves, units, axis_name, term, *others, **options)
 
     def terms(x: Array, *step: Array) -> Sequence[Array]:
         x, step = lax.stop_gradient((x, step))
