@@ -5,16 +5,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gradclip_jax as gcx
+import hlo
 from trees import normal
+
+ROW_CLIP = gcx.clip_by_norm(1.0, granularity=gcx.granularities.axis(-1))
 
 OPTIMIZERS = {
     "watch": gcx.watch(
         gcx.clip_by_global_norm(1.0),
-        granularity=gcx.granularities.layer({"stack": 1, "w": 0, "b": 0, "s": 0}),
+        granularity=gcx.granularities.layer({"stack": 1, "w": 0, "v": 0, "b": 0, "s": 0}),
     ),
     "clip": gcx.clip_by_leaf_norm(1.0),
     "guard": gcx.skip_nonfinite(gcx.adaptive_grad_clip(0.01)),
@@ -22,7 +28,7 @@ OPTIMIZERS = {
 
 
 def _tree(seed: int) -> dict[str, jax.Array]:
-    shapes = {"stack": (3, 8, 80), "w": (256, 70), "s": ()}
+    shapes = {"stack": (3, 8, 80), "w": (256, 70), "v": (256, 70), "s": ()}
     tree = {name: normal(shape, seed=seed) for name, shape in shapes.items()}
     return tree | {"b": normal(7, jnp.bfloat16, seed=seed)}
 
@@ -40,19 +46,63 @@ def _outputs(tx: Any) -> list[Any]:
     return [step(element) for element in (1.0, 1e30, np.nan)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_variants_agree(name: str, platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, used = _outputs(OPTIMIZERS[name]), list[Any]()
+def _choose(platform: str, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Run the code for a platform; return whether each choice differed from that for a CPU."""
+    used: list[bool] = []
 
     def chosen(*args: Any, default: Any, **variants: Any) -> Any:
         variant = variants.get(platform, default)
         used.append(variant is not variants.get("cpu", default))
         return variant(*args)
 
+    jax.clear_caches()
     monkeypatch.setattr(lax, "platform_dependent", chosen)
+    return used
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_variants_agree(
+    name: str, platform: str, num_devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = _outputs(OPTIMIZERS[name])
+    used = _choose(platform, monkeypatch)
+    monkeypatch.setattr(jax, "device_count", lambda: num_devices)
     found = _outputs(OPTIMIZERS[name])
     jax.clear_caches()
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), found, expected)
     assert any(used)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+@pytest.mark.parametrize("name", ["watch", "unit", "row"])
+def test_leaves_of_one_shape_and_several_shardings_are_not_gathered(
+    name: str, platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    specs = {"a": P("x"), "b": P(), "c": P("x"), "u": P(), "v": P(None, "x"), "w": P("x")}
+    params = {
+        key: jax.device_put(jnp.ones(4096 if key < "d" else (512, 512)), NamedSharding(mesh, spec))
+        for key, spec in specs.items()
+    }
+    make = {
+        "watch": gcx.watch,
+        "unit": lambda inner: optax.chain(gcx.adaptive_grad_clip(0.01), inner),
+        "row": lambda inner: optax.chain(ROW_CLIP, inner),
+    }[name]
+    tx = make(optax.adam(0.1))
+
+    def step(grads: Any, state: Any, params: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.jit(tx.init)(params)
+    _choose(platform, monkeypatch)
+    text = hlo.compiled(step, params, state, params)
+    for operation in ("all-gather", "all-to-all", "collective-permute"):
+        assert not hlo.count(text, operation, branches=True), operation
+    assert hlo.count(text, "all-reduce")
+    jax.clear_caches()
