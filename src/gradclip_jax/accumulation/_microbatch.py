@@ -163,23 +163,16 @@ def microbatched_value_and_grad(
             # Close over the arguments, because they may be flags or models, which are not arrays.
             return jax.eval_shape(lambda: call(*args, **kwargs))[1][1]
 
+        def first_value() -> Tree:
+            return call(*micro_arguments(args, split, 0), **kwargs)
+
         shapes = jax.eval_shape(micro_batch, 0)
-        if not sums_once:
-            _check_equal_on_devices(shapes, num_real_microbatches)
-        if is_unreduced(shapes.grads):
-            has_max = "max" in jax.tree.leaves(names)
-            check_unreduced(
-                drop_nonfinite=drop_nonfinite or None, reduction="max" if has_max else None
-            )
+        is_summed = set(SUMMED).issuperset(jax.tree.leaves(names))
+        _check_devices(shapes, names, num_real_microbatches, drop_nonfinite, sums_once)
         sizes = split.sizes(args)
         # Weighted gradients can be all-reduced once after the loop instead of in each iteration.
-        is_summed = set(SUMMED).issuperset(jax.tree.leaves(names))
-        is_plain = parts > 1 and sums_once and not axes and is_summed
-        holds_weight = has_weight and is_plain and _fits_weight(shapes)
-        if holds_weight:
-            first = micro_arguments(args, split, 0)
-            program = jax.make_jaxpr(lambda: call(*first, **kwargs))()
-            holds_weight = _scales_with_weight(program.jaxpr)
+        holds_weight = has_weight and parts > 1 and sums_once and not axes and is_summed
+        holds_weight = holds_weight and _fits_weight(shapes) and _scales_with_weight(first_value)
         out = whole_batch(
             functools.partial(micro_batch, holds_weight=holds_weight),
             output_reductions(
@@ -256,25 +249,33 @@ def _fits_weight(shapes: BatchOutputs) -> bool:
     return is_wide and varying_axes(shapes.weight) == varying_axes(shapes.value)
 
 
-def _scales_with_weight(jaxpr: core.Jaxpr) -> bool:
-    """Return whether the gradient of a program is proportional to its cotangent.
+def _scales_with_weight(fun: Callable[[], Tree]) -> bool:
+    """Return whether the gradient of a function is proportional to its cotangent.
 
     A `custom_vjp`, such as that of `clip_cotangent`, may be nonlinear, and dtypes with less than 8
     exponent bits may overflow.
     """
-    for eqn in jaxpr.eqns:
-        dtypes = [dtype_of(v.aval) for v in eqn.outvars]
-        floats = [x for x in dtypes if jnp.issubdtype(x, jnp.floating)]
-        if "custom_vjp" in eqn.primitive.name or any(jnp.finfo(x).nexp < 8 for x in floats):
-            return False
-        inner = [getattr(x, "jaxpr", x) for x in jax.tree.leaves(eqn.params)]
-        if not all(_scales_with_weight(x) for x in inner if isinstance(x, core.Jaxpr)):
-            return False
+    jaxprs = [jax.make_jaxpr(fun)().jaxpr]
+    while jaxprs:
+        for eqn in jaxprs.pop().eqns:
+            dtypes = [dtype_of(v.aval) for v in eqn.outvars]
+            floats = [x for x in dtypes if jnp.issubdtype(x, jnp.floating)]
+            if "custom_vjp" in eqn.primitive.name or any(jnp.finfo(x).nexp < 8 for x in floats):
+                return False
+            inner = [getattr(x, "jaxpr", x) for x in jax.tree.leaves(eqn.params)]
+            jaxprs += [x for x in inner if isinstance(x, core.Jaxpr)]
     return True
 
 
-def _check_equal_on_devices(shapes: BatchOutputs, real: Number | None) -> None:
-    """Raise if devices have different weights or numbers of micro-batches with equal gradients."""
+def _check_devices(
+    shapes: BatchOutputs, names: Tree, real: Number | None, drop_nonfinite: bool, sums_once: bool
+) -> None:
+    """Raise for unreduced gradients that need their sum, and for unequal weights of devices."""
+    if is_unreduced(shapes.grads):
+        maximum = "max" if "max" in jax.tree.leaves(names) else None
+        check_unreduced(drop_nonfinite=drop_nonfinite or None, reduction=maximum)
+    if sums_once:
+        return
     hint = "All-reduce it first, or use neither `drop_nonfinite` nor `microbatch_transform`."
     rule = "equal on all devices, because each micro-batch is all-reduced"
     axes = frozenset[str]() if real is None else varying_axes(jnp.asarray(real))
