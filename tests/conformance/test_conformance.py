@@ -36,6 +36,7 @@ from registry import TRANSFORMATIONS
 
 import compat
 import gradclip_jax as gcx
+from guard_cases import sharded
 
 every = pytest.mark.parametrize("name", TRANSFORMATIONS)
 
@@ -62,7 +63,7 @@ def types(tree):
 
 
 @functools.cache
-def jitted(name, axis_name=None):
+def jitted(name):
     """One step for all tests of a row; it donates its state and counts its traces."""
     tx = make(name)
 
@@ -308,13 +309,8 @@ def test_eight_devices_give_what_one_gives(name, mode):
     if mode == "jit":
         updates, _ = jax.jit(tx.update)(placed[0], tx.init(placed[1]), placed[1])
     else:
-        step_of_shard = jax.shard_map(
-            lambda g, p: tx.update(g, tx.init(p), p)[0],
-            mesh=mesh,
-            in_specs=(specs, specs),
-            out_specs=specs,
-        )
-        updates = jax.jit(step_of_shard)(*placed)
+        step_of_shard = sharded((specs, specs), specs)
+        updates = step_of_shard(lambda g, p: tx.update(g, tx.init(p), p)[0])(*placed)
     close(updates, expected)
     for key, x in updates.items():
         assert x.sharding.is_equivalent_to(shardings[key], x.ndim)

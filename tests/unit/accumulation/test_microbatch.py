@@ -331,12 +331,6 @@ def test_an_argument_may_have_several_rows_for_each_example():
     agree(ours, jax.value_and_grad(fun, **options)(*args))
 
 
-@pytest.mark.parametrize("reduction", [None, "concatenate"])
-def test_an_output_that_combines_neighbouring_examples_is_refused(reduction):
-    with pytest.raises((ValueError, TypeError), match="^microbatched_value_and_grad: `aux_red"):
-        run_aux(lambda batch: batch["tokens"].reshape(-1, 2).sum(1), reduction)
-
-
 def test_aux_reduction_says_what_becomes_of_all_else():
     def aux_of(batch):
         positive = batch["x"] > 0

@@ -10,9 +10,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx, serialization
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gradclip_jax as gcx
+from guard_cases import SHARDS, WHOLE, sharded
 
 PARAMS = {
     "decoder": {"layers": {"attn": np.ones((3, 2), "f"), "mlp": {"wi": np.ones((3, 2, 2), "f")}}},
@@ -644,19 +645,12 @@ def test_an_incident_reads_as_a_person_would_say_it():
 
 @pytest.mark.slow
 def test_in_shard_map_norms_are_those_of_the_whole_and_the_loss_is_the_mean():
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    specs = {"w": PartitionSpec("data"), "b": PartitionSpec()}
+    specs = {"w": SHARDS, "b": WHOLE}
     tx = gcx.watch(gcx.skip_nonfinite(optax.sgd(0.1)), replica_axis="data")
     params = {"w": np.ones((16, 3), "f"), "b": np.ones(3, "f")}
     grads = random_like(params)
 
-    @jax.jit
-    @functools.partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=(specs, specs, PartitionSpec("data")),
-        out_specs=PartitionSpec(),
-    )
+    @sharded((specs, specs, SHARDS), WHOLE)
     def step(params, grads, losses):
         return tx.update(grads, tx.init(params), params, value=losses[0])[1]
 
@@ -734,12 +728,3 @@ def test_a_checkpoint_holds_arrays_only_and_names_come_from_the_structure():
     restored = serialization.from_bytes(tx.init(PARAMS), serialization.to_bytes(state))
     assert [str(x) for x in gcx.incidents(restored)] == [str(x) for x in gcx.incidents(state)]
     assert gcx.diagnostics.unit_names(restored) == gcx.diagnostics.unit_names(state)
-
-
-@pytest.mark.parametrize(
-    ("options", "params"), [({"of": ("gradient",)}, PARAMS), ({}, PARAMS["decoder"])]
-)
-def test_the_state_of_another_watch_is_refused(options, params):
-    other = gcx.watch(optax.sgd(0.1), **options).init(params)
-    with pytest.raises(ValueError, match="^watch: `state` must be the state of this `watch`"):
-        gcx.watch(optax.sgd(0.1)).update(PARAMS, other, PARAMS)
