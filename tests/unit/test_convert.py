@@ -126,20 +126,6 @@ def test_skips_before_and_after_are_those_of_one_run(name, skips):
     assert gcx.metrics(found_state)["skipped_nonfinite"] == skips
 
 
-def test_sums_go_on_as_sums():
-    inner = optax.sgd(0.1)
-    theirs = optax.MultiSteps(inner, EVERY, use_grad_mean=False).gradient_transformation()
-    ours = gcx.skip_nonfinite(gcx.accumulate_gradients(inner, EVERY, reduction="sum"))
-    params, state = run(theirs, theirs.init(PARAMS), PARAMS, range(5))
-    expected, _ = run(theirs, state, params, range(5, 10))
-    as_sums = functools.partial(gcx.convert_state, reduction="sum")
-    found, found_state = run(ours, as_sums(ours, state, params), params, range(5, 7))
-    back = jax.jit(lambda state, params: as_sums(theirs, state, params))
-    assert_alike(back(found_state, found), as_sums(theirs, found_state, found))
-    found, _ = run(theirs, back(found_state, found), found, range(7, 10))
-    assert_alike(found, expected)
-
-
 SUM = gcx.accumulate_gradients(optax.sgd(0.1), EVERY)
 SCALED = gcx.accumulate_gradients(gcx.dynamic_loss_scale(optax.sgd(0.1)), EVERY)
 THEIRS = multi_steps(optax.sgd(0.1), EVERY)

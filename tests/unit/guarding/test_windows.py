@@ -23,16 +23,6 @@ def acc(inner, every, **options):
 SGD = optax.sgd(1.0)
 
 
-@each_guard
-def test_weight_and_flush_reach_an_accumulation_in_a_guard(guard):
-    stream = [
-        (2.0, {"weight": 1.0}),
-        (np.nan, {"weight": 5.0}),
-        (6.0, {"weight": 3.0, "flush": True}),
-    ]
-    assert calls(guard(acc(SGD, 10)), stream)[0] == -5.0
-
-
 def test_a_compiled_flush_behind_a_clip_closes_the_window():
     # The gradient of the flush, zero, is a constant of the program.
     tx = optax.chain(
