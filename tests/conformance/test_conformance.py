@@ -32,11 +32,11 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from registry import TRANSFORMATIONS
+from registry import SGD, TRANSFORMATIONS
 
 import compat
 import gradclip_jax as gcx
-from guard_cases import sharded
+from guard_cases import INT_MAX, sharded
 
 every = pytest.mark.parametrize("name", TRANSFORMATIONS)
 
@@ -234,9 +234,6 @@ def test_apply_gradients_is_update_and_apply_updates(name):
     close(state, at(states, -1), rtol=1e-5, atol=1e-6)
 
 
-LAST = np.iinfo(np.int32).max
-
-
 # The counts of the two left out are bounded by their windows; they have tests of their own.
 @pytest.mark.parametrize(
     "name", sorted(TRANSFORMATIONS.keys() - {"accumulate_gradients", "record_norms"})
@@ -244,7 +241,7 @@ LAST = np.iinfo(np.int32).max
 def test_no_counter_wraps(name):
     params = example()
     full = jax.tree.map(
-        lambda x: jnp.full_like(x, LAST) if x.dtype == jnp.int32 else x, make(name).init(params)
+        lambda x: jnp.full_like(x, INT_MAX) if x.dtype == jnp.int32 else x, make(name).init(params)
     )
     _, after = jitted(name)[1](params, full, params)
     for path, x in jax.tree_util.tree_leaves_with_path(after):
@@ -342,9 +339,6 @@ def test_forward_and_reverse_derivatives_are_finite_also_at_zero(name):
 
     for grads in (params, jax.tree.map(np.zeros_like, params)):
         chex.assert_tree_all_finite(derivatives(grads))
-
-
-SGD = optax.sgd(0.5)
 
 
 @pytest.mark.slow

@@ -12,8 +12,6 @@ import gradclip_jax as gcx
 from files import ROOT
 from public import CLASSES, FUNCTIONS, NAMESPACES
 
-each_namespace = pytest.mark.parametrize("module", NAMESPACES, ids=lambda module: module.__name__)
-
 
 def test_every_public_transformation_is_registered():
     made = {
@@ -24,7 +22,7 @@ def test_every_public_transformation_is_registered():
     assert made == set(TRANSFORMATIONS)
 
 
-@each_namespace
+@pytest.mark.parametrize("module", NAMESPACES, ids=lambda module: module.__name__)
 def test_all_is_what_is_public(module):
     public = {
         name

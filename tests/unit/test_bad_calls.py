@@ -216,6 +216,7 @@ ROWS = [
     ("watch", lambda f: updated(f(SGD, replica_axis="data")), ValueError, "replica_axis"),
     ("watch", lambda f: f(SGD).update(GRADS, f(SGD).init(GRADS)), ValueError, "params"),
     ("watch", lambda f: step(f(SGD), GRADS, GRADS, value=ONES(2)), TypeError, "value"),
+    ("watch", lambda f: step(f(SGD), value=1j), TypeError, "value"),
     ("watch", lambda f: step(f(SGD), batch_id=np.int64(2**31)), ValueError, "batch_id"),
     ("watch", lambda f: step(f(SGD), batch_id=1.5), TypeError, "batch_id"),
     ("watch", lambda f: step(f(SGD), batch_id=jnp.arange(2)), TypeError, "batch_id"),

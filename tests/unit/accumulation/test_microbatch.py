@@ -425,16 +425,6 @@ def test_weights_can_be_differentiated_by():
 # --- gradients by the batch, reductions, a transformation for each micro-gradient ------------
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("argnums", [1, (0, 1), -1])
-def test_a_gradient_by_the_batch_has_a_row_for_each_example(argnums, parts):
-    def fun(params, batch):
-        return token_loss(params, {**batch, "tokens": TOKENS[: len(batch["x"])] * 0 + 2})
-
-    batch = {"x": X, "y": Y}
-    agree(*both(fun, parts, PARAMS, batch, argnums=argnums, has_weight=True))
-
-
 @pytest.mark.parametrize("has_weight", [False, True])
 def test_leaves_that_are_not_gradients_have_a_reduction_of_their_own(has_weight):
     params = {"w": PARAMS["w"], "statistics": [jnp.zeros(()), jnp.zeros(())]}
@@ -489,9 +479,8 @@ def test_a_batch_of_which_every_part_is_dropped_gives_nan_and_one_of_padding_zer
 
     assert all(np.isnan(x).all() for x in jax.tree.leaves(take(X * np.nan, parts)))
     assert not any(np.any(x) for x in jax.tree.leaves(take(X, 0)))
-    for x, drops in itertools.product(
-        (X, X * np.nan), (False, True)
-    ):  # of weight 0: none is dropped
+    for x, drops in itertools.product((X, X * np.nan), (False, True)):
+        # Of weight 0, so that nothing is dropped.
         masked = microbatched(
             token_loss, parts, has_weight=True, reduction=reduction, drop_nonfinite=drops
         )

@@ -1,7 +1,6 @@
 """Guards and accumulation: windows that lock nothing up; tests/unit/test_gates.py has the verdicts."""
 
 import collections
-import functools
 
 import chex
 import jax
@@ -13,13 +12,7 @@ import pytest
 import gradclip_jax as gcx
 from guard_cases import FROZEN, GUARDS, calls, each_guard, feed
 
-checking_steps = functools.partial(gcx.skip_nonfinite, check="step")
-
-
-def acc(inner, every, **options):
-    return gcx.accumulate_gradients(inner, every, **options)
-
-
+checking_steps, acc = GUARDS["check of steps"], gcx.accumulate_gradients
 SGD = optax.sgd(1.0)
 
 

@@ -75,12 +75,8 @@ def test_stacked_layers_have_norms_of_their_own_by_name():
         assert found[f"update_ratio/{name}"] == pytest.approx(ratio, rel=1e-6)
 
 
-class Stacked(nnx.Module):
-    def __init__(self):
-        self.lin = nnx.Param(jnp.ones((2, 3)))
-
-
 PAIR = {"a": {"w": np.float32([[1, 2, 3], [4, 5, 6]])}, "b": np.float32([7, 8])}
+DENSE = nnx.Linear(2, 3, use_bias=False, rngs=nnx.Rngs(0))
 TWO_MATRICES = [{"weight": np.ones((2, 3), "f")}, {"weight": np.ones((2, 3), "f")}]
 
 
@@ -96,7 +92,7 @@ TWO_MATRICES = [{"weight": np.ones((2, 3), "f")}, {"weight": np.ones((2, 3), "f"
             {"layers": TWO_MATRICES},
             [f"layers/{i}/weight_{j}" for i in range(2) for j in range(2)],
         ),
-        (gcx.granularities.layer(1), nnx.state(Stacked(), nnx.Param), ["lin_0", "lin_1"]),
+        (gcx.granularities.layer(1), nnx.state(DENSE, nnx.Param), ["kernel_0", "kernel_1"]),
         ("leaf", np.float32([3, 4]), ["array"]),
         ("leaf", {"mlp/~/linear_0": {"w": np.ones(2, "f")}}, ["mlp/~/linear_0/w"]),  # Haiku
         # Names that collide are escaped, and so is a newline.
@@ -554,8 +550,6 @@ def test_the_loss_is_the_extra_argument_that_guards_take():
     assert gcx.incidents(state) == []
     _, state = update(ONE, state, ONE, value=None, loss=np.float32(np.inf))
     assert [x.kinds for x in gcx.incidents(state)] == [("loss",)]
-    with pytest.raises(TypeError, match="watch: `value` must be"):
-        update(ONE, state, ONE, value=1j)
 
 
 @pytest.mark.parametrize(("scale", "size"), [(1e38, 1e5), (1e30, 1.0)])
