@@ -32,10 +32,11 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from registry import TRANSFORMATIONS
+from registry import SGD, TRANSFORMATIONS
 
 import compat
 import gradclip_jax as gcx
+from guard_cases import INT_MAX, sharded
 
 every = pytest.mark.parametrize("name", TRANSFORMATIONS)
 
@@ -62,7 +63,7 @@ def types(tree):
 
 
 @functools.cache
-def jitted(name, axis_name=None):
+def jitted(name):
     """One step for all tests of a row; it donates its state and counts its traces."""
     tx = make(name)
 
@@ -233,9 +234,6 @@ def test_apply_gradients_is_update_and_apply_updates(name):
     close(state, at(states, -1), rtol=1e-5, atol=1e-6)
 
 
-LAST = np.iinfo(np.int32).max
-
-
 # The counts of the two left out are bounded by their windows; they have tests of their own.
 @pytest.mark.parametrize(
     "name", sorted(TRANSFORMATIONS.keys() - {"accumulate_gradients", "record_norms"})
@@ -243,7 +241,7 @@ LAST = np.iinfo(np.int32).max
 def test_no_counter_wraps(name):
     params = example()
     full = jax.tree.map(
-        lambda x: jnp.full_like(x, LAST) if x.dtype == jnp.int32 else x, make(name).init(params)
+        lambda x: jnp.full_like(x, INT_MAX) if x.dtype == jnp.int32 else x, make(name).init(params)
     )
     _, after = jitted(name)[1](params, full, params)
     for path, x in jax.tree_util.tree_leaves_with_path(after):
@@ -308,13 +306,8 @@ def test_eight_devices_give_what_one_gives(name, mode):
     if mode == "jit":
         updates, _ = jax.jit(tx.update)(placed[0], tx.init(placed[1]), placed[1])
     else:
-        step_of_shard = jax.shard_map(
-            lambda g, p: tx.update(g, tx.init(p), p)[0],
-            mesh=mesh,
-            in_specs=(specs, specs),
-            out_specs=specs,
-        )
-        updates = jax.jit(step_of_shard)(*placed)
+        step_of_shard = sharded((specs, specs), specs)
+        updates = step_of_shard(lambda g, p: tx.update(g, tx.init(p), p)[0])(*placed)
     close(updates, expected)
     for key, x in updates.items():
         assert x.sharding.is_equivalent_to(shardings[key], x.ndim)
@@ -346,9 +339,6 @@ def test_forward_and_reverse_derivatives_are_finite_also_at_zero(name):
 
     for grads in (params, jax.tree.map(np.zeros_like, params)):
         chex.assert_tree_all_finite(derivatives(grads))
-
-
-SGD = optax.sgd(0.5)
 
 
 @pytest.mark.slow

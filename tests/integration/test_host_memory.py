@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import SingleDeviceSharding
-from registry import TRANSFORMATIONS
+from registry import SGD, TRANSFORMATIONS
 
 import gradclip_jax as gcx
 
@@ -17,7 +17,6 @@ pytestmark = pytest.mark.skipif(
     not {"device", "pinned_host"} <= KINDS or not hasattr(jax.typeof(0.0), "memory_space"),
     reason="types have no memory space, or the backend has one memory",
 )
-SGD = optax.sgd(0.5)
 MORE = {
     "max": lambda: gcx.clip_by_global_norm(1.0, ord=jnp.inf),
     "layer": lambda: gcx.clip_by_leaf_norm(1.0, num_layer_axes={"a": 1, "b": 0}),

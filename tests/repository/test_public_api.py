@@ -10,29 +10,19 @@ from registry import TRANSFORMATIONS
 
 import gradclip_jax as gcx
 from files import ROOT
-
-NAMESPACES = [gcx, *(getattr(gcx, x) for x in gcx.__all__ if inspect.ismodule(getattr(gcx, x)))]
-named = {
-    f"{module.__name__}.{name}".removeprefix("gradclip_jax."): getattr(module, name)
-    for module in NAMESPACES
-    for name in module.__all__
-}
-FUNCTIONS = [name for name, value in named.items() if inspect.isfunction(value)]
-CLASSES = [name for name, value in named.items() if inspect.isclass(value)]
-MODULES = [name for name, value in named.items() if inspect.ismodule(value)]
-each_namespace = pytest.mark.parametrize("module", NAMESPACES, ids=lambda module: module.__name__)
+from public import CLASSES, FUNCTIONS, NAMESPACES
 
 
 def test_every_public_transformation_is_registered():
     made = {
         name.split(".")[-1]
-        for name in FUNCTIONS
-        if "GradientTransformation" in str(inspect.signature(named[name]).return_annotation)
+        for name, function in FUNCTIONS.items()
+        if "GradientTransformation" in str(inspect.signature(function).return_annotation)
     }
     assert made == set(TRANSFORMATIONS)
 
 
-@each_namespace
+@pytest.mark.parametrize("module", NAMESPACES, ids=lambda module: module.__name__)
 def test_all_is_what_is_public(module):
     public = {
         name
@@ -51,7 +41,7 @@ def test_every_public_name_is_on_one_api_page():
         for page in (ROOT / "docs/api").glob("*.md")
         for name in re.findall(r"^::: gradclip_jax\.(\S+)$", page.read_text(), re.MULTILINE)
     )
-    assert listed == Counter(named.keys() - MODULES - {"__version__"})
+    assert listed == Counter([*FUNCTIONS, *CLASSES])
 
 
 # In Optax, PyTorch, Lightning, Flax, Haiku, JMP and Keras.
@@ -95,9 +85,9 @@ def test_a_wrong_name_gets_a_hint(name, hint):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_docstring_explains_every_parameter(name):
-    text = inspect.getdoc(named[name])
+    text = inspect.getdoc(FUNCTIONS[name])
     assert text.splitlines()[0].endswith(".")
-    for parameter in inspect.signature(named[name]).parameters:
+    for parameter in inspect.signature(FUNCTIONS[name]).parameters:
         assert f"\n    {parameter}: " in text or parameter == "extra_args", parameter
     # The site renders the text before a colon in the first line of Returns as a type.
     returns = text.partition("\nReturns:\n")[2].partition("\n\n")[0]
@@ -106,4 +96,4 @@ def test_docstring_explains_every_parameter(name):
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_classes_are_documented(name):
-    assert inspect.getdoc(named[name])
+    assert inspect.getdoc(CLASSES[name])

@@ -6,7 +6,6 @@ values of arguments that several functions have. Every public function has a row
 
 import inspect
 import math
-import operator
 import types
 
 import jax
@@ -16,6 +15,7 @@ import optax
 import pytest
 
 import gradclip_jax as gcx
+from public import CLASSES, FUNCTIONS
 
 SGD, ADAM = optax.sgd(0.1), optax.adam(0.1)
 W = jnp.ones((2, 3))
@@ -54,6 +54,10 @@ def with_aux(aux_of):
     return lambda params, x: (params * jnp.sum(x), {"t": aux_of(x)})
 
 
+def in_pairs(x):
+    return x.reshape(-1, 2).sum(1)
+
+
 # (public name, call, type of the error, argument, path of the leaf if there is one)
 # fmt: off
 ROWS = [
@@ -90,6 +94,7 @@ ROWS = [
     ("clip_by_global_norm", lambda f: updated(f(lambda step: 1j)), TypeError, "max_norm"),
     ("clip_by_global_norm", lambda f: updated(f(1.0, axis_name="data")), ValueError, "axis_name"),
     ("clip_by_global_norm", lambda f: f(gcx.thresholds.zscore), TypeError, "max_norm"),
+    ("clip_by_global_norm", lambda f: updated(optax.inject_hyperparams(f)(1.0, ord=1.0)), TypeError, "ord"),
     ("clip_by_leaf_norm", lambda f: updated(f(1.0, num_layer_axes=2)), ValueError, "num_layer_axes", "updates['b']"),
     ("clip_by_leaf_norm", lambda f: updated(f(1.0, num_layer_axes={"x": 1})), TypeError, "num_layer_axes"),
     ("clip_by_leaf_norm", lambda f: updated(f({"w": {"v": 1.0}, "b": 1.0})), TypeError, "max_norm", "updates['w']"),
@@ -149,6 +154,8 @@ ROWS = [
     ("microbatched_value_and_grad", lambda f: f(loss_of_all, 2, aux_reduction={"a": "maen"}), ValueError, "aux_reduction"),
     ("microbatched_value_and_grad", lambda f: f(with_aux(lambda x: 10), 2, has_aux=True)(1.0, ONES(4)), ValueError, "aux_reduction", "aux['t']"),
     ("microbatched_value_and_grad", lambda f: f(with_aux(lambda x: x[0]), 2, has_aux=True)(1.0, ONES(4, 3)), ValueError, "aux_reduction", "aux['t']"),
+    ("microbatched_value_and_grad", lambda f: f(with_aux(in_pairs), 2, has_aux=True)(1.0, ONES(8)), ValueError, "aux_reduction", "aux['t']"),
+    ("microbatched_value_and_grad", lambda f: f(with_aux(in_pairs), 2, has_aux=True, aux_reduction="concatenate")(1.0, ONES(8)), TypeError, "aux_reduction", "aux['t']"),
     ("microbatched_value_and_grad", lambda f: f(with_aux(jnp.squeeze), 4, has_aux=True)(1.0, ONES(4)), ValueError, "aux_reduction", "aux['t']"),
     ("microbatched_value_and_grad", lambda f: f(with_aux(lambda x: 10), 2, has_aux=True, aux_reduction="mean")(1.0, ONES(4)), TypeError, "aux_reduction", "aux['t']"),
     ("microbatched_value_and_grad", lambda f: f(with_aux(lambda x: 1j), 2, has_aux=True, aux_reduction="max")(1.0, ONES(4)), TypeError, "aux_reduction", "aux['t']"),
@@ -209,7 +216,15 @@ ROWS = [
     ("watch", lambda f: updated(f(SGD, replica_axis="data")), ValueError, "replica_axis"),
     ("watch", lambda f: f(SGD).update(GRADS, f(SGD).init(GRADS)), ValueError, "params"),
     ("watch", lambda f: step(f(SGD), GRADS, GRADS, value=ONES(2)), TypeError, "value"),
+    ("watch", lambda f: step(f(SGD), value=1j), TypeError, "value"),
     ("watch", lambda f: step(f(SGD), batch_id=np.int64(2**31)), ValueError, "batch_id"),
+    ("watch", lambda f: step(f(SGD), batch_id=1.5), TypeError, "batch_id"),
+    ("watch", lambda f: step(f(SGD), batch_id=jnp.arange(2)), TypeError, "batch_id"),
+    ("watch", lambda f: f(SGD, taps=ONES(3)), ValueError, "taps"),
+    ("watch", lambda f: step(f(SGD), taps={"a": PROBE}), ValueError, "taps"),
+    ("watch", lambda f: step(f(SGD, taps={"a": PROBE}), taps={"b": PROBE}), ValueError, "taps"),
+    ("watch", lambda f: f(SGD).update(GRADS, f(SGD, of=("gradient",)).init(GRADS), GRADS), ValueError, "state"),
+    ("watch", lambda f: f(SGD).update(GRADS, f(SGD).init({"w": W}), GRADS), ValueError, "state"),
     ("record_norms", lambda f: f(8).update(W, f(4).init(W)), ValueError, "state"),
     ("diagnostics.worst_examples", lambda f: f(loss_of_one, W, {"x": ONES(3, 2), "y": ONES(2)}), ValueError, "batch"),
     ("accumulate_gradients", lambda f: f(SGD, 4).update(W, f(SGD, 1).init(W), W), ValueError, "state"),
@@ -327,20 +342,10 @@ WITHOUT = {
 }
 
 
-def public_names():
-    names = set()
-    for name in gcx.__all__:
-        value = getattr(gcx, name)
-        inside = getattr(value, "__all__", None)
-        names |= {f"{name}.{x}" for x in inside} if inspect.ismodule(value) else {name}
-    return names
-
-
 def arguments_by_kind():
     """Each argument of `KINDS` of each public function, with the name of its kind."""
-    for name in sorted(public_names()):
-        function = operator.attrgetter(name)(gcx)
-        parameters = inspect.signature(function).parameters if inspect.isfunction(function) else ()
+    for name in sorted(FUNCTIONS):
+        parameters = inspect.signature(FUNCTIONS[name]).parameters
         for kind, (arguments, *_) in KINDS.items():
             for argument in arguments:
                 if argument in parameters and (name, argument) not in UNLIKE:
@@ -349,12 +354,12 @@ def arguments_by_kind():
 
 def test_every_public_function_has_a_row():
     listed = {name for name, *_ in (*ROWS, *arguments_by_kind())}
-    assert public_names() - WITHOUT == listed
+    assert (FUNCTIONS | CLASSES).keys() - WITHOUT == listed
 
 
 @pytest.mark.parametrize(("name", "argument", "kind"), list(arguments_by_kind()))
 def test_a_bad_value_raises_in_every_function_with_the_argument(name, argument, kind):
-    function = operator.attrgetter(name)(gcx)
+    function = FUNCTIONS[name]
     parameters = inspect.signature(function).parameters.values()
     required = [x.name for x in parameters if x.default is x.empty and x.kind != x.VAR_KEYWORD]
     others = {x: REQUIRED[x] for x in required} | OTHERS.get(name, {})
@@ -370,7 +375,7 @@ def test_a_bad_value_raises_in_every_function_with_the_argument(name, argument, 
 def test_a_bad_call_names_the_function_and_the_argument(row):
     name, call, error, argument, *path = row
     with pytest.raises(error) as caught:
-        call(operator.attrgetter(name)(gcx))
+        call(FUNCTIONS[name])
     function, _, rest = str(caught.value).partition(": ")
     assert function == name.split(".")[-1]
     assert rest.startswith(f"`{argument}") or f"of `{argument}`" in rest

@@ -32,8 +32,6 @@ NESTS = {
     "skip(acc(skip))": lambda skip, opt: skip(acc(skip(opt))),
     "skip(spikes(acc(spikes(skip))))": lambda skip, opt: skip(spikes(acc(spikes(skip(opt))))),
 }
-each_nest = pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
-each_check = pytest.mark.parametrize("skip", [gradient, step], ids=["gradient", "step"])
 ways = pytest.mark.parametrize("fast", [False, True], ids=["update", "apply_gradients"])
 
 
@@ -84,11 +82,10 @@ def expected_total(name, w):
     return jnp.sum((0.5 * w * c) ** 2) + jnp.sum((0.5 * s * c) ** 2)
 
 
-SLOW = pytest.mark.slow
 HOW = {"eager": lambda call: call, "jit": jax.jit, "checkpoint": jax.checkpoint, "scan": None}
 
 
-@SLOW
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", GATES)
 def test_every_gate_is_differentiable_and_leaks_no_tracer(name, how):
@@ -163,15 +160,15 @@ def runs_and_traces(tx, counts, dtype, fast, wrap=jax.jit):
     return runs, counts["traces"]
 
 
-@each_nest
-@each_check
+@pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
+@pytest.mark.parametrize("skip", [gradient, step], ids=["gradient", "step"])
 @ways
 @pytest.mark.parametrize(
     ("wrap", "dtype", "limit"),
     [
         (jax.jit, "float32", 1),
-        pytest.param(jax.jit, "bfloat16", 2, marks=SLOW),
-        pytest.param(lambda f: f, "float32", 4, marks=SLOW),
+        pytest.param(jax.jit, "bfloat16", 2, marks=pytest.mark.slow),
+        pytest.param(lambda f: f, "float32", 4, marks=pytest.mark.slow),
     ],
     ids=["float32", "bfloat16", "eager"],
 )

@@ -8,22 +8,19 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-import gradclip_jax as gcx
+from public import FUNCTIONS
 
 GRADS = {"a": jnp.array([3.0, 4.0]), "b": jnp.ones((2, 2))}
-WITHOUT_NUMBERS = {"clip_by_group_norm", "record_norms", "round_stochastically", "u_clip"}
-
-
-def is_clip(fun):
-    returned = inspect.get_annotations(fun).get("return") if inspect.isfunction(fun) else None
-    return returned is optax.GradientTransformation and fun.__name__ not in WITHOUT_NUMBERS
-
-
+# They take no number alone.
+OTHERS = {
+    *("clip_by_group_norm", "contrib.u_clip", "per_example.noisy_mean"),
+    *("record_norms", "round_stochastically"),
+}
 CLIPS = [
-    getattr(module, name)
-    for module in (gcx, gcx.contrib)
-    for name in module.__all__
-    if is_clip(getattr(module, name))
+    function
+    for name, function in FUNCTIONS.items()
+    if inspect.get_annotations(function).get("return") is optax.GradientTransformation
+    and name not in OTHERS
 ]
 
 

@@ -24,11 +24,6 @@ def test_accumulator_is_of_the_dtype_chosen_or_the_complex_or_64_bit_type_over_i
             assert acc.shape == (2, 3)
 
 
-def test_an_integer_parameter_has_an_idle_scalar():
-    state = gcx.accumulate_gradients(optax.identity(), 2).init(jnp.ones(3, jnp.int32))
-    assert state.acc_grads.shape == () and state.acc_grads.dtype == jnp.float32
-
-
 def test_float16_gradients_may_add_up_beyond_float16():
     grads = jnp.float16([6e4])
     tx = gcx.accumulate_gradients(optax.identity(), 4)

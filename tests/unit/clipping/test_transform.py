@@ -73,13 +73,10 @@ def test_same_numbers_as_optax_on_ordinary_gradients(ours, theirs):
             chex.assert_trees_all_close(*both(threshold, ordinary(seed)), rtol=1e-6, atol=1e-30)
 
 
-def test_injected_order_must_be_static():
+def test_an_injected_order_may_be_static():
     inject = optax.inject_hyperparams(gcx.clip_by_global_norm, static_args=("ord",))
     updates, _ = step(inject(max_norm=1.0, ord=1.0), jnp.float32([3.0, 4.0]))
     np.testing.assert_allclose(np.abs(updates).sum(), 1.0, rtol=1e-6)
-    with pytest.raises(TypeError, match="^clip_by_global_norm: `ord`"):
-        tx = optax.inject_hyperparams(gcx.clip_by_global_norm)(max_norm=1.0, ord=1.0)
-        tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
 
 
 # --- reactions ------------------------------------------------------------------------------

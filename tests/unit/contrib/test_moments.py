@@ -23,7 +23,6 @@ CLIPS = {
 }
 each_clip = pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
 ALL = CLIPS | {"stable_adamw": gcx.contrib.stable_adamw(1e-3, weight_decay=0.1)}
-each_transformation = pytest.mark.parametrize("tx", ALL.values(), ids=ALL)
 
 
 def gradients(steps=60, *, seed=0):
@@ -207,7 +206,7 @@ def test_a_level_that_shifts_is_followed(clip):
     assert late > (0.5 if clip is CLIPS["stable_spam"] else 10) * before
 
 
-@each_transformation
+@pytest.mark.parametrize("tx", ALL.values(), ids=ALL)
 def test_low_precision_is_that_of_the_updates_alone(tx):
     low = [jnp.asarray(x, jnp.bfloat16) for x in gradients(40)]
     wide = [x.astype(jnp.float32) for x in low]

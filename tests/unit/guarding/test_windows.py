@@ -1,7 +1,6 @@
 """Guards and accumulation: windows that lock nothing up; tests/unit/test_gates.py has the verdicts."""
 
 import collections
-import functools
 
 import chex
 import jax
@@ -13,24 +12,8 @@ import pytest
 import gradclip_jax as gcx
 from guard_cases import FROZEN, GUARDS, calls, each_guard, feed
 
-checking_steps = functools.partial(gcx.skip_nonfinite, check="step")
-
-
-def acc(inner, every, **options):
-    return gcx.accumulate_gradients(inner, every, **options)
-
-
+checking_steps, acc = GUARDS["check of steps"], gcx.accumulate_gradients
 SGD = optax.sgd(1.0)
-
-
-@each_guard
-def test_weight_and_flush_reach_an_accumulation_in_a_guard(guard):
-    stream = [
-        (2.0, {"weight": 1.0}),
-        (np.nan, {"weight": 5.0}),
-        (6.0, {"weight": 3.0, "flush": True}),
-    ]
-    assert calls(guard(acc(SGD, 10)), stream)[0] == -5.0
 
 
 def test_a_compiled_flush_behind_a_clip_closes_the_window():

@@ -1,15 +1,14 @@
 """The record of norms: in time order, a row for every step, of fixed shape."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, PartitionSpec
 
 import gradclip_jax as gcx
+from accumulation_cases import run
+from guard_cases import SHARDS, WHOLE, sharded
 from oracles import eps, vector_norm
 from trees import build
 
@@ -82,20 +81,14 @@ def test_a_record_is_found_inside_any_state():
     inner = optax.chain(gcx.record_norms(4), optax.sgd(0.1))
     tx = gcx.accumulate_gradients(gcx.skip_nonfinite(inner), 2)
     grads = jnp.array([3.0, 4.0])
-    state = tx.init(grads)
-    for _ in range(4):
-        _, state = tx.update(grads, state, grads)
-    np.testing.assert_array_equal(gcx.diagnostics.norm_history(state), [5.0, 5.0])
+    _, states = run(tx, grads, [grads] * 4)
+    np.testing.assert_array_equal(gcx.diagnostics.norm_history(states[-1]), [5.0, 5.0])
 
 
 def test_the_norm_over_shards_is_recorded_on_all_devices():
-    mesh = Mesh(np.array(jax.devices()), ("data",))
     record = gcx.record_norms(2)
 
-    @jax.jit
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec()
-    )
+    @sharded(SHARDS, WHOLE)
     def step(grads):
         return record.update(grads, record.init(grads))[1]
 

@@ -10,9 +10,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx, serialization
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gradclip_jax as gcx
+from guard_cases import SHARDS, WHOLE, sharded
 
 PARAMS = {
     "decoder": {"layers": {"attn": np.ones((3, 2), "f"), "mlp": {"wi": np.ones((3, 2, 2), "f")}}},
@@ -74,12 +75,8 @@ def test_stacked_layers_have_norms_of_their_own_by_name():
         assert found[f"update_ratio/{name}"] == pytest.approx(ratio, rel=1e-6)
 
 
-class Stacked(nnx.Module):
-    def __init__(self):
-        self.lin = nnx.Param(jnp.ones((2, 3)))
-
-
 PAIR = {"a": {"w": np.float32([[1, 2, 3], [4, 5, 6]])}, "b": np.float32([7, 8])}
+DENSE = nnx.Linear(2, 3, use_bias=False, rngs=nnx.Rngs(0))
 TWO_MATRICES = [{"weight": np.ones((2, 3), "f")}, {"weight": np.ones((2, 3), "f")}]
 
 
@@ -95,7 +92,7 @@ TWO_MATRICES = [{"weight": np.ones((2, 3), "f")}, {"weight": np.ones((2, 3), "f"
             {"layers": TWO_MATRICES},
             [f"layers/{i}/weight_{j}" for i in range(2) for j in range(2)],
         ),
-        (gcx.granularities.layer(1), nnx.state(Stacked(), nnx.Param), ["lin_0", "lin_1"]),
+        (gcx.granularities.layer(1), nnx.state(DENSE, nnx.Param), ["kernel_0", "kernel_1"]),
         ("leaf", np.float32([3, 4]), ["array"]),
         ("leaf", {"mlp/~/linear_0": {"w": np.ones(2, "f")}}, ["mlp/~/linear_0/w"]),  # Haiku
         # Names that collide are escaped, and so is a newline.
@@ -553,8 +550,6 @@ def test_the_loss_is_the_extra_argument_that_guards_take():
     assert gcx.incidents(state) == []
     _, state = update(ONE, state, ONE, value=None, loss=np.float32(np.inf))
     assert [x.kinds for x in gcx.incidents(state)] == [("loss",)]
-    with pytest.raises(TypeError, match="watch: `value` must be"):
-        update(ONE, state, ONE, value=1j)
 
 
 @pytest.mark.parametrize(("scale", "size"), [(1e38, 1e5), (1e30, 1.0)])
@@ -644,19 +639,12 @@ def test_an_incident_reads_as_a_person_would_say_it():
 
 @pytest.mark.slow
 def test_in_shard_map_norms_are_those_of_the_whole_and_the_loss_is_the_mean():
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    specs = {"w": PartitionSpec("data"), "b": PartitionSpec()}
+    specs = {"w": SHARDS, "b": WHOLE}
     tx = gcx.watch(gcx.skip_nonfinite(optax.sgd(0.1)), replica_axis="data")
     params = {"w": np.ones((16, 3), "f"), "b": np.ones(3, "f")}
     grads = random_like(params)
 
-    @jax.jit
-    @functools.partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=(specs, specs, PartitionSpec("data")),
-        out_specs=PartitionSpec(),
-    )
+    @sharded((specs, specs, SHARDS), WHOLE)
     def step(params, grads, losses):
         return tx.update(grads, tx.init(params), params, value=losses[0])[1]
 
@@ -734,12 +722,3 @@ def test_a_checkpoint_holds_arrays_only_and_names_come_from_the_structure():
     restored = serialization.from_bytes(tx.init(PARAMS), serialization.to_bytes(state))
     assert [str(x) for x in gcx.incidents(restored)] == [str(x) for x in gcx.incidents(state)]
     assert gcx.diagnostics.unit_names(restored) == gcx.diagnostics.unit_names(state)
-
-
-@pytest.mark.parametrize(
-    ("options", "params"), [({"of": ("gradient",)}, PARAMS), ({}, PARAMS["decoder"])]
-)
-def test_the_state_of_another_watch_is_refused(options, params):
-    other = gcx.watch(optax.sgd(0.1), **options).init(params)
-    with pytest.raises(ValueError, match="^watch: `state` must be the state of this `watch`"):
-        gcx.watch(optax.sgd(0.1)).update(PARAMS, other, PARAMS)

@@ -113,22 +113,3 @@ def test_seeds_side_by_side_have_their_own_norms_taps_and_incidents():
     first, second = (jax.tree.map(lambda x, i=i: x[i], state) for i in range(2))
     assert gcx.incidents(first) == []
     assert [x.activation for x in gcx.incidents(second)] == ["layers_3/mlp"]
-
-
-WITH_PROBES = {"taps": PROBES}
-
-
-@pytest.mark.parametrize(
-    ("options", "extra", "error", "argument"),
-    [
-        ({"taps": np.ones(3)}, {}, ValueError, "taps"),
-        ({}, WITH_PROBES, ValueError, "taps"),
-        (WITH_PROBES, {"taps": PROBES["layers"]}, ValueError, "taps"),
-        ({}, {"batch_id": 1.5}, TypeError, "batch_id"),
-        ({}, {"batch_id": jnp.arange(2)}, TypeError, "batch_id"),
-    ],
-)
-def test_a_wrong_argument_is_named(options, extra, error, argument):
-    with pytest.raises(error, match=f"^watch: `{argument}` must be"):
-        tx = gcx.watch(optax.sgd(0.1), **options)
-        tx.update(PARAMS, tx.init(PARAMS), PARAMS, **extra)

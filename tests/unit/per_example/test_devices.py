@@ -11,6 +11,7 @@ from oracle import assert_close
 
 import gradclip_jax as gcx
 import hlo
+from guard_cases import sharded
 
 pytestmark = [
     pytest.mark.slow,
@@ -123,9 +124,7 @@ def test_clipped_mean_is_reduced_over_the_devices_of_the_batch(kind, alone):
         grads, norms = run(PARAMS, BATCH[:, None])
         assert_equal_to_one_device((grads, norms.reshape(-1)), alone)
         return
-    mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
-    specs = {"in_specs": (ALL, DATA), "out_specs": (ALL, DATA), "check_vma": kind == "typed"}
-    run = jax.jit(jax.shard_map(clip, mesh=mesh, **specs))
+    run = sharded((ALL, DATA), (ALL, DATA), check_vma=kind == "typed")(clip)
     assert_equal_to_one_device(run(PARAMS, BATCH), alone)
     assert "all_gather" not in run.lower(PARAMS, BATCH).as_text()
 

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, PartitionSpec
 
 import gradclip_jax as gcx
+from accumulation_cases import run
 from compat import VERSION
+from guard_cases import SHARDS, WHOLE, sharded
 
 KEY = jax.random.key(7)
 
@@ -60,9 +61,7 @@ def test_noise_is_drawn_once_for_all_micro_batches():
     inner = optax.chain(gcx.per_example.noisy_mean(1.0, 1.0, 4, KEY), optax.identity())
     tx = gcx.accumulate_gradients(inner, 2, reduction="sum")
     grads = jnp.ones(4)
-    state = tx.init(grads)
-    held, state = tx.update(grads, state, grads)
-    out, state = tx.update(grads, state, grads)
+    (held, out), _ = run(tx, grads, [grads] * 2)
     alone = drawn(gcx.per_example.noisy_mean(1.0, 1.0, 4, KEY), 2 * grads)[0]
     assert not np.any(held)
     np.testing.assert_allclose(out, alone, rtol=1e-6)
@@ -78,35 +77,24 @@ def test_noise_scale_agrees_with_that_of_micro_batches_of_one():
     grads = np.random.default_rng(1).normal(size=(6, 50)).astype(np.float32) + 0.4
     found = gcx.per_example.noise_scale(jnp.linalg.norm(grads, axis=1), grads.mean(0))
     tx = gcx.accumulate_gradients(optax.sgd(1.0), 6, noise_scale_decay=0.0)
-    params = jnp.zeros(50)
-    state = tx.init(params)
-    for g in grads:
-        _, state = tx.update(jnp.asarray(g), state, params)
-    assert float(found) == pytest.approx(
-        float(gcx.metrics(state)["gradient_noise_scale"]), rel=1e-4
-    )
+    _, states = run(tx, jnp.zeros(50), grads)
+    expected = gcx.metrics(states[-1])["gradient_noise_scale"]
+    assert float(found) == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_one_example_shows_no_noise_scale():
     assert np.isnan(gcx.per_example.noise_scale(jnp.ones(1), jnp.ones(3)))
 
 
-DATA, ALL = PartitionSpec("data"), PartitionSpec()
 needs_eight = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
-
-
-def shard_map(function, specs, **options):
-    mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=specs, **options)
-    return jax.jit(mapped)
 
 
 @needs_eight
 def test_shards_draw_noise_of_their_own_and_replicas_the_same():
     tx = gcx.per_example.noisy_mean(1.0, 1.0, 1, KEY)
     zeros = {"shard": jnp.zeros((8, 50)), "copy": jnp.zeros(50)}
-    noise = shard_map(lambda x: tx.update(x, tx.init(x))[0], {"shard": DATA, "copy": ALL})
-    found = noise(zeros)
+    specs = {"shard": SHARDS, "copy": WHOLE}
+    found = sharded((specs,), specs)(lambda x: tx.update(x, tx.init(x))[0])(zeros)
     assert len({tuple(np.asarray(row)) for row in found["shard"]}) == 8
     copies = [np.asarray(x.data) for x in found["copy"].addressable_shards]
     assert all((copy == copies[0]).all() for copy in copies)
@@ -123,8 +111,8 @@ def test_axis_name_says_what_a_device_holds_where_types_do_not(mode, axis_name, 
     def noise(x):
         return tx.update(x, tx.init(x))[0]
 
-    is_pmap = mode == "pmap"
-    run = jax.pmap(noise, "data") if is_pmap else shard_map(noise, DATA, check_vma=False)
+    silent = sharded(SHARDS, SHARDS, check_vma=False)
+    run = jax.pmap(noise, "data") if mode == "pmap" else silent(noise)
     if axis_name is None:
         with pytest.raises(ValueError, match="^noisy_mean: `axis_name`"):
             run(jnp.zeros((8, 50)))
