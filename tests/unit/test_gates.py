@@ -18,6 +18,7 @@ from guard_cases import SHARDS, WHOLE, calls, sharded
 gradient = partial(gcx.skip_nonfinite, check="gradient")
 step = partial(gcx.skip_nonfinite, check="step")
 spikes = partial(gcx.skip_large_norm, max_norm=1e4)
+scale = partial(gcx.dynamic_loss_scale, init_scale=8.0, growth_interval=2, check="step")
 
 
 def acc(inner, every=2, **options):
@@ -254,6 +255,13 @@ VERDICTS = {
     "the innermost guard around that checks it counts the gradient of a window": (
         gradient(gradient(acc(SGD, 2, reduction="sum"))),
         [1.5e19, 1.5e19, 1, 1], -2, [0, 0, 0, 1], [(0, 0), (1, 0)],  # squares up to 1.8e19
+    ),
+    # A bad step halves the scale, and two good ones in a row double it.
+    "a loss scale around a window counts micro-batches": (
+        scale(acc(BREAKS)), [792, 792, 4, 12, 8, 8], -3, [0, 0, 0, 1, 0, 1], [(1, 0)],
+    ),
+    "a loss scale inside a window counts windows": (
+        acc(scale(BREAKS)), [792, 792, 4, 12, 4, 4, 8, 8], -4, [0, 0, 0, 1] + [0, 1] * 2, [(1, 0)],
     ),
     "the streak of a guard outlasts the skips of another": (
         gradient(gcx.skip_large_norm(SGD, 10.0)),

@@ -345,8 +345,10 @@ def test_flush_of_an_empty_window_changes_nothing_in_it_and_around_it(name, seen
     jax.tree.map(np.testing.assert_array_equal, flushed, before)
 
 
-# Those of this package, and chains: tests/conformance/test_fuzz.py.
 WRAPPED = {
+    "chain": lambda tx: optax.chain(gcx.clip_by_global_norm(1e6), tx),
+    "skip_nonfinite": gcx.skip_nonfinite,
+    "skip_large_norm": lambda tx: gcx.skip_large_norm(tx, 1e6),
     "masked": lambda tx: optax.masked(tx, True),
     "named_chain": lambda tx: optax.named_chain(("accumulate", tx)),
 }

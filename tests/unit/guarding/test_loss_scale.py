@@ -232,7 +232,6 @@ scaled = functools.partial(gcx.dynamic_loss_scale, init_scale=2.0**16)
         lambda inner: scaled(gcx.accumulate_gradients(inner, 4)),
         lambda inner: gcx.accumulate_gradients(scaled(inner), 4),
     ],
-    ids=["around", "inside"],
 )
 def test_accumulation_either_way_round_gives_the_numbers_of_float32(build):
     # The gradients, 2^-28 to 2^-26, are no numbers of float16; 2^16 times as much is.

@@ -108,8 +108,7 @@ def test_a_state_derived_from_one_of_ours_reports_the_same():
 def test_steps_and_skips_are_counted_by_cause():
     inner = gcx.skip_large_norm(optax.sgd(0.1), 10.0, max_consecutive_skips=2)
     tx = gcx.skip_nonfinite(gcx.accumulate_gradients(inner, 2), max_consecutive_skips=3)
-    norms = (1.0, 1.0, np.nan, 1.0, 50.0, 50.0, 50.0, np.inf)
-    _, state = feed(tx, norms)
+    _, state = feed(tx, [1.0, 1.0, np.nan, 1.0, 50.0, 50.0, 50.0, np.inf])
     found = {key: int(x) for key, x in gcx.metrics(state).items() if x.dtype != jnp.float32}
     assert found == {
         "consecutive_skips": 2,  # the largest

@@ -11,7 +11,7 @@ from oracle import assert_close
 
 import gradclip_jax as gcx
 import hlo
-from guard_cases import sharded
+from guard_cases import SHARDS, WHOLE, sharded
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,15 +26,13 @@ PARAMS = {
     "bias": array(HIDDEN, seed=3),
     "down": array(HIDDEN, WIDTH, seed=4),
 }
-ALL = P()
 TENSOR_PARALLEL = {
-    "scale": ALL,
+    "scale": WHOLE,
     "up": P(None, "model"),
     "bias": P("model"),
     "down": P("model", None),
 }
 FSDP = dict.fromkeys(PARAMS, P("data"))
-DATA = P("data")
 
 
 def loss(params, x, add_up=lambda y: y):
@@ -77,8 +75,8 @@ def ordinary(params, batch):
 
 def compiled_on(mesh, function, specs):
     """A program whose gradients are sharded as the weights, and the arguments for it."""
-    args = on(mesh, (PARAMS, BATCH), (specs, DATA))
-    out = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (specs, DATA))
+    args = on(mesh, (PARAMS, BATCH), (specs, SHARDS))
+    out = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (specs, SHARDS))
     return jax.jit(function, out_shardings=out).lower(*args).compile(), args
 
 
@@ -103,12 +101,12 @@ def test_tensor_parallel_inside_shard_map_adds_up_two_numbers_for_each_norm(mesh
         return loss(params, x, lambda y: jax.lax.psum(y, "model"))
 
     def spread(function, out_specs):
-        specs = dict(in_specs=(TENSOR_PARALLEL, DATA), out_specs=out_specs)
+        specs = dict(in_specs=(TENSOR_PARALLEL, SHARDS), out_specs=out_specs)
         return jax.jit(jax.shard_map(function, mesh=mesh, **specs))
 
-    clip = spread(clip_of(sharded), (TENSOR_PARALLEL, DATA))
+    clip = spread(clip_of(sharded), (TENSOR_PARALLEL, SHARDS))
     assert_equal_to_one_device(clip(PARAMS, BATCH), alone)
-    norms = spread(gcx.per_example.norms(sharded), DATA).lower(PARAMS, BATCH).compile().as_text()
+    norms = spread(gcx.per_example.norms(sharded), SHARDS).lower(PARAMS, BATCH).compile().as_text()
     local = EXAMPLES // 2
     activations = 2 * local * TOKENS * WIDTH  # those of the loss itself, there and back
     # The loop is for the examples whose gradients have to be materialized.
@@ -124,13 +122,13 @@ def test_clipped_mean_is_reduced_over_the_devices_of_the_batch(kind, alone):
         grads, norms = run(PARAMS, BATCH[:, None])
         assert_equal_to_one_device((grads, norms.reshape(-1)), alone)
         return
-    run = sharded((ALL, DATA), (ALL, DATA), check_vma=kind == "typed")(clip)
+    run = sharded((WHOLE, SHARDS), (WHOLE, SHARDS), check_vma=kind == "typed")(clip)
     assert_equal_to_one_device(run(PARAMS, BATCH), alone)
     assert "all_gather" not in run.lower(PARAMS, BATCH).as_text()
 
 
 @pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="explicit axes as of JAX 0.8")
-@pytest.mark.parametrize("examples", [ALL, DATA])
+@pytest.mark.parametrize("examples", [WHOLE, SHARDS])
 def test_explicit_axes_of_weights_and_batch_equal_one_device(alone, examples):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     whole = NamedSharding(mesh, P(None, None))
@@ -160,12 +158,12 @@ def test_parts_that_are_not_real_are_left_out_on_every_device(kind):
         )(params, batch)
 
     if kind == "shard_map":
-        stats = gcx.per_example.Stats(DATA, DATA, DATA, None, None)
-        out = ((ALL, stats), dict.fromkeys(PARAMS, ALL))
-        run = jax.shard_map(run, mesh=mesh, in_specs=(ALL, DATA, ALL), out_specs=out)
-    params = jax.device_put(PARAMS, NamedSharding(mesh, ALL))
+        stats = gcx.per_example.Stats(SHARDS, SHARDS, SHARDS, None, None)
+        out = ((WHOLE, stats), dict.fromkeys(PARAMS, WHOLE))
+        run = jax.shard_map(run, mesh=mesh, in_specs=(WHOLE, SHARDS, WHOLE), out_specs=out)
+    params = jax.device_put(PARAMS, NamedSharding(mesh, WHOLE))
     with jax.set_mesh(mesh):
-        placed = jax.device_put(batch, NamedSharding(mesh, DATA))
+        placed = jax.device_put(batch, NamedSharding(mesh, SHARDS))
         (value, stats), grads = jax.jit(run)(params, placed, jnp.int32(1))
     real = gcx.per_example.value_and_grad(loss, 0.5)
     (expected, of_real), wanted = jax.jit(real)(PARAMS, BATCH[::2])
