@@ -15,7 +15,12 @@ import gradclip_jax as gcx
 import hlo
 from trees import normal
 
-ROW_CLIP = gcx.clip_by_norm(1.0, granularity=gcx.granularities.axis(-1))
+ADAM = optax.adam(0.1)
+SHARDED = {
+    "watch": gcx.watch(ADAM),
+    "unit": optax.chain(gcx.adaptive_grad_clip(0.01), ADAM),
+    "row": optax.chain(gcx.clip_by_norm(1.0, granularity=gcx.granularities.axis(-1)), ADAM),
+}
 
 OPTIMIZERS = {
     "watch": gcx.watch(
@@ -78,7 +83,7 @@ def test_variants_agree(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
-@pytest.mark.parametrize("name", ["watch", "unit", "row"])
+@pytest.mark.parametrize("name", SHARDED)
 def test_leaves_of_one_shape_and_several_shardings_are_not_gathered(
     name: str, platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,20 +93,10 @@ def test_leaves_of_one_shape_and_several_shardings_are_not_gathered(
         key: jax.device_put(jnp.ones(4096 if key < "d" else (512, 512)), NamedSharding(mesh, spec))
         for key, spec in specs.items()
     }
-    make = {
-        "watch": gcx.watch,
-        "unit": lambda inner: optax.chain(gcx.adaptive_grad_clip(0.01), inner),
-        "row": lambda inner: optax.chain(ROW_CLIP, inner),
-    }[name]
-    tx = make(optax.adam(0.1))
-
-    def step(grads: Any, state: Any, params: Any) -> Any:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
+    tx = SHARDED[name]
     state = jax.jit(tx.init)(params)
     _choose(platform, monkeypatch)
-    text = hlo.compiled(step, params, state, params)
+    text = hlo.compiled(lambda *args: gcx.apply_gradients(tx, *args), params, state, params)
     for operation in ("all-gather", "all-to-all", "collective-permute"):
         assert not hlo.count(text, operation, branches=True), operation
     assert hlo.count(text, "all-reduce")
