@@ -212,7 +212,7 @@ class MicroBatch(NamedTuple):
         grads: Gradients of the micro-batch.
         reductions: Tree with the reduction of each leaf.
         weight: Weight, float32[]; None means 1.
-        key: Random key for stochastic rounding of the sum; None to round to nearest.
+        key: Random key for stochastic rounding of sums and means; None to round to nearest.
     """
 
     grads: Tree
@@ -226,9 +226,7 @@ def add_micro_batch(acc: Tree, micro_batch: MicroBatch, is_first: Array | bool) 
 
     Old values are overwritten instead of multiplied by 0, because they may be NaN.
     """
-    keys: Iterator[Array | None] = itertools.repeat(None)
-    if micro_batch.key is not None:  # one split for all leaves
-        keys = iter(jax.random.split(micro_batch.key, len(jax.tree.leaves(acc))))
+    keys = _keys_of_leaves(micro_batch.key, acc)
 
     def add(reduction: str, total: Array, grad: Array) -> Array:
         key = next(keys)
@@ -242,15 +240,27 @@ def add_micro_batch(acc: Tree, micro_batch: MicroBatch, is_first: Array | bool) 
     return jax.tree.map(add, micro_batch.reductions, acc, micro_batch.grads)
 
 
+def _keys_of_leaves(key: Array | None, tree: Tree) -> Iterator[Array | None]:
+    """Return a random key for each leaf; None if there is no key."""
+    if key is None:
+        return itertools.repeat(None)
+    return iter(jax.random.split(key, len(jax.tree.leaves(tree))))  # one split for all leaves
+
+
 def window_gradient(
     acc: Tree, micro_batch: MicroBatch, total_weight: Scalar, inner_state: Tree = ()
 ) -> Tree:
     """Return the accumulated gradient, summed over devices, with float0 leaves restored."""
+    key = micro_batch.key
+    if key is not None:  # another one than those of the sums
+        key = jax.random.fold_in(key, len(jax.tree.leaves(acc)))
+    keys = _keys_of_leaves(key, acc)
 
     def read(reduction: str, total: Array, grad: Array) -> Array:
+        key = next(keys)
         if is_float0(grad) or reduction != "mean":
             return grad if is_float0(grad) else total
-        return divide(total, total_weight).astype(total.dtype)
+        return rounded(total.dtype, divide(total, total_weight), key)
 
     totals = reduce_over_devices(acc, inner_state)
     return jax.tree.map(read, micro_batch.reductions, totals, micro_batch.grads)

@@ -117,8 +117,9 @@ def accumulate_gradients(
         accumulator_dtype: Dtype of the sum for leaves of up to 32 bits. Complex leaves use the
             corresponding complex dtype, and 64-bit leaves keep their dtype. May be a prefix tree of
             dtypes, or a function from the path of a leaf to a dtype.
-        rounding: Rounding of bfloat16 sums, "nearest" or "stochastic". Stochastic rounding is
-            unbiased for windows of any length and deterministic across runs and replicas.
+        rounding: Rounding of bfloat16 sums and means, "nearest" or "stochastic". Stochastic
+            rounding is unbiased for windows of any length and deterministic across runs and
+            replicas.
         noise_scale_decay: Decay rate, at least 0 and below 1, of a moving average over windows that
             estimates the gradient noise scale (McCandlish et al. 2018, arXiv 1812.06162). This
             costs one extra norm computation per micro-batch; `metrics` includes the result. None

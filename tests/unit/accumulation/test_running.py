@@ -53,32 +53,36 @@ def test_weight_is_a_float32_scalar_whatever_number_it_was(weight):
     assert total.dtype == jnp.float32 and total.shape == () and float(total) == float(weight)
 
 
+ROUNDED = {"accumulator_dtype": jnp.bfloat16, "rounding": "stochastic"}
+
+
 def test_stochastic_rounding_of_a_long_sum_is_right_in_the_mean():
     # 1.001 a thousand times: in bfloat16 the sum stops growing at 256, where 1.001 is half an eps.
-    params, count = jnp.zeros(512), 1_000
-    wanted = count * 1.001
+    params, count, wanted = jnp.zeros(512), 1_000, 1_001.0
 
-    def run(**kwargs):
-        tx = gcx.accumulate_gradients(
-            optax.identity(), 2 * count, reduction="sum", accumulator_dtype=jnp.bfloat16, **kwargs
-        )
-        step = lambda state, _: (tx.update(jnp.full(512, 1.001), state, params)[1], None)  # noqa: E731
-        state = jax.jit(lambda s: jax.lax.scan(step, s, length=count)[0])(tx.init(params))
-        assert state.acc_grads.dtype == jnp.bfloat16
+    def run(rounding):
+        options = ROUNDED | {"rounding": rounding, "reduction": "sum"}
+        tx = gcx.accumulate_gradients(optax.identity(), 2 * count, **options)
+        step = lambda _, state: tx.update(jnp.full(512, 1.001), state, params)[1]  # noqa: E731
+        state = jax.lax.fori_loop(0, count, step, tx.init(params))
         return np.asarray(state.acc_grads, np.float64)
 
-    first, again = run(rounding="stochastic"), run(rounding="stochastic")
+    first, again = run("stochastic"), run("stochastic")
     np.testing.assert_array_equal(first, again)
     # Five standard errors of the mean.
     assert abs(first.mean() - wanted) < 5 * first.std() / np.sqrt(first.size)
-    assert run().max() < 0.6 * wanted
+    assert run("nearest").max() < 0.6 * wanted
+
+
+def test_stochastic_rounding_of_a_mean_is_right_in_the_mean():
+    tx, grads = gcx.accumulate_gradients(optax.identity(), 3, **ROUNDED), jnp.full(20_000, 1.0015)
+    mean = np.float64(run(tx, grads, [grads] * 3)[0][-1])
+    assert abs(mean.mean() - 1.0015) < 5 * mean.std() / np.sqrt(mean.size)
 
 
 def test_stochastic_rounding_keeps_what_is_not_finite():
     bad = jnp.resize(jnp.array([jnp.nan, jnp.inf, -jnp.inf]), 64)
-    tx = gcx.accumulate_gradients(
-        optax.identity(), 2, accumulator_dtype=jnp.bfloat16, rounding="stochastic"
-    )
+    tx = gcx.accumulate_gradients(optax.identity(), 2, **ROUNDED)
     _, state = tx.update(bad, tx.init(bad), bad)
     np.testing.assert_array_equal(np.float32(state.acc_grads), bad)
 
