@@ -260,7 +260,8 @@ def window_gradient(
         key = next(keys)
         if is_float0(grad) or reduction != "mean":
             return grad if is_float0(grad) else total
-        return rounded(total.dtype, divide(total, total_weight), key)
+        mean = divide(total, total_weight)
+        return mean.astype(total.dtype) if key is None else rounded(total.dtype, mean, key)
 
     totals = reduce_over_devices(acc, inner_state)
     return jax.tree.map(read, micro_batch.reductions, totals, micro_batch.grads)
