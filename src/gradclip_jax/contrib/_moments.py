@@ -327,13 +327,13 @@ def stable_adamw(
             d1, d2 = (decay.astype(second.dtype) for decay in decays)
             first = first * d1 + grad * (1 - d1)
             second = second * d2 + jnp.abs(grad) ** 2 * (1 - d2)
-            root = power_of(second, 0.5)
-            ratio = grad / jnp.maximum(root, eps)  # eps^2 may underflow
+            floor = jnp.maximum(eps**2, jnp.finfo(second.dtype).tiny)  # eps^2 may underflow
+            ratio = grad / jnp.sqrt(jnp.maximum(second, floor))
             norm = norm_of_leaves([ratio], 2.0, axes)
             size = ratio.size * replica_count(frozenset(), shard_axes(ratio, axes))
             shortened = rate / jnp.maximum(1, norm / math.sqrt(max(size, 1)) / clipping)
             decayed = weight_decay * param.astype(first.dtype)
-            direction = first / (root + eps) + decayed
+            direction = first / (power_of(second, 0.5) + eps) + decayed
             return -shortened * direction, first, second
 
         return step
