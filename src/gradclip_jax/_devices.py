@@ -56,15 +56,21 @@ def may_be_sharded(x: Array) -> bool:
     return x.ndim > 0 and not is_manual and (jax.device_count() > 1 or mesh.size > 1)
 
 
-def groups_of_type(arrays: Sequence[Array]) -> list[list[int]]:
-    """Group the indices of arrays that can be stacked: those of the same type.
+def _stack_key(x: Array, leaf: int) -> Hashable:
+    """Return a key that is equal for arrays that can be stacked: those of the same type.
 
-    An array that may be sharded is a group by itself. If arrays of different shardings are stacked,
-    XLA changes the sharding of their producers, and may gather a gradient and its moments.
+    An array that may be sharded is only stacked with arrays of the same leaf. If arrays of
+    different shardings are stacked, XLA changes the sharding of their producers, and may gather a
+    gradient and its moments.
     """
+    return jax.typeof(x), leaf if may_be_sharded(x) else None
+
+
+def groups_of_type(arrays: Sequence[Array]) -> list[list[int]]:
+    """Group the indices of arrays that can be stacked, one array for each leaf."""
     groups: dict[Hashable, list[int]] = {}
     for i, x in enumerate(arrays):
-        groups.setdefault((jax.typeof(x), i if may_be_sharded(x) else None), []).append(i)
+        groups.setdefault(_stack_key(x, i), []).append(i)
     return list(groups.values())
 
 
@@ -179,7 +185,7 @@ def sums_of_terms(
             return fusion_barrier(pairs) if by_row or is_small else pairs
 
         gradient, *others = columns
-        totals = sums(summands, _row_major(gradient), *others, map_terms=_sum_summands)
+        totals = sums(summands, _row_major(gradient), *others, map_terms=_sums_by_type)
         # The sum of a group without leaves is a scalar 0.
         parts = [[x[i] if x.ndim else x for x in totals] for i in range(num_terms // 2)]
         return [list(map(part, x)) for x in parts for part in (jnp.real, jnp.imag)]
@@ -194,19 +200,21 @@ def sums_of_terms(
     return lax.platform_dependent(*columns, cuda=at_once, rocm=at_once, default=one_by_one)
 
 
-def _sum_summands(
+def _sums_by_type(
     summands: Callable[..., list[Array]],
     leaves: Sequence[Array],
     axes: Sequence[Sequence[int]],
     *others: Sequence[Array],
 ) -> list[Array]:
-    """Return the sums of all terms in `summands(leaf, axes, *others)`, stacked for each leaf."""
+    """Sum the arrays that `summands(leaf, axes, *others)` returns, those of one type together.
+
+    Return the sums of each leaf as one array.
+    """
     terms = list(map(summands, leaves, axes, *others))
     groups: dict[Hashable, list[tuple[int, int]]] = {}
     for i, of_leaf in enumerate(terms):
         for j, x in enumerate(of_leaf):
-            key = jax.typeof(x), axes[i], i if may_be_sharded(x) else None
-            groups.setdefault(key, []).append((i, j))
+            groups.setdefault((_stack_key(x, i), axes[i]), []).append((i, j))
     for group in groups.values():
         for start in range(0, len(group), _WIDTH):
             places = group[start : start + _WIDTH]
@@ -223,10 +231,10 @@ def _row_major(gradients: Sequence[Array]) -> list[Array]:
 
     XLA may store a gradient in column-major order, because a matrix product returned it so. It then
     transposes the parameter and the moments, and copies them back: 6 % of the kernel launches of a
-    GPT with `watch`, and 18 % of the bytes of an LSTM (JAX 0.10.2, H100). Only the row-major order
-    allows to reshape without a copy. The gradient of a position embedding, a matrix whose shape
-    usually occurs once, is a sum over examples, and its order would determine that of all
-    activations. XLA would gather a sharded gradient.
+    GPT with `watch`, and 17 % of the bytes of an LSTM (JAX 0.10.2, H100). A reshape to a vector
+    requires no copy in row-major order, so XLA chooses this order. The gradient of a position
+    embedding, a matrix whose shape usually occurs once, is a sum over examples, and its order would
+    determine that of all activations. XLA would gather a sharded gradient.
     """
     ordered = list(gradients)
     for places in groups_of_type(gradients):

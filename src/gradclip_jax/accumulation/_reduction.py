@@ -252,7 +252,7 @@ def window_gradient(
 ) -> Tree:
     """Return the accumulated gradient, summed over devices, with float0 leaves restored."""
     key = micro_batch.key
-    if key is not None:  # another one than those of the sums
+    if key is not None:  # differs from the keys of the sums
         key = jax.random.fold_in(key, len(jax.tree.leaves(acc)))
     keys = _keys_of_leaves(key, acc)
 

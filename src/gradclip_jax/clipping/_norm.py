@@ -356,14 +356,14 @@ def totals(
     for x in leaves:
         shards.append(frozenset() if units.is_local else shard_axes(x, axis_name))
     everywhere = frozenset[str]().union(*shards)
-    all_axes = units.axes if isinstance(units, Slices) else [tuple(range(x.ndim)) for x in leaves]
+    axes = units.axes if isinstance(units, Slices) else [tuple(range(x.ndim)) for x in leaves]
     parts: dict[int, list[Array]] = {}
-    rows = zip(units.entries, shards, map_terms(terms, leaves, all_axes, *columns), strict=True)
-    for i, axes, part in rows:
+    rows = zip(units.entries, shards, map_terms(terms, leaves, axes, *columns), strict=True)
+    for i, shard, part in rows:
         if i is None:
             continue
         if is_sum and everywhere:  # count a replicated leaf once
-            part = part / replica_count(axes, everywhere)
+            part = part / replica_count(shard, everywhere)
         parts.setdefault(i, []).append(part)
     entries: Norms = []
     for i in range(units.size):

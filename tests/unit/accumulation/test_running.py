@@ -60,18 +60,18 @@ def test_stochastic_rounding_of_a_long_sum_is_right_in_the_mean():
     # 1.001 a thousand times: in bfloat16 the sum stops growing at 256, where 1.001 is half an eps.
     params, count, wanted = jnp.zeros(512), 1_000, 1_001.0
 
-    def run(rounding):
-        options = ROUNDED | {"rounding": rounding, "reduction": "sum"}
-        tx = gcx.accumulate_gradients(optax.identity(), 2 * count, **options)
+    def run(**options):
+        tx = gcx.accumulate_gradients(optax.identity(), 2_000, reduction="sum", **ROUNDED | options)
         step = lambda _, state: tx.update(jnp.full(512, 1.001), state, params)[1]  # noqa: E731
         state = jax.lax.fori_loop(0, count, step, tx.init(params))
+        assert state.acc_grads.dtype == jnp.bfloat16
         return np.asarray(state.acc_grads, np.float64)
 
-    first, again = run("stochastic"), run("stochastic")
+    first, again = run(), run()
     np.testing.assert_array_equal(first, again)
     # Five standard errors of the mean.
     assert abs(first.mean() - wanted) < 5 * first.std() / np.sqrt(first.size)
-    assert run("nearest").max() < 0.6 * wanted
+    assert run(rounding="nearest").max() < 0.6 * wanted
 
 
 def test_stochastic_rounding_of_a_mean_is_right_in_the_mean():
