@@ -104,7 +104,7 @@ def restore(path, seed=0):
     return checkpointer.restore(path.resolve(), first_run(seed))
 
 
-def stretch_to_leave_out(run, x, y, last_id):
+def stretch_to_leave_out(run, x, y, last_id, left_out):
     """The ids from the first unusual batch since the checkpoint to where losses are usual again."""
 
     def loss_of(i):
@@ -114,7 +114,8 @@ def stretch_to_leave_out(run, x, y, last_id):
     usual = [i for i in run["recent"].tolist() if i >= 0] or range(first_id, last_id)
     usual, unusual, i = [loss_of(i) for i in usual], [], first_id
     while i <= max([last_id, *unusual]) + USUAL_BATCHES and i < len(x):
-        unusual += [i] if is_unusual(loss_of(i), usual) else []
+        is_new = not any(i in stretch for stretch in left_out)
+        unusual += [i] if is_new and is_unusual(loss_of(i), usual) else []
         i += 1
     return range(unusual[0], unusual[-1] + 1) if unusual else None
 
@@ -156,7 +157,7 @@ def train(folder, seed, spoilt):
         if not is_bad:
             continue
         rewound, _ = checkpoints.load()
-        stretch = stretch_to_leave_out(rewound, x, y, i)
+        stretch = stretch_to_leave_out(rewound, x, y, i, left_out)
         if stretch is None:
             unexplained += 1
             if unexplained == MAX_UNEXPLAINED:
@@ -177,7 +178,8 @@ def keep(folder, step, sentence, checkpoint, ids, x, y, loss, state):
         print(sentence)
         shutil.copytree(checkpoint, folder / "incident", dirs_exist_ok=True)
         verdict = {"loss": np.float32(loss), "rows": state.incidents.rows}
-        np.savez(folder / "incident.npz", ids=ids, x=x[ids], y=y[ids], **verdict)
+        np.savez(folder / "partial.npz", ids=ids, x=x[ids], y=y[ids], **verdict)
+        (folder / "partial.npz").replace(folder / "incident.npz")  # complete even after a kill
 
 
 def train_plainly(seed, spoilt):

@@ -222,8 +222,6 @@ def _is_fresh(node: Tree) -> bool:
 def _copied(like: Tree, given: Tree, reduction: str | None, path: Path) -> Tree:
     """Copy a state, except its inner state, to its counterpart in the new optimizer."""
     kind, is_same = type(like), type(like) is type(given)
-    if is_same and hasattr(like, "incidents") and not _is_alike(like.incidents, given.incidents):
-        given = given._replace(incidents=like.incidents)
     if isinstance(like, _FRESH):
         return given if _is_alike(like, given) else like
     if kind in _WINDOWS:
@@ -233,6 +231,9 @@ def _copied(like: Tree, given: Tree, reduction: str | None, path: Path) -> Tree:
         given = _copied_skips(like, given)
     if kind in _INNER:
         like, given = (x._replace(**{_INNER[type(x)]: ()}) for x in (like, given))
+        if kind not in _WINDOWS:  # a guard may have another rule, and `watch` other units
+            pairs = zip(like, given, strict=True)
+            return kind(*(old if _is_alike(new, old) else new for new, old in pairs))
     return _copied_children(like, given, reduction, path)
 
 

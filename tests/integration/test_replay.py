@@ -73,6 +73,12 @@ def test_rewinding_finds_the_stretch(tmp_path, example, seed, start, length):
     assert abs(example.test_loss(params) - clean) < 0.018  # the deviation over 20 seeds
 
 
+def test_usual_batches_between_two_stretches_are_kept(tmp_path, example):
+    with contextlib.redirect_stdout(io.StringIO()):
+        _, left_out = example.train(tmp_path, 10, [*range(100, 110), *range(123, 140)])
+    assert left_out == [range(100, 110), range(123, 140)]
+
+
 def test_a_cause_in_the_model_stops_the_run(tmp_path, example, monkeypatch):
     def outlier(params, state, x, y):
         scale = 100.0 if int(state.incidents.step_count) in (60, 80, 100) else 1.0

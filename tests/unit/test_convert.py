@@ -208,6 +208,10 @@ ADDED = {
         gcx.skip_nonfinite,
         lambda tx: gcx.skip_nonfinite(gcx.accumulate_gradients(tx, 1)),
     ),
+    "the rule of a guard, and the norms that are watched": (
+        lambda tx: gcx.watch(gcx.skip_large_norm(tx, 1e3), of=("gradient",)),
+        lambda tx: gcx.watch(gcx.skip_spikes(tx, norm=gcx.thresholds.mean_std(50.0))),
+    ),
     "a clip taken out of a window": (
         lambda tx: optax.MultiSteps(optax.chain(optax.clip(1e3), tx), EVERY),
         lambda tx: optax.chain(gcx.clip(1e3), gcx.accumulate_gradients(tx, EVERY)),

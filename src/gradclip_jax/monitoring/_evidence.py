@@ -50,7 +50,8 @@ def norms_of_step(
         after = p + u
         if jnp.issubdtype(narrow, jnp.floating) and jnp.finfo(narrow).bits < 32:
             after = _rounded(after, jnp.finfo(narrow))
-        return *of_gradient, squares(after - p, dtype), squares(p, dtype)
+        change = jnp.where(u == 0, 0, after - p)  # also for a non-finite parameter
+        return *of_gradient, squares(change, dtype), squares(p, dtype)
 
     columns = (gradient,) if step is None else (gradient, *step)
     rows = _as_rows(sums_of_terms(sums, terms, 2 if step is None else 4, *columns))
@@ -138,6 +139,7 @@ def evidence(
     others = jnp.where(jnp.arange(shares.size) == first, 0, shares)
     # Increase of the parameter and gradient norms, the drift, and increase of the update norm.
     factors = ranks[np.array([0, 2, 4, 5]), first]
+    rise = _first_true(factors > 0, factors)
     fields: dict[str, Any] = {
         "norm": whole,
         "norm_threshold": found.thresholds[0],
@@ -147,7 +149,8 @@ def evidence(
         "second_leaf": jnp.argmax(others),
         "second_share": jnp.max(others),
         "bad_elements": bad_count,
-        "leaf_rise": _first_true(factors > 0, factors),
+        # If only the norm of all parameters has jumped, no leaf or layer is its cause.
+        "leaf_rise": jnp.where(found.jumped & ~is_found[0], 0, rise),
     }
     for i, kind in enumerate(KINDS[1 : len(norms)], 1):
         fields[f"{kind}_norm"], fields[f"{kind}_threshold"] = norms[i, 0], found.thresholds[i]
@@ -156,7 +159,7 @@ def evidence(
         "infinity": jnp.isinf(whole),
         "leaf": is_found[2],
         "update": is_found[5],
-        "parameter": is_found[0],
+        "parameter": is_found[0] | found.jumped,
         "zero": found.dead[0] | is_found[3],
         "drift": is_found[4],
     }

@@ -131,23 +131,24 @@ class Incident(NamedTuple):
 
     def _causes(self) -> list[str]:
         """Describe faults other than outliers of the gradient norm or the loss."""
-        place = f" of {self.leaf}" if self.leaf else ""
-        factor = _short(self.leaf_rise)
-        rise = f"{factor} times its usual value"
-        is_only = self.second_leaf in ("", self.leaf)
+        place, inside = (f" {word} {self.leaf}" if self.leaf else "" for word in ("of", "in"))
+        factor, is_only = _short(self.leaf_rise), self.second_leaf in ("", self.leaf)
         others = "" if is_only else " more than those of other leaves"
+        rise = f"rose {factor} times{others}"
         parts: list[str] = []
         if "parameter" in self.kinds:
             norm = self.parameter_norm or 0.0
-            parts.append(f"parameter norm{place} {rise if math.isfinite(norm) else _short(norm)}")
+            if not math.isfinite(norm):
+                parts.append(f"parameter norm {_beyond(norm)}{inside}")
+            else:
+                is_whole = self.leaf_rise <= 1
+                parts.append(f"parameter norm{f' {_short(norm)}' if is_whole else f'{place} {rise}'}")
         elif "leaf" in self.kinds:
-            parts.append(f"gradient norm{place} rose {factor} times{others}")
+            parts.append(f"gradient norm{place} {rise}")
         if "update" in self.kinds and self.update_norm:
             norm = _compared(self.update_norm, self.update_threshold)
             if not math.isfinite(self.update_norm):
-                # The norm is infinite because an element is infinite or its square overflowed.
-                norm = "NaN" if math.isnan(self.update_norm) else "above 1e25"
-                norm += f" in {self.leaf}" if self.leaf else ""
+                norm = _beyond(self.update_norm) + inside
             elif place and self.leaf_rise > 1:
                 norm += f", that{place} {rise}"
             parts.append(f"update norm {norm}")
@@ -192,6 +193,11 @@ def _compared(value: float, threshold: float) -> str:
     """Format a value; append the threshold if the value exceeds it."""
     is_above = math.isfinite(value) and value > threshold and threshold < UNBOUNDED
     return _short(value) + (f" (threshold {_short(threshold)})" if is_above else "")
+
+
+def _beyond(norm: float) -> str:
+    """Format a non-finite norm; it is infinite if an element is or if its square overflowed."""
+    return "NaN" if math.isnan(norm) else "above 1e25"
 
 
 def _short(x: float) -> str:

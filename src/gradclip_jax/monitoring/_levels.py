@@ -159,6 +159,7 @@ class Comparison(NamedTuple):
         loss_threshold: Threshold for the loss.
         rises: [kinds, units], ratio of each unit's norm to its moving average, relative to the
             other units; 0 below the threshold.
+        jumped: Whether the norm of all parameters is above its threshold.
         drifts: [units], ratio of each unit's gradient norm to its long-term mean; 0 without a
             drift.
         dead: bool[1 + units], whether the gradient of the tree or of a leaf or layer has become
@@ -168,6 +169,7 @@ class Comparison(NamedTuple):
     thresholds: Array
     loss_threshold: Scalar
     rises: Array
+    jumped: Scalar
     drifts: Array
     dead: Array
 
@@ -179,12 +181,13 @@ def compare(
     loss: Scalar | None,
     z_threshold: Number,
     *,
+    has_gradient: Scalar,
     is_step: Scalar,
 ) -> tuple[Comparison, Array]:
     """Compare the norms and loss of the current step with previous steps.
 
     `norms` is float32[kinds, 1 + units]. Updates and parameters are compared only if the optimizer
-    ran (`is_step`). Norms and losses are compared as logarithms, because their distributions have
+    ran (`is_step`), and gradients unless the call only flushes an accumulation (`has_gradient`). Norms and losses are compared as logarithms, because their distributions have
     long tails. The loss is also compared directly, because it may be negative.
 
     All values and statistics are stored in one matrix, because compile time on CPU grows with the
@@ -203,7 +206,8 @@ def compare(
 
     value = jnp.float32(jnp.inf) if loss is None else loss.astype(jnp.float32)
     losses = jnp.pad(jnp.stack([jnp.maximum(value, 0), value]), (0, size - 2))
-    measured = jnp.where(is_step | (row == 0) | is_loss, jnp.vstack([norms, losses]), 0)
+    is_measured = jnp.where(row == 0, has_gradient, is_step) | is_loss
+    measured = jnp.where(is_measured, jnp.vstack([norms, losses]), 0)
     # Norms of zero are not averaged, because their logarithm is infinite.
     values = jnp.where(is_log, jnp.log(measured), measured)
     is_known = jnp.isfinite(values) & ~is_loss
@@ -216,9 +220,11 @@ def compare(
     is_rise = jnp.isfinite(excess) & (values - shared > limits)
     # If all other norms decrease, a constant norm is not an outlier.
     is_rise &= changes[0] > np.log(least)
+    jumped = jnp.array(False)
     if len(norms) == len(KINDS):  # a small parameter may change its sign
         usual_norm = jnp.where(past.num_values > 0, jnp.exp(past.mean), 0)
         is_rise &= (row != 2) | (measured > usual_norm[2:3] + _UPDATES * usual_norm[1:2])
+        jumped = is_rise[2, 0]
     rises = jnp.where(is_rise, jnp.exp(jnp.minimum(excess, 80)), 0)[:-1, 1:]
     thresholds = _exp(limits[:, 0])
     # Negative losses have no logarithm and are only compared directly.
@@ -233,24 +239,26 @@ def compare(
     long_mean = past.long_mean + jnp.where(is_known, rate, 0) * (past.mean - past.long_mean)
 
     dead, *zeros = _dead(past, measured == 0)
+    zeros = [jnp.where(has_gradient, x, old) for x, old in zip(zeros, past[5:], strict=True)]
     # If the whole gradient is zero, report only the whole tree.
-    dead = dead[0] & ((column == 0) | (measured[0, 0] > 0))
+    dead = dead[0] & has_gradient & ((column == 0) | (measured[0, 0] > 0))
     # The rule averaged the changes relative to the other leaves, so add the mean change.
     weight = jnp.where(is_known, 1 / jnp.minimum(past.num_values + 1, memory), 0)
     mean = usual.mean + weight * shared
     after = [usual.num_values, mean, usual.variance, usual.top, long_mean, *zeros]
-    return Comparison(thresholds, loss_threshold, rises, drifts, dead), jnp.stack(after)
+    found = Comparison(thresholds, loss_threshold, rises, jumped, drifts, dead)
+    return found, jnp.stack(after)
 
 
 def _of_others(changes: Array, is_known: Array) -> Array:
     """For each leaf, compute the mean change of all other leaves; 0 for the whole tree.
 
-    A difficult batch raises the norms of all leaves, so each leaf is compared with the others. The
-    change of a norm is limited to a factor of 20.
+    A difficult batch raises the norms of all leaves, so each leaf is compared with the others. A
+    decrease is limited to a factor of 20, because the norm of a single leaf may vanish.
     """
     is_unit = (np.arange(changes.shape[-1]) > 0).reshape(1, 1, -1)
     is_counted = jnp.broadcast_to(is_known & is_unit, changes.shape)
-    bounded = jnp.where(is_counted, jnp.clip(changes, -3, 3), 0)
+    bounded = jnp.where(is_counted, jnp.maximum(changes, -3), 0)
     known = is_counted.astype(jnp.float32)
     total, count = jnp.sum(jnp.stack([bounded, known]), -1, keepdims=True)
     return jnp.where(is_unit, (total - bounded) / jnp.maximum(count - known, 1), 0)

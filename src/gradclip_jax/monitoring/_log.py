@@ -171,7 +171,7 @@ def _parsed(path: str | os.PathLike[str]) -> list[Row]:
             damaged.append(number)
     if damaged:
         places = ", ".join(map(str, damaged[:5])) + (", ..." if damaged[5:] else "")
-        warnings.warn(f"{path}: skipped {len(damaged)} damaged lines: {places}", stacklevel=4)
+        warnings.warn(f"{path}: skipped {len(damaged)} damaged lines: {places}", stacklevel=5)
     return rows
 
 

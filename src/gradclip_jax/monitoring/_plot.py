@@ -124,9 +124,10 @@ def _kinds(log: Log) -> list[tuple[float, str]]:
 
 
 def _draw_loss(axis: Any, log: Log) -> None:
-    loss = log.columns["loss"]
-    axis.plot(log.steps, loss, color="tab:blue", linewidth=1)
-    finite = loss.compressed()[np.isfinite(loss.compressed())]
+    is_logged = ~np.ma.getmaskarray(log.columns["loss"])  # the line continues between logged steps
+    steps, loss = log.steps[is_logged], log.columns["loss"].data[is_logged]
+    axis.plot(steps, loss, color="tab:blue", linewidth=1)
+    finite = loss[np.isfinite(loss)]
     if finite.size and finite.min() > 0 and finite.max() > 10 * finite.min():
         axis.set_yscale("log")
 
@@ -143,6 +144,7 @@ def _draw_heat_map(axis: Any, steps: np.ndarray, rows: dict[str, np.ma.MaskedArr
     is_bad = np.maximum.reduceat(~np.isfinite(table.filled(0)), starts, axis=1)
     finite = np.where(np.isfinite(table.filled(0)), table.filled(0), 0)
     values = np.maximum.reduceat(finite, starts, axis=1)
+    is_empty = np.minimum.reduceat(np.ma.getmaskarray(table), starts, axis=1)
     last = steps[-1] + np.median(np.diff(steps)) if len(steps) > 1 else steps[-1] + 1
     edges = np.append(steps[starts], last), np.arange(len(names) + 1)
     positive = values[values > 0]
@@ -151,6 +153,7 @@ def _draw_heat_map(axis: Any, steps: np.ndarray, rows: dict[str, np.ma.MaskedArr
     norm = LogNorm(low, max(high, low * 1.01))
     # Draw zeros below the range of the color scale, and clamp positive values to the range.
     shown = np.where(values > 0, np.maximum(values, low), low / 10)
+    shown = np.ma.array(shown, mask=is_empty)
     mesh = axis.pcolormesh(*edges, shown, norm=norm, cmap=colors, rasterized=True)
     reds = ListedColormap(["tab:red"])
     axis.pcolormesh(*edges, np.ma.masked_equal(is_bad, False), cmap=reds, rasterized=True)

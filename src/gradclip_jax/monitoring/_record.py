@@ -1,7 +1,9 @@
 """Record recent norms in a ring buffer in the optimizer state."""
 
+import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -22,6 +24,7 @@ from .._mesh import check_bound
 from .._states import find_states, increment_where, plain_arrays, register_metrics
 from .._types import Array, AxisName, Count, HostArray, Order, Scalar, Tree
 from ..clipping._norm import leaf_units, tree_units, unit_norms
+from ..gates._gate import has_micro_batch
 from ._unit_names import leaf_names
 
 
@@ -94,7 +97,7 @@ def record_norms(
         return NormRecordState(jnp.zeros((int(window), *shape), jnp.float32), *counts)
 
     def update(
-        updates: Tree, state: Tree, params: Tree | None = None
+        updates: Tree, state: Tree, params: Tree | None = None, **extra_args: Any
     ) -> tuple[Tree, NormRecordState]:
         leaves = flatten("updates", updates).arrays
         check_bound(axes)
@@ -104,14 +107,16 @@ def record_norms(
             rule, hint = f"a record of shape {list(shape)}", "Call `init(params)` again."
             raise value_error("state", rule, f"shape {list(state.norms.shape)}", hint)
         norms = jnp.asarray(unit_norms(leaves, units_of(leaves), order, axes), jnp.float32)
-        return updates, NormRecordState(
+        after = NormRecordState(
             norms=state.norms.at[state.position].set(norms if per_leaf else norms[0]),
             step_count=jnp.minimum(state.step_count + 1, window),
             position=jnp.where(state.position < window - 1, state.position + 1, 0),
             nonfinite_norms=increment_where(state.nonfinite_norms, ~jnp.all(jnp.isfinite(norms))),
         )
+        choose = functools.partial(jnp.where, has_micro_batch(extra_args))
+        return updates, jax.tree.map(choose, after, state)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 @public

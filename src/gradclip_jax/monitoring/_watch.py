@@ -37,6 +37,7 @@ from .._states import (
 from .._types import Array, AxisName, Count, HostArray, Number, Scalar, Tree
 from ..clipping._granularity import Granularity, as_granularity
 from ..clipping._threshold import check_params
+from ..gates._gate import has_micro_batch
 from ..guarding._detect import loss_of
 from ..guarding._guard import check_guard
 from ._evidence import differing_device, evidence, norms_of_step
@@ -44,10 +45,14 @@ from ._incident import IncidentLog, init_log, names_in, note, tap_names_in
 from ._levels import KINDS, compare, init_levels
 from ._taps import first_nonfinite_of, ratios, read_sums
 
-_OF_GUARDS = {"norm_threshold": "skip_threshold"} | {
-    key: key for key in ("loss_threshold", "update_norm", "update_threshold")
+_OF_GUARDS = {
+    "norm_threshold": ("skip_threshold", "skipped_large_norm"),
+    "loss_threshold": ("loss_threshold", "skipped_large_loss"),
+    "update_norm": ("update_norm", "skipped_large_update"),
+    "update_threshold": ("update_threshold", "skipped_large_update"),
 }
-"""Fields of an incident that a guard may report, and the corresponding metrics of the guard."""
+"""Fields of an incident that a guard may report, and the metrics of the guard with the value and
+the number of skips."""
 
 NOT_MEASURED = -1.0
 """Value of a norm that was not measured. NaN would raise an error with `jax_debug_nans`."""
@@ -273,14 +278,17 @@ def watch(
         norms = norms[: len(kinds)]
         _check_shape(state.norms, norms)
         guards, stepped, outcome = _outcome(before, after, norms)
-        found, levels = compare(state.levels, norms, loss, spike_threshold, is_step=stepped)
+        has_gradient = has_micro_batch(extra_args)
+        conditions = {"has_gradient": has_gradient, "is_step": stepped}
+        found, levels = compare(state.levels, norms, loss, spike_threshold, **conditions)
         fields, flags = evidence(norms, bad, found)
+        norms = jnp.where(has_gradient, norms, norms.at[0].set(NOT_MEASURED))
         fields["loss"] = loss
         if stats is not None:
             fields["activation"], fields["cotangent"] = first_nonfinite_of(sums)
         for key, skips, value in guards:
             if key in fields:
-                # If a guard skipped the step, record its thresholds and the norm of its update.
+                # If a guard skipped the step, record its threshold and the norm of its update.
                 fields[key] = jnp.where(skips, value, fields[key])
         if replicas and "parameter" in kinds:
             is_due = log.step_count % check_every == 0
@@ -351,16 +359,12 @@ def _outcome(
         names = METRICS[type(new)]
         for x in jax.tree.leaves(new.clip_factor) if "clip_factor" in names else ():
             factor = jnp.minimum(factor, x)
-        counts = [getattr(x, n) for n in names if n.startswith("skipped_") for x in (old, new)]
-        pairs = zip(counts[::2], counts[1::2], strict=True)
-        skips = [now > past for past, now in pairs if now is not None]
-        if not skips:
-            continue
-        skipped_here = functools.reduce(jnp.logical_or, skips)
-        skipped |= skipped_here
-        for field, name in _OF_GUARDS.items():
-            if getattr(new, name, None) is not None:
-                guards.append((field, skipped_here, getattr(new, name)))
+        counts = [n for n in names if n.startswith("skipped_") and getattr(new, n) is not None]
+        skips = {name: getattr(new, name) > getattr(old, name) for name in counts}
+        skipped = functools.reduce(jnp.logical_or, skips.values(), skipped)
+        for field, (name, count) in _OF_GUARDS.items():
+            if count in skips:
+                guards.append((field, skips[count], getattr(new, name)))
     ran = stepped = has_updated(after)
     outcome = {"skipped": skipped}
     if len(norms) > 1:

@@ -83,7 +83,8 @@ def _sums_and_norms(
         is_added = is_included & (part.weight > 0)
         of_leaf: dict[int, Array] = {}
         for group, factor in zip(groups, factors_of(part, norms), strict=True):
-            of_leaf.update(dict.fromkeys(group, jnp.where(is_added, factor * part.weight, 0)))
+            weighted = factor * part.weight.astype(factor.dtype)
+            of_leaf.update(dict.fromkeys(group, jnp.where(is_added, weighted, 0)))
         return [_weighted_sum(g, of_leaf[i]) for i, g in enumerate(part.grads)]
 
     def at_once(grads: list[Value]) -> list[Array]:

@@ -78,8 +78,10 @@ def test_damaged_lines_are_skipped_with_a_warning(tmp_path):
     path, log = tmp_path / "run.jsonl", log_of([3.0, 4.0, 5.0])
     lines = [json.dumps(row) for row in log]
     path.write_text("\n".join([lines[0], lines[1][:9] + lines[1], "3", *lines, lines[2][:7]]))
-    with pytest.warns(UserWarning, match=r"run.jsonl: skipped 3 damaged lines: 2, 3, 7"):
-        assert summary_of(path) == summary_of([log[0], *log])
+    with pytest.warns(UserWarning, match=r"run.jsonl: skipped 3 damaged lines: 2, 3, 7") as warned:
+        summary = gcx.diagnostics.summarize_log(path)
+    assert summary == gcx.diagnostics.summarize_log([log[0], *log])
+    assert warned[0].filename == __file__
 
 
 def test_rows_repeated_after_a_resume_count_once():
@@ -206,6 +208,16 @@ def test_the_picture_has_a_row_for_each_unit_and_the_step_as_its_axis():
     )
     assert norms[0, 0] == 3 and norms[1, 0] == 4 and norms[1, 8] < 3
     assert np.argwhere(~np.ma.getmaskarray(bad)).tolist() == [[0, 7]]
+
+
+def test_losses_of_some_steps_are_one_line_and_cells_without_a_norm_are_empty():
+    log = [{"step": i, "gradient_norm/a": 1.0} for i in range(20)]
+    for row in log[::2]:
+        row |= {"loss": 1.0, "gradient_norm/b": 2.0}
+    figure = gcx.diagnostics.plot_log(log)
+    assert figure.axes[0].lines[0].get_xdata().tolist() == [*range(0, 20, 2)]
+    cells = np.ma.array(heat_maps(figure)["gradient norm"].collections[0].get_array())
+    assert np.ma.getmaskarray(cells).reshape(2, -1).sum(axis=1).tolist() == [0, 10]
 
 
 def test_columns_are_measured_steps_and_those_of_a_long_log_their_largest_values():

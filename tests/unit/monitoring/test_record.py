@@ -77,6 +77,15 @@ def test_a_per_leaf_record_of_seeds_has_nested_names_and_no_masked_leaves():
     assert list(names) == ["a", "b/c"]
 
 
+def test_a_call_that_only_flushes_is_not_recorded():
+    tx = optax.chain(gcx.record_norms(4), gcx.accumulate_gradients(optax.sgd(0.1), 2))
+    params, state = jnp.zeros(2), tx.init(jnp.zeros(2))
+    for norm in (5.0, 10.0, 15.0):
+        _, state = tx.update(norm * jnp.array([0.6, 0.8]), state, params)
+    _, state = jax.jit(lambda state: gcx.flush(tx, state, params))(state)
+    np.testing.assert_allclose(gcx.diagnostics.norm_history(state), [5, 10, 15], rtol=1e-6)
+
+
 def test_a_record_is_found_inside_any_state():
     inner = optax.chain(gcx.record_norms(4), optax.sgd(0.1))
     tx = gcx.accumulate_gradients(gcx.skip_nonfinite(inner), 2)

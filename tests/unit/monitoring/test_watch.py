@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 
 import chex
 import jax
@@ -190,6 +191,8 @@ def test_a_step_that_any_wrapper_skipped_did_not_change_the_parameters(inner, ki
     rows, (incident,) = steps_of(gcx.watch(inner), [np.nan, 1], "has_updated")
     np.testing.assert_array_equal(rows, [[0, np.nan, 0], [1, 1, 1]])
     assert incident.kinds == kinds
+    tx, bad = gcx.watch(inner), {"w": np.float32([np.nan])}  # a parameter may be NaN as well
+    assert gcx.metrics(tx.update(bad, tx.init(bad), bad)[1])["has_updated"] == 0
 
 
 @pytest.mark.parametrize(
@@ -391,6 +394,9 @@ def watched(stream, tx=None, **options):
             {},
             id="leaf that is constant while the others decrease",
         ),
+        pytest.param(
+            400, lambda i, name, x: x * 1.03 ** max(i - 100, 0), {}, id="all leaves rise slowly"
+        ),
     ],
 )
 def test_an_ordinary_run_has_no_incident(steps, change, options):
@@ -400,7 +406,7 @@ def test_an_ordinary_run_has_no_incident(steps, change, options):
 @pytest.mark.parametrize(
     ("steps", "change", "at", "kinds", "leaf", "words"),
     [
-        (18, times(1e3, 17), range(17, 18), ("norm", "leaf"), "mid", "(threshold "),
+        (18, times(1e3, 17), range(17, 18), ("norm",), "big", "(threshold "),
         (60, times(0, 40, 41), range(40, 41), ("zero",), "big", "applied, gradient zero; loss 3"),
         (160, times(0, 100, 140, "mid"), range(101, 112), ("zero",), "mid", "mid has become zero"),
         (2000, often_zero(1500), range(1501, 1530), ("zero",), "mid", "mid has become zero"),
@@ -499,19 +505,39 @@ def test_one_step_of_a_hundredfold_learning_rate_is_noticed_at_that_step():
     (incident,) = watched(noisy(75), optax.sgd(rate))
     assert (incident.step, incident.kinds) == (70, ("update",))
     assert incident.update_norm > incident.update_threshold
-    assert "update norm" in str(incident) and "(threshold " in str(incident)
+    assert re.search(r"; update norm \S+ \(threshold \S+\); loss", str(incident))  # of all leaves
 
 
-def test_a_parameter_that_jumped_is_named():
+@pytest.mark.parametrize(
+    ("leaves", "value", "words"),
+    [
+        (("mid",), -1e20, "parameter norm of mid rose 1e20 times"),
+        (ONES, 100.0, "; parameter norm 1.7e2"),
+    ],
+)
+def test_a_parameter_that_jumped_is_named(leaves, value, words):
     tx = gcx.watch(optax.sgd(1e-3))
     update = jax.jit(tx.update)
     state = tx.init(ONES)
     for i, grads in enumerate(noisy(31)):
-        params = ONES if i < 30 else ONES | {"mid": np.float32([-1e20])}
+        params = ONES if i < 30 else ONES | dict.fromkeys(leaves, np.float32([value]))
         _, state = update(grads, state, params)
     (incident,) = gcx.incidents(state)
-    assert (incident.step, incident.leaf) == (30, "mid") and "parameter" in incident.kinds
-    assert "parameter norm of mid" in str(incident)
+    assert incident.step == 30 and "parameter" in incident.kinds and words in str(incident)
+
+
+@pytest.mark.parametrize("fault", [(), (150,)])
+def test_a_call_that_only_flushes_has_no_gradient(fault):
+    tx = gcx.watch(gcx.skip_nonfinite(gcx.accumulate_gradients(SGD, 4)))
+    update, state = jax.jit(tx.update), tx.init(ONES)
+    flush = jax.jit(functools.partial(gcx.flush, tx))
+    for i, grads in enumerate(noisy(160, times(0, 150, 151) if fault else unchanged)):
+        _, state = update(grads, state, ONES)
+        if i % 42 == 41:
+            _, state = flush(state, ONES)
+            rows = gcx.metrics(state)
+            assert (rows["gradient_norm/big"], rows["has_updated"]) == (-1, 1)
+    assert [x.step - 3 for x in gcx.incidents(state)] == list(fault)
 
 
 def test_a_streak_keeps_its_first_and_its_last_incident_with_a_count():
@@ -601,6 +627,14 @@ def test_of_a_guard_against_spikes_it_says_values_and_thresholds():
     assert str(update) == (
         "step 3: skipped, gradient norm 57; 100 % of it in wo; update norm 57 (threshold 50); loss 3"
     )
+
+
+def test_a_threshold_of_a_guard_that_was_not_exceeded_hides_no_outlier():
+    stream = noisy(61, times(1e3, 60))
+    tx = gcx.skip_spikes(SGD, norm=1e9, update=50.0)
+    (incident,) = watched(stream, tx)
+    assert incident.kinds == ("norm", "skipped") and incident.update_threshold == 50
+    assert incident.norm_threshold == watched(stream)[0].norm_threshold
 
 
 def test_each_skip_of_nested_guards_is_one_incident_with_the_threshold_of_its_guard():

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compat import x64
 from oracle import size_of
 
 import gradclip_jax as gcx
@@ -194,6 +195,13 @@ def test_weight_used_in_two_dtypes(narrow, promotion):
     with jax.numpy_dtype_promotion(promotion):
         norms = jax.jit(gcx.per_example.norms(loss))(w, x)
     np.testing.assert_allclose(norms, 128, rtol=1e-5)
+
+
+def test_gradients_of_float64_under_strict_promotion():
+    w, x = np.ones((2, 2)), np.ones((3, 2))
+    with x64(), jax.numpy_dtype_promotion("strict"):
+        grads = gcx.per_example.value_and_grad(lambda w, x: jnp.sum(x @ w), 1.0)(w, x)[1]
+    assert grads.dtype == np.float64
 
 
 @pytest.mark.parametrize(
