@@ -64,6 +64,8 @@ def convert_state(
     | a clip of Optax | a clip | nothing: Optax's clips have no state |
     | nothing | a guard, an accumulation, a `watch` | the inner state |
     | an accumulator | one of another dtype | the open window, rounded to nearest |
+    | a guard | one with another rule | the counts of skips, the inner state |
+    | a `watch` | one of other norms | the incidents of equally named units, the inner state |
     | nothing | a clip, `record_norms` | nothing; its state is initialized |
     | nothing | `round_stochastically` | nothing; its state is initialized |
 

@@ -43,8 +43,8 @@ class Incident(NamedTuple):
         step: Index of the call of `watch`, starting at 0.
         kinds: Kinds of the fault and outcome of the step; see `incidents`.
         norm: Global gradient norm.
-        norm_threshold: Threshold for `norm`, from `watch` or from the guard that skipped the step;
-            inf if there was no threshold yet.
+        norm_threshold: Threshold for `norm`, from `watch` or from the guard that skipped the step
+            because of the norm; inf if there was no threshold yet.
         leaf: Name of the leaf or layer in which the fault occurred; "" for `granularity="global"`.
         share: Fraction of the non-finite elements that are in this leaf or layer; if all are
             finite, its fraction of the squared gradient norm.
@@ -56,7 +56,8 @@ class Incident(NamedTuple):
         update_norm: Norm of the update; None if it was not measured.
         update_threshold: Threshold for `update_norm`; inf if there was no threshold.
         leaf_rise: Ratio of the gradient, update or parameter norm of this leaf or layer to its
-            moving average, divided by the mean ratio of all other leaves.
+            moving average, divided by the geometric mean of this ratio over all other leaves; 0 if
+            the norm of no single leaf or layer is an outlier.
         parameter_norm: Norm of the parameters; None if it was not measured.
         device: Index of the device whose parameters differ from the others; -1 if they are equal.
         activation: Name of the first tap in the forward pass with a non-finite activation; None if
@@ -140,9 +141,10 @@ class Incident(NamedTuple):
             norm = self.parameter_norm or 0.0
             if not math.isfinite(norm):
                 parts.append(f"parameter norm {_beyond(norm)}{inside}")
-            else:
-                is_whole = self.leaf_rise <= 1
-                parts.append(f"parameter norm{f' {_short(norm)}' if is_whole else f'{place} {rise}'}")
+            elif self.leaf_rise > 1:
+                parts.append(f"parameter norm{place} {rise}")
+            else:  # that of all leaves has jumped
+                parts.append(f"parameter norm {_short(norm)}")
         elif "leaf" in self.kinds:
             parts.append(f"gradient norm{place} {rise}")
         if "update" in self.kinds and self.update_norm:

@@ -187,8 +187,9 @@ def compare(
     """Compare the norms and loss of the current step with previous steps.
 
     `norms` is float32[kinds, 1 + units]. Updates and parameters are compared only if the optimizer
-    ran (`is_step`), and gradients unless the call only flushes an accumulation (`has_gradient`). Norms and losses are compared as logarithms, because their distributions have
-    long tails. The loss is also compared directly, because it may be negative.
+    ran (`is_step`), and gradients unless the call only flushes an accumulation (`has_gradient`).
+    Norms and losses are compared as logarithms, because their distributions have long tails. The
+    loss is also compared directly, because it may be negative.
 
     All values and statistics are stored in one matrix, because compile time on CPU grows with the
     number of kernels.

@@ -52,12 +52,12 @@ def record_norms(
     per_leaf: bool = False,
     ord: Order = 2.0,
     axis_name: AxisName = None,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Record the norms of the last `window` updates, and return the updates unchanged.
 
     Place this transformation before clipping to record unclipped norms. Non-finite norms are
-    recorded and counted. Read the norms with `norm_history` or `leaf_norm_history`.
-    `suggest_max_norm` computes a threshold from the norms.
+    recorded and counted. The zero gradient that `flush` passes is not recorded. Read the norms with
+    `norm_history` or `leaf_norm_history`. `suggest_max_norm` computes a threshold from the norms.
 
     Args:
         window: Number of steps to keep, a static integer from 1 to 2^20.

@@ -173,6 +173,7 @@ def watch(
     | a wrapper of another library inside skips the step | the same, if updates are measured |
     | a guard or accumulation outside holds or skips the step | norms of -1, `has_updated` 0 |
     | a wrapper of another library outside skips the step | those of the last call of `watch` |
+    | `flush` with an accumulation inside | gradient norms of -1; the update is measured |
     | the extra argument `measure=False`, static | norms of -1, no incident |
     | NaN or infinity in a unit | a non-finite norm; `largest_share_index` is such a unit |
     | parameters that are all zero | `update_ratio` 0 |

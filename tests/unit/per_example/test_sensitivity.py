@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compat import x64
 from oracle import size_of
 
 import gradclip_jax as gcx
+from compat import x64
 
 pytestmark = pytest.mark.slow
 MAX_NORM = 1.0
