@@ -344,6 +344,8 @@ def broadcast_prefix(
         rule = f"a prefix tree of `{like}`"
         hint = f"Give one entry per leaf or per subtree of `{like}`."
         got = str(mismatch).splitlines()[0]
+        if type(prefix) is not type(tree):
+            got = f"a {type(prefix).__name__} where `{like}` is a {type(tree).__name__}"
         for path, _ in reversed(given):
             if not any(place[: len(path)] == path for place, _ in leaves):
                 got = f"an entry at {leaf_path(argument, path)}, where `{like}` has no leaf"

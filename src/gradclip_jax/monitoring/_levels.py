@@ -93,9 +93,14 @@ class Levels(NamedTuple):
     longest_streak: Array
 
 
-def init_levels(num_kinds: int, num_units: int) -> Array:
-    """Initialize the statistics as one array, stacked in the order of the fields of `Levels`."""
-    return jnp.zeros((len(Levels._fields), num_kinds + 1, 1 + num_units), jnp.float32)
+def init_levels(num_kinds: int, is_empty: list[bool]) -> Array:
+    """Initialize the statistics as one array, stacked in the order of the fields of `Levels`.
+
+    `is_empty` contains whether each unit has no elements, so that its gradient is always zero.
+    """
+    levels = np.zeros((len(Levels._fields), num_kinds + 1, 1 + len(is_empty)), np.float32)
+    levels[Levels._fields.index("zero_streak"), 0, 1:] = np.where(is_empty, -1, 0)
+    return jnp.array(levels)
 
 
 def outliers(

@@ -1,6 +1,7 @@
 """Measure norms of gradients, updates and parameters during training, and detect faults."""
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -35,7 +36,7 @@ from .._states import (
     register_metrics,
 )
 from .._types import Array, AxisName, Count, HostArray, Number, Scalar, Tree
-from ..clipping._granularity import Granularity, as_granularity
+from ..clipping._granularity import Granularity, as_granularity, norm_shapes
 from ..clipping._threshold import check_params
 from ..gates._gate import has_micro_batch
 from ..guarding._detect import loss_of
@@ -242,15 +243,20 @@ def watch(
     tap_names, no_sums = ([], None) if taps is None else read_sums("taps", taps)
 
     def init(params: Tree) -> WatchState:
-        units = cut.cut(measured_shapes(params), params)
+        leaves = measured_shapes(params)
+        units = cut.cut(leaves, params)
         inner_state = inner.init(params)
         log = init_log(int(max_incidents), params, units, tap_names)
-        num_units = max(len(names_in(log)), 1)  # with "global", one norm without a name
-        norms = jnp.full((len(kinds), 1 + num_units), NOT_MEASURED, jnp.float32)
+        sizes = np.zeros(units.size)
+        for leaf, i in zip(leaves, units.entries, strict=True):
+            sizes[i] += np.size(leaf)
+        counts = [math.prod(shape) for shape in norm_shapes(units, leaves)]
+        is_empty = np.repeat(sizes == 0, counts).tolist() or [True]
+        norms = jnp.full((len(kinds), 1 + len(is_empty)), NOT_MEASURED, jnp.float32)
         # Remove weak types, which would cause recompilation after the first step.
         inner_state = like_dtypes(inner_state, inner_state)
         sums = None if no_sums is None else jnp.zeros(no_sums.shape, jnp.float32)
-        return WatchState(norms, init_levels(len(kinds), num_units), log, sums, inner_state)
+        return WatchState(norms, init_levels(len(kinds), is_empty), log, sums, inner_state)
 
     def update(updates: Tree, state: Tree, params: Tree | None = None, **extra_args: Any) -> Tree:
         measure, stats = extra_args.pop("measure", True), extra_args.pop("taps", None)

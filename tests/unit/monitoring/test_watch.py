@@ -403,6 +403,11 @@ def test_an_ordinary_run_has_no_incident(steps, change, options):
     assert watched(noisy(steps, change, **options)) == []
 
 
+def test_a_leaf_without_elements_is_not_dead():
+    tx, grads = gcx.watch(optax.sgd(0.1)), {"w": np.ones(3, "f"), "prefix": np.ones((0, 3), "f")}
+    assert gcx.incidents(run(tx, [grads] * 20, grads)) == []
+
+
 @pytest.mark.parametrize(
     ("steps", "change", "at", "kinds", "leaf", "words"),
     [
