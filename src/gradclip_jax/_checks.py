@@ -52,8 +52,10 @@ def dtype_of(leaf: Any) -> np.dtype:
     """Return the dtype of an array or a Python number, or `object` for other values."""
     if hasattr(leaf, "dtype"):
         return leaf.dtype
-    kinds = (kind for kind in (bool, int, float, complex) if isinstance(leaf, kind))
-    return np.dtype(next(kinds, object))  # `jnp.result_type` would raise
+    for kind in (bool, int, float, complex):
+        if isinstance(leaf, kind):
+            return np.dtype(kind)
+    return np.dtype(object)  # `jnp.result_type` would raise
 
 
 def is_scalar(value: object, *kinds: type) -> bool:
@@ -183,14 +185,12 @@ def check_dtype(argument: str, value: Any) -> None:
         raise type_error(argument, rule, shortened(value), hint)
 
 
-def check_choice(
-    argument: str, value: object, choices: Sequence[object], hint: str = "Pass one of these values."
-) -> None:
+def check_choice(argument: str, value: object, choices: Sequence[object]) -> None:
     """Raise if a value is not one of `choices`, which are strings, bools or None."""
     if not isinstance(value, (str, bool, type(None))) or value not in choices:
         names = list(map(repr, choices))
         rule = " or ".join(names) if len(names) == 2 else f"one of {listed(names)}"
-        raise value_error(argument, rule, shortened(value), hint)
+        raise value_error(argument, rule, shortened(value), "Pass one of these values.")
 
 
 def check_ord(ord: Order | None) -> float:
@@ -292,12 +292,20 @@ def check_same_structure(argument: str, tree: Tree, like: str, other: Tree) -> N
 
     A float0 leaf, which is the gradient of an integer, may have any shape.
     """
-    leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=False)
     is_alike = jax.tree.structure(tree) == jax.tree.structure(other)
-    if not is_alike or any(_has_other_shape(x, y) for x, y in leaves):
+    leaves = jax.tree.leaves(tree), jax.tree.leaves(other)
+    if not is_alike or any(map(_has_other_shape, *leaves)):
         got = _first_difference(argument, tree, like, other)
         hint = f"Pass `{argument}` with the structure of `{like}`."
         raise type_error(argument, f"a tree like `{like}`", got, hint)
+
+
+def check_params(updates: Tree, params: Tree | None) -> None:
+    """Raise if the parameters are missing or do not match the updates."""
+    if params is None:
+        hint = "Call `update(grads, state, params)`."
+        raise value_error("params", "passed to `update`", "None", hint)
+    check_same_structure("updates", updates, "params", params)
 
 
 def _has_other_shape(leaf: Array, other: Array) -> bool:

@@ -6,7 +6,7 @@ Code outside this module does not depend on the backend, except for conditional 
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Final, TypeVar
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType
 
-from ._types import Array, Tree
-
-_Tree = TypeVar("_Tree", bound=Tree)
+from ._types import Array
 
 _SMALL: Final = 1 << 14
 """Largest number of elements of a leaf whose summands are stored before they are reduced."""
@@ -32,17 +30,16 @@ HAS_TYPES: Final = jax.__version_info__ >= (0, 10)
 """Whether the type of an array carries reduced and unreduced mesh axes (JAX 0.10 and later)."""
 
 
-def fusion_barrier(x: _Tree) -> _Tree:
-    """Prevent XLA from fusing the producers of arrays with their consumers.
+fusion_barrier = lax.optimization_barrier
+"""Prevent XLA from fusing the producers of arrays with their consumers.
 
-    | arrays | effect of XLA without the barrier |
-    | --- | --- |
-    | a bfloat16 leaf that is scaled | keeps the float32 copy that was made to compute its norm |
-    | a bfloat16 factor with two consumers | may use a higher precision for one of them |
-    | a float16 leaf before its maximum | may omit the rounding to float16 |
-    | the sums of all leaves as a vector | reduces them leaf by leaf, with one more read |
-    """
-    return lax.optimization_barrier(x)
+| arrays | effect of XLA without the barrier |
+| --- | --- |
+| a bfloat16 leaf that is scaled | keeps the float32 copy that was made to compute its norm |
+| a bfloat16 factor with two consumers | may use a higher precision for one of them |
+| a float16 leaf before its maximum | may omit the rounding to float16 |
+| the sums of all leaves as a vector | reduces them leaf by leaf, with one more read |
+"""
 
 
 def may_be_sharded(x: Array) -> bool:
@@ -88,10 +85,7 @@ def shared(scalar: Array) -> Array:
         # Use two elements, because XLA simplifies a vector with one element to a scalar.
         return fusion_barrier(jnp.broadcast_to(scalar, 2))[0]
 
-    def unchanged(scalar: Array) -> Array:
-        return scalar
-
-    return lax.platform_dependent(scalar, cuda=copied, rocm=copied, default=unchanged)
+    return lax.platform_dependent(scalar, cuda=copied, rocm=copied, default=jnp.asarray)
 
 
 def map_arrays(fun: Callable[..., Array], *columns: Sequence[Array]) -> list[Array]:

@@ -57,16 +57,23 @@ def public(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     Functions that it returns, and the `init` and `update` functions of a transformation that it
     returns, are decorated as well.
     """
+    name = fun.__name__
 
     @functools.wraps(fun)
     def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         try:
-            with jax.named_scope(fun.__name__):
-                return _named_result(fun(*args, **kwargs), fun.__name__)
+            with jax.named_scope(name):
+                result = fun(*args, **kwargs)
         except ArgumentError as error:
             if not error.is_named:
-                error.function = fun.__name__
+                error.function = name
             raise
+        if isinstance(result, optax.GradientTransformation):
+            init, update = result
+            # `GatedUpdate` has its own method `named`, which preserves its type.
+            rename = getattr(update, "named", functools.partial(named, update))
+            return type(result)(named(init, name), rename(name))
+        return named(result, name) if callable(result) and hasattr(result, "__code__") else result
 
     return wrapper
 
@@ -83,13 +90,3 @@ def named(fun: Callable[_Args, _Result], function: str) -> Callable[_Args, _Resu
             raise
 
     return wrapper
-
-
-def _named_result(result: _Result, function: str) -> _Result:
-    if isinstance(result, optax.GradientTransformation):
-        init, update = result
-        # `GatedUpdate` has its own method `named`, which preserves its type.
-        rename = getattr(update, "named", functools.partial(named, update))
-        update = rename(function)
-        return type(result)(named(init, function), update)
-    return named(result, function) if callable(result) and hasattr(result, "__code__") else result

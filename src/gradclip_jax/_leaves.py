@@ -74,13 +74,6 @@ def flatten(argument: str, tree: Tree, *, real: bool = False, unreduced: bool = 
     return Leaves(arrays, places, given, structure)
 
 
-def check_inexact(
-    argument: str, tree: Tree, *, real: bool = False, unreduced: bool = False
-) -> None:
-    """Raise if a leaf is not floating-point, complex (unless `real`) or float0."""
-    flatten(argument, tree, real=real, unreduced=unreduced)
-
-
 def _not_inexact(argument: str, tree: Tree, kind: type) -> ArgumentTypeError:
     check_no_state(argument, tree)
     rule = "floating" if kind is jnp.floating else "floating or complex"

@@ -8,13 +8,13 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from ._checks import check_count, check_same_structure, check_state, describe, is_float0, leaf_path
+from ._checks import check_count, check_params, check_state, describe, leaf_path
 from ._devices import HAS_TYPES
-from ._errors import public, type_error, value_error
-from ._leaves import check_inexact
+from ._errors import public, type_error
+from ._leaves import flatten
 from ._mesh import is_explicit, varying_axes
 from ._states import increment_where
-from ._types import Array, Scalar, Tree
+from ._types import Array, Path, Scalar, Tree
 
 
 class RoundingState(NamedTuple):
@@ -82,36 +82,30 @@ def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
     def update(
         updates: Tree, state: Tree, params: Tree | None = None
     ) -> tuple[Tree, RoundingState]:
-        check_inexact("updates", updates)
+        leaves = flatten("updates", updates)
         check_state(state, RoundingState)
-        if params is None:
-            hint = "Call `update(grads, state, params)`."
-            raise value_error("params", "passed to `update`", "None", hint)
-        check_same_structure("updates", updates, "params", params)
+        check_params(updates, params)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
-        leaves, structure = jax.tree.flatten(updates)
-        named = jax.tree.leaves_with_path(params)
-        keys = jax.random.split(key, len(leaves))  # one split for all leaves
-        out = [
-            _to_neighbor(u, p, leaf_path("params", path), keys[i])
-            for i, (u, (path, p)) in enumerate(zip(leaves, named, strict=True))
-        ]
-        return jax.tree.unflatten(structure, out), RoundingState(increment_where(state.step))
+        keys = jax.random.split(key, len(leaves.given))  # one split for all leaves
+        named, out = jax.tree.leaves_with_path(params), list[Array]()
+        for i, x in zip(leaves.places, leaves.arrays, strict=True):
+            out.append(_to_neighbor(x, *named[i], keys[i]))
+        return leaves.replace(out), RoundingState(increment_where(state.step))
 
     return optax.GradientTransformation(init, update)
 
 
-def _to_neighbor(update: Array, param: Array, place: str, key: Array) -> Array:
+def _to_neighbor(update: Array, path: Path, param: Array, key: Array) -> Array:
     """Return an update that moves a bfloat16 parameter to its stochastically rounded value."""
     kind = jnp.result_type(param)
-    if is_float0(update) or jnp.finfo(kind).bits >= 32:
+    if jnp.finfo(kind).bits >= 32:
         return update
     if kind != jnp.bfloat16:
         rule, hint = "bfloat16 or at least 32 bits wide", "Convert it, or use `optax.masked`."
-        got = f"{describe(param)} at {place}"
+        got = f"{describe(param)} at {leaf_path('params', path)}"
         raise type_error("params", rule, got, hint)
     old = jnp.asarray(param).astype(jnp.float32)
-    update = jnp.asarray(update).astype(jnp.float32)
+    update = update.astype(jnp.float32)
     new = rounded(jnp.bfloat16, old + update, key).astype(jnp.float32)
     return jnp.where(jnp.isinf(old), update, new - old)  # inf - inf is NaN
 

@@ -65,17 +65,14 @@ def trace(function: Callable[..., Tree], *args: Tree) -> Program:
     return Program(evaluate, closed.consts, jax.tree.unflatten(structure, closed.out_avals))
 
 
-def run_if(
-    predicate: Flag, step: Callable[[Tree], Tree], carry: Tree, *, usually: bool = False
-) -> Tree:
+def run_if(predicate: Flag, step: Callable[[Tree], Tree], carry: Tree) -> Tree:
     """Return `step(carry)` if the predicate is true, otherwise the carry without a copy.
 
     If the predicate is known at trace time, no branch is compiled. The carry keeps its dtypes and
     sharding. Forward- and reverse-mode differentiation use the equivalent `lax.cond`, because JAX
-    cannot differentiate a `while_loop` in reverse mode. If `usually` is True, the step is always
-    computed on GPU and TPU, and its result is then selected.
+    cannot differentiate a `while_loop` in reverse mode.
     """
-    return run_step(predicate, lambda carry: (None, step(carry)), carry, usually=usually)[1]
+    return run_step(predicate, lambda carry: (None, step(carry)), carry)[1]
 
 
 def run_step(
@@ -85,12 +82,14 @@ def run_step(
     *,
     usually: bool = False,
 ) -> tuple[Tree, Tree]:
-    """Run a step that returns `(output, carry)` as in `run_if`, with zeros as default output."""
-    is_known = not is_traced(predicate)
+    """Run a step that returns `(output, carry)` as in `run_if`, with zeros as default output.
+
+    If `usually` is True, the step is always computed on GPU and TPU, and its result is selected.
+    """
+    is_known, typed_step = not is_traced(predicate), functools.partial(_typed_step, step)
     if is_known and bool(predicate):
-        output, new = step(carry)
-        return output, jax.tree.map(like_type, new, carry)
-    program = _trace_step(step, carry)
+        return typed_step(carry)
+    program = trace(typed_step, carry)
     start = jax.tree.map(zeros_of_type, program.output[0]), carry
     if is_known:
         return start
@@ -109,7 +108,7 @@ def compute_step(
 
     `select_step` can then be called with a predicate that depends on the result.
     """
-    program = _trace_step(step, carry)
+    program = trace(functools.partial(_typed_step, step), carry)
     return program, jax.tree.map(lax.stop_gradient, program(carry))
 
 
@@ -126,14 +125,10 @@ def select_step(
     return _run(_select, function, jnp.asarray(predicate), start, constants, computed)
 
 
-def _trace_step(step: Callable[[Tree], tuple[Tree, Tree]], carry: Tree) -> Program:
-    """Trace a step that returns `(output, carry)`, and cast its carry to the input types."""
-
-    def typed_step(carry: Tree) -> tuple[Tree, Tree]:
-        output, new = step(carry)
-        return output, jax.tree.map(like_type, new, carry)
-
-    return trace(typed_step, carry)
+def _typed_step(step: Callable[[Tree], tuple[Tree, Tree]], carry: Tree) -> tuple[Tree, Tree]:
+    """Run a step that returns `(output, carry)`, and cast its carry to the input types."""
+    output, new = step(carry)
+    return output, jax.tree.map(like_type, new, carry)
 
 
 def like_dtypes(tree: Tree, reference: Tree) -> Tree:

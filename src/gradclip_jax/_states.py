@@ -21,6 +21,7 @@ GATES: Final[dict[type, str]] = {}
 GUARDS: Final[set[type]] = set()
 """State types of guards."""
 
+
 _State = TypeVar("_State", bound=type)
 
 
@@ -53,19 +54,15 @@ def increment_where(count: Array, happened: Array | np.bool_ | bool = True) -> A
 
 def find_states(state: Tree, kinds: type | tuple[type, ...]) -> list[tuple[Path, Tree]]:
     """Return `(path, state)` for every state of the given types, including nested states."""
-    matches: list[tuple[Path, Tree]] = []
+    found: list[tuple[Path, Tree]] = [((), state)] if isinstance(state, kinds) else []
 
-    def search(prefix: Path, node: Tree, *, inside: bool) -> None:
-        def stop(value: object) -> bool:
-            return isinstance(value, kinds) and not (inside and value is node)
+    def is_inside(node: object) -> bool:
+        return isinstance(node, kinds) and node is not state
 
-        for path, value in jax.tree.leaves_with_path(node, is_leaf=stop):
-            if isinstance(value, kinds):
-                matches.append(((*prefix, *path), value))
-                search((*prefix, *path), value, inside=True)
-
-    search((), state, inside=False)
-    return matches
+    for path, node in jax.tree.leaves_with_path(state, is_leaf=is_inside):
+        for inner_path, inner in find_states(node, kinds) if is_inside(node) else ():
+            found.append(((*path, *inner_path), inner))
+    return found
 
 
 def replace_states(
@@ -119,15 +116,14 @@ def has_updated(state: Tree) -> Array:
         2
     """
     check_no_transformation(state)
-    stepped = _stepped(plain_arrays(state))
-    return jnp.array(True) if stepped is None else stepped
+    return has_stepped(plain_arrays(state))
 
 
-def _stepped(state: Tree) -> Array | None:
-    """Return whether an outermost guard or accumulation applied a step, or None if none exists."""
+def has_stepped(state: Tree) -> Array:
+    """Return whether an outermost guard or accumulation applied a step, or True if none exists."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node) in GATES)
     flags = [_stack_stepped(node) for node in nodes if type(node) in GATES]
-    return functools.reduce(jnp.logical_or, flags) if flags else None
+    return functools.reduce(jnp.logical_or, flags) if flags else jnp.array(True)
 
 
 def _stack_stepped(node: Tree) -> Array:
@@ -138,8 +134,7 @@ def _stack_stepped(node: Tree) -> Array:
         # An accumulation may run the optimizer even if an outer guard skipped the last micro-batch.
         stepped = stepped & (node.consecutive_skips == 0) if is_guard(node) else node.emitted > 0
         node = getattr(node, GATES[type(node)])
-    inside = _stepped(node)
-    return stepped if inside is None else stepped & inside
+    return stepped & has_stepped(node)
 
 
 def plain_arrays(tree: Tree) -> Tree:

@@ -143,8 +143,11 @@ def microbatched_value_and_grad(
         params, parts = split.differentiated_of(args), split.parts
         names = REDUCTION.as_tree(reduction, "updates", params)
         dtypes = DTYPE.as_tree(accumulator_dtype, "updates", params)
-        axes = _batch_axes(split, args) if sums_once else frozenset[str]()
-        local = _vary_differentiated(split, args, axes) if axes else args
+        batch = jax.tree.leaves([args[i] for i in split.batches]) if sums_once else []
+        axes = frozenset[str]().union(*map(varying_axes, batch))
+        # With varying arguments, the loop does not all-reduce gradients.
+        varying = jax.tree.map(lambda x: vary(x, axes), params) if axes else params
+        local = split.with_differentiated(args, varying)
 
         def micro_batch(index: Array | int, *, holds_weight: bool = False) -> BatchOutputs:
             chosen = micro_arguments(local, split, index)
@@ -189,28 +192,15 @@ def microbatched_value_and_grad(
             num_real_microbatches,
             drops_nonfinite=drop_nonfinite,
         )
-        rest = [x for x, has in ((out.weight, has_weight), (out.aux, has_aux)) if has]
-        value = (out.value, rest[0] if len(rest) == 1 else tuple(rest)) if rest else out.value
+        rest = out.weight if has_weight else out.aux
+        rest = (out.weight, out.aux) if has_weight and has_aux else rest
+        value = (out.value, rest) if has_weight or has_aux else out.value
         if not axes:
             return value, out.grads
         all_reduced = functools.partial(_all_reduced, axes)
         return value, jax.tree.map(all_reduced, names, out.grads, params)
 
     return run
-
-
-def _batch_axes(split: Split, args: Sequence[Tree]) -> frozenset[str]:
-    """Return the mesh axes of `shard_map` over which the batch varies."""
-    leaves = jax.tree.leaves([args[i] for i in split.batches])
-    return frozenset[str]().union(*map(varying_axes, leaves))
-
-
-def _vary_differentiated(split: Split, args: Sequence[Tree], axes: frozenset[str]) -> list[Tree]:
-    """Mark differentiated arguments as varying, so that the loop does not all-reduce gradients."""
-    local = list(args)
-    for i in split.differentiated:
-        local[i] = jax.tree.map(lambda x: vary(x, axes), args[i])
-    return local
 
 
 def _all_reduced(axes: frozenset[str], reduction: str, grad: Array, arg: Array) -> Array:
@@ -223,12 +213,7 @@ def _weighted(call: Callable[..., Any], split: Split, args: Sequence[Tree]) -> B
     """Compute the value and gradient of a micro-batch, both multiplied by its weight."""
 
     def of_params(params: Tree) -> tuple[Array, Tree]:
-        chosen = list(args)
-        for i, x in zip(
-            split.differentiated, (params,) if split.takes_one else params, strict=True
-        ):
-            chosen[i] = x
-        return call(*chosen)
+        return call(*split.with_differentiated(args, params))
 
     value, pull_back, (weight, aux) = jax.vjp(
         of_params, split.differentiated_of(args), has_aux=True

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_axis, check_count, check_number
+from .._checks import check_number
 from .._errors import public
 from .._types import UNBOUNDED, Array, AxisName, Count, Number, Tree
 from ..clipping._clip import norm_clip
@@ -67,8 +67,6 @@ def adaptive_grad_clip(
         Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171.
     """
     check_number("clipping", clipping, "The paper uses 0.01 for large batches.")
-    check_number("eps", eps, "The paper uses 1e-3.")
-    check_axis(axis)
     rule, units = relative_to_params(clipping, eps), unit_axis(axis)
     return norm_clip("clipping", rule, units, axis_name=axis_name, nonfinite=nonfinite)
 
@@ -218,8 +216,6 @@ def adagc(
     """
     check_number("relative", relative, "The paper uses 1.05.")
     check_number("absolute", absolute, "The paper uses 1; pass inf for no bound.")
-    check_count("warmup_steps", warmup_steps, "The paper uses 100.")
-
     rule = ema(relative, decay, warmup_steps, warmup_max=UNBOUNDED)
 
     def update(norms: Array, state: EmaState, param_norms: Array | None) -> tuple[Array, EmaState]:

@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
@@ -16,6 +15,7 @@ from .._checks import (
     check_choice,
     check_number,
     check_ord,
+    check_params,
     check_state,
     is_scalar,
     shortened,
@@ -26,7 +26,7 @@ from .._leaves import flatten, measured_shapes
 from .._mesh import check_bound, max_over, replica_count, shard_axes, sum_over, varying_axes
 from .._states import register_metrics
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Tree
-from ._formula import apply_reaction, scale_factor, scale_leaf, zero_factor
+from ._formula import REACTIONS, apply_reaction, scale_factor, scale_leaf
 from ._granularity import Granularity, as_granularity, norm_shapes, select_groups
 from ._norm import Groups, Norms, Slices, Units, norm_dtype, norm_of_leaves, tree_units, unit_norms
 from ._threshold import (
@@ -35,7 +35,6 @@ from ._threshold import (
     apply_rules,
     as_rules,
     assign_rules,
-    check_params,
     group_name,
     init_state,
     init_states,
@@ -211,12 +210,17 @@ def _clip_leaves(
 ) -> tuple[list[Array], ClipState]:
     """Compute norms, thresholds and factors; return the scaled leaves and the next state."""
     over = axis_name if units.is_local else None
-    roots = None
+    norms = unit_norms(leaves, units, ord, axis_name)
+    param_norms = None if params is None else unit_norms(params, units, ord, axis_name)
+    whole = norms
     if isinstance(units, Slices) and units.is_rms:
         roots = _root_sizes(units, leaves, axis_name)
-    norms = _measured(leaves, units, roots, ord, axis_name)
-    param_norms = None if params is None else _measured(params, units, roots, ord, axis_name)
-    total = _total(norms, roots, ord, over)
+        norms = _divided(norms, roots)
+        param_norms = None if param_norms is None else _divided(param_norms, roots)
+        # If `whole` were the norms before the division, XLA:CPU would store both.
+        whole = [norm * root for norm, root in zip(norms, roots, strict=True)]
+    is_single = len(norms) == 1 and not norms[0].ndim
+    total = whole[0] if is_single else norm_of_leaves(_stacked(whole, whole), ord, over)
     is_finite, bad = jnp.isfinite(total), 0 if drop else jnp.nan
 
     def respond(norm: Array, threshold: Array) -> Array:
@@ -229,7 +233,7 @@ def _clip_leaves(
         thresholds = [jnp.asarray(number, total.dtype)] * units.size
     factors = map_arrays(respond, norms, thresholds)
     clipped = scale_leaves(leaves, units, factors, drop=drop)
-    if _is_scalar(norms):
+    if is_single:
         (threshold,), (factor,) = thresholds, factors
         fraction = (factor != 1).astype(factor.dtype)
     else:
@@ -262,34 +266,12 @@ def _root_sizes(units: Slices, leaves: Sequence[Array], axis_name: AxisName) -> 
     return [math.sqrt(max(size, 1)) for size in sizes]
 
 
-def _measured(
-    leaves: list[Array], units: Units, roots: list[float] | None, ord: float, axis_name: AxisName
-) -> Norms:
-    """Compute all norms, or all root mean squares if `roots` is given."""
-    norms = unit_norms(leaves, units, ord, axis_name)
-    if roots is None:
-        return norms
+def _divided(norms: Norms, roots: list[float]) -> Norms:
+    """Convert norms to root mean squares."""
     # XLA:CPU would recompute a division by a constant in every kernel that reads the result.
     dtype = norm_dtype(norms)
     divisors = {root: fusion_barrier(jnp.asarray(root, dtype)) for root in set(roots)}
     return [norm / divisors[root] for norm, root in zip(norms, roots, strict=True)]
-
-
-def _total(norms: Norms, roots: list[float] | None, ord: float, axis_name: AxisName) -> Scalar:
-    """Return the norm of all leaves."""
-    if _is_scalar(norms):
-        return norms[0] if roots is None else norms[0] * roots[0]
-    stacks = _stacked(norms, norms)
-    if roots is not None:
-        for i, group in enumerate(groups_of_type(norms)):
-            of_units = [np.full(norms[j].shape, roots[j], stacks[i].dtype) for j in group]
-            stacks[i] *= np.stack(of_units)
-    return norm_of_leaves(stacks, ord, axis_name)
-
-
-def _is_scalar(norms: Norms) -> bool:
-    """Return whether the norms consist of a single scalar."""
-    return len(norms) == 1 and not norms[0].ndim
 
 
 def _stacked(values: Norms, norms: Norms) -> list[Array]:
@@ -302,8 +284,7 @@ def _init_state(units: Units, rule_states: Tree) -> ClipState:
         return jnp.full((), value, jnp.float32)  # a state with shared buffers cannot be donated
 
     def by_name(value: float) -> Scalar | dict[str, Scalar]:
-        names = [group_name(name) for name in units.names]
-        return {name: scalar(value) for name in names} if units.names else scalar(value)
+        return {group_name(name): scalar(value) for name in units.names} or scalar(value)
 
     return ClipState(by_name(0.0), by_name(UNBOUNDED), by_name(1.0), scalar(0.0), rule_states)
 
@@ -323,10 +304,9 @@ def scale_leaves(
 
 def _as_factor(reaction: Reaction) -> Callable[[Array, Array], Array]:
     """Convert `reaction` to a function of norm and threshold that returns a factor in [0, 1]."""
-    named = {"scale": scale_factor, "zero": zero_factor}
     if isinstance(reaction, str):
-        check_choice("reaction", reaction, tuple(named))
-        return named[reaction]
+        check_choice("reaction", reaction, tuple(REACTIONS))
+        return REACTIONS[reaction]
     if not callable(reaction):
         rule = '"scale", "zero" or a function'
         hint = "Pass a function of the norm and the threshold that returns a factor."

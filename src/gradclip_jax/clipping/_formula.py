@@ -6,6 +6,7 @@ clipped = factor * x
 
 import functools
 from collections.abc import Callable
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,6 @@ from jax.typing import DTypeLike
 
 from .._devices import fusion_barrier
 from .._leaves import wide_dtype
-from .._mesh import in_memory_of, on_device
 from .._types import Array, Number, Tree
 
 
@@ -35,6 +35,9 @@ def zero_factor(norm: Array, threshold: Array) -> Array:
     """Return 1 if `0 < threshold` and `norm <= threshold`, else 0; NaN for a NaN threshold."""
     factor = ((norm <= threshold) & (threshold > 0)).astype(norm.dtype)
     return jnp.where(jnp.isnan(threshold), jnp.nan, factor)
+
+
+REACTIONS: Final = {"scale": scale_factor, "zero": zero_factor}
 
 
 def apply_reaction(
@@ -84,12 +87,10 @@ def _product_jvp(primals: Tree, tangents: Tree) -> tuple[Array, Array]:
 
 def clamp_leaf(x: Array, low: Number, high: Number) -> Array:
     """Clamp to [low, high] with comparisons in at least float32; NaN remains NaN."""
-    given = jnp.asarray(x)
-    x = on_device(given)
     wide = x.astype(wide_dtype(x.dtype))
     low, high = (jnp.asarray(bound, wide.dtype) for bound in (low, high))
     clamped = round_to(jnp.clip(wide, low, high), x.dtype)
-    return in_memory_of(jnp.where((wide < low) | (wide > high), clamped, x), given)
+    return jnp.where((wide < low) | (wide > high), clamped, x)
 
 
 def round_to(x: Array, dtype: DTypeLike) -> Array:

@@ -21,7 +21,7 @@ from .._checks import (
 from .._errors import public, value_error
 from .._leaves import is_measured
 from .._types import Array, Labels, Path, Tree
-from ._norm import Axes, Groups, Slices, Units, tree_units
+from ._norm import Axes, Groups, Slices, Units, leaf_units, tree_units
 
 _DEPTH = "Pass the number of leading axes that index layers, 0 for an ordinary leaf."
 
@@ -75,7 +75,7 @@ def as_granularity(granularity: Literal["global", "leaf"] | Granularity) -> Gran
     if isinstance(granularity, Granularity):
         return granularity
     check_choice("granularity", granularity, ("global", "leaf"))
-    return Granularity(tree_units) if granularity == "global" else layers(0)
+    return Granularity(tree_units if granularity == "global" else leaf_units)
 
 
 @public

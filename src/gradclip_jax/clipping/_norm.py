@@ -69,7 +69,7 @@ def tree_units(leaves: Sequence[Array], tree: Tree = None) -> Groups:
     return Groups((0,) * len(leaves), 1)
 
 
-def leaf_units(leaves: Sequence[Array]) -> Slices:
+def leaf_units(leaves: Sequence[Array], tree: Tree = None) -> Slices:
     """Define one norm for each leaf."""
     return Slices(tuple(tuple(range(np.ndim(x))) for x in leaves))
 
@@ -248,13 +248,10 @@ def unit_norms(
     because powers are computed relative to the largest magnitude.
     """
     dtype = norm_dtype(leaves)
+    total = functools.partial(totals, units=units, axis_name=axis_name)
     if ord == 2:
         once = fusion_barrier(jnp.asarray(scale, dtype))
-
-        def terms(x: Array, axes: Axes) -> Array:
-            return sum_of_squares(x, axes, dtype, once)
-
-        sums = totals(leaves, units, axis_name, terms)
+        sums = total(functools.partial(sum_of_squares, dtype=dtype, scale=once), leaves)
         # XLA:CPU would repeat a division by a constant in every kernel that reads the norm.
         return map_arrays(functools.partial(norm_of_squares, scale=once), sums)
 
@@ -271,14 +268,14 @@ def unit_norms(
         return reduce_axes(jnp.sum, _ratio(magnitude(x, dtype), base) ** ord, axes)
 
     if ord == 1:
-        return totals(leaves, units, axis_name, magnitudes)
-    tops = totals(leaves, units, axis_name, largest, is_sum=False)
+        return total(magnitudes, leaves)
+    tops = total(largest, leaves, is_sum=False)
     if math.isinf(ord):
         return tops
     info = jnp.finfo(dtype)
     bases = [jnp.where((top >= info.tiny) & (top < jnp.inf), top, 1) for top in tops]
-    sums = totals(leaves, units, axis_name, powers, _of_leaves(bases, units))
-    return [base * total ** (1 / ord) for base, total in zip(bases, sums, strict=True)]
+    sums = total(powers, leaves, _of_leaves(bases, units))
+    return [base * x ** (1 / ord) for base, x in zip(bases, sums, strict=True)]
 
 
 @unit_norms.defjvp
@@ -289,14 +286,14 @@ def _unit_norms_jvp(
     (leaves,), (directions,) = primals, tangents
     norms, dtype = unit_norms(leaves, units, ord, axis_name, scale), norm_dtype(leaves)
     of_leaves = _of_leaves(norms, units)
+    total = functools.partial(totals, units=units, axis_name=axis_name)
 
     def num_tops(x: Array, axes: Axes, norm: Array) -> Array:
         return reduce_axes(jnp.sum, (magnitude(x, dtype) == norm).astype(dtype), axes)
 
     ties = of_leaves
     if math.isinf(ord):
-        counts = totals(leaves, units, axis_name, num_tops, of_leaves)
-        ties = _of_leaves(counts, units)
+        ties = _of_leaves(total(num_tops, leaves, of_leaves), units)
 
     def slope(x: Array, norm: Array, ties: Array) -> Array:
         is_regular = (norm > 0) & jnp.isfinite(norm)
@@ -317,7 +314,7 @@ def _unit_norms_jvp(
         product = jnp.conj(slope(x.astype(wide), norm, ties)) * direction.astype(wide)
         return reduce_axes(jnp.sum, jnp.real(product).astype(dtype), axes)
 
-    return norms, totals(leaves, units, axis_name, along, of_leaves, ties, directions)
+    return norms, total(along, leaves, of_leaves, ties, directions)
 
 
 def _sign(x: Array) -> Array:
@@ -339,11 +336,11 @@ def _of_leaves(values: Norms, units: Units) -> Norms:
 
 
 def totals(
+    terms: Callable[..., Array],
     leaves: Sequence[Array],
+    *columns: Sequence[Array],
     units: Units,
     axis_name: AxisName,
-    terms: Callable[..., Array],
-    *columns: Sequence[Array],
     is_sum: bool = True,
     map_terms: Callable[..., Iterable[Array]] = map,
 ) -> Norms:
@@ -378,9 +375,5 @@ def totals(
 
 def split(vector: Array, like: Sequence[Array]) -> list[Array]:
     """Split a vector into parts with the shapes of the given arrays."""
-    parts: list[Array] = []
-    start = 0
-    for x in like:
-        parts.append(vector.reshape(-1)[start : start + x.size].reshape(x.shape))
-        start += x.size
-    return parts
+    parts = jnp.split(vector.reshape(-1), np.cumsum([x.size for x in like], dtype=int)[:-1])
+    return [part.reshape(x.shape) for part, x in zip(parts, like, strict=False)]

@@ -17,7 +17,6 @@ import numpy as np
 from .._checks import (
     broadcast_prefix,
     check_number,
-    check_same_structure,
     describe,
     dtype_of,
     is_scalar,
@@ -31,7 +30,7 @@ from .._states import increment_where
 from .._types import UNBOUNDED, Array, Number, Schedule, Tree
 from ._norm import Groups, Norms, Units, split
 
-_HINT = "Pass a positive number, a schedule, or a rule from `gcx.thresholds`."
+_HINT = "Pass a number, a schedule, or a rule from `gcx.thresholds`."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +77,6 @@ class Rule:
 
 Threshold: TypeAlias = Number | Schedule | Rule | Mapping[Any, Tree] | list[Tree] | tuple[Tree, ...]
 """A number > 0, a traced scalar, a schedule, a rule from `gcx.thresholds`, or a tree of those."""
-
-
-def constant(value: Any) -> Rule:
-    """Return a rule with the same threshold at every step."""
-    value = float(value) if isinstance(value, int) else value  # an int above 2^31 is not an int32
-    return Rule(lambda norm: (), lambda norm, state, param_norm: (jnp.asarray(value), state))
 
 
 def scheduled(argument: str, schedule: Schedule) -> Rule:
@@ -134,8 +127,8 @@ def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
     return Rule(lambda norm: (), update, uses_params=True)
 
 
-def as_rule(argument: str, threshold: Threshold) -> Rule:
-    """Convert a number or a schedule to a rule; return a rule unchanged."""
+def as_rule(argument: str, threshold: Threshold, *, low: float = 0.0) -> Rule:
+    """Convert a number above `low` or a schedule to a rule; return a rule unchanged."""
     if isinstance(threshold, Rule):
         return threshold
     if inspect.isfunction(threshold) and threshold.__annotations__.get("return") is Rule:
@@ -146,8 +139,10 @@ def as_rule(argument: str, threshold: Threshold) -> Rule:
     if not is_scalar(threshold, jnp.floating, jnp.integer):
         rule = "a number, a schedule or a rule"
         raise type_error(argument, rule, shortened(threshold), _HINT)
-    check_number(argument, threshold, _HINT)
-    return constant(threshold)
+    check_number(argument, threshold, _HINT, low=low)
+    # An int above 2^31 is not an int32.
+    value = float(threshold) if isinstance(threshold, int) else threshold
+    return Rule(lambda norm: (), lambda norm, state, param_norm: (jnp.asarray(value), state))
 
 
 @public
@@ -180,14 +175,6 @@ def init_state(rule: Rule, shape: Sequence[int] = ()) -> Tree:
     return jax.tree.map(jnp.array, rule.init(jnp.zeros(shape, jnp.float32)))
 
 
-def check_params(updates: Tree, params: Tree | None) -> None:
-    """Raise if the parameters are missing or do not match the updates."""
-    if params is None:
-        rule, hint = "passed for this threshold", "Call `update(grads, state, params)`."
-        raise value_error("params", rule, "None", hint)
-    check_same_structure("updates", updates, "params", params)
-
-
 def apply_rule(
     rule: Rule, norm: Array, state: Tree, param_norm: Array | None = None
 ) -> tuple[Array, Tree]:
@@ -204,16 +191,13 @@ def apply_rule(
     if is_wide:
         threshold = jnp.where(threshold >= largest, jnp.finfo(norm.dtype).max, threshold)
     keeps = jnp.ones_like(finite) if rule.counts_steps else keeps
-    return jnp.broadcast_to(threshold, norm.shape), _where_finite(keeps, proposed, state)
 
-
-def _where_finite(finite: Array, proposed: Tree, state: Tree) -> Tree:
     def select(new: Array, old: Array) -> Array:
-        per_unit = old.ndim >= finite.ndim and old.shape[old.ndim - finite.ndim :] == finite.shape
-        chosen = finite if per_unit else finite.any()
+        per_unit = old.ndim >= norm.ndim and old.shape[old.ndim - norm.ndim :] == norm.shape
+        chosen = keeps if per_unit else keeps.any()
         return jnp.where(chosen, jnp.asarray(new).astype(old.dtype), old)
 
-    return jax.tree.map(select, proposed, state)
+    return jnp.broadcast_to(threshold, norm.shape), jax.tree.map(select, proposed, state)
 
 
 class Assignment(NamedTuple):
@@ -293,18 +277,14 @@ def apply_rules(
     thresholds = list(norms)
     next_states: list[Tree] = []
     for (rule, entries), state in zip(assigned, states or [()] * len(assigned), strict=True):
-        own = [norms[i] for i in entries]
-        of_params = None
-        if rule.uses_params and param_norms is not None:
-            of_params = [param_norms[i] for i in entries]
+        used = (norms, param_norms) if rule.uses_params and param_norms else (norms,)
+        columns = [[x[i] for i in entries] for x in used]
         if jax.tree.leaves(state):
-            param_norm = None if of_params is None else _as_vector(of_params)
-            vector, state = apply_rule(rule, _as_vector(own), state, param_norm)
-            values = split(vector, own)
+            own, *of_params = map(_as_vector, columns)
+            vector, state = apply_rule(rule, own, state, *of_params)
+            values = split(vector, columns[0])
         else:
-            apply = functools.partial(_apply_stateless, rule)
-            columns = [own] if of_params is None else [own, of_params]
-            values = map_arrays(apply, *columns)
+            values = map_arrays(functools.partial(_apply_stateless, rule), *columns)
         for i, value in zip(entries, values, strict=True):
             thresholds[i] = value
         next_states.append(state)

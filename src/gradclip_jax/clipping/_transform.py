@@ -3,14 +3,13 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import check_number, is_float0, is_traced
+from .._checks import check_number, is_traced
 from .._errors import public, type_error, value_error
-from .._leaves import check_inexact
+from .._leaves import flatten
 from .._types import AxisName, Labels, Number, Order, Tree
 from ._clip import Reaction, norm_clip
 from ._formula import clamp_leaf
@@ -440,5 +439,5 @@ def _value_bounds(max_value: Number, min_value: Number | None) -> tuple[Number, 
 
 def _clamp_tree(argument: str, tree: Tree, low: Number, high: Number) -> Tree:
     """Clamp every element of a tree to the bounds."""
-    check_inexact(argument, tree, real=True)
-    return jax.tree.map(lambda x: x if is_float0(x) else clamp_leaf(x, low, high), tree)
+    leaves = flatten(argument, tree, real=True)
+    return leaves.replace([clamp_leaf(x, low, high) for x in leaves.arrays])

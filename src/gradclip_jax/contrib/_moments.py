@@ -13,20 +13,20 @@ from .._checks import (
     check_count,
     check_decays,
     check_number,
+    check_params,
     check_same_structure,
     check_state,
     is_float0,
     is_traced,
 )
 from .._errors import public, value_error
-from .._leaves import check_inexact, wide_dtype
+from .._leaves import flatten, wide_dtype
 from .._mesh import in_memory_of, on_device, replica_count, shard_axes
 from .._states import increment_where
 from .._types import Array, AxisName, Number, Scalar, Tree
 from ..adaptive._averages import bias_correction, power_of, where_finite
 from ..clipping._formula import scale_factor, scale_leaf
 from ..clipping._norm import norm_of_leaves
-from ..clipping._threshold import check_params
 
 LeafStep: TypeAlias = Callable[[Array, Any, Array, Any], tuple[Array, Any, Array]]
 """The update of one leaf, `(grad, first, second, param) -> (update, first, second)`, in the dtype
@@ -126,7 +126,7 @@ def wide_zeros(params: Tree) -> Tree:
 
 def check_update(updates: Tree, state: Tree, kind: type, field: str) -> None:
     """Raise if `state` has the wrong type or if its field does not match the updates."""
-    check_inexact("updates", updates)
+    flatten("updates", updates)  # raises for integer leaves
     check_state(state, kind)
     check_same_structure("updates", updates, "params", getattr(state, field))
 

@@ -17,7 +17,7 @@ import optax
 
 from .._checks import check_state, check_transformation, is_float0
 from .._errors import ArgumentTypeError, named, public, type_error
-from .._leaves import check_inexact
+from .._leaves import flatten
 from .._run_if import Flag, compute_step, like_dtypes, run_step, select_step, trace
 from .._states import increment_where, plain_arrays, with_structure_of
 from .._types import Array, Tree
@@ -185,7 +185,7 @@ def _execute(
     _check_extra_args(args, extra_args)
     accumulation = update.accumulation
     sums_over_devices = accumulation is not None and not update.outside
-    check_inexact("updates", incoming, unreduced=sums_over_devices)
+    flatten("updates", incoming, unreduced=sums_over_devices)  # raises for integer leaves
     outer, grads, state, accepted = _judge(update.outside, incoming, state, params, extra_args)
     target = params if applies else None
     step = functools.partial(_step, update.innermost, update.inside, incoming, params)
@@ -306,10 +306,9 @@ def _step(
             guard, _, verdict, *_ = judged[i]
             assert verdict.check_step is not None
             passed, measured = verdict.check_step(judged_grads, updates, before, after)
-            choose = functools.partial(jnp.where, is_due)
             judged[i] = judged[i]._replace(
                 failed=accepted & ~passed,
-                measured=jax.tree.map(choose, measured, guard.unmeasured),
+                measured=optax.tree.where(is_due, measured, guard.unmeasured),
             )
             accepted = accepted & passed
         output, (target, after) = select_step(accepted, program, computed, carry)
@@ -333,8 +332,7 @@ def _next_states(judged: Sequence[Judgment], inner_state: Tree, accepted: Flag) 
             has_failed = jnp.where(streak >= limit, 1, has_failed)
         fields = {"consecutive_skips": streak, "guard_failed": has_failed, "inner_state": ()}
         after = after._replace(**fields)
-        choose = functools.partial(jnp.where, skipped | accepted)
-        after = jax.tree.map(choose, after, state._replace(inner_state=()))
+        after = optax.tree.where(skipped | accepted, after, state._replace(inner_state=()))
         inner_state = after._replace(inner_state=inner_state)
     return inner_state
 

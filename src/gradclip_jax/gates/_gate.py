@@ -37,7 +37,7 @@ class Verdict(NamedTuple):
             that checks a computed step of the innermost transformation; None accepts all steps.
     """
 
-    is_good: Scalar
+    is_good: Flag
     grads: Tree
     next_state: Callable[[Scalar, Scalar, Tree], Tree]
     check_window: Callable[[Tree], Scalar] | None = None

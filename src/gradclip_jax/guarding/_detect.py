@@ -20,6 +20,7 @@ from .._devices import fusion_barrier, joined
 from .._errors import type_error
 from .._leaves import is_measured, measured_leaves, wide_dtype
 from .._mesh import max_over, replica_count, shard_axes, sum_over
+from .._run_if import Flag
 from .._states import replace_states
 from .._types import UNBOUNDED, Array, AxisName, Path, Scalar, Tree
 from ..accumulation._noise_scale import NoiseState
@@ -88,11 +89,11 @@ def is_finite_step(
     return ~_is_any(list(flags.values()), axis_name)
 
 
-def finite_extra_args(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar:
+def finite_extra_args(extra_args: ExtraArgs, axis_name: AxisName) -> Flag:
     """Return whether the loss and the weight of a micro-batch are finite, if they are given."""
     weight = extra_args.get("weight")
     numbers = [given_loss(extra_args), weight if is_scalar(weight, jnp.inexact) else None]
-    return all_finite(numbers, axis_name)
+    return all_finite(numbers, axis_name) if jax.tree.leaves(numbers) else np.True_
 
 
 def given_loss(extra_args: ExtraArgs) -> Tree:

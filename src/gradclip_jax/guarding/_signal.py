@@ -1,16 +1,16 @@
 """Comparison of norms and losses with the thresholds of a guard."""
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+import optax
 
-from .._checks import check_number, is_scalar, shortened
-from .._errors import type_error, value_error
+from .._errors import value_error
 from .._types import Scalar, Tree
-from ..clipping._threshold import Rule, Threshold, apply_rule, as_rule, constant, init_state
+from ..clipping._threshold import Rule, Threshold, apply_rule, as_rule, init_state
 
 
 class Signal(NamedTuple):
@@ -44,7 +44,7 @@ def compare(rule: Rule, value: Scalar, rule_state: Tree, param_norm: Scalar | No
         # values.
         bound, bound_after = (apply_rule(rule, value, state, norm)[0] for state in (new, after))
         is_higher = (bound > bound_after) | (value <= threshold)
-        restarted = jax.tree.map(functools.partial(jnp.where, is_higher), new, after)
+        restarted = optax.tree.where(is_higher, new, after)
         is_fixed = value > (jnp.inf if rule.max_threshold is None else rule.max_threshold)
     return Signal(~(value <= threshold), is_fixed, threshold, after, restarted)
 
@@ -67,7 +67,7 @@ def relearn(
     for key, signal in signals.items():
         new, old = signal.restarted, signal.rule_state
         if new is not None:
-            old = jax.tree.map(functools.partial(jnp.where, restarts), new, old)
+            old = optax.tree.where(restarts, new, old)
         after[key] = signal._replace(is_spike=spikes[key] & ~restarts, rule_state=old)
     is_good = functools.reduce(jnp.logical_and, [~x.is_spike for x in after.values()], finite)
     return is_good, finite, after
@@ -79,15 +79,8 @@ def loss_rule(loss: Threshold) -> Rule:
         hint = "Pass a number, a schedule, or a rule such as `gcx.thresholds.mean_std()`."
         rule = "a threshold that does not depend on the parameters"
         raise value_error("loss", rule, "a rule that does", hint)
-    if isinstance(loss, Rule) or callable(loss):
-        given = as_rule("loss", loss)
-        if not (given.allow_negative or given.counts_steps) and jax.tree.leaves(init_state(given)):
-            hint = "Pass `allow_negative=True` to the rule."
-            raise value_error("loss", "a rule for values of any sign", "a rule for norms", hint)
-        return given
-    hint = "Pass a number, a schedule, or a rule from `gcx.thresholds`."
-    if not is_scalar(loss, jnp.floating, jnp.integer):
-        rule = "a number, a schedule or a rule"
-        raise type_error("loss", rule, shortened(loss), hint)
-    check_number("loss", loss, hint, low=-np.inf)
-    return constant(loss)
+    given = as_rule("loss", loss, low=-math.inf)
+    if not (given.allow_negative or given.counts_steps) and jax.tree.leaves(init_state(given)):
+        hint = "Pass `allow_negative=True` to the rule."
+        raise value_error("loss", "a rule for values of any sign", "a rule for norms", hint)
+    return given

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import check_count, check_ord
+from .._checks import check_count, check_ord, check_params
 from .._errors import public, type_error, value_error
 from .._leaves import measured_leaves
 from .._mesh import check_bound
 from .._states import increment_where, register_guard
 from .._types import UNBOUNDED, AxisName, Count, Order, Scalar, Tree
 from ..clipping._norm import norm_of_leaves
-from ..clipping._threshold import Rule, Threshold, as_rule, check_params, init_state
+from ..clipping._threshold import Rule, Threshold, as_rule, init_state
 from ..gates._gate import ExtraArgs, Verdict
 from ._detect import loss_of
 from ._guard import check_guard, guard, zero

@@ -1,6 +1,8 @@
 """Compute the norms of each leaf or layer, and locate the cause of a training fault."""
 
-from collections.abc import Callable, Sequence
+import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -35,11 +37,6 @@ def norms_of_step(
     """
     dtype = norm_dtype(gradient)
 
-    def sums(
-        term: Callable[..., Array], leaves: list[Array], *others: Any, **options: Any
-    ) -> Norms:
-        return totals(leaves, units, axis_name, term, *others, **options)
-
     def terms(x: Array, *step: Array) -> Sequence[Array]:
         x, step = lax.stop_gradient((x, step))
         of_gradient = squares(x, dtype), (~jnp.isfinite(x)).astype(dtype)
@@ -54,6 +51,7 @@ def norms_of_step(
         return *of_gradient, squares(change, dtype), squares(p, dtype)
 
     columns = (gradient,) if step is None else (gradient, *step)
+    sums = functools.partial(totals, units=units, axis_name=axis_name)
     rows = _as_rows(sums_of_terms(sums, terms, 2 if step is None else 4, *columns))
     rows, bad = jnp.concatenate([rows[:1], rows[2:]]), rows[1]
     norms = norm_of_squares(jnp.concatenate([jnp.sum(rows, 1, keepdims=True), rows], 1))
@@ -71,14 +69,12 @@ def _rounded(x: Array, info: Any) -> Array:
 
 def _as_rows(groups: Sequence[Norms]) -> Array:
     """Concatenate the arrays of each group into a row; empty groups give a single zero."""
-
-    def whole(x: Array) -> Array:
+    entries: list[Array] = []
+    for x in itertools.chain(*groups):
         sharding = jax.typeof(x).sharding
-        # With explicit mesh axes, only replicated arrays can be concatenated.
-        is_split = is_explicit(sharding)
-        return reshard(x, NamedSharding(sharding.mesh, PartitionSpec())) if is_split else x
-
-    entries = [whole(x).reshape(-1) for group in groups for x in group]
+        if is_explicit(sharding):  # with explicit mesh axes, only replicated arrays can be joined
+            x = reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
+        entries.append(x.reshape(-1))
     rows = concatenated(entries or [jnp.zeros(0)]).reshape(len(groups), -1)
     return rows if rows.size else jnp.zeros((len(groups), 1))
 

@@ -266,7 +266,7 @@ def note(
     An incident is recorded if a flag is set, a threshold in `fields` is exceeded, or a guard
     skipped the step. For consecutive equal incidents, the log keeps only the first and the last.
     """
-    fields = Incident._field_defaults | {k: x for k, x in fields.items() if x is not None}
+    fields = Incident._field_defaults | fields
     fields = {k: x if isinstance(x, jax.Array) else _CODES.get(x, x) for k, x in fields.items()}
 
     def is_above(key: str, bound: str) -> Array:

@@ -1,9 +1,7 @@
 """Record recent norms in a ring buffer in the optimizer state."""
 
-import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -113,8 +111,7 @@ def record_norms(
             position=jnp.where(state.position < window - 1, state.position + 1, 0),
             nonfinite_norms=increment_where(state.nonfinite_norms, ~jnp.all(jnp.isfinite(norms))),
         )
-        choose = functools.partial(jnp.where, has_micro_batch(extra_args))
-        return updates, jax.tree.map(choose, after, state)
+        return updates, optax.tree.where(has_micro_batch(extra_args), after, state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -16,6 +16,7 @@ from .._checks import (
     check_count,
     check_length,
     check_number,
+    check_params,
     check_state,
     check_static,
     is_scalar,
@@ -30,6 +31,7 @@ from .._run_if import like_dtypes
 from .._states import (
     METRICS,
     find_states,
+    has_stepped,
     has_updated,
     increment_where,
     plain_arrays,
@@ -37,7 +39,6 @@ from .._states import (
 )
 from .._types import Array, AxisName, Count, HostArray, Number, Scalar, Tree
 from ..clipping._granularity import Granularity, as_granularity, norm_shapes
-from ..clipping._threshold import check_params
 from ..gates._gate import has_micro_batch
 from ..guarding._detect import loss_of
 from ..guarding._guard import check_guard
@@ -361,7 +362,7 @@ def _outcome(
     """
     guards: list[tuple[str, Scalar, Scalar]] = []
     skipped, factor = jnp.array(False), jnp.float32(1)
-    states = [find_states(x, tuple(METRICS)) for x in (before, after)]
+    states = find_states(before, tuple(METRICS)), find_states(after, tuple(METRICS))
     for (_, old), (_, new) in zip(*states, strict=True):
         names = METRICS[type(new)]
         for x in jax.tree.leaves(new.clip_factor) if "clip_factor" in names else ():
@@ -372,7 +373,7 @@ def _outcome(
         for field, (name, count) in _OF_GUARDS.items():
             if count in skips:
                 guards.append((field, skips[count], getattr(new, name)))
-    ran = stepped = has_updated(after)
+    ran = stepped = has_stepped(after)
     outcome = {"skipped": skipped}
     if len(norms) > 1:
         # With `optax.partition`, some parameters may change although others are held.

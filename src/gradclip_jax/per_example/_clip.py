@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,9 @@ from .._leaves import wide_dtype
 from .._mesh import shard_axes, sum_over, varying_axes
 from .._types import Array, AxisName, Labels, Number, Tree
 from ..accumulation._split import check_real
-from ..clipping._formula import apply_reaction, scale_factor, zero_factor
+from ..clipping._formula import REACTIONS, apply_reaction
 from ._losses import Examples, Loss, Outputs, by_label, groups_of, replace_measured, sum_parts
 from ._sum import sums_and_norms
-
-REACTIONS: Final = {"scale": scale_factor, "zero": zero_factor}
 
 
 class Stats(NamedTuple):

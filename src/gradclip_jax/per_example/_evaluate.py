@@ -6,7 +6,7 @@ equations unchanged. A factored value is materialized before any other operation
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TypeAlias, cast
 
 import jax
@@ -60,20 +60,13 @@ def evaluate(
             linear = _linear_operands(eqn, flags)
             mixed = [read(v) if i in linear else read_array(v) for i, v in enumerate(eqn.invars)]
             outs = _follow(eqn, mixed, flags)
-        if outs is None:
-            outs = _alone(jaxpr, eqn, read_array)
+        if outs is None:  # evaluate the equation alone
+            inputs = list(dict.fromkeys(_variables(eqn.invars)))
+            alone = jaxpr.replace(constvars=[], invars=inputs, outvars=eqn.outvars, eqns=[eqn])
+            outs = core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*map(read_array, inputs))
         values.update(zip(eqn.outvars, outs, strict=True))
     results = zip(jaxpr.outvars, chosen, strict=True)
     return [read(v) if lazily else read_array(v) for v, lazily in results]
-
-
-def _alone(
-    jaxpr: core.Jaxpr, eqn: core.JaxprEqn, read: Callable[[core.Var], Array]
-) -> Sequence[Array]:
-    """Evaluate one equation without a rule."""
-    inputs = list(dict.fromkeys(_variables(eqn.invars)))
-    alone = jaxpr.replace(constvars=[], invars=inputs, outvars=eqn.outvars, eqns=[eqn])
-    return core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*map(read, inputs))
 
 
 def _variables(atoms: Iterable[core.Var | core.Literal]) -> list[core.Var]:

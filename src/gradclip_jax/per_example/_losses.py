@@ -1,6 +1,7 @@
 """Bind the arguments of a per-example loss, differentiate it and split batches."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,7 +14,7 @@ from .._checks import check_callable, describe, labels_of
 from .._errors import type_error, value_error
 from .._leaves import is_measured, measured_leaves
 from .._mesh import vary, varying_axes, zeros_of_type
-from .._run_if import trace
+from .._run_if import run_if, trace
 from .._types import Array, Labels, Number, Tree
 from ..accumulation._split import (
     Split,
@@ -23,7 +24,6 @@ from ..accumulation._split import (
     in_one_form,
     in_order,
     positions,
-    run_if_real,
 )
 from ._evaluate import evaluate
 from ._lazy import Value
@@ -79,9 +79,8 @@ class Loss:
         call = in_one_form(self.fun, self.has_weight, self.has_aux)
 
         def value_of(leaves: list[Array], example: Example) -> ValueAndRest:
-            chosen, new_params = list(args), replace_measured(params, leaves)
-            new = *((new_params,) if split.takes_one else new_params), *example
-            for i, x in zip((*split.differentiated, *split.batches), new, strict=True):
+            chosen = split.with_differentiated(args, replace_measured(params, leaves))
+            for i, x in zip(split.batches, example, strict=True):
                 chosen[i] = x
             try:
                 value, (weight, aux) = call(*chosen, **kwargs)
@@ -128,7 +127,7 @@ class Examples(NamedTuple):
         """Compute the outputs of a batch without an all-reduce of per-example gradients."""
         axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(batch)))
         leaves = [vary(x, axes) for x in self.leaves]
-        return jax.vmap(lambda example: self.outputs_of_one(leaves, example))(batch)
+        return jax.vmap(functools.partial(self.outputs_of_one, leaves))(batch)
 
     def outputs_of_one(self, leaves: list[Array], example: Example) -> Outputs:
         """Compute the loss value, weight and gradient factors of one example."""
@@ -176,6 +175,7 @@ def sum_parts(
     """Run `step` on each micro-batch, sum its first outputs and concatenate its second outputs."""
     if parts == 1 and real is None:
         return step(batch)
+    count = None if real is None else jnp.asarray(real).astype(jnp.int32)
     program = trace(lambda index: step(part_of(batch, parts, index)), jnp.int32(0))
 
     def body(sums: Tree, index: Array) -> tuple[Tree, Tree]:
@@ -183,7 +183,8 @@ def sum_parts(
             new, rows = program(index)
             return jax.tree.map(jnp.add, carry[0], new), rows
 
-        return run_if_real(real, index, add, (sums, jax.tree.map(zeros_of_type, program.output[1])))
+        carry = sums, jax.tree.map(zeros_of_type, program.output[1])
+        return add(carry) if count is None else run_if(index < count, add, carry)
 
     zeros = jax.tree.map(zeros_of_type, program.output[0])
     sums, rows = lax.scan(body, zeros, jnp.arange(parts, dtype=jnp.int32))

@@ -47,9 +47,11 @@ def is_exact(total: Array, error: Array) -> Array:
 
 def square(value: Value) -> tuple[Scalar, Scalar]:
     """Return the squared norm of a gradient and its error bound, from factors where possible."""
-    zero = jnp.zeros((), jnp.finfo(wide_dtype(value.dtype)).dtype)
-    pairs = [_part_square(part, zero) for part in separate(value)]
-    return sum((x for x, _ in pairs), zero), sum((x for _, x in pairs), zero)
+    total = error = zero = jnp.zeros((), jnp.finfo(wide_dtype(value.dtype)).dtype)
+    for part in separate(value):
+        part_total, part_error = _part_square(part, zero)
+        total, error = total + part_total, error + part_error
+    return total, error
 
 
 def separate(value: Value) -> Sequence[Value]:
@@ -81,7 +83,7 @@ def gram_terms(part: Value) -> list[Term] | None:
     finest = max(part.terms, key=lambda term: len(term.kept))
     sizes = [finest.sizes[k] for k in finest.kept]
     terms = all_or_none(_by_rows(term.split_axes(sizes)) for term in part.terms)
-    return None if terms is None else _joined(terms)
+    return _joined(terms) if terms and len(terms) > 1 else terms
 
 
 def _squares(x: Array) -> Array:

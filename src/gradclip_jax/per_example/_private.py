@@ -18,7 +18,7 @@ from .._checks import (
     describe,
 )
 from .._errors import public, value_error
-from .._leaves import check_inexact, is_measured, wide_dtype
+from .._leaves import flatten, wide_dtype
 from .._mesh import shard_axes, varying_axes
 from .._states import increment_where
 from .._types import Array, AxisName, Number, Scalar, Tree
@@ -115,19 +115,16 @@ def noisy_mean(
     def update(
         updates: Tree, state: Tree, params: Tree | None = None
     ) -> tuple[Tree, NoisyMeanState]:
-        check_inexact("updates", updates)
+        leaves = flatten("updates", updates)
         check_state(state, NoisyMeanState)
         _check_known_shards(axes)
-        leaves, structure = jax.tree.flatten(updates)
         step_key = jax.random.fold_in(state.key, state.step)
         deviation = jnp.float32(noise_multiplier) * jnp.float32(sensitivity)
-        keys = [jax.random.fold_in(step_key, i) for i in range(len(leaves))]
-        noisy = [
-            _noisy(x, k, deviation, expected_batch_size, axes) if is_measured(x) else x
-            for x, k in zip(leaves, keys, strict=True)
-        ]
-        new = NoisyMeanState(state.key, increment_where(state.step))
-        return jax.tree.unflatten(structure, noisy), new
+        noisy: list[Array] = []
+        for i, x in zip(leaves.places, leaves.arrays, strict=True):
+            leaf_key = jax.random.fold_in(step_key, i)
+            noisy.append(_noisy(x, leaf_key, deviation, expected_batch_size, axes))
+        return leaves.replace(noisy), NoisyMeanState(state.key, increment_where(state.step))
 
     return optax.GradientTransformation(init, update)
 
@@ -144,7 +141,6 @@ def _check_known_shards(axis_name: AxisName) -> None:
 
 
 def _noisy(x: Array, key: Array, deviation: Scalar, divisor: Number, axes: AxisName) -> Array:
-    x = jnp.asarray(x)
     for axis in sorted(shard_axes(x, axes)):  # independent noise for each shard
         key = jax.random.fold_in(key, lax.axis_index(axis))
     dtype = wide_dtype(x.dtype)

@@ -66,9 +66,8 @@ def _sums_and_norms(
     # Norms and sums must be computed from identically rounded gradients.
     outputs = outputs._replace(grads=list(map(fusion_barrier, outputs.grads)))
     size = outputs.value.shape[0]
-    squares = jax.vmap(lambda grads: _group_squares(grads, groups, shards), axis_size=size)(
-        outputs.grads
-    )
+    measure = functools.partial(_group_squares, groups=groups, shards=shards)
+    squares = jax.vmap(measure, axis_size=size)(outputs.grads)
     norms = [norm_of(total, error) for total, error in squares]
     is_exact_example = is_finite = jnp.ones(size, bool)
     for total, error in squares:
@@ -122,7 +121,7 @@ def _add_inexact(
     order, count = jnp.argsort(of_steps), jnp.sum(~of_steps, dtype=jnp.int32)
 
     def add_step(carry: Tree) -> Tree:
-        step, norms, sums, errors = carry
+        step, norms, sums = carry
         index = order[step]
         part, before, known = part_of((outputs, norms, is_exact_example), steps, index)
         grads, after = jax.vmap(exact_norms, axis_size=size // steps)(part.grads)
@@ -131,12 +130,12 @@ def _add_inexact(
         rows = zip(norms, after, strict=True)
         norms = [x.reshape(-1, steps).at[:, index].set(row).reshape(-1) for x, row in rows]
         terms = summed(part._replace(grads=grads), after, ~known)
-        added = [_add_compensated(*row) for row in zip(sums, errors, terms, strict=True)]
-        return step + 1, norms, [x for x, _ in added], [x for _, x in added]
+        sums = [_add_compensated(*total, x) for total, x in zip(sums, terms, strict=True)]
+        return step + 1, norms, sums
 
-    carry = jnp.int32(0), norms, sums, [jnp.zeros_like(x) for x in sums]
-    _, norms, sums, _ = lax.while_loop(lambda carry: carry[0] < count, add_step, carry)
-    return sums, norms
+    carry = jnp.int32(0), norms, [(x, jnp.zeros_like(x)) for x in sums]
+    _, norms, pairs = lax.while_loop(lambda carry: carry[0] < count, add_step, carry)
+    return [total for total, _ in pairs], norms
 
 
 def _add_compensated(total: Array, error: Array, term: Array) -> tuple[Array, Array]:
