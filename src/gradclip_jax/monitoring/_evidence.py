@@ -47,9 +47,7 @@ def norms_of_step(
         after = p + u
         if jnp.issubdtype(narrow, jnp.floating) and jnp.finfo(narrow).bits < 32:
             after = _rounded(after, jnp.finfo(narrow))
-        # An update does not change a non-finite parameter.
-        change = jnp.where(jnp.isfinite(p), after - p, 0)
-        return *of_gradient, squares(change, dtype), squares(p, dtype)
+        return *of_gradient, squares(after - p, dtype), squares(p, dtype)
 
     columns = (gradient,) if step is None else (gradient, *step)
     sums = functools.partial(totals, units=units, axis_name=axis_name)

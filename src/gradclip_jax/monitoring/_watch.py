@@ -283,6 +283,9 @@ def watch(
             # If `params` is None, pass the update twice, because `(u + u) - u` is u.
             step = leaves.beside(output), leaves.beside(output if params is None else params)
         norms, bad = norms_of_step(leaves.arrays, step, units, axes)
+        if len(kinds) > 1:  # an update of zero does not change a non-finite parameter
+            is_zero = ~has_stepped(after) & ~jnp.isfinite(norms[2])
+            norms = norms.at[1].set(jnp.where(is_zero, 0, norms[1]))
         norms = norms[: len(kinds)]
         _check_shape(state.norms, norms)
         guards, stepped, outcome = _outcome(before, after, norms)
