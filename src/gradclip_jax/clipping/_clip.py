@@ -218,7 +218,7 @@ def _clip_leaves(
         norms = _divided(norms, roots)
         param_norms = None if param_norms is None else _divided(param_norms, roots)
         # If `whole` were the norms before the division, XLA:CPU would store both.
-        whole = [norm * root for norm, root in zip(norms, roots, strict=True)]
+        whole = map_arrays(jnp.multiply, norms, [jnp.asarray(x, norms[0].dtype) for x in roots])
     is_single = len(norms) == 1 and not norms[0].ndim
     total = whole[0] if is_single else norm_of_leaves(_stacked(whole, whole), ord, over)
     is_finite, bad = jnp.isfinite(total), 0 if drop else jnp.nan
