@@ -40,6 +40,8 @@ _KINDS: Final[dict[type, type]] = {
 _Window: TypeAlias = AccumulationState | optax.MultiStepsState
 _WINDOWS = (AccumulationState, optax.MultiStepsState)
 _FRESH = (ClipState, NormRecordState, RoundingState, optax.EmptyState)
+# Fields of guards and `watch` that are initialized for another rule, or for other norms.
+_RESTARTED = ("signals", "norms", "levels", "incidents", "tap_sums")
 _HINT = (
     "Restore checkpoints with the old optimizer; only clips, guards and accumulations may differ."
 )
@@ -233,9 +235,10 @@ def _copied(like: Tree, given: Tree, reduction: str | None, path: Path) -> Tree:
         given = _copied_skips(like, given)
     if kind in _INNER:
         like, given = (x._replace(**{_INNER[type(x)]: ()}) for x in (like, given))
-        if kind not in _WINDOWS:  # a guard may have another rule, and `watch` other units
-            pairs = zip(like, given, strict=True)
-            return kind(*(old if _is_alike(new, old) else new for new, old in pairs))
+        for name in kind._fields if kind not in _WINDOWS else ():
+            new, old = getattr(like, name), getattr(given, name)
+            if (name in _RESTARTED or new is None or old is None) and not _is_alike(new, old):
+                given = given._replace(**{name: new})
     return _copied_children(like, given, reduction, path)
 
 

@@ -311,3 +311,10 @@ def test_a_transformation_without_state_may_get_a_guard(wrap):
     old, new = wrap(optax.sgd(0.1)), wrap(gcx.skip_nonfinite(optax.sgd(0.1)))
     assert_alike(gcx.convert_state(new, old.init(PARAMS), PARAMS), new.init(PARAMS))
     assert_alike(gcx.convert_state(old, new.init(PARAMS), PARAMS), old.init(PARAMS))
+
+
+def test_counts_of_another_shape_are_not_reset():
+    tx = gcx.skip_nonfinite(optax.sgd(0.1))
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), tx.init(PARAMS))
+    with pytest.raises(TypeError, match="skipped_nonfinite"):
+        gcx.convert_state(tx, stacked, PARAMS)
