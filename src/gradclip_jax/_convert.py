@@ -40,7 +40,7 @@ _KINDS: Final[dict[type, type]] = {
 _Window: TypeAlias = AccumulationState | optax.MultiStepsState
 _WINDOWS = (AccumulationState, optax.MultiStepsState)
 _FRESH = (ClipState, NormRecordState, RoundingState, optax.EmptyState)
-# Fields of guards and `watch` that are initialized for another rule, or for other norms.
+# Fields of guards and `watch` that are initialized if the rule or the measured norms change.
 _RESTARTED = ("signals", "norms", "levels", "incidents", "tap_sums")
 _HINT = (
     "Restore checkpoints with the old optimizer; only clips, guards and accumulations may differ."
@@ -67,7 +67,8 @@ def convert_state(
     | nothing | a guard, an accumulation, a `watch` | the inner state |
     | an accumulator | one of another dtype | the open window, rounded to nearest |
     | a guard | one with another rule | the counts of skips, the inner state |
-    | a `watch` | one of other norms | the incidents of equally named units, the inner state |
+    | a `watch` | one that measures other norms | the incidents if no unit changes its name, the |
+    | | | inner state |
     | nothing | a clip, `record_norms` | nothing; its state is initialized |
     | nothing | `round_stochastically` | nothing; its state is initialized |
 
@@ -235,7 +236,7 @@ def _copied(like: Tree, given: Tree, reduction: str | None, path: Path) -> Tree:
         given = _copied_skips(like, given)
     if kind in _INNER:
         like, given = (x._replace(**{_INNER[type(x)]: ()}) for x in (like, given))
-        for name in kind._fields if kind not in _WINDOWS else ():
+        for name in kind._fields:
             new, old = getattr(like, name), getattr(given, name)
             if (name in _RESTARTED or new is None or old is None) and not _is_alike(new, old):
                 given = given._replace(**{name: new})

@@ -21,7 +21,6 @@ GATES: Final[dict[type, str]] = {}
 GUARDS: Final[set[type]] = set()
 """State types of guards."""
 
-
 _State = TypeVar("_State", bound=type)
 
 

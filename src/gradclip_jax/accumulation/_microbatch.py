@@ -192,9 +192,8 @@ def microbatched_value_and_grad(
             num_real_microbatches,
             drops_nonfinite=drop_nonfinite,
         )
-        rest = out.weight if has_weight else out.aux
-        rest = (out.weight, out.aux) if has_weight and has_aux else rest
-        value = (out.value, rest) if has_weight or has_aux else out.value
+        rest = [x for x, has in ((out.weight, has_weight), (out.aux, has_aux)) if has]
+        value = (out.value, rest[0] if len(rest) == 1 else tuple(rest)) if rest else out.value
         if not axes:
             return value, out.grads
         all_reduced = functools.partial(_all_reduced, axes)

@@ -13,7 +13,6 @@ from .._checks import broadcast_prefix, describe, leaf_path
 from .._devices import summand
 from .._errors import type_error, value_error
 from .._mesh import max_over, unreduced_axes, vary, varying_axes, zeros_of_type
-from .._run_if import run_if
 from .._types import FLOAT32, Array, Number, Scalar, Tree
 from ._reduction import (
     REDUCTIONS,
@@ -24,7 +23,7 @@ from ._reduction import (
     divide,
     identity_of,
 )
-from ._split import in_order, rows_per_example
+from ._split import in_order, rows_per_example, run_if_real
 
 AUX_REDUCTIONS: Final = (*REDUCTIONS, "concatenate")
 _DTYPES: Final[dict[str | None, tuple[DTypeLike, ...]]] = {
@@ -171,7 +170,6 @@ def whole_batch(
     leaves, structure = jax.tree.flatten(shapes)
     rules = structure.flatten_up_to(reductions)
     holds_weight = reductions.value.holds_weight
-    count = None if real is None else jnp.asarray(real).astype(jnp.int32)
     # Totals vary over the same mesh axes as the weights.
     axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((shapes.weight, real))))
 
@@ -192,14 +190,14 @@ def whole_batch(
             totals = [rule.add(total, x, weight, index) for rule, total, x in columns]
             return totals, total_weight + (1 if weight is None else weight), dropped
 
-        return add(carry) if count is None else run_if(index < count, add, carry), None
+        return run_if_real(real, index, add, carry), None
 
     pairs = zip(rules, leaves, strict=True)
     totals = [rule.start(x, parts, axes) for rule, x in pairs]
     first = totals, vary(jnp.float32(0), axes), vary(jnp.array(False), axes)
     (totals, total_weight, dropped), _ = lax.scan(step, first, jnp.arange(parts))
     has_weight = total_weight > 0
-    has_run = True if count is None else count > 0
+    has_run = True if real is None else jnp.asarray(real) > 0
     if_empty = jnp.where(dropped, jnp.nan, jnp.float32(0)) if drops_nonfinite else 0
     divisor = jnp.where(has_weight, total_weight, 1 - if_empty)
     out = [

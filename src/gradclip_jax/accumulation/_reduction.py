@@ -36,7 +36,8 @@ from .._mesh import (
     unreduced_axes,
 )
 from .._rounding import rounded
-from .._types import Array, Path, Scalar, Tree
+from .._run_if import Flag
+from .._types import Array, Number, Path, Scalar, Tree
 
 Weight: TypeAlias = Array | np.float32
 """The weight of a micro-batch; NumPy scalars are known at trace time."""
@@ -104,6 +105,13 @@ def as_weight(weight: Any) -> Weight | None:
     if not is_traced(value) and float(value) < 0:
         raise value_error("weight", rule, repr(weight), hint)
     return value
+
+
+def has_micro_batch(flush: Flag | bool | None, weight: Number | None) -> Flag:
+    """Return whether a call of `update` passes a gradient; `flush` passes zeros of weight 0."""
+    if flush is None or weight is None:
+        return np.True_
+    return ~((np.bool_(flush) if isinstance(flush, bool) else flush) & (weight == 0))
 
 
 def identity_of(reduction: str, dtype: DTypeLike) -> float:

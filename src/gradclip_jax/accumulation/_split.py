@@ -11,6 +11,7 @@ from jax import lax
 from .._checks import check_count, describe, is_traced, leaf_path, shortened
 from .._errors import type_error, value_error
 from .._mesh import num_shards
+from .._run_if import run_if
 from .._types import Array, Count, Number, Scalar, Tree
 
 
@@ -84,9 +85,11 @@ def counted_from_zero(split: Split, args: Sequence[Tree]) -> Split:
         hint = "Pass the parameters and the batch by position, not by keyword."
         raise type_error("args", f"at least {needed} positional arguments", f"{len(args)}", hint)
     if min(given, default=0) < 0:
-        for name in ("batches", "keys", "differentiated"):
-            places = tuple(i % len(args) for i in getattr(split, name))
-            split = split._replace(**{name: places})
+        split = split._replace(
+            batches=_modulo(split.batches, len(args)),
+            keys=_modulo(split.keys, len(args)),
+            differentiated=_modulo(split.differentiated, len(args)),
+        )
     for i in split.batches:
         for path, x in jax.tree.leaves_with_path(args[i]):
             if not np.ndim(x) or np.shape(x)[0] % split.parts:
@@ -101,6 +104,10 @@ def counted_from_zero(split: Split, args: Sequence[Tree]) -> Split:
                 hint = f"Pass a divisor of {np.shape(x)[0] // shards} as `num_microbatches`."
                 raise value_error("batch", rule, got, hint)
     return split
+
+
+def _modulo(argnums: tuple[int, ...], length: int) -> tuple[int, ...]:
+    return tuple(i % length for i in argnums)
 
 
 def in_one_form(fun: Callable[..., Any], has_weight: bool, has_aux: bool) -> Callable[..., Any]:
@@ -154,6 +161,18 @@ def check_real(real: Number | None, parts: Count) -> None:
     if not is_traced(real) and int(real) > int(parts):
         rule = f"an integer from 0 to num_microbatches={parts}"
         raise value_error(name, rule, int(real), hint)
+
+
+def run_if_real(
+    real: Number | None, index: Array, step: Callable[[Tree], Tree], carry: Tree
+) -> Tree:
+    """Return `step(carry)` for the first `real` micro-batches, else the carry.
+
+    All micro-batches run if `real` is None.
+    """
+    if real is None:
+        return step(carry)
+    return run_if(index < jnp.asarray(real).astype(jnp.int32), step, carry)
 
 
 def in_order(rows: Array, per_example: int = 1) -> Array:

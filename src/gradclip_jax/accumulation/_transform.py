@@ -41,6 +41,7 @@ from ._reduction import (
     as_weight,
     check_matches_accumulator,
     check_unreduced,
+    has_micro_batch,
     only_gradient,
     params_of,
     window_gradient,
@@ -322,9 +323,7 @@ def _advance_window(
     """Return the `_WindowStep` of a call, and the next state before any optimizer step."""
     weight, flush, emit = call
     is_empty = state.mini_step == 0
-    arrived = accepted
-    if flush is not None and weight is not None:
-        arrived = accepted & ~(flush & (weight == 0))
+    arrived = accepted & has_micro_batch(flush, weight)
     starts = jnp.logical_and(is_empty, arrived)
     weight_so_far = jnp.where(starts, 0, state.total_weight)
     with_this = weight_so_far + (1 if weight is None else weight)

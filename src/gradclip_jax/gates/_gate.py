@@ -3,22 +3,11 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
-import jax.numpy as jnp
-import numpy as np
-
 from .._run_if import Flag
 from .._types import Count, Scalar, Tree
 
 ExtraArgs: TypeAlias = dict[str, Any]
 """The extra arguments of `update` by name."""
-
-
-def has_micro_batch(extra_args: ExtraArgs) -> Flag:
-    """Return whether a call of `update` passes a gradient; `flush` passes zeros of weight 0."""
-    flush, weight = extra_args.get("flush"), extra_args.get("weight")
-    if flush is None or weight is None:
-        return np.True_
-    return ~(jnp.asarray(flush) & (weight == 0))
 
 
 class Verdict(NamedTuple):

@@ -22,7 +22,7 @@ from ._guard import check_guard, guard, zero
 from ._signal import Signal, compare, loss_rule, relearn
 
 # State fields for the value, the threshold and the number of skips of each signal.
-_FIELDS = {
+FIELDS = {
     "norm": ("grad_norm", "skip_threshold", "skipped_large_norm"),
     "loss": ("loss", "loss_threshold", "skipped_large_loss"),
     "update": ("update_norm", "update_threshold", "skipped_large_update"),
@@ -30,7 +30,7 @@ _FIELDS = {
 
 
 @register_guard(
-    *itertools.chain(*_FIELDS.values()),
+    *itertools.chain(*FIELDS.values()),
     *("skipped_nonfinite", "consecutive_skips", "guard_failed"),
 )
 class SkipSpikesState(NamedTuple):
@@ -275,7 +275,7 @@ def _skip_above(
                 nonfinite |= failed & ~finite_update
             fields: dict[str, Scalar] = {"grad_norm": values["norm"].astype(jnp.float32)}
             for key, signal in compared.items():
-                measurement, threshold, count = _FIELDS[key]
+                measurement, threshold, count = FIELDS[key]
                 fields[measurement] = observed[key].astype(jnp.float32)
                 fields[threshold] = signal.threshold.astype(jnp.float32)
                 fields[count] = increment_where(getattr(state, count), signal.is_spike)
@@ -304,7 +304,7 @@ def _make_state(rules: dict[str, Rule], inner_state: Tree) -> SkipSpikesState:
     """Return the initial state."""
     fields: dict[str, Tree] = dict.fromkeys(SkipSpikesState._fields)  # None without a threshold
     for key in ("norm", *rules):
-        measured, threshold, count = _FIELDS[key]
+        measured, threshold, count = FIELDS[key]
         fields |= {measured: zero(jnp.float32), count: zero()}
         fields[threshold] = jnp.full((), UNBOUNDED, jnp.float32)
     counts = ("skipped_nonfinite", "consecutive_skips", "guard_failed", "spikes_in_a_row")

@@ -132,8 +132,10 @@ class Incident(NamedTuple):
 
     def _causes(self) -> list[str]:
         """Describe faults other than outliers of the gradient norm or the loss."""
-        place, inside = (f" {word} {self.leaf}" if self.leaf else "" for word in ("of", "in"))
-        factor, is_only = _short(self.leaf_rise), self.second_leaf in ("", self.leaf)
+        place = f" of {self.leaf}" if self.leaf else ""
+        inside = f" in {self.leaf}" if self.leaf else ""
+        factor = _short(self.leaf_rise)
+        is_only = self.second_leaf in ("", self.leaf)
         others = "" if is_only else " more than those of other leaves"
         rise = f"rose {factor} times{others}"
         parts: list[str] = []

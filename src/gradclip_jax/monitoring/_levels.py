@@ -96,7 +96,8 @@ class Levels(NamedTuple):
 def init_levels(num_kinds: int, is_empty: list[bool]) -> Array:
     """Initialize the statistics as one array, stacked in the order of the fields of `Levels`.
 
-    `is_empty` contains whether each unit has no elements, so that its gradient is always zero.
+    `is_empty` states for each unit whether it has no elements. Its gradient, which is always zero,
+    counts as reported.
     """
     levels = np.zeros((len(Levels._fields), num_kinds + 1, 1 + len(is_empty)), np.float32)
     levels[Levels._fields.index("zero_streak"), 0, 1:] = np.where(is_empty, -1, 0)

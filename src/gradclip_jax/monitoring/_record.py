@@ -21,8 +21,8 @@ from .._leaves import flatten, measured_leaves
 from .._mesh import check_bound
 from .._states import find_states, increment_where, plain_arrays, register_metrics
 from .._types import Array, AxisName, Count, HostArray, Order, Scalar, Tree
+from ..accumulation._reduction import has_micro_batch
 from ..clipping._norm import leaf_units, tree_units, unit_norms
-from ..gates._gate import has_micro_batch
 from ._unit_names import leaf_names
 
 
@@ -111,7 +111,8 @@ def record_norms(
             position=jnp.where(state.position < window - 1, state.position + 1, 0),
             nonfinite_norms=increment_where(state.nonfinite_norms, ~jnp.all(jnp.isfinite(norms))),
         )
-        return updates, optax.tree.where(has_micro_batch(extra_args), after, state)
+        is_recorded = has_micro_batch(extra_args.get("flush"), extra_args.get("weight"))
+        return updates, optax.tree.where(is_recorded, after, state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

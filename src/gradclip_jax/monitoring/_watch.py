@@ -38,21 +38,18 @@ from .._states import (
     register_metrics,
 )
 from .._types import Array, AxisName, Count, HostArray, Number, Scalar, Tree
+from ..accumulation._reduction import has_micro_batch
 from ..clipping._granularity import Granularity, as_granularity, norm_shapes
-from ..gates._gate import has_micro_batch
 from ..guarding._detect import loss_of
 from ..guarding._guard import check_guard
+from ..guarding._skip_spikes import FIELDS
 from ._evidence import differing_device, evidence, norms_of_step
 from ._incident import IncidentLog, init_log, names_in, note, tap_names_in
 from ._levels import KINDS, compare, init_levels
 from ._taps import first_nonfinite_of, ratios, read_sums
 
-_OF_GUARDS = {
-    "norm_threshold": ("skip_threshold", "skipped_large_norm"),
-    "loss_threshold": ("loss_threshold", "skipped_large_loss"),
-    "update_norm": ("update_norm", "skipped_large_update"),
-    "update_threshold": ("update_threshold", "skipped_large_update"),
-}
+_OF_GUARDS = {f"{key}_threshold": (bound, count) for key, (_, bound, count) in FIELDS.items()}
+_OF_GUARDS["update_norm"] = FIELDS["update"][0], FIELDS["update"][2]
 """Fields of an incident that a guard may report, and the metrics of the guard with the value and
 the number of skips."""
 
@@ -278,18 +275,18 @@ def watch(
             log = log._replace(step_count=increment_where(log.step_count))
             return output, WatchState(norms, state.levels, log, sums, after)
         units, loss = cut.cut(leaves.arrays, updates), loss_of(extra_args, axes)
-        step = None
+        step, ran = None, has_stepped(after)
         if len(kinds) > 1:
             # If `params` is None, pass the update twice, because `(u + u) - u` is u.
             step = leaves.beside(output), leaves.beside(output if params is None else params)
         norms, bad = norms_of_step(leaves.arrays, step, units, axes)
         if len(kinds) > 1:  # an update of zero does not change a non-finite parameter
-            is_zero = ~has_stepped(after) & ~jnp.isfinite(norms[2])
+            is_zero = ~ran & ~jnp.isfinite(norms[2])
             norms = norms.at[1].set(jnp.where(is_zero, 0, norms[1]))
         norms = norms[: len(kinds)]
         _check_shape(state.norms, norms)
-        guards, stepped, outcome = _outcome(before, after, norms)
-        has_gradient = has_micro_batch(extra_args)
+        guards, stepped, outcome = _outcome(before, after, norms, ran)
+        has_gradient = has_micro_batch(extra_args.get("flush"), extra_args.get("weight"))
         conditions = {"has_gradient": has_gradient, "is_step": stepped}
         found, levels = compare(state.levels, norms, loss, spike_threshold, **conditions)
         fields, flags = evidence(norms, bad, found)
@@ -356,7 +353,7 @@ def _check_shape(norms: Array, measured: Array) -> None:
 
 
 def _outcome(
-    before: Tree, after: Tree, norms: Array
+    before: Tree, after: Tree, norms: Array, ran: Scalar
 ) -> tuple[list[tuple[str, Scalar, Scalar]], Scalar, dict[str, Scalar]]:
     """Return thresholds of inner guards, whether parameters changed, and the outcome of the step.
 
@@ -376,7 +373,7 @@ def _outcome(
         for field, (name, count) in _OF_GUARDS.items():
             if count in skips:
                 guards.append((field, skips[count], getattr(new, name)))
-    ran = stepped = has_stepped(after)
+    stepped = ran
     outcome = {"skipped": skipped}
     if len(norms) > 1:
         # With `optax.partition`, some parameters may change although others are held.

@@ -14,7 +14,7 @@ from .._checks import check_callable, describe, labels_of
 from .._errors import type_error, value_error
 from .._leaves import is_measured, measured_leaves
 from .._mesh import vary, varying_axes, zeros_of_type
-from .._run_if import run_if, trace
+from .._run_if import trace
 from .._types import Array, Labels, Number, Tree
 from ..accumulation._split import (
     Split,
@@ -24,6 +24,7 @@ from ..accumulation._split import (
     in_one_form,
     in_order,
     positions,
+    run_if_real,
 )
 from ._evaluate import evaluate
 from ._lazy import Value
@@ -175,7 +176,6 @@ def sum_parts(
     """Run `step` on each micro-batch, sum its first outputs and concatenate its second outputs."""
     if parts == 1 and real is None:
         return step(batch)
-    count = None if real is None else jnp.asarray(real).astype(jnp.int32)
     program = trace(lambda index: step(part_of(batch, parts, index)), jnp.int32(0))
 
     def body(sums: Tree, index: Array) -> tuple[Tree, Tree]:
@@ -184,7 +184,7 @@ def sum_parts(
             return jax.tree.map(jnp.add, carry[0], new), rows
 
         carry = sums, jax.tree.map(zeros_of_type, program.output[1])
-        return add(carry) if count is None else run_if(index < count, add, carry)
+        return run_if_real(real, index, add, carry)
 
     zeros = jax.tree.map(zeros_of_type, program.output[0])
     sums, rows = lax.scan(body, zeros, jnp.arange(parts, dtype=jnp.int32))
