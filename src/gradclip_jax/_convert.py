@@ -41,7 +41,7 @@ _Window: TypeAlias = AccumulationState | optax.MultiStepsState
 _WINDOWS = (AccumulationState, optax.MultiStepsState)
 _FRESH = (ClipState, NormRecordState, RoundingState, optax.EmptyState)
 # Fields of guards and `watch` that are initialized if the rule or the measured norms change.
-_RESTARTED = ("signals", "norms", "levels", "incidents", "tap_sums")
+_RESTARTED = ("signals", "norms", "levels", "tap_sums")
 _HINT = (
     "Restore checkpoints with the old optimizer; only clips, guards and accumulations may differ."
 )
@@ -238,9 +238,28 @@ def _copied(like: Tree, given: Tree, reduction: str | None, path: Path) -> Tree:
         like, given = (x._replace(**{_INNER[type(x)]: ()}) for x in (like, given))
         for name in kind._fields:
             new, old = getattr(like, name), getattr(given, name)
-            if (name in _RESTARTED or new is None or old is None) and not _is_alike(new, old):
-                given = given._replace(**{name: new})
+            if name in _RESTARTED or new is None or old is None:
+                given = given._replace(**{name: _continued(new, old)})
+    if isinstance(like, WatchState):
+        given = _continued_watch(like, given)
     return _copied_children(like, given, reduction, path)
+
+
+def _continued(new: Tree, old: Tree) -> Tree:
+    """Return the old state of a rule or, if the rules differ, the new one."""
+    if isinstance(new, dict) and isinstance(old, dict):  # one rule for each signal
+        return {key: _continued(x, old.get(key)) for key, x in new.items()}
+    return old if _is_alike(new, old) else new
+
+
+def _continued_watch(like: WatchState, given: WatchState) -> WatchState:
+    """Initialize the norms and the log if the units differ; the step count continues."""
+    new, old = like.incidents, given.incidents
+    if not _is_alike(new.names, old.names):
+        given = given._replace(norms=like.norms, levels=like.levels)
+    if not _is_alike(new, old):
+        given = given._replace(incidents=new._replace(step_count=old.step_count))
+    return given
 
 
 def _is_alike(like: Tree, given: Tree) -> bool:

@@ -233,6 +233,23 @@ def test_what_is_added_starts_anew_and_can_be_taken_away(before, after, inner):
     assert_alike(found, expected)
 
 
+def test_levels_are_kept_as_long_as_their_rules_and_names_are_the_same():
+    first = {"norm": gcx.thresholds.mean_std(50.0)}
+    both = first | {"loss": gcx.thresholds.mean_std(50.0, allow_negative=True)}
+    old, new = (gcx.skip_spikes(optax.sgd(0.1), **rules) for rules in (first, both))
+    _, state = run(old, old.init(PARAMS), PARAMS, range(3))
+    signals = gcx.convert_state(new, state, PARAMS).signals
+    assert_alike(signals, new.init(PARAMS).signals | state.signals)
+
+    old = gcx.watch(optax.sgd(0.1))
+    _, state = run(old, old.init(PARAMS), PARAMS, range(3))
+    others = {f"other_{name}": x for name, x in PARAMS.items()}
+    for tx, params in [(gcx.watch(optax.sgd(0.1), max_incidents=2), PARAMS), (old, others)]:
+        converted = gcx.convert_state(tx, state, params)
+        assert converted.watch_step == 3
+        assert_alike(converted.levels, (state if params is PARAMS else tx.init(params)).levels)
+
+
 def test_a_window_may_get_another_length_between_two():
     long, short = (gcx.accumulate_gradients(optax.adam(0.1), every) for every in (EVERY, 1))
     params, state = run(long, long.init(PARAMS), PARAMS, range(EVERY))

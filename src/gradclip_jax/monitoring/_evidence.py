@@ -134,7 +134,6 @@ def evidence(
     others = jnp.where(jnp.arange(shares.size) == first, 0, shares)
     # Increase of the parameter and gradient norms, the drift, and increase of the update norm.
     factors = ranks[np.array([0, 2, 4, 5]), first]
-    rise = _first_true(factors > 0, factors)
     fields: dict[str, Any] = {
         "norm": whole,
         "norm_threshold": found.thresholds[0],
@@ -144,8 +143,7 @@ def evidence(
         "second_leaf": jnp.argmax(others),
         "second_share": jnp.max(others),
         "bad_elements": bad_count,
-        # If only the norm of all parameters has jumped, no leaf or layer is its cause.
-        "leaf_rise": jnp.where(found.jumped & ~is_found[0], 0, rise),
+        "leaf_rise": _first_true(factors > 0, factors),
     }
     for i, kind in enumerate(KINDS[1 : len(norms)], 1):
         fields[f"{kind}_norm"], fields[f"{kind}_threshold"] = norms[i, 0], found.thresholds[i]
@@ -154,7 +152,8 @@ def evidence(
         "infinity": jnp.isinf(whole),
         "leaf": is_found[2],
         "update": is_found[5],
-        "parameter": is_found[0] | found.jumped,
+        "parameter": is_found[0],
+        "jump": found.jumped & ~is_found[0],
         "zero": found.dead[0] | is_found[3],
         "drift": is_found[4],
     }

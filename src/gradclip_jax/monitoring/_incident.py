@@ -20,7 +20,7 @@ from ._unit_names import join_names, name_units, split_names
 
 KINDS = (
     *("nan", "infinity", "norm", "loss", "update", "skipped", "held", "clipped", "leaf"),
-    *("parameter", "zero", "drift", "replica", "unchanged"),
+    *("parameter", "zero", "drift", "replica", "unchanged", "jump"),
 )
 """Kinds of faults and outcomes of a step; kind i is stored as the bit 2^i."""
 
@@ -42,7 +42,7 @@ class Incident(NamedTuple):
     Attributes:
         step: Index of the call of `watch`, starting at 0.
         kinds: Kinds of the fault and outcome of the step; see `incidents`.
-        norm: Global gradient norm.
+        norm: Global gradient norm; None if the call only flushed an accumulation.
         norm_threshold: Threshold for `norm`, from `watch` or from the guard that skipped the step
             because of the norm; inf if there was no threshold yet.
         leaf: Name of the leaf or layer in which the fault occurred; "" for `granularity="global"`.
@@ -81,7 +81,7 @@ class Incident(NamedTuple):
 
     step: int
     kinds: tuple[str, ...]
-    norm: float
+    norm: float | None
     norm_threshold: float = math.inf
     leaf: str = ""
     share: float = 1.0
@@ -104,10 +104,12 @@ class Incident(NamedTuple):
     def __str__(self) -> str:
         """Return the incident as a sentence."""
         fate = " and ".join(word for word in FATES if word in self.kinds) or "applied"
-        norm = "zero" if self.norm == 0 else f"norm {_compared(self.norm, self.norm_threshold)}"
+        gradient = "no gradient" if self.norm is None else "gradient zero"
+        if self.norm:
+            gradient = f"gradient norm {_compared(self.norm, self.norm_threshold)}"
         batch = "" if self.batch_id is None else f", batch {self.batch_id}"
         text = f"step {self.step}{batch}: {fate.replace('unchanged', 'parameters unchanged')}"
-        parts = [f"{text}, gradient {norm}", *filter(None, [self._place(), *self._causes()])]
+        parts = [f"{text}, {gradient}", *filter(None, [self._place(), *self._causes()])]
         if self.loss is not None:
             parts.append(f"loss {_compared(self.loss, self.loss_threshold)}")
         if self.streak > 1:
@@ -121,7 +123,7 @@ class Incident(NamedTuple):
             second = f", {100 * self.second_share:.0f} % in {self.second_leaf}"
         if not count:
             # Omit leaves if the gradient is zero or if no leaf dominates its norm.
-            is_share = self.leaf and self.norm > 0 and self.share >= 0.1
+            is_share = self.leaf and self.norm and self.share >= 0.1
             return f"{100 * self.share:.0f} % of it in {self.leaf}{second}" if is_share else ""
         elements = f"{count} non-finite element{'s' if count > 1 else ''}"
         if not self.leaf:
@@ -139,14 +141,12 @@ class Incident(NamedTuple):
         others = "" if is_only else " more than those of other leaves"
         rise = f"rose {factor} times{others}"
         parts: list[str] = []
+        if "jump" in self.kinds:
+            parts.append(f"parameter norm rose to {_short(self.parameter_norm or 0.0)}")
         if "parameter" in self.kinds:
             norm = self.parameter_norm or 0.0
-            if not math.isfinite(norm):
-                parts.append(f"parameter norm {_beyond(norm)}{inside}")
-            elif self.leaf_rise > 1:
-                parts.append(f"parameter norm{place} {rise}")
-            else:  # that of all leaves has jumped
-                parts.append(f"parameter norm {_short(norm)}")
+            what = f"{place} {rise}" if math.isfinite(norm) else f" {_beyond(norm)}{inside}"
+            parts.append(f"parameter norm{what}")
         elif "leaf" in self.kinds:
             parts.append(f"gradient norm{place} {rise}")
         if "update" in self.kinds and self.update_norm:
@@ -158,7 +158,7 @@ class Incident(NamedTuple):
             parts.append(f"update norm {norm}")
         # `leaf` is the leaf of the first of these faults, which are ordered by their evidence.
         has_other = not {"parameter", "leaf"}.isdisjoint(self.kinds) or self.bad_elements > 0
-        if "zero" in self.kinds and self.norm > 0:
+        if "zero" in self.kinds and self.norm:
             leaf = "another leaf" if has_other else self.leaf
             parts.append(f"the gradient of {leaf} has become zero")
         if "drift" in self.kinds and (has_other or "zero" in self.kinds):

@@ -213,7 +213,7 @@ def compare(
 
     value = jnp.float32(jnp.inf) if loss is None else loss.astype(jnp.float32)
     losses = jnp.pad(jnp.stack([jnp.maximum(value, 0), value]), (0, size - 2))
-    is_measured = jnp.where(row == 0, has_gradient, is_step) | is_loss
+    is_measured = is_step | is_loss | (row == 0)
     measured = jnp.where(is_measured, jnp.vstack([norms, losses]), 0)
     # Norms of zero are not averaged, because their logarithm is infinite.
     values = jnp.where(is_log, jnp.log(measured), measured)
@@ -258,17 +258,22 @@ def compare(
 
 
 def _of_others(changes: Array, is_known: Array) -> Array:
-    """For each leaf, compute the mean change of all other leaves; 0 for the whole tree.
+    """For each leaf, compute the mean change of the other leaves; 0 for the whole tree.
 
     A difficult batch raises the norms of all leaves, so each leaf is compared with the others. A
-    decrease is limited to a factor of 20, because the norm of a single leaf may vanish.
+    decrease is limited to a factor of 20, because the norm of a single leaf may vanish. The largest
+    change is omitted, because one leaf must not hide a fault in another.
     """
     is_unit = (np.arange(changes.shape[-1]) > 0).reshape(1, 1, -1)
     is_counted = jnp.broadcast_to(is_known & is_unit, changes.shape)
     bounded = jnp.where(is_counted, jnp.maximum(changes, -3), 0)
     known = is_counted.astype(jnp.float32)
     total, count = jnp.sum(jnp.stack([bounded, known]), -1, keepdims=True)
-    return jnp.where(is_unit, (total - bounded) / jnp.maximum(count - known, 1), 0)
+    largest = jnp.max(jnp.where(is_counted, bounded, -jnp.inf), -1, keepdims=True)
+    is_omitted = (bounded < largest) & (count > 2)
+    total, count = total - bounded, count - known
+    total, count = jnp.where(is_omitted, total - largest, total), count - is_omitted
+    return jnp.where(is_unit, total / jnp.maximum(count, 1), 0)
 
 
 def _is_drift(past: Levels, drift: Array) -> Array:

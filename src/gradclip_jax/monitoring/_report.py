@@ -44,6 +44,7 @@ def incidents(state: Tree) -> list[Incident]:
     | | | or up to 8 times in the first 512 steps, relative to the other units |
     | "replica" | 4096 | the parameters on one device differ from the parameters on the others |
     | "unchanged" | 8192 | the update was zero for a reason that is not known to this package |
+    | "jump" | 16384 | the norm of all parameters has jumped |
 
     Args:
         state: Optimizer state, or any pytree that contains it. The first `watch` state is used.

@@ -37,7 +37,7 @@ from .._states import (
     plain_arrays,
     register_metrics,
 )
-from .._types import Array, AxisName, Count, HostArray, Number, Scalar, Tree
+from .._types import UNBOUNDED, Array, AxisName, Count, HostArray, Number, Scalar, Tree
 from ..accumulation._reduction import has_micro_batch
 from ..clipping._granularity import Granularity, as_granularity, norm_shapes
 from ..guarding._detect import loss_of
@@ -280,16 +280,19 @@ def watch(
             # If `params` is None, pass the update twice, because `(u + u) - u` is u.
             step = leaves.beside(output), leaves.beside(output if params is None else params)
         norms, bad = norms_of_step(leaves.arrays, step, units, axes)
+        has_gradient = has_micro_batch(extra_args.get("flush"), extra_args.get("weight"))
+        norms = jnp.where(has_gradient, norms, norms.at[0].set(0))
+        bad = jnp.where(has_gradient, bad, 0)
         if len(kinds) > 1:  # an update of zero does not change a non-finite parameter
             is_zero = ~ran & ~jnp.isfinite(norms[2])
             norms = norms.at[1].set(jnp.where(is_zero, 0, norms[1]))
         norms = norms[: len(kinds)]
         _check_shape(state.norms, norms)
         guards, stepped, outcome = _outcome(before, after, norms, ran)
-        has_gradient = has_micro_batch(extra_args.get("flush"), extra_args.get("weight"))
         conditions = {"has_gradient": has_gradient, "is_step": stepped}
         found, levels = compare(state.levels, norms, loss, spike_threshold, **conditions)
         fields, flags = evidence(norms, bad, found)
+        fields["norm"] = jnp.where(has_gradient, norms[0, 0], -UNBOUNDED)
         norms = jnp.where(has_gradient, norms, norms.at[0].set(NOT_MEASURED))
         fields["loss"] = loss
         if stats is not None:
