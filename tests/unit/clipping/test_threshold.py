@@ -8,18 +8,9 @@ import pytest
 
 import compat
 import gradclip_jax as gcx
+from clip_cases import train
 
 Rule = gcx.thresholds.Rule
-
-
-def run(threshold, norms):
-    """Thresholds of consecutive norms, and the last state of the rule."""
-    clip, thresholds = gcx.clip_by_norm(threshold, ord=1), []
-    state = clip.init(jnp.float32(0))
-    for norm in norms:
-        _, state = clip.update(jnp.float32(norm), state)
-        thresholds.append(float(state.clip_threshold))
-    return thresholds, state.rules[0]
 
 
 def by_row(threshold):
@@ -57,9 +48,10 @@ def test_number_of_any_type_is_a_threshold_for_every_unit(value):
 
 def test_schedule_counts_a_step_whose_norm_is_not_finite():
     # The count is a step count, not a memory of norms.
-    thresholds, count = run(lambda count: 1.0 + count, [1, math.nan, 1])
-    assert thresholds == [1.0, 2.0, 3.0]
-    assert count == 3
+    clip = gcx.clip_by_norm(lambda count: 1.0 + count)
+    _, states, _ = train(clip, np.float32([1, math.nan, 1]))
+    assert states.clip_threshold.tolist() == [1.0, 2.0, 3.0]
+    assert states.rules[0].tolist() == [1, 2, 3]
 
 
 def test_bad_norm_of_one_unit_reaches_no_state_and_leaves_the_others_alone():
@@ -76,8 +68,9 @@ def test_bad_norm_of_one_unit_reaches_no_state_and_leaves_the_others_alone():
 
 def test_rule_may_return_other_types_than_those_of_norm_and_state():
     rule = Rule(lambda norm: jnp.zeros_like(norm, jnp.bfloat16), lambda n, s, p: (2, s + n))
-    thresholds, state = run(rule, [5.0])
-    assert thresholds == [2.0] and state == 5 and state.dtype == jnp.bfloat16
+    _, states, _ = train(gcx.clip_by_norm(rule), np.float32([5.0]))
+    assert states.clip_threshold == 2 and states.rules[0] == 5
+    assert states.rules[0].dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("ratio", [0.5, np.float32(0.5), jnp.bfloat16(0.5)])

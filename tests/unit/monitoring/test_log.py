@@ -10,10 +10,7 @@ import pytest
 import gradclip_jax as gcx
 
 ONE = jnp.ones(1)
-
-
-def summary_of(log, **options):
-    return gcx.diagnostics.summarize_log(log, **options)
+summary_of = gcx.diagnostics.summarize_log
 
 
 def log_of(losses, **columns):
