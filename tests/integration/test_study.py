@@ -11,10 +11,11 @@ from test_benchmarks import run
 
 from files import ROOT
 
+pytestmark = pytest.mark.slow
+
 FOLDER = ROOT / "benchmarks" / "study"
 
 
-@pytest.mark.slow
 def test_the_pages_are_generated_from_the_results():
     from benchmarks.study import report, study
 
@@ -22,7 +23,6 @@ def test_the_pages_are_generated_from_the_results():
         assert (ROOT / "docs" / name).read_text("utf-8") == text
 
 
-@pytest.mark.slow
 def test_the_results_are_of_every_pair_and_seed():
     from benchmarks.study import study
 
@@ -40,7 +40,6 @@ def test_the_results_are_of_every_pair_and_seed():
     assert len({row[:5] for row in record.tuning}) == len(record.tuning)
 
 
-@pytest.mark.slow
 def test_p_values_are_corrected_as_by_holm():
     from benchmarks.study import compare
 
@@ -48,7 +47,6 @@ def test_p_values_are_corrected_as_by_holm():
     assert corrected == pytest.approx({"a": 0.04, "b": 0.09, "c": 0.09, "d": 0.9})
 
 
-@pytest.mark.slow
 def test_a_quick_study_trains_every_problem_and_method_and_goes_on_where_it_was(tmp_path):
     results, docs = tmp_path / "results", tmp_path / "docs"
     study_of_few = ("study.study", "--quick", "--out", results)

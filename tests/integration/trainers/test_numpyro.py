@@ -25,9 +25,8 @@ def model(x, y):
 
 def train(tx, steps=STEPS, state=None):
     svi = SVI(model, AutoNormal(model), tx, Trace_ELBO())
-    svi.init(
-        jax.random.key(0), X, Y
-    )  # a state of another SVI needs what this one knows of the model
+    # A state of another SVI needs what this one knows of the model.
+    svi.init(jax.random.key(0), X, Y)
     return svi.run(jax.random.key(0), steps, X, Y, init_state=state, progress_bar=False)
 
 
