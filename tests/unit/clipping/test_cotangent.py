@@ -3,6 +3,7 @@
 import contextlib
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -196,11 +197,6 @@ LAYOUTS = {
 }
 
 
-def assert_all_close(found, expected):
-    for x, wanted in zip(found, expected, strict=True):
-        np.testing.assert_allclose(x, wanted, rtol=1e-6)
-
-
 @needs_eight
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(("spec", "forbidden"), LAYOUTS.values(), ids=LAYOUTS)
@@ -208,11 +204,12 @@ def test_sharded_tokens_are_not_gathered_and_only_features_are_summed(spec, forb
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
     specs = (spec, spec, P(*spec[:2]))  # a probe has no features
     placed = jax.device_put(TOKENS, tuple(NamedSharding(mesh, one) for one in specs))
-    assert_all_close(grads_of(*placed), grads_of(*TOKENS))
+    chex.assert_trees_all_close(grads_of(*placed), grads_of(*TOKENS), rtol=1e-6)
     text = grads_of.lower(*placed).compile().as_text()
     assert not any(collective in text for collective in forbidden)
 
 
 @needs_eight
 def test_inside_shard_map_each_device_clips_its_own_tokens():
-    assert_all_close(sharded(SHARDS, SHARDS)(grads_of)(*TOKENS), grads_of(*TOKENS))
+    found = sharded(SHARDS, SHARDS)(grads_of)(*TOKENS)
+    chex.assert_trees_all_close(found, grads_of(*TOKENS), rtol=1e-6)
