@@ -70,7 +70,6 @@ TREES: dict[str, Callable[[], Any]] = {
     "only_zero_size": lambda: [jnp.zeros((0,)), jnp.zeros((3, 0), jnp.bfloat16)],
     "scalars": lambda: {"a": jnp.float32(3.0), "b": jnp.float16(-4.0), "c": jnp.bfloat16(0.5)},
     "stacked": lambda: {"kernel": normal((3, 4, 5), seed=1), "bias": normal((3, 5), seed=2)},
-    "complex": lambda: {"a": normal((3, 2), "complex64"), "b": normal((4,), "complex64", seed=1)},
     "float8": lambda: {name: normal((6,), name, seed=i) for i, name in enumerate(FLOAT8)},
     "float0": lambda: {"a": normal((4,)), "count": np.zeros((2,), jax.dtypes.float0)},
     "numpy": lambda: {"a": np.float32([3.0, 4.0]), "b": np.ones((2, 2), ml_dtypes.bfloat16)},

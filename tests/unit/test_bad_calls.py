@@ -166,7 +166,6 @@ ROWS = [
     ("microbatched_value_and_grad", lambda f: f(lambda p, x: (p, x), 2, has_weight=True)(1.0, ONES(4)), TypeError, "weight"),
     ("has_updated", lambda f: f(gcx.accumulate_gradients(SGD, 2)), TypeError, "state"),
     ("combine_norms", lambda f: f([3]), TypeError, "norms", "norms[0]"),
-    ("accumulated_gradients", lambda f: f(gcx.accumulate_gradients(SGD, 2).init(W)), ValueError, "state"),
     ("skip_large_norm", lambda f: updated(f(SGD, lambda step: "1")), TypeError, "max_norm"),
     ("skip_large_norm", lambda f: f(SGD, gcx.thresholds.relative_to_params()).update(W, f(SGD, gcx.thresholds.relative_to_params()).init(W)), ValueError, "params"),
     ("skip_spikes", lambda f: f(SGD), ValueError, "norm"),

@@ -25,14 +25,13 @@ def clip(max_norm=1.0):
     return gcx.clip_by_global_norm(max_norm)
 
 
-def labels(params):
-    return {"w": "body", "b": "head"}
+LABELS = {"w": "body", "b": "head"}
 
 
 PLACES = {
     "chain": (optax.chain(optax.scale(1.0), clip(), optax.adam(0.1)), CLIP),
     "masked": (optax.masked(clip(), {"w": True, "b": False}), CLIP),
-    "partition": (optax.partition({"body": clip(), "head": optax.sgd(0.1)}, labels), CLIP),
+    "partition": (optax.partition({"body": clip(), "head": optax.sgd(0.1)}, LABELS), CLIP),
     "inject_hyperparams": (  # the learning rate that it stores is no metric of ours
         optax.inject_hyperparams(lambda rate: optax.chain(clip(), optax.sgd(rate)))(rate=0.1),
         CLIP,
@@ -155,7 +154,7 @@ def test_a_name_that_occurs_twice_carries_its_path():
 def test_a_path_uses_the_names_of_named_states():
     tx = optax.named_chain(
         ("first", clip()),
-        ("split", optax.partition({"body": clip(), "head": optax.sgd(0.1)}, labels)),
+        ("split", optax.partition({"body": clip(), "head": optax.sgd(0.1)}, LABELS)),
     )
     found = gcx.metrics(tx.init(PARAMS))
     assert "grad_norm/first" in found
@@ -163,7 +162,7 @@ def test_a_path_uses_the_names_of_named_states():
 
 
 def test_groups_carry_their_label():
-    tx = gcx.clip_by_group_norm({"body": 1.0, "head": 8.0}, labels)
+    tx = gcx.clip_by_group_norm({"body": 1.0, "head": 8.0}, LABELS)
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
     found = {key: float(x) for key, x in gcx.metrics(state).items()}
     assert found == {
