@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,3 +23,11 @@ def environment(devices):
     flags += f" --xla_force_host_platform_device_count={devices}"  # the last one counts
     path = os.pathsep.join(folder for folder in sys.path if folder)
     return {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+
+
+def python(*args, **options):
+    """What Python prints when it runs with these arguments; it has to end well."""
+    command = [sys.executable, *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout

@@ -1,15 +1,12 @@
 """The benchmarks run at a small size, and the instruction counter counts correctly."""
 
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import pytest
 from benchmarks import _report, tables
 from benchmarks.compiled import _hlo
 
-from files import ROOT, environment
+from files import ROOT, environment, python
 
 QUICK = {
     "steps.times --only PPO:skip_nonfinite": ("skip_nonfinite / optax apply_if_finite", "%"),
@@ -27,12 +24,8 @@ SIZE = 256 * 256 * 4
 
 def run(name, *options):
     """What a script prints on one device."""
-    command = [sys.executable, "-m", f"benchmarks.{name}", *map(str, options)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(1), capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    script = ("-m", f"benchmarks.{name}")
+    return python(*script, *options, cwd=ROOT, env=environment(1), timeout=900)
 
 
 @pytest.mark.slow

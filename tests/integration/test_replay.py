@@ -11,25 +11,17 @@ import time
 import numpy as np
 import pytest
 
-from files import ROOT, environment, load
+from files import ROOT, environment, load, python
 
 pytestmark = pytest.mark.slow
 
 EXAMPLE = ROOT / "examples/replay.py"
 
 
-def run(*args):
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE), *map(str, args)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("replay")
-    return folder, run("train", folder)
+    return folder, python(EXAMPLE, "train", folder)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +32,7 @@ def example():
 def test_a_fresh_process_comes_to_the_same_verdict_bit_for_bit(trained):
     folder, printed = trained
     (first,) = re.findall(r"step 330: applied.*", printed)
-    again = run("replay", folder / "incident")
+    again = python(EXAMPLE, "replay", folder / "incident")
     assert first in again and "in batch 330" in again
     assert "the same verdict, bit for bit" in again
 

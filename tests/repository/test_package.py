@@ -2,8 +2,6 @@
 
 import graphlib
 import re
-import subprocess
-import sys
 import tarfile
 import zipfile
 from email.parser import Parser
@@ -12,21 +10,15 @@ from pathlib import Path
 import pytest
 
 import gradclip_jax as gcx
-from files import ROOT
+from files import ROOT, python
 
 PACKAGE = ROOT / "src" / "gradclip_jax"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SHIPPED = {".py", ".md", ".ipynb", ".json", ".png", ".typed"}
 
 
-def python(*args: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([sys.executable, *args], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
-
-
 def build(kind: str, folder: Path) -> Path:
-    python("-m", "build", f"--{kind}", "--no-isolation", "--outdir", str(folder))
+    python("-m", "build", f"--{kind}", "--no-isolation", "--outdir", folder, cwd=ROOT)
     (path,) = folder.iterdir()
     return path
 
@@ -70,7 +62,7 @@ jax.config.update("jax_num_cpu_devices", 2)  # raises once a backend runs
 
 @pytest.mark.slow
 def test_import_loads_nothing_more_than_jax_and_optax_changes_no_setting_and_starts_no_backend():
-    python("-c", IMPORT)
+    python("-c", IMPORT, cwd=ROOT)
 
 
 def test_imports_between_modules_and_folders_go_one_way():

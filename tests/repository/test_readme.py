@@ -8,14 +8,12 @@ import contextlib
 import importlib.util
 import io
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from files import ROOT, environment
+from files import ROOT, environment, python
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -71,9 +69,7 @@ def test_a_page_about_devices_runs_on_one_or_says_that_it_needs_eight(tmp_path):
     code = "import pathlib, sys, jax, test_readme; assert jax.device_count() == 1\n"
     code += "for page in sys.argv[1:]: test_readme.run(pathlib.Path(page))"
     variables = environment(1) | {"MPLBACKEND": "agg"}
-    command = [sys.executable, "-c", code, *map(str, pages)]
-    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    python("-c", code, *pages, cwd=tmp_path, env=variables)
 
 
 def test_blocks_are_found_with_their_line_numbers(tmp_path):
