@@ -24,8 +24,7 @@ SIZE = 256 * 256 * 4
 
 def run(name, *options):
     """What a script prints on one device."""
-    script = ("-m", f"benchmarks.{name}")
-    return python(*script, *options, cwd=ROOT, env=environment(1), timeout=900)
+    return python("-m", f"benchmarks.{name}", *options, cwd=ROOT, env=environment(1), timeout=900)
 
 
 @pytest.mark.slow

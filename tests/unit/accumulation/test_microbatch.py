@@ -512,9 +512,8 @@ def test_each_micro_batch_gets_its_own_key(make_key):
         noise = jax.random.normal(key, batch["y"].shape)
         return loss(params, batch), noise
 
-    (_, noise), _ = microbatched(fun, 4, has_aux=True, rng_argnums=2)(
-        PARAMS, batch_of(), make_key(0)
-    )
+    take = microbatched(fun, 4, has_aux=True, rng_argnums=2)
+    (_, noise), _ = take(PARAMS, batch_of(), make_key(0))
     assert len(np.unique(np.asarray(noise))) == noise.size
     keys = jax.random.split(make_key(0), 4)
     own = jnp.stack([jax.random.normal(k, (BATCH // 4, 3)) for k in keys], axis=1)

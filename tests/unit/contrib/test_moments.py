@@ -142,9 +142,8 @@ def test_the_first_update_of_ones_is_that_of_the_arguments(tx, update):
 
 
 def test_stable_spam_has_a_decay_for_each_average():
-    updates, _, _ = train(
-        gcx.contrib.stable_spam_clip(0.5, 0.75, 0.25, eps=1.0), np.array([1.0, 3])
-    )
+    tx = gcx.contrib.stable_spam_clip(0.5, 0.75, 0.25, eps=1.0)
+    updates, _, _ = train(tx, np.array([1.0, 3]))
     clipped = (0.25 * 1 + 0.5 * 3) / (1 - 0.5**2)
     norm = (0.1875 * 1 + 0.25 * clipped) / (1 - 0.75**2)
     square = (0.1875 * 1 + 0.75 * clipped**2) / (1 - 0.25**2)

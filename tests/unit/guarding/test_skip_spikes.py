@@ -31,9 +31,8 @@ def test_the_norm_of_all_shards_decides(signal):
     params = {"s": jnp.zeros(16), "w": jnp.zeros(2)}
     grads = {"s": jnp.full(16, 3.0), "w": jnp.array([0.0, 5.0])}  # norm 13, 3 * sqrt(2) a device
     for bound, skips in ((12.9, 1), (13.1, 0)):
-        _, _, streak = cases.on_shards(gcx.skip_spikes(optax.sgd(1.0), **{signal: bound}))(
-            grads, params
-        )
+        tx = gcx.skip_spikes(optax.sgd(1.0), **{signal: bound})
+        _, _, streak = cases.on_shards(tx)(grads, params)
         assert streak.tolist() == [skips] * 8
 
 
