@@ -47,8 +47,8 @@ def test_a_state_keeps_its_dtypes_whatever_the_step_returns(wrap):
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_apply_gradients_rounds_low_precision_parameters_once_under_strict_promotion(every):
-    # The update is not rounded to bfloat16 before it is added.
-    tx = gcx.accumulate_gradients(optax.sgd(0.1), every)
+    # The update, four times the gradient, is not rounded to bfloat16 before it is added.
+    tx = gcx.accumulate_gradients(optax.sgd(4.0), every)
     step = jax.jit(functools.partial(gcx.apply_gradients, tx))
     params = params_like("bfloat16")
     exact = jax.tree.map(jnp.float32, params)
