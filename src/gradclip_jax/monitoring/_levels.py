@@ -272,7 +272,8 @@ def _of_others(changes: Array, is_known: Array) -> Array:
     largest = jnp.max(jnp.where(is_counted, bounded, -jnp.inf), -1, keepdims=True)
     is_omitted = (bounded < largest) & (count > 2)
     total, count = total - bounded, count - known
-    total, count = jnp.where(is_omitted, total - largest, total), count - is_omitted
+    total = jnp.where(is_omitted, total - largest, total)
+    count = jnp.where(is_omitted, count - 1, count)
     return jnp.where(is_unit, total / jnp.maximum(count, 1), 0)
 
 
