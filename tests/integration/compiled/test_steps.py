@@ -47,10 +47,10 @@ NOT_REACHED = {
         },
         ("ViT-S/14", "adaptive_grad_clip"): {"scratch, N": 1.01},
         # What is watched is measured besides: what that costs, in kernels.
-        ("PPO", "watch(clip), the gradient"): {"launches": 1.29},
-        ("PPO", "watch(clip)"): {"bytes, N": 1.05, "launches": 1.41, "scratch, N": 1.01},
+        ("PPO", "watch(clip), the gradient"): {"launches": 1.32},
+        ("PPO", "watch(clip)"): {"bytes, N": 1.05, "launches": 1.43, "scratch, N": 1.01},
         ("scan GPT, small", "watch(clip), the gradient"): {"bytes, N": 1.02, "launches": 1.11},
-        ("scan GPT, small", "watch(clip)"): {"launches": 1.13},
+        ("scan GPT, small", "watch(clip)"): {"launches": 1.14},
     },
     "tpu": {
         ("PPO", "autoclip"): {"bytes, N": 1.02, "launches": 1.38},
@@ -59,8 +59,8 @@ NOT_REACHED = {
         ("PPO", "skip_large_norm"): {"launches": 1.20},
         ("PPO", "skip_spikes"): {"launches": 1.94},
         ("PPO", "microbatched_value_and_grad"): {"launches": 1.16},
-        ("PPO", "watch(clip), the gradient"): {"bytes, N": 1.02, "launches": 2.69},
-        ("PPO", "watch(clip)"): {"bytes, N": 1.03, "launches": 3.03},
+        ("PPO", "watch(clip), the gradient"): {"bytes, N": 1.02, "launches": 2.71},
+        ("PPO", "watch(clip)"): {"bytes, N": 1.03, "launches": 3.06},
     },
 }[PLATFORM]
 # Sharded, in N beyond Optax's, where the goal is 0.05. (With no report of its state at all the same
