@@ -52,7 +52,7 @@ ROWS = (*FAULTS, EARLY_LOSS, *REPLICA_FAULTS)
 PLACELESS = ("whole gradient zero", "learning rate x 100", EARLY_LOSS)
 KINDS = (
     *("nan", "infinity", "norm", "loss", "update", "skipped", "held", "clipped", "leaf"),
-    *("parameter", "zero", "drift", "replica", "unchanged"),
+    *("parameter", "zero", "drift", "replica", "unchanged", "jump"),
 )
 
 

@@ -67,8 +67,8 @@ def convert_state(
     | nothing | a guard, an accumulation, a `watch` | the inner state |
     | an accumulator | one of another dtype | the open window, rounded to nearest |
     | a guard | one with another rule | the counts of skips, the inner state |
-    | a `watch` | one that measures other norms | the incidents if no unit changes its name, the |
-    | | | inner state |
+    | a `watch` | one that measures other norms | the incidents if no unit or tap changes its |
+    | | | name, the inner state |
     | nothing | a clip, `record_norms` | nothing; its state is initialized |
     | nothing | `round_stochastically` | nothing; its state is initialized |
 
@@ -248,18 +248,19 @@ def _copied(like: Tree, given: Tree, reduction: str | None, path: Path) -> Tree:
 def _continued(new: Tree, old: Tree) -> Tree:
     """Return the old state of a rule or, if the rules differ, the new one."""
     if isinstance(new, dict) and isinstance(old, dict):  # one rule for each signal
-        return {key: _continued(x, old.get(key)) for key, x in new.items()}
+        return {key: old[key] if _is_alike(x, old.get(key)) else x for key, x in new.items()}
     return old if _is_alike(new, old) else new
 
 
 def _continued_watch(like: WatchState, given: WatchState) -> WatchState:
-    """Initialize the norms and the log if the units differ; the step count continues."""
+    """Initialize the norms if the units differ, and the incidents if the units or taps differ."""
     new, old = like.incidents, given.incidents
     if not _is_alike(new.names, old.names):
         given = given._replace(norms=like.norms, levels=like.levels)
-    if not _is_alike(new, old):
-        given = given._replace(incidents=new._replace(step_count=old.step_count))
-    return given
+    if _is_alike((new.names, new.tap_names), (old.names, old.tap_names)):
+        latest = jnp.concatenate([new.rows, old.rows])[-len(new.rows) :]
+        return given._replace(incidents=old._replace(rows=latest))
+    return given._replace(incidents=new._replace(step_count=old.step_count))
 
 
 def _is_alike(like: Tree, given: Tree) -> bool:

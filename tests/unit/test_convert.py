@@ -240,13 +240,31 @@ def test_levels_are_kept_as_long_as_their_rules_and_names_are_the_same():
     signals = gcx.convert_state(new, state, PARAMS).signals
     assert_alike(signals, new.init(PARAMS).signals | state.signals)
 
-    old = gcx.watch(optax.sgd(0.1))
-    _, state = run(old, old.init(PARAMS), PARAMS, range(3))
+    def of_last(n):
+        def init(norm):
+            return {"count": jnp.int32(0), "last": jnp.zeros(n)}
+
+        return gcx.thresholds.Rule(init, lambda norm, state, _: (9.0, state))
+
+    old, new = (gcx.skip_spikes(optax.sgd(0.1), norm=of_last(n)) for n in (4, 8))
+    used = of_last(4).init(0) | {"count": jnp.int32(3)}
+    state = old.init(PARAMS)._replace(signals={"norm": used})
+    assert_alike(gcx.convert_state(new, state, PARAMS).signals, new.init(PARAMS).signals)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_levels_and_incidents_of_a_watch_are_kept_as_long_as_no_unit_changes_its_name(size):
+    inner = gcx.skip_nonfinite(optax.sgd(0.1))
+    old, new = (gcx.watch(inner, max_incidents=n) for n in (4, size))
+    _, state = run(old, old.init(PARAMS), PARAMS, range(11), bad={0, 3, 6, 9})
+    converted = gcx.convert_state(new, state, PARAMS)
+    assert_alike(converted.levels, state.levels)
+    assert [*map(str, gcx.incidents(converted))] == [*map(str, gcx.incidents(state))][-size:]
+    assert converted.watch_step == 11 and converted.incidents.incident_count == 4
     others = {f"other_{name}": x for name, x in PARAMS.items()}
-    for tx, params in [(gcx.watch(optax.sgd(0.1), max_incidents=2), PARAMS), (old, others)]:
-        converted = gcx.convert_state(tx, state, params)
-        assert converted.watch_step == 3
-        assert_alike(converted.levels, (state if params is PARAMS else tx.init(params)).levels)
+    converted = gcx.convert_state(new, state, others)
+    assert_alike(converted.levels, new.init(others).levels)
+    assert converted.watch_step == 11 and not gcx.incidents(converted)
 
 
 def test_a_window_may_get_another_length_between_two():

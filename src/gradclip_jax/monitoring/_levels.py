@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .._types import UNBOUNDED, Array, HostArray, Number, Scalar
 from ..clipping._threshold import Rule, apply_rule
@@ -262,18 +263,19 @@ def _of_others(changes: Array, is_known: Array) -> Array:
 
     A difficult batch raises the norms of all leaves, so each leaf is compared with the others. A
     decrease is limited to a factor of 20, because the norm of a single leaf may vanish. The largest
-    change is omitted, because one leaf must not hide a fault in another.
+    change of the others is limited to 20 times the mean of the rest, because one leaf must not hide
+    a fault in another.
     """
     is_unit = (np.arange(changes.shape[-1]) > 0).reshape(1, 1, -1)
     is_counted = jnp.broadcast_to(is_known & is_unit, changes.shape)
     bounded = jnp.where(is_counted, jnp.maximum(changes, -3), 0)
     known = is_counted.astype(jnp.float32)
     total, count = jnp.sum(jnp.stack([bounded, known]), -1, keepdims=True)
-    largest = jnp.max(jnp.where(is_counted, bounded, -jnp.inf), -1, keepdims=True)
-    is_omitted = (bounded < largest) & (count > 2)
+    ranked, _ = lax.top_k(jnp.where(is_counted, bounded, -jnp.inf), min(2, changes.shape[-1]))
+    largest = jnp.where(bounded < ranked[..., :1], ranked[..., :1], ranked[..., -1:])
     total, count = total - bounded, count - known
-    total = jnp.where(is_omitted, total - largest, total)
-    count = jnp.where(is_omitted, count - 1, count)
+    limit = (total - largest) / jnp.maximum(count - 1, 1) + 3
+    total = jnp.where(count > 1, total - jnp.maximum(largest - limit, 0), total)
     return jnp.where(is_unit, total / jnp.maximum(count, 1), 0)
 
 

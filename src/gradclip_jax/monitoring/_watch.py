@@ -288,8 +288,8 @@ def watch(
             norms = norms.at[1].set(jnp.where(is_zero, 0, norms[1]))
         norms = norms[: len(kinds)]
         _check_shape(state.norms, norms)
-        guards, stepped, outcome = _outcome(before, after, norms, ran)
-        conditions = {"has_gradient": has_gradient, "is_step": stepped}
+        guards, ran, outcome = _outcome(before, after, norms, ran)
+        conditions = {"has_gradient": has_gradient, "is_step": ran}
         found, levels = compare(state.levels, norms, loss, spike_threshold, **conditions)
         fields, flags = evidence(norms, bad, found)
         fields["norm"] = jnp.where(has_gradient, norms[0, 0], -UNBOUNDED)
@@ -358,7 +358,7 @@ def _check_shape(norms: Array, measured: Array) -> None:
 def _outcome(
     before: Tree, after: Tree, norms: Array, ran: Scalar
 ) -> tuple[list[tuple[str, Scalar, Scalar]], Scalar, dict[str, Scalar]]:
-    """Return thresholds of inner guards, whether parameters changed, and the outcome of the step.
+    """Return thresholds of inner guards, whether the optimizer ran, and the outcome of the step.
 
     The thresholds are tuples of the name of an incident field, whether the guard skipped, and the
     value of the field.
@@ -384,4 +384,4 @@ def _outcome(
         outcome["unchanged"] = ran & ~stepped & (norms[0, 0] != 0)
         ran |= stepped
     outcome["held"] = ~skipped & ~ran
-    return guards, stepped, outcome | {"clipped": stepped & (factor < 1)}
+    return guards, ran, outcome | {"clipped": stepped & (factor < 1)}

@@ -485,6 +485,14 @@ def test_a_leaf_whose_norm_is_higher_for_good_hides_no_fault_in_another():
     assert [("leaf" in x.kinds, x.leaf) for x in found] == [(True, "small")]
 
 
+def test_the_leaf_that_rose_most_is_named():
+    def change(i, k, x):
+        return x * ({"big": 1e4, "mid": 1e3}.get(k, 1) if i == 100 else 1)
+
+    (incident,) = watched(noisy(101, change))
+    assert incident.leaf == "big" and 1e3 < incident.leaf_rise < 1e4
+
+
 def test_a_second_fault_in_the_same_step_does_not_get_the_name_of_the_first():
     (alone,) = watched(noisy(130, times(0, 100, 130, "mid")))
 
@@ -526,7 +534,8 @@ def test_one_step_of_a_hundredfold_learning_rate_is_noticed_at_that_step():
     [
         (("mid",), -1e20, unchanged, ("parameter",), "parameter norm of mid rose 1e20 times"),
         (ONES, 100.0, unchanged, ("jump",), "; parameter norm rose to 1.7e2"),
-        (ONES, 100.0, times(1e3, 30, leaf="mid"), ("leaf", "jump"), "norm of mid rose 1.1e3 times"),
+        (ONES, 100.0, times(1e3, 30, leaf="mid"), ("leaf", "jump"), "; gradient norm of mid rose"),
+        (ONES, 1e8, unchanged, ("unchanged", "jump"), "; parameter norm rose to 1.7e8"),
     ],
 )
 def test_a_parameter_that_jumped_is_named(leaves, value, change, kinds, words):
