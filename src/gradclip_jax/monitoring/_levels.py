@@ -23,8 +23,8 @@ have a lower weight, is up to 18 % too small, and the logarithms of norms have l
 _EARLY = math.log(8.0)
 """Until step 2 * SHORT, thresholds are at most 8 times the largest previous value."""
 
-_DRIFT = math.log(3.0)
-"""A leaf or layer has drifted if its short-term mean is 3 times its long-term mean. In the
+_DRIFT = math.log(2.5)
+"""A leaf or layer has drifted if its short-term mean is 2.5 times its long-term mean. In the
 first 8 * SHORT steps, up to 8 times are allowed."""
 
 _OWN_DRIFT = math.log(1.25)
@@ -285,7 +285,7 @@ def _is_drift(past: Levels, drift: Array) -> Array:
     `drift` is relative to the other leaves. Gradient norms of single leaves change early in
     training, so the threshold is larger then.
     """
-    threshold = _DRIFT * jnp.maximum(1, 2 - past.num_values / (8 * SHORT))
+    threshold = _DRIFT * jnp.maximum(1, 2.4 - 1.4 * past.num_values / (8 * SHORT))
     # If all other norms decrease, a constant norm has not drifted.
     has_risen = past.mean - past.long_mean > _OWN_DRIFT
     return (past.num_values >= SHORT) & (drift > threshold) & has_risen

@@ -40,8 +40,8 @@ def incidents(state: Tree) -> list[Incident]:
     | "leaf" | 256 | the gradient norm of a unit has risen relative to the other units |
     | "parameter" | 512 | the parameters of a unit have jumped or are non-finite |
     | "zero" | 1024 | the gradient, or the gradient of a unit, has become zero |
-    | "drift" | 2048 | the gradient norm of a unit has slowly risen to 3 times its long-term mean, |
-    | | | or up to 8 times in the first 512 steps, relative to the other units |
+    | "drift" | 2048 | the gradient norm of a unit has slowly risen to 2.5 times its long-term |
+    | | | mean, or up to 8 times in the first 512 steps, relative to the other units |
     | "replica" | 4096 | the parameters on one device differ from the parameters on the others |
     | "unchanged" | 8192 | the update was zero for a reason that is not known to this package |
     | "jump" | 16384 | the norm of all parameters has jumped |

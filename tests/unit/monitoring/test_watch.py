@@ -421,7 +421,7 @@ def test_a_leaf_without_elements_is_not_dead():
         (3000, times(0, 40, 3000, "mid"), range(40, 53), ("zero",), "mid", "mid has become zero"),
         (2000, taking_turns, range(250, 270), ("zero",), "mid", "mid has become zero"),
         # Noticed before the drift reaches a factor of 30.
-        (620, drifting(1.01), range(300, 620), ("drift",), "mid", "of mid has slowly risen"),
+        (550, drifting(1.01), range(300, 550), ("drift",), "mid", "of mid has slowly risen"),
         (415, drifting(1.03), range(300, 415), ("drift",), "mid", "of mid has slowly risen"),
     ],
     ids=[
