@@ -70,7 +70,9 @@ def device_count(x: object) -> int:
 def num_shards(x: Array, axis: int) -> int:
     """Return the number of devices over which an axis of an array is explicitly sharded."""
     sharding = jax.typeof(x).sharding
-    names = sharding_with(x).spec[axis] if is_explicit(sharding) else None
+    if not is_explicit(sharding):
+        return 1
+    names = sharding_with(x).spec[axis]
     return math.prod(sharding.mesh.shape[name] for name in np.atleast_1d(names or ()))
 
 

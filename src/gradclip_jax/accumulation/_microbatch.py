@@ -23,7 +23,7 @@ from ._outputs import (
     whole_batch,
 )
 from ._reduction import DTYPE, REDUCTION, SUMMED, as_weight, check_unreduced
-from ._split import Split, check_real, counted_from_zero, in_one_form, micro_arguments, positions
+from ._split import Split, bind_split, check_real, in_one_form, micro_arguments, positions
 
 Transform: TypeAlias = optax.GradientTransformation | Callable[[Tree], Tree]
 """A transformation or function that is applied to the gradient of each micro-batch."""
@@ -139,7 +139,7 @@ def microbatched_value_and_grad(
     sums_once = microbatch_transform is None and not drop_nonfinite
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        split = counted_from_zero(given, args)
+        split = bind_split(given, args)
         params, parts = split.differentiated_of(args), split.parts
         names = REDUCTION.as_tree(reduction, "updates", params)
         dtypes = DTYPE.as_tree(accumulator_dtype, "updates", params)
@@ -172,7 +172,6 @@ def microbatched_value_and_grad(
         shapes = jax.eval_shape(micro_batch, 0)
         is_summed = set(SUMMED).issuperset(jax.tree.leaves(names))
         _check_devices(shapes, names, num_real_microbatches, drop_nonfinite, sums_once)
-        sizes = split.sizes(args)
         # Weighted gradients can be all-reduced once after the loop instead of in each iteration.
         holds_weight = has_weight and parts > 1 and sums_once and not axes and is_summed
         holds_weight = holds_weight and _fits_weight(shapes) and _scales_with_weight(first_value)
@@ -183,8 +182,8 @@ def microbatched_value_and_grad(
                 parts,
                 _with_rows(names, split),
                 dtypes,
-                aux_reductions(aux_reduction, parts, shapes.aux, whole_aux, sizes),
-                sizes,
+                aux_reductions(aux_reduction, parts, shapes.aux, whole_aux, split.sizes),
+                split.sizes,
                 holds_weight=holds_weight,
             ),
             shapes,
@@ -192,8 +191,11 @@ def microbatched_value_and_grad(
             num_real_microbatches,
             drops_nonfinite=drop_nonfinite,
         )
-        rest = [x for x, has in ((out.weight, has_weight), (out.aux, has_aux)) if has]
-        value = (out.value, rest[0] if len(rest) == 1 else tuple(rest)) if rest else out.value
+        value = out.value
+        if has_weight and has_aux:
+            value = value, (out.weight, out.aux)
+        elif has_weight or has_aux:
+            value = value, out.weight if has_weight else out.aux
         if not axes:
             return value, out.grads
         all_reduced = functools.partial(_all_reduced, axes)

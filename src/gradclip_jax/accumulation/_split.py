@@ -24,6 +24,7 @@ class Split(NamedTuple):
         keys: Positions of random keys.
         differentiated: Positions of the differentiated arguments.
         takes_one: Whether the gradient is for a single argument instead of a tuple of arguments.
+        sizes: Lengths of the split arrays in a micro-batch; known if the arguments are known.
     """
 
     parts: int
@@ -31,11 +32,13 @@ class Split(NamedTuple):
     keys: tuple[int, ...]
     differentiated: tuple[int, ...]
     takes_one: bool
+    sizes: frozenset[int] = frozenset()
 
     def differentiated_of(self, args: Sequence[Tree]) -> Tree:
         """Return the differentiated arguments, in the structure of the gradient."""
-        chosen = tuple([args[i] for i in self.differentiated])
-        return chosen[0] if self.takes_one else chosen
+        if self.takes_one:
+            return args[self.differentiated[0]]
+        return tuple([args[i] for i in self.differentiated])
 
     def with_differentiated(self, args: Sequence[Tree], new: Tree) -> list[Tree]:
         """Replace the differentiated arguments."""
@@ -43,10 +46,6 @@ class Split(NamedTuple):
         for i, x in zip(self.differentiated, (new,) if self.takes_one else new, strict=True):
             chosen[i] = x
         return chosen
-
-    def sizes(self, args: Sequence[Tree]) -> set[int]:
-        """Return the lengths of the split arguments in a micro-batch."""
-        return {len(x) // self.parts for i in self.batches for x in jax.tree.leaves(args[i])}
 
 
 def batch_size(batches: Mapping[str, Tree]) -> int:
@@ -77,8 +76,8 @@ def positions(argument: str, argnums: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(map(int, given))
 
 
-def counted_from_zero(split: Split, args: Sequence[Tree]) -> Split:
-    """Normalize negative positions; raise if the arguments cannot be split."""
+def bind_split(split: Split, args: Sequence[Tree]) -> Split:
+    """Normalize negative positions and set `sizes`; raise if the arguments cannot be split."""
     given = (*split.batches, *split.keys, *split.differentiated)
     needed = 1 + max(*given, -1 - min(given, default=0), -1)
     if len(args) < needed:
@@ -90,6 +89,7 @@ def counted_from_zero(split: Split, args: Sequence[Tree]) -> Split:
             keys=_modulo(split.keys, len(args)),
             differentiated=_modulo(split.differentiated, len(args)),
         )
+    sizes: set[int] = set()
     for i in split.batches:
         for path, x in jax.tree.leaves_with_path(args[i]):
             if not np.ndim(x) or np.shape(x)[0] % split.parts:
@@ -97,13 +97,14 @@ def counted_from_zero(split: Split, args: Sequence[Tree]) -> Split:
                 got = f"{describe(x)} at {leaf_path(f'args[{i}]', path)}"
                 hint = "Change the batch size, or pad the batch with examples of weight 0."
                 raise value_error("batch", rule, got, hint)
-            shards = num_shards(x, axis=0)
-            if np.shape(x)[0] // split.parts % shards:
+            size, shards = np.shape(x)[0] // split.parts, num_shards(x, axis=0)
+            sizes.add(size)
+            if size % shards:
                 rule = f"divisible by {shards} shards in each micro-batch"
                 got = f"{describe(x)} at {leaf_path(f'args[{i}]', path)}"
                 hint = f"Pass a divisor of {np.shape(x)[0] // shards} as `num_microbatches`."
                 raise value_error("batch", rule, got, hint)
-    return split
+    return split._replace(sizes=frozenset(sizes))
 
 
 def _modulo(argnums: tuple[int, ...], length: int) -> tuple[int, ...]:
@@ -136,10 +137,10 @@ def in_one_form(fun: Callable[..., Any], has_weight: bool, has_aux: bool) -> Cal
 
 def micro_arguments(args: Sequence[Tree], split: Split, index: Array | int) -> list[Tree]:
     """Return the arguments of one micro-batch."""
-    chosen, sizes = list(args), split.sizes(args)
+    chosen = list(args)
 
     def of_micro_batch(x: Array) -> Array:
-        rows = rows_per_example(len(x) // split.parts, sizes)
+        rows = rows_per_example(len(x) // split.parts, split.sizes)
         return every_nth(x, index, split.parts, rows)
 
     for i in split.batches:

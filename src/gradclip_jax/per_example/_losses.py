@@ -19,7 +19,7 @@ from .._types import Array, Labels, Number, Tree
 from ..accumulation._split import (
     Split,
     batch_size,
-    counted_from_zero,
+    bind_split,
     every_nth,
     in_one_form,
     in_order,
@@ -70,7 +70,7 @@ class Loss:
         batches = positions("batch_argnums", self.batch_argnums)
         differentiated = positions("argnums", self.argnums)
         split = Split(parts, batches, (), differentiated, takes_one=not np.ndim(self.argnums))
-        split = counted_from_zero(split, args)
+        split = bind_split(split, args)
         both = sorted(set(split.batches) & set(split.differentiated))
         if both:
             rule, hint = "disjoint from `batch_argnums`", "Pass different positions."
