@@ -179,11 +179,10 @@ def microbatched_value_and_grad(
             functools.partial(micro_batch, holds_weight=holds_weight),
             output_reductions(
                 shapes,
-                parts,
+                split,
                 _with_rows(names, split),
                 dtypes,
-                aux_reductions(aux_reduction, parts, shapes.aux, whole_aux, split.sizes),
-                split.sizes,
+                aux_reductions(aux_reduction, split, shapes.aux, whole_aux),
                 holds_weight=holds_weight,
             ),
             shapes,

@@ -1,7 +1,8 @@
 """Combine the outputs of micro-batches into the outputs of the whole batch."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ from ._reduction import (
     divide,
     identity_of,
 )
-from ._split import in_order, rows_per_example, run_if_real
+from ._split import Split, in_order, rows_per_example, run_if_real
 
 AUX_REDUCTIONS: Final = (*REDUCTIONS, "concatenate")
 _DTYPES: Final[dict[str | None, tuple[DTypeLike, ...]]] = {
@@ -53,10 +54,12 @@ class BatchOutputs(NamedTuple):
     weight: Tree
 
 
-class LeafReduction(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class LeafReduction:
     """The reduction of one leaf over micro-batches.
 
     Attributes:
+        like: Shape and dtype of the leaf for one micro-batch.
         name: One of `AUX_REDUCTIONS`.
         is_weighted: Whether the leaf is multiplied by the weight, and ignored if the weight is 0.
         dtype: Dtype of the total.
@@ -64,15 +67,16 @@ class LeafReduction(NamedTuple):
         rows_per_example: Number of rows per example, if rows are concatenated.
     """
 
+    like: jax.ShapeDtypeStruct
     name: str
     is_weighted: bool
     dtype: DTypeLike
     holds_weight: bool = False
     rows_per_example: int = 1
 
-    def start(self, shape: jax.ShapeDtypeStruct, parts: int, axes: frozenset[str]) -> Array:
+    def start(self, parts: int, axes: frozenset[str]) -> Array:
         """Initialize the sum over micro-batches, or the array of all outputs if concatenated."""
-        zeros = vary(zeros_of_type(shape, self.dtype), axes)
+        zeros = vary(zeros_of_type(self.like, self.dtype), axes)
         if self.name == "concatenate":
             return lax.broadcast(zeros, (parts,))
         first = identity_of(self.name, self.dtype)
@@ -88,12 +92,7 @@ class LeafReduction(NamedTuple):
         return lax.dynamic_update_index_in_dim(total, x, index, 0)
 
     def finish(
-        self,
-        total: Array,
-        shape: jax.ShapeDtypeStruct,
-        divisor: Scalar,
-        has_run: Array | bool,
-        if_empty: Array | float,
+        self, total: Array, divisor: Scalar, has_run: Array | bool, if_empty: Array | float
     ) -> Array:
         """Return the result for the whole batch, in the dtype of the micro-batch results.
 
@@ -108,23 +107,21 @@ class LeafReduction(NamedTuple):
             # The initial total of a maximum is -inf or the smallest integer.
             empty = jnp.full_like(out, if_empty if self.is_weighted else 0)
             out = jnp.where(has_run, out, empty)
-        return out if out.dtype == shape.dtype else out.astype(shape.dtype)
+        return out if out.dtype == self.like.dtype else out.astype(self.like.dtype)
 
 
 def output_reductions(
     shapes: BatchOutputs,
-    parts: int,
+    split: Split,
     grad_names: Tree,
     grad_dtypes: Tree,
     aux_names: Tree,
-    sizes: Set[int],
     *,
     holds_weight: bool,
 ) -> BatchOutputs:
-    """Return the reduction of each leaf.
+    """Return the reduction of each leaf; `holds_weight` applies to value and gradient.
 
-    A single micro-batch is returned without averaging, to avoid rounding. `holds_weight` applies to
-    value and gradient. `sizes` are the lengths of the arguments in a micro-batch.
+    A single micro-batch is returned without averaging, to avoid rounding.
     """
 
     def reduction(
@@ -135,13 +132,13 @@ def output_reductions(
         is_derived: bool = False,
     ) -> LeafReduction:
         is_weighted = is_derived or name == "mean"
-        if parts == 1 and not (is_derived and name == "sum"):
+        if split.parts == 1 and not (is_derived and name == "sum"):
             name = "last"
         total = leaf.dtype
         if name in SUMMED and jnp.issubdtype(total, jnp.inexact):
             total = accumulator_dtype(total, dtype)
-        rows = rows_per_example(leaf.shape[0], sizes) if name == "concatenate" else 1
-        return LeafReduction(name, is_weighted, total, is_derived and holds_weight, rows)
+        rows = rows_per_example(leaf.shape[0], split.sizes) if name == "concatenate" else 1
+        return LeafReduction(leaf, name, is_weighted, total, is_derived and holds_weight, rows)
 
     derived = functools.partial(reduction, is_derived=True)
     weight = shapes.weight
@@ -167,8 +164,7 @@ def whole_batch(
     If no micro-batch has a positive weight, value and gradient are 0, or NaN if `drops_nonfinite`
     and a micro-batch was dropped.
     """
-    leaves, structure = jax.tree.flatten(shapes)
-    rules = structure.flatten_up_to(reductions)
+    rules, structure = jax.tree.flatten(reductions)
     holds_weight = reductions.value.holds_weight
     # Totals vary over the same mesh axes as the weights.
     axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((shapes.weight, real))))
@@ -186,14 +182,13 @@ def whole_batch(
                 kept = functools.partial(_kept, is_added)
                 value = kept(outputs.value) if holds_weight else outputs.value
                 outputs = outputs._replace(value=value, grads=jax.tree.map(kept, outputs.grads))
-            columns = zip(rules, totals, structure.flatten_up_to(outputs), strict=True)
+            columns = zip(rules, totals, jax.tree.leaves(outputs), strict=True)
             totals = [rule.add(total, x, weight, index) for rule, total, x in columns]
             return totals, total_weight + (1 if weight is None else weight), dropped
 
         return run_if_real(real, index, add, carry), None
 
-    pairs = zip(rules, leaves, strict=True)
-    totals = [rule.start(x, parts, axes) for rule, x in pairs]
+    totals = [rule.start(parts, axes) for rule in rules]
     first = totals, vary(jnp.float32(0), axes), vary(jnp.array(False), axes)
     (totals, total_weight, dropped), _ = lax.scan(step, first, jnp.arange(parts))
     has_weight = total_weight > 0
@@ -201,8 +196,8 @@ def whole_batch(
     if_empty = jnp.where(dropped, jnp.nan, jnp.float32(0)) if drops_nonfinite else 0
     divisor = jnp.where(has_weight, total_weight, 1 - if_empty)
     out = [
-        rule.finish(total, x, divisor, has_weight if rule.is_weighted else has_run, if_empty)
-        for rule, total, x in zip(rules, totals, leaves, strict=True)
+        rule.finish(total, divisor, has_weight if rule.is_weighted else has_run, if_empty)
+        for rule, total in zip(rules, totals, strict=True)
     ]
     return jax.tree.unflatten(structure, out)
 
@@ -223,15 +218,13 @@ def _kept(is_added: Array, x: Array) -> Array:
     return x if unreduced_axes(x) else summand(x, is_added)
 
 
-def aux_reductions(
-    reduction: Tree, parts: int, aux: Tree, whole_aux: Callable[[], Tree], sizes: Set[int]
-) -> Tree:
+def aux_reductions(reduction: Tree, split: Split, aux: Tree, whole_aux: Callable[[], Tree]) -> Tree:
     """Return a tree with the reduction of each leaf of the auxiliary output."""
     leaves, structure = jax.tree.flatten_with_path(aux)
     if not leaves and reduction is None:
         return aux
     given = broadcast_prefix("aux_reduction", reduction, "aux", aux, is_leaf=lambda x: x is None)
-    if parts == 1:  # every reduction returns the only value, but a mean ignores a weight of 0
+    if split.parts == 1:  # every reduction returns the only value, but a mean ignores a weight of 0
         defaults = ["mean" if _is_float_scalar(x) else "last" for _, x in leaves]
         names = [name or default for name, default in zip(given, defaults, strict=True)]
         return jax.tree.unflatten(structure, names)
@@ -241,12 +234,12 @@ def aux_reductions(
     for name, (path, leaf), full in zip(given, leaves, whole, strict=True):
         place = leaf_path("aux", path)
         has_dtype = any(jnp.issubdtype(leaf.dtype, x) for x in _DTYPES.get(name, (leaf.dtype,)))
-        has_rows = bool(leaf.shape) and rows_per_example(leaf.shape[0], sizes) > 0
+        has_rows = bool(leaf.shape) and rows_per_example(leaf.shape[0], split.sizes) > 0
         if not has_dtype or (name == "concatenate" and not has_rows):
             rule, got = f"a reduction that supports {describe(leaf)}", f"{name!r} for {place}"
             raise type_error("aux_reduction", rule, got, _HINT)
         if name is None:
-            grows = has_rows and full.shape == (parts * leaf.shape[0], *leaf.shape[1:])
+            grows = has_rows and full.shape == (split.parts * leaf.shape[0], *leaf.shape[1:])
             name = "concatenate" if grows else _default_for(leaf, full, place)
         names.append(name)
     return jax.tree.unflatten(structure, names)
