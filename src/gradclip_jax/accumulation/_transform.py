@@ -16,6 +16,7 @@ from .._checks import (
     check_decays,
     check_number,
     check_same_structure,
+    check_state,
     check_transformation,
     describe,
     is_float0,
@@ -29,7 +30,7 @@ from .._run_if import Flag, like_dtypes, run_if
 from .._states import find_states, increment_where
 from .._types import FLOAT32, Count, Number, Scalar, Tree
 from ..gates._execute import gated
-from ..gates._gate import Accumulation, ExtraArgs, Window
+from ..gates._gate import ExtraArgs, Window
 from ._noise_scale import empty_noise, observe_noise
 from ._reduction import (
     DTYPE,
@@ -193,6 +194,7 @@ def accumulate_gradients(
         extra_args: ExtraArgs,
     ) -> Window:
         """Determine how a micro-batch changes the accumulation window."""
+        check_state(state, AccumulationState)
         has_buffer = not is_one or bool(jax.tree.leaves(state.acc_grads))
         if has_buffer:
             check_matches_accumulator(updates, state.acc_grads)
@@ -260,7 +262,7 @@ def accumulate_gradients(
 
         return Window(step.emits, read, others, next_state)
 
-    return gated(Accumulation(AccumulationState, open_window), inner, init)
+    return gated(open_window, inner, init)
 
 
 class _Call(NamedTuple):

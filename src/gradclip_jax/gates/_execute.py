@@ -7,7 +7,7 @@ transformation at most once per call.
 import dataclasses
 import difflib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final, NamedTuple
 
 import jax
@@ -37,29 +37,28 @@ class GatedUpdate:
 
     Attributes:
         innermost: Transformation inside all guards and the accumulation.
+        execute: The function `_execute`, with the name of the public function in its errors.
         outside: Guards outside the accumulation, from the outermost to the innermost.
         accumulation: The accumulation, or None.
         inside: Guards inside the accumulation, or all guards without one.
-        function: Name of the public function at the start of error messages.
     """
 
     __name__: ClassVar[str] = "update"
     innermost: optax.GradientTransformationExtraArgs
+    execute: Callable[..., tuple[Tree, Tree]]
     outside: tuple[Guard, ...] = ()
     accumulation: Accumulation | None = None
     inside: tuple[Guard, ...] = ()
-    function: str = ""
 
     def __call__(
         self, updates: Tree, state: Tree, params: Tree | None = None, *args: Any, **extra_args: Any
     ) -> tuple[Tree, Tree]:
         """Return the update of the innermost transformation, or zeros if it does not run."""
-        execute = named(_execute, self.function)
-        return execute(self, updates, state, params, args, extra_args, applies=False)
+        return self.execute(self, updates, state, params, args, extra_args, applies=False)
 
     def named(self, function: str) -> "GatedUpdate":
         """Return a copy whose error messages start with `function`."""
-        return dataclasses.replace(self, function=function)
+        return dataclasses.replace(self, execute=named(_execute, function))
 
 
 def gated(
@@ -68,8 +67,8 @@ def gated(
     """Wrap a transformation in a guard or an accumulation."""
     update = inner.update
     if not isinstance(update, GatedUpdate):
-        update = GatedUpdate(optax.with_extra_args_support(inner))
-    if isinstance(gate, Accumulation):  # its `init` raises if `inner` contains an accumulation
+        update = GatedUpdate(optax.with_extra_args_support(inner), _execute)
+    if not isinstance(gate, Guard):  # its `init` raises if `inner` contains an accumulation
         update = dataclasses.replace(update, accumulation=gate)
     elif update.accumulation:
         update = dataclasses.replace(update, outside=(gate, *update.outside))
@@ -119,8 +118,7 @@ def apply_gradients(
         params_and_state = apply_gradients(tx, *arrays, **extra_args)
         return with_structure_of((params, state), params_and_state)
     if isinstance(tx.update, GatedUpdate):
-        execute = named(_execute, tx.update.function)
-        return execute(tx.update, grads, state, params, (), extra_args, applies=True)
+        return tx.update.execute(tx.update, grads, state, params, (), extra_args, applies=True)
     update = optax.with_extra_args_support(tx).update
     updates, state = update(grads, state, params, **extra_args)
     return _apply_updates(params, updates), state
@@ -192,8 +190,7 @@ def _execute(
     if accumulation is None:
         output, (target, state), *_ = step([], grads, (target, state), extra_args)
         return (target if applies else output), state
-    check_state(state, accumulation.kind)
-    window = accumulation.open_window(grads, state, accepted, params, extra_args)
+    window = accumulation(grads, state, accepted, params, extra_args)
 
     def close_window(carry: Tree) -> tuple[Tree, Tree]:
         target_and_state, accumulator, _ = carry

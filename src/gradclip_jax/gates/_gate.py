@@ -75,14 +75,8 @@ class Window(NamedTuple):
     next_state: Callable[[Tree, Tree, Flag], Tree]
 
 
-class Accumulation(NamedTuple):
-    """Gradient accumulation, which runs the inner transformation once for several micro-batches.
+Accumulation: TypeAlias = Callable[[Tree, Tree, Flag, Tree, ExtraArgs], Window]
+"""A function `(grads, state, accepted, params, extra_args) -> window` that accumulates gradients.
 
-    Attributes:
-        kind: Type of the accumulation's state.
-        open_window: Function `(grads, state, accepted, params, extra_args) -> Window`. If an outer
-            guard skips the micro-batch, `accepted` is false and nothing is accumulated.
-    """
-
-    kind: type
-    open_window: Callable[[Tree, Tree, Flag, Tree, ExtraArgs], Window]
+If an outer guard skips the micro-batch, `accepted` is false and nothing is accumulated.
+"""
