@@ -217,18 +217,16 @@ def accumulate_gradients(
         key = None
         if rounding == "stochastic":
             key = jax.random.fold_in(jax.random.key(0), state.micro_batch_count)
-        micro_batch = closing = MicroBatch(updates, reductions, call.weight, key)
-        if not isinstance(accepted, np.bool_) and (call.emit or call.flush is not None):
+        weight = call.weight
+        closes_anyway = call.emit or call.flush is not None
+        if has_buffer and closes_anyway and not isinstance(accepted, np.bool_):
             # If a guard skips this micro-batch, compute the mean gradient without it, because it
             # may be NaN.
-            weight = jnp.float32(1 if call.weight is None else call.weight)
-            closing = micro_batch._replace(weight=jnp.where(accepted, weight, 0))
-
-        def add(acc: Tree, micro_batch: MicroBatch = micro_batch) -> Tree:
-            return add_micro_batch(acc, micro_batch, step.starts)
-
+            weight = jnp.where(accepted, jnp.float32(1 if weight is None else weight), 0)
+        micro_batch = MicroBatch(updates, reductions, weight, key)
+        add = functools.partial(add_micro_batch, micro_batch=micro_batch, is_first=step.starts)
         if noise_scale_decay is not None:
-            total = add(state.acc_grads, closing) if has_buffer else updates
+            total = add(state.acc_grads) if has_buffer else updates
             noise = observe_noise(
                 state.noise,
                 micro_batch,
@@ -245,7 +243,7 @@ def accumulate_gradients(
             inner_state = state.inner_opt_state
             if not has_buffer:
                 return only_gradient(micro_batch, inner_state), acc
-            total = add(acc, closing)
+            total = add(acc)
             mean = window_gradient(total, micro_batch, advanced.total_weight, inner_state)
             if is_unreduced(acc):
                 return mean, acc
