@@ -16,11 +16,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._run_if import Flag, run_if
+from .._run_if import run_if
 from .._states import register_metrics
 from .._types import Scalar, Tree
 from ..clipping._norm import global_norm
 from ._reduction import SUMMED, MicroBatch, window_gradient
+from ._state import AccumulationState, WindowStep
 
 
 @register_metrics("gradient_noise_scale")
@@ -62,31 +63,24 @@ def empty_noise() -> NoiseState:
 
 
 def observe_noise(
-    noise: NoiseState,
-    micro_batch: MicroBatch,
-    acc: Tree,
-    total_weight: Scalar,
-    decay: float,
-    *,
-    arrived: Flag,
-    starts: Scalar,
-    emits: Flag,
-) -> NoiseState:
+    state: AccumulationState, step: WindowStep, micro_batch: MicroBatch, acc: Tree, decay: float
+) -> AccumulationState:
     """Add a micro-batch to the statistics; update the moving averages when a window completes.
 
-    Leaves whose reduction is neither "sum" nor "mean" are ignored. `acc` and `total_weight` already
-    include the micro-batch; see `_WindowStep` for the flags.
+    Leaves whose reduction is neither "sum" nor "mean" are ignored. `acc` and the total weight in
+    the state already include the micro-batch.
     """
+    noise, total_weight = state.noise, state.total_weight
     selectors = [x in SUMMED for x in jax.tree.leaves(micro_batch.reductions)]
     trees = (micro_batch.grads, acc)
     grads, sums = (list(itertools.compress(jax.tree.leaves(x), selectors)) for x in trees)
     weight = jnp.float32(1) if micro_batch.weight is None else micro_batch.weight
     square = global_norm(grads).astype(jnp.float32) ** 2
-    counts = arrived & (weight > 0)
+    counts = step.arrived & (weight > 0)
     noise = noise._replace(
-        weighted_squares=jnp.where(starts, 0, noise.weighted_squares)
+        weighted_squares=jnp.where(step.starts, 0, noise.weighted_squares)
         + jnp.where(counts, weight * square, 0),
-        micro_batches=jnp.where(starts, 0, noise.micro_batches) + counts.astype(jnp.int32),
+        micro_batches=jnp.where(step.starts, 0, noise.micro_batches) + counts.astype(jnp.int32),
     )
 
     def observe_window(noise: NoiseState) -> NoiseState:
@@ -106,4 +100,4 @@ def observe_noise(
             covariance_trace=averaged(noise.covariance_trace, trace),
         )
 
-    return run_if(emits, observe_window, noise)
+    return state._replace(noise=run_if(step.emits, observe_window, noise))

@@ -56,6 +56,22 @@ class AccumulationState(NamedTuple):
 GATES[AccumulationState] = "inner_opt_state"
 
 
+class WindowStep(NamedTuple):
+    """Flags that describe how one call of `update` changes the accumulation window.
+
+    Attributes:
+        arrived: Whether the call adds a micro-batch to the window.
+        starts: Whether this is the first micro-batch of the window.
+        holds: Whether the call adds a micro-batch without closing the window.
+        emits: Whether the window closes with a positive total weight.
+    """
+
+    arrived: Flag
+    starts: Scalar
+    holds: Flag
+    emits: Flag
+
+
 class AccumulationStats(NamedTuple):
     """Counts of an accumulation; integers, or arrays inside jit and for a vmapped state.
 

@@ -47,7 +47,7 @@ from ._reduction import (
     params_of,
     window_gradient,
 )
-from ._state import AccumulationState
+from ._state import AccumulationState, WindowStep
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -227,17 +227,7 @@ def accumulate_gradients(
         add = functools.partial(add_micro_batch, micro_batch=micro_batch, is_first=step.starts)
         if noise_scale_decay is not None:
             total = add(state.acc_grads) if has_buffer else updates
-            noise = observe_noise(
-                state.noise,
-                micro_batch,
-                total,
-                advanced.total_weight,
-                noise_scale_decay,
-                arrived=step.arrived,
-                starts=step.starts,
-                emits=step.emits,
-            )
-            advanced = advanced._replace(noise=noise)
+            advanced = observe_noise(advanced, step, micro_batch, total, noise_scale_decay)
 
         def read(acc: Tree) -> tuple[Tree, Tree]:
             inner_state = state.inner_opt_state
@@ -301,26 +291,10 @@ def _read_call(extra_args: ExtraArgs, accepted: Flag) -> tuple[_Call, ExtraArgs]
     return _Call(weight, flush, None if emit is None else bool(emit)), others
 
 
-class _WindowStep(NamedTuple):
-    """Flags that describe how one call of `update` changes the accumulation window.
-
-    Attributes:
-        arrived: Whether the call adds a micro-batch to the window.
-        starts: Whether this is the first micro-batch of the window.
-        holds: Whether the call adds a micro-batch without closing the window.
-        emits: Whether the window closes with a positive total weight.
-    """
-
-    arrived: Flag
-    starts: Scalar
-    holds: Flag
-    emits: Flag
-
-
 def _advance_window(
     state: AccumulationState, length: Scalar, call: _Call, accepted: Flag
-) -> tuple[_WindowStep, AccumulationState]:
-    """Return the `_WindowStep` of a call, and the next state before any optimizer step."""
+) -> tuple[WindowStep, AccumulationState]:
+    """Return the `WindowStep` of a call, and the next state before any optimizer step."""
     weight, flush, emit = call
     is_empty = state.mini_step == 0
     arrived = accepted & has_micro_batch(flush, weight)
@@ -344,7 +318,7 @@ def _advance_window(
         closes, holds, emits = np.False_, arrived, np.False_
     # Flushing an empty window is a no-op.
     is_idle = accepted & ~arrived & is_empty
-    return _WindowStep(arrived, starts, holds, emits), state._replace(
+    return WindowStep(arrived, starts, holds, emits), state._replace(
         mini_step=jnp.where(closes, 0, mini_step),
         total_weight=total_weight,
         accumulation_steps=jnp.where(starts | ~is_empty, length, state.accumulation_steps),

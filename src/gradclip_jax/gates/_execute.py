@@ -281,18 +281,15 @@ def _step(
 
     def compute(carry: tuple[Tree, Tree]) -> tuple[Tree, tuple[Tree, Tree]]:
         target, before = carry
-        returns_updates = target is None
-        updates, after = _run_innermost(
-            innermost,
-            params if returns_updates else target,
-            extra_args,
-            judged_grads,
-            before,
-            incoming,
-            keeps_dtypes=returns_updates,
-        )
-        target = None if returns_updates else _apply_updates(target, updates)
-        return updates if returns_updates or checking else None, (target, after)
+        current = params if target is None else target
+
+        def run(grads: Tree, state: Tree) -> tuple[Tree, Tree]:
+            return innermost.update(grads, state, current, **extra_args)
+
+        updates, after = _run_in_dtypes(run, judged_grads, before, incoming, target is None)
+        if target is None:
+            return updates, (None, after)
+        return updates if checking else None, (_apply_updates(target, updates), after)
 
     carry = target, before
     if checking:
@@ -334,17 +331,14 @@ def _next_states(judged: Sequence[Judgment], inner_state: Tree, accepted: Flag) 
     return inner_state
 
 
-def _run_innermost(
-    innermost: optax.GradientTransformationExtraArgs,
-    params: Tree,
-    extra_args: ExtraArgs,
+def _run_in_dtypes(
+    run: Callable[[Tree, Tree], tuple[Tree, Tree]],
     grads: Tree,
     state: Tree,
     incoming: Tree,
-    *,
     keeps_dtypes: bool,
 ) -> tuple[Tree, Tree]:
-    """Run the innermost transformation and return its updates and next state.
+    """Run the innermost transformation, `run(grads, state) -> (updates, next state)`.
 
     The input has the dtype of the accumulator, or float32 inside a loss scale. Some
     transformations, such as `optax.novograd` and `optax.apply_if_finite`, raise if the dtype
@@ -352,10 +346,6 @@ def _run_innermost(
     gradients. With `keeps_dtypes`, updates have the dtypes that the transformation returns for the
     incoming gradients.
     """
-
-    def run(grads: Tree, state: Tree) -> tuple[Tree, Tree]:
-        return innermost.update(grads, state, params, **extra_args)
-
     pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(incoming), strict=True)
     if all([x.dtype == jax.typeof(y).dtype for x, y in pairs]):
         return run(grads, state)
