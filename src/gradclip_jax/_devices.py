@@ -42,15 +42,16 @@ fusion_barrier = lax.optimization_barrier
 """
 
 
-def may_be_sharded(x: Array) -> bool:
-    """Return whether `jit` may shard an array over devices.
+def device_count(x: Array) -> int:
+    """Return the number of devices over which `jit` may shard an array.
 
     The type of an array shows neither its sharding over automatic mesh axes nor the argument
     `in_shardings` of `jit`.
     """
     mesh = jax.typeof(x).sharding.mesh
-    is_manual = bool(mesh.axis_names) and all(t == AxisType.Manual for t in mesh.axis_types)
-    return x.ndim > 0 and not is_manual and (jax.device_count() > 1 or mesh.size > 1)
+    if mesh.empty:
+        return jax.device_count()
+    return 1 if all(kind == AxisType.Manual for kind in mesh.axis_types) else mesh.size
 
 
 def _stack_key(x: Array, leaf: int) -> Hashable:
@@ -60,7 +61,7 @@ def _stack_key(x: Array, leaf: int) -> Hashable:
     different shardings are stacked, XLA changes the sharding of their producers, and may gather a
     gradient and its moments.
     """
-    return jax.typeof(x), leaf if may_be_sharded(x) else None
+    return jax.typeof(x), leaf if x.ndim and device_count(x) > 1 else None
 
 
 def groups_of_type(arrays: Sequence[Array]) -> list[list[int]]:
@@ -234,7 +235,7 @@ def _row_major(gradients: Sequence[Array]) -> list[Array]:
     for places in groups_of_type(gradients):
         x = gradients[places[0]]
         is_large = x.size >= _LARGE or (len(places) > 1 and x.size > _SMALL)
-        if x.ndim == 2 and is_large and not may_be_sharded(x):
+        if x.ndim == 2 and is_large and device_count(x) == 1:
             for i in places:
                 ordered[i] = fusion_barrier(gradients[i].reshape(-1)).reshape(x.shape)
     return ordered

@@ -59,14 +59,6 @@ def replica_count(axes: frozenset[str], everywhere: frozenset[str]) -> int:
     return math.prod(map(lax.axis_size, everywhere - axes))
 
 
-def device_count(x: object) -> int:
-    """Return the number of devices over which an array may be sharded."""
-    mesh = jax.typeof(x).sharding.mesh
-    if mesh.empty:
-        return len(jax.devices())
-    return 1 if all(kind == AxisType.Manual for kind in mesh.axis_types) else mesh.size
-
-
 def num_shards(x: Array, axis: int) -> int:
     """Return the number of devices over which an axis of an array is explicitly sharded."""
     sharding = jax.typeof(x).sharding

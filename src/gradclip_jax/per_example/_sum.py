@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._devices import fusion_barrier
+from .._devices import device_count, fusion_barrier
 from .._leaves import wide_dtype
-from .._mesh import device_count, is_explicit, max_over, sum_over, varying_axes
+from .._mesh import is_explicit, max_over, sum_over, varying_axes
 from .._types import Array, Scalar, Tree
 from ._lazy import Lazy, Value, as_wide_array
 from ._losses import Outputs, part_of
