@@ -287,17 +287,17 @@ def axes_within(axis: Any, x: Array, owner: str, place: str, hint: str) -> tuple
     return tuple(found)
 
 
-def check_same_structure(argument: str, tree: Tree, like: str, other: Tree) -> None:
+def check_same_structure(updates: Tree, params: Tree) -> None:
     """Raise an error that describes the first difference in path or shape between two trees.
 
     A float0 leaf, which is the gradient of an integer, may have any shape.
     """
-    is_alike = jax.tree.structure(tree) == jax.tree.structure(other)
-    leaves = jax.tree.leaves(tree), jax.tree.leaves(other)
+    is_alike = jax.tree.structure(updates) == jax.tree.structure(params)
+    leaves = jax.tree.leaves(updates), jax.tree.leaves(params)
     if not is_alike or any(map(_has_other_shape, *leaves)):
-        got = _first_difference(argument, tree, like, other)
-        hint = f"Pass `{argument}` with the structure of `{like}`."
-        raise type_error(argument, f"a tree like `{like}`", got, hint)
+        got = _first_difference("updates", updates, "params", params)
+        hint = "Pass `updates` with the structure of `params`."
+        raise type_error("updates", "a tree like `params`", got, hint)
 
 
 def check_params(updates: Tree, params: Tree | None) -> None:
@@ -305,7 +305,7 @@ def check_params(updates: Tree, params: Tree | None) -> None:
     if params is None:
         hint = "Call `update(grads, state, params)`."
         raise value_error("params", "passed to `update`", "None", hint)
-    check_same_structure("updates", updates, "params", params)
+    check_same_structure(updates, params)
 
 
 def _has_other_shape(leaf: Array, other: Array) -> bool:

@@ -185,7 +185,7 @@ def check_matches_accumulator(updates: Tree, acc: Tree) -> None:
     if jax.tree.leaves(updates) and not jax.tree.leaves(acc):
         hint = "Convert the state of `every=1` with `convert_state`."
         raise value_error("state", "a state with an accumulator", "one without", hint)
-    check_same_structure("updates", updates, "params", acc)
+    check_same_structure(updates, acc)
     given = jax.tree.leaves_with_path(updates)
     for (path, grad), total in zip(given, jax.tree.leaves(acc), strict=True):
         if is_float0(grad):

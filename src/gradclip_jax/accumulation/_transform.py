@@ -199,7 +199,7 @@ def accumulate_gradients(
         if has_buffer:
             check_matches_accumulator(updates, state.acc_grads)
         elif params is not None:
-            check_same_structure("updates", updates, "params", params_of(params))
+            check_same_structure(updates, params_of(params))
         call, others = _read_call(extra_args, accepted)
         if not has_buffer:
             if call.emit is False:
@@ -286,8 +286,6 @@ def _read_call(extra_args: ExtraArgs, accepted: Flag) -> tuple[_Call, ExtraArgs]
     if flush is not None and not is_scalar(flush, jnp.bool_):
         hint = "Pass True to close the window in this call."
         raise type_error("flush", "a bool scalar", describe(flush), hint)
-    if flush is not None:
-        flush = np.bool_(flush) if isinstance(flush, bool) else flush
     return _Call(weight, flush, None if emit is None else bool(emit)), others
 
 

@@ -128,7 +128,7 @@ def check_update(updates: Tree, state: Tree, kind: type, field: str) -> None:
     """Raise if `state` has the wrong type or if its field does not match the updates."""
     flatten("updates", updates)  # raises for integer leaves
     check_state(state, kind)
-    check_same_structure("updates", updates, "params", getattr(state, field))
+    check_same_structure(updates, getattr(state, field))
 
 
 @public
