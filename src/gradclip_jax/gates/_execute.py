@@ -18,7 +18,7 @@ import optax
 from .._checks import check_state, check_transformation, is_float0
 from .._errors import ArgumentTypeError, named, public, type_error
 from .._leaves import flatten
-from .._run_if import Flag, compute_step, like_dtypes, run_step, select_step, trace
+from .._run_if import Flag, compute_step, like_dtypes, run_step, select_step
 from .._states import increment_where, plain_arrays, with_structure_of
 from .._types import Array, Tree
 from ._gate import Accumulation, ExtraArgs, Guard, Verdict
@@ -350,15 +350,15 @@ def _run_in_dtypes(
     if all([x.dtype == jax.typeof(y).dtype for x, y in pairs]):
         return run(grads, state)
     plain = like_dtypes(grads, incoming)
-    program = trace(run, plain, state) if keeps_dtypes else None
+    expected = jax.eval_shape(run, plain, state)[0] if keeps_dtypes else None
     try:
         updates, after = run(grads, state)
     except (TypeError, ValueError) as error:
         try:
-            return program(plain, state) if program else run(plain, state)
+            return run(plain, state)
         except (TypeError, ValueError):
             raise error from None
-    return (like_dtypes(updates, program.output[0]) if program else updates), after
+    return (like_dtypes(updates, expected) if keeps_dtypes else updates), after
 
 
 def _apply_updates(params: Tree, updates: Tree) -> Tree:
