@@ -35,12 +35,15 @@ def register_metrics(*names: str) -> Callable[[_State], _State]:
 
 
 def register_guard(*names: str) -> Callable[[_State], _State]:
-    """Return a decorator like `register_metrics` for guard states with a field `inner_state`."""
+    """Return a decorator like `register_metrics` for the state of a guard.
+
+    The fields that all guards have are added to the names.
+    """
 
     def register(kind: _State) -> _State:
         GATES[kind] = "inner_state"
         GUARDS.add(kind)
-        return register_metrics(*names)(kind)
+        return register_metrics(*names, "consecutive_skips", "guard_failed")(kind)
 
     return register
 

@@ -28,10 +28,7 @@ from ._skip_nonfinite import finite_guard
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
 
 
-@register_guard(
-    *("loss_scale", "unscaled_grad_norm"),
-    *("skipped_nonfinite", "consecutive_skips", "guard_failed"),
-)
+@register_guard("loss_scale", "unscaled_grad_norm", "skipped_nonfinite")
 class LossScaleState(NamedTuple):
     """State of `dynamic_loss_scale`; counters are int32[] and saturate.
 

@@ -16,7 +16,7 @@ from ._detect import all_finite, finite_extra_args, has_finite_squares, is_finit
 from ._guard import Check, check_guard, guard, zero
 
 
-@register_guard("skipped_nonfinite", "consecutive_skips", "guard_failed")
+@register_guard("skipped_nonfinite")
 class SkipNonfiniteState(NamedTuple):
     """State of `skip_nonfinite`; counters are int32[] and saturate.
 

@@ -29,10 +29,7 @@ FIELDS = {
 }
 
 
-@register_guard(
-    *itertools.chain(*FIELDS.values()),
-    *("skipped_nonfinite", "consecutive_skips", "guard_failed"),
-)
+@register_guard(*itertools.chain(*FIELDS.values()), "skipped_nonfinite")
 class SkipSpikesState(NamedTuple):
     """State of `skip_spikes`; measurements are float32[], counters are int32[] and saturate.
 
