@@ -24,7 +24,7 @@ class Split(NamedTuple):
         keys: Positions of random keys.
         differentiated: Positions of the differentiated arguments.
         takes_one: Whether the gradient is for a single argument instead of a tuple of arguments.
-        sizes: Lengths of the split arrays in a micro-batch; known if the arguments are known.
+        sizes: Lengths of the split arrays in a micro-batch, which `bind_split` sets.
     """
 
     parts: int
