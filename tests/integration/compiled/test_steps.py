@@ -41,10 +41,7 @@ NOT_REACHED = {
         ("scan GPT, small", "adaptive_grad_clip"): {"bytes, N": 1.02, "launches": 1.17},
         ("scan GPT, small", 'skip_nonfinite(check="step")'): {"bytes, N": 1.05},
         # What keeps XLA from a wrong sum of an embedding's gradients: docs/compiler_faults.md.
-        ("scan GPT, small", "microbatched_value_and_grad"): {
-            "bytes, N": 1.04,
-            "scratch, N": 1.12,
-        },
+        ("scan GPT, small", "microbatched_value_and_grad"): {"bytes, N": 1.04, "scratch, N": 1.12},
         ("ViT-S/14", "adaptive_grad_clip"): {"scratch, N": 1.01},
         # What is watched is measured besides: what that costs, in kernels.
         ("PPO", "watch(clip), the gradient"): {"launches": 1.32},

@@ -22,6 +22,9 @@ small_networks = functools.partial(
     make_ppo_networks, policy_hidden_layer_sizes=(8,), value_hidden_layer_sizes=(8,)
 )
 
+SIZES = {"episode_length": 16, "num_envs": 8, "unroll_length": 5, "batch_size": 8}
+SIZES |= {"num_minibatches": 1, "num_updates_per_batch": 4}
+
 
 def train(tx, **options):
     """PPO makes its optimizer itself, `optax.adam(learning_rate)`: `tx` takes its place."""
@@ -29,12 +32,7 @@ def train(tx, **options):
         _, params, _ = ppo.train(
             envs.get_environment("fast"),
             num_timesteps=STEPS // 4 * 40,
-            episode_length=16,
-            num_envs=8,
-            unroll_length=5,
-            batch_size=8,
-            num_minibatches=1,
-            num_updates_per_batch=4,
+            **SIZES,
             run_evals=False,
             network_factory=small_networks,
             **options,

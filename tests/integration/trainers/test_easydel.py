@@ -32,16 +32,9 @@ def adam_that_does_not_amplify_rounding(monkeypatch):
 
 
 def start(tx):
-    config = ed.LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=32,
-    )
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = ed.LlamaConfig(num_hidden_layers=1, max_position_embeddings=32, **sizes, **heads)
     model = ed.LlamaForCausalLM(
         config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0)
     )

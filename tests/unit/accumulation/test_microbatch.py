@@ -152,14 +152,8 @@ EVERYTHING = {"rows": None, "mean": None, "most": "max", "last": "last", "n": "s
 
 
 def in_real_parts(count, batch):
-    take = microbatched(
-        with_everything,
-        PARTS,
-        num_real_microbatches=count,
-        has_weight=True,
-        has_aux=True,
-        aux_reduction=EVERYTHING,
-    )
+    options = {"has_weight": True, "has_aux": True, "aux_reduction": EVERYTHING}
+    take = microbatched(with_everything, PARTS, num_real_microbatches=count, **options)
     return take(PARAMS, batch)
 
 

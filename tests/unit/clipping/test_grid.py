@@ -147,10 +147,7 @@ def test_every_step_of_every_unit_is_that_of_the_formula(granularity, threshold)
     else:
         pairs = zip(norms.T, param_norms, strict=True)
         bounds = np.stack([thresholds_of(n, p) for n, p in pairs], axis=1)
-    factors = {
-        "scale": np.minimum(1, bounds / norms),
-        "zero": np.where(norms <= bounds, 1.0, 0.0),
-    }
+    factors = {"scale": np.minimum(1, bounds / norms), "zero": np.where(norms <= bounds, 1.0, 0.0)}
     found = run(value, case.value, grads, params)
     # Where norm and threshold are equal but for rounding, "zero" may fall to either side.
     is_decided = np.abs(norms - bounds) > 1e-5 * norms

@@ -18,10 +18,7 @@ SGD = optax.sgd(1.0)
 
 def test_a_compiled_flush_behind_a_clip_closes_the_window():
     # The gradient of the flush, zero, is a constant of the program.
-    tx = optax.chain(
-        gcx.clip_by_global_norm(10.0),
-        gcx.skip_nonfinite(acc(SGD, 3)),
-    )
+    tx = optax.chain(gcx.clip_by_global_norm(10.0), gcx.skip_nonfinite(acc(SGD, 3)))
     params = jnp.zeros(2)
     _, state = tx.update(jnp.array([3.0, 4.0]), tx.init(params), params)
     updates, state = jax.jit(lambda s, p: gcx.flush(tx, s, p))(state, params)

@@ -79,6 +79,8 @@ def test_stacked_layers_have_norms_of_their_own_by_name():
 PAIR = {"a": {"w": np.float32([[1, 2, 3], [4, 5, 6]])}, "b": np.float32([7, 8])}
 DENSE = nnx.Linear(2, 3, use_bias=False, rngs=nnx.Rngs(0))
 TWO_MATRICES = [{"weight": np.ones((2, 3), "f")}, {"weight": np.ones((2, 3), "f")}]
+ROWS_OF_TWO = [f"layers/{i}/weight_{j}" for i in range(2) for j in range(2)]
+COLLIDING = {"a": {"b": np.ones(2, "f")}, "a/b": np.ones(1, "f"), "c\nd": np.ones(1, "f")}
 
 
 @pytest.mark.parametrize(
@@ -88,20 +90,12 @@ TWO_MATRICES = [{"weight": np.ones((2, 3), "f")}, {"weight": np.ones((2, 3), "f"
         (gcx.granularities.group({"a": "body", "b": "head"}), PAIR, ["body", "head"]),
         (gcx.granularities.axis(0), PAIR, ["a/w_0", "a/w_1", "a/w_2", "b"]),
         (gcx.granularities.layer(1), PAIR, ["a/w_0", "a/w_1", "b_0", "b_1"]),
-        (
-            gcx.granularities.layer(1),
-            {"layers": TWO_MATRICES},
-            [f"layers/{i}/weight_{j}" for i in range(2) for j in range(2)],
-        ),
+        (gcx.granularities.layer(1), {"layers": TWO_MATRICES}, ROWS_OF_TWO),
         (gcx.granularities.layer(1), nnx.state(DENSE, nnx.Param), ["kernel_0", "kernel_1"]),
         ("leaf", np.float32([3, 4]), ["array"]),
         ("leaf", {"mlp/~/linear_0": {"w": np.ones(2, "f")}}, ["mlp/~/linear_0/w"]),  # Haiku
         # Names that collide are escaped, and so is a newline.
-        (
-            "leaf",
-            {"a": {"b": np.ones(2, "f")}, "a/b": np.ones(1, "f"), "c\nd": np.ones(1, "f")},
-            ["a/b", "a~1b", r"c\nd"],
-        ),
+        ("leaf", COLLIDING, ["a/b", "a~1b", r"c\nd"]),
     ],
 )
 def test_units_of_any_granularity_and_tree_have_names_and_norms(granularity, tree, names):
@@ -156,6 +150,7 @@ def test_parameters_that_are_zero_have_a_ratio_of_zero():
 
 
 SGD = optax.sgd(1.0)
+IN_PAIRS = functools.partial(gcx.accumulate_gradients, every=2)
 
 
 def steps_of(tx, sizes, *keys):
@@ -198,11 +193,7 @@ def test_a_step_that_any_wrapper_skipped_did_not_change_the_parameters(inner, ki
 @pytest.mark.parametrize(
     ("wrap", "sizes", "rows"),
     [
-        (
-            lambda tx: gcx.accumulate_gradients(tx, 2),
-            [2, 4, 8],
-            [[0, -1, -1], [1, 3, 3], [0, -1, -1]],
-        ),
+        (IN_PAIRS, [2, 4, 8], [[0, -1, -1], [1, 3, 3], [0, -1, -1]]),
         (gcx.skip_nonfinite, [2, np.nan], [[1, 2, 2], [0, -1, -1]]),
     ],
 )
