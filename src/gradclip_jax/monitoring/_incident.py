@@ -56,8 +56,9 @@ class Incident(NamedTuple):
         update_norm: Norm of the update; None if it was not measured.
         update_threshold: Threshold for `update_norm`; inf if there was no threshold.
         leaf_rise: Ratio of the gradient, update or parameter norm of this leaf or layer to its
-            moving average, divided by the geometric mean of this ratio over all other leaves; 0 if
-            the norm of no single leaf or layer is an outlier.
+            moving average, divided by the geometric mean of this ratio over all other leaves, in
+            which extreme ratios are limited; 0 if the norm of no single leaf or layer is an
+            outlier.
         parameter_norm: Norm of the parameters; None if it was not measured.
         device: Index of the device whose parameters differ from the others; -1 if they are equal.
         activation: Name of the first tap in the forward pass with a non-finite activation; None if
