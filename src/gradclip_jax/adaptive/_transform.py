@@ -13,7 +13,7 @@ from .._types import UNBOUNDED, Array, AxisName, Count, Number, Tree
 from ..clipping._clip import norm_clip
 from ..clipping._formula import scale_factor
 from ..clipping._granularity import axis as unit_axis
-from ..clipping._granularity import layers
+from ..clipping._granularity import layer
 from ..clipping._norm import norm_of_leaves
 from ..clipping._threshold import capped, relative_to_params
 from ._rules import EmaState, ema, quantile, zscore
@@ -225,7 +225,7 @@ def adagc(
         thresholds, state = rule.update(scaled, state, None)
         return jnp.where(scaled < norms, jnp.minimum(scaled, thresholds), thresholds), state
 
-    both, units = dataclasses.replace(rule, update=update), layers(num_layer_axes)
+    both, units = dataclasses.replace(rule, update=update), layer(num_layer_axes)
     return norm_clip("relative", both, units, axis_name=axis_name, nonfinite=nonfinite)
 
 

@@ -121,8 +121,8 @@ def layer(num_layer_axes: Tree = 1, *, rms: bool = False) -> Granularity:
 
     Args:
         num_layer_axes: Number of leading axes of a leaf that index layers, 0 for an ordinary leaf;
-            an integer >= 0 or a prefix tree of integers. These axes must not be sharded inside
-            `shard_map`.
+            an integer >= 0 or a prefix tree of integers. None means 0. These axes must not be
+            sharded inside `shard_map`.
         rms: Whether thresholds limit root mean squares instead of norms.
 
     Returns:
@@ -139,7 +139,23 @@ def layer(num_layer_axes: Tree = 1, *, rms: bool = False) -> Granularity:
         >>> clip.update(grads, clip.init(grads))[0].tolist()
         [[0.0, 1.0], [0.5, 0.0]]
     """
-    return layers(num_layer_axes, rms=rms)
+    num_layer_axes = 0 if num_layer_axes is None else num_layer_axes
+    for depth in jax.tree.leaves(num_layer_axes):
+        check_static("num_layer_axes", depth)
+        check_count("num_layer_axes", depth, _DEPTH, low=0)
+
+    def cut(leaves: Sequence[Array], tree: Tree) -> Units:
+        depths = broadcast_prefix("num_layer_axes", num_layer_axes, "updates", tree)
+        axes: list[Axes] = []
+        for (path, x), n in zip(jax.tree_util.tree_leaves_with_path(tree), depths, strict=True):
+            if is_measured(x) and n > np.ndim(x):
+                got = f"{n} for {describe(x)} at {leaf_path('updates', path)}"
+                raise value_error("num_layer_axes", "at most the rank of the leaf", got, _DEPTH)
+            if is_measured(x):
+                axes.append(tuple(range(n, np.ndim(x))))
+        return Slices(tuple(axes), is_rms=rms)
+
+    return Granularity(cut)
 
 
 @public
@@ -172,27 +188,6 @@ def axis(axis: int | Sequence[int] | None = None) -> Granularity:
         paths = jax.tree_util.tree_leaves_with_path(tree)
         axes = [_unit_axes(path, x, axis) for path, x in paths if is_measured(x)]
         return Slices(tuple(axes), is_local=True)
-
-    return Granularity(cut)
-
-
-def layers(num_layer_axes: Tree, *, rms: bool = False) -> Granularity:
-    """Implement `layer` for functions that take `num_layer_axes` themselves; None means 0."""
-    num_layer_axes = 0 if num_layer_axes is None else num_layer_axes
-    for depth in jax.tree.leaves(num_layer_axes):
-        check_static("num_layer_axes", depth)
-        check_count("num_layer_axes", depth, _DEPTH, low=0)
-
-    def cut(leaves: Sequence[Array], tree: Tree) -> Units:
-        depths = broadcast_prefix("num_layer_axes", num_layer_axes, "updates", tree)
-        axes: list[Axes] = []
-        for (path, x), n in zip(jax.tree_util.tree_leaves_with_path(tree), depths, strict=True):
-            if is_measured(x) and n > np.ndim(x):
-                got = f"{n} for {describe(x)} at {leaf_path('updates', path)}"
-                raise value_error("num_layer_axes", "at most the rank of the leaf", got, _DEPTH)
-            if is_measured(x):
-                axes.append(tuple(range(n, np.ndim(x))))
-        return Slices(tuple(axes), is_rms=rms)
 
     return Granularity(cut)
 

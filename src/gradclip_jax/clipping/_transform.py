@@ -13,7 +13,7 @@ from .._leaves import flatten
 from .._types import AxisName, Labels, Number, Order, Tree
 from ._clip import Reaction, norm_clip
 from ._formula import clamp_leaf
-from ._granularity import Granularity, group, layers
+from ._granularity import Granularity, group, layer
 from ._threshold import Threshold
 
 
@@ -236,7 +236,7 @@ def clip_by_leaf_norm(
         >>> updates["w"].tolist(), updates["b"].tolist()
         ([0.0, 1.0], [0.25])
     """
-    units = layers(num_layer_axes)
+    units = layer(num_layer_axes)
     return norm_clip("max_norm", max_norm, units, ord=ord, axis_name=axis_name, nonfinite=nonfinite)
 
 
@@ -332,7 +332,7 @@ def clip_by_block_rms(
     References:
         Shazeer and Stern, 2018, arXiv 1804.04235, section 6.
     """
-    units = layers(num_layer_axes, rms=True)
+    units = layer(num_layer_axes, rms=True)
     return norm_clip("threshold", threshold, units, axis_name=axis_name, nonfinite=nonfinite)
 
 
