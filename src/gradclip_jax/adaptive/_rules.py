@@ -4,7 +4,7 @@ AdaGC, ZClip and the quantile of Andrew et al. use moving averages. AutoClip and
 OLMo-core and levanter use a window of recent norms.
 """
 
-import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -249,17 +249,22 @@ class WindowState(NamedTuple):
     value_count: Array
 
 
-def empty_window(norm: Array, window: int) -> WindowState:
-    """Initialize a window without values."""
-    values = jnp.full((window, *norm.shape), UNBOUNDED, jnp.float32)
-    return WindowState(values, jnp.zeros(norm.shape, jnp.int32))
+def _window_rule(
+    window: Count, threshold_of: Callable[[WindowState, WindowState], Array], allow_negative: bool
+) -> Rule:
+    """Threshold at `threshold_of(before, after)`, given the window before and after this step."""
 
+    def init(norm: Array) -> WindowState:
+        values = jnp.full((int(window), *norm.shape), UNBOUNDED, jnp.float32)
+        return WindowState(values, jnp.zeros(norm.shape, jnp.int32))
 
-def record(state: WindowState, value: Array, *, allow_negative: bool) -> WindowState:
-    """Replace the oldest value in the window with a new one."""
-    values = jnp.concatenate([state.values[1:], value[None]])
-    next_state = WindowState(values, increment_where(state.value_count))
-    return next_state if allow_negative else where_nonzero(value, next_state, state)
+    def update(norm: Array, before: WindowState, param_norm: object) -> tuple[Array, WindowState]:
+        values = jnp.concatenate([before.values[1:], norm[None]])  # without the oldest value
+        after = WindowState(values, increment_where(before.value_count))
+        after = after if allow_negative else where_nonzero(norm, after, before)
+        return threshold_of(before, after), after
+
+    return Rule(init, update, allow_negative=allow_negative)
 
 
 @public
@@ -297,10 +302,9 @@ def percentile(
     check_number("percentile", percentile, "The paper uses 10.", high=100.0, closed=True)
     check_length("window", window)
 
-    def update(norm: Array, state: WindowState, param_norm: object) -> tuple[Array, WindowState]:
-        state = record(state, norm, allow_negative=allow_negative)
-        ordered = jnp.sort(state.values, axis=0)
-        last = jnp.clip(state.value_count - 1, 0, window - 1)
+    def threshold_of(before: WindowState, after: WindowState) -> Array:
+        ordered = jnp.sort(after.values, axis=0)
+        last = jnp.clip(after.value_count - 1, 0, window - 1)
         position = jnp.asarray(percentile, jnp.float32) / 100 * last.astype(jnp.float32)
         below = jnp.floor(position)
         place = jnp.minimum(below.astype(jnp.int32), last)
@@ -308,11 +312,9 @@ def percentile(
             jnp.take_along_axis(ordered, i[None], axis=0, mode="promise_in_bounds")[0]
             for i in (place, jnp.minimum(place + 1, last))
         )
-        return low + (high - low) * (position - below), state
+        return low + (high - low) * (position - below)
 
-    return Rule(
-        functools.partial(empty_window, window=int(window)), update, allow_negative=allow_negative
-    )
+    return _window_rule(window, threshold_of, allow_negative)
 
 
 @public
@@ -359,10 +361,10 @@ def mean_std(
     check_count("warmup_steps", warmup_steps, "Pass for example half of `window`.")
     check_count("ddof", ddof, "Pass 0 or 1.", low=0)
 
-    def update(norm: Array, state: WindowState, param_norm: object) -> tuple[Array, WindowState]:
-        recorded = state.values < UNBOUNDED
-        n = jnp.clip(state.value_count, 1, window).astype(jnp.float32)
-        values = jnp.where(recorded, state.values, 0)
+    def threshold_of(before: WindowState, after: WindowState) -> Array:
+        recorded = before.values < UNBOUNDED
+        n = jnp.clip(before.value_count, 1, window).astype(jnp.float32)
+        values = jnp.where(recorded, before.values, 0)
         # Divide the values by their mean magnitude, so that their squares cannot overflow.
         size = jax.lax.stop_gradient(jnp.sum(jnp.abs(values) / n[None], axis=0))
         unit = jnp.where(size > 0, size, 1)
@@ -373,11 +375,6 @@ def mean_std(
         floor = 1e-6 if allow_negative else jnp.maximum(0.01 * mean, 1e-6)
         std = jnp.sqrt(jnp.maximum(variance, floor**2))
         threshold = unit * (mean + z_threshold * std)
-        is_warm = state.value_count >= warmup_steps
-        return jnp.where(is_warm, threshold, UNBOUNDED), record(
-            state, norm, allow_negative=allow_negative
-        )
+        return jnp.where(before.value_count >= warmup_steps, threshold, UNBOUNDED)
 
-    return Rule(
-        functools.partial(empty_window, window=int(window)), update, allow_negative=allow_negative
-    )
+    return _window_rule(window, threshold_of, allow_negative)
