@@ -31,18 +31,14 @@ _FLOOR = 2.0**-100
 _UNDERFLOW = 2.0**48
 
 
-def norm_of(total: Array, error: Array) -> Array:
-    """Return the norm, rounded up."""
-    eps = float(jnp.finfo(total.dtype).eps)
-    return jnp.where(total > 0, jnp.sqrt(total * (1 + _ROUNDING * eps) + error), total)
-
-
-def is_exact(total: Array, error: Array) -> Array:
-    """Return whether the norm has a relative error of at most 1e-5."""
+def norm_of(total: Array, error: Array) -> tuple[Array, Array]:
+    """Return the norm, rounded up, and whether its relative error is at most 1e-5."""
     info = jnp.finfo(total.dtype)
-    is_close = error <= (_TOLERANCE - _ROUNDING * float(info.eps)) * total
+    rounding = _ROUNDING * float(info.eps)
+    norm = jnp.where(total > 0, jnp.sqrt(total * (1 + rounding) + error), total)
+    is_close = error <= (_TOLERANCE - rounding) * total
     is_in_range = (total == 0) | (total > _UNDERFLOW * float(info.tiny))
-    return jnp.isfinite(total) & is_close & is_in_range
+    return norm, jnp.isfinite(total) & is_close & is_in_range
 
 
 def square(value: Value) -> tuple[Scalar, Scalar]:

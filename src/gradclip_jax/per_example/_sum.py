@@ -23,7 +23,7 @@ from .._mesh import is_explicit, max_over, sum_over, varying_axes
 from .._types import Array, Scalar, Tree
 from ._lazy import Lazy, Value, as_wide_array
 from ._losses import Outputs, part_of
-from ._measure import is_exact, norm_of, square
+from ._measure import norm_of, square
 
 Groups: TypeAlias = Sequence[Sequence[int]]
 """Indices of the leaves of each group; the leaves of a group share one norm."""
@@ -64,17 +64,18 @@ def _sums_and_norms(
     factors_of: Factors | None,
 ) -> tuple[list[Array], list[Array]]:
     # Norms and sums must be computed from identically rounded gradients.
-    outputs = outputs._replace(grads=list(map(fusion_barrier, outputs.grads)))
+    outputs = outputs._replace(grads=list(map(fusion_barrier, outputs.grads)), aux=None)
     size = outputs.value.shape[0]
     measure = functools.partial(_group_squares, groups=groups, shards=shards)
     squares = jax.vmap(measure, axis_size=size)(outputs.grads)
-    norms = [norm_of(total, error) for total, error in squares]
+    norms: list[Array] = []
     is_exact_example = is_finite = jnp.ones(size, bool)
     for total, error in squares:
+        norm, is_exact = norm_of(total, error)
+        norms.append(norm)
         is_finite &= jnp.isfinite(total)
         # An example with weight 0 and a finite norm contributes 0, so its norm may be inaccurate.
-        ignored = (outputs.weight <= 0) & jnp.isfinite(total)
-        is_exact_example &= is_exact(total, error) | ignored
+        is_exact_example &= is_exact | (outputs.weight <= 0) & jnp.isfinite(total)
 
     def summed(part: Outputs, norms: list[Array], is_included: Array) -> list[Array]:
         if factors_of is None:
@@ -101,7 +102,6 @@ def _sums_and_norms(
         return arrays, [_exact_norm(arrays, shards, group) for group in groups]
 
     if size:
-        outputs = outputs._replace(aux=None)
         sums, norms = _add_inexact(outputs, is_exact_example, norms, sums, exact_norms, summed)
     return sums, norms
 
