@@ -116,13 +116,9 @@ def _as_inexact(x: Array) -> Array:
     is_array = isinstance(x, (jax.Array, np.ndarray, np.generic, float, complex))
     if not (is_array and jnp.issubdtype(jnp.result_type(x), jnp.inexact)):
         rule, hint = "a floating or complex array", "Integers are not differentiable."
-        hint = (
-            hint
-            if is_array
-            else "Pass one array, or call the function for each leaf with `jax.tree.map`."
-        )
-        got = describe(x) if is_array else type(x).__name__
-        raise type_error("x", rule, got, hint)
+        if not is_array:
+            hint = "Pass one array, or call the function for each leaf with `jax.tree.map`."
+        raise type_error("x", rule, describe(x) if is_array else type(x).__name__, hint)
     return jnp.asarray(x)
 
 

@@ -169,10 +169,8 @@ def _head_count(argument: str, tree: Tree, head_axis: int, count: int | None = N
             raise value_error("head_axis", "an axis of every leaf", got, hint)
         count = np.shape(x)[head_axis] if count is None else count
         if np.shape(x)[head_axis] != count:
-            rule, hint = (
-                f"a tree with {count} heads in every leaf",
-                "Pass the axis that indexes heads as `head_axis`.",
-            )
+            rule = f"a tree with {count} heads in every leaf"
+            hint = "Pass the axis that indexes heads as `head_axis`."
             raise value_error(argument, rule, got, hint)
     return count or 0
 

@@ -10,13 +10,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from .._checks import (
-    check_axis_name,
-    check_choice,
-    check_number,
-    check_state,
-    describe,
-)
+from .._checks import check_axis_name, check_choice, check_number, check_state, describe
 from .._errors import public, value_error
 from .._leaves import flatten, wide_dtype
 from .._mesh import shard_axes, varying_axes
