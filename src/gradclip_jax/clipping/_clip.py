@@ -33,6 +33,7 @@ from ._threshold import (
     Assignment,
     Threshold,
     apply_rules,
+    apply_stateless,
     as_rules,
     assign_rules,
     group_name,
@@ -243,9 +244,8 @@ def _clip_leaves(
         if number is not None:
             limits = thresholds[:1] * len(stacks)
         elif len(assigned) == 1 and not states:  # an elementwise rule also works on stacks
-            of_params = None if param_norms is None else _stacked(param_norms, norms)
-            rule = Assignment(assigned[0].rule, tuple(range(len(stacks))))
-            limits, _ = apply_rules([rule], stacks, (), of_params)
+            columns = [stacks] if param_norms is None else [stacks, _stacked(param_norms, norms)]
+            limits = list(map(functools.partial(apply_stateless, assigned[0].rule), *columns))
         else:
             limits = _stacked(thresholds, norms)
         threshold, factor, fraction = _summary(limits, list(map(respond, stacks, limits)), over)

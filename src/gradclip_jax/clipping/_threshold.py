@@ -284,7 +284,7 @@ def apply_rules(
             vector, state = apply_rule(rule, own, state, *of_params)
             values = split(vector, columns[0])
         else:
-            values = map_arrays(functools.partial(_apply_stateless, rule), *columns)
+            values = map_arrays(functools.partial(apply_stateless, rule), *columns)
         for i, value in zip(entries, values, strict=True):
             thresholds[i] = value
         next_states.append(state)
@@ -292,7 +292,8 @@ def apply_rules(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _apply_stateless(rule: Rule, norm: Array, param_norm: Array | None = None) -> Array:
+def apply_stateless(rule: Rule, norm: Array, param_norm: Array | None = None) -> Array:
+    """Compute thresholds with a rule that has no state."""
     return apply_rule(rule, norm, (), param_norm)[0]
 
 
