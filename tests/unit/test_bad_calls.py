@@ -90,6 +90,7 @@ ROWS = [
     ("clip_by_global_norm", lambda f: updated(f(lambda step: 1j)), TypeError, "max_norm"),
     ("clip_by_global_norm", lambda f: updated(f(1.0, axis_name="data")), ValueError, "axis_name"),
     ("clip_by_global_norm", lambda f: f(gcx.thresholds.zscore), TypeError, "max_norm"),
+    ("clip_by_global_norm", lambda f: f(10**400), ValueError, "max_norm"),
     ("clip_by_global_norm", lambda f: updated(optax.inject_hyperparams(f)(1.0, ord=1.0)), TypeError, "ord"),
     ("clip_by_leaf_norm", lambda f: updated(f(1.0, num_layer_axes=2)), ValueError, "num_layer_axes", "updates['b']"),
     ("clip_by_leaf_norm", lambda f: updated(f(1.0, num_layer_axes={"x": 1})), TypeError, "num_layer_axes"),

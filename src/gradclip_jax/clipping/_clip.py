@@ -136,11 +136,11 @@ def norm_clip(
     granularity, factor_of = as_granularity(granularity), _as_factor(reaction)
     order, axes = check_ord(ord), check_axis_name(axis_name)
     by_label = granularity.is_group and isinstance(threshold, Mapping)
-    # Pass a number as an argument of the compiled function; convert other thresholds to rules.
+    rules = as_rules(argument, threshold, by_label=by_label)
+    # Pass a number, instead of its rule, as an argument of the compiled function.
     number = threshold if is_scalar(threshold, jnp.floating, jnp.integer) else None
     if isinstance(number, int):  # an int above 2^31 is not an int32
         number = float(number)
-    rules = as_rules(argument, threshold, by_label=by_label)
     every_rule = jax.tree.leaves(list(rules.values()) if by_label else rules, is_leaf=is_rule)
     # `eval_shape`, because an array would start the backend when the transformation is created.
     has_state = bool(jax.tree.leaves(jax.eval_shape(lambda: list(map(init_state, every_rule)))))
