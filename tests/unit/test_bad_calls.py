@@ -84,6 +84,7 @@ ROWS = [
     ("qk_clip_mla", lambda f: f(ONES(4, 2), ONES(4, 2), ONES(2, 2), ONES(4)), ValueError, "query_rotary"),
     ("clip_by_norm", lambda f: f(1.0, reaction=GRADS), TypeError, "reaction"),
     ("clip_by_norm", lambda f: updated(f({"a": 1.0}, granularity=GROUP)), TypeError, "param_labels", "updates['b']"),
+    ("clip_by_norm", lambda f: updated(f([1.0, 2.0], granularity=gcx.granularities.group({"w": "a", "b": "c"}))), TypeError, "threshold"),
     ("clip_by_norm", lambda f: f(1.0, reaction="rows"), ValueError, "reaction"),
     ("clip_by_global_norm", lambda f: updated(f(lambda step: jnp.ones(3))), TypeError, "max_norm"),
     ("clip_by_global_norm", lambda f: updated(f(lambda step: None)), TypeError, "max_norm"),

@@ -247,7 +247,7 @@ def assign_rules(argument: str, rules: Any, units: Units, tree: Tree) -> tuple[A
     """
     if isinstance(rules, Rule):
         return (Assignment(rules, tuple(range(units.size))),)
-    if units.names or not units.size:
+    if not units.size or (units.names and isinstance(rules, Mapping)):
         return tuple(Assignment(rules[name], (i,)) for i, name in enumerate(units.names))
     if isinstance(units, Groups):
         rule = "one threshold, or a mapping from labels to thresholds"
