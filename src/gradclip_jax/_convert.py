@@ -40,8 +40,8 @@ _KINDS: Final[dict[type, type]] = {
 _Window: TypeAlias = AccumulationState | optax.MultiStepsState
 _WINDOWS = (AccumulationState, optax.MultiStepsState)
 _FRESH = (ClipState, NormRecordState, RoundingState, optax.EmptyState)
-# Fields of guards and `watch` that are initialized if the rule or the measured norms change.
-_RESTARTED = ("signals", "norms", "levels", "tap_sums")
+# Fields of guards and `watch` that are initialized if the threshold rules or the taps change.
+_RESTARTED = ("signals", "tap_sums")
 _HINT = (
     "Restore checkpoints with the old optimizer; only clips, guards and accumulations may differ."
 )
@@ -253,9 +253,10 @@ def _continued(new: Tree, old: Tree) -> Tree:
 
 
 def _continued_watch(like: WatchState, given: WatchState) -> WatchState:
-    """Initialize the norms if the units differ, and the incidents if the units or taps differ."""
+    """Initialize the norms if other norms are measured, and the incidents if names differ."""
     new, old = like.incidents, given.incidents
-    if not _is_alike(new.names, old.names):
+    measured = ((x.norms, x.levels, x.incidents.names) for x in (like, given))
+    if not _is_alike(*measured):
         given = given._replace(norms=like.norms, levels=like.levels)
     if _is_alike((new.names, new.tap_names), (old.names, old.tap_names)):
         latest = jnp.concatenate([new.rows, old.rows])[-len(new.rows) :]

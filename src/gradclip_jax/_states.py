@@ -37,7 +37,7 @@ def register_metrics(*names: str) -> Callable[[_State], _State]:
 def register_guard(*names: str) -> Callable[[_State], _State]:
     """Return a decorator like `register_metrics` for the state of a guard.
 
-    The fields that all guards have are added to the names.
+    `consecutive_skips` and `guard_failed`, which all guards have, are added to the names.
     """
 
     def register(kind: _State) -> _State:

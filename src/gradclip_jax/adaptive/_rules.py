@@ -252,7 +252,10 @@ class WindowState(NamedTuple):
 def _window_rule(
     window: Count, threshold_of: Callable[[WindowState, WindowState], Array], allow_negative: bool
 ) -> Rule:
-    """Threshold at `threshold_of(before, after)`, given the window before and after this step."""
+    """Return a rule with the threshold `threshold_of(before, after)`.
+
+    The arguments are the window of norms before and after the current step.
+    """
 
     def init(norm: Array) -> WindowState:
         values = jnp.full((int(window), *norm.shape), UNBOUNDED, jnp.float32)

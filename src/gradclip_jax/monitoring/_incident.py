@@ -27,7 +27,10 @@ KINDS = (
 FATES = ("skipped", "held", "unchanged", "clipped")
 """The kinds that describe the outcome of the step."""
 
-_CODES = {math.inf: UNBOUNDED, None: -UNBOUNDED}
+NOT_GIVEN = -UNBOUNDED
+"""Value of a field in a log that represents None."""
+
+_CODES = {math.inf: UNBOUNDED, None: NOT_GIVEN}
 """Finite values that represent infinity and None in a log."""
 
 _NO_BATCH = np.iinfo(np.int32).min

@@ -271,8 +271,9 @@ def _of_others(changes: Array, is_known: Array) -> Array:
     bounded = jnp.where(is_counted, jnp.maximum(changes, -3), 0)
     known = is_counted.astype(jnp.float32)
     total, count = jnp.sum(jnp.stack([bounded, known]), -1, keepdims=True)
-    ranked, _ = lax.top_k(jnp.where(is_counted, bounded, -jnp.inf), min(2, changes.shape[-1]))
-    largest = jnp.where(bounded < ranked[..., :1], ranked[..., :1], ranked[..., -1:])
+    first, second = jnp.split(lax.top_k(jnp.where(is_counted, bounded, -jnp.inf), 2)[0], 2, -1)
+    # The following values are those of the other leaves.
+    largest = jnp.where(bounded < first, first, second)
     total, count = total - bounded, count - known
     limit = (total - largest) / jnp.maximum(count - 1, 1) + 3
     total = jnp.where(count > 1, total - jnp.maximum(largest - limit, 0), total)

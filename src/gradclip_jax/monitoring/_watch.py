@@ -37,14 +37,14 @@ from .._states import (
     plain_arrays,
     register_metrics,
 )
-from .._types import UNBOUNDED, Array, AxisName, Count, HostArray, Number, Scalar, Tree
+from .._types import Array, AxisName, Count, HostArray, Number, Scalar, Tree
 from ..accumulation._reduction import has_micro_batch
 from ..clipping._granularity import Granularity, as_granularity, norm_shapes
 from ..guarding._detect import loss_of
 from ..guarding._guard import check_guard
 from ..guarding._skip_spikes import FIELDS
 from ._evidence import differing_device, evidence, norms_of_step
-from ._incident import IncidentLog, init_log, names_in, note, tap_names_in
+from ._incident import NOT_GIVEN, IncidentLog, init_log, names_in, note, tap_names_in
 from ._levels import KINDS, compare, init_levels
 from ._taps import first_nonfinite_of, ratios, read_sums
 
@@ -292,7 +292,7 @@ def watch(
         conditions = {"has_gradient": has_gradient, "is_step": ran}
         found, levels = compare(state.levels, norms, loss, spike_threshold, **conditions)
         fields, flags = evidence(norms, bad, found)
-        fields["norm"] = jnp.where(has_gradient, norms[0, 0], -UNBOUNDED)
+        fields["norm"] = jnp.where(has_gradient, norms[0, 0], NOT_GIVEN)
         norms = jnp.where(has_gradient, norms, norms.at[0].set(NOT_MEASURED))
         fields["loss"] = loss
         if stats is not None:
