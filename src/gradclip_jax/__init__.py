@@ -27,8 +27,6 @@ The gradient transformations of this package can be combined with those of Optax
 | change the optimizer during a run | `convert_state` |
 """
 
-import typing as _typing
-
 from ._version import __version__ as __version__
 from . import contrib, diagnostics, granularities, per_example, taps, thresholds
 
@@ -65,9 +63,6 @@ from .monitoring._report import incidents
 from .monitoring._record import record_norms
 
 from ._convert import convert_state
-
-if not _typing.TYPE_CHECKING:  # a module `__getattr__` makes type checkers accept any name
-    from ._names import __getattr__ as __getattr__
 
 __all__ = [
     "contrib",
