@@ -172,10 +172,6 @@ COSTS = {
     "`skip_spikes` on norm and loss": Feature(
         lambda: _with_loss(_spike_guard()), lambda: _step(_adamw())
     ),
-    "`skip_spikes` on the update": Feature(
-        lambda: _step(gcx.skip_spikes(_adamw(), update=gcx.thresholds.mean_std(6.0))),
-        lambda: _step(_adamw()),
-    ),
     "`watch`, the gradient": Feature(
         lambda: _step(gcx.watch(_adamw(), of=("gradient",))), lambda: _step(_adamw())
     ),

@@ -324,7 +324,7 @@ REQUIRED = (
     | {"log": [{"loss": 1.0}], "max_logits": jnp.ones(3), "names": ["a"], "norms": [1.0]}
     | {"state": ()}
 )
-OTHERS = {"skip_spikes": {"norm": 1.0}}  # of `norm`, `loss` and `update` one is required
+OTHERS = {"skip_spikes": {"norm": 1.0}}  # one of `norm` and `loss` is required
 
 # Nothing can be wrong about their arguments, or a type checker says it.
 WITHOUT = {

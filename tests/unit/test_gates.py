@@ -1,7 +1,6 @@
 """Guards and accumulations in one another: one step of the optimizer, one count for a refusal."""
 
 import contextlib
-import re
 from functools import partial
 
 import chex
@@ -344,13 +343,12 @@ either = pytest.mark.parametrize("tx", [gradient(SGD), acc(SGD)], ids=["guard", 
 
 
 @either
-def test_a_misspelt_extra_argument_is_named(tx):
+def test_a_misspelt_extra_argument_warns(tx):
     params = jnp.ones(2)
     for name, meant in {
-        "weigth": "weight", "emits": "emit", "flsh": "flush", "los": "loss", "vale": "value",
+        "weights": "weight", "emits": "emit", "flsh": "flush", "los": "loss", "vale": "value",
     }.items():  # fmt: skip
-        message = f": unknown extra argument `{name}`; did you mean `{meant}`?"
-        with pytest.raises(TypeError, match=re.escape(message)):
+        with pytest.warns(UserWarning, match=f"`{name}` is passed.* Did you mean `{meant}`?"):
             tx.update(params, tx.init(params), params, **{name: 1.0})
 
 

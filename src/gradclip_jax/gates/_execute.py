@@ -7,6 +7,7 @@ transformation at most once per call.
 import dataclasses
 import difflib
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 import optax
 
 from .._checks import check_state, check_transformation, is_float0
-from .._errors import ArgumentTypeError, named, public, type_error
+from .._errors import named, public, type_error
 from .._leaves import flatten
 from .._run_if import Flag, compute_step, like_dtypes, run_step, select_step
 from .._states import increment_where, plain_arrays, with_structure_of
@@ -134,7 +135,6 @@ class Judgment(NamedTuple):
         refused: Whether this guard was the first to reject the gradient, bool[].
         failed: Whether this guard was the first to reject an accumulated gradient or a computed
             step, bool[].
-        measured: Value that `check_step` measured, such as the norm of the update.
     """
 
     guard: Guard
@@ -142,7 +142,6 @@ class Judgment(NamedTuple):
     verdict: Verdict
     refused: Flag
     failed: Flag
-    measured: Tree
 
 
 def _execute(
@@ -206,7 +205,7 @@ def _execute(
     emitted = window.emits
     if outer:
         stepped, results = checks
-        outer = [x._replace(failed=y, measured=z) for x, (y, z) in zip(outer, results, strict=True)]
+        outer = [x._replace(failed=y) for x, y in zip(outer, results, strict=True)]
         accepted = accepted & (stepped | ~window.emits)
         emitted = functools.reduce(jnp.logical_and, [~x.failed for x in outer], emitted)
     state = window.next_state(inner_state, accumulator, emitted)
@@ -215,20 +214,21 @@ def _execute(
 
 def _checks(stepped: Flag, outer: Sequence[Judgment]) -> Tree:
     """Return whether the step was applied, and the results of the outer guards; () without them."""
-    return (stepped, [(x.failed, x.measured) for x in outer]) if outer else ()
+    return (stepped, [x.failed for x in outer]) if outer else ()
 
 
 def _check_extra_args(args: tuple[object, ...], extra_args: ExtraArgs) -> None:
-    """Raise for additional positional arguments and misspelled names."""
+    """Raise for additional positional arguments, and warn of misspelled names."""
     if args:
         got, hint = f"{3 + len(args)} positional arguments", "Pass the loss as `value=loss`."
         raise type_error("update", "called as `update(grads, state, params)`", got, hint)
     for name in extra_args.keys() - EXTRA_ARGS:  # all others are passed on
         near = difflib.get_close_matches(name, EXTRA_ARGS, n=1, cutoff=0.8)
         if near:
-            raise ArgumentTypeError(
-                f"unknown extra argument `{name}`; did you mean `{near[0]}`? "
-                "Arguments of the optimizer must not have such similar names."
+            warnings.warn(
+                f"The extra argument `{name}` is passed to the inner transformation. Did you mean "
+                f"`{near[0]}`?",
+                stacklevel=2,
             )
 
 
@@ -246,7 +246,7 @@ def _judge(
         check_state(state, guard.kind)
         verdict = guard.judge(grads, state, params, extra_args)
         refused = accepted & ~verdict.is_good
-        judged.append(Judgment(guard, state, verdict, refused, np.False_, guard.unmeasured))
+        judged.append(Judgment(guard, state, verdict, refused, np.False_))
         accepted = accepted & verdict.is_good
         grads, state = verdict.grads, state.inner_state
     return judged, grads, state, accepted
@@ -297,13 +297,10 @@ def _step(
         updates, (_, after) = computed
         is_due = jnp.asarray(accepted)
         for i in reversed(checking):
-            guard, _, verdict, *_ = judged[i]
-            assert verdict.check_step is not None
-            passed, measured = verdict.check_step(judged_grads, updates, before, after)
-            judged[i] = judged[i]._replace(
-                failed=accepted & ~passed,
-                measured=optax.tree.where(is_due, measured, guard.unmeasured),
-            )
+            check_step = judged[i].verdict.check_step
+            assert check_step is not None
+            passed = check_step(judged_grads, updates, before, after)
+            judged[i] = judged[i]._replace(failed=accepted & ~passed)
             accepted = accepted & passed
         output, (target, after) = select_step(accepted, program, computed, carry)
         carry = target, judged[checking[-1]].guard.discard(after, is_due & ~accepted)
@@ -317,9 +314,9 @@ def _step(
 
 def _next_states(judged: Sequence[Judgment], inner_state: Tree, accepted: Flag) -> Tree:
     """Compute the next states of nested guards, starting with the innermost guard."""
-    for guard, state, verdict, refused, failed, measured in reversed(judged):
+    for guard, state, verdict, refused, failed in reversed(judged):
         skipped = refused | failed
-        after = verdict.next_state(jnp.asarray(refused), jnp.asarray(failed), measured)
+        after = verdict.next_state(jnp.asarray(refused), jnp.asarray(failed))
         streak = jnp.where(skipped, increment_where(state.consecutive_skips), 0)
         has_failed, limit = after.guard_failed, guard.max_consecutive_skips
         if limit is not None:

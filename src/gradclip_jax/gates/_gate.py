@@ -16,21 +16,21 @@ class Verdict(NamedTuple):
     Attributes:
         is_good: Whether the gradient passed the check, bool[], equal on all devices.
         grads: Gradient to pass to the inner transformation.
-        next_state: Function `(refused, failed, measured) -> state` that returns the next state of
-            the guard. `refused` is whether the guard counts a skip because this check failed,
-            `failed` the same for a later check, and `measured` the measurement of `check_step`.
+        next_state: Function `(refused, failed) -> state` that returns the next state of the guard.
+            `refused` is whether the guard counts a skip because this check failed, and `failed` the
+            same for a later check.
         check_window: Function that checks the accumulated gradient of a window and returns a
             bool[]. It is used if the guard is outside an accumulation, where `is_good` only covers
             the micro-batch. None accepts all windows.
-        check_step: Function `(grads, updates, state before, state after) -> (passed, measured)`
-            that checks a computed step of the innermost transformation; None accepts all steps.
+        check_step: Function `(grads, updates, state before, state after) -> bool[]` that checks a
+            computed step of the innermost transformation; None accepts all steps.
     """
 
     is_good: Flag
     grads: Tree
-    next_state: Callable[[Scalar, Scalar, Tree], Tree]
+    next_state: Callable[[Scalar, Scalar], Tree]
     check_window: Callable[[Tree], Scalar] | None = None
-    check_step: Callable[[Tree, Tree, Tree, Tree], tuple[Scalar, Tree]] | None = None
+    check_step: Callable[[Tree, Tree, Tree, Tree], Scalar] | None = None
 
 
 class Guard(NamedTuple):
@@ -47,14 +47,12 @@ class Guard(NamedTuple):
             would make all later steps fail the check.
         max_consecutive_skips: Number of consecutive skips that sets `guard_failed`; None for no
             limit.
-        unmeasured: Placeholder for the measurement of `check_step` if the optimizer does not run.
     """
 
     kind: type
     judge: Callable[[Tree, Tree, Tree, ExtraArgs], Verdict]
     discard: Callable[[Tree, Scalar], Tree]
     max_consecutive_skips: Count | None = None
-    unmeasured: Tree = ()
 
 
 class Window(NamedTuple):

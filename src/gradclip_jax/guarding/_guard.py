@@ -31,7 +31,6 @@ def guard(
     *,
     max_consecutive_skips: Count | None = None,
     checks_step: bool = False,
-    unmeasured: Tree = (),
 ) -> optax.GradientTransformationExtraArgs:
     """Build a guard from a function `judge` that checks each gradient.
 
@@ -54,7 +53,7 @@ def guard(
         # Remove weak types, which `update` does not return, to avoid retracing the second step.
         return make_state(like_dtypes(inner_state, inner_state))
 
-    gate = Guard(kind, judge, discard_windows, max_consecutive_skips, unmeasured)
+    gate = Guard(kind, judge, discard_windows, max_consecutive_skips)
     return gated(gate, inner, init)
 
 

@@ -51,11 +51,11 @@ def compare(rule: Rule, value: Scalar, rule_state: Tree, param_norm: Scalar | No
 
 def relearn(
     finite: Scalar, signals: dict[str, Signal], is_due: Scalar
-) -> tuple[Scalar, Scalar, dict[str, Signal]]:
+) -> tuple[Scalar, dict[str, Signal]]:
     """Restart all threshold rules if `is_due` is true and no fixed threshold is exceeded.
 
-    Non-finite values do not count as spikes. Return whether the step is good, whether it is finite,
-    and the updated signals.
+    Non-finite values do not count as spikes. Return whether the step is good, and the updated
+    signals.
     """
     spikes = {key: finite & x.is_spike for key, x in signals.items()}
     restarts = jnp.array(False)
@@ -70,7 +70,7 @@ def relearn(
             old = optax.tree.where(restarts, new, old)
         after[key] = signal._replace(is_spike=spikes[key] & ~restarts, rule_state=old)
     is_good = functools.reduce(jnp.logical_and, [~x.is_spike for x in after.values()], finite)
-    return is_good, finite, after
+    return is_good, after
 
 
 def loss_rule(loss: Threshold) -> Rule:

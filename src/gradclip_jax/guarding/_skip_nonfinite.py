@@ -124,14 +124,11 @@ def finite_guard(
         check_bound(axes)
         grads = unscale(updates, state) if unscale else updates
 
-        def next_state(refused: Scalar, failed: Scalar, measured: Tree) -> Tree:
+        def next_state(refused: Scalar, failed: Scalar) -> Tree:
             skipped = refused | failed
             after = adapt(state, grads, skipped) if adapt else state
             count = increment_where(state.skipped_nonfinite, skipped)
             return after._replace(skipped_nonfinite=count)
-
-        def check_step(*step: Tree) -> tuple[Scalar, Tree]:
-            return is_finite_step(*step, axis_name=axes), ()
 
         is_good = finite_extra_args(extra_args, axes)
         if not checks_step:
@@ -142,6 +139,7 @@ def finite_guard(
         # have used it.
         if find_states(state.inner_state, tuple(GATES)):
             is_good &= all_finite(grads, axes)
+        check_step = functools.partial(is_finite_step, axis_name=axes)
         return Verdict(is_good, grads, next_state, check_step=check_step)
 
     limit = max_consecutive_skips

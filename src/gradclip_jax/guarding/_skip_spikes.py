@@ -1,11 +1,10 @@
-"""Guards against spikes of the gradient norm, the loss and the update norm."""
+"""Guards against spikes of the gradient norm and the loss."""
 
 import functools
 import itertools
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from .._checks import check_count, check_ord, check_params
@@ -25,7 +24,6 @@ from ._signal import Signal, compare, loss_rule, relearn
 FIELDS = {
     "norm": ("grad_norm", "skip_threshold", "skipped_large_norm"),
     "loss": ("loss", "loss_threshold", "skipped_large_loss"),
-    "update": ("update_norm", "update_threshold", "skipped_large_update"),
 }
 
 
@@ -33,8 +31,7 @@ FIELDS = {
 class SkipSpikesState(NamedTuple):
     """State of `skip_spikes`; measurements are float32[], counters are int32[] and saturate.
 
-    If the loss or the update has no threshold, the corresponding fields are None. One step can
-    increment several counters.
+    If the loss has no threshold, its fields are None. One step can increment both counters.
 
     Attributes:
         grad_norm: Norm of the last gradient.
@@ -44,14 +41,11 @@ class SkipSpikesState(NamedTuple):
         loss: Last loss.
         loss_threshold: Threshold of the loss at the last step.
         skipped_large_loss: Number of steps skipped because of their loss.
-        update_norm: Norm of the last computed update.
-        update_threshold: Threshold of the update norm at the last step.
-        skipped_large_update: Number of steps skipped because of their update norm.
-        skipped_nonfinite: Number of steps skipped because of a non-finite norm, loss or update.
+        skipped_nonfinite: Number of steps skipped because of a non-finite norm or loss.
         consecutive_skips: Number of steps skipped since the last applied step.
         guard_failed: 1 if `consecutive_skips` ever reached `max_consecutive_skips`, else 0.
         spikes_in_a_row: Number of steps skipped because of a spike since the last applied step.
-        signals: State of the threshold rule for each of "norm", "loss" and "update".
+        signals: State of the threshold rule for each of "norm" and "loss".
         inner_state: State of the inner optimizer.
     """
 
@@ -61,9 +55,6 @@ class SkipSpikesState(NamedTuple):
     loss: Scalar | None
     loss_threshold: Scalar | None
     skipped_large_loss: Scalar | None
-    update_norm: Scalar | None
-    update_threshold: Scalar | None
-    skipped_large_update: Scalar | None
     skipped_nonfinite: Scalar
     consecutive_skips: Scalar
     guard_failed: Scalar
@@ -134,18 +125,17 @@ def skip_spikes(
     *,
     norm: Threshold | None = None,
     loss: Threshold | None = None,
-    update: Threshold | None = None,
     ord: Order | None = None,
     axis_name: AxisName = None,
     relearn_after: Count = 25,
     max_consecutive_skips: Count | None = 50,
 ) -> optax.GradientTransformationExtraArgs:
-    """Skip steps whose gradient norm, loss or update norm is above a threshold.
+    """Skip steps whose gradient norm or loss is above a threshold.
 
-    Each of these three values can have its own threshold. A step is applied if all values with a
-    threshold are finite and none is above its threshold. Pass the loss to `update` as `value` or
-    `loss`. The update is computed by `inner`; the update norm may increase earlier than the loss.
-    `metrics` reports the number of skips for each cause.
+    Each of the two values can have its own threshold. A step is applied if both are finite and
+    neither is above its threshold. Pass the loss to `update` as `value` or `loss`. `metrics`
+    reports the number of skips for each cause. To limit the size of updates, clip them: place
+    `clip_by_global_norm` with a threshold rule after the optimizer in a chain.
 
     After `relearn_after` consecutive skips because of a spike, every rule that depends on earlier
     values restarts from the current value, unless its threshold has already risen above this value.
@@ -157,8 +147,6 @@ def skip_spikes(
     | no value above its threshold | applied |
     | a value above its threshold | zero update, inner state unchanged |
     | NaN or infinite norm or loss | the same; the rules ignore the step |
-    | norm or loss above its threshold | the same; `update_norm` is NaN |
-    | large or non-finite update | the same, at the cost of `skip_nonfinite(check="step")` |
     | permanently above the threshold of a rule | after `relearn_after` skips, the rule restarts |
     | permanently above a fixed number | always skipped; `guard_failed` is 1 after 50 steps |
     | the loss differs between devices | all devices compare the mean loss |
@@ -171,8 +159,6 @@ def skip_spikes(
             schedule, or a rule. Use `thresholds.mean_std` or `thresholds.zscore` with
             `allow_negative=True`, because a multiple of the average, as in `ema`, is not meaningful
             for negative losses.
-        update: Threshold of the update norm; a number, a schedule, or a rule.
-            `relative_to_params` limits the ratio of update norm to parameter norm.
         ord: Order of the norm, 1, 2, inf or any positive number; None for 2.
         axis_name: See `clip_by_global_norm`.
         relearn_after: Number of consecutive skips after which all threshold rules restart; an
@@ -200,13 +186,12 @@ def skip_spikes(
         OLMo-core's `SkipStepOptimizer`, levanter's `skipstep` and MaxText's `skip_step_on_spikes`
         use the rule of `mean_std` for both norm and loss.
     """
-    norms = {"norm": norm, "update": update}
-    rules = {key: as_rule(key, x) for key, x in norms.items() if x is not None}
+    rules = {} if norm is None else {"norm": as_rule("norm", norm)}
     if loss is not None:
         rules["loss"] = loss_rule(loss)
     if not rules:
-        hint = "Pass a threshold for the norm, the loss or the update."
-        raise value_error("norm", "passed if `loss` and `update` are None", "None", hint)
+        hint = "Pass a threshold for the norm or the loss."
+        raise value_error("norm", "passed if `loss` is None", "None", hint)
     return _skip_above(inner, rules, ord, axis_name, relearn_after, max_consecutive_skips)
 
 
@@ -222,7 +207,6 @@ def _skip_above(
     axes, order = check_guard(inner, axis_name), check_ord(ord)
     hint = "Pass the number of consecutive skips after which threshold rules restart."
     check_count("relearn_after", relearn_after, hint)
-    checks_step = "update" in rules
 
     def measure(tree: Tree) -> Scalar:
         return norm_of_leaves(measured_leaves(tree), order, axes)
@@ -247,33 +231,20 @@ def _skip_above(
             check_params(updates, params)
             param_norm = measure(params)
 
-        def compare_all(values: dict[str, Scalar]) -> tuple[Scalar, Scalar, dict[str, Signal]]:
-            finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, values.values()))
-            signals: dict[str, Signal] = {}
-            for key in rules:  # the order of a set of keys would differ between processes
-                if key in values:
-                    value = jnp.where(finite, values[key], jnp.nan)
-                    signals[key] = compare(rules[key], value, state.signals[key], param_norm)
-            return relearn(finite, signals, state.spikes_in_a_row >= relearn_after)
+        finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, values.values()))
+        signals: dict[str, Signal] = {}
+        for key, rule in rules.items():
+            value = jnp.where(finite, values[key], jnp.nan)
+            signals[key] = compare(rule, value, state.signals[key], param_norm)
+        is_due = state.spikes_in_a_row >= relearn_after
+        is_good, signals = relearn(finite, signals, is_due)
 
-        is_good, finite, signals = compare_all(values)
-
-        def check_step(
-            grads: Tree, updates: Tree, before: Tree, after: Tree
-        ) -> tuple[Scalar, Tree]:
-            norm = measure(updates)
-            return compare_all({"update": norm})[0], norm.astype(jnp.float32)
-
-        def next_state(refused: Scalar, failed: Scalar, update_norm: Tree) -> SkipSpikesState:
-            observed, compared, nonfinite = values, signals, refused & ~finite
-            if checks_step:
-                _, finite_update, of_update = compare_all({"update": update_norm})
-                observed, compared = values | {"update": update_norm}, signals | of_update
-                nonfinite |= failed & ~finite_update
+        def next_state(refused: Scalar, failed: Scalar) -> SkipSpikesState:
+            nonfinite = refused & ~finite
             fields: dict[str, Scalar] = {"grad_norm": values["norm"].astype(jnp.float32)}
-            for key, signal in compared.items():
+            for key, signal in signals.items():
                 measurement, threshold, count = FIELDS[key]
-                fields[measurement] = observed[key].astype(jnp.float32)
+                fields[measurement] = values[key].astype(jnp.float32)
                 fields[threshold] = signal.threshold.astype(jnp.float32)
                 fields[count] = increment_where(getattr(state, count), signal.is_spike)
             # Non-finite values do not count as spikes.
@@ -281,19 +252,17 @@ def _skip_above(
             return state._replace(
                 skipped_nonfinite=increment_where(state.skipped_nonfinite, nonfinite),
                 spikes_in_a_row=jnp.where(refused | failed, spikes, 0),
-                signals={key: signal.rule_state for key, signal in compared.items()},
+                signals={key: signal.rule_state for key, signal in signals.items()},
                 **fields,
             )
 
-        return Verdict(is_good, updates, next_state, None, check_step if checks_step else None)
+        return Verdict(is_good, updates, next_state)
 
     return guard(
         inner,
         functools.partial(_make_state, rules),
         judge,
         max_consecutive_skips=max_consecutive_skips,
-        checks_step=checks_step,
-        unmeasured=np.float32(np.nan) if checks_step else (),
     )
 
 

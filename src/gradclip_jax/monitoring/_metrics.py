@@ -29,9 +29,8 @@ def metrics(state: Tree) -> dict[str, Array]:
     | `mini_step`, `gradient_step` | counters of the accumulation |
     | `loss_scale` | factor of the next loss |
     | `skip_threshold`, `loss`, `loss_threshold` | loss and thresholds of `skip_spikes` |
-    | `update_norm`, `update_threshold` | the same for `skip_spikes(update=...)` |
     | `skipped_nonfinite`, `skipped_large_norm` | skipped steps by cause |
-    | `skipped_large_loss`, `skipped_large_update` | number of skipped steps by cause |
+    | `skipped_large_loss` | number of skipped steps by cause |
     | `consecutive_skips` | number of skipped steps since the last applied step |
     | `guard_failed` | 1 if a limit of skipped steps or of the loss scale was ever reached, else 0 |
     | `gradient_noise_scale` | noise scale in micro-batches, or in the unit of the weights |

@@ -49,7 +49,6 @@ from ._levels import KINDS, compare, init_levels
 from ._taps import first_nonfinite_of, ratios, read_sums
 
 _OF_GUARDS = {f"{key}_threshold": (bound, count) for key, (_, bound, count) in FIELDS.items()}
-_OF_GUARDS["update_norm"] = FIELDS["update"][0], FIELDS["update"][2]
 """Fields of an incident that a guard may report, and the metrics of the guard with the value and
 the number of skips."""
 
