@@ -8,6 +8,7 @@
 | `accumulation_stats` | numbers of micro-batches and windows |
 | `unit_names` | names of the leaves or layers in `watch` |
 | `worst_examples` | examples of a batch with the largest gradients and losses |
+| `verify_step` | leaves and devices for which two runs of a step differ |
 | `summarize_log`, `plot_log` | summary and plots of a logged run |
 
 Use `gcx.metrics` to log values at every step, and `gcx.incidents` to list what went wrong.
@@ -19,6 +20,7 @@ from .monitoring._log import summarize_log
 from .monitoring._plot import plot_log
 from .monitoring._record import leaf_norm_history, norm_history, suggest_max_norm
 from .monitoring._report import nonfinite_leaves, unit_names, worst_examples
+from .monitoring._verify import verify_step
 
 __all__ = [
     "AccumulationStats",
@@ -31,5 +33,6 @@ __all__ = [
     "suggest_max_norm",
     "summarize_log",
     "unit_names",
+    "verify_step",
     "worst_examples",
 ]
