@@ -7,7 +7,6 @@
 | `nonfinite_leaves` | leaves that contain NaN or infinity |
 | `accumulation_stats` | numbers of micro-batches and windows |
 | `unit_names` | names of the leaves or layers in `watch` |
-| `worst_examples` | examples of a batch with the largest gradients and losses |
 | `verify_step` | leaves and devices for which two runs of a step differ |
 | `summarize_log`, `plot_log` | summary and plots of a logged run |
 
@@ -19,7 +18,7 @@ from .monitoring._incident import Incident
 from .monitoring._log import summarize_log
 from .monitoring._plot import plot_log
 from .monitoring._record import leaf_norm_history, norm_history, suggest_max_norm
-from .monitoring._report import nonfinite_leaves, unit_names, worst_examples
+from .monitoring._report import nonfinite_leaves, unit_names
 from .monitoring._verify import verify_step
 
 __all__ = [
@@ -34,5 +33,4 @@ __all__ = [
     "summarize_log",
     "unit_names",
     "verify_step",
-    "worst_examples",
 ]

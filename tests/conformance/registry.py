@@ -114,8 +114,6 @@ TRANSFORMATIONS: dict[str, Row] = {
     "dynamic_loss_scale": wrapper(
         gcx.dynamic_loss_scale, init_scale=8.0, growth_interval=2, scratch=2.1 if OLD_XLA else 1.3
     ),
-    # The random bits and the noise of a leaf beside the sum.
-    "noisy_mean": optimizer(partial(gcx.per_example.noisy_mean, 1.0, 1.0, 1.0, 0), scratch=2.6),
     # A CPU writes the squares of a leaf, and flags of its bad elements, before it adds them up.
     "watch": wrapper(gcx.watch, scratch=4.3 if OLD_XLA else 3.3),
     "record_norms": Row(partial(gcx.record_norms, 4)),

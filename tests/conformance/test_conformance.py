@@ -288,8 +288,6 @@ def matrix_and_vector():
 @pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
 def test_eight_devices_give_what_one_gives(name, mode):
     """`w` is spread over the devices, `b` is replicated; under pmap both are spread."""
-    if name == "noisy_mean" and mode != "jit":
-        pytest.skip("each shard draws noise of its own: tests/unit/per_example/test_noise.py")
     tx, axis = make(name), TRANSFORMATIONS[name].split_axis
     grads, params = matrix_and_vector()
     if mode == "pmap" and axis == 1:  # all of `b` is one unit

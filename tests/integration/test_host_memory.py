@@ -29,7 +29,7 @@ MORE = {
     "watch around a guard": lambda: gcx.watch(gcx.skip_nonfinite(SGD)),
 }
 MADE = TRANSFORMATIONS | MORE
-KEEP_DEVICE_STATE = {"accumulate_gradients", "noisy_mean", "stable_adamw"}  # sums and moments
+KEEP_DEVICE_STATE = {"accumulate_gradients", "stable_adamw"}  # sums and moments
 
 
 def there():

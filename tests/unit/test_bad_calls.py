@@ -199,7 +199,6 @@ ROWS = [
     ("diagnostics.nonfinite_leaves", lambda f: jax.jit(f)(GRADS), TypeError, "tree"),
     ("diagnostics.norm_history", lambda f: jax.jit(f)(gcx.record_norms().init(W)), TypeError, "state"),
     ("diagnostics.summarize_log", lambda f: f([{"loss": 1.0}], window=0), ValueError, "window"),
-    ("diagnostics.worst_examples", lambda f: f(GRADS, W, ONES(2)), TypeError, "fun"),
     ("diagnostics.suggest_max_norm", lambda f: f({"a": 1.0}), TypeError, "norms"),
     ("diagnostics.suggest_max_norm", lambda f: f("abc"), TypeError, "norms"),
     ("diagnostics.suggest_max_norm", lambda f: f([np.nan, np.inf]), ValueError, "norms"),
@@ -223,7 +222,6 @@ ROWS = [
     ("watch", lambda f: f(SGD).update(GRADS, f(SGD, of=("gradient",)).init(GRADS), GRADS), ValueError, "state"),
     ("watch", lambda f: f(SGD).update(GRADS, f(SGD).init({"w": W}), GRADS), ValueError, "state"),
     ("record_norms", lambda f: f(8).update(W, f(4).init(W)), ValueError, "state"),
-    ("diagnostics.worst_examples", lambda f: f(loss_of_one, W, {"x": ONES(3, 2), "y": ONES(2)}), ValueError, "batch"),
     ("accumulate_gradients", lambda f: f(SGD, 4).update(W, f(SGD, 1).init(W), W), ValueError, "state"),
     ("accumulated_gradients", lambda f: f(jax.vmap(gcx.accumulate_gradients(SGD, 2).init)(W)), ValueError, "state"),
     ("microbatched_value_and_grad", lambda f: f(lambda w, x, key: 0.0, 2, rng_argnums=2)(W, W, {"dropout": jax.random.key(0)}), TypeError, "rng_argnums"),
@@ -242,10 +240,6 @@ ROWS = [
     ("per_example.value_and_grad", lambda f: f(lambda p, x: (0.0, x), 1.0, has_weight=True)(W, EXAMPLES), TypeError, "fun"),
     ("per_example.value_and_grad", lambda f: f(lambda p, x: x, 1.0)(W, EXAMPLES), TypeError, "fun"),
     ("per_example.norms", lambda f: f(lambda p, e: 0.0)(1.0, {"x": ONES(3, 2), "y": ONES(2)}), ValueError, "batch", "args[1]['x']", "args[1]['y']"),
-    ("per_example.noisy_mean", lambda f: f(-1.0, 1.0, 8.0, 0), ValueError, "noise_multiplier"),
-    ("per_example.noisy_mean", lambda f: f(1.0, np.inf, 1, 0), ValueError, "sensitivity"),
-    ("per_example.noise_scale", lambda f: f(jnp.ones((2, 2)), GRADS), ValueError, "norms"),
-    ("per_example.noise_scale", lambda f: f(jnp.float32(1), 1.0), ValueError, "norms"),
     ("taps.tap", lambda f: f(COMPLEX, PROBE), TypeError, "x"),
     ("taps.tap", lambda f: f(None, PROBE), TypeError, "x"),
     ("taps.tap", lambda f: f(W, jnp.zeros((4, 2, 5))), ValueError, "probe"),
@@ -265,10 +259,10 @@ ROWS = [
 KINDS = {
     "positive number": (
         (
-            "absolute", "alpha", "clipping", "eps", "expected_batch_size", "factor", "growth_factor",
+            "absolute", "alpha", "clipping", "eps", "factor", "growth_factor",
             "init_scale", "initial", "learning_rate", "max_delta", "max_norm", "max_scale",
             "max_threshold", "max_value", "min_scale", "ord", "rate", "ratio", "relative",
-            "sensitivity", "spike_threshold", "threshold", "warmup_max", "z_threshold",
+            "spike_threshold", "threshold", "warmup_max", "z_threshold",
         ),
         [0, 0.0, -1.0, math.nan, -math.inf, np.float32(-1)], ["1", True, np.ones(3), 1j],
     ),
@@ -283,7 +277,7 @@ KINDS = {
     "percentile": (("percentile",), [101, -1, math.nan], ["half", GRADS]),
     "count": (
         (
-            "check_every", "every", "growth_interval", "k", "max_consecutive_skips", "max_incidents",
+            "check_every", "every", "growth_interval", "max_consecutive_skips", "max_incidents",
             "num_layers", "num_microbatches", "relearn_after", "reset_every", "warmup_steps", "window",
         ),
         [0, -1], [1.5, "1", np.array([2])],
@@ -292,7 +286,7 @@ KINDS = {
         ("ddof", "num_layer_axes", "num_real_microbatches", "seed"), [-1], [1.5, "1"],
     ),
     "choice": (
-        ("adjacency", "check", "granularity", "nonfinite", "reaction", "reduction", "rounding"),
+        ("check", "granularity", "nonfinite", "reaction", "reduction", "rounding"),
         ["other", 3, W], [],
     ),
     "axis": (("axis",), [], ["0", 1.5, True, [0, [1]]]),
@@ -308,16 +302,14 @@ UNLIKE = [  # they take other values, or another argument is checked first
     ("apply_gradients", "state"),
     ("clip_by_norm", "reaction"),
     ("diagnostics.summarize_log", "window"),
-    ("diagnostics.worst_examples", "fun"),
     ("has_updated", "state"),
     ("metrics", "state"),
 ]
 REQUIRED = (
     dict.fromkeys(("grads", "params", "tree"), GRADS)
-    | dict.fromkeys(("batch", "key", "query", "query_rotary", "x"), W)
-    | dict.fromkeys(("learning_rate", "loss", "rule", "sensitivity", "threshold"), 1.0)
+    | dict.fromkeys(("key", "query", "query_rotary", "x"), W)
+    | dict.fromkeys(("learning_rate", "loss", "rule", "threshold"), 1.0)
     | dict.fromkeys(("max_delta", "max_norm", "max_threshold", "max_value"), 1.0)
-    | dict.fromkeys(("expected_batch_size", "noise_multiplier"), 1.0)
     | dict.fromkeys(("every", "num_microbatches"), 2)
     | dict.fromkeys(("inner", "tx"), SGD)
     | {"clip": gcx.clip(1.0), "fun": loss_of_one, "max_norms": {"a": 1.0}, "param_labels": "a"}
@@ -333,7 +325,6 @@ WITHOUT = {
     "diagnostics.Incident",
     "granularities.Granularity",
     "granularities.group",  # its labels are checked against a tree: see `clip_by_norm`
-    "per_example.LeafCost",
     "per_example.Stats",
     "thresholds.Rule",
 }

@@ -18,7 +18,6 @@ WITHOUT = {
     "diagnostics.AccumulationStats",
     "diagnostics.Incident",
     "granularities.Granularity",
-    "per_example.LeafCost",
     "per_example.Stats",
 }
 

@@ -13,7 +13,7 @@ from public import FUNCTIONS
 GRADS = {"a": jnp.array([3.0, 4.0]), "b": jnp.ones((2, 2))}
 # They take no number alone.
 OTHERS = {
-    *("clip_by_group_norm", "contrib.u_clip", "per_example.noisy_mean"),
+    *("clip_by_group_norm", "contrib.u_clip"),
     *("record_norms", "round_stochastically"),
 }
 CLIPS = [

@@ -1,20 +1,13 @@
-"""Read the incidents of `watch` on the host, and find their causes."""
-
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+"""Read the incidents of `watch` on the host, and find non-finite leaves."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_callable, check_count, dtype_of, is_float0, refuse_traced
+from .._checks import dtype_of, is_float0, refuse_traced
 from .._errors import public, type_error, value_error
-from .._leaves import measured_leaves
 from .._states import find_states, plain_arrays
-from .._types import Array, HostArray, Tree
-from ..accumulation._split import batch_size
-from ..clipping._norm import global_norm
+from .._types import Tree
 from ._incident import Incident, IncidentLog, names_in, read_log
 
 
@@ -146,122 +139,3 @@ def nonfinite_leaves(tree: Tree, *, include_finite: bool = False) -> dict[str, i
         return counts
     bad = {path: count for path, count in counts.items() if count}
     return dict(sorted(bad.items(), key=lambda item: -item[1]))
-
-
-@public
-def worst_examples(
-    fun: Callable[[Tree, Tree], Array], params: Tree, batch: Tree, k: int = 3
-) -> dict[str, dict[Any, float]]:
-    """Find the examples and tokens of a batch with the largest gradient norms and losses.
-
-    Pass the batch for which `watch` recorded an incident. Examples are processed one by one, so
-    that only one gradient is in memory at a time. Non-finite values rank first.
-
-    | key | value for each index |
-    | --- | --- |
-    | `grad_norm`, `loss` | gradient norm and loss of each example |
-    | `input` | root mean square of the floating-point inputs of an example, if it has any |
-    | `deviation` | distance of the loss from the median of the batch, in robust standard |
-    | | deviations of the logarithm; or that of the gradient norm or the input, if it exceeds 6 |
-    | `token_grad_norm`, `token_loss` | the same for each `(example, token)` of the k examples |
-    | | with the largest deviation, if `fun` returns the loss of each token |
-
-    In networks with normalization or saturating activations, an example with very large inputs may
-    have a typical gradient, so that only `input` identifies it.
-
-    Args:
-        fun: Function `(params, example) -> loss` that returns the loss of one example, a scalar or
-            float[tokens]. The loss of the example is the mean over tokens. Each token requires one
-            backward pass.
-        params: Parameters.
-        batch: Pytree of arrays with a leading batch axis.
-        k: Number of examples and tokens to return.
-
-    Returns:
-        For each key, a dictionary from the indices of the k largest values to these values, in
-        descending order.
-
-    Raises:
-        ValueError: If `k` is < 1, or if `batch` is empty or its leaves have different lengths.
-        TypeError: If `fun` is not a function.
-
-
-    Examples:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
-        >>> fun = lambda w, x: (w * x) ** 2
-        >>> worst = gcx.diagnostics.worst_examples(fun, 1.0, jnp.array([1.0, -3.0, 2.0]), k=2)
-        >>> worst["grad_norm"], worst["loss"]
-        ({1: 18.0, 2: 8.0}, {1: 9.0, 2: 4.0})
-        >>> batch = jnp.array([[1.0, 9.0], [2.0, 1.0], [1.0, 2.0]])
-        >>> gcx.diagnostics.worst_examples(fun, 1.0, batch, k=1)["token_loss"]
-        {(0, 1): 81.0}
-    """
-    check_callable("fun", fun, "Pass a function that returns the loss of one example.")
-    check_count("k", k, "Pass how many examples to return.")
-
-    def largest(values: HostArray, places: Sequence[Any]) -> dict[Any, float]:
-        order = np.argsort(-np.where(np.isfinite(values), values, np.inf), kind="stable")
-        return {places[i]: float(values[i]) for i in order[:k].tolist()}
-
-    rows = range(batch_size({"batch": batch}))
-    if not rows:
-        hint = "Pass the batch of the incident."
-        raise value_error("batch", "a batch with at least one example", "an empty batch", hint)
-    # Compile `fun` anew in each call, because the values that it closes over may have changed.
-    measure = jax.jit(functools.partial(_measure, fun))
-    columns = jax.device_get(measure(params, batch, (np.array(rows),)))
-    columns["deviation"] = _ranking(columns)
-    worst = {key: largest(x, rows) for key, x in columns.items()}
-    losses = jax.eval_shape(fun, params, jax.tree.map(lambda x: x[0], batch))
-    if losses.ndim:
-        places = [(i, token) for i in worst["deviation"] for token in range(losses.size)]
-        columns = jax.device_get(measure(params, batch, tuple(np.transpose(places))))
-        worst |= {f"token_{key}": largest(columns[key], places) for key in ("loss", "grad_norm")}
-    return worst
-
-
-def _measure(
-    fun: Callable[[Tree, Tree], Array], params: Tree, batch: Tree, places: tuple[HostArray, ...]
-) -> dict[str, Array]:
-    """Compute the losses and gradient norms of examples `(i,)` or tokens `(i, token)`."""
-
-    def one(place: tuple[Array, ...]) -> dict[str, Array]:
-        example = jax.tree.map(lambda x: x[place[0]], batch)
-
-        def loss_of(params: Tree) -> Array:
-            losses = fun(params, example)
-            return jnp.mean(losses) if len(place) == 1 else losses[place[1]]
-
-        loss, grads = jax.value_and_grad(loss_of)(params)
-        columns, numbers = {"grad_norm": global_norm(grads), "loss": loss}, measured_leaves(example)
-        size = sum(x.size for x in numbers)
-        return columns | ({"input": global_norm(numbers) / size**0.5} if size else {})
-
-    return jax.lax.map(one, places)
-
-
-def _ranking(columns: dict[str, HostArray]) -> HostArray:
-    """Return a score for each example that is large for suspicious examples.
-
-    A wrong label mainly increases the loss. Gradient norms and inputs only affect the score if they
-    are outliers.
-    """
-    of_loss = _deviations(columns["loss"])
-    others = [_deviations(columns["grad_norm"])]
-    if "input" in columns:
-        others.append(np.abs(_deviations(columns["input"])))
-    return np.max([of_loss, *(np.where(x > 6, x, -np.inf) for x in others)], 0)
-
-
-def _deviations(values: HostArray) -> HostArray:
-    """Return robust z-scores of the values, or of their logarithms if no value is negative."""
-    finite = np.isfinite(values)
-    is_positive = bool(np.all(values[finite] >= 0))
-    numbers = values.astype(np.float64)
-    numbers = np.log(np.maximum(numbers, 1e-30)) if is_positive else numbers
-    if not finite.any():
-        return np.full(len(values), np.inf)
-    center = np.median(numbers[finite])
-    spread = 1.4826 * np.median(np.abs(numbers[finite] - center))
-    spread = max(spread, 0.01 if is_positive else 0.01 * abs(center), 1e-12)
-    return np.where(finite, (np.where(finite, numbers, 0) - center) / spread, np.inf)

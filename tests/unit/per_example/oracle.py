@@ -5,6 +5,9 @@ import numpy as np
 
 import gradclip_jax as gcx
 from compat import x64
+from gradclip_jax.per_example._lazy import as_lazy
+from gradclip_jax.per_example._losses import Loss
+from gradclip_jax.per_example._measure import gram_terms, separate
 
 
 def widened(tree):
@@ -63,3 +66,27 @@ def assert_sound(loss, params, batch, max_norm=None, *, rtol=1e-5, atol=0.0, of_
     for i in range(len(wanted)):
         alone = run(params, jax.tree.map(lambda x, i=i: x[i : i + 1], batch))[1]
         assert size_of(alone) <= max_norm * (1 + 1e-5)
+
+
+def methods(loss, params, batch):
+    """How the norm of each weight is computed, by path.
+
+    "gram" (from factors), "product" (from a product that is smaller than its factors) or
+    "materialized" (an ordinary array).
+    """
+    found = {}
+
+    def visit(params, batch):
+        examples = Loss(loss, 0, 1, False, False).bind((params, batch), {})
+        one = jax.tree.map(lambda x: x[0], examples.batch)
+        outputs = examples.outputs_of_one(examples.leaves, one)
+        for (path, _), grad in zip(jax.tree.leaves_with_path(params), outputs.grads, strict=True):
+            parts = list(map(as_lazy, separate(grad)))
+            is_plain = all(len(term.factors) == 1 for part in parts for term in part.terms)
+            method = "materialized" if is_plain else "product"
+            is_gram = parts and all(gram_terms(part) is not None for part in parts)
+            found[jax.tree_util.keystr(path)] = "gram" if is_gram else method
+        return outputs.value
+
+    jax.eval_shape(visit, params, batch)
+    return found

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import size_of
+from oracle import methods, size_of
 
 import gradclip_jax as gcx
 from compat import x64
@@ -65,7 +65,7 @@ def test_weight_taken_at_a_number_of_a_narrow_dtype(dtype):
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e20, 1e30, 8e37])
-def test_groups_and_leaves_far_apart_are_measured_each_by_itself(size):
+def test_groups_far_apart_are_measured_each_by_itself(size):
     def loss(params, x):
         return jnp.sum((size * x) @ params["u"]) + jnp.sum(x @ params["v"])
 
@@ -73,12 +73,8 @@ def test_groups_and_leaves_far_apart_are_measured_each_by_itself(size):
     x = np.full((2, 1, 8), 0.125, np.float32)
     wanted = {"u": size, "v": 1.0}
     labels = {"u": "u", "v": "v"}
-    others = {"count": np.int32(3), "none": None}
-    leaves = jax.jit(gcx.per_example.leaf_norms(loss))(params | others, x)
-    assert leaves["count"] is None and leaves["none"] is None
     groups = jax.jit(gcx.per_example.norms(loss, param_labels=labels))(params, x)
     for k, norm in wanted.items():
-        np.testing.assert_allclose(leaves[k], norm, rtol=1e-5)
         np.testing.assert_allclose(groups[k], norm, rtol=1e-5)
 
 
@@ -123,8 +119,7 @@ def test_one_example_of_65_536_aligned_examples_moves_the_sum_by_the_threshold(k
         nonfinite="zero",
     )
     params = {"w": np.zeros((16, 12), np.float32), "b": np.zeros(12, np.float32)}
-    costs = gcx.per_example.explain(layer)(params, batch)
-    assert [cost.method for cost in costs.values()] == ["materialized", "gram"]
+    assert methods(layer, params, batch) == {"['b']": "materialized", "['w']": "gram"}
 
     def summed(batch):
         grads = run(params, (batch, weight))[1]
@@ -161,7 +156,7 @@ def test_weight_divided_by_a_large_number_has_its_gradient_or_zero(size, divisor
 
     w, x = np.zeros((16, 16), np.float32), np.full((2, 2, 16), size, np.float32)
     batch = x, np.full(2, divisor, np.float32)
-    assert gcx.per_example.explain(loss)(w, batch)["params"].method == "gram"
+    assert methods(loss, w, batch) == {"": "gram"}
     wanted = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(w, batch)
     norms = jax.jit(gcx.per_example.norms(loss))(w, batch)
     is_flushed = divisor > 8.5e37 and not np.any(norms)
