@@ -89,12 +89,6 @@ def agc(at: Setting) -> optax.GradientTransformation:
     return in_front(lambda value: optax.masked(gcx.adaptive_grad_clip(value), but_the_head))(at)
 
 
-def acclip(at: Setting) -> optax.GradientTransformation:
-    """In place of the momentum; an average, not a sum: the learning rate is ten times that."""
-    rate = optax.scale_by_learning_rate(lambda step: 10 * at.learning_rate(step))
-    return optax.chain(gcx.contrib.acclip(alpha=at.value), rate)
-
-
 def times(default: float) -> tuple[float, ...]:
     return tuple(default * factor for factor in HUNDREDFOLD)
 
@@ -109,7 +103,10 @@ METHODS = (
     Method("block RMS", "threshold", 1.0, HUNDREDFOLD, in_front(gcx.clip_by_block_rms), "rms"),
     Method("AGC", "clipping", 0.01, times(0.01), agc, optimizers=("sgd",)),
     Method("AutoClip", "percentile", 10.0, PERCENTILES, in_front(gcx.autoclip)),
-    Method("quantile", "target", 0.5, (0.1, 0.5, 0.75, 0.9, 0.99), in_front(gcx.quantile_clip)),
+    Method(
+        "quantile", "target", 0.5, (0.1, 0.5, 0.75, 0.9, 0.99),
+        in_front(lambda target: gcx.clip_by_global_norm(thresholds.quantile(target))),
+    ),
     Method(
         "ZClip", "z_threshold", 2.5, times(2.5),
         in_front(lambda z: gcx.zclip(z, max_norm=None)),
@@ -121,22 +118,8 @@ METHODS = (
         in_front(lambda relative: gcx.adagc(relative, absolute=jnp.inf)),
     ),
     Method(
-        "U-Clip", "max_norm", 1.0, HUNDREDFOLD,
-        in_front(lambda max_norm: gcx.contrib.u_clip(gcx.clip_by_global_norm(max_norm))),
-        "norm", ("sgd",),
-    ),
-    Method("ACClip", "alpha", 1.0, HUNDREDFOLD, acclip, optimizers=("sgd",)),
-    Method(
-        "SPAM", "spike_threshold", 5000.0, times(5000.0),
-        in_front(gcx.contrib.spam_clip), optimizers=("adam",),
-    ),
-    Method(
-        "Stable-SPAM", "1 - max_decay", 0.001, times(0.001),
-        in_front(lambda rest: gcx.contrib.stable_spam_clip(1 - rest)), optimizers=("adam",),
-    ),
-    Method(
         "StableAdamW", "clipping", 1.0, HUNDREDFOLD,
-        lambda at: gcx.contrib.stable_adamw(at.learning_rate, clipping=at.value),
+        lambda at: gcx.stable_adamw(at.learning_rate, clipping=at.value),
         optimizers=("adam",),
     ),
     Method(

@@ -6,6 +6,7 @@ The prose is in page.md, the frame of the tables in results.md; all numbers and 
 import argparse
 import itertools
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -186,12 +187,20 @@ def pages(record: Record) -> dict[str, str]:
             facts[".".join((*found.entry, field))] = text
     for optimizer, setting in itertools.product(("sgd", "adam"), ("tuned", "default")):
         facts[f"{optimizer}_{setting}"] = loss_table(losses, optimizer, setting)
+
+    def value_of(name: str) -> str:
+        return str(facts[" ".join(name.split())])  # a line may end within {{fixed.a tenth.mean}}
+
     found: dict[str, str] = {}
     for page, template in PAGES.items():
         text = (FOLDER / template).read_text(encoding="utf-8")
-        for name, value in facts.items():
-            text = text.replace("{{" + name + "}}", str(value))
-        found[page] = text
+        # A line of the template may end within a placeholder, such as {{fixed.a tenth.mean}}.
+        found[page] = re.sub(
+            r"{{(.+?)}}",
+            lambda match: str(facts[" ".join(match[1].split())]),
+            text,
+            flags=re.DOTALL,
+        )
     return found
 
 

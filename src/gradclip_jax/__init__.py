@@ -11,12 +11,12 @@ The gradient transformations of this package can be combined with those of Optax
 | clip by root mean square | `clip_by_block_rms` |
 | clip by value | `clip_by_value`, `clip` |
 | clip relative to the parameters | `adaptive_grad_clip` |
-| set large gradients to zero | `zero_large_norm` |
-| clip with an adaptive threshold | `autoclip`, `zclip`, `adagc`, `quantile_clip`; `contrib` |
+| clip with an adaptive threshold | `autoclip`, `zclip`, `adagc` |
 | combine granularity, threshold and reaction | `clip_by_norm`, `granularities`, `thresholds` |
 | compute norms | `global_norm`, `leaf_norms`, `combine_norms` |
 | clip without a transformation | `clip_grad_norm`, `clip_grad_value` |
-| clip inside a model | `clip_cotangent`, `qk_clip`, `qk_clip_mla` |
+| clip inside a model | `clip_cotangent`, `qk_clip` |
+| clip inside the optimizer | `stable_adamw` |
 | accumulate gradients | `accumulate_gradients`, `apply_gradients`, `microbatched_value_and_grad` |
 | control an accumulation | `flush`, `has_updated`, `reset_accumulation`, `accumulated_gradients` |
 | skip bad steps | `skip_nonfinite`, `skip_large_norm`, `skip_spikes` |
@@ -28,23 +28,22 @@ The gradient transformations of this package can be combined with those of Optax
 """
 
 from ._version import __version__ as __version__
-from . import contrib, diagnostics, granularities, per_example, taps, thresholds
+from . import diagnostics, granularities, per_example, taps, thresholds
 
 from .clipping._norm import global_norm, leaf_norms, combine_norms
 from .clipping._clip import clip_grad_norm
 from .clipping._cotangent import clip_cotangent
-from .clipping._qk_clip import qk_clip, qk_clip_mla
+from .clipping._qk_clip import qk_clip
 from .clipping._transform import clip_by_global_norm, clip_by_leaf_norm, clip_by_group_norm
 from .clipping._transform import (
     clip_by_norm,
     clip_by_block_rms,
-    zero_large_norm,
     clip_by_value,
     clip,
     clip_grad_value,
 )
 
-from .adaptive._transform import adaptive_grad_clip, autoclip, zclip, adagc, quantile_clip
+from .adaptive._transform import adaptive_grad_clip, autoclip, zclip, adagc
 
 from .accumulation._transform import accumulate_gradients
 from .accumulation._microbatch import microbatched_value_and_grad
@@ -52,6 +51,7 @@ from .accumulation._state import flush, reset_accumulation, accumulated_gradient
 from .gates._execute import apply_gradients
 from ._states import has_updated
 from ._rounding import round_stochastically
+from ._stable_adamw import stable_adamw
 
 from .guarding._skip_nonfinite import skip_nonfinite
 from .guarding._skip_spikes import skip_large_norm, skip_spikes
@@ -65,7 +65,6 @@ from .monitoring._record import record_norms
 from ._convert import convert_state
 
 __all__ = [
-    "contrib",
     "diagnostics",
     "granularities",
     "per_example",
@@ -78,23 +77,21 @@ __all__ = [
     "clip_grad_value",
     "clip_cotangent",
     "qk_clip",
-    "qk_clip_mla",
     "clip_by_norm",
     "clip_by_global_norm",
     "clip_by_leaf_norm",
     "clip_by_group_norm",
     "clip_by_block_rms",
     "adaptive_grad_clip",
-    "zero_large_norm",
     "clip_by_value",
     "clip",
     "autoclip",
     "zclip",
     "adagc",
-    "quantile_clip",
     "accumulate_gradients",
     "apply_gradients",
     "round_stochastically",
+    "stable_adamw",
     "microbatched_value_and_grad",
     "flush",
     "reset_accumulation",

@@ -198,7 +198,10 @@ def check_ord(ord: Order | None) -> float:
     if ord is None:
         return 2.0
     check_static("ord", ord)
-    check_number("ord", ord, "Pass 1, 2, `jnp.inf` or any other positive number.")
+    hint = "Pass 1, 2 or `jnp.inf`."
+    check_number("ord", ord, hint)
+    if float(ord) not in (1, 2, math.inf):
+        raise value_error("ord", "1, 2 or inf", shortened(ord), hint)
     return float(ord)
 
 

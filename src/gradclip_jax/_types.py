@@ -22,7 +22,7 @@ Number: TypeAlias = float | np.number | np.ndarray | jax.Array
 """A Python number, NumPy scalar, or array of shape (), traced or not."""
 
 Order: TypeAlias = float | np.floating
-"""The static order p of a p-norm."""
+"""The static order of a norm: 1, 2 or infinity."""
 
 Count: TypeAlias = int | np.integer
 """A static integer."""

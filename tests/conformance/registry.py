@@ -81,27 +81,12 @@ TRANSFORMATIONS: dict[str, Row] = {
         split_axis=1,
         scratch=2.1 if OLD_XLA else 1.1,
     ),
-    "zero_large_norm": fixed(partial(gcx.zero_large_norm, 100.0)),
     "autoclip": learned(partial(gcx.autoclip, window=8)),
     "zclip": learned(partial(gcx.zclip, warmup_steps=2)),
-    "quantile_clip": learned(gcx.quantile_clip),
     "adagc": Row(partial(gcx.adagc, warmup_steps=2), bound=("leaf", "clip_threshold")),
-    # Scratch above 1.1: gradient and carry, or moments and an update, all at once: the first tree
-    # has to be there while the norm of the second is taken.
-    "u_clip": Row(
-        lambda axis_name: gcx.contrib.u_clip(gcx.clip_by_global_norm(1.0, axis_name=axis_name)),
-        around=gcx.contrib.u_clip,
-        bound=("tree", 1.0),
-        scratch=3.1 if OLD_XLA else 2.1,
-    ),
-    "acclip": optimizer(gcx.contrib.acclip, scratch=1.6),
-    "spam_clip": Row(
-        partial(gcx.contrib.spam_clip, warmup_steps=2), scratch=1.6 if OLD_XLA else 1.3
-    ),
-    "stable_spam_clip": optimizer(gcx.contrib.stable_spam_clip, scratch=2.1),
     # Like Adam it keeps a bad value; its docstring says to wrap it.
     "stable_adamw": optimizer(
-        partial(gcx.contrib.stable_adamw, 0.1), recovers=False, scratch=2.3 if OLD_XLA else 1.3
+        partial(gcx.stable_adamw, 0.1), recovers=False, scratch=2.3 if OLD_XLA else 1.3
     ),
     "accumulate_gradients": optimizer(
         partial(gcx.accumulate_gradients, SGD, 2),

@@ -28,6 +28,9 @@ def test_the_results_are_of_every_pair_and_seed():
 
     record = study.Record(FOLDER)
     wanted = {(problem.name, method.name) for problem, method in study.pairs()}
+    former = {"ACClip", "SPAM", "Stable-SPAM", "U-Clip"}  # no longer in the library
+    record.tests = [row for row in record.tests if row.method not in former]
+    record.tuning = [row for row in record.tuning if row.method not in former]
     assert record.done() == wanted
     seeds = {seed for seeds in study.TEST_SEEDS for seed in seeds}
     for setting in ("tuned", "default"):
@@ -51,7 +54,7 @@ def test_a_quick_study_trains_every_problem_and_method_and_goes_on_where_it_was(
     results, docs = tmp_path / "results", tmp_path / "docs"
     study_of_few = ("study.study", "--quick", "--out", results)
     run(*study_of_few, "--only", "line, sgd")
-    assert "20 done before" in run(*study_of_few)
+    assert "18 done before" in run(*study_of_few)
     run("study.report", "--results", results, "--out", docs)
     assert "| StableAdamW | tuned |" in (docs / "study_results.md").read_text("utf-8")
     assert len(list((docs / "images").glob("study_*.png"))) == 4

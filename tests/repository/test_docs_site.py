@@ -1,8 +1,8 @@
-"""What the site is made from: notebooks become pages."""
+"""What the site is made from: notebooks become pages, and generated pages are complete."""
 
 import nbformat
 
-from files import load
+from files import ROOT, load
 
 
 def test_a_notebook_becomes_a_page_with_its_outputs(tmp_path):
@@ -20,3 +20,8 @@ def test_a_notebook_becomes_a_page_with_its_outputs(tmp_path):
         "![Output 1 of nb](nb_1.png)\n"
     )
     assert (tmp_path / "nb_1.png").read_bytes() == b"hi"
+
+
+def test_no_page_contains_a_placeholder_of_its_template():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    assert not [path.name for path in pages if "{{" in path.read_text("utf-8")]

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from .._checks import check_count, check_decays, check_length, check_number
 from .._errors import public
 from .._states import increment_where
-from .._types import UNBOUNDED, Array, Count, Number
+from .._types import UNBOUNDED, Array, Count, Number, Tree
 from ..clipping._threshold import Rule
-from ._averages import hypotenuse, where_nonzero
 
 
 class EmaState(NamedTuple):
@@ -191,10 +191,10 @@ def zscore(
         next_state = ZscoreState(
             norm_count=increment_where(state.norm_count),
             mean=mean,
-            std=hypotenuse(jnp.sqrt(1 - weight) * state.std, jnp.sqrt(weight) * deviation),
+            std=_hypotenuse(jnp.sqrt(1 - weight) * state.std, jnp.sqrt(weight) * deviation),
             outlier_streak=jnp.where(is_outlier, increment_where(state.outlier_streak), 0),
         )
-        return threshold, next_state if allow_negative else where_nonzero(norm, next_state, state)
+        return threshold, next_state if allow_negative else _where_nonzero(norm, next_state, state)
 
     return Rule(init, update, allow_negative=allow_negative)
 
@@ -231,7 +231,7 @@ def quantile(target: Number = 0.5, rate: Number = 0.2, initial: Number = 1.0) ->
     def update(norm: Array, threshold: Array, param_norm: object) -> tuple[Array, Array]:
         below = (norm <= threshold).astype(jnp.float32)
         moved = jnp.clip(threshold * jnp.exp(-rate * (below - target)), 1e-30, 1e30)
-        return threshold, where_nonzero(norm, moved, threshold)
+        return threshold, _where_nonzero(norm, moved, threshold)
 
     return Rule(lambda norm: jnp.full_like(norm, initial), update)
 
@@ -264,7 +264,7 @@ def _window_rule(
     def update(norm: Array, before: WindowState, param_norm: object) -> tuple[Array, WindowState]:
         values = jnp.concatenate([before.values[1:], norm[None]])  # without the oldest value
         after = WindowState(values, increment_where(before.value_count))
-        after = after if allow_negative else where_nonzero(norm, after, before)
+        after = after if allow_negative else _where_nonzero(norm, after, before)
         return threshold_of(before, after), after
 
     return Rule(init, update, allow_negative=allow_negative)
@@ -381,3 +381,18 @@ def mean_std(
         return jnp.where(before.value_count >= warmup_steps, threshold, UNBOUNDED)
 
     return _window_rule(window, threshold_of, allow_negative)
+
+
+def _hypotenuse(x: Array, y: Array) -> Array:
+    """Compute `sqrt(x^2 + y^2)` without overflow; the result is differentiable at zero."""
+    unit = jax.lax.stop_gradient(jnp.maximum(jnp.maximum(jnp.abs(x), jnp.abs(y)), 1e-30))
+    return unit * jnp.sqrt(jnp.maximum((x / unit) ** 2 + (y / unit) ** 2, 1e-30))
+
+
+def _where_nonzero(norm: Array, next_state: Tree, state: Tree) -> Tree:
+    """Update the state for nonzero norms; keep the old state for norms of zero.
+
+    If zero norms were averaged, the first nonzero gradient of a rarely used leaf, such as an
+    expert, would be clipped to zero.
+    """
+    return optax.tree.where(norm > 0, next_state, state)

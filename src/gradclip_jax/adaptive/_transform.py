@@ -16,7 +16,7 @@ from ..clipping._granularity import axis as unit_axis
 from ..clipping._granularity import layer
 from ..clipping._norm import norm_of_leaves
 from ..clipping._threshold import capped, relative_to_params
-from ._rules import EmaState, ema, quantile, zscore
+from ._rules import EmaState, ema, zscore
 from ._rules import percentile as percentile_rule
 
 Nonfinite: TypeAlias = Literal["propagate", "zero"]
@@ -227,47 +227,3 @@ def adagc(
 
     both, units = dataclasses.replace(rule, update=update), layer(num_layer_axes)
     return norm_clip("relative", both, units, axis_name=axis_name, nonfinite=nonfinite)
-
-
-@public
-def quantile_clip(
-    target: Number = 0.5,
-    rate: Number = 0.2,
-    initial: Number = 1.0,
-    *,
-    axis_name: AxisName = None,
-    nonfinite: Nonfinite = "propagate",
-) -> optax.GradientTransformation:
-    """Clip to a threshold that tracks a quantile of the global norms.
-
-    Each step multiplies the threshold C by `exp(-rate * ([norm <= C] - target))`. C adapts to any
-    gradient scale; with the defaults, C changes by about 10 % per step.
-
-    Args:
-        target: Fraction of steps that should not be clipped, between 0 and 1.
-        rate: Learning rate of log C; a positive number.
-        initial: Initial threshold, in the unit of the gradients; a positive number. The paper uses
-            0.1.
-        axis_name: See `clip_by_global_norm`.
-        nonfinite: "propagate" returns NaN for a step with a non-finite norm, "zero" returns zeros.
-
-    Returns:
-        A gradient transformation with a `ClipState`.
-
-    Raises:
-        ValueError: If a number is out of range.
-
-    Examples:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
-        >>> clip = gcx.quantile_clip(target=0.5, rate=0.2, initial=1.0)
-        >>> state = clip.init(jnp.zeros(1))
-        >>> for _ in range(3):
-        ...     updates, state = clip.update(jnp.array([3.0]), state)
-        >>> round(updates.item(), 4)  # exp(2 * 0.2 * 0.5)
-        1.2214
-
-    References:
-        Andrew, Thakkar, McMahan and Ramaswamy, 2021 (first 2019), arXiv 1905.03871.
-    """
-    rule = quantile(target, rate, initial)
-    return norm_clip("target", rule, axis_name=axis_name, nonfinite=nonfinite)

@@ -39,7 +39,6 @@ from ._threshold import (
     group_name,
     init_state,
     init_states,
-    is_rule,
 )
 
 Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Array]
@@ -87,7 +86,7 @@ def clip_grad_norm(
     Args:
         grads: Pytree of floating-point or complex leaves.
         max_norm: Maximum norm in the units of `grads`; a positive number, which may be traced.
-        ord: Order of the norm, 1, 2, inf or any positive number. None means 2.
+        ord: Order of the norm: 1, 2 or inf. None means 2.
         norm: Norm of `grads`, if it is already known, to avoid computing it again.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
             does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
@@ -97,7 +96,7 @@ def clip_grad_norm(
         clipping, float32[], or float64[] if a leaf is float64 or complex128.
 
     Raises:
-        ValueError: If `max_norm` or `ord` is not positive.
+        ValueError: If `max_norm` is not positive, or if `ord` is not 1, 2 or inf.
         TypeError: If a leaf has an integer or boolean dtype; the message contains its path.
 
     Examples:
@@ -123,7 +122,7 @@ def clip_grad_norm(
 
 def norm_clip(
     argument: str,
-    threshold: Threshold,
+    threshold: Threshold | Mapping[Any, Threshold],
     granularity: Literal["global", "leaf"] | Granularity = "global",
     *,
     reaction: Reaction = "scale",
@@ -137,11 +136,12 @@ def norm_clip(
     order, axes = check_ord(ord), check_axis_name(axis_name)
     by_label = granularity.is_group and isinstance(threshold, Mapping)
     rules = as_rules(argument, threshold, by_label=by_label)
+    names = tuple(rules) if isinstance(rules, dict) else ()
     # Pass a number, instead of its rule, as an argument of the compiled function.
     number = threshold if is_scalar(threshold, jnp.floating, jnp.integer) else None
     if isinstance(number, int):  # an int above 2^31 is not an int32
         number = float(number)
-    every_rule = jax.tree.leaves(list(rules.values()) if by_label else rules, is_leaf=is_rule)
+    every_rule = list(rules.values()) if isinstance(rules, dict) else [rules]
     # `eval_shape`, because an array would start the backend when the transformation is created.
     has_state = bool(jax.tree.leaves(jax.eval_shape(lambda: list(map(init_state, every_rule)))))
     clip_leaves = jax.jit(
@@ -154,16 +154,16 @@ def norm_clip(
     def cut_groups(leaves: Sequence[Array], tree: Tree) -> Units:
         units = granularity.cut(leaves, tree)
         assert isinstance(units, Groups)  # because of `is_group`
-        return select_groups(argument, units, tuple(rules))
+        return select_groups(argument, units, names)
 
     cut = cut_groups if by_label else granularity.cut
 
     def init(params: Tree) -> ClipState:
         # The keys of a mapping determine the groups, so no tree is needed.
         leaves = [] if by_label else measured_shapes(params)
-        units = Groups((), len(rules), tuple(rules)) if by_label else cut(leaves, params)
+        units = Groups((), len(names), names) if by_label else cut(leaves, params)
         shapes = norm_shapes(units, leaves)
-        states = init_states(assign_rules(argument, rules, units, params), shapes)
+        states = init_states(assign_rules(rules, units), shapes)
         return _init_state(units, states)
 
     def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, ClipState]:
@@ -173,7 +173,7 @@ def norm_clip(
         if number is not None:
             clipped, state = clip_leaves(units, (), leaves.arrays, None, (), number)
             return leaves.replace(clipped), state
-        assigned, states = assign_rules(argument, rules, units, updates), ()
+        assigned, states = assign_rules(rules, units), ()
         if has_state and assigned:
             check_state(state, ClipState)
             expected = tuple(init_state(rule) for rule, _ in assigned)

@@ -14,7 +14,7 @@ from ._formula import scale_factor, scale_leaf
 @public
 def qk_clip(
     query: Tree,
-    key: Tree,
+    key: Tree | None,
     max_logits: Array,
     threshold: Number = 100.0,
     *,
@@ -33,7 +33,7 @@ def qk_clip(
     | one key head per query head | `sqrt(gamma_h)`, as published | `sqrt(gamma_h)` |
     | shared key head, some `S_h <= tau` | `gamma_h` | 1 |
     | shared key head, all `S_h > tau` | `gamma_h / sqrt(gamma_g)` | `sqrt(gamma_g)` |
-    | MLA | see `qk_clip_mla` | |
+    | `key=None`: a key that all heads share and that does not change | `gamma_h` | |
 
     | largest logit | weights of the head |
     | --- | --- |
@@ -46,6 +46,12 @@ def qk_clip(
     the paper, clip after the optimizer step, although the logits were computed before this step.
     Call this function once each time the logits are computed.
 
+    In multi-head latent attention (MLA), a logit is `q_C . k_C + q_R . k_R`, and all heads share
+    the rotary key `k_R`. Scale `q_C` and `k_C` together, and `q_R` without a key:
+
+        query, key = qk_clip(query, key, max_logits)
+        query_rotary, _ = qk_clip(query_rotary, None, max_logits)
+
     For grouped query heads, Megatron-LM scales all heads of a group by the largest logit of the
     group. To reproduce this, pass the maximum of the group for each of its heads.
 
@@ -53,7 +59,8 @@ def qk_clip(
         query: Weights of the query heads, an array or a pytree of kernel and bias; `head_axis` of
             every leaf is the axis of heads, as in `[..., heads, head_dim]` of Flax.
         key: Weights of the key heads, in the same layout. The number of key heads divides the
-            number of query heads, and query head h uses key head `h // (heads / key_heads)`.
+            number of query heads, and query head h uses key head `h // (heads / key_heads)`. None
+            for a key that does not change.
         max_logits: Largest logit of each query head, a floating-point array of shape [heads]. If
             layers are stacked along a leading axis, apply `jax.vmap` to this function.
         threshold: Threshold tau for the logits; a positive number, which may be traced.
@@ -81,6 +88,8 @@ def qk_clip(
     """
     check_number("threshold", threshold, "Kimi K2 was trained with 100.")
     gamma = _head_factors(max_logits, threshold)
+    if key is None:
+        return _scale_heads("query", query, gamma, head_axis), None
     groups = _head_count("key", key, head_axis)
     if groups == 0 or gamma.size % groups:
         rule = f"weights whose number of heads divides {gamma.size}"
@@ -90,58 +99,6 @@ def qk_clip(
     of_key = jnp.sqrt(jnp.max(by_group, axis=1, keepdims=True))
     query = _scale_heads("query", query, (by_group / of_key).reshape(-1), head_axis)
     return query, _scale_heads("key", key, of_key.reshape(-1), head_axis)
-
-
-@public
-def qk_clip_mla(
-    query: Tree,
-    key: Tree,
-    query_rotary: Tree,
-    max_logits: Array,
-    threshold: Number = 100.0,
-    *,
-    head_axis: int = -2,
-) -> tuple[Tree, Tree, Tree]:
-    """Apply QK-Clip to multi-head latent attention (MLA), where all heads share the rotary keys.
-
-    A logit is `q_C . k_C + q_R . k_R`, and `k_R` has no head axis. To multiply the logits of head h
-    by `gamma_h`, this function scales `q_C` and `k_C` by `sqrt(gamma_h)` and `q_R` by `gamma_h`,
-    and does not change `k_R`. The edge cases are those of `qk_clip`.
-
-    Args:
-        query: Weights of `q_C`; `head_axis` of every leaf is the axis of heads. If one kernel
-            computes both `q_C` and `q_R`, split it along its last axis and concatenate the results.
-        key: Weights of `k_C`, for the same number of heads, without the columns that compute
-            values.
-        query_rotary: Weights of `q_R`, for the same number of heads.
-        max_logits: Largest logit of each head, a floating-point array of shape [heads].
-        threshold: Threshold tau for the logits; a positive number, which may be traced.
-        head_axis: Axis that indexes the heads, the same for every leaf; may be negative.
-
-    Returns:
-        The scaled weights, in the order of the arguments.
-
-    Raises:
-        ValueError: If `threshold` is not positive, or if the numbers of heads do not match.
-        TypeError: If a leaf or `max_logits` does not have a floating-point dtype.
-
-    Examples:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
-        >>> part = jnp.ones((2, 1))  # [heads, head_dim]
-        >>> clipped = gcx.qk_clip_mla(part, part, part, jnp.array([30.0, 400.0]))
-        >>> [part.ravel().tolist() for part in clipped]
-        [[1.0, 0.5], [1.0, 0.5], [1.0, 0.25]]
-
-    References:
-        Kimi Team, 2025, arXiv 2507.20534, algorithm 1.
-    """
-    check_number("threshold", threshold, "Kimi K2 was trained with 100.")
-    gamma = _head_factors(max_logits, threshold)
-    return (
-        _scale_heads("query", query, jnp.sqrt(gamma), head_axis),
-        _scale_heads("key", key, jnp.sqrt(gamma), head_axis),
-        _scale_heads("query_rotary", query_rotary, gamma, head_axis),
-    )
 
 
 def _head_factors(max_logits: Array, threshold: Number) -> Array:

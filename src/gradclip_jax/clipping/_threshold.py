@@ -15,20 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._checks import (
-    broadcast_prefix,
     check_number,
     describe,
     dtype_of,
     is_scalar,
-    leaf_path,
     shortened,
 )
 from .._devices import map_arrays
 from .._errors import public, type_error, value_error
-from .._leaves import is_measured
 from .._states import increment_where
 from .._types import UNBOUNDED, Array, Number, Schedule, Tree
-from ._norm import Groups, Norms, Units, split
+from ._norm import Norms, Units, split
 
 _HINT = "Pass a number, a schedule, or a rule from `gcx.thresholds`."
 
@@ -75,8 +72,8 @@ class Rule:
     max_threshold: Number | None = dataclasses.field(default=None, compare=False)
 
 
-Threshold: TypeAlias = Number | Schedule | Rule | Mapping[Any, Tree] | list[Tree] | tuple[Tree, ...]
-"""A number > 0, a traced scalar, a schedule, a rule from `gcx.thresholds`, or a tree of those."""
+Threshold: TypeAlias = Number | Schedule | Rule
+"""A number > 0, a traced scalar, a schedule, or a rule from `gcx.thresholds`."""
 
 
 def scheduled(argument: str, schedule: Schedule) -> Rule:
@@ -137,8 +134,10 @@ def as_rule(argument: str, threshold: Threshold, *, low: float = 0.0) -> Rule:
     if callable(threshold) and not isinstance(threshold, type):
         return scheduled(argument, threshold)
     if not is_scalar(threshold, jnp.floating, jnp.integer):
-        rule = "a number, a schedule or a rule"
-        raise type_error(argument, rule, shortened(threshold), _HINT)
+        rule, hint = "a number, a schedule or a rule", _HINT
+        if isinstance(threshold, (Mapping, list, tuple)):
+            hint = "Use `clip_by_group_norm` for several thresholds."
+        raise type_error(argument, rule, shortened(threshold), hint)
     check_number(argument, threshold, _HINT, low=low)
     # An int above 2^31 is not an int32.
     value = float(threshold) if isinstance(threshold, int) else threshold
@@ -207,17 +206,14 @@ class Assignment(NamedTuple):
     entries: tuple[int, ...]
 
 
-def as_rules(argument: str, threshold: Threshold, *, by_label: bool) -> Any:
-    """Convert each threshold in a tree, or in a mapping from label to threshold, to a rule."""
-    # `jax.tree` cannot sort labels of different types.
+def as_rules(
+    argument: str, threshold: Threshold | Mapping[Any, Threshold], *, by_label: bool
+) -> Rule | dict[Any, Rule]:
+    """Convert a threshold, or each threshold in a mapping from label to threshold, to a rule."""
     if by_label and isinstance(threshold, Mapping):
         _check_labels(argument, threshold)
         return {key: as_rule(f"{argument}[{key!r}]", x) for key, x in threshold.items()}
-    if not jax.tree.leaves(threshold, is_leaf=is_rule):
-        return as_rule(argument, threshold)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, entry: as_rule(leaf_path(argument, path), entry), threshold, is_leaf=is_rule
-    )
+    return as_rule(argument, threshold)
 
 
 def _check_labels(argument: str, thresholds: Mapping[Hashable, Threshold]) -> None:
@@ -236,29 +232,11 @@ def group_name(key: Hashable) -> str:
     return "+".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
-def assign_rules(argument: str, rules: Any, units: Units, tree: Tree) -> tuple[Assignment, ...]:
-    """Assign each rule to the entries of `Norms` that it applies to.
-
-    | rules | entries of each rule |
-    | --- | --- |
-    | one rule | all |
-    | a mapping, for groups | the entry of its group |
-    | a prefix tree, for norms within leaves | the entries of the leaves in its subtree |
-    """
+def assign_rules(rules: Rule | dict[Any, Rule], units: Units) -> tuple[Assignment, ...]:
+    """Assign one rule to all norms, or the rule of each label to the norm of its group."""
     if isinstance(rules, Rule):
         return (Assignment(rules, tuple(range(units.size))),)
-    if not units.size or (units.names and isinstance(rules, Mapping)):
-        return tuple(Assignment(rules[name], (i,)) for i, name in enumerate(units.names))
-    if isinstance(units, Groups):
-        rule = "one threshold, or a mapping from labels to thresholds"
-        hint = "Use `clip_by_leaf_norm` for a tree of thresholds."
-        raise type_error(argument, rule, "a tree of thresholds", hint)
-    rule_of_leaf = broadcast_prefix(argument, rules, "updates", tree, is_rule)
-    leaves = zip(rule_of_leaf, jax.tree.leaves(tree), strict=True)
-    entries: dict[Rule, list[int]] = {}
-    for i, rule in enumerate(rule for rule, x in leaves if is_measured(x)):
-        entries.setdefault(rule, []).append(i)
-    return tuple(Assignment(rule, tuple(own)) for rule, own in entries.items())
+    return tuple(Assignment(rules[name], (i,)) for i, name in enumerate(units.names))
 
 
 def init_states(assigned: Sequence[Assignment], shapes: Sequence[tuple[int, ...]]) -> Tree:
@@ -302,8 +280,3 @@ def _as_vector(norms: Norms) -> Array:
     if len(norms) == 1 and not norms[0].ndim:
         return norms[0]
     return jnp.concatenate([x.reshape(-1) for x in norms] or [jnp.zeros(0)])
-
-
-def is_rule(entry: object) -> bool:
-    """Return whether an entry of a tree of thresholds is a rule."""
-    return isinstance(entry, Rule)

@@ -19,7 +19,7 @@ from ._threshold import Threshold
 
 @public
 def clip_by_norm(
-    threshold: Threshold,
+    threshold: Threshold | Mapping[Any, Threshold],
     *,
     granularity: Literal["global", "leaf"] | Granularity = "global",
     reaction: Reaction = "scale",
@@ -55,11 +55,11 @@ def clip_by_norm(
 
     Args:
         threshold: Threshold in the units of the gradients; a positive number (inf disables
-            clipping), a traced scalar, a schedule of the step count, a rule from `gcx.thresholds`,
-            or a prefix tree of these. For groups, also a mapping from label to threshold.
+            clipping), a traced scalar, a schedule of the step count, or a rule from
+            `gcx.thresholds`. For groups, also a mapping from label to threshold.
         granularity: Which elements share one norm.
         reaction: Reaction to a norm above its threshold, as in the table.
-        ord: Order of the norm, 1, 2, inf or any positive number. None means 2.
+        ord: Order of the norm: 1, 2 or inf. None means 2.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
             does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
         nonfinite: "propagate" or "zero".
@@ -132,7 +132,7 @@ def clip_by_global_norm(
         max_norm: Maximum global norm in the units of the gradients; a positive number (inf disables
             clipping), a traced scalar, a schedule of the step count, or a rule from
             `gcx.thresholds`.
-        ord: Order of the norm, 1, 2, inf or any positive number. None means 2.
+        ord: Order of the norm: 1, 2 or inf. None means 2.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
             does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
         nonfinite: "propagate" or "zero".
@@ -161,43 +161,6 @@ def clip_by_global_norm(
 
 
 @public
-def zero_large_norm(
-    max_norm: Threshold,
-    *,
-    ord: Order | None = None,
-    axis_name: AxisName = None,
-) -> optax.GradientTransformation:
-    """Set the update to zero if its norm is above `max_norm` or not finite.
-
-    The optimizer then runs with a zero gradient, so its moments decay and its schedules advance.
-    Use `skip_large_norm` to skip the step, and `clip_by_global_norm` to scale the gradient.
-
-    Args:
-        max_norm: Maximum global norm, as for `clip_by_global_norm`; with `jnp.inf` only non-finite
-            updates become zero.
-        ord: Order of the norm, 1, 2, inf or any positive number. None means 2.
-        axis_name: See `clip_by_global_norm`.
-
-    Returns:
-        A gradient transformation with a `ClipState`.
-
-    Raises:
-        ValueError: If `max_norm` or `ord` is not positive.
-        TypeError: If `max_norm` is not a valid threshold, or if a leaf is not floating-point or
-            complex.
-
-    Examples:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
-        >>> drop = gcx.zero_large_norm(1.0)
-        >>> drop.update(jnp.array([3.0, 4.0]), None)[0].tolist()
-        [0.0, 0.0]
-    """
-    return norm_clip(
-        "max_norm", max_norm, reaction="zero", ord=ord, axis_name=axis_name, nonfinite="zero"
-    )
-
-
-@public
 def clip_by_leaf_norm(
     max_norm: Threshold,
     *,
@@ -210,8 +173,9 @@ def clip_by_leaf_norm(
 
     Args:
         max_norm: Maximum norm of a leaf in the units of the gradients; a positive number, a traced
-            scalar, a schedule, a rule from `gcx.thresholds`, or a prefix tree of these.
-        ord: Order of the norm, 1, 2, inf or any positive number. None means 2.
+            scalar, a schedule, or a rule from `gcx.thresholds`. Use `clip_by_group_norm`, or
+            `optax.partition`, for different thresholds.
+        ord: Order of the norm: 1, 2 or inf. None means 2.
         axis_name: See `clip_by_global_norm`.
         num_layer_axes: Number of leading axes of a leaf that index layers, an integer or a prefix
             tree of integers; each layer is clipped separately. Use 1 for layers that are stacked
@@ -223,14 +187,14 @@ def clip_by_leaf_norm(
         A gradient transformation with a `ClipState`, whose scalars summarize all leaves.
 
     Raises:
-        ValueError: If a threshold or `ord` is not positive, or if `num_layer_axes` exceeds the rank
-            of a leaf.
-        TypeError: If `max_norm` is not a valid threshold or not a prefix tree of the updates, or if
-            a leaf is not floating-point or complex.
+        ValueError: If `max_norm` is not positive, or if `num_layer_axes` exceeds the rank of a
+            leaf.
+        TypeError: If `max_norm` is not a valid threshold, or if a leaf is not floating-point or
+            complex.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
-        >>> clip = gcx.clip_by_leaf_norm({"w": 1.0, "b": 0.5})
+        >>> clip = gcx.clip_by_leaf_norm(1.0)
         >>> grads = {"w": jnp.array([0.0, 4.0]), "b": jnp.array([0.25])}
         >>> updates, _ = clip.update(grads, clip.init(grads))
         >>> updates["w"].tolist(), updates["b"].tolist()
@@ -259,7 +223,7 @@ def clip_by_group_norm(
             scalar, a schedule, or a rule from `gcx.thresholds`.
         param_labels: Prefix tree of labels, or a function `params -> labels`. To label by path, use
             `lambda params: jax.tree_util.tree_map_with_path(label_of_path, params)`.
-        ord: Order of the norm, 1, 2, inf or any positive number. None means 2.
+        ord: Order of the norm: 1, 2 or inf. None means 2.
         axis_name: See `clip_by_global_norm`.
         nonfinite: Result if any measured leaf is not finite; "propagate" returns NaN for all
             measured leaves, "zero" returns zeros. Other leaves are unchanged.
@@ -269,7 +233,7 @@ def clip_by_group_norm(
         each group.
 
     Raises:
-        ValueError: If a threshold or `ord` is not positive, or if no leaf has a label in
+        ValueError: If a threshold is not positive, or if no leaf has a label in
             `max_norms`.
         TypeError: If `max_norms` is not a mapping, or if `param_labels` is not a prefix tree of the
             updates.

@@ -87,13 +87,13 @@ def skip_large_norm(
 
     Only the gradient is measured; to check the update as well, wrap the guard in
     `skip_nonfinite(check="step")`. Use `clip_by_global_norm` to scale large gradients instead, or
-    `zero_large_norm` to run the optimizer with a zero gradient.
+    `clip_by_norm(reaction="zero")` to run the optimizer with a zero gradient.
 
     Args:
         inner: Gradient transformation.
         max_norm: Threshold in the units of the gradients; a positive number, a traced scalar, a
             schedule of the step count, or a rule from `gcx.thresholds`.
-        ord: Order of the norm, 1, 2, inf or any positive number; None for 2.
+        ord: Order of the norm: 1, 2 or inf. None means 2.
         axis_name: See `clip_by_global_norm`.
         relearn_after: Number of consecutive large norms after which a threshold rule restarts; an
             integer >= 1.
@@ -159,7 +159,7 @@ def skip_spikes(
             schedule, or a rule. Use `thresholds.mean_std` or `thresholds.zscore` with
             `allow_negative=True`, because a multiple of the average, as in `ema`, is not meaningful
             for negative losses.
-        ord: Order of the norm, 1, 2, inf or any positive number; None for 2.
+        ord: Order of the norm: 1, 2 or inf. None means 2.
         axis_name: See `clip_by_global_norm`.
         relearn_after: Number of consecutive skips after which all threshold rules restart; an
             integer >= 1.

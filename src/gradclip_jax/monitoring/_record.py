@@ -60,7 +60,7 @@ def record_norms(
     Args:
         window: Number of steps to keep, a static integer from 1 to 2^20.
         per_leaf: Whether to record the norm of each leaf instead of the global norm; static.
-        ord: Order of the norm, a static positive number such as 1, 2 or inf.
+        ord: Order of the norm: 1, 2 or inf.
         axis_name: Mapped axes over which every leaf is sharded. Required if array types do not
             carry the sharding.
 

@@ -21,7 +21,6 @@ EPS = float(np.finfo(np.float32).eps)
 CLIPS = {
     "autoclip": (gcx.autoclip(20.0, window=8), thresholds.percentile(20.0, 8)),
     "zclip": (gcx.zclip(2.0, 0.9, 8, 3.0), thresholds.capped(thresholds.zscore(2.0, 0.9, 8), 3.0)),
-    "quantile": (gcx.quantile_clip(0.4, 0.1, 2.0), thresholds.quantile(0.4, 0.1, 2.0)),
 }
 
 

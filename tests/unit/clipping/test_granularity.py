@@ -12,45 +12,6 @@ import oracles
 import trees
 from clip_cases import assert_close, assert_same_bits, step
 
-# --- leaf -----------------------------------------------------------------------------------
-
-QUARTER = gcx.thresholds.Rule(lambda norm: (), lambda norm, state, _: (norm * 0 + 0.25, state))
-
-
-@pytest.mark.parametrize(
-    "max_norm",
-    [
-        {"embed": 0.5, "layers": 0.25, "scale": jnp.float32(2.0)},
-        {"embed": np.float64(0.5), "layers": [trees.Layer(0.25, 0.25), 0.25], "scale": 2},
-        {"embed": 0.5, "layers": [lambda count: 0.25, QUARTER], "scale": 2.0},
-    ],
-    ids=["subtrees", "leaves", "schedule and rule"],
-)
-def test_thresholds_as_a_prefix_tree(max_norm):
-    grads = trees.build("dense")
-    updates, state = step(gcx.clip_by_leaf_norm(max_norm), grads)
-    bounds = [0.5, 0.25, 0.25, 0.25, 2.0]  # embed, kernel, bias, kernel, scale
-    exact = [
-        oracles.clip_by_leaf_norm([x], bound)[0]
-        for x, bound in zip(trees.leaves(grads), bounds, strict=True)
-    ]
-    assert_close(updates, exact)
-    assert float(state.clip_threshold) == 0.25
-
-
-def test_one_rule_has_a_memory_for_each_leaf():
-    """A shared rule object is one rule, but what it remembers differs from leaf to leaf."""
-    last_norm = gcx.thresholds.Rule(
-        lambda norm: jnp.full_like(norm, jnp.inf), lambda norm, last, p: (last, norm)
-    )
-    clip = gcx.clip_by_leaf_norm({"a": last_norm, "b": 1.0, "c": last_norm})
-    grads = {"a": jnp.float32([2.0]), "b": jnp.float32([3.0]), "c": jnp.float32([5.0])}
-    first, state = step(clip, grads)
-    assert_close(first, [[2.0], [1.0], [5.0]])
-    second, _ = step(clip, jax.tree.map(lambda x: 10 * x, grads), state=state)
-    assert_close(second, [[2.0], [1.0], [5.0]])
-
-
 # --- layers stacked in a leaf; test_grid.py has more ------------------------------------------
 
 

@@ -45,14 +45,10 @@ class Case(NamedTuple):
     Attributes:
         value: as given to `clip_by_norm`.
         units: for each leaf the unit of each element, broadcast to its shape.
-        tree: thresholds that differ from unit to unit, as given to `clip_by_norm`.
-        by_unit: the same for each unit.
     """
 
     value: Any
     units: dict[str, Any]
-    tree: Any
-    by_unit: list[float]
 
 
 def _numbered(first: int, *shape: int) -> np.ndarray:
@@ -60,25 +56,17 @@ def _numbered(first: int, *shape: int) -> np.ndarray:
 
 
 GRANULARITIES = {
-    "global": Case("global", {"a": 0, "b": 0, "c": 0}, 2.0, [2.0]),
+    "global": Case("global", {"a": 0, "b": 0, "c": 0}),
     "group": Case(
-        granularities.group({"a": "body", "b": "body", "c": "head"}),
-        {"a": 0, "b": 0, "c": 1},
-        {"body": 1.0, "head": 3.0},
-        [1.0, 3.0],
+        granularities.group({"a": "body", "b": "body", "c": "head"}), {"a": 0, "b": 0, "c": 1}
     ),
-    "leaf": Case("leaf", {"a": 0, "b": 1, "c": 2}, {"a": 1.0, "b": 3.0, "c": 0.5}, [1.0, 3.0, 0.5]),
+    "leaf": Case("leaf", {"a": 0, "b": 1, "c": 2}),
     "stacked layer": Case(
         granularities.layer({"a": 1, "b": 3, "c": 0}),
         {"a": _numbered(0, 3, 1), "b": _numbered(3, 3, 2, 2), "c": 15},
-        {"a": 1.0, "b": 3.0, "c": 0.5},
-        [1.0] * 3 + [3.0] * 12 + [0.5],
     ),
     "axis": Case(
-        granularities.axis(0),
-        {"a": _numbered(0, 1, 4), "b": _numbered(4, 1, 2, 2), "c": 8},
-        {"a": 1.0, "b": 3.0, "c": 0.5},
-        [1.0] * 4 + [3.0] * 4 + [0.5],
+        granularities.axis(0), {"a": _numbered(0, 1, 4), "b": _numbered(4, 1, 2, 2), "c": 8}
     ),
 }
 
@@ -88,7 +76,6 @@ LAST_NORM = thresholds.Rule(
 THRESHOLDS = {
     "number": (1.5, lambda n, p: np.full(STEPS, 1.5)),
     "schedule": (lambda count: 0.5 + count, lambda n, p: 0.5 + np.arange(STEPS)),
-    "tree": (None, None),  # another one for each granularity
     "percentile": (
         thresholds.percentile(40.0, window=4),
         lambda n, p: rule_oracles.percentile(n, 40.0, 4),
@@ -131,7 +118,7 @@ def unit_norms(leaves: dict[str, np.ndarray], units: dict[str, Any]) -> np.ndarr
 @pytest.mark.parametrize(
     ("granularity", "threshold"),
     [
-        pytest.param(x, y, marks=() if x == "axis" or y == "tree" else pytest.mark.slow)
+        pytest.param(x, y, marks=() if x == "axis" else pytest.mark.slow)
         for x, y in itertools.product(GRANULARITIES, THRESHOLDS)
     ],
 )
@@ -142,11 +129,8 @@ def test_every_step_of_every_unit_is_that_of_the_formula(granularity, threshold)
         [unit_norms({k: x[t] for k, x in grads.items()}, case.units) for t in range(STEPS)]
     )
     param_norms = unit_norms(params, case.units)
-    if threshold == "tree":
-        value, bounds = case.tree, np.broadcast_to(case.by_unit, norms.shape)
-    else:
-        pairs = zip(norms.T, param_norms, strict=True)
-        bounds = np.stack([thresholds_of(n, p) for n, p in pairs], axis=1)
+    pairs = zip(norms.T, param_norms, strict=True)
+    bounds = np.stack([thresholds_of(n, p) for n, p in pairs], axis=1)
     factors = {"scale": np.minimum(1, bounds / norms), "zero": np.where(norms <= bounds, 1.0, 0.0)}
     found = run(value, case.value, grads, params)
     # Where norm and threshold are equal but for rounding, "zero" may fall to either side.

@@ -19,7 +19,7 @@ import oracles
 import trees
 
 ULPS = 8.0  # 1e-6 in float32: invariant 4
-ORDERS = (0.5, 1.0, 1.5, 2.0, 3.0, 7.0, math.inf)
+ORDERS = (1.0, 2.0, math.inf)
 
 tree_norm = jax.jit(gcx.global_norm, static_argnames=("ord", "axis_name"))
 
@@ -37,11 +37,6 @@ def own_norms(x, axes, ord=2.0):
     return clip.update(x, clip.init(x))[1].rules[0]
 
 
-def tolerance(ord: float) -> float:
-    # A root of order below one is a power above one: it amplifies the errors of the terms.
-    return ULPS if ord >= 1 else 2 * ULPS / ord
-
-
 # --- accuracy -------------------------------------------------------------------------------
 
 
@@ -55,7 +50,7 @@ def test_norm_is_right_in_every_dtype(dtype):
 
 @pytest.mark.parametrize("ord", ORDERS)
 def test_norm_of_mixed_dtypes_is_right(ord):
-    assert worst(trees.build("mixed_dtypes"), ord) <= tolerance(ord)
+    assert worst(trees.build("mixed_dtypes"), ord) <= ULPS
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 17, 32, 33, 64, 512, 900, 1024, 4000, 4096, 20_000])
@@ -117,7 +112,7 @@ def test_float64_norms_are_right():
     }
     with compat.x64():
         for name, x in cases.items():
-            for ord in (1.0, 2.0, 3.0, math.inf):
+            for ord in ORDERS:
                 norm = gcx.global_norm(jnp.asarray(x), ord=ord)
                 assert norm.dtype == jnp.float64
                 exact = oracles.vector_norm(x, ord)
@@ -152,14 +147,13 @@ RANGE = {
 
 
 @pytest.mark.parametrize("values", RANGE.values(), ids=RANGE)
-@pytest.mark.parametrize("ord", [2.0, 3.0])
-def test_norm_is_right_over_the_whole_range(values, ord):
+def test_norm_is_right_over_the_whole_range(values):
     if values.size < 8:  # one shape, to compile once
         values = np.concatenate([values, np.zeros(8 - values.size, values.dtype)])
     # Compiled cheaply JAX 0.7 splits a sum of thousands of terms less: 8.4 ulp, as users do 0.4.
     is_cut_short = compat.VERSION < (0, 10) and values.size > 1_000
     limit = 2 * ULPS if is_cut_short and not os.environ.get("FULL_COMPILE") else ULPS
-    assert worst({"a": values, "b": np.zeros((3, 2), np.float32)}, ord) <= limit
+    assert worst({"a": values, "b": np.zeros((3, 2), np.float32)}) <= limit
 
 
 def test_norm_of_constants_that_are_known_when_compiled_is_right():
@@ -172,14 +166,6 @@ def test_norm_of_constants_that_are_known_when_compiled_is_right():
 def test_norm_beyond_float32_is_infinite():
     assert float(tree_norm(jnp.float32([3e38, 3e38]))) == math.inf
     assert float(tree_norm(jnp.float32([1e26, 1.0]))) == math.inf
-    assert float(tree_norm(jnp.ones(10_000), ord=0.1)) == math.inf  # 1e40
-
-
-@pytest.mark.parametrize("ord", [0.3, 0.5, 1.7, 10.0, 100.0])
-def test_any_order_is_robust(ord):
-    for scale in (1e-30, 1e-11, 1e-6, 1.0, 1e6, 1e23, 1.7e38, 2.7e38):
-        x = np.float32(np.random.default_rng(0).uniform(0.1, 1.0, 20) * scale)
-        assert worst(x, ord) <= tolerance(ord), scale
 
 
 @pytest.mark.slow
@@ -189,7 +175,7 @@ def test_combined_norms_of_parts_are_the_norm_of_the_whole(ord):
     parts = [gcx.global_norm(part, ord=ord) for part in tree.values()]
     combined = gcx.combine_norms(parts, ord=ord)
     exact = oracles.global_norm(trees.leaves(tree), ord)
-    assert oracles.ulps(combined, exact) <= 2 * tolerance(ord)
+    assert oracles.ulps(combined, exact) <= 2 * ULPS
     assert float(gcx.combine_norms([jnp.float32(1.0), jnp.stack([*parts])[:0]], ord=ord)) == 1.0
 
 
@@ -209,7 +195,7 @@ def test_combined_norms_of_what_is_no_ordinary_number(norms, whole):
 # --- one pass -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ord", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("ord", ORDERS)
 def test_ordinary_norm_reads_the_gradients_once(ord):
     big = {"a": jnp.ones((500, 300)), "b": jnp.ones((200_000,))}
     text = hlo.compiled(lambda tree: gcx.global_norm(tree, ord=ord), big)
@@ -248,7 +234,7 @@ def test_python_numbers_are_leaves():
 # --- transformations of JAX -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ord", [1.0, 1.5, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("ord", ORDERS)
 def test_gradient_of_the_norm_is_right(ord):
     slope = jax.jit(jax.grad(lambda x: gcx.global_norm(x, ord=ord)))
     forward = jax.jit(lambda x: jax.jvp(lambda x: gcx.global_norm(x, ord=ord), (x,), (x,))[1])
@@ -266,7 +252,7 @@ def test_gradient_of_the_norm_is_right(ord):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ord", [1.0, 1.5, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("ord", ORDERS)
 def test_second_derivatives_of_a_complex_norm_are_right(ord):
     def norm(parts):
         return gcx.global_norm(jax.lax.complex(*parts), ord=ord)
@@ -278,7 +264,7 @@ def test_second_derivatives_of_a_complex_norm_are_right(ord):
 
 @pytest.mark.parametrize(
     ("ord", "dtype"),
-    [(2.0, "complex64"), *((ord, "float32") for ord in (1.5, 2.0, 3.0, math.inf))],
+    [(2.0, "complex64"), *((ord, "float32") for ord in ORDERS)],
 )
 def test_gradient_at_zero_is_finite(ord, dtype):
     zero = jnp.zeros((2, 3), dtype)
@@ -295,7 +281,7 @@ def test_gradient_at_zero_is_finite(ord, dtype):
 
 def test_strict_promotion_of_dtypes_and_ranks():
     with compat.strict():
-        for ord in (1.0, 2.0, 2.5, math.inf):  # promotion is checked when a function is traced
+        for ord in ORDERS:  # promotion is checked when a function is traced
             jax.eval_shape(lambda t, p=ord: gcx.global_norm(t, ord=p), trees.build("mixed_dtypes"))
             jax.eval_shape(lambda t, p=ord: gcx.leaf_norms(t, ord=p), trees.build("mixed_dtypes"))
             jax.eval_shape(lambda x, p=ord: own_norms(x, (0,), p), trees.normal((3, 4)))

@@ -14,7 +14,6 @@ from accumulation_cases import collectives
 
 WIDTH, HEAD_DIM, HEADS, TAU = 12, 4, 8, 10.0
 clip = jax.jit(gcx.qk_clip, static_argnames="head_axis")
-clip_mla = jax.jit(gcx.qk_clip_mla, static_argnames="head_axis")
 # Largest logits of the heads: within, at, just beyond and far beyond the threshold.
 LOGITS = np.float32([3.0, 10.0, 10.5, 40.0, 1e3, 20.0, 1e-3, 90.0])
 
@@ -75,7 +74,8 @@ def test_latent_attention_leaves_the_shared_rotary_key_alone():
     query, key, query_rotary = parts
     before = largest_logits(query, key, x, (query_rotary, key_rotary))
     tau = float(np.median(before))
-    clipped = clip_mla(*parts, before.astype(np.float32), tau)
+    logits = before.astype(np.float32)
+    clipped = (*clip(query, key, logits, tau), clip(query_rotary, None, logits, tau)[0])
     gamma = gammas(before, tau)[:, None]
     factors = np.sqrt(gamma), np.sqrt(gamma), gamma
     for found, given, factor in zip(clipped, parts, factors, strict=True):
@@ -90,12 +90,13 @@ def test_a_logit_that_says_nothing_leaves_its_head_alone(logit):
     weights = kernel(HEADS, 0)
     logits = np.full(HEADS, logit, np.float32)
     logits[1] = 40.0
-    clipped = (*clip(weights, weights, logits, TAU), *clip_mla(weights, weights, weights, logits))
+    clipped = (*clip(weights, weights, logits, TAU), clip(weights, None, logits, TAU)[0])
     rest = np.arange(HEADS) != 1
     for found in clipped:
         assert np.array_equal(np.asarray(found)[:, rest], np.asarray(weights)[:, rest])
         assert np.isfinite(found).all()
     np.testing.assert_allclose(clipped[0][:, 1], weights[:, 1] / 2, rtol=1e-6)
+    np.testing.assert_allclose(clipped[2][:, 1], weights[:, 1] / 4, rtol=1e-6)
 
 
 @pytest.mark.parametrize("tau", [0.0, -1.0, np.nan, np.inf])

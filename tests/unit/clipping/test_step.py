@@ -30,7 +30,7 @@ SIZE = 149_900  # of the smaller leaf of `big`, whose last few older JAX adds up
     ("name", "ord"),
     [
         *((x, 2.0) for x in ("array", "mixed_dtypes", "masked", "stacked", "float0", "numpy")),
-        *(("dense", ord) for ord in (0.5, 1.0, 2.0, 3.0, math.inf)),
+        *(("dense", ord) for ord in (1.0, 2.0, math.inf)),
     ],
 )
 def test_clip_grad_norm_is_right(name, ord):

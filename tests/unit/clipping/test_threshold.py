@@ -86,7 +86,7 @@ def test_params_are_seen_only_by_rules_that_ask():
     seen = []
     rule = Rule(lambda norm: (), lambda norm, state, p: (seen.append(p), (norm, state))[1])
     other = gcx.thresholds.relative_to_params()
-    clip = gcx.clip_by_leaf_norm({"a": rule, "b": other})
+    clip = gcx.clip_by_group_norm({"a": rule, "b": other}, {"a": "a", "b": "b"})
     tree = {"a": jnp.ones(2), "b": jnp.ones(3)}
     clip.update(tree, clip.init(tree), tree)
     assert seen == [None]

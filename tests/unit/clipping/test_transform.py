@@ -1,5 +1,6 @@
 """The clips as Optax transformations: thresholds of every kind, and drop-in for Optax's own."""
 
+import functools
 import math
 
 import chex
@@ -26,7 +27,7 @@ GRADS = {"a": jnp.float32([3.0, 4.0]), "b": jnp.bfloat16([12.0])}  # norm 13
         gcx.clip_by_block_rms,
         gcx.clip,
         lambda threshold: gcx.clip_by_group_norm({"all": threshold}, "all"),
-        gcx.zero_large_norm,
+        functools.partial(gcx.clip_by_norm, reaction="zero"),
     ],
     ids=["global", "leaf", "block rms", "value", "group", "zero"],
 )
@@ -82,10 +83,11 @@ def test_an_injected_order_may_be_static():
 # --- reactions ------------------------------------------------------------------------------
 
 
-def test_zero_large_norm_drops_a_large_or_nonfinite_gradient():
+def test_a_reaction_of_zero_drops_a_large_or_nonfinite_gradient():
+    clip = gcx.clip_by_norm(6.0, reaction="zero", nonfinite="zero")
     for scale in (1.0, 1e30, math.inf, math.nan):
         grads = jax.tree.map(lambda x, s=scale: x * jnp.asarray(s, x.dtype), GRADS)
-        updates, state = step(gcx.zero_large_norm(6.0), grads)
+        updates, state = step(clip, grads)
         assert_same_bits(updates, jax.tree.map(jnp.zeros_like, grads))
         assert (state.clip_factor, state.clip_fraction) == (0, 1)
 

@@ -45,7 +45,6 @@ PLACES = {
     "skip_nonfinite": (gcx.skip_nonfinite(clip()), CLIP | NONFINITE),
     "skip_large_norm": (gcx.skip_large_norm(optax.sgd(0.1), 9.0), LARGE),
     "record_norms": (gcx.record_norms(2), {"nonfinite_norms"}),
-    "zero_large_norm": (gcx.zero_large_norm(9.0), CLIP),
     "nothing_of_ours": (optax.adam(0.1), set()),
 }
 

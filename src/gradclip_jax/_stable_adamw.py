@@ -1,0 +1,127 @@
+"""AdamW with update clipping."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ._checks import check_axis_name, check_decays, check_number, check_params, check_state
+from ._errors import public
+from ._leaves import flatten, wide_dtype
+from ._mesh import replica_count, shard_axes
+from ._states import increment_where
+from ._types import Array, AxisName, Number, Scalar, Tree
+from .clipping._norm import norm_of_leaves
+
+
+class StableAdamWState(NamedTuple):
+    """The state of `stable_adamw`.
+
+    Attributes:
+        step_count: Number of steps so far, saturating, int32[].
+        first: Moving averages of the gradient, in float32 or wider.
+        second: Moving averages of the squared gradient, in float32 or wider.
+    """
+
+    step_count: Scalar
+    first: Tree
+    second: Tree
+
+
+@public
+def stable_adamw(
+    learning_rate: Number | optax.Schedule,
+    b1: Number = 0.9,
+    b2: Number = 0.99,
+    eps: Number = 1e-6,
+    weight_decay: Number = 0.0,
+    clipping: Number = 1.0,
+    *,
+    axis_name: AxisName = None,
+) -> optax.GradientTransformation:
+    """AdamW with a smaller learning rate for leaves whose second moment lags behind the gradient.
+
+    The learning rate of a leaf is divided by `max(1, RMS / clipping)`, where RMS is the root mean
+    square of `g / sqrt(max(u, eps^2))` and the second moment u includes g. The weight decay is
+    multiplied by the same learning rate. The decay rates include the bias correction. Use
+    `optax.chain` with `clip_by_block_rms` to clip the updates of another optimizer.
+
+    Args:
+        learning_rate: Learning rate; a positive number or a schedule.
+        b1: Decay rate of the first moment, at least 0 and below 1.
+        b2: Decay rate of the second moment, at least 0 and below 1.
+        eps: Constant added to the root of the second moment, in the unit of the gradients, > 0.
+        weight_decay: Decoupled weight decay, >= 0.
+        clipping: RMS above which the learning rate is reduced; a positive number.
+        axis_name: See `clip_by_global_norm`.
+
+    Returns:
+        An optimizer; `update` requires `params`. As with Adam, a NaN remains in the moments, so
+        wrap it in `skip_nonfinite`.
+
+    Raises:
+        ValueError: If a number is out of range, or if `params` is missing.
+        TypeError: If an argument is not a number, or if a leaf is not real floating-point.
+
+    Examples:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> tx, params = gcx.stable_adamw(0.1, b1=0.0), jnp.zeros(1)
+        >>> _, state = tx.update(jnp.array([1.0]), tx.init(params), params)
+        >>> round(tx.update(jnp.array([1000.0]), state, params)[0].item(), 3)  # AdamW: -0.141
+        -0.1
+
+    References:
+        Wortsman et al., 2023, arXiv 2304.13013, algorithm 2.
+    """
+    if not callable(learning_rate):
+        check_number("learning_rate", learning_rate, "The paper uses 0.002.")
+    check_decays(b1=b1, b2=b2)
+    check_number("eps", eps, "The paper uses 1e-6.")
+    check_number("weight_decay", weight_decay, "Pass 0 for no weight decay.", closed=True)
+    check_number("clipping", clipping, "The paper uses 1.")
+    axes = check_axis_name(axis_name)
+
+    def init(params: Tree) -> StableAdamWState:
+        def zeros(param: Array) -> Array:
+            return jnp.zeros_like(param, wide_dtype(jnp.result_type(param)))
+
+        first, second = (jax.tree.map(zeros, params) for _ in range(2))
+        return StableAdamWState(jnp.zeros((), jnp.int32), first, second)
+
+    def update(
+        updates: Tree, state: Tree, params: Tree | None = None
+    ) -> tuple[Tree, StableAdamWState]:
+        flatten("updates", updates, real=True)  # raises for integer and complex leaves
+        check_state(state, StableAdamWState)
+        check_params(updates, params)
+        count = increment_where(state.step_count)
+        rate = learning_rate(state.step_count) if callable(learning_rate) else learning_rate
+        decays = [_with_bias_correction(b, count.astype(jnp.float32)) for b in (b1, b2)]
+
+        def step(grad: Array, first: Array, second: Array, param: Array) -> tuple[Array, ...]:
+            wide, dtype = grad.astype(second.dtype), second.dtype
+            d1, d2 = (decay.astype(dtype) for decay in decays)
+            first = d1 * first + (1 - d1) * wide
+            second = d2 * second + (1 - d2) * jnp.square(wide)
+            floor = jnp.maximum(eps**2, jnp.finfo(dtype).tiny)  # `eps^2` may underflow
+            ratio = wide / jnp.sqrt(jnp.maximum(second, floor))
+            size = ratio.size * replica_count(frozenset(), shard_axes(ratio, axes))
+            rms = norm_of_leaves([ratio], 2.0, axes) / math.sqrt(max(size, 1))
+            direction = first / (jnp.sqrt(second) + eps) + weight_decay * param.astype(dtype)
+            out = -rate / jnp.maximum(1, rms / clipping) * direction
+            return out.astype(grad.dtype), first, second
+
+        rows = jax.tree.map(step, updates, state.first, state.second, params)
+        inner = jax.tree.structure((0, 0, 0))
+        out, first, second = jax.tree.transpose(jax.tree.structure(updates), inner, rows)
+        return out, StableAdamWState(count, first, second)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _with_bias_correction(decay: Number, step: Array) -> Array:
+    """Return `decay * (1 - decay^(step - 1)) / (1 - decay^step)`, without cancellation."""
+    log = jnp.log(jnp.maximum(decay, 1e-30))
+    return decay * jnp.expm1(log * (step - 1)) / jnp.expm1(log * step)
