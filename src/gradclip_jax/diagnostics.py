@@ -15,10 +15,10 @@ Use `gcx.metrics` to log values at every step, and `gcx.incidents` to list what 
 
 from .accumulation._state import AccumulationStats, accumulation_stats
 from .monitoring._incident import Incident
-from .monitoring._log import summarize_log
 from .monitoring._plot import plot_log
 from .monitoring._record import leaf_norm_history, norm_history, suggest_max_norm
 from .monitoring._report import nonfinite_leaves, unit_names
+from .monitoring._summary import summarize_log
 from .monitoring._verify import verify_step
 
 __all__ = [

@@ -8,7 +8,7 @@ import numpy as np
 
 from .._errors import public, value_error
 from ._incident import KINDS, Incident
-from ._log import Log, LogSource, read_log_file
+from ._summary import Log, LogSource, read_log_file
 
 _PANELS = {
     "gradient norm": ("gradient_norm/", ""),

@@ -24,8 +24,13 @@ from .._errors import public, type_error, value_error
 from .._mesh import vary, varying_axes
 from .._types import Array, Count, Tree
 
-# Each row contains the element count, the sums of x, x^2 and x^4, and the non-finite count.
-_SHAPE = (2, 5)
+SHAPE = (2, 5)
+"""Sums of a tap: the element count, the sums of x, x^2 and x^4, and the non-finite count, for the
+activation and its cotangent."""
+
+STATISTICS = ("mean", "rms", "kurtosis", "nonfinite")
+"""What `statistics` computes from the sums."""
+
 _SCALES = np.array([2.0**-20, 2.0**20], np.float32)  # scales of the squares in x^4
 _BELOW = 2.0**-20  # additional scale of summed squares, which prevents overflow for large x
 _LARGEST = 2.0**45  # limit for scaled squares, so that 10^11 fourth powers can be summed
@@ -67,12 +72,12 @@ def make_probes(names: Sequence[str] | Mapping[str, Tree], num_layers: Count | N
     if not is_valid or not all(isinstance(name, str) for name in names):
         rule = "a list of strings, or a mapping with string keys"
         raise type_error("names", rule, shortened(names), 'Pass for example ["embed", "mlp"].')
-    shape = _SHAPE
+    shape = SHAPE
     if num_layers is not None:
         hint = "Pass the number of layers that `lax.scan` runs over."
         check_static("num_layers", num_layers)
         check_count("num_layers", num_layers, hint)
-        shape = (int(num_layers), *_SHAPE)
+        shape = (int(num_layers), *SHAPE)
     parts = names if isinstance(names, Mapping) else dict.fromkeys(names)
     probe = jnp.zeros(shape, jnp.float32)
     return OrderedDict((name, probe if part is None else part) for name, part in parts.items())
@@ -130,12 +135,12 @@ def tap(x: Array, probe: Array | None) -> Array:
         raise type_error("x", "a real floating array", describe(x), hint)
     if probe is None:
         return x
-    if np.shape(probe) != _SHAPE:
+    if np.shape(probe) != SHAPE:
         hint = "Pass the probes of stacked layers to `lax.scan` as `xs`."
-        raise value_error("probe", f"float32{list(_SHAPE)}", describe(probe), hint)
+        raise value_error("probe", f"float32{list(SHAPE)}", describe(probe), hint)
     if dtype_of(probe) != jnp.float32:
         hint = "Do not cast probes together with the parameters."
-        raise type_error("probe", f"float32{list(_SHAPE)}", describe(probe), hint)
+        raise type_error("probe", f"float32{list(SHAPE)}", describe(probe), hint)
     # In the backward pass, the transpose of `vary` sums the statistics over all devices.
     return _tap(x, vary(jnp.asarray(probe), varying_axes(x)))
 
@@ -206,7 +211,7 @@ def read_sums(argument: str, stats: Tree) -> tuple[list[str], Any]:
     """Return the names of all taps and an array of their sums, float[taps, 2, 5]."""
     entries = jax.tree_util.tree_leaves_with_path(stats)
     for path, leaf in entries:
-        if np.shape(leaf)[-2:] != _SHAPE:
+        if np.shape(leaf)[-2:] != SHAPE:
             got = f"{describe(leaf)} at {leaf_path(argument, path)}"
             hint = "Pass the gradient with respect to the probes."
             raise value_error(argument, "a tree of float32[..., 2, 5]", got, hint)
@@ -216,14 +221,14 @@ def read_sums(argument: str, stats: Tree) -> tuple[list[str], Any]:
     arrays = [np.asarray(x, np.float64) for x in jax.device_get(leaves)] if is_known else leaves
     xp: Any = np if is_known else jnp
     paths = [[jax.tree_util.keystr((key,), simple=True) for key in path] for path, _ in entries]
-    found, tables = list[str](), [xp.zeros((0, *_SHAPE))]
+    found, tables = list[str](), [xp.zeros((0, *SHAPE))]
 
     def stack_of(entry: tuple[list[str], Any]) -> tuple[tuple[int, ...], list[str]]:
         return np.shape(entry[1])[:-2], entry[0][:-1]
 
     for (layers, _), group in itertools.groupby(zip(paths, arrays, strict=True), stack_of):
         members = list(group)
-        tables.append(xp.stack([x for _, x in members], -3).reshape(-1, *_SHAPE))
+        tables.append(xp.stack([x for _, x in members], -3).reshape(-1, *SHAPE))
         for index, (path, _) in itertools.product(np.ndindex(*layers), members):
             at = max(len(path) - 1, 1)  # the layer index follows the name of the stack
             stack = "/".join(path[:at]) + "".join(f"_{i}" for i in index)
@@ -264,29 +269,42 @@ def metrics(stats: Tree) -> dict[str, Any]:
         ['taps/mlp/cotangent_kurtosis', 'taps/mlp/cotangent_mean', 'taps/mlp/cotangent_nonfinite']
     """
     found, sums = read_sums("stats", stats)
-    out = {f"taps/{key}": x for key, x in ratios(found, sums, np.nan).items()}
-    return {key: float(x) for key, x in out.items()} if isinstance(sums, np.ndarray) else out
-
-
-def ratios(found: Sequence[str], sums: Any, missing: float) -> dict[str, Any]:
-    """Compute the statistics of each tap from its sums; a tap without elements gets `missing`."""
-    xp: Any = np if isinstance(sums, np.ndarray) else jnp
-    with np.errstate(divide="ignore", invalid="ignore"):
-        size, total, squares, fourths, bad = (sums[..., i] for i in range(_SHAPE[1]))
-        count = size - bad  # of finite elements
-        alike = squares / _BELOW  # scaled as in x^4
-        kurtosis = fourths / alike * (count / alike)
-        table = {
-            "mean": total / count,
-            "rms": xp.sqrt(squares / count) / np.sqrt(_SCALES * _BELOW, dtype=np.float32),
-            "kurtosis": xp.where(squares > 0, kurtosis, 0 / count),
-            "nonfinite": bad / size,
-        }
-    table = {key: xp.where(size > 0, x, missing) for key, x in table.items()}
+    values = statistics(sums)
+    is_known = isinstance(values, np.ndarray)
     out: dict[str, Any] = {}
     for i, name in enumerate(found):
         for j, kind in enumerate(("", "cotangent_")):
-            out |= {f"{name}/{kind}{key}": values[..., i, j] for key, values in table.items()}
+            for key, x in zip(STATISTICS, values[i, j], strict=True):
+                out[f"taps/{name}/{kind}{key}"] = float(x) if is_known else x
+    return out
+
+
+def statistics(sums: Any) -> Any:
+    """Compute the statistics of taps from their sums, [..., 4]; NaN for a tap without elements."""
+    xp: Any = np if isinstance(sums, np.ndarray) else jnp
+    with np.errstate(divide="ignore", invalid="ignore"):
+        size, total, squares, fourths, bad = (sums[..., i] for i in range(SHAPE[1]))
+        count = size - bad  # of finite elements
+        alike = squares / _BELOW  # scaled as in x^4
+        kurtosis = fourths / alike * (count / alike)
+        columns = [
+            total / count,
+            xp.sqrt(squares / count) / np.sqrt(_SCALES * _BELOW, dtype=np.float32),
+            xp.where(squares > 0, kurtosis, 0 / count),
+            bad / size,
+        ]
+    return xp.where((size > 0)[..., None], xp.stack(columns, -1), np.nan)
+
+
+def ratios(found: Sequence[str], sums: Any, missing: float) -> dict[str, Any]:
+    """Name the statistics of each tap; a tap without elements gets `missing`."""
+    values = statistics(sums)
+    xp: Any = np if isinstance(values, np.ndarray) else jnp
+    values = xp.where((sums[..., 0] > 0)[..., None], values, missing)
+    out: dict[str, Any] = {}
+    for i, name in enumerate(found):
+        for j, kind in enumerate(("", "cotangent_")):
+            out |= {f"{name}/{kind}{x}": values[..., i, j, k] for k, x in enumerate(STATISTICS)}
     return out
 
 
