@@ -75,18 +75,6 @@ def weighted(params: Tree, ids: Any) -> Any:
     return gcx.microbatched_value_and_grad(fun, EVERY, has_weight=True)(params, ids)[1]
 
 
-def as_reduced(params: Tree) -> Tree:
-    """Typed so that gradients stay unreduced: MaxText's way as well (#2208, #5099)."""
-    kept = P(None, None, reduced={"data"})
-    return jax.tree.map(lambda p: jax.sharding.reshard(p, kept), params)
-
-
-def call_reduced(params: Tree, state: Tree, ids: Any) -> Any:
-    """A call, its gradients unreduced."""
-    grads = jax.grad(loss_of_types)(as_reduced(params), ids)
-    return gcx.apply_gradients(TX, grads, state, params)
-
-
 def local(params: Tree) -> Tree:
     """Typed as varying."""
     return jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), params)
@@ -136,9 +124,7 @@ def programs(devices: list[Any]) -> dict[str, Callable[[], float]]:
     """What counts the reductions of each way."""
     rules = {}
 
-    def counted(
-        function: Callable[..., Any], kind: Any, tx: Any = None, calls: int = 1, init: Any = None
-    ) -> float:
+    def counted(function: Callable[..., Any], kind: Any, tx: Any = None, calls: int = 1) -> float:
         mesh = Mesh(np.array(devices), ("data",), axis_types=(kind,))
         everywhere = NamedSharding(mesh, P())
 
@@ -149,10 +135,8 @@ def programs(devices: list[Any]) -> dict[str, Callable[[], float]]:
         args = [params]
         with jax.set_mesh(mesh):
             if tx is not None:
-                state = jax.eval_shape(init or tx.init, params)
-                of_types = kind == AxisType.Explicit
-                where = lambda x: (of_types and x.sharding) or everywhere  # noqa: E731
-                args.append(jax.tree.map(lambda x: shape(x.shape, x.dtype, where(x)), state))
+                state = jax.eval_shape(tx.init, params)
+                args.append(jax.tree.map(lambda x: shape(x.shape, x.dtype, everywhere), state))
             args.append(shape((BATCH * EVERY,), jnp.int32, NamedSharding(mesh, P("data"))))
             if tx is TX_LOCAL:
                 specs = jax.tree.map(lambda _: P(), args[1])._replace(acc_grads=P("data"))
@@ -179,14 +163,10 @@ def programs(devices: list[Any]) -> dict[str, Callable[[], float]]:
         mesh = Mesh(np.array(devices), ("data",), axis_types=(auto,))
         return jax.shard_map(once, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(params, ids)
 
-    reduced_init = lambda params: TX.init(as_reduced(params))  # noqa: E731
     rules["plain `jit`, k calls of `accumulate_gradients`"] = lambda: counted(call, auto, TX, EVERY)
     rules["plain `jit`, one scan over `accumulate_gradients`"] = lambda: counted(scanned, auto, TX)
     rules["plain `jit`, `microbatched_value_and_grad`"] = lambda: counted(once, auto)
     rules["the same with `has_weight`"] = lambda: counted(weighted, auto)
-    rules["explicit axes, k calls, reduced parameters"] = lambda: counted(
-        call_reduced, explicit, TX, EVERY, reduced_init
-    )
     rules["explicit axes, `microbatched_value_and_grad`"] = lambda: counted(once_of_types, explicit)
     rules["`shard_map`, k calls"] = lambda: counted(call_local, auto, TX_LOCAL, EVERY)
     rules["`shard_map`, `microbatched_value_and_grad`"] = lambda: counted(inside_shard_map, auto)

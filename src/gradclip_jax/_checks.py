@@ -178,7 +178,7 @@ def check_dtype(argument: str, value: Any) -> None:
     try:
         is_dtype = value is not None and not isinstance(value, (jax.Array, np.ndarray))
         is_floating = is_dtype and jnp.issubdtype(jnp.dtype(value), jnp.floating)
-    except TypeError:
+    except (TypeError, ValueError):
         is_floating = False
     if not is_floating:
         rule, hint = "a real floating dtype", "Use jnp.float32, or jnp.bfloat16 to save memory."

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ._checks import check_no_state, describe, dtype_of, is_float0, leaf_path, listed
-from ._errors import ArgumentTypeError, type_error
-from ._mesh import in_memory_of, on_device, sharding_with, unreduced_axes
+from ._errors import ArgumentTypeError
+from ._mesh import check_placement
 from ._types import Array, Tree
 
 
@@ -17,7 +17,7 @@ class Leaves(NamedTuple):
     """A flattened tree and its floating-point and complex leaves.
 
     Attributes:
-        arrays: Floating-point and complex leaves, in device memory.
+        arrays: Floating-point and complex leaves.
         places: Indices of these leaves among all leaves of the tree.
         given: All leaves of the tree.
         structure: Structure of the tree.
@@ -31,26 +31,21 @@ class Leaves(NamedTuple):
     def beside(self, tree: Tree) -> list[Array]:
         """Return the leaves of another tree at the same positions as `arrays`."""
         leaves = jax.tree.leaves(tree)
-        arrays: list[Array] = []
-        for place in self.places:
-            arrays.append(on_device(jnp.asarray(leaves[place])))
-        return arrays
+        return [jnp.asarray(leaves[place]) for place in self.places]
 
     def replace(self, arrays: Sequence[Array]) -> Tree:
-        """Return the tree with new arrays, each in the memory space of the leaf it replaces."""
+        """Return the tree with new arrays."""
         leaves = list(self.given)
-        for place, old, new in zip(self.places, self.arrays, arrays, strict=True):
-            # `old` is not the given leaf if the leaf was moved from host to device memory.
-            leaves[place] = new if old is leaves[place] else in_memory_of(new, leaves[place])
+        for place, new in zip(self.places, arrays, strict=True):
+            leaves[place] = new
         return jax.tree.unflatten(self.structure, leaves)
 
 
-def flatten(argument: str, tree: Tree, *, real: bool = False, unreduced: bool = False) -> Leaves:
+def flatten(argument: str, tree: Tree, *, real: bool = False) -> Leaves:
     """Flatten a tree of floating-point, complex (unless `real`) or float0 leaves.
 
     Raises:
-        TypeError: If a leaf has another dtype, or is unreduced over a mesh axis and `unreduced` is
-            False.
+        TypeError: If a leaf has another dtype, is unreduced over a mesh axis, or is in host memory.
     """
     paths, structure = jax.tree.flatten_with_path(tree)
     arrays: list[Array] = []
@@ -59,7 +54,7 @@ def flatten(argument: str, tree: Tree, *, real: bool = False, unreduced: bool = 
     kind = jnp.floating if real else jnp.inexact
     if isinstance(tree, tuple):  # a state may have been passed instead of updates
         check_no_state(argument, tree)
-    for i, (path, x) in enumerate(paths):
+    for i, (_, x) in enumerate(paths):
         given.append(x)
         dtype = getattr(x, "dtype", type(x))
         if dtype == jax.dtypes.float0:
@@ -67,10 +62,9 @@ def flatten(argument: str, tree: Tree, *, real: bool = False, unreduced: bool = 
         if not jnp.issubdtype(dtype, kind):
             raise _not_inexact(argument, tree, kind)
         array = x if isinstance(x, jax.Array) else jnp.asarray(x)
-        if unreduced_axes(array) and not unreduced:
-            raise _is_unreduced(leaf_path(argument, path), array)
-        arrays.append(on_device(array))
+        arrays.append(array)
         places.append(i)
+    check_placement(argument, tree)
     return Leaves(arrays, places, given, structure)
 
 
@@ -90,17 +84,6 @@ def _not_inexact(argument: str, tree: Tree, kind: type) -> ArgumentTypeError:
     )
 
 
-def _is_unreduced(place: str, x: Array) -> ArgumentTypeError:
-    axes = ", ".join(map(repr, sorted(unreduced_axes(x))))
-    hint = (
-        f"Sum it over devices with `jax.sharding.reshard(leaf, {sharding_with(x).spec})`, or use "
-        "`accumulate_gradients`, which sums it once per window."
-    )
-    return type_error(
-        place.split("[")[0], "reduced", f"a leaf that is unreduced over {axes} at {place}", hint
-    )
-
-
 def is_measured(leaf: object) -> bool:
     """Return whether a leaf is floating-point or complex, and not float0 or an integer."""
     if is_float0(leaf):
@@ -112,8 +95,8 @@ def is_measured(leaf: object) -> bool:
 
 
 def measured_leaves(tree: Tree) -> list[Array]:
-    """Return all floating-point and complex leaves in device memory."""
-    return [on_device(jnp.asarray(x)) for x in jax.tree.leaves(tree) if is_measured(x)]
+    """Return all floating-point and complex leaves."""
+    return [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_measured(x)]
 
 
 def measured_shapes(tree: Tree) -> list[Any]:

@@ -1,9 +1,7 @@
 """Mesh axes of array types, and the collectives that depend on them.
 
 Inside `shard_map`, the gradient with respect to a parameter that varies over devices remains local
-to each device. With explicit axes, the gradient with respect to a parameter with reduced axes is
-*unreduced*, which means that each device stores a partial sum. Local and unreduced gradients are
-all-reduced once, at the end of an accumulation window or a batch.
+to each device.
 """
 
 import math
@@ -14,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
+from jax.sharding import AxisType, NamedSharding, reshard
 from jax.typing import DTypeLike
 
-from ._checks import is_float0
+from ._checks import is_float0, leaf_path
 from ._devices import HAS_TYPES
-from ._errors import value_error
+from ._errors import type_error, value_error
 from ._types import Array, AxisName, Tree
 
 
@@ -64,23 +62,8 @@ def num_shards(x: Array, axis: int) -> int:
     sharding = jax.typeof(x).sharding
     if not is_explicit(sharding):
         return 1
-    names = sharding_with(x).spec[axis]
+    names = sharding.spec[axis]
     return math.prod(sharding.mesh.shape[name] for name in np.atleast_1d(names or ()))
-
-
-def memory_of(x: object) -> str:
-    """Return the memory space of a value, either "host" or "device"."""
-    space = getattr(_type_of(x), "memory_space", None)
-    return "host" if getattr(space, "name", "") == "Host" else "device"
-
-
-def in_memory_of(x: Array, like: object) -> Array:
-    """Move a value to the memory space of another value."""
-    return x if memory_of(x) == memory_of(like) else jax.device_put(x, _type_of(like).memory_space)
-
-
-def on_device(x: Array) -> Array:
-    return jax.device_put(x, jax.memory.Space.Device) if memory_of(x) == "host" else x
 
 
 def reshard_like(x: Array, like: Array) -> Array:
@@ -102,11 +85,11 @@ def _type_of(x: object) -> ShapedArray:
 
 
 def zeros_of_type(like: Any, dtype: DTypeLike | None = None) -> Array:
-    """Return zeros with the shape, memory space, sharding and varying axes of another array."""
+    """Return zeros with the shape, sharding and varying axes of another array."""
     sharding = _type_of(like).sharding
     given = sharding if is_explicit(sharding) else None
     zeros = lax.full(like.shape, 0, dtype or like.dtype, sharding=given)
-    return in_memory_of(vary(zeros, varying_axes(like)), like)
+    return vary(zeros, varying_axes(like))
 
 
 def sum_over(x: Array, axes: frozenset[str]) -> Array:
@@ -137,62 +120,22 @@ def vary(x: Array, axes: frozenset[str]) -> Array:
     return lax.pvary(x, missing)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def sharding_with(x: Array, **axes: frozenset[str]) -> NamedSharding:
-    """Return the sharding of an array with its reduced and unreduced axes replaced by `axes`."""
-    sharding = jax.typeof(x).sharding
-    # A `PartitionSpec` with reduced or unreduced axes cannot be unpacked as a sequence.
-    entries = sharding.spec.partitions if HAS_TYPES else sharding.spec
-    return NamedSharding(sharding.mesh, PartitionSpec(*entries, **axes))
-
-
-def reduced_axes(x: object) -> frozenset[str]:
-    """Return the mesh axes over which the gradient with respect to a value is unreduced."""
-    return frozenset(jax.typeof(x).sharding.spec.reduced) if HAS_TYPES else frozenset()
-
-
-def unreduced_axes(x: object) -> frozenset[str]:
-    """Return the mesh axes over which a value is unreduced."""
-    return frozenset(jax.typeof(x).sharding.spec.unreduced) if HAS_TYPES else frozenset()
-
-
-def is_unreduced(tree: Tree) -> bool:
-    """Return whether any leaf of the tree is unreduced over a mesh axis."""
-    return any(map(unreduced_axes, jax.tree.leaves(tree)))
-
-
-def factor_for(value: Array, factor: Array) -> Array:
-    """Reshard a factor so that an unreduced value can be multiplied by it."""
-    axes = unreduced_axes(value)
-    if not axes:
-        return factor
-    mesh = jax.typeof(value).sharding.mesh
-    return reshard(factor, NamedSharding(mesh, PartitionSpec(reduced=axes)))
-
-
-def without_reduced_axes(params: Tree) -> Tree:
-    """Reshard parameters without reduced axes, as the optimizer expects."""
-
-    def plain(param: Array) -> Array:
-        is_plain = is_float0(param) or not reduced_axes(param)
-        return param if is_plain else reshard(param, sharding_with(param))
-
-    return jax.tree.map(plain, params)
-
-
-def reduce_over_devices(grads: Tree, inner_state: Tree) -> Tree:
-    """Sum unreduced gradients over devices, and shard them like the inner optimizer state."""
-    if not is_unreduced(grads):
-        return grads
-    structure = jax.tree.structure(grads)
-
-    def is_moment(node: Tree) -> bool:
-        return jax.tree.structure(node) == structure
-
-    def reduce(grad: Array, *moments: Tree) -> Array:
-        if is_float0(grad) or not unreduced_axes(grad):
-            return grad
-        alike = [x for x in moments if np.shape(x) == grad.shape]
-        return reshard(grad, sharding_with(alike[0] if alike else grad))
-
-    nodes = jax.tree.leaves(inner_state, is_leaf=is_moment)
-    return jax.tree.map(reduce, grads, *filter(is_moment, nodes))
+def check_placement(argument: str, tree: Tree) -> None:
+    """Raise if a leaf is in host memory, unreduced, or has unreduced gradients."""
+    for path, x in jax.tree.leaves_with_path(tree):
+        if not isinstance(x, jax.Array) or is_float0(x):
+            continue
+        kind = jax.typeof(x)
+        got = f"{kind} at {leaf_path(argument, path)}"
+        space = getattr(kind, "memory_space", None)
+        if getattr(space, "name", "") == "Host":
+            hint = "Move it inside the step: `jax.device_put(leaf, jax.memory.Space.Device)`."
+            raise type_error(argument, "in device memory", got, hint)
+        spec = kind.sharding.spec
+        if HAS_TYPES and (spec.reduced or spec.unreduced):
+            rule = "neither `reduced` nor unreduced over a mesh axis"
+            hint = (
+                "Sum gradients over devices first, or use `microbatched_value_and_grad` with "
+                "plain parameters, which sums them once per call."
+            )
+            raise type_error(argument, rule, got, hint)

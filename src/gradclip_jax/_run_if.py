@@ -24,7 +24,7 @@ from jax.extend import core
 from ._checks import is_float0, is_traced
 from ._devices import shared
 from ._errors import type_error
-from ._mesh import is_unreduced, reshard_like, varying_axes, zeros_of_type
+from ._mesh import reshard_like, varying_axes, zeros_of_type
 from ._types import Array, Tree
 
 Flag: TypeAlias = Array | np.bool_
@@ -95,9 +95,6 @@ def run_step(
         return start
     _check_varying(carry, program.output[1])
     form = _loop_or_select if usually else _loop
-    if is_unreduced((carry, program.constants)):
-        # XLA (JAX 0.10.2) sums unreduced values over devices both before and inside a loop.
-        form = _cond
     return _run(form, program.function, predicate, start, program.constants, None)
 
 

@@ -6,6 +6,7 @@
 | `suggest_max_norm` | a `max_norm` based on these norms |
 | `nonfinite_leaves` | leaves that contain NaN or infinity |
 | `accumulation_stats` | numbers of micro-batches and windows |
+| `noise_scale` | gradient noise scale from logged norms |
 | `unit_names` | names of the leaves or layers in `watch` |
 | `verify_step` | leaves and devices for which two runs of a step differ |
 | `summarize_log`, `plot_log` | summary and plots of a logged run |
@@ -13,6 +14,7 @@
 Use `gcx.metrics` to log values at every step, and `gcx.incidents` to list what went wrong.
 """
 
+from .accumulation._noise_scale import noise_scale
 from .accumulation._state import AccumulationStats, accumulation_stats
 from .monitoring._incident import Incident
 from .monitoring._plot import plot_log
@@ -26,6 +28,7 @@ __all__ = [
     "Incident",
     "accumulation_stats",
     "leaf_norm_history",
+    "noise_scale",
     "nonfinite_leaves",
     "norm_history",
     "plot_log",

@@ -324,17 +324,13 @@ def test_guards_and_clips_are_matched_by_type_and_place():
     assert_alike(there.inner_opt_state[0], LEARNED.init(PARAMS))
 
 
-def test_an_open_window_is_neither_discarded_nor_measured_in_part():
-    noisy = gcx.accumulate_gradients(optax.sgd(0.1), EVERY, noise_scale_decay=0.9)
+def test_an_open_window_is_not_discarded():
     for old in (SUM, THEIRS):
         _, state = run(old, old.init(PARAMS), PARAMS, range(1))
         convert = functools.partial(gcx.convert_state, reduction="mean")
-        for new in (noisy, optax.sgd(0.1)):
-            for call in (convert, jax.jit(convert, static_argnums=0)):
-                with pytest.raises(ValueError, match="^convert_state: `state` must be"):
-                    call(new, state, PARAMS)
-        _, state = run(old, old.init(PARAMS), PARAMS, range(EVERY))
-        assert_alike(convert(noisy, state, PARAMS).noise, noisy.init(PARAMS).noise)
+        for call in (convert, jax.jit(convert, static_argnums=0)):
+            with pytest.raises(ValueError, match="^convert_state: `state` must be"):
+                call(optax.sgd(0.1), state, PARAMS)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,16 @@ import optax
 from jax.extend import core
 from jax.typing import DTypeLike
 
-from .._checks import check_callable, check_choice, check_count, check_transformation, dtype_of
+from .._checks import (
+    check_callable,
+    check_choice,
+    check_count,
+    check_dtype,
+    check_transformation,
+    dtype_of,
+)
 from .._errors import public, value_error
-from .._mesh import is_unreduced, max_over, sum_over, vary, varying_axes
+from .._mesh import check_placement, sum_over, vary, varying_axes
 from .._types import FLOAT32, Array, Count, Number, Tree
 from ._outputs import (
     AUX_REDUCTIONS,
@@ -22,7 +29,7 @@ from ._outputs import (
     output_reductions,
     whole_batch,
 )
-from ._reduction import DTYPE, REDUCTION, SUMMED, as_weight, check_unreduced
+from ._reduction import REDUCTIONS, as_weight
 from ._split import Split, bind_split, check_real, in_one_form, micro_arguments, positions
 
 Transform: TypeAlias = optax.GradientTransformation | Callable[[Tree], Tree]
@@ -40,8 +47,8 @@ def microbatched_value_and_grad(
     batch_argnums: int | Sequence[int] = 1,
     rng_argnums: int | Sequence[int] = (),
     has_weight: bool = False,
-    accumulator_dtype: Tree | Callable[[str], DTypeLike] = FLOAT32,
-    reduction: Tree | Callable[[str], str] = "mean",
+    accumulator_dtype: DTypeLike = FLOAT32,
+    reduction: Literal["mean", "sum"] = "mean",
     aux_reduction: Tree = None,
     microbatch_transform: Transform | None = None,
     drop_nonfinite: bool = False,
@@ -70,8 +77,7 @@ def microbatched_value_and_grad(
     smallest is the number of examples, and an argument with a multiple of this length has several
     consecutive rows for each example. If an argument is replicated over devices that share the
     batch, its gradient is all-reduced only once, after the last micro-batch (on CPU only inside
-    `shard_map`). As in JAX, gradients of arguments that are `reduced` over explicit mesh axes are
-    unreduced.
+    `shard_map`).
 
     Args:
         fun: Function to differentiate, as for `jax.value_and_grad`. It returns a scalar value,
@@ -92,7 +98,7 @@ def microbatched_value_and_grad(
             16-bit gradients, the gradient of every micro-batch is all-reduced.
         accumulator_dtype: Dtype of the gradient sums; see `accumulate_gradients`.
         reduction: Reduction of gradients; see `accumulate_gradients`.
-        aux_reduction: Prefix tree of aux, with values "mean" (weighted), "sum", "max", "last",
+        aux_reduction: Prefix tree of aux, with values "mean" (weighted), "sum", "last",
             "concatenate", or None for the default in the table.
         microbatch_transform: Function or gradient transformation, such as a clip, that is applied
             to the gradient of each micro-batch. Its state is initialized for every micro-batch.
@@ -121,8 +127,8 @@ def microbatched_value_and_grad(
     check_callable("fun", fun, "Pass the loss function.")
     check_count("num_microbatches", num_microbatches, "Pass 1 to use the whole batch at once.")
     check_real(num_real_microbatches, num_microbatches)
-    DTYPE.check_given(accumulator_dtype)
-    REDUCTION.check_given(reduction)
+    check_dtype("accumulator_dtype", accumulator_dtype)
+    check_choice("reduction", reduction, REDUCTIONS)
     for word in jax.tree.leaves(aux_reduction):
         check_choice("aux_reduction", word, AUX_REDUCTIONS)
     if microbatch_transform is not None and not callable(microbatch_transform):
@@ -141,8 +147,8 @@ def microbatched_value_and_grad(
     def run(*args: Any, **kwargs: Any) -> Any:
         split = bind_split(given, args)
         params, parts = split.differentiated_of(args), split.parts
-        names = REDUCTION.as_tree(reduction, "updates", params)
-        dtypes = DTYPE.as_tree(accumulator_dtype, "updates", params)
+        for i in split.differentiated:
+            check_placement(f"args[{i}]", args[i])
         batch = jax.tree.leaves([args[i] for i in split.batches]) if sums_once else []
         axes = frozenset[str]().union(*map(varying_axes, batch))
         # With varying arguments, the loop does not all-reduce gradients.
@@ -170,18 +176,17 @@ def microbatched_value_and_grad(
             return call(*micro_arguments(args, split, 0), **kwargs)
 
         shapes = jax.eval_shape(micro_batch, 0)
-        is_summed = set(SUMMED).issuperset(jax.tree.leaves(names))
-        _check_devices(shapes, names, num_real_microbatches, drop_nonfinite, sums_once)
+        _check_devices(shapes, num_real_microbatches, sums_once)
         # Weighted gradients can be all-reduced once after the loop instead of in each iteration.
-        holds_weight = has_weight and parts > 1 and sums_once and not axes and is_summed
+        holds_weight = has_weight and parts > 1 and sums_once and not axes
         holds_weight = holds_weight and _fits_weight(shapes) and _scales_with_weight(first_value)
         out = whole_batch(
             functools.partial(micro_batch, holds_weight=holds_weight),
             output_reductions(
                 shapes,
                 split,
-                _with_rows(names, split),
-                dtypes,
+                _grad_names(reduction, params, split),
+                accumulator_dtype,
                 aux_reductions(aux_reduction, split, shapes.aux, whole_aux),
                 holds_weight=holds_weight,
             ),
@@ -197,16 +202,14 @@ def microbatched_value_and_grad(
             value = value, out.weight if has_weight else out.aux
         if not axes:
             return value, out.grads
-        all_reduced = functools.partial(_all_reduced, axes)
-        return value, jax.tree.map(all_reduced, names, out.grads, params)
+        return value, jax.tree.map(functools.partial(_all_reduced, axes), out.grads, params)
 
     return run
 
 
-def _all_reduced(axes: frozenset[str], reduction: str, grad: Array, arg: Array) -> Array:
+def _all_reduced(axes: frozenset[str], grad: Array, arg: Array) -> Array:
     """All-reduce a gradient over the mesh axes over which its argument is replicated."""
-    missing = varying_axes(grad) & axes - varying_axes(arg)
-    return (max_over if reduction == "max" else sum_over)(grad, missing)
+    return sum_over(grad, varying_axes(grad) & axes - varying_axes(arg))
 
 
 def _weighted(call: Callable[..., Any], split: Split, args: Sequence[Tree]) -> BatchOutputs:
@@ -227,10 +230,9 @@ def _fits_weight(shapes: BatchOutputs) -> bool:
     """Return whether the dtypes of value and gradient can represent products with the weight.
 
     For example, float16 cannot represent a weight of 70,000, and bfloat16 cannot represent 1,001.
-    Unreduced gradients are excluded because they cannot be masked afterwards.
     """
     leaves = jax.tree.leaves((shapes.value, shapes.grads))
-    is_wide = all(jnp.finfo(x.dtype).bits >= 32 for x in leaves) and not is_unreduced(shapes.grads)
+    is_wide = all(jnp.finfo(x.dtype).bits >= 32 for x in leaves)
     return is_wide and varying_axes(shapes.weight) == varying_axes(shapes.value)
 
 
@@ -252,13 +254,8 @@ def _scales_with_weight(fun: Callable[[], Tree]) -> bool:
     return True
 
 
-def _check_devices(
-    shapes: BatchOutputs, names: Tree, real: Number | None, drop_nonfinite: bool, sums_once: bool
-) -> None:
-    """Raise for unreduced gradients that need their sum, and for unequal weights of devices."""
-    if is_unreduced(shapes.grads):
-        maximum = "max" if "max" in jax.tree.leaves(names) else None
-        check_unreduced(drop_nonfinite=drop_nonfinite or None, reduction=maximum)
+def _check_devices(shapes: BatchOutputs, real: Number | None, sums_once: bool) -> None:
+    """Raise for unequal weights of devices if each micro-batch is all-reduced."""
     if sums_once:
         return
     hint = "All-reduce it first, or use neither `drop_nonfinite` nor `microbatch_transform`."
@@ -283,11 +280,11 @@ def _transformed(transform: Any, grads: Tree, params: Tree) -> Tree:
     return transform.update(grads, transform.init(params), params)[0]
 
 
-def _with_rows(names: Tree, split: Split) -> Tree:
+def _grad_names(reduction: str, params: Tree, split: Split) -> Tree:
     """Return the reduction of each gradient; gradients of split arguments are concatenated."""
-    of_args = (names,) if split.takes_one else names
+    of_args = (params,) if split.takes_one else params
     chosen: list[Tree] = []
-    for i, of_arg in zip(split.differentiated, of_args, strict=True):
-        is_split = i in split.batches
-        chosen.append(jax.tree.map(lambda _: "concatenate", of_arg) if is_split else of_arg)
+    for i, arg in zip(split.differentiated, of_args, strict=True):
+        name = "concatenate" if i in split.batches else reduction
+        chosen.append(jax.tree.map(lambda _, name=name: name, arg))
     return chosen[0] if split.takes_one else tuple(chosen)

@@ -1,103 +1,83 @@
-"""The gradient noise scale, an estimate of the largest useful batch size.
+"""The gradient noise scale, an estimate of the largest useful batch size."""
 
-Accumulation provides gradients for two batch sizes, a single micro-batch and the whole window. For
-n micro-batches with weights w, let W be the sum of the weights, S the weighted mean of the squared
-gradient norms and B the squared norm of the mean gradient. Then the estimators
+import numpy as np
+from jax.typing import ArrayLike
 
-    tr(Sigma) ~ (S - B) W / (n - 1),    |G|^2 ~ B - tr(Sigma) / W
-
-are unbiased (appendix A of McCandlish et al. 2018, arXiv 1812.06162, generalized to weights).
-Both estimates are averaged over windows before the ratio tr(Sigma) / |G|^2 is computed.
-"""
-
-import itertools
-from typing import NamedTuple
-
-import jax
-import jax.numpy as jnp
-
-from .._run_if import run_if
-from .._states import register_metrics
-from .._types import Scalar, Tree
-from ..clipping._norm import global_norm
-from ._reduction import SUMMED, MicroBatch, window_gradient
-from ._state import AccumulationState, WindowStep
+from .._checks import refuse_traced, shortened
+from .._errors import public, type_error, value_error
 
 
-@register_metrics("gradient_noise_scale")
-class NoiseState(NamedTuple):
-    """Statistics of the current accumulation window, and moving averages over completed windows.
+@public
+def noise_scale(
+    small: ArrayLike, big: ArrayLike, small_batch: ArrayLike, big_batch: ArrayLike
+) -> float:
+    """Estimate the gradient noise scale from squared gradient norms at two batch sizes.
 
-    Attributes:
-        weighted_squares: Sum of weight times squared gradient norm over the current window,
-            float32[].
-        micro_batches: Number of micro-batches with positive weight in the current window, int32[].
-        squared_gradient: Moving average of the estimates of |G|^2, without bias correction,
-            float32[].
-        covariance_trace: Moving average of the estimates of tr(Sigma), without bias correction,
-            float32[].
+    The noise scale is the batch size at which noise and signal are equal. It is the ratio of
+
+        tr(Sigma) ~ mean((small - big) / (1/small_batch - 1/big_batch))
+        |G|^2 ~ mean((big_batch * big - small_batch * small) / (big_batch - small_batch))
+
+    Both estimates are unbiased but noisy, so average them over many steps: pass the values of all
+    steps of a log. Accumulation provides both norms, those of the micro-batches and that of their
+    mean. So does `per_example.norms`, with a `small_batch` of 1.
+
+    | case | scale |
+    | --- | --- |
+    | a step whose norms are not finite | the step is ignored |
+    | no noise: `small` equals `big` | 0 |
+    | the estimated squared signal is not positive | infinity; average over more steps |
+    | no step with finite norms | NaN |
+
+    Args:
+        small: Squared norm of the gradient of a small batch, or the mean of several such squared
+            norms, for each step.
+        big: Squared norm of the gradient of a big batch at the same parameters, for each step.
+        small_batch: Number of examples or tokens in a small batch; a number, or one for each step.
+        big_batch: Number of examples or tokens in a big batch; larger than `small_batch`.
+
+    Returns:
+        The noise scale in the unit of the batch sizes.
+
+    Raises:
+        ValueError: If the shapes differ, or if a big batch is not larger than its small batch.
+        TypeError: If an argument is traced or not real.
+
+    Examples:
+        >>> import gradclip_jax as gcx
+        >>> small, big = [3.0, 5.0], [1.5, 2.5]  # squared norms in two steps
+        >>> gcx.diagnostics.noise_scale(small, big, small_batch=8, big_batch=32)
+        16.0
+
+    References:
+        McCandlish et al. 2018, arXiv 1812.06162, appendix A.1.
     """
-
-    weighted_squares: Scalar
-    micro_batches: Scalar
-    squared_gradient: Scalar
-    covariance_trace: Scalar
-
-    @property
-    def gradient_noise_scale(self) -> Scalar:
-        """The batch size at which noise and signal are equal, in the units of the weights.
-
-        The value is 0 until the first window completes. If the estimate of |G|^2 is not positive,
-        the value is 3.4e38, the largest float32, because `jax_debug_infs` would raise for an
-        infinity.
-        """
-        signal = self.squared_gradient
-        ratio = jnp.maximum(self.covariance_trace, 0) / jnp.where(signal > 0, signal, 1)
-        measured = (signal != 0) | (self.covariance_trace != 0)
-        return jnp.where(signal > 0, ratio, jnp.where(measured, jnp.finfo(signal.dtype).max, 0))
-
-
-def empty_noise() -> NoiseState:
-    """Return the initial state."""
-    return NoiseState(*(jnp.zeros((), kind) for kind in ("f4", "i4", "f4", "f4")))
+    given = {"small": small, "big": big, "small_batch": small_batch, "big_batch": big_batch}
+    arrays = {name: _as_real(name, value) for name, value in given.items()}
+    try:
+        np.broadcast_shapes(*(x.shape for x in arrays.values()))
+    except ValueError:
+        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in arrays.items())
+        hint = "Pass one value for each step, or one number for all steps."
+        raise value_error("small", "an array with the shape of `big`", shapes, hint) from None
+    s, b, n, m = np.broadcast_arrays(*arrays.values())
+    if not np.all((n > 0) & (n < m)):
+        got = f"{shortened(small_batch)} and {shortened(big_batch)}"
+        hint = "Pass the number of examples or tokens in each batch."
+        raise value_error("small_batch", "> 0 and < `big_batch`", got, hint)
+    is_finite = np.isfinite(s) & np.isfinite(b)
+    if not is_finite.any():
+        return float("nan")
+    s, b, n, m = s[is_finite], b[is_finite], n[is_finite], m[is_finite]
+    trace = np.mean((s - b) / (1 / n - 1 / m))
+    signal = np.mean((m * b - n * s) / (m - n))
+    return max(float(trace / signal), 0.0) if signal > 0 else float("inf")
 
 
-def observe_noise(
-    state: AccumulationState, step: WindowStep, micro_batch: MicroBatch, acc: Tree, decay: float
-) -> AccumulationState:
-    """Add a micro-batch to the statistics; update the moving averages when a window completes.
-
-    Leaves whose reduction is neither "sum" nor "mean" are ignored. `acc` and the total weight in
-    the state already include the micro-batch.
-    """
-    noise, total_weight = state.noise, state.total_weight
-    selectors = [x in SUMMED for x in jax.tree.leaves(micro_batch.reductions)]
-    trees = (micro_batch.grads, acc)
-    grads, sums = (list(itertools.compress(jax.tree.leaves(x), selectors)) for x in trees)
-    weight = jnp.float32(1) if micro_batch.weight is None else micro_batch.weight
-    square = global_norm(grads).astype(jnp.float32) ** 2
-    counts = step.arrived & (weight > 0)
-    noise = noise._replace(
-        weighted_squares=jnp.where(step.starts, 0, noise.weighted_squares)
-        + jnp.where(counts, weight * square, 0),
-        micro_batches=jnp.where(step.starts, 0, noise.micro_batches) + counts.astype(jnp.int32),
-    )
-
-    def observe_window(noise: NoiseState) -> NoiseState:
-        window = MicroBatch(sums, ["mean"] * len(sums))
-        big = global_norm(window_gradient(sums, window, total_weight)).astype(jnp.float32) ** 2
-        small = noise.weighted_squares / total_weight
-        n = noise.micro_batches.astype(jnp.float32)
-        trace = (small - big) * total_weight / (n - 1)
-        square = big - trace / total_weight
-        usable = (n > 1) & jnp.isfinite(trace) & jnp.isfinite(square)
-
-        def averaged(average: Scalar, estimate: Scalar) -> Scalar:
-            return jnp.where(usable, decay * average + (1 - decay) * estimate, average)
-
-        return noise._replace(
-            squared_gradient=averaged(noise.squared_gradient, square),
-            covariance_trace=averaged(noise.covariance_trace, trace),
-        )
-
-    return state._replace(noise=run_if(step.emits, observe_window, noise))
+def _as_real(argument: str, value: ArrayLike) -> np.ndarray:
+    refuse_traced(argument, value)
+    try:
+        return np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        rule, hint = "a real number or array", "Pass squared norms and batch sizes."
+        raise type_error(argument, rule, shortened(value), hint) from None

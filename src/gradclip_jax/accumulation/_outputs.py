@@ -13,27 +13,18 @@ from jax.typing import ArrayLike, DTypeLike
 from .._checks import broadcast_prefix, describe, leaf_path
 from .._devices import summand
 from .._errors import type_error, value_error
-from .._mesh import max_over, unreduced_axes, vary, varying_axes, zeros_of_type
+from .._mesh import max_over, vary, varying_axes, zeros_of_type
 from .._types import FLOAT32, Array, Number, Scalar, Tree
-from ._reduction import (
-    REDUCTIONS,
-    SUMMED,
-    accumulator_dtype,
-    as_weight,
-    combine,
-    divide,
-    identity_of,
-)
+from ._reduction import REDUCTIONS, accumulator_dtype, add_weighted, as_weight, divide
 from ._split import Split, in_order, rows_per_example, run_if_real
 
-AUX_REDUCTIONS: Final = (*REDUCTIONS, "concatenate")
+AUX_REDUCTIONS: Final = (*REDUCTIONS, "last", "concatenate")
 _DTYPES: Final[dict[str | None, tuple[DTypeLike, ...]]] = {
     "mean": (jnp.inexact,),
     "sum": (jnp.number,),
-    "max": (jnp.floating, jnp.integer, jnp.bool_),
 }
 _HINT: Final = (
-    "'mean' requires floating-point leaves, 'max' real leaves, 'concatenate' leaves with the same "
+    "'mean' requires floating-point leaves, 'sum' numbers, 'concatenate' leaves with the same "
     "number of rows for each example, and 'last' accepts every leaf."
 )
 
@@ -77,19 +68,22 @@ class LeafReduction:
     def start(self, parts: int, axes: frozenset[str]) -> Array:
         """Initialize the sum over micro-batches, or the array of all outputs if concatenated."""
         zeros = vary(zeros_of_type(self.like, self.dtype), axes)
-        if self.name == "concatenate":
-            return lax.broadcast(zeros, (parts,))
-        first = identity_of(self.name, self.dtype)
-        return zeros if first == 0 else zeros + first
+        return lax.broadcast(zeros, (parts,)) if self.name == "concatenate" else zeros
 
     def add(self, total: Array, x: ArrayLike, weight: Scalar | None, index: Array) -> Array:
         """Add a micro-batch to the total."""
         x = jnp.asarray(x)  # aux may be a Python number
         weight = weight if self.is_weighted and not self.holds_weight else None
-        if self.name != "concatenate":
-            return combine(self.name, total, x, weight)
-        x = x if weight is None else combine("sum", jnp.zeros_like(x), x, weight)
-        return lax.dynamic_update_index_in_dim(total, x, index, 0)
+        if self.name == "concatenate":
+            x = x if weight is None else add_weighted(jnp.zeros_like(x), x, weight).astype(x.dtype)
+            return lax.dynamic_update_index_in_dim(total, x, index, 0)
+        if self.name == "last" and weight is None:
+            return x
+        if self.name == "last":
+            return jnp.where(weight == 0, total, x)
+        if not jnp.issubdtype(total.dtype, jnp.inexact):
+            return total + x.astype(total.dtype)
+        return add_weighted(total, x, weight).astype(total.dtype)
 
     def finish(
         self, total: Array, divisor: Scalar, has_run: Array | bool, if_empty: Array | float
@@ -103,10 +97,8 @@ class LeafReduction:
         out = in_order(total, self.rows_per_example) if is_rows else total
         if self.is_weighted and self.name in ("mean", "concatenate"):
             out = divide(out, divisor)
-        elif self.name == "max" or (self.is_weighted and isinstance(if_empty, jax.Array)):
-            # The initial total of a maximum is -inf or the smallest integer.
-            empty = jnp.full_like(out, if_empty if self.is_weighted else 0)
-            out = jnp.where(has_run, out, empty)
+        elif self.is_weighted and isinstance(if_empty, jax.Array):
+            out = jnp.where(has_run, out, if_empty.astype(out.dtype))
         return out if out.dtype == self.like.dtype else out.astype(self.like.dtype)
 
 
@@ -114,7 +106,7 @@ def output_reductions(
     shapes: BatchOutputs,
     split: Split,
     grad_names: Tree,
-    grad_dtypes: Tree,
+    grad_dtype: DTypeLike,
     aux_names: Tree,
     *,
     holds_weight: bool,
@@ -135,7 +127,7 @@ def output_reductions(
         if split.parts == 1 and not (is_derived and name == "sum"):
             name = "last"
         total = leaf.dtype
-        if name in SUMMED and jnp.issubdtype(total, jnp.inexact):
+        if name in REDUCTIONS and jnp.issubdtype(total, jnp.inexact):
             total = accumulator_dtype(total, dtype)
         rows = rows_per_example(leaf.shape[0], split.sizes) if name == "concatenate" else 1
         return LeafReduction(leaf, name, is_weighted, total, is_derived and holds_weight, rows)
@@ -144,7 +136,7 @@ def output_reductions(
     weight = shapes.weight
     return BatchOutputs(
         value=derived("mean", shapes.value),
-        grads=jax.tree.map(derived, grad_names, shapes.grads, grad_dtypes),
+        grads=jax.tree.map(functools.partial(derived, dtype=grad_dtype), grad_names, shapes.grads),
         aux=jax.tree.map(reduction, aux_names, shapes.aux),
         weight=None if weight is None else reduction("sum", weight),
     )
@@ -179,7 +171,7 @@ def whole_batch(
             weight = as_weight(outputs.weight)
             is_added = total_weight >= 0 if weight is None else weight != 0
             if weight is None or holds_weight:
-                kept = functools.partial(_kept, is_added)
+                kept = functools.partial(summand, is_added=is_added)
                 value = kept(outputs.value) if holds_weight else outputs.value
                 outputs = outputs._replace(value=value, grads=jax.tree.map(kept, outputs.grads))
             columns = zip(rules, totals, jax.tree.leaves(outputs), strict=True)
@@ -212,10 +204,6 @@ def _without_nonfinite(out: BatchOutputs) -> tuple[BatchOutputs, Array]:
     is_bad = functools.reduce(jnp.logical_or, flags)
     is_bad = max_over(is_bad.astype(jnp.int32), varying_axes(is_bad)) > 0
     return out._replace(weight=jnp.where(is_bad, 0, weight)), is_bad & (weight != 0)
-
-
-def _kept(is_added: Array, x: Array) -> Array:
-    return x if unreduced_axes(x) else summand(x, is_added)
 
 
 def aux_reductions(reduction: Tree, split: Split, aux: Tree, whole_aux: Callable[[], Tree]) -> Tree:

@@ -1,16 +1,14 @@
 """The state of an accumulation, and functions that read or change it between calls."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import check_transformation, is_traced
+from .._checks import check_choice, check_transformation, is_traced
 from .._errors import public, type_error, value_error
-from .._mesh import is_unreduced, unreduced_axes, zeros_of_type
 from .._run_if import Flag, run_step
 from .._states import (
     GATES,
@@ -21,7 +19,7 @@ from .._states import (
     with_structure_of,
 )
 from .._types import Array, HostArray, Scalar, Tree
-from ._reduction import REDUCTION, MicroBatch, params_of, window_gradient
+from ._reduction import REDUCTIONS, MicroBatch, params_of, window_gradient
 
 
 @register_metrics("mini_step", "gradient_step")
@@ -39,7 +37,6 @@ class AccumulationState(NamedTuple):
         accumulation_steps: Length of the window, int32[].
         micro_batch_count: Number of all micro-batches so far, int32[].
         emitted: 1 if the last call emitted a window, else 0, int32[].
-        noise: A `NoiseState`, or () if the noise scale is not measured.
     """
 
     mini_step: Scalar
@@ -50,7 +47,6 @@ class AccumulationState(NamedTuple):
     accumulation_steps: Scalar
     micro_batch_count: Scalar
     emitted: Scalar
-    noise: Tree
 
 
 GATES[AccumulationState] = "inner_opt_state"
@@ -128,7 +124,7 @@ def flush(
     arrays, params = plain_arrays(state), plain_arrays(params)
     windows = _accumulations(arrays)
     is_open = jnp.stack([x.mini_step > 0 for x in windows]).any()
-    nothing = _zero_gradient(params_of(params), windows[0].acc_grads)
+    nothing = _zero_gradient(params_of(params))
     update = optax.with_extra_args_support(tx).update
     ours = {"weight": jnp.float32(0), "flush": True}
 
@@ -139,28 +135,23 @@ def flush(
     return updates, with_structure_of(state, flushed)
 
 
-def _zero_gradient(params: Tree, acc: Tree) -> Tree:
-    """Return a zero gradient that is unreduced over the same axes as the accumulator."""
-
-    def zero(param: Array, total: Array) -> Array | HostArray:
-        dtype = jnp.result_type(param)
-        if not jnp.issubdtype(dtype, jnp.inexact):
+def _zero_gradient(params: Tree) -> Tree:
+    def zero(param: Array) -> Array | HostArray:
+        if not jnp.issubdtype(jnp.result_type(param), jnp.inexact):
             return np.zeros(np.shape(param), jax.dtypes.float0)
-        return zeros_of_type(total, dtype) if unreduced_axes(total) else jnp.zeros_like(param)
+        return jnp.zeros_like(param)
 
-    return jax.tree.map(zero, params, acc if is_unreduced(acc) else params)
+    return jax.tree.map(zero, params)
 
 
 @public
-def accumulated_gradients(
-    state: Tree, *, reduction: str | Tree | Callable[[str], str] = "mean"
-) -> Tree:
+def accumulated_gradients(state: Tree, *, reduction: Literal["mean", "sum"] = "mean") -> Tree:
     """Return the weighted mean of the accumulated gradients, in the accumulator's dtype.
 
     Args:
         state: State of `accumulate_gradients`, or a state that contains it.
         reduction: The same argument as for `accumulate_gradients`. The default returns the mean,
-            also for leaves that the accumulation sums.
+            also if the accumulation sums.
 
     Returns:
         The mean gradient; inside jit, zeros for an empty window.
@@ -177,6 +168,7 @@ def accumulated_gradients(
         >>> gcx.accumulated_gradients(state).tolist()
         [3.0]
     """
+    check_choice("reduction", reduction, REDUCTIONS)
     open_window = _accumulations(state)[0]
     count, total_weight = plain_arrays((open_window.mini_step, open_window.total_weight))
     if np.ndim(count):
@@ -187,7 +179,7 @@ def accumulated_gradients(
         hint = "Call `update` with a micro-batch first."
         raise value_error("state", "a state with an open window", "an empty window", hint)
     acc = plain_arrays(open_window.acc_grads)
-    window = MicroBatch(acc, REDUCTION.as_tree(reduction, "updates", acc))
+    window = MicroBatch(acc, reduction)
     mean = window_gradient(acc, window, jnp.where(empty, 1, total_weight))
     mean = jax.tree.map(lambda x: jnp.where(empty, jnp.zeros_like(x), x), mean)
     return with_structure_of(open_window.acc_grads, mean)

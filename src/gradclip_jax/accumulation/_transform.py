@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from .._checks import (
     check_choice,
     check_count,
-    check_decays,
+    check_dtype,
     check_number,
     check_same_structure,
     check_state,
@@ -25,23 +25,20 @@ from .._checks import (
     is_traced,
 )
 from .._errors import public, type_error, value_error
-from .._mesh import is_unreduced, without_reduced_axes
+from .._mesh import check_placement
 from .._run_if import Flag, like_dtypes, run_if
 from .._states import find_states, increment_where
 from .._types import FLOAT32, Count, Number, Scalar, Tree
 from ..gates._execute import gated
 from ..gates._gate import ExtraArgs, Window
-from ._noise_scale import empty_noise, observe_noise
 from ._reduction import (
-    DTYPE,
-    REDUCTION,
+    REDUCTIONS,
     MicroBatch,
     Weight,
     accumulator_like,
     add_micro_batch,
     as_weight,
     check_matches_accumulator,
-    check_unreduced,
     has_micro_batch,
     only_gradient,
     params_of,
@@ -72,10 +69,9 @@ def accumulate_gradients(
     inner: optax.GradientTransformation,
     every: Count | Callable[[Scalar], Number],
     *,
-    reduction: str | Tree | Callable[[str], str] = "mean",
-    accumulator_dtype: Tree | Callable[[str], DTypeLike] = FLOAT32,
+    reduction: Literal["mean", "sum"] = "mean",
+    accumulator_dtype: DTypeLike = FLOAT32,
     rounding: Literal["nearest", "stochastic"] = "nearest",
-    noise_scale_decay: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Run the inner optimizer once for every `every` micro-batches, on their mean gradient.
 
@@ -90,7 +86,6 @@ def accumulate_gradients(
     | NaN gradient | affects only its window; an outer `skip_nonfinite` skips the micro-batch |
     | the last of an epoch, with `flush=True` | emits the window, divided by its total weight |
     | the last of a window with a total weight of 0 | zero update; the inner state does not change |
-    | unreduced over a mesh axis | accumulated unreduced, summed over devices once per window |
 
     Extra arguments of `update`:
 
@@ -112,20 +107,13 @@ def accumulate_gradients(
             from the gradient step, int32[], to such a number (`every_k_schedule` in Optax). The
             integer 1 allocates no accumulator. It also emits an open window in the state of a
             longer accumulation.
-        reduction: "mean" or "sum"; also "max" or "last", which ignore positive weights, for leaves
-            that are not gradients, such as the statistics of an fp8 layer. May be a prefix tree of
-            these strings, or a function from the path of a leaf, such as "layer/kernel", to one of
-            them.
+        reduction: "mean" or "sum". To accumulate leaves that are not gradients in another way, such
+            as the statistics of an fp8 layer, use `optax.partition`.
         accumulator_dtype: Dtype of the sum for leaves of up to 32 bits. Complex leaves use the
-            corresponding complex dtype, and 64-bit leaves keep their dtype. May be a prefix tree of
-            dtypes, or a function from the path of a leaf to a dtype.
+            corresponding complex dtype, and 64-bit leaves keep their dtype.
         rounding: Rounding of bfloat16 sums and means, "nearest" or "stochastic". Stochastic
             rounding is unbiased for windows of any length and deterministic across runs and
             replicas.
-        noise_scale_decay: Decay rate, at least 0 and below 1, of a moving average over windows that
-            estimates the gradient noise scale (McCandlish et al. 2018, arXiv 1812.06162). This
-            costs one extra norm computation per micro-batch; `metrics` includes the result. None
-            disables it.
 
     Returns:
         A gradient transformation with an `AccumulationState`. The inner optimizer receives
@@ -151,11 +139,9 @@ def accumulate_gradients(
     check_transformation("inner", inner)
     if not is_function(every):
         check_count("every", every, "Pass 1 to run the inner optimizer at every step.")
-    REDUCTION.check_given(reduction)
-    DTYPE.check_given(accumulator_dtype)
+    check_choice("reduction", reduction, REDUCTIONS)
+    check_dtype("accumulator_dtype", accumulator_dtype)
     check_choice("rounding", rounding, ("nearest", "stochastic"))
-    if noise_scale_decay is not None:
-        check_decays(noise_scale_decay=noise_scale_decay)
     # A traced `every` requires the accumulator even if its value is 1.
     is_one = isinstance(every, (int, np.integer)) and every == 1
 
@@ -169,7 +155,8 @@ def accumulate_gradients(
 
     def init(params: Tree) -> AccumulationState:
         """Return a state without accumulated micro-batches."""
-        inner_state = inner.init(without_reduced_axes(params))
+        check_placement("params", params)
+        inner_state = inner.init(params)
         if find_states(inner_state, (AccumulationState, optax.MultiStepsState)):
             rule = "a transformation that contains no accumulation"
             hint = "Use one accumulation with `every=a * b` instead of two."
@@ -182,7 +169,6 @@ def accumulate_gradients(
             acc_grads=acc,
             total_weight=jnp.zeros((), jnp.float32),
             accumulation_steps=length_of(jnp.zeros((), jnp.int32)),
-            noise=() if noise_scale_decay is None else empty_noise(),
             **{name: jnp.zeros((), jnp.int32) for name in counts},
         )
 
@@ -207,13 +193,6 @@ def accumulate_gradients(
                 raise type_error("emit", "True with `every=1`", "False", hint)
             call = call._replace(emit=True)
         step, advanced = _advance_window(state, length_of(state.gradient_step), call, accepted)
-        reductions = REDUCTION.as_tree(reduction, "updates", updates)
-        if is_unreduced(updates):
-            check_unreduced(
-                rounding=None if rounding == "nearest" else rounding,
-                reduction="max" if "max" in jax.tree.leaves(reductions) else None,
-                noise_scale_decay=noise_scale_decay,
-            )
         key = None
         if rounding == "stochastic":
             key = jax.random.fold_in(jax.random.key(0), state.micro_batch_count)
@@ -223,20 +202,13 @@ def accumulate_gradients(
             # If a guard skips this micro-batch, compute the mean gradient without it, because it
             # may be NaN.
             weight = jnp.where(accepted, jnp.float32(1 if weight is None else weight), 0)
-        micro_batch = MicroBatch(updates, reductions, weight, key)
+        micro_batch = MicroBatch(updates, reduction, weight, key)
         add = functools.partial(add_micro_batch, micro_batch=micro_batch, is_first=step.starts)
-        if noise_scale_decay is not None:
-            total = add(state.acc_grads) if has_buffer else updates
-            advanced = observe_noise(advanced, step, micro_batch, total, noise_scale_decay)
 
         def read(acc: Tree) -> tuple[Tree, Tree]:
-            inner_state = state.inner_opt_state
             if not has_buffer:
-                return only_gradient(micro_batch, inner_state), acc
-            total = add(acc)
-            mean = window_gradient(total, micro_batch, advanced.total_weight, inner_state)
-            if is_unreduced(acc):
-                return mean, acc
+                return only_gradient(micro_batch), acc
+            mean = window_gradient(add(acc), micro_batch, advanced.total_weight)
             # Reuse the buffers of the accumulator for the mean, to avoid scratch memory.
             return mean, jax.tree.map(lambda x, y: y if is_float0(x) else x, mean, acc)
 

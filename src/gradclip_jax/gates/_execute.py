@@ -181,8 +181,7 @@ def _execute(
     """
     _check_extra_args(args, extra_args)
     accumulation = update.accumulation
-    sums_over_devices = accumulation is not None and not update.outside
-    flatten("updates", incoming, unreduced=sums_over_devices)  # raises for integer leaves
+    flatten("updates", incoming)  # raises for integer leaves
     outer, grads, state, accepted = _judge(update.outside, incoming, state, params, extra_args)
     target = params if applies else None
     step = functools.partial(_step, update.innermost, update.inside, incoming, params)

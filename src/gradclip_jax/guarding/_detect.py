@@ -23,7 +23,6 @@ from .._mesh import max_over, replica_count, shard_axes, sum_over
 from .._run_if import Flag
 from .._states import replace_states
 from .._types import UNBOUNDED, Array, AxisName, Path, Scalar, Tree
-from ..accumulation._noise_scale import NoiseState
 from ..clipping._clip import ClipState
 from ..clipping._norm import norm_of_leaves
 from ..gates._gate import ExtraArgs
@@ -69,8 +68,7 @@ def is_finite_step(
     flags: dict[Hashable, Array] = {}
     # Norm statistics may overflow.
     after, before = (
-        replace_states(state, (ClipState, NoiseState), lambda statistics: ())
-        for state in (after, before)
+        replace_states(state, ClipState, lambda statistics: ()) for state in (after, before)
     )
     pairs = [(grads, None), (updates, None), (after, before)]
     for number, (new, old) in enumerate(pairs):

@@ -33,7 +33,6 @@ def metrics(state: Tree) -> dict[str, Array]:
     | `skipped_large_loss` | number of skipped steps by cause |
     | `consecutive_skips` | number of skipped steps since the last applied step |
     | `guard_failed` | 1 if a limit of skipped steps or of the loss scale was ever reached, else 0 |
-    | `gradient_noise_scale` | noise scale in micro-batches, or in the unit of the weights |
     | `nonfinite_norms` | number of steps for which `record_norms` recorded a non-finite norm |
     | `gradient_norm`, `update_norm`, `parameter_norm`, `update_ratio` | of `watch`, also by unit |
     | | -1 if the last call did not measure |

@@ -154,6 +154,7 @@ def test_two_accumulations_in_a_partition_keep_their_own_windows():
 
 @pytest.mark.slow
 def test_statistics_of_a_flax_fp8_layer_are_those_of_the_big_batch():
+    # The recipe of docs/accumulation.md.
     nn = pytest.importorskip("flax.linen")
     model, x = nn.Dense(8, dot_general_cls=nn.Fp8DotGeneralOp), trees.normal((16, 4), seed=1)
     variables = model.init(jax.random.key(0), x)
@@ -162,16 +163,36 @@ def test_statistics_of_a_flax_fp8_layer_are_those_of_the_big_batch():
         # A sum over examples: the gradient of an output is that of the big batch.
         return jnp.sum(model.apply(variables, x) ** 2) / 16
 
-    def reduction(path):
-        return "max" if path.startswith("_overwrite_with_gradient") else "sum"
+    def maximum(every):
+        def init(params):
+            return jnp.int32(0), jax.tree.map(jnp.zeros_like, params)
 
-    wanted, grad = jax.grad(loss)(variables, x), jax.jit(jax.grad(loss))
-    assert all(np.any(x) for x in jax.tree.leaves(wanted["_overwrite_with_gradient"]))
-    take = gcx.microbatched_value_and_grad(loss, 4, reduction=reduction)
-    tx = gcx.accumulate_gradients(optax.identity(), 4, reduction=reduction)
-    over_calls, _ = run(tx, variables, [grad(variables, x[i::4]) for i in range(4)])
-    for found in (take(variables, x)[1], over_calls[-1]):
-        chex.assert_trees_all_close(found, wanted, rtol=1e-4, atol=1e-6)
+        def update(new, state, params):
+            count, top = state[0] + 1, jax.tree.map(jnp.maximum, state[1], new)
+            is_last = count == every
+            updates = jax.tree.map(lambda t, p: jnp.where(is_last, t - p, 0), top, params)
+            return updates, (count % every, jax.tree.map(lambda t: jnp.where(is_last, 0, t), top))
+
+        return optax.GradientTransformation(init, update)
+
+    inner = {
+        "params": gcx.accumulate_gradients(optax.sgd(0.1), 4, reduction="sum"),
+        "_overwrite_with_gradient": maximum(4),
+    }
+    tx = optax.partition(inner, {name: name for name in inner})
+    step = jax.jit(lambda p, s, x: gcx.apply_gradients(tx, jax.grad(loss)(p, x), s, p))
+    wanted, state = variables, tx.init(variables)
+    for window in range(2):
+        batch = (1 + window) * x
+        grads = jax.grad(loss)(wanted, batch)
+        assert all(np.any(x) for x in jax.tree.leaves(grads["_overwrite_with_gradient"]))
+        wanted = {
+            "params": jax.tree.map(lambda p, g: p - 0.1 * g, wanted["params"], grads["params"]),
+            "_overwrite_with_gradient": grads["_overwrite_with_gradient"],
+        }
+        for i in range(4):
+            variables, state = step(variables, state, batch[i::4])
+        chex.assert_trees_all_close(variables, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_the_variables_of_nnx_are_taken_and_returned():
