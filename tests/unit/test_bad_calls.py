@@ -192,6 +192,7 @@ ROWS = [
     ("diagnostics.nonfinite_leaves", lambda f: jax.jit(f)(GRADS), TypeError, "tree"),
     ("diagnostics.norm_history", lambda f: jax.jit(f)(gcx.record_norms().init(W)), TypeError, "state"),
     ("diagnostics.summarize_log", lambda f: f([{"loss": 1.0}], window=0), ValueError, "window"),
+    ("diagnostics.verify_step", lambda f: f(W, W), TypeError, "step"),
     ("diagnostics.suggest_max_norm", lambda f: f({"a": 1.0}), TypeError, "norms"),
     ("diagnostics.suggest_max_norm", lambda f: f("abc"), TypeError, "norms"),
     ("diagnostics.suggest_max_norm", lambda f: f([np.nan, np.inf]), ValueError, "norms"),
