@@ -61,6 +61,7 @@ class Step(NamedTuple):
         device: Index of the device that differs.
         values: Loss, and norms of gradient, update and parameters.
         is_suspicious: Whether the row has an incident.
+        is_applied: Whether the optimizer ran.
         is_bad: Whether the step was applied and its loss is an outlier; without a loss, its norms.
         is_fatal: Whether the parameters are non-finite before or after the step.
     """
@@ -71,6 +72,7 @@ class Step(NamedTuple):
     device: int
     values: list[float]
     is_suspicious: bool
+    is_applied: bool
     is_bad: bool
     is_fatal: bool
 
@@ -101,6 +103,7 @@ class Policy:
         self.stale = set[int]()  # checkpoints that existed when the run was rewound before them
         self.differing_devices = set[int]()
         self.longest_window = 0
+        self.usual = list[float]()  # losses of the last applied steps outside stretches
         self.since_good: dict[int, Step] = {}
         self._start_branch({})
         for event in events:
@@ -166,13 +169,12 @@ class Policy:
         if self.next_step < 0:
             self.quiet_from = self.good_until = row.step  # nothing before it was measured
         self.next_step = row.step + 1
-        if row.is_suspicious:
+        self._check_replay(row)
+        self._check_window(row)
+        if self._extend_stretch(row) or row.is_suspicious:
             self.quiet_from = self.next_step
         if self.next_step - self.quiet_from >= self.quiet:
             self.good_until = self.next_step - self.quiet
-        self._check_replay(row)
-        self._check_window(row)
-        self._extend_stretch(row)
         place, skips = f"step {row.step}", len(self.skipped)
         if row.is_fatal:
             self._rewind(f"{place}: non-finite parameters", self.stretch or [row], is_fatal=True)
@@ -188,23 +190,28 @@ class Policy:
             self._rewind(f"{place}: {skips} consecutive steps were skipped", self.skipped)
         self.has_failed = Outcome.GUARD_FAILED in row.flags
 
-    def _extend_stretch(self, row: Step) -> None:
-        """Add the row to a stretch of bad rows, and end the stretch after enough other rows."""
-        is_held = Outcome.HELD in row.flags
+    def _extend_stretch(self, row: Step) -> bool:
+        """Add the row to a stretch of bad rows; return whether it is bad."""
+        is_held, loss = Outcome.HELD in row.flags, row.values[0]
         if Outcome.SKIPPED in row.flags:
             self.skipped.append(row)
         elif not is_held:
             self.skipped = []
         if row.step - self.last_evidence >= FORGET:
             self.num_rewinds = 0
-        if row.is_bad:
-            self.num_others = 0
-        elif self.stretch:
-            self.num_others += not is_held
-        if row.is_bad or self.stretch:
-            self.stretch.append(row)
+        if not self.stretch:
+            self.limit = (np.median(self.usual) + loss) / 2 if self.usual else np.inf
+            if not row.is_bad:
+                if row.is_applied and np.isfinite(loss):
+                    self.usual = [*self.usual[1 - LONG :], loss]
+                return False
+        # The thresholds of incidents adapt to a long stretch, but this limit does not.
+        is_bad = row.is_bad or (row.is_applied and loss > self.limit)
+        self.stretch.append(row._replace(is_bad=is_bad))
+        self.num_others = 0 if is_bad else self.num_others + (not is_held)
         if self.num_others > GAP:
             self._end_stretch()
+        return is_bad
 
     def _end_stretch(self) -> None:
         """Rewind if the stretch has enough bad rows."""
@@ -277,6 +284,7 @@ def _steps(rows: Rows, incidents: Iterable[Incident]) -> Iterator[Step]:
             int(rows.device[t]),
             [rows.loss[t], *rows.norms[t, :, 0]],
             is_suspicious=bool(kinds),
+            is_applied=is_applied,
             is_bad=is_applied and not outliers.isdisjoint(kinds),
             is_fatal=not (parameter and (update or not is_applied)),
         )

@@ -109,6 +109,14 @@ def test_a_stretch_that_does_not_end_rewinds_after_32_rows_and_twice_as_many_aft
     assert run.read(1, bad=[113]) == "rewind" and len(run.last.batch_ids) == 32 + 64
 
 
+def test_a_stretch_goes_on_after_the_thresholds_of_incidents_have_adapted():
+    run, loss = Run(saved=[0]), dict.fromkeys(range(50, 70), 30.0) | {75: 10.0}
+    assert run.read(100, bad=[50], loss=loss) == "rewind"
+    assert run.last.batch_ids == tuple(range(50, 70))
+    run = Run(saved=[0])
+    assert run.read(60, bad=[50], loss={50: 30.0, 51: 10.0, 52: 10.0}) == "continue"
+
+
 def test_the_action_is_repeated_until_the_run_is_rewound():
     run = Run(saved=[0])
     run.read(60, bad=[50, 51, 52])
