@@ -21,6 +21,9 @@ from jax.sharding import PartitionSpec as P
 
 import compat
 import gradclip_jax as gcx
+from gradclip_jax.diagnostics import Incident
+from gradclip_jax.monitoring._policy import Policy
+from gradclip_jax.monitoring._rows import Names, Outcome, Rows
 
 DEVICES = 8  # of all processes together
 CALLS, BATCH, BAD_CALL, DEATH = 6, 16, 2, 3
@@ -179,11 +182,21 @@ def pipeline_stages():
     return {"norm": [float(whole)], "after": float(gcx.combine_norms(after.ravel()))}
 
 
+def decision():
+    """Only process 0 has seen a checkpoint and bad rows."""
+    rows, is_first = Rows.zeros(100, Names()), jax.process_index() == 0
+    rows.step[:] = rows.batch_id[:] = np.arange(100)
+    rows.outcome[:] = int(Outcome.APPLIED | Outcome.HAS_LOSS | Outcome.HAS_BATCH_ID)
+    bad = [Incident(step, ("loss",), 1.0) for step in (50, 51, 52)]
+    return Policy().update(rows, bad if is_first else [], [0] if is_first else [])
+
+
 CASES = {
     **{layout: lambda layout=layout: by_jit(layout) for layout in LAYOUTS},
     "shard_map_window": shard_map_window,
     "huge_norm": huge_norm,
     "pipeline_stages": pipeline_stages,
+    "decision": decision,
 }
 
 

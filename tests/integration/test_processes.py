@@ -70,6 +70,8 @@ def test_several_processes_see_what_one_device_sees(processes, tmp_path):
         exact = oracles.global_norm([whole])
         np.testing.assert_allclose(seen[case]["norm"], exact, rtol=3e-7, err_msg=case)
     assert abs(seen["pipeline_stages"]["after"] - 1) < 1e-6
+    action, _, good_step, batch_ids = seen["decision"]
+    assert (action, good_step, batch_ids) == ("rewind", 0, [50, 51, 52])
     calls = process_worker.reference(process_worker.GUARDED_CALLS)
     windows = process_worker.reference(process_worker.GUARDED_WINDOWS)
     is_bad = [i == process_worker.BAD_CALL for i in range(process_worker.CALLS)]

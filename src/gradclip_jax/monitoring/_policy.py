@@ -148,11 +148,23 @@ class Policy:
         self.since_good = {i: x for i, x in self.since_good.items() if i >= first}
         return _broadcast(self.pending or Decision(action, "", good, tuple(self.left_out)))
 
+    def resume(self, rows: Rows, incidents: Iterable[Incident]) -> None:
+        """Process the last rows of a log, whose decisions are among the events."""
+        decided = self.pending, self.num_rewinds, self.last_evidence, dict(self.left_out)
+        for row in _steps(rows, incidents):
+            self._process(row)
+        self.pending, self.num_rewinds, self.last_evidence, self.left_out = decided
+
     def rewound(self, step: int) -> None:
-        """Go on from an earlier step, because the run was rewound or restarted."""
+        """Go on from an earlier step, because the run was rewound or restarted.
+
+        The step may be later than the restored checkpoint if the rows before it are equal.
+        """
         # With a lower learning rate, the same batches give other rows.
-        is_replay = not (self.pending and self.pending.action == "lower")
+        is_replay = self.pending is not None and self.pending.action == "rewind"
         self._start_branch({i: x for i, x in self.since_good.items() if i >= step and is_replay})
+        if self.pending and self.pending.good_step is not None:
+            self.num_equal = step - self.pending.good_step
         self.since_good = {i: x for i, x in self.since_good.items() if i < step}
         self.stale |= {i for i in self.saved if i > step}
         self.next_step = min(self.next_step, step)

@@ -229,6 +229,13 @@ def test_a_replay_that_differs_after_equal_rows_is_the_hardware():
     assert "hardware" not in run.last.reason
 
 
+def test_only_the_rows_from_the_first_that_differs_may_be_passed_again():
+    run = Run(saved=[0])
+    assert run.read(70, bad=[50, 51, 52]) == "rewind"
+    run.rewind(step=20, leave_out=False)
+    assert run.read(1, loss={20: 2.0}) == "stop" and "after 20 equal rows" in run.last.reason
+
+
 def test_a_restarted_job_repeats_rows_without_a_rewind():
     run = Run(saved=[0])
     run.read(60, bad=[55, 56])
@@ -253,7 +260,19 @@ def test_a_policy_from_a_log_knows_a_pending_rewind_and_how_many_there_were():
     assert actions == ["rewind", "lower", "stop"]
 
 
-def test_a_policy_from_a_log_starts_with_the_rows_of_its_tail():
+def test_a_policy_from_a_log_continues_with_the_rows_of_its_tail():
+    run = Run(start=5000, events=[{"rewind_to": 100}])
+    rows = Rows.zeros(60, Names())
+    rows.step[:] = np.arange(5000, 5060)
+    rows.outcome[:] = int(GOOD)
+    bad = [Incident(step, ("loss",), 1.0) for step in (5030, 5031, 5032)]
+    run.policy.resume(rows, bad)
+    run.rewind(step=5040)
+    assert run.read(20, saved=[4000, 5040]) == "continue" and run.last.good_step == 4000
+    assert run.read(20) == "save" and run.last.good_step == 5040
+
+
+def test_a_policy_from_a_log_that_has_no_rows_starts_with_the_next():
     run = Run(start=5000, events=[{"rewind_to": 100}])
     assert run.read(20, saved=[4000, 5000]) == "continue" and run.last.good_step == 5000
     run.rewind(step=5010)
