@@ -2,13 +2,13 @@
 
 Optimizer states are split into the states of their transformations, including those inside chains,
 guards and accumulations. States of the same type are matched in order and copied. Fields are
-translated between the states of Optax and of this package. A state of this package without an
-unambiguous counterpart is initialized or dropped. Any other unmatched state raises an error with
-its path.
+translated between the states of Optax and of this package. A guard, clip, accumulation or `watch`
+without an unambiguous counterpart is initialized or dropped. Any other unmatched state raises an
+error with its path.
 """
 
 import collections
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
@@ -18,14 +18,12 @@ import optax
 
 from ._checks import check_choice, children_of, describe, is_traced, leaf_path, shortened
 from ._errors import ArgumentTypeError, public, type_error, value_error
-from ._rounding import RoundingState
 from ._states import GATES, find_states, plain_arrays, with_structure_of
 from ._types import Array, Path, Scalar, Tree
 from .accumulation._state import AccumulationState
 from .clipping._clip import ClipState
 from .guarding._loss_scale import LossScaleState
 from .guarding._skip_nonfinite import SkipNonfiniteState
-from .monitoring._record import NormRecordState
 from .monitoring._watch import WatchState
 
 _INNER: Final[dict[type, str]] = GATES | {  # name of the field that contains the inner state
@@ -39,11 +37,10 @@ _KINDS: Final[dict[type, type]] = {
 }
 _Window: TypeAlias = AccumulationState | optax.MultiStepsState
 _WINDOWS = (AccumulationState, optax.MultiStepsState)
-_FRESH = (ClipState, NormRecordState, RoundingState, optax.EmptyState)
-# Fields of guards and `watch` that are initialized if the threshold rules or the taps change.
-_RESTARTED = ("signals", "tap_sums")
+_CLIPS = (ClipState, optax.EmptyState)
 _HINT = (
-    "Restore checkpoints with the old optimizer; only clips, guards and accumulations may differ."
+    "Pass the parameters of `state`, and restore checkpoints with the old optimizer; only clips, "
+    "guards, accumulations and `watch` may be added, removed or moved."
 )
 _FLUSH = "Call `flush` first, or convert the state outside jit after the next optimizer step."
 
@@ -65,16 +62,12 @@ def convert_state(
     | `apply_if_finite` | `skip_nonfinite` | the counts of skips, the inner state |
     | a clip of Optax | a clip | nothing: Optax's clips have no state |
     | nothing | a guard, an accumulation, a `watch` | the inner state |
-    | an accumulator | one of another dtype | the open window, rounded to nearest |
-    | a guard | one with another rule | the counts of skips, the inner state |
-    | a `watch` | one that measures other norms | the incidents if no unit or tap changes its |
-    | | | name, the inner state |
-    | nothing | a clip, `record_norms` | nothing; its state is initialized |
-    | nothing | `round_stochastically` | nothing; its state is initialized |
+    | nothing | a clip | nothing; its state is initialized |
 
     Every conversion in the table also works in reverse. If the number of guards or clips of one
     type changes, their states are initialized. The state of a guard or clip that moves into or out
-    of an accumulation is initialized as well. Discarding accumulated micro-batches raises an error.
+    of an accumulation is initialized as well, and so is that of a clip with another rule.
+    Discarding accumulated micro-batches raises an error.
 
     Args:
         tx: New optimizer; a gradient transformation or an `optax.MultiSteps`.
@@ -94,11 +87,11 @@ def convert_state(
 
     Raises:
         TypeError: If part of `state` has no counterpart in the state of `tx`, or differs from it in
-            shapes or dtypes.
+            shapes or dtypes, for example because `params` are other parameters.
         ValueError: If `reduction` is invalid or is required but missing, if accumulated
             micro-batches would be discarded (inside `jit`, if they could be), if they have weights
-            other than 1, which `MultiSteps` does not support, or if a `dynamic_loss_scale` or a
-            noise scale is added to, or the former removed from, an unfinished accumulation.
+            other than 1, which `MultiSteps` does not support, or if a `dynamic_loss_scale` is added
+            to, or removed from, an unfinished accumulation.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -126,7 +119,17 @@ def convert_state(
 def _converted(like: Tree, given: Tree, reduction: str | None, path: Path) -> Tree:
     """Copy the values of `given` into the structure of `like`, a new state of `tx`."""
     parts, others = list(_parts(like)), list(_parts(given, path))
-    key_of = _key_function(parts, others)
+    has_same_windows = _num_windows(parts) == _num_windows(others)
+    has_same_containers = _containers(parts) == _containers(others)
+
+    def key_of(part: _Part) -> Hashable:
+        """Return a key that is equal for counterparts, or None if a counterpart is required."""
+        kind = type(part.node)
+        if _is_optional(part):
+            # A guard or clip outside an accumulation has other statistics than one inside.
+            return _KINDS.get(kind, kind), part.depth if has_same_windows else 0
+        return None if has_same_containers or not _is_clip(part.node) else kind
+
     unmatched: dict[Hashable, list[_Part]] = collections.defaultdict(list)
     for part in others:
         unmatched[key_of(part)].append(part)
@@ -186,82 +189,37 @@ def _parts(node: Tree, path: Path = (), depth: int = 0) -> Iterator[_Part]:
         yield from _parts(getattr(node, inner), (*path, jax.tree_util.GetAttrKey(inner)), depth)
 
 
-def _key_function(parts: Sequence[_Part], others: Sequence[_Part]) -> Callable[[_Part], Hashable]:
-    """Return a function of a part, whose results are equal for parts that may be counterparts.
-
-    The result is None for parts that must have a counterpart.
-    """
-
-    def is_optional(part: _Part) -> bool:
-        return type(part.node) in _INNER or type(part.node) in _FRESH
-
-    def containers(parts: Sequence[_Part]) -> list[type]:
-        return [type(part.node) for part in parts if not is_optional(part)]
-
-    def has_same_number_of(kinds: type | tuple[type, ...]) -> bool:
-        count = sum(isinstance(part.node, kinds) for part in parts)
-        return count == sum(isinstance(part.node, kinds) for part in others)
-
-    has_same_containers = containers(parts) == containers(others)
-    has_same_windows = has_same_number_of(_WINDOWS)
-    kinds = dict(_KINDS)
-    if not has_same_number_of(LossScaleState):  # it may replace a guard against non-finite steps
-        kinds[LossScaleState] = SkipNonfiniteState
-
-    def key_of(part: _Part) -> Hashable:
-        kind = type(part.node)
-        if is_optional(part):
-            # A guard or clip outside an accumulation has other statistics than one inside.
-            return kinds.get(kind, kind), part.depth if has_same_windows else 0
-        return None if has_same_containers or not _is_fresh(part.node) else kind
-
-    return key_of
+def _num_windows(parts: list[_Part]) -> int:
+    return sum(isinstance(part.node, _WINDOWS) for part in parts)
 
 
-def _is_fresh(node: Tree) -> bool:
-    """Return whether a state can be initialized or dropped during conversion."""
-    parts = jax.tree.leaves(node, is_leaf=lambda x: isinstance(x, _FRESH))
-    return bool(parts) and all(isinstance(x, _FRESH) for x in parts)
+def _is_optional(part: _Part) -> bool:
+    return type(part.node) in _INNER or type(part.node) in _CLIPS
+
+
+def _containers(parts: list[_Part]) -> list[type]:
+    return [type(part.node) for part in parts if not _is_optional(part)]
+
+
+def _is_clip(node: Tree) -> bool:
+    """Return whether a state, such as that of a masked clip, contains only states of clips."""
+    parts = jax.tree.leaves(node, is_leaf=lambda x: isinstance(x, _CLIPS))
+    return bool(parts) and all(isinstance(x, _CLIPS) for x in parts)
 
 
 def _copied(like: Tree, given: Tree, reduction: str | None, path: Path) -> Tree:
     """Copy a state, except its inner state, to its counterpart in the new optimizer."""
-    kind, is_same = type(like), type(like) is type(given)
-    if isinstance(like, _FRESH):
+    kind = type(like)
+    if kind in _CLIPS:
         return given if _is_alike(like, given) else like
     if kind in _WINDOWS:
         _check_same_scale(like, given, path)
         given = _copied_window(like, given, reduction, path)
-    elif kind in _INNER and not is_same:
+    elif kind in _INNER and kind is not type(given):
         given = _copied_skips(like, given)
     if kind in _INNER:
         like, given = (x._replace(**{_INNER[type(x)]: ()}) for x in (like, given))
-        for name in kind._fields:
-            new, old = getattr(like, name), getattr(given, name)
-            if name in _RESTARTED or new is None or old is None:
-                given = given._replace(**{name: _continued(new, old)})
-    if isinstance(like, WatchState):
-        given = _continued_watch(like, given)
     return _copied_children(like, given, reduction, path)
-
-
-def _continued(new: Tree, old: Tree) -> Tree:
-    """Return the old state of a rule or, if the rules differ, the new one."""
-    if isinstance(new, dict) and isinstance(old, dict):  # one rule for each signal
-        return {key: old[key] if _is_alike(x, old.get(key)) else x for key, x in new.items()}
-    return old if _is_alike(new, old) else new
-
-
-def _continued_watch(like: WatchState, given: WatchState) -> WatchState:
-    """Initialize the norms if other norms are measured, and the incidents if names differ."""
-    new, old = like.incidents, given.incidents
-    measured = ((x.norms, x.levels, x.incidents.names) for x in (like, given))
-    if not _is_alike(*measured):
-        given = given._replace(norms=like.norms, levels=like.levels)
-    if _is_alike((new.names, new.tap_names), (old.names, old.tap_names)):
-        latest = jnp.concatenate([new.rows, old.rows])[-len(new.rows) :]
-        return given._replace(incidents=old._replace(rows=latest))
-    return given._replace(incidents=new._replace(step_count=old.step_count))
 
 
 def _is_alike(like: Tree, given: Tree) -> bool:
@@ -276,9 +234,9 @@ def _is_alike(like: Tree, given: Tree) -> bool:
 
 def _copied_children(like: Tree, given: Tree, reduction: str | None, path: Path) -> Tree:
     """Convert each child of a state pytree separately."""
-    if isinstance(like, dict) and isinstance(given, dict):
+    if isinstance(like, dict) and isinstance(given, dict):  # the states of a `named_chain`
         names = like.keys() ^ given.keys()
-        if names and all(_is_fresh({**like, **given}[name]) for name in names):
+        if names and all(_is_clip({**like, **given}[name]) for name in names):
             given = like | {name: given[name] for name in like.keys() & given.keys()}
     children, structure = children_of(like)
     others, other_structure = children_of(given)
@@ -295,42 +253,47 @@ def _copied_children(like: Tree, given: Tree, reduction: str | None, path: Path)
 
 def _copied_skips(like: Tree, given: Tree) -> Tree:
     """Convert the counts of skipped steps between guards of this package and of Optax."""
-    if isinstance(given, optax.ApplyIfFiniteState):
-        skips, streak, failed = map(_count, (given.total_notfinite, given.notfinite_count, 0))
-    else:
-        skips, streak = given.skipped_nonfinite, given.consecutive_skips
-        failed = given.guard_failed
     if isinstance(like, optax.ApplyIfFiniteState):
-        return like._replace(notfinite_count=streak, last_finite=streak == 0, total_notfinite=skips)
-    return like._replace(skipped_nonfinite=skips, consecutive_skips=streak, guard_failed=failed)
+        streak = given.consecutive_skips
+        return like._replace(
+            notfinite_count=streak,
+            last_finite=streak == 0,
+            total_notfinite=given.skipped_nonfinite,
+        )
+    return like._replace(
+        skipped_nonfinite=_count(given.total_notfinite),
+        consecutive_skips=_count(given.notfinite_count),
+    )
 
 
 def _copied_window(like: _Window, given: _Window, reduction: str | None, path: Path) -> _Window:
     """Convert accumulated gradients, which `MultiSteps` may store as a mean instead of a sum."""
-    noise = getattr(like, "noise", ())
-    if not _is_alike(noise, getattr(given, "noise", ())):
-        if jax.tree.leaves(noise):
-            hint = "Call `flush` first: the noise scale needs the norms of all micro-batches."
-            _check_closed(given, path, hint)
-        given = given._replace(noise=noise) if isinstance(given, AccumulationState) else given
+    new, old = like.acc_grads, given.acc_grads
+    has_both = bool(jax.tree.leaves(new)) and bool(jax.tree.leaves(old))
+    if not jax.tree.leaves(new):  # `every=1` needs no accumulator
+        _check_closed(given, path)
     if type(like) is type(given):
-        return given._replace(acc_grads=_accumulator(like, given, 1, path))
-    held, steps = _count(given.mini_step), _count(given.gradient_step)
-    is_ours = isinstance(like, AccumulationState)
+        return given if has_both else given._replace(acc_grads=new)
     if isinstance(given, AccumulationState):
         _check_weights(given, path)
-    if not jax.tree.leaves(like.acc_grads):
-        _check_closed(given, path)
-    elif reduction is None and _may_be_open(given):
+    if jax.tree.leaves(new) and reduction is None and _may_be_open(given):
         rule = '"mean" or "sum" if micro-batches may be accumulated'
         hint = f'Pass "mean" if {leaf_path("state", path)} accumulates the mean of gradients.'
         raise value_error("reduction", rule, "None", hint)
+    held, steps = _count(given.mini_step), _count(given.gradient_step)
     length = jnp.float32(1) if reduction == "sum" else jnp.maximum(held, 1).astype(jnp.float32)
-    # Use zeros for an empty window, because our accumulator still contains the previous sum.
-    # `MultiSteps` would add to this sum.
-    is_filled = held > 0
-    acc = _accumulator(like, given, is_filled * length if is_ours else is_filled / length, path)
-    like = like._replace(mini_step=held, gradient_step=steps, acc_grads=acc)
+    is_ours = isinstance(like, AccumulationState)
+
+    def converted(x: Array, like: Array) -> Array:
+        # Our accumulator of an empty window contains the previous sum, to which `MultiSteps` would
+        # add. It is selected, because it may be NaN.
+        sums = jnp.where(held > 0, x * length if is_ours else x / length, jnp.zeros_like(x))
+        return sums.astype(jnp.result_type(like))
+
+    if has_both:  # otherwise `_copied_children` raises an error with the path of the difference
+        is_alike = jax.tree.structure(new) == jax.tree.structure(old)
+        new = jax.tree.map(converted, old, new) if is_alike else old
+    like = like._replace(mini_step=held, gradient_step=steps, acc_grads=new)
     if not isinstance(like, AccumulationState):
         return like
     return like._replace(
@@ -344,50 +307,24 @@ def _check_same_scale(like: _Window, given: _Window, path: Path) -> None:
     """Raise if only one of two windows may contain gradients multiplied by a loss scale."""
     windows = (getattr(x, _INNER[type(x)]) for x in (like, given))
     has_scale, had_scale = (bool(find_states(x, LossScaleState)) for x in windows)
-    if has_scale != had_scale and _may_be_open(given):
-        rule = "a state without accumulated micro-batches if a loss scale is added or removed"
-        got = f"{leaf_path('state', path)}.mini_step = {shortened(given.mini_step)}"
+    if has_scale != had_scale:
         hint = "Call `flush` first, because the micro-batches are multiplied by the loss scale."
-        raise value_error("state", rule, got, hint)
+        _check_closed(given, path, hint)
 
 
 def _check_weights(window: AccumulationState, path: Path) -> None:
     """Raise if accumulated micro-batches have weights other than 1."""
     weight, held = window.total_weight, window.mini_step
-    if _is_open(window) and not is_traced(weight) and weight != held:
+    if not is_traced(weight) and held > 0 and weight != held:
         place = leaf_path("state", path) + ".total_weight"
         got = f"{place} = {float(weight):g} with mini_step = {int(held)}"
         hint = "Call `flush` first, because `MultiSteps` does not support weights."
         raise value_error("state", "a state whose micro-batches have weight 1", got, hint)
 
 
-def _accumulator(like: _Window, given: _Window, factor: Scalar | int, path: Path) -> Tree:
-    """Multiply the accumulator of `given` by a factor and cast it to the dtypes of `like`."""
-
-    def scaled(x: Array, like: Array) -> Array:
-        if jnp.iscomplexobj(x) and not jnp.iscomplexobj(like):
-            return x
-        # Select instead of multiplying by 0, because an empty accumulator may contain NaN.
-        x = jnp.where(factor > 0, x * factor, jnp.zeros_like(x))
-        return x.astype(jnp.result_type(like))
-
-    ours, acc = like.acc_grads, given.acc_grads
-    if not jax.tree.leaves(ours):  # `every=1` needs no accumulator
-        _check_closed(given, path)
-    if not (jax.tree.leaves(ours) and jax.tree.leaves(acc)):
-        return ours
-    is_same = jax.tree.structure(ours) == jax.tree.structure(acc)
-    return jax.tree.map(scaled, acc, ours) if is_same else acc
-
-
-def _is_open(window: _Window) -> bool:
-    """Return whether the number of accumulated micro-batches is positive and not traced."""
-    return not is_traced(window.mini_step) and bool(_count(window.mini_step) > 0)
-
-
 def _may_be_open(window: _Window) -> bool:
     """Return whether the number of accumulated micro-batches is positive or traced."""
-    return is_traced(window.mini_step) or _is_open(window)
+    return is_traced(window.mini_step) or bool(_count(window.mini_step) > 0)
 
 
 def _check_closed(given: Tree, path: Path, hint: str = _FLUSH) -> None:

@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend import core
+from jax import lax
 from jax.typing import DTypeLike
 
 from .._checks import (
@@ -17,19 +17,21 @@ from .._checks import (
     check_count,
     check_dtype,
     check_transformation,
-    dtype_of,
+    is_traced,
 )
-from .._errors import public, value_error
-from .._mesh import check_placement, sum_over, vary, varying_axes
-from .._types import FLOAT32, Array, Count, Number, Tree
+from .._errors import public, type_error, value_error
+from .._mesh import check_placement, sum_over, vary, varying_axes, zeros_of_type
+from .._types import FLOAT32, Array, Count, Number, Scalar, Tree
 from ._outputs import (
     AUX_REDUCTIONS,
-    BatchOutputs,
+    MicroOutputs,
     aux_reductions,
-    output_reductions,
-    whole_batch,
+    gradient_rows,
+    reduced,
+    run_micro_batches,
+    scaled,
 )
-from ._reduction import REDUCTIONS, as_weight
+from ._reduction import REDUCTIONS, accumulator_dtype, as_weight, divide
 from ._split import Split, bind_split, check_real, in_one_form, micro_arguments, positions
 
 Transform: TypeAlias = optax.GradientTransformation | Callable[[Tree], Tree]
@@ -66,6 +68,8 @@ def microbatched_value_and_grad(
     | a floating-point scalar | the (weighted) mean over micro-batches |
     | anything else, such as a count, a flag or a key | an error that requires `aux_reduction` |
 
+    The aux of all micro-batches is stacked before it is reduced.
+
     | micro-batch | result |
     | --- | --- |
     | weight 0, even if its gradient is NaN | contributes 0 to value, gradient and means |
@@ -94,8 +98,10 @@ def microbatched_value_and_grad(
         batch_argnums: Positions of the arguments that are split along the first axis of each leaf.
         rng_argnums: Positions of random keys; each micro-batch receives a different key.
         has_weight: Whether `fun` returns a weight, which is converted to float32; value and
-            gradient are then weighted means. If `fun` contains a `custom_vjp` or float16, or has
-            16-bit gradients, the gradient of every micro-batch is all-reduced.
+            gradient are then weighted means. The weights of all micro-batches are computed first,
+            and each loss is multiplied by the ratio of its weight and the mean weight before it is
+            differentiated, so that cotangents inside `fun` have the size of those of the loss.
+            Host callbacks in `fun` run twice.
         accumulator_dtype: Dtype of the gradient sums; see `accumulate_gradients`.
         reduction: Reduction of gradients; see `accumulate_gradients`.
         aux_reduction: Prefix tree of aux, with values "mean" (weighted), "sum", "last",
@@ -125,6 +131,9 @@ def microbatched_value_and_grad(
         (7.5, 15.0)
     """
     check_callable("fun", fun, "Pass the loss function.")
+    if is_traced(num_microbatches):
+        hint = "Mark it as static under jit, or vary `num_real_microbatches`, which may be traced."
+        raise type_error("num_microbatches", "a static integer", "a tracer", hint)
     check_count("num_microbatches", num_microbatches, "Pass 1 to use the whole batch at once.")
     check_real(num_real_microbatches, num_microbatches)
     check_dtype("accumulator_dtype", accumulator_dtype)
@@ -133,141 +142,201 @@ def microbatched_value_and_grad(
         check_choice("aux_reduction", word, AUX_REDUCTIONS)
     if microbatch_transform is not None and not callable(microbatch_transform):
         check_transformation("microbatch_transform", microbatch_transform)
-    given = Split(
+    split = Split(
         parts=int(num_microbatches),
         batches=positions("batch_argnums", batch_argnums),
         keys=positions("rng_argnums", rng_argnums),
         differentiated=positions("argnums", argnums),
         takes_one=not np.ndim(argnums),
     )
-    call = in_one_form(fun, has_weight, has_aux)
-    value_and_grad = jax.value_and_grad(call, argnums, has_aux=True)
-    sums_once = microbatch_transform is None and not drop_nonfinite
+    real = split.parts if num_real_microbatches is None else num_real_microbatches
+    options = _Options(
+        in_one_form(fun, has_weight, has_aux),
+        split,
+        jnp.asarray(real).astype(jnp.int32) if is_traced(real) else int(real),
+        has_weight,
+        accumulator_dtype,
+        reduction,
+        aux_reduction,
+        microbatch_transform,
+        drop_nonfinite,
+    )
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        split = bind_split(given, args)
-        params, parts = split.differentiated_of(args), split.parts
-        for i in split.differentiated:
-            check_placement(f"args[{i}]", args[i])
-        batch = jax.tree.leaves([args[i] for i in split.batches]) if sums_once else []
-        axes = frozenset[str]().union(*map(varying_axes, batch))
-        # With varying arguments, the loop does not all-reduce gradients.
-        varying = jax.tree.map(lambda x: vary(x, axes), params) if axes else params
-        local = split.with_differentiated(args, varying)
-
-        def micro_batch(index: Array | int, *, holds_weight: bool = False) -> BatchOutputs:
-            chosen = micro_arguments(local, split, index)
-            if holds_weight:
-                return _weighted(functools.partial(call, **kwargs), split, chosen)
-            (value, (weight, aux)), grads = value_and_grad(*chosen, **kwargs)
-            if drop_nonfinite and weight is None:
-                weight = jnp.float32(1)
-            out = BatchOutputs(value, grads, aux, weight)
-            if microbatch_transform is not None:
-                own = split.differentiated_of(chosen)
-                out = out._replace(grads=_transformed(microbatch_transform, grads, own))
-            return out
-
-        def whole_aux() -> Tree:
-            # Close over the arguments, because they may be flags or models, which are not arrays.
-            return jax.eval_shape(lambda: call(*args, **kwargs))[1][1]
-
-        def first_value() -> Tree:
-            return call(*micro_arguments(args, split, 0), **kwargs)
-
-        shapes = jax.eval_shape(micro_batch, 0)
-        _check_devices(shapes, num_real_microbatches, sums_once)
-        # Weighted gradients can be all-reduced once after the loop instead of in each iteration.
-        holds_weight = has_weight and parts > 1 and sums_once and not axes
-        holds_weight = holds_weight and _fits_weight(shapes) and _scales_with_weight(first_value)
-        out = whole_batch(
-            functools.partial(micro_batch, holds_weight=holds_weight),
-            output_reductions(
-                shapes,
-                split,
-                _grad_names(reduction, params, split),
-                accumulator_dtype,
-                aux_reductions(aux_reduction, split, shapes.aux, whole_aux),
-                holds_weight=holds_weight,
-            ),
-            shapes,
-            parts,
-            num_real_microbatches,
-            drops_nonfinite=drop_nonfinite,
-        )
-        value = out.value
+        value, grads, aux, weight = _evaluate(options, args, kwargs)
         if has_weight and has_aux:
-            value = value, (out.weight, out.aux)
-        elif has_weight or has_aux:
-            value = value, out.weight if has_weight else out.aux
-        if not axes:
-            return value, out.grads
-        return value, jax.tree.map(functools.partial(_all_reduced, axes), out.grads, params)
+            return (value, (weight, aux)), grads
+        if has_weight or has_aux:
+            return (value, weight if has_weight else aux), grads
+        return value, grads
 
     return run
 
 
-def _all_reduced(axes: frozenset[str], grad: Array, arg: Array) -> Array:
-    """All-reduce a gradient over the mesh axes over which its argument is replicated."""
-    return sum_over(grad, varying_axes(grad) & axes - varying_axes(arg))
+class _Options(NamedTuple):
+    """The arguments of `microbatched_value_and_grad`.
+
+    Attributes:
+        call: The function to differentiate, which returns `(value, (weight, aux))`.
+        split: Number of micro-batches, and positions of arguments.
+        real: Number of micro-batches to run; an integer, or a traced array.
+        has_weight: Whether the function returns a weight.
+        accumulator_dtype: Dtype of the gradient sums.
+        reduction: Reduction of gradients.
+        aux_reduction: Prefix tree of reductions of aux.
+        transform: Transformation of the gradient of each micro-batch, or None.
+        drops_nonfinite: Whether non-finite micro-batches are ignored.
+    """
+
+    call: Callable[..., tuple[Scalar, tuple[Tree, Tree]]]
+    split: Split
+    real: int | Array
+    has_weight: bool
+    accumulator_dtype: DTypeLike
+    reduction: str
+    aux_reduction: Tree
+    transform: Transform | None
+    drops_nonfinite: bool
 
 
-def _weighted(call: Callable[..., Any], split: Split, args: Sequence[Tree]) -> BatchOutputs:
-    """Compute the value and gradient of a micro-batch, both multiplied by its weight."""
+def _evaluate(
+    options: _Options, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Scalar, Tree, Tree, Scalar | None]:
+    """Return the value, gradient, aux and weight of a batch."""
+    split, real = bind_split(options.split, args), options.real
+    call = functools.partial(options.call, **kwargs)
+    for i in split.differentiated:
+        check_placement(f"args[{i}]", args[i])
+    params = split.differentiated_of(args)
+    # If a check or a transformation does not need the gradient of all devices, differentiate by
+    # parameters that vary over devices. The loop then does not all-reduce gradients.
+    sums_once = options.transform is None and not options.drops_nonfinite
+    batch = jax.tree.leaves([args[i] for i in split.batches]) if sums_once else []
+    axes = frozenset[str]().union(*map(varying_axes, batch))
+    local = split.with_differentiated(args, jax.tree.map(lambda x: vary(x, axes), params))
 
-    def of_params(params: Tree) -> tuple[Array, Tree]:
-        return call(*split.with_differentiated(args, params))
+    weights = _weights(call, split, args, real) if options.has_weight else None
+    micro_batch = functools.partial(_micro_batch, call, split, local, options.transform)
+    shapes, grads = jax.eval_shape(micro_batch, 0, None)
+    _check_equal_on_devices((shapes.value, *grads), weights, real, sums_once)
 
-    value, pull_back, (weight, aux) = jax.vjp(
-        of_params, split.differentiated_of(args), has_aux=True
+    def whole_aux() -> Tree:
+        # Close over the arguments, because they may be flags or models, which are not arrays.
+        return jax.eval_shape(lambda: call(*args))[1][1]
+
+    names = aux_reductions(options.aux_reduction, split, shapes.aux, whole_aux)
+    dtypes = [accumulator_dtype(x.dtype, options.accumulator_dtype) for x in grads]
+    if split.parts == 1:  # do not round a single micro-batch
+        dtypes = [x.dtype for x in grads]
+    outputs, totals, scales = run_micro_batches(
+        micro_batch,
+        shapes,
+        list(map(zeros_of_type, grads, dtypes)),
+        weights,
+        split.parts,
+        real,
+        options.drops_nonfinite,
     )
-    factor = jnp.asarray(as_weight(weight)).astype(value.dtype)
-    (grads,) = pull_back(factor)
-    return BatchOutputs(value * factor, grads, aux, weight)
+
+    def combined(name: str, like: jax.ShapeDtypeStruct, stack: Array) -> Array:
+        return reduced(name, like, stack, split, real, scales)
+
+    divisor = scales.sum_divisor() if options.reduction == "sum" else scales.divisor
+    sums = [divide(x, divisor).astype(y.dtype) for x, y in zip(totals, grads, strict=True)]
+    rows = zip(shapes.rows, outputs.rows, strict=True)
+    rows = [gradient_rows(like, x, split, scales) for like, x in rows]
+    value = combined("mean", shapes.value, outputs.value)
+    aux = jax.tree.map(combined, names, shapes.aux, outputs.aux)
+    weight = None if scales.weights is None else jnp.sum(scales.weights)
+    return value, _gradient(split, params, sums, rows, axes), aux, weight
 
 
-def _fits_weight(shapes: BatchOutputs) -> bool:
-    """Return whether the dtypes of value and gradient can represent products with the weight.
+def _micro_batch(
+    call: Callable[..., tuple[Scalar, tuple[Tree, Tree]]],
+    split: Split,
+    args: Sequence[Any],
+    transform: Transform | None,
+    index: Array | int,
+    scale: Scalar | None,
+) -> tuple[MicroOutputs, list[Array]]:
+    """Return the outputs of a micro-batch, and its gradients multiplied by the scale.
 
-    For example, float16 cannot represent a weight of 70,000, and bfloat16 cannot represent 1,001.
+    The loss is multiplied by the scale instead of the gradient, because XLA keeps the all-reduce of
+    a gradient inside the loop if the gradient is multiplied by a weight (JAX 0.12, GPU and TPU).
     """
-    leaves = jax.tree.leaves((shapes.value, shapes.grads))
-    is_wide = all(jnp.finfo(x.dtype).bits >= 32 for x in leaves)
-    return is_wide and varying_axes(shapes.weight) == varying_axes(shapes.value)
+
+    def loss(*args: Any) -> tuple[Scalar, tuple[Scalar, Tree]]:
+        value, (_, aux) = call(*args)
+        return (value if transform else scaled(value, scale)), (value, aux)
+
+    chosen = micro_arguments(args, split, index)
+    argnums = split.differentiated[0] if split.takes_one else split.differentiated
+    (_, (value, aux)), grads = jax.value_and_grad(loss, argnums, has_aux=True)(*chosen)
+    if transform is not None:  # it receives the gradient of the loss
+        grads = _transformed(transform, grads, split.differentiated_of(chosen))
+        grads = jax.tree.map(lambda x: scaled(x, scale), grads)
+    rows: list[Array] = []
+    summed: list[Array] = []
+    for i, grad in zip(split.differentiated, (grads,) if split.takes_one else grads, strict=True):
+        (rows if i in split.batches else summed).extend(jax.tree.leaves(grad))
+    return MicroOutputs(value, rows, aux), summed
 
 
-def _scales_with_weight(fun: Callable[[], Tree]) -> bool:
-    """Return whether the gradient of a function is proportional to its cotangent.
+def _gradient(
+    split: Split, params: Tree, sums: list[Array], rows: list[Array], axes: frozenset[str]
+) -> Tree:
+    """Return the gradient, all-reduced over the mesh axes over which an argument is replicated."""
+    summed, split_rows = iter(sums), iter(rows)
+    grads: list[Tree] = []
+    for i, arg in zip(split.differentiated, (params,) if split.takes_one else params, strict=True):
+        leaves, structure = jax.tree.flatten(arg)
+        new = [next(split_rows if i in split.batches else summed) for _ in leaves]
+        for j, (x, param) in enumerate(zip(new, leaves, strict=True)):
+            new[j] = sum_over(x, varying_axes(x) & axes - varying_axes(param))
+        grads.append(jax.tree.unflatten(structure, new))
+    return grads[0] if split.takes_one else tuple(grads)
 
-    A `custom_vjp`, such as that of `clip_cotangent`, may be nonlinear, and dtypes with less than 8
-    exponent bits may overflow.
+
+def _weights(
+    call: Callable[..., tuple[Scalar, tuple[Tree, Tree]]],
+    split: Split,
+    args: Sequence[Any],
+    real: int | Array,
+) -> Array:
+    """Return the weight of each micro-batch, and 0 for padding.
+
+    The loss is multiplied by the weight of a micro-batch relative to the mean weight, so the
+    weights must be known before the first gradient. XLA removes everything else that `call`
+    computes.
     """
-    jaxprs = [jax.make_jaxpr(fun)().jaxpr]
-    while jaxprs:
-        for eqn in jaxprs.pop().eqns:
-            dtypes = [dtype_of(v.aval) for v in eqn.outvars]
-            floats = [x for x in dtypes if jnp.issubdtype(x, jnp.floating)]
-            if "custom_vjp" in eqn.primitive.name or any(jnp.finfo(x).nexp < 8 for x in floats):
-                return False
-            inner = [getattr(x, "jaxpr", x) for x in jax.tree.leaves(eqn.params)]
-            jaxprs += [x for x in inner if isinstance(x, core.Jaxpr)]
-    return True
+
+    def weight(index: Array) -> Array:
+        weight = call(*micro_arguments(args, split, index))[1][0]
+        as_weight(weight)  # raises if it is not a real scalar
+        return jnp.asarray(weight)
+
+    if not is_traced(real):
+        return lax.map(weight, jnp.arange(int(real)))
+    indices = jnp.arange(split.parts)
+    weights = lax.map(weight, indices)
+    return jnp.where(indices < real, weights, jnp.zeros_like(weights))
 
 
-def _check_devices(shapes: BatchOutputs, real: Number | None, sums_once: bool) -> None:
-    """Raise for unequal weights of devices if each micro-batch is all-reduced."""
-    if sums_once:
-        return
-    hint = "All-reduce it first, or use neither `drop_nonfinite` nor `microbatch_transform`."
+def _check_equal_on_devices(
+    outputs: Sequence[Any], weights: Array | None, real: int | Array, sums_once: bool
+) -> None:
+    """Raise for weights that vary over mesh axes over which the value or a gradient does not."""
     rule = "equal on all devices, because each micro-batch is all-reduced"
-    axes = frozenset[str]() if real is None else varying_axes(jnp.asarray(real))
-    if axes:
+    hint = "All-reduce it first, or use neither `drop_nonfinite` nor `microbatch_transform`."
+    if sums_once:
+        rule = "equal on all devices on which the value is equal"
+        hint = "All-reduce it with `jax.lax.psum`, like the value."
+    axes = varying_axes(jnp.asarray(real))
+    if axes and not sums_once:
         got = f"a value that varies over {sorted(axes)}"
         raise value_error("num_real_microbatches", rule, got, hint)
-    if shapes.weight is None:
-        return
-    for grad in jax.tree.leaves(shapes.grads):
-        axes = varying_axes(shapes.weight) - varying_axes(grad)
+    for x in outputs if weights is not None else ():
+        axes = varying_axes(weights) - varying_axes(x)
         if axes:
             got = f"a weight that varies over {sorted(axes)}"
             raise value_error("fun", f"a function whose weight is {rule}", got, hint)
@@ -278,13 +347,3 @@ def _transformed(transform: Any, grads: Tree, params: Tree) -> Tree:
     if not hasattr(transform, "update"):
         return transform(grads)
     return transform.update(grads, transform.init(params), params)[0]
-
-
-def _grad_names(reduction: str, params: Tree, split: Split) -> Tree:
-    """Return the reduction of each gradient; gradients of split arguments are concatenated."""
-    of_args = (params,) if split.takes_one else params
-    chosen: list[Tree] = []
-    for i, arg in zip(split.differentiated, of_args, strict=True):
-        name = "concatenate" if i in split.batches else reduction
-        chosen.append(jax.tree.map(lambda _, name=name: name, arg))
-    return chosen[0] if split.takes_one else tuple(chosen)

@@ -40,8 +40,8 @@ def noise_scale(
         The noise scale in the unit of the batch sizes.
 
     Raises:
-        ValueError: If the shapes differ, or if a big batch is not larger than its small batch.
-        TypeError: If an argument is traced or not real.
+        ValueError: If a big batch is not larger than its small batch.
+        TypeError: If the arguments are traced or not real, or if their shapes differ.
 
     Examples:
         >>> import gradclip_jax as gcx
@@ -52,19 +52,18 @@ def noise_scale(
     References:
         McCandlish et al. 2018, arXiv 1812.06162, appendix A.1.
     """
-    given = {"small": small, "big": big, "small_batch": small_batch, "big_batch": big_batch}
-    arrays = {name: _as_real(name, value) for name, value in given.items()}
+    refuse_traced("small", small)
+    refuse_traced("big", big)
     try:
-        np.broadcast_shapes(*(x.shape for x in arrays.values()))
-    except ValueError:
-        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in arrays.items())
-        hint = "Pass one value for each step, or one number for all steps."
-        raise value_error("small", "an array with the shape of `big`", shapes, hint) from None
-    s, b, n, m = np.broadcast_arrays(*arrays.values())
+        s, b, n, m = np.broadcast_arrays(
+            *(np.asarray(x, np.float64) for x in (small, big, small_batch, big_batch))
+        )
+    except (TypeError, ValueError) as error:
+        rule, hint = "a number for each step, like `big`", f"{error}."
+        raise type_error("small", rule, shortened(small), hint) from None
     if not np.all((n > 0) & (n < m)):
-        got = f"{shortened(small_batch)} and {shortened(big_batch)}"
         hint = "Pass the number of examples or tokens in each batch."
-        raise value_error("small_batch", "> 0 and < `big_batch`", got, hint)
+        raise value_error("small_batch", "> 0 and < `big_batch`", shortened(small_batch), hint)
     is_finite = np.isfinite(s) & np.isfinite(b)
     if not is_finite.any():
         return float("nan")
@@ -72,12 +71,3 @@ def noise_scale(
     trace = np.mean((s - b) / (1 / n - 1 / m))
     signal = np.mean((m * b - n * s) / (m - n))
     return max(float(trace / signal), 0.0) if signal > 0 else float("inf")
-
-
-def _as_real(argument: str, value: ArrayLike) -> np.ndarray:
-    refuse_traced(argument, value)
-    try:
-        return np.asarray(value, np.float64)
-    except (TypeError, ValueError):
-        rule, hint = "a real number or array", "Pass squared norms and batch sizes."
-        raise type_error(argument, rule, shortened(value), hint) from None

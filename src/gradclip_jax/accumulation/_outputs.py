@@ -1,6 +1,5 @@
-"""Combine the outputs of micro-batches into the outputs of the whole batch."""
+"""Run micro-batches one after another, and combine their outputs."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Final, NamedTuple
@@ -10,13 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from .._checks import broadcast_prefix, describe, leaf_path
+from .._checks import broadcast_prefix, describe, is_traced, leaf_path
 from .._devices import summand
 from .._errors import type_error, value_error
+from .._leaves import wide_dtype
 from .._mesh import max_over, vary, varying_axes, zeros_of_type
-from .._types import FLOAT32, Array, Number, Scalar, Tree
-from ._reduction import REDUCTIONS, accumulator_dtype, add_weighted, as_weight, divide
-from ._split import Split, in_order, rows_per_example, run_if_real
+from .._run_if import run_step
+from .._types import Array, Scalar, Tree
+from ._reduction import REDUCTIONS, add_weighted, divide
+from ._split import Split, in_order, rows_per_example
 
 AUX_REDUCTIONS: Final = (*REDUCTIONS, "last", "concatenate")
 _DTYPES: Final[dict[str | None, tuple[DTypeLike, ...]]] = {
@@ -29,181 +30,144 @@ _HINT: Final = (
 )
 
 
-class BatchOutputs(NamedTuple):
-    """Loss, gradient, auxiliary data and weight of a batch, or a property of each of them.
+class MicroOutputs(NamedTuple):
+    """The outputs of a micro-batch, or those of all micro-batches, stacked.
 
     Attributes:
-        value: Value of the loss, a scalar.
-        grads: Gradient, as returned by `jax.value_and_grad`.
+        value: Value of the loss.
+        rows: Gradients with respect to arguments that are split.
         aux: Auxiliary data, or None.
-        weight: Scalar weight, or None.
     """
 
     value: Tree
-    grads: Tree
+    rows: list[Array]
     aux: Tree
-    weight: Tree
 
 
-@dataclasses.dataclass(frozen=True)
-class LeafReduction:
-    """The reduction of one leaf over micro-batches.
+class Scales(NamedTuple):
+    """The weights of micro-batches.
 
     Attributes:
-        like: Shape and dtype of the leaf for one micro-batch.
-        name: One of `AUX_REDUCTIONS`.
-        is_weighted: Whether the leaf is multiplied by the weight, and ignored if the weight is 0.
-        dtype: Dtype of the total.
-        holds_weight: Whether the leaf is already multiplied by the weight.
-        rows_per_example: Number of rows per example, if rows are concatenated.
+        weights: Weight of each micro-batch; None if all are equal.
+        mean: Mean of the positive weights.
+        relative: Ratio of weight and mean for each micro-batch; 0 if it did not run or was dropped.
+        divisor: Sum of these ratios; 1 if it is 0, and NaN if it is 0 because of non-finite
+            micro-batches, which were dropped.
     """
 
-    like: jax.ShapeDtypeStruct
-    name: str
-    is_weighted: bool
-    dtype: DTypeLike
-    holds_weight: bool = False
-    rows_per_example: int = 1
+    weights: Array | None
+    mean: Scalar
+    relative: Array
+    divisor: Scalar
 
-    def start(self, parts: int, axes: frozenset[str]) -> Array:
-        """Initialize the sum over micro-batches, or the array of all outputs if concatenated."""
-        zeros = vary(zeros_of_type(self.like, self.dtype), axes)
-        return lax.broadcast(zeros, (parts,)) if self.name == "concatenate" else zeros
+    def sum_divisor(self) -> Scalar:
+        """Return the divisor that makes a sum of scaled values one of weighted values."""
+        return jnp.where(jnp.sum(self.relative) > 0, 1 / self.mean, self.divisor)
 
-    def add(self, total: Array, x: ArrayLike, weight: Scalar | None, index: Array) -> Array:
-        """Add a micro-batch to the total."""
-        x = jnp.asarray(x)  # aux may be a Python number
-        weight = weight if self.is_weighted and not self.holds_weight else None
-        if self.name == "concatenate":
-            x = x if weight is None else add_weighted(jnp.zeros_like(x), x, weight).astype(x.dtype)
-            return lax.dynamic_update_index_in_dim(total, x, index, 0)
-        if self.name == "last" and weight is None:
-            return x
-        if self.name == "last":
-            return jnp.where(weight == 0, total, x)
-        if not jnp.issubdtype(total.dtype, jnp.inexact):
-            return total + x.astype(total.dtype)
-        return add_weighted(total, x, weight).astype(total.dtype)
-
-    def finish(
-        self, total: Array, divisor: Scalar, has_run: Array | bool, if_empty: Array | float
-    ) -> Array:
-        """Return the result for the whole batch, in the dtype of the micro-batch results.
-
-        `has_run` is whether at least one micro-batch was combined. If none was, the result of a
-        weighted leaf is `if_empty`, and 0 otherwise.
-        """
-        is_rows = self.name == "concatenate"
-        out = in_order(total, self.rows_per_example) if is_rows else total
-        if self.is_weighted and self.name in ("mean", "concatenate"):
-            out = divide(out, divisor)
-        elif self.is_weighted and isinstance(if_empty, jax.Array):
-            out = jnp.where(has_run, out, if_empty.astype(out.dtype))
-        return out if out.dtype == self.like.dtype else out.astype(self.like.dtype)
+    def without_dropped(self, stack: Array) -> Array:
+        """Replace the outputs of micro-batches of weight 0, which may be NaN, by zeros."""
+        scale = jnp.reshape(self.relative, (-1, *[1] * (stack.ndim - 1)))
+        return jnp.where(scale == 0, jnp.zeros_like(stack), stack)
 
 
-def output_reductions(
-    shapes: BatchOutputs,
-    split: Split,
-    grad_names: Tree,
-    grad_dtype: DTypeLike,
-    aux_names: Tree,
-    *,
-    holds_weight: bool,
-) -> BatchOutputs:
-    """Return the reduction of each leaf; `holds_weight` applies to value and gradient.
-
-    A single micro-batch is returned without averaging, to avoid rounding.
-    """
-
-    def reduction(
-        name: str,
-        leaf: jax.ShapeDtypeStruct,
-        dtype: DTypeLike = FLOAT32,
-        *,
-        is_derived: bool = False,
-    ) -> LeafReduction:
-        is_weighted = is_derived or name == "mean"
-        if split.parts == 1 and not (is_derived and name == "sum"):
-            name = "last"
-        total = leaf.dtype
-        if name in REDUCTIONS and jnp.issubdtype(total, jnp.inexact):
-            total = accumulator_dtype(total, dtype)
-        rows = rows_per_example(leaf.shape[0], split.sizes) if name == "concatenate" else 1
-        return LeafReduction(leaf, name, is_weighted, total, is_derived and holds_weight, rows)
-
-    derived = functools.partial(reduction, is_derived=True)
-    weight = shapes.weight
-    return BatchOutputs(
-        value=derived("mean", shapes.value),
-        grads=jax.tree.map(functools.partial(derived, dtype=grad_dtype), grad_names, shapes.grads),
-        aux=jax.tree.map(reduction, aux_names, shapes.aux),
-        weight=None if weight is None else reduction("sum", weight),
-    )
+def scaled(x: ArrayLike, scale: Scalar | None) -> ArrayLike:
+    """Multiply a value by the weight of its micro-batch relative to the mean; None means 1."""
+    return x if scale is None else x * scale.astype(jnp.result_type(x))
 
 
-def whole_batch(
-    micro_batch: Callable[[Array], BatchOutputs],
-    reductions: BatchOutputs,
-    shapes: BatchOutputs,
+def run_micro_batches(
+    micro_batch: Callable[[Array, Scalar | None], tuple[MicroOutputs, list[Array]]],
+    shapes: MicroOutputs,
+    empty: list[Array],
+    weights: Array | None,
     parts: int,
-    real: Number | None,
-    *,
+    real: int | Array,
     drops_nonfinite: bool,
-) -> BatchOutputs:
-    """Run the micro-batches sequentially, and combine their outputs.
+) -> tuple[MicroOutputs, list[Array], Scales]:
+    """Return the stacked outputs of all micro-batches, and the sum of their gradients.
 
-    If no micro-batch has a positive weight, value and gradient are 0, or NaN if `drops_nonfinite`
-    and a micro-batch was dropped.
+    `micro_batch(index, scale)` returns its outputs, of the given shapes, and its gradients
+    multiplied by the scale. The outputs of micro-batches that did not run are zeros.
     """
-    rules, structure = jax.tree.flatten(reductions)
-    holds_weight = reductions.value.holds_weight
-    # Totals vary over the same mesh axes as the weights.
-    axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((shapes.weight, real))))
+    mean = jnp.float32(1) if weights is None else _mean_weight(weights)
+    scales = None if weights is None else weights.astype(jnp.float32) / mean
+    axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((weights, real))))
 
-    def step(carry: Tree, index: Array) -> tuple[Tree, None]:
-        def add(carry: Tree) -> Tree:
-            totals, total_weight, dropped = carry
-            outputs = micro_batch(index)
-            if drops_nonfinite:
-                outputs, is_dropped = _without_nonfinite(outputs)
-                dropped |= is_dropped
-            weight = as_weight(outputs.weight)
-            is_added = total_weight >= 0 if weight is None else weight != 0
-            if weight is None or holds_weight:
-                kept = functools.partial(summand, is_added=is_added)
-                value = kept(outputs.value) if holds_weight else outputs.value
-                outputs = outputs._replace(value=value, grads=jax.tree.map(kept, outputs.grads))
-            columns = zip(rules, totals, jax.tree.leaves(outputs), strict=True)
-            totals = [rule.add(total, x, weight, index) for rule, total, x in columns]
-            return totals, total_weight + (1 if weight is None else weight), dropped
+    def add(x: tuple[Array, Scalar | None], carry: Tree) -> tuple[Tree, Tree]:
+        (index, scale), (totals, count) = x, carry
+        outputs, grads = micro_batch(index, scale)
+        # The predicate must not be a constant (see `summand`).
+        is_added = count >= 0 if scale is None else scale != 0
+        is_bad = jnp.array(False)
+        if drops_nonfinite:
+            is_bad = _is_nonfinite((scale, outputs.value, outputs.rows, grads))
+            is_added &= ~is_bad
+        added = []
+        for total, grad in zip(totals, grads, strict=True):
+            added.append(add_weighted(total, summand(grad, is_added)).astype(total.dtype))
+        return (outputs, is_bad), (added, count + 1)
 
-        return run_if_real(real, index, add, carry), None
+    def step(carry: Tree, x: tuple[Array, Scalar | None]) -> tuple[Tree, Tree]:
+        run = functools.partial(add, x)
+        stacked, carry = run_step(x[0] < real, run, carry) if is_traced(real) else run(carry)
+        return carry, stacked
 
-    totals = [rule.start(parts, axes) for rule in rules]
-    first = totals, vary(jnp.float32(0), axes), vary(jnp.array(False), axes)
-    (totals, total_weight, dropped), _ = lax.scan(step, first, jnp.arange(parts))
-    has_weight = total_weight > 0
-    has_run = True if real is None else jnp.asarray(real) > 0
-    if_empty = jnp.where(dropped, jnp.nan, jnp.float32(0)) if drops_nonfinite else 0
-    divisor = jnp.where(has_weight, total_weight, 1 - if_empty)
-    out = [
-        rule.finish(total, divisor, has_weight if rule.is_weighted else has_run, if_empty)
-        for rule, total in zip(rules, totals, strict=True)
-    ]
-    return jax.tree.unflatten(structure, out)
+    num_run = parts if is_traced(real) else real
+    first = [vary(x, axes) for x in empty], vary(jnp.int32(0), axes)
+    (totals, _), (outputs, is_bad) = lax.scan(step, first, (jnp.arange(num_run), scales))
+
+    def padded(like: jax.ShapeDtypeStruct, stack: Array) -> Array:
+        zeros = lax.broadcast(zeros_of_type(like), (parts - num_run,))
+        return jnp.concatenate([stack, vary(zeros, varying_axes(stack))])
+
+    if num_run < parts:
+        outputs = jax.tree.map(padded, shapes, outputs)
+    relative = jnp.ones(num_run) if scales is None else scales
+    if is_traced(real):
+        relative = jnp.where(jnp.arange(parts) < real, relative, 0)
+    kept = jnp.where(is_bad, 0, relative)
+    total, dropped = jnp.sum(kept), jnp.any(kept != relative)
+    divisor = jnp.where(total > 0, total, jnp.where(dropped, jnp.nan, 1.0))
+    if weights is not None:
+        weights = jnp.where(is_bad, jnp.zeros_like(weights), weights)
+    kept = jnp.pad(kept, (0, parts - num_run))
+    return outputs, totals, Scales(weights, mean, kept, divisor)
 
 
-def _without_nonfinite(out: BatchOutputs) -> tuple[BatchOutputs, Array]:
-    """Set the weight of a micro-batch to 0 if it is non-finite on any device.
+def _mean_weight(weights: Array) -> Scalar:
+    """Return the mean of positive, finite weights, or 1 if there are none."""
+    weights = weights.astype(jnp.float32)
+    is_counted = jnp.isfinite(weights) & (weights > 0)
+    count = jnp.sum(is_counted)
+    return jnp.where(count > 0, jnp.sum(weights, where=is_counted) / jnp.maximum(count, 1), 1)
 
-    Also return whether this changed the weight.
-    """
-    weight = jnp.asarray(out.weight)
-    flags = [~jnp.isfinite(x).all() for x in jax.tree.leaves((weight, out.value, out.grads))]
+
+def _is_nonfinite(tree: Tree) -> Array:
+    """Return whether any element is non-finite on any device."""
+    flags = [~jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]
     is_bad = functools.reduce(jnp.logical_or, flags)
-    is_bad = max_over(is_bad.astype(jnp.int32), varying_axes(is_bad)) > 0
-    return out._replace(weight=jnp.where(is_bad, 0, weight)), is_bad & (weight != 0)
+    return max_over(is_bad.astype(jnp.int32), varying_axes(is_bad)) > 0
+
+
+def gradient_rows(like: jax.ShapeDtypeStruct, stack: Array, split: Split, by: Scales) -> Array:
+    """Return the gradient with respect to an argument that was split."""
+    rows = in_order(by.without_dropped(stack), rows_per_example(like.shape[0], split.sizes))
+    return divide(rows, by.divisor).astype(like.dtype)
+
+
+def reduced(
+    name: str, like: jax.ShapeDtypeStruct, stack: Array, split: Split, real: int | Array, by: Scales
+) -> Array:
+    """Reduce an output that is stacked over micro-batches to that of the batch."""
+    if name == "concatenate":
+        return in_order(stack, rows_per_example(like.shape[0], split.sizes))
+    if name == "last":
+        return lax.dynamic_index_in_dim(stack, jnp.maximum(real - 1, 0), keepdims=False)
+    if name == "sum":
+        return jnp.sum(stack, axis=0, dtype=like.dtype)
+    wide = by.without_dropped(stack).astype(wide_dtype(like.dtype))
+    scale = jnp.reshape(by.relative, (-1, *[1] * len(like.shape))).astype(wide.dtype)
+    return divide(jnp.sum(wide * scale, axis=0), by.divisor).astype(like.dtype)
 
 
 def aux_reductions(reduction: Tree, split: Split, aux: Tree, whole_aux: Callable[[], Tree]) -> Tree:
