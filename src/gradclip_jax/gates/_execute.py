@@ -18,7 +18,7 @@ import optax
 
 from .._checks import check_state, check_transformation, is_float0
 from .._errors import named, public, type_error
-from .._leaves import flatten
+from .._leaves import check_leaves
 from .._run_if import Flag, compute_step, like_dtypes, run_step, select_step
 from .._states import increment_where, plain_arrays, with_structure_of
 from .._types import Array, Tree
@@ -181,7 +181,7 @@ def _execute(
     """
     _check_extra_args(args, extra_args)
     accumulation = update.accumulation
-    flatten("updates", incoming)  # raises for integer leaves
+    check_leaves("updates", incoming)
     outer, grads, state, accepted = _judge(update.outside, incoming, state, params, extra_args)
     target = params if applies else None
     step = functools.partial(_step, update.innermost, update.inside, incoming, params)
