@@ -292,7 +292,7 @@ class Detector:
         for table in (outliers.is_outlier, drifts != 0, zeros):
             is_suspicious |= table.any(1)
         found: list[Incident] = []
-        for t in np.flatnonzero(is_suspicious):
+        for t in np.flatnonzero(is_suspicious).tolist():
             row = Outliers(*(x[t] for x in outliers))
             found += self._incident(self.count + t, rows.take(t), row, drifts[t], zeros[t])
         self.count += len(values)
@@ -448,12 +448,10 @@ class Detector:
 
     def _with_streak(self, index: int, incident: Incident, causes: set[str]) -> Incident:
         """Count incidents with a common cause in a streak."""
-        streak, first_step = 1, incident.step
-        is_near = self.last is not None and index - self.last_row <= STREAK
-        if is_near and not causes.isdisjoint(self.last.kinds):
-            streak, first_step = self.last.streak + 1, self.last.first_step
-        self.last, self.last_row = (
-            incident._replace(streak=streak, first_step=first_step),
-            index,
-        )
-        return self.last
+        last = self.last if index - self.last_row <= STREAK else None
+        if last is None or causes.isdisjoint(last.kinds):
+            incident = incident._replace(first_step=incident.step)
+        else:
+            incident = incident._replace(streak=last.streak + 1, first_step=last.first_step)
+        self.last, self.last_row = incident, index
+        return incident
