@@ -19,7 +19,7 @@ The gradient transformations of this package can be combined with those of Optax
 | clip inside the optimizer | `stable_adamw` |
 | accumulate gradients | `accumulate_gradients`, `apply_gradients`, `microbatched_value_and_grad` |
 | control an accumulation | `flush`, `has_updated`, `reset_accumulation`, `accumulated_gradients` |
-| skip bad steps | `skip_nonfinite`, `skip_large_norm`, `skip_spikes` |
+| skip bad steps | `skip_nonfinite`, `skip_large_norm`, `skip_spikes`, `skip_if`, `SkipRule` |
 | train in float16 | `dynamic_loss_scale`, `scale_loss` |
 | bfloat16 parameters without a float32 copy | `round_stochastically` |
 | per-example gradients | `per_example` |
@@ -55,6 +55,7 @@ from ._stable_adamw import stable_adamw
 
 from .guarding._skip_nonfinite import skip_nonfinite
 from .guarding._skip_spikes import skip_large_norm, skip_spikes
+from .guarding._skip_if import SkipRule, skip_if
 from .guarding._loss_scale import dynamic_loss_scale, scale_loss
 
 from .monitoring._metrics import metrics
@@ -100,6 +101,8 @@ __all__ = [
     "skip_nonfinite",
     "skip_large_norm",
     "skip_spikes",
+    "skip_if",
+    "SkipRule",
     "dynamic_loss_scale",
     "scale_loss",
     "metrics",

@@ -18,7 +18,7 @@ import optax
 
 from ._checks import check_choice, children_of, describe, is_traced, leaf_path, shortened
 from ._errors import ArgumentTypeError, public, type_error, value_error
-from ._states import GATES, find_states, plain_arrays, with_structure_of
+from ._states import KINDS, find_states, plain_arrays, with_structure_of
 from ._types import Array, Path, Scalar, Tree
 from .accumulation._state import AccumulationState
 from .clipping._clip import ClipState
@@ -26,10 +26,11 @@ from .guarding._loss_scale import LossScaleState
 from .guarding._skip_nonfinite import SkipNonfiniteState
 from .monitoring._watch import WatchState
 
-_INNER: Final[dict[type, str]] = GATES | {  # name of the field that contains the inner state
+_INNER: Final[dict[type, str]] = {  # name of the field that contains the inner state
+    **{kind: x.inner for kind, x in KINDS.items() if x.inner},
+    WatchState: "inner_state",
     optax.MultiStepsState: "inner_opt_state",
     optax.ApplyIfFiniteState: "inner_state",
-    WatchState: "inner_state",
 }
 _KINDS: Final[dict[type, type]] = {
     optax.MultiStepsState: AccumulationState,

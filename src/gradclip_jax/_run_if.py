@@ -17,7 +17,6 @@ from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend import core
 
@@ -27,8 +26,8 @@ from ._errors import type_error
 from ._mesh import reshard_like, varying_axes, zeros_of_type
 from ._types import Array, Tree
 
-Flag: TypeAlias = Array | np.bool_
-"""A bool[] array, or a NumPy bool, which is known at trace time and needs no branch."""
+Flag: TypeAlias = Array | bool
+"""A bool[] array, or a Python bool, which is known at trace time and needs no branch."""
 
 
 class Program(NamedTuple):

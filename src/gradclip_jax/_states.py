@@ -2,53 +2,79 @@
 
 import functools
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Final, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+import optax
 
 from ._checks import check_no_transformation
 from ._errors import public
 from ._types import Array, Path, Tree
 
-METRICS: Final[dict[type, tuple[str, ...]]] = {}
-"""State types that `metrics` reads, and the names of the fields or properties that it returns."""
 
-GATES: Final[dict[type, str]] = {}
-"""State types of guards and accumulations, and the name of the field with the inner state."""
+class StateKind(NamedTuple):
+    """How functions that search a state treat one of its types.
 
-GUARDS: Final[set[type]] = set()
-"""State types of guards."""
+    Attributes:
+        metrics: Names of the fields or properties that `metrics` returns.
+        inner: Name of the field with the state of the inner transformation; "" without one.
+        role: What the transformation is.
+    """
 
+    metrics: tuple[str, ...] = ()
+    inner: str = ""
+    role: Literal["guard", "loss scale", "accumulation", "watch", ""] = ""
+
+    @property
+    def is_guard(self) -> bool:
+        return self.role in ("guard", "loss scale")
+
+    @property
+    def is_gate(self) -> bool:
+        return self.is_guard or self.role == "accumulation"
+
+
+KINDS: Final[dict[type, StateKind]] = {}
+"""The types of states of this package."""
+
+_OTHER: Final = StateKind()
 _State = TypeVar("_State", bound=type)
 
 
-def register_metrics(*names: str) -> Callable[[_State], _State]:
-    """Return a class decorator that adds the named fields of a state to `metrics`."""
+def register_state(
+    *metrics: str,
+    inner: str = "",
+    role: Literal["guard", "loss scale", "accumulation", "watch", ""] = "",
+) -> Callable[[_State], _State]:
+    """Return a class decorator that adds a type of states to `KINDS`."""
 
     def register(kind: _State) -> _State:
-        METRICS[kind] = names
+        KINDS[kind] = StateKind(metrics, inner, role)
         return kind
 
     return register
 
 
-def register_guard(*names: str) -> Callable[[_State], _State]:
-    """Return a decorator like `register_metrics` for the state of a guard.
-
-    `consecutive_skips` and `guard_failed`, which all guards have, are added to the names.
-    """
-
-    def register(kind: _State) -> _State:
-        GATES[kind] = "inner_state"
-        GUARDS.add(kind)
-        return register_metrics(*names, "consecutive_skips", "guard_failed")(kind)
-
-    return register
+def register_guard(
+    *metrics: str, role: Literal["guard", "loss scale"] = "guard"
+) -> Callable[[_State], _State]:
+    """Return a decorator like `register_state` that adds the metrics of all guards."""
+    common = ("grad_norm", "consecutive_skips", "guard_failed")
+    return register_state(*metrics, *common, inner="inner_state", role=role)
 
 
-def increment_where(count: Array, happened: Array | np.bool_ | bool = True) -> Array:
+def kind_of(node: object) -> StateKind:
+    """Return how to treat a node of a state; a kind without any properties for other nodes."""
+    return KINDS.get(type(node), _OTHER)
+
+
+def find_role(state: Tree, *roles: str) -> list[tuple[Path, Tree]]:
+    """Return `(path, state)` for every state of a transformation with one of these roles."""
+    return find_states(state, tuple(kind for kind, x in KINDS.items() if x.role in roles))
+
+
+def increment_where(count: Array, happened: Array | bool = True) -> Array:
     """Increment a counter where `happened` is true, saturating instead of overflowing."""
     # If the sum overflows, it is less than `count`.
     return jnp.maximum(count, count + jnp.asarray(happened, count.dtype))
@@ -78,9 +104,17 @@ def replace_states(
     return jax.tree.map(visit, state, is_leaf=lambda node: isinstance(node, kinds))
 
 
-def is_guard(state: Tree) -> bool:
-    """Return whether a state belongs to a guard such as `skip_nonfinite`."""
-    return type(state) in GUARDS
+def discard_windows(state: Tree, where: Array | bool) -> Tree:
+    """Discard all unfinished accumulation windows if the scalar `where` is true."""
+
+    def discard(window: Tree) -> Tree:
+        # Use `jax.tree.map`, because a field may be a Flax NNX variable.
+        fields = {name: getattr(window, name) for name in ("mini_step", "total_weight", "emitted")}
+        zeros = jax.tree.map(lambda x: jnp.where(where, jnp.zeros_like(x), x), fields)
+        return window._replace(**zeros)
+
+    kinds = tuple(kind for kind, x in KINDS.items() if x.role == "accumulation")
+    return replace_states(state, kinds, discard)
 
 
 @public
@@ -93,6 +127,7 @@ def has_updated(state: Tree) -> Array:
     | state | result |
     | --- | --- |
     | a guard skipped the step, or the window is still open or was dropped | False |
+    | the same for `optax.apply_if_finite` and `optax.MultiSteps` | False |
     | an accumulation before the first call | False |
     | no guard or accumulation; guards before the first call | True |
     | several guards or accumulations, as in `optax.partition` | whether any applied a step |
@@ -123,19 +158,30 @@ def has_updated(state: Tree) -> Array:
 
 def has_stepped(state: Tree) -> Array:
     """Return whether an outermost guard or accumulation applied a step, or True if none exists."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node) in GATES)
-    flags = [_stack_stepped(node) for node in nodes if type(node) in GATES]
+    nodes = [x for x in jax.tree.leaves(state, is_leaf=_is_gate) if _is_gate(x)]
+    flags = [_gate_has_stepped(x) for x in nodes]
     return functools.reduce(jnp.logical_or, flags) if flags else jnp.array(True)
 
 
-def _stack_stepped(node: Tree) -> Array:
+def _is_gate(node: object) -> bool:
+    others = optax.MultiStepsState, optax.ApplyIfFiniteState
+    return kind_of(node).is_gate or isinstance(node, others)
+
+
+def _gate_has_stepped(node: Tree) -> Array:
     """Return whether all nested guards and accumulations applied the step."""
+    if isinstance(node, optax.MultiStepsState):
+        return (node.mini_step == 0) & (node.gradient_step > 0) & has_stepped(node.inner_opt_state)
+    if isinstance(node, optax.ApplyIfFiniteState):
+        return node.last_finite & has_stepped(node.inner_state)
     stepped = jnp.array(True)
-    while type(node) in GATES:
-        # `emitted` already accounts for outer guards.
-        # An accumulation may run the optimizer even if an outer guard skipped the last micro-batch.
-        stepped = stepped & (node.consecutive_skips == 0) if is_guard(node) else node.emitted > 0
-        node = getattr(node, GATES[type(node)])
+    while kind_of(node).is_gate:
+        if kind_of(node).is_guard:
+            stepped = stepped & (node.consecutive_skips == 0)
+        else:
+            # An accumulation may run the optimizer even if an outer guard skipped the micro-batch.
+            stepped = node.emitted > 0
+        node = getattr(node, kind_of(node).inner)
     return stepped & has_stepped(node)
 
 

@@ -95,6 +95,7 @@ TRANSFORMATIONS: dict[str, Row] = {
     "skip_nonfinite": wrapper(gcx.skip_nonfinite),
     "skip_large_norm": wrapper(gcx.skip_large_norm, max_norm=100.0),
     "skip_spikes": wrapper(gcx.skip_spikes, norm=100.0),
+    "skip_if": wrapper(gcx.skip_if, predicate=lambda *args, **kwargs: False),
     # The unscaled gradient, and a flag for each element.
     "dynamic_loss_scale": wrapper(
         gcx.dynamic_loss_scale, init_scale=8.0, growth_interval=2, scratch=2.1 if OLD_XLA else 1.3

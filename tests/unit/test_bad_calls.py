@@ -312,7 +312,7 @@ REQUIRED = (
     | dict.fromkeys(("inner", "tx"), SGD)
     | {"fun": loss_of_one, "max_norms": {"a": 1.0}, "param_labels": "a"}
     | {"log": [{"loss": 1.0}], "max_logits": jnp.ones(3), "names": ["a"], "norms": [1.0]}
-    | {"state": ()}
+    | {"state": (), "predicate": bool}
 )
 OTHERS = {"skip_spikes": {"norm": 1.0}}  # one of `norm` and `loss` is required
 
@@ -324,6 +324,7 @@ WITHOUT = {
     "granularities.Granularity",
     "granularities.group",  # its labels are checked against a tree: see `clip_by_norm`
     "per_example.Stats",
+    "SkipRule",
     "thresholds.Rule",
 }
 

@@ -149,6 +149,7 @@ def counting():
 def runs_and_traces(tx, counts, dtype, fast, wrap=jax.jit):
     params = {"w": jnp.ones((3, 2), dtype)}
     state = tx.init(params)
+    counts["traces"] = 0  # `init` traces once for 16-bit parameters
     call = wrap(partial(taken, tx, fast=fast))
     grads = jax.tree.map(lambda p: 0.5 * p, params)
     runs = []
@@ -231,7 +232,7 @@ VERDICTS = {
         gradient(gradient(acc(gradient(SGD)))), [1, np.nan, 3], -2, [0, 0, 1], [(1, 0), (0, 0), (0, 0)],
     ),
     "a micro-batch that is left out of a flush does not keep it": (
-        gradient(acc(SGD, 10)), [1, 3, (np.nan, FLUSH)], -2, [0, 0, 1], [(1, 1)],
+        gradient(acc(SGD, 10)), [1, 3, (np.nan, FLUSH)], -2, [0, 0, 1], [(1, 0)],
     ),
     "a micro-batch that is left out of a call that closes does not keep it": (
         gradient(acc(SGD, 10)),
@@ -261,10 +262,6 @@ VERDICTS = {
     ),
     "a loss scale inside a window counts windows": (
         acc(scale(BREAKS)), [792, 792, 4, 12, 4, 4, 8, 8], -4, [0, 0, 0, 1] + [0, 1] * 2, [(1, 0)],
-    ),
-    "the streak of a guard outlasts the skips of another": (
-        gradient(gcx.skip_large_norm(SGD, 10.0)),
-        [np.nan, 50, np.nan, 50], 0, [0] * 4, [(2, 2), (0, 2)],
     ),
     "the innermost of two guards that check steps counts a computed step": (
         step(step(BREAKS)), [1, 99, 2], -3, [1, 0, 1], [(0, 0), (1, 0)],
@@ -296,7 +293,9 @@ def test_a_guard_that_does_not_refuse_a_skipped_call_is_as_it_was():
     _, state = tx.update(jnp.array([2.0]), tx.init(params), params)
     _, after = tx.update(jnp.array([99.0]), state, params)
     assert after.inner_state.skipped_nonfinite == 1
-    chex.assert_trees_all_equal(*(x._replace(inner_state=()) for x in (after, state)))
+    counted = {"inner_state": (), "grad_norm": (), "consecutive_skips": ()}
+    chex.assert_trees_all_equal(*(x._replace(**counted) for x in (after, state)))
+    assert (after.grad_norm, after.consecutive_skips) == (99, 1)
 
 
 # --- has_updated -----------------------------------------------------------------------------
@@ -366,10 +365,9 @@ def test_gradients_that_are_not_averaged_over_devices_are_an_error_that_says_so(
 def test_a_loss_may_be_called_either(name):
     params = jnp.ones(2)
     for tx in (gradient(SGD), gcx.skip_spikes(SGD, loss=5.0), gcx.dynamic_loss_scale(SGD)):
-        _, state = tx.update(params, tx.init(params), params, **{name: jnp.nan})
-        assert state.skipped_nonfinite == 1
-        _, state = tx.update(params, tx.init(params), params, **{name: 1.0})
-        assert state.skipped_nonfinite == 0
+        for loss, skips in ((jnp.nan, 1), (1.0, 0)):
+            _, state = tx.update(params, tx.init(params), params, **{name: loss})
+            assert state.skipped_nonfinite == skips
 
 
 # --- windows of one ---------------------------------------------------------------------------

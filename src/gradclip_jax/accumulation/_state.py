@@ -7,22 +7,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import check_choice, check_transformation, is_traced
+from .._checks import check_choice, check_transformation, is_float0, is_traced
 from .._errors import public, type_error, value_error
-from .._run_if import Flag, run_step
+from .._run_if import run_step
 from .._states import (
-    GATES,
+    discard_windows,
     find_states,
+    kind_of,
     plain_arrays,
-    register_metrics,
-    replace_states,
+    register_state,
     with_structure_of,
 )
-from .._types import Array, HostArray, Scalar, Tree
-from ._reduction import REDUCTIONS, MicroBatch, params_of, window_gradient
+from .._types import Array, HostArray, Path, Scalar, Tree
+from ..gates._gate import params_of
+from ._reduction import REDUCTIONS, divide
 
 
-@register_metrics("mini_step", "gradient_step")
+@register_state(
+    "mini_step", "gradient_step", "empty_windows", inner="inner_opt_state", role="accumulation"
+)
 class AccumulationState(NamedTuple):
     """The accumulated micro-batches, and the state of the inner optimizer.
 
@@ -37,6 +40,9 @@ class AccumulationState(NamedTuple):
         accumulation_steps: Length of the window, int32[].
         micro_batch_count: Number of all micro-batches so far, int32[].
         emitted: 1 if the last call emitted a window, else 0, int32[].
+        empty_windows: Number of windows that closed without weight, int32[].
+        loss_sum: Weighted sum of the losses in the current window, float32[].
+        loss_weight: Sum of the weights of these losses, float32[].
     """
 
     mini_step: Scalar
@@ -47,25 +53,9 @@ class AccumulationState(NamedTuple):
     accumulation_steps: Scalar
     micro_batch_count: Scalar
     emitted: Scalar
-
-
-GATES[AccumulationState] = "inner_opt_state"
-
-
-class WindowStep(NamedTuple):
-    """Flags that describe how one call of `update` changes the accumulation window.
-
-    Attributes:
-        arrived: Whether the call adds a micro-batch to the window.
-        starts: Whether this is the first micro-batch of the window.
-        holds: Whether the call adds a micro-batch without closing the window.
-        emits: Whether the window closes with a positive total weight.
-    """
-
-    arrived: Flag
-    starts: Scalar
-    holds: Flag
-    emits: Flag
+    empty_windows: Scalar
+    loss_sum: Scalar
+    loss_weight: Scalar
 
 
 class AccumulationStats(NamedTuple):
@@ -95,8 +85,15 @@ def flush(
     """Run the inner optimizer on the mean gradient of an unfinished accumulation window.
 
     Use this function at the end of an epoch whose number of micro-batches is not a multiple of
-    `every`. If no micro-batches were accumulated, the updates are zero and all states, including
-    outer states, are unchanged.
+    `every`. It changes only accumulations and what is inside them:
+
+    | part of `tx` | result |
+    | --- | --- |
+    | an open window | the inner optimizer runs on its mean gradient |
+    | a window without micro-batches | zero update, state unchanged |
+    | a guard around the accumulation, such as a loss scale | changes only if it drops the window |
+    | a clip or a schedule outside the accumulation | its state does not change |
+    | a group of `optax.partition` without an accumulation | zero update, state unchanged |
 
     Args:
         tx: Result of `accumulate_gradients`, or a transformation that wraps it and forwards extra
@@ -129,7 +126,8 @@ def flush(
     ours = {"weight": jnp.float32(0), "flush": True}
 
     def emit(state: Tree) -> tuple[Tree, Tree]:
-        return update(nothing, state, params, **ours, **extra_args)
+        updates, flushed = update(nothing, state, params, **ours, **extra_args)
+        return _of_windows(updates, params_of(params), windows), _with_windows(state, flushed)
 
     updates, flushed = run_step(is_open, emit, arrays)
     return updates, with_structure_of(state, flushed)
@@ -142,6 +140,34 @@ def _zero_gradient(params: Tree) -> Tree:
         return jnp.zeros_like(param)
 
     return jax.tree.map(zero, params)
+
+
+def _of_windows(updates: Tree, params: Tree, windows: list[AccumulationState]) -> Tree:
+    """Replace the updates of parameters without an accumulation by zeros."""
+    places = {path for path, _ in jax.tree.leaves_with_path(params)}
+    covered: set[Path] = set()
+    for window in windows:
+        found = {path for path, _ in jax.tree.leaves_with_path(window.acc_grads)}
+        # A wrapper such as `optax.flatten` may rename the parameters.
+        covered |= found if found <= places else places
+
+    def select(path: Path, update: Array) -> Array:
+        is_other = path in places - covered and not is_float0(update)
+        return jnp.zeros_like(update) if is_other else update
+
+    return jax.tree.map_with_path(select, updates)
+
+
+def _with_windows(old: Tree, new: Tree) -> Tree:
+    """Return the old state with the new states of accumulations and of what is around them."""
+
+    def select(old: Tree, new: Tree) -> Tree:
+        name = kind_of(old).inner
+        if isinstance(old, AccumulationState) or not name:
+            return new if name else old
+        return new._replace(**{name: _with_windows(getattr(old, name), getattr(new, name))})
+
+    return jax.tree.map(select, old, new, is_leaf=lambda node: bool(kind_of(node).inner))
 
 
 @public
@@ -158,7 +184,7 @@ def accumulated_gradients(state: Tree, *, reduction: Literal["mean", "sum"] = "m
 
     Raises:
         ValueError: If no micro-batch was accumulated and the state is not traced.
-        TypeError: If the state does not contain an accumulation.
+        TypeError: If the state does not contain exactly one accumulation.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -169,7 +195,7 @@ def accumulated_gradients(state: Tree, *, reduction: Literal["mean", "sum"] = "m
         [3.0]
     """
     check_choice("reduction", reduction, REDUCTIONS)
-    open_window = _accumulations(state)[0]
+    open_window = _only_accumulation(state)
     count, total_weight = plain_arrays((open_window.mini_step, open_window.total_weight))
     if np.ndim(count):
         hint = "Call this function under `jax.vmap`."
@@ -179,8 +205,8 @@ def accumulated_gradients(state: Tree, *, reduction: Literal["mean", "sum"] = "m
         hint = "Call `update` with a micro-batch first."
         raise value_error("state", "a state with an open window", "an empty window", hint)
     acc = plain_arrays(open_window.acc_grads)
-    window = MicroBatch(acc, reduction)
-    mean = window_gradient(acc, window, jnp.where(empty, 1, total_weight))
+    divisor = jnp.where(empty | (reduction == "sum"), 1, total_weight)
+    mean = jax.tree.map(lambda x: divide(x, divisor).astype(x.dtype), acc)
     mean = jax.tree.map(lambda x: jnp.where(empty, jnp.zeros_like(x), x), mean)
     return with_structure_of(open_window.acc_grads, mean)
 
@@ -211,18 +237,6 @@ def reset_accumulation(state: Tree) -> Tree:
     return discard_windows(state, True)
 
 
-def discard_windows(state: Tree, where: Flag | bool) -> Tree:
-    """Discard all unfinished accumulation windows if the scalar `where` is true."""
-
-    def discard(window: AccumulationState) -> AccumulationState:
-        # Use `jax.tree.map`, because a field may be a Flax NNX variable.
-        fields = {name: getattr(window, name) for name in ("mini_step", "total_weight", "emitted")}
-        zeros = jax.tree.map(lambda x: jnp.where(where, jnp.zeros_like(x), x), fields)
-        return window._replace(**zeros)
-
-    return replace_states(state, AccumulationState, discard)
-
-
 @public
 def accumulation_stats(state: Tree) -> AccumulationStats:
     """Count micro-batches, updates and parameters.
@@ -236,7 +250,7 @@ def accumulation_stats(state: Tree) -> AccumulationStats:
         one seed.
 
     Raises:
-        TypeError: If the state does not contain an accumulation.
+        TypeError: If the state does not contain exactly one accumulation.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -245,7 +259,7 @@ def accumulation_stats(state: Tree) -> AccumulationStats:
         >>> stats.total_micro_batches, stats.accumulation_steps, stats.total_param_elements
         (0, 8, 6)
     """
-    first = plain_arrays(_accumulations(state)[0])
+    first = plain_arrays(_only_accumulation(state))
     counts = (first.micro_batch_count, first.gradient_step, first.accumulation_steps)
     micro, updates, steps = (x if is_traced(x) or x.ndim else int(x) for x in counts)
     leaves = jax.tree.leaves(first.acc_grads)
@@ -267,3 +281,12 @@ def _accumulations(state: Tree) -> list[AccumulationState]:
         rule = "a state of `accumulate_gradients`, or one that contains it"
         raise type_error("state", rule, type(state).__name__, hint)
     return [accumulation for _, accumulation in windows]
+
+
+def _only_accumulation(state: Tree) -> AccumulationState:
+    windows = _accumulations(state)
+    if len(windows) > 1:
+        hint = "Pass the part of the state that contains one of them."
+        rule = "a state with exactly one accumulation"
+        raise type_error("state", rule, f"a state with {len(windows)}", hint)
+    return windows[0]

@@ -22,9 +22,9 @@ from .._checks import (
 )
 from .._devices import fusion_barrier, groups_of_type, map_arrays, shared
 from .._errors import public, type_error, value_error
-from .._leaves import checked_leaves, measured_shapes
+from .._leaves import flatten, measured_shapes
 from .._mesh import check_bound, max_over, replica_count, shard_axes, sum_over, varying_axes
-from .._states import register_metrics
+from .._states import register_state
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Tree
 from ._formula import REACTIONS, apply_reaction, scale_factor, scale_leaf
 from ._granularity import Granularity, as_granularity, norm_shapes, select_groups
@@ -45,7 +45,7 @@ Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Array]
 """Reaction to a norm above its threshold, a name or a function `(norm, threshold) -> factor`."""
 
 
-@register_metrics("grad_norm", "clip_threshold", "clip_factor", "clip_fraction")
+@register_state("grad_norm", "clip_threshold", "clip_factor", "clip_fraction")
 class ClipState(NamedTuple):
     """Metrics of the last step, and the state of each threshold rule.
 
@@ -107,7 +107,7 @@ def clip_grad_norm(
     """
     check_number("max_norm", max_norm, "Pass inf to compute the norm without clipping.")
     order, axes = check_ord(ord), check_axis_name(axis_name)
-    leaves = checked_leaves("grads", grads)
+    leaves = flatten("grads", grads)
     check_bound(axes)
     units = tree_units(leaves.arrays)
     if norm is None:
@@ -167,7 +167,7 @@ def norm_clip(
         return _init_state(units, states)
 
     def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, ClipState]:
-        leaves = checked_leaves("updates", updates)
+        leaves = flatten("updates", updates)
         check_bound(axes)
         units = cut(leaves.arrays, updates)
         if number is not None:

@@ -5,27 +5,30 @@ transformation at most once per call.
 """
 
 import dataclasses
-import difflib
 import functools
-import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Final, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from .._checks import check_state, check_transformation, is_float0
-from .._errors import named, public, type_error
-from .._leaves import check_leaves
-from .._run_if import Flag, compute_step, like_dtypes, run_step, select_step
-from .._states import increment_where, plain_arrays, with_structure_of
+from .._checks import check_same_structure, check_state, check_transformation, is_float0
+from .._errors import named, public
+from .._leaves import flatten
+from .._run_if import Flag, compute_step, run_step, select_step
+from .._states import (
+    discard_windows,
+    find_role,
+    has_stepped,
+    increment_where,
+    plain_arrays,
+    with_structure_of,
+)
 from .._types import Array, Tree
-from ._gate import Accumulation, ExtraArgs, Guard, Verdict
-
-EXTRA_ARGS: Final = ("value", "loss", "weight", "flush", "emit")
-"""The extra arguments of `update` that guards and accumulations read."""
+from ._dtypes import init_in_dtypes, update_in_dtypes
+from ._extra_args import check_extra_args, has_weight, warn_of_identity, warn_of_weight
+from ._gate import Accumulation, ExtraArgs, Guard, Observed, Step, params_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,19 +66,29 @@ class GatedUpdate:
 
 
 def gated(
-    gate: Guard | Accumulation, inner: optax.GradientTransformation, init: optax.TransformInitFn
+    gate: Guard | Accumulation,
+    inner: optax.GradientTransformation,
+    init: Callable[[Tree, Tree], Tree],
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap a transformation in a guard or an accumulation."""
-    update = inner.update
+    """Wrap a transformation in a guard or an accumulation.
+
+    `init` maps the state of `inner` and the parameters to the state of the guard or accumulation.
+    """
+    update, init_inner = inner.update, inner.init
     if not isinstance(update, GatedUpdate):
         update = GatedUpdate(optax.with_extra_args_support(inner), _execute)
+        init_inner = functools.partial(init_in_dtypes, update.innermost)
     if not isinstance(gate, Guard):  # its `init` raises if `inner` contains an accumulation
         update = dataclasses.replace(update, accumulation=gate)
     elif update.accumulation:
         update = dataclasses.replace(update, outside=(gate, *update.outside))
     else:
         update = dataclasses.replace(update, inside=(gate, *update.inside))
-    return optax.GradientTransformationExtraArgs(init, update)
+
+    def init_gate(params: Tree) -> Tree:
+        return init(init_inner(params), params)
+
+    return optax.GradientTransformationExtraArgs(init_gate, update)
 
 
 @public
@@ -118,6 +131,8 @@ def apply_gradients(
     if jax.tree.structure(arrays) != jax.tree.structure((grads, state, params)):
         params_and_state = apply_gradients(tx, *arrays, **extra_args)
         return with_structure_of((params, state), params_and_state)
+    if not find_role(state, "accumulation"):
+        warn_of_weight(extra_args)
     if isinstance(tx.update, GatedUpdate):
         return tx.update.execute(tx.update, grads, state, params, (), extra_args, applies=True)
     update = optax.with_extra_args_support(tx).update
@@ -125,23 +140,49 @@ def apply_gradients(
     return _apply_updates(params, updates), state
 
 
-class Judgment(NamedTuple):
-    """Results of all checks of one guard in one call of `update`.
+class _Call(NamedTuple):
+    """One call of `update` or `apply_gradients`.
 
     Attributes:
-        guard: The guard.
-        state: State of the guard before the call.
-        verdict: Result of the guard's check of the gradient.
-        refused: Whether this guard was the first to reject the gradient, bool[].
-        failed: Whether this guard was the first to reject an accumulated gradient or a computed
-            step, bool[].
+        gates: The guards, the accumulation and the innermost transformation.
+        incoming: The incoming gradient.
+        params: The parameters, or None.
     """
 
-    guard: Guard
+    gates: GatedUpdate
+    incoming: Tree
+    params: Tree
+
+
+class _Progress(NamedTuple):
+    """What a step of the innermost transformation changes.
+
+    Attributes:
+        target: Parameters to which the updates are added, or None if the caller needs the updates.
+        guards: States of the guards inside the accumulation, without their inner states.
+        state: State of the innermost transformation.
+    """
+
+    target: Tree
+    guards: list[Tree]
     state: Tree
-    verdict: Verdict
-    refused: Flag
-    failed: Flag
+
+
+class _Outcome(NamedTuple):
+    """What a call means for the guards on one side of an accumulation, as bool[].
+
+    Attributes:
+        passed: Whether all checks passed and the gradient has a positive weight.
+        given: Whether the gradient has a positive weight, or none was passed.
+        missed: Whether a step was due and no update was applied, although the gradient has a
+            positive weight; or whether a window closed without weight.
+        applied: Whether an update was applied.
+    """
+
+    passed: Array
+    given: Flag
+    missed: Array
+    applied: Array
 
 
 def _execute(
@@ -170,191 +211,234 @@ def _execute(
     | a window, by an outer guard | the innermost failing outer guard | dropped | unchanged |
     | the computed step | the innermost failing guard | dropped if it is an outer one | unchanged |
     | none, and the window stays open | no guard | stays open | unchanged |
+    | none, and the window closes without weight | no guard | dropped | unchanged |
     | none | no guard | emitted | updated |
 
-    | guard | counters | state of its rules |
+    | guard | consecutive skips | state of its rules |
     | --- | --- | --- |
-    | the guard that counts the skip | total and consecutive skips increase by 1 | updated |
-    | other guards, if a check fails | unchanged | unchanged |
-    | guards that ran, if no check fails | consecutive skips are reset | updated |
+    | the guard that counts the skip | + 1 | updated |
+    | other guards, if a check fails | + 1 | unchanged |
+    | guards that ran, if no check fails | 0 | updated |
+    | all guards, if the window closes without weight | + 1 | unchanged |
+    | all guards, if an update was applied although a micro-batch was skipped | 0 | as above |
     | guards inside an accumulation whose window stays open | unchanged | unchanged |
-    """
-    _check_extra_args(args, extra_args)
-    accumulation = update.accumulation
-    check_leaves("updates", incoming)
-    outer, grads, state, accepted = _judge(update.outside, incoming, state, params, extra_args)
-    target = params if applies else None
-    step = functools.partial(_step, update.innermost, update.inside, incoming, params)
-    if accumulation is None:
-        output, (target, state), *_ = step([], grads, (target, state), extra_args)
-        return (target if applies else output), state
-    window = accumulation(grads, state, accepted, params, extra_args)
+    | guards outside an accumulation that do not skip, if the weight is 0 | unchanged | unchanged |
 
-    def close_window(carry: Tree) -> tuple[Tree, Tree]:
-        target_and_state, accumulator, _ = carry
+    Guards outside an accumulation do not check a micro-batch of weight 0, which it ignores.
+    """
+    check_extra_args(args, extra_args)
+    flatten("updates", incoming)  # raises for integer leaves
+    if params is not None:
+        check_same_structure(incoming, params_of(params))
+    call, target = _Call(update, incoming, params), params if applies else None
+    if update.accumulation is not None:
+        output, target, state = _accumulate(call, update.accumulation, target, state, extra_args)
+    else:
+        progress = _Progress(target, *_unstacked(update.inside, state))
+        output, progress, *_ = _step(call, [], incoming, progress, extra_args)
+        target, state = progress.target, _stacked(progress.guards, progress.state)
+    return (target if applies else output), state
+
+
+def _accumulate(
+    call: _Call, accumulation: Accumulation, target: Tree, state: Tree, extra_args: ExtraArgs
+) -> tuple[Tree, Tree, Tree]:
+    """Add a micro-batch, and run the step if the window closes.
+
+    Return the updates or zeros, the new target, and the next state.
+    """
+    outside, inside = call.gates.outside, call.gates.inside
+    outer, state = _unstacked(outside, state)
+    given = has_weight(extra_args)
+    grads, observed, checks = _check(outside, outer, call, call.incoming, extra_args, given)
+    accepted, refused = _tally(len(outer), enumerate(checks))
+    window = accumulation.open(grads, state, accepted if outer else None, extra_args)
+
+    def close(carry: Tree) -> tuple[Tree, Tree]:
+        progress, accumulator, _ = carry
         mean, accumulator = window.read(accumulator)
-        output, target_and_state, stepped, judged = step(
-            outer, mean, target_and_state, window.extra_args
-        )
-        return output, (target_and_state, accumulator, _checks(stepped, judged))
+        output, progress, *results = _step(call, outer, mean, progress, window.extra_args)
+        return output, (progress, accumulator, tuple(results))
 
-    carry = (target, state.inner_opt_state), state.acc_grads, _checks(np.False_, outer)
-    output, (carry, accumulator, checks) = run_step(window.emits, close_window, carry)
-    target, inner_state = carry
-    emitted = window.emits
-    if outer:
-        stepped, results = checks
-        outer = [x._replace(failed=y) for x, y in zip(outer, results, strict=True)]
-        accepted = accepted & (stepped | ~window.emits)
-        emitted = functools.reduce(jnp.logical_and, [~x.failed for x in outer], emitted)
-    state = window.next_state(inner_state, accumulator, emitted)
-    return (target if applies else output), _next_states(outer, state, accepted)
-
-
-def _checks(stepped: Flag, outer: Sequence[Judgment]) -> Tree:
-    """Return whether the step was applied, and the results of the outer guards; () without them."""
-    return (stepped, [x.failed for x in outer]) if outer else ()
-
-
-def _check_extra_args(args: tuple[object, ...], extra_args: ExtraArgs) -> None:
-    """Raise for additional positional arguments, and warn of misspelled names."""
-    if args:
-        got, hint = f"{3 + len(args)} positional arguments", "Pass the loss as `value=loss`."
-        raise type_error("update", "called as `update(grads, state, params)`", got, hint)
-    for name in extra_args.keys() - EXTRA_ARGS:  # all others are passed on
-        near = difflib.get_close_matches(name, EXTRA_ARGS, n=1, cutoff=0.8)
-        if near:
-            warnings.warn(
-                f"The extra argument `{name}` is passed to the inner transformation. Did you mean "
-                f"`{near[0]}`?",
-                stacklevel=2,
-            )
-
-
-def _judge(
-    guards: Sequence[Guard], grads: Tree, state: Tree, params: Tree, extra_args: ExtraArgs
-) -> tuple[list[Judgment], Tree, Tree, Flag]:
-    """Check a gradient with all guards.
-
-    Return the result of each guard, whether all checks passed, and the gradient and state that are
-    passed to the inner transformation.
-    """
-    judged: list[Judgment] = []
-    accepted: Flag = np.True_
-    for guard in guards:
-        check_state(state, guard.kind)
-        verdict = guard.judge(grads, state, params, extra_args)
-        refused = accepted & ~verdict.is_good
-        judged.append(Judgment(guard, state, verdict, refused, np.False_))
-        accepted = accepted & verdict.is_good
-        grads, state = verdict.grads, state.inner_state
-    return judged, grads, state, accepted
+    progress = _Progress(target, *_unstacked(inside, state.inner_opt_state))
+    nothing = jnp.array(False), [jnp.array(False) for _ in outer]
+    carry = progress, state.acc_grads, nothing
+    output, (progress, accumulator, (applied, failed)) = run_step(window.emits, close, carry)
+    inner = [_count(*x, missed=window.is_empty) for x in zip(inside, progress.guards, strict=True)]
+    kept = functools.reduce(jnp.logical_and, map(jnp.logical_not, failed), window.emits)
+    state = window.next_state(_stacked(inner, progress.state), accumulator, kept)
+    missed = window.is_empty | given & ~applied & (~accepted | window.emits)
+    outcome = _Outcome(accepted & ~missed & given, given, missed, applied)
+    counted = list(map(jnp.logical_or, refused, failed))
+    outer = _next(outside, outer, observed, counted, outcome)
+    return output, progress.target, _stacked(outer, state)
 
 
 def _step(
-    innermost: optax.GradientTransformationExtraArgs,
-    inside: Sequence[Guard],
-    incoming: Tree,
-    params: Tree,
-    outer: Sequence[Judgment],
-    grads: Tree,
-    target_and_state: tuple[Tree, Tree],
-    extra_args: ExtraArgs,
-) -> tuple[Tree, tuple[Tree, Tree], Flag, Sequence[Judgment]]:
+    call: _Call, outer: Sequence[Tree], grads: Tree, progress: _Progress, extra_args: ExtraArgs
+) -> tuple[Tree, _Progress, Array, list[Array]]:
     """Run the innermost transformation if the checks of all guards pass.
 
-    Return the updates or zeros, the new target and inner state, whether the step was applied, and
-    the results of the outer guards. The target is the tree of parameters to which the updates are
-    added, or None if the caller needs the updates.
+    Return the updates or zeros, the progress, whether the step was applied, and for each outer
+    guard whether it counts a skip.
     """
-    target, state = target_and_state
-    inner, judged_grads, before, accepted = _judge(inside, grads, state, params, extra_args)
-    judged = [*outer, *inner]
+    inside = call.gates.inside
+    guards = (*call.gates.outside, *inside)
+    windows = find_role(progress.state, "accumulation")  # in a chain, for example
+    given = has_weight(extra_args) if windows else True
+    grads, observed, checks = _check(inside, progress.guards, call, grads, extra_args, given)
+    if given is not True:  # an accumulation ignores a gradient of weight 0, which may be NaN
+        grads = jax.tree.map(lambda x: x if is_float0(x) else jnp.where(given, x, 0), grads)
+    verdicts = list(enumerate(checks, len(outer)))
     for i in reversed(range(len(outer))):
-        check_window = outer[i].verdict.check_window
+        check_window = guards[i].check_window
         if check_window:
-            passed = check_window(grads)
-            judged[i] = judged[i]._replace(failed=accepted & ~passed)
-            accepted = accepted & passed
-    checking = [i for i, x in enumerate(judged) if x.verdict.check_step]
+            verdicts.append((i, check_window(grads, outer[i], call.params, extra_args)))
+    accepted, failed = _tally(len(guards), verdicts)
+    output, target, after, verdicts = _run(call, grads, progress, extra_args, accepted)
+    applied, also_failed = _tally(len(guards), verdicts, accepted)
+    failed = list(map(jnp.logical_or, failed, also_failed))
+    is_empty = jnp.array(False)
+    for (_, old), (_, new) in zip(windows, find_role(after, "accumulation"), strict=True):
+        is_empty |= new.empty_windows > old.empty_windows
+    outcome = _Outcome(
+        passed=applied & given & ~is_empty,
+        given=given,
+        missed=given & ~applied | is_empty,
+        applied=applied & ~is_empty & (True if given is True else given | has_stepped(after)),
+    )
+    states = _next(inside, progress.guards, observed, failed[len(outer) :], outcome)
+    return output, _Progress(target, states, after), applied, failed[: len(outer)]
+
+
+def _run(
+    call: _Call, grads: Tree, progress: _Progress, extra_args: ExtraArgs, accepted: Array
+) -> tuple[Tree, Tree, Tree, list[tuple[int, Array]]]:
+    """Run the innermost transformation if `accepted`, and check the computed step.
+
+    Return the updates or zeros, the new target and state, and the index of each guard that checks
+    the step, from the innermost to the outermost, with the result of its check.
+    """
+    gates, params = call.gates, call.params
+    guards = (*gates.outside, *gates.inside)
+    checking = [i for i in reversed(range(len(guards))) if guards[i].check_step]
 
     def compute(carry: tuple[Tree, Tree]) -> tuple[Tree, tuple[Tree, Tree]]:
         target, before = carry
         current = params if target is None else target
 
         def run(grads: Tree, state: Tree) -> tuple[Tree, Tree]:
-            return innermost.update(grads, state, current, **extra_args)
+            return gates.innermost.update(grads, state, current, **extra_args)
 
-        updates, after = _run_in_dtypes(run, judged_grads, before, incoming, target is None)
+        updates, after = update_in_dtypes(run, grads, before, call.incoming, target is None)
+        if updates is grads and not jax.tree.leaves(before):
+            warn_of_identity()
         if target is None:
             return updates, (None, after)
         return updates if checking else None, (_apply_updates(target, updates), after)
 
-    carry = target, before
-    if checking:
-        program, computed = compute_step(compute, carry)
-        updates, (_, after) = computed
-        is_due = jnp.asarray(accepted)
-        for i in reversed(checking):
-            check_step = judged[i].verdict.check_step
-            assert check_step is not None
-            passed = check_step(judged_grads, updates, before, after)
-            judged[i] = judged[i]._replace(failed=accepted & ~passed)
-            accepted = accepted & passed
-        output, (target, after) = select_step(accepted, program, computed, carry)
-        carry = target, judged[checking[-1]].guard.discard(after, is_due & ~accepted)
-    elif judged:
-        output, carry = run_step(accepted, compute, carry, usually=True)
-    else:
+    carry = progress.target, progress.state
+    if not guards:
         output, carry = compute(carry)
-    outer, inner = judged[: len(outer)], judged[len(outer) :]
-    return output, (carry[0], _next_states(inner, carry[1], accepted)), accepted, outer
+        return output, *carry, []
+    if not checking:
+        output, carry = run_step(accepted, compute, carry, usually=True)
+        return output, *carry, []
+    program, computed = compute_step(compute, carry)
+    updates, (_, after) = computed
+    step = Step(grads, updates, progress.state, after, params)
+    verdicts: list[tuple[int, Array]] = []
+    for i in checking:
+        check_step = guards[i].check_step
+        assert check_step is not None
+        verdicts.append((i, check_step(step)))
+    applied, _ = _tally(len(guards), verdicts, accepted)
+    output, (target, after) = select_step(applied, program, computed, carry)
+    # An accumulator that overflows would make all later steps fail the check.
+    return output, target, discard_windows(after, accepted & ~applied), verdicts
 
 
-def _next_states(judged: Sequence[Judgment], inner_state: Tree, accepted: Flag) -> Tree:
-    """Compute the next states of nested guards, starting with the innermost guard."""
-    for guard, state, verdict, refused, failed in reversed(judged):
-        skipped = refused | failed
-        after = verdict.next_state(jnp.asarray(refused), jnp.asarray(failed))
-        streak = jnp.where(skipped, increment_where(state.consecutive_skips), 0)
-        has_failed, limit = after.guard_failed, guard.max_consecutive_skips
-        if limit is not None:
-            has_failed = jnp.where(streak >= limit, 1, has_failed)
-        fields = {"consecutive_skips": streak, "guard_failed": has_failed, "inner_state": ()}
-        after = after._replace(**fields)
-        after = optax.tree.where(skipped | accepted, after, state._replace(inner_state=()))
-        inner_state = after._replace(inner_state=inner_state)
-    return inner_state
-
-
-def _run_in_dtypes(
-    run: Callable[[Tree, Tree], tuple[Tree, Tree]],
+def _check(
+    guards: Sequence[Guard],
+    states: Sequence[Tree],
+    call: _Call,
     grads: Tree,
-    state: Tree,
-    incoming: Tree,
-    keeps_dtypes: bool,
-) -> tuple[Tree, Tree]:
-    """Run the innermost transformation, `run(grads, state) -> (updates, next state)`.
+    extra_args: ExtraArgs,
+    given: Flag,
+) -> tuple[Tree, list[Observed], list[Array]]:
+    """Check a gradient with all guards, from the outermost to the innermost.
 
-    The input has the dtype of the accumulator, or float32 inside a loss scale. Some
-    transformations, such as `optax.novograd` and `optax.apply_if_finite`, raise if the dtype
-    differs from that of the parameters. In this case, cast the input to the dtypes of the incoming
-    gradients. With `keeps_dtypes`, updates have the dtypes that the transformation returns for the
-    incoming gradients.
+    Return the gradient for the inner transformation, and what each guard observed and whether its
+    check passed. A gradient without weight passes all checks.
     """
-    pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(incoming), strict=True)
-    if all([x.dtype == jax.typeof(y).dtype for x, y in pairs]):
-        return run(grads, state)
-    plain = like_dtypes(grads, incoming)
-    expected = jax.eval_shape(run, plain, state)[0] if keeps_dtypes else None
-    try:
-        updates, after = run(grads, state)
-    except (TypeError, ValueError) as error:
-        try:
-            return run(plain, state)
-        except (TypeError, ValueError):
-            raise error from None
-    return (like_dtypes(updates, expected) if keeps_dtypes else updates), after
+    observations: list[Observed] = []
+    checks: list[Array] = []
+    for guard, state in zip(guards, states, strict=True):
+        passed, grads, observed = guard.check(grads, state, call.params, extra_args)
+        checks.append(passed if given is True else passed | ~jnp.asarray(given))
+        observations.append(observed)
+    return grads, observations, checks
+
+
+def _tally(
+    num_guards: int, verdicts: Iterable[tuple[int, Array]], accepted: Array | None = None
+) -> tuple[Array, list[Array]]:
+    """Return whether all checks passed, and for each guard whether it was the first to fail.
+
+    `verdicts` are indices of guards and the results of their checks, in the order of the checks.
+    """
+    ok = jnp.array(True) if accepted is None else accepted
+    failed = [jnp.array(False) for _ in range(num_guards)]
+    for i, passed in verdicts:
+        failed[i] = failed[i] | ok & ~passed
+        ok = ok & passed
+    return ok, failed
+
+
+def _next(
+    guards: Sequence[Guard],
+    states: Sequence[Tree],
+    observations: Sequence[Observed],
+    counted: Sequence[Array],
+    outcome: _Outcome,
+) -> list[Tree]:
+    """Return the next states of guards, without their inner states."""
+    passed, given, missed, applied = outcome
+    after: list[Tree] = []
+    for guard, state, observed, counts in zip(guards, states, observations, counted, strict=True):
+        new = guard.advance(state, observed, counts)
+        new = optax.tree.where(counts | passed, new, state)
+        norm = jnp.where(given, observed.grad_norm, state.grad_norm)
+        new = new._replace(grad_norm=norm, consecutive_skips=state.consecutive_skips)
+        after.append(_count(guard, new, missed | counts & ~applied, reset=applied | passed))
+    return after
+
+
+def _count(guard: Guard, state: Tree, missed: Flag, reset: Flag = False) -> Tree:
+    """Count a step without an applied update in the state of a guard."""
+    streak = increment_where(state.consecutive_skips, missed)
+    streak = jnp.where(reset, 0, streak)
+    limit, has_failed = guard.max_consecutive_skips, state.guard_failed
+    if limit is not None:
+        has_failed = jnp.where(streak >= limit, 1, has_failed)
+    return state._replace(consecutive_skips=streak, guard_failed=has_failed)
+
+
+def _unstacked(guards: Sequence[Guard], state: Tree) -> tuple[list[Tree], Tree]:
+    """Return the states of nested guards without their inner states, and the state inside them."""
+    states: list[Tree] = []
+    for guard in guards:
+        check_state(state, guard.kind)
+        states.append(state._replace(inner_state=()))
+        state = state.inner_state
+    return states, state
+
+
+def _stacked(states: Sequence[Tree], inner_state: Tree) -> Tree:
+    """Return the state of nested guards."""
+    for state in reversed(states):
+        inner_state = state._replace(inner_state=inner_state)
+    return inner_state
 
 
 def _apply_updates(params: Tree, updates: Tree) -> Tree:

@@ -1,7 +1,9 @@
 """Guards and accumulations, which decide whether their inner transformation runs."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import optax
 
 from .._run_if import Flag
 from .._types import Count, Scalar, Tree
@@ -10,71 +12,94 @@ ExtraArgs: TypeAlias = dict[str, Any]
 """The extra arguments of `update` by name."""
 
 
-class Verdict(NamedTuple):
-    """Result of a guard's check of a gradient, and functions for its later checks.
+class Step(NamedTuple):
+    """A computed step of the innermost transformation.
 
     Attributes:
-        is_good: Whether the gradient passed the check, bool[], equal on all devices.
-        grads: Gradient to pass to the inner transformation.
-        next_state: Function `(refused, failed) -> state` that returns the next state of the guard.
-            `refused` is whether the guard counts a skip because this check failed, and `failed` the
-            same for a later check.
-        check_window: Function that checks the accumulated gradient of a window and returns a
-            bool[]. It is used if the guard is outside an accumulation, where `is_good` only covers
-            the micro-batch. None accepts all windows.
-        check_step: Function `(grads, updates, state before, state after) -> bool[]` that checks a
-            computed step of the innermost transformation; None accepts all steps.
+        grads: The gradient that the transformation received.
+        updates: The computed updates.
+        before: State of the transformation before the step.
+        after: State of the transformation after the step.
+        params: The parameters, or None.
     """
 
-    is_good: Flag
     grads: Tree
-    next_state: Callable[[Scalar, Scalar], Tree]
-    check_window: Callable[[Tree], Scalar] | None = None
-    check_step: Callable[[Tree, Tree, Tree, Tree], Scalar] | None = None
+    updates: Tree
+    before: Tree
+    after: Tree
+    params: Tree
 
 
 class Guard(NamedTuple):
     """A guard, which skips steps that fail its checks.
 
-    `_next_states` updates `consecutive_skips`, `guard_failed` and `inner_state` in the guard's
-    state, and `Verdict.next_state` updates all other fields.
+    The checks return a bool[] that is equal on all devices. The executor updates the fields
+    `grad_norm`, `consecutive_skips`, `guard_failed` and `inner_state` of the guard's state, and
+    `advance` updates all others.
 
     Attributes:
         kind: Type of the guard's state.
-        judge: Function `(grads, state, params, extra_args) -> Verdict`.
-        discard: Function `(state, where) -> state` that resets unfinished accumulators in the
-            innermost state after a failed `check_step`. Otherwise an accumulator that overflows
-            would make all later steps fail the check.
+        check: Function `(grads, state, params, extra_args) -> (passed, grads, observed)` that
+            checks a gradient. It returns the gradient to pass on, and an `Observed`.
+        advance: Function `(state, observed, skipped) -> state`, where `skipped` is whether the
+            guard counts a skip. It is used if the guard counts a skip, or if all checks passed.
+        check_window: Function `(grads, state, params, extra_args) -> passed` that checks the
+            accumulated gradient of a window, for a guard outside an accumulation. None accepts all.
+        check_step: Function `(step) -> passed` that checks a computed `Step`; None accepts all.
         max_consecutive_skips: Number of consecutive skips that sets `guard_failed`; None for no
             limit.
     """
 
     kind: type
-    judge: Callable[[Tree, Tree, Tree, ExtraArgs], Verdict]
-    discard: Callable[[Tree, Scalar], Tree]
+    check: Callable[[Tree, Tree, Tree, ExtraArgs], tuple[Scalar, Tree, "Observed"]]
+    advance: Callable[[Tree, Tree, Scalar], Tree]
+    check_window: Callable[[Tree, Tree, Tree, ExtraArgs], Scalar] | None = None
+    check_step: Callable[[Step], Scalar] | None = None
     max_consecutive_skips: Count | None = None
 
 
-class Window(NamedTuple):
-    """An accumulation window after the current micro-batch.
+class Observed(NamedTuple):
+    """What a guard observed in a gradient.
 
     Attributes:
-        emits: Whether the accumulation window closes and has nonzero total weight.
-        read: Function that returns the accumulated gradient and the next accumulator, given the
-            current accumulator. The result may reuse its buffers.
+        grad_norm: Norm of the gradient, float32[].
+        details: Other arrays for `advance`.
+    """
+
+    grad_norm: Scalar
+    details: Tree = ()
+
+
+class Window(Protocol):
+    """The accumulation window after the current micro-batch.
+
+    Attributes:
+        emits: Whether the window closes with a positive total weight.
+        is_empty: Whether the window closes without weight.
         extra_args: Extra arguments for the transformation inside the accumulation.
-        next_state: Function `(inner_state, accumulator, emitted) -> state` that computes the next
-            accumulation state.
     """
 
     emits: Flag
-    read: Callable[[Tree], tuple[Tree, Tree]]
+    is_empty: Flag
     extra_args: ExtraArgs
-    next_state: Callable[[Tree, Tree, Flag], Tree]
+
+    def read(self, accumulator: Tree) -> tuple[Tree, Tree]:
+        """Return the accumulated gradient and the next accumulator, which may share buffers."""
+        ...
+
+    def next_state(self, inner_state: Tree, accumulator: Tree, emitted: Flag) -> Tree:
+        """Return the next state of the accumulation."""
+        ...
 
 
-Accumulation: TypeAlias = Callable[[Tree, Tree, Flag, Tree, ExtraArgs], Window]
-"""A function `(grads, state, accepted, params, extra_args) -> window` that accumulates gradients.
+class Accumulation(Protocol):
+    """An accumulation, which runs its inner transformation once for each window."""
 
-If an outer guard skips the micro-batch, `accepted` is false and nothing is accumulated.
-"""
+    def open(self, grads: Tree, state: Tree, accepted: Flag, extra_args: ExtraArgs) -> Window:
+        """Add a micro-batch, unless an outer guard did not accept it."""
+        ...
+
+
+def params_of(params: Tree) -> Tree:
+    """Return the parameters that receive gradients; for `optax.lookahead` the fast ones."""
+    return params.fast if isinstance(params, optax.LookaheadParams) else params

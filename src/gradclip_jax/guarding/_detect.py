@@ -8,6 +8,7 @@ therefore check the update and the next state as well.
 import functools
 import itertools
 import math
+import warnings
 from collections.abc import Hashable
 
 import jax
@@ -19,13 +20,13 @@ from .._checks import describe, is_scalar
 from .._devices import fusion_barrier, joined
 from .._errors import type_error
 from .._leaves import is_measured, measured_leaves, wide_dtype
+from .._mask import Mask, included_leaves
 from .._mesh import max_over, replica_count, shard_axes, sum_over
-from .._run_if import Flag
-from .._states import replace_states
+from .._states import KINDS, kind_of, replace_states
 from .._types import UNBOUNDED, Array, AxisName, Path, Scalar, Tree
-from ..clipping._clip import ClipState
 from ..clipping._norm import norm_of_leaves
-from ..gates._gate import ExtraArgs
+from ..gates._extra_args import loss_argument
+from ..gates._gate import ExtraArgs, Step, params_of
 
 
 def all_finite(tree: Tree, axis_name: AxisName) -> Scalar:
@@ -33,17 +34,17 @@ def all_finite(tree: Tree, axis_name: AxisName) -> Scalar:
     return ~_is_any([is_bad(x) for x in measured_leaves(tree)], axis_name)
 
 
-def has_finite_squares(tree: Tree, axis_name: AxisName) -> Scalar:
+def has_finite_squares(tree: Tree, norm: Scalar, axis_name: AxisName) -> Scalar:
     """Return whether the sum of squares is finite, so that no second moment becomes infinite.
 
     For dtypes with a smaller range than float32, only the individual squares must be finite in that
-    dtype.
+    dtype. `norm` is the norm of the tree.
     """
     leaves = measured_leaves(tree)
     bounds = [math.sqrt(jnp.finfo(x.dtype).max) for x in leaves]
     # For float16 and float8, each square and the float32 sum of squares must be finite.
     bound = min([x if x > 1e18 else UNBOUNDED for x in bounds], default=UNBOUNDED)
-    ok = norm_of_leaves(leaves, 2.0, axis_name) <= bound
+    ok = norm <= bound
     if min(bounds, default=bound) < bound:
         narrow = [(x, y) for x, y in zip(leaves, bounds, strict=True) if y < 1e18]
         # Without the barrier, XLA may omit the rounding that makes these values infinite.
@@ -52,31 +53,30 @@ def has_finite_squares(tree: Tree, axis_name: AxisName) -> Scalar:
     return ok
 
 
-def is_finite_step(
-    grads: Tree, updates: Tree, before: Tree, after: Tree, axis_name: AxisName
-) -> Scalar:
-    """Return whether the gradient, the update and the next state of a step are finite.
+def is_finite_step(step: Step, mask: Mask, axis_name: AxisName) -> Scalar:
+    """Return whether the update and the next state of a step are finite.
 
     | in the next state | verdict |
     | --- | --- |
     | a new NaN | non-finite |
     | a new infinity in an array, or in the moment of a parameter | non-finite |
     | an infinity in any other scalar, such as a hyperparameter | accepted |
-    | norms in the states of clips and noise scales | not checked, because no step depends on them |
+    | a moment of a parameter that the mask excludes | not checked |
+    | measurements in states of this package | not checked, because no step depends on them |
     """
-    shapes = {path: np.shape(x) for path, x in jax.tree.leaves_with_path(grads) if is_measured(x)}
+    leaves = jax.tree.leaves_with_path(step.grads)
+    included = included_leaves(mask, step.grads, params_of(step.params))
+    is_included = {path: x for (path, _), x in zip(leaves, included, strict=True)}
+    shapes = {path: np.shape(x) for path, x in leaves if is_measured(x)}
     flags: dict[Hashable, Array] = {}
-    # Norm statistics may overflow.
-    after, before = (
-        replace_states(state, ClipState, lambda statistics: ()) for state in (after, before)
-    )
-    pairs = [(grads, None), (updates, None), (after, before)]
+    after, before = map(_without_measurements, (step.after, step.before))
+    pairs = [(step.updates, None), (after, before)]
     for number, (new, old) in enumerate(pairs):
         before = itertools.repeat(None) if old is None else jax.tree.leaves(old)
         for (path, x), was in zip(jax.tree.leaves_with_path(new), before, strict=False):
-            if not is_measured(x):
-                continue
             place = _place(path, np.shape(x), shapes)
+            if not is_measured(x) or not is_included.get(place, True):
+                continue
             is_moment = place is not None or np.ndim(x) > 0 or old is None
             bad = is_bad(x) if is_moment else jnp.isnan(x)
             if was is not None:
@@ -87,37 +87,38 @@ def is_finite_step(
     return ~_is_any(list(flags.values()), axis_name)
 
 
-def finite_extra_args(extra_args: ExtraArgs, axis_name: AxisName) -> Flag:
+def _without_measurements(state: Tree) -> Tree:
+    """Keep only accumulators and the inner state of states of this package."""
+
+    def without(node: Tree) -> Tree:
+        kept = [getattr(node, name, ()) for name in (kind_of(node).inner, "acc_grads") if name]
+        return [_without_measurements(x) for x in kept]
+
+    return replace_states(state, tuple(KINDS), without)
+
+
+def finite_extra_args(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar:
     """Return whether the loss and the weight of a micro-batch are finite, if they are given."""
+    name, loss = loss_argument(extra_args)
+    if any(map(np.ndim, jax.tree.leaves(loss))):
+        warnings.warn(
+            f"`{name}` should be the mean loss, a scalar. The guard checks all elements of the "
+            f"given {describe(loss)}.",
+            stacklevel=2,
+        )
     weight = extra_args.get("weight")
-    numbers = [given_loss(extra_args), weight if is_scalar(weight, jnp.inexact) else None]
-    return all_finite(numbers, axis_name) if jax.tree.leaves(numbers) else np.True_
-
-
-def given_loss(extra_args: ExtraArgs) -> Tree:
-    """Return the loss that was passed to `update` as `value` or `loss`, or None."""
-    value, loss = extra_args.get("value"), extra_args.get("loss")
-    numbers = (bool, int, float, complex, np.generic, np.ndarray, jax.Array)
-    if not isinstance(loss, numbers):  # `inner` may have an argument of this name
-        loss = None
-    if value is not None and loss is not None:
-        hint = "Pass the loss once, as `value`."
-        raise type_error("loss", "omitted if `value` is passed", "both", hint)
-    for leaf in jax.tree.leaves(value):
-        if not isinstance(leaf, numbers):
-            rule, hint = "a number or an array", "Pass the loss as `value=loss`."
-            raise type_error("value", rule, describe(leaf), hint)
-    return loss if value is None else value
+    numbers = [loss, weight if is_scalar(weight, jnp.inexact) else None]
+    return all_finite(numbers, axis_name) if jax.tree.leaves(numbers) else jnp.array(True)
 
 
 def loss_of(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar | None:
     """Return the loss in at least float32, averaged over devices if it differs between them."""
-    value = given_loss(extra_args)
+    name, value = loss_argument(extra_args)
     if value is None:
         return None
     if np.ndim(value) != 0 or not jnp.isrealobj(value):
         hint = "Pass the mean loss over the batch."
-        raise type_error("value", "a real scalar", describe(value), hint)
+        raise type_error(name, "a real scalar", describe(value), hint)
     loss = jnp.asarray(value)
     is_float = jnp.issubdtype(loss.dtype, jnp.floating)
     loss = loss.astype(wide_dtype(loss.dtype) if is_float else jnp.float32)

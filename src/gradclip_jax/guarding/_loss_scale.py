@@ -8,7 +8,6 @@ import optax
 from jax.typing import ArrayLike
 
 from .._checks import (
-    check_axis_name,
     check_count,
     check_number,
     describe,
@@ -16,44 +15,43 @@ from .._checks import (
     is_traced,
 )
 from .._errors import public, type_error, value_error
-from .._leaves import measured_leaves, wide_dtype
+from .._leaves import wide_dtype
+from .._mask import Mask
 from .._states import find_states, increment_where, plain_arrays, register_guard
 from .._types import Array, AxisName, Count, Number, Scalar, Tree
-from ..clipping._norm import norm_of_leaves
+from ..clipping._clip import ClipState
+from ..gates._gate import ExtraArgs, Observed
 from ._detect import is_bad
-from ._guard import OUTERMOST, Check, zero
+from ._guard import Check, check_guard, guard, zero
 from ._skip_nonfinite import finite_guard
 
 # Outside this range the scale or its reciprocal is subnormal, and XLA may flush it to zero.
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
 
 
-@register_guard("loss_scale", "unscaled_grad_norm", "skipped_nonfinite")
+@register_guard("loss_scale", "skipped_nonfinite", role="loss scale")
 class LossScaleState(NamedTuple):
     """State of `dynamic_loss_scale`; counters are int32[] and saturate.
 
     Attributes:
+        grad_norm: Norm of the last gradient after division by the scale, float32[]. If it is
+            smaller than expected by a factor of about the scale, the loss was not passed through
+            `scale_loss`.
         loss_scale: Factor by which `scale_loss` multiplies the next gradient, float32[].
         good_steps: Number of applied steps since the scale changed or a step was skipped.
-        skipped_nonfinite: Number of skipped steps.
-        consecutive_skips: Number of steps skipped since the last applied step.
+        skipped_nonfinite: Number of steps that this guard skipped.
+        consecutive_skips: Number of steps without an applied update since the last one.
         guard_failed: 1 if a step was ever non-finite at the smallest scale, else 0.
         inner_state: State of the inner optimizer.
-        unscaled_grad_norm: Norm of the last finite gradient after division by the scale, float32[].
-            If it is smaller than expected by a factor of about the scale, the loss was not passed
-            through `scale_loss`.
     """
 
+    grad_norm: Scalar
     loss_scale: Scalar
     good_steps: Scalar
     skipped_nonfinite: Scalar
     consecutive_skips: Scalar
     guard_failed: Scalar
     inner_state: Tree
-    unscaled_grad_norm: Scalar
-
-
-OUTERMOST.append(LossScaleState)
 
 
 @public
@@ -101,12 +99,24 @@ def scale_loss(state: Tree, loss: ArrayLike) -> Array:
         if scales:
             hint = "Wrap the whole optimizer in a single `dynamic_loss_scale`."
         raise type_error("state", rule, f"a state with {len(scales)}", hint)
+    _check_no_clip_before(state)
     value = jnp.asarray(loss)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         rule, hint = "a real floating-point array", "Pass the loss that is differentiated."
         raise type_error("loss", rule, describe(value), hint)
     scale = plain_arrays(scales[0][1].loss_scale)
     return _with_scaled_derivative(value.astype(wide_dtype(value.dtype)), jnp.asarray(scale))
+
+
+def _check_no_clip_before(state: Tree) -> None:
+    """Raise if a chain clips gradients before the loss scale divides them."""
+    for _, chain in find_states(state, tuple):
+        places = [i for i, x in enumerate(chain) if find_states(x, LossScaleState)]
+        clips = [x for x in chain[: min(places, default=0)] if isinstance(x, ClipState)]
+        if type(chain) is tuple and clips:
+            rule = "a state without a clip before the loss scale in the same chain"
+            hint = "Clip unscaled gradients: `dynamic_loss_scale(optax.chain(clip, optimizer))`."
+            raise type_error("state", rule, "one with a clip that receives scaled gradients", hint)
 
 
 @jax.custom_jvp
@@ -134,6 +144,7 @@ def dynamic_loss_scale(
     max_scale: Number = 2.0**24,
     check: Check = "gradient",
     axis_name: AxisName = None,
+    mask: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Divide gradients by a dynamic loss scale, for training in float16.
 
@@ -147,7 +158,7 @@ def dynamic_loss_scale(
     | non-finite gradient, loss or weight | skipped; the scale is halved |
     | non-finite update or next state | applied by default; the same with `check="step"` |
     | non-finite at the smallest scale | skipped; `guard_failed` is 1 from then on |
-    | `scale_loss` was not called | applied; `unscaled_grad_norm` is the norm divided by the scale |
+    | `scale_loss` was not called | applied; `grad_norm` is the norm divided by the scale |
 
     This transformation must be the outermost guard, so that clips and other guards receive unscaled
     gradients. Wrapping `dynamic_loss_scale` in another guard raises an error, because skipped steps
@@ -167,11 +178,12 @@ def dynamic_loss_scale(
             equal.
         max_scale: Maximum scale.
         check: See `skip_nonfinite`; "gradient" checks the unscaled gradient.
-        axis_name: See `clip_by_global_norm`.
+        axis_name: See `skip_nonfinite`.
+        mask: See `skip_nonfinite`.
 
     Returns:
-        A gradient transformation with a `LossScaleState`; `metrics` includes `loss_scale` and
-        `unscaled_grad_norm`.
+        A gradient transformation with a `LossScaleState`; `metrics` includes `loss_scale`, and
+        `grad_norm` after division by the scale.
 
     Raises:
         TypeError: If `inner` is not a gradient transformation or already contains a loss scale, or
@@ -202,31 +214,36 @@ def dynamic_loss_scale(
     check_number("backoff_factor", backoff_factor, hint, high=1.0, below_high=True)
     check_count("growth_interval", growth_interval, "Pass the number of good steps before growth.")
 
-    axes = check_axis_name(axis_name)
+    axes = check_guard(inner, axis_name)
 
-    def make_state(inner_state: Tree) -> LossScaleState:
+    def fields(params: Tree) -> dict[str, Scalar]:
         scale = jnp.array(init_scale, jnp.float32)  # a copy: the state may be donated
-        return LossScaleState(scale, zero(), zero(), zero(), zero(), inner_state, zero(jnp.float32))
+        return {"loss_scale": scale, "good_steps": zero(), "skipped_nonfinite": zero()}
 
-    def unscale(updates: Tree, state: LossScaleState) -> Tree:
-        return jax.tree.map(lambda x: _unscaled(x, state.loss_scale), updates)
+    gate = finite_guard(LossScaleState, check, mask, axes)
 
-    def adapt(state: LossScaleState, grads: Tree, skipped: Scalar) -> LossScaleState:
+    def check_unscaled(
+        grads: Tree, state: LossScaleState, params: Tree, extra_args: ExtraArgs
+    ) -> tuple[Scalar, Tree, Observed]:
+        grads = jax.tree.map(lambda x: _unscaled(x, state.loss_scale), grads)
+        return gate.check(grads, state, params, extra_args)
+
+    def advance(state: LossScaleState, observed: Observed, skipped: Scalar) -> LossScaleState:
+        state = gate.advance(state, observed, skipped)
         given = (growth_factor, backoff_factor, min_scale, max_scale)
         growth, backoff, smallest, largest = (jnp.asarray(x, jnp.float32) for x in given)
         good_steps = jnp.where(skipped, 0, increment_where(state.good_steps))
         grows = good_steps >= growth_interval
         factor = jnp.where(skipped, backoff, jnp.where(grows, growth, 1))
         failed = skipped & (state.loss_scale <= smallest)
-        norm = norm_of_leaves(measured_leaves(grads), 2.0, axes).astype(jnp.float32)
         return state._replace(
             loss_scale=jnp.clip(state.loss_scale * factor, smallest, largest),
             good_steps=jnp.where(grows, 0, good_steps),
             guard_failed=state.guard_failed | failed.astype(jnp.int32),
-            unscaled_grad_norm=jnp.where(jnp.isfinite(norm), norm, state.unscaled_grad_norm),
         )
 
-    return finite_guard(inner, make_state, check, axes, unscale=unscale, adapt=adapt)
+    scaled = gate._replace(check=check_unscaled, advance=advance)
+    return guard("dynamic_loss_scale", inner, scaled, fields, mask=mask, axis_name=axes)
 
 
 def _unscaled(x: Array, scale: Scalar) -> Array:

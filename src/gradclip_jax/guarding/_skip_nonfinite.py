@@ -1,17 +1,19 @@
 """Guard that skips steps with non-finite values."""
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import optax
 
 from .._checks import check_choice
 from .._errors import public
-from .._mesh import check_bound
-from .._states import GATES, find_states, increment_where, register_guard
+from .._leaves import measured_leaves
+from .._mask import Mask
+from .._states import increment_where, register_guard
 from .._types import AxisName, Count, Scalar, Tree
-from ..gates._gate import ExtraArgs, Verdict
+from ..clipping._norm import norm_of_leaves
+from ..gates._gate import ExtraArgs, Guard, Observed
 from ._detect import all_finite, finite_extra_args, has_finite_squares, is_finite_step
 from ._guard import Check, check_guard, guard, zero
 
@@ -21,12 +23,14 @@ class SkipNonfiniteState(NamedTuple):
     """State of `skip_nonfinite`; counters are int32[] and saturate.
 
     Attributes:
-        skipped_nonfinite: Number of skipped steps.
-        consecutive_skips: Number of steps skipped since the last applied step.
+        grad_norm: Norm of the last gradient, float32[].
+        skipped_nonfinite: Number of steps that this guard skipped.
+        consecutive_skips: Number of steps without an applied update since the last one.
         guard_failed: 1 if `consecutive_skips` ever reached `max_consecutive_skips`, else 0.
         inner_state: State of the inner optimizer.
     """
 
+    grad_norm: Scalar
     skipped_nonfinite: Scalar
     consecutive_skips: Scalar
     guard_failed: Scalar
@@ -40,6 +44,7 @@ def skip_nonfinite(
     check: Check = "gradient",
     max_consecutive_skips: Count | None = 50,
     axis_name: AxisName = None,
+    mask: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Skip steps with non-finite gradients; parameters and state stay unchanged.
 
@@ -54,7 +59,10 @@ def skip_nonfinite(
     | a NaN or infinity in the update, or a new one in a state array | applied by default |
     | the same with `check="step"` | zero update, state unchanged |
     | an infinity in a scalar of the state, such as an infinite clip threshold | applied |
-    | 50 consecutive skipped steps | the same; `guard_failed` is 1 from then on |
+    | an array as loss | all elements must be finite; a warning |
+    | a micro-batch of weight 0 of an accumulation inside this guard | not checked |
+    | `weight` without an accumulation | passed to `inner`; `apply_gradients` warns |
+    | 50 consecutive steps without an applied update | `guard_failed` is 1 from then on |
 
     A guard around `accumulate_gradients` skips single non-finite micro-batches, and drops an
     accumulation window if its gradient or step is non-finite. A guard inside `accumulate_gradients`
@@ -75,7 +83,10 @@ def skip_nonfinite(
         max_consecutive_skips: Number of consecutive skips after which `guard_failed` is set to 1
             permanently; an integer >= 1, or None for no limit. The guard only sets this flag. Check
             it in the training loop with `if gcx.metrics(state)["guard_failed"]: ...`.
-        axis_name: See `clip_by_global_norm`.
+        axis_name: See `clip_by_global_norm`; `()` raises, because devices would decide differently.
+        mask: Leaves to check, as a prefix tree of bools or a function from the parameters to one,
+            for models with frozen parameters. Other leaves are not checked and reach `inner` as
+            zeros, so that a NaN cannot come in through a clip. None checks all leaves.
 
     Returns:
         A gradient transformation with a `SkipNonfiniteState`. With `apply_gradients` and donated
@@ -95,52 +106,50 @@ def skip_nonfinite(
         ([0.0], 1)
     """
 
-    def make_state(inner_state: Tree) -> SkipNonfiniteState:
-        return SkipNonfiniteState(zero(), zero(), zero(), inner_state)
+    def fields(params: Tree) -> dict[str, Scalar]:
+        return {"skipped_nonfinite": zero()}
 
-    return finite_guard(inner, make_state, check, axis_name, max_consecutive_skips)
+    axes = check_guard(inner, axis_name)
+    gate = finite_guard(SkipNonfiniteState, check, mask, axes, max_consecutive_skips)
+    return guard("skip_nonfinite", inner, gate, fields, mask=mask, axis_name=axes)
 
 
 def finite_guard(
-    inner: optax.GradientTransformation,
-    make_state: Callable[[Tree], Tree],
+    kind: type,
     check: Check,
-    axis_name: AxisName,
+    mask: Mask,
+    axes: AxisName,
     max_consecutive_skips: Count | None = None,
-    *,
-    unscale: Callable[[Tree, Tree], Tree] | None = None,
-    adapt: Callable[[Tree, Tree, Scalar], Tree] | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    """Build a guard that counts non-finite steps in `skipped_nonfinite`.
-
-    `unscale` maps the incoming gradient to the gradient that is checked and passed to `inner`.
-    `adapt` updates the other fields of the state from the gradient and whether the step is skipped.
-    """
-    axes = check_guard(inner, axis_name)
+) -> Guard:
+    """Return a guard that counts non-finite steps in `skipped_nonfinite`."""
     check_choice("check", check, ("gradient", "step"))
     checks_step = check == "step"
 
-    def judge(updates: Tree, state: Tree, params: Tree, extra_args: ExtraArgs) -> Verdict:
-        check_bound(axes)
-        grads = unscale(updates, state) if unscale else updates
+    def check_gradient(
+        grads: Tree, state: Tree, params: Tree, extra_args: ExtraArgs
+    ) -> tuple[Scalar, Tree, Observed]:
+        norm = norm_of_leaves(measured_leaves(grads), 2.0, axes)
+        passed = finite_extra_args(extra_args, axes)
+        if checks_step:
+            passed &= all_finite(grads, axes)
+        else:
+            passed &= has_finite_squares(grads, norm, axes)
+        return passed, grads, Observed(norm.astype(jnp.float32))
 
-        def next_state(refused: Scalar, failed: Scalar) -> Tree:
-            skipped = refused | failed
-            after = adapt(state, grads, skipped) if adapt else state
-            count = increment_where(state.skipped_nonfinite, skipped)
-            return after._replace(skipped_nonfinite=count)
+    def check_window(grads: Tree, state: Tree, params: Tree, extra_args: ExtraArgs) -> Scalar:
+        norm = norm_of_leaves(measured_leaves(grads), 2.0, axes)
+        return has_finite_squares(grads, norm, axes)
 
-        is_good = finite_extra_args(extra_args, axes)
-        if not checks_step:
-            is_good &= has_finite_squares(grads, axes)
-            check_window = functools.partial(has_finite_squares, axis_name=axes)
-            return Verdict(is_good, grads, next_state, check_window)
-        # `check_step` also checks the gradient, but only after the guards and accumulations inside
-        # have used it.
-        if find_states(state.inner_state, tuple(GATES)):
-            is_good &= all_finite(grads, axes)
-        check_step = functools.partial(is_finite_step, axis_name=axes)
-        return Verdict(is_good, grads, next_state, check_step=check_step)
+    def advance(state: Tree, observed: Observed, skipped: Scalar) -> Tree:
+        count = increment_where(state.skipped_nonfinite, skipped)
+        return state._replace(skipped_nonfinite=count)
 
-    limit = max_consecutive_skips
-    return guard(inner, make_state, judge, max_consecutive_skips=limit, checks_step=checks_step)
+    check_step = functools.partial(is_finite_step, mask=mask, axis_name=axes)
+    return Guard(
+        kind,
+        check_gradient,
+        advance,
+        None if checks_step else check_window,
+        check_step if checks_step else None,
+        max_consecutive_skips,
+    )

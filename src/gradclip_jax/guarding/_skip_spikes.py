@@ -1,8 +1,7 @@
 """Guards against spikes of the gradient norm and the loss."""
 
 import functools
-import itertools
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import jax.numpy as jnp
 import optax
@@ -10,24 +9,31 @@ import optax
 from .._checks import check_count, check_ord, check_params
 from .._errors import public, type_error, value_error
 from .._leaves import measured_leaves
-from .._mesh import check_bound
+from .._mask import Mask
 from .._states import increment_where, register_guard
 from .._types import UNBOUNDED, AxisName, Count, Order, Scalar, Tree
 from ..clipping._norm import norm_of_leaves
 from ..clipping._threshold import Rule, Threshold, as_rule, init_state
-from ..gates._gate import ExtraArgs, Verdict
+from ..gates._gate import ExtraArgs, Guard, Observed
 from ._detect import loss_of
 from ._guard import check_guard, guard, zero
 from ._signal import Signal, compare, loss_rule, relearn
 
-# State fields for the value, the threshold and the number of skips of each signal.
-FIELDS = {
-    "norm": ("grad_norm", "skip_threshold", "skipped_large_norm"),
-    "loss": ("loss", "loss_threshold", "skipped_large_loss"),
+FIELDS: Final = {
+    "norm": ("skip_threshold", "skipped_large_norm"),
+    "loss": ("loss_threshold", "skipped_large_loss"),
 }
+"""State fields for the threshold and the number of skips of each signal."""
 
 
-@register_guard(*itertools.chain(*FIELDS.values()), "skipped_nonfinite")
+@register_guard(
+    "skip_threshold",
+    "skipped_large_norm",
+    "loss",
+    "loss_threshold",
+    "skipped_large_loss",
+    "skipped_nonfinite",
+)
 class SkipSpikesState(NamedTuple):
     """State of `skip_spikes`; measurements are float32[], counters are int32[] and saturate.
 
@@ -42,7 +48,7 @@ class SkipSpikesState(NamedTuple):
         loss_threshold: Threshold of the loss at the last step.
         skipped_large_loss: Number of steps skipped because of their loss.
         skipped_nonfinite: Number of steps skipped because of a non-finite norm or loss.
-        consecutive_skips: Number of steps skipped since the last applied step.
+        consecutive_skips: Number of steps without an applied update since the last one.
         guard_failed: 1 if `consecutive_skips` ever reached `max_consecutive_skips`, else 0.
         spikes_in_a_row: Number of steps skipped because of a spike since the last applied step.
         signals: State of the threshold rule for each of "norm" and "loss".
@@ -72,6 +78,7 @@ def skip_large_norm(
     axis_name: AxisName = None,
     relearn_after: Count = 25,
     max_consecutive_skips: Count | None = 50,
+    mask: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Skip steps whose gradient norm is above a threshold or non-finite.
 
@@ -98,6 +105,7 @@ def skip_large_norm(
         relearn_after: Number of consecutive large norms after which a threshold rule restarts; an
             integer >= 1.
         max_consecutive_skips: See `skip_nonfinite`.
+        mask: See `skip_nonfinite`.
 
     Returns:
         A gradient transformation with a `SkipSpikesState`.
@@ -116,7 +124,8 @@ def skip_large_norm(
         ([0.0], 1)
     """
     rules = {"norm": as_rule("max_norm", max_norm)}
-    return _skip_above(inner, rules, ord, axis_name, relearn_after, max_consecutive_skips)
+    options = (ord, axis_name, relearn_after, max_consecutive_skips, mask)
+    return _skip_above("skip_large_norm", inner, rules, *options)
 
 
 @public
@@ -129,6 +138,7 @@ def skip_spikes(
     axis_name: AxisName = None,
     relearn_after: Count = 25,
     max_consecutive_skips: Count | None = 50,
+    mask: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Skip steps whose gradient norm or loss is above a threshold.
 
@@ -164,6 +174,7 @@ def skip_spikes(
         relearn_after: Number of consecutive skips after which all threshold rules restart; an
             integer >= 1.
         max_consecutive_skips: See `skip_nonfinite`.
+        mask: See `skip_nonfinite`.
 
     Returns:
         A gradient transformation with a `SkipSpikesState`; `update` requires `value` if the loss
@@ -192,16 +203,19 @@ def skip_spikes(
     if not rules:
         hint = "Pass a threshold for the norm or the loss."
         raise value_error("norm", "passed if `loss` is None", "None", hint)
-    return _skip_above(inner, rules, ord, axis_name, relearn_after, max_consecutive_skips)
+    options = (ord, axis_name, relearn_after, max_consecutive_skips, mask)
+    return _skip_above("skip_spikes", inner, rules, *options)
 
 
 def _skip_above(
+    function: str,
     inner: optax.GradientTransformation,
     rules: dict[str, Rule],
     ord: Order | None,
     axis_name: AxisName,
     relearn_after: Count,
     max_consecutive_skips: Count | None,
+    mask: Mask,
 ) -> optax.GradientTransformationExtraArgs:
     """Build a guard that skips steps with a value above its threshold."""
     axes, order = check_guard(inner, axis_name), check_ord(ord)
@@ -211,69 +225,76 @@ def _skip_above(
     def measure(tree: Tree) -> Scalar:
         return norm_of_leaves(measured_leaves(tree), order, axes)
 
-    def judge(
-        updates: Tree, state: SkipSpikesState, params: Tree, extra_args: ExtraArgs
-    ) -> Verdict:
-        check_bound(axes)
-        if state.signals.keys() != rules.keys():
-            rule, got = (" and ".join(sorted(x)) for x in (rules, state.signals))
-            hint = "Create it with `init(params)` of this transformation."
-            raise type_error("state", f"a state with a threshold for {rule}", f"only {got}", hint)
-        values = {"norm": measure(updates)}
+    def check(
+        grads: Tree, state: SkipSpikesState, params: Tree, extra_args: ExtraArgs
+    ) -> tuple[Scalar, Tree, Observed]:
+        _check_signals(state, rules)
+        values = {"norm": measure(grads)}
         if "loss" in rules:
-            loss = loss_of(extra_args, axes)
-            if loss is None:
-                hint = "Call `update(grads, state, params, value=loss)`."
-                raise value_error("value", "passed if `loss` has a threshold", "None", hint)
-            values["loss"] = loss
+            values["loss"] = _given_loss(extra_args, axes)
         param_norm = None
         if any(rule.uses_params for rule in rules.values()):
-            check_params(updates, params)
+            check_params(grads, params)
             param_norm = measure(params)
-
         finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, values.values()))
         signals: dict[str, Signal] = {}
         for key, rule in rules.items():
             value = jnp.where(finite, values[key], jnp.nan)
             signals[key] = compare(rule, value, state.signals[key], param_norm)
         is_due = state.spikes_in_a_row >= relearn_after
-        is_good, signals = relearn(finite, signals, is_due)
+        passed, signals = relearn(finite, signals, is_due)
+        values = {key: x.astype(jnp.float32) for key, x in values.items()}
+        return passed, grads, Observed(values["norm"], (values, finite, signals))
 
-        def next_state(refused: Scalar, failed: Scalar) -> SkipSpikesState:
-            nonfinite = refused & ~finite
-            fields: dict[str, Scalar] = {"grad_norm": values["norm"].astype(jnp.float32)}
-            for key, signal in signals.items():
-                measurement, threshold, count = FIELDS[key]
-                fields[measurement] = values[key].astype(jnp.float32)
-                fields[threshold] = signal.threshold.astype(jnp.float32)
-                fields[count] = increment_where(getattr(state, count), signal.is_spike)
-            # Non-finite values do not count as spikes.
-            spikes = increment_where(state.spikes_in_a_row, ~nonfinite)
-            return state._replace(
-                skipped_nonfinite=increment_where(state.skipped_nonfinite, nonfinite),
-                spikes_in_a_row=jnp.where(refused | failed, spikes, 0),
-                signals={key: signal.rule_state for key, signal in signals.items()},
-                **fields,
-            )
+    gate = Guard(SkipSpikesState, check, _advance, max_consecutive_skips=max_consecutive_skips)
+    fields = functools.partial(_fields, rules)
+    return guard(function, inner, gate, fields, mask=mask, axis_name=axes)
 
-        return Verdict(is_good, updates, next_state)
 
-    return guard(
-        inner,
-        functools.partial(_make_state, rules),
-        judge,
-        max_consecutive_skips=max_consecutive_skips,
+def _advance(state: SkipSpikesState, observed: Observed, skipped: Scalar) -> SkipSpikesState:
+    """Count a skipped step, and store the new states of the rules."""
+    values, finite, signals = observed.details
+    fields: dict[str, Tree] = {}
+    for key, signal in signals.items():
+        threshold, count = FIELDS[key]
+        fields[threshold] = signal.threshold.astype(jnp.float32)
+        fields[count] = increment_where(getattr(state, count), skipped & signal.is_spike)
+    if "loss" in signals:
+        fields["loss"] = values["loss"]
+    # Non-finite values do not count as spikes.
+    spikes = increment_where(state.spikes_in_a_row, finite)
+    return state._replace(
+        skipped_nonfinite=increment_where(state.skipped_nonfinite, skipped & ~finite),
+        spikes_in_a_row=jnp.where(skipped, spikes, 0),
+        signals={key: signal.rule_state for key, signal in signals.items()},
+        **fields,
     )
 
 
-def _make_state(rules: dict[str, Rule], inner_state: Tree) -> SkipSpikesState:
-    """Return the initial state."""
-    fields: dict[str, Tree] = dict.fromkeys(SkipSpikesState._fields)  # None without a threshold
+def _fields(rules: dict[str, Rule], params: Tree) -> dict[str, Tree]:
+    """Return the initial values of the fields that other guards do not have."""
+    fields: dict[str, Tree] = dict.fromkeys(("loss", "loss_threshold", "skipped_large_loss"))
     for key in ("norm", *rules):
-        measured, threshold, count = FIELDS[key]
-        fields |= {measured: zero(jnp.float32), count: zero()}
-        fields[threshold] = jnp.full((), UNBOUNDED, jnp.float32)
-    counts = ("skipped_nonfinite", "consecutive_skips", "guard_failed", "spikes_in_a_row")
-    fields |= {name: zero() for name in counts}
-    fields["signals"] = {key: init_state(rule) for key, rule in rules.items()}
-    return SkipSpikesState(**fields | {"inner_state": inner_state})
+        threshold, count = FIELDS[key]
+        fields |= {threshold: jnp.full((), UNBOUNDED, jnp.float32), count: zero()}
+    if "loss" in rules:
+        fields["loss"] = zero(jnp.float32)
+    fields |= {"skipped_nonfinite": zero(), "spikes_in_a_row": zero()}
+    return fields | {"signals": {key: init_state(rule) for key, rule in rules.items()}}
+
+
+def _check_signals(state: SkipSpikesState, rules: dict[str, Rule]) -> None:
+    """Raise if the state belongs to a guard with other thresholds."""
+    if state.signals.keys() != rules.keys():
+        rule, got = (" and ".join(sorted(x)) for x in (rules, state.signals))
+        hint = "Create it with `init(params)` of this transformation."
+        raise type_error("state", f"a state with a threshold for {rule}", f"only {got}", hint)
+
+
+def _given_loss(extra_args: ExtraArgs, axes: AxisName) -> Scalar:
+    """Return the loss, or raise if it was not passed."""
+    loss = loss_of(extra_args, axes)
+    if loss is None:
+        hint = "Call `update(grads, state, params, value=loss)`."
+        raise value_error("value", "passed if `loss` has a threshold", "None", hint)
+    return loss

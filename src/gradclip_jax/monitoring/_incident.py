@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._states import increment_where, register_metrics
+from .._states import increment_where, register_state
 from .._types import UNBOUNDED, Array, HostArray, Scalar, Tree
 from ..clipping._norm import Units
 from ._taps import FirstNonfinite
@@ -20,7 +20,7 @@ from ._unit_names import join_names, name_units, split_names
 
 KINDS = (
     *("nan", "infinity", "norm", "loss", "update", "skipped", "held", "clipped", "leaf"),
-    *("parameter", "zero", "drift", "replica", "unchanged", "jump", "tap", "window", "note"),
+    *("parameter", "zero", "drift", "replica", "unchanged", "jump"),
 )
 """Kinds of faults and outcomes of a step; kind i is stored as the bit 2^i."""
 
@@ -67,8 +67,6 @@ class Incident(NamedTuple):
         activation: Name of the first tap in the forward pass with a non-finite activation; None if
             all were finite or no statistics of taps were passed.
         cotangent: Name of the first tap in the backward pass with a non-finite cotangent, or None.
-        tap: Name of the tap whose RMS is an outlier, such as "activation of layers_3/mlp", or None.
-        tap_rise: Ratio of this RMS to its level.
         batch_id: The extra argument `batch_id` of `update`; None if it was not passed.
         streak: Number of consecutive incidents with equal `kinds` and `leaf`, including this one.
         first_step: Step at which these consecutive incidents started.
@@ -103,8 +101,6 @@ class Incident(NamedTuple):
     device: int = -1
     activation: str | None = None
     cotangent: str | None = None
-    tap: str | None = None
-    tap_rise: float = 1.0
     batch_id: int | None = None
     streak: int = 1
     first_step: int = -1
@@ -173,12 +169,6 @@ class Incident(NamedTuple):
             parts.append("the gradient norm of another leaf has slowly risen")
         elif "drift" in self.kinds:
             parts.append(f"gradient norm{place} has slowly risen {factor} times{others}")
-        if self.tap:
-            parts.append(f"RMS of the {self.tap} rose {_short(self.tap_rise)} times")
-        if "window" in self.kinds:
-            parts.append("the weight of the accumulated window is zero")
-        if "note" in self.kinds:
-            parts.append("overflows as rare as those of a loss scale are not reported again")
         if "replica" in self.kinds:
             parts.append(f"the parameters on device {self.device} differ from those on the others")
         if self.activation or self.cotangent:
@@ -223,7 +213,7 @@ def _short(x: float) -> str:
     return "NaN" if math.isnan(x) else re.sub(r"e\+?(-?)0*", r"e\1", f"{x:.2g}")
 
 
-@register_metrics("incident_count", "incident_step", "incident_kind")
+@register_state("incident_count", "incident_step", "incident_kind")
 class IncidentLog(NamedTuple):
     """Log of the latest incidents, stored as int32 arrays. Counters saturate.
 

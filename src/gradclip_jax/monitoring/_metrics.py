@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from .._checks import check_no_transformation
 from .._errors import public
-from .._states import GATES, METRICS, find_states, has_updated, is_guard, plain_arrays
+from .._states import KINDS, find_states, has_updated, kind_of, plain_arrays
 from .._types import Array, Tree
 from ._incident import IncidentLog
 from ._watch import NOT_MEASURED, WatchState
@@ -27,11 +27,13 @@ def metrics(state: Tree) -> dict[str, Array]:
     | `clip_threshold`, `clip_factor` | smallest threshold and factor of all units |
     | `clip_fraction` | fraction of units that were clipped |
     | `mini_step`, `gradient_step` | counters of the accumulation |
+    | `empty_windows` | number of windows that closed without weight |
     | `loss_scale` | factor of the next loss |
     | `skip_threshold`, `loss`, `loss_threshold` | loss and thresholds of `skip_spikes` |
     | `skipped_nonfinite`, `skipped_large_norm` | skipped steps by cause |
     | `skipped_large_loss` | number of skipped steps by cause |
-    | `consecutive_skips` | number of skipped steps since the last applied step |
+    | `skipped_other` | number of steps that `skip_if` skipped |
+    | `consecutive_skips` | number of steps without an applied update since the last one |
     | `guard_failed` | 1 if a limit of skipped steps or of the loss scale was ever reached, else 0 |
     | `nonfinite_norms` | number of steps for which `record_norms` recorded a non-finite norm |
     | `gradient_norm`, `update_norm`, `parameter_norm`, `update_ratio` | of `watch`, also by unit |
@@ -54,9 +56,10 @@ def metrics(state: Tree) -> dict[str, Array]:
     | `skipped_nonfinite`, `skipped_large_norm`, `skipped_large_loss` | sum over all guards |
     | `consecutive_skips` | largest value of all guards |
     | `guard_failed` | 1 if any has failed |
-    | a metric of guards and one other state, such as `grad_norm` of a clip | of the other state |
+    | `grad_norm` | of the outermost guard; without one, of the outermost clip, if it receives all |
+    | | leaves; inside a loss scale after division by the scale |
     | a metric of guards only | of the outermost guard |
-    | a metric of several other states, such as the `grad_norm` of two clips | no such key |
+    | a metric of several other states, such as the `clip_factor` of two clips | no such key |
 
     Args:
         state: Pytree that contains optimizer states, such as a train state or the state of
@@ -79,9 +82,9 @@ def metrics(state: Tree) -> dict[str, Array]:
         5.0
     """
     check_no_transformation(state)
-    states = find_states(state, tuple(METRICS))
-    guards = {path for path, node in states if is_guard(node)}
-    gates = [(path, node) for path, node in states if type(node) in GATES]
+    states = find_states(state, tuple(KINDS))
+    guards = {path for path, node in states if kind_of(node).is_guard}
+    gates = [(path, node) for path, node in states if kind_of(node).is_gate]
     by_name: dict[str, list[tuple[str, bool, Tree]]] = {}
     for path, node in states:
         # Whether each guard and accumulation around `watch` called it in the last step.
@@ -90,22 +93,27 @@ def metrics(state: Tree) -> dict[str, Array]:
             calls = [_called_inner(gate) for at, gate in gates if path[: len(at)] == at]
             node = _if_measured(node, calls)
         # Omit guards from the path, so that adding a guard does not change other keys.
-        if not is_guard(node) and not isinstance(node, IncidentLog):
+        if not kind_of(node).is_guard and not isinstance(node, IncidentLog):
             path = tuple(key for i, key in enumerate(path) if path[:i] not in guards)
         place = jax.tree_util.keystr(path, simple=True, separator="/")
-        kind = next(kind for kind in type(node).__mro__ if kind in METRICS)
-        for name in METRICS[kind]:
+        kind = next(KINDS[kind] for kind in type(node).__mro__ if kind in KINDS)
+        for name in kind.metrics:
             value = getattr(node, name)
             if name == "has_updated":
                 value = functools.reduce(jnp.multiply, calls, value)
             if value is not None:  # loss metrics are None without a loss threshold
-                by_name.setdefault(name, []).append((place, is_guard(node), value))
+                by_name.setdefault(name, []).append((place, kind.is_guard, value))
     out: dict[str, Array] = {}
     for name, entries in by_name.items():
-        # Guards use the key without a path only if no other state has the metric.
+        # Guards use the key without a path only if no other state has the metric. However,
+        # `grad_norm` is the norm that the outermost guard received, or else the outermost clip.
         plain = [value for _, guards_it, value in entries if not guards_it] or [
             _of_all_guards(name, [jnp.asarray(value) for _, _, value in entries])
         ]
+        if name == "grad_norm":
+            of_guards = [value for _, guards_it, value in entries if guards_it]
+            is_split = any("inner_states" in place for place, _, _ in entries)
+            plain = of_guards[:1] or (plain if is_split else plain[:1])
         if len(plain) == 1:
             out |= _with_groups(name, plain[0])
         if len(entries) > 1:
@@ -116,7 +124,7 @@ def metrics(state: Tree) -> dict[str, Array]:
 
 def _called_inner(gate: Tree) -> Array:
     """Return whether a guard or accumulation called its inner transformation in the last step."""
-    return has_updated(gate._replace(**{GATES[type(gate)]: ()}))
+    return has_updated(gate._replace(**{kind_of(gate).inner: ()}))
 
 
 def _if_measured(watched: WatchState, calls: Sequence[Array]) -> WatchState:

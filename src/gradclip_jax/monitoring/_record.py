@@ -17,16 +17,16 @@ from .._checks import (
     shortened,
 )
 from .._errors import public, type_error, value_error
-from .._leaves import checked_leaves, measured_leaves
+from .._leaves import flatten, measured_leaves
 from .._mesh import check_bound
-from .._states import find_states, increment_where, plain_arrays, register_metrics
+from .._states import find_states, increment_where, plain_arrays, register_state
 from .._types import Array, AxisName, Count, HostArray, Order, Scalar, Tree
-from ..accumulation._reduction import has_micro_batch
 from ..clipping._norm import leaf_units, tree_units, unit_norms
+from ..gates._extra_args import has_micro_batch
 from ._unit_names import leaf_names
 
 
-@register_metrics("nonfinite_norms")
+@register_state("nonfinite_norms")
 class NormRecordState(NamedTuple):
     """A ring buffer of norms.
 
@@ -97,7 +97,7 @@ def record_norms(
     def update(
         updates: Tree, state: Tree, params: Tree | None = None, **extra_args: Any
     ) -> tuple[Tree, NormRecordState]:
-        leaves = checked_leaves("updates", updates).arrays
+        leaves = flatten("updates", updates).arrays
         check_bound(axes)
         check_state(state, NormRecordState)
         shape = (int(window), len(leaves)) if per_leaf else (int(window),)
@@ -111,7 +111,7 @@ def record_norms(
             position=jnp.where(state.position < window - 1, state.position + 1, 0),
             nonfinite_norms=increment_where(state.nonfinite_norms, ~jnp.all(jnp.isfinite(norms))),
         )
-        is_recorded = has_micro_batch(extra_args.get("flush"), extra_args.get("weight"))
+        is_recorded = has_micro_batch(extra_args)
         return updates, optax.tree.where(is_recorded, after, state)
 
     return optax.GradientTransformationExtraArgs(init, update)

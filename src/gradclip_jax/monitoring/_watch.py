@@ -25,21 +25,21 @@ from .._checks import (
     shortened,
 )
 from .._errors import public, type_error, value_error
-from .._leaves import checked_leaves, measured_shapes
+from .._leaves import flatten, measured_shapes
 from .._mesh import check_bound
 from .._run_if import like_dtypes
+from .._states import KINDS as STATE_KINDS
 from .._states import (
-    METRICS,
     find_states,
     has_stepped,
     has_updated,
     increment_where,
     plain_arrays,
-    register_metrics,
+    register_state,
 )
 from .._types import Array, AxisName, Count, HostArray, Number, Scalar, Tree
-from ..accumulation._reduction import has_micro_batch
 from ..clipping._granularity import Granularity, as_granularity, norm_shapes
+from ..gates._extra_args import has_micro_batch
 from ..guarding._detect import loss_of
 from ..guarding._guard import check_guard
 from ..guarding._skip_spikes import FIELDS
@@ -48,7 +48,7 @@ from ._incident import NOT_GIVEN, IncidentLog, init_log, names_in, note, tap_nam
 from ._levels import KINDS, compare, init_levels
 from ._taps import first_nonfinite_of, ratios, read_sums
 
-_OF_GUARDS = {f"{key}_threshold": (bound, count) for key, (_, bound, count) in FIELDS.items()}
+_OF_GUARDS = {f"{key}_threshold": fields for key, fields in FIELDS.items()}
 """Fields of an incident that a guard may report, and the metrics of the guard with the value and
 the number of skips."""
 
@@ -56,9 +56,11 @@ NOT_MEASURED = -1.0
 """Value of a norm that was not measured. NaN would raise an error with `jax_debug_nans`."""
 
 
-@register_metrics(
+@register_state(
     *("watch_step", "has_updated", "largest_share", "largest_share_index"),
     *("gradient_norm", "update_norm", "parameter_norm", "update_ratio", "taps"),
+    inner="inner_state",
+    role="watch",
 )
 class WatchState(NamedTuple):
     """State of `watch`: the norms of the last call and a log of training faults.
@@ -260,7 +262,7 @@ def watch(
         batch_id = _checked_batch_id(extra_args.pop("batch_id", None))
         sums = no_sums if stats is None or not measure else _checked_sums(stats, tap_names)
         sums = None if sums is None else jnp.asarray(sums, jnp.float32)
-        leaves = checked_leaves("updates", updates)
+        leaves = flatten("updates", updates)
         check_bound(axes)
         check_bound(replicas, "replica_axis")
         check_state(state, WatchState)
@@ -279,7 +281,7 @@ def watch(
             # If `params` is None, pass the update twice, because `(u + u) - u` is u.
             step = leaves.beside(output), leaves.beside(output if params is None else params)
         norms, bad = norms_of_step(leaves.arrays, step, units, axes)
-        has_gradient = has_micro_batch(extra_args.get("flush"), extra_args.get("weight"))
+        has_gradient = has_micro_batch(extra_args)
         norms = jnp.where(has_gradient, norms, norms.at[0].set(0))
         bad = jnp.where(has_gradient, bad, 0)
         if len(kinds) > 1:  # an update of zero does not change a non-finite parameter
@@ -364,9 +366,9 @@ def _outcome(
     """
     guards: list[tuple[str, Scalar, Scalar]] = []
     skipped, factor = jnp.array(False), jnp.float32(1)
-    states = find_states(before, tuple(METRICS)), find_states(after, tuple(METRICS))
+    states = find_states(before, tuple(STATE_KINDS)), find_states(after, tuple(STATE_KINDS))
     for (_, old), (_, new) in zip(*states, strict=True):
-        names = METRICS[type(new)]
+        names = STATE_KINDS[type(new)].metrics
         for x in jax.tree.leaves(new.clip_factor) if "clip_factor" in names else ():
             factor = jnp.minimum(factor, x)
         counts = [n for n in names if n.startswith("skipped_") and getattr(new, n) is not None]

@@ -18,7 +18,7 @@ def test_accumulator_is_of_the_dtype_chosen_or_the_complex_or_64_bit_type_over_i
     with compat.x64():
         kinds = (*trees.REAL, "complex64", "float64", "complex128")
         params = {kind: jnp.zeros((2, 3), kind) for kind in kinds}
-        tx = gcx.accumulate_gradients(optax.identity(), 2, accumulator_dtype=np.dtype(dtype))
+        tx = gcx.accumulate_gradients(optax.scale(1.0), 2, accumulator_dtype=np.dtype(dtype))
         for kind, acc in jax.eval_shape(tx.init, params).acc_grads.items():
             assert acc.dtype == (dtype if kind in trees.REAL else kind)
             assert acc.shape == (2, 3)
@@ -26,7 +26,7 @@ def test_accumulator_is_of_the_dtype_chosen_or_the_complex_or_64_bit_type_over_i
 
 def test_float16_gradients_may_add_up_beyond_float16():
     grads = jnp.float16([6e4])
-    tx = gcx.accumulate_gradients(optax.identity(), 4)
+    tx = gcx.accumulate_gradients(optax.scale(1.0), 4)
     updates, states = run(tx, grads, [grads] * 4)
     np.testing.assert_array_equal(states[2].acc_grads, np.float32([3 * 6e4]))
     np.testing.assert_array_equal(updates[3], grads)
@@ -36,7 +36,7 @@ def test_float16_gradients_may_add_up_beyond_float16():
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_window_is_read_as_the_weighted_mean_or_sum_of_every_dtype(dtype, reduction):
     weights, grads = np.float32([3, 0, 1000, 7]), trees.normal((4, 5), dtype)
-    tx = gcx.accumulate_gradients(optax.identity(), 5, reduction=reduction)
+    tx = gcx.accumulate_gradients(optax.scale(1.0), 5, reduction=reduction)
     _, states = run(tx, grads[0], grads, [{"weight": weight} for weight in weights])
     found = np.asarray(gcx.accumulated_gradients(states[-1], reduction=reduction))
     divisor = weights.sum() if reduction == "mean" else 1
@@ -48,7 +48,7 @@ def test_a_window_is_read_as_the_weighted_mean_or_sum_of_every_dtype(dtype, redu
 
 @pytest.mark.parametrize("weight", [3, 2.5, np.int64(7), np.float16(2), jnp.int32(4), 2**40, 0])
 def test_weight_is_a_float32_scalar_whatever_number_it_was(weight):
-    tx = gcx.accumulate_gradients(optax.identity(), 2)
+    tx = gcx.accumulate_gradients(optax.scale(1.0), 2)
     total = tx.update(jnp.ones(1), tx.init(jnp.ones(1)), jnp.ones(1), weight=weight)[1].total_weight
     assert total.dtype == jnp.float32 and total.shape == () and float(total) == float(weight)
 
@@ -61,7 +61,7 @@ def test_stochastic_rounding_of_a_long_sum_is_right_in_the_mean():
     params, count, wanted = jnp.zeros(512), 1_000, 1_001.0
 
     def run(**options):
-        tx = gcx.accumulate_gradients(optax.identity(), 2_000, reduction="sum", **ROUNDED | options)
+        tx = gcx.accumulate_gradients(optax.scale(1.0), 2_000, reduction="sum", **ROUNDED | options)
         step = lambda _, state: tx.update(jnp.full(512, 1.001), state, params)[1]  # noqa: E731
         state = jax.lax.fori_loop(0, count, step, tx.init(params))
         assert state.acc_grads.dtype == jnp.bfloat16
@@ -75,14 +75,14 @@ def test_stochastic_rounding_of_a_long_sum_is_right_in_the_mean():
 
 
 def test_stochastic_rounding_of_a_mean_is_right_in_the_mean():
-    tx, grads = gcx.accumulate_gradients(optax.identity(), 3, **ROUNDED), jnp.full(20_000, 1.0015)
+    tx, grads = gcx.accumulate_gradients(optax.scale(1.0), 3, **ROUNDED), jnp.full(20_000, 1.0015)
     mean = np.float64(run(tx, grads, [grads] * 3)[0][-1])
     assert abs(mean.mean() - 1.0015) < 5 * mean.std() / np.sqrt(mean.size)
 
 
 def test_stochastic_rounding_keeps_what_is_not_finite():
     bad = jnp.resize(jnp.array([jnp.nan, jnp.inf, -jnp.inf]), 64)
-    tx = gcx.accumulate_gradients(optax.identity(), 2, **ROUNDED)
+    tx = gcx.accumulate_gradients(optax.scale(1.0), 2, **ROUNDED)
     _, state = tx.update(bad, tx.init(bad), bad)
     np.testing.assert_array_equal(np.float32(state.acc_grads), bad)
 

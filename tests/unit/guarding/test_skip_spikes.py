@@ -151,7 +151,7 @@ PUBLISHED = {  # window, values before the first threshold, divisor of the varia
 
 def published(name):
     rule = functools.partial(gcx.thresholds.mean_std, 4.0, **PUBLISHED[name])
-    return gcx.skip_spikes(optax.identity(), norm=rule(), loss=rule(allow_negative=True))
+    return gcx.skip_spikes(optax.scale(1.0), norm=rule(), loss=rule(allow_negative=True))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -83,4 +83,6 @@ def test_a_new_level_is_learned_where_empty_windows_are_flushed():
 def test_a_window_of_multi_steps_locks_up_no_guard_that_checks_gradients_only(guard):
     tx = GUARDS[guard](optax.MultiSteps(optax.adam(0.1), 4))
     skipped, state = feed(tx, [1.0, 1.0, 1e25, *[1.0] * 14])
-    assert np.flatnonzero(skipped).tolist() == [2] and state.inner_state.gradient_step == 4
+    held = [i for i in range(17) if i not in (4, 8, 12, 16)]  # the third call is skipped
+    assert np.flatnonzero(skipped).tolist() == held and state.inner_state.gradient_step == 4
+    assert state.skipped_nonfinite == 1

@@ -1,0 +1,45 @@
+"""Masks that exclude frozen leaves from guards."""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._checks import broadcast_prefix, describe, is_float0, is_function, leaf_path
+from ._errors import type_error
+from ._types import Array, Tree
+
+Mask: TypeAlias = Tree | Callable[[Tree], Tree] | None
+"""A prefix tree of bools, a function from the parameters to one, or None to include all leaves."""
+
+
+def check_mask(mask: Mask) -> None:
+    """Raise if a mask contains anything but bools; the result of a function is checked later."""
+    for path, value in [] if is_function(mask) else jax.tree.leaves_with_path(mask):
+        if not isinstance(value, (bool, np.bool_)):
+            hint = "Pass True for each leaf or subtree to include, else False."
+            got = f"{describe(value)} at {leaf_path('mask', path)}"
+            raise type_error("mask", "a prefix tree of bools or a function", got, hint)
+
+
+def included_leaves(mask: Mask, grads: Tree, params: Tree) -> list[bool]:
+    """Return for each leaf of a gradient whether the mask includes it."""
+    if mask is None:
+        return [True] * len(jax.tree.leaves(grads))
+    if is_function(mask):
+        mask = mask(grads if params is None else params)
+        check_mask(mask)
+    return broadcast_prefix("mask", mask, "updates", grads)
+
+
+def zero_excluded(mask: Mask, grads: Tree, params: Tree) -> Tree:
+    """Replace all leaves that the mask does not include by zeros."""
+    leaves, structure = jax.tree.flatten(grads)
+
+    def value(leaf: Array, is_included: bool) -> Array:
+        return leaf if is_included or is_float0(leaf) else jnp.zeros_like(leaf)
+
+    included = included_leaves(mask, grads, params)
+    return jax.tree.unflatten(structure, list(map(value, leaves, included)))

@@ -1,0 +1,188 @@
+"""Guards that users define."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._checks import check_callable, describe, is_scalar
+from .._errors import public, type_error
+from .._leaves import measured_leaves
+from .._mask import Mask
+from .._mesh import varying_axes
+from .._run_if import like_dtypes
+from .._states import increment_where, register_guard
+from .._types import AxisName, Count, Scalar, Tree
+from ..clipping._norm import norm_of_leaves
+from ..gates._gate import ExtraArgs, Guard, Observed
+from ._guard import check_guard, guard, zero
+
+
+@register_guard("skipped_other")
+class SkipIfState(NamedTuple):
+    """State of `skip_if`; counters are int32[] and saturate.
+
+    Attributes:
+        grad_norm: Norm of the last gradient, float32[].
+        skipped_other: Number of steps that this guard skipped.
+        consecutive_skips: Number of steps without an applied update since the last one.
+        guard_failed: 1 if `consecutive_skips` ever reached `max_consecutive_skips`, else 0.
+        rule_state: State of the `SkipRule`; () for a function.
+        inner_state: State of the inner optimizer.
+    """
+
+    grad_norm: Scalar
+    skipped_other: Scalar
+    consecutive_skips: Scalar
+    guard_failed: Scalar
+    rule_state: Tree
+    inner_state: Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class SkipRule:
+    """A condition for skipping a step that depends on earlier steps, for `skip_if`.
+
+    Attributes:
+        init: Function `params -> state` that returns the initial state, a pytree of arrays.
+        should_skip: Function `(grads, state, params, **extra_args) -> (skip, observed)`. `skip` is
+            a bool[] that is the same on all devices, and `observed` is a pytree for `advance`.
+        advance: Function `(state, observed, skipped) -> state`, called after `should_skip` if this
+            guard skips the step, or if the step is applied or its micro-batch accumulated. The
+            shapes and dtypes of the state must not change.
+
+    Examples:
+        Skip steps whose loss is more than twice the loss of the last applied step:
+
+        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> def should_skip(grads, last, params, *, value, **extra_args):
+        ...     return value > 2 * last, value
+        >>> def advance(last, value, skipped):
+        ...     return jnp.where(skipped, last, value)
+        >>> rule = gcx.SkipRule(lambda params: jnp.float32(jnp.inf), should_skip, advance)
+        >>> tx = gcx.skip_if(optax.sgd(1.0), rule)
+        >>> params = jnp.array([1.0])
+        >>> state = tx.init(params)
+        >>> for loss in (3.0, 7.0, 5.0):
+        ...     params, state = gcx.apply_gradients(tx, params, state, params, value=loss)
+        ...     print(bool(gcx.has_updated(state)))
+        True
+        False
+        True
+    """
+
+    init: Callable[[Tree], Tree]
+    should_skip: Callable[..., tuple[Scalar, Tree]]
+    advance: Callable[[Tree, Tree, Scalar], Tree]
+
+
+@public
+def skip_if(
+    inner: optax.GradientTransformation,
+    predicate: Callable[..., Scalar] | SkipRule,
+    *,
+    max_consecutive_skips: Count | None = 50,
+    axis_name: AxisName = None,
+    mask: Mask = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Skip steps for which a function of yours returns True.
+
+    | step | result |
+    | --- | --- |
+    | `predicate` returns False | applied |
+    | `predicate` returns True | zero update, inner state unchanged |
+    | a micro-batch that closes the window of an accumulation inside this guard | the function is |
+    | | called again with the mean gradient of the window, and True drops the window |
+    | a micro-batch of weight 0 of an accumulation inside this guard | not skipped |
+    | NaN, for which all comparisons are False | applied; use `skip_nonfinite` as well |
+
+    Args:
+        inner: Gradient transformation.
+        predicate: Function `(grads, params, **extra_args) -> bool[]`, or a `SkipRule` if the
+            condition depends on earlier steps. `extra_args` are the extra arguments of `update`.
+            The result must be the same on all devices; inside `shard_map`, a result that varies
+            over devices raises.
+        max_consecutive_skips: See `skip_nonfinite`.
+        axis_name: See `skip_nonfinite`; used for the metric `grad_norm`.
+        mask: See `skip_nonfinite`.
+
+    Returns:
+        A gradient transformation with a `SkipIfState`.
+
+    Raises:
+        TypeError: If `inner` is not a gradient transformation, if `predicate` is not a function or
+            a `SkipRule`, or if it returns anything but a bool[] that is equal on all devices.
+
+    Examples:
+        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> def is_padding(grads, params, *, num_tokens, **extra_args):
+        ...     return num_tokens < 10
+        >>> tx = gcx.skip_if(optax.sgd(1.0), is_padding)
+        >>> params = jnp.array([1.0])
+        >>> updates, state = tx.update(params, tx.init(params), params, num_tokens=3)
+        >>> updates.tolist(), int(state.skipped_other)
+        ([0.0], 1)
+    """
+    axes = check_guard(inner, axis_name)
+    rule = predicate if isinstance(predicate, SkipRule) else _without_state(predicate)
+
+    def should_skip(
+        grads: Tree, state: SkipIfState, params: Tree, extra_args: ExtraArgs
+    ) -> tuple[Scalar, Tree]:
+        skip, observed = rule.should_skip(grads, state.rule_state, params, **extra_args)
+        return _checked_bool(skip), observed
+
+    def check(
+        grads: Tree, state: SkipIfState, params: Tree, extra_args: ExtraArgs
+    ) -> tuple[Scalar, Tree, Observed]:
+        skip, details = should_skip(grads, state, params, extra_args)
+        norm = norm_of_leaves(measured_leaves(grads), 2.0, axes)
+        return ~skip, grads, Observed(norm.astype(jnp.float32), details)
+
+    def advance(state: SkipIfState, observed: Observed, skipped: Scalar) -> SkipIfState:
+        rule_state = rule.advance(state.rule_state, observed.details, skipped)
+        count = increment_where(state.skipped_other, skipped)
+        rule_state = like_dtypes(rule_state, state.rule_state)
+        return state._replace(skipped_other=count, rule_state=rule_state)
+
+    def check_window(
+        grads: Tree, state: SkipIfState, params: Tree, extra_args: ExtraArgs
+    ) -> Scalar:
+        return ~should_skip(grads, state, params, extra_args)[0]
+
+    def fields(params: Tree) -> dict[str, Tree]:
+        return {"skipped_other": zero(), "rule_state": jax.tree.map(jnp.array, rule.init(params))}
+
+    limit = max_consecutive_skips
+    gate = Guard(SkipIfState, check, advance, check_window, max_consecutive_skips=limit)
+    return guard("skip_if", inner, gate, fields, mask=mask, axis_name=axes)
+
+
+def _without_state(predicate: Any) -> SkipRule:
+    """Return a rule for a function `(grads, params, **extra_args) -> bool[]`."""
+    hint = "Pass a function `(grads, params, **extra_args) -> bool[]`, or a `SkipRule`."
+    check_callable("predicate", predicate, hint)
+
+    def should_skip(
+        grads: Tree, state: Tree, params: Tree, **extra_args: Any
+    ) -> tuple[Scalar, Tree]:
+        return predicate(grads, params, **extra_args), ()
+
+    return SkipRule(lambda params: (), should_skip, lambda state, observed, skipped: state)
+
+
+def _checked_bool(skip: Any) -> Scalar:
+    """Raise if a predicate did not return a bool[] that is equal on all devices."""
+    if not is_scalar(skip, jnp.bool_):
+        rule, hint = "a function that returns a bool[]", "Reduce its result with `jnp.any`."
+        raise type_error("predicate", rule, describe(skip), hint)
+    skip = jnp.asarray(skip)
+    if varying_axes(skip):
+        names = ", ".join(map(repr, sorted(varying_axes(skip))))
+        hint = f"Combine the devices first, for example with `jax.lax.pmax(x, {names})`."
+        rule = f"a function whose result is the same on all devices along {names}"
+        raise type_error("predicate", rule, "one that varies", hint)
+    return skip

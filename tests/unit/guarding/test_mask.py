@@ -1,0 +1,75 @@
+"""Guards of models with frozen parameters."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradclip_jax as gcx
+
+PARAMS = {"t": jnp.ones(2), "f": {"a": jnp.ones(2), "b": jnp.ones(1)}}
+TRAINED = {"t": True, "f": False}
+GUARDS = {
+    "gradient": gcx.skip_nonfinite,
+    "step": functools.partial(gcx.skip_nonfinite, check="step"),
+    "norm": functools.partial(gcx.skip_large_norm, max_norm=10.0),
+    "spikes": functools.partial(gcx.skip_spikes, norm=10.0),
+    "scale": functools.partial(gcx.dynamic_loss_scale, init_scale=1.0),
+    "if": lambda inner, **options: gcx.skip_if(
+        inner, lambda g, p, **_: jnp.any(~jnp.isfinite(g["t"]) | (g["f"]["b"] != 0)), **options
+    ),
+}
+MASKS = {
+    "prefix": TRAINED,
+    "tree": {"t": np.True_, "f": {"a": False, "b": False}},
+    "function": lambda params: jax.tree.map_with_path(lambda path, x: path[0].key == "t", params),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("guard", GUARDS.values(), ids=GUARDS)
+def test_frozen_leaves_are_not_checked_and_reach_the_inner_transformation_as_zeros(guard, mask):
+    clip = gcx.clip_by_global_norm(2.0)  # a NaN or a large norm would come in through it
+    inner = optax.chain(clip, optax.sgd(1.0, momentum=0.5))
+    for tx in (guard(inner, mask=mask), guard(gcx.accumulate_gradients(inner, 1), mask=mask)):
+        state = tx.init(PARAMS)
+        for bad in (np.nan, np.inf, 1e3, 1e20):
+            grads = {"t": jnp.array([0.6, 0.8]), "f": optax.tree.scale(bad, PARAMS["f"])}
+            updates, after = jax.jit(tx.update)(grads, state, PARAMS)
+            np.testing.assert_allclose(updates["t"], [-0.6, -0.8], rtol=1e-6)
+            assert not any(x.any() for x in jax.tree.leaves(updates["f"]))
+            assert after.consecutive_skips == 0
+            np.testing.assert_allclose(after.grad_norm, 1.0, rtol=1e-6)
+        grads = {"t": jnp.array([jnp.nan, 1.0]), "f": PARAMS["f"]}
+        _, after = tx.update(grads, state, PARAMS)
+        assert after.consecutive_skips == 1
+
+
+def test_the_step_of_frozen_leaves_is_not_checked():
+    def update(updates, state, params=None):
+        bad = {"t": updates["t"], "f": jax.tree.map(lambda x: x * jnp.nan, updates["f"])}
+        return bad, bad
+
+    inner = optax.GradientTransformation(lambda params: params, update)
+    guard = functools.partial(gcx.skip_nonfinite, check="step")
+    for tx, skips in ((guard(inner, mask=TRAINED), 0), (guard(inner), 1)):
+        _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+        assert state.skipped_nonfinite == skips
+
+
+def test_a_guard_in_a_partition_checks_its_own_leaves():
+    parts = {"t": gcx.skip_large_norm(optax.sgd(1.0), 10.0), "f": optax.set_to_zero()}
+    tx = optax.partition(parts, {"t": "t", "f": "f"})
+    grads = {"t": jnp.ones(2), "f": jax.tree.map(lambda x: x * jnp.nan, PARAMS["f"])}
+    updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS)
+    assert updates["t"].tolist() == [-1.0, -1.0] and updates["f"]["b"].tolist() == [0.0]
+
+
+@pytest.mark.parametrize("mask", [1, {"t": "yes", "f": False}, {"t": 1.0}, lambda params: {"t": 2}])
+def test_a_mask_of_anything_but_bools_raises(mask):
+    with pytest.raises(TypeError, match="^skip_nonfinite: `mask` must be a prefix tree of bools"):
+        tx = gcx.skip_nonfinite(optax.sgd(1.0), mask=mask)
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)

@@ -1,0 +1,113 @@
+"""Guards that users write with public names."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradclip_jax as gcx
+from guard_cases import SHARDS, WHOLE, calls, sharded
+
+SGD = optax.sgd(1.0)
+
+
+def is_large(grads, params, **extra_args):
+    return jnp.abs(grads).max() > 10
+
+
+# Skips a loss above twice the largest of the applied steps.
+RULE = gcx.SkipRule(
+    lambda params: {"largest": jnp.float32(0), "size": jnp.int32(params.size)},
+    lambda grads, state, params, value, **extra_args: (
+        (state["largest"] > 0) & (value > 2 * state["largest"]),
+        value,
+    ),
+    lambda state, value, skipped: {
+        **state, "largest": jnp.where(skipped, state["largest"], jnp.maximum(state["largest"], value))
+    },
+)  # fmt: skip
+
+
+def test_steps_for_which_the_predicate_is_true_are_skipped():
+    for wrap in (jax.jit, lambda f: f):
+        tx = gcx.skip_if(optax.adam(0.1), is_large, max_consecutive_skips=2)
+        params = jnp.zeros(1)
+        state, rows = tx.init(params), []
+        for grad in (1.0, 50.0, 2.0, 50.0, -50.0):
+            before = state
+            _, state = wrap(tx.update)(jnp.array([grad]), state, params)
+            rows.append(int(state.consecutive_skips))
+            if rows[-1]:
+                assert jax.tree.all(
+                    jax.tree.map(jnp.array_equal, before.inner_state, state.inner_state)
+                )
+        assert rows == [0, 1, 0, 1, 2]
+        assert (state.skipped_other, state.guard_failed) == (3, 1)
+
+
+def test_the_predicate_is_asked_again_for_the_mean_of_a_window():
+    def is_above_4(grads, params, **extra_args):
+        assert "weight" not in extra_args or extra_args["weight"] is not None
+        return jnp.abs(grads).max() > 4
+
+    tx = gcx.skip_if(gcx.accumulate_gradients(SGD, 2, reduction="sum"), is_above_4)
+    param, state, rows = calls(tx, [3.0, 3.0, 1.0, 9.0, 2.0])
+    assert (param, rows) == (-3.0, [0, 0, 0, 0, 1])
+    assert state.skipped_other == 2  # a window and a micro-batch
+
+
+def test_a_rule_with_a_state_observes_applied_steps():
+    tx = gcx.skip_if(SGD, RULE)
+    losses = [1.0, 1.5, 9.0, 2.0, 4.1, 3.9]
+    _, state, rows = calls(tx, [(1.0, {"value": x}) for x in losses])
+    assert rows == [1, 1, 0, 1, 0, 1]
+    assert state.rule_state["largest"] == np.float32(3.9) and state.rule_state["size"] == 1
+    assert gcx.metrics(state)["skipped_other"] == 2
+
+
+def test_it_composes_with_other_guards_and_accumulations():
+    tx = gcx.skip_nonfinite(
+        gcx.skip_if(gcx.accumulate_gradients(gcx.skip_if(SGD, RULE), 2), is_large)
+    )
+    stream = [(x, {"value": 1.0}) for x in (1.0, 50.0, np.nan, 3.0)]
+    stream += [(1.0, {"value": 9.0})] * 2 + [(1.0, {"value": 1.0, "weight": 0.0})]
+    param, state, rows = calls(tx, stream)
+    assert (param, rows) == (-2.0, [0, 0, 0, 1, 0, 0, 0])
+    found = gcx.metrics(state)
+    assert (found["skipped_other"], found["skipped_nonfinite"]) == (2, 1)
+
+
+def test_a_predicate_that_varies_over_devices_raises():
+    tx = gcx.skip_if(SGD, is_large)
+
+    @sharded((SHARDS,), SHARDS)
+    def update(grads):
+        return tx.update(grads, tx.init(grads))[0]
+
+    with pytest.raises(
+        TypeError, match="^skip_if: `predicate` must be .*same on all devices.*pmax"
+    ):
+        update(jnp.ones(8))
+
+    def on_all(grads, params, **extra_args):
+        return jax.lax.pmax(jnp.abs(grads).max(), "data") > 10
+
+    @sharded((SHARDS,), WHOLE)
+    def skips(grads):
+        return_ = gcx.skip_if(SGD, on_all)
+        return return_.update(grads, return_.init(grads))[1].skipped_other
+
+    assert skips(jnp.ones(8)) == 0 and skips(jnp.ones(8).at[3].set(99.0)) == 1
+
+
+@pytest.mark.parametrize("result", [1.0, None, jnp.zeros(2, bool), "yes"])
+def test_a_predicate_must_return_one_bool(result):
+    tx = gcx.skip_if(SGD, lambda grads, params, **extra_args: result)
+    with pytest.raises(TypeError, match=r"^skip_if: `predicate` must be a function.*bool\[\]"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+
+
+def test_the_predicate_must_be_a_function():
+    with pytest.raises(TypeError, match="^skip_if: `predicate` must be a function"):
+        gcx.skip_if(SGD, True)

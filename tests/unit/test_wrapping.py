@@ -1,0 +1,306 @@
+"""Guards and accumulations pass on what they do not use, count every step, and change nothing else."""
+
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradclip_jax as gcx
+from guard_cases import SHARDS, WHOLE, calls, sharded
+
+SGD = optax.sgd(1.0)
+acc, skip = gcx.accumulate_gradients, gcx.skip_nonfinite
+step = functools.partial(skip, check="step")
+FLUSH, PADDING = {"flush": True}, {"weight": 0.0}
+
+
+def reader(name):
+    """An inner transformation whose state is the last extra argument of this name, else -1."""
+
+    def update(updates, state, params=None, **extra_args):
+        return updates, jnp.float32(extra_args.get(name, -1))
+
+    return optax.GradientTransformationExtraArgs(lambda params: jnp.float32(-1), update)
+
+
+# --- what is inside -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: tx,
+        lambda tx: optax.chain(gcx.clip(1.0), tx),
+        lambda tx: optax.named_chain(("a", gcx.clip(1.0)), ("b", tx)),
+        lambda tx: optax.masked(tx, True),
+        lambda tx: optax.inject_hyperparams(lambda x: tx)(x=1.0),
+    ],
+)
+@pytest.mark.parametrize("guard", [skip, step, gcx.dynamic_loss_scale])
+def test_watch_between_a_guard_and_an_accumulation_raises(guard, wrap):
+    for inside in (acc(SGD, 4), skip(acc(SGD, 4))):
+        with pytest.raises(TypeError, match="`inner` must .*`watch` around an acc.*Place `watch`"):
+            guard(wrap(gcx.watch(inside))).init(jnp.ones(2))
+    guard(wrap(acc(gcx.watch(SGD), 4))).init(jnp.ones(2))
+
+
+@pytest.mark.parametrize("guard", [skip, acc])
+@pytest.mark.parametrize("shape", [(1, 2), (1,), (3,)])
+def test_a_gradient_of_another_shape_raises(guard, shape):
+    tx, params = guard(SGD, every=2) if guard is acc else guard(SGD), jnp.ones(2)
+    with pytest.raises(TypeError, match="`updates` must"):
+        jax.jit(tx.update)(jnp.ones(shape), tx.init(params), params)
+
+
+def test_errors_name_the_guard_or_accumulation_that_raises():
+    params = jnp.ones(2)
+    for tx, extra_args, name in [
+        (skip(gcx.skip_spikes(SGD, loss=4.0)), {}, "skip_spikes"),
+        (gcx.dynamic_loss_scale(gcx.skip_large_norm(SGD, 1.0, mask=[True])), {}, "skip_large_norm"),
+        (skip(acc(SGD, 2)), {"weight": "many"}, "accumulate_gradients"),
+        (acc(skip(SGD), 2), {"emit": 1}, "accumulate_gradients"),
+    ]:
+        state = tx.init(params)
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: "):
+            tx.update(params, state, params, **extra_args)
+
+
+# --- extra arguments ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["measure", "weights", "taps", "batch_id"])
+@pytest.mark.filterwarnings("ignore:.*Did you mean")
+def test_other_extra_arguments_reach_the_inner_transformation(name):
+    for tx in (skip(reader(name)), acc(reader(name), 1), skip(acc(skip(reader(name)), 1))):
+        _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), **{name: 2.0})
+        assert jax.tree.leaves(state, is_leaf=lambda x: False)[-1] is not None
+        found = state
+        while hasattr(found, "inner_state") or hasattr(found, "inner_opt_state"):
+            found = found.inner_state if hasattr(found, "inner_state") else found.inner_opt_state
+        assert found == 2.0
+
+
+@pytest.mark.parametrize("name", ["value", "loss"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+def test_the_inner_transformation_receives_the_weighted_mean_loss_of_the_window(name, dtype):
+    losses, weights = np.array([8, 4, 2, 1], dtype), [1.0, 2.0, 0.0, 5.0]
+    tx, params = acc(reader(name), 4), jnp.ones(2)
+    for weighted in (False, True):
+        state = tx.init(params)
+        update = jax.jit(tx.update)
+        for loss, weight in zip(losses, weights, strict=True):
+            extra_args = {name: loss} | ({"weight": weight} if weighted else {})
+            _, state = update(params, state, params, **extra_args)
+        mean = np.average(losses.astype(float), weights=weights if weighted else None)
+        np.testing.assert_allclose(state.inner_opt_state, mean, rtol=1e-6)
+
+
+def test_the_mean_loss_leaves_out_skipped_micro_batches_and_ends_with_its_window():
+    tx = skip(acc(reader("value"), 2))
+    rows = [(1, 2.0), (np.nan, 50.0), (1, 4.0), (1, 7.0), (1, 9.0), (1, None), (1, 5.0)]
+    stream = [(g, {} if v is None else {"value": v}) for g, v in rows]
+    found = []
+    for i in range(1, len(stream) + 1):
+        found.append(float(calls(tx, stream[:i])[1].inner_state.inner_opt_state))
+    assert found == [-1, -1, 3, 3, 8, 8, 5]
+
+
+def test_a_loss_that_varies_over_devices_raises_in_an_accumulation():
+    tx = acc(SGD, 2)
+
+    @sharded((WHOLE, SHARDS), WHOLE)
+    def update(params, losses):
+        return tx.update(params, tx.init(params), params, value=losses[0])[0]
+
+    with pytest.raises(TypeError, match="^accumulate_gradients: `value` must be.*pmean"):
+        update(jnp.ones(2), jnp.ones(8))
+
+
+def test_traps_warn():
+    params = jnp.ones(2)
+    for tx, extra_args, message in [
+        (skip(optax.identity()), {}, "returns gradients unchanged"),
+        (acc(optax.identity(), 1), {}, "returns gradients unchanged"),
+        (skip(SGD), {"weight": 2.0}, "No accumulation reads"),
+        (skip(optax.MultiSteps(SGD, 2)), {"weight": 2.0}, "No accumulation reads"),
+        (skip(SGD), {"value": params}, "`value` should be the mean loss"),
+    ]:
+        with pytest.warns(UserWarning, match=message):
+            gcx.apply_gradients(tx, params, tx.init(params), params, **extra_args)
+
+
+# --- flush ------------------------------------------------------------------------------------------
+
+
+def test_flush_moves_no_group_without_a_window():
+    parts = {"x": acc(optax.sgd(0.1), 4), "y": optax.adamw(0.1), "z": acc(optax.adam(0.1), 2)}
+    tx = optax.partition(parts, {"x": "x", "y": "y", "z": "z"})
+    params = {name: jnp.ones(2) for name in parts}
+    _, state = tx.update({**params, "z": params["z"]}, tx.init(params), params)
+    _, state = tx.update(params, state, params)  # closes the window of z
+    updates, after = jax.jit(lambda s: gcx.flush(tx, s, params))(state)
+    np.testing.assert_allclose(updates["x"], -0.1, rtol=1e-6)
+    assert not updates["y"].any() and not updates["z"].any()
+    for name in "yz":
+        old, new = (s.inner_states[name].inner_state for s in (state, after))
+        same = {"emitted": ()} if name == "z" else {}
+        chex.assert_trees_all_equal(
+            new._replace(**same) if same else new, old._replace(**same) if same else old
+        )
+
+
+def test_flush_changes_no_state_outside_the_accumulation():
+    clip = gcx.clip_by_global_norm(lambda count: 10.0 + count)
+    tx = gcx.dynamic_loss_scale(
+        gcx.skip_large_norm(
+            optax.chain(clip, acc(SGD, 4), optax.scale_by_schedule(lambda c: 1.0)), 9.0
+        ),
+        init_scale=1.0,
+        growth_interval=2,
+    )
+    params = jnp.zeros(1)
+    _, state = tx.update(jnp.ones(1), tx.init(params), params)
+    updates, after = jax.jit(lambda s: gcx.flush(tx, s, params))(state)
+    assert updates.tolist() == [-1.0] and bool(gcx.has_updated(after))
+    assert (after.loss_scale, after.good_steps, after.grad_norm) == (1.0, 1, 1.0)
+    before, now = (s.inner_state.inner_state for s in (state, after))
+    chex.assert_trees_all_equal((now[0], now[2]), (before[0], before[2]))
+    inner, old = after.inner_state, state.inner_state
+    chex.assert_trees_all_equal(inner._replace(inner_state=()), old._replace(inner_state=()))
+
+
+@pytest.mark.parametrize("guard", [skip, gcx.dynamic_loss_scale])
+def test_an_outer_guard_counts_a_window_that_it_rejects_in_a_flush(guard):
+    tx = guard(acc(SGD, 4, reduction="sum"), **({"init_scale": 1.0} if guard is not skip else {}))
+    params, state = jnp.zeros(1), tx.init(jnp.zeros(1))
+    for _ in range(2):
+        _, state = tx.update(jnp.array([1.3e19]), state, params)
+    updates, state = gcx.flush(tx, state, params)
+    assert not updates.any() and (state.skipped_nonfinite, state.consecutive_skips) == (1, 1)
+    assert state.inner_state.mini_step == state.inner_state.gradient_step == 0
+
+
+@pytest.mark.parametrize("read", [gcx.accumulated_gradients, gcx.diagnostics.accumulation_stats])
+def test_a_state_with_two_accumulations_raises(read):
+    tx = optax.partition({"a": acc(SGD, 2), "b": acc(SGD, 3)}, {"a": "a", "b": "b"})
+    params = {"a": jnp.ones(1), "b": jnp.ones(1)}
+    _, state = tx.update(params, tx.init(params), params)
+    with pytest.raises(TypeError, match="`state` must be a state with exactly one.* with 2"):
+        read(state)
+
+
+# --- counts -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [
+        skip,
+        lambda tx, **limit: optax.chain(skip(optax.chain(gcx.clip(1.0), tx), **limit)),
+        lambda tx, **limit: gcx.skip_large_norm(skip(tx, **limit), 1e9, **limit),
+    ],
+    ids=["around", "around a chain", "nested"],
+)
+def test_windows_without_weight_are_counted_and_set_guard_failed(nest):
+    tx = nest(acc(SGD, 2), max_consecutive_skips=5)
+    for windows in (4, 5):
+        state = calls(tx, [(1.0, PADDING)] * (2 * windows))[1]
+        found = gcx.metrics(state)
+        assert (found["empty_windows"], found["guard_failed"]) == (windows, windows == 5)
+    state = calls(tx, [(1.0, PADDING)] * 8 + [1.0, (1.0, PADDING)])[1]
+    assert gcx.metrics(state)["consecutive_skips"] == 0
+
+
+def test_windows_without_weight_set_the_flag_of_a_guard_inside():
+    tx = acc(skip(SGD, max_consecutive_skips=3), 2)
+    _, state, rows = calls(tx, [(1.0, PADDING)] * 6)
+    assert state.inner_opt_state.guard_failed == 1 and rows == [0] * 6
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e20, 50.0])
+@pytest.mark.parametrize(
+    "guard",
+    [skip, step, functools.partial(gcx.skip_large_norm, max_norm=10.0), gcx.dynamic_loss_scale],
+)
+def test_a_micro_batch_of_weight_0_is_not_checked(guard, bad):
+    options = {"init_scale": 1.0} if guard is gcx.dynamic_loss_scale else {}
+    for inside in (acc(SGD, 3), optax.chain(gcx.clip_by_global_norm(1e3), acc(SGD, 3))):
+        tx = guard(inside, **options)
+        stream = [(1.0, {"weight": 1.0}), (bad, PADDING), (3.0, {"weight": 1.0})]
+        param, state, rows = calls(tx, stream)
+        assert (param, rows) == (-2.0, [0, 0, 1])
+        assert state.skipped_nonfinite == state.consecutive_skips == 0
+        assert state.grad_norm == 3.0
+        _, state, _ = calls(tx, stream[:2])
+        assert state.grad_norm == 1.0 and gcx.metrics(state)["mini_step"] == 2
+    without = guard(SGD, **options)
+    with pytest.warns(UserWarning, match="No accumulation"):
+        assert calls(without, [(np.nan, PADDING)])[2] == [0]  # no accumulation masks this gradient
+
+
+def test_nested_guards_that_skip_in_turn_count_together():
+    limit = {"max_consecutive_skips": 6}
+    tx = skip(gcx.skip_large_norm(SGD, 10.0, **limit), **limit)
+    for size, failed in ((5, 0), (6, 1)):
+        _, state, _ = calls(tx, [1.0, *([np.nan, 50.0] * 3)[:size]])
+        found = gcx.metrics(state)
+        assert (found["guard_failed"], found["consecutive_skips"]) == (failed, size)
+        assert (state.skipped_nonfinite, state.inner_state.skipped_large_norm) == (
+            (size + 1) // 2,
+            size // 2,
+        )
+
+
+def test_a_spike_of_a_skipped_micro_batch_is_counted_once():
+    tx = gcx.skip_spikes(acc(gcx.skip_spikes(SGD, loss=4.0), 4), loss=4.0)
+    loss = {"value": 3.0}
+    param, state, rows = calls(tx, [(1.0, loss), (np.nan, {"value": 9.0, "flush": True})])
+    assert (param, rows) == (-1.0, [0, 1])
+    inner = state.inner_state.inner_opt_state
+    assert state.skipped_nonfinite == 1 and inner.skipped_large_loss == inner.skipped_nonfinite == 0
+
+
+@pytest.mark.parametrize(
+    ("tx", "rows"),
+    [
+        (optax.MultiSteps(SGD, 2).gradient_transformation(), [0, 1, 0, 1]),
+        (skip(optax.MultiSteps(SGD, 2).gradient_transformation()), [0, 1, 0, 1]),
+        (acc(optax.apply_if_finite(SGD, 9), 1), [1, 1, 1, 1]),
+    ],
+)
+def test_has_updated_is_false_after_an_open_window_of_optax(tx, rows):
+    assert calls(optax.with_extra_args_support(tx), [1.0] * 4)[2] == rows
+
+
+def test_has_updated_is_false_after_a_skip_of_apply_if_finite():
+    assert calls(optax.apply_if_finite(SGD, 9), [1.0, np.nan, 1.0])[2] == [1, 0, 1]
+
+
+def test_the_first_norm_in_the_metrics_is_that_of_this_gradient():
+    clip = optax.chain(gcx.clip_by_global_norm(1.0), SGD)
+    for tx, scale in [
+        (gcx.skip_large_norm(clip, 10.0), 1.0),
+        (skip(gcx.skip_large_norm(clip, 10.0)), 1.0),
+        (step(clip), 1.0),
+        (gcx.skip_if(clip, lambda grads, params, **extra_args: jnp.any(grads > 10)), 1.0),
+        (gcx.dynamic_loss_scale(gcx.skip_large_norm(clip, 10.0), init_scale=4.0), 4.0),
+        (acc(optax.chain(gcx.clip_by_global_norm(1.0), SGD), 1), 1.0),
+    ]:
+        for grad in (3.0, 141.0, np.nan):
+            _, state, _ = calls(tx, [1.0, grad * scale])
+            np.testing.assert_allclose(gcx.metrics(state)["grad_norm"], grad, rtol=1e-6)
+
+
+def test_a_message_about_an_axis_of_no_devices():
+    for guard in (
+        skip,
+        gcx.dynamic_loss_scale,
+        functools.partial(gcx.skip_large_norm, max_norm=1.0),
+    ):
+        with pytest.raises(ValueError, match=re.escape("`axis_name` must be None or")):
+            guard(SGD, axis_name=())
