@@ -41,47 +41,41 @@ class Leaves(NamedTuple):
         return jax.tree.unflatten(self.structure, leaves)
 
 
-def flatten(argument: str, tree: Tree, *, real: bool = False) -> Leaves:
-    """Flatten a tree of floating-point, complex (unless `real`) or float0 leaves.
+def flatten(tree: Tree) -> Leaves:
+    """Flatten a tree, and select its floating-point and complex leaves."""
+    given, structure = jax.tree.flatten(tree)
+    places = [i for i, x in enumerate(given) if jnp.issubdtype(dtype_of(x), jnp.inexact)]
+    return Leaves([jnp.asarray(given[i]) for i in places], places, given, structure)
 
-    Raises:
-        TypeError: If a leaf has another dtype, is unreduced over a mesh axis, or is in host memory.
+
+def checked_leaves(argument: str, tree: Tree, *, real: bool = False) -> Leaves:
+    """Check a tree with `check_leaves`, and flatten it."""
+    check_leaves(argument, tree, real=real)
+    return flatten(tree)
+
+
+def check_leaves(argument: str, tree: Tree, *, real: bool = False) -> None:
+    """Raise unless all leaves are floating-point, complex (unless `real`) or float0.
+
+    Leaves that are unreduced over a mesh axis or in host memory raise as well.
     """
-    paths, structure = jax.tree.flatten_with_path(tree)
-    arrays: list[Array] = []
-    places: list[int] = []
-    given: list[object] = []
-    kind = jnp.floating if real else jnp.inexact
     if isinstance(tree, tuple):  # a state may have been passed instead of updates
         check_no_state(argument, tree)
-    for i, (_, x) in enumerate(paths):
-        given.append(x)
-        dtype = getattr(x, "dtype", type(x))
-        if dtype == jax.dtypes.float0:
-            continue
-        if not jnp.issubdtype(dtype, kind):
-            raise _not_inexact(argument, tree, kind)
-        array = x if isinstance(x, jax.Array) else jnp.asarray(x)
-        arrays.append(array)
-        places.append(i)
+    kind = jnp.floating if real else jnp.inexact
+    bad: list[str] = []
+    for path, x in jax.tree.leaves_with_path(tree):
+        if not is_float0(x) and not jnp.issubdtype(dtype_of(x), kind):
+            bad.append(f"{describe(x)} at {leaf_path(argument, path)}")
+    if bad:
+        check_no_state(argument, tree)
+        hint = "Exclude such leaves with `optax.masked`."
+        if argument not in ("grads", "updates"):
+            hint = "Convert them to floating point."
+        rule = "floating" if real else "floating or complex"
+        raise ArgumentTypeError(
+            f"every leaf of `{argument}` must be {rule}, got {listed(bad)}. {hint}"
+        )
     check_placement(argument, tree)
-    return Leaves(arrays, places, given, structure)
-
-
-def _not_inexact(argument: str, tree: Tree, kind: type) -> ArgumentTypeError:
-    check_no_state(argument, tree)
-    rule = "floating" if kind is jnp.floating else "floating or complex"
-    bad = [
-        f"{describe(x)} at {leaf_path(argument, path)}"
-        for path, x in jax.tree.leaves_with_path(tree)
-        if not is_float0(x) and not jnp.issubdtype(dtype_of(x), kind)
-    ]
-    hint = "Exclude such leaves with `optax.masked`."
-    if argument not in ("grads", "updates"):
-        hint = "Convert them to floating point."
-    return ArgumentTypeError(
-        f"every leaf of `{argument}` must be {rule}, got {listed(bad)}. {hint}"
-    )
 
 
 def is_measured(leaf: object) -> bool:

@@ -125,17 +125,16 @@ def check_placement(argument: str, tree: Tree) -> None:
     for path, x in jax.tree.leaves_with_path(tree):
         if not isinstance(x, jax.Array) or is_float0(x):
             continue
-        kind = jax.typeof(x)
-        got = f"{kind} at {leaf_path(argument, path)}"
-        space = getattr(kind, "memory_space", None)
-        if getattr(space, "name", "") == "Host":
-            hint = "Move it inside the step: `jax.device_put(leaf, jax.memory.Space.Device)`."
-            raise type_error(argument, "in device memory", got, hint)
+        kind, rule = jax.typeof(x), ""
         spec = kind.sharding.spec
-        if HAS_TYPES and (spec.reduced or spec.unreduced):
+        if getattr(getattr(kind, "memory_space", None), "name", "") == "Host":
+            rule = "in device memory"
+            hint = "Move it inside the step: `jax.device_put(leaf, jax.memory.Space.Device)`."
+        elif HAS_TYPES and (spec.reduced or spec.unreduced):
             rule = "neither `reduced` nor unreduced over a mesh axis"
             hint = (
                 "Sum gradients over devices first, or use `microbatched_value_and_grad` with "
                 "plain parameters, which sums them once per call."
             )
-            raise type_error(argument, rule, got, hint)
+        if rule:
+            raise type_error(argument, rule, f"{kind} at {leaf_path(argument, path)}", hint)

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from ._checks import check_count, check_params, check_state, describe, leaf_path
 from ._devices import HAS_TYPES
 from ._errors import public, type_error
-from ._leaves import flatten
+from ._leaves import checked_leaves
 from ._mesh import is_explicit, varying_axes
 from ._states import increment_where
 from ._types import Array, Path, Scalar, Tree
@@ -82,7 +82,7 @@ def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
     def update(
         updates: Tree, state: Tree, params: Tree | None = None
     ) -> tuple[Tree, RoundingState]:
-        leaves = flatten("updates", updates)
+        leaves = checked_leaves("updates", updates)
         check_state(state, RoundingState)
         check_params(updates, params)
         key = jax.random.fold_in(jax.random.key(seed), state.step)

@@ -9,7 +9,7 @@ import optax
 
 from ._checks import check_axis_name, check_decays, check_number, check_params, check_state
 from ._errors import public
-from ._leaves import flatten, wide_dtype
+from ._leaves import check_leaves, wide_dtype
 from ._mesh import replica_count, shard_axes
 from ._states import increment_where
 from ._types import Array, AxisName, Number, Scalar, Tree
@@ -93,7 +93,7 @@ def stable_adamw(
     def update(
         updates: Tree, state: Tree, params: Tree | None = None
     ) -> tuple[Tree, StableAdamWState]:
-        flatten("updates", updates, real=True)  # raises for integer and complex leaves
+        check_leaves("updates", updates, real=True)
         check_state(state, StableAdamWState)
         check_params(updates, params)
         count = increment_where(state.step_count)

@@ -20,21 +20,15 @@ import gradclip_jax as gcx
 
 SHAPES = {"x": (2,), "y": (3,)}
 FUZZ = bool(os.environ.get("FUZZ"))
-LIMIT = {"max_consecutive_skips": 5}
-# name: (the guard with its arguments, the arguments of the model's guard)
+LIMIT, SCALE = {"max_consecutive_skips": 5}, {"init_scale": 8.0, "growth_interval": 3}
+# name: (the guard, its arguments, the arguments of the model's guard)
 GUARDS = {
-    "nonfinite": (partial(gcx.skip_nonfinite, **LIMIT), {"kind": "nonfinite"}),
-    "step": (
-        partial(gcx.skip_nonfinite, check="step", **LIMIT),
-        {"kind": "nonfinite", "check": "step"},
-    ),
-    "norm": (partial(gcx.skip_large_norm, max_norm=10.0, **LIMIT), {"norm": 10.0}),
-    "loss": (partial(gcx.skip_spikes, loss=4.0, **LIMIT), {"loss": 4.0}),
-    "both": (partial(gcx.skip_spikes, norm=10.0, loss=4.0, **LIMIT), {"norm": 10.0, "loss": 4.0}),
-    "scale": (
-        partial(gcx.dynamic_loss_scale, init_scale=8.0, growth_interval=3),
-        {"kind": "scale"},
-    ),
+    "nonfinite": (gcx.skip_nonfinite, LIMIT, {"kind": "nonfinite"}),
+    "step": (gcx.skip_nonfinite, LIMIT | {"check": "step"}, {"kind": "nonfinite", "check": "step"}),
+    "norm": (gcx.skip_large_norm, LIMIT | {"max_norm": 10.0}, {"norm": 10.0}),
+    "loss": (gcx.skip_spikes, LIMIT | {"loss": 4.0}, {"loss": 4.0}),
+    "both": (gcx.skip_spikes, LIMIT | {"norm": 10.0, "loss": 4.0}, {"norm": 10.0, "loss": 4.0}),
+    "scale": (gcx.dynamic_loss_scale, SCALE, {"kind": "scale"}),
 }
 
 
@@ -53,36 +47,24 @@ class Group:
     seed: int = 0  # of the composition in the suite
 
 
+# fmt: off
 GROUPS = {
-    "steps and windows": Group(
-        "plain nested window inside chain partition", "nan spike", options="watch"
-    ),
-    "computed steps": Group(
-        "plain nested window inside", "nan toxic", guards="step", leaves="toxic"
-    ),
+    "steps and windows": Group("plain nested window inside chain partition", "nan spike", options="watch"),
+    "computed steps": Group("plain nested window inside", "nan toxic", guards="step", leaves="toxic"),
     "weights and flush": Group("window", "nan bad_weight", "weight flush", "nonfinite step scale"),
-    "losses": Group(
-        "plain nested window", "nan loss_spike loss_nan", "value", "nonfinite both loss"
-    ),
+    "losses": Group("plain nested window", "nan loss_spike loss_nan", "value", "nonfinite both loss"),
     "overflow": Group("plain nested window", "huge large", "", "nonfinite", "", "sum", "adam"),
     "guards on both sides": Group("both", "nan spike", "flush"),
-    "consecutive skips of nested guards": Group(
-        "nested", "nan spike", checks="consecutive_skips guard_failed", seed=1
-    ),
+    "consecutive skips of nested guards": Group("nested", "nan spike", checks="consecutive_skips guard_failed", seed=1),
     "micro-batches of weight zero": Group("window", "nan padding", "weight flush"),
-    "windows without weight": Group(
-        "window", "empty", "weight", "nonfinite step norm", "guard_failed", rate=0.9
-    ),
+    "windows without weight": Group("window", "empty", "weight", "nonfinite step norm", "guard_failed", rate=0.9),
     "the function flush": Group("window both chain partition", "nan", options="flush"),
     "norm of this call": Group("plain nested window", "nan spike", checks="grad_norm"),
-    "masks": Group("plain nested window", "nan frozen spike", options="mask"),
-    "mean loss of a window": Group(
-        "inside both", "loss_spike loss_nan", "value weight", "nonfinite both loss", seed=1
-    ),
-    "infinite measurements": Group(
-        "plain nested", "nan loss_large", "value", "step", options="watch", seed=2
-    ),
+    "masks": Group("plain nested window inside both", "nan frozen spike", options="mask"),
+    "mean loss of a window": Group("inside both", "loss_spike loss_nan", "value weight", "nonfinite both loss", seed=1),
+    "infinite measurements": Group("plain nested", "nan loss_large", "value", "step", options="watch", seed=2),
 }
+# fmt: on
 
 
 def draw_leaf(rng, group):
@@ -102,8 +84,8 @@ def draw_guards(rng, group, number, may_scale):
     mask = {"mask": {"x": True, "y": False}} if "mask" in group.options else {}
     for i in range(number):
         names = [k for k in group.guards.split() if k != "scale" or (may_scale and i == 0)]
-        wrap, named = GUARDS[str(rng.choice(names))]
-        wraps.append(partial(wrap, **mask))
+        guard, options, named = GUARDS[str(rng.choice(names))]
+        wraps.append(partial(guard, **options, **mask))
         guards.append(model.Guard(**named, **mask))
     return wraps, guards
 

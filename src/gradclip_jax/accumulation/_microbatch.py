@@ -207,48 +207,54 @@ def _evaluate(
     call = functools.partial(options.call, **kwargs)
     for i in split.differentiated:
         check_placement(f"args[{i}]", args[i])
-    params = split.differentiated_of(args)
-    # If a check or a transformation does not need the gradient of all devices, differentiate by
-    # parameters that vary over devices. The loop then does not all-reduce gradients.
+    # If no check or transformation needs the gradient of all devices, differentiate by parameters
+    # that vary over devices. The loop then does not all-reduce gradients.
     sums_once = options.transform is None and not options.drops_nonfinite
     batch = jax.tree.leaves([args[i] for i in split.batches]) if sums_once else []
     axes = frozenset[str]().union(*map(varying_axes, batch))
+    params = split.differentiated_of(args)
     local = split.with_differentiated(args, jax.tree.map(lambda x: vary(x, axes), params))
 
     weights = _weights(call, split, args, real) if options.has_weight else None
     micro_batch = functools.partial(_micro_batch, call, split, local, options.transform)
     shapes, grads = jax.eval_shape(micro_batch, 0, None)
-    _check_equal_on_devices((shapes.value, *grads), weights, real, sums_once)
+    _check_equal_on_devices((shapes.value, grads), weights, real)
 
     def whole_aux() -> Tree:
         # Close over the arguments, because they may be flags or models, which are not arrays.
         return jax.eval_shape(lambda: call(*args))[1][1]
 
+    def zeros(like: jax.ShapeDtypeStruct) -> Array:
+        is_one = split.parts == 1  # a single micro-batch is not rounded
+        dtype = accumulator_dtype(like.dtype, options.accumulator_dtype)
+        return zeros_of_type(like, None if is_one else dtype)
+
+    def combined(name: str, like: jax.ShapeDtypeStruct, stack: Array) -> Array:
+        return reduced(name, like, stack, split, real, scales)
+
+    def summed(total: Array, like: jax.ShapeDtypeStruct, arg: Array) -> Array:
+        """Return a gradient, all-reduced over the axes over which its argument is replicated."""
+        divisor = scales.sum_divisor() if options.reduction == "sum" else scales.divisor
+        grad = divide(total, divisor).astype(like.dtype)
+        return sum_over(grad, varying_axes(grad) & axes - varying_axes(arg))
+
     names = aux_reductions(options.aux_reduction, split, shapes.aux, whole_aux)
-    dtypes = [accumulator_dtype(x.dtype, options.accumulator_dtype) for x in grads]
-    if split.parts == 1:  # do not round a single micro-batch
-        dtypes = [x.dtype for x in grads]
     outputs, totals, scales = run_micro_batches(
         micro_batch,
         shapes,
-        list(map(zeros_of_type, grads, dtypes)),
+        jax.tree.map(zeros, grads),
         weights,
         split.parts,
         real,
         options.drops_nonfinite,
     )
-
-    def combined(name: str, like: jax.ShapeDtypeStruct, stack: Array) -> Array:
-        return reduced(name, like, stack, split, real, scales)
-
-    divisor = scales.sum_divisor() if options.reduction == "sum" else scales.divisor
-    sums = [divide(x, divisor).astype(y.dtype) for x, y in zip(totals, grads, strict=True)]
-    rows = zip(shapes.rows, outputs.rows, strict=True)
-    rows = [gradient_rows(like, x, split, scales) for like, x in rows]
+    by_position = jax.tree.map(summed, totals, grads, {i: args[i] for i in totals})
+    rows = functools.partial(gradient_rows, split=split, by=scales)
+    by_position |= jax.tree.map(rows, shapes.rows, outputs.rows)
     value = combined("mean", shapes.value, outputs.value)
     aux = jax.tree.map(combined, names, shapes.aux, outputs.aux)
     weight = None if scales.weights is None else jnp.sum(scales.weights)
-    return value, _gradient(split, params, sums, rows, axes), aux, weight
+    return value, split.in_structure_of_gradient(by_position), aux, weight
 
 
 def _micro_batch(
@@ -258,7 +264,7 @@ def _micro_batch(
     transform: Transform | None,
     index: Array | int,
     scale: Scalar | None,
-) -> tuple[MicroOutputs, list[Array]]:
+) -> tuple[MicroOutputs, dict[int, Tree]]:
     """Return the outputs of a micro-batch, and its gradients multiplied by the scale.
 
     The loss is multiplied by the scale instead of the gradient, because XLA keeps the all-reduce of
@@ -275,26 +281,10 @@ def _micro_batch(
     if transform is not None:  # it receives the gradient of the loss
         grads = _transformed(transform, grads, split.differentiated_of(chosen))
         grads = jax.tree.map(lambda x: scaled(x, scale), grads)
-    rows: list[Array] = []
-    summed: list[Array] = []
-    for i, grad in zip(split.differentiated, (grads,) if split.takes_one else grads, strict=True):
-        (rows if i in split.batches else summed).extend(jax.tree.leaves(grad))
-    return MicroOutputs(value, rows, aux), summed
-
-
-def _gradient(
-    split: Split, params: Tree, sums: list[Array], rows: list[Array], axes: frozenset[str]
-) -> Tree:
-    """Return the gradient, all-reduced over the mesh axes over which an argument is replicated."""
-    summed, split_rows = iter(sums), iter(rows)
-    grads: list[Tree] = []
-    for i, arg in zip(split.differentiated, (params,) if split.takes_one else params, strict=True):
-        leaves, structure = jax.tree.flatten(arg)
-        new = [next(split_rows if i in split.batches else summed) for _ in leaves]
-        for j, (x, param) in enumerate(zip(new, leaves, strict=True)):
-            new[j] = sum_over(x, varying_axes(x) & axes - varying_axes(param))
-        grads.append(jax.tree.unflatten(structure, new))
-    return grads[0] if split.takes_one else tuple(grads)
+    of_args = (grads,) if split.takes_one else grads
+    by_position = dict(zip(split.differentiated, of_args, strict=True))
+    rows = {i: by_position.pop(i) for i in split.batches if i in by_position}
+    return MicroOutputs(value, rows, aux), by_position
 
 
 def _weights(
@@ -303,7 +293,7 @@ def _weights(
     args: Sequence[Any],
     real: int | Array,
 ) -> Array:
-    """Return the weight of each micro-batch, and 0 for padding.
+    """Return the weight of each micro-batch that runs, and 0 for padding.
 
     The loss is multiplied by the weight of a micro-batch relative to the mean weight, so the
     weights must be known before the first gradient. XLA removes everything else that `call`
@@ -313,33 +303,26 @@ def _weights(
     def weight(index: Array) -> Array:
         weight = call(*micro_arguments(args, split, index))[1][0]
         as_weight(weight)  # raises if it is not a real scalar
-        return jnp.asarray(weight)
+        return jnp.where(index < real, weight, jnp.zeros_like(weight))
 
-    if not is_traced(real):
-        return lax.map(weight, jnp.arange(int(real)))
-    indices = jnp.arange(split.parts)
-    weights = lax.map(weight, indices)
-    return jnp.where(indices < real, weights, jnp.zeros_like(weights))
+    return lax.map(weight, jnp.arange(split.parts if is_traced(real) else real))
 
 
-def _check_equal_on_devices(
-    outputs: Sequence[Any], weights: Array | None, real: int | Array, sums_once: bool
-) -> None:
+def _check_equal_on_devices(outputs: Tree, weights: Array | None, real: int | Array) -> None:
     """Raise for weights that vary over mesh axes over which the value or a gradient does not."""
-    rule = "equal on all devices, because each micro-batch is all-reduced"
-    hint = "All-reduce it first, or use neither `drop_nonfinite` nor `microbatch_transform`."
-    if sums_once:
-        rule = "equal on all devices on which the value is equal"
-        hint = "All-reduce it with `jax.lax.psum`, like the value."
-    axes = varying_axes(jnp.asarray(real))
-    if axes and not sums_once:
-        got = f"a value that varies over {sorted(axes)}"
-        raise value_error("num_real_microbatches", rule, got, hint)
-    for x in outputs if weights is not None else ():
-        axes = varying_axes(weights) - varying_axes(x)
+    common = frozenset.intersection(*map(varying_axes, jax.tree.leaves(outputs)))
+    given = [("num_real_microbatches", "", jnp.asarray(real))]
+    if weights is not None:
+        given.append(("fun", "a function whose weight is ", weights))
+    for argument, subject, x in given:
+        axes = sorted(varying_axes(x) - common)
         if axes:
-            got = f"a weight that varies over {sorted(axes)}"
-            raise value_error("fun", f"a function whose weight is {rule}", got, hint)
+            rule = f"{subject}equal on all devices, like the loss or the gradient of a micro-batch"
+            hint = (
+                "All-reduce it, or omit `drop_nonfinite` and `microbatch_transform`, which "
+                "all-reduce the gradient of every micro-batch."
+            )
+            raise value_error(argument, rule, f"a value that varies over {axes}", hint)
 
 
 def _transformed(transform: Any, grads: Tree, params: Tree) -> Tree:

@@ -35,12 +35,12 @@ class MicroOutputs(NamedTuple):
 
     Attributes:
         value: Value of the loss.
-        rows: Gradients with respect to arguments that are split.
+        rows: Gradients with respect to arguments that are split, by position.
         aux: Auxiliary data, or None.
     """
 
     value: Tree
-    rows: list[Array]
+    rows: dict[int, Tree]
     aux: Tree
 
 
@@ -76,14 +76,14 @@ def scaled(x: ArrayLike, scale: Scalar | None) -> ArrayLike:
 
 
 def run_micro_batches(
-    micro_batch: Callable[[Array, Scalar | None], tuple[MicroOutputs, list[Array]]],
+    micro_batch: Callable[[Array, Scalar | None], tuple[MicroOutputs, Tree]],
     shapes: MicroOutputs,
-    empty: list[Array],
+    empty: Tree,
     weights: Array | None,
     parts: int,
     real: int | Array,
     drops_nonfinite: bool,
-) -> tuple[MicroOutputs, list[Array], Scales]:
+) -> tuple[MicroOutputs, Tree, Scales]:
     """Return the stacked outputs of all micro-batches, and the sum of their gradients.
 
     `micro_batch(index, scale)` returns its outputs, of the given shapes, and its gradients
@@ -102,10 +102,11 @@ def run_micro_batches(
         if drops_nonfinite:
             is_bad = _is_nonfinite((scale, outputs.value, outputs.rows, grads))
             is_added &= ~is_bad
-        added = []
-        for total, grad in zip(totals, grads, strict=True):
-            added.append(add_weighted(total, summand(grad, is_added)).astype(total.dtype))
-        return (outputs, is_bad), (added, count + 1)
+
+        def added(total: Array, grad: Array) -> Array:
+            return add_weighted(total, summand(grad, is_added)).astype(total.dtype)
+
+        return (outputs, is_bad), (jax.tree.map(added, totals, grads), count + 1)
 
     def step(carry: Tree, x: tuple[Array, Scalar | None]) -> tuple[Tree, Tree]:
         run = functools.partial(add, x)
@@ -113,7 +114,7 @@ def run_micro_batches(
         return carry, stacked
 
     num_run = parts if is_traced(real) else real
-    first = [vary(x, axes) for x in empty], vary(jnp.int32(0), axes)
+    first = jax.tree.map(lambda x: vary(x, axes), (empty, jnp.int32(0)))
     (totals, _), (outputs, is_bad) = lax.scan(step, first, (jnp.arange(num_run), scales))
 
     def padded(like: jax.ShapeDtypeStruct, stack: Array) -> Array:

@@ -47,6 +47,12 @@ class Split(NamedTuple):
             chosen[i] = x
         return chosen
 
+    def in_structure_of_gradient(self, grads: Mapping[int, Tree]) -> Tree:
+        """Return gradients by position in the structure of the gradient."""
+        if self.takes_one:
+            return grads[self.differentiated[0]]
+        return tuple([grads[i] for i in self.differentiated])
+
 
 def batch_size(batches: Mapping[str, Tree]) -> int:
     """Return the number of examples in trees of arrays with a leading batch axis.
@@ -83,12 +89,8 @@ def bind_split(split: Split, args: Sequence[Tree]) -> Split:
     if len(args) < needed:
         hint = "Pass the parameters and the batch by position, not by keyword."
         raise type_error("args", f"at least {needed} positional arguments", f"{len(args)}", hint)
-    if min(given, default=0) < 0:
-        split = split._replace(
-            batches=_modulo(split.batches, len(args)),
-            keys=_modulo(split.keys, len(args)),
-            differentiated=_modulo(split.differentiated, len(args)),
-        )
+    named = {name: getattr(split, name) for name in ("batches", "keys", "differentiated")}
+    split = split._replace(**{k: tuple(i % len(args) for i in v) for k, v in named.items()})
     sizes: set[int] = set()
     for i in split.batches:
         for path, x in jax.tree.leaves_with_path(args[i]):
@@ -105,10 +107,6 @@ def bind_split(split: Split, args: Sequence[Tree]) -> Split:
                 hint = f"Pass a divisor of {np.shape(x)[0] // shards} as `num_microbatches`."
                 raise value_error("batch", rule, got, hint)
     return split._replace(sizes=frozenset(sizes))
-
-
-def _modulo(argnums: tuple[int, ...], length: int) -> tuple[int, ...]:
-    return tuple(i % length for i in argnums)
 
 
 def in_one_form(fun: Callable[..., Any], has_weight: bool, has_aux: bool) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from .._checks import (
 )
 from .._devices import fusion_barrier, groups_of_type, map_arrays, shared
 from .._errors import public, type_error, value_error
-from .._leaves import flatten, measured_shapes
+from .._leaves import checked_leaves, measured_shapes
 from .._mesh import check_bound, max_over, replica_count, shard_axes, sum_over, varying_axes
 from .._states import register_state
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Tree
@@ -107,7 +107,7 @@ def clip_grad_norm(
     """
     check_number("max_norm", max_norm, "Pass inf to compute the norm without clipping.")
     order, axes = check_ord(ord), check_axis_name(axis_name)
-    leaves = flatten("grads", grads)
+    leaves = checked_leaves("grads", grads)
     check_bound(axes)
     units = tree_units(leaves.arrays)
     if norm is None:
@@ -167,7 +167,7 @@ def norm_clip(
         return _init_state(units, states)
 
     def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, ClipState]:
-        leaves = flatten("updates", updates)
+        leaves = checked_leaves("updates", updates)
         check_bound(axes)
         units = cut(leaves.arrays, updates)
         if number is not None:

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from .._checks import check_axis_name, check_ord, is_traced
 from .._devices import fusion_barrier, joined, map_arrays
 from .._errors import public, value_error
-from .._leaves import flatten, is_measured, wide_dtype
+from .._leaves import checked_leaves, is_measured, wide_dtype
 from .._mesh import check_bound, max_over, replica_count, shard_axes, sum_over
 from .._types import Array, AxisName, Number, Order, Scalar, Tree
 
@@ -113,7 +113,7 @@ def global_norm(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = N
         >>> float(gcx.global_norm({"w": jnp.float16([300, 0]), "b": jnp.float16([400])}))
         500.0
     """
-    leaves = flatten("tree", tree)
+    leaves = checked_leaves("tree", tree)
     order, axes = check_ord(ord), check_axis_name(axis_name)
     check_bound(axes)
     return norm_of_leaves(leaves.arrays, order, axes)
@@ -142,7 +142,7 @@ def leaf_norms(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = No
         >>> float(norms["w"]), float(norms["b"])
         (5.0, 2.0)
     """
-    leaves = flatten("tree", tree).arrays
+    leaves = checked_leaves("tree", tree).arrays
     order, axes = check_ord(ord), check_axis_name(axis_name)
     check_bound(axes)
     norms = iter(unit_norms(leaves, leaf_units(leaves), order, axes))
@@ -182,7 +182,7 @@ def combine_norms(norms: Sequence[Number], *, ord: Order | None = None) -> Scala
         >>> float(gcx.combine_norms([3.0, 4.0]))
         5.0
     """
-    leaves = flatten("norms", norms, real=True).arrays
+    leaves = checked_leaves("norms", norms, real=True).arrays
     for i, norm in enumerate(leaves):
         if not is_traced(norm) and (norm < 0).any():
             raise value_error(f"norms[{i}]", ">= 0", norm, "Pass outputs of `global_norm`.")

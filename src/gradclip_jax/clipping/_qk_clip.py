@@ -6,7 +6,7 @@ import numpy as np
 
 from .._checks import check_number, check_static, describe, dtype_of, leaf_path
 from .._errors import public, type_error, value_error
-from .._leaves import flatten
+from .._leaves import check_leaves
 from .._types import Array, Number, Tree
 from ._formula import scale_factor, scale_leaf
 
@@ -116,7 +116,7 @@ def _head_factors(max_logits: Array, threshold: Number) -> Array:
 
 def _head_count(argument: str, tree: Tree, head_axis: int, count: int | None = None) -> int:
     """Return `count` or, if it is None, the number of heads in the first leaf; 0 without leaves."""
-    flatten(argument, tree, real=True)  # raises for integer leaves
+    check_leaves(argument, tree, real=True)
     check_static("head_axis", head_axis)
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         got = f"{describe(x)} at {leaf_path(argument, path)}"

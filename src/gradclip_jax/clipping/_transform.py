@@ -9,7 +9,7 @@ import optax
 
 from .._checks import check_number, is_traced
 from .._errors import public, type_error, value_error
-from .._leaves import flatten
+from .._leaves import checked_leaves
 from .._types import AxisName, Labels, Number, Order, Tree
 from ._clip import Reaction, norm_clip
 from ._formula import clamp_leaf
@@ -403,5 +403,5 @@ def _value_bounds(max_value: Number, min_value: Number | None) -> tuple[Number, 
 
 def _clamp_tree(argument: str, tree: Tree, low: Number, high: Number) -> Tree:
     """Clamp every element of a tree to the bounds."""
-    leaves = flatten(argument, tree, real=True)
+    leaves = checked_leaves(argument, tree, real=True)
     return leaves.replace([clamp_leaf(x, low, high) for x in leaves.arrays])

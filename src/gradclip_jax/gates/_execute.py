@@ -15,7 +15,7 @@ import optax
 
 from .._checks import check_same_structure, check_state, check_transformation, is_float0
 from .._errors import named, public
-from .._leaves import flatten
+from .._leaves import check_leaves
 from .._run_if import Flag, compute_step, run_step, select_step
 from .._states import (
     discard_windows,
@@ -227,7 +227,7 @@ def _execute(
     Guards outside an accumulation do not check a micro-batch of weight 0, which it ignores.
     """
     check_extra_args(args, extra_args)
-    flatten("updates", incoming)  # raises for integer leaves
+    check_leaves("updates", incoming)
     if params is not None:
         check_same_structure(incoming, params_of(params))
     call, target = _Call(update, incoming, params), params if applies else None

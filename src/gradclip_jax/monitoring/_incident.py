@@ -20,7 +20,7 @@ from ._unit_names import join_names, name_units, split_names
 
 KINDS = (
     *("nan", "infinity", "norm", "loss", "update", "skipped", "held", "clipped", "leaf"),
-    *("parameter", "zero", "drift", "replica", "unchanged", "jump"),
+    *("parameter", "zero", "drift", "replica", "unchanged", "jump", "tap", "window", "note"),
 )
 """Kinds of faults and outcomes of a step; kind i is stored as the bit 2^i."""
 
@@ -67,6 +67,8 @@ class Incident(NamedTuple):
         activation: Name of the first tap in the forward pass with a non-finite activation; None if
             all were finite or no statistics of taps were passed.
         cotangent: Name of the first tap in the backward pass with a non-finite cotangent, or None.
+        tap: Name of the tap whose RMS is an outlier, such as "activation of layers_3/mlp", or None.
+        tap_rise: Ratio of this RMS to its level.
         batch_id: The extra argument `batch_id` of `update`; None if it was not passed.
         streak: Number of consecutive incidents with equal `kinds` and `leaf`, including this one.
         first_step: Step at which these consecutive incidents started.
@@ -101,6 +103,8 @@ class Incident(NamedTuple):
     device: int = -1
     activation: str | None = None
     cotangent: str | None = None
+    tap: str | None = None
+    tap_rise: float = 1.0
     batch_id: int | None = None
     streak: int = 1
     first_step: int = -1
@@ -169,6 +173,12 @@ class Incident(NamedTuple):
             parts.append("the gradient norm of another leaf has slowly risen")
         elif "drift" in self.kinds:
             parts.append(f"gradient norm{place} has slowly risen {factor} times{others}")
+        if self.tap:
+            parts.append(f"RMS of the {self.tap} rose {_short(self.tap_rise)} times")
+        if "window" in self.kinds:
+            parts.append("the weight of the accumulated window is zero")
+        if "note" in self.kinds:
+            parts.append("overflows as rare as those of a loss scale are not reported again")
         if "replica" in self.kinds:
             parts.append(f"the parameters on device {self.device} differ from those on the others")
         if self.activation or self.cotangent:

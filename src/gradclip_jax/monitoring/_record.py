@@ -17,7 +17,7 @@ from .._checks import (
     shortened,
 )
 from .._errors import public, type_error, value_error
-from .._leaves import flatten, measured_leaves
+from .._leaves import checked_leaves, measured_leaves
 from .._mesh import check_bound
 from .._states import find_states, increment_where, plain_arrays, register_state
 from .._types import Array, AxisName, Count, HostArray, Order, Scalar, Tree
@@ -97,7 +97,7 @@ def record_norms(
     def update(
         updates: Tree, state: Tree, params: Tree | None = None, **extra_args: Any
     ) -> tuple[Tree, NormRecordState]:
-        leaves = flatten("updates", updates).arrays
+        leaves = checked_leaves("updates", updates).arrays
         check_bound(axes)
         check_state(state, NormRecordState)
         shape = (int(window), len(leaves)) if per_leaf else (int(window),)

@@ -25,7 +25,7 @@ from .._checks import (
     shortened,
 )
 from .._errors import public, type_error, value_error
-from .._leaves import flatten, measured_shapes
+from .._leaves import checked_leaves, measured_shapes
 from .._mesh import check_bound
 from .._run_if import like_dtypes
 from .._states import KINDS as STATE_KINDS
@@ -262,7 +262,7 @@ def watch(
         batch_id = _checked_batch_id(extra_args.pop("batch_id", None))
         sums = no_sums if stats is None or not measure else _checked_sums(stats, tap_names)
         sums = None if sums is None else jnp.asarray(sums, jnp.float32)
-        leaves = flatten("updates", updates)
+        leaves = checked_leaves("updates", updates)
         check_bound(axes)
         check_bound(replicas, "replica_axis")
         check_state(state, WatchState)
