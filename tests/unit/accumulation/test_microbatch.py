@@ -172,10 +172,13 @@ def test_what_is_not_real_leaves_no_trace_in_one_program_for_all_numbers(given):
 
 
 @pytest.mark.parametrize("count", [0, 1, PARTS])
-def test_a_known_number_gives_what_a_traced_one_does(count):
+def test_a_known_number_shortens_the_loop_and_gives_what_a_traced_one_does(count):
     batch = arranged(count)[0]
-    known = jax.jit(functools.partial(in_real_parts, count))
-    agree(known(batch), in_traced_parts(jnp.int32(count), batch))
+    known = functools.partial(in_real_parts, count)
+    loops = [x for x in jax.make_jaxpr(known)(batch).jaxpr.eqns if x.primitive.name == "scan"]
+    assert [loop.params["length"] for loop in loops] == [count, count]  # weights, gradients
+    assert not any("while" in str(loop) for loop in loops)
+    agree(jax.jit(known)(batch), in_traced_parts(jnp.int32(count), batch))
 
 
 def test_what_is_not_real_is_not_run():
@@ -430,19 +433,37 @@ def test_a_batch_of_which_every_part_is_dropped_gives_nan_and_one_of_padding_zer
         assert not any(np.any(x) for x in jax.tree.leaves(found))
 
 
-def with_clipped_cotangent(w, x):
-    return jnp.mean(gcx.clip_cotangent(w * x, 0.05)), x.size
+def clip(x):
+    return jnp.mean(gcx.clip_cotangent(x, 0.05))
 
 
-def in_float16(w, x):
-    return jnp.mean((x * w).astype("float16").astype("float32") ** 2), jnp.float32(2048)
+def square_in_float16(x):
+    return jnp.mean(x.astype("float16").astype("float32") ** 2)
 
 
-@pytest.mark.parametrize(("fun", "x"), [(with_clipped_cotangent, 1.0), (in_float16, 200.0)])
-def test_a_weight_does_not_change_the_cotangents_of_a_micro_batch(fun, x):
+@pytest.mark.parametrize("weight", [1e-4, 1.0, 1e3, 1e6])
+@pytest.mark.parametrize(("of_products", "x"), [(clip, 1.0), (square_in_float16, 200.0)])
+def test_a_weight_does_not_change_the_cotangents_of_a_micro_batch(of_products, x, weight):
+    def fun(w, x):
+        return of_products(w * x), jnp.float32(weight)
+
     w, batch = jnp.ones(2), jnp.full((8, 2), x)
     _, grads = microbatched(fun, 4, has_weight=True)(w, batch)
     np.testing.assert_allclose(grads, jax.grad(fun, has_aux=True)(w, batch[:2])[0], rtol=1e-3)
+
+
+def test_cotangents_of_all_tokens_are_equal_whatever_the_weights_of_their_micro_batches():
+    # The cotangent of a token is the number of micro-batches divided by the number of tokens.
+    def fun(w, batch):
+        x, mask = batch
+        clipped = gcx.clip_cotangent(w * x, 0.4)
+        return jnp.sum(clipped * mask) / jnp.maximum(mask.sum(), 1), mask.sum()
+
+    x, mask = jnp.array([3.0, 5.0, 7.0, 9.0]), jnp.array([1.0, 1.0, 1.0, 0.0])
+    _, grad = microbatched(fun, 2, has_weight=True)(1.0, (x, mask))
+    norms = 2 / 3 * np.array([2**0.5, 1])  # of the cotangents of each micro-batch
+    expected = np.minimum(0.4 / norms, 1) @ [3 + 7, 5] * 2 / 3 / 2
+    np.testing.assert_allclose(grad, expected, rtol=1e-6)
 
 
 # --- random keys ----------------------------------------------------------------------------
