@@ -1,7 +1,8 @@
 """Workarounds for specific backends and JAX versions, which do not change results.
 
 Code outside this module does not depend on the backend, except for conditional steps in
-`_run_if.py`. Measurements use JAX 0.10.2, compiled for an H100 and a TPU v5e.
+`_run_if.py`. Measurements use JAX 0.10.2, compiled for an H100 and a TPU v5e. Each workaround is
+needed up to the version that its comment names; measure it again with a newer version.
 """
 
 import functools
@@ -27,13 +28,13 @@ _WIDTH: Final = 64
 """Largest number of operands of a concatenation."""
 
 HAS_TYPES: Final = jax.__version_info__ >= (0, 10)
-"""Whether the type of an array carries reduced and unreduced mesh axes (JAX 0.10 and later)."""
+"""Whether array types have `manual_axis_type`, and reduced axes (JAX 0.10 and later)."""
 
 
 fusion_barrier = lax.optimization_barrier
 """Prevent XLA from fusing the producers of arrays with their consumers.
 
-| arrays | effect of XLA without the barrier |
+| arrays | effect of XLA without the barrier (JAX 0.10.2) |
 | --- | --- |
 | a bfloat16 leaf that is scaled | keeps the float32 copy that was made to compute its norm |
 | a bfloat16 factor with two consumers | may use a higher precision for one of them |
@@ -121,7 +122,7 @@ def joined(scalars: Sequence[Array], *, is_sum: bool) -> Array:
 
     On GPU, XLA fuses pairwise additions into one kernel. On TPU, each addition of two scalars
     would be a separate kernel, so the scalars are reduced as a vector (7 % fewer kernel
-    launches for a GPT with scanned layers).
+    launches for a GPT with scanned layers, JAX 0.10.2, TPU v5e).
     """
     if len(scalars) == 1:
         return scalars[0]
@@ -258,8 +259,9 @@ def summand(x: Array, is_added: Array) -> Array:
     """Return the gradient of a micro-batch, or -0.0 if the micro-batch is skipped.
 
     `is_added` must not be a compile-time constant, even if all micro-batches are added. Otherwise
-    XLA merges the scatter of an embedding gradient with the sum over micro-batches, which keeps the
-    all-reduce inside the loop or makes its result wrong (docs/compiler_faults.md).
+    XLA merges the scatter of an embedding gradient with the sum over micro-batches, which makes
+    the result wrong before JAX 0.12, and keeps one all-reduce per micro-batch inside the loop in
+    JAX 0.12 (docs/compiler_faults.md).
     """
     # With 0 instead of -0.0, XLA on GPU would copy the zeros that initialize a scan over layers.
     return jnp.where(is_added, x, jnp.full_like(x, -0.0))

@@ -125,7 +125,7 @@ def check_placement(argument: str, tree: Tree) -> None:
     for path, x in jax.tree.leaves_with_path(tree):
         if not isinstance(x, jax.Array) or is_float0(x):
             continue
-        kind, rule = jax.typeof(x), ""
+        kind, rule, hint = jax.typeof(x), "", ""
         spec = kind.sharding.spec
         if getattr(getattr(kind, "memory_space", None), "name", "") == "Host":
             rule = "in device memory"

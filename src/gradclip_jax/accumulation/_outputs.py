@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from .._checks import broadcast_prefix, describe, is_traced, leaf_path
 from .._devices import summand
@@ -70,9 +70,9 @@ class Scales(NamedTuple):
         return jnp.where(scale == 0, jnp.zeros_like(stack), stack)
 
 
-def scaled(x: ArrayLike, scale: Scalar | None) -> ArrayLike:
+def scaled(x: Array, scale: Scalar | None) -> Array:
     """Multiply a value by the weight of its micro-batch relative to the mean; None means 1."""
-    return x if scale is None else x * scale.astype(jnp.result_type(x))
+    return x if scale is None else x * scale.astype(x.dtype)
 
 
 def run_micro_batches(
@@ -113,7 +113,7 @@ def run_micro_batches(
         stacked, carry = run_step(x[0] < real, run, carry) if is_traced(real) else run(carry)
         return carry, stacked
 
-    num_run = parts if is_traced(real) else real
+    num_run = parts if is_traced(real) else int(real)
     first = jax.tree.map(lambda x: vary(x, axes), (empty, jnp.int32(0)))
     (totals, _), (outputs, is_bad) = lax.scan(step, first, (jnp.arange(num_run), scales))
 
@@ -123,7 +123,7 @@ def run_micro_batches(
 
     if num_run < parts:
         outputs = jax.tree.map(padded, shapes, outputs)
-    relative = jnp.ones(num_run) if scales is None else scales
+    relative = jnp.ones(num_run, jnp.float32) if scales is None else scales
     if is_traced(real):
         relative = jnp.where(jnp.arange(parts) < real, relative, 0)
     kept = jnp.where(is_bad, 0, relative)
