@@ -34,7 +34,9 @@ def shortened(value: object) -> str:
         if inspect.isfunction(leaf):
             return _Shown(f"the function `{leaf.__name__}`")
         is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
-        return _Shown(describe(leaf)) if is_array and (leaf.shape or is_traced(leaf)) else leaf
+        is_number = isinstance(leaf, (np.generic, jax.Array)) and not is_traced(leaf)
+        is_shown = is_array and (leaf.shape or not is_number)
+        return _Shown(describe(leaf)) if is_shown else leaf
 
     if isinstance(value, int) and value.bit_length() > 64:  # Python limits int-to-str conversion
         return f"an integer of {value.bit_length()} bits"
@@ -125,6 +127,14 @@ def check_decays(**decays: object) -> None:
     hint = "Pass a decay rate such as 0.99."
     for argument, value in decays.items():
         check_number(argument, value, hint, high=1.0, closed=True, below_high=True)
+
+
+def check_percentile(argument: str, value: Any) -> None:
+    """Check a percentile out of 100, and raise for a fraction such as 0.9."""
+    check_number(argument, value, "Pass 50 for the median.", high=100.0, closed=True)
+    if not is_traced(value) and 0 < value < 1:
+        hint = "Percentiles are out of 100: pass 90 for a value above 90 % of the others."
+        raise value_error(argument, "0, or between 1 and 100", value, hint)
 
 
 def check_count(argument: str, value: Any, hint: str, *, low: int = 1) -> None:

@@ -28,12 +28,14 @@ def varying_axes(x: object) -> frozenset[str]:
 
 
 def shard_axes(x: Array, axis_name: AxisName) -> frozenset[str]:
-    """Return the mesh axes over which a leaf is sharded.
+    """Return the mesh axes over which a leaf is sharded, or none if `axis_name` is `()`.
 
     Inside `shard_map`, the type of a leaf carries these axes. If types do not carry axes (`pmap`,
     `check_vma=False`), every leaf counts as sharded over `axis_name`. The type of
     `lax.axis_index(name)`, which always varies over the axis, shows whether types carry axes.
     """
+    if axis_name == ():
+        return frozenset()
     varying = varying_axes(x)
     for name in axis_name or ():
         if name not in varying_axes(lax.axis_index(name)):

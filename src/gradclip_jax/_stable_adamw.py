@@ -1,5 +1,7 @@
 """AdamW with update clipping."""
 
+from __future__ import annotations
+
 import math
 from typing import NamedTuple
 

@@ -15,6 +15,7 @@ import optax
 import pytest
 
 import gradclip_jax as gcx
+from gradclip_jax.thresholds import Rule
 from public import CLASSES, FUNCTIONS
 
 SGD, ADAM = optax.sgd(0.1), optax.adam(0.1)
@@ -85,6 +86,23 @@ ROWS = [
     ("qk_clip", lambda f: f(ONES(4, 2), ONES(2, 2), ONES(4), head_axis=2), ValueError, "head_axis"),
     ("qk_clip", lambda f: f(ONES(4, 2), ONES(2, 2), ONES(4), head_axis=0.5), ValueError, "head_axis"),
     ("clip_by_norm", lambda f: f(1.0, reaction=GRADS), TypeError, "reaction"),
+    ("clip_by_norm", lambda f: f(1.0, granularity=gcx.granularities.group({"w": 1, "b": "1"})).init(GRADS), ValueError, "param_labels", "'1'"),
+    ("clip_by_norm", lambda f: f(1.0, granularity=gcx.granularities.group({"w": "a", "b": ""})).init(GRADS), ValueError, "param_labels", "empty"),
+    ("clip_by_norm", lambda f: f(Rule(lambda n: (), lambda n, s, p: (p, s))), TypeError, "threshold", "uses_params"),
+    ("clip_by_norm", lambda f: f(Rule(lambda n: (), lambda n, s, p: p.mean())), TypeError, "threshold", "uses_params"),
+    ("clip_by_norm", lambda f: f(Rule(lambda n: (), lambda n, s, p: n)), TypeError, "threshold"),
+    ("clip_by_norm", lambda f: f(Rule(lambda n: (), lambda n, s, p: ((n, n), s))), TypeError, "threshold"),
+    ("clip_by_norm", lambda f: f(Rule(lambda n: n, lambda n, s, p: (n, jnp.zeros(7)))), TypeError, "threshold", "float32[7]"),
+    ("clip_by_global_norm", lambda f: f(GRADS, 1.0), TypeError, "max_norm", "clip_grad_norm"),
+    ("clip_by_global_norm", lambda f: updated(f(1e-50)), ValueError, "max_norm"),
+    ("clip_by_global_norm", lambda f: updated(f(1e39)), ValueError, "max_norm"),
+    ("clip_by_leaf_norm", lambda f: f(gcx.thresholds.ema()).update({"w": W}, f(gcx.thresholds.ema()).init(GRADS)), ValueError, "state", "float32[2]"),
+    ("clip_grad_norm", lambda f: f(GRADS, 1e-50), ValueError, "max_norm"),
+    ("clip_grad_value", lambda f: f(GRADS, 1e-50), ValueError, "max_value"),
+    ("clip_cotangent", lambda f: f(W, 1e-50), ValueError, "max_norm"),
+    ("clip", lambda f: f(1.0).update({"n": jnp.arange(3)}, None), TypeError, "updates", "updates['n']"),
+    ("thresholds.relative_to_params", lambda f: f(1e-50), ValueError, "ratio"),
+    ("zclip", lambda f: f(max_norm=1e-50), ValueError, "max_norm"),
     ("clip_by_norm", lambda f: updated(f({"a": 1.0}, granularity=GROUP)), TypeError, "param_labels", "updates['b']"),
     ("clip_by_norm", lambda f: f([1.0, 2.0], granularity=gcx.granularities.group({"w": "a", "b": "c"})), TypeError, "threshold"),
     ("clip_by_norm", lambda f: f(1.0, reaction="rows"), ValueError, "reaction"),
@@ -272,7 +290,7 @@ KINDS = {
         [1.0, -0.1, math.nan], ["0.9", np.ones(2)],
     ),
     "share": (("target",), [-0.1, 1.1, math.nan], ["0.9", True, np.ones(2)]),
-    "percentile": (("percentile",), [101, -1, math.nan], ["half", GRADS]),
+    "percentile": (("percentile",), [101, -1, 0.9, math.nan], ["half", GRADS]),
     "count": (
         (
             "check_every", "every", "growth_interval", "max_consecutive_skips", "max_incidents",

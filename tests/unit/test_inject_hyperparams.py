@@ -16,7 +16,7 @@ OTHERS = {"clip_by_group_norm", "record_norms", "round_stochastically"}
 CLIPS = [
     function
     for name, function in FUNCTIONS.items()
-    if inspect.get_annotations(function).get("return") is optax.GradientTransformation
+    if inspect.signature(function, eval_str=True).return_annotation is optax.GradientTransformation
     and name not in OTHERS
 ]
 

@@ -4,6 +4,8 @@ AdaGC, ZClip and the quantile of Andrew et al. use moving averages. AutoClip and
 OLMo-core and levanter use a window of recent norms.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_count, check_decays, check_length, check_number
+from .._checks import check_count, check_decays, check_length, check_number, check_percentile
 from .._errors import public
 from .._states import increment_where
 from .._types import UNBOUNDED, Array, Count, Number, Tree
-from ..clipping._threshold import Rule
+from ..clipping._threshold import Rule, check_positive
 
 
 class EmaState(NamedTuple):
@@ -70,10 +72,10 @@ def ema(
     References:
         Wang et al., 2025, arXiv 2502.11034.
     """
-    check_number("factor", factor, "The paper uses 1.05.")
+    check_positive("factor", factor, "The paper uses 1.05.")
     check_decays(decay=decay)
     check_count("warmup_steps", warmup_steps, "The paper uses 100.")
-    check_number("warmup_max", warmup_max, "Pass inf to disable clipping during the warm-up.")
+    check_positive("warmup_max", warmup_max, "Pass inf to disable clipping during the warm-up.")
 
     def init(norm: Array) -> EmaState:
         return EmaState(jnp.zeros(norm.shape, jnp.int32), jnp.zeros_like(norm))
@@ -226,7 +228,7 @@ def quantile(target: Number = 0.5, rate: Number = 0.2, initial: Number = 1.0) ->
     """
     check_number("target", target, "Pass 0.5 for the median.", high=1.0, closed=True)
     check_number("rate", rate, "The paper uses 0.2.")
-    check_number("initial", initial, "The paper uses 0.1.")
+    check_positive("initial", initial, "The paper uses 0.1.")
 
     def update(norm: Array, threshold: Array, param_norm: object) -> tuple[Array, Array]:
         below = (norm <= threshold).astype(jnp.float32)
@@ -285,7 +287,7 @@ def percentile(
     Each step sorts all values in the window.
 
     Args:
-        percentile: Percentile between 0 and 100, with linear interpolation as in
+        percentile: Percentile from 1 to 100, or 0, with linear interpolation as in
             `numpy.percentile`.
         window: Number of values in the window, 1 to 2^20, static. Each norm needs 4 * window bytes.
         allow_negative: Whether values may be zero or negative, as losses may be.
@@ -302,7 +304,7 @@ def percentile(
     References:
         Seetharaman, Wichern, Pardo and Le Roux, 2020, arXiv 2007.14469.
     """
-    check_number("percentile", percentile, "The paper uses 10.", high=100.0, closed=True)
+    check_percentile("percentile", percentile)
     check_length("window", window)
 
     def threshold_of(before: WindowState, after: WindowState) -> Array:

@@ -1,5 +1,7 @@
 """Gradient clipping with adaptive thresholds."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
@@ -7,7 +9,6 @@ from typing import Literal, TypeAlias
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_number
 from .._errors import public
 from .._types import UNBOUNDED, Array, AxisName, Count, Number, Tree
 from ..clipping._clip import norm_clip
@@ -15,7 +16,7 @@ from ..clipping._formula import scale_factor
 from ..clipping._granularity import axis as unit_axis
 from ..clipping._granularity import layer
 from ..clipping._norm import norm_of_leaves
-from ..clipping._threshold import capped, relative_to_params
+from ..clipping._threshold import capped, check_positive, relative_to_params
 from ._rules import EmaState, ema, zscore
 from ._rules import percentile as percentile_rule
 
@@ -34,7 +35,9 @@ def adaptive_grad_clip(
     """Clip the gradient of each row or filter relative to the norm of its parameters (AGC).
 
     `g_i * min(1, clipping * max(norm(w_i), eps) / norm(g_i))` for each row or filter i. The
-    paper does not clip the last linear layer; use `optax.masked` to exclude it.
+    paper does not clip the last linear layer; use `optax.masked` to exclude it. Where parameters
+    are zero, as in one factor of a new LoRA adapter, the threshold is `clipping * eps`, which is
+    1e-5 with the defaults: exclude them as well, or increase `eps`.
 
     Args:
         clipping: Maximum ratio of gradient norm to parameter norm; a positive number.
@@ -66,7 +69,7 @@ def adaptive_grad_clip(
     References:
         Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171.
     """
-    check_number("clipping", clipping, "The paper uses 0.01 for large batches.")
+    check_positive("clipping", clipping, "The paper uses 0.01 for large batches.")
     rule, units = relative_to_params(clipping, eps), unit_axis(axis)
     return norm_clip("clipping", rule, units, axis_name=axis_name, nonfinite=nonfinite)
 
@@ -87,7 +90,7 @@ def autoclip(
     percentile of 90 clips one of ten steps.
 
     Args:
-        percentile: Percentile between 0 and 100, with linear interpolation as in
+        percentile: Percentile from 1 to 100, or 0, with linear interpolation as in
             `numpy.percentile`.
         window: Number of norms in the window, 1 to 2^20, static; None means 1000. The paper uses
             all norms.
@@ -162,7 +165,7 @@ def zclip(
     """
     rule = zscore(z_threshold, decay, warmup_steps)
     if max_norm is not None:
-        check_number("max_norm", max_norm, "The paper uses 1; pass None for no bound.")
+        check_positive("max_norm", max_norm, "The paper uses 1; pass None for no bound.")
         rule = capped(rule, max_norm)
     return norm_clip("max_norm", rule, axis_name=axis_name, nonfinite=nonfinite)
 
@@ -214,8 +217,8 @@ def adagc(
     References:
         Wang et al., 2025, arXiv 2502.11034, version 2; the algorithm is that of version 1.
     """
-    check_number("relative", relative, "The paper uses 1.05.")
-    check_number("absolute", absolute, "The paper uses 1; pass inf for no bound.")
+    check_positive("relative", relative, "The paper uses 1.05.")
+    check_positive("absolute", absolute, "The paper uses 1; pass inf for no bound.")
     rule = ema(relative, decay, warmup_steps, warmup_max=UNBOUNDED)
 
     def update(norms: Array, state: EmaState, param_norms: Array | None) -> tuple[Array, EmaState]:

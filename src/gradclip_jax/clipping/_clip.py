@@ -1,7 +1,8 @@
 """Implementation of all functions that clip by norm."""
 
+from __future__ import annotations
+
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -17,28 +18,34 @@ from .._checks import (
     check_ord,
     check_params,
     check_state,
-    is_scalar,
     shortened,
 )
-from .._devices import fusion_barrier, groups_of_type, map_arrays, shared
+from .._devices import groups_of_type, map_arrays, shared
 from .._errors import public, type_error, value_error
 from .._leaves import checked_leaves, measured_shapes
 from .._mesh import check_bound, max_over, replica_count, shard_axes, sum_over, varying_axes
 from .._states import register_state
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Tree
-from ._formula import REACTIONS, apply_reaction, scale_factor, scale_leaf
+from ._formula import REACTIONS, factor_of, scale_factor, scale_leaf
 from ._granularity import Granularity, as_granularity, norm_shapes, select_groups
-from ._norm import Groups, Norms, Slices, Units, norm_dtype, norm_of_leaves, tree_units, unit_norms
+from ._norm import (
+    Groups,
+    Norms,
+    Slices,
+    Units,
+    norm_dtype,
+    norm_of_leaves,
+    root_mean_squares,
+    tree_units,
+    unit_norms,
+)
 from ._threshold import (
-    Assignment,
+    Measured,
     Threshold,
-    apply_rules,
-    apply_stateless,
+    Thresholds,
     as_rules,
-    assign_rules,
+    check_representable,
     group_name,
-    init_state,
-    init_states,
 )
 
 Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Array]
@@ -89,7 +96,8 @@ def clip_grad_norm(
         ord: Order of the norm: 1, 2 or inf. None means 2.
         norm: Norm of `grads`, if it is already known, to avoid computing it again.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
-            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
+            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`). `()`
+            clips on each device by its own norm.
 
     Returns:
         The clipped gradients, unchanged if the norm is at most `max_norm`, and the norm before
@@ -109,15 +117,16 @@ def clip_grad_norm(
     order, axes = check_ord(ord), check_axis_name(axis_name)
     leaves = checked_leaves("grads", grads)
     check_bound(axes)
-    units = tree_units(leaves.arrays)
+    dtype, units = norm_dtype(leaves.arrays), tree_units(leaves.arrays)
+    check_representable("max_norm", max_norm, dtype)
     if norm is None:
-        known = unit_norms(leaves.arrays, units, order, axes)[0]
+        known = norm_of_leaves(leaves.arrays, order, axes)
     else:
         check_number("norm", norm, "Pass the norm of `grads`.", closed=True, or_nan=True)
-        known = jnp.asarray(norm).astype(norm_dtype(leaves.arrays))
-    factor = scale_factor(known, jnp.asarray(max_norm, known.dtype))
+        known = jnp.asarray(norm).astype(dtype)
+    factor = scale_factor(known, jnp.asarray(max_norm, dtype))
     factor = jnp.where(jnp.isfinite(known), factor, jnp.nan)
-    return leaves.replace(scale_leaves(leaves.arrays, units, [factor])), known
+    return leaves.replace(_scale_leaves(leaves.arrays, units, [factor])), known
 
 
 def norm_clip(
@@ -132,164 +141,127 @@ def norm_clip(
 ) -> optax.GradientTransformation:
     """Implement `clip_by_norm`; `argument` is the name of the threshold in error messages."""
     check_choice("nonfinite", nonfinite, ("propagate", "zero"))
-    granularity, factor_of = as_granularity(granularity), _as_factor(reaction)
+    granularity = as_granularity(granularity)
+    _check_reaction(reaction)
     order, axes = check_ord(ord), check_axis_name(axis_name)
-    by_label = granularity.is_group and isinstance(threshold, Mapping)
-    rules = as_rules(argument, threshold, by_label=by_label)
-    names = tuple(rules) if isinstance(rules, dict) else ()
-    # Pass a number, instead of its rule, as an argument of the compiled function.
-    number = threshold if is_scalar(threshold, jnp.floating, jnp.integer) else None
-    if isinstance(number, int):  # an int above 2^31 is not an int32
-        number = float(number)
-    every_rule = list(rules.values()) if isinstance(rules, dict) else [rules]
-    # `eval_shape`, because an array would start the backend when the transformation is created.
-    has_state = bool(jax.tree.leaves(jax.eval_shape(lambda: list(map(init_state, every_rule)))))
-    clip_leaves = jax.jit(
-        functools.partial(
-            _clip_leaves, factor_of=factor_of, ord=order, axis_name=axes, drop=nonfinite == "zero"
-        ),
-        static_argnums=(0, 1),
-    )
+    rules = as_rules(argument, threshold, is_group=granularity.is_group)
 
-    def cut_groups(leaves: Sequence[Array], tree: Tree) -> Units:
+    @functools.cache
+    def state_type(shapes: tuple[tuple[int, ...], ...]) -> Tree:
+        # `eval_shape`, because arrays would start the backend or be materialized at each call.
+        return jax.eval_shape(lambda: rules.init(shapes))
+
+    def cut(leaves: Sequence[Array], tree: Tree) -> Units:
         units = granularity.cut(leaves, tree)
-        assert isinstance(units, Groups)  # because of `is_group`
-        return select_groups(argument, units, names)
-
-    cut = cut_groups if by_label else granularity.cut
+        return units if rules.labels is None else select_groups(argument, units, rules.labels)
 
     def init(params: Tree) -> ClipState:
-        # The keys of a mapping determine the groups, so no tree is needed.
-        leaves = [] if by_label else measured_shapes(params)
-        units = Groups((), len(names), names) if by_label else cut(leaves, params)
-        shapes = norm_shapes(units, leaves)
-        states = init_states(assign_rules(rules, units), shapes)
-        return _init_state(units, states)
+        leaves = measured_shapes(params)
+        if rules.labels is None:
+            units = cut(leaves, params)
+        else:  # the labels determine the groups, so no tree is needed
+            units = Groups((None,) * len(leaves), len(rules.labels), rules.labels)
+        return _init_state(units, rules.init(norm_shapes(units, leaves)))
 
     def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, ClipState]:
         leaves = checked_leaves("updates", updates)
         check_bound(axes)
-        units = cut(leaves.arrays, updates)
-        if number is not None:
-            clipped, state = clip_leaves(units, (), leaves.arrays, None, (), number)
-            return leaves.replace(clipped), state
-        assigned, states = assign_rules(rules, units), ()
-        if has_state and assigned:
+        arrays = leaves.arrays
+        units = cut(arrays, updates)
+        states, expected = (), state_type(tuple(norm_shapes(units, arrays)))
+        if jax.tree.leaves(expected):
             check_state(state, ClipState)
-            expected = tuple(init_state(rule) for rule, _ in assigned)
-            if jax.tree.structure(expected) != jax.tree.structure(state.rules):
-                hint = "Pass the state that its `init(params)` returned."
-                got = "the state of another clip"
-                raise type_error("state", "the state of this clip", got, hint)
+            _check_rule_states(state.rules, expected)
             states = state.rules
-            if units.is_local and len(set(map(varying_axes, leaves.arrays))) > 1:
+            if units.is_local and len(set(map(varying_axes, arrays))) > 1:
                 rule = "a threshold without state if leaves are sharded over different mesh axes"
                 hint = "Clip leaves with different sharding separately with `optax.partition`."
                 raise value_error(argument, rule, "a rule with state", hint)
-        param_leaves = None
-        if any(rule.uses_params for rule, _ in assigned):
+        of_params = None
+        if any(rule.uses_params for rule in rules.rules):
             check_params(updates, params)
-            param_leaves = leaves.beside(params)
-        clipped, state = clip_leaves(units, assigned, leaves.arrays, param_leaves, states, None)
-        return leaves.replace(clipped), state
+            of_params = _measure(leaves.beside(params), units, order, axes)
+        measured = _measure(arrays, units, order, axes)
+        thresholds, states = rules.apply(measured, states, of_params)
+        clipped, metrics = _respond(
+            arrays,
+            measured,
+            thresholds,
+            units=units,
+            reaction=reaction,
+            axis_name=axes if units.is_local else None,
+            drop=nonfinite == "zero",
+        )
+        return leaves.replace(clipped), ClipState(*metrics, rules=states)
 
     return optax.GradientTransformation(init, update)
 
 
-def _clip_leaves(
-    units: Units,
-    assigned: tuple[Assignment, ...],
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _measure(leaves: list[Array], units: Units, ord: float, axis_name: AxisName) -> Measured:
+    """Compute the norms, or root mean squares, of all units, and the norm of all leaves."""
+    norms = unit_norms(leaves, units, ord, axis_name)
+    stacks = [jnp.stack([norms[i] for i in group]) for group in groups_of_type(norms)]
+    is_single = len(norms) == 1 and not norms[0].ndim
+    over = axis_name if units.is_local else None
+    total = norms[0] if is_single else norm_of_leaves(stacks, ord, over)
+    if isinstance(units, Slices) and units.is_rms:
+        norms = root_mean_squares(norms, leaves, units, axis_name)
+        stacks = [jnp.stack([norms[i] for i in group]) for group in groups_of_type(norms)]
+    return Measured(norms, stacks, total)
+
+
+@functools.partial(jax.jit, static_argnames=("units", "reaction", "axis_name", "drop"))
+def _respond(
     leaves: list[Array],
-    params: list[Array] | None,
-    states: Tree,
-    number: Number | None,
+    measured: Measured,
+    thresholds: Thresholds,
     *,
-    factor_of: Callable[[Array, Array], Array],
-    ord: float,
+    units: Units,
+    reaction: Reaction,
     axis_name: AxisName,
     drop: bool,
-) -> tuple[list[Array], ClipState]:
-    """Compute norms, thresholds and factors; return the scaled leaves and the next state."""
-    over = axis_name if units.is_local else None
-    norms = unit_norms(leaves, units, ord, axis_name)
-    param_norms = None if params is None else unit_norms(params, units, ord, axis_name)
-    whole = norms
-    if isinstance(units, Slices) and units.is_rms:
-        roots = _root_sizes(units, leaves, axis_name)
-        norms = _divided(norms, roots)
-        param_norms = None if param_norms is None else _divided(param_norms, roots)
-        # If `whole` were the norms before the division, XLA:CPU would store both.
-        whole = map_arrays(jnp.multiply, norms, [jnp.asarray(x, norms[0].dtype) for x in roots])
-    is_single = len(norms) == 1 and not norms[0].ndim
-    total = whole[0] if is_single else norm_of_leaves(_stacked(whole, whole), ord, over)
-    is_finite, bad = jnp.isfinite(total), 0 if drop else jnp.nan
+) -> tuple[list[Array], list[Any]]:
+    """Scale the leaves; return them and the metrics of the step."""
+    is_finite, bad = jnp.isfinite(measured.total), 0 if drop else jnp.nan
 
     def respond(norm: Array, threshold: Array) -> Array:
         # A non-finite norm makes every leaf NaN or zero, on every device.
-        return factor_of(norm, lax.select(is_finite, threshold, jnp.full_like(threshold, bad)))
+        threshold = jnp.broadcast_to(jnp.asarray(threshold, norm.dtype), norm.shape)
+        threshold = lax.select(is_finite, threshold, jnp.full_like(threshold, bad))
+        return factor_of(reaction, norm, threshold)
 
-    if number is None:
-        thresholds, states = apply_rules(assigned, norms, states, param_norms)
-    else:
-        thresholds = [jnp.asarray(number, total.dtype)] * units.size
-    factors = map_arrays(respond, norms, thresholds)
-    clipped = scale_leaves(leaves, units, factors, drop=drop)
-    if is_single:
-        (threshold,), (factor,) = thresholds, factors
-        fraction = (factor != 1).astype(factor.dtype)
-    else:
-        # If the factors were stacked, XLA on CPU would compile a separate kernel for each leaf
-        # (JAX 0.10.2, 300 leaves: 12 s instead of 3.5 s).
-        stacks = _stacked(norms, norms)
-        if number is not None:
-            limits = thresholds[:1] * len(stacks)
-        elif len(assigned) == 1 and not states:  # an elementwise rule also works on stacks
-            columns = [stacks] if param_norms is None else [stacks, _stacked(param_norms, norms)]
-            limits = list(map(functools.partial(apply_stateless, assigned[0].rule), *columns))
-        else:
-            limits = _stacked(thresholds, norms)
-        threshold, factor, fraction = _summary(limits, list(map(respond, stacks, limits)), over)
-    columns: Any = (total, jnp.minimum(threshold, UNBOUNDED), factor)
+    factors = map_arrays(respond, measured.norms, thresholds.of_norms)
+    # Stacks of these factors would make XLA on CPU compile a separate kernel for each leaf.
+    stacks = list(map(respond, measured.stacks, thresholds.of_stacks))
+    metrics = measured.total, *_summary(thresholds.of_stacks, stacks, axis_name)
     if units.names:
         names = [group_name(name) for name in units.names]
-        columns = (dict(zip(names, x, strict=True)) for x in (norms, thresholds, factors))
-    columns = optax.tree.cast((*columns, fraction), jnp.float32)
-    return clipped, ClipState(*columns, rules=states)
+        columns = (measured.norms, thresholds.of_norms, factors)
+        metrics = *(dict(zip(names, x, strict=True)) for x in columns), metrics[-1]
+    return _scale_leaves(leaves, units, factors, drop=drop), optax.tree.cast(metrics, jnp.float32)
 
 
-def _root_sizes(units: Slices, leaves: Sequence[Array], axis_name: AxisName) -> list[float]:
-    """Return the square root of the number of elements in each norm."""
-    sizes: list[int] = []
-    for x, axes in zip(leaves, units.axes, strict=True):
-        shards = replica_count(frozenset(), shard_axes(x, axis_name))
-        sizes.append(shards * math.prod(x.shape[axis] for axis in axes))
-    return [math.sqrt(max(size, 1)) for size in sizes]
+def _summary(
+    thresholds: list[Any], factors: list[Array], axis_name: AxisName
+) -> tuple[Scalar, Scalar, Scalar]:
+    """Return the smallest threshold, the smallest factor, and the fraction of factors below 1."""
+    shards = [shard_axes(x, axis_name) for x in factors]
+    everywhere = frozenset[str]().union(*shards)
+    dtype, size = norm_dtype(factors), 0
+    bound, factor, num_clipped = (jnp.asarray(x, dtype) for x in (UNBOUNDED, 1, 0))
+    for threshold, x, axes in zip(thresholds, factors, shards, strict=True):
+        bound = jnp.minimum(bound, jnp.min(jnp.asarray(threshold, dtype), initial=UNBOUNDED))
+        factor = jnp.minimum(factor, jnp.min(x, initial=1))
+        num_clipped += jnp.sum(x != 1, dtype=dtype) / replica_count(axes, everywhere)
+        size += x.size * replica_count(frozenset(), axes)
+    if everywhere:  # `max_over` replaces NaN by infinity
+        lowest = -max_over(-jnp.stack([bound, factor]), everywhere)
+        bound, factor = jnp.where(lowest > -jnp.inf, lowest, jnp.nan)
+    return bound, factor, sum_over(num_clipped, everywhere) / max(size, 1)
 
 
-def _divided(norms: Norms, roots: list[float]) -> Norms:
-    """Convert norms to root mean squares."""
-    # XLA:CPU would recompute a division by a constant in every kernel that reads the result.
-    dtype = norm_dtype(norms)
-    divisors = {root: fusion_barrier(jnp.asarray(root, dtype)) for root in set(roots)}
-    return [norm / divisors[root] for norm, root in zip(norms, roots, strict=True)]
-
-
-def _stacked(values: Norms, norms: Norms) -> list[Array]:
-    """Stack the values whose norms have the same shape, dtype and sharding."""
-    return [jnp.stack([values[i] for i in group]) for group in groups_of_type(norms)]
-
-
-def _init_state(units: Units, rule_states: Tree) -> ClipState:
-    def scalar(value: float) -> Scalar:
-        return jnp.full((), value, jnp.float32)  # a state with shared buffers cannot be donated
-
-    def by_name(value: float) -> Scalar | dict[str, Scalar]:
-        return {group_name(name): scalar(value) for name in units.names} or scalar(value)
-
-    return ClipState(by_name(0.0), by_name(UNBOUNDED), by_name(1.0), scalar(0.0), rule_states)
-
-
-def scale_leaves(
+def _scale_leaves(
     leaves: Sequence[Array], units: Units, factors: Norms, *, drop: bool = False
 ) -> list[Array]:
     """Multiply each leaf by its clipping factors."""
@@ -302,38 +274,31 @@ def scale_leaves(
     return scaled
 
 
-def _as_factor(reaction: Reaction) -> Callable[[Array, Array], Array]:
-    """Convert `reaction` to a function of norm and threshold that returns a factor in [0, 1]."""
+def _init_state(units: Units, rule_states: Tree) -> ClipState:
+    def scalar(value: float) -> Scalar:
+        return jnp.full((), value, jnp.float32)  # a state with shared buffers cannot be donated
+
+    def by_name(value: float) -> Scalar | dict[str, Scalar]:
+        return {group_name(name): scalar(value) for name in units.names} or scalar(value)
+
+    return ClipState(by_name(0.0), by_name(UNBOUNDED), by_name(1.0), scalar(0.0), rule_states)
+
+
+def _check_rule_states(states: Tree, expected: Tree) -> None:
+    """Raise if the states belong to another clip, or to a tree with other leaves."""
+    hint = "Pass the state that its `init(params)` returned."
+    if jax.tree.structure(states) != jax.tree.structure(expected):
+        raise type_error("state", "the state of this clip", "the state of another clip", hint)
+    if jax.tree.map(jnp.shape, states) != jax.tree.map(lambda x: x.shape, expected):
+        hint = "Call `init` with parameters that have the structure and shapes of the updates."
+        got = f"the state for other leaves, {shortened(states)}"
+        raise value_error("state", f"like {shortened(expected)}", got, hint)
+
+
+def _check_reaction(reaction: Reaction) -> None:
     if isinstance(reaction, str):
         check_choice("reaction", reaction, tuple(REACTIONS))
-        return REACTIONS[reaction]
-    if not callable(reaction):
+    elif not callable(reaction):
         rule = '"scale", "zero" or a function'
         hint = "Pass a function of the norm and the threshold that returns a factor."
         raise type_error("reaction", rule, shortened(reaction), hint)
-
-    def factor_of(norm: Array, threshold: Array) -> Array:
-        factor = apply_reaction(reaction, norm, threshold)
-        return jnp.clip(jnp.broadcast_to(factor, norm.shape), 0, 1)
-
-    return factor_of
-
-
-def _summary(
-    thresholds: list[Array], factors: list[Array], axis_name: AxisName
-) -> tuple[Scalar, Scalar, Scalar]:
-    """The smallest threshold, the smallest factor, and the fraction of factors below 1."""
-    shards = [shard_axes(x, axis_name) for x in factors]
-    everywhere = frozenset[str]().union(*shards)
-    dtype, size = norm_dtype(factors), 0
-    bound, factor, num_clipped = (jnp.asarray(x, dtype) for x in (UNBOUNDED, 1, 0))
-    for threshold, x, axes in zip(thresholds, factors, shards, strict=True):
-        bound = jnp.minimum(bound, jnp.min(threshold, initial=UNBOUNDED))
-        factor = jnp.minimum(factor, jnp.min(x, initial=1))
-        num_clipped += jnp.sum(x != 1, dtype=dtype) / replica_count(axes, everywhere)
-        size += x.size * replica_count(frozenset(), axes)
-    lowest = -max_over(-jnp.stack([bound, factor]), everywhere)
-    if everywhere:  # `max_over` replaces NaN by infinity
-        lowest = jnp.where(lowest > -jnp.inf, lowest, jnp.nan)
-    bound, factor = lowest
-    return bound, factor, sum_over(num_clipped, everywhere) / max(size, 1)

@@ -1,5 +1,7 @@
 """Clipping of cotangents inside a model, during the backward pass."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -12,6 +14,7 @@ from .._errors import public, type_error, value_error
 from .._types import Array, Number, Tree
 from ._formula import scale_factor, scale_leaf
 from ._norm import Slices, norm_dtype, unit_norms
+from ._threshold import check_representable
 
 
 @public
@@ -32,7 +35,7 @@ def clip_cotangent(
     | --- | --- |
     | norm <= max_norm, or all zero | unchanged bit for bit |
     | norm > max_norm | scaled to max_norm |
-    | a norm above 1.8e19, or elements below 1e-19 | counts as infinite; count as zero |
+    | a norm above 4e21, or elements below 3e-17 | counts as infinite; count as zero |
     | a NaN or infinity, `nonfinite="propagate"` | NaN in the whole slice, which a guard detects |
     | a NaN or infinity, `nonfinite="zero"` | zero in the whole slice |
     | traced max_norm <= 0; NaN | zero; NaN |
@@ -86,6 +89,7 @@ def clip_cotangent(
     hint = "Pass the axes over which one norm is computed, such as -1 for each token."
     over = tuple(range(np.ndim(x))) if axis is None else axes_within(axis, x, "`x`", "", hint)
     dtype = norm_dtype([x])
+    check_representable("max_norm", max_norm, dtype)
     if norm_probe is not None:
         _check_probe(norm_probe, tuple(np.delete(np.shape(x), over).tolist()), dtype)
     drop = nonfinite == "zero"
@@ -101,8 +105,7 @@ def clip_cotangent(
     def backward(residuals: Tree, cotangent: Array) -> tuple[Array, None, Array | None]:
         max_norm, probe = residuals
         units = Slices((over,), is_local=True)
-        # Cotangents of single tokens are small, so they need no scaling before they are squared.
-        (norms,) = unit_norms([cotangent], units, 2.0, None, 1.0)
+        (norms,) = unit_norms([cotangent], units, 2.0, None)
         factors = scale_factor(norms, max_norm)
         factors = jnp.where(jnp.isfinite(norms), factors, 0 if drop else jnp.nan)
         clipped = scale_leaf(cotangent, factors, drop=drop)

@@ -53,6 +53,16 @@ def apply_reaction(
     return jnp.where(is_limit, factor, jnp.sign(jnp.maximum(threshold, 0)))
 
 
+def factor_of(
+    reaction: str | Callable[[Array, Array], Array], norm: Array, threshold: Array
+) -> Array:
+    """Return the factor in [0, 1] for a reaction, which is a name or a function."""
+    if isinstance(reaction, str):
+        return REACTIONS[reaction](norm, threshold)
+    factor = apply_reaction(reaction, norm, threshold)
+    return jnp.clip(jnp.broadcast_to(factor, norm.shape), 0, 1)
+
+
 @functools.partial(jax.jit, static_argnames="drop")
 def scale_leaf(x: Array, factor: Array, *, drop: bool = False) -> Array:
     """Return `factor * x`, computed in at least float32 and rounded once to the dtype of `x`.

@@ -1,5 +1,7 @@
 """Granularities, which specify the elements that share one norm."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Literal
@@ -22,6 +24,7 @@ from .._errors import public, value_error
 from .._leaves import is_measured
 from .._types import Array, Labels, Path, Tree
 from ._norm import Axes, Groups, Slices, Units, leaf_units, tree_units
+from ._threshold import check_labels
 
 _DEPTH = "Pass the number of leading axes that index layers, 0 for an ordinary leaf."
 
@@ -108,6 +111,7 @@ def group(param_labels: Labels) -> Granularity:
     def cut(leaves: Sequence[Array], tree: Tree) -> Units:
         labels = labels_of(param_labels, "updates", tree)
         names = tuple(dict.fromkeys(labels))
+        check_labels("param_labels", names)
         pairs = zip(labels, jax.tree.leaves(tree), strict=True)
         entries = tuple(names.index(label) for label, x in pairs if is_measured(x))
         return Groups(entries, len(names), names)
@@ -139,7 +143,9 @@ def layer(num_layer_axes: Tree = 1, *, rms: bool = False) -> Granularity:
         >>> clip.update(grads, clip.init(grads))[0].tolist()
         [[0.0, 1.0], [0.5, 0.0]]
     """
-    num_layer_axes = 0 if num_layer_axes is None else num_layer_axes
+    num_layer_axes = jax.tree.map(
+        lambda depth: 0 if depth is None else depth, num_layer_axes, is_leaf=lambda x: x is None
+    )
     for depth in jax.tree.leaves(num_layer_axes):
         check_static("num_layer_axes", depth)
         check_count("num_layer_axes", depth, _DEPTH, low=0)

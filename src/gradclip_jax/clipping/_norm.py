@@ -1,9 +1,11 @@
 """Norms of trees, groups, leaves and slices, and their derivative."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +23,12 @@ Axes: TypeAlias = tuple[int, ...]
 Norms: TypeAlias = list[Array]
 """One array per unit, or per leaf with several units; each broadcasts against its leaves."""
 
-SCALE = 2.0**-20
-"""Scale by which elements are multiplied before they are squared. A float32 norm is therefore
-accurate from 1e-12 to 1e25 and infinite above this range. Elements below 1e-13 count as zero."""
+SCALE: Final = 2.0**-8
+"""Scale by which elements are multiplied before they are squared.
+
+A float32 norm up to 4e21 is therefore finite, and elements below 3e-17 may count as zero. The norm
+of N elements is correct to 1e-6 if it is above 2e-14 sqrt(N), or if no element is below 3e-17.
+"""
 
 
 class Groups(NamedTuple):
@@ -84,14 +89,16 @@ def global_norm(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = N
     | tree | norm |
     | --- | --- |
     | float16 `[300, 400]` | 500, although its squares overflow float16 |
-    | float32 `[1e20, 1e20]`, `[3e-10, 4e-10]` | 1.4142e20, 5e-10 |
-    | float32, a 2-norm from 1e-12 to 1e25 | correct to 1e-6 |
-    | float32, a 2-norm above 1e25 | inf |
-    | float32, elements below 1e-13 | may count as zero in a 2-norm |
+    | float32 `[1e20, 1e20]`, `[3e-16, 4e-16]` | 1.4142e20, 5e-16 |
+    | float32, a 2-norm up to 4e21, no element below 3e-17 | correct to 1e-6 |
+    | float32, a 2-norm of N elements from 2e-14 sqrt(N) to 4e21 | correct to 1e-6 |
+    | float32, elements below 3e-17 | may count as zero in a 2-norm |
+    | float32, a 2-norm above 5e21 | inf |
     | empty, or only `None`, masked or zero-size leaves | 0 |
     | any NaN | NaN; inf for `ord=inf` |
     | an infinity and no NaN | inf |
     | sharded | the norm of the whole tree; see `axis_name` |
+    | sharded, `axis_name=()` | the norm of the shards on this device |
 
     The derivative is zero where the norm is zero or not finite.
 
@@ -99,7 +106,8 @@ def global_norm(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = N
         tree: Pytree of floating-point or complex leaves, in the units of the gradients.
         ord: Order of the norm: 1, 2 or inf. None means 2.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
-            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
+            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`). `()`
+            computes the norm on each device alone, without communication.
 
     Returns:
         The norm, float32[], or float64[] if a leaf is float64 or complex128.
@@ -215,7 +223,7 @@ def reduce_axes(reduce: Callable[..., Array], x: Array, axes: Sequence[int]) -> 
 
 
 def squares(x: Array, dtype: DTypeLike, scale: float | Array = SCALE) -> Array:
-    """`(scale * |x|)^2`."""
+    """Return `(scale * |x|)^2`."""
     # XLA rewrites the product to `x^2 * scale^2`, which overflows above 1.8e19, if `scale` is a
     # constant or a broadcast scalar. The barrier hides the constant. (Alternatives in JAX 0.10.2: a
     # minimum between the products prevents XLA on GPU from fusing them with the backward pass,
@@ -239,16 +247,14 @@ def norm_of_squares(total: Array, scale: float | Array = SCALE) -> Array:
     return jnp.sqrt(total) / scale
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3, 4))
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def unit_norms(
-    leaves: list[Array], units: Units, ord: float, axis_name: AxisName, scale: float = SCALE
-) -> Norms:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def unit_norms(leaves: list[Array], units: Units, ord: float, axis_name: AxisName) -> Norms:
     """Compute all norms with a single all-reduce, and read each leaf once."""
     dtype = norm_dtype(leaves)
     total = functools.partial(totals, units=units, axis_name=axis_name)
     if ord == 2:
-        once = fusion_barrier(jnp.asarray(scale, dtype))
+        once = fusion_barrier(jnp.asarray(SCALE, dtype))
         sums = total(functools.partial(sum_of_squares, dtype=dtype, scale=once), leaves)
         # XLA:CPU would repeat a division by a constant in every kernel that reads the norm.
         return map_arrays(functools.partial(norm_of_squares, scale=once), sums)
@@ -267,11 +273,11 @@ def unit_norms(
 
 @unit_norms.defjvp
 def _unit_norms_jvp(
-    units: Units, ord: float, axis_name: AxisName, scale: float, primals: Tree, tangents: Tree
+    units: Units, ord: float, axis_name: AxisName, primals: Tree, tangents: Tree
 ) -> tuple[Norms, Norms]:
     """Set the derivative to zero where a norm is zero or not finite, to avoid NaN."""
     (leaves,), (directions,) = primals, tangents
-    norms, dtype = unit_norms(leaves, units, ord, axis_name, scale), norm_dtype(leaves)
+    norms, dtype = unit_norms(leaves, units, ord, axis_name), norm_dtype(leaves)
     of_leaves = _of_leaves(norms, units)
     total = functools.partial(totals, units=units, axis_name=axis_name)
 
@@ -297,6 +303,20 @@ def _unit_norms_jvp(
         return reduce_axes(jnp.sum, jnp.real(product).astype(dtype), axes)
 
     return norms, total(along, leaves, of_leaves, ties, directions)
+
+
+def root_mean_squares(
+    norms: Norms, leaves: Sequence[Array], units: Slices, axis_name: AxisName
+) -> Norms:
+    """Divide the norm of each slice by the root of its number of elements."""
+    roots: list[float] = []
+    for x, axes in zip(leaves, units.axes, strict=True):
+        num_shards = replica_count(frozenset(), shard_axes(x, axis_name))
+        roots.append(math.sqrt(max(num_shards * math.prod(x.shape[i] for i in axes), 1)))
+    # XLA:CPU would repeat a division by a constant in every kernel that reads the result.
+    dtype = norm_dtype(norms)
+    divisors = {root: fusion_barrier(jnp.asarray(root, dtype)) for root in roots}
+    return [norm / divisors[root] for norm, root in zip(norms, roots, strict=True)]
 
 
 def _sign(x: Array) -> Array:

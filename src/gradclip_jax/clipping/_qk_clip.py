@@ -1,14 +1,17 @@
 """Clipping of attention logits by scaling query and key weights."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_number, check_static, describe, dtype_of, leaf_path
+from .._checks import check_static, describe, dtype_of, leaf_path
 from .._errors import public, type_error, value_error
 from .._leaves import check_leaves
 from .._types import Array, Number, Tree
 from ._formula import scale_factor, scale_leaf
+from ._threshold import check_positive
 
 
 @public
@@ -86,7 +89,7 @@ def qk_clip(
         Kimi Team, 2025, arXiv 2507.20534, algorithm 1. The rule for shared key heads is not in
         the paper.
     """
-    check_number("threshold", threshold, "Kimi K2 was trained with 100.")
+    check_positive("threshold", threshold, "Kimi K2 was trained with 100.")
     gamma = _head_factors(max_logits, threshold)
     if key is None:
         return _scale_heads("query", query, gamma, head_axis), None

@@ -3,40 +3,35 @@
 The published rules are in `adaptive/`. Users can define their own rules with the class `Rule`.
 """
 
+from __future__ import annotations
+
 import dataclasses
-import functools
 import inspect
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import (
-    check_number,
-    describe,
-    dtype_of,
-    is_scalar,
-    shortened,
-)
-from .._devices import map_arrays
+from .._checks import check_number, describe, dtype_of, is_scalar, shortened
+from .._devices import groups_of_type
 from .._errors import public, type_error, value_error
 from .._states import increment_where
-from .._types import UNBOUNDED, Array, Number, Schedule, Tree
-from ._norm import Norms, Units, split
+from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree
+from ._norm import Norms, split
 
 _HINT = "Pass a number, a schedule, or a rule from `gcx.thresholds`."
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Rule:
     """A threshold that may depend on earlier norms and on the norms of the parameters.
 
     A rule is elementwise. Norms are float32 arrays of any shape; the global norm has shape (). Each
-    array of the state has shape () or a shape that ends with the shape of the norms. The state is
-    not updated where a norm is non-finite.
+    array of the state has shape () or a shape that ends with the shape of the norms. The state does
+    not change in a step with a non-finite norm, because such a step is discarded.
 
     Attributes:
         init: Function `zeros -> state` that returns the initial state; `zeros` has the shape of the
@@ -68,8 +63,11 @@ class Rule:
     uses_params: bool = False
     counts_steps: bool = False
     allow_negative: bool = False
-    # A rule is a static argument, and a traced number has no hash.
-    max_threshold: Number | None = dataclasses.field(default=None, compare=False)
+    max_threshold: Number | None = None
+
+
+class _Constant(Rule):
+    """A rule for a number, which is the same for all norms."""
 
 
 Threshold: TypeAlias = Number | Schedule | Rule
@@ -112,8 +110,8 @@ def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
     References:
         Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171.
     """
-    check_number("ratio", ratio, "The paper uses 0.01 for large batches.")
-    check_number("eps", eps, "The paper uses 1e-3.")
+    check_positive("ratio", ratio, "The paper uses 0.01 for large batches.")
+    check_positive("eps", eps, "The paper uses 1e-3.")
 
     def update(norm: Array, state: Tree, param_norm: Array | None) -> tuple[Array, Tree]:
         assert param_norm is not None  # because of `uses_params`
@@ -125,23 +123,70 @@ def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
 
 
 def as_rule(argument: str, threshold: Threshold, *, low: float = 0.0) -> Rule:
-    """Convert a number above `low` or a schedule to a rule; return a rule unchanged."""
+    """Convert a number above `low` or a schedule to a rule; check and return a rule unchanged."""
     if isinstance(threshold, Rule):
+        _check_rule(argument, threshold)
         return threshold
-    if inspect.isfunction(threshold) and threshold.__annotations__.get("return") is Rule:
-        rule, hint = "a number, a schedule or a rule", f"Pass `{threshold.__name__}()`."
-        raise type_error(argument, rule, shortened(threshold), hint)
+    rule, hint = "a number, a schedule or a rule", _HINT
+    if inspect.isfunction(threshold) and threshold.__annotations__.get("return") in ("Rule", Rule):
+        raise type_error(argument, rule, shortened(threshold), f"Pass `{threshold.__name__}()`.")
     if callable(threshold) and not isinstance(threshold, type):
         return scheduled(argument, threshold)
     if not is_scalar(threshold, jnp.floating, jnp.integer):
-        rule, hint = "a number, a schedule or a rule", _HINT
         if isinstance(threshold, (Mapping, list, tuple)):
             hint = "Use `clip_by_group_norm` for several thresholds."
+        if any(isinstance(x, (jax.Array, np.ndarray)) for x in jax.tree.leaves(threshold)):
+            hint = "Use `clip_grad_norm(grads, max_norm)` to clip a tree without a transformation."
         raise type_error(argument, rule, shortened(threshold), hint)
     check_number(argument, threshold, _HINT, low=low)
     # An int above 2^31 is not an int32.
     value = float(threshold) if isinstance(threshold, int) else threshold
-    return Rule(lambda norm: (), lambda norm, state, param_norm: (jnp.asarray(value), state))
+    return _Constant(lambda norm: (), lambda norm, state, param_norm: (value, state))
+
+
+def _check_rule(argument: str, rule: Rule) -> None:
+    """Raise if `rule.update` does not return a threshold, and a state like that of `rule.init`."""
+
+    def first_step(norm: Array) -> Tree:
+        state = rule.init(norm)
+        return state, rule.update(norm, state, norm if rule.uses_params else None)
+
+    try:
+        state, result = jax.eval_shape(first_step, jax.ShapeDtypeStruct((), jnp.float32))
+    except (TypeError, AttributeError) as error:
+        if rule.uses_params:
+            raise
+        hint = "Pass `uses_params=True` to `Rule` if `update` uses the norm of the parameters."
+        is_rule = "a rule whose `update` accepts None as `param_norm`"
+        raise type_error(argument, is_rule, f"the error `{error}`", hint) from error
+    is_pair = type(result) is tuple and len(result) == 2
+    if not is_pair or not hasattr(result[0], "dtype") or result[0].shape:
+        is_rule = "a rule whose `update` returns a threshold for each norm, and a state"
+        hint = "Return `(threshold, state)`. Pass `uses_params=True` if it depends on `param_norm`."
+        raise type_error(argument, is_rule, shortened(result), hint)
+    if jax.tree.map(lambda x: x.shape, state) != jax.tree.map(lambda x: x.shape, result[1]):
+        is_rule = f"a rule whose `update` returns a state like {shortened(state)}"
+        hint = "Return a state with the structure and shapes of `init(norm)`."
+        raise type_error(argument, is_rule, shortened(result[1]), hint)
+
+
+def check_positive(argument: str, value: Number, hint: str) -> None:
+    """Check a number of a rule, which computes in float32."""
+    check_number(argument, value, hint)
+    check_representable(argument, value)
+
+
+def check_representable(argument: str, value: Any, dtype: Any = np.float32) -> None:
+    """Raise if a known number is finite and nonzero, but infinite or zero in `dtype`.
+
+    XLA may replace subnormal numbers by zero.
+    """
+    if isinstance(value, jax.core.Tracer) or not callable(getattr(value, "__float__", None)):
+        return
+    size, info = abs(float(value)), jnp.finfo(dtype)
+    if 0 < size < float(info.tiny) or float(info.max) < size < math.inf:
+        rule = f"between {info.tiny:.1e} and {info.max:.1e}, the range of {info.dtype}, or inf"
+        raise value_error(argument, rule, value, "Scale the loss, or pass inf to disable clipping.")
 
 
 @public
@@ -160,11 +205,11 @@ def capped(rule: Rule, max_threshold: Number) -> Rule:
         [1.0]
     """
     rule = as_rule("rule", rule)
-    check_number("max_threshold", max_threshold, "Use the rule without `capped` for no bound.")
+    check_positive("max_threshold", max_threshold, "Use the rule without `capped` for no bound.")
 
     def update(norm: Array, state: Tree, param_norm: Array | None) -> tuple[Array, Tree]:
         threshold, state = rule.update(norm, state, param_norm)
-        return jnp.minimum(threshold, jnp.asarray(max_threshold, threshold.dtype)), state
+        return jnp.minimum(threshold, jnp.asarray(max_threshold, jnp.float32)), state
 
     return dataclasses.replace(rule, update=update, max_threshold=max_threshold)
 
@@ -175,107 +220,158 @@ def init_state(rule: Rule, shape: Sequence[int] = ()) -> Tree:
 
 
 def apply_rule(
-    rule: Rule, norm: Array, state: Tree, param_norm: Array | None = None
+    rule: Rule,
+    norm: Array,
+    state: Tree,
+    param_norm: Array | None = None,
+    is_finite: Scalar | bool = True,
 ) -> tuple[Array, Tree]:
-    """Compute thresholds with the dtype and shape of the norms, and the next state."""
-    finite = keeps = jnp.isfinite(norm)
-    value, largest, is_wide = norm, jnp.asarray(UNBOUNDED, norm.dtype), norm.dtype == jnp.float64
-    if is_wide:
-        # States are float32, so larger norms are limited to the largest float32.
-        value, keeps = jnp.clip(norm, -largest, largest), finite & (norm <= largest)
-    value = jnp.where(finite, value, 0).astype(jnp.float32)
+    """Compute thresholds with the dtype and shape of the norms, and the next state.
+
+    The state changes only if all norms and `is_finite`, the other norms of the step, are finite.
+    """
+    # States are float32, so a larger norm counts as the largest float32 and changes no state.
+    largest, is_wide = jnp.asarray(UNBOUNDED, norm.dtype), norm.dtype == jnp.float64
+    value = jnp.where(jnp.isfinite(norm), jnp.clip(norm, -largest, largest), 0)
+    keeps = is_finite & jnp.all(jnp.abs(norm) <= largest) | rule.counts_steps
     param_norm = None if param_norm is None else param_norm.astype(jnp.float32)
-    threshold, proposed = rule.update(value, state, param_norm)
+    threshold, proposed = rule.update(value.astype(jnp.float32), state, param_norm)
     threshold = jnp.asarray(threshold).astype(norm.dtype)
     if is_wide:
         threshold = jnp.where(threshold >= largest, jnp.finfo(norm.dtype).max, threshold)
-    keeps = jnp.ones_like(finite) if rule.counts_steps else keeps
 
     def select(new: Array, old: Array) -> Array:
-        per_unit = old.ndim >= norm.ndim and old.shape[old.ndim - norm.ndim :] == norm.shape
-        chosen = keeps if per_unit else keeps.any()
-        return jnp.where(chosen, jnp.asarray(new).astype(old.dtype), old)
+        return jnp.where(keeps, jnp.asarray(new).astype(old.dtype), old)
 
     return jnp.broadcast_to(threshold, norm.shape), jax.tree.map(select, proposed, state)
 
 
-class Assignment(NamedTuple):
-    """A threshold rule, and the indices of the norms that it applies to."""
+class Measured(NamedTuple):
+    """The norms of a step.
 
-    rule: Rule
-    entries: tuple[int, ...]
+    Attributes:
+        norms: Norms of the units.
+        stacks: The same values, as one array for all norms of the same type.
+        total: Norm of all leaves.
+    """
 
-
-def as_rules(
-    argument: str, threshold: Threshold | Mapping[Any, Threshold], *, by_label: bool
-) -> Rule | dict[Any, Rule]:
-    """Convert a threshold, or each threshold in a mapping from label to threshold, to a rule."""
-    if by_label and isinstance(threshold, Mapping):
-        _check_labels(argument, threshold)
-        return {key: as_rule(f"{argument}[{key!r}]", x) for key, x in threshold.items()}
-    return as_rule(argument, threshold)
+    norms: Norms
+    stacks: list[Array]
+    total: Scalar
 
 
-def _check_labels(argument: str, thresholds: Mapping[Hashable, Threshold]) -> None:
-    """Raise if a label or the name of a group in the metrics is not unique."""
-    labels = [x for key in thresholds for x in (key if isinstance(key, tuple) else (key,))]
-    for names in (list(map(str, labels)), list(map(group_name, thresholds))):
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
+class Thresholds(NamedTuple):
+    """A threshold for each array in `Measured.norms` and `Measured.stacks`."""
+
+    of_norms: list[Any]
+    of_stacks: list[Any]
+
+
+class Rules(NamedTuple):
+    """The threshold rules of a clip.
+
+    Attributes:
+        argument: Name of the threshold in error messages.
+        rules: One rule for all norms, or one for each label.
+        labels: The labels; None if one rule applies to all norms.
+    """
+
+    argument: str
+    rules: tuple[Rule, ...]
+    labels: tuple[Hashable, ...] | None
+
+    def split(self, values: Sequence[Any]) -> list[Sequence[Any]]:
+        """Return the values of the units that each rule applies to."""
+        return [values] if self.labels is None else [[x] for x in values]
+
+    def init(self, shapes: Sequence[tuple[int, ...]]) -> Tree:
+        """Return the initial states of all rules; () if no rule has a state."""
+        states: list[Tree] = []
+        for rule, own in zip(self.rules, self.split(shapes), strict=True):
+            is_scalar = len(own) == 1 and own[0] == ()
+            states.append(init_state(rule, () if is_scalar else (sum(map(math.prod, own)),)))
+        return tuple(states) if jax.tree.leaves(states) else ()
+
+    def apply(
+        self, measured: Measured, states: Tree, of_params: Measured | None
+    ) -> tuple[Thresholds, Tree]:
+        """Return all thresholds, and the next states."""
+        norms = measured.norms
+        if states or self.labels is not None:
+            param_norms = norms if of_params is None else of_params.norms
+            values, states = self._one_by_one(measured, states, param_norms)
+            return Thresholds(values, _stacked(values, norms)), states
+        # A rule without a state is elementwise, so it also applies to stacks.
+        of_params, (rule,) = of_params or measured, self.rules
+        columns = (norms, of_params.norms), (measured.stacks, of_params.stacks)
+        pairs = (zip(*column, strict=True) for column in columns)
+        return Thresholds(*([self._apply(rule, *pair) for pair in x] for x in pairs)), ()
+
+    def _one_by_one(
+        self, measured: Measured, states: Tree, param_norms: Norms
+    ) -> tuple[list[Any], Tree]:
+        """Apply each rule to its own norms."""
+        is_finite, after = jnp.isfinite(measured.total), list[Tree]()
+        thresholds: list[Any] = []
+        columns = self.split(measured.norms), self.split(param_norms)
+        states = states or ((),) * len(self.rules)
+        for rule, norms, params, state in zip(self.rules, *columns, states, strict=True):
+            if jax.tree.leaves(state):  # the rule receives its norms as one vector
+                norm, param_norm = _as_vector(norms), _as_vector(params)
+                used = param_norm if rule.uses_params else None
+                vector, state = apply_rule(rule, norm, state, used, is_finite)
+                thresholds += split(vector, norms)
+            else:
+                thresholds += [self._apply(rule, *x) for x in zip(norms, params, strict=True)]
+            after.append(state)
+        return thresholds, tuple(after) if jax.tree.leaves(after) else ()
+
+    def _apply(self, rule: Rule, norm: Array, param_norm: Array) -> Any:
+        """Apply a rule without a state."""
+        if not isinstance(rule, _Constant):
+            return apply_rule(rule, norm, (), param_norm if rule.uses_params else None)[0]
+        value, _ = rule.update(norm, (), None)
+        check_representable(self.argument, value, norm.dtype)
+        return value
+
+
+def _stacked(values: Sequence[Any], norms: Norms) -> list[Array]:
+    """Stack thresholds like the norms in `Measured.stacks`."""
+    stacks: list[Array] = []
+    for group in groups_of_type(norms):
+        like = norms[group[0]]
+        own = [jnp.asarray(values[i], like.dtype) for i in group]
+        stacks.append(jnp.stack([jnp.broadcast_to(x, like.shape) for x in own]))
+    return stacks
+
+
+def as_rules(argument: str, threshold: Any, *, is_group: bool) -> Rules:
+    """Convert a threshold, or for groups a mapping from label to threshold, to rules."""
+    if not (is_group and isinstance(threshold, Mapping)):
+        return Rules(argument, (as_rule(argument, threshold),), None)
+    check_labels(argument, threshold)
+    rules = [as_rule(f"{argument}[{key!r}]", x) for key, x in threshold.items()]
+    return Rules(argument, tuple(rules), tuple(threshold))
+
+
+def check_labels(argument: str, keys: Iterable[Hashable]) -> None:
+    """Raise if a label, or the name of a group in the metrics, is empty or not unique."""
+    keys = list(keys)
+    labels = [x for key in keys for x in (key if isinstance(key, tuple) else (key,))]
+    for names in (list(map(str, labels)), list(map(group_name, keys))):
+        bad = next((name for name in names if not name or names.count(name) > 1), None)
+        if bad is not None:
             hint = "Labels that print alike, such as 1 and '1', count as equal. Rename one of them."
-            rule = "a mapping in which each label occurs once"
-            raise value_error(argument, rule, f"the label {twice!r} twice", hint)
+            got = f"the label {bad!r} twice" if bad else "an empty label"
+            raise value_error(argument, "distinct, non-empty labels", got, hint)
 
 
 def group_name(key: Hashable) -> str:
-    """The name of a group in the metrics."""
+    """Return the name of a group in the metrics."""
     return "+".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
-def assign_rules(rules: Rule | dict[Any, Rule], units: Units) -> tuple[Assignment, ...]:
-    """Assign one rule to all norms, or the rule of each label to the norm of its group."""
-    if isinstance(rules, Rule):
-        return (Assignment(rules, tuple(range(units.size))),)
-    return tuple(Assignment(rules[name], (i,)) for i, name in enumerate(units.names))
-
-
-def init_states(assigned: Sequence[Assignment], shapes: Sequence[tuple[int, ...]]) -> Tree:
-    """Return the initial states of all rules; () if no rule has a state."""
-    states: list[Tree] = []
-    for rule, entries in assigned:
-        own = [shapes[i] for i in entries]
-        states.append(init_state(rule, () if own == [()] else (sum(map(math.prod, own)),)))
-    return tuple(states) if jax.tree.leaves(states) else ()
-
-
-def apply_rules(
-    assigned: Sequence[Assignment], norms: Norms, states: Tree, param_norms: Norms | None
-) -> tuple[Norms, Tree]:
-    """Return thresholds and next states; a rule with a state receives its norms as one vector."""
-    thresholds = list(norms)
-    next_states: list[Tree] = []
-    for (rule, entries), state in zip(assigned, states or [()] * len(assigned), strict=True):
-        used = (norms, param_norms) if rule.uses_params and param_norms else (norms,)
-        columns = [[x[i] for i in entries] for x in used]
-        if jax.tree.leaves(state):
-            own, *of_params = map(_as_vector, columns)
-            vector, state = apply_rule(rule, own, state, *of_params)
-            values = split(vector, columns[0])
-        else:
-            values = map_arrays(functools.partial(apply_stateless, rule), *columns)
-        for i, value in zip(entries, values, strict=True):
-            thresholds[i] = value
-        next_states.append(state)
-    return thresholds, tuple(next_states) if states else ()
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def apply_stateless(rule: Rule, norm: Array, param_norm: Array | None = None) -> Array:
-    """Compute thresholds with a rule that has no state."""
-    return apply_rule(rule, norm, (), param_norm)[0]
-
-
-def _as_vector(norms: Norms) -> Array:
+def _as_vector(norms: Sequence[Array]) -> Array:
     """Concatenate norms to one vector; return a single scalar unchanged."""
     if len(norms) == 1 and not norms[0].ndim:
         return norms[0]

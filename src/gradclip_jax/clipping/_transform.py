@@ -1,7 +1,11 @@
 """Public transformations that clip by norm, which call `norm_clip`, or by value."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +18,27 @@ from .._types import AxisName, Labels, Number, Order, Tree
 from ._clip import Reaction, norm_clip
 from ._formula import clamp_leaf
 from ._granularity import Granularity, group, layer
-from ._threshold import Threshold
+from ._threshold import Threshold, check_positive
+
+_Args, _Result = ParamSpec("_Args"), TypeVar("_Result")
+
+
+def _takes_no_tree(instead: str) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]]:
+    """Return a decorator that raises if a gradient tree and a threshold are passed by position."""
+
+    def decorate(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+        @functools.wraps(fun)
+        def checked(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+            if len(args) > 1:
+                hint = f"Call `{instead}` to clip a tree without a transformation."
+                rule, got = "the only positional argument", f"{len(args)} arguments"
+                argument = next(iter(inspect.signature(fun).parameters))
+                raise type_error(argument, rule, got, hint)
+            return fun(*args, **kwargs)
+
+        return checked
+
+    return decorate
 
 
 @public
@@ -61,7 +85,8 @@ def clip_by_norm(
         reaction: Reaction to a norm above its threshold, as in the table.
         ord: Order of the norm: 1, 2 or inf. None means 2.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
-            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
+            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`). `()` clips
+            on each device by its own norm, and the state then varies over devices.
         nonfinite: "propagate" or "zero".
 
     Returns:
@@ -104,6 +129,7 @@ def clip_by_norm(
 
 
 @public
+@_takes_no_tree("clip_grad_norm(grads, max_norm)")
 def clip_by_global_norm(
     max_norm: Threshold,
     *,
@@ -119,7 +145,7 @@ def clip_by_global_norm(
     | --- | --- |
     | norm <= `max_norm`, or all zero | unchanged bit for bit |
     | norm > `max_norm` | scaled in at least float32, and rounded once to the leaf's dtype |
-    | squares that overflow or underflow | accurate for norms from 1e-12 to 1e25 in float32 |
+    | float32 elements from 3e-17, norm up to 4e21 | correct to 1e-6; see `global_norm` |
     | a NaN or infinity, `nonfinite="propagate"` | every leaf is NaN |
     | a NaN or infinity, `nonfinite="zero"` | zero; the factor in `metrics` is 0 |
     | traced `max_norm` <= 0 | zero |
@@ -134,7 +160,8 @@ def clip_by_global_norm(
             `gcx.thresholds`.
         ord: Order of the norm: 1, 2 or inf. None means 2.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
-            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
+            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`). `()` clips
+            on each device by its own norm, and the state then varies over devices.
         nonfinite: "propagate" or "zero".
 
     Returns:
@@ -301,6 +328,7 @@ def clip_by_block_rms(
 
 
 @public
+@_takes_no_tree("clip_grad_value(grads, max_value)")
 def clip_by_value(
     max_value: Number, *, min_value: Number | None = None
 ) -> optax.GradientTransformation:
@@ -326,15 +354,11 @@ def clip_by_value(
         >>> clip.update(jnp.array([-3.0, 0.5, 2.0]), clip.init(None))[0].tolist()
         [-1.0, 0.5, 1.0]
     """
-    low, high = _value_bounds(max_value, min_value)
-
-    def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, Tree]:
-        return _clamp_tree("updates", updates, low, high), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return _value_clip(*_value_bounds("max_value", max_value, min_value))
 
 
 @public
+@_takes_no_tree("clip_grad_value(grads, max_value)")
 def clip(max_delta: Number) -> optax.GradientTransformation:
     """Clamp every element to `[-max_delta, max_delta]`, as `optax.clip` does.
 
@@ -355,8 +379,7 @@ def clip(max_delta: Number) -> optax.GradientTransformation:
         >>> gcx.clip(1.0).update(jnp.array([-3.0, 0.5]), None)[0].tolist()
         [-1.0, 0.5]
     """
-    check_number("max_delta", max_delta, "Pass inf to disable clipping.")
-    return clip_by_value(max_delta)
+    return _value_clip(*_value_bounds("max_delta", max_delta, None))
 
 
 @public
@@ -379,13 +402,22 @@ def clip_grad_value(grads: Tree, max_value: Number) -> Tree:
         >>> gcx.clip_grad_value(jnp.array([-3.0, 0.5]), 1.0).tolist()
         [-1.0, 0.5]
     """
-    low, high = _value_bounds(max_value, None)
+    low, high = _value_bounds("max_value", max_value, None)
     return _clamp_tree("grads", grads, low, high)
 
 
-def _value_bounds(max_value: Number, min_value: Number | None) -> tuple[Number, Number]:
+def _value_clip(low: Number, high: Number) -> optax.GradientTransformation:
+    def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, Tree]:
+        return _clamp_tree("updates", updates, low, high), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _value_bounds(
+    argument: str, max_value: Number, min_value: Number | None
+) -> tuple[Number, Number]:
     """Check and return the lower and upper bounds."""
-    check_number("max_value", max_value, "Pass inf to disable clipping.")
+    check_positive(argument, max_value, "Pass inf to disable clipping.")
     if min_value is None:
         # Keep a Python number: inside jit an array operation on it would return a tracer.
         if not is_traced(max_value):

@@ -215,7 +215,7 @@ def _compared(value: float, threshold: float) -> str:
 
 def _beyond(norm: float) -> str:
     """Format a non-finite norm; it is infinite if an element is or if its square overflowed."""
-    return "NaN" if math.isnan(norm) else "above 1e25"
+    return "NaN" if math.isnan(norm) else "above 5e21"
 
 
 def _short(x: float) -> str:

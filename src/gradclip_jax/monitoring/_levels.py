@@ -6,10 +6,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 
 from .._types import UNBOUNDED, Array, HostArray, Number, Scalar
-from ..clipping._threshold import Rule, apply_rule
+from ..clipping._threshold import Rule
 
 KINDS = ("gradient", "update", "parameter")
 
@@ -224,7 +225,10 @@ def compare(
     excess, drift = changes - shared
     shared = shared[0]
 
-    limits, usual = apply_rule(rule, values - shared, LevelState(*past[:4]))
+    given, before = values - shared, LevelState(*past[:4])
+    is_finite = jnp.isfinite(given)
+    limits, usual = rule.update(jnp.where(is_finite, given, 0), before, None)
+    usual = optax.tree.where(is_finite, usual, before)
     is_rise = jnp.isfinite(excess) & (values - shared > limits)
     # If all other norms decrease, a constant norm is not an outlier.
     is_rise &= changes[0] > np.log(least)

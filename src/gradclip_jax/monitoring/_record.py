@@ -9,8 +9,8 @@ import optax
 from .._checks import (
     check_axis_name,
     check_length,
-    check_number,
     check_ord,
+    check_percentile,
     check_state,
     check_static,
     refuse_traced,
@@ -224,8 +224,7 @@ def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
         3.0
     """
     refuse_traced("norms", norms)
-    hint = "Pass 50 for the median."
-    check_number("percentile", percentile, hint, high=100.0, closed=True)
+    check_percentile("percentile", percentile)
     try:
         values = np.asarray(norms, np.float64)
     except (TypeError, ValueError):

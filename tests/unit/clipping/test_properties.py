@@ -15,10 +15,10 @@ pytestmark = pytest.mark.slow
 
 EPS = float(np.finfo(np.float32).eps)
 
-# Numbers within the range of invariant 4, norms from 1e-12 to 1e25.
-sizes = st.floats(2.0**-32, 2.0**70, width=32) | st.floats(2.0**-10, 4.0, width=32)
+# Numbers within the range of invariant 4, elements from 3e-17 and norms up to 4e21.
+sizes = st.floats(2.0**-54, 2.0**68, width=32) | st.floats(2.0**-10, 4.0, width=32)
 numbers = sizes | sizes.map(lambda x: -x) | st.sampled_from([0.0, 1.0, -1.0])
-thresholds = st.floats(2.0**-30, 2.0**66, width=32)
+thresholds = st.floats(2.0**-50, 2.0**66, width=32)
 
 
 def vectors(shape):

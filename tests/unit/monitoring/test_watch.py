@@ -606,7 +606,7 @@ def test_an_update_of_which_the_norm_overflows_is_an_incident(scale, size):
     (incident,) = gcx.incidents(state)
     assert (incident.kinds, incident.leaf) == (("update",), "a")
     # Infinite, or finite with squares that overflow.
-    assert "update norm above 1e25 in a" in str(incident)
+    assert "update norm above 5e21 in a" in str(incident)
 
 
 def test_an_incident_is_strict_json():
