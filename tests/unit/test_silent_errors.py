@@ -223,7 +223,6 @@ def test_has_updated_is_false_after_an_open_step_of_multisteps():
     assert found == [False, True, False]
 
 
-@pending
 @pytest.mark.parametrize(
     "make",
     [
@@ -236,7 +235,8 @@ def test_has_updated_is_false_after_an_open_step_of_multisteps():
 def test_a_step_that_a_nan_discards_does_not_change_the_rules_of_other_leaves(make):
     clip = make(gcx.thresholds.ema(2.0, decay=0.5, warmup_steps=1, warmup_max=jnp.inf))
     grads = [
-        {"a": jnp.array([a]), "b": jnp.array([b])} for a, b in ((1, 1.0), (2, np.nan), (100, 1))
+        {"a": jnp.array([a]), "b": jnp.array([b])}
+        for a, b in ((1.0, 1.0), (2.0, np.nan), (100.0, 1.0))
     ]
     updates, _ = run(clip, [(g, {}) for g in jax.tree.map(jnp.float32, grads)], grads[0])
     np.testing.assert_allclose(updates["a"], 2.0, rtol=1e-6)
@@ -277,7 +277,6 @@ def per_device(fun):
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("i"), out_specs=P()))(grads)
 
 
-@pending
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 @pytest.mark.parametrize(
     "clip",
@@ -320,7 +319,6 @@ def test_gradients_of_another_shape_than_their_parameters_raise_in_guards(name, 
 # --- ranges --------------------------------------------------------------------------------------------
 
 
-@pending
 def test_norms_of_small_elements_are_not_zero():
     tiny = jnp.full(10**6, 1e-13)
     np.testing.assert_allclose(gcx.global_norm(tiny), 1e-10, rtol=1e-6)
@@ -328,7 +326,6 @@ def test_norms_of_small_elements_are_not_zero():
     np.testing.assert_allclose(clipped, 1e-14, rtol=1e-5)
 
 
-@pending
 @pytest.mark.parametrize("number", [1e-50, 1e50])
 @pytest.mark.parametrize(
     "clip",
@@ -338,8 +335,11 @@ def test_norms_of_small_elements_are_not_zero():
         lambda c: gcx.clip_grad_norm(ONES, c),
         lambda c: run(gcx.skip_large_norm(sgd, c), [(ONES, {})]),
         lambda c: jax.grad(lambda x: gcx.clip_cotangent(x, c).sum())(ONES),
-        lambda c: gcx.per_example.value_and_grad(lambda w, x: jnp.dot(w, x), c)(
-            ONES, jnp.ones((3, 2))
+        pytest.param(
+            lambda c: gcx.per_example.value_and_grad(lambda w, x: jnp.dot(w, x), c)(
+                ONES, jnp.ones((3, 2))
+            ),
+            marks=pending,
         ),
     ],
     ids=["global", "leaf", "clip_grad_norm", "skip_large_norm", "clip_cotangent", "per_example"],
@@ -349,7 +349,6 @@ def test_a_threshold_that_becomes_zero_or_infinite_in_the_dtype_of_the_norm_rais
         clip(number)
 
 
-@pending
 @pytest.mark.parametrize(
     "make", [gcx.autoclip, lambda p: gcx.clip_by_global_norm(gcx.thresholds.percentile(p))]
 )
@@ -419,7 +418,6 @@ def test_a_loss_guard_inside_an_accumulation_checks_the_mean_loss():
     assert gcx.has_updated(run(tx, [(ONES, {"value": 1.0}), (ONES, {"value": 5.0})])[1])
 
 
-@pending
 @pytest.mark.parametrize(
     "labels", [{"a": "", "b": "x"}, {"a": 1, "b": "1"}], ids=["empty", "equal"]
 )
@@ -538,11 +536,13 @@ MESSAGES = {
     "accumulation, gradient of None": (lambda: update_of(accumulate(sgd, 2), HALF_GRADS, BOTH), r"eqx\.is_array", None),
 }
 # fmt: on
-FIXED = ["traced number"]  # grows to all of them
+PENDING = {"missing loss", "shared key", "convert_state"} | {
+    name for name in MESSAGES if "gradient of None" in name
+}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FIXED else pending) for name in MESSAGES]
+    "name", [pytest.param(name, marks=[pending] * (name in PENDING)) for name in MESSAGES]
 )
 def test_errors_name_the_function_and_the_cause(name):
     call, wanted, unwanted = MESSAGES[name]
@@ -553,7 +553,6 @@ def test_errors_name_the_function_and_the_cause(name):
     assert unwanted is None or not re.search(unwanted, message), message
 
 
-@pending
 def test_none_as_a_number_of_layer_axes_means_zero_or_raises():
     try:
         clip = gcx.clip_by_leaf_norm(1.0, num_layer_axes={"a": None, "b": 1})

@@ -139,6 +139,8 @@ def as_rule(argument: str, threshold: Threshold, *, low: float = 0.0) -> Rule:
             hint = "Use `clip_grad_norm(grads, max_norm)` to clip a tree without a transformation."
         raise type_error(argument, rule, shortened(threshold), hint)
     check_number(argument, threshold, _HINT, low=low)
+    if not low:
+        check_representable(argument, threshold, jax.dtypes.canonicalize_dtype(np.float64))
     # An int above 2^31 is not an int32.
     value = float(threshold) if isinstance(threshold, int) else threshold
     return _Constant(lambda norm: (), lambda norm, state, param_norm: (value, state))
@@ -158,14 +160,17 @@ def _check_rule(argument: str, rule: Rule) -> None:
             raise
         hint = "Pass `uses_params=True` to `Rule` if `update` uses the norm of the parameters."
         is_rule = "a rule whose `update` accepts None as `param_norm`"
-        raise type_error(argument, is_rule, f"the error `{error}`", hint) from error
+        raise type_error(argument, is_rule, f"a {type(error).__name__}", hint) from error
     is_pair = type(result) is tuple and len(result) == 2
     if not is_pair or not hasattr(result[0], "dtype") or result[0].shape:
         is_rule = "a rule whose `update` returns a threshold for each norm, and a state"
         hint = "Return `(threshold, state)`. Pass `uses_params=True` if it depends on `param_norm`."
         raise type_error(argument, is_rule, shortened(result), hint)
+    if any(x.dtype == bool for x in jax.tree.leaves(state)):
+        is_rule = "a rule whose state has numbers only"
+        raise type_error(argument, is_rule, shortened(state), "Use int32 instead of bool.")
     if jax.tree.map(lambda x: x.shape, state) != jax.tree.map(lambda x: x.shape, result[1]):
-        is_rule = f"a rule whose `update` returns a state like {shortened(state)}"
+        is_rule = f"a rule whose `update` keeps the shapes of the state {shortened(state)}"
         hint = "Return a state with the structure and shapes of `init(norm)`."
         raise type_error(argument, is_rule, shortened(result[1]), hint)
 
@@ -289,7 +294,14 @@ class Rules(NamedTuple):
         states: list[Tree] = []
         for rule, own in zip(self.rules, self.split(shapes), strict=True):
             is_scalar = len(own) == 1 and own[0] == ()
-            states.append(init_state(rule, () if is_scalar else (sum(map(math.prod, own)),)))
+            shape = () if is_scalar else (sum(map(math.prod, own)),)
+            state = init_state(rule, shape)
+            for x in jax.tree.leaves(state):
+                if x.shape and x.shape[x.ndim - len(shape) :] != shape:
+                    is_rule = f"a rule whose state has shapes (), or shapes that end with {shape}"
+                    hint = "Use the shape of the argument of `init`, which is that of the norms."
+                    raise type_error(self.argument, is_rule, shortened(state), hint)
+            states.append(state)
         return tuple(states) if jax.tree.leaves(states) else ()
 
     def apply(

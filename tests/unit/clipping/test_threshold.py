@@ -23,12 +23,6 @@ def column(*values):
     return jnp.float32(values)[:, None]
 
 
-def test_a_state_may_contain_flags():
-    rule = Rule(lambda norm: norm > 1, lambda norm, flag, p: (jnp.where(flag, 1, 2), norm > 1))
-    _, states, _ = train(gcx.clip_by_norm(rule), np.float32([5.0, 5.0]))
-    assert states.clip_threshold.tolist() == [2, 1]
-
-
 def running_max():
     """The largest norm before this one, unit by unit; its state has a history axis, and a count."""
 
