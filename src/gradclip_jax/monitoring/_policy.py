@@ -21,6 +21,10 @@ LONG = 32
 """Rows after which a stretch that has not ended leads to a rewind, doubled after each rewind; also
 the number of consecutive skipped steps that lead to one."""
 
+EARLY, EARLY_RATIO = 16, 10.0
+"""Incidents need this number of rows. In the first ones, a loss above `EARLY_RATIO` times all
+earlier losses is an outlier."""
+
 FORGET = 1000
 """Rows without evidence for a rewind after which earlier rewinds no longer count."""
 
@@ -212,11 +216,13 @@ class Policy:
         if row.step - self.last_evidence >= FORGET:
             self.num_rewinds = 0
         if not self.stretch:
-            self.limit = (np.median(self.usual) + loss) / 2 if self.usual else np.inf
-            if not row.is_bad:
+            largest = max(self.usual, default=np.inf)
+            is_early = len(self.usual) < EARLY and loss > EARLY_RATIO * largest > 0
+            if not (row.is_bad or (row.is_applied and is_early)):
                 if row.is_applied and np.isfinite(loss):
                     self.usual = [*self.usual[1 - LONG :], loss]
                 return False
+            self.limit = (np.median(self.usual) + loss) / 2 if self.usual else np.inf
         # The thresholds of incidents adapt to a long stretch, but this limit does not.
         is_bad = row.is_bad or (row.is_applied and loss > self.limit)
         self.stretch.append(row._replace(is_bad=is_bad))

@@ -117,6 +117,14 @@ def test_a_stretch_goes_on_after_the_thresholds_of_incidents_have_adapted():
     assert run.read(60, bad=[50], loss={50: 30.0, 51: 10.0, 52: 10.0}) == "continue"
 
 
+def test_an_early_stretch_needs_no_incidents():
+    run = Run(saved=[0])
+    assert run.read(30, loss=dict.fromkeys(range(2, 15), 30.0)) == "rewind"
+    assert run.last.batch_ids == tuple(range(2, 15))
+    run = Run(saved=[0])
+    assert run.read(32, loss={2: 30.0}) == "continue" and run.read(3) == "save"
+
+
 def test_the_action_is_repeated_until_the_run_is_rewound():
     run = Run(saved=[0])
     run.read(60, bad=[50, 51, 52])
