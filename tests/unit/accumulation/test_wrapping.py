@@ -212,3 +212,54 @@ def test_the_variables_of_nnx_are_taken_and_returned():
     assert jax.tree.structure(state) == jax.tree.structure(carry[1])
     assert gcx.diagnostics.accumulation_stats(state).total_updates == 2
     assert np.any(updates["kernel"][...]) and np.any(carry[0]["kernel"][...] != model.kernel[...])
+
+
+def test_an_nnx_model_with_dropout_runs_in_weighted_micro_batches():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.linear, self.norm = nnx.Linear(4, 3, rngs=rngs), nnx.BatchNorm(3, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dropout(self.norm(self.linear(x)))
+
+    graph, params, rest = nnx.split(Model(nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss(params, rest, batch, key):
+        model = nnx.merge(graph, params, rest, copy=True)
+        nnx.reseed(model, dropout=key)
+        x, mask = batch
+        errors = jnp.mean(model(x) ** 2, axis=-1)
+        aux = {"errors": errors, "statistics": nnx.state(model, nnx.BatchStat)}
+        return jnp.sum(errors * mask) / mask.sum(), (mask.sum(), aux)
+
+    options = {"has_aux": True, "has_weight": True, "batch_argnums": 2, "rng_argnums": 3}
+    aux_reduction = {"errors": None, "statistics": "last"}
+    take = gcx.microbatched_value_and_grad(loss, 3, aux_reduction=aux_reduction, **options)
+    x, mask, key = (
+        trees.normal((12, 4)),
+        jnp.resize(jnp.array([1.0, 1, 0, 1, 1]), 12),
+        jax.random.key(7),
+    )
+    (value, (weight, aux)), grads = jax.jit(take)(params, rest, (x, mask), key)
+
+    keys = jax.random.split(key, 3)
+    parts = [
+        jax.value_and_grad(loss, has_aux=True)(params, rest, (x[i::3], mask[i::3]), keys[i])
+        for i in range(3)
+    ]
+    weights = np.array([float(part[0][1][0]) for part in parts])
+    np.testing.assert_allclose(weight, weights.sum())
+    np.testing.assert_allclose(
+        value, np.average([part[0][0] for part in parts], weights=weights), rtol=1e-5
+    )
+    expected = jax.tree.map(lambda *g: np.average(g, 0, weights), *(part[1] for part in parts))
+    chex.assert_trees_all_close(jax.tree.leaves(grads), jax.tree.leaves(expected), atol=1e-4)
+    np.testing.assert_allclose(aux["errors"][2::3], parts[2][0][1][1]["errors"], rtol=1e-6)
+    chex.assert_trees_all_close(
+        jax.tree.leaves(aux["statistics"]),
+        jax.tree.leaves(parts[2][0][1][1]["statistics"]),
+        rtol=1e-6,
+    )
