@@ -161,6 +161,7 @@ ROWS = [
     ("microbatched_value_and_grad", lambda f: f(jnp.sum, 4, num_real_microbatches=5), ValueError, "num_real_microbatches"),
     ("microbatched_value_and_grad", lambda f: f(jnp.sum, 4, num_real_microbatches=True), TypeError, "num_real_microbatches"),
     ("microbatched_value_and_grad", lambda f: jax.jit(lambda n: f(loss_of_all, n))(2), TypeError, "num_microbatches"),
+    ("per_example.value_and_grad", lambda f: jax.jit(lambda n: f(loss_of_one, 1.0, num_microbatches=n))(2), TypeError, "num_microbatches"),
     ("microbatched_value_and_grad", lambda f: f(loss_of_all, 2, aux_reduction={"a": "maen"}), ValueError, "aux_reduction"),
     ("microbatched_value_and_grad", lambda f: f(with_aux(lambda x: 10), 2, has_aux=True)(1.0, ONES(4)), ValueError, "aux_reduction", "aux['t']"),
     ("microbatched_value_and_grad", lambda f: f(with_aux(lambda x: x[0]), 2, has_aux=True)(1.0, ONES(4, 3)), ValueError, "aux_reduction", "aux['t']"),

@@ -14,12 +14,11 @@ from jax.typing import DTypeLike
 from .._checks import (
     check_callable,
     check_choice,
-    check_count,
     check_dtype,
     check_transformation,
     is_traced,
 )
-from .._errors import public, type_error, value_error
+from .._errors import public, value_error
 from .._mesh import check_placement, sum_over, vary, varying_axes, zeros_of_type
 from .._types import FLOAT32, Array, Count, Number, Scalar, Tree
 from ._outputs import (
@@ -32,7 +31,7 @@ from ._outputs import (
     scaled,
 )
 from ._reduction import REDUCTIONS, accumulator_dtype, as_weight, divide
-from ._split import Split, bind_split, check_real, in_one_form, micro_arguments, positions
+from ._split import Split, bind_split, check_parts, in_one_form, micro_arguments, positions
 
 Transform: TypeAlias = optax.GradientTransformation | Callable[[Tree], Tree]
 """A transformation or function that is applied to the gradient of each micro-batch."""
@@ -131,11 +130,7 @@ def microbatched_value_and_grad(
         (7.5, 15.0)
     """
     check_callable("fun", fun, "Pass the loss function.")
-    if is_traced(num_microbatches):
-        hint = "Mark it as static under jit, or vary `num_real_microbatches`, which may be traced."
-        raise type_error("num_microbatches", "a static integer", "a tracer", hint)
-    check_count("num_microbatches", num_microbatches, "Pass 1 to use the whole batch at once.")
-    check_real(num_real_microbatches, num_microbatches)
+    check_parts(num_microbatches, num_real_microbatches)
     check_dtype("accumulator_dtype", accumulator_dtype)
     check_choice("reduction", reduction, REDUCTIONS)
     for word in jax.tree.leaves(aux_reduction):

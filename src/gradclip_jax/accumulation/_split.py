@@ -151,11 +151,18 @@ def micro_arguments(args: Sequence[Tree], split: Split, index: Array | int) -> l
     return chosen
 
 
-def check_real(real: Number | None, parts: Count) -> None:
-    """Raise if a static number of real micro-batches is not an integer from 0 to `parts`."""
-    name, hint = "num_real_microbatches", "Pass None to run all micro-batches."
+def check_parts(parts: Count, real: Number | None) -> None:
+    """Raise unless the number of micro-batches is static, and that of real ones at most as large.
+
+    The number of real micro-batches may be traced.
+    """
+    if is_traced(parts):
+        hint = "Mark it as static under jit, or vary `num_real_microbatches`, which may be traced."
+        raise type_error("num_microbatches", "a static integer", "a tracer", hint)
+    check_count("num_microbatches", parts, "Pass 1 to use the whole batch at once.")
     if real is None:
         return
+    name, hint = "num_real_microbatches", "Pass None to run all micro-batches."
     check_count(name, real, hint, low=0)
     if not is_traced(real) and int(real) > int(parts):
         rule = f"an integer from 0 to num_microbatches={parts}"

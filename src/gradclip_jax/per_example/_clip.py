@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_axis_name, check_choice, check_count, check_number
+from .._checks import check_axis_name, check_choice, check_number
 from .._errors import public, type_error, value_error
 from .._leaves import wide_dtype
 from .._mesh import shard_axes, sum_over, varying_axes
 from .._types import Array, AxisName, Labels, Number, Tree
-from ..accumulation._split import check_real
+from ..accumulation._split import check_parts
 from ..clipping._formula import REACTIONS, apply_reaction
 from ._losses import Examples, Loss, Outputs, by_label, groups_of, replace_measured, sum_parts
 from ._sum import sums_and_norms
@@ -144,8 +144,7 @@ def value_and_grad(
         check_choice("reaction", reaction, tuple(REACTIONS))
     check_choice("reduction", reduction, ("mean", "sum"))
     check_choice("nonfinite", nonfinite, ("propagate", "zero"))
-    check_count("num_microbatches", num_microbatches, "Pass 1 to use the whole batch at once.")
-    check_real(num_real_microbatches, num_microbatches)
+    check_parts(num_microbatches, num_real_microbatches)
     axes = check_axis_name(axis_name)
     react = reaction if callable(reaction) else REACTIONS[reaction]
 
