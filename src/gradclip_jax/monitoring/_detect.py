@@ -273,9 +273,9 @@ class Detector:
 
     def update(self, rows: Rows) -> list[Incident]:
         """Return the incidents in the next rows, which may be any number of rows."""
-        values, size = self._values(rows), rows.norms.shape[2]
-        if not len(values):
+        if not len(rows.step):
             return []
+        values, size = self._values(rows), rows.norms.shape[2]
         parts: list[Outliers] = []
         drifts, start = np.zeros((len(values), size)), 0
         while start < len(values):
