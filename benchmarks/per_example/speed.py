@@ -3,11 +3,10 @@
     python -m benchmarks.per_example.speed            # models of five kinds, and a wide GPT
     python -m benchmarks.per_example.speed --quick    # one model, one round, printed only
 
-`pip install jax_privacy`, and `pip install torch opacus`, add their rows. Each program has a
-process of its own; these take their steps in turn, and medians are printed. CPU time, of all
-threads, hardly depends on what else the machine does; `ratio` is that of it to the ordinary
-gradient in JAX. `peak` is the resident memory of a step above that of the process before it;
-`scratch` what XLA reserves, `GFLOP` what it counts.
+`pip install jax_privacy` adds its rows. Each program has a process of its own; these take their
+steps in turn, and medians are printed. CPU time, of all threads, hardly depends on what else the
+machine does; `ratio` is that of it to the ordinary gradient in JAX. `peak` is the resident memory
+of a step above that of the process before it; `scratch` what XLA reserves, `GFLOP` what it counts.
 """
 
 import argparse
@@ -97,35 +96,15 @@ def jax_step(model: str, name: str) -> tuple[Callable[[], Any], dict[str, Any]]:
     return lambda: jax.block_until_ready(compiled(params, batch)), about
 
 
-def torch_step(model: str, name: str) -> tuple[Callable[[], Any], dict[str, Any]]:
-    import torch
-
-    from benchmarks.per_example._torch import ghost_step, ordinary_step
-
-    torch.manual_seed(0)
-    is_ghost = "Opacus" in name
-    step = (ghost_step if is_ghost else ordinary_step)(model, MODELS[model]()[2])
-    versions = f"torch {torch.__version__}" + is_ghost * f", opacus {version('opacus')}"
-    return step, {"scratch MB": "", "GFLOP": "", "versions": versions}
-
-
 def version(package: str) -> str:
     from importlib import metadata
 
     return metadata.version(package)
 
 
-TORCH = ["ordinary gradient, torch", "Opacus ghost clipping"]
-
-
-def names() -> list[str]:
-    has_torch = importlib.util.find_spec("torch") and importlib.util.find_spec("opacus")
-    return [*jax_programs(), *(TORCH if has_torch else [])]
-
-
 def work(model: str, name: str) -> None:
     """Prints what is known of a program, and for each line that is read the seconds of a step."""
-    step, about = (torch_step if name in TORCH else jax_step)(model, name)
+    step, about = jax_step(model, name)
     before = reset_peak()
     step()
     print(json.dumps({"peak MB": round((peak_since_reset() - before) / 1e6), **about}), flush=True)
@@ -182,7 +161,7 @@ def main() -> None:
         work(*options.one)
         return
     for model in ["Mixer"] if options.quick else MODELS:
-        rows = measured(model, names(), 1 if options.quick else ROUNDS)
+        rows = measured(model, list(jax_programs()), 1 if options.quick else ROUNDS)
         title = f"{model}: {' '.join((MODELS[model].__doc__ or '').split())}"
         print(title, *map(json.dumps, rows), sep="\n", flush=True)
         if not options.quick:

@@ -257,6 +257,7 @@ ROWS = [
     ("per_example.value_and_grad", lambda f: f(loss_of_one, 1.0, batch_argnums=2)(W, EXAMPLES), TypeError, "args"),
     ("per_example.value_and_grad", lambda f: f(lambda p, x: (0.0, x), 1.0, has_weight=True)(W, EXAMPLES), TypeError, "fun"),
     ("per_example.value_and_grad", lambda f: f(lambda p, x: x, 1.0)(W, EXAMPLES), TypeError, "fun"),
+    ("per_example.norms", lambda f: f(lambda p, e: 0.0)(1.0, {"key": jax.random.key(0), "x": ONES(3, 2)}), ValueError, "batch", "args[1]['key']", "leading batch axis", "jax.random.split"),
     ("per_example.norms", lambda f: f(lambda p, e: 0.0)(1.0, {"x": ONES(3, 2), "y": ONES(2)}), ValueError, "batch", "args[1]['x']", "args[1]['y']"),
     ("taps.tap", lambda f: f(COMPLEX, PROBE), TypeError, "x"),
     ("taps.tap", lambda f: f(None, PROBE), TypeError, "x"),

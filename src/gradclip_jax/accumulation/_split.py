@@ -94,7 +94,11 @@ def bind_split(split: Split, args: Sequence[Tree]) -> Split:
     sizes: set[int] = set()
     for i in split.batches:
         for path, x in jax.tree.leaves_with_path(args[i]):
-            if not np.ndim(x) or np.shape(x)[0] % split.parts:
+            if not np.ndim(x):
+                got = f"{describe(x)} at {leaf_path(f'args[{i}]', path)}"
+                hint = "Pass one row per example; split a shared key with `jax.random.split`."
+                raise value_error("batch", "arrays with a leading batch axis", got, hint)
+            if np.shape(x)[0] % split.parts:
                 rule = f"divisible by num_microbatches={split.parts} along the first axis"
                 got = f"{describe(x)} at {leaf_path(f'args[{i}]', path)}"
                 hint = "Change the batch size, or pad the batch with examples of weight 0."

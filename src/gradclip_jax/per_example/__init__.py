@@ -1,12 +1,26 @@
-"""Per-example gradient norms and clipping.
+"""Per-example gradient norms and clipping of any loss, in one backward pass.
 
 | function | result |
 | --- | --- |
 | `value_and_grad` | value and mean of clipped per-example gradients, with per-example statistics |
 | `norms` | per-example gradient norms, optionally by group of leaves |
+
+**Method.** For an example with T tokens, the gradient of a weight matrix is a sum of T outer
+products of an input and an output gradient. These two factors are all that its norm and the clipped
+sum need:
+
+1. `_loss` binds the loss to the arguments of a call and traces the gradient of one example.
+2. `_evaluate` evaluates this jaxpr. Where a primitive would multiply the two factors, a rule of
+   `_rules` keeps them as a `Factored` array (`_factored`) instead. Without a rule, the gradient is
+   an ordinary array, as in `jax.vmap(jax.grad(loss))`.
+3. `_gram` computes squared norms from the T x T Gram matrices of the factors (ghost norms), with a
+   bound of their error.
+4. `_clipped_sum` multiplies one factor by the clip factors, and contracts over tokens and examples
+   at once (book-keeping, Bu et al. 2022, arXiv 2210.00038). Examples whose norm is not accurate
+   enough are materialized one by one.
+5. `_clip` contains the public functions.
 """
 
-from ._clip import Stats, value_and_grad
-from ._norms import norms
+from ._clip import Stats, norms, value_and_grad
 
 __all__ = ["Stats", "norms", "value_and_grad"]

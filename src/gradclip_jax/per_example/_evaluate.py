@@ -5,6 +5,7 @@ primitives with an entry in `RULES`. A forward pass applies these rules and eval
 equations unchanged. A factored value is materialized before any other operation uses it.
 """
 
+import functools
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 from typing import TypeAlias, cast
@@ -17,7 +18,7 @@ from jax.extend import core
 
 from .._devices import fusion_barrier
 from .._types import Array
-from ._lazy import Lazy, Value, as_array, as_lazy
+from ._factored import Factored, Value, as_array, as_factored
 from ._rules import RULES, aval_of
 
 _INLINED = {"jit", "pjit", "closed_call", "core_call"}
@@ -39,19 +40,17 @@ def evaluate(
     required = _required(jaxpr, chosen)
     values: dict[core.Var, Value] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values.update(zip(jaxpr.invars, operands, strict=True))
-    arrays: dict[core.Var | core.Literal, Array] = {}
+
+    @functools.cache
+    def materialized(v: core.Var) -> Array:
+        return as_array(values[v])
 
     def read(v: core.Var | core.Literal) -> Value:
-        # Convert literals to NumPy arrays, which `_is_zero` can inspect during tracing.
+        # Convert literals to NumPy arrays, whose values are known during tracing.
         return cast(Array, np.asarray(v.val)) if isinstance(v, core.Literal) else values[v]
 
     def read_array(v: core.Var | core.Literal) -> Array:
-        value = read(v)
-        if not isinstance(value, Lazy):
-            return value
-        if v not in arrays:
-            arrays[v] = as_array(value)
-        return arrays[v]
+        return materialized(v) if isinstance(v, core.Var) else cast(Array, read(v))
 
     for eqn in jaxpr.eqns:
         outs = None
@@ -65,8 +64,8 @@ def evaluate(
             alone = jaxpr.replace(constvars=[], invars=inputs, outvars=eqn.outvars, eqns=[eqn])
             outs = core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*map(read_array, inputs))
         values.update(zip(eqn.outvars, outs, strict=True))
-    results = zip(jaxpr.outvars, chosen, strict=True)
-    return [read(v) if lazily else read_array(v) for v, lazily in results]
+    outputs = zip(jaxpr.outvars, chosen, strict=True)
+    return [read(v) if is_chosen else read_array(v) for v, is_chosen in outputs]
 
 
 def _variables(atoms: Iterable[core.Var | core.Literal]) -> list[core.Var]:
@@ -117,9 +116,9 @@ def _follow(
         operands = fusion_barrier([jnp.asarray(x) for x in operands])
     if name in _INLINED | _REMAT:
         return evaluate(_inner(eqn), operands, flags)
-    rule, is_any_lazy = RULES.get(name), any([isinstance(x, Lazy) for x in operands])
+    rule, is_any_lazy = RULES.get(name), any([isinstance(x, Factored) for x in operands])
     result = rule.apply(eqn, *operands) if rule and (rule.starts or is_any_lazy) else None
-    return [result] if isinstance(result, Lazy) else result
+    return [result] if isinstance(result, Factored) else result
 
 
 # Loops
@@ -127,7 +126,7 @@ def _follow(
 Values: TypeAlias = dict[int, Value]
 """Values of carries, by position."""
 
-ScanResult: TypeAlias = tuple[Values, tuple[dict[int, Lazy], list[Value]]]
+ScanResult: TypeAlias = tuple[Values, tuple[dict[int, Factored], list[Value]]]
 """Ordinary carries, the values that each step adds to factored carries, and stacked outputs."""
 
 
@@ -175,12 +174,12 @@ def _scan(eqn: core.JaxprEqn, operands: Sequence[Value], flags: Sequence[bool]) 
 
     def run(lazy: Sequence[int]) -> ScanResult:
         chosen = [i in lazy if i < count else flag for i, flag in enumerate(flags)]
-        zeros = {i: Lazy(init[i].shape, init[i].dtype) for i in lazy}
+        zeros = {i: Factored(init[i].shape, init[i].dtype) for i in lazy}
 
         def body(carry: Values, x: list[Array]) -> ScanResult:
             start = {**zeros, **carry}
             outs = evaluate(closed, [*consts, *[start[i] for i in range(count)], *x], chosen)
-            added = {i: as_lazy(outs[i]) for i in lazy}
+            added = {i: as_factored(outs[i]) for i in lazy}
             return {i: outs[i] for i in carry}, (added, outs[count:])
 
         carry: Values = {i: as_array(x) for i, x in enumerate(init) if i not in lazy}
@@ -194,6 +193,6 @@ def _scan(eqn: core.JaxprEqn, operands: Sequence[Value], flags: Sequence[bool]) 
     values, (added, rows) = run(lazy)
     steps = p["length"]
     for i in lazy:
-        values[i] = as_lazy(init[i]).add(added[i].stack(steps, summed=True))
-    stacked = [y.stack(steps, summed=False) if isinstance(y, Lazy) else y for y in rows]
+        values[i] = as_factored(init[i]).add(added[i].stack(steps, summed=True))
+    stacked = [y.stack(steps, summed=False) if isinstance(y, Factored) else y for y in rows]
     return [*[values[i] for i in range(count)], *stacked]

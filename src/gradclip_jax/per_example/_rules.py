@@ -1,12 +1,23 @@
 """Rules that evaluate JAX primitives on gradients stored as factors.
 
 A rule takes an equation and its operands, which are ordinary or factored arrays. A rule returns one
-factored array per output, or None if the equation must be evaluated with ordinary arrays. To
-support another primitive, add an entry to `RULES`.
+factored array per output, or None if the equation must be evaluated with ordinary arrays. Without a
+rule, the gradient of a weight is an ordinary array. Each rule is needed by common layers:
+
+| primitive | layers |
+| --- | --- |
+| `dot_general`, `transpose` | dense layers, attention, `einsum`, recurrent networks |
+| `conv_general_dilated` | convolutions: strided, dilated, transposed, grouped |
+| `scatter-add` | embeddings, also vmapped ones as in Equinox; expert weights `W[id]` |
+| `dynamic_update_slice` | an embedding of one id |
+| `broadcast_in_dim` | zeros to which embeddings and loops add |
+| `add_any` | tied weights, shared layers, recurrent networks, `scan` |
+| `convert_element_type` | layers with `dtype=bfloat16` |
+| `sharding_constraint`, `reshard` | Flax `with_partitioning` and explicit sharding |
+| `split` | Flax `OptimizedLSTMCell`, which concatenates kernels |
+| `concatenate` | Haiku `GRU`, which splits a kernel |
 """
 
-import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,7 +30,7 @@ from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from .._types import Array
-from ._lazy import Axis, Factor, Labels, Lazy, Term, Value, all_or_none, as_lazy, product
+from ._factored import Axis, Factor, Factored, Labels, Term, Value, as_factored, product
 
 
 class Rule(NamedTuple):
@@ -33,7 +44,7 @@ class Rule(NamedTuple):
         starts: Whether the rule can return a product of factors although no operand is one.
     """
 
-    apply: Callable[..., Lazy | list[Lazy] | None]
+    apply: Callable[..., Factored | list[Factored] | None]
     follows: Sequence[int] | Callable[[JaxprEqn], Sequence[int]] = (0,)
     starts: bool = False
 
@@ -46,7 +57,7 @@ def aval_of(v: Var | Literal) -> ShapedArray:
 # Operations that create factors
 
 
-def _dot_general(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Lazy | None:
+def _dot_general(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Factored | None:
     """Represent a dot product by its two operands instead of computing it."""
     (left_summed, right_summed), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     left = list(range(lhs.ndim))
@@ -60,20 +71,28 @@ def _dot_general(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Lazy | None:
     return None if 0 in lazy.shape or lazy.is_small() else lazy
 
 
-def _scatter_add(eqn: JaxprEqn, operand: Value, numbers: Array, updates: Value) -> Lazy | None:
+def _scatter_add(eqn: JaxprEqn, operand: Value, numbers: Array, updates: Value) -> Factored | None:
     """Represent the gradient of an embedding or of expert weights by rows and row indices."""
-    dims, aval = eqn.params["dimension_numbers"], aval_of(eqn.outvars[0])
-    windows, inserted = dims.update_window_dims, tuple(dims.inserted_window_dims)
-    if len(inserted) != 1 or tuple(dims.scatter_dims_to_operand_dims) != inserted:
-        return None
-    (axis,) = inserted
-    others = [n for i, n in enumerate(aval.shape) if i != axis]
-    if dims.operand_batching_dims or [updates.shape[i] for i in windows] != others:
-        return None
+    aval, dims = aval_of(eqn.outvars[0]), eqn.params["dimension_numbers"]
+    inserted, indexed = dims.inserted_window_dims, dims.scatter_dims_to_operand_dims
     is_clipped = eqn.params["mode"] == lax.GatherScatterMode.CLIP
-    numbers = _row_numbers(numbers[..., 0], aval.shape[axis], is_clipped)
-    total = _rows_at(as_lazy(updates), numbers, axis, aval.shape[axis], windows)
-    return None if total is None or total.is_small() else total.add(as_lazy(operand))
+    if dims.operand_batching_dims:
+        return None
+    kept = [i for i in range(aval.ndim) if i not in inserted]
+    windows = dict(zip(kept, dims.update_window_dims, strict=True))
+    partial = [i for i, k in windows.items() if updates.shape[k] != aval.shape[i]]
+    if len(inserted) == 1 and indexed == inserted and not partial:
+        (axis,) = inserted
+    elif is_clipped and not inserted and [updates.shape[windows[i]] for i in partial] == [1]:
+        # A vmapped slice of one row. Along the other axes, indices are clipped to 0.
+        (axis,) = partial
+        del windows[axis]
+    else:
+        return None
+    numbers = numbers[..., indexed.index(axis)]
+    numbers = _row_numbers(numbers, aval.shape[axis], is_clipped)
+    total = _rows_at(as_factored(updates), numbers, axis, aval.shape[axis], list(windows.values()))
+    return None if total is None or total.is_small() else total.add(as_factored(operand))
 
 
 def _row_numbers(numbers: Array, size: int, is_clipped: bool) -> Array:
@@ -85,13 +104,15 @@ def _row_numbers(numbers: Array, size: int, is_clipped: bool) -> Array:
     return jnp.where((numbers >= 0) & (numbers < size), numbers, -1).astype(jnp.int32)
 
 
-def _rows_at(x: Lazy, numbers: Array, axis: int, size: int, windows: Sequence[int]) -> Lazy | None:
+def _rows_at(
+    x: Factored, numbers: Array, axis: int, size: int, windows: Sequence[int]
+) -> Factored | None:
     """Scatter rows to the indices `numbers` of a new axis; `windows` are the axes of a row."""
     terms: list[Term] = []
     for term in x.terms:
-        if term.shape != x.shape or term.hots:
+        if term.shape != x.shape or term.hot:
             return None
-        (hot,) = term.fresh()
+        hot = term.fresh_label()
         labels = [k for i, a in enumerate(term.axes) if i not in windows for k in a.labels]
         rows = Factor(numbers.reshape([term.sizes[k] for k in labels]), tuple(labels), hot, size)
         axes = [term.axes[i] for i in windows]
@@ -99,7 +120,7 @@ def _rows_at(x: Lazy, numbers: Array, axis: int, size: int, windows: Sequence[in
         kept = [_without_dropped(f, rows) for f in term.factors]
         terms.append(Term((rows, *kept), tuple(axes)))
     shape = [x.shape[i] for i in windows]
-    return Lazy((*shape[:axis], size, *shape[axis:]), x.dtype, tuple(terms))
+    return Factored((*shape[:axis], size, *shape[axis:]), x.dtype, tuple(terms))
 
 
 def _without_dropped(f: Factor, rows: Factor) -> Factor:
@@ -120,7 +141,7 @@ def _added_to(eqn: JaxprEqn) -> Sequence[int]:
     return (0,) if len(eqn.params["dimension_numbers"].update_window_dims) < 2 else (0, 2)
 
 
-def _convolution(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Lazy | None:
+def _convolution(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Factored | None:
     """Represent the gradient of a convolution kernel by image patches and output gradients.
 
     The kernel gradient is itself a convolution of the input images with the output gradient. Each
@@ -160,180 +181,70 @@ def _convolution(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Lazy | None:
 # Linear operations on factored gradients
 
 
-def _is_zero(x: object) -> bool:
-    """Return whether a value is known to be zero during tracing."""
-    return isinstance(x, (np.ndarray, np.generic)) and bool(np.all(x == 0))
-
-
-def _without_axes(eqn: JaxprEqn, x: Lazy) -> Lazy | None:
-    """Sum over axes and remove them, which also implements `squeeze` for axes of length one."""
-    axes = eqn.params["axes" if "axes" in eqn.params else "dimensions"]
-    if any(_is_hot(x, axis) for axis in axes):
-        return None
-    return x.arrange([i for i in range(len(x.shape)) if i not in axes])
-
-
-def _is_hot(x: Lazy, axis: int) -> bool:
-    return any(f.hot in term.axes[axis].labels for term in x.terms for f in term.factors)
-
-
-def _broadcast(eqn: JaxprEqn, x: Value, *_: Value) -> Lazy | None:
+def _broadcast(eqn: JaxprEqn, x: Value, *_: Value) -> Factored | None:
     aval = aval_of(eqn.outvars[0])
-    if not isinstance(x, Lazy):
-        return Lazy(aval.shape, aval.dtype) if _is_zero(x) else None
+    if not isinstance(x, Factored):
+        is_zero = isinstance(x, (np.ndarray, np.generic)) and bool(np.all(x == 0))
+        return Factored(aval.shape, aval.dtype) if is_zero else None
     sources = {axis: i for i, axis in enumerate(eqn.params["broadcast_dimensions"])}
     new = x.arrange([sources.get(i) for i in range(aval.ndim)])
     return new if new.shape == aval.shape else None
 
 
-def _reshape(eqn: JaxprEqn, x: Lazy, *_: Value) -> Lazy | None:
-    shape = aval_of(eqn.outvars[0]).shape
-    if 0 in shape or any(term.shape != x.shape for term in x.terms):
-        return None
-    terms = all_or_none(term.split_axes(shape) for term in x.terms)
-    return None if terms is None else Lazy(shape, x.dtype, tuple(terms))
-
-
-def _cast(eqn: JaxprEqn, x: Lazy) -> Lazy | None:
+def _cast(eqn: JaxprEqn, x: Factored) -> Factored | None:
+    # Casts to integers or booleans, and between real and complex, are not linear.
+    kind = jnp.complexfloating if jnp.issubdtype(x.dtype, jnp.complexfloating) else jnp.floating
     new = eqn.params["new_dtype"]
-    # Casts to integers or booleans, and from complex to real, are not linear.
-    for kind in (jnp.floating, jnp.complexfloating):
-        if jnp.issubdtype(new, kind) and jnp.issubdtype(x.dtype, kind):
-            return replace(x, dtype=np.dtype(new))
-    return None
+    return replace(x, dtype=np.dtype(new)) if jnp.issubdtype(new, kind) else None
 
 
-def _add(_: JaxprEqn, x: Value, y: Value) -> Lazy | None:
-    return as_lazy(x).add(as_lazy(y)) if np.shape(x) == np.shape(y) else None
+def _add(_: JaxprEqn, x: Value, y: Value) -> Factored | None:
+    return as_factored(x).add(as_factored(y)) if np.shape(x) == np.shape(y) else None
 
 
-def _of_one_number(eqn: JaxprEqn) -> Sequence[int]:
-    return () if aval_of(eqn.invars[0]).ndim else range(1, len(eqn.invars))
-
-
-def _by_number(eqn: JaxprEqn) -> Sequence[int]:
-    """Return the positions of operands that are multiplied or divided by a scalar."""
-    return [i for i in range(2) if aval_of(eqn.invars[1 - i]).ndim == 0]
-
-
-def _multiply(_: JaxprEqn, x: Value, y: Value) -> Lazy | None:
-    if isinstance(y, Lazy):
-        x, y = y, x
-    return x.scale(jnp.asarray(y)) if isinstance(x, Lazy) and not isinstance(y, Lazy) else None
-
-
-def _divide(eqn: JaxprEqn, x: Value, y: Value) -> Lazy | None:
-    return None if isinstance(y, Lazy) else _multiply(eqn, x, 1 / jnp.asarray(y))
-
-
-def _pad(eqn: JaxprEqn, x: Value, padding: Value) -> Lazy | None:
-    """Pad with zeros, or slice if the padding is negative, as in the transpose of `lax.pad`."""
-    widths = eqn.params["padding_config"]
-    if not _is_zero(padding) or any(inner for _, _, inner in widths):
-        return None
-    return _window(as_lazy(x), [-low for low, _, _ in widths], aval_of(eqn.outvars[0]).shape)
-
-
-def _slice(eqn: JaxprEqn, x: Lazy) -> Lazy | None:
-    if any(step != 1 for step in eqn.params["strides"] or ()):
-        return None
-    return _window(x, eqn.params["start_indices"], aval_of(eqn.outvars[0]).shape)
-
-
-def _window(x: Lazy, start: Sequence[int], shape: Sequence[int]) -> Lazy | None:
-    """Slice or pad all axes."""
-    for axis, (first, size) in enumerate(zip(start, shape, strict=True)):
-        window = x.window(axis, first, size)
-        if window is None:
-            return None
-        x = window
-    return x
-
-
-def _concatenate(eqn: JaxprEqn, *values: Value) -> Lazy | None:
+def _concatenate(eqn: JaxprEqn, *values: Value) -> Factored:
     aval, axis, offset = aval_of(eqn.outvars[0]), eqn.params["dimension"], 0
-    parts: list[Lazy | None] = []
-    for value in map(as_lazy, values):
-        parts.append(value.window(axis, -offset, aval.shape[axis]))
+    total = Factored(aval.shape, aval.dtype)
+    for value in map(as_factored, values):
+        total = total.add(value.window(axis, -offset, aval.shape[axis]))
         offset += value.shape[axis]
-    whole = all_or_none(parts)
-    return None if whole is None else functools.reduce(Lazy.add, whole)
+    return total
 
 
-def _update_slice(_: JaxprEqn, zeros: Value, update: Value, *start: Array) -> Lazy | None:
+def _split(eqn: JaxprEqn, x: Factored) -> list[Factored] | None:
+    axis, sizes = eqn.params["axis"], list(map(int, eqn.params["sizes"]))
+    if any(len(term.axes[axis].labels) > 1 for term in x.terms):
+        return None
+    return [x.window(axis, sum(sizes[:i]), n) for i, n in enumerate(sizes)]
+
+
+def _update_slice(_: JaxprEqn, zeros: Value, update: Value, *start: Array) -> Factored | None:
     """Insert an array into zeros at a traced index, as in the gradient of `lax.dynamic_slice`."""
     axes = [i for i, n in enumerate(zeros.shape) if n != update.shape[i]]
-    if not isinstance(zeros, Lazy) or zeros.terms or len(axes) != 1 or update.shape[axes[0]] != 1:
+    if (
+        not isinstance(zeros, Factored)
+        or zeros.terms
+        or len(axes) != 1
+        or update.shape[axes[0]] != 1
+    ):
         return None
     (axis,), others = axes, [i for i in range(len(zeros.shape)) if i not in axes]
     number = _row_numbers(jnp.asarray(start[axis]), zeros.shape[axis], is_clipped=True)
-    return _rows_at(as_lazy(update), number, axis, zeros.shape[axis], others)
-
-
-def _reverse(eqn: JaxprEqn, x: Lazy) -> Lazy | None:
-    """Reverse axes of the value by reversing the corresponding axes of its factors."""
-    turned = eqn.params["dimensions"]
-
-    def reversed_(term: Term) -> Term:
-        for i in turned:
-            (labels, start), size = term.axes[i], term.shape[i]
-            term = term.with_axis(i, Axis(labels, x.shape[i] - start - size))
-            for k in labels:
-                term = term.along(k, lambda array, axis: lax.rev(array, [axis]))
-        return term
-
-    return None if any(_is_hot(x, axis) for axis in turned) else x.map(reversed_)
-
-
-def _select(_: JaxprEqn, which: Array, *cases: Value) -> Lazy:
-    """Select one case by a scalar index, and set the factors of all other cases to zero."""
-
-    def kept(i: int, f: Factor) -> Factor:
-        return f if f.hot is not None else replace(f, array=jnp.where(which == i, f.array, 0))
-
-    lazy = list(map(as_lazy, cases))
-    terms = [t.map(functools.partial(kept, i)) for i, x in enumerate(lazy) for t in x.terms]
-    return replace(lazy[0], terms=tuple(terms))
-
-
-def _unstack(eqn: JaxprEqn, x: Lazy) -> list[Lazy] | None:
-    axis = eqn.params["axis"]
-    left = [i for i in range(len(x.shape)) if i != axis]
-    parts = None if _is_hot(x, axis) else _parts(x, axis, [1] * x.shape[axis])
-    return parts and [part.arrange(left) for part in parts]
-
-
-def _parts(x: Lazy, axis: int, sizes: Sequence[int]) -> list[Lazy] | None:
-    starts = itertools.accumulate(map(int, sizes[:-1]), initial=0)
-    return all_or_none(
-        x.window(axis, start, int(n)) for start, n in zip(starts, sizes, strict=True)
-    )
+    return _rows_at(as_factored(update), number, axis, zeros.shape[axis], others)
 
 
 RULES: dict[str, Rule] = {
-    # Primitives of linear layers, whose per-example gradients are products of two arrays.
     "dot_general": Rule(_dot_general, (), starts=True),
     "conv_general_dilated": Rule(_convolution, (), starts=True),
+    # The name depends on the version of JAX.
     **dict.fromkeys(("scatter-add", "scatter_add"), Rule(_scatter_add, _added_to, starts=True)),
+    "dynamic_update_slice": Rule(_update_slice, (0, 1)),
     "broadcast_in_dim": Rule(_broadcast, starts=True),
-    "pad": Rule(_pad, starts=True),
     "transpose": Rule(lambda eqn, x: x.arrange(eqn.params["permutation"])),
-    "reshape": Rule(_reshape),
-    **dict.fromkeys(("squeeze", "reduce_sum"), Rule(_without_axes)),
     "convert_element_type": Rule(_cast),
     # Ignore sharding constraints on per-example gradients, because only their sum is sharded.
     **dict.fromkeys(("sharding_constraint", "reshard"), Rule(lambda _, x: x)),
-    **dict.fromkeys(("reduce_precision", "copy", "copy_p", "name"), Rule(lambda _, x: x)),
-    "slice": Rule(_slice),
-    "rev": Rule(_reverse),
-    "select_n": Rule(_select, _of_one_number),
-    "dynamic_update_slice": Rule(_update_slice, (0, 1)),
-    "neg": Rule(lambda _, x: x.scale(jnp.asarray(-1, x.dtype))),
     **dict.fromkeys(("add", "add_any"), Rule(_add, (0, 1))),
-    "mul": Rule(_multiply, _by_number),
-    "div": Rule(_divide, _by_number),
     "concatenate": Rule(_concatenate, lambda eqn: range(len(eqn.invars))),
-    # The backward pass through a concatenation of parameters splits the gradient.
-    "split": Rule(lambda eqn, x: _parts(x, eqn.params["axis"], eqn.params["sizes"])),
-    "unstack": Rule(_unstack),
+    "split": Rule(_split),
 }

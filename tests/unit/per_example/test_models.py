@@ -32,13 +32,13 @@ def recurrent(w, x):
 @pytest.mark.parametrize(
     ("loss", "tokens", "method"),
     [
-        (layer, 7, "gram"),  # 7 (16 + 16) numbers in the factors, 256 in the product
-        (layer, 8, "materialized"),
-        (recurrent, 7, "gram"),
-        (recurrent, 8, "product"),
+        (layer, 3, "gram"),  # 3 (16 + 16) numbers in the factors, 256 in the product
+        (layer, 4, "materialized"),
+        (recurrent, 3, "gram"),
+        (recurrent, 4, "product"),
     ],
 )
-def test_product_is_taken_only_where_it_is_no_larger_than_its_factors(loss, tokens, method):
+def test_product_is_taken_where_it_is_at_most_twice_as_large_as_its_factors(loss, tokens, method):
     w, batch = array(16, 16, seed=0), array(2, tokens, 16, seed=1)
     assert methods(loss, w, batch) == {"": method}
     found = jax.jit(gcx.per_example.norms(loss))(w, batch)

@@ -1,24 +1,25 @@
-"""Squared gradient norms, computed from the factors of each gradient with an error bound.
+"""Squared norms of factored gradients, computed from Gram matrices with an error bound.
 
 The squared norm of `sum over t of F1_t F2_t` is the sum over s and t of
 `<F1_s, F1_t> <F2_s, F2_t>`, the elementwise product of two Gram matrices. If a gradient has several
-terms, their inner products are computed in the same way. The gradient of an example is materialized
-if cancellation between tokens, overflow or underflow makes its norm inaccurate.
-
-Each squared norm is returned with an error bound, which does not include the rounding error of a
-plain sum. Both numbers are zero if and only if the gradient is exactly zero.
+terms, their inner products are computed in the same way. The error bound shows where cancellation
+between tokens, overflow or underflow makes a norm inaccurate, so that the gradient of this example
+must be materialized. The bound does not include the rounding error of a plain sum.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
 import jax.numpy as jnp
+from jax import lax
 
 from .._leaves import wide_dtype
 from .._types import Array, Scalar
-from ._lazy import Axis, Factor, Labels, Lazy, Term, Value, all_or_none, as_array, einsum
+from ..clipping._norm import norm_dtype, norm_of_squares, squares, sum_of_squares
+from ._factored import Axis, Factor, Factored, Labels, Term, Value, as_array, einsum
 
 # Relative rounding error of a contraction, as a multiple of the machine epsilon.
 # The error is small because backends sum over axes and tokens in blocks.
@@ -27,27 +28,40 @@ _ROUNDING = 4
 _TOLERANCE = 2e-5
 # The error bound adds this constant to absolute values, because their squares may underflow.
 _FLOOR = 2.0**-100
-# A squared norm above this multiple of `finfo.tiny` is accurate even if some squares underflow.
-_UNDERFLOW = 2.0**48
 
 
 def norm_of(total: Array, error: Array) -> tuple[Array, Array]:
     """Return the norm, rounded up, and whether its relative error is at most 1e-5."""
-    info = jnp.finfo(total.dtype)
-    rounding = _ROUNDING * float(info.eps)
-    norm = jnp.where(total > 0, jnp.sqrt(total * (1 + rounding) + error), total)
-    is_close = error <= (_TOLERANCE - rounding) * total
-    is_in_range = (total == 0) | (total > _UNDERFLOW * float(info.tiny))
-    return norm, jnp.isfinite(total) & is_close & is_in_range
+    rounding = _ROUNDING * float(jnp.finfo(total.dtype).eps)
+    error = lax.stop_gradient(error)
+    is_exact = jnp.isfinite(total) & (error <= (_TOLERANCE - rounding) * total)
+    return root(total, total * (1 + rounding) + error, 1.0), is_exact
 
 
-def square(value: Value) -> tuple[Scalar, Scalar]:
+def root(total: Array, bound: Array, scale: float) -> Array:
+    """Return the norm `sqrt(bound) / scale`, whose derivative is zero where `total` is zero."""
+    is_positive = total > 0
+    norm = norm_of_squares(jnp.where(is_positive, bound, 1), jnp.asarray(scale, total.dtype))
+    return jnp.where(is_positive, norm, total)
+
+
+def squared_norm(value: Value) -> tuple[Scalar, Scalar]:
     """Return the squared norm of a gradient and its error bound, from factors where possible."""
     total = error = zero = jnp.zeros((), jnp.finfo(wide_dtype(value.dtype)).dtype)
     for part in separate(value):
-        part_total, part_error = _part_square(part, zero)
+        terms = gram_terms(part)
+        if terms:
+            part_total, part_error = _gram_square(terms, zero)
+        else:
+            part_total, part_error = sum_squares(as_array(part), 1.0), zero
         total, error = total + part_total, error + part_error
     return total, error
+
+
+def sum_squares(x: Array, scale: float) -> Scalar:
+    """Return `sum((scale * |x|)^2)` in float32 or wider."""
+    dtype = norm_dtype([x])
+    return sum_of_squares(x, tuple(range(x.ndim)), dtype, jnp.asarray(scale, dtype))
 
 
 def separate(value: Value) -> Sequence[Value]:
@@ -55,7 +69,7 @@ def separate(value: Value) -> Sequence[Value]:
 
     If terms overlap only partially, return the materialized array.
     """
-    if not isinstance(value, Lazy):
+    if not isinstance(value, Factored):
         return [value]
     parts: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Term]] = {}
     for term in value.terms:
@@ -66,7 +80,7 @@ def separate(value: Value) -> Sequence[Value]:
         if all(a < b + m and b < a + n for a, n, b, m in zip(*window, *other, strict=True)):
             return [as_array(value)]
     wide = wide_dtype(value.dtype)
-    return [Lazy(shape, wide, tuple(terms)) for (_, shape), terms in parts.items()]
+    return [Factored(shape, wide, tuple(terms)) for (_, shape), terms in parts.items()]
 
 
 def gram_terms(part: Value) -> list[Term] | None:
@@ -74,46 +88,35 @@ def gram_terms(part: Value) -> list[Term] | None:
 
     Return None if the product is no larger than its factors or if there is no common layout.
     """
-    if not isinstance(part, Lazy) or part.is_small():
+    if not isinstance(part, Factored) or part.is_small():
         return None
-    finest = max(part.terms, key=lambda term: len(term.kept))
-    sizes = [finest.sizes[k] for k in finest.kept]
-    terms = all_or_none(_by_rows(term.split_axes(sizes)) for term in part.terms)
-    return _joined(terms) if terms and len(terms) > 1 else terms
+    if len({tuple(term.sizes[k] for k in term.kept) for term in part.terms}) > 1:
+        return None
+    if any(set(term.hot.labels) & set(term.kept) for term in part.terms if term.hot):
+        return None
+    return _joined(list(map(_by_rows, part.terms)))
 
 
-def _squares(x: Array) -> Array:
-    """Square magnitudes in float32 or wider, and keep the squares of nonzero values positive."""
-    x = x.astype(wide_dtype(x.dtype))
-    squares = (x * jnp.conj(x)).real
-    return jnp.where(x == 0, 0, jnp.maximum(squares, float(jnp.finfo(x.dtype).tiny)))
-
-
-# Gram matrices. The axes of the value have the labels 0, 1, ..., n - 1.
+# In the common layout, the axes of the value have the labels 0, 1, ..., n - 1.
 # The row axis has label n in the left operand and label n + 1 in the right operand.
 
 
-def _by_rows(term: Term | None) -> Term | None:
+def _by_rows(term: Term) -> Term:
     """Reshape all factors of a product so that the summed axes become one leading axis."""
-    if term is None or any(len(axis.labels) != 1 for axis in term.axes):
-        return None
-    kept, summed, sizes, count = term.kept, term.summed, term.sizes, term.rows
+    kept, sizes = term.kept, term.sizes
+    summed = sorted(sizes.keys() - set(kept))
+    rows = [sizes[k] for k in summed]
 
     def in_rows(f: Factor) -> Factor:
         own = [k for k in kept if k in f.labels]
         order = [f.labels.index(k) for k in (*summed, *own) if k in f.labels]
         missing = [i for i, k in enumerate(summed) if k not in f.labels]
-        array = jnp.expand_dims(f.array.transpose(order), missing)
         shape = [sizes[k] for k in own]
-        array = jnp.broadcast_to(array, (*(sizes[k] for k in summed), *shape))
+        array = jnp.expand_dims(f.array.transpose(order), missing)
+        array = jnp.broadcast_to(array, (*rows, *shape)).reshape(math.prod(rows), *shape)
         hot = None if f.hot is None else kept.index(f.hot)
-        labels = (len(kept), *map(kept.index, own))
-        return Factor(array.reshape(count, *shape), labels, hot, f.size)
+        return Factor(array, (len(kept), *map(kept.index, own)), hot, f.size)
 
-    for hot in term.hots:
-        uses = [f for f in term.factors if hot.hot in (*f.labels, f.hot)]
-        if hot.hot not in kept or len(uses) > 1 or set(hot.labels) & set(kept):
-            return None
     factors = sorted(map(in_rows, term.factors), key=_kind)
     return Term(tuple(factors), tuple(Axis((i,)) for i in range(len(kept))))
 
@@ -136,19 +139,17 @@ def _joined(terms: list[Term]) -> list[Term]:
         kinds.setdefault(tuple(map(_kind, term.factors)), []).append(term.factors)
 
     def joined(same: Sequence[Factor]) -> Factor:
+        if len(same) == 1:
+            return same[0]
         dtypes = {f.array.dtype for f in same}
         common = wide_dtype(*dtypes) if len(dtypes) > 1 else same[0].array.dtype
         return replace(same[0], array=jnp.concatenate([f.array.astype(common) for f in same]))
 
-    return [
-        Term(tuple(map(joined, zip(*same, strict=True))), terms[0].axes) for same in kinds.values()
-    ]
+    axes = terms[0].axes
+    return [Term(tuple(map(joined, zip(*same, strict=True))), axes) for same in kinds.values()]
 
 
-def _part_square(part: Value, zero: Scalar) -> tuple[Scalar, Scalar]:
-    terms = gram_terms(part)
-    if terms is None:
-        return jnp.sum(_squares(as_array(part))), zero
+def _gram_square(terms: list[Term], zero: Scalar) -> tuple[Scalar, Scalar]:
     total, off, sizes = zero, zero, list[Scalar]()
     for n, term in enumerate(terms):
         grams, bounds, shares = zip(*(_gram(f, term) for f in term.factors), strict=True)
@@ -167,8 +168,7 @@ def _gram(f: Factor, term: Term) -> tuple[Factor, Factor, Scalar]:
     Some backends add the terms of a matrix product sequentially, with an error of 1.6e-5 for 4,096
     equal numbers. To measure this error, the diagonal is recomputed with pairwise summation.
     """
-    n = len(term.axes)
-    other = _other_side(f)
+    n, other = len(term.axes), _other_side(f)
     if f.hot is not None:
         gram = _picked(other, f)
         return gram, gram, jnp.zeros(())
@@ -176,11 +176,14 @@ def _gram(f: Factor, term: Term) -> tuple[Factor, Factor, Scalar]:
     shared = [k for k in f.labels[1:] if k not in own]
     array = einsum([f, other], (*shared, n, n + 1))
     diagonal = jnp.sum(jnp.where(jnp.eye(array.shape[-1], dtype=bool), array, 0), -1).real
-    squares = einsum([replace(f, array=_squares(f.array))], (*shared, n))
+    # The square of a number that is not zero may underflow, but must not be zero.
+    dtype = norm_dtype([array])
+    each = jnp.maximum(squares(f.array, dtype, jnp.ones((), dtype)), float(jnp.finfo(dtype).tiny))
+    sizes = einsum([replace(f, array=jnp.where(f.array == 0, 0, each))], (*shared, n))
     # The error of squares near underflow can be ignored, because `_FLOOR` is larger.
-    off = jnp.abs(diagonal - squares) / jnp.where(squares > 2**10 * _FLOOR, squares, 1)
+    off = jnp.abs(diagonal - sizes) / jnp.where(sizes > 2**10 * _FLOOR, sizes, 1)
     gram = Factor(array, (*shared, n, n + 1))
-    bound = jnp.abs(array) + jnp.where(squares > 0, _FLOOR, 0)[..., None]
+    bound = jnp.abs(array) + jnp.where(sizes > 0, _FLOOR, 0)[..., None]
     return gram, replace(gram, array=bound), jnp.max(off, initial=0)
 
 

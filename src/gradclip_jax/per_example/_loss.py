@@ -27,7 +27,7 @@ from ..accumulation._split import (
     run_if_real,
 )
 from ._evaluate import evaluate
-from ._lazy import Value
+from ._factored import Value
 
 Example: TypeAlias = tuple[Tree, ...]
 """The arguments at `batch_argnums`, for one example or a batch."""
@@ -153,9 +153,9 @@ def groups_of(examples: Examples, param_labels: Labels | None) -> dict[Hashable,
     """Return the leaf indices of each label, or of the single label None without `param_labels`."""
     if param_labels is None:
         return {None: list(range(len(examples.leaves)))}
-    params = examples.params
-    labels = labels_of(param_labels, "params", params)
-    of = [k for k, x in zip(labels, jax.tree.leaves(params), strict=True) if is_measured(x)]
+    labels = labels_of(param_labels, "params", examples.params)
+    pairs = zip(labels, jax.tree.leaves(examples.params), strict=True)
+    of = [label for label, x in pairs if is_measured(x)]
     return {label: [i for i, k in enumerate(of) if k == label] for label in dict.fromkeys(of)}
 
 
@@ -183,8 +183,8 @@ def sum_parts(
             new, rows = program(index)
             return jax.tree.map(jnp.add, carry[0], new), rows
 
-        carry = sums, jax.tree.map(zeros_of_type, program.output[1])
-        return run_if_real(real, index, add, carry)
+        zero_rows = jax.tree.map(zeros_of_type, program.output[1])
+        return run_if_real(real, index, add, (sums, zero_rows))
 
     zeros = jax.tree.map(zeros_of_type, program.output[0])
     sums, rows = lax.scan(body, zeros, jnp.arange(parts, dtype=jnp.int32))

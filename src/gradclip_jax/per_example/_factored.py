@@ -1,4 +1,4 @@
-"""Gradients that are stored as sums of products of factors.
+"""Arrays that are stored as sums of products of factors.
 
 For one example of T tokens, the gradient of `w` in `x @ w` is `sum over t of x_t g_t^T`, a product
 of two factors with T rows. For an embedding, one factor contains the row indices. For a
@@ -15,13 +15,12 @@ has a tuple of labels.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.typing import DTypeLike
@@ -29,7 +28,7 @@ from jax.typing import DTypeLike
 from .._leaves import wide_dtype
 from .._types import Array
 
-Labels = tuple[int, ...]
+Labels: TypeAlias = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,16 +70,12 @@ class Term:
     factors: tuple[Factor, ...]
     axes: tuple[Axis, ...]
 
-    def map(self, change: Callable[[Factor], Factor]) -> "Term":
-        """Apply a function to each factor."""
-        return replace(self, factors=tuple(map(change, self.factors)))
-
     @functools.cached_property
     def sizes(self) -> dict[int, int]:
         """Map each label to its length."""
         sizes: dict[int, int] = {}
         for f in self.factors:
-            sizes.update(zip(f.labels, np.shape(f.array), strict=True))
+            sizes.update(zip(f.labels, f.array.shape, strict=True))
             if f.hot is not None:
                 sizes[f.hot] = f.size
         return sizes
@@ -95,93 +90,41 @@ class Term:
         """The labels that are not summed over, in the order of the value's axes."""
         return tuple([k for axis in self.axes for k in axis.labels])
 
-    @functools.cached_property
-    def summed(self) -> Labels:
-        """The labels that are summed over."""
-        return tuple(sorted(self.sizes.keys() - set(self.kept)))
-
-    @functools.cached_property
-    def rows(self) -> int:
-        """The number of outer products in the sum, which is the token count for a dense layer."""
-        return math.prod([self.sizes[k] for k in self.summed])
-
     @property
     def dense(self) -> list[Factor]:
         """The factors that are stored as ordinary arrays."""
         return [f for f in self.factors if f.hot is None]
 
     @property
-    def hots(self) -> list[Factor]:
-        """The factors that represent one-hot matrices."""
-        return [f for f in self.factors if f.hot is not None]
+    def hot(self) -> Factor | None:
+        """The factor that represents a one-hot matrix; a term has at most one."""
+        return next((f for f in self.factors if f.hot is not None), None)
 
-    def fresh(self, count: int = 1) -> Labels:
-        """Return `count` labels that this term does not use."""
-        first = 1 + max([k for f in self.factors for k in (*f.labels, f.hot or 0)])
-        return tuple(range(first, first + count))
+    def map(self, change: Callable[[Factor], Factor]) -> "Term":
+        """Apply a function to each factor."""
+        return replace(self, factors=tuple(map(change, self.factors)))
 
-    def along(
-        self, label: int, change: Callable[[Array, int], Array], new: Labels | None = None
-    ) -> "Term":
-        """Apply `change(array, axis)` to the factors with a label, and rename the label."""
-
-        def changed(f: Factor) -> Factor:
-            if label not in f.labels:
-                return f
-            i = f.labels.index(label)
-            labels = f.labels if new is None else (*f.labels[:i], *new, *f.labels[i + 1 :])
-            return replace(f, array=change(f.array, i), labels=labels)
-
-        return self.map(changed)
-
-    def with_axis(self, i: int, axis: Axis) -> "Term":
-        """Replace one axis of the value."""
-        return replace(self, axes=(*self.axes[:i], axis, *self.axes[i + 1 :]))
+    def fresh_label(self) -> int:
+        """Return a label that this term does not use."""
+        return 1 + max([k for f in self.factors for k in (*f.labels, f.hot or 0)])
 
     def cut(self, label: int, low: int, high: int) -> "Term":
         """Slice all factors along one label."""
 
-        def shortened(f: Factor) -> Factor:
-            if f.hot != label:
+        def changed(f: Factor) -> Factor:
+            if f.hot == label:
+                inside = (f.array >= low) & (f.array < high)
+                return replace(f, array=jnp.where(inside, f.array - low, -1), size=high - low)
+            if label not in f.labels:
                 return f
-            inside = (f.array >= low) & (f.array < high)
-            return replace(f, array=jnp.where(inside, f.array - low, -1), size=high - low)
+            axis = f.labels.index(label)
+            return replace(f, array=lax.slice_in_dim(f.array, low, high, axis=axis))
 
-        return self.map(shortened).along(label, lambda x, i: lax.slice_in_dim(x, low, high, axis=i))
-
-    def split_axes(self, sizes: Sequence[int]) -> "Term | None":
-        """Reshape the value to `sizes`, or return None if a label cannot be split evenly."""
-        axes: list[Axis] = []
-        term, labels = self, list(self.kept)
-        for size in sizes:
-            axis: list[int] = []
-            while size > 1:
-                if not labels:
-                    return None
-                length = term.sizes[labels[0]]
-                if size % length:
-                    if length % size or any(f.hot == labels[0] for f in term.factors):
-                        return None
-                    term, halves = term.split_label(labels[0], size)
-                    labels[:1], length = halves, size
-                axis.append(labels.pop(0))
-                size //= length
-            axes.append(Axis(tuple(axis)))
-        is_left = any(f.hot in labels for f in term.factors)
-        return None if is_left else replace(term, axes=tuple(axes))
-
-    def split_label(self, label: int, first: int) -> "tuple[Term, Labels]":
-        """Split a label into two labels, the first of which has length `first`."""
-        halves = self.fresh(2)
-
-        def split(x: Array, axis: int) -> Array:
-            return x.reshape(*x.shape[:axis], first, -1, *x.shape[axis + 1 :])
-
-        return self.along(label, split, halves), halves
+        return self.map(changed)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Lazy:
+class Factored:
     """An array represented as a sum of terms.
 
     Attributes:
@@ -194,12 +137,12 @@ class Lazy:
     dtype: DTypeLike
     terms: tuple[Term, ...] = ()
 
-    def map(self, change: Callable[[Term], Term], shape: Sequence[int] | None = None) -> "Lazy":
+    def map(self, change: Callable[[Term], Term], shape: Sequence[int] | None = None) -> "Factored":
         """Apply a function to each term, and optionally change the shape."""
         shape = self.shape if shape is None else tuple(shape)
-        return Lazy(shape, self.dtype, tuple(map(change, self.terms)))
+        return Factored(shape, self.dtype, tuple(map(change, self.terms)))
 
-    def arrange(self, sources: Sequence[int | None]) -> "Lazy":
+    def arrange(self, sources: Sequence[int | None]) -> "Factored":
         """Permute the axes, where `sources[i]` is the old axis at the new position i.
 
         None inserts an axis of length one. The value is summed over axes that are not in `sources`.
@@ -211,29 +154,26 @@ class Lazy:
 
         return self.map(arranged, shape)
 
-    def scale(self, scalar: Array) -> "Lazy":
-        """Multiply by a scalar by scaling the smallest factor of each term."""
+    def scale(self, scalar: Array) -> "Factored":
+        """Multiply by a real scalar by scaling the smallest factor of each term."""
 
         def scaled(term: Term) -> Term:
             smallest = min(term.dense, key=lambda f: f.array.size)
-            # The scalar may be complex even if this factor is real.
-            dtypes = smallest.array.dtype, scalar.dtype
             # A scaled float16 factor may overflow even if the product of all factors does not.
-            is_kept = dtypes[0] == dtypes[1] and jnp.finfo(dtypes[0]).maxexp >= 128
-            dtype = dtypes[0] if is_kept else wide_dtype(*dtypes)
+            dtype = wide_dtype(smallest.array.dtype, scalar.dtype)
             array = smallest.array.astype(dtype) * scalar.astype(dtype)
             return term.map(lambda f: replace(f, array=array) if f is smallest else f)
 
         return self.map(scaled)
 
-    def add(self, other: "Lazy") -> "Lazy":
-        """Add two lazy arrays."""
+    def add(self, other: "Factored") -> "Factored":
+        """Add two factored arrays."""
         return replace(self, terms=self.terms + other.terms)
 
-    def window(self, axis: int, start: int, size: int) -> "Lazy | None":
+    def window(self, axis: int, start: int, size: int) -> "Factored":
         """Slice or zero-pad one axis to `size` elements, beginning at index `start`.
 
-        Return None if the slice is not aligned with the first label of the axis.
+        An axis that is sliced must have a single label.
         """
         terms: list[Term] = []
         for term in self.terms:
@@ -242,49 +182,45 @@ class Lazy:
             if low >= high:
                 continue
             if high - low < length:
-                step = math.prod([term.sizes[k] for k in labels[1:]])
-                if low % step or high % step:
-                    return None
-                term = term.cut(labels[0], low // step, high // step)
-            terms.append(term.with_axis(axis, Axis(labels, max(first - start, 0))))
+                (label,) = labels
+                term = term.cut(label, low, high)
+            new = Axis(labels, max(first - start, 0))
+            terms.append(replace(term, axes=(*term.axes[:axis], new, *term.axes[axis + 1 :])))
         shape = (*self.shape[:axis], size, *self.shape[axis + 1 :])
-        return Lazy(shape, self.dtype, tuple(terms))
+        return Factored(shape, self.dtype, tuple(terms))
 
-    def stack(self, length: int, *, summed: bool) -> "Lazy":
+    def stack(self, length: int, *, summed: bool) -> "Factored":
         """Label the leading axis of all factors, and either sum over this axis or keep it."""
 
         def stacked(term: Term) -> Term:
-            (k,) = term.fresh()
-            labelled = term.map(lambda f: replace(f, labels=(k, *f.labels)))
-            return labelled if summed else replace(labelled, axes=(Axis((k,)), *term.axes))
+            k = term.fresh_label()
+            labeled = term.map(lambda f: replace(f, labels=(k, *f.labels)))
+            return labeled if summed else replace(labeled, axes=(Axis((k,)), *term.axes))
 
         return self.map(stacked, self.shape if summed else (length, *self.shape))
 
-    # With T rows and axes of lengths d and p, Gram matrices require `T^2 (d + p)` multiplications.
-    # The product requires `T d p`, which is less if `d p < T (d + p)`.
-
-    def elements(self) -> int:
-        """Count the elements of the product, without zero padding."""
-        return max((math.prod(term.shape) for term in self.terms), default=0)
-
-    def factor_elements(self) -> int:
-        """Count the stored elements of all factors, with one element per one-hot row."""
-        return sum(f.array.size for term in self.terms for f in term.factors)
-
     def is_small(self) -> bool:
-        """Return whether the product has no more elements than its factors."""
-        return self.elements() <= self.factor_elements()
+        """Return whether the product has at most twice as many elements as its factors.
+
+        With T rows and axes of lengths d and p, Gram matrices require `T^2 (d + p)`
+        multiplications. The product requires `T d p`, at most twice as many if
+        `d p <= 2 T (d + p)`, and fewer copies of the factors.
+        """
+        product = max((math.prod(term.shape) for term in self.terms), default=0)
+        return product <= 2 * sum(f.array.size for term in self.terms for f in term.factors)
 
 
 jax.tree_util.register_dataclass(Factor, ["array"], ["labels", "hot", "size"])
 jax.tree_util.register_dataclass(Term, ["factors"], ["axes"])
-jax.tree_util.register_dataclass(Lazy, ["terms"], ["shape", "dtype"])
+jax.tree_util.register_dataclass(Factored, ["terms"], ["shape", "dtype"])
 
-Value: TypeAlias = Array | Lazy
+Value: TypeAlias = Array | Factored
 """An ordinary array or a sum of products of factors."""
 
 
-def product(like: Array | ShapedArray, factors: Sequence[Factor], axes: Sequence[Labels]) -> Lazy:
+def product(
+    like: Array | ShapedArray, factors: Sequence[Factor], axes: Sequence[Labels]
+) -> Factored:
     """Represent an array as one product of factors without labels of length one.
 
     Args:
@@ -299,26 +235,16 @@ def product(like: Array | ShapedArray, factors: Sequence[Factor], axes: Sequence
         return Factor(f.array.reshape([sizes[k] for k in labels]), labels)
 
     places = [Axis(tuple([k for k in labels if sizes[k] != 1])) for labels in axes]
-    return Lazy(like.shape, like.dtype, (Term(tuple(map(squeezed, factors)), tuple(places)),))
+    return Factored(like.shape, like.dtype, (Term(tuple(map(squeezed, factors)), tuple(places)),))
 
 
-def as_lazy(value: Value) -> Lazy:
+def as_factored(value: Value) -> Factored:
     """Convert an ordinary array to a sum with a single term and a single factor."""
-    if isinstance(value, Lazy):
+    if isinstance(value, Factored):
         return value
     array = jnp.asarray(value)
     labels = tuple(range(array.ndim))
     return product(array, [Factor(array, labels)], [(k,) for k in labels])
-
-
-_T = TypeVar("_T")
-
-
-def all_or_none(items: Iterable[_T | None]) -> list[_T] | None:
-    """Return the items as a list, or None if any item is None."""
-    found = list(items)
-    present = [x for x in found if x is not None]
-    return present if len(present) == len(found) else None
 
 
 # Materialization
@@ -326,7 +252,7 @@ def all_or_none(items: Iterable[_T | None]) -> list[_T] | None:
 
 def as_array(value: Value) -> Array:
     """Materialize a factored array, and return an ordinary array unchanged."""
-    if not isinstance(value, Lazy):
+    if not isinstance(value, Factored):
         return value
     pieces: list[Array] = []
     for term in value.terms:
@@ -340,26 +266,25 @@ def as_array(value: Value) -> Array:
 def as_wide_array(value: Value) -> Array:
     """Materialize a gradient in float32 or wider, as required for summing clipped gradients."""
     wide = wide_dtype(value.dtype)
-    return as_array(replace(value, dtype=wide) if isinstance(value, Lazy) else value).astype(wide)
+    value = replace(value, dtype=wide) if isinstance(value, Factored) else value
+    return as_array(value).astype(wide)
 
 
 def _multiply(term: Term) -> Array:
-    dense, hots = term.dense, term.hots
-    kept = term.kept
-    if len(hots) != 1 or set(hots[0].labels) & set(kept):
-        return einsum([*dense, *map(_one_hot, hots)], kept).reshape(term.shape)
-    (hot,) = hots
+    """Materialize a term. Rows with indices are added to the rows of zeros where possible."""
+    dense, hot, kept = term.dense, term.hot, term.kept
+    if hot is None:
+        return einsum(dense, kept).reshape(term.shape)
+    if set(hot.labels) & set(kept):
+        rows = hot.array[..., None] == jnp.arange(hot.size, dtype=hot.array.dtype)
+        one_hot = Factor(rows.astype(jnp.float32), (*hot.labels, cast(int, hot.hot)))
+        return einsum([*dense, one_hot], kept).reshape(term.shape)
     ones = Factor(jnp.ones(hot.array.shape, jnp.float32), hot.labels)
     rows = einsum([*dense, ones], (*hot.labels, *[k for k in kept if k != hot.hot]))
     numbers = jnp.where(hot.array < 0, hot.size, hot.array)
     zeros = jnp.zeros((hot.size, *rows.shape[numbers.ndim :]), rows.dtype)
     placed = zeros.at[numbers].add(rows, mode="drop")
-    return jnp.moveaxis(placed, 0, kept.index(hot.hot)).reshape(term.shape)
-
-
-def _one_hot(f: Factor) -> Factor:
-    rows = f.array[..., None] == jnp.arange(f.size, dtype=f.array.dtype)
-    return Factor(rows.astype(jnp.float32), tuple(k for k in (*f.labels, f.hot) if k is not None))
+    return jnp.moveaxis(placed, 0, kept.index(cast(int, hot.hot))).reshape(term.shape)
 
 
 def einsum(factors: Sequence[Factor], out: Labels) -> Array:
