@@ -171,7 +171,8 @@ def _is_gate(node: object) -> bool:
 def _gate_has_stepped(node: Tree) -> Array:
     """Return whether all nested guards and accumulations applied the step."""
     if isinstance(node, optax.MultiStepsState):
-        return (node.mini_step == 0) & (node.gradient_step > 0) & has_stepped(node.inner_opt_state)
+        is_closed = (jnp.asarray(node.mini_step) == 0) & (jnp.asarray(node.gradient_step) > 0)
+        return is_closed & has_stepped(node.inner_opt_state)
     if isinstance(node, optax.ApplyIfFiniteState):
         return node.last_finite & has_stepped(node.inner_state)
     stepped = jnp.array(True)

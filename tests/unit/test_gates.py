@@ -184,7 +184,7 @@ def test_the_optimizer_runs_once_a_step_and_is_traced_once_a_program(
     assert traces <= limit
 
 
-# --- the verdict table ----------------------------------------------------------------------
+# --- verdicts that the random machine does not draw ----------------------------------------------------------------------
 
 
 def counted(state):
@@ -205,19 +205,13 @@ BREAKS = optax.chain(
 )
 
 
-FLUSH, BAD_LOSS = {"flush": True}, {"value": np.nan}
+FLUSH = {"flush": True}
 HOLDS, CLOSES = {"emit": False}, {"emit": True}
 LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 
 
 # Transformation, gradients, the parameter at the end, the steps, and the counts of each guard.
 VERDICTS = {
-    "inside an accumulation a window is dropped": (
-        acc(gradient(SGD)), [1, np.nan, 3, 5], -4, [0, 0, 0, 1], [(1, 0)],
-    ),
-    "a weight of NaN drops its micro-batch": (
-        gradient(acc(SGD)), [1, (7, {"weight": np.nan}), 3], -2, [0, 0, 1], [(1, 0)],
-    ),
     # 2^119 is half a step at the largest bfloat16: in float32 the sum would be finite.
     "a sum that overflows when it is rounded is not taken": (
         step(acc(SGD, 2, accumulator_dtype=jnp.bfloat16)), [LARGEST, 2.0**119], 0, [0, 0], [(1, 1)],
@@ -228,29 +222,10 @@ VERDICTS = {
     "a window that a flush cannot close is dropped": (
         step(acc(SGD, 10)), [3e38, 3e38, (1, FLUSH), (1, FLUSH)], -1, [0, 0, 0, 1], [(1, 0)],
     ),
-    "the outermost guard counts a micro-batch, and the window goes on": (
-        gradient(gradient(acc(gradient(SGD)))), [1, np.nan, 3], -2, [0, 0, 1], [(1, 0), (0, 0), (0, 0)],
-    ),
-    "a micro-batch that is left out of a flush does not keep it": (
-        gradient(acc(SGD, 10)), [1, 3, (np.nan, FLUSH)], -2, [0, 0, 1], [(1, 0)],
-    ),
     "a micro-batch that is left out of a call that closes does not keep it": (
         gradient(acc(SGD, 10)),
         [(1, HOLDS), (3, HOLDS), (np.nan, CLOSES), (np.nan, CLOSES), (5, CLOSES)],
         -7, [0, 0, 1, 0, 1], [(2, 0)],
-    ),
-    "a flush of nothing but a bad micro-batch takes no step": (
-        gradient(acc(optax.adam(1.0), 10)), [(np.nan, FLUSH)], 0, [0], [(1, 1)],
-    ),
-    "a guard inside a window looks at the loss of its last micro-batch": (
-        acc(gradient(SGD)),
-        [(1, BAD_LOSS), 1, 1, (1, BAD_LOSS)], -1, [0, 1, 0, 0], [(1, 1)],
-    ),
-    "a guard inside a window that is held is as it was": (
-        acc(gradient(SGD)), [np.nan, 1, 1], 0, [0, 0, 0], [(1, 1)],
-    ),
-    "the outermost guard inside counts the gradient of a window": (
-        acc(gradient(gradient(SGD))), [3e38, 3e38, 1, 1], -1, [0, 0, 0, 1], [(1, 0), (0, 0)],
     ),
     "the innermost guard around that checks it counts the gradient of a window": (
         gradient(gradient(acc(SGD, 2, reduction="sum"))),
@@ -259,21 +234,6 @@ VERDICTS = {
     # A bad step halves the scale, and two good ones in a row double it.
     "a loss scale around a window counts micro-batches": (
         scale(acc(BREAKS)), [792, 792, 4, 12, 8, 8], -3, [0, 0, 0, 1, 0, 1], [(1, 0)],
-    ),
-    "a loss scale inside a window counts windows": (
-        acc(scale(BREAKS)), [792, 792, 4, 12, 4, 4, 8, 8], -4, [0, 0, 0, 1] + [0, 1] * 2, [(1, 0)],
-    ),
-    "the innermost of two guards that check steps counts a computed step": (
-        step(step(BREAKS)), [1, 99, 2], -3, [1, 0, 1], [(0, 0), (1, 0)],
-    ),
-    "the same, around one that checks gradients": (
-        step(gradient(BREAKS)), [1, 99, 2], -3, [1, 0, 1], [(1, 0), (0, 0)],
-    ),
-    "the same, around and inside a window": (
-        step(acc(step(BREAKS))), [99, 99, 2, 4], -3, [0, 0, 0, 1], [(0, 0), (1, 0)],
-    ),
-    "the same, around a window alone": (
-        step(acc(gradient(BREAKS))), [99, 99, 2, 4], -3, [0, 0, 0, 1], [(1, 0), (0, 0)],
     ),
 }  # fmt: skip
 

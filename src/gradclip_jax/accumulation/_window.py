@@ -192,13 +192,15 @@ class Accumulation:
         arrived = arrived if accepted is None else accepted & arrived
         starts = (state.mini_step == 0) & arrived
         state, others = _with_loss(state, starts, arrived, call.weight, others)
-        state, *flags = _advanced(state, self.length(state.gradient_step), call, arrived, accepted)
+        length = self.length(state.gradient_step)
+        state, (holds, emits, is_empty) = _advanced(state, length, call, arrived, accepted)
         weight = call.weight
         if accepted is not None and (call.emit or call.flush is not None):
             # If a guard skips the micro-batch that closes the window, compute the mean gradient
             # without it, because it may be NaN.
             weight = jnp.where(accepted, jnp.float32(1 if weight is None else weight), 0)
-        return Window(state, grads, weight, self.reduction, key, starts, *flags, others)
+        batch = grads, weight, self.reduction, key
+        return Window(state, *batch, starts, holds, emits, is_empty, others)
 
 
 def _empty_accumulator(params: Tree, dtype: DTypeLike) -> Tree:
@@ -259,7 +261,7 @@ def _read_call(extra_args: ExtraArgs, *, is_guarded: bool) -> tuple[_Call, Extra
 
 def _advanced(
     state: AccumulationState, length: Scalar, call: _Call, arrived: Flag, accepted: Scalar | None
-) -> tuple[AccumulationState, Flag, Flag, Flag]:
+) -> tuple[AccumulationState, tuple[Flag, Flag, Flag]]:
     """Return the next state without its trees, and whether the window holds, emits, or is empty."""
     weight, flush, emit = call
     starts = (state.mini_step == 0) & arrived
@@ -288,7 +290,7 @@ def _advanced(
         micro_batch_count=increment_where(state.micro_batch_count, arrived),
         empty_windows=increment_where(state.empty_windows, is_empty),
     )
-    return state, holds, emits, is_empty
+    return state, (holds, emits, is_empty)
 
 
 def _with_loss(
@@ -309,10 +311,10 @@ def _with_loss(
         hint = f"Average it first: `jax.lax.pmean({name}, {names})`."
         rule = f"the same on all devices along {names}, because its mean is part of the state"
         raise type_error(name, rule, "a value that differs", hint)
-    value, weight = jnp.asarray(loss), jnp.float32(1 if weight is None else weight)
-    is_added = (weight != 0) & arrived
-    total = jnp.where(is_added, total + weight * value.astype(jnp.float32), total)
-    total_weight = jnp.where(is_added, total_weight + weight, total_weight)
+    value, size = jnp.asarray(loss), jnp.float32(1 if weight is None else weight)
+    is_added = (size != 0) & arrived
+    total = jnp.where(is_added, total + size * value.astype(jnp.float32), total)
+    total_weight = jnp.where(is_added, total_weight + size, total_weight)
     mean = total / jnp.where(total_weight > 0, total_weight, 1)
     is_float = jnp.issubdtype(value.dtype, jnp.floating)
     dtype = wide_dtype(value.dtype) if is_float else jnp.float32

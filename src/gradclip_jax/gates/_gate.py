@@ -95,8 +95,10 @@ class Window(Protocol):
 class Accumulation(Protocol):
     """An accumulation, which runs its inner transformation once for each window."""
 
-    def open(self, grads: Tree, state: Tree, accepted: Flag, extra_args: ExtraArgs) -> Window:
-        """Add a micro-batch, unless an outer guard did not accept it."""
+    def open(
+        self, grads: Tree, state: Tree, accepted: Scalar | None, extra_args: ExtraArgs
+    ) -> Window:
+        """Add a micro-batch, unless an outer guard did not accept it; None without outer guards."""
         ...
 
 

@@ -75,7 +75,7 @@ def is_finite_step(step: Step, mask: Mask, axis_name: AxisName) -> Scalar:
         before = itertools.repeat(None) if old is None else jax.tree.leaves(old)
         for (path, x), was in zip(jax.tree.leaves_with_path(new), before, strict=False):
             place = _place(path, np.shape(x), shapes)
-            if not is_measured(x) or not is_included.get(place, True):
+            if not is_measured(x) or (place is not None and not is_included[place]):
                 continue
             is_moment = place is not None or np.ndim(x) > 0 or old is None
             bad = is_bad(x) if is_moment else jnp.isnan(x)

@@ -44,6 +44,7 @@ def guard(
     if gate.max_consecutive_skips is not None:
         check_count("max_consecutive_skips", gate.max_consecutive_skips, "Pass None for no limit.")
     check_mask(mask)
+    check_grads = gate.check
 
     def init(inner_state: Tree, params: Tree) -> Tree:
         _check_inner(inner_state, checks_step=gate.check_step is not None)
@@ -57,11 +58,11 @@ def guard(
     ) -> tuple[Scalar, Tree, Observed]:
         check_bound(axis_name)
         grads = grads if mask is None else zero_excluded(mask, grads, params_of(params))
-        return gate.check(grads, state, params, extra_args)
+        return check_grads(grads, state, params, extra_args)
 
-    checks = {"check": check, "check_window": gate.check_window, "check_step": gate.check_step}
-    checks = {name: x and named(x, function) for name, x in checks.items()}
-    return gated(gate._replace(**checks), inner, init)
+    check_window = gate.check_window and named(gate.check_window, function)
+    gate = gate._replace(check=named(check, function), check_window=check_window)
+    return gated(gate, inner, init)
 
 
 def check_guard(inner: object, axis_name: AxisName) -> AxisName:
