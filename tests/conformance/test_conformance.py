@@ -131,7 +131,7 @@ def test_updates_have_the_types_of_the_input_and_states_those_of_init(name, dtyp
 def test_none_masked_zero_size_scalar_and_float0_leaves_and_empty_trees_pass_through(name):
     row = TRANSFORMATIONS[name]
     # The optimizers of Optax refuse float0 themselves.
-    tx = row.around(optax.scale(1.0)) if row.around else row()
+    tx = row.around(optax.identity()) if row.around else row()
     params = {
         "n": None,
         "m": optax.MaskedNode(),
