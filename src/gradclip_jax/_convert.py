@@ -40,10 +40,22 @@ _Window: TypeAlias = AccumulationState | optax.MultiStepsState
 _WINDOWS = (AccumulationState, optax.MultiStepsState)
 _CLIPS = (ClipState, optax.EmptyState)
 _HINT = (
-    "Pass the parameters of `state`, and restore checkpoints with the old optimizer; only clips, "
-    "guards, accumulations and `watch` may be added, removed or moved."
+    "Restore checkpoints with the old optimizer; only clips, guards, accumulations and `watch` may "
+    "be added, removed or moved."
 )
 _FLUSH = "Call `flush` first, or convert the state outside jit after the next optimizer step."
+
+
+class _Context(NamedTuple):
+    """Arguments of `convert_state` that all parts of a state share.
+
+    Attributes:
+        reduction: The argument of the same name.
+        shapes: Shapes of the parameters.
+    """
+
+    reduction: str | None
+    shapes: frozenset[tuple[int, ...]]
 
 
 @public
@@ -113,11 +125,12 @@ def convert_state(
         raise type_error("state", "the state of an Optax transformation", _name(state), hint)
     check_choice("reduction", reduction, (None, "mean", "sum"))
     like = tx.init(params)
-    converted = _converted(plain_arrays(like), plain_arrays(state), reduction, ())
+    shapes = frozenset(map(np.shape, jax.tree.leaves(params)))
+    converted = _converted(plain_arrays(like), plain_arrays(state), _Context(reduction, shapes), ())
     return with_structure_of(like, jax.tree.map(jnp.asarray, converted))
 
 
-def _converted(like: Tree, given: Tree, reduction: str | None, path: Path) -> Tree:
+def _converted(like: Tree, given: Tree, context: _Context, path: Path) -> Tree:
     """Copy the values of `given` into the structure of `like`, a new state of `tx`."""
     parts, others = list(_parts(like)), list(_parts(given, path))
     has_same_windows = _num_windows(parts) == _num_windows(others)
@@ -146,7 +159,7 @@ def _converted(like: Tree, given: Tree, reduction: str | None, path: Path) -> Tr
         if not unmatched[key]:
             raise _mismatch(_name(node), "no state", path)
         part = unmatched[key].pop(0)
-        return _copied(node, part.node, reduction, part.path)
+        return _copied(node, part.node, context, part.path)
 
     def rebuilt(node: Tree) -> Tree:
         if type(node) is tuple:
@@ -208,19 +221,19 @@ def _is_clip(node: Tree) -> bool:
     return bool(parts) and all(isinstance(x, _CLIPS) for x in parts)
 
 
-def _copied(like: Tree, given: Tree, reduction: str | None, path: Path) -> Tree:
+def _copied(like: Tree, given: Tree, context: _Context, path: Path) -> Tree:
     """Copy a state, except its inner state, to its counterpart in the new optimizer."""
     kind = type(like)
     if kind in _CLIPS:
         return given if _is_alike(like, given) else like
     if kind in _WINDOWS:
         _check_same_scale(like, given, path)
-        given = _copied_window(like, given, reduction, path)
+        given = _copied_window(like, given, context.reduction, path)
     elif kind in _INNER and kind is not type(given):
         given = _copied_skips(like, given)
     if kind in _INNER:
         like, given = (x._replace(**{_INNER[type(x)]: ()}) for x in (like, given))
-    return _copied_children(like, given, reduction, path)
+    return _copied_children(like, given, context, path)
 
 
 def _is_alike(like: Tree, given: Tree) -> bool:
@@ -233,7 +246,7 @@ def _is_alike(like: Tree, given: Tree) -> bool:
     return shapes(like) == shapes(given)
 
 
-def _copied_children(like: Tree, given: Tree, reduction: str | None, path: Path) -> Tree:
+def _copied_children(like: Tree, given: Tree, context: _Context, path: Path) -> Tree:
     """Convert each child of a state pytree separately."""
     if isinstance(like, dict) and isinstance(given, dict):  # the states of a `named_chain`
         names = like.keys() ^ given.keys()
@@ -244,11 +257,15 @@ def _copied_children(like: Tree, given: Tree, reduction: str | None, path: Path)
     if structure != other_structure:
         raise _mismatch(_name(like), _name(given), path)
     if structure == jax.tree.structure(0):
+        if np.shape(like) != np.shape(given) and np.shape(like) in context.shapes:
+            rule = "the parameters with which `state` was initialized"
+            got = f"{describe(like)} where {leaf_path('state', path)} is {describe(given)}"
+            raise type_error("params", rule, got, "Pass the parameters that belong to `state`.")
         if not _is_alike(like, given):
             raise _mismatch(describe(like), describe(given), path)
         return given
     pairs = zip(children, others, strict=True)
-    copied = [_converted(x, y, reduction, (*path, *key)) for (key, x), (_, y) in pairs]
+    copied = [_converted(x, y, context, (*path, *key)) for (key, x), (_, y) in pairs]
     return jax.tree.unflatten(structure, copied)
 
 

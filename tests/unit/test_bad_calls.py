@@ -204,7 +204,7 @@ ROWS = [
     ("convert_state", lambda f: f(optax.chain(ADAM, optax.trace(0.9)), ADAM.init(W), W), TypeError, "state"),
     ("convert_state", lambda f: f(SGD, types.SimpleNamespace(opt_state=SGD.init(W)), W), TypeError, "state", "`.opt_state`"),
     ("convert_state", lambda f: f(ADAM, optax.sgd(0.1, momentum=0.9).init(W), W), TypeError, "state", "state[0]"),
-    ("convert_state", lambda f: f(ADAM, ADAM.init({**GRADS, "b": W}), GRADS), TypeError, "state", "state[0].mu['b']"),
+    ("convert_state", lambda f: f(ADAM, ADAM.init({**GRADS, "b": W}), GRADS), TypeError, "params", "state[0].mu['b']"),
     ("convert_state", lambda f: f(ADAM, optax.adam(0.1, mu_dtype=jnp.bfloat16).init(GRADS), GRADS), TypeError, "state", "state[0].mu['b']"),
     ("convert_state", lambda f: f(gcx.accumulate_gradients(SGD, 2), MULTI_STEPS.init({"w": W}), GRADS), TypeError, "state", "state.acc_grads"),
     ("convert_state", lambda f: f(SGD, MULTI_STEPS.update(W, MULTI_STEPS.init(W))[1], W), ValueError, "state", "state.mini_step"),
