@@ -174,12 +174,12 @@ class Stack:
 
     def update(self, grads, value=None, weight=1.0, flush=False):
         acc, is_refused, updates, is_held = self.accumulation, False, None, False
-        is_padding = acc is not None and weight == 0
+        is_ignored = acc is not None and weight == 0 and not is_finite(grads)
         for guard in self.outer:
             grads = guard.receive(grads)
             self.grad_norm = norm(grads) if guard is self.outer[0] else self.grad_norm
             cause = guard.cause(grads, value, weight)
-            if cause and not (is_padding and not is_finite(grads)):
+            if cause and not is_ignored:
                 guard.skip(cause)
                 is_refused = True
                 break
@@ -192,7 +192,7 @@ class Stack:
             closes = acc.mini_step > 0 and (acc.is_complete or flush)
             updates = self._close() if closes else None
             is_held = not closes and not is_refused
-        if not is_refused and (is_held or updates is not None):
+        if not is_refused and not is_ignored and (is_held or updates is not None):
             for guard in self.outer:
                 guard.accept()
         if self.outer and not is_held:
