@@ -40,9 +40,7 @@ from ._norm import (
     unit_norms,
 )
 from ._threshold import (
-    Measured,
     Threshold,
-    Thresholds,
     as_rules,
     check_representable,
     group_name,
@@ -177,15 +175,16 @@ def norm_clip(
                 rule = "a threshold without state if leaves are sharded over different mesh axes"
                 hint = "Clip leaves with different sharding separately with `optax.partition`."
                 raise value_error(argument, rule, "a rule with state", hint)
-        of_params = None
+        param_norms = None
         if any(rule.uses_params for rule in rules.rules):
             check_params(updates, params)
-            of_params = _measure(leaves.beside(params), units, order, axes)
-        measured = _measure(arrays, units, order, axes)
-        thresholds, states = rules.apply(measured, states, of_params)
+            param_norms, _ = _measure(leaves.beside(params), units, order, axes)
+        norms, total = _measure(arrays, units, order, axes)
+        thresholds, states = rules.apply(norms, states, param_norms, jnp.isfinite(total))
         clipped, metrics = _respond(
             arrays,
-            measured,
+            norms,
+            total,
             thresholds,
             units=units,
             reaction=reaction,
@@ -198,24 +197,25 @@ def norm_clip(
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _measure(leaves: list[Array], units: Units, ord: float, axis_name: AxisName) -> Measured:
+def _measure(
+    leaves: list[Array], units: Units, ord: float, axis_name: AxisName
+) -> tuple[Norms, Scalar]:
     """Compute the norms, or root mean squares, of all units, and the norm of all leaves."""
     norms = unit_norms(leaves, units, ord, axis_name)
-    stacks = [jnp.stack([norms[i] for i in group]) for group in groups_of_type(norms)]
     is_single = len(norms) == 1 and not norms[0].ndim
     over = axis_name if units.is_local else None
-    total = norms[0] if is_single else norm_of_leaves(stacks, ord, over)
+    total = norms[0] if is_single else norm_of_leaves(_stacked(norms, norms), ord, over)
     if isinstance(units, Slices) and units.is_rms:
         norms = root_mean_squares(norms, leaves, units, axis_name)
-        stacks = [jnp.stack([norms[i] for i in group]) for group in groups_of_type(norms)]
-    return Measured(norms, stacks, total)
+    return norms, total
 
 
 @functools.partial(jax.jit, static_argnames=("units", "reaction", "axis_name", "drop"))
 def _respond(
     leaves: list[Array],
-    measured: Measured,
-    thresholds: Thresholds,
+    norms: Norms,
+    total: Scalar,
+    thresholds: list[Any],
     *,
     units: Units,
     reaction: Reaction,
@@ -223,7 +223,7 @@ def _respond(
     drop: bool,
 ) -> tuple[list[Array], list[Any]]:
     """Scale the leaves; return them and the metrics of the step."""
-    is_finite, bad = jnp.isfinite(measured.total), 0 if drop else jnp.nan
+    is_finite, bad = jnp.isfinite(total), 0 if drop else jnp.nan
 
     def respond(norm: Array, threshold: Array) -> Array:
         # A non-finite norm makes every leaf NaN or zero, on every device.
@@ -231,15 +231,29 @@ def _respond(
         threshold = lax.select(is_finite, threshold, jnp.full_like(threshold, bad))
         return factor_of(reaction, norm, threshold)
 
-    factors = map_arrays(respond, measured.norms, thresholds.of_norms)
+    stacks = _stacked(norms, norms)
+    if len(thresholds) == 1:  # one threshold for all norms
+        limits, thresholds = thresholds * len(stacks), thresholds * len(norms)
+    else:
+        limits = _stacked(thresholds, norms)
+    factors = map_arrays(respond, norms, thresholds)
     # Stacks of these factors would make XLA on CPU compile a separate kernel for each leaf.
-    stacks = list(map(respond, measured.stacks, thresholds.of_stacks))
-    metrics = measured.total, *_summary(thresholds.of_stacks, stacks, axis_name)
+    metrics = total, *_summary(limits, list(map(respond, stacks, limits)), axis_name)
     if units.names:
         names = [group_name(name) for name in units.names]
-        columns = (measured.norms, thresholds.of_norms, factors)
+        columns = (norms, thresholds, factors)
         metrics = *(dict(zip(names, x, strict=True)) for x in columns), metrics[-1]
     return _scale_leaves(leaves, units, factors, drop=drop), optax.tree.cast(metrics, jnp.float32)
+
+
+def _stacked(values: Sequence[Array], norms: Norms) -> list[Array]:
+    """Stack the values whose norms have the same type."""
+    stacks: list[Array] = []
+    for group in groups_of_type(norms):
+        like = norms[group[0]]
+        own = [jnp.asarray(values[i], like.dtype) for i in group]
+        stacks.append(jnp.stack([jnp.broadcast_to(x, like.shape) for x in own]))
+    return stacks
 
 
 def _summary(

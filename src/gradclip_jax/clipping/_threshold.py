@@ -16,11 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._checks import check_number, describe, dtype_of, is_scalar, shortened
-from .._devices import groups_of_type
 from .._errors import public, type_error, value_error
 from .._states import increment_where
 from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree
-from ._norm import Norms, split
+from ._norm import Norms, norm_dtype, split
 
 _HINT = "Pass a number, a schedule, or a rule from `gcx.thresholds`."
 
@@ -251,27 +250,6 @@ def apply_rule(
     return jnp.broadcast_to(threshold, norm.shape), jax.tree.map(select, proposed, state)
 
 
-class Measured(NamedTuple):
-    """The norms of a step.
-
-    Attributes:
-        norms: Norms of the units.
-        stacks: The same values, as one array for all norms of the same type.
-        total: Norm of all leaves.
-    """
-
-    norms: Norms
-    stacks: list[Array]
-    total: Scalar
-
-
-class Thresholds(NamedTuple):
-    """A threshold for each array in `Measured.norms` and `Measured.stacks`."""
-
-    of_norms: list[Any]
-    of_stacks: list[Any]
-
-
 class Rules(NamedTuple):
     """The threshold rules of a clip.
 
@@ -305,56 +283,27 @@ class Rules(NamedTuple):
         return tuple(states) if jax.tree.leaves(states) else ()
 
     def apply(
-        self, measured: Measured, states: Tree, of_params: Measured | None
-    ) -> tuple[Thresholds, Tree]:
-        """Return all thresholds, and the next states."""
-        norms = measured.norms
-        if states or self.labels is not None:
-            param_norms = norms if of_params is None else of_params.norms
-            values, states = self._one_by_one(measured, states, param_norms)
-            return Thresholds(values, _stacked(values, norms)), states
-        # A rule without a state is elementwise, so it also applies to stacks.
-        of_params, (rule,) = of_params or measured, self.rules
-        columns = (norms, of_params.norms), (measured.stacks, of_params.stacks)
-        pairs = (zip(*column, strict=True) for column in columns)
-        return Thresholds(*([self._apply(rule, *pair) for pair in x] for x in pairs)), ()
-
-    def _one_by_one(
-        self, measured: Measured, states: Tree, param_norms: Norms
+        self, norms: Norms, states: Tree, param_norms: Norms | None, is_finite: Scalar
     ) -> tuple[list[Any], Tree]:
-        """Apply each rule to its own norms."""
-        is_finite, after = jnp.isfinite(measured.total), list[Tree]()
+        """Return a threshold for each array of norms or one for all, and the next states."""
         thresholds: list[Any] = []
-        columns = self.split(measured.norms), self.split(param_norms)
+        after: list[Tree] = []
+        columns = self.split(norms), self.split(param_norms or norms)
         states = states or ((),) * len(self.rules)
-        for rule, norms, params, state in zip(self.rules, *columns, states, strict=True):
+        for rule, own, params, state in zip(self.rules, *columns, states, strict=True):
             if jax.tree.leaves(state):  # the rule receives its norms as one vector
-                norm, param_norm = _as_vector(norms), _as_vector(params)
-                used = param_norm if rule.uses_params else None
-                vector, state = apply_rule(rule, norm, state, used, is_finite)
-                thresholds += split(vector, norms)
+                param_norm = _as_vector(params) if rule.uses_params else None
+                vector, state = apply_rule(rule, _as_vector(own), state, param_norm, is_finite)
+                thresholds += split(vector, own)
+            elif isinstance(rule, _Constant):
+                value, _ = rule.update(None, (), None)
+                check_representable(self.argument, value, norm_dtype(own))
+                thresholds.append(value)  # of one label, or of all norms
             else:
-                thresholds += [self._apply(rule, *x) for x in zip(norms, params, strict=True)]
+                pairs = zip(own, params if rule.uses_params else [None] * len(own), strict=True)
+                thresholds += [apply_rule(rule, x, (), p)[0] for x, p in pairs]
             after.append(state)
         return thresholds, tuple(after) if jax.tree.leaves(after) else ()
-
-    def _apply(self, rule: Rule, norm: Array, param_norm: Array) -> Any:
-        """Apply a rule without a state."""
-        if not isinstance(rule, _Constant):
-            return apply_rule(rule, norm, (), param_norm if rule.uses_params else None)[0]
-        value, _ = rule.update(norm, (), None)
-        check_representable(self.argument, value, norm.dtype)
-        return value
-
-
-def _stacked(values: Sequence[Any], norms: Norms) -> list[Array]:
-    """Stack thresholds like the norms in `Measured.stacks`."""
-    stacks: list[Array] = []
-    for group in groups_of_type(norms):
-        like = norms[group[0]]
-        own = [jnp.asarray(values[i], like.dtype) for i in group]
-        stacks.append(jnp.stack([jnp.broadcast_to(x, like.shape) for x in own]))
-    return stacks
 
 
 def as_rules(argument: str, threshold: Any, *, is_group: bool) -> Rules:
