@@ -20,7 +20,8 @@ from ._formula import clamp_leaf
 from ._granularity import Granularity, group, layer
 from ._threshold import Threshold, check_positive
 
-_Args, _Result = ParamSpec("_Args"), TypeVar("_Result")
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
 
 def _takes_no_tree(instead: str) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]]:

@@ -52,7 +52,7 @@ def clipped(cotangent, max_norm, axis=-1, **options):
         ("float16", 1e-3, -1),
         ("bfloat16", 1e18, -1),
         ("float32", 1e18, -1),
-        ("float32", 1e-15, -1),
+        ("float32", 1e-12, -1),
         ("complex64", 1e18, -1),
         ("float64", 1.0, -1),
     ],
