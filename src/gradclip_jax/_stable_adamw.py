@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +99,7 @@ def stable_adamw(
         check_state(state, StableAdamWState)
         check_params(updates, params)
         count = increment_where(state.step_count)
-        rate = learning_rate(state.step_count) if callable(learning_rate) else learning_rate
+        rate: Any = learning_rate(state.step_count) if callable(learning_rate) else learning_rate
         decays = [_with_bias_correction(b, count.astype(jnp.float32)) for b in (b1, b2)]
 
         def step(grad: Array, first: Array, second: Array, param: Array) -> tuple[Array, ...]:
@@ -126,4 +126,4 @@ def stable_adamw(
 def _with_bias_correction(decay: Number, step: Array) -> Array:
     """Return `decay * (1 - decay^(step - 1)) / (1 - decay^step)`, without cancellation."""
     log = jnp.log(jnp.maximum(decay, 1e-30))
-    return decay * jnp.expm1(log * (step - 1)) / jnp.expm1(log * step)
+    return jnp.expm1(log * (step - 1)) / jnp.expm1(log * step) * decay

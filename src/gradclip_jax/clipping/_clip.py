@@ -151,7 +151,10 @@ def norm_clip(
 
     def cut(leaves: Sequence[Array], tree: Tree) -> Units:
         units = granularity.cut(leaves, tree)
-        return units if rules.labels is None else select_groups(argument, units, rules.labels)
+        if rules.labels is None:
+            return units
+        assert isinstance(units, Groups)  # because of `is_group`
+        return select_groups(argument, units, rules.labels)
 
     def init(params: Tree) -> ClipState:
         leaves = measured_shapes(params)
@@ -221,7 +224,7 @@ def _respond(
     reaction: Reaction,
     axis_name: AxisName,
     drop: bool,
-) -> tuple[list[Array], list[Any]]:
+) -> tuple[list[Array], Any]:
     """Scale the leaves; return them and the metrics of the step."""
     is_finite, bad = jnp.isfinite(total), 0 if drop else jnp.nan
 

@@ -9,13 +9,13 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_number, describe, dtype_of, is_scalar, shortened
+from .._checks import check_number, describe, dtype_of, is_scalar, is_traced, shortened
 from .._errors import public, type_error, value_error
 from .._states import increment_where
 from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree
@@ -142,7 +142,11 @@ def as_rule(argument: str, threshold: Threshold, *, low: float = 0.0) -> Rule:
         check_representable(argument, threshold, jax.dtypes.canonicalize_dtype(np.float64))
     # An int above 2^31 is not an int32.
     value = float(threshold) if isinstance(threshold, int) else threshold
-    return _Constant(lambda norm: (), lambda norm, state, param_norm: (value, state))
+
+    def update(norm: Array, state: Tree, param_norm: Array | None) -> tuple[Any, Tree]:
+        return value, state
+
+    return _Constant(lambda norm: (), update)
 
 
 def _check_rule(argument: str, rule: Rule) -> None:
@@ -185,7 +189,7 @@ def check_representable(argument: str, value: Any, dtype: Any = np.float32) -> N
 
     XLA may replace subnormal numbers by zero.
     """
-    if isinstance(value, jax.core.Tracer) or not callable(getattr(value, "__float__", None)):
+    if is_traced(value) or not callable(getattr(value, "__float__", None)):
         return
     size, info = abs(float(value)), jnp.finfo(dtype)
     if 0 < size < float(info.tiny) or float(info.max) < size < math.inf:
@@ -296,7 +300,7 @@ class Rules(NamedTuple):
                 vector, state = apply_rule(rule, _as_vector(own), state, param_norm, is_finite)
                 thresholds += split(vector, own)
             elif isinstance(rule, _Constant):
-                value, _ = rule.update(None, (), None)
+                value, _ = rule.update(cast(Array, None), (), None)
                 check_representable(self.argument, value, norm_dtype(own))
                 thresholds.append(value)  # of one label, or of all norms
             else:
