@@ -15,6 +15,7 @@ from .._mesh import shard_axes, sum_over, varying_axes
 from .._types import Array, AxisName, Labels, Number, Tree
 from ..accumulation._split import check_parts
 from ..clipping._formula import REACTIONS, apply_reaction
+from ..clipping._threshold import check_representable
 from ._clipped_sum import sums_and_norms
 from ._loss import Examples, Loss, Outputs, by_label, groups_of, replace_measured, sum_parts
 
@@ -275,6 +276,7 @@ class _Clip(NamedTuple):
         is_finite = self.is_finite(outputs, norms)
         factors: list[Array] = []
         for label, norm in zip(self.groups, norms, strict=True):
+            check_representable("max_norm", self.thresholds[label], norm.dtype)
             threshold = jnp.asarray(self.thresholds[label], norm.dtype)
             factor = apply_reaction(self.react, norm, threshold)
             factors.append(jnp.where(is_finite, factor, 0 if self.drops else jnp.nan))

@@ -67,8 +67,7 @@ def sums_and_norms(
         groups: Indices of the leaves of each group.
         clip_factors: Function that computes the clip factors, or None to compute only the norms.
     """
-    axes = varying_axes(outputs.value)
-    leaves = Leaves(groups, [varying_axes(x) - axes for x in params])
+    leaves = Leaves(groups, [varying_axes(x) - varying_axes(outputs.value) for x in params])
     run = functools.partial(_sums_and_norms, leaves=leaves, clip_factors=clip_factors)
     shardings = [jax.typeof(x).sharding for x in (outputs.value, *params)]
     if not any([is_explicit(x) for x in shardings]):
@@ -128,8 +127,7 @@ def _add_inexact(
         sums, norms = carry
         part, before, known = part_of((outputs, norms, is_exact), steps, index)
         grads, after = jax.vmap(measure, axis_size=size // steps)(part.grads)
-        pairs = zip(before, after, strict=True)
-        after = [jnp.where(known, old, new.astype(old.dtype)) for old, new in pairs]
+        after = [jnp.where(known, x, y.astype(x.dtype)) for x, y in zip(before, after, strict=True)]
         rows = zip(norms, after, strict=True)
         norms = [x.reshape(-1, steps).at[:, index].set(row).reshape(-1) for x, row in rows]
         is_finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, after), ~known)
@@ -164,8 +162,7 @@ def _clipped_sum(
 
 def _select(keep: Array, grads: Sequence[Value]) -> list[Value]:
     """Set the gradients of other examples to zero, because multiplying NaN by 0 returns NaN."""
-    select = jax.vmap(lambda keep, g: jax.tree.map(lambda x: jnp.where(keep, x, 0), g))
-    return select(keep, grads)
+    return jax.vmap(lambda k, g: jax.tree.map(lambda x: jnp.where(k, x, 0), g))(keep, grads)
 
 
 def _weighted_sum(value: Value, factors: Array) -> Array:

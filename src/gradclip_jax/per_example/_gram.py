@@ -50,11 +50,8 @@ def squared_norm(value: Value) -> tuple[Scalar, Scalar]:
     total = error = zero = jnp.zeros((), jnp.finfo(wide_dtype(value.dtype)).dtype)
     for part in separate(value):
         terms = gram_terms(part)
-        if terms:
-            part_total, part_error = _gram_square(terms, zero)
-        else:
-            part_total, part_error = sum_squares(as_array(part), 1.0), zero
-        total, error = total + part_total, error + part_error
+        of_part = _gram_square(terms, zero) if terms else (sum_squares(as_array(part), 1.0), zero)
+        total, error = total + of_part[0], error + of_part[1]
     return total, error
 
 

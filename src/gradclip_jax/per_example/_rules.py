@@ -220,13 +220,9 @@ def _split(eqn: JaxprEqn, x: Factored) -> list[Factored] | None:
 
 def _update_slice(_: JaxprEqn, zeros: Value, update: Value, *start: Array) -> Factored | None:
     """Insert an array into zeros at a traced index, as in the gradient of `lax.dynamic_slice`."""
+    is_zero = isinstance(zeros, Factored) and not zeros.terms
     axes = [i for i, n in enumerate(zeros.shape) if n != update.shape[i]]
-    if (
-        not isinstance(zeros, Factored)
-        or zeros.terms
-        or len(axes) != 1
-        or update.shape[axes[0]] != 1
-    ):
+    if not is_zero or [update.shape[i] for i in axes] != [1]:
         return None
     (axis,), others = axes, [i for i in range(len(zeros.shape)) if i not in axes]
     number = _row_numbers(jnp.asarray(start[axis]), zeros.shape[axis], is_clipped=True)
