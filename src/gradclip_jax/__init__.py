@@ -23,7 +23,7 @@ The gradient transformations of this package can be combined with those of Optax
 | train in float16 | `dynamic_loss_scale`, `scale_loss` |
 | bfloat16 parameters without a float32 copy | `round_stochastically` |
 | per-example gradients | `per_example` |
-| monitor a run | `watch`, `incidents`, `metrics`, `record_norms`, `diagnostics`, `taps` |
+| monitor a run | `watch`, `Monitor`, `metrics`, `incidents`, `last_row`, `diagnostics`, `taps` |
 | change the optimizer during a run | `convert_state` |
 """
 
@@ -59,9 +59,8 @@ from .guarding._skip_if import SkipRule, skip_if
 from .guarding._loss_scale import dynamic_loss_scale, scale_loss
 
 from .monitoring._metrics import metrics
-from .monitoring._watch import watch
-from .monitoring._report import incidents
-from .monitoring._record import record_norms
+from .monitoring._watch import last_row, watch
+from .monitoring._monitor import Monitor, incidents
 
 from ._convert import convert_state
 
@@ -108,6 +107,7 @@ __all__ = [
     "metrics",
     "watch",
     "incidents",
-    "record_norms",
+    "last_row",
+    "Monitor",
     "convert_state",
 ]

@@ -57,7 +57,7 @@ def public(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     Functions that it returns, and the `init` and `update` functions of a transformation that it
     returns, are decorated as well.
     """
-    name = fun.__name__
+    name = fun.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(fun)
     def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:

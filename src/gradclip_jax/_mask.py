@@ -1,4 +1,4 @@
-"""Masks that exclude frozen leaves from guards."""
+"""Masks that exclude frozen leaves from guards and `watch`."""
 
 from collections.abc import Callable
 from typing import TypeAlias
@@ -6,6 +6,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from ._checks import broadcast_prefix, describe, is_float0, is_function, leaf_path
 from ._errors import type_error
@@ -43,3 +44,14 @@ def zero_excluded(mask: Mask, grads: Tree, params: Tree) -> Tree:
 
     included = included_leaves(mask, grads, params)
     return jax.tree.unflatten(structure, list(map(value, leaves, included)))
+
+
+def mask_leaves(mask: Mask, tree: Tree, params: Tree) -> Tree:
+    """Replace leaves without elements, and those outside the mask, by `optax.MaskedNode()`."""
+    leaves, structure = jax.tree.flatten(tree)
+    if not leaves:  # a placeholder of `optax.tree.map_params`
+        return tree
+    included = included_leaves(mask, tree, params)
+    pairs = zip(leaves, included, strict=True)
+    kept = [x if y and np.size(x) else optax.MaskedNode() for x, y in pairs]
+    return jax.tree.unflatten(structure, kept)

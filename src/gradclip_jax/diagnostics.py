@@ -2,38 +2,35 @@
 
 | function | result |
 | --- | --- |
-| `norm_history`, `leaf_norm_history` | norms recorded by `record_norms` |
-| `suggest_max_norm` | a `max_norm` based on these norms |
+| `read_log` | incidents and a summary of a log, also of another trainer |
+| `plot_log` | plot of a log, or of rows of a `Monitor` |
+| `suggest_max_norm` | a `max_norm` based on the norms of a run |
 | `nonfinite_leaves` | leaves that contain NaN or infinity |
 | `accumulation_stats` | numbers of micro-batches and windows |
 | `noise_scale` | gradient noise scale from logged norms |
-| `unit_names` | names of the leaves or layers in `watch` |
 | `verify_step` | leaves and devices for which two runs of a step differ |
-| `summarize_log`, `plot_log` | summary and plots of a logged run |
 
-Use `gcx.metrics` to log values at every step, and `gcx.incidents` to list what went wrong.
+Use `gcx.metrics` to log values at every step, and `gcx.Monitor` to learn what went wrong.
 """
 
 from .accumulation._noise_scale import noise_scale
 from .accumulation._state import AccumulationStats, accumulation_stats
 from .monitoring._incident import Incident
+from .monitoring._monitor import Report, read_log
+from .monitoring._nonfinite import nonfinite_leaves
 from .monitoring._plot import plot_log
-from .monitoring._record import leaf_norm_history, norm_history, suggest_max_norm
-from .monitoring._report import nonfinite_leaves, unit_names
-from .monitoring._summary import summarize_log
+from .monitoring._summary import suggest_max_norm
 from .monitoring._verify import verify_step
 
 __all__ = [
     "AccumulationStats",
     "Incident",
+    "Report",
     "accumulation_stats",
-    "leaf_norm_history",
+    "read_log",
     "noise_scale",
     "nonfinite_leaves",
-    "norm_history",
     "plot_log",
     "suggest_max_norm",
-    "summarize_log",
-    "unit_names",
     "verify_step",
 ]

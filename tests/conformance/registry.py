@@ -102,7 +102,6 @@ TRANSFORMATIONS: dict[str, Row] = {
     ),
     # A CPU writes the squares of a leaf, and flags of its bad elements, before it adds them up.
     "watch": wrapper(gcx.watch, scratch=4.3 if OLD_XLA else 3.3),
-    "record_norms": Row(partial(gcx.record_norms, 4)),
     # Of bfloat16 it makes float32, and float16 it refuses: tests/unit/test_rounding.py.
     "round_stochastically": Row(gcx.round_stochastically, keeps_dtypes=("float32", "float64")),
 }

@@ -235,9 +235,7 @@ def test_apply_gradients_is_update_and_apply_updates(name):
 
 
 # The counts of the two left out are bounded by their windows; they have tests of their own.
-@pytest.mark.parametrize(
-    "name", sorted(TRANSFORMATIONS.keys() - {"accumulate_gradients", "record_norms"})
-)
+@pytest.mark.parametrize("name", sorted(TRANSFORMATIONS.keys() - {"accumulate_gradients"}))
 def test_no_counter_wraps(name):
     params = example()
     full = jax.tree.map(

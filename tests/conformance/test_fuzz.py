@@ -102,7 +102,7 @@ LAYERS = {
         lambda inner: optax.chain(gcx.clip_by_global_norm(1e3), inner),
     ),
     "new clip": (_identity, lambda inner: optax.chain(gcx.clip_by_leaf_norm(1e3), inner)),
-    "new record": (_identity, lambda inner: optax.chain(gcx.record_norms(4), inner)),
+    "new watch": (_identity, gcx.watch),
     "new spike guard": (_identity, lambda inner: gcx.skip_large_norm(inner, 1e6)),
     "guard": (lambda inner: optax.apply_if_finite(inner, 100), gcx.skip_nonfinite),
     "window": (

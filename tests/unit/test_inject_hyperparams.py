@@ -12,7 +12,7 @@ from public import FUNCTIONS
 
 GRADS = {"a": jnp.array([3.0, 4.0]), "b": jnp.ones((2, 2))}
 # They take no number alone.
-OTHERS = {"clip_by_group_norm", "record_norms", "round_stochastically"}
+OTHERS = {"clip_by_group_norm", "round_stochastically"}
 CLIPS = [
     function
     for name, function in FUNCTIONS.items()

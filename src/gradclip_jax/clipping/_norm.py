@@ -338,12 +338,10 @@ def totals(
     units: Units,
     axis_name: AxisName,
     is_sum: bool = True,
-    map_terms: Callable[..., Iterable[Array]] = map,
 ) -> Norms:
     """Compute the sum or the maximum over the leaves that share each norm, with one all-reduce.
 
-    `terms(leaf, axes, *columns)` is the contribution of a leaf to its unit, and
-    `map_terms(terms, leaves, axes, *columns)` returns the contributions of all leaves.
+    `terms(leaf, axes, *columns)` is the contribution of a leaf to its unit.
     """
     shards: list[frozenset[str]] = []
     for x in leaves:
@@ -351,7 +349,7 @@ def totals(
     everywhere = frozenset[str]().union(*shards)
     axes = units.axes if isinstance(units, Slices) else [tuple(range(x.ndim)) for x in leaves]
     parts: dict[int, list[Array]] = {}
-    rows = zip(units.entries, shards, map_terms(terms, leaves, axes, *columns), strict=True)
+    rows = zip(units.entries, shards, map(terms, leaves, axes, *columns), strict=True)
     for i, shard, part in rows:
         if i is None:
             continue

@@ -1,39 +1,20 @@
-"""Detected training faults (incidents), and the log of incidents in the optimizer state."""
+"""Detected training faults, which print as sentences."""
 
-import contextlib
-import functools
 import math
 import re
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-
-from .._states import increment_where, register_state
-from .._types import UNBOUNDED, Array, HostArray, Scalar, Tree
-from ..clipping._norm import Units
+from .._types import UNBOUNDED
 from ._taps import FirstNonfinite
-from ._unit_names import join_names, name_units, split_names
 
 KINDS = (
     *("nan", "infinity", "norm", "loss", "update", "skipped", "held", "clipped", "leaf"),
     *("parameter", "zero", "drift", "replica", "unchanged", "jump", "tap", "window", "note"),
 )
-"""Kinds of faults and outcomes of a step; kind i is stored as the bit 2^i."""
+"""Kinds of faults and outcomes of a step."""
 
 FATES = ("skipped", "held", "unchanged", "clipped")
 """The kinds that describe the outcome of the step."""
-
-NOT_GIVEN = -UNBOUNDED
-"""Value of a field in a log that represents None."""
-
-_CODES = {math.inf: UNBOUNDED, None: NOT_GIVEN}
-"""Finite values that represent infinity and None in a log."""
-
-_NO_BATCH = np.iinfo(np.int32).min
 
 STREAK = 8
 """Maximum number of steps between two incidents that are recorded as one streak."""
@@ -221,124 +202,3 @@ def _beyond(norm: float) -> str:
 def _short(x: float) -> str:
     """Format a number with two significant digits, such as 3.1e5."""
     return "NaN" if math.isnan(x) else re.sub(r"e\+?(-?)0*", r"e\1", f"{x:.2g}")
-
-
-@register_state("incident_count", "incident_step", "incident_kind")
-class IncidentLog(NamedTuple):
-    """Log of the latest incidents, stored as int32 arrays. Counters saturate.
-
-    Attributes:
-        step_count: int32[], number of calls.
-        incident_count: int32[], number of steps in which an incident was detected.
-        rows: int32[incidents, fields], one row for each incident, in chronological order. The first
-            two and the last three fields are integers; all others are the bits of a float32, which
-            preserves NaN.
-        names: Names of all leaves or layers. They are the key of an empty dictionary, because
-            checkpoints cannot store arrays of strings.
-        tap_names: Names of all taps, stored in the same way.
-    """
-
-    step_count: Scalar
-    incident_count: Scalar
-    rows: Array
-    names: Tree
-    tap_names: Tree
-
-    incident_step = property(lambda log: log.rows[..., -1, 0], doc="-1 before the first.")
-    incident_kind = property(lambda log: log.rows[..., -1, 1], doc="A sum of flags.")
-
-
-def init_log(size: int, params: Tree, units: Units, tap_names: Sequence[str]) -> IncidentLog:
-    """Return a log without incidents."""
-    rows = jnp.zeros((size, len(Incident._fields)), jnp.int32).at[:, 0].set(-1)
-    step_count, incident_count = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-    names: Tree = {join_names(name_units(units, params)): None}
-    if not jax.tree.leaves(params):
-        # The placeholder of `optax.tree.map_params`: a leaf matches the names of any parameters.
-        names = jnp.zeros((), jnp.int32)
-    return IncidentLog(step_count, incident_count, rows, names, {join_names(tap_names): None})
-
-
-def names_in(log: IncidentLog) -> list[str]:
-    """Return the names of the units."""
-    return split_names(*log.names) if isinstance(log.names, dict) else []
-
-
-def tap_names_in(log: IncidentLog) -> list[str]:
-    """Return the names of the taps."""
-    return split_names(*log.tap_names)
-
-
-@jax.jit
-def note(
-    log: IncidentLog,
-    fields: dict[str, Any],
-    flags: dict[str, Array],
-    batch_id: Array | int | None,
-    **outcome: Scalar,
-) -> IncidentLog:
-    """Update the log after a step.
-
-    An incident is recorded if a flag is set, a threshold in `fields` is exceeded, or a guard
-    skipped the step. For consecutive equal incidents, the log keeps only the first and the last.
-    """
-    fields = Incident._field_defaults | fields
-    fields = {k: x if isinstance(x, jax.Array) else _CODES.get(x, x) for k, x in fields.items()}
-
-    def is_above(key: str, bound: str) -> Array:
-        return ~jnp.less_equal(fields[key], fields[bound])
-
-    flags["norm"] = jnp.isfinite(fields["norm"]) & is_above("norm", "norm_threshold")
-    flags["loss"] = is_above("loss", "loss_threshold") | jnp.isneginf(fields["loss"])
-    update = flags.pop("update") | is_above("update_norm", "update_threshold") | outcome["skipped"]
-    # Do not report a large update if a large gradient or parameter change explains it.
-    cause = functools.reduce(jnp.logical_or, flags.values())
-    flags["update"] = update & ~cause
-    is_incident = cause | update
-    flags = flags | outcome
-    kinds = sum(jnp.where(flags.get(kind, False), 1 << i, 0) for i, kind in enumerate(KINDS))
-
-    step, last = log.step_count, log.rows[-1]
-    leaf = lax.bitcast_convert_type(jnp.asarray(fields["leaf"], jnp.float32), jnp.int32)
-    is_equal = (last[1] == kinds) & (last[Incident._fields.index("leaf")] == leaf)
-    continues = (last[0] >= 0) & is_equal & (step - last[0] <= STREAK)
-    count = jnp.where(continues, last[-2] + 1, 1)
-    first_step = jnp.where(continues, last[-1], step)
-    numbers = jnp.stack([jnp.asarray(fields[k], jnp.float32) for k in Incident._fields[2:-3]])
-    bits = lax.bitcast_convert_type(numbers, jnp.int32)
-    batch = jnp.asarray(_NO_BATCH if batch_id is None else batch_id, jnp.int32)
-    row = jnp.concatenate([jnp.stack([step, kinds]), bits, jnp.stack([batch, count, first_step])])
-    # In a streak of equal incidents, keep the first and overwrite the last one.
-    older = jnp.where(count > 2, log.rows[:-1], log.rows[1:])
-    rows = jnp.concatenate([older, row[None]])
-    return log._replace(
-        step_count=increment_where(step),
-        incident_count=increment_where(log.incident_count, is_incident),
-        rows=jnp.where(is_incident, rows, log.rows),
-    )
-
-
-def read_log(log: IncidentLog) -> list[Incident]:
-    """Return the incidents in a log in chronological order."""
-    names, taps, rows = names_in(log), tap_names_in(log), np.asarray(log.rows)
-    found: list[Incident] = []
-    for row in rows[rows[:, 0] >= 0]:
-        # Ignore invalid rows, which may come from a corrupted checkpoint.
-        with contextlib.suppress(IndexError, ValueError, OverflowError):
-            found.append(_read(row, names, taps))
-    return found
-
-
-def _read(row: HostArray, names: list[str], taps: list[str]) -> Incident:
-    values: dict[float, Any] = {code: default for default, code in _CODES.items()}
-    numbers = zip(Incident._fields[2:-3], row.view(np.float32)[2:-3].tolist(), strict=True)
-    fields = {key: values.get(x, x) for key, x in numbers}
-    fields |= {key: names[int(fields[key])] if names else "" for key in ("leaf", "second_leaf")}
-    fields |= {key: int(fields[key]) for key in ("bad_elements", "device")}
-    for key in ("activation", "cotangent"):
-        index = fields[key]
-        fields[key] = None if index is None or index < 0 else taps[int(index)]
-    kinds = tuple(kind for i, kind in enumerate(KINDS) if row[1] >> i & 1)
-    step, batch, streak, first_step = (int(row[i]) for i in (0, -3, -2, -1))
-    batch_id = None if batch == _NO_BATCH else batch
-    return Incident(step, kinds, **fields, batch_id=batch_id, streak=streak, first_step=first_step)

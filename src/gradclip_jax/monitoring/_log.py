@@ -49,8 +49,12 @@ PATTERN = (
 
 
 @public
-def read_log(
-    log: LogSource, *, prefix: str | None = None, pattern: str = PATTERN
+def read_rows(
+    log: LogSource,
+    *,
+    prefix: str | None = None,
+    pattern: str = PATTERN,
+    names: Names | None = None,
 ) -> tuple[Rows, Names]:
     """Read the rows of a training log, also of one that another trainer wrote.
 
@@ -67,6 +71,7 @@ def read_log(
         log: Sequence of dictionaries, or the path of a file.
         prefix: Start of the keys, such as `g/`. None finds it.
         pattern: Regular expression with the groups `loss` and optionally `step` and `norm`.
+        names: Names of the units and taps to read, None for all.
 
     Returns:
         The rows, and the names of their columns.
@@ -76,25 +81,25 @@ def read_log(
 
 
     Examples:
-        >>> from gradclip_jax.monitoring._log import read_log
-        >>> rows, _ = read_log([{"g/step": 3, "g/loss": 2.0}, {"g/step": 4, "g/loss": 1.0}])
+        >>> from gradclip_jax.monitoring._log import read_rows
+        >>> rows, _ = read_rows([{"g/step": 3, "g/loss": 2.0}, {"g/step": 4, "g/loss": 1.0}])
         >>> rows.step.tolist(), rows.loss.tolist()
         ([3, 4], [2.0, 1.0])
     """
-    lines = _parsed(pathlib.Path(log), pattern) if isinstance(log, (str, os.PathLike)) else log
-    is_log = isinstance(lines, Sequence) and all(isinstance(line, Mapping) for line in lines)
-    lines = [line for line in lines if "sentence" not in line] if is_log else []
+    lines = read_lines(log, pattern)
+    lines = [line for line in lines if "sentence" not in line and "action" not in line]
     start = _prefix(dict.fromkeys(key for line in lines for key in line), log, prefix)
     table = [{key.removeprefix(start): x for key, x in line.items()} for line in lines]
     table = _last_of_each_step(table)
     keys = list(dict.fromkeys(key for line in table for key in line))
     loss, norm = _first(_LOSSES, keys), _first(_NORMS, keys)
     table = [line for line in table if not {loss, norm, "outcome"}.isdisjoint(line)]
-    names = Names(
+    found = Names(
         units=tuple(x.partition("/")[2] for x in keys if x.startswith(f"{_UNITS[0]}/")),
         clips=tuple(x for x in keys if x.partition("/")[0] == "clip_factor"),
         taps=tuple(re.findall(r"^taps/(.*)/rms$", "\n".join(keys), re.MULTILINE)),
     )
+    names = found if names is None else names._replace(clips=found.clips)
     rows = Rows.zeros(len(table), names)
     rows.outcome[:] = _outcomes(table, keys)
 
@@ -136,10 +141,17 @@ def read_log(
     return rows, names
 
 
+def read_lines(log: LogSource, pattern: str = PATTERN) -> Sequence[Line]:
+    """Return the lines of a log as dictionaries; empty for other objects."""
+    lines = _parsed(pathlib.Path(log), pattern) if isinstance(log, (str, os.PathLike)) else log
+    is_log = isinstance(lines, Sequence) and all(isinstance(line, Mapping) for line in lines)
+    return lines if is_log else []
+
+
 def to_lines(rows: Rows, names: Names, with_units: HostArray) -> list[dict[str, Any]]:
     """Convert rows to dictionaries of JSON values; those of `with_units` include the units.
 
-    Non-finite numbers become strings such as "nan", which `read_log` reads.
+    Non-finite numbers become strings such as "nan", which `read_rows` reads.
     """
     lines: list[dict[str, Any]] = []
     for i, bits in enumerate(rows.outcome.tolist()):
@@ -260,7 +272,7 @@ def _outcomes(table: Sequence[Line], keys: Iterable[str]) -> list[int]:
 
 
 def _parsed(path: pathlib.Path, pattern: str) -> list[Line]:
-    """Read the lines of a file in one of the formats of `read_log`."""
+    """Read the lines of a file in one of the formats of `read_rows`."""
     text = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix == ".csv":
         return list(csv.DictReader(text.splitlines()))

@@ -1,17 +1,14 @@
 """Collect metrics from nested optimizer states."""
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from .._checks import check_no_transformation
 from .._errors import public
-from .._states import KINDS, find_states, has_updated, kind_of, plain_arrays
+from .._states import KINDS, find_states, kind_of
 from .._types import Array, Tree
-from ._incident import IncidentLog
-from ._watch import NOT_MEASURED, WatchState
 
 
 @public
@@ -35,16 +32,12 @@ def metrics(state: Tree) -> dict[str, Array]:
     | `skipped_other` | number of steps that `skip_if` skipped |
     | `consecutive_skips` | number of steps without an applied update since the last one |
     | `guard_failed` | 1 if a limit of skipped steps or of the loss scale was ever reached, else 0 |
-    | `nonfinite_norms` | number of steps for which `record_norms` recorded a non-finite norm |
-    | `gradient_norm`, `update_norm`, `parameter_norm`, `update_ratio` | of `watch`, also by unit |
-    | | -1 if the last call did not measure |
-    | `largest_share` | largest share of a unit in the squared gradient norm |
-    | `largest_share_index` | index of this unit in `diagnostics.unit_names(state)` |
-    | `taps/<name>/rms` and so on | statistics of taps passed to `watch`; see `taps.metrics` |
-    | `watch_step` | number of calls of `watch` |
-    | `has_updated` | 1 if the last call updated the parameters, else 0 |
-    | `incident_count` | number of incidents of `watch` |
-    | `incident_step`, `incident_kind` | step and kinds of the last incident; see `incidents` |
+    | `gradient_norm`, `update_norm`, `parameter_norm` | norms in the last call of `watch` |
+    | `update_ratio` | ratio of the update norm to the parameter norm |
+    | `nonfinite_elements` | number of non-finite elements of the gradient |
+    | `watch_step` | index of this call |
+
+    Metrics of `watch` are 0 if not measured. A `Monitor` reads the norms of each leaf or layer.
 
     If several states have the same metric, the path of the state is appended to the key, as in
     `grad_norm/inner_opt_state/0`. Guards are omitted from the path, so that wrapping a
@@ -84,23 +77,15 @@ def metrics(state: Tree) -> dict[str, Array]:
     check_no_transformation(state)
     states = find_states(state, tuple(KINDS))
     guards = {path for path, node in states if kind_of(node).is_guard}
-    gates = [(path, node) for path, node in states if kind_of(node).is_gate]
     by_name: dict[str, list[tuple[str, bool, Tree]]] = {}
     for path, node in states:
-        # Whether each guard and accumulation around `watch` called it in the last step.
-        calls: list[Array] = []
-        if isinstance(node, WatchState):
-            calls = [_called_inner(gate) for at, gate in gates if path[: len(at)] == at]
-            node = _if_measured(node, calls)
         # Omit guards from the path, so that adding a guard does not change other keys.
-        if not kind_of(node).is_guard and not isinstance(node, IncidentLog):
+        if not kind_of(node).is_guard:
             path = tuple(key for i, key in enumerate(path) if path[:i] not in guards)
         place = jax.tree_util.keystr(path, simple=True, separator="/")
         kind = next(KINDS[kind] for kind in type(node).__mro__ if kind in KINDS)
         for name in kind.metrics:
             value = getattr(node, name)
-            if name == "has_updated":
-                value = functools.reduce(jnp.multiply, calls, value)
             if value is not None:  # loss metrics are None without a loss threshold
                 by_name.setdefault(name, []).append((place, kind.is_guard, value))
     out: dict[str, Array] = {}
@@ -122,22 +107,9 @@ def metrics(state: Tree) -> dict[str, Array]:
     return dict(sorted(out.items()))
 
 
-def _called_inner(gate: Tree) -> Array:
-    """Return whether a guard or accumulation called its inner transformation in the last step."""
-    return has_updated(gate._replace(**{kind_of(gate).inner: ()}))
-
-
-def _if_measured(watched: WatchState, calls: Sequence[Array]) -> WatchState:
-    """Replace the norms in a `watch` state by -1 if the last step did not call `watch`."""
-    for called in calls:
-        is_new = jnp.expand_dims(called, (-2, -1))
-        norms = jnp.where(is_new, plain_arrays(watched.norms), NOT_MEASURED)
-        watched = watched._replace(norms=norms)
-        if watched.tap_sums is not None:
-            is_new = jnp.expand_dims(called, (-3, -2, -1))
-            sums = jnp.where(is_new, plain_arrays(watched.tap_sums), 0)
-            watched = watched._replace(tap_sums=sums)
-    return watched
+def clip_factors(state: Tree) -> dict[str, Array]:
+    """Return the factors of all clips and groups in a state by their keys in `metrics`."""
+    return {k: x for k, x in metrics(state).items() if k.partition("/")[0] == "clip_factor"}
 
 
 def _of_all_guards(name: str, values: list[Array]) -> Array:

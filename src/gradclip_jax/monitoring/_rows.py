@@ -199,8 +199,8 @@ def unpack(ints: HostArray, floats: HostArray, factors: HostArray, names: Names)
     step, batch_id, outcome, device = np.asarray(ints, np.int64).T
     floats = np.asarray(floats, np.float64)
     end = TREE + WIDTH * (1 + len(names.units))
-    table = floats[:, TREE:end].reshape(len(step), -1, WIDTH)
-    sums = floats[:, end:].reshape(-1, len(names.taps), *TAP_SHAPE)
+    table = floats[:, TREE:end].reshape(len(step), 1 + len(names.units), WIDTH)
+    sums = floats[:, end:].reshape(len(step), len(names.taps), *TAP_SHAPE)
     has_taps = outcome & Outcome.HAS_TAPS != 0
     taps = np.where(has_taps[:, None, None, None], statistics(sums), 0)
     return Rows(

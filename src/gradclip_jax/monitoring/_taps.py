@@ -296,18 +296,6 @@ def statistics(sums: Any) -> Any:
     return xp.where((size > 0)[..., None], xp.stack(columns, -1), np.nan)
 
 
-def ratios(found: Sequence[str], sums: Any, missing: float) -> dict[str, Any]:
-    """Name the statistics of each tap; a tap without elements gets `missing`."""
-    values = statistics(sums)
-    xp: Any = np if isinstance(values, np.ndarray) else jnp
-    values = xp.where((sums[..., 0] > 0)[..., None], values, missing)
-    out: dict[str, Any] = {}
-    for i, name in enumerate(found):
-        for j, kind in enumerate(("", "cotangent_")):
-            out |= {f"{name}/{kind}{x}": values[..., i, j, k] for k, x in enumerate(STATISTICS)}
-    return out
-
-
 @public
 def first_nonfinite_index(stats: Tree) -> Array:
     """Return the indices in `names(stats)` of the taps where non-finite values first appear.

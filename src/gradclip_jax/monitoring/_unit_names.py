@@ -1,4 +1,4 @@
-"""Name each leaf by its path, and each stacked layer by a path with an index."""
+"""Names of units: each leaf has its path, and each stacked layer a path with an index."""
 
 import os
 from collections.abc import Sequence
@@ -9,11 +9,6 @@ import numpy as np
 from .._leaves import is_measured
 from .._types import Array, Tree
 from ..clipping._norm import Groups, Units
-
-
-def leaf_names(tree: Tree) -> list[str]:
-    """Return the paths of all floating-point and complex leaves, such as `decoder/mlp/wi`."""
-    return _distinct([(path, ()) for path, _ in _measured_paths(tree)])
 
 
 def name_units(units: Units, tree: Tree) -> list[str]:
@@ -42,21 +37,11 @@ def name_units(units: Units, tree: Tree) -> list[str]:
     return _distinct(entries)
 
 
-def join_names(names: Sequence[str]) -> str:
-    """Encode the names in one string."""
-    return "\n".join(name.replace("\\", r"\\").replace("\n", r"\n") for name in names)
-
-
-def split_names(joined: str) -> list[str]:
-    """Decode the names that `join_names` encoded."""
-    return joined.split("\n") if joined else []
-
-
 def _distinct(entries: Sequence[tuple[tuple[str | None, ...], tuple[int, ...]]]) -> list[str]:
     """Return names for paths, with an index inserted where the path contains None.
 
     Keys of Haiku contain slashes and remain readable. If two names collide, keys are escaped as in
-    a JSON Pointer, where `a~1b` represents the key `a/b`.
+    a JSON Pointer, where `a~1b` represents the key `a/b`. The only key "" becomes `~3`.
     """
 
     def name_of(path: Sequence[str | None], index: Sequence[int], *escapes: tuple[str, str]) -> str:
@@ -69,12 +54,13 @@ def _distinct(entries: Sequence[tuple[tuple[str | None, ...], tuple[int, ...]]])
             for old, new in escapes:
                 key = key.replace(old, new)
             parts.append(key)
-        return "/".join(parts) or "array"
+        return "/".join(parts) if path else "array"
 
     names = [name_of(*entry) for entry in entries]
-    if len({*names}) == len(names):
+    if len({*names}) == len(names) and all(names):
         return names
-    return [name_of(*entry, ("~", "~0"), ("/", "~1"), ("_", "~2")) for entry in entries]
+    escapes = ("~", "~0"), ("/", "~1"), ("_", "~2")
+    return [name_of(*entry, *escapes) or "~3" for entry in entries]
 
 
 def _measured_paths(tree: Tree) -> Sequence[tuple[tuple[str, ...], Array]]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradclip_jax.monitoring._log import read_log, to_lines
+from gradclip_jax.monitoring._log import read_rows, to_lines
 from gradclip_jax.monitoring._rows import Names, Outcome, Rows
 
 NAMES = Names(("wi", "h/0/wo"), ("clip_factor", "clip_factor/body"), ("embed", "h/mlp"))
@@ -35,7 +35,7 @@ def test_lines_of_a_log_hold_all_columns_exactly(tmp_path: pathlib.Path) -> None
     lines = to_lines(rows, NAMES, np.ones(6, bool))
     path = tmp_path / "run.jsonl"
     path.write_text("\n".join(json.dumps(line, allow_nan=False) for line in lines))
-    found, names = read_log(path)
+    found, names = read_rows(path)
     assert names == NAMES
     is_full = np.arange(6) != 4
     for name, expected, column in zip(Rows._fields, rows, found, strict=True):
@@ -48,7 +48,7 @@ def test_lines_of_a_log_hold_all_columns_exactly(tmp_path: pathlib.Path) -> None
 
 
 def test_a_log_may_have_units_only_in_some_rows() -> None:
-    found, _ = read_log(to_lines(random_rows(4), NAMES, np.arange(4) % 2 == 0))
+    found, _ = read_rows(to_lines(random_rows(4), NAMES, np.arange(4) % 2 == 0))
     assert found.has(Outcome.HAS_UNITS).tolist() == [True, False, True, False]
     assert found.has(Outcome.HAS_GRADIENT).all()
 
@@ -74,9 +74,9 @@ def test_logs_of_other_trainers(
     (tmp_path / name).write_text(text)
     if "{" in text and text.endswith("st"):
         with pytest.warns(UserWarning, match="damaged lines: 3"):
-            rows, _ = read_log(tmp_path / name)
+            rows, _ = read_rows(tmp_path / name)
     else:
-        rows, _ = read_log(tmp_path / name)
+        rows, _ = read_rows(tmp_path / name)
     found = np.stack([rows.step, rows.loss, rows.norms[:, 0, 0]], 1)
     np.testing.assert_array_equal(found, expected)
 
@@ -84,9 +84,9 @@ def test_logs_of_other_trainers(
 def test_repeated_and_rewound_steps_are_replaced() -> None:
     steps = [0, 1, 2, 3, 2, 3, 4]
     log: list[dict[str, Any]] = [{"step": x, "loss": float(i)} for i, x in enumerate(steps)]
-    rows, _ = read_log(log)
+    rows, _ = read_rows(log)
     assert (rows.step.tolist(), rows.loss.tolist()) == ([0, 1, 2, 3, 4], [0, 1, 4, 5, 6])
-    rows, _ = read_log([*log, {"rewind_to": 3}])
+    rows, _ = read_rows([*log, {"rewind_to": 3}])
     assert rows.step.tolist() == [0, 1, 2]
 
 
@@ -96,7 +96,7 @@ def test_counters_of_metrics_tell_what_was_skipped_and_held() -> None:
         {"loss": 1.0, "skipped_nonfinite": 1, "mini_step": 1},
         {"loss": 1.0, "skipped_nonfinite": 1, "mini_step": 0, "clip_factor": 0.5},
     ]
-    rows, _ = read_log(log)
+    rows, _ = read_rows(log)
     flags = [Outcome(x) & ~Outcome.HAS_LOSS for x in rows.outcome.tolist()]
     skipped = Outcome.SKIPPED | Outcome.SKIPPED_NONFINITE
     assert flags == [Outcome.HELD, skipped, Outcome.APPLIED | Outcome.CLIPPED]
@@ -113,7 +113,7 @@ def test_counters_of_metrics_tell_what_was_skipped_and_held() -> None:
 )
 def test_logs_that_cannot_be_read(log: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        read_log(log)
+        read_rows(log)
 
 
 def test_the_checksum_differs_for_other_names() -> None:

@@ -1,4 +1,4 @@
-"""Taps and batch identifiers in `watch`: incidents name the activation, `metrics` has the row."""
+"""Taps and batch identifiers in `watch`: incidents name the activation, rows have statistics."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import gradclip_jax as gcx
+from gradclip_jax.monitoring._rows import Outcome
 
 PROBES = gcx.taps.make_probes(
     {"embed": None, "layers": gcx.taps.make_probes(["hidden", "mlp"], num_layers=5)}
@@ -37,8 +38,7 @@ def stepper(tx):
         value_and_grad = jax.value_and_grad(loss_fn, argnums=(0, 1))
         loss, (grads, stats) = value_and_grad(PARAMS, PROBES, X, fault)
         extra = {"value": loss, "taps": stats, "batch_id": batch_id}
-        _, state = tx.update(grads, state, PARAMS, **extra)
-        return state, gcx.metrics(state), stats
+        return tx.update(grads, state, PARAMS, **extra)[1], stats
 
     return step
 
@@ -47,69 +47,49 @@ def stepper(tx):
 def test_one_step_is_enough_to_place_a_nan_in_a_layer_of_a_scan(layer):
     tx = gcx.watch(gcx.skip_nonfinite(optax.adam(1e-3)), taps=PROBES)
     step = stepper(tx)
-    state, row, _ = step(tx.init(PARAMS), -1, 0)
-    state, row, _ = step(state, layer, 1234)
-    (incident,) = gcx.incidents(state)
+    state, stats = step(tx.init(PARAMS), -1, 0)
+    state, _ = step(state, layer, 1234)
+    monitor = gcx.Monitor(PARAMS, taps=PROBES)
+    report = monitor.read(state)
+    (incident,) = report.incidents
     assert (incident.step, incident.activation) == (1, f"layers_{layer}/mlp")
     assert f"; first non-finite activation: layers_{layer}/mlp; loss NaN" in str(incident)
-    assert row[f"taps/layers_{layer}/mlp/nonfinite"] == 1
     assert incident.batch_id == 1234 and str(incident).startswith("step 1, batch 1234: skipped")
+    assert report.rows.taps[1, monitor.names.taps.index(f"layers_{layer}/mlp"), 0, 3] == 1
+    expected = np.reshape(list(gcx.taps.metrics(stats).values()), (-1, 2, 4))
+    np.testing.assert_allclose(report.rows.taps[0], expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_the_metrics_of_watch_have_the_row_of_the_taps_and_the_state_keeps_its_types():
+def test_a_step_without_statistics_of_taps_has_the_same_state():
     tx = gcx.watch(optax.adam(1e-3), taps=PROBES)
-    step, before = stepper(tx), tx.init(PARAMS)
-    state, row, stats = step(before, -1, 0)
-    for key, value in gcx.taps.metrics(stats).items():
-        np.testing.assert_allclose(row[key], value, rtol=1e-4, atol=1e-6, err_msg=key)
-    assert row.keys() == gcx.metrics(before).keys() == gcx.metrics(state).keys()
-    assert gcx.incidents(state) == []
-    # The second program, without taps: the state has the same types, and nothing was measured.
+    before = tx.init(PARAMS)
+    state, _ = stepper(tx)(before, -1, 0)
     grads = jax.grad(loss_fn)(PARAMS, PROBES, X, -1)
     _, without = jax.jit(tx.update)(grads, state, PARAMS)
-    types = lambda state: jax.tree.map(jax.typeof, state)  # noqa: E731
-    assert types(before) == types(state) == types(without)
-    found = gcx.metrics(without)
-    assert all(found[key] == -1 for key in found if key.startswith("taps/"))
-    log = [jax.tree.map(float, x) for x in (row, found)]
-    titles = [axes.get_title(loc="left") for axes in gcx.diagnostics.plot_log(log).axes]
-    assert "kurtosis of activations" in titles
+    first, second, third = (jax.tree.map(jax.typeof, x) for x in (before, state, without))
+    assert first == second == third
+    monitor = gcx.Monitor(PARAMS, taps=PROBES)
+    rows = monitor.read(without).rows
+    assert rows.has(Outcome.HAS_TAPS).tolist() == [True, False] and not rows.taps[1].any()
+    titles = [axes.get_title(loc="left") for axes in gcx.diagnostics.plot_log(monitor).axes]
+    assert {"RMS of activations", "kurtosis of activations"} < set(titles)
 
 
 @pytest.mark.slow
 def test_a_nonfinite_cotangent_after_finite_activations_is_named():
     tx = gcx.watch(optax.sgd(1.0), taps=PROBES)
     stats = jax.tree.map(np.array, PROBES)
+    stats["layers"]["hidden"][..., 0] = 4
     stats["layers"]["hidden"][2, 1, -1] = 3
     stats["layers"]["hidden"][1, 1, -1] = 3
     bad = jax.tree.map(lambda p: np.full_like(p, np.inf), PARAMS)
     _, state = tx.update(bad, tx.init(PARAMS), PARAMS, taps=stats)
-    (incident,) = gcx.incidents(state)
+    (incident,) = gcx.incidents(state, PARAMS, taps=PROBES)
     assert (incident.activation, incident.cotangent) == (None, "layers_2/hidden")
     assert str(incident).endswith("; first non-finite cotangent: layers_2/hidden")
-    assert incident.batch_id is None and str(incident).startswith("step 0: ")
 
 
-@pytest.mark.slow
-def test_a_guard_around_watch_that_skips_leaves_no_statistics_of_an_earlier_step():
-    tx = gcx.skip_nonfinite(gcx.watch(optax.sgd(0.1), taps=PROBES))
-    step = stepper(tx)
-    state, row, _ = step(tx.init(PARAMS), -1, 0)
-    assert row["taps/embed/rms"] > 0
-    _, row, _ = step(state, 2, 0)
-    assert row["taps/embed/rms"] == row["gradient_norm"] == -1
-
-
-@pytest.mark.slow
-def test_seeds_side_by_side_have_their_own_norms_taps_and_incidents():
-    tx = gcx.watch(optax.sgd(0.1), taps=PROBES)
-    state = jax.vmap(lambda _: tx.init(PARAMS))(jnp.arange(2))
-    state, row, _ = jax.vmap(stepper(tx), (0, 0, None))(state, jnp.array([-1, 3]), 0)
-    assert row["taps/layers_3/mlp/nonfinite"].tolist() == [0, 1]
-    assert np.isfinite(row["gradient_norm"]).tolist() == [True, False]
-    with pytest.raises(ValueError, match="incidents: `state` must be the state of one run"):
-        gcx.incidents(state)
-    first, second = (jax.tree.map(lambda x, i=i: x[i], state) for i in range(2))
-    assert gcx.incidents(first) == []
-    assert [x.activation for x in gcx.incidents(second)] == ["layers_3/mlp"]
+def test_taps_of_another_model_raise():
+    state = gcx.watch(optax.sgd(1.0), taps=PROBES).init(PARAMS)
+    with pytest.raises(ValueError, match="taps"):
+        gcx.Monitor(PARAMS).read(state)

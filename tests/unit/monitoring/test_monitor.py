@@ -1,0 +1,278 @@
+"""A monitor on the host: reads, restarts, rewinds, the log, the summary and the plot."""
+
+import json
+import pathlib
+import pickle
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx, serialization
+
+import gradclip_jax as gcx
+from gradclip_jax.monitoring._log import read_rows
+from gradclip_jax.monitoring._rows import Names, Outcome, Rows
+
+PARAMS = {"a": np.ones(2, "f"), "b": np.ones(3, "f")}
+TX = gcx.watch(optax.chain(gcx.clip_by_global_norm(1.0), optax.sgd(0.1)), history=16)
+UPDATE = jax.jit(TX.update)
+
+
+def train(state, first, last, tx_update=UPDATE, seed=0, bad=()):
+    """Take the steps from `first` to `last - 1`."""
+    for i in range(first, last):
+        rng = np.random.default_rng((seed, i))
+        grads = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype("f"), PARAMS)  # noqa: B023
+        grads["b"] = grads["b"] * (np.nan if i in bad else 1)
+        _, state = tx_update(grads, state, PARAMS, value=np.float32(1 + i), batch_id=i)
+    return state
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("every", [1, 5, 16])
+def test_rows_and_incidents_do_not_depend_on_how_often_the_state_is_read(every):
+    monitor, state, rows = gcx.Monitor(PARAMS), TX.init(PARAMS), []
+    for first in range(0, 80, every):
+        state = train(state, first, first + every, bad=(30, 31, 60))
+        report = monitor.read(state)
+        rows.append(report.rows)
+        assert (report.step, report.lost_rows) == (first + every, 0)
+        assert monitor.read(state).rows.step.size == 0  # nothing is read twice
+    rows = Rows.concatenate(rows)
+    assert rows.step.tolist() == rows.batch_id.tolist() == list(range(80))
+    assert rows.loss.tolist() == list(range(1, 81))
+    assert [(x.step, x.leaf) for x in monitor.incidents if "nan" in x.kinds] == [
+        (x, "b") for x in (30, 31, 60)
+    ]
+
+
+def test_rows_that_were_overwritten_before_a_read_are_counted():
+    monitor, state = gcx.Monitor(PARAMS), TX.init(PARAMS)
+    for last, lost in ((16, 0), (40, 8), (41, 0)):
+        state = train(state, monitor.report.step, last)
+        assert monitor.read(state).lost_rows == lost
+
+
+def test_a_stack_of_rows_from_scan_is_read_like_the_ring():
+    def step(state, grads):
+        state = TX.update(grads, state, PARAMS, value=2.0)[1]
+        return state, gcx.last_row(state)
+
+    grads = jax.tree.map(lambda x: np.arange(30, dtype="f")[:, None] * x, PARAMS)
+    state, stack = jax.jit(lambda s, xs: jax.lax.scan(step, s, xs))(TX.init(PARAMS), grads)
+    monitor = gcx.Monitor(PARAMS)
+    rows = monitor.read(stack).rows
+    assert rows.step.tolist() == list(range(30)) and monitor.names.clips == ("clip_factor",)
+    np.testing.assert_allclose(rows.norms[:, 0, 0], np.arange(30) * 5**0.5, rtol=1e-6)
+    ring = gcx.Monitor(PARAMS).read(state).rows
+    for ours, theirs in zip(ring, rows.take(slice(14, None)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    row = gcx.last_row(state)
+    assert gcx.Monitor(PARAMS).read(row).rows.step.tolist() == [29]
+
+
+@pytest.mark.parametrize(
+    ("state", "options", "error", "match"),
+    [
+        (lambda: optax.sgd(1.0).init(PARAMS), {}, TypeError, "a state of `watch`"),
+        (lambda: TX.init({"x": PARAMS["a"], "b": PARAMS["b"]}), {}, ValueError, "other names"),
+        (lambda: TX.init(PARAMS), {"granularity": "global"}, ValueError, "granularity"),
+        (lambda: TX.init(PARAMS), {"mask": {"a": True, "b": False}}, ValueError, "mask"),
+        (lambda: (TX.init(PARAMS), TX.init(PARAMS)), {}, ValueError, r"got 2: \[0\], \[1\]"),
+        (lambda: jax.vmap(lambda _: TX.init(PARAMS))(jnp.ones(2)), {}, ValueError, "one run"),
+        (
+            lambda: gcx.last_row(jax.vmap(lambda _: TX.init(PARAMS))(jnp.ones(2))),
+            {"granularity": "global"},
+            ValueError,
+            "other names",
+        ),
+    ],
+)
+def test_states_that_cannot_be_read_raise(state, options, error, match):
+    with pytest.raises(error, match=f"^Monitor.read: .*{match}"):
+        gcx.Monitor(PARAMS, **options).read(state())
+
+
+def test_a_monitor_is_told_which_of_two_states_it_reads():
+    tx = gcx.watch(gcx.accumulate_gradients(gcx.watch(optax.sgd(0.1)), 2))
+    state = train(tx.init(PARAMS), 0, 4, jax.jit(tx.update))
+    found = [gcx.Monitor(PARAMS, which=i).read(state).rows.step.tolist() for i in (0, 1)]
+    assert found == [[0, 1, 2, 3], [0, 1]]
+    assert len(gcx.incidents(state, PARAMS, which=0)) == 0
+    with pytest.raises(ValueError, match="one state of `watch`"):
+        gcx.last_row(state)
+
+
+def test_seeds_side_by_side_have_a_monitor_each():
+    states = jax.vmap(lambda _: TX.init(PARAMS))(jnp.arange(2))
+    scale = jnp.array([1.0, np.nan])
+    _, states = jax.vmap(lambda s, x: TX.update(jax.tree.map(lambda p: x * p, PARAMS), s, PARAMS))(
+        states, scale
+    )
+    assert gcx.metrics(states)["gradient_norm"].shape == (2,)
+    found = [gcx.incidents(jax.tree.map(lambda x, i=i: x[i], states), PARAMS) for i in range(2)]
+    assert [len(x) for x in found] == [0, 1]
+
+
+@pytest.mark.parametrize("library", ["pickle", "flax", "equinox", "orbax", "nnx"])
+def test_a_checkpoint_of_any_library_holds_the_rows(library, tmp_path):
+    state, empty = train(TX.init(PARAMS), 0, 9, bad=(5,)), TX.init(PARAMS)
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(state))
+    if library == "pickle":
+        restored = pickle.loads(pickle.dumps(state))
+    elif library == "flax":
+        restored = serialization.from_bytes(empty, serialization.to_bytes(state))
+    elif library == "equinox":
+        eqx.tree_serialise_leaves(tmp_path / "state.eqx", state)
+        restored = eqx.tree_deserialise_leaves(tmp_path / "state.eqx", empty)
+    elif library == "orbax":
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "state", state)
+            checkpointer.wait_until_finished()
+            restored = checkpointer.restore(tmp_path / "state", empty)
+    else:
+        restored = jax.tree.map(nnx.Variable, state)  # as `nnx.Optimizer` keeps them
+    found, expected = (gcx.Monitor(PARAMS).read(x) for x in (restored, state))
+    assert [str(x) for x in found.incidents] == [str(x) for x in expected.incidents]
+    jax.tree.map(np.testing.assert_array_equal, found.rows, expected.rows)
+
+
+# Logs, restarts and rewinds
+
+
+def test_the_log_has_every_step_and_the_norms_of_units_around_incidents(tmp_path):
+    path = tmp_path / "run.jsonl"
+    monitor, state, seen = gcx.Monitor(PARAMS, log=path), TX.init(PARAMS), []
+    called = gcx.Monitor(PARAMS, log=seen.append)
+    for first in range(0, 96, 16):
+        state = train(state, first, first + 16, bad=(70,))
+        monitor.read(state), called.read(state)
+    steps = [line for line in lines_of(path) if {"sentence", "action"}.isdisjoint(line)]
+    assert [line["step"] for line in steps] == list(range(96))
+    with_units = [line["step"] for line in steps if "gradient_norm/b" in line]
+    assert with_units == [0, 50, *range(64, 79)]  # the rows of the read with the incident
+    assert steps[70]["gradient_norm"] == "nan" and steps[3]["outcome"] == "applied clipped"
+    assert [x["sentence"] for x in seen if "sentence" in x] == [str(x) for x in monitor.incidents]
+    rows, names = read_rows(path)
+    assert names == monitor.names and rows.step.tolist() == list(range(96))
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_after_a_rewind_the_log_marks_the_lines_that_were_replaced(tmp_path, restarts):
+    path = tmp_path / "run.jsonl"
+    monitor, state = gcx.Monitor(PARAMS, log=path), TX.init(PARAMS)
+    state = train(state, 0, 12)
+    monitor.read(state)
+    checkpoint = state
+    state = train(state, 12, 24)
+    monitor.read(state)
+    if restarts:
+        monitor = gcx.Monitor(PARAMS, log=path)
+    report = monitor.read(train(checkpoint, 12, 20, seed=1))
+    assert (report.step, report.rows.step.tolist()) == (20, list(range(12, 20)))
+    state = train(checkpoint, 12, 28, seed=1)
+    assert monitor.read(state).rows.step.tolist() == list(range(20, 28))
+    lines = lines_of(path)
+    assert [x["rewind_to"] for x in lines if "rewind_to" in x] == [12]
+    assert [x["step"] for x in lines if x.get("step") == 15] == [15, 15]  # both lines are kept
+    rows, _ = read_rows(path)
+    assert rows.step.tolist() == list(range(28))
+    expected = gcx.Monitor(PARAMS).read(state).rows
+    np.testing.assert_allclose(rows.norms[12:, 0, 0], expected.norms[:, 0, 0], rtol=1e-6)
+    assert monitor.summary().startswith("steps 0 to 27: 28 applied")
+
+
+def test_a_state_that_was_restored_rewinds_before_the_next_step():
+    monitor, state = gcx.Monitor(PARAMS), TX.init(PARAMS)
+    early = train(state, 0, 5)
+    monitor.read(train(early, 5, 10))
+    assert monitor.read(early).step == 5
+    assert monitor.read(train(early, 5, 7)).rows.step.tolist() == [5, 6]
+
+
+def test_a_monitor_continues_the_run_of_its_log(tmp_path):
+    path = tmp_path / "run.jsonl"
+    state = train(TX.init(PARAMS), 0, 16, bad=(3,))
+    gcx.Monitor(PARAMS, log=path).read(state)
+    with path.open("a") as file:
+        file.write('{"step": 16, "lo')  # the process was killed
+    with pytest.warns(UserWarning, match="damaged"):
+        monitor = gcx.Monitor(PARAMS, log=path)
+    assert [x.step for x in monitor.incidents] == [3] and monitor.report.step == 16
+    report = monitor.read(train(state, 16, 20))
+    assert report.rows.step.tolist() == [16, 17, 18, 19] and report.lost_rows == 0
+    assert monitor.summary().startswith("steps 0 to 19: 20 applied")
+
+
+def test_the_summary_says_in_ten_lines_what_a_run_was():
+    inner = optax.chain(gcx.clip_by_global_norm(1.0), optax.sgd(0.1))
+    tx = gcx.watch(gcx.skip_nonfinite(inner))
+    monitor = gcx.Monitor(PARAMS)
+    assert monitor.summary() == "no steps"
+    monitor.read(train(tx.init(PARAMS), 0, 20, jax.jit(tx.update), bad=(7, 8)))
+    text = monitor.summary()
+    assert len(text.splitlines()) <= 10
+    for words in (
+        "steps 0 to 19: 18 applied, 2 skipped (2 non-finite)",
+        "clipped steps: clip ",
+        "loss: 1 at first, 20 at last, 1 at best",
+        "non-finite in 2 steps",
+        "largest shares of the squared gradient norm: b ",
+        "incidents: 2 (2 nan, 2 skipped)",
+        "the last: step 8, batch 8: skipped",
+        "suggested max_norm: ",
+    ):
+        assert words in text
+
+
+LOG = [{"g/step": i, "g/loss": 3.0 + 0.1 * (i % 3), "g/grad_norm": 1.0} for i in range(90)]
+
+
+def test_incidents_of_the_log_of_another_trainer():
+    monitor = gcx.diagnostics.read_log([*LOG, {"g/step": 90, "g/loss": 30.0, "g/grad_norm": 1.0}])
+    assert [(x.step, x.kinds) for x in monitor.incidents] == [(90, ("loss",))]
+    assert monitor.rows.step.size == 91 and "suggested max_norm: 1" in monitor.summary()
+    titles = [axes.get_title(loc="left") for axes in gcx.diagnostics.plot_log(monitor).axes]
+    assert titles == ["loss", "gradient norm"]
+
+
+def test_a_plot_shows_at_most_forty_units_with_those_of_incidents_first(tmp_path):
+    params = {f"w{i:03}": np.ones(1, "f") for i in range(60)}
+    tx, monitor = gcx.watch(optax.sgd(0.1)), gcx.Monitor(params, log=tmp_path / "run.jsonl")
+    grads = params | {"w055": np.float32([np.nan])}
+    _, state = tx.update(params, tx.init(params), params, value=1.0)
+    _, state = tx.update(grads, state, params, value=1.0)
+    monitor.read(state)
+    for log in (monitor, tmp_path / "run.jsonl"):
+        figure = gcx.diagnostics.plot_log(log, dark=True)
+        heat_map = figure.axes[1]
+        labels = [x.get_text() for x in heat_map.get_yticklabels()]
+        assert labels[:2] == ["w055", "w001"] and heat_map.get_ylim() == (40, 0)
+        assert "1  step 1: applied, gradient norm NaN" in figure.get_supxlabel()
+        assert figure.axes[0].get_title(loc="left") == "loss"
+        figure.savefig(tmp_path / "run.png")
+
+
+NO_ROWS = Rows.zeros(3, Names())
+
+
+@pytest.mark.parametrize("norms", [[0.0, 0.0], [-1.0], [], [np.nan, np.inf], NO_ROWS])
+def test_norms_without_a_valid_threshold_raise(norms):
+    with pytest.raises(ValueError, match="norms with a positive percentile"):
+        gcx.diagnostics.suggest_max_norm(norms)
+
+
+def test_a_threshold_is_suggested_from_rows_and_from_a_log(tmp_path: pathlib.Path):
+    monitor = gcx.Monitor(PARAMS, log=tmp_path / "run.jsonl")
+    rows = monitor.read(train(TX.init(PARAMS), 0, 15)).rows
+    expected = np.median(rows.norms[:, 0, 0])
+    assert rows.has(Outcome.HAS_GRADIENT).all()
+    for norms in (rows, tmp_path / "run.jsonl", rows.norms[:, 0, 0]):
+        assert gcx.diagnostics.suggest_max_norm(norms) == pytest.approx(expected, rel=1e-6)
