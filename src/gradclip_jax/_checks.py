@@ -88,25 +88,13 @@ def listed(places: Iterable[str]) -> str:
     return ", ".join(places[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def check_number(
-    argument: str,
-    value: Any,
-    hint: str,
-    *,
-    low: float = 0.0,
-    high: float = math.inf,
-    closed: bool = False,
-    below_high: bool = False,
-    or_nan: bool = False,
-) -> None:
-    """Check that a value is a number and, unless it is traced, that it lies in (low, high].
+def check_number(argument: str, value: Any, hint: str, interval: str = "(0, inf]") -> None:
+    """Check that a value is a number and, unless it is traced, that it lies in an interval.
 
-    The interval includes `low` if `closed`, and excludes `high` if `below_high`.
+    In `interval`, a bracket includes a bound, and a parenthesis excludes it, as in "[0, 1)".
     """
-    relation, upper = (">=" if closed else ">"), ("<" if below_high else "<=")
-    bounds = [f"{relation} {low:g}"] if low > -math.inf else []
-    bounds += [f"{upper} {high:g}"] if high < math.inf else []
-    rule = " ".join(["a number", " and ".join(bounds)]).strip()
+    low, high = map(float, interval[1:-1].split(","))
+    rule = f"a number in {interval[0]}{low:g}, {high:g}{interval[-1]}"
     if not is_scalar(value, jnp.floating, jnp.integer):
         hint = hint if value is None else "Pass one number."
         raise type_error(argument, rule, shortened(value), hint)
@@ -115,10 +103,10 @@ def check_number(
     try:
         known = float(value)
     except OverflowError:  # an integer of hundreds of digits
-        known, or_nan = math.nan, False
-    is_above = low <= known if closed else low < known
-    is_below = known < high if below_high else known <= high
-    if not (is_above and is_below or or_nan and math.isnan(known)):
+        known = math.nan
+    is_above = low <= known if interval[0] == "[" else low < known
+    is_below = known <= high if interval[-1] == "]" else known < high
+    if not (is_above and is_below):
         raise value_error(argument, rule, shortened(value), hint)
 
 
@@ -126,12 +114,12 @@ def check_decays(**decays: object) -> None:
     """Raise if a decay rate is not a number in [0, 1)."""
     hint = "Pass a decay rate such as 0.99."
     for argument, value in decays.items():
-        check_number(argument, value, hint, high=1.0, closed=True, below_high=True)
+        check_number(argument, value, hint, "[0, 1)")
 
 
 def check_percentile(argument: str, value: Any) -> None:
     """Check a percentile out of 100, and raise for a fraction such as 0.9."""
-    check_number(argument, value, "Pass 50 for the median.", high=100.0, closed=True)
+    check_number(argument, value, "Pass 50 for the median.", "[0, 100]")
     if not is_traced(value) and 0 < value < 1:
         hint = "Percentiles are out of 100: pass 90 for a value above 90 % of the others."
         raise value_error(argument, "0, or between 1 and 100", value, hint)

@@ -52,22 +52,16 @@ def value_error(argument: str, rule: str, got: object, hint: str) -> ArgumentVal
 
 
 def public(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Decorate a public function so that its errors and profiles contain its name.
+    """Decorate a public function so that its errors begin with its name.
 
     Functions that it returns, and the `init` and `update` functions of a transformation that it
-    returns, are decorated as well.
+    returns, are wrapped as well, so that profiles of a training step also contain the name.
     """
     name = fun.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(fun)
-    def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        try:
-            with jax.named_scope(name):
-                result = fun(*args, **kwargs)
-        except ArgumentError as error:
-            if not error.is_named:
-                error.function = name
-            raise
+    def call(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        result = fun(*args, **kwargs)
         if isinstance(result, optax.GradientTransformation):
             init, update = result
             # `GatedUpdate` has its own method `named`, which preserves its type.
@@ -75,18 +69,28 @@ def public(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
             return type(result)(named(init, name), rename(name))
         return named(result, name) if callable(result) and hasattr(result, "__code__") else result
 
-    return wrapper
+    return named(call, name, in_step=False)
 
 
-def named(fun: Callable[_Args, _Result], function: str) -> Callable[_Args, _Result]:
-    """Wrap a function so that its errors begin with the name of a public function."""
+def named(
+    fun: Callable[_Args, _Result], function: str, *, in_step: bool = True
+) -> Callable[_Args, _Result]:
+    """Wrap a function so that its errors begin with the name of a public function.
 
+    If the function runs in a training step, profiles contain the name as well, and enclosing public
+    functions such as `apply_gradients` do not replace the name in errors.
+    """
+    if in_step:
+        fun = jax.named_scope(function)(fun)
+
+    @functools.wraps(fun)
     def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         try:
-            with jax.named_scope(function):
-                return fun(*args, **kwargs)
+            return fun(*args, **kwargs)
         except ArgumentError as error:
-            error.function, error.is_named = error.function or function, True
+            if not error.is_named:
+                is_inner = in_step and error.function  # raised by a public function
+                error.function, error.is_named = error.function if is_inner else function, in_step
             raise
 
     return wrapper

@@ -81,7 +81,7 @@ def stable_adamw(
         check_number("learning_rate", learning_rate, "The paper uses 0.002.")
     check_decays(b1=b1, b2=b2)
     check_number("eps", eps, "The paper uses 1e-6.")
-    check_number("weight_decay", weight_decay, "Pass 0 for no weight decay.", closed=True)
+    check_number("weight_decay", weight_decay, "Pass 0 for no weight decay.", "[0, inf]")
     check_number("clipping", clipping, "The paper uses 1.")
     axes = check_axis_name(axis_name)
 

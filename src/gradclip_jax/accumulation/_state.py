@@ -79,6 +79,7 @@ class AccumulationStats(NamedTuple):
 
 
 @public
+@jax.named_scope("flush")
 def flush(
     tx: optax.GradientTransformation, state: Tree, params: Tree, **extra_args: Any
 ) -> tuple[Tree, Tree]:

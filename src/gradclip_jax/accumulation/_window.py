@@ -146,7 +146,7 @@ class Accumulation:
         if not callable(self.every):
             return jnp.asarray(self.every).astype(jnp.int32)
         length, hint = self.every(gradient_step), "Return the length of the next window."
-        check_number("every(gradient_step)", length, hint, low=1, closed=True)
+        check_number("every(gradient_step)", length, hint, "[1, inf]")
         return jnp.maximum(jnp.asarray(length).astype(jnp.int32), 1)
 
     def init(self, inner_state: Tree, params: Tree) -> AccumulationState:

@@ -226,7 +226,7 @@ def quantile(target: Number = 0.5, rate: Number = 0.2, initial: Number = 1.0) ->
     References:
         Andrew, Thakkar, McMahan and Ramaswamy, 2021 (first 2019), arXiv 1905.03871.
     """
-    check_number("target", target, "Pass 0.5 for the median.", high=1.0, closed=True)
+    check_number("target", target, "Pass 0.5 for the median.", "[0, 1]")
     check_number("rate", rate, "The paper uses 0.2.")
     check_positive("initial", initial, "The paper uses 0.1.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -18,6 +19,8 @@ from .._checks import (
     check_ord,
     check_params,
     check_state,
+    is_scalar,
+    is_traced,
     shortened,
 )
 from .._devices import groups_of_type, map_arrays, shared
@@ -75,6 +78,7 @@ class ClipState(NamedTuple):
 
 
 @public
+@jax.named_scope("clip_grad_norm")
 def clip_grad_norm(
     grads: Tree,
     max_norm: Number,
@@ -120,7 +124,9 @@ def clip_grad_norm(
     if norm is None:
         known = norm_of_leaves(leaves.arrays, order, axes)
     else:
-        check_number("norm", norm, "Pass the norm of `grads`.", closed=True, or_nan=True)
+        is_nan = is_scalar(norm, jnp.floating) and not is_traced(norm) and math.isnan(norm)
+        if not is_nan:  # a norm of NaN makes every leaf NaN
+            check_number("norm", norm, "Pass the norm of `grads`.", "[0, inf]")
         known = jnp.asarray(norm).astype(dtype)
     factor = scale_factor(known, jnp.asarray(max_norm, dtype))
     factor = jnp.where(jnp.isfinite(known), factor, jnp.nan)

@@ -18,6 +18,7 @@ from ._threshold import check_representable
 
 
 @public
+@jax.named_scope("clip_cotangent")
 def clip_cotangent(
     x: Array,
     max_norm: Number,

@@ -80,6 +80,7 @@ def leaf_units(leaves: Sequence[Array], tree: Tree = None) -> Slices:
 
 
 @public
+@jax.named_scope("global_norm")
 def global_norm(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = None) -> Scalar:
     """Compute the norm of all elements of a tree as one vector.
 
@@ -128,6 +129,7 @@ def global_norm(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = N
 
 
 @public
+@jax.named_scope("leaf_norms")
 def leaf_norms(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = None) -> Tree:
     """Compute the norm of each leaf; see `global_norm`.
 
@@ -158,6 +160,7 @@ def leaf_norms(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = No
 
 
 @public
+@jax.named_scope("combine_norms")
 def combine_norms(norms: Sequence[Number], *, ord: Order | None = None) -> Scalar:
     """Combine the norms of disjoint parts of a model into the norm of the whole model.
 

@@ -15,6 +15,7 @@ from ._threshold import check_positive
 
 
 @public
+@jax.named_scope("qk_clip")
 def qk_clip(
     query: Tree,
     key: Tree | None,

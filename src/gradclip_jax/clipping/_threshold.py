@@ -137,7 +137,7 @@ def as_rule(argument: str, threshold: Threshold, *, low: float = 0.0) -> Rule:
         if any(isinstance(x, (jax.Array, np.ndarray)) for x in jax.tree.leaves(threshold)):
             hint = "Use `clip_grad_norm(grads, max_norm)` to clip a tree without a transformation."
         raise type_error(argument, rule, shortened(threshold), hint)
-    check_number(argument, threshold, _HINT, low=low)
+    check_number(argument, threshold, _HINT, f"({low}, inf]")
     if not low:
         check_representable(argument, threshold, jax.dtypes.canonicalize_dtype(np.float64))
     # An int above 2^31 is not an int32.

@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, ParamSpec, TypeVar
 
+import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from .._checks import check_number, is_traced
@@ -384,6 +384,7 @@ def clip(max_delta: Number) -> optax.GradientTransformation:
 
 
 @public
+@jax.named_scope("clip_grad_value")
 def clip_grad_value(grads: Tree, max_value: Number) -> Tree:
     """Clamp every element of a gradient tree to `[-max_value, max_value]`.
 
@@ -428,7 +429,7 @@ def _value_bounds(
             high = high.astype(jnp.float32)
         return -high, high
     hint = "Omit it to use `-max_value`."
-    check_number("min_value", min_value, hint, low=-np.inf, closed=True)
+    check_number("min_value", min_value, hint, "[-inf, inf]")
     if not (is_traced(min_value) or is_traced(max_value) or min_value < max_value):
         raise value_error("min_value", "less than `max_value`", repr(min_value), hint)
     return min_value, max_value

@@ -92,6 +92,7 @@ def gated(
 
 
 @public
+@jax.named_scope("apply_gradients")
 def apply_gradients(
     tx: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree, **extra_args: Any
 ) -> tuple[Tree, Tree]:

@@ -55,6 +55,7 @@ class LossScaleState(NamedTuple):
 
 
 @public
+@jax.named_scope("scale_loss")
 def scale_loss(state: Tree, loss: ArrayLike) -> Array:
     """Return the loss unchanged, with a gradient that is multiplied by the loss scale.
 
@@ -209,9 +210,9 @@ def dynamic_loss_scale(
         Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740.
     """
     _check_scales(init_scale, min_scale, max_scale)
-    check_number("growth_factor", growth_factor, "Pass, for example, 2.0.", low=1.0)
+    check_number("growth_factor", growth_factor, "Pass, for example, 2.0.", "(1, inf]")
     hint = "Pass, for example, 0.5."
-    check_number("backoff_factor", backoff_factor, hint, high=1.0, below_high=True)
+    check_number("backoff_factor", backoff_factor, hint, "(0, 1)")
     check_count("growth_interval", growth_interval, "Pass the number of good steps before growth.")
 
     axes = check_guard(inner, axis_name)
@@ -265,7 +266,7 @@ def _check_scales(first: Number, smallest: Number, largest: Number) -> None:
     scales = {"init_scale": first, "min_scale": smallest, "max_scale": largest}
     for argument, value in scales.items():
         hint = "Pass a power of two within these bounds."
-        check_number(argument, value, hint, low=_SMALLEST, high=_LARGEST, closed=True)
+        check_number(argument, value, hint, f"[{_SMALLEST}, {_LARGEST}]")
     is_known = not any(map(is_traced, scales.values()))
     if is_known and not float(smallest) <= float(first) <= float(largest):
         words = f"between min_scale={smallest:g} and max_scale={largest:g}"
