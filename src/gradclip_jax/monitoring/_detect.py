@@ -7,8 +7,10 @@ RMS of a tap, or a loss and its logarithm. Over the last `WINDOW` rows,
     excess = (x - level) - (median of x - level over all units, if x belongs to a unit)
     usual  = median of excess
     spread = 1.4826 * median of |excess - usual|
-    q90, q99 = quantiles of excess - usual over the last LONG rows that are no outliers
-    bound  = max(min(WIDTH * spread, CAP), q99 + TAIL * (q99 - q90))
+    bound  = max(min(WIDTH * spread, CAP), tail)
+
+where `tail` is the size that one usual excess in 10 * RARITY rows exceeds, extrapolated from the
+excesses above their 90 % quantile (see `_tail`),
 
 and x is an outlier if `excess - usual > bound` and `x - level > FLOOR`. Medians and quantiles are
 computed at fixed rows, at every row at first and then at every eighth row, so that the incidents do
@@ -25,7 +27,7 @@ from ._incident import FATES, STREAK, Incident
 from ._incident import KINDS as INCIDENT_KINDS
 from ._rows import KINDS, MEASURED, Names, Outcome, Rows
 
-WARM_UP, WINDOW, LONG = 16, 128, 512
+WARM_UP, WINDOW, LONG = 16, 128, 2048
 """Rows without bounds, rows of a median, and rows of a tail."""
 
 EARLY, REFRESH = 64, 8
@@ -37,8 +39,11 @@ WIDTH, UNIT_WIDTH = 6.0, 8.0
 CAP = math.log(6.0)
 """Largest `WIDTH * spread`. Without it, a norm that varies by a decade never is an outlier."""
 
-TAIL, UNIT_TAIL = 1.0, 2.0
-"""For an exponential tail, 1 means one outlier in 1,000 rows, and 2 one in 10,000 rows."""
+RARITY, UNIT_RARITY = 2000.0, 10_000.0
+"""One in so many excesses above the 90 % quantile is an outlier, if excesses are independent."""
+
+AFTER, TAIL_REFRESH = 32, 64
+"""Rows after an outlier that are not used for the tail, and rows between two estimates of it."""
 
 FLOORS = {"gradient": 2.0, "update": 3.0, "parameter": 2.0, "tap": 3.0, "loss": 1.5}
 """Smallest ratio of an outlier to its level."""
@@ -67,21 +72,40 @@ FAULTS = (
 )
 """Outcomes that are incidents."""
 
+NUM_ABOVE = 3
+"""Rows whose loss exceeds twice the first loss, which are an incident without other rows."""
+
 NUM_ROUTINE = 4
-"""Infinite norms in 2 * LONG rows up to which they are routine overflows of a loss scale."""
+"""Infinite norms in LONG rows up to which they are routine overflows of a loss scale."""
 
 
-def quantiles(values: HostArray, *shares: float) -> list[HostArray]:
-    """Return lower quantiles of the known values along the first axis; NaN if there are none."""
+def quantile(values: HostArray, share: float) -> HostArray:
+    """Return a lower quantile of the known values along the first axis; NaN if there are none."""
     values = np.sort(values, axis=0)  # NaN last
     count = np.maximum(np.sum(~np.isnan(values), axis=0) - 1, 0)
-    rows = [(share * count).astype(int)[None] for share in shares]
-    return [np.take_along_axis(values, row, 0)[0] for row in rows]
+    return np.take_along_axis(values, (share * count).astype(int)[None], 0)[0]
 
 
 def median(values: HostArray) -> HostArray:
     """Return the lower median of the known values along the first axis; NaN if there are none."""
-    return quantiles(values, 0.5)[0]
+    return quantile(values, 0.5)
+
+
+def _tail(values: HostArray, rarity: HostArray) -> HostArray:
+    """Return the value that one in `rarity` of the values above the 90 % quantile exceeds.
+
+    The values above the quantile are fitted by a generalized Pareto distribution with a shape of
+    at most 0 (an exponential tail) from their mean and variance (Hosking and Wallis, 1987).
+    """
+    start = quantile(values, 0.9)
+    is_above = values > start
+    count = np.maximum(np.sum(is_above, axis=0), 1)
+    above = np.where(is_above, values - start, 0)
+    mean = np.sum(above, axis=0) / count
+    variance = np.sum(np.square(above), axis=0) / count - mean**2
+    ratio = np.clip(mean**2 / np.maximum(variance, 1e-12), 1.0, 1.6)
+    shape, scale = 0.5 * (1 - ratio) - 1e-6, 0.5 * mean * (1 + ratio)
+    return start + scale / shape * (rarity**shape - 1)
 
 
 class Outliers(NamedTuple):
@@ -112,10 +136,8 @@ class Levels:
         is_unit = np.zeros(size, bool)
         for group in groups:
             is_unit[group] = True
-        self.width, self.tail = (
-            np.where(is_unit, UNIT_WIDTH, WIDTH),
-            np.where(is_unit, UNIT_TAIL, TAIL),
-        )
+        self.width = np.where(is_unit, UNIT_WIDTH, WIDTH)
+        self.rarity = np.where(is_unit, UNIT_RARITY, RARITY)
         self.least, self.cap = np.log([FLOORS[kind] for kind in kinds]), np.full(size, CAP)
         self.least[-1], self.cap[-1] = 1e-9, math.inf
         self.values, self.excesses, self.usual_excesses = np.full((3, 1, size), np.nan)
@@ -134,10 +156,11 @@ class Levels:
         index = self.count + np.arange(len(values))[:, None]
         with np.errstate(invalid="ignore"):
             is_outlier = (excess - self.usual > self.bound) & (change > self.floor)
-            # The values that follow an outlier until the level is normal are no usual excesses.
-            last = np.maximum.accumulate(np.where(is_outlier, index, self.last_outlier), 0)
-            is_after = (index - last < STREAK) & (excess - self.usual > 0.3 * self.bound)
-        usual = np.where(is_outlier | is_after, np.nan, excess)
+        # An outlier and the rows after it, in which a loss decays, are no usual excesses. Updates
+        # and units with sparse gradients often rise for several steps.
+        is_known = is_outlier & (self.width == WIDTH) & (self.kinds != "update")
+        last = np.maximum.accumulate(np.where(is_known, index, self.last_outlier), 0)
+        usual = np.where(index - last < AFTER, np.nan, excess)
         self.last_outlier, self.count = last[-1], self.count + len(values)
         self.values = _last(WINDOW, self.values, values)
         self.excesses = _last(WINDOW, self.excesses, excess)
@@ -149,12 +172,12 @@ class Levels:
         self.level, usual = median(self.values), median(self.excesses)
         count = np.sum(~np.isnan(self.excesses), axis=0)
         spread = 1.4826 * median(abs(self.excesses - usual))
-        if self.count < WINDOW or self.count % (4 * REFRESH) == 0:
-            self.q90, self.q99 = quantiles(self.usual_excesses, 0.9, 0.99)
+        if self.count < WINDOW or self.count % TAIL_REFRESH == 0:
+            self.tail = _tail(self.usual_excesses, self.rarity)
         # The spread of 16 values is uncertain, so the bound is twice as wide as for 64 values.
         early = 1 + np.clip((EARLY - count) / (EARLY - WARM_UP), 0, 1)
         bound = early * np.minimum(self.width * spread, self.cap)
-        bound = np.fmax(bound, self.q99 - usual + self.tail * (self.q99 - self.q90))
+        bound = np.fmax(bound, self.tail - usual)
         is_known = count >= WARM_UP - 1  # the first value has no excess
         self.bound = np.where(
             is_known, np.maximum(bound, np.where(self.width > WIDTH, self.least, 0)), np.inf
@@ -235,13 +258,13 @@ class Zeros:
             self.num_nonzero, self.count = self.num_nonzero + 1, self.count + 1
             return is_zero
         length = self.streak + 1
-        weight = np.minimum(length / min(self.count + 1, 2 * LONG), 1)
+        weight = np.minimum(length / min(self.count + 1, LONG), 1)
         share = self.share + weight * (self.streak / length - self.share)
         self.share = np.where(is_zero, self.share, share)
         self.longest = np.where(is_zero, self.longest, np.maximum(self.longest, self.streak))
         self.streak = np.where(is_zero, length, 0)
         self.num_nonzero, self.count = self.num_nonzero + ~is_zero, self.count + 1
-        before = np.clip(self.count - self.streak, 0, 2 * LONG)
+        before = np.clip(self.count - self.streak, 0, LONG)
         # Use at least half a zero, so that a single zero of a unit is not an incident.
         rarity = self.streak * np.log(np.maximum(self.share, 0.5 / (before + 1)))
         surprise = np.minimum(self.num_nonzero, before) * np.log1p(self.streak / np.fmax(before, 1))
@@ -269,6 +292,7 @@ class Detector:
         self.drifts, self.zeros = Drifts(size), Zeros(size + 1)
         self.infinite_rows: list[int] = []
         self.last: Incident | None = None
+        self.first_loss, self.num_above = math.nan, 0
         self.has_noted, self.last_row, self.count = False, 0, 0
 
     def update(self, rows: Rows) -> list[Incident]:
@@ -287,6 +311,8 @@ class Detector:
         outliers = Outliers(*(np.concatenate(x) for x in zip(*parts, strict=True)))
         zeros = np.hstack([rows.norms[:, 0] == 0, rows.loss[:, None] == 0])
         zeros = np.array([self.zeros.compare(row) for row in zeros]).reshape(zeros.shape)
+        for t, loss in enumerate(values[:, -1].tolist()):
+            outliers.is_outlier[t, -2:] |= self._is_early_rise(self.count + t, loss)
         is_suspicious = rows.has(FAULTS) | ~np.isfinite(rows.loss)
         is_suspicious |= ~np.isfinite(rows.norms).all((1, 2)) | (rows.taps[..., -1] > 0).any((1, 2))
         for table in (outliers.is_outlier, drifts != 0, zeros):
@@ -297,6 +323,15 @@ class Detector:
             found += self._incident(self.count + t, rows.take(t), row, drifts[t], zeros[t])
         self.count += len(values)
         return found
+
+    def _is_early_rise(self, index: int, loss: float) -> bool:
+        """Return whether the loss of a few early rows is far above the first loss."""
+        if index >= EARLY or math.isnan(loss):
+            return False
+        if math.isnan(self.first_loss):
+            self.first_loss = loss
+        self.num_above = self.num_above + 1 if 0 < 2 * self.first_loss < loss else 0
+        return self.num_above == NUM_ABOVE
 
     def _values(self, rows: Rows) -> HostArray:
         """Return the compared values of each row; NaN if a value is unknown or not finite."""
@@ -391,7 +426,7 @@ class Detector:
         """Return whether an infinite gradient norm is a rare overflow of a loss scale."""
         if Outcome.APPLIED in flags or not (loss is None or math.isfinite(loss)):
             return False
-        rows = [row for row in self.infinite_rows if row > index - 2 * LONG]
+        rows = [row for row in self.infinite_rows if row > index - LONG]
         self.infinite_rows = [*rows, index]
         return len(self.infinite_rows) <= NUM_ROUTINE
 
