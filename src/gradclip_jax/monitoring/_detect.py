@@ -72,8 +72,8 @@ FAULTS = (
 )
 """Outcomes that are incidents."""
 
-NUM_ABOVE = 3
-"""Rows whose loss exceeds twice the first loss, which are an incident without other rows."""
+EARLY_RISE, NUM_ABOVE = 3.0, 3
+"""Consecutive early rows whose loss exceeds 3 times the first one are an incident."""
 
 NUM_ROUTINE = 4
 """Infinite norms in LONG rows up to which they are routine overflows of a loss scale."""
@@ -160,7 +160,7 @@ class Levels:
         # and units with sparse gradients often rise for several steps.
         is_known = is_outlier & (self.width == WIDTH) & (self.kinds != "update")
         last = np.maximum.accumulate(np.where(is_known, index, self.last_outlier), 0)
-        usual = np.where(index - last < AFTER, np.nan, excess)
+        usual = np.where((index - last < AFTER) | (index < WARM_UP), np.nan, excess)
         self.last_outlier, self.count = last[-1], self.count + len(values)
         self.values = _last(WINDOW, self.values, values)
         self.excesses = _last(WINDOW, self.excesses, excess)
@@ -328,9 +328,9 @@ class Detector:
         """Return whether the loss of a few early rows is far above the first loss."""
         if index >= EARLY or math.isnan(loss):
             return False
-        if math.isnan(self.first_loss):
-            self.first_loss = loss
-        self.num_above = self.num_above + 1 if 0 < 2 * self.first_loss < loss else 0
+        if math.isnan(self.first_loss) or loss <= 0:
+            self.first_loss = loss if loss > 0 else math.inf
+        self.num_above = self.num_above + 1 if loss > EARLY_RISE * self.first_loss else 0
         return self.num_above == NUM_ABOVE
 
     def _values(self, rows: Rows) -> HostArray:
