@@ -40,10 +40,11 @@ _WORDS = {str(x.name).lower(): x for x in Outcome if not str(x.name).startswith(
 """The words of the key `outcome`."""
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf(?:inity)?)"
-_GAP = r"[^\w.+-]{0,4}"
+_GAP = r"[^\w.+-]{0,12}"
 PATTERN = (
-    rf"(?i)(?:.*?\b(?:step|iter(?:ation)?)s?{_GAP}(?P<step>\d+))?"
-    rf".*?\bloss{_GAP}(?P<loss>{_NUMBER})(?:.*?norm{_GAP}(?P<norm>{_NUMBER}))?"
+    rf"(?i)(?=(?:.*?(?:\b|_)(?:step|iter(?:ation)?)s?{_GAP}(?P<step>\d+))?)"
+    rf"(?=.*?(?<!val.)(?<!test.)(?:\b|(?<=train_))loss{_GAP}(?P<loss>{_NUMBER}))"
+    rf"(?=(?:.*?norm{_GAP}(?P<norm>{_NUMBER}))?)"
 )
 """The lines of a text file that are read by default."""
 
@@ -275,7 +276,9 @@ def _parsed(path: pathlib.Path, pattern: str) -> list[Line]:
     """Read the lines of a file in one of the formats of `read_rows`."""
     text = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix == ".csv":
-        return list(csv.DictReader(text.splitlines()))
+        table = csv.DictReader(text.splitlines(), skipinitialspace=True)
+        # Values beyond the last column have the key None.
+        return [{key: x for key, x in line.items() if key} for line in table]
     if text.lstrip().startswith("{"):
         try:
             return json.loads(text)["log_history"]
@@ -283,7 +286,13 @@ def _parsed(path: pathlib.Path, pattern: str) -> list[Line]:
             lines = _json_lines(path, text)
         if lines:
             return lines
-    found = (re.match(pattern, line) for line in text.splitlines())
+    try:
+        found = [re.match(pattern, line) for line in text.splitlines()]
+    except re.error as error:
+        hint = "Pass one with the group `(?P<loss>...)`, and optionally `step` and `norm`."
+        raise value_error(
+            "pattern", "a regular expression", f"{pattern!r}, {error}", hint
+        ) from None
     return [{key: x for key, x in match.groupdict().items() if x} for match in found if match]
 
 

@@ -245,8 +245,13 @@ class Monitor:
             for line in lines:
                 self._log(line)
         elif self._path:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(line) + "\n" for line in lines)
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            with self._path.open("ab+") as file:
+                if file.tell():
+                    file.seek(-1, os.SEEK_END)
+                    # A process that was killed may have written half a line.
+                    text = text if file.read() == b"\n" else "\n" + text
+                file.write(text.encode())
 
 
 def read_ring(watched: WatchState, names: Names) -> tuple[Rows, Names]:

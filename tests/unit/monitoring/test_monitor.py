@@ -211,6 +211,18 @@ def test_a_monitor_continues_the_run_of_its_log(tmp_path):
     assert monitor.summary().startswith("steps 0 to 19: 20 applied")
 
 
+def test_a_process_that_was_killed_while_it_wrote_loses_only_its_last_line(tmp_path):
+    log, state = tmp_path / "run.jsonl", train(TX.init(PARAMS), 0, 10)
+    gcx.Monitor(PARAMS, log=log).read(state)
+    log.write_text(log.read_text()[:-20])
+    with pytest.warns(UserWarning, match="damaged"):
+        monitor = gcx.Monitor(PARAMS, log=log)
+    monitor.read(train(state, 10, 15))
+    with pytest.warns(UserWarning, match="damaged"):
+        rows, _ = read_rows(log)
+    assert rows.step.tolist() == list(range(15))  # step 9 was still in the state
+
+
 def test_the_summary_says_in_ten_lines_what_a_run_was():
     inner = optax.chain(gcx.clip_by_global_norm(1.0), optax.sgd(0.1))
     tx = gcx.watch(gcx.skip_nonfinite(inner))
