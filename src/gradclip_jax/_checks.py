@@ -23,8 +23,9 @@ _SHOWN_CHARACTERS = 200
 
 def describe(leaf: Any) -> str:
     """Format an array as `dtype[shape]`, and any other leaf as the name of its type."""
-    shape = ", ".join(map(str, np.shape(leaf)))
-    return f"{leaf.dtype}[{shape}]" if hasattr(leaf, "dtype") else type(leaf).__name__
+    if not hasattr(leaf, "dtype"):
+        return type(leaf).__name__
+    return f"{leaf.dtype}[{', '.join(map(str, np.shape(leaf)))}]"
 
 
 def shortened(value: object) -> str:

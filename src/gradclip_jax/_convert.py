@@ -225,7 +225,7 @@ def _copied(like: Tree, given: Tree, context: _Context, path: Path) -> Tree:
     """Copy a state, except its inner state, to its counterpart in the new optimizer."""
     kind = type(like)
     if kind in _CLIPS:
-        return given if _is_alike(like, given) else like
+        return given if _types(like) == _types(given) else like
     if kind in _WINDOWS:
         _check_same_scale(like, given, path)
         given = _copied_window(like, given, context.reduction, path)
@@ -236,14 +236,10 @@ def _copied(like: Tree, given: Tree, context: _Context, path: Path) -> Tree:
     return _copied_children(like, given, context, path)
 
 
-def _is_alike(like: Tree, given: Tree) -> bool:
-    """Return whether two trees have the same structure, shapes and dtypes."""
-
-    def shapes(tree: Tree) -> Tree:
-        leaves, structure = jax.tree.flatten(tree)
-        return structure, [(np.shape(x), jnp.result_type(x)) for x in leaves]
-
-    return shapes(like) == shapes(given)
+def _types(tree: Tree) -> tuple[Any, list[tuple[tuple[int, ...], np.dtype]]]:
+    """Return the structure of a tree, and the shapes and dtypes of its leaves."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(np.shape(x), jnp.result_type(x)) for x in leaves]
 
 
 def _copied_children(like: Tree, given: Tree, context: _Context, path: Path) -> Tree:
@@ -257,16 +253,21 @@ def _copied_children(like: Tree, given: Tree, context: _Context, path: Path) -> 
     if structure != other_structure:
         raise _mismatch(_name(like), _name(given), path)
     if structure == jax.tree.structure(0):
-        if np.shape(like) != np.shape(given) and np.shape(like) in context.shapes:
-            rule = "the parameters with which `state` was initialized"
-            got = f"{describe(like)} where {leaf_path('state', path)} is {describe(given)}"
-            raise type_error("params", rule, got, "Pass the parameters that belong to `state`.")
-        if not _is_alike(like, given):
-            raise _mismatch(describe(like), describe(given), path)
-        return given
+        return _copied_leaf(like, given, context, path)
     pairs = zip(children, others, strict=True)
     copied = [_converted(x, y, context, (*path, *key)) for (key, x), (_, y) in pairs]
     return jax.tree.unflatten(structure, copied)
+
+
+def _copied_leaf(like: Any, given: Any, context: _Context, path: Path) -> Array:
+    """Return a leaf, or raise if its shape or dtype differs."""
+    if np.shape(like) != np.shape(given) and np.shape(like) in context.shapes:
+        rule = "the parameters with which `state` was initialized"
+        got = f"{describe(like)} where {leaf_path('state', path)} is {describe(given)}"
+        raise type_error("params", rule, got, "Pass the parameters that belong to `state`.")
+    if _types(like) != _types(given):
+        raise _mismatch(describe(like), describe(given), path)
+    return given
 
 
 def _copied_skips(like: Tree, given: Tree) -> Tree:
@@ -361,7 +362,7 @@ def _name(node: Tree) -> str:
         return f"a dict with the keys {', '.join(map(repr, sorted(node, key=str)))}"
     if type(node) in (tuple, list):
         return f"a {type(node).__name__} of {len(node)}"
-    return describe(node) if hasattr(node, "dtype") else type(node).__name__
+    return describe(node)
 
 
 def _mismatch(expected: str, got: str, path: Path) -> ArgumentTypeError:

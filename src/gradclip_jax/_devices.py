@@ -44,21 +44,16 @@ def device_count(x: Array) -> int:
     return 1 if all(kind == AxisType.Manual for kind in mesh.axis_types) else mesh.size
 
 
-def _stack_key(x: Array, leaf: int) -> Hashable:
-    """Return a key that is equal for arrays that can be stacked: those of the same type.
-
-    An array that may be sharded is only stacked with arrays of the same leaf. If arrays of
-    different shardings are stacked, XLA changes the sharding of their producers, and may gather a
-    gradient and its moments.
-    """
-    return jax.typeof(x), leaf if x.ndim and device_count(x) > 1 else None
-
-
 def groups_of_type(arrays: Sequence[Array]) -> list[list[int]]:
-    """Group the indices of arrays that can be stacked, one array for each leaf."""
+    """Group the indices of arrays that can be stacked: those of the same type.
+
+    An array that may be sharded has a group of its own. If arrays of different shardings are
+    stacked, XLA changes the sharding of their producers, and may gather a gradient and its moments.
+    """
     groups: dict[Hashable, list[int]] = {}
     for i, x in enumerate(arrays):
-        groups.setdefault(_stack_key(x, i), []).append(i)
+        may_be_sharded = x.ndim > 0 and device_count(x) > 1
+        groups.setdefault((jax.typeof(x), i if may_be_sharded else None), []).append(i)
     return list(groups.values())
 
 

@@ -174,20 +174,16 @@ def _run(
     constants: list[Array],
     computed: Tree | None,
 ) -> Tree:
-    """Execute a step conditionally with `form`, and differentiate it like `_cond`."""
+    """Execute a step conditionally with `form`, and differentiate it like `lax.cond`."""
     return form(functools.partial(step, constants), predicate, start, computed)
 
 
 @_run.defjvp
 def _run_jvp(form: _Form, step: Callable[..., Tree], primals: Tree, tangents: Tree) -> Tree:
     def run(predicate: Array, start: Tree, constants: list[Array]) -> Tree:
-        return _cond(functools.partial(step, constants), predicate, start, None)
+        return lax.cond(predicate, lambda x: step(constants, x[1]), lambda x: x, start)
 
     return jax.jvp(run, primals[:3], tangents[:3])
-
-
-def _cond(step: _Step, predicate: Array, start: Tree, computed: Tree | None) -> Tree:
-    return lax.cond(predicate, lambda start: step(start[1]), lambda start: start, start)
 
 
 def _loop(step: _Step, predicate: Array, start: Tree, computed: Tree | None) -> Tree:

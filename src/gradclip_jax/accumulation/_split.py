@@ -11,7 +11,6 @@ from jax import lax
 from .._checks import check_count, describe, is_traced, leaf_path, shortened
 from .._errors import type_error, value_error
 from .._mesh import num_shards
-from .._run_if import run_if
 from .._types import Array, Count, Number, Scalar, Tree
 
 
@@ -91,26 +90,30 @@ def bind_split(split: Split, args: Sequence[Tree]) -> Split:
         raise type_error("args", f"at least {needed} positional arguments", f"{len(args)}", hint)
     named = {name: getattr(split, name) for name in ("batches", "keys", "differentiated")}
     split = split._replace(**{k: tuple(i % len(args) for i in v) for k, v in named.items()})
-    sizes: set[int] = set()
-    for i in split.batches:
-        for path, x in jax.tree.leaves_with_path(args[i]):
-            if not np.ndim(x):
-                got = f"{describe(x)} at {leaf_path(f'args[{i}]', path)}"
-                hint = "Pass one row per example; split a shared key with `jax.random.split`."
-                raise value_error("batch", "arrays with a leading batch axis", got, hint)
-            if np.shape(x)[0] % split.parts:
-                rule = f"divisible by num_microbatches={split.parts} along the first axis"
-                got = f"{describe(x)} at {leaf_path(f'args[{i}]', path)}"
-                hint = "Change the batch size, or pad the batch with examples of weight 0."
-                raise value_error("batch", rule, got, hint)
-            size, shards = np.shape(x)[0] // split.parts, num_shards(x, axis=0)
-            sizes.add(size)
-            if size % shards:
-                rule = f"divisible by {shards} shards in each micro-batch"
-                got = f"{describe(x)} at {leaf_path(f'args[{i}]', path)}"
-                hint = f"Pass a divisor of {np.shape(x)[0] // shards} as `num_microbatches`."
-                raise value_error("batch", rule, got, hint)
+    sizes = [
+        _micro_batch_size(x, leaf_path(f"args[{i}]", path), split.parts)
+        for i in split.batches
+        for path, x in jax.tree.leaves_with_path(args[i])
+    ]
     return split._replace(sizes=frozenset(sizes))
+
+
+def _micro_batch_size(x: Array, place: str, parts: int) -> int:
+    """Return the length of an array in a micro-batch, or raise if it cannot be split."""
+    got = f"{describe(x)} at {place}"
+    if not np.ndim(x):
+        hint = "Pass one row per example; split a shared key with `jax.random.split`."
+        raise value_error("batch", "arrays with a leading batch axis", got, hint)
+    length, shards = np.shape(x)[0], num_shards(x, axis=0)
+    if length % parts:
+        rule = f"divisible by num_microbatches={parts} along the first axis"
+        hint = "Change the batch size, or pad the batch with examples of weight 0."
+        raise value_error("batch", rule, got, hint)
+    if length // parts % shards:
+        rule = f"divisible by {shards} shards in each micro-batch"
+        hint = f"Pass a divisor of {length // shards} as `num_microbatches`."
+        raise value_error("batch", rule, got, hint)
+    return length // parts
 
 
 def in_one_form(fun: Callable[..., Any], has_weight: bool, has_aux: bool) -> Callable[..., Any]:
@@ -127,9 +130,8 @@ def in_one_form(fun: Callable[..., Any], has_weight: bool, has_aux: bool) -> Cal
             value, rest = value
         if jax.tree.structure(value) != jax.tree.structure(0) or np.ndim(value):
             rule = "a function that returns a scalar value"
-            got = describe(value) if hasattr(value, "dtype") else type(value).__name__
             hint = "Return a mean; pass `has_aux` or `has_weight` if the function returns a pair."
-            raise type_error("fun", rule, got, hint)
+            raise type_error("fun", rule, describe(value), hint)
         if not (has_weight and has_aux):
             rest = (rest, None) if has_weight else (None, rest)
         return value, rest
@@ -171,18 +173,6 @@ def check_parts(parts: Count, real: Number | None) -> None:
     if not is_traced(real) and int(real) > int(parts):
         rule = f"an integer from 0 to num_microbatches={parts}"
         raise value_error(name, rule, int(real), hint)
-
-
-def run_if_real(
-    real: Number | None, index: Array, step: Callable[[Tree], Tree], carry: Tree
-) -> Tree:
-    """Return `step(carry)` for the first `real` micro-batches, else the carry.
-
-    All micro-batches run if `real` is None.
-    """
-    if real is None:
-        return step(carry)
-    return run_if(index < jnp.asarray(real).astype(jnp.int32), step, carry)
 
 
 def in_order(rows: Array, per_example: int = 1) -> Array:

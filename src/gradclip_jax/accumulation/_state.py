@@ -172,6 +172,7 @@ def _with_windows(old: Tree, new: Tree) -> Tree:
 
 
 @public
+@jax.named_scope("accumulated_gradients")
 def accumulated_gradients(state: Tree, *, reduction: Literal["mean", "sum"] = "mean") -> Tree:
     """Return the weighted mean of the accumulated gradients, in the accumulator's dtype.
 

@@ -84,6 +84,7 @@ def make_probes(names: Sequence[str] | Mapping[str, Tree], num_layers: Count | N
 
 
 @public
+@jax.named_scope("tap")
 def tap(x: Array, probe: Array | None) -> Array:
     """Return x unchanged, and compute statistics of x and its cotangent in the backward pass.
 

@@ -14,7 +14,7 @@ from .._checks import check_callable, describe, labels_of
 from .._errors import type_error, value_error
 from .._leaves import is_measured, measured_leaves
 from .._mesh import vary, varying_axes, zeros_of_type
-from .._run_if import trace
+from .._run_if import run_if, trace
 from .._types import Array, Labels, Number, Tree
 from ..accumulation._split import (
     Split,
@@ -24,7 +24,6 @@ from ..accumulation._split import (
     in_one_form,
     in_order,
     positions,
-    run_if_real,
 )
 from ._evaluate import evaluate
 from ._factored import Value
@@ -184,7 +183,9 @@ def sum_parts(
             return jax.tree.map(jnp.add, carry[0], new), rows
 
         zero_rows = jax.tree.map(zeros_of_type, program.output[1])
-        return run_if_real(real, index, add, (sums, zero_rows))
+        if real is None:
+            return add((sums, zero_rows))
+        return run_if(index < jnp.asarray(real).astype(jnp.int32), add, (sums, zero_rows))
 
     zeros = jax.tree.map(zeros_of_type, program.output[0])
     sums, rows = lax.scan(body, zeros, jnp.arange(parts, dtype=jnp.int32))
