@@ -45,6 +45,9 @@ RARITY, UNIT_RARITY = 2000.0, 10_000.0
 AFTER, TAIL_REFRESH = 32, 64
 """Rows after an outlier that are not used for the tail, and rows between two estimates of it."""
 
+LIMIT, LIMIT_WIDTH = math.log(20.0), 3.5
+"""Largest bound of a gradient norm, and the same in standard deviations."""
+
 FLOORS = {"gradient": 2.0, "update": 3.0, "parameter": 2.0, "tap": 3.0, "loss": 1.5}
 """Smallest ratio of an outlier to its level."""
 
@@ -97,6 +100,8 @@ def _tail(values: HostArray, rarity: HostArray) -> HostArray:
     The values above the quantile are fitted by a generalized Pareto distribution with a shape of
     at most 0 (an exponential tail) from their mean and variance (Hosking and Wallis, 1987).
     """
+    # Few values say little about rare ones.
+    rarity = np.maximum(rarity * np.minimum(np.sum(~np.isnan(values), axis=0) / 1024, 1), 1)
     start = quantile(values, 0.9)
     is_above = values > start
     count = np.maximum(np.sum(is_above, axis=0), 1)
@@ -177,7 +182,9 @@ class Levels:
         # The spread of 16 values is uncertain, so the bound is twice as wide as for 64 values.
         early = 1 + np.clip((EARLY - count) / (EARLY - WARM_UP), 0, 1)
         bound = early * np.minimum(self.width * spread, self.cap)
-        bound = np.fmax(bound, self.tail - usual)
+        # A norm of 20 times its level is an outlier, unless norms vary that much.
+        limit = np.where(self.kinds == "gradient", np.maximum(LIMIT, LIMIT_WIDTH * spread), np.inf)
+        bound = np.fmin(np.fmax(bound, self.tail - usual), limit)
         is_known = count >= WARM_UP - 1  # the first value has no excess
         self.bound = np.where(
             is_known, np.maximum(bound, np.where(self.width > WIDTH, self.least, 0)), np.inf
