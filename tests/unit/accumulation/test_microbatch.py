@@ -268,12 +268,21 @@ def run_aux(aux_of, aux_reduction=None):
     return jax.jit(take)(PARAMS, batch_of())[0][1]
 
 
-def test_rows_come_back_in_order_and_floating_scalars_as_their_mean():
-    def aux_of(batch):
+def test_rows_come_back_in_order_floats_as_their_mean_and_all_else_as_aux_reduction_says():
+    def of_defaults(batch):
         rows = (batch["x"], jnp.arange(len(batch["x"])) * 0 + jnp.int8(3), batch["x"].reshape(-1))
         return {"rows": rows, "mean": jnp.mean(batch["x"]), "none": None}
 
-    agree(run_aux(aux_of), aux_of(batch_of()))
+    def aux_of(batch):
+        positive = batch["x"] > 0
+        others = {"count": positive.sum(), "each": jnp.mean(batch["x"], axis=0), "classes": 10}
+        return of_defaults(batch), {**others, "positive": positive}
+
+    agree(run_aux(of_defaults), of_defaults(batch_of()))
+    words = {"count": "sum", "each": "mean", "classes": "last"}
+    for word in (None, "concatenate"):
+        ours = run_aux(aux_of, (None, {**words, "positive": word}))
+        agree(ours, jax.tree.map(jnp.asarray, aux_of(batch_of())))
 
 
 def test_an_argument_may_have_several_rows_for_each_example():
@@ -284,22 +293,6 @@ def test_an_argument_may_have_several_rows_for_each_example():
     options = {"has_aux": True, "argnums": (0, 2)}
     ours = microbatched(fun, 3, batch_argnums=(1, 2), **options)(*args)
     agree(ours, jax.value_and_grad(fun, **options)(*args))
-
-
-def test_aux_reduction_says_what_becomes_of_all_else():
-    def aux_of(batch):
-        positive = batch["x"] > 0
-        return {
-            "count": jnp.sum(positive),
-            "each": jnp.mean(batch["x"], axis=0),
-            "classes": 10,
-            "rows": positive,
-        }
-
-    words = {"count": "sum", "each": "mean", "classes": "last"}
-    ours = run_aux(aux_of, {**words, "rows": None})
-    agree(ours, jax.tree.map(jnp.asarray, aux_of(batch_of())))
-    agree(run_aux(aux_of, {**words, "rows": "concatenate"}), ours)
 
 
 def test_a_random_key_may_be_aux():
@@ -347,16 +340,6 @@ def test_a_micro_batch_of_zero_weight_adds_nothing_even_if_it_is_nan():
     ours = microbatched(token_loss, 3, has_weight=True)(PARAMS, batch)
     good = jax.tree.map(lambda x: x[~np.asarray(bad)], batch)
     agree(ours, jax.value_and_grad(token_loss, has_aux=True)(PARAMS, good))
-
-
-@pytest.mark.parametrize("parts", [1, 2])
-def test_no_mean_of_a_batch_of_zero_weight_is_nan(parts):
-    def fun(w, x):
-        return jnp.mean(w * x), (jnp.float32(0), {"accuracy": jnp.mean(x)})
-
-    run = microbatched(fun, parts, has_weight=True, has_aux=True)
-    found = run(jnp.float32(1), jnp.full(4, jnp.nan))
-    assert all(float(x) == 0 for x in jax.tree.leaves(found))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
@@ -424,11 +407,15 @@ def test_a_batch_of_which_every_part_is_dropped_gives_nan_and_one_of_padding_zer
 
     assert all(np.isnan(x).all() for x in jax.tree.leaves(take(X * np.nan, parts)))
     assert not any(np.any(x) for x in jax.tree.leaves(take(X, 0)))
+
+    def fun(params, batch):
+        value, count = token_loss(params, batch)
+        return value, (count, jnp.mean(batch["x"]))
+
     for x, drops in itertools.product((X, X * np.nan), (False, True)):
         # Of weight 0, so that nothing is dropped.
-        masked = microbatched(
-            token_loss, parts, has_weight=True, reduction=reduction, drop_nonfinite=drops
-        )
+        options = {"reduction": reduction, "drop_nonfinite": drops}
+        masked = microbatched(fun, parts, has_weight=True, has_aux=True, **options)
         found = masked(PARAMS, {**batch_of(), "x": x, "tokens": 0 * TOKENS})
         assert not any(np.any(x) for x in jax.tree.leaves(found))
 
