@@ -240,7 +240,7 @@ ROWS = [
     ("incidents", lambda f: jax.jit(lambda s: f(s, GRADS))(gcx.watch(SGD).init(GRADS)), TypeError, "state"),
     ("last_row", lambda f: f(SGD.init(GRADS)), TypeError, "state"),
     ("diagnostics.read_log", lambda f: f([]), ValueError, "log"),
-    ("diagnostics.read_log", lambda f: f([{"g/loss": 1.0, "d/loss": 1.0}]), ValueError, "log", "prefix='g/'"),
+    ("diagnostics.read_log", lambda f: f([{"g/loss": 1.0, "d/loss": 1.0}]), ValueError, "log", "prefix='d/'"),
     ("diagnostics.noise_scale", lambda f: f(1.0, 2.0, 32, 8), ValueError, "small_batch"),
     ("diagnostics.noise_scale", lambda f: f(ONES(2), ONES(3), 8, 32), TypeError, "small"),
     ("diagnostics.noise_scale", lambda f: f("a", 2.0, 8, 32), TypeError, "small"),

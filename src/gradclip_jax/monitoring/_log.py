@@ -7,7 +7,7 @@ import os
 import pathlib
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -23,19 +23,13 @@ Line: TypeAlias = Mapping[str, Any]
 LogSource: TypeAlias = Sequence[Line] | str | os.PathLike[str]
 """The lines of a log as dictionaries, or the path of a file."""
 
-_STEPS = ("step", "watch_step", "global_step", "iteration", "iter", "_step")
-_LOSSES = ("loss", "train_loss", "lm loss")
-_NORMS = ("gradient_norm", "grad_norm", "norm", "gnorm", "grad norm")
-"""Keys of several trainers, in the order in which they are tried."""
-
-_UNITS = *(f"{kind}_norm" for kind in KINDS), "nonfinite_elements"
-"""Keys of the values of the whole tree; those of a unit continue with a slash and its name."""
-
-_LIMITS = {
-    "skip_threshold": Outcome.HAS_NORM_LIMIT,
-    "loss_threshold": Outcome.HAS_LOSS_LIMIT,
+_ALIASES = {
+    "step": ("watch_step", "global_step", "iteration", "iter", "_step"),
+    "loss": ("train_loss", "lm loss"),
+    "gradient_norm": ("grad_norm", "norm", "gnorm", "grad norm"),
 }
-_TAPS = tuple(f"{start}{name}" for start in ("", "cotangent_") for name in STATISTICS)
+"""Keys of other trainers, in the order in which they are tried."""
+
 _WORDS = {str(x.name).lower(): x for x in Outcome if not str(x.name).startswith("HAS_")}
 """The words of the key `outcome`."""
 
@@ -89,56 +83,35 @@ def read_rows(
     """
     lines = read_lines(log, pattern)
     lines = [line for line in lines if "sentence" not in line and "action" not in line]
-    start = _prefix(dict.fromkeys(key for line in lines for key in line), log, prefix)
+    start = _prefix({key for line in lines for key in line}, log, prefix)
     table = [{key.removeprefix(start): x for key, x in line.items()} for line in lines]
+    keys = dict.fromkeys(key for line in table for key in line)
+    for key, others in _ALIASES.items():
+        other = next((x for x in others if x in keys and key not in keys), key)
+        table = [{key if x == other else x: y for x, y in line.items()} for line in table]
     table = _last_of_each_step(table)
-    keys = list(dict.fromkeys(key for line in table for key in line))
-    loss, norm = _first(_LOSSES, keys), _first(_NORMS, keys)
-    table = [line for line in table if not {loss, norm, "outcome"}.isdisjoint(line)]
+    table = [line for line in table if not {"loss", "gradient_norm", "outcome"}.isdisjoint(line)]
     found = Names(
-        units=tuple(x.partition("/")[2] for x in keys if x.startswith(f"{_UNITS[0]}/")),
+        units=tuple(x.partition("/")[2] for x in keys if x.startswith("gradient_norm/")),
         clips=tuple(x for x in keys if x.partition("/")[0] == "clip_factor"),
-        taps=tuple(re.findall(r"^taps/(.*)/rms$", "\n".join(keys), re.MULTILINE)),
+        taps=tuple(re.findall(r"^taps/(.*(?<!/cotangent))/rms$", "\n".join(keys), re.MULTILINE)),
     )
     names = found if names is None else names._replace(clips=found.clips)
     rows = Rows.zeros(len(table), names)
-    rows.outcome[:] = _outcomes(table, keys)
-
-    def fill(column: HostArray, key: str, flag: int = 0) -> HostArray:
-        """Copy the values of a key to a column, set a flag in their rows, and return where."""
-        found = [_number(line.get(key)) for line in table]
-        is_given = np.array([x is not None for x in found], bool)
-        column[:] = [x or 0 for x in found]
-        rows.outcome[is_given] |= flag
-        return is_given
-
-    has_step = fill(rows.step, _first(_STEPS, keys))
-    rows.step[~has_step] = np.flatnonzero(~has_step)
-    fill(rows.batch_id, "batch_id", Outcome.HAS_BATCH_ID)
-    fill(rows.device, "device")
-    fill(rows.loss, loss, Outcome.HAS_LOSS)
-    for i, (key, flag) in enumerate(_LIMITS.items()):
-        fill(rows.limits[:, i], key, flag)
-    for i, (key, flag) in enumerate(zip((norm, *_UNITS[1:-1]), MEASURED, strict=True)):
-        fill(rows.norms[:, i, 0], key, flag)
-    fill(rows.nonfinite[:, 0], _UNITS[-1])
-    for i, key in enumerate(names.clips):
-        fill(rows.factors[:, i], key)
+    rows.step[:] = [_number(line.get("step", i)) or 0 for i, line in enumerate(table)]
+    rows.outcome[:] = _outcomes(table)
+    # Only some lines have norms of units and statistics of taps, which may be thousands of keys.
+    parts = {"gradient_norm", "taps"}
+    has_units = [any(x.partition("/")[0] in parts and "/" in x for x in line) for line in table]
+    for key, column, flags in _columns(rows, names):
+        places = np.flatnonzero(has_units) if flags & _SPARSE else range(len(table))
+        for i in places:
+            value = _number(table[i].get(key))
+            if value is not None:
+                column[i] = value
+                rows.outcome[i] |= int(flags)
     is_clipped = np.any((rows.factors > 0) & (rows.factors < 1), axis=1)
-    rows.outcome[is_clipped & rows.has(Outcome.APPLIED)] |= Outcome.CLIPPED
-    for place, line in enumerate(table):
-        if any(f"{_UNITS[0]}/{unit}" in line for unit in names.units[:1]):
-            values = [
-                [_number(line.get(f"{x}/{unit}")) or 0 for unit in names.units] for x in _UNITS
-            ]
-            rows.norms[place, :, 1:], rows.nonfinite[place, 1:] = values[:-1], values[-1]
-            rows.outcome[place] |= int(Outcome.HAS_UNITS)
-        if any(f"taps/{tap}/rms" in line for tap in names.taps[:1]):
-            values = [
-                _number(line.get(f"taps/{tap}/{x}")) or 0 for tap in names.taps for x in _TAPS
-            ]
-            rows.taps[place] = np.reshape(values, rows.taps.shape[1:])
-            rows.outcome[place] |= int(Outcome.HAS_TAPS)
+    rows.outcome[is_clipped & rows.has(Outcome.APPLIED)] |= int(Outcome.CLIPPED)
     return rows, names
 
 
@@ -150,70 +123,53 @@ def read_lines(log: LogSource, pattern: str = PATTERN) -> Sequence[Line]:
 
 
 def to_lines(rows: Rows, names: Names, with_units: HostArray) -> list[dict[str, Any]]:
-    """Convert rows to dictionaries of JSON values; those of `with_units` include the units.
-
-    Non-finite numbers become strings such as "nan", which `read_rows` reads.
-    """
+    """Convert rows to the lines of a log; those of `with_units` include units and taps."""
     lines: list[dict[str, Any]] = []
-    for i, bits in enumerate(rows.outcome.tolist()):
-        flags = Outcome(bits)
-        words = [word for word, flag in _WORDS.items() if flag in flags]
-        line: dict[str, Any] = {"step": int(rows.step[i]), "outcome": " ".join(words)}
-        if Outcome.HAS_BATCH_ID in flags:
-            line["batch_id"] = int(rows.batch_id[i])
-        if Outcome.REPLICA_DIFFERS in flags:
-            line["device"] = int(rows.device[i])
-        values: dict[str, float] = {}
-        if Outcome.HAS_LOSS in flags:
-            values["loss"] = rows.loss[i]
-        values |= {
-            key: x
-            for (key, y), x in zip(_LIMITS.items(), rows.limits[i], strict=True)
-            if y in flags
-        }
-        tables = [
-            (key, rows.norms[i, j]) for j, key in enumerate(_UNITS[:-1]) if MEASURED[j] in flags
-        ]
-        tables += [(_UNITS[-1], rows.nonfinite[i])] * (Outcome.HAS_GRADIENT in flags)
-        values |= {key: table[0] for key, table in tables}
-        values |= zip(names.clips, rows.factors[i], strict=True)
-        if with_units[i] and Outcome.HAS_UNITS in flags:
-            for key, table in tables:
-                values |= {f"{key}/{x}": y for x, y in zip(names.units, table[1:], strict=True)}
-        if with_units[i] and Outcome.HAS_TAPS in flags:
-            for tap, table in zip(names.taps, rows.taps[i], strict=True):
-                values |= {
-                    f"taps/{tap}/{x}": y for x, y in zip(_TAPS, np.ravel(table), strict=True)
-                }
-        lines.append(line | {key: _json(x) for key, x in values.items()})
+    for step, bits in zip(rows.step.tolist(), rows.outcome.tolist(), strict=True):
+        words = [word for word, flag in _WORDS.items() if flag & bits]
+        lines.append({"step": step, "outcome": " ".join(words)})
+    for key, column, flags in _columns(rows, names):
+        is_known = rows.outcome & int(flags) == int(flags)
+        for i in np.flatnonzero(is_known & (with_units if flags & _SPARSE else True)):
+            lines[i][key] = column[i].item()
     return lines
 
 
-def _json(x: float) -> float | str:
-    """Return a number with the digits of a float32, or the name of a non-finite number."""
-    return float(f"{x:.9g}") if math.isfinite(x) else str(float(x))
+_SPARSE = Outcome.HAS_UNITS | Outcome.HAS_TAPS
 
 
-def _first(candidates: Sequence[str], keys: Iterable[str]) -> str:
-    return next((key for key in candidates if key in keys), candidates[0])
+def _columns(rows: Rows, names: Names) -> Iterator[tuple[str, HostArray, Outcome]]:
+    """Yield the key of each number in a line, its column, and the flags of rows that have it."""
+    yield "batch_id", rows.batch_id, Outcome.HAS_BATCH_ID
+    yield "device", rows.device, Outcome.REPLICA_DIFFERS
+    yield "loss", rows.loss, Outcome.HAS_LOSS
+    yield "skip_threshold", rows.limits[:, 0], Outcome.HAS_NORM_LIMIT
+    yield "loss_threshold", rows.limits[:, 1], Outcome.HAS_LOSS_LIMIT
+    tables = [(f"{kind}_norm", rows.norms[:, i], MEASURED[i]) for i, kind in enumerate(KINDS)]
+    for key, table, flag in [*tables, ("nonfinite_elements", rows.nonfinite, MEASURED[0])]:
+        yield key, table[:, 0], flag
+        for i, unit in enumerate(names.units, 1):
+            yield f"{key}/{unit}", table[:, i], flag | Outcome.HAS_UNITS
+    for i, key in enumerate(names.clips):
+        yield key, rows.factors[:, i], Outcome(0)
+    for i, tap in enumerate(names.taps):
+        for j, kind in enumerate(("", "cotangent_")):
+            for k, name in enumerate(STATISTICS):
+                yield f"taps/{tap}/{kind}{name}", rows.taps[:, i, j, k], Outcome.HAS_TAPS
 
 
 def _prefix(keys: Iterable[str], log: LogSource, prefix: str | None) -> str:
     """Return what the keys of the loss and of the norm start with."""
-    known = {*_LOSSES, *_NORMS}
-    counts: dict[str, int] = {}
-    for key in keys:
-        parts = key.split("/")
-        found = next((i for i, part in enumerate(parts) if part in known), None)
-        if found is not None:
-            start = "".join(f"{part}/" for part in parts[:found])
-            counts[start] = counts.get(start, 0) + (found == len(parts) - 1)
-    if prefix is None and "" in counts:
-        return ""
-    best = [x for x in counts if counts[x] == max(counts.values())]
-    best = [x for x in best if "train" in x] or best
-    if prefix is not None:
-        best = [x for x in counts if x == prefix]
+    known = {x for key in ("loss", "gradient_norm") for x in (key, *_ALIASES[key])}
+    found: dict[str, int] = {}
+    for parts in (key.split("/") for key in keys):
+        at = next((i for i, part in enumerate(parts) if part in known), None)
+        if at is not None:
+            start = "".join(f"{part}/" for part in parts[:at])
+            found[start] = found.get(start, 0) + (at == len(parts) - 1)
+    most = max(found.values(), default=0)
+    best = [x for x in sorted(found) if x == prefix or prefix is None and found[x] == most]
+    best = [x for x in best if x == "" or "train" in x][:1] or best
     if len(best) > 1:
         hint = f"Pass for example `prefix={best[0]!r}`."
         raise value_error("log", "a log of one run", f"keys that start with {best}", hint)
@@ -229,44 +185,35 @@ def _last_of_each_step(lines: Sequence[Line]) -> list[Line]:
     Lines that follow each other with the same step are one, such as the metrics of training and of
     evaluation.
     """
-    key = _first(_STEPS, {key for line in lines for key in line})
-    kept: list[Line] = []
-    steps: list[float] = []
+    kept: list[tuple[float, Line]] = []
     for line in lines:
-        step = _number(line.get("rewind_to", line.get(key)))
-        is_same = step is not None and bool(steps) and steps[-1] == step
-        if is_same and "rewind_to" not in line:
-            kept[-1] = {**kept[-1], **line}
+        step = _number(line.get("rewind_to", line.get("step")))
+        if step is None:
+            kept.append((-math.inf, line))
             continue
-        while step is not None and steps and steps[-1] >= step:
+        is_rewind = "rewind_to" in line
+        same = kept.pop()[1] if kept and kept[-1][0] == step and not is_rewind else {}
+        while kept and kept[-1][0] >= step:
             kept.pop()
-            steps.pop()
-        if "rewind_to" not in line:
-            kept.append(line)
-            steps.append(-math.inf if step is None else step)
-    return kept
+        if not is_rewind:
+            kept.append((step, {**same, **line}))
+    return [line for _, line in kept]
 
 
-def _outcomes(table: Sequence[Line], keys: Iterable[str]) -> list[int]:
+def _outcomes(table: Sequence[Line]) -> list[int]:
     """Return the flags of each line, from its outcome or from the counters of `metrics`."""
-    causes = [
-        (f"skipped_{x}", _WORDS[f"skipped_{x}"]) for x in ("nonfinite", "large_norm", "large_loss")
-    ]
-    is_old = [x for x in keys if x.partition("/")[0] in ("mini_step",)]
     outcomes: list[int] = []
     before: Line = {}
     for line in table:
         flags = Outcome(0)
-        if "outcome" in line:
-            for word in str(line["outcome"]).split():
-                flags |= _WORDS.get(word, 0)
-        else:
-            for key, flag in causes:
+        for word in str(line.get("outcome", "")).split():
+            flags |= _WORDS.get(word, Outcome(0))
+        if "outcome" not in line:
+            for key in ("skipped_nonfinite", "skipped_large_norm", "skipped_large_loss"):
                 if (_number(line.get(key)) or 0) > (_number(before.get(key)) or 0):
-                    flags |= flag | Outcome.SKIPPED
-            if not flags:
-                is_open = any(_number(line.get(key)) for key in is_old)
-                flags = Outcome.HELD if is_open else Outcome.APPLIED
+                    flags |= _WORDS[key] | Outcome.SKIPPED
+            is_open = any(x.startswith("mini_step") and _number(y) for x, y in line.items())
+            flags = flags or (Outcome.HELD if is_open else Outcome.APPLIED)
         outcomes.append(int(flags))
         before = line
     return outcomes

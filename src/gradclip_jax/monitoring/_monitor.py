@@ -218,15 +218,11 @@ class Monitor:
         The state still holds rows that were read before. They differ if their steps were repeated.
         """
         _, old, new = np.intersect1d(self.rows.step, rows.step, return_indices=True)
-        before, after = self.rows.take(old), rows.take(new)
-        pairs = [
-            (before.loss, after.loss),
-            *zip(*(x.norms[..., 0].T for x in (before, after)), strict=True),
-        ]
-        is_same = [np.isclose(x, y, rtol=1e-6, atol=0, equal_nan=True) for x, y in pairs]
-        repeated = after.step[~np.all(is_same, axis=0)]
-        if len(repeated):
-            return int(repeated[0])
+        pairs = ((x.loss[:, None], x.norms[:, :, 0]) for x in (self.rows.take(old), rows.take(new)))
+        before, after = map(np.hstack, pairs)
+        is_other = ~np.isclose(before, after, rtol=1e-6, atol=0, equal_nan=True).all(1)
+        if is_other.any():
+            return int(rows.step[new][is_other][0])
         end = int(rows.step[-1]) + 1 if len(rows.step) else 0
         return end if end < self._next_step else None
 
@@ -245,7 +241,8 @@ class Monitor:
             for line in lines:
                 self._log(line)
         elif self._path:
-            text = "".join(json.dumps(line) + "\n" for line in lines)
+            strict = ({key: _strict(x) for key, x in line.items()} for line in lines)
+            text = "".join(json.dumps(line) + "\n" for line in strict)
             with self._path.open("ab+") as file:
                 if file.tell():
                     file.seek(-1, os.SEEK_END)
