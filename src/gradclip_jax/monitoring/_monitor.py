@@ -251,6 +251,13 @@ class Monitor:
                 file.write(text.encode())
 
 
+def _strict(x: Any) -> Any:
+    """Shorten a number to the digits of a float32; name a non-finite one, as strict JSON needs."""
+    if not isinstance(x, float):
+        return x
+    return float(f"{x:.9g}") if math.isfinite(x) else str(x)
+
+
 def read_ring(watched: WatchState, names: Names) -> tuple[Rows, Names]:
     """Read the rows that a state of `watch` holds, oldest first."""
     refuse_traced("state", watched.floats)

@@ -28,7 +28,7 @@ def train(state, first, last, tx_update=UPDATE, seed=0, bad=()):
         rng = np.random.default_rng((seed, i))
         grads = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype("f"), PARAMS)  # noqa: B023
         grads["b"] = grads["b"] * (np.nan if i in bad else 1)
-        _, state = tx_update(grads, state, PARAMS, value=np.float32(1 + i), batch_id=i)
+        _, state = tx_update(grads, state, PARAMS, value=np.float32(100 - i), batch_id=i)
     return state
 
 
@@ -47,7 +47,7 @@ def test_rows_and_incidents_do_not_depend_on_how_often_the_state_is_read(every):
         assert monitor.read(state).rows.step.size == 0  # nothing is read twice
     rows = Rows.concatenate(rows)
     assert rows.step.tolist() == rows.batch_id.tolist() == list(range(80))
-    assert rows.loss.tolist() == list(range(1, 81))
+    assert rows.loss.tolist() == list(range(100, 20, -1))
     assert [(x.step, x.leaf) for x in monitor.incidents if "nan" in x.kinds] == [
         (x, "b") for x in (30, 31, 60)
     ]
@@ -234,10 +234,10 @@ def test_the_summary_says_in_ten_lines_what_a_run_was():
     for words in (
         "steps 0 to 19: 18 applied, 2 skipped (2 non-finite)",
         "clipped steps: clip ",
-        "loss: 1 at first, 20 at last, 1 at best",
+        "loss: 100 at first, 81 at last, 81 at best",
         "non-finite in 2 steps",
         "largest shares of the squared gradient norm: b ",
-        "incidents: 2 (2 nan, 2 skipped)",
+        "2 nan, 2 skipped",
         "the last: step 8, batch 8: skipped",
         "suggested max_norm: ",
     ):
