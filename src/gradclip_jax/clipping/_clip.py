@@ -44,9 +44,12 @@ from ._norm import (
 )
 from ._threshold import (
     Threshold,
-    as_rules,
+    apply_rules,
+    as_rule,
+    check_labels,
     check_representable,
     group_name,
+    init_rules,
 )
 
 Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Array]
@@ -145,61 +148,51 @@ def norm_clip(
 ) -> optax.GradientTransformation:
     """Implement `clip_by_norm`; `argument` is the name of the threshold in error messages."""
     check_choice("nonfinite", nonfinite, ("propagate", "zero"))
+    drop = nonfinite == "zero"
     granularity = as_granularity(granularity)
     _check_reaction(reaction)
     order, axes = check_ord(ord), check_axis_name(axis_name)
-    rules = as_rules(argument, threshold, is_group=granularity.is_group)
+    keys, rules = None, (threshold,)
+    if granularity.is_group and isinstance(threshold, Mapping):
+        check_labels(argument, threshold)
+        keys, rules = tuple(threshold), tuple(threshold.values())
+    names = [argument] if keys is None else [f"{argument}[{key!r}]" for key in keys]
+    rules = tuple(map(as_rule, names, rules))
+    uses_params = any(rule.uses_params for rule in rules)
 
     @functools.cache
     def state_type(shapes: tuple[tuple[int, ...], ...]) -> Tree:
         # `eval_shape`, because arrays would start the backend or be materialized at each call.
-        return jax.eval_shape(lambda: rules.init(shapes))
-
-    def cut(leaves: Sequence[Array], tree: Tree) -> Units:
-        units = granularity.cut(leaves, tree)
-        if rules.labels is None:
-            return units
-        assert isinstance(units, Groups)  # because of `is_group`
-        return select_groups(argument, units, rules.labels)
+        return jax.eval_shape(lambda: init_rules(argument, rules, shapes))
 
     def init(params: Tree) -> ClipState:
         leaves = measured_shapes(params)
-        if rules.labels is None:
-            units = cut(leaves, params)
-        else:  # the labels determine the groups, so no tree is needed
-            units = Groups((None,) * len(leaves), len(rules.labels), rules.labels)
-        return _init_state(units, rules.init(norm_shapes(units, leaves)))
+        if keys is None:
+            units = granularity.cut(leaves, params)
+        else:  # the keys determine the groups, so no tree is needed
+            units = Groups((None,) * len(leaves), len(keys), keys)
+        return _init_state(units, init_rules(argument, rules, norm_shapes(units, leaves)))
 
     def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, ClipState]:
         leaves = checked_leaves("updates", updates)
         check_bound(axes)
         arrays = leaves.arrays
-        units = cut(arrays, updates)
-        states, expected = (), state_type(tuple(norm_shapes(units, arrays)))
-        if jax.tree.leaves(expected):
-            check_state(state, ClipState)
-            _check_rule_states(state.rules, expected)
-            states = state.rules
-            if units.is_local and len(set(map(varying_axes, arrays))) > 1:
-                rule = "a threshold without state if leaves are sharded over different mesh axes"
-                hint = "Clip leaves with different sharding separately with `optax.partition`."
-                raise value_error(argument, rule, "a rule with state", hint)
+        units = granularity.cut(arrays, updates)
+        if keys is not None:
+            units = select_groups(argument, units, keys)
+        expected = state_type(tuple(norm_shapes(units, arrays)))
+        states = _rule_states(argument, state, expected, arrays if units.is_local else ())
         param_norms = None
-        if any(rule.uses_params for rule in rules.rules):
+        if uses_params:
             check_params(updates, params)
             param_norms, _ = _measure(leaves.beside(params), units, order, axes)
         norms, total = _measure(arrays, units, order, axes)
-        thresholds, states = rules.apply(norms, states, param_norms, jnp.isfinite(total))
-        clipped, metrics = _respond(
-            arrays,
-            norms,
-            total,
-            thresholds,
-            units=units,
-            reaction=reaction,
-            axis_name=axes if units.is_local else None,
-            drop=nonfinite == "zero",
+        is_finite = jnp.isfinite(total)
+        thresholds, states = apply_rules(argument, rules, norms, states, param_norms, is_finite)
+        factors, metrics = _respond(
+            norms, total, thresholds, units=units, reaction=reaction, axis_name=axes, drop=drop
         )
+        clipped = _scale_leaves(arrays, units, factors, drop)
         return leaves.replace(clipped), ClipState(*metrics, rules=states)
 
     return optax.GradientTransformation(init, update)
@@ -221,7 +214,6 @@ def _measure(
 
 @functools.partial(jax.jit, static_argnames=("units", "reaction", "axis_name", "drop"))
 def _respond(
-    leaves: list[Array],
     norms: Norms,
     total: Scalar,
     thresholds: list[Any],
@@ -230,8 +222,8 @@ def _respond(
     reaction: Reaction,
     axis_name: AxisName,
     drop: bool,
-) -> tuple[list[Array], Any]:
-    """Scale the leaves; return them and the metrics of the step."""
+) -> tuple[Norms, Any]:
+    """Return the clipping factors, and the metrics of the step."""
     is_finite, bad = jnp.isfinite(total), 0 if drop else jnp.nan
 
     def respond(norm: Array, threshold: Array) -> Array:
@@ -247,12 +239,13 @@ def _respond(
         limits = _stacked(thresholds, norms)
     factors = map_arrays(respond, norms, thresholds)
     # Stacks of these factors would make XLA on CPU compile a separate kernel for each leaf.
-    metrics = total, *_summary(limits, list(map(respond, stacks, limits)), axis_name)
+    over = axis_name if units.is_local else None
+    metrics = total, *_summary(limits, list(map(respond, stacks, limits)), over)
     if units.names:
         names = [group_name(name) for name in units.names]
         columns = (norms, thresholds, factors)
         metrics = *(dict(zip(names, x, strict=True)) for x in columns), metrics[-1]
-    return _scale_leaves(leaves, units, factors, drop=drop), optax.tree.cast(metrics, jnp.float32)
+    return factors, optax.tree.cast(metrics, jnp.float32)
 
 
 def _stacked(values: Sequence[Array], norms: Norms) -> list[Array]:
@@ -284,8 +277,9 @@ def _summary(
     return bound, factor, sum_over(num_clipped, everywhere) / max(size, 1)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 3))
 def _scale_leaves(
-    leaves: Sequence[Array], units: Units, factors: Norms, *, drop: bool = False
+    leaves: Sequence[Array], units: Units, factors: Norms, drop: bool = False
 ) -> list[Array]:
     """Multiply each leaf by its clipping factors."""
     if len(factors) == 1:  # several factors are already slices of vectors, see `map_arrays`
@@ -307,15 +301,23 @@ def _init_state(units: Units, rule_states: Tree) -> ClipState:
     return ClipState(by_name(0.0), by_name(UNBOUNDED), by_name(1.0), scalar(0.0), rule_states)
 
 
-def _check_rule_states(states: Tree, expected: Tree) -> None:
-    """Raise if the states belong to another clip, or to a tree with other leaves."""
+def _rule_states(argument: str, state: Tree, expected: Tree, local_leaves: Sequence[Array]) -> Tree:
+    """Return the states of the rules, or raise if they belong to another clip or other leaves."""
+    if not jax.tree.leaves(expected):
+        return ()
+    check_state(state, ClipState)
     hint = "Pass the state that its `init(params)` returned."
-    if jax.tree.structure(states) != jax.tree.structure(expected):
+    if jax.tree.structure(state.rules) != jax.tree.structure(expected):
         raise type_error("state", "the state of this clip", "the state of another clip", hint)
-    if jax.tree.map(jnp.shape, states) != jax.tree.map(lambda x: x.shape, expected):
+    if jax.tree.map(jnp.shape, state.rules) != jax.tree.map(jnp.shape, expected):
         hint = "Call `init` with parameters that have the structure and shapes of the updates."
-        got = f"the state for other leaves, {shortened(states)}"
+        got = f"the state for other leaves, {shortened(state.rules)}"
         raise value_error("state", f"like {shortened(expected)}", got, hint)
+    if len(set(map(varying_axes, local_leaves))) > 1:
+        rule = "a threshold without state if leaves are sharded over different mesh axes"
+        hint = "Clip leaves with different sharding separately with `optax.partition`."
+        raise value_error(argument, rule, "a rule with state", hint)
+    return state.rules
 
 
 def _check_reaction(reaction: Reaction) -> None:

@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -254,69 +254,52 @@ def apply_rule(
     return jnp.broadcast_to(threshold, norm.shape), jax.tree.map(select, proposed, state)
 
 
-class Rules(NamedTuple):
-    """The threshold rules of a clip.
-
-    Attributes:
-        argument: Name of the threshold in error messages.
-        rules: One rule for all norms, or one for each label.
-        labels: The labels; None if one rule applies to all norms.
-    """
-
-    argument: str
-    rules: tuple[Rule, ...]
-    labels: tuple[Hashable, ...] | None
-
-    def split(self, values: Sequence[Any]) -> list[Sequence[Any]]:
-        """Return the values of the units that each rule applies to."""
-        return [values] if self.labels is None else [[x] for x in values]
-
-    def init(self, shapes: Sequence[tuple[int, ...]]) -> Tree:
-        """Return the initial states of all rules; () if no rule has a state."""
-        states: list[Tree] = []
-        for rule, own in zip(self.rules, self.split(shapes), strict=True):
-            is_scalar = len(own) == 1 and own[0] == ()
-            shape = () if is_scalar else (sum(map(math.prod, own)),)
-            state = init_state(rule, shape)
-            for x in jax.tree.leaves(state):
-                if x.shape and x.shape[x.ndim - len(shape) :] != shape:
-                    is_rule = f"a rule whose state has shapes (), or shapes that end with {shape}"
-                    hint = "Use the shape of the argument of `init`, which is that of the norms."
-                    raise type_error(self.argument, is_rule, shortened(state), hint)
-            states.append(state)
-        return tuple(states) if jax.tree.leaves(states) else ()
-
-    def apply(
-        self, norms: Norms, states: Tree, param_norms: Norms | None, is_finite: Scalar
-    ) -> tuple[list[Any], Tree]:
-        """Return a threshold for each array of norms or one for all, and the next states."""
-        thresholds: list[Any] = []
-        after: list[Tree] = []
-        columns = self.split(norms), self.split(param_norms or norms)
-        states = states or ((),) * len(self.rules)
-        for rule, own, params, state in zip(self.rules, *columns, states, strict=True):
-            if jax.tree.leaves(state):  # the rule receives its norms as one vector
-                param_norm = _as_vector(params) if rule.uses_params else None
-                vector, state = apply_rule(rule, _as_vector(own), state, param_norm, is_finite)
-                thresholds += split(vector, own)
-            elif isinstance(rule, _Constant):
-                value, _ = rule.update(cast(Array, None), (), None)
-                check_representable(self.argument, value, norm_dtype(own))
-                thresholds.append(value)  # of one label, or of all norms
-            else:
-                pairs = zip(own, params if rule.uses_params else [None] * len(own), strict=True)
-                thresholds += [apply_rule(rule, x, (), p)[0] for x, p in pairs]
-            after.append(state)
-        return thresholds, tuple(after) if jax.tree.leaves(after) else ()
+def init_rules(argument: str, rules: Sequence[Rule], shapes: Sequence[tuple[int, ...]]) -> Tree:
+    """Return the initial states for norms of these shapes; () if no rule has a state."""
+    states: list[Tree] = []
+    for rule, own in zip(rules, _by_rule(rules, shapes), strict=True):
+        shape = () if len(own) == 1 and own[0] == () else (sum(map(math.prod, own)),)
+        state = init_state(rule, shape)
+        for x in jax.tree.leaves(state):
+            if x.shape and x.shape[x.ndim - len(shape) :] != shape:
+                is_rule = f"a rule whose state has shapes (), or shapes that end with {shape}"
+                hint = "Use the shape of the argument of `init`, which is that of the norms."
+                raise type_error(argument, is_rule, shortened(state), hint)
+        states.append(state)
+    return tuple(states) if jax.tree.leaves(states) else ()
 
 
-def as_rules(argument: str, threshold: Any, *, is_group: bool) -> Rules:
-    """Convert a threshold, or for groups a mapping from label to threshold, to rules."""
-    if not (is_group and isinstance(threshold, Mapping)):
-        return Rules(argument, (as_rule(argument, threshold),), None)
-    check_labels(argument, threshold)
-    rules = [as_rule(f"{argument}[{key!r}]", x) for key, x in threshold.items()]
-    return Rules(argument, tuple(rules), tuple(threshold))
+def apply_rules(
+    argument: str,
+    rules: Sequence[Rule],
+    norms: Norms,
+    states: Tree,
+    param_norms: Norms | None,
+    is_finite: Scalar,
+) -> tuple[list[Any], Tree]:
+    """Return a threshold for each array of norms or one for all, and the next states."""
+    thresholds: list[Any] = []
+    after: list[Tree] = []
+    columns = _by_rule(rules, norms), _by_rule(rules, param_norms or norms)
+    for rule, own, params, state in zip(rules, *columns, states or [()] * len(rules), strict=True):
+        if jax.tree.leaves(state):  # the rule receives its norms as one vector
+            param_norm = _as_vector(params) if rule.uses_params else None
+            vector, state = apply_rule(rule, _as_vector(own), state, param_norm, is_finite)
+            thresholds += split(vector, own)
+        elif isinstance(rule, _Constant):
+            value, _ = rule.update(cast(Array, None), (), None)
+            check_representable(argument, value, norm_dtype(own))
+            thresholds.append(value)
+        else:
+            pairs = zip(own, params if rule.uses_params else [None] * len(own), strict=True)
+            thresholds += [apply_rule(rule, x, (), param_norm)[0] for x, param_norm in pairs]
+        after.append(state)
+    return thresholds, tuple(after) if jax.tree.leaves(after) else ()
+
+
+def _by_rule(rules: Sequence[Rule], values: Sequence[Any]) -> list[Sequence[Any]]:
+    """Return the values of the norms of each rule: one rule for all norms, or one for each."""
+    return [values] if len(rules) == 1 else [[x] for x in values]
 
 
 def check_labels(argument: str, keys: Iterable[Hashable]) -> None:
