@@ -32,9 +32,7 @@ from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Tree
 from ._formula import REACTIONS, factor_of, scale_factor, scale_leaf
 from ._granularity import Granularity, as_granularity, norm_shapes, select_groups
 from ._norm import (
-    Groups,
     Norms,
-    Slices,
     Units,
     norm_dtype,
     norm_of_leaves,
@@ -45,8 +43,7 @@ from ._norm import (
 from ._threshold import (
     Threshold,
     apply_rules,
-    as_rule,
-    check_labels,
+    as_rules,
     check_representable,
     group_name,
     init_rules,
@@ -152,12 +149,7 @@ def norm_clip(
     granularity = as_granularity(granularity)
     _check_reaction(reaction)
     order, axes = check_ord(ord), check_axis_name(axis_name)
-    keys, rules = None, (threshold,)
-    if granularity.is_group and isinstance(threshold, Mapping):
-        check_labels(argument, threshold)
-        keys, rules = tuple(threshold), tuple(threshold.values())
-    names = [argument] if keys is None else [f"{argument}[{key!r}]" for key in keys]
-    rules = tuple(map(as_rule, names, rules))
+    rules, keys = as_rules(argument, threshold, is_group=granularity.is_group)
     uses_params = any(rule.uses_params for rule in rules)
 
     @functools.cache
@@ -170,7 +162,7 @@ def norm_clip(
         if keys is None:
             units = granularity.cut(leaves, params)
         else:  # the keys determine the groups, so no tree is needed
-            units = Groups((None,) * len(leaves), len(keys), keys)
+            units = Units((None,) * len(leaves), len(keys), keys)
         return _init_state(units, init_rules(argument, rules, norm_shapes(units, leaves)))
 
     def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, ClipState]:
@@ -207,7 +199,7 @@ def _measure(
     is_single = len(norms) == 1 and not norms[0].ndim
     over = axis_name if units.is_local else None
     total = norms[0] if is_single else norm_of_leaves(_stacked(norms, norms), ord, over)
-    if isinstance(units, Slices) and units.is_rms:
+    if units.is_rms:
         norms = root_mean_squares(norms, leaves, units, axis_name)
     return norms, total
 

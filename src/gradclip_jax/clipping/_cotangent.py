@@ -13,7 +13,7 @@ from .._checks import axes_within, check_axis, check_choice, check_number, descr
 from .._errors import public, type_error, value_error
 from .._types import Array, Number, Tree
 from ._formula import scale_factor, scale_leaf
-from ._norm import Slices, norm_dtype, unit_norms
+from ._norm import norm_dtype, slice_units, unit_norms
 from ._threshold import check_representable
 
 
@@ -105,7 +105,7 @@ def clip_cotangent(
 
     def backward(residuals: Tree, cotangent: Array) -> tuple[Array, None, Array | None]:
         max_norm, probe = residuals
-        units = Slices((over,), is_local=True)
+        units = slice_units([over], is_local=True)
         (norms,) = unit_norms([cotangent], units, 2.0, None)
         factors = scale_factor(norms, max_norm)
         factors = jnp.where(jnp.isfinite(norms), factors, 0 if drop else jnp.nan)

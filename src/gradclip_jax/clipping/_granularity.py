@@ -23,7 +23,7 @@ from .._checks import (
 from .._errors import public, value_error
 from .._leaves import is_measured
 from .._types import Array, Labels, Path, Tree
-from ._norm import Axes, Groups, Slices, Units, leaf_units, tree_units
+from ._norm import Axes, Units, leaf_units, slice_units, tree_units
 from ._threshold import check_labels
 
 _DEPTH = "Pass the number of leading axes that index layers, 0 for an ordinary leaf."
@@ -32,14 +32,13 @@ _DEPTH = "Pass the number of leading axes that index layers, 0 for an ordinary l
 def norm_shapes(units: Units, leaves: Sequence[Array]) -> list[tuple[int, ...]]:
     """The shape of each array in `Norms`."""
     shapes: list[tuple[int, ...]] = [()] * units.size
-    if isinstance(units, Slices):
-        for i, (x, axes) in enumerate(zip(leaves, units.axes, strict=True)):
-            if len(axes) < np.ndim(x):
-                shapes[i] = tuple(1 if axis in axes else n for axis, n in enumerate(np.shape(x)))
+    for i, (x, axes) in enumerate(zip(leaves, units.axes or (), strict=False)):
+        if len(axes) < np.ndim(x):
+            shapes[i] = tuple(1 if axis in axes else n for axis, n in enumerate(np.shape(x)))
     return shapes
 
 
-def select_groups(argument: str, units: Groups, keys: Sequence[Hashable]) -> Groups:
+def select_groups(argument: str, units: Units, keys: Sequence[Hashable]) -> Units:
     """Select the groups that have a threshold; other leaves are not clipped.
 
     Each key of the mapping is a label, or a tuple of labels that form one group.
@@ -55,7 +54,7 @@ def select_groups(argument: str, units: Groups, keys: Sequence[Hashable]) -> Gro
         rule = "a mapping from labels of the tree to thresholds"
         raise value_error(argument, rule, f"the unknown label {unknown[0]!r}", hint)
     entries = [None if i is None else group_of.get(units.names[i]) for i in units.entries]
-    return Groups(tuple(entries), len(keys), tuple(keys))
+    return Units(tuple(entries), len(keys), tuple(keys))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +113,7 @@ def group(param_labels: Labels) -> Granularity:
         check_labels("param_labels", names)
         pairs = zip(labels, jax.tree.leaves(tree), strict=True)
         entries = tuple(names.index(label) for label, x in pairs if is_measured(x))
-        return Groups(entries, len(names), names)
+        return Units(entries, len(names), names)
 
     return Granularity(cut, is_group=True)
 
@@ -159,7 +158,7 @@ def layer(num_layer_axes: Tree = 1, *, rms: bool = False) -> Granularity:
                 raise value_error("num_layer_axes", "at most the rank of the leaf", got, _DEPTH)
             if is_measured(x):
                 axes.append(tuple(range(n, np.ndim(x))))
-        return Slices(tuple(axes), is_rms=rms)
+        return slice_units(axes, is_rms=rms)
 
     return Granularity(cut)
 
@@ -193,7 +192,7 @@ def axis(axis: int | Sequence[int] | None = None) -> Granularity:
     def cut(leaves: Sequence[Array], tree: Tree) -> Units:
         paths = jax.tree_util.tree_leaves_with_path(tree)
         axes = [_unit_axes(path, x, axis) for path, x in paths if is_measured(x)]
-        return Slices(tuple(axes), is_local=True)
+        return slice_units(axes, is_local=True)
 
     return Granularity(cut)
 

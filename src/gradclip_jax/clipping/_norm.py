@@ -31,52 +31,41 @@ of N elements is correct to 1e-6 if it is above 2e-14 sqrt(N), or if no element 
 """
 
 
-class Groups(NamedTuple):
-    """Assignment of whole leaves to scalar norms, such as the global norm or one norm per label.
+class Units(NamedTuple):
+    """Assignment of elements to norms. A unit is a set of elements that share one norm.
 
     Attributes:
-        entries: For each measured leaf, the index of its norm; None if it belongs to no unit.
-        size: Number of units.
-        names: Labels of the units; empty for the whole tree.
+        entries: For each measured leaf, the index of its norms; None if it belongs to no unit.
+        size: Number of arrays of norms.
+        names: Labels of groups of leaves.
+        axes: Axes of each leaf over which one norm is computed. They are kept with size 1, except
+            that the norm over all axes is a scalar. None if all units consist of whole leaves.
+        is_local: Whether norms are computed without communication inside `shard_map`.
+        is_rms: Whether thresholds limit root mean squares instead of norms.
     """
 
     entries: tuple[int | None, ...]
     size: int
     names: tuple[Hashable, ...] = ()
-
-    is_local = False
-
-
-class Slices(NamedTuple):
-    """Slices of a leaf with one norm each, such as its layers or rows. Their norms are one array.
-
-    Attributes:
-        axes: Axes of each measured leaf over which one norm is computed. They are kept with size 1,
-            except that the norm over all axes is a scalar.
-        is_local: Whether norms are computed without communication inside `shard_map`.
-        is_rms: Whether thresholds limit root mean squares instead of norms.
-    """
-
-    axes: tuple[Axes, ...]
+    axes: tuple[Axes, ...] | None = None
     is_local: bool = False
     is_rms: bool = False
 
-    names = ()
-    size = property(lambda self: len(self.axes))
-    entries = property(lambda self: tuple(range(len(self.axes))))
 
-
-Units: TypeAlias = Groups | Slices
-
-
-def tree_units(leaves: Sequence[Array], tree: Tree = None) -> Groups:
+def tree_units(leaves: Sequence[Array], tree: Tree = None) -> Units:
     """Define one norm over all leaves."""
-    return Groups((0,) * len(leaves), 1)
+    return Units((0,) * len(leaves), 1)
 
 
-def leaf_units(leaves: Sequence[Array], tree: Tree = None) -> Slices:
+def leaf_units(leaves: Sequence[Array], tree: Tree = None) -> Units:
     """Define one norm for each leaf."""
-    return Slices(tuple(tuple(range(np.ndim(x))) for x in leaves))
+    return slice_units([tuple(range(np.ndim(x))) for x in leaves])
+
+
+def slice_units(axes: Sequence[Axes], *, is_local: bool = False, is_rms: bool = False) -> Units:
+    """Define one norm for each slice of each leaf, such as its layers or rows."""
+    entries = tuple(range(len(axes)))
+    return Units(entries, len(axes), axes=tuple(axes), is_local=is_local, is_rms=is_rms)
 
 
 @public
@@ -309,11 +298,11 @@ def _unit_norms_jvp(
 
 
 def root_mean_squares(
-    norms: Norms, leaves: Sequence[Array], units: Slices, axis_name: AxisName
+    norms: Norms, leaves: Sequence[Array], units: Units, axis_name: AxisName
 ) -> Norms:
     """Divide the norm of each slice by the root of its number of elements."""
     roots: list[float] = []
-    for x, axes in zip(leaves, units.axes, strict=True):
+    for x, axes in zip(leaves, units.axes or (), strict=True):
         num_shards = replica_count(frozenset(), shard_axes(x, axis_name))
         roots.append(math.sqrt(max(num_shards * math.prod(x.shape[i] for i in axes), 1)))
     # XLA:CPU would repeat a division by a constant in every kernel that reads the result.
@@ -350,7 +339,7 @@ def totals(
     for x in leaves:
         shards.append(frozenset() if units.is_local else shard_axes(x, axis_name))
     everywhere = frozenset[str]().union(*shards)
-    axes = units.axes if isinstance(units, Slices) else [tuple(range(x.ndim)) for x in leaves]
+    axes = units.axes or [tuple(range(x.ndim)) for x in leaves]
     parts: dict[int, list[Array]] = {}
     rows = zip(units.entries, shards, map(terms, leaves, axes, *columns), strict=True)
     for i, shard, part in rows:

@@ -254,6 +254,17 @@ def apply_rule(
     return jnp.broadcast_to(threshold, norm.shape), jax.tree.map(select, proposed, state)
 
 
+def as_rules(
+    argument: str, threshold: Any, *, is_group: bool
+) -> tuple[tuple[Rule, ...], tuple[Hashable, ...] | None]:
+    """Convert a threshold to a rule, or a mapping of thresholds for groups to rules and keys."""
+    if not (is_group and isinstance(threshold, Mapping)):
+        return (as_rule(argument, threshold),), None
+    check_labels(argument, threshold)
+    rules = [as_rule(f"{argument}[{key!r}]", x) for key, x in threshold.items()]
+    return tuple(rules), tuple(threshold)
+
+
 def init_rules(argument: str, rules: Sequence[Rule], shapes: Sequence[tuple[int, ...]]) -> Tree:
     """Return the initial states for norms of these shapes; () if no rule has a state."""
     states: list[Tree] = []

@@ -15,7 +15,6 @@ from .._mesh import is_explicit
 from .._types import Array, AxisName, Scalar
 from ..clipping._norm import (
     Axes,
-    Groups,
     Norms,
     Units,
     norm_dtype,
@@ -74,7 +73,7 @@ def measure(
         of_params = sums(square, params)
     table = jnp.stack([of_gradient[0], of_update, of_params, of_gradient[1]], 1)
     whole = jnp.sum(table, 0, keepdims=True)
-    is_global = isinstance(units, Groups) and not units.names
+    is_global = units.axes is None and not units.names
     table = whole if is_global else jnp.concatenate([whole, table])
     norms = norm_of_squares(table[:, :-1])
     return jnp.concatenate([norms, table[:, -1:]], 1).astype(jnp.float32)

@@ -8,7 +8,7 @@ import numpy as np
 
 from .._leaves import is_measured
 from .._types import Array, Tree
-from ..clipping._norm import Groups, Units
+from ..clipping._norm import Units
 
 
 def name_units(units: Units, tree: Tree) -> list[str]:
@@ -18,7 +18,7 @@ def name_units(units: Units, tree: Tree) -> list[str]:
     `decoder/layers_3/mlp/wi`. Without a common prefix, the index is at the end of the name. It is
     also at the end if the prefix is followed by the index of a list, and for rows or columns.
     """
-    if isinstance(units, Groups):
+    if units.axes is None:
         return list(map(str, units.names))
     paths = _measured_paths(tree)
     shapes = [
