@@ -182,7 +182,7 @@ def test_an_empty_axis_name_clips_each_device_by_its_own_norm(check_vma):
         same = jnp.all(updates == functional), state.grad_norm[None], *(x[None] for x in alone)
         return jax.lax.pmean(updates, "data"), *same[1:], same[0][None]
 
-    devices = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    devices = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     specs = P(), P("data"), P("data"), P("data"), P("data")
     fun = jax.shard_map(
         on_each, mesh=devices, in_specs=P("data"), out_specs=specs, check_vma=check_vma
