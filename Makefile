@@ -81,9 +81,9 @@ BENCHMARKS = steps.times steps.compile_time faults.other_libraries faults.guards
 bench: $(VENV)/.installed-test  ## every benchmark that measures this machine
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(VENV)/bin/python -m benchmarks.$$name; done
 
-# GPU_ARGS=--small tries it on a CPU.
+# GPU_ARGS='--small --out build/gpu' tries it on a CPU.
 GPU_ARGS ?=
-gpu: $(VENV)/.installed-test  ## the GPU tests, and whole steps in milliseconds beside Optax's, in 20 minutes
+gpu: $(VENV)/.installed-test  ## the GPU tests, then milliseconds of whole steps and workarounds, in 8 minutes
 	$(VENV)/bin/python -m benchmarks.steps.gpu $(GPU_ARGS)
 
 # Up to three hours on two cores; stopped, it goes on where it was. The page is made from what there is.

@@ -1,5 +1,6 @@
 """Interleaved timing, and what a compiled program needs."""
 
+import concurrent.futures
 import gc
 import time
 from collections.abc import Callable
@@ -27,10 +28,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of the repetitions, scratch memory, and the text of the compiled program."""
+    """Seconds of the repetitions, scratch and peak memory, and the text of the compiled program."""
 
     seconds: np.ndarray[Any, Any]
     scratch_bytes: int
+    peak_bytes: int
     text: str
 
     @property
@@ -44,33 +46,42 @@ class Timing:
         low, high = np.percentile(self.seconds, [25, 75])
         return float((high - low) / 2 / self.median)
 
+    def of(self, chosen: Any) -> "Timing":
+        """The same with the chosen repetitions only."""
+        return Timing(self.seconds[chosen], self.scratch_bytes, self.peak_bytes, self.text)
 
-def interleaved(cases: dict[str, Case], repetitions: int, group: int = 1) -> dict[str, Timing]:
+
+def interleaved(
+    cases: dict[str, Case], repetitions: int, group: int = 1, warmup: int = 1
+) -> dict[str, Timing]:
     """Times all cases in turn, A B C A B C, in one process; `group` steps make a repetition."""
-    programs: dict[str, Any] = {}
-    scratch: dict[str, int] = {}
-    texts: dict[str, str] = {}
-    for name, case in cases.items():
-        carry = case.carry()
+    steps = {name: jax.jit(case.step, donate_argnums=0) for name, case in cases.items()}
+    carries = {name: case.carry() for name, case in cases.items()}
+    lowered = {name: steps[name].lower(carries[name], *cases[name].args) for name in cases}
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # XLA compiles outside Python's lock
+        compiled = dict(zip(cases, pool.map(lambda x: x.compile(), lowered.values()), strict=True))
+
+    def run(name: str, times: int) -> Any:
         # Called as users call it: a compiled program called by hand takes its arguments in Python.
-        step = jax.jit(case.step, donate_argnums=0)
-        compiled = step.lower(carry, *case.args).compile()
-        memory, texts[name] = compiled.memory_analysis(), compiled.as_text()
-        scratch[name] = 0 if memory is None else int(memory.temp_size_in_bytes)
-        programs[name] = (step, jax.block_until_ready(step(carry, *case.args)))
+        for _ in range(times):
+            carries[name] = steps[name](carries[name], *cases[name].args)
+        return carries[name]
 
-    def call(name: str) -> Callable[[], Any]:
-        def repetition() -> Any:
-            step, carry = programs[name]
-            for _ in range(group):
-                carry = step(carry, *cases[name].args)
-            programs[name] = (step, carry)
-            return carry
+    for name in cases:
+        jax.block_until_ready(run(name, warmup))
+    calls = {name: lambda name=name: run(name, group) for name in cases}
+    seconds = in_turn(calls, repetitions)
+    return {name: Timing(seconds[name], *_memory(x), x.as_text()) for name, x in compiled.items()}
 
-        return repetition
 
-    seconds = in_turn({name: call(name) for name in cases}, repetitions)
-    return {name: Timing(seconds[name], scratch[name], texts[name]) for name in cases}
+def _memory(compiled: Any) -> tuple[int, int]:
+    """Bytes of scratch memory, and of everything that exists while the program runs."""
+    found = compiled.memory_analysis()
+    if found is None:
+        return 0, 0
+    scratch = int(found.temp_size_in_bytes)
+    inputs, outputs = found.argument_size_in_bytes, found.output_size_in_bytes
+    return scratch, int(scratch + inputs + outputs - found.alias_size_in_bytes)
 
 
 def in_turn(

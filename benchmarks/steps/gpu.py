@@ -1,50 +1,76 @@
-"""Run the GPU tests, then time whole training steps on a GPU: ours beside Optax's.
+"""Milliseconds on a GPU: the tests that need one, whole steps, workarounds, and the floor.
 
-    make gpu                       # at most 20 minutes
-    make gpu GPU_ARGS=--small      # small models on any device, for instance a CPU; writes nothing
+    PYTHONPATH=src python3 -m benchmarks.steps.gpu --minutes 8 --out DIR
+    PYTHONPATH=src python3 -m benchmarks.steps.gpu --small --out DIR    # small models, any device
 
-Steps are timed in turn, A B A B, in one process: medians in milliseconds, and the median ratio.
-Host stops are the conditionals and the loops of zero or one trip in the compiled program: the host
-waits for the predicate of each. Steps with the same counterpart share one run of it.
+Only JAX, Optax and pytest are needed. Every row is printed and written to DIR as soon as it is
+measured, the most important first, so that a run that is cut off leaves valid results. Compiled
+programs are kept in DIR/cache: a second call starts warm. Steps that share a counterpart are timed
+in turn, A B C A B C, in one process; the ratio is the median over neighbours in time.
 """
 
 import argparse
+import dataclasses
 import itertools
+import pathlib
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from benchmarks import _report
-from benchmarks._measure import Case, interleaved
+from benchmarks._measure import Case, Timing, interleaved
 from benchmarks._models import Model, gpt, ppo, resnet
 from benchmarks._rows import EVERY, OPTAX, PER_EXAMPLE, ROWS, Maker
 from benchmarks.compiled import _hlo
+from benchmarks.steps import _floor, _workarounds
 
-MODELS: dict[str, Callable[[], Model]] = {
-    "PPO": ppo,
-    "GPT-2 124M": lambda: gpt(12, 768, 50257, 8, 1024, scan=True),
-    "ResNet-50": lambda: resnet((3, 4, 6, 3), 64, 32, 224, 1000),
-}
-SMALL: dict[str, Callable[[], Model]] = {
-    "PPO": lambda: ppo(batch=16),
-    "GPT": lambda: gpt(2, 64, 512, 8, 16, scan=True),
-    "ResNet": lambda: resnet((1,), 32, 8, 16, 10),
-}
+TESTS = "tests/integration/test_gpu.py"
+SCANNED = 64
+"""Number of steps of PPO in one jitted `scan`, as its training loops are written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A model, and how its steps are timed.
+
+    Attributes:
+        title: name of the model in the tables.
+        make: makes the model for a batch size.
+        batch: the batch size; 0 chooses one that fills the device.
+        scanned: number of steps inside one jitted `scan`, which is timed as a whole.
+    """
+
+    title: str
+    make: Callable[[int], Model]
+    batch: int
+    scanned: int = 1
+
+
+SETTINGS = (
+    Setting("GPT-2 124M", lambda batch: gpt(12, 768, 50257, batch, 1024, scan=True), 0),
+    Setting("PPO in a scan", lambda batch: ppo(batch=batch), 512, SCANNED),
+    Setting("ResNet-50", lambda batch: resnet((3, 4, 6, 3), 64, batch, 224, 1000), 128),
+)
+SMALL = (
+    Setting("GPT-2 124M", lambda batch: gpt(2, 64, 512, batch, 16, scan=True), 8),
+    Setting("PPO in a scan", lambda batch: ppo(batch=batch), 16, 4),
+    Setting("ResNet-50", lambda batch: resnet((1,), 32, batch, 16, 10), 8),
+)
 # Steps with the same counterpart stand together, and are timed together.
 STEPS = {
     "clip": "clip_by_global_norm",
     "watch": "watch(clip)",
-    "agc": "adaptive_grad_clip",
     "guard": "skip_nonfinite",
     'guard, check="step"': 'skip_nonfinite(check="step")',
     "accumulation": "accumulate_gradients(clip)",
+    "agc": "adaptive_grad_clip",
 }
 
 
@@ -57,78 +83,196 @@ def groups() -> list[tuple[str, Maker, dict[str, Maker]]]:
     return [*found, (aggregate, PER_EXAMPLE["Optax"], {"per-example": PER_EXAMPLE["ours"]})]
 
 
-def rows_of(
-    model: Model, theirs: str, counterpart: Maker, ours: dict[str, Maker], repetitions: int
-) -> _report.Rows:
-    """One row for each of our steps that share a counterpart."""
+def case_of(model: Model, make: Maker, scanned: int) -> Case:
+    """A step of a model, or a `scan` over `scanned` steps on the same batch."""
     params, batch = model.arrays()
+    step = make(model)
 
-    def case(make: Maker) -> Case:
-        step = make(model)
+    def carry() -> Any:
+        return jax.tree.map(jnp.copy, (params, step.tx.init(params)))
 
-        def carry() -> Any:
-            return jax.tree.map(jnp.copy, (params, step.tx.init(params)))
+    def run(carry: Any, batch: Any) -> Any:
+        if scanned == 1:
+            return step.run(*carry, batch)[:2]
+        return lax.scan(lambda x, _: (step.run(*x, batch)[:2], None), carry, length=scanned)[0]
 
-        return Case(lambda carry, batch: step.run(*carry, batch)[:2], carry, (batch,))
+    return Case(run, carry, (batch,))
 
-    group = EVERY if theirs.startswith("MultiSteps") or model.size < 1 << 20 else 1
-    cases = {"Optax": counterpart} | ours
-    found = interleaved({name: case(make) for name, make in cases.items()}, repetitions, group)
 
-    def beside(value: Callable[[Any], Any], name: str) -> str:
-        return f"{value(found[name])} / {value(found['Optax'])}"
+def filling_batch(setting: Setting) -> int:
+    """The largest multiple of 4 with which a step needs half of the device's memory, up to 64."""
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 16 << 30)
 
-    return [
-        {
-            "what": name,
-            "Optax's counterpart": theirs,
-            "ms": beside(lambda timing: f"{1e3 * timing.median / group:.4g}", name),
-            "ratio": f"{np.median(found[name].seconds / found['Optax'].seconds):.3f}",
-            "spread": beside(lambda timing: f"{timing.spread:.0%}", name),
-            "host stops": beside(lambda timing: host_stops(timing.text), name),
-        }
-        for name in ours
-    ]
+    def peak(batch: int) -> int:
+        model = setting.make(batch)
+        step = OPTAX["AdamW alone"](model)
+        args = (model.params, step.state(model.params), model.batch)
+        found = jax.jit(step.run, donate_argnums=(0, 1)).lower(*args).compile().memory_analysis()
+        return found.temp_size_in_bytes + found.argument_size_in_bytes
+
+    small, large = peak(4), peak(8)
+    each = max((large - small) / 4, 1)
+    return int(np.clip((limit / 2 - small) / each, 4, 64)) // 4 * 4
+
+
+def rows_of(
+    setting: Setting, model: Model, theirs: str, counterpart: Maker, ours: dict[str, Maker]
+) -> _report.Rows:
+    """One row for each of our steps that share a counterpart, two for an accumulation."""
+    windows = theirs.startswith("MultiSteps")
+    scanned = max(setting.scanned, EVERY) if windows and setting.scanned > 1 else setting.scanned
+    cases = {
+        name: case_of(model, make, scanned)
+        for name, make in ({"Optax": counterpart} | ours).items()
+    }
+    phased = windows and scanned == 1  # each micro-step is timed: which one emits is known
+    repetitions, warmup = (7 * EVERY, EVERY) if phased else (21, 1)
+    found = interleaved(cases, repetitions, warmup=warmup)
+    position = np.arange(repetitions) % EVERY
+    phases = {", held": position < EVERY - 1, ", emitting": position == EVERY - 1}
+    rows = []
+    for name in ours:
+        for phase, chosen in phases.items() if phased else [("", slice(None))]:
+            pair = found[name].of(chosen), found["Optax"].of(chosen)
+            rows.append(
+                {"what": name + phase, "Optax's counterpart": theirs} | row_of(*pair, scanned)
+            )
+    return rows
+
+
+def row_of(ours: Timing, theirs: Timing, steps: int) -> dict[str, str]:
+    """The figures of one row, ours / theirs; `steps` is the number of steps in a repetition."""
+
+    def beside(value: Callable[[Timing], Any]) -> str:
+        return f"{value(ours)} / {value(theirs)}"
+
+    return {
+        "ms": beside(lambda x: f"{1e3 * x.median / steps:.4g}"),
+        "ratio": f"{np.median(ours.seconds / theirs.seconds):.3f}",
+        "spread": beside(lambda x: f"{x.spread:.1%}"),
+        "peak GiB": beside(lambda x: f"{x.peak_bytes / 2**30:.3g}"),
+        "host stops": beside(lambda x: host_stops(x.text)),
+    }
 
 
 def host_stops(text: str) -> int:
-    """Conditionals and loops of zero or one trip in a compiled program."""
+    """Conditionals and loops of zero or one trip, for whose predicate the host of a GPU waits."""
     program = _hlo.analyse(text)
     return program.always.stops + sum(loop.stops for loop in program.optional)
 
 
+def workaround_rows(setting: Setting, model: Model) -> Iterator[dict[str, str]]:
+    """For each workaround, the milliseconds of a step with it and with its alternatives."""
+    for name, row, replacements in _workarounds.ALL:
+        cases, repetitions = {}, 21 if setting.scanned == 1 else 9
+        for label, replacement in {"now": {}, **replacements}.items():
+            with _workarounds.replaced(replacement):
+                case = case_of(model, ROWS[row].ours, setting.scanned)
+                # Traced here, because the replacement ends before the program is compiled.
+                traced = jax.jit(case.step).trace(case.carry(), *case.args)
+                cases[label] = dataclasses.replace(case, step=_workarounds.retraced(traced))
+        found = interleaved(cases, EVERY * 3 if "accumulate" in row else repetitions)
+        now = found["now"]
+        for label in replacements:
+            # The mean, because in an accumulation one step in a window is longer.
+            ratio = float(np.mean(found[label].seconds) / np.mean(now.seconds))
+            ms = [1e3 * float(np.mean(x.seconds)) / setting.scanned for x in (now, found[label])]
+            yield {
+                "what": f"{name}: {label}",
+                "step": row,
+                "ms now / instead": f"{ms[0]:.4g} / {ms[1]:.4g}",
+                "worth": f"{ratio - 1:+.1%}",
+            }
+
+
+class Report:
+    """Rows that are printed and written to a folder as soon as they are measured."""
+
+    def __init__(self, folder: pathlib.Path, commit: str) -> None:
+        self.folder, self.facts = folder, {"driver": driver(), "commit": commit}
+
+    def add(self, section: str, row: dict[str, Any]) -> None:
+        print(f"| {section}: " + " | ".join(map(str, row.values())) + " |", flush=True)
+        _report.write({section: [row]}, "GPU steps", folder=self.folder, **self.facts)
+
+
+def driver() -> str:
+    """The version of the NVIDIA driver, or "none"."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "none"
+
+
+def run_tests(*, small: bool) -> int:
+    """Run the tests of a GPU, at most 90 s, without the plugins of the suite."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--noconftest",
+        "-p",
+        "no:cacheprovider",
+        TESTS,
+    ]
+    try:
+        return subprocess.run(
+            [*command, *(["-m", "not gpu"] if small else [])], check=False, timeout=90
+        ).returncode
+    except subprocess.TimeoutExpired:
+        print("The tests took longer than 90 s and were stopped.", flush=True)
+        return 1
+
+
 def main() -> None:
-    """Run the tests and the steps, print every row, and write the results of this device."""
+    """Run the tests, the steps, the workarounds and the floor, in this order."""
     start = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="small models, on any device")
-    parser.add_argument("--only", help="one of the models, such as PPO")
-    parser.add_argument("--no-tests", action="store_true", help="without the GPU tests")
-    parser.add_argument("--minutes", type=float, default=17.0, help="start no step later (17)")
-    parser.add_argument("--repetitions", type=int, default=21, help="of each step (21)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="start no row later (8)")
+    parser.add_argument("--out", type=pathlib.Path, default=_report.RESULTS, help="folder to write")
+    parser.add_argument("--only", default="", help="models whose name contains this")
+    parser.add_argument("--no-tests", action="store_true", help="without the tests")
+    parser.add_argument("--commit", default=None, help="commit of the library, without git")
     options = parser.parse_args()
     status = 0
     if not options.no_tests:  # before this process allocates the memory of the GPU
-        tests = [sys.executable, "-m", "pytest", "-n0", "-q", "-m", "gpu", "tests"]
-        status = subprocess.run(tests, check=False).returncode
+        status = run_tests(small=options.small)
     if jax.default_backend() != "gpu" and not options.small:
         parser.error(f"JAX finds no GPU, only {jax.devices()}; --small runs on any device")
-    sections: dict[str, _report.Rows] = {}
-    with tempfile.TemporaryDirectory() as cache:  # each program is compiled once
-        jax.config.update("jax_compilation_cache_dir", cache)
-        models = SMALL if options.small else MODELS
-        for title in [options.only] if options.only else models:
-            for group in groups():
-                if time.monotonic() - start > 60 * options.minutes:
-                    print(f"| {title}: {', '.join(group[2])} | not run: out of time |", flush=True)
-                    continue
-                rows = rows_of(models[title](), *group, 3 if options.small else options.repetitions)
-                sections.setdefault(title, []).extend(rows)
-                for row in rows:
-                    print(f"| {title}: " + " | ".join(row.values()) + " |", flush=True)
-        jax.config.update("jax_compilation_cache_dir", None)
-    if not options.small:
-        _report.write(sections, "whole steps", commit=_report.commit())
+    jax.config.update("jax_compilation_cache_dir", str(options.out / "cache"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    report = Report(options.out, options.commit or _report.commit())
+    settings = [x for x in (SMALL if options.small else SETTINGS) if options.only in x.title]
+
+    def out_of_time(what: str) -> bool:
+        late = time.monotonic() - start > 60 * options.minutes
+        if late:
+            print(f"| {what}: not run, out of time |", flush=True)
+        return late
+
+    models: dict[str, Model] = {}
+    for setting, (theirs, counterpart, ours) in itertools.product(settings, groups()):
+        title = setting.title
+        if out_of_time(f"{title}: {', '.join(ours)}"):
+            continue
+        if title not in models:
+            batch = setting.batch or filling_batch(setting)
+            models[title] = setting.make(batch)
+            print(f"{title}: batch {batch}", flush=True)
+        for row in rows_of(setting, models[title], theirs, counterpart, ours):
+            report.add(title, row)
+    if not out_of_time("floor"):
+        for row in _floor.rows(small=options.small):
+            report.add("Over the floor", row)
+    for setting in settings:
+        if setting.title in models and not out_of_time(f"workarounds, {setting.title}"):
+            for row in workaround_rows(setting, models[setting.title]):
+                report.add(f"Workarounds, {setting.title}", row)
+                if out_of_time("further workarounds"):
+                    break
     sys.exit(status)
 
 
