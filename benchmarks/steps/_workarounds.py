@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.extend
 import jax.numpy as jnp
+from jax import lax
 
 import gradclip_jax
 from gradclip_jax import _run_if
@@ -34,7 +35,11 @@ def _as_vector(scalars: Sequence[jax.Array], *, is_sum: bool) -> jax.Array:
     return functools.reduce(jnp.add if is_sum else jnp.maximum, scalars)
 
 
-_FORMS = {name: getattr(_run_if, f"_{name}") for name in ("cond", "loop", "select")}
+def _cond(step: Callable[[Any], Any], predicate: jax.Array, start: Any, computed: Any) -> Any:
+    return lax.cond(predicate, lambda x: step(x[1]), lambda x: x, start)
+
+
+_FORMS = {"cond": _cond, "loop": _run_if._loop, "select": _run_if._select}
 
 
 def _forms(name: str, *labels: str) -> dict[str, Replacements]:
