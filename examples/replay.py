@@ -1,5 +1,7 @@
 """Recovery: save good checkpoints, rewind after bad data, and stop if that does not help.
 
+Usage:
+
     python replay.py           # demonstrate in a temporary folder: 60 of 400 batches are spoilt
     python replay.py FOLDER    # train in this folder, and continue there after a kill
 

@@ -21,8 +21,9 @@ def example():
     return load(EXAMPLE)
 
 
-def test_without_arguments_it_demonstrates_that_recovery_undoes_a_stretch():
+def test_without_arguments_it_prints_its_usage_and_demonstrates_that_recovery_undoes_a_stretch():
     printed = python(EXAMPLE)
+    assert "Usage:" in printed and "python replay.py FOLDER" in printed
     losses = {x: float(loss) for x, loss in re.findall(r"(.+): loss (\S+)$", printed, re.M)}
     noise = abs(losses["clean"] - losses["clean, another seed"])
     assert abs(losses["spoilt, with recovery"] - losses["clean"]) < noise

@@ -1,8 +1,6 @@
 """Calls that once gave a wrong result, a wrong count or a misleading error without a sign."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -538,13 +536,6 @@ def test_none_as_a_number_of_layer_axes_means_zero_or_raises():
         return
     np.testing.assert_allclose(updates["a"], 0.5, rtol=1e-6)
     np.testing.assert_allclose(updates["b"], 1.0, rtol=1e-6)
-
-
-@pending
-def test_the_replay_example_prints_its_usage_without_arguments():
-    path = ROOT / "examples/replay.py"
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
-    assert "usage" in (done.stdout + done.stderr).lower() and "Traceback" not in done.stderr
 
 
 def test_tree_map_params_of_watch_maps_arrays():
