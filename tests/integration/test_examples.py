@@ -9,6 +9,8 @@ from importlib import import_module
 import numpy as np
 import pytest
 
+from files import ROOT
+
 pytestmark = pytest.mark.slow  # compiles many programs; .ci/run and the workflow run it
 
 RUNS = ["no clipping", "clipping", "clipping + accumulation"]
@@ -175,3 +177,22 @@ def test_the_event_file_of_tensorboard_holds_what_metrics_said_of_a_bad_batch(tm
     assert [row["consecutive_skips"] for row in rows] == 20 * [0.0] + [1.0] + 39 * [0.0]
     assert [step for step, row in enumerate(rows) if not np.isfinite(row["loss"])] == [20]
     assert rows[-1]["loss"] < rows[0]["loss"] / 100
+
+
+# One bad batch
+
+
+def test_one_bad_batch_ends_a_run_with_optax_and_not_one_with_this_library(tmp_path):
+    losses = import_module("adopt").main(["--out", f"{tmp_path}/adopt.png"])
+    assert (tmp_path / "adopt.png").read_bytes().startswith(b"\x89PNG")
+    assert np.isnan(losses["Optax"][-100:]).all()
+    assert np.isnan(losses["gradclip_jax"]).sum() == 1
+    assert np.mean(losses["gradclip_jax"][-20:]) < 0.5 * np.mean(losses["gradclip_jax"][:10])
+
+
+def test_the_difference_in_the_readme_is_that_of_the_example():
+    example = (ROOT / "examples" / "adopt.py").read_text()
+    (difference,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    lines = [x[1:].split("  #")[0].strip() for x in difference.splitlines() if x[0] in "+-"]
+    assert len(lines) == 5
+    assert [x for x in lines if x.split(" = ")[-1] not in example] == []
