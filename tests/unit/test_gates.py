@@ -149,7 +149,6 @@ def counting():
 def runs_and_traces(tx, counts, dtype, fast, wrap=jax.jit):
     params = {"w": jnp.ones((3, 2), dtype)}
     state = tx.init(params)
-    counts["traces"] = 0  # `init` traces once for 16-bit parameters
     call = wrap(partial(taken, tx, fast=fast))
     grads = jax.tree.map(lambda p: 0.5 * p, params)
     runs = []

@@ -93,9 +93,8 @@ def accumulate_gradients(
 
     Returns:
         A gradient transformation with an `AccumulationState`. The inner optimizer receives
-        gradients in the accumulator's dtype or, if `init` finds that it raises for this dtype, in
-        the dtype of the incoming gradients. The updates have the dtypes that it returns for the
-        incoming gradients.
+        gradients in the accumulator's dtype or, if it raises for this dtype, in the dtype of the
+        incoming gradients. The updates have the dtypes that it returns for the incoming gradients.
 
     Raises:
         ValueError: If `every` is less than 1, or if `reduction` or `rounding` is unknown.

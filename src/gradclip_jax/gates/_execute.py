@@ -26,7 +26,7 @@ from .._states import (
     with_structure_of,
 )
 from .._types import Array, Tree
-from ._dtypes import init_in_dtypes, update_in_dtypes
+from ._dtypes import update_in_dtypes
 from ._extra_args import check_extra_args, has_weight, warn_of_identity, warn_of_weight
 from ._gate import Accumulation, ExtraArgs, Guard, Observed, Step, params_of
 
@@ -74,10 +74,9 @@ def gated(
 
     `init` maps the state of `inner` and the parameters to the state of the guard or accumulation.
     """
-    update, init_inner = inner.update, inner.init
+    update = inner.update
     if not isinstance(update, GatedUpdate):
         update = GatedUpdate(optax.with_extra_args_support(inner), _execute)
-        init_inner = functools.partial(init_in_dtypes, update.innermost)
     if not isinstance(gate, Guard):  # its `init` raises if `inner` contains an accumulation
         update = dataclasses.replace(update, accumulation=gate)
     elif update.accumulation:
@@ -86,7 +85,7 @@ def gated(
         update = dataclasses.replace(update, inside=(gate, *update.inside))
 
     def init_gate(params: Tree) -> Tree:
-        return init(init_inner(params), params)
+        return init(inner.init(params), params)
 
     return optax.GradientTransformationExtraArgs(init_gate, update)
 

@@ -11,7 +11,6 @@ import numpy as np
 from .._checks import describe, is_scalar
 from .._errors import type_error
 from .._run_if import Flag
-from .._types import Tree
 from ._gate import ExtraArgs
 
 EXTRA_ARGS: Final = ("value", "loss", "weight", "flush", "emit")
@@ -37,19 +36,15 @@ def loss_argument(extra_args: ExtraArgs) -> tuple[str, Any]:
     value, loss = extra_args.get("value"), extra_args.get("loss")
     numbers = (bool, int, float, complex, np.generic, np.ndarray, jax.Array)
     if not isinstance(loss, numbers):  # the inner transformation may have such an argument
-        return "value", _checked(value, numbers)
+        for leaf in jax.tree.leaves(value):
+            if not isinstance(leaf, numbers):
+                rule, hint = "a number or an array", "Pass the loss as `value=loss`."
+                raise type_error("value", rule, describe(leaf), hint)
+        return "value", value
     if value is not None:
         hint = "Pass the loss once, as `value`."
         raise type_error("loss", "omitted if `value` is passed", "both", hint)
     return "loss", loss
-
-
-def _checked(value: Tree, numbers: tuple[type, ...]) -> Tree:
-    for leaf in jax.tree.leaves(value):
-        if not isinstance(leaf, numbers):
-            rule, hint = "a number or an array", "Pass the loss as `value=loss`."
-            raise type_error("value", rule, describe(leaf), hint)
-    return value
 
 
 def has_weight(extra_args: ExtraArgs) -> Flag:
