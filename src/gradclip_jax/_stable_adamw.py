@@ -9,9 +9,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._checks import check_axis_name, check_decays, check_number, check_params, check_state
+from ._checks import (
+    check_axis_name,
+    check_decays,
+    check_number,
+    check_params,
+    check_state,
+    is_float0,
+)
 from ._errors import public
-from ._leaves import check_leaves, wide_dtype
+from ._leaves import check_leaves, is_measured, wide_dtype
 from ._mesh import replica_count, shard_axes
 from ._states import increment_where
 from ._types import Array, AxisName, Number, Scalar, Tree
@@ -87,7 +94,8 @@ def stable_adamw(
 
     def init(params: Tree) -> StableAdamWState:
         def zeros(param: Array) -> Array:
-            return jnp.zeros_like(param, wide_dtype(jnp.result_type(param)))
+            dtype = jnp.result_type(param)
+            return jnp.zeros_like(param, wide_dtype(dtype) if is_measured(param) else dtype)
 
         first, second = (jax.tree.map(zeros, params) for _ in range(2))
         return StableAdamWState(jnp.zeros((), jnp.int32), first, second)
@@ -103,21 +111,26 @@ def stable_adamw(
         decays = [_with_bias_correction(b, count.astype(jnp.float32)) for b in (b1, b2)]
 
         def step(grad: Array, first: Array, second: Array, param: Array) -> tuple[Array, ...]:
+            if is_float0(grad):  # the gradient of an integer parameter
+                return grad, first, second
             wide, dtype = grad.astype(second.dtype), second.dtype
             d1, d2 = (decay.astype(dtype) for decay in decays)
             first = d1 * first + (1 - d1) * wide
             second = d2 * second + (1 - d2) * jnp.square(wide)
-            floor = jnp.maximum(eps**2, jnp.finfo(dtype).tiny)  # `eps^2` may underflow
-            ratio = wide / jnp.sqrt(jnp.maximum(second, floor))
+            tiny = jnp.finfo(dtype).tiny  # `eps^2` may underflow, and at 0 a root has no derivative
+            ratio = wide / jnp.sqrt(jnp.maximum(second, jnp.maximum(eps**2, tiny)))
             size = ratio.size * replica_count(frozenset(), shard_axes(ratio, axes))
             rms = norm_of_leaves([ratio], 2.0, axes) / math.sqrt(max(size, 1))
-            direction = first / (jnp.sqrt(second) + eps) + weight_decay * param.astype(dtype)
+            direction = first / (
+                jnp.sqrt(jnp.maximum(second, tiny)) + eps
+            ) + weight_decay * param.astype(dtype)
             out = -rate / jnp.maximum(1, rms / clipping) * direction
             return out.astype(grad.dtype), first, second
 
-        rows = jax.tree.map(step, updates, state.first, state.second, params)
-        inner = jax.tree.structure((0, 0, 0))
-        out, first, second = jax.tree.transpose(jax.tree.structure(updates), inner, rows)
+        leaves, structure = jax.tree.flatten(updates)
+        others = map(structure.flatten_up_to, (state.first, state.second, params))
+        rows = list(map(step, leaves, *others))
+        out, first, second = (structure.unflatten(row[i] for row in rows) for i in range(3))
         return out, StableAdamWState(count, first, second)
 
     return optax.GradientTransformation(init, update)

@@ -17,6 +17,7 @@ FLOAT = re.compile(r"[+-]?(?:\d+\.\d*|\d*\.\d+)(?:e[+-]?\d+)?|[+-]?\d+e[+-]?\d+"
 WITHOUT = {
     "diagnostics.AccumulationStats",
     "diagnostics.Incident",
+    "diagnostics.Report",
     "granularities.Granularity",
     "per_example.Stats",
 }
