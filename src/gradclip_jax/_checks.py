@@ -299,6 +299,8 @@ def check_same_structure(updates: Tree, params: Tree) -> None:
     if not is_alike or any(map(_has_other_shape, *leaves)):
         got = _first_difference("updates", updates, "params", params)
         hint = "Pass `updates` with the structure of `params`."
+        if got and got.startswith("nothing"):
+            hint += " For a model of Equinox, pass `eqx.filter(model, eqx.is_array)` as `params`."
         raise type_error("updates", "a tree like `params`", got, hint)
 
 

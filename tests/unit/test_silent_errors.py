@@ -18,8 +18,6 @@ ONES = jnp.ones(2)
 PARAMS = jnp.zeros(2)
 sgd = optax.sgd(1.0)
 accumulate = gcx.accumulate_gradients
-# Decided, but not implemented; the fix removes the mark.
-pending = pytest.mark.xfail(strict=True, reason="decided, not implemented")
 
 
 def run(tx, calls, params=PARAMS):
@@ -509,12 +507,9 @@ MESSAGES = {
     "accumulation, gradient of None": (lambda: update_of(accumulate(sgd, 2), HALF_GRADS, BOTH), r"eqx\.is_array", None),
 }
 # fmt: on
-PENDING = {name for name in MESSAGES if "gradient of None" in name}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pending] * (name in PENDING)) for name in MESSAGES]
-)
+@pytest.mark.parametrize("name", MESSAGES)
 def test_errors_name_the_function_and_the_cause(name):
     call, wanted, unwanted = MESSAGES[name]
     with pytest.raises((TypeError, ValueError)) as caught:
