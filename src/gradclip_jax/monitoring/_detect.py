@@ -269,10 +269,12 @@ class Zeros:
         self.streak, self.longest, self.num_nonzero = np.zeros((3, size), int)
         self.share, self.is_reported, self.count = np.zeros(size), np.zeros(size, bool), 0
 
-    def compare(self, is_zero: HostArray) -> HostArray:
-        """Return the columns whose streak of zeros is reported in this row."""
+    def compare(self, values: HostArray) -> HostArray:
+        """Return the columns whose streak of zeros is reported in this row; NaN is unknown."""
+        # An unknown value continues what the previous values were.
+        is_known, is_zero = ~np.isnan(values), (values == 0) | np.isnan(values) & (self.streak > 0)
         if not (is_zero.any() or self.streak.any() or self.share.any()):
-            self.num_nonzero, self.count = self.num_nonzero + 1, self.count + 1
+            self.num_nonzero, self.count = self.num_nonzero + is_known, self.count + 1
             return is_zero
         length = self.streak + 1
         weight = np.minimum(length / min(self.count + 1, LONG), 1)
@@ -280,7 +282,7 @@ class Zeros:
         self.share = np.where(is_zero, self.share, share)
         self.longest = np.where(is_zero, self.longest, np.maximum(self.longest, self.streak))
         self.streak = np.where(is_zero, length, 0)
-        self.num_nonzero, self.count = self.num_nonzero + ~is_zero, self.count + 1
+        self.num_nonzero, self.count = self.num_nonzero + (is_known & ~is_zero), self.count + 1
         before = np.clip(self.count - self.streak, 0, LONG)
         # Use at least half a zero, so that a single zero of a unit is not an incident.
         rarity = self.streak * np.log(np.maximum(self.share, 0.5 / (before + 1)))
@@ -288,7 +290,7 @@ class Zeros:
         is_rare = (rarity < RARE_UNIT) & ((self.num_nonzero == 0) | (surprise > SURPRISE))
         # The first zero of the whole tree is reported early.
         is_rare[0] = rarity[0] < RARE_TREE * (2 if self.longest[0] else 1)
-        found = is_zero & is_rare & (self.streak > self.longest) & ~self.is_reported
+        found = is_known & is_zero & is_rare & (self.streak > self.longest) & ~self.is_reported
         found &= self.count > WARM_UP
         self.is_reported = is_zero & (self.is_reported | found)
         return found
@@ -326,10 +328,12 @@ class Detector:
                 drifts[stop - 1] = self.drifts.compare(self.levels.values[-BLOCK:, :size])
             start = stop
         outliers = Outliers(*(np.concatenate(x) for x in zip(*parts, strict=True)))
-        zeros = np.hstack([rows.norms[:, 0] == 0, rows.loss[:, None] == 0])
-        zeros = np.array([self.zeros.compare(row) for row in zeros]).reshape(zeros.shape)
-        for t, loss in enumerate(values[:, -1].tolist()):
-            outliers.is_outlier[t, -2:] |= self._is_early_rise(self.count + t, loss)
+        gradient = np.where(rows.has(Outcome.HAS_GRADIENT)[:, None], rows.norms[:, 0], np.nan)
+        gradient[~rows.has(Outcome.HAS_UNITS), 1:] = np.nan
+        loss = np.where(rows.has(Outcome.HAS_LOSS), rows.loss, np.nan)
+        zeros = np.array([self.zeros.compare(x) for x in np.column_stack([gradient, loss])])
+        for t, x in enumerate(loss.tolist()):
+            outliers.is_outlier[t, -2:] |= self._is_early_rise(self.count + t, x)
         is_suspicious = rows.has(FAULTS) | ~np.isfinite(rows.loss)
         is_suspicious |= ~np.isfinite(rows.norms).all((1, 2)) | (rows.taps[..., -1] > 0).any((1, 2))
         for table in (outliers.is_outlier, drifts != 0, zeros):

@@ -198,3 +198,10 @@ def test_reading_50_rows_of_300_units_takes_at_most_100_ms():
         detector.update(rows.take(slice(i, i + 50)))
         times.append(time.process_time() - start)
     assert min(times[2:]) < 0.1
+
+
+def test_units_that_are_logged_every_50_rows_are_not_zero_in_between():
+    rows, names = clean_rows()
+    rows.norms[np.arange(STEPS) % 50 > 0, :, 1:] = 0
+    rows.outcome[np.arange(STEPS) % 50 > 0] &= ~int(Outcome.HAS_UNITS)
+    assert not Detector(names).update(rows)
