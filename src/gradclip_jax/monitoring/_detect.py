@@ -42,7 +42,7 @@ CAP, LEAST_WIDTH = math.log(6.0), 3.25
 """Largest bound in standard deviations, as a ratio, and the least number of them. Without the
 first, a norm that varies by a decade never is an outlier."""
 
-RARITY, UNIT_RARITY = 2000.0, 10_000.0
+RARITY, UNIT_RARITY = 1000.0, 10_000.0
 """One in so many excesses above the 90 % quantile is an outlier, if excesses are independent."""
 
 AFTER, TAIL_REFRESH = 32, 64
@@ -77,6 +77,9 @@ FAULTS = (
     | Outcome.EMPTY_WINDOW
 )
 """Outcomes that are incidents."""
+
+EARLY_RATIO = 8.0
+"""In the first WINDOW rows, 8 times the largest previous value is an outlier."""
 
 EARLY_RISE, NUM_ABOVE = 3.0, 3
 """Consecutive early rows whose loss exceeds 3 times the first one are an incident."""
@@ -192,6 +195,12 @@ class Levels:
         is_whole = (self.kinds == "gradient") & ~self.is_unit
         limit = np.where(is_whole, np.maximum(LIMIT, LIMIT_WIDTH * spread), np.inf)
         bound = np.fmin(np.fmax(bound, self.tail - usual), limit)
+        if self.count < WINDOW:
+            # While a loss decreases quickly, its spread is large.
+            top = np.fmax(np.fmax.reduce(self.excesses) - usual, 0)
+            rise = np.full(len(top), math.log(EARLY_RATIO))
+            rise[-1] = (EARLY_RATIO - 1) * (top[-1] + abs(self.level[-1]))
+            bound = np.fmin(bound, top + rise)
         is_known = count >= WARM_UP - 1  # the first value has no excess
         self.bound = np.where(
             is_known, np.maximum(bound, np.where(self.is_unit, self.least, 0)), np.inf
