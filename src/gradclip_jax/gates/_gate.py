@@ -71,17 +71,22 @@ class Observed(NamedTuple):
 
 
 class Window(Protocol):
-    """The accumulation window after the current micro-batch.
+    """The accumulation window after the current micro-batch."""
 
-    Attributes:
-        emits: Whether the window closes with a positive total weight.
-        is_empty: Whether the window closes without weight.
-        extra_args: Extra arguments for the transformation inside the accumulation.
-    """
+    @property
+    def emits(self) -> Flag:
+        """Whether the window closes with a positive total weight."""
+        ...
 
-    emits: Flag
-    is_empty: Flag
-    extra_args: ExtraArgs
+    @property
+    def is_empty(self) -> Flag:
+        """Whether the window closes without weight."""
+        ...
+
+    @property
+    def extra_args(self) -> ExtraArgs:
+        """Extra arguments for the transformation inside the accumulation."""
+        ...
 
     def read(self, accumulator: Tree) -> tuple[Tree, Tree]:
         """Return the accumulated gradient and the next accumulator, which may share buffers."""
