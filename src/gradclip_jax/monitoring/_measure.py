@@ -9,7 +9,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 
-from .._devices import fusion_barrier
 from .._leaves import wide_dtype
 from .._mesh import is_explicit
 from .._types import Array, AxisName, Scalar
@@ -75,8 +74,11 @@ def measure(
     whole = jnp.sum(table, 0, keepdims=True)
     is_global = units.axes is None and not units.names
     table = whole if is_global else jnp.concatenate([whole, table])
-    norms = norm_of_squares(table[:, :-1])
-    return jnp.concatenate([norms, table[:, -1:]], 1).astype(jnp.float32)
+    # A selection, unlike slices, is fused with the operations that read the table.
+    return jnp.where(_IS_NORM, norm_of_squares(table), table).astype(jnp.float32)
+
+
+_IS_NORM = np.array([[True, True, True, False]])
 
 
 def _as_vector(norms: Norms) -> Array:
@@ -88,7 +90,7 @@ def _as_vector(norms: Norms) -> Array:
             x = reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
         entries.append(x.reshape(-1))
     # Without the barrier, XLA:CPU compiles a kernel with one operand for each leaf and norm.
-    return fusion_barrier(jnp.concatenate(entries or [jnp.zeros(0)]))
+    return jnp.concatenate(entries or [jnp.zeros(0)])
 
 
 def _rounded(x: Array, dtype: np.dtype) -> Array:

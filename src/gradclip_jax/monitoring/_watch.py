@@ -340,8 +340,8 @@ def watch(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-_OF_STEP = np.array([False, True, True, False])
-"""The columns of `measure` that a call without a gradient has."""
+_OF_STEP, _OF_UPDATE = np.array([[[False, True, True, False]], [[False, True, False, False]]])
+"""The columns of `measure` that a call without a gradient has, and that of the update."""
 
 
 def _outcome(before: Tree, after: Tree) -> tuple[Flags, list[Scalar]]:
@@ -383,9 +383,8 @@ def _finish(flags: Flags, table: Array) -> Array:
     ran = has_changed = flags[Outcome.APPLIED]
     if flags.get(Outcome.HAS_UPDATE):
         # An update of zero does not change a non-finite parameter.
-        update = jnp.where(ran | jnp.isfinite(table[:, 1]), table[:, 1], 0)
-        table = table.at[:, 1].set(update)
-        has_changed = update[0] != 0
+        table = jnp.where(ran | jnp.isfinite(table) | ~_OF_UPDATE, table, 0)
+        has_changed = table[0, 1] != 0
         has_gradient = flags[Outcome.HAS_GRADIENT] & (table[0, 0] != 0)
         flags[Outcome.UNCHANGED] = ran & ~has_changed & has_gradient
         # With `optax.partition`, some parameters may change although others are held.
@@ -406,7 +405,7 @@ def _written(ring: Array, parts: Sequence[Any], place: Scalar) -> Array:
     row = jnp.concatenate([jnp.ravel(jnp.asarray(x, ring.dtype)) for x in parts])
     if jax.typeof(ring).sharding.mesh != jax.typeof(row).sharding.mesh:
         # With explicit mesh axes, norms of sharded leaves have the mesh in their type.
-        ring = jnp.where(np.True_, ring, row)
+        ring = jnp.where(np.True_, ring, row[None])
     return lax.dynamic_update_index_in_dim(ring, row, place, 0)
 
 
