@@ -17,7 +17,7 @@ FATES = ("skipped", "held", "unchanged", "clipped")
 """The kinds that describe the outcome of the step."""
 
 STREAK = 8
-"""Maximum number of steps between two incidents that are recorded as one streak."""
+"""Maximum number of rows between two incidents of one streak."""
 
 
 class Incident(NamedTuple):
@@ -40,9 +40,8 @@ class Incident(NamedTuple):
         update_norm: Norm of the update; None if it was not measured.
         update_threshold: Threshold for `update_norm`; inf if there was no threshold.
         leaf_rise: Ratio of the gradient, update or parameter norm of this leaf or layer to its
-            moving average, divided by the geometric mean of this ratio over all other leaves, in
-            which extreme ratios are limited; 0 if the norm of no single leaf or layer is an
-            outlier.
+            median, divided by the median of this ratio over the other leaves; 0 if the norm of no
+            single leaf or layer is an outlier.
         parameter_norm: Norm of the parameters; None if it was not measured.
         device: Index of the device whose parameters differ from the others; -1 if they are equal.
         activation: Name of the first tap in the forward pass with a non-finite activation; None if
@@ -51,7 +50,8 @@ class Incident(NamedTuple):
         tap: Name of the tap whose RMS is an outlier, such as "activation of layers_3/mlp", or None.
         tap_rise: Ratio of this RMS to its level.
         batch_id: The extra argument `batch_id` of `update`; None if it was not passed.
-        streak: Number of consecutive incidents with equal `kinds` and `leaf`, including this one.
+        streak: Number of incidents with a common kind that follow each other within 8 rows,
+            including this one.
         first_step: Step at which these consecutive incidents started.
 
 
