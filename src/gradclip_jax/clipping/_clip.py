@@ -230,9 +230,15 @@ def _respond(
     else:
         limits = _stacked(thresholds, norms)
     factors = map_arrays(respond, norms, thresholds)
-    # Stacks of these factors would make XLA on CPU compile a separate kernel for each leaf.
-    over = axis_name if units.is_local else None
-    metrics = total, *_summary(limits, list(map(respond, stacks, limits)), over)
+    if len(norms) == 1 and not norms[0].ndim:
+        # On TPU, each operation on the stack of one scalar would be a kernel of its own.
+        bound = jnp.minimum(jnp.asarray(thresholds[0], total.dtype), UNBOUNDED)
+        summary = bound, factors[0], (factors[0] != 1).astype(total.dtype)
+    else:
+        # Stacks of these factors would make XLA on CPU compile a separate kernel for each leaf.
+        over = axis_name if units.is_local else None
+        summary = _summary(limits, list(map(respond, stacks, limits)), over)
+    metrics = total, *summary
     if units.names:
         names = [group_name(name) for name in units.names]
         columns = (norms, thresholds, factors)
