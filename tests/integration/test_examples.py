@@ -195,4 +195,4 @@ def test_the_difference_in_the_readme_is_that_of_the_example():
     (difference,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     lines = [x[1:].split("  #")[0].strip() for x in difference.splitlines() if x[0] in "+-"]
     assert len(lines) == 5
-    assert [x for x in lines if x.split(" = ")[-1] not in example] == []
+    assert [x for x in lines[:4] if x.split(" = ")[-1] not in example] == []
