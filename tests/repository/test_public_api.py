@@ -53,3 +53,9 @@ def test_docstring_explains_every_parameter(name):
     # The site renders the text before a colon in the first line of Returns as a type.
     returns = text.partition("\nReturns:\n")[2].partition("\n\n")[0]
     assert not re.match(r"\s*\w+ [^:\n]*:\s", returns), returns
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_help_shows_aliases_instead_of_unions(name):
+    signature = str(inspect.signature(FUNCTIONS[name]))
+    assert not re.search(r"Union\[|collections\.abc", signature)

@@ -1,5 +1,7 @@
 """Value and gradient of a batch, computed one micro-batch at a time."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias

@@ -1,5 +1,7 @@
 """The gradient noise scale, an estimate of the largest useful batch size."""
 
+from __future__ import annotations
+
 import numpy as np
 from jax.typing import ArrayLike
 

@@ -1,5 +1,7 @@
 """Gradient accumulation as an Optax gradient transformation."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Literal, ParamSpec, TypeVar

@@ -1,5 +1,7 @@
 """Dynamic loss scaling for float16, and the guard that adapts the scale."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import jax

@@ -1,5 +1,7 @@
 """Guards that users define."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple

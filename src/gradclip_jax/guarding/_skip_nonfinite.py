@@ -1,5 +1,7 @@
 """Guard that skips steps with non-finite values."""
 
+from __future__ import annotations
+
 import functools
 from typing import NamedTuple
 

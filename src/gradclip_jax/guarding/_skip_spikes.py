@@ -1,5 +1,7 @@
 """Guards against spikes of the gradient norm and the loss."""
 
+from __future__ import annotations
+
 import functools
 from typing import Final, NamedTuple
 

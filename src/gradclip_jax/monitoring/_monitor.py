@@ -1,5 +1,7 @@
 """Read the rows of `watch` on the host, report what happened, and write a log."""
 
+from __future__ import annotations
+
 import json
 import math
 import os

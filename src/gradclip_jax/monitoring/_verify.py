@@ -1,5 +1,7 @@
 """Silent data corruption: run a training step twice and compare every bit."""
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """Measure norms of gradients, updates and parameters, and write them to a ring buffer."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias

@@ -1,5 +1,7 @@
 """Per-example gradient norms, and the value and gradient of a loss with per-example clipping."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
