@@ -101,7 +101,6 @@ compiled_pytest = -m pytest -p no:cacheprovider --confcutdir=tests/integration/c
 bench-compiled: .venv-tpu/.compiled .venv-cuda/.compiled  ## whole steps, compiled for an H100 and TPUs
 	JAX_PLATFORMS=cpu .venv-cuda/bin/python -m benchmarks.compiled.steps $(BENCH_ARGS)
 	JAX_PLATFORMS=cpu .venv-tpu/bin/python -m benchmarks.compiled.steps $(BENCH_ARGS)
-	@echo "python -m benchmarks.compiled.charts draws the charts of docs/benchmarks.md again."
 
 bench-features: .venv-tpu/.compiled .venv-cuda/.compiled  ## what each feature costs there
 	JAX_PLATFORMS=cpu .venv-cuda/bin/python -m benchmarks.compiled.features $(BENCH_ARGS)

@@ -1,218 +1,179 @@
-"""Generate docs/study.md, docs/study_results.md and their plots from the CSV files of the study.
-
-The prose is in page.md, the frame of the tables in results.md; all numbers and tables are computed.
-"""
+"""Write docs/study_results.md and draw its figures from the CSV files of the study."""
 
 import argparse
-import itertools
-import json
-import re
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib
 import numpy as np
+from matplotlib.colors import TwoSlopeNorm
+from matplotlib.figure import Figure
+from scipy.stats import wilcoxon
 
-from benchmarks._report import THEME
-from benchmarks.study.claims import CLAIMS, check, count
-from benchmarks.study.compare import (
-    FIXED,
-    RECORDED,
-    Entry,
-    Losses,
-    PercentileRatio,
-    geometric_mean,
-    percentile_ratios,
-    sensitivity,
-)
+from benchmarks import _report
 from benchmarks.study.methods import METHODS
-from benchmarks.study.plots import draw_rates, draw_ratios, draw_sensitivity
-from benchmarks.study.study import FOLDER, TUNING_SEEDS, Record
+from benchmarks.study.study import FOLDER, Record
 
 DOCS = FOLDER.parents[1] / "docs"
-PAGES = {"study.md": "page.md", "study_results.md": "results.md"}
-SWEEPS = ["tanh RNN, sgd", "LSTM, adam", "GPT, adam"]
+SIGNIFICANT = 0.05
+EQUAL = 0.02  # losses that differ by less are equal
+SETTINGS = {"tuned": "with tuned hyperparameters", "default": "with default hyperparameters"}
 
 
-def markdown(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    head = list(head)
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+class Entry(NamedTuple):
+    """A method with one of the settings of tests.csv."""
+
+    method: str
+    setting: str
 
 
-class Summary(NamedTuple):
-    """An entry beside the best fixed threshold, over all problems it ran on."""
-
-    entry: Entry
-    problems: int
-    better: int
-    equal: int
-    worse: int
-    unclear: int
-    mean: float  # of the ratios of the losses, geometric
-    largest: float
-    where: str
-    failed: int
-    runs: int
-    spread: float  # over the range of the hyperparameter, median of the problems
-    above_recorded: int  # problems on which it is better than a threshold from recorded norms
-    below_recorded: int
+FIXED = Entry("fixed", "tuned")
 
 
-def summarise(record: Record, losses: Losses) -> list[Summary]:
-    compared, summaries = losses.beside(losses.entries, FIXED), []
-    recorded = losses.beside(losses.entries, RECORDED)
+class Comparison(NamedTuple):
+    """The losses of an entry on one problem, divided by those of the best fixed threshold."""
+
+    ratio: float  # median over the seeds
+    p_value: float  # of Wilcoxon's signed-rank test, corrected as by Holm
+
+    @property
+    def verdict(self) -> str:
+        if abs(self.ratio - 1) <= EQUAL:
+            return "equal"
+        if self.p_value >= SIGNIFICANT:
+            return "unclear"
+        return "better" if self.ratio < 1 else "worse"
+
+
+class Losses:
+    """Test losses by problem and entry, one for each seed; failed runs by the same keys."""
+
+    def __init__(self, record: Record):
+        rows = sorted(record.tests, key=lambda row: row.seed)
+        self.losses: dict[tuple[str, Entry], list[float]] = {}
+        self.failed: Counter[tuple[str, Entry]] = Counter()
+        for row in rows:
+            key = row.problem, Entry(row.method, row.setting)
+            self.losses.setdefault(key, []).append(row.loss)
+            self.failed[key] += row.failed
+        order = [(row.problem, Entry(row.method, row.setting)) for row in record.tests]
+        self.problems = list(dict.fromkeys(problem for problem, _ in order))
+        self.entries = list(dict.fromkeys(entry for _, entry in order))
+
+    def compare(self, problem: str) -> dict[Entry, Comparison]:
+        """Compare each entry with the best fixed threshold on one problem."""
+        ratios, p_values = {}, {}
+        for entry in self.entries:
+            if entry != FIXED and (problem, entry) in self.losses:
+                pair = self.losses[problem, entry], self.losses[problem, FIXED]
+                logs = np.subtract(*np.log(pair))
+                ratios[entry] = float(np.exp(np.median(logs)))
+                p_values[entry] = float(wilcoxon(logs).pvalue) if logs.any() else 1.0
+        corrected = holm(p_values)
+        return {entry: Comparison(ratio, corrected[entry]) for entry, ratio in ratios.items()}
+
+
+def holm(p_values: dict) -> dict:
+    """Correct p-values for the number of tests by Holm's step-down method."""
+    corrected, largest = {}, 0.0
+    for rank, key in enumerate(sorted(p_values, key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[key]))
+        corrected[key] = largest
+    return corrected
+
+
+Compared = dict[str, dict[Entry, Comparison]]
+
+
+def summary_rows(losses: Losses, compared: Compared) -> Iterable[dict[str, object]]:
+    """Yield a row for each entry: its verdicts and ratios over all problems."""
     for entry in losses.entries:
-        found = {p: c for (p, e), c in compared.items() if e == entry}
+        found = {p: rows[entry] for p, rows in compared.items() if entry in rows}
         if found:
-            verdicts, ratios = count(found.values()), {p: c.ratio for p, c in found.items()}
-            where = max(ratios, key=ratios.__getitem__)
-            beside_recorded = count(c for (_, e), c in recorded.items() if e == entry)
-            spreads = [sensitivity(record, problem, entry.method).max() for problem in found]
-            summaries.append(
-                Summary(
-                    entry, len(found), *(verdicts[word] for word in Summary._fields[2:6]),
-                    geometric_mean(ratios.values()), ratios[where], where,
-                    sum(losses.failed(problem, entry) for problem in found),
-                    sum(len(losses.of(problem, entry)) for problem in found),
-                    float(np.median(spreads)),
-                    *(beside_recorded[word] for word in ("better", "worse")),
-                )
-            )  # fmt: skip
-    return summaries
+            verdicts = Counter(x.verdict for x in found.values())
+            ratios = {p: x.ratio for p, x in found.items()}
+            worst = max(ratios, key=ratios.__getitem__)
+            runs = sum(len(losses.losses[p, entry]) for p in found)
+            yield {
+                **entry._asdict(),
+                "problems": len(found),
+                **{word: verdicts[word] for word in ("better", "equal", "worse", "unclear")},
+                "mean ratio": f"{np.exp(np.mean(np.log(list(ratios.values())))):.2f}",
+                "largest ratio": f"{ratios[worst]:.2f} ({worst})",
+                "failed runs": f"{sum(losses.failed[p, entry] for p in found)} of {runs}",
+            }
 
 
-def summary_table(summaries: list[Summary]) -> str:
-    rows = [
-        [*x.entry, *x[1:6], f"{x.mean:.2f}", f"{x.largest:.2f} ({x.where})"]
-        + [f"{x.failed} of {x.runs}", f"{x.spread:.2f}" if x.entry.setting == "tuned" else ""]
-        + [f"{x.above_recorded}, {x.below_recorded}" if x.entry != RECORDED else ""]
-        for x in summaries
-    ]
-    head = ["method", "setting", *Summary._fields[1:6]]
-    head += ["mean ratio", "largest ratio", "failed runs", "spread over its range"]
-    head += ["better, worse than recorded"]
-    return markdown(head, rows)
-
-
-def loss_table(losses: Losses, optimizer: str, setting: str) -> str:
-    """Median and quartiles of the test loss; in bold the lowest of a problem."""
+def loss_rows(losses: Losses, optimizer: str, setting: str) -> Iterable[dict[str, object]]:
+    """Yield a row for each method: the median and quartiles of its test loss on each problem."""
     problems = [problem for problem in losses.problems if problem.endswith(optimizer)]
-    entries = [e for e in losses.entries if e.setting == setting]
-    entries = [e for e in entries if any(losses.of(p, e) is not None for p in problems)]
-    medians = {
-        (p, e): float(np.median(found))
-        for p, e in itertools.product(problems, entries)
-        if (found := losses.of(p, e)) is not None
-    }
-    lowest = {p: min(m for (q, _), m in medians.items() if q == p) for p in problems}
-
-    def cell(problem: str, entry: Entry) -> str:
-        if (problem, entry) not in medians:
-            return ""
-        low, median, high = np.percentile(losses.of(problem, entry), [25, 50, 75])
-        failed = losses.failed(problem, entry)
-        text = f"{median:.3g}"
-        text = f"**{text}**" if medians[problem, entry] == lowest[problem] else text
-        return f"{text} ({low:.3g}, {high:.3g})" + (f", {failed} failed" if failed else "")
-
-    head = ["", *(problem.removesuffix(f", {optimizer}") for problem in problems)]
-    return markdown(head, [[e.method, *(cell(p, e) for p in problems)] for e in entries])
+    for entry in losses.entries:
+        row: dict[str, object] = {"method": entry.method}
+        for problem in problems:
+            found = losses.losses.get((problem, entry))
+            text = ""
+            if found:
+                low, median, high = np.percentile(found, [25, 50, 75])
+                text = f"{median:.3g} ({low:.3g}, {high:.3g})"
+            row[problem.removesuffix(f", {optimizer}")] = text
+        if entry.setting == setting and any(list(row.values())[1:]):
+            yield row
 
 
-def choice_table(record: Record, losses: Losses) -> str:
-    """What the tuning chose."""
-    chosen: dict[tuple[str, str], tuple[float, float]] = {}
-    for row in record.tests:
-        if row.setting == "tuned":
-            chosen[row.problem, row.method] = row.learning_rate, row.value
-    methods = [method for method in METHODS if any(m == method.name for _, m in chosen)]
-    rows = []
-    for method in methods:
-        cells = [chosen.get((problem, method.name)) for problem in losses.problems]
-        texts = [f"{cell[0]:.2g}, {cell[1]:.3g}" if cell else "" for cell in cells]
-        rows.append([method.name, method.hyperparameter, f"{method.default:g}", *texts])
-    return markdown(["method", "hyperparameter", "default", *losses.problems], rows)
+def choice_rows(record: Record, losses: Losses) -> Iterable[dict[str, object]]:
+    """Yield a row for each method: the learning rates and hyperparameters that tuning selected."""
+    tuned = [row for row in record.tests if row.setting == "tuned"]
+    chosen = {row[:2]: f"{row.learning_rate:.2g}, {row.value:.3g}" for row in tuned}
+    for method in METHODS:
+        cells = {problem: chosen.get((problem, method.name), "") for problem in losses.problems}
+        if any(cells.values()):
+            kind = {"method": method.name, "hyperparameter": method.hyperparameter}
+            yield kind | {"default": f"{method.default:g}"} | cells
 
 
-def percentile_table(record: Record, losses: Losses, method: str) -> str:
-    """Each percentile, with the rate that is best for it and with the best rate of no clipping."""
-    rows: dict[float, list[PercentileRatio]] = {}
-    for problem in losses.problems:
-        for value, found in percentile_ratios(record, problem, method).items():
-            rows.setdefault(value, []).append(found)
-    lines = []
-    for value, found in rows.items():
-        tuned, kept = ([getattr(x, field) for x in found] for field in ("tuned", "kept"))
-        line: list[object] = [f"{value:g}"]
-        for ratios in (tuned, kept):
-            for optimizer in ("sgd", "adam"):
-                chosen = [r for r, x in zip(ratios, found, strict=True) if x.optimizer == optimizer]
-                line += [f"{f(chosen):.2f}" if chosen else "" for f in (geometric_mean, max)]
-        lines.append(line)
-    sides = [f"{rate} rate, {name}" for rate in ("best", "same") for name in ("SGD", "Adam")]
-    head = ["percentile", *itertools.chain(*((side, "largest") for side in sides))]
-    return markdown(head, lines)
-
-
-def claim_table(losses: Losses) -> str:
-    rows = []
-    for claim in CLAIMS:
-        verdict, found = check(claim, losses)
-        counts = ", ".join(f"{found[word]} {word}" for word in found)
-        entry, other = (f"{e.method}, {e.setting}" for e in (claim.entry, claim.other))
-        rows.append([claim.source, claim.words, f"{entry} / {other}", counts, verdict])
-    return markdown(["source", "claim", "compared here", "on how many problems", "verdict"], rows)
-
-
-def pages(record: Record) -> dict[str, str]:
-    """The text of each page, by file name."""
+def page(record: Record) -> str:
+    """Return the text of docs/study_results.md."""
     losses = Losses(record)
-    summaries = summarise(record, losses)
-    facts: dict[str, object] = json.loads((record.folder / "about.json").read_text())
-    facts |= {
-        "runs": f"{len(TUNING_SEEDS) * len(record.tuning) + len(record.tests):,}",
-        "problems": len(losses.problems),
-        "methods": len({entry.method for entry in losses.entries}),
-        "summary": summary_table(summaries),
-        "claims": claim_table(losses),
-        "recorded_percentiles": percentile_table(record, losses, "recorded"),
-        "autoclip_percentiles": percentile_table(record, losses, "AutoClip"),
-        "choices": choice_table(record, losses),
-    }
-    for found in summaries:  # for the sentences: {{AutoClip.default.mean}}
-        for field, value in found._asdict().items():
-            text = f"{value:.2f}" if isinstance(value, float) else value
-            facts[".".join((*found.entry, field))] = text
-    for optimizer, setting in itertools.product(("sgd", "adam"), ("tuned", "default")):
-        facts[f"{optimizer}_{setting}"] = loss_table(losses, optimizer, setting)
-
-    def value_of(name: str) -> str:
-        return str(facts[" ".join(name.split())])  # a line may end within {{fixed.a tenth.mean}}
-
-    found: dict[str, str] = {}
-    for page, template in PAGES.items():
-        text = (FOLDER / template).read_text(encoding="utf-8")
-        # A line of the template may end within a placeholder, such as {{fixed.a tenth.mean}}.
-        found[page] = re.sub(
-            r"{{(.+?)}}",
-            lambda match: str(facts[" ".join(match[1].split())]),
-            text,
-            flags=re.DOTALL,
-        )
-    return found
+    compared = {problem: losses.compare(problem) for problem in losses.problems}
+    sections = {"Compared with the best fixed threshold": summary_rows(losses, compared)}
+    for setting, words in SETTINGS.items():
+        for name, optimizer in (("SGD", "sgd"), ("Adam", "adam")):
+            sections[f"Test losses of {name}, {words}"] = loss_rows(losses, optimizer, setting)
+    sections["Selected learning rates and hyperparameters"] = choice_rows(record, losses)
+    tables = [f"## {title}\n\n{_report.table(list(rows))}\n" for title, rows in sections.items()]
+    head = "# Tables of the study\n\n<!-- Generated by `make study`; do not edit. -->\n\n"
+    head += "The conclusions from these tables are in the [study](study.md).\n\n"
+    return head + "\n".join(tables)
 
 
-def draw(record: Record, folder: Path) -> None:
-    losses = Losses(record)
-    methods = list(dict.fromkeys(entry.method for entry in losses.entries))
-    for setting in ("tuned", "default"):
-        draw_ratios(folder / f"study_{setting}.png", losses, methods, setting)
-    draw_sensitivity(folder / "study_sensitivity.png", record, losses.problems, methods)
-    sweeps = [problem for problem in SWEEPS if problem in losses.problems]
-    if sweeps:
-        draw_rates(folder / "study_rates.png", record, sweeps)
+def draw(path: Path, losses: Losses, setting: str) -> None:
+    """Draw the loss of every method divided by that of the best fixed threshold."""
+    entries = [x for x in losses.entries if x.setting == setting and x != FIXED]
+    ratios = np.full((len(entries), len(losses.problems)), np.nan)
+    for j, problem in enumerate(losses.problems):
+        for entry, found in losses.compare(problem).items():
+            if entry in entries:
+                ratios[entries.index(entry), j] = found.ratio
+    # As wide as the page, where 100 pixels are an inch: the numbers have the size of its tables.
+    figure = Figure(figsize=(7.6, 9), layout="constrained")
+    axes = figure.subplots()
+    shown = np.log2(ratios)
+    image = axes.imshow(shown, cmap="RdBu_r", norm=TwoSlopeNorm(0, -1, 3), aspect="auto")
+    for (i, j), ratio in np.ndenumerate(ratios):
+        if np.isfinite(ratio):
+            color = "white" if not -0.8 < shown[i, j] < 1.8 else "black"
+            text = f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"
+            axes.text(j, i, text, ha="center", va="center", fontsize=7.5, color=color)
+    axes.set_yticks(range(len(entries)), [entry.method for entry in entries])
+    axes.set_xticks(range(len(losses.problems)), losses.problems, rotation=90)
+    options = {"location": "bottom", "shrink": 0.6, "aspect": 40}
+    bar = figure.colorbar(image, ax=axes, ticks=[-1, 0, 1, 2, 3], **options)
+    bar.ax.set_xticklabels(["1/2", "1", "2", "4", "8"])
+    bar.set_label("test loss divided by that of the best fixed threshold")
+    axes.set_title(f"Methods, {setting}: median over the seeds (blue is better, empty: not run)")
+    figure.savefig(path, dpi=160)
 
 
 def main(words: list[str] | None = None) -> None:
@@ -224,11 +185,11 @@ def main(words: list[str] | None = None) -> None:
     if not record.tests:
         parser.error(f"argument --results: no tests.csv in {args.results}; run study.py first")
     (args.out / "images").mkdir(parents=True, exist_ok=True)
-    for name, text in pages(record).items():
-        (args.out / name).write_text(text, encoding="utf-8")
-    with matplotlib.rc_context(THEME):
-        draw(record, args.out / "images")
-    print(f"Written: {args.out / 'study.md'}")
+    (args.out / "study_results.md").write_text(page(record), encoding="utf-8")
+    with matplotlib.rc_context(_report.THEME):
+        for setting in SETTINGS:
+            draw(args.out / "images" / f"study_{setting}.png", Losses(record), setting)
+    print(f"Written: {args.out / 'study_results.md'}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The study: its statistics, its page, and that every problem trains with every kind of method.
+"""The study: its statistics, its tables, and that every problem trains with every kind of method.
 
 What imports Matplotlib and the models is imported by the test that needs it.
 """
@@ -16,11 +16,11 @@ pytestmark = pytest.mark.slow
 FOLDER = ROOT / "benchmarks" / "study"
 
 
-def test_the_pages_are_generated_from_the_results():
+def test_the_page_is_generated_from_the_results():
     from benchmarks.study import report, study
 
-    for name, text in report.pages(study.Record(FOLDER)).items():
-        assert (ROOT / "docs" / name).read_text("utf-8") == text
+    page = report.page(study.Record(FOLDER))
+    assert (ROOT / "docs" / "study_results.md").read_text("utf-8") == page
 
 
 def test_the_results_are_of_every_pair_and_seed():
@@ -44,9 +44,9 @@ def test_the_results_are_of_every_pair_and_seed():
 
 
 def test_p_values_are_corrected_as_by_holm():
-    from benchmarks.study import compare
+    from benchmarks.study import report
 
-    corrected = compare.holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.9})
+    corrected = report.holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.9})
     assert corrected == pytest.approx({"a": 0.04, "b": 0.09, "c": 0.09, "d": 0.9})
 
 
@@ -57,4 +57,4 @@ def test_a_quick_study_trains_every_problem_and_method_and_goes_on_where_it_was(
     assert "18 done before" in run(*study_of_few)
     run("study.report", "--results", results, "--out", docs)
     assert "| StableAdamW | tuned |" in (docs / "study_results.md").read_text("utf-8")
-    assert len(list((docs / "images").glob("study_*.png"))) == 4
+    assert len(list((docs / "images").glob("study_*.png"))) == 2
