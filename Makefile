@@ -26,7 +26,7 @@ export REPOSITORY_URL ?= $(shell sed -n 's/^repository = "\(.*\)"/\1/p' pyprojec
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-all test-oldest test-newest test-nightly mutants test-compiled-tpu \
+.PHONY: help demo test test-slow test-all test-oldest test-newest test-nightly test-compiled-tpu \
 	test-compiled-cuda fuzz lint format bench gpu study bench-compiled bench-features notebooks docs docs-site wheel package \
 	test-trainers check-package check-release clean print-oldest print-newest
 
@@ -48,11 +48,6 @@ test-all: $(VENV)/.installed-test  ## both
 fuzz: $(VENV)/.installed-test  ## random programs against plain Python, until one fails or Ctrl-C
 	FUZZ=1 $(VENV)/bin/python -m pytest -n0 -x tests/conformance/test_fuzz.py \
 		tests/unit/per_example/test_random_losses.py $(PYTEST_ARGS)
-
-# Where it stopped it goes on; `MUTANTS_ARGS="--count 20 --seed 1 --out build/few.jsonl"` is a short run.
-MUTANTS_ARGS ?=
-mutants: $(VENV)/.installed-test  ## change src at random, and see whether the tests that cover it fail (hours)
-	$(VENV)/bin/python tests/mutants.py $(MUTANTS_ARGS)
 
 test-oldest:  ## the suite on the oldest supported JAX and Optax, in .venv-oldest
 	@test -n "$(PYTHON_OLDEST)" || \

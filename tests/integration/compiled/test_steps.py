@@ -20,7 +20,16 @@ PLATFORM = _devices.available()
 SMALL = {"cuda": ["PPO", "scan GPT, small"], "tpu": ["PPO"]}[PLATFORM]
 # A GPU merges the kernels of many leaves, or does not.
 OF_MANY_LEAVES = {"cuda": ["adaptive_grad_clip", "skip_nonfinite", "skip_spikes"], "tpu": []}
-CASES = [(model, name) for model in SMALL for name in ROWS]
+# One of each kind; the others are slow.
+QUICK = {
+    *("clip_by_global_norm", "adaptive_grad_clip", "skip_nonfinite", "watch(clip)"),
+    *("skip_nonfinite(accumulate_gradients(clip))", "microbatched_value_and_grad"),
+}
+CASES = [
+    pytest.param(model, name, marks=[] if name in QUICK else pytest.mark.slow)
+    for model in SMALL
+    for name in ROWS
+]
 CASES += [("ViT-S/14", name) for name in OF_MANY_LEAVES[PLATFORM]]
 CLIPS = ["clip_by_global_norm", "clip_by_leaf_norm", "adaptive_grad_clip"]
 SHARDED = gpt(2, 512, 5120, 32, 256, scan=True)
