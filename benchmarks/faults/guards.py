@@ -1,7 +1,7 @@
 """What bad batches do to a run, with the guards of this package and with those of Optax.
 
 A small regression is trained with AdamW, with and without the bad batches, and what is left is
-compared. Prints a table and puts it into docs/guarding.md. Takes about a minute on one core.
+compared. Prints a table and puts it into docs/benchmark_results.md. Takes about a minute on one core.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import optax
 import gradclip_jax as gcx
 from benchmarks._report import replace_between, table
 
-PAGE = Path(__file__).parents[2] / "docs" / "guarding.md"
+PAGE = Path(__file__).parents[2] / "docs" / "benchmark_results.md"
 STEPS, EVERY = 24, 4
 
 

@@ -19,12 +19,14 @@ from .monitoring._incident import Incident
 from .monitoring._monitor import Report, read_log
 from .monitoring._nonfinite import nonfinite_leaves
 from .monitoring._plot import plot_log
+from .monitoring._rows import Outcome
 from .monitoring._summary import suggest_max_norm
 from .monitoring._verify import verify_step
 
 __all__ = [
     "AccumulationStats",
     "Incident",
+    "Outcome",
     "Report",
     "accumulation_stats",
     "read_log",

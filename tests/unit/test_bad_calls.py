@@ -339,6 +339,7 @@ WITHOUT = {
     "taps.FirstNonfinite",
     "diagnostics.AccumulationStats",
     "diagnostics.Incident",
+    "diagnostics.Outcome",
     "diagnostics.Report",
     "granularities.Granularity",
     "granularities.group",  # its labels are checked against a tree: see `clip_by_norm`

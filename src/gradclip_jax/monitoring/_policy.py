@@ -1,7 +1,23 @@
 """Recovery: when to save, rewind, lower the learning rate, or stop.
 
-The policy is a state machine over rows and incidents, without files. docs/recovery.md has the table
-of its states and transitions.
+The policy is a state machine over rows and incidents, without files. docs/recovery.md defines its
+terms and says what each action needs. With n rewinds so far, its transitions are:
+
+| state | event | next state, action |
+| --- | --- | --- |
+| running | `saved` has a new index | waiting |
+| waiting | a suspicious row | waiting; its 32 rows start again |
+| waiting | 32 rows that are not suspicious | running; the candidate is good |
+| running, waiting | evidence for a rewind, n < 3 | rewinding, `rewind`; n + 1 |
+| running, waiting | the same, n = 3 | rewinding, `lower`; n + 1 |
+| running, waiting | the same, n = 4 | stopped, `stop` |
+| running, waiting | 1,000 steps after the last evidence for a rewind | n = 0 |
+| running, waiting | rows that start at an earlier step | evidence of superseded rows is dropped |
+| rewinding | rows that go on | the same action again |
+| rewinding | rows that start at `good_step` | running; later checkpoints count only after |
+| | | `saved` has once not listed them |
+| running, waiting | a reason to stop | stopped, `stop` |
+| stopped | anything | stopped, `stop` with the same reason |
 """
 
 import json

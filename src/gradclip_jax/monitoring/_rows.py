@@ -29,10 +29,32 @@ WIDTH = len(KINDS) + 1
 
 
 class Outcome(enum.IntFlag):
-    """What is known about a step; the bits of the column `outcome`.
+    """What is known about a step; the bits of the column `outcome` of the rows of `watch`.
 
-    A flag that starts with `HAS_` means that the values are in the row. The others describe the
-    step.
+    | flag | meaning |
+    | --- | --- |
+    | `HAS_GRADIENT`, `HAS_UPDATE`, `HAS_PARAMETER` | measured norms; a `flush` has no gradient |
+    | `HAS_UNITS` | norms of units; in a log, only some rows have them |
+    | `HAS_LOSS`, `HAS_BATCH_ID`, `HAS_TAPS` | these arguments were passed to `update` |
+    | `HAS_NORM_LIMIT`, `HAS_LOSS_LIMIT` | a guard inside has this threshold |
+    | `APPLIED` | the optimizer ran, or the update is nonzero |
+    | `CLIPPED` | applied, and a factor is below 1 |
+    | `SKIPPED` | a guard inside skipped the step |
+    | `SKIPPED_NONFINITE`, `SKIPPED_LARGE_NORM`, `SKIPPED_LARGE_LOSS` | its cause |
+    | `HELD` | an accumulation inside only added the micro-batch |
+    | `UNCHANGED` | the optimizer ran; the update is zero although the gradient is not |
+    | `EMPTY_WINDOW` | an accumulation inside dropped a window whose weight is zero |
+    | `GUARD_FAILED` | a guard inside has failed |
+    | `REPLICAS_CHECKED`, `REPLICA_DIFFERS` | replicas were compared; one differs |
+
+    Examples:
+        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> tx = gcx.watch(gcx.skip_nonfinite(optax.sgd(0.1)))
+        >>> params = {"w": jnp.ones(2)}
+        >>> _, state = tx.update({"w": jnp.array([jnp.nan, 1.0])}, tx.init(params), params)
+        >>> rows = gcx.Monitor(params).read(state).rows
+        >>> rows.has(gcx.diagnostics.Outcome.SKIPPED).tolist()
+        [True]
     """
 
     HAS_GRADIENT = enum.auto()

@@ -154,7 +154,7 @@ def test_two_accumulations_in_a_partition_keep_their_own_windows():
 
 @pytest.mark.slow
 def test_statistics_of_a_flax_fp8_layer_are_those_of_the_big_batch():
-    # The recipe of docs/accumulation.md.
+    # The recipe of docs/recipes/fp8.md.
     nn = pytest.importorskip("flax.linen")
     model, x = nn.Dense(8, dot_general_cls=nn.Fp8DotGeneralOp), trees.normal((16, 4), seed=1)
     variables = model.init(jax.random.key(0), x)
