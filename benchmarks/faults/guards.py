@@ -1,7 +1,7 @@
 """What bad batches do to a run, with the guards of this package and with those of Optax.
 
 A small regression is trained with AdamW, with and without the bad batches, and what is left is
-compared. Prints a table and puts it into docs/benchmark_results.md. Takes about a minute on one core.
+compared. Prints a table and writes it to docs/benchmark_results.md. Takes a minute on one core.
 """
 
 import argparse
