@@ -48,9 +48,8 @@ def test_trains_as_with_optax(name):
 def test_a_run_of_optax_goes_on_with_ours():
     model, optimizer = train(*start(of_optax("accumulated")), X[:STOP])
     tx = of_ours("both")
-    state = gcx.convert_state(
-        tx, optimizer.opt_state, nnx.state(model, nnx.Param), reduction="mean"
-    )
+    params = nnx.state(model, nnx.Param)
+    state = gcx.convert_state(tx, optimizer.opt_state, params, reduction="mean")
     ours = nnx.Optimizer(model, tx, wrt=nnx.Param)
     nnx.update(ours, jax.device_put(nnx.state(ours), EVERYWHERE))
     nnx.update(ours.opt_state, nnx.state(state))
