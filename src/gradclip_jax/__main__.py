@@ -6,14 +6,17 @@ python -m gradclip_jax run.jsonl
 import argparse
 import importlib.util
 import pathlib
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 
-from .diagnostics import Incident, plot_log, read_log
-from .monitoring._rows import Outcome, Rows
+from .diagnostics import plot_log, read_log
+from .monitoring._log import PATTERN
+from .monitoring._rows import Rows
+from .monitoring._summary import gradient_norms
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,45 +28,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("log", help="JSON lines, CSV, trainer_state.json, or a text file")
     parser.add_argument("--prefix", help="start of the keys of one of several runs, such as g/")
-    parser.add_argument(
-        "--pattern",
-        help="regular expression for the lines of a text file, with the group `loss` and "
-        "optionally `step` and `norm`",
-    )
-    parser.add_argument("--plot", help="default: <name of the log>_incidents.png in this folder")
+    pattern = "regular expression with the group `loss`, and optionally `step` and `norm`"
+    parser.add_argument("--pattern", default=PATTERN, help=f"for a text file: {pattern}")
     args = parser.parse_args(arguments)
-    options = {"prefix": args.prefix, "pattern": args.pattern}
     try:
-        monitor = read_log(args.log, **{key: x for key, x in options.items() if x is not None})
-    except (OSError, ValueError) as error:
+        monitor = read_log(args.log, prefix=args.prefix, pattern=args.pattern)
+    except (OSError, ValueError, re.error) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
-    print(*_ends_of_streaks(monitor.incidents), "", sep="\n")
-    print(monitor.summary(), _suggested_guard(monitor.rows), sep="\n")
+    # The first and the last incident of each streak.
+    for incident, following in pairwise([*monitor.incidents, None]):
+        if incident and (incident.streak == 1 or not following or following.streak == 1):
+            print(incident)
+    print("", monitor.summary(), _suggested_guard(monitor.rows), sep="\n")
     if importlib.util.find_spec("matplotlib"):
-        path = args.plot or f"{pathlib.Path(args.log).stem}_incidents.png"
+        path = f"{pathlib.Path(args.log).stem}_incidents.png"
         plot_log(monitor).savefig(path)
         print(f"plot: {path}")
     return 0
 
 
-def _ends_of_streaks(incidents: Sequence[Incident]) -> Iterator[Incident]:
-    """Yield the first and the last incident of each streak."""
-    for incident, following in pairwise([*incidents, None]):
-        if incident and (incident.streak == 1 or not following or following.streak == 1):
-            yield incident
-
-
 def _suggested_guard(rows: Rows) -> str:
     """Suggest a guard that skips only norms far above the usual ones."""
-    norms = rows.norms[rows.has(Outcome.HAS_GRADIENT), 0, 0]
+    norms = gradient_norms(rows)[:, 0]
     finite = norms[np.isfinite(norms)]
     if not np.any(finite):
         return "suggested guard: skip_nonfinite(optimizer)"
     threshold = float(f"{3 * np.percentile(finite, 99):.2g}")
-    num_skipped = np.sum(~(norms <= threshold))
-    skipped = f"which would have skipped {num_skipped} of {len(norms)} steps"
-    return f"suggested guard: skip_large_norm(optimizer, {threshold:g}), {skipped}"
+    skipped = f"{np.sum(~(norms <= threshold))} of {len(norms)} steps"
+    guard = f"skip_large_norm(optimizer, {threshold:g})"
+    return f"suggested guard: {guard}, which would have skipped {skipped}"
 
 
 if __name__ == "__main__":

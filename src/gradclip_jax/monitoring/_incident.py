@@ -2,10 +2,8 @@
 
 import math
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
-
-from .._types import UNBOUNDED
-from ._taps import FirstNonfinite
 
 KINDS = (
     *("nan", "infinity", "norm", "loss", "update", "skipped", "held", "clipped", "leaf"),
@@ -16,12 +14,18 @@ KINDS = (
 FATES = ("skipped", "held", "unchanged", "clipped")
 """The kinds that describe the outcome of the step."""
 
+_EVIDENCE = ("parameter", "leaf", "zero", "drift", "update")
+"""The kinds that occur in one leaf, from the strongest evidence to the weakest."""
+
 STREAK = 8
 """Maximum number of rows between two incidents of one streak."""
 
 
 class Incident(NamedTuple):
     """A training step in which `watch` detected a fault; `str` returns it as a sentence.
+
+    `leaf`, `share` and `leaf_rise` belong to the strongest evidence, in this order: parameters,
+    non-finite elements, a rise of the gradient, a gradient of zero, a drift, the update.
 
     Attributes:
         step: Index of the call of `watch`, starting at 0.
@@ -68,7 +72,7 @@ class Incident(NamedTuple):
 
     step: int
     kinds: tuple[str, ...]
-    norm: float | None
+    norm: float | None = None
     norm_threshold: float = math.inf
     leaf: str = ""
     share: float = 1.0
@@ -92,111 +96,104 @@ class Incident(NamedTuple):
 
     def __str__(self) -> str:
         """Return the incident as a sentence."""
-        fate = " and ".join(word for word in FATES if word in self.kinds) or "applied"
+        batch = "" if self.batch_id is None else f", batch {self.batch_id}"
+        fates = " and ".join(word for word in FATES if word in self.kinds) or "applied"
         gradient = "no gradient" if self.norm is None else "gradient zero"
         if self.norm:
             gradient = f"gradient norm {_compared(self.norm, self.norm_threshold)}"
-        batch = "" if self.batch_id is None else f", batch {self.batch_id}"
-        text = f"step {self.step}{batch}: {fate.replace('unchanged', 'parameters unchanged')}"
-        parts = [f"{text}, {gradient}", *filter(None, [self._place(), *self._causes()])]
+        fates = fates.replace("unchanged", "parameters unchanged")
+        parts = [f"step {self.step}{batch}: {fates}, {gradient}", self._place(), *self._faults()]
+        if self.activation:  # usually makes all cotangents non-finite
+            parts.append(f"first non-finite activation: {self.activation}")
+        elif self.cotangent:
+            parts.append(f"first non-finite cotangent: {self.cotangent}")
         if self.loss is not None:
             parts.append(f"loss {_compared(self.loss, self.loss_threshold)}")
         if self.streak > 1:
             parts.append(f"{self.streak} times since step {self.first_step}")
-        return "; ".join(parts)
+        return "; ".join(filter(None, parts))
 
     def _place(self) -> str:
         """Describe which leaves contain the non-finite elements or dominate the gradient norm."""
-        count, second = self.bad_elements, ""
+        count = self.bad_elements
+        share = f"{100 * self.share:.0f} % of {'them' if count else 'it'} in {self.leaf}"
         if self.second_share >= 0.1:
-            second = f", {100 * self.second_share:.0f} % in {self.second_leaf}"
+            share += f", {100 * self.second_share:.0f} % in {self.second_leaf}"
         if not count:
-            # Omit leaves if the gradient is zero or if no leaf dominates its norm.
-            is_share = self.leaf and self.norm and self.share >= 0.1
-            return f"{100 * self.share:.0f} % of it in {self.leaf}{second}" if is_share else ""
+            return share if self.leaf and self.norm and self.share >= 0.1 else ""
         elements = f"{count} non-finite element{'s' if count > 1 else ''}"
-        if not self.leaf:
-            return elements
-        if self.share == 1:
-            return f"{elements} in {self.leaf}"
-        return f"{elements}, {100 * self.share:.0f} % of them in {self.leaf}{second}"
+        if self.leaf:
+            elements += f" in {self.leaf}" if self.share == 1 else f", {share}"
+        return elements
 
-    def _causes(self) -> list[str]:
-        """Describe faults other than outliers of the gradient norm or the loss."""
-        place = f" of {self.leaf}" if self.leaf else ""
-        inside = f" in {self.leaf}" if self.leaf else ""
-        factor = _short(self.leaf_rise)
-        is_only = self.second_leaf in ("", self.leaf)
-        others = "" if is_only else " more than those of other leaves"
-        rise = f"rose {factor} times{others}"
-        parts: list[str] = []
-        if "jump" in self.kinds:
-            parts.append(f"parameter norm rose to {_short(self.parameter_norm or 0.0)}")
-        if "parameter" in self.kinds:
-            norm = self.parameter_norm or 0.0
-            what = f"{place} {rise}" if math.isfinite(norm) else f" {_beyond(norm)}{inside}"
-            parts.append(f"parameter norm{what}")
-        elif "leaf" in self.kinds:
-            parts.append(f"gradient norm{place} {rise}")
-        if "update" in self.kinds and self.update_norm:
-            norm = _compared(self.update_norm, self.update_threshold)
-            if not math.isfinite(self.update_norm):
-                norm = _beyond(self.update_norm) + inside
-            elif place and self.leaf_rise > 1:
-                norm += f", that{place} {rise}"
-            parts.append(f"update norm {norm}")
-        # `leaf` is the leaf of the first of these faults, which are ordered by their evidence.
-        has_other = not {"parameter", "leaf"}.isdisjoint(self.kinds) or self.bad_elements > 0
-        if "zero" in self.kinds and self.norm:
-            leaf = "another leaf" if has_other else self.leaf
-            parts.append(f"the gradient of {leaf} has become zero")
-        if "drift" in self.kinds and (has_other or "zero" in self.kinds):
-            parts.append("the gradient norm of another leaf has slowly risen")
-        elif "drift" in self.kinds:
-            parts.append(f"gradient norm{place} has slowly risen {factor} times{others}")
-        if self.tap:
-            parts.append(f"RMS of the {self.tap} rose {_short(self.tap_rise)} times")
-        if "window" in self.kinds:
-            parts.append("the weight of the accumulated window is zero")
-        if "note" in self.kinds:
-            parts.append("overflows as rare as those of a loss scale are not reported again")
-        if "replica" in self.kinds:
-            parts.append(f"the parameters on device {self.device} differ from those on the others")
-        if self.activation or self.cotangent:
-            # A non-finite activation usually makes all cotangents non-finite.
-            cotangent = None if self.activation else self.cotangent
-            parts.append(str(FirstNonfinite(self.activation, cotangent)))
-        return parts
+    def _faults(self) -> list[str]:
+        """Describe the faults other than outliers of the gradient norm and the loss.
+
+        `leaf` is the place of the first of these kinds, so that the others are not described.
+        """
+        first, *others = [x for x in _EVIDENCE if x in self.kinds] or [""]
+        if self.bad_elements and first != "parameter":  # `leaf` is their place
+            others.append(first)
+        of = f" of {self.leaf}" if self.leaf else ""
+        rose = f"rose {_short(self.leaf_rise)} times"
+        if self.second_leaf not in ("", self.leaf):
+            rose += " more than those of other leaves"
+        if not math.isfinite(self.leaf_rise + (self.parameter_norm or 0)):
+            rose = "is not finite"
+        update = f"update norm {_compared(self.update_norm or 0, self.update_threshold)}"
+        texts = {
+            "jump": f"parameter norm rose to {_short(self.parameter_norm or 0)}",
+            "parameter": f"parameter norm{of} {rose}",
+            "leaf": f"gradient norm{of} {rose}",
+            "update": f"{update}, that{of} {rose}" if self.leaf_rise > 1 else update,
+            "zero": f"the gradient{of} has become zero" if self.norm else "",
+            "drift": f"gradient norm{of} slowly {rose}",
+            "tap": f"RMS of the {self.tap} rose {_short(self.tap_rise)} times",
+            "window": "the weight of the accumulated window is zero",
+            "note": "overflows as rare as those of a loss scale are not reported again",
+            "replica": f"the parameters on device {self.device} differ from those on the others",
+        }
+        return [texts[x] for x in texts if x in self.kinds and x not in others]
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dictionary of JSON values with all fields; "sentence" is `str(incident)`.
 
-        An infinite threshold becomes None. Other non-finite numbers become strings such as "nan".
-
+        Non-finite numbers become strings such as "nan" and "inf".
 
         Examples:
             >>> import gradclip_jax as gcx
             >>> incident = gcx.diagnostics.Incident(3, ("nan",), float("nan"))
             >>> row = incident.to_dict()
             >>> row["norm"], row["norm_threshold"], row["sentence"]
-            ('nan', None, 'step 3: applied, gradient norm NaN')
+            ('nan', 'inf', 'step 3: applied, gradient norm NaN')
         """
-        fields: dict[str, Any] = self._asdict() | {"kinds": list(self.kinds), "sentence": str(self)}
-        for key, value in fields.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                fields[key] = None if key.endswith("_threshold") else str(value)
-        return fields
+        fields = self._asdict() | {"kinds": list(self.kinds), "sentence": str(self)}
+        return to_json(fields)
+
+
+def to_json(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Shorten floats to the digits of a float32; name non-finite ones, which JSON does not have."""
+    floats = {key: x for key, x in line.items() if isinstance(x, float)}
+    texts = {key: str(x) for key, x in floats.items() if not math.isfinite(x)}
+    return {**line, **{key: float(f"{x:.9g}") for key, x in floats.items()}, **texts}
+
+
+def from_lines(lines: Iterable[Mapping[str, Any]]) -> list[Incident]:
+    """Return the incidents in a log, whose lines are those of `Incident.to_dict`."""
+    found: list[Incident] = []
+    for line in lines:
+        if "sentence" in line:
+            fields: dict[str, Any] = {x: line[x] for x in Incident._fields if x in line}
+            fields |= {key: float(x) for key, x in fields.items() if x in ("nan", "inf", "-inf")}
+            fields["kinds"] = tuple(fields["kinds"])
+            found.append(Incident(**fields))
+    return found
 
 
 def _compared(value: float, threshold: float) -> str:
     """Format a value; append the threshold if the value exceeds it."""
-    is_above = math.isfinite(value) and value > threshold and threshold < UNBOUNDED
+    is_above = math.isfinite(value) and value > threshold
     return _short(value) + (f" (threshold {_short(threshold)})" if is_above else "")
-
-
-def _beyond(norm: float) -> str:
-    """Format a non-finite norm; it is infinite if an element is or if its square overflowed."""
-    return "NaN" if math.isnan(norm) else "above 5e21"
 
 
 def _short(x: float) -> str:

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import pathlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 
-from .._checks import refuse_traced
+from .._checks import refuse_traced, shortened
 from .._errors import public, value_error
 from .._mask import Mask
 from .._states import plain_arrays
 from .._types import Tree
 from ..clipping._granularity import Granularity, as_granularity
 from ._detect import Detector
-from ._incident import Incident
-from ._log import PATTERN, Line, LogSource, read_lines, read_rows, to_lines
+from ._incident import Incident, from_lines, to_json
+from ._log import PATTERN, LogSource, read_lines, to_lines, to_rows
 from ._metrics import clip_factors
 from ._policy import Policy
-from ._rows import Names, Row, Rows, check_names, read_stack, unpack
-from ._summary import Totals
+from ._rows import Names, Row, Rows, read_stack
+from ._summary import summarize
 from ._watch import WatchState, find_watch, names_of
 
 Log: TypeAlias = str | os.PathLike[str] | Callable[[dict[str, Any]], object] | None
@@ -122,21 +120,18 @@ class Monitor:
         quiet: int = 32,
         max_rewinds: int = 3,
     ):
-        self.names = names_of(params, as_granularity(granularity), mask, taps)
-        self.incidents: list[Incident] = []
+        self._log, self._which = log, which
         is_path = isinstance(log, (str, os.PathLike))
-        self._path, self._log = (pathlib.Path(log), None) if is_path else (None, log)
-        self._which, self._next_step = which, 0
-        self.rows, self._detector = Rows.zeros(0, self.names), Detector(self.names)
-        self._totals = Totals(self.names)
-        lines = read_lines(self._path) if self._path and self._path.exists() else []
+        lines = read_lines(log, prefix="") if is_path and os.path.exists(log) else []
+        rows, names = to_rows(lines, names_of(params, as_granularity(granularity), mask, taps))
+        self._totals, self._next_step = [_of_tree(rows)], _end(rows)
+        self._start(rows.take(slice(-_KEPT, None)), names)
+        self.incidents = from_lines(lines)
         events = [x for x in lines if "rewind_to" in x or "action" in x]
         self._policy = Policy(quiet=quiet, max_rewinds=max_rewinds, events=events)
-        if lines:
-            self._continue(lines)
-        none = Rows.zeros(0, self.names)
-        decision = self._policy.update(none, [])
-        self.report = Report(self._next_step, [], *decision, rows=none, lost_rows=0)
+        self._policy.resume(self.rows, self.incidents)
+        none = rows.take(slice(0))
+        self.report = Report(self._next_step, [], *self._policy.update(none, []), none, 0)
 
     @public
     def read(self, state: Tree, *, saved: Iterable[int] | None = None) -> Report:
@@ -157,22 +152,27 @@ class Monitor:
             ValueError: If the state belongs to other parameters or to several runs, or contains
                 several states of `watch`.
         """
-        if isinstance(state, Row):
-            rows, names = read_stack(plain_arrays(state), self.names)
-        else:
-            rows, names = read_ring(find_watch(plain_arrays(state), self._which), self.names)
+        state = plain_arrays(state)
+        row = state if isinstance(state, Row) else _ring(find_watch(state, self._which))
+        rows, names = read_stack(row, self.names)
+        rows = rows.take(np.argsort(rows.step))
+        rows = rows.take(rows.outcome != 0)  # the others were never written
         if names != self.names:  # the names of clips are in the state
-            self._use(names)
+            self._start(rows.take(slice(0)), names)
+            self._totals = []
         lines: list[dict[str, Any]] = []
-        rewind_to = self._rewound_to(rows)
-        if rewind_to is not None:
-            self._rewind(rewind_to)
-            lines.append({"rewind_to": rewind_to})
+        if (step := self._rewound_to(rows)) is not None:
+            self._rewind(step)
+            lines.append({"rewind_to": step})
         rows = rows.take(rows.step >= self._next_step)
         lost = int(rows.step[0]) - self._next_step if len(rows.step) else 0
-        incidents = self._process(rows)
-        places = np.array([x.step for x in incidents])
-        is_near = np.any(abs(rows.step[:, None] - places) <= _AROUND, axis=1)
+        incidents = self._detector.update(rows)
+        self.incidents += incidents
+        self._totals.append(_of_tree(rows))
+        self.rows = Rows.concatenate([self.rows, rows]).take(slice(-_KEPT, None))
+        self._next_step = max(_end(rows), self._next_step)
+        distances = abs(rows.step[:, None] - np.array([x.step for x in incidents]))
+        is_near = np.any(distances <= _AROUND, axis=1)
         lines += to_lines(rows, self.names, is_near | (rows.step % _UNITS_EVERY == 0))
         lines += [x.to_dict() for x in incidents]
         pending = self._policy.pending
@@ -180,130 +180,75 @@ class Monitor:
         if self._policy.pending is not pending:
             lines.append({"step": self._next_step, **decision._asdict()})
         self._write(lines)
-        self.report = Report(self._next_step, incidents, *decision, rows=rows, lost_rows=lost)
+        self.report = Report(self._next_step, incidents, *decision, rows, lost)
         return self.report
 
     def summary(self) -> str:
         """Describe the run so far in at most ten lines."""
-        return self._totals.summary(self.incidents)
+        return summarize(Rows.concatenate(self._totals), self.rows, self.names, self.incidents)
 
-    def _use(self, names: Names) -> None:
-        """Start again without rows, whose columns have these names."""
-        self.names, self._totals = names, Totals(names)
-        self.rows, self._detector = Rows.zeros(0, names), Detector(names)
-
-    def _process(self, rows: Rows) -> list[Incident]:
-        found = self._detector.update(rows) if len(rows.step) else []
-        self.incidents += found
-        self._totals.add(rows)
-        self._remember(rows)
-        return found
-
-    def _remember(self, rows: Rows) -> None:
-        self.rows = Rows.concatenate([self.rows, rows]).take(slice(-_KEPT, None))
-        if len(rows.step):
-            self._next_step = int(rows.step[-1]) + 1
-
-    def _continue(self, lines: Sequence[Line]) -> None:
-        """Continue the run of a log: its last rows are those before the next ones."""
-        self.incidents = logged_incidents(lines)
-        rows, names = read_rows(lines, names=self.names)
-        self._use(names)
-        self._totals.add(rows)
-        self._remember(rows)
-        self._detector.update(self.rows)
-        self._policy.resume(self.rows, self.incidents)
+    def _start(self, rows: Rows, names: Names) -> list[Incident]:
+        """Continue after these rows; return the incidents in them."""
+        self.names, self.rows, self._detector = names, rows, Detector(names)
+        return self._detector.update(rows)
 
     def _rewound_to(self, rows: Rows) -> int | None:
         """Return the step from which the run was repeated with an earlier state, or None.
 
         The state still holds rows that were read before. They differ if their steps were repeated.
         """
-        _, old, new = np.intersect1d(self.rows.step, rows.step, return_indices=True)
+        steps, old, new = np.intersect1d(self.rows.step, rows.step, return_indices=True)
         pairs = ((x.loss[:, None], x.norms[:, :, 0]) for x in (self.rows.take(old), rows.take(new)))
         before, after = map(np.hstack, pairs)
-        is_other = ~np.isclose(before, after, rtol=1e-6, atol=0, equal_nan=True).all(1)
-        if is_other.any():
-            return int(rows.step[new][is_other][0])
-        end = int(rows.step[-1]) + 1 if len(rows.step) else 0
-        return end if end < self._next_step else None
+        is_equal = np.isclose(before, after, rtol=1e-6, atol=0, equal_nan=True).all(1)
+        first = int(min(steps[~is_equal], default=_end(rows)))
+        return first if first < self._next_step else None
 
     def _rewind(self, step: int) -> None:
-        self._totals.rewind(step)
         self._policy.rewound(step)
-        self.rows = self.rows.take(self.rows.step < step)
-        self._detector = Detector(self.names)
-        self._detector.update(self.rows)
         self._next_step = step
+        self._totals = [x.take(x.step < step) for x in self._totals]
+        self._start(self.rows.take(self.rows.step < step), self.names)
 
     def _write(self, lines: Sequence[dict[str, Any]]) -> None:
-        if jax.process_index():
+        if self._log is None or jax.process_index():
             return
-        if self._log:
+        if callable(self._log):
             for line in lines:
                 self._log(line)
-        elif self._path:
-            strict = ({key: _strict(x) for key, x in line.items()} for line in lines)
-            text = "".join(json.dumps(line) + "\n" for line in strict)
-            with self._path.open("ab+") as file:
-                if file.tell():
-                    file.seek(-1, os.SEEK_END)
-                    # A process that was killed may have written half a line.
-                    text = text if file.read() == b"\n" else "\n" + text
-                file.write(text.encode())
+            return
+        text = "".join(json.dumps(to_json(line)) + "\n" for line in lines)
+        with open(self._log, "ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                # A process that was killed may have written half a line.
+                text = text if file.read() == b"\n" else "\n" + text
+            file.write(text.encode())
 
 
-def _strict(x: Any) -> Any:
-    """Shorten a number to the digits of a float32; name a non-finite one, as strict JSON needs."""
-    if not isinstance(x, float):
-        return x
-    return float(f"{x:.9g}") if math.isfinite(x) else str(x)
+def _end(rows: Rows) -> int:
+    """Return the index of the next row."""
+    return int(rows.step[-1]) + 1 if len(rows.step) else 0
 
 
-def read_ring(watched: WatchState, names: Names) -> tuple[Rows, Names]:
-    """Read the rows that a state of `watch` holds, oldest first."""
+def _of_tree(rows: Rows) -> Rows:
+    """Return a copy of the rows without units and taps."""
+    norms, nonfinite, taps = rows.norms[..., :1], rows.nonfinite[:, :1], rows.taps[:, :0]
+    return rows._replace(norms=norms.copy(), nonfinite=nonfinite.copy(), taps=taps.copy())
+
+
+def _ring(watched: WatchState) -> Row:
+    """Return the rows that a state of `watch` holds, in any order."""
     refuse_traced("state", watched.floats)
-    if np.ndim(watched.step_count):
-        got = f"a batch of {len(watched.floats)} states"
-        hint = "Select run i: `jax.tree.map(lambda x: x[i], state)`."
-        raise value_error("state", "the state of one run", got, hint)
-    names = names._replace(clips=tuple(jax.eval_shape(clip_factors, watched.inner_state)))
-    count, ints, floats, checksum = jax.device_get(watched[:4])
-    end = floats.shape[1] - len(names.clips)
-    check_names(names, checksum, end)
-    steps = np.arange(max(count - len(ints), 0), count)
-    # `convert_state` may have dropped the rows of some steps; every row has a flag.
-    places = steps % len(ints)
-    places = places[(ints[places, 0] == steps) & (ints[places, 2] != 0)]
-    return unpack(ints[places], floats[places, :end], floats[places, end:], names), names
-
-
-def logged_incidents(lines: Iterable[Line]) -> list[Incident]:
-    """Return the incidents in a log, whose lines are those of `Incident.to_dict`."""
-    found: list[Incident] = []
-    for line in lines:
-        if "sentence" in line:
-            fields: dict[str, Any] = {x: line[x] for x in Incident._fields if x in line}
-            for key, value in fields.items():
-                if value is None and key.endswith("_threshold"):
-                    fields[key] = math.inf
-                elif value in ("nan", "inf", "-inf"):
-                    fields[key] = float(value)
-            fields["kinds"] = tuple(line["kinds"])
-            found.append(Incident(**fields))
-    return found
+    clips = tuple(jax.eval_shape(clip_factors, watched.inner_state))
+    ints, floats, checksum = jax.device_get(watched[1:4])
+    end = floats.shape[-1] - len(clips)
+    factors = {clip: floats[..., end + i] for i, clip in enumerate(clips)}
+    return Row(ints, floats[..., :end], factors, checksum)
 
 
 @public
-def incidents(
-    state: Tree,
-    params: Tree,
-    *,
-    granularity: Literal["global", "leaf"] | Granularity = "leaf",
-    mask: Mask = None,
-    taps: Tree | None = None,
-    which: int | None = None,
-) -> list[Incident]:
+def incidents(state: Tree, params: Tree, **options: Any) -> list[Incident]:
     """Return the incidents in the rows that the state of `watch` still holds, oldest first.
 
     Detection begins with the first of these rows, so that a `Monitor`, which has seen all rows,
@@ -312,10 +257,7 @@ def incidents(
     Args:
         state: Optimizer state, or any pytree that contains it.
         params: Parameters, or any pytree with the same structure and shapes.
-        granularity: As in `watch`.
-        mask: As in `watch`.
-        taps: As in `watch`.
-        which: As in `Monitor`.
+        options: `granularity`, `mask`, `taps` and `which`, as in `Monitor`.
 
     Returns:
         List of incidents; each prints as a sentence.
@@ -332,8 +274,7 @@ def incidents(
         >>> print(*gcx.incidents(state, params))
         step 0: skipped, gradient norm NaN; 1 non-finite element in w
     """
-    monitor = Monitor(params, granularity=granularity, mask=mask, taps=taps, which=which)
-    return monitor.read(state).incidents
+    return Monitor(params, **options).read(state).incidents
 
 
 @public
@@ -366,9 +307,12 @@ def read_log(log: LogSource, *, prefix: str | None = None, pattern: str = PATTER
         >>> print(monitor.incidents[0].step, monitor.incidents[0].kinds)
         99 ('loss',)
     """
-    rows, names = read_rows(log, prefix=prefix, pattern=pattern)
+    lines = read_lines(log, prefix=prefix, pattern=pattern)
+    rows, names = to_rows(lines)
+    if not len(rows.step):
+        hint = "Log `loss` or `gradient_norm`, or write the log with `gcx.Monitor`."
+        raise value_error("log", "a log with a loss or a gradient norm", shortened(log), hint)
     monitor = Monitor(())
-    monitor._use(names)
-    monitor._process(rows)
-    monitor.rows = rows
+    found = monitor._start(rows, names)
+    monitor.incidents, monitor._totals = from_lines(lines) or found, [rows]
     return monitor

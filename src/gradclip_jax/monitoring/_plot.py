@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from .._errors import public, value_error
+from .._errors import public
 from .._types import HostArray
-from ._incident import Incident
-from ._log import LogSource, read_lines, read_rows
-from ._monitor import Monitor, logged_incidents, read_log
+from ._log import LogSource
+from ._monitor import Monitor, read_log
 from ._rows import Names, Outcome, Rows
 
 _MAX_UNITS = 40
@@ -22,12 +21,7 @@ _MAX_CAPTIONS = 12
 
 
 @public
-def plot_log(
-    log: LogSource | Monitor,
-    *,
-    incidents: Sequence[Incident] | None = None,
-    dark: bool = False,
-) -> Any:
+def plot_log(log: LogSource | Monitor, *, dark: bool = False) -> Any:
     """Plot the loss of a training run, and heat maps with one row per leaf, layer or tap.
 
     The heat maps show the gradient norm and the ratio of update norm to parameter norm of at most
@@ -44,8 +38,6 @@ def plot_log(
     Args:
         log: Path of a log of any trainer, its lines as dictionaries, or a monitor, whose `rows` are
             plotted.
-        incidents: Incidents to mark. None marks those in the log of a `Monitor`, or those that are
-            detected in another log.
         dark: Whether to use text and line colors for a dark background.
 
     Returns:
@@ -62,42 +54,27 @@ def plot_log(
     """
     from matplotlib.figure import Figure
 
-    if isinstance(log, Monitor):
-        rows, names, logged = log.rows, log.names, log.incidents
-    else:
-        lines = read_lines(log)
-        rows, names = read_rows(lines)
-        is_ours = incidents is not None or any("outcome" in line for line in lines)
-        logged = logged_incidents(lines) if is_ours else read_log(lines).incidents
-    found = logged if incidents is None else incidents
-    panels = _panels(rows, names, [x.leaf for x in found])
-    if not panels:
-        rule, hint = "rows with a loss or a norm", "Log `loss` and `gradient_norm`."
-        raise value_error("log", rule, f"{len(rows.step)} rows without them", hint)
-    captions = [f"{i}  {x}" for i, x in enumerate(found, 1)][-_MAX_CAPTIONS:]
+    monitor = log if isinstance(log, Monitor) else read_log(log)
+    rows, incidents = monitor.rows, monitor.incidents
+    panels = list(_panels(rows, monitor.names, [x.leaf for x in incidents]))
+    captions = [f"{i}  {x}" for i, x in enumerate(incidents, 1)][-_MAX_CAPTIONS:]
     captions = [line for x in captions for line in textwrap.wrap(x, 140, subsequent_indent="    ")]
     color = "#dddddd" if dark else "#333333"
-    heights = [1.3 if x is None else min(max(0.16 * len(x), 0.8), 4.0) for _, _, _, x in panels]
+    heights = [np.clip(0.16 * len(x), 0.8, 4.0) if x else 1.3 for _, _, _, x in panels]
     size = 9, sum(heights) + 0.4 * len(heights) + 0.5 + 0.16 * len(captions)
     figure = Figure(size, dpi=100, layout="constrained", facecolor="none")
     axes = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for axis, (title, steps, values, labels) in zip(axes, panels, strict=True):
         axis.set_title(title, loc="left", fontsize=9, color=color)
-        axis.set_facecolor("none")
-        shown = [axis]
-        if labels is None:
-            _draw_line(axis, steps, values)
-        else:
-            mesh = _draw_heat_map(axis, steps, values, labels)
-            shown.append(figure.colorbar(mesh, ax=axis, pad=0.01, aspect=10).ax)
-        for part in shown:
-            part.tick_params(labelsize=7, colors=color, which="both")
-            for spine in part.spines.values():
-                spine.set_color(color)
-        for incident in found:
+        _draw(axis, steps, values, labels)
+        for incident in incidents:
             axis.axvline(incident.step, color="tab:red", linewidth=0.8, alpha=0.7)
+    for axis in figure.axes:
+        axis.set_facecolor("none")
+        axis.tick_params(labelsize=7, colors=color, which="both")
+        axis.spines[:].set_color(color)
     place, last = axes[0].get_xaxis_transform(), -np.inf
-    for i, incident in enumerate(found, 1):
+    for i, incident in enumerate(incidents, 1):
         step = incident.step
         if step - last > 0.02 * np.ptp(rows.step):  # numbers do not overlap
             last = step
@@ -109,62 +86,54 @@ def plot_log(
 
 def _panels(
     rows: Rows, names: Names, leaves: Sequence[str]
-) -> list[tuple[str, HostArray, HostArray, list[str] | None]]:
-    """Return the title, steps, values and labels of each panel; a line has no labels.
+) -> Iterator[tuple[str, HostArray, HostArray, Sequence[str]]]:
+    """Yield the title, steps, values and labels of each panel; a line has no labels.
 
     `leaves` are the units to show first.
     """
-    panels: list[tuple[str, HostArray, HostArray, list[str] | None]] = []
-
-    def add(title: str, flag: Outcome, values: HostArray, labels: list[str] | None = None) -> None:
-        is_shown = np.logical_and.reduce([rows.has(x) for x in flag])
-        if is_shown.any() and (labels is None or labels):
-            panels.append((title, rows.step[is_shown], values[is_shown], labels))
-
-    add("loss", Outcome.HAS_LOSS, rows.loss)
     order = sorted(range(len(names.units)), key=lambda i: names.units[i] not in leaves)[:_MAX_UNITS]
-    units, norms = [names.units[i] for i in order], rows.norms[:, :, 1:][:, :, order]
-    if units:
-        flags = Outcome.HAS_UNITS | Outcome.HAS_GRADIENT
-        add("gradient norm", flags, norms[:, 0], units)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = np.where(norms[:, 1] == 0, 0, norms[:, 1] / norms[:, 2])
-        flags = Outcome.HAS_UNITS | Outcome.HAS_UPDATE | Outcome.HAS_PARAMETER
-        add("norm of the update over norm of the parameters", flags, ratio, units)
-    else:
-        add("gradient norm", Outcome.HAS_GRADIENT, rows.norms[:, 0, 0])
-    for i, key in ((1, "RMS"), (2, "kurtosis")):
-        add(f"{key} of activations", Outcome.HAS_TAPS, rows.taps[:, :, 0, i], list(names.taps))
-    return panels
+    units = [names.units[i] for i in order]
+    gradient, update, parameter = np.moveaxis(rows.norms[:, :, 1:][:, :, order], 1, 0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(update == 0, 0, update / parameter)
+    has_units, has_gradient = rows.has(Outcome.HAS_UNITS), rows.has(Outcome.HAS_GRADIENT)
+    has_ratio = rows.has(Outcome.HAS_UPDATE) & rows.has(Outcome.HAS_PARAMETER)
+    for title, is_known, values, labels in (
+        ("loss", rows.has(Outcome.HAS_LOSS), rows.loss, ()),
+        ("gradient norm", has_gradient & (not units), rows.norms[:, 0, 0], ()),
+        ("gradient norm", has_gradient & has_units, gradient, units),
+        ("norm of the update over norm of the parameters", has_ratio & has_units, ratio, units),
+        ("RMS of activations", rows.has(Outcome.HAS_TAPS), rows.taps[:, :, 0, 1], names.taps),
+        ("kurtosis of activations", rows.has(Outcome.HAS_TAPS), rows.taps[:, :, 0, 2], names.taps),
+    ):
+        if is_known.any():
+            yield title, rows.step[is_known], values[is_known], labels
 
 
-def _draw_line(axis: Any, steps: HostArray, values: HostArray) -> None:
-    axis.plot(steps, values, color="tab:blue", linewidth=1)
-    finite = values[np.isfinite(values)]
-    if finite.size and finite.min() > 0 and finite.max() > 10 * finite.min():
-        axis.set_yscale("log")
-
-
-def _draw_heat_map(axis: Any, steps: HostArray, values: HostArray, labels: list[str]) -> Any:
-    """Draw a heat map with one row for each label and one column for each step."""
+def _draw(axis: Any, steps: HostArray, values: HostArray, labels: Sequence[str]) -> None:
+    """Draw a heat map with a row for each label, or a line if there are no labels."""
     import matplotlib
-    from matplotlib.colors import ListedColormap, LogNorm
+    from matplotlib.colors import LogNorm
 
+    if not labels:
+        axis.plot(steps, values, color="tab:blue", linewidth=1)
+        finite = values[np.isfinite(values)]
+        if finite.size and finite.min() > 0 and finite.max() > 10 * finite.min():
+            axis.set_yscale("log")
+        return
     starts = np.unique(np.linspace(0, len(steps), _MAX_COLUMNS, endpoint=False, dtype=int))
-    is_bad = np.maximum.reduceat(~np.isfinite(values), starts).T
-    values = np.maximum.reduceat(np.where(np.isfinite(values), values, 0), starts).T
-    last = steps[-1] + np.median(np.diff(steps)) if len(steps) > 1 else steps[-1] + 1
+    values = np.where(np.isfinite(values), values, np.nan)
+    values = np.maximum.reduceat(values, starts).T  # NaN if one is NaN
+    last = steps[-1] + (np.median(np.diff(steps)) if len(steps) > 1 else 1)
     edges = np.append(steps[starts], last), np.arange(len(labels) + 1)
     positive = values[values > 0]
     low, high = np.percentile(positive, [1, 99]) if positive.size else (1.0, 10.0)
-    colors = matplotlib.colormaps["viridis"].with_extremes(under="#8c8c8c")
-    norm = LogNorm(low, max(high, low * 1.01))
+    colors = matplotlib.colormaps["viridis"].with_extremes(under="#8c8c8c", bad="tab:red")
     # Draw zeros below the range of the color scale, and clamp positive values to the range.
-    shown = np.where(values > 0, np.maximum(values, low), low / 10)
+    shown = np.where(values == 0, low / 10, np.maximum(values, low))
+    norm = LogNorm(low, max(high, low * 1.01))
     mesh = axis.pcolormesh(*edges, shown, norm=norm, cmap=colors, rasterized=True)
-    reds = ListedColormap(["tab:red"])
-    axis.pcolormesh(*edges, np.ma.masked_equal(is_bad, False), cmap=reds, rasterized=True)
+    axis.figure.colorbar(mesh, ax=axis, pad=0.01, aspect=10)
     every = -(-len(labels) // _MAX_LABELS)
     axis.set_yticks(np.arange(0, len(labels), every) + 0.5, labels[::every])
     axis.set_ylim(len(labels), 0)
-    return mesh

@@ -1,19 +1,18 @@
 """A summary of a run in a few lines, and a threshold suggested from its norms."""
 
-import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from .._checks import check_percentile, refuse_traced, shortened
-from .._errors import public, type_error, value_error
+from .._checks import check_percentile, refuse_traced
+from .._errors import public, value_error
 from .._types import HostArray
 from ._incident import Incident
-from ._log import read_rows
 from ._rows import Names, Outcome, Rows
 
+_FATES = {"applied": Outcome.APPLIED, "held": Outcome.HELD, "skipped": Outcome.SKIPPED}
 _CAUSES = {
     "non-finite": Outcome.SKIPPED_NONFINITE,
     "large norm": Outcome.SKIPPED_LARGE_NORM,
@@ -21,88 +20,64 @@ _CAUSES = {
 }
 
 
-class Totals:
-    """The scalars of all rows of a run, and the mean share of each unit in the gradient."""
+def summarize(rows: Rows, last: Rows, names: Names, incidents: Sequence[Incident]) -> str:
+    """Describe a run in at most ten lines.
 
-    def __init__(self, names: Names):
-        self.names = names
-        self.parts: list[Rows] = []
-        self.shares, self.num_shares = np.zeros(len(names.units)), 0
-
-    def add(self, rows: Rows) -> None:
-        """Add rows with steps after those of all earlier rows."""
-        whole = {"norms": rows.norms[:, :, :1], "nonfinite": rows.nonfinite[:, :1]}
-        self.parts.append(rows._replace(**whole, taps=rows.taps[:, :0]))
-        norms = rows.norms[rows.has(Outcome.HAS_UNITS), 0]
-        norms = norms[np.isfinite(norms).all(1) & (norms[:, 0] > 0)]
-        self.shares += np.sum((norms[:, 1:] / norms[:, :1]) ** 2, axis=0)
-        self.num_shares += len(norms)
-
-    def rewind(self, step: int) -> None:
-        """Drop the rows from a step on."""
-        self.parts = [part.take(part.step < step) for part in self.parts]
-
-    def summary(self, incidents: Sequence[Incident]) -> str:
-        """Return at most ten lines of text."""
-        if not sum(len(part.step) for part in self.parts):
-            return "no steps"
-        rows = Rows.concatenate(self.parts)
-        lines = [_fates(rows), *_clips(rows, self.names)]
-        if rows.has(Outcome.HAS_LOSS).any():
-            loss = rows.loss[rows.has(Outcome.HAS_LOSS)]
-            lowest = np.min(loss, initial=np.inf, where=np.isfinite(loss))
-            lines.append(
-                f"loss: {loss[0]:.4g} at first, {loss[-1]:.4g} at last, {lowest:.4g} at best"
-            )
-        norms = gradient_norms(rows)
-        usual = norms[np.isfinite(norms) & (norms > 0)]
-        if usual.size:
-            lines.append(
-                f"gradient norm: median {np.median(usual):.3g}, largest {usual.max():.3g}, "
-                f"non-finite in {np.sum(~np.isfinite(norms))} steps"
-            )
-        if self.num_shares and self.names.units:
-            order = np.argsort(-self.shares)[:3]
-            places = [
-                f"{self.names.units[i]} {self.shares[i] / self.num_shares:.0%}" for i in order
-            ]
-            lines.append(f"largest shares of the squared gradient norm: {', '.join(places)}")
-        counts = Counter(kind for x in incidents for kind in x.kinds)
-        kinds = ", ".join(f"{count} {kind}" for kind, count in counts.most_common(5))
-        lines.append(f"incidents: {len(incidents)}" + (f" ({kinds})" if incidents else ""))
-        if incidents:
-            lines.append(f"the last: {incidents[-1]}")
-        if usual.size:
-            lines.append(f"suggested max_norm: {np.median(usual):.2g}, the median")
-        return "\n".join(lines)
-
-
-def _fates(rows: Rows) -> str:
-    """Describe how many steps were applied, held and skipped, and why."""
-    flags = {"applied": Outcome.APPLIED, "held": Outcome.HELD, "skipped": Outcome.SKIPPED}
-    counts = {word: int(rows.has(flag).sum()) for word, flag in flags.items()}
-    causes = {word: int(rows.has(flag).sum()) for word, flag in _CAUSES.items()}
-    text = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-    why = ", ".join(f"{count} {word}" for word, count in causes.items() if count)
-    steps = f"steps {rows.step[0]} to {rows.step[-1]}"
-    return f"{steps}: {text}" + (f" ({why})" if why else "")
-
-
-def _clips(rows: Rows, names: Names) -> list[str]:
-    """Describe how often each clip clipped a step that was applied."""
-    factors = rows.factors[rows.has(Outcome.APPLIED)]
-    if not factors.size:
-        return []
-    shares = [
-        f"{name.partition('/')[2] or 'clip'} {share:.0%}"
-        for name, share in zip(names.clips, np.mean(factors < 1, axis=0), strict=True)
-    ]
-    return [f"clipped steps: {', '.join(shares)}"]
+    Args:
+        rows: All rows, without units.
+        last: The last rows, with units.
+        names: Names of the units and clips.
+        incidents: All incidents.
+    """
+    if not len(rows.step):
+        return "no steps"
+    causes = _counts(rows, _CAUSES)
+    lines = [f"steps {rows.step[0]} to {rows.step[-1]}: {_counts(rows, _FATES)}"]
+    lines[0] += f" ({causes})" if causes else ""
+    if names.clips:
+        rates = np.mean(rows.factors[rows.has(Outcome.APPLIED)] < 1, axis=0)
+        labels = [x.partition("/")[2] or "clip" for x in names.clips]
+        lines.append(f"clipped steps: {_shares(labels, rates)}")
+    loss = rows.loss[rows.has(Outcome.HAS_LOSS)]
+    if loss.size:
+        best = np.min(loss, initial=np.inf, where=np.isfinite(loss))
+        lines.append(f"loss: {loss[0]:.4g} at first, {loss[-1]:.4g} at last, {best:.4g} at best")
+    norms = gradient_norms(rows)[:, 0]
+    usual = norms[np.isfinite(norms) & (norms > 0)]
+    if usual.size:
+        count = np.sum(~np.isfinite(norms))
+        text = (
+            f"median {np.median(usual):.3g}, largest {usual.max():.3g}, non-finite in {count} steps"
+        )
+        lines.append(f"gradient norm: {text}")
+    of_units = gradient_norms(last.take(last.has(Outcome.HAS_UNITS)))
+    of_units = of_units[np.isfinite(of_units).all(1) & (of_units[:, 0] > 0)]
+    if of_units[:, 1:].size:
+        shares = np.mean((of_units[:, 1:] / of_units[:, :1]) ** 2, axis=0)
+        largest = np.argsort(-shares)[:3]
+        text = _shares([names.units[i] for i in largest], shares[largest])
+        lines.append(f"largest shares of the squared gradient norm: {text}")
+    counts = Counter(kind for x in incidents for kind in x.kinds).most_common(5)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in counts)
+    lines.append(f"incidents: {len(incidents)}" + (f" ({kinds})" if incidents else ""))
+    lines += [f"the last: {x}" for x in incidents[-1:]]
+    if usual.size:
+        lines.append(f"suggested max_norm: {np.median(usual):.2g}, the median")
+    return "\n".join(lines)
 
 
 def gradient_norms(rows: Rows) -> HostArray:
-    """Return the norms of all gradients."""
-    return rows.norms[rows.has(Outcome.HAS_GRADIENT), 0, 0]
+    """Return the norms of all gradients, of the whole tree and of each unit."""
+    return rows.norms[rows.has(Outcome.HAS_GRADIENT), 0]
+
+
+def _counts(rows: Rows, words: Mapping[str, Outcome]) -> str:
+    counts = {word: np.sum(rows.has(flag)) for word, flag in words.items()}
+    return ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+
+
+def _shares(labels: Sequence[str], shares: HostArray) -> str:
+    return ", ".join(f"{x} {share:.0%}" for x, share in zip(labels, shares, strict=True))
 
 
 @public
@@ -114,8 +89,8 @@ def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
     percentile clips only outliers.
 
     Args:
-        norms: Rows of a `Monitor`, the path of a log, or an array of norms of any shape. Non-finite
-            norms are ignored.
+        norms: Rows of a `Monitor`, such as those of `read_log`, or an array of norms of any shape.
+            Non-finite norms are ignored.
         percentile: Percentage of steps that should not be clipped, from 0 to 100.
 
     Returns:
@@ -124,7 +99,7 @@ def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
     Raises:
         ValueError: If no norm is finite, if the percentile of the norms is not positive, or if
             `percentile` is outside [0, 100].
-        TypeError: If called inside jit, or if `norms` are not real numbers.
+        TypeError: If called inside jit.
 
     Examples:
         >>> import gradclip_jax as gcx
@@ -133,13 +108,8 @@ def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
     """
     refuse_traced("norms", norms)
     check_percentile("percentile", percentile)
-    if isinstance(norms, (str, os.PathLike)):
-        norms = read_rows(norms)[0]
-    try:
-        values = np.asarray(gradient_norms(norms) if isinstance(norms, Rows) else norms, np.float64)
-    except (TypeError, ValueError):
-        rule, hint = "an array of real numbers", "Pass for example `monitor.read(state).rows`."
-        raise type_error("norms", rule, shortened(norms), hint) from None
+    is_rows = isinstance(norms, Rows)
+    values = np.asarray(gradient_norms(norms)[:, 0] if is_rows else norms, np.float64)
     finite = values[np.isfinite(values)]
     result = float(np.percentile(finite, percentile)) if finite.size else 0.0
     if not result > 0:

@@ -1,44 +1,133 @@
-"""The lines of the text logs of several trainers."""
+"""Logs: rows as lines and back, and the logs of other trainers."""
 
+import json
 import math
 
+import numpy as np
 import pytest
 
-from gradclip_jax.monitoring._log import read_rows
+import gradclip_jax as gcx
+from gradclip_jax.monitoring._log import read_lines, to_lines, to_rows
+from gradclip_jax.monitoring._rows import Names, Outcome, Rows
+
+NAMES = Names(("wi", "h/0/wo"), ("clip_factor", "clip_factor/body"), ("embed", "h/mlp"))
+ALL = sum(x for x in Outcome if str(x.name).startswith("HAS_")) + Outcome.APPLIED + Outcome.CLIPPED
+
+
+def read(log, **options):
+    return to_rows(read_lines(log, **options))
+
+
+def random_rows(size):
+    """Rows in which everything was measured, with values that a float32 holds."""
+    random = np.random.default_rng(0)
+    shapes = Rows.zeros(size, NAMES)
+    rows = Rows(*(np.float64(np.float32(random.uniform(0.1, 0.9, x.shape))) for x in shapes))
+    step = np.arange(size)
+    outcome, device = np.full(size, int(ALL)), np.zeros(size, int)
+    return rows._replace(step=step + 5, batch_id=3 * step, outcome=outcome, device=device)
+
+
+@pytest.mark.parametrize("prefix", ["", "g/"])
+def test_lines_of_a_log_hold_all_columns_exactly(prefix, tmp_path):
+    rows = random_rows(6)
+    rows.loss[2], rows.norms[3, 0, 0] = np.nan, np.inf
+    rows.outcome[4] = int(Outcome.HAS_LOSS | Outcome.SKIPPED | Outcome.SKIPPED_LARGE_LOSS)
+    path = tmp_path / "run.jsonl"
+    lines = to_lines(rows, NAMES, np.ones(6, bool))
+    path.write_text(
+        "\n".join(json.dumps({prefix + key: x for key, x in line.items()}) for line in lines)
+    )
+    found, names = read(path)
+    assert names == NAMES
+    is_full = np.arange(6) != 4
+    for name, expected, column in zip(Rows._fields, rows, found, strict=True):
+        np.testing.assert_array_equal(column[is_full], expected[is_full], name)
+    assert found.outcome[4] == rows.outcome[4] and found.loss[4] == rows.loss[4]
+    assert not found.norms[4].any()
+
+
+def test_a_log_may_have_units_only_in_some_rows():
+    found, _ = to_rows(to_lines(random_rows(4), NAMES, np.arange(4) % 2 == 0))
+    assert found.has(Outcome.HAS_UNITS).tolist() == [True, False, True, False]
+    assert found.has(Outcome.HAS_GRADIENT).all()
+
+
+TEXT = [
+    ("{'loss': 2.5, 'grad_norm': nan, 'learning_rate': 1e-05, 'epoch': 0.1}", 0, 2.5, math.nan),
+    (" iteration   100/  9000 | lm loss: 6.75E+00 | grad norm: inf |", 100, 6.75, math.inf),
+    ("step:25/6200 train_loss:3.25 train_time:100ms step_avg:10ms", 25, 3.25, 0),
+    ("completed step: 10, seconds: 0.5, TFLOP/s/device: 5.1, loss: 10.125", 10, 10.125, 0),
+    ("[12:00:00] INFO step=17 train/loss=2.5 train/grad_norm=.75 lr=1e-4", 17, 2.5, 0.75),
+    ("iter 0: loss 10.5, time 69000ms, mfu -100.00%", 0, 10.5, 0),
+    ("gnorm 1.5 | aux_loss 0.1 | loss inf | global_step 9", 9, math.inf, 1.5),
+    ("step 250: train loss -4.5, val loss 4.75", 250, -4.5, 0),
+]
+OTHER_LINES = "Loading the weights\n{}\nstep 5 val_loss 1.0\nval loss: 2.0\nno loss of 3 files"
+FILES = [
+    (
+        "a.jsonl",  # half a line at the end
+        '{"step": 3, "loss": 2, "grad_norm": NaN}\n{"step": 4, "eval_loss": 1}\n{"step": 5, "loss',
+        [(3, 2, math.nan)],
+    ),
+    (
+        "a.csv",  # spaces, and lines of other lengths
+        "step, train/loss, train/grad_norm\n1, 2.5, 1.5\n2, inf\n3, 2, 1, 0\n",
+        [(1, 2.5, 1.5), (2, math.inf, 0), (3, 2, 1)],
+    ),
+    (
+        "trainer_state.json",
+        '{"log_history": [{"step": 20, "loss": 1.5, "grad_norm": 2.0}, {"eval_loss": 1}]}',
+        [(20, 1.5, 2)],
+    ),
+    ("c.jsonl", '{"g/step": 1, "g/loss": 1, "g/grad_norm": 2, "lr": 1}', [(1, 1, 2)]),
+    ("d.jsonl", '{"step": 1, "train/loss": 1, "eval/loss": 2}', [(1, 1, 0)]),
+    ("e.jsonl", '{"step": 1, "loss": 1, "ae/norm": 5}\n{"step": 1, "norm": 2}', [(1, 1, 2)]),
+    *(("train.log", OTHER_LINES.format(line), [values]) for line, *values in TEXT),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), FILES)
+def test_logs_of_other_trainers(name, text, expected, tmp_path):
+    (tmp_path / name).write_text(text)
+    rows, names = read(tmp_path / name)
+    found = np.stack([rows.step, rows.loss, rows.norms[:, 0, 0]], 1)
+    np.testing.assert_array_equal(found, expected)
+    assert names == Names()
+
+
+def test_repeated_and_rewound_steps_are_replaced():
+    steps = [0, 1, 2, 3, 2, 3, 4]
+    log = [{"step": x, "loss": float(i)} for i, x in enumerate(steps)]
+    rows, _ = read(log)
+    assert (rows.step.tolist(), rows.loss.tolist()) == ([0, 1, 2, 3, 4], [0, 1, 4, 5, 6])
+    rows, _ = read([*log, {"rewind_to": 3}])
+    assert rows.step.tolist() == [0, 1, 2]
+
+
+def test_the_prefix_is_removed_before_lines_of_incidents_are_left_out():
+    # An incident follows the rows of its read, so that its step is earlier than the last one.
+    log = [{"step": i, "loss": 1.0} for i in range(9)] + [{"step": 4, "loss": 9.0, "sentence": ""}]
+    rows, _ = read([{f"g/{key}": x for key, x in line.items()} for line in log])
+    assert rows.step.tolist() == list(range(9)) and rows.loss[4] == 1
+
+
+def test_lines_of_metrics_tell_which_steps_an_accumulation_held():
+    log = [{"loss": 1.0, "mini_step": np.int32(x), "clip_factor": 0.5} for x in (1, 2, 0)]
+    rows, names = read(log)
+    flags = [Outcome(x) & ~Outcome.HAS_LOSS for x in rows.outcome.tolist()]
+    assert flags == [Outcome.HELD, Outcome.HELD, Outcome.APPLIED]
+    assert names.clips == ("clip_factor",) and rows.factors[:, 0].tolist() == [0.5] * 3
 
 
 @pytest.mark.parametrize(
-    ("line", "step", "loss", "norm"),
+    ("log", "match"),
     [
-        ("{'loss': 2.5, 'grad_norm': nan, 'learning_rate': 1e-05, 'epoch': 0.1}", 0, 2.5, math.nan),
-        (
-            " iteration   100/  9000 | lm loss: 6.75E+00 | loss scale: 65536.0 | grad norm: 1.5 |",
-            100,
-            6.75,
-            1.5,
-        ),
-        ("step:25/6200 train_loss:3.25 train_time:100ms step_avg:10ms", 25, 3.25, None),
-        ("completed step: 10, seconds: 0.5, TFLOP/s/device: 5.1, loss: 10.125", 10, 10.125, None),
-        ("[12:00:00] INFO step=17 train/loss=2.5 train/grad_norm=.75 lr=1e-4", 17, 2.5, 0.75),
-        ("iter 0: loss 10.5, time 69000ms, mfu -100.00%", 0, 10.5, None),
-        ("gnorm 1.5 | aux_loss 0.1 | loss inf | global_step 9", 9, math.inf, 1.5),
-        ("step 250: train loss 4.5, val loss 4.75", 250, 4.5, None),
+        ([], "must be a log with a loss or a gradient norm"),
+        ([{"accuracy": 1.0}], "Log `loss` or `gradient_norm`"),
+        ([{"g/loss": 1.0, "d/loss": 2.0}], "prefix='d/'"),
     ],
 )
-def test_a_line_of_text_has_a_step_a_loss_and_a_norm(line, step, loss, norm, tmp_path):
-    path = tmp_path / "train.log"
-    others = ["Loading the weights", "step 5 val_loss 1.0", "val loss: 2.0", "no loss of 3 files"]
-    path.write_text("\n".join([others[0], line, *others[1:]]))
-    rows, names = read_rows(path)
-    assert names == ((), (), ())
-    assert rows.step.tolist() == [step]
-    assert rows.loss == pytest.approx([loss], nan_ok=True)
-    assert rows.norms[:, 0, 0] == pytest.approx([norm or 0.0], nan_ok=True)
-
-
-def test_a_csv_file_may_have_spaces_and_lines_of_other_lengths(tmp_path):
-    path = tmp_path / "progress.csv"
-    path.write_text("step, train/loss, train/grad_norm\n1, 2.5, 1.5\n2, 2.25\n3, 2, 1, 0\n")
-    rows, _ = read_rows(path)
-    assert rows.step.tolist() == [1, 2, 3] and rows.loss.tolist() == [2.5, 2.25, 2]
-    assert rows.norms[:, 0, 0].tolist() == [1.5, 0, 1]
+def test_logs_that_cannot_be_read(log, match):
+    with pytest.raises(ValueError, match=f"^read_log: .*{match}"):
+        gcx.diagnostics.read_log(log)

@@ -1,7 +1,7 @@
 """A monitor on the host: reads, restarts, rewinds, the log, the summary and the plot."""
 
 import json
-import pathlib
+import math
 import pickle
 
 import equinox as eqx
@@ -14,8 +14,9 @@ import pytest
 from flax import nnx, serialization
 
 import gradclip_jax as gcx
-from gradclip_jax.monitoring._log import read_rows
-from gradclip_jax.monitoring._rows import Names, Outcome, Rows
+from gradclip_jax.diagnostics import Incident, read_log
+from gradclip_jax.monitoring._incident import from_lines
+from gradclip_jax.monitoring._rows import Rows
 
 PARAMS = {"a": np.ones(2, "f"), "b": np.ones(3, "f")}
 TX = gcx.watch(optax.chain(gcx.clip_by_global_norm(1.0), optax.sgd(0.1)), history=16)
@@ -160,8 +161,11 @@ def test_the_log_has_every_step_and_the_norms_of_units_around_incidents(tmp_path
     assert with_units == [0, 50, *range(64, 79)]  # the rows of the read with the incident
     assert steps[70]["gradient_norm"] == "nan" and steps[3]["outcome"] == "applied clipped"
     assert [x["sentence"] for x in seen if "sentence" in x] == [str(x) for x in monitor.incidents]
-    rows, names = read_rows(path)
-    assert names == monitor.names and rows.step.tolist() == list(range(96))
+    log = read_log(path)
+    assert log.names == monitor.names and log.rows.step.tolist() == list(range(96))
+    assert [str(x) for x in log.incidents] == [str(x) for x in monitor.incidents]
+    other = read_log([{f"g/{key}": x for key, x in line.items()} for line in seen])
+    assert str(other.incidents) == str(log.incidents) and other.names == log.names
 
 
 @pytest.mark.parametrize("restarts", [False, True])
@@ -182,7 +186,7 @@ def test_after_a_rewind_the_log_marks_the_lines_that_were_replaced(tmp_path, res
     lines = lines_of(path)
     assert [x["rewind_to"] for x in lines if "rewind_to" in x] == [12]
     assert [x["step"] for x in lines if x.get("step") == 15] == [15, 15]  # both lines are kept
-    rows, _ = read_rows(path)
+    rows = read_log(path).rows
     assert rows.step.tolist() == list(range(28))
     expected = gcx.Monitor(PARAMS).read(state).rows
     np.testing.assert_allclose(rows.norms[12:, 0, 0], expected.norms[:, 0, 0], rtol=1e-6)
@@ -203,24 +207,12 @@ def test_a_monitor_continues_the_run_of_its_log(tmp_path):
     gcx.Monitor(PARAMS, log=path).read(state)
     with path.open("a") as file:
         file.write('{"step": 16, "lo')  # the process was killed
-    with pytest.warns(UserWarning, match="damaged"):
-        monitor = gcx.Monitor(PARAMS, log=path)
+    monitor = gcx.Monitor(PARAMS, log=path)
     assert [x.step for x in monitor.incidents] == [3] and monitor.report.step == 16
     report = monitor.read(train(state, 16, 20))
     assert report.rows.step.tolist() == [16, 17, 18, 19] and report.lost_rows == 0
     assert monitor.summary().startswith("steps 0 to 19: 20 applied")
-
-
-def test_a_process_that_was_killed_while_it_wrote_loses_only_its_last_line(tmp_path):
-    log, state = tmp_path / "run.jsonl", train(TX.init(PARAMS), 0, 10)
-    gcx.Monitor(PARAMS, log=log).read(state)
-    log.write_text(log.read_text()[:-20])
-    with pytest.warns(UserWarning, match="damaged"):
-        monitor = gcx.Monitor(PARAMS, log=log)
-    monitor.read(train(state, 10, 15))
-    with pytest.warns(UserWarning, match="damaged"):
-        rows, _ = read_rows(log)
-    assert rows.step.tolist() == list(range(15))  # step 9 was still in the state
+    assert read_log(path).rows.step.tolist() == list(range(20))
 
 
 def test_the_summary_says_in_ten_lines_what_a_run_was():
@@ -272,19 +264,47 @@ def test_a_plot_shows_at_most_forty_units_with_those_of_incidents_first(tmp_path
         figure.savefig(tmp_path / "run.png")
 
 
-NO_ROWS = Rows.zeros(3, Names())
+def test_a_threshold_is_suggested_from_rows():
+    rows = gcx.Monitor(PARAMS).read(train(TX.init(PARAMS), 0, 15)).rows
+    for norms in (rows, rows.norms[:, 0, 0]):
+        found = gcx.diagnostics.suggest_max_norm(norms)
+        assert found == pytest.approx(np.median(rows.norms[:, 0, 0]))
 
 
-@pytest.mark.parametrize("norms", [[0.0, 0.0], [-1.0], [], [np.nan, np.inf], NO_ROWS])
-def test_norms_without_a_valid_threshold_raise(norms):
-    with pytest.raises(ValueError, match="norms with a positive percentile"):
-        gcx.diagnostics.suggest_max_norm(norms)
-
-
-def test_a_threshold_is_suggested_from_rows_and_from_a_log(tmp_path: pathlib.Path):
-    monitor = gcx.Monitor(PARAMS, log=tmp_path / "run.jsonl")
-    rows = monitor.read(train(TX.init(PARAMS), 0, 15)).rows
-    expected = np.median(rows.norms[:, 0, 0])
-    assert rows.has(Outcome.HAS_GRADIENT).all()
-    for norms in (rows, tmp_path / "run.jsonl", rows.norms[:, 0, 0]):
-        assert gcx.diagnostics.suggest_max_norm(norms) == pytest.approx(expected, rel=1e-6)
+@pytest.mark.parametrize(
+    ("kinds", "fields", "text"),
+    [
+        ("nan skipped", {"norm": math.nan, "bad_elements": 1, "leaf": "a"},
+         "skipped, gradient norm NaN; 1 non-finite element in a"),
+        ("infinity", {"norm": math.inf, "bad_elements": 9, "leaf": "a", "share": 0.3, "loss": 2.0},
+         "applied, gradient norm inf; 9 non-finite elements, 30 % of them in a; loss 2"),
+        ("norm clipped", {"norm": 9.0, "norm_threshold": 4.0, "leaf": "a", "share": 0.6,
+                          "second_leaf": "b", "second_share": 0.2, "streak": 2, "first_step": 3},
+         "clipped, gradient norm 9 (threshold 4); 60 % of it in a, 20 % in b; 2 times since step 3"),
+        ("leaf unchanged", {"leaf": "a", "share": 0.0, "second_leaf": "b", "leaf_rise": 12.0},
+         "parameters unchanged, gradient norm 1; "
+         "gradient norm of a rose 12 times more than those of other leaves"),
+        ("parameter leaf", {"leaf": "a", "share": 0.0, "leaf_rise": 12.0},
+         "applied, gradient norm 1; parameter norm of a rose 12 times"),
+        ("parameter", {"leaf": "a", "share": 0.0, "leaf_rise": math.inf, "parameter_norm": math.nan},
+         "applied, gradient norm 1; parameter norm of a is not finite"),
+        ("update", {"update_norm": 8.0, "update_threshold": 2.0},
+         "applied, gradient norm 1; update norm 8 (threshold 2)"),
+        ("zero drift", {"leaf": "a", "share": 0.0, "batch_id": 5},
+         "applied, gradient norm 1; the gradient of a has become zero"),
+        ("zero", {"norm": 0.0, "leaf": "a"}, "applied, gradient zero"),
+        ("drift", {"leaf_rise": 5.0}, "applied, gradient norm 1; gradient norm slowly rose 5 times"),
+        ("window held", {"norm": None}, "held, no gradient; the weight of the accumulated window is zero"),
+        ("tap", {"tap": "activation of x", "tap_rise": 1e5, "activation": "x", "cotangent": "y"},
+         "applied, gradient norm 1; RMS of the activation of x rose 1e5 times; "
+         "first non-finite activation: x"),
+        ("replica", {"device": 3},
+         "applied, gradient norm 1; the parameters on device 3 differ from those on the others"),
+    ],
+)  # fmt: skip
+def test_an_incident_is_a_sentence_and_a_line_of_a_log(kinds, fields, text):
+    incident = Incident(7, tuple(kinds.split()), **{"norm": 1.0} | fields)
+    assert str(incident).partition(": ")[2] == text
+    line = json.loads(json.dumps(incident.to_dict(), allow_nan=False))
+    assert str(from_lines([{"step": 7}, line])) == str([incident])
+    assert line["sentence"] == str(incident)
