@@ -1,25 +1,25 @@
 """Convert an optimizer state to the state of another optimizer during training.
 
-Optimizer states are split into the states of their transformations, including those inside chains,
-guards and accumulations. States of the same type are matched in order and copied. Fields are
-translated between the states of Optax and of this package. A guard, clip, accumulation or `watch`
-without an unambiguous counterpart is initialized or dropped. Any other unmatched state raises an
-error with its path.
+Guards, clips, accumulations and `watch` are matched by type and by the number of accumulations
+around them, and copied in order. Those without a counterpart are initialized or dropped. All other
+arrays must be the same in both optimizers, in the same order.
 """
 
 import collections
 from collections.abc import Hashable, Iterator
-from typing import Any, Final, NamedTuple, TypeAlias
+from itertools import zip_longest
+from typing import Final, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._checks import check_choice, children_of, describe, is_traced, leaf_path, shortened
-from ._errors import ArgumentTypeError, public, type_error, value_error
+from ._checks import check_choice, check_transformation, children_of, describe, is_traced, leaf_path
+from ._errors import public, type_error, value_error
+from ._run_if import like_dtypes
 from ._states import KINDS, find_states, plain_arrays, with_structure_of
-from ._types import Array, Path, Scalar, Tree
+from ._types import Array, Path, Tree
 from .accumulation._state import AccumulationState
 from .clipping._clip import ClipState
 from .guarding._loss_scale import LossScaleState
@@ -38,24 +38,6 @@ _KINDS: Final[dict[type, type]] = {
 }
 _Window: TypeAlias = AccumulationState | optax.MultiStepsState
 _WINDOWS = (AccumulationState, optax.MultiStepsState)
-_CLIPS = (ClipState, optax.EmptyState)
-_HINT = (
-    "Restore checkpoints with the old optimizer; only clips, guards, accumulations and `watch` may "
-    "be added, removed or moved."
-)
-_FLUSH = "Call `flush` first, or convert the state outside jit after the next optimizer step."
-
-
-class _Context(NamedTuple):
-    """Arguments of `convert_state` that all parts of a state share.
-
-    Attributes:
-        reduction: The argument of the same name.
-        shapes: Shapes of the parameters.
-    """
-
-    reduction: str | None
-    shapes: frozenset[tuple[int, ...]]
 
 
 @public
@@ -79,8 +61,8 @@ def convert_state(
 
     Every conversion in the table also works in reverse. If the number of guards or clips of one
     type changes, their states are initialized. The state of a guard or clip that moves into or out
-    of an accumulation is initialized as well, and so is that of a clip with another rule.
-    Discarding accumulated micro-batches raises an error.
+    of an accumulation is initialized as well, and so is that of one with another rule. Arrays are
+    cast to the dtypes of the new optimizer. Discarding accumulated micro-batches raises an error.
 
     Args:
         tx: New optimizer; a gradient transformation or an `optax.MultiSteps`.
@@ -100,7 +82,7 @@ def convert_state(
 
     Raises:
         TypeError: If part of `state` has no counterpart in the state of `tx`, or differs from it in
-            shapes or dtypes, for example because `params` are other parameters.
+            shape, for example because `params` are other parameters.
         ValueError: If `reduction` is invalid or is required but missing, if accumulated
             micro-batches would be discarded (inside `jit`, if they could be), if they have weights
             other than 1, which `MultiSteps` does not support, or if a `dynamic_loss_scale` is added
@@ -117,255 +99,148 @@ def convert_state(
         >>> updates.tolist()
         [-4.0]
     """
-    if not callable(getattr(tx, "init", None)):
-        rule, hint = "an optimizer", "Pass an Optax transformation, or an `optax.MultiSteps`."
-        raise type_error("tx", rule, shortened(tx), hint)
-    if hasattr(state, "opt_state") and not isinstance(state, tuple):
-        hint = "Pass its `.opt_state`."
-        raise type_error("state", "the state of an Optax transformation", _name(state), hint)
+    check_transformation("tx", tx)
     check_choice("reduction", reduction, (None, "mean", "sum"))
     like = tx.init(params)
-    shapes = frozenset(map(np.shape, jax.tree.leaves(params)))
-    converted = _converted(plain_arrays(like), plain_arrays(state), _Context(reduction, shapes), ())
-    return with_structure_of(like, jax.tree.map(jnp.asarray, converted))
+    new, old = plain_arrays(like), plain_arrays(state)
+    values = dict(jax.tree.leaves_with_path(new))
+    values.update((path, value) for path, value in _pairs(new, old))
+    unmatched = _parts(old)
+    for key, parts in _parts(new).items():
+        if len(parts) != len(unmatched[key]):
+            continue
+        for (path, x), (old_path, y) in zip(parts, unmatched.pop(key), strict=True):
+            copied = _without_inner(_copied(x, y, reduction, old_path))
+            values.update(((*path, *rest), v) for rest, v in jax.tree.leaves_with_path(copied))
+    for parts in unmatched.values():
+        for path, x in parts:
+            _check_closed(x, path)
+    converted = jax.tree.map_with_path(lambda path, _: values[path], new)
+    return with_structure_of(like, like_dtypes(converted, new))
 
 
-def _converted(like: Tree, given: Tree, context: _Context, path: Path) -> Tree:
-    """Copy the values of `given` into the structure of `like`, a new state of `tx`."""
-    parts, others = list(_parts(like)), list(_parts(given, path))
-    has_same_windows = _num_windows(parts) == _num_windows(others)
-    has_same_containers = _containers(parts) == _containers(others)
-
-    def key_of(part: _Part) -> Hashable:
-        """Return a key that is equal for counterparts, or None if a counterpart is required."""
-        kind = type(part.node)
-        if _is_optional(part):
-            # A guard or clip outside an accumulation has other statistics than one inside.
-            return _KINDS.get(kind, kind), part.depth if has_same_windows else 0
-        return None if has_same_containers or not _is_clip(part.node) else kind
-
-    unmatched: dict[Hashable, list[_Part]] = collections.defaultdict(list)
-    for part in others:
-        unmatched[key_of(part)].append(part)
-    counts = collections.Counter(map(key_of, parts))
-    # Optional states cannot be matched in order if their numbers differ.
-    restarted = {key for key, n in counts.items() if key and len(unmatched[key]) != n}
-    keys = map(key_of, parts)  # `rebuilt` visits the parts in the same order
-
-    def counterpart(node: Tree) -> Tree:
-        key = next(keys)
-        if key in restarted:
-            return node
-        if not unmatched[key]:
-            raise _mismatch(_name(node), "no state", path)
-        part = unmatched[key].pop(0)
-        return _copied(node, part.node, context, part.path)
-
-    def rebuilt(node: Tree) -> Tree:
-        if type(node) is tuple:
-            return tuple(map(rebuilt, node))
-        new, inner = counterpart(node), _INNER.get(type(node))
-        return new._replace(**{inner: rebuilt(getattr(node, inner))}) if inner else new
-
-    converted = rebuilt(like)
-    for key, found in unmatched.items():
-        for part in found:
-            if key is None:
-                raise _mismatch("no state", _name(part.node), part.path)
-            _check_closed(part.node, part.path)
-    return converted
-
-
-class _Part(NamedTuple):
-    """The state of one transformation.
+class _Leaf(NamedTuple):
+    """An array of a state.
 
     Attributes:
-        node: The state.
+        keys: Types of the states and containers around it except tuples, with the keys in them.
         path: Its path.
-        depth: Number of accumulations around it.
+        value: The array.
     """
 
-    node: Tree
+    keys: tuple[Hashable, ...]
     path: Path
-    depth: int
+    value: Array
 
 
-def _parts(node: Tree, path: Path = (), depth: int = 0) -> Iterator[_Part]:
-    """Yield the state of each transformation, also inside guards and accumulations."""
-    if type(node) is tuple:
-        for i, x in enumerate(node):
-            yield from _parts(x, (*path, jax.tree_util.SequenceKey(i)), depth)
-        return
-    yield _Part(node, path, depth)
-    inner = _INNER.get(type(node))
-    if inner:
-        depth += isinstance(node, _WINDOWS)
-        yield from _parts(getattr(node, inner), (*path, jax.tree_util.GetAttrKey(inner)), depth)
-
-
-def _num_windows(parts: list[_Part]) -> int:
-    return sum(isinstance(part.node, _WINDOWS) for part in parts)
-
-
-def _is_optional(part: _Part) -> bool:
-    return type(part.node) in _INNER or type(part.node) in _CLIPS
-
-
-def _containers(parts: list[_Part]) -> list[type]:
-    return [type(part.node) for part in parts if not _is_optional(part)]
-
-
-def _is_clip(node: Tree) -> bool:
-    """Return whether a state, such as that of a masked clip, contains only states of clips."""
-    parts = jax.tree.leaves(node, is_leaf=lambda x: isinstance(x, _CLIPS))
-    return bool(parts) and all(isinstance(x, _CLIPS) for x in parts)
-
-
-def _copied(like: Tree, given: Tree, context: _Context, path: Path) -> Tree:
-    """Copy a state, except its inner state, to its counterpart in the new optimizer."""
-    kind = type(like)
-    if kind in _CLIPS:
-        return given if _types(like) == _types(given) else like
-    if kind in _WINDOWS:
-        _check_same_scale(like, given, path)
-        given = _copied_window(like, given, context.reduction, path)
-    elif kind in _INNER and kind is not type(given):
-        given = _copied_skips(like, given)
+def _leaves(node: Tree, path: Path = (), keys: tuple[Hashable, ...] = ()) -> Iterator[_Leaf]:
+    """Yield all arrays except those of clips, guards, accumulations and `watch` themselves."""
+    kind = type(node)
     if kind in _INNER:
-        like, given = (x._replace(**{_INNER[type(x)]: ()}) for x in (like, given))
-    return _copied_children(like, given, context, path)
+        name = _INNER[kind]
+        yield from _leaves(getattr(node, name), (*path, jax.tree_util.GetAttrKey(name)), keys)
+    elif kind is not ClipState:
+        children, structure = children_of(node)
+        if structure == jax.tree.structure(0):
+            yield _Leaf(keys, path, node)
+            return
+        for key, child in children:
+            inside = keys if kind is tuple else (*keys, kind, *key)  # chains may be nested
+            yield from _leaves(child, (*path, *key), inside)
 
 
-def _types(tree: Tree) -> tuple[Any, list[tuple[tuple[int, ...], np.dtype]]]:
-    """Return the structure of a tree, and the shapes and dtypes of its leaves."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, [(np.shape(x), jnp.result_type(x)) for x in leaves]
+def _pairs(like: Tree, given: Tree, path: Path = ()) -> Iterator[tuple[Path, Array]]:
+    """Yield the path of each array of `like` with the value of its counterpart in `given`."""
+    for new, old in zip_longest(_leaves(like), _leaves(given, path)):
+        is_alike = new and old and new.keys == old.keys
+        if not is_alike or np.shape(new.value) != np.shape(old.value):
+            rule = "a state that matches the state of `tx`"
+            got = f"{_shown('state', old)} instead of {_shown('tx.init(params)', new)}"
+            hint = (
+                "Pass the parameters that belong to `state`. Only clips, guards, accumulations "
+                "and `watch` may be added, removed or moved."
+            )
+            raise type_error("state", rule, got, hint)
+        yield new.path, old.value
 
 
-def _copied_children(like: Tree, given: Tree, context: _Context, path: Path) -> Tree:
-    """Convert each child of a state pytree separately."""
-    if isinstance(like, dict) and isinstance(given, dict):  # the states of a `named_chain`
-        names = like.keys() ^ given.keys()
-        if names and all(_is_clip({**like, **given}[name]) for name in names):
-            given = like | {name: given[name] for name in like.keys() & given.keys()}
-    children, structure = children_of(like)
-    others, other_structure = children_of(given)
-    if structure != other_structure:
-        raise _mismatch(_name(like), _name(given), path)
-    if structure == jax.tree.structure(0):
-        return _copied_leaf(like, given, context, path)
-    pairs = zip(children, others, strict=True)
-    copied = [_converted(x, y, context, (*path, *key)) for (key, x), (_, y) in pairs]
-    return jax.tree.unflatten(structure, copied)
+def _shown(argument: str, leaf: _Leaf | None) -> str:
+    if leaf is None:
+        return "nothing"
+    state = next((f" of {x.__name__}" for x in leaf.keys if isinstance(x, type)), "")
+    return f"{describe(leaf.value)}{state} at {leaf_path(argument, leaf.path)}"
 
 
-def _copied_leaf(like: Any, given: Any, context: _Context, path: Path) -> Array:
-    """Return a leaf, or raise if its shape or dtype differs."""
-    if np.shape(like) != np.shape(given) and np.shape(like) in context.shapes:
-        rule = "the parameters with which `state` was initialized"
-        got = f"{describe(like)} where {leaf_path('state', path)} is {describe(given)}"
-        raise type_error("params", rule, got, "Pass the parameters that belong to `state`.")
-    if _types(like) != _types(given):
-        raise _mismatch(describe(like), describe(given), path)
-    return given
+def _parts(state: Tree) -> dict[Hashable, list[tuple[Path, Tree]]]:
+    """Group clips, guards, accumulations and `watch` by type and accumulations around them."""
+    found = find_states(state, (*_INNER, ClipState))
+    windows = [path for path, x in found if isinstance(x, _WINDOWS)]
+    parts: dict[Hashable, list[tuple[Path, Tree]]] = collections.defaultdict(list)
+    for path, x in found:
+        depth = sum(path[: len(window)] == window for window in windows)
+        parts[_KINDS.get(type(x), type(x)), depth].append((path, x))
+    return parts
 
 
-def _copied_skips(like: Tree, given: Tree) -> Tree:
-    """Convert the counts of skipped steps between guards of this package and of Optax."""
-    if isinstance(like, optax.ApplyIfFiniteState):
-        streak = given.consecutive_skips
-        return like._replace(
-            notfinite_count=streak,
-            last_finite=streak == 0,
-            total_notfinite=given.skipped_nonfinite,
-        )
-    return like._replace(
-        skipped_nonfinite=_count(given.total_notfinite),
-        consecutive_skips=_count(given.notfinite_count),
-    )
+def _without_inner(node: Tree) -> Tree:
+    return node._replace(**{_INNER[type(node)]: ()}) if type(node) in _INNER else node
+
+
+def _copied(like: Tree, given: Tree, reduction: str | None, path: Path) -> Tree:
+    """Convert a clip, guard, accumulation or `watch`, except its inner state."""
+    if isinstance(like, _WINDOWS):
+        return _copied_window(like, given, reduction, path)
+    if type(like) is type(given):
+        old, new = (jax.eval_shape(_without_inner, x) for x in (given, like))
+        is_alike = jax.tree.structure(old) == jax.tree.structure(new)
+        return given if is_alike and old == new else like  # it may have another rule
+    if isinstance(like, SkipNonfiniteState):
+        total, streak = given.total_notfinite, given.notfinite_count
+        return like._replace(skipped_nonfinite=total, consecutive_skips=streak)
+    total, streak = given.skipped_nonfinite, given.consecutive_skips
+    return like._replace(total_notfinite=total, notfinite_count=streak, last_finite=streak == 0)
 
 
 def _copied_window(like: _Window, given: _Window, reduction: str | None, path: Path) -> _Window:
     """Convert accumulated gradients, which `MultiSteps` may store as a mean instead of a sum."""
-    new, old = like.acc_grads, given.acc_grads
-    has_both = bool(jax.tree.leaves(new)) and bool(jax.tree.leaves(old))
-    if not jax.tree.leaves(new):  # `every=1` needs no accumulator
+    scales = [bool(find_states(x.inner_opt_state, LossScaleState)) for x in (like, given)]
+    if scales[0] != scales[1]:
+        _check_closed(given, path, "because its micro-batches are multiplied by the loss scale")
+    sums = like.acc_grads
+    if jax.tree.leaves(sums) and jax.tree.leaves(given.acc_grads):
+        place = (*path, jax.tree_util.GetAttrKey("acc_grads"))
+        copied = [value for _, value in _pairs(sums, given.acc_grads, place)]
+        sums = jax.tree.unflatten(jax.tree.structure(sums), copied)
+    else:  # `every=1` needs no accumulator
         _check_closed(given, path)
     if type(like) is type(given):
-        return given if has_both else given._replace(acc_grads=new)
+        return given._replace(acc_grads=sums)
+    held, steps = jnp.asarray(given.mini_step), jnp.asarray(given.gradient_step)
     if isinstance(given, AccumulationState):
-        _check_weights(given, path)
-    if jax.tree.leaves(new) and reduction is None and _may_be_open(given):
+        weight = given.total_weight
+        if not is_traced(weight) and weight != held:
+            _check_closed(given, path, "because `MultiSteps` does not support weights")
+    if jax.tree.leaves(sums) and reduction is None and (is_traced(held) or held > 0):
         rule = '"mean" or "sum" if micro-batches may be accumulated'
         hint = f'Pass "mean" if {leaf_path("state", path)} accumulates the mean of gradients.'
         raise value_error("reduction", rule, "None", hint)
-    held, steps = _count(given.mini_step), _count(given.gradient_step)
     length = jnp.float32(1) if reduction == "sum" else jnp.maximum(held, 1).astype(jnp.float32)
-    is_ours = isinstance(like, AccumulationState)
-
-    def converted(x: Array, like: Array) -> Array:
-        # Our accumulator of an empty window contains the previous sum, to which `MultiSteps` would
-        # add. It is selected, because it may be NaN.
-        sums = jnp.where(held > 0, x * length if is_ours else x / length, jnp.zeros_like(x))
-        return sums.astype(jnp.result_type(like))
-
-    if has_both:  # otherwise `_copied_children` raises an error with the path of the difference
-        is_alike = jax.tree.structure(new) == jax.tree.structure(old)
-        new = jax.tree.map(converted, old, new) if is_alike else old
-    like = like._replace(mini_step=held, gradient_step=steps, acc_grads=new)
+    factor = length if isinstance(like, AccumulationState) else 1 / length
+    # An accumulator with an empty window contains the last sum, which may be NaN.
+    sums = jax.tree.map(lambda x: jnp.where(held > 0, x * factor, jnp.zeros_like(x)), sums)
+    like = like._replace(mini_step=held, gradient_step=steps, acc_grads=sums)
     if not isinstance(like, AccumulationState):
         return like
     return like._replace(
-        total_weight=held.astype(jnp.float32),
+        total_weight=held,
         micro_batch_count=steps * like.accumulation_steps + held,
-        emitted=_count((held == 0) & (steps > 0)),
+        emitted=(held == 0) & (steps > 0),
     )
 
 
-def _check_same_scale(like: _Window, given: _Window, path: Path) -> None:
-    """Raise if only one of two windows may contain gradients multiplied by a loss scale."""
-    windows = (getattr(x, _INNER[type(x)]) for x in (like, given))
-    has_scale, had_scale = (bool(find_states(x, LossScaleState)) for x in windows)
-    if has_scale != had_scale:
-        hint = "Call `flush` first, because the micro-batches are multiplied by the loss scale."
-        _check_closed(given, path, hint)
-
-
-def _check_weights(window: AccumulationState, path: Path) -> None:
-    """Raise if accumulated micro-batches have weights other than 1."""
-    weight, held = window.total_weight, window.mini_step
-    if not is_traced(weight) and held > 0 and weight != held:
-        place = leaf_path("state", path) + ".total_weight"
-        got = f"{place} = {float(weight):g} with mini_step = {int(held)}"
-        hint = "Call `flush` first, because `MultiSteps` does not support weights."
-        raise value_error("state", "a state whose micro-batches have weight 1", got, hint)
-
-
-def _may_be_open(window: _Window) -> bool:
-    """Return whether the number of accumulated micro-batches is positive or traced."""
-    return is_traced(window.mini_step) or bool(_count(window.mini_step) > 0)
-
-
-def _check_closed(given: Tree, path: Path, hint: str = _FLUSH) -> None:
+def _check_closed(given: Tree, path: Path, why: str = "or convert after the next step") -> None:
     """Raise if there may be accumulated micro-batches."""
-    if isinstance(given, _WINDOWS) and _may_be_open(given):
-        got = f"{leaf_path('state', path)}.mini_step = {shortened(given.mini_step)}"
+    if isinstance(given, _WINDOWS) and (is_traced(given.mini_step) or given.mini_step > 0):
+        got = f"{leaf_path('state', path)}.mini_step = {given.mini_step}"
+        hint = f"Call `flush` first, {why}."
         raise value_error("state", "a state without accumulated micro-batches", got, hint)
-
-
-def _count(value: Any) -> Scalar:
-    return jnp.asarray(value, jnp.int32)
-
-
-def _name(node: Tree) -> str:
-    if isinstance(node, dict):
-        return f"a dict with the keys {', '.join(map(repr, sorted(node, key=str)))}"
-    if type(node) in (tuple, list):
-        return f"a {type(node).__name__} of {len(node)}"
-    return describe(node)
-
-
-def _mismatch(expected: str, got: str, path: Path) -> ArgumentTypeError:
-    rule = "a state that matches the state of `tx`"
-    place = leaf_path("state", path)
-    return type_error("state", rule, f"{got} at {place} instead of {expected}", _HINT)

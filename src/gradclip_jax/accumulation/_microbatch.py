@@ -23,17 +23,10 @@ from .._checks import (
 from .._errors import public, value_error
 from .._mesh import check_placement, sum_over, vary, varying_axes, zeros_of_type
 from .._types import FLOAT32, Array, Count, Number, Scalar, Tree
-from ._outputs import (
-    AUX_REDUCTIONS,
-    MicroOutputs,
-    aux_reductions,
-    gradient_rows,
-    reduced,
-    run_micro_batches,
-    scaled,
-)
-from ._reduction import REDUCTIONS, accumulator_dtype, as_weight, divide
-from ._split import Split, bind_split, check_parts, in_one_form, micro_arguments, positions
+from ._outputs import AUX_REDUCTIONS, aux_reductions, reduced, run_micro_batches
+from ._reduction import REDUCTIONS, as_weight, divide
+from ._reduction import accumulator_dtype as sum_dtype
+from ._split import Split, bind_split, check_parts, in_one_form, positions
 
 Transform: TypeAlias = optax.GradientTransformation | Callable[[Tree], Tree]
 """A transformation or function that is applied to the gradient of each micro-batch."""
@@ -78,11 +71,9 @@ def microbatched_value_and_grad(
     | beyond `num_real_microbatches` | does not run; if none runs, all results are zero |
 
     Micro-batch i contains every `num_microbatches`-th example, starting at i. Under `jit`, each
-    device therefore splits its own shard of the batch. If the lengths of arguments differ, the
-    smallest is the number of examples, and an argument with a multiple of this length has several
-    consecutive rows for each example. If an argument is replicated over devices that share the
-    batch, its gradient is all-reduced only once, after the last micro-batch (on CPU only inside
-    `shard_map`).
+    device therefore splits its own shard of the batch. If an argument is replicated over devices
+    that share the batch, its gradient is all-reduced only once, after the last micro-batch (on CPU
+    only inside `shard_map`).
 
     Args:
         fun: Function to differentiate, as for `jax.value_and_grad`. It returns a scalar value,
@@ -93,8 +84,7 @@ def microbatched_value_and_grad(
             varying batch sizes without retracing. None runs all of them. The remaining
             micro-batches are padding. They do not contribute to value, gradient, weight or aux, and
             their rows are zeros. A traced number is clamped to [0, `num_microbatches`].
-        argnums: Positions of the differentiated arguments. The gradient of an argument that is
-            split has one row per example.
+        argnums: Positions of the differentiated arguments, which must not be split.
         has_aux: Whether `fun` returns auxiliary data.
         batch_argnums: Positions of the arguments that are split along the first axis of each leaf.
         rng_argnums: Positions of random keys; each micro-batch receives a different key.
@@ -119,8 +109,9 @@ def microbatched_value_and_grad(
 
     Raises:
         ValueError: If `num_microbatches` is less than 1, does not divide the batch size, or is less
-            than a static `num_real_microbatches`, or if a leaf of aux requires `aux_reduction`.
-        TypeError: If `fun` is not callable, or its value or weight is not a scalar.
+            than a static `num_real_microbatches`, or if an argument is differentiated and split.
+        TypeError: If `fun` is not callable, if its value or weight is not a scalar, or if a leaf of
+            aux requires another `aux_reduction`.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -139,191 +130,136 @@ def microbatched_value_and_grad(
         check_choice("aux_reduction", word, AUX_REDUCTIONS)
     if microbatch_transform is not None and not callable(microbatch_transform):
         check_transformation("microbatch_transform", microbatch_transform)
+    real = num_microbatches if num_real_microbatches is None else num_real_microbatches
     split = Split(
         parts=int(num_microbatches),
         batches=positions("batch_argnums", batch_argnums),
         keys=positions("rng_argnums", rng_argnums),
         differentiated=positions("argnums", argnums),
         takes_one=not np.ndim(argnums),
+        real=jnp.asarray(real).astype(jnp.int32) if is_traced(real) else int(real),
     )
-    real = split.parts if num_real_microbatches is None else num_real_microbatches
-    options = _Options(
-        in_one_form(fun, has_weight, has_aux),
-        split,
-        jnp.asarray(real).astype(jnp.int32) if is_traced(real) else int(real),
-        has_weight,
-        accumulator_dtype,
-        reduction,
-        aux_reduction,
-        microbatch_transform,
-        drop_nonfinite,
-    )
+    call = in_one_form(fun, has_weight, has_aux)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        value, grads, aux, weight = _evaluate(options, args, kwargs)
-        if has_weight and has_aux:
-            return (value, (weight, aux)), grads
-        if has_weight or has_aux:
-            return (value, weight if has_weight else aux), grads
-        return value, grads
+        bound = bind_split(split, args)
+        for i in bound.differentiated:
+            check_placement(f"args[{i}]", args[i])
+        sums_once = microbatch_transform is None and not drop_nonfinite
+        # If no check or transformation needs the gradient of all devices, differentiate by
+        # parameters that vary over devices. The loop then does not all-reduce gradients.
+        batch = jax.tree.leaves([args[i] for i in bound.batches]) if sums_once else []
+        axes = frozenset[str]().union(*map(varying_axes, batch))
+        micro = _MicroBatches(functools.partial(call, **kwargs), bound, args, microbatch_transform)
+        weights = micro.weights(has_weight)
+        micro = micro.with_varying_params(axes)
+        shapes, like = jax.eval_shape(micro.run, 0, jnp.float32(1))
+        _check_equal_on_devices((shapes[0], like), weights, bound.real)
+
+        def whole_aux() -> Tree:
+            # Close over the arguments, because they may be flags or models, which are not arrays.
+            return jax.eval_shape(lambda: micro.call(*args))[1][1]
+
+        def zeros(like: jax.ShapeDtypeStruct) -> Array:
+            return zeros_of_type(like, sum_dtype(like.dtype, accumulator_dtype))
+
+        def combined(name: str, like: jax.ShapeDtypeStruct, stack: Array) -> Array:
+            return reduced(name, like, stack, bound, scales)
+
+        def summed(total: Array, like: jax.ShapeDtypeStruct, arg: Array) -> Array:
+            """Return a gradient, all-reduced over axes over which its argument is replicated."""
+            grad = divide(total, divisor).astype(like.dtype)
+            return sum_over(grad, varying_axes(grad) & axes - varying_axes(arg))
+
+        names = aux_reductions(aux_reduction, bound, shapes[1], whole_aux)
+        outputs, totals, scales = run_micro_batches(
+            micro.run, shapes, jax.tree.map(zeros, like), weights, bound, drop_nonfinite
+        )
+        divisor = scales.divisor
+        if reduction == "sum":
+            divisor /= jnp.where(scales.total_weight > 0, scales.total_weight, 1)
+        grads = jax.tree.map(summed, totals, like, bound.differentiated_of(args))
+        value, aux = jax.tree.map(combined, ("mean", names), shapes, outputs)
+        if has_weight:
+            return (value, (scales.total_weight, aux) if has_aux else scales.total_weight), grads
+        return (value, aux) if has_aux else value, grads
 
     return run
 
 
-class _Options(NamedTuple):
-    """The arguments of `microbatched_value_and_grad`.
+class _MicroBatches(NamedTuple):
+    """The micro-batches of one call.
 
     Attributes:
         call: The function to differentiate, which returns `(value, (weight, aux))`.
-        split: Number of micro-batches, and positions of arguments.
-        real: Number of micro-batches to run; an integer, or a traced array.
-        has_weight: Whether the function returns a weight.
-        accumulator_dtype: Dtype of the gradient sums.
-        reduction: Reduction of gradients.
-        aux_reduction: Prefix tree of reductions of aux.
+        split: Numbers of micro-batches, and positions of arguments.
+        args: Arguments of the call.
         transform: Transformation of the gradient of each micro-batch, or None.
-        drops_nonfinite: Whether non-finite micro-batches are ignored.
     """
 
     call: Callable[..., tuple[Scalar, tuple[Tree, Tree]]]
     split: Split
-    real: int | Array
-    has_weight: bool
-    accumulator_dtype: DTypeLike
-    reduction: str
-    aux_reduction: Tree
+    args: Sequence[Any]
     transform: Transform | None
-    drops_nonfinite: bool
+
+    def with_varying_params(self, axes: frozenset[str]) -> "_MicroBatches":
+        """Return a copy whose differentiated arguments vary over mesh axes."""
+        params = self.split.differentiated_of(self.args)
+        varying = jax.tree.map(lambda x: vary(x, axes), params)
+        return self._replace(args=self.split.with_differentiated(self.args, varying))
+
+    def run(self, index: Array | int, scale: Scalar) -> tuple[Tree, Tree]:
+        """Return `(value, aux)` of a micro-batch, and its gradients multiplied by the scale.
+
+        The loss is multiplied by the scale instead of the gradient, because XLA keeps the
+        all-reduce of a gradient inside the loop if the gradient is multiplied by a weight
+        (JAX 0.12, GPU and TPU).
+        """
+        split, transform = self.split, self.transform
+
+        def scaled(x: Array) -> Array:
+            return x * scale.astype(x.dtype)
+
+        def loss(*args: Any) -> tuple[Scalar, tuple[Scalar, Tree]]:
+            value, (_, aux) = self.call(*args)
+            value = jnp.asarray(value)
+            return scaled(value) if transform is None else value, (value, aux)
+
+        chosen = split.arguments(self.args, index)
+        argnums = split.differentiated[0] if split.takes_one else split.differentiated
+        (_, outputs), grads = jax.value_and_grad(loss, argnums, has_aux=True)(*chosen)
+        if transform is None:
+            return outputs, grads
+        if isinstance(transform, optax.GradientTransformation):
+            params = split.differentiated_of(chosen)
+            grads, _ = transform.update(grads, transform.init(params), params)
+        else:
+            grads = transform(grads)
+        return outputs, jax.tree.map(scaled, grads)  # the transformation receives unscaled ones
+
+    def weights(self, has_weight: bool) -> Array:
+        """Return the weight of each micro-batch that runs, 1 by default, and 0 for padding.
+
+        The loss is multiplied by the weight of a micro-batch relative to the mean weight, so the
+        weights must be known before the first gradient. XLA removes everything else that `call`
+        computes.
+        """
+        real = self.split.real
+
+        def weight(index: Array) -> Array:
+            _, (weight, _) = self.call(*self.split.arguments(self.args, index))
+            return jnp.asarray(as_weight(weight))
+
+        indices = jnp.arange(self.split.parts if is_traced(real) else real)
+        weights = lax.map(weight, indices) if has_weight else jnp.ones(len(indices), jnp.float32)
+        return jnp.where(indices < real, weights, 0)
 
 
-def _evaluate(
-    options: _Options, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[Scalar, Tree, Tree, Scalar | None]:
-    """Return the value, gradient, aux and weight of a batch."""
-    split, real = bind_split(options.split, args), options.real
-    call = functools.partial(options.call, **kwargs)
-    for i in split.differentiated:
-        check_placement(f"args[{i}]", args[i])
-    # If no check or transformation needs the gradient of all devices, differentiate by parameters
-    # that vary over devices. The loop then does not all-reduce gradients.
-    sums_once = options.transform is None and not options.drops_nonfinite
-    batch = jax.tree.leaves([args[i] for i in split.batches]) if sums_once else []
-    axes = frozenset[str]().union(*map(varying_axes, batch))
-    params = split.differentiated_of(args)
-    local = split.with_differentiated(args, jax.tree.map(lambda x: vary(x, axes), params))
-
-    weights = _weights(call, split, args, real) if options.has_weight else None
-    micro_batch = functools.partial(_micro_batch, call, split, local, options.transform)
-    shapes, grads = jax.eval_shape(micro_batch, 0, None)
-    _check_equal_on_devices((shapes.value, grads), weights, real)
-
-    def whole_aux() -> Tree:
-        # Close over the arguments, because they may be flags or models, which are not arrays.
-        return jax.eval_shape(lambda: call(*args))[1][1]
-
-    def zeros(like: jax.ShapeDtypeStruct) -> Array:
-        is_one = split.parts == 1  # a single micro-batch is not rounded
-        dtype = accumulator_dtype(like.dtype, options.accumulator_dtype)
-        return zeros_of_type(like, None if is_one else dtype)
-
-    def combined(name: str, like: jax.ShapeDtypeStruct, stack: Array) -> Array:
-        return reduced(name, like, stack, split, real, scales)
-
-    def summed(total: Array, like: jax.ShapeDtypeStruct, arg: Array) -> Array:
-        """Return a gradient, all-reduced over the axes over which its argument is replicated."""
-        divisor = scales.sum_divisor() if options.reduction == "sum" else scales.divisor
-        grad = divide(total, divisor).astype(like.dtype)
-        return sum_over(grad, varying_axes(grad) & axes - varying_axes(arg))
-
-    names = aux_reductions(options.aux_reduction, split, shapes.aux, whole_aux)
-    outputs, totals, scales = run_micro_batches(
-        micro_batch,
-        shapes,
-        jax.tree.map(zeros, grads),
-        weights,
-        split.parts,
-        real,
-        options.drops_nonfinite,
-    )
-    by_position = jax.tree.map(summed, totals, grads, {i: args[i] for i in totals})
-    rows = functools.partial(gradient_rows, split=split, by=scales)
-    by_position |= jax.tree.map(rows, shapes.rows, outputs.rows)
-    value = combined("mean", shapes.value, outputs.value)
-    aux = jax.tree.map(combined, names, shapes.aux, outputs.aux)
-    weight = None if scales.weights is None else jnp.sum(scales.weights)
-    return value, split.in_structure_of_gradient(by_position), aux, weight
-
-
-def _micro_batch(
-    call: Callable[..., tuple[Scalar, tuple[Tree, Tree]]],
-    split: Split,
-    args: Sequence[Any],
-    transform: Transform | None,
-    index: Array | int,
-    scale: Scalar | None,
-) -> tuple[MicroOutputs, dict[int, Tree]]:
-    """Return the outputs of a micro-batch, and its gradients multiplied by the scale.
-
-    The loss is multiplied by the scale instead of the gradient, because XLA keeps the all-reduce of
-    a gradient inside the loop if the gradient is multiplied by a weight (JAX 0.12, GPU and TPU).
-    """
-
-    def loss(*args: Any) -> tuple[Scalar, tuple[Scalar, Tree]]:
-        value, (_, aux) = call(*args)
-        return (value if transform else scaled(value, scale)), (value, aux)
-
-    chosen = micro_arguments(args, split, index)
-    argnums = split.differentiated[0] if split.takes_one else split.differentiated
-    (_, (value, aux)), grads = jax.value_and_grad(loss, argnums, has_aux=True)(*chosen)
-    if transform is not None:  # it receives the gradient of the loss
-        grads = _transformed(transform, grads, split.differentiated_of(chosen))
-        grads = jax.tree.map(lambda x: scaled(x, scale), grads)
-    of_args = (grads,) if split.takes_one else grads
-    by_position = dict(zip(split.differentiated, of_args, strict=True))
-    rows = {i: by_position.pop(i) for i in split.batches if i in by_position}
-    return MicroOutputs(value, rows, aux), by_position
-
-
-def _weights(
-    call: Callable[..., tuple[Scalar, tuple[Tree, Tree]]],
-    split: Split,
-    args: Sequence[Any],
-    real: int | Array,
-) -> Array:
-    """Return the weight of each micro-batch that runs, and 0 for padding.
-
-    The loss is multiplied by the weight of a micro-batch relative to the mean weight, so the
-    weights must be known before the first gradient. XLA removes everything else that `call`
-    computes.
-    """
-
-    def weight(index: Array) -> Array:
-        weight = call(*micro_arguments(args, split, index))[1][0]
-        as_weight(weight)  # raises if it is not a real scalar
-        return jnp.where(index < real, weight, jnp.zeros_like(weight))
-
-    return lax.map(weight, jnp.arange(split.parts if is_traced(real) else real))
-
-
-def _check_equal_on_devices(outputs: Tree, weights: Array | None, real: int | Array) -> None:
+def _check_equal_on_devices(outputs: Tree, weights: Array, real: int | Array) -> None:
     """Raise for weights that vary over mesh axes over which the value or a gradient does not."""
     common = frozenset.intersection(*map(varying_axes, jax.tree.leaves(outputs)))
-    given = [("num_real_microbatches", "", jnp.asarray(real))]
-    if weights is not None:
-        given.append(("fun", "a function whose weight is ", weights))
-    for argument, subject, x in given:
-        axes = sorted(varying_axes(x) - common)
-        if axes:
-            rule = f"{subject}equal on all devices, like the loss or the gradient of a micro-batch"
-            hint = (
-                "All-reduce it, or omit `drop_nonfinite` and `microbatch_transform`, which "
-                "all-reduce the gradient of every micro-batch."
-            )
-            raise value_error(argument, rule, f"a value that varies over {axes}", hint)
-
-
-def _transformed(transform: Any, grads: Tree, params: Tree) -> Tree:
-    """Apply a function, or a gradient transformation with its initial state, to a gradient."""
-    if not hasattr(transform, "update"):
-        return transform(grads)
-    return transform.update(grads, transform.init(params), params)[0]
+    axes = sorted((varying_axes(weights) | varying_axes(jnp.asarray(real))) - common)
+    if axes:
+        rule = "a function whose weight, like `num_real_microbatches`, is equal on all devices"
+        hint = "All-reduce them, or omit `drop_nonfinite` and `microbatch_transform`."
+        raise value_error("fun", rule, f"values that vary over {axes}", hint)

@@ -1,7 +1,7 @@
 """Split a batch into micro-batches, and restore the order of its examples."""
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,9 @@ from jax import lax
 
 from .._checks import check_count, describe, is_traced, leaf_path, shortened
 from .._errors import type_error, value_error
-from .._mesh import num_shards
 from .._types import Array, Count, Number, Scalar, Tree
+
+_SCALAR: Final = jax.tree.structure(0)
 
 
 class Split(NamedTuple):
@@ -23,7 +24,8 @@ class Split(NamedTuple):
         keys: Positions of random keys.
         differentiated: Positions of the differentiated arguments.
         takes_one: Whether the gradient is for a single argument instead of a tuple of arguments.
-        sizes: Lengths of the split arrays in a micro-batch, which `bind_split` sets.
+        real: Number of micro-batches to run; an integer, or a traced array.
+        size: Number of examples in a micro-batch, which `bind_split` sets; 0 without a batch.
     """
 
     parts: int
@@ -31,7 +33,8 @@ class Split(NamedTuple):
     keys: tuple[int, ...]
     differentiated: tuple[int, ...]
     takes_one: bool
-    sizes: frozenset[int] = frozenset()
+    real: int | Array = 0
+    size: int = 0
 
     def differentiated_of(self, args: Sequence[Tree]) -> Tree:
         """Return the differentiated arguments, in the structure of the gradient."""
@@ -46,11 +49,23 @@ class Split(NamedTuple):
             chosen[i] = x
         return chosen
 
-    def in_structure_of_gradient(self, grads: Mapping[int, Tree]) -> Tree:
-        """Return gradients by position in the structure of the gradient."""
-        if self.takes_one:
-            return grads[self.differentiated[0]]
-        return tuple([grads[i] for i in self.differentiated])
+    def arguments(self, args: Sequence[Tree], index: Array | int) -> list[Tree]:
+        """Return the arguments of one micro-batch."""
+        chosen = list(args)
+        for i in self.batches:
+            chosen[i] = jax.tree.map(lambda x: every_nth(x, index, self.parts), chosen[i])
+        for i in self.keys:
+            if not hasattr(chosen[i], "dtype"):
+                rule, hint = "positions of random keys", "Pass one key, and split it inside `fun`."
+                got = f"a {describe(chosen[i])} at position {i}"
+                raise type_error("rng_argnums", rule, got, hint)
+            chosen[i] = jax.random.split(chosen[i], self.parts)[index]
+        return chosen
+
+    def rows_per_example(self, shape: Sequence[int]) -> int:
+        """Return how many rows of an output belong to each example, or 0 if it has no such rows."""
+        is_multiple = bool(shape) and self.size > 0 and shape[0] % self.size == 0
+        return shape[0] // self.size if is_multiple else 0
 
 
 def batch_size(batches: Mapping[str, Tree]) -> int:
@@ -67,8 +82,8 @@ def batch_size(batches: Mapping[str, Tree]) -> int:
     if size is None or len(sizes) > 1:
         places = [f"{'a scalar' if n is None else n} at {place}" for n, place in sizes.items()]
         got = ", ".join(places) or "no leaves"
-        rule, hint = "arrays of equal length", "Pass one row per example in every leaf."
-        raise value_error("batch", rule, got, hint)
+        hint = "Pass one row per example in every leaf, and split a shared key inside `fun`."
+        raise value_error("batch", "arrays of equal length", got, hint)
     return size
 
 
@@ -82,7 +97,7 @@ def positions(argument: str, argnums: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def bind_split(split: Split, args: Sequence[Tree]) -> Split:
-    """Normalize negative positions and set `sizes`; raise if the arguments cannot be split."""
+    """Normalize negative positions and set `size`; raise if the arguments cannot be split."""
     given = (*split.batches, *split.keys, *split.differentiated)
     needed = 1 + max(*given, -1 - min(given, default=0), -1)
     if len(args) < needed:
@@ -90,71 +105,41 @@ def bind_split(split: Split, args: Sequence[Tree]) -> Split:
         raise type_error("args", f"at least {needed} positional arguments", f"{len(args)}", hint)
     named = {name: getattr(split, name) for name in ("batches", "keys", "differentiated")}
     split = split._replace(**{k: tuple(i % len(args) for i in v) for k, v in named.items()})
-    sizes = [
-        _micro_batch_size(x, leaf_path(f"args[{i}]", path), split.parts)
-        for i in split.batches
-        for path, x in jax.tree.leaves_with_path(args[i])
-    ]
-    return split._replace(sizes=frozenset(sizes))
-
-
-def _micro_batch_size(x: Array, place: str, parts: int) -> int:
-    """Return the length of an array in a micro-batch, or raise if it cannot be split."""
-    got = f"{describe(x)} at {place}"
-    if not np.ndim(x):
-        hint = "Pass one row per example; split a shared key with `jax.random.split`."
-        raise value_error("batch", "arrays with a leading batch axis", got, hint)
-    length, shards = np.shape(x)[0], num_shards(x, axis=0)
-    if length % parts:
-        rule = f"divisible by num_microbatches={parts} along the first axis"
+    both = sorted(set(split.batches) & set(split.differentiated))
+    if both:
+        rule, hint = "disjoint from `batch_argnums`", "Pass different positions."
+        raise value_error("argnums", rule, str(both[0]), hint)
+    if not split.batches:
+        return split
+    size = batch_size({f"args[{i}]": args[i] for i in split.batches})
+    if size % split.parts:
+        rule = f"divisible by num_microbatches={split.parts} along the first axis"
         hint = "Change the batch size, or pad the batch with examples of weight 0."
-        raise value_error("batch", rule, got, hint)
-    if length // parts % shards:
-        rule = f"divisible by {shards} shards in each micro-batch"
-        hint = f"Pass a divisor of {length // shards} as `num_microbatches`."
-        raise value_error("batch", rule, got, hint)
-    return length // parts
+        raise value_error("batch", rule, f"{size} examples", hint)
+    return split._replace(size=size // split.parts)
 
 
 def in_one_form(fun: Callable[..., Any], has_weight: bool, has_aux: bool) -> Callable[..., Any]:
     """Normalize the output of `fun` to `(value, (weight, aux))`; missing parts are None."""
+    is_pair = has_weight or has_aux
 
     def call(*args: Any, **kwargs: Any) -> tuple[Scalar, tuple[Tree, Tree]]:
         value: Any = fun(*args, **kwargs)
         rest: Any = None
-        if has_weight or has_aux:
-            if not (isinstance(value, tuple) and len(value) == 2):
-                rule = "a function that returns a pair if `has_weight` or `has_aux` is True"
-                hint = "Return `(value, weight)`, `(value, aux)` or `(value, (weight, aux))`."
-                raise type_error("fun", rule, "a function with a single output", hint)
+        has_pair = isinstance(value, tuple) and len(value) == 2
+        if is_pair and has_pair:
             value, rest = value
-        if jax.tree.structure(value) != jax.tree.structure(0) or np.ndim(value):
-            rule = "a function that returns a scalar value"
-            hint = "Return a mean; pass `has_aux` or `has_weight` if the function returns a pair."
-            raise type_error("fun", rule, describe(value), hint)
+        if is_pair != has_pair or jax.tree.structure(value) != _SCALAR or np.ndim(value):
+            rule = (
+                "a function that returns a scalar value, or a pair with `has_aux` or `has_weight`"
+            )
+            hint = "Return a mean, `(mean, aux)`, `(mean, weight)` or `(mean, (weight, aux))`."
+            raise type_error("fun", rule, shortened(value), hint)
         if not (has_weight and has_aux):
             rest = (rest, None) if has_weight else (None, rest)
         return value, rest
 
     return call
-
-
-def micro_arguments(args: Sequence[Tree], split: Split, index: Array | int) -> list[Tree]:
-    """Return the arguments of one micro-batch."""
-    chosen = list(args)
-
-    def of_micro_batch(x: Array) -> Array:
-        rows = rows_per_example(len(x) // split.parts, split.sizes)
-        return every_nth(x, index, split.parts, rows)
-
-    for i in split.batches:
-        chosen[i] = jax.tree.map(of_micro_batch, chosen[i])
-    for i in split.keys:
-        if not hasattr(chosen[i], "dtype"):
-            rule, hint = "positions of random keys", "Pass one key, and split it inside `fun`."
-            raise type_error("rng_argnums", rule, f"a {describe(chosen[i])} at position {i}", hint)
-        chosen[i] = jax.random.split(chosen[i], split.parts)[index]
-    return chosen
 
 
 def check_parts(parts: Count, real: Number | None) -> None:
@@ -183,22 +168,7 @@ def in_order(rows: Array, per_example: int = 1) -> Array:
     return jnp.swapaxes(rows, 0, 1).reshape(-1, *shape)
 
 
-def rows_per_example(num_rows: int, sizes: Set[int]) -> int:
-    """Return how many rows of an array belong to each example, or 0 if this is unknown.
-
-    `sizes` are the lengths of the arguments in a micro-batch. The smallest length is the number of
-    examples. An argument whose length is not a multiple of it is independent of the others.
-    """
-    size = min(sizes, default=0)
-    if size and num_rows and num_rows % size == 0:
-        return num_rows // size
-    return 1 if not size or num_rows in (0, *sizes) else 0
-
-
-def every_nth(x: Array, index: Array | int, parts: int, per_example: int = 1) -> Array:
+def every_nth(x: Array, index: Array | int, parts: int) -> Array:
     """Select every `parts`-th example from `index`, without communication between devices."""
-    num_rows, *shape = x.shape
-    block = [per_example] if per_example > 1 else []
-    split = jnp.reshape(x, (num_rows // (parts * per_example), parts, *block, *shape))
-    chosen = lax.dynamic_index_in_dim(split, index, axis=1, keepdims=False)
-    return chosen.reshape(-1, *shape) if block else chosen
+    split = jnp.reshape(x, (len(x) // parts, parts, *np.shape(x)[1:]))
+    return lax.dynamic_index_in_dim(split, index, axis=1, keepdims=False)

@@ -59,7 +59,7 @@ class AccumulationState(NamedTuple):
 
 
 class AccumulationStats(NamedTuple):
-    """Counts of an accumulation; integers, or arrays inside jit and for a vmapped state.
+    """Counts of an accumulation; integers, or arrays inside jit.
 
     Attributes:
         total_micro_batches: Number of micro-batches so far; the counter saturates.
@@ -122,41 +122,28 @@ def flush(
     arrays, params = plain_arrays(state), plain_arrays(params)
     windows = _accumulations(arrays)
     is_open = jnp.stack([x.mini_step > 0 for x in windows]).any()
-    nothing = _zero_gradient(params_of(params))
     update = optax.with_extra_args_support(tx).update
     ours = {"weight": jnp.float32(0), "flush": True}
+    places = {path for path, _ in jax.tree.leaves_with_path(params_of(params))}
+    covered = {path for x in windows for path, _ in jax.tree.leaves_with_path(x.acc_grads)}
+
+    def zero(param: Array) -> Array | HostArray:
+        if jnp.issubdtype(jnp.result_type(param), jnp.inexact):
+            return jnp.zeros_like(param)
+        return np.zeros(np.shape(param), jax.dtypes.float0)
+
+    def without_others(path: Path, update: Array) -> Array:
+        # A wrapper such as `optax.flatten` may rename the parameters.
+        is_kept = path in covered or not covered <= places or is_float0(update)
+        return update if is_kept else jnp.zeros_like(update)
 
     def emit(state: Tree) -> tuple[Tree, Tree]:
+        nothing = jax.tree.map(zero, params_of(params))
         updates, flushed = update(nothing, state, params, **ours, **extra_args)
-        return _of_windows(updates, params_of(params), windows), _with_windows(state, flushed)
+        return jax.tree.map_with_path(without_others, updates), _with_windows(state, flushed)
 
     updates, flushed = run_step(is_open, emit, arrays)
     return updates, with_structure_of(state, flushed)
-
-
-def _zero_gradient(params: Tree) -> Tree:
-    def zero(param: Array) -> Array | HostArray:
-        if not jnp.issubdtype(jnp.result_type(param), jnp.inexact):
-            return np.zeros(np.shape(param), jax.dtypes.float0)
-        return jnp.zeros_like(param)
-
-    return jax.tree.map(zero, params)
-
-
-def _of_windows(updates: Tree, params: Tree, windows: list[AccumulationState]) -> Tree:
-    """Replace the updates of parameters without an accumulation by zeros."""
-    places = {path for path, _ in jax.tree.leaves_with_path(params)}
-    covered: set[Path] = set()
-    for window in windows:
-        found = {path for path, _ in jax.tree.leaves_with_path(window.acc_grads)}
-        # A wrapper such as `optax.flatten` may rename the parameters.
-        covered |= found if found <= places else places
-
-    def select(path: Path, update: Array) -> Array:
-        is_other = path in places - covered and not is_float0(update)
-        return jnp.zeros_like(update) if is_other else update
-
-    return jax.tree.map_with_path(select, updates)
 
 
 def _with_windows(old: Tree, new: Tree) -> Tree:
@@ -197,20 +184,21 @@ def accumulated_gradients(state: Tree, *, reduction: Literal["mean", "sum"] = "m
         [3.0]
     """
     check_choice("reduction", reduction, REDUCTIONS)
-    open_window = _only_accumulation(state)
-    count, total_weight = plain_arrays((open_window.mini_step, open_window.total_weight))
-    if np.ndim(count):
-        hint = "Call this function under `jax.vmap`."
-        raise value_error("state", "the state of one run", f"a batch of {len(count)} states", hint)
-    empty = (count == 0) | ~(total_weight > 0)
-    if not is_traced(empty) and bool(empty):
+    window = _only_accumulation(state)
+    count, total_weight, sums = plain_arrays(
+        (window.mini_step, window.total_weight, window.acc_grads)
+    )
+    is_empty = (count == 0) | ~(total_weight > 0)
+    if not is_traced(is_empty) and is_empty:
         hint = "Call `update` with a micro-batch first."
         raise value_error("state", "a state with an open window", "an empty window", hint)
-    acc = plain_arrays(open_window.acc_grads)
-    divisor = jnp.where(empty | (reduction == "sum"), 1, total_weight)
-    mean = jax.tree.map(lambda x: divide(x, divisor).astype(x.dtype), acc)
-    mean = jax.tree.map(lambda x: jnp.where(empty, jnp.zeros_like(x), x), mean)
-    return with_structure_of(open_window.acc_grads, mean)
+    divisor = jnp.where(is_empty | (reduction == "sum"), 1, total_weight)
+
+    def read(total: Array) -> Array:
+        mean = divide(total, divisor).astype(total.dtype)
+        return jnp.where(is_empty, jnp.zeros_like(mean), mean)
+
+    return with_structure_of(window.acc_grads, jax.tree.map(read, sums))
 
 
 @public
@@ -247,9 +235,7 @@ def accumulation_stats(state: Tree) -> AccumulationStats:
         state: State of `accumulate_gradients`, or a state that contains it.
 
     Returns:
-        The counts as integers. Inside jit, the step counts are traced scalars. For a state that was
-        vmapped over seeds, they are arrays with its leading axes, and parameters are counted for
-        one seed.
+        The counts as integers. Inside jit, the step counts are traced scalars.
 
     Raises:
         TypeError: If the state does not contain exactly one accumulation.
@@ -261,19 +247,11 @@ def accumulation_stats(state: Tree) -> AccumulationStats:
         >>> stats.total_micro_batches, stats.accumulation_steps, stats.total_param_elements
         (0, 8, 6)
     """
-    first = plain_arrays(_only_accumulation(state))
-    counts = (first.micro_batch_count, first.gradient_step, first.accumulation_steps)
-    micro, updates, steps = (x if is_traced(x) or x.ndim else int(x) for x in counts)
-    leaves = jax.tree.leaves(first.acc_grads)
-    seeds = first.mini_step.size
-    return AccumulationStats(
-        total_micro_batches=micro,
-        total_updates=updates,
-        accumulation_steps=steps,
-        registered_params=len(leaves),
-        total_param_elements=sum(x.size for x in leaves) // seeds,
-        effective_batch_multiplier=steps,
-    )
+    window = plain_arrays(_only_accumulation(state))
+    counts = window.micro_batch_count, window.gradient_step, window.accumulation_steps
+    micro_batches, updates, steps = (x if is_traced(x) else int(x) for x in counts)
+    sizes = [x.size for x in jax.tree.leaves(window.acc_grads)]
+    return AccumulationStats(micro_batches, updates, steps, len(sizes), sum(sizes), steps)
 
 
 def _accumulations(state: Tree) -> list[AccumulationState]:
