@@ -152,15 +152,17 @@ def _leaves(node: Tree, path: Path = (), keys: tuple[Hashable, ...] = ()) -> Ite
 def _pairs(like: Tree, given: Tree, path: Path = ()) -> Iterator[tuple[Path, Array]]:
     """Yield the path of each array of `like` with the value of its counterpart in `given`."""
     for new, old in zip_longest(_leaves(like), _leaves(given, path)):
-        is_alike = new and old and new.keys == old.keys
-        if not is_alike or np.shape(new.value) != np.shape(old.value):
+        got = f"{_shown('state', old)} instead of {_shown('tx.init(params)', new)}"
+        if new is None or old is None or new.keys != old.keys:
             rule = "a state that matches the state of `tx`"
-            got = f"{_shown('state', old)} instead of {_shown('tx.init(params)', new)}"
             hint = (
-                "Pass the parameters that belong to `state`. Only clips, guards, accumulations "
-                "and `watch` may be added, removed or moved."
+                "Pass an `.opt_state` or a checkpoint of it. Only clips, guards, accumulations and "
+                "`watch` may be added, removed or moved."
             )
             raise type_error("state", rule, got, hint)
+        if np.shape(new.value) != np.shape(old.value):
+            rule, hint = "the parameters of `state`", "Pass the parameters of its last update."
+            raise type_error("params", rule, got, hint)
         yield new.path, old.value
 
 
@@ -240,7 +242,10 @@ def _copied_window(like: _Window, given: _Window, reduction: str | None, path: P
 
 def _check_closed(given: Tree, path: Path, why: str = "or convert after the next step") -> None:
     """Raise if there may be accumulated micro-batches."""
-    if isinstance(given, _WINDOWS) and (is_traced(given.mini_step) or given.mini_step > 0):
-        got = f"{leaf_path('state', path)}.mini_step = {given.mini_step}"
+    if not isinstance(given, _WINDOWS):
+        return
+    held = jnp.asarray(given.mini_step)
+    if is_traced(held) or held > 0:
+        got = f"{leaf_path('state', path)}.mini_step = {held}"
         hint = f"Call `flush` first, {why}."
         raise value_error("state", "a state without accumulated micro-batches", got, hint)

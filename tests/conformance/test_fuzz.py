@@ -42,7 +42,7 @@ def signatures(draw):
     )
     parameters = [i for i, role in enumerate(roles) if role == "params"]
     batches = [i for i, role in enumerate(roles) if role == "batch"]
-    chosen = draw(st.lists(st.sampled_from(range(len(roles))), min_size=1, max_size=2, unique=True))
+    chosen = draw(st.lists(st.sampled_from(parameters), min_size=1, max_size=2, unique=True))
     argnums = chosen[0] if len(chosen) == 1 and draw(st.booleans()) else tuple(chosen)
     if draw(st.booleans()):  # from the end
         argnums = jax.tree.map(lambda i: i - len(roles), argnums)

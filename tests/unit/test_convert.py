@@ -211,15 +211,10 @@ def test_what_is_added_starts_anew_and_can_be_taken_away(before, after, inner):
 @pytest.mark.parametrize(
     ("old", "new", "place"),
     [
-        (
-            gcx.skip_large_norm(optax.sgd(0.1), 9.0),
-            gcx.skip_large_norm(optax.sgd(0.1), gcx.thresholds.mean_std(50.0)),
-            "norm",
-        ),
-        (SUM, gcx.accumulate_gradients(optax.sgd(0.1), 3, accumulator_dtype="bfloat16"), "['b']"),
         (optax.adam(0.1), optax.chain(optax.adam(0.1), gcx.round_stochastically()), "Rounding"),
+        (optax.adam(0.1), optax.adabelief(0.1), "ScaleByBeliefState at"),
     ],
-    ids=["another rule", "another dtype", "rounding"],
+    ids=["rounding", "another optimizer"],
 )
 def test_an_error_names_the_part_that_cannot_be_converted(old, new, place):
     with pytest.raises(TypeError, match="^convert_state: `state` must be") as error:
@@ -235,6 +230,17 @@ def test_a_window_may_get_another_length_between_two():
     back = gcx.convert_state(long, there, params)
     assert int(back.gradient_step) == 1
     assert_alike(back.inner_opt_state, state.inner_opt_state)
+
+
+def test_a_guard_with_another_rule_starts_anew_and_arrays_are_cast():
+    old = gcx.skip_large_norm(optax.adam(0.1), 9.0)
+    params, state = run(old, old.init(PARAMS), PARAMS, range(3))
+    adam = optax.adam(0.1, mu_dtype=jnp.bfloat16)
+    new = gcx.skip_large_norm(adam, gcx.thresholds.mean_std(50.0))
+    there, first = gcx.convert_state(new, state, params), new.init(params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(there, first)
+    assert_alike(there._replace(inner_state=()), first._replace(inner_state=()))
+    chex.assert_trees_all_close(there.inner_state, state.inner_state, rtol=2.0**-8)
 
 
 def test_history_of_a_clip_is_kept_where_the_clips_are_the_same():

@@ -202,7 +202,7 @@ class _MicroBatches(NamedTuple):
     args: Sequence[Any]
     transform: Transform | None
 
-    def with_varying_params(self, axes: frozenset[str]) -> "_MicroBatches":
+    def with_varying_params(self, axes: frozenset[str]) -> _MicroBatches:
         """Return a copy whose differentiated arguments vary over mesh axes."""
         params = self.split.differentiated_of(self.args)
         varying = jax.tree.map(lambda x: vary(x, axes), params)

@@ -149,7 +149,7 @@ def aux_reductions(reduction: Tree, split: Split, aux: Tree, whole_aux: Callable
             and full.shape == () == leaf.shape
         ):
             name = "mean"
-        if not is_supported.get(name):
+        if name is None or not is_supported[name]:
             rule = "a reduction that supports every leaf of aux"
             got = f"{name!r} for {describe(leaf)} at {leaf_path('aux', path)}"
             raise type_error("aux_reduction", rule, got, _HINT)

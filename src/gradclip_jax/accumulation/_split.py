@@ -10,7 +10,7 @@ from jax import lax
 
 from .._checks import check_count, describe, is_traced, leaf_path, shortened
 from .._errors import type_error, value_error
-from .._types import Array, Count, Number, Scalar, Tree
+from .._types import Array, Count, Number, Tree
 
 _SCALAR: Final = jax.tree.structure(0)
 
@@ -82,8 +82,9 @@ def batch_size(batches: Mapping[str, Tree]) -> int:
     if size is None or len(sizes) > 1:
         places = [f"{'a scalar' if n is None else n} at {place}" for n, place in sizes.items()]
         got = ", ".join(places) or "no leaves"
-        hint = "Pass one row per example in every leaf, and split a shared key inside `fun`."
-        raise value_error("batch", "arrays of equal length", got, hint)
+        rule = "arrays of equal length, with a leading batch axis"
+        hint = "Pass one row per example in every leaf; split a key with `jax.random.split`."
+        raise value_error("batch", rule, got, hint)
     return size
 
 
@@ -123,18 +124,16 @@ def in_one_form(fun: Callable[..., Any], has_weight: bool, has_aux: bool) -> Cal
     """Normalize the output of `fun` to `(value, (weight, aux))`; missing parts are None."""
     is_pair = has_weight or has_aux
 
-    def call(*args: Any, **kwargs: Any) -> tuple[Scalar, tuple[Tree, Tree]]:
-        value: Any = fun(*args, **kwargs)
-        rest: Any = None
-        has_pair = isinstance(value, tuple) and len(value) == 2
-        if is_pair and has_pair:
-            value, rest = value
-        if is_pair != has_pair or jax.tree.structure(value) != _SCALAR or np.ndim(value):
+    def call(*args: Any, **kwargs: Any) -> Any:
+        output = fun(*args, **kwargs)
+        is_valid = not is_pair or (isinstance(output, tuple) and len(output) == 2)
+        value, rest = output if is_pair and is_valid else (output, None)
+        if not is_valid or jax.tree.structure(value) != _SCALAR or np.ndim(value):
             rule = (
                 "a function that returns a scalar value, or a pair with `has_aux` or `has_weight`"
             )
             hint = "Return a mean, `(mean, aux)`, `(mean, weight)` or `(mean, (weight, aux))`."
-            raise type_error("fun", rule, shortened(value), hint)
+            raise type_error("fun", rule, shortened(output), hint)
         if not (has_weight and has_aux):
             rest = (rest, None) if has_weight else (None, rest)
         return value, rest

@@ -134,8 +134,8 @@ def flush(
 
     def without_others(path: Path, update: Array) -> Array:
         # A wrapper such as `optax.flatten` may rename the parameters.
-        is_kept = path in covered or not covered <= places or is_float0(update)
-        return update if is_kept else jnp.zeros_like(update)
+        is_other = covered <= places and path in places - covered and not is_float0(update)
+        return jnp.zeros_like(update) if is_other else update
 
     def emit(state: Tree) -> tuple[Tree, Tree]:
         nothing = jax.tree.map(zero, params_of(params))
@@ -184,7 +184,7 @@ def accumulated_gradients(state: Tree, *, reduction: Literal["mean", "sum"] = "m
         [3.0]
     """
     check_choice("reduction", reduction, REDUCTIONS)
-    window = _only_accumulation(state)
+    (window,) = _accumulations(state, only=True)
     count, total_weight, sums = plain_arrays(
         (window.mini_step, window.total_weight, window.acc_grads)
     )
@@ -247,26 +247,18 @@ def accumulation_stats(state: Tree) -> AccumulationStats:
         >>> stats.total_micro_batches, stats.accumulation_steps, stats.total_param_elements
         (0, 8, 6)
     """
-    window = plain_arrays(_only_accumulation(state))
+    (window,) = plain_arrays(_accumulations(state, only=True))
     counts = window.micro_batch_count, window.gradient_step, window.accumulation_steps
     micro_batches, updates, steps = (x if is_traced(x) else int(x) for x in counts)
     sizes = [x.size for x in jax.tree.leaves(window.acc_grads)]
     return AccumulationStats(micro_batches, updates, steps, len(sizes), sum(sizes), steps)
 
 
-def _accumulations(state: Tree) -> list[AccumulationState]:
-    windows = find_states(state, AccumulationState)
-    if not windows:
-        hint = "Pass the state that `accumulate_gradients(...).init(params)` returned."
-        rule = "a state of `accumulate_gradients`, or one that contains it"
-        raise type_error("state", rule, type(state).__name__, hint)
-    return [accumulation for _, accumulation in windows]
-
-
-def _only_accumulation(state: Tree) -> AccumulationState:
-    windows = _accumulations(state)
-    if len(windows) > 1:
-        hint = "Pass the part of the state that contains one of them."
-        rule = "a state with exactly one accumulation"
-        raise type_error("state", rule, f"a state with {len(windows)}", hint)
-    return windows[0]
+def _accumulations(state: Tree, *, only: bool = False) -> list[AccumulationState]:
+    """Return all accumulations in a state; raise if there are none, or several with `only`."""
+    windows = [window for _, window in find_states(state, AccumulationState)]
+    if not windows or (only and len(windows) > 1):
+        rule = f"a state with {'exactly one' if only else 'an'} accumulation"
+        hint = "Pass the state of `accumulate_gradients`, or a state that contains it."
+        raise type_error("state", rule, f"{type(state).__name__} with {len(windows)}", hint)
+    return windows

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from .._checks import check_callable, describe, labels_of
-from .._errors import type_error, value_error
+from .._errors import type_error
 from .._leaves import is_measured, measured_leaves
 from .._mesh import vary, varying_axes, zeros_of_type
 from .._run_if import run_if, trace
@@ -70,10 +70,6 @@ class Loss:
         differentiated = positions("argnums", self.argnums)
         split = Split(parts, batches, (), differentiated, takes_one=not np.ndim(self.argnums))
         split = bind_split(split, args)
-        both = sorted(set(split.batches) & set(split.differentiated))
-        if both:
-            rule, hint = "disjoint from `batch_argnums`", "Pass different positions."
-            raise value_error("argnums", rule, str(both[0]), hint)
         size = batch_size({f"args[{i}]": args[i] for i in split.batches})
         params = split.differentiated_of(args)
         call = in_one_form(self.fun, self.has_weight, self.has_aux)

@@ -285,16 +285,6 @@ def test_rows_come_back_in_order_floats_as_their_mean_and_all_else_as_aux_reduct
         agree(ours, jax.tree.map(jnp.asarray, aux_of(batch_of())))
 
 
-def test_an_argument_may_have_several_rows_for_each_example():
-    def fun(w, x, y):
-        return jnp.mean(w * x * y.reshape(len(x), -1).sum(1)), jnp.repeat(x, 2)
-
-    args = jnp.float32(2), jnp.arange(6.0), jnp.arange(12.0)
-    options = {"has_aux": True, "argnums": (0, 2)}
-    ours = microbatched(fun, 3, batch_argnums=(1, 2), **options)(*args)
-    agree(ours, jax.value_and_grad(fun, **options)(*args))
-
-
 def test_a_random_key_may_be_aux():
     keys = jax.random.split(jax.random.key(0), BATCH)
 
@@ -308,25 +298,7 @@ def test_a_random_key_may_be_aux():
     chex.assert_trees_all_equal(aux, {"rows": keys, "last": keys[-1]})
 
 
-@pytest.mark.parametrize("weight", [0, 2**24 + 1, 1e30])
-def test_aux_of_a_single_part_is_what_the_function_returned(weight):
-    def fun(params, batch):
-        aux = {"rows": batch["x"], "each": batch["x"][0], "n": 10, "key": jax.random.key(1)}
-        return loss(params, batch), (jnp.asarray(weight), aux)
-
-    ours, wanted = both(fun, 1, PARAMS, batch_of(), has_aux=True, has_weight=True)
-    chex.assert_trees_all_equal(ours[0][1], wanted[0][1])
-
-
 # --- weights --------------------------------------------------------------------------------
-
-
-def test_integer_weights_add_up_exactly():
-    def fun(params, batch):
-        return loss(params, batch), jnp.int32(2**23 + 1)
-
-    (_, weight), _ = microbatched(fun, 4, has_weight=True)(PARAMS, batch_of())
-    assert int(weight) == 4 * (2**23 + 1)  # odd beyond 2^24: no float32
 
 
 def test_a_micro_batch_of_zero_weight_adds_nothing_even_if_it_is_nan():

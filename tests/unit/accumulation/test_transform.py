@@ -361,17 +361,6 @@ def test_stats_count_micro_batches_updates_and_parameters():
     assert tuple(int(x) for x in traced) == tuple(stats)
 
 
-@pytest.mark.slow
-def test_counts_of_a_state_that_was_vmapped_over_seeds():
-    tx = gcx.accumulate_gradients(optax.sgd(1.0), 2)
-    params = {"w": jnp.zeros((3, 2, 4))}
-    state = jax.vmap(tx.init)(params)
-    _, state = jax.vmap(tx.update)(params, state, params)
-    counts = gcx.diagnostics.accumulation_stats(state)
-    assert counts.total_micro_batches.tolist() == [1, 1, 1]
-    assert (counts.registered_params, counts.total_param_elements) == (1, 8)
-
-
 def test_counters_saturate():
     params = params_like()
     tx = gcx.accumulate_gradients(optax.sgd(0.1), 1)
