@@ -98,11 +98,11 @@ class Incident(NamedTuple):
         """Return the incident as a sentence."""
         batch = "" if self.batch_id is None else f", batch {self.batch_id}"
         fates = " and ".join(word for word in FATES if word in self.kinds) or "applied"
-        gradient = "no gradient" if self.norm is None else "gradient zero"
-        if self.norm:
-            gradient = f"gradient norm {_compared(self.norm, self.norm_threshold)}"
+        norm = "no gradient"
+        if self.norm is not None:
+            norm = f"gradient norm {_compared(self.norm, self.norm_threshold)}"
         fates = fates.replace("unchanged", "parameters unchanged")
-        parts = [f"step {self.step}{batch}: {fates}, {gradient}", self._place(), *self._faults()]
+        parts = [f"step {self.step}{batch}: {fates}, {norm}", self._place(), *self._faults()]
         if self.activation:  # usually makes all cotangents non-finite
             parts.append(f"first non-finite activation: {self.activation}")
         elif self.cotangent:

@@ -137,7 +137,7 @@ def _latest(lines: Iterable[Line]) -> dict[int, Line]:
     for line in lines:
         if "sentence" in line or _ROW.isdisjoint(line):
             continue
-        step = _number(line.get("rewind_to", line.get("step")))
+        step = _number(line.get("step"))
         step = last + 1 if step is None else int(step)
         if step < last or "rewind_to" in line:
             table = {i: x for i, x in table.items() if i < step}

@@ -163,7 +163,7 @@ class Monitor:
         lines: list[dict[str, Any]] = []
         if (step := self._rewound_to(rows)) is not None:
             self._rewind(step)
-            lines.append({"rewind_to": step})
+            lines.append({"step": step, "rewind_to": step})
         rows = rows.take(rows.step >= self._next_step)
         lost = int(rows.step[0]) - self._next_step if len(rows.step) else 0
         incidents = self._detector.update(rows)

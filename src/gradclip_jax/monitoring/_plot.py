@@ -21,7 +21,7 @@ _MAX_CAPTIONS = 12
 
 
 @public
-def plot_log(log: LogSource | Monitor, *, dark: bool = False) -> Any:
+def plot_log(log: LogSource | Monitor) -> Any:
     """Plot the loss of a training run, and heat maps with one row per leaf, layer or tap.
 
     The heat maps show the gradient norm and the ratio of update norm to parameter norm of at most
@@ -38,7 +38,6 @@ def plot_log(log: LogSource | Monitor, *, dark: bool = False) -> Any:
     Args:
         log: Path of a log of any trainer, its lines as dictionaries, or a monitor, whose `rows` are
             plotted.
-        dark: Whether to use text and line colors for a dark background.
 
     Returns:
         A `matplotlib.figure.Figure`, which can be saved with `figure.savefig("run.png")`.
@@ -59,7 +58,7 @@ def plot_log(log: LogSource | Monitor, *, dark: bool = False) -> Any:
     panels = list(_panels(rows, monitor.names, [x.leaf for x in incidents]))
     captions = [f"{i}  {x}" for i, x in enumerate(incidents, 1)][-_MAX_CAPTIONS:]
     captions = [line for x in captions for line in textwrap.wrap(x, 140, subsequent_indent="    ")]
-    color = "#dddddd" if dark else "#333333"
+    color = "#7f7f7f"  # readable on light and dark pages
     heights = [np.clip(0.16 * len(x), 0.8, 4.0) if x else 1.3 for _, _, _, x in panels]
     size = 9, sum(heights) + 0.4 * len(heights) + 0.5 + 0.16 * len(captions)
     figure = Figure(size, dpi=100, layout="constrained", facecolor="none")

@@ -5,8 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from files import environment, python
+from files import ROOT, environment, python
 from gradclip_jax.__main__ import main
+
+PAGE = ROOT / "docs" / "recipes" / "logging.md"  # shows the output for train.log
 
 RNG = np.random.default_rng(0)
 LOSS, NORM = 2.0 + 0.05 * RNG.standard_normal(300), np.exp(0.1 * RNG.standard_normal(300))
@@ -33,7 +35,9 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 def test_a_log_in_any_format_gives_its_incidents(name, tmp_path, capsys):
     (tmp_path / name).write_text(FORMATS[name])
     assert main([name]) == 0
-    incidents, _, rest = capsys.readouterr().out.partition("\n\n")
+    printed = capsys.readouterr().out
+    assert name != "train.log" or f"```text\n{printed}```" in PAGE.read_text("utf-8")
+    incidents, _, rest = printed.partition("\n\n")
     first, second = incidents.splitlines()
     assert first.startswith("step 201: ") and "gradient norm 40" in first and "loss 9" in first
     assert second.startswith("step 251: ") and "NaN" in second

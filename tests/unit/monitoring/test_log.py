@@ -101,7 +101,7 @@ def test_repeated_and_rewound_steps_are_replaced():
     log = [{"step": x, "loss": float(i)} for i, x in enumerate(steps)]
     rows, _ = read(log)
     assert (rows.step.tolist(), rows.loss.tolist()) == ([0, 1, 2, 3, 4], [0, 1, 4, 5, 6])
-    rows, _ = read([*log, {"rewind_to": 3}])
+    rows, _ = read([*log, {"step": 3, "rewind_to": 3}])
     assert rows.step.tolist() == [0, 1, 2]
 
 

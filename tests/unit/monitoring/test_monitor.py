@@ -255,7 +255,7 @@ def test_a_plot_shows_at_most_forty_units_with_those_of_incidents_first(tmp_path
     _, state = tx.update(grads, state, params, value=1.0)
     monitor.read(state)
     for log in (monitor, tmp_path / "run.jsonl"):
-        figure = gcx.diagnostics.plot_log(log, dark=True)
+        figure = gcx.diagnostics.plot_log(log)
         heat_map = figure.axes[1]
         labels = [x.get_text() for x in heat_map.get_yticklabels()]
         assert labels[:2] == ["w055", "w001"] and heat_map.get_ylim() == (40, 0)
@@ -292,7 +292,7 @@ def test_a_threshold_is_suggested_from_rows():
          "applied, gradient norm 1; update norm 8 (threshold 2)"),
         ("zero drift", {"leaf": "a", "share": 0.0, "batch_id": 5},
          "applied, gradient norm 1; the gradient of a has become zero"),
-        ("zero", {"norm": 0.0, "leaf": "a"}, "applied, gradient zero"),
+        ("zero", {"norm": 0.0, "leaf": "a"}, "applied, gradient norm 0"),
         ("drift", {"leaf_rise": 5.0}, "applied, gradient norm 1; gradient norm slowly rose 5 times"),
         ("window held", {"norm": None}, "held, no gradient; the weight of the accumulated window is zero"),
         ("tap", {"tap": "activation of x", "tap_rise": 1e5, "activation": "x", "cotangent": "y"},
