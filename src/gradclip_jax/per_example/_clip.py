@@ -80,6 +80,12 @@ def value_and_grad(
 
     Use `microbatched_value_and_grad` if per-example clipping is not needed.
 
+    **Rounding.** The float32 sum of B clipped gradients has a rounding error of at most `d u S` to
+    first order, with `u = 6e-8`, `S = B max_norm (1 + 1e-5)` and `d` the largest number of
+    additions that a term takes part in. XLA does not specify the order of additions, so `d` is
+    between `log2(B)` and `B`, plus one for each addition over micro-batches or devices. If a
+    privacy proof must hold for the computed sum, add `2 (d + 2) u S` to its sensitivity `max_norm`.
+
     Args:
         fun: Loss function that is called with a single example, so that the arguments at
             `batch_argnums` have no batch axis. It returns a real scalar, `(value, aux)` with
