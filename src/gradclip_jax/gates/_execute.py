@@ -1,22 +1,29 @@
 """Execution of nested guards and accumulations.
 
-Directly nested guards and accumulations share one `GatedUpdate`, and `_execute` runs the innermost
+Directly nested guards and accumulations share one `GatedUpdate`, which runs the innermost
 transformation at most once per call.
 """
 
 import dataclasses
-import functools
+import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_same_structure, check_state, check_transformation, is_float0
+from .._checks import (
+    check_same_structure,
+    check_state,
+    check_transformation,
+    dtype_of,
+    is_float0,
+    is_scalar,
+)
 from .._errors import named, public
 from .._leaves import check_leaves
-from .._run_if import Flag, compute_step, run_step, select_step
+from .._run_if import Flag, compute_step, like_dtypes, run_step, select_step
 from .._states import (
     discard_windows,
     find_role,
@@ -26,12 +33,14 @@ from .._states import (
     with_structure_of,
 )
 from .._types import Array, Tree
-from ._dtypes import update_in_dtypes
-from ._extra_args import check_extra_args, has_weight, warn_of_identity, warn_of_weight
-from ._gate import Accumulation, ExtraArgs, Guard, Observed, Step, params_of
+from ._extra_args import has_weight, warn_of_misspelled
+from ._gate import Accumulation, ExtraArgs, Guard, params_of
+
+_NOBODY: Final = -1
+"""Index of the guard that counts a skip, if no check failed."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class GatedUpdate:
     """The `update` function of guards and accumulations.
 
@@ -41,24 +50,20 @@ class GatedUpdate:
 
     Attributes:
         innermost: Transformation inside all guards and the accumulation.
+        gates: Guards and at most one accumulation, from the outermost to the innermost.
         execute: The function `_execute`, with the name of the public function in its errors.
-        outside: Guards outside the accumulation, from the outermost to the innermost.
-        accumulation: The accumulation, or None.
-        inside: Guards inside the accumulation, or all guards without one.
     """
 
     __name__: ClassVar[str] = "update"
     innermost: optax.GradientTransformationExtraArgs
+    gates: tuple[Guard | Accumulation, ...]
     execute: Callable[..., tuple[Tree, Tree]]
-    outside: tuple[Guard, ...] = ()
-    accumulation: Accumulation | None = None
-    inside: tuple[Guard, ...] = ()
 
     def __call__(
-        self, updates: Tree, state: Tree, params: Tree | None = None, *args: Any, **extra_args: Any
+        self, updates: Tree, state: Tree, params: Tree | None = None, **extra_args: Any
     ) -> tuple[Tree, Tree]:
         """Return the update of the innermost transformation, or zeros if it does not run."""
-        return self.execute(self, updates, state, params, args, extra_args, applies=False)
+        return self.execute(self, updates, state, params, None, extra_args)
 
     def named(self, function: str) -> "GatedUpdate":
         """Return a copy whose error messages start with `function`."""
@@ -66,9 +71,7 @@ class GatedUpdate:
 
 
 def gated(
-    gate: Guard | Accumulation,
-    inner: optax.GradientTransformation,
-    init: Callable[[Tree, Tree], Tree],
+    gate: Guard | Accumulation, inner: optax.GradientTransformation, init: Callable[..., Tree]
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap a transformation in a guard or an accumulation.
 
@@ -76,13 +79,8 @@ def gated(
     """
     update = inner.update
     if not isinstance(update, GatedUpdate):
-        update = GatedUpdate(optax.with_extra_args_support(inner), _execute)
-    if not isinstance(gate, Guard):  # its `init` raises if `inner` contains an accumulation
-        update = dataclasses.replace(update, accumulation=gate)
-    elif update.accumulation:
-        update = dataclasses.replace(update, outside=(gate, *update.outside))
-    else:
-        update = dataclasses.replace(update, inside=(gate, *update.inside))
+        update = GatedUpdate(optax.with_extra_args_support(inner), (), _execute)
+    update = dataclasses.replace(update, gates=(gate, *update.gates))
 
     def init_gate(params: Tree) -> Tree:
         return init(inner.init(params), params)
@@ -131,84 +129,87 @@ def apply_gradients(
     if jax.tree.structure(arrays) != jax.tree.structure((grads, state, params)):
         params_and_state = apply_gradients(tx, *arrays, **extra_args)
         return with_structure_of((params, state), params_and_state)
-    if not find_role(state, "accumulation"):
-        warn_of_weight(extra_args)
+    is_weighted = is_scalar(extra_args.get("weight"), jnp.floating, jnp.integer)
+    if is_weighted and not find_role(state, "accumulation"):
+        warnings.warn(
+            "No accumulation reads the extra argument `weight`, which is passed to the inner "
+            "transformation. Wrap the optimizer in `accumulate_gradients`.",
+            stacklevel=2,
+        )
     if isinstance(tx.update, GatedUpdate):
-        return tx.update.execute(tx.update, grads, state, params, (), extra_args, applies=True)
+        return tx.update.execute(tx.update, grads, state, params, params, extra_args)
     update = optax.with_extra_args_support(tx).update
     updates, state = update(grads, state, params, **extra_args)
     return _apply_updates(params, updates), state
 
 
 class _Call(NamedTuple):
-    """One call of `update` or `apply_gradients`.
+    """One call of `update` or `apply_gradients`, as a gate receives it.
 
     Attributes:
-        gates: The guards, the accumulation and the innermost transformation.
-        incoming: The incoming gradient.
+        update: All gates and the innermost transformation.
+        incoming: The gradient that the outermost gate received.
         params: The parameters, or None.
+        target: Parameters to which the updates are added, or None if the caller needs the updates.
+        grads: The gradient that the gate around this one passes on.
+        state: State of the gate.
+        extra_args: Extra arguments of `update`.
+        passed: Whether the checks of all guards around the gate passed.
+        outer: The index and the state of each guard around the gate.
     """
 
-    gates: GatedUpdate
+    update: GatedUpdate
     incoming: Tree
     params: Tree
-
-
-class _Progress(NamedTuple):
-    """What a step of the innermost transformation changes.
-
-    Attributes:
-        target: Parameters to which the updates are added, or None if the caller needs the updates.
-        guards: States of the guards inside the accumulation, without their inner states.
-        state: State of the innermost transformation.
-    """
-
     target: Tree
-    guards: list[Tree]
+    grads: Tree
     state: Tree
+    extra_args: ExtraArgs
+    passed: Flag = True
+    outer: tuple[tuple[int, Guard, Tree], ...] = ()
 
 
-class _Outcome(NamedTuple):
-    """What a call means for the guards on one side of an accumulation, as bool[].
+class _Result(NamedTuple):
+    """What a gate returns to the gate around it.
 
     Attributes:
-        passed: Whether all checks passed and the gradient has a positive weight.
-        given: Whether the gradient has a positive weight, or none was passed.
-        missed: Whether a step was due and no update was applied, although the gradient has a
-            positive weight; or whether a window closed without weight.
-        applied: Whether an update was applied.
+        output: The updates, or zeros if no step was applied.
+        target: The new parameters, or None.
+        state: The next state.
+        passed: Whether the checks of all guards passed. For guards around an accumulation, these
+            are the checks of the micro-batch.
+        applied: Whether an update was applied, or a micro-batch with a weight was accumulated.
+        is_empty: Whether a window closed without weight.
+        skipper: Index of the guard that counts a skip because of a check of the window or of the
+            step, or `_NOBODY`.
     """
 
-    passed: Array
-    given: Flag
-    missed: Array
+    output: Tree
+    target: Tree
+    state: Tree
+    passed: Flag
     applied: Array
+    is_empty: Flag
+    skipper: Array
 
 
 def _execute(
-    update: GatedUpdate,
-    incoming: Tree,
-    state: Tree,
-    params: Tree,
-    args: tuple[object, ...],
-    extra_args: ExtraArgs,
-    *,
-    applies: bool,
+    update: GatedUpdate, grads: Tree, state: Tree, params: Tree, target: Tree, extra_args: ExtraArgs
 ) -> tuple[Tree, Tree]:
-    """Execute one call of `update`; return updates or new parameters, and the next state.
+    """Execute one call of `update`; return updates or the new `target`, and the next state.
 
     Gradients are passed from the outermost to the innermost guard or accumulation. Guards outside
-    an accumulation check the gradient of the micro-batch. Guards inside an accumulation, or all
-    guards without one, check the gradient of the step. When an accumulation window closes, outer
-    guards also check the accumulated gradient. Finally, guards that define `check_step` validate
-    the computed update. Only the first guard whose check fails increments its skip counters.
+    an accumulation check the gradient of the micro-batch and, when a window closes, the accumulated
+    gradient. Guards inside an accumulation, or all guards without one, check the gradient of the
+    step. Finally, guards that define `check_step` validate the computed update. Only the first
+    guard whose check fails increments its skip counters.
 
     | failed check | counted by | window | innermost state |
     | --- | --- | --- | --- |
     | a micro-batch, by an outer guard | the outermost failing guard | stays open | unchanged |
     | the same, with `flush` or `emit` | the same | emitted without this micro-batch | updated |
-    | the gradient of a step | the outermost failing inner guard | emitted | unchanged |
     | a window, by an outer guard | the innermost failing outer guard | dropped | unchanged |
+    | the gradient of a step | the outermost failing inner guard | emitted | unchanged |
     | the computed step | the innermost failing guard | dropped if it is an outer one | unchanged |
     | none, and the window stays open | no guard | stays open | unchanged |
     | none, and the window closes without weight | no guard | dropped | unchanged |
@@ -226,219 +227,171 @@ def _execute(
 
     Guards outside an accumulation do not check a micro-batch of weight 0, which it ignores.
     """
-    check_extra_args(args, extra_args)
-    check_leaves("updates", incoming)
+    warn_of_misspelled(extra_args)
+    check_leaves("updates", grads)
     if params is not None:
-        check_same_structure(incoming, params_of(params))
-    call, target = _Call(update, incoming, params), params if applies else None
-    if update.accumulation is not None:
-        output, target, state = _accumulate(call, update.accumulation, target, state, extra_args)
-    else:
-        progress = _Progress(target, *_unstacked(update.inside, state))
-        output, progress, *_ = _step(call, [], incoming, progress, extra_args)
-        target, state = progress.target, _stacked(progress.guards, progress.state)
-    return (target if applies else output), state
+        check_same_structure(grads, params_of(params))
+    result = _run(_Call(update, grads, params, target, grads, state, extra_args), 0)
+    return (result.output if target is None else result.target), result.state
 
 
-def _accumulate(
-    call: _Call, accumulation: Accumulation, target: Tree, state: Tree, extra_args: ExtraArgs
-) -> tuple[Tree, Tree, Tree]:
-    """Add a micro-batch, and run the step if the window closes.
-
-    Return the updates or zeros, the new target, and the next state.
-    """
-    outside, inside = call.gates.outside, call.gates.inside
-    outer, state = _unstacked(outside, state)
-    given = has_weight(extra_args)
-    grads, observed, checks = _check(outside, outer, call, call.incoming, extra_args, given)
-    accepted, refused = _tally(len(outer), enumerate(checks))
-    window = accumulation.open(grads, state, accepted if outer else None, extra_args)
-
-    def close(carry: Tree) -> tuple[Tree, Tree]:
-        progress, accumulator, _ = carry
-        mean, accumulator = window.read(accumulator)
-        output, progress, *results = _step(call, outer, mean, progress, window.extra_args)
-        return output, (progress, accumulator, tuple(results))
-
-    progress = _Progress(target, *_unstacked(inside, state.inner_opt_state))
-    nothing = jnp.array(False), [jnp.array(False) for _ in outer]
-    carry = progress, state.acc_grads, nothing
-    output, (progress, accumulator, (applied, failed)) = run_step(window.emits, close, carry)
-    inner = [_count(*x, missed=window.is_empty) for x in zip(inside, progress.guards, strict=True)]
-    kept = functools.reduce(jnp.logical_and, map(jnp.logical_not, failed), window.emits)
-    state = window.next_state(_stacked(inner, progress.state), accumulator, kept)
-    missed = window.is_empty | given & ~applied & (~accepted | window.emits)
-    outcome = _Outcome(accepted & ~missed & given, given, missed, applied)
-    counted = list(map(jnp.logical_or, refused, failed))
-    outer = _next(outside, outer, observed, counted, outcome)
-    return output, progress.target, _stacked(outer, state)
+def _run(call: _Call, i: int) -> _Result:
+    """Run the gate with index `i` and everything inside it."""
+    if i == len(call.update.gates):
+        return _optimize(call)
+    gate = call.update.gates[i]
+    return _guard(call, i, gate) if isinstance(gate, Guard) else _accumulate(call, i, gate)
 
 
-def _step(
-    call: _Call, outer: Sequence[Tree], grads: Tree, progress: _Progress, extra_args: ExtraArgs
-) -> tuple[Tree, _Progress, Array, list[Array]]:
-    """Run the innermost transformation if the checks of all guards pass.
-
-    Return the updates or zeros, the progress, whether the step was applied, and for each outer
-    guard whether it counts a skip.
-    """
-    inside = call.gates.inside
-    guards = (*call.gates.outside, *inside)
-    windows = find_role(progress.state, "accumulation")  # in a chain, for example
-    given = has_weight(extra_args) if windows else True
-    grads, observed, checks = _check(inside, progress.guards, call, grads, extra_args, given)
-    if given is not True:  # an accumulation ignores a gradient of weight 0, which may be NaN
-        grads = jax.tree.map(lambda x: x if is_float0(x) else jnp.where(given, x, 0), grads)
-    verdicts = list(enumerate(checks, len(outer)))
-    for i in reversed(range(len(outer))):
-        check_window = guards[i].check_window
-        if check_window:
-            verdicts.append((i, check_window(grads, outer[i], call.params, extra_args)))
-    accepted, failed = _tally(len(guards), verdicts)
-    output, target, after, verdicts = _run(call, grads, progress, extra_args, accepted)
-    applied, also_failed = _tally(len(guards), verdicts, accepted)
-    failed = list(map(jnp.logical_or, failed, also_failed))
-    is_empty = jnp.array(False)
-    for (_, old), (_, new) in zip(windows, find_role(after, "accumulation"), strict=True):
-        is_empty |= new.empty_windows > old.empty_windows
-    outcome = _Outcome(
-        passed=applied & given & ~is_empty,
-        given=given,
-        missed=given & ~applied | is_empty,
-        applied=applied & ~is_empty & (True if given is True else given | has_stepped(after)),
-    )
-    states = _next(inside, progress.guards, observed, failed[len(outer) :], outcome)
-    return output, _Progress(target, states, after), applied, failed[: len(outer)]
-
-
-def _run(
-    call: _Call, grads: Tree, progress: _Progress, extra_args: ExtraArgs, accepted: Array
-) -> tuple[Tree, Tree, Tree, list[tuple[int, Array]]]:
-    """Run the innermost transformation if `accepted`, and check the computed step.
-
-    Return the updates or zeros, the new target and state, and the index of each guard that checks
-    the step, from the innermost to the outermost, with the result of its check.
-    """
-    gates, params = call.gates, call.params
-    guards = (*gates.outside, *gates.inside)
-    checking = [i for i in reversed(range(len(guards))) if guards[i].check_step]
-
-    def compute(carry: tuple[Tree, Tree]) -> tuple[Tree, tuple[Tree, Tree]]:
-        target, before = carry
-        current = params if target is None else target
-
-        def run(grads: Tree, state: Tree) -> tuple[Tree, Tree]:
-            return gates.innermost.update(grads, state, current, **extra_args)
-
-        updates, after = update_in_dtypes(run, grads, before, call.incoming, target is None)
-        if updates is grads and not jax.tree.leaves(before):
-            warn_of_identity()
-        if target is None:
-            return updates, (None, after)
-        return updates if checking else None, (_apply_updates(target, updates), after)
-
-    carry = progress.target, progress.state
-    if not guards:
-        output, carry = compute(carry)
-        return output, *carry, []
-    if not checking:
-        output, carry = run_step(accepted, compute, carry, usually=True)
-        return output, *carry, []
-    program, computed = compute_step(compute, carry)
-    updates, (_, after) = computed
-    step = Step(grads, updates, progress.state, after, params)
-    verdicts: list[tuple[int, Array]] = []
-    for i in checking:
-        check_step = guards[i].check_step
-        assert check_step is not None
-        verdicts.append((i, check_step(step)))
-    applied, _ = _tally(len(guards), verdicts, accepted)
-    output, (target, after) = select_step(applied, program, computed, carry)
-    # An accumulator that overflows would make all later steps fail the check.
-    return output, target, discard_windows(after, accepted & ~applied), verdicts
-
-
-def _check(
-    guards: Sequence[Guard],
-    states: Sequence[Tree],
-    call: _Call,
-    grads: Tree,
-    extra_args: ExtraArgs,
-    given: Flag,
-) -> tuple[Tree, list[Observed], list[Array]]:
-    """Check a gradient with all guards, from the outermost to the innermost.
-
-    Return the gradient for the inner transformation, and what each guard observed and whether its
-    check passed. A gradient without weight passes all checks.
-    """
-    observations: list[Observed] = []
-    checks: list[Array] = []
-    for guard, state in zip(guards, states, strict=True):
-        passed, grads, observed = guard.check(grads, state, call.params, extra_args)
-        checks.append(passed if given is True else passed | ~jnp.asarray(given))
-        observations.append(observed)
-    return grads, observations, checks
-
-
-def _tally(
-    num_guards: int, verdicts: Iterable[tuple[int, Array]], accepted: Array | None = None
-) -> tuple[Array, list[Array]]:
-    """Return whether all checks passed, and for each guard whether it was the first to fail.
-
-    `verdicts` are indices of guards and the results of their checks, in the order of the checks.
-    """
-    ok = jnp.array(True) if accepted is None else accepted
-    failed = [jnp.array(False) for _ in range(num_guards)]
-    for i, passed in verdicts:
-        failed[i] = failed[i] | ok & ~passed
-        ok = ok & passed
-    return ok, failed
-
-
-def _next(
-    guards: Sequence[Guard],
-    states: Sequence[Tree],
-    observations: Sequence[Observed],
-    counted: Sequence[Array],
-    outcome: _Outcome,
-) -> list[Tree]:
-    """Return the next states of guards, without their inner states."""
-    passed, given, missed, applied = outcome
-    after: list[Tree] = []
-    for guard, state, observed, counts in zip(guards, states, observations, counted, strict=True):
-        new = guard.advance(state, observed, counts)
-        new = optax.tree.where(counts | passed, new, state)
-        norm = jnp.where(given, observed.grad_norm, state.grad_norm)
-        new = new._replace(grad_norm=norm, consecutive_skips=state.consecutive_skips)
-        after.append(_count(guard, new, missed | counts & ~applied, reset=applied | passed))
-    return after
+def _guard(call: _Call, i: int, guard: Guard) -> _Result:
+    """Check a gradient, run what is inside the guard, and count a skip."""
+    state = call.state
+    check_state(state, guard.kind)
+    given = has_weight(call.extra_args, state)
+    inspect = named(guard.inspect, guard.function)
+    passed, gradient, observed = inspect(call.grads, state, call.params, call.extra_args)
+    if given is not True:
+        passed |= jnp.logical_not(given)
+    inner = call._replace(grads=gradient.tree, state=state.inner_state)
+    inner = inner._replace(passed=call.passed & passed, outer=(*call.outer, (i, guard, state)))
+    result = _run(inner, i + 1)
+    skipped = call.passed & ~passed | (result.skipper == i)
+    old = state._replace(inner_state=())
+    new = guard.advance(old, observed, skipped)
+    new = optax.tree.where(skipped | result.passed & given & result.applied, new, old)
+    norm = jnp.where(given, gradient.norm.astype(jnp.float32), state.grad_norm)
+    missed = result.is_empty | (given | skipped) & ~result.applied
+    new = _count(guard, new, missed, reset=result.applied)
+    return result._replace(state=new._replace(grad_norm=norm, inner_state=result.state))
 
 
 def _count(guard: Guard, state: Tree, missed: Flag, reset: Flag = False) -> Tree:
     """Count a step without an applied update in the state of a guard."""
-    streak = increment_where(state.consecutive_skips, missed)
-    streak = jnp.where(reset, 0, streak)
+    streak = jnp.where(reset, 0, increment_where(state.consecutive_skips, missed))
     limit, has_failed = guard.max_consecutive_skips, state.guard_failed
     if limit is not None:
         has_failed = jnp.where(streak >= limit, 1, has_failed)
     return state._replace(consecutive_skips=streak, guard_failed=has_failed)
 
 
-def _unstacked(guards: Sequence[Guard], state: Tree) -> tuple[list[Tree], Tree]:
-    """Return the states of nested guards without their inner states, and the state inside them."""
-    states: list[Tree] = []
-    for guard in guards:
-        check_state(state, guard.kind)
-        states.append(state._replace(inner_state=()))
-        state = state.inner_state
-    return states, state
+def _accumulate(call: _Call, i: int, accumulation: Accumulation) -> _Result:
+    """Add a micro-batch, and run what is inside the accumulation if the window closes."""
+    state, accepted = call.state, call.passed if call.outer else None
+    window = accumulation.open(call.grads, state, accepted, call.extra_args)
+
+    def close(carry: Tree) -> tuple[Tree, Tree]:
+        target, inner_state, accumulator, *_ = carry
+        mean, accumulator = window.read(accumulator)
+        checks: list[tuple[int, Array]] = []
+        for j, guard, outer in reversed(call.outer):
+            if guard.checks_window:
+                check = guard.inspect(mean, outer, call.params, window.extra_args, is_mean=True)
+                checks.append((j, check[0]))
+        passed, dropper = _first_failure(True, checks)
+        inner = call._replace(target=target, grads=mean, state=inner_state, passed=passed)
+        result = _run(inner._replace(extra_args=window.extra_args), i + 1)
+        skipper = jnp.where(passed, result.skipper, dropper)
+        return result.output, (result.target, result.state, accumulator, result.applied, skipper)
+
+    applied = jnp.asarray(call.passed & has_weight(call.extra_args, state))
+    carry = call.target, state.inner_opt_state, state.acc_grads, applied, jnp.int32(_NOBODY)
+    output, carry = run_step(window.emits, close, carry)
+    target, inner_state, accumulator, applied, skipper = carry
+    inner_state = _count_empty(call.update.gates[i + 1 :], inner_state, window.is_empty)
+    is_kept = (skipper == _NOBODY) | (skipper > i)
+    state = window.next_state(inner_state, accumulator, window.emits & is_kept)
+    applied &= jnp.logical_not(window.is_empty)
+    return _Result(output, target, state, call.passed, applied, window.is_empty, skipper)
 
 
-def _stacked(states: Sequence[Tree], inner_state: Tree) -> Tree:
-    """Return the state of nested guards."""
-    for state in reversed(states):
-        inner_state = state._replace(inner_state=inner_state)
-    return inner_state
+def _count_empty(guards: Sequence[Any], state: Tree, is_empty: Flag) -> Tree:
+    """Count a window without weight in the states of the guards inside the accumulation."""
+    if not guards:
+        return state
+    inner_state = _count_empty(guards[1:], state.inner_state, is_empty)
+    return _count(guards[0], state, is_empty)._replace(inner_state=inner_state)
+
+
+def _optimize(call: _Call) -> _Result:
+    """Run the innermost transformation if the checks of all guards passed."""
+    grads, before, passed = call.grads, call.state, call.passed
+    checking = [(i, x.check_step) for i, x, _ in reversed(call.outer) if x.check_step]
+    given = has_weight(call.extra_args, before)
+    if given is not True:  # an accumulation ignores a gradient of weight 0, which may be NaN
+        grads = jax.tree.map(lambda x: x if is_float0(x) else jnp.where(given, x, 0), grads)
+
+    def compute(carry: tuple[Tree, Tree]) -> tuple[Tree, tuple[Tree, Tree]]:
+        target, state = carry
+        updates, after = _update(call, grads, state, target)
+        if target is None:
+            return updates, (None, after)
+        return updates if checking else None, (_apply_updates(target, updates), after)
+
+    carry, skipper = (call.target, before), jnp.int32(_NOBODY)
+    if checking:
+        program, computed = compute_step(compute, carry)
+        updates, (_, after) = computed
+        checks = [(i, check(updates, before, after, call.params)) for i, check in checking]
+        applied, skipper = _first_failure(passed, checks)
+        output, (target, after) = select_step(applied, program, computed, carry)
+        # An accumulator that overflows would make all later steps fail the check.
+        after = discard_windows(after, passed & jnp.logical_not(applied))
+        passed = applied
+    else:
+        output, (target, after) = run_step(passed, compute, carry, usually=True)
+    # An accumulation in a chain, for example, may close a window without weight.
+    windows = [[x for _, x in find_role(state, "accumulation")] for state in (before, after)]
+    num_empty, num_empty_after = (sum(x.empty_windows for x in states) for states in windows)
+    is_empty = jnp.asarray(num_empty < num_empty_after)
+    applied = passed & ~is_empty
+    if given is not True:
+        applied &= given | has_stepped(after)
+    return _Result(output, target, after, passed, applied, is_empty, skipper)
+
+
+def _update(call: _Call, grads: Tree, state: Tree, target: Tree) -> tuple[Tree, Tree]:
+    """Return the updates and the next state of the innermost transformation.
+
+    An accumulator or a loss scale computes gradients in float32. For transformations that raise for
+    float32 gradients of 16-bit parameters, such as `optax.novograd` and `optax.apply_if_finite`,
+    they are cast to the dtypes of the incoming gradients. Without a target, updates have the dtypes
+    that the transformation returns for the incoming gradients.
+    """
+    params = call.params if target is None else target
+
+    def run(grads: Tree, state: Tree) -> tuple[Tree, Tree]:
+        return call.update.innermost.update(grads, state, params, **call.extra_args)
+
+    pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(call.incoming), strict=True)
+    is_widened = any(dtype_of(x) != dtype_of(y) for x, y in pairs)
+    try:
+        updates, after = run(grads, state)
+    except (TypeError, ValueError):
+        if not is_widened:
+            raise
+        return run(like_dtypes(grads, call.incoming), state)
+    if updates is grads and not jax.tree.leaves(state):
+        warnings.warn(
+            "The transformation inside this guard or accumulation returns gradients unchanged. "
+            "Place the optimizer inside: outside, it runs on zeros if a step is held or skipped.",
+            stacklevel=2,
+        )
+    if target is None and is_widened:
+        expected, _ = jax.eval_shape(run, like_dtypes(grads, call.incoming), state)
+        updates = like_dtypes(updates, expected)
+    return updates, after
+
+
+def _first_failure(passed: Flag, checks: Iterable[tuple[int, Array]]) -> tuple[Flag, Array]:
+    """Return whether all checks passed, and the index of the guard of the first that failed.
+
+    `checks` are indices of guards and results of their checks.
+    """
+    skipper = jnp.int32(_NOBODY)
+    for i, ok in checks:
+        skipper = jnp.where(passed & ~ok, i, skipper)
+        passed &= ok
+    return passed, skipper
 
 
 def _apply_updates(params: Tree, updates: Tree) -> Tree:

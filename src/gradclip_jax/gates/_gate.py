@@ -5,29 +5,31 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import optax
 
+from .._leaves import measured_leaves
+from .._mask import Mask, zero_excluded
+from .._mesh import check_bound
 from .._run_if import Flag
-from .._types import Count, Scalar, Tree
+from .._types import AxisName, Count, Scalar, Tree
+from ..clipping._norm import norm_of_leaves
 
 ExtraArgs: TypeAlias = dict[str, Any]
 """The extra arguments of `update` by name."""
 
 
-class Step(NamedTuple):
-    """A computed step of the innermost transformation.
+class Gradient(NamedTuple):
+    """A gradient that a guard checks.
 
     Attributes:
-        grads: The gradient that the transformation received.
-        updates: The computed updates.
-        before: State of the transformation before the step.
-        after: State of the transformation after the step.
+        tree: The gradient, with zeros for leaves outside the mask of the guard.
+        norm: Norm of the gradient, float32[] or float64[].
         params: The parameters, or None.
+        extra_args: Extra arguments of `update`.
     """
 
-    grads: Tree
-    updates: Tree
-    before: Tree
-    after: Tree
+    tree: Tree
+    norm: Scalar
     params: Tree
+    extra_args: ExtraArgs
 
 
 class Guard(NamedTuple):
@@ -38,72 +40,70 @@ class Guard(NamedTuple):
     `advance` updates all others.
 
     Attributes:
+        function: Name of the public function in errors and profiles.
         kind: Type of the guard's state.
-        check: Function `(grads, state, params, extra_args) -> (passed, grads, observed)` that
-            checks a gradient. It returns the gradient to pass on, and an `Observed`.
+        check: Function `(gradient, state) -> (passed, observed)` that checks a `Gradient`;
+            `observed` is a pytree for `advance`.
         advance: Function `(state, observed, skipped) -> state`, where `skipped` is whether the
             guard counts a skip. It is used if the guard counts a skip, or if all checks passed.
-        check_window: Function `(grads, state, params, extra_args) -> passed` that checks the
-            accumulated gradient of a window, for a guard outside an accumulation. None accepts all.
-        check_step: Function `(step) -> passed` that checks a computed `Step`; None accepts all.
+        fields: Function from the parameters to the fields of the initial state that are not 0.
+        unscale: Function `(grads, state) -> grads` that is applied to gradients before the check.
+        checks_window: Whether `check` is called again with the accumulated gradient of a window of
+            an accumulation inside the guard.
+        check_step: Function `(updates, before, after, params) -> passed` that checks the updates of
+            a computed step and the states before and after it. None accepts all.
+        ord: Order of the norm in `Gradient`.
+        axis_name: Mapped axes over which the norm is computed.
+        mask: Leaves to check. The other leaves reach the inner transformation as zeros.
         max_consecutive_skips: Number of consecutive skips that sets `guard_failed`; None for no
             limit.
     """
 
+    function: str
     kind: type
-    check: Callable[[Tree, Tree, Tree, ExtraArgs], tuple[Scalar, Tree, "Observed"]]
+    check: Callable[[Gradient, Tree], tuple[Scalar, Tree]]
     advance: Callable[[Tree, Tree, Scalar], Tree]
-    check_window: Callable[[Tree, Tree, Tree, ExtraArgs], Scalar] | None = None
-    check_step: Callable[[Step], Scalar] | None = None
+    fields: Callable[[Tree], dict[str, Tree]] = lambda params: {}
+    unscale: Callable[[Tree, Tree], Tree] = lambda grads, state: grads
+    checks_window: bool = False
+    check_step: Callable[..., Scalar] | None = None
+    ord: float = 2.0
+    axis_name: AxisName = None
+    mask: Mask = None
     max_consecutive_skips: Count | None = None
 
+    def inspect(
+        self, grads: Tree, state: Tree, params: Tree, extra_args: ExtraArgs, is_mean: bool = False
+    ) -> tuple[Scalar, Gradient, Tree]:
+        """Return whether a gradient passes the check, the gradient to pass on, and `observed`.
 
-class Observed(NamedTuple):
-    """What a guard observed in a gradient.
-
-    Attributes:
-        grad_norm: Norm of the gradient, float32[].
-        details: Other arrays for `advance`.
-    """
-
-    grad_norm: Scalar
-    details: Tree = ()
-
-
-class Window(Protocol):
-    """The accumulation window after the current micro-batch."""
-
-    @property
-    def emits(self) -> Flag:
-        """Whether the window closes with a positive total weight."""
-        ...
-
-    @property
-    def is_empty(self) -> Flag:
-        """Whether the window closes without weight."""
-        ...
-
-    @property
-    def extra_args(self) -> ExtraArgs:
-        """Extra arguments for the transformation inside the accumulation."""
-        ...
-
-    def read(self, accumulator: Tree) -> tuple[Tree, Tree]:
-        """Return the accumulated gradient and the next accumulator, which may share buffers."""
-        ...
-
-    def next_state(self, inner_state: Tree, accumulator: Tree, emitted: Flag) -> Tree:
-        """Return the next state of the accumulation."""
-        ...
+        With `is_mean`, `grads` is the gradient of a window, which is already unscaled.
+        """
+        check_bound(self.axis_name)
+        grads = grads if is_mean else self.unscale(grads, state)
+        grads = zero_excluded(self.mask, grads, params_of(params))
+        norm = norm_of_leaves(measured_leaves(grads), self.ord, self.axis_name)
+        gradient = Gradient(grads, norm, params, extra_args)
+        passed, observed = self.check(gradient, state)
+        return passed, gradient, observed
 
 
 class Accumulation(Protocol):
     """An accumulation, which runs its inner transformation once for each window."""
 
-    def open(
-        self, grads: Tree, state: Tree, accepted: Scalar | None, extra_args: ExtraArgs
-    ) -> Window:
-        """Add a micro-batch, unless an outer guard did not accept it; None without outer guards."""
+    def open(self, grads: Tree, state: Tree, accepted: Flag | None, extra_args: ExtraArgs) -> Any:
+        """Add a micro-batch, and return a window.
+
+        `accepted` is whether all outer guards accepted the micro-batch, None without outer guards.
+
+        | of the window | |
+        | --- | --- |
+        | `emits` | whether it closes with a positive total weight |
+        | `is_empty` | whether it closes without weight |
+        | `extra_args` | extra arguments for the transformation inside the accumulation |
+        | `read(accumulator)` | the accumulated gradient and the next accumulator |
+        | `next_state(inner_state, accumulator, emitted)` | the next state of the accumulation |
+        """
         ...
 
 

@@ -6,7 +6,6 @@ therefore check the update and the next state as well.
 """
 
 import functools
-import itertools
 import math
 import warnings
 from collections.abc import Hashable
@@ -19,14 +18,14 @@ from jax import lax
 from .._checks import describe, is_scalar
 from .._devices import fusion_barrier, joined
 from .._errors import type_error
-from .._leaves import is_measured, measured_leaves, wide_dtype
+from .._leaves import is_measured, measured_leaves
 from .._mask import Mask, included_leaves
-from .._mesh import max_over, replica_count, shard_axes, sum_over
+from .._mesh import max_over, shard_axes
 from .._states import KINDS, kind_of, replace_states
-from .._types import UNBOUNDED, Array, AxisName, Path, Scalar, Tree
+from .._types import UNBOUNDED, Array, AxisName, Scalar, Tree
 from ..clipping._norm import norm_of_leaves
 from ..gates._extra_args import loss_argument
-from ..gates._gate import ExtraArgs, Step, params_of
+from ..gates._gate import ExtraArgs, params_of
 
 
 def all_finite(tree: Tree, axis_name: AxisName) -> Scalar:
@@ -37,23 +36,22 @@ def all_finite(tree: Tree, axis_name: AxisName) -> Scalar:
 def has_finite_squares(tree: Tree, norm: Scalar, axis_name: AxisName) -> Scalar:
     """Return whether the sum of squares is finite, so that no second moment becomes infinite.
 
-    For dtypes with a smaller range than float32, only the individual squares must be finite in that
-    dtype. `norm` is the norm of the tree.
+    For dtypes with a smaller range than float32, such as float16, the individual squares must be
+    finite in that dtype as well. `norm` is the norm of the tree.
     """
     leaves = measured_leaves(tree)
-    bounds = [math.sqrt(jnp.finfo(x.dtype).max) for x in leaves]
-    # For float16 and float8, each square and the float32 sum of squares must be finite.
-    bound = min([x if x > 1e18 else UNBOUNDED for x in bounds], default=UNBOUNDED)
-    ok = norm <= bound
-    if min(bounds, default=bound) < bound:
-        narrow = [(x, y) for x, y in zip(leaves, bounds, strict=True) if y < 1e18]
-        # Without the barrier, XLA may omit the rounding that makes these values infinite.
-        rounded = [fusion_barrier(x) for x, _ in narrow]
-        ok &= norm_of_leaves(rounded, math.inf, axis_name) <= min(bound for _, bound in narrow)
+    largest = [float(jnp.finfo(x.dtype).max) for x in leaves]
+    ok = norm <= math.sqrt(min([x for x in largest if x > 1e38], default=UNBOUNDED))
+    # Without the barrier, XLA may omit the rounding that makes these values infinite.
+    narrow = [fusion_barrier(x) for x, y in zip(leaves, largest, strict=True) if y < 1e38]
+    if narrow:
+        ok &= norm_of_leaves(narrow, math.inf, axis_name) <= math.sqrt(min(largest))
     return ok
 
 
-def is_finite_step(step: Step, mask: Mask, axis_name: AxisName) -> Scalar:
+def is_finite_step(
+    updates: Tree, before: Tree, after: Tree, params: Tree, mask: Mask, axis_name: AxisName
+) -> Scalar:
     """Return whether the update and the next state of a step are finite.
 
     | in the next state | verdict |
@@ -64,26 +62,28 @@ def is_finite_step(step: Step, mask: Mask, axis_name: AxisName) -> Scalar:
     | a moment of a parameter that the mask excludes | not checked |
     | measurements in states of this package | not checked, because no step depends on them |
     """
-    leaves = jax.tree.leaves_with_path(step.grads)
-    included = included_leaves(mask, step.grads, params_of(step.params))
-    is_included = {path: x for (path, _), x in zip(leaves, included, strict=True)}
+    leaves = jax.tree.leaves_with_path(params_of(updates))
+    included = included_leaves(mask, params_of(updates), params_of(params))
     shapes = {path: np.shape(x) for path, x in leaves if is_measured(x)}
+    excluded = {path for (path, _), keep in zip(leaves, included, strict=True) if not keep}
+    before, after = map(_without_measurements, (before, after))
+    rows = [(path, x, None) for path, x in jax.tree.leaves_with_path(updates)]
+    pairs = zip(jax.tree.leaves_with_path(after), jax.tree.leaves(before), strict=True)
+    rows += [(path, x, old) for (path, x), old in pairs]
     flags: dict[Hashable, Array] = {}
-    after, before = map(_without_measurements, (step.after, step.before))
-    pairs = [(step.updates, None), (after, before)]
-    for number, (new, old) in enumerate(pairs):
-        before = itertools.repeat(None) if old is None else jax.tree.leaves(old)
-        for (path, x), was in zip(jax.tree.leaves_with_path(new), before, strict=False):
-            place = _place(path, np.shape(x), shapes)
-            if not is_measured(x) or (place is not None and not is_included[place]):
-                continue
-            is_moment = place is not None or np.ndim(x) > 0 or old is None
-            bad = is_bad(x) if is_moment else jnp.isnan(x)
-            if was is not None:
-                bad = lax.bitwise_and(bad, lax.bitwise_not(is_bad(was)))
-            # Combine the update and the moments of a parameter, so that XLA reads them once.
-            key = (number, path) if place is None else (place, jax.typeof(bad))
-            flags[key] = lax.bitwise_or(flags[key], bad) if key in flags else bad
+    for path, x, old in rows:
+        # The path of a moment ends with the path of its parameter.
+        suffixes = [path[i:] for i in range(len(path) + 1)]
+        place = next((y for y in suffixes if shapes.get(y) == np.shape(x)), None)
+        if not is_measured(x) or place in excluded:
+            continue
+        is_number = old is not None and place is None and np.ndim(x) == 0
+        bad = jnp.isnan(x) if is_number else is_bad(x)
+        if old is not None:
+            bad = lax.bitwise_and(bad, lax.bitwise_not(is_bad(old)))
+        # Combine the update and the moments of a parameter, so that XLA reads them once.
+        key = len(flags) if place is None else (place, jax.typeof(bad))
+        flags[key] = lax.bitwise_or(flags[key], bad) if key in flags else bad
     return ~_is_any(list(flags.values()), axis_name)
 
 
@@ -91,8 +91,8 @@ def _without_measurements(state: Tree) -> Tree:
     """Keep only accumulators and the inner state of states of this package."""
 
     def without(node: Tree) -> Tree:
-        kept = [getattr(node, name, ()) for name in (kind_of(node).inner, "acc_grads") if name]
-        return [_without_measurements(x) for x in kept]
+        names = kind_of(node).inner, "acc_grads"
+        return [_without_measurements(getattr(node, name, ())) for name in names]
 
     return replace_states(state, tuple(KINDS), without)
 
@@ -107,55 +107,34 @@ def finite_extra_args(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar:
             stacklevel=2,
         )
     weight = extra_args.get("weight")
-    numbers = [loss, weight if is_scalar(weight, jnp.inexact) else None]
-    return all_finite(numbers, axis_name) if jax.tree.leaves(numbers) else jnp.array(True)
+    return all_finite([loss, weight if is_scalar(weight, jnp.inexact) else None], axis_name)
 
 
 def loss_of(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar | None:
-    """Return the loss in at least float32, averaged over devices if it differs between them."""
+    """Return the loss in float32, averaged over devices if it differs between them."""
     name, value = loss_argument(extra_args)
     if value is None:
         return None
-    if np.ndim(value) != 0 or not jnp.isrealobj(value):
+    if not is_scalar(value, jnp.floating, jnp.integer, jnp.bool_):
         hint = "Pass the mean loss over the batch."
         raise type_error(name, "a real scalar", describe(value), hint)
-    loss = jnp.asarray(value)
-    is_float = jnp.issubdtype(loss.dtype, jnp.floating)
-    loss = loss.astype(wide_dtype(loss.dtype) if is_float else jnp.float32)
+    loss = jnp.asarray(value, jnp.float32)
     axes = shard_axes(loss, axis_name)
-    return sum_over(loss / replica_count(frozenset(), axes), axes)
-
-
-def _place(path: Path, shape: tuple[int, ...], shapes: dict[Path, tuple[int, ...]]) -> Path | None:
-    """Return the path of the parameter that a state array belongs to.
-
-    The path of the parameter is a suffix of the path of the state array.
-    """
-    for start in range(len(path) + 1):
-        if shapes.get(path[start:]) == shape:
-            return path[start:]
-    return None
-
-
-def _overflowing(x: Array) -> Array:
-    """Convert to float32, scaled so that values that overflow the narrow dtype overflow float32.
-
-    XLA may omit a cast to a narrow dtype that is followed by a cast to a wider one, and then no
-    value overflows.
-    """
-    info = jnp.finfo(x.dtype)
-    if info.bits >= 32:
-        return x
-    # This bound is between the largest finite value and the smallest value that rounds to infinity.
-    largest = float(info.max) * (1 + float(info.eps) * 3 / 16)
-    return x.astype(jnp.float32) * jnp.float32(float(jnp.finfo(jnp.float32).max) / largest)
+    return lax.pmean(loss, tuple(sorted(axes))) if axes else loss
 
 
 def is_bad(x: Array) -> Array:
     """Return a mask of the non-finite elements."""
-    x = _overflowing(jnp.asarray(x))
+    x = jnp.asarray(x)
     if jnp.iscomplexobj(x):
         return is_bad(x.real) | is_bad(x.imag)
+    info = jnp.finfo(x.dtype)
+    if info.bits < 32:
+        # XLA may omit a cast to a narrow dtype that is followed by a cast to a wider one. Scale the
+        # values so that float32 overflows between the largest finite value of the narrow dtype and
+        # the smallest value that rounds to infinity.
+        largest = float(info.max) * (1 + float(info.eps) * 3 / 16)
+        x = x.astype(jnp.float32) * jnp.float32(float(jnp.finfo(jnp.float32).max) / largest)
     return lax.bitwise_not(lax.is_finite(x))  # tracing `~jnp.isfinite(x)` takes four times as long
 
 

@@ -9,26 +9,16 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from .._checks import (
-    check_count,
-    check_number,
-    describe,
-    is_float0,
-    is_traced,
-)
-from .._errors import public, type_error, value_error
+from .._checks import check_count, check_number, is_float0, is_traced
+from .._errors import public, type_error
 from .._leaves import wide_dtype
 from .._mask import Mask
 from .._states import find_states, increment_where, plain_arrays, register_guard
 from .._types import Array, AxisName, Count, Number, Scalar, Tree
 from ..clipping._clip import ClipState
-from ..gates._gate import ExtraArgs, Observed
 from ._detect import is_bad
-from ._guard import Check, check_guard, guard, zero
+from ._guard import Check, check_guard, guarded
 from ._skip_nonfinite import finite_guard
-
-# Outside this range the scale or its reciprocal is subnormal, and XLA may flush it to zero.
-_SMALLEST, _LARGEST = 2.0**-126, 2.0**126
 
 
 @register_guard("loss_scale", "skipped_nonfinite", role="loss scale")
@@ -82,8 +72,7 @@ def scale_loss(state: Tree, loss: ArrayLike) -> Array:
         The loss in float32 or float64.
 
     Raises:
-        TypeError: If `state` does not contain exactly one loss scale, or if `loss` is not a real
-            floating-point array.
+        TypeError: If `state` does not contain exactly one loss scale.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -98,15 +87,10 @@ def scale_loss(state: Tree, loss: ArrayLike) -> Array:
     scales = find_states(state, LossScaleState)
     if len(scales) != 1:
         rule = "a state with exactly one loss scale"
-        hint = "Create the state with `dynamic_loss_scale(optimizer).init(params)`."
-        if scales:
-            hint = "Wrap the whole optimizer in a single `dynamic_loss_scale`."
+        hint = "Wrap the whole optimizer in a single `dynamic_loss_scale`."
         raise type_error("state", rule, f"a state with {len(scales)}", hint)
     _check_no_clip_before(state)
     value = jnp.asarray(loss)
-    if not jnp.issubdtype(value.dtype, jnp.floating):
-        rule, hint = "a real floating-point array", "Pass the loss that is differentiated."
-        raise type_error("loss", rule, describe(value), hint)
     scale = plain_arrays(scales[0][1].loss_scale)
     return _with_scaled_derivative(value.astype(wide_dtype(value.dtype)), jnp.asarray(scale))
 
@@ -127,12 +111,9 @@ def _with_scaled_derivative(loss: Array, scale: Array) -> Array:
     return loss
 
 
-@_with_scaled_derivative.defjvp
-def _with_scaled_derivative_jvp(
-    primals: tuple[Array, Array], tangents: tuple[Array, Array]
-) -> tuple[Array, Array]:
-    loss, scale = primals
-    return loss, tangents[0] * scale.astype(loss.dtype)
+_with_scaled_derivative.defjvps(
+    lambda tangent, out, loss, scale: tangent * scale.astype(loss.dtype), None
+)
 
 
 @public
@@ -211,28 +192,21 @@ def dynamic_loss_scale(
     References:
         Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740.
     """
-    _check_scales(init_scale, min_scale, max_scale)
+    hint = "Pass a power of two within these bounds."
+    for argument, bound in (("min_scale", min_scale), ("max_scale", max_scale)):
+        # Otherwise the scale or its reciprocal is subnormal, and XLA may flush it to zero.
+        check_number(argument, bound, hint, f"[{2.0**-126}, {2.0**126}]")
+    if not (is_traced(min_scale) or is_traced(max_scale)):
+        bounds = f"[{float(min_scale)}, {float(max_scale)}]"
+        check_number("init_scale", init_scale, "Change it, `min_scale` or `max_scale`.", bounds)
     check_number("growth_factor", growth_factor, "Pass, for example, 2.0.", "(1, inf]")
-    hint = "Pass, for example, 0.5."
-    check_number("backoff_factor", backoff_factor, hint, "(0, 1)")
+    check_number("backoff_factor", backoff_factor, "Pass, for example, 0.5.", "(0, 1)")
     check_count("growth_interval", growth_interval, "Pass the number of good steps before growth.")
-
     axes = check_guard(inner, axis_name)
+    guard = finite_guard("dynamic_loss_scale", LossScaleState, check, mask, axes)
 
-    def fields(params: Tree) -> dict[str, Scalar]:
-        scale = jnp.array(init_scale, jnp.float32)  # a copy: the state may be donated
-        return {"loss_scale": scale, "good_steps": zero(), "skipped_nonfinite": zero()}
-
-    gate = finite_guard(LossScaleState, check, mask, axes)
-
-    def check_unscaled(
-        grads: Tree, state: LossScaleState, params: Tree, extra_args: ExtraArgs
-    ) -> tuple[Scalar, Tree, Observed]:
-        grads = jax.tree.map(lambda x: _unscaled(x, state.loss_scale), grads)
-        return gate.check(grads, state, params, extra_args)
-
-    def advance(state: LossScaleState, observed: Observed, skipped: Scalar) -> LossScaleState:
-        state = gate.advance(state, observed, skipped)
+    def advance(state: LossScaleState, observed: Tree, skipped: Scalar) -> LossScaleState:
+        state = guard.advance(state, observed, skipped)
         given = (growth_factor, backoff_factor, min_scale, max_scale)
         growth, backoff, smallest, largest = (jnp.asarray(x, jnp.float32) for x in given)
         good_steps = jnp.where(skipped, 0, increment_where(state.good_steps))
@@ -245,32 +219,25 @@ def dynamic_loss_scale(
             guard_failed=state.guard_failed | failed.astype(jnp.int32),
         )
 
-    scaled = gate._replace(check=check_unscaled, advance=advance)
-    return guard("dynamic_loss_scale", inner, scaled, fields, mask=mask, axis_name=axes)
+    def fields(params: Tree) -> dict[str, Scalar]:
+        return {"loss_scale": jnp.array(init_scale, jnp.float32)}  # a copy, which may be donated
+
+    return guarded(inner, guard._replace(advance=advance, fields=fields, unscale=_unscaled))
 
 
-def _unscaled(x: Array, scale: Scalar) -> Array:
-    """Return `x / scale` in at least float32, with NaN for all non-finite float16 values.
+def _unscaled(grads: Tree, state: LossScaleState) -> Tree:
+    """Divide gradients by the scale in at least float32; non-finite float16 values become NaN.
 
     In some kernels, XLA may omit a cast to float16 that is followed by a cast to float32. The
     finiteness check and the optimizer could then read different values.
     """
-    if is_float0(x):
-        return x
-    x = jnp.asarray(x)
-    dtype = wide_dtype(x.dtype)
-    quotient = x.astype(dtype) / scale.astype(jnp.finfo(dtype).dtype)
-    return quotient if dtype == x.dtype else jnp.where(is_bad(x), jnp.nan, quotient)
 
+    def divide(x: Array) -> Array:
+        if is_float0(x):
+            return x
+        x = jnp.asarray(x)
+        dtype = wide_dtype(x.dtype)
+        quotient = x.astype(dtype) / state.loss_scale.astype(jnp.finfo(dtype).dtype)
+        return quotient if dtype == x.dtype else jnp.where(is_bad(x), jnp.nan, quotient)
 
-def _check_scales(first: Number, smallest: Number, largest: Number) -> None:
-    """Raise if a scale is out of range or if the three scales are not in ascending order."""
-    scales = {"init_scale": first, "min_scale": smallest, "max_scale": largest}
-    for argument, value in scales.items():
-        hint = "Pass a power of two within these bounds."
-        check_number(argument, value, hint, f"[{_SMALLEST}, {_LARGEST}]")
-    is_known = not any(map(is_traced, scales.values()))
-    if is_known and not float(smallest) <= float(first) <= float(largest):
-        words = f"between min_scale={smallest:g} and max_scale={largest:g}"
-        hint = "Change the bounds or the initial scale."
-        raise value_error("init_scale", words, f"{first:g}", hint)
+    return jax.tree.map(divide, grads)

@@ -12,15 +12,13 @@ import optax
 
 from .._checks import check_callable, describe, is_scalar
 from .._errors import public, type_error
-from .._leaves import measured_leaves
 from .._mask import Mask
 from .._mesh import varying_axes
 from .._run_if import like_dtypes
 from .._states import increment_where, register_guard
 from .._types import AxisName, Count, Scalar, Tree
-from ..clipping._norm import norm_of_leaves
-from ..gates._gate import ExtraArgs, Guard, Observed
-from ._guard import check_guard, guard, zero
+from ..gates._gate import Gradient, Guard
+from ._guard import check_guard, guarded
 
 
 @register_guard("skipped_other")
@@ -131,60 +129,37 @@ def skip_if(
     axes = check_guard(inner, axis_name)
     rule = predicate if isinstance(predicate, SkipRule) else _without_state(predicate)
 
-    def should_skip(
-        grads: Tree, state: SkipIfState, params: Tree, extra_args: ExtraArgs
-    ) -> tuple[Scalar, Tree]:
+    def check(gradient: Gradient, state: SkipIfState) -> tuple[Scalar, Tree]:
+        grads, _, params, extra_args = gradient
         skip, observed = rule.should_skip(grads, state.rule_state, params, **extra_args)
-        return _checked_bool(skip), observed
+        is_bool = is_scalar(skip, jnp.bool_)
+        if not is_bool or varying_axes(jnp.asarray(skip)):
+            must = "a function that returns a bool[] that is the same on all devices"
+            got = str(jax.typeof(skip)) if is_bool else describe(skip)
+            hint = "Reduce its result with `jnp.any` and, inside `shard_map`, with `jax.lax.pmax`."
+            raise type_error("predicate", must, got, hint)
+        return jnp.logical_not(skip), observed
 
-    def check(
-        grads: Tree, state: SkipIfState, params: Tree, extra_args: ExtraArgs
-    ) -> tuple[Scalar, Tree, Observed]:
-        skip, details = should_skip(grads, state, params, extra_args)
-        norm = norm_of_leaves(measured_leaves(grads), 2.0, axes)
-        return ~skip, grads, Observed(norm.astype(jnp.float32), details)
-
-    def advance(state: SkipIfState, observed: Observed, skipped: Scalar) -> SkipIfState:
-        rule_state = rule.advance(state.rule_state, observed.details, skipped)
+    def advance(state: SkipIfState, observed: Tree, skipped: Scalar) -> SkipIfState:
         count = increment_where(state.skipped_other, skipped)
+        rule_state = rule.advance(state.rule_state, observed, skipped)
         rule_state = like_dtypes(rule_state, state.rule_state)
         return state._replace(skipped_other=count, rule_state=rule_state)
 
-    def check_window(
-        grads: Tree, state: SkipIfState, params: Tree, extra_args: ExtraArgs
-    ) -> Scalar:
-        return ~should_skip(grads, state, params, extra_args)[0]
-
     def fields(params: Tree) -> dict[str, Tree]:
-        return {"skipped_other": zero(), "rule_state": jax.tree.map(jnp.array, rule.init(params))}
+        return {"rule_state": jax.tree.map(jnp.array, rule.init(params))}
 
-    limit = max_consecutive_skips
-    gate = Guard(SkipIfState, check, advance, check_window, max_consecutive_skips=limit)
-    return guard("skip_if", inner, gate, fields, mask=mask, axis_name=axes)
+    guard = Guard("skip_if", SkipIfState, check, advance, fields, checks_window=True)
+    guard = guard._replace(axis_name=axes, mask=mask, max_consecutive_skips=max_consecutive_skips)
+    return guarded(inner, guard)
 
 
 def _without_state(predicate: Any) -> SkipRule:
     """Return a rule for a function `(grads, params, **extra_args) -> bool[]`."""
     hint = "Pass a function `(grads, params, **extra_args) -> bool[]`, or a `SkipRule`."
     check_callable("predicate", predicate, hint)
-
-    def should_skip(
-        grads: Tree, state: Tree, params: Tree, **extra_args: Any
-    ) -> tuple[Scalar, Tree]:
-        return predicate(grads, params, **extra_args), ()
-
-    return SkipRule(lambda params: (), should_skip, lambda state, observed, skipped: state)
-
-
-def _checked_bool(skip: Any) -> Scalar:
-    """Raise if a predicate did not return a bool[] that is equal on all devices."""
-    if not is_scalar(skip, jnp.bool_):
-        rule, hint = "a function that returns a bool[]", "Reduce its result with `jnp.any`."
-        raise type_error("predicate", rule, describe(skip), hint)
-    skip = jnp.asarray(skip)
-    if varying_axes(skip):
-        names = ", ".join(map(repr, sorted(varying_axes(skip))))
-        hint = f"Combine the devices first, for example with `jax.lax.pmax(x, {names})`."
-        rule = f"a function whose result is the same on all devices along {names}"
-        raise type_error("predicate", rule, "one that varies", hint)
-    return skip
+    return SkipRule(
+        init=lambda params: (),
+        should_skip=lambda grads, state, params, **extra: (predicate(grads, params, **extra), ()),
+        advance=lambda state, observed, skipped: state,
+    )

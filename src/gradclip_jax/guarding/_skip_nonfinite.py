@@ -5,19 +5,16 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import optax
 
 from .._checks import check_choice
 from .._errors import public
-from .._leaves import measured_leaves
 from .._mask import Mask
 from .._states import increment_where, register_guard
 from .._types import AxisName, Count, Scalar, Tree
-from ..clipping._norm import norm_of_leaves
-from ..gates._gate import ExtraArgs, Guard, Observed
+from ..gates._gate import Gradient, Guard
 from ._detect import all_finite, finite_extra_args, has_finite_squares, is_finite_step
-from ._guard import Check, check_guard, guard, zero
+from ._guard import Check, check_guard, guarded
 
 
 @register_guard("skipped_nonfinite")
@@ -107,51 +104,27 @@ def skip_nonfinite(
         >>> updates.tolist(), int(state.skipped_nonfinite)
         ([0.0], 1)
     """
-
-    def fields(params: Tree) -> dict[str, Scalar]:
-        return {"skipped_nonfinite": zero()}
-
     axes = check_guard(inner, axis_name)
-    gate = finite_guard(SkipNonfiniteState, check, mask, axes, max_consecutive_skips)
-    return guard("skip_nonfinite", inner, gate, fields, mask=mask, axis_name=axes)
+    guard = finite_guard("skip_nonfinite", SkipNonfiniteState, check, mask, axes)
+    return guarded(inner, guard._replace(max_consecutive_skips=max_consecutive_skips))
 
 
-def finite_guard(
-    kind: type,
-    check: Check,
-    mask: Mask,
-    axes: AxisName,
-    max_consecutive_skips: Count | None = None,
-) -> Guard:
+def finite_guard(function: str, kind: type, check: Check, mask: Mask, axes: AxisName) -> Guard:
     """Return a guard that counts non-finite steps in `skipped_nonfinite`."""
     check_choice("check", check, ("gradient", "step"))
-    checks_step = check == "step"
 
-    def check_gradient(
-        grads: Tree, state: Tree, params: Tree, extra_args: ExtraArgs
-    ) -> tuple[Scalar, Tree, Observed]:
-        norm = norm_of_leaves(measured_leaves(grads), 2.0, axes)
-        passed = finite_extra_args(extra_args, axes)
-        if checks_step:
-            passed &= all_finite(grads, axes)
-        else:
-            passed &= has_finite_squares(grads, norm, axes)
-        return passed, grads, Observed(norm.astype(jnp.float32))
+    def check_gradient(gradient: Gradient, state: Tree) -> tuple[Scalar, Tree]:
+        passed = finite_extra_args(gradient.extra_args, axes)
+        if check == "step":
+            return passed & all_finite(gradient.tree, axes), ()
+        return passed & has_finite_squares(gradient.tree, gradient.norm, axes), ()
 
-    def check_window(grads: Tree, state: Tree, params: Tree, extra_args: ExtraArgs) -> Scalar:
-        norm = norm_of_leaves(measured_leaves(grads), 2.0, axes)
-        return has_finite_squares(grads, norm, axes)
-
-    def advance(state: Tree, observed: Observed, skipped: Scalar) -> Tree:
+    def advance(state: Tree, observed: Tree, skipped: Scalar) -> Tree:
         count = increment_where(state.skipped_nonfinite, skipped)
         return state._replace(skipped_nonfinite=count)
 
-    check_step = functools.partial(is_finite_step, mask=mask, axis_name=axes)
-    return Guard(
-        kind,
-        check_gradient,
-        advance,
-        None if checks_step else check_window,
-        check_step if checks_step else None,
-        max_consecutive_skips,
-    )
+    guard = Guard(function, kind, check_gradient, advance, mask=mask, axis_name=axes)
+    if check == "step":
+        check_step = functools.partial(is_finite_step, mask=mask, axis_name=axes)
+        return guard._replace(check_step=check_step)
+    return guard._replace(checks_window=True)

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import functools
-from typing import Final, NamedTuple
+import math
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 
 from .._checks import check_count, check_ord, check_params
-from .._errors import public, type_error, value_error
+from .._errors import public, value_error
 from .._leaves import measured_leaves
 from .._mask import Mask
 from .._states import increment_where, register_guard
-from .._types import UNBOUNDED, AxisName, Count, Order, Scalar, Tree
+from .._types import UNBOUNDED, AxisName, Count, Number, Order, Scalar, Tree
 from ..clipping._norm import norm_of_leaves
-from ..clipping._threshold import Rule, Threshold, as_rule, init_state
-from ..gates._gate import ExtraArgs, Guard, Observed
+from ..clipping._threshold import Rule, Threshold, apply_rule, as_rule, init_state
+from ..gates._gate import ExtraArgs, Gradient, Guard
 from ._detect import loss_of
-from ._guard import check_guard, guard, zero
-from ._signal import Signal, compare, loss_rule, relearn
-
-FIELDS: Final = {
-    "norm": ("skip_threshold", "skipped_large_norm"),
-    "loss": ("loss_threshold", "skipped_large_loss"),
-}
-"""State fields for the threshold and the number of skips of each signal."""
+from ._guard import check_guard, guarded
 
 
 @register_guard(
@@ -126,8 +121,9 @@ def skip_large_norm(
         ([0.0], 1)
     """
     rules = {"norm": as_rule("max_norm", max_norm)}
-    options = (ord, axis_name, relearn_after, max_consecutive_skips, mask)
-    return _skip_above("skip_large_norm", inner, rules, *options)
+    axes = check_guard(inner, axis_name)
+    guard = _spike_guard("skip_large_norm", rules, ord, axes, relearn_after)
+    return guarded(inner, guard._replace(mask=mask, max_consecutive_skips=max_consecutive_skips))
 
 
 @public
@@ -199,98 +195,104 @@ def skip_spikes(
         OLMo-core's `SkipStepOptimizer`, levanter's `skipstep` and MaxText's `skip_step_on_spikes`
         use the rule of `mean_std` for both norm and loss.
     """
-    rules = {} if norm is None else {"norm": as_rule("norm", norm)}
-    if loss is not None:
-        rules["loss"] = loss_rule(loss)
-    if not rules:
+    if norm is None and loss is None:
         hint = "Pass a threshold for the norm or the loss."
         raise value_error("norm", "passed if `loss` is None", "None", hint)
-    options = (ord, axis_name, relearn_after, max_consecutive_skips, mask)
-    return _skip_above("skip_spikes", inner, rules, *options)
+    rules = {"norm": as_rule("norm", UNBOUNDED if norm is None else norm)}
+    if loss is not None:
+        rules["loss"] = _loss_rule(loss)
+    axes = check_guard(inner, axis_name)
+    guard = _spike_guard("skip_spikes", rules, ord, axes, relearn_after)
+    return guarded(inner, guard._replace(mask=mask, max_consecutive_skips=max_consecutive_skips))
 
 
-def _skip_above(
-    function: str,
-    inner: optax.GradientTransformation,
-    rules: dict[str, Rule],
-    ord: Order | None,
-    axis_name: AxisName,
-    relearn_after: Count,
-    max_consecutive_skips: Count | None,
-    mask: Mask,
-) -> optax.GradientTransformationExtraArgs:
-    """Build a guard that skips steps with a value above its threshold."""
-    axes, order = check_guard(inner, axis_name), check_ord(ord)
+def _loss_rule(loss: Threshold) -> Rule:
+    """Convert a threshold for losses, which may be negative, to a rule."""
+    rule = as_rule("loss", loss, low=-math.inf)
+    is_adaptive = bool(jax.tree.leaves(init_state(rule))) and not rule.counts_steps
+    if rule.uses_params or (is_adaptive and not rule.allow_negative):
+        hint = "Pass for example `gcx.thresholds.mean_std(allow_negative=True)`."
+        raise value_error("loss", "a threshold for values of any sign", "a rule for norms", hint)
+    return rule
+
+
+def _spike_guard(
+    function: str, rules: dict[str, Rule], ord: Order | None, axes: AxisName, relearn_after: Count
+) -> Guard:
+    """Return a guard that skips steps whose norm or loss is above its threshold."""
+    order, has_loss = check_ord(ord), "loss" in rules
     hint = "Pass the number of consecutive skips after which threshold rules restart."
     check_count("relearn_after", relearn_after, hint)
 
-    def measure(tree: Tree) -> Scalar:
-        return norm_of_leaves(measured_leaves(tree), order, axes)
-
-    def check(
-        grads: Tree, state: SkipSpikesState, params: Tree, extra_args: ExtraArgs
-    ) -> tuple[Scalar, Tree, Observed]:
-        _check_signals(state, rules)
-        values = {"norm": measure(grads)}
-        if "loss" in rules:
-            values["loss"] = _given_loss(extra_args, axes)
-        param_norm = None
-        if any(rule.uses_params for rule in rules.values()):
-            check_params(grads, params)
-            param_norm = measure(params)
+    def check(gradient: Gradient, state: SkipSpikesState) -> tuple[Scalar, Tree]:
+        values, param_norm = {"norm": gradient.norm}, None
+        if rules["norm"].uses_params:
+            check_params(gradient.tree, gradient.params)
+            param_norm = norm_of_leaves(measured_leaves(gradient.params), order, axes)
+        if has_loss:
+            values["loss"] = _given_loss(gradient.extra_args, axes)
         finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, values.values()))
-        signals: dict[str, Signal] = {}
+        thresholds: dict[str, Scalar] = {}
+        spikes: dict[str, Scalar] = {}
+        states: dict[str, tuple[Tree, Tree]] = {}
+        is_fixed = jnp.array(False)
         for key, rule in rules.items():
             value = jnp.where(finite, values[key], jnp.nan)
-            signals[key] = compare(rule, value, state.signals[key], param_norm)
-        is_due = state.spikes_in_a_row >= relearn_after
-        passed, signals = relearn(finite, signals, is_due)
-        values = {key: x.astype(jnp.float32) for key, x in values.items()}
-        return passed, grads, Observed(values["norm"], (values, finite, signals))
+            norm = param_norm if rule.uses_params else None
+            threshold, after = apply_rule(rule, value, state.signals[key], norm)
+            thresholds[key], spikes[key] = threshold, finite & ~(value <= threshold)
+            restarted, highest = _restarted(rule, value, threshold, after, norm)
+            is_fixed |= spikes[key] & (value > highest)
+            states[key] = restarted, after
+        is_spike = functools.reduce(jnp.logical_or, spikes.values())
+        restarts = is_spike & ~is_fixed & (state.spikes_in_a_row >= relearn_after)
+        signals = {key: optax.tree.where(restarts, *x) for key, x in states.items()}
+        return finite & (restarts | ~is_spike), (values, thresholds, signals, spikes, finite)
 
-    gate = Guard(SkipSpikesState, check, _advance, max_consecutive_skips=max_consecutive_skips)
-    fields = functools.partial(_fields, rules)
-    return guard(function, inner, gate, fields, mask=mask, axis_name=axes)
+    def advance(state: Tree, observed: Tree, skipped: Scalar) -> SkipSpikesState:
+        values, thresholds, signals, spikes, finite = observed
+        if has_loss:
+            state = state._replace(
+                loss=values["loss"],
+                loss_threshold=thresholds["loss"],
+                skipped_large_loss=increment_where(
+                    state.skipped_large_loss, skipped & spikes["loss"]
+                ),
+            )
+        return state._replace(
+            skip_threshold=thresholds["norm"].astype(jnp.float32),
+            skipped_large_norm=increment_where(state.skipped_large_norm, skipped & spikes["norm"]),
+            skipped_nonfinite=increment_where(state.skipped_nonfinite, skipped & ~finite),
+            # Non-finite values do not count as spikes.
+            spikes_in_a_row=jnp.where(skipped, increment_where(state.spikes_in_a_row, finite), 0),
+            signals=signals,
+        )
 
+    def fields(params: Tree) -> dict[str, Tree]:
+        found: dict[str, Tree] = {"skip_threshold": jnp.full((), UNBOUNDED, jnp.float32)}
+        found["signals"] = {key: init_state(rule) for key, rule in rules.items()}
+        if not has_loss:
+            return found | dict.fromkeys(("loss", "loss_threshold", "skipped_large_loss"))
+        unbounded = jnp.full((), UNBOUNDED, jnp.float32)
+        return found | {"loss": jnp.zeros((), jnp.float32), "loss_threshold": unbounded}
 
-def _advance(state: SkipSpikesState, observed: Observed, skipped: Scalar) -> SkipSpikesState:
-    """Count a skipped step, and store the new states of the rules."""
-    values, finite, signals = observed.details
-    fields: dict[str, Tree] = {}
-    for key, signal in signals.items():
-        threshold, count = FIELDS[key]
-        fields[threshold] = signal.threshold.astype(jnp.float32)
-        fields[count] = increment_where(getattr(state, count), skipped & signal.is_spike)
-    if "loss" in signals:
-        fields["loss"] = values["loss"]
-    # Non-finite values do not count as spikes.
-    spikes = increment_where(state.spikes_in_a_row, finite)
-    return state._replace(
-        skipped_nonfinite=increment_where(state.skipped_nonfinite, skipped & ~finite),
-        spikes_in_a_row=jnp.where(skipped, spikes, 0),
-        signals={key: signal.rule_state for key, signal in signals.items()},
-        **fields,
-    )
-
-
-def _fields(rules: dict[str, Rule], params: Tree) -> dict[str, Tree]:
-    """Return the initial values of the fields that other guards do not have."""
-    fields: dict[str, Tree] = dict.fromkeys(("loss", "loss_threshold", "skipped_large_loss"))
-    for key in ("norm", *rules):
-        threshold, count = FIELDS[key]
-        fields |= {threshold: jnp.full((), UNBOUNDED, jnp.float32), count: zero()}
-    if "loss" in rules:
-        fields["loss"] = zero(jnp.float32)
-    fields |= {"skipped_nonfinite": zero(), "spikes_in_a_row": zero()}
-    return fields | {"signals": {key: init_state(rule) for key, rule in rules.items()}}
+    return Guard(function, SkipSpikesState, check, advance, fields, ord=order, axis_name=axes)
 
 
-def _check_signals(state: SkipSpikesState, rules: dict[str, Rule]) -> None:
-    """Raise if the state belongs to a guard with other thresholds."""
-    if state.signals.keys() != rules.keys():
-        rule, got = (" and ".join(sorted(x)) for x in (rules, state.signals))
-        hint = "Create it with `init(params)` of this transformation."
-        raise type_error("state", f"a state with a threshold for {rule}", f"only {got}", hint)
+def _restarted(
+    rule: Rule, value: Scalar, threshold: Scalar, after: Tree, param_norm: Scalar | None
+) -> tuple[Tree, Number]:
+    """Return the state of a rule that restarts from a value, and its highest threshold.
+
+    `after` is the state of the rule without a restart. Numbers and schedules do not restart.
+    """
+    if not jax.tree.leaves(after) or rule.counts_steps:
+        return after, -jnp.inf
+    _, new = apply_rule(rule, value, init_state(rule), param_norm)
+    # Keep the higher threshold, because a restarted rule may begin far below the current values.
+    bound, bound_after = (apply_rule(rule, value, x, param_norm)[0] for x in (new, after))
+    new = optax.tree.where((bound > bound_after) | (value <= threshold), new, after)
+    return new, jnp.inf if rule.max_threshold is None else rule.max_threshold
 
 
 def _given_loss(extra_args: ExtraArgs, axes: AxisName) -> Scalar:

@@ -201,15 +201,6 @@ LARGE = joined(
 )
 
 
-def _follow(norm, level, param_norm):
-    threshold = 30.0 * level
-    return threshold, jnp.where(norm <= threshold, jnp.maximum(level, norm), level)
-
-
-# 30 times the largest norm that was let through, at first 100.
-LEVEL = gcx.thresholds.Rule(lambda norm: jnp.full_like(norm, 100 / 30), _follow)
-
-
 def test_every_fault_ruins_an_optimizer_without_guards():
     cases = jax.tree.map(lambda column: column[NONFINITE.target != LOSS], NONFINITE)
     faulty, _ = outcomes(optimizer(), cases, STEPS, fast=False)
@@ -226,11 +217,9 @@ def test_what_is_not_finite_leaves_no_trace(dtype, fast):
 
 
 @each_path
-@pytest.mark.parametrize("max_norm", [50.0, LEVEL], ids=["number", "rule"])
-def test_spikes_leave_no_trace(max_norm, fast):
-    tx = gcx.skip_large_norm(optimizer(), max_norm)
+def test_spikes_leave_no_trace(fast):
+    tx = gcx.skip_large_norm(optimizer(), 50.0)
     state = check_no_trace(tx, LARGE, STEPS, lambda s: s.inner_state, fast=fast)
-    assert finite_cases(state.signals).all()
     # A norm above 5e21 is infinite, and so not finite.
     is_large = np.abs(LARGE.value) < 4e21
     np.testing.assert_array_equal(state.skipped_large_norm, np.where(is_large, LARGE.steps, 0))
@@ -239,24 +228,6 @@ def test_spikes_leave_no_trace(max_norm, fast):
 
 MICRO = 4 * WINDOW
 EVERY_MICRO, EVERY_CLOSE = range(MICRO), range(WINDOW - 1, MICRO, WINDOW)
-
-
-@each_path
-def test_a_bad_window_leaves_no_trace(fast):
-    cases = joined(
-        faults(GRAD, steps=EVERY_MICRO, places=EVERY_PLACE),
-        faults(GRAD, steps=EVERY_MICRO, places=EVERY_PLACE, values=(1e25,)),
-        faults(UPDATE, steps=EVERY_CLOSE, places=EVERY_PLACE),
-        faults(STATE, steps=EVERY_CLOSE, places=EVERY_PLACE),
-        faults(LOSS, steps=EVERY_CLOSE),
-        faults(GRAD, steps=range(0, MICRO, WINDOW), places=EVERY_PLACE, length=WINDOW),
-        faults(SCALE, steps=range(0, MICRO, WINDOW), values=(np.inf, 1e38), length=WINDOW),
-    )
-    tx = gcx.accumulate_gradients(gcx.skip_nonfinite(optimizer(), check="step"), WINDOW)
-    state = check_no_trace(
-        tx, cases, MICRO, lambda s: s.inner_opt_state.inner_state, fast=fast, window=WINDOW
-    )
-    assert (state.inner_opt_state.skipped_nonfinite == 1).all()
 
 
 @each_path
@@ -273,19 +244,4 @@ def test_a_bad_micro_batch_leaves_no_trace(fast):
     state = check_no_trace(
         tx, cases, MICRO, lambda s: s.inner_state._replace(emitted=()), fast=fast
     )
-    np.testing.assert_array_equal(state.skipped_nonfinite, cases.steps)
-
-
-@each_path
-def test_a_window_whose_step_is_not_finite_leaves_no_trace(fast):
-    cases = joined(
-        faults(UPDATE, steps=EVERY_CLOSE, places=EVERY_PLACE),
-        faults(STATE, steps=EVERY_CLOSE, places=EVERY_PLACE),
-        faults(GRAD, steps=EVERY_MICRO, places=EVERY_PLACE, values=(1e20,)),
-    )
-    tx = gcx.skip_nonfinite(gcx.accumulate_gradients(optimizer(), WINDOW), check="step")
-    state = check_no_trace(
-        tx, cases, MICRO, lambda s: s.inner_state.inner_opt_state, fast=fast, window=WINDOW
-    )
-    assert finite_cases(state).all()
     np.testing.assert_array_equal(state.skipped_nonfinite, cases.steps)

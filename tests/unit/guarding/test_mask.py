@@ -12,40 +12,29 @@ import gradclip_jax as gcx
 
 PARAMS = {"t": jnp.ones(2), "f": {"a": jnp.ones(2), "b": jnp.ones(1)}}
 TRAINED = {"t": True, "f": False}
-GUARDS = {
-    "gradient": gcx.skip_nonfinite,
-    "step": functools.partial(gcx.skip_nonfinite, check="step"),
-    "norm": functools.partial(gcx.skip_large_norm, max_norm=10.0),
-    "spikes": functools.partial(gcx.skip_spikes, norm=10.0),
-    "scale": functools.partial(gcx.dynamic_loss_scale, init_scale=1.0),
-    "if": lambda inner, **options: gcx.skip_if(
-        inner, lambda g, p, **_: jnp.any(~jnp.isfinite(g["t"]) | (g["f"]["b"] != 0)), **options
-    ),
-}
-MASKS = {
-    "prefix": TRAINED,
-    "tree": {"t": np.True_, "f": {"a": False, "b": False}},
-    "function": lambda params: jax.tree.map_with_path(lambda path, x: path[0].key == "t", params),
-}
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize("guard", GUARDS.values(), ids=GUARDS)
-def test_frozen_leaves_are_not_checked_and_reach_the_inner_transformation_as_zeros(guard, mask):
+@pytest.mark.parametrize(
+    "guard",
+    [
+        functools.partial(gcx.skip_spikes, norm=10.0),
+        lambda inner, **options: gcx.skip_if(
+            inner, lambda g, p, **_: g["f"]["b"][0] != 0, **options
+        ),
+        lambda inner, **options: gcx.skip_nonfinite(gcx.accumulate_gradients(inner, 1), **options),
+    ],
+    ids=["spikes", "if", "accumulation"],
+)
+def test_frozen_leaves_are_not_checked_and_reach_the_inner_transformation_as_zeros(guard):
     clip = gcx.clip_by_global_norm(2.0)  # a NaN or a large norm would come in through it
-    inner = optax.chain(clip, optax.sgd(1.0, momentum=0.5))
-    for tx in (guard(inner, mask=mask), guard(gcx.accumulate_gradients(inner, 1), mask=mask)):
-        state = tx.init(PARAMS)
-        for bad in (np.nan, np.inf, 1e3, 1e20):
-            grads = {"t": jnp.array([0.6, 0.8]), "f": optax.tree.scale(bad, PARAMS["f"])}
-            updates, after = jax.jit(tx.update)(grads, state, PARAMS)
-            np.testing.assert_allclose(updates["t"], [-0.6, -0.8], rtol=1e-6)
-            assert not any(x.any() for x in jax.tree.leaves(updates["f"]))
-            assert after.consecutive_skips == 0
-            np.testing.assert_allclose(after.grad_norm, 1.0, rtol=1e-6)
-        grads = {"t": jnp.array([jnp.nan, 1.0]), "f": PARAMS["f"]}
-        _, after = tx.update(grads, state, PARAMS)
-        assert after.consecutive_skips == 1
+    tx = guard(optax.chain(clip, optax.sgd(1.0, momentum=0.5)), mask=TRAINED)
+    state = tx.init(PARAMS)
+    for bad in (np.nan, 1e3):
+        grads = {"t": jnp.array([0.6, 0.8]), "f": optax.tree.scale(bad, PARAMS["f"])}
+        updates, after = jax.jit(tx.update)(grads, state, PARAMS)
+        np.testing.assert_allclose(updates["t"], [-0.6, -0.8], rtol=1e-6)
+        assert not any(x.any() for x in jax.tree.leaves(updates["f"]))
+        assert after.consecutive_skips == 0 and abs(after.grad_norm - 1.0) < 1e-6
 
 
 def test_the_step_of_frozen_leaves_is_not_checked():

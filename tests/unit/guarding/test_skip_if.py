@@ -106,8 +106,3 @@ def test_a_predicate_must_return_one_bool(result):
     tx = gcx.skip_if(SGD, lambda grads, params, **extra_args: result)
     with pytest.raises(TypeError, match=r"^skip_if: `predicate` must be a function.*bool\[\]"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
-
-
-def test_the_predicate_must_be_a_function():
-    with pytest.raises(TypeError, match="^skip_if: `predicate` must be a function"):
-        gcx.skip_if(SGD, True)

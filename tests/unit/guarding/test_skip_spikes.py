@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -14,16 +13,8 @@ import pytest
 import gradclip_jax as gcx
 import guard_cases as cases
 import hlo
-from accumulation_cases import collectives, watcher
-from guard_cases import FROZEN, INT_MAX, RULES, each_rule, feed
-
-
-def test_the_counts_of_spikes_saturate():
-    tx = gcx.skip_large_norm(optax.sgd(0.1), lambda count: 1.0)
-    state, full = tx.init(jnp.zeros(2)), jnp.int32(INT_MAX)
-    state = state._replace(skipped_large_norm=full, spikes_in_a_row=full, signals={"norm": full})
-    _, after = tx.update(jnp.array([1e3, 0.0]), state)
-    assert after.skipped_large_norm == after.spikes_in_a_row == after.signals["norm"] == INT_MAX
+from accumulation_cases import collectives
+from guard_cases import FROZEN, RULES, each_rule, feed
 
 
 def test_the_norm_of_all_shards_decides():
@@ -33,13 +24,6 @@ def test_the_norm_of_all_shards_decides():
         tx = gcx.skip_large_norm(optax.sgd(1.0), bound)
         _, _, streak = cases.on_shards(tx)(grads, params)
         assert streak.tolist() == [skips] * 8
-
-
-def test_a_skip_for_the_norm_does_not_run_the_optimizer():
-    ran = []
-    skipped, _ = feed(gcx.skip_large_norm(watcher(ran), 1.0), [2.0, 0.5])
-    jax.effects_barrier()
-    assert skipped.tolist() == [True, False] and ran == [0]
 
 
 @pytest.mark.parametrize("guard", [gcx.skip_nonfinite, lambda tx: gcx.skip_large_norm(tx, 1.0)])
@@ -83,21 +67,6 @@ def test_a_schedule_counts_all_steps():
     capped = gcx.thresholds.capped(lambda count: 10.0 - count, 20.0)
     _, state = feed(gcx.skip_large_norm(optax.sgd(1.0), capped, relearn_after=1), np.full(6, 20.0))
     assert state.skip_threshold == 5.0  # it has no level to learn anew
-
-
-@pytest.mark.parametrize("ord", [1, np.inf])
-def test_the_order_of_the_norm_is_a_choice(ord):
-    grads = jnp.array([3.0, -4.0])
-    tx = gcx.skip_large_norm(optax.sgd(1.0), 100.0, ord=ord)
-    _, state = tx.update(grads, tx.init(grads))
-    assert state.grad_norm == np.linalg.norm([3, 4], ord)
-
-
-def test_hyperparameters_can_be_injected():
-    schedule = optax.piecewise_constant_schedule(1e-6, {2: 1e9})
-    make = optax.inject_hyperparams(gcx.skip_large_norm, static_args=("ord",))
-    skipped, state = feed(make(optax.adam(0.1), max_norm=schedule), np.ones(4))
-    assert skipped.tolist() == [True, True, False, False] and "max_norm" in state.hyperparams
 
 
 def test_a_threshold_may_follow_the_parameters():
@@ -162,18 +131,6 @@ def test_published_guards_are_reproduced_step_by_step(name, stream):
     assert np.flatnonzero(skipped).tolist() == recorded["skipped"][name]
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_nan_costs_one_step_where_published_guards_let_it_through_or_lock_up(name):
-    recorded = RECORDED["streams"]["nan"]
-    theirs = recorded["skipped"][name]
-    assert 5 not in theirs  # in their warm-up they step on it
-    assert set(range(35, 52)) <= set(theirs)  # and skip until it has left their window
-    losses = [float(x) for x in recorded["losses"]]
-    skipped, state = feed(published(name), recorded["norms"], losses)
-    assert np.flatnonzero(skipped).tolist() == [5, 30, 35, 40, 60]
-    assert state.skipped_nonfinite == 2
-
-
 def test_the_counts_say_whether_it_was_the_loss_or_the_norm():
     tx = gcx.skip_spikes(optax.sgd(0.1), norm=10.0, loss=-1.0)
     losses, norms = [-2.0, -0.5, -2.0, 3.0, np.nan], [1.0, 1.0, 20.0, 20.0, 1.0]
@@ -183,12 +140,6 @@ def test_the_counts_say_whether_it_was_the_loss_or_the_norm():
     assert found["skipped_large_loss"] == found["skipped_large_norm"] == 2
     assert found["skipped_nonfinite"] == 1 and found["consecutive_skips"] == 4
     assert found["loss_threshold"] == -1.0 and found["skip_threshold"] == 10.0
-
-
-def test_a_guard_of_the_loss_alone_skips_a_gradient_that_is_not_finite():
-    tx = gcx.skip_spikes(optax.sgd(0.1), loss=5.0)
-    skipped, state = feed(tx, [1, np.inf, 1], [1.0] * 3)
-    assert skipped.tolist() == [False, True, False] and state.skipped_nonfinite == 1
 
 
 def test_a_lasting_rise_of_a_negative_loss_is_learned():
@@ -223,13 +174,6 @@ def test_the_mean_loss_of_all_devices_decides(check_vma):
 
     skipped, loss = step(jnp.ones(8), jnp.arange(1.0, 9.0))
     assert skipped == 1 and loss == 4.5
-
-
-@pytest.mark.parametrize("value", [3, True, jnp.int32(3), jnp.bfloat16(3)])
-def test_an_integer_loss_is_compared(value):
-    tx = gcx.skip_spikes(optax.sgd(1.0), loss=0.5)
-    _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), value=value)
-    assert state.loss == value and state.skipped_large_loss == 1
 
 
 def test_a_fixed_loss_is_never_learned_and_holds_no_other_rule_back():
