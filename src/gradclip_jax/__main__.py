@@ -21,11 +21,8 @@ from .monitoring._summary import gradient_norms
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what is in a log; return 1 if it cannot be read."""
-    parser = argparse.ArgumentParser(
-        prog="python -m gradclip_jax",
-        description="Print the incidents in the log of a training run, a summary and suggestions, "
-        "and plot it if matplotlib is installed.",
-    )
+    description = "Print the incidents in a training log and a summary, and plot the log."
+    parser = argparse.ArgumentParser(prog="python -m gradclip_jax", description=description)
     parser.add_argument("log", help="JSON lines, CSV, trainer_state.json, or a text file")
     parser.add_argument("--prefix", help="start of the keys of one of several runs, such as g/")
     pattern = "regular expression with the group `loss`, and optionally `step` and `norm`"

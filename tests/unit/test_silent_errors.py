@@ -337,7 +337,7 @@ def test_a_percentile_given_as_a_fraction_raises_or_is_a_fraction(make):
     np.testing.assert_allclose(updates, 5.0, rtol=1e-6)
 
 
-@pytest.mark.parametrize("norms", [[0.0, 0.0], [-1.0], [-3.0, -2.0, 1.0]])
+@pytest.mark.parametrize("norms", [[0.0, 0.0], [-1.0], [], [-3.0, -2.0, 1.0]])
 def test_suggest_max_norm_raises_if_the_result_is_no_valid_max_norm(norms):
     with pytest.raises(ValueError, match="norm"):
         gcx.diagnostics.suggest_max_norm(norms)

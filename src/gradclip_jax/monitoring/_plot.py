@@ -112,7 +112,6 @@ def _panels(
 def _draw(axis: Any, steps: HostArray, values: HostArray, labels: Sequence[str]) -> None:
     """Draw a heat map with a row for each label, or a line if there are no labels."""
     import matplotlib
-    from matplotlib.colors import LogNorm
 
     if not labels:
         axis.plot(steps, values, color="tab:blue", linewidth=1)
@@ -130,8 +129,8 @@ def _draw(axis: Any, steps: HostArray, values: HostArray, labels: Sequence[str])
     colors = matplotlib.colormaps["viridis"].with_extremes(under="#8c8c8c", bad="tab:red")
     # Draw zeros below the range of the color scale, and clamp positive values to the range.
     shown = np.where(values == 0, low / 10, np.maximum(values, low))
-    norm = LogNorm(low, max(high, low * 1.01))
-    mesh = axis.pcolormesh(*edges, shown, norm=norm, cmap=colors, rasterized=True)
+    limits = {"norm": "log", "vmin": low, "vmax": max(high, low * 1.01)}
+    mesh = axis.pcolormesh(*edges, shown, cmap=colors, rasterized=True, **limits)
     axis.figure.colorbar(mesh, ax=axis, pad=0.01, aspect=10)
     every = -(-len(labels) // _MAX_LABELS)
     axis.set_yticks(np.arange(0, len(labels), every) + 0.5, labels[::every])

@@ -34,10 +34,10 @@ def summarize(rows: Rows, last: Rows, names: Names, incidents: Sequence[Incident
     causes = _counts(rows, _CAUSES)
     lines = [f"steps {rows.step[0]} to {rows.step[-1]}: {_counts(rows, _FATES)}"]
     lines[0] += f" ({causes})" if causes else ""
-    if names.clips:
-        rates = np.mean(rows.factors[rows.has(Outcome.APPLIED)] < 1, axis=0)
+    factors = rows.factors[rows.has(Outcome.APPLIED)]
+    if factors.size:
         labels = [x.partition("/")[2] or "clip" for x in names.clips]
-        lines.append(f"clipped steps: {_shares(labels, rates)}")
+        lines.append(f"clipped steps: {_shares(labels, np.mean(factors < 1, axis=0))}")
     loss = rows.loss[rows.has(Outcome.HAS_LOSS)]
     if loss.size:
         best = np.min(loss, initial=np.inf, where=np.isfinite(loss))
@@ -45,11 +45,8 @@ def summarize(rows: Rows, last: Rows, names: Names, incidents: Sequence[Incident
     norms = gradient_norms(rows)[:, 0]
     usual = norms[np.isfinite(norms) & (norms > 0)]
     if usual.size:
-        count = np.sum(~np.isfinite(norms))
-        text = (
-            f"median {np.median(usual):.3g}, largest {usual.max():.3g}, non-finite in {count} steps"
-        )
-        lines.append(f"gradient norm: {text}")
+        text = f"largest {usual.max():.3g}, non-finite in {np.sum(~np.isfinite(norms))} steps"
+        lines.append(f"gradient norm: median {np.median(usual):.3g}, {text}")
     of_units = gradient_norms(last.take(last.has(Outcome.HAS_UNITS)))
     of_units = of_units[np.isfinite(of_units).all(1) & (of_units[:, 0] > 0)]
     if of_units[:, 1:].size:

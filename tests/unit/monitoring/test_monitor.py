@@ -88,12 +88,6 @@ def test_a_stack_of_rows_from_scan_is_read_like_the_ring():
         (lambda: TX.init(PARAMS), {"mask": {"a": True, "b": False}}, ValueError, "mask"),
         (lambda: (TX.init(PARAMS), TX.init(PARAMS)), {}, ValueError, r"got 2: \[0\], \[1\]"),
         (lambda: jax.vmap(lambda _: TX.init(PARAMS))(jnp.ones(2)), {}, ValueError, "one run"),
-        (
-            lambda: gcx.last_row(jax.vmap(lambda _: TX.init(PARAMS))(jnp.ones(2))),
-            {"granularity": "global"},
-            ValueError,
-            "other names",
-        ),
     ],
 )
 def test_states_that_cannot_be_read_raise(state, options, error, match):
@@ -220,8 +214,9 @@ def test_the_summary_says_in_ten_lines_what_a_run_was():
     tx = gcx.watch(gcx.skip_nonfinite(inner))
     monitor = gcx.Monitor(PARAMS)
     assert monitor.summary() == "no steps"
-    monitor.read(train(tx.init(PARAMS), 0, 20, jax.jit(tx.update), bad=(7, 8)))
-    text = monitor.summary()
+    rows = monitor.read(train(tx.init(PARAMS), 0, 20, jax.jit(tx.update), bad=(7, 8))).rows
+    text, max_norm = monitor.summary(), gcx.diagnostics.suggest_max_norm(rows)
+    assert max_norm == np.nanmedian(rows.norms[:, 0, 0])
     assert len(text.splitlines()) <= 10
     for words in (
         "steps 0 to 19: 18 applied, 2 skipped (2 non-finite)",
@@ -231,20 +226,9 @@ def test_the_summary_says_in_ten_lines_what_a_run_was():
         "largest shares of the squared gradient norm: b ",
         "2 nan, 2 skipped",
         "the last: step 8, batch 8: skipped",
-        "suggested max_norm: ",
+        f"suggested max_norm: {max_norm:.2g}",
     ):
         assert words in text
-
-
-LOG = [{"g/step": i, "g/loss": 3.0 + 0.1 * (i % 3), "g/grad_norm": 1.0} for i in range(90)]
-
-
-def test_incidents_of_the_log_of_another_trainer():
-    monitor = gcx.diagnostics.read_log([*LOG, {"g/step": 90, "g/loss": 30.0, "g/grad_norm": 1.0}])
-    assert [(x.step, x.kinds) for x in monitor.incidents] == [(90, ("loss",))]
-    assert monitor.rows.step.size == 91 and "suggested max_norm: 1" in monitor.summary()
-    titles = [axes.get_title(loc="left") for axes in gcx.diagnostics.plot_log(monitor).axes]
-    assert titles == ["loss", "gradient norm"]
 
 
 def test_a_plot_shows_at_most_forty_units_with_those_of_incidents_first(tmp_path):
@@ -262,13 +246,8 @@ def test_a_plot_shows_at_most_forty_units_with_those_of_incidents_first(tmp_path
         assert "1  step 1: applied, gradient norm NaN" in figure.get_supxlabel()
         assert figure.axes[0].get_title(loc="left") == "loss"
         figure.savefig(tmp_path / "run.png")
-
-
-def test_a_threshold_is_suggested_from_rows():
-    rows = gcx.Monitor(PARAMS).read(train(TX.init(PARAMS), 0, 15)).rows
-    for norms in (rows, rows.norms[:, 0, 0]):
-        found = gcx.diagnostics.suggest_max_norm(norms)
-        assert found == pytest.approx(np.median(rows.norms[:, 0, 0]))
+    figure = gcx.diagnostics.plot_log([{"loss": 1.0, "norm": 2.0}])  # of another trainer
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["loss", "gradient norm"]
 
 
 @pytest.mark.parametrize(
@@ -284,22 +263,13 @@ def test_a_threshold_is_suggested_from_rows():
         ("leaf unchanged", {"leaf": "a", "share": 0.0, "second_leaf": "b", "leaf_rise": 12.0},
          "parameters unchanged, gradient norm 1; "
          "gradient norm of a rose 12 times more than those of other leaves"),
-        ("parameter leaf", {"leaf": "a", "share": 0.0, "leaf_rise": 12.0},
-         "applied, gradient norm 1; parameter norm of a rose 12 times"),
-        ("parameter", {"leaf": "a", "share": 0.0, "leaf_rise": math.inf, "parameter_norm": math.nan},
+        ("parameter leaf", {"leaf": "a", "share": 0, "leaf_rise": math.inf, "parameter_norm": math.nan},
          "applied, gradient norm 1; parameter norm of a is not finite"),
-        ("update", {"update_norm": 8.0, "update_threshold": 2.0},
-         "applied, gradient norm 1; update norm 8 (threshold 2)"),
-        ("zero drift", {"leaf": "a", "share": 0.0, "batch_id": 5},
-         "applied, gradient norm 1; the gradient of a has become zero"),
-        ("zero", {"norm": 0.0, "leaf": "a"}, "applied, gradient norm 0"),
-        ("drift", {"leaf_rise": 5.0}, "applied, gradient norm 1; gradient norm slowly rose 5 times"),
-        ("window held", {"norm": None}, "held, no gradient; the weight of the accumulated window is zero"),
-        ("tap", {"tap": "activation of x", "tap_rise": 1e5, "activation": "x", "cotangent": "y"},
-         "applied, gradient norm 1; RMS of the activation of x rose 1e5 times; "
-         "first non-finite activation: x"),
-        ("replica", {"device": 3},
-         "applied, gradient norm 1; the parameters on device 3 differ from those on the others"),
+        ("update window", {"norm": None, "update_norm": 8.0, "update_threshold": 2.0},
+         "applied, no gradient; update norm 8 (threshold 2); the weight of the accumulated window is zero"),
+        ("drift tap", {"leaf_rise": 5.0, "tap": "activation of x", "tap_rise": 1e5, "activation": "x"},
+         "applied, gradient norm 1; gradient norm slowly rose 5 times; "
+         "RMS of the activation of x rose 1e5 times; first non-finite activation: x"),
     ],
 )  # fmt: skip
 def test_an_incident_is_a_sentence_and_a_line_of_a_log(kinds, fields, text):
