@@ -146,7 +146,7 @@ class Incident(NamedTuple):
             "parameter": f"parameter norm{of} {rose}",
             "leaf": f"gradient norm{of} {rose}",
             "update": f"{update}, that{of} {rose}" if self.leaf_rise > 1 else update,
-            "zero": f"the gradient{of} has become zero" if self.norm else "",
+            "zero": f"the gradient{of if self.norm else ''} has become zero",
             "drift": f"gradient norm{of} slowly {rose}",
             "tap": f"RMS of the {self.tap} rose {_short(self.tap_rise)} times",
             "window": "the weight of the accumulated window is zero",

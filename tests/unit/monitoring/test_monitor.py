@@ -242,7 +242,7 @@ def test_a_plot_shows_at_most_forty_units_with_those_of_incidents_first(tmp_path
         figure = gcx.diagnostics.plot_log(log)
         heat_map = figure.axes[1]
         labels = [x.get_text() for x in heat_map.get_yticklabels()]
-        assert labels[:2] == ["w055", "w001"] and heat_map.get_ylim() == (40, 0)
+        assert labels[:2] == ["w055", "w001"] and heat_map.get_ylim() == (39.5, -0.5)
         assert "1  step 1: applied, gradient norm NaN" in figure.get_supxlabel()
         assert figure.axes[0].get_title(loc="left") == "loss"
         figure.savefig(tmp_path / "run.png")
@@ -265,6 +265,7 @@ def test_a_plot_shows_at_most_forty_units_with_those_of_incidents_first(tmp_path
          "gradient norm of a rose 12 times more than those of other leaves"),
         ("parameter leaf", {"leaf": "a", "share": 0, "leaf_rise": math.inf, "parameter_norm": math.nan},
          "applied, gradient norm 1; parameter norm of a is not finite"),
+        ("zero", {"norm": 0.0, "leaf": "a"}, "applied, gradient norm 0; the gradient has become zero"),
         ("update window", {"norm": None, "update_norm": 8.0, "update_threshold": 2.0},
          "applied, no gradient; update norm 8 (threshold 2); the weight of the accumulated window is zero"),
         ("drift tap", {"leaf_rise": 5.0, "tap": "activation of x", "tap_rise": 1e5, "activation": "x"},
