@@ -122,15 +122,16 @@ def _draw(axis: Any, steps: HostArray, values: HostArray, labels: Sequence[str])
     starts = np.unique(np.linspace(0, len(steps), _MAX_COLUMNS, endpoint=False, dtype=int))
     values = np.where(np.isfinite(values), values, np.nan)
     values = np.maximum.reduceat(values, starts).T  # NaN if one is NaN
-    places = np.arange(len(labels))
+    width, places = np.median(np.diff(steps)) if len(steps) > 1 else 1, np.arange(len(labels) + 1)
+    edges = np.append(steps[starts], steps[-1] + width) - width / 2, places - 0.5
     positive = values[values > 0]
     low, high = np.percentile(positive, [1, 99]) if positive.size else (1.0, 10.0)
     colors = matplotlib.colormaps["viridis"].with_extremes(under="#8c8c8c", bad="tab:red")
     # Draw zeros below the range of the color scale, and clamp positive values to the range.
     shown = np.where(values == 0, low / 10, np.maximum(values, low))
     limits = {"norm": "log", "vmin": low, "vmax": max(high, low * 1.01)}
-    mesh = axis.pcolormesh(steps[starts], places, shown, cmap=colors, rasterized=True, **limits)
+    mesh = axis.pcolormesh(*edges, shown, cmap=colors, rasterized=True, **limits)
     axis.figure.colorbar(mesh, ax=axis, pad=0.01, aspect=10)
     every = -(-len(labels) // _MAX_LABELS)
-    axis.set_yticks(places[::every], labels[::every])
+    axis.set_yticks(places[:-1:every], labels[::every])
     axis.invert_yaxis()

@@ -246,6 +246,9 @@ def test_a_plot_shows_at_most_forty_units_with_those_of_incidents_first(tmp_path
         assert "1  step 1: applied, gradient norm NaN" in figure.get_supxlabel()
         assert figure.axes[0].get_title(loc="left") == "loss"
         figure.savefig(tmp_path / "run.png")
+    log = [{"loss": 1.0, "gradient_norm": 3.0, "gradient_norm/w": 3.0}]
+    heat_map = gcx.diagnostics.plot_log(log).axes[1]  # of one unit and one step
+    assert (*heat_map.get_xlim(), *heat_map.get_ylim()) == (-0.5, 0.5, 0.5, -0.5)
     figure = gcx.diagnostics.plot_log([{"loss": 1.0, "norm": 2.0}])  # of another trainer
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["loss", "gradient norm"]
 
