@@ -2,7 +2,6 @@
 
 import functools
 import re
-import types
 
 import chex
 import jax
@@ -16,7 +15,6 @@ import gradclip_jax as gcx
 from guard_cases import (
     GUARDS,
     adamw,
-    calls,
     dtypes,
     each_guard,
     on_shards,
@@ -176,11 +174,3 @@ def test_a_weakly_typed_inner_state_is_traced_once(guard):
     for _ in range(3):
         _, state = step(params, state, params)
     assert step._cache_size() == 1
-
-
-@each_guard
-def test_an_object_with_init_and_update_is_taken(guard):
-    plain = types.SimpleNamespace(
-        init=lambda params: (), update=lambda g, state, params: (-g, state)
-    )
-    assert calls(guard(plain), [1.0])[0] == -1.0
