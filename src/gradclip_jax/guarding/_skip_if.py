@@ -135,7 +135,7 @@ def skip_if(
         is_bool = is_scalar(skip, jnp.bool_)
         if not is_bool or varying_axes(jnp.asarray(skip)):
             must = "a function that returns a bool[] that is the same on all devices"
-            got = str(jax.typeof(skip)) if is_bool else describe(skip)
+            got = f"{jax.typeof(skip)}" if is_bool else describe(skip)
             hint = "Reduce its result with `jnp.any` and, inside `shard_map`, with `jax.lax.pmax`."
             raise type_error("predicate", must, got, hint)
         return jnp.logical_not(skip), observed

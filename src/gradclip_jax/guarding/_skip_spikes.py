@@ -18,7 +18,7 @@ from .._states import increment_where, register_guard
 from .._types import UNBOUNDED, AxisName, Count, Number, Order, Scalar, Tree
 from ..clipping._norm import norm_of_leaves
 from ..clipping._threshold import Rule, Threshold, apply_rule, as_rule, init_state
-from ..gates._gate import ExtraArgs, Gradient, Guard
+from ..gates._gate import Gradient, Guard
 from ._detect import loss_of
 from ._guard import check_guard, guarded
 
@@ -230,7 +230,11 @@ def _spike_guard(
             check_params(gradient.tree, gradient.params)
             param_norm = norm_of_leaves(measured_leaves(gradient.params), order, axes)
         if has_loss:
-            values["loss"] = _given_loss(gradient.extra_args, axes)
+            loss = loss_of(gradient.extra_args, axes)
+            if loss is None:
+                hint = "Call `update(grads, state, params, value=loss)`."
+                raise value_error("value", "passed if `loss` has a threshold", "None", hint)
+            values["loss"] = loss
         finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, values.values()))
         thresholds: dict[str, Scalar] = {}
         spikes: dict[str, Scalar] = {}
@@ -252,13 +256,9 @@ def _spike_guard(
     def advance(state: Tree, observed: Tree, skipped: Scalar) -> SkipSpikesState:
         values, thresholds, signals, spikes, finite = observed
         if has_loss:
-            state = state._replace(
-                loss=values["loss"],
-                loss_threshold=thresholds["loss"],
-                skipped_large_loss=increment_where(
-                    state.skipped_large_loss, skipped & spikes["loss"]
-                ),
-            )
+            count = increment_where(state.skipped_large_loss, skipped & spikes["loss"])
+            state = state._replace(loss=values["loss"], loss_threshold=thresholds["loss"])
+            state = state._replace(skipped_large_loss=count)
         return state._replace(
             skip_threshold=thresholds["norm"].astype(jnp.float32),
             skipped_large_norm=increment_where(state.skipped_large_norm, skipped & spikes["norm"]),
@@ -293,12 +293,3 @@ def _restarted(
     bound, bound_after = (apply_rule(rule, value, x, param_norm)[0] for x in (new, after))
     new = optax.tree.where((bound > bound_after) | (value <= threshold), new, after)
     return new, jnp.inf if rule.max_threshold is None else rule.max_threshold
-
-
-def _given_loss(extra_args: ExtraArgs, axes: AxisName) -> Scalar:
-    """Return the loss, or raise if it was not passed."""
-    loss = loss_of(extra_args, axes)
-    if loss is None:
-        hint = "Call `update(grads, state, params, value=loss)`."
-        raise value_error("value", "passed if `loss` has a threshold", "None", hint)
-    return loss
