@@ -35,7 +35,7 @@ def _as_vector(scalars: Sequence[jax.Array], *, is_sum: bool) -> jax.Array:
     return functools.reduce(jnp.add if is_sum else jnp.maximum, scalars)
 
 
-def _cond(step: Callable[[Any], Any], predicate: jax.Array, start: Any, computed: Any) -> Any:
+def _cond(step: Callable[[Any], Any], predicate: jax.Array, start: Any) -> Any:
     return lax.cond(predicate, lambda x: step(x[1]), lambda x: x, start)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.sharding import AxisType, NamedSharding, reshard
@@ -59,21 +58,20 @@ def replica_count(axes: frozenset[str], everywhere: frozenset[str]) -> int:
     return math.prod(map(lax.axis_size, everywhere - axes))
 
 
-def num_shards(x: Array, axis: int) -> int:
-    """Return the number of devices over which an axis of an array is explicitly sharded."""
-    sharding = jax.typeof(x).sharding
-    if not is_explicit(sharding):
-        return 1
-    names = sharding.spec[axis]
-    return math.prod(sharding.mesh.shape[name] for name in np.atleast_1d(names or ()))
+def check_equal_on_devices(argument: str, x: Any, axes: frozenset[str], averaged: str) -> None:
+    """Raise if a value varies over other mesh axes than `axes`; `averaged` is named in the hint."""
+    others = varying_axes(x) - axes
+    if others:
+        names = ", ".join(map(repr, sorted(others)))
+        rule = f"the same on all devices along {names}"
+        hint = f"Average it first: `jax.lax.pmean({averaged}, {names})`."
+        raise type_error(argument, rule, "values that differ", hint)
 
 
 def reshard_like(x: Array, like: Array) -> Array:
     """Reshard a value to the sharding of another value, if its mesh has explicit axes."""
     ours, theirs = jax.typeof(x).sharding, jax.typeof(like).sharding
-    if ours == theirs or not is_explicit(theirs):
-        return x
-    return reshard(x, theirs)
+    return reshard(x, theirs) if ours != theirs and is_explicit(theirs) else x
 
 
 def is_explicit(sharding: NamedSharding) -> bool:

@@ -8,10 +8,10 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from ._checks import check_count, check_params, check_state, describe, leaf_path
+from ._checks import check_count, check_params, check_state, describe, is_float0, leaf_path
 from ._devices import HAS_TYPES
 from ._errors import public, type_error
-from ._leaves import checked_leaves
+from ._leaves import check_leaves
 from ._mesh import is_explicit, varying_axes
 from ._states import increment_where
 from ._types import Array, Path, Scalar, Tree
@@ -82,23 +82,22 @@ def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
     def update(
         updates: Tree, state: Tree, params: Tree | None = None
     ) -> tuple[Tree, RoundingState]:
-        leaves = checked_leaves("updates", updates)
+        check_leaves("updates", updates)
         check_state(state, RoundingState)
         check_params(updates, params)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
-        keys = jax.random.split(key, len(leaves.given))  # one split for all leaves
-        named, out = jax.tree.leaves_with_path(params), list[Array]()
-        for i, x in zip(leaves.places, leaves.arrays, strict=True):
-            out.append(_to_neighbor(x, *named[i], keys[i]))
-        return leaves.replace(out), RoundingState(increment_where(state.step))
+        structure = jax.tree.structure(updates)
+        keys = structure.unflatten(jax.random.split(key, structure.num_leaves))
+        out = jax.tree.map_with_path(_to_neighbor, updates, params, keys)
+        return out, RoundingState(increment_where(state.step))
 
     return optax.GradientTransformation(init, update)
 
 
-def _to_neighbor(update: Array, path: Path, param: Array, key: Array) -> Array:
+def _to_neighbor(path: Path, update: Array, param: Array, key: Array) -> Array:
     """Return an update that moves a bfloat16 parameter to its stochastically rounded value."""
     kind = jnp.result_type(param)
-    if jnp.finfo(kind).bits >= 32:
+    if is_float0(update) or jnp.finfo(kind).bits >= 32:
         return update
     if kind != jnp.bfloat16:
         rule, hint = "bfloat16 or at least 32 bits wide", "Convert it, or use `optax.masked`."
@@ -112,9 +111,7 @@ def _to_neighbor(update: Array, path: Path, param: Array, key: Array) -> Array:
 
 def rounded(dtype: DTypeLike, x: Array, key: Array | None) -> Array:
     """Cast an array, rounding stochastically if the dtype is bfloat16 and a key is given."""
-    if x.dtype == dtype:
-        return x
-    if key is None or dtype != jnp.bfloat16:
+    if key is None or dtype != jnp.bfloat16 or x.dtype == dtype:
         return x.astype(dtype)
     for axis in sorted(varying_axes(x)):
         key = jax.random.fold_in(key, lax.axis_index(axis))

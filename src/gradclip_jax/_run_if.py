@@ -13,43 +13,29 @@ because the host of a GPU waits for the predicate of a loop.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
+from jax.tree_util import Partial
 
 from ._checks import is_float0, is_traced
 from ._devices import shared
-from ._errors import type_error
-from ._mesh import reshard_like, varying_axes, zeros_of_type
+from ._mesh import check_equal_on_devices, reshard_like, varying_axes, zeros_of_type
 from ._types import Array, Tree
 
 Flag: TypeAlias = Array | bool
 """A bool[] array, or a Python bool, which is known at trace time and needs no branch."""
 
 
-class Program(NamedTuple):
-    """A traced function that can be evaluated several times.
+def trace(function: Callable[..., Tree], *args: Tree) -> tuple[Partial, Tree]:
+    """Trace a function on arrays or abstract values; return it and its abstract output.
 
-    Attributes:
-        function: Function `(constants, *args) -> output`. It contains no tracers, so that
-            derivatives and `jax.checkpoint` can evaluate it later.
-        constants: Arrays that the traced function closes over.
-        output: Pytree of the abstract output values.
+    The arrays that the function closes over are leaves of the returned pytree, so that derivatives
+    and `jax.checkpoint` can evaluate it later.
     """
-
-    function: Callable[..., Tree]
-    constants: list[Array]
-    output: Tree
-
-    def __call__(self, *args: Tree) -> Tree:
-        return self.function(self.constants, *args)
-
-
-def trace(function: Callable[..., Tree], *args: Tree) -> Program:
-    """Trace a function on arrays or on `jax.ShapeDtypeStruct` arguments."""
     closed, output = jax.make_jaxpr(function, return_shape=True)(*args)
     structure, jaxpr = jax.tree.structure(output), closed.jaxpr
     inputs = [*jaxpr.constvars, *jaxpr.invars]
@@ -61,7 +47,7 @@ def trace(function: Callable[..., Tree], *args: Tree) -> Program:
         return jax.tree.unflatten(structure, flat(*constants, *jax.tree.leaves(args)))
 
     # In JAX 0.7, only avals carry the mesh axes over which a value varies.
-    return Program(evaluate, closed.consts, jax.tree.unflatten(structure, closed.out_avals))
+    return Partial(evaluate, closed.consts), jax.tree.unflatten(structure, closed.out_avals)
 
 
 def run_if(predicate: Flag, step: Callable[[Tree], Tree], carry: Tree) -> Tree:
@@ -85,115 +71,84 @@ def run_step(
 
     If `usually` is True, the step is always computed on GPU and TPU, and its result is selected.
     """
-    is_known, typed_step = not is_traced(predicate), functools.partial(_typed_step, step)
-    if is_known and bool(predicate):
+    typed_step = functools.partial(_typed_step, step)
+    if not is_traced(predicate) and bool(predicate):
         return typed_step(carry)
-    program = trace(typed_step, carry)
-    start = jax.tree.map(zeros_of_type, program.output[0]), carry
-    if is_known:
+    traced, (output, after) = trace(typed_step, carry)
+    start = jax.tree.map(zeros_of_type, output), carry
+    if not is_traced(predicate):
         return start
-    _check_varying(carry, program.output[1])
-    form = _loop_or_select if usually else _loop
-    return _run(form, program.function, predicate, start, program.constants, None)
+    for x, kind in zip(*map(jax.tree.leaves, (carry, after)), strict=True):
+        check_equal_on_devices("updates", kind, varying_axes(x), "grads")
+    return _run(_loop_or_select if usually else _loop, traced, traced, predicate, start)
 
 
 def compute_step(
     step: Callable[[Tree], tuple[Tree, Tree]], carry: Tree
-) -> tuple[Program, tuple[Tree, Tree]]:
+) -> tuple[Partial, tuple[Tree, Tree]]:
     """Return the traced step and the result of `step(carry)` with its gradient stopped.
 
     `select_step` can then be called with a predicate that depends on the result.
     """
-    program = trace(functools.partial(_typed_step, step), carry)
-    return program, jax.tree.map(lax.stop_gradient, program(carry))
+    traced, _ = trace(functools.partial(_typed_step, step), carry)
+    return traced, jax.tree.map(lax.stop_gradient, traced(carry))
 
 
-def select_step(
-    predicate: Flag, program: Program, computed: Tree, carry: Tree
-) -> tuple[Tree, Tree]:
+def select_step(predicate: Flag, traced: Partial, computed: Tree, carry: Tree) -> tuple[Tree, Tree]:
     """Return the results of `compute_step` if the predicate is true, else zeros and the carry.
 
     Only differentiation evaluates the step again. Differentiating the selection would give NaN
     if the derivative of a skipped step is infinite.
     """
-    function, constants, output = program
-    start = jax.tree.map(zeros_of_type, output[0]), carry
-    return _run(_select, function, jnp.asarray(predicate), start, constants, computed)
+    start = jax.tree.map(zeros_of_type, computed[0]), carry
+    known = Partial(lambda computed, carry: computed, computed)
+    return _run(_select, known, traced, jnp.asarray(predicate), start)
 
 
 def _typed_step(step: Callable[[Tree], tuple[Tree, Tree]], carry: Tree) -> tuple[Tree, Tree]:
     """Run a step that returns `(output, carry)`, and cast its carry to the input types."""
     output, new = step(carry)
-    return output, jax.tree.map(like_type, new, carry)
+    return output, jax.tree.map(reshard_like, like_dtypes(new, carry), carry)
 
 
 def like_dtypes(tree: Tree, reference: Tree) -> Tree:
     """Cast all leaves except float0 to the dtypes of a reference tree, without weak types."""
-    return jax.tree.map(_cast, tree, reference)
+
+    def cast(x: Array, reference: Array) -> Array:
+        dtype = jnp.result_type(reference)
+        # Typed PRNG keys have no `astype` method and do not need a cast.
+        is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+        return x if is_float0(x) or is_key else jnp.asarray(x).astype(dtype)
+
+    return jax.tree.map(cast, tree, reference)
 
 
-def _cast(x: Array, reference: Array) -> Array:
-    dtype = jnp.result_type(reference)
-    # Typed PRNG keys have no `astype` method and do not need a cast.
-    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    return x if is_float0(x) or is_key else jnp.asarray(x).astype(dtype)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _run(form: Callable[..., Tree], run: Partial, step: Partial, *args: Tree) -> Tree:
+    """Execute a step conditionally, and differentiate it like `lax.cond`.
 
-
-def like_type(x: Array, reference: Array) -> Array:
-    """Convert an array to the dtype and sharding of a reference array."""
-    kind = jax.typeof(reference)
-    if isinstance(x, jax.Array) and jax.typeof(x) == kind and not kind.weak_type:
-        return x
-    return x if is_float0(x) else reshard_like(_cast(x, reference), reference)
-
-
-def _check_varying(before: Tree, after: Tree) -> None:
-    """Raise if a step makes a value vary over mesh axes, which indicates a missing `pmean`."""
-    for x, kind in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-        axes = varying_axes(kind) - varying_axes(x) if jax.typeof(x) != kind else ()
-        if axes:
-            names = ", ".join(map(repr, sorted(axes)))
-            rule = f"the same on all devices along {names}, like the parameters and the state"
-            hint = f"Average gradients and loss first: `jax.lax.pmean(grads, {names})`."
-            raise type_error("updates", rule, "values that differ", hint)
-
-
-# A traced function `step(carry) -> (output, carry)`.
-_Step: TypeAlias = Callable[[Tree], Tree]
-# Signature of a function that executes a step conditionally,
-# `(step, predicate, (zeros, carry), computed result or None) -> (output, carry)`.
-_Form: TypeAlias = Callable[[_Step, Array, Tree, Tree | None], Tree]
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _run(
-    form: _Form,
-    step: Callable[[list[Array], Tree], Tree],
-    predicate: Array,
-    start: Tree,
-    constants: list[Array],
-    computed: Tree | None,
-) -> Tree:
-    """Execute a step conditionally with `form`, and differentiate it like `lax.cond`."""
-    return form(functools.partial(step, constants), predicate, start, computed)
+    `form` is a function `(run, predicate, (zeros, carry)) -> (output, carry)`, where `run` returns
+    the result of the step.
+    """
+    return form(run, *args)
 
 
 @_run.defjvp
-def _run_jvp(form: _Form, step: Callable[..., Tree], primals: Tree, tangents: Tree) -> Tree:
-    def run(predicate: Array, start: Tree, constants: list[Array]) -> Tree:
-        return lax.cond(predicate, lambda x: step(constants, x[1]), lambda x: x, start)
+def _run_jvp(form: Callable[..., Tree], primals: Tree, tangents: Tree) -> Tree:
+    def run(step: Partial, predicate: Array, start: Tree) -> Tree:
+        return lax.cond(predicate, lambda x: step(x[1]), lambda x: x, start)
 
-    return jax.jvp(run, primals[:3], tangents[:3])
+    return jax.jvp(run, primals[1:], tangents[1:])
 
 
-def _loop(step: _Step, predicate: Array, start: Tree, computed: Tree | None) -> Tree:
+def _loop(run: Callable[[Tree], Tree], predicate: Array, start: Tree) -> Tree:
     def iteration(state: tuple[Array, Tree]) -> tuple[Array, Tree]:
-        return jnp.zeros_like(state[0]), step(state[1][1])
+        return jnp.zeros_like(state[0]), run(state[1][1])
 
     return lax.while_loop(lambda state: state[0], iteration, (predicate, start))[1]
 
 
-def _select(step: _Step, predicate: Array, start: Tree, computed: Tree | None) -> Tree:
+def _select(run: Callable[[Tree], Tree], predicate: Array, start: Tree) -> Tree:
     # XLA (JAX 0.10.2, H100 and TPU v5e) fuses the step with both the check and this selection.
     # AdamW then moves 11 N bytes and needs no scratch memory.
     predicate = shared(predicate)
@@ -201,9 +156,8 @@ def _select(step: _Step, predicate: Array, start: Tree, computed: Tree | None) -
     def choose(new: Array, old: Array) -> Array:
         return new if is_float0(new) else lax.select(predicate, new, old)
 
-    return jax.tree.map(choose, step(start[1]) if computed is None else computed, start)
+    return jax.tree.map(choose, run(start[1]), start)
 
 
-def _loop_or_select(step: _Step, predicate: Array, start: Tree, computed: Tree | None) -> Tree:
-    loop, select = functools.partial(_loop, step), functools.partial(_select, step)
-    return lax.platform_dependent(predicate, start, computed, cpu=loop, default=select)
+def _loop_or_select(run: Callable[[Tree], Tree], predicate: Array, start: Tree) -> Tree:
+    return lax.platform_dependent(run, predicate, start, cpu=_loop, default=_select)

@@ -9,16 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._checks import (
-    check_axis_name,
-    check_decays,
-    check_number,
-    check_params,
-    check_state,
-    is_float0,
-)
+from ._checks import check_axis_name, check_decays, check_number, check_params, check_state
 from ._errors import public
-from ._leaves import check_leaves, is_measured, wide_dtype
+from ._leaves import checked_leaves, flatten, is_measured, wide_dtype
 from ._mesh import replica_count, shard_axes
 from ._states import increment_where
 from ._types import Array, AxisName, Number, Scalar, Tree
@@ -103,7 +96,7 @@ def stable_adamw(
     def update(
         updates: Tree, state: Tree, params: Tree | None = None
     ) -> tuple[Tree, StableAdamWState]:
-        check_leaves("updates", updates, real=True)
+        grads = checked_leaves("updates", updates, real=True)
         check_state(state, StableAdamWState)
         check_params(updates, params)
         count = increment_where(state.step_count)
@@ -111,27 +104,25 @@ def stable_adamw(
         decays = [_with_bias_correction(b, count.astype(jnp.float32)) for b in (b1, b2)]
 
         def step(grad: Array, first: Array, second: Array, param: Array) -> tuple[Array, ...]:
-            if is_float0(grad):  # the gradient of an integer parameter
-                return grad, first, second
-            wide, dtype = grad.astype(second.dtype), second.dtype
-            d1, d2 = (decay.astype(dtype) for decay in decays)
+            dtype = second.dtype
+            wide, d1, d2 = (x.astype(dtype) for x in (grad, *decays))
             first = d1 * first + (1 - d1) * wide
             second = d2 * second + (1 - d2) * jnp.square(wide)
             tiny = jnp.finfo(dtype).tiny  # `eps^2` may underflow, and at 0 a root has no derivative
             ratio = wide / jnp.sqrt(jnp.maximum(second, jnp.maximum(eps**2, tiny)))
             size = ratio.size * replica_count(frozenset(), shard_axes(ratio, axes))
             rms = norm_of_leaves([ratio], 2.0, axes) / math.sqrt(max(size, 1))
-            direction = first / (
-                jnp.sqrt(jnp.maximum(second, tiny)) + eps
-            ) + weight_decay * param.astype(dtype)
+            direction = first / (jnp.sqrt(jnp.maximum(second, tiny)) + eps)
+            direction += weight_decay * param.astype(dtype)
             out = -rate / jnp.maximum(1, rms / clipping) * direction
             return out.astype(grad.dtype), first, second
 
-        leaves, structure = jax.tree.flatten(updates)
-        others = map(structure.flatten_up_to, (state.first, state.second, params))
-        rows = list(map(step, leaves, *others))
-        out, first, second = (structure.unflatten(row[i] for row in rows) for i in range(3))
-        return out, StableAdamWState(count, first, second)
+        moments = flatten(state.first), flatten(state.second)
+        columns = grads.arrays, *(x.arrays for x in moments), grads.beside(params)
+        rows = list(map(step, *columns))
+        out, *new = ([row[i] for row in rows] for i in range(3))
+        first, second = (x.replace(y) for x, y in zip(moments, new, strict=True))
+        return grads.replace(out), StableAdamWState(count, first, second)
 
     return optax.GradientTransformation(init, update)
 

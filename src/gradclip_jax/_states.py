@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Final, Literal, NamedTuple, TypeVar
+from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,8 @@ import optax
 from ._checks import check_no_transformation
 from ._errors import public
 from ._types import Array, Path, Tree
+
+Role: TypeAlias = Literal["guard", "loss scale", "accumulation", "watch", ""]
 
 
 class StateKind(NamedTuple):
@@ -24,7 +26,7 @@ class StateKind(NamedTuple):
 
     metrics: tuple[str, ...] = ()
     inner: str = ""
-    role: Literal["guard", "loss scale", "accumulation", "watch", ""] = ""
+    role: Role = ""
 
     @property
     def is_guard(self) -> bool:
@@ -42,11 +44,7 @@ _OTHER: Final = StateKind()
 _State = TypeVar("_State", bound=type)
 
 
-def register_state(
-    *metrics: str,
-    inner: str = "",
-    role: Literal["guard", "loss scale", "accumulation", "watch", ""] = "",
-) -> Callable[[_State], _State]:
+def register_state(*metrics: str, inner: str = "", role: Role = "") -> Callable[[_State], _State]:
     """Return a class decorator that adds a type of states to `KINDS`."""
 
     def register(kind: _State) -> _State:
@@ -56,9 +54,7 @@ def register_state(
     return register
 
 
-def register_guard(
-    *metrics: str, role: Literal["guard", "loss scale"] = "guard"
-) -> Callable[[_State], _State]:
+def register_guard(*metrics: str, role: Role = "guard") -> Callable[[_State], _State]:
     """Return a decorator like `register_state` that adds the metrics of all guards."""
     common = ("grad_norm", "consecutive_skips", "guard_failed")
     return register_state(*metrics, *common, inner="inner_state", role=role)
@@ -108,10 +104,9 @@ def discard_windows(state: Tree, where: Array | bool) -> Tree:
     """Discard all unfinished accumulation windows if the scalar `where` is true."""
 
     def discard(window: Tree) -> Tree:
-        # Use `jax.tree.map`, because a field may be a Flax NNX variable.
-        fields = {name: getattr(window, name) for name in ("mini_step", "total_weight", "emitted")}
-        zeros = jax.tree.map(lambda x: jnp.where(where, jnp.zeros_like(x), x), fields)
-        return window._replace(**zeros)
+        fields = ("mini_step", "total_weight", "emitted")
+        empty = {name: jnp.where(where, 0, getattr(window, name)) for name in fields}
+        return window._replace(**empty)
 
     kinds = tuple(kind for kind, x in KINDS.items() if x.role == "accumulation")
     return replace_states(state, kinds, discard)
@@ -158,14 +153,14 @@ def has_updated(state: Tree) -> Array:
 
 def has_stepped(state: Tree) -> Array:
     """Return whether an outermost guard or accumulation applied a step, or True if none exists."""
-    nodes = [x for x in jax.tree.leaves(state, is_leaf=_is_gate) if _is_gate(x)]
-    flags = [_gate_has_stepped(x) for x in nodes]
+
+    def is_gate(node: object) -> bool:
+        others = optax.MultiStepsState, optax.ApplyIfFiniteState
+        return kind_of(node).is_gate or isinstance(node, others)
+
+    nodes = jax.tree.leaves(state, is_leaf=is_gate)
+    flags = [_gate_has_stepped(node) for node in nodes if is_gate(node)]
     return functools.reduce(jnp.logical_or, flags) if flags else jnp.array(True)
-
-
-def _is_gate(node: object) -> bool:
-    others = optax.MultiStepsState, optax.ApplyIfFiniteState
-    return kind_of(node).is_gate or isinstance(node, others)
 
 
 def _gate_has_stepped(node: Tree) -> Array:
@@ -177,11 +172,9 @@ def _gate_has_stepped(node: Tree) -> Array:
         return node.last_finite & has_stepped(node.inner_state)
     stepped = jnp.array(True)
     while kind_of(node).is_gate:
-        if kind_of(node).is_guard:
-            stepped = stepped & (node.consecutive_skips == 0)
-        else:
-            # An accumulation may run the optimizer even if an outer guard skipped the micro-batch.
-            stepped = node.emitted > 0
+        # An accumulation may run the optimizer even if an outer guard skipped the micro-batch.
+        is_guard = kind_of(node).is_guard
+        stepped = stepped & (node.consecutive_skips == 0) if is_guard else node.emitted > 0
         node = getattr(node, kind_of(node).inner)
     return stepped & has_stepped(node)
 

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._checks import describe, is_scalar, is_traced
-from .._errors import type_error, value_error
+from .._checks import check_number
 from .._leaves import wide_dtype
 from .._types import Array, Scalar
 
@@ -29,14 +28,10 @@ def as_weight(weight: Any) -> Weight | None:
     """Convert a weight to float32[], as a NumPy scalar unless it is a JAX array."""
     if weight is None:
         return None
-    rule, hint = "a real scalar >= 0", "Pass the number of examples or tokens in the micro-batch."
-    if not is_scalar(weight, jnp.floating, jnp.integer, jnp.bool_):
-        raise type_error("weight", rule, describe(weight), hint)
+    hint = "Pass the number of examples or tokens in the micro-batch."
+    check_number("weight", weight, hint, "[0, inf]")
     is_array = isinstance(weight, jax.Array)
-    value = weight.astype(jnp.float32) if is_array else np.float32(weight)
-    if not is_traced(value) and float(value) < 0:
-        raise value_error("weight", rule, repr(weight), hint)
-    return value
+    return weight.astype(jnp.float32) if is_array else np.float32(weight)
 
 
 def add_weighted(total: Array, x: Array, weight: Weight | None = None) -> Array:

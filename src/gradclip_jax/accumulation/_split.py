@@ -55,10 +55,6 @@ class Split(NamedTuple):
         for i in self.batches:
             chosen[i] = jax.tree.map(lambda x: every_nth(x, index, self.parts), chosen[i])
         for i in self.keys:
-            if not hasattr(chosen[i], "dtype"):
-                rule, hint = "positions of random keys", "Pass one key, and split it inside `fun`."
-                got = f"a {describe(chosen[i])} at position {i}"
-                raise type_error("rng_argnums", rule, got, hint)
             chosen[i] = jax.random.split(chosen[i], self.parts)[index]
         return chosen
 
@@ -74,18 +70,16 @@ def batch_size(batches: Mapping[str, Tree]) -> int:
     Raises:
         ValueError: If the leaves have different lengths, with the path of one leaf of each length.
     """
-    sizes: dict[int | None, str] = {}
-    for place, batch in batches.items():
-        for path, x in jax.tree.leaves_with_path(batch):
-            sizes.setdefault(next(iter(np.shape(x)), None), leaf_path(place, path))
-    size = next(iter(sizes), None)
-    if size is None or len(sizes) > 1:
-        places = [f"{'a scalar' if n is None else n} at {place}" for n, place in sizes.items()]
-        got = ", ".join(places) or "no leaves"
+    sizes = {
+        np.shape(x)[:1]: f"{describe(x)} at {leaf_path(place, path)}"
+        for place, batch in batches.items()
+        for path, x in jax.tree.leaves_with_path(batch)
+    }
+    if len(sizes) != 1 or () in sizes:
         rule = "arrays of equal length, with a leading batch axis"
         hint = "Pass one row per example in every leaf; split a key with `jax.random.split`."
-        raise value_error("batch", rule, got, hint)
-    return size
+        raise value_error("batch", rule, ", ".join(sizes.values()) or "no leaves", hint)
+    return next(iter(sizes))[0]
 
 
 def positions(argument: str, argnums: int | Sequence[int]) -> tuple[int, ...]:

@@ -1,13 +1,13 @@
 """The state of an accumulation, and functions that read or change it between calls."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import check_choice, check_transformation, is_float0, is_traced
+from .._checks import check_transformation, is_float0, is_traced
 from .._errors import public, type_error, value_error
 from .._run_if import run_step
 from .._states import (
@@ -20,7 +20,7 @@ from .._states import (
 )
 from .._types import Array, HostArray, Path, Scalar, Tree
 from ..gates._gate import params_of
-from ._reduction import REDUCTIONS, divide
+from ._reduction import divide
 
 
 @register_state(
@@ -160,13 +160,13 @@ def _with_windows(old: Tree, new: Tree) -> Tree:
 
 @public
 @jax.named_scope("accumulated_gradients")
-def accumulated_gradients(state: Tree, *, reduction: Literal["mean", "sum"] = "mean") -> Tree:
+def accumulated_gradients(state: Tree) -> Tree:
     """Return the weighted mean of the accumulated gradients, in the accumulator's dtype.
+
+    Their weighted sum is the field `acc_grads` of the state.
 
     Args:
         state: State of `accumulate_gradients`, or a state that contains it.
-        reduction: The same argument as for `accumulate_gradients`. The default returns the mean,
-            also if the accumulation sums.
 
     Returns:
         The mean gradient; inside jit, zeros for an empty window.
@@ -183,7 +183,6 @@ def accumulated_gradients(state: Tree, *, reduction: Literal["mean", "sum"] = "m
         >>> gcx.accumulated_gradients(state).tolist()
         [3.0]
     """
-    check_choice("reduction", reduction, REDUCTIONS)
     (window,) = _accumulations(state, only=True)
     count, total_weight, sums = plain_arrays(
         (window.mini_step, window.total_weight, window.acc_grads)
@@ -192,7 +191,7 @@ def accumulated_gradients(state: Tree, *, reduction: Literal["mean", "sum"] = "m
     if not is_traced(is_empty) and is_empty:
         hint = "Call `update` with a micro-batch first."
         raise value_error("state", "a state with an open window", "an empty window", hint)
-    divisor = jnp.where(is_empty | (reduction == "sum"), 1, total_weight)
+    divisor = jnp.where(is_empty, 1, total_weight)
 
     def read(total: Array) -> Array:
         mean = divide(total, divisor).astype(total.dtype)
@@ -223,8 +222,9 @@ def reset_accumulation(state: Tree) -> Tree:
         >>> gcx.accumulated_gradients(state).tolist()
         [5.0]
     """
-    _accumulations(state)
-    return discard_windows(state, True)
+    arrays = plain_arrays(state)
+    _accumulations(arrays)
+    return with_structure_of(state, discard_windows(arrays, True))
 
 
 @public

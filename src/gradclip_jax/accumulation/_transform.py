@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Literal, ParamSpec, TypeVar
+from typing import Literal
 
 import optax
 from jax.typing import DTypeLike
 
 from .._checks import check_choice, check_count, check_dtype, check_transformation, is_function
-from .._errors import public, type_error
+from .._errors import public
 from .._types import FLOAT32, Count, Number, Scalar
 from ..gates._execute import gated
 from ._reduction import REDUCTIONS
 from ._window import Accumulation
 
-_Args = ParamSpec("_Args")
-_Result = TypeVar("_Result")
-
-
-def _with_hint(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Raise an error with a hint if the keyword of `optax.MultiSteps` is used."""
-
-    @functools.wraps(fun)
-    def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        if "every_k_schedule" in kwargs:
-            hint = "Pass an integer or a function of the gradient step as `every`."
-            raise type_error("every_k_schedule", "renamed to `every`", "Optax's name", hint)
-        return fun(*args, **kwargs)
-
-    return wrapper
-
 
 @public
-@_with_hint
 def accumulate_gradients(
     inner: optax.GradientTransformation,
     every: Count | Callable[[Scalar], Number],

@@ -21,7 +21,7 @@ from .._checks import (
     is_traced,
 )
 from .._errors import named, type_error
-from .._mesh import check_placement, reshard_like, varying_axes
+from .._mesh import check_equal_on_devices, check_placement, reshard_like, varying_axes
 from .._rounding import rounded
 from .._run_if import Flag, like_dtypes, run_if
 from .._states import find_role, find_states, increment_where
@@ -209,12 +209,9 @@ def _read_call(extra_args: ExtraArgs) -> tuple[Weight | None, Flag | None, bool 
     """Return the weight, whether to flush, and whether to emit, which is None to count."""
     weight = as_weight(extra_args.get("weight"))
     flush, emit = extra_args.get("flush"), extra_args.get("emit")
-    if emit is not None and not isinstance(emit, (bool, np.bool_)):
-        hint = "Mark it as static under jit, or omit it to count micro-batches."
-        raise type_error("emit", "a Python bool", describe(emit), hint)
-    if emit is not None and flush is not None:
-        hint = "`emit` already determines whether the window closes."
-        raise type_error("flush", "omitted if `emit` is passed", flush, hint)
+    if emit is not None and (flush is not None or not isinstance(emit, (bool, np.bool_))):
+        rule, hint = "a Python bool, without `flush`", "Mark it as static under jit, or omit it."
+        raise type_error("emit", rule, describe(emit), hint)
     if flush is not None and not is_scalar(flush, jnp.bool_):
         hint = "Pass True to close the window in this call."
         raise type_error("flush", "a bool scalar", describe(flush), hint)
@@ -234,13 +231,9 @@ def _with_loss(
     name, loss = loss_argument(others)
     total, total_weight = (jnp.where(starts, 0, x) for x in (state.loss_sum, state.loss_weight))
     if loss is not None and is_scalar(loss, jnp.floating, jnp.integer, jnp.bool_):
-        axes = varying_axes(jnp.asarray(loss)) - varying_axes(total)
-        if axes:
-            names = ", ".join(map(repr, sorted(axes)))
-            rule = f"the same on all devices along {names}, because its mean is part of the state"
-            hint = f"Average it first: `jax.lax.pmean({name}, {names})`."
-            raise type_error(name, rule, "a value that differs", hint)
-        value = jnp.asarray(loss, jnp.float32)
+        value = jnp.asarray(loss)
+        check_equal_on_devices(name, value, varying_axes(total), name)  # the state has its mean
+        value = value.astype(jnp.float32)
         total, total_weight = add_weighted(total, value, weight), total_weight + weight
         mean = total / jnp.where(total_weight > 0, total_weight, 1)
         others[name] = jnp.where(total_weight > 0, mean, value)

@@ -430,11 +430,6 @@ def test_a_run_resumed_on_the_host_in_a_new_program_is_bit_identical(wrap, stop)
 # --- errors; tests/unit/test_bad_calls.py has the others ------------------------------------
 
 
-def test_the_argument_of_multi_steps_is_explained():
-    with pytest.raises(TypeError, match="every_k_schedule.*`every`"):
-        gcx.accumulate_gradients(optax.sgd(0.1), every_k_schedule=4)
-
-
 def test_an_error_of_the_inner_optimizer_is_its_own():
     def update(updates, state, params=None):
         raise TypeError(f"mine on {jax.tree.leaves(updates)[0].dtype}")
