@@ -148,7 +148,7 @@ class Accumulation:
 
     @functools.partial(named, function="accumulate_gradients")
     def open(
-        self, grads: Tree, state: AccumulationState, accepted: Scalar | None, extra_args: ExtraArgs
+        self, grads: Tree, state: AccumulationState, accepted: Flag | None, extra_args: ExtraArgs
     ) -> Window:
         """Add a micro-batch to the window.
 

@@ -47,7 +47,7 @@ def has_weight(extra_args: ExtraArgs, state: Tree) -> Flag:
     """
     weight = extra_args.get("weight")
     if is_scalar(weight, jnp.floating, jnp.integer, jnp.bool_) and find_role(state, "accumulation"):
-        return jnp.asarray(weight) != 0
+        return jnp.asarray(weight, jnp.float32) != 0
     return True
 
 
