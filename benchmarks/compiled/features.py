@@ -80,9 +80,7 @@ def _with_loss(tx: Any) -> Case:
 
 def _spike_guard() -> Any:
     rule = gcx.thresholds.mean_std(6.0)
-    return gcx.skip_spikes(
-        _adamw(), norm=rule, loss=gcx.thresholds.mean_std(6.0, allow_negative=True)
-    )
+    return gcx.skip_spikes(_adamw(), norm=rule, loss=gcx.thresholds.mean_std(6.0))
 
 
 def _as_dtype(tree: Tree, dtype: Any) -> Tree:

@@ -99,7 +99,7 @@ METHODS = (
     Method("recorded", "percentile", 90.0, PERCENTILES, at_recorded_percentile),
     Method("running median", "factor", 1.0, HUNDREDFOLD, in_front(running_median)),
     Method("leaf norm", "max_norm", 1.0, HUNDREDFOLD, in_front(gcx.clip_by_leaf_norm), "leaf norm"),
-    Method("value", "max_delta", 1.0, times(3.0), in_front(gcx.clip), "rms"),
+    Method("value", "max_value", 1.0, times(3.0), in_front(gcx.clip_by_value), "rms"),
     Method("block RMS", "threshold", 1.0, HUNDREDFOLD, in_front(gcx.clip_by_block_rms), "rms"),
     Method("AGC", "clipping", 0.01, times(0.01), agc, optimizers=("sgd",)),
     Method("AutoClip", "percentile", 10.0, PERCENTILES, in_front(gcx.autoclip)),
@@ -130,7 +130,7 @@ METHODS = (
         "skip on loss", "z_threshold", 6.0, times(6.0),
         around(
             lambda inner, z: gcx.skip_spikes(
-                inner, loss=thresholds.mean_std(z, allow_negative=True)
+                inner, loss=thresholds.mean_std(z)
             )
         ),
     ),

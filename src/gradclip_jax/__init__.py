@@ -9,7 +9,7 @@ The gradient transformations of this package can be combined with those of Optax
 | --- | --- |
 | clip by norm | `clip_by_global_norm`, `clip_by_leaf_norm`, `clip_by_group_norm` |
 | clip by root mean square | `clip_by_block_rms` |
-| clip by value | `clip_by_value`, `clip` |
+| clip by value | `clip_by_value` |
 | clip relative to the parameters | `adaptive_grad_clip` |
 | clip with an adaptive threshold | `autoclip`, `zclip`, `adagc` |
 | combine granularity, threshold and reaction | `clip_by_norm`, `granularities`, `thresholds` |
@@ -35,13 +35,7 @@ from .clipping._clip import clip_grad_norm
 from .clipping._cotangent import clip_cotangent
 from .clipping._qk_clip import qk_clip
 from .clipping._transform import clip_by_global_norm, clip_by_leaf_norm, clip_by_group_norm
-from .clipping._transform import (
-    clip_by_norm,
-    clip_by_block_rms,
-    clip_by_value,
-    clip,
-    clip_grad_value,
-)
+from .clipping._transform import clip_by_norm, clip_by_block_rms, clip_by_value, clip_grad_value
 
 from .adaptive._transform import adaptive_grad_clip, autoclip, zclip, adagc
 
@@ -84,7 +78,6 @@ __all__ = [
     "clip_by_block_rms",
     "adaptive_grad_clip",
     "clip_by_value",
-    "clip",
     "autoclip",
     "zclip",
     "adagc",

@@ -3,7 +3,6 @@
 Traced values are not checked.
 """
 
-import inspect
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import zip_longest
@@ -29,18 +28,14 @@ def describe(leaf: Any) -> str:
 
 
 def shortened(value: object) -> str:
-    """Format a value for an error message, with arrays as `dtype[shape]` and functions by name."""
+    """Format a value for an error message, with arrays as `dtype[shape]`."""
 
     def abstract(leaf: Any) -> object:
-        if inspect.isfunction(leaf):
-            return _Shown(f"the function `{leaf.__name__}`")
-        is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
         is_number = isinstance(leaf, (np.generic, jax.Array)) and not is_traced(leaf)
+        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
         is_shown = is_array and (leaf.shape or not is_number)
         return _Shown(describe(leaf)) if is_shown else leaf
 
-    if isinstance(value, int) and value.bit_length() > 64:  # Python limits int-to-str conversion
-        return f"an integer of {value.bit_length()} bits"
     text = repr(jax.tree.map(abstract, value))
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
@@ -55,10 +50,8 @@ def dtype_of(leaf: Any) -> np.dtype:
     """Return the dtype of an array or a Python number, or `object` for other values."""
     if hasattr(leaf, "dtype"):
         return leaf.dtype
-    for kind in (bool, int, float, complex):
-        if isinstance(leaf, kind):
-            return np.dtype(kind)
-    return np.dtype(object)  # `jnp.result_type` would raise
+    # `jnp.result_type` would raise for other objects.
+    return np.dtype(type(leaf) if isinstance(leaf, (bool, int, float, complex)) else object)
 
 
 def is_scalar(value: object, *kinds: type) -> bool:
@@ -93,21 +86,22 @@ def check_number(argument: str, value: Any, hint: str, interval: str = "(0, inf]
     """Check that a value is a number and, unless it is traced, that it lies in an interval.
 
     In `interval`, a bracket includes a bound, and a parenthesis excludes it, as in "[0, 1)".
+    Numbers that float32 cannot represent raise, because they would become 0 or infinity.
     """
     low, high = map(float, interval[1:-1].split(","))
     rule = f"a number in {interval[0]}{low:g}, {high:g}{interval[-1]}"
     if not is_scalar(value, jnp.floating, jnp.integer):
-        hint = hint if value is None else "Pass one number."
         raise type_error(argument, rule, shortened(value), hint)
     if is_traced(value):
         return
-    try:
-        known = float(value)
-    except OverflowError:  # an integer of hundreds of digits
-        known = math.nan
-    is_above = low <= known if interval[0] == "[" else low < known
-    is_below = known <= high if interval[-1] == "]" else known < high
+    is_above = low <= value if interval[0] == "[" else low < value
+    is_below = value <= high if interval[-1] == "]" else value < high
     if not (is_above and is_below):
+        raise value_error(argument, rule, shortened(value), hint)
+    tiny, largest = (float(x) for x in (jnp.finfo(jnp.float32).tiny, jnp.finfo(jnp.float32).max))
+    if 0 < abs(value) < tiny or largest < abs(value) < math.inf:
+        rule += f" between {tiny:.1e} and {largest:.1e}, the range of float32"
+        hint = "Scale the loss, or pass inf for no bound."
         raise value_error(argument, rule, shortened(value), hint)
 
 
@@ -126,21 +120,15 @@ def check_percentile(argument: str, value: Any) -> None:
         raise value_error(argument, "0, or between 1 and 100", value, hint)
 
 
-def check_count(argument: str, value: Any, hint: str, *, low: int = 1) -> None:
-    """Check that a value is an integer and, unless it is traced, that it is at least `low`."""
-    rule = f"an integer >= {low}"
-    if hasattr(value, "dtype"):
-        is_integer = jnp.issubdtype(value.dtype, jnp.integer)
-    else:
-        is_integer = hasattr(value, "__index__") and not isinstance(value, bool)
-    if not is_integer or inspect.isclass(value) or np.ndim(value) != 0:
-        hint = hint if value is None else "Pass one integer."
+def check_count(
+    argument: str, value: Any, hint: str, *, low: int = 1, high: int = np.iinfo(np.int32).max
+) -> None:
+    """Check that a value is an integer and, unless it is traced, that it is in `[low, high]`."""
+    rule = f"an integer in [{low}, {high}]"
+    if not is_scalar(value, jnp.integer):
         raise type_error(argument, rule, shortened(value), hint)
-    if is_traced(value) or low <= int(value) <= np.iinfo(np.int32).max:
-        return
-    if int(value) >= low:  # counters in states have 32 bits
-        rule, hint = f"an integer <= {np.iinfo(np.int32).max}", "Pass a smaller integer."
-    raise value_error(argument, rule, shortened(value), hint)
+    if not is_traced(value) and not low <= int(value) <= high:
+        raise value_error(argument, rule, shortened(value), hint)
 
 
 def check_static(argument: str, value: object) -> None:
@@ -151,13 +139,10 @@ def check_static(argument: str, value: object) -> None:
         raise type_error(argument, rule, describe(value), hint)
 
 
-def check_length(argument: str, value: Count) -> None:
-    """Raise if a history length is not a static integer between 1 and 2^20."""
+def check_length(argument: str, value: Count, hint: str, *, low: int = 1) -> None:
+    """Check that a value is a static integer between `low` and 2^20."""
     check_static(argument, value)
-    check_count(argument, value, "Pass the number of steps to keep.")
-    if int(value) > 2**20:  # the state contains every value of the window
-        rule, hint = "an integer <= 2**20", "Pass a shorter window, such as 1000."
-        raise value_error(argument, rule, shortened(value), hint)
+    check_count(argument, value, hint, low=low, high=2**20)
 
 
 def refuse_traced(argument: str, value: object) -> None:
@@ -174,8 +159,8 @@ def is_function(value: object) -> bool:
 
 def check_dtype(argument: str, value: Any) -> None:
     """Raise if a value is not a real floating dtype."""
+    is_dtype = not isinstance(value, (jax.Array, np.ndarray, type(None)))
     try:
-        is_dtype = value is not None and not isinstance(value, (jax.Array, np.ndarray))
         is_floating = is_dtype and jnp.issubdtype(jnp.dtype(value), jnp.floating)
     except (TypeError, ValueError):
         is_floating = False
@@ -187,8 +172,7 @@ def check_dtype(argument: str, value: Any) -> None:
 def check_choice(argument: str, value: object, choices: Sequence[object]) -> None:
     """Raise if a value is not one of `choices`, which are strings, bools or None."""
     if not isinstance(value, (str, bool, type(None))) or value not in choices:
-        names = list(map(repr, choices))
-        rule = " or ".join(names) if len(names) == 2 else f"one of {listed(names)}"
+        rule = f"one of {', '.join(map(repr, choices))}"
         raise value_error(argument, rule, shortened(value), "Pass one of these values.")
 
 
@@ -197,10 +181,9 @@ def check_ord(ord: Order | None) -> float:
     if ord is None:
         return 2.0
     check_static("ord", ord)
-    hint = "Pass 1, 2 or `jnp.inf`."
-    check_number("ord", ord, hint)
+    check_number("ord", ord, "Pass 1, 2 or `jnp.inf`.")
     if float(ord) not in (1, 2, math.inf):
-        raise value_error("ord", "1, 2 or inf", shortened(ord), hint)
+        raise value_error("ord", "1, 2 or inf", ord, "Pass None for the Euclidean norm.")
     return float(ord)
 
 
@@ -225,10 +208,7 @@ def check_transformation(argument: str, value: object) -> None:
     """Raise if a value has no `init` or no `update` function."""
     is_pair = callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
     if isinstance(value, type) or not is_pair:
-        hint = "Pass for example `optax.adamw(1e-3)` or `optax.clip_by_global_norm(1.0)`."
-        if inspect.isfunction(value):
-            hint = f"Call the function: `{value.__name__}(...)`."
-        rule = "an `optax.GradientTransformation`"
+        rule, hint = "an `optax.GradientTransformation`", "Pass for example `optax.adamw(1e-3)`."
         raise type_error(argument, rule, shortened(value), hint)
 
 
@@ -242,51 +222,32 @@ def check_no_transformation(state: object) -> None:
 
 def check_state(state: object, kind: type) -> None:
     """Raise if the state is missing or belongs to another transformation."""
-    name = kind.__name__
-    rule = f"{'an' if name[0] in 'AEIOU' else 'a'} `{name}`"
-    if state is None:
-        hint = "Pass the state that `init(params)` or the last `update` returned."
-        raise value_error("state", rule, "None", hint)
     if not isinstance(state, kind):
         hint = "Call `update(grads, state, params)` with the state that `init(params)` returned."
-        raise type_error("state", rule, type(state).__name__, hint)
+        raise type_error("state", f"of type `{kind.__name__}`", type(state).__name__, hint)
 
 
-def check_no_state(argument: str, updates: Tree) -> None:
-    """Raise if an optimizer state of this package was passed instead of the updates."""
-
-    def is_state(node: object) -> bool:
-        return isinstance(node, tuple) and type(node).__module__.startswith(f"{__package__}.")
-
-    for path, node in jax.tree.leaves_with_path(updates, is_leaf=is_state):
-        if is_state(node):
-            got = f"{type(node).__name__} at {leaf_path(argument, path)}"
-            hint = "The order of arguments is `update(grads, state, params)`."
-            raise type_error(argument, "a tree of gradients", got, hint)
-
-
-def check_axis(axis: object) -> None:
-    """Check that `axis` is None, an integer or a sequence of integers."""
+def check_axis(axis: object) -> tuple[int, ...] | None:
+    """Return axes as a tuple, or None; raise unless they are integers."""
+    if axis is None:
+        return None
     check_static("axis", axis)
-    plain = axis.tolist() if isinstance(axis, np.ndarray) else axis
-    axes = plain if isinstance(plain, (tuple, list, range)) else () if plain is None else (plain,)
-    if not all(hasattr(a, "__index__") and not isinstance(a, bool) for a in axes):
-        hint = "Pass, for example, 0 or (0, 1), or None to choose axes by rank."
+    axes = axis if isinstance(axis, (tuple, list, range)) else (axis,)
+    if not all(is_scalar(x, jnp.integer) for x in axes):
         rule = "an integer, a sequence of integers or None"
-        raise type_error("axis", rule, shortened(axis), hint)
+        raise type_error("axis", rule, shortened(axis), "Pass for example 0 or (0, 1).")
+    return tuple(map(int, axes))
 
 
-def axes_within(axis: Any, x: Array, owner: str, place: str, hint: str) -> tuple[int, ...]:
+def axes_within(axes: tuple[int, ...], x: Array, at: str = "") -> tuple[int, ...]:
     """Normalize axes to sorted, nonnegative integers, or raise if the array does not have them."""
     rank = np.ndim(x)
-    axes = (axis,) if np.ndim(axis) == 0 else tuple(axis)
-    got = f"{axis} for {describe(x)}" + (f" at {place}" if place else "")
-    if any(not -rank <= a < rank for a in axes):
-        raise value_error("axis", f"in [{-rank}, {rank}) for {owner}", got, hint)
-    found = sorted({int(a) % rank for a in axes})
+    found = tuple(sorted({a % rank for a in axes if -rank <= a < rank}))
     if len(found) < len(axes):
-        raise value_error("axis", f"distinct axes of {owner}", got, f"Pass {tuple(found)}.")
-    return tuple(found)
+        hint = "Clip arrays of other ranks separately, for example with `optax.partition`."
+        got = f"{axes} for {describe(x)}{at}"
+        raise value_error("axis", f"distinct axes in [-{rank}, {rank})", got, hint)
+    return found
 
 
 def check_same_structure(updates: Tree, params: Tree) -> None:
@@ -294,14 +255,23 @@ def check_same_structure(updates: Tree, params: Tree) -> None:
 
     A float0 leaf, which is the gradient of an integer, may have any shape.
     """
-    is_alike = jax.tree.structure(updates) == jax.tree.structure(params)
-    leaves = jax.tree.leaves(updates), jax.tree.leaves(params)
-    if not is_alike or any(map(_has_other_shape, *leaves)):
-        got = _first_difference("updates", updates, "params", params)
-        hint = "Pass `updates` with the structure of `params`."
-        if got and got.startswith("nothing"):
-            hint += " For a model of Equinox, pass `eqx.filter(model, eqx.is_array)` as `params`."
-        raise type_error("updates", "a tree like `params`", got, hint)
+    ours, theirs = map(jax.tree.leaves_with_path, (updates, params))
+    for (path, x), (other, y) in zip_longest(ours, theirs, fillvalue=(None, None)):
+        if path != other or (np.shape(x) != np.shape(y) and not is_float0(x)):
+            got = f"{_place('updates', path, x)}, expected {_place('params', other, y)}"
+            break
+    else:
+        if jax.tree.structure(updates) == jax.tree.structure(params):
+            return
+        got = f"{shortened(updates)}, expected {shortened(params)}"
+    hint = "Pass `updates` like `params`."
+    if len(ours) < len(theirs):
+        hint += " For a model of Equinox, pass `eqx.filter(model, eqx.is_array)` as `params`."
+    raise type_error("updates", "a tree with the structure and shapes of `params`", got, hint)
+
+
+def _place(argument: str, path: Path | None, leaf: object) -> str:
+    return "nothing" if path is None else f"{describe(leaf)} at {leaf_path(argument, path)}"
 
 
 def check_params(updates: Tree, params: Tree | None) -> None:
@@ -310,32 +280,6 @@ def check_params(updates: Tree, params: Tree | None) -> None:
         hint = "Call `update(grads, state, params)`."
         raise value_error("params", "passed to `update`", "None", hint)
     check_same_structure(updates, params)
-
-
-def _has_other_shape(leaf: Array, other: Array) -> bool:
-    return np.shape(leaf) != np.shape(other) and not is_float0(leaf)
-
-
-def _first_difference(place: str, tree: Tree, other_place: str, other: Tree) -> str | None:
-    """Describe the first difference between two trees, or return None if they are alike."""
-    (ours, structure), (theirs, other_structure) = children_of(tree), children_of(other)
-    if structure == other_structure == jax.tree.structure(0):
-        expected = f"{describe(tree)} at {place}, expected shape {list(np.shape(other))}"
-        return expected if _has_other_shape(tree, other) else None
-    for (path, x), (other_path, y) in zip_longest(ours, theirs, fillvalue=(None, None)):
-        if path is None or other_path is None or path != other_path:
-            missing = _first_leaf(other_place, other_path, y)
-            return f"{_first_leaf(place, path, x)} where {missing} was expected"
-        difference = _first_difference(leaf_path(place, path), x, leaf_path(other_place, path), y)
-        if difference:
-            return difference
-    kinds = f"a {type(tree).__name__} at {place}, expected a {type(other).__name__}"
-    return None if structure == other_structure else kinds
-
-
-def _first_leaf(place: str, path: Path | None, child: Tree) -> str:
-    leaves = jax.tree.leaves_with_path(child) or [((), None)]
-    return "nothing" if path is None else leaf_path(place, (*path, *leaves[0][0]))
 
 
 def children_of(node: Tree) -> tuple[list[tuple[Path, Tree]], Any]:
@@ -351,20 +295,13 @@ def broadcast_prefix(
     try:
         subtrees = structure.flatten_up_to(tree)
     except (ValueError, TypeError) as mismatch:
-        given = jax.tree.leaves_with_path(prefix, is_leaf=is_leaf)
-        leaves = jax.tree.leaves_with_path(tree)
-        rule = f"a prefix tree of `{like}`"
-        hint = f"Give one entry per leaf or per subtree of `{like}`."
+        given = [path for path, _ in jax.tree.leaves_with_path(prefix, is_leaf=is_leaf)]
         got = str(mismatch).splitlines()[0]
-        if type(prefix) is not type(tree):
-            got = f"a {type(prefix).__name__} where `{like}` is a {type(tree).__name__}"
-        for path, _ in reversed(given):
-            if not any(place[: len(path)] == path for place, _ in leaves):
-                got = f"an entry at {leaf_path(argument, path)}, where `{like}` has no leaf"
-        for place, _ in reversed(leaves):
-            if not any(place[: len(path)] == path for path, _ in given):
+        for place, _ in reversed(jax.tree.leaves_with_path(tree)):
+            if not any(place[: len(path)] == path for path in given):
                 got = f"no entry for {leaf_path(like, place)}"
-        raise type_error(argument, rule, got, hint) from None
+        hint = f"Give one entry per leaf or per subtree of `{like}`."
+        raise type_error(argument, f"a prefix tree of `{like}`", got, hint) from None
     pairs = zip(entries, subtrees, strict=True)
     return [entry for entry, subtree in pairs for _ in jax.tree.leaves(subtree)]
 

@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
-from ._checks import check_no_state, describe, dtype_of, is_float0, leaf_path, listed
-from ._errors import ArgumentTypeError
+from ._checks import describe, dtype_of, is_float0, leaf_path, listed
+from ._errors import type_error
 from ._mesh import check_placement
 from ._types import Array, Tree
 
@@ -41,17 +42,12 @@ class Leaves(NamedTuple):
         return jax.tree.unflatten(self.structure, leaves)
 
 
-def flatten(tree: Tree) -> Leaves:
-    """Flatten a tree, and select its floating-point and complex leaves."""
-    given, structure = jax.tree.flatten(tree)
-    places = [i for i, x in enumerate(given) if jnp.issubdtype(dtype_of(x), jnp.inexact)]
-    return Leaves([jnp.asarray(given[i]) for i in places], places, given, structure)
-
-
 def checked_leaves(argument: str, tree: Tree, *, real: bool = False) -> Leaves:
-    """Check a tree with `check_leaves`, and flatten it."""
+    """Check a tree with `check_leaves`, flatten it, and select its floating-point leaves."""
     check_leaves(argument, tree, real=real)
-    return flatten(tree)
+    given, structure = jax.tree.flatten(tree)
+    places = [i for i, x in enumerate(given) if not is_float0(x)]
+    return Leaves([jnp.asarray(given[i]) for i in places], places, given, structure)
 
 
 def check_leaves(argument: str, tree: Tree, *, real: bool = False) -> None:
@@ -59,33 +55,21 @@ def check_leaves(argument: str, tree: Tree, *, real: bool = False) -> None:
 
     Leaves that are unreduced over a mesh axis or in host memory raise as well.
     """
-    if isinstance(tree, tuple):  # a state may have been passed instead of updates
-        check_no_state(argument, tree)
     kind = jnp.floating if real else jnp.inexact
-    bad: list[str] = []
-    for path, x in jax.tree.leaves_with_path(tree):
-        if not is_float0(x) and not jnp.issubdtype(dtype_of(x), kind):
-            bad.append(f"{describe(x)} at {leaf_path(argument, path)}")
+    leaves = [(path, x) for path, x in jax.tree.leaves_with_path(tree) if not is_float0(x)]
+    bad = [(path, x) for path, x in leaves if not jnp.issubdtype(dtype_of(x), kind)]
     if bad:
-        check_no_state(argument, tree)
-        hint = "Exclude such leaves with `optax.masked`."
-        if argument not in ("grads", "updates"):
-            hint = "Convert them to floating point."
-        rule = "floating" if real else "floating or complex"
-        raise ArgumentTypeError(
-            f"every leaf of `{argument}` must be {rule}, got {listed(bad)}. {hint}"
-        )
+        got = listed(f"{describe(x)} at {leaf_path(argument, path)}" for path, x in bad)
+        rule = f"a tree of {'floating' if real else 'floating or complex'} leaves"
+        hint = "Exclude other leaves with `optax.masked`, or convert them to floating point."
+        raise type_error(argument, rule, got, hint)
     check_placement(argument, tree)
 
 
 def is_measured(leaf: object) -> bool:
-    """Return whether a leaf is floating-point or complex, and not float0 or an integer."""
-    if is_float0(leaf):
-        return False
-    try:
-        return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-    except TypeError:  # a placeholder of `optax.tree.map_params`
-        return True
+    """Return whether a leaf is floating-point or complex, or a placeholder."""
+    dtype = dtype_of(leaf)
+    return dtype == np.dtype(object) or jnp.issubdtype(dtype, jnp.inexact)
 
 
 def measured_leaves(tree: Tree) -> list[Array]:

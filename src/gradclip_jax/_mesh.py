@@ -37,6 +37,7 @@ def shard_axes(x: Array, axis_name: AxisName) -> frozenset[str]:
         return frozenset()
     varying = varying_axes(x)
     for name in axis_name or ():
+        check_bound(name)
         if name not in varying_axes(lax.axis_index(name)):
             varying |= {name}
     return varying

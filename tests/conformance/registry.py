@@ -63,7 +63,6 @@ def wrapper(function: Callable[..., Any], scratch: float = 1.1, **arguments: Any
 
 
 TRANSFORMATIONS: dict[str, Row] = {
-    "clip": fixed(partial(gcx.clip, 0.5)),
     "clip_by_value": fixed(partial(gcx.clip_by_value, 0.5, min_value=-1.0)),
     "clip_by_norm": fixed(partial(gcx.clip_by_norm, 100.0, granularity="leaf", reaction="zero")),
     "clip_by_global_norm": fixed(partial(gcx.clip_by_global_norm, 1.0), bound=("tree", 1.0)),

@@ -164,7 +164,7 @@ rules = st.sampled_from(sorted(RULES))
 @cache
 def skips_in_a_row(norm_rule, loss_rule):
     """A program that runs `skip_spikes` on rows of norm and loss."""
-    norm, loss = RULES[norm_rule](), RULES[loss_rule](allow_negative=True)
+    norm, loss = RULES[norm_rule](), RULES[loss_rule]()
     tx = gcx.skip_spikes(optax.sgd(0.1), norm=norm, loss=loss, relearn_after=5)
 
     def call(state, row):

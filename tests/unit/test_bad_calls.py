@@ -71,9 +71,9 @@ ROWS = [
     ("clip_cotangent", lambda f: f({"a": 1.0}, 1.0), TypeError, "x"),
     ("clip_cotangent", lambda f: f(jnp.arange(3), 1.0), TypeError, "x"),
     ("clip_cotangent", lambda f: f(W, 1.0, norm_probe=jnp.zeros(3)), ValueError, "norm_probe"),
-    ("clip_cotangent", lambda f: f(W, 1.0, norm_probe=np.zeros(2, "float16")), TypeError, "norm_probe"),
+    ("clip_cotangent", lambda f: f(W, 1.0, norm_probe=np.zeros(2, "float16")), ValueError, "norm_probe"),
     ("qk_clip", lambda f: f(ONES(4, 2), ONES(2, 2), ONES(4, 1)), ValueError, "max_logits"),
-    ("qk_clip", lambda f: f(ONES(4, 2), ONES(2, 2), np.ones(4, int)), TypeError, "max_logits"),
+    ("qk_clip", lambda f: f(ONES(4, 2), ONES(2, 2), np.ones(4, int)), ValueError, "max_logits"),
     ("qk_clip", lambda f: f(ONES(4, 2), ONES(3, 2), ONES(4)), ValueError, "key"),
     ("qk_clip", lambda f: f(ONES(4, 2), {}, ONES(4)), ValueError, "key"),
     ("qk_clip", lambda f: f(ONES(2, 2), None, ONES(4)), ValueError, "query"),
@@ -83,9 +83,8 @@ ROWS = [
     ("stable_adamw", lambda f: f(1e-3, weight_decay=-1.0), ValueError, "weight_decay"),
     ("qk_clip", lambda f: f(np.ones((4, 2), int), ONES(2, 2), ONES(4)), TypeError, "query"),
     ("qk_clip", lambda f: f({"a": ONES(4, 2), "b": ONES(2, 2)}, ONES(2, 2), ONES(4)), ValueError, "query", "query['b']"),
-    ("qk_clip", lambda f: f(ONES(4, 2), ONES(2, 2), ONES(4), head_axis=2), ValueError, "head_axis"),
-    ("qk_clip", lambda f: f(ONES(4, 2), ONES(2, 2), ONES(4), head_axis=0.5), ValueError, "head_axis"),
-    ("clip_by_norm", lambda f: f(1.0, reaction=GRADS), TypeError, "reaction"),
+    ("qk_clip", lambda f: f(ONES(4, 2), None, ONES(4), head_axis=2), ValueError, "query", "head_axis"),
+    ("clip_by_norm", lambda f: f(1.0, reaction=GRADS), ValueError, "reaction"),
     ("clip_by_norm", lambda f: f(1.0, granularity=gcx.granularities.group({"w": 1, "b": "1"})).init(GRADS), ValueError, "param_labels", "'1'"),
     ("clip_by_norm", lambda f: f(1.0, granularity=gcx.granularities.group({"w": "a", "b": ""})).init(GRADS), ValueError, "param_labels", "empty"),
     ("clip_by_norm", lambda f: f(Rule(lambda n: (), lambda n, s, p: (p, s))), TypeError, "threshold", "uses_params"),
@@ -100,7 +99,7 @@ ROWS = [
     ("clip_grad_norm", lambda f: f(GRADS, 1e-50), ValueError, "max_norm"),
     ("clip_grad_value", lambda f: f(GRADS, 1e-50), ValueError, "max_value"),
     ("clip_cotangent", lambda f: f(W, 1e-50), ValueError, "max_norm"),
-    ("clip", lambda f: f(1.0).update({"n": jnp.arange(3)}, None), TypeError, "updates", "updates['n']"),
+    ("clip_by_value", lambda f: f(1.0).update({"n": jnp.arange(3)}, None), TypeError, "updates", "updates['n']"),
     ("thresholds.relative_to_params", lambda f: f(1e-50), ValueError, "ratio"),
     ("zclip", lambda f: f(max_norm=1e-50), ValueError, "max_norm"),
     ("clip_by_norm", lambda f: updated(f({"a": 1.0}, granularity=GROUP)), TypeError, "param_labels", "updates['b']"),
@@ -110,7 +109,7 @@ ROWS = [
     ("clip_by_global_norm", lambda f: updated(f(lambda step: None)), TypeError, "max_norm"),
     ("clip_by_global_norm", lambda f: updated(f(lambda step: 1j)), TypeError, "max_norm"),
     ("clip_by_global_norm", lambda f: updated(f(1.0, axis_name="data")), ValueError, "axis_name"),
-    ("clip_by_global_norm", lambda f: f(gcx.thresholds.zscore), TypeError, "max_norm"),
+    ("clip_by_global_norm", lambda f: jax.jit(lambda: updated(f(gcx.thresholds.zscore)))(), TypeError, "max_norm"),
     ("clip_by_global_norm", lambda f: f(10**400), ValueError, "max_norm"),
     ("clip_by_global_norm", lambda f: updated(optax.inject_hyperparams(f)(1.0, ord=1.0)), TypeError, "ord"),
     ("clip_by_leaf_norm", lambda f: updated(f(1.0, num_layer_axes=2)), ValueError, "num_layer_axes", "updates['b']"),
@@ -132,16 +131,16 @@ ROWS = [
     ("clip_by_value", lambda f: f(1.0, min_value=1.0), ValueError, "min_value"),
     ("clip_by_value", lambda f: f(1.0, min_value=math.nan), ValueError, "min_value"),
     ("autoclip", lambda f: optax.inject_hyperparams(f)(50.0, 8).init(W), TypeError, "window"),
-    ("autoclip", lambda f: f().update(W, gcx.zclip().init(W)), TypeError, "state"),
+    ("autoclip", lambda f: f().update(W, gcx.zclip().init(W)), ValueError, "state"),
     ("accumulate_gradients", lambda f: f(SGD, int), TypeError, "every"),
     ("accumulate_gradients", lambda f: f(SGD, 2, accumulator_dtype={"w": "f4"}), TypeError, "accumulator_dtype"),
-    ("accumulate_gradients", lambda f: f(optax.chain(gcx.clip(1.0), f(SGD, 2)), 3).init(GRADS), TypeError, "inner"),
+    ("accumulate_gradients", lambda f: f(optax.chain(gcx.clip_by_value(1.0), f(SGD, 2)), 3).init(GRADS), TypeError, "inner"),
     ("accumulate_gradients", lambda f: f(optax.MultiSteps(SGD, 2), 2).init(GRADS), TypeError, "inner"),
     ("accumulate_gradients", lambda f: f(SGD, 2**31), ValueError, "every"),
     ("accumulate_gradients", lambda f: f(SGD, lambda step: 0).init(GRADS), ValueError, "every"),
     ("accumulate_gradients", lambda f: f(SGD, 2, reduction="max"), ValueError, "reduction"),
     ("accumulate_gradients", lambda f: updated(f(SGD, 1), {"w": W, "c": GRADS["b"]}), TypeError, "updates", "params['b']"),
-    ("accumulate_gradients", lambda f: f(SGD, 2).update({"a": [W]}, f(SGD, 2).init({"a": (W,)}), {"a": (W,)}), TypeError, "updates", "updates['a']"),
+    ("accumulate_gradients", lambda f: f(SGD, 2).update({"a": [W]}, f(SGD, 2).init({"a": (W,)}), {"a": (W,)}), TypeError, "updates"),
     ("accumulate_gradients", lambda f: f(SGD, 2).update(f(SGD, 2).init(W), W, W), TypeError, "updates"),
     ("accumulate_gradients", lambda f: step(f(SGD, 2), weight=1j), TypeError, "weight"),
     ("accumulate_gradients", lambda f: step(f(SGD, 2), weight=-1), ValueError, "weight"),
@@ -206,7 +205,6 @@ ROWS = [
     ("diagnostics.suggest_max_norm", lambda f: jax.jit(f)(ONES(2)), TypeError, "norms"),
     ("thresholds.capped", lambda f: f(-2.0, 1.0), ValueError, "rule"),
     ("thresholds.zscore", lambda f: f(z_threshold=10**400), ValueError, "z_threshold"),
-    ("thresholds.zscore", lambda f: f(warmup_steps=10**5000), ValueError, "warmup_steps"),
     ("watch", lambda f: f(SGD, of=("gradients",)), ValueError, "of"),
     ("watch", lambda f: f(SGD, of="update"), TypeError, "of"),
     ("watch", lambda f: f(SGD, replica_axis=3), TypeError, "replica_axis"),
@@ -266,7 +264,7 @@ KINDS = {
     "positive number": (
         (
             "absolute", "clipping", "eps", "factor", "growth_factor",
-            "init_scale", "initial", "learning_rate", "max_delta", "max_norm", "max_scale",
+            "init_scale", "initial", "learning_rate", "max_norm", "max_scale",
             "max_threshold", "max_value", "min_scale", "ord", "rate", "ratio", "relative",
             "threshold", "warmup_max", "z_threshold",
         ),
@@ -299,7 +297,7 @@ KINDS = {
     "dtype": (("accumulator_dtype",), [], ["float33", jnp.int32, jnp.complex64, W, None]),
     "function": (("fun",), [], [GRADS]),
     "transformation": (("inner", "tx"), [], ["adam", optax.adam, GRADS, 2]),
-    "state": (("state",), [], [SGD, gcx.clip(1.0)]),
+    "state": (("state",), [], [SGD, gcx.clip_by_value(1.0)]),
 }
 # fmt: on
 UNLIKE = [  # they take other values, or another argument is checked first
@@ -313,7 +311,7 @@ REQUIRED = (
     dict.fromkeys(("grads", "params", "tree"), GRADS)
     | dict.fromkeys(("key", "query", "x"), W)
     | dict.fromkeys(("learning_rate", "loss", "rule", "threshold"), 1.0)
-    | dict.fromkeys(("max_delta", "max_norm", "max_threshold", "max_value"), 1.0)
+    | dict.fromkeys(("max_norm", "max_threshold", "max_value"), 1.0)
     | dict.fromkeys(("every", "num_microbatches"), 2)
     | dict.fromkeys(("inner", "tx"), SGD)
     | {"fun": loss_of_one, "max_norms": {"a": 1.0}, "param_labels": "a"}

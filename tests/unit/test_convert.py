@@ -31,7 +31,7 @@ class Optax:
 
 
 class Ours:
-    clip, clip_by_global_norm = gcx.clip, gcx.clip_by_global_norm
+    clip, clip_by_global_norm = gcx.clip_by_value, gcx.clip_by_global_norm
     accumulate, guard = gcx.accumulate_gradients, gcx.skip_nonfinite
 
 
@@ -165,7 +165,7 @@ def test_counts_of_a_window_are_carried_over():
 ADDED = {
     "an accumulation around a chain": (
         lambda tx: optax.chain(optax.clip(1e3), tx),
-        lambda tx: gcx.accumulate_gradients(optax.chain(gcx.clip(1e3), tx), 1),
+        lambda tx: gcx.accumulate_gradients(optax.chain(gcx.clip_by_value(1e3), tx), 1),
     ),
     "a named clip": (
         lambda tx: optax.named_chain(("tx", tx)),
@@ -189,7 +189,7 @@ ADDED = {
     ),
     "a clip taken out of a window": (
         lambda tx: optax.MultiSteps(optax.chain(optax.clip(1e3), tx), EVERY),
-        lambda tx: optax.chain(gcx.clip(1e3), gcx.accumulate_gradients(tx, EVERY)),
+        lambda tx: optax.chain(gcx.clip_by_value(1e3), gcx.accumulate_gradients(tx, EVERY)),
     ),
 }
 

@@ -489,7 +489,6 @@ HALF_GRADS, BOTH = {"a": None, "b": ONES}, {"a": PARAMS, "b": PARAMS}
 # name: (call, what the message contains, what it does not)
 # fmt: off
 MESSAGES = {
-    "clip": (lambda: gcx.clip(1.0).update(jnp.arange(2), None), "^clip:", "clip_by_value"),
     "missing loss": (lambda: update_of(gcx.skip_nonfinite(gcx.skip_spikes(sgd, loss=4.0)), ONES, PARAMS), "^skip_spikes", "^skip_nonfinite"),
     "other structure": (update_other_structure, "^clip_by_leaf_norm", "broadcast|oncatenate"),
     "functional call": (lambda: gcx.clip_by_global_norm({"a": ONES}, 1.0), "clip_grad_norm", None),

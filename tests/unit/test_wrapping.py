@@ -35,8 +35,8 @@ def reader(name):
     "wrap",
     [
         lambda tx: tx,
-        lambda tx: optax.chain(gcx.clip(1.0), tx),
-        lambda tx: optax.named_chain(("a", gcx.clip(1.0)), ("b", tx)),
+        lambda tx: optax.chain(gcx.clip_by_value(1.0), tx),
+        lambda tx: optax.named_chain(("a", gcx.clip_by_value(1.0)), ("b", tx)),
         lambda tx: optax.masked(tx, True),
         lambda tx: optax.inject_hyperparams(lambda x: tx)(x=1.0),
     ],
@@ -201,7 +201,7 @@ def test_a_state_with_two_accumulations_raises(read):
     "nest",
     [
         skip,
-        lambda tx, **limit: optax.chain(skip(optax.chain(gcx.clip(1.0), tx), **limit)),
+        lambda tx, **limit: optax.chain(skip(optax.chain(gcx.clip_by_value(1.0), tx), **limit)),
         lambda tx, **limit: gcx.skip_large_norm(skip(tx, **limit), 1e9, **limit),
     ],
     ids=["around", "around a chain", "nested"],

@@ -17,7 +17,7 @@ from .._checks import check_count, check_decays, check_length, check_number, che
 from .._errors import public
 from .._states import increment_where
 from .._types import UNBOUNDED, Array, Count, Number, Tree
-from ..clipping._threshold import Rule, check_positive
+from ..clipping._threshold import Rule
 
 
 class EmaState(NamedTuple):
@@ -72,10 +72,10 @@ def ema(
     References:
         Wang et al., 2025, arXiv 2502.11034.
     """
-    check_positive("factor", factor, "The paper uses 1.05.")
+    check_number("factor", factor, "The paper uses 1.05.")
     check_decays(decay=decay)
     check_count("warmup_steps", warmup_steps, "The paper uses 100.")
-    check_positive("warmup_max", warmup_max, "Pass inf to disable clipping during the warm-up.")
+    check_number("warmup_max", warmup_max, "Pass inf to disable clipping during the warm-up.")
 
     def init(norm: Array) -> EmaState:
         return EmaState(jnp.zeros(norm.shape, jnp.int32), jnp.zeros_like(norm))
@@ -119,7 +119,6 @@ def zscore(
     warmup_steps: int = 25,
     *,
     relearn_after: int = 25,
-    allow_negative: bool = False,
 ) -> Rule:
     """Clip norms whose z-score exceeds `z_threshold`; larger outliers have lower thresholds.
 
@@ -133,7 +132,7 @@ def zscore(
     | z <= z_threshold | none |
     | any increase after constant norms | the old mean, for `relearn_after` steps |
     | further outliers after that | the same; the averages are updated with unclipped norms |
-    | a norm of zero | ignored by the averages, unless `allow_negative` |
+    | a norm of zero | ignored by the averages |
 
     In the paper, the mean never adapts to a jump after constant norms; here it adapts after
     `relearn_after` outliers. The authors' code adds 1e-6 to `std`; here `1e-6 * mean` is added, so
@@ -145,7 +144,6 @@ def zscore(
         warmup_steps: Number of norms in the initial mean and variance, >= 1.
         relearn_after: Number of consecutive outliers after which unclipped norms update the
             averages, >= 1.
-        allow_negative: Whether values may be zero or negative, as losses may be.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -162,11 +160,7 @@ def zscore(
     check_number("z_threshold", z_threshold, "The paper uses 2.5.")
     check_decays(decay=decay)
     check_count("warmup_steps", warmup_steps, "The paper uses 25.")
-    check_count(
-        "relearn_after",
-        relearn_after,
-        "Pass the number of consecutive outliers before the rule adapts to them.",
-    )
+    check_count("relearn_after", relearn_after, "Pass a number of consecutive outliers.")
 
     def init(norm: Array) -> ZscoreState:
         count, zeros = jnp.zeros(norm.shape, jnp.int32), jnp.zeros_like(norm)
@@ -196,9 +190,9 @@ def zscore(
             std=_hypotenuse(jnp.sqrt(1 - weight) * state.std, jnp.sqrt(weight) * deviation),
             outlier_streak=jnp.where(is_outlier, increment_where(state.outlier_streak), 0),
         )
-        return threshold, next_state if allow_negative else _where_nonzero(norm, next_state, state)
+        return threshold, _where_nonzero(norm, next_state, state)
 
-    return Rule(init, update, allow_negative=allow_negative)
+    return Rule(init, update, allow_negative=True)
 
 
 @public
@@ -228,7 +222,7 @@ def quantile(target: Number = 0.5, rate: Number = 0.2, initial: Number = 1.0) ->
     """
     check_number("target", target, "Pass 0.5 for the median.", "[0, 1]")
     check_number("rate", rate, "The paper uses 0.2.")
-    check_positive("initial", initial, "The paper uses 0.1.")
+    check_number("initial", initial, "The paper uses 0.1.")
 
     def update(norm: Array, threshold: Array, param_norm: object) -> tuple[Array, Array]:
         below = (norm <= threshold).astype(jnp.float32)
@@ -251,9 +245,7 @@ class WindowState(NamedTuple):
     value_count: Array
 
 
-def _window_rule(
-    window: Count, threshold_of: Callable[[WindowState, WindowState], Array], allow_negative: bool
-) -> Rule:
+def _window_rule(window: Count, threshold_of: Callable[[WindowState, WindowState], Array]) -> Rule:
     """Return a rule with the threshold `threshold_of(before, after)`.
 
     The arguments are the window of norms before and after the current step.
@@ -266,23 +258,21 @@ def _window_rule(
     def update(norm: Array, before: WindowState, param_norm: object) -> tuple[Array, WindowState]:
         values = jnp.concatenate([before.values[1:], norm[None]])  # without the oldest value
         after = WindowState(values, increment_where(before.value_count))
-        after = after if allow_negative else _where_nonzero(norm, after, before)
+        after = _where_nonzero(norm, after, before)
         return threshold_of(before, after), after
 
-    return Rule(init, update, allow_negative=allow_negative)
+    return Rule(init, update, allow_negative=True)
 
 
 @public
-def percentile(
-    percentile: Number = 10.0, window: Count = 1000, *, allow_negative: bool = False
-) -> Rule:
+def percentile(percentile: Number = 10.0, window: Count = 1000) -> Rule:
     """Threshold at a percentile of the most recent norms, including the current one.
 
     | step | threshold |
     | --- | --- |
     | the first | the norm itself, so that the step is not clipped |
     | fewer steps than `window` | the percentile of all norms so far, as published |
-    | a norm of zero | the norm is not recorded, unless `allow_negative` |
+    | a norm of zero | the norm is not recorded |
 
     Each step sorts all values in the window.
 
@@ -290,7 +280,6 @@ def percentile(
         percentile: Percentile from 1 to 100, or 0, with linear interpolation as in
             `numpy.percentile`.
         window: Number of values in the window, 1 to 2^20, static. Each norm needs 4 * window bytes.
-        allow_negative: Whether values may be zero or negative, as losses may be.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -305,21 +294,18 @@ def percentile(
         Seetharaman, Wichern, Pardo and Le Roux, 2020, arXiv 2007.14469.
     """
     check_percentile("percentile", percentile)
-    check_length("window", window)
+    check_length("window", window, "Pass the number of norms to keep.")
 
     def threshold_of(before: WindowState, after: WindowState) -> Array:
         ordered = jnp.sort(after.values, axis=0)
         last = jnp.clip(after.value_count - 1, 0, window - 1)
         position = jnp.asarray(percentile, jnp.float32) / 100 * last.astype(jnp.float32)
-        below = jnp.floor(position)
-        place = jnp.minimum(below.astype(jnp.int32), last)
-        low, high = (
-            jnp.take_along_axis(ordered, i[None], axis=0, mode="promise_in_bounds")[0]
-            for i in (place, jnp.minimum(place + 1, last))
-        )
-        return low + (high - low) * (position - below)
+        below = jnp.minimum(jnp.floor(position).astype(jnp.int32), last)
+        places = jnp.stack([below, jnp.minimum(below + 1, last)])
+        low, high = jnp.take_along_axis(ordered, places, axis=0, mode="promise_in_bounds")
+        return low + (high - low) * (position - jnp.floor(position))
 
-    return _window_rule(window, threshold_of, allow_negative)
+    return _window_rule(window, threshold_of)
 
 
 @public
@@ -329,7 +315,6 @@ def mean_std(
     warmup_steps: int = 64,
     *,
     ddof: int = 0,
-    allow_negative: bool = False,
 ) -> Rule:
     """Threshold `z_threshold` standard deviations above the mean of the most recent norms.
 
@@ -341,16 +326,14 @@ def mean_std(
     | step | threshold |
     | --- | --- |
     | the first `warmup_steps` | none |
-    | constant norms | above the norm, because the standard deviation is at least 1 % of the mean |
-    | constant values, `allow_negative` | the value, because the floor is at the level of rounding |
-    | a norm of zero | the norm is not recorded, unless `allow_negative` |
+    | constant values | above, because the standard deviation is at least 0.1 % of the mean |
+    | a norm of zero | the norm is not recorded |
 
     Args:
         z_threshold: Number of standard deviations above the mean; a positive number.
         window: Number of values in the window, 1 to 2^20, static.
         warmup_steps: Number of recorded norms before the first threshold, >= 1.
         ddof: 0 for the population variance (levanter), 1 for the sample variance (OLMo-core).
-        allow_negative: Whether values may be zero or negative, as losses may be.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -362,7 +345,7 @@ def mean_std(
         [4.0]
     """
     check_number("z_threshold", z_threshold, "OLMo-core and levanter use 6.")
-    check_length("window", window)
+    check_length("window", window, "Pass the number of norms to keep.")
     check_count("warmup_steps", warmup_steps, "Pass for example half of `window`.")
     check_count("ddof", ddof, "Pass 0 or 1.", low=0)
 
@@ -377,12 +360,12 @@ def mean_std(
         deviations = jnp.where(recorded, values / unit[None] - mean[None], 0)
         variance = jnp.sum(deviations**2 / jnp.maximum(n - ddof, 1)[None], axis=0)
         # Without this floor, the threshold of constant norms would equal the norm.
-        floor = 1e-6 if allow_negative else jnp.maximum(0.01 * mean, 1e-6)
+        floor = jnp.maximum(1e-3 * jnp.abs(mean), 1e-6)
         std = jnp.sqrt(jnp.maximum(variance, floor**2))
         threshold = unit * (mean + z_threshold * std)
         return jnp.where(before.value_count >= warmup_steps, threshold, UNBOUNDED)
 
-    return _window_rule(window, threshold_of, allow_negative)
+    return _window_rule(window, threshold_of)
 
 
 def _hypotenuse(x: Array, y: Array) -> Array:
@@ -397,4 +380,4 @@ def _where_nonzero(norm: Array, next_state: Tree, state: Tree) -> Tree:
     If zero norms were averaged, the first nonzero gradient of a rarely used leaf, such as an
     expert, would be clipped to zero.
     """
-    return optax.tree.where(norm > 0, next_state, state)
+    return optax.tree.where(norm != 0, next_state, state)

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 import jax.numpy as jnp
 import optax
 
+from .._checks import check_number
 from .._errors import public
 from .._types import UNBOUNDED, Array, AxisName, Count, Number, Tree
 from ..clipping._clip import norm_clip
@@ -16,7 +17,7 @@ from ..clipping._formula import scale_factor
 from ..clipping._granularity import axis as unit_axis
 from ..clipping._granularity import layer
 from ..clipping._norm import norm_of_leaves
-from ..clipping._threshold import capped, check_positive, relative_to_params
+from ..clipping._threshold import capped, relative_to_params
 from ._rules import EmaState, ema, zscore
 from ._rules import percentile as percentile_rule
 
@@ -69,7 +70,7 @@ def adaptive_grad_clip(
     References:
         Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171.
     """
-    check_positive("clipping", clipping, "The paper uses 0.01 for large batches.")
+    check_number("clipping", clipping, "The paper uses 0.01 for large batches.")
     rule, units = relative_to_params(clipping, eps), unit_axis(axis)
     return norm_clip("clipping", rule, units, axis_name=axis_name, nonfinite=nonfinite)
 
@@ -165,7 +166,7 @@ def zclip(
     """
     rule = zscore(z_threshold, decay, warmup_steps)
     if max_norm is not None:
-        check_positive("max_norm", max_norm, "The paper uses 1; pass None for no bound.")
+        check_number("max_norm", max_norm, "The paper uses 1; pass None for no bound.")
         rule = capped(rule, max_norm)
     return norm_clip("max_norm", rule, axis_name=axis_name, nonfinite=nonfinite)
 
@@ -217,8 +218,8 @@ def adagc(
     References:
         Wang et al., 2025, arXiv 2502.11034, version 2; the algorithm is that of version 1.
     """
-    check_positive("relative", relative, "The paper uses 1.05.")
-    check_positive("absolute", absolute, "The paper uses 1; pass inf for no bound.")
+    check_number("relative", relative, "The paper uses 1.05.")
+    check_number("absolute", absolute, "The paper uses 1; pass inf for no bound.")
     rule = ema(relative, decay, warmup_steps, warmup_max=UNBOUNDED)
 
     def update(norms: Array, state: EmaState, param_norms: Array | None) -> tuple[Array, EmaState]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -19,35 +18,29 @@ from .._checks import (
     check_ord,
     check_params,
     check_state,
-    is_scalar,
     is_traced,
     shortened,
 )
 from .._devices import groups_of_type, map_arrays, shared
-from .._errors import public, type_error, value_error
+from .._errors import public, value_error
 from .._leaves import checked_leaves, measured_shapes
-from .._mesh import check_bound, max_over, replica_count, shard_axes, sum_over, varying_axes
+from .._mesh import replica_count, shard_axes
 from .._states import register_state
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Tree
-from ._formula import REACTIONS, factor_of, scale_factor, scale_leaf
+from ._formula import factor_of, scale_factor, scale_leaf
 from ._granularity import Granularity, as_granularity, norm_shapes, select_groups
 from ._norm import (
+    Axes,
     Norms,
     Units,
     norm_dtype,
     norm_of_leaves,
     root_mean_squares,
+    totals,
     tree_units,
     unit_norms,
 )
-from ._threshold import (
-    Threshold,
-    apply_rules,
-    as_rules,
-    check_representable,
-    group_name,
-    init_rules,
-)
+from ._threshold import Threshold, apply_rules, as_rules, group_name, init_rules, shapes_of
 
 Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Array]
 """Reaction to a norm above its threshold, a name or a function `(norm, threshold) -> factor`."""
@@ -118,19 +111,16 @@ def clip_grad_norm(
     check_number("max_norm", max_norm, "Pass inf to compute the norm without clipping.")
     order, axes = check_ord(ord), check_axis_name(axis_name)
     leaves = checked_leaves("grads", grads)
-    check_bound(axes)
-    dtype, units = norm_dtype(leaves.arrays), tree_units(leaves.arrays)
-    check_representable("max_norm", max_norm, dtype)
+    dtype = norm_dtype(leaves.arrays)
     if norm is None:
         known = norm_of_leaves(leaves.arrays, order, axes)
     else:
-        is_nan = is_scalar(norm, jnp.floating) and not is_traced(norm) and math.isnan(norm)
-        if not is_nan:  # a norm of NaN makes every leaf NaN
-            check_number("norm", norm, "Pass the norm of `grads`.", "[0, inf]")
         known = jnp.asarray(norm).astype(dtype)
+        if not is_traced(norm) and norm < 0:
+            raise value_error("norm", ">= 0", norm, "Pass the norm of `grads`.")
     factor = scale_factor(known, jnp.asarray(max_norm, dtype))
     factor = jnp.where(jnp.isfinite(known), factor, jnp.nan)
-    return leaves.replace(_scale_leaves(leaves.arrays, units, [factor])), known
+    return leaves.replace(_scale_leaves(leaves.arrays, tree_units(leaves.arrays), [factor])), known
 
 
 def norm_clip(
@@ -144,13 +134,13 @@ def norm_clip(
     nonfinite: str = "propagate",
 ) -> optax.GradientTransformation:
     """Implement `clip_by_norm`; `argument` is the name of the threshold in error messages."""
-    check_choice("nonfinite", nonfinite, ("propagate", "zero"))
-    drop = nonfinite == "zero"
     granularity = as_granularity(granularity)
-    _check_reaction(reaction)
-    order, axes = check_ord(ord), check_axis_name(axis_name)
     rules, keys = as_rules(argument, threshold, is_group=granularity.is_group)
-    uses_params = any(rule.uses_params for rule in rules)
+    check_choice("nonfinite", nonfinite, ("propagate", "zero"))
+    if not callable(reaction):
+        check_choice("reaction", reaction, ("scale", "zero"))
+    order, axes = check_ord(ord), check_axis_name(axis_name)
+    drop = nonfinite == "zero"
 
     @functools.cache
     def state_type(shapes: tuple[tuple[int, ...], ...]) -> Tree:
@@ -167,23 +157,19 @@ def norm_clip(
 
     def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, ClipState]:
         leaves = checked_leaves("updates", updates)
-        check_bound(axes)
         arrays = leaves.arrays
         units = granularity.cut(arrays, updates)
         if keys is not None:
             units = select_groups(argument, units, keys)
-        expected = state_type(tuple(norm_shapes(units, arrays)))
-        states = _rule_states(argument, state, expected, arrays if units.is_local else ())
+        states = _rule_states(state, state_type(tuple(norm_shapes(units, arrays))))
         param_norms = None
-        if uses_params:
+        if any(rule.uses_params for rule in rules):
             check_params(updates, params)
             param_norms, _ = _measure(leaves.beside(params), units, order, axes)
         norms, total = _measure(arrays, units, order, axes)
         is_finite = jnp.isfinite(total)
-        thresholds, states = apply_rules(argument, rules, norms, states, param_norms, is_finite)
-        factors, metrics = _respond(
-            norms, total, thresholds, units=units, reaction=reaction, axis_name=axes, drop=drop
-        )
+        thresholds, states = apply_rules(rules, norms, states, param_norms, is_finite)
+        factors, metrics = _respond(norms, total, thresholds, units, reaction, axes, drop)
         clipped = _scale_leaves(arrays, units, factors, drop)
         return leaves.replace(clipped), ClipState(*metrics, rules=states)
 
@@ -197,19 +183,18 @@ def _measure(
     """Compute the norms, or root mean squares, of all units, and the norm of all leaves."""
     norms = unit_norms(leaves, units, ord, axis_name)
     is_single = len(norms) == 1 and not norms[0].ndim
-    over = axis_name if units.is_local else None
+    over = axis_name if units.is_local else ()
     total = norms[0] if is_single else norm_of_leaves(_stacked(norms, norms), ord, over)
     if units.is_rms:
         norms = root_mean_squares(norms, leaves, units, axis_name)
     return norms, total
 
 
-@functools.partial(jax.jit, static_argnames=("units", "reaction", "axis_name", "drop"))
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def _respond(
     norms: Norms,
     total: Scalar,
     thresholds: list[Any],
-    *,
     units: Units,
     reaction: Reaction,
     axis_name: AxisName,
@@ -230,15 +215,9 @@ def _respond(
     else:
         limits = _stacked(thresholds, norms)
     factors = map_arrays(respond, norms, thresholds)
-    if len(norms) == 1 and not norms[0].ndim:
-        # On TPU, each operation on the stack of one scalar would be a kernel of its own.
-        bound = jnp.minimum(jnp.asarray(thresholds[0], total.dtype), UNBOUNDED)
-        summary = bound, factors[0], (factors[0] != 1).astype(total.dtype)
-    else:
-        # Stacks of these factors would make XLA on CPU compile a separate kernel for each leaf.
-        over = axis_name if units.is_local else None
-        summary = _summary(limits, list(map(respond, stacks, limits)), over)
-    metrics = total, *summary
+    # Stacks of these factors would make XLA on CPU compile a separate kernel for each leaf.
+    over = axis_name if units.is_local else ()
+    metrics = total, *_summary(limits, list(map(respond, stacks, limits)), over)
     if units.names:
         names = [group_name(name) for name in units.names]
         columns = (norms, thresholds, factors)
@@ -251,8 +230,9 @@ def _stacked(values: Sequence[Array], norms: Norms) -> list[Array]:
     stacks: list[Array] = []
     for group in groups_of_type(norms):
         like = norms[group[0]]
-        own = [jnp.asarray(values[i], like.dtype) for i in group]
-        stacks.append(jnp.stack([jnp.broadcast_to(x, like.shape) for x in own]))
+        own = [jnp.broadcast_to(jnp.asarray(values[i], like.dtype), like.shape) for i in group]
+        # On TPU, each operation on the stack of one scalar would be a kernel of its own.
+        stacks.append(jnp.stack(own) if len(own) > 1 else own[0])
     return stacks
 
 
@@ -260,19 +240,26 @@ def _summary(
     thresholds: list[Any], factors: list[Array], axis_name: AxisName
 ) -> tuple[Scalar, Scalar, Scalar]:
     """Return the smallest threshold, the smallest factor, and the fraction of factors below 1."""
-    shards = [shard_axes(x, axis_name) for x in factors]
-    everywhere = frozenset[str]().union(*shards)
-    dtype, size = norm_dtype(factors), 0
-    bound, factor, num_clipped = (jnp.asarray(x, dtype) for x in (UNBOUNDED, 1, 0))
-    for threshold, x, axes in zip(thresholds, factors, shards, strict=True):
-        bound = jnp.minimum(bound, jnp.min(jnp.asarray(threshold, dtype), initial=UNBOUNDED))
-        factor = jnp.minimum(factor, jnp.min(x, initial=1))
-        num_clipped += jnp.sum(x != 1, dtype=dtype) / replica_count(axes, everywhere)
-        size += x.size * replica_count(frozenset(), axes)
-    if everywhere:  # `max_over` replaces NaN by infinity
-        lowest = -max_over(-jnp.stack([bound, factor]), everywhere)
-        bound, factor = jnp.where(lowest > -jnp.inf, lowest, jnp.nan)
-    return bound, factor, sum_over(num_clipped, everywhere) / max(size, 1)
+    if not factors:
+        thresholds, factors = [UNBOUNDED], [jnp.ones(())]
+    dtype = norm_dtype(factors)
+    total = functools.partial(totals, units=tree_units(factors), axis_name=axis_name)
+
+    def smallest(values: Sequence[Any], default: float) -> Scalar:
+        def largest(x: Array, axes: Axes, value: Array) -> Array:
+            return -jnp.min(jnp.asarray(value, dtype), initial=default)
+
+        (negative,) = total(largest, factors, values, is_sum=False)
+        # `totals` replaces NaN by infinity if it communicates.
+        return jnp.where(negative < jnp.inf, -negative, jnp.nan)
+
+    def num_clipped(x: Array, axes: Axes) -> Array:
+        return jnp.sum(x != 1, dtype=dtype)
+
+    shards = [replica_count(frozenset(), shard_axes(x, axis_name)) for x in factors]
+    size = sum(x.size * num_shards for x, num_shards in zip(factors, shards, strict=True))
+    fraction = total(num_clipped, factors)[0] / max(size, 1)
+    return smallest(thresholds, UNBOUNDED), smallest(factors, 1), fraction
 
 
 @functools.partial(jax.jit, static_argnums=(1, 3))
@@ -299,29 +286,12 @@ def _init_state(units: Units, rule_states: Tree) -> ClipState:
     return ClipState(by_name(0.0), by_name(UNBOUNDED), by_name(1.0), scalar(0.0), rule_states)
 
 
-def _rule_states(argument: str, state: Tree, expected: Tree, local_leaves: Sequence[Array]) -> Tree:
+def _rule_states(state: Tree, expected: Tree) -> Tree:
     """Return the states of the rules, or raise if they belong to another clip or other leaves."""
     if not jax.tree.leaves(expected):
         return ()
     check_state(state, ClipState)
-    hint = "Pass the state that its `init(params)` returned."
-    if jax.tree.structure(state.rules) != jax.tree.structure(expected):
-        raise type_error("state", "the state of this clip", "the state of another clip", hint)
-    if jax.tree.map(jnp.shape, state.rules) != jax.tree.map(jnp.shape, expected):
-        hint = "Call `init` with parameters that have the structure and shapes of the updates."
-        got = f"the state for other leaves, {shortened(state.rules)}"
+    if shapes_of(state.rules) != shapes_of(expected):
+        got, hint = shortened(state.rules), "Call `init` with the structure of the updates."
         raise value_error("state", f"like {shortened(expected)}", got, hint)
-    if len(set(map(varying_axes, local_leaves))) > 1:
-        rule = "a threshold without state if leaves are sharded over different mesh axes"
-        hint = "Clip leaves with different sharding separately with `optax.partition`."
-        raise value_error(argument, rule, "a rule with state", hint)
     return state.rules
-
-
-def _check_reaction(reaction: Reaction) -> None:
-    if isinstance(reaction, str):
-        check_choice("reaction", reaction, tuple(REACTIONS))
-    elif not callable(reaction):
-        rule = '"scale", "zero" or a function'
-        hint = "Pass a function of the norm and the threshold that returns a factor."
-        raise type_error("reaction", rule, shortened(reaction), hint)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import axes_within, check_axis, check_choice, check_number, describe
+from .._checks import axes_within, check_axis, check_choice, check_number, describe, dtype_of
 from .._errors import public, type_error, value_error
 from .._types import Array, Number, Tree
 from ._formula import scale_factor, scale_leaf
 from ._norm import norm_dtype, slice_units, unit_norms
-from ._threshold import check_representable
 
 
 @public
@@ -69,9 +68,8 @@ def clip_cotangent(
 
     Raises:
         ValueError: If a number is out of range, if `axis` is invalid for `x`, or if `norm_probe`
-            does not have the shape of the norms.
-        TypeError: If `x` is not a floating-point or complex array, or if `norm_probe` has the
-            wrong dtype.
+            does not have the shape and dtype of the norms.
+        TypeError: If `x` is not a floating-point or complex array.
 
     Examples:
         >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
@@ -85,15 +83,18 @@ def clip_cotangent(
     """
     check_number("max_norm", max_norm, "Pass inf to measure norms without clipping.")
     check_choice("nonfinite", nonfinite, ("propagate", "zero"))
-    check_axis(axis)
-    x = _as_inexact(x)
-    hint = "Pass the axes over which one norm is computed, such as -1 for each token."
-    over = tuple(range(np.ndim(x))) if axis is None else axes_within(axis, x, "`x`", "", hint)
+    axes, drop = check_axis(axis), nonfinite == "zero"
+    if not jnp.issubdtype(dtype_of(x), jnp.inexact):
+        hint = "Integers are not differentiable; for a tree, use `jax.tree.map`."
+        raise type_error("x", "a floating or complex array", describe(x), hint)
+    x = jnp.asarray(x)
+    over = tuple(range(x.ndim)) if axes is None else axes_within(axes, x)
     dtype = norm_dtype([x])
-    check_representable("max_norm", max_norm, dtype)
     if norm_probe is not None:
-        _check_probe(norm_probe, tuple(np.delete(np.shape(x), over).tolist()), dtype)
-    drop = nonfinite == "zero"
+        probe = jax.ShapeDtypeStruct([n for i, n in enumerate(x.shape) if i not in over], dtype)
+        if (np.shape(norm_probe), dtype_of(norm_probe)) != (probe.shape, probe.dtype):
+            hint = "Pass zeros with one element for each norm."
+            raise value_error("norm_probe", describe(probe), describe(norm_probe), hint)
 
     @jax.custom_vjp
     def identity(x: Array, max_norm: Array, probe: Array | None) -> Array:
@@ -114,22 +115,3 @@ def clip_cotangent(
 
     identity.defvjp(forward, backward)
     return identity(x, jnp.asarray(max_norm, dtype), norm_probe)
-
-
-def _as_inexact(x: Array) -> Array:
-    is_array = isinstance(x, (jax.Array, np.ndarray, np.generic, float, complex))
-    if not (is_array and jnp.issubdtype(jnp.result_type(x), jnp.inexact)):
-        rule, hint = "a floating or complex array", "Integers are not differentiable."
-        if not is_array:
-            hint = "Pass one array, or call the function for each leaf with `jax.tree.map`."
-        raise type_error("x", rule, describe(x) if is_array else type(x).__name__, hint)
-    return jnp.asarray(x)
-
-
-def _check_probe(probe: Array, shape: tuple[int, ...], dtype: Any) -> None:
-    rule = f"{jnp.dtype(dtype).name}{list(shape)}, with one entry for each norm"
-    hint = f"Pass `jnp.zeros({shape}, jnp.{jnp.dtype(dtype).name})`."
-    has_shape = np.shape(probe) == shape
-    if not has_shape or jnp.result_type(probe) != dtype:
-        error = type_error if has_shape else value_error
-        raise error("norm_probe", rule, describe(probe), hint)

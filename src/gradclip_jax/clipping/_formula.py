@@ -6,7 +6,6 @@ clipped = factor * x
 
 import functools
 from collections.abc import Callable
-from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -31,36 +30,20 @@ def scale_factor(norm: Array, threshold: Array) -> Array:
     return numerator / lax.select(is_above, norm, jnp.ones_like(norm))
 
 
-def zero_factor(norm: Array, threshold: Array) -> Array:
-    """Return 1 if `0 < threshold` and `norm <= threshold`, else 0; NaN for a NaN threshold."""
-    factor = ((norm <= threshold) & (threshold > 0)).astype(norm.dtype)
-    return jnp.where(jnp.isnan(threshold), jnp.nan, factor)
-
-
-REACTIONS: Final = {"scale": scale_factor, "zero": zero_factor}
-
-
-def apply_reaction(
-    reaction: Callable[[Array, Array], Array], norm: Array, threshold: Array
-) -> Array:
-    """Return `reaction(norm, threshold)`; 1 without a threshold, and 0 for a threshold <= 0.
-
-    A user-defined reaction receives only finite norms, and positive, finite thresholds.
-    """
-    is_limit = (threshold > 0) & (threshold < jnp.finfo(threshold.dtype).max)
-    given = jnp.where(jnp.isfinite(norm), norm, 1), jnp.where(is_limit, threshold, 1)
-    factor = jnp.asarray(reaction(*given)).astype(norm.dtype)
-    return jnp.where(is_limit, factor, jnp.sign(jnp.maximum(threshold, 0)))
-
-
 def factor_of(
     reaction: str | Callable[[Array, Array], Array], norm: Array, threshold: Array
 ) -> Array:
-    """Return the factor in [0, 1] for a reaction, which is a name or a function."""
-    if isinstance(reaction, str):
-        return REACTIONS[reaction](norm, threshold)
-    factor = apply_reaction(reaction, norm, threshold)
-    return jnp.clip(jnp.broadcast_to(factor, norm.shape), 0, 1)
+    """Return the factor in [0, 1] of a reaction: 1 without a threshold, 0 for a threshold <= 0.
+
+    A user-defined reaction receives only finite norms, and positive, finite thresholds.
+    """
+    if reaction == "scale":
+        return scale_factor(norm, threshold)
+    is_limit = (threshold > 0) & (threshold < jnp.finfo(threshold.dtype).max)
+    norm, limit = jnp.where(jnp.isfinite(norm), norm, 1), jnp.where(is_limit, threshold, 1)
+    factor = norm <= limit if isinstance(reaction, str) else reaction(norm, limit)
+    factor = jnp.clip(jnp.asarray(factor).astype(norm.dtype), 0, 1)
+    return jnp.where(is_limit, factor, jnp.sign(jnp.maximum(threshold, 0)))
 
 
 @functools.partial(jax.jit, static_argnames="drop")
@@ -95,10 +78,11 @@ def _product_jvp(primals: Tree, tangents: Tree) -> tuple[Array, Array]:
     return _product(x, factor), slope.astype(x.dtype)
 
 
-def clamp_leaf(x: Array, low: Number, high: Number) -> Array:
-    """Clamp to [low, high] with comparisons in at least float32; NaN remains NaN."""
+def clamp_leaf(x: Array, high: Number, low: Number | None) -> Array:
+    """Clamp to [low, high] or [-high, high] in at least float32; NaN remains NaN."""
     wide = x.astype(wide_dtype(x.dtype))
-    low, high = (jnp.asarray(bound, wide.dtype) for bound in (low, high))
+    high = jnp.maximum(jnp.asarray(high, wide.dtype), 0)
+    low = -high if low is None else jnp.asarray(low, wide.dtype)
     clamped = round_to(jnp.clip(wide, low, high), x.dtype)
     return jnp.where((wide < low) | (wide > high), clamped, x)
 

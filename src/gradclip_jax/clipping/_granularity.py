@@ -14,8 +14,7 @@ from .._checks import (
     broadcast_prefix,
     check_axis,
     check_choice,
-    check_count,
-    check_static,
+    check_length,
     describe,
     labels_of,
     leaf_path,
@@ -25,8 +24,6 @@ from .._leaves import is_measured
 from .._types import Array, Labels, Path, Tree
 from ._norm import Axes, Units, leaf_units, slice_units, tree_units
 from ._threshold import check_labels
-
-_DEPTH = "Pass the number of leading axes that index layers, 0 for an ordinary leaf."
 
 
 def norm_shapes(units: Units, leaves: Sequence[Array]) -> list[tuple[int, ...]]:
@@ -142,22 +139,21 @@ def layer(num_layer_axes: Tree = 1, *, rms: bool = False) -> Granularity:
         >>> clip.update(grads, clip.init(grads))[0].tolist()
         [[0.0, 1.0], [0.5, 0.0]]
     """
-    num_layer_axes = jax.tree.map(
-        lambda depth: 0 if depth is None else depth, num_layer_axes, is_leaf=lambda x: x is None
-    )
+    hint = "Pass the number of leading axes that index layers, 0 for an ordinary leaf."
     for depth in jax.tree.leaves(num_layer_axes):
-        check_static("num_layer_axes", depth)
-        check_count("num_layer_axes", depth, _DEPTH, low=0)
+        check_length("num_layer_axes", depth, hint, low=0)
 
     def cut(leaves: Sequence[Array], tree: Tree) -> Units:
-        depths = broadcast_prefix("num_layer_axes", num_layer_axes, "updates", tree)
+        depths = broadcast_prefix(
+            "num_layer_axes", num_layer_axes, "updates", tree, is_leaf=lambda x: x is None
+        )
         axes: list[Axes] = []
-        for (path, x), n in zip(jax.tree_util.tree_leaves_with_path(tree), depths, strict=True):
-            if is_measured(x) and n > np.ndim(x):
-                got = f"{n} for {describe(x)} at {leaf_path('updates', path)}"
-                raise value_error("num_layer_axes", "at most the rank of the leaf", got, _DEPTH)
+        for (path, x), depth in zip(jax.tree.leaves_with_path(tree), depths, strict=True):
             if is_measured(x):
-                axes.append(tuple(range(n, np.ndim(x))))
+                axes.append(tuple(range(depth or 0, np.ndim(x))))
+                if (depth or 0) > np.ndim(x):
+                    got = f"{depth} for {describe(x)} at {leaf_path('updates', path)}"
+                    raise value_error("num_layer_axes", "at most the rank of the leaf", got, hint)
         return slice_units(axes, is_rms=rms)
 
     return Granularity(cut)
@@ -187,29 +183,26 @@ def axis(axis: int | Sequence[int] | None = None) -> Granularity:
         >>> [[round(x, 4) for x in row] for row in clip.update(grads, None)[0].tolist()]
         [[0.6, 0.8], [0.5, 0.0]]
     """
-    check_axis(axis)
+    axes = check_axis(axis)
 
     def cut(leaves: Sequence[Array], tree: Tree) -> Units:
-        paths = jax.tree_util.tree_leaves_with_path(tree)
-        axes = [_unit_axes(path, x, axis) for path, x in paths if is_measured(x)]
-        return slice_units(axes, is_local=True)
+        paths = jax.tree.leaves_with_path(tree)
+        of_leaves = [_unit_axes(path, x, axes) for path, x in paths if is_measured(x)]
+        return slice_units(of_leaves, is_local=True)
 
     return Granularity(cut)
 
 
-def _unit_axes(path: Path, x: Array, axis: int | Sequence[int] | None) -> Axes:
+def _unit_axes(path: Path, x: Array, axes: Axes | None) -> Axes:
     """Return the axes over which each norm of a leaf is computed; None depends on the rank."""
-    rank = np.ndim(x)
-    if axis is not None:
-        hint = "Clip leaves of other ranks separately with `optax.masked` or `optax.partition`."
-        return axes_within(axis, x, "every leaf", leaf_path("updates", path), hint)
+    rank, place = np.ndim(x), leaf_path("updates", path)
+    if axes is not None:
+        return axes_within(axes, x, f" at {place}")
     if sum(n != 1 for n in np.shape(x)) <= 1:  # compute one norm for a scalar or vector
         return tuple(range(rank))
+    if rank > 5:
+        got, hint = f"None for {describe(x)} at {place}", "Pass the axes of one norm."
+        raise value_error("axis", "specified for leaves with more than 5 axes", got, hint)
     # These are the input axes of linear layers (IO), attention projections, and HWIO and DHWIO
     # filters.
-    known = {2: (0,), 3: (0,), 4: (0, 1, 2), 5: (0, 1, 2, 3)}
-    if rank not in known:
-        rule = "specified for leaves with more than 5 axes"
-        got = f"None for {describe(x)} at {leaf_path('updates', path)}"
-        raise value_error("axis", rule, got, "Pass the axes over which a norm is computed.")
-    return known[rank]
+    return (0,) if rank < 4 else tuple(range(rank - 1))

@@ -16,7 +16,7 @@ from .._checks import check_axis_name, check_ord, is_traced
 from .._devices import fusion_barrier, joined, map_arrays
 from .._errors import public, value_error
 from .._leaves import checked_leaves, is_measured, wide_dtype
-from .._mesh import check_bound, max_over, replica_count, shard_axes, sum_over
+from .._mesh import max_over, replica_count, shard_axes, sum_over
 from .._types import Array, AxisName, Number, Order, Scalar, Tree
 
 Axes: TypeAlias = tuple[int, ...]
@@ -111,10 +111,8 @@ def global_norm(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = N
         >>> float(gcx.global_norm({"w": jnp.float16([300, 0]), "b": jnp.float16([400])}))
         500.0
     """
-    leaves = checked_leaves("tree", tree)
-    order, axes = check_ord(ord), check_axis_name(axis_name)
-    check_bound(axes)
-    return norm_of_leaves(leaves.arrays, order, axes)
+    leaves = checked_leaves("tree", tree).arrays
+    return norm_of_leaves(leaves, check_ord(ord), check_axis_name(axis_name))
 
 
 @public
@@ -143,7 +141,6 @@ def leaf_norms(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = No
     """
     leaves = checked_leaves("tree", tree).arrays
     order, axes = check_ord(ord), check_axis_name(axis_name)
-    check_bound(axes)
     norms = iter(unit_norms(leaves, leaf_units(leaves), order, axes))
     return jax.tree.map(lambda x: next(norms) if is_measured(x) else jnp.float32(0), tree)
 
@@ -196,10 +193,7 @@ def norm_of_leaves(leaves: Sequence[Array], ord: float, axis_name: AxisName) -> 
 
 def norm_dtype(leaves: Iterable[Array]) -> DTypeLike:
     """float32, or float64 if a leaf is float64 or complex128."""
-    for x in leaves:
-        if jnp.finfo(x.dtype).bits == 64:
-            return jnp.float64
-    return jnp.float32
+    return jnp.float64 if any(jnp.finfo(x.dtype).bits == 64 for x in leaves) else jnp.float32
 
 
 def magnitude(x: Array, dtype: DTypeLike) -> Array:
@@ -270,23 +264,22 @@ def _unit_norms_jvp(
     """Set the derivative to zero where a norm is zero or not finite, to avoid NaN."""
     (leaves,), (directions,) = primals, tangents
     norms, dtype = unit_norms(leaves, units, ord, axis_name), norm_dtype(leaves)
-    of_leaves = _of_leaves(norms, units)
     total = functools.partial(totals, units=units, axis_name=axis_name)
+
+    def of_leaves(values: Norms) -> Norms:  # a leaf without a norm receives any value
+        return [values[i or 0] for i in units.entries]
 
     def num_tops(x: Array, axes: Axes, norm: Array) -> Array:
         return reduce_axes(jnp.sum, (magnitude(x, dtype) == norm).astype(dtype), axes)
 
-    ties = of_leaves
-    if math.isinf(ord):
-        ties = _of_leaves(total(num_tops, leaves, of_leaves), units)
+    ties = total(num_tops, leaves, of_leaves(norms)) if math.isinf(ord) else norms
 
     def slope(x: Array, norm: Array, ties: Array) -> Array:
         is_regular = (norm > 0) & jnp.isfinite(norm)
-        divisor = jnp.where(is_regular, norm, 1)
+        divisor = jnp.where(is_regular, norm, 1).astype(x.dtype)
         if ord == 2:  # this form is differentiable at zero elements
-            return jnp.where(is_regular, x / divisor.astype(x.dtype), 0)
-        is_top = (jnp.abs(x) == norm) / jnp.maximum(ties, 1)
-        weight = is_top if math.isinf(ord) else jnp.ones_like(norm)
+            return jnp.where(is_regular, x / divisor, 0)
+        weight = (jnp.abs(x) == norm) / jnp.maximum(ties, 1) if math.isinf(ord) else is_regular
         return jnp.where(is_regular, _sign(x) * weight.astype(x.dtype), 0)
 
     def along(x: Array, axes: Axes, norm: Array, ties: Array, direction: Array) -> Array:
@@ -294,20 +287,19 @@ def _unit_norms_jvp(
         product = jnp.conj(slope(x.astype(wide), norm, ties)) * direction.astype(wide)
         return reduce_axes(jnp.sum, jnp.real(product).astype(dtype), axes)
 
-    return norms, total(along, leaves, of_leaves, ties, directions)
+    return norms, total(along, leaves, of_leaves(norms), of_leaves(ties), directions)
 
 
 def root_mean_squares(
     norms: Norms, leaves: Sequence[Array], units: Units, axis_name: AxisName
 ) -> Norms:
     """Divide the norm of each slice by the root of its number of elements."""
-    roots: list[float] = []
-    for x, axes in zip(leaves, units.axes or (), strict=True):
-        num_shards = replica_count(frozenset(), shard_axes(x, axis_name))
-        roots.append(math.sqrt(max(num_shards * math.prod(x.shape[i] for i in axes), 1)))
+    rows = zip(leaves, units.axes or (), strict=True)
+    sizes = [math.prod(x.shape[i] for i in axes) for x, axes in rows]
+    shards = [replica_count(frozenset(), shard_axes(x, axis_name)) for x in leaves]
+    roots = [math.sqrt(max(n * size, 1)) for n, size in zip(shards, sizes, strict=True)]
     # XLA:CPU would repeat a division by a constant in every kernel that reads the result.
-    dtype = norm_dtype(norms)
-    divisors = {root: fusion_barrier(jnp.asarray(root, dtype)) for root in roots}
+    divisors = {root: fusion_barrier(jnp.asarray(root, norm_dtype(norms))) for root in roots}
     return [norm / divisors[root] for norm, root in zip(norms, roots, strict=True)]
 
 
@@ -316,11 +308,6 @@ def _sign(x: Array) -> Array:
     if not jnp.iscomplexobj(x):
         return jnp.sign(x)
     return x / jnp.abs(jnp.where(x == 0, 1, x)).astype(x.dtype)
-
-
-def _of_leaves(values: Norms, units: Units) -> Norms:
-    """Return one value for each leaf; a leaf without a norm receives the first value."""
-    return [values[i or 0] for i in units.entries]
 
 
 def totals(
@@ -335,23 +322,17 @@ def totals(
 
     `terms(leaf, axes, *columns)` is the contribution of a leaf to its unit.
     """
-    shards: list[frozenset[str]] = []
-    for x in leaves:
-        shards.append(frozenset() if units.is_local else shard_axes(x, axis_name))
+    shards = [shard_axes(x, () if units.is_local else axis_name) for x in leaves]
     everywhere = frozenset[str]().union(*shards)
     axes = units.axes or [tuple(range(x.ndim)) for x in leaves]
-    parts: dict[int, list[Array]] = {}
+    parts: list[list[Array]] = [[] for _ in range(units.size)]
     rows = zip(units.entries, shards, map(terms, leaves, axes, *columns), strict=True)
     for i, shard, part in rows:
-        if i is None:
-            continue
-        if is_sum and everywhere:  # count a replicated leaf once
-            part = part / replica_count(shard, everywhere)
-        parts.setdefault(i, []).append(part)
-    entries: Norms = []
-    for i in range(units.size):
-        of_unit = parts.get(i) or [jnp.zeros((), norm_dtype(leaves))]
-        entries.append(joined(of_unit, is_sum=is_sum))
+        if i is not None:  # count a replicated leaf once
+            is_repeated = is_sum and shard != everywhere
+            parts[i].append(part / replica_count(shard, everywhere) if is_repeated else part)
+    zero = jnp.zeros((), norm_dtype(leaves))
+    entries = [joined(of_unit or [zero], is_sum=is_sum) for of_unit in parts]
     if not everywhere:
         return entries
     vector = jnp.concatenate([x.reshape(-1) for x in entries])

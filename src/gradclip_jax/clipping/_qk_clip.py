@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_static, describe, dtype_of, leaf_path
-from .._errors import public, type_error, value_error
+from .._checks import check_number, describe, dtype_of, leaf_path
+from .._errors import public, value_error
 from .._leaves import check_leaves
-from .._types import Array, Number, Tree
+from .._types import Array, Number, Path, Tree
 from ._formula import scale_factor, scale_leaf
-from ._threshold import check_positive
 
 
 @public
@@ -90,11 +89,18 @@ def qk_clip(
         Kimi Team, 2025, arXiv 2507.20534, algorithm 1. The rule for shared key heads is not in
         the paper.
     """
-    check_positive("threshold", threshold, "Kimi K2 was trained with 100.")
-    gamma = _head_factors(max_logits, threshold)
+    check_number("threshold", threshold, "Kimi K2 was trained with 100.")
+    if not jnp.issubdtype(dtype_of(max_logits), jnp.floating) or np.ndim(max_logits) != 1:
+        rule = "a floating-point vector with the largest logit of each query head"
+        hint = "Pass one floating-point number for each head, the maximum over all other axes."
+        raise value_error("max_logits", rule, describe(max_logits), hint)
+    logits, tau = jnp.asarray(max_logits).astype(jnp.float32), jnp.asarray(threshold, jnp.float32)
+    is_known = jnp.isfinite(logits) & (tau > 0)
+    gamma = jnp.where(is_known, scale_factor(jnp.where(is_known, logits, 0), tau), 1)
     if key is None:
         return _scale_heads("query", query, gamma, head_axis), None
-    groups = _head_count("key", key, head_axis)
+    counts = [np.shape(x)[head_axis] for x in jax.tree.leaves(key) if _has_axis(x, head_axis)]
+    groups = counts[0] if counts else 0
     if groups == 0 or gamma.size % groups:
         rule = f"weights whose number of heads divides {gamma.size}"
         hint = "Pass key weights with one head for each group of query heads."
@@ -105,44 +111,22 @@ def qk_clip(
     return query, _scale_heads("key", key, of_key.reshape(-1), head_axis)
 
 
-def _head_factors(max_logits: Array, threshold: Number) -> Array:
-    """Return gamma for each head; 1 where the logit or the threshold is invalid."""
-    rule = "a floating-point vector with the largest logit of each query head"
-    hint = "Pass one floating-point number for each head, the maximum over all other axes."
-    is_floating = jnp.issubdtype(dtype_of(max_logits), jnp.floating)
-    if not is_floating or np.ndim(max_logits) != 1:
-        error = value_error if is_floating else type_error
-        raise error("max_logits", rule, describe(max_logits), hint)
-    logits, tau = jnp.asarray(max_logits).astype(jnp.float32), jnp.asarray(threshold, jnp.float32)
-    is_known = jnp.isfinite(logits) & (tau > 0)
-    return jnp.where(is_known, scale_factor(jnp.where(is_known, logits, 0), tau), 1)
-
-
-def _head_count(argument: str, tree: Tree, head_axis: int, count: int | None = None) -> int:
-    """Return `count` or, if it is None, the number of heads in the first leaf; 0 without leaves."""
-    check_leaves(argument, tree, real=True)
-    check_static("head_axis", head_axis)
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        got = f"{describe(x)} at {leaf_path(argument, path)}"
-        if not (hasattr(head_axis, "__index__") and -np.ndim(x) <= head_axis < np.ndim(x)):
-            hint = "Pass an integer axis, such as -2 for weights of shape [..., heads, head_dim]."
-            got = f"{head_axis!r} for {got}"
-            raise value_error("head_axis", "an axis of every leaf", got, hint)
-        count = np.shape(x)[head_axis] if count is None else count
-        if np.shape(x)[head_axis] != count:
-            rule = f"a tree with {count} heads in every leaf"
-            hint = "Pass the axis that indexes heads as `head_axis`."
-            raise value_error(argument, rule, got, hint)
-    return count or 0
+def _has_axis(x: Array, axis: int) -> bool:
+    return -np.ndim(x) <= axis < np.ndim(x)
 
 
 def _scale_heads(argument: str, tree: Tree, factors: Array, head_axis: int) -> Tree:
     """Multiply each leaf by the factors of its heads."""
-    _head_count(argument, tree, head_axis, factors.size)
+    check_leaves(argument, tree, real=True)
 
-    def scaled(x: Array) -> Array:
+    def scaled(path: Path, x: Array) -> Array:
+        if not _has_axis(x, head_axis) or np.shape(x)[head_axis] != factors.size:
+            rule = f"a tree with {factors.size} heads on axis {head_axis} of every leaf"
+            hint = "Pass the axis that indexes heads as `head_axis`."
+            got = f"{describe(x)} at {leaf_path(argument, path)}"
+            raise value_error(argument, rule, got, hint)
         shape = [1] * np.ndim(x)
         shape[head_axis] = factors.size
         return scale_leaf(x, factors.reshape(shape))
 
-    return jax.tree.map(scaled, tree)
+    return jax.tree.map_with_path(scaled, tree)

@@ -6,22 +6,19 @@ The published rules are in `adaptive/`. Users can define their own rules with th
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_number, describe, dtype_of, is_scalar, is_traced, shortened
+from .._checks import check_number, describe, is_scalar, shortened
 from .._errors import public, type_error, value_error
 from .._states import increment_where
 from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree
-from ._norm import Norms, norm_dtype, split
-
-_HINT = "Pass a number, a schedule, or a rule from `gcx.thresholds`."
+from ._norm import Norms, split
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,8 +37,7 @@ class Rule:
             unit of the norm. A threshold <= 0 results in a zero update.
         uses_params: Whether `update` needs the norms of the parameters.
         counts_steps: Whether the state counts steps, including steps with a non-finite norm.
-        allow_negative: Whether `update` supports values that may be zero or negative, such as
-            losses.
+        allow_negative: Whether `update` supports negative values, such as losses.
         max_threshold: Upper bound of the threshold, or None. A guard that restarts the rule does
             not apply a step above this bound.
 
@@ -65,8 +61,11 @@ class Rule:
     max_threshold: Number | None = None
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Constant(Rule):
     """A rule for a number, which is the same for all norms."""
+
+    value: Number = 0.0
 
 
 Threshold: TypeAlias = Number | Schedule | Rule
@@ -81,9 +80,7 @@ def scheduled(argument: str, schedule: Schedule) -> Rule:
 
     def update(norm: Array, count: Array, param_norm: Array | None) -> tuple[Array, Array]:
         value = schedule(count)
-        dtype = dtype_of(value)
-        is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-        if np.ndim(value) or not is_real:
+        if not is_scalar(value, jnp.floating, jnp.integer):
             rule, hint = "a schedule that returns a real scalar", "Return one number per step."
             raise type_error(argument, rule, describe(value), hint)
         return jnp.asarray(value), increment_where(count)
@@ -109,14 +106,12 @@ def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
     References:
         Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171.
     """
-    check_positive("ratio", ratio, "The paper uses 0.01 for large batches.")
-    check_positive("eps", eps, "The paper uses 1e-3.")
+    check_number("ratio", ratio, "The paper uses 0.01 for large batches.")
+    check_number("eps", eps, "The paper uses 1e-3.")
 
     def update(norm: Array, state: Tree, param_norm: Array | None) -> tuple[Array, Tree]:
         assert param_norm is not None  # because of `uses_params`
-        dtype = param_norm.dtype
-        floor = jnp.asarray(eps, dtype)
-        return jnp.maximum(param_norm, floor) * jnp.asarray(ratio, dtype), state
+        return ratio * jnp.maximum(param_norm, eps), state
 
     return Rule(lambda norm: (), update, uses_params=True)
 
@@ -126,27 +121,23 @@ def as_rule(argument: str, threshold: Threshold, *, low: float = 0.0) -> Rule:
     if isinstance(threshold, Rule):
         _check_rule(argument, threshold)
         return threshold
-    rule, hint = "a number, a schedule or a rule", _HINT
-    if inspect.isfunction(threshold) and threshold.__annotations__.get("return") in ("Rule", Rule):
-        raise type_error(argument, rule, shortened(threshold), f"Pass `{threshold.__name__}()`.")
     if callable(threshold) and not isinstance(threshold, type):
         return scheduled(argument, threshold)
     if not is_scalar(threshold, jnp.floating, jnp.integer):
-        if isinstance(threshold, (Mapping, list, tuple)):
-            hint = "Use `clip_by_group_norm` for several thresholds."
-        if any(isinstance(x, (jax.Array, np.ndarray)) for x in jax.tree.leaves(threshold)):
-            hint = "Use `clip_grad_norm(grads, max_norm)` to clip a tree without a transformation."
-        raise type_error(argument, rule, shortened(threshold), hint)
-    check_number(argument, threshold, _HINT, f"({low}, inf]")
-    if not low:
-        check_representable(argument, threshold, jax.dtypes.canonicalize_dtype(np.float64))
+        hint = (
+            "Use `clip_by_group_norm` for several thresholds, and `clip_grad_norm(grads, max_norm)`"
+            " to clip a tree without a transformation."
+        )
+        raise type_error(argument, "a number, a schedule or a rule", shortened(threshold), hint)
+    check_number(argument, threshold, "Pass a positive number.", f"({low}, inf]")
     # An int above 2^31 is not an int32.
     value = float(threshold) if isinstance(threshold, int) else threshold
+    return _Constant(lambda norm: (), lambda norm, state, _: (value, state), value=value)
 
-    def update(norm: Array, state: Tree, param_norm: Array | None) -> tuple[Any, Tree]:
-        return value, state
 
-    return _Constant(lambda norm: (), update)
+def shapes_of(tree: Tree) -> Tree:
+    """Return a tree with the shape of each leaf as a list."""
+    return jax.tree.map(lambda x: list(np.shape(x)), tree)
 
 
 def _check_rule(argument: str, rule: Rule) -> None:
@@ -156,45 +147,21 @@ def _check_rule(argument: str, rule: Rule) -> None:
         state = rule.init(norm)
         return state, rule.update(norm, state, norm if rule.uses_params else None)
 
+    norm, has_bools = jax.ShapeDtypeStruct((), jnp.float32), False
     try:
-        state, result = jax.eval_shape(first_step, jax.ShapeDtypeStruct((), jnp.float32))
+        state, got = jax.eval_shape(first_step, norm)
+        has_bools = any(x.dtype == bool for x in jax.tree.leaves(state))
     except (TypeError, AttributeError) as error:
         if rule.uses_params:
             raise
-        hint = "Pass `uses_params=True` to `Rule` if `update` uses the norm of the parameters."
-        is_rule = "a rule whose `update` accepts None as `param_norm`"
-        raise type_error(argument, is_rule, f"a {type(error).__name__}", hint) from error
-    is_pair = type(result) is tuple and len(result) == 2
-    if not is_pair or not hasattr(result[0], "dtype") or result[0].shape:
-        is_rule = "a rule whose `update` returns a threshold for each norm, and a state"
-        hint = "Return `(threshold, state)`. Pass `uses_params=True` if it depends on `param_norm`."
-        raise type_error(argument, is_rule, shortened(result), hint)
-    if any(x.dtype == bool for x in jax.tree.leaves(state)):
-        is_rule = "a rule whose state has numbers only"
-        raise type_error(argument, is_rule, shortened(state), "Use int32 instead of bool.")
-    if jax.tree.map(lambda x: x.shape, state) != jax.tree.map(lambda x: x.shape, result[1]):
-        is_rule = f"a rule whose `update` keeps the shapes of the state {shortened(state)}"
-        hint = "Return a state with the structure and shapes of `init(norm)`."
-        raise type_error(argument, is_rule, shortened(result[1]), hint)
-
-
-def check_positive(argument: str, value: Number, hint: str) -> None:
-    """Check a number of a rule, which computes in float32."""
-    check_number(argument, value, hint)
-    check_representable(argument, value)
-
-
-def check_representable(argument: str, value: Any, dtype: Any = np.float32) -> None:
-    """Raise if a known number is finite and nonzero, but infinite or zero in `dtype`.
-
-    XLA may replace subnormal numbers by zero.
-    """
-    if is_traced(value) or not callable(getattr(value, "__float__", None)):
-        return
-    size, info = abs(float(value)), jnp.finfo(dtype)
-    if 0 < size < float(info.tiny) or float(info.max) < size < math.inf:
-        rule = f"between {info.tiny:.1e} and {info.max:.1e}, the range of {info.dtype}, or inf"
-        raise value_error(argument, rule, value, "Scale the loss, or pass inf to disable clipping.")
+        state, got = (), type(error)
+    if has_bools or shapes_of(got) != shapes_of((norm, state)):
+        is_rule = (
+            "a rule whose `update` returns a threshold for each norm, and a state with the shapes "
+            f"of {shortened(state)}, without bools"
+        )
+        hint = "Pass `uses_params=True` to `Rule` if `update` uses `param_norm`."
+        raise type_error(argument, is_rule, shortened(got), hint)
 
 
 @public
@@ -213,11 +180,11 @@ def capped(rule: Rule, max_threshold: Number) -> Rule:
         [1.0]
     """
     rule = as_rule("rule", rule)
-    check_positive("max_threshold", max_threshold, "Use the rule without `capped` for no bound.")
+    check_number("max_threshold", max_threshold, "Use the rule without `capped` for no bound.")
 
     def update(norm: Array, state: Tree, param_norm: Array | None) -> tuple[Array, Tree]:
         threshold, state = rule.update(norm, state, param_norm)
-        return jnp.minimum(threshold, jnp.asarray(max_threshold, jnp.float32)), state
+        return jnp.minimum(threshold, max_threshold), state
 
     return dataclasses.replace(rule, update=update, max_threshold=max_threshold)
 
@@ -239,19 +206,18 @@ def apply_rule(
     The state changes only if all norms and `is_finite`, the other norms of the step, are finite.
     """
     # States are float32, so a larger norm counts as the largest float32 and changes no state.
-    largest, is_wide = jnp.asarray(UNBOUNDED, norm.dtype), norm.dtype == jnp.float64
-    value = jnp.where(jnp.isfinite(norm), jnp.clip(norm, -largest, largest), 0)
-    keeps = is_finite & jnp.all(jnp.abs(norm) <= largest) | rule.counts_steps
-    param_norm = None if param_norm is None else param_norm.astype(jnp.float32)
-    threshold, proposed = rule.update(value.astype(jnp.float32), state, param_norm)
-    threshold = jnp.asarray(threshold).astype(norm.dtype)
-    if is_wide:
-        threshold = jnp.where(threshold >= largest, jnp.finfo(norm.dtype).max, threshold)
+    value = jnp.where(jnp.isfinite(norm), jnp.clip(norm, -UNBOUNDED, UNBOUNDED), 0)
+    keeps = is_finite & jnp.all(jnp.abs(norm) <= UNBOUNDED) | rule.counts_steps
+    given = param_norm.astype(jnp.float32) if rule.uses_params and param_norm is not None else None
+    threshold, proposed = rule.update(value.astype(jnp.float32), state, given)
+    threshold = jnp.broadcast_to(jnp.asarray(threshold).astype(norm.dtype), norm.shape)
+    if norm.dtype == jnp.float64:
+        threshold = jnp.where(threshold >= UNBOUNDED, jnp.finfo(norm.dtype).max, threshold)
 
     def select(new: Array, old: Array) -> Array:
         return jnp.where(keeps, jnp.asarray(new).astype(old.dtype), old)
 
-    return jnp.broadcast_to(threshold, norm.shape), jax.tree.map(select, proposed, state)
+    return threshold, jax.tree.map(select, proposed, state)
 
 
 def as_rules(
@@ -269,19 +235,17 @@ def init_rules(argument: str, rules: Sequence[Rule], shapes: Sequence[tuple[int,
     """Return the initial states for norms of these shapes; () if no rule has a state."""
     states: list[Tree] = []
     for rule, own in zip(rules, _by_rule(rules, shapes), strict=True):
-        shape = () if len(own) == 1 and own[0] == () else (sum(map(math.prod, own)),)
-        state = init_state(rule, shape)
-        for x in jax.tree.leaves(state):
+        shape = () if list(own) == [()] else (sum(map(math.prod, own)),)
+        states.append(init_state(rule, shape))
+        for x in jax.tree.leaves(states[-1]):
             if x.shape and x.shape[x.ndim - len(shape) :] != shape:
-                is_rule = f"a rule whose state has shapes (), or shapes that end with {shape}"
+                is_rule = f"a rule whose state has shape (), or shapes that end with {shape}"
                 hint = "Use the shape of the argument of `init`, which is that of the norms."
-                raise type_error(argument, is_rule, shortened(state), hint)
-        states.append(state)
+                raise type_error(argument, is_rule, shortened(states[-1]), hint)
     return tuple(states) if jax.tree.leaves(states) else ()
 
 
 def apply_rules(
-    argument: str,
     rules: Sequence[Rule],
     norms: Norms,
     states: Tree,
@@ -293,19 +257,17 @@ def apply_rules(
     after: list[Tree] = []
     columns = _by_rule(rules, norms), _by_rule(rules, param_norms or norms)
     for rule, own, params, state in zip(rules, *columns, states or [()] * len(rules), strict=True):
-        if jax.tree.leaves(state):  # the rule receives its norms as one vector
+        if isinstance(rule, _Constant):
+            thresholds.append(rule.value)
+        elif jax.tree.leaves(state):  # the rule receives its norms as one vector
             param_norm = _as_vector(params) if rule.uses_params else None
             vector, state = apply_rule(rule, _as_vector(own), state, param_norm, is_finite)
             thresholds += split(vector, own)
-        elif isinstance(rule, _Constant):
-            value, _ = rule.update(cast(Array, None), (), None)
-            check_representable(argument, value, norm_dtype(own))
-            thresholds.append(value)
         else:
-            pairs = zip(own, params if rule.uses_params else [None] * len(own), strict=True)
+            pairs = zip(own, params, strict=True)
             thresholds += [apply_rule(rule, x, (), param_norm)[0] for x, param_norm in pairs]
         after.append(state)
-    return thresholds, tuple(after) if jax.tree.leaves(after) else ()
+    return thresholds, tuple(after) if states else ()
 
 
 def _by_rule(rules: Sequence[Rule], values: Sequence[Any]) -> list[Sequence[Any]]:

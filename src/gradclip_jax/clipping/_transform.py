@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, ParamSpec, TypeVar
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from .._checks import check_number, is_traced
@@ -18,28 +15,7 @@ from .._types import AxisName, Labels, Number, Order, Tree
 from ._clip import Reaction, norm_clip
 from ._formula import clamp_leaf
 from ._granularity import Granularity, group, layer
-from ._threshold import Threshold, check_positive
-
-_Args = ParamSpec("_Args")
-_Result = TypeVar("_Result")
-
-
-def _takes_no_tree(instead: str) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]]:
-    """Return a decorator that raises if a gradient tree and a threshold are passed by position."""
-
-    def decorate(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-        @functools.wraps(fun)
-        def checked(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-            if len(args) > 1:
-                hint = f"Call `{instead}` to clip a tree without a transformation."
-                rule, got = "the only positional argument", f"{len(args)} arguments"
-                argument = next(iter(inspect.signature(fun).parameters))
-                raise type_error(argument, rule, got, hint)
-            return fun(*args, **kwargs)
-
-        return checked
-
-    return decorate
+from ._threshold import Threshold
 
 
 @public
@@ -130,11 +106,10 @@ def clip_by_norm(
 
 
 @public
-@_takes_no_tree("clip_grad_norm(grads, max_norm)")
 def clip_by_global_norm(
     max_norm: Threshold,
-    *,
     ord: Order | None = None,
+    *,
     axis_name: AxisName = None,
     nonfinite: Literal["propagate", "zero"] = "propagate",
 ) -> optax.GradientTransformation:
@@ -329,9 +304,8 @@ def clip_by_block_rms(
 
 
 @public
-@_takes_no_tree("clip_grad_value(grads, max_value)")
 def clip_by_value(
-    max_value: Number, *, min_value: Number | None = None
+    max_value: Number, min_value: Number | None = None
 ) -> optax.GradientTransformation:
     """Clamp every element to `[-max_value, max_value]`, or to `[min_value, max_value]`.
 
@@ -355,32 +329,12 @@ def clip_by_value(
         >>> clip.update(jnp.array([-3.0, 0.5, 2.0]), clip.init(None))[0].tolist()
         [-1.0, 0.5, 1.0]
     """
-    return _value_clip(*_value_bounds("max_value", max_value, min_value))
+    _check_bounds(max_value, min_value)
 
+    def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, Tree]:
+        return _clamp_tree("updates", updates, max_value, min_value), state
 
-@public
-@_takes_no_tree("clip_grad_value(grads, max_value)")
-def clip(max_delta: Number) -> optax.GradientTransformation:
-    """Clamp every element to `[-max_delta, max_delta]`, as `optax.clip` does.
-
-    This function is equivalent to `clip_by_value(max_delta)`.
-
-    Args:
-        max_delta: Bound in the units of the gradients; a positive number or a traced scalar.
-
-    Returns:
-        A gradient transformation without a state.
-
-    Raises:
-        ValueError: If `max_delta` is not positive.
-        TypeError: If `max_delta` is not a number, or if a leaf is not real floating-point.
-
-    Examples:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
-        >>> gcx.clip(1.0).update(jnp.array([-3.0, 0.5]), None)[0].tolist()
-        [-1.0, 0.5]
-    """
-    return _value_clip(*_value_bounds("max_delta", max_delta, None))
+    return optax.GradientTransformation(optax.init_empty_state, update)
 
 
 @public
@@ -404,38 +358,21 @@ def clip_grad_value(grads: Tree, max_value: Number) -> Tree:
         >>> gcx.clip_grad_value(jnp.array([-3.0, 0.5]), 1.0).tolist()
         [-1.0, 0.5]
     """
-    low, high = _value_bounds("max_value", max_value, None)
-    return _clamp_tree("grads", grads, low, high)
+    _check_bounds(max_value, None)
+    return _clamp_tree("grads", grads, max_value, None)
 
 
-def _value_clip(low: Number, high: Number) -> optax.GradientTransformation:
-    def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, Tree]:
-        return _clamp_tree("updates", updates, low, high), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
-def _value_bounds(
-    argument: str, max_value: Number, min_value: Number | None
-) -> tuple[Number, Number]:
-    """Check and return the lower and upper bounds."""
-    check_positive(argument, max_value, "Pass inf to disable clipping.")
-    if min_value is None:
-        # Keep a Python number: inside jit an array operation on it would return a tracer.
-        if not is_traced(max_value):
-            return -float(max_value), float(max_value)
-        high = jnp.maximum(max_value, 0)
-        if not jnp.issubdtype(high.dtype, jnp.floating):  # such as uint32, which has no -1
-            high = high.astype(jnp.float32)
-        return -high, high
-    hint = "Omit it to use `-max_value`."
-    check_number("min_value", min_value, hint, "[-inf, inf]")
-    if not (is_traced(min_value) or is_traced(max_value) or min_value < max_value):
-        raise value_error("min_value", "less than `max_value`", repr(min_value), hint)
-    return min_value, max_value
+def _check_bounds(max_value: Number, min_value: Number | None) -> None:
+    hint = "To clip a tree without a transformation, use `clip_grad_value(grads, max_value)`."
+    check_number("max_value", max_value, hint)
+    if min_value is not None:
+        hint = "Omit it to use `-max_value`."
+        check_number("min_value", min_value, hint, "[-inf, inf]")
+        if not (is_traced(min_value) or is_traced(max_value) or min_value < max_value):
+            raise value_error("min_value", "less than `max_value`", repr(min_value), hint)
 
 
-def _clamp_tree(argument: str, tree: Tree, low: Number, high: Number) -> Tree:
+def _clamp_tree(argument: str, tree: Tree, high: Number, low: Number | None) -> Tree:
     """Clamp every element of a tree to the bounds."""
     leaves = checked_leaves(argument, tree, real=True)
-    return leaves.replace([clamp_leaf(x, low, high) for x in leaves.arrays])
+    return leaves.replace([clamp_leaf(x, high, low) for x in leaves.arrays])

@@ -164,9 +164,8 @@ def skip_spikes(
         norm: Threshold of the gradient norm, as `max_norm` of `skip_large_norm`; None for no
             threshold.
         loss: Threshold of the loss, in the units of the loss; a number, which may be negative, a
-            schedule, or a rule. Use `thresholds.mean_std` or `thresholds.zscore` with
-            `allow_negative=True`, because a multiple of the average, as in `ema`, is not meaningful
-            for negative losses.
+            schedule, or a rule such as `thresholds.mean_std` or `thresholds.zscore`. A multiple of
+            the average, as in `ema`, is not meaningful for negative losses.
         ord: Order of the norm: 1, 2 or inf. None means 2.
         axis_name: See `clip_by_global_norm`.
         relearn_after: Number of consecutive skips after which all threshold rules restart; an

@@ -13,8 +13,7 @@ import numpy as np
 from jax import lax
 
 from .._checks import (
-    check_count,
-    check_static,
+    check_length,
     describe,
     dtype_of,
     is_traced,
@@ -77,8 +76,7 @@ def make_probes(names: Sequence[str] | Mapping[str, Tree], num_layers: Count | N
     shape = SHAPE
     if num_layers is not None:
         hint = "Pass the number of layers that `lax.scan` runs over."
-        check_static("num_layers", num_layers)
-        check_count("num_layers", num_layers, hint)
+        check_length("num_layers", num_layers, hint)
         shape = (int(num_layers), *SHAPE)
     parts = names if isinstance(names, Mapping) else dict.fromkeys(names)
     probe = jnp.zeros(shape, jnp.float32)

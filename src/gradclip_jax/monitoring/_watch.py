@@ -254,7 +254,7 @@ def watch(
     inner = optax.with_extra_args_support(inner)
     kinds = _checked_kinds(of)
     cut = as_granularity(granularity)
-    check_length("history", history)
+    check_length("history", history, "Pass the number of steps to keep.")
     check_mask(mask)
     replicas = check_axis_name(replica_axis, "replica_axis")
     if replicas and len(kinds) < len(KINDS):

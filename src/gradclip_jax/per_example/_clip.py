@@ -16,8 +16,7 @@ from .._leaves import wide_dtype
 from .._mesh import shard_axes, sum_over, varying_axes
 from .._types import Array, AxisName, Labels, Number, Tree
 from ..accumulation._split import check_parts
-from ..clipping._formula import REACTIONS, apply_reaction
-from ..clipping._threshold import check_representable
+from ..clipping._formula import factor_of
 from ._clipped_sum import sums_and_norms
 from ._loss import Examples, Loss, Outputs, by_label, groups_of, replace_measured, sum_parts
 
@@ -151,12 +150,11 @@ def value_and_grad(
     for threshold in thresholds.values():
         check_number("max_norm", threshold, hint)
     if not callable(reaction):
-        check_choice("reaction", reaction, tuple(REACTIONS))
+        check_choice("reaction", reaction, ("scale", "zero"))
     check_choice("reduction", reduction, ("mean", "sum"))
     check_choice("nonfinite", nonfinite, ("propagate", "zero"))
     check_parts(num_microbatches, num_real_microbatches)
     axes = check_axis_name(axis_name)
-    react = reaction if callable(reaction) else REACTIONS[reaction]
 
     def run(*args: Any, **kwargs: Any) -> tuple[tuple[Array, Stats], Tree]:
         examples = loss.bind(args, kwargs, num_microbatches)
@@ -164,7 +162,7 @@ def value_and_grad(
         for label in groups.keys() - thresholds.keys():
             rule, hint = "a mapping with every label", "Pass inf to disable clipping for a group."
             raise value_error("max_norm", rule, f"no threshold for {label!r}", hint)
-        clip = _Clip(groups, thresholds, react, drops=nonfinite == "zero")
+        clip = _Clip(groups, thresholds, reaction, drops=nonfinite == "zero")
         of_part = functools.partial(_sums, clip, examples)
         sums, stats = sum_parts(of_part, examples.batch, num_microbatches, num_real_microbatches)
         value, grads = _reduced(sums, examples, axes, is_mean=reduction == "mean")
@@ -263,13 +261,13 @@ class _Clip(NamedTuple):
     Attributes:
         groups: Indices of the leaves with each label.
         thresholds: Clipping threshold of each label.
-        react: Function `(norm, threshold) -> factor`.
+        reaction: "scale", "zero" or a function `(norm, threshold) -> factor`.
         drops: Whether to drop non-finite examples.
     """
 
     groups: dict[Hashable, list[int]]
     thresholds: Mapping[Hashable, Number]
-    react: Callable[[Array, Array], Array]
+    reaction: str | Callable[[Array, Array], Array]
     drops: bool
 
     def is_finite(self, outputs: Outputs, norms: list[Array]) -> Array:
@@ -284,9 +282,8 @@ class _Clip(NamedTuple):
         is_finite = self.is_finite(outputs, norms)
         factors: list[Array] = []
         for label, norm in zip(self.groups, norms, strict=True):
-            check_representable("max_norm", self.thresholds[label], norm.dtype)
             threshold = jnp.asarray(self.thresholds[label], norm.dtype)
-            factor = apply_reaction(self.react, norm, threshold)
+            factor = factor_of(self.reaction, norm, threshold)
             factors.append(jnp.where(is_finite, factor, 0 if self.drops else jnp.nan))
         return factors
 

@@ -125,7 +125,7 @@ def test_poisoned_leaf_is_nan_even_where_it_is_zero():
 
 CLAMPS = {
     "clip_grad_value": gcx.clip_grad_value,
-    "clip": lambda grads, bound: gcx.clip(bound).update(grads, None)[0],
+    "clip": lambda grads, bound: gcx.clip_by_value(bound).update(grads, None)[0],
 }
 each_clamp = pytest.mark.parametrize("clamp", CLAMPS.values(), ids=CLAMPS)
 
@@ -166,7 +166,7 @@ def test_a_clip_by_value_built_inside_jit_works_outside():
     built = []
 
     def build(x):
-        built.append(gcx.clip(0.5))
+        built.append(gcx.clip_by_value(0.5))
         return x
 
     jax.jit(build)(1.0)

@@ -25,7 +25,7 @@ GRADS = {"a": jnp.float32([3.0, 4.0]), "b": jnp.bfloat16([12.0])}  # norm 13
         gcx.clip_by_global_norm,
         gcx.clip_by_leaf_norm,
         gcx.clip_by_block_rms,
-        gcx.clip,
+        gcx.clip_by_value,
         lambda threshold: gcx.clip_by_group_norm({"all": threshold}, "all"),
         functools.partial(gcx.clip_by_norm, reaction="zero"),
     ],
@@ -49,7 +49,7 @@ def test_traced_threshold_out_of_range_never_raises_and_never_flips_a_sign(make)
 
 PAIRS = {
     "global": (gcx.clip_by_global_norm, optax.clip_by_global_norm),
-    "value": (gcx.clip, optax.clip),
+    "value": (gcx.clip_by_value, optax.clip),
     "block rms": (gcx.clip_by_block_rms, optax.clip_by_block_rms),
     "unit": (gcx.adaptive_grad_clip, optax.adaptive_grad_clip),
 }

@@ -120,7 +120,7 @@ PUBLISHED = {  # window, values before the first threshold, divisor of the varia
 
 def published(name):
     rule = functools.partial(gcx.thresholds.mean_std, 4.0, **PUBLISHED[name])
-    return gcx.skip_spikes(optax.scale(1.0), norm=rule(), loss=rule(allow_negative=True))
+    return gcx.skip_spikes(optax.scale(1.0), norm=rule(), loss=rule())
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -146,8 +146,8 @@ def test_a_lasting_rise_of_a_negative_loss_is_learned():
     noise = 0.1 * np.random.default_rng(0).standard_normal(200)
     losses = -3.0 + noise + np.r_[np.zeros(100), np.full(100, 50.0)]
     for rule in (
-        gcx.thresholds.mean_std(6.0, window=50, warmup_steps=10, allow_negative=True),
-        gcx.thresholds.zscore(6.0, allow_negative=True),
+        gcx.thresholds.mean_std(6.0, window=50, warmup_steps=10),
+        gcx.thresholds.zscore(6.0),
     ):
         tx = gcx.skip_spikes(optax.sgd(0.1), loss=rule)
         skipped = np.flatnonzero(feed(tx, np.ones(200), losses)[0])
@@ -155,7 +155,7 @@ def test_a_lasting_rise_of_a_negative_loss_is_learned():
 
 
 def test_both_histories_are_blind_to_a_step_that_is_not_finite():
-    rule = gcx.thresholds.mean_std(4.0, window=8, warmup_steps=3, allow_negative=True)
+    rule = gcx.thresholds.mean_std(4.0, window=8, warmup_steps=3)
     tx = gcx.skip_spikes(optax.sgd(0.1), norm=rule, loss=rule)
     _, clean = feed(tx, [2.0, 2.1, 1.9], [1.0, 1.1, 0.9])
     _, state = feed(tx, [2.0, 9.0, 2.1, np.inf, 1.9], [1.0, np.nan, 1.1, 7.0, 0.9])
