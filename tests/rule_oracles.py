@@ -53,7 +53,7 @@ def mean_std(
         if t < warmup_steps:
             out.append(math.inf)
         else:
-            std = max(np.std(before, ddof=ddof), floor * np.mean(before))
+            std = max(np.std(before, ddof=ddof), floor * abs(np.mean(before)))
             out.append(np.mean(before) + z_threshold * std)
     return np.array(out)
 

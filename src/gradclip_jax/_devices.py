@@ -97,7 +97,7 @@ def map_arrays(fun: Callable[..., Array], *columns: Sequence[Array]) -> list[Arr
         return results
 
     if len(columns[0]) < 2:
-        return list(map(fun, *columns))
+        return one_by_one(*columns)
     return lax.platform_dependent(*columns, cpu=one_by_one, default=stacked)
 
 

@@ -37,21 +37,21 @@ def included_leaves(mask: Mask, grads: Tree, params: Tree) -> list[bool]:
 
 def zero_excluded(mask: Mask, grads: Tree, params: Tree) -> Tree:
     """Replace all leaves that the mask does not include by zeros."""
-    leaves, structure = jax.tree.flatten(grads)
+    included = iter(included_leaves(mask, grads, params))
 
-    def value(leaf: Array, is_included: bool) -> Array:
-        return leaf if is_included or is_float0(leaf) else jnp.zeros_like(leaf)
+    def value(leaf: Array) -> Array:
+        return leaf if next(included) or is_float0(leaf) else jnp.zeros_like(leaf)
 
-    included = included_leaves(mask, grads, params)
-    return jax.tree.unflatten(structure, list(map(value, leaves, included)))
+    return jax.tree.map(value, grads)
 
 
 def mask_leaves(mask: Mask, tree: Tree, params: Tree) -> Tree:
     """Replace leaves without elements, and those outside the mask, by `optax.MaskedNode()`."""
-    leaves, structure = jax.tree.flatten(tree)
-    if not leaves:  # a placeholder of `optax.tree.map_params`
+    if not jax.tree.leaves(tree):  # a placeholder of `optax.tree.map_params`
         return tree
-    included = included_leaves(mask, tree, params)
-    pairs = zip(leaves, included, strict=True)
-    kept = [x if y and np.size(x) else optax.MaskedNode() for x, y in pairs]
-    return jax.tree.unflatten(structure, kept)
+    included = iter(included_leaves(mask, tree, params))
+
+    def kept(leaf: Array) -> Tree:
+        return leaf if next(included) and np.size(leaf) else optax.MaskedNode()
+
+    return jax.tree.map(kept, tree)

@@ -126,16 +126,14 @@ def check_placement(argument: str, tree: Tree) -> None:
     for path, x in jax.tree.leaves_with_path(tree):
         if not isinstance(x, jax.Array) or is_float0(x):
             continue
-        kind, rule, hint = jax.typeof(x), "", ""
+        kind = jax.typeof(x)
+        is_on_host = getattr(getattr(kind, "memory_space", None), "name", "") == "Host"
         spec = kind.sharding.spec
-        if getattr(getattr(kind, "memory_space", None), "name", "") == "Host":
-            rule = "in device memory"
-            hint = "Move it inside the step: `jax.device_put(leaf, jax.memory.Space.Device)`."
-        elif HAS_TYPES and (spec.reduced or spec.unreduced):
-            rule = "neither `reduced` nor unreduced over a mesh axis"
+        if is_on_host or (HAS_TYPES and (spec.reduced or spec.unreduced)):
             hint = (
-                "Sum gradients over devices first, or use `microbatched_value_and_grad` with "
-                "plain parameters, which sums them once per call."
+                "Move it inside the step with `jax.device_put(leaf, jax.memory.Space.Device)`, and "
+                "sum gradients over devices first, for example with `microbatched_value_and_grad`."
             )
-        if rule:
-            raise type_error(argument, rule, f"{kind} at {leaf_path(argument, path)}", hint)
+            got = f"{kind} at {leaf_path(argument, path)}"
+            rule = "in device memory and neither `reduced` nor unreduced over a mesh axis"
+            raise type_error(argument, rule, got, hint)

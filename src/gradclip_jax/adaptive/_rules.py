@@ -16,7 +16,7 @@ import optax
 from .._checks import check_count, check_decays, check_length, check_number, check_percentile
 from .._errors import public
 from .._states import increment_where
-from .._types import UNBOUNDED, Array, Count, Number, Tree
+from .._types import UNBOUNDED, Array, Count, Number
 from ..clipping._threshold import Rule
 
 
@@ -89,6 +89,8 @@ def ema(
         moving = decay * state.average + (1 - decay) * clipped
         average = jnp.where(is_warm, moving, jnp.minimum(state.average, clipped))
         average = jnp.where(has_average, average, clipped)
+        # If zero norms were averaged, the first nonzero gradient of a rarely used leaf, such as an
+        # expert, would be clipped to zero.
         average = jnp.where(norm > 0, average, state.average)
         return threshold, EmaState(increment_where(state.step_count), average)
 
@@ -187,10 +189,10 @@ def zscore(
         next_state = ZscoreState(
             norm_count=increment_where(state.norm_count),
             mean=mean,
-            std=_hypotenuse(jnp.sqrt(1 - weight) * state.std, jnp.sqrt(weight) * deviation),
+            std=jnp.hypot(jnp.sqrt(1 - weight) * state.std, jnp.sqrt(weight) * deviation),
             outlier_streak=jnp.where(is_outlier, increment_where(state.outlier_streak), 0),
         )
-        return threshold, _where_nonzero(norm, next_state, state)
+        return threshold, optax.tree.where(norm != 0, next_state, state)
 
     return Rule(init, update, allow_negative=True)
 
@@ -227,7 +229,7 @@ def quantile(target: Number = 0.5, rate: Number = 0.2, initial: Number = 1.0) ->
     def update(norm: Array, threshold: Array, param_norm: object) -> tuple[Array, Array]:
         below = (norm <= threshold).astype(jnp.float32)
         moved = jnp.clip(threshold * jnp.exp(-rate * (below - target)), 1e-30, 1e30)
-        return threshold, _where_nonzero(norm, moved, threshold)
+        return threshold, jnp.where(norm > 0, moved, threshold)
 
     return Rule(lambda norm: jnp.full_like(norm, initial), update)
 
@@ -258,7 +260,7 @@ def _window_rule(window: Count, threshold_of: Callable[[WindowState, WindowState
     def update(norm: Array, before: WindowState, param_norm: object) -> tuple[Array, WindowState]:
         values = jnp.concatenate([before.values[1:], norm[None]])  # without the oldest value
         after = WindowState(values, increment_where(before.value_count))
-        after = _where_nonzero(norm, after, before)
+        after = optax.tree.where(norm != 0, after, before)
         return threshold_of(before, after), after
 
     return Rule(init, update, allow_negative=True)
@@ -366,18 +368,3 @@ def mean_std(
         return jnp.where(before.value_count >= warmup_steps, threshold, UNBOUNDED)
 
     return _window_rule(window, threshold_of)
-
-
-def _hypotenuse(x: Array, y: Array) -> Array:
-    """Compute `sqrt(x^2 + y^2)` without overflow; the result is differentiable at zero."""
-    unit = jax.lax.stop_gradient(jnp.maximum(jnp.maximum(jnp.abs(x), jnp.abs(y)), 1e-30))
-    return unit * jnp.sqrt(jnp.maximum((x / unit) ** 2 + (y / unit) ** 2, 1e-30))
-
-
-def _where_nonzero(norm: Array, next_state: Tree, state: Tree) -> Tree:
-    """Update the state for nonzero norms; keep the old state for norms of zero.
-
-    If zero norms were averaged, the first nonzero gradient of a rarely used leaf, such as an
-    expert, would be clipped to zero.
-    """
-    return optax.tree.where(norm != 0, next_state, state)

@@ -19,28 +19,17 @@ from .._checks import (
     check_params,
     check_state,
     is_traced,
-    shortened,
 )
 from .._devices import groups_of_type, map_arrays, shared
 from .._errors import public, value_error
 from .._leaves import checked_leaves, measured_shapes
-from .._mesh import replica_count, shard_axes
+from .._mesh import max_over, replica_count, shard_axes, sum_over
 from .._states import register_state
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Tree
 from ._formula import factor_of, scale_factor, scale_leaf
 from ._granularity import Granularity, as_granularity, norm_shapes, select_groups
-from ._norm import (
-    Axes,
-    Norms,
-    Units,
-    norm_dtype,
-    norm_of_leaves,
-    root_mean_squares,
-    totals,
-    tree_units,
-    unit_norms,
-)
-from ._threshold import Threshold, apply_rules, as_rules, group_name, init_rules, shapes_of
+from ._norm import Norms, Units, norm_dtype, norm_of_leaves, root_mean_squares, unit_norms
+from ._threshold import Threshold, apply_rules, as_rules, group_name, has_state, init_rules
 
 Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Array]
 """Reaction to a norm above its threshold, a name or a function `(norm, threshold) -> factor`."""
@@ -120,7 +109,7 @@ def clip_grad_norm(
             raise value_error("norm", ">= 0", norm, "Pass the norm of `grads`.")
     factor = scale_factor(known, jnp.asarray(max_norm, dtype))
     factor = jnp.where(jnp.isfinite(known), factor, jnp.nan)
-    return leaves.replace(_scale_leaves(leaves.arrays, tree_units(leaves.arrays), [factor])), known
+    return leaves.replace([scale_leaf(x, shared(factor)) for x in leaves.arrays]), known
 
 
 def norm_clip(
@@ -140,12 +129,7 @@ def norm_clip(
     if not callable(reaction):
         check_choice("reaction", reaction, ("scale", "zero"))
     order, axes = check_ord(ord), check_axis_name(axis_name)
-    drop = nonfinite == "zero"
-
-    @functools.cache
-    def state_type(shapes: tuple[tuple[int, ...], ...]) -> Tree:
-        # `eval_shape`, because arrays would start the backend or be materialized at each call.
-        return jax.eval_shape(lambda: init_rules(argument, rules, shapes))
+    has_states, drop = any(map(has_state, rules)), nonfinite == "zero"
 
     def init(params: Tree) -> ClipState:
         leaves = measured_shapes(params)
@@ -161,16 +145,17 @@ def norm_clip(
         units = granularity.cut(arrays, updates)
         if keys is not None:
             units = select_groups(argument, units, keys)
-        states = _rule_states(state, state_type(tuple(norm_shapes(units, arrays))))
-        param_norms = None
+        if has_states:
+            check_state(state, ClipState)
+        states, param_norms = state.rules if has_states else (), None
         if any(rule.uses_params for rule in rules):
             check_params(updates, params)
             param_norms, _ = _measure(leaves.beside(params), units, order, axes)
         norms, total = _measure(arrays, units, order, axes)
         is_finite = jnp.isfinite(total)
-        thresholds, states = apply_rules(rules, norms, states, param_norms, is_finite)
-        factors, metrics = _respond(norms, total, thresholds, units, reaction, axes, drop)
-        clipped = _scale_leaves(arrays, units, factors, drop)
+        thresholds, states = apply_rules(rules, norms, param_norms, states, is_finite)
+        options = units, reaction, axes, drop
+        clipped, metrics = _clipped(arrays, norms, total, thresholds, *options)
         return leaves.replace(clipped), ClipState(*metrics, rules=states)
 
     return optax.GradientTransformation(init, update)
@@ -190,8 +175,9 @@ def _measure(
     return norms, total
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
-def _respond(
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
+def _clipped(
+    leaves: list[Array],
     norms: Norms,
     total: Scalar,
     thresholds: list[Any],
@@ -199,8 +185,8 @@ def _respond(
     reaction: Reaction,
     axis_name: AxisName,
     drop: bool,
-) -> tuple[Norms, Any]:
-    """Return the clipping factors, and the metrics of the step."""
+) -> tuple[list[Array], Any]:
+    """Return the clipped leaves, and the metrics of the step."""
     is_finite, bad = jnp.isfinite(total), 0 if drop else jnp.nan
 
     def respond(norm: Array, threshold: Array) -> Array:
@@ -222,7 +208,13 @@ def _respond(
         names = [group_name(name) for name in units.names]
         columns = (norms, thresholds, factors)
         metrics = *(dict(zip(names, x, strict=True)) for x in columns), metrics[-1]
-    return factors, optax.tree.cast(metrics, jnp.float32)
+    if len(factors) == 1:  # several factors are already slices of vectors, see `map_arrays`
+        factors = [shared(factors[0])]
+    clipped = [
+        x if entry is None else scale_leaf(x, factors[entry], drop=drop)
+        for x, entry in zip(leaves, units.entries, strict=True)
+    ]
+    return clipped, optax.tree.cast(metrics, jnp.float32)
 
 
 def _stacked(values: Sequence[Array], norms: Norms) -> list[Array]:
@@ -240,40 +232,19 @@ def _summary(
     thresholds: list[Any], factors: list[Array], axis_name: AxisName
 ) -> tuple[Scalar, Scalar, Scalar]:
     """Return the smallest threshold, the smallest factor, and the fraction of factors below 1."""
-    if not factors:
-        thresholds, factors = [UNBOUNDED], [jnp.ones(())]
-    dtype = norm_dtype(factors)
-    total = functools.partial(totals, units=tree_units(factors), axis_name=axis_name)
-
-    def smallest(values: Sequence[Any], default: float) -> Scalar:
-        def largest(x: Array, axes: Axes, value: Array) -> Array:
-            return -jnp.min(jnp.asarray(value, dtype), initial=default)
-
-        (negative,) = total(largest, factors, values, is_sum=False)
-        # `totals` replaces NaN by infinity if it communicates.
-        return jnp.where(negative < jnp.inf, -negative, jnp.nan)
-
-    def num_clipped(x: Array, axes: Axes) -> Array:
-        return jnp.sum(x != 1, dtype=dtype)
-
-    shards = [replica_count(frozenset(), shard_axes(x, axis_name)) for x in factors]
-    size = sum(x.size * num_shards for x, num_shards in zip(factors, shards, strict=True))
-    fraction = total(num_clipped, factors)[0] / max(size, 1)
-    return smallest(thresholds, UNBOUNDED), smallest(factors, 1), fraction
-
-
-@functools.partial(jax.jit, static_argnums=(1, 3))
-def _scale_leaves(
-    leaves: Sequence[Array], units: Units, factors: Norms, drop: bool = False
-) -> list[Array]:
-    """Multiply each leaf by its clipping factors."""
-    if len(factors) == 1:  # several factors are already slices of vectors, see `map_arrays`
-        factors = [shared(factors[0])]
-    scaled = list(leaves)
-    for i, entry in enumerate(units.entries):
-        if entry is not None:
-            scaled[i] = scale_leaf(leaves[i], factors[entry], drop=drop)
-    return scaled
+    shards = [shard_axes(x, axis_name) for x in factors]
+    everywhere = frozenset[str]().union(*shards)
+    dtype, size = norm_dtype(factors), 0
+    bound, factor, num_clipped = (jnp.asarray(x, dtype) for x in (UNBOUNDED, 1, 0))
+    for threshold, x, axes in zip(thresholds, factors, shards, strict=True):
+        bound = jnp.minimum(bound, jnp.min(jnp.asarray(threshold, dtype), initial=UNBOUNDED))
+        factor = jnp.minimum(factor, jnp.min(x, initial=1))
+        num_clipped += jnp.sum(x != 1, dtype=dtype) / replica_count(axes, everywhere)
+        size += x.size * replica_count(frozenset(), axes)
+    if everywhere:  # `max_over` replaces NaN by infinity
+        lowest = -max_over(-jnp.stack([bound, factor]), everywhere)
+        bound, factor = jnp.where(lowest > -jnp.inf, lowest, jnp.nan)
+    return bound, factor, sum_over(num_clipped, everywhere) / max(size, 1)
 
 
 def _init_state(units: Units, rule_states: Tree) -> ClipState:
@@ -284,14 +255,3 @@ def _init_state(units: Units, rule_states: Tree) -> ClipState:
         return {group_name(name): scalar(value) for name in units.names} or scalar(value)
 
     return ClipState(by_name(0.0), by_name(UNBOUNDED), by_name(1.0), scalar(0.0), rule_states)
-
-
-def _rule_states(state: Tree, expected: Tree) -> Tree:
-    """Return the states of the rules, or raise if they belong to another clip or other leaves."""
-    if not jax.tree.leaves(expected):
-        return ()
-    check_state(state, ClipState)
-    if shapes_of(state.rules) != shapes_of(expected):
-        got, hint = shortened(state.rules), "Call `init` with the structure of the updates."
-        raise value_error("state", f"like {shortened(expected)}", got, hint)
-    return state.rules

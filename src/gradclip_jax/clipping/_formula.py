@@ -93,10 +93,8 @@ def round_to(x: Array, dtype: DTypeLike) -> Array:
     Rounding subnormal numbers to nearest could nearly double the norm of the clipped leaf.
     """
     info = jnp.finfo(dtype)
-    if float(info.tiny) <= float(jnp.finfo(x.dtype).tiny):
+    if info.tiny <= jnp.finfo(x.dtype).tiny or jnp.iscomplexobj(x):
         return x.astype(dtype)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return lax.complex(*(round_to(part, info.dtype) for part in (x.real, x.imag)))
     spacing = float(info.tiny) * float(info.eps)
     coarse = lax.mul(jnp.trunc(x / spacing), jnp.asarray(spacing, x.dtype))
     return jnp.where(jnp.abs(x) < float(info.tiny), coarse, x).astype(dtype)

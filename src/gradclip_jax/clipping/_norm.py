@@ -245,16 +245,15 @@ def unit_norms(leaves: list[Array], units: Units, ord: float, axis_name: AxisNam
         # XLA:CPU would repeat a division by a constant in every kernel that reads the norm.
         return map_arrays(functools.partial(norm_of_squares, scale=once), sums)
 
-    def magnitudes(x: Array, axes: Axes) -> Array:
-        return reduce_axes(jnp.sum, magnitude(x, dtype), axes)
-
-    def largest(x: Array, axes: Axes) -> Array:
+    def of_leaf(x: Array, axes: Axes) -> Array:
         sizes = magnitude(x, dtype)
+        if ord == 1:
+            return reduce_axes(jnp.sum, sizes, axes)
         # A maximum on GPU and an all-reduce may drop NaN.
         sizes = jnp.where(jnp.isnan(sizes), jnp.inf, sizes)
         return reduce_axes(functools.partial(jnp.max, initial=0), sizes, axes)
 
-    return total(magnitudes, leaves) if ord == 1 else total(largest, leaves, is_sum=False)
+    return total(of_leaf, leaves, is_sum=ord == 1)
 
 
 @unit_norms.defjvp

@@ -61,11 +61,8 @@ class Rule:
     max_threshold: Number | None = None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class _Constant(Rule):
     """A rule for a number, which is the same for all norms."""
-
-    value: Number = 0.0
 
 
 Threshold: TypeAlias = Number | Schedule | Rule
@@ -111,7 +108,8 @@ def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
 
     def update(norm: Array, state: Tree, param_norm: Array | None) -> tuple[Array, Tree]:
         assert param_norm is not None  # because of `uses_params`
-        return ratio * jnp.maximum(param_norm, eps), state
+        limit, floor = jnp.float32(ratio), jnp.float32(eps)
+        return limit * jnp.maximum(param_norm, floor), state
 
     return Rule(lambda norm: (), update, uses_params=True)
 
@@ -132,12 +130,7 @@ def as_rule(argument: str, threshold: Threshold, *, low: float = 0.0) -> Rule:
     check_number(argument, threshold, "Pass a positive number.", f"({low}, inf]")
     # An int above 2^31 is not an int32.
     value = float(threshold) if isinstance(threshold, int) else threshold
-    return _Constant(lambda norm: (), lambda norm, state, _: (value, state), value=value)
-
-
-def shapes_of(tree: Tree) -> Tree:
-    """Return a tree with the shape of each leaf as a list."""
-    return jax.tree.map(lambda x: list(np.shape(x)), tree)
+    return _Constant(lambda norm: (), lambda norm, state, _: (value, state))
 
 
 def _check_rule(argument: str, rule: Rule) -> None:
@@ -155,7 +148,7 @@ def _check_rule(argument: str, rule: Rule) -> None:
         if rule.uses_params:
             raise
         state, got = (), type(error)
-    if has_bools or shapes_of(got) != shapes_of((norm, state)):
+    if has_bools or _shapes(got) != _shapes((norm, state)):
         is_rule = (
             "a rule whose `update` returns a threshold for each norm, and a state with the shapes "
             f"of {shortened(state)}, without bools"
@@ -184,7 +177,7 @@ def capped(rule: Rule, max_threshold: Number) -> Rule:
 
     def update(norm: Array, state: Tree, param_norm: Array | None) -> tuple[Array, Tree]:
         threshold, state = rule.update(norm, state, param_norm)
-        return jnp.minimum(threshold, max_threshold), state
+        return jnp.minimum(threshold, jnp.float32(max_threshold)), state
 
     return dataclasses.replace(rule, update=update, max_threshold=max_threshold)
 
@@ -231,6 +224,14 @@ def as_rules(
     return tuple(rules), tuple(threshold)
 
 
+def has_state(rule: Rule) -> bool:
+    """Return whether the threshold depends on earlier steps."""
+    if isinstance(rule, _Constant):
+        return False
+    norm = jax.ShapeDtypeStruct((), jnp.float32)
+    return bool(jax.tree.leaves(jax.eval_shape(rule.init, norm)))
+
+
 def init_rules(argument: str, rules: Sequence[Rule], shapes: Sequence[tuple[int, ...]]) -> Tree:
     """Return the initial states for norms of these shapes; () if no rule has a state."""
     states: list[Tree] = []
@@ -248,8 +249,8 @@ def init_rules(argument: str, rules: Sequence[Rule], shapes: Sequence[tuple[int,
 def apply_rules(
     rules: Sequence[Rule],
     norms: Norms,
-    states: Tree,
     param_norms: Norms | None,
+    states: Tree,
     is_finite: Scalar,
 ) -> tuple[list[Any], Tree]:
     """Return a threshold for each array of norms or one for all, and the next states."""
@@ -258,10 +259,15 @@ def apply_rules(
     columns = _by_rule(rules, norms), _by_rule(rules, param_norms or norms)
     for rule, own, params, state in zip(rules, *columns, states or [()] * len(rules), strict=True):
         if isinstance(rule, _Constant):
-            thresholds.append(rule.value)
+            thresholds.append(rule.update(jnp.zeros(()), (), None)[0])
         elif jax.tree.leaves(state):  # the rule receives its norms as one vector
             param_norm = _as_vector(params) if rule.uses_params else None
-            vector, state = apply_rule(rule, _as_vector(own), state, param_norm, is_finite)
+            vector = _as_vector(own)
+            expected = jax.eval_shape(rule.init, vector.astype(jnp.float32))
+            if _shapes(state) != _shapes(expected):
+                got, hint = shortened(state), "Call `init` with the structure of the updates."
+                raise type_error("state", f"like {shortened(expected)}", got, hint)
+            vector, state = apply_rule(rule, vector, state, param_norm, is_finite)
             thresholds += split(vector, own)
         else:
             pairs = zip(own, params, strict=True)
@@ -280,11 +286,15 @@ def check_labels(argument: str, keys: Iterable[Hashable]) -> None:
     keys = list(keys)
     labels = [x for key in keys for x in (key if isinstance(key, tuple) else (key,))]
     for names in (list(map(str, labels)), list(map(group_name, keys))):
-        bad = next((name for name in names if not name or names.count(name) > 1), None)
-        if bad is not None:
-            hint = "Labels that print alike, such as 1 and '1', count as equal. Rename one of them."
-            got = f"the label {bad!r} twice" if bad else "an empty label"
-            raise value_error(argument, "distinct, non-empty labels", got, hint)
+        bad = [name for name in names if not name or names.count(name) > 1]
+        if bad:  # labels that print alike, such as 1 and "1", count as equal
+            hint = "Rename one of them."
+            raise value_error(argument, "distinct, non-empty labels", f"{bad}", hint)
+
+
+def _shapes(tree: Tree) -> Tree:
+    """Return a tree with the shape of each leaf as a list, which is no leaf."""
+    return jax.tree.map(lambda x: list(np.shape(x)), tree)
 
 
 def group_name(key: Hashable) -> str:

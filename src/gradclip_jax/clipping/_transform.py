@@ -9,7 +9,7 @@ import jax
 import optax
 
 from .._checks import check_number, is_traced
-from .._errors import public, type_error, value_error
+from .._errors import public, value_error
 from .._leaves import checked_leaves
 from .._types import AxisName, Labels, Number, Order, Tree
 from ._clip import Reaction, norm_clip
@@ -209,7 +209,7 @@ def clip_by_leaf_norm(
 
 @public
 def clip_by_group_norm(
-    max_norms: Mapping[Any, Threshold],
+    max_norms: Threshold | Mapping[Any, Threshold],
     param_labels: Labels,
     *,
     ord: Order | None = None,
@@ -223,7 +223,7 @@ def clip_by_group_norm(
 
     Args:
         max_norms: Mapping from label, or tuple of labels, to threshold; a positive number, a traced
-            scalar, a schedule, or a rule from `gcx.thresholds`.
+            scalar, a schedule, or a rule from `gcx.thresholds`. Or one threshold for each group.
         param_labels: Prefix tree of labels, or a function `params -> labels`. To label by path, use
             `lambda params: jax.tree_util.tree_map_with_path(label_of_path, params)`.
         ord: Order of the norm: 1, 2 or inf. None means 2.
@@ -238,7 +238,7 @@ def clip_by_group_norm(
     Raises:
         ValueError: If a threshold is not positive, or if no leaf has a label in
             `max_norms`.
-        TypeError: If `max_norms` is not a mapping, or if `param_labels` is not a prefix tree of the
+        TypeError: If a threshold is not valid, or if `param_labels` is not a prefix tree of the
             updates.
 
     Examples:
@@ -251,10 +251,6 @@ def clip_by_group_norm(
         >>> float(updates["fp8"][0]), float(state.grad_norm["body"])
         (9.0, 5.0)
     """
-    if not isinstance(max_norms, Mapping):
-        hint = "Pass, for example, `{'encoder': 1.0, 'decoder': 0.5}`."
-        rule = "a mapping from label to threshold"
-        raise type_error("max_norms", rule, repr(max_norms), hint)
     units = group(param_labels)
     return norm_clip(
         "max_norms", max_norms, units, ord=ord, axis_name=axis_name, nonfinite=nonfinite

@@ -82,7 +82,7 @@ THRESHOLDS = {
     ),
     "mean_std": (
         thresholds.mean_std(0.5, window=4, warmup_steps=2, ddof=1),
-        lambda n, p: rule_oracles.mean_std(n, 0.5, 4, 2, floor=0.01, ddof=1),
+        lambda n, p: rule_oracles.mean_std(n, 0.5, 4, 2, floor=0.001, ddof=1),
     ),
     "zscore": (
         thresholds.zscore(1.0, 0.9, 2),
