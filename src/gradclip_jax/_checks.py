@@ -198,6 +198,11 @@ def check_axis_name(axis_name: AxisName, argument: str = "axis_name") -> AxisNam
     return names
 
 
+def check_norm(ord: Order | None, axis_name: AxisName) -> tuple[float, AxisName]:
+    """Return the order of a norm, and its axes as a tuple or None."""
+    return check_ord(ord), check_axis_name(axis_name)
+
+
 def check_callable(argument: str, value: object, hint: str) -> None:
     if not callable(value):
         raise type_error(argument, "a function", shortened(value), hint)
@@ -255,7 +260,8 @@ def check_same_structure(updates: Tree, params: Tree) -> None:
     A float0 leaf, which is the gradient of an integer, may have any shape.
     """
     ours, theirs = map(jax.tree.leaves_with_path, (updates, params))
-    for (path, x), (other, y) in zip_longest(ours, theirs, fillvalue=(None, None)):
+    missing: Any = (None, None)
+    for (path, x), (other, y) in zip_longest(ours, theirs, fillvalue=missing):
         if path != other or (np.shape(x) != np.shape(y) and not is_float0(x)):
             got = f"{_place('updates', path, x)}, expected {_place('params', other, y)}"
             break
@@ -279,11 +285,6 @@ def check_params(updates: Tree, params: Tree | None) -> None:
         hint = "Call `update(grads, state, params)`."
         raise value_error("params", "passed to `update`", "None", hint)
     check_same_structure(updates, params)
-
-
-def children_of(node: Tree) -> tuple[list[tuple[Path, Tree]], Any]:
-    """Return the children of a pytree node with their paths, and its structure."""
-    return jax.tree.flatten_with_path(node, is_leaf=lambda x: x is not node)
 
 
 def broadcast_prefix(

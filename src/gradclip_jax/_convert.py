@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._checks import check_choice, check_transformation, children_of, describe, is_traced, leaf_path
+from ._checks import check_choice, check_transformation, describe, is_traced, leaf_path
 from ._errors import public, type_error, value_error
 from ._run_if import like_dtypes
 from ._states import KINDS, find_states, plain_arrays, with_structure_of
@@ -140,7 +140,7 @@ def _leaves(node: Tree, path: Path = (), keys: tuple[Hashable, ...] = ()) -> Ite
         name = _INNER[kind]
         yield from _leaves(getattr(node, name), (*path, jax.tree_util.GetAttrKey(name)), keys)
     elif kind is not ClipState:
-        children, structure = children_of(node)
+        children, structure = jax.tree.flatten_with_path(node, is_leaf=lambda x: x is not node)
         if structure == jax.tree.structure(0):
             yield _Leaf(keys, path, node)
             return

@@ -55,6 +55,9 @@ def check_leaves(argument: str, tree: Tree, *, real: bool = False) -> None:
 
     Leaves that are unreduced over a mesh axis or in host memory raise as well.
     """
+    if type(tree).__module__.startswith(f"{__package__}."):
+        hint = "The order of arguments is `update(grads, state, params)`."
+        raise type_error(argument, "a tree of gradients", type(tree).__name__, hint)
     kind = jnp.floating if real else jnp.inexact
     leaves = [(path, x) for path, x in jax.tree.leaves_with_path(tree) if not is_float0(x)]
     bad = [(path, x) for path, x in leaves if not jnp.issubdtype(dtype_of(x), kind)]

@@ -171,9 +171,8 @@ def test_a_state_that_is_swapped_missing_or_of_another_transformation_is_named(n
     if jax.tree.leaves(state):
         with pytest.raises(TypeError, match=r"^\w+: `(updates|state)`"):
             jax.eval_shape(make(name).update, state, params, params)
-    wrong = ((None, ValueError), ({}, TypeError), (optax.EmptyState(), TypeError))
-    for state, error in wrong if TRANSFORMATIONS[name].reads_state else ():
-        with pytest.raises(error, match=r"^\w+: `state` must be "):
+    for state in (None, {}, optax.EmptyState()) if TRANSFORMATIONS[name].reads_state else ():
+        with pytest.raises(TypeError, match=r"^\w+: `state` must be "):
             make(name).update(params, state, params)
 
 

@@ -11,15 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from .._checks import (
-    check_axis_name,
-    check_choice,
-    check_number,
-    check_ord,
-    check_params,
-    check_state,
-    is_traced,
-)
+from .._checks import check_choice, check_norm, check_number, check_params, check_state, is_traced
 from .._devices import groups_of_type, map_arrays, shared
 from .._errors import public, value_error
 from .._leaves import checked_leaves, measured_shapes
@@ -98,7 +90,7 @@ def clip_grad_norm(
         (5.0, [0.6, 0.8])
     """
     check_number("max_norm", max_norm, "Pass inf to compute the norm without clipping.")
-    order, axes = check_ord(ord), check_axis_name(axis_name)
+    order, axes = check_norm(ord, axis_name)
     leaves = checked_leaves("grads", grads)
     dtype = norm_dtype(leaves.arrays)
     if norm is None:
@@ -128,7 +120,7 @@ def norm_clip(
     check_choice("nonfinite", nonfinite, ("propagate", "zero"))
     if not callable(reaction):
         check_choice("reaction", reaction, ("scale", "zero"))
-    order, axes = check_ord(ord), check_axis_name(axis_name)
+    order, axes = check_norm(ord, axis_name)
     has_states, drop = any(map(has_state, rules)), nonfinite == "zero"
 
     def init(params: Tree) -> ClipState:

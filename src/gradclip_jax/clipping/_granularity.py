@@ -139,21 +139,20 @@ def layer(num_layer_axes: Tree = 1, *, rms: bool = False) -> Granularity:
         >>> clip.update(grads, clip.init(grads))[0].tolist()
         [[0.0, 1.0], [0.5, 0.0]]
     """
+    name = "num_layer_axes"
     hint = "Pass the number of leading axes that index layers, 0 for an ordinary leaf."
     for depth in jax.tree.leaves(num_layer_axes):
-        check_length("num_layer_axes", depth, hint, low=0)
+        check_length(name, depth, hint, low=0)
 
     def cut(leaves: Sequence[Array], tree: Tree) -> Units:
-        depths = broadcast_prefix(
-            "num_layer_axes", num_layer_axes, "updates", tree, is_leaf=lambda x: x is None
-        )
+        depths = broadcast_prefix(name, num_layer_axes, "updates", tree, lambda x: x is None)
         axes: list[Axes] = []
         for (path, x), depth in zip(jax.tree.leaves_with_path(tree), depths, strict=True):
             if is_measured(x):
                 axes.append(tuple(range(depth or 0, np.ndim(x))))
                 if (depth or 0) > np.ndim(x):
                     got = f"{depth} for {describe(x)} at {leaf_path('updates', path)}"
-                    raise value_error("num_layer_axes", "at most the rank of the leaf", got, hint)
+                    raise value_error(name, "at most the rank of the leaf", got, hint)
         return slice_units(axes, is_rms=rms)
 
     return Granularity(cut)

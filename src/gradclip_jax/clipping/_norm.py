@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._checks import check_axis_name, check_ord, is_traced
+from .._checks import check_norm, check_ord
 from .._devices import fusion_barrier, joined, map_arrays
-from .._errors import public, value_error
+from .._errors import public
 from .._leaves import checked_leaves, is_measured, wide_dtype
 from .._mesh import max_over, replica_count, shard_axes, sum_over
 from .._types import Array, AxisName, Number, Order, Scalar, Tree
@@ -112,7 +112,7 @@ def global_norm(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = N
         500.0
     """
     leaves = checked_leaves("tree", tree).arrays
-    return norm_of_leaves(leaves, check_ord(ord), check_axis_name(axis_name))
+    return norm_of_leaves(leaves, *check_norm(ord, axis_name))
 
 
 @public
@@ -140,8 +140,7 @@ def leaf_norms(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = No
         (5.0, 2.0)
     """
     leaves = checked_leaves("tree", tree).arrays
-    order, axes = check_ord(ord), check_axis_name(axis_name)
-    norms = iter(unit_norms(leaves, leaf_units(leaves), order, axes))
+    norms = iter(unit_norms(leaves, leaf_units(leaves), *check_norm(ord, axis_name)))
     return jax.tree.map(lambda x: next(norms) if is_measured(x) else jnp.float32(0), tree)
 
 
@@ -172,7 +171,7 @@ def combine_norms(norms: Sequence[Number], *, ord: Order | None = None) -> Scala
 
     Raises:
         TypeError: If a norm is not a floating-point number.
-        ValueError: If `ord` is not 1, 2 or inf, or if a norm that is not traced is negative.
+        ValueError: If `ord` is not 1, 2 or inf.
 
     Examples:
         >>> import gradclip_jax as gcx
@@ -180,9 +179,6 @@ def combine_norms(norms: Sequence[Number], *, ord: Order | None = None) -> Scala
         5.0
     """
     leaves = checked_leaves("norms", norms, real=True).arrays
-    for i, norm in enumerate(leaves):
-        if not is_traced(norm) and (norm < 0).any():
-            raise value_error(f"norms[{i}]", ">= 0", norm, "Pass outputs of `global_norm`.")
     return norm_of_leaves(leaves, check_ord(ord), None)
 
 

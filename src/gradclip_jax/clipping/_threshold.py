@@ -129,7 +129,7 @@ def as_rule(argument: str, threshold: Threshold, *, low: float = 0.0) -> Rule:
         raise type_error(argument, "a number, a schedule or a rule", shortened(threshold), hint)
     check_number(argument, threshold, "Pass a positive number.", f"({low}, inf]")
     # An int above 2^31 is not an int32.
-    value = float(threshold) if isinstance(threshold, int) else threshold
+    value: Any = float(threshold) if isinstance(threshold, int) else threshold
     return _Constant(lambda norm: (), lambda norm, state, _: (value, state))
 
 

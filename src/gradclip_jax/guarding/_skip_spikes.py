@@ -210,7 +210,7 @@ def _loss_rule(loss: Threshold) -> Rule:
     rule = as_rule("loss", loss, low=-math.inf)
     is_adaptive = bool(jax.tree.leaves(init_state(rule))) and not rule.counts_steps
     if rule.uses_params or (is_adaptive and not rule.allow_negative):
-        hint = "Pass for example `gcx.thresholds.mean_std(allow_negative=True)`."
+        hint = "Pass for example `gcx.thresholds.mean_std()`."
         raise value_error("loss", "a threshold for values of any sign", "a rule for norms", hint)
     return rule
 

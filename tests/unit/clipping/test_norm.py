@@ -164,13 +164,6 @@ def test_norm_of_constants_that_are_known_when_compiled_is_right():
         np.testing.assert_allclose(norm, np.hypot(value, value), rtol=1e-6)
 
 
-def test_a_million_tiny_elements_have_a_norm():
-    tiny = jnp.full(10**6, 1e-13)
-    np.testing.assert_allclose(tree_norm(tiny), 1e-10, rtol=1e-6)
-    clipped, _ = gcx.clip_by_global_norm(1e-11).update(tiny, None)
-    np.testing.assert_allclose(clipped[:2], 1e-14, rtol=1e-5)
-
-
 def test_norm_beyond_float32_is_infinite():
     assert float(tree_norm(jnp.float32([3e38, 3e38]))) == math.inf
     assert float(tree_norm(jnp.float32([6e21, 1.0]))) == math.inf

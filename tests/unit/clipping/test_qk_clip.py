@@ -61,13 +61,6 @@ def test_no_logit_is_beyond_the_threshold_on_the_same_activations(key_heads, tau
     assert np.all(np.abs(new_query) <= np.abs(query)) and np.all(np.abs(new_key) <= np.abs(key))
 
 
-def test_a_shared_key_takes_what_its_query_heads_have_in_common():
-    query, key = jnp.ones((4, 1)), jnp.ones((2, 1))
-    query, key = clip(query, key, jnp.array([40.0, 160.0, 5.0, 40.0]), TAU)
-    np.testing.assert_allclose(key[:, 0], [0.5, 1.0], rtol=1e-6)
-    np.testing.assert_allclose(query[:, 0], [0.5, 0.125, 1.0, 0.25], rtol=1e-6)
-
-
 def test_latent_attention_leaves_the_shared_rotary_key_alone():
     parts, x = [3 * kernel(HEADS, seed) for seed in range(3)], activations()
     key_rotary = oracles.wide(trees.normal((WIDTH, HEAD_DIM), seed=3))

@@ -170,30 +170,6 @@ def test_bad_value_on_one_device_reaches_all(name):
             np.testing.assert_array_equal(jax.tree.leaves(state.clip_factor), value)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_an_empty_axis_name_clips_each_device_by_its_own_norm(check_vma):
-    grads = np.float32([[3.0, 4.0], [0.3, 0.4]])  # of two devices, norms 5 and 0.5
-    clip = gcx.clip_by_global_norm(0.5, axis_name=())
-
-    def on_each(grad):
-        updates, state = clip.update(grad, clip.init(grad))
-        alone = gcx.global_norm(grad, axis_name=()), gcx.leaf_norms(grad, axis_name=())
-        functional = gcx.clip_grad_norm(grad, 0.5, axis_name=())[0]
-        same = jnp.all(updates == functional), state.grad_norm[None], *(x[None] for x in alone)
-        return jax.lax.pmean(updates, "data"), *same[1:], same[0][None]
-
-    devices = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    specs = P(), P("data"), P("data"), P("data"), P("data")
-    fun = jax.shard_map(
-        on_each, mesh=devices, in_specs=P("data"), out_specs=specs, check_vma=check_vma
-    )
-    mean, *norms, same = jax.jit(fun)(grads)
-    np.testing.assert_allclose(mean, [[0.3, 0.4]], rtol=1e-6)
-    for norm in norms:
-        np.testing.assert_allclose(norm, [5.0, 0.5], rtol=1e-6)
-    assert same.all()
-
-
 # --- where types are silent -----------------------------------------------------------------
 
 

@@ -101,12 +101,9 @@ def test_threshold_of_any_dtype(dtype, width):
     with compat.strict(), width():
         max_norm, norm = jnp.asarray(6.5, dtype), jnp.asarray(13.0, dtype)
         for value in (max_norm, float(max_norm), np.asarray(max_norm), np.asarray(max_norm)[()]):
-            for clipped, _ in (
-                gcx.clip_grad_norm(grads, value),
-                gcx.clip_grad_norm(grads, value, norm=norm),
-            ):
-                np.testing.assert_allclose(clipped["a"], [1.5, 2.0], rtol=1e-6)
-                assert clipped["a"].dtype == jnp.float32 and clipped["b"].dtype == jnp.bfloat16
+            clipped, _ = gcx.clip_grad_norm(grads, value, norm=norm)
+            np.testing.assert_allclose(clipped["a"], [1.5, 2.0], rtol=1e-6)
+            assert clipped["a"].dtype == jnp.float32 and clipped["b"].dtype == jnp.bfloat16
         clipped, _ = jax.jit(gcx.clip_grad_norm)(grads, max_norm)
         np.testing.assert_allclose(clipped["a"], [1.5, 2.0], rtol=1e-6)
 
