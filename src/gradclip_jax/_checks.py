@@ -236,7 +236,7 @@ def check_axis(axis: object) -> tuple[int, ...] | None:
     if axis is None:
         return None
     check_static("axis", axis)
-    axes = axis if isinstance(axis, (tuple, list, range)) else (axis,)
+    axes: Any = axis if isinstance(axis, (tuple, list, range)) else (axis,)
     if not all(is_scalar(x, jnp.integer) for x in axes):
         rule = "an integer, a sequence of integers or None"
         raise type_error("axis", rule, shortened(axis), "Pass for example 0 or (0, 1).")
