@@ -42,12 +42,17 @@ class Leaves(NamedTuple):
         return jax.tree.unflatten(self.structure, leaves)
 
 
-def checked_leaves(argument: str, tree: Tree, *, real: bool = False) -> Leaves:
-    """Check a tree with `check_leaves`, flatten it, and select its floating-point leaves."""
-    check_leaves(argument, tree, real=real)
+def flatten(tree: Tree) -> Leaves:
+    """Flatten a tree, and select its floating-point and complex leaves."""
     given, structure = jax.tree.flatten(tree)
-    places = [i for i, x in enumerate(given) if not is_float0(x)]
+    places = [i for i, x in enumerate(given) if is_measured(x)]
     return Leaves([jnp.asarray(given[i]) for i in places], places, given, structure)
+
+
+def checked_leaves(argument: str, tree: Tree, *, real: bool = False) -> Leaves:
+    """Check a tree with `check_leaves`, and flatten it."""
+    check_leaves(argument, tree, real=real)
+    return flatten(tree)
 
 
 def check_leaves(argument: str, tree: Tree, *, real: bool = False) -> None:
