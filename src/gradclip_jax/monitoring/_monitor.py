@@ -195,13 +195,15 @@ class Monitor:
     def _rewound_to(self, rows: Rows) -> int | None:
         """Return the step from which the run was repeated with an earlier state, or None.
 
-        The state still holds rows that were read before. They differ if their steps were repeated.
+        The state still holds rows that were read before. They differ if their steps were repeated;
+        after a long way back, nothing is left to compare them with.
         """
         steps, old, new = np.intersect1d(self.rows.step, rows.step, return_indices=True)
         pairs = ((x.loss[:, None], x.norms[:, :, 0]) for x in (self.rows.take(old), rows.take(new)))
         before, after = map(np.hstack, pairs)
         is_equal = np.isclose(before, after, rtol=1e-6, atol=0, equal_nan=True).all(1)
-        first = int(min(steps[~is_equal], default=_end(rows)))
+        repeated = steps[~is_equal] if len(steps) else rows.step
+        first = int(min(repeated, default=_end(rows)))
         return first if first < self._next_step else None
 
     def _rewind(self, step: int) -> None:

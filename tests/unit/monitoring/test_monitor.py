@@ -195,6 +195,16 @@ def test_a_state_that_was_restored_rewinds_before_the_next_step():
     assert monitor.read(train(early, 5, 7)).rows.step.tolist() == [5, 6]
 
 
+def test_no_row_is_lost_after_a_rewind_over_more_rows_than_the_monitor_keeps(tmp_path):
+    path, early = tmp_path / "run.jsonl", train(TX.init(PARAMS), 0, 40)
+    line = {"outcome": "applied", "loss": 1.0}
+    path.write_text("".join(json.dumps({"step": i} | line) + "\n" for i in range(2000)))
+    monitor = gcx.Monitor(PARAMS, log=path)
+    report = monitor.read(train(early, 40, 44))
+    assert report.rows.step.tolist() == list(range(28, 44)) and report.lost_rows == 0
+    assert read_log(path).rows.loss[-16:].tolist() == list(range(72, 56, -1))
+
+
 def test_a_monitor_continues_the_run_of_its_log(tmp_path):
     path = tmp_path / "run.jsonl"
     state = train(TX.init(PARAMS), 0, 16, bad=(3,))
