@@ -131,11 +131,8 @@ def apply_gradients(
         return with_structure_of((params, state), params_and_state)
     is_weighted = is_scalar(extra_args.get("weight"), jnp.floating, jnp.integer)
     if is_weighted and not find_role(state, "accumulation"):
-        warnings.warn(
-            "No accumulation reads the extra argument `weight`, which is passed to the inner "
-            "transformation. Wrap the optimizer in `accumulate_gradients`.",
-            stacklevel=2,
-        )
+        hint = "Wrap the optimizer in `accumulate_gradients`."
+        warnings.warn(f"No accumulation reads the extra argument `weight`. {hint}", stacklevel=2)
     if isinstance(tx.update, GatedUpdate):
         return tx.update.execute(tx.update, grads, state, params, params, extra_args)
     update = optax.with_extra_args_support(tx).update

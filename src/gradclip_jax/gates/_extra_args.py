@@ -23,9 +23,7 @@ def warn_of_misspelled(extra_args: ExtraArgs) -> None:
     for name in extra_args.keys() - EXTRA_ARGS:  # all others are passed on
         for near in difflib.get_close_matches(name, EXTRA_ARGS, n=1, cutoff=0.8):
             warnings.warn(
-                f"The extra argument `{name}` is passed to the inner transformation. Did you mean "
-                f"`{near}`?",
-                stacklevel=2,
+                f"Extra argument `{name}` is passed on. Did you mean `{near}`?", stacklevel=2
             )
 
 

@@ -49,14 +49,6 @@ def test_the_step_of_frozen_leaves_is_not_checked():
         assert state.skipped_nonfinite == skips
 
 
-def test_a_guard_in_a_partition_checks_its_own_leaves():
-    parts = {"t": gcx.skip_large_norm(optax.sgd(1.0), 10.0), "f": optax.set_to_zero()}
-    tx = optax.partition(parts, {"t": "t", "f": "f"})
-    grads = {"t": jnp.ones(2), "f": jax.tree.map(lambda x: x * jnp.nan, PARAMS["f"])}
-    updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS)
-    assert updates["t"].tolist() == [-1.0, -1.0] and updates["f"]["b"].tolist() == [0.0]
-
-
 @pytest.mark.parametrize("mask", [1, {"t": "yes", "f": False}, {"t": 1.0}, lambda params: {"t": 2}])
 def test_a_mask_of_anything_but_bools_raises(mask):
     with pytest.raises(TypeError, match="^skip_nonfinite: `mask` must be a prefix tree of bools"):
