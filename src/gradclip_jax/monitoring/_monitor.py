@@ -184,7 +184,10 @@ class Monitor:
         return self.report
 
     def summary(self) -> str:
-        """Describe the run so far in at most ten lines."""
+        """Describe the run so far in at most ten lines.
+
+        The shares of units are those in `rows`.
+        """
         return summarize(Rows.concatenate(self._totals), self.rows, self.names, self.incidents)
 
     def _start(self, rows: Rows, names: Names) -> list[Incident]:
@@ -285,7 +288,8 @@ def read_log(log: LogSource, *, prefix: str | None = None, pattern: str = PATTER
 
     | log | what is read |
     | --- | --- |
-    | lines of a `Monitor`, or of `metrics(state)` | all columns |
+    | lines of a `Monitor` | all columns, and the incidents that it logged |
+    | lines of `metrics(state)` | all columns |
     | any other dictionaries, JSON lines, a CSV file | step, loss and gradient norm |
     | `trainer_state.json` of Hugging Face | the same |
     | a text file | lines that match `pattern` |

@@ -54,7 +54,8 @@ def plot_log(log: LogSource | Monitor) -> Any:
     from matplotlib.figure import Figure
 
     monitor = log if isinstance(log, Monitor) else read_log(log)
-    rows, incidents = monitor.rows, monitor.incidents
+    rows = monitor.rows
+    incidents = [x for x in monitor.incidents if x.step in rows.step]
     panels = list(_panels(rows, monitor.names, [x.leaf for x in incidents]))
     captions = [f"{i}  {x}" for i, x in enumerate(incidents, 1)][-_MAX_CAPTIONS:]
     captions = [line for x in captions for line in textwrap.wrap(x, 140, subsequent_indent="    ")]

@@ -259,6 +259,8 @@ def test_a_plot_shows_at_most_forty_units_with_those_of_incidents_first(tmp_path
     log = [{"loss": 1.0, "gradient_norm": 3.0, "gradient_norm/w": 3.0}]
     heat_map = gcx.diagnostics.plot_log(log).axes[1]  # of one unit and one step
     assert (*heat_map.get_xlim(), *heat_map.get_ylim()) == (-0.5, 0.5, 0.5, -0.5)
+    monitor.rows = monitor.rows.take(slice(0, 1))  # as in a long run, without that of the incident
+    assert gcx.diagnostics.plot_log(monitor).get_supxlabel() == ""
     figure = gcx.diagnostics.plot_log([{"loss": 1.0, "norm": 2.0}])  # of another trainer
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["loss", "gradient norm"]
 
