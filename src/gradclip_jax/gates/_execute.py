@@ -13,14 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import (
-    check_same_structure,
-    check_state,
-    check_transformation,
-    dtype_of,
-    is_float0,
-    is_scalar,
-)
+from .._checks import check_same_structure, check_state, check_transformation, dtype_of, is_float0
 from .._errors import named, public
 from .._leaves import check_leaves
 from .._run_if import Flag, compute_step, like_dtypes, run_step, select_step
@@ -33,7 +26,7 @@ from .._states import (
     with_structure_of,
 )
 from .._types import Array, Tree
-from ._extra_args import has_weight, warn_of_misspelled
+from ._extra_args import has_weight, warn_of_misspelled, warn_of_unread_weight
 from ._gate import Accumulation, ExtraArgs, Guard, params_of
 
 _NOBODY: Final = -1
@@ -129,10 +122,7 @@ def apply_gradients(
     if jax.tree.structure(arrays) != jax.tree.structure((grads, state, params)):
         params_and_state = apply_gradients(tx, *arrays, **extra_args)
         return with_structure_of((params, state), params_and_state)
-    is_weighted = is_scalar(extra_args.get("weight"), jnp.floating, jnp.integer)
-    if is_weighted and not find_role(state, "accumulation"):
-        hint = "Wrap the optimizer in `accumulate_gradients`."
-        warnings.warn(f"No accumulation reads the extra argument `weight`. {hint}", stacklevel=2)
+    warn_of_unread_weight(extra_args, state)
     if isinstance(tx.update, GatedUpdate):
         return tx.update.execute(tx.update, grads, state, params, params, extra_args)
     update = optax.with_extra_args_support(tx).update

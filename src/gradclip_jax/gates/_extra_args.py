@@ -27,6 +27,14 @@ def warn_of_misspelled(extra_args: ExtraArgs) -> None:
             )
 
 
+def warn_of_unread_weight(extra_args: ExtraArgs, state: Tree) -> None:
+    """Warn if the weight of a micro-batch is passed, but no accumulation reads it."""
+    is_weight = is_scalar(extra_args.get("weight"), jnp.floating, jnp.integer)
+    if is_weight and not find_role(state, "accumulation"):
+        hint = "Wrap the optimizer in `accumulate_gradients`."
+        warnings.warn(f"No accumulation reads the extra argument `weight`. {hint}", stacklevel=2)
+
+
 def loss_argument(extra_args: ExtraArgs) -> tuple[str, Any]:
     """Return the name and the value of the loss, which is None if no loss was passed."""
     value, loss = extra_args.get("value"), extra_args.get("loss")
