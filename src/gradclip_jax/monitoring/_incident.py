@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 KINDS = (
     *("nan", "infinity", "norm", "loss", "update", "skipped", "held", "clipped", "leaf"),
-    *("parameter", "zero", "drift", "replica", "unchanged", "jump", "tap", "window", "note"),
+    *("parameter", "zero", "drift", "replica", "unchanged", "tap", "window", "note"),
 )
 """Kinds of faults and outcomes of a step."""
 
@@ -43,9 +43,8 @@ class Incident(NamedTuple):
         loss_threshold: Threshold for `loss`; inf if there was no threshold.
         update_norm: Norm of the update; None if it was not measured.
         update_threshold: Threshold for `update_norm`; inf if there was no threshold.
-        leaf_rise: Ratio of the gradient, update or parameter norm of this leaf or layer to its
-            median, divided by the median of this ratio over the other leaves; 0 if the norm of no
-            single leaf or layer is an outlier.
+        leaf_rise: Ratio of the gradient norm of this leaf or layer to its median, divided by the
+            median of this ratio over all leaves; 0 if the norm of no leaf or layer is an outlier.
         parameter_norm: Norm of the parameters; None if it was not measured.
         device: Index of the device whose parameters differ from the others; -1 if they are equal.
         activation: Name of the first tap in the forward pass with a non-finite activation; None if
@@ -138,14 +137,14 @@ class Incident(NamedTuple):
         rose = f"rose {_short(self.leaf_rise)} times"
         if self.second_leaf not in ("", self.leaf):
             rose += " more than those of other leaves"
-        if not math.isfinite(self.leaf_rise + (self.parameter_norm or 0)):
-            rose = "is not finite"
-        update = f"update norm {_compared(self.update_norm or 0, self.update_threshold)}"
+        inside = f" in {self.leaf}" if self.leaf else ""
+        parameter, update = self.parameter_norm or 0.0, self.update_norm or 0.0
+        is_finite = math.isfinite(parameter)
+        changed = f"rose to {_short(parameter)}" if is_finite else "is not finite"
         texts = {
-            "jump": f"parameter norm rose to {_short(self.parameter_norm or 0)}",
-            "parameter": f"parameter norm{of} {rose}",
+            "parameter": f"parameter norm {changed}{inside}",
             "leaf": f"gradient norm{of} {rose}",
-            "update": f"{update}, that{of} {rose}" if self.leaf_rise > 1 else update,
+            "update": f"update norm {_compared(update, self.update_threshold)}{inside}",
             "zero": f"the gradient{of if self.norm else ''} has become zero",
             "drift": f"gradient norm{of} slowly {rose}",
             "tap": f"RMS of the {self.tap} rose {_short(self.tap_rise)} times",

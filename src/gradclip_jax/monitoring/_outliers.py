@@ -1,22 +1,24 @@
 """Outliers, drifts and zeros among the norms and losses of consecutive rows.
 
-Each value is compared with the values of previous rows. `x` is the logarithm of a norm or of the
-RMS of a tap, or a loss and its logarithm. Over the last `WINDOW` rows,
+Each value is compared with the values of previous rows. `x` is the logarithm of a norm, of the RMS
+of a tap, or of a loss; losses that are not positive are compared themselves. Over the last `WINDOW`
+rows,
 
     level  = median of x
-    excess = (x - level) - (median of x - level over all units, if x belongs to a unit)
+    excess = x - level - the change that others explain
     usual  = median of excess
     spread = 1.4826 * median of |excess - usual|
     bound  = max(min(WIDTH * spread, max(CAP, LEAST_WIDTH * spread)), tail)
 
-and x is an outlier if `excess - usual > bound` and `x - level > FLOOR`. `tail` is the excess that
-one in `10 * RARITY` rows reaches without a fault, extrapolated from the last LONG rows without
-outliers. A loss that is always positive must be an outlier itself and as a logarithm.
+and x is an outlier if `excess - usual > bound` and `x - level > FLOOR`. The gradient norm of a unit
+is explained by the median change of all units, and that of the tree by the square root of the loss,
+as for a squared error. `tail` is an excess that the last `LONG` rows without outliers do not reach:
+their quantiles of 90 % and 99 %, extrapolated further the more rows there are.
 
 Statistics are computed at fixed rows, at every row at first and then at every eighth row, so that
 incidents do not depend on how rows are split into reads. A few early outliers do not change them.
-The constants were chosen on 18 public training logs, and on the seven models of
-`benchmarks/faults/detect.py` with the seed 2.
+The constants were chosen on 18 public training logs, and on the first seven models of
+`benchmarks/faults/detect.py` with the seeds 2 to 4.
 """
 
 import math
@@ -29,33 +31,27 @@ from .._types import HostArray
 WARM_UP, WINDOW, LONG = 16, 128, 2048
 """Rows without bounds, rows of a median, and rows of a tail."""
 
-EARLY, REFRESH = 64, 8
-"""Rows in which bounds are computed at every row, and rows between two computations afterwards."""
+EARLY, REFRESH, TAIL_REFRESH = 64, 8, 64
+"""Rows in which bounds are computed at every row, and rows between two computations of bounds and
+of tails afterwards."""
 
-WIDTH, LOSS_WIDTH = 8.0, 6.0
-"""Bounds of norms and of the loss in standard deviations."""
+LIMIT = math.log(15.0)
+"""The largest tail of a gradient norm. Otherwise a norm that often rises is never an outlier."""
 
-CAP, LEAST_WIDTH = math.log(6.0), 3.25
-"""Largest bound in standard deviations, as a ratio, and the least number of them. Without the
-first, a norm that varies by a decade never is an outlier."""
+AFTER = 32
+"""Rows after an outlier that are not used for the tail, because a loss decays slowly."""
 
-RARITY, UNIT_RARITY = 1000.0, 10_000.0
-"""One in so many excesses above the 90 % quantile is an outlier, if excesses are independent."""
-
-AFTER, TAIL_REFRESH = 32, 64
-"""Rows after an outlier that are not used for the tail, and rows between two estimates of it."""
-
-LIMIT, LIMIT_WIDTH = math.log(20.0), 3.5
-"""Largest bound of a gradient norm, and the same in standard deviations."""
-
-FLOORS = {"gradient": 2.0, "update": 3.0, "parameter": 2.0, "tap": 3.0, "loss": 1.5}
+FLOORS = {"gradient": 5.0, "unit": 3.0, "tap": 3.0, "update": 3.0, "parameter": 2.0, "loss": 1.5}
 """Smallest ratio of an outlier to its level."""
 
-NUM_UPDATES = 16
-"""A parameter has jumped if its norm exceeds its level by 16 times the usual update norm."""
+WIDTHS = {"gradient": 3.5, "unit": 8.0, "tap": 3.5, "update": 3.5, "parameter": 3.5, "loss": 6.0}
+"""Smallest bound in standard deviations."""
 
-PEAK_DECAY = math.log(3.0) / 2048
-"""Decay per row of the largest level of an update norm."""
+FEW = {"gradient": 60.0, "unit": 3.0, "tap": 3.0, "update": 3.0, "parameter": 3.0, "loss": 3.0}
+"""The tail is extrapolated by the decades in the number of rows divided by this."""
+
+EARLY_RATIO = 8.0
+"""In the first WINDOW rows, 8 times the largest previous value is an outlier."""
 
 BLOCK, SHORT, GAP, MEMORY = 16, 3, 1, 64
 """Drifts compare the last 48 rows with up to 1,024 rows, in blocks of 16 rows."""
@@ -63,11 +59,8 @@ BLOCK, SHORT, GAP, MEMORY = 16, 3, 1, 64
 DRIFT, OWN_DRIFT, LONE_DRIFT = math.log(2.5), math.log(1.25), math.log(5.0)
 """Smallest rise of a drift relative to the other units, and of its own; and of a single norm."""
 
-RARE_TREE, RARE_UNIT, SURPRISE = -3.0, -12.0, 9.0
-"""Log-probabilities below which zeros are reported."""
-
-EARLY_RATIO = 8.0
-"""In the first WINDOW rows, 8 times the largest previous value is an outlier."""
+LEAST_ZEROS = 16
+"""Consecutive zeros of a unit that are reported."""
 
 
 def quantile(values: HostArray, share: float) -> HostArray:
@@ -82,36 +75,16 @@ def median(values: HostArray) -> HostArray:
     return quantile(values, 0.5)
 
 
-def _tail(values: HostArray, rarity: HostArray) -> HostArray:
-    """Return the value that one in `rarity` of the values above the 90 % quantile exceeds.
-
-    The values above the quantile are fitted by a generalized Pareto distribution with a shape of
-    at most 0 (an exponential tail) from their mean and variance (Hosking and Wallis, 1987).
-    """
-    # Few values say little about rare ones.
-    rarity = np.maximum(rarity * np.minimum(np.sum(~np.isnan(values), axis=0) / 1024, 1), 1)
-    start = quantile(values, 0.9)
-    is_above = values > start
-    count = np.maximum(np.sum(is_above, axis=0), 1)
-    above = np.where(is_above, values - start, 0)
-    mean = np.sum(above, axis=0) / count
-    variance = np.sum(np.square(above), axis=0) / count - mean**2
-    ratio = np.clip(mean**2 / np.maximum(variance, 1e-12), 1.0, 1.6)
-    shape, scale = 0.5 * (1 - ratio) - 1e-6, 0.5 * mean * (1 + ratio)
-    return start + scale / shape * (rarity**shape - 1)
-
-
 class Outliers(NamedTuple):
     """Result of `Levels.compare`, arrays of shape [rows, columns].
 
     Attributes:
-        is_outlier: Whether a value is an outlier.
-        excess: Change of the value relative to its level and to the other units.
+        rise: Ratio of an outlier to what is usual; of a loss that is compared itself, the excess.
+            0 if the value is no outlier.
         threshold: Smallest value that would be an outlier.
     """
 
-    is_outlier: HostArray
-    excess: HostArray
+    rise: HostArray
     threshold: HostArray
 
 
@@ -119,100 +92,80 @@ class Levels:
     """Outliers of each column relative to the previous rows; see the module.
 
     Args:
-        kinds: Kind of each column, a key of `FLOORS`. The last column is the loss itself.
-        groups: Columns that are compared with each other.
+        kinds: Kind of each column, a key of `FLOORS`. The first column is the gradient norm of the
+            tree, and the last two are the logarithm of the loss and the loss itself.
     """
 
-    def __init__(self, kinds: HostArray, groups: list[slice]):
-        size = len(kinds)
-        self.kinds, self.groups, self.count = kinds, groups, 0
-        is_unit = np.zeros(size, bool)
-        for group in groups:
-            is_unit[group] = True
-        self.is_unit, self.width = is_unit, np.where(kinds == "loss", LOSS_WIDTH, WIDTH)
-        self.rarity = np.where(is_unit, UNIT_RARITY, RARITY)
-        self.least, self.cap = np.log([FLOORS[kind] for kind in kinds]), np.full(size, CAP)
-        self.least[-1], self.cap[-1] = 1e-9, math.inf
+    def __init__(self, kinds: list[str]):
+        self.kinds, size, self.count = np.array(kinds), len(kinds), 0
+        self.width = np.array([WIDTHS[kind] for kind in kinds])
+        self.limit = np.where(self.kinds == "gradient", LIMIT, np.inf)
+        self.few = np.array([FEW[kind] for kind in kinds])
+        self.floor = np.log([FLOORS[kind] for kind in kinds])
         self.values, self.excesses, self.usual_excesses = np.full((3, 1, size), np.nan)
-        self.peak, self.last_outlier = np.full(size, -np.inf), np.full(size, -LONG)
-
-    def rows_until_refresh(self) -> int:
-        """Return the number of next rows that share the same statistics."""
-        return 1 if self.count < EARLY else REFRESH - self.count % REFRESH
+        self.last_outlier = np.full(size, -LONG)
 
     def compare(self, values: HostArray) -> Outliers:
-        """Compare rows up to the next refresh, and remember them."""
-        if self.count < EARLY or self.count % REFRESH == 0:
-            self._refresh()
+        """Compare the next rows, and remember them."""
+        parts, start = list[Outliers](), 0
+        while start < len(values):
+            if self.count < EARLY or self.count % REFRESH == 0:
+                self._refresh()
+            size = 1 if self.count < EARLY else REFRESH - self.count % REFRESH
+            parts.append(self._compare(values[start : start + size]))
+            start += size
+        return Outliers(*map(np.concatenate, zip(*parts, strict=True)))
+
+    def _compare(self, values: HostArray) -> Outliers:
+        """Compare rows that share the same statistics."""
         change = values - self.level
-        excess = change - self._common(change)
+        excess = change - self._explained(change)
         index = self.count + np.arange(len(values))[:, None]
         with np.errstate(invalid="ignore"):
             is_outlier = (excess - self.usual > self.bound) & (change > self.floor)
-        # An outlier and the rows after it, in which a loss decays, are no usual excesses. Updates
-        # and units with sparse gradients often rise for several steps.
-        is_known = is_outlier & ~self.is_unit & (self.kinds != "update")
-        last = np.maximum.accumulate(np.where(is_known, index, self.last_outlier), 0)
+        last = np.maximum.accumulate(np.where(is_outlier, index, self.last_outlier), 0)
         usual = np.where((index - last < AFTER) | (index < WARM_UP), np.nan, excess)
         self.last_outlier, self.count = last[-1], self.count + len(values)
-        self.values = _last(WINDOW, self.values, values)
+        self.values = _last(LONG, self.values, values)
         self.excesses = _last(WINDOW, self.excesses, excess)
         self.usual_excesses = _last(LONG, self.usual_excesses, usual)
+        rise = np.where(is_outlier, np.exp(np.minimum(np.nan_to_num(excess), 80)), 0)
         threshold = self.level + np.maximum(self.usual + self.bound, self.floor)
-        return Outliers(is_outlier, excess, np.broadcast_to(threshold, change.shape))
+        threshold[:-1] = np.exp(np.minimum(threshold[:-1], 700))
+        threshold = np.where(np.isnan(self.level + self.bound), np.inf, threshold)
+        return Outliers(rise, np.broadcast_to(threshold, rise.shape))
 
     def _refresh(self) -> None:
-        self.level, usual = median(self.values), median(self.excesses)
+        self.level, usual = median(self.values[-WINDOW:]), median(self.excesses)
         count = np.sum(~np.isnan(self.excesses), axis=0)
         spread = 1.4826 * median(abs(self.excesses - usual))
         if self.count < WINDOW or self.count % TAIL_REFRESH == 0:
-            self.tail = _tail(self.usual_excesses, self.rarity)
-        # The spread of 16 values is uncertain, so the bound is twice as wide as for 64 values.
-        early = 1 + np.clip((EARLY - count) / (EARLY - WARM_UP), 0, 1)
-        bound = np.minimum(self.width * spread, np.maximum(self.cap, LEAST_WIDTH * spread)) * early
-        # A norm of 20 times its level is an outlier, unless norms vary that much.
-        is_whole = (self.kinds == "gradient") & ~self.is_unit
-        limit = np.where(is_whole, np.maximum(LIMIT, LIMIT_WIDTH * spread), np.inf)
-        bound = np.fmin(np.fmax(bound, self.tail - usual), limit)
+            high = quantile(self.usual_excesses, 0.99)
+            decades = np.log10(np.sum(~np.isnan(self.usual_excesses), axis=0).clip(1) / self.few)
+            step = high - quantile(self.usual_excesses, 0.9)
+            self.tail = high + np.maximum(decades, 0) * step
+        bound = np.fmax(self.width * spread, np.fmin(self.tail - usual, self.limit))
         if self.count < WINDOW:
             # While a loss decreases quickly, its spread is large.
             top = np.fmax(np.fmax.reduce(self.excesses) - usual, 0)
-            rise = np.full(len(top), math.log(EARLY_RATIO))
-            rise[-1] = (EARLY_RATIO - 1) * (top[-1] + abs(self.level[-1]))
-            bound = np.fmin(bound, top + rise)
+            bound[-2] = min(bound[-2], top[-2] + math.log(EARLY_RATIO))
         is_known = count >= WARM_UP - 1  # the first value has no excess
-        self.bound = np.where(
-            is_known, np.maximum(bound, np.where(self.is_unit, self.least, 0)), np.inf
-        )
+        is_known[-1 if count[-2] == count[-1] else -2] = False  # compare the loss, or its logarithm
+        self.bound = np.where(is_known, bound, np.inf)
         self.usual = np.where(is_known, usual, 0)
-        self.floor = self.least.copy()
+        self.floor[-1] = 0.1 * abs(self.level[-1])
         # A learning-rate schedule that restarts returns to updates that were usual before.
         is_update = self.kinds == "update"
-        self.peak = np.fmax(self.level, self.peak - PEAK_DECAY * self.rows_until_refresh())
-        above = self.peak[is_update] - self.level[is_update] + math.log(2)
-        self.floor[is_update] = np.fmax(self.floor[is_update], above)
-        # A small parameter may change its sign.
-        is_parameter = self.kinds == "parameter"
-        update = self.level[is_update] - self.level[is_parameter]
-        moved = np.log1p(NUM_UPDATES * np.exp(update))
-        self.floor[is_parameter] = np.fmax(self.floor[is_parameter], moved)
+        peak = quantile(self.values[:, is_update], 0.99) - self.level[is_update]
+        self.floor[is_update] = math.log(FLOORS["update"]) + np.nan_to_num(np.maximum(peak, 0))
 
-        if count[-2] < count[-1]:  # some losses are not positive: compare only the loss itself
-            self.bound[-2] = self.floor[-2] = -math.inf
-
-    def _common(self, change: HostArray) -> HostArray:
-        """Return the median change of the other columns of the same group; 0 without a group."""
-        common = np.zeros_like(change)
-        for group in self.groups:
-            own = change[:, group]
-            ordered = np.sort(own, axis=1)
-            count = np.sum(~np.isnan(own), axis=1, keepdims=True)
-            # Without one of the values below the median, the next larger value is the median.
-            place = np.maximum(count - 2, 0) // 2
-            median, next_larger = (np.take_along_axis(ordered, place + i, 1) for i in (0, 1))
-            of_others = np.where(own <= median, next_larger, median)
-            common[:, group] = np.where(count > 1, of_others, 0)
-        return common
+    def _explained(self, change: HostArray) -> HostArray:
+        """Return the part of each change that the other units or the loss explain."""
+        explained, is_unit = np.zeros_like(change), self.kinds == "unit"
+        if is_unit.any():
+            explained[:, is_unit] = np.nan_to_num(median(change[:, is_unit].T))[:, None]
+        explained[:, 0] = np.fmax(change[:, -2] / 2, 0)
+        return explained
 
 
 def _last(count: int, old: HostArray, new: HostArray) -> HostArray:
@@ -225,10 +178,20 @@ class Drifts:
 
     def __init__(self, size: int):
         self.medians, self.count = np.full((MEMORY, size), np.nan), 0
+        self.block = list[HostArray]()
 
-    def compare(self, block: HostArray) -> HostArray:
-        """Return the rise of each column after a block of rows; 0 without a drift."""
-        self.medians, self.count = np.vstack([self.medians[1:], median(block)]), self.count + 1
+    def compare(self, norms: HostArray) -> HostArray:
+        """Return the rise of each column in the rows that close a block; 0 without a drift."""
+        rises = np.zeros_like(norms)
+        for t, row in enumerate(norms):
+            self.block.append(np.where(np.isfinite(row) & (row > 0), row, np.nan))
+            if len(self.block) == BLOCK:
+                rises[t] = self._compare(np.log(median(np.array(self.block))))
+                self.block = []
+        return rises
+
+    def _compare(self, level: HostArray) -> HostArray:
+        self.medians, self.count = np.vstack([self.medians[1:], level]), self.count + 1
         now, past = self.medians[-SHORT:], self.medians[: -SHORT - GAP]
         rise = median(now) - median(past)
         # Gradient norms change early in training.
@@ -247,38 +210,23 @@ class Drifts:
 class Zeros:
     """Values that have become exactly zero.
 
-    A streak of n zeros is reported once, if it is longer than all earlier streaks and the
-    probability `share^n` is small, where `share` is the share of zeros in previous rows. The share
-    of a unit with few nonzero values is uncertain: after k of them in m rows, the probability of n
-    zeros is about `(m / (m + n))^k`. The first column is the whole tree.
+    A streak of zeros is reported once, if it has LEAST_ZEROS rows and twice as many as all earlier
+    ones. The first column is the whole tree, whose first zero is reported after the warm-up.
     """
 
     def __init__(self, size: int):
-        self.streak, self.longest, self.num_nonzero = np.zeros((3, size), int)
-        self.share, self.is_reported, self.count = np.zeros(size), np.zeros(size, bool), 0
+        self.streak, self.longest = np.zeros((2, size), int)
+        self.count = 0
 
     def compare(self, values: HostArray) -> HostArray:
-        """Return the columns whose streak of zeros is reported in this row; NaN is unknown."""
-        # An unknown value continues what the previous values were.
-        is_known, is_zero = ~np.isnan(values), (values == 0) | np.isnan(values) & (self.streak > 0)
-        if not (is_zero.any() or self.streak.any() or self.share.any()):
-            self.num_nonzero, self.count = self.num_nonzero + is_known, self.count + 1
-            return is_zero
-        length = self.streak + 1
-        weight = np.minimum(length / min(self.count + 1, LONG), 1)
-        share = self.share + weight * (self.streak / length - self.share)
-        self.share = np.where(is_zero, self.share, share)
-        self.longest = np.where(is_zero, self.longest, np.maximum(self.longest, self.streak))
-        self.streak = np.where(is_zero, length, 0)
-        self.num_nonzero, self.count = self.num_nonzero + (is_known & ~is_zero), self.count + 1
-        before = np.clip(self.count - self.streak, 0, LONG)
-        # Use at least half a zero, so that a single zero of a unit is not an incident.
-        rarity = self.streak * np.log(np.maximum(self.share, 0.5 / (before + 1)))
-        surprise = np.minimum(self.num_nonzero, before) * np.log1p(self.streak / np.fmax(before, 1))
-        is_rare = (rarity < RARE_UNIT) & ((self.num_nonzero == 0) | (surprise > SURPRISE))
-        # The first zero of the whole tree is reported early.
-        is_rare[0] = rarity[0] < RARE_TREE * (2 if self.longest[0] else 1)
-        found = is_known & is_zero & is_rare & (self.streak > self.longest) & ~self.is_reported
-        found &= self.count > WARM_UP
-        self.is_reported = is_zero & (self.is_reported | found)
+        """Return the columns whose streak of zeros is reported in each row; NaN is unknown."""
+        found = np.zeros(values.shape, bool)
+        for t, row in enumerate(values):
+            is_zero, is_over = row == 0, (row != 0) & ~np.isnan(row)
+            self.longest[is_over] = np.maximum(self.longest, self.streak)[is_over]
+            self.streak, self.count = np.where(is_over, 0, self.streak + is_zero), self.count + 1
+            least = np.maximum(2 * self.longest, LEAST_ZEROS)
+            if self.count > WARM_UP:
+                least[0] = max(2 * self.longest[0], 1)
+            found[t] = is_zero & (self.streak == least)
         return found

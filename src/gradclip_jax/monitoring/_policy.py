@@ -44,15 +44,9 @@ earlier losses is an outlier."""
 FORGET = 1000
 """Rows without evidence for a rewind after which earlier rewinds no longer count."""
 
-WINDOWS, FEWEST_CALLS, FIRST_CALLS = 8, 100, 1000
+WINDOWS, FEWEST_CALLS = 8, 1000
 """A window never closes if it has `WINDOWS` times as many calls as the longest window so far, and
-at least `FEWEST_CALLS`; or `FIRST_CALLS` if no window has closed yet."""
-
-EQUAL_ROWS, DIFFERENCE = 3, 1e-3
-"""A replay differs if a row is off by `DIFFERENCE` after `EQUAL_ROWS` rows with equal bits."""
-
-MAX_REPLAYED = 4096
-"""Number of rows that are kept for this comparison."""
+more than `FEWEST_CALLS`."""
 
 
 class Decision(NamedTuple):
@@ -76,23 +70,21 @@ class Step(NamedTuple):
 
     Attributes:
         step: Index of the row.
-        batch_id: Batch of the row, or None.
         flags: Outcome of the step.
+        loss: Loss, or 0.
+        batch_id: Batch of the row, or None.
         device: Index of the device that differs.
-        values: Loss, and norms of gradient, update and parameters.
         is_suspicious: Whether the row has an incident.
-        is_applied: Whether the optimizer ran.
         is_bad: Whether the step was applied and its loss is an outlier; without a loss, its norms.
         is_fatal: Whether the parameters are non-finite before or after the step.
     """
 
     step: int
-    batch_id: int | None
     flags: Outcome
+    loss: float
+    batch_id: int | None
     device: int
-    values: list[float]
     is_suspicious: bool
-    is_applied: bool
     is_bad: bool
     is_fatal: bool
 
@@ -113,19 +105,16 @@ class Policy:
         self, *, quiet: int = 32, max_rewinds: int = 3, events: Iterable[Mapping[str, Any]] = ()
     ):
         self.quiet, self.max_rewinds = quiet, max_rewinds
-        self.pending: Decision | None = None  # until the run is rewound; "stop" stays
-        self.num_rewinds, self.last_evidence = 0, 0
-        self.left_out: dict[int, None] = {}
-        self.next_step = -1
+        self.pending: Decision | None = None
+        self.num_rewinds, self.last_evidence, self.next_step = 0, 0, -1
         self.quiet_from = 0  # no row from this step on is suspicious
         self.good_until = 0  # checkpoints until this step are good: `quiet` rows follow it
-        self.saved = set[int]()
-        self.stale = set[int]()  # checkpoints that existed when the run was rewound before them
+        self.saved, self.stale = set[int](), set[int]()  # `stale` are those of superseded rows
+        self.left_out: dict[int, None] = {}
         self.differing_devices = set[int]()
         self.longest_window = 0
         self.usual = list[float]()  # losses of the last applied steps outside stretches
-        self.since_good: dict[int, Step] = {}
-        self._start_branch({})
+        self._start_branch()
         for event in events:
             if "rewind_to" in event:
                 self.rewound(event["rewind_to"])
@@ -161,12 +150,11 @@ class Policy:
                 self._process(row)
         if not self.pending and len(self.stretch) >= LONG * 2**self.num_rewinds:
             self._end_stretch()
-        good, is_quiet = self.good_step, self.next_step - self.quiet_from >= self.quiet
+        is_quiet = self.next_step - self.quiet_from >= self.quiet
         has_candidate = any(i > self.good_until for i in self.saved - self.stale)
         action = "save" if is_quiet and not has_candidate else "continue"
-        first = max(good or 0, self.next_step - MAX_REPLAYED)
-        self.since_good = {i: x for i, x in self.since_good.items() if i >= first}
-        return _broadcast(self.pending or Decision(action, "", good, tuple(self.left_out)))
+        left_out = tuple(self.left_out)
+        return _broadcast(self.pending or Decision(action, "", self.good_step, left_out))
 
     def resume(self, rows: Rows, incidents: Iterable[Incident]) -> None:
         """Process the last rows of a log, whose decisions are among the events."""
@@ -176,33 +164,29 @@ class Policy:
         self.pending, self.num_rewinds, self.last_evidence, self.left_out = decided
 
     def rewound(self, step: int) -> None:
-        """Go on from an earlier step, because the run was rewound or restarted.
-
-        The step may be later than the restored checkpoint if the rows before it are equal.
-        """
-        # With a lower learning rate, the same batches give other rows.
-        is_replay = self.pending is not None and self.pending.action == "rewind"
-        self._start_branch({i: x for i, x in self.since_good.items() if i >= step and is_replay})
-        if self.pending and self.pending.good_step is not None:
-            self.num_equal = step - self.pending.good_step
-        self.since_good = {i: x for i, x in self.since_good.items() if i < step}
+        """Go on from an earlier step, because the run was rewound or restarted."""
+        self._start_branch()
         self.stale |= {i for i in self.saved if i > step}
         self.next_step = min(self.next_step, step)
         self.quiet_from, self.good_until = min(self.quiet_from, step), min(self.good_until, step)
         if self.pending and self.pending.action != "stop":
             self.pending = None
 
-    def _start_branch(self, replayed: dict[int, Step]) -> None:
-        self.replayed, self.num_equal = replayed, 0
+    def _start_branch(self) -> None:
         self.stretch, self.skipped = list[Step](), list[Step]()
-        self.num_others, self.num_calls, self.has_failed = 0, 0, False
+        self.num_others, self.num_calls = 0, 0
 
     def _process(self, row: Step) -> None:
         if self.next_step < 0:
             self.quiet_from = self.good_until = row.step  # nothing before it was measured
         self.next_step = row.step + 1
-        self._check_replay(row)
+        if row.step - self.last_evidence >= FORGET:
+            self.num_rewinds = 0
         self._check_window(row)
+        if Outcome.SKIPPED in row.flags:
+            self.skipped.append(row)
+        elif Outcome.HELD not in row.flags:
+            self.skipped = []
         if self._extend_stretch(row) or row.is_suspicious:
             self.quiet_from = self.next_step
         if self.next_step - self.quiet_from >= self.quiet:
@@ -216,33 +200,28 @@ class Policy:
                 self._wait("stop", f"hardware: {reason} again")
             self.differing_devices.add(row.device)
             self._rewind(reason, [])
-        elif Outcome.GUARD_FAILED in row.flags and skips and not self.has_failed:
+        elif Outcome.GUARD_FAILED in row.flags and skips:
             self._wait("stop", f"{place}: guard_failed after {skips} consecutive skipped steps")
         elif skips == LONG:
             self._rewind(f"{place}: {skips} consecutive steps were skipped", self.skipped)
-        self.has_failed = Outcome.GUARD_FAILED in row.flags
 
     def _extend_stretch(self, row: Step) -> bool:
         """Add the row to a stretch of bad rows; return whether it is bad."""
-        is_held, loss = Outcome.HELD in row.flags, row.values[0]
-        if Outcome.SKIPPED in row.flags:
-            self.skipped.append(row)
-        elif not is_held:
-            self.skipped = []
-        if row.step - self.last_evidence >= FORGET:
-            self.num_rewinds = 0
-        if not self.stretch:
+        is_applied, is_bad = Outcome.APPLIED in row.flags, row.is_bad
+        if self.stretch:
+            # The thresholds of incidents adapt to a long stretch, but this limit does not.
+            is_bad |= is_applied and row.loss > self.limit
+        else:
             largest = max(self.usual, default=np.inf)
-            is_early = len(self.usual) < EARLY and loss > EARLY_RATIO * largest > 0
-            if not (row.is_bad or (row.is_applied and is_early)):
-                if row.is_applied and np.isfinite(loss):
-                    self.usual = [*self.usual[1 - LONG :], loss]
+            is_early = len(self.usual) < EARLY and row.loss > EARLY_RATIO * largest > 0
+            is_bad |= is_applied and is_early
+            if not is_bad:
+                if is_applied and np.isfinite(row.loss):
+                    self.usual = [*self.usual[1 - LONG :], row.loss]
                 return False
-            self.limit = (np.median(self.usual) + loss) / 2 if self.usual else np.inf
-        # The thresholds of incidents adapt to a long stretch, but this limit does not.
-        is_bad = row.is_bad or (row.is_applied and loss > self.limit)
+            self.limit = (np.median(self.usual) + row.loss) / 2 if self.usual else np.inf
         self.stretch.append(row._replace(is_bad=is_bad))
-        self.num_others = 0 if is_bad else self.num_others + (not is_held)
+        self.num_others = 0 if is_bad else self.num_others + (Outcome.HELD not in row.flags)
         if self.num_others > GAP:
             self._end_stretch()
         return is_bad
@@ -255,27 +234,12 @@ class Policy:
             place = f"steps {rows[0].step} to {rows[-1].step}"
             self._rewind(f"{place}: outliers in {len(bad)} of {len(rows)} steps", rows)
 
-    def _check_replay(self, row: Step) -> None:
-        """Stop if repeated batches gave equal rows until one differs."""
-        self.since_good[row.step] = row
-        old = self.replayed.get(row.step)
-        if not old or row.batch_id is None or row.batch_id != old.batch_id:
-            return
-        is_near = np.allclose(row.values, old.values, rtol=DIFFERENCE, atol=0, equal_nan=True)
-        if self.num_equal >= EQUAL_ROWS and not is_near:
-            reason = f"the replay of step {row.step} with batch {row.batch_id} differs"
-            self._wait("stop", f"hardware: {reason}, after {self.num_equal} equal rows")
-        is_equal = np.array_equal(row.values, old.values, equal_nan=True)
-        self.num_equal = self.num_equal + 1 if is_equal else 0
-
     def _check_window(self, row: Step) -> None:
         """Stop if the window of an accumulation never closes."""
-        longest = self.longest_window
-        if not row.flags & (Outcome.HELD | Outcome.EMPTY_WINDOW):
-            self.longest_window, self.num_calls = max(longest, self.num_calls), 0
-            return
         self.num_calls += 1
-        if self.num_calls > (max(FEWEST_CALLS, WINDOWS * longest) if longest else FIRST_CALLS):
+        if not row.flags & (Outcome.HELD | Outcome.EMPTY_WINDOW):
+            self.longest_window, self.num_calls = max(self.longest_window, self.num_calls), 0
+        elif self.num_calls > max(FEWEST_CALLS, WINDOWS * self.longest_window):
             self._wait("stop", f"step {row.step}: no window closed in {self.num_calls} calls")
 
     def _rewind(self, reason: str, rows: Sequence[Step], *, is_fatal: bool = False) -> None:
@@ -301,24 +265,20 @@ class Policy:
 
 
 def _steps(rows: Rows, incidents: Iterable[Incident]) -> Iterator[Step]:
-    found: dict[int, set[str]] = {}
-    for incident in incidents:
-        found.setdefault(incident.step, set()).update(incident.kinds)
+    found = {incident.step: set(incident.kinds) - {"note"} for incident in incidents}
     for t, step in enumerate(rows.step.tolist()):
-        flags, kinds = Outcome(int(rows.outcome[t])), found.get(step, set()) - {"note"}
-        is_applied = Outcome.APPLIED in flags
+        flags, kinds = Outcome(int(rows.outcome[t])), found.get(step, set[str]())
+        is_applied, has_loss = Outcome.APPLIED in flags, Outcome.HAS_LOSS in flags
         # The loss tells whether an outlier of a norm did harm.
-        kinds_of_norms = set() if Outcome.HAS_LOSS in flags else {"norm", "update"}
-        outliers = {"loss", "nan", "infinity"} | kinds_of_norms
+        outliers = {"loss", "nan", "infinity"} | (set() if has_loss else {"norm", "update"})
         _, update, parameter = np.isfinite(rows.norms[t, :, 0])
         yield Step(
             step,
-            int(rows.batch_id[t]) if Outcome.HAS_BATCH_ID in flags else None,
             flags,
+            rows.loss[t],
+            int(rows.batch_id[t]) if Outcome.HAS_BATCH_ID in flags else None,
             int(rows.device[t]),
-            [rows.loss[t], *rows.norms[t, :, 0]],
             is_suspicious=bool(kinds),
-            is_applied=is_applied,
             is_bad=is_applied and not outliers.isdisjoint(kinds),
             is_fatal=not (parameter and (update or not is_applied)),
         )

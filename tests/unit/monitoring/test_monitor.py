@@ -278,8 +278,10 @@ def test_a_plot_shows_at_most_forty_units_with_those_of_incidents_first(tmp_path
         ("leaf unchanged", {"leaf": "a", "share": 0.0, "second_leaf": "b", "leaf_rise": 12.0},
          "parameters unchanged, gradient norm 1; "
          "gradient norm of a rose 12 times more than those of other leaves"),
-        ("parameter leaf", {"leaf": "a", "share": 0, "leaf_rise": math.inf, "parameter_norm": math.nan},
-         "applied, gradient norm 1; parameter norm of a is not finite"),
+        ("parameter leaf", {"leaf": "a", "share": 0, "parameter_norm": math.nan},
+         "applied, gradient norm 1; parameter norm is not finite in a"),
+        ("parameter", {"leaf": "a", "share": 0, "parameter_norm": 1e30},
+         "applied, gradient norm 1; parameter norm rose to 1e30 in a"),
         ("zero", {"norm": 0.0, "leaf": "a"}, "applied, gradient norm 0; the gradient has become zero"),
         ("update window", {"norm": None, "update_norm": 8.0, "update_threshold": 2.0},
          "applied, no gradient; update norm 8 (threshold 2); the weight of the accumulated window is zero"),

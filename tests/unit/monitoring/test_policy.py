@@ -207,14 +207,14 @@ def test_a_failed_guard_stops_and_an_earlier_stretch_wins():
     assert run.read(70, bad=[40, 41, 42], outcome=failed) == "rewind"
 
 
-@pytest.mark.parametrize(("every", "limit"), [(1, 1000), (4, 100), (40, 8 * 39)])
+@pytest.mark.parametrize(("every", "limit"), [(1, 1000), (40, 1000), (200, 8 * 200)])
 def test_windows_that_never_close_stop(every, limit):
     run = Run()
-    run.read(200, outcome={step: int(HELD) for step in range(200) if (step + 1) % every})
-    held = dict.fromkeys(range(200, 200 + limit), int(HELD))
+    run.read(400, outcome={step: int(HELD) for step in range(400) if (step + 1) % every})
+    held = dict.fromkeys(range(400, 400 + limit), int(HELD))
     assert run.read(limit, outcome=held) == "save"
     empty = int(HELD | Outcome.EMPTY_WINDOW)
-    assert run.read(1, outcome={200 + limit: empty}) == "stop"
+    assert run.read(1, outcome={400 + limit: empty}) == "stop"
     assert "no window closed" in run.last.reason
 
 
@@ -226,22 +226,6 @@ def test_replicas_that_differ_rewind_and_the_same_device_again_is_the_hardware()
     run.rewind(leave_out=False)
     assert run.read(60, bad=[50], kinds=("replica",), **columns) == "stop"
     assert "hardware" in run.last.reason
-
-
-def test_a_replay_that_differs_after_equal_rows_is_the_hardware():
-    for changed, action in ({20: 2.0}, "stop"), ({20: 1 / 21 + 1e-9}, "continue"), ({1: 2.0}, None):
-        run = Run(saved=[0])
-        assert run.read(70, bad=[50, 51, 52]) == "rewind"
-        run.rewind(leave_out=False)
-        assert run.read(30, loss=changed) == (action or "continue")
-    assert "hardware" not in run.last.reason
-
-
-def test_only_the_rows_from_the_first_that_differs_may_be_passed_again():
-    run = Run(saved=[0])
-    assert run.read(70, bad=[50, 51, 52]) == "rewind"
-    run.rewind(step=20, leave_out=False)
-    assert run.read(1, loss={20: 2.0}) == "stop" and "after 20 equal rows" in run.last.reason
 
 
 def test_a_restarted_job_repeats_rows_without_a_rewind():
