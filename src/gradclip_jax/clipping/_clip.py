@@ -185,7 +185,8 @@ def _clipped(
         # A non-finite norm makes every leaf NaN or zero, on every device.
         threshold = jnp.broadcast_to(jnp.asarray(threshold, norm.dtype), norm.shape)
         threshold = lax.select(is_finite, threshold, jnp.full_like(threshold, bad))
-        return factor_of(reaction, norm, threshold)
+        factor = factor_of(reaction, norm, threshold)
+        return factor if isinstance(reaction, str) else jnp.clip(factor, 0, 1)
 
     stacks = _stacked(norms, norms)
     if len(thresholds) == 1:  # one threshold for all norms

@@ -33,7 +33,7 @@ def scale_factor(norm: Array, threshold: Array) -> Array:
 def factor_of(
     reaction: str | Callable[[Array, Array], Array], norm: Array, threshold: Array
 ) -> Array:
-    """Return the factor in [0, 1] of a reaction: 1 without a threshold, 0 for a threshold <= 0.
+    """Return the factor of a reaction: 1 without a threshold, and 0 for a threshold <= 0.
 
     A user-defined reaction receives only finite norms, and positive, finite thresholds.
     """
@@ -42,7 +42,7 @@ def factor_of(
     is_limit = (threshold > 0) & (threshold < jnp.finfo(threshold.dtype).max)
     norm, limit = jnp.where(jnp.isfinite(norm), norm, 1), jnp.where(is_limit, threshold, 1)
     factor = norm <= limit if isinstance(reaction, str) else reaction(norm, limit)
-    factor = jnp.clip(jnp.asarray(factor).astype(norm.dtype), 0, 1)
+    factor = jnp.asarray(factor).astype(norm.dtype)
     return jnp.where(is_limit, factor, jnp.sign(jnp.maximum(threshold, 0)))
 
 
