@@ -1,6 +1,6 @@
 """Rows: the measurements of one step, as `watch` writes them and as the host reads them.
 
-docs/rows.md describes the columns.
+`Row` lists the columns on the device, and `Rows` those on the host.
 """
 
 import enum
@@ -217,7 +217,7 @@ def check_names(names: Names, checksum: Any, num_columns: int) -> None:
 
 
 def unpack(ints: HostArray, floats: HostArray, factors: HostArray, names: Names) -> Rows:
-    """Split the columns that `watch` writes, which are described in docs/rows.md."""
+    """Split the columns that `watch` writes, in the order of `Row`."""
     step, batch_id, outcome, device = np.asarray(ints, np.int64).T
     floats = np.asarray(floats, np.float64)
     end = TREE + WIDTH * (1 + len(names.units))

@@ -67,7 +67,7 @@ LIMITS = {
     role="watch",
 )
 class WatchState(NamedTuple):
-    """State of `watch`: a ring buffer with one row for each call; see docs/rows.md.
+    """State of `watch`: a ring buffer with one row for each call; see `Row`.
 
     Attributes:
         step_count: int32[], number of calls.
