@@ -49,78 +49,39 @@ class Detector:
         gradient = np.where(rows.has(Outcome.HAS_GRADIENT)[:, None], rows.norms[:, 0], np.nan)
         gradient[~rows.has(Outcome.HAS_UNITS), 1:] = np.nan
         loss = np.where(rows.has(Outcome.HAS_LOSS), rows.loss, np.nan)[:, None]
-        outliers = self.levels.compare(_compared_values(rows, gradient, loss))
-        outliers.rise[:, LOSS] += self._early_rises(loss[:, 0])
-        drifts = self.drifts.compare(gradient)
+        values = _compared_values(rows, gradient, loss)
+        rises, thresholds = self.levels.compare(values)
+        drifts = self.drifts.compare(values[:, : self.size])
         zeros = self.zeros.compare(np.hstack([gradient, loss]))
         found: list[Incident] = []
-        for t, rise in enumerate(outliers.rise):
-            evidence = rise, outliers.threshold[t], drifts[t], zeros[t]
-            found += self._incident(self.count + t, rows.take(t), *evidence)
-        self.count += len(loss)
+        for t, evidence in enumerate(zip(rises, thresholds, drifts, zeros, strict=True)):
+            found += self._incident(rows.take(t), *evidence)
+            self.count += 1
         return found
 
-    def _early_rises(self, losses: HostArray) -> HostArray:
-        """Return the rows in which several early losses in a row are far above the first loss."""
-        found = np.zeros(len(losses), bool)
-        for t, loss in enumerate(losses[: max(EARLY - self.count, 0)].tolist()):
-            if math.isnan(self.first_loss) or loss <= 0:
-                self.first_loss = loss if loss > 0 else math.inf
-            self.num_above = self.num_above + 1 if loss > EARLY_RISE * self.first_loss else 0
-            found[t] = self.num_above == NUM_ABOVE
-        return found
+    def _is_early_rise(self, loss: float) -> bool:
+        """Return whether several early losses in a row are far above the first loss."""
+        if math.isnan(self.first_loss) or loss <= 0:
+            self.first_loss = loss if loss > 0 else math.inf
+        self.num_above = self.num_above + 1 if loss > EARLY_RISE * self.first_loss else 0
+        return self.count < EARLY and self.num_above == NUM_ABOVE
 
     def _incident(
-        self,
-        index: int,
-        row: Rows,
-        rise: HostArray,
-        threshold: HostArray,
-        drift: HostArray,
-        zeros: HostArray,
+        self, row: Rows, rise: HostArray, threshold: HostArray, drift: HostArray, zeros: HostArray
     ) -> list[Incident]:
         """Return the incident in one row, if there is one."""
-        flags, units, taps = (
-            Outcome(int(row.outcome)),
-            rise[1 : self.size],
-            rise[self.size : UPDATE],
-        )
+        flags, units = Outcome(int(row.outcome)), rise[1 : self.size]
         measured = zip(row.norms[:, 0].tolist(), MEASURED, strict=True)
         norm, update, parameter = (x if flag in flags else None for x, flag in measured)
-        loss = float(row.loss) if Outcome.HAS_LOSS in flags else None
         loss_threshold = min(threshold[LOG_LOSS:])
-        is_zero_loss = zeros[-1] and loss_threshold > ROUNDED
         is_large_norm = Outcome.SKIPPED_LARGE_NORM in flags
         is_large_loss = Outcome.SKIPPED_LARGE_LOSS in flags
-        found = {
-            "nan": norm is not None and math.isnan(norm),
-            "infinity": norm == math.inf,
-            "norm": rise[0] > 0 or is_large_norm,
-            "loss": rise[LOG_LOSS:].any() or is_zero_loss or not _is_finite(loss) or is_large_loss,
-            "leaf": units.any() and _is_finite(norm),
-            "parameter": rise[PARAMETER] > 0 or not _is_finite(parameter),
-            "zero": zeros[:-1].any(),
-            "drift": drift.any(),
-            "tap": taps.any(),
-            "replica": Outcome.REPLICA_DIFFERS in flags,
-            "window": Outcome.EMPTY_WINDOW in flags,
-        }
-        # A large update is no incident of its own if a large gradient or parameter explains it.
-        is_large = rise[UPDATE] > 0 or not _is_finite(update) or Outcome.SKIPPED in flags
-        found["update"] = is_large and not any(found.values())
-        kinds = {kind for kind, is_found in found.items() if is_found}
-        if kinds == {"infinity"} and self._is_routine(index, flags):
-            kinds = set() if self.has_noted else {"infinity", "note"}
-            self.has_noted = True
-        if not kinds:
-            return []
-        fates = {fate for fate in FATES if Outcome[fate.upper()] in flags}
         incident = Incident(
             step=int(row.step),
-            kinds=tuple(kind for kind in INCIDENT_KINDS if kind in kinds | fates),
+            kinds=(),
             norm=norm,
             norm_threshold=float(row.limits[0] if is_large_norm else threshold[0]),
-            loss=loss,
+            loss=float(row.loss) if Outcome.HAS_LOSS in flags else None,
             loss_threshold=float(row.limits[1] if is_large_loss else loss_threshold),
             update_norm=update,
             update_threshold=float(threshold[UPDATE]),
@@ -128,18 +89,56 @@ class Detector:
             bad_elements=int(row.nonfinite[0]),
             leaf_rise=float(units.max(initial=0) or drift.max()),
             batch_id=int(row.batch_id) if Outcome.HAS_BATCH_ID in flags else None,
-            device=int(row.device) if "replica" in kinds else -1,
-            **self._place(row, kinds, (units, zeros[1 : self.size], drift[1:])),
-            **self._taps(row.taps, taps),
+            device=int(row.device) if Outcome.REPLICA_DIFFERS in flags else -1,
         )
-        return [self._with_streak(index, incident, kinds)]
+        kinds = self._causes(incident, flags, rise, drift, zeros)
+        if not kinds:
+            return []
+        last, first_step, streak = self.last, incident.step, 1
+        if last and self.count - self.last_row <= STREAK and not kinds.isdisjoint(last.kinds):
+            first_step, streak = last.first_step, last.streak + 1
+        kinds |= {fate for fate in FATES if Outcome[fate.upper()] in flags}
+        self.last_row = self.count
+        self.last = incident._replace(
+            kinds=tuple(kind for kind in INCIDENT_KINDS if kind in kinds),
+            first_step=first_step,
+            streak=streak,
+            **self._place(row, kinds, (units, zeros[1:-1], drift[1:])),
+            **self._taps(row.taps, rise[self.size : UPDATE]),
+        )
+        return [self.last]
 
-    def _is_routine(self, index: int, flags: Outcome) -> bool:
-        """Return whether an infinite gradient norm is a rare overflow of a loss scale."""
-        if Outcome.APPLIED in flags:
-            return False
-        self.infinite_rows = [x for x in self.infinite_rows if x > index - LONG] + [index]
-        return len(self.infinite_rows) <= NUM_ROUTINE
+    def _causes(
+        self, x: Incident, flags: Outcome, rise: HostArray, drift: HostArray, zeros: HostArray
+    ) -> set[str]:
+        """Return the kinds of faults in one row."""
+        is_zero_loss = zeros[-1] and x.loss_threshold > ROUNDED
+        is_early_rise = self._is_early_rise(math.nan if x.loss is None else x.loss)
+        found = {
+            "nan": math.isnan(x.norm or 0),
+            "infinity": x.norm == math.inf,
+            "norm": rise[0] > 0 or Outcome.SKIPPED_LARGE_NORM in flags,
+            "loss": rise[LOG_LOSS:].any() or is_early_rise or is_zero_loss,
+            "leaf": rise[1 : self.size].any() and math.isfinite(x.norm or 0),
+            "parameter": rise[PARAMETER] > 0 or not math.isfinite(x.parameter_norm or 0),
+            "zero": zeros[:-1].any(),
+            "drift": drift.any(),
+            "tap": rise[self.size : UPDATE].any(),
+            "replica": Outcome.REPLICA_DIFFERS in flags,
+            "window": Outcome.EMPTY_WINDOW in flags,
+        }
+        found["loss"] |= not math.isfinite(x.loss or 0) or Outcome.SKIPPED_LARGE_LOSS in flags
+        # A large update is no incident of its own if a large gradient or parameter explains it.
+        is_large = rise[UPDATE] > 0 or not math.isfinite(x.update_norm or 0)
+        found["update"] = (is_large or Outcome.SKIPPED in flags) and not any(found.values())
+        kinds = {kind for kind, is_found in found.items() if is_found}
+        if kinds == {"infinity"} and Outcome.APPLIED not in flags:
+            recent = [i for i in self.infinite_rows if i > self.count - LONG]
+            self.infinite_rows = [*recent, self.count]
+            if len(recent) < NUM_ROUTINE:
+                kinds = set() if self.has_noted else {"infinity", "note"}
+                self.has_noted = True
+        return kinds
 
     def _place(self, row: Rows, kinds: set[str], evidence: tuple[HostArray, ...]) -> dict[str, Any]:
         """Return the unit with the strongest evidence, and the unit with the next largest share.
@@ -150,15 +149,14 @@ class Detector:
         """
         if not self.names.units:
             return {}
-        gradient, update, parameter = np.where(np.isnan(row.norms), np.inf, row.norms)[:, 1:]
-        weights = row.nonfinite[1:]
-        if not weights.any():
-            is_infinite = np.isinf(gradient)
-            weights = is_infinite if is_infinite.any() else np.square(gradient)
+        norms, bad = np.where(np.isnan(row.norms), np.inf, row.norms)[:, 1:], row.nonfinite[1:]
+        is_infinite = np.isinf(norms[0])
+        weights = is_infinite if is_infinite.any() else np.square(norms[0])
+        weights = bad if bad.any() else weights
         shares = weights / (weights.sum() or 1)
-        ranks = [row.nonfinite[1:], *evidence, update if "update" in kinds else shares, shares]
+        ranks = [bad, *evidence, norms[1] if "update" in kinds else shares, shares]
         if "parameter" in kinds:
-            ranks = [parameter]
+            ranks = [norms[2]]
         first = int(np.argmax(next((rank for rank in ranks if rank.any()), shares)))
         others = np.where(np.arange(len(shares)) == first, 0, shares)
         return {
@@ -179,21 +177,6 @@ class Detector:
                 tap = self.names.taps[np.argmax(rises) // 2]
                 fields |= {"tap": f"{name} of {tap}", "tap_rise": float(np.max(rises))}
         return fields
-
-    def _with_streak(self, index: int, incident: Incident, kinds: set[str]) -> Incident:
-        """Count incidents with a common cause in a streak."""
-        last = self.last if index - self.last_row <= STREAK else None
-        if last is None or kinds.isdisjoint(last.kinds):
-            incident = incident._replace(first_step=incident.step)
-        else:
-            incident = incident._replace(streak=last.streak + 1, first_step=last.first_step)
-        self.last, self.last_row = incident, index
-        return incident
-
-
-def _is_finite(x: float | None) -> bool:
-    """Return whether a value is finite or was not measured."""
-    return x is None or math.isfinite(x)
 
 
 def _compared_values(rows: Rows, gradient: HostArray, loss: HostArray) -> HostArray:

@@ -8,7 +8,7 @@ rows,
     excess = x - level - the change that others explain
     usual  = median of excess
     spread = 1.4826 * median of |excess - usual|
-    bound  = max(min(WIDTH * spread, max(CAP, LEAST_WIDTH * spread)), tail)
+    bound  = max(WIDTH * spread, min(tail - usual, LIMIT))
 
 and x is an outlier if `excess - usual > bound` and `x - level > FLOOR`. The gradient norm of a unit
 is explained by the median change of all units, and that of the tree by the square root of the loss,
@@ -22,7 +22,6 @@ The constants were chosen on 18 public training logs, and on the first seven mod
 """
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
@@ -47,8 +46,9 @@ FLOORS = {"gradient": 5.0, "unit": 3.0, "tap": 3.0, "update": 3.0, "parameter": 
 WIDTHS = {"gradient": 3.5, "unit": 8.0, "tap": 3.5, "update": 3.5, "parameter": 3.5, "loss": 6.0}
 """Smallest bound in standard deviations."""
 
-FEW = {"gradient": 60.0, "unit": 3.0, "tap": 3.0, "update": 3.0, "parameter": 3.0, "loss": 3.0}
-"""The tail is extrapolated by the decades in the number of rows divided by this."""
+TREE_FEW, FEW = 60, 3
+"""A tail is extrapolated by the decades in the number of rows divided by this: by 1.5 decades at
+most for the gradient norm of the tree, and by 2.8 for other values."""
 
 EARLY_RATIO = 8.0
 """In the first WINDOW rows, 8 times the largest previous value is an outlier."""
@@ -75,51 +75,49 @@ def median(values: HostArray) -> HostArray:
     return quantile(values, 0.5)
 
 
-class Outliers(NamedTuple):
-    """Result of `Levels.compare`, arrays of shape [rows, columns].
-
-    Attributes:
-        rise: Ratio of an outlier to what is usual; of a loss that is compared itself, the excess.
-            0 if the value is no outlier.
-        threshold: Smallest value that would be an outlier.
-    """
-
-    rise: HostArray
-    threshold: HostArray
-
-
 class Levels:
     """Outliers of each column relative to the previous rows; see the module.
 
     Args:
         kinds: Kind of each column, a key of `FLOORS`. The first column is the gradient norm of the
-            tree, and the last two are the logarithm of the loss and the loss itself.
+            tree; the last ones are the update norm, the parameter norm, the logarithm of the loss
+            and the loss itself.
     """
 
     def __init__(self, kinds: list[str]):
-        self.kinds, size, self.count = np.array(kinds), len(kinds), 0
+        names, size, self.count = np.array(kinds), len(kinds), 0
         self.width = np.array([WIDTHS[kind] for kind in kinds])
-        self.limit = np.where(self.kinds == "gradient", LIMIT, np.inf)
-        self.few = np.array([FEW[kind] for kind in kinds])
+        self.is_unit = names == "unit"
+        self.limit = np.where(names == "gradient", LIMIT, np.inf)
+        self.few = np.where(names == "gradient", TREE_FEW, FEW)
         self.floor = np.log([FLOORS[kind] for kind in kinds])
         self.values, self.excesses, self.usual_excesses = np.full((3, 1, size), np.nan)
         self.last_outlier = np.full(size, -LONG)
 
-    def compare(self, values: HostArray) -> Outliers:
-        """Compare the next rows, and remember them."""
-        parts, start = list[Outliers](), 0
+    def compare(self, values: HostArray) -> tuple[HostArray, HostArray]:
+        """Compare the next rows, and remember them.
+
+        Returns:
+            The ratio of each outlier to what is usual, 0 for other values; and the smallest values
+            that would be outliers.
+        """
+        rises, thresholds, start = np.zeros_like(values), np.zeros_like(values), 0
         while start < len(values):
             if self.count < EARLY or self.count % REFRESH == 0:
                 self._refresh()
             size = 1 if self.count < EARLY else REFRESH - self.count % REFRESH
-            parts.append(self._compare(values[start : start + size]))
+            part = slice(start, start + size)
+            rises[part], thresholds[part] = self._rises(values[part]), self.threshold
             start += size
-        return Outliers(*map(np.concatenate, zip(*parts, strict=True)))
+        return rises, thresholds
 
-    def _compare(self, values: HostArray) -> Outliers:
+    def _rises(self, values: HostArray) -> HostArray:
         """Compare rows that share the same statistics."""
         change = values - self.level
-        excess = change - self._explained(change)
+        excess = change.copy()
+        excess[:, 0] -= np.fmax(change[:, -2] / 2, 0)  # explained by the loss
+        if self.is_unit.any():
+            excess[:, self.is_unit] -= median(change[:, self.is_unit].T)[:, None]
         index = self.count + np.arange(len(values))[:, None]
         with np.errstate(invalid="ignore"):
             is_outlier = (excess - self.usual > self.bound) & (change > self.floor)
@@ -129,11 +127,7 @@ class Levels:
         self.values = _last(LONG, self.values, values)
         self.excesses = _last(WINDOW, self.excesses, excess)
         self.usual_excesses = _last(LONG, self.usual_excesses, usual)
-        rise = np.where(is_outlier, np.exp(np.minimum(np.nan_to_num(excess), 80)), 0)
-        threshold = self.level + np.maximum(self.usual + self.bound, self.floor)
-        threshold[:-1] = np.exp(np.minimum(threshold[:-1], 700))
-        threshold = np.where(np.isnan(self.level + self.bound), np.inf, threshold)
-        return Outliers(rise, np.broadcast_to(threshold, rise.shape))
+        return np.where(is_outlier, np.exp(np.minimum(np.nan_to_num(excess), 80)), 0)
 
     def _refresh(self) -> None:
         self.level, usual = median(self.values[-WINDOW:]), median(self.excesses)
@@ -155,17 +149,11 @@ class Levels:
         self.usual = np.where(is_known, usual, 0)
         self.floor[-1] = 0.1 * abs(self.level[-1])
         # A learning-rate schedule that restarts returns to updates that were usual before.
-        is_update = self.kinds == "update"
-        peak = quantile(self.values[:, is_update], 0.99) - self.level[is_update]
-        self.floor[is_update] = math.log(FLOORS["update"]) + np.nan_to_num(np.maximum(peak, 0))
-
-    def _explained(self, change: HostArray) -> HostArray:
-        """Return the part of each change that the other units or the loss explain."""
-        explained, is_unit = np.zeros_like(change), self.kinds == "unit"
-        if is_unit.any():
-            explained[:, is_unit] = np.nan_to_num(median(change[:, is_unit].T))[:, None]
-        explained[:, 0] = np.fmax(change[:, -2] / 2, 0)
-        return explained
+        peak = quantile(self.values[:, -4:-3], 0.99) - self.level[-4]
+        self.floor[-4] = math.log(FLOORS["update"]) + max(np.nan_to_num(peak)[0], 0)
+        threshold = self.level + np.maximum(self.usual + self.bound, self.floor)
+        threshold[:-1] = np.exp(np.minimum(threshold[:-1], 700))
+        self.threshold = np.where(np.isnan(self.level + self.bound), np.inf, threshold)
 
 
 def _last(count: int, old: HostArray, new: HostArray) -> HostArray:
@@ -180,13 +168,13 @@ class Drifts:
         self.medians, self.count = np.full((MEMORY, size), np.nan), 0
         self.block = list[HostArray]()
 
-    def compare(self, norms: HostArray) -> HostArray:
+    def compare(self, logs: HostArray) -> HostArray:
         """Return the rise of each column in the rows that close a block; 0 without a drift."""
-        rises = np.zeros_like(norms)
-        for t, row in enumerate(norms):
-            self.block.append(np.where(np.isfinite(row) & (row > 0), row, np.nan))
+        rises = np.zeros_like(logs)
+        for t, row in enumerate(logs):
+            self.block.append(row)
             if len(self.block) == BLOCK:
-                rises[t] = self._compare(np.log(median(np.array(self.block))))
+                rises[t] = self._compare(median(np.array(self.block)))
                 self.block = []
         return rises
 
@@ -196,15 +184,14 @@ class Drifts:
         rise = median(now) - median(past)
         # Gradient norms change early in training.
         early = max(1.0, 2.4 - 1.4 * self.count * BLOCK / 512)
+        others, limit = 0.0, np.full(len(rise), LONE_DRIFT)
         if len(rise) > 2:
-            relative = rise - median(rise[1:])
-            is_drift = (relative > early * DRIFT) & (rise > OWN_DRIFT) & (np.arange(len(rise)) > 0)
-        else:
-            relative, is_drift = rise, rise > early * LONE_DRIFT
+            others, limit = median(rise[1:]), np.r_[np.inf, np.full(len(rise) - 1, DRIFT)]
+        is_drift = (rise - others > early * limit) & (rise > OWN_DRIFT)
         is_drift &= self.count >= 2 * (SHORT + GAP)
         # After a drift, compare with the current norm.
         self.medians[:, is_drift] = median(now)[is_drift]
-        return np.where(is_drift, relative, 0)
+        return np.where(is_drift, np.exp(rise - others), 0)
 
 
 class Zeros:
