@@ -26,7 +26,7 @@ GRADS = {"a": jnp.float32([3.0, 4.0]), "b": jnp.bfloat16([12.0])}  # norm 13
         gcx.clip_by_leaf_norm,
         gcx.clip_by_block_rms,
         gcx.clip_by_value,
-        lambda threshold: gcx.clip_by_group_norm({"all": threshold}, "all"),
+        lambda threshold: gcx.clip_by_group_norm(threshold, "all"),
         functools.partial(gcx.clip_by_norm, reaction="zero"),
     ],
     ids=["global", "leaf", "block rms", "value", "group", "zero"],
