@@ -1,7 +1,8 @@
 """Clipping and accumulation with the train states of Flax: Linen's and NNX's.
 
 Both count `step` once a call. Here that of Linen counts optimizer steps, as the schedule does; for
-NNX the recipe "Train states" has a class that does, and takes the fast path.
+NNX the recipe "Train states" has a class that does, and takes the fast path. The NNX program is
+guarded and watched as well: one micro-batch contains NaN, and the monitor says which.
 """
 
 import functools
@@ -17,6 +18,7 @@ from flax.training import train_state
 import gradclip_jax as gcx
 
 EVERY, STEPS = 4, 200  # micro-batches in a step; optimizer steps
+BAD = 330  # a micro-batch with NaN, in the program that is watched
 
 # The schedule counts optimizer steps: it is inside the accumulation.
 optimizer = optax.adam(optax.cosine_decay_schedule(1e-2, STEPS))
@@ -42,7 +44,7 @@ def linen_step(state, x):
 @functools.partial(nnx.jit, donate_argnums=(0, 1))
 def nnx_step(model, optimizer, x):
     loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - jnp.sin(x)) ** 2))(model)
-    optimizer.update(model, grads)
+    optimizer.update(model, grads, value=loss)
     return loss
 
 
@@ -58,9 +60,15 @@ def main():
 
     linear = functools.partial(nnx.Linear, rngs=nnx.Rngs(0))
     model = nnx.Sequential(linear(1, 64), jnp.tanh, linear(64, 64), jnp.tanh, linear(64, 1))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    for micro_batch in data:
+    watched = gcx.watch(gcx.skip_nonfinite(tx))
+    optimizer = nnx.Optimizer(model, watched, wrt=nnx.Param)
+    monitor = gcx.Monitor(nnx.state(model, nnx.Param))
+    for i, micro_batch in enumerate(data.at[BAD, 0].set(jnp.nan)):
         loss = nnx_step(model, optimizer, micro_batch)
+        if i % 50 == 49:
+            report = monitor.read(optimizer.opt_state)  # one transfer: all rows since the last read
+            for incident in report.incidents:
+                print(incident)
     steps = gcx.diagnostics.accumulation_stats(optimizer.opt_state).total_updates
     print(f"flax nnx: loss {loss:.4f} after {steps} optimizer steps of {EVERY}")
 

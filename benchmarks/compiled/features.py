@@ -173,9 +173,6 @@ COSTS = {
     "`watch`, the gradient": Feature(
         lambda: _step(gcx.watch(_adamw(), of=("gradient",))), lambda: _step(_adamw())
     ),
-    "`watch`, gradient and update": Feature(
-        lambda: _step(gcx.watch(_adamw(), of=("gradient", "update"))), lambda: _step(_adamw())
-    ),
     "`watch`, gradient, update and parameters": Feature(
         lambda: _step(gcx.watch(_adamw())), lambda: _step(_adamw())
     ),

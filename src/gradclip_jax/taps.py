@@ -7,7 +7,6 @@
 | `metrics` | mean, RMS, kurtosis and share of non-finite elements of each tap for logging |
 | `names` | names of the taps in the order of the forward pass |
 | `first_nonfinite` | names of the taps at which non-finite values begin |
-| `first_nonfinite_index` | the same as indices, for use inside jit |
 
 A backward pass returns only gradients, so the statistics are returned as the gradient with respect
 to a probe. The statistics are sums of x, x^2 and x^4 and counts, so they can be added, like
@@ -18,7 +17,6 @@ computes ratios of these sums, which do not change if the sums are averaged.
 from .monitoring._taps import (
     FirstNonfinite,
     first_nonfinite,
-    first_nonfinite_index,
     make_probes,
     metrics,
     names,
@@ -28,7 +26,6 @@ from .monitoring._taps import (
 __all__ = [
     "FirstNonfinite",
     "first_nonfinite",
-    "first_nonfinite_index",
     "make_probes",
     "metrics",
     "names",

@@ -6,13 +6,11 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 
 import compat
 import gradclip_jax as gcx
-from accumulation_cases import run
 from gradclip_jax import taps
 from guard_cases import SHARDS, WHOLE, sharded
 
@@ -160,7 +158,6 @@ def test_statistics_of_any_shape_and_dtype(shape, dtype):
         assert np.isnan(list(found.values())).all()
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize(
     ("statistic", "size", "size_of_cotangents"),
     [
@@ -172,11 +169,11 @@ def test_statistics_of_any_shape_and_dtype(shape, dtype):
         ("kurtosis", 1e9, 1e3),
     ],
 )
-def test_a_statistic_is_right_over_the_stated_range(wrap, statistic, size, size_of_cotangents):
+def test_a_statistic_is_right_over_the_stated_range(statistic, size, size_of_cotangents):
     rng, rtol = np.random.default_rng(2), 1e-5 if statistic == "rms" else 1e-4
     sizes = {"": size, "cotangent_": size_of_cotangents}
     arrays = {kind: np.float32(rng.standard_normal((64, 64)) * c) for kind, c in sizes.items()}
-    found = wrap(taps.metrics)(single(jnp.asarray(arrays[""]), PROBE, arrays["cotangent_"]))
+    found = taps.metrics(single(jnp.asarray(arrays[""]), PROBE, arrays["cotangent_"]))
     for kind, x in arrays.items():
         expected = statistics64(x)[statistic]
         assert found[f"taps/tap/{kind}{statistic}"] == pytest.approx(expected, rel=rtol)
@@ -258,16 +255,6 @@ def test_micro_batches_have_the_statistics_of_the_batch(case, oracle, drop_nonfi
     assert_measured(value_and_grad(*case)[1], oracle, factor=4)
 
 
-def test_accumulate_gradients_accumulates_them_beside_the_parameters(case, oracle):
-    params, probes, x = case
-    both = {"params": params, "probes": probes}
-    parts = {"params": gcx.clip_by_global_norm(1e-3), "probes": optax.identity()}
-    tx = gcx.accumulate_gradients(optax.partition(parts, {name: name for name in parts}), 2)
-    grad = jax.jit(jax.grad(lambda both, part: model(both["params"], both["probes"], part)))
-    updates, _ = run(tx, both, [grad(both, part) for part in (x[:4], x[4:])])
-    assert_measured(updates[-1]["probes"], oracle, factor=2)
-
-
 def test_per_example_keeps_its_clipping_and_the_statistics(case, oracle):
     params, probes, x = case
 
@@ -294,9 +281,6 @@ def test_the_first_nonfinite_activation_is_named(case, layer):
     found = taps.first_nonfinite(stats)
     assert found.activation == f"layers_{layer}/out"
     assert str(found).startswith(f"first non-finite activation: layers_{layer}/out")
-    index = jax.jit(taps.first_nonfinite_index)(stats)
-    assert index.dtype == jnp.int32
-    assert taps.names(stats)[index[0]] == found.activation
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
@@ -327,8 +311,7 @@ def test_a_finite_step_says_so(case):
     _, (_, stats) = gradients(*case)
     assert taps.first_nonfinite(stats) == (None, None)
     assert str(taps.first_nonfinite(stats)) == "all activations and cotangents are finite"
-    assert taps.first_nonfinite_index(stats).tolist() == [-1, -1]
-    assert taps.first_nonfinite_index({}).tolist() == [-1, -1] and taps.metrics({}) == {}
+    assert taps.first_nonfinite({}) == (None, None) and taps.metrics({}) == {}
 
 
 def test_names_follow_the_forward_pass_and_not_the_alphabet():

@@ -1,7 +1,7 @@
 """Norms of gradients, updates and parameters for each unit, and a comparison of replicas."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -9,34 +9,24 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 
+from .._devices import fusion_barrier
 from .._leaves import wide_dtype
 from .._mesh import is_explicit
 from .._types import Array, AxisName, Scalar
-from ..clipping._norm import (
-    Axes,
-    Norms,
-    Units,
-    norm_dtype,
-    norm_of_squares,
-    reduce_axes,
-    squares,
-    totals,
-)
+from ..clipping._norm import Axes, Units, norm_dtype, norm_of_squares, reduce_axes, squares, totals
+from ._outcome import flag_if
+from ._rows import Outcome
+
+_IS_NORM = np.array([True, True, True, False])
 
 
 def measure(
-    gradient: Sequence[Array],
-    update: Sequence[Array] | None,
-    params: Sequence[Array] | None,
-    units: Units,
-    axis_name: AxisName,
-    *,
-    measures_params: bool,
+    gradient: Sequence[Array], *step: Sequence[Array], units: Units, axis_name: AxisName
 ) -> Array:
     """Measure the whole tree and each unit, float32[1 + units, 4].
 
-    The columns are the norms of gradient, update and parameters, 0 if not measured, and the number
-    of non-finite elements of the gradient.
+    The columns are the norms of gradient, update and parameters, and the number of non-finite
+    elements of the gradient. Without `step`, the updates and the parameters, their norms are 0.
 
     The update is measured as `(p + u) - p` with the sum rounded to the dtype of the parameters,
     which is the change that `optax.apply_updates` makes. XLA reuses `p + u` from the optimizer
@@ -44,33 +34,24 @@ def measure(
     """
     dtype = norm_dtype(gradient)
 
-    def square(x: Array) -> Array:
-        return squares(x, dtype)
+    # With `jit`, the sums are traced once for all leaves of the same shape. As they are joined leaf
+    # by leaf, XLA:CPU compiles one kernel for each leaf instead of three (JAX 0.10.2).
+    @functools.partial(jax.jit, static_argnums=1)
+    def of_leaf(g: Array, axes: Axes, *step: Array) -> Array:
+        is_bad = (~jnp.isfinite(g)).astype(dtype)
+        terms = [squares(g, dtype), jnp.zeros_like(is_bad), jnp.zeros_like(is_bad), is_bad]
+        if step:
+            u, old = (x.astype(wide_dtype(x.dtype, dtype)) for x in step)
+            change = _rounded(old + u, step[1].dtype) - old
+            terms[1:3] = squares(change, dtype), squares(old, dtype)
+        return jnp.stack([reduce_axes(jnp.sum, x, axes) for x in terms], -1)
 
-    def is_bad(x: Array) -> Array:
-        return (~jnp.isfinite(x)).astype(dtype)
-
-    def square_of_change(u: Array, p: Array) -> Array:
-        old, wide = (x.astype(wide_dtype(x.dtype, dtype)) for x in (p, u))
-        return squares(_rounded(old + wide, p.dtype) - old, dtype)
-
-    def sums(terms: Callable[..., Array], *columns: Sequence[Array]) -> Array:
-        # With `jit`, the sum is traced once for all leaves of the same shape.
-        @functools.partial(jax.jit, static_argnums=1)
-        def of_leaf(x: Array, axes: Axes, *others: Array) -> Array:
-            return reduce_axes(jnp.sum, terms(*lax.stop_gradient((x, *others))), axes)
-
-        return _as_vector(totals(of_leaf, *columns, units=units, axis_name=axis_name))
-
-    of_gradient = sums(square, gradient), sums(is_bad, gradient)
-    of_update = of_params = jnp.zeros_like(of_gradient[0])
-    if update is not None:
-        of_update = (
-            sums(square, update) if params is None else sums(square_of_change, update, params)
-        )
-    if params is not None and measures_params:
-        of_params = sums(square, params)
-    table = jnp.stack([of_gradient[0], of_update, of_params, of_gradient[1]], 1)
+    columns = lax.stop_gradient((gradient, *step))
+    rows = totals(of_leaf, *columns, units=units, axis_name=axis_name)
+    # A unit without leaves has a scalar.
+    rows = [jnp.broadcast_to(_replicated(x), (*x.shape[:-1], 4)).reshape(-1, 4) for x in rows]
+    # Without the barrier, XLA:CPU duplicates these kernels for each consumer of the table.
+    table = fusion_barrier(jnp.concatenate([jnp.zeros((0, 4), dtype), *rows]))
     whole = jnp.sum(table, 0, keepdims=True)
     is_global = units.axes is None and not units.names
     table = whole if is_global else jnp.concatenate([whole, table])
@@ -78,19 +59,12 @@ def measure(
     return jnp.where(_IS_NORM, norm_of_squares(table), table).astype(jnp.float32)
 
 
-_IS_NORM = np.array([[True, True, True, False]])
-
-
-def _as_vector(norms: Norms) -> Array:
-    """Join the norms of all units."""
-    entries: list[Array] = []
-    for x in norms:
-        sharding = jax.typeof(x).sharding
-        if is_explicit(sharding):  # with explicit mesh axes, only replicated arrays can be joined
-            x = reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
-        entries.append(x.reshape(-1))
-    # Without the barrier, XLA:CPU compiles a kernel with one operand for each leaf and norm.
-    return jnp.concatenate(entries or [jnp.zeros(0)])
+def _replicated(x: Array) -> Array:
+    """Replicate an array over explicit mesh axes, as required to join it with others."""
+    sharding = jax.typeof(x).sharding
+    if not is_explicit(sharding):
+        return x
+    return reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 def _rounded(x: Array, dtype: np.dtype) -> Array:
@@ -105,21 +79,24 @@ def _rounded(x: Array, dtype: np.dtype) -> Array:
     return jnp.where(abs(x) < np.float32(info.tiny), jnp.round(x / step) * step, rounded)
 
 
-def differing_device(norms: Array, axis_name: AxisName, is_due: Scalar) -> tuple[Scalar, Scalar]:
-    """Check whether the norms on all replicas are equal, and find the device that differs.
+def compare_replicas(norms: Array, axis_name: AxisName, is_due: Scalar) -> tuple[Scalar, Scalar]:
+    """Check whether the norms on all replicas are equal; return flags, and the other device.
 
     Replicas execute the same program on the same inputs, so their norms are identical bit for bit.
     """
-    axes = tuple(axis_name or ())
-    count, index = lax.axis_size(axes), lax.axis_index(axes)
+    none = jnp.int32(0), jnp.int32(0)
+    if not axis_name:
+        return none
+    count, index = lax.axis_size(axis_name), lax.axis_index(axis_name)
 
     def compare(norms: Array) -> tuple[Scalar, Scalar]:
         # `psum`, unlike `all_gather`, returns an array whose type is replicated.
-        rows = lax.psum(jnp.where(jnp.arange(count)[:, None] == index, norms, 0), axes)
+        rows = lax.psum(jnp.where(jnp.arange(count)[:, None] == index, norms, 0), axis_name)
         typical = jnp.sort(rows, axis=0)[count // 2]
         distance = jnp.max(jnp.abs(rows - typical), axis=1)
         distance = jnp.where(jnp.isnan(distance), jnp.inf, distance)
         differs = jnp.any(rows != rows[:1]) & jnp.isfinite(typical).all()
-        return differs, jnp.argmax(distance).astype(jnp.int32)
+        flags = flag_if(Outcome.REPLICA_DIFFERS, differs) | int(Outcome.REPLICAS_CHECKED)
+        return flags, jnp.argmax(distance).astype(jnp.int32)
 
-    return lax.cond(is_due, compare, lambda _: (jnp.array(False), jnp.int32(0)), norms)
+    return lax.cond(is_due, compare, lambda _: none, norms)

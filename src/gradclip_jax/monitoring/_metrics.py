@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from .._checks import check_no_transformation
 from .._errors import public
-from .._states import KINDS, find_states, kind_of
+from .._states import KINDS, find_states, kind_of, plain_arrays
 from .._types import Array, Tree
 
 
@@ -75,36 +75,33 @@ def metrics(state: Tree) -> dict[str, Array]:
         5.0
     """
     check_no_transformation(state)
-    states = find_states(state, tuple(KINDS))
+    states = find_states(plain_arrays(state), tuple(KINDS))
     guards = {path for path, node in states if kind_of(node).is_guard}
     by_name: dict[str, list[tuple[str, bool, Tree]]] = {}
     for path, node in states:
-        # Omit guards from the path, so that adding a guard does not change other keys.
-        if not kind_of(node).is_guard:
+        kind = kind_of(node)
+        if not kind.is_guard:  # so that adding a guard does not change other keys
             path = tuple(key for i, key in enumerate(path) if path[:i] not in guards)
-        place = jax.tree_util.keystr(path, simple=True, separator="/")
-        kind = next(KINDS[kind] for kind in type(node).__mro__ if kind in KINDS)
+        place = jax.tree_util.keystr(path, simple=True, separator="/") or "outermost"
         for name in kind.metrics:
             value = getattr(node, name)
             if value is not None:  # loss metrics are None without a loss threshold
                 by_name.setdefault(name, []).append((place, kind.is_guard, value))
     out: dict[str, Array] = {}
     for name, entries in by_name.items():
-        # Guards use the key without a path only if no other state has the metric. However,
-        # `grad_norm` is the norm that the outermost guard received, or else the outermost clip.
-        plain = [value for _, guards_it, value in entries if not guards_it] or [
-            _of_all_guards(name, [jnp.asarray(value) for _, _, value in entries])
-        ]
-        if name == "grad_norm":
-            of_guards = [value for _, guards_it, value in entries if guards_it]
-            is_split = any("inner_states" in place for place, _, _ in entries)
-            plain = of_guards[:1] or (plain if is_split else plain[:1])
-        if len(plain) == 1:
-            out |= _with_groups(name, plain[0])
-        if len(entries) > 1:
-            for place, _, value in entries:
-                out |= _with_groups(f"{name}/{place or 'outermost'}", value)
-    return dict(sorted(out.items()))
+        of_guards, others = (
+            [x for _, y, x in entries if y == is_guard] for is_guard in (True, False)
+        )
+        values = [(f"{name}/{place}", x) for place, _, x in entries] if len(entries) > 1 else []
+        if name == "grad_norm" and (of_guards or not any("inner_states" in x for x, *_ in entries)):
+            values.append((name, [*of_guards, *others][0]))
+        elif len(others) < 2:
+            values.append((name, others[0] if others else _of_all_guards(name, of_guards)))
+        for key, value in values:
+            # When clipping by group, the key None contains the combined value of all groups.
+            groups = value if isinstance(value, dict) else {None: value}
+            out |= {key if x is None else f"{key}/{x}": y for x, y in groups.items()}
+    return {key: jnp.asarray(out[key]) for key in sorted(out)}
 
 
 def clip_factors(state: Tree) -> dict[str, Array]:
@@ -113,15 +110,7 @@ def clip_factors(state: Tree) -> dict[str, Array]:
 
 
 def _of_all_guards(name: str, values: list[Array]) -> Array:
-    """Combine a metric of all guards: the maximum or the sum."""
+    """Combine a metric of all guards: the maximum, the sum, or that of the outermost."""
     if name in ("guard_failed", "consecutive_skips"):
         return functools.reduce(jnp.maximum, values)
-    return functools.reduce(jnp.add, values) if name.startswith("skipped_") else values[0]
-
-
-def _with_groups(key: str, value: Tree) -> dict[str, Array]:
-    """Return one entry for a metric, or one entry per group for `clip_by_group_norm`."""
-    if isinstance(value, dict):
-        # The key None contains the combined value of all groups.
-        return {f"{key}/{group}" if group else key: jnp.asarray(x) for group, x in value.items()}
-    return {key: jnp.asarray(value)}
+    return sum(values[1:], values[0]) if name.startswith("skipped_") else values[0]

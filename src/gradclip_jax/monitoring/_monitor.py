@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from .._checks import refuse_traced, shortened
+from .._checks import shortened
 from .._errors import public, value_error
 from .._mask import Mask
 from .._states import plain_arrays
@@ -19,11 +19,10 @@ from ..clipping._granularity import Granularity, as_granularity
 from ._detect import Detector
 from ._incident import Incident, from_lines, to_json
 from ._log import PATTERN, LogSource, read_lines, to_lines, to_rows
-from ._metrics import clip_factors
 from ._policy import Policy
 from ._rows import Names, Row, Rows, read_stack
 from ._summary import summarize
-from ._watch import WatchState, find_watch, names_of
+from ._watch import find_watch, names_of, rows_of
 
 Log: TypeAlias = str | os.PathLike[str] | Callable[[dict[str, Any]], object] | None
 
@@ -148,12 +147,11 @@ class Monitor:
             A report.
 
         Raises:
-            TypeError: If called inside jit, or if `state` contains no state of `watch`.
-            ValueError: If the state belongs to other parameters or to several runs, or contains
-                several states of `watch`.
+            TypeError: If called inside jit, or if `state` contains no state of `watch`, or several.
+            ValueError: If the state belongs to other parameters or to several runs.
         """
         state = plain_arrays(state)
-        row = state if isinstance(state, Row) else _ring(find_watch(state, self._which))
+        row = state if isinstance(state, Row) else rows_of(find_watch(state, self._which))
         rows, names = read_stack(row, self.names)
         rows = rows.take(np.argsort(rows.step))
         rows = rows.take(rows.outcome != 0)  # the others were never written
@@ -240,16 +238,6 @@ def _of_tree(rows: Rows) -> Rows:
     """Return a copy of the rows without units and taps."""
     norms, nonfinite, taps = rows.norms[..., :1], rows.nonfinite[:, :1], rows.taps[:, :0]
     return rows._replace(norms=norms.copy(), nonfinite=nonfinite.copy(), taps=taps.copy())
-
-
-def _ring(watched: WatchState) -> Row:
-    """Return the rows that a state of `watch` holds, in any order."""
-    refuse_traced("state", watched.floats)
-    clips = tuple(jax.eval_shape(clip_factors, watched.inner_state))
-    ints, floats, checksum = jax.device_get(watched[1:4])
-    end = floats.shape[-1] - len(clips)
-    factors = {clip: floats[..., end + i] for i, clip in enumerate(clips)}
-    return Row(ints, floats[..., :end], factors, checksum)
 
 
 @public

@@ -5,9 +5,10 @@
 
 import enum
 import json
+import math
 import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -98,6 +99,12 @@ class Names(NamedTuple):
     taps: tuple[str, ...] = ()
 
     @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """Number of floats of a row on the device: loss, limits, norms, taps and clips."""
+        num_taps = len(self.taps) * math.prod(TAP_SHAPE)
+        return 1, TREE - 1, WIDTH * (1 + len(self.units)), num_taps, len(self.clips)
+
+    @property
     def checksum(self) -> int:
         """A number that differs for other units and taps; `watch` keeps it in its state."""
         return zlib.crc32(json.dumps([self.units, self.taps]).encode())
@@ -137,16 +144,9 @@ class Rows(NamedTuple):
     @classmethod
     def zeros(cls, size: int, names: Names) -> "Rows":
         """Return rows in which nothing was measured."""
-        width = 1 + len(names.units)
-        return cls(
-            *(np.zeros(size, np.int64) for _ in range(4)),
-            loss=np.zeros(size),
-            limits=np.zeros((size, 2)),
-            norms=np.zeros((size, len(KINDS), width)),
-            nonfinite=np.zeros((size, width)),
-            factors=np.zeros((size, len(names.clips))),
-            taps=np.zeros((size, len(names.taps), 2, len(STATISTICS))),
-        )
+        width, shape_of_taps = 1 + len(names.units), (len(names.taps), 2, len(STATISTICS))
+        shapes = (), (2,), (len(KINDS), width), (width,), (len(names.clips),), shape_of_taps
+        return cls(*np.zeros((4, size), np.int64), *(np.zeros((size, *x)) for x in shapes))
 
     @classmethod
     def concatenate(cls, parts: Sequence["Rows"]) -> "Rows":
@@ -167,20 +167,16 @@ class Row(NamedTuple):
 
     Attributes:
         ints: int32[4], the first four columns of `Rows`.
-        floats: float32[columns], the loss, two thresholds, the values of the tree and of each unit,
-            and the sums of the taps.
-        factors: Smallest factor of each clip by its key in `metrics`.
+        floats: float32[columns], the loss, two thresholds, 4 values of the tree and of each unit,
+            the sums of the taps, and the smallest factor of each clip.
+        clips: Dictionary whose keys are `Names.clips`, and whose values are None.
         checksum: uint32[], `Names.checksum`.
     """
 
     ints: Array
     floats: Array
-    factors: dict[str, Array]
+    clips: dict[str, None]
     checksum: Scalar
-
-
-RowSource: TypeAlias = Row
-"""A row, or a stack of rows from `lax.scan`."""
 
 
 def read_stack(row: Row, names: Names) -> tuple[Rows, Names]:
@@ -190,50 +186,23 @@ def read_stack(row: Row, names: Names) -> tuple[Rows, Names]:
         TypeError: If called inside jit.
         ValueError: If the row belongs to other parameters, or to several runs.
     """
-    for x in row[:2]:
-        refuse_traced("rows", x)
-    ints, floats, factors, checksum = jax.device_get(row)
-    ints, floats = np.atleast_2d(ints), np.atleast_2d(floats)
+    refuse_traced("state", row.floats)
+    ints, floats, clips, checksum = jax.device_get(row)
     if ints.ndim > 2:
         hint = "Select run i: `jax.tree.map(lambda x: x[i], rows)`."
         raise value_error("state", "the rows of one run", f"rows of {len(ints)} runs", hint)
-    names = names._replace(clips=tuple(sorted(factors)))
-    check_names(names, np.ravel(checksum)[0], floats.shape[1])
-    columns = [np.atleast_1d(factors[key]) for key in names.clips]
-    table = np.stack(columns, 1) if columns else np.zeros((len(ints), 0))
-    return unpack(ints, floats, table, names), names
-
-
-def check_names(names: Names, checksum: Any, num_columns: int) -> None:
-    """Raise if a row was measured for other units or taps."""
-    expected = TREE + WIDTH * (1 + len(names.units)) + len(names.taps) * np.prod(TAP_SHAPE)
-    if int(checksum) != names.checksum or num_columns != expected:
+    ints, floats = np.atleast_2d(ints).astype(np.int64), np.atleast_2d(floats).astype(np.float64)
+    names = names._replace(clips=tuple(sorted(clips)))
+    if np.any(checksum != names.checksum) or floats.shape[1] != sum(names.sizes):
         rule = f"the state of `watch` for parameters with {len(names.units)} units"
-        hint = (
-            "Pass the parameters, and the `granularity`, `mask` and `taps` with which `watch` was "
-            "made."
-        )
+        hint = "Pass the parameters, and `granularity`, `mask` and `taps` as to `watch`."
         raise value_error("state", rule, "a state for other names", hint)
-
-
-def unpack(ints: HostArray, floats: HostArray, factors: HostArray, names: Names) -> Rows:
-    """Split the columns that `watch` writes, in the order of `Row`."""
-    step, batch_id, outcome, device = np.asarray(ints, np.int64).T
-    floats = np.asarray(floats, np.float64)
-    end = TREE + WIDTH * (1 + len(names.units))
-    table = floats[:, TREE:end].reshape(len(step), 1 + len(names.units), WIDTH)
-    sums = floats[:, end:].reshape(len(step), len(names.taps), *TAP_SHAPE)
+    loss, limits, table, sums, factors = np.split(floats, np.cumsum(names.sizes)[:-1], axis=1)
+    table = table.reshape(len(table), 1 + len(names.units), WIDTH)
+    sums = sums.reshape(len(sums), len(names.taps), *TAP_SHAPE)
+    step, batch_id, outcome, device = ints.T
     has_taps = outcome & Outcome.HAS_TAPS != 0
     taps = np.where(has_taps[:, None, None, None], statistics(sums), 0)
-    return Rows(
-        step=step,
-        batch_id=batch_id,
-        outcome=outcome,
-        device=device,
-        loss=floats[:, 0],
-        limits=floats[:, 1:TREE],
-        norms=np.moveaxis(table[..., :-1], 1, 2),
-        nonfinite=table[..., -1],
-        factors=np.asarray(factors, np.float64),
-        taps=taps,
-    )
+    norms, nonfinite, loss = np.moveaxis(table[..., :-1], 1, 2), table[..., -1], loss[:, 0]
+    of_step = step, batch_id, outcome, device, loss, limits
+    return Rows(*of_step, norms, nonfinite, factors, taps), names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,14 +17,13 @@ from .._checks import (
     check_length,
     describe,
     dtype_of,
-    is_traced,
     leaf_path,
     refuse_traced,
     shortened,
 )
 from .._errors import public, type_error, value_error
 from .._mesh import vary, varying_axes
-from .._types import Array, Count, Tree
+from .._types import Array, Count, HostArray, Tree
 
 SHAPE = (2, 5)
 """Sums of a tap: the element count, the sums of x, x^2 and x^4, and the non-finite count, for the
@@ -69,8 +69,7 @@ def make_probes(names: Sequence[str] | Mapping[str, Tree], num_layers: Count | N
         ['embed', 'layers_0/attention', 'layers_0/mlp',
          'layers_1/attention', 'layers_1/mlp', 'head']
     """
-    is_valid = isinstance(names, (Sequence, Mapping)) and not isinstance(names, str)
-    if not is_valid or not all(isinstance(name, str) for name in names):
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         rule = "a list of strings, or a mapping with string keys"
         raise type_error("names", rule, shortened(names), 'Pass for example ["embed", "mlp"].')
     shape = SHAPE
@@ -116,9 +115,8 @@ def tap(x: Array, probe: Array | None) -> Array:
         x. The function has no forward-mode derivative.
 
     Raises:
-        TypeError: If `x` is not a real floating-point array, or the dtype of `probe` is not
-            float32.
-        ValueError: If the shape of `probe` is not [2, 5].
+        TypeError: If `x` is not a real floating-point array.
+        ValueError: If `probe` is not float32[2, 5].
 
 
     Examples:
@@ -136,12 +134,9 @@ def tap(x: Array, probe: Array | None) -> Array:
         raise type_error("x", "a real floating array", describe(x), hint)
     if probe is None:
         return x
-    if np.shape(probe) != SHAPE:
-        hint = "Pass the probes of stacked layers to `lax.scan` as `xs`."
+    if np.shape(probe) != SHAPE or dtype_of(probe) != jnp.float32:
+        hint = "Do not cast probes, and pass those of stacked layers to `lax.scan` as `xs`."
         raise value_error("probe", f"float32{list(SHAPE)}", describe(probe), hint)
-    if dtype_of(probe) != jnp.float32:
-        hint = "Do not cast probes together with the parameters."
-        raise type_error("probe", f"float32{list(SHAPE)}", describe(probe), hint)
     # In the backward pass, the transpose of `vary` sums the statistics over all devices.
     return _tap(x, vary(jnp.asarray(probe), varying_axes(x)))
 
@@ -208,37 +203,30 @@ def names(stats: Tree) -> list[str]:
     return read_sums("stats", stats)[0]
 
 
-def read_sums(argument: str, stats: Tree) -> tuple[list[str], Any]:
-    """Return the names of all taps and an array of their sums, float[taps, 2, 5]."""
-    entries = jax.tree_util.tree_leaves_with_path(stats)
-    for path, leaf in entries:
+def read_sums(argument: str, stats: Tree) -> tuple[list[str], Array]:
+    """Return the names of all taps and an array of their sums, float32[taps, 2, 5]."""
+    entries: list[tuple[tuple[Any, ...], str, Array]] = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(stats):
         if np.shape(leaf)[-2:] != SHAPE:
             got = f"{describe(leaf)} at {leaf_path(argument, path)}"
             hint = "Pass the gradient with respect to the probes."
             raise value_error(argument, "a tree of float32[..., 2, 5]", got, hint)
-    leaves = [leaf for _, leaf in entries]
-    is_known = not any(map(is_traced, leaves))
-    # Outside jit, all statistics are transferred to the host at once and computed in float64.
-    arrays = [np.asarray(x, np.float64) for x in jax.device_get(leaves)] if is_known else leaves
-    xp: Any = np if is_known else jnp
-    paths = [[jax.tree_util.keystr((key,), simple=True) for key in path] for path, _ in entries]
-    found, tables = list[str](), [xp.zeros((0, *SHAPE))]
-
-    def stack_of(entry: tuple[list[str], Any]) -> tuple[tuple[int, ...], list[str]]:
-        return np.shape(entry[1])[:-2], entry[0][:-1]
-
-    for (layers, _), group in itertools.groupby(zip(paths, arrays, strict=True), stack_of):
-        members = list(group)
-        tables.append(xp.stack([x for _, x in members], -3).reshape(-1, *SHAPE))
-        for index, (path, _) in itertools.product(np.ndindex(*layers), members):
-            at = max(len(path) - 1, 1)  # the layer index follows the name of the stack
-            stack = "/".join(path[:at]) + "".join(f"_{i}" for i in index)
-            found.append("/".join([stack, *path[at:]]))
-    return found, xp.concatenate(tables)
+        *stack, name = [jax.tree_util.keystr((key,), simple=True) for key in path] or [""]
+        entries.append(((*stack, np.shape(leaf)[:-2]), name, leaf))
+    found, tables = list[str](), [jnp.zeros((0, *SHAPE), jnp.float32)]
+    for (*stack, layers), group in itertools.groupby(entries, operator.itemgetter(0)):
+        _, taps, leaves = zip(*group, strict=True)
+        tables.append(jnp.stack(leaves, -3).reshape(-1, *SHAPE))
+        for index, name in itertools.product(np.ndindex(*layers), taps):
+            # The layer index follows the name of the stack.
+            parts = [*stack, name] if stack else [name]
+            parts[max(len(stack), 1) - 1] += "".join(f"_{i}" for i in index)
+            found.append("/".join(parts))
+    return found, jnp.concatenate(tables)
 
 
 @public
-def metrics(stats: Tree) -> dict[str, Any]:
+def metrics(stats: Tree) -> dict[str, float]:
     """Return the statistics of all taps as scalars for logging, next to `gradclip_jax.metrics`.
 
     | key | meaning |
@@ -249,18 +237,19 @@ def metrics(stats: Tree) -> dict[str, Any]:
     | `taps/<name>/nonfinite` | share of non-finite elements |
     | `taps/<name>/cotangent_mean` and so on | the same statistics of the cotangent |
 
-    Cotangents are proportional to the loss scale, and to 1/n if the loss is a mean over n tokens.
+    The call blocks until the statistics are computed. Cotangents are proportional to the loss
+    scale, and to 1/n if the loss is a mean over n tokens.
 
     Args:
         stats: Gradient with respect to the probes, for one step or summed or averaged over several
             steps.
 
     Returns:
-        Scalar arrays inside jit. Python floats outside jit, where the call blocks until they are
-        computed. NaN for a tap that was not called, and for the mean, RMS and kurtosis of a tap
-        without finite elements.
+        Python floats. NaN for a tap that was not called, and for the mean, RMS and kurtosis of a
+        tap without finite elements.
 
     Raises:
+        TypeError: If called inside jit.
         ValueError: If a leaf is not an array of shape [..., 2, 5].
 
 
@@ -269,67 +258,29 @@ def metrics(stats: Tree) -> dict[str, Any]:
         >>> sorted(gcx.taps.metrics(gcx.taps.make_probes(["mlp"])))[:3]
         ['taps/mlp/cotangent_kurtosis', 'taps/mlp/cotangent_mean', 'taps/mlp/cotangent_nonfinite']
     """
+    found, sums = _read_on_host(stats)
+    values = statistics(sums).reshape(len(found), 2 * len(STATISTICS))
+    keys = [f"{kind}{key}" for kind in ("", "cotangent_") for key in STATISTICS]
+    rows = zip(found, values.tolist(), strict=True)
+    return {f"taps/{name}/{key}": x for name, row in rows for key, x in zip(keys, row, strict=True)}
+
+
+def _read_on_host(stats: Tree) -> tuple[list[str], HostArray]:
+    for leaf in jax.tree.leaves(stats):
+        refuse_traced("stats", leaf)
     found, sums = read_sums("stats", stats)
-    values = statistics(sums)
-    is_known = isinstance(values, np.ndarray)
-    out: dict[str, Any] = {}
-    for i, name in enumerate(found):
-        for j, kind in enumerate(("", "cotangent_")):
-            for key, x in zip(STATISTICS, values[i, j], strict=True):
-                out[f"taps/{name}/{kind}{key}"] = float(x) if is_known else x
-    return out
+    return found, np.asarray(sums, np.float64)
 
 
-def statistics(sums: Any) -> Any:
+def statistics(sums: HostArray) -> HostArray:
     """Compute the statistics of taps from their sums, [..., 4]; NaN for a tap without elements."""
-    xp: Any = np if isinstance(sums, np.ndarray) else jnp
     with np.errstate(divide="ignore", invalid="ignore"):
-        size, total, squares, fourths, bad = (sums[..., i] for i in range(SHAPE[1]))
+        size, total, squares, fourths, bad = np.moveaxis(sums, -1, 0)
         count = size - bad  # of finite elements
         alike = squares / _BELOW  # scaled as in x^4
-        kurtosis = fourths / alike * (count / alike)
-        columns = [
-            total / count,
-            xp.sqrt(squares / count) / np.sqrt(_SCALES * _BELOW, dtype=np.float32),
-            xp.where(squares > 0, kurtosis, 0 / count),
-            bad / size,
-        ]
-    return xp.where((size > 0)[..., None], xp.stack(columns, -1), np.nan)
-
-
-@public
-def first_nonfinite_index(stats: Tree) -> Array:
-    """Return the indices in `names(stats)` of the taps where non-finite values first appear.
-
-    Unlike `first_nonfinite`, this function works inside jit.
-
-    Args:
-        stats: Gradient with respect to the probes.
-
-    Returns:
-        int32[2]: the first tap of the forward pass with a non-finite activation, and the first tap
-        of the backward pass with a non-finite cotangent, which is the last such tap in `names`. -1
-        if there is no such tap.
-
-    Raises:
-        ValueError: If a leaf is not an array of shape [..., 2, 5].
-
-
-    Examples:
-        >>> import gradclip_jax as gcx
-        >>> gcx.taps.first_nonfinite_index(gcx.taps.make_probes(["mlp"])).tolist()
-        [-1, -1]
-    """
-    return first_nonfinite_of(read_sums("stats", stats)[1])
-
-
-def first_nonfinite_of(sums: Any) -> Array:
-    """Compute `first_nonfinite_index` from the sums of all taps."""
-    is_bad = jnp.asarray(sums[..., -1] != 0)
-    index = jnp.arange(len(is_bad), dtype=jnp.int32)[:, None]
-    last = jnp.max(jnp.where(is_bad, index, -1), axis=0, initial=-1)
-    first = jnp.min(jnp.where(is_bad, index, len(is_bad)), axis=0, initial=len(is_bad))
-    return jnp.stack([jnp.where(last[0] < 0, -1, first[0]), last[1]])
+        kurtosis = np.where(squares > 0, fourths / alike * (count / alike), 0 / count)
+        rms = np.sqrt(squares / count / (_SCALES * _BELOW))
+        return np.stack([total / count, rms, kurtosis, bad / size], -1)
 
 
 class FirstNonfinite(NamedTuple):
@@ -369,7 +320,7 @@ def first_nonfinite(stats: Tree) -> FirstNonfinite:
         The names; None if all activations or all cotangents are finite.
 
     Raises:
-        TypeError: If called inside jit; use `first_nonfinite_index` there.
+        TypeError: If called inside jit.
         ValueError: If a leaf is not an array of shape [..., 2, 5].
 
 
@@ -382,7 +333,10 @@ def first_nonfinite(stats: Tree) -> FirstNonfinite:
         >>> print(gcx.taps.first_nonfinite(jax.grad(loss, argnums=1)(-1.0, probes)))
         first non-finite activation: log; first non-finite cotangent: log
     """
-    found = names(stats)
-    refuse_traced("stats", jax.tree.leaves(stats)[0] if found else None)
-    indices = first_nonfinite_index(stats).tolist()
-    return FirstNonfinite(*(found[i] if i >= 0 else None for i in indices))
+    found, sums = _read_on_host(stats)
+    is_bad = sums[..., -1] > 0
+    first, last = np.flatnonzero(is_bad[:, 0]), np.flatnonzero(is_bad[:, 1])
+    # The last tap in the order of the forward pass is the first of the backward pass.
+    return FirstNonfinite(
+        found[first[0]] if len(first) else None, found[last[-1]] if len(last) else None
+    )

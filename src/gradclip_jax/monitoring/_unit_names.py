@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from .._leaves import is_measured
-from .._types import Array, Tree
+from .._types import Tree
 from ..clipping._norm import Units
 
 
@@ -20,54 +20,37 @@ def name_units(units: Units, tree: Tree) -> list[str]:
     """
     if units.axes is None:
         return list(map(str, units.names))
-    paths = _measured_paths(tree)
+    entries = [x for x in jax.tree_util.tree_leaves_with_path(tree) if is_measured(x[1])]
+    # Variables of Flax NNX store their array in an attribute.
+    end = -1 if all(len(path) > 1 and str(path[-1]) == ".value" for path, _ in entries) else None
     shapes = [
-        tuple(n for axis, n in enumerate(np.shape(x)) if axis not in (axes or ()))
-        for (_, x), axes in zip(paths, units.axes, strict=True)
+        tuple(n for axis, n in enumerate(np.shape(x)) if axis not in axes)
+        for (_, x), axes in zip(entries, units.axes, strict=True)
     ]
-    stacked = [path for (path, _), shape in zip(paths, shapes, strict=True) if shape]
-    shared = 0 if units.is_local else len(os.path.commonprefix(stacked))
+    names: list[str] = []
+    for is_simple in (True, False):  # keys that contain a slash may collide, and are then quoted
+        paths = [
+            tuple(jax.tree_util.keystr((key,), simple=is_simple) for key in path[:end])
+            for path, _ in entries
+        ]
+        names = _names_of(paths, shapes, has_prefix=not units.is_local)
+        if len({*names}) == len(names):
+            break
+    return names
+
+
+def _names_of(
+    paths: Sequence[tuple[str, ...]], shapes: Sequence[tuple[int, ...]], *, has_prefix: bool
+) -> list[str]:
+    """Return one name for each index of each leaf."""
+    stacked = [path for path, shape in zip(paths, shapes, strict=True) if shape]
+    shared = len(os.path.commonprefix(stacked)) if has_prefix else 0
     if any(path[shared : shared + 1] and path[shared].isdigit() for path in stacked):
         shared = 0
-    entries: list[tuple[tuple[str | None, ...], tuple[int, ...]]] = []
-    for (path, _), shape in zip(paths, shapes, strict=True):
-        at = shared or len(path)
+    names: list[str] = []
+    for path, shape in zip(paths, shapes, strict=True):
+        at = shared if shape and shared else len(path)
         for index in np.ndindex(*shape):
-            entries.append(((*path[:at], None, *path[at:]) if shape else path, index))
-    return _distinct(entries)
-
-
-def _distinct(entries: Sequence[tuple[tuple[str | None, ...], tuple[int, ...]]]) -> list[str]:
-    """Return names for paths, with an index inserted where the path contains None.
-
-    Keys of Haiku contain slashes and remain readable. If two names collide, keys are escaped as in
-    a JSON Pointer, where `a~1b` represents the key `a/b`. The only key "" becomes `~3`.
-    """
-
-    def name_of(path: Sequence[str | None], index: Sequence[int], *escapes: tuple[str, str]) -> str:
-        parts: list[str] = []
-        for key in path:
-            if key is None:
-                suffix = "".join(f"_{i}" for i in index)
-                parts[-1:] = [(parts[-1] if parts else "array") + suffix]
-                continue
-            for old, new in escapes:
-                key = key.replace(old, new)
-            parts.append(key)
-        return "/".join(parts) if path else "array"
-
-    names = [name_of(*entry) for entry in entries]
-    if len({*names}) == len(names) and all(names):
-        return names
-    escapes = ("~", "~0"), ("/", "~1"), ("_", "~2")
-    return [name_of(*entry, *escapes) or "~3" for entry in entries]
-
-
-def _measured_paths(tree: Tree) -> Sequence[tuple[tuple[str, ...], Array]]:
-    entries = [(path, x) for path, x in jax.tree_util.tree_leaves_with_path(tree) if is_measured(x)]
-    # Variables of Flax NNX store their array in an attribute.
-    if all(len(path) > 1 and str(path[-1]) == ".value" for path, _ in entries):
-        entries = [(path[:-1], x) for path, x in entries]
-    return [
-        (tuple(jax.tree_util.keystr((key,), simple=True) for key in path), x) for path, x in entries
-    ]
+            stack = "_".join(["/".join(path[:at]) or "array", *map(str, index)])
+            names.append("/".join([stack, *path[at:]]))
+    return names

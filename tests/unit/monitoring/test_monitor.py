@@ -82,11 +82,11 @@ def test_a_stack_of_rows_from_scan_is_read_like_the_ring():
 @pytest.mark.parametrize(
     ("state", "options", "error", "match"),
     [
-        (lambda: optax.sgd(1.0).init(PARAMS), {}, TypeError, "a state of `watch`"),
+        (lambda: optax.sgd(1.0).init(PARAMS), {}, TypeError, "got tuple"),
         (lambda: TX.init({"x": PARAMS["a"], "b": PARAMS["b"]}), {}, ValueError, "other names"),
         (lambda: TX.init(PARAMS), {"granularity": "global"}, ValueError, "granularity"),
         (lambda: TX.init(PARAMS), {"mask": {"a": True, "b": False}}, ValueError, "mask"),
-        (lambda: (TX.init(PARAMS), TX.init(PARAMS)), {}, ValueError, r"got 2: \[0\], \[1\]"),
+        (lambda: (TX.init(PARAMS), TX.init(PARAMS)), {}, TypeError, r"got \[0\], \[1\]"),
         (lambda: jax.vmap(lambda _: TX.init(PARAMS))(jnp.ones(2)), {}, ValueError, "one run"),
     ],
 )
@@ -101,7 +101,7 @@ def test_a_monitor_is_told_which_of_two_states_it_reads():
     found = [gcx.Monitor(PARAMS, which=i).read(state).rows.step.tolist() for i in (0, 1)]
     assert found == [[0, 1, 2, 3], [0, 1]]
     assert len(gcx.incidents(state, PARAMS, which=0)) == 0
-    with pytest.raises(ValueError, match="one state of `watch`"):
+    with pytest.raises(TypeError, match="one state of `watch`"):
         gcx.last_row(state)
 
 
