@@ -163,10 +163,6 @@ def test_counts_of_a_window_are_carried_over():
 
 
 ADDED = {
-    "an accumulation around a chain": (
-        lambda tx: optax.chain(optax.clip(1e3), tx),
-        lambda tx: gcx.accumulate_gradients(optax.chain(gcx.clip_by_value(1e3), tx), 1),
-    ),
     "a named clip": (
         lambda tx: optax.named_chain(("tx", tx)),
         lambda tx: optax.named_chain(("clip", gcx.clip_by_global_norm(1e3)), ("tx", tx)),
@@ -174,14 +170,6 @@ ADDED = {
     "a guard inside a window": (
         lambda tx: gcx.accumulate_gradients(tx, EVERY),
         lambda tx: gcx.accumulate_gradients(gcx.skip_nonfinite(tx), EVERY),
-    ),
-    "a window inside a guard": (
-        gcx.skip_nonfinite,
-        lambda tx: gcx.skip_nonfinite(gcx.accumulate_gradients(tx, 1)),
-    ),
-    "a watch around a guard": (
-        lambda tx: gcx.skip_large_norm(tx, 1e3),
-        lambda tx: gcx.watch(gcx.skip_large_norm(tx, 1e3)),
     ),
     "a guard of another kind": (
         lambda tx: gcx.skip_large_norm(tx, 1e3),

@@ -61,19 +61,6 @@ def test_apply_gradients_rounds_low_precision_parameters_once_under_strict_promo
     chex.assert_trees_all_equal(params, jax.tree.map(jnp.bfloat16, exact), strict=True)
 
 
-def test_apply_gradients_hands_extra_arguments_on_to_any_transformation():
-    def update(updates, state, params=None, *, value, **extra_args):
-        return jax.tree.map(lambda u: u * value, updates), value
-
-    scale = optax.GradientTransformationExtraArgs(lambda params: jnp.float32(0), update)
-    for tx in (scale, optax.chain(scale), gcx.accumulate_gradients(scale, 1)):
-        params, _ = gcx.apply_gradients(tx, X, tx.init(X), X, value=jnp.float32(2))
-        np.testing.assert_array_equal(params, 3 * X)
-    plain = optax.sgd(1.0)  # takes none, and is handed none
-    params, _ = gcx.apply_gradients(plain, X, plain.init(X), X, value=jnp.float32(2))
-    np.testing.assert_array_equal(params, 0 * X)
-
-
 def test_a_held_step_returns_the_parameters_themselves():
     tx = gcx.accumulate_gradients(optax.adam(0.1), 2)
     params = params_like()

@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.typing import DTypeLike
@@ -20,13 +19,20 @@ from .._checks import (
     check_transformation,
     is_traced,
 )
-from .._errors import public, value_error
-from .._mesh import check_placement, sum_over, vary, varying_axes, zeros_of_type
+from .._errors import public
+from .._mesh import (
+    check_equal_on_devices,
+    check_placement,
+    sum_over,
+    vary,
+    varying_axes,
+    zeros_of_type,
+)
 from .._types import FLOAT32, Array, Count, Number, Scalar, Tree
 from ._outputs import AUX_REDUCTIONS, aux_reductions, reduced, run_micro_batches
 from ._reduction import REDUCTIONS, as_weight, divide
 from ._reduction import accumulator_dtype as sum_dtype
-from ._split import Split, bind_split, check_parts, in_one_form, positions
+from ._split import Split, bind_split, in_one_form, make_split
 
 Transform: TypeAlias = optax.GradientTransformation | Callable[[Tree], Tree]
 """A transformation or function that is applied to the gradient of each micro-batch."""
@@ -123,68 +129,69 @@ def microbatched_value_and_grad(
         (7.5, 15.0)
     """
     check_callable("fun", fun, "Pass the loss function.")
-    check_parts(num_microbatches, num_real_microbatches)
     check_dtype("accumulator_dtype", accumulator_dtype)
     check_choice("reduction", reduction, REDUCTIONS)
     for word in jax.tree.leaves(aux_reduction):
         check_choice("aux_reduction", word, AUX_REDUCTIONS)
     if microbatch_transform is not None and not callable(microbatch_transform):
         check_transformation("microbatch_transform", microbatch_transform)
-    real = num_microbatches if num_real_microbatches is None else num_real_microbatches
-    split = Split(
-        parts=int(num_microbatches),
-        batches=positions("batch_argnums", batch_argnums),
-        keys=positions("rng_argnums", rng_argnums),
-        differentiated=positions("argnums", argnums),
-        takes_one=not np.ndim(argnums),
-        real=jnp.asarray(real).astype(jnp.int32) if is_traced(real) else int(real),
-    )
+    split = make_split(num_microbatches, argnums, batch_argnums, rng_argnums, num_real_microbatches)
     call = in_one_form(fun, has_weight, has_aux)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        bound = bind_split(split, args)
-        for i in bound.differentiated:
-            check_placement(f"args[{i}]", args[i])
-        sums_once = microbatch_transform is None and not drop_nonfinite
-        # If no check or transformation needs the gradient of all devices, differentiate by
-        # parameters that vary over devices. The loop then does not all-reduce gradients.
-        batch = jax.tree.leaves([args[i] for i in bound.batches]) if sums_once else []
-        axes = frozenset[str]().union(*map(varying_axes, batch))
-        micro = _MicroBatches(functools.partial(call, **kwargs), bound, args, microbatch_transform)
+        is_local = microbatch_transform is None and not drop_nonfinite
+        bound_call = functools.partial(call, **kwargs)
+        micro, axes = _bind(bound_call, split, args, microbatch_transform, is_local)
         weights = micro.weights(has_weight)
-        micro = micro.with_varying_params(axes)
         shapes, like = jax.eval_shape(micro.run, 0, jnp.float32(1))
-        _check_equal_on_devices((shapes[0], like), weights, bound.real)
+        # A gradient that is all-reduced for each micro-batch needs equal weights on all devices.
+        common = frozenset.intersection(*map(varying_axes, jax.tree.leaves((shapes[0], like))))
+        check_equal_on_devices("num_real_microbatches", split.real, common, "num_real")
+        check_equal_on_devices("weight", weights, common, "weight")
+        names = aux_reductions(aux_reduction, micro.split, shapes[1], micro.whole_aux)
+        dtype_of = functools.partial(sum_dtype, dtype=accumulator_dtype)
+        empty = jax.tree.map(lambda x: zeros_of_type(x, dtype_of(x.dtype)), like)
+        outputs, totals, scales = run_micro_batches(
+            micro.run, shapes, empty, weights, micro.split, drop_nonfinite
+        )
+        combined = functools.partial(reduced, split=micro.split, scales=scales)
+        value, aux = jax.tree.map(combined, ("mean", names), shapes, outputs)
+        divisor, total_weight = scales.divisor, scales.total_weight
+        if reduction == "sum":
+            divisor /= jnp.where(total_weight > 0, total_weight, 1)
 
-        def whole_aux() -> Tree:
-            # Close over the arguments, because they may be flags or models, which are not arrays.
-            return jax.eval_shape(lambda: micro.call(*args))[1][1]
-
-        def zeros(like: jax.ShapeDtypeStruct) -> Array:
-            return zeros_of_type(like, sum_dtype(like.dtype, accumulator_dtype))
-
-        def combined(name: str, like: jax.ShapeDtypeStruct, stack: Array) -> Array:
-            return reduced(name, like, stack, bound, scales)
-
-        def summed(total: Array, like: jax.ShapeDtypeStruct, arg: Array) -> Array:
+        def summed(total: Array, like: jax.ShapeDtypeStruct, param: Array) -> Array:
             """Return a gradient, all-reduced over axes over which its argument is replicated."""
             grad = divide(total, divisor).astype(like.dtype)
-            return sum_over(grad, varying_axes(grad) & axes - varying_axes(arg))
+            return sum_over(grad, varying_axes(grad) & axes - varying_axes(param))
 
-        names = aux_reductions(aux_reduction, bound, shapes[1], whole_aux)
-        outputs, totals, scales = run_micro_batches(
-            micro.run, shapes, jax.tree.map(zeros, like), weights, bound, drop_nonfinite
-        )
-        divisor = scales.divisor
-        if reduction == "sum":
-            divisor /= jnp.where(scales.total_weight > 0, scales.total_weight, 1)
-        grads = jax.tree.map(summed, totals, like, bound.differentiated_of(args))
-        value, aux = jax.tree.map(combined, ("mean", names), shapes, outputs)
+        grads = jax.tree.map(summed, totals, like, micro.split.differentiated_of(args))
         if has_weight:
-            return (value, (scales.total_weight, aux) if has_aux else scales.total_weight), grads
+            return (value, (total_weight, aux) if has_aux else total_weight), grads
         return (value, aux) if has_aux else value, grads
 
     return run
+
+
+def _bind(
+    call: Callable[..., Any],
+    split: Split,
+    args: Sequence[Any],
+    transform: Transform | None,
+    is_local: bool,
+) -> tuple[_MicroBatches, frozenset[str]]:
+    """Return the micro-batches of a call, and the axes over which to all-reduce gradients.
+
+    If `is_local`, no check or transformation needs the gradient of all devices. The parameters then
+    vary over devices, so that the loop does not all-reduce gradients.
+    """
+    split = bind_split(split, args)
+    for i in split.differentiated:
+        check_placement(f"args[{i}]", args[i])
+    batch = jax.tree.leaves([args[i] for i in split.batches]) if is_local else []
+    axes = frozenset[str]().union(*map(varying_axes, batch))
+    params = jax.tree.map(lambda x: vary(x, axes), split.differentiated_of(args))
+    return _MicroBatches(call, split, split.with_differentiated(args, params), transform), axes
 
 
 class _MicroBatches(NamedTuple):
@@ -202,11 +209,10 @@ class _MicroBatches(NamedTuple):
     args: Sequence[Any]
     transform: Transform | None
 
-    def with_varying_params(self, axes: frozenset[str]) -> _MicroBatches:
-        """Return a copy whose differentiated arguments vary over mesh axes."""
-        params = self.split.differentiated_of(self.args)
-        varying = jax.tree.map(lambda x: vary(x, axes), params)
-        return self._replace(args=self.split.with_differentiated(self.args, varying))
+    def whole_aux(self) -> Tree:
+        """Return the shapes of the auxiliary output of the whole batch."""
+        # Close over the arguments, because they may be flags or models, which are not arrays.
+        return jax.eval_shape(lambda: self.call(*self.args))[1][1]
 
     def run(self, index: Array | int, scale: Scalar) -> tuple[Tree, Tree]:
         """Return `(value, aux)` of a micro-batch, and its gradients multiplied by the scale.
@@ -253,13 +259,3 @@ class _MicroBatches(NamedTuple):
         indices = jnp.arange(self.split.parts if is_traced(real) else real)
         weights = lax.map(weight, indices) if has_weight else jnp.ones(len(indices), jnp.float32)
         return jnp.where(indices < real, weights, 0)
-
-
-def _check_equal_on_devices(outputs: Tree, weights: Array, real: int | Array) -> None:
-    """Raise for weights that vary over mesh axes over which the value or a gradient does not."""
-    common = frozenset.intersection(*map(varying_axes, jax.tree.leaves(outputs)))
-    axes = sorted((varying_axes(weights) | varying_axes(jnp.asarray(real))) - common)
-    if axes:
-        rule = "a function whose weight, like `num_real_microbatches`, is equal on all devices"
-        hint = "All-reduce them, or omit `drop_nonfinite` and `microbatch_transform`."
-        raise value_error("fun", rule, f"values that vary over {axes}", hint)

@@ -33,7 +33,7 @@ class Split(NamedTuple):
     keys: tuple[int, ...]
     differentiated: tuple[int, ...]
     takes_one: bool
-    real: int | Array = 0
+    real: int | Array
     size: int = 0
 
     def differentiated_of(self, args: Sequence[Tree]) -> Tree:
@@ -89,6 +89,26 @@ def positions(argument: str, argnums: int | Sequence[int]) -> tuple[int, ...]:
         rule, hint = "an integer or a sequence of integers", "Pass positions as for `jax.grad`."
         raise type_error(argument, rule, shortened(argnums), hint)
     return tuple(map(int, given))
+
+
+def make_split(
+    parts: Count,
+    argnums: int | Sequence[int],
+    batch_argnums: int | Sequence[int],
+    rng_argnums: int | Sequence[int] = (),
+    real: Number | None = None,
+) -> Split:
+    """Return the arguments of `microbatched_value_and_grad` that describe the split."""
+    check_parts(parts, real)
+    real = parts if real is None else real
+    return Split(
+        parts=int(parts),
+        batches=positions("batch_argnums", batch_argnums),
+        keys=positions("rng_argnums", rng_argnums),
+        differentiated=positions("argnums", argnums),
+        takes_one=not np.ndim(argnums),
+        real=jnp.asarray(real).astype(jnp.int32) if is_traced(real) else int(real),
+    )
 
 
 def bind_split(split: Split, args: Sequence[Tree]) -> Split:

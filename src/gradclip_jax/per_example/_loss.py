@@ -23,7 +23,7 @@ from ..accumulation._split import (
     every_nth,
     in_one_form,
     in_order,
-    positions,
+    make_split,
 )
 from ._evaluate import evaluate
 from ._factored import Value
@@ -66,9 +66,7 @@ class Loss:
 
     def bind(self, args: Sequence[Tree], kwargs: dict[str, Any], parts: int = 1) -> "Examples":
         """Check the arguments of a call, and separate the parameters from the batch."""
-        batches = positions("batch_argnums", self.batch_argnums)
-        differentiated = positions("argnums", self.argnums)
-        split = Split(parts, batches, (), differentiated, takes_one=not np.ndim(self.argnums))
+        split = make_split(parts, self.argnums, self.batch_argnums)
         split = bind_split(split, args)
         size = batch_size({f"args[{i}]": args[i] for i in split.batches})
         params = split.differentiated_of(args)

@@ -13,8 +13,6 @@ import gradclip_jax as gcx
 import trees
 from accumulation_cases import emissions, gradients, is_zero, params_like, run, taken, watcher
 
-INT32_MAX = np.iinfo(np.int32).max
-
 
 def filled(params, value):
     return jax.tree.map(lambda p: jnp.full_like(p, value), params)
@@ -78,13 +76,6 @@ def test_updates_and_counts_are_those_of_multi_steps(every, reduction):
 # --- the length of a window -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("every", [np.int64(2), np.uint8(2), jnp.int32(2), np.array(2)])
-def test_every_may_be_any_integer(every):
-    params = params_like()
-    _, states = run(gcx.accumulate_gradients(optax.sgd(1.0), every), params, [params] * 4)
-    assert emissions(states) == [False, True] * 2
-
-
 def test_every_may_be_traced_under_inject_hyperparams():
     params = params_like()
     make = optax.inject_hyperparams(gcx.accumulate_gradients)
@@ -96,16 +87,6 @@ def test_every_may_be_traced_under_inject_hyperparams():
     state.hyperparams["every"] = jnp.asarray(3, state.hyperparams["every"].dtype)
     _, states = run(tx, params, [params] * 6, state=state)
     assert emissions(states) == [False, False, True] * 2
-
-
-def test_a_traced_schedule_below_one_counts_as_one():
-    params = params_like()
-    tx = gcx.accumulate_gradients(optax.sgd(1.0), lambda step: 0 * step - 3)
-    state = jax.jit(tx.init)(params)
-    assert state.accumulation_steps == 1
-    for _ in range(2):
-        _, state = jax.jit(tx.update)(params, state, params)
-        assert gcx.has_updated(state) and state.accumulation_steps == 1
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -185,21 +166,6 @@ def test_a_flush_passes_the_mean_loss_of_its_window_if_it_is_given_a_loss():
     assert float(flushed.inner_opt_state) == 14
 
 
-def test_any_tree_passes_through():
-    grads = {name: trees.build(name) for name in ("masked", "zero_size", "float0", "scalars")}
-    params = jax.tree.map(
-        lambda g: jnp.zeros(g.shape, jnp.int32) if g.dtype == jax.dtypes.float0 else g, grads
-    )
-    tx = gcx.accumulate_gradients(optax.identity(), 2)
-    updates, states = run(tx, params, [grads] * 2)
-    chex.assert_trees_all_equal_structs(updates[0], grads)
-    chex.assert_trees_all_equal(updates[1], grads)
-    chex.assert_trees_all_equal_dtypes(updates[1], grads)
-    flushed, _ = gcx.flush(tx, states[0], params)
-    chex.assert_trees_all_equal(flushed, grads)
-    chex.assert_trees_all_equal_dtypes(flushed, grads)
-
-
 # --- reductions and weights -----------------------------------------------------------------
 
 
@@ -215,48 +181,6 @@ def test_a_window_is_weighted_and_a_nan_of_zero_weight_counts_but_adds_nothing(r
     updates, states = run(tx, params, grads, weighted(*weights))
     assert emissions(states) == [False, False, False, True]
     assert_close(updates[-1], wanted, scale)
-
-
-def test_a_window_of_zero_weight_emits_nothing_and_leaves_the_inner_state_alone():
-    seen, params = [], params_like()
-    tx = gcx.accumulate_gradients(optax.chain(optax.adam(0.1), watcher(seen)), 2)
-    grads = [gradients(i, params) for i in range(6)]
-    grads[2] = grads[3] = filled(params, jnp.nan)
-    updates, states = run(tx, params, grads, weighted(1, 1, 0, 0, 1, 1))
-    jax.effects_barrier()
-    assert emissions(states) == [False, True, False, False, False, True]
-    assert seen == [0, 1]
-    assert is_zero(updates[3])
-    chex.assert_trees_all_equal(states[3].inner_opt_state, states[1].inner_opt_state)
-    assert [int(s.gradient_step) for s in states] == [0, 1, 1, 1, 1, 2]
-    assert [int(s.mini_step) for s in states] == [1, 0, 1, 0, 1, 0]
-    chex.assert_tree_all_finite(updates[-1])
-
-
-# --- a bad micro-batch ----------------------------------------------------------------------
-
-
-def test_a_bad_micro_batch_spoils_only_its_own_window():
-    params = params_like()
-    clean = [gradients(i, params) for i in range(18)]
-    tx = gcx.accumulate_gradients(optax.sgd(0.1), 3)
-    wanted, _ = run(tx, params, clean)
-    grads = list(clean)
-    for i, bad in ((0, jnp.nan), (7, jnp.inf), (14, -jnp.inf)):  # in each place of a window
-        grads[i] = filled(params, bad)
-    updates, _ = run(tx, params, grads)
-    for bad, good in ((2, 5), (8, 11), (14, 17)):
-        assert not np.isfinite(updates[bad]["w"]).any()
-        chex.assert_trees_all_equal(updates[good], wanted[good])
-
-
-def test_a_nan_weight_spoils_only_its_own_window():
-    params = params_like()
-    grads = [gradients(i, params) for i in range(4)]
-    tx = gcx.accumulate_gradients(optax.adam(0.1), 2)
-    updates, states = run(tx, params, grads, weighted(jnp.nan, 1, 1, 1))
-    assert emissions(states) == [False, False, False, True]
-    chex.assert_tree_all_finite((updates, states[-1].inner_opt_state))
 
 
 # --- flush ----------------------------------------------------------------------------------
@@ -361,44 +285,7 @@ def test_stats_count_micro_batches_updates_and_parameters():
     assert tuple(int(x) for x in traced) == tuple(stats)
 
 
-def test_counters_saturate():
-    params = params_like()
-    tx = gcx.accumulate_gradients(optax.sgd(0.1), 1)
-    full = jnp.int32(INT32_MAX)
-    state = tx.init(params)._replace(gradient_step=full, micro_batch_count=full)
-    _, states = run(tx, params, [params] * 2, state=state)
-    assert int(states[-1].gradient_step) == int(states[-1].micro_batch_count) == INT32_MAX
-    assert emissions(states) == [True, True]
-
-
-def test_the_longest_window_does_not_wrap():
-    params = params_like()
-    tx = gcx.accumulate_gradients(optax.sgd(0.1), INT32_MAX)
-    state = tx.init(params)._replace(mini_step=jnp.int32(INT32_MAX - 2), total_weight=jnp.ones(()))
-    _, states = run(tx, params, [params] * 3, state=state)
-    assert emissions(states) == [False, True, False]
-    assert [int(s.mini_step) for s in states] == [INT32_MAX - 1, 0, 1]
-
-
 # --- many runs, and a run that stops ------------------------------------------------------------------
-
-
-def test_members_of_a_vmap_may_be_at_different_places_of_their_windows():
-    params = params_like()
-    tx = gcx.accumulate_gradients(optax.adam(0.1), 2)
-    grads, weights = [gradients(i, params) for i in range(3)], jnp.array([1.0, 0.0, 2.0])
-    wanted, states = run(tx, params, grads, weighted(*weights))
-
-    @jax.jit
-    @jax.vmap
-    def update(states, grads, weights):
-        return tx.update(grads, states, params, weight=weights)
-
-    # One emits, the other holds.
-    stack = functools.partial(jax.tree.map, lambda *x: jnp.stack(x))
-    found = update(stack(*states[:2]), stack(*grads[1:]), weights[1:])
-    expected = stack(*wanted[1:]), stack(*states[1:])
-    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
 def in_partition(tx):
