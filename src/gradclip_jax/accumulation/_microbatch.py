@@ -32,7 +32,7 @@ from .._types import FLOAT32, Array, Count, Number, Scalar, Tree
 from ._outputs import AUX_REDUCTIONS, aux_reductions, reduced, run_micro_batches
 from ._reduction import REDUCTIONS, as_weight, divide
 from ._reduction import accumulator_dtype as sum_dtype
-from ._split import Split, bind_split, in_one_form, make_split
+from ._split import Split, bind_split, check_parts, in_one_form
 
 Transform: TypeAlias = optax.GradientTransformation | Callable[[Tree], Tree]
 """A transformation or function that is applied to the gradient of each micro-batch."""
@@ -135,26 +135,28 @@ def microbatched_value_and_grad(
         check_choice("aux_reduction", word, AUX_REDUCTIONS)
     if microbatch_transform is not None and not callable(microbatch_transform):
         check_transformation("microbatch_transform", microbatch_transform)
-    split = make_split(num_microbatches, argnums, batch_argnums, rng_argnums, num_real_microbatches)
+    check_parts(num_microbatches, num_real_microbatches)
     call = in_one_form(fun, has_weight, has_aux)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        positions = argnums, batch_argnums, rng_argnums
+        split = bind_split(args, num_microbatches, *positions, num_real_microbatches)
         is_local = microbatch_transform is None and not drop_nonfinite
-        bound_call = functools.partial(call, **kwargs)
-        micro, axes = _bind(bound_call, split, args, microbatch_transform, is_local)
+        bound = functools.partial(call, **kwargs)
+        micro, axes = _bind(bound, split, args, microbatch_transform, is_local)
         weights = micro.weights(has_weight)
         shapes, like = jax.eval_shape(micro.run, 0, jnp.float32(1))
         # A gradient that is all-reduced for each micro-batch needs equal weights on all devices.
         common = frozenset.intersection(*map(varying_axes, jax.tree.leaves((shapes[0], like))))
         check_equal_on_devices("num_real_microbatches", split.real, common, "num_real")
         check_equal_on_devices("weight", weights, common, "weight")
-        names = aux_reductions(aux_reduction, micro.split, shapes[1], micro.whole_aux)
+        names = aux_reductions(aux_reduction, split, shapes[1], micro.whole_aux)
         dtype_of = functools.partial(sum_dtype, dtype=accumulator_dtype)
         empty = jax.tree.map(lambda x: zeros_of_type(x, dtype_of(x.dtype)), like)
         outputs, totals, scales = run_micro_batches(
-            micro.run, shapes, empty, weights, micro.split, drop_nonfinite
+            micro.run, shapes, empty, weights, split, drop_nonfinite
         )
-        combined = functools.partial(reduced, split=micro.split, scales=scales)
+        combined = functools.partial(reduced, split=split, scales=scales)
         value, aux = jax.tree.map(combined, ("mean", names), shapes, outputs)
         divisor, total_weight = scales.divisor, scales.total_weight
         if reduction == "sum":
@@ -165,7 +167,7 @@ def microbatched_value_and_grad(
             grad = divide(total, divisor).astype(like.dtype)
             return sum_over(grad, varying_axes(grad) & axes - varying_axes(param))
 
-        grads = jax.tree.map(summed, totals, like, micro.split.differentiated_of(args))
+        grads = jax.tree.map(summed, totals, like, split.differentiated_of(args))
         if has_weight:
             return (value, (total_weight, aux) if has_aux else total_weight), grads
         return (value, aux) if has_aux else value, grads
@@ -185,7 +187,6 @@ def _bind(
     If `is_local`, no check or transformation needs the gradient of all devices. The parameters then
     vary over devices, so that the loop does not all-reduce gradients.
     """
-    split = bind_split(split, args)
     for i in split.differentiated:
         check_placement(f"args[{i}]", args[i])
     batch = jax.tree.leaves([args[i] for i in split.batches]) if is_local else []

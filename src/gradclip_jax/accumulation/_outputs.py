@@ -57,7 +57,7 @@ def run_micro_batches(
     real, num_run = split.real, len(weights)
     mean = _mean_weight(weights)
     scales = weights / mean
-    axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((weights, real))))
+    axes = varying_axes(weights)
 
     def add(x: tuple[Array, Scalar], carry: Tree) -> tuple[Tree, Tree]:
         (index, scale), (totals, count) = x, carry
@@ -120,9 +120,8 @@ def reduced(
     # The output of a micro-batch of weight 0 may be NaN.
     scale = jnp.reshape(scales.relative, (-1, *[1] * len(like.shape)))
     wide = jnp.where(scale == 0, jnp.zeros_like(stack), stack).astype(wide_dtype(like.dtype))
-    return divide(jnp.sum(wide * scale.astype(wide.dtype), axis=0), scales.divisor).astype(
-        like.dtype
-    )
+    mean = divide(jnp.sum(wide * scale.astype(wide.dtype), axis=0), scales.divisor)
+    return mean.astype(like.dtype)
 
 
 def aux_reductions(reduction: Tree, split: Split, aux: Tree, whole_aux: Callable[[], Tree]) -> Tree:

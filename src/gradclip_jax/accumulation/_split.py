@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import check_count, describe, is_traced, leaf_path, shortened
+from .._checks import check_count, check_number, describe, is_traced, leaf_path, shortened
 from .._errors import type_error, value_error
 from .._types import Array, Count, Number, Tree
 
@@ -25,7 +25,7 @@ class Split(NamedTuple):
         differentiated: Positions of the differentiated arguments.
         takes_one: Whether the gradient is for a single argument instead of a tuple of arguments.
         real: Number of micro-batches to run; an integer, or a traced array.
-        size: Number of examples in a micro-batch, which `bind_split` sets; 0 without a batch.
+        size: Number of examples in a micro-batch; 0 without a batch.
     """
 
     parts: int
@@ -91,35 +91,26 @@ def positions(argument: str, argnums: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(map(int, given))
 
 
-def make_split(
+def bind_split(
+    args: Sequence[Tree],
     parts: Count,
     argnums: int | Sequence[int],
     batch_argnums: int | Sequence[int],
     rng_argnums: int | Sequence[int] = (),
     real: Number | None = None,
 ) -> Split:
-    """Return the arguments of `microbatched_value_and_grad` that describe the split."""
-    check_parts(parts, real)
-    real = parts if real is None else real
-    return Split(
-        parts=int(parts),
-        batches=positions("batch_argnums", batch_argnums),
-        keys=positions("rng_argnums", rng_argnums),
-        differentiated=positions("argnums", argnums),
-        takes_one=not np.ndim(argnums),
-        real=jnp.asarray(real).astype(jnp.int32) if is_traced(real) else int(real),
-    )
-
-
-def bind_split(split: Split, args: Sequence[Tree]) -> Split:
-    """Normalize negative positions and set `size`; raise if the arguments cannot be split."""
-    given = (*split.batches, *split.keys, *split.differentiated)
+    """Return how the arguments of a call are split, or raise if this is impossible."""
+    batches = positions("batch_argnums", batch_argnums)
+    keys, chosen = positions("rng_argnums", rng_argnums), positions("argnums", argnums)
+    given = (*batches, *keys, *chosen)
     needed = 1 + max(*given, -1 - min(given, default=0), -1)
     if len(args) < needed:
         hint = "Pass the parameters and the batch by position, not by keyword."
         raise type_error("args", f"at least {needed} positional arguments", f"{len(args)}", hint)
-    named = {name: getattr(split, name) for name in ("batches", "keys", "differentiated")}
-    split = split._replace(**{k: tuple(i % len(args) for i in v) for k, v in named.items()})
+    batches, keys, chosen = (tuple(i % len(args) for i in x) for x in (batches, keys, chosen))
+    real = parts if real is None else real
+    real = jnp.asarray(real).astype(jnp.int32) if is_traced(real) else int(real)
+    split = Split(int(parts), batches, keys, chosen, not np.ndim(argnums), real)
     both = sorted(set(split.batches) & set(split.differentiated))
     if both:
         rule, hint = "disjoint from `batch_argnums`", "Pass different positions."
@@ -143,9 +134,7 @@ def in_one_form(fun: Callable[..., Any], has_weight: bool, has_aux: bool) -> Cal
         is_valid = not is_pair or (isinstance(output, tuple) and len(output) == 2)
         value, rest = output if is_pair and is_valid else (output, None)
         if not is_valid or jax.tree.structure(value) != _SCALAR or np.ndim(value):
-            rule = (
-                "a function that returns a scalar value, or a pair with `has_aux` or `has_weight`"
-            )
+            rule = "a function that returns a scalar, or a pair with `has_aux` or `has_weight`"
             hint = "Return a mean, `(mean, aux)`, `(mean, weight)` or `(mean, (weight, aux))`."
             raise type_error("fun", rule, shortened(output), hint)
         if not (has_weight and has_aux):
@@ -168,9 +157,7 @@ def check_parts(parts: Count, real: Number | None) -> None:
         return
     name, hint = "num_real_microbatches", "Pass None to run all micro-batches."
     check_count(name, real, hint, low=0)
-    if not is_traced(real) and int(real) > int(parts):
-        rule = f"an integer from 0 to num_microbatches={parts}"
-        raise value_error(name, rule, int(real), hint)
+    check_number(name, real, hint, f"[0, {parts}]")
 
 
 def in_order(rows: Array, per_example: int = 1) -> Array:

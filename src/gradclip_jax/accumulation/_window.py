@@ -18,7 +18,6 @@ from .._checks import (
     describe,
     is_float0,
     is_scalar,
-    is_traced,
 )
 from .._errors import named, type_error
 from .._mesh import check_equal_on_devices, check_placement, reshard_like, varying_axes
@@ -186,7 +185,7 @@ class Accumulation:
             holds, emits = arrived & ~closes, closes & has_weight
         else:
             # A window is not empty if its last micro-batch has a known positive weight.
-            is_known = weight is None or (not is_traced(weight) and float(weight) > 0)
+            is_known = weight is None or (isinstance(weight, np.generic) and weight > 0)
             emits = emit and (True if is_known and accepted is None else has_weight)
             closes, holds = emit, False if emit else arrived
         is_empty = closes & (mini_step > 0) & ~has_weight

@@ -23,7 +23,6 @@ from ..accumulation._split import (
     every_nth,
     in_one_form,
     in_order,
-    make_split,
 )
 from ._evaluate import evaluate
 from ._factored import Value
@@ -66,8 +65,7 @@ class Loss:
 
     def bind(self, args: Sequence[Tree], kwargs: dict[str, Any], parts: int = 1) -> "Examples":
         """Check the arguments of a call, and separate the parameters from the batch."""
-        split = make_split(parts, self.argnums, self.batch_argnums)
-        split = bind_split(split, args)
+        split = bind_split(args, parts, self.argnums, self.batch_argnums)
         size = batch_size({f"args[{i}]": args[i] for i in split.batches})
         params = split.differentiated_of(args)
         call = in_one_form(self.fun, self.has_weight, self.has_aux)
