@@ -140,13 +140,10 @@ def aux_reductions(reduction: Tree, split: Split, aux: Tree, whole_aux: Callable
             "concatenate": has_rows,
             "last": True,
         }
-        if name is None and has_rows and full.shape[0] == split.parts * leaf.shape[0]:
+        if name is None and has_rows and full.shape[:1] == (split.parts * leaf.shape[0],):
             name = "concatenate"
-        elif (
-            name is None
-            and jnp.issubdtype(leaf.dtype, jnp.floating)
-            and full.shape == () == leaf.shape
-        ):
+        is_number = leaf.shape == full.shape == () and jnp.issubdtype(leaf.dtype, jnp.floating)
+        if name is None and is_number:
             name = "mean"
         if name is None or not is_supported[name]:
             rule = "a reduction that supports every leaf of aux"
