@@ -146,16 +146,17 @@ PROBE = taps.make_probes(["tap"])["tap"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4, 5), (0, 4), (100, 1_000)])
+@pytest.mark.parametrize("shape", [(), (7,), (2, 3, 4, 5), (0, 4), (100, 1_000)])
 def test_statistics_of_any_shape_and_dtype(shape, dtype):
     rng = np.random.default_rng(1)
-    x = jnp.asarray(rng.standard_normal(shape), dtype)
-    cotangent = jnp.asarray(rng.standard_normal(shape), dtype).astype(jnp.float32)
-    found = taps.metrics(single(x, PROBE, cotangent))
+    x, cotangent = (jnp.asarray(rng.standard_normal(shape), dtype) for _ in range(2))
+    found = taps.metrics(single(x, PROBE, cotangent.astype(jnp.float32)))
     if x.size:
-        assert_statistics(found, "tap", x.astype(jnp.float32), cotangent)
+        assert_statistics(found, "tap", x.astype(jnp.float32), cotangent.astype(jnp.float32))
     else:
         assert np.isnan(list(found.values())).all()
+    zeros = taps.metrics(single(0 * x, PROBE, np.zeros(shape, "f")))
+    assert not x.size or set(zeros.values()) == {0.0}
 
 
 @pytest.mark.parametrize(
@@ -185,11 +186,6 @@ def test_nonfinite_elements_are_counted_and_left_out():
     stats = single(jnp.asarray(x), PROBE, cotangent)
     assert np.isfinite(stats["tap"]).all()
     assert_statistics(taps.metrics(stats), "tap", x, cotangent)
-
-
-def test_a_tap_of_zeros_has_a_kurtosis_of_zero():
-    found = taps.metrics(single(jnp.zeros(4), PROBE, np.zeros(4, "f")))
-    assert set(found.values()) == {0.0}
 
 
 def test_a_tap_that_does_not_reach_the_loss_reads_as_not_measured(case):
@@ -283,8 +279,8 @@ def test_the_first_nonfinite_activation_is_named(case, layer):
     assert str(found).startswith(f"first non-finite activation: layers_{layer}/out")
 
 
-@pytest.mark.parametrize("layer", range(LAYERS))
-def test_where_nonfinite_cotangents_begin_is_named(layer):
+def test_where_nonfinite_cotangents_begin_is_named():
+    layer = 1
     probes = taps.make_probes(["before", "after"], num_layers=LAYERS)
 
     @jax.custom_vjp
@@ -308,9 +304,8 @@ def test_where_nonfinite_cotangents_begin_is_named(layer):
 
 
 def test_a_finite_step_says_so(case):
-    _, (_, stats) = gradients(*case)
-    assert taps.first_nonfinite(stats) == (None, None)
-    assert str(taps.first_nonfinite(stats)) == "all activations and cotangents are finite"
+    found = taps.first_nonfinite(gradients(*case)[1][1])
+    assert (found, str(found)) == ((None, None), "all activations and cotangents are finite")
     assert taps.first_nonfinite({}) == (None, None) and taps.metrics({}) == {}
 
 

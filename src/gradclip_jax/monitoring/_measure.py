@@ -1,7 +1,7 @@
 """Norms of gradients, updates and parameters for each unit, and a comparison of replicas."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -34,24 +34,33 @@ def measure(
     """
     dtype = norm_dtype(gradient)
 
-    # With `jit`, the sums are traced once for all leaves of the same shape. As they are joined leaf
-    # by leaf, XLA:CPU compiles one kernel for each leaf instead of three (JAX 0.10.2).
+    # With `jit`, the sums are traced once for all leaves of the same shape. Those of the gradient
+    # are separate, so that XLA can release it before the step.
     @functools.partial(jax.jit, static_argnums=1)
-    def of_leaf(g: Array, axes: Axes, *step: Array) -> Array:
-        is_bad = (~jnp.isfinite(g)).astype(dtype)
-        terms = [squares(g, dtype), jnp.zeros_like(is_bad), jnp.zeros_like(is_bad), is_bad]
-        if step:
-            u, old = (x.astype(wide_dtype(x.dtype, dtype)) for x in step)
-            change = _rounded(old + u, step[1].dtype) - old
-            terms[1:3] = squares(change, dtype), squares(old, dtype)
+    def of_gradient(g: Array, axes: Axes) -> Array:
+        return sums(axes, squares(g, dtype), (~jnp.isfinite(g)).astype(dtype))
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def of_step(u: Array, axes: Axes, p: Array) -> Array:
+        old, wide = (x.astype(wide_dtype(x.dtype, dtype)) for x in (p, u))
+        return sums(axes, squares(_rounded(old + wide, p.dtype) - old, dtype), squares(old, dtype))
+
+    def sums(axes: Axes, *terms: Array) -> Array:
         return jnp.stack([reduce_axes(jnp.sum, x, axes) for x in terms], -1)
 
-    columns = lax.stop_gradient((gradient, *step))
-    rows = totals(of_leaf, *columns, units=units, axis_name=axis_name)
-    # A unit without leaves has a scalar.
-    rows = [jnp.broadcast_to(_replicated(x), (*x.shape[:-1], 4)).reshape(-1, 4) for x in rows]
-    # Without the barrier, XLA:CPU duplicates these kernels for each consumer of the table.
-    table = fusion_barrier(jnp.concatenate([jnp.zeros((0, 4), dtype), *rows]))
+    def join(terms: Callable[..., Array], *columns: Sequence[Array]) -> Array:
+        columns = lax.stop_gradient(columns)
+        units_of = totals(terms, *columns, units=units, axis_name=axis_name)
+        # A unit without leaves has a scalar.
+        rows = [jnp.broadcast_to(_replicated(x), (*x.shape[:-1], 2)) for x in units_of]
+        # Without the barrier, XLA:CPU duplicates kernels of all leaves for each consumer.
+        return fusion_barrier(
+            jnp.concatenate([jnp.zeros((0, 2), dtype), *(x.reshape(-1, 2) for x in rows)])
+        )
+
+    norms, num_bad = jnp.split(join(of_gradient, gradient), 2, axis=1)
+    step_norms = join(of_step, *step) if step else jnp.zeros((len(norms), 2), dtype)
+    table = jnp.concatenate([norms, step_norms, num_bad], 1)
     whole = jnp.sum(table, 0, keepdims=True)
     is_global = units.axes is None and not units.names
     table = whole if is_global else jnp.concatenate([whole, table])
