@@ -1,6 +1,6 @@
 """Runs what goes wrong elsewhere, and the same here, side by side; prints a Markdown table.
 
-Every cell is computed by this run. Takes about half a minute on one core of a CPU.
+Every cell is computed by this run.
 """
 
 import functools
@@ -18,10 +18,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import gradclip_jax as gcx
-from benchmarks._measure import Case, Timing, fresh, interleaved, tree_bytes
 from benchmarks._report import environment, table
 
-PARAMS = {f"layer{i}": (512, 1024) for i in range(12)}  # 6.3 million float32
 Row = tuple[str, str, str]
 
 
@@ -113,53 +111,6 @@ def nan_micro_batch() -> Row:
     )
 
 
-def hold_step() -> list[Row]:
-    """A micro-batch that does not close its window, Adam inside, buffers donated."""
-    params = {name: jnp.ones(shape) for name, shape in PARAMS.items()}
-    grads = jax.tree.map(lambda p: p * 1e-3, params)
-    every = 1_000_000  # never reached: every step timed is a hold step
-    multi = optax.MultiSteps(optax.adam(1e-3), every)
-    ours = gcx.accumulate_gradients(optax.adam(1e-3), every)
-
-    def by_multi_steps(carry, grads):
-        params, state = carry
-        updates, state = multi.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    def by_apply_gradients(carry, grads):
-        params, state = carry
-        return gcx.apply_gradients(ours, grads, state, params)
-
-    def bare(acc, grads):
-        return jax.tree.map(jnp.add, acc, grads)
-
-    timings = interleaved(
-        {
-            "bare": Case(bare, fresh(params), (grads,)),
-            "optax": Case(by_multi_steps, fresh((params, multi.init(params))), (grads,)),
-            "here": Case(by_apply_gradients, fresh((params, ours.init(params))), (grads,)),
-        },
-        repetitions=31,
-    )
-
-    def milliseconds(timing: Timing) -> str:
-        return f"{timing.median * 1e3:.1f} ms"
-
-    def scratch(timing: Timing) -> str:
-        return f"{timing.scratch_bytes / tree_bytes(params):.2f}x params"
-
-    count = sum(x.size for x in jax.tree.leaves(params)) / 1e6
-    what = f"hold step of Adam on {count:.1f}M parameters"
-    return [
-        (
-            f"{what}; `acc += g` alone: {milliseconds(timings['bare'])}",
-            milliseconds(timings["optax"]),
-            milliseconds(timings["here"]),
-        ),
-        ("scratch memory of that step", scratch(timings["optax"]), scratch(timings["here"])),
-    ]
-
-
 def last_partial_window() -> Row:
     batches, every = 10, 4
     params = jnp.zeros(1)
@@ -201,7 +152,6 @@ def main() -> None:
         many_low_precision_leaves(),
         inside_shard_map(),
         nan_micro_batch(),
-        *hold_step(),
         last_partial_window(),
         negative_max_norm(),
     ]

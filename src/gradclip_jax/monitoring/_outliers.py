@@ -8,7 +8,7 @@ rows,
     excess = x - level - the change that others explain
     usual  = median of excess
     spread = 1.4826 * median of |excess - usual|
-    bound  = max(WIDTH * spread, min(tail - usual, LIMIT))
+    bound  = max(min(WIDTH * spread, max(CAP, 3.5 * spread)), min(tail - usual, LIMIT))
 
 and x is an outlier if `excess - usual > bound` and `x - level > FLOOR`. The gradient norm of a unit
 is explained by the median change of all units, and that of the tree by the square root of the loss,
@@ -42,6 +42,10 @@ AFTER = 32
 
 FLOORS = {"gradient": 5.0, "unit": 3.0, "tap": 3.0, "update": 3.0, "parameter": 2.0, "loss": 1.5}
 """Smallest ratio of an outlier to its level."""
+
+CAP = math.log(6.0)
+"""After WINDOW rows, a rise of a unit by this ratio and by 3.5 standard deviations is an outlier,
+unless its tail is longer."""
 
 WIDTHS = {"gradient": 3.5, "unit": 8.0, "tap": 3.5, "update": 3.5, "parameter": 3.5, "loss": 6.0}
 """Smallest bound in standard deviations."""
@@ -87,6 +91,7 @@ class Levels:
     def __init__(self, kinds: list[str]):
         names, size, self.count = np.array(kinds), len(kinds), 0
         self.width = np.array([WIDTHS[kind] for kind in kinds])
+        self.cap = np.where(names == "loss", np.inf, CAP)
         self.is_unit = names == "unit"
         self.limit = np.where(names == "gradient", LIMIT, np.inf)
         self.few = np.where(names == "gradient", TREE_FEW, FEW)
@@ -138,7 +143,10 @@ class Levels:
             decades = np.log10(np.sum(~np.isnan(self.usual_excesses), axis=0).clip(1) / self.few)
             step = high - quantile(self.usual_excesses, 0.9)
             self.tail = high + np.maximum(decades, 0) * step
-        bound = np.fmax(self.width * spread, np.fmin(self.tail - usual, self.limit))
+        width, tail = self.width * spread, np.fmin(self.tail - usual, self.limit)
+        if self.count >= WINDOW:
+            width = np.fmin(width, np.fmax(self.cap, WIDTHS["gradient"] * spread))
+        bound = np.fmax(width, tail)
         if self.count < WINDOW:
             # While a loss decreases quickly, its spread is large.
             top = np.fmax(np.fmax.reduce(self.excesses) - usual, 0)

@@ -53,36 +53,28 @@ def verify_step(step: Callable[..., Tree], *args: Any, **kwargs: Any) -> dict[st
         Dixit et al. 2021, Silent Data Corruptions at Scale, arXiv 2102.11245.
     """
     check_callable("step", step, "Pass the training step, then its arguments.")
-    first = _digests(step, args, kwargs)
-    second = _digests(step, args, kwargs)
+    first, second = (_digests(step, args, kwargs) for _ in range(2))
     differing: dict[str, list[int]] = {}
-    for place in dict.fromkeys([*first, *second]):
-        if first.get(place) != second.get(place):
-            path, device = place
+    for path, device in first | second:
+        if first.get((path, device)) != second.get((path, device)):
             differing.setdefault(path, []).append(device)
     return differing
 
 
 def _digests(step: Callable[..., Tree], args: Any, kwargs: Any) -> dict[tuple[str, int], bytes]:
     """Run the step on copies; return a hash for each output leaf and device."""
-    copied_args, copied_kwargs = jax.tree.map(_copied, (args, kwargs))
+    args, kwargs = jax.tree.map(
+        lambda x: x.copy() if isinstance(x, jax.Array) else x, (args, kwargs)
+    )
     digests: dict[tuple[str, int], bytes] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(step(*copied_args, **copied_kwargs)):
-        name = jax.tree_util.keystr(path)
-        if not isinstance(leaf, jax.Array):
-            digests[name, -1] = _digest(leaf)
-            continue
-        is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        bits = jax.random.key_data(leaf) if is_key else leaf
-        for shard in bits.addressable_shards:
-            digests[name, shard.device.id] = _digest(shard.data)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(step(*args, **kwargs)):
+        parts: dict[int, Any] = {-1: leaf}
+        if isinstance(leaf, jax.Array):
+            is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            bits = jax.random.key_data(leaf) if is_key else leaf
+            parts = {shard.device.id: shard.data for shard in bits.addressable_shards}
+        for device, part in parts.items():
+            # A hash instead of the values: the outputs of the first run need not stay in memory.
+            digest = hashlib.sha256(np.asarray(part).tobytes()).digest()
+            digests[jax.tree_util.keystr(path), device] = digest
     return digests
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.copy() if isinstance(leaf, jax.Array) else leaf
-
-
-def _digest(array: Any) -> bytes:
-    # A hash instead of the values: the outputs of the first run need not stay in memory.
-    return hashlib.sha256(np.asarray(array).tobytes()).digest()
