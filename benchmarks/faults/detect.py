@@ -7,8 +7,8 @@ side by side, each with one fault at a known step and unit, or without one. Othe
 anew, and get one loss that is 10 times the largest one so far. All steps are jitted scans.
 
 The rows are recorded into FOLDER, and `Detector` reads them from there. Once they are recorded, a
-change of the detector is judged in two minutes. Its constants were chosen on the seeds 2 to 4 of
-the first seven models.
+change of the detector is judged in two minutes. Delete them after a change of `watch`. Constants
+were chosen on the seeds 2 to 4 of the first seven models.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import functools
 import pathlib
 import pickle
 import sys
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -322,6 +323,7 @@ def main():
     names, seeds = args.models.split(","), [int(x) for x in args.seeds.split(",")]
     if args.quick:
         names, seeds, args.faults, args.clean_steps = ["gru"], [0], 2, 400
+        args.rows = pathlib.Path(tempfile.mkdtemp())
     table, lines = collections.defaultdict(lambda: np.zeros(3, int)), []
     totals = np.zeros(2, int)
     for name in names:
