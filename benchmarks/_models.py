@@ -94,22 +94,21 @@ def _block_shapes(width: int, *stacked: int) -> Tree:
     }
 
 
-def _block(x: jax.Array, p: Tree, *, heads: int, causal: bool) -> jax.Array:
+def _block(x: jax.Array, p: Tree, *, heads: int) -> jax.Array:
     tokens = x.shape[1]
     qkv = _layer_norm(x, p["norm1"]) @ p["qkv"] + p["qkv_bias"]
     q, k, v = jnp.moveaxis(qkv.reshape(*x.shape[:2], 3, heads, -1), 2, 0)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
-    if causal:
-        scores = jnp.where(np.tri(tokens, dtype=bool), scores, -1e9)
+    scores = jnp.where(np.tri(tokens, dtype=bool), scores, -1e9)
     mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
     x = x + mixed.reshape(x.shape) @ p["out"] + p["out_bias"]
     hidden = jax.nn.gelu(_layer_norm(x, p["norm2"]) @ p["up"] + p["up_bias"])
     return x + hidden @ p["down"] + p["down_bias"]
 
 
-def _blocks(x: jax.Array, blocks: Tree, *, heads: int, causal: bool) -> jax.Array:
+def _blocks(x: jax.Array, blocks: Tree, *, heads: int) -> jax.Array:
     """A list of blocks one after the other, a stacked tree of them in `scan` with remat."""
-    block = functools.partial(_block, heads=heads, causal=causal)
+    block = functools.partial(_block, heads=heads)
     if isinstance(blocks, list):
         for p in blocks:
             x = block(x, p)
@@ -128,37 +127,15 @@ def gpt(layers: int, width: int, vocabulary: int, batch: int, tokens: int, *, sc
 
     def loss(params: Tree, ids: jax.Array) -> jax.Array:
         x = params["embed"][ids[:, :-1]] + params["position"]
-        x = _blocks(x, params["blocks"], heads=width // 64, causal=True)
+        x = _blocks(x, params["blocks"], heads=width // 64)
         return _cross_entropy(_layer_norm(x, params["norm"]) @ params["embed"].T, ids[:, 1:])
 
     return Model(params, _i32(batch, tokens + 1), loss, (vocabulary,))
 
 
-def vit(layers: int = 12, width: int = 384, patch: int = 14, batch: int = 32) -> Model:
-    """ViT-S/14 on 224 x 224 pixels, with the mean over patches for its class token."""
-    patches = (224 // patch) ** 2
-    params = {
-        "patch": _f32(patch, patch, 3, width),
-        "position": _f32(patches, width),
-        "norm": {"scale": _f32(width), "bias": _f32(width)},
-        "blocks": [_block_shapes(width)] * layers,
-        "head": _f32(width, 1000),
-        "head_bias": _f32(1000),
-    }
-
-    def loss(params: Tree, batch: Tree) -> jax.Array:
-        images, labels = batch
-        x = _conv(images, params["patch"], patch, "VALID").reshape(len(images), patches, width)
-        x = _blocks(x + params["position"], params["blocks"], heads=width // 64, causal=False)
-        x = jnp.mean(_layer_norm(x, params["norm"]), 1)
-        return _cross_entropy(x @ params["head"] + params["head_bias"], labels)
-
-    return Model(params, (_f32(batch, 224, 224, 3), _i32(batch)), loss, (1000,))
-
-
-def _conv(x: jax.Array, kernel: jax.Array, stride: int = 1, padding: str = "SAME") -> jax.Array:
+def _conv(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
     layout = ("NHWC", "HWIO", "NHWC")
-    return lax.conv_general_dilated(x, kernel, (stride,) * 2, padding, dimension_numbers=layout)
+    return lax.conv_general_dilated(x, kernel, (stride,) * 2, "SAME", dimension_numbers=layout)
 
 
 def _conv_norm_shapes(*kernel: int) -> Tree:
@@ -206,39 +183,6 @@ def resnet(blocks: tuple[int, ...], width: int, batch: int, side: int, classes: 
     return Model(params, (_f32(batch, side, side, 3), _i32(batch)), loss, (classes,))
 
 
-def lstm(
-    layers: int = 2, width: int = 650, vocabulary: int = 10_000, batch: int = 24, steps: int = 35
-) -> Model:
-    """The medium language model of Zaremba et al. (2014), without dropout, of 24 texts, not 20."""
-    cell = {
-        "input": _f32(width, 4 * width),
-        "hidden": _f32(width, 4 * width),
-        "bias": _f32(4 * width),
-    }
-    params = {
-        "embed": _f32(vocabulary, width),
-        "cells": [cell] * layers,
-        "head": _f32(width, vocabulary),
-        "head_bias": _f32(vocabulary),
-    }
-
-    def run_cell(p: Tree, carry: Any, x: jax.Array) -> Any:
-        hidden, memory = carry
-        i, f, g, o = jnp.split(x @ p["input"] + hidden @ p["hidden"] + p["bias"], 4, -1)
-        memory = jax.nn.sigmoid(f) * memory + jax.nn.sigmoid(i) * jnp.tanh(g)
-        hidden = jax.nn.sigmoid(o) * jnp.tanh(memory)
-        return (hidden, memory), hidden
-
-    def loss(params: Tree, ids: jax.Array) -> jax.Array:
-        x = params["embed"][ids[:, :-1].T]
-        for p in params["cells"]:
-            zeros = jnp.zeros(x.shape[1:])
-            x = lax.scan(functools.partial(run_cell, p), (zeros, zeros), x)[1]
-        return _cross_entropy(x @ params["head"] + params["head_bias"], ids[:, 1:].T)
-
-    return Model(params, _i32(batch, steps + 1), loss, (vocabulary,))
-
-
 def ppo(inputs: int = 8, width: int = 64, actions: int = 4, batch: int = 512) -> Model:
     """Actor and critic of two hidden layers each, 12 leaves, by the clipped surrogate."""
 
@@ -284,10 +228,8 @@ MODELS: dict[str, Callable[[], Model]] = {
     "scan GPT, small": lambda: gpt(4, 256, 8192, 8, 128, scan=True),
     "GPT, small": lambda: gpt(4, 256, 8192, 8, 128, scan=False),
     "conv net, small": lambda: resnet((1, 1), 32, 16, 32, 10),
-    "LSTM": lstm,
     "GPT-2 124M in scan": lambda: gpt(12, 768, 50257, 8, 1024, scan=True),
     "ResNet-50": lambda: resnet((3, 4, 6, 3), 64, 32, 224, 1000),
-    "ViT-S/14": vit,
     "GPT-2 124M": lambda: gpt(12, 768, 50257, 8, 1024, scan=False),
     "150 layers": deep,
 }

@@ -10,6 +10,7 @@ import optax
 from jax import lax
 
 import gradclip_jax as gcx
+from benchmarks._measure import Case
 from benchmarks._models import Model
 
 Tree = Any
@@ -201,3 +202,19 @@ ROWS = {
         "a `scan` by hand",
     ),
 }
+
+
+def case_of(model: Model, make: Maker, scanned: int = 1) -> Case:
+    """A step of a model, or a `scan` over `scanned` steps on the same batch."""
+    params, batch = model.arrays()
+    step = make(model)
+
+    def carry() -> Any:
+        return jax.tree.map(jnp.copy, (params, step.tx.init(params)))
+
+    def run(carry: Any, batch: Any) -> Any:
+        if scanned == 1:
+            return step.run(*carry, batch)[:2]
+        return lax.scan(lambda x, _: (step.run(*x, batch)[:2], None), carry, length=scanned)[0]
+
+    return Case(run, carry, (batch,))

@@ -8,6 +8,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,15 +24,15 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Case:
-    """A function of the tree, its arguments as shapes, and which are donated."""
+    """A function, its arguments as shapes, and which of them are donated."""
 
     function: Callable[..., Any]
-    args: Callable[[Tree], tuple[Any, ...]]
+    args: tuple[Any, ...]
     donate: tuple[int, ...] = ()
 
-    def compile_for(self, platform: str, tree: Tree) -> _devices.Compiled:
+    def compile_for(self, platform: str) -> _devices.Compiled:
         """The program for one device."""
-        args = _devices.placed(self.args(tree), _devices.one_device(platform))
+        args = _devices.placed(self.args, _devices.one_device(platform))
         return _devices.compile_for(platform, self.function, *args, donate=self.donate)
 
 
@@ -40,47 +41,33 @@ class Feature:
     """A program with the feature and without it.
 
     Attributes:
-        with_it: makes the one.
+        with_it: makes the one for a tree of parameters.
         without: makes the other.
-        unit: the arguments of which N is the size: those of the tree of parameters, or others.
+        unit: the arguments of which N is the size, from the parameters.
     """
 
-    with_it: Callable[[], Case]
-    without: Callable[[], Case]
+    with_it: Callable[[Tree], Case]
+    without: Callable[[Tree], Case]
     unit: Callable[[Tree], Tree] = lambda tree: tree
 
 
-def _adamw() -> Any:
-    return optax.adamw(1e-4)
+Wrapper = Callable[[Any], Any]
 
 
-def _step(tx: Any) -> Case:
-    def step(carry: Any, grads: Tree) -> Any:
-        params, state = carry
-        return gcx.apply_gradients(tx, grads, state, params)
+def _step(wrap: Wrapper, tree: Tree) -> Case:
+    """A step of AdamW inside a wrapper."""
+    tx = wrap(optax.adamw(1e-4))
 
-    return Case(step, lambda t: ((t, jax.eval_shape(tx.init, t)), t), donate=(0,))
-
-
-def _accumulated(**options: Any) -> Case:
-    return _step(gcx.accumulate_gradients(_adamw(), 8, **options))
-
-
-def _with_loss(tx: Any) -> Case:
     def step(carry: Any, grads: Tree, loss: Any) -> Any:
         params, state = carry
         return gcx.apply_gradients(tx, grads, state, params, value=loss)
 
-    def args(tree: Tree) -> tuple[Any, ...]:
-        loss = jax.ShapeDtypeStruct((), jnp.float32)
-        return (tree, jax.eval_shape(tx.init, tree)), tree, loss
-
-    return Case(step, args, donate=(0,))
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    return Case(step, ((tree, jax.eval_shape(tx.init, tree)), tree, loss), donate=(0,))
 
 
-def _spike_guard() -> Any:
-    rule = gcx.thresholds.mean_std(6.0)
-    return gcx.skip_spikes(_adamw(), norm=rule, loss=gcx.thresholds.mean_std(6.0))
+def _around(wrap: Wrapper, without: Wrapper = optax.with_extra_args_support) -> Feature:
+    return Feature(partial(_step, wrap), partial(_step, without))
 
 
 def _as_dtype(tree: Tree, dtype: Any) -> Tree:
@@ -94,18 +81,20 @@ def _low(tree: Tree) -> Tree:
     return _as_dtype(tree, jnp.bfloat16)
 
 
-def _low_step(*rounding: Any, copies: bool = False) -> Case:
+def _low_step(tree: Tree, *rounding: Any, copies: bool = False) -> Case:
     """A step on parameters in bfloat16, or on float32 copies; the moments are float32."""
-    tx = optax.chain(_adamw(), *rounding)
+    tx = optax.chain(optax.adamw(1e-4), *rounding)
 
     def step(carry: Any, grads: Tree) -> Any:
         params, state = gcx.apply_gradients(tx, _as_dtype(grads, jnp.float32), *carry[::-1])
         return (params, state), _low(params) if copies else ()
 
-    def args(tree: Tree) -> tuple[Any, ...]:
-        return (tree if copies else _low(tree), jax.eval_shape(tx.init, tree)), _low(tree)
+    params = tree if copies else _low(tree)
+    return Case(step, ((params, jax.eval_shape(tx.init, tree)), _low(tree)), donate=(0,))
 
-    return Case(step, args, donate=(0,))
+
+def _rounded(tree: Tree) -> Case:
+    return _low_step(tree, gcx.round_stochastically())
 
 
 # An activation of 16,384 tokens of width 2048, between two matrices.
@@ -113,31 +102,18 @@ _TOKENS = jax.ShapeDtypeStruct((8, 2048, 2048), jnp.bfloat16)
 _MATRIX = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16)
 
 
-def _backward(clip: Callable[..., jax.Array], *probe: tuple[int, ...]) -> Case:
+def _backward(clip: Callable[[jax.Array], jax.Array], tree: Tree) -> Case:
     """The gradient with respect to the input of two layers, with a clip between them."""
 
-    def backward(x: Any, first: Any, second: Any, cotangent: Any, *probes: Any) -> Any:
-        def layers(x: Any, *probes: Any) -> Any:
-            return clip(x @ first, *probes) @ second
+    def backward(x: Any, first: Any, second: Any, cotangent: Any) -> Any:
+        return jax.vjp(lambda x: clip(x @ first) @ second, x)[1](cotangent)
 
-        return jax.vjp(layers, x, *probes)[1](cotangent)
-
-    probes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in probe]
-    return Case(backward, lambda _: (_TOKENS, _MATRIX, _MATRIX, _TOKENS, *probes))
+    return Case(backward, (_TOKENS, _MATRIX, _MATRIX, _TOKENS))
 
 
-def _clipped(axis: Any) -> Callable[..., jax.Array]:
-    return lambda x, *probe: gcx.clip_cotangent(
-        x, 1e-3, axis=axis, norm_probe=probe[0] if probe else None
-    )
-
-
-def _cotangent(axis: Any, *probe: tuple[int, ...]) -> Feature:
-    return Feature(
-        lambda: _backward(_clipped(axis), *probe),
-        lambda: _backward(lambda x: x),
-        lambda _: _TOKENS,
-    )
+def _cotangent(axis: Any) -> Feature:
+    clip = partial(gcx.clip_cotangent, max_norm=1e-3, axis=axis)
+    return Feature(partial(_backward, clip), partial(_backward, lambda x: x), lambda _: _TOKENS)
 
 
 # Query and key weights of eight layers, four query heads to a key head.
@@ -150,55 +126,46 @@ _ATTENTION = {
 }
 
 
-def _attention(tau: float | None) -> Case:
-    tx = _adamw()
+def _attention(is_clipped: bool, tree: Tree) -> Case:
+    tx = optax.adamw(1e-4)
 
     def step(carry: Any, grads: Tree, logits: Any) -> Any:
         params, state = gcx.apply_gradients(tx, grads, *carry[::-1])
-        if tau is not None:
-            for name, layer in params.items():
-                clipped = gcx.qk_clip(layer["query"], layer["key"], logits[name], tau)
-                params = {**params, name: dict(zip(("query", "key"), clipped, strict=True))}
+        for name, layer in params.items() if is_clipped else ():
+            clipped = gcx.qk_clip(layer["query"], layer["key"], logits[name], 100.0)
+            params = {**params, name: dict(zip(("query", "key"), clipped, strict=True))}
         return params, state
 
     logits = {name: jax.ShapeDtypeStruct((16,), jnp.float32) for name in _ATTENTION}
     state = jax.eval_shape(tx.init, _ATTENTION)
-    return Case(step, lambda _: ((_ATTENTION, state), _ATTENTION, logits), donate=(0,))
+    return Case(step, ((_ATTENTION, state), _ATTENTION, logits), donate=(0,))
 
+
+def _spike_guard(inner: Any) -> Any:
+    rule = gcx.thresholds.mean_std(6.0)
+    return gcx.skip_spikes(inner, norm=rule, loss=rule)
+
+
+_accumulate = partial(gcx.accumulate_gradients, every=8)
+_accumulate_low = partial(_accumulate, accumulator_dtype=jnp.bfloat16)
 
 COSTS = {
-    "`skip_spikes` on norm and loss": Feature(
-        lambda: _with_loss(_spike_guard()), lambda: _step(_adamw())
+    "`skip_spikes` on norm and loss": _around(_spike_guard),
+    "`watch`, the gradient": _around(partial(gcx.watch, of=("gradient",))),
+    "`watch`, gradient, update and parameters": _around(gcx.watch),
+    "`dynamic_loss_scale`": _around(gcx.dynamic_loss_scale),
+    '`dynamic_loss_scale(check="step")`': _around(partial(gcx.dynamic_loss_scale, check="step")),
+    "`accumulator_dtype=bfloat16`": _around(_accumulate_low, _accumulate),
+    '`rounding="stochastic"` with it': _around(
+        partial(_accumulate_low, rounding="stochastic"), _accumulate_low
     ),
-    "`watch`, the gradient": Feature(
-        lambda: _step(gcx.watch(_adamw(), of=("gradient",))), lambda: _step(_adamw())
-    ),
-    "`watch`, gradient, update and parameters": Feature(
-        lambda: _step(gcx.watch(_adamw())), lambda: _step(_adamw())
-    ),
-    "`dynamic_loss_scale`": Feature(
-        lambda: _step(gcx.dynamic_loss_scale(_adamw())), lambda: _step(_adamw())
-    ),
-    '`dynamic_loss_scale(check="step")`': Feature(
-        lambda: _step(gcx.dynamic_loss_scale(_adamw(), check="step")), lambda: _step(_adamw())
-    ),
-    "`accumulator_dtype=bfloat16`": Feature(
-        lambda: _accumulated(accumulator_dtype=jnp.bfloat16), _accumulated
-    ),
-    '`rounding="stochastic"` with it': Feature(
-        lambda: _accumulated(accumulator_dtype=jnp.bfloat16, rounding="stochastic"),
-        lambda: _accumulated(accumulator_dtype=jnp.bfloat16),
-    ),
-    "`round_stochastically`, beside rounding to nearest": Feature(
-        lambda: _low_step(gcx.round_stochastically()), _low_step, _low
-    ),
+    "`round_stochastically`, beside rounding to nearest": Feature(_rounded, _low_step, _low),
     "`round_stochastically`, beside float32 copies": Feature(
-        lambda: _low_step(gcx.round_stochastically()), lambda: _low_step(copies=True), _low
+        _rounded, partial(_low_step, copies=True), _low
     ),
     "`clip_cotangent`, each token": _cotangent(-1),
-    "`clip_cotangent`, each token, with its norms": _cotangent(-1, (8, 2048)),
     "`clip_cotangent`, each example": _cotangent((1, 2)),
-    "`qk_clip` in a step of AdamW": Feature(lambda: _attention(100.0), lambda: _attention(None)),
+    "`qk_clip` in a step of AdamW": Feature(partial(_attention, True), partial(_attention, False)),
 }
 
 
@@ -218,7 +185,7 @@ def cells(platform: str, tree: Tree, only: str) -> Iterator[tuple[str, str]]:
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(feature.unit(tree)))
         found: list[tuple[Any, ...]] = []
         for make in (feature.without, feature.with_it):
-            compiled = make().compile_for(platform, tree)
+            compiled = make(tree).compile_for(platform)
             program = compiled.program
             moved, scratch = program.all.moved / size, compiled.scratch / size
             found.append((moved, scratch, program.all.launches, program.always.stops))

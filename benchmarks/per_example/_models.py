@@ -1,4 +1,4 @@
-"""Small models of five kinds, the loss of one example: what per-example clipping is measured on."""
+"""Small models of three kinds with the loss of one example, to measure per-example clipping."""
 
 import functools
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.per_example import _gpt2 as _per_example
+from benchmarks.per_example import _gpt2
 
 Tree = Any
 
@@ -31,21 +31,11 @@ def _normed(x: jax.Array, axes: Any = -1) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.square(x).mean(axes, keepdims=True) + 1e-5)
 
 
-def _gpt(heads: int, *sizes: int) -> tuple[Any, Tree, Tree]:
-    shapes = jax.tree.map(lambda x: x.shape, _per_example.gpt_shapes(*sizes))
-    vocabulary, tokens = sizes[-2:]
-    ids = np.random.default_rng(1).integers(0, vocabulary, (16, tokens)).astype(np.int32)
-    return functools.partial(_per_example.loss, heads=heads), _arrays(shapes), ids
-
-
 def gpt() -> tuple[Any, Tree, Tree]:
     """4 layers of 128, vocabulary 2,048, 16 texts of 64 tokens."""
-    return _gpt(4, 4, 128, 2048, 64)
-
-
-def wide_gpt() -> tuple[Any, Tree, Tree]:
-    """2 layers of 512, vocabulary 8,192, 16 texts of 32 tokens."""
-    return _gpt(8, 2, 512, 8192, 32)
+    shapes = jax.tree.map(lambda x: x.shape, _gpt2.gpt_shapes(4, 128, 2048, 64))
+    ids = np.random.default_rng(1).integers(0, 2048, (16, 64)).astype(np.int32)
+    return functools.partial(_gpt2.loss, heads=4), _arrays(shapes), ids
 
 
 def _images(size: int, count: int = 16) -> Tree:
@@ -56,26 +46,6 @@ def _images(size: int, count: int = 16) -> Tree:
 def _patches(image: jax.Array, size: int) -> jax.Array:
     n = image.shape[0] // size
     return image.reshape(n, size, n, size, 3).transpose(0, 2, 1, 3, 4).reshape(n * n, -1)
-
-
-def vit() -> tuple[Any, Tree, Tree]:
-    """4 layers of 192, 16 images of 64 patches."""
-    n = 192
-    block = {"qkv": (n, 3 * n), "out": (n, n), "up": (n, 4 * n), "down": (4 * n, n)}
-    shapes = {"patch": (48, n), "place": (64, n), "head": (n, 10), "blocks": [block] * 4}
-
-    def loss(p: Tree, example: Tree) -> jax.Array:
-        image, label = example
-        x = _patches(image, 4) @ p["patch"] + p["place"]
-        for layer in p["blocks"]:
-            qkv = (_normed(x) @ layer["qkv"]).reshape(64, 3, 4, -1).transpose(1, 2, 0, 3)
-            q, k, v = qkv[0], qkv[1], qkv[2]
-            mixed = jax.nn.softmax(q @ k.transpose(0, 2, 1) / 7.0) @ v
-            x = x + mixed.transpose(1, 0, 2).reshape(64, -1) @ layer["out"]
-            x = x + jax.nn.gelu(_normed(x) @ layer["up"]) @ layer["down"]
-        return _entropy(_normed(x).mean(0) @ p["head"], label)
-
-    return loss, _arrays(shapes), _images(32)
 
 
 def resnet() -> tuple[Any, Tree, Tree]:
@@ -107,27 +77,6 @@ def resnet() -> tuple[Any, Tree, Tree]:
     return loss, _arrays(shapes), _images(32)
 
 
-def lstm() -> tuple[Any, Tree, Tree]:
-    """1 layer of 256, vocabulary 1,000, 16 texts of 32 tokens."""
-    n, tokens = 256, 32
-
-    def loss(p: Tree, ids: jax.Array) -> jax.Array:
-        def step(carry: Tree, x: jax.Array) -> Tree:
-            h, c = carry
-            i, f, g, o = jnp.split(jnp.concatenate([h, x]) @ p["mix"], 4)
-            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-            h = jax.nn.sigmoid(o) * jnp.tanh(c)
-            return (h, c), h
-
-        xs = p["embed"][ids[:-1]]
-        _, hidden = jax.lax.scan(step, (0 * xs[0], 0 * xs[0]), xs)
-        return jnp.mean(jax.vmap(_entropy)(hidden @ p["head"], ids[1:]))
-
-    shapes = {"embed": (1000, n), "mix": (2 * n, 4 * n), "head": (n, 1000)}
-    ids = np.random.default_rng(1).integers(0, 1000, (16, tokens + 1)).astype(np.int32)
-    return loss, _arrays(shapes), ids
-
-
 def mixer() -> tuple[Any, Tree, Tree]:
     """4 layers of 256, 16 images of 64 patches."""
     n, t = 256, 64
@@ -145,11 +94,4 @@ def mixer() -> tuple[Any, Tree, Tree]:
     return loss, _arrays(shapes), _images(32)
 
 
-MODELS = {
-    "GPT": gpt,
-    "GPT, wide": wide_gpt,
-    "ViT": vit,
-    "ResNet, group norm": resnet,
-    "LSTM": lstm,
-    "Mixer": mixer,
-}
+MODELS = {"GPT": gpt, "ResNet, group norm": resnet, "Mixer": mixer}

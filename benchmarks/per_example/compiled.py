@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from benchmarks import _report
 from benchmarks.compiled import _devices
-from benchmarks.per_example import _gpt2 as _per_example
+from benchmarks.per_example import _gpt2
 
 DEVICES = {"cpu": "CPU", "cuda": "H100", "tpu": "TPU v5e"}
 KEYS = ("device", "layers", "examples x tokens", "program")
@@ -27,18 +27,16 @@ PATH = _report.RESULTS / "per-example-compiled.json"
 
 def compiled(platform: str, program: str, examples: int, tokens: int, **shape: int) -> Any:
     """One program for GPT-2, or for a smaller one by `layers`, `width` and `vocabulary`."""
-    params = _per_example.gpt_shapes(**shape, tokens=tokens)
+    params = _gpt2.gpt_shapes(**shape, tokens=tokens)
     batch = jax.ShapeDtypeStruct((examples, tokens), jnp.int32)
     args = _devices.placed((params, batch), _devices.one_device(platform))
-    return _devices.compile_for(platform, _per_example.PROGRAMS[program], *args)
+    return _devices.compile_for(platform, _gpt2.PROGRAMS[program], *args)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sizes", nargs="+", metavar="EXAMPLESxTOKENS")
-    parser.add_argument(
-        "--programs", default="ordinary,ours", help=", ".join(_per_example.PROGRAMS)
-    )
+    parser.add_argument("--programs", default="ordinary,ours", help=", ".join(_gpt2.PROGRAMS))
     parser.add_argument("--layers", type=int, default=12)
     options = parser.parse_args()
     platform = _devices.available() or "cpu"

@@ -20,14 +20,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from benchmarks import _report
-from benchmarks._measure import Case, Timing, interleaved
+from benchmarks._measure import Timing, interleaved
 from benchmarks._models import Model, gpt, ppo, resnet
-from benchmarks._rows import EVERY, OPTAX, PER_EXAMPLE, ROWS, Maker
+from benchmarks._rows import EVERY, OPTAX, PER_EXAMPLE, ROWS, Maker, case_of
 from benchmarks.compiled import _hlo
 from benchmarks.steps import _floor, _workarounds
 
@@ -81,22 +79,6 @@ def groups() -> list[tuple[str, Maker, dict[str, Maker]]]:
         found.append((theirs, OPTAX[theirs], {name: ROWS[STEPS[name]].ours for name in labels}))
     aggregate = "differentially_private_aggregate"
     return [*found, (aggregate, PER_EXAMPLE["Optax"], {"per-example": PER_EXAMPLE["ours"]})]
-
-
-def case_of(model: Model, make: Maker, scanned: int) -> Case:
-    """A step of a model, or a `scan` over `scanned` steps on the same batch."""
-    params, batch = model.arrays()
-    step = make(model)
-
-    def carry() -> Any:
-        return jax.tree.map(jnp.copy, (params, step.tx.init(params)))
-
-    def run(carry: Any, batch: Any) -> Any:
-        if scanned == 1:
-            return step.run(*carry, batch)[:2]
-        return lax.scan(lambda x, _: (step.run(*x, batch)[:2], None), carry, length=scanned)[0]
-
-    return Case(run, carry, (batch,))
 
 
 def filling_batch(setting: Setting) -> int:
@@ -207,20 +189,10 @@ def driver() -> str:
 
 def run_tests(*, small: bool) -> int:
     """Run the tests of a GPU, at most 90 s, without the plugins of the suite."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--noconftest",
-        "-p",
-        "no:cacheprovider",
-        TESTS,
-    ]
+    options = ["-q", "--noconftest", "-p", "no:cacheprovider", *["-m", "not gpu"] * small]
+    command = [sys.executable, "-m", "pytest", *options, TESTS]
     try:
-        return subprocess.run(
-            [*command, *(["-m", "not gpu"] if small else [])], check=False, timeout=90
-        ).returncode
+        return subprocess.run(command, check=False, timeout=90).returncode
     except subprocess.TimeoutExpired:
         print("The tests took longer than 90 s and were stopped.", flush=True)
         return 1

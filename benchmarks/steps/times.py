@@ -9,13 +9,12 @@ The steps are those of `benchmarks.compiled.steps`, run in turn: A B A B.
 import argparse
 from typing import Any
 
-import jax
 import numpy as np
 
 from benchmarks import _report
-from benchmarks._measure import Case, interleaved
+from benchmarks._measure import interleaved
 from benchmarks._models import MODELS, Model
-from benchmarks._rows import EVERY, OPTAX, ROWS, Row
+from benchmarks._rows import EVERY, OPTAX, ROWS, Row, case_of
 
 SMALL = ("PPO", "scan GPT, small", "GPT, small", "conv net, small")
 GOAL = 1.05  # times Optax's
@@ -23,21 +22,9 @@ GOAL = 1.05  # times Optax's
 
 def jitted(model: Model, name: str, row: Row, repetitions: int) -> dict[str, Any]:
     """One line of a model: milliseconds of a step, or of one in a window of an accumulation."""
-    params, batch = model.arrays()
-
-    def case(maker: Any) -> Case:
-        step = maker(model)
-
-        def run(carry: Any, batch: Any) -> Any:
-            return step.run(*carry, batch)[:2]
-
-        return Case(
-            run, lambda: jax.tree.map(jax.numpy.copy, (params, step.tx.init(params))), (batch,)
-        )
-
     # A training loop does not wait for a step of a millisecond before it starts the next.
     group = EVERY if row.accumulates or model.size < 1 << 20 else 1
-    cases = {"ours": case(row.ours), "Optax": case(OPTAX[row.theirs])}
+    cases = {"ours": case_of(model, row.ours), "Optax": case_of(model, OPTAX[row.theirs])}
     found = interleaved(cases, repetitions, group)
     ratio = float(np.median(found["ours"].seconds / found["Optax"].seconds))
     return {

@@ -10,7 +10,6 @@ from files import ROOT, environment, python
 
 QUICK = {
     "steps.times --only PPO:skip_nonfinite": ("skip_nonfinite / optax apply_if_finite", "%"),
-    "steps.compile_time": ("clip_by_leaf_norm", "trace + compile, s"),
     "steps.gpu --small --no-tests --only PPO --out build/gpu": (
         *("| PPO in a scan: clip |", "watch |", "per-example"),
         *("Over the floor: 0.2 M", "Workarounds, PPO in a scan"),

@@ -324,25 +324,6 @@ def test_a_threshold_that_becomes_zero_or_infinite_in_the_dtype_of_the_norm_rais
         clip(number)
 
 
-@pytest.mark.parametrize(
-    "make", [gcx.autoclip, lambda p: gcx.clip_by_global_norm(gcx.thresholds.percentile(p))]
-)
-def test_a_percentile_given_as_a_fraction_raises_or_is_a_fraction(make):
-    try:
-        clip = make(0.5)
-    except ValueError as error:
-        assert "percentile" in str(error)
-        return
-    updates, _ = run(clip, [(jnp.array([x]), {}) for x in (1.0, 9.0, 5.0)], jnp.zeros(1))
-    np.testing.assert_allclose(updates, 5.0, rtol=1e-6)
-
-
-@pytest.mark.parametrize("norms", [[0.0, 0.0], [-1.0], [], [-3.0, -2.0, 1.0]])
-def test_suggest_max_norm_raises_if_the_result_is_no_valid_max_norm(norms):
-    with pytest.raises(ValueError, match="norm"):
-        gcx.diagnostics.suggest_max_norm(norms)
-
-
 # --- accepted in silence -------------------------------------------------------------------------------
 
 
@@ -386,23 +367,6 @@ def test_a_loss_guard_inside_an_accumulation_checks_the_mean_loss():
     tx = accumulate(gcx.skip_spikes(sgd, loss=4.0), 2)
     assert not gcx.has_updated(run(tx, [(ONES, {"value": 9.0}), (ONES, {"value": 1.0})])[1])
     assert gcx.has_updated(run(tx, [(ONES, {"value": 1.0}), (ONES, {"value": 5.0})])[1])
-
-
-@pytest.mark.parametrize(
-    "labels", [{"a": "", "b": "x"}, {"a": 1, "b": "1"}], ids=["empty", "equal"]
-)
-def test_groups_of_watch_have_distinct_names_or_raise(labels):
-    params = {"a": ONES, "b": ONES}
-    try:
-        tx = gcx.watch(sgd, granularity=gcx.granularities.group(labels))
-        state = run(tx, [(params, {})], params)[1]
-    except (TypeError, ValueError) as error:
-        assert "label" in str(error)
-        return
-    monitor = gcx.Monitor(params, granularity=gcx.granularities.group(labels))
-    names = monitor.names.units
-    assert monitor.read(state).rows.norms.shape == (1, 3, 3)
-    assert len(set(names)) == 2 and all(names)
 
 
 # --- crashes and errors ----------------------------------------------------------------------------------
@@ -454,78 +418,10 @@ def test_a_static_number_of_real_micro_batches_compiles_no_loop_inside_the_scan(
     assert "while" not in str(jax.make_jaxpr(fun)(jnp.ones(3), jnp.ones((8, 3))))
 
 
-def use_rule(update, init=jnp.zeros_like, **options):
-    clip = gcx.clip_by_leaf_norm(gcx.thresholds.Rule(init, update, **options))
-    return run(clip, [({"a": ONES, "b": ONES}, {})], {"a": PARAMS, "b": PARAMS})
-
-
-def convert_with_wrong_params():
-    old = optax.MultiSteps(optax.adam(0.1), 2)
-    return gcx.convert_state(
-        accumulate(optax.adam(0.1), 2), old.init(PARAMS), jnp.zeros(3), reduction="mean"
-    )
-
-
-def update_of(tx, grads, params):
-    return tx.update(grads, tx.init(params), params)
-
-
-def update_other_structure():
-    clip = gcx.clip_by_leaf_norm(gcx.thresholds.ema())
-    return clip.update({"a": ONES, "b": ONES}, clip.init({"a": ONES, "b": ONES, "c": ONES}))
-
-
-def shared_key():
-    norms = gcx.per_example.norms(lambda w, x, key: jnp.dot(w, x), batch_argnums=(1, 2))
-    return norms(ONES, jnp.ones((3, 2)), jax.random.key(0))
-
-
-def traced_number():
-    split = gcx.microbatched_value_and_grad
-    return jax.jit(lambda n: split(jnp.dot, n)(ONES, ONES))(2)
-
-
-HALF_GRADS, BOTH = {"a": None, "b": ONES}, {"a": PARAMS, "b": PARAMS}
-# name: (call, what the message contains, what it does not)
-# fmt: off
-MESSAGES = {
-    "missing loss": (lambda: update_of(gcx.skip_nonfinite(gcx.skip_spikes(sgd, loss=4.0)), ONES, PARAMS), "^skip_spikes", "^skip_nonfinite"),
-    "other structure": (update_other_structure, "^clip_by_leaf_norm", "broadcast|oncatenate"),
-    "functional call": (lambda: gcx.clip_by_global_norm({"a": ONES}, 1.0), "clip_grad_norm", None),
-    "traced number": (traced_number, "^microbatched_value_and_grad: .*num_microbatches", "Abstract tracer"),
-    "shared key": (shared_key, "key", "num_microbatches"),
-    "rule without uses_params": (lambda: use_rule(lambda norm, s, w: (0.1 * w, s)), "uses_params", "unsupported operand"),
-    "rule returns an array": (lambda: use_rule(lambda norm, s, w: norm), "^clip_by_leaf_norm.*(?i:rule)", "unpack"),
-    "rule returns three values": (lambda: use_rule(lambda norm, s, w: (norm, s, s)), "^clip_by_leaf_norm.*(?i:rule)", "unpack"),
-    "rule returns two thresholds": (lambda: use_rule(lambda norm, s, w: ((1.0, 2.0), s)), "^clip_by_leaf_norm.*(?i:rule)", None),
-    "rule with a bool state": (lambda: use_rule(lambda norm, s, w: (norm, s), lambda norm: norm > 1), "(?i:rule).*bool", None),
-    "rule with a state of another shape": (lambda: use_rule(lambda norm, s, w: (norm, s), lambda norm: jnp.zeros(5)), "(?i:rule).*shape", None),
-    "rule changes the shape of its state": (lambda: use_rule(lambda norm, s, w: (norm, jnp.zeros(5))), "(?i:rule).*shape", "broadcasting"),
-    "convert_state": (convert_with_wrong_params, "convert_state: `params`", None),
-    "guard, gradient of None": (lambda: update_of(gcx.skip_nonfinite(sgd), HALF_GRADS, BOTH), r"eqx\.is_array", None),
-    "accumulation, gradient of None": (lambda: update_of(accumulate(sgd, 2), HALF_GRADS, BOTH), r"eqx\.is_array", None),
-}
-# fmt: on
-
-
-@pytest.mark.parametrize("name", MESSAGES)
-def test_errors_name_the_function_and_the_cause(name):
-    call, wanted, unwanted = MESSAGES[name]
-    with pytest.raises((TypeError, ValueError)) as caught:
-        call()
-    message = str(caught.value)
-    assert re.search(wanted, message, re.DOTALL), message
-    assert unwanted is None or not re.search(unwanted, message), message
-
-
-def test_none_as_a_number_of_layer_axes_means_zero_or_raises():
-    try:
-        clip = gcx.clip_by_leaf_norm(1.0, num_layer_axes={"a": None, "b": 1})
-        grads = {"a": jnp.full((2, 2), 5.0), "b": jnp.full((2, 1), 5.0)}
-        updates, _ = clip.update(grads, clip.init(grads))
-    except (TypeError, ValueError) as error:
-        assert "num_layer_axes" in str(error) and "None" in str(error)
-        return
+def test_none_as_a_number_of_layer_axes_means_zero():
+    clip = gcx.clip_by_leaf_norm(1.0, num_layer_axes={"a": None, "b": 1})
+    grads = {"a": jnp.full((2, 2), 5.0), "b": jnp.full((2, 1), 5.0)}
+    updates, _ = clip.update(grads, clip.init(grads))
     np.testing.assert_allclose(updates["a"], 0.5, rtol=1e-6)
     np.testing.assert_allclose(updates["b"], 1.0, rtol=1e-6)
 
