@@ -4,8 +4,8 @@ import math
 import re
 
 import jax
+from benchmarks.compiled import _hlo
 
-_HEADER = re.compile(r"^\s*(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _CALLED = re.compile(r"(?:to_apply|calls)=%?([\w.\-]+)")
 _LOOPED = re.compile(r"(?:body|condition)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"(?:true_computation|false_computation)=%?([\w.\-]+)")
@@ -22,25 +22,15 @@ def instructions(text: str, *, branches: bool = False, loops: bool = True) -> li
 
     Without `loops` those of loops are left out: a loop may make no trip at all.
     """
-    computations: dict[str, list[str]] = {}
-    entry = name = None
-    for line in text.splitlines():
-        header = _HEADER.match(line)
-        if header:
-            name = header.group(2)
-            computations[name] = []
-            entry = name if header.group(1) else entry
-        elif name is not None and " = " in line:
-            computations[name].append(line.strip())
-    assert entry is not None, "no ENTRY computation"
+    computations = _hlo.computations(text)
     found: list[str] = []
-    waiting, seen = [entry], set()
+    waiting, seen = ["ENTRY"], set()
     while waiting:
         name = waiting.pop()
         if name in seen:
             continue
         seen.add(name)
-        for line in computations[name]:
+        for line in map(str.strip, computations[name]):
             found.append(line)
             waiting += _CALLED.findall(line)
             if loops:

@@ -81,20 +81,16 @@ def _low(tree: Tree) -> Tree:
     return _as_dtype(tree, jnp.bfloat16)
 
 
-def _low_step(tree: Tree, *rounding: Any, copies: bool = False) -> Case:
-    """A step on parameters in bfloat16, or on float32 copies; the moments are float32."""
-    tx = optax.chain(optax.adamw(1e-4), *rounding)
+def _low_step(is_rounded: bool, tree: Tree) -> Case:
+    """A step on parameters in bfloat16, rounded at random, or with float32 copies."""
+    tx = optax.chain(optax.adamw(1e-4), *[gcx.round_stochastically()] * is_rounded)
 
     def step(carry: Any, grads: Tree) -> Any:
         params, state = gcx.apply_gradients(tx, _as_dtype(grads, jnp.float32), *carry[::-1])
-        return (params, state), _low(params) if copies else ()
+        return (params, state), () if is_rounded else _low(params)
 
-    params = tree if copies else _low(tree)
+    params = _low(tree) if is_rounded else tree
     return Case(step, ((params, jax.eval_shape(tx.init, tree)), _low(tree)), donate=(0,))
-
-
-def _rounded(tree: Tree) -> Case:
-    return _low_step(tree, gcx.round_stochastically())
 
 
 # An activation of 16,384 tokens of width 2048, between two matrices.
@@ -116,31 +112,6 @@ def _cotangent(axis: Any) -> Feature:
     return Feature(partial(_backward, clip), partial(_backward, lambda x: x), lambda _: _TOKENS)
 
 
-# Query and key weights of eight layers, four query heads to a key head.
-_ATTENTION = {
-    f"layer{i}": {
-        "query": jax.ShapeDtypeStruct((2048, 16, 128), jnp.float32),
-        "key": jax.ShapeDtypeStruct((2048, 4, 128), jnp.float32),
-    }
-    for i in range(8)
-}
-
-
-def _attention(is_clipped: bool, tree: Tree) -> Case:
-    tx = optax.adamw(1e-4)
-
-    def step(carry: Any, grads: Tree, logits: Any) -> Any:
-        params, state = gcx.apply_gradients(tx, grads, *carry[::-1])
-        for name, layer in params.items() if is_clipped else ():
-            clipped = gcx.qk_clip(layer["query"], layer["key"], logits[name], 100.0)
-            params = {**params, name: dict(zip(("query", "key"), clipped, strict=True))}
-        return params, state
-
-    logits = {name: jax.ShapeDtypeStruct((16,), jnp.float32) for name in _ATTENTION}
-    state = jax.eval_shape(tx.init, _ATTENTION)
-    return Case(step, ((_ATTENTION, state), _ATTENTION, logits), donate=(0,))
-
-
 def _spike_guard(inner: Any) -> Any:
     rule = gcx.thresholds.mean_std(6.0)
     return gcx.skip_spikes(inner, norm=rule, loss=rule)
@@ -159,13 +130,11 @@ COSTS = {
     '`rounding="stochastic"` with it': _around(
         partial(_accumulate_low, rounding="stochastic"), _accumulate_low
     ),
-    "`round_stochastically`, beside rounding to nearest": Feature(_rounded, _low_step, _low),
     "`round_stochastically`, beside float32 copies": Feature(
-        _rounded, partial(_low_step, copies=True), _low
+        partial(_low_step, True), partial(_low_step, False), _low
     ),
     "`clip_cotangent`, each token": _cotangent(-1),
     "`clip_cotangent`, each example": _cotangent((1, 2)),
-    "`qk_clip` in a step of AdamW": Feature(partial(_attention, True), partial(_attention, False)),
 }
 
 

@@ -43,9 +43,13 @@ class Row:
     scratch: float = 1.1
     keeps_dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16", "float16")
 
+    @property
+    def takes_axis_name(self) -> bool:
+        """Whether it reduces over devices."""
+        return "axis_name" in inspect.signature(self.make).parameters
+
     def __call__(self, axis_name: str | None = None) -> Any:
-        takes_axis = "axis_name" in inspect.signature(self.make).parameters
-        return self.make(axis_name=axis_name) if takes_axis else self.make()
+        return self.make(axis_name=axis_name) if self.takes_axis_name else self.make()
 
 
 def _group(tree: Any) -> Any:

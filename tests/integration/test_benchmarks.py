@@ -14,7 +14,7 @@ QUICK = {
         *("| PPO in a scan: clip |", "watch |", "per-example"),
         *("Over the floor: 0.2 M", "Workarounds, PPO in a scan"),
     ),
-    "compiled.features --only qk_clip": ("`qk_clip` in a step of AdamW",),
+    "compiled.features --only round": ("`round_stochastically`, beside float32 copies",),
     "study.bfloat16": ("| bfloat16, at random |", "| float32 copies |"),
     "per_example.speed": ("per_example.value_and_grad", "CPU ms per example", "Mixer"),
     "faults.detect": ("| NaN in one element | 100% of 2 |", "gru: 0 incidents in 800"),

@@ -38,14 +38,12 @@ def columns(folder):
     }
 
 
-def make_run(name: str, bits: list[float]):
-    steps = np.ones(len(bits))
-    run = import_module("demo_report").Run
-    return run(name, 1, np.array(bits), 3 * steps, steps / 3, seconds=1.0, scratch_mib=None)
-
-
 def make_runs(*losses: list[float]):
-    return [make_run(name, bits) for name, bits in zip(RUNS, losses, strict=True)]
+    run, steps = import_module("demo_report").Run, np.ones(len(losses[0]))
+    return [
+        run(name, 1, np.array(bits), 3 * steps, steps / 3, seconds=1.0, scratch_mib=None)
+        for name, bits in zip(RUNS, losses, strict=True)
+    ]
 
 
 # The demo from end to end
@@ -88,23 +86,13 @@ def test_demo_draws_a_picture_and_writes_a_summary_that_any_reader_of_json_takes
     ("without", "with_clip", "words"),
     [
         ([6.0, math.nan], [6.0, 2.0], "Without clipping the run did not train"),
-        ([6.0, 20.0], [6.0, 2.0], "Without clipping the run did not train"),
-        ([6.0, 5.9], [6.0, 2.0], "Without clipping the run did not train"),
         ([6.0, 3.0], [6.0, 2.0], "with clipping better"),
-        ([6.0, 2.01], [6.0, 2.0], "the gap is small"),
-        ([6.0, 2.0], [6.0, 3.0], "without clipping better"),
         ([6.0, 2.0], [6.0, 7.0], "With clipping too the run did not train"),
-        ([6.0, math.nan], [6.0, math.nan], "With clipping too the run did not train"),
     ],
 )
 def test_verdict_follows_the_numbers(without, with_clip, words):
     first, _ = import_module("demo_report").verdict(make_runs(without, with_clip, with_clip))
     assert words in first
-
-
-def test_verdict_counts_the_steps_on_which_accumulation_agrees():
-    runs = make_runs([6.0, 5.0, 4.0], [6.0, 5.0, 4.0], [6.0, 5.005, 3.0])
-    assert "for the first 2 of 3 steps" in import_module("demo_report").verdict(runs)[1]
 
 
 def test_lost_steps_are_counted_and_reported_as_null(tmp_path):
@@ -124,19 +112,11 @@ def test_lost_steps_are_counted_and_reported_as_null(tmp_path):
     ("example", "words", "argument"),
     [
         ("demo", "--steps=0", "--steps"),
-        ("demo", "--max-norm=-1", "--max-norm"),
-        ("demo", "--learning-rate=nan", "--learning-rate"),
-        ("demo", "-k=0", "-k/--micro-batches"),
         ("demo", "--batch-size=6", "--micro-batches"),
-        ("demo", "--seed=-1", "--seed"),
-        ("demo", f"--out={__file__}", "--out"),
         (SHARDED, "--steps 0", "--steps"),
-        (SHARDED, "--max-norm nan", "--max-norm"),
         (SHARDED, "--resume", "--resume"),
         (SHARDED, "--data 512", "--data"),
-        (SHARDED, "--heads 3", "--width"),
         (SHARDED, "--batch-size 12 --micro-batches 8 --data 1", "--batch-size"),
-        (SHARDED, "--accumulation torch", "--accumulation"),
     ],
 )
 def test_bad_value_is_refused_before_any_training(example, words, argument, capsys):

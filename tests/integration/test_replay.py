@@ -33,7 +33,6 @@ def test_without_arguments_it_prints_its_usage_and_demonstrates_that_recovery_un
 @pytest.mark.parametrize(
     ("seed", "stretches"),
     [
-        (3, [range(30, 85)]),
         (4, [range(198, 208)]),
         (10, [range(100, 110), range(223, 240)]),
     ],
@@ -69,9 +68,8 @@ print(replay.test_loss(params))
 """
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_run_that_is_killed_loses_no_good_checkpoint(tmp_path, example, seed):
-    rng, good = np.random.default_rng(seed), -1
+def test_a_run_that_is_killed_loses_no_good_checkpoint(tmp_path, example):
+    rng, good = np.random.default_rng(0), -1
     for _ in range(4):
         command = [sys.executable, "-c", KILLED, str(tmp_path)]
         options = {"env": environment(1), "cwd": EXAMPLE.parent, "text": True}

@@ -78,12 +78,3 @@ def test_learns_and_resumes_in_the_middle_of_a_window(tmp_path):
     assert "2 process(es)" in log and "tokens per second" in log
     assert_goes_on(resumed, whole)
     assert (Path(two) / str(STEPS)).is_dir()
-
-
-def test_resume_from_a_folder_that_is_not_there_is_refused_and_creates_nothing(tmp_path, capsys):
-    missing = tmp_path / "missing"
-    with pytest.raises(SystemExit) as stopped:
-        load(SCRIPT).main([*TINY, "--data", "1", "--checkpoint-dir", str(missing), "--resume"])
-    assert stopped.value.code == 2
-    assert f"argument --resume: there is no folder {missing}" in capsys.readouterr().err
-    assert not missing.exists()

@@ -72,13 +72,5 @@ def test_a_page_about_devices_runs_on_one_or_says_that_it_needs_eight(tmp_path):
     python("-c", code, *pages, cwd=tmp_path, env=variables)
 
 
-def test_blocks_are_found_with_their_line_numbers(tmp_path):
-    assert blocks(README)
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# Title\n\n```python\na = 1\n```\n\n<!-- not run -->\n```python\n1 / 0\n```\n"
-        "- item\n\n  ```python\n  b = a\n  ```\n\n```bash\nls\n```\n"
-        "<!-- needs re, no_such_package -->\n```python\n1 / 0\n```\n"
-        "<!-- needs re, sys -->\n```python\nc = b\n```\n\n```text\n1\n```\n"
-    )
-    assert blocks(page) == [(4, "a = 1\n", None), (14, "b = a\n", None), (26, "c = b\n", "1\n")]
+def test_no_page_contains_a_placeholder_of_its_template():
+    assert not [page.name for page in PAGES if "{{" in page.read_text("utf-8")]

@@ -1,7 +1,6 @@
 """Calls that once gave a wrong result, a wrong count or a misleading error without a sign."""
 
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 import gradclip_jax as gcx
 
-ROOT = Path(__file__).resolve().parents[2]
 NAN = jnp.array([jnp.nan, 1.0])
 ONES = jnp.ones(2)
 PARAMS = jnp.zeros(2)
@@ -272,19 +270,6 @@ def test_an_empty_axis_name_means_the_norm_of_this_device(clip):
     np.testing.assert_allclose(per_device(clip), [0.375, 0.5], rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "guard",
-    [
-        lambda: gcx.skip_nonfinite(sgd, axis_name=()),
-        lambda: gcx.skip_large_norm(sgd, 1.0, axis_name=()),
-        lambda: gcx.dynamic_loss_scale(sgd, axis_name=()),
-    ],
-)
-def test_an_empty_axis_name_raises_in_guards(guard):
-    with pytest.raises((TypeError, ValueError), match="axis_name"):
-        guard()
-
-
 @pytest.mark.parametrize("shape", [(1, 2), (1,), (3,)], ids=str)
 @pytest.mark.parametrize("name", GUARDS)
 def test_gradients_of_another_shape_than_their_parameters_raise_in_guards(name, shape):
@@ -302,26 +287,6 @@ def test_norms_of_small_elements_are_not_zero():
     np.testing.assert_allclose(gcx.global_norm(tiny), 1e-10, rtol=1e-6)
     clipped, _ = gcx.clip_by_global_norm(1e-11).update(tiny, None)
     np.testing.assert_allclose(clipped, 1e-14, rtol=1e-5)
-
-
-@pytest.mark.parametrize("number", [1e-50, 1e50])
-@pytest.mark.parametrize(
-    "clip",
-    [
-        lambda c: gcx.clip_by_global_norm(c).update(ONES, None),
-        lambda c: gcx.clip_by_leaf_norm(c).update(ONES, None),
-        lambda c: gcx.clip_grad_norm(ONES, c),
-        lambda c: run(gcx.skip_large_norm(sgd, c), [(ONES, {})]),
-        lambda c: jax.grad(lambda x: gcx.clip_cotangent(x, c).sum())(ONES),
-        lambda c: gcx.per_example.value_and_grad(lambda w, x: jnp.dot(w, x), c)(
-            ONES, jnp.ones((3, 2))
-        ),
-    ],
-    ids=["global", "leaf", "clip_grad_norm", "skip_large_norm", "clip_cotangent", "per_example"],
-)
-def test_a_threshold_that_becomes_zero_or_infinite_in_the_dtype_of_the_norm_raises(clip, number):
-    with pytest.raises(ValueError, match="must be"):
-        clip(number)
 
 
 # --- accepted in silence -------------------------------------------------------------------------------
@@ -387,32 +352,6 @@ def test_debug_nans_does_not_stop_a_finite_run(tx):
         run(tx, [(x * ONES, {"value": jnp.float32(1.0)}) for x in (1.0, 2.0, 0.0)])
 
 
-@pytest.mark.parametrize("name", ["matmul", "embedding"])
-def test_reverse_mode_through_per_example_clipping_works_or_says_why_not(name):
-    losses = {
-        "matmul": (lambda w, x: jnp.sum(jnp.tanh(x @ w)), jnp.ones((6, 5, 3)) / 3),
-        "embedding": (lambda w, ids: jnp.sum(jnp.tanh(w[ids])), jnp.arange(30).reshape(6, 5) % 3),
-    }
-    fun, batch = losses[name]
-    w = jnp.linspace(-1, 1, 12).reshape(3, 4)
-
-    def ours(w):
-        return jnp.sum(gcx.per_example.value_and_grad(fun, 0.5)(w, batch)[1] ** 2)
-
-    def reference(w):
-        grads = jax.vmap(jax.grad(fun), (None, 0))(w, batch)
-        factors = jax.vmap(lambda g: jnp.minimum(1, 0.5 / jnp.linalg.norm(g)))(grads)
-        return jnp.sum(jnp.mean(factors[:, None, None] * grads, 0) ** 2)
-
-    try:
-        found = jax.grad(ours)(w)
-    except Exception as error:
-        assert "per_example" in str(error) or str(error).startswith("value_and_grad")
-        assert "while_loop" not in str(error)
-        return
-    np.testing.assert_allclose(found, jax.grad(reference)(w), rtol=1e-3, atol=1e-6)
-
-
 def test_a_static_number_of_real_micro_batches_compiles_no_loop_inside_the_scan():
     fun = gcx.microbatched_value_and_grad(lambda w, x: jnp.mean(x @ w), 4, num_real_microbatches=1)
     assert "while" not in str(jax.make_jaxpr(fun)(jnp.ones(3), jnp.ones((8, 3))))
@@ -424,16 +363,3 @@ def test_none_as_a_number_of_layer_axes_means_zero():
     updates, _ = clip.update(grads, clip.init(grads))
     np.testing.assert_allclose(updates["a"], 0.5, rtol=1e-6)
     np.testing.assert_allclose(updates["b"], 1.0, rtol=1e-6)
-
-
-def test_tree_map_params_of_watch_maps_arrays():
-    tx, seen = gcx.watch(optax.adam(0.1)), []
-    optax.tree_utils.tree_map_params(
-        tx, lambda x: x, tx.init(PARAMS), transform_non_params=lambda x: seen.append(x) or x
-    )
-    assert seen and all(isinstance(x, jax.Array | np.ndarray) for x in seen)
-
-
-def test_no_page_contains_an_unrendered_placeholder():
-    pages = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"]
-    assert not [str(page) for page in pages if "{{" in page.read_text()]

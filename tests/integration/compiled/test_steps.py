@@ -145,8 +145,3 @@ def test_a_cotangent_is_clipped_in_one_read_or_beside_the_products(unit):
     more = (MOVED_BY_A_COTANGENT + SLACK) * size
     assert clipped.program.always.moved <= without.program.always.moved + more
     assert clipped.scratch <= without.scratch + SLACK * size
-
-
-def test_qk_clip_is_part_of_the_last_write_of_the_optimizer():
-    without, clipped, size = cost("`qk_clip` in a step of AdamW")
-    assert clipped.program.always.moved <= without.program.always.moved + SLACK * size

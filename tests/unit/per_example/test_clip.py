@@ -136,7 +136,7 @@ def in_real_parts(parts):
     return jax.jit(run)
 
 
-@pytest.mark.parametrize(("parts", "count"), [*((3, i) for i in range(5)), (1, 0), (1, 1)])
+@pytest.mark.parametrize(("parts", "count"), [(3, 0), (3, 1), (3, 3), (1, 0)])
 def test_examples_that_are_not_real_leave_no_trace_in_one_program_for_all_numbers(parts, count):
     # The NaN of the examples that are not real would be seen even with weight 0.
     is_real = np.arange(EXAMPLES) < count * EXAMPLES / parts
@@ -186,14 +186,12 @@ def test_unused_and_frozen_leaves_have_no_gradient_and_masked_ones_stay_as_they_
 
 
 @pytest.mark.parametrize("params", [{}, {"count": np.int32(3), "none": None}])
-@pytest.mark.parametrize("labels", [None, lambda params: jax.tree.map(lambda _: "all", params)])
-def test_parameters_without_a_floating_point_leaf_have_gradients_of_norm_zero(params, labels):
-    max_norm = 1.0 if labels is None else {"all": 1.0}
-    run = gcx.per_example.value_and_grad(lambda p, x: jnp.sum(x), max_norm, param_labels=labels)
+def test_parameters_without_a_floating_point_leaf_have_gradients_of_norm_zero(params):
+    run = gcx.per_example.value_and_grad(lambda p, x: jnp.sum(x), 1.0)
     (value, stats), grads = jax.jit(run)(params, BATCH)
     np.testing.assert_allclose(value, BATCH.sum((1, 2)).mean(), rtol=1e-4)
     assert jax.tree.structure(grads) == jax.tree.structure(params)
-    assert not np.any(stats.norm) if labels is None else stats.norm == {}
+    assert not np.any(stats.norm)
 
 
 def test_random_keys_of_examples_are_used_once():
@@ -208,21 +206,3 @@ def test_random_keys_of_examples_are_used_once():
     (_, stats), ours = run(PARAMS["a"], (keys, BATCH))
     np.testing.assert_allclose(stats.value, values, rtol=1e-5)
     assert_close(ours, weighted_mean(grads, 1e-3 / norms(grads)))
-
-
-@pytest.mark.filterwarnings("ignore:Some donated buffers")  # no result has the shape of the batch
-def test_donated_parameters_and_batch_are_reused_and_give_the_same():
-    clip = gcx.per_example.value_and_grad(loss, 0.5)
-
-    def step(params, batch):
-        _, grads = clip(params, batch)
-        return optax.apply_updates(params, jax.tree.map(lambda g: -0.1 * g, grads))
-
-    args = jax.tree.map(jnp.array, (PARAMS, BATCH))
-    donating = jax.jit(step, donate_argnums=(0, 1))
-    new = donating(*args)
-    assert all(x.is_deleted() for x in jax.tree.leaves(args[0]))
-    grads, _ = clipped(0.5)
-    assert_close(new, {k: p - 0.1 * np.asarray(grads[k]) for k, p in PARAMS.items()}, 1e-6)
-    memory = donating.lower(PARAMS, BATCH).compile().memory_analysis()
-    assert memory.alias_size_in_bytes >= sum(x.nbytes for x in PARAMS.values())
