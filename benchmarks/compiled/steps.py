@@ -96,7 +96,6 @@ def main() -> None:
         "--only", action="append", default=[], metavar="DEVICE:MODEL:ROW", help="or parts of it"
     )
     parser.add_argument("--again", action="store_true", help="also what is known")
-    parser.add_argument("--list", action="store_true", help="print what would be compiled")
     parser.add_argument("--results", type=pathlib.Path, default=PATH, help="of other results")
     options = parser.parse_args()
     platform = _devices.available() or "cpu"
@@ -112,7 +111,7 @@ def main() -> None:
         about = {"device": device, **versions, **({"commit": commit} if name[:3] == "gcx" else {})}
         known = records.get(key, {}).get("about") == about and not options.again
         print(f"{key}{', known' if known else ''}", flush=True)
-        if known or options.list:
+        if known:
             continue
         model = (MODELS | ON_MANY)[title]()
         found = measure(maker(model), model, platform, many=title in ON_MANY)

@@ -175,8 +175,11 @@ def read_arguments(words: list[str] | None) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> None:
     args = read_arguments(words)
     chosen = [(p.name, m.name) for p, m in pairs() if args.only in p.name or args.only in m.name]
-    if args.quick:  # every problem and every method once
-        chosen = [pair for pair in chosen if "line" in pair[0] or pair[1] == "fixed"]
+    if args.quick:  # every method on a line, every kind of problem with a fixed threshold
+        first_line = {method: p for p, method in reversed(chosen) if "line" in p}
+        kinds = {p.partition(",")[0]: p for p, _ in reversed(chosen)}
+        fixed = ((p, "fixed") for p in (*kinds.values(), *first_line.values()))
+        chosen = list(dict.fromkeys([*((p, m) for m, p in first_line.items()), *fixed]))
     record = Record(args.out)
     left = [pair for pair in chosen if pair not in record.done()]
     print(f"{len(chosen)} pairs of problem and method, {len(chosen) - len(left)} done before.")

@@ -73,8 +73,7 @@ def test_other_factors_of_the_norm(max_norm, reaction, factor):
     assert_close(grads, expected(wanted))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("weight", [1.0, 100.0])
+@pytest.mark.parametrize(("dtype", "weight"), [("float16", 100.0), ("bfloat16", 1.0)])
 def test_the_mean_of_narrow_losses_is_summed_in_float32(dtype, weight):
     def loss(w, x):
         return (jnp.dot(w, x) * 250).astype(dtype), weight

@@ -82,7 +82,6 @@ STEPS = {
     "dense": lambda p, h, ids: h @ p["a"],
     "transposed": lambda p, h, ids: h @ p["a"].T,
     "squared": lambda p, h, ids: h @ p["a"] @ p["a"],
-    "gram": lambda p, h, ids: 0.3 * h @ (p["b"].T @ p["b"]),
     "low rank": lambda p, h, ids: h @ (p["a"][:, :2] @ p["b"][:2]),
     "block": lambda p, h, ids: h @ p["big"][1 : 1 + W, 3 : 3 + W],
     "reshaped": lambda p, h, ids: h @ p["big"].reshape(4, W, W)[1],
@@ -91,12 +90,9 @@ STEPS = {
     ),
     "joined": lambda p, h, ids: h @ jnp.concatenate([p["a"][:, :5], p["b"][:, 5:]], 1),
     "stacked": lambda p, h, ids: jnp.einsum("td,kde->te", h, jnp.stack([p["a"], p["b"]])),
-    "reversed": lambda p, h, ids: h @ p["a"][::-1],
     "padded": lambda p, h, ids: jnp.pad(h, ((0, 0), (0, 2))) @ jnp.pad(p["b"], ((1, 1), (0, 0))),
-    "padded, cut": lambda p, h, ids: h @ jnp.pad(p["a"], ((0, 0), (1, 2)))[:, 1:-2],
     "masked": lambda p, h, ids: h @ jnp.where(np.arange(W) % 3 > 0, p["a"], 0.0),
     "selected": lambda p, h, ids: h @ jax.lax.select_n(ids[0] % 3, p["a"], 2 * p["b"], p["a"].T),
-    "layers by hand": lambda p, h, ids: jnp.tanh(h @ p["stack"][0]) @ p["stack"][2],
     "picked": lambda p, h, ids: h @ p["stack"][ids[0] % 3],
     "picked, number out of range": lambda p, h, ids: (
         h @ jax.lax.dynamic_index_in_dim(p["stack"], ids[0] - 9, keepdims=False)
@@ -104,7 +100,6 @@ STEPS = {
     "experts": lambda p, h, ids: jnp.einsum("td,tdp->tp", h, p["stack"][ids % 3]),
     "frozen": lambda p, h, ids: h @ jax.lax.stop_gradient(p["a"]),
     "weight norm": lambda p, h, ids: h @ (p["bias"] * p["a"] / jnp.linalg.norm(p["a"], axis=0)),
-    "scaled": lambda p, h, ids: h @ (p["a"] * jnp.sum(p["bias"])),
     "complex": lambda p, h, ids: jnp.real((h * (1 + 2j)) @ (p["a"] * (0.5 - 1j))),
     "custom": lambda p, h, ids: through(h, p["a"]),
     "embedded": lambda p, h, ids: h + p["table"][ids],
@@ -129,7 +124,6 @@ STEPS = {
     "layers": lambda p, h, ids: layers(p, h),
     "carried": lambda p, h, ids: carried(p, h, lambda w: 0.5 * (w + w)),
     "carried, changed": lambda p, h, ids: carried(p, h, lambda w: w + jnp.sin(w)),
-    "carried, transposed": lambda p, h, ids: carried(p, h, lambda w: w.T),
     "branch": lambda p, h, ids: jax.lax.cond(ids[0] > 9, jnp.sin, jnp.cos, h @ p["a"]),
     "branch of weights": lambda p, h, ids: jax.lax.cond(
         ids[0] > 9, lambda w: h @ w, lambda w: h @ w.T, p["b"]
