@@ -84,6 +84,7 @@ ROWS = [
     ("clip_by_norm", lambda f: f(1.0, granularity=gcx.granularities.group({"w": "a", "b": ""})).init(GRADS), ValueError, "param_labels", "empty"),
     ("clip_by_norm", lambda f: f(Rule(lambda n: (), lambda n, s, p: (p, s))), TypeError, "threshold", "uses_params"),
     ("clip_by_norm", lambda f: f(Rule(lambda n: (), lambda n, s, p: n)), TypeError, "threshold"),
+    ("clip_by_norm", lambda f: f(Rule(lambda n: jnp.int32(0), lambda n, s, p: (n, s + 0.5))), TypeError, "threshold", "int32[]"),
     ("clip_by_norm", lambda f: f(Rule(lambda n: (), lambda n, s, p: ((n, n), s))), TypeError, "threshold"),
     ("clip_by_norm", lambda f: f(Rule(lambda n: n, lambda n, s, p: (n, jnp.zeros(7)))), TypeError, "threshold", "float32[7]"),
     ("clip_by_norm", lambda f: f(Rule(lambda n: n > 1, lambda n, s, p: (n, s))), TypeError, "threshold", "bool"),

@@ -140,21 +140,28 @@ def _check_rule(argument: str, rule: Rule) -> None:
         state = rule.init(norm)
         return state, rule.update(norm, state, norm if rule.uses_params else None)
 
-    norm, has_bools = jax.ShapeDtypeStruct((), jnp.float32), False
+    norm = jax.ShapeDtypeStruct((), jnp.float32)
+    hint = "Pass `uses_params=True` to `Rule` if `update` uses `param_norm`."
     try:
         state, got = jax.eval_shape(first_step, norm)
-        has_bools = any(x.dtype == bool for x in jax.tree.leaves(state))
     except (TypeError, AttributeError) as error:
-        if rule.uses_params:
+        if rule.uses_params or "None" not in str(error):
             raise
-        state, got = (), type(error)
-    if has_bools or _shapes(got) != _shapes((norm, state)):
-        is_rule = (
+        must = "a rule that uses no parameters"
+        raise type_error(argument, must, f"{type(error).__name__}: {error}", hint) from error
+    before, after = jax.tree.leaves(state), jax.tree.leaves(got)[1:]
+    is_narrowed = any(  # an integer state would drop the fractions of a new float
+        x.dtype == bool
+        or jnp.result_type(x, y) != x.dtype
+        and not jnp.issubdtype(x.dtype, jnp.floating)
+        for x, y in zip(before, after, strict=False)
+    )
+    if is_narrowed or _shapes(got) != _shapes((norm, state)):
+        must = (
             "a rule whose `update` returns a threshold for each norm, and a state with the shapes "
-            f"of {shortened(state)}, without bools"
+            f"and dtypes of {shortened(state)}, without bools"
         )
-        hint = "Pass `uses_params=True` to `Rule` if `update` uses `param_norm`."
-        raise type_error(argument, is_rule, shortened(got), hint)
+        raise type_error(argument, must, shortened(got), hint)
 
 
 @public

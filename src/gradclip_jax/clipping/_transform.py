@@ -45,11 +45,11 @@ def clip_by_norm(
     | --- | --- |
     | `"scale"` | `min(1, threshold / norm)` |
     | `"zero"` | 1 up to the threshold, 0 above it |
-    | a function | `reaction(norm, threshold)` of finite thresholds > 0, elementwise, in [0, 1] |
+    | a function | `reaction(norm, threshold)`, elementwise, also up to the threshold |
 
     | step | update |
     | --- | --- |
-    | norm <= threshold, or all zero | unchanged bit for bit |
+    | norm <= threshold, or all zero | unchanged bit for bit, unless `reaction` is a function |
     | a NaN or infinity, `nonfinite="propagate"` | every measured leaf is NaN |
     | a NaN or infinity, `nonfinite="zero"` | zero; the factor in `metrics` is 0 |
     | traced threshold <= 0 | zero |
@@ -59,7 +59,8 @@ def clip_by_norm(
             clipping), a traced scalar, a schedule of the step count, or a rule from
             `gcx.thresholds`. For groups, also a mapping from label to threshold.
         granularity: Which elements share one norm.
-        reaction: Reaction to a norm above its threshold, as in the table.
+        reaction: Factor of each norm, as in the table. A function receives finite norms >= 0 and
+            finite thresholds > 0, as scalars or arrays, and returns factors in [0, 1].
         ord: Order of the norm: 1, 2 or inf. None means 2.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
             does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`). `()` clips

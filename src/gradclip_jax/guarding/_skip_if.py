@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_callable, describe, is_scalar
+from .._checks import check_callable, describe, is_scalar, shortened
 from .._errors import public, type_error
 from .._mask import Mask
 from .._mesh import varying_axes
@@ -131,7 +131,14 @@ def skip_if(
 
     def check(gradient: Gradient, state: SkipIfState) -> tuple[Scalar, Tree]:
         grads, _, params, extra_args = gradient
-        skip, observed = rule.should_skip(grads, state.rule_state, params, **extra_args)
+        result = rule.should_skip(grads, state.rule_state, params, **extra_args)
+        if not (isinstance(result, tuple) and len(result) == 2):
+            must, hint = (
+                "a `SkipRule` whose `should_skip` returns `(skip, observed)`",
+                "Return both.",
+            )
+            raise type_error("predicate", must, shortened(result), hint)
+        skip, observed = result
         is_bool = is_scalar(skip, jnp.bool_)
         if not is_bool or varying_axes(jnp.asarray(skip)):
             must = "a function that returns a bool[] that is the same on all devices"
@@ -143,6 +150,10 @@ def skip_if(
     def advance(state: SkipIfState, observed: Tree, skipped: Scalar) -> SkipIfState:
         count = increment_where(state.skipped_other, skipped)
         rule_state = rule.advance(state.rule_state, observed, skipped)
+        if jax.tree.map(jnp.shape, rule_state) != jax.tree.map(jnp.shape, state.rule_state):
+            must = "a `SkipRule` whose `advance` returns a state with the shapes of its input"
+            hint = f"The state before was {shortened(state.rule_state)}."
+            raise type_error("predicate", must, shortened(rule_state), hint)
         rule_state = like_dtypes(rule_state, state.rule_state)
         return state._replace(skipped_other=count, rule_state=rule_state)
 
