@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 
@@ -69,9 +68,17 @@ def interleaved(
 
     for name in cases:
         jax.block_until_ready(run(name, warmup))
-    calls = {name: lambda name=name: run(name, group) for name in cases}
-    seconds = in_turn(calls, repetitions)
-    return {name: Timing(seconds[name], *_memory(x), x.as_text()) for name, x in compiled.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    gc.collect()
+    for _ in range(repetitions):
+        for name, found in seconds.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run(name, group))
+            found.append(time.perf_counter() - start)
+    return {
+        name: Timing(np.asarray(seconds[name]), *_memory(x), x.as_text())
+        for name, x in compiled.items()
+    }
 
 
 def _memory(compiled: Any) -> tuple[int, int]:
@@ -82,27 +89,3 @@ def _memory(compiled: Any) -> tuple[int, int]:
     scratch = int(found.temp_size_in_bytes)
     inputs, outputs = found.argument_size_in_bytes, found.output_size_in_bytes
     return scratch, int(scratch + inputs + outputs - found.alias_size_in_bytes)
-
-
-def in_turn(
-    calls: dict[str, Callable[[], Any]], repetitions: int
-) -> dict[str, np.ndarray[Any, Any]]:
-    """Seconds of each call, A B C A B C; what it returns is waited for."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    gc.collect()
-    for _ in range(repetitions):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            seconds[name].append(time.perf_counter() - start)
-    return {name: np.asarray(found) for name, found in seconds.items()}
-
-
-def tree_bytes(tree: Any) -> int:
-    """Bytes of all leaves."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def fresh(tree: Any) -> Callable[[], Any]:
-    """A maker of copies, for carries that are donated."""
-    return lambda: jax.tree.map(jnp.copy, tree)
