@@ -91,12 +91,11 @@ def changed_examples():
     nan[0, 0] = np.nan
     cancel[0], cancel[1] = 1e6, -1e6 + 1
     large[0] = 1e38
-    return {"removed": plain, "nan": nan, "cancels": cancel, "large": large}
+    return plain, nan, cancel, large
 
 
-@pytest.mark.parametrize("kind", list(changed_examples()))
 @pytest.mark.parametrize("place", [0, 40_000])
-def test_one_example_of_65_536_aligned_examples_moves_the_sum_by_the_threshold(kind, place):
+def test_one_example_of_65_536_aligned_examples_moves_the_sum_by_the_threshold(place):
     num_examples = 65_536
     batch = np.full((num_examples, 2, 16), 0.7, np.float32)
     weight = np.ones(num_examples, np.float32)
@@ -115,12 +114,11 @@ def test_one_example_of_65_536_aligned_examples_moves_the_sum_by_the_threshold(k
     weight[place] = 0
     without = summed(batch)
     weight[place] = 1
-    other = batch.copy()
-    other[place] = changed_examples()[kind]
     # The float32 result itself is rounded, before and after.
     rounding = size_of(np.spacing(np.abs(without).astype(np.float32)))
-    for examples in (batch, other):
-        assert size_of(summed(examples) - without) <= MAX_NORM * (1 + 1e-5) + rounding
+    for changed in (batch[place].copy(), *changed_examples()):
+        batch[place] = changed
+        assert size_of(summed(batch) - without) <= MAX_NORM * (1 + 1e-5) + rounding
 
 
 def test_factor_that_would_overflow_in_float16():
