@@ -153,9 +153,8 @@ def microbatched_value_and_grad(
         names = aux_reductions(aux_reduction, split, shapes[1], micro.whole_aux)
         dtype_of = functools.partial(sum_dtype, dtype=accumulator_dtype)
         empty = jax.tree.map(lambda x: zeros_of_type(x, dtype_of(x.dtype)), like)
-        outputs, totals, scales = run_micro_batches(
-            micro.run, shapes, empty, weights, split, drop_nonfinite
-        )
+        results = run_micro_batches(micro.run, shapes, empty, weights, split, drop_nonfinite)
+        outputs, totals, scales = results
         combined = functools.partial(reduced, split=split, scales=scales)
         value, aux = jax.tree.map(combined, ("mean", names), shapes, outputs)
         divisor, total_weight = scales.divisor, scales.total_weight

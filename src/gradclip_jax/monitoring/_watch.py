@@ -32,6 +32,7 @@ from ..gates._extra_args import has_micro_batch
 from ..gates._gate import ExtraArgs
 from ..guarding._detect import loss_of
 from ..guarding._guard import check_guard
+from ..guarding._loss_scale import LossScaleState
 from ._measure import compare_replicas, measure
 from ._metrics import clip_factors
 from ._outcome import compare_norms, compare_states, flag_if
@@ -180,6 +181,7 @@ def watch(
     | `flush` with an accumulation inside | no gradient |
     | NaN or infinity in a unit | a non-finite norm, and the number of such elements |
     | an update that is partly rounded away | the norm of `(params + update) - params` |
+    | a `dynamic_loss_scale` inside | gradient norms after division by the scale |
     | the extra argument `taps=stats` | statistics of taps |
     | the extra argument `batch_id` | this integer, of 32 bits |
 
@@ -267,12 +269,19 @@ def watch(
         table = measure(leaves.arrays, *step, units=cut.cut(leaves.arrays, masked), axis_name=axes)
         happened, limits, factors = compare_states(state.inner_state, after)
         outcome |= happened | (sum(MEASURED[1:]) if measures_step else 0)
-        outcome, table = compare_norms(outcome, table)
+        outcome, table = compare_norms(outcome, _unscaled(table, state.inner_state))
         flags, device = compare_replicas(table[:, 2], replicas, state.step_count % check_every == 0)
         ints = [state.step_count, batch_id, outcome | flags, device]
         return output, _with_row(state, after, ints, [loss, *limits, table, sums, *factors])
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _unscaled(table: Array, state: Tree) -> Array:
+    """Divide the gradient norms by the loss scale of a `dynamic_loss_scale` inside `watch`."""
+    for _, scaled in find_states(state, LossScaleState):
+        table = table.at[:, 0].divide(scaled.loss_scale)
+    return table
 
 
 def _read_extra_args(

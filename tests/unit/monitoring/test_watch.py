@@ -190,6 +190,18 @@ def test_thresholds_of_the_guard_that_skipped_are_in_the_row():
     assert "skipped_large_loss" in fates(rows)[3]
 
 
+def test_norms_around_a_loss_scale_are_those_of_unscaled_gradients():
+    tx = gcx.watch(gcx.dynamic_loss_scale(optax.sgd(1.0), init_scale=1024.0))
+    params = {"w": jnp.zeros(2)}
+    state = tx.init(params)
+    loss, grads = jax.value_and_grad(lambda p: gcx.scale_loss(state, 3 * p["w"][0] + 1))(params)
+    _, state = jax.jit(tx.update)(grads, state, params, value=loss / 1024)
+    rows = gcx.Monitor(params).read(state).rows
+    assert grads["w"][0] == 3072
+    np.testing.assert_array_equal(rows.norms[0, :2], [[3, 3], [3, 3]])
+    assert gcx.metrics(state)["gradient_norm"] == gcx.metrics(state)["grad_norm"] == 3
+
+
 def test_factors_of_each_clip_and_group_are_in_the_row():
     labels = {"a": "body", "b": "head"}
     groups = gcx.clip_by_group_norm({"body": 1.0, "head": 8.0}, labels)
