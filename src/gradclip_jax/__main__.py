@@ -9,7 +9,6 @@ import pathlib
 import re
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
@@ -33,9 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, re.error) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
-    # The first and the last incident of each streak.
-    for incident, following in pairwise([*monitor.incidents, None]):
-        if incident and (incident.streak == 1 or not following or following.streak == 1):
+    # The first and the last incident of each streak, and the first NaN in it.
+    for last, incident, following in zip(
+        [None, *monitor.incidents], monitor.incidents, [*monitor.incidents[1:], None], strict=False
+    ):
+        is_first_nan = "nan" in incident.kinds and last and "nan" not in last.kinds
+        if is_first_nan or incident.streak == 1 or not following or following.streak == 1:
             print(incident)
     print("", monitor.summary(), _suggested_guard(monitor.rows), sep="\n")
     if importlib.util.find_spec("matplotlib"):
