@@ -8,7 +8,7 @@ rows,
     excess = x - level - the change that others explain
     usual  = median of excess
     spread = 1.4826 * median of |excess - usual|
-    bound  = max(min(WIDTH * spread, max(CAP, 3.5 * spread)), min(tail - usual, LIMIT))
+    bound  = max(min(WIDTH * spread, max(CAP, 3.5 * spread)), min(tail - usual, LIMIT), UNIT_FLOOR)
 
 and x is an outlier if `excess - usual > bound` and `x - level > FLOOR`. The gradient norm of a unit
 is explained by the median change of all units, and that of the tree by the square root of the loss,
@@ -42,6 +42,9 @@ AFTER = 32
 
 FLOORS = {"gradient": 5.0, "unit": 3.0, "tap": 3.0, "update": 3.0, "parameter": 2.0, "loss": 1.5}
 """Smallest ratio of an outlier to its level."""
+
+UNIT_FLOOR = math.log(2.0)
+"""Smallest rise of a unit relative to the others."""
 
 CAP = math.log(6.0)
 """After WINDOW rows, a rise of a unit by this ratio and by 3.5 standard deviations is an outlier,
@@ -146,7 +149,7 @@ class Levels:
         width, tail = self.width * spread, np.fmin(self.tail - usual, self.limit)
         if self.count >= WINDOW:
             width = np.fmin(width, np.fmax(self.cap, WIDTHS["gradient"] * spread))
-        bound = np.fmax(width, tail)
+        bound = np.fmax(np.fmax(width, tail), np.where(self.is_unit, UNIT_FLOOR, 0))
         if self.count < WINDOW:
             # While a loss decreases quickly, its spread is large.
             top = np.fmax(np.fmax.reduce(self.excesses) - usual, 0)
