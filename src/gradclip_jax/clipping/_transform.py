@@ -331,7 +331,7 @@ def clip_by_value(
     def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, Tree]:
         return _clamp_tree("updates", updates, max_value, min_value), state
 
-    return optax.GradientTransformation(optax.init_empty_state, update)
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 @public
