@@ -426,7 +426,8 @@ def test_scratch_is_one_micro_batch_and_one_accumulator():
     micro = scratch(jax.value_and_grad(deep), params, batch[: 1024 // 16])
     ours = scratch(microbatched(deep, 16), params, batch)
     # And the micro-batch itself, which is cut out of the batch.
-    assert ours <= micro + size + batch.nbytes // 16 + 4096
+    slack = batch.nbytes // (16 if compat.VERSION >= (0, 10) else 8)  # XLA of JAX 0.7 needs more
+    assert ours <= micro + size + slack + 4096
     assert ours < 0.3 * whole
 
 
