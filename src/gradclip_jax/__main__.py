@@ -33,11 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
     # The first and the last incident of each streak, and the first NaN in it.
-    for last, incident, following in zip(
-        [None, *monitor.incidents], monitor.incidents, [*monitor.incidents[1:], None], strict=False
-    ):
-        is_first_nan = "nan" in incident.kinds and last and "nan" not in last.kinds
-        if is_first_nan or incident.streak == 1 or not following or following.streak == 1:
+    found = monitor.incidents
+    for i, incident in enumerate(found):
+        is_last = i + 1 == len(found) or found[i + 1].streak == 1
+        is_first_nan = i > 0 and "nan" in incident.kinds and "nan" not in found[i - 1].kinds
+        if incident.streak == 1 or is_last or is_first_nan:
             print(incident)
     print("", monitor.summary(), _suggested_guard(monitor.rows), sep="\n")
     if importlib.util.find_spec("matplotlib"):

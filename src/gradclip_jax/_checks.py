@@ -63,6 +63,11 @@ def is_scalar(value: object, *kinds: type) -> bool:
     return any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
+def shapes_of(tree: Tree) -> Tree:
+    """Return a tree with the shape of each leaf as a list, for comparisons of trees."""
+    return jax.tree.map(lambda x: list(np.shape(x)), tree)
+
+
 def leaf_path(argument: str, path: Path) -> str:
     """Format the path of a leaf as a Python expression, such as `params['w']`."""
     return argument + jax.tree_util.keystr(path)

@@ -12,9 +12,10 @@ from .._checks import broadcast_prefix, describe, is_traced, leaf_path
 from .._devices import summand
 from .._errors import type_error
 from .._leaves import wide_dtype
-from .._mesh import max_over, vary, varying_axes, zeros_of_type
+from .._mesh import vary, varying_axes, zeros_of_type
 from .._run_if import run_step
 from .._types import Array, Scalar, Tree
+from ..guarding._detect import all_finite
 from ._reduction import REDUCTIONS, add_weighted, divide
 from ._split import Split, in_order
 
@@ -65,7 +66,7 @@ def run_micro_batches(
         # The predicate must not be a constant (see `summand`).
         is_added, is_bad = (count >= 0) & (scale != 0), jnp.array(False)
         if drops_nonfinite:
-            is_bad = _is_nonfinite((scale, outputs[0], grads))
+            is_bad = ~all_finite((scale, outputs[0], grads), None)
             is_added &= ~is_bad
 
         def added(total: Array, grad: Array) -> Array:
@@ -98,13 +99,6 @@ def _mean_weight(weights: Array) -> Scalar:
     is_counted = jnp.isfinite(weights) & (weights > 0)
     count = jnp.sum(is_counted)
     return jnp.where(count > 0, jnp.sum(weights, where=is_counted) / jnp.maximum(count, 1), 1)
-
-
-def _is_nonfinite(tree: Tree) -> Array:
-    """Return whether any element is non-finite on any device."""
-    flags = [~jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]
-    is_bad = functools.reduce(jnp.logical_or, flags)
-    return max_over(is_bad.astype(jnp.int32), varying_axes(is_bad)) > 0
 
 
 def reduced(

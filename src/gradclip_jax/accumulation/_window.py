@@ -149,7 +149,7 @@ class Accumulation:
     def open(
         self, grads: Tree, state: AccumulationState, accepted: Flag | None, extra_args: ExtraArgs
     ) -> Window:
-        """Add a micro-batch to the window.
+        """Return the window after a micro-batch, whose gradients `add` or `read` adds later.
 
         `accepted` is whether all outer guards accepted the micro-batch, None without outer guards.
         """

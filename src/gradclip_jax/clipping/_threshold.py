@@ -12,9 +12,8 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from .._checks import check_number, describe, is_scalar, shortened
+from .._checks import check_number, describe, is_scalar, shapes_of, shortened
 from .._errors import public, type_error, value_error
 from .._states import increment_where
 from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree
@@ -156,7 +155,7 @@ def _check_rule(argument: str, rule: Rule) -> None:
         and not jnp.issubdtype(x.dtype, jnp.floating)
         for x, y in zip(before, after, strict=False)
     )
-    if is_narrowed or _shapes(got) != _shapes((norm, state)):
+    if is_narrowed or shapes_of(got) != shapes_of((norm, state)):
         must = (
             "a rule whose `update` returns a threshold for each norm, and a state with the shapes "
             f"and dtypes of {shortened(state)}, without bools"
@@ -271,7 +270,7 @@ def apply_rules(
             param_norm = _as_vector(params) if rule.uses_params else None
             vector = _as_vector(own)
             expected = jax.eval_shape(rule.init, vector.astype(jnp.float32))
-            if _shapes(state) != _shapes(expected):
+            if shapes_of(state) != shapes_of(expected):
                 got, hint = shortened(state), "Call `init` with the structure of the updates."
                 raise type_error("state", f"like {shortened(expected)}", got, hint)
             vector, state = apply_rule(rule, vector, state, param_norm, is_finite)
@@ -297,11 +296,6 @@ def check_labels(argument: str, keys: Iterable[Hashable]) -> None:
         if bad:  # labels that print alike, such as 1 and "1", count as equal
             hint = "Rename one of them."
             raise value_error(argument, "distinct, non-empty labels", f"{bad}", hint)
-
-
-def _shapes(tree: Tree) -> Tree:
-    """Return a tree with the shape of each leaf as a list, which is no leaf."""
-    return jax.tree.map(lambda x: list(np.shape(x)), tree)
 
 
 def group_name(key: Hashable) -> str:

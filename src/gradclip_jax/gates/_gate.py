@@ -92,7 +92,7 @@ class Accumulation(Protocol):
     """An accumulation, which runs its inner transformation once for each window."""
 
     def open(self, grads: Tree, state: Tree, accepted: Flag | None, extra_args: ExtraArgs) -> Any:
-        """Add a micro-batch, and return a window.
+        """Return the window after a micro-batch.
 
         `accepted` is whether all outer guards accepted the micro-batch, None without outer guards.
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_callable, describe, is_scalar, shortened
+from .._checks import check_callable, describe, is_scalar, shapes_of, shortened
 from .._errors import public, type_error
 from .._mask import Mask
 from .._mesh import varying_axes
@@ -150,7 +150,7 @@ def skip_if(
     def advance(state: SkipIfState, observed: Tree, skipped: Scalar) -> SkipIfState:
         count = increment_where(state.skipped_other, skipped)
         rule_state = rule.advance(state.rule_state, observed, skipped)
-        if jax.tree.map(jnp.shape, rule_state) != jax.tree.map(jnp.shape, state.rule_state):
+        if shapes_of(rule_state) != shapes_of(state.rule_state):
             must = "a `SkipRule` whose `advance` returns a state with the shapes of its input"
             hint = f"The state before was {shortened(state.rule_state)}."
             raise type_error("predicate", must, shortened(rule_state), hint)

@@ -96,6 +96,7 @@ class Levels:
         self.width = np.array([WIDTHS[kind] for kind in kinds])
         self.cap = np.where(names == "loss", np.inf, CAP)
         self.is_unit = names == "unit"
+        self.least = np.where(self.is_unit, UNIT_FLOOR, 0)
         self.limit = np.where(names == "gradient", LIMIT, np.inf)
         self.few = np.where(names == "gradient", TREE_FEW, FEW)
         self.floor = np.log([FLOORS[kind] for kind in kinds])
@@ -149,7 +150,7 @@ class Levels:
         width, tail = self.width * spread, np.fmin(self.tail - usual, self.limit)
         if self.count >= WINDOW:
             width = np.fmin(width, np.fmax(self.cap, WIDTHS["gradient"] * spread))
-        bound = np.fmax(np.fmax(width, tail), np.where(self.is_unit, UNIT_FLOOR, 0))
+        bound = np.fmax(np.fmax(width, tail), self.least)
         if self.count < WINDOW:
             # While a loss decreases quickly, its spread is large.
             top = np.fmax(np.fmax.reduce(self.excesses) - usual, 0)

@@ -25,14 +25,13 @@ from .._leaves import checked_leaves, measured_shapes
 from .._mask import Mask, check_mask, mask_leaves
 from .._mesh import check_bound
 from .._run_if import like_dtypes
-from .._states import find_states, increment_where, plain_arrays, register_state
+from .._states import find_role, find_states, increment_where, plain_arrays, register_state
 from .._types import Array, AxisName, Count, Scalar, Tree
 from ..clipping._granularity import Granularity, as_granularity
 from ..gates._extra_args import has_micro_batch
 from ..gates._gate import ExtraArgs
 from ..guarding._detect import loss_of
 from ..guarding._guard import check_guard
-from ..guarding._loss_scale import LossScaleState
 from ._measure import compare_replicas, measure
 from ._metrics import clip_factors
 from ._outcome import compare_norms, compare_states, flag_if
@@ -279,7 +278,7 @@ def watch(
 
 def _unscaled(table: Array, state: Tree) -> Array:
     """Divide the gradient norms by the loss scale of a `dynamic_loss_scale` inside `watch`."""
-    for _, scaled in find_states(state, LossScaleState):
+    for _, scaled in find_role(state, "loss scale"):
         table = table.at[:, 0].divide(scaled.loss_scale)
     return table
 
