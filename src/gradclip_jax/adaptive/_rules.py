@@ -303,8 +303,10 @@ def percentile(percentile: Number = 10.0, window: Count = 1000) -> Rule:
         last = jnp.clip(after.value_count - 1, 0, window - 1)
         position = jnp.asarray(percentile, jnp.float32) / 100 * last.astype(jnp.float32)
         below = jnp.minimum(jnp.floor(position).astype(jnp.int32), last)
-        places = jnp.stack([below, jnp.minimum(below + 1, last)])
-        low, high = jnp.take_along_axis(ordered, places, axis=0, mode="promise_in_bounds")
+        low, high = (
+            jnp.take_along_axis(ordered, place[None], axis=0, mode="promise_in_bounds")[0]
+            for place in (below, jnp.minimum(below + 1, last))
+        )
         return low + (high - low) * (position - jnp.floor(position))
 
     return _window_rule(window, threshold_of)

@@ -194,9 +194,10 @@ def _clipped(
     else:
         limits = _stacked(thresholds, norms)
     factors = map_arrays(respond, norms, thresholds)
-    # Stacks of these factors would make XLA on CPU compile a separate kernel for each leaf.
+    # Stacks of several factors would make XLA on CPU compile a separate kernel for each leaf.
+    stacked = factors if len(factors) == 1 else list(map(respond, stacks, limits))
     over = axis_name if units.is_local else ()
-    metrics = total, *_summary(limits, list(map(respond, stacks, limits)), over)
+    metrics = total, *_summary(limits, stacked, over)
     if units.names:
         names = [group_name(name) for name in units.names]
         columns = (norms, thresholds, factors)
@@ -228,6 +229,10 @@ def _summary(
     shards = [shard_axes(x, axis_name) for x in factors]
     everywhere = frozenset[str]().union(*shards)
     dtype, size = norm_dtype(factors), 0
+    if len(factors) == 1 and not factors[0].ndim and not everywhere:
+        # On TPU, each reduction of one scalar would be a kernel of its own.
+        bound = jnp.minimum(jnp.asarray(thresholds[0], dtype), UNBOUNDED)
+        return bound, factors[0], (factors[0] != 1).astype(dtype)
     bound, factor, num_clipped = (jnp.asarray(x, dtype) for x in (UNBOUNDED, 1, 0))
     for threshold, x, axes in zip(thresholds, factors, shards, strict=True):
         bound = jnp.minimum(bound, jnp.min(jnp.asarray(threshold, dtype), initial=UNBOUNDED))

@@ -247,8 +247,9 @@ def _spike_guard(
             restarted, highest = _restarted(rule, value, threshold, after, norm)
             is_fixed |= spikes[key] & (value > highest)
             states[key] = restarted, after
-        is_spike = functools.reduce(jnp.logical_or, spikes.values())
-        restarts = is_spike & ~is_fixed & (state.spikes_in_a_row >= relearn_after)
+        is_spike, restarts = functools.reduce(jnp.logical_or, spikes.values()), jnp.array(False)
+        if any(jax.tree.leaves(x) for x in states.values()):  # numbers have no state
+            restarts = is_spike & ~is_fixed & (state.spikes_in_a_row >= relearn_after)
         signals = {key: optax.tree.where(restarts, *x) for key, x in states.items()}
         return finite & (restarts | ~is_spike), (values, thresholds, signals, spikes, finite)
 
