@@ -27,7 +27,7 @@ export REPOSITORY_URL ?= $(shell sed -n 's/^repository = "\(.*\)"/\1/p' pyprojec
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-slow test-all test-oldest test-newest test-nightly test-compiled-tpu \
-	test-compiled-cuda fuzz lint format bench gpu study bench-compiled bench-features notebooks docs docs-site wheel package \
+	test-compiled-cuda fuzz lint format bench gpu study bench-compiled notebooks docs docs-site wheel package \
 	test-trainers check-package check-release clean print-oldest print-newest
 
 help:  ## this list
@@ -96,10 +96,6 @@ compiled_pytest = -m pytest -p no:cacheprovider --confcutdir=tests/integration/c
 bench-compiled: .venv-tpu/.compiled .venv-cuda/.compiled  ## whole steps, compiled for an H100 and TPUs
 	JAX_PLATFORMS=cpu .venv-cuda/bin/python -m benchmarks.compiled.steps $(BENCH_ARGS)
 	JAX_PLATFORMS=cpu .venv-tpu/bin/python -m benchmarks.compiled.steps $(BENCH_ARGS)
-
-bench-features: .venv-tpu/.compiled .venv-cuda/.compiled  ## what each feature costs there
-	JAX_PLATFORMS=cpu .venv-cuda/bin/python -m benchmarks.compiled.features $(BENCH_ARGS)
-	JAX_PLATFORMS=cpu .venv-tpu/bin/python -m benchmarks.compiled.features $(BENCH_ARGS)
 
 test-compiled-tpu: .venv-tpu/.compiled  ## what must hold of the programs on TPUs
 	JAX_PLATFORMS=cpu .venv-tpu/bin/python $(compiled_pytest) $(PYTEST_ARGS)

@@ -189,7 +189,13 @@ ROWS = {
     ),
     "skip_large_norm": Row(_applied(gcx.skip_large_norm(_ADAMW, 10.0)), "apply_if_finite"),
     "skip_spikes": Row(_applied(_SPIKES), "apply_if_finite"),
+    "dynamic_loss_scale": Row(_applied(gcx.dynamic_loss_scale(_ADAMW)), "apply_if_finite"),
     "accumulate_gradients(clip)": Row(_applied(_ACCUMULATED), "MultiSteps(clip)", True),
+    "accumulate_gradients(clip), bfloat16": Row(
+        _applied(gcx.accumulate_gradients(_CLIP, EVERY, accumulator_dtype=jnp.bfloat16)),
+        "MultiSteps(clip)",
+        True,
+    ),
     "skip_nonfinite(accumulate_gradients(clip))": Row(
         _applied(gcx.skip_nonfinite(_ACCUMULATED)),
         "MultiSteps(apply_if_finite(clip), skip_not_finite)",

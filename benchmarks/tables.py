@@ -6,7 +6,7 @@ python -m benchmarks.tables
 import json
 
 from benchmarks import _report
-from benchmarks.compiled import features, steps
+from benchmarks.compiled import steps
 from benchmarks.per_example import compiled as per_example
 
 
@@ -17,7 +17,6 @@ def main() -> None:
         if "sections" in found:
             _report.write_sections(path)
     steps.write_tables(steps.all_records())
-    features.write_table(json.loads((_report.RESULTS / "costs.json").read_text()))
     per_example.write_table()
 
 

@@ -132,19 +132,6 @@ def last_partial_window() -> Row:
     return f"{batches} micro-batches, windows of {every}", steps[0], f"{steps[1]} with `flush`"
 
 
-def negative_max_norm() -> Row:
-    grads = jnp.float32([3.0, 4.0])
-    try:
-        ours = numbers(once(gcx.clip_by_global_norm(-1.0), grads))
-    except ValueError as error:
-        ours = f"`ValueError`: {str(error).split(': ', 1)[1].split('. ')[0]}"
-    return (
-        f"clip {numbers(grads)} to norm -1",
-        numbers(once(optax.clip_by_global_norm(-1.0), grads)),
-        ours,
-    )
-
-
 def main() -> None:
     about = environment()
     rows = [
@@ -153,7 +140,6 @@ def main() -> None:
         inside_shard_map(),
         nan_micro_batch(),
         last_partial_window(),
-        negative_max_norm(),
     ]
     header = ("run", f"Optax {about['optax']}", "gradclip_jax")
     print(table([dict(zip(header, row, strict=True)) for row in rows]))

@@ -128,11 +128,7 @@ METHODS = (
     ),
     Method(
         "skip on loss", "z_threshold", 6.0, times(6.0),
-        around(
-            lambda inner, z: gcx.skip_spikes(
-                inner, loss=thresholds.mean_std(z)
-            )
-        ),
+        around(lambda inner, z: gcx.skip_spikes(inner, loss=thresholds.mean_std(z))),
     ),
     Method(
         "micro-batches", "max_norm", 1.0, HUNDREDFOLD,
