@@ -4,11 +4,12 @@ import inspect
 
 import gradclip_jax as gcx
 
-NAMESPACES = [gcx, *(getattr(gcx, x) for x in gcx.__all__ if inspect.ismodule(getattr(gcx, x)))]
+NAMESPACES = [gcx, gcx.diagnostics, gcx.granularities, gcx.per_example, gcx.taps, gcx.thresholds]
 NAMED = {
-    f"{module.__name__}.{name}".removeprefix("gradclip_jax."): getattr(module, name)
+    f"{module.__name__}.{name}".removeprefix("gradclip_jax."): value
     for module in NAMESPACES
-    for name in module.__all__
+    for name, value in vars(module).items()
+    if not name.startswith("_") and not inspect.ismodule(value)
 }
 FUNCTIONS = {name: value for name, value in NAMED.items() if inspect.isfunction(value)}
 CLASSES = {name: value for name, value in NAMED.items() if inspect.isclass(value)}

@@ -18,7 +18,7 @@ The gradient transformations of this package can be combined with those of Optax
 | clip inside a model | `clip_cotangent`, `qk_clip` |
 | clip inside the optimizer | `stable_adamw` |
 | accumulate gradients | `accumulate_gradients`, `apply_gradients`, `microbatched_value_and_grad` |
-| control an accumulation | `flush`, `has_updated`, `reset_accumulation`, `accumulated_gradients` |
+| control an accumulation | `flush`, `has_updated`, `reset_accumulation` |
 | skip bad steps | `skip_nonfinite`, `skip_large_norm`, `skip_spikes`, `skip_if`, `SkipRule` |
 | train in float16 | `dynamic_loss_scale`, `scale_loss` |
 | bfloat16 parameters without a float32 copy | `round_stochastically` |
@@ -28,79 +28,41 @@ The gradient transformations of this package can be combined with those of Optax
 """
 
 from ._version import __version__ as __version__
-from . import diagnostics, granularities, per_example, taps, thresholds
 
-from .clipping._norm import global_norm, leaf_norms, combine_norms
-from .clipping._clip import clip_grad_norm
-from .clipping._cotangent import clip_cotangent
-from .clipping._qk_clip import qk_clip
-from .clipping._transform import clip_by_global_norm, clip_by_leaf_norm, clip_by_group_norm
-from .clipping._transform import clip_by_norm, clip_by_block_rms, clip_by_value, clip_grad_value
+from . import diagnostics as diagnostics, granularities as granularities
+from . import per_example as per_example, taps as taps, thresholds as thresholds
 
-from .adaptive._transform import adaptive_grad_clip, autoclip, zclip, adagc
+from .clipping._norm import combine_norms as combine_norms, global_norm as global_norm
+from .clipping._norm import leaf_norms as leaf_norms
+from .clipping._clip import clip_grad_norm as clip_grad_norm
+from .clipping._cotangent import clip_cotangent as clip_cotangent
+from .clipping._qk_clip import qk_clip as qk_clip
+from .clipping._transform import clip_by_block_rms as clip_by_block_rms
+from .clipping._transform import clip_by_global_norm as clip_by_global_norm
+from .clipping._transform import clip_by_group_norm as clip_by_group_norm
+from .clipping._transform import clip_by_leaf_norm as clip_by_leaf_norm
+from .clipping._transform import clip_by_norm as clip_by_norm, clip_by_value as clip_by_value
+from .clipping._transform import clip_grad_value as clip_grad_value
 
-from .accumulation._transform import accumulate_gradients
-from .accumulation._microbatch import microbatched_value_and_grad
-from .accumulation._state import flush, reset_accumulation, accumulated_gradients
-from .gates._execute import apply_gradients
-from ._states import has_updated
-from ._rounding import round_stochastically
-from ._stable_adamw import stable_adamw
+from .adaptive._transform import adagc as adagc, adaptive_grad_clip as adaptive_grad_clip
+from .adaptive._transform import autoclip as autoclip, zclip as zclip
 
-from .guarding._skip_nonfinite import skip_nonfinite
-from .guarding._skip_spikes import skip_large_norm, skip_spikes
-from .guarding._skip_if import SkipRule, skip_if
-from .guarding._loss_scale import dynamic_loss_scale, scale_loss
+from .accumulation._transform import accumulate_gradients as accumulate_gradients
+from .accumulation._microbatch import microbatched_value_and_grad as microbatched_value_and_grad
+from .accumulation._state import flush as flush, reset_accumulation as reset_accumulation
+from .gates._execute import apply_gradients as apply_gradients
+from ._states import has_updated as has_updated
+from ._rounding import round_stochastically as round_stochastically
+from ._stable_adamw import stable_adamw as stable_adamw
 
-from .monitoring._metrics import metrics
-from .monitoring._watch import last_row, watch
-from .monitoring._monitor import Monitor, incidents
+from .guarding._skip_nonfinite import skip_nonfinite as skip_nonfinite
+from .guarding._skip_spikes import skip_large_norm as skip_large_norm, skip_spikes as skip_spikes
+from .guarding._skip_if import SkipRule as SkipRule, skip_if as skip_if
+from .guarding._loss_scale import dynamic_loss_scale as dynamic_loss_scale
+from .guarding._loss_scale import scale_loss as scale_loss
 
-from ._convert import convert_state
+from .monitoring._metrics import metrics as metrics
+from .monitoring._watch import last_row as last_row, watch as watch
+from .monitoring._monitor import Monitor as Monitor, incidents as incidents
 
-__all__ = [
-    "diagnostics",
-    "granularities",
-    "per_example",
-    "taps",
-    "thresholds",
-    "global_norm",
-    "leaf_norms",
-    "combine_norms",
-    "clip_grad_norm",
-    "clip_grad_value",
-    "clip_cotangent",
-    "qk_clip",
-    "clip_by_norm",
-    "clip_by_global_norm",
-    "clip_by_leaf_norm",
-    "clip_by_group_norm",
-    "clip_by_block_rms",
-    "adaptive_grad_clip",
-    "clip_by_value",
-    "autoclip",
-    "zclip",
-    "adagc",
-    "accumulate_gradients",
-    "apply_gradients",
-    "round_stochastically",
-    "stable_adamw",
-    "microbatched_value_and_grad",
-    "flush",
-    "reset_accumulation",
-    "has_updated",
-    "accumulated_gradients",
-    "skip_nonfinite",
-    "skip_large_norm",
-    "skip_spikes",
-    "skip_if",
-    "SkipRule",
-    "dynamic_loss_scale",
-    "scale_loss",
-    "metrics",
-    "watch",
-    "incidents",
-    "last_row",
-    "Monitor",
-    "convert_state",
-]
+from ._convert import convert_state as convert_state

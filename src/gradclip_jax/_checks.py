@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ._errors import type_error, value_error
-from ._types import UNBOUNDED, Array, AxisName, Count, Labels, Order, Path, Tree
+from ._types import UNBOUNDED, Array, Count, Labels, Order, Path, Tree
 
 _SHOWN = 5  # maximum number of invalid leaves listed in an error message
 _SHOWN_CHARACTERS = 200
@@ -32,10 +32,8 @@ def shortened(value: object) -> str:
     """Format a value for an error message, with arrays as `dtype[shape]`."""
 
     def abstract(leaf: Any) -> object:
-        is_number = isinstance(leaf, (np.generic, jax.Array)) and not is_traced(leaf)
-        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-        is_shown = is_array and (leaf.shape or not is_number)
-        return _Shown(describe(leaf)) if is_shown else leaf
+        is_number = np.ndim(leaf) == 0 and not isinstance(leaf, (Tracer, jax.ShapeDtypeStruct))
+        return leaf if is_number else _Shown(describe(leaf))
 
     text = repr(jax.tree.map(abstract, value))
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
@@ -116,14 +114,6 @@ def check_decays(**decays: object) -> None:
         check_number(argument, value, hint, "[0, 1)")
 
 
-def check_percentile(argument: str, value: Any) -> None:
-    """Check a percentile out of 100, and raise for a fraction such as 0.9."""
-    check_number(argument, value, "Pass 50 for the median.", "[0, 100]")
-    if not is_traced(value) and 0 < value < 1:
-        hint = "Percentiles are out of 100: pass 90 for a value above 90 % of the others."
-        raise value_error(argument, "0, or between 1 and 100", value, hint)
-
-
 def check_count(
     argument: str, value: Any, hint: str, *, low: int = 1, high: int = np.iinfo(np.int32).max
 ) -> None:
@@ -149,23 +139,10 @@ def check_length(argument: str, value: Count, hint: str, *, low: int = 1) -> Non
     check_count(argument, value, hint, low=low, high=2**20)
 
 
-def refuse_traced(argument: str, value: object) -> None:
-    """Raise if a value is a tracer, which code on the host cannot read."""
-    if is_traced(value):
-        hint = "Call this function outside jit, on the outputs of the step."
-        raise type_error(argument, "known on the host", "a tracer", hint)
-
-
-def is_function(value: object) -> bool:
-    """Return whether a value is callable and not a type such as `jnp.float32`."""
-    return callable(value) and not isinstance(value, type)
-
-
 def check_dtype(argument: str, value: Any) -> None:
     """Raise if a value is not a real floating dtype."""
-    is_dtype = not isinstance(value, (jax.Array, np.ndarray, type(None)))
     try:
-        is_floating = is_dtype and jnp.issubdtype(jnp.dtype(value), jnp.floating)
+        is_floating = jnp.issubdtype(jnp.dtype(value), jnp.floating)
     except (TypeError, ValueError):
         is_floating = False
     if not is_floating:
@@ -174,38 +151,18 @@ def check_dtype(argument: str, value: Any) -> None:
 
 
 def check_choice(argument: str, value: object, choices: Sequence[object]) -> None:
-    """Raise if a value is not one of `choices`, which are strings, bools or None."""
-    if not isinstance(value, (str, bool, type(None))) or value not in choices:
+    """Raise if a value is not one of `choices`, which are strings, numbers, bools or None."""
+    is_choice = isinstance(value, (str, int, float, np.generic, type(None))) and value in choices
+    if not is_choice:
         rule = f"one of {', '.join(map(repr, choices))}"
         raise value_error(argument, rule, shortened(value), "Pass one of these values.")
 
 
 def check_ord(ord: Order | None) -> float:
     """Return the order of a norm as a Python float, 2 by default as in `jnp.linalg.norm`."""
-    if ord is None:
-        return 2.0
     check_static("ord", ord)
-    check_number("ord", ord, "Pass 1, 2 or `jnp.inf`.")
-    if float(ord) not in (1, 2, math.inf):
-        raise value_error("ord", "1, 2 or inf", ord, "Pass None for the Euclidean norm.")
-    return float(ord)
-
-
-def check_axis_name(axis_name: AxisName, argument: str = "axis_name") -> AxisName:
-    """Return the names of mapped axes as a tuple, or None."""
-    if axis_name is None:
-        return None
-    names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-    if not all(isinstance(name, str) for name in names):
-        rule = "a string, a tuple of strings or None"
-        hint = "Pass the names of mapped axes, as in `jax.lax.psum`."
-        raise type_error(argument, rule, shortened(axis_name), hint)
-    return names
-
-
-def check_norm(ord: Order | None, axis_name: AxisName) -> tuple[float, AxisName]:
-    """Return the order of a norm, and its axes as a tuple or None."""
-    return check_ord(ord), check_axis_name(axis_name)
+    check_choice("ord", ord, (None, 1, 2, math.inf))
+    return 2.0 if ord is None else float(ord)
 
 
 def check_callable(argument: str, value: object, hint: str) -> None:
@@ -240,11 +197,10 @@ def check_axis(axis: object) -> tuple[int, ...] | None:
     """Return axes as a tuple, or None; raise unless they are integers."""
     if axis is None:
         return None
-    check_static("axis", axis)
-    axes: Any = axis if isinstance(axis, (tuple, list, range)) else (axis,)
-    if not all(is_scalar(x, jnp.integer) for x in axes):
-        rule = "an integer, a sequence of integers or None"
-        raise type_error("axis", rule, shortened(axis), "Pass for example 0 or (0, 1).")
+    axes: Any = axis if isinstance(axis, Sequence) else (axis,)
+    for x in axes:
+        check_static("axis", x)
+        check_count("axis", x, "Pass for example 0 or (0, 1).", low=-64)
     return tuple(map(int, axes))
 
 
@@ -266,18 +222,17 @@ def check_same_structure(updates: Tree, params: Tree) -> None:
     """
     ours, theirs = map(jax.tree.leaves_with_path, (updates, params))
     missing: Any = (None, None)
-    for (path, x), (other, y) in zip_longest(ours, theirs, fillvalue=missing):
-        if path != other or (np.shape(x) != np.shape(y) and not is_float0(x)):
-            got = f"{_place('updates', path, x)}, expected {_place('params', other, y)}"
-            break
-    else:
-        if jax.tree.structure(updates) == jax.tree.structure(params):
-            return
-        got = f"{shortened(updates)}, expected {shortened(params)}"
-    hint = "Pass `updates` like `params`."
-    if len(ours) < len(theirs):
-        hint += " For a model of Equinox, pass `eqx.filter(model, eqx.is_array)` as `params`."
-    raise type_error("updates", "a tree with the structure and shapes of `params`", got, hint)
+    differences = [
+        f"{_place('updates', path, x)}, expected {_place('params', other, y)}"
+        for (path, x), (other, y) in zip_longest(ours, theirs, fillvalue=missing)
+        if path != other or (np.shape(x) != np.shape(y) and not is_float0(x))
+    ]
+    if not differences and jax.tree.structure(updates) != jax.tree.structure(params):
+        differences = [f"{shortened(updates)}, expected {shortened(params)}"]
+    if differences:
+        rule = "a tree with the structure and shapes of `params`"
+        hint = "For a model of Equinox, pass `eqx.filter(model, eqx.is_array)` as `params`."
+        raise type_error("updates", rule, differences[0], hint)
 
 
 def _place(argument: str, path: Path | None, leaf: object) -> str:
@@ -297,18 +252,15 @@ def broadcast_prefix(
 ) -> list[Any]:
     """Broadcast a prefix tree to a list with one entry for each leaf of `tree`."""
     entries, structure = jax.tree.flatten(prefix, is_leaf)
+    indices = structure.unflatten(range(len(entries)))  # an entry may be None or a tree
     try:
-        subtrees = structure.flatten_up_to(tree)
-    except (ValueError, TypeError) as mismatch:
-        given = [path for path, _ in jax.tree.leaves_with_path(prefix, is_leaf=is_leaf)]
-        got = str(mismatch).splitlines()[0]
-        for place, _ in reversed(jax.tree.leaves_with_path(tree)):
-            if not any(place[: len(path)] == path for path in given):
-                got = f"no entry for {leaf_path(like, place)}"
-        hint = f"Give one entry per leaf or per subtree of `{like}`."
-        raise type_error(argument, f"a prefix tree of `{like}`", got, hint) from None
-    pairs = zip(entries, subtrees, strict=True)
-    return [entry for entry, subtree in pairs for _ in jax.tree.leaves(subtree)]
+        return [entries[i] for i in jax.tree.leaves(jax.tree.broadcast(indices, tree))]
+    except ValueError as error:  # it describes the first difference
+        rule, hint = (
+            f"a prefix tree of `{like}`",
+            f"Give one entry per leaf or subtree of `{like}`.",
+        )
+        raise type_error(argument, rule, shortened(prefix), hint) from error
 
 
 def labels_of(param_labels: Labels, like: str, tree: Tree) -> list[Hashable]:

@@ -8,9 +8,10 @@ The decorator `public` adds the function name to errors that checks raise. Hyper
 checked when a transformation is built, and pytrees at trace time. Traced values are not checked.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Generator
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import optax
@@ -59,38 +60,32 @@ def public(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """
     name = fun.__qualname__.removesuffix(".__init__")
 
+    def wrap(result: Any) -> Any:
+        # The updates of guards and accumulations are objects with names of their own.
+        return named(name)(result) if hasattr(result, "__code__") else result
+
     @functools.wraps(fun)
-    def call(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+    @named(name, in_step=False)
+    def call(*args: _Args.args, **kwargs: _Args.kwargs) -> Any:
         result = fun(*args, **kwargs)
-        if isinstance(result, optax.GradientTransformation):
-            init, update = result
-            # `GatedUpdate` has its own method `named`, which preserves its type.
-            rename = getattr(update, "named", functools.partial(named, update))
-            return type(result)(named(init, name), rename(name))
-        return named(result, name) if callable(result) and hasattr(result, "__code__") else result
+        is_transformation = isinstance(result, optax.GradientTransformation)
+        return type(result)(*map(wrap, result)) if is_transformation else wrap(result)
 
-    return named(call, name, in_step=False)
+    return call
 
 
-def named(
-    fun: Callable[_Args, _Result], function: str, *, in_step: bool = True
-) -> Callable[_Args, _Result]:
-    """Wrap a function so that its errors begin with the name of a public function.
+@contextlib.contextmanager
+def named(function: str, *, in_step: bool = True) -> Generator[None]:
+    """Context manager or decorator that adds the name of a public function to errors.
 
-    If the function runs in a training step, profiles contain the name as well, and enclosing public
-    functions such as `apply_gradients` do not replace the name in errors.
+    With `in_step`, for code of a training step, profiles contain the name as well, and enclosing
+    public functions such as `apply_gradients` do not replace the name in errors.
     """
-    if in_step:
-        fun = jax.named_scope(function)(fun)
-
-    @functools.wraps(fun)
-    def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        try:
-            return fun(*args, **kwargs)
-        except ArgumentError as error:
-            if not error.is_named:
-                is_inner = in_step and error.function  # raised by a public function
-                error.function, error.is_named = error.function if is_inner else function, in_step
-            raise
-
-    return wrapper
+    try:
+        with jax.named_scope(function) if in_step else contextlib.nullcontext():
+            yield
+    except ArgumentError as error:
+        if not error.is_named:
+            is_inner = in_step and error.function  # raised by a public function
+            error.function, error.is_named = error.function if is_inner else function, in_step
+        raise

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._checks import broadcast_prefix, describe, is_float0, is_function, leaf_path
+from ._checks import broadcast_prefix, describe, is_float0, leaf_path
 from ._errors import type_error
 from ._types import Array, Tree
 
@@ -18,7 +18,7 @@ Mask: TypeAlias = Tree | Callable[[Tree], Tree] | None
 
 def check_mask(mask: Mask) -> None:
     """Raise if a mask contains anything but bools; the result of a function is checked later."""
-    for path, value in [] if is_function(mask) else jax.tree.leaves_with_path(mask):
+    for path, value in [] if callable(mask) else jax.tree.leaves_with_path(mask):
         if not isinstance(value, (bool, np.bool_)):
             hint = "Pass True for each leaf or subtree to include, else False."
             got = f"{describe(value)} at {leaf_path('mask', path)}"
@@ -29,7 +29,7 @@ def included_leaves(mask: Mask, grads: Tree, params: Tree) -> list[bool]:
     """Return for each leaf of a gradient whether the mask includes it."""
     if mask is None:
         return [True] * len(jax.tree.leaves(grads))
-    if is_function(mask):
+    if callable(mask):
         mask = mask(grads if params is None else params)
         check_mask(mask)
     return broadcast_prefix("mask", mask, "updates", grads)

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from ._checks import is_float0, leaf_path
 from ._devices import HAS_TYPES
-from ._errors import type_error, value_error
+from ._errors import type_error
 from ._types import Array, AxisName, Tree
 
 
@@ -36,22 +36,10 @@ def shard_axes(x: Array, axis_name: AxisName) -> frozenset[str]:
     if axis_name == ():
         return frozenset()
     varying = varying_axes(x)
-    for name in axis_name or ():
-        check_bound(name)
+    for name in (axis_name,) if isinstance(axis_name, str) else axis_name or ():
         if name not in varying_axes(lax.axis_index(name)):
             varying |= {name}
     return varying
-
-
-def check_bound(axis_name: AxisName, argument: str = "axis_name") -> None:
-    """Raise if a named axis is not bound by an enclosing `pmap`, `shard_map` or `vmap`."""
-    for name in (axis_name,) if isinstance(axis_name, str) else axis_name or ():
-        try:
-            jax.lax.axis_size(name)
-        except NameError:
-            rule = "the name of a mapped axis around this call"
-            hint = "Map the call over this axis with `pmap`, `shard_map` or `vmap`, or omit it."
-            raise value_error(argument, rule, repr(name), hint) from None
 
 
 def replica_count(axes: frozenset[str], everywhere: frozenset[str]) -> int:

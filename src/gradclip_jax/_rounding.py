@@ -1,4 +1,4 @@
-"""Stochastic rounding of gradient sums and parameters to bfloat16."""
+"""Stochastic rounding of parameters to bfloat16."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.typing import DTypeLike
 
 from ._checks import check_count, check_params, check_state, describe, is_float0, leaf_path
 from ._devices import HAS_TYPES
@@ -103,25 +102,20 @@ def _to_neighbor(path: Path, update: Array, param: Array, key: Array) -> Array:
         rule, hint = "bfloat16 or at least 32 bits wide", "Convert it, or use `optax.masked`."
         got = f"{describe(param)} at {leaf_path('params', path)}"
         raise type_error("params", rule, got, hint)
-    old = jnp.asarray(param).astype(jnp.float32)
-    update = update.astype(jnp.float32)
-    new = rounded(jnp.bfloat16, old + update, key).astype(jnp.float32)
-    return jnp.where(jnp.isinf(old), update, new - old)  # inf - inf is NaN
-
-
-def rounded(dtype: DTypeLike, x: Array, key: Array | None) -> Array:
-    """Cast an array, rounding stochastically if the dtype is bfloat16 and a key is given."""
-    if key is None or dtype != jnp.bfloat16 or x.dtype == dtype:
-        return x.astype(dtype)
-    for axis in sorted(varying_axes(x)):
+    old, update = (jnp.asarray(x).astype(jnp.float32) for x in (param, update))
+    exact = old + update
+    for axis in sorted(varying_axes(exact)):
         key = jax.random.fold_in(key, lax.axis_index(axis))
-    sharding = jax.typeof(x).sharding
-    local = {"out_sharding": sharding} if HAS_TYPES and is_explicit(sharding) else {}
-    return _up_or_down(x, jax.random.bits(key, x.shape, jnp.uint16, **local))
+    sharding = jax.typeof(exact).sharding
+    explicit = {"out_sharding": sharding} if HAS_TYPES and is_explicit(sharding) else {}
+    noise = jax.random.bits(key, exact.shape, jnp.uint16, **explicit)
+    new = _up_or_down(exact, noise).astype(jnp.float32)
+    return jnp.where(jnp.isinf(old), update, new - old)  # inf - inf is NaN
 
 
 @jax.custom_jvp
 def _up_or_down(x: Array, noise: Array) -> Array:
+    """Round float32 numbers to bfloat16 after 16 random bits are added to their bits."""
     bits = lax.bitcast_convert_type(x, jnp.uint32) + noise.astype(jnp.uint32)
     new = lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
     # Adding noise to the bits of a NaN may overflow and give the bits of zero.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._checks import check_axis_name, check_decays, check_number, check_params, check_state
+from ._checks import check_decays, check_number, check_params, check_state
 from ._errors import public
 from ._leaves import checked_leaves, flatten, is_measured, wide_dtype
 from ._mesh import replica_count, shard_axes
@@ -83,7 +83,6 @@ def stable_adamw(
     check_number("eps", eps, "The paper uses 1e-6.")
     check_number("weight_decay", weight_decay, "Pass 0 for no weight decay.", "[0, inf]")
     check_number("clipping", clipping, "The paper uses 1.")
-    axes = check_axis_name(axis_name)
 
     def init(params: Tree) -> StableAdamWState:
         def zeros(param: Array) -> Array:
@@ -110,8 +109,8 @@ def stable_adamw(
             second = d2 * second + (1 - d2) * jnp.square(wide)
             tiny = jnp.finfo(dtype).tiny  # `eps^2` may underflow, and at 0 a root has no derivative
             ratio = wide / jnp.sqrt(jnp.maximum(second, jnp.maximum(eps**2, tiny)))
-            size = ratio.size * replica_count(frozenset(), shard_axes(ratio, axes))
-            rms = norm_of_leaves([ratio], 2.0, axes) / math.sqrt(max(size, 1))
+            size = ratio.size * replica_count(frozenset(), shard_axes(ratio, axis_name))
+            rms = norm_of_leaves([ratio], 2.0, axis_name) / math.sqrt(max(size, 1))
             direction = first / (jnp.sqrt(jnp.maximum(second, tiny)) + eps)
             direction += weight_decay * param.astype(dtype)
             out = -rate / jnp.maximum(1, rms / clipping) * direction

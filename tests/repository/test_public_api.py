@@ -2,14 +2,13 @@
 
 import inspect
 import re
-import types
 from collections import Counter
 
 import pytest
 from registry import TRANSFORMATIONS
 
 from files import ROOT
-from public import CLASSES, FUNCTIONS, NAMESPACES
+from public import CLASSES, FUNCTIONS
 
 
 def test_every_public_transformation_is_registered():
@@ -19,19 +18,6 @@ def test_every_public_transformation_is_registered():
         if "GradientTransformation" in str(inspect.signature(function).return_annotation)
     }
     assert made == set(TRANSFORMATIONS)
-
-
-@pytest.mark.parametrize("module", NAMESPACES, ids=lambda module: module.__name__)
-def test_all_is_what_is_public(module):
-    public = {
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-        # The folders of the package are there because they were imported.
-        and not (isinstance(value, types.ModuleType) and value not in NAMESPACES)
-    }
-    assert set(module.__all__) - {"__version__"} == public
-    assert len(set(module.__all__)) == len(module.__all__)
 
 
 def test_every_public_name_is_on_one_api_page_and_every_class_documented():

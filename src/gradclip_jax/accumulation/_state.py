@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from .._checks import check_transformation, is_float0, is_traced
-from .._errors import public, type_error, value_error
+from .._errors import public, type_error
 from .._run_if import run_step
 from .._states import (
     discard_windows,
@@ -20,7 +20,6 @@ from .._states import (
 )
 from .._types import Array, HostArray, Path, Scalar, Tree
 from ..gates._gate import params_of
-from ._reduction import divide
 
 
 @register_state(
@@ -35,7 +34,7 @@ class AccumulationState(NamedTuple):
             int32[].
         inner_opt_state: State of the inner optimizer.
         acc_grads: Weighted sum of gradients, in the accumulator's dtype, or () for `every=1`; the
-            values are ignored while `mini_step` is 0.
+            values are ignored while `mini_step` is 0. Divide it by `total_weight` for the mean.
         total_weight: Sum of the accumulated weights, float32[].
         accumulation_steps: Length of the window, int32[].
         micro_batch_count: Number of all micro-batches so far, int32[].
@@ -159,48 +158,6 @@ def _with_windows(old: Tree, new: Tree) -> Tree:
 
 
 @public
-@jax.named_scope("accumulated_gradients")
-def accumulated_gradients(state: Tree) -> Tree:
-    """Return the weighted mean of the accumulated gradients, in the accumulator's dtype.
-
-    Their weighted sum is the field `acc_grads` of the state.
-
-    Args:
-        state: State of `accumulate_gradients`, or a state that contains it.
-
-    Returns:
-        The mean gradient; inside jit, zeros for an empty window.
-
-    Raises:
-        ValueError: If no micro-batch was accumulated and the state is not traced.
-        TypeError: If the state does not contain exactly one accumulation.
-
-    Examples:
-        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
-        >>> tx = gcx.accumulate_gradients(optax.sgd(1.0), every=8)
-        >>> params = jnp.array([0.0])
-        >>> _, state = tx.update(jnp.array([3.0]), tx.init(params), params)
-        >>> gcx.accumulated_gradients(state).tolist()
-        [3.0]
-    """
-    (window,) = _accumulations(state, only=True)
-    count, total_weight, sums = plain_arrays(
-        (window.mini_step, window.total_weight, window.acc_grads)
-    )
-    is_empty = (count == 0) | ~(total_weight > 0)
-    if not is_traced(is_empty) and is_empty:
-        hint = "Call `update` with a micro-batch first."
-        raise value_error("state", "a state with an open window", "an empty window", hint)
-    divisor = jnp.where(is_empty, 1, total_weight)
-
-    def read(total: Array) -> Array:
-        mean = divide(total, divisor).astype(total.dtype)
-        return jnp.where(is_empty, jnp.zeros_like(mean), mean)
-
-    return with_structure_of(window.acc_grads, jax.tree.map(read, sums))
-
-
-@public
 def reset_accumulation(state: Tree) -> Tree:
     """Discard the accumulated micro-batches without running the inner optimizer.
 
@@ -219,8 +176,8 @@ def reset_accumulation(state: Tree) -> Tree:
         >>> params = jnp.array([0.0])
         >>> _, state = tx.update(jnp.array([3.0]), tx.init(params), params)
         >>> _, state = tx.update(jnp.array([5.0]), gcx.reset_accumulation(state), params)
-        >>> gcx.accumulated_gradients(state).tolist()
-        [5.0]
+        >>> gcx.flush(tx, state, params)[0].tolist()
+        [-5.0]
     """
     arrays = plain_arrays(state)
     _accumulations(arrays)

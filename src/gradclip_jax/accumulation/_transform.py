@@ -8,7 +8,7 @@ from typing import Literal
 import optax
 from jax.typing import DTypeLike
 
-from .._checks import check_choice, check_count, check_dtype, check_transformation, is_function
+from .._checks import check_choice, check_count, check_dtype, check_transformation
 from .._errors import public
 from .._types import FLOAT32, Count, Number, Scalar
 from ..gates._execute import gated
@@ -23,7 +23,6 @@ def accumulate_gradients(
     *,
     reduction: Literal["mean", "sum"] = "mean",
     accumulator_dtype: DTypeLike = FLOAT32,
-    rounding: Literal["nearest", "stochastic"] = "nearest",
 ) -> optax.GradientTransformationExtraArgs:
     """Run the inner optimizer once for every `every` micro-batches, on their mean gradient.
 
@@ -71,9 +70,6 @@ def accumulate_gradients(
             as the statistics of an fp8 layer, use `optax.partition`.
         accumulator_dtype: Dtype of the sum for leaves of up to 32 bits. Complex leaves use the
             corresponding complex dtype, and 64-bit leaves keep their dtype.
-        rounding: Rounding of bfloat16 sums and means, "nearest" or "stochastic". Stochastic
-            rounding is unbiased for windows of any length and deterministic across runs and
-            replicas.
 
     Returns:
         A gradient transformation with an `AccumulationState`. The inner optimizer receives
@@ -81,7 +77,7 @@ def accumulate_gradients(
         incoming gradients. The updates have the dtypes that it returns for the incoming gradients.
 
     Raises:
-        ValueError: If `every` is less than 1, or if `reduction` or `rounding` is unknown.
+        ValueError: If `every` is less than 1, or if `reduction` is unknown.
         TypeError: If `inner` is not a gradient transformation or contains an accumulation, if
             `every` is not an integer, or if a leaf is not floating-point or complex or has a
             different shape than its parameter.
@@ -97,10 +93,9 @@ def accumulate_gradients(
         ([0.0], [-5.0], True)
     """
     check_transformation("inner", inner)
-    if not is_function(every):
+    if not callable(every):
         check_count("every", every, "Pass 1 to run the inner optimizer at every step.")
     check_choice("reduction", reduction, REDUCTIONS)
     check_dtype("accumulator_dtype", accumulator_dtype)
-    check_choice("rounding", rounding, ("nearest", "stochastic"))
-    accumulation = Accumulation(every, reduction, accumulator_dtype, rounding)
+    accumulation = Accumulation(every, reduction, accumulator_dtype)
     return gated(accumulation, inner, accumulation.init)

@@ -1,9 +1,8 @@
 """How one call of `update` changes the accumulation window."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,6 @@ from .._checks import (
 )
 from .._errors import named, type_error
 from .._mesh import check_equal_on_devices, check_placement, reshard_like, varying_axes
-from .._rounding import rounded
 from .._run_if import Flag, like_dtypes, run_if
 from .._states import find_role, find_states, increment_where
 from .._types import Array, Count, Number, Scalar, Tree
@@ -39,7 +37,6 @@ class Window(NamedTuple):
         grads: Gradients of the current micro-batch.
         weight: Its weight, float32[]; None means 1.
         reduction: "mean" or "sum".
-        key: Random key for stochastic rounding; None to round to nearest.
         starts: Whether it is the first micro-batch of the window.
         holds: Whether it is accumulated without closing the window.
         emits: Whether the window closes with a positive total weight.
@@ -51,7 +48,6 @@ class Window(NamedTuple):
     grads: Tree
     weight: Weight | None
     reduction: str
-    key: Array | None
     starts: Array
     holds: Flag
     emits: Flag
@@ -60,21 +56,17 @@ class Window(NamedTuple):
 
     def add(self, accumulator: Tree, divisor: Scalar | None = None) -> Tree:
         """Add the micro-batch, divide the sum, and round it once."""
-        leaves, structure = jax.tree.flatten(accumulator)
-        keys = [None] * len(leaves)
-        if self.key is not None:
-            keys = list(jax.random.split(self.key, len(leaves)))  # one split for all leaves
 
-        def add(total: Array, grad: Array, key: Array | None) -> Array:
+        def add(total: Array, grad: Array) -> Array:
             if is_float0(grad):
                 return total
             # Old values are overwritten instead of multiplied by 0, because they may be NaN.
             start = jnp.where(self.starts, jnp.zeros_like(total), total)
             new = add_weighted(start, jnp.asarray(grad), self.weight)
             new = new if divisor is None else divide(new, divisor)
-            return reshard_like(rounded(total.dtype, new, key), total)
+            return reshard_like(new.astype(total.dtype), total)
 
-        return structure.unflatten(map(add, leaves, jax.tree.leaves(self.grads), keys))
+        return jax.tree.map(add, accumulator, self.grads)
 
     def read(self, accumulator: Tree) -> tuple[Tree, Tree]:
         """Return the gradient of the window and the next accumulator, which share buffers."""
@@ -104,7 +96,7 @@ class Accumulation:
     every: Count | Callable[[Scalar], Number]
     reduction: Literal["mean", "sum"]
     dtype: DTypeLike
-    rounding: Literal["nearest", "stochastic"]
+    function: ClassVar[str] = "accumulate_gradients"
 
     @property
     def is_one(self) -> bool:
@@ -145,7 +137,7 @@ class Accumulation:
             **{name: jnp.zeros((), jnp.float32) for name in sums},
         )
 
-    @functools.partial(named, function="accumulate_gradients")
+    @named(function)
     def open(
         self, grads: Tree, state: AccumulationState, accepted: Flag | None, extra_args: ExtraArgs
     ) -> Window:
@@ -168,9 +160,6 @@ class Accumulation:
         arrived = arrived if accepted is None else accepted & arrived
         starts = (state.mini_step == 0) & arrived
         added = jnp.where(arrived, jnp.float32(1 if weight is None else weight), 0)
-        key = None
-        if self.rounding == "stochastic":
-            key = jax.random.fold_in(jax.random.key(0), state.micro_batch_count)
         state, others = _with_loss(state, starts, added, extra_args)
 
         length = self.length(state.gradient_step)
@@ -200,7 +189,7 @@ class Accumulation:
             # If a guard skips the micro-batch that closes the window, compute the mean gradient
             # without it, because it may be NaN.
             weight = added
-        batch = grads, weight, self.reduction, key
+        batch = grads, weight, self.reduction
         return Window(state, *batch, starts, holds, emits, is_empty, others)
 
 

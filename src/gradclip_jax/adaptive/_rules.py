@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_count, check_decays, check_length, check_number, check_percentile
+from .._checks import check_count, check_decays, check_length, check_number
 from .._errors import public
 from .._states import increment_where
 from .._types import UNBOUNDED, Array, Count, Number
@@ -279,7 +279,7 @@ def percentile(percentile: Number = 10.0, window: Count = 1000) -> Rule:
     Each step sorts all values in the window.
 
     Args:
-        percentile: Percentile from 1 to 100, or 0, with linear interpolation as in
+        percentile: Percentile from 1 to 100, with linear interpolation as in
             `numpy.percentile`.
         window: Number of values in the window, 1 to 2^20, static. Each norm needs 4 * window bytes.
 
@@ -295,7 +295,7 @@ def percentile(percentile: Number = 10.0, window: Count = 1000) -> Rule:
     References:
         Seetharaman, Wichern, Pardo and Le Roux, 2020, arXiv 2007.14469.
     """
-    check_percentile("percentile", percentile)
+    check_number("percentile", percentile, "Pass 50 for the median.", "[1, 100]")
     check_length("window", window, "Pass the number of norms to keep.")
 
     def threshold_of(before: WindowState, after: WindowState) -> Array:

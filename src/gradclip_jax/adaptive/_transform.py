@@ -91,7 +91,7 @@ def autoclip(
     percentile of 90 clips one of ten steps.
 
     Args:
-        percentile: Percentile from 1 to 100, or 0, with linear interpolation as in
+        percentile: Percentile from 1 to 100, with linear interpolation as in
             `numpy.percentile`.
         window: Number of norms in the window, 1 to 2^20, static; None means 1000. The paper uses
             all norms.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from .._checks import check_choice, check_norm, check_number, check_params, check_state, is_traced
+from .._checks import check_choice, check_number, check_ord, check_params, check_state, is_traced
 from .._devices import groups_of_type, map_arrays, shared
 from .._errors import public, value_error
 from .._leaves import checked_leaves, measured_shapes
@@ -90,11 +90,11 @@ def clip_grad_norm(
         (5.0, [0.6, 0.8])
     """
     check_number("max_norm", max_norm, "Pass inf to compute the norm without clipping.")
-    order, axes = check_norm(ord, axis_name)
+    order = check_ord(ord)
     leaves = checked_leaves("grads", grads)
     dtype = norm_dtype(leaves.arrays)
     if norm is None:
-        known = norm_of_leaves(leaves.arrays, order, axes)
+        known = norm_of_leaves(leaves.arrays, order, axis_name)
     else:
         known = jnp.asarray(norm).astype(dtype)
         if not is_traced(norm) and norm < 0:
@@ -120,7 +120,7 @@ def norm_clip(
     check_choice("nonfinite", nonfinite, ("propagate", "zero"))
     if not callable(reaction):
         check_choice("reaction", reaction, ("scale", "zero"))
-    order, axes = check_norm(ord, axis_name)
+    order = check_ord(ord)
     has_states, drop = any(map(has_state, rules)), nonfinite == "zero"
 
     def init(params: Tree) -> ClipState:
@@ -142,11 +142,11 @@ def norm_clip(
         states, param_norms = state.rules if has_states else (), None
         if any(rule.uses_params for rule in rules):
             check_params(updates, params)
-            param_norms, _ = _measure(leaves.beside(params), units, order, axes)
-        norms, total = _measure(arrays, units, order, axes)
+            param_norms, _ = _measure(leaves.beside(params), units, order, axis_name)
+        norms, total = _measure(arrays, units, order, axis_name)
         is_finite = jnp.isfinite(total)
         thresholds, states = apply_rules(rules, norms, param_norms, states, is_finite)
-        options = units, reaction, axes, drop
+        options = units, reaction, axis_name, drop
         clipped, metrics = _clipped(arrays, norms, total, thresholds, *options)
         return leaves.replace(clipped), ClipState(*metrics, rules=states)
 

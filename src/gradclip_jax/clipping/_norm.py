@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._checks import check_norm, check_ord
+from .._checks import check_ord
 from .._devices import fusion_barrier, joined, map_arrays
 from .._errors import public
 from .._leaves import checked_leaves, is_measured, wide_dtype
@@ -112,7 +112,7 @@ def global_norm(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = N
         500.0
     """
     leaves = checked_leaves("tree", tree).arrays
-    return norm_of_leaves(leaves, *check_norm(ord, axis_name))
+    return norm_of_leaves(leaves, check_ord(ord), axis_name)
 
 
 @public
@@ -140,7 +140,7 @@ def leaf_norms(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = No
         (5.0, 2.0)
     """
     leaves = checked_leaves("tree", tree).arrays
-    norms = iter(unit_norms(leaves, leaf_units(leaves), *check_norm(ord, axis_name)))
+    norms = iter(unit_norms(leaves, leaf_units(leaves), check_ord(ord), axis_name))
     return jax.tree.map(lambda x: next(norms) if is_measured(x) else jnp.float32(0), tree)
 
 

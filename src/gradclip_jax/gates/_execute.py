@@ -58,10 +58,6 @@ class GatedUpdate:
         """Return the update of the innermost transformation, or zeros if it does not run."""
         return self.execute(self, updates, state, params, None, extra_args)
 
-    def named(self, function: str) -> "GatedUpdate":
-        """Return a copy whose error messages start with `function`."""
-        return dataclasses.replace(self, execute=named(_execute, function))
-
 
 def gated(
     gate: Guard | Accumulation, inner: optax.GradientTransformation, init: Callable[..., Tree]
@@ -73,7 +69,8 @@ def gated(
     update = inner.update
     if not isinstance(update, GatedUpdate):
         update = GatedUpdate(optax.with_extra_args_support(inner), (), _execute)
-    update = dataclasses.replace(update, gates=(gate, *update.gates))
+    execute = named(gate.function)(_execute)
+    update = dataclasses.replace(update, gates=(gate, *update.gates), execute=execute)
 
     def init_gate(params: Tree) -> Tree:
         return init(inner.init(params), params)
@@ -235,8 +232,8 @@ def _guard(call: _Call, i: int, guard: Guard) -> _Result:
     state = call.state
     check_state(state, guard.kind)
     given = has_weight(call.extra_args, state)
-    inspect = named(guard.inspect, guard.function)
-    passed, gradient, observed = inspect(call.grads, state, call.params, call.extra_args)
+    with named(guard.function):
+        passed, gradient, observed = guard.inspect(call.grads, state, call.params, call.extra_args)
     if given is not True:
         passed |= jnp.logical_not(given)
     inner = call._replace(grads=gradient.tree, state=state.inner_state)

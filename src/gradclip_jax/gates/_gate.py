@@ -1,13 +1,12 @@
 """Guards and accumulations, which decide whether their inner transformation runs."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import optax
 
 from .._leaves import measured_leaves
 from .._mask import Mask, zero_excluded
-from .._mesh import check_bound
 from .._run_if import Flag
 from .._types import AxisName, Count, Scalar, Tree
 from ..clipping._norm import norm_of_leaves
@@ -79,7 +78,6 @@ class Guard(NamedTuple):
 
         With `is_mean`, `grads` is the gradient of a window, which is already unscaled.
         """
-        check_bound(self.axis_name)
         grads = grads if is_mean else self.unscale(grads, state)
         grads = zero_excluded(self.mask, grads, params_of(params))
         norm = norm_of_leaves(measured_leaves(grads), self.ord, self.axis_name)
@@ -90,6 +88,9 @@ class Guard(NamedTuple):
 
 class Accumulation(Protocol):
     """An accumulation, which runs its inner transformation once for each window."""
+
+    function: ClassVar[str]
+    """Name of the public function in errors and profiles."""
 
     def open(self, grads: Tree, state: Tree, accepted: Flag | None, extra_args: ExtraArgs) -> Any:
         """Return the window after a micro-batch.

@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_axis_name, check_count, check_transformation
+from .._checks import check_count, check_transformation
 from .._errors import type_error, value_error
 from .._mask import check_mask
 from .._run_if import like_dtypes
@@ -40,11 +40,10 @@ def guarded(
 def check_guard(inner: object, axis_name: AxisName) -> AxisName:
     """Raise if `inner` is not a gradient transformation; return the axes."""
     check_transformation("inner", inner)
-    axes = check_axis_name(axis_name)
-    if axes == ():
+    if axis_name == ():
         rule = "None or the names of mapped axes, because all devices must decide alike"
         raise value_error("axis_name", rule, "()", "Pass the axes over which leaves are sharded.")
-    return axes
+    return axis_name
 
 
 def _check_inner(inner_state: Tree, *, checks_step: bool) -> None:

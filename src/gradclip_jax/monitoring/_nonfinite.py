@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from .._checks import dtype_of, is_float0, refuse_traced
+from .._checks import dtype_of, is_float0
 from .._errors import public
 from .._types import Tree
 
@@ -38,7 +38,6 @@ def nonfinite_leaves(tree: Tree, *, include_finite: bool = False) -> dict[str, i
     """
     counts: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        refuse_traced("tree", leaf)
         if not is_float0(leaf) and jnp.issubdtype(dtype_of(leaf), jnp.inexact):
             counts[jax.tree_util.keystr(path)] = int(jnp.sum(~jnp.isfinite(leaf)))
     if include_finite:

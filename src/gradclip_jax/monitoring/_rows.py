@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .._checks import refuse_traced
 from .._errors import value_error
 from .._types import Array, HostArray, Scalar
 from ._taps import SHAPE as TAP_SHAPE
@@ -186,7 +185,6 @@ def read_stack(row: Row, names: Names) -> tuple[Rows, Names]:
         TypeError: If called inside jit.
         ValueError: If the row belongs to other parameters, or to several runs.
     """
-    refuse_traced("state", row.floats)
     ints, floats, clips, checksum = jax.device_get(row)
     if ints.ndim > 2:
         hint = "Select run i: `jax.tree.map(lambda x: x[i], rows)`."

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .._checks import check_percentile, refuse_traced
+from .._checks import check_number
 from .._errors import public, value_error
 from .._types import HostArray
 from ._incident import Incident
@@ -103,8 +103,7 @@ def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
         >>> gcx.diagnostics.suggest_max_norm([1.0, 2.0, 3.0, float("nan")], percentile=100.0)
         3.0
     """
-    refuse_traced("norms", norms)
-    check_percentile("percentile", percentile)
+    check_number("percentile", percentile, "Pass 50 for the median.", "[1, 100]")
     is_rows = isinstance(norms, Rows)
     values = np.asarray(gradient_norms(norms)[:, 0] if is_rows else norms, np.float64)
     finite = values[np.isfinite(values)]

@@ -12,7 +12,6 @@ import optax
 from jax import lax
 
 from .._checks import (
-    check_axis_name,
     check_choice,
     check_count,
     check_length,
@@ -23,7 +22,6 @@ from .._checks import (
 from .._errors import public, type_error, value_error
 from .._leaves import checked_leaves, measured_shapes
 from .._mask import Mask, check_mask, mask_leaves
-from .._mesh import check_bound
 from .._run_if import like_dtypes
 from .._states import find_role, find_states, increment_where, plain_arrays, register_state
 from .._types import Array, AxisName, Count, Scalar, Tree
@@ -228,11 +226,11 @@ def watch(
         >>> print(*monitor.read(state).incidents, sep="\n")
         step 1: skipped, gradient norm NaN; 1 non-finite element in wo; loss 3.2
     """
-    axes, replicas = check_guard(inner, axis_name), check_axis_name(replica_axis, "replica_axis")
+    axes = check_guard(inner, axis_name)
     for kind in of:
         check_choice("of", kind, KINDS)
     measures_step = any(kind != "gradient" for kind in of)
-    if replicas and not measures_step:
+    if replica_axis and not measures_step:
         hint = "Replicas are compared by the norms of their parameters."
         raise value_error("of", 'a sequence with "parameter" for `replica_axis`', of, hint)
     check_length("history", history, "Pass the number of steps to keep.")
@@ -254,8 +252,6 @@ def watch(
     def update(updates: Tree, state: Tree, params: Tree | None = None, **extra_args: Any) -> Tree:
         masked = mask_leaves(mask, updates, params)
         leaves = checked_leaves("updates", masked)
-        check_bound(axes)
-        check_bound(replicas, "replica_axis")
         check_state(state, WatchState)
         if params is not None or measures_step:
             check_params(updates, params)
@@ -269,7 +265,9 @@ def watch(
         happened, limits, factors = compare_states(state.inner_state, after)
         outcome |= happened | (sum(MEASURED[1:]) if measures_step else 0)
         outcome, table = compare_norms(outcome, _unscaled(table, state.inner_state))
-        flags, device = compare_replicas(table[:, 2], replicas, state.step_count % check_every == 0)
+        flags, device = compare_replicas(
+            table[:, 2], replica_axis, state.step_count % check_every == 0
+        )
         ints = [state.step_count, batch_id, outcome | flags, device]
         return output, _with_row(state, after, ints, [loss, *limits, table, sums, *factors])
 

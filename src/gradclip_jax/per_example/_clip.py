@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_axis_name, check_choice, check_number
+from .._checks import check_choice, check_number
 from .._errors import public, type_error, value_error
 from .._leaves import wide_dtype
 from .._mesh import shard_axes, sum_over, varying_axes
@@ -154,7 +154,6 @@ def value_and_grad(
     check_choice("reduction", reduction, ("mean", "sum"))
     check_choice("nonfinite", nonfinite, ("propagate", "zero"))
     check_parts(num_microbatches, num_real_microbatches)
-    axes = check_axis_name(axis_name)
 
     def run(*args: Any, **kwargs: Any) -> tuple[tuple[Array, Stats], Tree]:
         examples = loss.bind(args, kwargs, num_microbatches)
@@ -165,7 +164,7 @@ def value_and_grad(
         clip = _Clip(groups, thresholds, reaction, drops=nonfinite == "zero")
         of_part = functools.partial(_sums, clip, examples)
         sums, stats = sum_parts(of_part, examples.batch, num_microbatches, num_real_microbatches)
-        value, grads = _reduced(sums, examples, axes, is_mean=reduction == "mean")
+        value, grads = _reduced(sums, examples, axis_name, is_mean=reduction == "mean")
         value = value.astype(stats.value.dtype)
         return (value, stats if has_weight else stats._replace(weight=None)), grads
 
