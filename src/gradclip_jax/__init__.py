@@ -35,17 +35,15 @@ from . import per_example as per_example, taps as taps, thresholds as thresholds
 from .clipping._norm import combine_norms as combine_norms, global_norm as global_norm
 from .clipping._norm import leaf_norms as leaf_norms
 from .clipping._clip import clip_grad_norm as clip_grad_norm
-from .clipping._cotangent import clip_cotangent as clip_cotangent
-from .clipping._qk_clip import qk_clip as qk_clip
+from .clipping._in_model import clip_cotangent as clip_cotangent, qk_clip as qk_clip
 from .clipping._transform import clip_by_block_rms as clip_by_block_rms
 from .clipping._transform import clip_by_global_norm as clip_by_global_norm
 from .clipping._transform import clip_by_group_norm as clip_by_group_norm
 from .clipping._transform import clip_by_leaf_norm as clip_by_leaf_norm
 from .clipping._transform import clip_by_norm as clip_by_norm, clip_by_value as clip_by_value
 from .clipping._transform import clip_grad_value as clip_grad_value
-
-from .adaptive._transform import adagc as adagc, adaptive_grad_clip as adaptive_grad_clip
-from .adaptive._transform import autoclip as autoclip, zclip as zclip
+from .clipping._transform import adagc as adagc, adaptive_grad_clip as adaptive_grad_clip
+from .clipping._transform import autoclip as autoclip, zclip as zclip
 
 from .accumulation._transform import accumulate_gradients as accumulate_gradients
 from .accumulation._microbatch import microbatched_value_and_grad as microbatched_value_and_grad

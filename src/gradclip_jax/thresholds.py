@@ -12,7 +12,7 @@
 | `Rule` | custom rule |
 """
 
-from .adaptive._rules import ema, mean_std, percentile, quantile, zscore
+from .clipping._rules import ema, mean_std, percentile, quantile, zscore
 from .clipping._threshold import Rule, capped, relative_to_params
 
 __all__ = [

@@ -15,7 +15,6 @@ import optax
 import pytest
 
 import gradclip_jax as gcx
-from gradclip_jax.thresholds import Rule
 from public import CLASSES, FUNCTIONS
 
 SGD, ADAM = optax.sgd(0.1), optax.adam(0.1)
@@ -61,13 +60,10 @@ ROWS = [
     ("global_norm", lambda f: jax.jit(lambda p: f(GRADS, ord=p))(2.0), TypeError, "ord"),
     ("leaf_norms", lambda f: f({"x": "a"}), TypeError, "tree", "tree['x']"),
     ("clip_grad_norm", lambda f: f({"n": jnp.arange(3)}, 1.0), TypeError, "grads", "grads['n']"),
-    ("clip_grad_norm", lambda f: f(GRADS, 1.0, norm=-1.0), ValueError, "norm"),
     ("clip_grad_value", lambda f: f({"z": COMPLEX}, 1.0), TypeError, "grads", "grads['z']"),
     ("clip_cotangent", lambda f: f(W, 1.0, axis=2), ValueError, "axis"),
     ("clip_cotangent", lambda f: f({"a": 1.0}, 1.0), TypeError, "x"),
     ("clip_cotangent", lambda f: f(jnp.arange(3), 1.0), TypeError, "x"),
-    ("clip_cotangent", lambda f: f(W, 1.0, norm_probe=jnp.zeros(3)), ValueError, "norm_probe"),
-    ("clip_cotangent", lambda f: f(W, 1.0, norm_probe=np.zeros(2, "float16")), ValueError, "norm_probe"),
     ("qk_clip", lambda f: f(ONES(4, 2), ONES(2, 2), ONES(4, 1)), ValueError, "max_logits"),
     ("qk_clip", lambda f: f(ONES(4, 2), ONES(3, 2), ONES(4)), ValueError, "key"),
     ("global_norm", lambda f: f(GRADS, ord=3), ValueError, "ord"),
@@ -78,16 +74,8 @@ ROWS = [
     ("qk_clip", lambda f: f(ONES(4, 2), None, ONES(4), head_axis=2), ValueError, "query", "head_axis"),
     ("clip_by_norm", lambda f: f(1.0, reaction=GRADS), ValueError, "reaction"),
     ("clip_by_norm", lambda f: f(1.0, granularity=gcx.granularities.group({"w": 1, "b": "1"})).init(GRADS), ValueError, "param_labels", "'1'"),
-    ("clip_by_norm", lambda f: f(1.0, granularity=gcx.granularities.group({"w": "a", "b": ""})).init(GRADS), ValueError, "param_labels", "empty"),
-    ("clip_by_norm", lambda f: f(Rule(lambda n: (), lambda n, s, p: (p, s))), TypeError, "threshold", "uses_params"),
-    ("clip_by_norm", lambda f: f(Rule(lambda n: (), lambda n, s, p: n)), TypeError, "threshold"),
-    ("clip_by_norm", lambda f: f(Rule(lambda n: jnp.int32(0), lambda n, s, p: (n, s + 0.5))), TypeError, "threshold", "int32[]"),
-    ("clip_by_norm", lambda f: f(Rule(lambda n: (), lambda n, s, p: ((n, n), s))), TypeError, "threshold"),
-    ("clip_by_norm", lambda f: f(Rule(lambda n: n, lambda n, s, p: (n, jnp.zeros(7)))), TypeError, "threshold", "float32[7]"),
-    ("clip_by_norm", lambda f: f(Rule(lambda n: n > 1, lambda n, s, p: (n, s))), TypeError, "threshold", "bool"),
     ("clip_by_global_norm", lambda f: f(GRADS, 1.0), TypeError, "max_norm", "clip_grad_norm"),
     ("watch", lambda f: f(SGD, granularity=gcx.granularities.group({"w": 1, "b": "1"})).init(GRADS), ValueError, "param_labels", "'1'"),
-    ("watch", lambda f: f(SGD, granularity=gcx.granularities.group({"w": "a", "b": ""})).init(GRADS), ValueError, "param_labels", "''"),
     ("clip_by_global_norm", lambda f: updated(f(1e-50)), ValueError, "max_norm"),
     ("clip_by_global_norm", lambda f: updated(f(1e39)), ValueError, "max_norm"),
     ("clip_by_leaf_norm", lambda f: f(gcx.thresholds.ema()).update({"w": W}, f(gcx.thresholds.ema()).init(GRADS)), TypeError, "state", "float32[2]"),
@@ -108,7 +96,6 @@ ROWS = [
     ("clip_by_leaf_norm", lambda f: f({"w": 1.0, "b": 1.0}), TypeError, "max_norm", "clip_by_group_norm"),
     ("clip_by_group_norm", lambda f: f({"a": -1.0}, {"w": "a", "b": "b"}), ValueError, "max_norms", "['a']"),
     ("clip_by_group_norm", lambda f: f([1.0], "a"), TypeError, "max_norms"),
-    ("clip_by_group_norm", lambda f: f({"a": 1.0, ("a", "b"): 2.0}, "a"), ValueError, "max_norms"),
     ("clip_by_group_norm", lambda f: updated(f({"a": 1.0, "head": 1.0}, "a")), ValueError, "max_norms", "'head'"),
     ("adaptive_grad_clip", lambda f: f(0.1).update(GRADS, f(0.1).init(GRADS), None), ValueError, "params"),
     ("adaptive_grad_clip", lambda f: f(axis=(0, -2)).update({"w": W}, None, {"w": W}), ValueError, "axis", "updates['w']"),
@@ -186,7 +173,6 @@ ROWS = [
     ("diagnostics.verify_step", lambda f: f(W, W), TypeError, "step"),
     ("diagnostics.suggest_max_norm", lambda f: f([0.0, 0.0]), ValueError, "norms"),
     ("diagnostics.suggest_max_norm", lambda f: f([-3.0, -2.0, 1.0]), ValueError, "norms"),
-    ("thresholds.capped", lambda f: f(-2.0, 1.0), ValueError, "rule"),
     ("watch", lambda f: f(SGD, of=("gradients",)), ValueError, "of"),
     ("watch", lambda f: f(SGD, of="update"), ValueError, "of"),
     ("watch", lambda f: f(SGD).update(GRADS, f(SGD).init(GRADS)), ValueError, "params"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from .._checks import check_choice, check_number, check_ord, check_params, check_state, is_traced
+from .._checks import check_choice, check_number, check_ord, check_params
 from .._devices import groups_of_type, map_arrays, shared
-from .._errors import public, value_error
+from .._errors import public
 from .._leaves import checked_leaves, measured_shapes
 from .._mesh import max_over, replica_count, shard_axes, sum_over
 from .._states import register_state
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Tree
 from ._formula import factor_of, scale_factor, scale_leaf
-from ._granularity import Granularity, as_granularity, norm_shapes, select_groups
+from ._granularity import Granularity, as_granularity, count_norms, select_groups
 from ._norm import Norms, Units, norm_dtype, norm_of_leaves, root_mean_squares, unit_norms
-from ._threshold import Threshold, apply_rules, as_rules, group_name, has_state, init_rules
+from ._threshold import Threshold, apply_rules, as_rules, init_rules
 
 Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Array]
 """Reaction to a norm above its threshold, a name or a function `(norm, threshold) -> factor`."""
@@ -93,12 +93,8 @@ def clip_grad_norm(
     order = check_ord(ord)
     leaves = checked_leaves("grads", grads)
     dtype = norm_dtype(leaves.arrays)
-    if norm is None:
-        known = norm_of_leaves(leaves.arrays, order, axis_name)
-    else:
-        known = jnp.asarray(norm).astype(dtype)
-        if not is_traced(norm) and norm < 0:
-            raise value_error("norm", ">= 0", norm, "Pass the norm of `grads`.")
+    known = norm_of_leaves(leaves.arrays, order, axis_name) if norm is None else jnp.asarray(norm)
+    known = known.astype(dtype)
     factor = scale_factor(known, jnp.asarray(max_norm, dtype))
     factor = jnp.where(jnp.isfinite(known), factor, jnp.nan)
     return leaves.replace([scale_leaf(x, shared(factor)) for x in leaves.arrays]), known
@@ -112,42 +108,39 @@ def norm_clip(
     reaction: Reaction = "scale",
     ord: Order | None = None,
     axis_name: AxisName = None,
-    nonfinite: str = "propagate",
 ) -> optax.GradientTransformation:
     """Implement `clip_by_norm`; `argument` is the name of the threshold in error messages."""
     granularity = as_granularity(granularity)
-    rules, keys = as_rules(argument, threshold, is_group=granularity.is_group)
-    check_choice("nonfinite", nonfinite, ("propagate", "zero"))
+    rules, labels = as_rules(argument, threshold, is_group=granularity.is_group)
     if not callable(reaction):
         check_choice("reaction", reaction, ("scale", "zero"))
     order = check_ord(ord)
-    has_states, drop = any(map(has_state, rules)), nonfinite == "zero"
+    uses_params = any(rule.uses_params for rule in rules)
 
     def init(params: Tree) -> ClipState:
         leaves = measured_shapes(params)
-        if keys is None:
+        if labels is None:
             units = granularity.cut(leaves, params)
-        else:  # the keys determine the groups, so no tree is needed
-            units = Units((None,) * len(leaves), len(keys), keys)
-        return _init_state(units, init_rules(argument, rules, norm_shapes(units, leaves)))
+        else:  # `optax.tree.map_params` passes a placeholder without labels
+            units = Units((None,) * len(leaves), len(labels), labels)
+        norm, threshold, factor = (_filled(x, units.names) for x in (0.0, UNBOUNDED, 1.0))
+        states = init_rules(rules, count_norms(units, leaves))
+        return ClipState(norm, threshold, factor, _filled(0.0), states)
 
     def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, ClipState]:
         leaves = checked_leaves("updates", updates)
         arrays = leaves.arrays
         units = granularity.cut(arrays, updates)
-        if keys is not None:
-            units = select_groups(argument, units, keys)
-        if has_states:
-            check_state(state, ClipState)
-        states, param_norms = state.rules if has_states else (), None
-        if any(rule.uses_params for rule in rules):
+        if labels is not None:
+            units = select_groups(argument, units, labels)
+        norms, total = _measure(arrays, units, order, axis_name)
+        param_norms = norms
+        if uses_params:
             check_params(updates, params)
             param_norms, _ = _measure(leaves.beside(params), units, order, axis_name)
-        norms, total = _measure(arrays, units, order, axis_name)
-        is_finite = jnp.isfinite(total)
-        thresholds, states = apply_rules(rules, norms, param_norms, states, is_finite)
-        options = units, reaction, axis_name, drop
-        clipped, metrics = _clipped(arrays, norms, total, thresholds, *options)
+        states = state.rules if isinstance(state, ClipState) else ()
+        thresholds, states = apply_rules(rules, norms, param_norms, states, jnp.isfinite(total))
+        clipped, metrics = _clipped(arrays, norms, total, thresholds, units, reaction, axis_name)
         return leaves.replace(clipped), ClipState(*metrics, rules=states)
 
     return optax.GradientTransformation(init, update)
@@ -167,7 +160,7 @@ def _measure(
     return norms, total
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
+@functools.partial(jax.jit, static_argnums=(4, 5, 6))
 def _clipped(
     leaves: list[Array],
     norms: Norms,
@@ -176,15 +169,14 @@ def _clipped(
     units: Units,
     reaction: Reaction,
     axis_name: AxisName,
-    drop: bool,
 ) -> tuple[list[Array], Any]:
     """Return the clipped leaves, and the metrics of the step."""
-    is_finite, bad = jnp.isfinite(total), 0 if drop else jnp.nan
+    is_finite = jnp.isfinite(total)
 
     def respond(norm: Array, threshold: Array) -> Array:
-        # A non-finite norm makes every leaf NaN or zero, on every device.
+        # A non-finite norm makes every leaf NaN, on every device.
         threshold = jnp.broadcast_to(jnp.asarray(threshold, norm.dtype), norm.shape)
-        threshold = lax.select(is_finite, threshold, jnp.full_like(threshold, bad))
+        threshold = lax.select(is_finite, threshold, jnp.full_like(threshold, jnp.nan))
         factor = factor_of(reaction, norm, threshold)
         return factor if isinstance(reaction, str) else jnp.clip(factor, 0, 1)
 
@@ -196,16 +188,14 @@ def _clipped(
     factors = map_arrays(respond, norms, thresholds)
     # Stacks of several factors would make XLA on CPU compile a separate kernel for each leaf.
     stacked = factors if len(factors) == 1 else list(map(respond, stacks, limits))
-    over = axis_name if units.is_local else ()
-    metrics = total, *_summary(limits, stacked, over)
+    metrics = total, *_summary(limits, stacked, axis_name if units.is_local else ())
     if units.names:
-        names = [group_name(name) for name in units.names]
-        columns = (norms, thresholds, factors)
-        metrics = *(dict(zip(names, x, strict=True)) for x in columns), metrics[-1]
+        columns = (zip(units.names, x, strict=True) for x in (norms, thresholds, factors))
+        metrics = *({str(name): x for name, x in pairs} for pairs in columns), metrics[-1]
     if len(factors) == 1:  # several factors are already slices of vectors, see `map_arrays`
         factors = [shared(factors[0])]
     clipped = [
-        x if entry is None else scale_leaf(x, factors[entry], drop=drop)
+        x if entry is None else scale_leaf(x, factors[entry])
         for x, entry in zip(leaves, units.entries, strict=True)
     ]
     return clipped, optax.tree.cast(metrics, jnp.float32)
@@ -245,11 +235,7 @@ def _summary(
     return bound, factor, sum_over(num_clipped, everywhere) / max(size, 1)
 
 
-def _init_state(units: Units, rule_states: Tree) -> ClipState:
-    def scalar(value: float) -> Scalar:
-        return jnp.full((), value, jnp.float32)  # a state with shared buffers cannot be donated
-
-    def by_name(value: float) -> Scalar | dict[str, Scalar]:
-        return {group_name(name): scalar(value) for name in units.names} or scalar(value)
-
-    return ClipState(by_name(0.0), by_name(UNBOUNDED), by_name(1.0), scalar(0.0), rule_states)
+def _filled(value: float, names: Sequence[Hashable] = ()) -> Scalar | dict[str, Scalar]:
+    """Return a scalar, or one for each name, with its own buffer, so that it can be donated."""
+    scalars = {str(name): jnp.full((), value, jnp.float32) for name in names}
+    return scalars or jnp.full((), value, jnp.float32)

@@ -4,7 +4,6 @@ factor  = min(1, threshold / norm)
 clipped = factor * x
 """
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -46,17 +45,13 @@ def factor_of(
     return jnp.where(is_limit, factor, jnp.sign(jnp.maximum(threshold, 0)))
 
 
-@functools.partial(jax.jit, static_argnames="drop")
-def scale_leaf(x: Array, factor: Array, *, drop: bool = False) -> Array:
-    """Return `factor * x`, computed in at least float32 and rounded once to the dtype of `x`.
-
-    With `drop`, a factor of zero also sets non-finite elements to zero.
-    """
+@jax.jit
+def scale_leaf(x: Array, factor: Array) -> Array:
+    """Return `factor * x`, computed in at least float32 and rounded once to the dtype of `x`."""
     if wide_dtype(x.dtype, factor.dtype) != x.dtype:
         # Without the barrier, XLA keeps the float32 copy that was made to compute the norm.
         x = fusion_barrier(x)
-    scaled = _product(x, factor)
-    return jnp.where(factor == 0, jnp.zeros_like(scaled), scaled) if drop else scaled
+    return _product(x, factor)
 
 
 @jax.custom_jvp

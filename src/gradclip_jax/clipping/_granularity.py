@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Literal
 
@@ -23,35 +24,26 @@ from .._errors import public, value_error
 from .._leaves import is_measured
 from .._types import Array, Labels, Path, Tree
 from ._norm import Axes, Units, leaf_units, slice_units, tree_units
-from ._threshold import check_labels
 
 
-def norm_shapes(units: Units, leaves: Sequence[Array]) -> list[tuple[int, ...]]:
-    """The shape of each array in `Norms`."""
-    shapes: list[tuple[int, ...]] = [()] * units.size
-    for i, (x, axes) in enumerate(zip(leaves, units.axes or (), strict=False)):
-        if len(axes) < np.ndim(x):
-            shapes[i] = tuple(1 if axis in axes else n for axis, n in enumerate(np.shape(x)))
-    return shapes
+def count_norms(units: Units, leaves: Sequence[Array]) -> int:
+    """Return the number of elements of all arrays in `Norms`."""
+    if units.axes is None:
+        return units.size
+    pairs = zip(map(np.shape, leaves), units.axes, strict=True)
+    return sum(math.prod(n for i, n in enumerate(x) if i not in axes) for x, axes in pairs)
 
 
-def select_groups(argument: str, units: Units, keys: Sequence[Hashable]) -> Units:
-    """Select the groups that have a threshold; other leaves are not clipped.
-
-    Each key of the mapping is a label, or a tuple of labels that form one group.
-    """
-    known = set(units.names)
-    group_of: dict[Hashable, int] = {}
-    for position, key in enumerate(keys):
-        members = key if isinstance(key, tuple) and key not in known else (key,)
-        group_of |= dict.fromkeys(members, position)
-    unknown = [label for label in group_of if label not in known]
-    if unknown and known:
-        hint = f"Labels of the tree: {', '.join(sorted(map(repr, known)))}."
+def select_groups(argument: str, units: Units, labels: Sequence[Hashable]) -> Units:
+    """Select the groups that have a threshold; other leaves are not clipped."""
+    unknown = [label for label in labels if label not in units.names]
+    if unknown and units.names:
+        hint = f"Labels of the tree: {', '.join(sorted(map(repr, units.names)))}."
         rule = "a mapping from labels of the tree to thresholds"
         raise value_error(argument, rule, f"the unknown label {unknown[0]!r}", hint)
-    entries = [None if i is None else group_of.get(units.names[i]) for i in units.entries]
-    return Units(tuple(entries), len(keys), tuple(keys))
+    index_of = {label: i for i, label in enumerate(labels)}
+    entries = tuple(index_of.get(units.names[i]) for i in units.entries)
+    return Units(entries, len(labels), tuple(labels))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +73,7 @@ def as_granularity(granularity: Literal["global", "leaf"] | Granularity) -> Gran
 def group(param_labels: Labels) -> Granularity:
     """Compute one norm for all leaves that share a label.
 
-    If the threshold is a mapping, leaves whose label is not a key are not clipped. Use a tuple of
-    labels as a key to combine several labels into one group.
+    If the threshold is a mapping, leaves whose label is not a key are not clipped.
 
     Args:
         param_labels: Prefix tree of labels, or a function `params -> labels`. To label by path, use
@@ -93,6 +84,7 @@ def group(param_labels: Labels) -> Granularity:
 
     Raises:
         TypeError: If `param_labels` is not a prefix tree of the updates; raised at trace time.
+        ValueError: If two labels have the same `str`, which is their name in the metrics.
 
     Examples:
         >>> import jax.numpy as jnp, gradclip_jax as gcx
@@ -107,7 +99,9 @@ def group(param_labels: Labels) -> Granularity:
     def cut(leaves: Sequence[Array], tree: Tree) -> Units:
         labels = labels_of(param_labels, "updates", tree)
         names = tuple(dict.fromkeys(labels))
-        check_labels("param_labels", names)
+        if len({*map(str, names)}) < len(names):
+            hint = "Rename one of them."
+            raise value_error("param_labels", "labels that print differently", names, hint)
         pairs = zip(labels, jax.tree.leaves(tree), strict=True)
         entries = tuple(names.index(label) for label, x in pairs if is_measured(x))
         return Units(entries, len(names), names)
@@ -165,7 +159,7 @@ def axis(axis: int | Sequence[int] | None = None) -> Granularity:
     Args:
         axis: Axes over which one norm is computed. None chooses the axes of
             `optax.adaptive_grad_clip`: all axes of a scalar or vector, axis 0 for rank 2 and 3, and
-            all axes but the last for rank 4 and 5. Inside `shard_map` these axes must not be
+            all axes but the last for higher ranks. Inside `shard_map` these axes must not be
             sharded.
 
     Returns:
@@ -194,14 +188,11 @@ def axis(axis: int | Sequence[int] | None = None) -> Granularity:
 
 def _unit_axes(path: Path, x: Array, axes: Axes | None) -> Axes:
     """Return the axes over which each norm of a leaf is computed; None depends on the rank."""
-    rank, place = np.ndim(x), leaf_path("updates", path)
+    rank = np.ndim(x)
     if axes is not None:
-        return axes_within(axes, x, f" at {place}")
+        return axes_within(axes, x, f" at {leaf_path('updates', path)}")
     if sum(n != 1 for n in np.shape(x)) <= 1:  # compute one norm for a scalar or vector
         return tuple(range(rank))
-    if rank > 5:
-        got, hint = f"None for {describe(x)} at {place}", "Pass the axes of one norm."
-        raise value_error("axis", "specified for leaves with more than 5 axes", got, hint)
     # These are the input axes of linear layers (IO), attention projections, and HWIO and DHWIO
     # filters.
     return (0,) if rank < 4 else tuple(range(rank - 1))

@@ -194,9 +194,7 @@ def norm_dtype(leaves: Iterable[Array]) -> DTypeLike:
 
 def magnitude(x: Array, dtype: DTypeLike) -> Array:
     """`|x|` in float32 or float64."""
-    if jnp.iscomplexobj(x):
-        return jnp.abs(x.astype(wide_dtype(x.dtype, dtype))).astype(dtype)
-    return jnp.abs(x.astype(dtype))
+    return jnp.abs(x.astype(wide_dtype(x.dtype, dtype))).astype(dtype)
 
 
 def reduce_axes(reduce: Callable[..., Array], x: Array, axes: Sequence[int]) -> Array:
@@ -261,48 +259,41 @@ def _unit_norms_jvp(
     norms, dtype = unit_norms(leaves, units, ord, axis_name), norm_dtype(leaves)
     total = functools.partial(totals, units=units, axis_name=axis_name)
 
-    def of_leaves(values: Norms) -> Norms:  # a leaf without a norm receives any value
-        return [values[i or 0] for i in units.entries]
+    of_leaves = [norms[i or 0] for i in units.entries]  # a leaf without a norm takes any value
 
-    def num_tops(x: Array, axes: Axes, norm: Array) -> Array:
+    def num_largest(x: Array, axes: Axes, norm: Array) -> Array:
         return reduce_axes(jnp.sum, (magnitude(x, dtype) == norm).astype(dtype), axes)
 
-    ties = total(num_tops, leaves, of_leaves(norms)) if math.isinf(ord) else norms
-
-    def slope(x: Array, norm: Array, ties: Array) -> Array:
-        is_regular = (norm > 0) & jnp.isfinite(norm)
-        divisor = jnp.where(is_regular, norm, 1).astype(x.dtype)
-        if ord == 2:  # this form is differentiable at zero elements
-            return jnp.where(is_regular, x / divisor, 0)
-        weight = (jnp.abs(x) == norm) / jnp.maximum(ties, 1) if math.isinf(ord) else is_regular
-        return jnp.where(is_regular, _sign(x) * weight.astype(x.dtype), 0)
+    ties = total(num_largest, leaves, of_leaves) if math.isinf(ord) else norms
+    ties = [ties[i or 0] for i in units.entries]
 
     def along(x: Array, axes: Axes, norm: Array, ties: Array, direction: Array) -> Array:
         wide = wide_dtype(x.dtype, dtype)
-        product = jnp.conj(slope(x.astype(wide), norm, ties)) * direction.astype(wide)
+        x, is_regular = x.astype(wide), (norm > 0) & jnp.isfinite(norm)
+        if ord == 2:
+            slope = x / jnp.where(is_regular, norm, 1).astype(wide)
+        else:
+            slope = jnp.sign(x)
+            if math.isinf(ord):
+                slope *= ((jnp.abs(x) == norm) / jnp.maximum(ties, 1)).astype(wide)
+        product = jnp.conj(jnp.where(is_regular, slope, 0)) * direction.astype(wide)
         return reduce_axes(jnp.sum, jnp.real(product).astype(dtype), axes)
 
-    return norms, total(along, leaves, of_leaves(norms), of_leaves(ties), directions)
+    return norms, total(along, leaves, of_leaves, ties, directions)
 
 
 def root_mean_squares(
     norms: Norms, leaves: Sequence[Array], units: Units, axis_name: AxisName
 ) -> Norms:
     """Divide the norm of each slice by the root of its number of elements."""
-    rows = zip(leaves, units.axes or (), strict=True)
-    sizes = [math.prod(x.shape[i] for i in axes) for x, axes in rows]
-    shards = [replica_count(frozenset(), shard_axes(x, axis_name)) for x in leaves]
-    roots = [math.sqrt(max(n * size, 1)) for n, size in zip(shards, sizes, strict=True)]
-    # XLA:CPU would repeat a division by a constant in every kernel that reads the result.
-    divisors = {root: fusion_barrier(jnp.asarray(root, norm_dtype(norms))) for root in roots}
-    return [norm / divisors[root] for norm, root in zip(norms, roots, strict=True)]
 
+    def divide(norm: Array, x: Array, axes: Axes) -> Array:
+        num_shards = replica_count(frozenset(), shard_axes(x, axis_name))
+        root = math.sqrt(max(num_shards * math.prod(x.shape[i] for i in axes), 1))
+        # XLA:CPU would repeat a division by a constant in every kernel that reads the result.
+        return norm / fusion_barrier(jnp.asarray(root, norm.dtype))
 
-def _sign(x: Array) -> Array:
-    """Return `x / |x|`. Before JAX 0.12, the derivative of `jnp.sign` is zero for complex x."""
-    if not jnp.iscomplexobj(x):
-        return jnp.sign(x)
-    return x / jnp.abs(jnp.where(x == 0, 1, x)).astype(x.dtype)
+    return list(map(divide, norms, leaves, units.axes or ()))
 
 
 def totals(

@@ -1,20 +1,19 @@
 """Thresholds: numbers, schedules, and rules that depend on earlier norms or on the parameters.
 
-The published rules are in `adaptive/`. Users can define their own rules with the class `Rule`.
+The published rules are in `_rules.py`. Users can define their own rules with the class `Rule`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from .._checks import check_number, describe, is_scalar, shapes_of, shortened
-from .._errors import public, type_error, value_error
+from .._checks import check_number, describe, is_function, is_scalar, shapes_of, shortened
+from .._errors import public, type_error
 from .._states import increment_where
 from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree
 from ._norm import Norms, split
@@ -114,53 +113,19 @@ def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
 
 
 def as_rule(argument: str, threshold: Threshold, *, low: float = 0.0) -> Rule:
-    """Convert a number above `low` or a schedule to a rule; check and return a rule unchanged."""
+    """Convert a number above `low` or a schedule to a rule; return a rule unchanged."""
     if isinstance(threshold, Rule):
-        _check_rule(argument, threshold)
         return threshold
-    if callable(threshold) and not isinstance(threshold, type):
+    if is_function(threshold):
         return scheduled(argument, threshold)
-    if not is_scalar(threshold, jnp.floating, jnp.integer):
-        hint = (
-            "Use `clip_by_group_norm` for several thresholds, and `clip_grad_norm(grads, max_norm)`"
-            " to clip a tree without a transformation."
-        )
-        raise type_error(argument, "a number, a schedule or a rule", shortened(threshold), hint)
-    check_number(argument, threshold, "Pass a positive number.", f"({low}, inf]")
+    hint = (
+        "Or pass a schedule or a rule. Use `clip_by_group_norm` for several thresholds, and"
+        " `clip_grad_norm(grads, max_norm)` to clip a tree without a transformation."
+    )
+    check_number(argument, threshold, hint, f"({low}, inf]")
     # An int above 2^31 is not an int32.
     value: Any = float(threshold) if isinstance(threshold, int) else threshold
     return _Constant(lambda norm: (), lambda norm, state, _: (value, state))
-
-
-def _check_rule(argument: str, rule: Rule) -> None:
-    """Raise if `rule.update` does not return a threshold, and a state like that of `rule.init`."""
-
-    def first_step(norm: Array) -> Tree:
-        state = rule.init(norm)
-        return state, rule.update(norm, state, norm if rule.uses_params else None)
-
-    norm = jax.ShapeDtypeStruct((), jnp.float32)
-    hint = "Pass `uses_params=True` to `Rule` if `update` uses `param_norm`."
-    try:
-        state, got = jax.eval_shape(first_step, norm)
-    except (TypeError, AttributeError) as error:
-        if rule.uses_params or "None" not in str(error):
-            raise
-        must = "a rule that uses no parameters"
-        raise type_error(argument, must, f"{type(error).__name__}: {error}", hint) from error
-    before, after = jax.tree.leaves(state), jax.tree.leaves(got)[1:]
-    is_narrowed = any(  # an integer state would drop the fractions of a new float
-        x.dtype == bool
-        or jnp.result_type(x, y) != x.dtype
-        and not jnp.issubdtype(x.dtype, jnp.floating)
-        for x, y in zip(before, after, strict=False)
-    )
-    if is_narrowed or shapes_of(got) != shapes_of((norm, state)):
-        must = (
-            "a rule whose `update` returns a threshold for each norm, and a state with the shapes "
-            f"and dtypes of {shortened(state)}, without bools"
-        )
-        raise type_error(argument, must, shortened(got), hint)
 
 
 @public
@@ -178,7 +143,6 @@ def capped(rule: Rule, max_threshold: Number) -> Rule:
         >>> clip.update(jnp.array([3.0]), clip.init(jnp.zeros(1)))[0].tolist()
         [1.0]
     """
-    rule = as_rule("rule", rule)
     check_number("max_threshold", max_threshold, "Use the rule without `capped` for no bound.")
 
     def update(norm: Array, state: Tree, param_norm: Array | None) -> tuple[Array, Tree]:
@@ -222,89 +186,47 @@ def apply_rule(
 def as_rules(
     argument: str, threshold: Any, *, is_group: bool
 ) -> tuple[tuple[Rule, ...], tuple[Hashable, ...] | None]:
-    """Convert a threshold to a rule, or a mapping of thresholds for groups to rules and keys."""
+    """Convert a threshold to a rule, or a mapping of thresholds for groups to rules and labels."""
     if not (is_group and isinstance(threshold, Mapping)):
         return (as_rule(argument, threshold),), None
-    check_labels(argument, threshold)
-    rules = [as_rule(f"{argument}[{key!r}]", x) for key, x in threshold.items()]
+    rules = [as_rule(f"{argument}[{label!r}]", x) for label, x in threshold.items()]
     return tuple(rules), tuple(threshold)
 
 
-def has_state(rule: Rule) -> bool:
-    """Return whether the threshold depends on earlier steps."""
-    if isinstance(rule, _Constant):
-        return False
-    norm = jax.ShapeDtypeStruct((), jnp.float32)
-    return bool(jax.tree.leaves(jax.eval_shape(rule.init, norm)))
+def init_rules(rules: Sequence[Rule], num_norms: int) -> Tree:
+    """Return the initial state of one rule for all norms, or of a rule for each norm.
 
-
-def init_rules(argument: str, rules: Sequence[Rule], shapes: Sequence[tuple[int, ...]]) -> Tree:
-    """Return the initial states for norms of these shapes; () if no rule has a state."""
-    states: list[Tree] = []
-    for rule, own in zip(rules, _by_rule(rules, shapes), strict=True):
-        shape = () if list(own) == [()] else (sum(map(math.prod, own)),)
-        states.append(init_state(rule, shape))
-        for x in jax.tree.leaves(states[-1]):
-            if x.shape and x.shape[x.ndim - len(shape) :] != shape:
-                is_rule = f"a rule whose state has shape (), or shapes that end with {shape}"
-                hint = "Use the shape of the argument of `init`, which is that of the norms."
-                raise type_error(argument, is_rule, shortened(states[-1]), hint)
-    return tuple(states) if jax.tree.leaves(states) else ()
+    The states are () if no rule has a state.
+    """
+    shape = () if len(rules) > 1 or num_norms == 1 else (num_norms,)
+    states = tuple(init_state(rule, shape) for rule in rules)
+    return states if jax.tree.leaves(states) else ()
 
 
 def apply_rules(
-    rules: Sequence[Rule],
-    norms: Norms,
-    param_norms: Norms | None,
-    states: Tree,
-    is_finite: Scalar,
+    rules: Sequence[Rule], norms: Norms, param_norms: Norms, states: Tree, is_finite: Scalar
 ) -> tuple[list[Any], Tree]:
     """Return a threshold for each array of norms or one for all, and the next states."""
     thresholds: list[Any] = []
     after: list[Tree] = []
-    columns = _by_rule(rules, norms), _by_rule(rules, param_norms or norms)
+    columns = ([x] if len(rules) == 1 else [[norm] for norm in x] for x in (norms, param_norms))
     for rule, own, params, state in zip(rules, *columns, states or [()] * len(rules), strict=True):
         if isinstance(rule, _Constant):
             thresholds.append(rule.update(jnp.zeros(()), (), None)[0])
-        elif jax.tree.leaves(state):  # the rule receives its norms as one vector
-            param_norm = _as_vector(params) if rule.uses_params else None
-            vector = _as_vector(own)
-            expected = jax.eval_shape(rule.init, vector.astype(jnp.float32))
+        elif jax.tree.leaves(expected := jax.eval_shape(rule.init, _as_vector(own))):
             if shapes_of(state) != shapes_of(expected):
-                got, hint = shortened(state), "Call `init` with the structure of the updates."
-                raise type_error("state", f"like {shortened(expected)}", got, hint)
-            vector, state = apply_rule(rule, vector, state, param_norm, is_finite)
+                hint = "Pass the state of `init` for the structure of the updates."
+                raise type_error("state", f"like {shortened(expected)}", shortened(state), hint)
+            # The rule receives its norms as one vector.
+            vector, state = apply_rule(rule, _as_vector(own), state, _as_vector(params), is_finite)
             thresholds += split(vector, own)
         else:
-            pairs = zip(own, params, strict=True)
-            thresholds += [apply_rule(rule, x, (), param_norm)[0] for x, param_norm in pairs]
+            thresholds += [apply_rule(rule, x, (), y)[0] for x, y in zip(own, params, strict=True)]
         after.append(state)
     return thresholds, tuple(after) if states else ()
 
 
-def _by_rule(rules: Sequence[Rule], values: Sequence[Any]) -> list[Sequence[Any]]:
-    """Return the values of the norms of each rule: one rule for all norms, or one for each."""
-    return [values] if len(rules) == 1 else [[x] for x in values]
-
-
-def check_labels(argument: str, keys: Iterable[Hashable]) -> None:
-    """Raise if a label, or the name of a group in the metrics, is empty or not unique."""
-    keys = list(keys)
-    labels = [x for key in keys for x in (key if isinstance(key, tuple) else (key,))]
-    for names in (list(map(str, labels)), list(map(group_name, keys))):
-        bad = [name for name in names if not name or names.count(name) > 1]
-        if bad:  # labels that print alike, such as 1 and "1", count as equal
-            hint = "Rename one of them."
-            raise value_error(argument, "distinct, non-empty labels", f"{bad}", hint)
-
-
-def group_name(key: Hashable) -> str:
-    """Return the name of a group in the metrics."""
-    return "+".join(map(str, key)) if isinstance(key, tuple) else str(key)
-
-
 def _as_vector(norms: Sequence[Array]) -> Array:
-    """Concatenate norms to one vector; return a single scalar unchanged."""
-    if len(norms) == 1 and not norms[0].ndim:
-        return norms[0]
-    return jnp.concatenate([x.reshape(-1) for x in norms] or [jnp.zeros(0)])
+    """Concatenate norms to one vector; return a scalar for a single norm."""
+    vector = jnp.concatenate([x.reshape(-1) for x in norms] or [jnp.zeros(0)])
+    return vector.reshape(()) if vector.size == 1 else vector

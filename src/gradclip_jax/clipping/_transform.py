@@ -1,21 +1,27 @@
-"""Public transformations that clip by norm, which call `norm_clip`, or by value."""
+"""Public transformations that clip by norm or by value."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from .._checks import check_number, is_traced
 from .._errors import public, value_error
 from .._leaves import checked_leaves
-from .._types import AxisName, Labels, Number, Order, Tree
+from .._types import UNBOUNDED, Array, AxisName, Count, Labels, Number, Order, Tree
 from ._clip import Reaction, norm_clip
-from ._formula import clamp_leaf
+from ._formula import clamp_leaf, scale_factor
 from ._granularity import Granularity, group, layer
-from ._threshold import Threshold
+from ._granularity import axis as unit_axis
+from ._norm import norm_of_leaves
+from ._rules import EmaState, ema, zscore
+from ._rules import percentile as percentile_rule
+from ._threshold import Threshold, capped, relative_to_params
 
 
 @public
@@ -26,7 +32,6 @@ def clip_by_norm(
     reaction: Reaction = "scale",
     ord: Order | None = None,
     axis_name: AxisName = None,
-    nonfinite: Literal["propagate", "zero"] = "propagate",
 ) -> optax.GradientTransformation:
     """Clip by norm with a configurable granularity, threshold and reaction.
 
@@ -50,8 +55,7 @@ def clip_by_norm(
     | step | update |
     | --- | --- |
     | norm <= threshold, or all zero | unchanged bit for bit, unless `reaction` is a function |
-    | a NaN or infinity, `nonfinite="propagate"` | every measured leaf is NaN |
-    | a NaN or infinity, `nonfinite="zero"` | zero; the factor in `metrics` is 0 |
+    | a NaN or infinity | every measured leaf is NaN, which a guard detects |
     | traced threshold <= 0 | zero |
 
     Args:
@@ -65,7 +69,6 @@ def clip_by_norm(
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
             does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`). `()` clips
             on each device by its own norm, and the state then varies over devices.
-        nonfinite: "propagate" or "zero".
 
     Returns:
         A gradient transformation with a `ClipState`. `update(grads, None)` works unless the
@@ -102,7 +105,6 @@ def clip_by_norm(
         reaction=reaction,
         ord=ord,
         axis_name=axis_name,
-        nonfinite=nonfinite,
     )
 
 
@@ -112,7 +114,6 @@ def clip_by_global_norm(
     ord: Order | None = None,
     *,
     axis_name: AxisName = None,
-    nonfinite: Literal["propagate", "zero"] = "propagate",
 ) -> optax.GradientTransformation:
     """Scale the update so that its global norm is at most `max_norm`.
 
@@ -123,8 +124,7 @@ def clip_by_global_norm(
     | norm <= `max_norm`, or all zero | unchanged bit for bit |
     | norm > `max_norm` | scaled in at least float32, and rounded once to the leaf's dtype |
     | float32 elements from 3e-17, norm up to 4e21 | correct to 1e-6; see `global_norm` |
-    | a NaN or infinity, `nonfinite="propagate"` | every leaf is NaN |
-    | a NaN or infinity, `nonfinite="zero"` | zero; the factor in `metrics` is 0 |
+    | a NaN or infinity | every leaf is NaN, which `skip_nonfinite` detects |
     | traced `max_norm` <= 0 | zero |
     | no leaves | unchanged |
 
@@ -139,14 +139,13 @@ def clip_by_global_norm(
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
             does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`). `()` clips
             on each device by its own norm, and the state then varies over devices.
-        nonfinite: "propagate" or "zero".
 
     Returns:
         A gradient transformation with a `ClipState`. `update(grads, None)` works unless `max_norm`
         has a state (a schedule, or a rule that depends on earlier norms).
 
     Raises:
-        ValueError: If `max_norm` or `ord` is not positive, or if `nonfinite` is unknown.
+        ValueError: If `max_norm` is not positive, or if `ord` is not 1, 2 or inf.
         TypeError: If `max_norm` is not a valid threshold, or if a leaf is not floating-point or
             complex.
 
@@ -161,7 +160,7 @@ def clip_by_global_norm(
     References:
         Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063.
     """
-    return norm_clip("max_norm", max_norm, ord=ord, axis_name=axis_name, nonfinite=nonfinite)
+    return norm_clip("max_norm", max_norm, ord=ord, axis_name=axis_name)
 
 
 @public
@@ -171,7 +170,6 @@ def clip_by_leaf_norm(
     ord: Order | None = None,
     axis_name: AxisName = None,
     num_layer_axes: Tree = None,
-    nonfinite: Literal["propagate", "zero"] = "propagate",
 ) -> optax.GradientTransformation:
     """Scale each leaf so that its norm is at most `max_norm`.
 
@@ -184,8 +182,6 @@ def clip_by_leaf_norm(
         num_layer_axes: Number of leading axes of a leaf that index layers, an integer or a prefix
             tree of integers; each layer is clipped separately. Use 1 for layers that are stacked
             for `lax.scan`. These axes must not be sharded inside `shard_map`.
-        nonfinite: Result if any leaf is not finite; "propagate" returns NaN for all leaves, "zero"
-            returns zeros.
 
     Returns:
         A gradient transformation with a `ClipState`, whose scalars summarize all leaves.
@@ -204,8 +200,7 @@ def clip_by_leaf_norm(
         >>> updates["w"].tolist(), updates["b"].tolist()
         ([0.0, 1.0], [0.25])
     """
-    units = layer(num_layer_axes)
-    return norm_clip("max_norm", max_norm, units, ord=ord, axis_name=axis_name, nonfinite=nonfinite)
+    return norm_clip("max_norm", max_norm, layer(num_layer_axes), ord=ord, axis_name=axis_name)
 
 
 @public
@@ -215,22 +210,18 @@ def clip_by_group_norm(
     *,
     ord: Order | None = None,
     axis_name: AxisName = None,
-    nonfinite: Literal["propagate", "zero"] = "propagate",
 ) -> optax.GradientTransformation:
     """Scale each group of leaves so that its norm is at most its threshold.
 
-    Leaves whose label is not in `max_norms` are neither clipped nor measured. Use a tuple of labels
-    as a key to combine these labels into one group.
+    Leaves whose label is not in `max_norms` are neither clipped nor measured.
 
     Args:
-        max_norms: Mapping from label, or tuple of labels, to threshold; a positive number, a traced
-            scalar, a schedule, or a rule from `gcx.thresholds`. Or one threshold for each group.
+        max_norms: Mapping from label to threshold; a positive number, a traced scalar, a schedule,
+            or a rule from `gcx.thresholds`. Or one threshold for each group.
         param_labels: Prefix tree of labels, or a function `params -> labels`. To label by path, use
             `lambda params: jax.tree_util.tree_map_with_path(label_of_path, params)`.
         ord: Order of the norm: 1, 2 or inf. None means 2.
         axis_name: See `clip_by_global_norm`.
-        nonfinite: Result if any measured leaf is not finite; "propagate" returns NaN for all
-            measured leaves, "zero" returns zeros. Other leaves are unchanged.
 
     Returns:
         A gradient transformation with a `ClipState`, which contains norm, threshold and factor of
@@ -252,10 +243,7 @@ def clip_by_group_norm(
         >>> float(updates["fp8"][0]), float(state.grad_norm["body"])
         (9.0, 5.0)
     """
-    units = group(param_labels)
-    return norm_clip(
-        "max_norms", max_norms, units, ord=ord, axis_name=axis_name, nonfinite=nonfinite
-    )
+    return norm_clip("max_norms", max_norms, group(param_labels), ord=ord, axis_name=axis_name)
 
 
 @public
@@ -264,7 +252,6 @@ def clip_by_block_rms(
     *,
     axis_name: AxisName = None,
     num_layer_axes: Tree = None,
-    nonfinite: Literal["propagate", "zero"] = "propagate",
 ) -> optax.GradientTransformation:
     """Scale each leaf so that its root mean square is at most `threshold`.
 
@@ -275,7 +262,6 @@ def clip_by_block_rms(
         threshold: Maximum RMS of a leaf, with the same types as `max_norm` of `clip_by_leaf_norm`.
         axis_name: See `clip_by_global_norm`.
         num_layer_axes: See `clip_by_leaf_norm`.
-        nonfinite: See `clip_by_leaf_norm`.
 
     Returns:
         A gradient transformation with a `ClipState`.
@@ -297,7 +283,208 @@ def clip_by_block_rms(
         Shazeer and Stern, 2018, arXiv 1804.04235, section 6.
     """
     units = layer(num_layer_axes, rms=True)
-    return norm_clip("threshold", threshold, units, axis_name=axis_name, nonfinite=nonfinite)
+    return norm_clip("threshold", threshold, units, axis_name=axis_name)
+
+
+@public
+def adaptive_grad_clip(
+    clipping: Number = 0.01,
+    eps: Number = 1e-3,
+    axis: int | Sequence[int] | None = None,
+    *,
+    axis_name: AxisName = None,
+) -> optax.GradientTransformation:
+    """Clip the gradient of each row or filter relative to the norm of its parameters (AGC).
+
+    `g_i * min(1, clipping * max(norm(w_i), eps) / norm(g_i))` for each row or filter i. The
+    paper does not clip the last linear layer; use `optax.masked` to exclude it. Where parameters
+    are zero, as in one factor of a new LoRA adapter, the threshold is `clipping * eps`, which is
+    1e-5 with the defaults: exclude them as well, or increase `eps`.
+
+    Args:
+        clipping: Maximum ratio of gradient norm to parameter norm; a positive number.
+        eps: Lower bound of the parameter norm, > 0; with it, parameters that are zero can be
+            updated.
+        axis: Axes over which each norm is computed, static. None chooses them by rank, as Optax
+            does: all axes of a scalar or vector, axis 0 for rank 2 and 3, and all axes but the last
+            for higher ranks. Inside `shard_map` these axes must not be sharded.
+        axis_name: See `clip_by_global_norm`.
+
+    Returns:
+        A gradient transformation with a `ClipState`; `update` requires `params`.
+
+    Raises:
+        ValueError: If a number is not positive, if `axis` is invalid for a leaf, or if `params` is
+            missing.
+        TypeError: If an argument is not a number, if `axis` is traced, or if a leaf is not
+            floating-point or complex.
+
+    Examples:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clip = gcx.adaptive_grad_clip(0.5)
+        >>> params, grads = jnp.array([3.0, 4.0]), jnp.array([0.0, 10.0])
+        >>> updates, _ = clip.update(grads, clip.init(params), params)
+        >>> updates.tolist()
+        [0.0, 2.5]
+
+    References:
+        Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171.
+    """
+    check_number("clipping", clipping, "The paper uses 0.01 for large batches.")
+    rule = relative_to_params(clipping, eps)
+    return norm_clip("clipping", rule, unit_axis(axis), axis_name=axis_name)
+
+
+@public
+def autoclip(
+    percentile: Number = 10.0,
+    window: Count | None = None,
+    *,
+    axis_name: AxisName = None,
+) -> optax.GradientTransformation:
+    """Clip to a percentile of the recent global norms (AutoClip).
+
+    Try this adaptive clip first. It works at every gradient scale, and in docs/study.md its default
+    was closer to the best fixed threshold than the default of any other rule. The paper's
+    percentile of 10 clips nine of ten steps, so tune the learning rate together with it. A
+    percentile of 90 clips one of ten steps.
+
+    Args:
+        percentile: Percentile from 1 to 100, with linear interpolation as in
+            `numpy.percentile`.
+        window: Number of norms in the window, 1 to 2^20, static; None means 1000. The paper uses
+            all norms.
+        axis_name: See `clip_by_global_norm`.
+
+    Returns:
+        A gradient transformation with a `ClipState`.
+
+    Raises:
+        ValueError: If a number is out of range.
+        TypeError: If `window` is traced.
+
+    Examples:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clip = gcx.autoclip(percentile=50.0)
+        >>> state = clip.init(jnp.zeros(1))
+        >>> for grad in (2.0, 4.0, 60.0):
+        ...     updates, state = clip.update(jnp.array([grad]), state)
+        >>> updates.tolist()
+        [4.0]
+
+    References:
+        Seetharaman, Wichern, Pardo and Le Roux, 2020, arXiv 2007.14469.
+    """
+    rule = percentile_rule(percentile, 1000 if window is None else window)
+    return norm_clip("percentile", rule, axis_name=axis_name)
+
+
+@public
+def zclip(
+    z_threshold: Number = 2.5,
+    decay: Number = 0.97,
+    warmup_steps: int = 25,
+    max_norm: Number | None = 1.0,
+    *,
+    axis_name: AxisName = None,
+) -> optax.GradientTransformation:
+    """Clip the global norm if it is an outlier among recent norms (ZClip).
+
+    `zclip(max_norm=None)` works at every scale of the norm and only changes outliers. The paper's
+    `max_norm` of 1 is an additional fixed bound for language models with norms below 1. A model
+    with norms of about 30 would be clipped at every step.
+
+    Args:
+        z_threshold: Maximum z-score of a norm that is not clipped; a positive number.
+        decay: Decay rate of the moving averages of mean and variance, at least 0 and below 1.
+        warmup_steps: Number of norms in the initial mean and variance, >= 1.
+        max_norm: Fixed upper bound of the threshold, also during the warm-up, in the unit of
+            the gradients, > 0; None for no bound. The moving averages do not depend on it.
+        axis_name: See `clip_by_global_norm`.
+
+    Returns:
+        A gradient transformation with a `ClipState`.
+
+    Raises:
+        ValueError: If a number is out of range.
+
+    Examples:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clip = gcx.zclip(2.0, warmup_steps=2, max_norm=None)
+        >>> state = clip.init(jnp.zeros(1))
+        >>> for grad in (2.0, 4.0, 11.0):  # 11 is 8 deviations above the mean
+        ...     updates, state = clip.update(jnp.array([grad]), state)
+        >>> round(updates.item(), 4)
+        3.5
+
+    References:
+        Kumar, Owen, Chowdhury and Guera, 2025, arXiv 2504.02507.
+    """
+    rule = zscore(z_threshold, decay, warmup_steps)
+    if max_norm is not None:
+        check_number("max_norm", max_norm, "The paper uses 1; pass None for no bound.")
+        rule = capped(rule, max_norm)
+    return norm_clip("max_norm", rule, axis_name=axis_name)
+
+
+@public
+def adagc(
+    relative: Number = 1.05,
+    absolute: Number = 1.0,
+    decay: Number = 0.98,
+    warmup_steps: int = 100,
+    *,
+    axis_name: AxisName = None,
+    num_layer_axes: Tree = None,
+) -> optax.GradientTransformation:
+    """Clip each leaf to a multiple of the moving average of its clipped norms (AdaGC).
+
+    During the warm-up the global norm is clipped to `absolute`, and the average of each leaf is its
+    smallest norm so far. The default of 1 from the paper is suitable for language models with
+    gradient norms below 1. If norms are about 30, the averages need thousands of steps to adapt.
+    `jnp.inf` works at every scale, but does not clip during the warm-up.
+
+    Args:
+        relative: Maximum ratio of a norm to its average; a positive number.
+        absolute: Maximum global norm during the warm-up, in the unit of the gradients; a positive
+            number, or inf for no bound.
+        decay: Decay rate of the average, at least 0 and below 1.
+        warmup_steps: Number of warm-up steps, >= 1.
+        axis_name: See `clip_by_global_norm`.
+        num_layer_axes: See `clip_by_leaf_norm`.
+
+    Returns:
+        A gradient transformation with a `ClipState`.
+
+    Raises:
+        ValueError: If a number is out of range.
+        TypeError: If `num_layer_axes` is traced.
+
+    Examples:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clip = gcx.adagc(2.0, warmup_steps=1)
+        >>> grads = {"w": jnp.array(0.5), "b": jnp.array(0.25)}
+        >>> _, state = clip.update(grads, clip.init(grads))
+        >>> updates, _ = clip.update({"w": jnp.array(0.75), "b": jnp.array(9.0)}, state)
+        >>> float(updates["w"]), float(updates["b"])
+        (0.75, 0.5)
+
+    References:
+        Wang et al., 2025, arXiv 2502.11034, version 2; the algorithm is that of version 1.
+    """
+    check_number("relative", relative, "The paper uses 1.05.")
+    check_number("absolute", absolute, "The paper uses 1; pass inf for no bound.")
+    rule = ema(relative, decay, warmup_steps, warmup_max=UNBOUNDED)
+
+    def update(norms: Array, state: EmaState, param_norms: Array | None) -> tuple[Array, EmaState]:
+        # `norms` is a vector of all leaf norms, because this rule has a state.
+        factor = scale_factor(norm_of_leaves([norms], 2.0, None), jnp.minimum(absolute, UNBOUNDED))
+        scaled = jnp.where(state.step_count < warmup_steps, factor, 1) * norms
+        thresholds, state = rule.update(scaled, state, None)
+        return jnp.where(scaled < norms, jnp.minimum(scaled, thresholds), thresholds), state
+
+    both = dataclasses.replace(rule, update=update)
+    return norm_clip("relative", both, layer(num_layer_axes), axis_name=axis_name)
 
 
 @public

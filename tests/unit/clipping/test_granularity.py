@@ -15,20 +15,14 @@ from clip_cases import assert_close, assert_same_bits, step
 # --- layers stacked in a leaf; test_grid.py has more ------------------------------------------
 
 
-def test_stacked_rms_is_that_of_a_layer():
+def test_stacked_rms_is_that_of_a_layer_and_empty_layers_pass():
     x = trees.normal((3, 4, 5)) * np.float32([[[0.1]], [[1.0]], [[10.0]]])
-    updates, state = step(gcx.clip_by_block_rms(0.5, num_layer_axes=1), x)
+    grads = {"x": x, "a": jnp.zeros((0, 3)), "b": jnp.zeros((2, 0))}
+    updates, state = step(gcx.clip_by_block_rms(0.5, num_layer_axes=1), grads)
     exact = [oracles.clip_by_block_rms([layer], 0.5)[0] for layer in x]
-    np.testing.assert_allclose(updates, exact, rtol=1e-6)
+    np.testing.assert_allclose(updates["x"], exact, rtol=1e-6)
     np.testing.assert_allclose(state.grad_norm, oracles.vector_norm(x), rtol=1e-6)
-
-
-def test_layers_without_elements_pass():
-    grads = {"a": jnp.zeros((0, 3)), "b": jnp.zeros((2, 0)), "c": jnp.float32([[3.0], [4.0]])}
-    updates, state = step(gcx.clip_by_leaf_norm(1.0, num_layer_axes=1), grads)
     assert updates["a"].shape == (0, 3) and updates["b"].shape == (2, 0)
-    np.testing.assert_allclose(updates["c"], [[1.0], [1.0]])
-    assert float(state.grad_norm) == 5.0
 
 
 # --- groups ---------------------------------------------------------------------------------
@@ -63,17 +57,16 @@ def test_labels_are_a_tree_a_prefix_or_a_function(labels):
     assert state.clip_threshold == bounds
 
 
-@pytest.mark.parametrize(("nonfinite", "value"), [("propagate", math.nan), ("zero", 0.0)])
-def test_a_group_without_a_threshold_is_neither_changed_nor_measured(nonfinite, value):
+def test_a_group_without_a_threshold_is_neither_changed_nor_measured():
     grads = grouped_grads()
     grads["fp8"] = grads["fp8"].at[2].set(math.nan)
-    clip = gcx.clip_by_group_norm({"enc": 1.0}, FULL_LABELS, nonfinite=nonfinite)
+    clip = gcx.clip_by_group_norm({"enc": 1.0}, FULL_LABELS)
     updates, state = step(clip, grads)
     assert np.isfinite(updates["enc"]["w"]).all() and np.isfinite(state.grad_norm["enc"])
     # And the other way round: a NaN in a measured group leaves the others alone.
     grads["enc"]["w"] = grads["enc"]["w"].at[0, 0].set(math.nan)
     spoiled, _ = step(clip, grads)
-    np.testing.assert_array_equal(np.float32(spoiled["enc"]["b"]), np.full(5, value))
+    np.testing.assert_array_equal(np.float32(spoiled["enc"]["b"]), np.full(5, math.nan))
     for found in (updates, spoiled, step(gcx.clip_by_group_norm({}, FULL_LABELS), grads)[0]):
         assert_same_bits((found["fp8"], found["dec"]), (grads["fp8"], grads["dec"]))
 
@@ -81,18 +74,20 @@ def test_a_group_without_a_threshold_is_neither_changed_nor_measured(nonfinite, 
 # --- rows and filters -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("shape", "axis", "axes"),
-    [
-        # Default units of leaves with fewer axes are Optax's: test_transform.py.
-        ((2, 2, 2, 3, 4), None, (0, 1, 2, 3)),
-        *(((4, 2, 3), axis, axis) for axis in ((0,), (-1,), (2,), (0, 2), (-1, 1), ())),
-    ],
-)
-def test_units_over_any_axis(shape, axis, axes):
-    grads, params = (trees.normal(shape, seed=seed) for seed in (1, 2))
-    updates, _ = step(gcx.adaptive_grad_clip(0.3, axis=axis), grads, params)
-    assert_close([updates], oracles.adaptive_grad_clip([grads], [params], 0.3, 1e-3, [axes]))
+def test_units_over_any_axis():
+    # Default units of leaves with fewer axes are Optax's: test_transform.py.
+    rows = [((2, 2, 2, 3, 4), None, (0, 1, 2, 3))]
+    rows += [((4, 2, 3), axis, axis) for axis in ((0,), (2,), (0, 2), (-1, 1), ())]
+    grads, params = ([trees.normal(row[0], seed=seed) for row in rows] for seed in (1, 2))
+    clips = [gcx.adaptive_grad_clip(0.3, axis=axis) for _, axis, _ in rows]
+
+    @jax.jit
+    def update(grads, params):
+        rows = zip(clips, grads, params, strict=True)
+        return [clip.update(x, None, param)[0] for clip, x, param in rows]
+
+    exact = oracles.adaptive_grad_clip(grads, params, 0.3, 1e-3, [axes for *_, axes in rows])
+    assert_close(update(grads, params), exact)
 
 
 @pytest.mark.parametrize("which", ["gradient", "parameters"])
@@ -111,12 +106,11 @@ def test_units_of_extreme_magnitudes(which):
 # --- labels and reactions -------------------------------------------------------------------
 
 
-def test_labels_of_several_types_and_tuples_of_labels_may_be_mixed():
-    grads = {"a": jnp.float32([3.0]), "b": jnp.float32([4.0]), "c": jnp.float32([8.0])}
-    labels = {"a": "a", "b": "b", "c": 1}
-    updates, state = step(gcx.clip_by_group_norm({("a", "b"): 1.0, 1: 2.0}, labels), grads)
-    assert_close(updates, [[0.6], [0.8], [2.0]])
-    assert {key: float(value) for key, value in state.grad_norm.items()} == {"a+b": 5.0, "1": 8.0}
+def test_labels_of_several_types_may_be_mixed():
+    grads = {"a": jnp.float32([3.0]), "b": jnp.float32([8.0])}
+    updates, state = step(gcx.clip_by_group_norm({"a": 1.0, 1: 2.0}, {"a": "a", "b": 1}), grads)
+    assert_close(updates, [[1.0], [2.0]])
+    assert {key: float(value) for key, value in state.grad_norm.items()} == {"a": 3.0, "1": 8.0}
 
 
 @pytest.mark.parametrize(
@@ -124,7 +118,6 @@ def test_labels_of_several_types_and_tuples_of_labels_may_be_mixed():
     [
         (lambda norm, threshold: (1 + threshold / norm) / 2, [0.6, 1.0]),
         (lambda norm, threshold: threshold - norm, [0.0, 0.5]),
-        (lambda norm, threshold: 0.5, [0.5, 0.5]),
     ],
 )
 def test_a_reaction_of_ones_own_is_held_within_zero_and_one(reaction, factors):
@@ -135,6 +128,6 @@ def test_a_reaction_of_ones_own_is_held_within_zero_and_one(reaction, factors):
 
 def test_a_reaction_of_ones_own_gets_no_threshold_that_is_infinite():
     rule = gcx.thresholds.Rule(jnp.zeros_like, lambda norm, state, _: (jnp.inf * (norm + 1), state))
-    for threshold in (jnp.inf, rule, gcx.thresholds.mean_std()):
+    for threshold in (jnp.inf, rule):
         clip = gcx.clip_by_norm(threshold, reaction=lambda n, t: t / n * jnp.tanh(n / t))
         assert step(clip, np.float32([3.0, 4.0]))[0].tolist() == [3.0, 4.0]

@@ -22,6 +22,7 @@ ULPS = 8.0  # 1e-6 in float32: invariant 4
 ORDERS = (1.0, 2.0, math.inf)
 
 tree_norm = jax.jit(gcx.global_norm, static_argnames=("ord", "axis_name"))
+leaf_norms = jax.jit(gcx.leaf_norms)
 
 
 def worst(tree, ord=2.0) -> float:
@@ -40,20 +41,27 @@ def own_norms(x, axes, ord=2.0):
 # --- accuracy -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "complex64", *trees.LOW])
-def test_norm_is_right_in_every_dtype(dtype):
-    for seed in range(5):
-        tree = [trees.normal((50, 60), dtype, seed=seed), trees.normal((7,), dtype, seed=seed)]
+def test_norm_is_right_in_every_dtype():
+    """Of two leaves of each dtype, and of all leaves together."""
+    trees_of = {
+        dtype: [trees.normal((50, 60), dtype), trees.normal((7,), dtype, seed=1)]
+        for dtype in ("float32", "complex64", *trees.LOW)
+    }
+
+    @jax.jit
+    def norms(tree):
+        orders = {ord: gcx.global_norm(tree, ord=ord) for ord in ORDERS}
+        return orders, {dtype: gcx.global_norm(x) for dtype, x in tree.items()}
+
+    together, each = norms(trees_of)
+    for dtype, tree in trees_of.items():
         exact = oracles.global_norm(trees.leaves(tree))
-        np.testing.assert_allclose(tree_norm(tree), exact, rtol=1e-6)  # invariant 4
+        np.testing.assert_allclose(each[dtype], exact, rtol=1e-6, err_msg=dtype)  # invariant 4
+    for ord, norm in together.items():
+        assert oracles.ulps(norm, oracles.global_norm(trees.leaves(trees_of), ord)) <= ULPS
 
 
-@pytest.mark.parametrize("ord", ORDERS)
-def test_norm_of_mixed_dtypes_is_right(ord):
-    assert worst(trees.build("mixed_dtypes"), ord) <= ULPS
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 17, 32, 33, 64, 512, 900, 1024, 4000, 4096, 20_000])
+@pytest.mark.parametrize("size", [1, 5, 33, 900, 4096, 20_000])
 def test_norm_of_a_small_constant_array_is_right(size):
     # Constants are the hardest case: each rounding of a running sum errs to the same side.
     for value in (0.1, 1 / 3, 0.7, 1.1, 1.9, 1.3):
@@ -64,36 +72,28 @@ def test_norm_of_a_small_constant_array_is_right(size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [65_536, 65_537, 1_000_000, 10_000_000, 100_000_000])
+@pytest.mark.parametrize("size", [65_537, 1_000_000, 100_000_000])
 def test_norm_of_a_large_array_is_right(size):
     for value in np.float32([0.1, 1 / 3]):
         norm = tree_norm(jnp.full(size, value))
         assert oracles.ulps(norm, float(value) * math.sqrt(size)) <= ULPS, value
-    x = np.random.default_rng(0).standard_normal(size, np.float32)
-    squares = sum(np.sum(np.square(part, dtype=np.float64)) for part in np.array_split(x, 100))
-    assert oracles.ulps(tree_norm(jnp.asarray(x)), math.sqrt(squares)) <= ULPS
 
 
 # More take minutes: XLA's time grows with the square of the number of leaves, with Optax's norm as
 # with ours (JAX 0.10.2).
 
 
-@pytest.mark.parametrize(
-    ("count", "dtype"),
-    [(1, "f"), (40, "f"), (300, jnp.bfloat16), pytest.param(600, "f", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("count", "dtype"), [(100, jnp.bfloat16), (100, "f")])
 def test_norm_of_many_leaves_is_right_also_where_bfloat16_would_lose_their_sums(count, dtype):
     assert worst([np.full((3, 2), 0.1 + 1e-4 * i, dtype) for i in range(count)]) <= ULPS
 
 
-@pytest.mark.parametrize("shape", [(7, 300), (2_000, 16), (16, 2_000), (3, 4, 5, 6)])
+@pytest.mark.parametrize("shape", [(7, 300), (3, 4, 5, 6)])
 def test_leaf_and_unit_norms_are_right(shape):
-    x = trees.normal(shape)
-    constant = jnp.full(shape, 0.1)
     # JAX 0.7 adds up a matrix less carefully: where all terms are rounded alike it shows.
     limit = ULPS if compat.VERSION >= (0, 10) else 4 * ULPS
-    for leaf in (x, constant):
-        assert oracles.ulps(gcx.leaf_norms([leaf])[0], oracles.vector_norm(leaf)) <= limit
+    for leaf in (trees.normal(shape), jnp.full(shape, 0.1)):
+        assert oracles.ulps(leaf_norms([leaf])[0], oracles.vector_norm(leaf)) <= limit
         for axes in ((0,), (len(shape) - 1,)):
             exact = oracles.unit_norms(leaf, axes)
             assert oracles.ulps(own_norms(leaf, axes), exact.ravel()) <= ULPS
@@ -169,28 +169,20 @@ def test_norm_beyond_float32_is_infinite():
     assert float(tree_norm(jnp.float32([6e21, 1.0]))) == math.inf
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ord", ORDERS)
-def test_combined_norms_of_parts_are_the_norm_of_the_whole(ord):
-    tree = trees.build("mixed_dtypes")
-    parts = [gcx.global_norm(part, ord=ord) for part in tree.values()]
-    combined = gcx.combine_norms(parts, ord=ord)
-    exact = oracles.global_norm(trees.leaves(tree), ord)
-    assert oracles.ulps(combined, exact) <= 2 * ULPS
-    assert float(gcx.combine_norms([jnp.float32(1.0), jnp.stack([*parts])[:0]], ord=ord)) == 1.0
-
-
 @pytest.mark.parametrize(
-    ("norms", "whole"),
+    ("norms", "ord", "whole"),
     [
-        ([], 0.0),
-        ([3.0, math.nan], math.nan),
-        ([math.inf, 1.0], math.inf),
-        ([1e20, 1e20], 2**0.5 * 1e20),
+        ([3.0, 4.0], 2, 5.0),
+        ([3.0, np.float32([4.0, 1.0])], 1, 8.0),
+        ([3.0, 4.0], math.inf, 4.0),
+        ([], 2, 0.0),
+        ([3.0, math.nan], 2, math.nan),
+        ([math.inf, 1.0], 2, math.inf),
+        ([1e20, 1e20], 2, 2**0.5 * 1e20),
     ],
 )
-def test_combined_norms_of_what_is_no_ordinary_number(norms, whole):
-    np.testing.assert_allclose(gcx.combine_norms(norms), whole, rtol=1e-6)
+def test_combined_norms_of_parts_are_the_norm_of_the_whole(norms, ord, whole):
+    np.testing.assert_allclose(gcx.combine_norms(norms, ord=ord), whole, rtol=1e-6)
 
 
 # --- one pass -------------------------------------------------------------------------------
@@ -216,19 +208,15 @@ def test_bad_value_shows_at_every_position_and_nan_also_beside_an_infinity(bad, 
         assert math.isnan(norm) if is_nan else norm == math.inf
 
 
-@pytest.mark.parametrize("ord", ORDERS)
 @pytest.mark.parametrize("name", ["empty", "only_none", "only_zero_size", "zeros"])
-def test_norm_of_nothing_is_zero(name, ord):
-    norm = tree_norm(trees.build(name), ord=ord)
-    assert norm == 0 and norm.dtype == jnp.float32 and norm.shape == ()
+def test_norm_of_nothing_is_zero(name):
+    norms = [gcx.global_norm(trees.build(name), ord=ord) for ord in ORDERS]
+    assert norms == [0, 0, 0] and norms[0].dtype == jnp.float32 and norms[0].shape == ()
 
 
-def test_none_and_masked_leaves_keep_their_place():
+def test_none_and_masked_leaves_keep_their_place_and_python_numbers_are_leaves():
     norms = gcx.leaf_norms(trees.build("masked"))
     assert norms["b"] is None and norms["c"] == optax.MaskedNode()
-
-
-def test_python_numbers_are_leaves():
     assert float(gcx.global_norm({"a": 3.0, "b": 4.0})) == 5.0
 
 
@@ -252,24 +240,10 @@ def test_gradient_of_the_norm_is_right(ord):
         np.testing.assert_allclose(forward(x), norm * scale, rtol=1e-5, err_msg=str(scale))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ord", ORDERS)
-def test_second_derivatives_of_a_complex_norm_are_right(ord):
-    def norm(parts):
-        return gcx.global_norm(jax.lax.complex(*parts), ord=ord)
-
-    parts = jnp.array([1.0, 2.0])
-    exact = jax.hessian(jnp.linalg.norm)(parts)  # a norm of one number is its magnitude
-    np.testing.assert_allclose(jax.jit(jax.hessian(norm))(parts), exact, atol=1e-6)
-
-
 @pytest.mark.parametrize(
-    ("ord", "dtype"),
-    [(2.0, "complex64"), *((ord, "float32") for ord in ORDERS)],
+    ("ord", "dtype"), [(2.0, "complex64"), *((ord, "float32") for ord in ORDERS)]
 )
 def test_gradient_at_zero_is_finite(ord, dtype):
-    zero = jnp.zeros((2, 3), dtype)
-
     def measure(x):
         return gcx.global_norm(x, ord=ord) + jnp.sum(own_norms(x, (0,), ord))
 
@@ -277,12 +251,29 @@ def test_gradient_at_zero_is_finite(ord, dtype):
     def derivatives(x):
         return jax.grad(measure)(x), jax.jvp(measure, (x,), (x + 1,))[1]
 
-    chex.assert_tree_all_finite(derivatives(zero))
+    chex.assert_tree_all_finite(derivatives(jnp.zeros((2, 3), dtype)))
+
+
+@pytest.mark.parametrize("fun", [jax.hessian, lambda f: jax.jacrev(jax.grad(f))])
+def test_second_derivatives_of_a_norm_where_an_element_is_zero(fun):
+    x = np.array([0.0, 3.0, 4.0])
+    norm = np.linalg.norm(x)
+    exact = np.eye(3) / norm - np.outer(x, x) / norm**3
+    np.testing.assert_allclose(jax.jit(fun(gcx.global_norm))(jnp.float32(x)), exact, atol=1e-6)
+
+    # The sum of the clipped x, weighted by w, is `w . x / norm`.
+    w = np.arange(1.0, 4.0)
+    cross = np.outer(w, x)
+    exact = -(cross + cross.T + (w @ x) * (np.eye(3) - 3 * np.outer(x, x) / norm**2)) / norm**3
+
+    def clipped(x):
+        return jnp.sum(gcx.clip_grad_norm(x, 1.0)[0] * w)
+
+    np.testing.assert_allclose(jax.jit(fun(clipped))(jnp.float32(x)), exact, atol=1e-6)
 
 
 def test_strict_promotion_of_dtypes_and_ranks():
     with compat.strict():
         for ord in ORDERS:  # promotion is checked when a function is traced
-            jax.eval_shape(lambda t, p=ord: gcx.global_norm(t, ord=p), trees.build("mixed_dtypes"))
             jax.eval_shape(lambda t, p=ord: gcx.leaf_norms(t, ord=p), trees.build("mixed_dtypes"))
             jax.eval_shape(lambda x, p=ord: own_norms(x, (0,), p), trees.normal((3, 4)))

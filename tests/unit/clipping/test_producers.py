@@ -50,33 +50,11 @@ def test_a_norm_behind_a_producer_is_exact_at_both_ends_of_the_range(name):
         np.testing.assert_allclose(exact(clipped), min(1.0, want), rtol=4e-6)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-@pytest.mark.parametrize("value", [1e-16, 3.0, 1e20, 4e21, np.inf, np.nan])
-def test_a_norm_of_one_element(shape, value):
-    x = jnp.full(shape, value)
-    for produce in (lambda x: x, lambda x: -x, lambda x: -2.0 * x * 0.5):
-        norm = jax.jit(lambda x, produce=produce: gcx.global_norm(produce(x)))(x)
-        np.testing.assert_allclose(norm, value, rtol=2e-6)
+@pytest.mark.parametrize("shape", [(), (1, 1)])
+def test_a_norm_of_one_element(shape):
+    @jax.jit
+    def norms(x):
+        return [gcx.global_norm(y) for y in (x, -x, -2.0 * x * 0.5)]
 
-
-@pytest.mark.parametrize("fun", [jax.hessian, lambda f: jax.jacrev(jax.grad(f))])
-def test_second_derivatives_of_a_norm_where_an_element_is_zero(fun):
-    def exact_hessian(x):
-        norm = np.linalg.norm(x)
-        return np.eye(x.size) / norm - np.outer(x, x) / norm**3
-
-    for x in ([3.0, 0.0], [0.0, 0.0, 2.0], [1.0, 2.0]):
-        x = np.array(x)
-        got = jax.jit(fun(gcx.global_norm))(jnp.float32(x))
-        np.testing.assert_allclose(got, exact_hessian(x), atol=1e-6)
-
-    def clipped(x):
-        return jnp.sum(gcx.clip_grad_norm(x, 1.0)[0] * jnp.arange(1.0, x.size + 1))
-
-    x, step = np.array([3.0, 0.0, 4.0]), 1e-2
-    shifts = step * np.eye(3)
-    gradient = jax.jit(jax.grad(clipped))
-    want = [
-        (gradient(jnp.float32(x + s)) - gradient(jnp.float32(x - s))) / (2 * step) for s in shifts
-    ]
-    np.testing.assert_allclose(jax.jit(fun(clipped))(jnp.float32(x)), want, atol=1e-4)
+    for value in (1e-16, 3.0, 1e20, 4e21, np.inf, np.nan):
+        np.testing.assert_allclose(norms(jnp.full(shape, value)), [value] * 3, rtol=2e-6)

@@ -1,7 +1,6 @@
 """`qk_clip`: attention logits bounded through the weights. Oracle: float64 NumPy attention."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -42,8 +41,8 @@ def activations(tokens=32):
     return np.random.default_rng(7).standard_normal((tokens, WIDTH))
 
 
-@pytest.mark.parametrize("key_heads", [8, 4, 2, 1])
-@pytest.mark.parametrize("tau", [3.0, 30.0, 60.0])
+@pytest.mark.parametrize("key_heads", [8, 2, 1])
+@pytest.mark.parametrize("tau", [3.0, 60.0])
 def test_no_logit_is_beyond_the_threshold_on_the_same_activations(key_heads, tau):
     scales = np.float32([1, 3, 0.1, 5, 2, 2, 0.5, 1])[:, None]
     query, key, x = kernel(HEADS, 0) * scales, kernel(key_heads, 1), activations()
@@ -78,51 +77,40 @@ def test_latent_attention_leaves_the_shared_rotary_key_alone():
     np.testing.assert_allclose(after, before * gamma[:, 0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("logit", [np.nan, np.inf, -np.inf, -50.0, 0.0])
-def test_a_logit_that_says_nothing_leaves_its_head_alone(logit):
+def test_a_logit_or_threshold_that_says_nothing_changes_nothing():
     weights = kernel(HEADS, 0)
-    logits = np.full(HEADS, logit, np.float32)
-    logits[1] = 40.0
-    clipped = (*clip(weights, weights, logits, TAU), clip(weights, None, logits, TAU)[0])
-    rest = np.arange(HEADS) != 1
-    for found in clipped:
-        assert np.array_equal(np.asarray(found)[:, rest], np.asarray(weights)[:, rest])
-        assert np.isfinite(found).all()
-    np.testing.assert_allclose(clipped[0][:, 1], weights[:, 1] / 2, rtol=1e-6)
-    np.testing.assert_allclose(clipped[2][:, 1], weights[:, 1] / 4, rtol=1e-6)
+    logits = np.float32([np.nan, 40.0, np.inf, -np.inf, -50.0, 0.0, 9.0, 10.0])
+    query, key = clip(weights, weights, logits, TAU)
+    rotary, _ = clip(weights, None, logits, TAU)
+    for found, factor in ((query, 0.5), (key, 0.5), (rotary, 0.25)):
+        expected = np.array(weights)
+        expected[:, 1] *= factor
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        assert np.array_equal(np.delete(found, 1, axis=1), np.delete(weights, 1, axis=1))
+    for tau in (0.0, -1.0, np.nan, np.inf):
+        for found in clip(weights, weights, LOGITS, tau):
+            assert np.array_equal(found, weights)
 
 
-@pytest.mark.parametrize("tau", [0.0, -1.0, np.nan, np.inf])
-def test_a_traced_threshold_that_is_none_changes_nothing(tau):
-    weights = kernel(HEADS, 0)
-    for found in clip(weights, weights, LOGITS, tau):
-        assert np.array_equal(found, weights)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("logit", [25.0, 3e38])
-def test_weights_keep_their_dtype_and_are_rounded_once(dtype, logit):
-    weights = kernel(HEADS, 0).astype(dtype)
+def test_weights_keep_their_dtype_and_are_rounded_once(logit):
+    weights = kernel(HEADS, 0).astype("bfloat16")
     logits = np.full(HEADS, logit, np.float32)
-    root = np.sqrt(gammas(logits))[:, None]
+    expected = oracles.wide(weights) * np.sqrt(gammas(logits))[:, None]
     for found in clip(weights, weights, logits, TAU):
-        assert found.dtype == dtype
-        expected = oracles.wide(weights) * root
-        tiny = float(jnp.finfo(dtype).smallest_subnormal)
-        np.testing.assert_allclose(
-            oracles.wide(found), expected, rtol=oracles.eps(dtype), atol=tiny
-        )
+        assert found.dtype == weights.dtype
+        np.testing.assert_allclose(oracles.wide(found), expected, rtol=oracles.eps("bfloat16"))
 
 
 def test_kernel_and_bias_are_scaled_alike_on_any_axis():
     query = {"kernel": kernel(4, 0), "bias": trees.normal((4, HEAD_DIM)), "none": None}
     key = {"kernel": kernel(2, 1), "bias": trees.normal((2, HEAD_DIM))}
-    logits = jnp.array([40.0, 40.0, 1.0, 40.0])
+    logits = np.float32([40.0, 40.0, 1.0, 40.0])
     new_query, new_key = clip(query, key, logits, TAU)
     np.testing.assert_allclose(new_query["bias"][:2], query["bias"][:2] / 2, rtol=1e-6)
     np.testing.assert_allclose(new_key["kernel"][:, 0], key["kernel"][:, 0] / 2, rtol=1e-6)
-    first = clip(jnp.ones((4, 2, 3)), jnp.ones((2, 2, 3)), logits, TAU, head_axis=0)
-    np.testing.assert_allclose(first[0][:, 0, 0], new_query["bias"][:, 0] / query["bias"][:, 0])
+    first, _ = clip(np.ones((4, 2), "f"), np.ones((2, 2), "f"), logits, TAU, head_axis=0)
+    np.testing.assert_allclose(first[:, 0], new_query["bias"][:, 0] / query["bias"][:, 0])
 
 
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")

@@ -3,9 +3,9 @@
 import math
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import compat
 import gradclip_jax as gcx
@@ -37,14 +37,24 @@ def running_max():
     return Rule(init, update)
 
 
-@pytest.mark.parametrize(
-    "value", [2, 2.0, np.float32(2), np.float64(2), np.array(2.0), jnp.bfloat16(2), jnp.float16(2)]
-)
-def test_number_of_any_type_is_a_threshold_for_every_unit(value):
-    with compat.strict():
-        clipped, state = by_row(value).update(column(3, -3, 1, 8), None)
-    np.testing.assert_allclose(clipped, column(2, -2, 1, 2), rtol=1e-6)
-    assert state.clip_threshold.dtype == jnp.float32 and state.rules == ()
+def test_number_of_any_type_is_a_threshold_for_every_unit():
+    for value in (
+        2,
+        2.0,
+        np.float64(2),
+        np.array(2.0),
+        jnp.bfloat16(2),
+        np.uint8(2),
+        2**31,
+        10**20,
+    ):
+        with compat.strict():
+            clipped, state = by_row(value).update(column(3, -3, 1, 8), None)
+        exact = np.clip([3, -3, 1, 8], -float(value), float(value))
+        np.testing.assert_allclose(clipped[:, 0], exact, rtol=1e-6)
+        assert state.clip_threshold.dtype == jnp.float32 and state.rules == ()
+        clamped, _ = gcx.clip_by_value(value).update(column(3, -3, 1, 8), ())
+        np.testing.assert_allclose(clamped[:, 0], exact, rtol=1e-6)
 
 
 def test_schedule_counts_a_step_whose_norm_is_not_finite():
@@ -55,30 +65,27 @@ def test_schedule_counts_a_step_whose_norm_is_not_finite():
     assert states.rules[0].tolist() == [1, 2, 3]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e25])  # the last has an infinite norm
-def test_a_step_with_one_bad_norm_changes_the_state_of_no_norm(bad):
+def test_a_step_with_one_bad_norm_changes_the_state_of_no_norm():
     clip = by_row(running_max())
-    state = clip.init(column(0, 0, 0))
+    update, state = jax.jit(clip.update), clip.init(column(0, 0, 0))
     for norms in ((1, 1, 1), (2, 0, 3)):
-        _, state = clip.update(column(*norms), state)
-    if bad == 1e25:
-        clip = gcx.clip_by_norm(running_max(), granularity=gcx.granularities.axis(-1))
-    _, after = clip.update(column(4, bad, 5), state)
-    chex.assert_trees_all_equal(after.rules, state.rules)
-    clipped, _ = clip.update(column(0, 5, 9), state)
+        _, state = update(column(*norms), state)
+    for bad in (math.nan, math.inf):
+        _, after = update(column(4, bad, 5), state)
+        chex.assert_trees_all_equal(after.rules, state.rules)
+    clipped, _ = update(column(0, 5, 9), state)
     np.testing.assert_allclose(clipped, column(0, 1, 3), rtol=1e-6)
 
 
-def test_rule_may_return_other_types_than_those_of_norm_and_state():
+def test_a_state_of_a_rule_keeps_its_dtype():
     rule = Rule(lambda norm: jnp.zeros_like(norm, jnp.bfloat16), lambda n, s, p: (2, s + n))
     _, states, _ = train(gcx.clip_by_norm(rule), np.float32([5.0]))
     assert states.clip_threshold == 2 and states.rules[0] == 5
     assert states.rules[0].dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("ratio", [0.5, np.float32(0.5), jnp.bfloat16(0.5)])
-def test_relative_to_params(ratio):
-    clip = by_row(gcx.thresholds.relative_to_params(ratio, eps=0.1))
+def test_relative_to_params():
+    clip = by_row(gcx.thresholds.relative_to_params(jnp.bfloat16(0.5), eps=0.1))
     with compat.strict():
         clipped, state = clip.update(column(9, 9, 9), None, column(4.0, 0.0, 0.2))
     np.testing.assert_allclose(clipped, column(2.0, 0.05, 0.1), rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Threshold rules: against the papers, the authors' numbers, and bad input."""
+"""Threshold rules and clips that use them: the papers, the authors' numbers, and bad input."""
 
 import functools
 import math
@@ -8,13 +8,12 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import gradclip_jax as gcx
 import recorded
 import rule_oracles as oracles
-from clip_cases import assert_differentiable_after_zeros_and_bad_steps, recordings
+from clip_cases import recordings, train
 from gradclip_jax import thresholds
 
 EPS = float(np.finfo(np.float32).eps)
@@ -88,14 +87,13 @@ def assert_percentiles(actual, exact):
 
 @recordings("autoclip")
 def test_percentile_gives_what_the_authors_code_gives(run):
-    until = until_zero(run)
-    found, _ = follow(thresholds.percentile(run.given["clip_percentile"], 1000), run.norms)
+    until = min(until_zero(run), 100)
+    rule = thresholds.percentile(run.given["clip_percentile"], 100)
+    found, _ = follow(rule, run.norms[:100])
     assert_percentiles(found[:until], recorded.numbers(run.gave["threshold"])[:until])
 
 
-@pytest.mark.parametrize(
-    ("percentile", "window"), [(37.5, 1), (0.0, 7), (37.5, 7), (100.0, 7), (10.0, 1000)]
-)
+@pytest.mark.parametrize(("percentile", "window"), [(37.5, 1), (0.0, 7), (37.5, 7), (100.0, 7)])
 def test_percentile_is_that_of_numpy_over_the_window(percentile, window):
     norms = lognormal(60)
     found, _ = follow(thresholds.percentile(percentile, window), norms)
@@ -131,7 +129,7 @@ def test_zscore_does_not_depend_on_the_scale_of_the_norms():
 
 
 # After constant norms the paper's threshold would be their level for ever.
-@pytest.mark.parametrize(("relearn_after", "spread"), [(1, 0.1), (5, 0.1), (40, 0.1), (25, 0.0)])
+@pytest.mark.parametrize(("relearn_after", "spread"), [(1, 0.1), (25, 0.0)])
 def test_zscore_takes_a_new_level_for_spikes_that_long(relearn_after, spread):
     norms = np.r_[lognormal(50, spread=spread), np.full(100, 30.0)]
     found, _ = follow(thresholds.zscore(relearn_after=relearn_after), norms)
@@ -173,16 +171,12 @@ SIGNED = {
 @jax.jit
 def loss_thresholds(losses):
     """The threshold of each rule at each step, for losses that may be negative."""
-    guards = {
-        name: gcx.skip_spikes(optax.identity(), loss=rule, relearn_after=10**9)
-        for name, rule in SIGNED.items()
-    }
 
     def step(states, loss):
-        states = {k: x.update(loss, states[k], value=loss)[1] for k, x in guards.items()}
-        return states, {name: state.loss_threshold for name, state in states.items()}
+        pairs = {k: rule.update(loss, states[k], None) for k, rule in SIGNED.items()}
+        return {k: state for k, (_, state) in pairs.items()}, {k: x for k, (x, _) in pairs.items()}
 
-    return jax.lax.scan(step, {k: x.init(losses[0]) for k, x in guards.items()}, losses)[1]
+    return jax.lax.scan(step, {k: rule.init(losses[0]) for k, rule in SIGNED.items()}, losses)[1]
 
 
 @pytest.mark.parametrize("offset", [0.0, -5.0])
@@ -234,17 +228,9 @@ def test_quantile_comes_back_from_either_end():
 # capped
 
 
-@pytest.mark.parametrize(
-    ("rule", "want"),
-    [
-        (5.0, 2.0),
-        (lambda step: 1.0 + step, 1.0),
-        (thresholds.relative_to_params(0.01), 1.0),
-        (thresholds.relative_to_params(0.1), 2.0),
-    ],
-)
-def test_cap_holds_for_numbers_schedules_and_rules_that_look_at_parameters(rule, want):
-    clip = clip_by(thresholds.capped(rule, 2.0))
+@pytest.mark.parametrize(("ratio", "want"), [(0.01, 1.0), (0.1, 2.0)])
+def test_cap_holds_for_rules_that_look_at_parameters(ratio, want):
+    clip = clip_by(thresholds.capped(thresholds.relative_to_params(ratio), 2.0))
     norm, params = jnp.float32(5.0), jnp.float32(100.0)
     _, state = clip.update(norm, clip.init(params), params)
     assert float(state.clip_threshold) == want
@@ -299,6 +285,66 @@ def test_zeros_and_bad_norms_leave_the_state_as_it_was(rule):
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[fine], y), states, want_states)
 
 
+@pytest.mark.slow
 @each_rule
 def test_a_rule_is_differentiable_after_zeros_and_steps_that_are_not_finite(rule):
-    assert_differentiable_after_zeros_and_bad_steps(clip_by(rule))
+    clip = clip_by(rule)
+    sizes = jnp.array([0.0, 1.0, 0.0, *np.full(12, 2.0), 50.0, 0.0, 3.0, 2.0, 50.0])
+    bad = jnp.zeros(len(sizes)).at[5].set(jnp.nan).at[18].set(jnp.inf)
+
+    @jax.jit
+    @jax.grad
+    def slope(grads):
+        def step(state, inputs):
+            size, bad = inputs
+            clipped, state = clip.update(jnp.where(bad == 0, size * grads, bad), state)
+            return state, jnp.where(bad == 0, clipped.sum(), 0)
+
+        return jax.lax.scan(step, clip.init(grads), (sizes, bad))[1].sum()
+
+    for scale in (0.0, 1.0, 1e-3):
+        assert np.isfinite(slope(scale * jnp.array([0.0, 1.0, 2.0]))).all()
+
+
+# clips with these rules
+
+
+CLIPS = {
+    "autoclip": (gcx.autoclip(20.0, window=8), thresholds.percentile(20.0, 8)),
+    "zclip": (gcx.zclip(2.0, 0.9, 8, 3.0), thresholds.capped(thresholds.zscore(2.0, 0.9, 8), 3.0)),
+}
+
+
+@pytest.mark.parametrize(("tx", "rule"), CLIPS.values(), ids=CLIPS)
+def test_a_clip_by_a_learned_threshold_is_a_clip_of_the_whole_tree_by_a_rule(tx, rule):
+    grads = jnp.asarray(np.random.default_rng(0).standard_normal((40, 3)), jnp.float32)
+    found, wanted = (train(x, grads) for x in (tx, gcx.clip_by_global_norm(rule)))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def norms_of(leaves):
+    """Of each step, one for each leaf."""
+    return np.stack([np.linalg.norm(x.reshape(len(x), -1), axis=1) for x in leaves], axis=1)
+
+
+@recordings("adagc")
+def test_adagc_gives_what_the_authors_code_gives(run):
+    given = run.given
+    leaves = [leaf.copy() for leaf in run.leaves]
+    if run.raw["name"] == "zero_gradient_in_warmup_locks":
+        leaves[1][3] = 0.0
+    norms = norms_of(leaves)
+    arguments = (given["clip_ratio"], given["beta"], given["start_clip_steps"], given["max_norm"])
+    tx = gcx.adagc(arguments[0], arguments[3], arguments[1], arguments[2])
+    updates, states, _ = train(tx, leaves)
+    clipped, level = norms_of(updates), states.rules[0].average
+    want = oracles.adagc(norms, *arguments, zeros=False)
+    np.testing.assert_allclose(clipped, want["clipped"], rtol=100 * EPS)
+    np.testing.assert_allclose(level, want["level"], rtol=100 * EPS)
+    # Theirs: 1e-6 in each denominator, and zeros are part of the average.
+    theirs = recorded.numbers(run.gave["clipped_norm"]), recorded.numbers(run.gave["gamma_after"])
+    for leaf in range(2):
+        zeros = norms[:, leaf] == 0
+        until = int(np.argmax(zeros)) if zeros.any() else len(norms)
+        np.testing.assert_allclose(clipped[:until, leaf], theirs[0][:until, leaf], rtol=5e-5)
+        np.testing.assert_allclose(level[:until, leaf], theirs[1][:until, leaf], rtol=5e-5)

@@ -1,16 +1,92 @@
-"""Clipping of attention logits by scaling query and key weights."""
+"""Clips inside a model: cotangents in the backward pass, and attention logits."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_number, describe, dtype_of, leaf_path
-from .._errors import public, value_error
+from .._checks import axes_within, check_axis, check_number, describe, dtype_of, leaf_path
+from .._errors import public, type_error, value_error
 from .._leaves import check_leaves
 from .._types import Array, Number, Path, Tree
 from ._formula import scale_factor, scale_leaf
+from ._norm import norm_dtype, slice_units, unit_norms
+
+
+@public
+@jax.named_scope("clip_cotangent")
+def clip_cotangent(x: Array, max_norm: Number, *, axis: int | Sequence[int] | None = -1) -> Array:
+    """Return `x` unchanged, and clip its cotangent by norm in the backward pass.
+
+    Each slice i of the cotangent `g = d loss / d x` becomes `g_i * min(1, max_norm / |g_i|)`. With
+    the default `axis=-1`, an array `[batch, time, features]` is clipped per token.
+
+    | slice of the cotangent | result |
+    | --- | --- |
+    | norm <= max_norm, or all zero | unchanged bit for bit |
+    | norm > max_norm | scaled to max_norm |
+    | a norm above 4e21, or elements below 3e-17 | counts as infinite; count as zero |
+    | a NaN or infinity | NaN in the whole slice, which a guard detects |
+    | traced max_norm <= 0; NaN | zero; NaN |
+
+    `max_norm` has the unit of the loss divided by the unit of `x`. If the loss is a *mean* over n
+    tokens, each cotangent is divided by n; pass `c / n` to use a threshold c that does not depend
+    on the batch size. Loss scaling also multiplies the cotangents.
+
+    Higher-order derivatives, in forward or reverse mode, differentiate the clipped gradient.
+    Forward-mode differentiation of this function itself is not supported.
+
+    Args:
+        x: Floating-point or complex array; use `jax.tree.map` for a pytree.
+        max_norm: Maximum norm of a unit; a positive number, which may be traced. Infinity disables
+            clipping.
+        axis: Axes over which one norm is computed, as in NumPy: -1 for each token, `(1, 2)` for
+            each example of a rank-3 array, None for the whole array. Inside `shard_map` these axes
+            must not be sharded.
+
+    Returns:
+        The array `x`.
+
+    Raises:
+        ValueError: If `max_norm` is not positive, or if `axis` is invalid for `x`.
+        TypeError: If `x` is not a floating-point or complex array.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
+        >>> def loss(w):
+        ...     hidden = gcx.clip_cotangent(w * jnp.ones((2, 2)), 1.0)
+        ...     return jnp.sum(hidden * jnp.array([[3.0, 4.0], [0.3, 0.4]]))  # two tokens
+        >>> round(float(jax.grad(loss)(1.0)), 4)  # 0.6 + 0.8 of the first, 0.3 + 0.4 of the second
+        2.1
+    """
+    check_number("max_norm", max_norm, "Pass inf to disable clipping.")
+    axes = check_axis(axis)
+    if not jnp.issubdtype(dtype_of(x), jnp.inexact):
+        hint = "Integers are not differentiable; for a tree, use `jax.tree.map`."
+        raise type_error("x", "a floating or complex array", describe(x), hint)
+    x = jnp.asarray(x)
+    units = slice_units(
+        [tuple(range(x.ndim)) if axes is None else axes_within(axes, x)], is_local=True
+    )
+
+    @jax.custom_vjp
+    def identity(x: Array, max_norm: Array) -> Array:
+        return x
+
+    def forward(x: Array, max_norm: Array) -> tuple[Array, Array]:
+        # Calling `identity` here would also clip the backward pass of higher-order derivatives.
+        return x, max_norm
+
+    def backward(max_norm: Array, cotangent: Array) -> tuple[Array, None]:
+        (norms,) = unit_norms([cotangent], units, 2.0, None)
+        factors = jnp.where(jnp.isfinite(norms), scale_factor(norms, max_norm), jnp.nan)
+        return scale_leaf(cotangent, factors), None
+
+    identity.defvjp(forward, backward)
+    return identity(x, jnp.asarray(max_norm, norm_dtype([x])))
 
 
 @public
@@ -64,7 +140,7 @@ def qk_clip(
         key: Weights of the key heads, in the same layout. The number of key heads divides the
             number of query heads, and query head h uses key head `h // (heads / key_heads)`. None
             for a key that does not change.
-        max_logits: Largest logit of each query head, a floating-point array of shape [heads]. If
+        max_logits: Largest logit of each query head, an array of shape [heads]. If
             layers are stacked along a leading axis, apply `jax.vmap` to this function.
         threshold: Threshold tau for the logits; a positive number, which may be traced.
         head_axis: Axis that indexes the heads, the same for every leaf; may be negative.
@@ -74,7 +150,7 @@ def qk_clip(
 
     Raises:
         ValueError: If `threshold` is not positive, or if the numbers of heads do not match.
-        TypeError: If a leaf or `max_logits` does not have a floating-point dtype.
+        TypeError: If a leaf does not have a floating-point dtype.
 
     Examples:
         Two query heads share a key head, and the second one has a logit of 400:
@@ -90,29 +166,28 @@ def qk_clip(
         the paper.
     """
     check_number("threshold", threshold, "Kimi K2 was trained with 100.")
-    if not jnp.issubdtype(dtype_of(max_logits), jnp.floating) or np.ndim(max_logits) != 1:
-        rule = "a floating-point vector with the largest logit of each query head"
-        hint = "Pass one floating-point number for each head, the maximum over all other axes."
-        raise value_error("max_logits", rule, describe(max_logits), hint)
-    logits, tau = jnp.asarray(max_logits).astype(jnp.float32), jnp.asarray(threshold, jnp.float32)
+    logits, tau = (jnp.asarray(x).astype(jnp.float32) for x in (max_logits, threshold))
+    if logits.ndim != 1:
+        hint = "Pass one number for each query head, the maximum over all other axes."
+        raise value_error("max_logits", "a vector", describe(max_logits), hint)
     is_known = jnp.isfinite(logits) & (tau > 0)
     gamma = jnp.where(is_known, scale_factor(jnp.where(is_known, logits, 0), tau), 1)
     if key is None:
         return _scale_heads("query", query, gamma, head_axis), None
-    counts = [np.shape(x)[head_axis] for x in jax.tree.leaves(key) if _has_axis(x, head_axis)]
-    groups = counts[0] if counts else 0
-    if groups == 0 or gamma.size % groups:
+    num_groups = _num_heads(jax.tree.leaves(key)[0], head_axis)
+    if num_groups == 0 or gamma.size % num_groups:
         rule = f"weights whose number of heads divides {gamma.size}"
         hint = "Pass key weights with one head for each group of query heads."
-        raise value_error("key", rule, f"{groups} heads", hint)
-    by_group = gamma.reshape(groups, -1)
+        raise value_error("key", rule, f"{num_groups} heads", hint)
+    by_group = gamma.reshape(num_groups, -1)
     of_key = jnp.sqrt(jnp.max(by_group, axis=1, keepdims=True))
     query = _scale_heads("query", query, (by_group / of_key).reshape(-1), head_axis)
     return query, _scale_heads("key", key, of_key.reshape(-1), head_axis)
 
 
-def _has_axis(x: Array, axis: int) -> bool:
-    return -np.ndim(x) <= axis < np.ndim(x)
+def _num_heads(x: Array, head_axis: int) -> int:
+    has_axis = -np.ndim(x) <= head_axis < np.ndim(x)
+    return np.shape(x)[head_axis] if has_axis else 0
 
 
 def _scale_heads(argument: str, tree: Tree, factors: Array, head_axis: int) -> Tree:
@@ -120,7 +195,7 @@ def _scale_heads(argument: str, tree: Tree, factors: Array, head_axis: int) -> T
     check_leaves(argument, tree, real=True)
 
     def scaled(path: Path, x: Array) -> Array:
-        if not _has_axis(x, head_axis) or np.shape(x)[head_axis] != factors.size:
+        if _num_heads(x, head_axis) != factors.size:
             rule = f"a tree with {factors.size} heads on axis {head_axis} of every leaf"
             hint = "Pass the axis that indexes heads as `head_axis`."
             got = f"{describe(x)} at {leaf_path(argument, path)}"

@@ -17,7 +17,7 @@ from .._checks import check_count, check_decays, check_length, check_number
 from .._errors import public
 from .._states import increment_where
 from .._types import UNBOUNDED, Array, Count, Number
-from ..clipping._threshold import Rule
+from ._threshold import Rule
 
 
 class EmaState(NamedTuple):

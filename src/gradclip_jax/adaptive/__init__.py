@@ -1,1 +1,0 @@
-"""Adaptive clipping: threshold rules that depend on earlier norms, and clips that use them."""
