@@ -125,7 +125,7 @@ def norm_clip(
             units = Units((None,) * len(leaves), len(labels), labels)
         norm, threshold, factor = (_filled(x, units.names) for x in (0.0, UNBOUNDED, 1.0))
         states = init_rules(rules, count_norms(units, leaves))
-        return ClipState(norm, threshold, factor, _filled(0.0), states)
+        return ClipState(norm, threshold, factor, jnp.zeros((), jnp.float32), states)
 
     def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, ClipState]:
         leaves = checked_leaves("updates", updates)
@@ -235,7 +235,7 @@ def _summary(
     return bound, factor, sum_over(num_clipped, everywhere) / max(size, 1)
 
 
-def _filled(value: float, names: Sequence[Hashable] = ()) -> Scalar | dict[str, Scalar]:
+def _filled(value: float, names: Sequence[Hashable]) -> Scalar | dict[str, Scalar]:
     """Return a scalar, or one for each name, with its own buffer, so that it can be donated."""
     scalars = {str(name): jnp.full((), value, jnp.float32) for name in names}
     return scalars or jnp.full((), value, jnp.float32)

@@ -42,7 +42,7 @@ def select_groups(argument: str, units: Units, labels: Sequence[Hashable]) -> Un
         rule = "a mapping from labels of the tree to thresholds"
         raise value_error(argument, rule, f"the unknown label {unknown[0]!r}", hint)
     index_of = {label: i for i, label in enumerate(labels)}
-    entries = tuple(index_of.get(units.names[i]) for i in units.entries)
+    entries = tuple(i if i is None else index_of.get(units.names[i]) for i in units.entries)
     return Units(entries, len(labels), tuple(labels))
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from .._checks import check_number, describe, is_function, is_scalar, shapes_of, shortened
+from .._checks import check_number, describe, is_scalar, shapes_of, shortened
 from .._errors import public, type_error
 from .._states import increment_where
 from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree
@@ -116,7 +116,7 @@ def as_rule(argument: str, threshold: Threshold, *, low: float = 0.0) -> Rule:
     """Convert a number above `low` or a schedule to a rule; return a rule unchanged."""
     if isinstance(threshold, Rule):
         return threshold
-    if is_function(threshold):
+    if callable(threshold) and not isinstance(threshold, type):
         return scheduled(argument, threshold)
     hint = (
         "Or pass a schedule or a rule. Use `clip_by_group_norm` for several thresholds, and"
